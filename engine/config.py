@@ -1,0 +1,154 @@
+"""Configuration: `EngineArgs` (what a person sets) -> `EngineConfig` (what the engine reads), with vLLM's words.
+
+Frozen, validated when made, never written back to. The environment is read in entry points only.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+DTYPES = ("auto", "float32", "bfloat16", "float16")
+LOAD_FORMATS = ("auto", "safetensors", "gguf", "dummy")
+ATTENTION_BACKENDS = ("auto", "torch")
+GIB = 1024**3
+
+
+def _check(ok: bool, message: str) -> None:
+    if not ok:
+        raise ValueError(message)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelConfig:
+    """The model's shape and place. Made by `engine.model_loader.load_model_config`."""
+
+    model: str
+    """As the user named it."""
+    served_model_name: str
+    path: Path
+    """Local folder with config.json and, unless weights are dummy, weights."""
+    hf_config: dict[str, Any]
+    """config.json, as parsed."""
+    dtype: str
+    """"float32", "bfloat16" or "float16", resolved."""
+    max_model_len: int
+    """Prompt and answer together, in tokens."""
+    vocab_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    hidden_size: int
+    eos_token_ids: frozenset[int]
+    weights_digest: str
+    """Of the weights' bytes (or the dummy seed): equal digests compute equal KV."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class CacheConfig:
+    block_size: int
+    num_blocks: int
+    enable_prefix_caching: bool
+
+
+@dataclass(frozen=True, kw_only=True)
+class SchedulerConfig:
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    """Token budget of one step."""
+    prefill_chunk_tokens: int
+    """At most this many prompt tokens of one sequence in one step."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class DeviceConfig:
+    device: str
+    num_threads: int
+    """Compute threads of this engine; 0 leaves torch's default."""
+    attention_backend: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoadConfig:
+    load_format: str
+    seed: int
+    """Of dummy weights."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineConfig:
+    model: ModelConfig
+    cache: CacheConfig
+    scheduler: SchedulerConfig
+    device: DeviceConfig
+    load: LoadConfig
+    compat_digest: str
+    """Of everything that must be equal for two engines to exchange KV: config, weights, dtype, block size."""
+    prefix_key: bytes
+    """Key of the prefix hashes: of `compat_digest`."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineArgs:
+    """One engine's settings, as flags. Field names are vLLM's; `metadata["help"]` is the flag's help text.
+
+    Raises `ValueError` naming the field and its bound. `engine.model_loader.create_engine_config` resolves it.
+    """
+
+    model: str = field(
+        default="smollm2-135m-instruct",
+        metadata={"help": "Model folder, GGUF file, hub id, or the default model's name."},
+    )
+    served_model_name: str = field(
+        default="", metadata={"help": "Name that requests may give as `model`. Default: the model's."}
+    )
+    dtype: str = field(default="auto", metadata={"help": "auto (the weights' own), float32, bfloat16 or float16."})
+    load_format: str = field(
+        default="auto", metadata={"help": "auto, safetensors, gguf, or dummy (random weights of the config's shapes)."}
+    )
+    seed: int = field(default=0, metadata={"help": "Seed of dummy weights."})
+    max_model_len: int = field(
+        default=0, metadata={"help": "Longest prompt and answer together, in tokens. 0: what the model allows."}
+    )
+    block_size: int = field(default=16, metadata={"help": "Tokens in one KV block: a power of two from 1 to 256."})
+    num_kv_blocks: int = field(default=0, metadata={"help": "Size of the KV pool in blocks. 0: by kv-cache-gib."})
+    kv_cache_gib: float = field(default=1.0, metadata={"help": "Size of the KV pool in GiB, where num-kv-blocks is 0."})
+    enable_prefix_caching: bool = field(
+        default=True, metadata={"help": "Keep blocks of finished requests and reuse them for equal prefixes."}
+    )
+    max_num_seqs: int = field(default=256, metadata={"help": "Most sequences in one step."})
+    max_num_batched_tokens: int = field(default=2048, metadata={"help": "Token budget of one step."})
+    prefill_chunk_tokens: int = field(
+        default=0, metadata={"help": "Most prompt tokens of one sequence in one step. 0: max-num-batched-tokens."}
+    )
+    device: str = field(default="auto", metadata={"help": "auto, cpu or cuda."})
+    num_threads: int = field(default=0, metadata={"help": "Compute threads. 0: torch's default."})
+    attention_backend: str = field(default="auto", metadata={"help": "auto or torch."})
+
+    def __post_init__(self) -> None:
+        _check(bool(self.model), "model must not be empty")
+        _check(self.dtype in DTYPES, f"dtype must be one of {', '.join(DTYPES)}, is {self.dtype!r}")
+        _check(
+            self.load_format in LOAD_FORMATS,
+            f"load_format must be one of {', '.join(LOAD_FORMATS)}, is {self.load_format!r}",
+        )
+        _check(self.max_model_len >= 0, f"max_model_len must be at least 0, is {self.max_model_len}")
+        _check(
+            1 <= self.block_size <= 256 and self.block_size & (self.block_size - 1) == 0,
+            f"block_size must be a power of two from 1 to 256, is {self.block_size}",
+        )
+        _check(self.num_kv_blocks >= 0, f"num_kv_blocks must be at least 0, is {self.num_kv_blocks}")
+        _check(self.kv_cache_gib > 0, f"kv_cache_gib must be above 0, is {self.kv_cache_gib}")
+        _check(self.max_num_seqs >= 1, f"max_num_seqs must be at least 1, is {self.max_num_seqs}")
+        _check(
+            self.max_num_batched_tokens >= 1,
+            f"max_num_batched_tokens must be at least 1, is {self.max_num_batched_tokens}",
+        )
+        _check(self.prefill_chunk_tokens >= 0, f"prefill_chunk_tokens must be at least 0, is {self.prefill_chunk_tokens}")
+        _check(self.num_threads >= 0, f"num_threads must be at least 0, is {self.num_threads}")
+        _check(
+            self.attention_backend in ATTENTION_BACKENDS,
+            f"attention_backend must be one of {', '.join(ATTENTION_BACKENDS)}, is {self.attention_backend!r}",
+        )

@@ -1,0 +1,77 @@
+"""What a request asks of the sampler. Integers and floats only, validated at construction."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from types import MappingProxyType
+
+MAX_STOP_TOKEN_IDS = 64
+MAX_LOGIT_BIAS = 1024
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SamplingParams:
+    """Sampling parameters of one request, with vLLM's names, meanings and bounds.
+
+    Text-level parameters (`stop`, `skip_special_tokens`) are not here: whoever detokenises applies them.
+
+    Raises `ValueError` naming the field and its bound.
+    """
+
+    max_tokens: int = 16
+    """The answer's length limit, at least 1. Counts tokens that the sequence was started with."""
+    min_tokens: int = 0
+    """Before this many tokens neither end-of-sequence nor stop tokens can be sampled."""
+    temperature: float = 1.0
+    """0 is greedy."""
+    top_p: float = 1.0
+    top_k: int = 0
+    """0 or -1 keeps the whole vocabulary."""
+    min_p: float = 0.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    """Counts tokens of the prompt too."""
+    stop_token_ids: frozenset[int] = frozenset()
+    ignore_eos: bool = False
+    seed: int = 0
+    """Draws depend on (seed, sequence, position) alone: any worker continues the same stream."""
+    logit_bias: Mapping[int, float] = field(default_factory=lambda: MappingProxyType({}))
+
+    def __post_init__(self) -> None:
+        def check(ok: bool, message: str) -> None:
+            if not ok:
+                raise ValueError(message)
+
+        check(self.max_tokens >= 1, f"max_tokens must be at least 1, is {self.max_tokens}")
+        check(
+            0 <= self.min_tokens <= self.max_tokens,
+            f"min_tokens must be in [0, max_tokens={self.max_tokens}], is {self.min_tokens}",
+        )
+        check(0 <= self.temperature < float("inf"), f"temperature must be at least 0, is {self.temperature}")
+        check(0 < self.top_p <= 1, f"top_p must be in (0, 1], is {self.top_p}")
+        check(self.top_k >= -1, f"top_k must be -1 or more, is {self.top_k}")
+        check(0 <= self.min_p <= 1, f"min_p must be in [0, 1], is {self.min_p}")
+        for name in ("presence_penalty", "frequency_penalty"):
+            check(-2 <= getattr(self, name) <= 2, f"{name} must be in [-2, 2], is {getattr(self, name)}")
+        check(0 < self.repetition_penalty <= 2, f"repetition_penalty must be in (0, 2], is {self.repetition_penalty}")
+        check(
+            len(self.stop_token_ids) <= MAX_STOP_TOKEN_IDS,
+            f"stop_token_ids may hold {MAX_STOP_TOKEN_IDS} ids, has {len(self.stop_token_ids)}",
+        )
+        check(-(2**63) <= self.seed < 2**63, f"seed must fit 64 bits, is {self.seed}")
+        check(
+            len(self.logit_bias) <= MAX_LOGIT_BIAS,
+            f"logit_bias may hold {MAX_LOGIT_BIAS} entries, has {len(self.logit_bias)}",
+        )
+        for token_id, bias in self.logit_bias.items():
+            check(-100 <= bias <= 100, f"logit_bias must be in [-100, 100], is {bias} for token {token_id}")
+
+    @property
+    def is_greedy(self) -> bool:
+        return self.temperature == 0
+
+    @property
+    def has_penalties(self) -> bool:
+        return self.presence_penalty != 0 or self.frequency_penalty != 0 or self.repetition_penalty != 1

@@ -1,0 +1,113 @@
+"""A sequence: one request's tokens and how far they are computed. Integers only, no torch.
+
+    WAITING ──schedule──> RUNNING ──stop token, length──> FINISHED_STOPPED, FINISHED_LENGTH
+       ^                   │  │
+       └─────preempt───────┘  └──first token of a prefill-only sequence──> HELD ──released──> (gone)
+    GRANTED ──commit──> RUNNING            abort: from any state ──> FINISHED_ABORTED
+
+GRANTED: a decode engine reserved the blocks, another engine fills them. HELD: a prefill engine has computed them and
+keeps them until another engine has them. Progress is one integer, `num_computed_tokens`: chunked prefill, prefix
+caching, preemption and handing over all follow from it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import Enum, auto
+
+from engine.sampling_params import SamplingParams
+
+
+class SequenceStatus(Enum):
+    WAITING = auto()
+    RUNNING = auto()
+    GRANTED = auto()
+    HELD = auto()
+    FINISHED_STOPPED = auto()
+    FINISHED_LENGTH = auto()
+    FINISHED_ABORTED = auto()
+
+    @property
+    def is_finished(self) -> bool:
+        return self in (SequenceStatus.FINISHED_STOPPED, SequenceStatus.FINISHED_LENGTH, SequenceStatus.FINISHED_ABORTED)
+
+
+@dataclass(slots=True, eq=False)
+class Sequence:
+    """One sequence of tokens. The scheduler changes it; model runner and sampler only read it."""
+
+    seq_id: int
+    request_id: str
+    token_ids: list[int]
+    """Prompt, then answer."""
+    num_prompt_tokens: int
+    sampling_params: SamplingParams
+    is_prefill_only: bool = False
+    """Ends as HELD at its first sampled token instead of decoding on."""
+    sequence_index: int = 0
+    """Which of the request's n sequences: part of the key of its random draws."""
+    status: SequenceStatus = SequenceStatus.WAITING
+    num_computed_tokens: int = 0
+    """Tokens whose KV is in this engine's pool: `token_ids[:num_computed_tokens]`."""
+    num_cached_tokens: int = 0
+    """Of the prompt, found in the prefix cache when the sequence was first scheduled."""
+    block_table: list[int] = field(default_factory=list)
+    """Block ids, in order. The block manager's list; everybody else only reads it."""
+    num_exported_blocks: int = 0
+    """Blocks already offered to `on_layer_written`, or that the receiver needs no more (prefill-only sequences)."""
+    num_preemptions: int = 0
+    arrived_s: float = 0.0
+    first_scheduled_s: float = 0.0
+
+    def __len__(self) -> int:
+        return len(self.token_ids)
+
+    @property
+    def num_output_tokens(self) -> int:
+        return len(self.token_ids) - self.num_prompt_tokens
+
+    @property
+    def num_uncomputed_tokens(self) -> int:
+        return len(self.token_ids) - self.num_computed_tokens
+
+
+@dataclass(frozen=True, slots=True)
+class ScheduledSequence:
+    """`num_new_tokens` tokens of `seq`, from `num_computed_tokens` on, are computed in this step."""
+
+    seq: Sequence
+    num_new_tokens: int
+
+    @property
+    def samples(self) -> bool:
+        """Whether the chunk reaches the last token, so that the next one is sampled."""
+        return self.num_new_tokens == self.seq.num_uncomputed_tokens
+
+
+@dataclass(frozen=True, slots=True)
+class BlockExport:
+    """Blocks `first_block .. last_block - 1` of a sequence hold their final KV once this step has written it."""
+
+    request_id: str
+    first_block: int
+    last_block: int
+    block_ids: tuple[int, ...]
+    is_last: bool
+    """The prompt's last block is among them."""
+
+
+@dataclass(frozen=True, slots=True)
+class SchedulerOutput:
+    """What one step computes: decided by the scheduler, done by the executor.
+
+    `scheduled` has decoding sequences (one new token) before prefilling ones.
+    """
+
+    scheduled: list[ScheduledSequence]
+    blocks_to_copy: list[tuple[int, int]]
+    """(source, destination) pairs to be copied, all layers, before the step: copy on write."""
+    exports: list[BlockExport]
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(s.num_new_tokens for s in self.scheduled)

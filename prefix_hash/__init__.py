@@ -1,0 +1,43 @@
+"""The name of a KV block's content: a chained, keyed, 128-bit hash of the token ids up to the block's end.
+
+Engine, registry and router must agree on it bit for bit, so it lives alone here and imports nothing of ours.
+
+    hash(block i) = BLAKE2b-128(key, hash(block i-1) || token ids of block i as little-endian uint32)
+
+Two blocks have equal hashes only if all tokens up to their ends are equal *and* they were made under the same key.
+The key stands for everything else that KV depends on (weights, dtype, adapter, tenant), see `prefix_key`. A
+cryptographic hash, because a tenant who could make two prompts collide would be served another's KV.
+"""
+
+from __future__ import annotations
+
+import sys
+from array import array
+from collections.abc import Sequence
+from hashlib import blake2b
+
+HASH_BYTES = 16
+"""Size of one block's hash."""
+
+
+def prefix_key(compat_digest: str, salt: str = "") -> bytes:
+    """The 32-byte key of all prefix hashes of one model (`compat_digest`) and one tenant or adapter (`salt`)."""
+    return blake2b(f"tandem-prefix\0{compat_digest}\0{salt}".encode(), digest_size=32).digest()
+
+
+def extend_block_hashes(hashes: list[bytes], token_ids: Sequence[int], block_size: int, key: bytes) -> None:
+    """Append to `hashes` those of the full blocks of `token_ids` that it lacks. A partial last block has no hash."""
+    parent = hashes[-1] if hashes else b""
+    for start in range(len(hashes) * block_size, len(token_ids) - block_size + 1, block_size):
+        ids = array("I", token_ids[start : start + block_size])
+        if sys.byteorder == "big":
+            ids.byteswap()
+        parent = blake2b(parent + ids.tobytes(), digest_size=HASH_BYTES, key=key).digest()
+        hashes.append(parent)
+
+
+def block_hashes(token_ids: Sequence[int], block_size: int, key: bytes) -> list[bytes]:
+    """The hashes of all full blocks of `token_ids`, in order."""
+    hashes: list[bytes] = []
+    extend_block_hashes(hashes, token_ids, block_size, key)
+    return hashes

@@ -1,0 +1,289 @@
+from protos import tandem_inference_pb2 as _tandem_inference_pb2
+from protos import tandem_kv_transfer_pb2 as _tandem_kv_transfer_pb2
+from google.protobuf.internal import containers as _containers
+from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
+from google.protobuf import descriptor as _descriptor
+from google.protobuf import message as _message
+from collections.abc import Iterable as _Iterable, Mapping as _Mapping
+from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
+
+DESCRIPTOR: _descriptor.FileDescriptor
+
+class Role(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    ROLE_UNSPECIFIED: _ClassVar[Role]
+    ROLE_PREFILL: _ClassVar[Role]
+    ROLE_DECODE: _ClassVar[Role]
+ROLE_UNSPECIFIED: Role
+ROLE_PREFILL: Role
+ROLE_DECODE: Role
+
+class PrefillCommand(_message.Message):
+    __slots__ = ("hello", "prefill", "cancel", "beat")
+    HELLO_FIELD_NUMBER: _ClassVar[int]
+    PREFILL_FIELD_NUMBER: _ClassVar[int]
+    CANCEL_FIELD_NUMBER: _ClassVar[int]
+    BEAT_FIELD_NUMBER: _ClassVar[int]
+    hello: Hello
+    prefill: PrefillRequest
+    cancel: Cancel
+    beat: Beat
+    def __init__(self, hello: _Optional[_Union[Hello, _Mapping]] = ..., prefill: _Optional[_Union[PrefillRequest, _Mapping]] = ..., cancel: _Optional[_Union[Cancel, _Mapping]] = ..., beat: _Optional[_Union[Beat, _Mapping]] = ...) -> None: ...
+
+class DecodeCommand(_message.Message):
+    __slots__ = ("hello", "reserve", "generate", "cancel", "beat")
+    HELLO_FIELD_NUMBER: _ClassVar[int]
+    RESERVE_FIELD_NUMBER: _ClassVar[int]
+    GENERATE_FIELD_NUMBER: _ClassVar[int]
+    CANCEL_FIELD_NUMBER: _ClassVar[int]
+    BEAT_FIELD_NUMBER: _ClassVar[int]
+    hello: Hello
+    reserve: EngineRequest
+    generate: EngineRequest
+    cancel: Cancel
+    beat: Beat
+    def __init__(self, hello: _Optional[_Union[Hello, _Mapping]] = ..., reserve: _Optional[_Union[EngineRequest, _Mapping]] = ..., generate: _Optional[_Union[EngineRequest, _Mapping]] = ..., cancel: _Optional[_Union[Cancel, _Mapping]] = ..., beat: _Optional[_Union[Beat, _Mapping]] = ...) -> None: ...
+
+class Hello(_message.Message):
+    __slots__ = ("protocol_version", "router_id", "incarnation")
+    PROTOCOL_VERSION_FIELD_NUMBER: _ClassVar[int]
+    ROUTER_ID_FIELD_NUMBER: _ClassVar[int]
+    INCARNATION_FIELD_NUMBER: _ClassVar[int]
+    protocol_version: int
+    router_id: str
+    incarnation: str
+    def __init__(self, protocol_version: _Optional[int] = ..., router_id: _Optional[str] = ..., incarnation: _Optional[str] = ...) -> None: ...
+
+class Beat(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class EngineRequest(_message.Message):
+    __slots__ = ("request_id", "attempt", "prompt_token_ids", "output_token_ids", "sampling_params")
+    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+    ATTEMPT_FIELD_NUMBER: _ClassVar[int]
+    PROMPT_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    OUTPUT_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    SAMPLING_PARAMS_FIELD_NUMBER: _ClassVar[int]
+    request_id: str
+    attempt: int
+    prompt_token_ids: _containers.RepeatedScalarFieldContainer[int]
+    output_token_ids: _containers.RepeatedScalarFieldContainer[int]
+    sampling_params: _tandem_inference_pb2.SamplingParams
+    def __init__(self, request_id: _Optional[str] = ..., attempt: _Optional[int] = ..., prompt_token_ids: _Optional[_Iterable[int]] = ..., output_token_ids: _Optional[_Iterable[int]] = ..., sampling_params: _Optional[_Union[_tandem_inference_pb2.SamplingParams, _Mapping]] = ...) -> None: ...
+
+class PrefillRequest(_message.Message):
+    __slots__ = ("request", "grant")
+    REQUEST_FIELD_NUMBER: _ClassVar[int]
+    GRANT_FIELD_NUMBER: _ClassVar[int]
+    request: EngineRequest
+    grant: _tandem_kv_transfer_pb2.Grant
+    def __init__(self, request: _Optional[_Union[EngineRequest, _Mapping]] = ..., grant: _Optional[_Union[_tandem_kv_transfer_pb2.Grant, _Mapping]] = ...) -> None: ...
+
+class Cancel(_message.Message):
+    __slots__ = ("request_id", "attempt")
+    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+    ATTEMPT_FIELD_NUMBER: _ClassVar[int]
+    request_id: str
+    attempt: int
+    def __init__(self, request_id: _Optional[str] = ..., attempt: _Optional[int] = ...) -> None: ...
+
+class WorkerEvents(_message.Message):
+    __slots__ = ("events", "load")
+    EVENTS_FIELD_NUMBER: _ClassVar[int]
+    LOAD_FIELD_NUMBER: _ClassVar[int]
+    events: _containers.RepeatedCompositeFieldContainer[WorkerEvent]
+    load: WorkerLoad
+    def __init__(self, events: _Optional[_Iterable[_Union[WorkerEvent, _Mapping]]] = ..., load: _Optional[_Union[WorkerLoad, _Mapping]] = ...) -> None: ...
+
+class WorkerEvent(_message.Message):
+    __slots__ = ("request_id", "attempt", "granted", "busy", "tokens", "handed_over", "failed")
+    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+    ATTEMPT_FIELD_NUMBER: _ClassVar[int]
+    GRANTED_FIELD_NUMBER: _ClassVar[int]
+    BUSY_FIELD_NUMBER: _ClassVar[int]
+    TOKENS_FIELD_NUMBER: _ClassVar[int]
+    HANDED_OVER_FIELD_NUMBER: _ClassVar[int]
+    FAILED_FIELD_NUMBER: _ClassVar[int]
+    request_id: str
+    attempt: int
+    granted: _tandem_kv_transfer_pb2.Grant
+    busy: Busy
+    tokens: Tokens
+    handed_over: HandedOver
+    failed: Failed
+    def __init__(self, request_id: _Optional[str] = ..., attempt: _Optional[int] = ..., granted: _Optional[_Union[_tandem_kv_transfer_pb2.Grant, _Mapping]] = ..., busy: _Optional[_Union[Busy, _Mapping]] = ..., tokens: _Optional[_Union[Tokens, _Mapping]] = ..., handed_over: _Optional[_Union[HandedOver, _Mapping]] = ..., failed: _Optional[_Union[Failed, _Mapping]] = ...) -> None: ...
+
+class Busy(_message.Message):
+    __slots__ = ("num_free_blocks", "num_needed_blocks")
+    NUM_FREE_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    NUM_NEEDED_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    num_free_blocks: int
+    num_needed_blocks: int
+    def __init__(self, num_free_blocks: _Optional[int] = ..., num_needed_blocks: _Optional[int] = ...) -> None: ...
+
+class Tokens(_message.Message):
+    __slots__ = ("index", "token_ids", "finish_reason", "num_cached_tokens")
+    INDEX_FIELD_NUMBER: _ClassVar[int]
+    TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    FINISH_REASON_FIELD_NUMBER: _ClassVar[int]
+    NUM_CACHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    index: int
+    token_ids: _containers.RepeatedScalarFieldContainer[int]
+    finish_reason: _tandem_inference_pb2.FinishReason
+    num_cached_tokens: int
+    def __init__(self, index: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., finish_reason: _Optional[_Union[_tandem_inference_pb2.FinishReason, str]] = ..., num_cached_tokens: _Optional[int] = ...) -> None: ...
+
+class HandedOver(_message.Message):
+    __slots__ = ("stats",)
+    STATS_FIELD_NUMBER: _ClassVar[int]
+    stats: _tandem_inference_pb2.KVTransferStats
+    def __init__(self, stats: _Optional[_Union[_tandem_inference_pb2.KVTransferStats, _Mapping]] = ...) -> None: ...
+
+class Failed(_message.Message):
+    __slots__ = ("code", "message", "can_retry")
+    CODE_FIELD_NUMBER: _ClassVar[int]
+    MESSAGE_FIELD_NUMBER: _ClassVar[int]
+    CAN_RETRY_FIELD_NUMBER: _ClassVar[int]
+    code: int
+    message: str
+    can_retry: bool
+    def __init__(self, code: _Optional[int] = ..., message: _Optional[str] = ..., can_retry: _Optional[bool] = ...) -> None: ...
+
+class WorkerLoad(_message.Message):
+    __slots__ = ("num_running", "num_waiting", "num_waiting_tokens", "blocks")
+    NUM_RUNNING_FIELD_NUMBER: _ClassVar[int]
+    NUM_WAITING_FIELD_NUMBER: _ClassVar[int]
+    NUM_WAITING_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    num_running: int
+    num_waiting: int
+    num_waiting_tokens: int
+    blocks: BlockLedger
+    def __init__(self, num_running: _Optional[int] = ..., num_waiting: _Optional[int] = ..., num_waiting_tokens: _Optional[int] = ..., blocks: _Optional[_Union[BlockLedger, _Mapping]] = ...) -> None: ...
+
+class BlockLedger(_message.Message):
+    __slots__ = ("num_blocks", "num_free", "num_cached", "num_sequence", "num_grant", "num_held")
+    NUM_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    NUM_FREE_FIELD_NUMBER: _ClassVar[int]
+    NUM_CACHED_FIELD_NUMBER: _ClassVar[int]
+    NUM_SEQUENCE_FIELD_NUMBER: _ClassVar[int]
+    NUM_GRANT_FIELD_NUMBER: _ClassVar[int]
+    NUM_HELD_FIELD_NUMBER: _ClassVar[int]
+    num_blocks: int
+    num_free: int
+    num_cached: int
+    num_sequence: int
+    num_grant: int
+    num_held: int
+    def __init__(self, num_blocks: _Optional[int] = ..., num_free: _Optional[int] = ..., num_cached: _Optional[int] = ..., num_sequence: _Optional[int] = ..., num_grant: _Optional[int] = ..., num_held: _Optional[int] = ...) -> None: ...
+
+class WorkerRecord(_message.Message):
+    __slots__ = ("worker_id", "incarnation", "role", "address", "pid", "compat_digest", "prefix_key", "is_draining", "load", "model", "protocol_version", "lease_ms")
+    WORKER_ID_FIELD_NUMBER: _ClassVar[int]
+    INCARNATION_FIELD_NUMBER: _ClassVar[int]
+    ROLE_FIELD_NUMBER: _ClassVar[int]
+    ADDRESS_FIELD_NUMBER: _ClassVar[int]
+    PID_FIELD_NUMBER: _ClassVar[int]
+    COMPAT_DIGEST_FIELD_NUMBER: _ClassVar[int]
+    PREFIX_KEY_FIELD_NUMBER: _ClassVar[int]
+    IS_DRAINING_FIELD_NUMBER: _ClassVar[int]
+    LOAD_FIELD_NUMBER: _ClassVar[int]
+    MODEL_FIELD_NUMBER: _ClassVar[int]
+    PROTOCOL_VERSION_FIELD_NUMBER: _ClassVar[int]
+    LEASE_MS_FIELD_NUMBER: _ClassVar[int]
+    worker_id: str
+    incarnation: str
+    role: Role
+    address: str
+    pid: int
+    compat_digest: str
+    prefix_key: bytes
+    is_draining: bool
+    load: WorkerLoad
+    model: _tandem_inference_pb2.GetModelInfoResponse
+    protocol_version: int
+    lease_ms: int
+    def __init__(self, worker_id: _Optional[str] = ..., incarnation: _Optional[str] = ..., role: _Optional[_Union[Role, str]] = ..., address: _Optional[str] = ..., pid: _Optional[int] = ..., compat_digest: _Optional[str] = ..., prefix_key: _Optional[bytes] = ..., is_draining: _Optional[bool] = ..., load: _Optional[_Union[WorkerLoad, _Mapping]] = ..., model: _Optional[_Union[_tandem_inference_pb2.GetModelInfoResponse, _Mapping]] = ..., protocol_version: _Optional[int] = ..., lease_ms: _Optional[int] = ...) -> None: ...
+
+class GetWorkerStatusRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class WorkerStatus(_message.Message):
+    __slots__ = ("record", "uptime_s", "num_prefix_queries_tokens", "num_prefix_hits_tokens", "num_preemptions", "num_late_writes", "num_repairs", "num_expired_leases", "num_sessions")
+    RECORD_FIELD_NUMBER: _ClassVar[int]
+    UPTIME_S_FIELD_NUMBER: _ClassVar[int]
+    NUM_PREFIX_QUERIES_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    NUM_PREFIX_HITS_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    NUM_PREEMPTIONS_FIELD_NUMBER: _ClassVar[int]
+    NUM_LATE_WRITES_FIELD_NUMBER: _ClassVar[int]
+    NUM_REPAIRS_FIELD_NUMBER: _ClassVar[int]
+    NUM_EXPIRED_LEASES_FIELD_NUMBER: _ClassVar[int]
+    NUM_SESSIONS_FIELD_NUMBER: _ClassVar[int]
+    record: WorkerRecord
+    uptime_s: float
+    num_prefix_queries_tokens: int
+    num_prefix_hits_tokens: int
+    num_preemptions: int
+    num_late_writes: int
+    num_repairs: int
+    num_expired_leases: int
+    num_sessions: int
+    def __init__(self, record: _Optional[_Union[WorkerRecord, _Mapping]] = ..., uptime_s: _Optional[float] = ..., num_prefix_queries_tokens: _Optional[int] = ..., num_prefix_hits_tokens: _Optional[int] = ..., num_preemptions: _Optional[int] = ..., num_late_writes: _Optional[int] = ..., num_repairs: _Optional[int] = ..., num_expired_leases: _Optional[int] = ..., num_sessions: _Optional[int] = ...) -> None: ...
+
+class DrainRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class DrainResponse(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class AuditRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class WorkerAudit(_message.Message):
+    __slots__ = ("worker_id", "address", "role", "blocks", "problems")
+    WORKER_ID_FIELD_NUMBER: _ClassVar[int]
+    ADDRESS_FIELD_NUMBER: _ClassVar[int]
+    ROLE_FIELD_NUMBER: _ClassVar[int]
+    BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    PROBLEMS_FIELD_NUMBER: _ClassVar[int]
+    worker_id: str
+    address: str
+    role: Role
+    blocks: BlockLedger
+    problems: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, worker_id: _Optional[str] = ..., address: _Optional[str] = ..., role: _Optional[_Union[Role, str]] = ..., blocks: _Optional[_Union[BlockLedger, _Mapping]] = ..., problems: _Optional[_Iterable[str]] = ...) -> None: ...
+
+class GetClusterStatusRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class ClusterStatus(_message.Message):
+    __slots__ = ("router_id", "num_queued_requests", "num_queued_tokens", "num_running_requests", "is_registry_reachable", "workers", "unreachable")
+    ROUTER_ID_FIELD_NUMBER: _ClassVar[int]
+    NUM_QUEUED_REQUESTS_FIELD_NUMBER: _ClassVar[int]
+    NUM_QUEUED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    NUM_RUNNING_REQUESTS_FIELD_NUMBER: _ClassVar[int]
+    IS_REGISTRY_REACHABLE_FIELD_NUMBER: _ClassVar[int]
+    WORKERS_FIELD_NUMBER: _ClassVar[int]
+    UNREACHABLE_FIELD_NUMBER: _ClassVar[int]
+    router_id: str
+    num_queued_requests: int
+    num_queued_tokens: int
+    num_running_requests: int
+    is_registry_reachable: bool
+    workers: _containers.RepeatedCompositeFieldContainer[WorkerStatus]
+    unreachable: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, router_id: _Optional[str] = ..., num_queued_requests: _Optional[int] = ..., num_queued_tokens: _Optional[int] = ..., num_running_requests: _Optional[int] = ..., is_registry_reachable: _Optional[bool] = ..., workers: _Optional[_Iterable[_Union[WorkerStatus, _Mapping]]] = ..., unreachable: _Optional[_Iterable[str]] = ...) -> None: ...
+
+class ClusterAudit(_message.Message):
+    __slots__ = ("workers", "unreachable")
+    WORKERS_FIELD_NUMBER: _ClassVar[int]
+    UNREACHABLE_FIELD_NUMBER: _ClassVar[int]
+    workers: _containers.RepeatedCompositeFieldContainer[WorkerAudit]
+    unreachable: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, workers: _Optional[_Iterable[_Union[WorkerAudit, _Mapping]]] = ..., unreachable: _Optional[_Iterable[str]] = ...) -> None: ...
