@@ -123,16 +123,18 @@ class Busy(_message.Message):
     def __init__(self, num_free_blocks: _Optional[int] = ..., num_needed_blocks: _Optional[int] = ...) -> None: ...
 
 class Tokens(_message.Message):
-    __slots__ = ("index", "token_ids", "finish_reason", "num_cached_tokens")
+    __slots__ = ("index", "token_ids", "finish_reason", "num_cached_tokens", "waited_ms")
     INDEX_FIELD_NUMBER: _ClassVar[int]
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     FINISH_REASON_FIELD_NUMBER: _ClassVar[int]
     NUM_CACHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    WAITED_MS_FIELD_NUMBER: _ClassVar[int]
     index: int
     token_ids: _containers.RepeatedScalarFieldContainer[int]
     finish_reason: _tandem_inference_pb2.FinishReason
     num_cached_tokens: int
-    def __init__(self, index: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., finish_reason: _Optional[_Union[_tandem_inference_pb2.FinishReason, str]] = ..., num_cached_tokens: _Optional[int] = ...) -> None: ...
+    waited_ms: float
+    def __init__(self, index: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., finish_reason: _Optional[_Union[_tandem_inference_pb2.FinishReason, str]] = ..., num_cached_tokens: _Optional[int] = ..., waited_ms: _Optional[float] = ...) -> None: ...
 
 class HandedOver(_message.Message):
     __slots__ = ("stats",)

@@ -1,0 +1,151 @@
+"""The stepping thread: an `LLMEngine` that asyncio code can talk to.
+
+Owns one thread, and the engine from the moment it starts. Everything that touches the engine runs on that thread,
+between two steps; everything that leaves it arrives on the event loop, once per step.
+
+    event loop                              stepping thread
+    call(function) ──commands queue──────>  function(engine)
+                   <─call_soon_threadsafe─  its result
+                                            step()
+    on_step(news)  <─call_soon_threadsafe─  outputs, cache events, load
+
+With nothing to compute the thread blocks on its queue; nothing polls. If a step raises, the engine is lost:
+`on_failure` is told, and every call from then on raises `EngineDead`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import queue
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from engine.block_manager import CacheEvent
+from engine.llm_engine import EngineLoad, LLMEngine
+from engine.outputs import RequestOutput
+
+_log = logging.getLogger(__name__)
+_T = TypeVar("_T")
+
+
+class EngineDead(RuntimeError):
+    """The stepping thread has ended; its engine cannot be used any more."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Command:
+    function: Callable[[LLMEngine], Any]
+    future: asyncio.Future[Any] | None
+    """Where the result goes; None if nobody waits for it."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepNews:
+    """What happened on the stepping thread since the last news."""
+
+    outputs: list[RequestOutput]
+    cache_events: list[CacheEvent]
+    load: EngineLoad
+
+
+class AsyncLLMEngine:
+    """Runs an engine on a thread of its own. Made and closed on the event loop."""
+
+    def __init__(
+        self, engine: LLMEngine, *, on_step: Callable[[StepNews], None], on_failure: Callable[[BaseException], None]
+    ) -> None:
+        self.config = engine.config
+        self._engine = engine
+        self._loop = asyncio.get_running_loop()
+        self._on_step = on_step
+        self._on_failure = on_failure
+        self._commands: queue.SimpleQueue[_Command | None] = queue.SimpleQueue()
+        self._is_dead = False
+        self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
+        self._thread.start()
+
+    async def call(self, function: Callable[[LLMEngine], _T]) -> _T:
+        """Run `function` on the stepping thread between two steps, and return its result or raise its error.
+
+        It runs even if the caller is cancelled meanwhile. Raises `EngineDead` if the thread has ended.
+        """
+        future: asyncio.Future[_T] = self._loop.create_future()
+        self._commands.put(_Command(function, future))
+        if self._is_dead:
+            raise EngineDead("the engine's stepping thread has ended")
+        return await future
+
+    def post(self, function: Callable[[LLMEngine], object]) -> None:
+        """Run `function` on the stepping thread between two steps, without waiting. It must not raise."""
+        self._commands.put(_Command(function, None))
+
+    async def close(self) -> None:
+        """End the thread after the running step. Requests that are not finished are dropped."""
+        self._is_dead = True
+        self._commands.put(None)
+        await asyncio.to_thread(self._thread.join)
+
+    # -- the stepping thread ------------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        try:
+            is_blocked = True
+            while self._run_commands(is_blocked):
+                outputs = self._engine.step()
+                self._report(outputs)
+                # Work that gets no memory waits for a command that frees some.
+                is_blocked = self._engine.is_idle
+        except BaseException as error:
+            _log.exception("the engine failed")
+            self._loop.call_soon_threadsafe(self._on_failure, error)
+        finally:
+            self._is_dead = True
+            self._refuse_commands()
+
+    def _run_commands(self, is_blocked: bool) -> bool:
+        """Run what is queued, waiting for something if there is nothing else to do. False: the end."""
+        while True:
+            try:
+                command = self._commands.get(block=is_blocked)
+            except queue.Empty:
+                return True
+            if command is None:
+                return False
+            self._run_command(command)
+            is_blocked = False
+
+    def _run_command(self, command: _Command) -> None:
+        if command.future is None:
+            command.function(self._engine)
+            return
+        try:
+            result = command.function(self._engine)
+        except Exception as error:
+            self._loop.call_soon_threadsafe(_fail, command.future, error)
+        else:
+            self._loop.call_soon_threadsafe(_succeed, command.future, result)
+
+    def _refuse_commands(self) -> None:
+        """Nobody may wait for a thread that is gone."""
+        while not self._commands.empty():
+            command = self._commands.get()
+            if command is not None and command.future is not None:
+                error = EngineDead("the engine's stepping thread has ended")
+                self._loop.call_soon_threadsafe(_fail, command.future, error)
+
+    def _report(self, outputs: list[RequestOutput]) -> None:
+        news = StepNews(outputs, self._engine.take_cache_events(), self._engine.load())
+        self._loop.call_soon_threadsafe(self._on_step, news)
+
+
+def _succeed(future: asyncio.Future[_T], result: _T) -> None:
+    if not future.done():
+        future.set_result(result)
+
+
+def _fail(future: asyncio.Future[_T], error: Exception) -> None:
+    if not future.done():
+        future.set_exception(error)

@@ -1,0 +1,304 @@
+"""Who owns each KV block. Integers only, no torch.
+
+Owns the block ids of one pool and the prefix cache (hash -> block). Does not own the memory behind them.
+
+    FREE ──take──> in a block table (SEQUENCE, GRANT or HELD), referenced once or more
+     ^  ^                                   │ last reference dropped
+     │  └──────────no hash──────────────────┤
+     └──evict── CACHED <──has a hash────────┘
+                   └──prefix match──> in a block table again
+
+A table has one owner kind; `hand_over` changes it (a grant that was committed becomes a sequence, a computed prompt
+becomes held). A block in several tables counts for the strongest kind: SEQUENCE, then GRANT, then HELD. The five
+counts always sum up to the pool; `check_integrity` recounts them from the tables.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, field
+from enum import IntEnum
+
+from engine.evictor import LRUEvictor
+from engine.sequence import Sequence
+from prefix_hash import extend_block_hashes
+
+
+class BlockOwner(IntEnum):
+    """Kinds of block tables, strongest first."""
+
+    SEQUENCE = 0
+    GRANT = 1
+    HELD = 2
+
+
+@dataclass(frozen=True, slots=True)
+class BlockLedger:
+    """Every block of a pool, counted by owner."""
+
+    num_blocks: int
+    num_free: int
+    num_cached: int
+    num_sequence: int
+    num_grant: int
+    num_held: int
+
+    @property
+    def is_balanced(self) -> bool:
+        owned = self.num_free + self.num_cached + self.num_sequence + self.num_grant + self.num_held
+        return owned == self.num_blocks
+
+
+@dataclass(frozen=True, slots=True)
+class CacheEvent:
+    """A prefix block became findable (`is_stored`) or was evicted."""
+
+    is_stored: bool
+    block_hash: bytes
+
+
+@dataclass(slots=True)
+class _Table:
+    """What one sequence holds. `block_ids` is the very list that the sequence shows as `block_table`."""
+
+    owner: BlockOwner
+    block_ids: list[int]
+    hashes: list[bytes] = field(default_factory=list)
+    num_registered: int = 0
+    """Leading blocks whose hashes were offered to the prefix cache."""
+
+
+class BlockManager:
+    """Hands out the blocks of one pool, keeps prefixes, and is the one place that frees.
+
+    Every sequence's blocks are freed by `free`, and by nothing else.
+    """
+
+    def __init__(self, *, num_blocks: int, block_size: int, prefix_key: bytes, enable_prefix_caching: bool) -> None:
+        self.num_blocks = num_blocks
+        self.block_size = block_size
+        self._prefix_key = prefix_key
+        self._enable_prefix_caching = enable_prefix_caching
+        self._tables: dict[int, _Table] = {}
+        self._free: deque[int] = deque(range(num_blocks))
+        self._evictor = LRUEvictor()
+        self._block_of: dict[bytes, int] = {}
+        self._hash_of: dict[int, bytes] = {}
+        self._refs = [[0] * num_blocks for _ in BlockOwner]
+        self._num_owned = [0 for _ in BlockOwner]
+        self._events: list[CacheEvent] = []
+
+    # -- questions ----------------------------------------------------------------------------------------------
+
+    @property
+    def num_available(self) -> int:
+        """Blocks that can be handed out now: free ones, and cached ones after eviction."""
+        return len(self._free) + len(self._evictor)
+
+    def num_blocks_for(self, num_tokens: int) -> int:
+        return -(-num_tokens // self.block_size)
+
+    def ledger(self) -> BlockLedger:
+        return BlockLedger(self.num_blocks, len(self._free), len(self._evictor), *self._num_owned)
+
+    def cached_hashes(self) -> list[bytes]:
+        """The hashes of all blocks that a prefix match could find."""
+        return list(self._block_of)
+
+    def take_cache_events(self) -> list[CacheEvent]:
+        """What was stored and evicted since the last call, in order."""
+        events, self._events = self._events, []
+        return events
+
+    # -- a table's life -----------------------------------------------------------------------------------------
+
+    def allocate(self, seq: Sequence, owner: BlockOwner, *, num_reusable_tokens: int, num_spare_blocks: int) -> bool:
+        """Give `seq` blocks for all its tokens, those of a cached prefix first.
+
+        At most `num_reusable_tokens` tokens are taken from the prefix cache; `num_spare_blocks` must stay available.
+        Sets `seq.block_table` and `seq.num_computed_tokens`. Returns False, with nothing changed, if there are too
+        few blocks.
+        """
+        assert seq.seq_id not in self._tables, f"sequence {seq.seq_id} has blocks already"
+        table = _Table(owner, [])
+        self._extend_hashes(table, seq)
+        cached = self._match(table.hashes[: num_reusable_tokens // self.block_size])
+        num_new = self.num_blocks_for(len(seq)) - len(cached)
+        num_pinned_evictable = sum(block_id in self._evictor for block_id in cached)
+        if self.num_available - num_pinned_evictable < num_new + num_spare_blocks:
+            return False
+        self._tables[seq.seq_id] = table
+        for block_id in cached:
+            self._add(table, block_id)
+        for _ in range(num_new):
+            self._add(table, self._take())
+        table.num_registered = len(cached)
+        seq.block_table = table.block_ids
+        seq.num_computed_tokens = len(cached) * self.block_size
+        return True
+
+    def can_append(self, seq: Sequence) -> bool:
+        """Whether `append` would succeed."""
+        return self._num_blocks_to_append(self._tables[seq.seq_id], seq) <= self.num_available
+
+    def append(self, seq: Sequence) -> list[tuple[int, int]]:
+        """Make room for every token of `seq`, in blocks that it alone may write from `num_computed_tokens` on.
+
+        Returns (source, destination) blocks to be copied before the next write: copy on write after a fork.
+        """
+        table = self._tables[seq.seq_id]
+        assert self._num_blocks_to_append(table, seq) <= self.num_available, "ask can_append first"
+        copies = []
+        for index in self._shared_writable(table, seq):
+            source, destination = table.block_ids[index], self._take()
+            self._pin(destination, table.owner)
+            table.block_ids[index] = destination
+            self._unpin(source, table.owner)
+            copies.append((source, destination))
+        while len(table.block_ids) < self.num_blocks_for(len(seq)):
+            self._add(table, self._take())
+        return copies
+
+    def fork(self, parent: Sequence, child: Sequence) -> None:
+        """Let `child` share all blocks of `parent`. Whoever writes first gets a copy (see `append`)."""
+        source = self._tables[parent.seq_id]
+        assert child.seq_id not in self._tables, f"sequence {child.seq_id} has blocks already"
+        table = _Table(source.owner, [], list(source.hashes), source.num_registered)
+        self._tables[child.seq_id] = table
+        for block_id in source.block_ids:
+            self._add(table, block_id)
+        child.block_table = table.block_ids
+
+    def register_computed(self, seq: Sequence) -> None:
+        """Make the full blocks that `seq` has computed findable by prefix."""
+        if not self._enable_prefix_caching:
+            return
+        table = self._tables[seq.seq_id]
+        num_full = seq.num_computed_tokens // self.block_size
+        if num_full <= table.num_registered:
+            return
+        self._extend_hashes(table, seq)
+        for index in range(table.num_registered, num_full):
+            block_id, block_hash = table.block_ids[index], table.hashes[index]
+            if block_hash not in self._block_of and block_id not in self._hash_of:
+                self._block_of[block_hash] = block_id
+                self._hash_of[block_id] = block_hash
+                self._events.append(CacheEvent(True, block_hash))
+        table.num_registered = num_full
+
+    def hand_over(self, seq: Sequence, owner: BlockOwner) -> None:
+        """Change the kind of owner of the blocks of `seq`."""
+        table = self._tables[seq.seq_id]
+        for block_id in table.block_ids:
+            self._pin(block_id, owner)
+            self._unpin(block_id, table.owner)
+        table.owner = owner
+
+    def free(self, seq: Sequence) -> None:
+        """Drop every block of `seq`. Its last blocks become the first to be evicted."""
+        table = self._tables.pop(seq.seq_id)
+        for block_id in reversed(table.block_ids):
+            self._unpin(block_id, table.owner)
+        seq.block_table = []
+
+    # -- the prefix cache ---------------------------------------------------------------------------------------
+
+    def _extend_hashes(self, table: _Table, seq: Sequence) -> None:
+        if self._enable_prefix_caching:
+            extend_block_hashes(table.hashes, seq.token_ids, self.block_size, self._prefix_key)
+
+    def _match(self, hashes: list[bytes]) -> list[int]:
+        blocks = []
+        for block_hash in hashes:
+            block_id = self._block_of.get(block_hash)
+            if block_id is None:
+                break
+            blocks.append(block_id)
+        return blocks
+
+    # -- blocks -------------------------------------------------------------------------------------------------
+
+    def _shared_writable(self, table: _Table, seq: Sequence) -> list[int]:
+        """Indices of blocks that the next step of `seq` writes and that another table holds too."""
+        first = seq.num_computed_tokens // self.block_size
+        last = min(len(table.block_ids), self.num_blocks_for(len(seq)))
+        return [i for i in range(first, last) if self._num_refs(table.block_ids[i]) > 1]
+
+    def _num_blocks_to_append(self, table: _Table, seq: Sequence) -> int:
+        num_missing = max(0, self.num_blocks_for(len(seq)) - len(table.block_ids))
+        return num_missing + len(self._shared_writable(table, seq))
+
+    def _num_refs(self, block_id: int) -> int:
+        return sum(refs[block_id] for refs in self._refs)
+
+    def _owner_of(self, block_id: int) -> BlockOwner | None:
+        return next((owner for owner in BlockOwner if self._refs[owner][block_id]), None)
+
+    def _take(self) -> int:
+        """A block that nobody holds, evicting a cached one if none is free."""
+        if self._free:
+            return self._free.popleft()
+        block_id = self._evictor.evict()
+        block_hash = self._hash_of.pop(block_id)
+        del self._block_of[block_hash]
+        self._events.append(CacheEvent(False, block_hash))
+        return block_id
+
+    def _add(self, table: _Table, block_id: int) -> None:
+        if block_id in self._evictor:
+            self._evictor.remove(block_id)
+        self._pin(block_id, table.owner)
+        table.block_ids.append(block_id)
+
+    def _pin(self, block_id: int, owner: BlockOwner) -> None:
+        before = self._owner_of(block_id)
+        self._refs[owner][block_id] += 1
+        self._move(before, self._owner_of(block_id))
+
+    def _unpin(self, block_id: int, owner: BlockOwner) -> None:
+        before = self._owner_of(block_id)
+        self._refs[owner][block_id] -= 1
+        after = self._owner_of(block_id)
+        self._move(before, after)
+        if after is None:
+            if block_id in self._hash_of:
+                self._evictor.add(block_id)
+            else:
+                self._free.append(block_id)
+
+    def _move(self, before: BlockOwner | None, after: BlockOwner | None) -> None:
+        if before is not None:
+            self._num_owned[before] -= 1
+        if after is not None:
+            self._num_owned[after] += 1
+
+    # -- the audit ----------------------------------------------------------------------------------------------
+
+    def check_integrity(self) -> list[str]:
+        """Recount the pool from the tables. Returns what is wrong, one sentence each; empty if nothing is."""
+        problems = []
+        refs = [[0] * self.num_blocks for _ in BlockOwner]
+        for seq_id, table in self._tables.items():
+            if len(set(table.block_ids)) != len(table.block_ids):
+                problems.append(f"sequence {seq_id} holds a block twice")
+            for block_id in table.block_ids:
+                refs[table.owner][block_id] += 1
+        if refs != self._refs:
+            problems.append("reference counts differ from the block tables")
+        free = set(self._free)
+        if len(free) != len(self._free):
+            problems.append("a block is free twice")
+        for block_id in range(self.num_blocks):
+            is_used = any(refs[owner][block_id] for owner in BlockOwner)
+            places = is_used + (block_id in free) + (block_id in self._evictor)
+            if places != 1:
+                problems.append(f"block {block_id} is in {places} places")
+            if block_id in free and block_id in self._hash_of:
+                problems.append(f"free block {block_id} has a hash")
+            if block_id in self._evictor and block_id not in self._hash_of:
+                problems.append(f"cached block {block_id} has no hash")
+        if {block_id: block_hash for block_hash, block_id in self._block_of.items()} != self._hash_of:
+            problems.append("the prefix cache and the blocks' hashes differ")
+        if not self.ledger().is_balanced:
+            problems.append(f"the ledger does not sum up to the pool: {self.ledger()}")
+        return problems

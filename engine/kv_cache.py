@@ -1,0 +1,71 @@
+"""The KV pool: its shape, its one tensor, and what is done to whole blocks of it.
+
+Owns the meaning of the pool's axes. Which block belongs to whom is the block manager's business; what is in a block is
+the attention backend's.
+
+    [layer, block, 2, kv_head, slot, head_dim]        2: keys, then values
+
+One block of one layer is contiguous, so that a transfer moves it as one piece. The pool is allocated once, by the
+worker, and lives as long as the engine.
+
+A sequence's last block is rarely full. Attention reads whole blocks and masks the slots beyond the sequence's end, and
+a mask cannot hide a NaN (0 * NaN is NaN), so those slots must hold finite numbers: `clear_blocks` zeroes a block when
+its first slot is about to be written, and whatever travels or is copied has been cleared by whoever began it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+KV_ORDER = "layer block kv head slot dim"
+"""The pool's axes, outermost first, in the words of `KVLayout.order`."""
+
+KV_FORMAT_VERSION = 1
+"""Raised when equal weights and shapes would yield other bytes in a block (another order, other RoPE pairs)."""
+
+TORCH_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+@dataclass(frozen=True, kw_only=True)
+class KVCacheShape:
+    """What a pool's bytes mean."""
+
+    num_layers: int
+    num_blocks: int
+    block_size: int
+    """Slots, that is tokens, in one block."""
+    num_kv_heads: int
+    head_dim: int
+    dtype: str
+
+    @property
+    def block_bytes(self) -> int:
+        """Bytes of one block of one layer."""
+        return 2 * self.num_kv_heads * self.block_size * self.head_dim * TORCH_DTYPES[self.dtype].itemsize
+
+    @property
+    def pool_bytes(self) -> int:
+        return self.num_layers * self.num_blocks * self.block_bytes
+
+
+def allocate_kv_pool(shape: KVCacheShape, device: str) -> torch.Tensor:
+    """The pool, contiguous and zeroed."""
+    return torch.zeros(
+        (shape.num_layers, shape.num_blocks, 2, shape.num_kv_heads, shape.block_size, shape.head_dim),
+        dtype=TORCH_DTYPES[shape.dtype],
+        device=device,
+    )
+
+
+def copy_blocks(pool: torch.Tensor, pairs: Sequence[tuple[int, int]]) -> None:
+    """Copy, in all layers, each pair's first block over its second. All are read before any is written."""
+    sources, destinations = zip(*pairs, strict=True)
+    pool[:, list(destinations)] = pool[:, list(sources)]
+
+
+def clear_blocks(pool: torch.Tensor, block_ids: Sequence[int]) -> None:
+    """Zero these blocks in all layers."""
+    pool.index_fill_(1, torch.tensor(block_ids, dtype=torch.int64, device=pool.device), 0)

@@ -1,0 +1,224 @@
+"""The engine: `schedule -> execute -> apply`, one step at a time, on one thread.
+
+Owns the scheduler, the block manager and the executor. Does not own a thread: whoever calls `step` does, and calls
+everything else from that same thread (see `engine.async_llm_engine`).
+
+Three ways in: `add_request` (prefill and decode here), `add_prefill` (compute the prompt and one token, then hold the
+KV for another engine), `reserve` + `commit` (decode what another engine prefilled). Three ways out: a finished
+output, `release` of what was held, `abort` from anywhere.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+from itertools import count
+
+from engine.block_manager import BlockLedger, BlockManager, CacheEvent
+from engine.config import EngineConfig
+from engine.executor import Executor, OnLayerWritten
+from engine.outputs import RequestOutput
+from engine.sampling_params import SamplingParams
+from engine.scheduler import Scheduler, SchedulerStats
+from engine.sequence import Sequence
+
+
+@dataclass(frozen=True, slots=True)
+class Reservation:
+    """Blocks for a sequence whose KV comes from elsewhere."""
+
+    block_ids: list[int]
+    num_cached_blocks: int
+    """The first of them hold the prompt's KV already."""
+
+
+@dataclass(frozen=True, slots=True)
+class EngineLoad:
+    """How busy the engine is."""
+
+    num_running: int
+    num_waiting: int
+    num_waiting_tokens: int
+    blocks: BlockLedger
+
+
+class LLMEngine:
+    """Token ids in, token ids out. Not thread-safe."""
+
+    def __init__(self, config: EngineConfig, on_layer_written: OnLayerWritten | None = None) -> None:
+        """Load the model and allocate the pool.
+
+        `on_layer_written` is called within `step`, once per layer, with the blocks of prefill-only requests that hold
+        their final KV in that layer from then on.
+        """
+        self.config = config
+        self.executor = Executor(config, on_layer_written)
+        self.block_manager = BlockManager(
+            num_blocks=config.cache.num_blocks,
+            block_size=config.cache.block_size,
+            prefix_key=config.prefix_key,
+            enable_prefix_caching=config.cache.enable_prefix_caching,
+        )
+        self._scheduler = Scheduler(
+            config.scheduler,
+            self.block_manager,
+            max_model_len=config.model.max_model_len,
+            eos_token_ids=config.model.eos_token_ids,
+        )
+        self._seq_ids = count()
+        self._live: set[str] = set()
+        self.is_idle = True
+        """The last step found nothing to compute: no work, or no memory for any."""
+
+    # -- ways in ------------------------------------------------------------------------------------------------
+
+    def add_request(
+        self,
+        request_id: str,
+        prompt_token_ids: Seq[int],
+        sampling_params: SamplingParams,
+        *,
+        output_token_ids: Seq[int] = (),
+    ) -> None:
+        """Queue a request to be prefilled and decoded here.
+
+        `output_token_ids`: the part of the answer that exists already; the engine goes on after it. Raises
+        `ValueError` for a request that could never run.
+        """
+        self._scheduler.add(self._new_sequence(request_id, prompt_token_ids, sampling_params, output_token_ids))
+
+    def add_prefill(
+        self,
+        request_id: str,
+        prompt_token_ids: Seq[int],
+        sampling_params: SamplingParams,
+        *,
+        output_token_ids: Seq[int] = (),
+        num_receiver_blocks: int = 0,
+    ) -> None:
+        """Queue a request to be prefilled here; after its first token its blocks are held until `release`.
+
+        `num_receiver_blocks` leading blocks are not offered to `on_layer_written`: the receiver has them.
+        """
+        seq = self._new_sequence(request_id, prompt_token_ids, sampling_params, output_token_ids)
+        seq.is_prefill_only = True
+        seq.num_exported_blocks = num_receiver_blocks
+        self._scheduler.add(seq)
+
+    def reserve(
+        self,
+        request_id: str,
+        prompt_token_ids: Seq[int],
+        sampling_params: SamplingParams,
+        *,
+        output_token_ids: Seq[int] = (),
+    ) -> Reservation | None:
+        """Reserve blocks for a request that another engine prefills. None if there are too few now."""
+        seq = self._new_sequence(request_id, prompt_token_ids, sampling_params, output_token_ids)
+        if not self._scheduler.reserve(seq):
+            self._live.discard(request_id)
+            return None
+        return Reservation(list(seq.block_table), seq.num_computed_tokens // self.block_manager.block_size)
+
+    def commit(self, request_id: str, token_id: int) -> None:
+        """The reserved blocks now hold the KV of all tokens; decode on from `token_id`, sampled by the other engine.
+
+        Raises `KeyError` if the reservation is gone.
+        """
+        self._scheduler.commit(request_id, token_id)
+
+    # -- ways out -----------------------------------------------------------------------------------------------
+
+    def hold(self, request_id: str) -> None:
+        """Stop computing a prefill-only request, but keep its blocks until `release`: a transfer may read them."""
+        self._scheduler.hold(request_id)
+
+    def release(self, request_id: str) -> None:
+        """Free the blocks of a held request. Raises `KeyError` if it is not held."""
+        self._scheduler.release(request_id)
+        self._live.discard(request_id)
+
+    def abort(self, request_id: str) -> bool:
+        """End a request in whatever state and free its blocks. False if it is unknown or ended before."""
+        self._live.discard(request_id)
+        return self._scheduler.abort(request_id)
+
+    # -- one step -----------------------------------------------------------------------------------------------
+
+    def step(self) -> list[RequestOutput]:
+        """Compute one batch. Returns the new tokens; empty if nothing could be scheduled."""
+        scheduled = self._scheduler.schedule()
+        self.is_idle = not scheduled.scheduled
+        if self.is_idle:
+            return []
+        for s in scheduled.scheduled:
+            if not s.seq.first_scheduled_s:
+                s.seq.first_scheduled_s = time.monotonic()
+        sampled = self.executor.execute(scheduled)
+        outputs = self._scheduler.apply(scheduled, sampled)
+        self._live.difference_update(o.request_id for o in outputs if o.is_finished and not self._is_held(o.request_id))
+        return outputs
+
+    def has_unfinished_requests(self) -> bool:
+        """Whether some request waits or runs. Granted and held ones wait for others."""
+        return self._scheduler.has_work
+
+    # -- questions ----------------------------------------------------------------------------------------------
+
+    def has_room(self, num_tokens: int) -> bool:
+        """Whether a request of `num_tokens` tokens would be admitted at once."""
+        return self._scheduler.has_room(num_tokens)
+
+    @property
+    def stats(self) -> SchedulerStats:
+        return self._scheduler.stats
+
+    def load(self) -> EngineLoad:
+        scheduler = self._scheduler
+        return EngineLoad(
+            num_running=len(scheduler.running),
+            num_waiting=len(scheduler.waiting),
+            num_waiting_tokens=scheduler.num_waiting_tokens,
+            blocks=self.block_manager.ledger(),
+        )
+
+    def take_cache_events(self) -> list[CacheEvent]:
+        """Prefix blocks stored and evicted since the last call, in order."""
+        return self.block_manager.take_cache_events()
+
+    def audit(self) -> tuple[BlockLedger, list[str]]:
+        """The ledger, and what a recount of the whole pool finds wrong."""
+        return self.block_manager.ledger(), self.block_manager.check_integrity()
+
+    # -- inside -------------------------------------------------------------------------------------------------
+
+    def _is_held(self, request_id: str) -> bool:
+        return request_id in self._scheduler.held
+
+    def _new_sequence(
+        self, request_id: str, prompt_token_ids: Seq[int], params: SamplingParams, output_token_ids: Seq[int]
+    ) -> Sequence:
+        model = self.config.model
+        token_ids = [*prompt_token_ids, *output_token_ids]
+        if request_id in self._live:
+            raise ValueError(f"request_id {request_id!r} is in use")
+        if not prompt_token_ids:
+            raise ValueError("prompt_token_ids must not be empty")
+        if len(token_ids) >= model.max_model_len:
+            raise ValueError(
+                f"prompt_token_ids has {len(token_ids)} tokens, must have fewer than max_model_len={model.max_model_len}"
+            )
+        if min(token_ids) < 0 or max(token_ids) >= model.vocab_size:
+            raise ValueError(f"prompt_token_ids must be in [0, {model.vocab_size})")
+        if len(output_token_ids) >= params.max_tokens:
+            raise ValueError(f"output_token_ids has {len(output_token_ids)} tokens, max_tokens is {params.max_tokens}")
+        self._live.add(request_id)
+        return Sequence(
+            seq_id=next(self._seq_ids),
+            request_id=request_id,
+            token_ids=token_ids,
+            num_prompt_tokens=len(prompt_token_ids),
+            sampling_params=params,
+            arrived_s=time.monotonic(),
+        )

@@ -1,0 +1,51 @@
+"""Counter-based random numbers: a draw is a function of what it is for, not of what was drawn before.
+
+Any worker that knows a request's seed, the sequence's index and the token's position computes the same draw, so a
+sequence that was preempted, moved or started over goes on with the tokens it would have had.
+
+Philox4x32-10 from J. Salmon, M. Moraes, R. Dror, D. Shaw, "Parallel random numbers: as easy as 1, 2, 3", SC 2011.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+_MULTIPLIERS = (np.uint64(0xD2511F53), np.uint64(0xCD9E8D57))
+_KEY_INCREMENTS = (np.uint64(0x9E3779B9), np.uint64(0xBB67AE85))  # golden ratio, sqrt(3) - 1
+_NUM_ROUNDS = 10
+_LOW_32 = np.uint64(0xFFFFFFFF)
+_SHIFT_32 = np.uint64(32)
+
+
+def philox4x32(counters: NDArray[np.uint32], keys: NDArray[np.uint32]) -> NDArray[np.uint32]:
+    """Ten rounds of Philox over each row.
+
+    `counters`: [N, 4], `keys`: [N, 2]. Returns [N, 4] random words.
+    """
+    c0, c1, c2, c3 = (counters[:, i].astype(np.uint64) for i in range(4))
+    k0, k1 = (keys[:, i].astype(np.uint64) for i in range(2))
+    for _ in range(_NUM_ROUNDS):
+        # 32 x 32 -> 64 bits: cannot overflow. Only the key's sums are taken modulo 2**32.
+        product_0, product_1 = _MULTIPLIERS[0] * c0, _MULTIPLIERS[1] * c2
+        c0, c2 = (product_1 >> _SHIFT_32) ^ c1 ^ k0, (product_0 >> _SHIFT_32) ^ c3 ^ k1
+        c1, c3 = product_1 & _LOW_32, product_0 & _LOW_32
+        k0, k1 = (k0 + _KEY_INCREMENTS[0]) & _LOW_32, (k1 + _KEY_INCREMENTS[1]) & _LOW_32
+    return np.stack((c0, c1, c2, c3), axis=1).astype(np.uint32)
+
+
+def uniforms(seeds: Sequence[int], sequence_indices: Sequence[int], positions: Sequence[int]) -> NDArray[np.float64]:
+    """One number in [0, 1) with 53 random bits per row, a function of that row's three integers alone.
+
+    `seeds` are 64-bit, signed or not; `sequence_indices` and `positions` at least 0 and below 2**32.
+    """
+    num_rows = len(seeds)
+    counters = np.zeros((num_rows, 4), dtype=np.uint32)
+    counters[:, 0] = positions
+    counters[:, 1] = sequence_indices
+    keys = np.array([seed & 0xFFFFFFFFFFFFFFFF for seed in seeds], dtype="<u8").view("<u4").reshape(num_rows, 2)
+    words = philox4x32(counters, keys)
+    high, low = words[:, 0] >> np.uint32(5), words[:, 1] >> np.uint32(6)  # 27 and 26 bits
+    return (high.astype(np.float64) * 2.0**26 + low) * 2.0**-53

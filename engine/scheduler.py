@@ -1,0 +1,290 @@
+"""Decides what each engine step computes, and takes in what it gave. Integers only, no torch.
+
+Owns every sequence of the engine, by where it is in its life (see `engine.sequence`):
+
+    waiting ──admit──> running ──finish──> gone
+       ^──preempt────────┘  └─first token of a prefill-only sequence─> held ──release──> gone
+    granted ──commit──> running
+
+One step: `schedule` picks tokens up to the budget, decoding sequences first, so that a long prompt never makes the
+others wait for more than one chunk; `apply` appends what was sampled. A sequence is admitted when the pool has blocks
+for all its tokens; when a running one cannot grow, the youngest running sequence is preempted and later recomputed.
+First come, first served: nothing overtakes the head of `waiting`, so nothing starves.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from engine.block_manager import BlockManager, BlockOwner
+from engine.config import SchedulerConfig
+from engine.outputs import CompletionOutput, FinishReason, RequestOutput
+from engine.sequence import BlockExport, ScheduledSequence, SchedulerOutput, Sequence, SequenceStatus
+
+_STATUS_OF = {
+    FinishReason.STOP: SequenceStatus.FINISHED_STOPPED,
+    FinishReason.LENGTH: SequenceStatus.FINISHED_LENGTH,
+}
+
+
+@dataclass(slots=True)
+class SchedulerStats:
+    """Counted since the engine started."""
+
+    num_prefix_queries_tokens: int = 0
+    num_prefix_hits_tokens: int = 0
+    num_preemptions: int = 0
+
+
+class Scheduler:
+    """Continuous batching with chunked prefill over one block pool."""
+
+    def __init__(
+        self, config: SchedulerConfig, block_manager: BlockManager, *, max_model_len: int, eos_token_ids: frozenset[int]
+    ) -> None:
+        self._config = config
+        self._max_model_len = max_model_len
+        self._eos_token_ids = eos_token_ids
+        self.block_manager = block_manager
+        self.waiting: deque[Sequence] = deque()
+        self.running: list[Sequence] = []
+        self.granted: dict[str, Sequence] = {}
+        self.held: dict[str, Sequence] = {}
+        self.stats = SchedulerStats()
+        # Growth of what runs comes before admission: this much of the pool is not given to newcomers.
+        self._num_spare_blocks = max(1, block_manager.num_blocks // 100)
+
+    # -- questions ----------------------------------------------------------------------------------------------
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self.waiting or self.running)
+
+    @property
+    def num_waiting_tokens(self) -> int:
+        """Tokens that are still to be prefilled."""
+        return sum(len(seq) for seq in self.waiting) + sum(
+            seq.num_uncomputed_tokens for seq in self.running if seq.num_uncomputed_tokens > 1
+        )
+
+    def has_room(self, num_tokens: int) -> bool:
+        """Whether a newcomer of `num_tokens` tokens would get its blocks at once, after all that wait already."""
+        if len(self.running) + len(self.waiting) + len(self.granted) >= self._config.max_num_seqs:
+            return False
+        num_promised = sum(self.block_manager.num_blocks_for(len(seq)) for seq in self.waiting)
+        num_needed = self.block_manager.num_blocks_for(num_tokens) + num_promised + self._num_spare()
+        return num_needed <= self.block_manager.num_available
+
+    def _num_spare(self) -> int:
+        return self._num_spare_blocks if self.running else 0
+
+    # -- a sequence's life --------------------------------------------------------------------------------------
+
+    def add(self, seq: Sequence) -> None:
+        assert seq.status is SequenceStatus.WAITING
+        self.waiting.append(seq)
+
+    def reserve(self, seq: Sequence) -> bool:
+        """Grant blocks for all tokens of `seq`, to be filled from outside. False if there are too few."""
+        if not self.has_room(len(seq)):
+            return False
+        is_allocated = self.block_manager.allocate(
+            seq, BlockOwner.GRANT, num_reusable_tokens=len(seq), num_spare_blocks=self._num_spare()
+        )
+        if is_allocated:
+            self._count_prefix(seq)
+            seq.status = SequenceStatus.GRANTED
+            self.granted[seq.request_id] = seq
+        return is_allocated
+
+    def commit(self, request_id: str, token_id: int) -> None:
+        """The blocks of a granted sequence hold the KV of all its tokens; `token_id` was sampled after them."""
+        seq = self.granted.pop(request_id)
+        seq.num_computed_tokens = len(seq)
+        self.block_manager.hand_over(seq, BlockOwner.SEQUENCE)
+        self.block_manager.register_computed(seq)
+        seq.token_ids.append(token_id)
+        seq.status = SequenceStatus.RUNNING
+        self.running.append(seq)
+
+    def hold(self, request_id: str) -> None:
+        """Stop a prefill-only sequence wherever it is, keeping its blocks until `release`."""
+        seq = self._pop_active(request_id)
+        if seq is not None:
+            self._hold(seq)
+
+    def release(self, request_id: str) -> None:
+        """Free what a held sequence kept."""
+        self._end(self.held.pop(request_id), SequenceStatus.FINISHED_STOPPED)
+
+    def fork(self, parent: Sequence, child: Sequence) -> None:
+        """Start `child`, equal to the running `parent`, on shared blocks."""
+        assert parent.status is SequenceStatus.RUNNING
+        self.block_manager.fork(parent, child)
+        child.num_computed_tokens = parent.num_computed_tokens
+        child.status = SequenceStatus.RUNNING
+        self.running.append(child)
+
+    def abort(self, request_id: str) -> bool:
+        """End a request in any state and free its blocks. False if there is none."""
+        found = [seq for seq in (*self.waiting, *self.running) if seq.request_id == request_id]
+        for seq in found:
+            self._remove_active(seq)
+        found += [place.pop(request_id) for place in (self.granted, self.held) if request_id in place]
+        for seq in found:
+            self._end(seq, SequenceStatus.FINISHED_ABORTED)
+        return bool(found)
+
+    # -- one step -----------------------------------------------------------------------------------------------
+
+    def schedule(self) -> SchedulerOutput:
+        """What the next step computes. Nothing, if there is no work or no memory for any."""
+        budget = self._config.max_num_batched_tokens
+        copies: list[tuple[int, int]] = []
+        decoding = self._grow_decoding(budget, copies)
+        budget -= len(decoding)
+        prefilling: list[ScheduledSequence] = []
+        for seq in self._prefill_candidates():
+            if budget == 0:
+                break
+            num_new_tokens = min(seq.num_uncomputed_tokens, self._config.prefill_chunk_tokens, budget)
+            prefilling.append(ScheduledSequence(seq, num_new_tokens))
+            budget -= num_new_tokens
+        scheduled = decoding + prefilling
+        return SchedulerOutput(scheduled, copies, [e for s in scheduled if (e := self._export(s)) is not None])
+
+    def _grow_decoding(self, budget: int, copies: list[tuple[int, int]]) -> list[ScheduledSequence]:
+        """Room for one more token of each decoding sequence, oldest first, preempting the youngest where needed."""
+        decoding: list[ScheduledSequence] = []
+        for seq in list(self.running):
+            if len(decoding) == budget:
+                break
+            if seq.status is not SequenceStatus.RUNNING or seq.num_uncomputed_tokens != 1:
+                continue  # preempted just now, or still prefilling
+            while not self.block_manager.can_append(seq):
+                victim = self.running[-1]
+                self._preempt(victim)
+                if victim is seq:
+                    break
+            if seq.status is SequenceStatus.RUNNING:
+                copies += self.block_manager.append(seq)
+                decoding.append(ScheduledSequence(seq, 1))
+        return decoding
+
+    def _prefill_candidates(self) -> Iterator[Sequence]:
+        """Running sequences that still prefill, then newly admitted ones, as long as the caller has budget."""
+        yield from [seq for seq in self.running if seq.num_uncomputed_tokens > 1]
+        while self.waiting and len(self.running) < self._config.max_num_seqs:
+            seq = self.waiting[0]
+            # The last token is always computed, since its logits give the next one.
+            is_allocated = self.block_manager.allocate(
+                seq,
+                BlockOwner.SEQUENCE,
+                num_reusable_tokens=len(seq) - 1,
+                num_spare_blocks=self._num_spare(),
+            )
+            if not is_allocated:
+                return
+            self.waiting.popleft()
+            self._count_prefix(seq)
+            seq.status = SequenceStatus.RUNNING
+            self.running.append(seq)
+            yield seq
+
+    def _preempt(self, seq: Sequence) -> None:
+        self.running.remove(seq)
+        self.block_manager.free(seq)
+        seq.num_computed_tokens = 0
+        seq.num_preemptions += 1
+        seq.status = SequenceStatus.WAITING
+        self.waiting.appendleft(seq)
+        self.stats.num_preemptions += 1
+
+    def _export(self, scheduled: ScheduledSequence) -> BlockExport | None:
+        """The blocks of a prefill-only sequence that this step completes and the receiver still lacks."""
+        seq = scheduled.seq
+        if not seq.is_prefill_only:
+            return None
+        first = seq.num_exported_blocks
+        last = (seq.num_computed_tokens + scheduled.num_new_tokens) // self.block_manager.block_size
+        if scheduled.samples:
+            last = len(seq.block_table)
+        if last <= first:
+            return None
+        seq.num_exported_blocks = last
+        return BlockExport(seq.request_id, first, last, tuple(seq.block_table[first:last]), scheduled.samples)
+
+    def apply(self, output: SchedulerOutput, sampled: list[int | None]) -> list[RequestOutput]:
+        """Take in what a step computed: one sampled token, or None, per scheduled sequence."""
+        outputs = []
+        for scheduled, token_id in zip(output.scheduled, sampled, strict=True):
+            seq = scheduled.seq
+            seq.num_computed_tokens += scheduled.num_new_tokens
+            self.block_manager.register_computed(seq)
+            if token_id is not None:
+                outputs.append(self._append_token(seq, token_id))
+        return outputs
+
+    def _append_token(self, seq: Sequence, token_id: int) -> RequestOutput:
+        seq.token_ids.append(token_id)
+        finish_reason = self._finish_reason(seq, token_id)
+        if seq.is_prefill_only:
+            self._remove_active(seq)
+            self._hold(seq)
+        elif finish_reason is not None:
+            self._remove_active(seq)
+            self._end(seq, _STATUS_OF[finish_reason])
+        completion = CompletionOutput(seq.sequence_index, seq.num_output_tokens - 1, [token_id], finish_reason)
+        return RequestOutput(
+            request_id=seq.request_id,
+            outputs=[completion],
+            num_cached_tokens=seq.num_cached_tokens,
+            is_finished=finish_reason is not None,
+            waited_s=max(0.0, seq.first_scheduled_s - seq.arrived_s),
+        )
+
+    def _finish_reason(self, seq: Sequence, token_id: int) -> FinishReason | None:
+        params = seq.sampling_params
+        if seq.num_output_tokens >= params.min_tokens:
+            is_eos = token_id in self._eos_token_ids and not params.ignore_eos
+            if is_eos or token_id in params.stop_token_ids:
+                return FinishReason.STOP
+        if seq.num_output_tokens >= params.max_tokens or len(seq) >= self._max_model_len:
+            return FinishReason.LENGTH
+        return None
+
+    # -- ends ---------------------------------------------------------------------------------------------------
+
+    def _count_prefix(self, seq: Sequence) -> None:
+        """Note what the prefix cache gave a newcomer. A preempted sequence finds its own blocks: that is no hit."""
+        if seq.num_preemptions == 0:
+            seq.num_cached_tokens = min(seq.num_computed_tokens, seq.num_prompt_tokens)
+            self.stats.num_prefix_queries_tokens += len(seq)
+            self.stats.num_prefix_hits_tokens += seq.num_cached_tokens
+
+    def _pop_active(self, request_id: str) -> Sequence | None:
+        for seq in (*self.waiting, *self.running):
+            if seq.request_id == request_id:
+                self._remove_active(seq)
+                return seq
+        return None
+
+    def _remove_active(self, seq: Sequence) -> None:
+        if seq.status is SequenceStatus.WAITING:
+            self.waiting.remove(seq)
+        else:
+            self.running.remove(seq)
+
+    def _hold(self, seq: Sequence) -> None:
+        if seq.block_table:
+            self.block_manager.hand_over(seq, BlockOwner.HELD)
+        seq.status = SequenceStatus.HELD
+        self.held[seq.request_id] = seq
+
+    def _end(self, seq: Sequence, status: SequenceStatus) -> None:
+        """The one way out: every sequence that ends frees its blocks here."""
+        if seq.block_table:
+            self.block_manager.free(seq)
+        seq.status = status

@@ -1,0 +1,308 @@
+"""The whole story of one request, from its tokens to its last message, top to bottom.
+
+`RequestState` decides; this shell does: it waits in the queue, sends commands, feeds back what workers say, turns
+tokens into text and stamps the time. `Lifecycle.run` is the request: whoever stops iterating it (the client is gone,
+its deadline passed) cancels it on every worker, in the one `finally` below.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+
+from protos import tandem_inference_pb2 as inference_pb
+from protos import tandem_worker_pb2 as pb
+from router.detokenizer import IncrementalDetokenizer
+from router.prefix_lookup import PrefixLookup
+from router.queue import RequestQueue
+from router.request_state import (
+    Action,
+    Emit,
+    End,
+    EnterQueue,
+    Event,
+    Phase,
+    Plan,
+    Planned,
+    RequestState,
+    SendCancel,
+    SendGenerate,
+    SendPrefill,
+    SendReserve,
+    Stopped,
+    WorkerKey,
+    WorkerLost,
+    WorkerSaid,
+)
+from router.worker_pool import WorkerPool
+from rpc.errors import NoWorker, TandemError
+
+MAX_ATTEMPTS = 4
+"""A request is given up when this many attempts have failed."""
+
+
+@dataclass(frozen=True, slots=True)
+class Cluster:
+    """What every request of this router shares."""
+
+    pool: WorkerPool
+    queue: RequestQueue
+    prefixes: PrefixLookup
+
+
+@dataclass(slots=True)
+class Stamps:
+    """When things first happened to a request, on this process' monotonic clock, in seconds."""
+
+    arrived_s: float
+    sent_s: float | None = None
+    """The worker that computes the prompt was told."""
+    placed_s: float | None = None
+    """That worker began."""
+    first_token_s: float | None = None
+    handed_over_s: float | None = None
+    ended_s: float | None = None
+
+
+class Lifecycle:
+    """One request. Iterate `run` once."""
+
+    def __init__(
+        self,
+        cluster: Cluster,
+        *,
+        request_id: str,
+        prompt_token_ids: list[int],
+        sampling_params: inference_pb.SamplingParams,
+        detokenizer: IncrementalDetokenizer,
+        arrived_s: float,
+    ) -> None:
+        self.request_id = request_id
+        self._cluster = cluster
+        self._prompt_token_ids = prompt_token_ids
+        self._sampling_params = sampling_params
+        self._detokenizer = detokenizer
+        self._state = RequestState(MAX_ATTEMPTS)
+        self._events: asyncio.Queue[Event] = asyncio.Queue()
+        self._waiting: asyncio.Task[None] | None = None
+        self._plan: Plan | None = None
+        self._last_plan: Plan | None = None
+        self._unsettled_decode: Plan | None = None
+        self._unsettled_prefill: Plan | None = None
+        self._num_planned_tokens = 0
+        self._num_answer_tokens = 0
+        self.stamps = Stamps(arrived_s)
+
+    def stop(self, stopped: Stopped) -> None:
+        """End the request from outside: Abort."""
+        self._events.put_nowait(stopped)
+
+    async def run(self) -> AsyncIterator[inference_pb.GenerateResponse]:
+        """The messages of the answer, the last with usage and timings. Raises the `TandemError` that ended it."""
+        try:
+            actions = self._state.start()
+            while True:
+                for response in self._perform(actions):
+                    yield response
+                if self._state.phase is Phase.DONE:
+                    return
+                actions = self._state.on(await self._next_event())
+        finally:
+            self._send_cancels(self._state.on(Stopped()))
+            self._leave()
+
+    # -- doing what the state decides ---------------------------------------------------------------------------
+
+    def _perform(self, actions: list[Action]) -> list[inference_pb.GenerateResponse]:
+        """Do `actions` in order. Returns the messages for the client. Raises the error that ends the request."""
+        responses: list[inference_pb.GenerateResponse] = []
+        for index, action in enumerate(actions):
+            match action:
+                case EnterQueue():
+                    self._enter_queue(action)
+                case SendReserve(worker):
+                    self._send(worker, pb.DecodeCommand(reserve=self._engine_request()))
+                case SendGenerate(worker):
+                    self.stamps.sent_s = self.stamps.sent_s or time.monotonic()
+                    self._send(worker, pb.DecodeCommand(generate=self._engine_request()))
+                case SendPrefill(worker, grant):
+                    self.stamps.sent_s = self.stamps.sent_s or time.monotonic()
+                    prefill = pb.PrefillRequest(request=self._engine_request(), grant=grant)
+                    self._send(worker, pb.PrefillCommand(prefill=prefill))
+                case SendCancel():
+                    self._send_cancels([action])
+                case Emit():
+                    response, is_stopped = self._emit(action)
+                    responses.append(response)
+                    if is_stopped:
+                        self._send_cancels([*actions[index + 1 :], *self._state.on(Stopped())])
+                        return [*responses, self._last_response(inference_pb.FINISH_REASON_STOP)]
+                case End(finish_reason, error):
+                    if error is not None:
+                        raise error
+                    responses.append(self._last_response(finish_reason))
+        return responses
+
+    def _send_cancels(self, actions: list[Action]) -> None:
+        for action in actions:
+            if isinstance(action, SendCancel):
+                self._send_cancel(action.worker, action.attempt)
+
+    def _enter_queue(self, action: EnterQueue) -> None:
+        self._settle()
+        self._waiting = asyncio.create_task(self._wait_for_plan(action))
+
+    async def _wait_for_plan(self, action: EnterQueue) -> None:
+        token_ids = self._prompt_token_ids + self._state.token_ids
+        try:
+            cached = await self._cluster.prefixes.longest_match(token_ids)
+            plan = await self._cluster.queue.wait_for_plan(
+                num_tokens=len(token_ids), num_cached_blocks=cached, avoid=action.avoid, is_return=action.is_return
+            )
+        except TandemError as error:
+            self._events.put_nowait(Stopped(inference_pb.FINISH_REASON_ERROR, error))
+            return
+        self._num_planned_tokens = len(token_ids)
+        self._plan = self._last_plan = self._unsettled_decode = self._unsettled_prefill = plan
+        self._events.put_nowait(Planned(plan))
+
+    def _send(self, key: WorkerKey, command: pb.PrefillCommand | pb.DecodeCommand) -> None:
+        handle = self._cluster.pool.get(key)
+        if handle is None or handle.session is None or handle.session.is_lost:
+            self._events.put_nowait(WorkerLost(key))
+            return
+        handle.session.attach(self.request_id, self._events.put_nowait)
+        handle.session.send(command)
+
+    def _send_cancel(self, key: WorkerKey, attempt: int) -> None:
+        handle = self._cluster.pool.get(key)
+        if handle is None or handle.session is None:
+            return
+        handle.session.detach(self.request_id)
+        cancel = pb.Cancel(request_id=self.request_id, attempt=attempt)
+        is_prefill = handle.record.role == pb.Role.ROLE_PREFILL
+        handle.session.send(pb.PrefillCommand(cancel=cancel) if is_prefill else pb.DecodeCommand(cancel=cancel))
+
+    def _engine_request(self) -> pb.EngineRequest:
+        return pb.EngineRequest(
+            request_id=self.request_id,
+            attempt=self._state.attempt,
+            prompt_token_ids=self._prompt_token_ids,
+            output_token_ids=self._state.token_ids,
+            sampling_params=self._sampling_params,
+        )
+
+    # -- taking in what happens ---------------------------------------------------------------------------------
+
+    async def _next_event(self) -> Event:
+        event = await self._events.get()
+        if isinstance(event, WorkerSaid):
+            self._note(event)
+        return event
+
+    def _note(self, said: WorkerSaid) -> None:
+        """Stamps and accounts: nothing here decides what happens to the request."""
+        if said.event.attempt != self._state.attempt or self._plan is None:
+            return
+        now_s = time.monotonic()
+        match said.event.WhichOneof("event"):
+            case "granted":
+                self._settle_decode()
+            case "busy":
+                if (handle := self._cluster.pool.get(said.worker)) is not None:
+                    handle.set_full()
+            case "tokens":
+                self._settle()
+                if self.stamps.first_token_s is None:
+                    assert self.stamps.sent_s is not None
+                    self.stamps.placed_s = min(now_s, self.stamps.sent_s + said.event.tokens.waited_ms / 1000)
+                    self.stamps.first_token_s = now_s
+            case "handed_over":
+                self.stamps.handed_over_s = self.stamps.handed_over_s or now_s
+
+    def _settle_decode(self) -> None:
+        if self._unsettled_decode is not None:
+            self._cluster.pool.settle_decode(self._unsettled_decode, self._num_planned_tokens)
+            self._unsettled_decode = None
+
+    def _settle(self) -> None:
+        self._settle_decode()
+        if self._unsettled_prefill is not None:
+            self._cluster.pool.settle_prefill(self._unsettled_prefill, self._num_planned_tokens)
+            self._unsettled_prefill = None
+
+    def _leave(self) -> None:
+        """The request is over: nobody waits, counts or listens for it any more."""
+        if self._waiting is not None:
+            self._waiting.cancel()
+        self._settle()
+        for handle in self._cluster.pool.handles:
+            if handle.session is not None:
+                handle.session.detach(self.request_id)
+
+    # -- what the client gets -----------------------------------------------------------------------------------
+
+    def _emit(self, emit: Emit) -> tuple[inference_pb.GenerateResponse, bool]:
+        """The message for new tokens, and whether a stop string ended the answer within them."""
+        delta = self._detokenizer.push(emit.token_ids)
+        token_ids = emit.token_ids[: delta.num_tokens]
+        self._num_answer_tokens = emit.offset + len(token_ids)
+        response = inference_pb.GenerateResponse(
+            request_id=self.request_id, offset=emit.offset, token_ids=token_ids, text=delta.text
+        )
+        return response, delta.is_stopped
+
+    def _last_response(self, finish_reason: inference_pb.FinishReason.ValueType) -> inference_pb.GenerateResponse:
+        self.stamps.ended_s = time.monotonic()
+        return inference_pb.GenerateResponse(
+            request_id=self.request_id,
+            offset=self._num_answer_tokens,
+            text=self._detokenizer.finish(),
+            finish_reason=finish_reason,
+            usage=inference_pb.Usage(
+                prompt_tokens=len(self._prompt_token_ids),
+                cached_tokens=self._state.num_cached_tokens,
+                completion_tokens=self._num_answer_tokens,
+            ),
+            timings=self._timings(),
+        )
+
+    def _timings(self) -> inference_pb.Timings:
+        """Four spans that sum up to the whole: what never happened took no time."""
+        stamps = self.stamps
+        assert stamps.ended_s is not None
+        placed_s = stamps.placed_s or stamps.first_token_s or stamps.ended_s
+        first_token_s = stamps.first_token_s or stamps.ended_s
+        handed_over_s = max(stamps.handed_over_s or first_token_s, first_token_s)
+        num_later_tokens = max(0, self._num_answer_tokens - 1)
+        timings = inference_pb.Timings(
+            queue_ms=1e3 * (placed_s - stamps.arrived_s),
+            prefill_ms=1e3 * (first_token_s - placed_s),
+            transfer_ms=1e3 * (handed_over_s - first_token_s),
+            decode_ms=1e3 * (stamps.ended_s - handed_over_s),
+            total_ms=1e3 * (stamps.ended_s - stamps.arrived_s),
+            time_to_first_token_ms=1e3 * (first_token_s - stamps.arrived_s),
+            attempts=self._state.attempt,
+        )
+        if num_later_tokens:
+            timings.time_per_output_token_ms = 1e3 * (stamps.ended_s - first_token_s) / num_later_tokens
+        if self._last_plan is not None:
+            self._describe_plan(timings, self._last_plan)
+        return timings
+
+    def _describe_plan(self, timings: inference_pb.Timings, plan: Plan) -> None:
+        timings.decode_worker = plan.decode.worker_id
+        timings.mode = inference_pb.MODE_LOCAL
+        if plan.prefill is not None:
+            timings.mode = inference_pb.MODE_DISAGGREGATED
+            timings.prefill_worker = plan.prefill.worker_id
+        if self._state.transfer is not None:
+            timings.kv_transfer.CopyFrom(self._state.transfer)
+
+
+def require_worker(pool: WorkerPool) -> None:
+    """Raise `NoWorker` at the door where nobody could serve the request."""
+    if not pool.has_decode_worker:
+        raise NoWorker("no decode worker is available; start one, or wait until one is ready", retry_after_s=2.0)

@@ -1,0 +1,93 @@
+"""Which workers serve a request, and in which mode. Pure: numbers in, a plan out.
+
+The decode worker is the one with room whose cost in blocks is least: what it would have to receive, plus what it
+already works on. The prefill worker is the one that would have the first token soonest: tokens in its queue plus
+tokens of this prompt that its prefix cache lacks. So the longest cached prefix wins unless its owner is busier by more
+tokens than the prefix saves.
+
+A prompt of which the decode worker lacks at most `local_max_uncached_tokens` tokens is prefilled there: moving it would
+cost more than computing it. So is every prompt where there is no prefill worker that it can be paired with.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from router.request_state import Plan, WorkerKey
+
+
+@dataclass(frozen=True, kw_only=True)
+class PolicyConfig:
+    local_max_uncached_tokens: int = field(
+        default=16,
+        metadata={"help": "Prompts of which the decode worker lacks at most this many tokens are prefilled there."},
+    )
+    max_prefill_backlog_tokens: int = field(
+        default=32768,
+        metadata={"help": "A prefill worker with more tokens than this before it gets no new prompt; it waits here."},
+    )
+
+    def __post_init__(self) -> None:
+        if self.local_max_uncached_tokens < 0:
+            raise ValueError(
+                f"local_max_uncached_tokens must be at least 0, is {self.local_max_uncached_tokens}"
+            )
+        if self.max_prefill_backlog_tokens < 1:
+            raise ValueError(f"max_prefill_backlog_tokens must be at least 1, is {self.max_prefill_backlog_tokens}")
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillCandidate:
+    key: WorkerKey
+    compat_digest: str
+    num_queued_tokens: int
+    num_cached_blocks: int
+    """Of this prompt."""
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeCandidate:
+    key: WorkerKey
+    compat_digest: str
+    num_available_blocks: int
+    num_used_blocks: int
+    num_cached_blocks: int
+    """Of this prompt."""
+    is_full: bool
+    """It refused a request, and has not freed anything since."""
+
+
+def choose_plan(
+    config: PolicyConfig,
+    *,
+    num_tokens: int,
+    block_size: int,
+    prefill: Sequence[PrefillCandidate],
+    decode: Sequence[DecodeCandidate],
+    avoid: WorkerKey | None = None,
+) -> Plan | None:
+    """The best plan now for a prompt of `num_tokens` tokens, or None: wait until something changes.
+
+    `avoid` is chosen only where there is no other.
+    """
+    num_blocks = -(-num_tokens // block_size)
+    with_room = [d for d in decode if not d.is_full and d.num_available_blocks >= num_blocks]
+    if not with_room:
+        return None
+    best = min(
+        with_room,
+        key=lambda d: (d.key == avoid, num_blocks - min(d.num_cached_blocks, num_blocks) + d.num_used_blocks),
+    )
+    num_uncached_tokens = num_tokens - best.num_cached_blocks * block_size
+    compatible = [p for p in prefill if p.compat_digest == best.compat_digest]
+    if num_uncached_tokens <= config.local_max_uncached_tokens or not compatible:
+        return Plan(best.key, None)
+    free = [p for p in compatible if p.num_queued_tokens <= config.max_prefill_backlog_tokens]
+    if not free:
+        return None
+    soonest = min(
+        free,
+        key=lambda p: (p.key == avoid, p.num_queued_tokens + num_tokens - p.num_cached_blocks * block_size),
+    )
+    return Plan(best.key, soonest.key)

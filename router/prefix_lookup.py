@@ -1,0 +1,36 @@
+"""Asks the prefix index how much of a prompt each worker has cached. An answer is a hint: wrong ones only cost time."""
+
+from __future__ import annotations
+
+from registry.prefix_index import PrefixIndex
+
+from prefix_hash import block_hashes
+from router.request_state import WorkerKey
+from router.worker_pool import WorkerPool
+
+
+class PrefixLookup:
+    """The longest cached prefix of a prompt, per usable worker."""
+
+    def __init__(self, index: PrefixIndex, pool: WorkerPool) -> None:
+        self._index = index
+        self._pool = pool
+
+    async def longest_match(self, token_ids: list[int]) -> dict[WorkerKey, int]:
+        """Number of leading blocks of `token_ids` that each worker has; a worker with none is left out.
+
+        One round trip per prefix key (that is: one, unless workers of several models share the registry), within a
+        bounded time. Empty where Redis does not answer.
+        """
+        keys_by_hash: dict[tuple[bytes, int], list[WorkerKey]] = {}
+        for handle in self._pool.handles:
+            if handle.is_usable:
+                group = (handle.record.prefix_key, handle.record.model.block_size)
+                keys_by_hash.setdefault(group, []).append(handle.key)
+        found: dict[WorkerKey, int] = {}
+        for (prefix_key, block_size), keys in keys_by_hash.items():
+            hashes = block_hashes(token_ids, block_size, prefix_key)
+            if hashes:
+                match = await self._index.longest_match(hashes, [(k.worker_id, k.incarnation) for k in keys])
+                found |= {k: match[k.worker_id] for k in keys if match.get(k.worker_id)}
+        return found

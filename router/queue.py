@@ -1,0 +1,112 @@
+"""Where requests wait until workers have room: first come, first served, bounded in tokens.
+
+Owns the waiting requests, not the workers. `dispatch` is called whenever something changed (a request came, a worker
+freed memory, joined or left); it plans from the head on, and stops at the first request that no worker has room for,
+so that a long prompt is not overtaken for ever. No timer ends the waiting: the client's deadline does.
+
+    wait_for_plan ──> waiting ──dispatch──> Plan
+                        └── no worker left: NoWorker; the caller cancelled: gone
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from router.request_state import Plan, WorkerKey
+from rpc.errors import NoWorker, Overloaded
+
+
+@dataclass(slots=True, eq=False)
+class QueuedRequest:
+    """What planning needs to know of a request."""
+
+    num_tokens: int
+    """To be prefilled: the prompt, and what of the answer exists already."""
+    num_cached_blocks: dict[WorkerKey, int]
+    """Longest cached prefix on each worker, as the index said."""
+    avoid: WorkerKey | None
+    planned: asyncio.Future[Plan]
+
+
+class RequestQueue:
+    """Requests that wait for workers."""
+
+    def __init__(
+        self,
+        *,
+        max_tokens: int,
+        choose: Callable[[QueuedRequest], Plan | None],
+        give_back: Callable[[Plan, int], None],
+        has_workers: Callable[[], bool],
+    ) -> None:
+        """`choose` plans one request with the workers as they are now, and counts the plan as taken; `give_back` takes
+        back a plan that its request was not there to hear of."""
+        self._max_tokens = max_tokens
+        self._choose = choose
+        self._give_back = give_back
+        self._has_workers = has_workers
+        self._waiting: deque[QueuedRequest] = deque()
+        self.num_tokens = 0
+
+    def __len__(self) -> int:
+        return len(self._waiting)
+
+    def refuse_if_full(self, num_tokens: int) -> None:
+        """Raise `Overloaded` if a new request of `num_tokens` tokens would pass the bound."""
+        if self._waiting and self.num_tokens + num_tokens > self._max_tokens:
+            raise Overloaded(
+                f"the queue holds {self.num_tokens} tokens of at most {self._max_tokens}; retry later",
+                retry_after_s=1.0,
+            )
+
+    async def wait_for_plan(
+        self, *, num_tokens: int, num_cached_blocks: dict[WorkerKey, int], avoid: WorkerKey | None, is_return: bool
+    ) -> Plan:
+        """Wait for workers. `is_return`: at the front, since the request waited its turn before.
+
+        Raises `NoWorker` at once if there is none, now or while waiting. Cancelling it leaves the queue.
+        """
+        future: asyncio.Future[Plan] = asyncio.get_running_loop().create_future()
+        request = QueuedRequest(num_tokens, num_cached_blocks, avoid, future)
+        if is_return:
+            self._waiting.appendleft(request)
+        else:
+            self._waiting.append(request)
+        self.num_tokens += num_tokens
+        try:
+            self.dispatch()
+            return await future
+        except asyncio.CancelledError:
+            if future.done() and not future.cancelled() and future.exception() is None:
+                self._give_back(future.result(), num_tokens)
+            raise
+        finally:
+            if request in self._waiting:
+                self._leave(request)
+                self.dispatch()
+
+    def dispatch(self) -> None:
+        """Plan as many requests as workers have room for."""
+        if not self._has_workers():
+            for request in list(self._waiting):
+                self._leave(request)
+                if not request.planned.done():
+                    request.planned.set_exception(NoWorker("no decode worker is available", retry_after_s=2.0))
+            return
+        while self._waiting:
+            request = self._waiting[0]
+            if request.planned.done():
+                self._leave(request)
+                continue
+            plan = self._choose(request)
+            if plan is None:
+                return
+            self._leave(request)
+            request.planned.set_result(plan)
+
+    def _leave(self, request: QueuedRequest) -> None:
+        self._waiting.remove(request)
+        self.num_tokens -= request.num_tokens

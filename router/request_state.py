@@ -1,0 +1,294 @@
+"""The life of one request, as a pure state machine: events in, actions out. No I/O, no clock, no gRPC.
+
+    QUEUED ──Planned, disaggregated──> RESERVING ──Granted──> PREFILLING ──HandedOver──> DECODING ──last token──> DONE
+      │ ^                                  │                      │                          │
+      │ └──Busy, WorkerLost, Failed ───────┴──────────────────────┴──────────────────────────┤ (a new attempt)
+      └──Planned, local────────────────────────────────────────────────────────> DECODING ───┘
+    Stopped (client gone, abort, stop string, deadline), or no attempts left: from anywhere ──> DONE
+
+What keeps the promises:
+- Tokens reach the client only through `Emit`, whose positions are contiguous: an early token of the decode worker waits
+  for the first one, which comes from the prefill worker; a repeated one or a gap ends the attempt.
+- Every attempt has a number. Whatever an older attempt still says is not this request's any more.
+- An attempt that fails is cancelled on each of its workers; the next one starts after the tokens already emitted.
+- DONE is reached once, with exactly one `End`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import Enum, auto
+from typing import TypeAlias
+
+from protos.tandem_kv_transfer_pb2 import Grant
+from protos.tandem_worker_pb2 import Failed, HandedOver, Tokens, WorkerEvent
+from protos.tandem_inference_pb2 import FinishReason, KVTransferStats
+from rpc.errors import NoWorker, TandemError, error_of_code
+
+
+class Phase(Enum):
+    QUEUED = auto()
+    RESERVING = auto()
+    PREFILLING = auto()
+    DECODING = auto()
+    DONE = auto()
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerKey:
+    """One process of a worker: a restarted one is another."""
+
+    worker_id: str
+    incarnation: str
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """Who serves an attempt. Without a prefill worker the decode worker does it all."""
+
+    decode: WorkerKey
+    prefill: WorkerKey | None
+
+
+# -- events ---------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Planned:
+    """The queue found workers for the next attempt."""
+
+    plan: Plan
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerSaid:
+    worker: WorkerKey
+    event: WorkerEvent
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerLost:
+    """The session with a worker ended: what it was doing for us is gone."""
+
+    worker: WorkerKey
+
+
+@dataclass(frozen=True, slots=True)
+class Stopped:
+    """The answer is not wanted any more, or is complete by a stop string (`finish_reason`), or failed (`error`)."""
+
+    finish_reason: FinishReason.ValueType = FinishReason.FINISH_REASON_ABORT
+    error: TandemError | None = None
+
+
+Event: TypeAlias = Planned | WorkerSaid | WorkerLost | Stopped
+
+
+# -- actions --------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class EnterQueue:
+    """Ask for a plan. `is_return`: the request waited its turn before, and goes to the front."""
+
+    is_return: bool
+    avoid: WorkerKey | None = None
+    """A worker that just failed this request."""
+
+
+@dataclass(frozen=True, slots=True)
+class SendReserve:
+    worker: WorkerKey
+
+
+@dataclass(frozen=True, slots=True)
+class SendGenerate:
+    worker: WorkerKey
+
+
+@dataclass(frozen=True, slots=True)
+class SendPrefill:
+    worker: WorkerKey
+    grant: Grant
+
+
+@dataclass(frozen=True, slots=True)
+class SendCancel:
+    worker: WorkerKey
+    attempt: int
+
+
+@dataclass(frozen=True, slots=True)
+class Emit:
+    """The next tokens of the answer, from position `offset` on."""
+
+    offset: int
+    token_ids: list[int]
+
+
+@dataclass(frozen=True, slots=True)
+class End:
+    """The request is over, well (`error` is None) or not."""
+
+    finish_reason: FinishReason.ValueType
+    error: TandemError | None = None
+
+
+Action: TypeAlias = EnterQueue | SendReserve | SendGenerate | SendPrefill | SendCancel | Emit | End
+
+
+@dataclass(slots=True)
+class RequestState:
+    """One request. `start` once, then `on` for every event, in order; do the returned actions in order."""
+
+    max_attempts: int
+    phase: Phase = Phase.QUEUED
+    attempt: int = 0
+    """Number of the running attempt, from 1."""
+    num_failures: int = 0
+    plan: Plan | None = None
+    token_ids: list[int] = field(default_factory=list)
+    """Emitted so far."""
+    num_cached_tokens: int = 0
+    """Of the prompt, as the worker that prefilled it first said."""
+    transfer: KVTransferStats | None = None
+    _first_index: int = 0
+    """Where the running attempt's tokens begin."""
+    _early: list[Tokens] = field(default_factory=list)
+    """Of the decode worker, come before the prefill worker's first."""
+    _finish_reason: FinishReason.ValueType = FinishReason.FINISH_REASON_UNSPECIFIED
+    """All tokens are emitted; only the prefill worker's account of the transfer is still due."""
+
+    def start(self) -> list[Action]:
+        return [EnterQueue(is_return=False)]
+
+    def on(self, event: Event) -> list[Action]:
+        """Take in one event. Returns what is to be done now; nothing once DONE, and nothing for stale events."""
+        if self.phase is Phase.DONE:
+            return []
+        match event:
+            case Planned(plan):
+                return self._begin(plan)
+            case WorkerSaid(worker, said):
+                return self._on_worker(worker, said)
+            case WorkerLost(worker):
+                return self._on_lost(worker)
+            case Stopped(finish_reason, error):
+                return self._end(finish_reason, error)
+
+    # -- attempts -----------------------------------------------------------------------------------------------
+
+    def _begin(self, plan: Plan) -> list[Action]:
+        assert self.phase is Phase.QUEUED, f"planned while {self.phase.name}"
+        self.attempt += 1
+        self.plan = plan
+        self._first_index = len(self.token_ids)
+        self._early = []
+        if plan.prefill is None:
+            self.phase = Phase.DECODING
+            return [SendGenerate(plan.decode)]
+        self.phase = Phase.RESERVING
+        return [SendReserve(plan.decode)]
+
+    def _retry(self, error: TandemError, avoid: WorkerKey) -> list[Action]:
+        """Give up this attempt, and start another if there may be one."""
+        self.num_failures += 1
+        if self.num_failures >= self.max_attempts:
+            return self._end(FinishReason.FINISH_REASON_ERROR, error)
+        cancels = self._cancel_attempt()
+        self.phase = Phase.QUEUED
+        return [*cancels, EnterQueue(is_return=True, avoid=avoid)]
+
+    def _cancel_attempt(self) -> list[Action]:
+        """Cancelling what has ended already is harmless: a worker ignores it."""
+        if self.plan is None:
+            return []
+        workers = [w for w in (self.plan.decode, self.plan.prefill) if w is not None]
+        self.plan = None
+        return [SendCancel(worker, self.attempt) for worker in workers]
+
+    def _end(self, finish_reason: FinishReason.ValueType, error: TandemError | None = None) -> list[Action]:
+        """The one way to DONE. What workers may still do for this request is cancelled."""
+        self.phase = Phase.DONE
+        return [*self._cancel_attempt(), End(finish_reason, error)]
+
+    # -- what workers say ---------------------------------------------------------------------------------------
+
+    def _on_lost(self, worker: WorkerKey) -> list[Action]:
+        if self.plan is None or worker not in (self.plan.decode, self.plan.prefill):
+            return []
+        if self._finish_reason:
+            return self._end(self._finish_reason)  # nothing is missing but an account
+        if worker == self.plan.prefill and self.phase is Phase.DECODING:
+            return []  # its part was done
+        return self._retry(NoWorker(f"worker {worker.worker_id} was lost"), avoid=worker)
+
+    def _on_worker(self, worker: WorkerKey, said: WorkerEvent) -> list[Action]:
+        plan = self.plan
+        if plan is None or said.attempt != self.attempt or worker not in (plan.decode, plan.prefill):
+            return []
+        is_decode = worker == plan.decode
+        match said.WhichOneof("event"):
+            case "granted" if is_decode and plan.prefill is not None and self.phase is Phase.RESERVING:
+                self.phase = Phase.PREFILLING
+                return [SendPrefill(plan.prefill, said.granted)]
+            case "busy" if is_decode and len(self.token_ids) == self._first_index:
+                return self._on_busy()
+            case "tokens" if self.phase in (Phase.PREFILLING, Phase.DECODING):
+                return self._on_tokens(worker, said.tokens, plan)
+            case "handed_over" if not is_decode:
+                return self._on_handed_over(said.handed_over)
+            case "failed":
+                return self._on_failed(worker, said.failed)
+            case other:
+                return self._on_nonsense(worker, f"said {other} to a request that is {self.phase.name}")
+
+    def _on_busy(self) -> list[Action]:
+        """No memory there just now. Nothing was started, so nothing is cancelled and nothing has failed."""
+        self.plan = None
+        self.phase = Phase.QUEUED
+        return [EnterQueue(is_return=True)]
+
+    def _on_tokens(self, worker: WorkerKey, tokens: Tokens, plan: Plan) -> list[Action]:
+        next_index = len(self.token_ids)
+        is_decode = worker == plan.decode
+        if is_decode and plan.prefill is not None and next_index == self._first_index:
+            self._early.append(tokens)  # the first token comes from the prefill worker, on another stream
+            return []
+        if tokens.index != next_index:
+            return self._on_nonsense(worker, f"sent token {tokens.index} where {next_index} was due")
+        if next_index == 0:
+            self.num_cached_tokens = tokens.num_cached_tokens
+        self.token_ids.extend(tokens.token_ids)
+        actions: list[Action] = [Emit(next_index, list(tokens.token_ids))]
+        if tokens.finish_reason:
+            return actions + self._on_last_token(tokens.finish_reason, is_transfer_open=is_decode)
+        early, self._early = self._early, []
+        for later in early:
+            if self.plan is plan:
+                actions += self._on_tokens(plan.decode, later, plan)
+        return actions
+
+    def _on_last_token(self, finish_reason: FinishReason.ValueType, *, is_transfer_open: bool) -> list[Action]:
+        """The answer is complete. The prefill worker may not have said yet that the transfer is: it is about to."""
+        if is_transfer_open and self.phase is Phase.PREFILLING:
+            self._finish_reason = finish_reason
+            return []
+        return self._end(finish_reason)
+
+    def _on_handed_over(self, handed_over: HandedOver) -> list[Action]:
+        self.transfer = handed_over.stats
+        self.phase = Phase.DECODING
+        return self._end(self._finish_reason) if self._finish_reason else []
+
+    def _on_failed(self, worker: WorkerKey, failed: Failed) -> list[Action]:
+        if self._finish_reason:
+            return self._end(self._finish_reason)
+        error = error_of_code(failed.code, f"worker {worker.worker_id}: {failed.message}")
+        if failed.can_retry:
+            return self._retry(error, avoid=worker)
+        return self._end(FinishReason.FINISH_REASON_ERROR, error)
+
+    def _on_nonsense(self, worker: WorkerKey, what: str) -> list[Action]:
+        """A worker that breaks the protocol is not believed: the attempt is given up."""
+        return self._retry(NoWorker(f"worker {worker.worker_id} {what}"), avoid=worker)

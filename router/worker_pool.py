@@ -1,0 +1,248 @@
+"""The workers as this router sees them: who is there, how busy, and the session with each.
+
+Owns one `WorkerHandle` per worker process. Believes the sessions first and the registry second: a worker whose session
+is open is alive, whatever the registry says; one that the registry forgot gets no new work.
+
+    registry record ──> CONNECTING ──session opens──> READY ──record gone or draining──> LEAVING (finishes what it has)
+                            ^                           │
+                            └──── session lost, record still there: retried, with a growing pause
+
+Load is what the worker said last, plus what was planned on it since (so that two requests of one moment do not take the
+same blocks).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+
+import grpc
+
+from protos import tandem_worker_pb2 as pb
+from router.policy import DecodeCandidate, PolicyConfig, PrefillCandidate, choose_plan
+from router.queue import QueuedRequest
+from router.request_state import Plan, WorkerKey
+from router.worker_session import WorkerSession
+from rpc.channel import open_channel
+
+_log = logging.getLogger(__name__)
+
+_RECONNECT_MIN_S = 0.1
+_RECONNECT_MAX_S = 5.0
+
+
+@dataclass(slots=True, eq=False)
+class WorkerHandle:
+    """One worker process."""
+
+    record: pb.WorkerRecord
+    channel: grpc.aio.Channel
+    session: WorkerSession | None = None
+    load: pb.WorkerLoad = field(default_factory=pb.WorkerLoad)
+    num_planned_blocks: int = 0
+    """Of requests planned here whose Granted or Busy has not come yet."""
+    num_prefill_tokens: int = 0
+    """Of this router's requests that are being prefilled here."""
+    full_at: tuple[int, int] | None = None
+    """(available blocks, active requests) when it last said Busy; None once it has freed something."""
+    num_lost: int = 0
+    """Sessions lost in a row."""
+
+    @property
+    def key(self) -> WorkerKey:
+        return WorkerKey(self.record.worker_id, self.record.incarnation)
+
+    @property
+    def is_usable(self) -> bool:
+        return self.session is not None and self.session.is_open and not self.record.is_draining
+
+    @property
+    def num_available_blocks(self) -> int:
+        return self.load.blocks.num_free + self.load.blocks.num_cached - self.num_planned_blocks
+
+    def set_load(self, load: pb.WorkerLoad) -> None:
+        self.load = load
+        if self.full_at is not None:
+            num_available, num_active = self._occupancy()
+            if num_available > self.full_at[0] or num_active < self.full_at[1] or num_active == 0:
+                self.full_at = None
+
+    def set_full(self) -> None:
+        self.full_at = self._occupancy()
+
+    def _occupancy(self) -> tuple[int, int]:
+        blocks = self.load.blocks
+        return blocks.num_free + blocks.num_cached, self.load.num_running + self.load.num_waiting
+
+
+class WorkerPool:
+    """Keeps a session with every worker in the registry."""
+
+    def __init__(self, *, router_id: str, policy: PolicyConfig, on_change: Callable[[], None]) -> None:
+        """`on_change` is called when a worker joined, left, or freed something."""
+        self._router_id = router_id
+        self._policy = policy
+        self._on_change = on_change
+        self._handles: dict[WorkerKey, WorkerHandle] = {}
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._is_closed = False
+
+    # -- who is there -------------------------------------------------------------------------------------------
+
+    def __getitem__(self, key: WorkerKey) -> WorkerHandle:
+        return self._handles[key]
+
+    def get(self, key: WorkerKey) -> WorkerHandle | None:
+        return self._handles.get(key)
+
+    @property
+    def handles(self) -> list[WorkerHandle]:
+        return sorted(self._handles.values(), key=lambda h: (h.record.role, h.record.worker_id))
+
+    def usable(self, role: pb.Role.ValueType) -> list[WorkerHandle]:
+        return [h for h in self._handles.values() if h.record.role == role and h.is_usable]
+
+    @property
+    def has_decode_worker(self) -> bool:
+        return bool(self.usable(pb.Role.ROLE_DECODE))
+
+    def set_records(self, records: Iterable[pb.WorkerRecord]) -> None:
+        """Take over what the registry says now."""
+        by_key = {WorkerKey(r.worker_id, r.incarnation): r for r in records}
+        for key, record in by_key.items():
+            handle = self._handles.get(key)
+            if handle is None:
+                self._handles[key] = handle = WorkerHandle(record, open_channel(record.address), load=record.load)
+                self._connect(handle)
+            else:
+                handle.record = record
+        for key, handle in list(self._handles.items()):
+            if key not in by_key:
+                handle.record.is_draining = True  # no new work; what runs there goes on
+                self._forget_if_done(handle)
+        self._on_change()
+
+    async def close(self) -> None:
+        """End every session."""
+        self._is_closed = True
+        for task in self._tasks:
+            task.cancel()
+        for handle in self._handles.values():
+            if handle.session is not None:
+                await handle.session.close()
+            await handle.channel.close()
+
+    # -- planning -----------------------------------------------------------------------------------------------
+
+    def choose(self, request: QueuedRequest) -> Plan | None:
+        """Plan `request` on the workers as they are now, and count it as taken until `settle` or `give_back`."""
+        decode = self.usable(pb.Role.ROLE_DECODE)
+        if not decode:
+            return None
+        block_size = decode[0].record.model.block_size
+        plan = choose_plan(
+            self._policy,
+            num_tokens=request.num_tokens,
+            block_size=block_size,
+            prefill=[
+                PrefillCandidate(
+                    key=h.key,
+                    compat_digest=h.record.compat_digest,
+                    num_queued_tokens=max(h.num_prefill_tokens, h.load.num_waiting_tokens),
+                    num_cached_blocks=request.num_cached_blocks.get(h.key, 0),
+                )
+                for h in self.usable(pb.Role.ROLE_PREFILL)
+            ],
+            decode=[
+                DecodeCandidate(
+                    key=h.key,
+                    compat_digest=h.record.compat_digest,
+                    num_available_blocks=h.num_available_blocks,
+                    num_used_blocks=h.load.blocks.num_sequence + h.load.blocks.num_grant + h.num_planned_blocks,
+                    num_cached_blocks=request.num_cached_blocks.get(h.key, 0),
+                    is_full=h.full_at is not None,
+                )
+                for h in decode
+            ],
+            avoid=request.avoid,
+        )
+        if plan is not None:
+            self._handles[plan.decode].num_planned_blocks += -(-request.num_tokens // block_size)
+            if plan.prefill is not None:
+                self._handles[plan.prefill].num_prefill_tokens += request.num_tokens
+        return plan
+
+    def settle_decode(self, plan: Plan, num_tokens: int) -> None:
+        """The decode worker has answered: from now on its own load tells of the request."""
+        if (handle := self._handles.get(plan.decode)) is not None:
+            handle.num_planned_blocks -= -(-num_tokens // handle.record.model.block_size)
+
+    def settle_prefill(self, plan: Plan, num_tokens: int) -> None:
+        """The prefill worker has computed the prompt, or will not."""
+        if plan.prefill is not None and (handle := self._handles.get(plan.prefill)) is not None:
+            handle.num_prefill_tokens -= num_tokens
+
+    def give_back(self, plan: Plan, num_tokens: int) -> None:
+        """A plan that nobody follows."""
+        self.settle_decode(plan, num_tokens)
+        self.settle_prefill(plan, num_tokens)
+
+    # -- sessions -----------------------------------------------------------------------------------------------
+
+    def _connect(self, handle: WorkerHandle) -> None:
+        def on_load(load: pb.WorkerLoad) -> None:
+            handle.set_load(load)
+            self._forget_if_done(handle)
+            self._on_change()
+
+        def on_open() -> None:
+            handle.num_lost = 0
+            _log.info("worker joined", extra={"worker": handle.record.worker_id, "address": handle.record.address})
+
+        handle.session = WorkerSession(
+            record=handle.record,
+            router_id=self._router_id,
+            channel=handle.channel,
+            on_load=on_load,
+            on_open=on_open,
+            on_lost=lambda: self._on_session_lost(handle),
+        )
+
+    def _on_session_lost(self, handle: WorkerHandle) -> None:
+        if self._is_closed:
+            return
+        assert handle.session is not None
+        if handle.num_lost == 0:
+            _log.warning(
+                "session lost", extra={"worker": handle.record.worker_id, "why": handle.session.lost_why}
+            )
+        handle.num_lost += 1
+        if self._handles.get(handle.key) is handle:
+            task = asyncio.create_task(self._reconnect(handle))
+            self._tasks.add(task)
+            task.add_done_callback(self._tasks.discard)
+        self._on_change()
+
+    async def _reconnect(self, handle: WorkerHandle) -> None:
+        """Try again while the registry knows the worker, with a pause that doubles: the peer may be restarting."""
+        await asyncio.sleep(min(_RECONNECT_MIN_S * 2 ** (handle.num_lost - 1), _RECONNECT_MAX_S))
+        if handle.record.is_draining:
+            self._forget_if_done(handle)
+        elif self._handles.get(handle.key) is handle:
+            self._connect(handle)
+
+    def _forget_if_done(self, handle: WorkerHandle) -> None:
+        """Drop a worker that left the registry once none of our requests is there."""
+        is_idle = handle.session is None or handle.session.num_requests == 0
+        if handle.record.is_draining and is_idle and self._handles.get(handle.key) is handle:
+            del self._handles[handle.key]
+            task = asyncio.create_task(self._close_handle(handle))
+            self._tasks.add(task)
+            task.add_done_callback(self._tasks.discard)
+
+    async def _close_handle(self, handle: WorkerHandle) -> None:
+        if handle.session is not None:
+            await handle.session.close()
+        await handle.channel.close()

@@ -1,0 +1,130 @@
+"""The router's end of one Session with one worker process.
+
+Owns the stream, the beats that keep the worker's leases alive, and the inboxes of the requests that use this worker.
+
+    CONNECTING ──first message from the worker──> OPEN ──stream ends, any reason──> LOST
+                                                             every request here is told WorkerLost, once
+
+A lost session never comes back: what it had started on the worker has been freed there. A new one is opened instead.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Callable
+from typing import TypeAlias
+
+import grpc
+
+from protos import tandem_worker_pb2 as pb
+from protos.tandem_worker_pb2_grpc import DecodeStub, PrefillStub
+from router.request_state import Event, WorkerKey, WorkerLost, WorkerSaid
+from rpc.session import PROTOCOL_VERSION
+
+_log = logging.getLogger(__name__)
+
+Inbox: TypeAlias = Callable[[Event], None]
+"""Where the events of one request go."""
+
+_BEATS_PER_LEASE = 4
+
+
+class WorkerSession:
+    """One stream to one worker. Made and used on the event loop."""
+
+    def __init__(
+        self,
+        *,
+        record: pb.WorkerRecord,
+        router_id: str,
+        channel: grpc.aio.Channel,
+        on_load: Callable[[pb.WorkerLoad], None],
+        on_open: Callable[[], None],
+        on_lost: Callable[[], None],
+    ) -> None:
+        self.key = WorkerKey(record.worker_id, record.incarnation)
+        self._role = record.role
+        self._hello = pb.Hello(
+            protocol_version=PROTOCOL_VERSION, router_id=router_id, incarnation=record.incarnation
+        )
+        self._beat_s = max(0.05, record.lease_ms / 1000 / _BEATS_PER_LEASE)
+        self._channel = channel
+        self._on_load = on_load
+        self._on_open = on_open
+        self._on_lost = on_lost
+        self._commands: asyncio.Queue[pb.PrefillCommand | pb.DecodeCommand] = asyncio.Queue()
+        self._inboxes: dict[str, Inbox] = {}
+        self.is_open = False
+        self.is_lost = False
+        self.lost_why = ""
+        self._task = asyncio.create_task(self._run(), name=f"session {record.worker_id}")
+
+    @property
+    def num_requests(self) -> int:
+        return len(self._inboxes)
+
+    def attach(self, request_id: str, inbox: Inbox) -> None:
+        """From now on the worker's events of `request_id` go to `inbox`."""
+        self._inboxes[request_id] = inbox
+
+    def detach(self, request_id: str) -> None:
+        """The request has ended; what the worker still says of it is dropped."""
+        self._inboxes.pop(request_id, None)
+
+    def send(self, command: pb.PrefillCommand | pb.DecodeCommand) -> None:
+        """Send after all that was sent before. On a lost session it is dropped: WorkerLost says so."""
+        if not self.is_lost:
+            self._commands.put_nowait(command)
+
+    async def close(self) -> None:
+        """End the stream; the worker frees what it began."""
+        self._task.cancel()
+        await asyncio.wait([self._task])
+
+    # -- inside -------------------------------------------------------------------------------------------------
+
+    async def _run(self) -> None:
+        try:
+            async for message in self._open_stream():
+                if not self.is_open:
+                    self.is_open = True
+                    self._on_open()
+                self._take_in(message)
+            self.lost_why = "the worker ended the session"
+        except grpc.aio.AioRpcError as error:
+            self.lost_why = f"{error.code().name}: {error.details()}"
+        finally:
+            self._lose()
+
+    def _open_stream(self) -> AsyncIterator[pb.WorkerEvents]:
+        if self._role == pb.Role.ROLE_PREFILL:
+            prefill: AsyncIterator[pb.WorkerEvents] = PrefillStub(self._channel).Session(self._outgoing())
+            return prefill
+        decode: AsyncIterator[pb.WorkerEvents] = DecodeStub(self._channel).Session(self._outgoing())
+        return decode
+
+    async def _outgoing(self) -> AsyncIterator[pb.PrefillCommand | pb.DecodeCommand]:
+        command_type = pb.PrefillCommand if self._role == pb.Role.ROLE_PREFILL else pb.DecodeCommand
+        yield command_type(hello=self._hello)
+        while True:
+            try:
+                yield await asyncio.wait_for(self._commands.get(), self._beat_s)
+            except TimeoutError:
+                yield command_type(beat=pb.Beat())
+
+    def _take_in(self, message: pb.WorkerEvents) -> None:
+        """The load first, so that whoever plans next knows what this message has changed."""
+        for event in message.events:
+            inbox = self._inboxes.get(event.request_id)
+            if inbox is not None:
+                inbox(WorkerSaid(self.key, event))
+        self._on_load(message.load)
+
+    def _lose(self) -> None:
+        self.is_lost = True
+        self.is_open = False
+        inboxes, self._inboxes = list(self._inboxes.values()), {}
+        for inbox in inboxes:
+            inbox(WorkerLost(self.key))
+        self._on_lost()
