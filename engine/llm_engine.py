@@ -187,6 +187,10 @@ class LLMEngine:
         """Prefix blocks stored and evicted since the last call, in order."""
         return self.block_manager.take_cache_events()
 
+    def cached_hashes(self) -> list[bytes]:
+        """The hashes of all blocks in the prefix cache."""
+        return self.block_manager.cached_hashes()
+
     def audit(self) -> tuple[BlockLedger, list[str]]:
         """The ledger, and what a recount of the whole pool finds wrong."""
         return self.block_manager.ledger(), self.block_manager.check_integrity()

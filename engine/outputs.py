@@ -35,3 +35,5 @@ class RequestOutput:
     is_finished: bool
     waited_s: float
     """From the request's arrival until its first step."""
+    held_block_ids: tuple[int, ...] = ()
+    """Of a prefill-only request: the blocks of its tokens, kept until released."""

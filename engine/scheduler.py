@@ -243,6 +243,7 @@ class Scheduler:
             num_cached_tokens=seq.num_cached_tokens,
             is_finished=finish_reason is not None,
             waited_s=max(0.0, seq.first_scheduled_s - seq.arrived_s),
+            held_block_ids=tuple(seq.block_table) if seq.is_prefill_only else (),
         )
 
     def _finish_reason(self, seq: Sequence, token_id: int) -> FinishReason | None:

@@ -30,9 +30,7 @@ class PolicyConfig:
 
     def __post_init__(self) -> None:
         if self.local_max_uncached_tokens < 0:
-            raise ValueError(
-                f"local_max_uncached_tokens must be at least 0, is {self.local_max_uncached_tokens}"
-            )
+            raise ValueError(f"local_max_uncached_tokens must be at least 0, is {self.local_max_uncached_tokens}")
         if self.max_prefill_backlog_tokens < 1:
             raise ValueError(f"max_prefill_backlog_tokens must be at least 1, is {self.max_prefill_backlog_tokens}")
 

@@ -215,9 +215,7 @@ class WorkerPool:
             return
         assert handle.session is not None
         if handle.num_lost == 0:
-            _log.warning(
-                "session lost", extra={"worker": handle.record.worker_id, "why": handle.session.lost_why}
-            )
+            _log.warning("session lost", extra={"worker": handle.record.worker_id, "why": handle.session.lost_why})
         handle.num_lost += 1
         if self._handles.get(handle.key) is handle:
             task = asyncio.create_task(self._reconnect(handle))

@@ -45,9 +45,7 @@ class WorkerSession:
     ) -> None:
         self.key = WorkerKey(record.worker_id, record.incarnation)
         self._role = record.role
-        self._hello = pb.Hello(
-            protocol_version=PROTOCOL_VERSION, router_id=router_id, incarnation=record.incarnation
-        )
+        self._hello = pb.Hello(protocol_version=PROTOCOL_VERSION, router_id=router_id, incarnation=record.incarnation)
         self._beat_s = max(0.05, record.lease_ms / 1000 / _BEATS_PER_LEASE)
         self._channel = channel
         self._on_load = on_load

@@ -1,0 +1,1 @@
+"""Receives prompts' KV, or computes it, and decodes with continuous batching."""

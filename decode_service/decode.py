@@ -1,0 +1,160 @@
+"""What a decode worker does with requests: promise memory, take in KV, decode; or do it all alone.
+
+    reserve ──no room──> Busy
+       └──> GRANTED ──commit, verified──> decoding ──tokens──> finished
+               └── cancelled, or its owner silent for a lease: revoked; freed now or when no sender can write any more
+    generate ──no room──> Busy, else prefilling and decoding here ──tokens──> finished
+
+The engine's blocks of a stream are freed in one place, `_free`. Before a commit the grant decides when that may be;
+after it, the blocks are the engine's own.
+"""
+
+from __future__ import annotations
+
+import logging
+
+from engine.async_llm_engine import AsyncLLMEngine, EngineDead
+from engine.llm_engine import LLMEngine, Reservation
+from kv_transfer import Grant, KVReceiver
+from protos import tandem_worker_pb2 as pb
+from rpc.errors import Draining, InvalidRequest, LeaseGone, RequestExists, TandemError
+from worker_service.messages import sampling_params_of
+from worker_service.sessions import RouterSession, SessionHost, Stream
+
+_log = logging.getLogger(__name__)
+
+
+class DecodeRole:
+    """Loop-thread only. `receiver` is set before the first command."""
+
+    def __init__(self, *, host: SessionHost, engine: AsyncLLMEngine) -> None:
+        self._host = host
+        self._engine = engine
+        self._engine_ids: dict[int, str] = {}
+        """By grant id, until the grant's blocks are committed or free."""
+        self.receiver: KVReceiver
+        self._is_draining = False
+
+    # -- commands -----------------------------------------------------------------------------------------------
+
+    def on_command(self, session: RouterSession, command: pb.PrefillCommand | pb.DecodeCommand) -> None:
+        assert isinstance(command, pb.DecodeCommand)
+        match command.WhichOneof("command"):
+            case "reserve":
+                request, serve = command.reserve, self._reserve
+            case "generate":
+                request, serve = command.generate, self._generate
+            case _:
+                raise InvalidRequest([("command", "must be one of reserve, generate, cancel, beat")])
+        try:
+            stream = self._host.open(session, request)
+        except RequestExists as error:
+            Stream(session, request.request_id, request.attempt, "").post_failure(error, can_retry=False)
+            return
+        if self._is_draining:
+            self._refuse(stream, Draining("this decode worker is leaving"), can_retry=True)
+            return
+        session.spawn(serve(stream, request))
+
+    def on_beat(self, session: RouterSession) -> None:
+        self.receiver.renew(session)
+
+    def cancel(self, stream: Stream) -> None:
+        if stream.grant_id is None:
+            self._free(stream.engine_id)
+        else:
+            self.receiver.revoke(stream.grant_id)
+
+    def drop(self, session: RouterSession) -> None:
+        self.receiver.drop_owner(session)
+
+    async def drain(self) -> None:
+        """Refuse new requests; return when the last stream has ended."""
+        self._is_draining = True
+        await self._host.wait_until_idle()
+
+    # -- one request --------------------------------------------------------------------------------------------
+
+    async def _generate(self, stream: Stream, request: pb.EngineRequest) -> None:
+        def add(engine: LLMEngine) -> bool:
+            if not engine.has_room(len(request.prompt_token_ids) + len(request.output_token_ids)):
+                return False
+            engine.add_request(
+                stream.engine_id,
+                request.prompt_token_ids,
+                sampling_params_of(request.sampling_params),
+                output_token_ids=request.output_token_ids,
+            )
+            return True
+
+        try:
+            is_added = await self._engine.call(add)
+        except ValueError as error:
+            self._refuse(stream, InvalidRequest((), str(error)), can_retry=False)
+        except EngineDead:
+            return  # the process is ending, and its sessions with it
+        else:
+            if not is_added:
+                self._answer_busy(stream)
+
+    async def _reserve(self, stream: Stream, request: pb.EngineRequest) -> None:
+        def reserve(engine: LLMEngine) -> Reservation | None:
+            return engine.reserve(
+                stream.engine_id,
+                request.prompt_token_ids,
+                sampling_params_of(request.sampling_params),
+                output_token_ids=request.output_token_ids,
+            )
+
+        try:
+            reservation = await self._engine.call(reserve)
+        except ValueError as error:
+            self._refuse(stream, InvalidRequest((), str(error)), can_retry=False)
+            return
+        except EngineDead:
+            return  # the process is ending, and its sessions with it
+        if not stream.is_open:
+            return  # cancelled meanwhile: `cancel` has freed the reservation, as the command after ours
+        if reservation is None:
+            self._answer_busy(stream)
+            return
+        grant = self.receiver.issue(stream.session, reservation.block_ids, reservation.num_cached_blocks)
+        stream.grant_id = grant.grant_id
+        self._engine_ids[grant.grant_id] = stream.engine_id
+        stream.post(granted=grant)
+
+    def _answer_busy(self, stream: Stream) -> None:
+        stream.post(busy=pb.Busy())
+        self._host.close(stream)
+
+    def _refuse(self, stream: Stream, error: TandemError, *, can_retry: bool) -> None:
+        stream.post_failure(error, can_retry=can_retry)
+        self._host.close(stream)
+
+    # -- what the receiver says ---------------------------------------------------------------------------------
+
+    async def on_commit(self, grant: Grant, first_token_id: int, num_prompt_tokens: int) -> bool:
+        """The grant's blocks hold verified KV and are the engine's from now on. False if the request is gone."""
+        engine_id = self._engine_ids.pop(grant.grant_id)
+        stream = self._host.find(engine_id)
+        if stream is None:
+            self._free(engine_id)
+            return False
+        stream.grant_id = None  # a cancel from now on goes to the engine, after the commit
+        try:
+            await self._engine.call(lambda engine: engine.commit(engine_id, first_token_id))
+        except (KeyError, EngineDead):
+            return False
+        return True
+
+    def on_freed(self, grants: list[Grant]) -> None:
+        """No sender can reach these grants' blocks any more: back to the engine with them."""
+        for grant in grants:
+            engine_id = self._engine_ids.pop(grant.grant_id)
+            self._free(engine_id)
+            stream = self._host.find(engine_id)
+            if stream is not None:
+                self._refuse(stream, LeaseGone("the grant's lease has ended"), can_retry=True)
+
+    def _free(self, engine_id: str) -> None:
+        self._engine.post(lambda engine: engine.abort(engine_id))

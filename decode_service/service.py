@@ -1,0 +1,67 @@
+"""A decode worker's services, put together: sessions on one side, incoming transfers on the other."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+
+import grpc
+
+from decode_service.decode import DecodeRole
+from kv_transfer import GrantCounters, KVReceiver, KVTransferServicer, create_endpoints
+from protos import tandem_worker_pb2 as pb
+from protos.tandem_kv_transfer_pb2_grpc import add_KVTransferServicer_to_server
+from protos.tandem_worker_pb2_grpc import DecodeServicer as DecodeServicerBase
+from protos.tandem_worker_pb2_grpc import add_DecodeServicer_to_server
+from worker_service.process import WorkerParts
+from worker_service.sessions import SessionHost
+
+SERVICE_NAME = "tandem.v1.Decode"
+KV_SERVICE_NAME = "tandem.v1.KVTransfer"
+
+
+class DecodeServicer(DecodeServicerBase):  # type: ignore[misc]
+    """`tandem.v1.Decode`: one Session per router."""
+
+    def __init__(self, host: SessionHost, role: DecodeRole) -> None:
+        self._host = host
+        self._role = role
+
+    async def Session(  # noqa: N802
+        self, request_iterator: AsyncIterator[pb.DecodeCommand], context: grpc.aio.ServicerContext
+    ) -> AsyncIterator[pb.WorkerEvents]:
+        async for message in self._host.serve(self._role, request_iterator):
+            yield message
+
+
+class DecodeService:
+    """The `RunningRole` of a decode worker. Owns the receiver."""
+
+    def __init__(self, parts: WorkerParts) -> None:
+        self._server = parts.server
+        self._role = DecodeRole(host=parts.host, engine=parts.engine)
+        self._receiver = KVReceiver(
+            pool=parts.pool,
+            identity=parts.identity,
+            lease_s=parts.args.lease_ms / 1000,
+            endpoints=create_endpoints(parts.args.transport, pool=parts.pool, identity=parts.identity),
+            on_commit=self._role.on_commit,
+            on_freed=self._role.on_freed,
+        )
+        self._role.receiver = self._receiver
+        parts.server.add(add_DecodeServicer_to_server, DecodeServicer(parts.host, self._role), SERVICE_NAME)
+        parts.server.add(add_KVTransferServicer_to_server, KVTransferServicer(self._receiver), KV_SERVICE_NAME)
+
+    @property
+    def counters(self) -> GrantCounters:
+        return self._receiver.counters
+
+    async def start(self, address: str) -> None:
+        await self._receiver.start(address)
+        self._server.set_serving(SERVICE_NAME, True)
+        self._server.set_serving(KV_SERVICE_NAME, True)
+
+    async def drain(self) -> None:
+        await self._role.drain()
+
+    async def close(self) -> None:
+        await self._receiver.close()

@@ -1,0 +1,59 @@
+"""The interface of attention backends: write a step's keys and values into the pool, attend to what is there.
+
+A backend owns what it derives from one step's layout (its plan) and its scratch memory. It owns neither the pool nor
+the block tables.
+
+    once a step     plan = backend.prepare(layout)
+    every layer     backend.write_kv(kv, k, v, plan); o = backend.attend(q, kv, plan, window)
+
+Shapes: T tokens of the step, S sequences of the step, N query heads, K key/value heads, H head dim; a layer of the pool
+is `kv`: [block, 2, K, slot, H].
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import Generic, TypeVar
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+Plan = TypeVar("Plan")
+
+
+@dataclass(frozen=True, slots=True)
+class StepLayout:
+    """Which tokens a step computes. Tokens lie flat, sequence after sequence, decoding sequences first."""
+
+    query_lens: NDArray[np.int64]
+    """[S] tokens that each sequence computes in this step."""
+    context_lens: NDArray[np.int64]
+    """[S] tokens that each sequence has in the pool once this step has written its own."""
+    block_tables: NDArray[np.int64]
+    """[S, blocks of the longest]. Entries beyond a sequence's end repeat its first block: they are read and masked."""
+    slot_mapping: NDArray[np.int64]
+    """[T] where each token's KV is written: block id * block_size + slot."""
+    num_decodes: int
+    """The first so many sequences compute one token each."""
+
+
+class AttentionBackend(ABC, Generic[Plan]):
+    """Made once per engine. Used by the stepping thread alone."""
+
+    @abstractmethod
+    def prepare(self, layout: StepLayout) -> Plan:
+        """What all layers of a step share: index tensors and masks. Valid until the next `prepare`."""
+
+    @abstractmethod
+    def write_kv(self, kv: torch.Tensor, k_TKH: torch.Tensor, v_TKH: torch.Tensor, plan: Plan) -> None:
+        """Store the step's keys and values in one layer of the pool."""
+
+    @abstractmethod
+    def attend(self, q_TNH: torch.Tensor, kv: torch.Tensor, plan: Plan, sliding_window: int) -> torch.Tensor:
+        """Attention of every token to its own sequence's tokens up to itself, this step's included: [T, N * H].
+
+        `sliding_window` > 0: only to the last so many, itself counted. Query heads N * i / K .. share key head i.
+        Reads whole blocks: slots of a sequence's last block beyond its end must hold finite numbers.
+        """

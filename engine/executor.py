@@ -1,0 +1,39 @@
+"""Runs steps on the devices of one engine: today one worker in this process.
+
+Owns the worker. The engine decides, this does: `execute` returns when the step's KV is in the pool and its tokens are
+sampled.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from engine.config import EngineConfig
+from engine.kv_cache import KVCacheShape
+from engine.sequence import BlockExport, SchedulerOutput
+from engine.worker import Worker
+
+OnLayerWritten = Callable[[int, list[BlockExport]], None]
+"""(layer, exports): that layer's KV of the step is in the pool. Called on the stepping thread, which waits for it."""
+
+
+class Executor:
+    """Used by the stepping thread alone. The constructor loads the model: seconds."""
+
+    def __init__(self, config: EngineConfig, on_layer_written: OnLayerWritten | None = None) -> None:
+        self._worker = Worker(config, on_layer_written)
+
+    @property
+    def kv_pool(self) -> torch.Tensor:
+        """[layer, block, 2, kv_head, slot, head_dim], contiguous. Lives as long as this object; never reallocated."""
+        return self._worker.kv_pool
+
+    @property
+    def kv_shape(self) -> KVCacheShape:
+        return self._worker.kv_shape
+
+    def execute(self, output: SchedulerOutput) -> list[int | None]:
+        """Compute one step. Per scheduled sequence the sampled token id, None where its chunk ends before its end."""
+        return self._worker.execute(output)

@@ -1,0 +1,83 @@
+"""One step's arrays, built from what the scheduler decided.
+
+Owns the step's tensors: made by `build_input_batch`, read by the model and the attention backend, dropped at the end of
+the step. Reads sequences and never changes them.
+
+Shapes: T tokens, S sequences.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from engine.attention import StepLayout
+from engine.sequence import SchedulerOutput, Sequence
+
+
+@dataclass(frozen=True, slots=True)
+class InputBatch:
+    token_ids: torch.Tensor
+    """[T] int64"""
+    positions: torch.Tensor
+    """[T] int64, each token's place in its own sequence"""
+    layout: StepLayout
+    sample_rows: torch.Tensor | None
+    """Rows of T whose logits are sampled, in the order of `sampling_seqs`; None: all, in order."""
+    sampling_seqs: list[Sequence]
+    begun_blocks: list[int]
+    """Blocks that this step begins to fill and leaves partly empty."""
+
+
+def build_input_batch(output: SchedulerOutput, block_size: int, device: str) -> InputBatch:
+    """`output.scheduled` must not be empty, and each block table must cover its sequence's new tokens."""
+    scheduled = output.scheduled
+    token_ids: list[int] = []
+    begun_blocks: list[int] = []
+    sampling_seqs: list[Sequence] = []
+    sample_rows: list[int] = []
+    num_seqs = len(scheduled)
+    computed = np.empty(num_seqs, dtype=np.int64)
+    query_lens = np.empty(num_seqs, dtype=np.int64)
+    tables: list[list[int]] = []
+    for i, item in enumerate(scheduled):
+        seq, first = item.seq, item.seq.num_computed_tokens
+        end = first + item.num_new_tokens
+        computed[i], query_lens[i] = first, item.num_new_tokens
+        token_ids += seq.token_ids[first:end]
+        tables.append(seq.block_table[: -(-end // block_size)])
+        if end % block_size and first <= end - end % block_size:
+            begun_blocks.append(seq.block_table[end // block_size])
+        if item.samples:
+            sampling_seqs.append(seq)
+            sample_rows.append(len(token_ids) - 1)
+
+    num_tokens = len(token_ids)
+    seq_of_token = np.repeat(np.arange(num_seqs), query_lens)
+    positions = np.arange(num_tokens) + (computed - np.cumsum(query_lens) + query_lens)[seq_of_token]
+    block_tables = np.empty((num_seqs, max(map(len, tables))), dtype=np.int64)
+    for row, table in zip(block_tables, tables, strict=True):
+        row[: len(table)] = table
+        row[len(table) :] = table[0]
+    slot_mapping = block_tables[seq_of_token, positions // block_size] * block_size + positions % block_size
+    # A prefilling sequence's single-token chunk is one query too, but only the leading run may be batched as decodes.
+    is_longer = query_lens > 1
+    layout = StepLayout(
+        query_lens=query_lens,
+        context_lens=computed + query_lens,
+        block_tables=block_tables,
+        slot_mapping=slot_mapping,
+        num_decodes=int(is_longer.argmax()) if is_longer.any() else num_seqs,
+    )
+    return InputBatch(
+        token_ids=torch.tensor(token_ids, dtype=torch.int64, device=device),
+        positions=torch.from_numpy(positions).to(device),
+        layout=layout,
+        sample_rows=None
+        if len(sample_rows) == num_tokens
+        else torch.tensor(sample_rows, dtype=torch.int64, device=device),
+        sampling_seqs=sampling_seqs,
+        begun_blocks=begun_blocks,
+    )

@@ -1,0 +1,98 @@
+"""The layers that decoders are made of: linear, RMS norm, rotary positions. Each computes as transformers' does.
+
+Plain objects that hold tensors and are called; no autograd, no module tree. Made once at load, read-only afterwards.
+
+Shapes: T tokens, N heads, H head dim.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import torch.nn.functional as F  # noqa: N812
+
+from engine.models.decoder_config import RopeConfig
+
+
+class Linear:
+    """`x @ weight.T + bias`.
+
+    bfloat16 weights on a CPU are kept in oneDNN's blocked order, which plain `linear` would produce anew in every call:
+    with few rows that costs more than the product. The weight as given is not kept.
+    """
+
+    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> None:
+        self._bias = bias
+        self._is_packed = weight.device.type == "cpu" and weight.dtype == torch.bfloat16 and _has_onednn_bf16()
+        self._weight = torch.ops.mkldnn._reorder_linear_weight(weight) if self._is_packed else weight
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """[..., in] -> [..., out]"""
+        if self._is_packed:
+            return _packed_linear(x, self._weight, self._bias, "none", [], "")
+        return F.linear(x, self._weight, self._bias)
+
+
+_packed_linear = torch.ops.mkldnn._linear_pointwise
+
+
+def _has_onednn_bf16() -> bool:
+    return torch.backends.mkldnn.is_available() and bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+
+
+class RMSNorm:
+    """B. Zhang, R. Sennrich, "Root Mean Square Layer Normalization", 2019. In float32, rounded before the weight."""
+
+    def __init__(self, weight: torch.Tensor, eps: float) -> None:
+        self._weight = weight
+        self._eps = eps
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        h = x.float()
+        scale = h.pow(2).mean(-1, keepdim=True).add_(self._eps).rsqrt_()
+        return self._weight * (h * scale).to(x.dtype)
+
+
+class RotaryEmbedding:
+    """Rotary positions (J. Su et al., "RoFormer", 2021), in the half-split order of Hugging Face checkpoints.
+
+    Cosines and sines of all positions up to `max_positions` are kept: 4 * H bytes each in bfloat16.
+    """
+
+    def __init__(self, config: RopeConfig, head_dim: int, max_positions: int, dtype: torch.dtype, device: str) -> None:
+        frequencies = inverse_frequencies(config, head_dim)
+        angles = torch.arange(max_positions, dtype=torch.float32)[:, None] * frequencies
+        angles = torch.cat((angles, angles), dim=-1)
+        # The sign of rotate_half(x) = (-x2, x1) is put into the table.
+        sin = angles.sin()
+        sin[:, : head_dim // 2].neg_()
+        self._cos = angles.cos().to(device=device, dtype=dtype)
+        self._sin = sin.to(device=device, dtype=dtype)
+        self._half = head_dim // 2
+
+    def select(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Cosines and signed sines of the step's positions, for `rotate`: [T, 1, H] each."""
+        return self._cos[positions].unsqueeze(1), self._sin[positions].unsqueeze(1)
+
+    def rotate(self, x_TNH: torch.Tensor, cos_sin: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+        cos, sin = cos_sin
+        return (x_TNH * cos).add_(x_TNH.roll(self._half, -1).mul_(sin))
+
+
+def inverse_frequencies(config: RopeConfig, head_dim: int) -> torch.Tensor:
+    """[H / 2] angle per position, float32. "linear" and "llama3" as in transformers' `modeling_rope_utils`."""
+    exponents = torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim
+    frequencies = 1.0 / (config.theta**exponents)
+    if config.rope_type == "default":
+        return frequencies
+    if config.rope_type == "linear":
+        return frequencies / config.factor
+    assert config.rope_type == "llama3", config.rope_type
+    # Short waves stay, long ones are stretched by `factor`, those between are mixed.
+    wavelengths = 2 * math.pi / frequencies
+    turns = config.original_max_positions / wavelengths
+    smooth = (turns - config.low_freq_factor) / (config.high_freq_factor - config.low_freq_factor)
+    mixed = (1 - smooth) * frequencies / config.factor + smooth * frequencies
+    stretched = torch.where(turns < config.low_freq_factor, frequencies / config.factor, mixed)
+    return torch.where(turns > config.high_freq_factor, frequencies, stretched)

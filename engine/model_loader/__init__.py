@@ -1,0 +1,98 @@
+"""Finds a model, describes it, loads it.
+
+    name, folder, .gguf file or hub id ──resolve_model──> folder ──create_engine_config──> EngineConfig ──load_model──> Decoder
+
+A folder is in Hugging Face's layout: config.json, safetensors (one file or sharded), tokenizer.json. Importing this costs
+torch but not transformers, which only a conversion needs.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from engine.config import EngineArgs, EngineConfig
+from engine.model_loader.cache import default_download_dir, report
+from engine.model_loader.model_config import make_engine_config
+from engine.model_loader.weights import DummyWeights, SafetensorsWeights, Weights
+
+if TYPE_CHECKING:
+    from engine.attention import AttentionBackend
+    from engine.models.decoder import Decoder
+
+__all__ = ["create_engine_config", "load_model", "resolve_model"]
+
+_HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
+_HUB_FILES = ("*.json", "*.safetensors", "*.jinja")
+
+
+def create_engine_config(args: EngineArgs) -> EngineConfig:
+    """Resolve every default of `args`; may download and convert the model, with progress on stderr.
+
+    Raises `ValueError` naming the field and its bound, or saying what the model lacks.
+    """
+    is_gguf = args.model.endswith(".gguf")
+    if args.load_format == "gguf" and not is_gguf:
+        raise ValueError(f"load_format gguf needs a .gguf file as model, is {args.model!r}")
+    if args.load_format == "safetensors" and is_gguf:
+        raise ValueError(f"load_format safetensors cannot read {args.model!r}; give auto or gguf")
+    return make_engine_config(args, resolve_model(args.model))
+
+
+def resolve_model(model: str, *, download_dir: Path | None = None) -> Path:
+    """The local folder of `model`.
+
+    A folder is itself. A .gguf file, the default model's name or a hub id is fetched and converted where that has not
+    been done before. `download_dir`: where to; by default ~/.cache/tandem/models.
+
+    Raises `ValueError` saying what to do where there is no such model or it cannot be fetched.
+    """
+    from engine.model_loader.default_model import DEFAULT_MODEL, fetch_default_model  # noqa: PLC0415
+    from engine.model_loader.gguf import convert_gguf_file  # noqa: PLC0415
+
+    directory = download_dir or default_download_dir()
+    path = Path(model).expanduser()
+    if path.is_dir():
+        return path.resolve()
+    if path.suffix == ".gguf":
+        if not path.is_file():
+            raise ValueError(f"model {model!r}: there is no such file")
+        return convert_gguf_file(path.resolve(), directory)
+    if model == DEFAULT_MODEL:
+        return fetch_default_model(directory)
+    if not _HUB_ID.fullmatch(model):
+        raise ValueError(
+            f"model {model!r} is neither a folder, a .gguf file, a hub id (owner/name) nor {DEFAULT_MODEL!r}"
+        )
+    return _fetch_from_hub(model)
+
+
+def _fetch_from_hub(model: str) -> Path:
+    from huggingface_hub import snapshot_download  # noqa: PLC0415
+    from huggingface_hub.errors import HFValidationError, HfHubHTTPError, LocalEntryNotFoundError  # noqa: PLC0415
+
+    report(f"{model}: looking in the hub")
+    try:
+        return Path(snapshot_download(model, allow_patterns=list(_HUB_FILES)))
+    except (LocalEntryNotFoundError, HfHubHTTPError, HFValidationError, OSError) as error:
+        raise ValueError(
+            f"model {model!r} is no folder here and could not be fetched from the hub: {error}. Give --model FOLDER"
+        ) from error
+
+
+def load_model(config: EngineConfig, backend: AttentionBackend[Any]) -> Decoder:
+    """The model with its weights on the device, and its attention done by `backend`.
+
+    Raises `ValueError` where weights and config.json do not fit.
+    """
+    from engine.models import load_decoder_config  # noqa: PLC0415
+    from engine.models.decoder import Decoder  # noqa: PLC0415  (imports this package's weights)
+
+    device, dtype = config.device.device, config.model.dtype
+    weights: Weights
+    if config.load.load_format == "dummy":
+        weights = DummyWeights(config.load.seed, dtype, device)
+    else:
+        weights = SafetensorsWeights(config.model.path, dtype, device)
+    return Decoder(load_decoder_config(config.model.hf_config), weights, backend, config.model.max_model_len)

@@ -1,0 +1,58 @@
+"""The folder where fetched and converted models lie: each is made once, by one process, and appears whole.
+
+absent ──lock──> <name>.part-* being filled ──rename──> <name>
+                      │ failure: removed, and the next one starts anew
+"""
+
+from __future__ import annotations
+
+import fcntl
+import shutil
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+
+def default_download_dir() -> Path:
+    return Path.home() / ".cache" / "tandem" / "models"
+
+
+def report(line: str) -> None:
+    """One line of progress on stderr."""
+    print(f"tandem: {line}", file=sys.stderr, flush=True)  # noqa: T201
+
+
+def build_once(download_dir: Path, name: str, build: Callable[[Path], None]) -> Path:
+    """`download_dir/name`, filled by `build(empty folder)` if it is not there. Others who want it wait meanwhile."""
+    target = download_dir / name
+    if target.is_dir():
+        return target
+    download_dir.mkdir(parents=True, exist_ok=True)
+    with _locked(download_dir / f".{name}.lock"):
+        if target.is_dir():
+            return target
+        part = Path(tempfile.mkdtemp(prefix=f"{name}.part-", dir=download_dir))
+        try:
+            build(part)
+            # Made private by mkdtemp and safetensors; a model may be read by other users of a shared cache.
+            part.chmod(0o755)
+            for path in part.iterdir():
+                path.chmod(0o644)
+            part.rename(target)
+        except BaseException:
+            shutil.rmtree(part)
+            raise
+    return target
+
+
+@contextmanager
+def _locked(path: Path) -> Iterator[None]:
+    with path.open("w") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            report(f"another process is making {path.name.removeprefix('.').removesuffix('.lock')}; waiting for it")
+            fcntl.flock(file, fcntl.LOCK_EX)
+        yield  # closing the file lets go of the lock, also if this process dies

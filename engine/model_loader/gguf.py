@@ -1,0 +1,61 @@
+"""Turns a GGUF file into a Hugging Face folder: config.json, bfloat16 safetensors, tokenizer, chat template.
+
+Done once per file. transformers reads the file (tensors, their order, tokenizer) and is imported here alone: it costs
+seconds that a start from a converted folder does not pay.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import xxhash
+
+from engine.model_loader.cache import build_once, report
+
+_TOKENIZER_FIELDS_OF_THIS_MACHINE = ("is_local", "local_files_only")
+
+
+def convert_gguf_file(gguf_file: Path, download_dir: Path) -> Path:
+    """The converted folder of `gguf_file`, made where it is not there yet: named after the file and its content."""
+    digest = xxhash.xxh3_64()
+    with gguf_file.open("rb") as file:
+        while chunk := file.read(1 << 24):
+            digest.update(chunk)
+    name = f"{gguf_file.stem}-{digest.hexdigest()}"
+    return build_once(download_dir, name, lambda folder: convert_gguf(gguf_file, folder))
+
+
+def convert_gguf(gguf_file: Path, folder: Path) -> None:
+    """Write the model of `gguf_file` into the existing `folder`.
+
+    Raises `ValueError` where transformers cannot read the file.
+    """
+    report(f"converting {gguf_file.name} to bfloat16 safetensors (once; takes about half a minute)")
+    import torch  # noqa: PLC0415
+    import transformers  # noqa: PLC0415
+
+    place = {"pretrained_model_name_or_path": str(gguf_file.parent), "gguf_file": gguf_file.name}
+    try:
+        # Without `dequantize` the weights stay in GGUF's blocks, which cannot be saved.
+        model = transformers.AutoModelForCausalLM.from_pretrained(
+            **place, dtype=torch.bfloat16, quantization_config=transformers.GgufConfig(dequantize=True)
+        )
+        tokenizer = transformers.AutoTokenizer.from_pretrained(**place)
+    except (ValueError, KeyError, NotImplementedError, RuntimeError, OSError) as error:
+        raise ValueError(f"{gguf_file} cannot be converted: {error}") from error
+    report("writing model.safetensors and tokenizer.json")
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    _edit_json(folder / "config.json", drop=("quantization_config", "_name_or_path", "_model_name_or_path"))
+    _edit_json(folder / "tokenizer_config.json", drop=_TOKENIZER_FIELDS_OF_THIS_MACHINE)
+    eos = json.loads((folder / "config.json").read_text()).get("eos_token_id")
+    generation = folder / "generation_config.json"
+    settings = json.loads(generation.read_text()) if generation.is_file() else {}
+    if settings.get("eos_token_id") is None and eos is not None:
+        generation.write_text(json.dumps(settings | {"eos_token_id": eos}, indent=2) + "\n")
+
+
+def _edit_json(path: Path, *, drop: tuple[str, ...]) -> None:
+    content = json.loads(path.read_text())
+    path.write_text(json.dumps({key: value for key, value in content.items() if key not in drop}, indent=2) + "\n")

@@ -1,0 +1,168 @@
+"""From `EngineArgs` and a model's folder to `EngineConfig`: reads config.json, fills in defaults, checks bounds.
+
+Owns the compatibility digest, that is, what must be equal for two engines to exchange KV.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from engine.config import (
+    GIB,
+    CacheConfig,
+    DeviceConfig,
+    EngineArgs,
+    EngineConfig,
+    LoadConfig,
+    ModelConfig,
+    SchedulerConfig,
+)
+from engine.kv_cache import KV_FORMAT_VERSION, KV_ORDER, TORCH_DTYPES, KVCacheShape
+from engine.model_loader.weights import digest_files, safetensors_files
+from engine.models import DecoderConfig, load_decoder_config
+from prefix_hash import prefix_key
+
+
+def make_engine_config(args: EngineArgs, folder: Path) -> EngineConfig:
+    """Raises `ValueError` naming the field and its bound, or what config.json lacks."""
+    hf_config = _read_json(folder / "config.json")
+    decoder = load_decoder_config(hf_config)
+    device = _device(args)
+    model = _model_config(args, folder, hf_config, decoder)
+    num_blocks = _num_blocks(args, model)
+    digest = compat_digest(decoder, model, args.block_size)
+    return EngineConfig(
+        model=model,
+        cache=CacheConfig(
+            block_size=args.block_size, num_blocks=num_blocks, enable_prefix_caching=args.enable_prefix_caching
+        ),
+        scheduler=SchedulerConfig(
+            max_num_seqs=args.max_num_seqs,
+            max_num_batched_tokens=args.max_num_batched_tokens,
+            prefill_chunk_tokens=args.prefill_chunk_tokens or args.max_num_batched_tokens,
+        ),
+        device=DeviceConfig(device=device, num_threads=args.num_threads, attention_backend=args.attention_backend),
+        load=LoadConfig(load_format="dummy" if args.load_format == "dummy" else "safetensors", seed=args.seed),
+        compat_digest=digest,
+        prefix_key=prefix_key(digest),
+    )
+
+
+def compat_digest(decoder: DecoderConfig, model: ModelConfig, block_size: int) -> str:
+    """Of architecture, weights, dtype and the bytes' order. Not of the pool's size or the length limit."""
+    meaning = {
+        # How many positions the checkpoint allows changes no KV, and RoPE keeps its own copy where it matters.
+        "decoder": {k: v for k, v in asdict(decoder).items() if k != "max_positions"},
+        "weights": model.weights_digest,
+        "dtype": model.dtype,
+        "block_size": block_size,
+        "kv_order": KV_ORDER,
+        "kv_format_version": KV_FORMAT_VERSION,
+    }
+    return hashlib.blake2b(json.dumps(meaning, sort_keys=True).encode(), digest_size=16).hexdigest()
+
+
+def _model_config(args: EngineArgs, folder: Path, hf_config: dict[str, Any], decoder: DecoderConfig) -> ModelConfig:
+    max_model_len = args.max_model_len or decoder.max_positions
+    if max_model_len > decoder.max_positions:
+        raise ValueError(
+            f"max_model_len must be at most the model's max_position_embeddings={decoder.max_positions}, "
+            f"is {max_model_len}"
+        )
+    if args.load_format == "dummy":
+        weights_digest = f"dummy-{args.seed}"
+    else:
+        weights_digest = digest_files(safetensors_files(folder))
+    return ModelConfig(
+        model=args.model,
+        served_model_name=args.served_model_name or Path(args.model).name,
+        path=folder,
+        hf_config=hf_config,
+        dtype=_dtype(args, hf_config),
+        max_model_len=max_model_len,
+        vocab_size=decoder.vocab_size,
+        num_layers=decoder.num_layers,
+        num_heads=decoder.num_heads,
+        num_kv_heads=decoder.num_kv_heads,
+        head_dim=decoder.head_dim,
+        hidden_size=decoder.hidden_size,
+        eos_token_ids=_eos_token_ids(folder, hf_config, decoder.vocab_size),
+        weights_digest=weights_digest,
+    )
+
+
+def _dtype(args: EngineArgs, hf_config: dict[str, Any]) -> str:
+    if args.dtype != "auto":
+        return args.dtype
+    dtype = hf_config.get("dtype") or hf_config.get("torch_dtype") or "float32"
+    if dtype not in TORCH_DTYPES:
+        raise ValueError(
+            f"config.json: dtype {dtype!r} is not supported; give dtype as one of {', '.join(TORCH_DTYPES)}"
+        )
+    return str(dtype)
+
+
+def _device(args: EngineArgs) -> str:
+    if args.device not in ("auto", "cpu", "cuda"):
+        raise ValueError(f"device must be auto, cpu or cuda, is {args.device!r}")
+    if args.device == "cuda" and not torch.cuda.is_available():
+        raise ValueError("device is cuda, but torch finds no CUDA device")
+    if args.device == "auto":
+        return "cuda" if torch.cuda.is_available() else "cpu"
+    return args.device
+
+
+def _num_blocks(args: EngineArgs, model: ModelConfig) -> int:
+    needed = -(-model.max_model_len // args.block_size)
+    if args.num_kv_blocks:
+        if args.num_kv_blocks < needed:
+            raise ValueError(
+                f"num_kv_blocks must be at least {needed}, what max_model_len={model.max_model_len} needs, "
+                f"is {args.num_kv_blocks}"
+            )
+        return args.num_kv_blocks
+    shape = KVCacheShape(
+        num_layers=model.num_layers,
+        num_blocks=1,
+        block_size=args.block_size,
+        num_kv_heads=model.num_kv_heads,
+        head_dim=model.head_dim,
+        dtype=model.dtype,
+    )
+    num_blocks = int(args.kv_cache_gib * GIB) // shape.pool_bytes
+    if num_blocks < needed:
+        raise ValueError(
+            f"kv_cache_gib must be at least {needed * shape.pool_bytes / GIB:.3f}, what "
+            f"max_model_len={model.max_model_len} needs, is {args.kv_cache_gib}; or lower max_model_len"
+        )
+    return num_blocks
+
+
+def _eos_token_ids(folder: Path, hf_config: dict[str, Any], vocab_size: int) -> frozenset[int]:
+    generation = folder / "generation_config.json"
+    values = [hf_config.get("eos_token_id")]
+    if generation.is_file():
+        values.append(_read_json(generation).get("eos_token_id"))
+    ids = frozenset(i for value in values if value is not None for i in (value if isinstance(value, list) else [value]))
+    outside = sorted(i for i in ids if not 0 <= i < vocab_size)
+    if outside:
+        raise ValueError(f"{folder}: eos_token_id {outside} is outside the vocabulary of {vocab_size}")
+    return ids
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        content = json.loads(path.read_text())
+    except FileNotFoundError as error:
+        raise ValueError(f"{path.parent} is no model folder: it has no {path.name}") from error
+    except ValueError as error:
+        raise ValueError(f"{path} is not JSON: {error}") from error
+    if not isinstance(content, dict):
+        raise ValueError(f"{path} must hold a JSON object")
+    return content

@@ -1,0 +1,121 @@
+"""A model's weights, tensor by tensor: from safetensors files, or made up.
+
+A source hands out every tensor once, checked for shape, in the engine's dtype, on its device. Files are memory-mapped:
+nothing is read before it is taken, and the map is let go with the source.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import mmap
+from abc import ABC, abstractmethod
+from collections.abc import Iterable
+from pathlib import Path
+
+import torch
+import xxhash
+from safetensors import safe_open
+
+from engine.kv_cache import TORCH_DTYPES
+
+SINGLE_FILE = "model.safetensors"
+INDEX_FILE = "model.safetensors.index.json"
+
+
+def safetensors_files(folder: Path) -> list[Path]:
+    """The files that hold a folder's weights, sorted by name. Raises `ValueError` where there are none, or one lacks."""
+    index = folder / INDEX_FILE
+    if (folder / SINGLE_FILE).is_file() and not index.is_file():
+        return [folder / SINGLE_FILE]
+    if not index.is_file():
+        raise ValueError(
+            f"{folder} has neither {SINGLE_FILE} nor {INDEX_FILE}; for made-up weights give load_format dummy"
+        )
+    names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
+    missing = [name for name in names if not (folder / name).is_file()]
+    if missing:
+        raise ValueError(f"{index} names files that are not there: {', '.join(missing)}")
+    return [folder / name for name in names]
+
+
+def digest_files(files: Iterable[Path]) -> str:
+    """xxh3-128 over the files' bytes in order. Reads all of them, through the page cache."""
+    digest = xxhash.xxh3_128()
+    for path in files:
+        with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
+            digest.update(data)
+    return digest.hexdigest()
+
+
+class Weights(ABC):
+    """A source of tensors by their Hugging Face names."""
+
+    def __init__(self, dtype: str, device: str) -> None:
+        self.dtype = TORCH_DTYPES[dtype]
+        self.device = device
+
+    def take(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
+        """The tensor of that name. Raises `ValueError` where it is missing or of another shape."""
+        return self._read(name, shape).to(device=self.device, dtype=self.dtype).contiguous()
+
+    @abstractmethod
+    def _read(self, name: str, shape: tuple[int, ...]) -> torch.Tensor: ...
+
+    def ignore(self, suffix: str) -> None:
+        """Tensors whose names end so need not be taken."""
+        del suffix
+
+    def check_all_taken(self) -> None:
+        """Raises `ValueError` where a tensor is left: the model would not be the one that was trained."""
+        return
+
+
+class SafetensorsWeights(Weights):
+    def __init__(self, folder: Path, dtype: str, device: str) -> None:
+        super().__init__(dtype, device)
+        self._folder = folder
+        self._handles = [safe_open(path, framework="pt") for path in safetensors_files(folder)]
+        self._handle_of = {name: handle for handle in self._handles for name in handle.keys()}  # noqa: SIM118
+        self._left = set(self._handle_of)
+
+    def _read(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
+        handle = self._handle_of.get(name)
+        if handle is None:
+            raise ValueError(f"the weights in {self._folder} lack the tensor {name}")
+        tensor: torch.Tensor = handle.get_tensor(name)
+        if tuple(tensor.shape) != shape:
+            raise ValueError(
+                f"the weights in {self._folder} do not fit config.json: {name} has shape {tuple(tensor.shape)}, "
+                f"expected {shape}"
+            )
+        self._left.discard(name)
+        return tensor
+
+    def ignore(self, suffix: str) -> None:
+        self._left = {name for name in self._left if not name.endswith(suffix)}
+
+    def check_all_taken(self) -> None:
+        if self._left:
+            some = ", ".join(sorted(self._left)[:5])
+            raise ValueError(f"the weights in {self._folder} hold tensors that the architecture does not use: {some}")
+
+
+class DummyWeights(Weights):
+    """Weights of any shape from a seed: equal for equal (seed, name, shape), whatever was taken before."""
+
+    def __init__(self, seed: int, dtype: str, device: str) -> None:
+        super().__init__(dtype, device)
+        self._seed = seed
+
+    def _read(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
+        digest = hashlib.blake2b(f"{self._seed}\0{name}".encode(), digest_size=8).digest()
+        generator = torch.Generator().manual_seed(int.from_bytes(digest, "little") >> 1)
+        noise = torch.randn(shape, generator=generator)
+        if name.endswith("norm.weight"):
+            return 1 + 0.1 * noise
+        if len(shape) == 1 or "embed_tokens" in name:
+            return 0.1 * noise
+        # Keeps the size of activations from layer to layer, so that logits neither vanish nor explode.
+        return noise / math.sqrt(shape[1])

@@ -1,0 +1,79 @@
+"""One step on one device: copy and clear blocks, build arrays, run the model, sample.
+
+Owns nothing but references: the pool is the worker's, sequences are the scheduler's and only read.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from engine.attention import AttentionBackend
+from engine.config import EngineConfig
+from engine.input_batch import InputBatch, build_input_batch
+from engine.kv_cache import clear_blocks, copy_blocks
+from engine.models.decoder import Decoder
+from engine.sampler import Sampler
+from engine.sequence import BlockExport, SchedulerOutput
+
+if TYPE_CHECKING:
+    from engine.executor import OnLayerWritten
+
+
+class ModelRunner:
+    """Used by the stepping thread alone."""
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        model: Decoder,
+        backend: AttentionBackend[Any],
+        kv_pool: torch.Tensor,
+        on_layer_written: OnLayerWritten | None,
+    ) -> None:
+        self._model = model
+        self._backend = backend
+        self._kv_pool = kv_pool
+        self._on_layer_written = on_layer_written
+        self._block_size = config.cache.block_size
+        self._device = config.device.device
+        self._sampler = Sampler(config.model.eos_token_ids)
+
+    @torch.inference_mode()
+    def execute(self, output: SchedulerOutput) -> list[int | None]:
+        """Per scheduled sequence the sampled token id, None where none is sampled."""
+        batch, logits = self.forward(output)
+        if batch is None or logits is None:
+            return [None] * len(output.scheduled)
+        sampled = iter(self._sampler.sample(logits, batch.sampling_seqs))
+        return [next(sampled) if item.samples else None for item in output.scheduled]
+
+    @torch.inference_mode()
+    def forward(self, output: SchedulerOutput) -> tuple[InputBatch | None, torch.Tensor | None]:
+        """The step without sampling: its arrays, and logits [sampling sequences, vocabulary] in the model's dtype.
+
+        None for both if nothing is scheduled, for the logits if nothing is sampled.
+        """
+        if output.blocks_to_copy:
+            copy_blocks(self._kv_pool, output.blocks_to_copy)
+        if not output.scheduled:
+            return None, None
+        batch = build_input_batch(output, self._block_size, self._device)
+        if batch.begun_blocks:
+            clear_blocks(self._kv_pool, batch.begun_blocks)
+        plan = self._backend.prepare(batch.layout)
+        x_TD = self._model.forward(
+            batch.token_ids, batch.positions, plan, self._kv_pool, self._layer_callback(output.exports)
+        )
+        if not batch.sampling_seqs:
+            return batch, None
+        if batch.sample_rows is not None:
+            x_TD = x_TD[batch.sample_rows]
+        return batch, self._model.compute_logits(x_TD)
+
+    def _layer_callback(self, exports: list[BlockExport]) -> Any:
+        on_layer_written = self._on_layer_written
+        if on_layer_written is None or not exports:
+            return None
+        return lambda layer: on_layer_written(layer, exports)

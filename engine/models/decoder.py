@@ -1,0 +1,123 @@
+"""The decoder of the Llama family: Llama, Mistral, Qwen2, Qwen3, as `DecoderConfig` describes them.
+
+Owns the weights (in the shapes it computes with: q, k, v fused; gate and up fused). Knows neither sequences nor blocks:
+tokens come flat, and attention is the backend's.
+
+Shapes: T tokens, D hidden, F intermediate, N query heads, K key/value heads, H head dim, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F  # noqa: N812
+
+from engine.attention import AttentionBackend
+from engine.layers import Linear, RMSNorm, RotaryEmbedding
+from engine.model_loader.weights import Weights
+from engine.models.decoder_config import DecoderConfig
+
+OnLayer = Callable[[int], None]
+
+
+class DecoderLayer:
+    """Attention and feed-forward of one layer."""
+
+    def __init__(
+        self,
+        config: DecoderConfig,
+        layer: int,
+        weights: Weights,
+        backend: AttentionBackend[Any],
+        rotary: RotaryEmbedding,
+    ) -> None:
+        self._config = config
+        self._backend = backend
+        self._rotary = rotary
+        self._sliding_window = config.sliding_windows[layer]
+        D, H, I = config.hidden_size, config.head_dim, config.intermediate_size  # noqa: E741
+        q_size, kv_size = config.num_heads * H, config.num_kv_heads * H
+        at, mlp = f"model.layers.{layer}.self_attn", f"model.layers.{layer}.mlp"
+        norm = f"model.layers.{layer}"
+
+        def linear(outputs: dict[str, int], inputs: int, has_bias: bool) -> Linear:
+            weight = torch.cat([weights.take(f"{name}.weight", (size, inputs)) for name, size in outputs.items()])
+            if not has_bias:
+                return Linear(weight)
+            return Linear(weight, torch.cat([weights.take(f"{name}.bias", (size,)) for name, size in outputs.items()]))
+
+        def rms_norm(name: str, size: int) -> RMSNorm:
+            return RMSNorm(weights.take(f"{name}.weight", (size,)), config.rms_norm_eps)
+
+        qkv = {f"{at}.q_proj": q_size, f"{at}.k_proj": kv_size, f"{at}.v_proj": kv_size}
+        self._qkv = linear(qkv, D, config.has_qkv_bias)
+        self._output = linear({f"{at}.o_proj": D}, q_size, config.has_output_bias)
+        self._gate_up = linear({f"{mlp}.gate_proj": I, f"{mlp}.up_proj": I}, D, config.has_mlp_bias)
+        self._down = linear({f"{mlp}.down_proj": D}, I, config.has_mlp_bias)
+        self._input_norm = rms_norm(f"{norm}.input_layernorm", D)
+        self._post_attention_norm = rms_norm(f"{norm}.post_attention_layernorm", D)
+        self._q_norm = rms_norm(f"{at}.q_norm", H) if config.has_qk_norm else None
+        self._k_norm = rms_norm(f"{at}.k_norm", H) if config.has_qk_norm else None
+
+    def __call__(
+        self, x_TD: torch.Tensor, kv: torch.Tensor, plan: Any, cos_sin: tuple[torch.Tensor, torch.Tensor]
+    ) -> torch.Tensor:
+        N, K, H = self._config.num_heads, self._config.num_kv_heads, self._config.head_dim
+        qkv = self._qkv(self._input_norm(x_TD)).view(-1, N + 2 * K, H)
+        qk, v_TKH = qkv[:, : N + K], qkv[:, N + K :]
+        if self._q_norm is not None and self._k_norm is not None:
+            qk = torch.cat((self._q_norm(qk[:, :N]), self._k_norm(qk[:, N:])), dim=1)
+        qk = self._rotary.rotate(qk, cos_sin)
+        self._backend.write_kv(kv, qk[:, N:], v_TKH, plan)
+        attended = self._backend.attend(qk[:, :N], kv, plan, self._sliding_window)
+        x_TD = x_TD + self._output(attended)
+        gate, up = self._gate_up(self._post_attention_norm(x_TD)).chunk(2, dim=-1)
+        return x_TD + self._down(F.silu(gate) * up)
+
+
+class Decoder:
+    """A whole model. Raises `ValueError` at construction where the weights do not fit the config."""
+
+    def __init__(
+        self, config: DecoderConfig, weights: Weights, backend: AttentionBackend[Any], max_model_len: int
+    ) -> None:
+        self._backend = backend
+        self._rotary = RotaryEmbedding(config.rope, config.head_dim, max_model_len, weights.dtype, weights.device)
+        self._embedding_VD = weights.take("model.embed_tokens.weight", (config.vocab_size, config.hidden_size))
+        self._layers = [
+            DecoderLayer(config, layer, weights, backend, self._rotary) for layer in range(config.num_layers)
+        ]
+        self._norm = RMSNorm(weights.take("model.norm.weight", (config.hidden_size,)), config.rms_norm_eps)
+        if config.ties_embeddings:
+            self._lm_head = Linear(self._embedding_VD)
+            weights.ignore("lm_head.weight")
+        else:
+            self._lm_head = Linear(weights.take("lm_head.weight", (config.vocab_size, config.hidden_size)))
+        weights.ignore("rotary_emb.inv_freq")
+        weights.check_all_taken()
+
+    def forward(
+        self,
+        token_ids: torch.Tensor,
+        positions: torch.Tensor,
+        plan: Any,
+        kv_pool: torch.Tensor,
+        on_layer: OnLayer | None,
+    ) -> torch.Tensor:
+        """The last hidden state of each token, before the final norm: [T, D].
+
+        `on_layer(i)` is called when layer i's KV of this step is in the pool.
+        """
+        x_TD = self._embedding_VD[token_ids]
+        cos_sin = self._rotary.select(positions)
+        for i, layer in enumerate(self._layers):
+            x_TD = layer(x_TD, kv_pool[i], plan, cos_sin)
+            if on_layer is not None:
+                on_layer(i)
+        return x_TD
+
+    def compute_logits(self, x_TD: torch.Tensor) -> torch.Tensor:
+        """[T, D] -> [T, V]"""
+        return self._lm_head(self._norm(x_TD))

@@ -1,0 +1,166 @@
+"""What a decoder of the Llama family is made of, read from a Hugging Face config.json. Integers only, no torch.
+
+Both spellings are read: `rope_theta` + `rope_scaling` of transformers 4 and `rope_parameters` of transformers 5. Where a
+field is absent its architecture's default holds, as in transformers' configuration classes.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+ROPE_TYPES = ("default", "linear", "llama3")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Architecture:
+    """How one architecture differs from its relatives, where config.json does not say."""
+
+    has_qkv_bias: bool = False
+    """Whatever `attention_bias` says; the output projection then has none."""
+    has_attention_bias_field: bool = False
+    has_mlp_bias_field: bool = False
+    has_qk_norm: bool = False
+    head_dim: int | None = None
+    """Where config.json gives none; None: hidden_size / num_attention_heads."""
+    num_kv_heads: int | None = None
+    sliding: str = "none"
+    """"none"; "all": every layer, if there is a `sliding_window`; "late": `layer_types`, or layers from
+    `max_window_layers` on, if `use_sliding_window`."""
+    max_positions: int = 2048
+
+
+ARCHITECTURES = {
+    "LlamaForCausalLM": Architecture(has_attention_bias_field=True, has_mlp_bias_field=True),
+    "MistralForCausalLM": Architecture(num_kv_heads=8, sliding="all", max_positions=131072),
+    "Qwen2ForCausalLM": Architecture(has_qkv_bias=True, sliding="late", max_positions=32768),
+    "Qwen3ForCausalLM": Architecture(
+        has_attention_bias_field=True, has_qk_norm=True, head_dim=128, sliding="late", max_positions=32768
+    ),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class RopeConfig:
+    theta: float
+    rope_type: str
+    factor: float = 1.0
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+    original_max_positions: int = 0
+
+    @staticmethod
+    def from_hf(hf_config: dict[str, Any], max_positions: int) -> RopeConfig:
+        parameters: dict[str, Any] = dict(hf_config.get("rope_scaling") or {}) | dict(
+            hf_config.get("rope_parameters") or {}
+        )
+        rope_type = parameters.get("rope_type", parameters.get("type", "default"))
+        if rope_type not in ROPE_TYPES:
+            raise ValueError(
+                f"config.json: rope type {rope_type!r} is not supported; known are {', '.join(ROPE_TYPES)}"
+            )
+        if parameters.get("partial_rotary_factor", hf_config.get("partial_rotary_factor", 1.0)) != 1.0:
+            raise ValueError("config.json: partial_rotary_factor other than 1 is not supported")
+        theta = float(parameters.get("rope_theta", hf_config.get("rope_theta", 10000.0)))
+        needed = {"default": (), "linear": ("factor",), "llama3": ("factor", "low_freq_factor", "high_freq_factor")}
+        for name in needed[rope_type]:
+            if name not in parameters:
+                raise ValueError(f"config.json: rope type {rope_type!r} needs the field {name}")
+        return RopeConfig(
+            theta=theta,
+            rope_type=rope_type,
+            original_max_positions=int(parameters.get("original_max_position_embeddings") or max_positions),
+            **{name: float(parameters[name]) for name in needed[rope_type]},
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class DecoderConfig:
+    """The canonical form: equal for two config.json exactly where the same computation is meant."""
+
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    rms_norm_eps: float
+    max_positions: int
+    has_qkv_bias: bool
+    has_output_bias: bool
+    """Of the attention's output projection."""
+    has_mlp_bias: bool
+    has_qk_norm: bool
+    ties_embeddings: bool
+    rope: RopeConfig
+    sliding_windows: tuple[int, ...]
+    """Per layer: a token sees itself and this many minus one before it; 0 means all."""
+
+    @staticmethod
+    def from_hf(name: str, hf_config: dict[str, Any]) -> DecoderConfig:
+        """Raises `ValueError` naming the field that is missing, contradictory or unsupported."""
+        arch = ARCHITECTURES[name]
+        hidden_size, num_heads = _integer(hf_config, "hidden_size"), _integer(hf_config, "num_attention_heads")
+        num_layers = _integer(hf_config, "num_hidden_layers")
+        num_kv_heads = hf_config.get("num_key_value_heads") or arch.num_kv_heads or num_heads
+        if num_heads % num_kv_heads:
+            raise ValueError(
+                f"config.json: num_attention_heads={num_heads} must be a multiple of num_key_value_heads={num_kv_heads}"
+            )
+        head_dim = hf_config.get("head_dim") or arch.head_dim or hidden_size // num_heads
+        if head_dim % 2:
+            raise ValueError(f"config.json: head_dim must be even, is {head_dim}")
+        activation = hf_config.get("hidden_act", "silu")
+        if activation != "silu":
+            raise ValueError(f"config.json: hidden_act {activation!r} is not supported; known is silu")
+        if hf_config.get("quantization_config"):
+            raise ValueError("config.json: quantization_config is not supported; give plain weights or a GGUF file")
+        has_attention_bias = arch.has_attention_bias_field and bool(hf_config.get("attention_bias", False))
+        max_positions = int(hf_config.get("max_position_embeddings") or arch.max_positions)
+        return DecoderConfig(
+            vocab_size=_integer(hf_config, "vocab_size"),
+            hidden_size=hidden_size,
+            intermediate_size=_integer(hf_config, "intermediate_size"),
+            num_layers=num_layers,
+            num_heads=num_heads,
+            num_kv_heads=num_kv_heads,
+            head_dim=head_dim,
+            rms_norm_eps=float(hf_config.get("rms_norm_eps", 1e-6)),
+            max_positions=max_positions,
+            has_qkv_bias=arch.has_qkv_bias or has_attention_bias,
+            has_output_bias=has_attention_bias,
+            has_mlp_bias=arch.has_mlp_bias_field and bool(hf_config.get("mlp_bias", False)),
+            has_qk_norm=arch.has_qk_norm,
+            ties_embeddings=bool(hf_config.get("tie_word_embeddings", False)),
+            rope=RopeConfig.from_hf(hf_config, max_positions),
+            sliding_windows=_sliding_windows(arch, hf_config, num_layers),
+        )
+
+
+def _integer(hf_config: dict[str, Any], field: str) -> int:
+    value = hf_config.get(field)
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise ValueError(f"config.json: {field} must be an integer of at least 1, is {value!r}")
+    return value
+
+
+def _sliding_windows(arch: Architecture, hf_config: dict[str, Any], num_layers: int) -> tuple[int, ...]:
+    # 4096 is what transformers assumes where config.json leaves the field out; a null turns the window off.
+    window = hf_config.get("sliding_window", 4096) or 0
+    if arch.sliding == "none" or not window:
+        return (0,) * num_layers
+    if arch.sliding == "all":
+        return (window,) * num_layers
+    if not hf_config.get("use_sliding_window", False):
+        return (0,) * num_layers
+    layer_types = hf_config.get("layer_types")
+    if layer_types is None:
+        first_sliding = hf_config.get("max_window_layers", 28)
+        return tuple(window if layer >= first_sliding else 0 for layer in range(num_layers))
+    if len(layer_types) != num_layers:
+        raise ValueError(f"config.json: layer_types has {len(layer_types)} entries for {num_layers} layers")
+    unknown = set(layer_types) - {"full_attention", "sliding_attention"}
+    if unknown:
+        raise ValueError(f"config.json: layer_types {', '.join(sorted(unknown))} are not supported")
+    return tuple(window if kind == "sliding_attention" else 0 for kind in layer_types)

@@ -1,0 +1,145 @@
+"""From logits to token ids. Semantics are vLLM's; random numbers are functions of the request (see `engine.random`).
+
+Holds no state between steps: what a draw depends on is in the sequence and its logits, so that a sequence gets the same
+tokens in any batch, on any worker, after any preemption.
+
+Per row, in this order:
+
+ 1. `logit_bias` is added.
+ 2. `repetition_penalty` r: the logit of every token that occurs in prompt or answer is divided by r where positive,
+    multiplied by r where negative.
+ 3. `frequency_penalty` f: minus f times the token's count in the answer. `presence_penalty` p: minus p if it occurs
+    there.
+ 4. `min_tokens`: until the answer has so many, end-of-sequence (also under `ignore_eos`) and stop tokens get -inf.
+ 5. Greedy (temperature 0): the largest logit, the lowest id among equals. Otherwise the logits are divided by the
+    temperature, and of the tokens
+ 6. `min_p` keeps those at least `min_p` times as probable as the most probable one,
+ 7. `top_k` keeps those at least as probable as the k-th,
+ 8. `top_p` keeps the smallest set of most probable ones that holds `top_p` of what is left by then.
+    Tokens exactly as probable as the last one kept are kept with it: the outcome does not hang on a sorting order.
+ 9. One uniform number of (seed, sequence index, position in the answer) picks by inverting the cumulative
+    distribution, in vocabulary order, in float64.
+
+Shapes: S rows, V vocabulary, R rows that draw.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Seq
+
+import numpy as np
+import torch
+
+from engine.random import uniforms
+from engine.sequence import Sequence
+
+_TOP_P_CANDIDATES = (64, 1024)
+"""A nucleus is looked for among so many most probable tokens before the whole vocabulary is sorted."""
+
+
+class Sampler:
+    def __init__(self, eos_token_ids: frozenset[int]) -> None:
+        self._eos_token_ids = eos_token_ids
+
+    def sample(self, logits_SV: torch.Tensor, seqs: Seq[Sequence]) -> list[int]:
+        """The next token of each row. `logits_SV` may be changed in place.
+
+        Rows that need nothing special cost one argmax, whatever other rows ask for.
+        """
+        for row, seq in enumerate(seqs):
+            self._adjust(logits_SV[row], seq)
+        drawing = [row for row, seq in enumerate(seqs) if not seq.sampling_params.is_greedy]
+        if not drawing:
+            return logits_SV.argmax(dim=-1).tolist()
+        drawn = draw(logits_SV if len(drawing) == len(seqs) else logits_SV[drawing], [seqs[row] for row in drawing])
+        if len(drawing) == len(seqs):
+            return drawn
+        token_ids: list[int] = logits_SV.argmax(dim=-1).tolist()
+        for row, token_id in zip(drawing, drawn, strict=True):
+            token_ids[row] = token_id
+        return token_ids
+
+    def _adjust(self, logits_V: torch.Tensor, seq: Sequence) -> None:
+        """Bias, penalties and min_tokens of one row, in place."""
+        params = seq.sampling_params
+        if params.logit_bias:
+            ids = torch.tensor(list(params.logit_bias.keys()), device=logits_V.device)
+            logits_V[ids] += torch.tensor(
+                list(params.logit_bias.values()), dtype=logits_V.dtype, device=logits_V.device
+            )
+        if params.has_penalties:
+            apply_penalties(logits_V, seq)
+        if seq.num_output_tokens < params.min_tokens:
+            logits_V[list(self._eos_token_ids | params.stop_token_ids)] = float("-inf")
+
+
+def apply_penalties(logits_V: torch.Tensor, seq: Sequence) -> None:
+    """Repetition, frequency and presence penalty of one row, in place. In float32, rounded once."""
+    params, device = seq.sampling_params, logits_V.device
+    if params.repetition_penalty != 1:
+        seen = torch.from_numpy(np.unique(np.array(seq.token_ids, dtype=np.int64))).to(device)
+        values = logits_V[seen].float()
+        values = torch.where(values > 0, values / params.repetition_penalty, values * params.repetition_penalty)
+        logits_V[seen] = values.to(logits_V.dtype)
+    if (params.frequency_penalty or params.presence_penalty) and seq.num_output_tokens:
+        answer = np.array(seq.token_ids[seq.num_prompt_tokens :], dtype=np.int64)
+        unique, counts = np.unique(answer, return_counts=True)
+        penalty = counts.astype(np.float32) * params.frequency_penalty + params.presence_penalty
+        ids = torch.from_numpy(unique).to(device)
+        logits_V[ids] = (logits_V[ids].float() - torch.from_numpy(penalty).to(device)).to(logits_V.dtype)
+
+
+def draw(logits_RV: torch.Tensor, seqs: Seq[Sequence]) -> list[int]:
+    """One token per row at random, temperatures above 0. Rows do not influence each other, not even by rounding."""
+    weights_RV = filtered_weights(logits_RV, seqs)
+    # Sums are sequential (cumsum), so that a row's rounding does not depend on how many rows or threads there are.
+    cumulative_RV = weights_RV.cumsum(dim=-1)
+    total_R = cumulative_RV[:, -1:]
+    uniform_R = uniforms(
+        [seq.sampling_params.seed for seq in seqs],
+        [seq.sequence_index for seq in seqs],
+        [seq.num_output_tokens for seq in seqs],
+    )
+    targets = torch.from_numpy(uniform_R).to(total_R.device).unsqueeze(1) * total_R
+    # The product may round up to the total itself: then it is the last token that has any weight.
+    targets = torch.minimum(targets, torch.nextafter(total_R, torch.zeros_like(total_R)))
+    token_ids: list[int] = torch.searchsorted(cumulative_RV, targets, right=True).squeeze(1).tolist()
+    return token_ids
+
+
+def filtered_weights(logits_RV: torch.Tensor, seqs: Seq[Sequence]) -> torch.Tensor:
+    """Probabilities after temperature and filters, float64, each row scaled so that its largest is 1: [R, V]."""
+    params = [seq.sampling_params for seq in seqs]
+    device = logits_RV.device
+    weights_RV = logits_RV.double()
+    weights_RV -= weights_RV.amax(dim=-1, keepdim=True)
+    weights_RV /= torch.tensor([p.temperature for p in params], dtype=torch.float64, device=device).unsqueeze(1)
+    weights_RV.exp_()
+    min_p = [p.min_p for p in params]
+    if any(min_p):
+        _drop_below(weights_RV, torch.tensor(min_p, dtype=torch.float64, device=device))
+    vocab_size = weights_RV.shape[1]
+    for row, p in enumerate(params):
+        weights_V = weights_RV[row]
+        if 0 < p.top_k < vocab_size:
+            _drop_below(weights_V, weights_V.topk(p.top_k).values[-1])
+        if p.top_p < 1:
+            _drop_below(weights_V, nucleus_threshold(weights_V, p.top_p))
+    return weights_RV
+
+
+def _drop_below(weights: torch.Tensor, threshold: torch.Tensor) -> None:
+    weights.masked_fill_(weights < threshold.unsqueeze(-1), 0)
+
+
+def nucleus_threshold(weights_V: torch.Tensor, top_p: float) -> torch.Tensor:
+    """The weight of the last token that `top_p` keeps, a scalar tensor: A. Holtzman et al., 2020, section 3.1."""
+    vocab_size = weights_V.shape[0]
+    mass = weights_V.cumsum(dim=-1)[-1] * top_p
+    for num_candidates in (*_TOP_P_CANDIDATES, vocab_size):
+        top = weights_V.topk(min(num_candidates, vocab_size)).values
+        reached = int(torch.searchsorted(top.cumsum(dim=-1), mass))
+        if reached < len(top):
+            return top[reached]
+    # Rounding kept the sum of all below the mass: everything that has any weight stays.
+    return top[-1]

@@ -1,0 +1,1 @@
+"""Computes prompts and ships their KV, while computing it, to the decode workers that asked for it."""

@@ -1,0 +1,130 @@
+"""What a prefill worker does with one request, top to bottom.
+
+    opened ──engine computes, each layer is pushed as it is written──> first token ──to the router at once
+       │                                                                   │
+       │                                                   HELD ──commit acknowledged──> released, handed over
+       └── cancelled or failed: HELD ──nothing reads the blocks any more──> released
+
+The blocks stay in the engine, as a sequence's or held, until no transfer can read them. They are released in one
+place, the `finally` of `_serve`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+
+from engine.async_llm_engine import AsyncLLMEngine, EngineDead
+from engine.outputs import RequestOutput
+from engine.sequence import BlockExport
+from kv_transfer import STATUS_OF, InvalidTransfer, KVSender, Push, TransferError
+from protos import tandem_worker_pb2 as pb
+from rpc.errors import Draining, InvalidRequest, RequestExists, error_of_code
+from worker_service.messages import sampling_params_of
+from worker_service.sessions import RouterSession, SessionHost, Stream
+
+_log = logging.getLogger(__name__)
+
+
+class PrefillRole:
+    """Runs every prefill command as a task of its own. Loop-thread only."""
+
+    def __init__(self, *, host: SessionHost, engine: AsyncLLMEngine, sender: KVSender) -> None:
+        self._host = host
+        self._engine = engine
+        self._sender = sender
+        self._pushes: dict[str, Push] = {}
+        """By engine id."""
+        self._tasks: dict[Stream, asyncio.Task[None]] = {}
+        self._is_draining = False
+
+    # -- commands -----------------------------------------------------------------------------------------------
+
+    def on_command(self, session: RouterSession, command: pb.PrefillCommand | pb.DecodeCommand) -> None:
+        assert isinstance(command, pb.PrefillCommand)
+        request = command.prefill.request
+        if command.WhichOneof("command") != "prefill":
+            raise InvalidRequest([("command", "must be one of prefill, cancel, beat")])
+        try:
+            stream = self._host.open(session, request)
+        except RequestExists as error:
+            Stream(session, request.request_id, request.attempt, "").post_failure(error, can_retry=False)
+            return
+        if self._is_draining:
+            stream.post_failure(Draining("this prefill worker is leaving"), can_retry=True)
+            self._host.close(stream)
+            return
+        self._tasks[stream] = session.spawn(self._run(stream, command.prefill))
+
+    def on_beat(self, session: RouterSession) -> None:
+        """Nothing here outlives its session, so there is no lease to renew."""
+
+    def cancel(self, stream: Stream) -> None:
+        if (task := self._tasks.get(stream)) is not None:
+            task.cancel()
+
+    def drop(self, session: RouterSession) -> None:
+        """Its streams are cancelled already."""
+
+    async def drain(self) -> None:
+        """Refuse new prompts; return when the last one has been handed over."""
+        self._is_draining = True
+        await self._host.wait_until_idle()
+        while self._tasks:
+            await asyncio.wait(list(self._tasks.values()))
+
+    # -- one request --------------------------------------------------------------------------------------------
+
+    async def _run(self, stream: Stream, command: pb.PrefillRequest) -> None:
+        try:
+            await self._serve(stream, command)
+        except TransferError as error:
+            code = int(STATUS_OF[type(error)].value[0])
+            stream.post_failure(error_of_code(code, str(error)), can_retry=not isinstance(error, InvalidTransfer))
+        except ValueError as error:
+            stream.post_failure(InvalidRequest((), str(error)), can_retry=False)
+        except EngineDead:
+            pass  # the process is ending, and its sessions with it
+        finally:
+            self._host.close(stream)
+            self._tasks.pop(stream, None)
+
+    async def _serve(self, stream: Stream, command: pb.PrefillRequest) -> None:
+        params = sampling_params_of(command.request.sampling_params)
+        push = await self._sender.open(command.grant)
+        stream.first_token = asyncio.get_running_loop().create_future()
+        self._pushes[stream.engine_id] = push
+        is_settled = False
+        try:
+            await self._engine.call(
+                lambda engine: engine.add_prefill(
+                    stream.engine_id,
+                    command.request.prompt_token_ids,
+                    params,
+                    output_token_ids=command.request.output_token_ids,
+                    num_receiver_blocks=command.grant.num_cached_blocks,
+                )
+            )
+            output = await stream.first_token
+            if not output.is_finished:
+                stats = await push.commit(
+                    num_prompt_tokens=len(command.request.prompt_token_ids) + len(command.request.output_token_ids),
+                    first_token_id=output.outputs[0].token_ids[-1],
+                    # The first token was sampled after the prompt: a block for it, if any, holds nothing yet.
+                    src_block_ids=output.held_block_ids[: len(command.grant.block_ids)],
+                )
+                is_settled = True
+                stream.post(handed_over=pb.HandedOver(stats=stats))
+        finally:
+            if not is_settled:
+                self._engine.post(lambda engine: engine.hold(stream.engine_id))
+                await push.abandon()
+            del self._pushes[stream.engine_id]
+            self._engine.post(lambda engine: engine.abort(stream.engine_id))
+
+    def on_layer_written(self, layer: int, exports: list[BlockExport]) -> None:
+        """These blocks hold their final KV in `layer`: push them."""
+        for export in exports:
+            push = self._pushes.get(export.request_id)
+            if push is not None:
+                push.write(layer, export.first_block, export.block_ids)

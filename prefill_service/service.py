@@ -1,0 +1,55 @@
+"""A prefill worker's services, put together: sessions on one side, transfers on the other."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+
+import grpc
+
+from kv_transfer import GrantCounters, create_sender
+from prefill_service.prefill import PrefillRole
+from protos import tandem_worker_pb2 as pb
+from protos.tandem_worker_pb2_grpc import PrefillServicer as PrefillServicerBase
+from protos.tandem_worker_pb2_grpc import add_PrefillServicer_to_server
+from worker_service.process import WorkerParts
+from worker_service.sessions import SessionHost
+
+SERVICE_NAME = "tandem.v1.Prefill"
+
+
+class PrefillServicer(PrefillServicerBase):  # type: ignore[misc]
+    """`tandem.v1.Prefill`: one Session per router."""
+
+    def __init__(self, host: SessionHost, role: PrefillRole) -> None:
+        self._host = host
+        self._role = role
+
+    async def Session(  # noqa: N802
+        self, request_iterator: AsyncIterator[pb.PrefillCommand], context: grpc.aio.ServicerContext
+    ) -> AsyncIterator[pb.WorkerEvents]:
+        async for message in self._host.serve(self._role, request_iterator):
+            yield message
+
+
+class PrefillService:
+    """The `RunningRole` of a prefill worker. Owns the sender."""
+
+    def __init__(self, parts: WorkerParts) -> None:
+        self._server = parts.server
+        self._sender = create_sender(parts.args.transport, pool=parts.pool, identity=parts.identity)
+        self._role = PrefillRole(host=parts.host, engine=parts.engine, sender=self._sender)
+        parts.layer_listeners.append(self._role.on_layer_written)
+        parts.server.add(add_PrefillServicer_to_server, PrefillServicer(parts.host, self._role), SERVICE_NAME)
+
+    @property
+    def counters(self) -> GrantCounters:
+        return GrantCounters()  # a prefill worker grants nothing
+
+    async def start(self, address: str) -> None:
+        self._server.set_serving(SERVICE_NAME, True)
+
+    async def drain(self) -> None:
+        await self._role.drain()
+
+    async def close(self) -> None:
+        await self._sender.close()

@@ -1,0 +1,40 @@
+"""Flags of the router process."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from rpc.entrypoint import ServiceArgs
+
+
+@dataclass(frozen=True, kw_only=True)
+class RouterArgs(ServiceArgs):
+    """What the front door accepts. Raises `ValueError` naming the field and its bound."""
+
+    model: str = field(
+        metadata={
+            "help": "Model folder (tokenizer.json, config.json), as `tandem fetch` prints it. Required.",
+        },
+        default="",
+    )
+    max_queue_tokens: int = field(
+        default=1_000_000,
+        metadata={"help": "Prompt tokens that may wait for a worker; beyond, requests get RESOURCE_EXHAUSTED."},
+    )
+    max_message_bytes: int = field(
+        default=4 * 1024 * 1024, metadata={"help": "Largest request or answer message, in bytes."}
+    )
+    drain_grace_s: float = field(
+        default=30.0, metadata={"help": "On SIGTERM, how long running requests may take to finish."}
+    )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not self.model:
+            raise ValueError("model must name a folder; `tandem fetch` prepares one and prints its path")
+        if self.max_queue_tokens < 1:
+            raise ValueError(f"max_queue_tokens must be at least 1, is {self.max_queue_tokens}")
+        if not 65_536 <= self.max_message_bytes <= 1 << 30:
+            raise ValueError(f"max_message_bytes must be in [65536, {1 << 30}], is {self.max_message_bytes}")
+        if self.drain_grace_s < 0:
+            raise ValueError(f"drain_grace_s must be at least 0, is {self.drain_grace_s}")

@@ -1,0 +1,144 @@
+"""A model's chat template: messages to the prompt text that the model was trained on.
+
+Owns finding the template, its sandbox, and the names that templates may use (transformers' names). Does not own
+tokenising: a template writes bos and role markers itself, so its text is encoded with add_special_tokens=False.
+
+    from_folder -> compiled once -> render(messages) for each request
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+import jinja2
+from jinja2 import nodes
+from jinja2.ext import Extension
+from jinja2.parser import Parser
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+from router.tokenizer import read_json, read_special_tokens
+
+MAX_OUTPUT_CHARS = 16 * 1024 * 1024
+"""A template that writes more is stopped: some repeat what they are given, some loop."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ChatMessage:
+    role: str
+    content: str
+
+
+class ChatTemplate:
+    """One compiled template. `variables` are what it may use besides the messages: the named special tokens.
+
+    Raises `ValueError` where `source` is not a Jinja template.
+    """
+
+    def __init__(
+        self, source: str, *, variables: Mapping[str, str] | None = None, max_output_chars: int = MAX_OUTPUT_CHARS
+    ) -> None:
+        try:
+            self._template = _environment().from_string(source)
+        except jinja2.TemplateSyntaxError as error:
+            raise ValueError(f"the model's chat template is broken at line {error.lineno}: {error.message}") from error
+        self._variables = dict(variables or {})
+        self._max_output_chars = max_output_chars
+
+    @classmethod
+    def from_folder(cls, folder: str | Path) -> ChatTemplate | None:
+        """The template of a model folder, or None where it has none.
+
+        chat_template.jinja, else `chat_template` of tokenizer_config.json: a string, or a list of named templates of
+        which "default" counts. Raises `ValueError` for a list without a default, and for a broken template.
+        """
+        folder = Path(folder)
+        file = folder / "chat_template.jinja"
+        if file.is_file():
+            source: Any = file.read_text(encoding="utf-8")
+        else:
+            source = read_json(folder / "tokenizer_config.json").get("chat_template")
+        if isinstance(source, list):
+            named = {entry["name"]: entry["template"] for entry in source}
+            if "default" not in named:
+                raise ValueError(f"{folder} has chat templates {sorted(named)}, but none is named 'default'")
+            source = named["default"]
+        if source is None:
+            return None
+        if not isinstance(source, str):
+            raise ValueError(f"chat_template in {folder} must be a string or a list of named ones, is {type(source)}")
+        return cls(source, variables=read_special_tokens(folder))
+
+    def render(self, messages: Iterable[ChatMessage]) -> str:
+        """The prompt of `messages`, ending where the assistant's answer begins.
+
+        Raises `ValueError` naming `chat` where the template refuses the messages (roles in an order that the model
+        does not know, say), fails on them, or writes more than `max_output_chars`.
+        """
+        pieces: list[str] = []
+        num_chars = 0
+        stream = self._template.generate(
+            {
+                **self._variables,
+                "messages": [{"role": message.role, "content": message.content} for message in messages],
+                "tools": None,
+                "documents": None,
+                "add_generation_prompt": True,
+            }
+        )
+        try:
+            for piece in stream:
+                num_chars += len(piece)
+                if num_chars > self._max_output_chars:
+                    raise ValueError(f"chat: the template wrote more than {self._max_output_chars} characters")
+                pieces.append(piece)
+        except jinja2.TemplateError as error:
+            raise ValueError(f"chat: the model's template refuses these messages: {error}") from error
+        except (TypeError, AttributeError, LookupError, ArithmeticError, RecursionError, MemoryError) as error:
+            # Python's own errors of an expression in the template, such as adding a number to a string.
+            raise ValueError(f"chat: the model's template failed: {type(error).__name__}: {error}") from error
+        return "".join(pieces)
+
+
+class _Generation(Extension):
+    """{% generation %}…{% endgeneration %} marks an assistant's words for training. Here it only passes them on."""
+
+    tags = {"generation"}  # noqa: RUF012  (jinja2's interface)
+
+    def parse(self, parser: Parser) -> list[nodes.Node]:
+        next(parser.stream)
+        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+
+def _raise_exception(message: str) -> None:
+    raise jinja2.TemplateError(message)
+
+
+def _strftime_now(format: str) -> str:
+    return datetime.now().strftime(format)
+
+
+def _tojson(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    """jinja2's own filter escapes HTML, which no model was trained on."""
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+
+
+def _environment() -> ImmutableSandboxedEnvironment:
+    """What templates are written against: the settings and names of transformers' apply_chat_template."""
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, "jinja2.ext.loopcontrols"]
+    )
+    environment.filters["tojson"] = _tojson
+    environment.globals["raise_exception"] = _raise_exception
+    environment.globals["strftime_now"] = _strftime_now
+    return environment

@@ -1,0 +1,72 @@
+"""`tandem.v1.Cluster`: what operators ask. Every answer is gathered from the workers when asked, never from a cache."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from typing import TypeVar
+
+import grpc
+
+from protos import tandem_worker_pb2 as pb
+from protos.tandem_worker_pb2_grpc import ClusterServicer as ClusterServicerBase
+from protos.tandem_worker_pb2_grpc import WorkerStub
+from router.lifecycle import Cluster
+from router.worker_pool import WorkerHandle
+
+_T = TypeVar("_T")
+
+WORKER_TIMEOUT_S = 5.0
+"""A worker that does not answer within this time is listed as unreachable."""
+
+
+class ClusterServicer(ClusterServicerBase):  # type: ignore[misc]
+    def __init__(
+        self,
+        *,
+        router_id: str,
+        cluster: Cluster,
+        num_running: Callable[[], int],
+        is_registry_reachable: Callable[[], bool],
+    ) -> None:
+        self._router_id = router_id
+        self._cluster = cluster
+        self._num_running = num_running
+        self._is_registry_reachable = is_registry_reachable
+
+    async def GetStatus(  # noqa: N802
+        self, request: pb.GetClusterStatusRequest, context: grpc.aio.ServicerContext
+    ) -> pb.ClusterStatus:
+        workers, unreachable = await self._ask_all(
+            lambda stub: stub.GetStatus(pb.GetWorkerStatusRequest(), timeout=WORKER_TIMEOUT_S)
+        )
+        return pb.ClusterStatus(
+            router_id=self._router_id,
+            num_queued_requests=len(self._cluster.queue),
+            num_queued_tokens=self._cluster.queue.num_tokens,
+            num_running_requests=self._num_running(),
+            is_registry_reachable=self._is_registry_reachable(),
+            workers=workers,
+            unreachable=unreachable,
+        )
+
+    async def Audit(self, request: pb.AuditRequest, context: grpc.aio.ServicerContext) -> pb.ClusterAudit:  # noqa: N802
+        workers, unreachable = await self._ask_all(
+            lambda stub: stub.Audit(pb.AuditRequest(), timeout=WORKER_TIMEOUT_S)
+        )
+        return pb.ClusterAudit(workers=workers, unreachable=unreachable)
+
+    async def _ask_all(self, ask: Callable[[WorkerStub], Awaitable[_T]]) -> tuple[list[_T], list[str]]:
+        """What every known worker answers, and the ids of those that do not, with why."""
+
+        async def ask_one(handle: WorkerHandle) -> _T | str:
+            try:
+                return await ask(WorkerStub(handle.channel))
+            except grpc.aio.AioRpcError as error:
+                return f"{handle.record.worker_id} ({handle.record.address}): {error.code().name}, {error.details()}"
+
+        answers = await asyncio.gather(*(ask_one(handle) for handle in self._cluster.pool.handles))
+        return (
+            [answer for answer in answers if not isinstance(answer, str)],
+            [answer for answer in answers if isinstance(answer, str)],
+        )

@@ -1,0 +1,158 @@
+"""What the router knows of the model it serves: read from the model's folder, completed by what workers say.
+
+The folder gives vocabulary, end-of-sequence tokens, chat template and generation defaults; a worker's record gives what
+depends on how it was started: context length, block size, dtype.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from protos import tandem_inference_pb2 as pb
+from router.chat_template import ChatTemplate
+from router.tokenizer import read_json
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GenerationDefaults:
+    """Sampling defaults of generation_config.json; None where it has none. The fields that vLLM takes from there."""
+
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+    max_new_tokens: int | None = None
+
+    @classmethod
+    def from_generation_config(cls, config: Mapping[str, Any]) -> GenerationDefaults:
+        """Of generation_config.json, as parsed. Raises `ValueError` naming the field that is out of bounds.
+
+        With `do_sample: false` the model's makers ask for greedy decoding, so what they say of sampling counts for
+        nothing; requests then get this project's defaults.
+        """
+        names = ["repetition_penalty", "max_new_tokens"]
+        if config.get("do_sample") is not False:
+            names += ["temperature", "top_p", "top_k", "min_p"]
+        given = {name: config[name] for name in names if config.get(name) is not None}
+        for name, value in given.items():
+            if isinstance(value, bool) or not isinstance(value, int | float):
+                raise ValueError(f"generation_config.json: {name} must be a number, is {value!r}")
+        for name in ("top_k", "max_new_tokens"):
+            if name in given:
+                if given[name] != int(given[name]):
+                    raise ValueError(f"generation_config.json: {name} must be a whole number, is {given[name]!r}")
+                given[name] = int(given[name])
+        defaults = cls(**given)
+        defaults._check()
+        return defaults
+
+    def _check(self) -> None:
+        bounds: list[tuple[str, float | None, bool, str]] = [
+            ("temperature", self.temperature, 0 <= (self.temperature or 0) < float("inf"), "at least 0"),
+            ("top_p", self.top_p, self.top_p is None or 0 < self.top_p <= 1, "in (0, 1]"),
+            ("top_k", self.top_k, (self.top_k or 0) >= -1, "-1 or more"),
+            ("min_p", self.min_p, 0 <= (self.min_p or 0) <= 1, "in [0, 1]"),
+            (
+                "repetition_penalty",
+                self.repetition_penalty,
+                self.repetition_penalty is None or 0 < self.repetition_penalty <= 2,
+                "in (0, 2]",
+            ),
+            (
+                "max_new_tokens",
+                self.max_new_tokens,
+                self.max_new_tokens is None or self.max_new_tokens >= 1,
+                "1 or more",
+            ),
+        ]
+        for name, value, is_ok, bound in bounds:
+            if not is_ok:
+                raise ValueError(f"generation_config.json: {name} must be {bound}, is {value}")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ModelInfo:
+    """The served model, as validation and GetModelInfo need it."""
+
+    served_model_name: str
+    max_model_len: int
+    """Prompt and answer together, in tokens. 0 where config.json does not say and no worker has said it yet."""
+    vocab_size: int
+    """Of the model's embedding; the tokenizer may know fewer tokens."""
+    eos_token_ids: frozenset[int]
+    has_chat_template: bool
+    defaults: GenerationDefaults
+    block_size: int = 0
+    """Tokens in one KV block. 0 until a worker has said it, like `dtype`."""
+    dtype: str = ""
+
+    @classmethod
+    def from_folder(cls, folder: str | Path, *, served_model_name: str = "") -> ModelInfo:
+        """Read `folder`'s config.json and generation_config.json. The name is the folder's where none is given.
+
+        Raises `ValueError` where config.json is missing or lacks what is needed, or a default is out of bounds.
+        """
+        folder = Path(folder)
+        config = read_json(folder / "config.json")
+        if not config:
+            raise ValueError(f"{folder} has no config.json: it is not a model folder")
+        config = {**config, **(config.get("text_config") or {})}  # models that also see or hear nest their text part
+        generation = read_json(folder / "generation_config.json")
+        vocab_size = config.get("vocab_size")
+        if not isinstance(vocab_size, int) or vocab_size < 1:
+            raise ValueError(f"{folder}/config.json: vocab_size must be 1 or more, is {vocab_size!r}")
+        return cls(
+            served_model_name=served_model_name or folder.resolve().name,
+            max_model_len=int(config.get("max_position_embeddings") or 0),
+            vocab_size=vocab_size,
+            eos_token_ids=_token_ids(config.get("eos_token_id")) | _token_ids(generation.get("eos_token_id")),
+            has_chat_template=ChatTemplate.from_folder(folder) is not None,
+            defaults=GenerationDefaults.from_generation_config(generation),
+        )
+
+    def with_worker(self, model: pb.GetModelInfoResponse) -> ModelInfo:
+        """This model as a worker serves it. `ValueError` where the worker's model cannot be the folder's."""
+        if model.vocab_size != self.vocab_size:
+            raise ValueError(
+                f"the worker's model {model.model!r} has a vocabulary of {model.vocab_size} tokens, "
+                f"the router's {self.served_model_name!r} one of {self.vocab_size}"
+            )
+        return replace(
+            self,
+            max_model_len=model.max_model_len,
+            block_size=model.block_size,
+            dtype=model.dtype,
+            eos_token_ids=frozenset(model.eos_token_ids),
+        )
+
+    def to_proto(self) -> pb.GetModelInfoResponse:
+        """The answer of GetModelInfo."""
+        defaults = self.defaults
+        return pb.GetModelInfoResponse(
+            model=self.served_model_name,
+            max_model_len=self.max_model_len,
+            vocab_size=self.vocab_size,
+            block_size=self.block_size,
+            dtype=self.dtype,
+            eos_token_ids=sorted(self.eos_token_ids),
+            has_chat_template=self.has_chat_template,
+            default_sampling_params=pb.SamplingParams(
+                temperature=defaults.temperature,
+                top_p=defaults.top_p,
+                top_k=defaults.top_k,
+                min_p=defaults.min_p,
+                repetition_penalty=defaults.repetition_penalty,
+                max_tokens=defaults.max_new_tokens,
+            ),
+        )
+
+
+def _token_ids(value: Any) -> frozenset[int]:
+    """Of a config's field that may be absent, one id, or a list of them."""
+    if value is None:
+        return frozenset()
+    return frozenset(value) if isinstance(value, list) else frozenset({value})

@@ -1,0 +1,289 @@
+"""Checks a request before anything is queued, and fills in what it leaves open.
+
+    validate -> ValidatedRequest -> tokenize_prompt -> check_prompt_length -> resolve_sampling -> a worker can run it
+
+Every check runs: the client learns of all wrong fields at once. Each description states the bound and what was given;
+prompts are never quoted. Bounds are those of protos/tandem_inference.proto and the engine's SamplingParams.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+import uuid
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TypeAlias
+
+from protos import tandem_inference_pb2 as pb
+from router.chat_template import ChatMessage, ChatTemplate
+from router.model_info import ModelInfo
+from router.tokenizer import Tokenizer
+from rpc.errors import InvalidRequest
+
+MAX_REQUEST_ID_CHARS = 128
+MAX_STOP_STRINGS = 16
+MAX_STOP_CHARS = 256
+MAX_STOP_TOKEN_IDS = 64
+MAX_LOGIT_BIAS = 1024
+INLINE_RENDER_CHARS = 65_536
+"""Chats longer than this go through the template in a thread."""
+
+Violations: TypeAlias = list[tuple[str, str]]
+"""(field, description) pairs."""
+
+
+@dataclass(frozen=True, slots=True)
+class TextPrompt:
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class TokenIdsPrompt:
+    token_ids: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class ChatPrompt:
+    messages: tuple[ChatMessage, ...]
+
+
+Prompt: TypeAlias = TextPrompt | TokenIdsPrompt | ChatPrompt
+_FIELD_OF_PROMPT: dict[type, str] = {TextPrompt: "text", TokenIdsPrompt: "token_ids", ChatPrompt: "chat"}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ValidatedRequest:
+    """A request whose fields are each within bounds. The prompt's length in tokens is not known yet."""
+
+    request_id: str
+    """The client's, or one made up."""
+    prompt: Prompt
+    sampling_params: pb.SamplingParams
+    """As given: absent fields are still absent."""
+    is_streaming: bool
+
+    @property
+    def prompt_field(self) -> str:
+        """Name of the prompt's field in the request, for violations."""
+        return _FIELD_OF_PROMPT[type(self.prompt)]
+
+
+def validate(request: pb.GenerateRequest, model: ModelInfo) -> ValidatedRequest:
+    """Check all that can be checked before tokenising. Raises `InvalidRequest` with every violation."""
+    violations: Violations = []
+    _check_request_id(request.request_id, violations)
+    if request.model not in ("", model.served_model_name):
+        violations.append(("model", f"must be {model.served_model_name!r} or empty, is {request.model[:128]!r}"))
+    prompt = _check_prompt(request, model, violations)
+    _check_sampling(request.sampling_params, violations)
+    _check_lengths(request.sampling_params, model, violations)
+    _check_stops(request.sampling_params, model, violations)
+    _check_logit_bias(request.sampling_params, model, violations)
+    if violations:
+        raise InvalidRequest(violations)
+    return ValidatedRequest(
+        request_id=request.request_id or uuid.uuid4().hex,
+        prompt=prompt,
+        sampling_params=request.sampling_params,
+        is_streaming=request.stream if request.HasField("stream") else True,
+    )
+
+
+async def tokenize_prompt(
+    validated: ValidatedRequest, tokenizer: Tokenizer, chat_template: ChatTemplate | None
+) -> list[int]:
+    """Token ids of the prompt. Text gets the model's special tokens (bos); chats get those of the template alone.
+
+    Raises `InvalidRequest` naming `chat` where the template refuses the messages. Long prompts leave the event loop.
+    """
+    match validated.prompt:
+        case TokenIdsPrompt(token_ids):
+            return list(token_ids)
+        case TextPrompt(text):
+            return await tokenizer.encode_async(text, add_special_tokens=True)
+        case ChatPrompt(messages):
+            assert chat_template is not None  # ModelInfo.has_chat_template
+            try:
+                if sum(len(message.content) for message in messages) > INLINE_RENDER_CHARS:
+                    text = await asyncio.to_thread(chat_template.render, messages)
+                else:
+                    text = chat_template.render(messages)
+            except ValueError as error:
+                raise InvalidRequest([("chat", str(error).removeprefix("chat: "))]) from error
+            return await tokenizer.encode_async(text, add_special_tokens=False)
+
+
+def check_prompt_length(validated: ValidatedRequest, num_prompt_tokens: int, model: ModelInfo) -> None:
+    """Check what depends on the prompt's length in tokens. Raises `InvalidRequest` with every violation.
+
+    Prompt and answer share the context: an explicit max_tokens that cannot be had is refused, as vLLM does, rather than
+    cut short in silence.
+    """
+    violations: Violations = []
+    params = validated.sampling_params
+    num_left = model.max_model_len - num_prompt_tokens
+    if num_prompt_tokens < 1:
+        violations.append((validated.prompt_field, "must give at least 1 token, gives 0"))
+    elif num_left < 1:
+        violations.append((validated.prompt_field, _too_long(num_prompt_tokens, model)))
+    else:
+        for name in ("max_tokens", "min_tokens"):
+            value = getattr(params, name)
+            if params.HasField(name) and value > num_left:
+                violations.append(
+                    (
+                        f"sampling_params.{name}",
+                        f"must be at most {num_left} (the context of {model.max_model_len} tokens minus the prompt of "
+                        f"{num_prompt_tokens}), is {value}",
+                    )
+                )
+    if violations:
+        raise InvalidRequest(violations)
+
+
+def resolve_sampling(params: pb.SamplingParams, model: ModelInfo, num_prompt_tokens: int) -> pb.SamplingParams:
+    """`params` with every field set: by the request, else the model's generation_config, else the proto's default.
+
+    An absent max_tokens becomes what is left of the context (at most the model's max_new_tokens, at least min_tokens);
+    an absent seed is drawn, so that any worker can go on with the same random stream. `stop` is kept: the router
+    applies it, workers need not see it.
+    """
+    defaults = model.defaults
+    num_left = model.max_model_len - num_prompt_tokens
+    assert num_left >= 1, "check_prompt_length comes first"
+    resolved = pb.SamplingParams(
+        max_tokens=max(params.min_tokens, min(num_left, defaults.max_new_tokens or num_left)),
+        min_tokens=0,
+        temperature=1.0 if defaults.temperature is None else defaults.temperature,
+        top_p=1.0 if defaults.top_p is None else defaults.top_p,
+        top_k=0 if defaults.top_k is None else defaults.top_k,
+        min_p=0.0 if defaults.min_p is None else defaults.min_p,
+        presence_penalty=0.0,
+        frequency_penalty=0.0,
+        repetition_penalty=1.0 if defaults.repetition_penalty is None else defaults.repetition_penalty,
+        include_stop_str_in_output=False,
+        ignore_eos=False,
+        skip_special_tokens=True,
+    )
+    if not params.HasField("seed"):
+        resolved.seed = secrets.randbits(63)
+    resolved.MergeFrom(params)  # every field that the request sets wins; lists and the map are empty in `resolved`
+    return resolved
+
+
+def _too_long(num_tokens: int, model: ModelInfo) -> str:
+    return (
+        f"must be at most {model.max_model_len - 1} tokens (the context of {model.max_model_len} minus 1 for the answer),"
+        f" has {num_tokens}"
+    )
+
+
+def _check_request_id(request_id: str, violations: Violations) -> None:
+    if len(request_id) > MAX_REQUEST_ID_CHARS:
+        violations.append(("request_id", f"must be at most {MAX_REQUEST_ID_CHARS} characters, has {len(request_id)}"))
+    # The id stands in log lines: line breaks and direction marks would forge them.
+    position = next((i for i, char in enumerate(request_id) if not char.isprintable()), None)
+    if position is not None:
+        code = ord(request_id[position])
+        violations.append(("request_id", f"must hold printable characters only, has U+{code:04X} at {position}"))
+
+
+def _check_prompt(request: pb.GenerateRequest, model: ModelInfo, violations: Violations) -> Prompt:
+    match request.WhichOneof("prompt"):
+        case "text":
+            if not request.text:
+                violations.append(("text", "must not be empty"))
+            return TextPrompt(request.text)
+        case "token_ids":
+            token_ids = tuple(request.token_ids.ids)
+            _check_prompt_ids(token_ids, model, violations)
+            return TokenIdsPrompt(token_ids)
+        case "chat":
+            messages = tuple(ChatMessage(role=m.role, content=m.content) for m in request.chat.messages)
+            _check_chat(messages, model, violations)
+            return ChatPrompt(messages)
+    violations.append(("prompt", "must be given: one of text, token_ids and chat"))
+    return TextPrompt("")
+
+
+def _check_prompt_ids(token_ids: tuple[int, ...], model: ModelInfo, violations: Violations) -> None:
+    if not token_ids:
+        violations.append(("token_ids", "must not be empty"))
+    elif len(token_ids) >= model.max_model_len:
+        violations.append(("token_ids", _too_long(len(token_ids), model)))
+    _check_in_vocabulary("token_ids", token_ids, model, violations)
+
+
+def _check_in_vocabulary(field: str, token_ids: Sequence[int], model: ModelInfo, violations: Violations) -> None:
+    if not token_ids or max(token_ids) < model.vocab_size:
+        return
+    position = next(i for i, token_id in enumerate(token_ids) if token_id >= model.vocab_size)
+    violations.append(
+        (field, f"ids must be below the vocabulary's size {model.vocab_size}, is {token_ids[position]} at {position}")
+    )
+
+
+def _check_chat(messages: tuple[ChatMessage, ...], model: ModelInfo, violations: Violations) -> None:
+    if not model.has_chat_template:
+        violations.append(("chat", f"model {model.served_model_name!r} has no chat template: give text or token_ids"))
+    if not messages:
+        violations.append(("chat.messages", "must not be empty"))
+    position = next((i for i, message in enumerate(messages) if not message.role), None)
+    if position is not None:
+        violations.append((f"chat.messages[{position}].role", "must not be empty"))
+
+
+def _check_sampling(params: pb.SamplingParams, violations: Violations) -> None:
+    # Each bound is written so that NaN fails it.
+    bounds = (
+        ("temperature", 0 <= params.temperature < float("inf"), "at least 0 and finite"),
+        ("top_p", 0 < params.top_p <= 1, "in (0, 1]"),
+        ("top_k", params.top_k >= -1, "-1 or more"),
+        ("min_p", 0 <= params.min_p <= 1, "in [0, 1]"),
+        ("presence_penalty", -2 <= params.presence_penalty <= 2, "in [-2, 2]"),
+        ("frequency_penalty", -2 <= params.frequency_penalty <= 2, "in [-2, 2]"),
+        ("repetition_penalty", 0 < params.repetition_penalty <= 2, "in (0, 2]"),
+        ("max_tokens", params.max_tokens >= 1, "at least 1"),
+    )
+    for name, is_ok, bound in bounds:
+        if params.HasField(name) and not is_ok:
+            violations.append((f"sampling_params.{name}", f"must be {bound}, is {getattr(params, name):g}"))
+
+
+def _check_lengths(params: pb.SamplingParams, model: ModelInfo, violations: Violations) -> None:
+    longest = model.max_model_len - 1
+    for name in ("max_tokens", "min_tokens"):
+        value = getattr(params, name)
+        if value > longest:
+            bound = (
+                f"must be at most {longest} (the context of {model.max_model_len} minus 1 for the prompt), is {value}"
+            )
+            violations.append((f"sampling_params.{name}", bound))
+    if params.HasField("max_tokens") and params.min_tokens > params.max_tokens:
+        bound = f"must be at most max_tokens={params.max_tokens}, is {params.min_tokens}"
+        violations.append(("sampling_params.min_tokens", bound))
+
+
+def _check_stops(params: pb.SamplingParams, model: ModelInfo, violations: Violations) -> None:
+    if len(params.stop) > MAX_STOP_STRINGS:
+        violations.append(("sampling_params.stop", f"may hold {MAX_STOP_STRINGS} strings, has {len(params.stop)}"))
+    position = next((i for i, stop in enumerate(params.stop) if not 1 <= len(stop) <= MAX_STOP_CHARS), None)
+    if position is not None:
+        bound = f"must be 1 to {MAX_STOP_CHARS} characters long, is {len(params.stop[position])}"
+        violations.append((f"sampling_params.stop[{position}]", bound))
+    if len(params.stop_token_ids) > MAX_STOP_TOKEN_IDS:
+        bound = f"may hold {MAX_STOP_TOKEN_IDS} ids, has {len(params.stop_token_ids)}"
+        violations.append(("sampling_params.stop_token_ids", bound))
+    _check_in_vocabulary("sampling_params.stop_token_ids", params.stop_token_ids, model, violations)
+
+
+def _check_logit_bias(params: pb.SamplingParams, model: ModelInfo, violations: Violations) -> None:
+    bias_of = dict(params.logit_bias)
+    if len(bias_of) > MAX_LOGIT_BIAS:
+        violations.append(("sampling_params.logit_bias", f"may hold {MAX_LOGIT_BIAS} entries, has {len(bias_of)}"))
+    _check_in_vocabulary("sampling_params.logit_bias", sorted(bias_of), model, violations)
+    wrong = next((token_id for token_id, bias in sorted(bias_of.items()) if not -100 <= bias <= 100), None)
+    if wrong is not None:
+        bound = f"must be in [-100, 100], is {bias_of[wrong]:g}"
+        violations.append((f"sampling_params.logit_bias[{wrong}]", bound))

@@ -1,0 +1,179 @@
+"""The life of a request, event by event: no network, no clock."""
+
+from __future__ import annotations
+
+import pytest
+
+from protos import tandem_inference_pb2 as inference_pb
+from protos import tandem_worker_pb2 as pb
+from protos.tandem_kv_transfer_pb2 import Grant
+from router.request_state import (
+    Emit,
+    End,
+    EnterQueue,
+    Phase,
+    Plan,
+    Planned,
+    RequestState,
+    SendCancel,
+    SendGenerate,
+    SendPrefill,
+    SendReserve,
+    Stopped,
+    WorkerKey,
+    WorkerLost,
+    WorkerSaid,
+)
+from rpc.errors import CorruptKV, NoWorker
+
+P, D, D2 = WorkerKey("p", "1"), WorkerKey("d", "1"), WorkerKey("d2", "1")
+UNFINISHED = inference_pb.FINISH_REASON_UNSPECIFIED
+LENGTH = inference_pb.FINISH_REASON_LENGTH
+STOP = inference_pb.FINISH_REASON_STOP
+
+
+def said(worker: WorkerKey, attempt: int, **event: object) -> WorkerSaid:
+    return WorkerSaid(worker, pb.WorkerEvent(request_id="r", attempt=attempt, **event))  # type: ignore[arg-type]
+
+
+def tokens(worker: WorkerKey, attempt: int, index: int, *ids: int, finish: int = UNFINISHED) -> WorkerSaid:
+    message = pb.Tokens(index=index, token_ids=ids, finish_reason=finish)  # type: ignore[arg-type]
+    return said(worker, attempt, tokens=message)
+
+
+def failed(worker: WorkerKey, attempt: int, *, code: int = 15, can_retry: bool) -> WorkerSaid:
+    return said(worker, attempt, failed=pb.Failed(code=code, message="why", can_retry=can_retry))
+
+
+def prefilling() -> RequestState:
+    state = RequestState(max_attempts=3)
+    assert state.start() == [EnterQueue(is_return=False)]
+    assert state.on(Planned(Plan(D, P))) == [SendReserve(D)]
+    grant = Grant(grant_id=7)
+    assert state.on(said(D, 1, granted=grant)) == [SendPrefill(P, grant)]
+    return state
+
+
+def emitted(actions: list[object]) -> list[tuple[int, list[int]]]:
+    return [(a.offset, a.token_ids) for a in actions if isinstance(a, Emit)]
+
+
+def test_disaggregated_from_queue_to_end() -> None:
+    state = prefilling()
+    assert emitted(state.on(tokens(P, 1, 0, 5))) == [(0, [5])]
+    assert state.on(said(P, 1, handed_over=pb.HandedOver())) == []
+    assert state.phase is Phase.DECODING
+    assert emitted(state.on(tokens(D, 1, 1, 6))) == [(1, [6])]
+    actions = state.on(tokens(D, 1, 2, 7, finish=LENGTH))
+    assert emitted(actions) == [(2, [7])]
+    assert actions[-1] == End(LENGTH)
+    assert state.token_ids == [5, 6, 7]
+
+
+def test_local_needs_no_grant() -> None:
+    state = RequestState(max_attempts=3)
+    state.start()
+    assert state.on(Planned(Plan(D, None))) == [SendGenerate(D)]
+    assert emitted(state.on(tokens(D, 1, 0, 5, finish=STOP))) == [(0, [5])]
+    assert state.phase is Phase.DONE
+
+
+def test_tokens_of_the_decode_worker_wait_for_the_first() -> None:
+    state = prefilling()
+    assert state.on(tokens(D, 1, 1, 6)) == []
+    assert state.on(tokens(D, 1, 2, 7)) == []
+    assert emitted(state.on(tokens(P, 1, 0, 5))) == [(0, [5]), (1, [6]), (2, [7])]
+
+
+def test_the_end_waits_for_the_account_of_the_transfer() -> None:
+    state = prefilling()
+    state.on(tokens(P, 1, 0, 5))
+    assert emitted(state.on(tokens(D, 1, 1, 6, finish=LENGTH))) == [(1, [6])]
+    assert state.phase is not Phase.DONE
+    actions = state.on(said(P, 1, handed_over=pb.HandedOver(stats=inference_pb.KVTransferStats(num_bytes=9))))
+    assert actions[-1] == End(LENGTH)
+    assert state.transfer is not None
+    assert state.transfer.num_bytes == 9
+
+
+def test_first_token_that_is_the_last_gives_the_grant_back() -> None:
+    state = prefilling()
+    actions = state.on(tokens(P, 1, 0, 5, finish=STOP))
+    assert SendCancel(D, 1) in actions
+    assert actions[-1] == End(STOP)
+
+
+def test_busy_returns_to_the_front_and_costs_no_attempt() -> None:
+    state = RequestState(max_attempts=1)
+    state.start()
+    for _ in range(5):
+        state.on(Planned(Plan(D, P)))
+        assert state.on(said(D, state.attempt, busy=pb.Busy())) == [EnterQueue(is_return=True)]
+
+
+def test_prefill_worker_lost_before_commit_starts_again_elsewhere() -> None:
+    state = prefilling()
+    assert state.on(WorkerLost(P)) == [SendCancel(D, 1), SendCancel(P, 1), EnterQueue(is_return=True, avoid=P)]
+    assert state.on(Planned(Plan(D, None))) == [SendGenerate(D)]
+    assert emitted(state.on(tokens(D, 2, 0, 5))) == [(0, [5])]
+
+
+def test_prefill_worker_lost_after_commit_does_not_matter() -> None:
+    state = prefilling()
+    state.on(tokens(P, 1, 0, 5))
+    state.on(said(P, 1, handed_over=pb.HandedOver()))
+    assert state.on(WorkerLost(P)) == []
+
+
+def test_decode_worker_lost_goes_on_at_the_next_index() -> None:
+    state = prefilling()
+    state.on(tokens(P, 1, 0, 5))
+    state.on(said(P, 1, handed_over=pb.HandedOver()))
+    state.on(tokens(D, 1, 1, 6))
+    assert EnterQueue(is_return=True, avoid=D) in state.on(WorkerLost(D))
+    state.on(Planned(Plan(D2, None)))
+    assert state.on(tokens(D, 1, 2, 99)) == []  # a ghost of the first attempt
+    assert emitted(state.on(tokens(D2, 2, 2, 7))) == [(2, [7])]
+    assert state.token_ids == [5, 6, 7]
+
+
+@pytest.mark.parametrize("index", [0, 3])
+def test_gap_or_repetition_ends_the_attempt_and_is_not_emitted(index: int) -> None:
+    state = prefilling()
+    state.on(tokens(P, 1, 0, 5))
+    state.on(said(P, 1, handed_over=pb.HandedOver()))
+    actions = state.on(tokens(D, 1, index, 8))
+    assert emitted(actions) == []
+    assert EnterQueue(is_return=True, avoid=D) in actions
+
+
+def test_gives_up_after_max_attempts_with_the_last_error() -> None:
+    state = RequestState(max_attempts=2)
+    state.start()
+    state.on(Planned(Plan(D, None)))
+    assert isinstance(state.on(failed(D, 1, can_retry=True))[-1], EnterQueue)
+    state.on(Planned(Plan(D, None)))
+    end = state.on(failed(D, 2, can_retry=True))[-1]
+    assert isinstance(end, End)
+    assert isinstance(end.error, CorruptKV)
+
+
+def test_failure_that_cannot_be_retried_ends_at_once() -> None:
+    state = prefilling()
+    actions = state.on(failed(P, 1, code=3, can_retry=False))
+    assert SendCancel(D, 1) in actions
+    assert isinstance(actions[-1], End)
+
+
+def test_stop_cancels_and_nothing_follows() -> None:
+    state = prefilling()
+    actions = state.on(Stopped())
+    assert actions == [SendCancel(D, 1), SendCancel(P, 1), End(inference_pb.FINISH_REASON_ABORT)]
+    assert state.on(tokens(P, 1, 0, 5)) == []
+    assert state.on(Stopped(error=NoWorker("x"))) == []
+
+
+def test_nonsense_of_a_worker_is_not_believed() -> None:
+    state = prefilling()
+    actions = state.on(said(P, 1, granted=Grant()))
+    assert EnterQueue(is_return=True, avoid=P) in actions

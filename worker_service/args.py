@@ -1,0 +1,47 @@
+"""Flags of a worker process, beside those of its engine (`engine.config.EngineArgs`)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from registry.keys import check_name
+from rpc.entrypoint import ServiceArgs
+from rpc.server import split_address
+
+TRANSPORTS = ("grpc", "nixl")
+
+
+@dataclass(frozen=True, kw_only=True)
+class WorkerArgs(ServiceArgs):
+    """How a worker is reached and how long it believes in silent peers.
+
+    Raises `ValueError` naming the field and its bound.
+    """
+
+    advertise: str = field(
+        default="", metadata={"help": "HOST:PORT that others reach this worker at. Default: where it listens."}
+    )
+    worker_id: str = field(default="", metadata={"help": "Name of this worker. Default: its role and a random part."})
+    transport: str = field(
+        default="grpc", metadata={"help": "How KV blocks travel: grpc (anywhere) or nixl (RDMA, NVLink, shared memory)."}
+    )
+    lease_ms: int = field(
+        default=10_000,
+        metadata={"help": "A router that is silent for this long is taken for dead; what it owns here is freed."},
+    )
+    drain_grace_s: float = field(
+        default=30.0, metadata={"help": "On SIGTERM, how long running requests may take to finish."}
+    )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.advertise:
+            split_address(self.advertise)
+        if self.worker_id:
+            check_name("worker_id", self.worker_id)
+        if self.transport not in TRANSPORTS:
+            raise ValueError(f"transport must be one of {', '.join(TRANSPORTS)}, is {self.transport!r}")
+        if not 200 <= self.lease_ms <= 3_600_000:
+            raise ValueError(f"lease_ms must be in [200, 3600000], is {self.lease_ms}")
+        if self.drain_grace_s < 0:
+            raise ValueError(f"drain_grace_s must be at least 0, is {self.drain_grace_s}")

@@ -1,0 +1,103 @@
+"""Between the engine's words and the wire's: sampling parameters, ledgers, loads, layouts. Checks what comes in."""
+
+from __future__ import annotations
+
+from types import MappingProxyType
+
+import numpy as np
+import torch
+
+from engine.block_manager import BlockLedger
+from engine.config import EngineConfig
+from engine.kv_cache import KVCacheShape
+from engine.llm_engine import EngineLoad
+from engine.outputs import FinishReason, RequestOutput
+from engine.sampling_params import SamplingParams
+from kv_transfer import KVLayout, KVPool
+from protos import tandem_inference_pb2 as inference_pb
+from protos import tandem_worker_pb2 as pb
+
+_FINISH_REASONS = {
+    None: inference_pb.FINISH_REASON_UNSPECIFIED,
+    FinishReason.STOP: inference_pb.FINISH_REASON_STOP,
+    FinishReason.LENGTH: inference_pb.FINISH_REASON_LENGTH,
+    FinishReason.ABORT: inference_pb.FINISH_REASON_ABORT,
+}
+
+
+def sampling_params_of(params: inference_pb.SamplingParams) -> SamplingParams:
+    """Raises `ValueError` naming the field and its bound."""
+    for name in ("max_tokens", "temperature", "top_p", "repetition_penalty", "seed"):
+        if not params.HasField(name):
+            raise ValueError(f"{name} must be set by the router")
+    return SamplingParams(
+        max_tokens=params.max_tokens,
+        min_tokens=params.min_tokens,
+        temperature=params.temperature,
+        top_p=params.top_p,
+        top_k=params.top_k,
+        min_p=params.min_p,
+        presence_penalty=params.presence_penalty,
+        frequency_penalty=params.frequency_penalty,
+        repetition_penalty=params.repetition_penalty,
+        stop_token_ids=frozenset(params.stop_token_ids),
+        ignore_eos=params.ignore_eos,
+        seed=params.seed,
+        logit_bias=MappingProxyType(dict(params.logit_bias)),
+    )
+
+
+def ledger_message(ledger: BlockLedger) -> pb.BlockLedger:
+    return pb.BlockLedger(
+        num_blocks=ledger.num_blocks,
+        num_free=ledger.num_free,
+        num_cached=ledger.num_cached,
+        num_sequence=ledger.num_sequence,
+        num_grant=ledger.num_grant,
+        num_held=ledger.num_held,
+    )
+
+
+def load_message(load: EngineLoad) -> pb.WorkerLoad:
+    return pb.WorkerLoad(
+        num_running=load.num_running,
+        num_waiting=load.num_waiting,
+        num_waiting_tokens=load.num_waiting_tokens,
+        blocks=ledger_message(load.blocks),
+    )
+
+
+def tokens_message(output: RequestOutput) -> pb.Tokens:
+    completion = output.outputs[0]
+    return pb.Tokens(
+        index=completion.offset,
+        token_ids=completion.token_ids,
+        finish_reason=_FINISH_REASONS[completion.finish_reason],
+        num_cached_tokens=output.num_cached_tokens,
+        waited_ms=1e3 * output.waited_s,
+    )
+
+
+def model_message(config: EngineConfig) -> inference_pb.GetModelInfoResponse:
+    return inference_pb.GetModelInfoResponse(
+        model=config.model.served_model_name,
+        max_model_len=config.model.max_model_len,
+        vocab_size=config.model.vocab_size,
+        block_size=config.cache.block_size,
+        dtype=config.model.dtype,
+        eos_token_ids=sorted(config.model.eos_token_ids),
+    )
+
+
+def transfer_pool(tensor: torch.Tensor, shape: KVCacheShape) -> KVPool:
+    """The engine's pool as bytes, for transfers. Shares the memory; the engine owns it."""
+    layout = KVLayout(
+        num_layers=shape.num_layers,
+        num_blocks=shape.num_blocks,
+        block_size=shape.block_size,
+        num_kv_heads=shape.num_kv_heads,
+        head_dim=shape.head_dim,
+        dtype=shape.dtype,
+    )
+    array: np.ndarray[tuple[int, ...], np.dtype[np.uint8]] = tensor.view(torch.uint8).numpy()
+    return KVPool(layout, array.reshape(shape.num_layers, shape.num_blocks, shape.block_bytes))

@@ -1,0 +1,251 @@
+"""One worker process, from its flags to its exit code.
+
+Owns the engine's thread, the gRPC server, the registration in Redis and the prefix report. The role (prefill or
+decode) is handed in as a function that adds its services.
+
+    flags ──> model loaded ──> serving, registered ──SIGTERM or Drain──> draining: NOT_SERVING, is_draining in the
+                  │                    │                                 registry, running requests finish (bounded)
+                  v                    v                                            │
+              exit 1 or 2     engine failed: exit 1                                 v
+              (bad flag,      (sessions end; routers go on elsewhere)            exit 0
+              no model)
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import secrets
+from collections.abc import Awaitable, Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import click
+
+from engine.async_llm_engine import AsyncLLMEngine, StepNews
+from engine.config import EngineArgs, EngineConfig
+from engine.executor import OnLayerWritten
+from engine.llm_engine import LLMEngine
+from engine.model_loader import create_engine_config
+from engine.sequence import BlockExport
+from kv_transfer import GrantCounters, Identity, KVPool
+from protos import tandem_worker_pb2 as pb
+from protos.tandem_worker_pb2_grpc import add_WorkerServicer_to_server
+from registry.prefix_index import PrefixReporter
+from registry.workers import WorkerRegistration
+from rpc.entrypoint import announce
+from rpc.server import Server
+from rpc.session import PROTOCOL_VERSION
+from worker_service.args import WorkerArgs
+from worker_service.messages import load_message, model_message, transfer_pool
+from worker_service.servicer import WorkerServicer
+from worker_service.sessions import SessionHost
+
+_log = logging.getLogger(__name__)
+
+SERVICE_NAME = "tandem.v1.Worker"
+
+
+class RunningRole(Protocol):
+    """A prefill or decode service within the process."""
+
+    async def start(self, address: str) -> None:
+        """The server listens; `address` is where others reach it."""
+
+    async def drain(self) -> None:
+        """Refuse new work; return when what runs has finished."""
+
+    async def close(self) -> None:
+        """Let go of peers and memory."""
+
+    @property
+    def counters(self) -> GrantCounters: ...
+
+
+@dataclass(slots=True)
+class WorkerParts:
+    """What a role is built from."""
+
+    args: WorkerArgs
+    identity: Identity
+    engine: AsyncLLMEngine
+    pool: KVPool
+    host: SessionHost
+    server: Server
+    layer_listeners: list[OnLayerWritten] = field(default_factory=list)
+    """Called on the event loop with what the engine's `on_layer_written` says."""
+
+
+AddRole = Callable[[WorkerParts], RunningRole]
+
+
+def random_worker_id(role: pb.Role.ValueType) -> str:
+    return f"{'prefill' if role == pb.Role.ROLE_PREFILL else 'decode'}-{secrets.token_hex(3)}"
+
+
+async def run_worker(
+    role: pb.Role.ValueType, args: WorkerArgs, engine_args: EngineArgs, add_role: AddRole, stop: asyncio.Event
+) -> int:
+    """Serve until `stop` is set or the engine fails. Returns the exit code."""
+    try:
+        config = await asyncio.to_thread(create_engine_config, engine_args)
+    except ValueError as error:
+        click.echo(f"Error: {error}", err=True)
+        return 2
+    process = await WorkerProcess.start(role, args, config, add_role)
+    is_failed = asyncio.create_task(process.failed.wait())
+    is_stopped = asyncio.create_task(stop.wait())
+    is_drained = asyncio.create_task(process.drain_asked.wait())
+    await asyncio.wait([is_failed, is_stopped, is_drained], return_when=asyncio.FIRST_COMPLETED)
+    for task in (is_failed, is_stopped, is_drained):
+        task.cancel()
+    if not process.failed.is_set():
+        await process.drain(args.drain_grace_s)
+    await process.close()
+    return 1 if process.failed.is_set() else 0
+
+
+class WorkerProcess:
+    """See the module. `start` makes it, `close` ends it."""
+
+    def __init__(self, role: pb.Role.ValueType, args: WorkerArgs, config: EngineConfig) -> None:
+        self._role_number = role
+        self._args = args
+        self._config = config
+        self._loop = asyncio.get_running_loop()
+        self.failed = asyncio.Event()
+        self.drain_asked = asyncio.Event()
+        self._is_draining = False
+        self._address = ""
+        self._load = pb.WorkerLoad()
+        self._listeners: list[OnLayerWritten] = []
+        self.identity = Identity(
+            worker_id=args.worker_id or random_worker_id(role),
+            incarnation=secrets.token_hex(8),
+            compat_digest=config.compat_digest,
+        )
+        self.role: RunningRole
+        self.engine: AsyncLLMEngine
+        self.server: Server
+        self._registration: WorkerRegistration
+        self._reporter: PrefixReporter
+
+    @classmethod
+    async def start(
+        cls, role: pb.Role.ValueType, args: WorkerArgs, config: EngineConfig, add_role: AddRole
+    ) -> WorkerProcess:
+        """Load the model, listen, register."""
+        self = cls(role, args, config)
+        engine = await asyncio.to_thread(LLMEngine, config, self._on_layer_written)
+        self._load = load_message(engine.load())
+        pool = transfer_pool(engine.executor.kv_pool, engine.executor.kv_shape)
+        self.engine = AsyncLLMEngine(engine, on_step=self._on_step, on_failure=self._on_failure)
+        self.host = SessionHost(
+            incarnation=self.identity.incarnation, lease_ms=args.lease_ms, load=lambda: self._load
+        )
+        self.server = Server(args.listen)
+        parts = WorkerParts(args, self.identity, self.engine, pool, self.host, self.server, self._listeners)
+        self.role = add_role(parts)
+        servicer = WorkerServicer(
+            record=self._record,
+            engine=self.engine,
+            host=self.host,
+            counters=lambda: self.role.counters,
+            begin_drain=self.drain_asked.set,
+        )
+        self.server.add(add_WorkerServicer_to_server, servicer, SERVICE_NAME)
+        listening = await self.server.start()
+        self._address = args.advertise or listening
+        await self.role.start(self._address)
+        self._register()
+        self.server.set_serving(SERVICE_NAME, True)
+        announce(listening)
+        blocks = config.cache.num_blocks
+        _log.info("serving %s", config.model.served_model_name, extra={"address": self._address, "num_blocks": blocks})
+        return self
+
+    def _register(self) -> None:
+        names = {
+            "namespace": self._args.namespace,
+            "worker_id": self.identity.worker_id,
+            "incarnation": self.identity.incarnation,
+        }
+        self._reporter = PrefixReporter(self._args.redis, snapshot=self._prefix_snapshot, **names)
+        self._registration = WorkerRegistration(self._args.redis, record=self._record, **names)
+        self._reporter.start()
+        self._registration.start()
+
+    async def drain(self, grace_s: float) -> None:
+        """Take no new work; wait, at most `grace_s` seconds, until what runs has finished."""
+        _log.info("draining", extra={"grace_s": grace_s})
+        self._is_draining = True
+        self.server.enter_drain()
+        self._registration.beat_now()
+        try:
+            async with asyncio.timeout(grace_s):
+                await self.role.drain()
+        except TimeoutError:
+            _log.warning("requests still ran when the grace period ended", extra={"grace_s": grace_s})
+
+    async def close(self) -> None:
+        """Leave the registry, end the sessions, let go of everything."""
+        await self._registration.close()
+        await self._reporter.close()
+        await self.server.drain(0)
+        await self.role.close()
+        await self.engine.close()
+
+    # -- what the engine says, on the event loop ----------------------------------------------------------------
+
+    def _on_step(self, news: StepNews) -> None:
+        before = self._load
+        self._load = load_message(news.load)
+        self._reporter.report(news.cache_events)
+        self.host.deliver(news.outputs)
+        if not news.outputs and before != self._load:
+            self.host.announce_load()
+
+    def _on_failure(self, error: BaseException) -> None:
+        _log.critical("the engine failed; this process ends", extra={"error": repr(error)})
+        self.failed.set()
+
+    def _on_layer_written(self, layer: int, exports: list[BlockExport]) -> None:
+        """On the stepping thread: hand over to the event loop and go on computing."""
+        self._loop.call_soon_threadsafe(self._tell_listeners, layer, exports)
+
+    def _tell_listeners(self, layer: int, exports: list[BlockExport]) -> None:
+        for listener in self._listeners:
+            listener(layer, exports)
+
+    async def _prefix_snapshot(self) -> Iterable[bytes]:
+        events, hashes = await self.engine.call(lambda engine: (engine.take_cache_events(), engine.cached_hashes()))
+        self._reporter.report(events)
+        return hashes
+
+    def _record(self) -> pb.WorkerRecord:
+        return pb.WorkerRecord(
+            worker_id=self.identity.worker_id,
+            incarnation=self.identity.incarnation,
+            role=self._role_number,
+            address=self._address,
+            pid=os.getpid(),
+            compat_digest=self.identity.compat_digest,
+            prefix_key=self._config.prefix_key,
+            is_draining=self._is_draining,
+            load=self._load,
+            model=model_message(self._config),
+            protocol_version=PROTOCOL_VERSION,
+            lease_ms=self._args.lease_ms,
+        )
+
+
+def worker_command(
+    role: pb.Role.ValueType, args: WorkerArgs, engine_args: EngineArgs, add_role: AddRole
+) -> Callable[[asyncio.Event], Awaitable[int]]:
+    """The `main` that `run_until_signal` runs."""
+
+    async def main(stop: asyncio.Event) -> int:
+        return await run_worker(role, args, engine_args, add_role, stop)
+
+    return main

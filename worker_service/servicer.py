@@ -1,0 +1,67 @@
+"""`tandem.v1.Worker`: what operators and routers ask of any worker."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+import grpc
+
+from engine.async_llm_engine import AsyncLLMEngine
+from kv_transfer import GrantCounters
+from protos import tandem_worker_pb2 as pb
+from protos.tandem_worker_pb2_grpc import WorkerServicer as WorkerServicerBase
+from worker_service.messages import ledger_message
+from worker_service.sessions import SessionHost
+
+
+class WorkerServicer(WorkerServicerBase):  # type: ignore[misc]
+    """Answers from the books of one worker process."""
+
+    def __init__(
+        self,
+        *,
+        record: Callable[[], pb.WorkerRecord],
+        engine: AsyncLLMEngine,
+        host: SessionHost,
+        counters: Callable[[], GrantCounters],
+        begin_drain: Callable[[], None],
+    ) -> None:
+        self._record = record
+        self._engine = engine
+        self._host = host
+        self._counters = counters
+        self._begin_drain = begin_drain
+        self._started_s = time.monotonic()
+
+    async def GetStatus(  # noqa: N802
+        self, request: pb.GetWorkerStatusRequest, context: grpc.aio.ServicerContext
+    ) -> pb.WorkerStatus:
+        stats = await self._engine.call(lambda engine: engine.stats)
+        counters = self._counters()
+        return pb.WorkerStatus(
+            record=self._record(),
+            uptime_s=time.monotonic() - self._started_s,
+            num_prefix_queries_tokens=stats.num_prefix_queries_tokens,
+            num_prefix_hits_tokens=stats.num_prefix_hits_tokens,
+            num_preemptions=stats.num_preemptions,
+            num_late_writes=counters.num_late_writes,
+            num_repairs=counters.num_mismatched_blocks,
+            num_expired_leases=counters.num_expired_leases,
+            num_sessions=self._host.num_sessions,
+        )
+
+    async def Drain(self, request: pb.DrainRequest, context: grpc.aio.ServicerContext) -> pb.DrainResponse:  # noqa: N802
+        self._begin_drain()
+        return pb.DrainResponse()
+
+    async def Audit(self, request: pb.AuditRequest, context: grpc.aio.ServicerContext) -> pb.WorkerAudit:  # noqa: N802
+        ledger, problems = await self._engine.call(lambda engine: engine.audit())
+        record = self._record()
+        return pb.WorkerAudit(
+            worker_id=record.worker_id,
+            address=record.address,
+            role=record.role,
+            blocks=ledger_message(ledger),
+            problems=problems,
+        )

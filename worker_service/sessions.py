@@ -1,0 +1,206 @@
+"""Routers' sessions with this worker, and the requests that each of them runs here.
+
+Owns the sessions and the streams. A stream is one attempt of one request: it belongs to one session, has one engine
+request, and closes once. When a session ends, by its router's wish, by death or by silence for a lease, all its streams
+are cancelled, in the one `finally` of `SessionHost.serve`.
+
+    session:  Hello ──> OPEN ──commands, beats──> ended: every stream of it cancelled
+    stream:   open ──events──> closed (finished, failed, refused, or cancelled by its router)
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from engine.outputs import RequestOutput
+from protos import tandem_worker_pb2 as pb
+from rpc.errors import RequestExists, TandemError, code_of
+from rpc.session import EventOutbox, check_hello, within_lease
+from worker_service.messages import tokens_message
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(slots=True, eq=False)
+class Stream:
+    """One attempt of one request. `engine_id` names it in the engine, across all sessions."""
+
+    session: RouterSession
+    request_id: str
+    attempt: int
+    engine_id: str
+    is_open: bool = True
+    grant_id: int | None = None
+    """Decode: the memory promised to it."""
+    first_token: asyncio.Future[RequestOutput] | None = None
+    """Prefill: what the prompt's computation ends with."""
+
+    def event(self, **event: object) -> pb.WorkerEvent:
+        return pb.WorkerEvent(request_id=self.request_id, attempt=self.attempt, **event)  # type: ignore[arg-type]
+
+    def post(self, **event: object) -> None:
+        self.session.outbox.post([self.event(**event)])
+
+    def post_failure(self, error: TandemError, *, can_retry: bool) -> None:
+        self.post(failed=pb.Failed(code=code_of(error), message=error.message, can_retry=can_retry))
+
+
+@dataclass(slots=True, eq=False)
+class RouterSession:
+    """One router's session. Also the owner of its grants."""
+
+    router_id: str
+    number: int
+    outbox: EventOutbox
+    streams: dict[tuple[str, int], Stream] = field(default_factory=dict)
+    tasks: set[asyncio.Task[None]] = field(default_factory=set)
+
+    def spawn(self, coroutine: object) -> asyncio.Task[None]:
+        """Run a command of this session without making the next one wait."""
+        task: asyncio.Task[None] = asyncio.create_task(coroutine)  # type: ignore[arg-type]
+        self.tasks.add(task)
+        task.add_done_callback(self._on_done)
+        return task
+
+    def _on_done(self, task: asyncio.Task[None]) -> None:
+        self.tasks.discard(task)
+        if not task.cancelled() and task.exception() is not None:
+            _log.error("a command failed by a bug", exc_info=task.exception())
+
+
+class Role(Protocol):
+    """What a prefill or a decode service does with commands."""
+
+    def on_command(self, session: RouterSession, command: pb.PrefillCommand | pb.DecodeCommand) -> None:
+        """A command other than hello and cancel."""
+
+    def on_beat(self, session: RouterSession) -> None:
+        """The session's router is alive."""
+
+    def cancel(self, stream: Stream) -> None:
+        """Free what the stream owns. It is closed already."""
+
+    def drop(self, session: RouterSession) -> None:
+        """The session has ended, and all its streams are cancelled."""
+
+
+class SessionHost:
+    """Serves sessions, and routes what the engine says to the streams it is for."""
+
+    def __init__(self, *, incarnation: str, lease_ms: int, load: Callable[[], pb.WorkerLoad]) -> None:
+        self._incarnation = incarnation
+        self._lease_ms = lease_ms
+        self._load = load
+        self._sessions: set[RouterSession] = set()
+        self._streams: dict[str, Stream] = {}
+        self._num_sessions_ever = 0
+        self._has_no_streams = asyncio.Event()
+        self._has_no_streams.set()
+
+    @property
+    def num_sessions(self) -> int:
+        return len(self._sessions)
+
+    async def serve(
+        self, role: Role, commands: AsyncIterator[pb.PrefillCommand | pb.DecodeCommand]
+    ) -> AsyncIterator[pb.WorkerEvents]:
+        """The body of a Session RPC: reads `commands`, yields the messages for the router, cleans up at the end."""
+        leased = within_lease(commands, self._lease_ms)
+        hello = check_hello(await anext(leased), incarnation=self._incarnation)
+        self._num_sessions_ever += 1
+        session = RouterSession(hello.router_id, self._num_sessions_ever, EventOutbox(self._load))
+        self._sessions.add(session)
+        reader = asyncio.create_task(self._read(role, session, leased))
+        session.outbox.post()  # the load at once: it tells the router that the session is open
+        try:
+            async for message in session.outbox.messages():
+                yield message
+            await reader  # raises what ended it
+        finally:
+            reader.cancel()
+            self._sessions.discard(session)
+            session.outbox.close()
+            for stream in list(session.streams.values()):
+                self._cancel(role, stream)
+            role.drop(session)
+
+    async def _read(
+        self,
+        role: Role,
+        session: RouterSession,
+        commands: AsyncIterator[pb.PrefillCommand | pb.DecodeCommand],
+    ) -> None:
+        try:
+            async for command in commands:
+                role.on_beat(session)
+                match command.WhichOneof("command"):
+                    case "cancel":
+                        stream = session.streams.get((command.cancel.request_id, command.cancel.attempt))
+                        if stream is not None:
+                            self._cancel(role, stream)
+                    case "beat":
+                        pass
+                    case _:
+                        role.on_command(session, command)
+        finally:
+            session.outbox.close()
+
+    def _cancel(self, role: Role, stream: Stream) -> None:
+        self.close(stream)
+        role.cancel(stream)
+
+    # -- streams ------------------------------------------------------------------------------------------------
+
+    def open(self, session: RouterSession, request: pb.EngineRequest) -> Stream:
+        """A new stream for an attempt. Raises `RequestExists` for one that is open already."""
+        key = (request.request_id, request.attempt)
+        if key in session.streams:
+            raise RequestExists(f"request {request.request_id!r}, attempt {request.attempt}, is open")
+        engine_id = f"{session.number}/{request.request_id}/{request.attempt}"
+        stream = Stream(session, request.request_id, request.attempt, engine_id)
+        session.streams[key] = stream
+        self._streams[engine_id] = stream
+        self._has_no_streams.clear()
+        return stream
+
+    def close(self, stream: Stream) -> None:
+        """Nothing more is said of the attempt. Repeating it is harmless."""
+        stream.is_open = False
+        stream.session.streams.pop((stream.request_id, stream.attempt), None)
+        self._streams.pop(stream.engine_id, None)
+        if not self._streams:
+            self._has_no_streams.set()
+
+    def find(self, engine_id: str) -> Stream | None:
+        return self._streams.get(engine_id)
+
+    async def wait_until_idle(self) -> None:
+        """Until no stream is open."""
+        await self._has_no_streams.wait()
+
+    # -- what the engine says -----------------------------------------------------------------------------------
+
+    def deliver(self, outputs: Iterable[RequestOutput]) -> None:
+        """Send one step's tokens: one message to each router concerned. Finished streams close."""
+        events: dict[RouterSession, list[pb.WorkerEvent]] = {}
+        for output in outputs:
+            stream = self._streams.get(output.request_id)
+            if stream is None:
+                continue  # cancelled while the step ran
+            events.setdefault(stream.session, []).append(stream.event(tokens=tokens_message(output)))
+            if stream.first_token is not None:
+                if not stream.first_token.done():
+                    stream.first_token.set_result(output)
+            elif output.is_finished:
+                self.close(stream)
+        for session, session_events in events.items():
+            session.outbox.post(session_events)
+
+    def announce_load(self) -> None:
+        """Tell every router the load, though nothing else happened: memory was freed."""
+        for session in self._sessions:
+            session.outbox.post()
