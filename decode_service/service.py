@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator
 import grpc
 
 from decode_service.decode import DecodeRole
-from kv_transfer import GrantCounters, KVReceiver, KVTransferServicer, create_endpoints
+from kv_transfer import GrantCounters, KVReceiver, KVTransferServicer, create_endpoint
 from protos import tandem_worker_pb2 as pb
 from protos.tandem_kv_transfer_pb2_grpc import add_KVTransferServicer_to_server
 from protos.tandem_worker_pb2_grpc import DecodeServicer as DecodeServicerBase
@@ -28,9 +28,8 @@ class DecodeServicer(DecodeServicerBase):  # type: ignore[misc]
 
     async def Session(  # noqa: N802
         self, request_iterator: AsyncIterator[pb.DecodeCommand], context: grpc.aio.ServicerContext
-    ) -> AsyncIterator[pb.WorkerEvents]:
-        async for message in self._host.serve(self._role, request_iterator):
-            yield message
+    ) -> None:
+        await self._host.serve(self._role, request_iterator, context)
 
 
 class DecodeService:
@@ -43,7 +42,7 @@ class DecodeService:
             pool=parts.pool,
             identity=parts.identity,
             lease_s=parts.args.lease_ms / 1000,
-            endpoints=create_endpoints(parts.args.transport, pool=parts.pool, identity=parts.identity),
+            endpoints=[create_endpoint(parts.args.transport, pool=parts.pool, identity=parts.identity)],
             on_commit=self._role.on_commit,
             on_freed=self._role.on_freed,
         )

@@ -30,7 +30,8 @@ class Linear:
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """[..., in] -> [..., out]"""
         if self._is_packed:
-            return _packed_linear(x, self._weight, self._bias, "none", [], "")
+            y: torch.Tensor = _packed_linear(x, self._weight, self._bias, "none", [], "")
+            return y
         return F.linear(x, self._weight, self._bias)
 
 
@@ -38,7 +39,7 @@ _packed_linear = torch.ops.mkldnn._linear_pointwise
 
 
 def _has_onednn_bf16() -> bool:
-    return torch.backends.mkldnn.is_available() and bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+    return torch._C._has_mkldnn and bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
 
 
 class RMSNorm:

@@ -26,9 +26,8 @@ class PrefillServicer(PrefillServicerBase):  # type: ignore[misc]
 
     async def Session(  # noqa: N802
         self, request_iterator: AsyncIterator[pb.PrefillCommand], context: grpc.aio.ServicerContext
-    ) -> AsyncIterator[pb.WorkerEvents]:
-        async for message in self._host.serve(self._role, request_iterator):
-            yield message
+    ) -> None:
+        await self._host.serve(self._role, request_iterator, context)
 
 
 class PrefillService:

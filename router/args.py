@@ -17,6 +17,9 @@ class RouterArgs(ServiceArgs):
         },
         default="",
     )
+    served_model_name: str = field(
+        default="", metadata={"help": "Name that requests may give as `model`. Default: the folder's."}
+    )
     max_queue_tokens: int = field(
         default=1_000_000,
         metadata={"help": "Prompt tokens that may wait for a worker; beyond, requests get RESOURCE_EXHAUSTED."},

@@ -94,13 +94,15 @@ class ChatTemplate:
             for piece in stream:
                 num_chars += len(piece)
                 if num_chars > self._max_output_chars:
-                    raise ValueError(f"chat: the template wrote more than {self._max_output_chars} characters")
+                    break
                 pieces.append(piece)
         except jinja2.TemplateError as error:
             raise ValueError(f"chat: the model's template refuses these messages: {error}") from error
-        except (TypeError, AttributeError, LookupError, ArithmeticError, RecursionError, MemoryError) as error:
+        except (TypeError, ValueError, AttributeError, LookupError, ArithmeticError, RecursionError) as error:
             # Python's own errors of an expression in the template, such as adding a number to a string.
             raise ValueError(f"chat: the model's template failed: {type(error).__name__}: {error}") from error
+        if num_chars > self._max_output_chars:
+            raise ValueError(f"chat: the template wrote more than {self._max_output_chars} characters")
         return "".join(pieces)
 
 

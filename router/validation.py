@@ -27,7 +27,7 @@ MAX_STOP_CHARS = 256
 MAX_STOP_TOKEN_IDS = 64
 MAX_LOGIT_BIAS = 1024
 INLINE_RENDER_CHARS = 65_536
-"""Chats longer than this go through the template in a thread."""
+"""Chats longer than this (32 characters counted for what the template adds to a message) are rendered in a thread."""
 
 Violations: TypeAlias = list[tuple[str, str]]
 """(field, description) pairs."""
@@ -105,7 +105,7 @@ async def tokenize_prompt(
         case ChatPrompt(messages):
             assert chat_template is not None  # ModelInfo.has_chat_template
             try:
-                if sum(len(message.content) for message in messages) > INLINE_RENDER_CHARS:
+                if sum(len(m.role) + len(m.content) + 32 for m in messages) > INLINE_RENDER_CHARS:
                     text = await asyncio.to_thread(chat_template.render, messages)
                 else:
                     text = chat_template.render(messages)
@@ -173,10 +173,8 @@ def resolve_sampling(params: pb.SamplingParams, model: ModelInfo, num_prompt_tok
 
 
 def _too_long(num_tokens: int, model: ModelInfo) -> str:
-    return (
-        f"must be at most {model.max_model_len - 1} tokens (the context of {model.max_model_len} minus 1 for the answer),"
-        f" has {num_tokens}"
-    )
+    longest = model.max_model_len - 1
+    return f"must be at most {longest} tokens (a context of {model.max_model_len}, 1 for the answer), has {num_tokens}"
 
 
 def _check_request_id(request_id: str, violations: Violations) -> None:

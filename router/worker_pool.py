@@ -80,19 +80,25 @@ class WorkerHandle:
 class WorkerPool:
     """Keeps a session with every worker in the registry."""
 
-    def __init__(self, *, router_id: str, policy: PolicyConfig, on_change: Callable[[], None]) -> None:
-        """`on_change` is called when a worker joined, left, or freed something."""
+    def __init__(
+        self,
+        *,
+        router_id: str,
+        policy: PolicyConfig,
+        serves: Callable[[pb.WorkerRecord], bool],
+        on_change: Callable[[], None],
+    ) -> None:
+        """`serves` tells whether a worker is one of ours; `on_change` is called when one joined, left, or freed
+        something."""
         self._router_id = router_id
         self._policy = policy
+        self._serves = serves
         self._on_change = on_change
         self._handles: dict[WorkerKey, WorkerHandle] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self._is_closed = False
 
     # -- who is there -------------------------------------------------------------------------------------------
-
-    def __getitem__(self, key: WorkerKey) -> WorkerHandle:
-        return self._handles[key]
 
     def get(self, key: WorkerKey) -> WorkerHandle | None:
         return self._handles.get(key)
@@ -108,9 +114,13 @@ class WorkerPool:
     def has_decode_worker(self) -> bool:
         return bool(self.usable(pb.Role.ROLE_DECODE))
 
+    def decode_records(self) -> list[pb.WorkerRecord]:
+        """Of the decode workers that could serve now."""
+        return [h.record for h in self.usable(pb.Role.ROLE_DECODE)]
+
     def set_records(self, records: Iterable[pb.WorkerRecord]) -> None:
         """Take over what the registry says now."""
-        by_key = {WorkerKey(r.worker_id, r.incarnation): r for r in records}
+        by_key = {WorkerKey(r.worker_id, r.incarnation): r for r in records if self._serves(r)}
         for key, record in by_key.items():
             handle = self._handles.get(key)
             if handle is None:

@@ -16,10 +16,12 @@ from collections.abc import AsyncIterator, Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Protocol
 
+import grpc
+
 from engine.outputs import RequestOutput
 from protos import tandem_worker_pb2 as pb
-from rpc.errors import RequestExists, TandemError, code_of
-from rpc.session import EventOutbox, check_hello, within_lease
+from rpc.errors import Incompatible, TandemError, RequestExists, code_of
+from rpc.session import Command, EventOutbox, check_hello, run_session
 from worker_service.messages import tokens_message
 
 _log = logging.getLogger(__name__)
@@ -105,49 +107,45 @@ class SessionHost:
     def num_sessions(self) -> int:
         return len(self._sessions)
 
-    async def serve(
-        self, role: Role, commands: AsyncIterator[pb.PrefillCommand | pb.DecodeCommand]
-    ) -> AsyncIterator[pb.WorkerEvents]:
-        """The body of a Session RPC: reads `commands`, yields the messages for the router, cleans up at the end."""
-        leased = within_lease(commands, self._lease_ms)
-        hello = check_hello(await anext(leased), incarnation=self._incarnation)
+    async def serve(self, role: Role, commands: AsyncIterator[Command], context: grpc.aio.ServicerContext) -> None:
+        """The body of a Session RPC: takes in `commands`, writes events to `context`, cleans up at the end.
+
+        Raises `Incompatible` for a peer that is not ours, `LeaseGone` for a router that fell silent.
+        """
+        async with asyncio.timeout(self._lease_ms / 1000):
+            first = await anext(commands, None)
+        if first is None:
+            raise Incompatible("the session ended before its hello")
+        hello = check_hello(first, incarnation=self._incarnation)
         self._num_sessions_ever += 1
         session = RouterSession(hello.router_id, self._num_sessions_ever, EventOutbox(self._load))
         self._sessions.add(session)
-        reader = asyncio.create_task(self._read(role, session, leased))
         session.outbox.post()  # the load at once: it tells the router that the session is open
         try:
-            async for message in session.outbox.messages():
-                yield message
-            await reader  # raises what ended it
+            await run_session(
+                commands,
+                context,
+                session.outbox,
+                lambda command: self._handle(role, session, command),
+                lease_ms=self._lease_ms,
+            )
         finally:
-            reader.cancel()
             self._sessions.discard(session)
-            session.outbox.close()
             for stream in list(session.streams.values()):
                 self._cancel(role, stream)
             role.drop(session)
 
-    async def _read(
-        self,
-        role: Role,
-        session: RouterSession,
-        commands: AsyncIterator[pb.PrefillCommand | pb.DecodeCommand],
-    ) -> None:
-        try:
-            async for command in commands:
-                role.on_beat(session)
-                match command.WhichOneof("command"):
-                    case "cancel":
-                        stream = session.streams.get((command.cancel.request_id, command.cancel.attempt))
-                        if stream is not None:
-                            self._cancel(role, stream)
-                    case "beat":
-                        pass
-                    case _:
-                        role.on_command(session, command)
-        finally:
-            session.outbox.close()
+    def _handle(self, role: Role, session: RouterSession, command: pb.PrefillCommand | pb.DecodeCommand) -> None:
+        role.on_beat(session)
+        match command.WhichOneof("command"):
+            case "cancel":
+                stream = session.streams.get((command.cancel.request_id, command.cancel.attempt))
+                if stream is not None:
+                    self._cancel(role, stream)
+            case "beat":
+                pass
+            case _:
+                role.on_command(session, command)
 
     def _cancel(self, role: Role, stream: Stream) -> None:
         self.close(stream)

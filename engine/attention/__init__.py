@@ -17,7 +17,7 @@ def create_attention_backend(config: EngineConfig) -> AttentionBackend[Any]:
     """
     name = config.device.attention_backend
     if name in ("auto", "torch"):
-        from engine.attention.torch_backend import TorchAttention  # noqa: PLC0415  (torch, only once a backend is made)
+        from engine.attention.torch_backend import TorchAttention
 
         return TorchAttention(
             num_heads=config.model.num_heads,

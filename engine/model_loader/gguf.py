@@ -32,8 +32,8 @@ def convert_gguf(gguf_file: Path, folder: Path) -> None:
     Raises `ValueError` where transformers cannot read the file.
     """
     report(f"converting {gguf_file.name} to bfloat16 safetensors (once; takes about half a minute)")
-    import torch  # noqa: PLC0415
-    import transformers  # noqa: PLC0415
+    import torch
+    import transformers
 
     place = {"pretrained_model_name_or_path": str(gguf_file.parent), "gguf_file": gguf_file.name}
     try:

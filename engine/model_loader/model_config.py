@@ -75,10 +75,8 @@ def _model_config(args: EngineArgs, folder: Path, hf_config: dict[str, Any], dec
             f"max_model_len must be at most the model's max_position_embeddings={decoder.max_positions}, "
             f"is {max_model_len}"
         )
-    if args.load_format == "dummy":
-        weights_digest = f"dummy-{args.seed}"
-    else:
-        weights_digest = digest_files(safetensors_files(folder))
+    is_dummy = args.load_format == "dummy"
+    weights_digest = f"dummy-{args.seed}" if is_dummy else digest_files(safetensors_files(folder))
     return ModelConfig(
         model=args.model,
         served_model_name=args.served_model_name or Path(args.model).name,

@@ -13,6 +13,7 @@ import mmap
 from abc import ABC, abstractmethod
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 import torch
 import xxhash
@@ -25,7 +26,7 @@ INDEX_FILE = "model.safetensors.index.json"
 
 
 def safetensors_files(folder: Path) -> list[Path]:
-    """The files that hold a folder's weights, sorted by name. Raises `ValueError` where there are none, or one lacks."""
+    """The files that hold a folder's weights, sorted by name. Raises `ValueError` where there are none or one lacks."""
     index = folder / INDEX_FILE
     if (folder / SINGLE_FILE).is_file() and not index.is_file():
         return [folder / SINGLE_FILE]
@@ -76,8 +77,8 @@ class SafetensorsWeights(Weights):
     def __init__(self, folder: Path, dtype: str, device: str) -> None:
         super().__init__(dtype, device)
         self._folder = folder
-        self._handles = [safe_open(path, framework="pt") for path in safetensors_files(folder)]
-        self._handle_of = {name: handle for handle in self._handles for name in handle.keys()}  # noqa: SIM118
+        handles: list[Any] = [safe_open(path, framework="pt") for path in safetensors_files(folder)]
+        self._handle_of: dict[str, Any] = {name: handle for handle in handles for name in handle.keys()}  # noqa: SIM118
         self._left = set(self._handle_of)
 
     def _read(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:

@@ -1,7 +1,7 @@
 """What a decoder of the Llama family is made of, read from a Hugging Face config.json. Integers only, no torch.
 
-Both spellings are read: `rope_theta` + `rope_scaling` of transformers 4 and `rope_parameters` of transformers 5. Where a
-field is absent its architecture's default holds, as in transformers' configuration classes.
+Both spellings are read: `rope_theta` + `rope_scaling` of transformers 4 and `rope_parameters` of transformers 5. Where
+a field is absent its architecture's default holds, as in transformers' configuration classes.
 """
 
 from __future__ import annotations

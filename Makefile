@@ -1,0 +1,73 @@
+# Everything starts here: `make demo` shows Tandem at work, `make test` checks it. Both build .venv when it is missing or
+# older than what it is made from; otherwise that takes no time.
+
+VENV  := .venv
+BIN   := $(VENV)/bin
+PIP   := $(BIN)/python -m pip --disable-pip-version-check
+# -qq: pip's progress and warnings are left out, its errors are not.
+QUIET := -qq
+SAY   := @printf 'tandem: %s\n'
+
+# The first of these that is Python 3.11 or newer. PYTHON=/path/to/python3 overrides it.
+PYTHON ?= $(shell for python in python3 python3.13 python3.12 python3.11 python3.14 python; do \
+	if "$$python" -c 'import sys; sys.exit(sys.version_info < (3, 11))' >/dev/null 2>&1; then \
+	command -v "$$python"; break; fi; done)
+
+.PHONY: help demo test lint protos install install-test clean
+.DEFAULT_GOAL := help
+
+help:
+	@printf '%s\n' \
+	  'make demo      start Redis, a router, a prefill and a decode worker; stream an answer; show what happened' \
+	  'make test      lint, type check and run all tests' \
+	  'make lint      ruff and mypy alone' \
+	  'make protos    generate protos/*_pb2* anew' \
+	  'make install   .venv with Tandem in it; then: .venv/bin/tandem --help' \
+	  'make clean     remove .venv and caches of this folder (models stay in ~/.cache/tandem)'
+
+demo: $(VENV)/installed
+	@$(BIN)/tandem demo
+
+# Lint and types first, so that pytest's summary is what one reads last.
+test: lint
+	@$(BIN)/python -m pytest
+
+lint: $(VENV)/installed-test
+	@$(BIN)/ruff check
+	@$(BIN)/ruff format --check
+	@$(BIN)/mypy
+
+protos: $(VENV)/installed-test
+	@$(BIN)/python -m grpc_tools.protoc -I. --python_out=. --pyi_out=. --grpc_python_out=. protos/*.proto
+
+install: $(VENV)/installed
+
+install-test: $(VENV)/installed-test
+
+# A file that is newer than its ingredients says that the environment is up to date.
+$(VENV)/installed: pyproject.toml constraints.txt | $(VENV)/bin/python
+	$(SAY) 'installing Tandem and what it needs, torch above all (one to five minutes, once)'
+	@$(PIP) install $(QUIET) -c constraints.txt -e .
+	@touch $@
+
+$(VENV)/installed-test: $(VENV)/installed
+	$(SAY) 'installing what the tests need (half a minute, once)'
+	@$(PIP) install $(QUIET) -c constraints.txt -e '.[test]'
+	@if [ "$$(uname -s)" = Linux ]; then \
+	  printf 'tandem: %s\n' 'installing the nixl transport (half a minute, once)'; \
+	  $(PIP) install $(QUIET) --no-deps -c constraints.txt nixl nixl-cu12; fi
+	@touch $@
+
+$(VENV)/bin/python:
+	@if [ -z "$(PYTHON)" ]; then \
+	  printf 'tandem: %s\n' 'Python 3.11 or newer is needed, and none was found. Install one, or say: make PYTHON=/path/to/python3' >&2; \
+	  exit 1; fi
+	@"$(PYTHON)" -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
+	  printf 'tandem: %s\n' "Python 3.11 or newer is needed; $(PYTHON) is $$("$(PYTHON)" --version 2>&1)" >&2; exit 1; }
+	$(SAY) 'creating $(VENV) with $(PYTHON) (seconds)'
+	@"$(PYTHON)" -m venv $(VENV) || { rm -rf $(VENV); \
+	  printf 'tandem: %s\n' 'python3 could not create $(VENV); on Debian and Ubuntu: apt install python3-venv' >&2; exit 1; }
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,0 +1,113 @@
+"""Moves KV blocks between two workers' pools. Knows no engine: it is handed a pool, block ids and a layout.
+
+A decode service makes a `KVReceiver` and puts a `KVTransferServicer` before it; a prefill service makes a `KVSender`.
+`base` says who calls which method when, `grants` draws a grant's life, `errors` lists what can go wrong.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from kv_transfer.base import PROTOCOL_VERSION, Endpoint, Identity, Transport
+from kv_transfer.errors import (
+    STATUS_OF,
+    CorruptTransfer,
+    GrantGone,
+    IncompatiblePeer,
+    InvalidTransfer,
+    PeerUnreachable,
+    TransferError,
+    TransportMissing,
+)
+from kv_transfer.grants import Grant, GrantCounters, GrantTable
+from kv_transfer.grpc_transport import GrpcEndpoint, GrpcTransport, OpenChannel, open_plain_channel
+from kv_transfer.layout import KVLayout
+from kv_transfer.local_transport import LocalEndpoint, LocalTransport
+from kv_transfer.pool import KVPool
+from kv_transfer.receiver import KVReceiver, OnCommit, OnFreed
+from kv_transfer.sender import KVSender, Push
+from kv_transfer.servicer import KVTransferServicer
+
+TRANSPORTS = ("grpc", "nixl")
+"""Those between processes."""
+
+__all__ = [
+    "PROTOCOL_VERSION",
+    "STATUS_OF",
+    "TRANSPORTS",
+    "CorruptTransfer",
+    "Grant",
+    "GrantCounters",
+    "GrantGone",
+    "GrantTable",
+    "Identity",
+    "IncompatiblePeer",
+    "InvalidTransfer",
+    "KVLayout",
+    "KVPool",
+    "KVReceiver",
+    "KVSender",
+    "KVTransferServicer",
+    "OnCommit",
+    "OnFreed",
+    "PeerUnreachable",
+    "Push",
+    "TransferError",
+    "TransportMissing",
+    "create_endpoint",
+    "create_sender",
+]
+
+
+def create_sender(
+    transport: str,
+    *,
+    pool: KVPool,
+    identity: Identity,
+    open_channel: OpenChannel = open_plain_channel,
+    receivers: Mapping[str, KVReceiver] | None = None,
+) -> KVSender:
+    """A sender of `pool`'s blocks by the named transport; the caller closes it.
+
+    open_channel: makes gRPC channels to peers (TLS, keepalive are its business). receivers: for "local", by address.
+    Raises `ValueError` for an unknown name, `TransportMissing` where NIXL is not installed."""
+    return KVSender(
+        transport=_create_transport(transport, pool, identity, open_channel, receivers or {}),
+        pool=pool,
+        identity=identity,
+    )
+
+
+def create_endpoint(transport: str, *, pool: KVPool, identity: Identity) -> Endpoint:
+    """The receiving side of the named transport, for a `KVReceiver`, which starts and closes it.
+
+    Raises `ValueError` for an unknown name, `TransportMissing` where NIXL is not installed."""
+    match transport:
+        case "grpc":
+            return GrpcEndpoint(pool)
+        case "nixl":
+            from kv_transfer.nixl_transport import NixlEndpoint
+
+            return NixlEndpoint(pool, identity)
+        case "local":
+            return LocalEndpoint()
+    raise ValueError(f"transport must be one of {', '.join(TRANSPORTS)}, not {transport!r}")
+
+
+def _create_transport(
+    name: str,
+    pool: KVPool,
+    identity: Identity,
+    open_channel: OpenChannel,
+    receivers: Mapping[str, KVReceiver],
+) -> Transport:
+    match name:
+        case "grpc":
+            return GrpcTransport(pool, open_channel)
+        case "nixl":
+            from kv_transfer.nixl_transport import NixlTransport
+
+            return NixlTransport(pool, identity, open_channel)
+        case "local":
+            return LocalTransport(pool, receivers)
+    raise ValueError(f"transport must be one of {', '.join(TRANSPORTS)}, not {name!r}")

@@ -1,0 +1,122 @@
+"""What a transport must provide, and who calls which method when.
+
+    prefill service                KVSender, Push (sender.py)        Link, BlockWriter (one of the transports)
+    ---------------                --------------------------        ----------------------------------------
+    open(grant) at its start   ->  first contact: dial, connect,     Transport.dial, Link.connect
+                                   mutual check, adopt               Link.adopt
+                                   a push under the grant            Link.writer, BlockWriter.start
+    write(layer, …) per layer  ->  the blocks not cached there       BlockWriter.post          (never blocks)
+    commit(…) after prefill    ->  all writes have landed            BlockWriter.drain
+                                   digests, Commit, repairs          Link.commit, then post and drain again
+      or abandon() any time    ->  nothing can be written any more   BlockWriter.stop, Link.abandon
+    close() at shutdown        ->                                    Link.close, Transport.close
+
+    decode service                 KVReceiver (receiver.py)          Endpoint (one per transport served)
+    --------------                 ------------------------          -----------------------------------
+    start(kv_address), close() ->  expiry timer                      Endpoint.start, close
+    issue, renew, revoke,      ->  GrantTable (grants.py)            Endpoint.describe at every Connect
+      drop_owner                                                     Endpoint.enter_push, leave_push (one-sided)
+
+Everything runs on one event loop's thread, except what a transport does in threads of its own. Two-sided transports
+("grpc", "local") hand every write to the receiver, which checks it; one-sided ones ("nixl") write into its memory, so
+they attach to the grant first and the receiver quarantines what they could still reach.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from protos import tandem_kv_transfer_pb2 as pb
+
+PROTOCOL_VERSION = 1
+"""Of the messages in protos/tandem_kv_transfer.proto. Peers of different versions do not talk."""
+MAX_CHUNK_BYTES = 1 << 20
+"""Data in one message of the "grpc" transport, unless a single block is larger."""
+MAX_BYTES_IN_FLIGHT = 32 << 20
+"""What a "nixl" sender may have under way; "grpc" leaves this to HTTP/2's flow control."""
+MAX_AGENT_METADATA_BYTES = 1 << 20
+ATTACHED = ("tandem-push", "attached")
+"""Initial metadata of a Push stream by which the receiver says that a one-sided sender may begin to write."""
+MAX_LEASE_MS = 3_600_000
+
+
+@dataclass(frozen=True, kw_only=True)
+class Identity:
+    """Who a process is, to its peers."""
+
+    worker_id: str
+    incarnation: str
+    """New with every process: what an old one promised is void."""
+    compat_digest: str
+    """Of all that must be equal for KV to be exchanged."""
+
+
+class BlockWriter(Protocol):
+    """The data plane of one push."""
+
+    async def start(self) -> None:
+        """Announce the push to the receiver where that is needed. Raises `GrantGone`, `PeerUnreachable`."""
+
+    def post(self, layer: int, src_block_ids: Sequence[int], dst_block_ids: Sequence[int]) -> None:
+        """Take on the copying of blocks of one layer. Never blocks; the pool is read later; `drain` raises errors."""
+
+    async def drain(self) -> None:
+        """Until everything posted lies in the receiver's memory. Raises `TransferError`. `post` may follow again."""
+
+    async def stop(self) -> None:
+        """Until nothing posted can be read from our pool or written to theirs any more. Raises nothing; idempotent."""
+
+
+class Link(Protocol):
+    """A connection to one incarnation of one receiver. Every method raises `TransferError`s."""
+
+    is_one_sided: bool
+    is_broken: bool
+    """A new link to the same peer is needed."""
+
+    async def connect(self, request: pb.ConnectRequest, timeout_s: float) -> pb.ConnectResponse: ...
+
+    async def adopt(self, response: pb.ConnectResponse) -> None:
+        """Prepare for writes to the peer; its identity and layout are checked already, its endpoint is not."""
+
+    def writer(self, grant: pb.Grant) -> BlockWriter: ...
+
+    async def commit(self, request: pb.CommitRequest, timeout_s: float) -> pb.CommitResponse:
+        """Send it once. Waits for a lost connection to come back as long as `timeout_s` allows."""
+
+    async def abandon(self, request: pb.AbandonRequest, timeout_s: float) -> None: ...
+
+    async def close(self) -> None: ...
+
+
+class Transport(Protocol):
+    """The sending side of one way to move blocks."""
+
+    name: str
+
+    async def dial(self, address: str) -> Link:
+        """A link to the receiver at `address`; nothing is sent yet."""
+
+    async def close(self) -> None: ...
+
+
+class Endpoint(Protocol):
+    """The receiving side of one way to move blocks, beside the RPCs."""
+
+    name: str
+    is_one_sided: bool
+
+    async def start(self) -> None: ...
+
+    def describe(self, response: pb.ConnectResponse) -> None:
+        """Fill in `response.endpoint`."""
+
+    def enter_push(self) -> None:
+        """A one-sided sender begins to write."""
+
+    def leave_push(self) -> None:
+        """It has ended, or is gone. Once for each `enter_push`."""
+
+    async def close(self) -> None: ...

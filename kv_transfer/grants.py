@@ -1,0 +1,341 @@
+"""Who may write where: the receiver's grants, as a pure state machine. No I/O, no clock, no callbacks, plain data.
+
+                     begin_commit          finish_commit, no mismatch
+    issue ──> GRANTED ──────────> VERIFYING ──────────> COMMITTED ──one lease──> (forgotten)
+                 │  ^                │  │               blocks belong to the caller; the tombstone only
+                 │  └───mismatch─────┘  │               answers a repeated Commit
+                 └──────────┬───────────┘
+                     revoke, drop_owner, expire
+                            │
+            ┌───────────────┴──────────────────┐
+     no one-sided sender                 one is attached
+            │                                  │
+            v            it detaches, abandons, or its connection has
+          FREED <─────── been gone for one lease ──────── QUARANTINED
+
+A grant ends exactly once, and exactly one of two things is then said about its blocks: committed (`finish_commit`
+returns COMMITTED) or free (the grant is in the list that revoke, drop_owner, expire, abandon, detach return). Whoever
+calls is the one place that frees. From the moment a grant ends no write under it is accepted, and since neither grant
+ids nor epochs are ever used twice, a late write cannot reach the blocks' next owner.
+
+A one-sided sender writes into the receiver's memory without asking, so it must `attach` to the grant first; blocks it
+could still reach are not free until it has said that it is done, or one lease after its connection went.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass, field
+from enum import Enum, auto
+
+
+class GrantState(Enum):
+    GRANTED = auto()
+    VERIFYING = auto()
+    COMMITTED = auto()
+    QUARANTINED = auto()
+
+
+class Verdict(Enum):
+    ACCEPTED = auto()
+    LATE = auto()
+    """Its grant is gone: dropped and counted."""
+    MALFORMED = auto()
+    """A correct sender never writes this: an error."""
+
+
+@dataclass(frozen=True, slots=True)
+class WriteCheck:
+    verdict: Verdict
+    reason: str = ""
+
+
+class CommitStart(Enum):
+    VERIFY = auto()
+    """The caller verifies now, then calls `finish_commit`."""
+    COMMITTED = auto()
+    """Before; nothing is to be done."""
+    GONE = auto()
+
+
+class CommitResult(Enum):
+    COMMITTED = auto()
+    """The blocks now belong to the caller."""
+    MISMATCH = auto()
+    GONE = auto()
+    """The grant ended while its blocks were verified: what they hold means nothing."""
+
+
+@dataclass(frozen=True, slots=True)
+class Grant:
+    """A promise of `block_ids` to `owner`. The first `num_cached_blocks` are only read."""
+
+    grant_id: int
+    epoch: int
+    owner: Hashable
+    block_ids: tuple[int, ...]
+    num_cached_blocks: int
+
+    @property
+    def writable_block_ids(self) -> tuple[int, ...]:
+        return self.block_ids[self.num_cached_blocks :]
+
+
+@dataclass(slots=True)
+class _Entry:
+    grant: Grant
+    state: GrantState
+    writable: frozenset[int]
+    attachment_id: int = 0
+    """Of the one-sided sender that may be writing; 0: none."""
+    lost_s: float | None = None
+    """When that sender's connection went, if it did."""
+
+
+@dataclass(slots=True)
+class _Owner:
+    seen_s: float
+    """Its last sign of life."""
+    grant_ids: dict[int, None]
+    """Its live grants, in the order of issue."""
+
+
+@dataclass(slots=True)
+class _Tombstone:
+    epoch: int
+    expires_s: float
+
+
+@dataclass(slots=True)
+class GrantCounters:
+    num_late_writes: int = 0
+    """Blocks of a layer that were pushed and dropped, since their grant was gone."""
+    num_expired_leases: int = 0
+    """Grants that ended by their owner's silence."""
+    num_mismatched_blocks: int = 0
+    """Blocks whose digests differed at a commit, in any layer."""
+
+
+@dataclass(slots=True)
+class GrantTable:
+    """All grants of one receiver. Times are seconds of the caller's one monotonic clock."""
+
+    incarnation: str
+    num_layers: int
+    num_blocks: int
+    block_bytes: int
+    lease_s: float
+    counters: GrantCounters = field(default_factory=GrantCounters)
+    _entries: dict[int, _Entry] = field(default_factory=dict)
+    _tombstones: dict[int, _Tombstone] = field(default_factory=dict)
+    _tombstone_order: deque[int] = field(default_factory=deque)
+    _owners: dict[Hashable, _Owner] = field(default_factory=dict)
+    """Those with a live grant."""
+    _lost: dict[int, None] = field(default_factory=dict)
+    """Grants with an attachment whose connection went, in that order."""
+    _next_grant_id: int = 1
+    _next_epoch: int = 1
+    _next_attachment_id: int = 1
+
+    # -- owners --
+
+    def issue(self, owner: Hashable, block_ids: Sequence[int], num_cached_blocks: int, now_s: float) -> Grant:
+        """Promise `block_ids`, which the caller took out of its free blocks, to `owner` until one lease after its
+        last sign of life (this call is one)."""
+        assert 0 <= num_cached_blocks <= len(block_ids), (num_cached_blocks, len(block_ids))
+        assert all(0 <= block_id < self.num_blocks for block_id in block_ids), block_ids
+        grant = Grant(self._next_grant_id, self._next_epoch, owner, tuple(block_ids), num_cached_blocks)
+        writable = frozenset(grant.writable_block_ids)
+        assert len(writable) == len(grant.writable_block_ids), "a block twice in one grant"
+        self._next_grant_id += 1
+        self._next_epoch += 1
+        self._entries[grant.grant_id] = _Entry(grant, GrantState.GRANTED, writable)
+        held = self._owners.setdefault(owner, _Owner(now_s, {}))
+        held.seen_s = now_s
+        held.grant_ids[grant.grant_id] = None
+        return grant
+
+    def renew(self, owner: Hashable, now_s: float) -> None:
+        """A sign of life of `owner`: all its leases begin anew."""
+        held = self._owners.get(owner)
+        if held is not None:
+            held.seen_s = now_s
+
+    def revoke(self, grant_id: int) -> list[Grant]:
+        """End a grant. Returns it if its blocks may be used at once; else a later call returns it.
+
+        A grant that has ended already (committed: its blocks are the caller's own) is left alone."""
+        entry = self._entries.get(grant_id)
+        if entry is None or entry.state is GrantState.QUARANTINED:
+            return []
+        entry.state = GrantState.QUARANTINED
+        self._disown(entry.grant)
+        return self._free_if_unreachable(entry)
+
+    def drop_owner(self, owner: Hashable) -> list[Grant]:
+        """`owner` is gone: revoke all its grants."""
+        held = self._owners.get(owner)
+        grant_ids = [] if held is None else list(held.grant_ids)
+        return [freed for grant_id in grant_ids for freed in self.revoke(grant_id)]
+
+    def expire(self, now_s: float) -> list[Grant]:
+        """End what has outlived its lease: grants of silent owners, lost one-sided senders, tombstones."""
+        silent = [held for held in self._owners.values() if now_s - held.seen_s >= self.lease_s]
+        expired = [grant_id for held in silent for grant_id in held.grant_ids]
+        self.counters.num_expired_leases += len(expired)
+        freed = [grant for grant_id in expired for grant in self.revoke(grant_id)]
+        for grant_id in list(self._lost):
+            entry = self._entries[grant_id]
+            assert entry.lost_s is not None
+            if now_s - entry.lost_s >= self.lease_s:
+                freed += self._end_attachment(entry)
+        while self._tombstone_order and self._tombstones[self._tombstone_order[0]].expires_s <= now_s:
+            del self._tombstones[self._tombstone_order.popleft()]
+        return freed
+
+    def next_expiry_s(self) -> float | None:
+        """When `expire` may next have something to do; None while there is nothing that could expire.
+
+        Every deadline is one lease after the event that set it, so later events never bring an earlier one."""
+        deadlines = [held.seen_s + self.lease_s for held in self._owners.values()]
+        lost = [self._entries[grant_id].lost_s for grant_id in self._lost]
+        deadlines += [lost_s + self.lease_s for lost_s in lost if lost_s is not None]
+        if self._tombstone_order:
+            deadlines.append(self._tombstones[self._tombstone_order[0]].expires_s)
+        return min(deadlines, default=None)
+
+    # -- senders --
+
+    def check_write(
+        self, grant_id: int, epoch: int, incarnation: str, layer: int, block_ids: Sequence[int], num_bytes: int
+    ) -> WriteCheck:
+        """Whether `num_bytes` bytes may be written into `block_ids` of `layer` now. Counts what is late."""
+        entry = self._writable_entry(grant_id, epoch, incarnation)
+        if entry is None:
+            self.counters.num_late_writes += len(block_ids)
+            return WriteCheck(Verdict.LATE, f"grant {grant_id} of epoch {epoch} is gone")
+        if not 0 <= layer < self.num_layers:
+            return WriteCheck(Verdict.MALFORMED, f"layer {layer} is not below {self.num_layers}")
+        if num_bytes != len(block_ids) * self.block_bytes:
+            wanted = len(block_ids) * self.block_bytes
+            return WriteCheck(Verdict.MALFORMED, f"{len(block_ids)} blocks are {wanted} bytes, not {num_bytes}")
+        foreign = [block_id for block_id in block_ids if block_id not in entry.writable]
+        if foreign:
+            cached = " (it is cached)" if foreign[0] in entry.grant.block_ids else ""
+            return WriteCheck(Verdict.MALFORMED, f"block {foreign[0]} is not grant {grant_id}'s to write{cached}")
+        return WriteCheck(Verdict.ACCEPTED)
+
+    def attach(self, grant_id: int, epoch: int, incarnation: str) -> tuple[WriteCheck, int]:
+        """A one-sided sender is about to write under a grant. Returns the verdict and, if accepted, an attachment id.
+
+        One at a time: a second sender needs a new grant, or must wait until the first has detached or abandoned."""
+        entry = self._writable_entry(grant_id, epoch, incarnation)
+        if entry is None:
+            return WriteCheck(Verdict.LATE, f"grant {grant_id} of epoch {epoch} is gone"), 0
+        if entry.attachment_id:
+            return WriteCheck(Verdict.LATE, f"another sender may be writing under grant {grant_id}"), 0
+        entry.attachment_id = self._next_attachment_id
+        self._next_attachment_id += 1
+        return WriteCheck(Verdict.ACCEPTED), entry.attachment_id
+
+    def detach(self, grant_id: int, attachment_id: int) -> list[Grant]:
+        """That sender will write no more. Returns the grant if this made its blocks free."""
+        entry = self._entries.get(grant_id)
+        if entry is None or entry.attachment_id != attachment_id:
+            return []
+        return self._end_attachment(entry)
+
+    def sender_gone(self, grant_id: int, attachment_id: int, now_s: float) -> None:
+        """That sender's connection broke; what it had under way may still arrive for at most one lease."""
+        entry = self._entries.get(grant_id)
+        if entry is not None and entry.attachment_id == attachment_id:
+            entry.lost_s = now_s
+            self._lost[grant_id] = None
+
+    def abandon(self, grant_id: int, epoch: int, incarnation: str) -> list[Grant]:
+        """A sender says that it will write no more under this grant. A live grant lives on, for another sender."""
+        entry = self._entries.get(grant_id)
+        if entry is None or entry.grant.epoch != epoch or incarnation != self.incarnation:
+            return []
+        return self._end_attachment(entry)
+
+    def begin_commit(self, grant_id: int, epoch: int, incarnation: str) -> CommitStart:
+        """All blocks are written, says the sender. From here until `finish_commit` no write is accepted.
+
+        One at a time per grant: the caller lets a second Commit wait for the first."""
+        if incarnation != self.incarnation:
+            return CommitStart.GONE
+        tombstone = self._tombstones.get(grant_id)
+        if tombstone is not None and tombstone.epoch == epoch:
+            return CommitStart.COMMITTED
+        entry = self._entries.get(grant_id)
+        if entry is None or entry.grant.epoch != epoch or entry.state is GrantState.QUARANTINED:
+            return CommitStart.GONE
+        assert entry.state is GrantState.GRANTED, "one Commit of a grant at a time"
+        entry.state = GrantState.VERIFYING
+        return CommitStart.VERIFY
+
+    def finish_commit(self, grant_id: int, epoch: int, num_mismatched_blocks: int, now_s: float) -> CommitResult:
+        """Verification has ended. COMMITTED hands the blocks to the caller; no call returns the grant again."""
+        entry = self._entries.get(grant_id)
+        if entry is None or entry.grant.epoch != epoch or entry.state is not GrantState.VERIFYING:
+            return CommitResult.GONE
+        if num_mismatched_blocks:
+            self.counters.num_mismatched_blocks += num_mismatched_blocks
+            entry.state = GrantState.GRANTED
+            return CommitResult.MISMATCH
+        self._end_attachment(entry)
+        del self._entries[grant_id]
+        self._tombstones[grant_id] = _Tombstone(epoch, now_s + self.lease_s)
+        self._tombstone_order.append(grant_id)
+        self._disown(entry.grant)
+        return CommitResult.COMMITTED
+
+    def forget_commit(self, grant_id: int) -> None:
+        """The caller did not want what it was handed by `finish_commit`: a repeated Commit is to find no grant."""
+        tombstone = self._tombstones.get(grant_id)
+        if tombstone is not None:
+            tombstone.epoch = 0
+
+    # -- views --
+
+    def grant(self, grant_id: int) -> Grant | None:
+        """A grant that has not ended."""
+        entry = self._entries.get(grant_id)
+        return None if entry is None or entry.state is GrantState.QUARANTINED else entry.grant
+
+    def state(self, grant_id: int) -> GrantState | None:
+        """None: never made, freed, or forgotten."""
+        tombstone = self._tombstones.get(grant_id)
+        if tombstone is not None and tombstone.epoch:
+            return GrantState.COMMITTED
+        entry = self._entries.get(grant_id)
+        return None if entry is None else entry.state
+
+    def reserved_block_ids(self) -> list[int]:
+        """Blocks of all grants that are neither committed nor freed, cached ones included."""
+        return [block_id for entry in self._entries.values() for block_id in entry.grant.block_ids]
+
+    def _writable_entry(self, grant_id: int, epoch: int, incarnation: str) -> _Entry | None:
+        entry = self._entries.get(grant_id)
+        if entry is None or incarnation != self.incarnation or entry.grant.epoch != epoch:
+            return None
+        return entry if entry.state is GrantState.GRANTED else None
+
+    def _disown(self, grant: Grant) -> None:
+        held = self._owners[grant.owner]
+        del held.grant_ids[grant.grant_id]
+        if not held.grant_ids:
+            del self._owners[grant.owner]
+
+    def _end_attachment(self, entry: _Entry) -> list[Grant]:
+        entry.attachment_id, entry.lost_s = 0, None
+        self._lost.pop(entry.grant.grant_id, None)
+        return self._free_if_unreachable(entry)
+
+    def _free_if_unreachable(self, entry: _Entry) -> list[Grant]:
+        if entry.state is not GrantState.QUARANTINED or entry.attachment_id:
+            return []
+        del self._entries[entry.grant.grant_id]
+        return [entry.grant]

@@ -1,0 +1,200 @@
+"""The "grpc" transport: blocks travel as messages of a Push stream. Works wherever gRPC does.
+
+One stream carries one round of a push; its answer, once the receiver has read it all, is what `drain` waits for.
+Blocks are read from the pool when their message is written, and HTTP/2 flow control holds writing back, so at most a
+few messages are ever copied.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+
+import grpc
+
+from kv_transfer.base import MAX_CHUNK_BYTES, BlockWriter, Link
+from kv_transfer.errors import GrantGone, InvalidTransfer, from_status
+from kv_transfer.pool import KVPool
+from protos import tandem_kv_transfer_pb2 as pb
+from protos import tandem_kv_transfer_pb2_grpc as pb_grpc
+
+OpenChannel = Callable[[str], grpc.aio.Channel]
+"""address -> a channel, which the link closes. Its keepalive is what notices a dead peer."""
+MAX_BLOCK_MESSAGE_BYTES = 12 << 20
+"""A block of one layer must fit one message."""
+
+
+def open_plain_channel(address: str) -> grpc.aio.Channel:
+    """A channel without TLS, with keepalive, for whoever brings none of their own."""
+    options = [
+        ("grpc.max_send_message_length", 16 << 20),
+        ("grpc.keepalive_time_ms", 10_000),
+        ("grpc.keepalive_timeout_ms", 5_000),
+        ("grpc.http2.max_pings_without_data", 0),
+        ("grpc.enable_http_proxy", 0),
+        ("grpc.use_local_subchannel_pool", 1),
+    ]
+    return grpc.aio.insecure_channel(address, options=options)
+
+
+class GrpcEndpoint:
+    """The receiving side: nothing but the RPCs. Raises `ValueError` where a block does not fit one message."""
+
+    name = "grpc"
+    is_one_sided = False
+
+    def __init__(self, pool: KVPool) -> None:
+        if pool.layout.block_bytes > MAX_BLOCK_MESSAGE_BYTES:
+            raise ValueError(
+                f"the grpc transport takes blocks of at most {MAX_BLOCK_MESSAGE_BYTES} bytes per layer, "
+                f"not {pool.layout.block_bytes}"
+            )
+        self._max_chunk_bytes = max(MAX_CHUNK_BYTES, pool.layout.block_bytes)
+
+    async def start(self) -> None:
+        pass
+
+    def describe(self, response: pb.ConnectResponse) -> None:
+        response.grpc.max_chunk_bytes = self._max_chunk_bytes
+
+    def enter_push(self) -> None:
+        raise AssertionError("two-sided")
+
+    def leave_push(self) -> None:
+        raise AssertionError("two-sided")
+
+    async def close(self) -> None:
+        pass
+
+
+class GrpcTransport:
+    """The sending side."""
+
+    name = "grpc"
+
+    def __init__(self, pool: KVPool, open_channel: OpenChannel = open_plain_channel) -> None:
+        self._pool = pool
+        self._open_channel = open_channel
+
+    async def dial(self, address: str) -> Link:
+        return GrpcLink(self._pool, self._open_channel(address))
+
+    async def close(self) -> None:
+        pass
+
+
+class ControlLink:
+    """Connect, Commit and Abandon over a channel: what links of several transports have in common."""
+
+    is_broken = False
+
+    def __init__(self, channel: grpc.aio.Channel) -> None:
+        self._channel = channel
+        self.stub = pb_grpc.KVTransferStub(channel)
+
+    async def connect(self, request: pb.ConnectRequest, timeout_s: float) -> pb.ConnectResponse:
+        try:
+            # Fails at once where nobody listens: the caller has other receivers.
+            return await self.stub.Connect(request, timeout=timeout_s)
+        except grpc.aio.AioRpcError as error:
+            raise from_status(error.code(), error.details() or "") from error
+
+    async def commit(self, request: pb.CommitRequest, timeout_s: float) -> pb.CommitResponse:
+        try:
+            return await self.stub.Commit(request, timeout=timeout_s, wait_for_ready=True)
+        except grpc.aio.AioRpcError as error:
+            raise from_status(error.code(), error.details() or "") from error
+
+    async def abandon(self, request: pb.AbandonRequest, timeout_s: float) -> None:
+        try:
+            await self.stub.Abandon(request, timeout=timeout_s, wait_for_ready=True)
+        except grpc.aio.AioRpcError as error:
+            raise from_status(error.code(), error.details() or "") from error
+
+    async def close(self) -> None:
+        await self._channel.close()
+
+
+class GrpcLink(ControlLink):
+    is_one_sided = False
+
+    def __init__(self, pool: KVPool, channel: grpc.aio.Channel) -> None:
+        super().__init__(channel)
+        self._pool = pool
+        self._max_chunk_blocks = 1
+
+    async def adopt(self, response: pb.ConnectResponse) -> None:
+        if response.WhichOneof("endpoint") != "grpc":
+            raise InvalidTransfer("the receiver described no grpc endpoint")
+        max_bytes = min(response.grpc.max_chunk_bytes, MAX_CHUNK_BYTES)
+        self._max_chunk_blocks = max(1, max_bytes // self._pool.layout.block_bytes)
+
+    def writer(self, grant: pb.Grant) -> BlockWriter:
+        return GrpcWriter(self._pool, self.stub, grant, self._max_chunk_blocks)
+
+
+class GrpcWriter:
+    """One push: a task that turns posts into messages of a stream, one stream per round (push, repair, repair)."""
+
+    def __init__(self, pool: KVPool, stub: pb_grpc.KVTransferStub, grant: pb.Grant, max_chunk_blocks: int) -> None:
+        self._pool = pool
+        self._stub = stub
+        self._grant = grant
+        self._max_chunk_blocks = max_chunk_blocks
+        self._posts: asyncio.Queue[tuple[int, Sequence[int], Sequence[int]] | None] = asyncio.Queue()
+        self._round: asyncio.Task[None] | None = None
+
+    async def start(self) -> None:
+        pass
+
+    def post(self, layer: int, src_block_ids: Sequence[int], dst_block_ids: Sequence[int]) -> None:
+        if self._round is None:
+            self._round = asyncio.create_task(self._send_round(), name=f"kv-push-{self._grant.grant_id}")
+        step = self._max_chunk_blocks
+        for start in range(0, len(src_block_ids), step):
+            self._posts.put_nowait((layer, src_block_ids[start : start + step], dst_block_ids[start : start + step]))
+
+    async def drain(self) -> None:
+        if self._round is not None:
+            self._posts.put_nowait(None)
+            await asyncio.shield(self._round)
+            self._round = None
+
+    async def stop(self) -> None:
+        if self._round is not None:
+            self._round.cancel()
+            await asyncio.wait([self._round])
+            if not self._round.cancelled():
+                self._round.exception()  # drain would have raised it; whoever stops has another reason
+            self._round = None
+
+    async def _send_round(self) -> None:
+        call = self._stub.Push()
+        try:
+            await self._send_posts(call)
+            summary: pb.PushSummary = await call
+        except grpc.aio.AioRpcError as error:
+            raise from_status(error.code(), error.details() or "") from error
+        finally:
+            call.cancel()
+        if summary.num_late:
+            raise GrantGone(f"grant {self._grant.grant_id} of worker {self._grant.worker_id} is gone")
+
+    async def _send_posts(self, call: grpc.aio.StreamUnaryCall[pb.PushChunk, pb.PushSummary]) -> None:
+        try:
+            while (post := await self._posts.get()) is not None:
+                await call.write(self._chunk(*post))
+            await call.done_writing()
+        except asyncio.InvalidStateError:
+            # The receiver has ended the stream before we did: its answer, which the caller reads, says why.
+            assert call.done()
+
+    def _chunk(self, layer: int, src_block_ids: Sequence[int], dst_block_ids: Sequence[int]) -> pb.PushChunk:
+        return pb.PushChunk(
+            grant_id=self._grant.grant_id,
+            epoch=self._grant.epoch,
+            incarnation=self._grant.incarnation,
+            layer=layer,
+            block_ids=dst_block_ids,
+            data=self._pool.read(layer, src_block_ids),
+        )

@@ -1,0 +1,302 @@
+"""One NIXL agent over one pool, driven by one thread of its own. Optional: needs the extra `nixl`.
+
+Owns the agent, the pool's registration and the thread. NIXL agents take calls from one thread at a time, and progress
+(connections being set up, writes over TCP) happens inside calls only: NIXL's own progress thread would do it too, but
+it spins a whole core even when nothing moves. So every call is made by our thread, which
+
+    sleeps on its queue of calls ──> has transfers in flight, or is a receiver being written to ──> polls with short
+         ^                                                                                          waits
+         └────────────────────────────── neither ──────────────────────────────────────────────────────┘
+
+The event loop is never blocked: it hands calls in and gets futures or callbacks. NIXL releases the GIL while it copies.
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import numpy as np
+
+from kv_transfer.base import MAX_BYTES_IN_FLIGHT
+from kv_transfer.errors import PeerUnreachable, TransferError, TransportMissing
+from kv_transfer.pool import KVPool
+
+logger = logging.getLogger(__name__)
+Result = TypeVar("Result")
+
+SENDING_POLL_S = 100e-6
+RECEIVING_POLL_S = 500e-6
+"""Writes over RDMA or shared memory need no help of the receiver; over TCP this bounds what its sockets must hold."""
+
+
+@dataclass(slots=True, eq=False)
+class RemotePool:
+    """A peer's pool, ready to be written to."""
+
+    agent_name: str
+    descriptors: Any
+    num_blocks: int
+
+
+@dataclass(slots=True, eq=False)
+class Transfer:
+    """Writes of blocks of one layer; `on_end(error or None)` is called once, on the agent's thread."""
+
+    remote: RemotePool
+    layer: int
+    src_block_ids: Sequence[int]
+    dst_block_ids: Sequence[int]
+    is_cancelled: Callable[[], bool]
+    on_end: Callable[[TransferError | None], None]
+    patience_s: float
+    """How long it may be in flight before it is torn down."""
+    handle: Any = None
+    deadline_s: float = 0.0
+
+
+class NixlAgent:
+    """Raises `TransportMissing` where NIXL is not installed or has no UCX. `close` must be called."""
+
+    def __init__(self, name: str, pool: KVPool) -> None:
+        api = _import_nixl()
+        self.name = name
+        self._pool = pool
+        self._errors = tuple(
+            kind for kind in vars(api.nixlBind).values() if isinstance(kind, type) and issubclass(kind, Exception)
+        )
+        config = api.nixl_agent_config(enable_prog_thread=False, backends=["UCX"])
+        self._calls: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._waiting: deque[Transfer] = deque()
+        self._in_flight: list[Transfer] = []
+        self._num_bytes_in_flight = 0
+        self._num_incoming_pushes = 0
+        self._remotes: dict[str, RemotePool] = {}
+        self._thread = threading.Thread(target=self._run, name="kv-nixl", daemon=True)
+        self._thread.start()
+        started = self.call(lambda: self._set_up(api, config))
+        try:
+            started.result()
+        except self._errors as error:
+            self._calls.put(None)
+            raise TransportMissing(f"NIXL cannot use UCX here: {error}") from error
+
+    def call(self, work: Callable[[], Result]) -> Future[Result]:
+        """Run `work` on the agent's thread."""
+        future: Future[Result] = Future()
+
+        def run() -> None:
+            try:
+                future.set_result(work())
+            except Exception as error:
+                future.set_exception(error)
+
+        self._calls.put(run)
+        return future
+
+    def close(self) -> None:
+        """Tear down what is in flight, forget the pool, end the thread. Blocks for a moment."""
+        self.call(self._tear_down).result()
+        self._calls.put(None)
+        self._thread.join()
+
+    # -- receiving --
+
+    def metadata(self) -> bytes:
+        """NIXL's own description of this agent and the pool's registration."""
+        return self._metadata
+
+    def enter_push(self) -> None:
+        """A sender begins to write here: make progress until it leaves."""
+        self._calls.put(lambda: self._count_incoming(1))
+
+    def leave_push(self) -> None:
+        self._calls.put(lambda: self._count_incoming(-1))
+
+    # -- sending --
+
+    def add_remote(
+        self, agent_name: str, metadata: bytes, base_address: int, device_id: int, memory: str, num_blocks: int
+    ) -> Future[RemotePool]:
+        """Connect to a peer's pool. The future raises `PeerUnreachable` where NIXL refuses metadata or addresses."""
+        return self.call(lambda: self._add_remote(agent_name, metadata, base_address, device_id, memory, num_blocks))
+
+    def remove_remote(self, remote: RemotePool) -> None:
+        self._calls.put(lambda: self._remove_remote(remote))
+
+    def post(self, transfer: Transfer) -> None:
+        """Write as soon as no more than MAX_BYTES_IN_FLIGHT are under way. Never blocks."""
+        self._calls.put(lambda: self._waiting.append(transfer))
+
+    # -- on the agent's thread --
+
+    def _run(self) -> None:
+        while True:
+            try:
+                call = self._calls.get(timeout=self._patience_s())
+            except queue.Empty:
+                pass
+            else:
+                if call is None:
+                    return
+                call()
+                while not self._calls.empty():
+                    call = self._calls.get()
+                    if call is None:
+                        return
+                    call()
+            try:
+                self._progress()
+            except Exception as error:
+                # Nobody waits for this thread; those who wait for transfers get the error.
+                logger.exception("NIXL made no progress")
+                self._fail_all(PeerUnreachable(f"NIXL made no progress: {error}"))
+
+    def _patience_s(self) -> float | None:
+        if self._in_flight or self._waiting:
+            return SENDING_POLL_S
+        return RECEIVING_POLL_S if self._num_incoming_pushes else None
+
+    def _progress(self) -> None:
+        if self._num_incoming_pushes:
+            self._agent.get_new_notifs()
+        self._in_flight = [transfer for transfer in self._in_flight if not self._has_ended(transfer)]
+        while self._waiting and self._num_bytes_in_flight < MAX_BYTES_IN_FLIGHT:
+            transfer = self._waiting.popleft()
+            if transfer.is_cancelled():
+                transfer.on_end(None)
+            else:
+                self._start(transfer)
+
+    def _start(self, transfer: Transfer) -> None:
+        self._num_bytes_in_flight += self._num_bytes(transfer)
+        transfer.deadline_s = time.monotonic() + transfer.patience_s
+        src = np.asarray(transfer.src_block_ids, dtype=np.int32) + transfer.layer * self._pool.layout.num_blocks
+        dst = np.asarray(transfer.dst_block_ids, dtype=np.int32) + transfer.layer * transfer.remote.num_blocks
+        try:
+            transfer.handle = self._agent.make_prepped_xfer("WRITE", self._local, src, transfer.remote.descriptors, dst)
+            state = self._agent.transfer(transfer.handle)
+        except self._errors as error:
+            self._end(transfer, PeerUnreachable(f"{transfer.remote.agent_name}: {error}"))
+            return
+        if state == "PROC":
+            self._in_flight.append(transfer)
+        else:
+            self._end(transfer, _error_of(transfer, state))
+
+    def _has_ended(self, transfer: Transfer) -> bool:
+        try:
+            state = self._agent.check_xfer_state(transfer.handle)
+        except self._errors as error:
+            self._end(transfer, PeerUnreachable(f"{transfer.remote.agent_name}: {error}"))
+            return True
+        if state == "PROC" and time.monotonic() < transfer.deadline_s:
+            return False
+        self._end(transfer, _error_of(transfer, state))
+        return True
+
+    def _end(self, transfer: Transfer, error: TransferError | None) -> None:
+        self._num_bytes_in_flight -= self._num_bytes(transfer)
+        if transfer.handle is not None:
+            try:
+                transfer.handle.release()
+            except self._errors as release_error:
+                # It stays in NIXL's list of leaked handles, which the agent's end releases.
+                logger.warning("NIXL cannot cancel a write to %s: %s", transfer.remote.agent_name, release_error)
+        transfer.on_end(error)
+
+    def _num_bytes(self, transfer: Transfer) -> int:
+        return len(transfer.dst_block_ids) * self._pool.layout.block_bytes
+
+    def _count_incoming(self, change: int) -> None:
+        self._num_incoming_pushes += change
+
+    def _add_remote(
+        self, agent_name: str, metadata: bytes, base_address: int, device_id: int, memory: str, num_blocks: int
+    ) -> RemotePool:
+        previous = self._remotes.get(agent_name)
+        if previous is not None:
+            self._remove_remote(previous)
+        try:
+            found = self._agent.add_remote_agent(metadata)
+            found_name = found.decode(errors="replace") if isinstance(found, bytes) else str(found)
+            if found_name != agent_name:
+                self._agent.remove_remote_agent(found)
+                raise PeerUnreachable(f"NIXL metadata of {found_name[:80]!r} came instead of {agent_name!r}'s")
+            descriptors = self._describe(agent_name, base_address, device_id, memory, num_blocks)
+        except self._errors as error:
+            raise PeerUnreachable(f"NIXL cannot connect to {agent_name}: {error}") from error
+        remote = self._remotes[agent_name] = RemotePool(agent_name, descriptors, num_blocks)
+        return remote
+
+    def _remove_remote(self, remote: RemotePool) -> None:
+        if self._remotes.get(remote.agent_name) is not remote:
+            return  # replaced already
+        del self._remotes[remote.agent_name]
+        try:
+            remote.descriptors.release()
+            self._agent.remove_remote_agent(remote.agent_name)
+        except self._errors as error:
+            logger.info("NIXL cannot disconnect from %s: %s", remote.agent_name, error)
+
+    def _describe(self, agent_name: str, base_address: int, device_id: int, memory: str, num_blocks: int) -> Any:
+        layout = self._pool.layout
+        # One strided descriptor stands for every block of every layer: index = layer * num_blocks + block.
+        row = [base_address, layout.block_bytes, device_id, layout.block_bytes, layout.num_layers * num_blocks]
+        return self._agent.prep_xfer_dlist(agent_name, np.array([row], dtype=np.uint64), memory)
+
+    def _set_up(self, api: Any, config: Any) -> None:
+        self._agent = api.nixl_agent(self.name, config)
+        region = (self._pool.base_address, self._pool.layout.pool_bytes, self._pool.device_id, "")
+        self._registration = self._agent.register_memory([region], self._pool.memory)
+        self._metadata: bytes = self._agent.get_agent_metadata()
+        local = (self._pool.base_address, self._pool.device_id, self._pool.memory, self._pool.layout.num_blocks)
+        self._local = self._describe("NIXL_INIT_AGENT", *local)
+
+    def _tear_down(self) -> None:
+        self._fail_all(PeerUnreachable("this worker is closing"))
+        for remote in list(self._remotes.values()):
+            self._remove_remote(remote)
+        self._local.release()
+        self._agent.deregister_memory(self._registration)
+        del self._agent
+
+    def _fail_all(self, error: TransferError) -> None:
+        in_flight, waiting = self._in_flight, self._waiting
+        self._in_flight, self._waiting = [], deque()
+        for transfer in in_flight:
+            self._end(transfer, error)
+        for transfer in waiting:
+            transfer.on_end(error)
+
+
+def _error_of(transfer: Transfer, state: str) -> TransferError | None:
+    if state == "DONE":
+        return None
+    if state == "PROC":
+        return PeerUnreachable(f"{transfer.remote.agent_name}: a write took more than {transfer.patience_s:.1f} s")
+    return PeerUnreachable(f"{transfer.remote.agent_name}: a write failed")
+
+
+def _import_nixl() -> Any:
+    raise_exceptions = logging.raiseExceptions
+    try:
+        from nixl import _api
+    except ImportError as error:
+        raise TransportMissing(
+            f"the nixl transport needs the extra `nixl` (pip install --no-deps nixl nixl-cu12): {error}"
+        ) from error
+    # NIXL sends its log to stdout, which is ours, and silences everybody's logging errors.
+    logging.raiseExceptions = raise_exceptions
+    nixl_logger = logging.getLogger("nixl")
+    nixl_logger.handlers.clear()
+    nixl_logger.propagate = True
+    nixl_logger.setLevel(logging.WARNING)
+    return _api

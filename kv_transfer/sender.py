@@ -1,0 +1,313 @@
+"""The sending side of KV transfers: connections to receivers, and pushes from open to commit. The same for every
+transport; what differs is behind `base.Link` and `base.BlockWriter`.
+
+    open(grant) ──> OPEN ──commit──> COMMITTED                           the receiver has it all, verified
+                     │  └──commit raises──┐
+                     └──abandon───────────┴──> ENDED                     nothing can be written any more
+
+Does not own the pool nor its blocks. **The caller keeps the source blocks of a push until `commit` has returned or
+raised a `TransferError`, or `abandon` has returned**: until then they may be read at any moment. (A `commit` that was
+cancelled has not ended the push; call `abandon`.)
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Coroutine, Sequence
+from concurrent.futures import ThreadPoolExecutor
+
+from kv_transfer.base import MAX_LEASE_MS, PROTOCOL_VERSION, BlockWriter, Identity, Link, Transport
+from kv_transfer.errors import (
+    CorruptTransfer,
+    GrantGone,
+    IncompatiblePeer,
+    InvalidTransfer,
+    PeerUnreachable,
+    TransferError,
+)
+from kv_transfer.layout import KVLayout
+from kv_transfer.pool import Digests, KVPool
+from protos import tandem_inference_pb2 as inference_pb
+from protos import tandem_kv_transfer_pb2 as pb
+
+logger = logging.getLogger(__name__)
+
+CONNECT_TIMEOUT_S = 5.0
+MAX_REPAIRS = 2
+"""How often blocks with differing digests are pushed again before the transfer is given up."""
+MAX_COMMIT_TRIES = 3
+
+
+class KVSender:
+    """Pushes blocks of `pool` to receivers. One per process and pool; made by `create_sender`, closed by its owner."""
+
+    def __init__(self, *, transport: Transport, pool: KVPool, identity: Identity) -> None:
+        self.transport = transport.name
+        self.pool = pool
+        self.identity = identity
+        self.num_repaired_blocks = 0
+        """Blocks pushed again after a digest mismatch."""
+        self._transport = transport
+        self._links: dict[tuple[str, str], asyncio.Task[Link]] = {}
+        """(address, incarnation) -> the link, or its making."""
+        self._background: set[asyncio.Task[None]] = set()
+        self._digester = ThreadPoolExecutor(1, thread_name_prefix="kv-digest")
+
+    async def open(self, grant: pb.Grant) -> Push:
+        """A push under `grant`, connecting to its maker at first contact.
+
+        Raises `InvalidTransfer` (a grant that no receiver of this layout makes), `IncompatiblePeer`,
+        `PeerUnreachable`, `GrantGone` (its maker has restarted, or it was revoked already)."""
+        check_grant(grant)
+        link = await self._link(grant)
+        writer = link.writer(grant)
+        try:
+            await writer.start()
+        except BaseException:
+            await writer.stop()
+            raise
+        return Push(self, link, writer, grant)
+
+    async def close(self) -> None:
+        """Close all connections. The caller has ended all pushes."""
+        if self._background:
+            await asyncio.wait(self._background)
+        for making in self._links.values():
+            making.cancel()
+            await _close_link(making)
+        self._links.clear()
+        await self._transport.close()
+        self._digester.shutdown()
+
+    async def _link(self, grant: pb.Grant) -> Link:
+        key = (grant.kv_address, grant.incarnation)
+        making = self._links.get(key)
+        if making is None or _is_useless(making):
+            making = self._links[key] = asyncio.create_task(self._connect(grant), name=f"kv-connect-{key[0]}")
+        # Shielded: others may be waiting for the same connection.
+        link = await asyncio.shield(making)
+        for other in [other for other in self._links if other[0] == key[0] and other[1] != key[1]]:
+            # The peer has proven its incarnation: whoever was at this address before is no more.
+            self.spawn(_close_link(self._links.pop(other)))
+        return link
+
+    async def _connect(self, grant: pb.Grant) -> Link:
+        link = await self._transport.dial(grant.kv_address)
+        try:
+            request = pb.ConnectRequest(
+                protocol_version=PROTOCOL_VERSION,
+                worker_id=self.identity.worker_id,
+                incarnation=self.identity.incarnation,
+                compat_digest=self.identity.compat_digest,
+                layout=self.pool.layout.to_proto(),
+                transport=self.transport,
+            )
+            response = await link.connect(request, CONNECT_TIMEOUT_S)
+            self._check_peer(grant, response)
+            await link.adopt(response)
+        except BaseException:
+            await link.close()
+            raise
+        return link
+
+    def _check_peer(self, grant: pb.Grant, response: pb.ConnectResponse) -> None:
+        if (response.worker_id, response.incarnation) != (grant.worker_id, grant.incarnation):
+            raise GrantGone(
+                f"{grant.kv_address} is now worker {response.worker_id[:80]!r}, incarnation "
+                f"{response.incarnation[:80]!r}, not {grant.worker_id!r}, {grant.incarnation!r}"
+            )
+        problems = []
+        if response.compat_digest != self.identity.compat_digest:
+            problems.append(f"compat_digest: {self.identity.compat_digest!r} != {response.compat_digest[:80]!r}")
+        try:
+            problems += self.pool.layout.differences(KVLayout.from_proto(response.layout))
+        except ValueError as error:
+            problems.append(f"layout: {error}")
+        if problems:
+            raise IncompatiblePeer(f"worker {grant.worker_id} at {grant.kv_address}: {'; '.join(problems)}")
+
+    async def digests(self, block_ids: Sequence[int]) -> Digests:
+        """Of blocks of the pool, computed off the event loop."""
+        return await asyncio.get_running_loop().run_in_executor(self._digester, self.pool.digests, block_ids)
+
+    def spawn(self, work: Coroutine[object, object, None]) -> None:
+        """Let `work` end in the background; `close` waits for it."""
+        task = asyncio.create_task(work)
+        self._background.add(task)
+        task.add_done_callback(self._background.discard)
+
+
+class Push:
+    """The writes of one request under one grant. Made by `KVSender.open`; ended by `commit` or `abandon`.
+
+    Blocks are named by their position in the prompt: position i is the sender's own block `src_block_ids[...]` and the
+    receiver's `grant.block_ids[i]`. Positions that the receiver has cached are skipped by themselves.
+    """
+
+    def __init__(self, sender: KVSender, link: Link, writer: BlockWriter, grant: pb.Grant) -> None:
+        self.grant = grant
+        self._sender = sender
+        self._link = link
+        self._writer = writer
+        self._dst_block_ids = list(grant.block_ids)
+        self._lease_s = grant.lease_ms / 1000
+        self._is_open = True
+        self._num_posted = 0
+        """Blocks of a layer posted."""
+        self._started_s: float | None = None
+
+    def write(self, layer: int, first_block: int, src_block_ids: Sequence[int]) -> None:
+        """Send blocks `first_block .. first_block + len(src_block_ids) - 1` of the prompt, of one layer.
+
+        Never blocks and reads the pool later, so their bytes must be final. In any order, at most once per block and
+        layer for the count of bytes to be right. Ignored once the push has ended. What goes wrong comes from `commit`.
+        Raises `ValueError` where the positions are not the grant's or the layer is not the pool's."""
+        last_block = first_block + len(src_block_ids)
+        if not 0 <= first_block <= last_block <= len(self._dst_block_ids):
+            raise ValueError(f"blocks {first_block}..{last_block - 1} are not among {len(self._dst_block_ids)}")
+        if not 0 <= layer < self._sender.pool.layout.num_layers:
+            raise ValueError(f"layer {layer} is not below {self._sender.pool.layout.num_layers}")
+        num_skipped = min(max(self.grant.num_cached_blocks - first_block, 0), len(src_block_ids))
+        if self._is_open and num_skipped < len(src_block_ids):
+            dst_block_ids = self._dst_block_ids[first_block + num_skipped : last_block]
+            self._post(layer, src_block_ids[num_skipped:], dst_block_ids)
+
+    async def commit(
+        self, num_prompt_tokens: int, first_token_id: int, src_block_ids: Sequence[int]
+    ) -> inference_pb.KVTransferStats:
+        """All blocks of all layers are written; until the receiver has verified and taken them.
+
+        src_block_ids: our blocks of the whole prompt, as many as the grant has. Blocks that arrived differently are
+        pushed again, twice at most. Raises `CorruptTransfer` after that, `GrantGone`, `PeerUnreachable`,
+        `InvalidTransfer`; on returning and raising alike the source blocks may be released."""
+        if len(src_block_ids) != len(self._dst_block_ids):
+            raise ValueError(f"{len(src_block_ids)} source blocks for a grant of {len(self._dst_block_ids)}")
+        assert self._is_open, "commit or abandon ends a push once"
+        if self._started_s is None:
+            self._started_s = asyncio.get_running_loop().time()
+        try:
+            await self._push_until_committed(num_prompt_tokens, first_token_id, src_block_ids)
+        except TransferError:
+            self._is_open = False
+            await self._writer.stop()
+            # The receiver's blocks wait for this word, our own need not wait for its delivery.
+            self._sender.spawn(self._send_abandon())
+            raise
+        self._is_open = False
+        await self._writer.stop()
+        num_cached = self.grant.num_cached_blocks
+        return inference_pb.KVTransferStats(
+            transport=self._sender.transport,
+            num_bytes=self._num_posted * self._sender.pool.layout.block_bytes,
+            num_blocks=len(self._dst_block_ids) - num_cached,
+            num_cached_blocks=num_cached,
+            push_ms=(asyncio.get_running_loop().time() - self._started_s) * 1000,
+        )
+
+    async def abandon(self) -> None:
+        """Write no more. Returns once nothing can be written any more and the receiver knows it, or one lease has
+        passed without it listening. Harmless after `commit` and when repeated."""
+        was_open, self._is_open = self._is_open, False
+        await self._writer.stop()
+        if was_open:
+            await self._send_abandon()
+
+    async def _push_until_committed(
+        self, num_prompt_tokens: int, first_token_id: int, src_block_ids: Sequence[int]
+    ) -> None:
+        num_cached = self.grant.num_cached_blocks
+        source_of = dict(zip(self._dst_block_ids[num_cached:], src_block_ids[num_cached:], strict=True))
+        for num_repairs in range(MAX_REPAIRS + 1):
+            # Digests are of what the source holds now, not of what was sent: a layer sent too early shows, too.
+            _, digests = await asyncio.gather(self._writer.drain(), self._sender.digests(tuple(source_of.values())))
+            response = await self._send_commit(num_prompt_tokens, first_token_id, digests)
+            if response.outcome == pb.CommitResponse.COMMITTED:
+                return
+            if response.outcome == pb.CommitResponse.GRANT_GONE:
+                raise GrantGone(f"grant {self.grant.grant_id} of worker {self.grant.worker_id} is gone")
+            mismatched = list(response.mismatched_blocks)
+            if (
+                response.outcome != pb.CommitResponse.MISMATCH
+                or not mismatched
+                or not source_of.keys() >= set(mismatched)
+            ):
+                raise InvalidTransfer(f"worker {self.grant.worker_id} answered a commit with {response!s:.200}")
+            if num_repairs < MAX_REPAIRS:
+                self._sender.num_repaired_blocks += len(mismatched)
+                for layer in range(self._sender.pool.layout.num_layers):
+                    self._post(layer, [source_of[block_id] for block_id in mismatched], mismatched)
+        raise CorruptTransfer(f"{len(mismatched)} blocks still differ after {MAX_REPAIRS} repairs")
+
+    async def _send_commit(self, num_prompt_tokens: int, first_token_id: int, digests: Digests) -> pb.CommitResponse:
+        request = pb.CommitRequest(
+            grant_id=self.grant.grant_id,
+            epoch=self.grant.epoch,
+            incarnation=self.grant.incarnation,
+            num_prompt_tokens=num_prompt_tokens,
+            digests=digests.astype("<u8").tobytes(),
+            first_token_id=first_token_id,
+        )
+        try:
+            return await self._link.commit(request, self._lease_s)
+        except PeerUnreachable as error:
+            logger.info("asking again whether grant %d was committed: %s", self.grant.grant_id, error)
+        # A lost answer leaves open whether the receiver has committed. Asking again is harmless; after one lease
+        # without a receiver to ask, the grant is gone either way.
+        deadline_s = asyncio.get_running_loop().time() + self._lease_s
+        for num_tries in range(2, MAX_COMMIT_TRIES + 1):
+            try:
+                return await self._link.commit(request, deadline_s - asyncio.get_running_loop().time())
+            except PeerUnreachable:
+                if num_tries == MAX_COMMIT_TRIES or asyncio.get_running_loop().time() >= deadline_s:
+                    raise
+        raise AssertionError("the last try returns or raises")
+
+    async def _send_abandon(self) -> None:
+        if not self._link.is_one_sided:
+            return  # the receiver checks every write, it waits for no word
+        request = pb.AbandonRequest(
+            grant_id=self.grant.grant_id, epoch=self.grant.epoch, incarnation=self.grant.incarnation
+        )
+        try:
+            await self._link.abandon(request, self._lease_s)
+        except TransferError as error:
+            # The receiver then waits until our connection has been gone for one lease.
+            logger.info(
+                "worker %s was not told that grant %d is abandoned: %s",
+                self.grant.worker_id,
+                self.grant.grant_id,
+                error,
+            )
+
+    def _post(self, layer: int, src_block_ids: Sequence[int], dst_block_ids: Sequence[int]) -> None:
+        if self._started_s is None:
+            self._started_s = asyncio.get_running_loop().time()
+        self._num_posted += len(src_block_ids)
+        self._writer.post(layer, src_block_ids, dst_block_ids)
+
+
+def check_grant(grant: pb.Grant) -> None:
+    """Raises `InvalidTransfer` for a grant that no correct receiver makes."""
+    if not 0 < len(grant.worker_id) <= 256 or not 0 < len(grant.incarnation) <= 256:
+        raise InvalidTransfer("a grant names a worker and an incarnation, of at most 256 characters each")
+    if not 0 < len(grant.kv_address) <= 512:
+        raise InvalidTransfer("a grant has an address of at most 512 characters")
+    if grant.num_cached_blocks > len(grant.block_ids):
+        raise InvalidTransfer(f"{grant.num_cached_blocks} of {len(grant.block_ids)} blocks cannot be cached")
+    if len(set(grant.block_ids)) != len(grant.block_ids):
+        raise InvalidTransfer("a grant has each block once")
+    if not 0 < grant.lease_ms <= MAX_LEASE_MS:
+        raise InvalidTransfer(f"lease_ms must be between 1 and {MAX_LEASE_MS}, not {grant.lease_ms}")
+
+
+def _is_useless(making: asyncio.Task[Link]) -> bool:
+    if not making.done():
+        return False
+    return making.cancelled() or making.exception() is not None or making.result().is_broken
+
+
+async def _close_link(making: asyncio.Task[Link]) -> None:
+    await asyncio.wait([making])
+    if not making.cancelled() and making.exception() is None:
+        await making.result().close()

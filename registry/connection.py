@@ -1,0 +1,85 @@
+"""Redis clients whose every call ends within a stated time, and the log that says once that Redis is away."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+
+from redis.asyncio import BlockingConnectionPool, Redis
+from redis.asyncio.retry import Retry
+from redis.backoff import NoBackoff
+from redis.exceptions import RedisError
+
+REDIS_FAILURES = (RedisError, OSError, TimeoutError)
+"""What a call raises while Redis is away, slow or not itself. All of it heals by trying again."""
+
+MIN_RETRY_S = 0.1
+MAX_RETRY_S = 2.0
+
+
+def open_redis(url: str, *, timeout_s: float, max_connections: int = 4) -> Redis:
+    """A client for `url` (redis://, rediss:// or unix://). Connects at the first call; the caller closes it.
+
+    `timeout_s` bounds connecting and each answer. Nothing is retried here: callers know what a retry means. With all
+    `max_connections` in use a call waits for one, within the caller's own bound. Raises `ValueError` for a bad URL.
+    """
+    pool = BlockingConnectionPool.from_url(
+        url,
+        max_connections=max_connections,
+        timeout=None,
+        socket_timeout=timeout_s,
+        socket_connect_timeout=timeout_s,
+        retry=Retry(NoBackoff(), 0),
+        decode_responses=False,
+        protocol=2,  # no pushes from the server: an answer is the next thing on the wire
+    )
+    return Redis.from_pool(pool)
+
+
+class Outage:
+    """Whether Redis answers, logged when it changes, and how long to wait before trying again."""
+
+    def __init__(self, logger: logging.Logger, who: str) -> None:
+        self._logger = logger
+        self._who = who
+        self._num_failures = 0
+
+    @property
+    def is_reachable(self) -> bool:
+        """Whether the last call was answered; true before the first."""
+        return self._num_failures == 0
+
+    @property
+    def retry_s(self) -> float:
+        """How long to wait before the next try: doubling from MIN_RETRY_S to MAX_RETRY_S."""
+        return min(MIN_RETRY_S * 2.0 ** min(self._num_failures - 1, 10), MAX_RETRY_S)
+
+    def failed(self, error: BaseException) -> None:
+        if self._num_failures == 0:
+            self._logger.warning("%s: Redis does not answer (%s: %s)", self._who, type(error).__name__, error)
+        self._num_failures += 1
+
+    def answered(self) -> None:
+        if self._num_failures:
+            self._logger.warning("%s: Redis answers again, after %d failed calls", self._who, self._num_failures)
+        self._num_failures = 0
+
+
+async def wait_for(event: asyncio.Event, timeout_s: float) -> bool:
+    """Until `event` is set (true) or `timeout_s` has passed (false)."""
+    try:
+        async with asyncio.timeout(timeout_s):
+            await event.wait()
+    except TimeoutError:
+        return False
+    return True
+
+
+def watch_task(task: asyncio.Task[None], logger: logging.Logger) -> None:
+    """Log the exception that ends `task`, so that a bug in a background task is seen when it happens."""
+
+    def on_done(done: asyncio.Task[None]) -> None:
+        if not done.cancelled() and done.exception() is not None:
+            logger.error("%s ended by an error", done.get_name(), exc_info=done.exception())
+
+    task.add_done_callback(on_done)

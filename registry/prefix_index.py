@@ -1,0 +1,293 @@
+"""Which prefix blocks are cached where: workers report, routers ask for the longest match.
+
+Owns one set of block hashes per worker process in Redis, and its truthfulness. The engine is the authority: the set is
+a copy that is thrown away and made again whenever it might differ. Does not own the hashes (see `prefix_hash`), and no
+request waits for it longer than a stated time: without Redis nothing is known, and the router chooses without it.
+
+    worker: PrefixReporter                                       Redis                    router: PrefixIndex
+    report(events) ─> pending ─> batch n ─ seq is n-1? ────────> set, seq := n <───────── longest_match(): one script
+                                    │ no: missing, or another                             counts each worker's
+                                    v                                                     leading hits; bounded time
+                  RESYNC: snapshot() ─> set anew, renamed over the old one, seq := 0
+                    ^
+                    └── at start; after any failed call (was it applied?); when too many events are pending
+
+Set and sequence number expire without heartbeats, so a dead worker's entries vanish; its successor has another
+incarnation, hence other keys.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Awaitable, Callable, Iterable, Sequence
+from itertools import islice
+from typing import Protocol
+
+from registry.connection import REDIS_FAILURES, Outage, open_redis, wait_for, watch_task
+from registry.keys import Keys
+
+logger = logging.getLogger(__name__)
+
+HASH_BYTES = 16
+DEFAULT_TTL_MS = 6_000
+DEFAULT_BEAT_MS = 2_000
+DEFAULT_FLUSH_MS = 20
+MAX_PENDING = 65_536
+MAX_BATCH = 2_048
+"""Hashes in one command: keeps a command short for the others that share the server."""
+REDIS_TIMEOUT_S = 1.0
+MAX_CONCURRENT_LOOKUPS = 16
+LOOKUP_TIMEOUT_S = 0.05
+LOOKUP_RETRY_S = 0.5
+"""After a failed lookup the next ones answer "nothing known" at once, for so long."""
+
+# KEYS: set, seq. ARGV: expected seq, expected cardinality, new seq, ttl in ms, number of stored hashes, those stored,
+# those evicted. Answers the new cardinality, or -1 and changes nothing where the set is not as expected.
+_APPLY = """
+if redis.call('GET', KEYS[2]) ~= ARGV[1] or redis.call('SCARD', KEYS[1]) ~= tonumber(ARGV[2]) then
+  return -1
+end
+local first_evicted = 6 + tonumber(ARGV[5])
+if first_evicted > 6 then redis.call('SADD', KEYS[1], unpack(ARGV, 6, first_evicted - 1)) end
+if first_evicted <= #ARGV then redis.call('SREM', KEYS[1], unpack(ARGV, first_evicted, #ARGV)) end
+redis.call('SET', KEYS[2], ARGV[3], 'PX', ARGV[4])
+redis.call('PEXPIRE', KEYS[1], ARGV[4])
+return redis.call('SCARD', KEYS[1])
+"""
+
+# KEYS: one set per worker. ARGV: the prompt's hashes. Answers the number of leading hits per set. Asks for 16 hashes
+# first, then for twice as many each time: most workers miss early.
+_LONGEST_MATCH = """
+local answer = {}
+for i, key in ipairs(KEYS) do
+  local hits, size = 0, 16
+  while hits < #ARGV do
+    local last = math.min(hits + size, #ARGV)
+    local found = redis.call('SMISMEMBER', key, unpack(ARGV, hits + 1, last))
+    local first_miss = 1
+    while found[first_miss] == 1 do first_miss = first_miss + 1 end
+    hits = hits + first_miss - 1
+    if hits < last then break end
+    size = math.min(size * 2, 1024)
+  end
+  answer[i] = hits
+end
+return answer
+"""
+
+
+class CacheEvent(Protocol):
+    """What an engine says of one prefix block: it became findable, or it was evicted."""
+
+    @property
+    def is_stored(self) -> bool: ...
+    @property
+    def block_hash(self) -> bytes: ...
+
+
+class PrefixReporter:
+    """Keeps one worker process' set in Redis equal to its prefix cache. See the module; loop-thread only."""
+
+    def __init__(
+        self,
+        redis_url: str,
+        *,
+        namespace: str,
+        worker_id: str,
+        incarnation: str,
+        snapshot: Callable[[], Awaitable[Iterable[bytes]]],
+        ttl_ms: int = DEFAULT_TTL_MS,
+        beat_ms: int = DEFAULT_BEAT_MS,
+        flush_ms: int = DEFAULT_FLUSH_MS,
+        max_pending: int = MAX_PENDING,
+    ) -> None:
+        """`snapshot` gives the hashes of all blocks in the cache at one moment.
+
+        Whatever happened before that moment must have been passed to `report` before the snapshot returns: the engine
+        sends events and snapshots over the same ordered path. At most one batch is sent per `flush_ms`.
+        Raises `ValueError` for a bad URL or name.
+        """
+        if beat_ms < 1 or ttl_ms < 2 * beat_ms:
+            raise ValueError(f"ttl_ms must be at least twice beat_ms, are {ttl_ms} and {beat_ms}")
+        keys = Keys(namespace)
+        self._set_key = keys.prefix(worker_id, incarnation)
+        self._seq_key = keys.prefix_seq(worker_id, incarnation)
+        self._new_key = keys.prefix_new(worker_id, incarnation)
+        self._snapshot = snapshot
+        self._ttl_ms = ttl_ms
+        self._beat_s = beat_ms / 1000
+        self._flush_s = flush_ms / 1000
+        self._max_pending = max_pending
+        self._name = f"prefix reporter of {worker_id}"
+        self._redis = open_redis(redis_url, timeout_s=REDIS_TIMEOUT_S)
+        self._apply_script = self._redis.register_script(_APPLY)
+        self._outage = Outage(logger, self._name)
+        self._pending: dict[bytes, bool] = {}
+        """Hash -> whether its last event stored it: of a hash's events only the last one counts."""
+        self._needs_resync = True
+        self._seq = 0
+        self._num_hashes = 0
+        """Cardinality of the set after the last batch."""
+        self._news = asyncio.Event()
+        self._closing = asyncio.Event()
+        self._task: asyncio.Task[None] | None = None
+        self.num_resyncs = 0
+        """Times the whole set was written, the first included."""
+
+    @property
+    def is_reachable(self) -> bool:
+        """Whether Redis answered the last call."""
+        return self._outage.is_reachable
+
+    @property
+    def num_pending(self) -> int:
+        """Hashes whose last event has not been sent."""
+        return len(self._pending)
+
+    def start(self) -> None:
+        """Begin with a snapshot. Does not wait for Redis."""
+        assert self._task is None, "started twice"
+        self._task = asyncio.create_task(self._run(), name=self._name)
+        watch_task(self._task, logger)
+
+    def report(self, events: Iterable[CacheEvent]) -> None:
+        """Take the events of one engine step, in order. Never waits; too many pending ones cost a resync."""
+        for event in events:
+            assert len(event.block_hash) == HASH_BYTES
+            self._pending[event.block_hash] = event.is_stored
+        if len(self._pending) > self._max_pending:
+            self._pending.clear()
+            self._needs_resync = True
+        self._news.set()
+
+    async def close(self) -> None:
+        """Stop reporting and delete the set. With Redis away it is left to expire."""
+        self._closing.set()
+        self._news.set()
+        try:
+            if self._task is not None:
+                await self._task
+            await self._redis.delete(self._set_key, self._seq_key, self._new_key)
+        except REDIS_FAILURES as error:
+            logger.warning("%s: the set stays until it expires (%s)", self._name, type(error).__name__)
+        finally:
+            await self._redis.aclose()
+
+    async def _run(self) -> None:
+        while not self._closing.is_set():
+            self._news.clear()
+            snapshot = await self._take_snapshot() if self._needs_resync else None
+            try:
+                await (self._flush() if snapshot is None else self._write_anew(snapshot))
+                self._outage.answered()
+            except REDIS_FAILURES as error:
+                self._outage.failed(error)
+                self._needs_resync = True  # the batch may or may not have been applied
+            await self._wait_until_due()
+
+    async def _wait_until_due(self) -> None:
+        """Until there is something to send or it is time for a heartbeat, but never less than a flush interval."""
+        if not self.is_reachable:
+            await wait_for(self._closing, self._outage.retry_s)
+        elif not await wait_for(self._closing, self._flush_s) and not self._pending and not self._needs_resync:
+            await wait_for(self._news, self._beat_s)
+
+    async def _flush(self) -> None:
+        """Send what is pending, or an empty batch: the heartbeat, which checks and renews."""
+        while True:
+            batch = dict(islice(self._pending.items(), MAX_BATCH))
+            for block_hash in batch:
+                del self._pending[block_hash]
+            stored = [block_hash for block_hash, is_stored in batch.items() if is_stored]
+            evicted = [block_hash for block_hash, is_stored in batch.items() if not is_stored]
+            num_hashes = await self._apply_script(
+                keys=[self._set_key, self._seq_key],
+                args=[self._seq, self._num_hashes, self._seq + 1, self._ttl_ms, len(stored), *stored, *evicted],
+            )
+            if num_hashes < 0:
+                logger.warning("%s: the set in Redis is not as it was left; writing it anew", self._name)
+                self._needs_resync = True
+                return
+            self._seq += 1
+            self._num_hashes = num_hashes
+            if not self._pending or self._needs_resync or self._closing.is_set():
+                return
+
+    async def _take_snapshot(self) -> set[bytes]:
+        # Events from here on stay pending. Those older than the snapshot only repeat what it says, since of a hash's
+        # events the last one counts.
+        self._pending.clear()
+        self._needs_resync = False
+        return set(await self._snapshot())
+
+    async def _write_anew(self, hashes: set[bytes]) -> None:
+        """Replace the whole set. The new one is built beside the old and renamed over it: no command is long."""
+        self.num_resyncs += 1
+        await self._redis.delete(self._new_key)
+        remaining = iter(hashes)
+        while chunk := list(islice(remaining, MAX_BATCH)):
+            async with self._redis.pipeline(transaction=True) as pipe:
+                pipe.sadd(self._new_key, *chunk)
+                pipe.pexpire(self._new_key, self._ttl_ms)
+                await pipe.execute()
+        async with self._redis.pipeline(transaction=True) as pipe:
+            if hashes:
+                pipe.rename(self._new_key, self._set_key)
+            else:
+                pipe.delete(self._set_key)
+            pipe.pexpire(self._set_key, self._ttl_ms)
+            pipe.set(self._seq_key, 0, px=self._ttl_ms)
+            await pipe.execute()
+        self._seq = 0
+        self._num_hashes = len(hashes)
+
+
+class PrefixIndex:
+    """Asks for the longest cached prefix. Loop-thread only. Knows nothing between calls but whether Redis answers."""
+
+    def __init__(
+        self,
+        redis_url: str,
+        *,
+        namespace: str,
+        timeout_s: float = LOOKUP_TIMEOUT_S,
+        max_hashes: int = 4096,
+    ) -> None:
+        """A lookup takes at most `timeout_s` and looks at the first `max_hashes` blocks. Raises `ValueError`."""
+        self._keys = Keys(namespace)
+        self._timeout_s = timeout_s
+        self._max_hashes = max_hashes
+        self._redis = open_redis(redis_url, timeout_s=REDIS_TIMEOUT_S, max_connections=MAX_CONCURRENT_LOOKUPS)
+        self._match_script = self._redis.register_script(_LONGEST_MATCH)
+        self._outage = Outage(logger, "prefix index")
+        self._next_try_at = 0.0
+
+    @property
+    def is_reachable(self) -> bool:
+        """Whether Redis answered the last lookup in time."""
+        return self._outage.is_reachable
+
+    async def longest_match(self, hashes: Sequence[bytes], workers: Sequence[tuple[str, str]]) -> dict[str, int]:
+        """Worker id -> how many leading blocks of `hashes` that (worker id, incarnation) has, in one round trip.
+
+        {} where nothing is known: Redis is away or slow, or nothing was asked. Never raises for that.
+        """
+        if not hashes or not workers or time.monotonic() < self._next_try_at:
+            return {}
+        try:
+            async with asyncio.timeout(self._timeout_s):
+                matches = await self._match_script(
+                    keys=[self._keys.prefix(worker_id, incarnation) for worker_id, incarnation in workers],
+                    args=hashes[: self._max_hashes],
+                )
+        except REDIS_FAILURES as error:
+            self._outage.failed(error)
+            self._next_try_at = time.monotonic() + LOOKUP_RETRY_S
+            return {}
+        self._outage.answered()
+        return {worker_id: num_blocks for (worker_id, _), num_blocks in zip(workers, matches, strict=True)}
+
+    async def close(self) -> None:
+        await self._redis.aclose()

@@ -1,0 +1,299 @@
+"""Who is alive: a worker writes its record with every heartbeat, a router reads all records.
+
+Owns the records in Redis and the tasks that write and read them. Does not decide who is usable (the router does), and
+nothing waits for it: with Redis away a worker keeps trying and a router keeps what it last knew.
+
+    worker:  WorkerRegistration                          router:  WorkerDirectory
+    start() ─> beat: record() ─> SET … PX ttl_ms         start() ─> first refresh, whether or not Redis answers
+               every beat_ms, or at beat_now()                      every refresh_ms: one script, one round trip
+               Redis away: 0.1 s, 0.2 s … 2 s                       Redis away: records stay, is_reachable is false
+    close() ─> delete, if still our incarnation          close()
+
+A record that is gone from Redis leaves the directory at once, but for one case. After an outage, or when Redis was
+emptied, its absence says nothing until every live worker has had time to beat: records known before stay for `ttl_ms`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import secrets
+import time
+from collections.abc import Callable, Iterable
+
+from google.protobuf.message import DecodeError
+from redis.exceptions import WatchError
+
+from protos import tandem_worker_pb2 as pb
+from registry.connection import REDIS_FAILURES, Outage, open_redis, wait_for, watch_task
+from registry.keys import Keys, check_name
+
+logger = logging.getLogger(__name__)
+
+DEFAULT_TTL_MS = 6_000
+DEFAULT_BEAT_MS = 2_000
+DEFAULT_REFRESH_MS = 500
+REDIS_TIMEOUT_S = 1.0
+MAX_RECORD_BYTES = 64 * 1024
+
+# The ids of all workers, with their records (or the length of one that is too long to be one). Ids whose record has
+# expired are dropped on the way. One script, so that it is one round trip and no id is dropped between two beats.
+_READ_ALL = """
+redis.call('SET', KEYS[2], ARGV[2], 'NX')
+local found = {redis.call('GET', KEYS[2])}
+for _, id in ipairs(redis.call('SMEMBERS', KEYS[1])) do
+  local key = ARGV[1] .. id
+  local bytes = redis.call('STRLEN', key)
+  if bytes == 0 then
+    redis.call('SREM', KEYS[1], id)
+  elseif bytes > tonumber(ARGV[3]) then
+    found[#found + 1] = id
+    found[#found + 1] = bytes
+  else
+    found[#found + 1] = id
+    found[#found + 1] = redis.call('GET', key)
+  end
+end
+return found
+"""
+
+
+class WorkerRegistration:
+    """A worker's place in the registry. See the module for its life; loop-thread only."""
+
+    def __init__(
+        self,
+        redis_url: str,
+        *,
+        namespace: str,
+        worker_id: str,
+        incarnation: str,
+        record: Callable[[], pb.WorkerRecord],
+        ttl_ms: int = DEFAULT_TTL_MS,
+        beat_ms: int = DEFAULT_BEAT_MS,
+    ) -> None:
+        """`record` gives what to write, at every beat; it must be quick and carry `worker_id` and `incarnation`.
+
+        Raises `ValueError` for a bad URL or name, or a ttl that one lost beat would outlive.
+        """
+        if beat_ms < 1 or ttl_ms < 2 * beat_ms:
+            raise ValueError(f"ttl_ms must be at least twice beat_ms, are {ttl_ms} and {beat_ms}")
+        self._keys = Keys(namespace)
+        self._key = self._keys.worker(worker_id)
+        self._worker_id = worker_id
+        self._incarnation = incarnation
+        self._record = record
+        self._ttl_ms = ttl_ms
+        self._beat_s = beat_ms / 1000
+        self._redis = open_redis(redis_url, timeout_s=REDIS_TIMEOUT_S)
+        self._outage = Outage(logger, f"heartbeat of {worker_id}")
+        self._due = asyncio.Event()
+        self._is_closing = False
+        self._task: asyncio.Task[None] | None = None
+
+    @property
+    def is_reachable(self) -> bool:
+        """Whether Redis took the last beat."""
+        return self._outage.is_reachable
+
+    def start(self) -> None:
+        """Begin to beat, now. Does not wait for Redis."""
+        assert self._task is None, "started twice"
+        self._task = asyncio.create_task(self._beat_until_closed(), name=f"heartbeat of {self._worker_id}")
+        watch_task(self._task, logger)
+
+    def beat_now(self) -> None:
+        """Write the record without waiting for the next beat: something that routers act on has changed."""
+        self._due.set()
+
+    async def close(self) -> None:
+        """Stop beating and delete the record, unless another incarnation has written it since.
+
+        With Redis away the record is left to expire. Takes at most a few REDIS_TIMEOUT_S.
+        """
+        self._is_closing = True
+        self._due.set()
+        try:
+            if self._task is not None:
+                await self._task
+            await self._delete_own()
+        except REDIS_FAILURES as error:
+            logger.warning("the record of %s stays until it expires (%s)", self._worker_id, type(error).__name__)
+        finally:
+            await self._redis.aclose()
+
+    async def _beat_until_closed(self) -> None:
+        while not self._is_closing:
+            self._due.clear()
+            try:
+                await self._beat()
+                self._outage.answered()
+                pause_s = self._beat_s
+            except REDIS_FAILURES as error:
+                self._outage.failed(error)
+                pause_s = min(self._outage.retry_s, self._beat_s)
+            await wait_for(self._due, pause_s)
+
+    async def _beat(self) -> None:
+        record = self._record()
+        assert (record.worker_id, record.incarnation) == (self._worker_id, self._incarnation)
+        async with self._redis.pipeline(transaction=True) as pipe:
+            pipe.set(self._key, record.SerializeToString(), px=self._ttl_ms)
+            pipe.sadd(self._keys.workers, self._worker_id)
+            await pipe.execute()
+
+    async def _delete_own(self) -> None:
+        async with self._redis.pipeline(transaction=True) as pipe:
+            await pipe.watch(self._key)
+            found = await pipe.get(self._key)
+            if not isinstance(found, bytes) or _incarnation_of(found) != self._incarnation:
+                return
+            pipe.multi()  # type: ignore[no-untyped-call]
+            pipe.delete(self._key)
+            pipe.srem(self._keys.workers, self._worker_id)
+            try:
+                await pipe.execute()
+            except WatchError:
+                return  # a successor has beaten in the meantime: the record is its own
+
+
+def _incarnation_of(data: bytes) -> str | None:
+    try:
+        return pb.WorkerRecord.FromString(data).incarnation
+    except DecodeError:
+        return None
+
+
+class WorkerDirectory:
+    """The records of all workers, as a router last knew them. See the module for its life; loop-thread only."""
+
+    def __init__(
+        self,
+        redis_url: str,
+        *,
+        namespace: str,
+        on_change: Callable[[list[pb.WorkerRecord]], None] | None = None,
+        ttl_ms: int = DEFAULT_TTL_MS,
+        refresh_ms: int = DEFAULT_REFRESH_MS,
+    ) -> None:
+        """`on_change` gets all records whenever a worker comes, goes, restarts, moves or begins to drain.
+
+        Not for load, which is new in `records` after every refresh. `ttl_ms`: that of the workers' registrations.
+        Raises `ValueError` for a bad URL or namespace.
+        """
+        self._keys = Keys(namespace)
+        self._on_change = on_change
+        self._ttl_s = ttl_ms / 1000
+        self._refresh_s = refresh_ms / 1000
+        self._redis = open_redis(redis_url, timeout_s=REDIS_TIMEOUT_S)
+        self._read_all = self._redis.register_script(_READ_ALL)
+        self._outage = Outage(logger, "worker directory")
+        self._records: dict[str, pb.WorkerRecord] = {}
+        self._bad_ids: set[str] = set()
+        """Workers whose record is no record: logged already."""
+        self._generation: bytes | None = None
+        self._absence_counts_at = 0.0
+        """Monotonic time from which a missing record means a missing worker."""
+        self._closing = asyncio.Event()
+        self._task: asyncio.Task[None] | None = None
+
+    @property
+    def records(self) -> list[pb.WorkerRecord]:
+        """All workers' latest records, by worker id. Not to be written to."""
+        return [self._records[worker_id] for worker_id in sorted(self._records)]
+
+    def get(self, worker_id: str) -> pb.WorkerRecord | None:
+        return self._records.get(worker_id)
+
+    @property
+    def is_reachable(self) -> bool:
+        """Whether Redis answered the last refresh. While false, `records` are what was last known."""
+        return self._outage.is_reachable
+
+    async def start(self) -> None:
+        """Read once, then keep reading. Returns after the first try, whether or not Redis answered."""
+        assert self._task is None, "started twice"
+        await self.refresh()
+        self._task = asyncio.create_task(self._refresh_until_closed(), name="worker directory")
+        watch_task(self._task, logger)
+
+    async def close(self) -> None:
+        """Stop reading. The records stay as they are."""
+        self._closing.set()
+        try:
+            if self._task is not None:
+                await self._task
+        finally:
+            await self._redis.aclose()
+
+    async def refresh(self) -> bool:
+        """Read all records now. False, and the records as they were, when Redis does not answer."""
+        was_away = not self._outage.is_reachable
+        try:
+            generation, *found = await self._read_all(
+                keys=[self._keys.workers, self._keys.generation],
+                args=[self._keys.worker_prefix, secrets.token_hex(8), MAX_RECORD_BYTES],
+            )
+        except REDIS_FAILURES as error:
+            self._outage.failed(error)
+            return False
+        self._outage.answered()
+        if was_away or (self._generation is not None and generation != self._generation):
+            self._absence_counts_at = time.monotonic() + self._ttl_s
+        self._generation = generation
+        self._apply(self._parsed(zip(found[::2], found[1::2], strict=True)))
+        return True
+
+    async def _refresh_until_closed(self) -> None:
+        while not await wait_for(self._closing, self._refresh_s if self.is_reachable else self._outage.retry_s):
+            await self.refresh()
+
+    def _parsed(self, found: Iterable[tuple[bytes, bytes | int]]) -> dict[str, pb.WorkerRecord]:
+        """The well-formed records by worker id. Others are logged the first time, and skipped."""
+        records: dict[str, pb.WorkerRecord] = {}
+        bad_ids: set[str] = set()
+        for id_bytes, data in found:
+            worker_id = id_bytes.decode(errors="backslashreplace")
+            try:
+                records[worker_id] = _parse(worker_id, data)
+            except ValueError as error:
+                bad_ids.add(worker_id)
+                if worker_id not in self._bad_ids:
+                    logger.warning("the record of %.200s is skipped: %s", worker_id, error)
+        self._bad_ids = bad_ids
+        return records
+
+    def _apply(self, records: dict[str, pb.WorkerRecord]) -> None:
+        if time.monotonic() < self._absence_counts_at:
+            records = {**self._records, **records}
+        is_changed = _standing(records) != _standing(self._records)
+        self._records = records
+        if is_changed and self._on_change is not None:
+            self._on_change(self.records)
+
+
+def _parse(worker_id: str, data: bytes | int) -> pb.WorkerRecord:
+    """The record of `worker_id`. Raises `ValueError` saying what is wrong with it."""
+    if isinstance(data, int):
+        raise ValueError(f"{data} bytes are more than {MAX_RECORD_BYTES}")
+    try:
+        record = pb.WorkerRecord.FromString(data)
+    except DecodeError as error:
+        raise ValueError("it does not parse") from error
+    if record.worker_id != worker_id:
+        raise ValueError(f"it says worker_id {record.worker_id[:100]!r}")
+    check_name("worker_id", record.worker_id)  # both become part of other keys
+    check_name("incarnation", record.incarnation)
+    if not record.address:
+        raise ValueError("it has no address")
+    if record.role not in (pb.ROLE_PREFILL, pb.ROLE_DECODE):
+        raise ValueError(f"it says role {record.role}")
+    return record
+
+
+def _standing(records: dict[str, pb.WorkerRecord]) -> dict[str, tuple[str, str, int, bool]]:
+    """What a router acts on when it changes."""
+    return {
+        worker_id: (record.incarnation, record.address, record.role, record.is_draining)
+        for worker_id, record in records.items()
+    }

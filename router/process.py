@@ -1,0 +1,136 @@
+"""The router process, from its flags to its exit code.
+
+    flags ──> model's texts loaded ──> listening ──first decode worker──> SERVING ──SIGTERM──> draining: new requests are
+              (bad folder: exit 2)     NOT_SERVING <──last one gone──┘                         refused, running ones finish
+                                                                                               (bounded) ──> exit 0
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import secrets
+
+import click
+
+from protos import tandem_worker_pb2 as pb
+from protos.tandem_inference_pb2_grpc import add_InferenceServicer_to_server
+from protos.tandem_worker_pb2_grpc import add_ClusterServicer_to_server
+from registry.prefix_index import PrefixIndex
+from registry.workers import WorkerDirectory
+from router.args import RouterArgs
+from router.chat_template import ChatTemplate
+from router.cluster_servicer import ClusterServicer
+from router.lifecycle import Cluster
+from router.model_info import ModelInfo
+from router.policy import PolicyConfig
+from router.prefix_lookup import PrefixLookup
+from router.queue import RequestQueue
+from router.servicer import InferenceServicer, Texts
+from router.tokenizer import Tokenizer
+from router.worker_pool import WorkerPool
+from rpc.entrypoint import announce
+from rpc.server import Server
+from rpc.session import PROTOCOL_VERSION
+
+_log = logging.getLogger(__name__)
+
+INFERENCE_SERVICE = "tandem.v1.Inference"
+CLUSTER_SERVICE = "tandem.v1.Cluster"
+
+
+async def run_router(args: RouterArgs, policy: PolicyConfig, stop: asyncio.Event) -> int:
+    """Serve until `stop` is set. Returns the exit code."""
+    try:
+        texts = await asyncio.to_thread(load_texts, args.model, args.served_model_name)
+    except ValueError as error:
+        click.echo(f"Error: {error}", err=True)
+        return 2
+    router = Router(args, policy, texts)
+    await router.start()
+    await stop.wait()
+    await router.drain(args.drain_grace_s)
+    await router.close()
+    return 0
+
+
+def load_texts(folder: str, served_model_name: str) -> Texts:
+    """Tokenizer, chat template and defaults of a model folder. Raises `ValueError` saying what it lacks."""
+    return Texts(
+        model=ModelInfo.from_folder(folder, served_model_name=served_model_name),
+        tokenizer=Tokenizer.from_folder(folder),
+        chat_template=ChatTemplate.from_folder(folder),
+    )
+
+
+def serves(model: ModelInfo, record: pb.WorkerRecord) -> bool:
+    """Whether a worker speaks our protocol and has our model's vocabulary. Said in the log where it does not."""
+    if record.protocol_version != PROTOCOL_VERSION:
+        why = f"protocol_version is {record.protocol_version}, ours {PROTOCOL_VERSION}"
+    elif record.model.vocab_size != model.vocab_size:
+        why = f"its vocabulary has {record.model.vocab_size} tokens, ours {model.vocab_size}"
+    else:
+        return True
+    _log.warning("worker not used", extra={"worker": record.worker_id, "why": why})
+    return False
+
+
+class Router:
+    """See the module. Made on the event loop."""
+
+    def __init__(self, args: RouterArgs, policy: PolicyConfig, texts: Texts) -> None:
+        router_id = f"router-{secrets.token_hex(3)}"
+        self._server = Server(args.listen, max_message_bytes=args.max_message_bytes)
+        self._pool = WorkerPool(
+            router_id=router_id,
+            policy=policy,
+            serves=lambda record: serves(texts.model, record),
+            on_change=self._on_change,
+        )
+        self._queue = RequestQueue(
+            max_tokens=args.max_queue_tokens,
+            choose=self._pool.choose,
+            give_back=self._pool.give_back,
+            has_workers=lambda: self._pool.has_decode_worker,
+        )
+        self._index = PrefixIndex(args.redis, namespace=args.namespace)
+        self._directory = WorkerDirectory(
+            args.redis, namespace=args.namespace, on_change=lambda records: self._pool.set_records(records)
+        )
+        cluster = Cluster(self._pool, self._queue, PrefixLookup(self._index, self._pool))
+        self._inference = InferenceServicer(texts=texts, cluster=cluster)
+        self._server.add(add_InferenceServicer_to_server, self._inference, INFERENCE_SERVICE)
+        cluster_servicer = ClusterServicer(
+            router_id=router_id,
+            cluster=cluster,
+            num_running=lambda: self._inference.num_running,
+            is_registry_reachable=lambda: self._directory.is_reachable,
+        )
+        self._server.add(add_ClusterServicer_to_server, cluster_servicer, CLUSTER_SERVICE)
+
+    async def start(self) -> None:
+        await self._directory.start()
+        address = await self._server.start()
+        self._server.set_serving(CLUSTER_SERVICE, True)
+        announce(address)
+        _log.info("listening", extra={"address": address})
+
+    async def drain(self, grace_s: float) -> None:
+        """Refuse new requests; wait, at most `grace_s` seconds, until the running ones have ended."""
+        _log.info("draining", extra={"num_running": self._inference.num_running, "grace_s": grace_s})
+        self._server.enter_drain()
+        try:
+            async with asyncio.timeout(grace_s):
+                await self._inference.drain()
+        except TimeoutError:
+            _log.warning("requests still ran when the grace period ended")
+
+    async def close(self) -> None:
+        await self._server.drain(0)
+        await self._directory.close()
+        await self._pool.close()
+        await self._index.close()
+
+    def _on_change(self) -> None:
+        self._server.set_serving(INFERENCE_SERVICE, self._pool.has_decode_worker)
+        self._queue.dispatch()

@@ -1,0 +1,217 @@
+"""`tandem.v1.Inference`: the front door. Validates, tokenises, runs the request's life cycle, streams.
+
+Owns the running requests by id, for Abort and for draining. Does not decide anything about workers.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+
+import grpc
+
+from protos import tandem_inference_pb2 as pb
+from protos.tandem_inference_pb2_grpc import InferenceServicer as InferenceServicerBase
+from router.chat_template import ChatTemplate
+from router.detokenizer import IncrementalDetokenizer
+from router.lifecycle import Cluster, Lifecycle, require_worker
+from router.model_info import ModelInfo
+from router.request_state import Stopped
+from router.tokenizer import Tokenizer
+from router.validation import (
+    ValidatedRequest,
+    check_prompt_length,
+    resolve_sampling,
+    tokenize_prompt,
+    validate,
+)
+from rpc.errors import DeadlinePassed, Draining, RequestExists, TandemError, code_of
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Texts:
+    """What turns text into tokens."""
+
+    model: ModelInfo
+    tokenizer: Tokenizer
+    chat_template: ChatTemplate | None
+
+
+class InferenceServicer(InferenceServicerBase):  # type: ignore[misc]
+    """One per router process."""
+
+    def __init__(self, *, texts: Texts, cluster: Cluster) -> None:
+        self._texts = texts
+        self._cluster = cluster
+        self._running: dict[str, Lifecycle | None] = {}
+        """By request id; None while the prompt is being tokenised."""
+        self._is_draining = False
+        self._is_idle = asyncio.Event()
+        self._is_idle.set()
+
+    @property
+    def num_running(self) -> int:
+        return len(self._running)
+
+    async def drain(self) -> None:
+        """Refuse new requests; return when the last running one has ended."""
+        self._is_draining = True
+        await self._is_idle.wait()
+
+    # -- RPCs ---------------------------------------------------------------------------------------------------
+
+    async def Generate(  # noqa: N802
+        self, request: pb.GenerateRequest, context: grpc.aio.ServicerContext
+    ) -> AsyncIterator[pb.GenerateResponse]:
+        arrived_s = time.monotonic()
+        if self._is_draining:
+            raise Draining("this router is leaving; ask another", retry_after_s=1.0)
+        validated = validate(request, self._model())
+        request_id = validated.request_id
+        if request_id in self._running:
+            raise RequestExists(f"request_id {request_id!r} is running; choose another, or leave it empty")
+        self._running[request_id] = None
+        self._is_idle.clear()
+        outcome = _Outcome(request_id, arrived_s)
+        try:
+            responses = self._answer(validated, arrived_s)
+            if not validated.is_streaming:
+                responses = _as_one(responses)
+            async for response in _until_deadline(responses, context.time_remaining()):
+                outcome.note(response)
+                yield response
+        except TandemError as error:
+            outcome.error = error
+            raise
+        finally:
+            del self._running[request_id]
+            if not self._running:
+                self._is_idle.set()
+            outcome.log()
+
+    async def Abort(self, request: pb.AbortRequest, context: grpc.aio.ServicerContext) -> pb.AbortResponse:  # noqa: N802
+        lifecycle = self._running.get(request.request_id)
+        if lifecycle is None:
+            return pb.AbortResponse(was_running=False)
+        lifecycle.stop(Stopped())
+        return pb.AbortResponse(was_running=True)
+
+    async def GetModelInfo(  # noqa: N802
+        self, request: pb.GetModelInfoRequest, context: grpc.aio.ServicerContext
+    ) -> pb.GetModelInfoResponse:
+        return self._model().to_proto()
+
+    # -- one request --------------------------------------------------------------------------------------------
+
+    async def _answer(self, validated: ValidatedRequest, arrived_s: float) -> AsyncIterator[pb.GenerateResponse]:
+        model = self._model()
+        prompt_token_ids = await tokenize_prompt(validated, self._texts.tokenizer, self._texts.chat_template)
+        check_prompt_length(validated, len(prompt_token_ids), model)
+        require_worker(self._cluster.pool)
+        self._cluster.queue.refuse_if_full(len(prompt_token_ids))
+        params = resolve_sampling(validated.sampling_params, model, len(prompt_token_ids))
+        lifecycle = Lifecycle(
+            self._cluster,
+            request_id=validated.request_id,
+            prompt_token_ids=prompt_token_ids,
+            sampling_params=params,
+            detokenizer=IncrementalDetokenizer(
+                self._texts.tokenizer,
+                prompt_token_ids=prompt_token_ids,
+                stop=list(params.stop),
+                include_stop_str_in_output=params.include_stop_str_in_output,
+                skip_special_tokens=params.skip_special_tokens,
+                min_tokens=params.min_tokens,
+            ),
+            arrived_s=arrived_s,
+        )
+        self._running[validated.request_id] = lifecycle
+        responses = lifecycle.run()
+        try:
+            async for response in responses:
+                yield response
+        finally:
+            await responses.aclose()
+
+    def _model(self) -> ModelInfo:
+        """The model, with the context length of the decode workers that are there now."""
+        workers = self._cluster.pool.decode_records()
+        if not workers:
+            return self._texts.model
+        shortest = min(workers, key=lambda record: record.model.max_model_len)
+        return self._texts.model.with_worker(shortest.model)
+
+
+@dataclass(slots=True)
+class _Outcome:
+    """What the one log line of a request says."""
+
+    request_id: str
+    arrived_s: float
+    error: TandemError | None = None
+    last: pb.GenerateResponse | None = None
+
+    def note(self, response: pb.GenerateResponse) -> None:
+        if response.finish_reason:
+            self.last = response
+
+    def log(self) -> None:
+        facts: dict[str, object] = {"request_id": self.request_id}
+        if self.error is not None:
+            facts |= {"code": code_of(self.error), "error": self.error.message}
+        elif self.last is not None:
+            usage, timings = self.last.usage, self.last.timings
+            facts |= {
+                "finish_reason": pb.FinishReason.Name(self.last.finish_reason),
+                "prompt_tokens": usage.prompt_tokens,
+                "cached_tokens": usage.cached_tokens,
+                "completion_tokens": usage.completion_tokens,
+                "mode": pb.Mode.Name(timings.mode),
+                "prefill_worker": timings.prefill_worker or "-",
+                "decode_worker": timings.decode_worker,
+                "ttft_ms": timings.time_to_first_token_ms,
+                "attempts": timings.attempts,
+            }
+        facts["total_ms"] = 1e3 * (time.monotonic() - self.arrived_s)
+        _log.info("failed" if self.error else "done" if self.last else "cancelled", extra=facts)
+
+
+async def _until_deadline(
+    responses: AsyncIterator[pb.GenerateResponse], remaining_s: float | None
+) -> AsyncIterator[pb.GenerateResponse]:
+    """`responses`, or `DeadlinePassed` when the client's time is up. Closes them either way."""
+    try:
+        async with asyncio.timeout(remaining_s) as deadline:
+            async for response in responses:
+                yield response
+    except TimeoutError:
+        if not deadline.expired():
+            raise
+        raise DeadlinePassed("the request's deadline passed before its answer was complete") from None
+    finally:
+        await responses.aclose()  # type: ignore[attr-defined]
+
+
+async def _as_one(responses: AsyncIterator[pb.GenerateResponse]) -> AsyncIterator[pb.GenerateResponse]:
+    """All messages of an answer as one."""
+    token_ids: list[int] = []
+    texts: list[str] = []
+    try:
+        async for response in responses:
+            token_ids += response.token_ids
+            texts.append(response.text)
+            last = response
+    finally:
+        await responses.aclose()  # type: ignore[attr-defined]
+    whole = pb.GenerateResponse()
+    whole.CopyFrom(last)
+    whole.offset = 0
+    whole.text = "".join(texts)
+    del whole.token_ids[:]
+    whole.token_ids.extend(token_ids)
+    yield whole

@@ -1,0 +1,70 @@
+"""Channels to peers: liveness by pings, quick reconnects, bounded messages. Owns no retries: callers decide those."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass
+from pathlib import Path
+
+import grpc
+
+DEFAULT_MAX_MESSAGE_BYTES = 16 * 1024 * 1024
+"""Bound of one message in either direction, on servers and channels alike."""
+
+KEEPALIVE_TIME_MS = 10_000
+KEEPALIVE_TIMEOUT_MS = 5_000
+"""A peer that answers no ping within time + timeout is taken for dead: its streams end UNAVAILABLE."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ClientTLS:
+    """PEM files. `ca`: whom to trust. `cert` and `key`: who we are, where the server asks."""
+
+    ca: Path
+    cert: Path | None = None
+    key: Path | None = None
+
+    def __post_init__(self) -> None:
+        if (self.cert is None) != (self.key is None):
+            raise ValueError("a client certificate needs both cert and key")
+
+    def credentials(self) -> grpc.ChannelCredentials:
+        """Raises `OSError` naming the file that cannot be read."""
+        return grpc.ssl_channel_credentials(
+            root_certificates=self.ca.read_bytes(),
+            private_key=self.key.read_bytes() if self.key else None,
+            certificate_chain=self.cert.read_bytes() if self.cert else None,
+        )
+
+
+def open_channel(
+    address: str,
+    *,
+    max_message_bytes: int = DEFAULT_MAX_MESSAGE_BYTES,
+    tls: ClientTLS | None = None,
+) -> grpc.aio.Channel:
+    """A channel to `address` ("host:port"). Connects at the first call; the caller closes it."""
+    options = [
+        ("grpc.max_send_message_length", max_message_bytes),
+        ("grpc.max_receive_message_length", max_message_bytes),
+        ("grpc.keepalive_time_ms", KEEPALIVE_TIME_MS),
+        ("grpc.keepalive_timeout_ms", KEEPALIVE_TIMEOUT_MS),
+        ("grpc.keepalive_permit_without_calls", 1),
+        ("grpc.http2.max_pings_without_data", 0),
+        # Workers are addressed directly; an http_proxy in the environment is not meant for them.
+        ("grpc.enable_http_proxy", 0),
+        ("grpc.initial_reconnect_backoff_ms", 100),
+        ("grpc.min_reconnect_backoff_ms", 100),
+        ("grpc.max_reconnect_backoff_ms", 2_000),
+        # Else all channels of one process to one address share a connection, and one TCP window.
+        ("grpc.use_local_subchannel_pool", 1),
+    ]
+    if tls is None:
+        return grpc.aio.insecure_channel(address, options=options)
+    return grpc.aio.secure_channel(address, tls.credentials(), options=options)
+
+
+async def wait_ready(channel: grpc.aio.Channel, timeout_s: float) -> None:
+    """Until `channel` is connected. Raises `TimeoutError` after `timeout_s` seconds."""
+    async with asyncio.timeout(timeout_s):
+        await channel.channel_ready()

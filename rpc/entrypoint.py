@@ -1,0 +1,214 @@
+"""What every service's `__main__` needs: flags from dataclasses, logging, signals, the line that says it listens.
+
+Owns the reading of the environment and of the command line: nothing below an entry point does either.
+
+    click options <- options_of(dataclass)          defaults, help and environment variables shown in --help
+    dataclass     <- build(dataclass, click's kwargs)   a ValueError becomes one sentence and exit code 2
+
+    run_until_signal(main): main(stop) runs ── SIGTERM or SIGINT ──> stop is set: main drains and returns ──> exit code
+                                            └─ second signal ──────> the process exits at once with 130
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import json
+import logging
+import os
+import re
+import signal
+import sys
+import time
+from collections.abc import Awaitable, Callable, Mapping
+from types import FrameType
+from typing import Any, TypeVar, get_type_hints
+
+import click
+
+from rpc.server import CannotListen, split_address
+
+T = TypeVar("T")
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+LOG_LEVELS = ("debug", "info", "warning", "error")
+logger = logging.getLogger(__name__)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ServiceArgs:
+    """Flags that all services share."""
+
+    listen: str = dataclasses.field(
+        default="127.0.0.1:0", metadata={"help": "HOST:PORT to serve gRPC on. Port 0 takes a free one."}
+    )
+    redis: str = dataclasses.field(
+        default="redis://127.0.0.1:6379/0",
+        metadata={"help": "Redis of the cluster: redis://, rediss:// or unix:// URL.", "env": "REDIS_URL"},
+    )
+    namespace: str = dataclasses.field(
+        default="tandem", metadata={"help": "Prefix of all Redis keys: clusters of one Redis each have their own."}
+    )
+    log_level: str = dataclasses.field(default="info", metadata={"help": f"{', '.join(LOG_LEVELS)}."})
+
+    def __post_init__(self) -> None:
+        try:
+            split_address(self.listen)
+        except ValueError as error:
+            raise ValueError(f"listen: {error}") from error
+        if not re.match(r"(redis|rediss|unix)://.", self.redis):
+            raise ValueError(f"redis must be a redis://, rediss:// or unix:// URL, is {self.redis!r}")
+        if not re.fullmatch(r"[A-Za-z0-9_.-]{1,64}", self.namespace):
+            raise ValueError(
+                f"namespace must be 1 to 64 letters, digits, dots, dashes or underscores, is {self.namespace!r}"
+            )
+        if self.log_level not in LOG_LEVELS:
+            raise ValueError(f"log_level must be one of {', '.join(LOG_LEVELS)}, is {self.log_level!r}")
+
+
+def options_of(
+    dataclass_type: type[Any],
+    env_prefix: str = "TANDEM",
+    *,
+    defaults: Mapping[str, object] | None = None,
+) -> Callable[[Function], Function]:
+    """Decorator of a click command: one option per field of `dataclass_type`, in the fields' order.
+
+    A field is of type str, int, float or bool (--x/--no-x); `metadata["help"]` is its help, `metadata["env"]` its
+    environment variable (else PREFIX_FIELD). `defaults` replaces fields' defaults; a field with none is required.
+    """
+    defaults = defaults or {}
+    fields = dataclasses.fields(dataclass_type)
+    unknown = set(defaults) - {field.name for field in fields}
+    assert not unknown, f"{dataclass_type.__name__} has no fields {unknown}"
+    types = get_type_hints(dataclass_type)
+
+    def decorate(function: Function) -> Function:
+        for field in reversed(fields):  # click lists the last one applied first
+            function = _option_of(field, types[field.name], env_prefix, defaults)(function)
+        return function
+
+    return decorate
+
+
+def _option_of(
+    field: dataclasses.Field[Any], field_type: type, env_prefix: str, defaults: Mapping[str, object]
+) -> Callable[[Function], Function]:
+    assert field_type in (str, int, float, bool), f"{field.name}: no option for {field_type}"
+    assert field.default_factory is dataclasses.MISSING, f"{field.name}: a flag has a plain default"
+    default = defaults.get(field.name, field.default)
+    if default is dataclasses.MISSING:
+        presence: dict[str, Any] = {"required": True}
+    else:
+        presence = {"default": default, "show_default": default != ""}
+    flag = _flag(field.name)
+    return click.option(
+        f"{flag}/--no-{flag.removeprefix('--')}" if field_type is bool else flag,
+        field.name,
+        type=field_type,
+        envvar=field.metadata.get("env", f"{env_prefix}_{field.name.upper()}"),
+        show_envvar=True,
+        help=field.metadata.get("help"),
+        **presence,
+    )
+
+
+def _flag(field_name: str) -> str:
+    return "--" + field_name.replace("_", "-")
+
+
+def build(dataclass_type: type[T], options: Mapping[str, Any]) -> T:
+    """Make `dataclass_type` from click's keyword arguments, of which it takes those named like its fields.
+
+    Its `ValueError` becomes `click.UsageError`: one sentence on stderr, exit code 2.
+    """
+    names = [field.name for field in dataclasses.fields(dataclass_type)]  # type: ignore[arg-type]
+    try:
+        return dataclass_type(**{name: options[name] for name in names if name in options})
+    except ValueError as error:
+        raise click.UsageError(_with_flags(str(error), names)) from error
+
+
+def _with_flags(sentence: str, field_names: list[str]) -> str:
+    """A sentence that opens with a field's name, opening with its flag instead: what the user typed."""
+    match = re.match(r"\w+", sentence)
+    if match and match[0] in field_names:
+        return _flag(match[0]) + sentence[match.end() :]
+    return sentence
+
+
+_RECORD_ATTRIBUTES = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", "taskName"}
+
+
+class LineFormatter(logging.Formatter):
+    """`time LEVEL service message key=value`: one line per record, whatever is in it. Keys come from `extra`."""
+
+    def __init__(self, service: str) -> None:
+        super().__init__()
+        self._service = service
+
+    def format(self, record: logging.LogRecord) -> str:
+        seconds = time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(record.created))
+        parts = [f"{seconds}.{int(record.msecs):03d}Z", record.levelname, self._service, record.getMessage()]
+        extra = {key: value for key, value in vars(record).items() if key not in _RECORD_ATTRIBUTES}
+        parts.extend(f"{key}={_quoted(value)}" for key, value in extra.items())
+        if record.exc_info:
+            parts.append(f"traceback={json.dumps(self.formatException(record.exc_info), ensure_ascii=False)}")
+        return " ".join(parts).replace("\r", "\\r").replace("\n", "\\n")
+
+
+def _quoted(value: object) -> str:
+    text = f"{value:.6g}" if isinstance(value, float) else str(value)
+    return text if re.fullmatch(r"[^\s\"=]+", text) else json.dumps(text, ensure_ascii=False)
+
+
+def setup_logging(level: str, service: str) -> None:
+    """Send all records of at least `level` (of LOG_LEVELS) to stderr, as `LineFormatter` writes them."""
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(LineFormatter(service))
+    logging.basicConfig(level=level.upper(), handlers=[handler], force=True)
+    if level != "debug":
+        logging.getLogger("asyncio").setLevel(logging.WARNING)
+
+
+def announce(address: str) -> None:
+    """Print the one line on stdout by which whoever started the process learns that and where it serves."""
+    sys.stdout.write(f"listening grpc={address}\n")
+    sys.stdout.flush()
+
+
+def run_until_signal(main: Callable[[asyncio.Event], Awaitable[int | None]]) -> int:
+    """Run `main(stop)` on a new event loop; SIGTERM and SIGINT set `stop`. Returns the process' exit code.
+
+    `main` returns it (None: 0). An address that cannot be bound ends with its sentence and 1, a bug with a logged
+    traceback and 1. A second signal ends the process at once with 130, even while the loop is busy.
+    """
+    return asyncio.run(_run(main))
+
+
+async def _run(main: Callable[[asyncio.Event], Awaitable[int | None]]) -> int:
+    loop, stop = asyncio.get_running_loop(), asyncio.Event()
+
+    was_signalled = False
+
+    # signal.signal, not loop.add_signal_handler: the latter waits for the loop, and a busy loop is just when a second
+    # signal is sent.
+    def on_signal(signum: int, frame: FrameType | None) -> None:
+        nonlocal was_signalled
+        if was_signalled:
+            os._exit(130)
+        was_signalled = True
+        loop.call_soon_threadsafe(stop.set)
+
+    previous = {signum: signal.signal(signum, on_signal) for signum in (signal.SIGTERM, signal.SIGINT)}
+    try:
+        return await main(stop) or 0
+    except CannotListen as error:
+        sys.stderr.write(f"Error: {error}\n")
+        return 1
+    except Exception:
+        logger.exception("the service ended by an error")
+        return 1
+    finally:
+        for signum, handler in previous.items():
+            signal.signal(signum, handler)

@@ -1,0 +1,287 @@
+"""Every error that crosses a process boundary, and the one table that gives it its gRPC status.
+
+Owns the translation in both directions: handlers raise a `TandemError`, `to_status` makes the status that travels, and
+`from_rpc_error` makes the same class again on the other side. Does not own the raising, nor the interceptor that calls
+`to_status` (see `interceptors`).
+
+    TandemError
+    ├── InvalidRequest      INVALID_ARGUMENT     a parameter is wrong; names each field
+    ├── NotFound            NOT_FOUND            no such request or service
+    ├── RequestExists       ALREADY_EXISTS       the request id is in use
+    ├── Overloaded          RESOURCE_EXHAUSTED   a bounded queue is full; says when to retry
+    ├── Incompatible        FAILED_PRECONDITION  wrong role, other incarnation, other weights or layout
+    ├── LeaseGone           ABORTED              the promise of memory behind the request has ended
+    ├── RequestCancelled    CANCELLED            its owner dropped it
+    ├── DeadlinePassed      DEADLINE_EXCEEDED    the client's deadline has passed
+    ├── NoWorker            UNAVAILABLE          nobody can serve it now; says when to retry
+    ├── Draining            UNAVAILABLE          this process is leaving; says when to retry
+    ├── Unreachable         UNAVAILABLE          the peer's connection failed (made by clients, from gRPC's own status)
+    ├── CorruptKV           DATA_LOSS            KV failed verification and every repair
+    └── InternalError       INTERNAL             a bug
+
+    handler raises E -> to_status(E): code, message, ErrorInfo(reason) [+ BadRequest] [+ RetryInfo]
+                     ~~ trailing metadata grpc-status-details-bin ~~>
+    from_rpc_error(AioRpcError): the class that `reason` names, or that of the code where the status is not ours
+"""
+
+# ruff: noqa: N818 - the classes are named for what happened, as the table above reads
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import NamedTuple
+
+import grpc
+from google.protobuf.message import DecodeError
+from google.rpc import error_details_pb2, status_pb2
+
+DOMAIN = "tandem.v1"
+"""ErrorInfo.domain of every status that is ours."""
+DETAILS_KEY = "grpc-status-details-bin"
+"""Trailing metadata key of a serialised google.rpc.Status, by gRPC's convention."""
+
+# Trailing metadata beyond 8 KiB is dropped by peers, and with it the whole status. Percent encoding can triple the
+# message, base64 adds a third to the details, and the message travels in both.
+MAX_MESSAGE_BYTES = 512
+MAX_VIOLATIONS_BYTES = 3072
+MAX_VIOLATION_BYTES = 512
+
+
+class Violation(NamedTuple):
+    """One wrong field of a request: its name (as a path, "sampling_params.top_p") and what is wrong with it."""
+
+    field: str
+    description: str
+
+
+class TandemError(Exception):
+    """Base of all errors with a gRPC status. `message` is one sentence for the person at the client.
+
+    `retry_after_s`: when the same request may succeed; None where nobody knows.
+    """
+
+    def __init__(self, message: str = "", *, retry_after_s: float | None = None) -> None:
+        assert retry_after_s is None or retry_after_s >= 0
+        super().__init__(message)
+        self.message = message
+        self.retry_after_s = retry_after_s
+
+
+class InvalidRequest(TandemError):
+    """A request that can never succeed as it is. `violations` names each wrong field."""
+
+    def __init__(
+        self,
+        violations: Sequence[tuple[str, str]] = (),
+        message: str = "",
+        *,
+        retry_after_s: float | None = None,
+    ) -> None:
+        self.violations = [Violation(field, description) for field, description in violations]
+        if not message:
+            message = "; ".join(
+                f"{field}: {description}" if field else description for field, description in violations
+            )
+        super().__init__(message or "the request is not valid", retry_after_s=retry_after_s)
+
+
+class NotFound(TandemError):
+    """No such request, worker or service."""
+
+
+class RequestExists(TandemError):
+    """A running request already has this id."""
+
+
+class Overloaded(TandemError):
+    """A bounded queue is full."""
+
+
+class Incompatible(TandemError):
+    """The peer is of another role, incarnation, protocol, model or layout than the caller believes."""
+
+
+class LeaseGone(TandemError):
+    """The grant or session behind the request has ended."""
+
+
+class RequestCancelled(TandemError):
+    """The request's owner gave it up."""
+
+
+class DeadlinePassed(TandemError):
+    """The deadline that the client set has passed."""
+
+
+class NoWorker(TandemError):
+    """No worker can serve the request now."""
+
+
+class Draining(TandemError):
+    """This process takes no new work."""
+
+
+class Unreachable(TandemError):
+    """The connection to the peer failed or broke. Nothing is known of what the peer did."""
+
+
+class CorruptKV(TandemError):
+    """KV blocks failed their digests, and pushing and prefilling them again did not help."""
+
+
+class InternalError(TandemError):
+    """A bug. The message carries the id under which the process that failed has logged it."""
+
+
+STATUS_CODES: dict[type[TandemError], grpc.StatusCode] = {
+    InvalidRequest: grpc.StatusCode.INVALID_ARGUMENT,
+    NotFound: grpc.StatusCode.NOT_FOUND,
+    RequestExists: grpc.StatusCode.ALREADY_EXISTS,
+    Overloaded: grpc.StatusCode.RESOURCE_EXHAUSTED,
+    Incompatible: grpc.StatusCode.FAILED_PRECONDITION,
+    LeaseGone: grpc.StatusCode.ABORTED,
+    RequestCancelled: grpc.StatusCode.CANCELLED,
+    DeadlinePassed: grpc.StatusCode.DEADLINE_EXCEEDED,
+    NoWorker: grpc.StatusCode.UNAVAILABLE,
+    Draining: grpc.StatusCode.UNAVAILABLE,
+    Unreachable: grpc.StatusCode.UNAVAILABLE,
+    CorruptKV: grpc.StatusCode.DATA_LOSS,
+    InternalError: grpc.StatusCode.INTERNAL,
+}
+"""The one table: error class -> gRPC status code."""
+
+FOREIGN_CODES: dict[grpc.StatusCode, type[TandemError]] = {
+    # A call that its caller cancels raises CancelledError, no AioRpcError: this one the peer's server made by stopping.
+    grpc.StatusCode.CANCELLED: Unreachable,
+    grpc.StatusCode.UNKNOWN: InternalError,
+    grpc.StatusCode.INVALID_ARGUMENT: InvalidRequest,
+    grpc.StatusCode.DEADLINE_EXCEEDED: DeadlinePassed,
+    grpc.StatusCode.NOT_FOUND: NotFound,
+    grpc.StatusCode.ALREADY_EXISTS: RequestExists,
+    grpc.StatusCode.PERMISSION_DENIED: Incompatible,
+    grpc.StatusCode.RESOURCE_EXHAUSTED: Overloaded,
+    grpc.StatusCode.FAILED_PRECONDITION: Incompatible,
+    grpc.StatusCode.ABORTED: LeaseGone,
+    grpc.StatusCode.OUT_OF_RANGE: InvalidRequest,
+    grpc.StatusCode.UNIMPLEMENTED: Incompatible,
+    grpc.StatusCode.INTERNAL: InternalError,
+    grpc.StatusCode.UNAVAILABLE: Unreachable,
+    grpc.StatusCode.DATA_LOSS: CorruptKV,
+    grpc.StatusCode.UNAUTHENTICATED: Incompatible,
+}
+"""Statuses that gRPC itself or a proxy made (they carry no ErrorInfo of ours) -> error class."""
+
+
+def reason_of(error_class: type[TandemError]) -> str:
+    """ErrorInfo.reason of a class, in the upper snake case that google.rpc asks for: NoWorker -> NO_WORKER."""
+    return re.sub(r"(?<=[a-z])(?=[A-Z])", "_", error_class.__name__).upper()
+
+
+_CLASS_OF_REASON = {reason_of(error_class): error_class for error_class in STATUS_CODES}
+
+
+def clip(text: str, max_bytes: int) -> str:
+    """`text` cut to at most `max_bytes` of UTF-8, never inside a character; lone surrogates become "?"."""
+    data = text.encode("utf-8", "replace")
+    if len(data) <= max_bytes:
+        return data.decode()
+    return data[: max_bytes - 3].decode("utf-8", "ignore") + "…"
+
+
+def to_status(error: TandemError) -> status_pb2.Status:
+    """The google.rpc.Status of `error`, small enough for trailing metadata.
+
+    Long texts are cut; violations beyond MAX_VIOLATIONS_BYTES are left out.
+    Details: always ErrorInfo; BadRequest for `InvalidRequest`; RetryInfo where `retry_after_s` is set.
+    """
+    status = status_pb2.Status(
+        code=STATUS_CODES[type(error)].value[0],
+        message=clip(error.message, MAX_MESSAGE_BYTES),
+    )
+    status.details.add().Pack(error_details_pb2.ErrorInfo(reason=reason_of(type(error)), domain=DOMAIN))
+    if isinstance(error, InvalidRequest):
+        status.details.add().Pack(_bad_request(error.violations))
+    if error.retry_after_s is not None:
+        retry = error_details_pb2.RetryInfo()
+        retry.retry_delay.FromNanoseconds(round(error.retry_after_s * 1e9))
+        status.details.add().Pack(retry)
+    return status
+
+
+def _bad_request(violations: Sequence[Violation]) -> error_details_pb2.BadRequest:
+    bad_request = error_details_pb2.BadRequest()
+    for violation in violations:
+        bad_request.field_violations.add(
+            field=clip(violation.field, MAX_VIOLATION_BYTES),
+            description=clip(violation.description, MAX_VIOLATION_BYTES),
+        )
+        if bad_request.ByteSize() > MAX_VIOLATIONS_BYTES:
+            del bad_request.field_violations[-1]
+            break
+    return bad_request
+
+
+def from_status(status: status_pb2.Status) -> TandemError | None:
+    """The error that `to_status` packed, or None where the status is not one of ours."""
+    reason = ""
+    violations: list[tuple[str, str]] = []
+    retry_after_s: float | None = None
+    for detail in status.details:
+        info, bad_request, retry = (
+            error_details_pb2.ErrorInfo(),
+            error_details_pb2.BadRequest(),
+            error_details_pb2.RetryInfo(),
+        )
+        if detail.Unpack(info):
+            reason = info.reason if info.domain == DOMAIN else ""
+        elif detail.Unpack(bad_request):
+            violations = [(violation.field, violation.description) for violation in bad_request.field_violations]
+        elif detail.Unpack(retry):
+            retry_after_s = max(0.0, retry.retry_delay.ToNanoseconds() / 1e9)
+    error_class = _CLASS_OF_REASON.get(reason)
+    if error_class is None:
+        return None
+    if error_class is InvalidRequest:
+        return InvalidRequest(violations, status.message, retry_after_s=retry_after_s)
+    return error_class(status.message, retry_after_s=retry_after_s)
+
+
+def from_rpc_error(error: grpc.aio.AioRpcError) -> TandemError:
+    """The `TandemError` behind what a gRPC call raised: the very class the server raised, or the code's where the
+    status came from gRPC itself (a broken connection, an expired deadline, a method that the peer does not have).
+    """
+    for key, value in error.trailing_metadata() or ():
+        if key == DETAILS_KEY:
+            try:
+                ours = from_status(status_pb2.Status.FromString(value))
+            except DecodeError:
+                break  # made by something else than this project: the code still counts
+            if ours is not None:
+                return ours
+    error_class = FOREIGN_CODES.get(error.code(), InternalError)
+    message = error.details() or str(error.code())
+    if error_class is InvalidRequest:
+        return InvalidRequest((), message)
+    return error_class(message)
+
+
+@contextmanager
+def rpc_errors_as_tandem_errors() -> Iterator[None]:
+    """Around calls of a stub: what they raise leaves the block as a `TandemError`."""
+    try:
+        yield
+    except grpc.aio.AioRpcError as error:
+        raise from_rpc_error(error) from error
+
+
+def code_of(error: TandemError) -> int:
+    """The google.rpc.Code of `error`, as messages between services carry it."""
+    return int(STATUS_CODES[type(error)].value[0])
+
+
+def error_of_code(code: int, message: str) -> TandemError:
+    """The error behind a google.rpc.Code that a peer sent in a message; `InternalError` for one that is none."""
+    classes = {status.value[0]: error_class for status, error_class in FOREIGN_CODES.items()}
+    error_class = classes.get(code, InternalError)
+    return InvalidRequest((), message) if error_class is InvalidRequest else error_class(message)

@@ -1,0 +1,75 @@
+"""grpc.health.v1: liveness under the name "", readiness under each service's full name.
+
+    name     added       set_serving(name, b)        enter_drain()
+    ""       SERVING     -                           SERVING (the process lives until it has left)
+    service  NOT_SERVING SERVING / NOT_SERVING       NOT_SERVING for good; Watch streams end after saying so
+
+Our own servicer instead of grpcio-health-checking's: the library's Watch never ends, so that one watcher would make
+every drain take its whole grace; and it turns liveness off at drain, on which an orchestrator kills the process that is
+still handing over its streams.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from rpc.errors import NotFound
+
+SERVICE_NAME = "grpc.health.v1.Health"
+
+
+class HealthServicer(health_pb2_grpc.HealthServicer):  # type: ignore[misc]
+    """Loop-thread only."""
+
+    def __init__(self) -> None:
+        self._statuses: dict[str, int] = {"": health_pb2.HealthCheckResponse.SERVING}
+        self._is_draining = False
+        self._changed = asyncio.Event()
+        """Set, and replaced by a fresh one, at every change."""
+
+    def add(self, service: str) -> None:
+        """Know `service`, NOT_SERVING until told otherwise."""
+        self._set(service, health_pb2.HealthCheckResponse.NOT_SERVING)
+
+    def set_serving(self, service: str, is_serving: bool) -> None:
+        """Say whether `service` is ready. Without effect once draining."""
+        assert service in self._statuses, f"{service} was never added"
+        if not self._is_draining:
+            status = health_pb2.HealthCheckResponse
+            self._set(service, status.SERVING if is_serving else status.NOT_SERVING)
+
+    def enter_drain(self) -> None:
+        """Every service NOT_SERVING, for good. Repeating it is harmless."""
+        self._is_draining = True
+        for service in self._statuses:
+            if service:
+                self._set(service, health_pb2.HealthCheckResponse.NOT_SERVING)
+
+    async def Check(  # noqa: N802 - gRPC's name
+        self, request: health_pb2.HealthCheckRequest, context: Any
+    ) -> health_pb2.HealthCheckResponse:
+        status = self._statuses.get(request.service)
+        if status is None:
+            raise NotFound(f"no service {request.service!r} here")
+        return health_pb2.HealthCheckResponse(status=status)
+
+    async def Watch(self, request: health_pb2.HealthCheckRequest, context: Any) -> None:  # noqa: N802
+        last_status: int | None = None
+        while True:
+            changed = self._changed  # taken before the status is read, so that no change is missed
+            status = self._statuses.get(request.service, health_pb2.HealthCheckResponse.SERVICE_UNKNOWN)
+            if status != last_status:
+                await context.write(health_pb2.HealthCheckResponse(status=status))
+                last_status = status
+            elif self._is_draining:
+                return
+            else:
+                await changed.wait()
+
+    def _set(self, service: str, status: int) -> None:
+        self._statuses[service] = status
+        self._changed.set()
+        self._changed = asyncio.Event()

@@ -1,0 +1,121 @@
+"""Turns what a handler raises into the status that the client sees, for all four kinds of RPC.
+
+Handlers just raise. Owns no errors (see `errors`) and no logging of requests.
+
+    handler returns ........................ OK
+    handler raises TandemError ............. its status, details in grpc-status-details-bin
+    handler raises anything else ........... logged here with traceback under an id; the client gets INTERNAL with the
+                                             exception's class and that id, never its text
+    client is gone, or context.abort() ..... passes: gRPC itself ends those
+    handler is not async def ............... UNIMPLEMENTED: such are the methods that a servicer inherits from its
+                                             generated base class
+
+A generator handler is closed inside the RPC's own task: when the client goes away while a message is being written, its
+`finally` runs at once instead of when the garbage collector finds it. That is what "dropping a stream frees what it
+owns" rests on.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import logging
+import secrets
+from collections.abc import Awaitable, Callable
+from contextlib import aclosing
+from typing import Any
+
+import grpc
+
+from rpc.errors import DETAILS_KEY, InternalError, TandemError, to_status
+
+logger = logging.getLogger(__name__)
+
+Behavior = Callable[[Any, Any], Any]
+"""(request or request iterator, context) -> awaitable, or async generator of responses."""
+
+
+class ErrorInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[misc]
+    """Installed by `rpc.server.Server` on every service."""
+
+    async def intercept_service(
+        self,
+        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[grpc.RpcMethodHandler | None]],
+        handler_call_details: grpc.HandlerCallDetails,
+    ) -> grpc.RpcMethodHandler | None:
+        handler = await continuation(handler_call_details)
+        if handler is None:
+            return None  # gRPC answers UNIMPLEMENTED
+        return _wrap(handler, handler_call_details.method)
+
+
+def _wrap(handler: grpc.RpcMethodHandler, method: str) -> grpc.RpcMethodHandler:
+    """`handler` with its one behavior (of four) guarded."""
+    for kind, make in _HANDLER_KINDS.items():
+        behavior = getattr(handler, kind)
+        if behavior is not None:
+            return make(
+                _guard(behavior, method),
+                request_deserializer=handler.request_deserializer,
+                response_serializer=handler.response_serializer,
+            )
+    raise AssertionError(f"{method} has no behavior")
+
+
+_HANDLER_KINDS: dict[str, Callable[..., grpc.RpcMethodHandler]] = {
+    "unary_unary": grpc.unary_unary_rpc_method_handler,
+    "unary_stream": grpc.unary_stream_rpc_method_handler,
+    "stream_unary": grpc.stream_unary_rpc_method_handler,
+    "stream_stream": grpc.stream_stream_rpc_method_handler,
+}
+
+
+def _guard(behavior: Behavior, method: str) -> Behavior:
+    call = _draining_generator(behavior) if inspect.isasyncgenfunction(behavior) else behavior
+    if not inspect.iscoroutinefunction(call):
+        return _unimplemented(method)
+
+    async def guarded(request: Any, context: Any) -> Any:
+        try:
+            return await call(request, context)
+        except (asyncio.CancelledError, grpc.aio.BaseError):
+            # BaseError is gRPC's own: an abort() by the handler, or a write to a client that has left.
+            raise
+        except TandemError as error:
+            await abort(context, error)
+        except Exception as error:
+            await abort(context, log_bug(error, method))
+
+    return guarded
+
+
+def _draining_generator(behavior: Behavior) -> Behavior:
+    """A generator handler as a coroutine that writes; it closes the generator however the RPC ends."""
+
+    async def write_all(request: Any, context: Any) -> None:
+        async with aclosing(behavior(request, context)) as responses:
+            async for response in responses:
+                await context.write(response)
+
+    return write_all
+
+
+def _unimplemented(method: str) -> Behavior:
+    async def refuse(request: Any, context: Any) -> None:
+        await context.abort(grpc.StatusCode.UNIMPLEMENTED, f"{method} is not implemented here")
+
+    return refuse
+
+
+def log_bug(error: Exception, where: str) -> InternalError:
+    """Log `error` with its traceback under a new id; the error returned carries its class and the id, not its text."""
+    bug_id = secrets.token_hex(6)
+    logger.error("unexpected %s in %s", type(error).__name__, where, extra={"bug_id": bug_id}, exc_info=error)
+    return InternalError(f"{type(error).__name__}; logged by the server with bug_id={bug_id}")
+
+
+async def abort(context: Any, error: TandemError) -> None:
+    """End the RPC with the status of `error`. Raises gRPC's AbortError, as `context.abort` does."""
+    status = to_status(error)
+    code = next(code for code in grpc.StatusCode if code.value[0] == status.code)
+    await context.abort(code, status.message, ((DETAILS_KEY, status.SerializeToString()),))

@@ -1,0 +1,155 @@
+"""One gRPC server of one process: its port, health, reflection, TLS, and its orderly end.
+
+Owns the port and the health of each service. Does not own what the services do: a service finishes or hands over its
+own streams between `enter_drain` and `drain`.
+
+    NEW ── add(…)* ── start() ──> SERVING ── enter_drain() ──> DRAINING ── drain(grace_s) ──> STOPPED
+                        │         set_serving() when a         readiness NOT_SERVING;         no new RPCs; those that
+                        v         service is ready             RPCs are still accepted:       run after grace_s
+                   CannotListen                                handlers refuse new work       are cancelled
+                 (nothing is bound)                            and finish what runs
+"""
+
+from __future__ import annotations
+
+import errno
+import socket
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import grpc
+from grpc_health.v1 import health_pb2_grpc
+from grpc_reflection.v1alpha import reflection
+
+from rpc import health
+from rpc.channel import DEFAULT_MAX_MESSAGE_BYTES, KEEPALIVE_TIME_MS, KEEPALIVE_TIMEOUT_MS
+from rpc.interceptors import ErrorInterceptor
+
+
+class CannotListen(Exception):  # noqa: N818 - reads as the sentence it is
+    """The address cannot be bound. The message says why and what to do, for the person who started the process."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServerTLS:
+    """PEM files of the server; with `client_ca`, clients must show a certificate that it signed."""
+
+    cert: Path
+    key: Path
+    client_ca: Path | None = None
+
+    def credentials(self) -> grpc.ServerCredentials:
+        """Raises `OSError` naming the file that cannot be read."""
+        return grpc.ssl_server_credentials(
+            [(self.key.read_bytes(), self.cert.read_bytes())],
+            root_certificates=self.client_ca.read_bytes() if self.client_ca else None,
+            require_client_auth=self.client_ca is not None,
+        )
+
+
+class Server:
+    """See the module. Make it on the event loop that will serve."""
+
+    def __init__(
+        self,
+        listen: str,
+        *,
+        max_message_bytes: int = DEFAULT_MAX_MESSAGE_BYTES,
+        tls: ServerTLS | None = None,
+    ) -> None:
+        """`listen` is "host:port". Raises `ValueError` where it is not."""
+        self._listen = listen
+        self._host, self._port = split_address(listen)
+        self._tls = tls
+        self._names = [health.SERVICE_NAME, reflection.SERVICE_NAME]
+        self._server = grpc.aio.server(interceptors=[ErrorInterceptor()], options=_options(max_message_bytes))
+        self._health = health.HealthServicer()
+        health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
+        self._is_draining = False
+
+    @property
+    def is_draining(self) -> bool:
+        return self._is_draining
+
+    def add(self, add_servicer: Callable[[Any, Any], None], servicer: object, service_name: str) -> None:
+        """Serve `servicer` (`add_servicer`: the generated add_XServicer_to_server), not ready until `set_serving`.
+
+        `service_name` is the full one: "tandem.v1.Inference". Before `start` only.
+        """
+        add_servicer(servicer, self._server)
+        self._names.append(service_name)
+        self._health.add(service_name)
+
+    async def start(self) -> str:
+        """Bind and serve. Returns "host:port" with the port that was bound. Raises `CannotListen`."""
+        reflection.enable_server_reflection(self._names, self._server)
+        port = self._bind()
+        await self._server.start()
+        return f"{self._host}:{port}"
+
+    def _bind(self) -> int:
+        try:
+            if self._tls is None:
+                return int(self._server.add_insecure_port(self._listen))
+            return int(self._server.add_secure_port(self._listen, self._tls.credentials()))
+        except RuntimeError as error:
+            raise CannotListen(_why_not(self._host, self._port)) from error
+
+    def set_serving(self, service_name: str, is_serving: bool) -> None:
+        """Say whether `service_name` is ready. Without effect once draining."""
+        self._health.set_serving(service_name, is_serving)
+
+    def enter_drain(self) -> None:
+        """Readiness NOT_SERVING for good; RPCs are still accepted. Repeating it is harmless."""
+        self._is_draining = True
+        self._health.enter_drain()
+
+    async def drain(self, grace_s: float) -> None:
+        """Refuse new RPCs, wait for the running ones, cancel what still runs after `grace_s` seconds."""
+        self.enter_drain()
+        await self._server.stop(grace_s)
+
+    async def wait_closed(self) -> None:
+        """Until `drain` has ended, whoever called it."""
+        await self._server.wait_for_termination()
+
+
+def _options(max_message_bytes: int) -> list[tuple[str, int]]:
+    return [
+        ("grpc.max_send_message_length", max_message_bytes),
+        ("grpc.max_receive_message_length", max_message_bytes),
+        # A second process on the same port would silently get half of the connections.
+        ("grpc.so_reuseport", 0),
+        # Pings of ours find clients whose machine is gone, so that what their streams own is freed.
+        ("grpc.keepalive_time_ms", KEEPALIVE_TIME_MS),
+        ("grpc.keepalive_timeout_ms", KEEPALIVE_TIMEOUT_MS),
+        ("grpc.keepalive_permit_without_calls", 1),
+        ("grpc.http2.max_pings_without_data", 0),
+        # Clients ping every KEEPALIVE_TIME_MS; by default a server takes that for an attack (GOAWAY too_many_pings).
+        ("grpc.http2.min_ping_interval_without_data_ms", KEEPALIVE_TIME_MS // 2),
+    ]
+
+
+def split_address(address: str) -> tuple[str, int]:
+    """("host", port) of "host:port"; an IPv6 host keeps its brackets. Raises `ValueError`."""
+    host, colon, port = address.rpartition(":")
+    if not host or not colon or not port.isascii() or not port.isdecimal() or int(port) > 65535:
+        raise ValueError(f"an address is HOST:PORT with a port from 0 to 65535, not {address!r}")
+    if ":" in host and not (host.startswith("[") and host.endswith("]")):
+        raise ValueError(f"an IPv6 host stands in brackets, as in [::1]:50051, not {address!r}")
+    return host, int(port)
+
+
+def _why_not(host: str, port: int) -> str:
+    """gRPC says only that binding failed; a plain socket says why."""
+    reason, is_busy = "it was busy a moment ago", True
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(host.strip("[]"), port, type=socket.SOCK_STREAM)[0]
+        with socket.socket(family, kind, protocol) as probe:
+            probe.bind(address)
+    except OSError as error:
+        reason, is_busy = error.strerror or str(error), error.errno == errno.EADDRINUSE
+    remedy = f"Stop what uses port {port}, or choose" if is_busy else "Choose"
+    return f"cannot listen on {host}:{port}: {reason}. {remedy} another with --listen HOST:PORT (port 0: a free one)."

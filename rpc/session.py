@@ -1,0 +1,159 @@
+"""The generic half of the `Session` streams between a router and a worker (protos/tandem_worker.proto).
+
+Owns the batching of events on their way up, the first handshake and the session's lease. Knows nothing of requests:
+what a session started on the worker ends in the service's own `finally`.
+
+    router                         worker's handler:  async def Session(self, request_iterator, context)
+    Hello ───────────────────────> check_hello(await anext(request_iterator))     raises Incompatible
+                                   await run_session(…):
+    commands, Beat ──────────────>   handle(command) for each                     raises LeaseGone after lease_ms
+    <── WorkerEvents ─────────────   outbox.messages()  <── outbox.post(events)   of silence
+                                   run_session returns: the router has closed its side, or outbox.close() was called
+    stream dropped ──────────────> run_session is cancelled
+                                   finally: free what the session owns
+
+    EventOutbox: OPEN ── post()* ── close() ──> CLOSED: what is pending is still sent, then messages() ends
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import AsyncIterator, Callable, Iterable
+from itertools import islice
+from typing import Any, TypeVar
+
+from protos import tandem_worker_pb2 as pb
+from rpc.errors import Incompatible, LeaseGone
+
+PROTOCOL_VERSION = 1
+"""Of the Session streams; raised whenever an old peer would misread a new one."""
+
+Command = TypeVar("Command", pb.PrefillCommand, pb.DecodeCommand)
+
+
+class EventOutbox:
+    """Events of one session on their way to its router. Loop-thread only; one reader.
+
+    Unbounded, since an event may not be lost and its number is bounded by the tokens of the session's requests; what is
+    waiting is counted in `num_pending`. A slow reader gets fewer, larger messages.
+    """
+
+    def __init__(self, load: Callable[[], pb.WorkerLoad] | None = None, *, max_events_per_message: int = 1024) -> None:
+        """`load` gives the newest load, which goes into every message."""
+        if max_events_per_message < 1:
+            raise ValueError(f"max_events_per_message must be at least 1, is {max_events_per_message}")
+        self._load = load
+        self._max_events_per_message = max_events_per_message
+        self._pending: deque[pb.WorkerEvent] = deque()
+        self._news = asyncio.Event()
+        """Set while a message is due: events are pending, a load was asked for, or the outbox is closed."""
+        self._is_closed = False
+        self.num_posted = 0
+        """Events, ever."""
+        self.num_messages = 0
+        """Messages taken by the reader, ever."""
+
+    @property
+    def num_pending(self) -> int:
+        """Events not yet taken by the reader."""
+        return len(self._pending)
+
+    @property
+    def is_closed(self) -> bool:
+        return self._is_closed
+
+    def post(self, events: Iterable[pb.WorkerEvent] = ()) -> None:
+        """Send the events of one engine step, after all that were posted before. None at all: send the load alone.
+
+        After `close` they are dropped: the session they belong to has ended.
+        """
+        if self._is_closed:
+            return
+        num_before = len(self._pending)
+        self._pending.extend(events)
+        self.num_posted += len(self._pending) - num_before
+        self._news.set()
+
+    def close(self) -> None:
+        """Take no more events; `messages` ends when those pending are sent. Repeating it is harmless."""
+        self._is_closed = True
+        self._news.set()
+
+    async def messages(self) -> AsyncIterator[pb.WorkerEvents]:
+        """Messages of everything pending, each of at most `max_events_per_message`, until closed and empty."""
+        while True:
+            await self._news.wait()
+            if self._is_closed and not self._pending:
+                return
+            yield self._take()
+
+    def _take(self) -> pb.WorkerEvents:
+        num_events = min(len(self._pending), self._max_events_per_message)
+        message = pb.WorkerEvents(events=islice(self._pending, num_events))
+        for _ in range(num_events):
+            self._pending.popleft()
+        if self._load is not None:
+            message.load.CopyFrom(self._load())
+        if not self._pending and not self._is_closed:
+            self._news.clear()
+        self.num_messages += 1
+        return message
+
+
+async def run_session(
+    commands: AsyncIterator[Command],
+    context: Any,
+    outbox: EventOutbox,
+    handle: Callable[[Command], None],
+    *,
+    lease_ms: int,
+) -> None:
+    """Pass each of `commands` to `handle` and write the outbox' messages to `context` until either side ends.
+
+    Returns when the router has closed its side, or the outbox was closed; what was pending then is written first.
+    Raises `LeaseGone` when no command comes for `lease_ms` (the router is dead or cut off; a write to it that hangs is
+    given up), and whatever `handle` raises. The outbox is closed however it ends.
+    """
+    reader = asyncio.create_task(_read_all(commands, handle, lease_ms))
+    writer = asyncio.create_task(_write_all(outbox, context))
+    try:
+        await asyncio.wait({reader, writer}, return_when=asyncio.FIRST_COMPLETED)
+        if reader.done():
+            reader.result()
+            outbox.close()
+        await writer
+    finally:
+        outbox.close()
+        reader.cancel()
+        writer.cancel()
+        await asyncio.wait({reader, writer})
+
+
+async def _read_all(commands: AsyncIterator[Command], handle: Callable[[Command], None], lease_ms: int) -> None:
+    while True:
+        try:
+            async with asyncio.timeout(lease_ms / 1000):
+                command = await anext(commands, None)
+        except TimeoutError as error:
+            raise LeaseGone(f"no command and no beat for {lease_ms} ms") from error
+        if command is None:
+            return
+        handle(command)
+
+
+async def _write_all(outbox: EventOutbox, context: Any) -> None:
+    async for message in outbox.messages():
+        await context.write(message)
+
+
+def check_hello(command: pb.PrefillCommand | pb.DecodeCommand, *, incarnation: str) -> pb.Hello:
+    """The Hello that must open a session, checked against this worker's `incarnation`. Raises `Incompatible`."""
+    if command.WhichOneof("command") != "hello":
+        raise Incompatible("the first command of a session must be hello")
+    hello = command.hello
+    if hello.protocol_version != PROTOCOL_VERSION:
+        raise Incompatible(f"protocol_version {hello.protocol_version} is not ours, {PROTOCOL_VERSION}")
+    if hello.incarnation != incarnation:
+        raise Incompatible(f"incarnation {hello.incarnation!r} has ended; this is {incarnation!r}")
+    return hello

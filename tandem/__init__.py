@@ -1,0 +1,69 @@
+"""What people touch: the offline `LLM`, clients, the local `Cluster` and the `tandem` command.
+
+    from tandem import LLM, SamplingParams     # in this process, no services
+    from tandem import Client, AsyncClient     # talks to a router
+    from tandem import Cluster, ClusterArgs    # starts Redis, router and workers on this machine
+
+Names are imported when first used: a client needs no torch.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from importlib.metadata import PackageNotFoundError, version
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from engine.config import EngineArgs
+    from engine.sampling_params import SamplingParams
+    from tandem.answer import Answer, StreamBroken
+    from tandem.client import AsyncClient, Client
+    from tandem.cluster import Cluster, ClusterArgs, ClusterError
+    from tandem.llm import LLM, CompletionOutput, RequestOutput
+
+_HOME = {
+    "EngineArgs": "engine.config",
+    "SamplingParams": "tandem.llm",
+    "Answer": "tandem.answer",
+    "StreamBroken": "tandem.answer",
+    "AsyncClient": "tandem.client",
+    "Client": "tandem.client",
+    "Cluster": "tandem.cluster",
+    "ClusterArgs": "tandem.cluster",
+    "ClusterError": "tandem.cluster",
+    "LLM": "tandem.llm",
+    "CompletionOutput": "tandem.llm",
+    "RequestOutput": "tandem.llm",
+}
+
+__all__ = [
+    "LLM",
+    "Answer",
+    "AsyncClient",
+    "Client",
+    "Cluster",
+    "ClusterArgs",
+    "ClusterError",
+    "CompletionOutput",
+    "EngineArgs",
+    "RequestOutput",
+    "SamplingParams",
+    "StreamBroken",
+    "__version__",
+]
+
+
+def _version() -> str:
+    try:
+        return version("tandem-llm")
+    except PackageNotFoundError:  # a checkout on the path that was never installed
+        return "0.0.0+checkout"
+
+
+__version__ = _version()
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(_HOME[name]), name)

@@ -1,0 +1,138 @@
+"""A client's side of one stream: checks that it is exact, and adds it up.
+
+Pure: messages in, an `Answer` out. Does not own the call that the messages come from.
+
+    EMPTY ── accept(message) ──> OPEN ── accept(last message) ──> COMPLETE ── answer() ──> Answer
+      └───────── a gap, a repetition, something after the end, or an end too early: StreamBroken
+
+A message's `offset` is the number of tokens before it. The client believes no server in that, so that whatever was
+retried or moved behind the router, nobody is handed a text with a hole.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from google.protobuf.message import Message
+
+from protos.tandem_inference_pb2 import FinishReason, GenerateResponse, Timings, Usage
+
+
+class StreamBroken(Exception):  # noqa: N818 - named as the errors of `rpc.errors` are
+    """The router sent a stream with a gap, a repetition or no end: a bug, never to be shown as an answer."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Answer:
+    """A finished request."""
+
+    request_id: str
+    text: str
+    token_ids: list[int]
+    finish_reason: str
+    """ "stop", "length" or "abort"."""
+    usage: Usage
+    timings: Timings
+
+    def to_dict(self) -> dict[str, Any]:
+        """For JSON: plain values, with the names of the wire."""
+        return {
+            "request_id": self.request_id,
+            "text": self.text,
+            "token_ids": self.token_ids,
+            "finish_reason": self.finish_reason,
+            "usage": message_to_dict(self.usage),
+            "timings": message_to_dict(self.timings),
+        }
+
+
+class AnswerStream:
+    """Takes a stream's messages in order."""
+
+    def __init__(self) -> None:
+        self._texts: list[str] = []
+        self._token_ids: list[int] = []
+        self._last: GenerateResponse | None = None
+
+    def accept(self, message: GenerateResponse) -> GenerateResponse:
+        """Returns `message`. Raises `StreamBroken`."""
+        if self._last is not None:
+            raise StreamBroken(f"request {message.request_id}: a message came after the last one")
+        if message.sequence != 0:
+            raise StreamBroken(f"request {message.request_id}: sequence {message.sequence} was not asked for")
+        if message.offset != len(self._token_ids):
+            raise StreamBroken(
+                f"request {message.request_id}: tokens from position {message.offset} came, "
+                f"{len(self._token_ids)} was to come"
+            )
+        self._token_ids += message.token_ids
+        self._texts.append(message.text)
+        if message.HasField("usage"):
+            self._end(message)
+        elif message.finish_reason != FinishReason.FINISH_REASON_UNSPECIFIED:
+            raise StreamBroken(f"request {message.request_id}: its end carries no usage")
+        return message
+
+    def _end(self, message: GenerateResponse) -> None:
+        if message.finish_reason == FinishReason.FINISH_REASON_UNSPECIFIED:
+            raise StreamBroken(f"request {message.request_id}: its end has no reason")
+        if message.usage.completion_tokens != len(self._token_ids):
+            raise StreamBroken(
+                f"request {message.request_id}: {len(self._token_ids)} tokens came, "
+                f"{message.usage.completion_tokens} were counted"
+            )
+        self._last = message
+
+    def check_ended(self) -> None:
+        """The stream has ended with status OK: raises `StreamBroken` unless its last message has come."""
+        if self._last is None:
+            raise StreamBroken("the stream ended with status OK and without its last message")
+
+    def answer(self) -> Answer:
+        """The whole. Raises `StreamBroken` unless the last message has come."""
+        self.check_ended()
+        assert self._last is not None
+        return Answer(
+            request_id=self._last.request_id,
+            text="".join(self._texts),
+            token_ids=list(self._token_ids),
+            finish_reason=short_name(FinishReason.DESCRIPTOR, self._last.finish_reason),
+            usage=self._last.usage,
+            timings=self._last.timings,
+        )
+
+
+def short_name(enum: Any, number: int) -> str:
+    """A wire enum's value without its prefix, in lower case: FINISH_REASON_STOP -> "stop", MODE_LOCAL -> "local"."""
+    names = [value.name for value in enum.values]
+    prefix = names[0].removesuffix("UNSPECIFIED")
+    value = enum.values_by_number.get(number)
+    return value.name.removeprefix(prefix).lower() if value else str(number)
+
+
+def message_to_dict(message: Message) -> dict[str, Any]:
+    """A message as plain values with the wire's names: every field, enums as short names, bytes in hexadecimal.
+
+    Unlike protobuf's JSON, 64-bit integers stay numbers and zeros are not left out.
+    """
+    out: dict[str, Any] = {}
+    for entry in message.DESCRIPTOR.fields:
+        value = getattr(message, entry.name)
+        if entry.has_presence and not message.HasField(entry.name):
+            out[entry.name] = None
+        elif entry.message_type is not None and entry.message_type.GetOptions().map_entry:
+            out[entry.name] = dict(value)
+        elif entry.is_repeated:
+            out[entry.name] = [_plain(entry, item) for item in value]
+        else:
+            out[entry.name] = _plain(entry, value)
+    return out
+
+
+def _plain(entry: Any, value: Any) -> Any:
+    if entry.message_type is not None:
+        return message_to_dict(value)
+    if entry.enum_type is not None:
+        return short_name(entry.enum_type, value)
+    return value.hex() if isinstance(value, bytes) else value

@@ -1,0 +1,23 @@
+"""`tandem demo`: what `make demo` runs."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+
+import click
+
+from tandem.cli.options import examples
+from tandem.cluster import TRANSPORTS, ClusterArgs
+
+
+@click.command(epilog=examples("tandem demo", "tandem demo --prompt 'What is a KV cache?' --transport nixl"))
+@click.option("--prompt", default="", help="What to ask. Default: a question with an answer of a few sentences.")
+@click.option("--transport", type=click.Choice(TRANSPORTS), default=ClusterArgs.transport, show_default=True,
+              help="How KV moves from the prefill to the decode worker.")  # fmt: skip
+@click.option("--verbose", "is_verbose", is_flag=True, help="Show the log lines of all processes.")
+def demo(prompt: str, transport: str, is_verbose: bool) -> None:
+    """Start a prefill and a decode worker, stream an answer, show what happened, stop everything."""
+    from tandem.demo import run_demo
+
+    sys.exit(asyncio.run(run_demo(prompt=prompt, transport=transport, is_verbose=is_verbose)))

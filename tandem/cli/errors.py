@@ -1,0 +1,48 @@
+"""Errors as a person at a terminal needs them: one line that names the field and says what to do."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import click
+
+from rpc.errors import Draining, InvalidRequest, NoWorker, Overloaded, TandemError, Unreachable
+from tandem.answer import StreamBroken
+
+SAMPLING_PREFIX = "sampling_params."
+
+
+def explain(error: TandemError, address: str) -> str:
+    """One line about what a call to the router at `address` raised."""
+    if isinstance(error, InvalidRequest) and error.violations:
+        return "; ".join(f"{_flag(v.field)}: {v.description}" for v in error.violations)
+    if isinstance(error, Unreachable):
+        return (
+            f"no router answers at {address} ({error.message}). Start one with `tandem up`, or name another with "
+            "--router HOST:PORT or TANDEM_ROUTER."
+        )
+    line = " ".join(error.message.split()) or type(error).__name__
+    if error.retry_after_s is not None:
+        return f"{line.rstrip('.')}. Try again in {error.retry_after_s:.1f} s."
+    if isinstance(error, (Overloaded, NoWorker, Draining)):
+        return f"{line.rstrip('.')}. Try again in a moment."
+    return line
+
+
+def _flag(field: str) -> str:
+    """A field of the wire as the flag that sets it."""
+    if field.startswith(SAMPLING_PREFIX):
+        return "--" + field.removeprefix(SAMPLING_PREFIX).split("[")[0].replace("_", "-")
+    return {"text": "PROMPT", "chat": "PROMPT", "prompt": "PROMPT"}.get(field.split(".")[0], field)
+
+
+@contextmanager
+def readable_errors(address: str) -> Iterator[None]:
+    """Around calls to the router at `address`: what they raise ends the command with one line and exit code 1."""
+    try:
+        yield
+    except TandemError as error:
+        raise click.ClickException(explain(error, address)) from error
+    except StreamBroken as error:
+        raise click.ClickException(f"{error}. What was printed is not the whole answer.") from error

@@ -1,0 +1,25 @@
+"""`tandem fetch`: makes a model's folder ready and prints its path."""
+
+from __future__ import annotations
+
+import click
+
+from engine.config import EngineArgs
+from tandem.cli.options import examples
+
+
+@click.command(epilog=examples("tandem fetch", "tandem up --model $(tandem fetch ~/Downloads/model.gguf)"))
+@click.argument("model", default=EngineArgs.model)
+def fetch(model: str) -> None:
+    """Download or convert MODEL once, and print the folder it is in.
+
+    MODEL is the default model's name, a folder in Hugging Face's format, a GGUF file or a hub id. Doing it again takes
+    no time. Progress goes to stderr. Models are kept in ~/.cache/tandem.
+    """
+    from engine.model_loader import resolve_model  # imports torch
+
+    try:
+        folder = resolve_model(model)
+    except (ValueError, OSError, RuntimeError) as error:
+        raise click.ClickException(" ".join(str(error).split()) or type(error).__name__) from error
+    click.echo(folder)

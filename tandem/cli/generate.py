@@ -1,0 +1,88 @@
+"""`tandem generate`: one request to a router, streamed to stdout."""
+
+from __future__ import annotations
+
+import json
+import signal
+import sys
+from typing import Any
+
+import click
+
+from tandem.cli.errors import readable_errors
+from tandem.cli.options import examples, json_option, router_option
+from tandem.client import Client, Prompt, Sampling, generate_request
+
+INTERRUPTED = 128 + signal.SIGINT
+
+
+@click.command(
+    epilog=examples(
+        "tandem generate --chat 'Why is the sky blue?' --temperature 0",
+        "tandem generate 'Once upon a time' --seed 7 --max-tokens 100",
+        "tandem generate - --json < prompt.txt | jq .usage",
+    )
+)
+@click.argument("prompt")
+@click.option("--chat", "is_chat", is_flag=True, help="PROMPT is what a user says: it goes through the chat template.")
+@click.option("--system", help="What the system message says. Implies --chat.")
+@click.option("--max-tokens", type=int, default=256, show_default=True, help="The answer's length limit.")
+@click.option("--temperature", type=float, help="0 is greedy. Default: the model's.")
+@click.option("--top-p", type=float, help="Sample from the likeliest tokens that make up this share, in (0, 1].")
+@click.option("--top-k", type=int, help="Sample from the k likeliest tokens; 0 keeps all.")
+@click.option("--min-p", type=float, help="Leave out tokens less likely than this times the likeliest, in [0, 1].")
+@click.option("--seed", type=int, help="The same seed gives the same answer. Default: a new one each time.")
+@click.option("--stop", multiple=True, help="End before this text comes. May be given several times.")
+@click.option("--ignore-eos", is_flag=True, help="Go on to --max-tokens, whatever the model says.")
+@click.option("--timeout-s", type=click.FloatRange(min=0, min_open=True), help="Give up after this many seconds.")
+@json_option
+@router_option
+def generate(
+    prompt: str,
+    is_chat: bool,
+    system: str | None,
+    is_json: bool,
+    address: str,
+    timeout_s: float | None,
+    ignore_eos: bool,
+    **options: Any,
+) -> None:
+    """Stream the answer to PROMPT to stdout as it comes. PROMPT `-` reads stdin.
+
+    Ctrl-C cancels the request on every worker.
+    """
+    text = sys.stdin.read() if prompt == "-" else prompt
+    sampling = Sampling(**{name: value for name, value in options.items() if value is not None})  # type: ignore[typeddict-item]
+    if ignore_eos:
+        sampling["ignore_eos"] = True
+    asked = _as_chat(text, system) if is_chat or system is not None else text
+    try:
+        generate_request(asked, **sampling)
+    except ValueError as error:
+        raise click.UsageError(str(error)) from error
+    try:
+        with readable_errors(address), Client(address) as client:
+            if is_json:
+                answer = client.generate(asked, timeout_s=timeout_s, **sampling)
+                click.echo(json.dumps(answer.to_dict(), ensure_ascii=False, indent=2))
+            else:
+                _stream(client, asked, timeout_s, sampling)
+    except KeyboardInterrupt:
+        click.echo("cancelled", err=True)
+        sys.exit(INTERRUPTED)
+
+
+def _as_chat(text: str, system: str | None) -> Prompt:
+    messages = [{"role": "user", "content": text}]
+    return messages if system is None else [{"role": "system", "content": system}, *messages]
+
+
+def _stream(client: Client, prompt: Prompt, timeout_s: float | None, sampling: Sampling) -> None:
+    has_printed = False
+    try:
+        for message in client.stream(prompt, timeout_s=timeout_s, **sampling):
+            click.echo(message.text, nl=False)
+            has_printed = has_printed or bool(message.text)
+    finally:
+        if has_printed:  # an error's line then starts on a line of its own
+            click.echo()

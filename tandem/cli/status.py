@@ -1,0 +1,55 @@
+"""`tandem status` and `tandem audit`: what the workers do, and who owns their memory."""
+
+from __future__ import annotations
+
+import json
+import sys
+
+import click
+
+from tandem.answer import message_to_dict
+from tandem.cli.errors import readable_errors
+from tandem.cli.options import examples, json_option, router_option
+from tandem.client import Client
+from tandem.tables import audit_problems, audit_table, print_table, router_line, status_table
+
+
+@click.command(epilog=examples("watch tandem status", "tandem status --json | jq '.workers[].record.load'"))
+@json_option
+@router_option
+def status(is_json: bool, address: str) -> None:
+    """Show the router's queue and every worker: what it runs, its KV pool, its prefix hits.
+
+    Pool is free/cached/used of all blocks; cached ones hold a prefix and can be taken at any time.
+    """
+    with readable_errors(address), Client(address) as client:
+        answer = client.status()
+    if is_json:
+        click.echo(json.dumps(message_to_dict(answer), indent=2))
+        return
+    click.echo(router_line(answer, address))
+    print_table(status_table(answer))
+    for line in answer.unreachable:
+        click.echo(f"unreachable: {line}")
+
+
+@click.command(epilog=examples("tandem audit && echo every block has one owner"))
+@json_option
+@router_option
+def audit(is_json: bool, address: str) -> None:
+    """Recount every KV block of every worker, by owner. The owners sum up to the pool, or exit code 1.
+
+    free: no content. cached: a prefix, may be evicted. sequence: a running request's. grant: reserved for an incoming
+    transfer. held: kept until an outgoing transfer is acknowledged.
+    """
+    with readable_errors(address), Client(address) as client:
+        answer = client.audit()
+    problems = audit_problems(answer)
+    if is_json:
+        click.echo(json.dumps(message_to_dict(answer) | {"problems": problems}, indent=2))
+    else:
+        print_table(audit_table(answer))
+    for problem in problems:
+        click.echo(f"Error: {problem}", err=True)
+    if problems:
+        sys.exit(1)

@@ -1,0 +1,112 @@
+"""`tandem up`: a whole Tandem on this machine, in the foreground."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import sys
+from typing import Any
+
+import click
+
+from engine.config import EngineArgs
+from rpc.entrypoint import LOG_LEVELS, build, options_of
+from tandem.cli.options import examples
+from tandem.cluster import TRANSPORTS, Cluster, ClusterArgs, ClusterError
+
+
+@click.command(
+    epilog=examples(
+        "tandem up                              # then, in another terminal:",
+        "tandem generate --chat 'Hello!'",
+        "tandem status",
+        "",
+        "tandem up --prefill 2 --decode 2 --transport nixl --listen 127.0.0.1:0",
+        "tandem up --aggregated --decode 2 --model ~/models/Qwen3-0.6B --max-model-len 4096",
+    )
+)
+@click.option("--prefill", "num_prefill", type=int, default=1, envvar="TANDEM_PREFILL", show_default=True,
+              help="Number of prefill workers.")  # fmt: skip
+@click.option("--decode", "num_decode", type=int, default=1, envvar="TANDEM_DECODE", show_default=True,
+              help="Number of decode workers.")  # fmt: skip
+@click.option("--aggregated", "is_aggregated", is_flag=True, envvar="TANDEM_AGGREGATED",
+              help="No prefill workers: each of the --decode workers prefills for itself.")  # fmt: skip
+@click.option("--listen", default=ClusterArgs.listen, envvar="TANDEM_LISTEN", show_default=True, metavar="HOST:PORT",
+              help="Where the router listens. Port 0 takes a free one.")  # fmt: skip
+@click.option("--transport", type=click.Choice(TRANSPORTS), default=ClusterArgs.transport, envvar="TANDEM_TRANSPORT",
+              show_default=True, help="How KV moves: grpc runs anywhere, nixl writes straight into the peer's memory "
+              "(shared memory, TCP, RDMA, NVLink).")  # fmt: skip
+@click.option("--redis", "redis_url", default="", envvar="REDIS_URL", metavar="URL",
+              help="redis://HOST:PORT or unix://PATH. Default: a Redis of its own, gone with it.")  # fmt: skip
+@click.option("--namespace", default=ClusterArgs.namespace, envvar="TANDEM_NAMESPACE", show_default=True,
+              help="Prefix of all keys in Redis: two clusters may share one.")  # fmt: skip
+@click.option("--log-level", type=click.Choice(LOG_LEVELS), default=ClusterArgs.log_level,
+              envvar="TANDEM_LOG_LEVEL", show_default=True, help="What the processes log.")  # fmt: skip
+@click.option("--grace-s", "drain_grace_s", type=float, default=ClusterArgs.drain_grace_s, envvar="TANDEM_GRACE_S",
+              show_default=True, help="How long running streams may go on after Ctrl-C or SIGTERM.")  # fmt: skip
+@options_of(EngineArgs)
+@click.pass_context
+def up(context: click.Context, /, **options: Any) -> None:
+    """Start Redis, a router, prefill and decode workers, and keep them running.
+
+    Prints one line, `ready grpc=HOST:PORT`, to stdout once requests can be served; everything else goes to stderr.
+    A process that dies is started again. Ctrl-C or SIGTERM lets running streams finish and exits 0; a second Ctrl-C
+    does not wait. With --num-threads 0 the workers share the cores.
+    """
+    engine = build(EngineArgs, options)
+    if options["is_aggregated"] and _is_given(context, "num_prefill"):
+        raise click.UsageError("--aggregated starts no prefill workers: leave --prefill out, or --aggregated")
+    own = {name: value for name, value in options.items() if name not in vars(engine)}
+    try:
+        args = ClusterArgs(engine=engine, **own)
+    except ValueError as error:
+        raise click.UsageError(str(error)) from error
+    try:
+        problems = asyncio.run(_serve(args))
+    except ClusterError as error:
+        raise click.ClickException(str(error)) from error
+    for problem in problems:
+        click.echo(f"Error: {problem}", err=True)
+    sys.exit(1 if problems else 0)
+
+
+def _is_given(context: click.Context, name: str) -> bool:
+    return context.get_parameter_source(name) is not click.core.ParameterSource.DEFAULT
+
+
+async def _serve(args: ClusterArgs) -> list[str]:
+    """Until a signal. Returns what did not end well. Raises `ClusterError`."""
+    cluster = Cluster(args)
+    stop = asyncio.Event()
+
+    def on_signal() -> None:
+        if stop.is_set():
+            cluster.hurry()
+            return
+        click.echo("tandem: stopping; streams may finish, Ctrl-C again ends them", err=True)
+        stop.set()
+
+    for number in (signal.SIGINT, signal.SIGTERM):
+        asyncio.get_running_loop().add_signal_handler(number, on_signal)
+    if not await _before(stop, cluster.start()):
+        return []
+    click.echo(f"ready grpc={cluster.router_address}")
+    sys.stdout.flush()
+    try:
+        await _before(stop, cluster.wait_failed())
+    finally:
+        problems = await cluster.stop()
+    return problems
+
+
+async def _before(stop: asyncio.Event, work: Any) -> bool:
+    """Whether `work` ended before `stop` was set; otherwise it is cancelled. Raises what it raises."""
+    task, stopping = asyncio.create_task(work), asyncio.create_task(stop.wait())
+    await asyncio.wait({task, stopping}, return_when=asyncio.FIRST_COMPLETED)
+    stopping.cancel()
+    if task.done():
+        task.result()
+        return True
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
+    return False

@@ -1,0 +1,300 @@
+"""Clients of a router: `Client` for plain code, `AsyncClient` for asyncio. They speak protos/tandem_inference.proto.
+
+    client = Client("127.0.0.1:50051")
+    print(client.generate("The capital of France is", max_tokens=8).text)
+
+Owns one channel each, closed by `close` or at the end of a `with` block. Every stream is checked while it is read (see
+`tandem.answer`). Errors are those of `rpc.errors`; a wrong parameter is an `InvalidRequest` that names its field.
+Dropping a stream (break, cancel, an exception) cancels its request on every worker.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, Generator, Mapping, Sequence
+from contextlib import contextmanager
+from types import TracebackType
+from typing import Any, Self, TypedDict, Unpack
+
+import grpc
+
+from protos import tandem_inference_pb2 as pb
+from protos import tandem_inference_pb2_grpc, tandem_worker_pb2, tandem_worker_pb2_grpc
+from rpc.channel import DEFAULT_MAX_MESSAGE_BYTES, KEEPALIVE_TIME_MS, KEEPALIVE_TIMEOUT_MS, open_channel
+from rpc.errors import from_rpc_error
+from tandem.answer import Answer, AnswerStream
+
+DEFAULT_ADDRESS = "127.0.0.1:50051"
+CONTROL_TIMEOUT_S = 10.0
+"""Of calls that ask and do not generate."""
+
+_CHANNEL_OPTIONS = [
+    ("grpc.max_receive_message_length", DEFAULT_MAX_MESSAGE_BYTES),
+    ("grpc.max_send_message_length", DEFAULT_MAX_MESSAGE_BYTES),
+    ("grpc.keepalive_time_ms", KEEPALIVE_TIME_MS),
+    ("grpc.keepalive_timeout_ms", KEEPALIVE_TIMEOUT_MS),
+    ("grpc.use_local_subchannel_pool", 1),
+]
+
+Prompt = str | Sequence[int] | Sequence[Mapping[str, str]]
+"""A text, token ids, or messages ({"role": ..., "content": ...}) for the model's chat template."""
+
+
+class Sampling(TypedDict, total=False):
+    """Sampling parameters by the wire's names; what is absent takes the model's default."""
+
+    max_tokens: int
+    min_tokens: int
+    temperature: float
+    top_p: float
+    top_k: int
+    min_p: float
+    presence_penalty: float
+    frequency_penalty: float
+    repetition_penalty: float
+    stop: str | Sequence[str]
+    stop_token_ids: Sequence[int]
+    include_stop_str_in_output: bool
+    ignore_eos: bool
+    seed: int
+    skip_special_tokens: bool
+    logit_bias: Mapping[int, float]
+
+
+def generate_request(
+    prompt: Prompt, *, request_id: str = "", model: str = "", stream: bool = True, **sampling: Unpack[Sampling]
+) -> pb.GenerateRequest:
+    """The message of one request. Raises `ValueError` naming a parameter that the wire cannot carry."""
+    request = pb.GenerateRequest(
+        request_id=request_id, model=model, stream=stream, sampling_params=_sampling_params(sampling)
+    )
+    if isinstance(prompt, str):
+        request.text = prompt
+    elif prompt and isinstance(prompt[0], Mapping):
+        for message in prompt:
+            request.chat.messages.append(_chat_message(message))
+    else:
+        request.token_ids.SetInParent()
+        try:
+            request.token_ids.ids.extend(prompt)  # type: ignore[arg-type]
+        except (TypeError, ValueError) as error:
+            raise ValueError(f"prompt: must be a text, token ids or messages: {error}") from error
+    return request
+
+
+def _chat_message(message: Any) -> pb.ChatMessage:
+    if not isinstance(message, Mapping) or set(message) != {"role", "content"}:
+        raise ValueError(f"prompt: a message has a role and a content and nothing else, not {message!r}")
+    try:
+        return pb.ChatMessage(role=message["role"], content=message["content"])
+    except TypeError as error:
+        raise ValueError(f"prompt: role and content of a message must be texts: {error}") from error
+
+
+def _sampling_params(sampling: Mapping[str, Any]) -> pb.SamplingParams:
+    params = pb.SamplingParams()
+    for name, value in sampling.items():
+        if name not in Sampling.__annotations__:
+            known = ", ".join(Sampling.__annotations__)
+            raise ValueError(f"{name}: no such sampling parameter; there are {known}")
+        if value is None:
+            continue
+        try:
+            if name == "stop":
+                params.stop.extend([value] if isinstance(value, str) else value)
+            elif name == "stop_token_ids":
+                params.stop_token_ids.extend(value)
+            elif name == "logit_bias":
+                params.logit_bias.update(value)
+            else:
+                setattr(params, name, value)
+        except (TypeError, ValueError) as error:
+            raise ValueError(f"{name}: {error}") from error
+    return params
+
+
+@contextmanager
+def _errors_of_ours() -> Generator[None]:
+    try:
+        yield
+    except grpc.RpcError as error:
+        raise from_rpc_error(error) from error
+
+
+class Client:
+    """Blocking client of the router at `address`. Threads may share one."""
+
+    def __init__(self, address: str = DEFAULT_ADDRESS) -> None:
+        self._channel = grpc.insecure_channel(address, options=_CHANNEL_OPTIONS)
+        self._inference = tandem_inference_pb2_grpc.InferenceStub(self._channel)
+        self._cluster = tandem_worker_pb2_grpc.ClusterStub(self._channel)
+
+    def generate(
+        self,
+        prompt: Prompt,
+        *,
+        request_id: str = "",
+        model: str = "",
+        timeout_s: float | None = None,
+        **sampling: Unpack[Sampling],
+    ) -> Answer:
+        """The whole answer. `timeout_s` becomes the request's deadline everywhere."""
+        stream = AnswerStream()
+        request = generate_request(prompt, request_id=request_id, model=model, stream=False, **sampling)
+        for _ in self._read(request, stream, timeout_s):
+            pass
+        return stream.answer()
+
+    def stream(
+        self,
+        prompt: Prompt,
+        *,
+        request_id: str = "",
+        model: str = "",
+        timeout_s: float | None = None,
+        **sampling: Unpack[Sampling],
+    ) -> Generator[pb.GenerateResponse]:
+        """The answer's messages as they come. Closing the generator cancels the request."""
+        request = generate_request(prompt, request_id=request_id, model=model, **sampling)
+        return self._read(request, AnswerStream(), timeout_s)
+
+    def _read(
+        self, request: pb.GenerateRequest, stream: AnswerStream, timeout_s: float | None
+    ) -> Generator[pb.GenerateResponse]:
+        with _errors_of_ours():
+            call = self._inference.Generate(request, timeout=timeout_s)
+            try:
+                for message in call:
+                    yield stream.accept(message)
+            finally:
+                call.cancel()  # without effect once it has ended
+        stream.check_ended()
+
+    def abort(self, request_id: str) -> bool:
+        """End a running request; its stream then ends with finish_reason abort. False if it was not running."""
+        with _errors_of_ours():
+            response = self._inference.Abort(pb.AbortRequest(request_id=request_id), timeout=CONTROL_TIMEOUT_S)
+        return bool(response.was_running)
+
+    def model_info(self) -> pb.GetModelInfoResponse:
+        with _errors_of_ours():
+            info: pb.GetModelInfoResponse = self._inference.GetModelInfo(
+                pb.GetModelInfoRequest(), timeout=CONTROL_TIMEOUT_S
+            )
+        return info
+
+    def status(self) -> tandem_worker_pb2.ClusterStatus:
+        """What the router and every worker are doing."""
+        with _errors_of_ours():
+            status: tandem_worker_pb2.ClusterStatus = self._cluster.GetStatus(
+                tandem_worker_pb2.GetClusterStatusRequest(), timeout=CONTROL_TIMEOUT_S
+            )
+        return status
+
+    def audit(self) -> tandem_worker_pb2.ClusterAudit:
+        """Who owns each KV block of every worker, counted anew."""
+        with _errors_of_ours():
+            audit: tandem_worker_pb2.ClusterAudit = self._cluster.Audit(
+                tandem_worker_pb2.AuditRequest(), timeout=CONTROL_TIMEOUT_S
+            )
+        return audit
+
+    def close(self) -> None:
+        self._channel.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, error_type: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+class AsyncClient:
+    """asyncio client of the router at `address`. Made and used on one event loop."""
+
+    def __init__(self, address: str = DEFAULT_ADDRESS) -> None:
+        self._channel = open_channel(address)
+        self._inference = tandem_inference_pb2_grpc.InferenceStub(self._channel)
+        self._cluster = tandem_worker_pb2_grpc.ClusterStub(self._channel)
+
+    async def generate(
+        self,
+        prompt: Prompt,
+        *,
+        request_id: str = "",
+        model: str = "",
+        timeout_s: float | None = None,
+        **sampling: Unpack[Sampling],
+    ) -> Answer:
+        """As `Client.generate`."""
+        stream = AnswerStream()
+        request = generate_request(prompt, request_id=request_id, model=model, stream=False, **sampling)
+        async for _ in self._read(request, stream, timeout_s):
+            pass
+        return stream.answer()
+
+    def stream(
+        self,
+        prompt: Prompt,
+        *,
+        request_id: str = "",
+        model: str = "",
+        timeout_s: float | None = None,
+        **sampling: Unpack[Sampling],
+    ) -> AsyncGenerator[pb.GenerateResponse]:
+        """As `Client.stream`. Use `contextlib.aclosing` where the loop may be left early."""
+        request = generate_request(prompt, request_id=request_id, model=model, **sampling)
+        return self._read(request, AnswerStream(), timeout_s)
+
+    async def _read(
+        self, request: pb.GenerateRequest, stream: AnswerStream, timeout_s: float | None
+    ) -> AsyncGenerator[pb.GenerateResponse]:
+        with _errors_of_ours():
+            call = self._inference.Generate(request, timeout=timeout_s)
+            try:
+                async for message in call:
+                    yield stream.accept(message)
+            finally:
+                call.cancel()  # without effect once it has ended
+        stream.check_ended()
+
+    async def abort(self, request_id: str) -> bool:
+        """As `Client.abort`."""
+        with _errors_of_ours():
+            response = await self._inference.Abort(pb.AbortRequest(request_id=request_id), timeout=CONTROL_TIMEOUT_S)
+        return bool(response.was_running)
+
+    async def model_info(self) -> pb.GetModelInfoResponse:
+        with _errors_of_ours():
+            info: pb.GetModelInfoResponse = await self._inference.GetModelInfo(
+                pb.GetModelInfoRequest(), timeout=CONTROL_TIMEOUT_S
+            )
+        return info
+
+    async def status(self) -> tandem_worker_pb2.ClusterStatus:
+        """As `Client.status`."""
+        with _errors_of_ours():
+            status: tandem_worker_pb2.ClusterStatus = await self._cluster.GetStatus(
+                tandem_worker_pb2.GetClusterStatusRequest(), timeout=CONTROL_TIMEOUT_S
+            )
+        return status
+
+    async def audit(self) -> tandem_worker_pb2.ClusterAudit:
+        """As `Client.audit`."""
+        with _errors_of_ours():
+            audit: tandem_worker_pb2.ClusterAudit = await self._cluster.Audit(
+                tandem_worker_pb2.AuditRequest(), timeout=CONTROL_TIMEOUT_S
+            )
+        return audit
+
+    async def close(self) -> None:
+        await self._channel.close()
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, error_type: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        await self.close()

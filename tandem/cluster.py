@@ -1,0 +1,419 @@
+"""A whole Tandem on this machine: Redis, a router and workers, each a process of its own.
+
+Owns the processes (through `tandem.supervision`), their settings and the moment when requests can be served. Does not
+own requests: `tandem.client` talks to `router_address`.
+
+    Cluster(args) ── start() ──> model resolved ─> Redis answers ─> router and workers start together
+                                  ─> router is SERVING and knows every worker ─> ready
+                  ── stop() ───> router drains (streams finish) ─> workers drain ─> Redis ends ─> folder removed
+
+A process that dies is started again, the router on the port it had and Redis on its socket. A worker keeps its id and
+gets a new incarnation, so that nobody believes what its predecessor said.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import sys
+import sysconfig
+import time
+from collections.abc import Callable, Coroutine, Iterable
+from dataclasses import dataclass, field, fields, replace
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self, TypeVar
+
+import grpc
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from engine.config import EngineArgs
+from protos import tandem_worker_pb2, tandem_worker_pb2_grpc
+from rpc.channel import open_channel
+from rpc.server import split_address
+from tandem.local_redis import LocalRedis
+from tandem.supervision import ProcessError, ProcessEvent, ProcessSpec, RestartPolicy, SupervisedProcess
+
+T = TypeVar("T")
+
+ROUTER = "router"
+REDIS = "redis"
+INFERENCE_SERVICE = "tandem.v1.Inference"
+LISTENING = r"^listening grpc=(\S+)$"
+STATUS_INTERVAL_S = 0.1
+"""Between two looks at the router's list of workers, at the start only."""
+WORKER_GRACE_S = 20.0
+REDIS_GRACE_S = 5.0
+TRANSPORTS = ("grpc", "nixl")
+
+
+class ClusterError(Exception):
+    """The cluster cannot start or go on. The message says what to do."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ClusterArgs:
+    """What `tandem up` starts. Raises `ValueError` naming the flag."""
+
+    engine: EngineArgs = field(default_factory=EngineArgs)
+    num_prefill: int = 1
+    num_decode: int = 1
+    is_aggregated: bool = False
+    """No prefill workers: every decode worker prefills for itself."""
+    listen: str = "127.0.0.1:50051"
+    """The router's address; port 0 takes a free one."""
+    transport: str = "grpc"
+    redis_url: str = ""
+    """Empty: a Redis of our own."""
+    namespace: str = "tandem"
+    log_level: str = "info"
+    drain_grace_s: float = 30.0
+    """How long running streams may go on after `stop`."""
+    extra_router_flags: tuple[str, ...] = ()
+    extra_worker_flags: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        if self.num_decode < 1:
+            raise ValueError(f"--decode must be at least 1, is {self.num_decode}")
+        if self.num_prefill < 1 and not self.is_aggregated:
+            raise ValueError(f"--prefill must be at least 1, is {self.num_prefill}; --aggregated starts without any")
+        if self.transport not in TRANSPORTS:
+            raise ValueError(f"--transport must be one of {', '.join(TRANSPORTS)}, is {self.transport!r}")
+        if self.drain_grace_s < 0:
+            raise ValueError(f"--grace-s must be at least 0, is {self.drain_grace_s}")
+        try:
+            split_address(self.listen)
+        except ValueError as error:
+            raise ValueError(f"--listen: {error}") from error
+
+    @property
+    def worker_names(self) -> list[str]:
+        """ "prefill-1", "decode-1", …: what logs and tests call them."""
+        num_prefill = 0 if self.is_aggregated else self.num_prefill
+        return [
+            *(f"prefill-{i}" for i in range(1, num_prefill + 1)),
+            *(f"decode-{i}" for i in range(1, self.num_decode + 1)),
+        ]
+
+
+def num_cores() -> int:
+    """Cores that this process may use."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+def print_log_line(name: str, line: str) -> None:
+    """A child's line on stderr, behind its name."""
+    print(f"{name:<10} | {line}", file=sys.stderr, flush=True)
+
+
+def print_progress(event: ProcessEvent) -> None:
+    """What happened to a child on stderr, with its last lines where it died."""
+    print(f"tandem: {event.name} {event.what}", file=sys.stderr, flush=True)
+
+
+class Cluster:
+    """An async context manager: ready when entered, gone when left.
+
+    `on_line(name, line)` gets the processes' log lines, `on_event` what happens to them; by default both go to stderr.
+    Raises `ClusterError` from `start` and `wait_failed`.
+    """
+
+    def __init__(
+        self,
+        args: ClusterArgs | None = None,
+        *,
+        on_line: Callable[[str, str], None] = print_log_line,
+        on_event: Callable[[ProcessEvent], None] = print_progress,
+        restart_policy: RestartPolicy | None = None,
+    ) -> None:
+        self.args = args or ClusterArgs()
+        self._on_line = on_line
+        self._on_event = on_event
+        self._restart_policy = restart_policy
+        self._redis: LocalRedis | None = None
+        self._processes: dict[str, SupervisedProcess] = {}
+        self._is_hurried = False
+
+    async def __aenter__(self) -> Self:
+        await self.start()
+        return self
+
+    async def __aexit__(
+        self, error_type: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        problems = await self.stop()
+        if problems and error is None:
+            raise ClusterError("; ".join(problems))
+
+    # -- what it is ---------------------------------------------------------------------------------------------
+
+    @property
+    def router_address(self) -> str:
+        """ "host:port" as the router printed it."""
+        return self._processes[ROUTER].announced
+
+    @property
+    def pids(self) -> dict[str, int]:
+        """Of every process by name: "redis", "router", "prefill-1", …; 0 for one that is between two runs."""
+        return {name: process.pid for name, process in self._processes.items()}
+
+    def address_of(self, name: str) -> str:
+        """ "host:port" of a worker or the router."""
+        return self._processes[name].announced
+
+    def worker_id(self, name: str) -> str:
+        """The id under which the worker `name` registers."""
+        if not self.args.redis_url:
+            return name
+        # Others may be registered in that Redis: the name alone would not be ours alone.
+        return f"{os.uname().nodename}-{os.getpid()}-{name}"
+
+    @property
+    def redis_url(self) -> str:
+        return self._redis.url if self._redis else self.args.redis_url
+
+    # -- start and stop -----------------------------------------------------------------------------------------
+
+    async def start(self) -> None:
+        """Until requests can be served by every worker. Raises `ClusterError`; nothing is left running then."""
+        try:
+            await self._start()
+        except BaseException:
+            self.hurry()
+            await self.stop()
+            raise
+
+    async def _start(self) -> None:
+        folder = await self._resolve_model()
+        if not self.args.redis_url:
+            self._redis = LocalRedis()
+            await self._or_failure(self._supervise(self._redis.spec(REDIS)).wait_running())
+        self._supervise(self._router_spec(folder))
+        for name in self.args.worker_names:
+            self._supervise(self._worker_spec(name, folder))
+        await self._or_failure(self._wait_ready())
+
+    async def stop(self) -> list[str]:
+        """Drain and end everything. Returns what did not end as it should; empty if all is well."""
+        workers = [p for name, p in self._processes.items() if name not in (ROUTER, REDIS)]
+        problems = await self._stop(self._of_name(ROUTER), self.args.drain_grace_s)
+        problems += await self._stop(workers, WORKER_GRACE_S)
+        problems += await self._stop(self._of_name(REDIS), REDIS_GRACE_S)
+        self._processes.clear()
+        if self._redis is not None:
+            self._redis.remove()
+            self._redis = None
+        return problems
+
+    def hurry(self) -> None:
+        """Do not wait any more for processes to end by themselves."""
+        self._is_hurried = True
+        for process in self._processes.values():
+            process.kill()
+
+    async def wait_failed(self) -> None:
+        """Until a process was given up: raises `ClusterError`. Returns when the cluster is stopped."""
+        async with asyncio.TaskGroup() as group:
+            waits = [group.create_task(_failure_of(process)) for process in self._processes.values()]
+            done, pending = await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+            for wait in pending:
+                wait.cancel()
+        for wait in done:
+            if failure := wait.result():
+                raise ClusterError(failure)
+
+    async def wait_restarted(self, name: str, old_pid: int) -> int:
+        """Until process `name` is up again in another run than `old_pid`. Returns the new pid."""
+        try:
+            return await self._processes[name].wait_running(unlike_pid=old_pid)
+        except ProcessError as error:
+            raise ClusterError(str(error)) from error
+
+    # -- the processes ------------------------------------------------------------------------------------------
+
+    def _of_name(self, name: str) -> list[SupervisedProcess]:
+        return [self._processes[name]] if name in self._processes else []
+
+    async def _stop(self, processes: Iterable[SupervisedProcess], grace_s: float) -> list[str]:
+        grace_s = 0.0 if self._is_hurried else grace_s
+        problems = await asyncio.gather(*(process.stop(grace_s) for process in processes))
+        return [problem for problem in problems if problem]
+
+    def _supervise(self, spec: ProcessSpec) -> SupervisedProcess:
+        process = SupervisedProcess(spec, on_line=self._on_line, on_event=self._on_event, policy=self._restart_policy)
+        self._processes[spec.name] = process
+        process.start()
+        return process
+
+    def _router_spec(self, folder: Path) -> ProcessSpec:
+        args = self.args
+
+        def command(announced: str) -> list[str]:
+            return [
+                sys.executable, "-P", "-m", "router",
+                "--listen", announced or args.listen,
+                "--model", str(folder),
+                "--redis", self.redis_url,
+                "--namespace", args.namespace,
+                "--log-level", args.log_level,
+                *args.extra_router_flags,
+            ]  # fmt: skip
+
+        return ProcessSpec(name=ROUTER, command=command, ready_pattern=LISTENING, env=_python_env(), must_start=True)
+
+    def _worker_spec(self, name: str, folder: Path) -> ProcessSpec:
+        args = self.args
+        num_threads = args.engine.num_threads or max(1, num_cores() // len(args.worker_names))
+        engine = replace(
+            args.engine,
+            model=str(folder),
+            # A converted GGUF file is a folder of safetensors.
+            load_format="auto" if args.engine.load_format == "gguf" else args.engine.load_format,
+            served_model_name=args.engine.served_model_name or Path(args.engine.model).name,
+            num_threads=num_threads,
+        )
+        module = "prefill_service" if name.startswith("prefill") else "decode_service"
+        command = [
+            sys.executable, "-P", "-m", module,
+            "--listen", "127.0.0.1:0",
+            "--worker-id", self.worker_id(name),
+            "--redis", self.redis_url,
+            "--namespace", args.namespace,
+            "--log-level", args.log_level,
+            "--transport", args.transport,
+            *engine_flags(engine),
+            *args.extra_worker_flags,
+        ]  # fmt: skip
+        env = {
+            **_python_env(),
+            # Workers share the cores: a thread that spins while it waits would take them from the others.
+            "OMP_NUM_THREADS": str(num_threads),
+            "OMP_WAIT_POLICY": "PASSIVE",
+            "GOMP_SPINCOUNT": "0",
+        }
+        return ProcessSpec(name=name, command=lambda _: command, ready_pattern=LISTENING, env=env)
+
+    # -- waiting ------------------------------------------------------------------------------------------------
+
+    async def _or_failure(self, wait: Coroutine[Any, Any, T]) -> T:
+        """The result of `wait`, unless a process is given up before: `ClusterError`."""
+        task = asyncio.create_task(wait)
+        failure = asyncio.create_task(self.wait_failed())
+        try:
+            await asyncio.wait({task, failure}, return_when=asyncio.FIRST_COMPLETED)
+            if not task.done():
+                failure.result()
+            return await task
+        except ProcessError as error:
+            raise ClusterError(str(error)) from error
+        finally:
+            task.cancel()
+            failure.cancel()
+            await asyncio.gather(task, failure, return_exceptions=True)
+
+    async def _wait_ready(self) -> None:
+        await asyncio.gather(*(process.wait_running() for process in self._processes.values()))
+        async with open_channel(connect_address(self.router_address)) as channel:
+            await _wait_serving(channel)
+            stub = tandem_worker_pb2_grpc.ClusterStub(channel)
+            wanted = {self.worker_id(name) for name in self.args.worker_names}
+            # The router offers a list of workers, and no news of it.
+            while wanted - await _known_workers(stub):  # noqa: ASYNC110
+                await asyncio.sleep(STATUS_INTERVAL_S)
+
+    async def _resolve_model(self) -> Path:
+        """The local folder of `args.engine.model`. Downloads and conversions run in a process of their own: signals
+        end them, and this process needs no torch."""
+        model = self.args.engine.model
+        if folder := _model_folder(model):
+            return folder
+        started_at_s = time.monotonic()
+        process = await asyncio.create_subprocess_exec(
+            sys.executable, "-P", "-m", "tandem", "fetch", model,
+            stdin=asyncio.subprocess.DEVNULL,
+            stdout=asyncio.subprocess.PIPE,
+            env={**os.environ, **_python_env()},
+        )  # fmt: skip
+        try:
+            output, _ = await process.communicate()
+        except asyncio.CancelledError:
+            process.kill()
+            await process.wait()
+            raise
+        if process.returncode != 0:
+            raise ClusterError(f"model {model!r} cannot be prepared: the lines above say why")
+        folder = Path(output.decode().strip())
+        self._on_event(
+            ProcessEvent(name="model", what=f"{model} is at {folder} ({time.monotonic() - started_at_s:.1f} s)")
+        )
+        return folder
+
+
+def _model_folder(model: str) -> Path | None:
+    """Of a model that needs no preparing."""
+    path = Path(model).expanduser()
+    return path.resolve() if (path / "config.json").is_file() else None
+
+
+def engine_flags(engine: EngineArgs) -> list[str]:
+    """`engine` as the workers' command-line flags, all of them: the environment then changes nothing."""
+    flags: list[str] = []
+    for entry in fields(engine):
+        name, value = entry.name.replace("_", "-"), getattr(engine, entry.name)
+        if isinstance(value, bool):
+            flags.append(f"--{name}" if value else f"--no-{name}")
+        elif value != "":
+            flags += [f"--{name}", str(value)]
+    return flags
+
+
+def connect_address(listen: str) -> str:
+    """Where to reach, from this machine, a server that listens on `listen`."""
+    host, port = split_address(listen)
+    return f"127.0.0.1:{port}" if host in ("0.0.0.0", "[::]", "*") else listen
+
+
+async def _failure_of(process: SupervisedProcess) -> str:
+    try:
+        await process.wait_failed()
+    except ProcessError as error:
+        return str(error)
+    return ""
+
+
+async def _wait_serving(channel: grpc.aio.Channel) -> None:
+    """Until the router's readiness is SERVING."""
+    request = health_pb2.HealthCheckRequest(service=INFERENCE_SERVICE)
+    while True:
+        try:
+            async for news in health_pb2_grpc.HealthStub(channel).Watch(request):
+                if news.status == health_pb2.HealthCheckResponse.SERVING:
+                    return
+        except grpc.aio.AioRpcError as error:
+            if error.code() is not grpc.StatusCode.UNAVAILABLE:
+                raise
+            await channel.channel_ready()  # it died and is being started again on the same port
+
+
+async def _known_workers(stub: tandem_worker_pb2_grpc.ClusterStub) -> set[str]:
+    try:
+        status = await stub.GetStatus(tandem_worker_pb2.GetClusterStatusRequest(), wait_for_ready=True, timeout=10)
+    except grpc.aio.AioRpcError as error:
+        if error.code() in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED):
+            return set()
+        raise
+    return {worker.record.worker_id for worker in status.workers}
+
+
+def _python_env() -> dict[str, str]:
+    """Environment of a child Python: our packages are found where we were, unless they are installed; no buffering.
+
+    Children run with -P: a folder `router` in the current directory is not ours.
+    """
+    root = str(Path(__file__).resolve().parent.parent)
+    env = {"PYTHONUNBUFFERED": "1"}
+    if root not in (sysconfig.get_path("purelib"), sysconfig.get_path("platlib")):
+        env["PYTHONPATH"] = os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH", "")]))
+    return env

@@ -1,0 +1,277 @@
+"""Offline generation in this process: no services, no Redis, no network. In vLLM's shape.
+
+    llm = LLM(model="smollm2-135m-instruct")
+    for output in llm.generate(["The capital of France is"], SamplingParams(max_tokens=8)):
+        print(output.outputs[0].text)
+
+Owns an engine and steps it on the caller's thread, and the text of each answer. The same engine, tokenizer and
+detokenizer serve requests behind a router: the same seed gives the same answer.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from itertools import count
+from typing import Any
+
+from rich.console import Console
+from rich.progress import MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+from engine.config import EngineArgs
+from engine.llm_engine import LLMEngine
+from engine.model_loader import create_engine_config
+from engine.outputs import FinishReason
+from engine.outputs import RequestOutput as StepOutput
+from router.chat_template import ChatMessage, ChatTemplate
+from router.detokenizer import IncrementalDetokenizer
+from router.model_info import ModelInfo
+from router.tokenizer import Tokenizer
+from tandem.sampling_params import SamplingParams
+
+__all__ = ["LLM", "CompletionOutput", "RequestOutput", "SamplingParams"]
+
+Message = Mapping[str, str]
+
+
+@dataclass(frozen=True, kw_only=True)
+class CompletionOutput:
+    """One answer."""
+
+    index: int
+    text: str
+    token_ids: list[int]
+    finish_reason: str
+    """ "stop" or "length"."""
+    stop_reason: str | None
+    """The stop string that ended it, if one did."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RequestOutput:
+    """One prompt and its answer."""
+
+    request_id: str
+    prompt: str | None
+    """None where token ids were given."""
+    prompt_token_ids: list[int]
+    outputs: list[CompletionOutput]
+    finished: bool
+    num_cached_tokens: int
+    """Of the prompt, found in the prefix cache."""
+
+
+class LLM:
+    """A model in this process. `engine_args` are the fields of `EngineArgs` by name.
+
+    Raises `ValueError` naming the field and its bound, or saying what the model lacks. Not thread-safe.
+    """
+
+    def __init__(self, model: str = EngineArgs.model, **engine_args: Any) -> None:
+        self.config = create_engine_config(EngineArgs(model=model, **engine_args))
+        self._engine = LLMEngine(self.config)
+        folder = self.config.model.path
+        self._tokenizer = Tokenizer.from_folder(folder)
+        self._chat_template = ChatTemplate.from_folder(folder)
+        self._defaults = ModelInfo.from_folder(folder).defaults
+        self._request_ids = count()
+
+    def get_default_sampling_params(self) -> SamplingParams:
+        """Those of the model's generation_config.json. `max_tokens` is vLLM's 16 unless the model says otherwise."""
+        given = {
+            "temperature": self._defaults.temperature,
+            "top_p": self._defaults.top_p,
+            "top_k": self._defaults.top_k,
+            "min_p": self._defaults.min_p,
+            "repetition_penalty": self._defaults.repetition_penalty,
+            "max_tokens": self._defaults.max_new_tokens,
+        }
+        return SamplingParams(**{name: value for name, value in given.items() if value is not None})  # type: ignore[arg-type]
+
+    def generate(
+        self,
+        prompts: str | Sequence[int] | Sequence[str] | Sequence[Sequence[int]],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        use_tqdm: bool = True,
+    ) -> list[RequestOutput]:
+        """Answers in the order of `prompts`: one text, one list of token ids, or several of either.
+
+        `sampling_params`: one for all, one for each, or None for the model's. `use_tqdm` shows progress on stderr.
+        Raises `ValueError` for a prompt or parameter that cannot be served; nothing is generated then.
+        """
+        return self._generate(self._as_prompts(prompts), sampling_params, use_tqdm)
+
+    def chat(
+        self,
+        messages: Sequence[Message] | Sequence[Sequence[Message]],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        use_tqdm: bool = True,
+    ) -> list[RequestOutput]:
+        """As `generate`, for one conversation or several, put through the model's chat template."""
+        if self._chat_template is None:
+            raise ValueError(f"model {self.config.model.served_model_name!r} has no chat template: use generate")
+        conversations: Any = [messages] if messages and isinstance(messages[0], Mapping) else messages
+        prompts: list[tuple[str | None, list[int]]] = []
+        for conversation in conversations:
+            text = self._chat_template.render(
+                ChatMessage(role=message["role"], content=message["content"]) for message in conversation
+            )
+            prompts.append((text, self._tokenizer.encode(text, add_special_tokens=False)))
+        return self._generate(prompts, sampling_params, use_tqdm)
+
+    # -- inside -------------------------------------------------------------------------------------------------
+
+    def _as_prompts(self, prompts: Any) -> list[tuple[str | None, list[int]]]:
+        if isinstance(prompts, str) or (prompts and isinstance(prompts[0], int)):
+            prompts = [prompts]
+        return [
+            (prompt, self._tokenizer.encode(prompt)) if isinstance(prompt, str) else (None, list(prompt))
+            for prompt in prompts
+        ]
+
+    def _generate(
+        self,
+        prompts: list[tuple[str | None, list[int]]],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None,
+        use_tqdm: bool,
+    ) -> list[RequestOutput]:
+        params = self._params_of_each(sampling_params, len(prompts))
+        answers: dict[str, _Answer] = {}
+        try:
+            for (text, token_ids), prompt_params in zip(prompts, params, strict=True):
+                request_id = str(next(self._request_ids))
+                fitted = self._fit(prompt_params, len(token_ids))
+                self._engine.add_request(request_id, token_ids, fitted.for_engine(secrets.randbits(63)))
+                answers[request_id] = _Answer(request_id, text, token_ids, fitted, self._tokenizer)
+            self._step_until_done(answers, use_tqdm)
+        finally:
+            for answer in answers.values():
+                if not answer.is_finished:
+                    self._engine.abort(answer.request_id)
+        return [answer.output() for answer in answers.values()]
+
+    def _params_of_each(
+        self, sampling_params: SamplingParams | Sequence[SamplingParams] | None, num_prompts: int
+    ) -> Sequence[SamplingParams]:
+        if sampling_params is None:
+            sampling_params = self.get_default_sampling_params()
+        if isinstance(sampling_params, SamplingParams):
+            return [sampling_params] * num_prompts
+        if len(sampling_params) != num_prompts:
+            raise ValueError(f"sampling_params has {len(sampling_params)} entries for {num_prompts} prompts")
+        return sampling_params
+
+    def _fit(self, params: SamplingParams, num_prompt_tokens: int) -> SamplingParams:
+        """The answer ends where the context does."""
+        num_left = max(1, self.config.model.max_model_len - num_prompt_tokens)
+        if params.max_tokens <= num_left:
+            return params
+        return replace(params, max_tokens=num_left, min_tokens=min(params.min_tokens, num_left))
+
+    def _step_until_done(self, answers: Mapping[str, _Answer], use_tqdm: bool) -> None:
+        with ExitStack() as stack:
+            progress = stack.enter_context(_progress()) if use_tqdm else None
+            task = progress.add_task("answers", total=len(answers), num_tokens=0) if progress else None
+            while self._engine.has_unfinished_requests():
+                outputs = self._engine.step()
+                assert not self._engine.is_idle, "requests wait and none can run: the pool holds any single one"
+                self._take(outputs, answers)
+                if progress is not None and task is not None:
+                    num_done = sum(answer.is_finished for answer in answers.values())
+                    num_tokens = sum(len(answer.token_ids) for answer in answers.values())
+                    progress.update(task, completed=num_done, num_tokens=num_tokens)
+
+    def _take(self, outputs: Iterable[StepOutput], answers: Mapping[str, _Answer]) -> None:
+        for output in outputs:
+            answer = answers[output.request_id]
+            answer.take(output)
+            if answer.is_finished and not output.is_finished:  # a stop string, which the engine knows nothing of
+                self._engine.abort(output.request_id)
+
+
+class _Answer:
+    """One answer in the making."""
+
+    def __init__(
+        self,
+        request_id: str,
+        prompt: str | None,
+        prompt_token_ids: list[int],
+        params: SamplingParams,
+        tokenizer: Tokenizer,
+    ) -> None:
+        self.request_id = request_id
+        self.is_finished = False
+        self.token_ids: list[int] = []
+        self._prompt = prompt
+        self._prompt_token_ids = prompt_token_ids
+        self._includes_stop = params.include_stop_str_in_output
+        self._texts: list[str] = []
+        self._finish_reason = ""
+        self._stop_reason: str | None = None
+        self._num_cached_tokens = 0
+        self._detokenizer = IncrementalDetokenizer(
+            tokenizer,
+            prompt_token_ids=prompt_token_ids,
+            stop=params.stop_strings,
+            include_stop_str_in_output=params.include_stop_str_in_output,
+            skip_special_tokens=params.skip_special_tokens,
+            min_tokens=params.min_tokens,
+        )
+
+    def take(self, output: StepOutput) -> None:
+        """A step's new tokens."""
+        (completion,) = output.outputs
+        assert completion.offset == len(self.token_ids), "the engine's tokens are contiguous"
+        if not self.token_ids:
+            self._num_cached_tokens = output.num_cached_tokens
+        is_silent = completion.finish_reason is FinishReason.STOP and not self._includes_stop
+        delta = self._detokenizer.push(completion.token_ids[:-1] if is_silent else completion.token_ids)
+        self._texts.append(delta.text)
+        if delta.stop is not None:
+            self.token_ids += completion.token_ids[: delta.num_tokens]
+            self._finish("stop", delta.stop)
+            return
+        self.token_ids += completion.token_ids
+        if completion.finish_reason is not None:
+            self._finish(completion.finish_reason.value, None)
+
+    def _finish(self, reason: str, stop: str | None) -> None:
+        self._texts.append(self._detokenizer.finish())
+        self._finish_reason, self._stop_reason = reason, stop
+        self.is_finished = True
+
+    def output(self) -> RequestOutput:
+        assert self.is_finished
+        completion = CompletionOutput(
+            index=0,
+            text="".join(self._texts),
+            token_ids=self.token_ids,
+            finish_reason=self._finish_reason,
+            stop_reason=self._stop_reason,
+        )
+        return RequestOutput(
+            request_id=self.request_id,
+            prompt=self._prompt,
+            prompt_token_ids=self._prompt_token_ids,
+            outputs=[completion],
+            finished=True,
+            num_cached_tokens=self._num_cached_tokens,
+        )
+
+
+def _progress() -> Progress:
+    console = Console(stderr=True)
+    return Progress(
+        TextColumn("{task.description}"),
+        MofNCompleteColumn(),
+        TextColumn("{task.fields[num_tokens]} tokens"),
+        TimeElapsedColumn(),
+        console=console,
+        transient=True,
+        disable=not console.is_terminal,
+    )

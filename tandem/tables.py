@@ -1,0 +1,144 @@
+"""A cluster's state as tables. Pure but for `print_table`: messages in, rows out; nothing here asks anybody."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from protos.tandem_worker_pb2 import BlockLedger, ClusterAudit, ClusterStatus, Role, WorkerStatus
+from tandem.answer import short_name
+
+
+@dataclass(frozen=True, kw_only=True)
+class Table:
+    """`headers` that start with ">" belong to columns of numbers: aligned to the right."""
+
+    headers: tuple[str, ...]
+    rows: list[tuple[str, ...]]
+
+
+def router_line(status: ClusterStatus, address: str) -> str:
+    """The router and its queue in one line."""
+    registry = "" if status.is_registry_reachable else "; Redis is not reachable: serving from what it last knew"
+    return (
+        f"router {status.router_id} at {address}: {status.num_running_requests} running, "
+        f"{status.num_queued_requests} queued ({status.num_queued_tokens} tokens){registry}"
+    )
+
+
+def status_table(status: ClusterStatus) -> Table:
+    """One row per worker, prefill workers first."""
+    headers = (
+        "id",
+        "role",
+        "address",
+        ">pid",
+        ">running",
+        ">waiting",
+        ">free/cached/used of blocks",
+        ">prefix hits",
+        "",
+    )
+    workers = sorted(status.workers, key=lambda w: (w.record.role, w.record.worker_id))
+    return Table(headers=headers, rows=[_status_row(worker) for worker in workers])
+
+
+def _status_row(worker: WorkerStatus) -> tuple[str, ...]:
+    record, load = worker.record, worker.record.load
+    return (
+        record.worker_id,
+        short_name(Role.DESCRIPTOR, record.role),
+        record.address,
+        str(record.pid),
+        str(load.num_running),
+        str(load.num_waiting),
+        pool_text(load.blocks),
+        hit_rate_text(worker.num_prefix_hits_tokens, worker.num_prefix_queries_tokens),
+        "draining" if record.is_draining else "",
+    )
+
+
+def pool_text(blocks: BlockLedger) -> str:
+    """ "free/cached/used of total"."""
+    num_used = blocks.num_sequence + blocks.num_grant + blocks.num_held
+    return f"{blocks.num_free}/{blocks.num_cached}/{num_used} of {blocks.num_blocks}"
+
+
+def hit_rate_text(num_hits: int, num_queries: int) -> str:
+    """Share of prompt tokens found in the prefix cache; "-" before the first prompt."""
+    return f"{100 * num_hits / num_queries:.0f} %" if num_queries else "-"
+
+
+def audit_table(audit: ClusterAudit) -> Table:
+    """One row per worker: its blocks by owner, their sum and the pool's size."""
+    headers = ("id", "role", ">free", ">cached", ">sequence", ">grant", ">held", ">sum", ">total", "")
+    rows = []
+    for worker in sorted(audit.workers, key=lambda w: (w.role, w.worker_id)):
+        owned = owned_blocks(worker.blocks)
+        is_ok = sum(owned) == worker.blocks.num_blocks and not worker.problems
+        rows.append(
+            (
+                worker.worker_id,
+                short_name(Role.DESCRIPTOR, worker.role),
+                *(str(count) for count in owned),
+                str(sum(owned)),
+                str(worker.blocks.num_blocks),
+                "ok" if is_ok else "WRONG",
+            )
+        )
+    return Table(headers=headers, rows=rows)
+
+
+def owned_blocks(blocks: BlockLedger) -> tuple[int, int, int, int, int]:
+    """Free, cached, sequence, grant, held."""
+    return blocks.num_free, blocks.num_cached, blocks.num_sequence, blocks.num_grant, blocks.num_held
+
+
+def audit_problems(audit: ClusterAudit) -> list[str]:
+    """Everything that an audit found wrong, each as a sentence; empty if all books balance."""
+    problems = []
+    for worker in audit.workers:
+        num_owned = sum(owned_blocks(worker.blocks))
+        if num_owned != worker.blocks.num_blocks:
+            problems.append(
+                f"{worker.worker_id}: {num_owned} blocks have an owner, the pool has {worker.blocks.num_blocks}"
+            )
+        problems += [f"{worker.worker_id}: {problem}" for problem in worker.problems]
+    problems += [f"unreachable: {line}" for line in audit.unreachable]
+    if not audit.workers and not audit.unreachable:
+        problems.append("the router knows no worker")
+    return problems
+
+
+def format_table(table: Table) -> str:
+    """Aligned plain text, two spaces between columns, no line ends with spaces."""
+    is_number = [header.startswith(">") for header in table.headers]
+    lines = [tuple(header.removeprefix(">") for header in table.headers), *table.rows]
+    widths = [max(len(line[i]) for line in lines) for i in range(len(table.headers))]
+    return "\n".join(_format_line(line, widths, is_number) for line in lines)
+
+
+def _format_line(cells: Sequence[str], widths: Sequence[int], is_number: Sequence[bool]) -> str:
+    padded = (
+        cell.rjust(width) if right else cell.ljust(width)
+        for cell, width, right in zip(cells, widths, is_number, strict=True)
+    )
+    return "  ".join(padded).rstrip()
+
+
+def print_table(table: Table) -> None:
+    """To stdout: drawn on a terminal, plain otherwise."""
+    if not sys.stdout.isatty():
+        print(format_table(table))
+        return
+    from rich import box
+    from rich.console import Console
+    from rich.table import Table as RichTable
+
+    drawn = RichTable(box=box.SIMPLE_HEAD)
+    for header in table.headers:
+        drawn.add_column(header.removeprefix(">"), justify="right" if header.startswith(">") else "left", no_wrap=True)
+    for row in table.rows:
+        drawn.add_row(*row)
+    Console().print(drawn)

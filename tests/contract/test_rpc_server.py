@@ -1,0 +1,387 @@
+# ruff: noqa: N802 - gRPC's method names
+"""The server over a real loopback port: errors, health, reflection, busy port, drain, TLS, sessions."""
+
+from __future__ import annotations
+
+import asyncio
+import datetime
+import logging
+import shutil
+import subprocess
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
+
+from protos import tandem_inference_pb2 as inference_pb
+from protos import tandem_inference_pb2_grpc as inference_grpc
+from protos import tandem_kv_transfer_pb2 as kv_pb
+from protos import tandem_kv_transfer_pb2_grpc as kv_grpc
+from protos import tandem_worker_pb2 as pb
+from protos import tandem_worker_pb2_grpc as worker_grpc
+from rpc.channel import ClientTLS, open_channel, wait_ready
+from rpc.errors import (
+    Draining,
+    InternalError,
+    InvalidRequest,
+    NotFound,
+    Overloaded,
+    Unreachable,
+    from_rpc_error,
+    rpc_errors_as_tandem_errors,
+)
+from rpc.server import CannotListen, Server, ServerTLS
+
+INFERENCE = "tandem.v1.Inference"
+SERVING = health_pb2.HealthCheckResponse.SERVING
+NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
+TIMEOUT_S = 10.0
+
+
+class Handlers:
+    """All four kinds of RPC. Each raises `error` where it has one, after `num_messages` of a stream."""
+
+    def __init__(self, error: Exception | None = None, num_messages: int = 2) -> None:
+        self.error = error
+        self.num_messages = num_messages
+        self.may_end = asyncio.Event()
+        self.may_end.set()
+        self.has_begun = asyncio.Event()
+        self.is_freed = asyncio.Event()
+
+    async def _end(self) -> None:
+        self.has_begun.set()
+        await self.may_end.wait()
+        if self.error is not None:
+            raise self.error
+
+    async def GetModelInfo(self, request: Any, context: Any) -> inference_pb.GetModelInfoResponse:
+        await self._end()
+        return inference_pb.GetModelInfoResponse(model="m")
+
+    async def Abort(self, request: Any, context: Any) -> inference_pb.AbortResponse:
+        await context.abort(grpc.StatusCode.OUT_OF_RANGE, "by the handler itself")
+        raise AssertionError
+
+    async def Generate(self, request: Any, context: Any) -> AsyncIterator[inference_pb.GenerateResponse]:
+        try:
+            for offset in range(self.num_messages):
+                yield inference_pb.GenerateResponse(offset=offset)
+            await self._end()
+        finally:
+            self.is_freed.set()
+
+    async def Push(self, chunks: AsyncIterator[kv_pb.PushChunk], context: Any) -> kv_pb.PushSummary:
+        num_bytes = 0
+        async for chunk in chunks:
+            num_bytes += len(chunk.data)
+        await self._end()
+        return kv_pb.PushSummary(num_bytes=num_bytes)
+
+    async def Session(self, commands: AsyncIterator[Any], context: Any) -> AsyncIterator[pb.WorkerEvents]:
+        async for _ in commands:
+            yield pb.WorkerEvents()
+        await self._end()
+
+
+class KVHandlers(kv_grpc.KVTransferServicer):
+    def __init__(self, handlers: Handlers) -> None:
+        self.Push = handlers.Push
+
+
+@asynccontextmanager
+async def serving(handlers: Handlers, **options: Any) -> AsyncIterator[tuple[Server, grpc.aio.Channel]]:
+    server = Server("127.0.0.1:0", **options)
+    server.add(inference_grpc.add_InferenceServicer_to_server, handlers, INFERENCE)
+    server.add(kv_grpc.add_KVTransferServicer_to_server, KVHandlers(handlers), "tandem.v1.KVTransfer")
+    server.add(worker_grpc.add_DecodeServicer_to_server, handlers, "tandem.v1.Decode")
+    address = await server.start()
+    channel = open_channel(address)
+    try:
+        yield server, channel
+    finally:
+        await channel.close()
+        await server.drain(0)
+
+
+async def call(kind: str, channel: grpc.aio.Channel) -> list[Any]:
+    """Make one RPC of `kind`; its messages, or the AioRpcError."""
+    inference, decode = inference_grpc.InferenceStub(channel), worker_grpc.DecodeStub(channel)
+    if kind == "unary_unary":
+        return [await inference.GetModelInfo(inference_pb.GetModelInfoRequest(), timeout=TIMEOUT_S)]
+    if kind == "unary_stream":
+        return [message async for message in inference.Generate(inference_pb.GenerateRequest(), timeout=TIMEOUT_S)]
+    if kind == "stream_unary":
+        chunks = iter([kv_pb.PushChunk(data=b"ab"), kv_pb.PushChunk(data=b"c")])
+        return [await kv_grpc.KVTransferStub(channel).Push(chunks, timeout=TIMEOUT_S)]
+    commands = iter([pb.DecodeCommand(beat=pb.Beat())] * 2)
+    return [message async for message in decode.Session(commands, timeout=TIMEOUT_S)]
+
+
+KINDS = ["unary_unary", "unary_stream", "stream_unary", "stream_stream"]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+async def test_answers_pass_unchanged(kind: str) -> None:
+    async with serving(Handlers()) as (_, channel):
+        messages = await call(kind, channel)
+    assert len(messages) == (1 if kind.endswith("unary") else 2)
+    if kind == "stream_unary":
+        assert messages[0].num_bytes == 3
+
+
+@pytest.mark.parametrize("kind", KINDS)
+async def test_tandem_error_arrives_as_itself(kind: str) -> None:
+    raised = InvalidRequest([("prompt", "is empty"), ("seed", "is late")], retry_after_s=0.5)
+    async with serving(Handlers(raised)) as (_, channel):
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await call(kind, channel)
+    assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+    error = from_rpc_error(caught.value)
+    assert isinstance(error, InvalidRequest)
+    assert error.violations == raised.violations
+    assert error.retry_after_s == 0.5
+
+
+@pytest.mark.parametrize("kind", KINDS)
+async def test_bug_is_logged_under_the_id_that_the_client_gets(kind: str, caplog: pytest.LogCaptureFixture) -> None:
+    async with serving(Handlers(KeyError("the secret prompt"))) as (_, channel):
+        with caplog.at_level(logging.ERROR), pytest.raises(grpc.aio.AioRpcError) as caught:
+            await call(kind, channel)
+    assert caught.value.code() is grpc.StatusCode.INTERNAL
+    error = from_rpc_error(caught.value)
+    assert isinstance(error, InternalError)
+    assert "KeyError" in error.message
+    assert "secret" not in error.message
+    assert "secret" not in str(caught.value)
+    (record,) = [record for record in caplog.records if hasattr(record, "bug_id")]
+    assert record.bug_id in error.message
+    assert record.exc_info is not None
+    assert "secret" in caplog.text
+
+
+async def test_stream_keeps_what_came_before_the_error() -> None:
+    async with serving(Handlers(Overloaded("full", retry_after_s=2), num_messages=3)) as (_, channel):
+        offsets = []
+
+        async def read() -> None:
+            with rpc_errors_as_tandem_errors():
+                async for message in inference_grpc.InferenceStub(channel).Generate(inference_pb.GenerateRequest()):
+                    offsets.append(message.offset)
+
+        with pytest.raises(Overloaded) as caught:
+            await read()
+    assert offsets == [0, 1, 2]
+    assert caught.value.retry_after_s == 2
+
+
+async def test_own_abort_of_a_handler_passes() -> None:
+    async with serving(Handlers()) as (_, channel):
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await inference_grpc.InferenceStub(channel).Abort(inference_pb.AbortRequest())
+    assert caught.value.code() is grpc.StatusCode.OUT_OF_RANGE
+    assert caught.value.details() == "by the handler itself"
+
+
+@pytest.mark.parametrize("num_messages", [1, 1_000_000])
+async def test_client_that_leaves_frees_at_once(num_messages: int, caplog: pytest.LogCaptureFixture) -> None:
+    """Waiting (one message) or writing (held by flow control), the handler runs its `finally`; no bug is logged."""
+    handlers = Handlers(num_messages=num_messages)
+    handlers.may_end.clear()
+    async with serving(handlers) as (_, channel):
+        with caplog.at_level(logging.INFO):
+            stream = inference_grpc.InferenceStub(channel).Generate(inference_pb.GenerateRequest())
+            await stream.read()
+            stream.cancel()
+            await asyncio.wait_for(handlers.is_freed.wait(), TIMEOUT_S)
+    assert not [record for record in caplog.records if record.levelno >= logging.WARNING]
+
+
+async def test_health_and_readiness() -> None:
+    async with serving(Handlers()) as (server, channel):
+        health = health_pb2_grpc.HealthStub(channel)
+
+        async def check(service: str) -> int:
+            return int((await health.Check(health_pb2.HealthCheckRequest(service=service))).status)
+
+        assert await check("") == SERVING
+        assert await check(INFERENCE) == NOT_SERVING
+        server.set_serving(INFERENCE, True)
+        assert await check(INFERENCE) == SERVING
+        assert await check("tandem.v1.Decode") == NOT_SERVING
+        server.set_serving(INFERENCE, False)
+        assert await check(INFERENCE) == NOT_SERVING
+        with pytest.raises(NotFound), rpc_errors_as_tandem_errors():
+            await check("tandem.v1.Nothing")
+        server.set_serving(INFERENCE, True)
+        server.enter_drain()
+        server.set_serving(INFERENCE, True)  # too late
+        assert await check(INFERENCE) == NOT_SERVING
+        assert await check("") == SERVING
+
+
+async def test_watchers_see_every_change_and_do_not_hold_up_a_drain() -> None:
+    async with serving(Handlers()) as (server, channel):
+        watch = health_pb2_grpc.HealthStub(channel).Watch(health_pb2.HealthCheckRequest(service=INFERENCE))
+        assert (await watch.read()).status == NOT_SERVING
+        server.set_serving(INFERENCE, True)
+        assert (await watch.read()).status == SERVING
+        async with asyncio.timeout(TIMEOUT_S):
+            drain = asyncio.create_task(server.drain(grace_s=600))
+            assert (await watch.read()).status == NOT_SERVING
+            assert await watch.read() is grpc.aio.EOF
+            assert await watch.code() is grpc.StatusCode.OK
+            await drain
+
+
+async def test_reflection_lists_what_is_served() -> None:
+    async with serving(Handlers()) as (_, channel):
+        stub = reflection_pb2_grpc.ServerReflectionStub(channel)
+        request = reflection_pb2.ServerReflectionRequest(list_services="")
+        async for response in stub.ServerReflectionInfo(iter([request])):
+            names = {service.name for service in response.list_services_response.service}
+        assert {INFERENCE, "tandem.v1.KVTransfer", "tandem.v1.Decode", "grpc.health.v1.Health"} <= names
+        symbol = reflection_pb2.ServerReflectionRequest(file_containing_symbol=INFERENCE)
+        async for response in stub.ServerReflectionInfo(iter([symbol])):
+            assert response.file_descriptor_response.file_descriptor_proto
+
+
+async def test_busy_port_is_said_in_a_sentence() -> None:
+    first = Server("127.0.0.1:0")
+    address = await first.start()
+    port = address.rpartition(":")[2]
+    second = Server(address)
+    with pytest.raises(
+        CannotListen, match=f"cannot listen on {address}: .*in use.* Stop what uses .* --listen"
+    ) as caught:
+        await second.start()
+    assert port in str(caught.value)
+    await first.drain(0)
+    third = Server(address)  # and what it says helps
+    assert await third.start() == address
+    await third.drain(0)
+
+
+@pytest.mark.parametrize("listen", ["256.1.2.3:0", "192.0.2.1:0"])
+async def test_address_that_is_not_ours_is_said_too(listen: str) -> None:
+    with pytest.raises(CannotListen, match=r"cannot listen on .*: .+\. Choose another"):
+        await Server(listen).start()
+
+
+@pytest.mark.parametrize("listen", ["", "localhost", ":1", "h:", "h:x", "h:65536", "h:-1", "::1:5", "h:\u0662"])
+async def test_address_must_be_host_and_port(listen: str) -> None:
+    with pytest.raises(ValueError, match="HOST:PORT|brackets"):
+        Server(listen)
+
+
+async def test_method_that_the_servicer_lacks_is_unimplemented() -> None:
+    class Lacking(worker_grpc.WorkerServicer):
+        pass
+
+    server = Server("127.0.0.1:0")
+    server.add(worker_grpc.add_WorkerServicer_to_server, Lacking(), "tandem.v1.Worker")
+    channel = open_channel(await server.start())
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await worker_grpc.WorkerStub(channel).Audit(pb.AuditRequest(), timeout=TIMEOUT_S)
+    assert caught.value.code() is grpc.StatusCode.UNIMPLEMENTED
+    await channel.close()
+    await server.drain(0)
+
+
+async def test_very_long_errors_arrive() -> None:
+    raised = InvalidRequest([(f"field_{i}", "é" * 1000) for i in range(100)], "\n" * 10_000, retry_after_s=1)
+    async with serving(Handlers(raised)) as (_, channel):
+        with pytest.raises(InvalidRequest) as caught, rpc_errors_as_tandem_errors():
+            await call("unary_unary", channel)
+    assert len(caught.value.violations) > 3
+    assert caught.value.retry_after_s == 1
+
+
+async def test_drain_lets_running_rpcs_end_and_refuses_new_ones() -> None:
+    handlers = Handlers()
+    handlers.may_end.clear()
+    async with serving(handlers) as (server, channel):
+        running = asyncio.ensure_future(call("unary_stream", channel))
+        await handlers.has_begun.wait()
+        handlers.has_begun.clear()
+        drain = asyncio.create_task(server.drain(grace_s=TIMEOUT_S))
+        with pytest.raises(Unreachable), rpc_errors_as_tandem_errors():
+            await call("unary_unary", channel)
+        assert not handlers.has_begun.is_set()
+        assert not drain.done()
+        assert not running.done()
+        handlers.may_end.set()
+        assert len(await running) == 2
+        await asyncio.wait_for(drain, TIMEOUT_S)
+        await asyncio.wait_for(server.wait_closed(), TIMEOUT_S)
+
+
+async def test_drain_cuts_what_outlives_the_grace() -> None:
+    handlers = Handlers()
+    handlers.may_end.clear()
+    async with serving(handlers) as (server, channel):
+        running = asyncio.ensure_future(call("unary_stream", channel))
+        await handlers.has_begun.wait()
+        await asyncio.wait_for(server.drain(grace_s=0.05), TIMEOUT_S)
+        with pytest.raises(Unreachable), rpc_errors_as_tandem_errors():
+            await running
+        await asyncio.wait_for(handlers.is_freed.wait(), TIMEOUT_S)
+
+
+async def test_draining_error_keeps_its_class_beside_other_unavailables() -> None:
+    async with serving(Handlers(Draining("leaving", retry_after_s=1))) as (_, channel):
+        with pytest.raises(Draining), rpc_errors_as_tandem_errors():
+            await call("unary_unary", channel)
+    gone = open_channel("127.0.0.1:1")
+    with pytest.raises(Unreachable), rpc_errors_as_tandem_errors():
+        await call("unary_unary", gone)
+    await gone.close()
+
+
+async def test_message_beyond_the_bound_is_refused() -> None:
+    async with serving(Handlers(), max_message_bytes=64 * 1024) as (_, channel):
+        stub = inference_grpc.InferenceStub(channel)
+        with pytest.raises(Overloaded, match="larger than max"), rpc_errors_as_tandem_errors():
+            await stub.GetModelInfo(inference_pb.GenerateRequest(text="x" * 70_000), timeout=TIMEOUT_S)
+
+
+@pytest.fixture
+def certificate(tmp_path: Path) -> tuple[Path, Path]:
+    openssl = shutil.which("openssl")
+    if openssl is None:
+        pytest.skip("no openssl to make a certificate with")
+    cert, key = tmp_path / "cert.pem", tmp_path / "key.pem"
+    arguments = ["req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256", "-nodes", "-days", "2"]
+    names = ["-subj", "/CN=localhost", "-addext", "subjectAltName=DNS:localhost,IP:127.0.0.1"]
+    subprocess.run([openssl, *arguments, "-keyout", key, "-out", cert, *names], check=True, capture_output=True)
+    return cert, key
+
+
+async def test_tls(certificate: tuple[Path, Path]) -> None:
+    cert, key = certificate
+    server = Server("127.0.0.1:0", tls=ServerTLS(cert=cert, key=key, client_ca=cert))
+    server.add(inference_grpc.add_InferenceServicer_to_server, Handlers(), INFERENCE)
+    address = await server.start()
+    trusted = open_channel(address, tls=ClientTLS(ca=cert, cert=cert, key=key))
+    await wait_ready(trusted, TIMEOUT_S)
+    assert await call("unary_unary", trusted)
+    await trusted.close()
+    for stranger in (open_channel(address), open_channel(address, tls=ClientTLS(ca=cert))):
+        with pytest.raises(Unreachable), rpc_errors_as_tandem_errors():
+            await call("unary_unary", stranger)
+        await stranger.close()
+    await server.drain(0)
+
+
+async def test_wait_ready_gives_up() -> None:
+    channel = open_channel("127.0.0.1:1")
+    started = datetime.datetime.now()
+    with pytest.raises(TimeoutError):
+        await wait_ready(channel, 0.2)
+    assert datetime.datetime.now() - started < datetime.timedelta(seconds=5)
+    await channel.close()

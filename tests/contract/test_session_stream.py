@@ -1,0 +1,139 @@
+"""A Session over a real loopback server: handshake, merging, lease, and the three ways it ends."""
+# ruff: noqa: N802 - gRPC's method names
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import grpc
+import pytest
+
+from protos import tandem_worker_pb2 as pb
+from protos import tandem_worker_pb2_grpc as worker_grpc
+from rpc.channel import open_channel
+from rpc.errors import Incompatible, LeaseGone, rpc_errors_as_tandem_errors
+from rpc.server import Server
+from rpc.session import PROTOCOL_VERSION, EventOutbox, check_hello, run_session
+
+TIMEOUT_S = 10.0
+
+
+class Worker:
+    """Answers every reserve with a Busy of its own request id."""
+
+    def __init__(self, lease_ms: int) -> None:
+        self.lease_ms = lease_ms
+        self.outbox = EventOutbox(lambda: pb.WorkerLoad(num_running=5))
+        self.is_freed = asyncio.Event()
+
+    def handle(self, command: pb.DecodeCommand) -> None:
+        if command.HasField("reserve"):
+            self.outbox.post([pb.WorkerEvent(request_id=command.reserve.request_id, busy=pb.Busy())])
+
+    async def Session(self, request_iterator: AsyncIterator[pb.DecodeCommand], context: Any) -> None:
+        try:
+            check_hello(await anext(request_iterator), incarnation="i1")
+            await run_session(request_iterator, context, self.outbox, self.handle, lease_ms=self.lease_ms)
+        finally:
+            self.is_freed.set()
+
+
+@asynccontextmanager
+async def session(lease_ms: int = 60_000) -> AsyncIterator[tuple[Worker, Any]]:
+    worker, server = Worker(lease_ms), Server("127.0.0.1:0")
+    server.add(worker_grpc.add_DecodeServicer_to_server, worker, "tandem.v1.Decode")
+    channel = open_channel(await server.start())
+    try:
+        async with asyncio.timeout(TIMEOUT_S):
+            yield worker, worker_grpc.DecodeStub(channel).Session()
+            await worker.is_freed.wait()
+            assert worker.outbox.is_closed or worker.outbox.num_posted == 0
+    finally:
+        await channel.close()
+        await server.drain(0)
+
+
+def hello(incarnation: str = "i1", version: int = PROTOCOL_VERSION) -> pb.DecodeCommand:
+    return pb.DecodeCommand(hello=pb.Hello(protocol_version=version, router_id="r", incarnation=incarnation))
+
+
+def reserve(request_id: str) -> pb.DecodeCommand:
+    return pb.DecodeCommand(reserve=pb.EngineRequest(request_id=request_id))
+
+
+async def test_events_come_while_commands_go() -> None:
+    async with session() as (_, stream):
+        await stream.write(hello())
+        for request_id in ("a", "b"):
+            await stream.write(reserve(request_id))
+            message = await stream.read()
+            assert [event.request_id for event in message.events] == [request_id]
+            assert message.load.num_running == 5
+        await stream.done_writing()
+        assert await stream.read() is grpc.aio.EOF
+        assert await stream.code() is grpc.StatusCode.OK
+
+
+async def test_what_is_pending_is_sent_before_the_end() -> None:
+    async with session() as (_, stream):
+        await stream.write(hello())
+        for i in range(100):
+            await stream.write(reserve(str(i)))
+        await stream.done_writing()
+        events = [event.request_id async for message in stream for event in message.events]
+        assert events == [str(i) for i in range(100)]
+
+
+async def test_worker_may_end_it() -> None:
+    async with session() as (worker, stream):
+        await stream.write(hello())
+        await stream.write(reserve("a"))
+        await stream.read()
+        worker.outbox.close()
+        assert await stream.read() is grpc.aio.EOF
+        assert await stream.code() is grpc.StatusCode.OK
+
+
+async def test_dropping_the_stream_frees() -> None:
+    async with session() as (worker, stream):
+        await stream.write(hello())
+        await stream.write(reserve("a"))
+        await stream.read()
+        assert not worker.is_freed.is_set()
+        stream.cancel()
+        await worker.is_freed.wait()
+
+
+async def test_silent_router_loses_its_lease_and_beats_keep_it() -> None:
+    async with session(lease_ms=300) as (worker, stream):
+        await stream.write(hello())
+        for _ in range(5):  # longer than the lease, in all
+            await asyncio.sleep(0.1)
+            await stream.write(pb.DecodeCommand(beat=pb.Beat()))
+        assert not worker.is_freed.is_set()
+        with pytest.raises(LeaseGone), rpc_errors_as_tandem_errors():
+            await stream.read()
+
+
+async def test_silent_router_that_does_not_read_either_is_freed_too() -> None:
+    """The write hangs on flow control; the lease ends the session all the same."""
+    async with session(lease_ms=300) as (worker, stream):
+        await stream.write(hello())
+        await stream.write(reserve("a"))
+        await stream.read()
+        big = pb.WorkerEvent(failed=pb.Failed(message="x" * 1_000_000))
+        for _ in range(64):
+            worker.outbox.post([big])
+        await worker.is_freed.wait()
+        stream.cancel()
+
+
+@pytest.mark.parametrize("first", [reserve("a"), hello(incarnation="i0"), hello(version=PROTOCOL_VERSION + 1)])
+async def test_wrong_handshake_is_refused(first: pb.DecodeCommand) -> None:
+    async with session() as (_, stream):
+        await stream.write(first)
+        with pytest.raises(Incompatible), rpc_errors_as_tandem_errors():
+            await stream.read()

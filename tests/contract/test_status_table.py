@@ -1,0 +1,110 @@
+"""Every error class has its status, and arrives at the client as what it was at the server."""
+
+from __future__ import annotations
+
+import grpc
+import pytest
+from google.rpc import status_pb2
+from grpc.aio import AioRpcError, Metadata
+
+from rpc import errors
+from rpc.errors import DETAILS_KEY, FOREIGN_CODES, STATUS_CODES, InvalidRequest, TandemError, Unreachable
+
+
+def subclasses(error_class: type[TandemError]) -> set[type[TandemError]]:
+    direct = set(error_class.__subclasses__())
+    return direct.union(*(subclasses(each) for each in direct))
+
+
+def all_classes() -> list[type[TandemError]]:
+    return sorted(subclasses(TandemError), key=lambda each: each.__name__)
+
+
+def made(error_class: type[TandemError], retry_after_s: float | None) -> TandemError:
+    if error_class is InvalidRequest:
+        violations = [("sampling_params.top_p", "must be in (0, 1]"), ("prompt", "is empty")]
+        return InvalidRequest(violations, retry_after_s=retry_after_s)
+    return error_class(f"what {error_class.__name__} says", retry_after_s=retry_after_s)
+
+
+def as_rpc_error(status: status_pb2.Status, details: bytes | None = None) -> AioRpcError:
+    code = next(code for code in grpc.StatusCode if code.value[0] == status.code)
+    data = status.SerializeToString() if details is None else details
+    return AioRpcError(code, Metadata(), Metadata((DETAILS_KEY, data)), details=status.message)
+
+
+def test_table_and_drawing_name_every_class() -> None:
+    assert set(STATUS_CODES) == set(all_classes())
+    drawing = {line.split()[1]: line.split()[2] for line in errors.__doc__.splitlines() if "──" in line}
+    assert drawing == {each.__name__: code.name for each, code in STATUS_CODES.items()}
+
+
+def test_codes_that_the_wire_promises() -> None:
+    """docs and proto comments state these; a client in another language relies on them."""
+    promised = {
+        "InvalidRequest": "INVALID_ARGUMENT",
+        "Overloaded": "RESOURCE_EXHAUSTED",
+        "Draining": "UNAVAILABLE",
+        "NoWorker": "UNAVAILABLE",
+        "LeaseGone": "ABORTED",
+        "CorruptKV": "DATA_LOSS",
+        "Incompatible": "FAILED_PRECONDITION",
+        "InternalError": "INTERNAL",
+        "RequestExists": "ALREADY_EXISTS",
+        "DeadlinePassed": "DEADLINE_EXCEEDED",
+        "RequestCancelled": "CANCELLED",
+        "NotFound": "NOT_FOUND",
+    }
+    assert {name: STATUS_CODES[getattr(errors, name)].name for name in promised} == promised
+
+
+def test_every_code_that_grpc_can_make_has_a_class() -> None:
+    assert set(FOREIGN_CODES) == set(grpc.StatusCode) - {grpc.StatusCode.OK}
+
+
+@pytest.mark.parametrize("retry_after_s", [None, 0.0, 1.25])
+@pytest.mark.parametrize("error_class", all_classes())
+def test_round_trip_keeps_everything(error_class: type[TandemError], retry_after_s: float | None) -> None:
+    error = made(error_class, retry_after_s)
+    status = errors.to_status(error)
+    assert status.code == STATUS_CODES[error_class].value[0]
+    back = errors.from_rpc_error(as_rpc_error(status))
+    assert type(back) is error_class
+    assert (back.message, back.retry_after_s) == (error.message, retry_after_s)
+    if isinstance(error, InvalidRequest):
+        assert isinstance(back, InvalidRequest)
+        assert back.violations == error.violations
+
+
+def test_invalid_request_says_which_fields_in_its_message() -> None:
+    assert str(InvalidRequest([("n", "must be 1"), ("prompt", "is empty")])) == "n: must be 1; prompt: is empty"
+
+
+@pytest.mark.parametrize("text", ["x" * 100_000, "é" * 50_000, "\ud800" * 1000, "line\n" * 5000])
+def test_status_of_any_text_fits_trailing_metadata(text: str) -> None:
+    """gRPC drops trailing metadata beyond 8 KiB: message percent-encoded, details in base64."""
+    error = InvalidRequest([(text[:2000], text)] * 100, text, retry_after_s=1)
+    status = errors.to_status(error)
+    message_bytes = 3 * len(status.message.encode())
+    assert message_bytes + len(status.SerializeToString()) * 4 / 3 < 7_500
+    back = errors.from_rpc_error(as_rpc_error(status))
+    assert isinstance(back, InvalidRequest)
+    assert back.violations
+
+
+def test_status_that_is_not_ours_is_translated_by_its_code() -> None:
+    foreign = status_pb2.Status(code=grpc.StatusCode.UNAVAILABLE.value[0], message="connection refused")
+    for details in (b"", b"\xff\xff not a status", foreign.SerializeToString()):
+        error = errors.from_rpc_error(as_rpc_error(foreign, details))
+        assert type(error) is Unreachable
+        assert error.message == "connection refused"
+    without = AioRpcError(grpc.StatusCode.INVALID_ARGUMENT, None, None, details=None)
+    assert type(errors.from_rpc_error(without)) is InvalidRequest
+
+
+def test_reason_of_another_domain_is_not_ours() -> None:
+    from google.rpc import error_details_pb2
+
+    status = status_pb2.Status(code=grpc.StatusCode.UNAVAILABLE.value[0])
+    status.details.add().Pack(error_details_pb2.ErrorInfo(reason="DRAINING", domain="example.org"))
+    assert type(errors.from_rpc_error(as_rpc_error(status))) is Unreachable

@@ -1,0 +1,88 @@
+"""Pings: a peer that hangs is noticed, and an idle connection is left alone."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import grpc
+import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+import rpc.channel
+from rpc.errors import Unreachable, rpc_errors_as_tandem_errors
+
+ROOT = Path(__file__).parents[2]
+PING_MS = 300
+TIMEOUT_S = 15.0
+
+SERVER = f"""
+import asyncio, sys
+import rpc.channel
+rpc.channel.KEEPALIVE_TIME_MS = rpc.channel.KEEPALIVE_TIMEOUT_MS = {PING_MS}
+from rpc.entrypoint import announce, run_until_signal
+from rpc.server import Server
+
+async def main(stop):
+    server = Server("127.0.0.1:0")
+    announce(await server.start())
+    await stop.wait()
+    await server.drain(0)
+
+sys.exit(run_until_signal(main))
+"""
+
+
+@pytest.fixture
+def server() -> Iterator[tuple[subprocess.Popen[str], str]]:
+    env = {**os.environ, "PYTHONPATH": str(ROOT)}
+    process = subprocess.Popen([sys.executable, "-c", SERVER], stdout=subprocess.PIPE, text=True, env=env, cwd=ROOT)
+    assert process.stdout is not None
+    yield process, process.stdout.readline().strip().removeprefix("listening grpc=")
+    process.kill()
+    process.wait()
+    process.stdout.close()
+
+
+@pytest.fixture
+def quick_pings(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rpc.channel, "KEEPALIVE_TIME_MS", PING_MS)
+    monkeypatch.setattr(rpc.channel, "KEEPALIVE_TIMEOUT_MS", PING_MS)
+
+
+@pytest.mark.usefixtures("quick_pings")
+async def test_peer_that_hangs_is_noticed(server: tuple[subprocess.Popen[str], str]) -> None:
+    """A stopped process keeps its connections: only unanswered pings tell."""
+    process, address = server
+    channel = rpc.channel.open_channel(address)
+    watch = health_pb2_grpc.HealthStub(channel).Watch(health_pb2.HealthCheckRequest())
+    assert (await watch.read()).status == health_pb2.HealthCheckResponse.SERVING
+    os.kill(process.pid, signal.SIGSTOP)
+    started = time.monotonic()
+    async with asyncio.timeout(TIMEOUT_S):
+        with pytest.raises(Unreachable), rpc_errors_as_tandem_errors():
+            await watch.read()
+    assert time.monotonic() - started < 10
+    os.kill(process.pid, signal.SIGCONT)
+    await channel.close()
+
+
+@pytest.mark.usefixtures("quick_pings")
+async def test_idle_connection_may_ping(server: tuple[subprocess.Popen[str], str]) -> None:
+    """By default a server answers the third ping without a call with GOAWAY too_many_pings."""
+    _, address = server
+    channel = rpc.channel.open_channel(address)
+    await rpc.channel.wait_ready(channel, TIMEOUT_S)
+    watch = health_pb2_grpc.HealthStub(channel).Watch(health_pb2.HealthCheckRequest())
+    await watch.read()
+    with pytest.raises(TimeoutError):
+        async with asyncio.timeout(10 * PING_MS / 1000):
+            await channel.wait_for_state_change(grpc.ChannelConnectivity.READY)
+    watch.cancel()
+    await channel.close()

@@ -1,0 +1,203 @@
+"""Entry points: flags from dataclasses, log lines, signals."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import signal
+import subprocess
+import sys
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import click
+import pytest
+from click.testing import CliRunner, Result
+
+from engine.config import EngineArgs
+from rpc.entrypoint import LineFormatter, ServiceArgs, build, options_of
+
+ROOT = Path(__file__).parents[2]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Args:
+    needed: str = field(metadata={"help": "No default."})
+    batch_size: int = field(default=4, metadata={"help": "How many."})
+    share: float = field(default=0.5, metadata={"help": "Of all."})
+    is_eager: bool = field(default=True, metadata={"help": "At once."})
+
+    def __post_init__(self) -> None:
+        if self.batch_size < 1:
+            raise ValueError(f"batch_size must be at least 1, is {self.batch_size}")
+
+
+def invoke(*arguments: str, env: dict[str, str] | None = None) -> Result:
+    @click.command()
+    @options_of(Args)
+    @options_of(ServiceArgs, defaults={"listen": "127.0.0.1:50051"})
+    def command(**options: Any) -> None:
+        made = build(Args, options), build(ServiceArgs, options)
+        click.echo(json.dumps([vars(each) for each in made]))
+
+    return CliRunner().invoke(command, list(arguments), env=env)
+
+
+def values(result: Result) -> dict[str, Any]:
+    assert result.exit_code == 0, result.output
+    first, second = json.loads(result.stdout)
+    return {**first, **second}
+
+
+def test_defaults_flags_and_environment() -> None:
+    assert values(invoke("--needed", "x")) == {
+        "needed": "x",
+        "batch_size": 4,
+        "share": 0.5,
+        "is_eager": True,
+        "listen": "127.0.0.1:50051",
+        "redis": "redis://127.0.0.1:6379/0",
+        "namespace": "tandem",
+        "log_level": "info",
+    }
+    given = values(invoke("--needed", "x", "--batch-size", "7", "--share", "1", "--no-is-eager", "--namespace", "b"))
+    assert (given["batch_size"], given["share"], given["is_eager"], given["namespace"]) == (7, 1.0, False, "b")
+    env = {"TANDEM_NEEDED": "e", "TANDEM_BATCH_SIZE": "9", "TANDEM_IS_EAGER": "false", "REDIS_URL": "unix:///x"}
+    given = values(invoke(env=env))
+    assert (given["needed"], given["batch_size"], given["is_eager"], given["redis"]) == ("e", 9, False, "unix:///x")
+    assert values(invoke("--batch-size", "2", env=env))["batch_size"] == 2  # the flag wins
+
+
+def test_help_shows_everything_in_order() -> None:
+    text = "".join(invoke("--help").output.split())  # however it is wrapped
+    for expected in (
+        "--needed TEXT No default. [env var: TANDEM_NEEDED; required]",
+        "--batch-size INTEGER How many. [env var: TANDEM_BATCH_SIZE; default: 4]",
+        "--is-eager / --no-is-eager At once. [env var: TANDEM_IS_EAGER; default: is-eager]",
+        "[env var: REDIS_URL; default: redis://127.0.0.1:6379/0]",
+        "default: 127.0.0.1:50051",
+    ):
+        assert expected.replace(" ", "") in text
+    assert text.index("--needed") < text.index("--batch-size") < text.index("--share") < text.index("--listen")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (["--needed", "x", "--batch-size", "0"], "Error: --batch-size must be at least 1, is 0"),
+        (["--needed", "x", "--batch-size", "many"], "Invalid value for '--batch-size'"),
+        (["--needed", "x", "--listen", "50051"], "Error: --listen: an address is HOST:PORT"),
+        (["--needed", "x", "--listen", "::1:50051"], "stands in brackets"),
+        (["--needed", "x", "--redis", "localhost"], "Error: --redis must be a redis://"),
+        (["--needed", "x", "--namespace", "a:b"], "Error: --namespace must be"),
+        (["--needed", "x", "--log-level", "loud"], "Error: --log-level must be one of debug"),
+        ([], "Missing option '--needed'"),
+    ],
+)
+def test_bad_flags_are_one_sentence_and_exit_code_2(arguments: list[str], sentence: str) -> None:
+    result = invoke(*arguments)
+    assert result.exit_code == 2
+    assert sentence in result.stderr
+    assert "Traceback" not in result.output
+
+
+def test_engine_args_have_flags() -> None:
+    @click.command()
+    @options_of(EngineArgs)
+    def command(**options: Any) -> None:
+        click.echo(repr(build(EngineArgs, options) == EngineArgs()))
+
+    assert CliRunner().invoke(command).output == "True\n"
+
+
+def test_log_line() -> None:
+    record = logging.makeLogRecord(
+        {
+            "levelname": "INFO",
+            "levelno": 20,
+            "msg": "done %s",
+            "args": ("now\nand then",),
+            "created": 0.25,
+            "msecs": 250,
+        }
+    )
+    record.request_id, record.total_ms, record.why = "r-1", 1234.56789, "two words"
+    line = LineFormatter("router").format(record)
+    expected = (
+        '1970-01-01T00:00:00.250Z INFO router done now\\nand then request_id=r-1 total_ms=1234.57 why="two words"'
+    )
+    assert line == expected
+    try:
+        raise KeyError("k")
+    except KeyError:
+        record.exc_info = sys.exc_info()
+    line = LineFormatter("router").format(record)
+    assert "\n" not in line
+    assert "KeyError" in line
+
+
+SERVICE = """
+import asyncio, sys, time
+from rpc.entrypoint import announce, run_until_signal
+from rpc.server import Server
+
+async def main(stop):
+    server = Server(sys.argv[2])
+    announce(await server.start())
+    if sys.argv[1] == "busy":
+        while True: time.sleep(0.01)
+    await stop.wait()
+    if sys.argv[1] == "stuck":
+        print("stopping", flush=True)
+        await asyncio.Event().wait()
+    await server.drain(1)
+    return 3 if sys.argv[1] == "three" else None
+
+sys.exit(run_until_signal(main))
+"""
+
+
+def start(kind: str, listen: str = "127.0.0.1:0") -> subprocess.Popen[str]:
+    command = [sys.executable, "-c", SERVICE, kind, listen]
+    env = {**os.environ, "PYTHONPATH": str(ROOT)}
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=env, cwd=ROOT)
+
+
+@pytest.mark.parametrize(("kind", "signum", "code"), [("zero", signal.SIGTERM, 0), ("three", signal.SIGINT, 3)])
+def test_a_signal_lets_main_end(kind: str, signum: int, code: int) -> None:
+    with start(kind) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline().startswith("listening grpc=127.0.0.1:")
+        process.send_signal(signum)
+        assert process.wait(20) == code
+
+
+@pytest.mark.parametrize("kind", ["stuck", "busy"])
+def test_a_second_signal_ends_the_process_at_once(kind: str) -> None:
+    with start(kind) as process:
+        assert process.stdout is not None
+        process.stdout.readline()
+        process.send_signal(signal.SIGTERM)
+        if kind == "stuck":
+            assert process.stdout.readline() == "stopping\n"
+        else:
+            # Two equal signals that wait at the same time are one to the kernel.
+            with pytest.raises(subprocess.TimeoutExpired):
+                process.wait(0.3)
+        process.send_signal(signal.SIGINT)
+        assert process.wait(20) == 130
+
+
+def test_busy_port_ends_with_a_sentence() -> None:
+    with start("zero") as first:
+        assert first.stdout is not None
+        address = first.stdout.readline().strip().removeprefix("listening grpc=")
+        with start("zero", address) as second:
+            stdout, stderr = second.communicate(timeout=20)
+        assert (second.returncode, stdout) == (1, "")
+        assert f"Error: cannot listen on {address}: " in stderr
+        assert "Traceback" not in stderr
+        first.terminate()
+        assert first.wait(20) == 0

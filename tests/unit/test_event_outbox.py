@@ -1,0 +1,86 @@
+"""EventOutbox: one message per engine step, fewer and larger ones under load, nothing lost, nothing reordered."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from protos import tandem_worker_pb2 as pb
+from rpc.session import EventOutbox
+
+
+def tokens(*ids: int) -> list[pb.WorkerEvent]:
+    return [pb.WorkerEvent(request_id="r", tokens=pb.Tokens(index=i, token_ids=[i])) for i in ids]
+
+
+def indices(message: pb.WorkerEvents) -> list[int]:
+    return [event.tokens.index for event in message.events]
+
+
+async def test_one_message_carries_one_step() -> None:
+    outbox = EventOutbox()
+    messages = outbox.messages()
+    for step in ([0, 1, 2], [3]):
+        outbox.post(tokens(*step))
+        assert indices(await anext(messages)) == step
+
+
+async def test_steps_merge_while_the_reader_is_busy() -> None:
+    outbox = EventOutbox()
+    for i in range(5):
+        outbox.post(tokens(i))
+    assert outbox.num_pending == 5
+    assert indices(await anext(outbox.messages())) == [0, 1, 2, 3, 4]
+    assert (outbox.num_pending, outbox.num_posted, outbox.num_messages) == (0, 5, 1)
+
+
+async def test_waits_without_events_and_wakes_on_post() -> None:
+    outbox = EventOutbox()
+    waiting = asyncio.ensure_future(anext(outbox.messages()))
+    for _ in range(3):
+        await asyncio.sleep(0)
+    assert not waiting.done()
+    outbox.post(tokens(7))
+    assert indices(await waiting) == [7]
+
+
+async def test_a_message_is_bounded_and_the_rest_follows() -> None:
+    outbox = EventOutbox(max_events_per_message=2)
+    outbox.post(tokens(*range(5)))
+    outbox.close()
+    assert [indices(message) async for message in outbox.messages()] == [[0, 1], [2, 3], [4]]
+
+
+async def test_every_message_has_the_newest_load() -> None:
+    loads = iter([3, 4])
+    outbox = EventOutbox(lambda: pb.WorkerLoad(num_running=next(loads)))
+    messages = outbox.messages()
+    outbox.post(tokens(0))
+    assert (await anext(messages)).load.num_running == 3
+    outbox.post()  # nothing happened but the load
+    message = await anext(messages)
+    assert (message.load.num_running, len(message.events)) == (4, 0)
+
+
+async def test_close_sends_what_is_pending_then_ends() -> None:
+    outbox = EventOutbox()
+    outbox.post(tokens(0))
+    outbox.close()
+    outbox.post(tokens(1))  # after the end: dropped
+    assert [indices(message) async for message in outbox.messages()] == [[0]]
+    assert outbox.num_posted == 1
+    assert outbox.is_closed
+
+
+async def test_close_ends_a_waiting_reader() -> None:
+    outbox = EventOutbox()
+    reader = asyncio.ensure_future(anext(outbox.messages(), None))
+    await asyncio.sleep(0)
+    outbox.close()
+    assert await asyncio.wait_for(reader, 5) is None
+
+
+def test_bound_must_be_positive() -> None:
+    with pytest.raises(ValueError, match="max_events_per_message"):
+        EventOutbox(max_events_per_message=0)

@@ -1,0 +1,252 @@
+"""The native decoder computes what transformers computes, however a prompt is cut and whoever shares the batch."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+
+from engine.config import EngineArgs, EngineConfig
+from engine.executor import Executor
+from engine.model_loader import create_engine_config
+from engine.sampling_params import SamplingParams
+from engine.sequence import BlockExport, ScheduledSequence, SchedulerOutput, Sequence
+
+VOCAB_SIZE = 307
+BLOCK_SIZE = 4
+SMALL: dict[str, Any] = {
+    "vocab_size": VOCAB_SIZE,
+    "hidden_size": 48,
+    "intermediate_size": 80,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 128,
+    "initializer_range": 0.3,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+LLAMA3_ROPE = {
+    "rope_type": "llama3",
+    "rope_theta": 1000.0,
+    "factor": 4.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 32,
+}
+CONFIGS: dict[str, Any] = {
+    "llama": lambda: transformers.LlamaConfig(**SMALL),
+    "llama-biases-tied": lambda: transformers.LlamaConfig(
+        **SMALL, attention_bias=True, mlp_bias=True, tie_word_embeddings=True, head_dim=16
+    ),
+    "llama-rope-llama3": lambda: transformers.LlamaConfig(**SMALL, rope_parameters=LLAMA3_ROPE),
+    "llama-rope-linear": lambda: transformers.LlamaConfig(
+        **SMALL, rope_parameters={"rope_type": "linear", "rope_theta": 500.0, "factor": 3.0}
+    ),
+    "mistral-sliding": lambda: transformers.MistralConfig(**SMALL, sliding_window=7),
+    "mistral-full": lambda: transformers.MistralConfig(**SMALL, sliding_window=None),
+    "qwen2": lambda: transformers.Qwen2Config(**SMALL),
+    "qwen2-late-sliding": lambda: transformers.Qwen2Config(
+        **SMALL, use_sliding_window=True, sliding_window=6, max_window_layers=1
+    ),
+    "qwen3": lambda: transformers.Qwen3Config(**SMALL, head_dim=16),
+    "qwen3-bias-sliding": lambda: transformers.Qwen3Config(
+        **SMALL, head_dim=16, attention_bias=True, use_sliding_window=True, sliding_window=5, max_window_layers=2
+    ),
+}
+GREEDY = SamplingParams(temperature=0, max_tokens=64, ignore_eos=True)
+
+
+def save_model(name: str, folder: Path) -> transformers.PreTrainedModel:
+    torch.manual_seed(7)
+    model = transformers.AutoModelForCausalLM.from_config(CONFIGS[name](), attn_implementation="eager").eval()
+    with torch.no_grad():  # biases and norms start as 0 and 1, where forgetting them would not be noticed
+        for parameter_name, parameter in model.named_parameters():
+            if parameter_name.endswith("bias"):
+                parameter.normal_(std=0.5)
+            elif "norm" in parameter_name:
+                parameter.add_(torch.randn_like(parameter) * 0.2)
+    model.save_pretrained(folder)
+    return model
+
+
+@pytest.fixture(scope="module", params=sorted(CONFIGS))
+def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, EngineConfig]:
+    folder = tmp_path_factory.mktemp(request.param)
+    model = save_model(request.param, folder)
+    return model, engine_config(folder)
+
+
+def engine_config(folder: Path, **overrides: Any) -> EngineConfig:
+    settings = {"dtype": "float32", "block_size": BLOCK_SIZE, "num_kv_blocks": 200, "num_threads": 1} | overrides
+    return create_engine_config(EngineArgs(model=str(folder), **settings))
+
+
+class Bench:
+    """Drives an executor with sequences whose blocks lie scattered in the pool."""
+
+    def __init__(self, config: EngineConfig, on_layer_written: Any = None) -> None:
+        self.executor = Executor(config, on_layer_written)
+        self.executor.kv_pool.fill_(float("nan"))  # nothing that was not written may be read
+        self.runner = self.executor._worker._runner
+        order = torch.randperm(config.cache.num_blocks, generator=torch.Generator().manual_seed(3))
+        self.free: list[int] = order.tolist()
+
+    def sequence(self, token_ids: list[int], num_blocks: int = 16) -> Sequence:
+        seq = Sequence(0, "r", list(token_ids), len(token_ids), GREEDY)
+        seq.block_table = [self.free.pop() for _ in range(num_blocks)]
+        return seq
+
+    def logits(self, *chunks: tuple[Sequence, int]) -> torch.Tensor | None:
+        """One step; returns the logits of the sequences whose end it reached."""
+        _, logits = self.runner.forward(SchedulerOutput([ScheduledSequence(*c) for c in chunks], [], []))
+        for seq, num_new_tokens in chunks:
+            seq.num_computed_tokens += num_new_tokens
+        return logits
+
+
+def reference(model: Any, token_ids: list[int]) -> torch.Tensor:
+    with torch.no_grad():
+        logits: torch.Tensor = model(torch.tensor([token_ids])).logits[0, -1]
+    return logits
+
+
+def random_tokens(count: int, seed: int) -> list[int]:
+    return torch.randint(0, VOCAB_SIZE, (count,), generator=torch.Generator().manual_seed(seed)).tolist()
+
+
+def assert_close(ours: torch.Tensor | None, expected: torch.Tensor) -> None:
+    assert ours is not None
+    torch.testing.assert_close(ours, expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("num_tokens", [1, 4, 23, 40])
+def test_whole_prompt(pair: tuple[Any, EngineConfig], num_tokens: int) -> None:
+    model, config = pair
+    bench, tokens = Bench(config), random_tokens(num_tokens, seed=num_tokens)
+    logits = bench.logits((bench.sequence(tokens), num_tokens))
+    assert_close(logits, reference(model, tokens).unsqueeze(0))
+
+
+@pytest.mark.parametrize("chunks", [(1, 22), (8, 8, 7), (3, 1, 1, 18), (22, 1)])
+def test_chunked_prompt(pair: tuple[Any, EngineConfig], chunks: tuple[int, ...]) -> None:
+    model, config = pair
+    bench, tokens = Bench(config), random_tokens(23, seed=5)
+    seq = bench.sequence(tokens)
+    for num_new_tokens in chunks[:-1]:
+        assert bench.logits((seq, num_new_tokens)) is None
+    assert_close(bench.logits((seq, chunks[-1])), reference(model, tokens).unsqueeze(0))
+
+
+def test_mixed_batches_decode_and_prefill(pair: tuple[Any, EngineConfig]) -> None:
+    model, config = pair
+    bench = Bench(config)
+    running = [bench.sequence(random_tokens(n, seed=n)) for n in (2, 9, 17, 31)]
+    bench.logits(*[(seq, len(seq)) for seq in running])
+    late = bench.sequence(random_tokens(29, seed=99))
+    for num_late_tokens in (5, 11, 12, 1):
+        for seq in running:
+            seq.token_ids.append(random_tokens(1, seed=len(seq))[0])
+        logits = bench.logits(*[(seq, 1) for seq in running], (late, num_late_tokens))
+    ending = [*running, late]
+    assert_close(logits, torch.stack([reference(model, seq.token_ids) for seq in ending]))
+
+
+def test_prompts_of_different_lengths_in_one_step(pair: tuple[Any, EngineConfig]) -> None:
+    model, config = pair
+    bench = Bench(config)
+    seqs = [bench.sequence(random_tokens(n, seed=n)) for n in (40, 3, 12, 37, 1, 13)]
+    logits = bench.logits(*[(seq, len(seq)) for seq in seqs])
+    assert_close(logits, torch.stack([reference(model, seq.token_ids) for seq in seqs]))
+
+
+def test_greedy_tokens_equal(pair: tuple[Any, EngineConfig]) -> None:
+    model, config = pair
+    bench, prompt = Bench(config), random_tokens(11, seed=1)
+    expected = model.generate(
+        torch.tensor([prompt]), max_new_tokens=24, min_new_tokens=24, do_sample=False, eos_token_id=None, pad_token_id=0
+    )[0].tolist()
+    seq = bench.sequence(prompt)
+    while len(seq) < len(expected):
+        num_new_tokens = seq.num_uncomputed_tokens
+        [token_id] = bench.executor.execute(SchedulerOutput([ScheduledSequence(seq, num_new_tokens)], [], []))
+        assert token_id is not None
+        seq.num_computed_tokens += num_new_tokens
+        seq.token_ids.append(token_id)
+    assert seq.token_ids == expected
+
+
+def test_blocks_are_copied_before_the_step(tmp_path: Path) -> None:
+    model = save_model("llama", tmp_path)
+    bench, tokens = Bench(engine_config(tmp_path)), random_tokens(14, seed=2)
+    original = bench.sequence(tokens)
+    bench.logits((original, 14))
+    fork = bench.sequence([*tokens, 5])
+    own_block = fork.block_table[3]
+    fork.block_table[:3], fork.num_computed_tokens = original.block_table[:3], 14
+    output = SchedulerOutput([ScheduledSequence(fork, 1)], [(original.block_table[3], own_block)], [])
+    _, logits = bench.runner.forward(output)
+    assert_close(logits, reference(model, [*tokens, 5]).unsqueeze(0))
+    original.token_ids.append(9)  # untouched by what the fork wrote
+    assert_close(bench.logits((original, 1)), reference(model, [*tokens, 9]).unsqueeze(0))
+
+
+def test_layers_are_announced_in_order_with_their_kv_in_the_pool(tmp_path: Path) -> None:
+    save_model("llama", tmp_path)
+    seen: list[int] = []
+
+    def on_layer_written(layer: int, exports: list[BlockExport]) -> None:
+        [export] = exports
+        pool = bench.executor.kv_pool
+        assert not pool[layer, list(export.block_ids)].isnan().any()
+        assert pool[layer + 1 :, list(export.block_ids), :, :, 0].isnan().all()
+        seen.append(layer)
+
+    bench = Bench(engine_config(tmp_path), on_layer_written)
+    seq = bench.sequence(random_tokens(8, seed=1))
+    export = BlockExport("r", 0, 2, tuple(seq.block_table[:2]), True)
+    bench.executor.execute(SchedulerOutput([ScheduledSequence(seq, 8)], [], [export]))
+    assert seen == [0, 1, 2]
+    seq.num_computed_tokens = 8
+    seq.token_ids.append(3)
+    bench.executor.execute(SchedulerOutput([ScheduledSequence(seq, 1)], [], []))
+    assert seen == [0, 1, 2]  # nothing exported, nothing announced
+
+
+def test_bfloat16_stays_near_float32(tmp_path: Path) -> None:
+    save_model("qwen2", tmp_path)
+    tokens = random_tokens(30, seed=4)
+    results = []
+    for dtype in ("float32", "bfloat16"):
+        bench = Bench(engine_config(tmp_path, dtype=dtype))
+        seq = bench.sequence(tokens)
+        bench.logits((seq, 20))
+        logits = bench.logits((seq, 10))
+        assert logits is not None
+        results.append(logits.float())
+    assert torch.nn.functional.cosine_similarity(*results).item() > 0.99
+
+
+def test_default_model_continues_as_transformers_does() -> None:
+    config = create_engine_config(EngineArgs(dtype="float32", num_kv_blocks=600, num_threads=2))
+    model = transformers.AutoModelForCausalLM.from_pretrained(config.model.path, dtype=torch.float32)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(config.model.path)
+    prompt = tokenizer.apply_chat_template(
+        [{"role": "user", "content": "What is the capital of France?"}], add_generation_prompt=True, return_dict=False
+    )
+    expected = model.generate(
+        torch.tensor([prompt]), max_new_tokens=12, do_sample=False, eos_token_id=None, pad_token_id=0
+    )[0].tolist()
+    bench = Bench(config)
+    seq = bench.sequence(prompt)
+    while len(seq) < len(expected):
+        num_new_tokens = seq.num_uncomputed_tokens
+        [token_id] = bench.executor.execute(SchedulerOutput([ScheduledSequence(seq, num_new_tokens)], [], []))
+        assert token_id is not None
+        seq.num_computed_tokens += num_new_tokens
+        seq.token_ids.append(token_id)
+    assert seq.token_ids == expected
+    assert "Paris" in tokenizer.decode(seq.token_ids)

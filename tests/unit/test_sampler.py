@@ -1,0 +1,270 @@
+"""The sampler: each filter against its definition, draws against their distribution, and what a draw depends on."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from engine.random import philox4x32, uniforms
+from engine.sampler import Sampler, draw, filtered_weights, nucleus_threshold
+from engine.sampling_params import SamplingParams
+from engine.sequence import Sequence
+
+VOCAB_SIZE = 50
+EOS = 7
+
+
+def sequence(prompt: list[int] | None = None, output: list[int] | None = None, **params: Any) -> Sequence:
+    prompt, output, index = prompt or [1, 2, 3], output or [], params.pop("sequence_index", 0)
+    settings = {"max_tokens": 100} | params
+    return Sequence(0, "r", prompt + output, len(prompt), SamplingParams(**settings), sequence_index=index)
+
+
+def logits(num_rows: int = 1, vocab_size: int = VOCAB_SIZE, seed: int = 0) -> torch.Tensor:
+    return torch.randn(num_rows, vocab_size, generator=torch.Generator().manual_seed(seed)) * 2
+
+
+def sample_one(values: torch.Tensor, seq: Sequence) -> int:
+    [token_id] = Sampler(frozenset({EOS})).sample(values.clone().unsqueeze(0), [seq])
+    return token_id
+
+
+def adjusted(values: torch.Tensor, seq: Sequence) -> torch.Tensor:
+    """The logits as they are when the sampler chooses from them."""
+    batch = values.clone().unsqueeze(0)
+    Sampler(frozenset({EOS})).sample(batch, [seq])
+    return batch[0]
+
+
+# --- the generator
+
+
+@pytest.mark.parametrize(
+    ("counter", "key", "expected"),
+    [  # from kat_vectors of the Random123 distribution
+        ("00000000 00000000 00000000 00000000", "00000000 00000000", "6627e8d5 e169c58d bc57ac4c 9b00dbd8"),
+        ("ffffffff ffffffff ffffffff ffffffff", "ffffffff ffffffff", "408f276d 41c83b0e a20bc7c6 6d5451fd"),
+        ("243f6a88 85a308d3 13198a2e 03707344", "a4093822 299f31d0", "d16cfe09 94fdcceb 5001e420 24126ea1"),
+    ],
+)
+def test_philox_known_answers(counter: str, key: str, expected: str) -> None:
+    def words(text: str) -> Any:
+        return np.array([[int(word, 16) for word in text.split()]], dtype=np.uint32)
+
+    # Beside another row, to see that rows are independent.
+    counters, keys = (np.concatenate([w, w + np.uint32(1)]) for w in (words(counter), words(key)))
+    np.testing.assert_array_equal(philox4x32(counters, keys)[:1], words(expected))
+
+
+def test_uniforms_are_uniform_and_each_argument_matters() -> None:
+    values = uniforms([5] * 20000, [0] * 20000, range(20000))
+    counts, _ = np.histogram(values, bins=20, range=(0, 1))
+    assert ((counts - 1000) ** 2 / 1000).sum() < 43.8  # chi squared, 19 degrees of freedom, p = 0.001
+    assert 0 <= values.min() and values.max() < 1
+    different = uniforms(
+        [5, 6, 5, 5, -5, 5 + 2**32, -(2**63), 2**63 - 1], [0, 0, 1, 0, 0, 0, 0, 0], [0, 0, 0, 1, 0, 0, 0, 0]
+    )
+    assert len(set(different.tolist())) == 8
+
+
+# --- greedy
+
+
+def test_greedy_takes_the_largest_and_the_first_of_equals() -> None:
+    values = torch.zeros(3, VOCAB_SIZE)
+    values[0, 9] = values[1, 4] = values[1, 30] = 1
+    seqs = [sequence(temperature=0) for _ in range(3)]
+    assert Sampler(frozenset()).sample(values, seqs) == [9, 4, 0]
+
+
+def test_greedy_rows_are_not_touched_by_drawing_ones() -> None:
+    values = logits(4)
+    seqs = [sequence(temperature=t, top_p=0.5, seed=3) for t in (0, 1.5, 0, 0.7)]
+    together = Sampler(frozenset()).sample(values.clone(), seqs)
+    assert [together[0], together[2]] == values[[0, 2]].argmax(-1).tolist()
+    assert together == [sample_one(values[i], seqs[i]) for i in range(4)]
+
+
+# --- what a draw depends on
+
+
+def test_draws_do_not_depend_on_the_batch() -> None:
+    num_rows = 24
+    values = logits(num_rows, vocab_size=3000).to(torch.bfloat16)
+    seqs = [
+        sequence(
+            output=list(range(i % 5)),
+            temperature=0.5 + i / 10,
+            top_k=[0, 40][i % 2],
+            top_p=[1, 0.9, 0.99][i % 3],
+            min_p=[0, 0.01][i % 2],
+            seed=i // 2,
+            repetition_penalty=[1, 1.3][i % 2],
+        )
+        for i in range(num_rows)
+    ]
+    sampler = Sampler(frozenset({EOS}))
+    alone = [sampler.sample(values[i : i + 1].clone(), [seqs[i]])[0] for i in range(num_rows)]
+    assert sampler.sample(values.clone(), seqs) == alone
+    order = list(reversed(range(num_rows)))
+    assert sampler.sample(values[order].clone(), [seqs[i] for i in order]) == alone[::-1]
+
+
+def test_draws_depend_on_seed_sequence_and_position() -> None:
+    flat = torch.zeros(100_000)
+    base = sample_one(flat, sequence(seed=1))
+    assert base == sample_one(flat, sequence(prompt=[9] * 40, seed=1))  # the prompt's length does not matter
+    others = [sequence(seed=2), sequence(seed=1, sequence_index=1), sequence(seed=1, output=[5])]
+    assert base not in [sample_one(flat, seq) for seq in others]
+
+
+def test_distribution() -> None:
+    values, num_draws = logits(vocab_size=12)[0], 20000
+    seqs = [sequence(temperature=0.8, seed=seed) for seed in range(num_draws)]
+    drawn = draw(values.expand(num_draws, -1), seqs)
+    expected = torch.softmax(values.double() / 0.8, dim=0) * num_draws
+    counts = torch.bincount(torch.tensor(drawn), minlength=12)
+    assert ((counts - expected) ** 2 / expected).sum() < 31.3  # chi squared, 11 degrees of freedom, p = 0.001
+
+
+def test_inverts_the_cumulative_distribution_in_vocabulary_order() -> None:
+    values, seqs = logits(vocab_size=400)[0], [sequence(seed=seed, output=[1]) for seed in range(200)]
+    probabilities = torch.softmax(values.double(), dim=0).numpy()
+    edges = probabilities.cumsum()
+    expected = [int(np.flatnonzero(edges > u)[0]) for u in uniforms(range(200), [0] * 200, [1] * 200)]
+    assert draw(values.expand(200, -1), seqs) == expected
+
+
+def test_the_last_token_of_any_weight_is_the_last_that_can_be_drawn(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("engine.sampler.uniforms", lambda *_: np.array([1.0]))  # beyond what rounding could yield
+    values = torch.zeros(1, 10)
+    values[0, 6:] = float("-inf")
+    assert draw(values, [sequence()]) == [5]
+
+
+# --- filters
+
+
+def kept(values: torch.Tensor, **params: Any) -> set[int]:
+    [weights] = filtered_weights(values.unsqueeze(0), [sequence(**params)])
+    return set(weights.nonzero().flatten().tolist())
+
+
+@pytest.mark.parametrize("temperature", [0.3, 1.0, 2.5])
+@pytest.mark.parametrize("top_k", [1, 2, 17, 49])
+def test_top_k(top_k: int, temperature: float) -> None:
+    values = logits()[0]
+    assert kept(values, top_k=top_k, temperature=temperature) == set(values.topk(top_k).indices.tolist())
+
+
+@pytest.mark.parametrize("top_k", [0, -1, 50, 1000])
+def test_top_k_that_keeps_all(top_k: int) -> None:
+    assert len(kept(logits()[0], top_k=top_k)) == VOCAB_SIZE
+
+
+@pytest.mark.parametrize("temperature", [0.3, 1.0, 2.5])
+@pytest.mark.parametrize("top_p", [1e-6, 0.1, 0.5, 0.9, 0.999])
+@pytest.mark.parametrize("vocab_size", [50, 3000])
+def test_top_p(top_p: float, temperature: float, vocab_size: int) -> None:
+    values = logits(vocab_size=vocab_size)[0]
+    probabilities = torch.softmax(values.double() / temperature, dim=0).tolist()
+    expected, mass = set(), 0.0
+    for token_id in sorted(range(vocab_size), key=lambda i: -probabilities[i]):
+        if mass >= top_p:
+            break
+        expected.add(token_id)
+        mass += probabilities[token_id]
+    assert kept(values, top_p=top_p, temperature=temperature) == expected
+
+
+@pytest.mark.parametrize("min_p", [1e-4, 0.05, 0.5, 1.0])
+def test_min_p(min_p: float) -> None:
+    values = logits()[0]
+    probabilities = torch.softmax(values.double() / 1.7, dim=0)
+    expected = (probabilities >= min_p * probabilities.max() * (1 - 1e-12)).nonzero().flatten()
+    assert kept(values, min_p=min_p, temperature=1.7) == set(expected.tolist())
+
+
+def test_filters_work_on_what_the_earlier_ones_left() -> None:
+    # Of 0.4, 0.3, 0.2, 0.1 top_k leaves 0.4, 0.3; of these 0.5 / 0.7 of the mass needs both, 0.5 of it the first.
+    values = torch.tensor([0.4, 0.3, 0.2, 0.1]).log()
+    assert kept(values, top_p=0.65) == {0, 1}
+    assert kept(values, top_k=2, top_p=0.5) == {0}
+    assert kept(values, top_k=2, top_p=0.6) == {0, 1}
+    assert kept(values, min_p=0.6, top_p=0.6) == {0, 1}
+    assert kept(values, min_p=0.9, top_k=3) == {0}
+
+
+def test_equals_of_the_last_one_kept_are_kept() -> None:
+    values = torch.tensor([2.0, 1.0, 1.0, 1.0, 0.0])
+    assert kept(values, top_k=2) == {0, 1, 2, 3}
+    assert kept(values, top_p=0.6) == {0, 1, 2, 3}
+
+
+def test_a_nucleus_of_everything() -> None:
+    weights = torch.zeros(2000, dtype=torch.float64)
+    weights[:1500] = 1
+    assert nucleus_threshold(weights, 1 - 1e-16) in (0, 1)
+    assert len(kept(torch.zeros(5000), top_p=0.5)) == 5000
+
+
+def test_one_rows_filters_leave_other_rows_alone() -> None:
+    values = logits(3)
+    plain, filtered = sequence(), sequence(top_k=2, top_p=0.3, min_p=0.2, temperature=0.4)
+    together = filtered_weights(values, [plain, filtered, plain])
+    assert torch.equal(together[[0, 2]], filtered_weights(values[[0, 2]], [plain, plain]))
+    assert torch.equal(together[1:2], filtered_weights(values[1:2], [filtered]))
+
+
+# --- bias, penalties, min_tokens
+
+
+def test_logit_bias() -> None:
+    values = logits()[0]
+    changed = adjusted(values, sequence(temperature=0, logit_bias={3: 5.0, 11: -100.0}))
+    expected = values.clone()
+    expected[3] += 5
+    expected[11] -= 100
+    torch.testing.assert_close(changed, expected)
+    assert sample_one(torch.zeros(VOCAB_SIZE), sequence(temperature=0, logit_bias={33: 1.0})) == 33
+
+
+def test_penalties_against_their_definition() -> None:
+    values = logits(seed=4)[0]
+    seq = sequence(
+        prompt=[1, 2, 3, 3, 20],
+        output=[4, 4, 4, 2, 30],
+        temperature=0,
+        repetition_penalty=1.4,
+        frequency_penalty=0.3,
+        presence_penalty=-0.7,
+        logit_bias={4: 1.0},
+    )
+    expected = values.clone()
+    expected[4] += 1
+    for token_id in {1, 2, 3, 20, 4, 30}:
+        expected[token_id] *= 1.4 if expected[token_id] < 0 else 1 / 1.4
+    for token_id, count in {4: 3, 2: 1, 30: 1}.items():
+        expected[token_id] -= 0.3 * count - 0.7
+    torch.testing.assert_close(adjusted(values, seq), expected)
+
+
+@pytest.mark.parametrize("temperature", [0, 1.0])
+@pytest.mark.parametrize("ignore_eos", [False, True])
+def test_min_tokens_masks_stops(temperature: float, ignore_eos: bool) -> None:
+    values = torch.zeros(VOCAB_SIZE)
+    values[[EOS, 12]] = 50
+    params: dict[str, Any] = {
+        "temperature": temperature,
+        "min_tokens": 3,
+        "stop_token_ids": frozenset({12}),
+        "ignore_eos": ignore_eos,
+    }
+    for num_output_tokens in range(3):
+        for seed in range(20):
+            seq = sequence(output=[5] * num_output_tokens, seed=seed, **params)
+            assert sample_one(values, seq) not in (EOS, 12)
+    assert sample_one(values, sequence(output=[5, 5, 5], **params)) in (EOS, 12)
