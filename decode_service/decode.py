@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import logging
 
-from engine.async_llm_engine import AsyncLLMEngine, EngineDead
+from engine.async_llm_engine import AsyncLLMEngine, EngineDeadError
 from engine.llm_engine import LLMEngine, Reservation
 from kv_transfer import Grant, KVReceiver
 from protos import tandem_worker_pb2 as pb
@@ -91,7 +91,7 @@ class DecodeRole:
             is_added = await self._engine.call(add)
         except ValueError as error:
             self._refuse(stream, InvalidRequest((), str(error)), can_retry=False)
-        except EngineDead:
+        except EngineDeadError:
             return  # the process is ending, and its sessions with it
         else:
             if not is_added:
@@ -111,7 +111,7 @@ class DecodeRole:
         except ValueError as error:
             self._refuse(stream, InvalidRequest((), str(error)), can_retry=False)
             return
-        except EngineDead:
+        except EngineDeadError:
             return  # the process is ending, and its sessions with it
         if not stream.is_open:
             return  # cancelled meanwhile: `cancel` has freed the reservation, as the command after ours
@@ -143,7 +143,7 @@ class DecodeRole:
         stream.grant_id = None  # a cancel from now on goes to the engine, after the commit
         try:
             await self._engine.call(lambda engine: engine.commit(engine_id, first_token_id))
-        except (KeyError, EngineDead):
+        except (KeyError, EngineDeadError):
             return False
         return True
 

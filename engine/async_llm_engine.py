@@ -10,7 +10,7 @@ between two steps; everything that leaves it arrives on the event loop, once per
     on_step(news)  <─call_soon_threadsafe─  outputs, cache events, load
 
 With nothing to compute the thread blocks on its queue; nothing polls. If a step raises, the engine is lost:
-`on_failure` is told, and every call from then on raises `EngineDead`.
+`on_failure` is told, and every call from then on raises `EngineDeadError`.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _log = logging.getLogger(__name__)
 _T = TypeVar("_T")
 
 
-class EngineDead(RuntimeError):
+class EngineDeadError(RuntimeError):
     """The stepping thread has ended; its engine cannot be used any more."""
 
 
@@ -70,12 +70,12 @@ class AsyncLLMEngine:
     async def call(self, function: Callable[[LLMEngine], _T]) -> _T:
         """Run `function` on the stepping thread between two steps, and return its result or raise its error.
 
-        It runs even if the caller is cancelled meanwhile. Raises `EngineDead` if the thread has ended.
+        It runs even if the caller is cancelled meanwhile. Raises `EngineDeadError` if the thread has ended.
         """
         future: asyncio.Future[_T] = self._loop.create_future()
         self._commands.put(_Command(function, future))
         if self._is_dead:
-            raise EngineDead("the engine's stepping thread has ended")
+            raise EngineDeadError("the engine's stepping thread has ended")
         return await future
 
     def post(self, function: Callable[[LLMEngine], object]) -> None:
@@ -133,7 +133,7 @@ class AsyncLLMEngine:
         while not self._commands.empty():
             command = self._commands.get()
             if command is not None and command.future is not None:
-                error = EngineDead("the engine's stepping thread has ended")
+                error = EngineDeadError("the engine's stepping thread has ended")
                 self._loop.call_soon_threadsafe(_fail, command.future, error)
 
     def _report(self, outputs: list[RequestOutput]) -> None:

@@ -151,7 +151,9 @@ class EngineArgs:
             f"max_num_batched_tokens must be at least max_num_seqs={self.max_num_seqs}, so that every running sequence "
             f"gets its token in every step, is {self.max_num_batched_tokens}",
         )
-        _check(self.prefill_chunk_tokens >= 0, f"prefill_chunk_tokens must be at least 0, is {self.prefill_chunk_tokens}")
+        _check(
+            self.prefill_chunk_tokens >= 0, f"prefill_chunk_tokens must be at least 0, is {self.prefill_chunk_tokens}"
+        )
         _check(self.num_threads >= 0, f"num_threads must be at least 0, is {self.num_threads}")
         _check(
             self.attention_backend in ATTENTION_BACKENDS,

@@ -211,7 +211,7 @@ class LLMEngine:
             raise ValueError("prompt_token_ids must not be empty")
         if len(token_ids) >= model.max_model_len:
             raise ValueError(
-                f"prompt_token_ids has {len(token_ids)} tokens, must have fewer than max_model_len={model.max_model_len}"
+                f"prompt_token_ids must have fewer than max_model_len={model.max_model_len}, has {len(token_ids)}"
             )
         if min(token_ids) < 0 or max(token_ids) >= model.vocab_size:
             raise ValueError(f"prompt_token_ids must be in [0, {model.vocab_size})")

@@ -70,7 +70,8 @@ class Sampler:
         if params.has_penalties:
             apply_penalties(logits_V, seq)
         if seq.num_output_tokens < params.min_tokens:
-            logits_V[list(self._eos_token_ids | params.stop_token_ids)] = float("-inf")
+            stop_ids = self._eos_token_ids | params.stop_token_ids
+            logits_V.index_fill_(0, torch.tensor([*stop_ids], dtype=torch.int64, device=logits_V.device), float("-inf"))
 
 
 def apply_penalties(logits_V: torch.Tensor, seq: Sequence) -> None:
@@ -104,6 +105,7 @@ def draw(logits_RV: torch.Tensor, seqs: Seq[Sequence]) -> list[int]:
     # The product may round up to the total itself: then it is the last token that has any weight.
     targets = torch.minimum(targets, torch.nextafter(total_R, torch.zeros_like(total_R)))
     token_ids: list[int] = torch.searchsorted(cumulative_RV, targets, right=True).squeeze(1).tolist()
+    assert max(token_ids) < logits_RV.shape[1], "logits hold a NaN"
     return token_ids
 
 

@@ -95,13 +95,15 @@ class ControlLink:
     async def connect(self, request: pb.ConnectRequest, timeout_s: float) -> pb.ConnectResponse:
         try:
             # Fails at once where nobody listens: the caller has other receivers.
-            return await self.stub.Connect(request, timeout=timeout_s)
+            response: pb.ConnectResponse = await self.stub.Connect(request, timeout=timeout_s)
+            return response
         except grpc.aio.AioRpcError as error:
             raise from_status(error.code(), error.details() or "") from error
 
     async def commit(self, request: pb.CommitRequest, timeout_s: float) -> pb.CommitResponse:
         try:
-            return await self.stub.Commit(request, timeout=timeout_s, wait_for_ready=True)
+            response: pb.CommitResponse = await self.stub.Commit(request, timeout=timeout_s, wait_for_ready=True)
+            return response
         except grpc.aio.AioRpcError as error:
             raise from_status(error.code(), error.details() or "") from error
 

@@ -15,7 +15,7 @@ import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Hashable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 
@@ -85,12 +85,12 @@ class KVReceiver:
 
     async def close(self) -> None:
         """End timer, commits and endpoints. Calls no callback any more: what is still granted dies with the pool."""
-        tasks = [task for _, task in self._commits.values()]
+        tasks: list[asyncio.Task[Any]] = [task for _, task in self._commits.values()]
         if self._timer is not None:
-            tasks_and_timer: list[asyncio.Task[object]] = [self._timer, *tasks]  # type: ignore[list-item]
-            for task in tasks_and_timer:
-                task.cancel()
-            await asyncio.gather(*tasks_and_timer, return_exceptions=True)
+            tasks.append(self._timer)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
         for endpoint in self._endpoints.values():
             await endpoint.close()
         self._verifier.shutdown()

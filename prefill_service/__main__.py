@@ -7,8 +7,8 @@ from typing import Any
 
 import click
 
-from prefill_service.service import PrefillService
 from engine.config import EngineArgs
+from prefill_service.service import PrefillService
 from protos import tandem_worker_pb2 as pb
 from rpc.entrypoint import build, options_of, run_until_signal, setup_logging
 from worker_service.args import WorkerArgs

@@ -14,8 +14,7 @@ from __future__ import annotations
 import asyncio
 import logging
 
-from engine.async_llm_engine import AsyncLLMEngine, EngineDead
-from engine.outputs import RequestOutput
+from engine.async_llm_engine import AsyncLLMEngine, EngineDeadError
 from engine.sequence import BlockExport
 from kv_transfer import STATUS_OF, InvalidTransfer, KVSender, Push, TransferError
 from protos import tandem_worker_pb2 as pb
@@ -83,7 +82,7 @@ class PrefillRole:
             stream.post_failure(error_of_code(code, str(error)), can_retry=not isinstance(error, InvalidTransfer))
         except ValueError as error:
             stream.post_failure(InvalidRequest((), str(error)), can_retry=False)
-        except EngineDead:
+        except EngineDeadError:
             pass  # the process is ending, and its sessions with it
         finally:
             self._host.close(stream)

@@ -51,9 +51,7 @@ class ClusterServicer(ClusterServicerBase):  # type: ignore[misc]
         )
 
     async def Audit(self, request: pb.AuditRequest, context: grpc.aio.ServicerContext) -> pb.ClusterAudit:  # noqa: N802
-        workers, unreachable = await self._ask_all(
-            lambda stub: stub.Audit(pb.AuditRequest(), timeout=WORKER_TIMEOUT_S)
-        )
+        workers, unreachable = await self._ask_all(lambda stub: stub.Audit(pb.AuditRequest(), timeout=WORKER_TIMEOUT_S))
         return pb.ClusterAudit(workers=workers, unreachable=unreachable)
 
     async def _ask_all(self, ask: Callable[[WorkerStub], Awaitable[_T]]) -> tuple[list[_T], list[str]]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator
 from dataclasses import dataclass
 
 from protos import tandem_inference_pb2 as inference_pb
@@ -99,7 +99,7 @@ class Lifecycle:
         """End the request from outside: Abort."""
         self._events.put_nowait(stopped)
 
-    async def run(self) -> AsyncIterator[inference_pb.GenerateResponse]:
+    async def run(self) -> AsyncGenerator[inference_pb.GenerateResponse, None]:
         """The messages of the answer, the last with usage and timings. Raises the `TandemError` that ended it."""
         try:
             actions = self._state.start()
@@ -258,7 +258,7 @@ class Lifecycle:
         )
         return response, is_stopped
 
-    def _last_response(self, finish_reason: inference_pb.FinishReason.ValueType) -> inference_pb.GenerateResponse:
+    def _last_response(self, finish_reason: inference_pb.FinishReason) -> inference_pb.GenerateResponse:
         self.stamps.ended_s = time.monotonic()
         return inference_pb.GenerateResponse(
             request_id=self.request_id,

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from registry.prefix_index import PrefixIndex
-
 from prefix_hash import block_hashes
+from registry.prefix_index import PrefixIndex
 from router.request_state import WorkerKey
 from router.worker_pool import WorkerPool
 

@@ -1,8 +1,8 @@
 """The router process, from its flags to its exit code.
 
-    flags ──> model's texts loaded ──> listening ──first decode worker──> SERVING ──SIGTERM──> draining: new requests are
-              (bad folder: exit 2)     NOT_SERVING <──last one gone──┘                         refused, running ones finish
-                                                                                               (bounded) ──> exit 0
+flags ──> model's texts loaded ──> listening ──first decode worker──> SERVING ──SIGTERM──> draining: new requests are
+          (bad folder: exit 2)     NOT_SERVING <──last one gone──┘                         refused, running ones finish
+                                                                                           (bounded) ──> exit 0
 """
 
 from __future__ import annotations
@@ -94,9 +94,7 @@ class Router:
             has_workers=lambda: self._pool.has_decode_worker,
         )
         self._index = PrefixIndex(args.redis, namespace=args.namespace)
-        self._directory = WorkerDirectory(
-            args.redis, namespace=args.namespace, on_change=lambda records: self._pool.set_records(records)
-        )
+        self._directory = WorkerDirectory(args.redis, namespace=args.namespace, on_change=self._pool.set_records)
         cluster = Cluster(self._pool, self._queue, PrefixLookup(self._index, self._pool))
         self._inference = InferenceServicer(texts=texts, cluster=cluster)
         self._server.add(add_InferenceServicer_to_server, self._inference, INFERENCE_SERVICE)

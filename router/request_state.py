@@ -20,9 +20,9 @@ from dataclasses import dataclass, field
 from enum import Enum, auto
 from typing import TypeAlias
 
+from protos.tandem_inference_pb2 import FinishReason, KVTransferStats
 from protos.tandem_kv_transfer_pb2 import Grant
 from protos.tandem_worker_pb2 import Failed, HandedOver, Tokens, WorkerEvent
-from protos.tandem_inference_pb2 import FinishReason, KVTransferStats
 from rpc.errors import NoWorker, TandemError, error_of_code
 
 
@@ -77,7 +77,7 @@ class WorkerLost:
 class Stopped:
     """The answer is not wanted any more, or is complete by a stop string (`finish_reason`), or failed (`error`)."""
 
-    finish_reason: FinishReason.ValueType = FinishReason.FINISH_REASON_ABORT
+    finish_reason: FinishReason = FinishReason.FINISH_REASON_ABORT
     error: TandemError | None = None
 
 
@@ -124,7 +124,7 @@ class Emit:
 
     offset: int
     token_ids: list[int]
-    finish_reason: FinishReason.ValueType
+    finish_reason: FinishReason
     """Of the worker, if these are the last."""
 
 
@@ -132,7 +132,7 @@ class Emit:
 class End:
     """The request is over, well (`error` is None) or not."""
 
-    finish_reason: FinishReason.ValueType
+    finish_reason: FinishReason
     error: TandemError | None = None
 
 
@@ -158,7 +158,7 @@ class RequestState:
     """Where the running attempt's tokens begin."""
     _early: list[Tokens] = field(default_factory=list)
     """Of the decode worker, come before the prefill worker's first."""
-    _finish_reason: FinishReason.ValueType = FinishReason.FINISH_REASON_UNSPECIFIED
+    _finish_reason: FinishReason = FinishReason.FINISH_REASON_UNSPECIFIED
     """All tokens are emitted; only the prefill worker's account of the transfer is still due."""
 
     def start(self) -> list[Action]:
@@ -209,7 +209,7 @@ class RequestState:
         self.plan = None
         return [SendCancel(worker, self.attempt) for worker in workers]
 
-    def _end(self, finish_reason: FinishReason.ValueType, error: TandemError | None = None) -> list[Action]:
+    def _end(self, finish_reason: FinishReason, error: TandemError | None = None) -> list[Action]:
         """The one way to DONE. What workers may still do for this request is cancelled."""
         self.phase = Phase.DONE
         return [*self._cancel_attempt(), End(finish_reason, error)]
@@ -271,7 +271,7 @@ class RequestState:
                 actions += self._on_tokens(plan.decode, later, plan)
         return actions
 
-    def _on_last_token(self, finish_reason: FinishReason.ValueType, *, is_transfer_open: bool) -> list[Action]:
+    def _on_last_token(self, finish_reason: FinishReason, *, is_transfer_open: bool) -> list[Action]:
         """The answer is complete. The prefill worker may not have said yet that the transfer is: it is about to."""
         if is_transfer_open and self.phase is Phase.PREFILLING:
             self._finish_reason = finish_reason

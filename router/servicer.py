@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator
 from dataclasses import dataclass
 
 import grpc
@@ -108,7 +108,7 @@ class InferenceServicer(InferenceServicerBase):  # type: ignore[misc]
 
     # -- one request --------------------------------------------------------------------------------------------
 
-    async def _answer(self, validated: ValidatedRequest, arrived_s: float) -> AsyncIterator[pb.GenerateResponse]:
+    async def _answer(self, validated: ValidatedRequest, arrived_s: float) -> AsyncGenerator[pb.GenerateResponse, None]:
         model = self._model()
         prompt_token_ids = await tokenize_prompt(validated, self._texts.tokenizer, self._texts.chat_template)
         check_prompt_length(validated, len(prompt_token_ids), model)
@@ -182,8 +182,8 @@ class _Outcome:
 
 
 async def _until_deadline(
-    responses: AsyncIterator[pb.GenerateResponse], remaining_s: float | None
-) -> AsyncIterator[pb.GenerateResponse]:
+    responses: AsyncGenerator[pb.GenerateResponse, None], remaining_s: float | None
+) -> AsyncGenerator[pb.GenerateResponse, None]:
     """`responses`, or `DeadlinePassed` when the client's time is up. Closes them either way."""
     try:
         async with asyncio.timeout(remaining_s) as deadline:
@@ -194,10 +194,10 @@ async def _until_deadline(
             raise
         raise DeadlinePassed("the request's deadline passed before its answer was complete") from None
     finally:
-        await responses.aclose()  # type: ignore[attr-defined]
+        await responses.aclose()
 
 
-async def _as_one(responses: AsyncIterator[pb.GenerateResponse]) -> AsyncIterator[pb.GenerateResponse]:
+async def _as_one(responses: AsyncGenerator[pb.GenerateResponse, None]) -> AsyncGenerator[pb.GenerateResponse, None]:
     """All messages of an answer as one."""
     token_ids: list[int] = []
     texts: list[str] = []
@@ -207,7 +207,7 @@ async def _as_one(responses: AsyncIterator[pb.GenerateResponse]) -> AsyncIterato
             texts.append(response.text)
             last = response
     finally:
-        await responses.aclose()  # type: ignore[attr-defined]
+        await responses.aclose()
     whole = pb.GenerateResponse()
     whole.CopyFrom(last)
     whole.offset = 0

@@ -107,7 +107,7 @@ class WorkerPool:
     def handles(self) -> list[WorkerHandle]:
         return sorted(self._handles.values(), key=lambda h: (h.record.role, h.record.worker_id))
 
-    def usable(self, role: pb.Role.ValueType) -> list[WorkerHandle]:
+    def usable(self, role: pb.Role) -> list[WorkerHandle]:
         return [h for h in self._handles.values() if h.record.role == role and h.is_usable]
 
     @property

@@ -125,6 +125,7 @@ def _options(max_message_bytes: int) -> list[tuple[str, int]]:
         # Pings of ours find clients whose machine is gone, so that what their streams own is freed.
         ("grpc.keepalive_time_ms", KEEPALIVE_TIME_MS),
         ("grpc.keepalive_timeout_ms", KEEPALIVE_TIMEOUT_MS),
+        ("grpc.http2.ping_timeout_ms", KEEPALIVE_TIMEOUT_MS),  # else a peer that hangs is noticed after a minute
         ("grpc.keepalive_permit_without_calls", 1),
         ("grpc.http2.max_pings_without_data", 0),
         # Clients ping every KEEPALIVE_TIME_MS; by default a server takes that for an attack (GOAWAY too_many_pings).

@@ -123,7 +123,7 @@ class _Demo:
 
     def _print_columns(self, rows: list[list[str]]) -> None:
         for name, *values in rows:
-            self.say(f"  {name:<22}" + "".join(f"{value:<34}" for value in values).rstrip())
+            self.say(f"  {name:<26}" + "".join(f"{value:<34}" for value in values).rstrip())
 
     # -- what the processes say ---------------------------------------------------------------------------------
 

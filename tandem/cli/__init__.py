@@ -6,6 +6,11 @@ Exit codes: 0 done, 1 failed (one line on stderr says why and what to do), 2 wro
 
 from __future__ import annotations
 
+import os
+
+# gRPC's core says on stderr, at INFO, what its connections do; it reads this when it is first imported.
+os.environ.setdefault("GRPC_VERBOSITY", "ERROR")
+
 import click
 
 import tandem

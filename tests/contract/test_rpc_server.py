@@ -275,7 +275,7 @@ async def test_address_that_is_not_ours_is_said_too(listen: str) -> None:
 
 @pytest.mark.parametrize("listen", ["", "localhost", ":1", "h:", "h:x", "h:65536", "h:-1", "::1:5", "h:\u0662"])
 async def test_address_must_be_host_and_port(listen: str) -> None:
-    with pytest.raises(ValueError, match="HOST:PORT|brackets"):
+    with pytest.raises(ValueError, match=r"HOST:PORT|brackets"):
         Server(listen)
 
 

