@@ -72,7 +72,7 @@ def create_sender(
     open_channel: makes gRPC channels to peers (TLS, keepalive are its business). receivers: for "local", by address.
     Raises `ValueError` for an unknown name, `TransportMissing` where NIXL is not installed."""
     return KVSender(
-        transport=_create_transport(transport, pool, identity, open_channel, receivers or {}),
+        transport=_create_transport(transport, pool, identity, open_channel, {} if receivers is None else receivers),
         pool=pool,
         identity=identity,
     )

@@ -20,6 +20,9 @@ from protos import tandem_kv_transfer_pb2_grpc as pb_grpc
 
 OpenChannel = Callable[[str], grpc.aio.Channel]
 """address -> a channel, which the link closes. Its keepalive is what notices a dead peer."""
+OpenPush = Callable[[], "grpc.aio.StreamUnaryCall[bytes, pb.PushSummary]"]
+"""Opens a Push stream that takes serialised messages."""
+_DATA_TAG = bytes([pb.PushChunk.DATA_FIELD_NUMBER << 3 | 2])
 MAX_BLOCK_MESSAGE_BYTES = 12 << 20
 """A block of one layer must fit one message."""
 
@@ -124,6 +127,10 @@ class GrpcLink(ControlLink):
         super().__init__(channel)
         self._pool = pool
         self._max_chunk_blocks = 1
+        # The stub's own Push would copy each message twice more: into a PushChunk, and out of it.
+        self._push: OpenPush = channel.stream_unary(
+            "/tandem.v1.KVTransfer/Push", response_deserializer=pb.PushSummary.FromString
+        )
 
     async def adopt(self, response: pb.ConnectResponse) -> None:
         if response.WhichOneof("endpoint") != "grpc":
@@ -132,15 +139,15 @@ class GrpcLink(ControlLink):
         self._max_chunk_blocks = max(1, max_bytes // self._pool.layout.block_bytes)
 
     def writer(self, grant: pb.Grant) -> BlockWriter:
-        return GrpcWriter(self._pool, self.stub, grant, self._max_chunk_blocks)
+        return GrpcWriter(self._pool, self._push, grant, self._max_chunk_blocks)
 
 
 class GrpcWriter:
     """One push: a task that turns posts into messages of a stream, one stream per round (push, repair, repair)."""
 
-    def __init__(self, pool: KVPool, stub: pb_grpc.KVTransferStub, grant: pb.Grant, max_chunk_blocks: int) -> None:
+    def __init__(self, pool: KVPool, push: OpenPush, grant: pb.Grant, max_chunk_blocks: int) -> None:
         self._pool = pool
-        self._stub = stub
+        self._push = push
         self._grant = grant
         self._max_chunk_blocks = max_chunk_blocks
         self._posts: asyncio.Queue[tuple[int, Sequence[int], Sequence[int]] | None] = asyncio.Queue()
@@ -171,7 +178,7 @@ class GrpcWriter:
             self._round = None
 
     async def _send_round(self) -> None:
-        call = self._stub.Push()
+        call = self._push()
         try:
             await self._send_posts(call)
             summary: pb.PushSummary = await call
@@ -182,21 +189,32 @@ class GrpcWriter:
         if summary.num_late:
             raise GrantGone(f"grant {self._grant.grant_id} of worker {self._grant.worker_id} is gone")
 
-    async def _send_posts(self, call: grpc.aio.StreamUnaryCall[pb.PushChunk, pb.PushSummary]) -> None:
+    async def _send_posts(self, call: grpc.aio.StreamUnaryCall[bytes, pb.PushSummary]) -> None:
         try:
             while (post := await self._posts.get()) is not None:
-                await call.write(self._chunk(*post))
+                await call.write(self._message(*post))
             await call.done_writing()
         except asyncio.InvalidStateError:
             # The receiver has ended the stream before we did: its answer, which the caller reads, says why.
             assert call.done()
 
-    def _chunk(self, layer: int, src_block_ids: Sequence[int], dst_block_ids: Sequence[int]) -> pb.PushChunk:
-        return pb.PushChunk(
+    def _message(self, layer: int, src_block_ids: Sequence[int], dst_block_ids: Sequence[int]) -> bytes:
+        """A PushChunk on the wire. Put together by hand, so that blocks are copied once: from the pool into it."""
+        head = pb.PushChunk(
             grant_id=self._grant.grant_id,
             epoch=self._grant.epoch,
             incarnation=self._grant.incarnation,
             layer=layer,
             block_ids=dst_block_ids,
-            data=self._pool.read(layer, src_block_ids),
-        )
+        ).SerializeToString()
+        num_bytes = len(src_block_ids) * self._pool.layout.block_bytes
+        return self._pool.read(layer, src_block_ids, prefix=head + _DATA_TAG + _varint(num_bytes))
+
+
+def _varint(value: int) -> bytes:
+    encoded = bytearray()
+    while value > 0x7F:
+        encoded.append(value & 0x7F | 0x80)
+        value >>= 7
+    encoded.append(value)
+    return bytes(encoded)

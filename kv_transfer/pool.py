@@ -41,10 +41,11 @@ class KVPool:
         """Where block `block_id` of `layer` begins."""
         return self.base_address + (layer * self.layout.num_blocks + block_id) * self.layout.block_bytes
 
-    def read(self, layer: int, block_ids: Sequence[int]) -> bytes:
-        """A copy of the blocks, one after another: `len(block_ids) * block_bytes` bytes."""
+    def read(self, layer: int, block_ids: Sequence[int], *, prefix: bytes = b"") -> bytes:
+        """`prefix` and a copy of the blocks, one after another: `len(block_ids) * block_bytes` bytes."""
         layer_blocks = self.array[layer]
-        return b"".join([layer_blocks[block_id].data for block_id in block_ids])
+        slices = [layer_blocks[start : start + count].data for _, start, count in runs(block_ids)]
+        return b"".join([prefix, *slices])
 
     def write(self, layer: int, block_ids: Sequence[int], data: bytes | memoryview) -> None:
         """Copy `data`, blocks one after another, into the blocks. The caller has checked ids and length."""

@@ -155,14 +155,15 @@ class KVReceiver:
         """Copy a chunk into the pool: check and copy are one step, so that no grant can end between them.
 
         Returns False, having dropped and counted it, if its grant is gone. Raises `InvalidTransfer`."""
+        data = chunk.data  # protobuf copies it at every access
         check = self._table.check_write(
-            chunk.grant_id, chunk.epoch, chunk.incarnation, chunk.layer, chunk.block_ids, len(chunk.data)
+            chunk.grant_id, chunk.epoch, chunk.incarnation, chunk.layer, chunk.block_ids, len(data)
         )
         if check.verdict is Verdict.MALFORMED:
             raise InvalidTransfer(check.reason)
         if check.verdict is Verdict.LATE:
             return False
-        self.pool.write(chunk.layer, chunk.block_ids, chunk.data)
+        self.pool.write(chunk.layer, chunk.block_ids, data)
         return True
 
     def attach(self, chunk: pb.PushChunk) -> int:

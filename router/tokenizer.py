@@ -14,7 +14,6 @@ from types import MappingProxyType
 from typing import Any
 
 import tokenizers
-from tokenizers.processors import TemplateProcessing
 
 ASYNC_ENCODE_CHARS = 2048
 """Texts longer than this are encoded in a thread: at about 0.5 µs a character that is 1 ms of the event loop."""
@@ -68,7 +67,10 @@ class Tokenizer:
 
     @classmethod
     def from_folder(cls, folder: str | Path) -> Tokenizer:
-        """Load `folder`'s tokenizer.json, with the special tokens and bos/eos switches of its tokenizer_config.json.
+        """Load `folder`'s tokenizer.json, with the special tokens that its tokenizer_config.json names.
+
+        Whether bos is added is up to tokenizer.json's post-processor; add_bos_token and add_eos_token in
+        tokenizer_config.json are for folders without a tokenizer.json, as in transformers 5.
 
         Raises `ValueError` where there is no tokenizer.json, or it cannot be read.
         """
@@ -87,7 +89,6 @@ class Tokenizer:
         # transformers makes these special even where tokenizer.json says otherwise. One that the vocabulary lacks is
         # left out: the model has no embedding for it.
         backend.add_special_tokens([t for t in special_tokens.values() if backend.token_to_id(t) is not None])
-        _apply_bos_eos(backend, read_json(folder / "tokenizer_config.json"), special_tokens)
         return cls(backend, special_tokens=special_tokens)
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
@@ -107,23 +108,3 @@ class Tokenizer:
         """Text of `token_ids`. Bytes that are no UTF-8 become U+FFFD; ids that the vocabulary lacks become nothing."""
         text: str = self._backend.decode(token_ids, skip_special_tokens)
         return text
-
-
-def _apply_bos_eos(backend: tokenizers.Tokenizer, config: Mapping[str, Any], special_tokens: Mapping[str, str]) -> None:
-    """Where tokenizer_config.json has add_bos_token or add_eos_token, they replace tokenizer.json's post-processor.
-
-    As transformers does (`TokenizersBackend.update_post_processor`).
-    """
-    if "add_bos_token" not in config and "add_eos_token" not in config:
-        return
-    template, added = ["$A:0"], []
-    for name, position in (("bos_token", 0), ("eos_token", 2)):
-        token = special_tokens.get(name)
-        if not config.get(f"add_{name}") or token is None:
-            continue
-        token_id = backend.token_to_id(token)
-        if token_id is None:
-            raise ValueError(f"tokenizer_config.json sets add_{name}, but the vocabulary has no {token!r}")
-        template.insert(position, f"{token}:0")
-        added.append((token, token_id))
-    backend.post_processor = TemplateProcessing(single=" ".join(template), special_tokens=added)

@@ -30,6 +30,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from engine.config import EngineArgs
 from protos import tandem_worker_pb2, tandem_worker_pb2_grpc
 from rpc.channel import open_channel
+from rpc.entrypoint import ServiceArgs
 from rpc.server import split_address
 from tandem.local_redis import LocalRedis
 from tandem.supervision import ProcessError, ProcessEvent, ProcessSpec, RestartPolicy, SupervisedProcess
@@ -42,7 +43,10 @@ INFERENCE_SERVICE = "tandem.v1.Inference"
 LISTENING = r"^listening grpc=(\S+)$"
 STATUS_INTERVAL_S = 0.1
 """Between two looks at the router's list of workers, at the start only."""
+KILL_MARGIN_S = 5.0
+"""What the router may take beyond the grace that it gives to streams."""
 WORKER_GRACE_S = 20.0
+"""No request runs on them any more."""
 REDIS_GRACE_S = 5.0
 TRANSPORTS = ("grpc", "nixl")
 
@@ -82,9 +86,14 @@ class ClusterArgs:
         if self.drain_grace_s < 0:
             raise ValueError(f"--grace-s must be at least 0, is {self.drain_grace_s}")
         try:
-            split_address(self.listen)
-        except ValueError as error:
-            raise ValueError(f"--listen: {error}") from error
+            ServiceArgs(
+                listen=self.listen,
+                redis=self.redis_url or ServiceArgs.redis,
+                namespace=self.namespace,
+                log_level=self.log_level,
+            )
+        except ValueError as error:  # it opens with the field's name
+            raise ValueError(f"--{error}") from error
 
     @property
     def worker_names(self) -> list[str]:
@@ -110,7 +119,8 @@ def print_log_line(name: str, line: str) -> None:
 
 def print_progress(event: ProcessEvent) -> None:
     """What happened to a child on stderr, with its last lines where it died."""
-    print(f"tandem: {event.name} {event.what}", file=sys.stderr, flush=True)
+    lines = [f"tandem: {event.name} {event.what}", *(f"tandem:     {line}" for line in event.tail)]
+    print("\n".join(lines), file=sys.stderr, flush=True)
 
 
 class Cluster:
@@ -198,7 +208,7 @@ class Cluster:
     async def stop(self) -> list[str]:
         """Drain and end everything. Returns what did not end as it should; empty if all is well."""
         workers = [p for name, p in self._processes.items() if name not in (ROUTER, REDIS)]
-        problems = await self._stop(self._of_name(ROUTER), self.args.drain_grace_s)
+        problems = await self._stop(self._of_name(ROUTER), self.args.drain_grace_s + KILL_MARGIN_S)
         problems += await self._stop(workers, WORKER_GRACE_S)
         problems += await self._stop(self._of_name(REDIS), REDIS_GRACE_S)
         self._processes.clear()
@@ -258,6 +268,7 @@ class Cluster:
                 "--redis", self.redis_url,
                 "--namespace", args.namespace,
                 "--log-level", args.log_level,
+                "--drain-grace-s", str(args.drain_grace_s),
                 *args.extra_router_flags,
             ]  # fmt: skip
 

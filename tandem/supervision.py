@@ -27,7 +27,7 @@ from pathlib import Path
 
 USAGE_EXIT_CODE = 2
 """What our commands exit with for a wrong flag or setting: starting them again cannot help."""
-TAIL_LINES = 12
+TAIL_LINES = 8
 MAX_LINE_BYTES = 64 * 1024
 
 _DIE_WITH_PARENT = str(Path(__file__).with_name("die_with_parent.py"))
@@ -196,7 +196,9 @@ class SupervisedProcess:
                 await self._fail(run, reason)
                 return
             again = f"in {delay_s:.1f} s" if delay_s else "at once"
-            self._tell(f"ended with {describe_exit(run.returncode)}; starting it again {again}", run.tail, is_bad=True)
+            last = ". Its last lines:" if run.tail else ""
+            what = f"ended with {describe_exit(run.returncode)}; starting it again {again}{last}"
+            self._tell(what, run.tail, is_bad=True)
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._stop_requested.wait(), delay_s)
         await self._set(ProcessState.STOPPED)
@@ -250,10 +252,11 @@ class SupervisedProcess:
         kill.cancel()
         if not exited.done():
             run.send(signal.SIGKILL)
-            why = (
-                "was told not to wait" if self._kill_requested.is_set() else f"had not ended after {self._grace_s:g} s"
+            self._exit_problem = f"{self.spec.name} was killed: " + (
+                "it was not waited for"
+                if self._kill_requested.is_set()
+                else f"it had not ended after {self._grace_s:g} s"
             )
-            self._exit_problem = f"{self.spec.name} {why} and was killed"
             await exited
         elif run.returncode != 0 and not (run.returncode == -signal.SIGTERM and run.ready_at_s is None):
             # Before it is ready it may not yet handle SIGTERM: dying of it is then a clean end.
@@ -277,7 +280,7 @@ class SupervisedProcess:
         return ""
 
     async def _fail(self, run: _Run, reason: str) -> None:
-        tail = "".join(f"\n    {line}" for line in run.tail)
+        tail = "".join(f"\n    {line}" for line in run.tail if line)
         self._failure = f"{reason}. Its last lines:{tail}" if tail else reason
         await self._set(ProcessState.FAILED)
 

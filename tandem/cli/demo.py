@@ -11,7 +11,10 @@ from tandem.cli.options import examples
 from tandem.cluster import TRANSPORTS, ClusterArgs
 
 
-@click.command(epilog=examples("tandem demo", "tandem demo --prompt 'What is a KV cache?' --transport nixl"))
+@click.command(
+    short_help="Show Tandem at work.",
+    epilog=examples("tandem demo", "tandem demo --prompt 'What is a KV cache?' --transport nixl"),
+)
 @click.option("--prompt", default="", help="What to ask. Default: a question with an answer of a few sentences.")
 @click.option("--transport", type=click.Choice(TRANSPORTS), default=ClusterArgs.transport, show_default=True,
               help="How KV moves from the prefill to the decode worker.")  # fmt: skip

@@ -8,7 +8,10 @@ from engine.config import EngineArgs
 from tandem.cli.options import examples
 
 
-@click.command(epilog=examples("tandem fetch", "tandem up --model $(tandem fetch ~/Downloads/model.gguf)"))
+@click.command(
+    short_help="Prepare a model and print its folder.",
+    epilog=examples("tandem fetch", "tandem up --model $(tandem fetch ~/Downloads/model.gguf)"),
+)
 @click.argument("model", default=EngineArgs.model)
 def fetch(model: str) -> None:
     """Download or convert MODEL once, and print the folder it is in.

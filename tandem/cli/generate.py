@@ -17,11 +17,12 @@ INTERRUPTED = 128 + signal.SIGINT
 
 
 @click.command(
+    short_help="Stream an answer to stdout.",
     epilog=examples(
         "tandem generate --chat 'Why is the sky blue?' --temperature 0",
         "tandem generate 'Once upon a time' --seed 7 --max-tokens 100",
         "tandem generate - --json < prompt.txt | jq .usage",
-    )
+    ),
 )
 @click.argument("prompt")
 @click.option("--chat", "is_chat", is_flag=True, help="PROMPT is what a user says: it goes through the chat template.")

@@ -14,7 +14,10 @@ from tandem.client import Client
 from tandem.tables import audit_problems, audit_table, print_table, router_line, status_table
 
 
-@click.command(epilog=examples("watch tandem status", "tandem status --json | jq '.workers[].record.load'"))
+@click.command(
+    short_help="Show the queue and every worker.",
+    epilog=examples("watch tandem status", "tandem status --json | jq '.workers[].record.load'"),
+)
 @json_option
 @router_option
 def status(is_json: bool, address: str) -> None:
@@ -33,7 +36,9 @@ def status(is_json: bool, address: str) -> None:
         click.echo(f"unreachable: {line}")
 
 
-@click.command(epilog=examples("tandem audit && echo every block has one owner"))
+@click.command(
+    short_help="Recount every KV block, by owner.", epilog=examples("tandem audit && echo every block has one owner")
+)
 @json_option
 @router_option
 def audit(is_json: bool, address: str) -> None:

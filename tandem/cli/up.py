@@ -16,6 +16,7 @@ from tandem.cluster import TRANSPORTS, Cluster, ClusterArgs, ClusterError
 
 
 @click.command(
+    short_help="Start router, workers and Redis here.",
     epilog=examples(
         "tandem up                              # then, in another terminal:",
         "tandem generate --chat 'Hello!'",
@@ -23,7 +24,7 @@ from tandem.cluster import TRANSPORTS, Cluster, ClusterArgs, ClusterError
         "",
         "tandem up --prefill 2 --decode 2 --transport nixl --listen 127.0.0.1:0",
         "tandem up --aggregated --decode 2 --model ~/models/Qwen3-0.6B --max-model-len 4096",
-    )
+    ),
 )
 @click.option("--prefill", "num_prefill", type=int, default=1, envvar="TANDEM_PREFILL", show_default=True,
               help="Number of prefill workers.")  # fmt: skip

@@ -8,7 +8,18 @@ from google.rpc import status_pb2
 from grpc.aio import AioRpcError, Metadata
 
 from rpc import errors
-from rpc.errors import DETAILS_KEY, FOREIGN_CODES, STATUS_CODES, InvalidRequest, TandemError, Unreachable
+from rpc.errors import (
+    DETAILS_KEY,
+    FOREIGN_CODES,
+    STATUS_CODES,
+    CorruptKV,
+    InternalError,
+    InvalidRequest,
+    LeaseGone,
+    RequestCancelled,
+    TandemError,
+    Unreachable,
+)
 
 
 def subclasses(error_class: type[TandemError]) -> set[type[TandemError]]:
@@ -100,6 +111,19 @@ def test_status_that_is_not_ours_is_translated_by_its_code() -> None:
         assert error.message == "connection refused"
     without = AioRpcError(grpc.StatusCode.INVALID_ARGUMENT, None, None, details=None)
     assert type(errors.from_rpc_error(without)) is InvalidRequest
+
+
+def test_cancellation_by_the_peer_is_a_lost_peer() -> None:
+    """A server that stops ends its calls CANCELLED; that must not read as the client's own wish."""
+    assert type(errors.from_rpc_error(AioRpcError(grpc.StatusCode.CANCELLED, None, None))) is Unreachable
+
+
+def test_code_in_a_message_is_translated_by_what_a_service_means() -> None:
+    for error_class in (RequestCancelled, InvalidRequest, LeaseGone, CorruptKV):
+        code = errors.code_of(made(error_class, None))
+        back = errors.error_of_code(code, "why")
+        assert (type(back), back.message) == (error_class, "why")
+    assert type(errors.error_of_code(99, "why")) is InternalError
 
 
 def test_reason_of_another_domain_is_not_ours() -> None:

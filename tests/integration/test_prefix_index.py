@@ -151,6 +151,7 @@ async def test_heartbeats_keep_the_set_and_death_expires_it(redis_url: str) -> N
     await until(lambda: members(redis_url) == {h(1)})
     await asyncio.sleep(0.6)  # twice the ttl
     assert members(redis_url) == {h(1)}
+    assert reporter.num_resyncs == 1
     assert reporter._task is not None
     reporter._task.cancel()  # no more heartbeats, as of a killed process
     with redis.Redis.from_url(redis_url) as client:
@@ -211,6 +212,20 @@ async def test_redis_restarted_empty_heals(own_redis_server: RedisServer) -> Non
         await until(lambda: members(url) == {h(2), h(3)})
         assert await first_answer(index, [h(2), h(3)]) == {"w1": 2}
         assert index.is_reachable
+
+
+async def test_batch_that_redis_refuses_is_made_up_for(own_redis_server: RedisServer) -> None:
+    url, cache = own_redis_server.url, Cache()
+    async with reporting(url, cache) as reporter:
+        reporter.report(cache.store(1))
+        await until(lambda: members(url) == cache.hashes)
+        with redis.Redis.from_url(url) as client:
+            client.config_set("maxmemory", 1)
+            reporter.report(cache.store(2))
+            await until(lambda: not reporter.is_reachable)
+            assert members(url) == {h(1)}
+            client.config_set("maxmemory", 0)
+        await until(lambda: members(url) == cache.hashes)
 
 
 async def test_too_many_pending_events_cost_a_resync_not_memory(redis_url: str) -> None:

@@ -187,6 +187,24 @@ async def test_redis_restarted_empty_heals_and_nobody_disappears_meanwhile(own_r
         assert watcher.changes == [watcher.directory.records]  # it came once and never went
 
 
+async def test_record_that_expired_while_redis_was_away_stays_until_workers_could_beat(
+    own_redis_server: RedisServer,
+) -> None:
+    with redis.Redis.from_url(own_redis_server.url) as client:
+        client.sadd("test:workers", "w1")
+        client.set("test:worker:w1", record().SerializeToString(), px=1500)
+        async with watching(own_redis_server.url, ttl_ms=500) as watcher:
+            assert len(watcher.directory.records) == 1
+            os.kill(own_redis_server.pid, signal.SIGSTOP)
+            await until(lambda: not watcher.directory.is_reachable)
+            await asyncio.sleep(0.6)  # with the second that the failed call took, longer than the record lives
+            os.kill(own_redis_server.pid, signal.SIGCONT)
+            await until(lambda: watcher.directory.is_reachable)
+            assert client.exists("test:worker:w1") == 0
+            assert len(watcher.directory.records) == 1
+            await watcher.until(lambda records: not records)
+
+
 async def test_redis_emptied_behind_the_connection_loses_nobody_who_lives(redis_url: str) -> None:
     """FLUSHALL breaks no connection; the generation key tells. Who does not beat again leaves after ttl_ms."""
     async with watching(redis_url, ttl_ms=1500) as watcher:

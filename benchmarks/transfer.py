@@ -1,0 +1,225 @@
+"""How fast KV blocks travel: GB/s per transport and size, what digests cost, and how long a small push takes.
+
+    python -m benchmarks.transfer                       # all transports that are installed
+    python -m benchmarks.transfer --transport nixl --max-mib 1024 --repeats 9
+
+Sender and receiver are two processes for "grpc" and "nixl", as in reality, and one for "local". A measured transfer is
+open + write of every layer + commit, so both sides' digests are in it; "data" is the push without the commit. The last
+line of output is one JSON object.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import importlib.util
+import json
+import multiprocessing
+import statistics
+import sys
+import time
+from collections.abc import AsyncIterator, Iterator
+from multiprocessing.connection import Connection
+from typing import Any
+
+import click
+import grpc
+import numpy as np
+
+import kv_transfer
+from kv_transfer import Identity, KVLayout, KVPool, KVReceiver, KVSender, KVTransferServicer
+from protos import tandem_kv_transfer_pb2 as pb
+from protos import tandem_kv_transfer_pb2_grpc as pb_grpc
+
+MIB = 1 << 20
+NUM_LATENCY_PUSHES = 200
+
+
+def make_pool(num_bytes: int, num_layers: int, block_kib: int, seed: int) -> KVPool:
+    """A pool of at least `num_bytes`, of blocks of `block_kib` KiB per layer."""
+    num_blocks = -(-num_bytes // (num_layers * block_kib * 1024))
+    head_dim = block_kib * 1024 // (2 * 16 * 2)
+    layout = KVLayout(
+        num_layers=num_layers, num_blocks=num_blocks, block_size=16, num_kv_heads=1, head_dim=head_dim, dtype="bfloat16"
+    )
+    size = (num_layers, num_blocks, layout.block_bytes)
+    return KVPool(layout, np.random.default_rng(seed).integers(0, 256, size, dtype=np.uint8))
+
+
+class BenchReceiver:
+    """Grants blocks on demand and accepts every commit."""
+
+    def __init__(self, transport: str, pool: KVPool) -> None:
+        identity = Identity(worker_id="decode", incarnation="bench", compat_digest="bench")
+        self.receiver = KVReceiver(
+            pool=pool,
+            identity=identity,
+            lease_s=60,
+            endpoints=[kv_transfer.create_endpoint(transport, pool=pool, identity=identity)],
+            on_commit=self._on_commit,
+            on_freed=lambda _: None,
+        )
+
+    async def _on_commit(self, *_: object) -> bool:
+        return True
+
+    def grant(self, block_ids: list[int]) -> pb.Grant:
+        return self.receiver.issue("bench", block_ids, 0)
+
+
+def serve(pipe: Connection, transport: str, pool_arguments: tuple[int, int, int, int]) -> None:
+    """The receiving process: answers lists of block ids with grants, until None."""
+    asyncio.run(_serve(pipe, transport, make_pool(*pool_arguments)))
+
+
+async def _serve(pipe: Connection, transport: str, pool: KVPool) -> None:
+    bench = BenchReceiver(transport, pool)
+    server = grpc.aio.server()
+    pb_grpc.add_KVTransferServicer_to_server(KVTransferServicer(bench.receiver), server)
+    address = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
+    await server.start()
+    await bench.receiver.start(address)
+    pipe.send_bytes(b"ready")
+    while block_ids := await asyncio.to_thread(pipe.recv):
+        pipe.send_bytes(bench.grant(block_ids).SerializeToString())
+    await server.stop(0)
+    await bench.receiver.close()
+
+
+@contextlib.asynccontextmanager
+async def running(transport: str, pool_arguments: tuple[int, int, int]) -> AsyncIterator[tuple[KVSender, Any]]:
+    """A sender, and a function from block ids to a grant of a receiver that runs."""
+    pool = make_pool(*pool_arguments, seed=1)
+    identity = Identity(worker_id="prefill", incarnation="bench", compat_digest="bench")
+    if transport == "local":
+        bench = BenchReceiver(transport, make_pool(*pool_arguments, seed=2))
+        await bench.receiver.start("local")
+        sender = kv_transfer.create_sender(transport, pool=pool, identity=identity, receivers={"local": bench.receiver})
+        yield sender, bench.grant
+        await sender.close()
+        await bench.receiver.close()
+        return
+    ours, theirs = multiprocessing.Pipe()
+    arguments = (theirs, transport, (*pool_arguments, 2))
+    process = multiprocessing.get_context("spawn").Process(target=serve, args=arguments, daemon=True)
+    process.start()
+
+    def grant(block_ids: list[int]) -> pb.Grant:
+        ours.send(block_ids)
+        return pb.Grant.FromString(ours.recv_bytes())
+
+    assert ours.recv_bytes() == b"ready"
+    sender = kv_transfer.create_sender(transport, pool=pool, identity=identity)
+    yield sender, grant
+    await sender.close()
+    ours.send(None)
+    process.join(10)
+
+
+async def transfer(sender: KVSender, grant: pb.Grant, src_block_ids: list[int]) -> tuple[float, float]:
+    """Seconds of the push alone, and of push and commit."""
+    start_s = time.perf_counter()
+    push = await sender.open(grant)
+    for layer in range(sender.pool.layout.num_layers):
+        push.write(layer, 0, src_block_ids)
+    await push._writer.drain()
+    pushed_s = time.perf_counter() - start_s
+    await push.commit(len(src_block_ids) * sender.pool.layout.block_size, 1, src_block_ids)
+    return pushed_s, time.perf_counter() - start_s
+
+
+def sizes_mib(smallest: int, largest: int) -> Iterator[int]:
+    size = smallest
+    while size <= largest:
+        yield size
+        size *= 4
+
+
+async def measure(transport: str, options: dict[str, int]) -> list[dict[str, Any]]:
+    rows = []
+    pool_arguments = (options["max_mib"] * MIB, options["layers"], options["block_kib"])
+    random = np.random.default_rng(5)
+    async with running(transport, pool_arguments) as (sender, grant):
+        layout = sender.pool.layout
+        print(f"{transport}: {layout.pool_bytes / MIB:.0f} MiB, blocks of {layout.block_bytes} bytes", file=sys.stderr)
+        for size_mib in sizes_mib(options["min_mib"], options["max_mib"]):
+            num_blocks = max(1, size_mib * MIB // (layout.num_layers * layout.block_bytes))
+            num_bytes = num_blocks * layout.num_layers * layout.block_bytes
+            timings = []
+            for _ in range(options["repeats"] + 1):
+                src, dst = (random.permutation(layout.num_blocks)[:num_blocks].tolist() for _ in range(2))
+                timings.append(await transfer(sender, grant(dst), src))
+            pushed_s, total_s = (statistics.median(column) for column in zip(*timings[1:], strict=True))
+            rows.append(
+                {
+                    "transport": transport,
+                    "mib": round(num_bytes / MIB, 1),
+                    "data_gb_s": round(num_bytes / pushed_s / 1e9, 2),
+                    "total_gb_s": round(num_bytes / total_s / 1e9, 2),
+                    "total_ms": round(total_s * 1000, 2),
+                }
+            )
+            print(f"  {size_mib} MiB: {rows[-1]['total_gb_s']} GB/s", file=sys.stderr)
+        latencies = []
+        for _ in range(NUM_LATENCY_PUSHES):
+            issued = grant([int(random.integers(layout.num_blocks))])
+            latencies.append((await transfer(sender, issued, [0]))[1] * 1000)
+        rows.append(
+            {
+                "transport": transport,
+                "one_block_p50_ms": round(statistics.median(latencies), 2),
+                "one_block_p99_ms": round(statistics.quantiles(latencies, n=100)[98], 2),
+            }
+        )
+    return rows
+
+
+def measure_digests(options: dict[str, int]) -> dict[str, Any]:
+    pool = make_pool(64 * MIB, options["layers"], options["block_kib"], seed=1)
+    block_ids = list(range(pool.layout.num_blocks))
+    pool.digests(block_ids)
+    timings = []
+    for _ in range(options["repeats"]):
+        start_s = time.perf_counter()
+        pool.digests(block_ids)
+        timings.append(time.perf_counter() - start_s)
+    return {"digest_gb_s": round(pool.layout.pool_bytes / statistics.median(timings) / 1e9, 2)}
+
+
+def print_tables(rows: list[dict[str, Any]], digests: dict[str, Any]) -> None:
+    print(f"{'transport':<10}{'MiB':>8}{'data GB/s':>12}{'with commit':>13}{'ms':>10}")
+    for row in rows:
+        if "mib" in row:
+            print(
+                f"{row['transport']:<10}{row['mib']:>8}{row['data_gb_s']:>12}{row['total_gb_s']:>13}{row['total_ms']:>10}"
+            )
+    print(f"\n{'transport':<10}{'one block p50 ms':>18}{'p99 ms':>10}")
+    for row in rows:
+        if "one_block_p50_ms" in row:
+            print(f"{row['transport']:<10}{row['one_block_p50_ms']:>18}{row['one_block_p99_ms']:>10}")
+    print(f"\ndigests (one side, one thread): {digests['digest_gb_s']} GB/s\n")
+
+
+@click.command(help=__doc__, context_settings={"max_content_width": 100})
+@click.option("--transport", "transports", multiple=True, type=click.Choice(["grpc", "nixl", "local"]),
+              help="Which to measure; may be repeated. Default: all that are installed.")  # fmt: skip
+@click.option("--min-mib", default=1, show_default=True, type=click.IntRange(1), help="Smallest transfer, in MiB.")
+@click.option("--max-mib", default=256, show_default=True, type=click.IntRange(1), help="Largest transfer, in MiB.")
+@click.option("--layers", default=30, show_default=True, type=click.IntRange(1, 256), help="Layers of the pools.")
+@click.option("--block-kib", default=12, show_default=True, type=click.IntRange(1, 8192),
+              help="KiB of one block of one layer (12: SmolLM2-135M in bfloat16).")  # fmt: skip
+@click.option("--repeats", default=5, show_default=True, type=click.IntRange(1),
+              help="Measured transfers per size, after one for warming up; the median counts.")  # fmt: skip
+def main(transports: tuple[str, ...], **options: int) -> None:
+    if options["min_mib"] > options["max_mib"]:
+        raise click.UsageError("--min-mib must not be above --max-mib")
+    has_nixl = importlib.util.find_spec("nixl") is not None
+    chosen = transports or tuple(name for name in ("grpc", "nixl", "local") if name != "nixl" or has_nixl)
+    rows = [row for name in chosen for row in asyncio.run(measure(name, options))]
+    digests = measure_digests(options)
+    print_tables(rows, digests)
+    print(json.dumps({"options": options, "rows": rows, **digests}))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,81 @@
+"""Real clusters of real processes, for tests: `tandem up` from its ready line until it has drained."""
+
+from __future__ import annotations
+
+import os
+import select
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from protos import tandem_worker_pb2 as pb
+from tandem.client import Client
+
+START_TIMEOUT_S = 120.0
+STOP_TIMEOUT_S = 60.0
+
+
+@dataclass(frozen=True)
+class RunningCluster:
+    """A `tandem up` of this test run."""
+
+    address: str
+    pid: int
+    log: Path
+
+    def workers(self) -> list[pb.WorkerStatus]:
+        with Client(self.address) as client:
+            return list(client.status().workers)
+
+    def audit_problems(self) -> list[str]:
+        """What an audit finds: books that do not balance, workers that do not answer, blocks that are not at rest."""
+        with Client(self.address) as client:
+            audit = client.audit()
+        problems = list(audit.unreachable)
+        for worker in audit.workers:
+            blocks = worker.blocks
+            problems += [f"{worker.worker_id}: {problem}" for problem in worker.problems]
+            if blocks.num_free + blocks.num_cached != blocks.num_blocks:
+                problems.append(f"{worker.worker_id} is not at rest: {blocks}")
+        return problems
+
+    def wait_until_at_rest(self, timeout_s: float = 15.0) -> None:
+        """Until every block of every worker is free or cached and the books balance."""
+        wait_until(lambda: not self.audit_problems(), timeout_s, "every block free or cached", self.audit_problems)
+
+
+@contextmanager
+def run_cluster(log: Path, *flags: str) -> Iterator[RunningCluster]:
+    """`tandem up` with `flags`; fails unless it is ready in time and exits 0 after SIGTERM."""
+    environment = {name: value for name, value in os.environ.items() if not name.startswith(("TANDEM_", "REDIS_"))}
+    command = [sys.executable, "-m", "tandem", "up", "--listen", "127.0.0.1:0", *flags]
+    with log.open("w") as stderr:
+        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=stderr, text=True, env=environment)
+        assert process.stdout is not None
+        try:
+            is_readable, _, _ = select.select([process.stdout], [], [], START_TIMEOUT_S)
+            line = process.stdout.readline().strip() if is_readable else ""
+            assert line.startswith("ready grpc="), f"no ready line with {flags}:\n{log.read_text()[-4000:]}"
+            yield RunningCluster(line.removeprefix("ready grpc="), process.pid, log)
+            process.send_signal(signal.SIGTERM)
+            assert process.wait(STOP_TIMEOUT_S) == 0, f"exit code {process.returncode}:\n{log.read_text()[-4000:]}"
+        finally:
+            if process.poll() is None:
+                process.kill()
+                process.wait()
+            process.stdout.close()
+
+
+def wait_until(
+    condition: Callable[[], bool], timeout_s: float, what: str, describe: Callable[[], object] = lambda: ""
+) -> None:
+    """Ask `condition` until it holds; fails, naming `what`, after `timeout_s` seconds."""
+    deadline_s = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline_s, f"not within {timeout_s} s: {what}. {describe()}"
+        time.sleep(0.05)

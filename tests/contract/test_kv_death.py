@@ -1,0 +1,82 @@
+"""A peer that dies in the middle of a push: the other side learns it, nothing hangs, blocks come back."""
+
+from __future__ import annotations
+
+import asyncio
+import importlib.util
+import os
+import signal
+import sys
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+from kv_harness import Receiving, make_pool
+
+import kv_transfer
+from kv_transfer import Identity, TransferError
+from protos import tandem_kv_transfer_pb2 as pb
+
+HERE = Path(__file__).parent
+NUM_BLOCKS = 400
+needs_nixl = pytest.mark.skipif(importlib.util.find_spec("nixl") is None, reason="NIXL is not installed")
+
+
+@pytest.fixture(params=["grpc", pytest.param("nixl", marks=needs_nixl)])
+def transport(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+@pytest.fixture
+async def process(transport: str) -> AsyncIterator[asyncio.subprocess.Process]:
+    process = await asyncio.create_subprocess_exec(
+        sys.executable,
+        str(HERE / "kv_receiver_process.py"),
+        transport,
+        str(NUM_BLOCKS),
+        stdout=asyncio.subprocess.PIPE,
+        env={**os.environ, "PYTHONPATH": f"{HERE.parents[1]}"},
+        limit=1 << 20,
+    )
+    yield process
+    if process.returncode is None:
+        process.kill()
+    await process.wait()
+
+
+async def test_receiver_dies(transport: str, process: asyncio.subprocess.Process) -> None:
+    assert process.stdout is not None
+    line = await asyncio.wait_for(process.stdout.readline(), 30)
+    grant = pb.Grant.FromString(bytes.fromhex(line.decode()))
+    grant.lease_ms = 1000
+    pool = make_pool(NUM_BLOCKS, seed=3, num_kv_heads=8, head_dim=64, block_size=16)
+    identity = Identity(worker_id="prefill", incarnation="p-1", compat_digest="same")
+    sender = kv_transfer.create_sender(transport, pool=pool, identity=identity)
+    push = await sender.open(grant)
+    push.write(0, 0, range(NUM_BLOCKS))
+    await push._writer.drain()
+    push.write(1, 0, range(NUM_BLOCKS))
+    process.send_signal(signal.SIGKILL)
+    await process.wait()
+    push.write(2, 0, range(NUM_BLOCKS))
+    with pytest.raises(TransferError):
+        await asyncio.wait_for(push.commit(NUM_BLOCKS * 16, 1, range(NUM_BLOCKS)), 10)
+    await asyncio.wait_for(sender.close(), 10)
+
+
+async def test_sender_goes_without_a_word(transport: str) -> None:
+    receiving = Receiving(transport, lease_s=0.5)
+    await receiving.start()
+    pool = make_pool(40, seed=3)
+    identity = Identity(worker_id="prefill", incarnation="p-1", compat_digest="same")
+    sender = kv_transfer.create_sender(transport, pool=pool, identity=identity)
+    push = await sender.open(receiving.receiver.issue("router", [1, 2], 0))
+    push.write(0, 0, [3, 4])
+    await asyncio.sleep(0)
+    for link in sender._links.values():
+        await link.result().close()
+    receiving.receiver.drop_owner("router")
+    await asyncio.wait_for(receiving.has_freed.wait(), 10)
+    assert [freed.block_ids for freed in receiving.freed] == [(1, 2)]
+    await sender.close()
+    await receiving.close()

@@ -1,0 +1,278 @@
+"""What a receiver answers to a peer that sends anything at all: a status, and not a byte touched."""
+
+from __future__ import annotations
+
+import asyncio
+import importlib.util
+from collections.abc import AsyncIterator, Iterable
+from typing import Any
+
+import grpc
+import pytest
+from kv_harness import DEADLINE_S, Receiving, until
+
+from kv_transfer import KVLayout
+from protos import tandem_kv_transfer_pb2 as pb
+from protos import tandem_kv_transfer_pb2_grpc as pb_grpc
+
+needs_nixl = pytest.mark.skipif(importlib.util.find_spec("nixl") is None, reason="NIXL is not installed")
+
+
+@pytest.fixture
+async def receiving() -> AsyncIterator[Receiving]:
+    receiving = Receiving("grpc")
+    await receiving.start()
+    yield receiving
+    await receiving.close()
+
+
+@pytest.fixture
+async def stub(receiving: Receiving) -> AsyncIterator[pb_grpc.KVTransferStub]:
+    async with grpc.aio.insecure_channel(receiving.address) as channel:
+        yield pb_grpc.KVTransferStub(channel)
+
+
+async def push(stub: pb_grpc.KVTransferStub, chunks: Iterable[pb.PushChunk]) -> pb.PushSummary:
+    return await stub.Push(iter(chunks), timeout=DEADLINE_S)
+
+
+def chunk_of(grant: pb.Grant, receiving: Receiving, **changes: Any) -> pb.PushChunk:
+    chunk = {
+        "grant_id": grant.grant_id,
+        "epoch": grant.epoch,
+        "incarnation": grant.incarnation,
+        "layer": 1,
+        "block_ids": [grant.block_ids[-1]],
+        "data": b"\xff" * receiving.pool.layout.block_bytes,
+    }
+    return pb.PushChunk(**{**chunk, **changes})
+
+
+def commit_of(grant: pb.Grant, receiving: Receiving, **changes: Any) -> pb.CommitRequest:
+    num_digests = receiving.pool.layout.num_layers * (len(grant.block_ids) - grant.num_cached_blocks)
+    commit = {
+        "grant_id": grant.grant_id,
+        "epoch": grant.epoch,
+        "incarnation": grant.incarnation,
+        "num_prompt_tokens": 1,
+        "digests": bytes(8 * num_digests),
+        "first_token_id": 5,
+    }
+    return pb.CommitRequest(**{**commit, **changes})
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"layer": 3}, "layer 3"),
+        ({"layer": 2**32 - 1}, "layer"),
+        ({"block_ids": [40]}, "block 40"),
+        ({"block_ids": [2**32 - 1]}, "block 4294967295"),
+        ({"block_ids": [5]}, "it is cached"),
+        ({"block_ids": [6, 7]}, "2 blocks are"),
+        ({"data": b""}, "not 0"),
+        ({"data": b"\xff" * 255}, "not 255"),
+        ({"data": b"\xff" * 257}, "not 257"),
+        ({"block_ids": []}, "data without block ids"),
+        ({"block_ids": [], "data": b""}, "no one-sided transport"),
+    ],
+    ids=str,
+)
+async def test_malformed_chunks(
+    receiving: Receiving, stub: pb_grpc.KVTransferStub, changes: dict[str, Any], says: str
+) -> None:
+    grant = receiving.receiver.issue("router", [5, 6], 1)
+    with pytest.raises(grpc.aio.AioRpcError, match=says) as raised:
+        await push(stub, [chunk_of(grant, receiving, **changes)])
+    assert raised.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+    assert not receiving.pool.array.any()
+    summary = await push(stub, [chunk_of(grant, receiving)])
+    assert (summary.num_written, summary.num_bytes, summary.num_late) == (1, 256, 0)
+    assert receiving.pool.array[1, 6].all()
+    assert int(receiving.pool.array.sum()) == 256 * 255
+
+
+@pytest.mark.parametrize("changes", [{"grant_id": 77}, {"epoch": 0}, {"incarnation": "d-0"}, {"incarnation": ""}])
+async def test_strays_are_dropped_and_counted(
+    receiving: Receiving, stub: pb_grpc.KVTransferStub, changes: dict[str, Any]
+) -> None:
+    grant = receiving.receiver.issue("router", [5, 6], 1)
+    summary = await push(stub, [chunk_of(grant, receiving, **changes), chunk_of(grant, receiving)])
+    assert (summary.num_written, summary.num_late) == (0, 1)  # the stream ends at the first stray
+    assert receiving.receiver.counters.num_late_writes == 1
+    assert not receiving.pool.array.any()
+
+
+async def test_bytes_that_are_no_message(receiving: Receiving) -> None:
+    async with grpc.aio.insecure_channel(receiving.address) as channel:
+        for method in ("Connect", "Commit", "Abandon"):
+            call = channel.unary_unary(f"/tandem.v1.KVTransfer/{method}")
+            with pytest.raises(grpc.aio.AioRpcError):
+                await call(b"\xff\xff\xff junk", timeout=DEADLINE_S)
+        truncated = channel.stream_unary("/tandem.v1.KVTransfer/Push")
+        grant = receiving.receiver.issue("router", [5], 0)
+        message = chunk_of(grant, receiving).SerializeToString()
+        with pytest.raises(grpc.aio.AioRpcError):
+            await truncated(iter([message[:-7]]), timeout=DEADLINE_S)
+    assert not receiving.pool.array.any()
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"digests": b""}, "not 0"),
+        ({"digests": bytes(8 * 3 + 1)}, "not 25"),
+        ({"digests": bytes(8 * 6)}, "not 48"),
+        ({"num_prompt_tokens": 0}, "0 prompt tokens"),
+        ({"num_prompt_tokens": 9}, "9 prompt tokens"),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
+)
+async def test_malformed_commits(
+    receiving: Receiving, stub: pb_grpc.KVTransferStub, changes: dict[str, Any], says: str
+) -> None:
+    grant = receiving.receiver.issue("router", [5, 6], 1)
+    with pytest.raises(grpc.aio.AioRpcError, match=says) as raised:
+        await stub.Commit(commit_of(grant, receiving, **changes), timeout=DEADLINE_S)
+    assert raised.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+    answer = await stub.Commit(commit_of(grant, receiving), timeout=DEADLINE_S)
+    assert (answer.outcome, list(answer.mismatched_blocks)) == (pb.CommitResponse.MISMATCH, [6])
+    assert receiving.committed == []
+
+
+@pytest.mark.parametrize("changes", [{"grant_id": 77}, {"epoch": 0}, {"incarnation": "d-0"}])
+async def test_stray_commits_and_abandons(
+    receiving: Receiving, stub: pb_grpc.KVTransferStub, changes: dict[str, Any]
+) -> None:
+    grant = receiving.receiver.issue("router", [5], 0)
+    answer = await stub.Commit(commit_of(grant, receiving, **changes), timeout=DEADLINE_S)
+    assert answer.outcome == pb.CommitResponse.GRANT_GONE
+    abandon = {"grant_id": grant.grant_id, "epoch": grant.epoch, "incarnation": grant.incarnation}
+    await stub.Abandon(pb.AbandonRequest(**{**abandon, **changes}), timeout=DEADLINE_S)
+    assert receiving.freed == []
+    assert (await push(stub, [chunk_of(grant, receiving)])).num_written == 1
+
+
+async def test_connect_with_nonsense_names_all_of_it(receiving: Receiving, stub: pb_grpc.KVTransferStub) -> None:
+    request = pb.ConnectRequest(protocol_version=9, compat_digest="x" * 10_000, layout=pb.KVLayout(), transport="?")
+    with pytest.raises(grpc.aio.AioRpcError) as raised:
+        await stub.Connect(request, timeout=DEADLINE_S)
+    assert raised.value.code() is grpc.StatusCode.FAILED_PRECONDITION
+    details = raised.value.details()
+    assert details is not None
+    assert all(name in details for name in ("protocol_version", "compat_digest", "layout", "transport"))
+    assert len(details) < 1000
+
+
+async def test_commit_whose_caller_hung_up_is_found_again(receiving: Receiving, stub: pb_grpc.KVTransferStub) -> None:
+    grant = receiving.receiver.issue("router", [5], 1)
+    has_begun, may_end = asyncio.Event(), asyncio.Event()
+
+    async def slow_commit(*_: object) -> bool:
+        has_begun.set()
+        await may_end.wait()
+        receiving.committed.append(_)  # type: ignore[arg-type]
+        return True
+
+    receiving.receiver._on_commit = slow_commit  # type: ignore[assignment]
+    first = stub.Commit(commit_of(grant, receiving), timeout=DEADLINE_S)
+    await until(has_begun)
+    first.cancel()
+    second = stub.Commit(commit_of(grant, receiving), timeout=DEADLINE_S)
+    may_end.set()
+    assert (await second).outcome == pb.CommitResponse.COMMITTED
+    assert len(receiving.committed) == 1
+
+
+@needs_nixl
+class TestOneSided:
+    @pytest.fixture
+    async def receiving(self) -> AsyncIterator[Receiving]:
+        receiving = Receiving("nixl", lease_s=0.5)
+        await receiving.start()
+        yield receiving
+        await receiving.close()
+
+    def bare(self, grant: pb.Grant) -> pb.PushChunk:
+        return pb.PushChunk(grant_id=grant.grant_id, epoch=grant.epoch, incarnation=grant.incarnation)
+
+    async def attach(self, stub: pb_grpc.KVTransferStub, grant: pb.Grant) -> Any:
+        call = stub.Push()
+        await call.write(self.bare(grant))
+        assert ("tandem-push", "attached") in tuple(await call.initial_metadata())
+        return call
+
+    async def test_broken_stream_keeps_quarantine_for_a_lease(
+        self, receiving: Receiving, stub: pb_grpc.KVTransferStub
+    ) -> None:
+        grant = receiving.receiver.issue("router", [5, 6], 0)
+        call = await self.attach(stub, grant)
+        receiving.receiver.revoke(grant.grant_id)
+        assert receiving.freed == []
+        call.cancel()
+        broke_s = asyncio.get_running_loop().time()
+        await until(receiving.has_freed)
+        assert 0.4 < asyncio.get_running_loop().time() - broke_s < 2.0
+        assert [freed.block_ids for freed in receiving.freed] == [(5, 6)]
+
+    async def test_half_closed_stream_is_not_a_word(self, receiving: Receiving, stub: pb_grpc.KVTransferStub) -> None:
+        grant = receiving.receiver.issue("router", [5, 6], 0)
+        call = await self.attach(stub, grant)
+        receiving.receiver.revoke(grant.grant_id)
+        await call.done_writing()
+        await call
+        assert receiving.freed == []
+        await stub.Abandon(pb.AbandonRequest(grant_id=grant.grant_id, epoch=grant.epoch, incarnation=grant.incarnation))
+        assert [freed.block_ids for freed in receiving.freed] == [(5, 6)]
+
+    async def test_second_chunk_ends_the_push(self, receiving: Receiving, stub: pb_grpc.KVTransferStub) -> None:
+        grant = receiving.receiver.issue("router", [5, 6], 0)
+        call = await self.attach(stub, grant)
+        receiving.receiver.revoke(grant.grant_id)
+        await call.write(self.bare(grant))
+        await call
+        assert [freed.block_ids for freed in receiving.freed] == [(5, 6)]
+
+    async def test_one_sender_at_a_time(self, receiving: Receiving, stub: pb_grpc.KVTransferStub) -> None:
+        grant = receiving.receiver.issue("router", [5, 6], 0)
+        await self.attach(stub, grant)
+        with pytest.raises(grpc.aio.AioRpcError, match="another sender") as raised:
+            await push(stub, [self.bare(grant)])
+        assert raised.value.code() is grpc.StatusCode.ABORTED
+
+    async def test_one_sided_receiver_takes_no_other_data(
+        self, receiving: Receiving, stub: pb_grpc.KVTransferStub
+    ) -> None:
+        grant = receiving.receiver.issue("router", [5, 6], 0)
+        with pytest.raises(grpc.aio.AioRpcError) as raised:
+            await push(stub, [self.bare(grant), chunk_of(grant, receiving)])
+        assert raised.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+        assert not receiving.pool.array.any()
+
+    @pytest.mark.parametrize(
+        ("field", "value"),
+        [
+            ("agent_metadata", b""),
+            ("agent_metadata", b"x" * (2 << 20)),
+            ("base_address", 0),
+            ("base_address", 2**64 - 1),
+            ("pool_bytes", 1),
+            ("device_id", 2**31),
+            ("memory", "FILE"),
+        ],
+    )
+    async def test_senders_check_what_they_are_told(
+        self, receiving: Receiving, stub: pb_grpc.KVTransferStub, field: str, value: object
+    ) -> None:
+        from kv_transfer.errors import InvalidTransfer
+        from kv_transfer.nixl_transport import check_endpoint
+
+        layout = KVLayout.from_proto(receiving.pool.layout.to_proto())
+        request = pb.ConnectRequest(
+            protocol_version=1, compat_digest="same", layout=layout.to_proto(), transport="nixl"
+        )
+        response: pb.ConnectResponse = await stub.Connect(request, timeout=DEADLINE_S)
+        check_endpoint(response)
+        setattr(response.nixl, field, value)
+        with pytest.raises(InvalidTransfer):
+            check_endpoint(response)

@@ -1,0 +1,35 @@
+"""Clusters that live as long as one module's tests, and the reference answers of the whole run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+from clusters import RunningCluster, run_cluster
+from reference import Reference
+from reference import references as make_references
+
+from engine.model_loader import resolve_model
+
+
+@pytest.fixture(scope="module")
+def start_cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., RunningCluster]]:
+    """Start clusters that live until the module's tests are done."""
+    with ExitStack() as stack:
+
+        def start(*flags: str) -> RunningCluster:
+            return stack.enter_context(run_cluster(tmp_path_factory.mktemp("cluster") / "log", *flags))
+
+        yield start
+
+
+@pytest.fixture(scope="session")
+def model_folder() -> Path:
+    return resolve_model("smollm2-135m-instruct")
+
+
+@pytest.fixture(scope="session")
+def references(model_folder: Path) -> list[Reference]:
+    return make_references(model_folder)

@@ -1,0 +1,291 @@
+"""The `tandem` command against a cluster that it started itself: what a person types, and what comes back."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import select
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import psutil
+import pytest
+import redis
+from clusters import RunningCluster, run_cluster, wait_until
+
+from tandem.client import Client
+
+SMALL = ("--max-model-len", "1024", "--kv-cache-gib", "0.05")
+LONG_PROMPT = "Count from one to a thousand: one, two, three, four, five, six, seven, eight, nine, ten, eleven,"
+
+
+@pytest.fixture(scope="module")
+def cluster(start_cluster: Callable[..., RunningCluster]) -> RunningCluster:
+    return start_cluster(*SMALL)
+
+
+def tandem(*arguments: str, router: str, stdin: str | None = None) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "tandem", *arguments],
+        input=stdin,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        env={**os.environ, "TANDEM_ROUTER": router},
+        check=False,
+    )
+
+
+@contextmanager
+def running(*arguments: str, router: str = "") -> Iterator[subprocess.Popen[bytes]]:
+    environment = {**os.environ, "TANDEM_ROUTER": router}
+    process = subprocess.Popen(
+        [sys.executable, "-m", "tandem", *arguments],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        env=environment,
+        bufsize=0,
+    )
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.communicate()
+
+
+def children_of(pid: int) -> dict[str, psutil.Process]:
+    """The services that `tandem up` runs, by name: "redis", "router", "prefill-1", …"""
+    found = {}
+    for child in psutil.Process(pid).children():
+        line = " ".join(child.cmdline())
+        worker = re.search(r"--worker-id (\S+)", line)
+        found[worker[1] if worker else "router" if "-m router" in line else "redis"] = child
+    return found
+
+
+# -- generate ---------------------------------------------------------------------------------------------------
+
+
+def test_generate_prints_the_answer_and_nothing_else(cluster: RunningCluster) -> None:
+    done = tandem(
+        "generate", "The capital of France is", "--max-tokens", "3", "--temperature", "0", router=cluster.address
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout == " Paris.\n\n\n", "three tokens' text and the end of the line"
+
+
+def test_generate_streams_as_tokens_come(cluster: RunningCluster) -> None:
+    with running("generate", LONG_PROMPT, "--max-tokens", "100", "--ignore-eos", router=cluster.address) as process:
+        assert process.stdout is not None
+        pieces = []
+        while piece := process.stdout.read(4096):
+            pieces.append(piece)
+        assert process.wait() == 0
+    assert len(pieces) > 20, "as it comes, not at the end"
+
+
+def test_generate_json_holds_the_whole_answer(cluster: RunningCluster) -> None:
+    done = tandem(
+        "generate", "-", "--chat", "--json", "--temperature", "0", router=cluster.address,
+        stdin="What is the capital of France?",
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    answer = json.loads(done.stdout)
+    assert answer["text"] == "The capital of France is Paris."
+    assert answer["finish_reason"] == "stop"
+    assert answer["usage"]["completion_tokens"] == len(answer["token_ids"])
+    timings = answer["timings"]
+    assert (timings["mode"], timings["prefill_worker"], timings["decode_worker"]) == (
+        "disaggregated",
+        "prefill-1",
+        "decode-1",
+    )
+    parts = sum(timings[f"{part}_ms"] for part in ("queue", "prefill", "transfer", "decode"))
+    assert parts == pytest.approx(timings["total_ms"], abs=0.01)
+
+
+def test_flags_reach_the_sampler(cluster: RunningCluster) -> None:
+    prompt = ("generate", "Once upon a time", "--max-tokens", "12")
+    seeded = [tandem(*prompt, "--seed", "7", router=cluster.address).stdout for _ in range(2)]
+    assert seeded[0] == seeded[1]
+    greedy = tandem(*prompt, "--temperature", "0", router=cluster.address).stdout
+    assert tandem(*prompt, "--seed", "8", "--top-k", "1", router=cluster.address).stdout == greedy
+    assert tandem(*prompt, "--seed", "8", "--min-p", "1", router=cluster.address).stdout == greedy
+    assert tandem(*prompt, "--seed", "8", "--top-p", "0.0001", router=cluster.address).stdout == greedy
+    first_word = greedy.split()[0]
+    stopped = tandem(
+        *prompt, "--temperature", "0", "--stop", "never-said", "--stop", first_word, router=cluster.address
+    )
+    assert first_word not in stopped.stdout
+    system = tandem(
+        "generate", "Hello", "--system", "x" * 50, "--json", "--max-tokens", "1", router=cluster.address
+    ).stdout
+    plain = tandem("generate", "Hello", "--json", "--max-tokens", "1", router=cluster.address).stdout
+    assert json.loads(system)["usage"]["prompt_tokens"] > json.loads(plain)["usage"]["prompt_tokens"] + 10
+
+
+def test_generate_says_what_is_wrong_in_one_line(cluster: RunningCluster) -> None:
+    done = tandem("generate", "x", "--top-p", "3", "--temperature", "-1", router=cluster.address)
+    assert (done.returncode, done.stdout) == (1, "")
+    (line,) = done.stderr.splitlines()
+    assert "--top-p: must be in (0, 1], is 3" in line
+    assert "--temperature: must be at least 0" in line
+
+
+def test_ctrl_c_cancels_the_request_on_the_workers(cluster: RunningCluster) -> None:
+    with running("generate", LONG_PROMPT, "--max-tokens", "900", "--ignore-eos", router=cluster.address) as process:
+        assert process.stdout is not None
+        assert process.stdout.read(1)
+        assert any(worker.record.load.num_running for worker in cluster.workers())
+        process.send_signal(signal.SIGINT)
+        _, stderr = process.communicate(timeout=20)
+        assert process.returncode == 128 + signal.SIGINT
+        assert stderr.decode() == "cancelled\n"
+    cluster.wait_until_at_rest(5)
+
+
+# -- status and audit -------------------------------------------------------------------------------------------
+
+
+def test_status_lists_the_workers(cluster: RunningCluster) -> None:
+    done = tandem("status", router=cluster.address)
+    assert done.returncode == 0, done.stderr
+    router, header, *rows = done.stdout.splitlines()
+    assert f"at {cluster.address}: 0 running, 0 queued" in router
+    assert header.split()[:4] == ["id", "role", "address", "pid"]
+    assert [row.split()[:2] for row in rows] == [["prefill-1", "prefill"], ["decode-1", "decode"]]
+    pids = {worker["record"]["worker_id"]: worker["record"]["pid"] for worker in status_json(cluster)["workers"]}
+    assert pids == {name: child.pid for name, child in children_of(cluster.pid).items() if name in pids}
+
+
+def status_json(cluster: RunningCluster) -> dict[str, list[dict[str, dict[str, object]]]]:
+    out: dict[str, list[dict[str, dict[str, object]]]] = json.loads(
+        tandem("status", "--json", router=cluster.address).stdout
+    )
+    return out
+
+
+def test_audit_balances(cluster: RunningCluster) -> None:
+    cluster.wait_until_at_rest()
+    done = tandem("audit", router=cluster.address)
+    assert (done.returncode, done.stderr) == (0, "")
+    for row in done.stdout.splitlines()[1:]:
+        _, _, *counts, verdict = row.split()
+        *owned, total_owned, total = map(int, counts)
+        assert sum(owned) == total_owned == total
+        assert verdict == "ok"
+    assert json.loads(tandem("audit", "--json", router=cluster.address).stdout)["problems"] == []
+
+
+# -- up: processes that die --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["decode-1", "prefill-1"])
+def test_a_killed_worker_is_noticed_said_and_started_again(cluster: RunningCluster, name: str) -> None:
+    child = children_of(cluster.pid)[name]
+    child.kill()
+
+    def is_replaced() -> bool:
+        return any(w.record.worker_id == name and w.record.pid != child.pid for w in cluster.workers())
+
+    wait_until(is_replaced, 60, f"{name} runs again", cluster.log.read_text)
+    assert f"tandem: {name} ended with SIGKILL; starting it again" in cluster.log.read_text()
+    answer = tandem("generate", LONG_PROMPT, "--json", "--max-tokens", "2", router=cluster.address)
+    assert answer.returncode == 0, answer.stderr
+    assert json.loads(answer.stdout)["timings"]["mode"] == "disaggregated", "it serves again"
+
+
+def test_a_killed_router_comes_back_on_its_port(cluster: RunningCluster) -> None:
+    child = children_of(cluster.pid)["router"]
+    child.kill()
+
+    def serves() -> bool:
+        return tandem("generate", "hello", "--max-tokens", "1", router=cluster.address).returncode == 0
+
+    wait_until(serves, 60, f"the router serves again at {cluster.address}", cluster.log.read_text)
+    assert children_of(cluster.pid)["router"].pid != child.pid
+
+
+def test_a_killed_redis_comes_back_on_its_socket_and_is_filled_again(cluster: RunningCluster) -> None:
+    child = children_of(cluster.pid)["redis"]
+    socket = child.cmdline()[child.cmdline().index("--unixsocket") + 1]
+    child.kill()
+
+    def knows_the_workers() -> bool:
+        try:
+            with redis.Redis(unix_socket_path=socket, decode_responses=True) as client:
+                keys = " ".join(client.keys("*"))
+        except redis.RedisError:
+            return False
+        return "decode-1" in keys and "prefill-1" in keys
+
+    wait_until(knows_the_workers, 30, "the workers are in Redis again", cluster.log.read_text)
+    with Client(cluster.address) as client:
+        assert len(client.generate("hello", max_tokens=2).token_ids) == 2
+
+
+# -- up: the end ------------------------------------------------------------------------------------------------
+
+
+def test_sigterm_lets_a_stream_finish(tmp_path: Path) -> None:
+    with run_cluster(tmp_path / "log", *SMALL, "--aggregated") as cluster:
+        children = children_of(cluster.pid)
+        assert set(children) == {"redis", "router", "decode-1"}, "--aggregated starts no prefill worker"
+        with Client(cluster.address) as client:
+            stream = client.stream("Once upon a time", max_tokens=150, ignore_eos=True)
+            messages = [next(stream)]
+            os.kill(cluster.pid, signal.SIGTERM)
+            messages += stream  # raises if it breaks off
+        assert sum(len(message.token_ids) for message in messages) == 150
+        assert messages[-1].usage.completion_tokens == 150
+        psutil.wait_procs(list(children.values()), timeout=30)
+        assert [child for child in children.values() if child.is_running()] == []
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="PR_SET_PDEATHSIG is Linux's")
+def test_a_sigkill_leaves_no_orphan() -> None:
+    with running("up", *SMALL, "--listen", "127.0.0.1:0") as process:
+        assert process.stdout is not None
+        assert select.select([process.stdout], [], [], 60)[0], "no ready line"
+        assert process.stdout.readline().startswith(b"ready grpc=127.0.0.1:")
+        children = list(children_of(process.pid).values())
+        assert len(children) == 4
+        process.kill()
+        _, alive = psutil.wait_procs(children, timeout=10)
+        assert alive == []
+
+
+def test_a_setting_that_a_worker_refuses_ends_up_at_once_with_its_words() -> None:
+    with running("up", "--num-kv-blocks", "1", "--listen", "127.0.0.1:0") as process:
+        stdout, stderr = process.communicate(timeout=60)
+    assert process.returncode == 1
+    assert stdout == b""
+    assert "num_kv_blocks must be at least 512" in stderr.decode().split("Error: ")[-1]
+
+
+def test_a_busy_port_ends_up_at_once_with_a_way_out(cluster: RunningCluster) -> None:
+    with running("up", *SMALL, "--listen", cluster.address) as process:
+        stdout, stderr = process.communicate(timeout=60)
+    assert process.returncode == 1
+    assert stdout == b""
+    assert f"cannot listen on {cluster.address}: Address already in use" in stderr.decode()
+
+
+def test_fetch_prints_the_folder_alone(model_folder: Path) -> None:
+    done = tandem("fetch", router="")
+    assert (done.returncode, done.stdout) == (0, f"{model_folder}\n")
+
+
+def test_the_demo_shows_a_disaggregated_request_and_stops_everything() -> None:
+    before = set(psutil.Process().children())
+    done = tandem("demo", router="")
+    assert done.returncode == 0, done.stdout + done.stderr
+    for part in ("prefill-1 -> decode-1", "bytes over grpc", "found in cache", "first token (TTFT)", "Who owns"):
+        assert part in done.stdout
+    assert "WRONG" not in done.stdout
+    assert set(psutil.Process().children()) == before

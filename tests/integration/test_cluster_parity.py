@@ -1,0 +1,83 @@
+"""The whole path gives transformers' tokens: over each transport, aggregated, chunked, together, from caches."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+from clusters import RunningCluster
+from reference import NUM_TOKENS, Reference
+
+from protos import tandem_inference_pb2 as pb
+from tandem.client import Client
+
+FLOAT32 = ("--dtype", "float32", "--max-model-len", "2048", "--kv-cache-gib", "0.4")
+ARRANGEMENTS = {
+    "grpc": ("--transport", "grpc"),
+    "nixl": ("--transport", "nixl"),
+    "aggregated": ("--aggregated",),
+    "chunked": ("--prefill-chunk-tokens", "64", "--no-enable-prefix-caching"),
+    "preempted": ("--num-kv-blocks", "133"),
+}
+
+
+@pytest.fixture(scope="module", params=list(ARRANGEMENTS))
+def cluster(request: pytest.FixtureRequest, start_cluster: Callable[..., RunningCluster]) -> Iterator[RunningCluster]:
+    return start_cluster(*FLOAT32, *ARRANGEMENTS[request.param])
+
+
+def arrangement_of(request: pytest.FixtureRequest) -> str:
+    return str(request.node.callspec.params["cluster"])
+
+
+def ask_all(cluster: RunningCluster, references: list[Reference], *, num_at_once: int) -> list[object]:
+    """The answers to `references`, in order; each must be transformers'."""
+    with Client(cluster.address) as client, ThreadPoolExecutor(num_at_once) as threads:
+
+        def ask(reference: Reference) -> object:
+            return client.generate(
+                list(reference.prompt_token_ids), temperature=0, max_tokens=NUM_TOKENS, ignore_eos=True
+            )
+
+        answers = list(threads.map(ask, references))
+    wrong = [
+        reference.name
+        for reference, answer in zip(references, answers, strict=True)
+        if tuple(answer.token_ids) != reference.answer_token_ids  # type: ignore[attr-defined]
+    ]
+    assert not wrong
+    return answers
+
+
+def test_same_tokens(
+    cluster: RunningCluster, references: list[Reference], request: pytest.FixtureRequest
+) -> None:
+    arrangement = arrangement_of(request)
+    answers = ask_all(cluster, references, num_at_once=4)
+    modes = {answer.timings.mode for answer in answers}  # type: ignore[attr-defined]
+    if arrangement == "aggregated":
+        assert modes == {pb.MODE_LOCAL}
+        return
+    assert pb.MODE_DISAGGREGATED in modes
+    moved = {
+        answer.timings.kv_transfer.transport  # type: ignore[attr-defined]
+        for answer in answers
+        if answer.timings.mode == pb.MODE_DISAGGREGATED  # type: ignore[attr-defined]
+    }
+    assert moved == {"nixl" if arrangement == "nixl" else "grpc"}
+
+
+def test_same_tokens_with_32_at_once_from_caches(
+    cluster: RunningCluster, references: list[Reference], request: pytest.FixtureRequest
+) -> None:
+    answers = ask_all(cluster, (references * 2)[:32], num_at_once=32)
+    cached = [answer.usage.cached_tokens for answer in answers]  # type: ignore[attr-defined]
+    arrangement = arrangement_of(request)
+    if arrangement == "chunked":
+        assert not any(cached)
+    else:
+        assert any(cached)
+    if arrangement == "preempted":
+        assert sum(worker.num_preemptions for worker in cluster.workers()) > 0
+    cluster.wait_until_at_rest()

@@ -1,0 +1,243 @@
+"""What `tandem` prints: tables, JSON, help and errors. No cluster is needed for any of it."""
+
+from __future__ import annotations
+
+import json
+import re
+import socket
+
+import click
+import pytest
+from click.testing import CliRunner
+
+from protos import tandem_inference_pb2 as pb
+from protos import tandem_worker_pb2 as worker_pb
+from rpc.errors import InvalidRequest, NoWorker, Overloaded, Unreachable
+from tandem.answer import Answer, message_to_dict
+from tandem.cli import main
+from tandem.cli.errors import explain
+from tandem.demo import describe
+from tandem.tables import Table, audit_problems, audit_table, format_table, hit_rate_text, router_line, status_table
+
+ADDRESS = "127.0.0.1:50051"
+
+
+def ledger(total: int = 100, free: int = 60, cached: int = 20, sequence: int = 10, grant: int = 7, held: int = 3):
+    return worker_pb.BlockLedger(
+        num_blocks=total, num_free=free, num_cached=cached, num_sequence=sequence, num_grant=grant, num_held=held
+    )
+
+
+def audit_of(**blocks: int) -> worker_pb.WorkerAudit:
+    return worker_pb.WorkerAudit(worker_id="decode-1", role=worker_pb.ROLE_DECODE, blocks=ledger(**blocks))
+
+
+# -- tables -----------------------------------------------------------------------------------------------------
+
+
+def test_a_table_is_aligned_and_has_no_trailing_spaces() -> None:
+    table = Table(headers=("id", ">n", ""), rows=[("a", "1", "draining"), ("long-id", "1000", "")])
+    assert format_table(table) == "id          n\na           1  draining\nlong-id  1000"
+
+
+def test_status_lists_prefill_workers_first_with_their_pools() -> None:
+    decode = worker_pb.WorkerStatus(
+        record=worker_pb.WorkerRecord(
+            worker_id="decode-1",
+            role=worker_pb.ROLE_DECODE,
+            address="10.0.0.2:1",
+            pid=7,
+            is_draining=True,
+            load=worker_pb.WorkerLoad(num_running=3, num_waiting=2, blocks=ledger()),
+        ),
+        num_prefix_queries_tokens=200,
+        num_prefix_hits_tokens=50,
+    )
+    prefill = worker_pb.WorkerStatus(record=worker_pb.WorkerRecord(worker_id="z", role=worker_pb.ROLE_PREFILL))
+    rows = status_table(worker_pb.ClusterStatus(workers=[decode, prefill])).rows
+    assert [row[0] for row in rows] == ["z", "decode-1"]
+    assert rows[1] == ("decode-1", "decode", "10.0.0.2:1", "7", "3", "2", "60/20/20 of 100", "25 %", "draining")
+
+
+def test_a_hit_rate_needs_a_prompt() -> None:
+    assert hit_rate_text(0, 0) == "-"
+    assert hit_rate_text(0, 10) == "0 %"
+
+
+def test_the_router_line_says_when_redis_is_gone() -> None:
+    status = worker_pb.ClusterStatus(
+        router_id="r1", num_running_requests=1, num_queued_requests=2, num_queued_tokens=512, is_registry_reachable=True
+    )
+    assert router_line(status, ADDRESS) == f"router r1 at {ADDRESS}: 1 running, 2 queued (512 tokens)"
+    status.is_registry_reachable = False
+    assert "Redis is not reachable" in router_line(status, ADDRESS)
+
+
+def test_an_audit_that_balances_has_no_problems() -> None:
+    audit = worker_pb.ClusterAudit(workers=[audit_of()])
+    assert audit_problems(audit) == []
+    assert audit_table(audit).rows == [("decode-1", "decode", "60", "20", "10", "7", "3", "100", "100", "ok")]
+
+
+@pytest.mark.parametrize(
+    ("audit", "problem"),
+    [
+        (worker_pb.ClusterAudit(workers=[audit_of(free=59)]), "99 blocks have an owner, the pool has 100"),
+        (worker_pb.ClusterAudit(workers=[audit_of(held=4)]), "101 blocks have an owner, the pool has 100"),
+        (
+            worker_pb.ClusterAudit(workers=[worker_pb.WorkerAudit(worker_id="w", problems=["block 7 is free twice"])]),
+            "w: block 7 is free twice",
+        ),
+        (worker_pb.ClusterAudit(workers=[audit_of()], unreachable=["w2: UNAVAILABLE"]), "unreachable: w2: UNAVAILABLE"),
+        (worker_pb.ClusterAudit(), "the router knows no worker"),
+    ],
+)
+def test_an_audit_names_what_is_wrong(audit: worker_pb.ClusterAudit, problem: str) -> None:
+    (found,) = audit_problems(audit)
+    assert problem in found
+    assert all(row[-1] == "WRONG" for row in audit_table(audit).rows if "blocks" in problem or "twice" in problem)
+
+
+# -- JSON -------------------------------------------------------------------------------------------------------
+
+
+def test_json_has_every_field_and_numbers_stay_numbers() -> None:
+    status = worker_pb.ClusterStatus(
+        num_queued_tokens=2**40,
+        workers=[
+            worker_pb.WorkerStatus(record=worker_pb.WorkerRecord(role=worker_pb.ROLE_DECODE, prefix_key=b"\x01\xff"))
+        ],
+    )
+    out = json.loads(json.dumps(message_to_dict(status)))
+    assert set(out) == {field.name for field in worker_pb.ClusterStatus.DESCRIPTOR.fields}
+    assert out["num_queued_tokens"] == 2**40
+    assert out["is_registry_reachable"] is False
+    record = out["workers"][0]["record"]
+    assert (record["role"], record["prefix_key"], record["load"], record["pid"]) == ("decode", "01ff", None, 0)
+
+
+def test_json_of_maps_and_absent_fields() -> None:
+    out = message_to_dict(pb.SamplingParams(temperature=0, logit_bias={5: 1.5}))
+    assert (out["temperature"], out["top_p"], out["logit_bias"], out["stop"]) == (0.0, None, {5: 1.5}, [])
+
+
+# -- errors -----------------------------------------------------------------------------------------------------
+
+
+def test_wrong_fields_are_named_as_the_flags_that_set_them() -> None:
+    error = InvalidRequest(
+        [
+            ("sampling_params.top_p", "must be in (0, 1], is 3"),
+            ("sampling_params.stop[2]", "is long"),
+            ("text", "is empty"),
+        ]
+    )
+    assert explain(error, ADDRESS) == "--top-p: must be in (0, 1], is 3; --stop: is long; PROMPT: is empty"
+
+
+def test_errors_say_what_to_do() -> None:
+    assert (
+        explain(Overloaded("the queue is full", retry_after_s=1.5), ADDRESS) == "the queue is full. Try again in 1.5 s."
+    )
+    assert explain(NoWorker("no decode worker."), ADDRESS) == "no decode worker. Try again in a moment."
+    unreachable = explain(Unreachable("Connection refused"), ADDRESS)
+    for part in (ADDRESS, "tandem up", "--router", "TANDEM_ROUTER"):
+        assert part in unreachable
+
+
+@pytest.mark.parametrize("command", [["generate", "hello"], ["generate", "hello", "--json"], ["status"], ["audit"]])
+def test_without_a_router_there_is_one_readable_line(command: list[str]) -> None:
+    with socket.socket() as taken:  # bound, not listening: connections are refused, and nobody else gets the port
+        taken.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{taken.getsockname()[1]}"
+        result = CliRunner().invoke(main, [*command, "--router", address])
+    assert result.exit_code == 1
+    assert result.stdout == ""
+    assert len(result.stderr.splitlines()) == 1
+    assert f"no router answers at {address}" in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("command", "message"),
+    [
+        (["generate"], "Missing argument 'PROMPT'"),
+        (["generate", "x", "--max-tokens", "many"], "'many' is not a valid integer"),
+        (["generate", "x", "--max-tokens", "-1"], "max_tokens: Value out of range: -1"),
+        (["generate", "x", "--timeout-s", "0"], "--timeout-s"),
+        (["up", "--decode", "0"], "--decode must be at least 1, is 0"),
+        (["up", "--aggregated", "--prefill", "2"], "--aggregated starts no prefill workers"),
+        (["up", "--block-size", "17"], "--block-size must be a power of two"),
+        (["up", "--dtype", "int8"], "--dtype must be one of"),
+        (["up", "--transport", "tcp"], "'tcp' is not one of 'grpc', 'nixl'"),
+        (["up", "--listen", "here"], "--listen: an address is HOST:PORT"),
+        (["status", "--wrong"], "No such option"),
+    ],
+)
+def test_wrong_usage_exits_with_2_and_names_the_flag(command: list[str], message: str) -> None:
+    result = CliRunner().invoke(main, command)
+    assert result.exit_code == 2
+    assert message in result.stderr
+
+
+def test_settings_come_from_the_environment_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TANDEM_BLOCK_SIZE", "17")
+    result = CliRunner().invoke(main, ["up"])
+    assert "--block-size must be a power of two from 1 to 256, is 17" in result.stderr
+
+
+# -- help -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", sorted(main.commands))
+def test_every_command_teaches_with_an_example(name: str) -> None:
+    result = CliRunner().invoke(main, [name, "--help"])
+    assert result.exit_code == 0
+    assert "Examples:" in result.output
+    assert f"  tandem {name}" in result.output.split("Examples:")[1]
+    for parameter in main.commands[name].params:
+        if isinstance(parameter, click.Option):
+            assert parameter.help, f"tandem {name} {parameter.opts[0]} has no help"
+
+
+@pytest.mark.parametrize("name", sorted(main.commands))
+def test_the_flags_of_the_examples_exist(name: str) -> None:
+    epilog = main.commands[name].epilog or ""
+    for line in epilog.splitlines():
+        match = re.match(r"\s*tandem (\w+)(.*)", line)
+        if match:
+            known = {opt for parameter in main.commands[match[1]].params for opt in parameter.opts}
+            flags = set(re.findall(r"(?<=\s)--[a-z-]+", match[2].split(" | ")[0]))
+            assert flags <= known, line
+
+
+def test_the_summary_of_each_command_fits_the_list() -> None:
+    result = CliRunner().invoke(main, ["--help"])
+    assert "..." not in result.output.split("Commands:")[1].split("First steps")[0]
+
+
+def test_version() -> None:
+    result = CliRunner().invoke(main, ["--version"])
+    assert re.fullmatch(r"tandem, version \S+\n", result.output)
+
+
+# -- the demo's report ------------------------------------------------------------------------------------------
+
+
+def test_the_demo_accounts_for_every_prompt_token_and_millisecond() -> None:
+    timings = pb.Timings(
+        queue_ms=1, prefill_ms=20, transfer_ms=0.5, decode_ms=100, total_ms=121.5, time_to_first_token_ms=21,
+        time_per_output_token_ms=5, mode=pb.MODE_DISAGGREGATED, prefill_worker="prefill-1", decode_worker="decode-1",
+        kv_transfer=pb.KVTransferStats(transport="grpc", num_bytes=1_474_560, num_blocks=4, num_cached_blocks=2),
+    )  # fmt: skip
+    usage = pb.Usage(prompt_tokens=49, cached_tokens=16, completion_tokens=22)
+    answer = Answer(request_id="r", text="", token_ids=[], finish_reason="stop", usage=usage, timings=timings)
+    lines = dict(describe(answer))
+    assert lines["mode"] == "prefill-1 -> decode-1"
+    assert (lines["  found in cache"], lines["  computed"]) == ("16 tokens", "33 tokens")
+    assert lines["KV moved"] == "1,474,560 bytes over grpc"
+    assert lines["time"] == "121.5 ms"
+    local = pb.Timings(mode=pb.MODE_LOCAL, decode_worker="decode-1")
+    lines = dict(
+        describe(Answer(request_id="r", text="", token_ids=[], finish_reason="stop", usage=usage, timings=local))
+    )
+    assert (lines["mode"], lines["KV moved"]) == ("local: decode-1 alone", "none")

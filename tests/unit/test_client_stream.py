@@ -1,0 +1,245 @@
+"""`tandem.client` and `tandem.answer`: requests as they travel, streams that are not exact, errors, cancelling.
+
+The client talks to a real gRPC server on a loopback port, whose answers are scripted.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import AsyncIterator, Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import aclosing
+
+import grpc
+import pytest
+
+from protos import tandem_inference_pb2 as pb
+from protos import tandem_inference_pb2_grpc
+from rpc.errors import DETAILS_KEY, STATUS_CODES, InvalidRequest, Overloaded, Unreachable, to_status
+from tandem.answer import Answer, AnswerStream, StreamBroken
+from tandem.client import AsyncClient, Client, Sampling, generate_request
+
+STOP = pb.FINISH_REASON_STOP
+
+
+def tokens(offset: int, *token_ids: int, text: str = "") -> pb.GenerateResponse:
+    return pb.GenerateResponse(request_id="r", offset=offset, token_ids=token_ids, text=text)
+
+
+def last(offset: int, num_tokens: int, text: str = "", finish_reason: pb.FinishReason = STOP) -> pb.GenerateResponse:
+    return pb.GenerateResponse(
+        request_id="r",
+        offset=offset,
+        text=text,
+        finish_reason=finish_reason,
+        usage=pb.Usage(prompt_tokens=3, completion_tokens=num_tokens),
+        timings=pb.Timings(total_ms=5),
+    )
+
+
+EXACT = [tokens(0, 10, text="a"), tokens(1, 11, 12, text="bc"), last(3, 3, text="d")]
+
+
+def add_up(messages: list[pb.GenerateResponse]) -> Answer:
+    stream = AnswerStream()
+    for message in messages:
+        assert stream.accept(message) is message
+    return stream.answer()
+
+
+# -- exactness --------------------------------------------------------------------------------------------------
+
+
+def test_an_exact_stream_adds_up() -> None:
+    answer = add_up(EXACT)
+    assert (answer.text, answer.token_ids, answer.finish_reason) == ("abcd", [10, 11, 12], "stop")
+    assert answer.to_dict()["usage"] == {"prompt_tokens": 3, "cached_tokens": 0, "completion_tokens": 3}
+
+
+def test_a_whole_answer_in_one_message_is_exact() -> None:
+    message = last(0, 2, text="ab")
+    message.token_ids.extend([1, 2])
+    assert add_up([message]).token_ids == [1, 2]
+
+
+@pytest.mark.parametrize(
+    ("messages", "complaint"),
+    [
+        ([tokens(0, 1), tokens(2, 3)], "position 2 came, 1 was to come"),
+        ([tokens(0, 1), tokens(0, 1)], "position 0 came, 1 was to come"),
+        ([tokens(1, 1)], "position 1 came, 0 was to come"),
+        ([tokens(0, 1), last(0, 1)], "position 0 came, 1 was to come"),
+        ([tokens(0, 1), last(1, 2)], "1 tokens came, 2 were counted"),
+        ([tokens(0, 1), last(1, 1), last(1, 1)], "after the last one"),
+        ([tokens(0, 1), last(1, 1), tokens(1, 2)], "after the last one"),
+        ([last(0, 0, finish_reason=pb.FINISH_REASON_UNSPECIFIED)], "its end has no reason"),
+        ([pb.GenerateResponse(finish_reason=STOP)], "its end carries no usage"),
+        ([pb.GenerateResponse(sequence=1)], "sequence 1 was not asked for"),
+        ([tokens(0, 1)], "without its last message"),
+        ([], "without its last message"),
+    ],
+)
+def test_any_other_stream_is_broken(messages: list[pb.GenerateResponse], complaint: str) -> None:
+    with pytest.raises(StreamBroken, match=complaint):
+        add_up(messages)
+
+
+# -- requests ---------------------------------------------------------------------------------------------------
+
+
+def test_prompts_of_each_kind() -> None:
+    assert generate_request("hi").text == "hi"
+    assert list(generate_request([1, 2]).token_ids.ids) == [1, 2]
+    assert generate_request([]).WhichOneof("prompt") == "token_ids", "the router says what is wrong with it"
+    chat = generate_request([{"role": "user", "content": "hi"}]).chat
+    assert [(m.role, m.content) for m in chat.messages] == [("user", "hi")]
+
+
+def test_only_what_is_given_travels() -> None:
+    assert generate_request("hi").sampling_params == pb.SamplingParams()
+    sampling = Sampling(temperature=0.0, stop="x", stop_token_ids=[5], logit_bias={3: -1.0}, seed=-1)
+    expected = pb.SamplingParams(temperature=0.0, stop=["x"], stop_token_ids=[5], logit_bias={3: -1.0}, seed=-1)
+    assert generate_request("hi", **sampling).sampling_params == expected
+
+
+def test_every_parameter_of_the_wire_can_be_given() -> None:
+    assert set(Sampling.__annotations__) == {field.name for field in pb.SamplingParams.DESCRIPTOR.fields}
+
+
+@pytest.mark.parametrize(
+    ("prompt", "sampling", "complaint"),
+    [
+        ("hi", {"max_tokens": -1}, "max_tokens: "),
+        ("hi", {"temperature": "hot"}, "temperature: "),
+        ("hi", {"temprature": 1}, "temprature: no such sampling parameter"),
+        ("hi", {"stop_token_ids": ["a"]}, "stop_token_ids: "),
+        ([-1], {}, "prompt: "),
+        (["a", "b"], {}, "prompt: "),
+        ([{"role": "user"}], {}, "prompt: a message has a role and a content"),
+        ([{"role": "user", "content": 3}], {}, "prompt: role and content"),
+    ],
+)
+def test_what_the_wire_cannot_carry_is_named(prompt: object, sampling: dict[str, object], complaint: str) -> None:
+    with pytest.raises(ValueError, match=complaint):
+        generate_request(prompt, **sampling)  # type: ignore[arg-type]
+
+
+# -- over a connection ------------------------------------------------------------------------------------------
+
+
+class Scripted(tandem_inference_pb2_grpc.InferenceServicer):
+    """Plays `script` for each request."""
+
+    def __init__(self) -> None:
+        self.script: Callable[[pb.GenerateRequest, grpc.ServicerContext], Iterator[pb.GenerateResponse]]
+        self.was_cancelled = threading.Event()
+
+    def Generate(self, request: pb.GenerateRequest, context: grpc.ServicerContext):  # noqa: N802
+        return self.script(request, context)
+
+    def endless(self, request: pb.GenerateRequest, context: grpc.ServicerContext) -> Iterator[pb.GenerateResponse]:
+        """One token, and then none until the client goes away."""
+        context.add_callback(self.was_cancelled.set)
+        yield tokens(0, 1, text="a")
+        self.was_cancelled.wait(20)
+
+
+@pytest.fixture
+def server() -> Iterator[tuple[str, Scripted]]:
+    grpc_server = grpc.server(ThreadPoolExecutor(4))
+    scripted = Scripted()
+    tandem_inference_pb2_grpc.add_InferenceServicer_to_server(scripted, grpc_server)
+    port = grpc_server.add_insecure_port("127.0.0.1:0")
+    grpc_server.start()
+    yield f"127.0.0.1:{port}", scripted
+    grpc_server.stop(0).wait()
+
+
+@pytest.fixture
+async def async_client(server: tuple[str, Scripted]) -> AsyncIterator[AsyncClient]:
+    async with AsyncClient(server[0]) as client:
+        yield client
+
+
+async def test_both_clients_give_the_same_answer(server: tuple[str, Scripted], async_client: AsyncClient) -> None:
+    address, scripted = server
+    scripted.script = lambda request, context: iter(EXACT)
+    with Client(address) as client:
+        answer = client.generate("hi")
+        assert [message.text for message in client.stream("hi")] == ["a", "bc", "d"]
+    assert (answer.text, answer.token_ids) == ("abcd", [10, 11, 12])
+    assert await async_client.generate("hi") == answer
+    assert [message.text async for message in async_client.stream("hi")] == ["a", "bc", "d"]
+
+
+async def test_both_clients_refuse_a_stream_with_a_gap(server: tuple[str, Scripted], async_client: AsyncClient) -> None:
+    address, scripted = server
+    for script, complaint in (([tokens(0, 1), tokens(2, 3)], "position 2"), ([tokens(0, 1)], "without its last")):
+        scripted.script = lambda request, context, script=script: iter(script)
+        with Client(address) as client, pytest.raises(StreamBroken, match=complaint):
+            list(client.stream("hi"))
+        with pytest.raises(StreamBroken, match=complaint):
+            await async_client.generate("hi")
+
+
+async def test_errors_are_the_routers_own(server: tuple[str, Scripted], async_client: AsyncClient) -> None:
+    address, scripted = server
+
+    def refuse(request: pb.GenerateRequest, context: grpc.ServicerContext) -> Iterator[pb.GenerateResponse]:
+        is_wrong = request.sampling_params.HasField("top_p")
+        wrong = InvalidRequest([("sampling_params.top_p", "must be in (0, 1]")])
+        error = wrong if is_wrong else Overloaded("full", retry_after_s=1.5)
+        context.set_trailing_metadata([(DETAILS_KEY, to_status(error).SerializeToString())])
+        context.abort(STATUS_CODES[type(error)], error.message)
+        yield pb.GenerateResponse()
+
+    scripted.script = refuse
+    with Client(address) as client, pytest.raises(Overloaded) as overloaded:
+        client.generate("hi")
+    assert overloaded.value.retry_after_s == 1.5
+    with pytest.raises(InvalidRequest) as invalid:
+        await async_client.generate("hi", top_p=3)
+    assert invalid.value.violations[0].field == "sampling_params.top_p"
+
+
+def test_a_refused_connection_is_unreachable() -> None:
+    with Client("127.0.0.1:1") as client, pytest.raises(Unreachable):
+        client.generate("hi")
+
+
+def test_leaving_the_loop_cancels_the_request(server: tuple[str, Scripted]) -> None:
+    address, scripted = server
+    scripted.script = scripted.endless
+    with Client(address) as client:
+        stream = client.stream("hi")
+        assert next(stream).text == "a"
+        stream.close()
+        assert scripted.was_cancelled.wait(5)
+
+
+async def test_leaving_the_async_loop_cancels_the_request(
+    server: tuple[str, Scripted], async_client: AsyncClient
+) -> None:
+    scripted = server[1]
+    scripted.script = scripted.endless
+    async with aclosing(async_client.stream("hi")) as stream:
+        async for message in stream:
+            assert message.text == "a"
+            break
+    assert await asyncio.to_thread(scripted.was_cancelled.wait, 5)
+
+
+def test_a_deadline_travels(server: tuple[str, Scripted]) -> None:
+    address, scripted = server
+    seen: list[float | None] = []
+
+    def script(request: pb.GenerateRequest, context: grpc.ServicerContext) -> Iterator[pb.GenerateResponse]:
+        seen.append(context.time_remaining())
+        yield from EXACT
+
+    scripted.script = script
+    with Client(address) as client:
+        client.generate("hi", timeout_s=30)
+    assert seen[0] is not None
+    assert 0 < seen[0] <= 30

@@ -1,0 +1,152 @@
+"""Token ids are those of transformers, whatever the folder's files say, and the event loop stays free."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tokenizers
+from tokenizers import decoders, models, pre_tokenizers
+from tokenizers.processors import TemplateProcessing
+from transformers import AutoTokenizer
+
+from engine.model_loader import resolve_model
+from router import tokenizer as tokenizer_module
+from router.tokenizer import ASYNC_ENCODE_CHARS, Tokenizer, read_special_tokens
+
+TEXTS = [
+    "",
+    " ",
+    "Hello, world!",
+    "<|im_start|>user\nWhat is 1+1?<|im_end|>\n",
+    "naïve café 你好 🎉👩‍👩‍👧‍👦 \u0000 \ufffd",
+    "def f(x):\n    return x ** 2\n\n\n",
+]
+
+
+@pytest.fixture(scope="module")
+def default_model() -> Path:
+    return resolve_model("smollm2-135m-instruct")
+
+
+def write_folder(folder: Path, config: dict[str, Any], *, post_processor: bool = True, truncation: int = 0) -> Path:
+    """A byte-level tokenizer with <s> and </s>, whose tokenizer.json adds <s> if `post_processor`."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    backend = tokenizers.Tokenizer(models.BPE(vocab={c: i for i, c in enumerate(alphabet)}, merges=[]))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    backend.add_special_tokens(["<s>"])
+    backend.add_tokens(["</s>", "<tool>"])
+    if post_processor:
+        backend.post_processor = TemplateProcessing(single="<s>:0 $A:0", special_tokens=[("<s>", 256)])
+    if truncation:
+        backend.enable_truncation(truncation)
+        backend.enable_padding(length=truncation)
+    backend.save(str(folder / "tokenizer.json"))
+    named = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": "<s>", "eos_token": "</s>"}
+    (folder / "tokenizer_config.json").write_text(json.dumps({**named, **config}))
+    return folder
+
+
+def test_the_default_models_ids_are_those_of_transformers(default_model: Path) -> None:
+    reference = AutoTokenizer.from_pretrained(default_model)
+    tokenizer = Tokenizer.from_folder(default_model)
+    assert tokenizer.vocab_size == len(reference)
+    for text in TEXTS:
+        for add_special_tokens in (True, False):
+            ids = tokenizer.encode(text, add_special_tokens)
+            assert ids == reference.encode(text, add_special_tokens=add_special_tokens)
+            for skip in (True, False):
+                assert tokenizer.decode(ids, skip) == reference.decode(ids, skip_special_tokens=skip)
+    assert dict(tokenizer.special_tokens) == reference.special_tokens_map
+    assert tokenizer.special_token_ids >= set(reference.all_special_ids)
+
+
+@pytest.mark.parametrize("post_processor", [True, False])
+@pytest.mark.parametrize(
+    "config",
+    [
+        {},
+        {"add_bos_token": True},
+        {"add_bos_token": False},
+        {"add_bos_token": True, "add_eos_token": True},
+        {"add_eos_token": True},
+        {"bos_token": {"content": "<s>", "lstrip": False, "special": True, "__type": "AddedToken"}},
+    ],
+)
+def test_bos_and_eos_are_those_of_transformers(tmp_path: Path, config: dict[str, Any], post_processor: bool) -> None:
+    folder = write_folder(tmp_path, config, post_processor=post_processor)
+    reference = AutoTokenizer.from_pretrained(folder)
+    tokenizer = Tokenizer.from_folder(folder)
+    for text in ("", "ab", "a</s><tool>b"):
+        assert tokenizer.encode(text) == reference.encode(text)
+        assert tokenizer.encode(text, False) == reference.encode(text, add_special_tokens=False)
+    ids = reference.encode("a</s><tool>b")
+    assert tokenizer.decode(ids) == reference.decode(ids, skip_special_tokens=True) == "a<tool>b"
+
+
+def test_truncation_and_padding_of_training_are_off(tmp_path: Path) -> None:
+    tokenizer = Tokenizer.from_folder(write_folder(tmp_path, {}, truncation=8))
+    assert len(tokenizer.encode("x" * 50)) == 51
+    assert len(tokenizer.encode("x")) == 2
+
+
+def test_special_tokens_are_read_as_text_or_as_added_tokens(tmp_path: Path) -> None:
+    (tmp_path / "special_tokens_map.json").write_text(
+        json.dumps({"bos_token": {"content": "<s>"}, "pad_token": "<pad>", "eos_token": "<old>"})
+    )
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"eos_token": "</s>", "unk_token": None}))
+    assert read_special_tokens(tmp_path) == {"bos_token": "<s>", "pad_token": "<pad>", "eos_token": "</s>"}
+
+
+def test_a_folder_without_tokenizer_json_says_how_to_make_one(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"no tokenizer\.json.*AutoTokenizer.*save_pretrained"):
+        Tokenizer.from_folder(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer_config.json"])
+def test_broken_files_are_named(tmp_path: Path, name: str) -> None:
+    write_folder(tmp_path, {})
+    (tmp_path / name).write_text('{"version": ')
+    with pytest.raises(ValueError, match=name):
+        Tokenizer.from_folder(tmp_path)
+
+
+async def test_long_texts_leave_the_event_loop_free(default_model: Path) -> None:
+    tokenizer = Tokenizer.from_folder(default_model)
+    text = "The quick brown fox jumps over the lazy dog. " * 20_000
+    longest_s = 0.0
+
+    async def watch() -> None:
+        nonlocal longest_s
+        while True:
+            started = time.perf_counter()
+            await asyncio.sleep(0.001)
+            longest_s = max(longest_s, time.perf_counter() - started)
+
+    watcher = asyncio.create_task(watch())
+    started = time.perf_counter()
+    ids = await tokenizer.encode_async(text)
+    took_s = time.perf_counter() - started
+    watcher.cancel()
+    assert ids == tokenizer.encode(text)
+    assert longest_s < took_s / 3, f"the loop stood still for {longest_s:.3f} s of {took_s:.3f} s"
+
+
+async def test_short_texts_do_not_pay_for_a_thread(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tokenizer = Tokenizer.from_folder(write_folder(tmp_path, {}))
+    threads: list[int] = []
+
+    async def to_thread(function: Any, *arguments: Any) -> Any:
+        threads.append(1)
+        return function(*arguments)
+
+    monkeypatch.setattr(tokenizer_module.asyncio, "to_thread", to_thread)
+    assert len(await tokenizer.encode_async("x" * ASYNC_ENCODE_CHARS, add_special_tokens=False)) == ASYNC_ENCODE_CHARS
+    assert not threads
+    assert len(await tokenizer.encode_async("x" * (ASYNC_ENCODE_CHARS + 1))) == ASYNC_ENCODE_CHARS + 2
+    assert threads

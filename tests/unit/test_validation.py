@@ -1,0 +1,388 @@
+"""Every wrong field is named with its bound; every right one is resolved as the proto says."""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tokenizers
+from tokenizers import models, pre_tokenizers
+from tokenizers.processors import TemplateProcessing
+
+from engine import sampling_params as engine_sampling
+from protos import tandem_inference_pb2 as pb
+from router import validation
+from router.chat_template import ChatMessage, ChatTemplate
+from router.model_info import GenerationDefaults, ModelInfo
+from router.tokenizer import Tokenizer
+from router.validation import (
+    ChatPrompt,
+    TextPrompt,
+    TokenIdsPrompt,
+    check_prompt_length,
+    resolve_sampling,
+    tokenize_prompt,
+    validate,
+)
+from rpc.errors import InvalidRequest
+
+MODEL = ModelInfo(
+    served_model_name="smol",
+    max_model_len=100,
+    vocab_size=1000,
+    eos_token_ids=frozenset({2}),
+    has_chat_template=True,
+    defaults=GenerationDefaults(),
+)
+NAN, INF = float("nan"), float("inf")
+
+
+def violations_of(request: pb.GenerateRequest, model: ModelInfo = MODEL) -> dict[str, str]:
+    with pytest.raises(InvalidRequest) as caught:
+        validate(request, model)
+    return {violation.field: violation.description for violation in caught.value.violations}
+
+
+def text_request(**params: Any) -> pb.GenerateRequest:
+    return pb.GenerateRequest(text="hi", sampling_params=pb.SamplingParams(**params))
+
+
+@pytest.mark.parametrize(
+    ("params", "field", "description"),
+    [
+        ({"temperature": -0.5}, "temperature", "must be at least 0 and finite, is -0.5"),
+        ({"temperature": NAN}, "temperature", "must be at least 0 and finite, is nan"),
+        ({"temperature": INF}, "temperature", "must be at least 0 and finite, is inf"),
+        ({"top_p": 0}, "top_p", "must be in (0, 1], is 0"),
+        ({"top_p": 1.5}, "top_p", "must be in (0, 1], is 1.5"),
+        ({"top_p": NAN}, "top_p", "must be in (0, 1], is nan"),
+        ({"top_k": -2}, "top_k", "must be -1 or more, is -2"),
+        ({"min_p": -0.25}, "min_p", "must be in [0, 1], is -0.25"),
+        ({"min_p": 2}, "min_p", "must be in [0, 1], is 2"),
+        ({"presence_penalty": 2.5}, "presence_penalty", "must be in [-2, 2], is 2.5"),
+        ({"frequency_penalty": -2.5}, "frequency_penalty", "must be in [-2, 2], is -2.5"),
+        ({"frequency_penalty": NAN}, "frequency_penalty", "must be in [-2, 2], is nan"),
+        ({"repetition_penalty": 0}, "repetition_penalty", "must be in (0, 2], is 0"),
+        ({"repetition_penalty": 2.5}, "repetition_penalty", "must be in (0, 2], is 2.5"),
+        ({"max_tokens": 0}, "max_tokens", "must be at least 1, is 0"),
+        ({"max_tokens": 100}, "max_tokens", "must be at most 99 (the context of 100 minus 1 for the prompt), is 100"),
+        ({"min_tokens": 100}, "min_tokens", "must be at most 99 (the context of 100 minus 1 for the prompt), is 100"),
+        ({"max_tokens": 3, "min_tokens": 4}, "min_tokens", "must be at most max_tokens=3, is 4"),
+        ({"stop": ["x"] * 17}, "stop", "may hold 16 strings, has 17"),
+        ({"stop": ["ok", ""]}, "stop[1]", "must be 1 to 256 characters long, is 0"),
+        ({"stop": ["é" * 257]}, "stop[0]", "must be 1 to 256 characters long, is 257"),
+        ({"stop_token_ids": [1] * 65}, "stop_token_ids", "may hold 64 ids, has 65"),
+        ({"stop_token_ids": [1, 1000]}, "stop_token_ids", "ids must be below the vocabulary's size 1000, is 1000 at 1"),
+        ({"logit_bias": dict.fromkeys(range(1025), 1.0)}, "logit_bias", "may hold 1024 entries, has 1025"),
+        ({"logit_bias": {5: 100.5}}, "logit_bias[5]", "must be in [-100, 100], is 100.5"),
+        ({"logit_bias": {5: NAN}}, "logit_bias[5]", "must be in [-100, 100], is nan"),
+        ({"logit_bias": {1000: 1.0}}, "logit_bias", "ids must be below the vocabulary's size 1000, is 1000 at 0"),
+    ],
+)
+def test_sampling_parameters_out_of_bounds(params: dict[str, Any], field: str, description: str) -> None:
+    model = replace(MODEL, vocab_size=2000) if len(params.get("logit_bias", ())) > 1000 else MODEL
+    assert violations_of(text_request(**params), model) == {f"sampling_params.{field}": description}
+
+
+@pytest.mark.parametrize(
+    "params",
+    [
+        {"temperature": 0, "top_p": 1, "top_k": -1, "min_p": 0, "seed": -(2**63)},
+        {"temperature": 100, "top_p": 1e-6, "top_k": 2**31 - 1, "min_p": 1, "repetition_penalty": 2},
+        {"presence_penalty": -2, "frequency_penalty": 2, "max_tokens": 99, "min_tokens": 99},
+        {"stop": ["x" * 256] * 16, "stop_token_ids": [999] * 64, "logit_bias": {999: -100, 0: 100}},
+    ],
+)
+def test_bounds_themselves_are_allowed(params: dict[str, Any]) -> None:
+    validate(text_request(**params), MODEL)
+
+
+@pytest.mark.parametrize(
+    ("request_fields", "field", "description"),
+    [
+        ({}, "prompt", "must be given: one of text, token_ids and chat"),
+        ({"text": ""}, "text", "must not be empty"),
+        ({"token_ids": pb.TokenIds()}, "token_ids", "must not be empty"),
+        (
+            {"token_ids": pb.TokenIds(ids=[1] * 100)},
+            "token_ids",
+            "must be at most 99 tokens (a context of 100, 1 for the answer), has 100",
+        ),
+        (
+            {"token_ids": pb.TokenIds(ids=[1, 1000, 4294967295])},
+            "token_ids",
+            "ids must be below the vocabulary's size 1000, is 1000 at 1",
+        ),
+        ({"chat": pb.Chat()}, "chat.messages", "must not be empty"),
+        (
+            {"chat": pb.Chat(messages=[pb.ChatMessage(role="user"), pb.ChatMessage(content="x")])},
+            "chat.messages[1].role",
+            "must not be empty",
+        ),
+        ({"text": "x", "model": "other"}, "model", "must be 'smol' or empty, is 'other'"),
+        ({"text": "x", "request_id": "i" * 129}, "request_id", "must be at most 128 characters, has 129"),
+        (
+            {"text": "x", "request_id": "a\nb"},
+            "request_id",
+            "must hold printable characters only, has U+000A at 1",
+        ),
+        ({"text": "x", "request_id": "\u202e"}, "request_id", "must hold printable characters only, has U+202E at 0"),
+    ],
+)
+def test_requests_that_cannot_be_served(request_fields: dict[str, Any], field: str, description: str) -> None:
+    assert violations_of(pb.GenerateRequest(**request_fields)) == {field: description}
+
+
+def test_a_chat_needs_a_template() -> None:
+    request = pb.GenerateRequest(chat=pb.Chat(messages=[pb.ChatMessage(role="user", content="x")]))
+    violations = violations_of(request, replace(MODEL, has_chat_template=False))
+    assert violations == {"chat": "model 'smol' has no chat template: give text or token_ids"}
+
+
+def test_all_violations_are_told_at_once() -> None:
+    request = pb.GenerateRequest(
+        request_id="\t",
+        model="other",
+        sampling_params=pb.SamplingParams(temperature=-1, top_p=2, max_tokens=0, stop=[""], logit_bias={1: 101}),
+    )
+    assert set(violations_of(request)) == {
+        "request_id",
+        "model",
+        "prompt",
+        "sampling_params.temperature",
+        "sampling_params.top_p",
+        "sampling_params.max_tokens",
+        "sampling_params.stop[0]",
+        "sampling_params.logit_bias[1]",
+    }
+
+
+def test_a_valid_request_is_taken_over() -> None:
+    text = validate(pb.GenerateRequest(text="hi", request_id="r 1", model="smol", stream=False), MODEL)
+    assert (text.request_id, text.prompt, text.is_streaming, text.prompt_field) == (
+        "r 1",
+        TextPrompt("hi"),
+        False,
+        "text",
+    )
+    ids = validate(pb.GenerateRequest(token_ids=pb.TokenIds(ids=[5] * 99)), MODEL)
+    assert (ids.prompt, ids.is_streaming, ids.prompt_field) == (TokenIdsPrompt((5,) * 99), True, "token_ids")
+    chat = validate(pb.GenerateRequest(chat=pb.Chat(messages=[pb.ChatMessage(role="user", content="x")])), MODEL)
+    assert (chat.prompt, chat.prompt_field) == (ChatPrompt((ChatMessage(role="user", content="x"),)), "chat")
+    assert len({text.request_id, ids.request_id, chat.request_id}) == 3
+    assert re.fullmatch("[0-9a-f]{32}", ids.request_id)
+
+
+def test_limits_are_those_of_the_engine_and_of_the_proto() -> None:
+    assert validation.MAX_STOP_TOKEN_IDS == engine_sampling.MAX_STOP_TOKEN_IDS
+    assert validation.MAX_LOGIT_BIAS == engine_sampling.MAX_LOGIT_BIAS
+    proto = (Path(pb.__file__).parent / "tandem_inference.proto").read_text()
+    for phrase in (
+        f"At most {validation.MAX_REQUEST_ID_CHARS} characters",
+        f"at most {validation.MAX_STOP_STRINGS}, each of at most {validation.MAX_STOP_CHARS} characters",
+        f"at most {validation.MAX_STOP_TOKEN_IDS}\n",
+        f"at most {validation.MAX_LOGIT_BIAS} entries",
+    ):
+        assert phrase in proto
+
+
+# -- after tokenisation ---------------------------------------------------------------------------------------------
+
+
+def byte_tokenizer() -> Tokenizer:
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    backend = tokenizers.Tokenizer(models.BPE(vocab={c: i for i, c in enumerate(alphabet)}, merges=[]))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.add_special_tokens(["<s>"])
+    backend.post_processor = TemplateProcessing(single="<s>:0 $A:0", special_tokens=[("<s>", 256)])
+    return Tokenizer(backend)
+
+
+async def test_text_gets_bos_and_chats_get_what_the_template_writes() -> None:
+    tokenizer = byte_tokenizer()
+    template = ChatTemplate("<s>{% for m in messages %}{{ m.role }}:{{ m.content }}{% endfor %}")
+    text = validate(pb.GenerateRequest(text="hi"), MODEL)
+    assert (
+        await tokenize_prompt(text, tokenizer, None) == tokenizer.encode("hi") == [256, *tokenizer.encode("hi", False)]
+    )
+    ids = validate(pb.GenerateRequest(token_ids=pb.TokenIds(ids=[7, 8])), MODEL)
+    assert await tokenize_prompt(ids, tokenizer, None) == [7, 8]
+    chat = validate(pb.GenerateRequest(chat=pb.Chat(messages=[pb.ChatMessage(role="u", content="x")])), MODEL)
+    assert await tokenize_prompt(chat, tokenizer, template) == [256, *tokenizer.encode("u:x", False)]
+    long = pb.Chat(messages=[pb.ChatMessage(role="u", content="x" * (validation.INLINE_RENDER_CHARS + 1))])
+    num_tokens = len(await tokenize_prompt(validate(pb.GenerateRequest(chat=long), MODEL), tokenizer, template))
+    assert num_tokens == validation.INLINE_RENDER_CHARS + 1 + len("u:") + 1
+
+
+async def test_a_chat_that_the_template_refuses_names_the_chat() -> None:
+    chat = validate(pb.GenerateRequest(chat=pb.Chat(messages=[pb.ChatMessage(role="judge", content="x")])), MODEL)
+    template = ChatTemplate("{{ raise_exception('unknown role ' + messages[0].role) }}")
+    with pytest.raises(InvalidRequest) as caught:
+        await tokenize_prompt(chat, byte_tokenizer(), template)
+    [(field, description)] = caught.value.violations
+    assert (field, description) == ("chat", "the model's template refuses these messages: unknown role judge")
+
+
+@pytest.mark.parametrize(
+    ("params", "num_prompt_tokens", "expected"),
+    [
+        ({}, 99, {}),
+        ({}, 0, {"text": "must give at least 1 token, gives 0"}),
+        ({}, 100, {"text": "must be at most 99 tokens (a context of 100, 1 for the answer), has 100"}),
+        ({"max_tokens": 60}, 40, {}),
+        (
+            {"max_tokens": 61, "min_tokens": 61},
+            40,
+            {
+                f"sampling_params.{n}": "must be at most 60 (the context of 100 tokens minus the prompt of 40), is 61"
+                for n in ("max_tokens", "min_tokens")
+            },
+        ),
+    ],
+)
+def test_prompt_and_answer_share_the_context(
+    params: dict[str, Any], num_prompt_tokens: int, expected: dict[str, str]
+) -> None:
+    validated = validate(text_request(**params), MODEL)
+    if not expected:
+        check_prompt_length(validated, num_prompt_tokens, MODEL)
+        return
+    with pytest.raises(InvalidRequest) as caught:
+        check_prompt_length(validated, num_prompt_tokens, MODEL)
+    assert dict(caught.value.violations) == expected
+
+
+# -- what is left open ----------------------------------------------------------------------------------------------
+
+OPTIONAL_FIELDS = [field.name for field in pb.SamplingParams.DESCRIPTOR.fields if field.has_presence]
+
+
+def test_every_optional_field_is_set() -> None:
+    resolved = resolve_sampling(pb.SamplingParams(), MODEL, 40)
+    assert [name for name in OPTIONAL_FIELDS if not resolved.HasField(name)] == []
+    given = pb.SamplingParams(**{name: getattr(resolved, name) for name in OPTIONAL_FIELDS if name != "seed"})
+    assert given == pb.SamplingParams(
+        max_tokens=60,
+        min_tokens=0,
+        temperature=1,
+        top_p=1,
+        top_k=0,
+        min_p=0,
+        presence_penalty=0,
+        frequency_penalty=0,
+        repetition_penalty=1,
+        include_stop_str_in_output=False,
+        ignore_eos=False,
+        skip_special_tokens=True,
+    )
+
+
+def test_the_request_wins_over_the_model_and_the_model_over_the_default() -> None:
+    defaults = GenerationDefaults(temperature=0.5, top_p=0.75, top_k=20, min_p=0.25, repetition_penalty=1.25)
+    model = replace(MODEL, defaults=replace(defaults, max_new_tokens=10))
+    resolved = resolve_sampling(pb.SamplingParams(), model, 40)
+    names = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "max_tokens")
+    assert [getattr(resolved, name) for name in names] == [0.5, 0.75, 20, 0.25, 1.25, 10]
+    zeros = pb.SamplingParams(temperature=0, top_p=1, top_k=0, min_p=0, repetition_penalty=1, max_tokens=30, seed=0)
+    zeros.stop.append("x")
+    zeros.logit_bias[3] = 1.5
+    zeros.stop_token_ids.append(4)
+    before = zeros.SerializeToString(deterministic=True)
+    resolved = resolve_sampling(zeros, model, 40)
+    assert [getattr(resolved, name) for name in names] == [0, 1, 0, 0, 1, 30]
+    assert (resolved.seed, list(resolved.stop), dict(resolved.logit_bias)) == (0, ["x"], {3: 1.5})
+    assert list(resolved.stop_token_ids) == [4]
+    assert zeros.SerializeToString(deterministic=True) == before, "the client's message is not written to"
+
+
+def test_an_open_max_tokens_has_room_for_min_tokens() -> None:
+    model = replace(MODEL, defaults=GenerationDefaults(max_new_tokens=10))
+    assert resolve_sampling(pb.SamplingParams(min_tokens=20), model, 40).max_tokens == 20
+    assert resolve_sampling(pb.SamplingParams(), model, 95).max_tokens == 5
+
+
+def test_seeds_are_drawn_anew_and_fit_the_wire() -> None:
+    seeds = {resolve_sampling(pb.SamplingParams(), MODEL, 1).seed for _ in range(100)}
+    assert len(seeds) == 100
+    assert all(0 <= seed < 2**63 for seed in seeds)
+
+
+# -- the model ------------------------------------------------------------------------------------------------------
+
+
+def write_model(folder: Path, config: dict[str, Any], generation: dict[str, Any] | None = None) -> Path:
+    (folder / "config.json").write_text(json.dumps(config))
+    if generation is not None:
+        (folder / "generation_config.json").write_text(json.dumps(generation))
+    return folder
+
+
+def test_model_info_is_read_from_the_folder_and_completed_by_a_worker(tmp_path: Path) -> None:
+    config = {"max_position_embeddings": 8192, "vocab_size": 1000, "eos_token_id": 2}
+    write_model(tmp_path, config, {"eos_token_id": [2, 7], "temperature": 0.6, "top_k": 50, "max_new_tokens": 64})
+    (tmp_path / "chat_template.jinja").write_text("x")
+    info = ModelInfo.from_folder(tmp_path, served_model_name="smol")
+    assert info == ModelInfo(
+        served_model_name="smol",
+        max_model_len=8192,
+        vocab_size=1000,
+        eos_token_ids=frozenset({2, 7}),
+        has_chat_template=True,
+        defaults=GenerationDefaults(temperature=0.6, top_k=50, max_new_tokens=64),
+    )
+    assert ModelInfo.from_folder(tmp_path).served_model_name == tmp_path.name
+    worker = pb.GetModelInfoResponse(
+        model="smol", max_model_len=512, vocab_size=1000, block_size=16, dtype="bfloat16", eos_token_ids=[2, 7]
+    )
+    served = info.with_worker(worker)
+    assert (served.max_model_len, served.block_size, served.dtype) == (512, 16, "bfloat16")
+    worker.has_chat_template = True
+    worker.default_sampling_params.CopyFrom(pb.SamplingParams(temperature=0.6, top_k=50, max_tokens=64))
+    assert served.to_proto() == worker
+    worker.vocab_size = 999
+    with pytest.raises(ValueError, match="vocabulary of 999 tokens"):
+        info.with_worker(worker)
+
+
+def test_the_text_part_of_a_model_that_sees_counts(tmp_path: Path) -> None:
+    write_model(tmp_path, {"text_config": {"max_position_embeddings": 64, "vocab_size": 50}})
+    info = ModelInfo.from_folder(tmp_path)
+    assert (info.max_model_len, info.vocab_size, info.has_chat_template) == (64, 50, False)
+
+
+@pytest.mark.parametrize("config", [{}, {"vocab_size": "many"}, {"vocab_size": 0}])
+def test_a_folder_without_a_vocabulary_is_refused(tmp_path: Path, config: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match=r"config\.json"):
+        ModelInfo.from_folder(write_model(tmp_path, config))
+
+
+def test_greedy_models_give_no_sampling_defaults() -> None:
+    config = {"do_sample": False, "temperature": 0.6, "top_p": 0.9, "repetition_penalty": 1.1, "max_new_tokens": 5.0}
+    defaults = GenerationDefaults.from_generation_config(config)
+    assert defaults == GenerationDefaults(repetition_penalty=1.1, max_new_tokens=5)
+    assert (
+        GenerationDefaults.from_generation_config({"do_sample": True, "top_p": 0.9, "temperature": None}).top_p == 0.9
+    )
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ({"temperature": -1}, "temperature must be at least 0, is -1"),
+        ({"temperature": NAN}, "temperature must be at least 0, is nan"),
+        ({"top_p": 0}, r"top_p must be in \(0, 1\], is 0"),
+        ({"top_k": -2}, "top_k must be -1 or more, is -2"),
+        ({"top_k": 1.5}, "top_k must be a whole number, is 1.5"),
+        ({"min_p": 1.5}, r"min_p must be in \[0, 1\], is 1.5"),
+        ({"repetition_penalty": 0}, r"repetition_penalty must be in \(0, 2\], is 0"),
+        ({"max_new_tokens": 0}, "max_new_tokens must be 1 or more, is 0"),
+        ({"top_p": "0.9"}, "top_p must be a number, is '0.9'"),
+    ],
+)
+def test_generation_defaults_out_of_bounds_are_named(config: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        GenerationDefaults.from_generation_config(config)
