@@ -39,6 +39,8 @@ MAX_BYTES_IN_FLIGHT = 32 << 20
 MAX_AGENT_METADATA_BYTES = 1 << 20
 ATTACHED = ("tandem-push", "attached")
 """Initial metadata of a Push stream by which the receiver says that a one-sided sender may begin to write."""
+GONE = ("tandem-push", "gone")
+"""Initial metadata by which the receiver says that it is dropping what comes."""
 MAX_LEASE_MS = 3_600_000
 
 
@@ -75,6 +77,8 @@ class Link(Protocol):
     is_one_sided: bool
     is_broken: bool
     """A new link to the same peer is needed."""
+    num_blocks: int
+    """Of the peer's pool; known once adopted."""
 
     async def connect(self, request: pb.ConnectRequest, timeout_s: float) -> pb.ConnectResponse: ...
 

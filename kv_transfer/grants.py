@@ -220,6 +220,8 @@ class GrantTable:
         if num_bytes != len(block_ids) * self.block_bytes:
             wanted = len(block_ids) * self.block_bytes
             return WriteCheck(Verdict.MALFORMED, f"{len(block_ids)} blocks are {wanted} bytes, not {num_bytes}")
+        if not block_ids:
+            return WriteCheck(Verdict.MALFORMED, "a write of no blocks")
         foreign = [block_id for block_id in block_ids if block_id not in entry.writable]
         if foreign:
             cached = " (it is cached)" if foreign[0] in entry.grant.block_ids else ""

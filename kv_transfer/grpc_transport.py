@@ -11,9 +11,10 @@ import asyncio
 from collections.abc import Callable, Sequence
 
 import grpc
+from grpc.aio import Metadata
 
-from kv_transfer.base import MAX_CHUNK_BYTES, BlockWriter, Link
-from kv_transfer.errors import GrantGone, InvalidTransfer, from_status
+from kv_transfer.base import GONE, MAX_CHUNK_BYTES, BlockWriter, Link
+from kv_transfer.errors import GrantGone, InvalidTransfer, PeerUnreachable, from_status
 from kv_transfer.pool import KVPool
 from protos import tandem_kv_transfer_pb2 as pb
 from protos import tandem_kv_transfer_pb2_grpc as pb_grpc
@@ -90,6 +91,7 @@ class ControlLink:
     """Connect, Commit and Abandon over a channel: what links of several transports have in common."""
 
     is_broken = False
+    num_blocks = 0
 
     def __init__(self, channel: grpc.aio.Channel) -> None:
         self._channel = channel
@@ -135,6 +137,7 @@ class GrpcLink(ControlLink):
     async def adopt(self, response: pb.ConnectResponse) -> None:
         if response.WhichOneof("endpoint") != "grpc":
             raise InvalidTransfer("the receiver described no grpc endpoint")
+        self.num_blocks = response.layout.num_blocks
         max_bytes = min(response.grpc.max_chunk_bytes, MAX_CHUNK_BYTES)
         self._max_chunk_blocks = max(1, max_bytes // self._pool.layout.block_bytes)
 
@@ -179,24 +182,22 @@ class GrpcWriter:
 
     async def _send_round(self) -> None:
         call = self._push()
+        told = asyncio.create_task(call.initial_metadata())
         try:
-            await self._send_posts(call)
+            while (post := await self._posts.get()) is not None and not _is_told_to_stop(told):
+                await call.write(self._message(*post))
+            await call.done_writing()
             summary: pb.PushSummary = await call
         except grpc.aio.AioRpcError as error:
             raise from_status(error.code(), error.details() or "") from error
+        except asyncio.InvalidStateError as error:
+            raise PeerUnreachable("the push stream ended while it was written to") from error
         finally:
             call.cancel()
+            told.cancel()
+            await asyncio.gather(told, return_exceptions=True)
         if summary.num_late:
             raise GrantGone(f"grant {self._grant.grant_id} of worker {self._grant.worker_id} is gone")
-
-    async def _send_posts(self, call: grpc.aio.StreamUnaryCall[bytes, pb.PushSummary]) -> None:
-        try:
-            while (post := await self._posts.get()) is not None:
-                await call.write(self._message(*post))
-            await call.done_writing()
-        except asyncio.InvalidStateError:
-            # The receiver has ended the stream before we did: its answer, which the caller reads, says why.
-            assert call.done()
 
     def _message(self, layer: int, src_block_ids: Sequence[int], dst_block_ids: Sequence[int]) -> bytes:
         """A PushChunk on the wire. Put together by hand, so that blocks are copied once: from the pool into it."""
@@ -209,6 +210,10 @@ class GrpcWriter:
         ).SerializeToString()
         num_bytes = len(src_block_ids) * self._pool.layout.block_bytes
         return self._pool.read(layer, src_block_ids, prefix=head + _DATA_TAG + _varint(num_bytes))
+
+
+def _is_told_to_stop(told: asyncio.Task[Metadata]) -> bool:
+    return told.done() and not told.cancelled() and told.exception() is None and GONE in tuple(told.result() or ())
 
 
 def _varint(value: int) -> bytes:

@@ -57,6 +57,7 @@ class LocalTransport:
 class LocalLink:
     is_one_sided = False
     is_broken = False
+    num_blocks = 0
 
     def __init__(self, pool: KVPool, receivers: Mapping[str, KVReceiver], address: str) -> None:
         self._pool = pool
@@ -72,7 +73,7 @@ class LocalLink:
         return self.receiver().connect(request)
 
     async def adopt(self, response: pb.ConnectResponse) -> None:
-        pass
+        self.num_blocks = response.layout.num_blocks
 
     def writer(self, grant: pb.Grant) -> BlockWriter:
         return LocalWriter(self._pool, self, grant)

@@ -88,6 +88,7 @@ class NixlLink(ControlLink):
 
     async def adopt(self, response: pb.ConnectResponse) -> None:
         check_endpoint(response)
+        self.num_blocks = response.layout.num_blocks
         self._remote = await asyncio.wrap_future(
             self._agent.add_remote(
                 _receiver_name(response.worker_id, response.incarnation),
@@ -127,8 +128,6 @@ class NixlWriter:
         self._error: TransferError | None = None
 
     async def start(self) -> None:
-        if any(block_id >= self._remote.num_blocks for block_id in self._grant.block_ids):
-            raise InvalidTransfer(f"the grant has blocks beyond the receiver's {self._remote.num_blocks}")
         self._stream = self._link.stub.Push()
         try:
             await self._stream.write(self._bare_chunk())

@@ -151,10 +151,11 @@ class KVReceiver:
         self._endpoints[request.transport].describe(response)
         return response
 
-    def write(self, chunk: pb.PushChunk) -> bool:
+    def write(self, chunk: pb.PushChunk) -> int:
         """Copy a chunk into the pool: check and copy are one step, so that no grant can end between them.
 
-        Returns False, having dropped and counted it, if its grant is gone. Raises `InvalidTransfer`."""
+        Returns how many bytes; 0, having dropped and counted its blocks, if its grant is gone. Raises
+        `InvalidTransfer` for a chunk that no correct sender makes, one without blocks included."""
         data = chunk.data  # protobuf copies it at every access
         check = self._table.check_write(
             chunk.grant_id, chunk.epoch, chunk.incarnation, chunk.layer, chunk.block_ids, len(data)
@@ -162,9 +163,9 @@ class KVReceiver:
         if check.verdict is Verdict.MALFORMED:
             raise InvalidTransfer(check.reason)
         if check.verdict is Verdict.LATE:
-            return False
+            return 0
         self.pool.write(chunk.layer, chunk.block_ids, data)
-        return True
+        return len(data)
 
     def attach(self, chunk: pb.PushChunk) -> int:
         """A one-sided sender is about to write: returns its attachment id. Raises `GrantGone`, `InvalidTransfer`."""

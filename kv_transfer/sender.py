@@ -61,6 +61,8 @@ class KVSender:
         `PeerUnreachable`, `GrantGone` (its maker has restarted, or it was revoked already)."""
         check_grant(grant)
         link = await self._link(grant)
+        if any(block_id >= link.num_blocks for block_id in grant.block_ids):
+            raise InvalidTransfer(f"the grant has blocks beyond the {link.num_blocks} of worker {grant.worker_id}")
         writer = link.writer(grant)
         try:
             await writer.start()

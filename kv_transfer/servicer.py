@@ -2,6 +2,9 @@
 
 A one-sided push is announced by a first chunk without blocks, acknowledged by the call's initial metadata, and ended
 by a second such chunk. A stream that ends without it broke: its sender may have writes under way.
+
+A two-sided push whose grant is gone is not cut off, since gRPC then loses the answer to writes that are on their way:
+initial metadata tells the sender to stop, and what still comes is dropped and counted.
 """
 
 from __future__ import annotations
@@ -11,7 +14,7 @@ from typing import NoReturn
 
 import grpc
 
-from kv_transfer.base import ATTACHED
+from kv_transfer.base import ATTACHED, GONE
 from kv_transfer.errors import STATUS_OF, InvalidTransfer, TransferError
 from kv_transfer.receiver import KVReceiver
 from protos import tandem_kv_transfer_pb2 as pb
@@ -41,12 +44,14 @@ class KVTransferServicer(pb_grpc.KVTransferServicer):  # type: ignore[misc]
                 if not chunk.block_ids:
                     await self._hold_one_sided_push(chunk, chunks, context)
                     break
-                if not self._receiver.write(chunk):
-                    # The rest would be dropped too: the answer, coming early, tells the sender to stop.
-                    summary.num_late += len(chunk.block_ids)
-                    break
-                summary.num_written += len(chunk.block_ids)
-                summary.num_bytes += len(chunk.data)
+                num_bytes = self._receiver.write(chunk)
+                if num_bytes:
+                    summary.num_written += len(chunk.block_ids)
+                    summary.num_bytes += num_bytes
+                    continue
+                if not summary.num_late:
+                    await context.send_initial_metadata((GONE,))
+                summary.num_late += len(chunk.block_ids)
         except TransferError as error:
             await _abort(context, error)
         return summary

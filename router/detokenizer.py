@@ -196,7 +196,6 @@ class _TextWindow:
         "_ids",
         "_num_owed",
         "_num_prefix",
-        "_num_prefix_chars",
         "_open",
         "_shown",
         "_skip",
@@ -217,7 +216,7 @@ class _TextWindow:
         """U+FFFD that left the window unsaid. They are said before the next text; at the answer's end, they are not."""
         self._ids, self._shown = self._prompt_tail(prompt_token_ids)
         """The window's tokens, and its text that was said already."""
-        self._num_prefix, self._num_prefix_chars = len(self._ids), len(self._shown)
+        self._num_prefix = len(self._ids)
         self._open: str | None = None
         """A prompt's text without the character it breaks off in, which the answer may complete."""
         if self._shown.endswith(REPLACEMENT):
@@ -264,7 +263,6 @@ class _TextWindow:
         del self._ids[: self._num_prefix]
         self._num_prefix = len(self._ids)
         self._shown = self._decode(self._ids, self._skip)
-        self._num_prefix_chars = len(self._shown)
         self._open = None
 
     def _drop_prefix(self) -> tuple[str, str]:
@@ -273,20 +271,16 @@ class _TextWindow:
         With byte tokens (sentencepiece's byte fallback), a run of them is decoded as a whole: <0xE4><0xBD><0xA0> is one
         character, and one more <0xE4> makes the whole run invalid, until more bytes make it valid again.
         """
-        self._shown = self._shown[self._num_prefix_chars :]
-        del self._ids[: self._num_prefix]
-        if self._num_prefix == 0 or not self._decode(self._ids, self._skip).startswith(self._shown):
-            # What was said early of the pending tokens reads differently too. Only what is new can still be right.
-            del self._ids[:-1]
-            self._shown = ""
-        self._num_prefix = self._num_prefix_chars = 0
+        del self._ids[: self._num_prefix or -1]  # a window that was shrunk has no prefix: only the new token is left
+        self._num_prefix = 0
+        self._shown = ""
         text = self._decode(self._ids, self._skip)
         return text, text.rstrip(REPLACEMENT)
 
     def _shrink(self, text: str) -> None:
         """Bounds a window in which no text has ended in a whole character for long: tokens without text, or a model
         that says bytes that are no UTF-8."""
-        if len(text) == len(self._shown) == self._num_prefix_chars:
+        if len(text) == len(self._shown):  # the prefix is still the context of what comes
             del self._ids[self._num_prefix :]
             return
         kept = self._decode(self._ids[-KEPT_TOKENS:], self._skip)
@@ -301,5 +295,4 @@ class _TextWindow:
         num_unsaid = max(0, len(text) - len(self._shown))
         self._num_owed += max(0, num_unsaid - (len(kept) - len(shown)))
         del self._ids[:-num_kept]
-        self._num_prefix, self._num_prefix_chars = 0, 0
-        self._shown, self._open = shown, None
+        self._num_prefix, self._shown, self._open = 0, shown, None

@@ -26,8 +26,8 @@ from tandem.cluster import Cluster, ClusterArgs, ClusterError
 from tandem.supervision import ProcessEvent
 from tandem.tables import audit_problems, audit_table, format_table
 
-QUESTION = "What is the capital of France, and what is it known for? Answer in three sentences."
-FOLLOW_UP = "And which river flows through it?"
+QUESTION = "Explain in a few sentences why the sky is blue."
+FOLLOW_UP = "Thank you! Now say the same in one short sentence."
 MAX_TOKENS = 160
 KEPT_LOG_LINES = 200
 FAILED, INTERRUPTED = 1, 128 + signal.SIGINT

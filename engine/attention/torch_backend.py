@@ -142,10 +142,9 @@ class TorchAttention(AttentionBackend[TorchPlan]):
     ) -> Group:
         query_lens, context_lens = layout.query_lens[members], layout.context_lens[members]
         B, L, max_blocks = len(members), int(query_lens.max()), int(num_blocks[members].max())
-        # A shorter sequence's surplus blocks are its first one again, whatever lies there: finite, and masked.
+        # A shorter sequence's surplus blocks are some of its own again (see StepLayout): finite, and masked.
         columns = np.minimum(first_blocks[members][:, None] + np.arange(max_blocks), layout.block_tables.shape[1] - 1)
-        is_own = np.arange(max_blocks) < num_blocks[members][:, None]
-        blocks = np.where(is_own, layout.block_tables[members[:, None], columns], layout.block_tables[members, :1])
+        blocks = layout.block_tables[members[:, None], columns]
         heads = np.arange(self._num_kv_heads)[:, None]
         kv_rows = np.stack([(blocks[:, None] * 2 + kv) * self._num_kv_heads + heads for kv in (0, 1)])
 

@@ -80,15 +80,15 @@ async def _serve(args: ClusterArgs) -> list[str]:
     cluster = Cluster(args)
     stop = asyncio.Event()
 
-    def on_signal() -> None:
-        if stop.is_set():
+    def on_signal(number: int) -> None:
+        if not stop.is_set():
+            click.echo("tandem: stopping; streams may finish, Ctrl-C (again) ends them", err=True)
+            stop.set()
+        elif number == signal.SIGINT:  # whoever repeats SIGTERM means the same thing twice
             cluster.hurry()
-            return
-        click.echo("tandem: stopping; streams may finish, Ctrl-C again ends them", err=True)
-        stop.set()
 
     for number in (signal.SIGINT, signal.SIGTERM):
-        asyncio.get_running_loop().add_signal_handler(number, on_signal)
+        asyncio.get_running_loop().add_signal_handler(number, on_signal, number)
     if not await _before(stop, cluster.start()):
         return []
     click.echo(f"ready grpc={cluster.router_address}")

@@ -9,7 +9,7 @@ from kv_harness import Receiving
 
 
 async def main(transport: str, num_blocks: int) -> None:
-    receiving = Receiving(transport, num_blocks=num_blocks, num_kv_heads=8, head_dim=64, block_size=16)
+    receiving = Receiving(transport, lease_s=60, num_blocks=num_blocks, num_kv_heads=8, head_dim=64, block_size=16)
     await receiving.start()
     grant = receiving.receiver.issue("router", list(range(num_blocks)), 0)
     print(grant.SerializeToString().hex(), flush=True)

@@ -97,9 +97,9 @@ async def test_strays_are_dropped_and_counted(
     receiving: Receiving, stub: pb_grpc.KVTransferStub, changes: dict[str, Any]
 ) -> None:
     grant = receiving.receiver.issue("router", [5, 6], 1)
-    summary = await push(stub, [chunk_of(grant, receiving, **changes), chunk_of(grant, receiving)])
-    assert (summary.num_written, summary.num_late) == (0, 1)  # the stream ends at the first stray
-    assert receiving.receiver.counters.num_late_writes == 1
+    summary = await push(stub, [chunk_of(grant, receiving, **changes)] * 3)
+    assert (summary.num_written, summary.num_late) == (0, 3)
+    assert receiving.receiver.counters.num_late_writes == 3
     assert not receiving.pool.array.any()
 
 
@@ -164,24 +164,50 @@ async def test_connect_with_nonsense_names_all_of_it(receiving: Receiving, stub:
     assert len(details) < 1000
 
 
-async def test_commit_whose_caller_hung_up_is_found_again(receiving: Receiving, stub: pb_grpc.KVTransferStub) -> None:
+async def test_commit_whose_caller_hung_up_is_found_again(
+    receiving: Receiving, stub: pb_grpc.KVTransferStub, monkeypatch: pytest.MonkeyPatch
+) -> None:
     grant = receiving.receiver.issue("router", [5], 1)
-    has_begun, may_end = asyncio.Event(), asyncio.Event()
+    has_begun, may_end, has_hung_up = asyncio.Event(), asyncio.Event(), asyncio.Event()
+    calls = []
 
-    async def slow_commit(*_: object) -> bool:
+    async def slow_commit(*call: object) -> bool:
+        calls.append(call)
         has_begun.set()
         await may_end.wait()
-        receiving.committed.append(_)  # type: ignore[arg-type]
         return True
 
-    receiving.receiver._on_commit = slow_commit  # type: ignore[assignment]
+    commit = receiving.receiver.commit
+
+    async def noticing_commit(request: pb.CommitRequest) -> pb.CommitResponse:
+        try:
+            return await commit(request)
+        except asyncio.CancelledError:
+            has_hung_up.set()
+            raise
+
+    monkeypatch.setattr(receiving.receiver, "_on_commit", slow_commit)
+    monkeypatch.setattr(receiving.receiver, "commit", noticing_commit)
     first = stub.Commit(commit_of(grant, receiving), timeout=DEADLINE_S)
     await until(has_begun)
     first.cancel()
+    await until(has_hung_up)
     second = stub.Commit(commit_of(grant, receiving), timeout=DEADLINE_S)
     may_end.set()
     assert (await second).outcome == pb.CommitResponse.COMMITTED
-    assert len(receiving.committed) == 1
+    assert len(calls) == 1
+
+
+async def test_repeated_commit_is_verified_once(receiving: Receiving, stub: pb_grpc.KVTransferStub) -> None:
+    grant = receiving.receiver.issue("router", [5, 6], 1)
+    request = commit_of(grant, receiving)
+    answers = await asyncio.gather(*(receiving.receiver.commit(request) for _ in range(4)))
+    assert [list(answer.mismatched_blocks) for answer in answers] == [[6]] * 4
+    assert receiving.receiver.counters.num_mismatched_blocks == 1
+    other = commit_of(grant, receiving, digests=b"\x01" * 24)
+    answers = await asyncio.gather(*(receiving.receiver.commit(each) for each in (request, other, request, other)))
+    assert [list(answer.mismatched_blocks) for answer in answers] == [[6]] * 4
+    assert receiving.receiver.counters.num_mismatched_blocks >= 3
 
 
 @needs_nixl

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import importlib.util
+import sys
 from collections.abc import AsyncIterator
 from typing import Any
 
 import numpy as np
 import pytest
-from kv_harness import DEADLINE_S, Cluster, Receiving, running_cluster, until
+from kv_harness import DEADLINE_S, Cluster, Receiving, make_pool, running_cluster, until
 
 from kv_transfer import (
     CorruptTransfer,
@@ -230,17 +231,41 @@ async def test_late_write_is_dropped_and_counted(cluster: Cluster, receiving: Re
         await push.commit(8, 1, [3, 4])
     assert not receiving.pool.array.any()
     assert receiving.receiver.counters.num_late_writes == 2
+    assert receiving.committed == []
     other = await cluster.push(again, [10, 11])
     await other.commit(8, 1, [10, 11])
     assert_moved(cluster, receiving, [10, 11], [8, 6])
+
+
+async def test_sender_stops_when_it_is_told(cluster: Cluster, receiving: Receiving) -> None:
+    if cluster.transport != "grpc":
+        pytest.skip("only gRPC has writes on their way when the grant ends")
+    grant = receiving.receiver.issue("router", [6, 8], 0)
+    push = await cluster.sender.open(grant)
+    receiving.receiver.revoke(grant.grant_id)
+    push.write(0, 0, [3, 4])
+    deadline_s = asyncio.get_running_loop().time() + DEADLINE_S
+    while receiving.receiver.counters.num_late_writes < 2:
+        assert asyncio.get_running_loop().time() < deadline_s
+        await asyncio.sleep(0.01)
+    await asyncio.sleep(0.1)  # the word travels; if it came later, more would be counted than is sent below
+    for _ in range(20):
+        push.write(1, 0, [3, 4])
+    with pytest.raises(GrantGone):
+        await push.commit(8, 1, [3, 4])
+    assert receiving.receiver.counters.num_late_writes == 2
 
 
 async def test_open_after_revoke(cluster: Cluster, receiving: Receiving) -> None:
     grant = receiving.receiver.issue("router", [6], 0)
     receiving.receiver.revoke(grant.grant_id)
     assert len(receiving.freed) == 1  # nobody could have begun to write
-    with pytest.raises(GrantGone):
-        await cluster.push_and_commit(grant, [3])
+    if cluster.transport == "nixl":
+        with pytest.raises(GrantGone):  # before anything could be written
+            await cluster.sender.open(grant)
+    else:
+        with pytest.raises(GrantGone):
+            await cluster.push_and_commit(grant, [3])
     assert not receiving.pool.array.any()
 
 
@@ -314,6 +339,19 @@ async def test_incompatible_peers_are_refused(cluster: Cluster, difference: dict
     await (await cluster.sender.open(same.receiver.issue("router", [6], 0))).abandon()
 
 
+async def test_sender_checks_for_itself(
+    cluster: Cluster, receiving: Receiving, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(receiving.receiver, "_differences", lambda _: [])  # a receiver that takes anybody
+    grant = receiving.receiver.issue("router", [6], 0)
+    stranger = cluster.make_sender(cluster.source, compat_digest="other")
+    with pytest.raises(IncompatiblePeer, match="compat_digest: 'other' != 'same'"):
+        await stranger.open(grant)
+    other_shape = cluster.make_sender(make_pool(30, seed=1, head_dim=16))
+    with pytest.raises(IncompatiblePeer, match="head_dim: 16 != 8"):
+        await other_shape.open(grant)
+
+
 async def test_other_protocol_is_refused(
     cluster: Cluster, receiving: Receiving, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -384,10 +422,6 @@ async def test_grant_beyond_the_pool_is_refused(cluster: Cluster, receiving: Rec
 
 
 def test_missing_nixl_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
-    import sys
-
-    from kv_harness import make_pool
-
     monkeypatch.setitem(sys.modules, "nixl", None)
     identity = kv_base.Identity(worker_id="a", incarnation="b", compat_digest="c")
     for create in (create_sender, create_endpoint):

@@ -170,12 +170,25 @@ def test_long_runs_of_invalid_bytes(lead: bytes, num_invalid: int, invalid: list
     assert text == data.decode("utf-8", "replace").rstrip(REPLACEMENT)
 
 
-def _byte_id(byte: int) -> int:
+def test_a_shrunk_window_never_counts_half_a_character() -> None:
+    """Wherever the cut falls: here a character ends in a token that also begins another, which stays incomplete."""
+    end_and_begin = BYTE_LEVEL._backend.token_to_id(_piece(0xA0) + _piece(0xE5))
+    assert end_and_begin is not None
+    for num_before in range(MAX_PENDING_TOKENS + 2):
+        ids = [*[_byte_id(0xFF)] * num_before, _byte_id(0xE4), _byte_id(0xBD), end_and_begin]
+        ids += [*[_byte_id(0xFF)] * MAX_PENDING_TOKENS, *BYTE_LEVEL.encode("x")]
+        assert run(IncrementalDetokenizer(BYTE_LEVEL), [ids])[0] == BYTE_LEVEL.decode(ids)
+
+
+def _piece(byte: int) -> str:
     alphabet = {ord(c): c for c in pre_tokenizers.ByteLevel.alphabet()}
     kept = [*range(33, 127), *range(161, 173), *range(174, 256)]  # GPT-2's table: these bytes stand for themselves
     others = [b for b in range(256) if b not in kept]
-    char = alphabet[byte] if byte in kept else alphabet[256 + others.index(byte)]
-    token_id = BYTE_LEVEL._backend.token_to_id(char)
+    return alphabet[byte] if byte in kept else alphabet[256 + others.index(byte)]
+
+
+def _byte_id(byte: int) -> int:
+    token_id = BYTE_LEVEL._backend.token_to_id(_piece(byte))
     assert token_id is not None
     return int(token_id)
 
@@ -261,6 +274,7 @@ def test_text_that_may_begin_a_stop_string_waits() -> None:
     assert pushes(BYTE_LEVEL, "aENx", stop=["END"]) == ["a", "", "", "ENx", ""]
     assert pushes(BYTE_LEVEL, "aEND", stop=["END"]) == ["a", "", "", "", ""]
     assert pushes(BYTE_LEVEL, "aEN", stop=["END"]) == ["a", "", "", "EN"], "the rest is said at the end"
+    assert pushes(BYTE_LEVEL, "abc", stop=["ab"], min_tokens=2) == ["", "ab", "c", ""], "nor can this go on"
     assert pushes(BYTE_LEVEL, "aaab", stop=["aab"]) == ["", "", "a", "", ""], "only what can still match is held"
 
 
@@ -311,7 +325,9 @@ def test_a_space_between_prompt_and_answer_stays() -> None:
     """sentencepiece writes it into the answer's first token, and leaves it out at the beginning of a text."""
     ids = [SENTENCEPIECE._backend.token_to_id("▁the")]
     assert run(IncrementalDetokenizer(SENTENCEPIECE), [ids])[0] == "the"
-    prompt = [*SENTENCEPIECE.encode("Hello"), SENTENCEPIECE._backend.token_to_id("</s>")]
+    prompt = [*SENTENCEPIECE.encode("Hello"), *[SENTENCEPIECE._backend.token_to_id("</s>")] * 60]
+    assert run(IncrementalDetokenizer(SENTENCEPIECE, prompt_token_ids=prompt), [ids])[0] == " the"
+    ids = [*[SENTENCEPIECE.vocab_size + 1] * 100, *ids]  # ids of a padded embedding, which have no text
     assert run(IncrementalDetokenizer(SENTENCEPIECE, prompt_token_ids=prompt), [ids])[0] == " the"
 
 

@@ -182,6 +182,31 @@ def test_both_spellings_of_rope_mean_the_same() -> None:
     )
 
 
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({"architectures": ["LlamaForCausalLM"], "sliding_window": 9}, (0, 0)),
+        ({"architectures": ["MistralForCausalLM"]}, (4096, 4096)),
+        ({"architectures": ["MistralForCausalLM"], "sliding_window": None}, (0, 0)),
+        ({"sliding_window": 9, "max_window_layers": 0}, (0, 0)),
+        ({"sliding_window": 9, "use_sliding_window": True, "max_window_layers": 1}, (0, 9)),
+        ({"sliding_window": 9, "use_sliding_window": True, "max_window_layers": 2}, (0, 0)),
+        (
+            {
+                "sliding_window": 9,
+                "use_sliding_window": True,
+                "max_window_layers": 0,
+                "layer_types": ["sliding_attention", "full_attention"],
+            },
+            (9, 0),
+        ),
+    ],
+)
+def test_sliding_windows(changes: dict[str, Any], expected: tuple[int, int]) -> None:
+    config = LLAMA | {"architectures": ["Qwen2ForCausalLM"]} | changes
+    assert load_decoder_config(config).sliding_windows == expected
+
+
 def test_linear_rope_divides_every_frequency() -> None:
     plain = inverse_frequencies(RopeConfig(theta=100.0, rope_type="default"), 8)
     assert plain.tolist() == pytest.approx([1, 100**-0.25, 0.1, 100**-0.75])

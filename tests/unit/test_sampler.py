@@ -146,6 +146,13 @@ def test_the_last_token_of_any_weight_is_the_last_that_can_be_drawn(monkeypatch:
     assert draw(values, [sequence()]) == [5]
 
 
+def test_a_token_without_weight_is_never_drawn(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("engine.sampler.uniforms", lambda *_: np.array([0.0]))
+    values = torch.zeros(1, 10)
+    values[0, :3] = float("-inf")
+    assert draw(values, [sequence()]) == [3]
+
+
 # --- filters
 
 

@@ -22,8 +22,13 @@ from engine.sequence import SchedulerOutput, Sequence, SequenceStatus
 EOS = 1
 MAX_MODEL_LEN = 40
 
-# Few distinct tokens, so that prefixes are often shared.
-prompts = st.lists(st.integers(2, 3), min_size=1, max_size=24)
+# Prefixes of few texts, so that they are often shared; sometimes with an ending of their own.
+prompts = st.builds(
+    lambda text, length, end: [*text[:length], *end],
+    st.sampled_from([list(range(2, 26)), [2, 3] * 12]),
+    st.integers(1, 24),
+    st.lists(st.integers(2, 3), max_size=3),
+)
 
 
 class Pool:
@@ -144,6 +149,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             self.pool.copy(source, destination)
         for scheduled in output.scheduled:
             seq = scheduled.seq
+            assert scheduled.num_new_tokens >= 1, "nothing computed, so nothing can be sampled"
             self.pool.write(seq, seq.num_computed_tokens, seq.num_computed_tokens + scheduled.num_new_tokens)
         for scheduled in output.scheduled:
             self.pool.check(scheduled.seq, scheduled.seq.num_computed_tokens + scheduled.num_new_tokens)

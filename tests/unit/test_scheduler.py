@@ -1,0 +1,155 @@
+"""What the scheduler promises of order and budget, case by case."""
+
+from __future__ import annotations
+
+from engine.block_manager import BlockManager
+from engine.config import SchedulerConfig
+from engine.outputs import FinishReason
+from engine.sampling_params import SamplingParams
+from engine.scheduler import Scheduler
+from engine.sequence import SchedulerOutput, Sequence, SequenceStatus
+
+EOS = 1
+
+
+def make(*, num_blocks: int = 64, budget: int = 16, chunk: int = 8, max_num_seqs: int = 8) -> Scheduler:
+    manager = BlockManager(num_blocks=num_blocks, block_size=4, prefix_key=b"k" * 32, enable_prefix_caching=True)
+    config = SchedulerConfig(max_num_seqs=max_num_seqs, max_num_batched_tokens=budget, prefill_chunk_tokens=chunk)
+    return Scheduler(config, manager, max_model_len=100, eos_token_ids=frozenset({EOS}))
+
+
+_numbers = iter(range(10_000))
+
+
+def sequence(name: str, length: int, **params: object) -> Sequence:
+    """Tokens that no other sequence has."""
+    number = next(_numbers)
+    tokens = [1000 * number + 10 + i for i in range(length)]
+    sampling = SamplingParams(**{"max_tokens": 20, **params})  # type: ignore[arg-type]
+    return Sequence(
+        seq_id=number, request_id=name, token_ids=tokens, num_prompt_tokens=length, sampling_params=sampling
+    )
+
+
+def step(scheduler: Scheduler, token: int = 7) -> SchedulerOutput:
+    output = scheduler.schedule()
+    scheduler.apply(output, [token if s.samples else None for s in output.scheduled])
+    return output
+
+
+def plan(output: SchedulerOutput) -> list[tuple[str, int]]:
+    return [(s.seq.request_id, s.num_new_tokens) for s in output.scheduled]
+
+
+def test_a_long_prompt_is_cut_into_chunks_and_decoding_goes_first() -> None:
+    scheduler = make()
+    scheduler.add(sequence("short", 3))
+    assert plan(step(scheduler)) == [("short", 3)]
+    scheduler.add(sequence("long", 20))
+    assert plan(step(scheduler)) == [("short", 1), ("long", 8)]
+    assert plan(step(scheduler)) == [("short", 1), ("long", 8)]
+    assert plan(step(scheduler)) == [("short", 1), ("long", 4)]
+    assert plan(step(scheduler)) == [("short", 1), ("long", 1)]
+
+
+def test_the_budget_bounds_a_step() -> None:
+    scheduler = make(budget=10, chunk=8)
+    for name in "abc":
+        scheduler.add(sequence(name, 8))
+    assert plan(step(scheduler)) == [("a", 8), ("b", 2)]
+
+
+def test_nothing_overtakes_the_head_of_the_queue() -> None:
+    scheduler = make(num_blocks=12)
+    scheduler.add(sequence("running", 20))
+    step(scheduler)
+    scheduler.add(sequence("large", 40))  # 10 blocks: not while the first runs
+    scheduler.add(sequence("small", 2))
+    assert "small" not in [name for name, _ in plan(step(scheduler))]
+    scheduler.abort("running")
+    assert plan(step(scheduler))[0][0] == "large"
+
+
+def test_the_youngest_is_preempted_and_comes_back_first() -> None:
+    scheduler = make(num_blocks=6, budget=64, chunk=64)
+    old, young = sequence("old", 8), sequence("young", 8)
+    scheduler.add(old)
+    scheduler.add(young)
+    while young.status is SequenceStatus.RUNNING or young.status is SequenceStatus.WAITING and not young.num_preemptions:
+        step(scheduler)
+    late = sequence("late", 4)
+    scheduler.add(late)
+    assert old.status is SequenceStatus.RUNNING
+    assert [seq.request_id for seq in scheduler.waiting] == ["young", "late"]
+    assert young.block_table == []
+
+
+def test_ends_by_eos_stop_token_and_length() -> None:
+    for params, token, reason in (
+        ({}, EOS, FinishReason.STOP),
+        ({"stop_token_ids": frozenset({5})}, 5, FinishReason.STOP),
+        ({"max_tokens": 1}, 9, FinishReason.LENGTH),
+        ({"ignore_eos": True}, EOS, None),
+        ({"min_tokens": 2}, EOS, None),
+    ):
+        scheduler = make()
+        scheduler.add(sequence("r", 4, **params))
+        output = scheduler.schedule()
+        (result,) = scheduler.apply(output, [token])
+        assert result.outputs[0].finish_reason is reason, params
+        assert result.is_finished == (reason is not None)
+
+
+def test_the_context_ends_an_answer() -> None:
+    scheduler = make(budget=128, chunk=128)
+    scheduler.add(sequence("r", 99))
+    output = scheduler.schedule()
+    (result,) = scheduler.apply(output, [9])
+    assert result.outputs[0].finish_reason is FinishReason.LENGTH
+
+
+def test_a_reservation_does_not_take_what_waiting_requests_need() -> None:
+    scheduler = make(num_blocks=20)
+    scheduler.add(sequence("waiting", 60))  # 15 blocks
+    assert not scheduler.reserve(sequence("granted", 24))  # 6 more
+    assert scheduler.reserve(sequence("small", 8))
+    assert scheduler.block_manager.ledger().num_grant == 2
+
+
+def test_no_more_sequences_than_max_num_seqs() -> None:
+    scheduler = make(max_num_seqs=2)
+    for name in "abc":
+        scheduler.add(sequence(name, 2))
+    assert [name for name, _ in plan(step(scheduler))] == ["a", "b"]
+    assert not scheduler.reserve(sequence("granted", 2))
+
+
+def test_a_computed_prompt_is_held_until_released() -> None:
+    scheduler = make()
+    seq = sequence("r", 10)
+    seq.is_prefill_only = True
+    scheduler.add(seq)
+    first = step(scheduler)
+    assert [(e.first_block, e.last_block, e.is_last) for e in first.exports] == [(0, 2, False)]
+    second = step(scheduler)
+    assert [(e.first_block, e.last_block, e.is_last) for e in second.exports] == [(2, 3, True)]
+    assert seq.status is SequenceStatus.HELD
+    assert scheduler.block_manager.ledger().num_held == 3
+    scheduler.release("r")
+    ledger = scheduler.block_manager.ledger()
+    assert (ledger.num_held, ledger.num_cached) == (0, 2)
+
+
+def test_a_forked_sequence_copies_the_block_it_writes() -> None:
+    scheduler = make()
+    parent = sequence("parent", 6)
+    scheduler.add(parent)
+    step(scheduler)
+    child = sequence("child", 0)
+    child.token_ids = list(parent.token_ids)
+    scheduler.fork(parent, child)
+    assert child.block_table == parent.block_table
+    output = step(scheduler)
+    assert len(output.blocks_to_copy) == 1
+    assert child.block_table[0] == parent.block_table[0]
+    assert child.block_table[1] != parent.block_table[1]
