@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import tracemalloc
 from pathlib import Path
 
 import pytest
@@ -122,8 +123,12 @@ def test_errors_of_templates_name_the_chat(source: str, reason: str | None) -> N
 def test_a_template_cannot_write_without_end() -> None:
     source = "{% for i in range(1000) %}{% for j in range(1000) %}{{ messages[0].content }}{% endfor %}{% endfor %}"
     template = ChatTemplate(source, max_output_chars=1000)
+    tracemalloc.start()
     with pytest.raises(ValueError, match=r"^chat: .*more than 1000 characters"):
         template.render(messages_of([("user", "0123456789")]))
+    _, peak_bytes = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert peak_bytes < 1_000_000, "it was stopped only after it had written everything"
     exactly = ChatTemplate("{{ messages[0].content }}", max_output_chars=10)
     assert exactly.render(messages_of([("user", "0123456789")])) == "0123456789"
 

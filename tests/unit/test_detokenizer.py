@@ -180,6 +180,14 @@ def test_a_shrunk_window_never_counts_half_a_character() -> None:
         assert run(IncrementalDetokenizer(BYTE_LEVEL), [ids])[0] == BYTE_LEVEL.decode(ids)
 
 
+def test_a_shrunk_window_that_reads_differently_is_given_up() -> None:
+    """One wrong byte token makes all of its run invalid, so that the kept half of the run reads as letters."""
+    letters = [1 + ord("a")] * MAX_PENDING_TOKENS
+    ids = [1 + 0xFF, *letters, 1 + 0xFF, SENTENCEPIECE._backend.token_to_id("▁Hello")]
+    expected = REPLACEMENT * (MAX_PENDING_TOKENS + 2) + " Hello"
+    assert run(IncrementalDetokenizer(SENTENCEPIECE), [ids])[0] == expected == SENTENCEPIECE.decode(ids)
+
+
 def _piece(byte: int) -> str:
     alphabet = {ord(c): c for c in pre_tokenizers.ByteLevel.alphabet()}
     kept = [*range(33, 127), *range(161, 173), *range(174, 256)]  # GPT-2's table: these bytes stand for themselves

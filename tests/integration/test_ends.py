@@ -1,0 +1,189 @@
+"""However a request ends, it ends once, with a status that says why, and every block comes back."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from collections.abc import Callable, Iterator
+
+import grpc
+import pytest
+from clusters import RunningCluster, wait_until
+
+from protos import tandem_inference_pb2 as pb
+from protos import tandem_worker_pb2 as worker_pb
+from protos.tandem_inference_pb2_grpc import InferenceStub
+from rpc.errors import InvalidRequest, NoWorker
+from tandem.client import Client
+
+LONG = [(7 * i) % 40_000 + 100 for i in range(1200)]
+SHORT = [(11 * i) % 40_000 + 100 for i in range(50)]
+
+
+@pytest.fixture(scope="module")
+def cluster(start_cluster: Callable[..., RunningCluster]) -> RunningCluster:
+    return start_cluster("--max-model-len", "2048", "--num-kv-blocks", "200", "--prefill-chunk-tokens", "128")
+
+
+@pytest.fixture
+def stub(cluster: RunningCluster) -> Iterator[InferenceStub]:
+    with grpc.insecure_channel(cluster.address) as channel:
+        yield InferenceStub(channel)
+
+
+def request_of(token_ids: list[int], max_tokens: int, request_id: str = "") -> pb.GenerateRequest:
+    return pb.GenerateRequest(
+        request_id=request_id,
+        token_ids=pb.TokenIds(ids=token_ids),
+        sampling_params=pb.SamplingParams(max_tokens=max_tokens, temperature=0, ignore_eos=True),
+    )
+
+
+def code_of_call(call: grpc.Call) -> grpc.StatusCode:
+    with pytest.raises(grpc.RpcError):
+        for _ in call:
+            pass
+    return call.code()
+
+
+def test_a_client_that_goes_away_while_decoding(cluster: RunningCluster, stub: InferenceStub) -> None:
+    call = stub.Generate(request_of(SHORT, 1500))
+    for _ in range(5):
+        next(call)
+    call.cancel()
+    cluster.wait_until_at_rest()
+
+
+def test_a_client_that_goes_away_while_prefilling(cluster: RunningCluster, stub: InferenceStub) -> None:
+    call = stub.Generate(request_of(LONG, 5))
+
+    def is_prefilling() -> bool:
+        return any(
+            worker.record.load.num_running and worker.record.role == worker_pb.ROLE_PREFILL
+            for worker in cluster.workers()
+        )
+
+    wait_until(is_prefilling, 20, "the prompt is being prefilled")
+    call.cancel()
+    cluster.wait_until_at_rest()
+
+
+def test_abort_ends_the_stream_well(cluster: RunningCluster, stub: InferenceStub) -> None:
+    call = stub.Generate(request_of(SHORT, 1500, "to-abort"))
+    received = [next(call) for _ in range(3)]
+    assert stub.Abort(pb.AbortRequest(request_id="to-abort")).was_running
+    received += list(call)
+    assert received[-1].finish_reason == pb.FINISH_REASON_ABORT
+    assert received[-1].usage.completion_tokens == sum(len(r.token_ids) for r in received)
+    assert call.code() == grpc.StatusCode.OK
+    assert not stub.Abort(pb.AbortRequest(request_id="to-abort")).was_running
+    cluster.wait_until_at_rest()
+
+
+def test_a_deadline_that_passes(cluster: RunningCluster, stub: InferenceStub) -> None:
+    assert code_of_call(stub.Generate(request_of(LONG, 800), timeout=1.5)) == grpc.StatusCode.DEADLINE_EXCEEDED
+    cluster.wait_until_at_rest()
+
+
+def test_more_than_the_pool_holds_waits_and_is_served(cluster: RunningCluster) -> None:
+    """Six requests of 76 blocks on a pool of 200: most wait in the router, and leaving the queue is possible."""
+    answers: list[int] = []
+
+    def ask(start: int) -> None:
+        with Client(cluster.address) as client:
+            answer = client.generate([start, *LONG[1:]], max_tokens=4, temperature=0, ignore_eos=True)
+        answers.append(len(answer.token_ids))
+
+    threads = [threading.Thread(target=ask, args=(start,)) for start in range(200, 206)]
+    for thread in threads:
+        thread.start()
+    with grpc.insecure_channel(cluster.address) as channel:
+        waiting = InferenceStub(channel).Generate(request_of([999, *LONG[1:]], 4))
+        with Client(cluster.address) as client:
+            wait_until(lambda: client.status().num_queued_requests > 0, 20, "a request waits in the router")
+        waiting.cancel()
+    for thread in threads:
+        thread.join()
+    assert answers == [4] * 6
+    cluster.wait_until_at_rest()
+
+
+def test_a_request_id_in_use_is_refused(cluster: RunningCluster, stub: InferenceStub) -> None:
+    call = stub.Generate(request_of(SHORT, 1500, "twice"))
+    next(call)
+    assert code_of_call(stub.Generate(request_of(SHORT, 5, "twice"))) == grpc.StatusCode.ALREADY_EXISTS
+    call.cancel()
+    cluster.wait_until_at_rest()
+
+
+@pytest.mark.parametrize(
+    ("field", "arguments"),
+    [
+        ("text", {"prompt": ""}),
+        ("token_ids", {"prompt": [5] * 2048}),
+        ("token_ids", {"prompt": [49152]}),
+        ("sampling_params.temperature", {"prompt": "x", "temperature": -1}),
+        ("sampling_params.top_p", {"prompt": "x", "top_p": 0}),
+        ("sampling_params.top_p", {"prompt": "x", "top_p": 1.5}),
+        ("sampling_params.max_tokens", {"prompt": "x", "max_tokens": 0}),
+        ("sampling_params.stop", {"prompt": "x", "stop": ["a"] * 17}),
+        ("sampling_params.stop[0]", {"prompt": "x", "stop": ["a" * 257]}),
+        ("model", {"prompt": "x", "model": "another"}),
+    ],
+)
+def test_bad_input_is_named_at_the_door(cluster: RunningCluster, field: str, arguments: dict[str, object]) -> None:
+    with Client(cluster.address) as client, pytest.raises(InvalidRequest) as caught:
+        client.generate(**arguments)  # type: ignore[arg-type]
+    assert field in [violation.field for violation in caught.value.violations]
+
+
+def test_an_oversized_message_is_refused(cluster: RunningCluster, stub: InferenceStub) -> None:
+    call = stub.Generate(pb.GenerateRequest(text="x" * (5 * 1024 * 1024)))
+    assert code_of_call(call) == grpc.StatusCode.RESOURCE_EXHAUSTED
+
+
+def pid_of(cluster: RunningCluster, role: worker_pb.Role) -> int:
+    return next(worker.record.pid for worker in cluster.workers() if worker.record.role == role)
+
+
+def wait_for_new_worker(cluster: RunningCluster, role: worker_pb.Role, old_pid: int) -> None:
+    def is_back() -> bool:
+        return any(w.record.role == role and w.record.pid != old_pid for w in cluster.workers())
+
+    wait_until(is_back, 60, "the worker was started again")
+
+
+def test_a_killed_prefill_worker_costs_the_client_nothing(cluster: RunningCluster, stub: InferenceStub) -> None:
+    with Client(cluster.address) as client:
+        expected = client.generate([77, *LONG[1:]], max_tokens=6, temperature=0, ignore_eos=True).token_ids
+    call = stub.Generate(request_of([78, *LONG[1:]], 6))
+    pid = pid_of(cluster, worker_pb.ROLE_PREFILL)
+
+    def is_prefilling() -> bool:
+        return any(w.record.pid == pid and w.record.load.num_running for w in cluster.workers())
+
+    wait_until(is_prefilling, 20, "the prompt is being prefilled")
+    os.kill(pid, signal.SIGKILL)
+    received = [token for response in call for token in response.token_ids]
+    assert len(received) == len(expected)
+    wait_for_new_worker(cluster, worker_pb.ROLE_PREFILL, pid)
+    cluster.wait_until_at_rest()
+
+
+def test_a_killed_decode_worker_ends_its_streams_at_once_where_there_is_no_other(
+    cluster: RunningCluster, stub: InferenceStub
+) -> None:
+    call = stub.Generate(request_of(SHORT, 1500))
+    for _ in range(5):
+        next(call)
+    pid = pid_of(cluster, worker_pb.ROLE_DECODE)
+    os.kill(pid, signal.SIGKILL)
+    assert code_of_call(call) == grpc.StatusCode.UNAVAILABLE
+    with Client(cluster.address) as client, pytest.raises(NoWorker) as caught:
+        client.generate(SHORT, max_tokens=5)
+    assert caught.value.retry_after_s is not None
+    wait_for_new_worker(cluster, worker_pb.ROLE_DECODE, pid)
+    with Client(cluster.address) as client:
+        assert len(client.generate(SHORT, max_tokens=5, ignore_eos=True).token_ids) == 5
+    cluster.wait_until_at_rest()
