@@ -215,6 +215,9 @@ class LLMEngine:
             )
         if min(token_ids) < 0 or max(token_ids) >= model.vocab_size:
             raise ValueError(f"prompt_token_ids must be in [0, {model.vocab_size})")
+        for name, ids in (("stop_token_ids", params.stop_token_ids), ("logit_bias", params.logit_bias)):
+            if ids and (min(ids) < 0 or max(ids) >= model.vocab_size):
+                raise ValueError(f"{name} must be in [0, {model.vocab_size})")
         if len(output_token_ids) >= params.max_tokens:
             raise ValueError(f"output_token_ids has {len(output_token_ids)} tokens, max_tokens is {params.max_tokens}")
         self._live.add(request_id)

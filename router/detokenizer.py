@@ -283,7 +283,6 @@ class _TextWindow:
         if len(text) == len(self._shown):  # the prefix is still the context of what comes
             del self._ids[self._num_prefix :]
             return
-        kept = self._decode(self._ids[-KEPT_TOKENS:], self._skip)
         for num_kept in range(KEPT_TOKENS, KEPT_TOKENS + 5):  # a cut inside a sequence would change what it counts for
             kept = self._decode(self._ids[-num_kept:], self._skip)
             if self._decode(self._ids[:-num_kept], self._skip) + kept == text:

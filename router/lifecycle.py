@@ -83,6 +83,9 @@ class Lifecycle:
         self._cluster = cluster
         self._prompt_token_ids = prompt_token_ids
         self._sampling_params = sampling_params
+        self._worker_params = inference_pb.SamplingParams()
+        self._worker_params.CopyFrom(sampling_params)
+        self._worker_params.ClearField("stop")  # text is the router's business
         self._detokenizer = detokenizer
         self._state = RequestState(MAX_ATTEMPTS)
         self._events: asyncio.Queue[Event] = asyncio.Queue()
@@ -191,7 +194,7 @@ class Lifecycle:
             attempt=self._state.attempt,
             prompt_token_ids=self._prompt_token_ids,
             output_token_ids=self._state.token_ids,
-            sampling_params=self._sampling_params,
+            sampling_params=self._worker_params,
         )
 
     # -- taking in what happens ---------------------------------------------------------------------------------
@@ -246,17 +249,13 @@ class Lifecycle:
 
     def _emit(self, emit: Emit) -> tuple[inference_pb.GenerateResponse, bool]:
         """The message for new tokens, and whether a stop string ended the answer within them."""
-        # The text of a stop token is no part of the answer, unless asked for; the token itself is.
-        ends_by_token = emit.finish_reason == inference_pb.FINISH_REASON_STOP
-        is_silent = ends_by_token and not self._sampling_params.include_stop_str_in_output
-        delta = self._detokenizer.push(emit.token_ids[:-1] if is_silent else emit.token_ids)
-        is_stopped = delta.stop is not None
-        token_ids = emit.token_ids[: delta.num_tokens] if is_stopped else emit.token_ids
+        delta = self._detokenizer.push(emit.token_ids)
+        token_ids = emit.token_ids[: delta.num_tokens]
         self._num_answer_tokens = emit.offset + len(token_ids)
         response = inference_pb.GenerateResponse(
             request_id=self.request_id, offset=emit.offset, token_ids=token_ids, text=delta.text
         )
-        return response, is_stopped
+        return response, delta.is_stopped
 
     def _last_response(self, finish_reason: inference_pb.FinishReason) -> inference_pb.GenerateResponse:
         self.stamps.ended_s = time.monotonic()

@@ -124,8 +124,6 @@ class Emit:
 
     offset: int
     token_ids: list[int]
-    finish_reason: FinishReason
-    """Of the worker, if these are the last."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -262,7 +260,7 @@ class RequestState:
         if next_index == 0:
             self.num_cached_tokens = tokens.num_cached_tokens
         self.token_ids.extend(tokens.token_ids)
-        actions: list[Action] = [Emit(next_index, list(tokens.token_ids), tokens.finish_reason)]
+        actions: list[Action] = [Emit(next_index, list(tokens.token_ids))]
         if tokens.finish_reason:
             return actions + self._on_last_token(tokens.finish_reason, is_transfer_open=is_decode)
         early, self._early = self._early, []

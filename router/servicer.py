@@ -71,7 +71,10 @@ class InferenceServicer(InferenceServicerBase):  # type: ignore[misc]
         arrived_s = time.monotonic()
         if self._is_draining:
             raise Draining("this router is leaving; ask another", retry_after_s=1.0)
-        validated = validate(request, self._model())
+        model = self._model()
+        if not model.max_model_len:
+            require_worker(self._cluster.pool)  # only a worker knows how long a prompt may be
+        validated = validate(request, model)
         request_id = validated.request_id
         if request_id in self._running:
             raise RequestExists(f"request_id {request_id!r} is running; choose another, or leave it empty")
@@ -124,6 +127,7 @@ class InferenceServicer(InferenceServicerBase):  # type: ignore[misc]
                 self._texts.tokenizer,
                 prompt_token_ids=prompt_token_ids,
                 stop=list(params.stop),
+                stop_token_ids={*params.stop_token_ids, *(() if params.ignore_eos else model.eos_token_ids)},
                 include_stop_str_in_output=params.include_stop_str_in_output,
                 skip_special_tokens=params.skip_special_tokens,
                 min_tokens=params.min_tokens,

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from kv_harness import DEADLINE_S, Cluster, Receiving, make_pool, running_cluster, until
+from kv_harness import DEADLINE_S, LEASE_S, Cluster, Receiving, make_pool, running_cluster, until
 
 from kv_transfer import (
     CorruptTransfer,
@@ -281,6 +281,31 @@ async def test_abandon_ends_a_push(cluster: Cluster, receiving: Receiving) -> No
     await push.abandon()
 
 
+async def test_abandon_reaches_a_receiver_that_lost_the_stream(cluster: Cluster, receiving: Receiving) -> None:
+    if cluster.transport != "nixl":
+        pytest.skip("only one-sided pushes are waited for")
+    grant = receiving.receiver.issue("router", [6], 0)
+    push = await cluster.push(grant, [3])
+    await push._writer.drain()
+    push._writer._stream.cancel()  # type: ignore[attr-defined]
+    receiving.receiver.revoke(grant.grant_id)
+    push.write(1, 0, [3])
+    with pytest.raises(PeerUnreachable, match=r"stream .* broke"):
+        await push._writer.drain()
+    await asyncio.wait_for(push.abandon(), LEASE_S / 2)
+    assert [freed.grant_id for freed in receiving.freed] == [grant.grant_id]
+
+
+async def test_nothing_polls_once_pushes_have_ended(cluster: Cluster, receiving: Receiving) -> None:
+    if cluster.transport != "nixl":
+        pytest.skip("only NIXL polls, while it writes")
+    for _ in range(3):
+        await cluster.push_and_commit(receiving.receiver.issue("router", [6], 0), [3])
+    for owner in (cluster.sender._transport, receiving.receiver._endpoints["nixl"]):
+        agent = owner._agent  # type: ignore[attr-defined]
+        assert await asyncio.wrap_future(agent.call(agent._patience_s)) is None
+
+
 async def test_abandoned_grant_takes_another_sender(cluster: Cluster, receiving: Receiving) -> None:
     grant = receiving.receiver.issue("router", [6], 0)
     await (await cluster.push(grant, [3])).abandon()
@@ -316,6 +341,8 @@ async def test_restarted_receiver_is_not_the_one_that_granted(cluster: Cluster, 
     with pytest.raises((GrantGone, PeerUnreachable)):
         await cluster.push_and_commit(old_grant, [3])
     assert not again.pool.array.any()
+    with pytest.raises(GrantGone, match="is now worker 'decode', incarnation 'd-2'"):
+        await cluster.make_sender(cluster.source).open(old_grant)
     push = await cluster.push(new_grant, [5])
     await push.commit(4, 1, [5])
     assert_moved(cluster, again, [5], [6])

@@ -212,6 +212,17 @@ def test_a_killed_router_comes_back_on_its_port(cluster: RunningCluster) -> None
     assert children_of(cluster.pid)["router"].pid != child.pid
 
 
+def test_requests_are_served_while_redis_does_not_answer(cluster: RunningCluster) -> None:
+    redis_process = children_of(cluster.pid)["redis"]
+    redis_process.suspend()
+    try:
+        with Client(cluster.address) as client:
+            answers = [client.generate(f"{i}. {LONG_PROMPT}", max_tokens=4, timeout_s=20) for i in range(3)]
+        assert [len(answer.token_ids) for answer in answers] == [4, 4, 4]
+    finally:
+        redis_process.resume()
+
+
 def test_a_killed_redis_comes_back_on_its_socket_and_is_filled_again(cluster: RunningCluster) -> None:
     child = children_of(cluster.pid)["redis"]
     socket = child.cmdline()[0].split("unixsocket:")[1].strip()  # it renames itself: "valkey-server unixsocket:PATH"

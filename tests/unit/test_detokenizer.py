@@ -157,7 +157,7 @@ def test_any_bytes_give_what_decoding_at_once_gives(data: bytes, repeat: int, cu
     assert text == (data * repeat).decode("utf-8", "replace").rstrip(REPLACEMENT)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(
     lead=st.sampled_from([b"", b"\xe4", b"\xf0\x9f\x8e", b"\x80"]),
     num_invalid=st.integers(KEPT_TOKENS, 3 * MAX_PENDING_TOKENS),
@@ -248,7 +248,7 @@ STOPS = st.lists(
 )
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=250, deadline=None)
 @given(
     ids=token_sequences(BYTE_LEVEL),
     stop=STOPS,

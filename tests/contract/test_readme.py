@@ -1,0 +1,125 @@
+"""README.md keeps its word: what it names exists, and what it shows runs."""
+
+from __future__ import annotations
+
+import ast
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+from clusters import run_cluster
+
+from protos import tandem_inference_pb2 as pb
+from protos import tandem_worker_pb2 as worker_pb
+from tandem.cli import main
+
+ROOT = Path(__file__).parents[2]
+README = (ROOT / "README.md").read_text()
+FENCED = re.compile(r"^```(\w*)\n(.*?)^```$", flags=re.MULTILINE | re.DOTALL)
+PROSE = FENCED.sub("", README)
+
+
+def blocks(language: str) -> list[str]:
+    """The fenced code blocks of one language; "" is what is typed into a shell, or a drawing."""
+    return [source for found, source in FENCED.findall(README) if found == language]
+
+
+def shell_lines() -> list[str]:
+    return [line.split("  #")[0].strip() for block in blocks("") for line in block.splitlines()]
+
+
+def typed(pattern: str) -> list[str]:
+    """What stands in code, in prose and in blocks, and matches `pattern`."""
+    inline = re.findall(r"`([^`\n]+)`", PROSE)
+    return [found[0] for text in [*shell_lines(), *inline] if (found := re.findall(pattern, text))]
+
+
+def test_make_targets_exist() -> None:
+    targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), flags=re.MULTILINE))
+    named = set(typed(r"^make ([a-z-]+)"))
+    assert {"demo", "test"} <= named
+    assert named <= targets
+
+
+def test_links_lead_somewhere() -> None:
+    links = [link for link in re.findall(r"\]\(([^)]+)\)", README) if "://" not in link]
+    assert links
+    assert [link for link in links if not (ROOT / link).exists()] == []
+
+
+def test_tandem_commands_and_their_flags_exist() -> None:
+    lines = [line for line in [*shell_lines(), *typed(r"(^tandem .*)")] if re.search(r"(^|[/(])tandem [a-z]", line)]
+    assert len(lines) >= 5
+    for line in lines:
+        for name, rest in re.findall(r"(?:^|[/(])tandem ([a-z]+)([^)#]*)", line):
+            known = {option for parameter in main.commands[name].params for option in parameter.opts}
+            assert set(re.findall(r"--[a-z][a-z-]*", rest)) <= known, line
+
+
+def test_flags_named_in_prose_are_those_of_up() -> None:
+    known = {option for command in main.commands.values() for parameter in command.params for option in parameter.opts}
+    named = {
+        flag for text in re.findall(r"`([^`\n]+)`", PROSE) for flag in re.findall(r"(?<![\w-])--[a-z][a-z-]+", text)
+    }
+    named -= {"--help"} | {flag for text in typed(r"(^.venv/bin/pip .*)") for flag in re.findall(r"--[a-z-]+", text)}
+    assert named
+    assert named <= known
+
+
+@pytest.mark.parametrize("module", ["router", "prefill_service", "decode_service"])
+def test_service_commands_take_their_flags(module: str) -> None:
+    (line,) = [line for line in shell_lines() if line.startswith(f"python -m {module} ")]
+    help_text = subprocess.run(
+        [sys.executable, "-m", module, "--help"], capture_output=True, text=True, check=True, cwd=ROOT
+    ).stdout
+    for flag in re.findall(r"--[a-z][a-z-]*", line):
+        assert re.search(rf"{flag}\b", help_text), f"{module} has no {flag}"
+
+
+def test_help_names_the_environment_variables() -> None:
+    assert "TANDEM_MODEL" in CliRunner().invoke(main, ["up", "--help"]).output
+
+
+def test_the_other_language_names_what_the_wire_has() -> None:
+    (source,) = blocks("javascript")
+    assert (ROOT / re.findall(r'loadSync\("([^"]+)"', source)[0]).is_file()
+    service = pb.DESCRIPTOR.services_by_name["Inference"]
+    assert re.findall(r"client\.(\w+)\(", source)[0] in service.methods_by_name
+    request = pb.GenerateRequest.DESCRIPTOR.fields_by_name
+    assert re.findall(r"(?<=Generate\(\{ )\w+", source)[0] in request
+    params = re.findall(r"sampling_params: \{([^}]*)\}", source)[0]
+    assert set(re.findall(r"(\w+):", params)) <= set(pb.SamplingParams.DESCRIPTOR.fields_by_name)
+    assert re.findall(r"chunk\.(\w+)", source)[0] in pb.GenerateResponse.DESCRIPTOR.fields_by_name
+
+
+def test_every_promise_is_stated_once() -> None:
+    rows = re.findall(r"^\| (P\d) \|.*\| (?:kept|in part): ", README, flags=re.MULTILINE)
+    assert rows == [f"P{i}" for i in range(1, 10)]
+
+
+def test_the_picture_names_the_roles() -> None:
+    picture = next(block for block in blocks("") if "┌" in block)
+    for role in worker_pb.Role.keys()[1:]:
+        assert f"{role.removeprefix('ROLE_').lower()} worker" in picture
+
+
+def test_the_first_client_is_short_and_runs(tmp_path: Path) -> None:
+    source = next(block for block in blocks("python") if "Client(" in block)
+    assert len(source.strip().splitlines()) <= 10
+    with run_cluster(tmp_path / "log", "--max-model-len", "512", "--kv-cache-gib", "0.03") as cluster:
+        source = source.replace("127.0.0.1:50051", cluster.address)
+        done = subprocess.run([sys.executable, "-c", source], capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("The capital of France is Paris.")
+    assert "completion_tokens: 8" in done.stdout
+
+
+def test_the_offline_example_runs() -> None:
+    source = next(block for block in blocks("python") if "LLM(" in block)
+    ast.parse(source)
+    done = subprocess.run([sys.executable, "-c", source], capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip()
