@@ -59,9 +59,7 @@ def ask_all(cluster: RunningCluster, references: list[Reference], *, num_at_once
     return answers
 
 
-def test_same_tokens(
-    cluster: RunningCluster, references: list[Reference], request: pytest.FixtureRequest
-) -> None:
+def test_same_tokens(cluster: RunningCluster, references: list[Reference], request: pytest.FixtureRequest) -> None:
     arrangement = arrangement_of(request)
     answers = ask_all(cluster, fitting(references, arrangement), num_at_once=4)
     modes = {answer.timings.mode for answer in answers}  # type: ignore[attr-defined]

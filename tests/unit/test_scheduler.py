@@ -75,7 +75,9 @@ def test_the_youngest_is_preempted_and_comes_back_first() -> None:
     old, young = sequence("old", 8), sequence("young", 8)
     scheduler.add(old)
     scheduler.add(young)
-    while young.status is SequenceStatus.RUNNING or young.status is SequenceStatus.WAITING and not young.num_preemptions:
+    while young.status is SequenceStatus.RUNNING or (
+        young.status is SequenceStatus.WAITING and not young.num_preemptions
+    ):
         step(scheduler)
     late = sequence("late", 4)
     scheduler.add(late)

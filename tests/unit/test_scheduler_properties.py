@@ -47,7 +47,7 @@ class Pool:
         for position in range(end):
             block = seq.block_table[position // self.block_size]
             content = self.slots[block][position % self.block_size]
-            assert content == tuple(seq.token_ids[: position + 1]), f"position {position} of {seq.request_id} is foreign"
+            assert content == tuple(seq.token_ids[: position + 1]), f"{seq.request_id} reads foreign KV at {position}"
 
     def copy(self, source: int, destination: int) -> None:
         self.slots[destination] = list(self.slots[source])
@@ -57,7 +57,10 @@ class SchedulerMachine(RuleBasedStateMachine):
     requests = Bundle("requests")
 
     @initialize(
-        num_blocks=st.integers(12, 30), block_size=st.sampled_from([1, 2, 4]), budget=st.integers(8, 20), caching=st.booleans()
+        num_blocks=st.integers(12, 30),
+        block_size=st.sampled_from([1, 2, 4]),
+        budget=st.integers(8, 20),
+        caching=st.booleans(),
     )
     def make(self, num_blocks: int, block_size: int, budget: int, caching: bool) -> None:
         # One sequence of full length must fit, as the engine's configuration demands.
@@ -65,10 +68,10 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.manager = BlockManager(
             num_blocks=num_blocks, block_size=block_size, prefix_key=b"k" * 32, enable_prefix_caching=caching
         )
-        config = SchedulerConfig(max_num_seqs=8, max_num_batched_tokens=budget, prefill_chunk_tokens=max(1, budget // 2))
-        self.scheduler = Scheduler(
-            config, self.manager, max_model_len=MAX_MODEL_LEN, eos_token_ids=frozenset({EOS})
+        config = SchedulerConfig(
+            max_num_seqs=8, max_num_batched_tokens=budget, prefill_chunk_tokens=max(1, budget // 2)
         )
+        self.scheduler = Scheduler(config, self.manager, max_model_len=MAX_MODEL_LEN, eos_token_ids=frozenset({EOS}))
         self.pool = Pool(num_blocks, block_size)
         self.ids = count()
         self.seqs: dict[str, Sequence] = {}

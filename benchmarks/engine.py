@@ -1,0 +1,173 @@
+"""Tokens per second of the engine alone, without router, transfer or network.
+
+    python -m benchmarks.engine                                  # the default model, bfloat16
+    python -m benchmarks.engine --batch-sizes 1,32 --dtype float32 --json
+
+Prefill: prompts of one length, one after another, each computed whole; every token is new to the prefix cache. Decode:
+a batch of requests whose prompts are computed, stepped together; the clock is read around each step. Medians, since a
+step that was interrupted says nothing of the engine. The last line is one JSON object.
+"""
+
+from __future__ import annotations
+
+import json
+import platform
+import statistics
+import subprocess
+import sys
+import time
+from dataclasses import asdict, dataclass
+from itertools import count
+from pathlib import Path
+
+import click
+import torch
+
+from engine.config import EngineArgs
+from engine.llm_engine import LLMEngine
+from engine.model_loader import create_engine_config
+from engine.sampling_params import SamplingParams
+
+_ids = count()
+
+
+@dataclass(frozen=True)
+class Result:
+    """One row: `tokens_per_s` is over the median, `best_tokens_per_s` over the fastest."""
+
+    phase: str
+    batch_size: int
+    prompt_tokens: int
+    median_ms: float
+    tokens_per_s: float
+    best_tokens_per_s: float
+    num_samples: int
+
+
+def new_prompt(num_tokens: int, vocab_size: int) -> list[int]:
+    """Tokens that begin like no prompt before, so that nothing of them is cached."""
+    seed = next(_ids)
+    return [(7919 * seed + 31 * i + seed * i) % (vocab_size - 100) + 50 for i in range(num_tokens)]
+
+
+def add_request(engine: LLMEngine, prompt_tokens: int, max_tokens: int) -> None:
+    prompt = new_prompt(prompt_tokens, engine.config.model.vocab_size)
+    params = SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True)
+    engine.add_request(f"r{next(_ids)}", prompt, params)
+
+
+def timed_step(engine: LLMEngine) -> float:
+    start = time.perf_counter()
+    engine.step()
+    return time.perf_counter() - start
+
+
+def measure_prefill(engine: LLMEngine, prompt_tokens: int, num_samples: int) -> Result:
+    seconds = []
+    for _ in range(num_samples + 1):
+        add_request(engine, prompt_tokens, max_tokens=1)
+        elapsed = 0.0
+        while engine.has_unfinished_requests():
+            elapsed += timed_step(engine)
+        seconds.append(elapsed)
+    return _result("prefill", 1, prompt_tokens, seconds[1:], prompt_tokens)
+
+
+def measure_decode(engine: LLMEngine, batch_size: int, prompt_tokens: int, num_steps: int) -> Result:
+    for _ in range(batch_size):
+        add_request(engine, prompt_tokens, max_tokens=num_steps + batch_size + 4)
+    while engine.load().num_waiting_tokens:
+        engine.step()
+    engine.step()
+    seconds = [timed_step(engine) for _ in range(num_steps)]
+    assert engine.load().num_running == batch_size, "the pool is too small for the batch: raise --kv-cache-gib"
+    while engine.has_unfinished_requests():
+        engine.step()
+    return _result("decode", batch_size, prompt_tokens, seconds, batch_size)
+
+
+def _result(phase: str, batch_size: int, prompt_tokens: int, seconds: list[float], num_tokens: int) -> Result:
+    median_s = statistics.median(seconds)
+    return Result(
+        phase=phase,
+        batch_size=batch_size,
+        prompt_tokens=prompt_tokens,
+        median_ms=round(1e3 * median_s, 3),
+        tokens_per_s=round(num_tokens / median_s, 1),
+        best_tokens_per_s=round(num_tokens / min(seconds), 1),
+        num_samples=len(seconds),
+    )
+
+
+def machine() -> dict[str, object]:
+    """What the numbers depend on, beside the code."""
+    here = Path(__file__).parent
+    commit = subprocess.run(
+        ["git", "rev-parse", "--short", "HEAD"], cwd=here, capture_output=True, text=True, check=False
+    )
+    return {
+        "commit": commit.stdout.strip() or None,
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "threads": torch.get_num_threads(),
+        "cpu": torch.backends.cpu.get_cpu_capability(),
+        "machine": platform.machine(),
+    }
+
+
+@click.command(context_settings={"help_option_names": ["-h", "--help"]})
+@click.option("--model", default=EngineArgs.model, show_default=True, help="Model folder, GGUF file or name.")
+@click.option("--dtype", default="bfloat16", show_default=True)
+@click.option("--load-format", default="auto", show_default=True, help="dummy needs no weights.")
+@click.option("--num-threads", default=0, show_default=True, help="Compute threads. 0: torch's default.")
+@click.option("--batch-sizes", default="1,8,32,64", show_default=True, help="Of decode, with commas.")
+@click.option("--prompt-tokens", default="128,1024", show_default=True, help="Of prefill, with commas.")
+@click.option("--context-tokens", default=160, show_default=True, help="Prompt length before decoding.")
+@click.option("--num-steps", default=32, show_default=True, help="Decode steps measured per batch size.")
+@click.option("--num-prompts", default=5, show_default=True, help="Prompts measured per length.")
+@click.option("--kv-cache-gib", default=2.0, show_default=True)
+@click.option("--json", "only_json", is_flag=True, help="Print the JSON line alone.")
+def main(
+    model: str,
+    dtype: str,
+    load_format: str,
+    num_threads: int,
+    batch_sizes: str,
+    prompt_tokens: str,
+    context_tokens: int,
+    num_steps: int,
+    num_prompts: int,
+    kv_cache_gib: float,
+    only_json: bool,
+) -> None:
+    """Measure prefill and decode tokens per second of one engine."""
+    try:
+        args = EngineArgs(
+            model=model, dtype=dtype, load_format=load_format, num_threads=num_threads, kv_cache_gib=kv_cache_gib
+        )
+        engine = LLMEngine(create_engine_config(args))
+    except ValueError as error:
+        raise click.ClickException(str(error)) from error
+    results = []
+
+    def note(result: Result) -> None:
+        results.append(result)
+        if not only_json:
+            click.echo(
+                f"{result.phase:<8} {result.batch_size:>5} {result.prompt_tokens:>8} {result.median_ms:>11.1f} "
+                f"{result.tokens_per_s:>10.1f} {result.best_tokens_per_s:>10.1f}"
+            )
+            sys.stdout.flush()
+
+    if not only_json:
+        click.echo(f"{'phase':<8} {'batch':>5} {'prompt':>8} {'median ms':>11} {'tokens/s':>10} {'best':>10}")
+    for length in map(int, prompt_tokens.split(",")):
+        note(measure_prefill(engine, length, num_prompts))
+    for batch_size in map(int, batch_sizes.split(",")):
+        note(measure_decode(engine, batch_size, context_tokens, num_steps))
+    summary = {"benchmark": "engine", "model": engine.config.model.served_model_name, "dtype": dtype}
+    click.echo(json.dumps(summary | machine() | {"results": [asdict(result) for result in results]}))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,134 @@
+"""`tandem.LLM`: prompts in, answers out, in this process."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+from reference import Reference
+
+from engine import sampling_params as engine_params
+from tandem import LLM, SamplingParams
+
+GREEDY = SamplingParams(temperature=0, max_tokens=12)
+
+
+@pytest.fixture(scope="module")
+def llm(model_folder: Path) -> LLM:
+    return LLM(model=str(model_folder), dtype="float32", max_model_len=1024, kv_cache_gib=0.1, num_threads=1)
+
+
+def at_rest(llm: LLM) -> bool:
+    """Every block is free or cached, and the books balance."""
+    blocks, problems = llm._engine.audit()
+    return problems == [] and blocks.num_free + blocks.num_cached == blocks.num_blocks
+
+
+def test_answers_are_transformers_own_in_the_order_of_the_prompts(llm: LLM, references: list[Reference]) -> None:
+    chosen = [reference for reference in references if len(reference.prompt_token_ids) < 900]
+    prompts = [list(reference.prompt_token_ids) for reference in chosen]
+    params = [
+        SamplingParams(temperature=0, max_tokens=len(reference.answer_token_ids), ignore_eos=True)
+        for reference in chosen
+    ]
+    outputs = llm.generate(prompts, params)
+    assert [tuple(output.outputs[0].token_ids) for output in outputs] == [r.answer_token_ids for r in chosen]
+    assert [output.prompt_token_ids for output in outputs] == prompts
+    assert all(output.finished and output.outputs[0].finish_reason == "length" for output in outputs)
+    assert at_rest(llm)
+
+
+def test_text_token_ids_and_lists_of_either(llm: LLM) -> None:
+    (from_text,) = llm.generate("The capital of France is", GREEDY)
+    assert from_text.prompt == "The capital of France is"
+    assert from_text.outputs[0].text.startswith(" Paris")
+    (from_ids,) = llm.generate(from_text.prompt_token_ids, GREEDY)
+    assert from_ids.prompt is None
+    several = llm.generate([from_text.prompt, "Once upon a time"], GREEDY)
+    assert from_text.outputs[0] == from_ids.outputs[0] == several[0].outputs[0] != several[1].outputs[0]
+
+
+def test_chat_goes_through_the_template(llm: LLM) -> None:
+    messages = [{"role": "user", "content": "What is the capital of France?"}]
+    (one,) = llm.chat(messages, GREEDY)
+    assert one.prompt is not None
+    assert "<|im_start|>user" in one.prompt
+    answer = one.outputs[0]
+    assert (answer.text, answer.finish_reason) == ("The capital of France is Paris.", "stop")
+    assert len(llm.chat([messages, messages], GREEDY)) == 2
+
+
+def test_a_stop_string_ends_text_and_work(llm: LLM) -> None:
+    prompt = "Count: one, two, three,"
+    (free,) = llm.generate(prompt, GREEDY)
+    assert "six" in free.outputs[0].text
+    (stopped,) = llm.generate(prompt, dataclasses.replace(GREEDY, max_tokens=500, stop=["never", "six"]))
+    answer = stopped.outputs[0]
+    assert answer.text == free.outputs[0].text.split("six")[0]
+    assert (answer.finish_reason, answer.stop_reason) == ("stop", "six")
+    assert at_rest(llm)
+
+
+def test_seeds(llm: LLM) -> None:
+    drawn = SamplingParams(max_tokens=16)
+    unseeded = llm.generate(["Once upon a time"] * 2, drawn)
+    assert unseeded[0].outputs[0].text != unseeded[1].outputs[0].text, "each request draws a seed of its own"
+    seeded = llm.generate(["Once upon a time"] * 2, dataclasses.replace(drawn, seed=7))
+    assert seeded[0].outputs[0] == seeded[1].outputs[0]
+
+
+def test_cached_prompts_are_counted(llm: LLM) -> None:
+    prompt = list(range(1000, 1064))
+    assert llm.generate([prompt], GREEDY)[0].num_cached_tokens == 0
+    assert llm.generate([prompt], GREEDY)[0].num_cached_tokens == 48, "all full blocks but the last, which is computed"
+
+
+def test_an_answer_ends_with_the_context(llm: LLM) -> None:
+    (output,) = llm.generate([list(range(1000, 2020))], SamplingParams(temperature=0, max_tokens=50, ignore_eos=True))
+    assert (len(output.outputs[0].token_ids), output.outputs[0].finish_reason) == (4, "length")
+
+
+@pytest.mark.parametrize(
+    ("prompts", "params", "message"),
+    [
+        (["fine", ""], GREEDY, "prompt_token_ids must not be empty"),
+        (["fine", "x " * 2000], GREEDY, "max_model_len=1024"),
+        ([[1], [10**6]], GREEDY, "prompt_token_ids must be in"),
+        (["fine", "fine"], [GREEDY], "1 entries for 2 prompts"),
+    ],
+)
+def test_a_prompt_that_cannot_be_served_is_refused_and_leaves_nothing(
+    llm: LLM, prompts: list[str], params: SamplingParams, message: str
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        llm.generate(prompts, params)
+    assert at_rest(llm)
+    assert not llm._engine.has_unfinished_requests()
+
+
+def test_nothing_to_do_is_done() -> None:
+    assert SamplingParams().for_engine(5).seed == 5
+    assert SamplingParams(seed=0).for_engine(5).seed == 0
+
+
+def test_no_prompts_give_no_answers(llm: LLM) -> None:
+    assert llm.generate([]) == []
+
+
+def test_defaults_and_bounds_are_the_engines() -> None:
+    ours = {field.name: field for field in dataclasses.fields(SamplingParams)}
+    theirs = dataclasses.fields(engine_params.SamplingParams)
+    assert {field.name for field in theirs} <= set(ours)
+    assert SamplingParams().for_engine(0) == engine_params.SamplingParams()
+    with pytest.raises(ValueError, match="top_p must be in"):
+        SamplingParams(top_p=0)
+    with pytest.raises(ValueError, match="stop must not hold empty strings"):
+        SamplingParams(stop=["a", ""])
+
+
+def test_settings_are_those_of_engine_args() -> None:
+    with pytest.raises(ValueError, match="block_size must be a power of two"):
+        LLM(block_size=17)
+    with pytest.raises(TypeError, match="blok_size"):
+        LLM(blok_size=16)

@@ -1,0 +1,93 @@
+"""Which workers a request gets, number by number."""
+
+from __future__ import annotations
+
+import pytest
+
+from router.policy import DecodeCandidate, PolicyConfig, PrefillCandidate, choose_plan
+from router.request_state import Plan, WorkerKey
+
+BLOCK = 16
+
+
+def key(name: str) -> WorkerKey:
+    return WorkerKey(name, "1")
+
+
+def prefill(name: str, *, queued: int = 0, cached: int = 0, digest: str = "m") -> PrefillCandidate:
+    return PrefillCandidate(key(name), digest, queued, cached)
+
+
+def decode(
+    name: str, *, available: int = 1000, used: int = 0, cached: int = 0, full: bool = False, digest: str = "m"
+) -> DecodeCandidate:
+    return DecodeCandidate(key(name), digest, available, used, cached, full)
+
+
+def choose(
+    num_tokens: int,
+    prefills: list[PrefillCandidate],
+    decodes: list[DecodeCandidate],
+    avoid: str | None = None,
+) -> Plan | None:
+    return choose_plan(
+        PolicyConfig(),
+        num_tokens=num_tokens,
+        block_size=BLOCK,
+        prefill=prefills,
+        decode=decodes,
+        avoid=key(avoid) if avoid else None,
+    )
+
+
+def test_the_longest_cached_prefix_wins_unless_its_owner_is_much_busier() -> None:
+    cold, warm = prefill("cold"), prefill("warm", cached=40)
+    assert choose(800, [cold, warm], [decode("d")]) == Plan(key("d"), key("warm"))
+    busy = prefill("warm", cached=40, queued=600)
+    assert choose(800, [cold, busy], [decode("d")]) == Plan(key("d"), key("warm"))
+    busier = prefill("warm", cached=40, queued=700)
+    assert choose(800, [cold, busier], [decode("d")]) == Plan(key("d"), key("cold"))
+
+
+def test_a_prefix_on_the_decode_side_counts() -> None:
+    plan = choose(800, [prefill("p")], [decode("cold"), decode("warm", cached=30, used=20)])
+    assert plan == Plan(key("warm"), key("p"))
+
+
+def test_what_the_decode_worker_has_but_for_a_block_is_done_there() -> None:
+    assert choose(800, [prefill("p")], [decode("d", cached=49)]) == Plan(key("d"), None)
+    assert choose(16, [prefill("p")], [decode("d")]) == Plan(key("d"), None)
+    assert choose(17, [prefill("p")], [decode("d")]) == Plan(key("d"), key("p"))
+
+
+def test_without_a_prefill_worker_that_fits_the_decode_worker_does_it_all() -> None:
+    assert choose(800, [], [decode("d")]) == Plan(key("d"), None)
+    assert choose(800, [prefill("p", digest="other weights")], [decode("d")]) == Plan(key("d"), None)
+
+
+@pytest.mark.parametrize(
+    "candidates",
+    [
+        [decode("d", available=49)],
+        [decode("d", full=True)],
+        [],
+    ],
+)
+def test_without_room_a_request_waits(candidates: list[DecodeCandidate]) -> None:
+    assert choose(800, [prefill("p")], candidates) is None
+
+
+def test_behind_too_long_a_backlog_a_request_waits() -> None:
+    backlog = PolicyConfig().max_prefill_backlog_tokens
+    assert choose(800, [prefill("p", queued=backlog + 1)], [decode("d")]) is None
+    assert choose(800, [prefill("p", queued=backlog)], [decode("d")]) is not None
+
+
+def test_a_worker_that_just_failed_is_the_last_choice() -> None:
+    assert choose(800, [prefill("p")], [decode("bad", cached=30), decode("d")], avoid="bad") == Plan(key("d"), key("p"))
+    assert choose(800, [prefill("p")], [decode("bad")], avoid="bad") == Plan(key("bad"), key("p"))
+
+
+def test_load_decides_between_equals() -> None:
+    plan = choose(800, [prefill("a", queued=5), prefill("b")], [decode("c", used=90), decode("d", used=10)])
+    assert plan == Plan(key("d"), key("b"))

@@ -1,0 +1,121 @@
+"""The router's queue: first come, first served, bounded in tokens, and nobody waits for nothing."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from router.queue import QueuedRequest, RequestQueue
+from router.request_state import Plan, WorkerKey
+from rpc.errors import NoWorker, Overloaded
+
+PLAN = Plan(WorkerKey("d", "1"), None)
+
+
+class Room:
+    """Workers with room for some tokens."""
+
+    def __init__(self, num_tokens: int) -> None:
+        self.num_tokens = num_tokens
+        self.is_there = True
+        self.order: list[int] = []
+        self.given_back: list[int] = []
+        self.queue = RequestQueue(
+            max_tokens=100, choose=self.choose, give_back=self.give_back, has_workers=lambda: self.is_there
+        )
+
+    def choose(self, request: QueuedRequest) -> Plan | None:
+        if request.num_tokens > self.num_tokens:
+            return None
+        self.num_tokens -= request.num_tokens
+        self.order.append(request.num_tokens)
+        return PLAN
+
+    def give_back(self, plan: Plan, num_tokens: int) -> None:
+        assert plan == PLAN
+        self.given_back.append(num_tokens)
+
+    def add(self, num_tokens: int) -> None:
+        self.num_tokens += num_tokens
+        self.queue.dispatch()
+
+    async def wait(self, num_tokens: int, *, is_return: bool = False) -> Plan:
+        return await self.queue.wait_for_plan(
+            num_tokens=num_tokens, num_cached_blocks={}, avoid=None, is_return=is_return
+        )
+
+
+async def settle() -> None:
+    for _ in range(5):
+        await asyncio.sleep(0)
+
+
+async def test_who_came_first_goes_first_even_if_others_would_fit() -> None:
+    room = Room(10)
+    large = asyncio.create_task(room.wait(50))
+    await settle()
+    small = asyncio.create_task(room.wait(5))
+    await settle()
+    assert not small.done()
+    room.add(45)
+    await asyncio.gather(large, small)
+    assert room.order == [50, 5]
+    assert (len(room.queue), room.queue.num_tokens) == (0, 0)
+
+
+async def test_who_waited_before_goes_to_the_front() -> None:
+    room = Room(0)
+    tasks = [asyncio.create_task(room.wait(5)), asyncio.create_task(room.wait(6))]
+    await settle()
+    tasks.append(asyncio.create_task(room.wait(7, is_return=True)))
+    await settle()
+    room.add(100)
+    await asyncio.gather(*tasks)
+    assert room.order == [7, 5, 6]
+
+
+async def test_a_full_queue_refuses_with_a_time() -> None:
+    room = Room(0)
+    room.queue.refuse_if_full(500)  # one request always may wait
+    task = asyncio.create_task(room.wait(90))
+    await settle()
+    room.queue.refuse_if_full(10)
+    with pytest.raises(Overloaded) as caught:
+        room.queue.refuse_if_full(11)
+    assert caught.value.retry_after_s is not None
+    task.cancel()
+
+
+async def test_without_workers_nobody_waits() -> None:
+    room = Room(0)
+    task = asyncio.create_task(room.wait(5))
+    await settle()
+    room.is_there = False
+    room.queue.dispatch()
+    with pytest.raises(NoWorker):
+        await task
+    with pytest.raises(NoWorker):
+        await room.wait(5)
+    assert room.queue.num_tokens == 0
+
+
+async def test_leaving_lets_the_next_one_through() -> None:
+    room = Room(10)
+    large = asyncio.create_task(room.wait(50))
+    small = asyncio.create_task(room.wait(5))
+    await settle()
+    large.cancel()
+    assert await small == PLAN
+    assert room.queue.num_tokens == 0
+
+
+async def test_a_plan_that_nobody_hears_of_is_given_back() -> None:
+    room = Room(0)
+    task = asyncio.create_task(room.wait(5))
+    await settle()
+    room.add(5)  # planned now
+    task.cancel()  # before it could hear
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert room.given_back == [5]
