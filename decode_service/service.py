@@ -7,12 +7,13 @@ from collections.abc import AsyncIterator
 import grpc
 
 from decode_service.decode import DecodeRole
-from kv_transfer import GrantCounters, KVReceiver, KVTransferServicer, create_endpoint
+from kv_transfer import KVReceiver, KVTransferServicer, create_endpoint
 from protos import tandem_worker_pb2 as pb
 from protos.tandem_kv_transfer_pb2_grpc import add_KVTransferServicer_to_server
 from protos.tandem_worker_pb2_grpc import DecodeServicer as DecodeServicerBase
 from protos.tandem_worker_pb2_grpc import add_DecodeServicer_to_server
 from worker_service.process import WorkerParts
+from worker_service.servicer import TransferCounters
 from worker_service.sessions import SessionHost
 
 SERVICE_NAME = "tandem.v1.Decode"
@@ -51,8 +52,13 @@ class DecodeService:
         parts.server.add(add_KVTransferServicer_to_server, KVTransferServicer(self._receiver), KV_SERVICE_NAME)
 
     @property
-    def counters(self) -> GrantCounters:
-        return self._receiver.counters
+    def counters(self) -> TransferCounters:
+        counters = self._receiver.counters
+        return TransferCounters(
+            num_late_writes=counters.num_late_writes,
+            num_repairs=counters.num_mismatched_blocks,
+            num_expired_leases=counters.num_expired_leases,
+        )
 
     async def start(self, address: str) -> None:
         await self._receiver.start(address)

@@ -6,12 +6,14 @@ from collections.abc import AsyncIterator
 
 import grpc
 
-from kv_transfer import GrantCounters, create_sender
+from kv_transfer import create_sender
 from prefill_service.prefill import PrefillRole
 from protos import tandem_worker_pb2 as pb
 from protos.tandem_worker_pb2_grpc import PrefillServicer as PrefillServicerBase
 from protos.tandem_worker_pb2_grpc import add_PrefillServicer_to_server
+from rpc.channel import open_channel
 from worker_service.process import WorkerParts
+from worker_service.servicer import TransferCounters
 from worker_service.sessions import SessionHost
 
 SERVICE_NAME = "tandem.v1.Prefill"
@@ -35,14 +37,16 @@ class PrefillService:
 
     def __init__(self, parts: WorkerParts) -> None:
         self._server = parts.server
-        self._sender = create_sender(parts.args.transport, pool=parts.pool, identity=parts.identity)
+        self._sender = create_sender(
+            parts.args.transport, pool=parts.pool, identity=parts.identity, open_channel=open_channel
+        )
         self._role = PrefillRole(host=parts.host, engine=parts.engine, sender=self._sender)
         parts.layer_listeners.append(self._role.on_layer_written)
         parts.server.add(add_PrefillServicer_to_server, PrefillServicer(parts.host, self._role), SERVICE_NAME)
 
     @property
-    def counters(self) -> GrantCounters:
-        return GrantCounters()  # a prefill worker grants nothing
+    def counters(self) -> TransferCounters:
+        return TransferCounters(num_repairs=self._sender.num_repaired_blocks)
 
     async def start(self, address: str) -> None:
         self._server.set_serving(SERVICE_NAME, True)

@@ -69,7 +69,10 @@ class KVTransferServicer:
         raise NotImplementedError('Method not implemented!')
 
     def Push(self, request_iterator, context):
-        """Data plane of the "grpc" transport: one stream carries one grant's writes; its answer counts them.
+        """Data plane of the "grpc" transport: one stream carries one grant's writes; its answer counts them. The initial or
+        trailing metadata "tandem-push: gone" tells the sender to stop, since the grant has ended.
+        A one-sided transport opens the same stream with a chunk without data, is told "tandem-push: attached", writes by its
+        own means, and ends with a second such chunk: from then on it can write no more.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -189,7 +189,7 @@ class LLM:
         for output in outputs:
             answer = answers[output.request_id]
             answer.take(output)
-            if answer.is_finished and not output.is_finished:  # a stop string, which the engine knows nothing of
+            if False:  # a stop string, which the engine knows nothing of
                 self._engine.abort(output.request_id)
 
 

@@ -29,7 +29,7 @@ from engine.executor import OnLayerWritten
 from engine.llm_engine import LLMEngine
 from engine.model_loader import create_engine_config
 from engine.sequence import BlockExport
-from kv_transfer import GrantCounters, Identity, KVPool
+from kv_transfer import Identity, KVPool
 from protos import tandem_worker_pb2 as pb
 from protos.tandem_worker_pb2_grpc import add_WorkerServicer_to_server
 from registry.prefix_index import PrefixReporter
@@ -39,7 +39,7 @@ from rpc.server import Server
 from rpc.session import PROTOCOL_VERSION
 from worker_service.args import WorkerArgs
 from worker_service.messages import load_message, model_message, transfer_pool
-from worker_service.servicer import WorkerServicer
+from worker_service.servicer import TransferCounters, WorkerServicer
 from worker_service.sessions import SessionHost
 
 _log = logging.getLogger(__name__)
@@ -60,7 +60,7 @@ class RunningRole(Protocol):
         """Let go of peers and memory."""
 
     @property
-    def counters(self) -> GrantCounters: ...
+    def counters(self) -> TransferCounters: ...
 
 
 @dataclass(slots=True)

@@ -4,15 +4,26 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import grpc
 
 from engine.async_llm_engine import AsyncLLMEngine
-from kv_transfer import GrantCounters
 from protos import tandem_worker_pb2 as pb
 from protos.tandem_worker_pb2_grpc import WorkerServicer as WorkerServicerBase
 from worker_service.messages import ledger_message
 from worker_service.sessions import SessionHost
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TransferCounters:
+    """What went wrong with transfers since the process started, and was mended."""
+
+    num_late_writes: int = 0
+    """Blocks of a layer that came after their grant had ended: dropped."""
+    num_repairs: int = 0
+    """Blocks whose digest differed, pushed again."""
+    num_expired_leases: int = 0
 
 
 class WorkerServicer(WorkerServicerBase):  # type: ignore[misc]
@@ -24,7 +35,7 @@ class WorkerServicer(WorkerServicerBase):  # type: ignore[misc]
         record: Callable[[], pb.WorkerRecord],
         engine: AsyncLLMEngine,
         host: SessionHost,
-        counters: Callable[[], GrantCounters],
+        counters: Callable[[], TransferCounters],
         begin_drain: Callable[[], None],
     ) -> None:
         self._record = record

@@ -107,7 +107,7 @@ def test_a_prompt_that_cannot_be_served_is_refused_and_leaves_nothing(
     assert not llm._engine.has_unfinished_requests()
 
 
-def test_nothing_to_do_is_done() -> None:
+def test_an_absent_seed_is_drawn() -> None:
     assert SamplingParams().for_engine(5).seed == 5
     assert SamplingParams(seed=0).for_engine(5).seed == 0
 
