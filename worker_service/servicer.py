@@ -57,7 +57,7 @@ class WorkerServicer(WorkerServicerBase):  # type: ignore[misc]
             num_prefix_hits_tokens=stats.num_prefix_hits_tokens,
             num_preemptions=stats.num_preemptions,
             num_late_writes=counters.num_late_writes,
-            num_repairs=counters.num_mismatched_blocks,
+            num_repairs=counters.num_repairs,
             num_expired_leases=counters.num_expired_leases,
             num_sessions=self._host.num_sessions,
         )
