@@ -54,7 +54,7 @@ class DecodeRole:
         if self._is_draining:
             self._refuse(stream, Draining("this decode worker is leaving"), can_retry=True)
             return
-        session.spawn(serve(stream, request))
+        self._host.spawn(self, stream, lambda: serve(stream, request))
 
     def on_beat(self, session: RouterSession) -> None:
         self.receiver.renew(session)
@@ -87,15 +87,8 @@ class DecodeRole:
             )
             return True
 
-        try:
-            is_added = await self._engine.call(add)
-        except ValueError as error:
-            self._refuse(stream, InvalidRequest((), str(error)), can_retry=False)
-        except EngineDeadError:
-            return  # the process is ending, and its sessions with it
-        else:
-            if not is_added:
-                self._answer_busy(stream)
+        if not await self._engine.call(add):
+            self._answer_busy(stream)
 
     async def _reserve(self, stream: Stream, request: pb.EngineRequest) -> None:
         def reserve(engine: LLMEngine) -> Reservation | None:
@@ -106,13 +99,7 @@ class DecodeRole:
                 output_token_ids=request.output_token_ids,
             )
 
-        try:
-            reservation = await self._engine.call(reserve)
-        except ValueError as error:
-            self._refuse(stream, InvalidRequest((), str(error)), can_retry=False)
-            return
-        except EngineDeadError:
-            return  # the process is ending, and its sessions with it
+        reservation = await self._engine.call(reserve)
         if not stream.is_open:
             return  # cancelled meanwhile: `cancel` has freed the reservation, as the command after ours
         if reservation is None:

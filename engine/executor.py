@@ -6,17 +6,12 @@ sampled.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 
 from engine.config import EngineConfig
 from engine.kv_cache import KVCacheShape
-from engine.sequence import BlockExport, SchedulerOutput
+from engine.sequence import OnLayerWritten, SchedulerOutput
 from engine.worker import Worker
-
-OnLayerWritten = Callable[[int, list[BlockExport]], None]
-"""(layer, exports): that layer's KV of the step is in the pool. Called on the stepping thread, which waits for it."""
 
 
 class Executor:

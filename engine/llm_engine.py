@@ -17,11 +17,11 @@ from itertools import count
 
 from engine.block_manager import BlockLedger, BlockManager, CacheEvent
 from engine.config import EngineConfig
-from engine.executor import Executor, OnLayerWritten
+from engine.executor import Executor
 from engine.outputs import RequestOutput
 from engine.sampling_params import SamplingParams
 from engine.scheduler import Scheduler, SchedulerStats
-from engine.sequence import Sequence
+from engine.sequence import OnLayerWritten, Sequence
 
 
 @dataclass(frozen=True, slots=True)

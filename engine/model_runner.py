@@ -5,7 +5,7 @@ Owns nothing but references: the pool is the worker's, sequences are the schedul
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -15,10 +15,7 @@ from engine.input_batch import InputBatch, build_input_batch
 from engine.kv_cache import clear_blocks, copy_blocks
 from engine.models.decoder import Decoder
 from engine.sampler import Sampler
-from engine.sequence import BlockExport, SchedulerOutput
-
-if TYPE_CHECKING:
-    from engine.executor import OnLayerWritten
+from engine.sequence import BlockExport, OnLayerWritten, SchedulerOutput
 
 
 class ModelRunner:

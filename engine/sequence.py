@@ -12,8 +12,10 @@ caching, preemption and handing over all follow from it.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import Enum, auto
+from typing import TypeAlias
 
 from engine.sampling_params import SamplingParams
 
@@ -98,6 +100,10 @@ class BlockExport:
     block_ids: tuple[int, ...]
     is_last: bool
     """The prompt's last block is among them."""
+
+
+OnLayerWritten: TypeAlias = Callable[[int, list[BlockExport]], None]
+"""(layer, exports): that layer's KV of the step is in the pool. Called on the stepping thread, which waits for it."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import sys
 import time
-from typing import TYPE_CHECKING
 
 import torch
 
@@ -18,10 +17,7 @@ from engine.config import EngineConfig
 from engine.kv_cache import KVCacheShape, allocate_kv_pool
 from engine.model_loader import load_model
 from engine.model_runner import ModelRunner
-from engine.sequence import SchedulerOutput
-
-if TYPE_CHECKING:
-    from engine.executor import OnLayerWritten
+from engine.sequence import OnLayerWritten, SchedulerOutput
 
 REPORT_AFTER_S = 5.0
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 import asyncio
 import logging
 
-from engine.async_llm_engine import AsyncLLMEngine, EngineDeadError
+from engine.async_llm_engine import AsyncLLMEngine
 from engine.sequence import BlockExport
 from kv_transfer import STATUS_OF, InvalidTransfer, KVSender, Push, TransferError
 from protos import tandem_worker_pb2 as pb
@@ -53,7 +53,9 @@ class PrefillRole:
             stream.post_failure(Draining("this prefill worker is leaving"), can_retry=True)
             self._host.close(stream)
             return
-        self._tasks[stream] = session.spawn(self._run(stream, command.prefill))
+        task = self._host.spawn(self, stream, lambda: self._run(stream, command.prefill))
+        self._tasks[stream] = task
+        task.add_done_callback(lambda _: self._tasks.pop(stream))
 
     def on_beat(self, session: RouterSession) -> None:
         """Nothing here outlives its session, so there is no lease to renew."""
@@ -80,13 +82,7 @@ class PrefillRole:
         except TransferError as error:
             code = int(STATUS_OF[type(error)].value[0])
             stream.post_failure(error_of_code(code, str(error)), can_retry=not isinstance(error, InvalidTransfer))
-        except ValueError as error:
-            stream.post_failure(InvalidRequest((), str(error)), can_retry=False)
-        except EngineDeadError:
-            pass  # the process is ending, and its sessions with it
-        finally:
-            self._host.close(stream)
-            self._tasks.pop(stream, None)
+        self._host.close(stream)
 
     async def _serve(self, stream: Stream, command: pb.PrefillRequest) -> None:
         params = sampling_params_of(command.request.sampling_params)

@@ -37,7 +37,7 @@ from router.request_state import (
     WorkerSaid,
 )
 from router.worker_pool import WorkerPool
-from rpc.errors import NoWorker, TandemError
+from rpc.errors import NoWorker
 
 MAX_ATTEMPTS = 4
 """A request is given up when this many attempts have failed."""
@@ -103,7 +103,7 @@ class Lifecycle:
         self._events.put_nowait(stopped)
 
     async def run(self) -> AsyncGenerator[inference_pb.GenerateResponse, None]:
-        """The messages of the answer, the last with usage and timings. Raises the `TandemError` that ended it."""
+        """The messages of the answer, the last with usage and timings. Raises the error that ended it."""
         try:
             actions = self._state.start()
             while True:
@@ -164,7 +164,7 @@ class Lifecycle:
             plan = await self._cluster.queue.wait_for_plan(
                 num_tokens=len(token_ids), num_cached_blocks=cached, avoid=action.avoid, is_return=action.is_return
             )
-        except TandemError as error:
+        except Exception as error:  # whatever it is, it is the request's end: nobody else would hear of it
             self._events.put_nowait(Stopped(inference_pb.FINISH_REASON_ERROR, error))
             return
         self._num_planned_tokens = len(token_ids)

@@ -78,7 +78,7 @@ class Stopped:
     """The answer is not wanted any more, or is complete by a stop string (`finish_reason`), or failed (`error`)."""
 
     finish_reason: FinishReason = FinishReason.FINISH_REASON_ABORT
-    error: TandemError | None = None
+    error: Exception | None = None
 
 
 Event: TypeAlias = Planned | WorkerSaid | WorkerLost | Stopped
@@ -131,7 +131,7 @@ class End:
     """The request is over, well (`error` is None) or not."""
 
     finish_reason: FinishReason
-    error: TandemError | None = None
+    error: Exception | None = None
 
 
 Action: TypeAlias = EnterQueue | SendReserve | SendGenerate | SendPrefill | SendCancel | Emit | End
@@ -207,7 +207,7 @@ class RequestState:
         self.plan = None
         return [SendCancel(worker, self.attempt) for worker in workers]
 
-    def _end(self, finish_reason: FinishReason, error: TandemError | None = None) -> list[Action]:
+    def _end(self, finish_reason: FinishReason, error: Exception | None = None) -> list[Action]:
         """The one way to DONE. What workers may still do for this request is cancelled."""
         self.phase = Phase.DONE
         return [*self._cancel_attempt(), End(finish_reason, error)]

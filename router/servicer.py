@@ -88,7 +88,7 @@ class InferenceServicer(InferenceServicerBase):  # type: ignore[misc]
             async for response in _until_deadline(responses, context.time_remaining()):
                 outcome.note(response)
                 yield response
-        except TandemError as error:
+        except Exception as error:
             outcome.error = error
             raise
         finally:
@@ -157,7 +157,7 @@ class _Outcome:
 
     request_id: str
     arrived_s: float
-    error: TandemError | None = None
+    error: Exception | None = None
     last: pb.GenerateResponse | None = None
 
     def note(self, response: pb.GenerateResponse) -> None:
@@ -167,7 +167,8 @@ class _Outcome:
     def log(self) -> None:
         facts: dict[str, object] = {"request_id": self.request_id}
         if self.error is not None:
-            facts |= {"code": code_of(self.error), "error": self.error.message}
+            code = code_of(self.error) if isinstance(self.error, TandemError) else "bug"
+            facts |= {"code": code, "error": str(self.error)}
         elif self.last is not None:
             usage, timings = self.last.usage, self.last.timings
             facts |= {

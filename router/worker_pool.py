@@ -47,6 +47,8 @@ class WorkerHandle:
     """Of this router's requests that are being prefilled here."""
     full_at: tuple[int, int] | None = None
     """(available blocks, active requests) when it last said Busy; None once it has freed something."""
+    is_leaving: bool = False
+    """Gone from the registry: no new work."""
     num_lost: int = 0
     """Sessions lost in a row."""
 
@@ -56,7 +58,7 @@ class WorkerHandle:
 
     @property
     def is_usable(self) -> bool:
-        return self.session is not None and self.session.is_open and not self.record.is_draining
+        return self.session is not None and self.session.is_open and not self.is_leaving and not self.record.is_draining
 
     @property
     def num_available_blocks(self) -> int:
@@ -128,9 +130,10 @@ class WorkerPool:
                 self._connect(handle)
             else:
                 handle.record = record
+                handle.is_leaving = False
         for key, handle in list(self._handles.items()):
             if key not in by_key:
-                handle.record.is_draining = True  # no new work; what runs there goes on
+                handle.is_leaving = True  # what runs there goes on
                 self._forget_if_done(handle)
         self._on_change()
 
@@ -236,7 +239,7 @@ class WorkerPool:
     async def _reconnect(self, handle: WorkerHandle) -> None:
         """Try again while the registry knows the worker, with a pause that doubles: the peer may be restarting."""
         await asyncio.sleep(min(_RECONNECT_MIN_S * 2 ** (handle.num_lost - 1), _RECONNECT_MAX_S))
-        if handle.record.is_draining:
+        if handle.is_leaving:
             self._forget_if_done(handle)
         elif self._handles.get(handle.key) is handle:
             self._connect(handle)
@@ -244,7 +247,7 @@ class WorkerPool:
     def _forget_if_done(self, handle: WorkerHandle) -> None:
         """Drop a worker that left the registry once none of our requests is there."""
         is_idle = handle.session is None or handle.session.num_requests == 0
-        if handle.record.is_draining and is_idle and self._handles.get(handle.key) is handle:
+        if handle.is_leaving and is_idle and self._handles.get(handle.key) is handle:
             del self._handles[handle.key]
             task = asyncio.create_task(self._close_handle(handle))
             self._tasks.add(task)

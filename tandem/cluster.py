@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import re
 import sys
 import sysconfig
 import time
@@ -29,11 +30,13 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from engine.config import EngineArgs
 from protos import tandem_worker_pb2, tandem_worker_pb2_grpc
+from router.args import RouterArgs
 from rpc.channel import open_channel
 from rpc.entrypoint import ServiceArgs
 from rpc.server import split_address
 from tandem.local_redis import LocalRedis
 from tandem.supervision import ProcessError, ProcessEvent, ProcessSpec, RestartPolicy, SupervisedProcess
+from worker_service.args import WorkerArgs
 
 T = TypeVar("T")
 
@@ -48,7 +51,6 @@ KILL_MARGIN_S = 5.0
 WORKER_GRACE_S = 20.0
 """No request runs on them any more."""
 REDIS_GRACE_S = 5.0
-TRANSPORTS = ("grpc", "nixl")
 
 
 class ClusterError(Exception):
@@ -73,27 +75,27 @@ class ClusterArgs:
     log_level: str = "info"
     drain_grace_s: float = 30.0
     """How long running streams may go on after `stop`."""
-    extra_router_flags: tuple[str, ...] = ()
-    extra_worker_flags: tuple[str, ...] = ()
+    max_queue_tokens: int = RouterArgs.max_queue_tokens
+    lease_ms: int = WorkerArgs.lease_ms
 
     def __post_init__(self) -> None:
         if self.num_decode < 1:
             raise ValueError(f"--decode must be at least 1, is {self.num_decode}")
         if self.num_prefill < 1 and not self.is_aggregated:
             raise ValueError(f"--prefill must be at least 1, is {self.num_prefill}; --aggregated starts without any")
-        if self.transport not in TRANSPORTS:
-            raise ValueError(f"--transport must be one of {', '.join(TRANSPORTS)}, is {self.transport!r}")
-        if self.drain_grace_s < 0:
-            raise ValueError(f"--grace-s must be at least 0, is {self.drain_grace_s}")
+        shared: dict[str, Any] = {
+            "listen": self.listen,
+            "redis": self.redis_url or ServiceArgs.redis,
+            "namespace": self.namespace,
+            "log_level": self.log_level,
+            "drain_grace_s": self.drain_grace_s,
+        }
         try:
-            ServiceArgs(
-                listen=self.listen,
-                redis=self.redis_url or ServiceArgs.redis,
-                namespace=self.namespace,
-                log_level=self.log_level,
-            )
-        except ValueError as error:  # it opens with the field's name
-            raise ValueError(f"--{error}") from error
+            RouterArgs(model=self.engine.model, max_queue_tokens=self.max_queue_tokens, **shared)
+            WorkerArgs(transport=self.transport, lease_ms=self.lease_ms, **shared)
+        except ValueError as error:
+            field_name, rest = re.split(r"(?=\W)", str(error), maxsplit=1)
+            raise ValueError(f"--{field_name.replace('_', '-')}{rest}") from error
 
     @property
     def worker_names(self) -> list[str]:
@@ -257,6 +259,11 @@ class Cluster:
         process.start()
         return process
 
+    @property
+    def _served_model_name(self) -> str:
+        """What was asked for, not the cache folder that it is in."""
+        return self.args.engine.served_model_name or Path(self.args.engine.model).name
+
     def _router_spec(self, folder: Path) -> ProcessSpec:
         args = self.args
 
@@ -269,7 +276,8 @@ class Cluster:
                 "--namespace", args.namespace,
                 "--log-level", args.log_level,
                 "--drain-grace-s", str(args.drain_grace_s),
-                *args.extra_router_flags,
+                "--max-queue-tokens", str(args.max_queue_tokens),
+                "--served-model-name", self._served_model_name,
             ]  # fmt: skip
 
         return ProcessSpec(name=ROUTER, command=command, ready_pattern=LISTENING, env=_python_env(), must_start=True)
@@ -282,7 +290,7 @@ class Cluster:
             model=str(folder),
             # A converted GGUF file is a folder of safetensors.
             load_format="auto" if args.engine.load_format == "gguf" else args.engine.load_format,
-            served_model_name=args.engine.served_model_name or Path(args.engine.model).name,
+            served_model_name=self._served_model_name,
             num_threads=num_threads,
         )
         module = "prefill_service" if name.startswith("prefill") else "decode_service"
@@ -295,7 +303,7 @@ class Cluster:
             "--log-level", args.log_level,
             "--transport", args.transport,
             *engine_flags(engine),
-            *args.extra_worker_flags,
+            "--lease-ms", str(args.lease_ms),
         ]  # fmt: skip
         env = {
             **_python_env(),

@@ -13,7 +13,7 @@ from __future__ import annotations
 import secrets
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import count
 from typing import Any
 
@@ -144,9 +144,8 @@ class LLM:
         try:
             for (text, token_ids), prompt_params in zip(prompts, params, strict=True):
                 request_id = str(next(self._request_ids))
-                fitted = self._fit(prompt_params, len(token_ids))
-                self._engine.add_request(request_id, token_ids, fitted.for_engine(secrets.randbits(63)))
-                answers[request_id] = _Answer(request_id, text, token_ids, fitted, self._tokenizer)
+                self._engine.add_request(request_id, token_ids, prompt_params.for_engine(secrets.randbits(63)))
+                answers[request_id] = _Answer(request_id, text, token_ids, prompt_params, self._tokenizer)
             self._step_until_done(answers, use_tqdm)
         finally:
             for answer in answers.values():
@@ -165,13 +164,6 @@ class LLM:
             raise ValueError(f"sampling_params has {len(sampling_params)} entries for {num_prompts} prompts")
         return sampling_params
 
-    def _fit(self, params: SamplingParams, num_prompt_tokens: int) -> SamplingParams:
-        """The answer ends where the context does."""
-        num_left = max(1, self.config.model.max_model_len - num_prompt_tokens)
-        if params.max_tokens <= num_left:
-            return params
-        return replace(params, max_tokens=num_left, min_tokens=min(params.min_tokens, num_left))
-
     def _step_until_done(self, answers: Mapping[str, _Answer], use_tqdm: bool) -> None:
         with ExitStack() as stack:
             progress = stack.enter_context(_progress()) if use_tqdm else None
@@ -189,7 +181,7 @@ class LLM:
         for output in outputs:
             answer = answers[output.request_id]
             answer.take(output)
-            if False:  # a stop string, which the engine knows nothing of
+            if answer.is_finished and not output.is_finished:  # a stop string, which the engine knows nothing of
                 self._engine.abort(output.request_id)
 
 

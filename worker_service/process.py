@@ -25,10 +25,9 @@ import click
 
 from engine.async_llm_engine import AsyncLLMEngine, StepNews
 from engine.config import EngineArgs, EngineConfig
-from engine.executor import OnLayerWritten
 from engine.llm_engine import LLMEngine
 from engine.model_loader import create_engine_config
-from engine.sequence import BlockExport
+from engine.sequence import BlockExport, OnLayerWritten
 from kv_transfer import Identity, KVPool
 from protos import tandem_worker_pb2 as pb
 from protos.tandem_worker_pb2_grpc import add_WorkerServicer_to_server
@@ -196,6 +195,7 @@ class WorkerProcess:
         await self._registration.close()
         await self._reporter.close()
         await self.server.drain(0)
+        await self.host.finish_tasks()
         await self.role.close()
         await self.engine.close()
 

@@ -11,20 +11,19 @@ are cancelled, in the one `finally` of `SessionHost.serve`.
 from __future__ import annotations
 
 import asyncio
-import logging
-from collections.abc import AsyncIterator, Callable, Iterable
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Protocol
 
 import grpc
 
+from engine.async_llm_engine import EngineDeadError
 from engine.outputs import RequestOutput
 from protos import tandem_worker_pb2 as pb
-from rpc.errors import Incompatible, RequestExists, TandemError, code_of
+from rpc.errors import Incompatible, InvalidRequest, RequestExists, TandemError, code_of
+from rpc.interceptors import log_bug
 from rpc.session import Command, EventOutbox, check_hello, run_session
 from worker_service.messages import tokens_message
-
-_log = logging.getLogger(__name__)
 
 
 @dataclass(slots=True, eq=False)
@@ -59,19 +58,6 @@ class RouterSession:
     number: int
     outbox: EventOutbox
     streams: dict[tuple[str, int], Stream] = field(default_factory=dict)
-    tasks: set[asyncio.Task[None]] = field(default_factory=set)
-
-    def spawn(self, coroutine: object) -> asyncio.Task[None]:
-        """Run a command of this session without making the next one wait."""
-        task: asyncio.Task[None] = asyncio.create_task(coroutine)  # type: ignore[arg-type]
-        self.tasks.add(task)
-        task.add_done_callback(self._on_done)
-        return task
-
-    def _on_done(self, task: asyncio.Task[None]) -> None:
-        self.tasks.discard(task)
-        if not task.cancelled() and task.exception() is not None:
-            _log.error("a command failed by a bug", exc_info=task.exception())
 
 
 class Role(Protocol):
@@ -99,6 +85,7 @@ class SessionHost:
         self._load = load
         self._sessions: set[RouterSession] = set()
         self._streams: dict[str, Stream] = {}
+        self._tasks: set[asyncio.Task[None]] = set()
         self._num_sessions_ever = 0
         self._has_no_streams = asyncio.Event()
         self._has_no_streams.set()
@@ -152,6 +139,41 @@ class SessionHost:
         role.cancel(stream)
 
     # -- streams ------------------------------------------------------------------------------------------------
+
+    def spawn(self, role: Role, stream: Stream, work: Callable[[], Awaitable[None]]) -> asyncio.Task[None]:
+        """Do the `work` of a stream without making the session's next command wait.
+
+        What it raises ends the stream: the router is told, whatever happened, and nobody waits for ever.
+        """
+        task = asyncio.create_task(self._run(role, stream, work))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return task
+
+    async def _run(self, role: Role, stream: Stream, work: Callable[[], Awaitable[None]]) -> None:
+        try:
+            await work()
+        except EngineDeadError:
+            pass  # the process is ending, and its sessions with it
+        except ValueError as error:
+            self._fail(role, stream, InvalidRequest((), str(error)), can_retry=False)
+        except TandemError as error:
+            self._fail(role, stream, error, can_retry=True)
+        except Exception as error:
+            self._fail(role, stream, log_bug(error, f"request {stream.request_id}"), can_retry=True)
+
+    def _fail(self, role: Role, stream: Stream, error: TandemError, *, can_retry: bool) -> None:
+        if stream.is_open:
+            stream.post_failure(error, can_retry=can_retry)
+            self._cancel(role, stream)
+
+    async def finish_tasks(self) -> None:
+        """Cancel what streams still do here, and wait until they have cleaned up."""
+        tasks = list(self._tasks)
+        for task in tasks:
+            task.cancel()
+        if tasks:
+            await asyncio.wait(tasks)
 
     def open(self, session: RouterSession, request: pb.EngineRequest) -> Stream:
         """A new stream for an attempt. Raises `RequestExists` for one that is open already."""

@@ -8,7 +8,8 @@ import sys
 import click
 
 from tandem.cli.options import examples
-from tandem.cluster import TRANSPORTS, ClusterArgs
+from tandem.cluster import ClusterArgs
+from worker_service.args import TRANSPORTS
 
 
 @click.command(

@@ -5,14 +5,24 @@ from __future__ import annotations
 import asyncio
 import signal
 import sys
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 import click
 
 from engine.config import EngineArgs
 from rpc.entrypoint import LOG_LEVELS, build, options_of
 from tandem.cli.options import examples
-from tandem.cluster import TRANSPORTS, Cluster, ClusterArgs, ClusterError
+from tandem.cluster import Cluster, ClusterArgs, ClusterError
+from worker_service.args import TRANSPORTS
+
+Command = TypeVar("Command", bound=Callable[..., Any])
+
+
+def _option(flag: str, *names: str, **settings: Any) -> Callable[[Command], Command]:
+    """A flag whose default and environment variable stand in the help."""
+    settings.setdefault("envvar", "TANDEM_" + flag.removeprefix("--").replace("-", "_").upper())
+    return click.option(flag, *names, show_default=settings.get("default") != "", show_envvar=True, **settings)
 
 
 @click.command(
@@ -26,25 +36,25 @@ from tandem.cluster import TRANSPORTS, Cluster, ClusterArgs, ClusterError
         "tandem up --aggregated --decode 2 --model ~/models/Qwen3-0.6B --max-model-len 4096",
     ),
 )
-@click.option("--prefill", "num_prefill", type=int, default=1, envvar="TANDEM_PREFILL", show_default=True,
-              help="Number of prefill workers.")  # fmt: skip
-@click.option("--decode", "num_decode", type=int, default=1, envvar="TANDEM_DECODE", show_default=True,
-              help="Number of decode workers.")  # fmt: skip
-@click.option("--aggregated", "is_aggregated", is_flag=True, envvar="TANDEM_AGGREGATED",
-              help="No prefill workers: each of the --decode workers prefills for itself.")  # fmt: skip
-@click.option("--listen", default=ClusterArgs.listen, envvar="TANDEM_LISTEN", show_default=True, metavar="HOST:PORT",
-              help="Where the router listens. Port 0 takes a free one.")  # fmt: skip
-@click.option("--transport", type=click.Choice(TRANSPORTS), default=ClusterArgs.transport, envvar="TANDEM_TRANSPORT",
-              show_default=True, help="How KV moves: grpc runs anywhere, nixl writes straight into the peer's memory "
-              "(shared memory, TCP, RDMA, NVLink).")  # fmt: skip
-@click.option("--redis", "redis_url", default="", envvar="REDIS_URL", metavar="URL",
-              help="redis://HOST:PORT or unix://PATH. Default: a Redis of its own, gone with it.")  # fmt: skip
-@click.option("--namespace", default=ClusterArgs.namespace, envvar="TANDEM_NAMESPACE", show_default=True,
-              help="Prefix of all keys in Redis: two clusters may share one.")  # fmt: skip
-@click.option("--log-level", type=click.Choice(LOG_LEVELS), default=ClusterArgs.log_level,
-              envvar="TANDEM_LOG_LEVEL", show_default=True, help="What the processes log.")  # fmt: skip
-@click.option("--grace-s", "drain_grace_s", type=float, default=ClusterArgs.drain_grace_s, envvar="TANDEM_GRACE_S",
-              show_default=True, help="How long running streams may go on after Ctrl-C or SIGTERM.")  # fmt: skip
+@_option("--prefill", "num_prefill", type=int, default=1, help="Number of prefill workers.")
+@_option("--decode", "num_decode", type=int, default=1, help="Number of decode workers.")
+@_option("--aggregated", "is_aggregated", is_flag=True,
+         help="No prefill workers: each of the --decode workers prefills for itself.")  # fmt: skip
+@_option("--listen", default=ClusterArgs.listen, metavar="HOST:PORT",
+         help="Where the router listens. Port 0 takes a free one.")  # fmt: skip
+@_option("--transport", type=click.Choice(TRANSPORTS), default=ClusterArgs.transport,
+         help="How KV moves: grpc runs anywhere, nixl writes straight into the peer's memory (shared memory, TCP, RDMA, "
+         "NVLink).")  # fmt: skip
+@_option("--redis", "redis_url", default="", envvar="REDIS_URL", metavar="URL",
+         help="redis://HOST:PORT or unix://PATH. Default: a Redis of its own, gone with it.")  # fmt: skip
+@_option("--namespace", default=ClusterArgs.namespace, help="Prefix of all keys in Redis: two clusters may share one.")
+@_option("--log-level", type=click.Choice(LOG_LEVELS), default=ClusterArgs.log_level, help="What the processes log.")
+@_option("--drain-grace-s", type=float, default=ClusterArgs.drain_grace_s,
+         help="How long running streams may go on after Ctrl-C or SIGTERM.")  # fmt: skip
+@_option("--max-queue-tokens", type=int, default=ClusterArgs.max_queue_tokens,
+         help="Prompt tokens that may wait; beyond, requests are refused.")  # fmt: skip
+@_option("--lease-ms", type=int, default=ClusterArgs.lease_ms,
+         help="A router that is silent for this long is taken for dead by the workers.")  # fmt: skip
 @options_of(EngineArgs)
 @click.pass_context
 def up(context: click.Context, /, **options: Any) -> None:

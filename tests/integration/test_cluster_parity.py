@@ -75,6 +75,36 @@ def test_same_tokens(cluster: RunningCluster, references: list[Reference], reque
     assert moved == {"nixl" if arrangement == "nixl" else "grpc"}
 
 
+_drawn: dict[str, list[list[int]]] = {}
+"""By arrangement: the answers of the same seeded requests."""
+
+
+def test_same_draws_everywhere(
+    cluster: RunningCluster, references: list[Reference], request: pytest.FixtureRequest
+) -> None:
+    """Seeded sampling with penalties and filters does not depend on who computes what."""
+    chosen = [reference for reference in references if 16 <= len(reference.prompt_token_ids) <= NUM_SHORT_TOKENS][:6]
+    with Client(cluster.address) as client, ThreadPoolExecutor(6) as threads:
+
+        def ask(seed: int) -> list[int]:
+            return client.generate(
+                list(chosen[seed].prompt_token_ids),
+                max_tokens=16,
+                temperature=0.9,
+                top_p=0.95,
+                top_k=200,
+                repetition_penalty=1.1,
+                presence_penalty=0.3,
+                seed=seed,
+                ignore_eos=True,
+            ).token_ids
+
+        _drawn[arrangement_of(request)] = list(threads.map(ask, range(len(chosen))))
+    first = next(iter(_drawn.values()))
+    assert _drawn[arrangement_of(request)] == first
+    assert len({tuple(answer) for answer in first}) == len(chosen)
+
+
 def test_same_tokens_with_32_at_once_from_caches(
     cluster: RunningCluster, references: list[Reference], request: pytest.FixtureRequest
 ) -> None:

@@ -199,6 +199,16 @@ def test_every_command_teaches_with_an_example(name: str) -> None:
             assert parameter.help, f"tandem {name} {parameter.opts[0]} has no help"
 
 
+def test_every_flag_of_up_names_its_environment_variable() -> None:
+    for parameter in main.commands["up"].params:
+        assert isinstance(parameter, click.Option)
+        assert parameter.show_envvar
+        expected = (
+            "REDIS_URL" if "--redis" in parameter.opts else "TANDEM_" + parameter.opts[0][2:].replace("-", "_").upper()
+        )
+        assert parameter.envvar == expected
+
+
 @pytest.mark.parametrize("name", sorted(main.commands))
 def test_the_flags_of_the_examples_exist(name: str) -> None:
     epilog = main.commands[name].epilog or ""

@@ -242,4 +242,4 @@ def test_a_deadline_travels(server: tuple[str, Scripted]) -> None:
     with Client(address) as client:
         client.generate("hi", timeout_s=30)
     assert seen[0] is not None
-    assert 0 < seen[0] <= 30
+    assert 0 < seen[0] < 31

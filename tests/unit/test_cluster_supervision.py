@@ -342,7 +342,9 @@ def test_every_engine_setting_reaches_the_worker(monkeypatch: pytest.MonkeyPatch
         ({"listen": "nowhere"}, "--listen: an address is HOST:PORT"),
         ({"redis_url": "localhost"}, "--redis must be a redis://"),
         ({"namespace": "a b"}, "--namespace must be"),
-        ({"drain_grace_s": -1}, "--grace-s must be at least 0"),
+        ({"drain_grace_s": -1}, "--drain-grace-s must be at least 0"),
+        ({"lease_ms": 1}, "--lease-ms must be in"),
+        ({"max_queue_tokens": 0}, "--max-queue-tokens must be at least 1"),
     ],
 )
 def test_a_wrong_setting_names_its_flag(settings: dict[str, Any], message: str) -> None:
