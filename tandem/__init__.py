@@ -18,7 +18,8 @@ if TYPE_CHECKING:
     from engine.sampling_params import SamplingParams
     from tandem.answer import Answer, StreamBroken
     from tandem.client import AsyncClient, Client
-    from tandem.cluster import Cluster, ClusterArgs, ClusterError
+    from tandem.cluster import Cluster, ClusterError
+    from tandem.cluster_args import ClusterArgs
     from tandem.llm import LLM, CompletionOutput, RequestOutput
 
 _HOME = {
@@ -29,7 +30,7 @@ _HOME = {
     "AsyncClient": "tandem.client",
     "Client": "tandem.client",
     "Cluster": "tandem.cluster",
-    "ClusterArgs": "tandem.cluster",
+    "ClusterArgs": "tandem.cluster_args",
     "ClusterError": "tandem.cluster",
     "LLM": "tandem.llm",
     "CompletionOutput": "tandem.llm",

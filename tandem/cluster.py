@@ -1,7 +1,7 @@
 """A whole Tandem on this machine: Redis, a router and workers, each a process of its own.
 
-Owns the processes (through `tandem.supervision`), their settings and the moment when requests can be served. Does not
-own requests: `tandem.client` talks to `router_address`.
+Owns the processes (through `tandem.supervision`) and the moment when requests can be served. Does not
+own their settings (`tandem.cluster_args`), nor requests: `tandem.client` talks to `router_address`.
 
     Cluster(args) ── start() ──> model resolved ─> Redis answers ─> router and workers start together
                                   ─> router is SERVING and knows every worker ─> ready
@@ -15,12 +15,9 @@ from __future__ import annotations
 
 import asyncio
 import os
-import re
 import sys
-import sysconfig
 import time
 from collections.abc import Callable, Coroutine, Iterable
-from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, TypeVar
@@ -28,22 +25,16 @@ from typing import Any, Self, TypeVar
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from engine.config import EngineArgs
 from protos import tandem_worker_pb2, tandem_worker_pb2_grpc
-from router.args import RouterArgs
 from rpc.channel import open_channel
-from rpc.entrypoint import ServiceArgs
 from rpc.server import split_address
+from tandem.cluster_args import REDIS, ROUTER, ClusterArgs, python_env, router_spec, worker_spec
 from tandem.local_redis import LocalRedis
 from tandem.supervision import ProcessError, ProcessEvent, ProcessSpec, RestartPolicy, SupervisedProcess
-from worker_service.args import WorkerArgs
 
 T = TypeVar("T")
 
-ROUTER = "router"
-REDIS = "redis"
 INFERENCE_SERVICE = "tandem.v1.Inference"
-LISTENING = r"^listening grpc=(\S+)$"
 STATUS_INTERVAL_S = 0.1
 """Between two looks at the router's list of workers, at the start only."""
 KILL_MARGIN_S = 5.0
@@ -55,63 +46,6 @@ REDIS_GRACE_S = 5.0
 
 class ClusterError(Exception):
     """The cluster cannot start or go on. The message says what to do."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class ClusterArgs:
-    """What `tandem up` starts. Raises `ValueError` naming the flag."""
-
-    engine: EngineArgs = field(default_factory=EngineArgs)
-    num_prefill: int = 1
-    num_decode: int = 1
-    is_aggregated: bool = False
-    """No prefill workers: every decode worker prefills for itself."""
-    listen: str = "127.0.0.1:50051"
-    """The router's address; port 0 takes a free one."""
-    transport: str = "grpc"
-    redis_url: str = ""
-    """Empty: a Redis of our own."""
-    namespace: str = "tandem"
-    log_level: str = "info"
-    drain_grace_s: float = 30.0
-    """How long running streams may go on after `stop`."""
-    max_queue_tokens: int = RouterArgs.max_queue_tokens
-    lease_ms: int = WorkerArgs.lease_ms
-
-    def __post_init__(self) -> None:
-        if self.num_decode < 1:
-            raise ValueError(f"--decode must be at least 1, is {self.num_decode}")
-        if self.num_prefill < 1 and not self.is_aggregated:
-            raise ValueError(f"--prefill must be at least 1, is {self.num_prefill}; --aggregated starts without any")
-        shared: dict[str, Any] = {
-            "listen": self.listen,
-            "redis": self.redis_url or ServiceArgs.redis,
-            "namespace": self.namespace,
-            "log_level": self.log_level,
-            "drain_grace_s": self.drain_grace_s,
-        }
-        try:
-            RouterArgs(model=self.engine.model, max_queue_tokens=self.max_queue_tokens, **shared)
-            WorkerArgs(transport=self.transport, lease_ms=self.lease_ms, **shared)
-        except ValueError as error:
-            field_name, rest = re.split(r"(?=\W)", str(error), maxsplit=1)
-            raise ValueError(f"--{field_name.replace('_', '-')}{rest}") from error
-
-    @property
-    def worker_names(self) -> list[str]:
-        """ "prefill-1", "decode-1", …: what logs and tests call them."""
-        num_prefill = 0 if self.is_aggregated else self.num_prefill
-        return [
-            *(f"prefill-{i}" for i in range(1, num_prefill + 1)),
-            *(f"decode-{i}" for i in range(1, self.num_decode + 1)),
-        ]
-
-
-def num_cores() -> int:
-    """Cores that this process may use."""
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
 
 
 def print_log_line(name: str, line: str) -> None:
@@ -175,13 +109,6 @@ class Cluster:
         """ "host:port" of a worker or the router."""
         return self._processes[name].announced
 
-    def worker_id(self, name: str) -> str:
-        """The id under which the worker `name` registers."""
-        if not self.args.redis_url:
-            return name
-        # Others may be registered in that Redis: the name alone would not be ours alone.
-        return f"{os.uname().nodename}-{os.getpid()}-{name}"
-
     @property
     def redis_url(self) -> str:
         return self._redis.url if self._redis else self.args.redis_url
@@ -202,9 +129,9 @@ class Cluster:
         if not self.args.redis_url:
             self._redis = LocalRedis()
             await self._or_failure(self._supervise(self._redis.spec(REDIS)).wait_running())
-        self._supervise(self._router_spec(folder))
+        self._supervise(router_spec(self.args, folder, self.redis_url))
         for name in self.args.worker_names:
-            self._supervise(self._worker_spec(name, folder))
+            self._supervise(worker_spec(self.args, name, folder, self.redis_url))
         await self._or_failure(self._wait_ready())
 
     async def stop(self) -> list[str]:
@@ -259,61 +186,6 @@ class Cluster:
         process.start()
         return process
 
-    @property
-    def _served_model_name(self) -> str:
-        """What was asked for, not the cache folder that it is in."""
-        return self.args.engine.served_model_name or Path(self.args.engine.model).name
-
-    def _router_spec(self, folder: Path) -> ProcessSpec:
-        args = self.args
-
-        def command(announced: str) -> list[str]:
-            return [
-                sys.executable, "-P", "-m", "router",
-                "--listen", announced or args.listen,
-                "--model", str(folder),
-                "--redis", self.redis_url,
-                "--namespace", args.namespace,
-                "--log-level", args.log_level,
-                "--drain-grace-s", str(args.drain_grace_s),
-                "--max-queue-tokens", str(args.max_queue_tokens),
-                "--served-model-name", self._served_model_name,
-            ]  # fmt: skip
-
-        return ProcessSpec(name=ROUTER, command=command, ready_pattern=LISTENING, env=_python_env(), must_start=True)
-
-    def _worker_spec(self, name: str, folder: Path) -> ProcessSpec:
-        args = self.args
-        num_threads = args.engine.num_threads or max(1, num_cores() // len(args.worker_names))
-        engine = replace(
-            args.engine,
-            model=str(folder),
-            # A converted GGUF file is a folder of safetensors.
-            load_format="auto" if args.engine.load_format == "gguf" else args.engine.load_format,
-            served_model_name=self._served_model_name,
-            num_threads=num_threads,
-        )
-        module = "prefill_service" if name.startswith("prefill") else "decode_service"
-        command = [
-            sys.executable, "-P", "-m", module,
-            "--listen", "127.0.0.1:0",
-            "--worker-id", self.worker_id(name),
-            "--redis", self.redis_url,
-            "--namespace", args.namespace,
-            "--log-level", args.log_level,
-            "--transport", args.transport,
-            *engine_flags(engine),
-            "--lease-ms", str(args.lease_ms),
-        ]  # fmt: skip
-        env = {
-            **_python_env(),
-            # Workers share the cores: a thread that spins while it waits would take them from the others.
-            "OMP_NUM_THREADS": str(num_threads),
-            "OMP_WAIT_POLICY": "PASSIVE",
-            "GOMP_SPINCOUNT": "0",
-        }
-        return ProcessSpec(name=name, command=lambda _: command, ready_pattern=LISTENING, env=env)
-
     # -- waiting ------------------------------------------------------------------------------------------------
 
     async def _or_failure(self, wait: Coroutine[Any, Any, T]) -> T:
@@ -337,7 +209,7 @@ class Cluster:
         async with open_channel(connect_address(self.router_address)) as channel:
             await _wait_serving(channel)
             stub = tandem_worker_pb2_grpc.ClusterStub(channel)
-            wanted = {self.worker_id(name) for name in self.args.worker_names}
+            wanted = {self.args.worker_id(name) for name in self.args.worker_names}
             # The router offers a list of workers, and no news of it.
             while wanted - await _known_workers(stub):  # noqa: ASYNC110
                 await asyncio.sleep(STATUS_INTERVAL_S)
@@ -353,7 +225,7 @@ class Cluster:
             sys.executable, "-P", "-m", "tandem", "fetch", model,
             stdin=asyncio.subprocess.DEVNULL,
             stdout=asyncio.subprocess.PIPE,
-            env={**os.environ, **_python_env()},
+            env={**os.environ, **python_env()},
         )  # fmt: skip
         try:
             output, _ = await process.communicate()
@@ -374,18 +246,6 @@ def _model_folder(model: str) -> Path | None:
     """Of a model that needs no preparing."""
     path = Path(model).expanduser()
     return path.resolve() if (path / "config.json").is_file() else None
-
-
-def engine_flags(engine: EngineArgs) -> list[str]:
-    """`engine` as the workers' command-line flags, all of them: the environment then changes nothing."""
-    flags: list[str] = []
-    for entry in fields(engine):
-        name, value = entry.name.replace("_", "-"), getattr(engine, entry.name)
-        if isinstance(value, bool):
-            flags.append(f"--{name}" if value else f"--no-{name}")
-        elif value != "":
-            flags += [f"--{name}", str(value)]
-    return flags
 
 
 def connect_address(listen: str) -> str:
@@ -424,15 +284,3 @@ async def _known_workers(stub: tandem_worker_pb2_grpc.ClusterStub) -> set[str]:
             return set()
         raise
     return {worker.record.worker_id for worker in status.workers}
-
-
-def _python_env() -> dict[str, str]:
-    """Environment of a child Python: our packages are found where we were, unless they are installed; no buffering.
-
-    Children run with -P: a folder `router` in the current directory is not ours.
-    """
-    root = str(Path(__file__).resolve().parent.parent)
-    env = {"PYTHONUNBUFFERED": "1"}
-    if root not in (sysconfig.get_path("purelib"), sysconfig.get_path("platlib")):
-        env["PYTHONPATH"] = os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH", "")]))
-    return env

@@ -22,7 +22,8 @@ from protos.tandem_worker_pb2 import ClusterAudit
 from rpc.errors import TandemError
 from tandem.answer import Answer, AnswerStream, StreamBroken
 from tandem.client import AsyncClient
-from tandem.cluster import Cluster, ClusterArgs, ClusterError
+from tandem.cluster import Cluster, ClusterError
+from tandem.cluster_args import ClusterArgs
 from tandem.supervision import ProcessEvent
 from tandem.tables import audit_problems, audit_table, format_table
 

@@ -8,7 +8,7 @@ import sys
 import click
 
 from tandem.cli.options import examples
-from tandem.cluster import ClusterArgs
+from tandem.cluster_args import ClusterArgs
 from worker_service.args import TRANSPORTS
 
 

@@ -13,7 +13,8 @@ import click
 from engine.config import EngineArgs
 from rpc.entrypoint import LOG_LEVELS, build, options_of
 from tandem.cli.options import examples
-from tandem.cluster import Cluster, ClusterArgs, ClusterError
+from tandem.cluster import Cluster, ClusterError
+from tandem.cluster_args import ClusterArgs
 from worker_service.args import TRANSPORTS
 
 Command = TypeVar("Command", bound=Callable[..., Any])
@@ -43,8 +44,8 @@ def _option(flag: str, *names: str, **settings: Any) -> Callable[[Command], Comm
 @_option("--listen", default=ClusterArgs.listen, metavar="HOST:PORT",
          help="Where the router listens. Port 0 takes a free one.")  # fmt: skip
 @_option("--transport", type=click.Choice(TRANSPORTS), default=ClusterArgs.transport,
-         help="How KV moves: grpc runs anywhere, nixl writes straight into the peer's memory (shared memory, TCP, RDMA, "
-         "NVLink).")  # fmt: skip
+         help="How KV moves: grpc runs anywhere, nixl writes straight into the peer's memory (shared memory, TCP, "
+         "RDMA, NVLink).")  # fmt: skip
 @_option("--redis", "redis_url", default="", envvar="REDIS_URL", metavar="URL",
          help="redis://HOST:PORT or unix://PATH. Default: a Redis of its own, gone with it.")  # fmt: skip
 @_option("--namespace", default=ClusterArgs.namespace, help="Prefix of all keys in Redis: two clusters may share one.")

@@ -20,7 +20,7 @@ from clusters import RunningCluster, run_cluster, wait_until
 
 from tandem.client import Client
 
-SMALL = ("--max-model-len", "1024", "--kv-cache-gib", "0.05")
+SMALL = ("--served-model-name", "small", "--max-model-len", "1024", "--kv-cache-gib", "0.05")
 LONG_PROMPT = "Count from one to a thousand: one, two, three, four, five, six, seven, eight, nine, ten, eleven,"
 
 
@@ -66,6 +66,13 @@ def children_of(pid: int) -> dict[str, psutil.Process]:
         worker = re.search(r"--worker-id (\S+)", line)
         found[worker[1] if worker else "router" if "-m router" in line else "redis"] = child
     return found
+
+
+def test_the_model_has_the_name_it_was_given(cluster: RunningCluster) -> None:
+    with Client(cluster.address) as client:
+        info = client.model_info()
+        assert (info.model, info.max_model_len) == ("small", 1024)
+        assert client.generate("hello", model="small", max_tokens=1).usage.completion_tokens == 1
 
 
 # -- generate ---------------------------------------------------------------------------------------------------

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-from clusters import RunningCluster
+from clusters import RunningCluster, run_cluster
 from reference import NUM_TOKENS, Reference
 
 from protos import tandem_inference_pb2 as pb
@@ -25,8 +25,9 @@ ARRANGEMENTS = {
 
 
 @pytest.fixture(scope="module", params=list(ARRANGEMENTS))
-def cluster(request: pytest.FixtureRequest, start_cluster: Callable[..., RunningCluster]) -> Iterator[RunningCluster]:
-    return start_cluster(*FLOAT32, *ARRANGEMENTS[request.param])
+def cluster(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningCluster]:
+    with run_cluster(tmp_path_factory.mktemp("cluster") / "log", *FLOAT32, *ARRANGEMENTS[request.param]) as running:
+        yield running
 
 
 def arrangement_of(request: pytest.FixtureRequest) -> str:

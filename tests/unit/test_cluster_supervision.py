@@ -20,7 +20,8 @@ from click.testing import CliRunner
 
 from engine.config import EngineArgs
 from rpc.entrypoint import build, options_of
-from tandem.cluster import Cluster, ClusterArgs, connect_address, engine_flags
+from tandem.cluster import connect_address
+from tandem.cluster_args import ClusterArgs, engine_flags
 from tandem.local_redis import MAX_SOCKET_PATH_BYTES, LocalRedis
 from tandem.supervision import (
     MAX_LINE_BYTES,
@@ -356,8 +357,8 @@ def test_a_wrong_setting_names_its_flag(settings: dict[str, Any], message: str) 
 def test_workers_have_names_and_ids_of_their_own() -> None:
     assert ClusterArgs(num_prefill=2, num_decode=1).worker_names == ["prefill-1", "prefill-2", "decode-1"]
     assert ClusterArgs(num_prefill=2, num_decode=2, is_aggregated=True).worker_names == ["decode-1", "decode-2"]
-    assert Cluster(ClusterArgs()).worker_id("decode-1") == "decode-1"
-    shared = Cluster(ClusterArgs(redis_url="redis://somewhere")).worker_id("decode-1")
+    assert ClusterArgs().worker_id("decode-1") == "decode-1"
+    shared = ClusterArgs(redis_url="redis://somewhere").worker_id("decode-1")
     assert str(os.getpid()) in shared, "several clusters may share that Redis"
 
 

@@ -1,0 +1,171 @@
+"""What a local cluster is made of: its settings, and the command line and environment of each process.
+
+Pure: nothing is started here (`tandem.cluster` does). Every setting travels as a flag, so that the environment of
+whoever starts the cluster changes no process behind its back.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+import sysconfig
+from dataclasses import dataclass, field, fields, replace
+from pathlib import Path
+from typing import Any
+
+from engine.config import EngineArgs
+from router.args import RouterArgs
+from rpc.entrypoint import ServiceArgs
+from tandem.supervision import ProcessSpec
+from worker_service.args import WorkerArgs
+
+ROUTER = "router"
+REDIS = "redis"
+LISTENING = r"^listening grpc=(\S+)$"
+"""The line that every service prints once it accepts RPCs."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ClusterArgs:
+    """What `tandem up` starts. Raises `ValueError` naming the flag."""
+
+    engine: EngineArgs = field(default_factory=EngineArgs)
+    num_prefill: int = 1
+    num_decode: int = 1
+    is_aggregated: bool = False
+    """No prefill workers: every decode worker prefills for itself."""
+    listen: str = "127.0.0.1:50051"
+    """The router's address; port 0 takes a free one."""
+    transport: str = "grpc"
+    redis_url: str = ""
+    """Empty: a Redis of our own."""
+    namespace: str = "tandem"
+    log_level: str = "info"
+    drain_grace_s: float = 30.0
+    """How long running streams may go on after `stop`."""
+    max_queue_tokens: int = RouterArgs.max_queue_tokens
+    lease_ms: int = WorkerArgs.lease_ms
+
+    def __post_init__(self) -> None:
+        if self.num_decode < 1:
+            raise ValueError(f"--decode must be at least 1, is {self.num_decode}")
+        if self.num_prefill < 1 and not self.is_aggregated:
+            raise ValueError(f"--prefill must be at least 1, is {self.num_prefill}; --aggregated starts without any")
+        shared: dict[str, Any] = {
+            "listen": self.listen,
+            "redis": self.redis_url or ServiceArgs.redis,
+            "namespace": self.namespace,
+            "log_level": self.log_level,
+            "drain_grace_s": self.drain_grace_s,
+        }
+        try:
+            RouterArgs(model=self.engine.model, max_queue_tokens=self.max_queue_tokens, **shared)
+            WorkerArgs(transport=self.transport, lease_ms=self.lease_ms, **shared)
+        except ValueError as error:
+            field_name, rest = re.split(r"(?=\W)", str(error), maxsplit=1)
+            raise ValueError(f"--{field_name.replace('_', '-')}{rest}") from error
+
+    @property
+    def worker_names(self) -> list[str]:
+        """ "prefill-1", "decode-1", …: what logs and tests call them."""
+        num_prefill = 0 if self.is_aggregated else self.num_prefill
+        return [
+            *(f"prefill-{i}" for i in range(1, num_prefill + 1)),
+            *(f"decode-{i}" for i in range(1, self.num_decode + 1)),
+        ]
+
+    @property
+    def served_model_name(self) -> str:
+        """What was asked for, not the cache folder that it is in."""
+        return self.engine.served_model_name or Path(self.engine.model).name
+
+    def worker_id(self, name: str) -> str:
+        """The id under which the worker `name` registers."""
+        if not self.redis_url:
+            return name
+        # Others may be registered in that Redis: the name alone would not be ours alone.
+        return f"{os.uname().nodename}-{os.getpid()}-{name}"
+
+
+def num_cores() -> int:
+    """Cores that this process may use."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+def router_spec(args: ClusterArgs, folder: Path, redis_url: str) -> ProcessSpec:
+    """The router, which serves the model in `folder` and comes back on the port it had."""
+
+    def command(announced: str) -> list[str]:
+        return [
+            sys.executable, "-P", "-m", "router",
+            "--listen", announced or args.listen,
+            "--model", str(folder),
+            "--redis", redis_url,
+            "--namespace", args.namespace,
+            "--log-level", args.log_level,
+            "--drain-grace-s", str(args.drain_grace_s),
+            "--max-queue-tokens", str(args.max_queue_tokens),
+            "--served-model-name", args.served_model_name,
+        ]  # fmt: skip
+
+    return ProcessSpec(name=ROUTER, command=command, ready_pattern=LISTENING, env=python_env(), must_start=True)
+
+
+def worker_spec(args: ClusterArgs, name: str, folder: Path, redis_url: str) -> ProcessSpec:
+    """The worker `name`; its role is the part of the name before the dash."""
+    num_threads = args.engine.num_threads or max(1, num_cores() // len(args.worker_names))
+    engine = replace(
+        args.engine,
+        model=str(folder),
+        # A converted GGUF file is a folder of safetensors.
+        load_format="auto" if args.engine.load_format == "gguf" else args.engine.load_format,
+        served_model_name=args.served_model_name,
+        num_threads=num_threads,
+    )
+    module = "prefill_service" if name.startswith("prefill") else "decode_service"
+    command = [
+        sys.executable, "-P", "-m", module,
+        "--listen", "127.0.0.1:0",
+        "--worker-id", args.worker_id(name),
+        "--redis", redis_url,
+        "--namespace", args.namespace,
+        "--log-level", args.log_level,
+        "--transport", args.transport,
+        *engine_flags(engine),
+        "--lease-ms", str(args.lease_ms),
+    ]  # fmt: skip
+    env = {
+        **python_env(),
+        # Workers share the cores: a thread that spins while it waits would take them from the others.
+        "OMP_NUM_THREADS": str(num_threads),
+        "OMP_WAIT_POLICY": "PASSIVE",
+        "GOMP_SPINCOUNT": "0",
+    }
+    return ProcessSpec(name=name, command=lambda _: command, ready_pattern=LISTENING, env=env)
+
+
+def engine_flags(engine: EngineArgs) -> list[str]:
+    """`engine` as the workers' command-line flags, all of them: the environment then changes nothing."""
+    flags: list[str] = []
+    for entry in fields(engine):
+        name, value = entry.name.replace("_", "-"), getattr(engine, entry.name)
+        if isinstance(value, bool):
+            flags.append(f"--{name}" if value else f"--no-{name}")
+        elif value != "":
+            flags += [f"--{name}", str(value)]
+    return flags
+
+
+def python_env() -> dict[str, str]:
+    """Environment of a child Python: our packages are found where we were, unless they are installed; no buffering.
+
+    Children run with -P: a folder `router` in the current directory is not ours.
+    """
+    root = str(Path(__file__).resolve().parent.parent)
+    env = {"PYTHONUNBUFFERED": "1"}
+    if root not in (sysconfig.get_path("purelib"), sysconfig.get_path("platlib")):
+        env["PYTHONPATH"] = os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH", "")]))
+    return env

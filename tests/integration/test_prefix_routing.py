@@ -1,0 +1,82 @@
+"""Prefixes that are cached anywhere are found, used, and not sent again."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+
+import pytest
+from clusters import RunningCluster, wait_until
+
+from protos import tandem_inference_pb2 as pb
+from tandem.answer import Answer
+from tandem.client import Client
+
+
+@pytest.fixture(scope="module")
+def cluster(start_cluster: Callable[..., RunningCluster]) -> RunningCluster:
+    return start_cluster("--prefill", "2", "--decode", "1", "--max-model-len", "2048", "--num-kv-blocks", "400")
+
+
+def tokens(seed: int, count: int) -> list[int]:
+    return [(seed * 1009 + 37 * i) % 40_000 + 60 for i in range(count)]
+
+
+def ask(cluster: RunningCluster, prompt: list[int]) -> Answer:
+    with Client(cluster.address) as client:
+        return client.generate(prompt, max_tokens=4, temperature=0, ignore_eos=True)
+
+
+def ask_until_found(cluster: RunningCluster, make_prompt: Callable[[int], list[int]]) -> Answer:
+    """The index is written behind the engine's back: ask (each time anew) until what it says has arrived."""
+    answers: list[Answer] = []
+
+    def is_found() -> bool:
+        answers.append(ask(cluster, make_prompt(len(answers))))
+        return answers[-1].usage.cached_tokens > 0
+
+    wait_until(is_found, 10, "a cached prefix is found", lambda: answers[-1])
+    return answers[-1]
+
+
+def test_a_longer_prompt_goes_where_its_beginning_was_computed(cluster: RunningCluster) -> None:
+    beginnings = [tokens(seed, 320) for seed in (1, 2)]
+    with ThreadPoolExecutor(2) as threads:  # at once, so that each prefill worker gets one
+        firsts = list(threads.map(lambda beginning: ask(cluster, beginning), beginnings))
+    assert len({first.timings.prefill_worker for first in firsts}) == 2
+    for beginning, first in zip(beginnings, firsts, strict=True):
+        assert first.timings.mode == pb.MODE_DISAGGREGATED
+        assert first.usage.cached_tokens == 0
+        second = ask_until_found(cluster, partial(continued, beginning))
+        assert second.timings.mode == pb.MODE_DISAGGREGATED
+        assert second.timings.prefill_worker == first.timings.prefill_worker
+        assert second.usage.cached_tokens == 320
+        # The decode worker had the beginning too, so only the rest travelled.
+        assert second.timings.kv_transfer.num_cached_blocks == 20
+        assert second.timings.kv_transfer.num_blocks == 6
+
+
+def continued(beginning: list[int], turn: int) -> list[int]:
+    """`beginning` with another ending in every turn."""
+    return beginning + tokens(1000 + turn, 90)
+
+
+def test_a_prompt_that_the_decode_worker_has_stays_there(cluster: RunningCluster) -> None:
+    prompt = tokens(50, 200)
+    ask(cluster, prompt)
+    answers: list[Answer] = []
+
+    def is_local() -> bool:
+        answers.append(ask(cluster, prompt))
+        return answers[-1].timings.mode == pb.MODE_LOCAL
+
+    wait_until(is_local, 10, "the decode worker's prefix is used", lambda: answers[-1])
+    assert answers[-1].usage.cached_tokens == 192
+    assert not answers[-1].timings.HasField("kv_transfer")
+    cluster.wait_until_at_rest()
+
+
+def test_prefix_hits_are_counted(cluster: RunningCluster) -> None:
+    assert sum(worker.num_prefix_hits_tokens for worker in cluster.workers()) > 0
+    assert sum(worker.num_prefix_queries_tokens for worker in cluster.workers()) > 0
