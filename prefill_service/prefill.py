@@ -6,7 +6,7 @@
        └── cancelled or failed: HELD ──nothing reads the blocks any more──> released
 
 The blocks stay in the engine, as a sequence's or held, until no transfer can read them. They are released in one
-place, the `finally` of `_serve`.
+place, `_let_go`.
 """
 
 from __future__ import annotations
@@ -71,8 +71,7 @@ class PrefillRole:
         """Refuse new prompts; return when the last one has been handed over."""
         self._is_draining = True
         await self._host.wait_until_idle()
-        while self._tasks:
-            await asyncio.wait(list(self._tasks.values()))
+        await self._host.wait_for_tasks()
 
     # -- one request --------------------------------------------------------------------------------------------
 
@@ -111,11 +110,16 @@ class PrefillRole:
                 is_settled = True
                 stream.post(handed_over=pb.HandedOver(stats=stats))
         finally:
-            if not is_settled:
-                self._engine.post(lambda engine: engine.hold(stream.engine_id))
-                await push.abandon()
-            del self._pushes[stream.engine_id]
-            self._engine.post(lambda engine: engine.abort(stream.engine_id))
+            # A task of its own: a cancel may come again while this waits, and must not keep it from its end.
+            self._host.keep(self._let_go(stream, push, is_settled=is_settled))
+
+    async def _let_go(self, stream: Stream, push: Push, *, is_settled: bool) -> None:
+        """Free the blocks, once no transfer can read them any more."""
+        if not is_settled:
+            self._engine.post(lambda engine: engine.hold(stream.engine_id))
+            await push.abandon()
+        del self._pushes[stream.engine_id]
+        self._engine.post(lambda engine: engine.abort(stream.engine_id))
 
     def on_layer_written(self, layer: int, exports: list[BlockExport]) -> None:
         """These blocks hold their final KV in `layer`: push them."""

@@ -11,9 +11,9 @@ are cancelled, in the one `finally` of `SessionHost.serve`.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol
 
 import grpc
 
@@ -86,6 +86,8 @@ class SessionHost:
         self._sessions: set[RouterSession] = set()
         self._streams: dict[str, Stream] = {}
         self._tasks: set[asyncio.Task[None]] = set()
+        self._kept: set[asyncio.Task[None]] = set()
+        """Clean-up, which nothing cancels."""
         self._num_sessions_ever = 0
         self._has_no_streams = asyncio.Event()
         self._has_no_streams.set()
@@ -167,13 +169,28 @@ class SessionHost:
             stream.post_failure(error, can_retry=can_retry)
             self._cancel(role, stream)
 
+    def keep(self, work: Coroutine[Any, Any, None]) -> None:
+        """Do clean-up `work` to its end, whatever happens to the stream that asks for it."""
+        task = asyncio.create_task(work)
+        self._kept.add(task)
+        task.add_done_callback(self._on_kept)
+
+    def _on_kept(self, task: asyncio.Task[None]) -> None:
+        self._kept.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            assert isinstance(error, Exception)
+            log_bug(error, "clean-up")
+
+    async def wait_for_tasks(self) -> None:
+        """Until all that streams do here has ended, clean-up included."""
+        while tasks := [*self._tasks, *self._kept]:
+            await asyncio.wait(tasks)
+
     async def finish_tasks(self) -> None:
         """Cancel what streams still do here, and wait until they have cleaned up."""
-        tasks = list(self._tasks)
-        for task in tasks:
+        for task in list(self._tasks):
             task.cancel()
-        if tasks:
-            await asyncio.wait(tasks)
+        await self.wait_for_tasks()
 
     def open(self, session: RouterSession, request: pb.EngineRequest) -> Stream:
         """A new stream for an attempt. Raises `RequestExists` for one that is open already."""

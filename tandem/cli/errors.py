@@ -19,8 +19,8 @@ def explain(error: TandemError, address: str) -> str:
         return "; ".join(f"{_flag(v.field)}: {v.description}" for v in error.violations)
     if isinstance(error, Unreachable):
         return (
-            f"no router answers at {address} ({error.message}). Start one with `tandem up`, or name another with "
-            "--router HOST:PORT or TANDEM_ROUTER."
+            f"no router answers at {address}, or it went away ({error.message}). Start one with `tandem up`, or "
+            "name another with --router HOST:PORT or TANDEM_ROUTER."
         )
     line = " ".join(error.message.split()) or type(error).__name__
     if error.retry_after_s is not None:

@@ -267,7 +267,8 @@ def test_sigterm_lets_a_stream_finish(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="PR_SET_PDEATHSIG is Linux's")
-def test_a_sigkill_leaves_no_orphan() -> None:
+def test_a_sigkill_leaves_no_orphan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TMPDIR", str(tmp_path))  # the socket's folder, which nobody is left to remove
     with running("up", *SMALL, "--listen", "127.0.0.1:0") as process:
         assert process.stdout is not None
         assert select.select([process.stdout], [], [], 60)[0], "no ready line"

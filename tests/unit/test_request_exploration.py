@@ -1,0 +1,243 @@
+"""Every interleaving of one request with its workers, with up to two faults, through the code that the router runs.
+
+The model is a prefill and a decode worker, each with a stream of messages on its way to the router. From every state
+all that could happen next is tried: a worker does its next step, is busy, fails or dies; a message arrives; the client
+leaves. Checked in each state: positions are contiguous and tokens right, the end comes once, nothing that was begun on
+a worker is left there at the end, and there is always something that can still happen.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+import pytest
+
+from protos import tandem_inference_pb2 as inference_pb
+from protos import tandem_worker_pb2 as pb
+from protos.tandem_kv_transfer_pb2 import Grant
+from router.request_state import (
+    Action,
+    Emit,
+    End,
+    EnterQueue,
+    Event,
+    Phase,
+    Plan,
+    Planned,
+    RequestState,
+    SendCancel,
+    SendGenerate,
+    SendPrefill,
+    SendReserve,
+    Stopped,
+    WorkerKey,
+    WorkerLost,
+    WorkerSaid,
+)
+
+P, D = WorkerKey("p", "1"), WorkerKey("d", "1")
+NUM_TOKENS = 3
+LENGTH = inference_pb.FINISH_REASON_LENGTH
+
+
+@dataclass
+class Work:
+    """One attempt on one worker: what it does next."""
+
+    attempt: int
+    step: str
+    """ "reserve", "granted", "prefill", "commit", "acknowledge", or "decode"."""
+    next_index: int
+
+
+@dataclass
+class World:
+    """The router's machine, both workers, and the messages between them."""
+
+    state: RequestState
+    num_faults: int
+    is_queued: bool = False
+    work: dict[WorkerKey, Work] = field(default_factory=dict)
+    inbox: dict[WorkerKey, list[WorkerSaid]] = field(default_factory=lambda: {P: [], D: []})
+    emitted: list[int] = field(default_factory=list)
+    ends: list[End] = field(default_factory=list)
+
+    def key(self) -> str:
+        state = self.state
+        inbox = [[said.event.SerializeToString(deterministic=True) for said in line] for line in self.inbox.values()]
+        early = [(t.index, t.finish_reason) for t in state._early]
+        mind = (state.phase, state.attempt, state.num_failures, state.plan, state._first_index, early)
+        return repr((mind, state._finish_reason, self.num_faults, self.is_queued, self.work, inbox, self.emitted))
+
+
+def say(world: World, worker: WorkerKey, attempt: int, **event: object) -> None:
+    message = pb.WorkerEvent(request_id="r", attempt=attempt, **event)  # type: ignore[arg-type]
+    world.inbox[worker].append(WorkerSaid(worker, message))
+
+
+def tokens(index: int) -> pb.Tokens:
+    is_last = index == NUM_TOKENS - 1
+    return pb.Tokens(index=index, token_ids=[100 + index], finish_reason=LENGTH if is_last else 0)  # type: ignore[arg-type]
+
+
+def do(world: World, actions: list[Action]) -> None:
+    """What the router's shell and the network do with the machine's actions."""
+    for action in actions:
+        match action:
+            case EnterQueue():
+                assert not world.is_queued
+                world.is_queued = True
+            case SendReserve(worker):
+                world.work[worker] = Work(world.state.attempt, "reserve", len(world.emitted))
+            case SendGenerate(worker):
+                world.work[worker] = Work(world.state.attempt, "generate", len(world.emitted))
+            case SendPrefill(worker, _):
+                world.work[worker] = Work(world.state.attempt, "prefill", len(world.emitted))
+            case SendCancel(worker, attempt):
+                if worker in world.work and world.work[worker].attempt == attempt:
+                    del world.work[worker]
+            case Emit(offset, token_ids):
+                assert offset == len(world.emitted), "a gap or a repetition"
+                world.emitted += token_ids
+                assert world.emitted == [100 + i for i in range(len(world.emitted))], "wrong tokens"
+            case End():
+                world.ends.append(action)
+    assert len(world.ends) <= 1, "ended twice"
+    assert (world.state.phase is Phase.DONE) == bool(world.ends)
+
+
+def deliver(world: World, event: Event) -> World:
+    do(world, world.state.on(event))
+    return world
+
+
+def successors(world: World) -> Iterator[World]:
+    """All worlds that one happening leads to."""
+
+    def fork() -> World:
+        return copy.deepcopy(world)
+
+    for worker, events in world.inbox.items():
+        if events:
+            after = fork()
+            yield deliver(after, after.inbox[worker].pop(0))
+    if world.is_queued and world.state.phase is Phase.QUEUED:
+        for plan in (Plan(D, P), Plan(D, None)):
+            after = fork()
+            after.is_queued = False
+            yield deliver(after, Planned(plan))
+    for worker in world.work:
+        after = fork()
+        if work_on(after, worker):
+            yield after
+    if world.num_faults:
+        yield from faults(world)
+
+
+def work_on(world: World, worker: WorkerKey) -> bool:
+    """The worker's next step. False if it waits for the other one."""
+    work = world.work[worker]
+    match work.step:
+        case "reserve":
+            say(world, worker, work.attempt, granted=Grant(grant_id=work.attempt))
+            work.step = "granted"
+        case "granted":
+            return False  # until the prefill worker commits
+        case "prefill":
+            say(world, worker, work.attempt, tokens=tokens(work.next_index))
+            work.step = "commit"
+            if work.next_index == NUM_TOKENS - 1:
+                del world.work[worker]
+        case "commit":
+            decode = world.work.get(D)
+            if decode is None or decode.attempt != work.attempt or decode.step != "granted":
+                say(world, worker, work.attempt, failed=pb.Failed(code=10, message="grant gone", can_retry=True))
+                del world.work[worker]
+            else:
+                decode.step, decode.next_index = "decode", work.next_index + 1
+                work.step = "acknowledge"
+        case "acknowledge":
+            say(world, worker, work.attempt, handed_over=pb.HandedOver())
+            del world.work[worker]
+        case "generate" | "decode":
+            say(world, worker, work.attempt, tokens=tokens(work.next_index))
+            work.next_index += 1
+            work.step = "decode"
+            if work.next_index == NUM_TOKENS:
+                del world.work[worker]
+    return True
+
+
+def faults(world: World) -> Iterator[World]:
+    def fork() -> World:
+        after = copy.deepcopy(world)
+        after.num_faults -= 1
+        return after
+
+    yield deliver(fork(), Stopped())
+    for worker, work in world.work.items():
+        if work.step in ("reserve", "generate"):
+            after = fork()
+            say(after, worker, work.attempt, busy=pb.Busy())
+            del after.work[worker]
+            yield after
+        after = fork()
+        say(after, worker, work.attempt, failed=pb.Failed(code=14, message="no", can_retry=True))
+        del after.work[worker]
+        yield after
+    for worker in (P, D):
+        after = fork()  # it dies: what it had said and was not heard is lost with it
+        after.work.pop(worker, None)
+        after.inbox[worker] = []
+        yield deliver(after, WorkerLost(worker))
+
+
+def explore(num_faults: int, max_attempts: int) -> tuple[int, int]:
+    """Visit every reachable world. Returns how many there are, and how many of them are ends."""
+    first = World(RequestState(max_attempts=max_attempts), num_faults)
+    do(first, first.state.start())
+    frontier, seen, num_ends = deque([first]), {first.key()}, 0
+    while frontier:
+        world = frontier.popleft()
+        if world.ends:
+            num_ends += 1
+            assert not world.work, f"left behind: {world.work}"
+            if world.ends[0].error is None and world.ends[0].finish_reason == LENGTH:
+                assert len(world.emitted) == NUM_TOKENS
+            continue
+        following = list(successors(world))
+        assert following, f"nothing can happen any more: {world.key()}"
+        for after in following:
+            key = after.key()
+            if key not in seen:
+                seen.add(key)
+                frontier.append(after)
+    return len(seen), num_ends
+
+
+@pytest.mark.parametrize("num_faults", [0, 1, 2])
+def test_every_interleaving(num_faults: int) -> None:
+    num_worlds, num_ends = explore(num_faults, max_attempts=3)
+    assert num_worlds > 20
+    assert num_ends > 0
+
+
+def test_the_explorer_sees_what_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Mechanisms taken out, one at a time: the explorer must notice each."""
+
+    def believe_everything(self: RequestState, worker: WorkerKey, said: pb.WorkerEvent) -> list[Action]:
+        said.attempt = self.attempt
+        return original_on_worker(self, worker, said)
+
+    original_on_worker = RequestState._on_worker
+    monkeypatch.setattr(RequestState, "_on_worker", believe_everything)
+    with pytest.raises(AssertionError):
+        explore(2, max_attempts=3)
+    monkeypatch.undo()
+
+    monkeypatch.setattr(RequestState, "_cancel_attempt", lambda self: [])
+    with pytest.raises(AssertionError):
+        explore(1, max_attempts=3)
