@@ -4,8 +4,8 @@
 VENV  := .venv
 BIN   := $(VENV)/bin
 PIP   := $(BIN)/python -m pip --disable-pip-version-check
-# -qq: pip's progress and warnings are left out, its errors are not.
-QUIET := -qq
+# On a terminal pip shows its progress; elsewhere (-qq) only its errors.
+QUIET := $(shell [ -t 2 ] || echo -qq)
 SAY   := @printf 'tandem: %s\n'
 
 # The first of these that is Python 3.11 or newer. PYTHON=/path/to/python3 overrides it.
