@@ -130,8 +130,8 @@ class DecodeRole:
         stream.grant_id = None  # a cancel from now on goes to the engine, after the commit
         try:
             await self._engine.call(lambda engine: engine.commit(engine_id, first_token_id))
-        except (KeyError, EngineDeadError):
-            return False
+        except (KeyError, ValueError, EngineDeadError):
+            return False  # what is still reserved is freed when the router cancels, as it does after a failed attempt
         return True
 
     def on_freed(self, grants: list[Grant]) -> None:

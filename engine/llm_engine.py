@@ -124,8 +124,10 @@ class LLMEngine:
     def commit(self, request_id: str, token_id: int) -> None:
         """The reserved blocks now hold the KV of all tokens; decode on from `token_id`, sampled by the other engine.
 
-        Raises `KeyError` if the reservation is gone.
+        Raises `KeyError` if the reservation is gone, `ValueError` for a token that is none: the reservation stays.
         """
+        if not 0 <= token_id < self.config.model.vocab_size:
+            raise ValueError(f"token_id must be in [0, {self.config.model.vocab_size}), is {token_id}")
         self._scheduler.commit(request_id, token_id)
 
     # -- ways out -----------------------------------------------------------------------------------------------

@@ -74,6 +74,7 @@ class Sequence:
 
     @property
     def num_uncomputed_tokens(self) -> int:
+        """1 is what a decoding sequence has: the token sampled last. More are still to be prefilled."""
         return len(self.token_ids) - self.num_computed_tokens
 
 

@@ -90,11 +90,12 @@ class Lifecycle:
         self._state = RequestState(MAX_ATTEMPTS)
         self._events: asyncio.Queue[Event] = asyncio.Queue()
         self._waiting: asyncio.Task[None] | None = None
-        self._plan: Plan | None = None
         self._last_plan: Plan | None = None
         self._unsettled_decode: Plan | None = None
         self._unsettled_prefill: Plan | None = None
         self._num_planned_tokens = 0
+        self._num_frees_when_asked = 0
+        """Of the decode worker, when the running attempt was sent to it (see `WorkerHandle.note_busy`)."""
         self._num_answer_tokens = 0
         self.stamps = Stamps(arrived_s)
 
@@ -126,10 +127,10 @@ class Lifecycle:
                 case EnterQueue():
                     self._enter_queue(action)
                 case SendReserve(worker):
-                    self._send(worker, pb.DecodeCommand(reserve=self._engine_request()))
+                    self._ask(worker, pb.DecodeCommand(reserve=self._engine_request()))
                 case SendGenerate(worker):
                     self.stamps.sent_s = self.stamps.sent_s or time.monotonic()
-                    self._send(worker, pb.DecodeCommand(generate=self._engine_request()))
+                    self._ask(worker, pb.DecodeCommand(generate=self._engine_request()))
                 case SendPrefill(worker, grant):
                     self.stamps.sent_s = self.stamps.sent_s or time.monotonic()
                     prefill = pb.PrefillRequest(request=self._engine_request(), grant=grant)
@@ -168,8 +169,14 @@ class Lifecycle:
             self._events.put_nowait(Stopped(inference_pb.FINISH_REASON_ERROR, error))
             return
         self._num_planned_tokens = len(token_ids)
-        self._plan = self._last_plan = self._unsettled_decode = self._unsettled_prefill = plan
+        self._last_plan = self._unsettled_decode = self._unsettled_prefill = plan
         self._events.put_nowait(Planned(plan))
+
+    def _ask(self, key: WorkerKey, command: pb.DecodeCommand) -> None:
+        """Send what a decode worker may answer with Busy."""
+        if (handle := self._cluster.pool.get(key)) is not None:
+            self._num_frees_when_asked = handle.num_frees
+        self._send(key, command)
 
     def _send(self, key: WorkerKey, command: pb.PrefillCommand | pb.DecodeCommand) -> None:
         handle = self._cluster.pool.get(key)
@@ -207,23 +214,32 @@ class Lifecycle:
 
     def _note(self, said: WorkerSaid) -> None:
         """Stamps and accounts: nothing here decides what happens to the request."""
-        if said.event.attempt != self._state.attempt or self._plan is None:
-            return
+        plan = self._state.plan
+        if plan is None or said.event.attempt != self._state.attempt:
+            return  # of an attempt that is over
         now_s = time.monotonic()
         match said.event.WhichOneof("event"):
             case "granted":
                 self._settle_decode()
+                self._cluster.queue.dispatch()
             case "busy":
+                self.stamps.sent_s = None  # nobody has begun: the request waits on
                 if (handle := self._cluster.pool.get(said.worker)) is not None:
-                    handle.set_full()
-            case "tokens":
-                self._settle()
+                    handle.note_busy(self._num_frees_when_asked)
+            case "tokens" if said.worker == (plan.prefill or plan.decode):
+                if self._is_unsettled:
+                    self._settle()
+                    self._cluster.queue.dispatch()
                 if self.stamps.first_token_s is None:
                     assert self.stamps.sent_s is not None
                     self.stamps.placed_s = min(now_s, self.stamps.sent_s + said.event.tokens.waited_ms / 1000)
                     self.stamps.first_token_s = now_s
             case "handed_over":
                 self.stamps.handed_over_s = self.stamps.handed_over_s or now_s
+
+    @property
+    def _is_unsettled(self) -> bool:
+        return self._unsettled_decode is not None or self._unsettled_prefill is not None
 
     def _settle_decode(self) -> None:
         if self._unsettled_decode is not None:
@@ -240,7 +256,9 @@ class Lifecycle:
         """The request is over: nobody waits, counts or listens for it any more."""
         if self._waiting is not None:
             self._waiting.cancel()
-        self._settle()
+        if self._is_unsettled:
+            self._settle()
+            self._cluster.queue.dispatch()  # what was counted as taken is free, though no worker says so
         for handle in self._cluster.pool.handles:
             if handle.session is not None:
                 handle.session.detach(self.request_id)
@@ -287,7 +305,7 @@ class Lifecycle:
             decode_ms=1e3 * (stamps.ended_s - handed_over_s),
             total_ms=1e3 * (stamps.ended_s - stamps.arrived_s),
             time_to_first_token_ms=1e3 * (first_token_s - stamps.arrived_s),
-            attempts=self._state.attempt,
+            attempts=self._state.num_failures + 1,
         )
         if num_later_tokens:
             timings.time_per_output_token_ms = 1e3 * (stamps.ended_s - first_token_s) / num_later_tokens

@@ -67,7 +67,7 @@ def choose_plan(
 ) -> Plan | None:
     """The best plan now for a prompt of `num_tokens` tokens, or None: wait until something changes.
 
-    `avoid` is chosen only where there is no other.
+    `avoid` decodes only where nobody else can, and does not prefill: the decode worker can do without.
     """
     num_blocks = -(-num_tokens // block_size)
     with_room = [d for d in decode if not d.is_full and d.num_available_blocks >= num_blocks]
@@ -78,7 +78,7 @@ def choose_plan(
         key=lambda d: (d.key == avoid, num_blocks - min(d.num_cached_blocks, num_blocks) + d.num_used_blocks),
     )
     num_uncached_tokens = num_tokens - best.num_cached_blocks * block_size
-    compatible = [p for p in prefill if p.compat_digest == best.compat_digest]
+    compatible = [p for p in prefill if p.compat_digest == best.compat_digest and p.key != avoid]
     if num_uncached_tokens <= config.local_max_uncached_tokens or not compatible:
         return Plan(best.key, None)
     free = [p for p in compatible if p.num_queued_tokens <= config.max_prefill_backlog_tokens]
@@ -86,6 +86,6 @@ def choose_plan(
         return None
     soonest = min(
         free,
-        key=lambda p: (p.key == avoid, p.num_queued_tokens + num_tokens - p.num_cached_blocks * block_size),
+        key=lambda p: p.num_queued_tokens + num_tokens - p.num_cached_blocks * block_size,
     )
     return Plan(best.key, soonest.key)

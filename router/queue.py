@@ -82,6 +82,7 @@ class RequestQueue:
         except asyncio.CancelledError:
             if future.done() and not future.cancelled() and future.exception() is None:
                 self._give_back(future.result(), num_tokens)
+                self.dispatch()
             raise
         finally:
             if request in self._waiting:

@@ -45,8 +45,10 @@ class WorkerHandle:
     """Of requests planned here whose Granted or Busy has not come yet."""
     num_prefill_tokens: int = 0
     """Of this router's requests that are being prefilled here."""
-    full_at: tuple[int, int] | None = None
-    """(available blocks, active requests) when it last said Busy; None once it has freed something."""
+    is_full: bool = False
+    """It said Busy, and has freed nothing since."""
+    num_frees: int = 0
+    """How often its load has shown that it freed something."""
     is_leaving: bool = False
     """Gone from the registry: no new work."""
     num_lost: int = 0
@@ -58,25 +60,39 @@ class WorkerHandle:
 
     @property
     def is_usable(self) -> bool:
-        return self.session is not None and self.session.is_open and not self.is_leaving and not self.record.is_draining
+        is_connected = self.session is not None and self.session.is_open
+        return is_connected and not (self.is_leaving or self.record.is_draining or self.load.is_draining)
 
     @property
     def num_available_blocks(self) -> int:
-        return self.load.blocks.num_free + self.load.blocks.num_cached - self.num_planned_blocks
+        return _num_available(self.load) - self.num_planned_blocks
 
     def set_load(self, load: pb.WorkerLoad) -> None:
-        self.load = load
-        if self.full_at is not None:
-            num_available, num_active = self._occupancy()
-            if num_available > self.full_at[0] or num_active < self.full_at[1] or num_active == 0:
-                self.full_at = None
+        before, self.load = self.load, load
+        if _num_available(load) > _num_available(before) or _num_active(load) < _num_active(before):
+            self.num_frees += 1
+            self.is_full = False
 
-    def set_full(self) -> None:
-        self.full_at = self._occupancy()
+    def note_busy(self, num_frees_when_asked: int) -> None:
+        """It refused a request that was sent when `num_frees` was `num_frees_when_asked`.
 
-    def _occupancy(self) -> tuple[int, int]:
-        blocks = self.load.blocks
-        return blocks.num_free + blocks.num_cached, self.load.num_running + self.load.num_waiting
+        If it has freed something since, nobody knows whether the refusal came before or after: then it is asked again,
+        for if that was the last thing it had to free, no load would ever come to say that it is full no more.
+        """
+        if self.num_frees == num_frees_when_asked:
+            self.is_full = True
+
+
+def _num_available(load: pb.WorkerLoad) -> int:
+    return load.blocks.num_free + load.blocks.num_cached
+
+
+def _num_blocks(handle: WorkerHandle, num_tokens: int) -> int:
+    return -(-num_tokens // handle.record.model.block_size)
+
+
+def _num_active(load: pb.WorkerLoad) -> int:
+    return load.num_running + load.num_waiting
 
 
 class WorkerPool:
@@ -155,6 +171,8 @@ class WorkerPool:
         if not decode:
             return None
         block_size = decode[0].record.model.block_size
+        # What requests were admitted by. A prefill worker with a shorter context would end some of them early.
+        max_model_len = min(h.record.model.max_model_len for h in decode)
         plan = choose_plan(
             self._policy,
             num_tokens=request.num_tokens,
@@ -167,6 +185,7 @@ class WorkerPool:
                     num_cached_blocks=request.num_cached_blocks.get(h.key, 0),
                 )
                 for h in self.usable(pb.Role.ROLE_PREFILL)
+                if h.record.model.max_model_len >= max_model_len
             ],
             decode=[
                 DecodeCandidate(
@@ -175,14 +194,15 @@ class WorkerPool:
                     num_available_blocks=h.num_available_blocks,
                     num_used_blocks=h.load.blocks.num_sequence + h.load.blocks.num_grant + h.num_planned_blocks,
                     num_cached_blocks=request.num_cached_blocks.get(h.key, 0),
-                    is_full=h.full_at is not None,
+                    is_full=h.is_full,
                 )
                 for h in decode
             ],
             avoid=request.avoid,
         )
         if plan is not None:
-            self._handles[plan.decode].num_planned_blocks += -(-request.num_tokens // block_size)
+            handle = self._handles[plan.decode]
+            handle.num_planned_blocks += _num_blocks(handle, request.num_tokens)
             if plan.prefill is not None:
                 self._handles[plan.prefill].num_prefill_tokens += request.num_tokens
         return plan
@@ -190,7 +210,7 @@ class WorkerPool:
     def settle_decode(self, plan: Plan, num_tokens: int) -> None:
         """The decode worker has answered: from now on its own load tells of the request."""
         if (handle := self._handles.get(plan.decode)) is not None:
-            handle.num_planned_blocks -= -(-num_tokens // handle.record.model.block_size)
+            handle.num_planned_blocks -= _num_blocks(handle, num_tokens)
 
     def settle_prefill(self, plan: Plan, num_tokens: int) -> None:
         """The prefill worker has computed the prompt, or will not."""
@@ -222,6 +242,7 @@ class WorkerPool:
             on_open=on_open,
             on_lost=lambda: self._on_session_lost(handle),
         )
+        handle.is_full = False
 
     def _on_session_lost(self, handle: WorkerHandle) -> None:
         if self._is_closed:

@@ -112,7 +112,7 @@ class WorkerSession:
                 yield command_type(beat=pb.Beat())
 
     def _take_in(self, message: pb.WorkerEvents) -> None:
-        """The load first, so that whoever plans next knows what this message has changed."""
+        """Events wait in inboxes; the load counts at once. So whoever acts on an event knows the load it came with."""
         for event in message.events:
             inbox = self._inboxes.get(event.request_id)
             if inbox is not None:

@@ -58,12 +58,13 @@ def ledger_message(ledger: BlockLedger) -> pb.BlockLedger:
     )
 
 
-def load_message(load: EngineLoad) -> pb.WorkerLoad:
+def load_message(load: EngineLoad, *, is_draining: bool = False) -> pb.WorkerLoad:
     return pb.WorkerLoad(
         num_running=load.num_running,
         num_waiting=load.num_waiting,
         num_waiting_tokens=load.num_waiting_tokens,
         blocks=ledger_message(load.blocks),
+        is_draining=is_draining,
     )
 
 

@@ -44,6 +44,8 @@ from worker_service.sessions import SessionHost
 _log = logging.getLogger(__name__)
 
 SERVICE_NAME = "tandem.v1.Worker"
+SESSIONS_END_S = 2.0
+"""How long a leaving worker waits until its routers have read what it said last."""
 
 
 class RunningRole(Protocol):
@@ -183,7 +185,7 @@ class WorkerProcess:
         _log.info("draining", extra={"grace_s": grace_s})
         self._is_draining = True
         self.server.enter_drain()
-        self._registration.beat_now()
+        self._tell_draining()
         try:
             async with asyncio.timeout(grace_s):
                 await self.role.drain()
@@ -191,7 +193,8 @@ class WorkerProcess:
             _log.warning("requests still ran when the grace period ended", extra={"grace_s": grace_s})
 
     async def close(self) -> None:
-        """Leave the registry, end the sessions, let go of everything."""
+        """End the sessions, leave the registry, let go of everything."""
+        await self.host.end_sessions(SESSIONS_END_S)
         await self._registration.close()
         await self._reporter.close()
         await self.server.drain(0)
@@ -199,15 +202,24 @@ class WorkerProcess:
         await self.role.close()
         await self.engine.close()
 
+    def _tell_draining(self) -> None:
+        """Over the sessions at once, and through the registry to whoever has none: neither may depend on the other."""
+        load = pb.WorkerLoad()
+        load.CopyFrom(self._load)
+        load.is_draining = True
+        self._load = load
+        self.host.announce_load()
+        self._registration.beat_now()
+
     # -- what the engine says, on the event loop ----------------------------------------------------------------
 
     def _on_step(self, news: StepNews) -> None:
         before = self._load
-        self._load = load_message(news.load)
+        self._load = load_message(news.load, is_draining=self._is_draining)
         self._reporter.report(news.cache_events)
         self.host.deliver(news.outputs)
-        if not news.outputs and before != self._load:
-            self.host.announce_load()
+        if before != self._load:
+            self.host.announce_load()  # to routers without tokens in this step, too: what was freed is for all of them
 
     def _on_failure(self, error: BaseException) -> None:
         _log.critical("the engine failed; this process ends", extra={"error": repr(error)})

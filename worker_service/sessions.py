@@ -20,7 +20,7 @@ import grpc
 from engine.async_llm_engine import EngineDeadError
 from engine.outputs import RequestOutput
 from protos import tandem_worker_pb2 as pb
-from rpc.errors import Incompatible, InvalidRequest, RequestExists, TandemError, code_of
+from rpc.errors import Draining, Incompatible, InvalidRequest, LeaseGone, RequestExists, TandemError, code_of
 from rpc.interceptors import log_bug
 from rpc.session import Command, EventOutbox, check_hello, run_session
 from worker_service.messages import tokens_message
@@ -55,7 +55,6 @@ class RouterSession:
     """One router's session. Also the owner of its grants."""
 
     router_id: str
-    number: int
     outbox: EventOutbox
     streams: dict[tuple[str, int], Stream] = field(default_factory=dict)
 
@@ -83,12 +82,14 @@ class SessionHost:
         self._incarnation = incarnation
         self._lease_ms = lease_ms
         self._load = load
-        self._sessions: set[RouterSession] = set()
+        self._sessions: dict[RouterSession, asyncio.Task[Any]] = {}
+        """Each with the task that serves it."""
+        self._is_ended = False
         self._streams: dict[str, Stream] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self._kept: set[asyncio.Task[None]] = set()
         """Clean-up, which nothing cancels."""
-        self._num_sessions_ever = 0
+        self._num_streams_ever = 0
         self._has_no_streams = asyncio.Event()
         self._has_no_streams.set()
 
@@ -99,16 +100,23 @@ class SessionHost:
     async def serve(self, role: Role, commands: AsyncIterator[Command], context: grpc.aio.ServicerContext) -> None:
         """The body of a Session RPC: takes in `commands`, writes events to `context`, cleans up at the end.
 
-        Raises `Incompatible` for a peer that is not ours, `LeaseGone` for a router that fell silent.
+        Raises `Incompatible` for a peer that is not ours, `LeaseGone` for a router that fell silent, `Draining` once
+        sessions have been ended.
         """
-        async with asyncio.timeout(self._lease_ms / 1000):
-            first = await anext(commands, None)
+        try:
+            async with asyncio.timeout(self._lease_ms / 1000):
+                first = await anext(commands, None)
+        except TimeoutError as error:
+            raise LeaseGone(f"no hello for {self._lease_ms} ms") from error
+        if self._is_ended:
+            raise Draining("this worker is leaving")
         if first is None:
             raise Incompatible("the session ended before its hello")
         hello = check_hello(first, incarnation=self._incarnation)
-        self._num_sessions_ever += 1
-        session = RouterSession(hello.router_id, self._num_sessions_ever, EventOutbox(self._load))
-        self._sessions.add(session)
+        session = RouterSession(hello.router_id, EventOutbox(self._load))
+        task = asyncio.current_task()
+        assert task is not None
+        self._sessions[session] = task
         session.outbox.post()  # the load at once: it tells the router that the session is open
         try:
             await run_session(
@@ -119,10 +127,21 @@ class SessionHost:
                 lease_ms=self._lease_ms,
             )
         finally:
-            self._sessions.discard(session)
+            del self._sessions[session]
             for stream in list(session.streams.values()):
                 self._cancel(role, stream)
             role.drop(session)
+
+    async def end_sessions(self, timeout_s: float) -> None:
+        """Say what is still to be said, end every session well, and take no new ones. Waits at most `timeout_s`.
+
+        Without it, a server that stops could cut off the last tokens of a request that has finished.
+        """
+        self._is_ended = True
+        for session in self._sessions:
+            session.outbox.close()
+        if tasks := list(self._sessions.values()):
+            await asyncio.wait(tasks, timeout=timeout_s)
 
     def _handle(self, role: Role, session: RouterSession, command: pb.PrefillCommand | pb.DecodeCommand) -> None:
         role.on_beat(session)
@@ -197,7 +216,9 @@ class SessionHost:
         key = (request.request_id, request.attempt)
         if key in session.streams:
             raise RequestExists(f"request {request.request_id!r}, attempt {request.attempt}, is open")
-        engine_id = f"{session.number}/{request.request_id}/{request.attempt}"
+        # Never the same twice: a request's name may come back while what it named before is still being cleaned up.
+        self._num_streams_ever += 1
+        engine_id = f"{request.request_id}/{request.attempt}/{self._num_streams_ever}"
         stream = Stream(session, request.request_id, request.attempt, engine_id)
         session.streams[key] = stream
         self._streams[engine_id] = stream

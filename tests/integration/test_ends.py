@@ -14,6 +14,7 @@ from clusters import RunningCluster, wait_until
 from protos import tandem_inference_pb2 as pb
 from protos import tandem_worker_pb2 as worker_pb
 from protos.tandem_inference_pb2_grpc import InferenceStub
+from protos.tandem_worker_pb2_grpc import DecodeStub
 from rpc.errors import InvalidRequest, NoWorker
 from tandem.client import Client
 
@@ -107,6 +108,33 @@ def test_more_than_the_pool_holds_waits_and_is_served(cluster: RunningCluster) -
         thread.join()
     assert answers == [4] * 6
     cluster.wait_until_at_rest()
+
+
+def test_what_is_freed_is_told_to_every_router(cluster: RunningCluster, stub: InferenceStub) -> None:
+    """Else a request that waits in one router for memory would not hear that another router's request has ended."""
+    record = next(w.record for w in cluster.workers() if w.record.role == worker_pb.ROLE_DECODE)
+    loads: list[worker_pb.WorkerLoad] = []
+    has_heard_enough = threading.Event()
+
+    def commands() -> Iterator[worker_pb.DecodeCommand]:
+        hello = worker_pb.Hello(protocol_version=1, router_id="idle", incarnation=record.incarnation)
+        yield worker_pb.DecodeCommand(hello=hello)
+        has_heard_enough.wait(30)
+
+    def listen(messages: Iterator[worker_pb.WorkerEvents]) -> None:
+        loads.extend(message.load for message in messages)
+
+    with grpc.insecure_channel(record.address) as channel:
+        listener = threading.Thread(target=listen, args=(DecodeStub(channel).Session(commands()),))
+        listener.start()
+        wait_until(lambda: bool(loads), 10, "the session is open")
+        assert list(stub.Generate(request_of(SHORT, 3)))
+        try:
+            wait_until(lambda: any(load.num_running for load in loads), 10, "the other router heard of the request")
+            wait_until(lambda: not loads[-1].num_running, 10, "the other router heard of its end", lambda: loads[-1])
+        finally:
+            has_heard_enough.set()
+            listener.join()
 
 
 def test_a_request_id_in_use_is_refused(cluster: RunningCluster, stub: InferenceStub) -> None:

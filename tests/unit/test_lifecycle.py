@@ -1,0 +1,279 @@
+"""One request in the router: what it counts as taken, what it measures, and whom it lets through. No network."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator
+from typing import Any, cast
+
+import pytest
+
+from protos import tandem_inference_pb2 as inference_pb
+from protos import tandem_worker_pb2 as pb
+from protos.tandem_kv_transfer_pb2 import Grant
+from router.detokenizer import IncrementalDetokenizer, TextDelta
+from router.lifecycle import Cluster, Lifecycle
+from router.policy import PolicyConfig
+from router.prefix_lookup import PrefixLookup
+from router.queue import RequestQueue
+from router.request_state import Event, WorkerKey, WorkerSaid
+from router.worker_pool import WorkerHandle, WorkerPool
+from router.worker_session import Inbox
+
+BLOCK = 16
+PROMPT = list(range(60 * BLOCK))
+LENGTH = inference_pb.FINISH_REASON_LENGTH
+
+
+class ScriptedSession:
+    """A session whose worker says what the test tells it to."""
+
+    is_open = True
+    is_lost = False
+
+    def __init__(self, key: WorkerKey) -> None:
+        self.key = key
+        self.sent: list[Any] = []
+        self.inboxes: dict[str, Inbox] = {}
+
+    @property
+    def num_requests(self) -> int:
+        return len(self.inboxes)
+
+    def attach(self, request_id: str, inbox: Inbox) -> None:
+        self.inboxes[request_id] = inbox
+
+    def detach(self, request_id: str) -> None:
+        self.inboxes.pop(request_id, None)
+
+    def send(self, command: Any) -> None:
+        self.sent.append(command)
+
+    def say(self, request_id: str, attempt: int, **event: Any) -> None:
+        said: Event = WorkerSaid(self.key, pb.WorkerEvent(request_id=request_id, attempt=attempt, **event))
+        self.inboxes[request_id](said)
+
+
+class NoText:
+    def push(self, token_ids: list[int]) -> TextDelta:
+        return TextDelta("", None, len(token_ids))
+
+    def finish(self) -> str:
+        return ""
+
+
+class NothingCached:
+    async def longest_match(self, token_ids: list[int]) -> dict[WorkerKey, int]:
+        return {}
+
+
+def load(num_free: int, *, num_running: int = 0, is_draining: bool = False) -> pb.WorkerLoad:
+    blocks = pb.BlockLedger(num_blocks=100, num_free=num_free, num_sequence=100 - num_free)
+    return pb.WorkerLoad(num_running=num_running, blocks=blocks, is_draining=is_draining)
+
+
+class Bench:
+    """A pool with one decode worker of 100 blocks and, if asked for, one prefill worker."""
+
+    def __init__(self, *, with_prefill: bool = False, prefill_max_model_len: int = 2048) -> None:
+        self.pool = WorkerPool(router_id="r", policy=PolicyConfig(), serves=lambda _: True, on_change=self.dispatch)
+        self.queue = RequestQueue(
+            max_tokens=10**6,
+            choose=self.pool.choose,
+            give_back=self.pool.give_back,
+            has_workers=lambda: self.pool.has_decode_worker,
+        )
+        prefixes = cast(PrefixLookup, NothingCached())
+        self.cluster = Cluster(self.pool, self.queue, prefixes)
+        self.decode = self.add("d", pb.Role.ROLE_DECODE, 2048)
+        self.d = cast(ScriptedSession, self.decode.session)
+        if with_prefill:
+            self.prefill = self.add("p", pb.Role.ROLE_PREFILL, prefill_max_model_len)
+            self.p = cast(ScriptedSession, self.prefill.session)
+
+    def dispatch(self) -> None:
+        self.queue.dispatch()
+
+    def add(self, name: str, role: pb.Role, max_model_len: int) -> WorkerHandle:
+        model = inference_pb.GetModelInfoResponse(block_size=BLOCK, max_model_len=max_model_len)
+        record = pb.WorkerRecord(worker_id=name, incarnation="1", role=role, model=model, load=load(100))
+        handle = WorkerHandle(record, channel=None, load=record.load)
+        handle.session = cast(Any, ScriptedSession(handle.key))
+        self.pool._handles[handle.key] = handle
+        return handle
+
+    def request(self, request_id: str) -> Asked:
+        params = inference_pb.SamplingParams(max_tokens=8)
+        lifecycle = Lifecycle(
+            self.cluster,
+            request_id=request_id,
+            prompt_token_ids=PROMPT,
+            sampling_params=params,
+            detokenizer=cast(IncrementalDetokenizer, NoText()),
+            arrived_s=asyncio.get_running_loop().time(),
+        )
+        return Asked(lifecycle.run())
+
+
+class Asked:
+    """A client that reads all of an answer, or leaves."""
+
+    def __init__(self, responses: AsyncGenerator[inference_pb.GenerateResponse, None]) -> None:
+        self.received: list[inference_pb.GenerateResponse] = []
+        self.task = asyncio.create_task(self._read(responses))
+
+    async def _read(self, responses: AsyncGenerator[inference_pb.GenerateResponse, None]) -> None:
+        try:
+            async for response in responses:
+                self.received.append(response)
+        finally:
+            await responses.aclose()
+
+    async def leave(self) -> None:
+        self.task.cancel()
+        await asyncio.wait([self.task])
+
+
+async def settle() -> None:
+    for _ in range(10):
+        await asyncio.sleep(0)
+
+
+async def test_who_leaves_before_the_worker_answered_lets_the_next_one_through() -> None:
+    bench = Bench()
+    first = bench.request("first")
+    await settle()
+    second = bench.request("second")
+    await settle()
+    assert [command.generate.request_id for command in bench.d.sent] == ["first"]
+    await first.leave()  # the worker may never have begun, so that its load stays the same and it says nothing
+    await settle()
+    assert bench.d.sent[-1].generate.request_id == "second"
+    await second.leave()
+    assert bench.decode.num_planned_blocks == 0
+
+
+async def test_who_leaves_before_it_heard_of_its_plan_lets_the_next_one_through() -> None:
+    bench = Bench()
+    bench.decode.is_full = True
+    first, second = bench.request("first"), bench.request("second")
+    await settle()
+    bench.decode.set_load(load(50))
+    bench.decode.set_load(load(100))
+    bench.dispatch()  # the first is planned now
+    await first.leave()
+    await settle()
+    assert [command.generate.request_id for command in bench.d.sent] == ["second"]
+    await second.leave()
+
+
+async def test_an_answer_lets_the_next_one_through() -> None:
+    bench = Bench(with_prefill=True)
+    first, second = bench.request("first"), bench.request("second")
+    await settle()
+    assert [command.reserve.request_id for command in bench.d.sent] == ["first"]
+    bench.decode.set_load(load(100))  # all of the first one's prompt was cached there: it took nothing
+    bench.d.say("first", 1, granted=Grant(grant_id=1))
+    await settle()
+    assert [command.reserve.request_id for command in bench.d.sent] == ["first", "second"]
+    assert bench.prefill.num_prefill_tokens == 2 * len(PROMPT)
+    await first.leave()
+    await second.leave()
+    assert (bench.decode.num_planned_blocks, bench.prefill.num_prefill_tokens) == (0, 0)
+
+
+async def test_a_refusal_that_was_overtaken_by_the_last_freeing_is_asked_again() -> None:
+    bench = Bench()
+    bench.decode.set_load(load(70, num_running=1))
+    asked = bench.request("r")
+    await settle()
+    bench.decode.set_load(load(100))  # came with the refusal, or before it was heard; nothing more will be freed
+    bench.d.say("r", 1, busy=pb.Busy())
+    await settle()
+    assert [command.generate.attempt for command in bench.d.sent] == [1, 2]
+    await asked.leave()
+
+
+async def test_a_refusal_is_not_asked_again_before_something_was_freed() -> None:
+    bench = Bench()
+    bench.decode.set_load(load(70, num_running=2))
+    asked = bench.request("r")
+    await settle()
+    bench.d.say("r", 1, busy=pb.Busy())
+    for num_free, num_running in ((70, 2), (69, 2), (68, 3)):
+        bench.decode.set_load(load(num_free, num_running=num_running))
+        bench.dispatch()
+        await settle()
+        assert len(bench.d.sent) == 1
+    bench.decode.set_load(load(67, num_running=2))
+    bench.dispatch()
+    await settle()
+    assert len(bench.d.sent) == 2
+    await asked.leave()
+
+
+async def test_the_time_after_a_refusal_is_waiting_and_no_attempt_has_failed() -> None:
+    bench = Bench()
+    asked = bench.request("r")
+    await settle()
+    bench.d.say("r", 1, busy=pb.Busy())
+    await settle()
+    await asyncio.sleep(0.1)
+    bench.decode.set_load(load(99))
+    bench.decode.set_load(load(100))
+    bench.dispatch()
+    await settle()
+    bench.d.say("r", 2, tokens=pb.Tokens(index=0, token_ids=[5], finish_reason=LENGTH))
+    await asked.task
+    timings = asked.received[-1].timings
+    assert timings.attempts == 1
+    assert timings.queue_ms > 90
+    total_ms = timings.queue_ms + timings.prefill_ms + timings.transfer_ms + timings.decode_ms
+    assert total_ms == pytest.approx(timings.total_ms)
+
+
+async def test_tokens_that_overtake_the_first_one_do_not_stop_its_clock() -> None:
+    bench = Bench(with_prefill=True)
+    asked = bench.request("r")
+    await settle()
+    bench.d.say("r", 1, granted=Grant(grant_id=1))
+    await settle()
+    bench.d.say("r", 1, tokens=pb.Tokens(index=1, token_ids=[6], finish_reason=LENGTH))
+    await settle()
+    await asyncio.sleep(0.05)
+    bench.p.say("r", 1, tokens=pb.Tokens(index=0, token_ids=[5]))
+    bench.p.say("r", 1, handed_over=pb.HandedOver())
+    await asked.task
+    assert [list(response.token_ids) for response in asked.received] == [[5], [6], []]
+    assert asked.received[-1].timings.time_to_first_token_ms > 45
+
+
+async def test_after_the_only_prefill_worker_failed_the_decode_worker_does_it_all() -> None:
+    bench = Bench(with_prefill=True)
+    asked = bench.request("r")
+    await settle()
+    bench.d.say("r", 1, granted=Grant(grant_id=1))
+    await settle()
+    bench.p.say("r", 1, failed=pb.Failed(code=14, message="leaving", can_retry=True))
+    await settle()
+    assert bench.d.sent[-1].generate.attempt == 2
+    await asked.leave()
+
+
+async def test_a_worker_that_says_it_drains_gets_nothing_more_though_the_registry_is_silent() -> None:
+    bench = Bench()
+    bench.add("other", pb.Role.ROLE_DECODE, 2048)
+    bench.decode.set_load(load(100, is_draining=True))
+    asked = bench.request("r")
+    await settle()
+    assert bench.d.sent == []
+    await asked.leave()
+
+
+async def test_a_prefill_worker_with_a_shorter_context_is_not_used() -> None:
+    bench = Bench(with_prefill=True, prefill_max_model_len=1024)
+    asked = bench.request("r")
+    await settle()
+    assert bench.p.sent == []
+    assert bench.d.sent[-1].WhichOneof("command") == "generate"
+    await asked.leave()

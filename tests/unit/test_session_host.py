@@ -1,0 +1,127 @@
+"""What a worker keeps of its routers' sessions: streams by name, news for all, a last word. No network."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from typing import Any
+
+import pytest
+
+from engine.block_manager import BlockLedger
+from engine.llm_engine import EngineLoad
+from engine.outputs import CompletionOutput, FinishReason, RequestOutput
+from protos import tandem_worker_pb2 as pb
+from rpc.errors import Draining, LeaseGone
+from rpc.session import PROTOCOL_VERSION
+from worker_service.messages import load_message
+from worker_service.sessions import RouterSession, SessionHost, Stream
+
+INCARNATION = "i"
+
+
+class Generates:
+    """A role that opens a stream for every command."""
+
+    def __init__(self, host: SessionHost) -> None:
+        self.host = host
+        self.streams: list[Stream] = []
+        self.cancelled: list[Stream] = []
+
+    def on_command(self, session: RouterSession, command: Any) -> None:
+        self.streams.append(self.host.open(session, command.generate))
+
+    def on_beat(self, session: RouterSession) -> None:
+        pass
+
+    def cancel(self, stream: Stream) -> None:
+        self.cancelled.append(stream)
+
+    def drop(self, session: RouterSession) -> None:
+        pass
+
+
+class Router:
+    """The other end of one session."""
+
+    def __init__(self, host: SessionHost, role: Generates) -> None:
+        self.commands: asyncio.Queue[pb.DecodeCommand] = asyncio.Queue()
+        self.messages: list[pb.WorkerEvents] = []
+        self.task = asyncio.create_task(host.serve(role, self._commands(), self))
+
+    async def _commands(self) -> AsyncIterator[pb.DecodeCommand]:
+        while True:
+            yield await self.commands.get()
+
+    async def write(self, message: pb.WorkerEvents) -> None:
+        await asyncio.sleep(0)  # as a network does
+        self.messages.append(message)
+
+    def send(self, **command: Any) -> None:
+        self.commands.put_nowait(pb.DecodeCommand(**command))
+
+
+class Bench:
+    def __init__(self, *, lease_ms: int = 10_000) -> None:
+        self.load = pb.WorkerLoad()
+        self.host = SessionHost(incarnation=INCARNATION, lease_ms=lease_ms, load=lambda: self.load)
+        self.role = Generates(self.host)
+
+    async def router(self) -> Router:
+        router = Router(self.host, self.role)
+        router.send(hello=pb.Hello(protocol_version=PROTOCOL_VERSION, router_id="r", incarnation=INCARNATION))
+        await settle()
+        return router
+
+
+async def settle() -> None:
+    for _ in range(20):
+        await asyncio.sleep(0)
+
+
+def finished(engine_id: str) -> RequestOutput:
+    completion = CompletionOutput(0, 0, [5], FinishReason.LENGTH)
+    return RequestOutput(engine_id, [completion], num_cached_tokens=0, is_finished=True, waited_s=0)
+
+
+async def test_a_name_that_comes_back_names_something_new_in_the_engine() -> None:
+    """A cancelled prefill is cleaned up later, by its engine id: that must not hit who bears the name by then."""
+    bench = Bench()
+    router = await bench.router()
+    router.send(generate=pb.EngineRequest(request_id="a", attempt=1))
+    router.send(cancel=pb.Cancel(request_id="a", attempt=1))
+    router.send(generate=pb.EngineRequest(request_id="a", attempt=1))
+    await settle()
+    first, second = bench.role.streams
+    assert bench.role.cancelled == [first]
+    assert first.engine_id != second.engine_id
+    assert bench.host.find(first.engine_id) is None
+    assert bench.host.find(second.engine_id) is second
+    router.task.cancel()
+    await asyncio.wait([router.task])
+
+
+async def test_ending_the_sessions_says_what_was_still_to_be_said() -> None:
+    bench = Bench()
+    router = await bench.router()
+    router.send(generate=pb.EngineRequest(request_id="a", attempt=1))
+    await settle()
+    bench.host.deliver([finished(bench.role.streams[0].engine_id)])
+    await bench.host.end_sessions(1.0)
+    assert router.task.done()
+    assert router.messages[-1].events[0].tokens.token_ids == [5]
+    late = await bench.router()
+    with pytest.raises(Draining):
+        await late.task
+
+
+async def test_a_router_that_says_no_hello_is_told_why_its_session_ends() -> None:
+    bench = Bench(lease_ms=20)
+    with pytest.raises(LeaseGone):
+        await Router(bench.host, bench.role).task
+
+
+async def test_draining_is_part_of_the_load() -> None:
+    load = EngineLoad(0, 0, 0, BlockLedger(1, 1, 0, 0, 0, 0))
+    assert not load_message(load).is_draining
+    assert load_message(load, is_draining=True).is_draining
