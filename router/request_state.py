@@ -232,7 +232,7 @@ class RequestState:
             case "granted" if is_decode and plan.prefill is not None and self.phase is Phase.RESERVING:
                 self.phase = Phase.PREFILLING
                 return [SendPrefill(plan.prefill, said.granted)]
-            case "busy" if is_decode and len(self.token_ids) == self._first_index:
+            case "busy" if is_decode and self._may_be_busy(plan):
                 return self._on_busy()
             case "tokens" if self.phase in (Phase.PREFILLING, Phase.DECODING):
                 return self._on_tokens(worker, said.tokens, plan)
@@ -242,6 +242,11 @@ class RequestState:
                 return self._on_failed(worker, said.failed)
             case other:
                 return self._on_nonsense(worker, f"said {other} to a request that is {self.phase.name}")
+
+    def _may_be_busy(self, plan: Plan) -> bool:
+        """Whether the decode worker has not begun yet."""
+        has_begun = len(self.token_ids) > self._first_index
+        return self.phase is Phase.RESERVING or (plan.prefill is None and not has_begun)
 
     def _on_busy(self) -> list[Action]:
         """No memory there just now. Nothing was started, so nothing is cancelled and nothing has failed."""

@@ -50,6 +50,8 @@ class InferenceServicer(InferenceServicerBase):  # type: ignore[misc]
         self._cluster = cluster
         self._running: dict[str, Lifecycle | None] = {}
         """By request id; None while the prompt is being tokenised."""
+        self._to_abort: set[str] = set()
+        """Of those being tokenised: aborted already."""
         self._is_draining = False
         self._is_idle = asyncio.Event()
         self._is_idle.set()
@@ -93,15 +95,19 @@ class InferenceServicer(InferenceServicerBase):  # type: ignore[misc]
             raise
         finally:
             del self._running[request_id]
+            self._to_abort.discard(request_id)
             if not self._running:
                 self._is_idle.set()
             outcome.log()
 
     async def Abort(self, request: pb.AbortRequest, context: grpc.aio.ServicerContext) -> pb.AbortResponse:  # noqa: N802
-        lifecycle = self._running.get(request.request_id)
-        if lifecycle is None:
+        if request.request_id not in self._running:
             return pb.AbortResponse(was_running=False)
-        lifecycle.stop(Stopped())
+        lifecycle = self._running[request.request_id]
+        if lifecycle is None:
+            self._to_abort.add(request.request_id)
+        else:
+            lifecycle.stop(Stopped())
         return pb.AbortResponse(was_running=True)
 
     async def GetModelInfo(  # noqa: N802
@@ -135,6 +141,8 @@ class InferenceServicer(InferenceServicerBase):  # type: ignore[misc]
             arrived_s=arrived_s,
         )
         self._running[validated.request_id] = lifecycle
+        if validated.request_id in self._to_abort:
+            lifecycle.stop(Stopped())
         responses = lifecycle.run()
         try:
             async for response in responses:

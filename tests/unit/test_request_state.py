@@ -173,6 +173,12 @@ def test_stop_cancels_and_nothing_follows() -> None:
     assert state.on(Stopped(error=NoWorker("x"))) == []
 
 
+def test_busy_after_the_grant_is_not_believed() -> None:
+    state = prefilling()
+    actions = state.on(said(D, 1, busy=pb.Busy()))
+    assert actions == [SendCancel(D, 1), SendCancel(P, 1), EnterQueue(is_return=True, avoid=D)]
+
+
 def test_nonsense_of_a_worker_is_not_believed() -> None:
     state = prefilling()
     actions = state.on(said(P, 1, granted=Grant()))
