@@ -18,6 +18,7 @@ from engine.async_llm_engine import AsyncLLMEngine
 from engine.sequence import BlockExport
 from kv_transfer import STATUS_OF, InvalidTransfer, KVSender, Push, TransferError
 from protos import tandem_worker_pb2 as pb
+from protos.tandem_kv_transfer_pb2 import Grant
 from rpc.errors import Draining, InvalidRequest, RequestExists, error_of_code
 from worker_service.messages import sampling_params_of
 from worker_service.sessions import RouterSession, SessionHost, Stream
@@ -85,6 +86,8 @@ class PrefillRole:
 
     async def _serve(self, stream: Stream, command: pb.PrefillRequest) -> None:
         params = sampling_params_of(command.request.sampling_params)
+        num_tokens = len(command.request.prompt_token_ids) + len(command.request.output_token_ids)
+        check_grant_fits(command.grant, num_tokens, self._engine.config.cache.block_size)
         push = await self._sender.open(command.grant)
         stream.first_token = asyncio.get_running_loop().create_future()
         self._pushes[stream.engine_id] = push
@@ -102,7 +105,7 @@ class PrefillRole:
             output = await stream.first_token
             if not output.is_finished:
                 stats = await push.commit(
-                    num_prompt_tokens=len(command.request.prompt_token_ids) + len(command.request.output_token_ids),
+                    num_prompt_tokens=num_tokens,
                     first_token_id=output.outputs[0].token_ids[-1],
                     # The first token was sampled after the prompt: a block for it, if any, holds nothing yet.
                     src_block_ids=output.held_block_ids[: len(command.grant.block_ids)],
@@ -127,3 +130,15 @@ class PrefillRole:
             push = self._pushes.get(export.request_id)
             if push is not None:
                 push.write(layer, export.first_block, export.block_ids)
+
+
+def check_grant_fits(grant: Grant, num_tokens: int, block_size: int) -> None:
+    """Refuse a grant that is not for a prompt of `num_tokens` tokens, before anything is computed for it.
+
+    Raises `ValueError`.
+    """
+    num_blocks = -(-num_tokens // block_size)
+    if len(grant.block_ids) != num_blocks:
+        raise ValueError(f"grant must have {num_blocks} blocks for {num_tokens} tokens, has {len(grant.block_ids)}")
+    if grant.num_cached_blocks > num_blocks:
+        raise ValueError(f"grant.num_cached_blocks must be at most {num_blocks}, is {grant.num_cached_blocks}")
