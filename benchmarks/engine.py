@@ -1,7 +1,7 @@
 """Tokens per second of the engine alone, without router, transfer or network.
 
-    python -m benchmarks.engine                                  # the default model, bfloat16
-    python -m benchmarks.engine --batch-sizes 1,32 --dtype float32 --json
+    python benchmarks/engine.py                                  # the default model, bfloat16
+    python benchmarks/engine.py --batch-sizes 1,32 --dtype float32 --json
 
 Prefill: prompts of one length, one after another, each computed whole; every token is new to the prefix cache. Decode:
 a batch of requests whose prompts are computed, stepped together; the clock is read around each step. Medians, since a
@@ -23,10 +23,14 @@ from pathlib import Path
 import click
 import torch
 
-from engine.config import EngineArgs
-from engine.llm_engine import LLMEngine
-from engine.model_loader import create_engine_config
-from engine.sampling_params import SamplingParams
+if __name__ == "__main__":
+    # Run as a file, this folder comes first on the path, and in it this very file would pass for the package `engine`.
+    sys.path[0] = str(Path(__file__).resolve().parent.parent)
+
+from engine.config import EngineArgs  # noqa: E402
+from engine.llm_engine import LLMEngine  # noqa: E402
+from engine.model_loader import create_engine_config  # noqa: E402
+from engine.sampling_params import SamplingParams  # noqa: E402
 
 _ids = count()
 
