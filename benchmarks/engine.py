@@ -27,10 +27,10 @@ if __name__ == "__main__":
     # Run as a file, this folder comes first on the path, and in it this very file would pass for the package `engine`.
     sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
-from engine.config import EngineArgs  # noqa: E402
-from engine.llm_engine import LLMEngine  # noqa: E402
-from engine.model_loader import create_engine_config  # noqa: E402
-from engine.sampling_params import SamplingParams  # noqa: E402
+from engine.config import EngineArgs
+from engine.llm_engine import LLMEngine
+from engine.model_loader import create_engine_config
+from engine.sampling_params import SamplingParams
 
 _ids = count()
 
