@@ -4,6 +4,7 @@ Handlers just raise. Owns no errors (see `errors`) and no logging of requests.
 
     handler returns ........................ OK
     handler raises TandemError ............. its status, details in grpc-status-details-bin
+    request bytes do not parse ............. InvalidRequest naming the message type; the handler sees no such message
     handler raises anything else ........... logged here with traceback under an id; the client gets INTERNAL with the
                                              exception's class and that id, never its text
     client is gone, or context.abort() ..... passes: gRPC itself ends those
@@ -21,13 +22,15 @@ import asyncio
 import inspect
 import logging
 import secrets
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import aclosing
+from dataclasses import dataclass
 from typing import Any
 
 import grpc
+from google.protobuf.message import DecodeError
 
-from rpc.errors import DETAILS_KEY, InternalError, TandemError, to_status
+from rpc.errors import DETAILS_KEY, InternalError, InvalidRequest, TandemError, to_status
 
 logger = logging.getLogger(__name__)
 
@@ -55,8 +58,8 @@ def _wrap(handler: grpc.RpcMethodHandler, method: str) -> grpc.RpcMethodHandler:
         behavior = getattr(handler, kind)
         if behavior is not None:
             return make(
-                _guard(behavior, method),
-                request_deserializer=handler.request_deserializer,
+                _guard(behavior, method, is_request_stream=handler.request_streaming),
+                request_deserializer=_lenient(handler.request_deserializer),
                 response_serializer=handler.response_serializer,
             )
     raise AssertionError(f"{method} has no behavior")
@@ -70,14 +73,56 @@ _HANDLER_KINDS: dict[str, Callable[..., grpc.RpcMethodHandler]] = {
 }
 
 
-def _guard(behavior: Behavior, method: str) -> Behavior:
+@dataclass(frozen=True, slots=True)
+class _Unreadable:
+    """Stands for a message whose bytes do not parse, until a handler would read it."""
+
+    why: str
+
+    def to_error(self) -> InvalidRequest:
+        return InvalidRequest([("", f"the message cannot be read: {self.why}")])
+
+
+def _lenient(deserialize: Callable[[bytes], Any] | None) -> Callable[[bytes], Any] | None:
+    """gRPC answers UNKNOWN, or breaks off the stream, where a deserializer raises: ours returns what was wrong."""
+    if deserialize is None:
+        return None
+
+    def read(data: bytes) -> Any:
+        try:
+            return deserialize(data)
+        except DecodeError as error:
+            return _Unreadable(str(error))
+
+    return read
+
+
+class _ReadableRequests:
+    """A stream of requests that raises `InvalidRequest` at the first one that does not parse."""
+
+    def __init__(self, requests: AsyncIterator[Any]) -> None:
+        self._requests = requests
+
+    def __aiter__(self) -> _ReadableRequests:
+        return self
+
+    async def __anext__(self) -> Any:
+        request = await anext(self._requests)
+        if isinstance(request, _Unreadable):
+            raise request.to_error()
+        return request
+
+
+def _guard(behavior: Behavior, method: str, *, is_request_stream: bool) -> Behavior:
     call = _draining_generator(behavior) if inspect.isasyncgenfunction(behavior) else behavior
     if not inspect.iscoroutinefunction(call):
         return _unimplemented(method)
 
     async def guarded(request: Any, context: Any) -> Any:
         try:
-            return await call(request, context)
+            if isinstance(request, _Unreadable):
+                raise request.to_error()
+            return await call(_ReadableRequests(aiter(request)) if is_request_stream else request, context)
         except (asyncio.CancelledError, grpc.aio.BaseError):
             # BaseError is gRPC's own: an abort() by the handler, or a write to a client that has left.
             raise

@@ -113,16 +113,20 @@ async def run_session(
 
     Returns when the router has closed its side, or the outbox was closed; what was pending then is written first.
     Raises `LeaseGone` when no command comes for `lease_ms` (the router is dead or cut off; a write to it that hangs is
-    given up), and whatever `handle` raises. The outbox is closed however it ends.
+    given up), and whatever `handle` raises, after what is pending. The outbox is closed however it ends.
     """
     reader = asyncio.create_task(_read_all(commands, handle, lease_ms))
     writer = asyncio.create_task(_write_all(outbox, context))
     try:
         await asyncio.wait({reader, writer}, return_when=asyncio.FIRST_COMPLETED)
+        outbox.close()
+        if not (reader.done() and isinstance(reader.exception(), LeaseGone)):
+            # A write is never cut off while the router lives: gRPC then loses the status that is to follow it.
+            await asyncio.wait({writer}, timeout=lease_ms / 1000)
         if reader.done():
             reader.result()
-            outbox.close()
-        await writer
+        if writer.done():
+            writer.result()
     finally:
         outbox.close()
         reader.cancel()

@@ -151,6 +151,27 @@ async def test_tandem_error_arrives_as_itself(kind: str) -> None:
     assert error.retry_after_s == 0.5
 
 
+@pytest.mark.parametrize("method", ["Inference/GetModelInfo", "Inference/Generate", "KVTransfer/Push", "Decode/Session"])
+@pytest.mark.parametrize("data", [b"\xff" * 40, b"\x0a\xff\xff\xff"], ids=["no message", "cut off"])
+async def test_bytes_that_are_no_message_are_refused_as_such(
+    method: str, data: bytes, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The client learns that it was its message, and the log does not fill up with tracebacks."""
+    async with serving(Handlers()) as (_, channel):
+        kind = channel.unary_unary if method.startswith("Inference") else channel.stream_unary
+        if method.endswith(("Generate", "Session")):
+            kind = channel.unary_stream if method.startswith("Inference") else channel.stream_stream
+        call = kind(f"/tandem.v1.{method}", request_serializer=bytes, response_deserializer=bytes)(
+            data if method.startswith("Inference") else iter([data]), timeout=TIMEOUT_S
+        )
+        with pytest.raises(InvalidRequest, match="cannot be read"), rpc_errors_as_tandem_errors():
+            if method.endswith(("Generate", "Session")):
+                [message async for message in call]
+            else:
+                await call
+    assert not caplog.records
+
+
 @pytest.mark.parametrize("kind", KINDS)
 async def test_bug_is_logged_under_the_id_that_the_client_gets(kind: str, caplog: pytest.LogCaptureFixture) -> None:
     async with serving(Handlers(KeyError("the secret prompt"))) as (_, channel):

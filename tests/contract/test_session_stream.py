@@ -14,7 +14,7 @@ import pytest
 from protos import tandem_worker_pb2 as pb
 from protos import tandem_worker_pb2_grpc as worker_grpc
 from rpc.channel import open_channel
-from rpc.errors import Incompatible, LeaseGone, rpc_errors_as_tandem_errors
+from rpc.errors import Incompatible, InvalidRequest, LeaseGone, rpc_errors_as_tandem_errors
 from rpc.server import Server
 from rpc.session import PROTOCOL_VERSION, EventOutbox, check_hello, run_session
 
@@ -30,6 +30,8 @@ class Worker:
         self.is_freed = asyncio.Event()
 
     def handle(self, command: pb.DecodeCommand) -> None:
+        if command.WhichOneof("command") is None:
+            raise InvalidRequest([("command", "must be given")])
         if command.HasField("reserve"):
             self.outbox.post([pb.WorkerEvent(request_id=command.reserve.request_id, busy=pb.Busy())])
 
@@ -137,3 +139,28 @@ async def test_wrong_handshake_is_refused(first: pb.DecodeCommand) -> None:
         await stream.write(first)
         with pytest.raises(Incompatible), rpc_errors_as_tandem_errors():
             await stream.read()
+
+
+async def test_the_status_of_a_refusal_is_not_lost_behind_a_first_write() -> None:
+    """The first event is being written when the second command is refused. Sessions at once, so that they interleave."""
+    server = Server("127.0.0.1:0")
+    servicer = _OnePerSession()
+    server.add(worker_grpc.add_DecodeServicer_to_server, servicer, "tandem.v1.Decode")
+    address = await server.start()
+
+    async def refused(stub: worker_grpc.DecodeStub) -> None:
+        stream = stub.Session(iter([hello(), reserve("a"), pb.DecodeCommand()]), timeout=TIMEOUT_S)
+        with pytest.raises(InvalidRequest), rpc_errors_as_tandem_errors():
+            async for _ in stream:
+                pass
+
+    async with open_channel(address) as channel:
+        stub = worker_grpc.DecodeStub(channel)
+        for _ in range(40):
+            await asyncio.gather(*(refused(stub) for _ in range(8)))
+    await server.drain(0)
+
+
+class _OnePerSession:
+    async def Session(self, request_iterator: AsyncIterator[pb.DecodeCommand], context: Any) -> None:
+        await Worker(60_000).Session(request_iterator, context)
