@@ -24,9 +24,7 @@ class RouterArgs(ServiceArgs):
         default=1_000_000,
         metadata={"help": "Prompt tokens that may wait for a worker; beyond, requests get RESOURCE_EXHAUSTED."},
     )
-    max_message_bytes: int = field(
-        default=4 * 1024 * 1024, metadata={"help": "Largest request or answer message, in bytes."}
-    )
+    max_message_bytes: int = field(default=4 * 1024 * 1024, metadata={"help": "Largest request message, in bytes."})
     drain_grace_s: float = field(
         default=30.0, metadata={"help": "On SIGTERM, how long running requests may take to finish."}
     )
@@ -37,7 +35,7 @@ class RouterArgs(ServiceArgs):
             raise ValueError("model must name a folder; `tandem fetch` prepares one and prints its path")
         if self.max_queue_tokens < 1:
             raise ValueError(f"max_queue_tokens must be at least 1, is {self.max_queue_tokens}")
-        if not 65_536 <= self.max_message_bytes <= 1 << 30:
-            raise ValueError(f"max_message_bytes must be in [65536, {1 << 30}], is {self.max_message_bytes}")
+        if not 65_536 <= self.max_message_bytes <= 1 << 28:
+            raise ValueError(f"max_message_bytes must be in [65536, {1 << 28}], is {self.max_message_bytes}")
         if self.drain_grace_s < 0:
             raise ValueError(f"drain_grace_s must be at least 0, is {self.drain_grace_s}")

@@ -37,6 +37,8 @@ _log = logging.getLogger(__name__)
 
 INFERENCE_SERVICE = "tandem.v1.Inference"
 CLUSTER_SERVICE = "tandem.v1.Cluster"
+TRANSPORT_MARGIN = 4
+"""gRPC itself cuts off messages of more than this many times `max_message_bytes`. Below, we say which field it is."""
 
 
 async def run_router(args: RouterArgs, policy: PolicyConfig, stop: asyncio.Event) -> int:
@@ -80,7 +82,7 @@ class Router:
 
     def __init__(self, args: RouterArgs, policy: PolicyConfig, texts: Texts) -> None:
         router_id = f"router-{secrets.token_hex(3)}"
-        self._server = Server(args.listen, max_message_bytes=args.max_message_bytes)
+        self._server = Server(args.listen, max_message_bytes=TRANSPORT_MARGIN * args.max_message_bytes)
         self._pool = WorkerPool(
             router_id=router_id,
             policy=policy,
@@ -96,7 +98,7 @@ class Router:
         self._index = PrefixIndex(args.redis, namespace=args.namespace)
         self._directory = WorkerDirectory(args.redis, namespace=args.namespace, on_change=self._pool.set_records)
         cluster = Cluster(self._pool, self._queue, PrefixLookup(self._index, self._pool))
-        self._inference = InferenceServicer(texts=texts, cluster=cluster)
+        self._inference = InferenceServicer(texts=texts, cluster=cluster, max_request_bytes=args.max_message_bytes)
         self._server.add(add_InferenceServicer_to_server, self._inference, INFERENCE_SERVICE)
         cluster_servicer = ClusterServicer(
             router_id=router_id,

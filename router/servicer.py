@@ -24,6 +24,7 @@ from router.tokenizer import Tokenizer
 from router.validation import (
     ValidatedRequest,
     check_prompt_length,
+    check_size,
     resolve_sampling,
     tokenize_prompt,
     validate,
@@ -45,9 +46,10 @@ class Texts:
 class InferenceServicer(InferenceServicerBase):  # type: ignore[misc]
     """One per router process."""
 
-    def __init__(self, *, texts: Texts, cluster: Cluster) -> None:
+    def __init__(self, *, texts: Texts, cluster: Cluster, max_request_bytes: int) -> None:
         self._texts = texts
         self._cluster = cluster
+        self._max_request_bytes = max_request_bytes
         self._running: dict[str, Lifecycle | None] = {}
         """By request id; None while the prompt is being tokenised."""
         self._to_abort: set[str] = set()
@@ -71,6 +73,7 @@ class InferenceServicer(InferenceServicerBase):  # type: ignore[misc]
         self, request: pb.GenerateRequest, context: grpc.aio.ServicerContext
     ) -> AsyncIterator[pb.GenerateResponse]:
         arrived_s = time.monotonic()
+        check_size(request, self._max_request_bytes)
         if self._is_draining:
             raise Draining("this router is leaving; ask another", retry_after_s=1.0)
         model = self._model()

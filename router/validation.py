@@ -13,7 +13,9 @@ import secrets
 import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import Any, TypeAlias
+
+from google.protobuf.message import Message
 
 from protos import tandem_inference_pb2 as pb
 from router.chat_template import ChatMessage, ChatTemplate
@@ -26,6 +28,7 @@ MAX_STOP_STRINGS = 16
 MAX_STOP_CHARS = 256
 MAX_STOP_TOKEN_IDS = 64
 MAX_LOGIT_BIAS = 1024
+MAX_CHAT_MESSAGES = 8192
 INLINE_RENDER_CHARS = 65_536
 """Chats longer than this (32 characters counted for what the template adds to a message) are rendered in a thread."""
 
@@ -67,6 +70,23 @@ class ValidatedRequest:
     def prompt_field(self) -> str:
         """Name of the prompt's field in the request, for violations."""
         return _FIELD_OF_PROMPT[type(self.prompt)]
+
+
+def check_size(request: pb.GenerateRequest, max_bytes: int) -> None:
+    """Refuse a message of more than `max_bytes` bytes. Raises `InvalidRequest` naming the field that takes most."""
+    num_bytes = request.ByteSize()
+    if num_bytes > max_bytes:
+        sizes = {field.name: _num_bytes(value) for field, value in request.ListFields()}
+        largest = max(sizes, key=lambda name: sizes[name])
+        bound = f"is too long: the request has {num_bytes} bytes, and at most {max_bytes} are taken"
+        raise InvalidRequest([(largest, bound)])
+
+
+def _num_bytes(value: Any) -> int:
+    """Of a field's value on the wire, nearly."""
+    if isinstance(value, str):
+        return len(value.encode())
+    return value.ByteSize() if isinstance(value, Message) else 1
 
 
 def validate(request: pb.GenerateRequest, model: ModelInfo) -> ValidatedRequest:
@@ -198,6 +218,10 @@ def _check_prompt(request: pb.GenerateRequest, model: ModelInfo, violations: Vio
             _check_prompt_ids(token_ids, model, violations)
             return TokenIdsPrompt(token_ids)
         case "chat":
+            num_messages = len(request.chat.messages)
+            if num_messages > MAX_CHAT_MESSAGES:
+                violations.append(("chat.messages", f"may hold {MAX_CHAT_MESSAGES} messages, has {num_messages}"))
+                return ChatPrompt(())
             messages = tuple(ChatMessage(role=m.role, content=m.content) for m in request.chat.messages)
             _check_chat(messages, model, violations)
             return ChatPrompt(messages)

@@ -151,6 +151,9 @@ STATUS_CODES: dict[type[TandemError], grpc.StatusCode] = {
 }
 """The one table: error class -> gRPC status code."""
 
+_TOO_LARGE = "message larger than max"
+"""How gRPC words RESOURCE_EXHAUSTED for a message beyond the transport's bound."""
+
 FOREIGN_CODES: dict[grpc.StatusCode, type[TandemError]] = {
     # A call that its caller cancels raises CancelledError, no AioRpcError: this one the peer's server made by stopping.
     grpc.StatusCode.CANCELLED: Unreachable,
@@ -261,6 +264,8 @@ def from_rpc_error(error: grpc.aio.AioRpcError) -> TandemError:
                 return ours
     error_class = FOREIGN_CODES.get(error.code(), InternalError)
     message = error.details() or str(error.code())
+    if error_class is Overloaded and _TOO_LARGE in message:
+        error_class = InvalidRequest  # gRPC gives both the same status, but trying again helps only one of them
     if error_class is InvalidRequest:
         return InvalidRequest((), message)
     return error_class(message)

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import re
 import sys
 import time
 from collections.abc import Callable, Coroutine, Iterable
@@ -26,6 +27,7 @@ import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from protos import tandem_worker_pb2, tandem_worker_pb2_grpc
+from registry.connection import REDIS_FAILURES, open_redis
 from rpc.channel import open_channel
 from rpc.server import split_address
 from tandem.cluster_args import REDIS, ROUTER, ClusterArgs, python_env, router_spec, worker_spec
@@ -42,6 +44,8 @@ KILL_MARGIN_S = 5.0
 WORKER_GRACE_S = 20.0
 """No request runs on them any more."""
 REDIS_GRACE_S = 5.0
+REDIS_TIMEOUT_S = 5.0
+"""Until a Redis that was named must answer, at the start."""
 
 
 class ClusterError(Exception):
@@ -125,6 +129,8 @@ class Cluster:
             raise
 
     async def _start(self) -> None:
+        if self.args.redis_url:
+            await _check_redis(self.args.redis_url)
         folder = await self._resolve_model()
         if not self.args.redis_url:
             self._redis = LocalRedis()
@@ -240,6 +246,21 @@ class Cluster:
             ProcessEvent(name="model", what=f"{model} is at {folder} ({time.monotonic() - started_at_s:.1f} s)")
         )
         return folder
+
+
+async def _check_redis(url: str) -> None:
+    """Services wait for their Redis for as long as it takes. A person who has just typed its URL wants to know now."""
+    redis = open_redis(url, timeout_s=REDIS_TIMEOUT_S)
+    try:
+        await redis.ping()
+    except REDIS_FAILURES as error:
+        where = re.sub("//[^/]*@", "//", url)  # a password is nobody's business
+        why = str(error).rstrip(".") or type(error).__name__
+        raise ClusterError(
+            f"no Redis answers at {where}: {why}. Start one, or leave --redis out for one of our own"
+        ) from error
+    finally:
+        await redis.aclose()
 
 
 def _model_folder(model: str) -> Path | None:

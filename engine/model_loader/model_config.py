@@ -24,6 +24,7 @@ from engine.config import (
     SchedulerConfig,
 )
 from engine.kv_cache import KV_FORMAT_VERSION, KV_ORDER, TORCH_DTYPES, KVCacheShape
+from engine.memory import memory_bytes
 from engine.model_loader.weights import digest_files, safetensors_files
 from engine.models import DecoderConfig, load_decoder_config
 from prefix_hash import prefix_key
@@ -35,7 +36,7 @@ def make_engine_config(args: EngineArgs, folder: Path) -> EngineConfig:
     decoder = load_decoder_config(hf_config)
     device = _device(args)
     model = _model_config(args, folder, hf_config, decoder)
-    num_blocks = _num_blocks(args, model)
+    num_blocks = _num_blocks(args, model, device)
     digest = compat_digest(decoder, model, args.block_size)
     return EngineConfig(
         model=model,
@@ -116,15 +117,7 @@ def _device(args: EngineArgs) -> str:
     return args.device
 
 
-def _num_blocks(args: EngineArgs, model: ModelConfig) -> int:
-    needed = -(-model.max_model_len // args.block_size)
-    if args.num_kv_blocks:
-        if args.num_kv_blocks < needed:
-            raise ValueError(
-                f"num_kv_blocks must be at least {needed}, what max_model_len={model.max_model_len} needs, "
-                f"is {args.num_kv_blocks}"
-            )
-        return args.num_kv_blocks
+def _num_blocks(args: EngineArgs, model: ModelConfig, device: str) -> int:
     shape = KVCacheShape(
         num_layers=model.num_layers,
         num_blocks=1,
@@ -133,12 +126,22 @@ def _num_blocks(args: EngineArgs, model: ModelConfig) -> int:
         head_dim=model.head_dim,
         dtype=model.dtype,
     )
-    num_blocks = int(args.kv_cache_gib * GIB) // shape.pool_bytes
-    if num_blocks < needed:
-        raise ValueError(
-            f"kv_cache_gib must be at least {needed * shape.pool_bytes / GIB:.3f}, what "
-            f"max_model_len={model.max_model_len} needs, is {args.kv_cache_gib}; or lower max_model_len"
+    needed = -(-model.max_model_len // args.block_size)
+    most = memory_bytes(device) // shape.pool_bytes
+    if args.num_kv_blocks:
+        num_blocks, setting = args.num_kv_blocks, f"is {args.num_kv_blocks}"
+        bounds = f"num_kv_blocks must be at least {needed}", f"num_kv_blocks must be at most {most}"
+    else:
+        num_blocks, setting = int(args.kv_cache_gib * GIB) // shape.pool_bytes, f"is {args.kv_cache_gib}"
+        bounds = (
+            f"kv_cache_gib must be at least {needed * shape.pool_bytes / GIB:.3f}",
+            f"kv_cache_gib must be at most {most * shape.pool_bytes / GIB:.1f}",
         )
+    if num_blocks < needed:
+        why = f"what max_model_len={model.max_model_len} needs"
+        raise ValueError(f"{bounds[0]}, {why}, {setting}; or lower max_model_len")
+    if num_blocks > most:
+        raise ValueError(f"{bounds[1]}, all the memory there is for this process, {setting}")
     return num_blocks
 
 

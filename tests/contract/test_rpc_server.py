@@ -151,7 +151,9 @@ async def test_tandem_error_arrives_as_itself(kind: str) -> None:
     assert error.retry_after_s == 0.5
 
 
-@pytest.mark.parametrize("method", ["Inference/GetModelInfo", "Inference/Generate", "KVTransfer/Push", "Decode/Session"])
+@pytest.mark.parametrize(
+    "method", ["Inference/GetModelInfo", "Inference/Generate", "KVTransfer/Push", "Decode/Session"]
+)
 @pytest.mark.parametrize("data", [b"\xff" * 40, b"\x0a\xff\xff\xff"], ids=["no message", "cut off"])
 async def test_bytes_that_are_no_message_are_refused_as_such(
     method: str, data: bytes, caplog: pytest.LogCaptureFixture
@@ -372,7 +374,7 @@ async def test_draining_error_keeps_its_class_beside_other_unavailables() -> Non
 async def test_message_beyond_the_bound_is_refused() -> None:
     async with serving(Handlers(), max_message_bytes=64 * 1024) as (_, channel):
         stub = inference_grpc.InferenceStub(channel)
-        with pytest.raises(Overloaded, match="larger than max"), rpc_errors_as_tandem_errors():
+        with pytest.raises(InvalidRequest, match="larger than max"), rpc_errors_as_tandem_errors():
             await stub.GetModelInfo(inference_pb.GenerateRequest(text="x" * 70_000), timeout=TIMEOUT_S)
 
 

@@ -280,12 +280,20 @@ def test_a_sigkill_leaves_no_orphan(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         assert alive == []
 
 
-def test_a_setting_that_a_worker_refuses_ends_up_at_once_with_its_words() -> None:
-    with running("up", "--num-kv-blocks", "1", "--listen", "127.0.0.1:0") as process:
+@pytest.mark.parametrize(
+    ("flag", "value", "words"),
+    [
+        ("--num-kv-blocks", "1", "num_kv_blocks must be at least 512"),
+        ("--kv-cache-gib", "100000", "kv_cache_gib must be at most"),
+        ("--redis", "redis://127.0.0.1:1", "no Redis answers at redis://127.0.0.1:1"),
+    ],
+)
+def test_a_setting_that_cannot_work_ends_up_at_once_with_the_reason(flag: str, value: str, words: str) -> None:
+    with running("up", flag, value, "--listen", "127.0.0.1:0") as process:
         stdout, stderr = process.communicate(timeout=60)
     assert process.returncode == 1
     assert stdout == b""
-    assert "num_kv_blocks must be at least 512" in stderr.decode().split("Error: ")[-1]
+    assert words in stderr.decode().split("Error: ")[-1]
 
 
 def test_a_busy_port_ends_up_at_once_with_a_way_out(cluster: RunningCluster) -> None:

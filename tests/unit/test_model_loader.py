@@ -246,6 +246,8 @@ def test_config_json_that_cannot_be_served(tmp_path: Path, changes: dict[str, An
         ({"max_model_len": 65}, "max_model_len must be at most the model's max_position_embeddings=64, is 65"),
         ({"num_kv_blocks": 15}, "num_kv_blocks must be at least 16, what max_model_len=64 needs, is 15"),
         ({"num_kv_blocks": 0, "kv_cache_gib": 1e-6}, "kv_cache_gib must be at least .*, is 1e-06"),
+        ({"num_kv_blocks": 0, "kv_cache_gib": 1e5}, r"kv_cache_gib must be at most \d+\.\d, all the memory .* is 1000"),
+        ({"num_kv_blocks": 10**12}, r"num_kv_blocks must be at most \d+, all the memory .* is 10000"),
         ({"load_format": "gguf"}, "load_format gguf needs a .gguf file"),
         ({"load_format": "safetensors"}, "has neither model.safetensors nor"),
         ({"device": "tpu"}, "device must be auto, cpu or cuda, is 'tpu'"),

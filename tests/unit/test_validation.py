@@ -24,6 +24,7 @@ from router.validation import (
     TextPrompt,
     TokenIdsPrompt,
     check_prompt_length,
+    check_size,
     resolve_sampling,
     tokenize_prompt,
     validate,
@@ -386,3 +387,25 @@ def test_greedy_models_give_no_sampling_defaults() -> None:
 def test_generation_defaults_out_of_bounds_are_named(config: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         GenerationDefaults.from_generation_config(config)
+
+
+@pytest.mark.parametrize(
+    ("request_", "field"),
+    [
+        (pb.GenerateRequest(text="é" * 600, model="m" * 100), "text"),
+        (pb.GenerateRequest(token_ids=pb.TokenIds(ids=[300] * 600)), "token_ids"),
+        (pb.GenerateRequest(text="x", sampling_params=pb.SamplingParams(stop=["x" * 100] * 20)), "sampling_params"),
+        (pb.GenerateRequest(text="x", request_id="i" * 1001), "request_id"),
+    ],
+)
+def test_a_message_that_is_too_large_is_named_by_what_takes_most(request_: pb.GenerateRequest, field: str) -> None:
+    check_size(request_, request_.ByteSize())
+    with pytest.raises(InvalidRequest, match=f"{request_.ByteSize()} bytes, and at most 1000") as caught:
+        check_size(request_, 1000)
+    assert [violation.field for violation in caught.value.violations] == [field]
+
+
+def test_too_many_chat_messages_are_refused_unread() -> None:
+    message = pb.ChatMessage(role="user", content="x")
+    request = pb.GenerateRequest(chat=pb.Chat(messages=[message] * (validation.MAX_CHAT_MESSAGES + 1)))
+    assert violations_of(request) == {"chat.messages": "may hold 8192 messages, has 8193"}
