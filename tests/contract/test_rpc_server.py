@@ -151,26 +151,33 @@ async def test_tandem_error_arrives_as_itself(kind: str) -> None:
     assert error.retry_after_s == 0.5
 
 
-@pytest.mark.parametrize(
-    "method", ["Inference/GetModelInfo", "Inference/Generate", "KVTransfer/Push", "Decode/Session"]
-)
+METHOD_OF_KIND = {
+    "unary_unary": "/tandem.v1.Inference/GetModelInfo",
+    "unary_stream": "/tandem.v1.Inference/Generate",
+    "stream_unary": "/tandem.v1.KVTransfer/Push",
+    "stream_stream": "/tandem.v1.Decode/Session",
+}
+
+
+async def call_with_bytes(kind: str, channel: grpc.aio.Channel, data: bytes) -> None:
+    """As `call`, with `data` for every request message."""
+    make = getattr(channel, kind)(METHOD_OF_KIND[kind], request_serializer=bytes, response_deserializer=bytes)
+    answer = make(iter([data]) if kind.startswith("stream") else data, timeout=TIMEOUT_S)
+    if kind.endswith("unary"):
+        await answer
+    else:
+        [message async for message in answer]
+
+
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("data", [b"\xff" * 40, b"\x0a\xff\xff\xff"], ids=["no message", "cut off"])
 async def test_bytes_that_are_no_message_are_refused_as_such(
-    method: str, data: bytes, caplog: pytest.LogCaptureFixture
+    kind: str, data: bytes, caplog: pytest.LogCaptureFixture
 ) -> None:
     """The client learns that it was its message, and the log does not fill up with tracebacks."""
     async with serving(Handlers()) as (_, channel):
-        kind = channel.unary_unary if method.startswith("Inference") else channel.stream_unary
-        if method.endswith(("Generate", "Session")):
-            kind = channel.unary_stream if method.startswith("Inference") else channel.stream_stream
-        call = kind(f"/tandem.v1.{method}", request_serializer=bytes, response_deserializer=bytes)(
-            data if method.startswith("Inference") else iter([data]), timeout=TIMEOUT_S
-        )
         with pytest.raises(InvalidRequest, match="cannot be read"), rpc_errors_as_tandem_errors():
-            if method.endswith(("Generate", "Session")):
-                [message async for message in call]
-            else:
-                await call
+            await call_with_bytes(kind, channel, data)
     assert not caplog.records
 
 

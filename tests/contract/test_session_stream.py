@@ -142,7 +142,7 @@ async def test_wrong_handshake_is_refused(first: pb.DecodeCommand) -> None:
 
 
 async def test_the_status_of_a_refusal_is_not_lost_behind_a_first_write() -> None:
-    """The first event is being written when the second command is refused. Sessions at once, so that they interleave."""
+    """The first event is being written when a command is refused. Many sessions at once, so that they interleave."""
     server = Server("127.0.0.1:0")
     servicer = _OnePerSession()
     server.add(worker_grpc.add_DecodeServicer_to_server, servicer, "tandem.v1.Decode")
