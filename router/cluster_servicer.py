@@ -12,7 +12,7 @@ from protos import tandem_worker_pb2 as pb
 from protos.tandem_worker_pb2_grpc import ClusterServicer as ClusterServicerBase
 from protos.tandem_worker_pb2_grpc import WorkerStub
 from router.lifecycle import Cluster
-from router.worker_pool import WorkerHandle
+from router.worker_handle import WorkerHandle
 
 _T = TypeVar("_T")
 

@@ -36,6 +36,7 @@ from router.request_state import (
     WorkerLost,
     WorkerSaid,
 )
+from router.worker_handle import TakenRoom
 from router.worker_pool import WorkerPool
 from rpc.errors import NoWorker
 
@@ -91,9 +92,8 @@ class Lifecycle:
         self._events: asyncio.Queue[Event] = asyncio.Queue()
         self._waiting: asyncio.Task[None] | None = None
         self._last_plan: Plan | None = None
-        self._unsettled_decode: Plan | None = None
-        self._unsettled_prefill: Plan | None = None
-        self._num_planned_tokens = 0
+        self._room: TakenRoom | None = None
+        """Of the running attempt."""
         self._num_frees_when_asked = 0
         """Of the decode worker, when the running attempt was sent to it (see `WorkerHandle.note_busy`)."""
         self._num_answer_tokens = 0
@@ -155,22 +155,22 @@ class Lifecycle:
                 self._send_cancel(action.worker, action.attempt)
 
     def _enter_queue(self, action: EnterQueue) -> None:
-        self._settle()
+        if self._room is not None:
+            self._room.settle()
         self._waiting = asyncio.create_task(self._wait_for_plan(action))
 
     async def _wait_for_plan(self, action: EnterQueue) -> None:
         token_ids = self._prompt_token_ids + self._state.token_ids
         try:
             cached = await self._cluster.prefixes.longest_match(token_ids)
-            plan = await self._cluster.queue.wait_for_plan(
+            self._room = await self._cluster.queue.wait_for_plan(
                 num_tokens=len(token_ids), num_cached_blocks=cached, avoid=action.avoid, is_return=action.is_return
             )
         except Exception as error:  # whatever it is, it is the request's end: nobody else would hear of it
             self._events.put_nowait(Stopped(inference_pb.FINISH_REASON_ERROR, error))
             return
-        self._num_planned_tokens = len(token_ids)
-        self._last_plan = self._unsettled_decode = self._unsettled_prefill = plan
-        self._events.put_nowait(Planned(plan))
+        self._last_plan = self._room.plan
+        self._events.put_nowait(Planned(self._room.plan))
 
     def _ask(self, key: WorkerKey, command: pb.DecodeCommand) -> None:
         """Send what a decode worker may answer with Busy."""
@@ -214,21 +214,21 @@ class Lifecycle:
 
     def _note(self, said: WorkerSaid) -> None:
         """Stamps and accounts: nothing here decides what happens to the request."""
-        plan = self._state.plan
-        if plan is None or said.event.attempt != self._state.attempt:
+        plan, room = self._state.plan, self._room
+        if plan is None or room is None or said.event.attempt != self._state.attempt:
             return  # of an attempt that is over
         now_s = time.monotonic()
         match said.event.WhichOneof("event"):
             case "granted":
-                self._settle_decode()
+                room.settle_decode()
                 self._cluster.queue.dispatch()
             case "busy":
                 self.stamps.sent_s = None  # nobody has begun: the request waits on
                 if (handle := self._cluster.pool.get(said.worker)) is not None:
                     handle.note_busy(self._num_frees_when_asked)
             case "tokens" if said.worker == (plan.prefill or plan.decode):
-                if self._is_unsettled:
-                    self._settle()
+                if not room.is_settled:
+                    room.settle()
                     self._cluster.queue.dispatch()
                 if self.stamps.first_token_s is None:
                     assert self.stamps.sent_s is not None
@@ -237,27 +237,12 @@ class Lifecycle:
             case "handed_over":
                 self.stamps.handed_over_s = self.stamps.handed_over_s or now_s
 
-    @property
-    def _is_unsettled(self) -> bool:
-        return self._unsettled_decode is not None or self._unsettled_prefill is not None
-
-    def _settle_decode(self) -> None:
-        if self._unsettled_decode is not None:
-            self._cluster.pool.settle_decode(self._unsettled_decode, self._num_planned_tokens)
-            self._unsettled_decode = None
-
-    def _settle(self) -> None:
-        self._settle_decode()
-        if self._unsettled_prefill is not None:
-            self._cluster.pool.settle_prefill(self._unsettled_prefill, self._num_planned_tokens)
-            self._unsettled_prefill = None
-
     def _leave(self) -> None:
         """The request is over: nobody waits, counts or listens for it any more."""
         if self._waiting is not None:
             self._waiting.cancel()
-        if self._is_unsettled:
-            self._settle()
+        if self._room is not None and not self._room.is_settled:
+            self._room.settle()
             self._cluster.queue.dispatch()  # what was counted as taken is free, though no worker says so
         for handle in self._cluster.pool.handles:
             if handle.session is not None:

@@ -92,7 +92,6 @@ class Router:
         self._queue = RequestQueue(
             max_tokens=args.max_queue_tokens,
             choose=self._pool.choose,
-            give_back=self._pool.give_back,
             has_workers=lambda: self._pool.has_decode_worker,
         )
         self._index = PrefixIndex(args.redis, namespace=args.namespace)

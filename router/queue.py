@@ -15,7 +15,8 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from router.request_state import Plan, WorkerKey
+from router.request_state import WorkerKey
+from router.worker_handle import TakenRoom
 from rpc.errors import NoWorker, Overloaded
 
 
@@ -28,7 +29,7 @@ class QueuedRequest:
     num_cached_blocks: dict[WorkerKey, int]
     """Longest cached prefix on each worker, as the index said."""
     avoid: WorkerKey | None
-    planned: asyncio.Future[Plan]
+    planned: asyncio.Future[TakenRoom]
 
 
 class RequestQueue:
@@ -38,15 +39,12 @@ class RequestQueue:
         self,
         *,
         max_tokens: int,
-        choose: Callable[[QueuedRequest], Plan | None],
-        give_back: Callable[[Plan, int], None],
+        choose: Callable[[QueuedRequest], TakenRoom | None],
         has_workers: Callable[[], bool],
     ) -> None:
-        """`choose` plans one request with the workers as they are now, and counts the plan as taken; `give_back` takes
-        back a plan that its request was not there to hear of."""
+        """`choose` plans one request with the workers as they are now, and takes the room for it."""
         self._max_tokens = max_tokens
         self._choose = choose
-        self._give_back = give_back
         self._has_workers = has_workers
         self._waiting: deque[QueuedRequest] = deque()
         self.num_tokens = 0
@@ -64,12 +62,12 @@ class RequestQueue:
 
     async def wait_for_plan(
         self, *, num_tokens: int, num_cached_blocks: dict[WorkerKey, int], avoid: WorkerKey | None, is_return: bool
-    ) -> Plan:
-        """Wait for workers. `is_return`: at the front, since the request waited its turn before.
+    ) -> TakenRoom:
+        """Wait for workers; the caller settles the room. `is_return`: at the front, it waited its turn before.
 
         Raises `NoWorker` at once if there is none, now or while waiting. Cancelling it leaves the queue.
         """
-        future: asyncio.Future[Plan] = asyncio.get_running_loop().create_future()
+        future: asyncio.Future[TakenRoom] = asyncio.get_running_loop().create_future()
         request = QueuedRequest(num_tokens, num_cached_blocks, avoid, future)
         if is_return:
             self._waiting.appendleft(request)
@@ -81,7 +79,7 @@ class RequestQueue:
             return await future
         except asyncio.CancelledError:
             if future.done() and not future.cancelled() and future.exception() is None:
-                self._give_back(future.result(), num_tokens)
+                future.result().settle()  # planned, but the request was not there to hear of it
                 self.dispatch()
             raise
         finally:
@@ -102,11 +100,11 @@ class RequestQueue:
             if request.planned.done():
                 self._leave(request)
                 continue
-            plan = self._choose(request)
-            if plan is None:
+            room = self._choose(request)
+            if room is None:
                 return
             self._leave(request)
-            request.planned.set_result(plan)
+            request.planned.set_result(room)
 
     def _leave(self, request: QueuedRequest) -> None:
         self._waiting.remove(request)

@@ -16,14 +16,12 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
-
-import grpc
 
 from protos import tandem_worker_pb2 as pb
 from router.policy import DecodeCandidate, PolicyConfig, PrefillCandidate, choose_plan
 from router.queue import QueuedRequest
-from router.request_state import Plan, WorkerKey
+from router.request_state import WorkerKey
+from router.worker_handle import TakenRoom, WorkerHandle
 from router.worker_session import WorkerSession
 from rpc.channel import open_channel
 
@@ -31,68 +29,6 @@ _log = logging.getLogger(__name__)
 
 _RECONNECT_MIN_S = 0.1
 _RECONNECT_MAX_S = 5.0
-
-
-@dataclass(slots=True, eq=False)
-class WorkerHandle:
-    """One worker process."""
-
-    record: pb.WorkerRecord
-    channel: grpc.aio.Channel
-    session: WorkerSession | None = None
-    load: pb.WorkerLoad = field(default_factory=pb.WorkerLoad)
-    num_planned_blocks: int = 0
-    """Of requests planned here whose Granted or Busy has not come yet."""
-    num_prefill_tokens: int = 0
-    """Of this router's requests that are being prefilled here."""
-    is_full: bool = False
-    """It said Busy, and has freed nothing since."""
-    num_frees: int = 0
-    """How often its load has shown that it freed something."""
-    is_leaving: bool = False
-    """Gone from the registry: no new work."""
-    num_lost: int = 0
-    """Sessions lost in a row."""
-
-    @property
-    def key(self) -> WorkerKey:
-        return WorkerKey(self.record.worker_id, self.record.incarnation)
-
-    @property
-    def is_usable(self) -> bool:
-        is_connected = self.session is not None and self.session.is_open
-        return is_connected and not (self.is_leaving or self.record.is_draining or self.load.is_draining)
-
-    @property
-    def num_available_blocks(self) -> int:
-        return _num_available(self.load) - self.num_planned_blocks
-
-    def set_load(self, load: pb.WorkerLoad) -> None:
-        before, self.load = self.load, load
-        if _num_available(load) > _num_available(before) or _num_active(load) < _num_active(before):
-            self.num_frees += 1
-            self.is_full = False
-
-    def note_busy(self, num_frees_when_asked: int) -> None:
-        """It refused a request that was sent when `num_frees` was `num_frees_when_asked`.
-
-        If it has freed something since, nobody knows whether the refusal came before or after: then it is asked again,
-        for if that was the last thing it had to free, no load would ever come to say that it is full no more.
-        """
-        if self.num_frees == num_frees_when_asked:
-            self.is_full = True
-
-
-def _num_available(load: pb.WorkerLoad) -> int:
-    return load.blocks.num_free + load.blocks.num_cached
-
-
-def _num_blocks(handle: WorkerHandle, num_tokens: int) -> int:
-    return -(-num_tokens // handle.record.model.block_size)
-
-
-def _num_active(load: pb.WorkerLoad) -> int:
-    return load.num_running + load.num_waiting
 
 
 class WorkerPool:
@@ -165,8 +101,8 @@ class WorkerPool:
 
     # -- planning -----------------------------------------------------------------------------------------------
 
-    def choose(self, request: QueuedRequest) -> Plan | None:
-        """Plan `request` on the workers as they are now, and count it as taken until `settle` or `give_back`."""
+    def choose(self, request: QueuedRequest) -> TakenRoom | None:
+        """Plan `request` on the workers as they are now, and take the room for it. None: there is none now."""
         decode = self.usable(pb.Role.ROLE_DECODE)
         if not decode:
             return None
@@ -200,27 +136,10 @@ class WorkerPool:
             ],
             avoid=request.avoid,
         )
-        if plan is not None:
-            handle = self._handles[plan.decode]
-            handle.num_planned_blocks += _num_blocks(handle, request.num_tokens)
-            if plan.prefill is not None:
-                self._handles[plan.prefill].num_prefill_tokens += request.num_tokens
-        return plan
-
-    def settle_decode(self, plan: Plan, num_tokens: int) -> None:
-        """The decode worker has answered: from now on its own load tells of the request."""
-        if (handle := self._handles.get(plan.decode)) is not None:
-            handle.num_planned_blocks -= _num_blocks(handle, num_tokens)
-
-    def settle_prefill(self, plan: Plan, num_tokens: int) -> None:
-        """The prefill worker has computed the prompt, or will not."""
-        if plan.prefill is not None and (handle := self._handles.get(plan.prefill)) is not None:
-            handle.num_prefill_tokens -= num_tokens
-
-    def give_back(self, plan: Plan, num_tokens: int) -> None:
-        """A plan that nobody follows."""
-        self.settle_decode(plan, num_tokens)
-        self.settle_prefill(plan, num_tokens)
+        if plan is None:
+            return None
+        prefill = self._handles[plan.prefill] if plan.prefill is not None else None
+        return TakenRoom(self._handles[plan.decode], prefill, request.num_tokens)
 
     # -- sessions -----------------------------------------------------------------------------------------------
 

@@ -17,7 +17,8 @@ from router.policy import PolicyConfig
 from router.prefix_lookup import PrefixLookup
 from router.queue import RequestQueue
 from router.request_state import Event, WorkerKey, WorkerSaid
-from router.worker_pool import WorkerHandle, WorkerPool
+from router.worker_handle import WorkerHandle
+from router.worker_pool import WorkerPool
 from router.worker_session import Inbox
 
 BLOCK = 16
@@ -80,7 +81,6 @@ class Bench:
         self.queue = RequestQueue(
             max_tokens=10**6,
             choose=self.pool.choose,
-            give_back=self.pool.give_back,
             has_workers=lambda: self.pool.has_decode_worker,
         )
         prefixes = cast(PrefixLookup, NothingCached())

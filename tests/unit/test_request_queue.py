@@ -6,11 +6,12 @@ import asyncio
 
 import pytest
 
+from protos import tandem_inference_pb2 as inference_pb
+from protos import tandem_worker_pb2 as pb
 from router.queue import QueuedRequest, RequestQueue
 from router.request_state import Plan, WorkerKey
+from router.worker_handle import TakenRoom, WorkerHandle
 from rpc.errors import NoWorker, Overloaded
-
-PLAN = Plan(WorkerKey("d", "1"), None)
 
 
 class Room:
@@ -20,27 +21,22 @@ class Room:
         self.num_tokens = num_tokens
         self.is_there = True
         self.order: list[int] = []
-        self.given_back: list[int] = []
-        self.queue = RequestQueue(
-            max_tokens=100, choose=self.choose, give_back=self.give_back, has_workers=lambda: self.is_there
-        )
+        model = inference_pb.GetModelInfoResponse(block_size=1)
+        self.worker = WorkerHandle(pb.WorkerRecord(worker_id="d", incarnation="1", model=model), channel=None)
+        self.queue = RequestQueue(max_tokens=100, choose=self.choose, has_workers=lambda: self.is_there)
 
-    def choose(self, request: QueuedRequest) -> Plan | None:
+    def choose(self, request: QueuedRequest) -> TakenRoom | None:
         if request.num_tokens > self.num_tokens:
             return None
         self.num_tokens -= request.num_tokens
         self.order.append(request.num_tokens)
-        return PLAN
-
-    def give_back(self, plan: Plan, num_tokens: int) -> None:
-        assert plan == PLAN
-        self.given_back.append(num_tokens)
+        return TakenRoom(self.worker, None, request.num_tokens)
 
     def add(self, num_tokens: int) -> None:
         self.num_tokens += num_tokens
         self.queue.dispatch()
 
-    async def wait(self, num_tokens: int, *, is_return: bool = False) -> Plan:
+    async def wait(self, num_tokens: int, *, is_return: bool = False) -> TakenRoom:
         return await self.queue.wait_for_plan(
             num_tokens=num_tokens, num_cached_blocks={}, avoid=None, is_return=is_return
         )
@@ -106,7 +102,7 @@ async def test_leaving_lets_the_next_one_through() -> None:
     small = asyncio.create_task(room.wait(5))
     await settle()
     large.cancel()
-    assert await small == PLAN
+    assert (await small).plan == Plan(WorkerKey("d", "1"), None)
     assert room.queue.num_tokens == 0
 
 
@@ -115,7 +111,8 @@ async def test_a_plan_that_nobody_hears_of_is_given_back() -> None:
     task = asyncio.create_task(room.wait(5))
     await settle()
     room.add(5)  # planned now
+    assert room.worker.num_planned_blocks == 5
     task.cancel()  # before it could hear
     with pytest.raises(asyncio.CancelledError):
         await task
-    assert room.given_back == [5]
+    assert room.worker.num_planned_blocks == 0

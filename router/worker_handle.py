@@ -1,0 +1,104 @@
+"""What the router keeps of one worker process, and of the room that plans have taken on it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import grpc
+
+from protos import tandem_worker_pb2 as pb
+from router.request_state import Plan, WorkerKey
+from router.worker_session import WorkerSession
+
+
+@dataclass(slots=True, eq=False)
+class WorkerHandle:
+    """One worker process."""
+
+    record: pb.WorkerRecord
+    channel: grpc.aio.Channel
+    session: WorkerSession | None = None
+    load: pb.WorkerLoad = field(default_factory=pb.WorkerLoad)
+    num_planned_blocks: int = 0
+    """Of requests planned here whose Granted or Busy has not come yet."""
+    num_prefill_tokens: int = 0
+    """Of this router's requests that are being prefilled here."""
+    is_full: bool = False
+    """It said Busy, and has freed nothing since."""
+    num_frees: int = 0
+    """How often its load has shown that it freed something."""
+    is_leaving: bool = False
+    """Gone from the registry: no new work."""
+    num_lost: int = 0
+    """Sessions lost in a row."""
+
+    @property
+    def key(self) -> WorkerKey:
+        return WorkerKey(self.record.worker_id, self.record.incarnation)
+
+    @property
+    def is_usable(self) -> bool:
+        is_connected = self.session is not None and self.session.is_open
+        return is_connected and not (self.is_leaving or self.record.is_draining or self.load.is_draining)
+
+    @property
+    def num_available_blocks(self) -> int:
+        return _num_available(self.load) - self.num_planned_blocks
+
+    def set_load(self, load: pb.WorkerLoad) -> None:
+        before, self.load = self.load, load
+        if _num_available(load) > _num_available(before) or _num_active(load) < _num_active(before):
+            self.num_frees += 1
+            self.is_full = False
+
+    def note_busy(self, num_frees_when_asked: int) -> None:
+        """It refused a request that was sent when `num_frees` was `num_frees_when_asked`.
+
+        If it has freed something since, nobody knows whether the refusal came before or after: then it is asked again,
+        for if that was the last thing it had to free, no load would ever come to say that it is full no more.
+        """
+        if self.num_frees == num_frees_when_asked:
+            self.is_full = True
+
+
+def _num_available(load: pb.WorkerLoad) -> int:
+    return load.blocks.num_free + load.blocks.num_cached
+
+
+def _num_active(load: pb.WorkerLoad) -> int:
+    return load.num_running + load.num_waiting
+
+
+class TakenRoom:
+    """What a plan counts as taken on its workers, until their own load tells of the request.
+
+    Taken when it is made. Each part is given back once; repeating it is harmless.
+    """
+
+    def __init__(self, decode: WorkerHandle, prefill: WorkerHandle | None, num_tokens: int) -> None:
+        """`num_tokens`: to be prefilled."""
+        self.plan = Plan(decode.key, prefill.key if prefill else None)
+        self._decode: WorkerHandle | None = decode
+        self._prefill = prefill
+        self._num_tokens = num_tokens
+        self._num_blocks = -(-num_tokens // decode.record.model.block_size)
+        decode.num_planned_blocks += self._num_blocks
+        if prefill is not None:
+            prefill.num_prefill_tokens += num_tokens
+
+    @property
+    def is_settled(self) -> bool:
+        return self._decode is None and self._prefill is None
+
+    def settle_decode(self) -> None:
+        """The decode worker has answered."""
+        if self._decode is not None:
+            self._decode.num_planned_blocks -= self._num_blocks
+            self._decode = None
+
+    def settle(self) -> None:
+        """The prompt is computed, or will not be."""
+        self.settle_decode()
+        if self._prefill is not None:
+            self._prefill.num_prefill_tokens -= self._num_tokens
+            self._prefill = None
