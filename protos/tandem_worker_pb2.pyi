@@ -115,12 +115,8 @@ class WorkerEvent(_message.Message):
     def __init__(self, request_id: _Optional[str] = ..., attempt: _Optional[int] = ..., granted: _Optional[_Union[_tandem_kv_transfer_pb2.Grant, _Mapping]] = ..., busy: _Optional[_Union[Busy, _Mapping]] = ..., tokens: _Optional[_Union[Tokens, _Mapping]] = ..., handed_over: _Optional[_Union[HandedOver, _Mapping]] = ..., failed: _Optional[_Union[Failed, _Mapping]] = ...) -> None: ...
 
 class Busy(_message.Message):
-    __slots__ = ("num_free_blocks", "num_needed_blocks")
-    NUM_FREE_BLOCKS_FIELD_NUMBER: _ClassVar[int]
-    NUM_NEEDED_BLOCKS_FIELD_NUMBER: _ClassVar[int]
-    num_free_blocks: int
-    num_needed_blocks: int
-    def __init__(self, num_free_blocks: _Optional[int] = ..., num_needed_blocks: _Optional[int] = ...) -> None: ...
+    __slots__ = ()
+    def __init__(self) -> None: ...
 
 class Tokens(_message.Message):
     __slots__ = ("index", "token_ids", "finish_reason", "num_cached_tokens", "waited_ms")

@@ -18,6 +18,7 @@ from router.detokenizer import IncrementalDetokenizer
 from router.prefix_lookup import PrefixLookup
 from router.queue import RequestQueue
 from router.request_state import (
+    AccountOverdue,
     Action,
     Emit,
     End,
@@ -41,7 +42,10 @@ from router.worker_pool import WorkerPool
 from rpc.errors import NoWorker
 
 MAX_ATTEMPTS = 4
-"""A request is given up when this many attempts have failed."""
+"""A request is given up when this many attempts have failed, however long its stream: one that kills workers must not
+go through all of them."""
+ACCOUNT_S = 1.0
+"""How long a complete answer waits for the prefill worker to say what its transfer took."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -207,7 +211,11 @@ class Lifecycle:
     # -- taking in what happens ---------------------------------------------------------------------------------
 
     async def _next_event(self) -> Event:
-        event = await self._events.get()
+        try:
+            async with asyncio.timeout(ACCOUNT_S if self._state.phase is Phase.SETTLING else None):
+                event = await self._events.get()
+        except TimeoutError:
+            return AccountOverdue()
         if isinstance(event, WorkerSaid):
             self._note(event)
         return event

@@ -63,11 +63,11 @@ def choose_plan(
     block_size: int,
     prefill: Sequence[PrefillCandidate],
     decode: Sequence[DecodeCandidate],
-    avoid: WorkerKey | None = None,
+    avoid: frozenset[WorkerKey] = frozenset(),
 ) -> Plan | None:
     """The best plan now for a prompt of `num_tokens` tokens, or None: wait until something changes.
 
-    `avoid` decodes only where nobody else can, and does not prefill: the decode worker can do without.
+    Those in `avoid` decode only where nobody else can, and do not prefill: the decode worker can do without.
     """
     num_blocks = -(-num_tokens // block_size)
     with_room = [d for d in decode if not d.is_full and d.num_available_blocks >= num_blocks]
@@ -75,10 +75,10 @@ def choose_plan(
         return None
     best = min(
         with_room,
-        key=lambda d: (d.key == avoid, num_blocks - min(d.num_cached_blocks, num_blocks) + d.num_used_blocks),
+        key=lambda d: (d.key in avoid, num_blocks - min(d.num_cached_blocks, num_blocks) + d.num_used_blocks),
     )
     num_uncached_tokens = num_tokens - best.num_cached_blocks * block_size
-    compatible = [p for p in prefill if p.compat_digest == best.compat_digest and p.key != avoid]
+    compatible = [p for p in prefill if p.compat_digest == best.compat_digest and p.key not in avoid]
     if num_uncached_tokens <= config.local_max_uncached_tokens or not compatible:
         return Plan(best.key, None)
     free = [p for p in compatible if p.num_queued_tokens <= config.max_prefill_backlog_tokens]

@@ -4,8 +4,8 @@ Owns the waiting requests, not the workers. `dispatch` is called whenever someth
 freed memory, joined or left); it plans from the head on, and stops at the first request that no worker has room for,
 so that a long prompt is not overtaken for ever. No timer ends the waiting: the client's deadline does.
 
-    wait_for_plan ──> waiting ──dispatch──> Plan
-                        └── no worker left: NoWorker; the caller cancelled: gone
+    wait_for_plan ──> waiting ──dispatch──> TakenRoom
+       └─ full: Overloaded └── no worker left: NoWorker; the caller cancelled: gone
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class QueuedRequest:
     """To be prefilled: the prompt, and what of the answer exists already."""
     num_cached_blocks: dict[WorkerKey, int]
     """Longest cached prefix on each worker, as the index said."""
-    avoid: WorkerKey | None
+    avoid: frozenset[WorkerKey]
     planned: asyncio.Future[TakenRoom]
 
 
@@ -52,21 +52,16 @@ class RequestQueue:
     def __len__(self) -> int:
         return len(self._waiting)
 
-    def refuse_if_full(self, num_tokens: int) -> None:
-        """Raise `Overloaded` if a new request of `num_tokens` tokens would pass the bound."""
-        if self._waiting and self.num_tokens + num_tokens > self._max_tokens:
-            raise Overloaded(
-                f"the queue holds {self.num_tokens} tokens of at most {self._max_tokens}; retry later",
-                retry_after_s=1.0,
-            )
-
     async def wait_for_plan(
-        self, *, num_tokens: int, num_cached_blocks: dict[WorkerKey, int], avoid: WorkerKey | None, is_return: bool
+        self, *, num_tokens: int, num_cached_blocks: dict[WorkerKey, int], avoid: frozenset[WorkerKey], is_return: bool
     ) -> TakenRoom:
         """Wait for workers; the caller settles the room. `is_return`: at the front, it waited its turn before.
 
-        Raises `NoWorker` at once if there is none, now or while waiting. Cancelling it leaves the queue.
+        Raises `Overloaded` where a new request would pass the bound, and `NoWorker` at once if there is none, now or
+        while waiting. Cancelling it leaves the queue.
         """
+        if not is_return:
+            self._refuse_if_full(num_tokens)
         future: asyncio.Future[TakenRoom] = asyncio.get_running_loop().create_future()
         request = QueuedRequest(num_tokens, num_cached_blocks, avoid, future)
         if is_return:
@@ -105,6 +100,13 @@ class RequestQueue:
                 return
             self._leave(request)
             request.planned.set_result(room)
+
+    def _refuse_if_full(self, num_tokens: int) -> None:
+        if self._waiting and self.num_tokens + num_tokens > self._max_tokens:
+            raise Overloaded(
+                f"the queue holds {self.num_tokens} tokens of at most {self._max_tokens}; retry later",
+                retry_after_s=1.0,
+            )
 
     def _leave(self, request: QueuedRequest) -> None:
         self._waiting.remove(request)

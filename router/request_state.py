@@ -1,7 +1,7 @@
 """The life of one request, as a pure state machine: events in, actions out. No I/O, no clock, no gRPC.
 
     QUEUED ──Planned, disaggregated──> RESERVING ──Granted──> PREFILLING ──HandedOver──> DECODING ──last token──> DONE
-      │ ^                                  │                      │                          │
+      │ ^                                  │                      │  └─last token─> SETTLING ─┼─HandedOver, or overdue─┘
       │ └──Busy, WorkerLost, Failed ───────┴──────────────────────┴──────────────────────────┤ (a new attempt)
       └──Planned, local────────────────────────────────────────────────────────> DECODING ───┘
     Stopped (client gone, abort, stop string, deadline), or no attempts left: from anywhere ──> DONE
@@ -22,7 +22,7 @@ from typing import TypeAlias
 
 from protos.tandem_inference_pb2 import FinishReason, KVTransferStats
 from protos.tandem_kv_transfer_pb2 import Grant
-from protos.tandem_worker_pb2 import Failed, HandedOver, Tokens, WorkerEvent
+from protos.tandem_worker_pb2 import Failed, Tokens, WorkerEvent
 from rpc.errors import NoWorker, TandemError, error_of_code
 
 
@@ -31,6 +31,8 @@ class Phase(Enum):
     RESERVING = auto()
     PREFILLING = auto()
     DECODING = auto()
+    SETTLING = auto()
+    """All tokens are emitted; only the prefill worker's account of the transfer is still due."""
     DONE = auto()
 
 
@@ -81,7 +83,12 @@ class Stopped:
     error: Exception | None = None
 
 
-Event: TypeAlias = Planned | WorkerSaid | WorkerLost | Stopped
+@dataclass(frozen=True, slots=True)
+class AccountOverdue:
+    """While SETTLING: the prefill worker did not say in time what the transfer took."""
+
+
+Event: TypeAlias = Planned | WorkerSaid | WorkerLost | Stopped | AccountOverdue
 
 
 # -- actions --------------------------------------------------------------------------------------------------------
@@ -92,8 +99,8 @@ class EnterQueue:
     """Ask for a plan. `is_return`: the request waited its turn before, and goes to the front."""
 
     is_return: bool
-    avoid: WorkerKey | None = None
-    """A worker that just failed this request."""
+    avoid: frozenset[WorkerKey] = frozenset()
+    """Workers that have failed this request."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,7 +164,9 @@ class RequestState:
     _early: list[Tokens] = field(default_factory=list)
     """Of the decode worker, come before the prefill worker's first."""
     _finish_reason: FinishReason = FinishReason.FINISH_REASON_UNSPECIFIED
-    """All tokens are emitted; only the prefill worker's account of the transfer is still due."""
+    """While SETTLING."""
+    _avoid: frozenset[WorkerKey] = frozenset()
+    _last_failure: str = ""
 
     def start(self) -> list[Action]:
         return [EnterQueue(is_return=False)]
@@ -174,7 +183,9 @@ class RequestState:
             case WorkerLost(worker):
                 return self._on_lost(worker)
             case Stopped(finish_reason, error):
-                return self._end(finish_reason, error)
+                return self._end(finish_reason, self._with_last_failure(error))
+            case AccountOverdue():
+                return self._end(self._finish_reason) if self.phase is Phase.SETTLING else []
 
     # -- attempts -----------------------------------------------------------------------------------------------
 
@@ -193,11 +204,19 @@ class RequestState:
     def _retry(self, error: TandemError, avoid: WorkerKey) -> list[Action]:
         """Give up this attempt, and start another if there may be one."""
         self.num_failures += 1
+        self._last_failure = error.message
+        self._avoid |= {avoid}
         if self.num_failures >= self.max_attempts:
             return self._end(FinishReason.FINISH_REASON_ERROR, error)
         cancels = self._cancel_attempt()
         self.phase = Phase.QUEUED
-        return [*cancels, EnterQueue(is_return=True, avoid=avoid)]
+        return [*cancels, EnterQueue(is_return=True, avoid=self._avoid)]
+
+    def _with_last_failure(self, error: Exception | None) -> Exception | None:
+        """Where nobody is left to try: why the last one who tried did not succeed."""
+        if isinstance(error, NoWorker) and self._last_failure:
+            return NoWorker(f"{self._last_failure}; {error.message}", retry_after_s=error.retry_after_s)
+        return error
 
     def _cancel_attempt(self) -> list[Action]:
         """Cancelling what has ended already is harmless: a worker ignores it."""
@@ -217,8 +236,8 @@ class RequestState:
     def _on_lost(self, worker: WorkerKey) -> list[Action]:
         if self.plan is None or worker not in (self.plan.decode, self.plan.prefill):
             return []
-        if self._finish_reason:
-            return self._end(self._finish_reason)  # nothing is missing but an account
+        if self.phase is Phase.SETTLING:
+            return self._end(self._finish_reason)
         if worker == self.plan.prefill and self.phase is Phase.DECODING:
             return []  # its part was done
         return self._retry(NoWorker(f"worker {worker.worker_id} was lost"), avoid=worker)
@@ -228,6 +247,9 @@ class RequestState:
         if plan is None or said.attempt != self.attempt or worker not in (plan.decode, plan.prefill):
             return []
         is_decode = worker == plan.decode
+        if self.phase is Phase.SETTLING:
+            self._note_transfer(said)
+            return self._end(self._finish_reason)
         match said.WhichOneof("event"):
             case "granted" if is_decode and plan.prefill is not None and self.phase is Phase.RESERVING:
                 self.phase = Phase.PREFILLING
@@ -236,8 +258,10 @@ class RequestState:
                 return self._on_busy()
             case "tokens" if self.phase in (Phase.PREFILLING, Phase.DECODING):
                 return self._on_tokens(worker, said.tokens, plan)
-            case "handed_over" if not is_decode:
-                return self._on_handed_over(said.handed_over)
+            case "handed_over" if not is_decode and self.phase is Phase.PREFILLING:
+                self._note_transfer(said)
+                self.phase = Phase.DECODING
+                return []
             case "failed":
                 return self._on_failed(worker, said.failed)
             case other:
@@ -252,7 +276,7 @@ class RequestState:
         """No memory there just now. Nothing was started, so nothing is cancelled and nothing has failed."""
         self.plan = None
         self.phase = Phase.QUEUED
-        return [EnterQueue(is_return=True)]
+        return [EnterQueue(is_return=True, avoid=self._avoid)]
 
     def _on_tokens(self, worker: WorkerKey, tokens: Tokens, plan: Plan) -> list[Action]:
         next_index = len(self.token_ids)
@@ -278,17 +302,15 @@ class RequestState:
         """The answer is complete. The prefill worker may not have said yet that the transfer is: it is about to."""
         if is_transfer_open and self.phase is Phase.PREFILLING:
             self._finish_reason = finish_reason
+            self.phase = Phase.SETTLING
             return []
         return self._end(finish_reason)
 
-    def _on_handed_over(self, handed_over: HandedOver) -> list[Action]:
-        self.transfer = handed_over.stats
-        self.phase = Phase.DECODING
-        return self._end(self._finish_reason) if self._finish_reason else []
+    def _note_transfer(self, said: WorkerEvent) -> None:
+        if said.HasField("handed_over"):
+            self.transfer = said.handed_over.stats
 
     def _on_failed(self, worker: WorkerKey, failed: Failed) -> list[Action]:
-        if self._finish_reason:
-            return self._end(self._finish_reason)
         error = error_of_code(failed.code, f"worker {worker.worker_id}: {failed.message}")
         if failed.can_retry:
             return self._retry(error, avoid=worker)

@@ -125,7 +125,6 @@ class InferenceServicer(InferenceServicerBase):  # type: ignore[misc]
         prompt_token_ids = await tokenize_prompt(validated, self._texts.tokenizer, self._texts.chat_template)
         check_prompt_length(validated, len(prompt_token_ids), model)
         require_worker(self._cluster.pool)
-        self._cluster.queue.refuse_if_full(len(prompt_token_ids))
         params = resolve_sampling(validated.sampling_params, model, len(prompt_token_ids))
         lifecycle = Lifecycle(
             self._cluster,

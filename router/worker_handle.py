@@ -10,6 +10,9 @@ from protos import tandem_worker_pb2 as pb
 from router.request_state import Plan, WorkerKey
 from router.worker_session import WorkerSession
 
+NUM_QUICK_RECONNECTS = 4
+"""Requests wait for a worker whose session was lost until this many tries to open another have failed."""
+
 
 @dataclass(slots=True, eq=False)
 class WorkerHandle:
@@ -38,8 +41,17 @@ class WorkerHandle:
 
     @property
     def is_usable(self) -> bool:
-        is_connected = self.session is not None and self.session.is_open
-        return is_connected and not (self.is_leaving or self.record.is_draining or self.load.is_draining)
+        """It takes new work now."""
+        return self.session is not None and self.session.is_open and not self._is_going
+
+    @property
+    def is_expected(self) -> bool:
+        """It takes new work now, or will in a moment unless it is dead: its session is being opened."""
+        return self.num_lost <= NUM_QUICK_RECONNECTS and not self._is_going
+
+    @property
+    def _is_going(self) -> bool:
+        return self.is_leaving or self.record.is_draining or self.load.is_draining
 
     @property
     def num_available_blocks(self) -> int:

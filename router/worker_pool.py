@@ -5,7 +5,8 @@ is open is alive, whatever the registry says; one that the registry forgot gets 
 
     registry record ──> CONNECTING ──session opens──> READY ──record gone or draining──> LEAVING (finishes what it has)
                             ^                           │
-                            └──── session lost, record still there: retried, with a growing pause
+                            └──── session lost, record still there: retried, with a growing pause; requests wait for
+                                  the first few tries, which take about 1.5 s
 
 Load is what the worker said last, plus what was planned on it since (so that two requests of one moment do not take the
 same blocks).
@@ -66,11 +67,12 @@ class WorkerPool:
 
     @property
     def has_decode_worker(self) -> bool:
-        return bool(self.usable(pb.Role.ROLE_DECODE))
+        """Whether waiting makes sense: one is usable, or expected to be in a moment."""
+        return bool(self.decode_records())
 
     def decode_records(self) -> list[pb.WorkerRecord]:
-        """Of the decode workers that could serve now."""
-        return [h.record for h in self.usable(pb.Role.ROLE_DECODE)]
+        """Of the decode workers that requests may wait for."""
+        return [h.record for h in self._handles.values() if h.record.role == pb.Role.ROLE_DECODE and h.is_expected]
 
     def set_records(self, records: Iterable[pb.WorkerRecord]) -> None:
         """Take over what the registry says now."""

@@ -55,7 +55,7 @@ def open_channel(
         # Workers are addressed directly; an http_proxy in the environment is not meant for them.
         ("grpc.enable_http_proxy", 0),
         ("grpc.initial_reconnect_backoff_ms", 100),
-        ("grpc.min_reconnect_backoff_ms", 100),
+        ("grpc.min_reconnect_backoff_ms", 1_000),  # how long connecting may take, in spite of its name
         ("grpc.max_reconnect_backoff_ms", 2_000),
         # Else all channels of one process to one address share a connection, and one TCP window.
         ("grpc.use_local_subchannel_pool", 1),

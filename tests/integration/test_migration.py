@@ -6,10 +6,13 @@ import os
 import signal
 from collections.abc import Callable
 
+import grpc
+import psutil
 import pytest
-from clusters import RunningCluster
+from clusters import RunningCluster, wait_until
 
 from protos import tandem_worker_pb2 as worker_pb
+from protos.tandem_worker_pb2_grpc import WorkerStub
 from tandem.client import Client
 
 PROMPT = [(13 * i) % 30_000 + 70 for i in range(75)]
@@ -19,9 +22,14 @@ SAMPLINGS = {
 }
 
 
+SMALL = ("--kv-cache-gib", "0.2", "--lease-ms", "2000")
+
+
 @pytest.fixture(scope="module")
 def cluster(start_cluster: Callable[..., RunningCluster]) -> RunningCluster:
-    return start_cluster("--decode", "2", "--dtype", "float32", "--max-model-len", "1024", "--kv-cache-gib", "0.2")
+    return start_cluster(
+        "--decode", "2", "--dtype", "float32", "--max-model-len", "1024", "--kv-cache-gib", "0.2", "--lease-ms", "2000"
+    )
 
 
 @pytest.mark.parametrize("name", list(SAMPLINGS))
@@ -38,6 +46,38 @@ def test_the_stream_goes_on_at_the_next_position(cluster: RunningCluster, name: 
     assert last.timings.attempts > 1
     assert received == expected.token_ids
     cluster.wait_until_at_rest(60)
+
+
+def test_a_router_that_is_held_up_for_longer_than_a_lease_loses_no_stream(cluster: RunningCluster) -> None:
+    """All workers take it for dead and free what it owns. When it goes on, so do its streams, where they were."""
+    sampling = {"temperature": 0.0, "max_tokens": 120, "ignore_eos": True}
+    with Client(cluster.address) as client:
+        expected = client.generate(PROMPT, **sampling).token_ids  # type: ignore[arg-type]
+        worker_addresses = [worker.record.address for worker in cluster.workers()]
+        streams = [client.stream(PROMPT, **sampling) for _ in range(4)]  # type: ignore[arg-type]
+        received = [list(next(stream).token_ids) for stream in streams]
+        router = router_process(cluster)
+        router.suspend()
+        try:
+            wait_until(lambda: not any(map(num_sessions, worker_addresses)), 20, "no worker believes in it any more")
+        finally:
+            router.resume()
+        for begun, stream in zip(received, streams, strict=True):
+            begun.extend(token_id for chunk in stream for token_id in chunk.token_ids)
+    assert received == [expected] * 4
+    cluster.wait_until_at_rest(60)
+
+
+def router_process(cluster: RunningCluster) -> psutil.Process:
+    children = psutil.Process(cluster.pid).children(recursive=True)
+    return next(child for child in children if "router" in child.cmdline())
+
+
+def num_sessions(worker_address: str) -> int:
+    """How many routers the worker knows."""
+    with grpc.insecure_channel(worker_address) as channel:
+        status: worker_pb.WorkerStatus = WorkerStub(channel).GetStatus(worker_pb.GetWorkerStatusRequest(), timeout=5)
+    return status.num_sessions
 
 
 def serving_decode_worker(cluster: RunningCluster) -> int:

@@ -16,10 +16,11 @@ from router.lifecycle import Cluster, Lifecycle
 from router.policy import PolicyConfig
 from router.prefix_lookup import PrefixLookup
 from router.queue import RequestQueue
-from router.request_state import Event, WorkerKey, WorkerSaid
+from router.request_state import Event, WorkerKey, WorkerLost, WorkerSaid
 from router.worker_handle import WorkerHandle
 from router.worker_pool import WorkerPool
 from router.worker_session import Inbox
+from rpc.errors import NoWorker
 
 BLOCK = 16
 PROMPT = list(range(60 * BLOCK))
@@ -101,6 +102,21 @@ class Bench:
         handle.session = cast(Any, ScriptedSession(handle.key))
         self.pool._handles[handle.key] = handle
         return handle
+
+    def lose_decode_session(self, *, num_lost: int) -> None:
+        """As WorkerSession and WorkerPool do when `num_lost` sessions in a row were lost."""
+        session, self.d.is_open, self.d.is_lost = self.d, False, True
+        self.decode.num_lost = num_lost
+        inboxes, session.inboxes = session.inboxes, {}
+        for inbox in inboxes.values():
+            inbox(WorkerLost(session.key))
+        self.dispatch()
+
+    def reopen_decode_session(self) -> ScriptedSession:
+        self.d = ScriptedSession(self.decode.key)
+        self.decode.session = cast(Any, self.d)
+        self.decode.num_lost = 0
+        return self.d
 
     def request(self, request_id: str) -> Asked:
         params = inference_pb.SamplingParams(max_tokens=8)
@@ -277,3 +293,27 @@ async def test_a_prefill_worker_with_a_shorter_context_is_not_used() -> None:
     assert bench.p.sent == []
     assert bench.d.sent[-1].WhichOneof("command") == "generate"
     await asked.leave()
+
+
+async def test_a_lost_session_of_the_only_decode_worker_is_waited_for() -> None:
+    bench = Bench()
+    asked = bench.request("r")
+    await settle()
+    bench.lose_decode_session(num_lost=1)
+    await settle()
+    assert not asked.task.done()
+    session = bench.reopen_decode_session()
+    bench.dispatch()
+    await settle()
+    assert session.sent[-1].generate.attempt == 2
+    await asked.leave()
+
+
+async def test_a_decode_worker_that_stays_away_is_not_waited_for() -> None:
+    bench = Bench()
+    asked = bench.request("r")
+    await settle()
+    bench.lose_decode_session(num_lost=5)
+    with pytest.raises(NoWorker, match=r"worker d was lost; no decode worker is available") as caught:
+        await asked.task
+    assert caught.value.retry_after_s is not None

@@ -28,7 +28,7 @@ def choose(
     num_tokens: int,
     prefills: list[PrefillCandidate],
     decodes: list[DecodeCandidate],
-    avoid: str | None = None,
+    avoid: tuple[str, ...] = (),
 ) -> Plan | None:
     return choose_plan(
         PolicyConfig(),
@@ -36,7 +36,7 @@ def choose(
         block_size=BLOCK,
         prefill=prefills,
         decode=decodes,
-        avoid=key(avoid) if avoid else None,
+        avoid=frozenset(key(name) for name in avoid),
     )
 
 
@@ -83,9 +83,16 @@ def test_behind_too_long_a_backlog_a_request_waits() -> None:
     assert choose(800, [prefill("p", queued=backlog)], [decode("d")]) is not None
 
 
-def test_a_worker_that_just_failed_is_the_last_choice() -> None:
-    assert choose(800, [prefill("p")], [decode("bad", cached=30), decode("d")], avoid="bad") == Plan(key("d"), key("p"))
-    assert choose(800, [prefill("p")], [decode("bad")], avoid="bad") == Plan(key("bad"), key("p"))
+def test_a_worker_that_failed_is_the_last_choice() -> None:
+    decodes = [decode("bad", cached=30), decode("d")]
+    assert choose(800, [prefill("p")], decodes, avoid=("bad",)) == Plan(key("d"), key("p"))
+    assert choose(800, [prefill("p")], decodes[:1], avoid=("bad",)) == Plan(key("bad"), key("p"))
+
+
+def test_where_every_prefill_worker_has_failed_the_decode_worker_does_it_all() -> None:
+    prefills = [prefill("a"), prefill("b")]
+    assert choose(800, prefills, [decode("d")], avoid=("a",)) == Plan(key("d"), key("b"))
+    assert choose(800, prefills, [decode("d")], avoid=("a", "b")) == Plan(key("d"), None)
 
 
 def test_load_decides_between_equals() -> None:

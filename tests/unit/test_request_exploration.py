@@ -19,6 +19,7 @@ from protos import tandem_inference_pb2 as inference_pb
 from protos import tandem_worker_pb2 as pb
 from protos.tandem_kv_transfer_pb2 import Grant
 from router.request_state import (
+    AccountOverdue,
     Action,
     Emit,
     End,
@@ -129,6 +130,8 @@ def successors(world: World) -> Iterator[World]:
             after = fork()
             after.is_queued = False
             yield deliver(after, Planned(plan))
+    if world.state.phase is Phase.SETTLING:
+        yield deliver(fork(), AccountOverdue())
     for worker in world.work:
         after = fork()
         if work_on(after, worker):

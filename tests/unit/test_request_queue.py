@@ -38,7 +38,7 @@ class Room:
 
     async def wait(self, num_tokens: int, *, is_return: bool = False) -> TakenRoom:
         return await self.queue.wait_for_plan(
-            num_tokens=num_tokens, num_cached_blocks={}, avoid=None, is_return=is_return
+            num_tokens=num_tokens, num_cached_blocks={}, avoid=frozenset(), is_return=is_return
         )
 
 
@@ -73,14 +73,26 @@ async def test_who_waited_before_goes_to_the_front() -> None:
 
 async def test_a_full_queue_refuses_with_a_time() -> None:
     room = Room(0)
-    room.queue.refuse_if_full(500)  # one request always may wait
+    task = asyncio.create_task(room.wait(500))  # one request always may wait
+    await settle()
+    with pytest.raises(Overloaded) as caught:
+        await room.wait(1)
+    assert caught.value.retry_after_s is not None
+    returning = asyncio.create_task(room.wait(7, is_return=True))  # it was let in before
+    await settle()
+    assert not returning.done()
+    for waiting in (task, returning):
+        waiting.cancel()
+    await asyncio.wait([task, returning])
     task = asyncio.create_task(room.wait(90))
     await settle()
-    room.queue.refuse_if_full(10)
-    with pytest.raises(Overloaded) as caught:
-        room.queue.refuse_if_full(11)
-    assert caught.value.retry_after_s is not None
-    task.cancel()
+    fits = asyncio.create_task(room.wait(10))
+    await settle()
+    assert not fits.done()
+    with pytest.raises(Overloaded):
+        await room.wait(1)
+    for waiting in (task, fits):
+        waiting.cancel()
 
 
 async def test_without_workers_nobody_waits() -> None:

@@ -8,9 +8,11 @@ from protos import tandem_inference_pb2 as inference_pb
 from protos import tandem_worker_pb2 as pb
 from protos.tandem_kv_transfer_pb2 import Grant
 from router.request_state import (
+    AccountOverdue,
     Emit,
     End,
     EnterQueue,
+    Event,
     Phase,
     Plan,
     Planned,
@@ -96,6 +98,57 @@ def test_the_end_waits_for_the_account_of_the_transfer() -> None:
     assert state.transfer.num_bytes == 9
 
 
+def settling() -> RequestState:
+    state = prefilling()
+    state.on(tokens(P, 1, 0, 5))
+    state.on(tokens(D, 1, 1, 6, finish=LENGTH))
+    assert state.phase is Phase.SETTLING
+    return state
+
+
+@pytest.mark.parametrize(
+    "event",
+    [
+        AccountOverdue(),
+        WorkerLost(P),
+        WorkerLost(D),
+        failed(P, 1, can_retry=True),
+        tokens(D, 1, 2, 7),
+    ],
+    ids=["overdue", "prefill worker lost", "decode worker lost", "transfer failed", "nonsense"],
+)
+def test_a_complete_answer_ends_well_whatever_becomes_of_its_account(event: Event) -> None:
+    actions = settling().on(event)
+    assert emitted(actions) == []
+    assert actions[-1] == End(LENGTH)
+    assert not [action for action in actions if isinstance(action, EnterQueue)]
+
+
+def test_an_account_cannot_be_overdue_before_the_last_token() -> None:
+    state = prefilling()
+    assert state.on(AccountOverdue()) == []
+    assert state.phase is Phase.PREFILLING
+
+
+def test_all_workers_that_failed_the_request_are_avoided() -> None:
+    state = RequestState(max_attempts=4)
+    state.start()
+    p2 = WorkerKey("p2", "1")
+    for worker, avoided in ((P, {P}), (p2, {P, p2})):
+        state.on(Planned(Plan(D, worker)))
+        assert state.on(WorkerLost(worker))[-1] == EnterQueue(is_return=True, avoid=frozenset(avoided))
+
+
+def test_where_nobody_is_left_the_error_says_what_happened_to_the_last_one() -> None:
+    state = prefilling()
+    state.on(WorkerLost(D))
+    end = state.on(Stopped(LENGTH, NoWorker("no decode worker is available", retry_after_s=2)))[-1]
+    assert isinstance(end, End)
+    assert isinstance(end.error, NoWorker)
+    assert end.error.message == "worker d was lost; no decode worker is available"
+    assert end.error.retry_after_s == 2
+
+
 def test_first_token_that_is_the_last_gives_the_grant_back() -> None:
     state = prefilling()
     actions = state.on(tokens(P, 1, 0, 5, finish=STOP))
@@ -113,7 +166,11 @@ def test_busy_returns_to_the_front_and_costs_no_attempt() -> None:
 
 def test_prefill_worker_lost_before_commit_starts_again_elsewhere() -> None:
     state = prefilling()
-    assert state.on(WorkerLost(P)) == [SendCancel(D, 1), SendCancel(P, 1), EnterQueue(is_return=True, avoid=P)]
+    assert state.on(WorkerLost(P)) == [
+        SendCancel(D, 1),
+        SendCancel(P, 1),
+        EnterQueue(is_return=True, avoid=frozenset({P})),
+    ]
     assert state.on(Planned(Plan(D, None))) == [SendGenerate(D)]
     assert emitted(state.on(tokens(D, 2, 0, 5))) == [(0, [5])]
 
@@ -130,7 +187,7 @@ def test_decode_worker_lost_goes_on_at_the_next_index() -> None:
     state.on(tokens(P, 1, 0, 5))
     state.on(said(P, 1, handed_over=pb.HandedOver()))
     state.on(tokens(D, 1, 1, 6))
-    assert EnterQueue(is_return=True, avoid=D) in state.on(WorkerLost(D))
+    assert EnterQueue(is_return=True, avoid=frozenset({D})) in state.on(WorkerLost(D))
     state.on(Planned(Plan(D2, None)))
     assert state.on(tokens(D, 1, 2, 99)) == []  # a ghost of the first attempt
     assert emitted(state.on(tokens(D2, 2, 2, 7))) == [(2, [7])]
@@ -144,7 +201,7 @@ def test_gap_or_repetition_ends_the_attempt_and_is_not_emitted(index: int) -> No
     state.on(said(P, 1, handed_over=pb.HandedOver()))
     actions = state.on(tokens(D, 1, index, 8))
     assert emitted(actions) == []
-    assert EnterQueue(is_return=True, avoid=D) in actions
+    assert EnterQueue(is_return=True, avoid=frozenset({D})) in actions
 
 
 def test_gives_up_after_max_attempts_with_the_last_error() -> None:
@@ -176,10 +233,10 @@ def test_stop_cancels_and_nothing_follows() -> None:
 def test_busy_after_the_grant_is_not_believed() -> None:
     state = prefilling()
     actions = state.on(said(D, 1, busy=pb.Busy()))
-    assert actions == [SendCancel(D, 1), SendCancel(P, 1), EnterQueue(is_return=True, avoid=D)]
+    assert actions == [SendCancel(D, 1), SendCancel(P, 1), EnterQueue(is_return=True, avoid=frozenset({D}))]
 
 
 def test_nonsense_of_a_worker_is_not_believed() -> None:
     state = prefilling()
     actions = state.on(said(P, 1, granted=Grant()))
-    assert EnterQueue(is_return=True, avoid=P) in actions
+    assert EnterQueue(is_return=True, avoid=frozenset({P})) in actions
