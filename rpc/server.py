@@ -90,12 +90,14 @@ class Server:
         return f"{self._host}:{port}"
 
     def _bind(self) -> int:
+        if why := _why_not(self._host, self._port):  # asked first: gRPC says only that it failed, and logs it besides
+            raise CannotListen(why)
         try:
             if self._tls is None:
                 return int(self._server.add_insecure_port(self._listen))
             return int(self._server.add_secure_port(self._listen, self._tls.credentials()))
         except RuntimeError as error:
-            raise CannotListen(_why_not(self._host, self._port)) from error
+            raise CannotListen(_sentence(self._host, self._port, str(error), is_busy=False)) from error
 
     def set_serving(self, service_name: str, is_serving: bool) -> None:
         """Say whether `service_name` is ready. Without effect once draining."""
@@ -144,13 +146,18 @@ def split_address(address: str) -> tuple[str, int]:
 
 
 def _why_not(host: str, port: int) -> str:
-    """gRPC says only that binding failed; a plain socket says why."""
-    reason, is_busy = "it was busy a moment ago", True
+    """Why the address cannot be bound, found out with a plain socket. Empty if it can."""
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(host.strip("[]"), port, type=socket.SOCK_STREAM)[0]
         with socket.socket(family, kind, protocol) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as gRPC does
             probe.bind(address)
+            probe.listen(1)  # else two sockets may be bound to one port
     except OSError as error:
-        reason, is_busy = error.strerror or str(error), error.errno == errno.EADDRINUSE
+        return _sentence(host, port, error.strerror or str(error), is_busy=error.errno == errno.EADDRINUSE)
+    return ""
+
+
+def _sentence(host: str, port: int, reason: str, *, is_busy: bool) -> str:
     remedy = f"Stop what uses port {port}, or choose" if is_busy else "Choose"
     return f"cannot listen on {host}:{port}: {reason}. {remedy} another with --listen HOST:PORT (port 0: a free one)."

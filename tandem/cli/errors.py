@@ -7,7 +7,7 @@ from contextlib import contextmanager
 
 import click
 
-from rpc.errors import Draining, InvalidRequest, NoWorker, Overloaded, TandemError, Unreachable
+from rpc.errors import DeadlinePassed, Draining, InvalidRequest, NoWorker, Overloaded, TandemError, Unreachable
 from tandem.answer import StreamBroken
 
 SAMPLING_PREFIX = "sampling_params."
@@ -22,6 +22,8 @@ def explain(error: TandemError, address: str) -> str:
             f"no router answers at {address}, or it went away ({error.message}). Start one with `tandem up`, or "
             "name another with --router HOST:PORT or TANDEM_ROUTER."
         )
+    if isinstance(error, DeadlinePassed):
+        return "the answer was not complete when its time was up: give more with --timeout-s, or ask for fewer tokens."
     line = " ".join(error.message.split()) or type(error).__name__
     if error.retry_after_s is not None:
         return f"{line.rstrip('.')}. Try again in {error.retry_after_s:.1f} s."

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import signal
 import sys
 from typing import Any
@@ -14,6 +15,14 @@ from tandem.cli.options import examples, json_option, router_option
 from tandem.client import Client, Prompt, Sampling, generate_request
 
 INTERRUPTED = 128 + signal.SIGINT
+MAX_TIMEOUT_S = 30 * 86_400.0
+
+
+def no_nan(context: click.Context, parameter: click.Parameter, value: float | None) -> float | None:
+    """A range lets NaN through: it is neither below nor above."""
+    if value is not None and math.isnan(value):
+        raise click.BadParameter("nan is no number")
+    return value
 
 
 @click.command(
@@ -27,15 +36,26 @@ INTERRUPTED = 128 + signal.SIGINT
 @click.argument("prompt")
 @click.option("--chat", "is_chat", is_flag=True, help="PROMPT is what a user says: it goes through the chat template.")
 @click.option("--system", help="What the system message says. Implies --chat.")
-@click.option("--max-tokens", type=int, default=256, show_default=True, help="The answer's length limit.")
+@click.option(
+    "--max-tokens", type=click.IntRange(1, 2**32 - 1), default=256, show_default=True, help="The answer's length limit."
+)
 @click.option("--temperature", type=float, help="0 is greedy. Default: the model's.")
 @click.option("--top-p", type=float, help="Sample from the likeliest tokens that make up this share, in (0, 1].")
-@click.option("--top-k", type=int, help="Sample from the k likeliest tokens; 0 keeps all.")
+@click.option("--top-k", type=click.IntRange(-1, 2**31 - 1), help="Sample from the k likeliest tokens; 0 keeps all.")
 @click.option("--min-p", type=float, help="Leave out tokens less likely than this times the likeliest, in [0, 1].")
-@click.option("--seed", type=int, help="The same seed gives the same answer. Default: a new one each time.")
+@click.option(
+    "--seed",
+    type=click.IntRange(-(2**63), 2**63 - 1),
+    help="The same seed gives the same answer. Default: a new one each time.",
+)
 @click.option("--stop", multiple=True, help="End before this text comes. May be given several times.")
 @click.option("--ignore-eos", is_flag=True, help="Go on to --max-tokens, whatever the model says.")
-@click.option("--timeout-s", type=click.FloatRange(min=0, min_open=True), help="Give up after this many seconds.")
+@click.option(
+    "--timeout-s",
+    type=click.FloatRange(0, MAX_TIMEOUT_S, min_open=True),
+    callback=no_nan,
+    help="Give up after this many seconds.",
+)
 @json_option
 @router_option
 def generate(
@@ -52,7 +72,7 @@ def generate(
 
     Ctrl-C cancels the request on every worker.
     """
-    text = sys.stdin.read() if prompt == "-" else prompt
+    text = _read_stdin() if prompt == "-" else prompt
     sampling = Sampling(**{name: value for name, value in options.items() if value is not None})  # type: ignore[typeddict-item]
     if ignore_eos:
         sampling["ignore_eos"] = True
@@ -71,6 +91,16 @@ def generate(
     except KeyboardInterrupt:
         click.echo("cancelled", err=True)
         sys.exit(INTERRUPTED)
+
+
+def _read_stdin() -> str:
+    data = sys.stdin.buffer.read()
+    try:
+        return data.decode()
+    except UnicodeDecodeError as error:
+        raise click.UsageError(
+            f"PROMPT: what stdin gives is not UTF-8 text: byte 0x{data[error.start]:02x} at position {error.start}"
+        ) from error
 
 
 def _as_chat(text: str, system: str | None) -> Prompt:

@@ -12,7 +12,7 @@ from click.testing import CliRunner
 
 from protos import tandem_inference_pb2 as pb
 from protos import tandem_worker_pb2 as worker_pb
-from rpc.errors import InvalidRequest, NoWorker, Overloaded, Unreachable
+from rpc.errors import DeadlinePassed, InvalidRequest, NoWorker, Overloaded, Unreachable
 from tandem.answer import Answer, message_to_dict
 from tandem.cli import main
 from tandem.cli.errors import explain
@@ -139,6 +139,7 @@ def test_errors_say_what_to_do() -> None:
     assert (
         explain(Overloaded("the queue is full", retry_after_s=1.5), ADDRESS) == "the queue is full. Try again in 1.5 s."
     )
+    assert "--timeout-s" in explain(DeadlinePassed("Deadline Exceeded"), ADDRESS)
     assert explain(NoWorker("no decode worker."), ADDRESS) == "no decode worker. Try again in a moment."
     unreachable = explain(Unreachable("Connection refused"), ADDRESS)
     for part in (ADDRESS, "tandem up", "--router", "TANDEM_ROUTER"):
@@ -162,8 +163,11 @@ def test_without_a_router_there_is_one_readable_line(command: list[str]) -> None
     [
         (["generate"], "Missing argument 'PROMPT'"),
         (["generate", "x", "--max-tokens", "many"], "'many' is not a valid integer"),
-        (["generate", "x", "--max-tokens", "-1"], "max_tokens: Value out of range: -1"),
+        (["generate", "x", "--max-tokens", "0"], "'--max-tokens': 0 is not in the range"),
+        (["generate", "x", "--max-tokens", "-3"], "'--max-tokens': -3 is not in the range"),
+        (["generate", "x", "--seed", "9" * 30], "'--seed': 9999"),
         (["generate", "x", "--timeout-s", "0"], "--timeout-s"),
+        (["generate", "x", "--timeout-s", "nan"], "'--timeout-s': nan is no number"),
         (["up", "--decode", "0"], "--decode must be at least 1, is 0"),
         (["up", "--aggregated", "--prefill", "2"], "--aggregated starts no prefill workers"),
         (["up", "--block-size", "17"], "--block-size must be a power of two"),
@@ -177,6 +181,12 @@ def test_wrong_usage_exits_with_2_and_names_the_flag(command: list[str], message
     result = CliRunner().invoke(main, command)
     assert result.exit_code == 2
     assert message in result.stderr
+
+
+def test_stdin_that_is_no_text_is_refused_with_the_place() -> None:
+    result = CliRunner().invoke(main, ["generate", "-"], input=b"text \xff\xfe")
+    assert result.exit_code == 2
+    assert "PROMPT: what stdin gives is not UTF-8 text: byte 0xff at position 5" in result.stderr
 
 
 def test_settings_come_from_the_environment_too(monkeypatch: pytest.MonkeyPatch) -> None:
