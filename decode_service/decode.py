@@ -129,7 +129,7 @@ class DecodeRole:
             return False
         stream.grant_id = None  # a cancel from now on goes to the engine, after the commit
         try:
-            await self._engine.call(lambda engine: engine.commit(engine_id, first_token_id))
+            await self._engine.call(lambda engine: engine.commit(engine_id, first_token_id, num_prompt_tokens))
         except (KeyError, ValueError, EngineDeadError):
             return False  # what is still reserved is freed when the router cancels, as it does after a failed attempt
         return True

@@ -121,14 +121,16 @@ class LLMEngine:
             return None
         return Reservation(list(seq.block_table), seq.num_computed_tokens // self.block_manager.block_size)
 
-    def commit(self, request_id: str, token_id: int) -> None:
-        """The reserved blocks now hold the KV of all tokens; decode on from `token_id`, sampled by the other engine.
+    def commit(self, request_id: str, token_id: int, num_tokens: int) -> None:
+        """The reserved blocks now hold the KV of all `num_tokens` tokens; decode on from `token_id`, which the other
+        engine sampled after them.
 
-        Raises `KeyError` if the reservation is gone, `ValueError` for a token that is none: the reservation stays.
+        Raises `KeyError` if the reservation is gone. Raises `ValueError` for a token that is none, or where this many
+        tokens were not reserved for: the reservation stays.
         """
         if not 0 <= token_id < self.config.model.vocab_size:
             raise ValueError(f"token_id must be in [0, {self.config.model.vocab_size}), is {token_id}")
-        self._scheduler.commit(request_id, token_id)
+        self._scheduler.commit(request_id, token_id, num_tokens)
 
     # -- ways out -----------------------------------------------------------------------------------------------
 

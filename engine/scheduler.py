@@ -99,8 +99,13 @@ class Scheduler:
             self.granted[seq.request_id] = seq
         return is_allocated
 
-    def commit(self, request_id: str, token_id: int) -> None:
-        """The blocks of a granted sequence hold the KV of all its tokens; `token_id` was sampled after them."""
+    def commit(self, request_id: str, token_id: int, num_tokens: int) -> None:
+        """The blocks of a granted sequence hold the KV of all its tokens; `token_id` was sampled after them.
+
+        Raises `ValueError` where these are not `num_tokens`.
+        """
+        if len(self.granted[request_id]) != num_tokens:
+            raise ValueError(f"num_tokens must be {len(self.granted[request_id])}, is {num_tokens}")
         seq = self.granted.pop(request_id)
         seq.num_computed_tokens = len(seq)
         self.block_manager.hand_over(seq, BlockOwner.SEQUENCE)

@@ -168,7 +168,7 @@ class PrefixReporter:
         self._news.set()
         try:
             if self._task is not None:
-                await self._task
+                await asyncio.wait([self._task])  # an error that ended it is logged already
             await self._redis.delete(self._set_key, self._seq_key, self._new_key)
         except REDIS_FAILURES as error:
             logger.warning("%s: the set stays until it expires (%s)", self._name, type(error).__name__)

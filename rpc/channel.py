@@ -37,14 +37,9 @@ class ClientTLS:
         )
 
 
-def open_channel(
-    address: str,
-    *,
-    max_message_bytes: int = DEFAULT_MAX_MESSAGE_BYTES,
-    tls: ClientTLS | None = None,
-) -> grpc.aio.Channel:
-    """A channel to `address` ("host:port"). Connects at the first call; the caller closes it."""
-    options = [
+def channel_options(max_message_bytes: int = DEFAULT_MAX_MESSAGE_BYTES) -> list[tuple[str, int]]:
+    """What every channel of ours is opened with, blocking ones included."""
+    return [
         ("grpc.max_send_message_length", max_message_bytes),
         ("grpc.max_receive_message_length", max_message_bytes),
         ("grpc.keepalive_time_ms", KEEPALIVE_TIME_MS),
@@ -60,6 +55,16 @@ def open_channel(
         # Else all channels of one process to one address share a connection, and one TCP window.
         ("grpc.use_local_subchannel_pool", 1),
     ]
+
+
+def open_channel(
+    address: str,
+    *,
+    max_message_bytes: int = DEFAULT_MAX_MESSAGE_BYTES,
+    tls: ClientTLS | None = None,
+) -> grpc.aio.Channel:
+    """A channel to `address` ("host:port"). Connects at the first call; the caller closes it."""
+    options = channel_options(max_message_bytes)
     if tls is None:
         return grpc.aio.insecure_channel(address, options=options)
     return grpc.aio.secure_channel(address, tls.credentials(), options=options)

@@ -19,21 +19,13 @@ import grpc
 
 from protos import tandem_inference_pb2 as pb
 from protos import tandem_inference_pb2_grpc, tandem_worker_pb2, tandem_worker_pb2_grpc
-from rpc.channel import DEFAULT_MAX_MESSAGE_BYTES, KEEPALIVE_TIME_MS, KEEPALIVE_TIMEOUT_MS, open_channel
+from rpc.channel import channel_options, open_channel
 from rpc.errors import from_rpc_error
 from tandem.answer import Answer, AnswerStream
 
 DEFAULT_ADDRESS = "127.0.0.1:50051"
 CONTROL_TIMEOUT_S = 10.0
 """Of calls that ask and do not generate."""
-
-_CHANNEL_OPTIONS = [
-    ("grpc.max_receive_message_length", DEFAULT_MAX_MESSAGE_BYTES),
-    ("grpc.max_send_message_length", DEFAULT_MAX_MESSAGE_BYTES),
-    ("grpc.keepalive_time_ms", KEEPALIVE_TIME_MS),
-    ("grpc.keepalive_timeout_ms", KEEPALIVE_TIMEOUT_MS),
-    ("grpc.use_local_subchannel_pool", 1),
-]
 
 Prompt = str | Sequence[int] | Sequence[Mapping[str, str]]
 """A text, token ids, or messages ({"role": ..., "content": ...}) for the model's chat template."""
@@ -124,7 +116,7 @@ class Client:
     """Blocking client of the router at `address`. Threads may share one."""
 
     def __init__(self, address: str = DEFAULT_ADDRESS) -> None:
-        self._channel = grpc.insecure_channel(address, options=_CHANNEL_OPTIONS)
+        self._channel = grpc.insecure_channel(address, options=channel_options())
         self._inference = tandem_inference_pb2_grpc.InferenceStub(self._channel)
         self._cluster = tandem_worker_pb2_grpc.ClusterStub(self._channel)
 

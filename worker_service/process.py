@@ -17,7 +17,7 @@ import asyncio
 import logging
 import os
 import secrets
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -253,14 +253,3 @@ class WorkerProcess:
             protocol_version=PROTOCOL_VERSION,
             lease_ms=self._args.lease_ms,
         )
-
-
-def worker_command(
-    role: pb.Role, args: WorkerArgs, engine_args: EngineArgs, add_role: AddRole
-) -> Callable[[asyncio.Event], Awaitable[int]]:
-    """The `main` that `run_until_signal` runs."""
-
-    async def main(stop: asyncio.Event) -> int:
-        return await run_worker(role, args, engine_args, add_role, stop)
-
-    return main

@@ -3,8 +3,8 @@
     name, folder, .gguf file or hub id ──resolve_model──> folder
     EngineArgs ──create_engine_config──> EngineConfig ──load_model──> Decoder
 
-A folder is in Hugging Face's layout: config.json, safetensors (one file or sharded), tokenizer.json. Importing this
-costs torch but not transformers, which only a conversion needs.
+A folder is in Hugging Face's layout: config.json, safetensors (one file or sharded), tokenizer.json. Finding a
+model needs no torch, which takes a second to import, and only a conversion needs transformers.
 """
 
 from __future__ import annotations
@@ -15,11 +15,10 @@ from typing import TYPE_CHECKING, Any
 
 from engine.config import EngineArgs, EngineConfig
 from engine.model_loader.cache import default_download_dir, report
-from engine.model_loader.model_config import make_engine_config
-from engine.model_loader.weights import DummyWeights, SafetensorsWeights, Weights
 
 if TYPE_CHECKING:
     from engine.attention import AttentionBackend
+    from engine.model_loader.weights import Weights
     from engine.models.decoder import Decoder
 
 __all__ = ["create_engine_config", "load_model", "resolve_model"]
@@ -33,6 +32,8 @@ def create_engine_config(args: EngineArgs) -> EngineConfig:
 
     Raises `ValueError` naming the field and its bound, or saying what the model lacks.
     """
+    from engine.model_loader.model_config import make_engine_config
+
     is_gguf = args.model.endswith(".gguf")
     if args.load_format == "gguf" and not is_gguf:
         raise ValueError(f"load_format gguf needs a .gguf file as model, is {args.model!r}")
@@ -87,6 +88,7 @@ def load_model(config: EngineConfig, backend: AttentionBackend[Any]) -> Decoder:
 
     Raises `ValueError` where weights and config.json do not fit.
     """
+    from engine.model_loader.weights import DummyWeights, SafetensorsWeights
     from engine.models import load_decoder_config
     from engine.models.decoder import Decoder
 

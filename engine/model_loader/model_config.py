@@ -56,13 +56,15 @@ def make_engine_config(args: EngineArgs, folder: Path) -> EngineConfig:
 
 
 def compat_digest(decoder: DecoderConfig, model: ModelConfig, block_size: int) -> str:
-    """Of architecture, weights, dtype and the bytes' order. Not of the pool's size or the length limit."""
+    """Of architecture, weights, dtype, the bytes' order and the ends. Not of the pool's size or the length limit."""
     meaning = {
         # How many positions the checkpoint allows changes no KV, and RoPE keeps its own copy where it matters.
         "decoder": {k: v for k, v in asdict(decoder).items() if k != "max_positions"},
         "weights": model.weights_digest,
         "dtype": model.dtype,
         "block_size": block_size,
+        # No KV differs by it, but an answer that moves to another engine must end at the same tokens.
+        "eos_token_ids": sorted(model.eos_token_ids),
         "kv_order": KV_ORDER,
         "kv_format_version": KV_FORMAT_VERSION,
     }

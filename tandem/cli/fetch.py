@@ -5,6 +5,7 @@ from __future__ import annotations
 import click
 
 from engine.config import EngineArgs
+from engine.model_loader import resolve_model
 from tandem.cli.options import examples
 
 
@@ -19,8 +20,6 @@ def fetch(model: str) -> None:
     MODEL is the default model's name, a folder in Hugging Face's format, a GGUF file or a hub id. Doing it again takes
     no time. Progress goes to stderr. Models are kept in ~/.cache/tandem.
     """
-    from engine.model_loader import resolve_model  # imports torch
-
     try:
         folder = resolve_model(model)
     except (ValueError, OSError, RuntimeError) as error:

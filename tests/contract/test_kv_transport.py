@@ -25,7 +25,13 @@ from kv_transfer import (
 from kv_transfer import base as kv_base
 
 needs_nixl = pytest.mark.skipif(importlib.util.find_spec("nixl") is None, reason="NIXL is not installed")
-TRANSPORTS = ["grpc", pytest.param("nixl", marks=needs_nixl), "local"]
+NIXL = pytest.param("nixl", marks=needs_nixl)
+TRANSPORTS = ["grpc", NIXL, "local"]
+
+
+def over(*transports: object) -> pytest.MarkDecorator:
+    """Of a test of what only some transports do."""
+    return pytest.mark.parametrize("cluster", transports, indirect=True)
 
 
 @pytest.fixture(params=TRANSPORTS)
@@ -218,9 +224,8 @@ async def test_revoke_while_it_is_verified(
     assert [freed.grant_id for freed in receiving.freed] == [grant.grant_id]
 
 
+@over("grpc", "local")  # one-sided writes are held off by quarantine, not dropped
 async def test_late_write_is_dropped_and_counted(cluster: Cluster, receiving: Receiving) -> None:
-    if cluster.transport == "nixl":
-        pytest.skip("one-sided writes are held off by quarantine, not dropped")
     grant = receiving.receiver.issue("router", [6, 8], 0)
     push = await cluster.sender.open(grant)
     receiving.receiver.revoke(grant.grant_id)
@@ -237,9 +242,8 @@ async def test_late_write_is_dropped_and_counted(cluster: Cluster, receiving: Re
     assert_moved(cluster, receiving, [10, 11], [8, 6])
 
 
+@over("grpc")  # others have no writes on their way when the grant ends
 async def test_sender_stops_when_it_is_told(cluster: Cluster, receiving: Receiving) -> None:
-    if cluster.transport != "grpc":
-        pytest.skip("only gRPC has writes on their way when the grant ends")
     grant = receiving.receiver.issue("router", [6, 8], 0)
     push = await cluster.sender.open(grant)
     receiving.receiver.revoke(grant.grant_id)
@@ -281,9 +285,8 @@ async def test_abandon_ends_a_push(cluster: Cluster, receiving: Receiving) -> No
     await push.abandon()
 
 
+@over(NIXL)  # only one-sided pushes are waited for
 async def test_abandon_reaches_a_receiver_that_lost_the_stream(cluster: Cluster, receiving: Receiving) -> None:
-    if cluster.transport != "nixl":
-        pytest.skip("only one-sided pushes are waited for")
     grant = receiving.receiver.issue("router", [6], 0)
     push = await cluster.push(grant, [3])
     await push._writer.drain()
@@ -296,9 +299,8 @@ async def test_abandon_reaches_a_receiver_that_lost_the_stream(cluster: Cluster,
     assert [freed.grant_id for freed in receiving.freed] == [grant.grant_id]
 
 
+@over(NIXL)  # the others never poll
 async def test_nothing_polls_once_pushes_have_ended(cluster: Cluster, receiving: Receiving) -> None:
-    if cluster.transport != "nixl":
-        pytest.skip("only NIXL polls, while it writes")
     for _ in range(3):
         await cluster.push_and_commit(receiving.receiver.issue("router", [6], 0), [3])
     for owner in (cluster.sender._transport, receiving.receiver._endpoints["nixl"]):

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from itertools import count
 
+import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, initialize, invariant, multiple, rule
@@ -113,8 +114,10 @@ class SchedulerMachine(RuleBasedStateMachine):
     def commit(self, request_id: str, token: int) -> None:
         seq = self.seqs[request_id]
         if seq.status is SequenceStatus.GRANTED:
+            with pytest.raises(ValueError, match="num_tokens must be"):
+                self.scheduler.commit(request_id, token, len(seq) + 1)
             self.pool.write(seq, seq.num_computed_tokens, len(seq))
-            self.scheduler.commit(request_id, token)
+            self.scheduler.commit(request_id, token, len(seq))
 
     @rule(request_id=consumes(requests))
     def abort(self, request_id: str) -> None:

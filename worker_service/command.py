@@ -1,0 +1,38 @@
+"""The command line of a worker process, the same for both roles."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from typing import Any
+
+import click
+
+from engine.config import EngineArgs
+from protos import tandem_worker_pb2 as pb
+from rpc.entrypoint import build, options_of, run_until_signal, setup_logging
+from worker_service.args import WorkerArgs
+from worker_service.process import AddRole, run_worker
+
+
+def worker_command(role: pb.Role, name: str, add_role: AddRole) -> click.Command:
+    """The command that runs one worker called `name` ("prefill", "decode") until SIGTERM, which drains it."""
+
+    @click.command(
+        context_settings={"help_option_names": ["-h", "--help"]},
+        help=f"Run one {name} worker until SIGTERM, which drains it.\n\n"
+        "It registers in Redis, where routers find it. Once it accepts RPCs it prints one line, "
+        '"listening grpc=HOST:PORT".',
+    )
+    @options_of(WorkerArgs)
+    @options_of(EngineArgs)
+    def main(**flags: Any) -> None:
+        args, engine_args = build(WorkerArgs, flags), build(EngineArgs, flags)
+        setup_logging(args.log_level, args.worker_id or name)
+
+        async def serve(stop: asyncio.Event) -> int:
+            return await run_worker(role, args, engine_args, add_role, stop)
+
+        sys.exit(run_until_signal(serve))
+
+    return main
