@@ -11,6 +11,10 @@ TransferError
 
 from __future__ import annotations
 
+import asyncio
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import grpc
 
 
@@ -67,3 +71,25 @@ def from_status(code: grpc.StatusCode, details: str) -> TransferError:
         case grpc.StatusCode.UNAVAILABLE:
             return PeerUnreachable(details)
     return PeerUnreachable(f"{code.name}: {details}")
+
+
+@contextmanager
+def errors_of_peer() -> Iterator[None]:
+    """Around calls to a peer: what gRPC raises leaves the block as a `TransferError`.
+
+    A call on a channel that somebody closes (the peer was replaced by another at its address) raises
+    CancelledError in whoever awaits it: that is the peer's end, and not the cancellation of the running task.
+    """
+    try:
+        yield
+    except grpc.aio.AioRpcError as error:
+        raise from_status(error.code(), error.details() or "") from error
+    except grpc.aio.UsageError as error:
+        raise PeerUnreachable("the connection to the peer is closed") from error
+    except asyncio.InvalidStateError as error:
+        raise PeerUnreachable("the stream to the peer ended while it was written to") from error
+    except asyncio.CancelledError as error:
+        task = asyncio.current_task()
+        if task is not None and task.cancelling():
+            raise
+        raise PeerUnreachable("the connection to the peer was closed") from error

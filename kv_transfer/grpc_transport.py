@@ -14,7 +14,7 @@ import grpc
 from grpc.aio import Metadata
 
 from kv_transfer.base import GONE, MAX_CHUNK_BYTES, BlockWriter, Link
-from kv_transfer.errors import GrantGone, InvalidTransfer, PeerUnreachable, from_status
+from kv_transfer.errors import GrantGone, InvalidTransfer, errors_of_peer
 from kv_transfer.pool import KVPool
 from protos import tandem_kv_transfer_pb2 as pb
 from protos import tandem_kv_transfer_pb2_grpc as pb_grpc
@@ -98,25 +98,19 @@ class ControlLink:
         self.stub = pb_grpc.KVTransferStub(channel)
 
     async def connect(self, request: pb.ConnectRequest, timeout_s: float) -> pb.ConnectResponse:
-        try:
+        with errors_of_peer():
             # Fails at once where nobody listens: the caller has other receivers.
             response: pb.ConnectResponse = await self.stub.Connect(request, timeout=timeout_s)
-            return response
-        except grpc.aio.AioRpcError as error:
-            raise from_status(error.code(), error.details() or "") from error
+        return response
 
     async def commit(self, request: pb.CommitRequest, timeout_s: float) -> pb.CommitResponse:
-        try:
+        with errors_of_peer():
             response: pb.CommitResponse = await self.stub.Commit(request, timeout=timeout_s, wait_for_ready=True)
-            return response
-        except grpc.aio.AioRpcError as error:
-            raise from_status(error.code(), error.details() or "") from error
+        return response
 
     async def abandon(self, request: pb.AbandonRequest, timeout_s: float) -> None:
-        try:
+        with errors_of_peer():
             await self.stub.Abandon(request, timeout=timeout_s, wait_for_ready=True)
-        except grpc.aio.AioRpcError as error:
-            raise from_status(error.code(), error.details() or "") from error
 
     async def close(self) -> None:
         await self._channel.close()
@@ -181,17 +175,15 @@ class GrpcWriter:
             self._round = None
 
     async def _send_round(self) -> None:
-        call = self._push()
+        with errors_of_peer():
+            call = self._push()
         told = asyncio.create_task(call.initial_metadata())
         try:
-            while (post := await self._posts.get()) is not None and not _is_told_to_stop(told):
-                await call.write(self._message(*post))
-            await call.done_writing()
-            summary: pb.PushSummary = await call
-        except grpc.aio.AioRpcError as error:
-            raise from_status(error.code(), error.details() or "") from error
-        except asyncio.InvalidStateError as error:
-            raise PeerUnreachable("the push stream ended while it was written to") from error
+            with errors_of_peer():
+                while (post := await self._posts.get()) is not None and not _is_told_to_stop(told):
+                    await call.write(self._message(*post))
+                await call.done_writing()
+                summary: pb.PushSummary = await call
         finally:
             call.cancel()
             told.cancel()

@@ -18,7 +18,7 @@ from collections.abc import Sequence
 import grpc
 
 from kv_transfer.base import ATTACHED, MAX_AGENT_METADATA_BYTES, BlockWriter, Identity, Link
-from kv_transfer.errors import InvalidTransfer, PeerUnreachable, TransferError, from_status
+from kv_transfer.errors import InvalidTransfer, PeerUnreachable, TransferError, errors_of_peer
 from kv_transfer.grpc_transport import ControlLink, OpenChannel
 from kv_transfer.layout import KVLayout
 from kv_transfer.nixl_agent import NixlAgent, RemotePool, Transfer
@@ -128,17 +128,13 @@ class NixlWriter:
         self._error: TransferError | None = None
 
     async def start(self) -> None:
-        self._stream = self._link.stub.Push()
-        try:
+        with errors_of_peer():
+            self._stream = self._link.stub.Push()
             await self._stream.write(self._bare_chunk())
             metadata = await self._stream.initial_metadata()
             if ATTACHED not in tuple(metadata or ()):
                 await self._stream
                 raise InvalidTransfer("the receiver let a one-sided push in without attaching it")
-        except grpc.aio.AioRpcError as error:
-            raise from_status(error.code(), error.details() or "") from error
-        except asyncio.InvalidStateError as error:
-            raise PeerUnreachable("the push stream ended as it began") from error
 
     def post(self, layer: int, src_block_ids: Sequence[int], dst_block_ids: Sequence[int]) -> None:
         assert self._stream is not None
@@ -175,10 +171,11 @@ class NixlWriter:
             return
         try:
             async with asyncio.timeout(self._grant.lease_ms / 1000):
-                await stream.write(self._bare_chunk())
-                await stream.done_writing()
-                await stream
-        except (grpc.aio.AioRpcError, asyncio.InvalidStateError, TimeoutError):
+                with errors_of_peer():
+                    await stream.write(self._bare_chunk())
+                    await stream.done_writing()
+                    await stream
+        except (TransferError, TimeoutError):
             pass  # the stream broke before: the receiver waits for Abandon, or until we have been gone for one lease
         finally:
             stream.cancel()

@@ -13,6 +13,7 @@ from protos.tandem_worker_pb2_grpc import ClusterServicer as ClusterServicerBase
 from protos.tandem_worker_pb2_grpc import WorkerStub
 from router.lifecycle import Cluster
 from router.worker_handle import WorkerHandle
+from rpc.errors import TandemError, rpc_errors_as_tandem_errors
 
 _T = TypeVar("_T")
 
@@ -58,10 +59,12 @@ class ClusterServicer(ClusterServicerBase):  # type: ignore[misc]
         """What every known worker answers, and the ids of those that do not, with why."""
 
         async def ask_one(handle: WorkerHandle) -> _T | str:
+            who = f"{handle.record.worker_id} ({handle.record.address})"
             try:
-                return await ask(WorkerStub(handle.channel))
-            except grpc.aio.AioRpcError as error:
-                return f"{handle.record.worker_id} ({handle.record.address}): {error.code().name}, {error.details()}"
+                with rpc_errors_as_tandem_errors():
+                    return await ask(WorkerStub(handle.channel))
+            except TandemError as error:
+                return f"{who}: {error.message}"
 
         answers = await asyncio.gather(*(ask_one(handle) for handle in self._cluster.pool.handles))
         return (

@@ -27,6 +27,7 @@ Owns the translation in both directions: handlers raise a `TandemError`, `to_sta
 # ruff: noqa: N818 - the classes are named for what happened, as the table above reads
 from __future__ import annotations
 
+import asyncio
 import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -273,11 +274,26 @@ def from_rpc_error(error: grpc.aio.AioRpcError) -> TandemError:
 
 @contextmanager
 def rpc_errors_as_tandem_errors() -> Iterator[None]:
-    """Around calls of a stub: what they raise leaves the block as a `TandemError`."""
+    """Around calls of a stub: what they raise leaves the block as a `TandemError`.
+
+    A call on a channel that is closed meanwhile raises CancelledError in whoever awaits it: `Unreachable`.
+    """
     try:
         yield
     except grpc.aio.AioRpcError as error:
         raise from_rpc_error(error) from error
+    except grpc.aio.UsageError as error:
+        raise Unreachable("its connection is closed") from error
+    except asyncio.CancelledError as error:
+        if is_being_cancelled():
+            raise
+        raise Unreachable("its connection was closed") from error
+
+
+def is_being_cancelled() -> bool:
+    """Whether a CancelledError is meant for the running task. Else it comes from something that the task awaits."""
+    task = asyncio.current_task()
+    return task is not None and task.cancelling() > 0
 
 
 def code_of(error: TandemError) -> int:

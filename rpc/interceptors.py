@@ -30,7 +30,7 @@ from typing import Any
 import grpc
 from google.protobuf.message import DecodeError
 
-from rpc.errors import DETAILS_KEY, InternalError, InvalidRequest, TandemError, to_status
+from rpc.errors import DETAILS_KEY, InternalError, InvalidRequest, TandemError, is_being_cancelled, to_status
 
 logger = logging.getLogger(__name__)
 
@@ -123,9 +123,13 @@ def _guard(behavior: Behavior, method: str, *, is_request_stream: bool) -> Behav
             if isinstance(request, _Unreadable):
                 raise request.to_error()
             return await call(_ReadableRequests(aiter(request)) if is_request_stream else request, context)
-        except (asyncio.CancelledError, grpc.aio.BaseError):
-            # BaseError is gRPC's own: an abort() by the handler, or a write to a client that has left.
-            raise
+        except grpc.aio.BaseError:
+            raise  # gRPC's own: an abort() by the handler, or a write to a client that has left
+        except asyncio.CancelledError as error:
+            if is_being_cancelled():
+                raise
+            # Raised within, as by a call on a channel that somebody closes: gRPC would send no status at all.
+            await abort(context, log_bug(RuntimeError(f"cancelled from within: {error!r}"), method))
         except TandemError as error:
             await abort(context, error)
         except Exception as error:

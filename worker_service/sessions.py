@@ -20,7 +20,16 @@ import grpc
 from engine.async_llm_engine import EngineDeadError
 from engine.outputs import RequestOutput
 from protos import tandem_worker_pb2 as pb
-from rpc.errors import Draining, Incompatible, InvalidRequest, LeaseGone, RequestExists, TandemError, code_of
+from rpc.errors import (
+    Draining,
+    Incompatible,
+    InvalidRequest,
+    LeaseGone,
+    RequestCancelled,
+    RequestExists,
+    TandemError,
+    code_of,
+)
 from rpc.interceptors import log_bug
 from rpc.session import Command, EventOutbox, check_hello, run_session
 from worker_service.messages import tokens_message
@@ -174,6 +183,10 @@ class SessionHost:
     async def _run(self, role: Role, stream: Stream, work: Callable[[], Awaitable[None]]) -> None:
         try:
             await work()
+        except asyncio.CancelledError:
+            # Whoever cancels a stream closes it first. If it is open, this came from something that it awaited.
+            self._fail(role, stream, RequestCancelled("its work was cancelled from within"), can_retry=True)
+            raise
         except EngineDeadError:
             pass  # the process is ending, and its sessions with it
         except ValueError as error:

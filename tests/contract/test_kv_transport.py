@@ -308,6 +308,32 @@ async def test_nothing_polls_once_pushes_have_ended(cluster: Cluster, receiving:
         assert await asyncio.wrap_future(agent.call(agent._patience_s)) is None
 
 
+@over("grpc", NIXL)  # the local one has no connection
+@pytest.mark.parametrize("is_waiting", [False, True])
+async def test_a_connection_that_is_closed_under_a_push_is_an_unreachable_peer(
+    cluster: Cluster, receiving: Receiving, is_waiting: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As when another process has taken the peer's address. It must not pass for a cancellation of the caller."""
+    has_begun, may_end = asyncio.Event(), asyncio.Event()
+
+    async def slow_commit(*_: object) -> bool:
+        has_begun.set()
+        await may_end.wait()
+        return True
+
+    monkeypatch.setattr(receiving.receiver, "_on_commit", slow_commit)
+    push = await cluster.push(receiving.receiver.issue("router", [6], 0), [3])
+    commit = asyncio.create_task(push.commit(4, 1, [3]))
+    if is_waiting:
+        await until(has_begun)
+    await push._link.close()
+    await asyncio.wait([commit], timeout=DEADLINE_S)
+    may_end.set()
+    assert commit.done()
+    assert not commit.cancelled()
+    assert isinstance(commit.exception(), PeerUnreachable)
+
+
 async def test_abandoned_grant_takes_another_sender(cluster: Cluster, receiving: Receiving) -> None:
     grant = receiving.receiver.issue("router", [6], 0)
     await (await cluster.push(grant, [3])).abandon()

@@ -198,6 +198,14 @@ async def test_bug_is_logged_under_the_id_that_the_client_gets(kind: str, caplog
     assert "secret" in caplog.text
 
 
+@pytest.mark.parametrize("kind", KINDS)
+async def test_a_cancellation_from_within_is_a_bug_and_not_silence(kind: str) -> None:
+    """As raised by a call on a channel that is closed meanwhile. gRPC itself would let the client wait for ever."""
+    async with serving(Handlers(asyncio.CancelledError())) as (_, channel):  # type: ignore[arg-type]
+        with pytest.raises(InternalError, match="bug_id"), rpc_errors_as_tandem_errors():
+            await call(kind, channel)
+
+
 async def test_stream_keeps_what_came_before_the_error() -> None:
     async with serving(Handlers(Overloaded("full", retry_after_s=2), num_messages=3)) as (_, channel):
         offsets = []

@@ -115,6 +115,25 @@ async def test_ending_the_sessions_says_what_was_still_to_be_said() -> None:
         await late.task
 
 
+async def test_work_that_is_cancelled_from_within_is_told_to_the_router() -> None:
+    """Else the request would wait for ever: nobody but the worker knows that it has stopped."""
+    bench = Bench()
+    router = await bench.router()
+    router.send(generate=pb.EngineRequest(request_id="a", attempt=1))
+    await settle()
+
+    async def work() -> None:
+        raise asyncio.CancelledError
+
+    (stream,) = bench.role.streams
+    bench.host.spawn(bench.role, stream, work)
+    await settle()
+    assert router.messages[-1].events[0].failed.can_retry
+    assert bench.role.cancelled == [stream]
+    router.task.cancel()
+    await asyncio.wait([router.task])
+
+
 async def test_a_router_that_says_no_hello_is_told_why_its_session_ends() -> None:
     bench = Bench(lease_ms=20)
     with pytest.raises(LeaseGone):
