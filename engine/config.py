@@ -134,7 +134,15 @@ class EngineArgs:
             self.load_format in LOAD_FORMATS,
             f"load_format must be one of {', '.join(LOAD_FORMATS)}, is {self.load_format!r}",
         )
-        _check(self.max_model_len >= 0, f"max_model_len must be at least 0, is {self.max_model_len}")
+        _check(
+            self.max_model_len == 0 or self.max_model_len >= 2,
+            f"max_model_len must be at least 2 (a prompt and an answer of one token), or 0, is {self.max_model_len}",
+        )
+        _check(0 <= self.seed < 2**63, f"seed must be in [0, 2**63), is {self.seed}")
+        _check(
+            self.load_format != "gguf" or self.model.endswith(".gguf"),
+            f"load_format gguf needs a .gguf file as model, is {self.model!r}",
+        )
         _check(
             1 <= self.block_size <= 256 and self.block_size & (self.block_size - 1) == 0,
             f"block_size must be a power of two from 1 to 256, is {self.block_size}",

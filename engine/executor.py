@@ -30,5 +30,6 @@ class Executor:
         return self._worker.kv_shape
 
     def execute(self, output: SchedulerOutput) -> list[int | None]:
-        """Compute one step. Per scheduled sequence the sampled token id, None where its chunk ends before its end."""
+        """Compute one step. Per scheduled sequence the sampled token id (or INVALID_TOKEN), None where its chunk
+        ends before its end."""
         return self._worker.execute(output)

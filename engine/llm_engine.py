@@ -218,7 +218,8 @@ class LLMEngine:
                 f"prompt_token_ids must have fewer than max_model_len={model.max_model_len}, has {len(token_ids)}"
             )
         if min(token_ids) < 0 or max(token_ids) >= model.vocab_size:
-            raise ValueError(f"prompt_token_ids must be in [0, {model.vocab_size})")
+            field = "prompt_token_ids" if not _are_within(prompt_token_ids, model.vocab_size) else "output_token_ids"
+            raise ValueError(f"{field} must be in [0, {model.vocab_size})")
         for name, ids in (("stop_token_ids", params.stop_token_ids), ("logit_bias", params.logit_bias)):
             if ids and (min(ids) < 0 or max(ids) >= model.vocab_size):
                 raise ValueError(f"{name} must be in [0, {model.vocab_size})")
@@ -233,3 +234,7 @@ class LLMEngine:
             sampling_params=params,
             arrived_s=time.monotonic(),
         )
+
+
+def _are_within(token_ids: Seq[int], vocab_size: int) -> bool:
+    return min(token_ids) >= 0 and max(token_ids) < vocab_size

@@ -10,6 +10,8 @@ class FinishReason(Enum):
     STOP = "stop"
     LENGTH = "length"
     ABORT = "abort"
+    ERROR = "error"
+    """The model computed no numbers to choose a token by."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,8 +8,6 @@ Philox4x32-10 from J. Salmon, M. Moraes, R. Dror, D. Shaw, "Parallel random numb
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import numpy as np
 from numpy.typing import NDArray
 
@@ -23,7 +21,7 @@ _SHIFT_32 = np.uint64(32)
 def philox4x32(counters: NDArray[np.uint32], keys: NDArray[np.uint32]) -> NDArray[np.uint32]:
     """Ten rounds of Philox over each row.
 
-    `counters`: [N, 4], `keys`: [N, 2]. Returns [N, 4] random words.
+    `counters`: [N, 4], `keys`: [N, 2], or [1, 2] for all. Returns [N, 4] random words.
     """
     c0, c1, c2, c3 = (counters[:, i].astype(np.uint64) for i in range(4))
     k0, k1 = (keys[:, i].astype(np.uint64) for i in range(2))
@@ -36,16 +34,20 @@ def philox4x32(counters: NDArray[np.uint32], keys: NDArray[np.uint32]) -> NDArra
     return np.stack((c0, c1, c2, c3), axis=1).astype(np.uint32)
 
 
-def uniforms(seeds: Sequence[int], sequence_indices: Sequence[int], positions: Sequence[int]) -> NDArray[np.float64]:
-    """One number in [0, 1) with 53 random bits per row, a function of that row's three integers alone.
+def exponentials(seed: int, sequence_index: int, position: int, token_ids: NDArray[np.int64]) -> NDArray[np.float64]:
+    """One exponentially distributed number (mean 1) for each of the ascending `token_ids` (at least one), a function of
+    the id and the three integers alone.
 
-    `seeds` are 64-bit, signed or not; `sequence_indices` and `positions` at least 0 and below 2**32.
+    `seed` is 64-bit, signed or not; the others are at least 0 and below 2**32. Four ids share a block of Philox. Of 32
+    random bits each: between 1.2e-10 and 22.9.
     """
-    num_rows = len(seeds)
-    counters = np.zeros((num_rows, 4), dtype=np.uint32)
-    counters[:, 0] = positions
-    counters[:, 1] = sequence_indices
-    keys = np.array([seed & 0xFFFFFFFFFFFFFFFF for seed in seeds], dtype="<u8").view("<u4").reshape(num_rows, 2)
-    words = philox4x32(counters, keys)
-    high, low = words[:, 0] >> np.uint32(5), words[:, 1] >> np.uint32(6)  # 27 and 26 bits
-    return (high.astype(np.float64) * 2.0**26 + low) * 2.0**-53
+    block_of_token = token_ids >> 2
+    blocks = np.arange(block_of_token[-1] + 1)
+    if len(blocks) > len(token_ids):  # few of many: not all blocks between them
+        blocks, block_of_token = np.unique(block_of_token, return_inverse=True)
+    counters = np.empty((len(blocks), 4), dtype=np.uint32)
+    counters[:, 0], counters[:, 1], counters[:, 2], counters[:, 3] = blocks, sequence_index, position, 0
+    keys = np.array([seed & 0xFFFFFFFFFFFFFFFF], dtype="<u8").view("<u4").reshape(1, 2)
+    words = philox4x32(counters, keys)[block_of_token, token_ids & 3]
+    numbers: NDArray[np.float64] = -np.log((words + 0.5) * 2.0**-32)
+    return numbers

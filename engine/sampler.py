@@ -17,8 +17,15 @@ Per row, in this order:
  7. `top_k` keeps those at least as probable as the k-th,
  8. `top_p` keeps the smallest set of most probable ones that holds `top_p` of what is left by then.
     Tokens exactly as probable as the last one kept are kept with it: the outcome does not hang on a sorting order.
- 9. One uniform number of (seed, sequence index, position in the answer) picks by inverting the cumulative
-    distribution, in vocabulary order, in float64.
+ 9. Each token left gets an exponentially distributed number, a function of (seed, sequence index, position in the
+    answer, token id) alone. Divided by the token's probability, the smallest one picks.
+
+Step 9 is a race of exponential clocks: a token wins with its probability, as in inverting the cumulative distribution
+with one uniform number. But it forgives rounding. Two workers, or two batches, do not compute the same logits to the
+last bit; the race then ends differently only where the two fastest are as close as that, while of the thousands of
+boundaries of a cumulative distribution it is enough that any moves across the number drawn.
+
+A row whose logits hold a NaN has no next token: `INVALID_TOKEN`. Its neighbours are not concerned.
 
 Shapes: S rows, V vocabulary, R rows that draw.
 """
@@ -29,9 +36,15 @@ from collections.abc import Sequence as Seq
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
-from engine.random import uniforms
-from engine.sequence import Sequence
+from engine.random import exponentials
+from engine.sequence import INVALID_TOKEN, Sequence
+
+_LARGEST = 1e38
+"""Logits stay within this after penalties, so that none is infinite: in bfloat16, too."""
+_HOPELESS = 5e-12
+"""A token with less than this of the largest probability cannot win the race: the bounds of `exponentials` say so."""
 
 
 class Sampler:
@@ -72,12 +85,16 @@ class Sampler:
 
 
 def choose_largest(logits_SV: torch.Tensor) -> list[int]:
-    """Per row the index of the largest value, the lowest among equals."""
+    """Per row the index of the largest value, the lowest among equals; INVALID_TOKEN where there is a NaN."""
     if logits_SV.device.type == "cpu":
         # numpy's argmax is vectorised: ten times as fast as torch's on bfloat16.
-        token_ids: list[int] = logits_SV.float().numpy().argmax(axis=1).tolist()
-    else:
-        token_ids = logits_SV.argmax(dim=-1).tolist()
+        array = logits_SV.float().numpy()
+        chosen = array.argmax(axis=1)
+        is_valid = ~np.isnan(np.take_along_axis(array, chosen[:, None], axis=1)[:, 0])  # argmax finds a NaN first
+        token_ids: list[int] = np.where(is_valid, chosen, INVALID_TOKEN).tolist()
+        return token_ids
+    largest, indices = logits_SV.max(dim=-1)
+    token_ids = torch.where(largest.isnan(), INVALID_TOKEN, indices).tolist()
     return token_ids
 
 
@@ -88,6 +105,7 @@ def apply_penalties(logits_V: torch.Tensor, seq: Sequence) -> None:
         seen = torch.from_numpy(np.unique(np.array(seq.token_ids, dtype=np.int64))).to(device)
         values = logits_V[seen].float()
         values = torch.where(values > 0, values / params.repetition_penalty, values * params.repetition_penalty)
+        values.clamp_(-_LARGEST, _LARGEST)
         logits_V[seen] = values.to(logits_V.dtype)
     if (params.frequency_penalty or params.presence_penalty) and seq.num_output_tokens:
         answer = np.array(seq.token_ids[seq.num_prompt_tokens :], dtype=np.int64)
@@ -99,21 +117,17 @@ def apply_penalties(logits_V: torch.Tensor, seq: Sequence) -> None:
 
 def draw(logits_RV: torch.Tensor, seqs: Seq[Sequence]) -> list[int]:
     """One token per row at random, temperatures above 0. Rows do not influence each other, not even by rounding."""
-    weights_RV = filtered_weights(logits_RV, seqs)
-    # Sums are sequential (cumsum), so that a row's rounding does not depend on how many rows or threads there are.
-    cumulative_RV = weights_RV.cumsum(dim=-1)
-    total_R = cumulative_RV[:, -1:]
-    uniform_R = uniforms(
-        [seq.sampling_params.seed for seq in seqs],
-        [seq.sequence_index for seq in seqs],
-        [seq.num_output_tokens for seq in seqs],
-    )
-    targets = torch.from_numpy(uniform_R).to(total_R.device).unsqueeze(1) * total_R
-    # The product may round up to the total itself: then it is the last token that has any weight.
-    targets = torch.minimum(targets, torch.nextafter(total_R, torch.zeros_like(total_R)))
-    token_ids: list[int] = torch.searchsorted(cumulative_RV, targets, right=True).squeeze(1).tolist()
-    assert max(token_ids) < logits_RV.shape[1], "logits hold a NaN"
-    return token_ids
+    weights_RV = filtered_weights(logits_RV, seqs).cpu().numpy()
+    return [race(weights_V, seq) for weights_V, seq in zip(weights_RV, seqs, strict=True)]
+
+
+def race(weights_V: NDArray[np.float64], seq: Sequence) -> int:
+    """A token with probability in proportion to its weight, of which the largest is 1: step 9 above."""
+    if np.isnan(weights_V.max()):
+        return INVALID_TOKEN
+    candidates = np.flatnonzero(weights_V > _HOPELESS)
+    clocks = exponentials(seq.sampling_params.seed, seq.sequence_index, seq.num_output_tokens, candidates)
+    return int(candidates[(clocks / weights_V[candidates]).argmin()])
 
 
 def filtered_weights(logits_RV: torch.Tensor, seqs: Seq[Sequence]) -> torch.Tensor:

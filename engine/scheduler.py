@@ -21,7 +21,14 @@ from dataclasses import dataclass
 from engine.block_manager import BlockManager, BlockOwner
 from engine.config import SchedulerConfig
 from engine.outputs import CompletionOutput, FinishReason, RequestOutput
-from engine.sequence import BlockExport, ScheduledSequence, SchedulerOutput, Sequence, SequenceStatus
+from engine.sequence import (
+    INVALID_TOKEN,
+    BlockExport,
+    ScheduledSequence,
+    SchedulerOutput,
+    Sequence,
+    SequenceStatus,
+)
 
 _STATUS_OF = {
     FinishReason.STOP: SequenceStatus.FINISHED_STOPPED,
@@ -233,6 +240,8 @@ class Scheduler:
         return outputs
 
     def _append_token(self, seq: Sequence, token_id: int) -> RequestOutput:
+        if token_id == INVALID_TOKEN:
+            return self._fail(seq)
         seq.token_ids.append(token_id)
         finish_reason = self._finish_reason(seq, token_id)
         if seq.is_prefill_only:
@@ -250,6 +259,12 @@ class Scheduler:
             waited_s=max(0.0, seq.first_scheduled_s - seq.arrived_s),
             held_block_ids=tuple(seq.block_table) if seq.is_prefill_only else (),
         )
+
+    def _fail(self, seq: Sequence) -> RequestOutput:
+        self._remove_active(seq)
+        self._end(seq, SequenceStatus.FINISHED_ABORTED)
+        completion = CompletionOutput(seq.sequence_index, seq.num_output_tokens, [], FinishReason.ERROR)
+        return RequestOutput(seq.request_id, [completion], seq.num_cached_tokens, is_finished=True, waited_s=0.0)
 
     def _finish_reason(self, seq: Sequence, token_id: int) -> FinishReason | None:
         params = seq.sampling_params

@@ -19,6 +19,9 @@ from typing import TypeAlias
 
 from engine.sampling_params import SamplingParams
 
+INVALID_TOKEN = -1
+"""Sampled for a sequence whose logits hold a NaN: it fails, and its neighbours go on."""
+
 
 class SequenceStatus(Enum):
     WAITING = auto()

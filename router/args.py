@@ -37,5 +37,5 @@ class RouterArgs(ServiceArgs):
             raise ValueError(f"max_queue_tokens must be at least 1, is {self.max_queue_tokens}")
         if not 65_536 <= self.max_message_bytes <= 1 << 28:
             raise ValueError(f"max_message_bytes must be in [65536, {1 << 28}], is {self.max_message_bytes}")
-        if self.drain_grace_s < 0:
-            raise ValueError(f"drain_grace_s must be at least 0, is {self.drain_grace_s}")
+        if not 0 <= self.drain_grace_s < float("inf"):
+            raise ValueError(f"drain_grace_s must be at least 0 and finite, is {self.drain_grace_s}")

@@ -47,7 +47,7 @@ class TextDelta(NamedTuple):
 class IncrementalDetokenizer:
     """Detokenises one answer. The sum of all `push(...).text` and `finish()` is
 
-        decode(prompt + answer) after the prompt's own text, without an incomplete character at its end,
+        decode(prompt + answer) after the prompt's own text, without a character that its end cuts off,
         cut before the first stop string (after it with `include_stop_str_in_output`),
 
     however the tokens are spread over the pushes. The first stop string is the one that is complete first; of several
@@ -100,9 +100,10 @@ class IncrementalDetokenizer:
         return TextDelta("".join(texts), None, len(token_ids))
 
     def finish(self) -> str:
-        """The rest of the text: what looked like the beginning of a stop string. An incomplete character is dropped."""
-        held, self._held = self._held, ""
-        return held
+        """The rest of the text: what looked like the beginning of a stop string, and bytes that are no characters, as
+        U+FFFD each. The last of those is dropped: it may be a character that is cut off."""
+        rest, self._held = self._held, ""
+        return rest if self._is_stopped else rest + self._window.finish()
 
     def _cut(self, text: str, stops: StopStrings) -> tuple[str, str | None]:
         """What may be said after `text` came, and the stop string that is complete in it."""
@@ -213,7 +214,7 @@ class _TextWindow:
         self._skip = skip_special_tokens
         self._skipped = tokenizer.special_token_ids if skip_special_tokens else frozenset[int]()
         self._num_owed = 0
-        """U+FFFD that left the window unsaid. They are said before the next text; at the answer's end, they are not."""
+        """U+FFFD that left the window unsaid. They are said before the next text, or at the answer's end."""
         self._ids, self._shown = self._prompt_tail(prompt_token_ids)
         """The window's tokens, and its text that was said already."""
         self._num_prefix = len(self._ids)
@@ -246,6 +247,12 @@ class _TextWindow:
         if len(self._ids) - self._num_prefix > MAX_PENDING_TOKENS:
             self._shrink(text)
         return new
+
+    def finish(self) -> str:
+        """What is left unsaid, but for one U+FFFD at its end."""
+        text = self._decode(self._ids, self._skip)
+        rest = text[len(self._shown) :] if text.startswith(self._shown) else ""
+        return (REPLACEMENT * self._num_owed + rest).removesuffix(REPLACEMENT)
 
     def _prompt_tail(self, prompt_token_ids: Sequence[int]) -> tuple[list[int], str]:
         """The prompt's last tokens and their text."""

@@ -54,6 +54,8 @@ class InferenceServicer(InferenceServicerBase):  # type: ignore[misc]
         """By request id; None while the prompt is being tokenised."""
         self._to_abort: set[str] = set()
         """Of those being tokenised: aborted already."""
+        self._known_model = texts.model
+        """With the context length of the workers that were there last."""
         self._is_draining = False
         self._is_idle = asyncio.Event()
         self._is_idle.set()
@@ -153,12 +155,11 @@ class InferenceServicer(InferenceServicerBase):  # type: ignore[misc]
             await responses.aclose()
 
     def _model(self) -> ModelInfo:
-        """The model, with the context length of the decode workers that are there now."""
-        workers = self._cluster.pool.decode_records()
-        if not workers:
-            return self._texts.model
-        shortest = min(workers, key=lambda record: record.model.max_model_len)
-        return self._texts.model.with_worker(shortest.model)
+        """The model, with the context length of the decode workers that are there, or were last."""
+        if workers := self._cluster.pool.decode_records():
+            shortest = min(workers, key=lambda record: record.model.max_model_len)
+            self._known_model = self._texts.model.with_worker(shortest.model)
+        return self._known_model
 
 
 @dataclass(slots=True)

@@ -43,5 +43,5 @@ class WorkerArgs(ServiceArgs):
             raise ValueError(f"transport must be one of {', '.join(TRANSPORTS)}, is {self.transport!r}")
         if not 200 <= self.lease_ms <= 3_600_000:
             raise ValueError(f"lease_ms must be in [200, 3600000], is {self.lease_ms}")
-        if self.drain_grace_s < 0:
-            raise ValueError(f"drain_grace_s must be at least 0, is {self.drain_grace_s}")
+        if not 0 <= self.drain_grace_s < float("inf"):
+            raise ValueError(f"drain_grace_s must be at least 0 and finite, is {self.drain_grace_s}")

@@ -22,6 +22,7 @@ _FINISH_REASONS = {
     FinishReason.STOP: inference_pb.FINISH_REASON_STOP,
     FinishReason.LENGTH: inference_pb.FINISH_REASON_LENGTH,
     FinishReason.ABORT: inference_pb.FINISH_REASON_ABORT,
+    FinishReason.ERROR: inference_pb.FINISH_REASON_ERROR,
 }
 
 

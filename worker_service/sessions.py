@@ -18,11 +18,12 @@ from typing import Any, Protocol
 import grpc
 
 from engine.async_llm_engine import EngineDeadError
-from engine.outputs import RequestOutput
+from engine.outputs import FinishReason, RequestOutput
 from protos import tandem_worker_pb2 as pb
 from rpc.errors import (
     Draining,
     Incompatible,
+    InternalError,
     InvalidRequest,
     LeaseGone,
     RequestCancelled,
@@ -262,6 +263,9 @@ class SessionHost:
             stream = self._streams.get(output.request_id)
             if stream is None:
                 continue  # cancelled while the step ran
+            if output.outputs[0].finish_reason is FinishReason.ERROR:
+                self._fail_for_good(stream, InternalError("the model's numbers for the next token are not numbers"))
+                continue
             events.setdefault(stream.session, []).append(stream.event(tokens=tokens_message(output)))
             if stream.first_token is not None:
                 if not stream.first_token.done():
@@ -270,6 +274,13 @@ class SessionHost:
                 self.close(stream)
         for session, session_events in events.items():
             session.outbox.post(session_events)
+
+    def _fail_for_good(self, stream: Stream, error: TandemError) -> None:
+        """What the engine could not do, another could not either: the router must not try it there."""
+        stream.post_failure(error, can_retry=False)
+        self.close(stream)
+        if stream.first_token is not None:
+            stream.first_token.cancel()  # its task then cleans up
 
     def announce_load(self) -> None:
         """Tell every router the load, though nothing else happened: memory was freed."""

@@ -178,6 +178,17 @@ def test_an_oversized_message_is_refused(cluster: RunningCluster, stub: Inferenc
     assert [violation.field for violation in caught.value.violations] == (["text"] if is_at_door else [])
 
 
+@pytest.mark.parametrize("temperature", [None, 0, 1e-45])
+def test_no_parameter_takes_a_worker_down(cluster: RunningCluster, temperature: float | None) -> None:
+    """A penalty that makes logits infinite once ended the engine, on every worker that the request was tried on."""
+    pids = [worker.record.pid for worker in cluster.workers()]
+    with Client(cluster.address) as client:
+        for prompt in (SHORT, LONG):
+            sampling = {"repetition_penalty": 1e-45, "temperature": temperature, "max_tokens": 3, "ignore_eos": True}
+            assert len(client.generate(prompt, **sampling).token_ids) == 3  # type: ignore[arg-type]
+    assert [worker.record.pid for worker in cluster.workers()] == pids
+
+
 def pid_of(cluster: RunningCluster, role: worker_pb.Role) -> int:
     return next(worker.record.pid for worker in cluster.workers() if worker.record.role == role)
 

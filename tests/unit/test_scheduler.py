@@ -7,7 +7,7 @@ from engine.config import SchedulerConfig
 from engine.outputs import FinishReason
 from engine.sampling_params import SamplingParams
 from engine.scheduler import Scheduler
-from engine.sequence import SchedulerOutput, Sequence, SequenceStatus
+from engine.sequence import INVALID_TOKEN, SchedulerOutput, Sequence, SequenceStatus
 
 EOS = 1
 
@@ -50,6 +50,24 @@ def test_a_long_prompt_is_cut_into_chunks_and_decoding_goes_first() -> None:
     assert plan(step(scheduler)) == [("short", 1), ("long", 8)]
     assert plan(step(scheduler)) == [("short", 1), ("long", 4)]
     assert plan(step(scheduler)) == [("short", 1), ("long", 1)]
+
+
+def test_a_sequence_without_a_next_token_fails_alone() -> None:
+    scheduler = make()
+    for name in ("good", "bad"):
+        scheduler.add(sequence(name, 3))
+    output = scheduler.schedule()
+    outputs = scheduler.apply(output, [INVALID_TOKEN if s.seq.request_id == "bad" else 7 for s in output.scheduled])
+    assert [(o.request_id, o.is_finished, o.outputs[0].token_ids) for o in outputs] == [
+        ("good", False, [7]),
+        ("bad", True, []),
+    ]
+    assert outputs[1].outputs[0].finish_reason is FinishReason.ERROR
+    assert plan(step(scheduler)) == [("good", 1)]
+    assert scheduler.abort("good")
+    assert not scheduler.block_manager.check_integrity()
+    ledger = scheduler.block_manager.ledger()
+    assert ledger.num_free + ledger.num_cached == ledger.num_blocks
 
 
 def test_the_budget_bounds_a_step() -> None:

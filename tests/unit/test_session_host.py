@@ -115,6 +115,29 @@ async def test_ending_the_sessions_says_what_was_still_to_be_said() -> None:
         await late.task
 
 
+@pytest.mark.parametrize("is_prefill", [False, True])
+async def test_what_the_engine_could_not_compute_is_not_tried_elsewhere(is_prefill: bool) -> None:
+    """A request whose numbers are none would take down one worker after the other."""
+    bench = Bench()
+    router = await bench.router()
+    router.send(generate=pb.EngineRequest(request_id="a", attempt=1))
+    await settle()
+    (stream,) = bench.role.streams
+    if is_prefill:
+        stream.first_token = asyncio.get_running_loop().create_future()
+    completion = CompletionOutput(0, 0, [], FinishReason.ERROR)
+    bench.host.deliver([RequestOutput(stream.engine_id, [completion], 0, is_finished=True, waited_s=0)])
+    await settle()
+    failed = router.messages[-1].events[0].failed
+    assert (failed.code, failed.can_retry) == (13, False)
+    assert bench.host.find(stream.engine_id) is None
+    if is_prefill:
+        assert stream.first_token is not None
+        assert stream.first_token.cancelled()  # its task cleans up
+    router.task.cancel()
+    await asyncio.wait([router.task])
+
+
 async def test_work_that_is_cancelled_from_within_is_told_to_the_router() -> None:
     """Else the request would wait for ever: nobody but the worker knows that it has stopped."""
     bench = Bench()
