@@ -8,6 +8,8 @@ Shapes: T tokens, N heads, H head dim.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F  # noqa: N812
@@ -46,13 +48,24 @@ class RMSNorm:
     """B. Zhang, R. Sennrich, "Root Mean Square Layer Normalization", 2019. In float32, rounded before the weight."""
 
     def __init__(self, weight: torch.Tensor, eps: float) -> None:
-        self._weight = weight
-        self._eps = eps
+        self.weight = weight
+        self.eps = eps
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         h = x.float()
-        scale = h.pow(2).mean(-1, keepdim=True).add_(self._eps).rsqrt_()
-        return self._weight * (h * scale).to(x.dtype)
+        scale = h.pow(2).mean(-1, keepdim=True).add_(self.eps).rsqrt_()
+        return self.weight * (h * scale).to(x.dtype)
+
+    def add(self, x: torch.Tensor, delta: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+        """x + delta, and the norm of that. `x` may be overwritten."""
+        x = x if delta is None else x + delta
+        return x, self(x)
+
+
+def silu_mul(gate_up: torch.Tensor) -> torch.Tensor:
+    """silu(gate) * up, of [T, 2F] with the gate first: [T, F]."""
+    gate, up = gate_up.chunk(2, dim=-1)
+    return F.silu(gate) * up
 
 
 class RotaryEmbedding:
@@ -79,6 +92,41 @@ class RotaryEmbedding:
     def rotate(self, x_TNH: torch.Tensor, cos_sin: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
         cos, sin = cos_sin
         return (x_TNH * cos).add_(x_TNH.roll(self._half, -1).mul_(sin))
+
+
+@dataclass(frozen=True, slots=True)
+class HeadProjection:
+    """What a layer's q, k, v go through between their product and attention."""
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    rotary: RotaryEmbedding
+    q_norm: RMSNorm | None
+    k_norm: RMSNorm | None
+
+    def __call__(
+        self, qkv_TX: torch.Tensor, cos_sin: tuple[torch.Tensor, torch.Tensor]
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """[T, (N + 2K) * H] -> q [T, N, H], k and v [T, K, H]: q and k normed, where the model does, and rotated."""
+        N, K = self.num_heads, self.num_kv_heads
+        qkv = qkv_TX.view(-1, N + 2 * K, self.head_dim)
+        qk, v_TKH = qkv[:, : N + K], qkv[:, N + K :]
+        if self.q_norm is not None and self.k_norm is not None:
+            qk = torch.cat((self.q_norm(qk[:, :N]), self.k_norm(qk[:, N:])), dim=1)
+        qk = self.rotary.rotate(qk, cos_sin)
+        return qk[:, :N], qk[:, N:], v_TKH
+
+
+@dataclass(frozen=True, slots=True)
+class LayerKit:
+    """What a decoder's layers are made of, beside products and attention: in plain torch, or fused for a device."""
+
+    rms_norm: Callable[[torch.Tensor, float], RMSNorm]
+    silu_mul: Callable[[torch.Tensor], torch.Tensor]
+
+
+TORCH_LAYERS = LayerKit(RMSNorm, silu_mul)
 
 
 def inverse_frequencies(config: RopeConfig, head_dim: int) -> torch.Tensor:

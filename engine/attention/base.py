@@ -4,7 +4,7 @@ A backend owns what it derives from one step's layout (its plan) and its scratch
 the block tables.
 
     once a step     plan = backend.prepare(layout)
-    every layer     backend.write_kv(kv, k, v, plan); o = backend.attend(q, kv, plan, window)
+    every layer     q = backend.project(qkv, kv, plan, heads, cos_sin); o = backend.attend(q, kv, plan, window)
 
 Shapes: T tokens of the step, S sequences of the step, N query heads, K key/value heads, H head dim; a layer of the pool
 is `kv`: [block, 2, K, slot, H].
@@ -19,6 +19,8 @@ from typing import Generic, TypeVar
 import numpy as np
 import torch
 from numpy.typing import NDArray
+
+from engine.layers import HeadProjection
 
 Plan = TypeVar("Plan")
 
@@ -47,8 +49,16 @@ class AttentionBackend(ABC, Generic[Plan]):
         """What all layers of a step share: index tensors and masks. Valid until the next `prepare`."""
 
     @abstractmethod
-    def write_kv(self, kv: torch.Tensor, k_TKH: torch.Tensor, v_TKH: torch.Tensor, plan: Plan) -> None:
-        """Store the step's keys and values in one layer of the pool."""
+    def project(
+        self,
+        qkv_TX: torch.Tensor,
+        kv: torch.Tensor,
+        plan: Plan,
+        heads: HeadProjection,
+        cos_sin: tuple[torch.Tensor, torch.Tensor],
+    ) -> torch.Tensor:
+        """What `heads` makes of the step's [T, (N + 2K) * H]: keys and values go into one layer of the pool, the
+        queries [T, N, H] are returned."""
 
     @abstractmethod
     def attend(self, q_TNH: torch.Tensor, kv: torch.Tensor, plan: Plan, sliding_window: int) -> torch.Tensor:

@@ -21,6 +21,7 @@ import torch.nn.functional as F  # noqa: N812
 from numpy.typing import NDArray
 
 from engine.attention.base import AttentionBackend, StepLayout
+from engine.layers import HeadProjection
 
 MAX_PADDING = 2.0
 
@@ -73,6 +74,18 @@ class TorchAttention(AttentionBackend[TorchPlan]):
         key_rows = key_rows.reshape(-1)
         rows = np.stack((key_rows, key_rows + self._num_kv_heads * self._block_size))
         return TorchPlan(layout, self._tensor(rows))
+
+    def project(
+        self,
+        qkv_TX: torch.Tensor,
+        kv: torch.Tensor,
+        plan: TorchPlan,
+        heads: HeadProjection,
+        cos_sin: tuple[torch.Tensor, torch.Tensor],
+    ) -> torch.Tensor:
+        q_TNH, k_TKH, v_TKH = heads(qkv_TX, cos_sin)
+        self.write_kv(kv, k_TKH, v_TKH, plan)
+        return q_TNH
 
     def write_kv(self, kv: torch.Tensor, k_TKH: torch.Tensor, v_TKH: torch.Tensor, plan: TorchPlan) -> None:
         rows = kv.view(-1, self._head_dim)

@@ -13,8 +13,8 @@ import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from engine.cache_dir import default_download_dir, report
 from engine.config import EngineArgs, EngineConfig
-from engine.model_loader.cache import default_download_dir, report
 
 if TYPE_CHECKING:
     from engine.attention import AttentionBackend

@@ -12,7 +12,7 @@ import zipfile
 from importlib import metadata
 from pathlib import Path
 
-from engine.model_loader.cache import build_once, report
+from engine.cache_dir import build_once, report
 from engine.model_loader.gguf import convert_gguf
 
 DEFAULT_MODEL = "smollm2-135m-instruct"

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import xxhash
 
-from engine.model_loader.cache import build_once, report
+from engine.cache_dir import build_once, report
 
 _TOKENIZER_FIELDS_OF_THIS_MACHINE = ("is_local", "local_files_only")
 

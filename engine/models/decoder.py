@@ -12,10 +12,9 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-import torch.nn.functional as F  # noqa: N812
 
 from engine.attention import AttentionBackend
-from engine.layers import Linear, RMSNorm, RotaryEmbedding
+from engine.layers import TORCH_LAYERS, HeadProjection, LayerKit, Linear, RMSNorm, RotaryEmbedding
 from engine.model_loader.weights import Weights
 from engine.models.decoder_config import DecoderConfig
 
@@ -32,10 +31,9 @@ class DecoderLayer:
         weights: Weights,
         backend: AttentionBackend[Any],
         rotary: RotaryEmbedding,
+        kit: LayerKit,
     ) -> None:
-        self._config = config
         self._backend = backend
-        self._rotary = rotary
         self._sliding_window = config.sliding_windows[layer]
         D, H, I = config.hidden_size, config.head_dim, config.intermediate_size  # noqa: E741
         q_size, kv_size = config.num_heads * H, config.num_kv_heads * H
@@ -49,7 +47,7 @@ class DecoderLayer:
             return Linear(weight, torch.cat([weights.take(f"{name}.bias", (size,)) for name, size in outputs.items()]))
 
         def rms_norm(name: str, size: int) -> RMSNorm:
-            return RMSNorm(weights.take(f"{name}.weight", (size,)), config.rms_norm_eps)
+            return kit.rms_norm(weights.take(f"{name}.weight", (size,)), config.rms_norm_eps)
 
         qkv = {f"{at}.q_proj": q_size, f"{at}.k_proj": kv_size, f"{at}.v_proj": kv_size}
         self._qkv = linear(qkv, D, config.has_qkv_bias)
@@ -58,38 +56,49 @@ class DecoderLayer:
         self._down = linear({f"{mlp}.down_proj": D}, I, config.has_mlp_bias)
         self._input_norm = rms_norm(f"{norm}.input_layernorm", D)
         self._post_attention_norm = rms_norm(f"{norm}.post_attention_layernorm", D)
-        self._q_norm = rms_norm(f"{at}.q_norm", H) if config.has_qk_norm else None
-        self._k_norm = rms_norm(f"{at}.k_norm", H) if config.has_qk_norm else None
+        self._heads = HeadProjection(
+            config.num_heads,
+            config.num_kv_heads,
+            H,
+            rotary,
+            q_norm=rms_norm(f"{at}.q_norm", H) if config.has_qk_norm else None,
+            k_norm=rms_norm(f"{at}.k_norm", H) if config.has_qk_norm else None,
+        )
+        self._silu_mul = kit.silu_mul
 
     def __call__(
-        self, x_TD: torch.Tensor, kv: torch.Tensor, plan: Any, cos_sin: tuple[torch.Tensor, torch.Tensor]
-    ) -> torch.Tensor:
-        N, K, H = self._config.num_heads, self._config.num_kv_heads, self._config.head_dim
-        qkv = self._qkv(self._input_norm(x_TD)).view(-1, N + 2 * K, H)
-        qk, v_TKH = qkv[:, : N + K], qkv[:, N + K :]
-        if self._q_norm is not None and self._k_norm is not None:
-            qk = torch.cat((self._q_norm(qk[:, :N]), self._k_norm(qk[:, N:])), dim=1)
-        qk = self._rotary.rotate(qk, cos_sin)
-        self._backend.write_kv(kv, qk[:, N:], v_TKH, plan)
-        attended = self._backend.attend(qk[:, :N], kv, plan, self._sliding_window)
-        x_TD = x_TD + self._output(attended)
-        gate, up = self._gate_up(self._post_attention_norm(x_TD)).chunk(2, dim=-1)
-        return x_TD + self._down(F.silu(gate) * up)
+        self,
+        x_TD: torch.Tensor,
+        delta_TD: torch.Tensor | None,
+        kv: torch.Tensor,
+        plan: Any,
+        cos_sin: tuple[torch.Tensor, torch.Tensor],
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Takes and returns the hidden state in two parts, whose sum is due: the next norm makes it on its way."""
+        x_TD, h_TD = self._input_norm.add(x_TD, delta_TD)
+        q_TNH = self._backend.project(self._qkv(h_TD), kv, plan, self._heads, cos_sin)
+        attended = self._backend.attend(q_TNH, kv, plan, self._sliding_window)
+        x_TD, h_TD = self._post_attention_norm.add(x_TD, self._output(attended))
+        return x_TD, self._down(self._silu_mul(self._gate_up(h_TD)))
 
 
 class Decoder:
     """A whole model. Raises `ValueError` at construction where the weights do not fit the config."""
 
     def __init__(
-        self, config: DecoderConfig, weights: Weights, backend: AttentionBackend[Any], max_model_len: int
+        self,
+        config: DecoderConfig,
+        weights: Weights,
+        backend: AttentionBackend[Any],
+        max_model_len: int,
+        kit: LayerKit = TORCH_LAYERS,
     ) -> None:
-        self._backend = backend
         self._rotary = RotaryEmbedding(config.rope, config.head_dim, max_model_len, weights.dtype, weights.device)
         self._embedding_VD = weights.take("model.embed_tokens.weight", (config.vocab_size, config.hidden_size))
         self._layers = [
-            DecoderLayer(config, layer, weights, backend, self._rotary) for layer in range(config.num_layers)
+            DecoderLayer(config, layer, weights, backend, self._rotary, kit) for layer in range(config.num_layers)
         ]
-        self._norm = RMSNorm(weights.take("model.norm.weight", (config.hidden_size,)), config.rms_norm_eps)
+        self._norm = kit.rms_norm(weights.take("model.norm.weight", (config.hidden_size,)), config.rms_norm_eps)
         if config.ties_embeddings:
             self._lm_head = Linear(self._embedding_VD)
             weights.ignore("lm_head.weight")
@@ -110,13 +119,13 @@ class Decoder:
 
         `on_layer(i)` is called when layer i's KV of this step is in the pool.
         """
-        x_TD = self._embedding_VD[token_ids]
+        x_TD, delta_TD = self._embedding_VD[token_ids], None
         cos_sin = self._rotary.select(positions)
         for i, layer in enumerate(self._layers):
-            x_TD = layer(x_TD, kv_pool[i], plan, cos_sin)
+            x_TD, delta_TD = layer(x_TD, delta_TD, kv_pool[i], plan, cos_sin)
             if on_layer is not None:
                 on_layer(i)
-        return x_TD
+        return x_TD if delta_TD is None else x_TD + delta_TD
 
     def compute_logits(self, x_TD: torch.Tensor) -> torch.Tensor:
         """[T, D] -> [T, V]"""

@@ -14,11 +14,11 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from engine.cache_dir import build_once
 from engine.config import EngineArgs, EngineConfig
 from engine.executor import Executor
 from engine.layers import inverse_frequencies
 from engine.model_loader import create_engine_config, resolve_model
-from engine.model_loader.cache import build_once
 from engine.model_loader.default_model import DEFAULT_MODEL, fetch_default_model
 from engine.models import load_decoder_config
 from engine.models.decoder_config import RopeConfig

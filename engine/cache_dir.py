@@ -1,4 +1,4 @@
-"""The folder where fetched and converted models lie: each is made once, by one process, and appears whole.
+"""The folder where fetched models and compiled kernels lie: each is made once, by one process, and appears whole.
 
 absent ──lock──> <name>.part-* being filled ──rename──> <name>
                       │ failure: removed, and the next one starts anew
@@ -16,7 +16,13 @@ from pathlib import Path
 
 
 def default_download_dir() -> Path:
+    """Of models."""
     return Path.home() / ".cache" / "tandem" / "models"
+
+
+def kernels_dir() -> Path:
+    """Of compiled kernels."""
+    return Path.home() / ".cache" / "tandem" / "kernels"
 
 
 def report(line: str) -> None:
@@ -24,16 +30,16 @@ def report(line: str) -> None:
     print(f"tandem: {line}", file=sys.stderr, flush=True)  # noqa: T201
 
 
-def build_once(download_dir: Path, name: str, build: Callable[[Path], None]) -> Path:
-    """`download_dir/name`, filled by `build(empty folder)` if it is not there. Others who want it wait meanwhile."""
-    target = download_dir / name
+def build_once(directory: Path, name: str, build: Callable[[Path], None]) -> Path:
+    """`directory/name`, filled by `build(empty folder)` if it is not there. Others who want it wait meanwhile."""
+    target = directory / name
     if target.is_dir():
         return target
-    download_dir.mkdir(parents=True, exist_ok=True)
-    with _locked(download_dir / f".{name}.lock"):
+    directory.mkdir(parents=True, exist_ok=True)
+    with _locked(directory / f".{name}.lock"):
         if target.is_dir():
             return target
-        part = Path(tempfile.mkdtemp(prefix=f"{name}.part-", dir=download_dir))
+        part = Path(tempfile.mkdtemp(prefix=f"{name}.part-", dir=directory))
         try:
             build(part)
             # Made private by mkdtemp and safetensors; a model may be read by other users of a shared cache.
