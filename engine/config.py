@@ -11,7 +11,7 @@ from typing import Any
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 LOAD_FORMATS = ("auto", "safetensors", "gguf", "dummy")
-ATTENTION_BACKENDS = ("auto", "torch")
+ATTENTION_BACKENDS = ("auto", "cpu", "torch")
 GIB = 1024**3
 
 
@@ -51,6 +51,8 @@ class CacheConfig:
     block_size: int
     num_blocks: int
     enable_prefix_caching: bool
+    kv_order: str
+    """What the bytes of a block mean: the attention backend's choice (engine/kv_cache.py)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,6 +70,7 @@ class DeviceConfig:
     num_threads: int
     """Compute threads of this engine; 0 leaves torch's default."""
     attention_backend: str
+    """Resolved: "cpu" or "torch"."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,7 +88,7 @@ class EngineConfig:
     device: DeviceConfig
     load: LoadConfig
     compat_digest: str
-    """Of everything that must be equal for two engines to exchange KV: config, weights, dtype, block size."""
+    """Of everything that must be equal for two engines to exchange KV: config, weights, dtype, block size, order."""
     prefix_key: bytes
     """Key of the prefix hashes: of `compat_digest`."""
 
@@ -125,7 +128,9 @@ class EngineArgs:
     )
     device: str = field(default="auto", metadata={"help": "auto, cpu or cuda."})
     num_threads: int = field(default=0, metadata={"help": "Compute threads. 0: torch's default."})
-    attention_backend: str = field(default="auto", metadata={"help": "auto or torch."})
+    attention_backend: str = field(
+        default="auto", metadata={"help": "auto (the fastest), cpu (compiled kernels, bfloat16) or torch."}
+    )
 
     def __post_init__(self) -> None:
         _check(bool(self.model), "model must not be empty")

@@ -3,7 +3,7 @@
 Owns the meaning of the pool's axes. Which block belongs to whom is the block manager's business; what is in a block is
 the attention backend's.
 
-    [layer, block, 2, kv_head, slot, head_dim]        2: keys, then values
+    [layer, block, 2, kv_head, slot, head_dim]        2: keys, then values; slot and head_dim as the backend orders them
 
 One block of one layer is contiguous, so that a transfer moves it as one piece. The pool is allocated once, by the
 worker, and lives as long as the engine.
@@ -22,6 +22,10 @@ import torch
 
 KV_ORDER = "layer block kv head slot dim"
 """The pool's axes, outermost first, in the words of `KVLayout.order`."""
+
+PAIRED_KV_ORDER = "layer block kv head (keys: dim/2 slot 2, values: slot/2 dim 2)"
+"""As the CPU kernels keep it: what one vector instruction multiplies lies side by side. The same bytes in another order
+within a head of a block; nothing but the attention backend looks there."""
 
 KV_FORMAT_VERSION = 1
 """Raised when equal weights and shapes would yield other bytes in a block (another order, other RoPE pairs)."""

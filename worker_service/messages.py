@@ -91,7 +91,7 @@ def model_message(config: EngineConfig) -> inference_pb.GetModelInfoResponse:
     )
 
 
-def transfer_pool(tensor: torch.Tensor, shape: KVCacheShape) -> KVPool:
+def transfer_pool(tensor: torch.Tensor, shape: KVCacheShape, order: str) -> KVPool:
     """The engine's pool as bytes, for transfers. Shares the memory; the engine owns it."""
     layout = KVLayout(
         num_layers=shape.num_layers,
@@ -100,6 +100,7 @@ def transfer_pool(tensor: torch.Tensor, shape: KVCacheShape) -> KVPool:
         num_kv_heads=shape.num_kv_heads,
         head_dim=shape.head_dim,
         dtype=shape.dtype,
+        order=order,
     )
     array: np.ndarray[tuple[int, ...], np.dtype[np.uint8]] = tensor.view(torch.uint8).numpy()
     return KVPool(layout, array.reshape(shape.num_layers, shape.num_blocks, shape.block_bytes))

@@ -139,7 +139,7 @@ class WorkerProcess:
         self = cls(role, args, config)
         engine = await asyncio.to_thread(LLMEngine, config, self._on_layer_written)
         self._load = load_message(engine.load())
-        pool = transfer_pool(engine.executor.kv_pool, engine.executor.kv_shape)
+        pool = transfer_pool(engine.executor.kv_pool, engine.executor.kv_shape, config.cache.kv_order)
         self.engine = AsyncLLMEngine(engine, on_step=self._on_step, on_failure=self._on_failure)
         self.server = Server(args.listen)
         parts = WorkerParts(args, self.identity, self.engine, pool, self.host, self.server, self._listeners)

@@ -5,25 +5,50 @@ from __future__ import annotations
 from typing import Any
 
 from engine.attention.base import AttentionBackend, StepLayout
+from engine.attention.cpu_backend import CpuAttention
+from engine.attention.torch_backend import TorchAttention
+from engine.cache_dir import report
 from engine.config import EngineConfig
+from engine.kernels.build import KernelsUnavailable, load_cpu_kernels
+from engine.kv_cache import KV_ORDER, PAIRED_KV_ORDER
 
-__all__ = ["AttentionBackend", "StepLayout", "create_attention_backend"]
+__all__ = ["AttentionBackend", "StepLayout", "choose_attention_backend", "create_attention_backend", "kv_order_of"]
+
+
+def choose_attention_backend(name: str, *, device: str, dtype: str, head_dim: int, block_size: int) -> str:
+    """The backend behind `name`; "auto" is the fastest one that works here, and says so where it is not the usual one.
+
+    May compile the CPU kernels. Raises `ValueError` where the backend that was asked for cannot work.
+    """
+    if name == "torch":
+        return name
+    why_not = CpuAttention.why_not(device=device, dtype=dtype, head_dim=head_dim, block_size=block_size)
+    if not why_not:
+        try:
+            load_cpu_kernels()
+            return "cpu"
+        except KernelsUnavailable as error:
+            why_not = str(error)
+            if name == "auto":
+                report(f"no CPU kernels, so that plain torch computes, several times slower: {error}")
+    if name == "auto":
+        return "torch"
+    raise ValueError(f"attention_backend cpu cannot work here: {why_not}; give auto or torch")
+
+
+def kv_order_of(backend: str) -> str:
+    return PAIRED_KV_ORDER if backend == "cpu" else KV_ORDER
 
 
 def create_attention_backend(config: EngineConfig) -> AttentionBackend[Any]:
-    """The backend that `config.device.attention_backend` names; "auto": the fastest one for the device.
-
-    Raises `ValueError` for a name that is not known.
-    """
-    name = config.device.attention_backend
-    if name in ("auto", "torch"):
-        from engine.attention.torch_backend import TorchAttention
-
-        return TorchAttention(
-            num_heads=config.model.num_heads,
-            num_kv_heads=config.model.num_kv_heads,
-            head_dim=config.model.head_dim,
-            block_size=config.cache.block_size,
-            device=config.device.device,
-        )
-    raise ValueError(f"attention_backend must be auto or torch, is {name!r}")
+    """The backend that `config.device.attention_backend` names. Raises `KernelsUnavailable`."""
+    if config.device.attention_backend == "cpu":
+        load_cpu_kernels()
+        return CpuAttention(head_dim=config.model.head_dim)
+    return TorchAttention(
+        num_heads=config.model.num_heads,
+        num_kv_heads=config.model.num_kv_heads,
+        head_dim=config.model.head_dim,
+        block_size=config.cache.block_size,
+        device=config.device.device,
+    )

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from engine.attention import choose_attention_backend, kv_order_of
 from engine.config import (
     GIB,
     CacheConfig,
@@ -23,7 +24,7 @@ from engine.config import (
     ModelConfig,
     SchedulerConfig,
 )
-from engine.kv_cache import KV_FORMAT_VERSION, KV_ORDER, TORCH_DTYPES, KVCacheShape
+from engine.kv_cache import KV_FORMAT_VERSION, TORCH_DTYPES, KVCacheShape
 from engine.memory import memory_bytes
 from engine.model_loader.weights import digest_files, safetensors_files
 from engine.models import DecoderConfig, load_decoder_config
@@ -37,25 +38,32 @@ def make_engine_config(args: EngineArgs, folder: Path) -> EngineConfig:
     device = _device(args)
     model = _model_config(args, folder, hf_config, decoder)
     num_blocks = _num_blocks(args, model, device)
-    digest = compat_digest(decoder, model, args.block_size)
+    backend = choose_attention_backend(
+        args.attention_backend, device=device, dtype=model.dtype, head_dim=model.head_dim, block_size=args.block_size
+    )
+    kv_order = kv_order_of(backend)
+    digest = compat_digest(decoder, model, args.block_size, kv_order)
     return EngineConfig(
         model=model,
         cache=CacheConfig(
-            block_size=args.block_size, num_blocks=num_blocks, enable_prefix_caching=args.enable_prefix_caching
+            block_size=args.block_size,
+            num_blocks=num_blocks,
+            enable_prefix_caching=args.enable_prefix_caching,
+            kv_order=kv_order,
         ),
         scheduler=SchedulerConfig(
             max_num_seqs=args.max_num_seqs,
             max_num_batched_tokens=args.max_num_batched_tokens,
             prefill_chunk_tokens=args.prefill_chunk_tokens or args.max_num_batched_tokens,
         ),
-        device=DeviceConfig(device=device, num_threads=args.num_threads, attention_backend=args.attention_backend),
+        device=DeviceConfig(device=device, num_threads=args.num_threads, attention_backend=backend),
         load=LoadConfig(load_format="dummy" if args.load_format == "dummy" else "safetensors", seed=args.seed),
         compat_digest=digest,
         prefix_key=prefix_key(digest),
     )
 
 
-def compat_digest(decoder: DecoderConfig, model: ModelConfig, block_size: int) -> str:
+def compat_digest(decoder: DecoderConfig, model: ModelConfig, block_size: int, kv_order: str) -> str:
     """Of architecture, weights, dtype, the bytes' order and the ends. Not of the pool's size or the length limit."""
     meaning = {
         # How many positions the checkpoint allows changes no KV, and RoPE keeps its own copy where it matters.
@@ -65,7 +73,7 @@ def compat_digest(decoder: DecoderConfig, model: ModelConfig, block_size: int) -
         "block_size": block_size,
         # No KV differs by it, but an answer that moves to another engine must end at the same tokens.
         "eos_token_ids": sorted(model.eos_token_ids),
-        "kv_order": KV_ORDER,
+        "kv_order": kv_order,
         "kv_format_version": KV_FORMAT_VERSION,
     }
     return hashlib.blake2b(json.dumps(meaning, sort_keys=True).encode(), digest_size=16).hexdigest()

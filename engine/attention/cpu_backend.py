@@ -1,0 +1,84 @@
+"""Paged attention on a CPU, in bfloat16, by kernels of our own (engine/kernels/cpu.cpp).
+
+Keys and values are read where they lie: nothing is gathered or padded. Its pool has the order `PAIRED_KV_ORDER`, which
+the kernels write, read, and alone understand.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from engine.attention.base import AttentionBackend, StepLayout
+from engine.layers import HeadProjection
+
+GRAIN = 16
+"""Lanes of the kernels' vectors: divides block sizes and head sizes."""
+MAX_HEAD_DIM = 256
+
+
+@dataclass(frozen=True, slots=True)
+class CpuPlan:
+    slot_mapping: torch.Tensor
+    """[T] int64"""
+    block_tables: torch.Tensor
+    """[S, blocks of the longest] int32"""
+    query_lens: torch.Tensor
+    """[S] int32"""
+    context_lens: torch.Tensor
+    """[S] int32"""
+
+
+class CpuAttention(AttentionBackend[CpuPlan]):
+    """`why_not` says whether it can serve a model. `load_cpu_kernels` comes before the first step."""
+
+    def __init__(self, *, head_dim: int) -> None:
+        self._scale = head_dim**-0.5
+
+    @staticmethod
+    def why_not(*, device: str, dtype: str, head_dim: int, block_size: int) -> str:
+        """What is in the way, as a clause; empty if nothing is."""
+        if device != "cpu":
+            return f"the device is {device}"
+        if dtype != "bfloat16":
+            return f"it computes bfloat16, and dtype is {dtype}"
+        if block_size % GRAIN:
+            return f"block_size must be a multiple of {GRAIN}, is {block_size}"
+        if head_dim % GRAIN or head_dim > MAX_HEAD_DIM:
+            return f"the model's head size must be a multiple of {GRAIN} up to {MAX_HEAD_DIM}, is {head_dim}"
+        return ""
+
+    def prepare(self, layout: StepLayout) -> CpuPlan:
+        return CpuPlan(
+            slot_mapping=torch.from_numpy(layout.slot_mapping),
+            block_tables=torch.from_numpy(layout.block_tables).int(),
+            query_lens=torch.from_numpy(layout.query_lens).int(),
+            context_lens=torch.from_numpy(layout.context_lens).int(),
+        )
+
+    def project(
+        self,
+        qkv_TX: torch.Tensor,
+        kv: torch.Tensor,
+        plan: CpuPlan,
+        heads: HeadProjection,
+        cos_sin: tuple[torch.Tensor, torch.Tensor],
+    ) -> torch.Tensor:
+        q_norm, k_norm = heads.q_norm, heads.k_norm
+        q_TNH: torch.Tensor = torch.ops.tandem_cpu.rotate_and_store(
+            qkv_TX,
+            *cos_sin,
+            None if q_norm is None else q_norm.weight,
+            None if k_norm is None else k_norm.weight,
+            0.0 if q_norm is None else q_norm.eps,
+            kv,
+            plan.slot_mapping,
+        )
+        return q_TNH
+
+    def attend(self, q_TNH: torch.Tensor, kv: torch.Tensor, plan: CpuPlan, sliding_window: int) -> torch.Tensor:
+        o_TD: torch.Tensor = torch.ops.tandem_cpu.paged_attention(
+            q_TNH, kv, plan.block_tables, plan.query_lens, plan.context_lens, self._scale, sliding_window
+        )
+        return o_TD

@@ -1,0 +1,110 @@
+"""Compiles cpu.cpp into the cache directory, once for each machine, compiler, torch and source.
+
+Not with torch.utils.cpp_extension: for one file that needs neither Python's headers nor setuptools nor ninja, one call
+of the compiler is less to install and to explain. Two processes that want the same library wait for one build
+(`engine.cache_dir.build_once`).
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import os
+import platform
+import shutil
+import subprocess
+import tempfile
+import time
+from pathlib import Path
+
+import torch
+
+from engine.cache_dir import build_once, kernels_dir, report
+
+SOURCE = Path(__file__).with_name("cpu.cpp")
+LIBRARY = "tandem_cpu.so"
+COMPILERS = ("c++", "g++", "clang++")
+BUILD_TIMEOUT_S = 300.0
+FLAGS = ("-std=c++20", "-O3", "-fPIC", "-shared", "-fopenmp", "-fno-math-errno", "-fno-trapping-math", "-fno-plt")
+
+
+class KernelsUnavailable(Exception):  # noqa: N818 - named for what is the case
+    """The kernels cannot be compiled or loaded here. The message says why, and what would help."""
+
+
+@functools.cache
+def load_cpu_kernels() -> None:
+    """Make torch.ops.tandem_cpu available in this process; compiles it if that has not been done on this machine.
+
+    Takes some ten seconds the first time, with a line on stderr. Raises `KernelsUnavailable`.
+    """
+    library = cpu_library(kernels_dir())
+    try:
+        torch.ops.load_library(library)  # type: ignore[no-untyped-call]
+    except OSError as error:
+        raise KernelsUnavailable(f"{library} cannot be loaded: {error}") from error
+    torch.ops.tandem_cpu.keep_freed_memory()
+
+
+def cpu_library(directory: Path) -> Path:
+    """The compiled library, in a folder of `directory`. Raises `KernelsUnavailable`."""
+    compiler = find_compiler()
+    command = compile_command(compiler)
+    name = f"cpu-{_digest(command)}"
+    return build_once(directory, name, lambda folder: _build(command, folder)) / LIBRARY
+
+
+def find_compiler() -> str:
+    """CXX, or the first C++ compiler on the path. Raises `KernelsUnavailable`."""
+    wanted = os.environ.get("CXX", "")
+    for name in (wanted,) if wanted else COMPILERS:
+        if path := shutil.which(name):
+            return path
+    raise KernelsUnavailable(f"there is no C++ compiler ({wanted or ', '.join(COMPILERS)}): install g++")
+
+
+def compile_command(compiler: str) -> list[str]:
+    """Everything but the output."""
+    root = Path(torch.__path__[0])
+    native = "-mcpu=native" if platform.machine().lower() in ("aarch64", "arm64") else "-march=native"
+    return [
+        compiler, *FLAGS, native,
+        f"-D_GLIBCXX_USE_CXX11_ABI={int(torch._C._GLIBCXX_USE_CXX11_ABI)}",
+        f"-I{root / 'include'}", f"-I{root / 'include/torch/csrc/api/include'}",
+        str(SOURCE),
+        f"-L{root / 'lib'}", f"-Wl,-rpath,{root / 'lib'}", "-ltorch_cpu", "-lc10",
+    ]  # fmt: skip
+
+
+def _digest(command: list[str]) -> str:
+    """Of all that the library depends on. The cache directory may be shared by machines of different kinds."""
+    version = subprocess.run([command[0], "--version"], capture_output=True, text=True, check=False).stdout
+    parts = [SOURCE.read_text(), " ".join(command), version, torch.__version__, _cpu_features()]
+    return hashlib.blake2b("\n".join(parts).encode(), digest_size=8).hexdigest()
+
+
+def _cpu_features() -> str:
+    """What -march=native depends on."""
+    cpuinfo = Path("/proc/cpuinfo")
+    if not cpuinfo.is_file():
+        return platform.processor()
+    lines = cpuinfo.read_text().splitlines()
+    return "\n".join(sorted({line for line in lines if line.startswith(("model name", "flags", "Features"))}))
+
+
+def _build(command: list[str], folder: Path) -> None:
+    report("compiling the CPU kernels for this machine (about ten seconds, once)")
+    start_s = time.monotonic()
+    with tempfile.TemporaryDirectory() as scratch:
+        output = Path(scratch) / LIBRARY
+        try:
+            done = subprocess.run(
+                [*command, "-o", str(output)], capture_output=True, text=True, timeout=BUILD_TIMEOUT_S, check=False
+            )
+        except (OSError, subprocess.TimeoutExpired) as error:
+            raise KernelsUnavailable(f"{command[0]} did not compile them: {error}") from error
+        if done.returncode != 0:
+            first = next((line for line in done.stderr.splitlines() if "error" in line), done.stderr.strip()[:500])
+            raise KernelsUnavailable(f"{command[0]} cannot compile them: {first}")
+        shutil.copy(output, folder / LIBRARY)
+    report(f"compiled the CPU kernels in {time.monotonic() - start_s:.0f} s")

@@ -1,0 +1,545 @@
+// What PyTorch has no fused CPU operation for, in bfloat16: RMS norm with the residual sum before it, SiLU and product,
+// rotary positions with the write into the KV pool, and paged attention.
+//
+// Registered as torch.ops.tandem_cpu.*; compiled by engine/kernels/build.py for the machine it runs on. One source for
+// all of them: vectors are the compiler's (GCC and Clang lower 64-byte vectors to whatever there is), and only the dot
+// product of bfloat16 pairs has an instruction of its own where there is one (AVX512-BF16).
+//
+// Rounding is that of the same steps in PyTorch, but for rotary positions, which are rounded once instead of three times.
+//
+// The KV of one layer, [block, 2, head, ...], as these kernels keep it (engine/kv_cache.py: PAIRED_KV_ORDER):
+//   keys    [dim / 2, slot, 2]   16 positions' pairs of one dim pair are one vector: scores need no sums across lanes
+//   values  [slot / 2, dim, 2]   16 dims' pairs of one slot pair are one vector: neither does the weighted sum
+
+#include <ATen/Parallel.h>
+#include <ATen/core/Tensor.h>
+#include <ATen/ops/empty.h>
+#include <ATen/ops/empty_like.h>
+#include <torch/library.h>
+
+#include <algorithm>
+#include <atomic>
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+#include <vector>
+
+#if defined(__AVX512F__)
+#include <immintrin.h>
+#endif
+#if defined(__GLIBC__)
+#include <malloc.h>
+#endif
+
+namespace {
+
+typedef float F16 __attribute__((vector_size(64)));
+typedef int32_t I16 __attribute__((vector_size(64)));
+typedef uint32_t U16 __attribute__((vector_size(64)));
+typedef uint16_t bf16;
+
+constexpr int LANES = 16;
+constexpr int KEY_TILES = 4;                       // tiles of 16 keys that are scored together
+constexpr int KEYS = KEY_TILES * LANES;
+constexpr int ROW_TILE = 6;                        // rows (token, query head) that share a load of keys or values
+constexpr int MAX_ROWS = 96;                       // rows of one work item: their scores stay in the L2 cache
+constexpr int64_t SPLIT_KEYS = 512;                // a decoding row's context is split into pieces of this many keys
+constexpr float MASKED = -1e30f;                   // not infinite: a row whose keys so far were all masked stays finite
+
+// ---------------------------------------------------------------------------------------------------- small things
+
+inline float to_float(bf16 x) {
+  uint32_t bits = uint32_t(x) << 16;
+  float f;
+  std::memcpy(&f, &bits, 4);
+  return f;
+}
+
+inline bf16 to_bf16(float f) {  // to nearest, ties to even
+  uint32_t bits;
+  std::memcpy(&bits, &f, 4);
+  return bf16((bits + 0x7fff + ((bits >> 16) & 1)) >> 16);
+}
+
+template <class V>
+inline V load(const void* p) {
+  V v;
+  std::memcpy(&v, p, sizeof(V));
+  return v;
+}
+
+template <class V>
+inline void store(void* p, V v) {
+  std::memcpy(p, &v, sizeof(V));
+}
+
+inline F16 broadcast(float x) { return x - F16{}; }
+
+// acc[i] += pairs[i].low * other.low + pairs[i].high * other.high
+inline F16 dot_pairs(F16 acc, U16 pairs, uint32_t other) {
+#if defined(__AVX512BF16__)
+  return (F16)_mm512_dpbf16_ps((__m512)acc, (__m512bh)pairs, (__m512bh)_mm512_set1_epi32(int(other)));
+#else
+  float low = to_float(bf16(other)), high = to_float(bf16(other >> 16));
+  return acc + (F16)(pairs << 16) * low + (F16)(pairs & 0xffff0000u) * high;
+#endif
+}
+
+inline float max_of(F16 v) {
+#if defined(__AVX512F__)
+  return _mm512_reduce_max_ps((__m512)v);
+#else
+  float m = v[0];
+  for (int i = 1; i < LANES; i++) m = std::max(m, v[i]);
+  return m;
+#endif
+}
+
+inline float sum_of(F16 v) {
+#if defined(__AVX512F__)
+  return _mm512_reduce_add_ps((__m512)v);
+#else
+  float s = 0;
+  for (int i = 0; i < LANES; i++) s += v[i];
+  return s;
+#endif
+}
+
+// exp(x) for x <= 0, to about 2 units in the last place: 2^n * 2^f, with f in [-0.5, 0.5] by a polynomial of degree 6
+// (Taylor coefficients of 2^f).
+inline F16 exp_of(F16 x) {
+  x = x < -87.0f ? broadcast(-87.0f) : x;
+  F16 t = x * 1.44269504f;
+  F16 shifted = t + 12582912.0f;  // 1.5 * 2^23: the sum's low bits are t rounded to an integer
+  F16 f = t - (shifted - 12582912.0f);
+  F16 p = broadcast(1.54035304e-4f);
+  p = p * f + 1.33335581e-3f;
+  p = p * f + 9.61812911e-3f;
+  p = p * f + 5.55041087e-2f;
+  p = p * f + 2.40226507e-1f;
+  p = p * f + 6.93147181e-1f;
+  p = p * f + 1.0f;
+  I16 n = (I16)shifted - 0x4b400000;
+  return (F16)((I16)p + (n << 23));
+}
+
+inline float exp_of(float x) {
+  x = std::min(std::max(x, -87.0f), 88.0f);
+  float t = x * 1.44269504f;
+  float n = std::nearbyint(t), f = t - n;
+  float p = 1.54035304e-4f;
+  p = p * f + 1.33335581e-3f;
+  p = p * f + 9.61812911e-3f;
+  p = p * f + 5.55041087e-2f;
+  p = p * f + 2.40226507e-1f;
+  p = p * f + 6.93147181e-1f;
+  p = p * f + 1.0f;
+  int32_t bits;
+  std::memcpy(&bits, &p, 4);
+  bits += int32_t(n) << 23;
+  std::memcpy(&p, &bits, 4);
+  return p;
+}
+
+inline bf16* data_of(const at::Tensor& t) {
+  TORCH_CHECK(t.scalar_type() == at::kBFloat16, "must be bfloat16");
+  return reinterpret_cast<bf16*>(t.data_ptr());
+}
+
+// Calls work(i) for every i below n, on all threads; whoever is free takes the next.
+template <class Work>
+void for_each_item(int64_t n, const Work& work) {
+  int64_t num_threads = std::min<int64_t>(at::get_num_threads(), n);
+  if (num_threads <= 1) {
+    for (int64_t i = 0; i < n; i++) work(i);
+    return;
+  }
+  std::atomic<int64_t> next{0};
+  at::parallel_for(0, num_threads, 1, [&](int64_t, int64_t) {
+    for (int64_t i = next++; i < n; i = next++) work(i);
+  });
+}
+
+// ------------------------------------------------------------------------------------------------ norms, activation
+
+// out = weight * bf16(x / rms(x)), one row
+inline void norm_row(const bf16* x, const bf16* weight, float eps, int64_t D, bf16* out) {
+  float sum = 0;
+#pragma omp simd reduction(+ : sum)
+  for (int64_t i = 0; i < D; i++) {
+    float f = to_float(x[i]);
+    sum += f * f;
+  }
+  float scale = 1.0f / std::sqrt(sum / float(D) + eps);
+#pragma omp simd
+  for (int64_t i = 0; i < D; i++) out[i] = to_bf16(to_float(weight[i]) * to_float(to_bf16(to_float(x[i]) * scale)));
+}
+
+// x += delta (where there is one), in place; returns the norm of x. x [T, D] contiguous.
+at::Tensor add_rms_norm(const at::Tensor& x, const std::optional<at::Tensor>& delta, const at::Tensor& weight, double eps) {
+  int64_t D = x.size(-1), T = x.numel() / D;
+  TORCH_CHECK(x.is_contiguous() && weight.is_contiguous() && weight.numel() == D, "x [.., D] and weight [D], contiguous");
+  TORCH_CHECK(!delta || (delta->is_contiguous() && delta->numel() == x.numel()), "delta must be like x");
+  at::Tensor out = at::empty_like(x);
+  bf16 *xp = data_of(x), *op = data_of(out), *dp = delta ? data_of(*delta) : nullptr;
+  const bf16* wp = data_of(weight);
+  at::parallel_for(0, T, std::max<int64_t>(1, 16384 / D), [&](int64_t begin, int64_t end) {
+    for (int64_t t = begin; t < end; t++) {
+      bf16* row = xp + t * D;
+      if (dp) {
+        const bf16* more = dp + t * D;
+#pragma omp simd
+        for (int64_t i = 0; i < D; i++) row[i] = to_bf16(to_float(row[i]) + to_float(more[i]));
+      }
+      norm_row(row, wp, float(eps), D, op + t * D);
+    }
+  });
+  return out;
+}
+
+// [T, 2F], gate beside up -> [T, F]: silu(gate) * up
+at::Tensor silu_mul(const at::Tensor& gate_up) {
+  int64_t F = gate_up.size(-1) / 2, T = gate_up.numel() / (2 * F);
+  TORCH_CHECK(gate_up.is_contiguous(), "gate_up must be contiguous");
+  at::Tensor out = at::empty({T, F}, gate_up.options());
+  const bf16* in = data_of(gate_up);
+  bf16* op = data_of(out);
+  at::parallel_for(0, T, std::max<int64_t>(1, 8192 / F), [&](int64_t begin, int64_t end) {
+    for (int64_t t = begin; t < end; t++) {
+      const bf16 *gate = in + t * 2 * F, *up = gate + F;
+      bf16* row = op + t * F;
+#pragma omp simd
+      for (int64_t i = 0; i < F; i++) {
+        float g = to_float(gate[i]);
+        float activated = to_float(to_bf16(g / (1.0f + exp_of(-g))));
+        row[i] = to_bf16(activated * to_float(up[i]));
+      }
+    }
+  });
+  return out;
+}
+
+// --------------------------------------------------------------------------------------- rotary positions, KV write
+
+// One head, rotated: out = x * cos + rotate_half(x) * sin, whose sign is in the table.
+inline void rotate_head(const bf16* x, const bf16* cos, const bf16* sin, int64_t H, bf16* out) {
+  int64_t half = H / 2;
+#pragma omp simd
+  for (int64_t i = 0; i < half; i++) {
+    float low = to_float(x[i]), high = to_float(x[i + half]);
+    out[i] = to_bf16(low * to_float(cos[i]) + high * to_float(sin[i]));
+    out[i + half] = to_bf16(high * to_float(cos[i + half]) + low * to_float(sin[i + half]));
+  }
+}
+
+// qkv [T, (N + 2K) * H]: queries and keys are normed (where there are weights) and rotated, keys and values stored in
+// one layer of the pool at slot_mapping [T]. Returns the queries [T, N, H].
+at::Tensor rotate_and_store(
+    const at::Tensor& qkv, const at::Tensor& cos, const at::Tensor& sin, const std::optional<at::Tensor>& q_norm,
+    const std::optional<at::Tensor>& k_norm, double eps, const at::Tensor& kv, const at::Tensor& slot_mapping) {
+  int64_t K = kv.size(2), block_size = kv.size(3), H = kv.size(4), T = qkv.size(0);
+  int64_t X = qkv.size(1) / H, N = X - 2 * K;
+  TORCH_CHECK(qkv.is_contiguous() && cos.is_contiguous() && sin.is_contiguous() && kv.is_contiguous(), "contiguous");
+  TORCH_CHECK(cos.numel() == T * H && sin.numel() == T * H && slot_mapping.numel() == T, "one row per token");
+  TORCH_CHECK(block_size % LANES == 0 && H % LANES == 0 && H <= 256, "16 must divide block and head size");
+  at::Tensor out = at::empty({T, N, H}, qkv.options());
+  const bf16 *in = data_of(qkv), *cp = data_of(cos), *sp = data_of(sin);
+  const bf16 *qw = q_norm ? data_of(*q_norm) : nullptr, *kw = k_norm ? data_of(*k_norm) : nullptr;
+  bf16 *op = data_of(out), *pool = data_of(kv);
+  const int64_t* slots = slot_mapping.data_ptr<int64_t>();
+  int64_t plane = block_size * H;
+  at::parallel_for(0, T, std::max<int64_t>(1, 16384 / (X * H)), [&](int64_t begin, int64_t end) {
+    bf16 normed[256], rotated[256];
+    for (int64_t t = begin; t < end; t++) {
+      const bf16 *row = in + t * X * H, *c = cp + t * H, *s = sp + t * H;
+      for (int64_t n = 0; n < N; n++) {
+        const bf16* head = row + n * H;
+        if (qw) norm_row(head, qw, float(eps), H, normed), head = normed;
+        rotate_head(head, c, s, H, op + (t * N + n) * H);
+      }
+      int64_t block = slots[t] / block_size, slot = slots[t] % block_size;
+      for (int64_t k = 0; k < K; k++) {
+        const bf16* head = row + (N + k) * H;
+        if (kw) norm_row(head, kw, float(eps), H, normed), head = normed;
+        rotate_head(head, c, s, H, rotated);
+        bf16* keys = pool + ((block * 2) * K + k) * plane + slot * 2;
+        for (int64_t d = 0; d < H; d += 2) std::memcpy(keys + d * block_size, rotated + d, 4);
+        const bf16* v = row + (N + K + k) * H;
+        bf16* values = pool + ((block * 2 + 1) * K + k) * plane + (slot / 2) * 2 * H + (slot & 1);
+        for (int64_t d = 0; d < H; d++) values[2 * d] = v[d];
+      }
+    }
+  });
+  return out;
+}
+
+// --------------------------------------------------------------------------------------------------------- attention
+
+// Scores of R rows against NJ tiles of 16 keys: score[r * KEYS + 16 j ..]. `stride`: pairs from one dim pair to the next.
+template <int R, int NJ>
+void score_tile(const uint32_t* q, int64_t dim_pairs, const uint32_t* const* keys, int64_t stride, float* score) {
+  F16 acc[R][NJ] = {};
+  for (int64_t d = 0; d < dim_pairs; d++) {
+    U16 k[NJ];
+    for (int j = 0; j < NJ; j++) k[j] = load<U16>(keys[j] + d * stride);
+    for (int r = 0; r < R; r++)
+      for (int j = 0; j < NJ; j++) acc[r][j] = dot_pairs(acc[r][j], k[j], q[r * dim_pairs + d]);
+  }
+  for (int r = 0; r < R; r++)
+    for (int j = 0; j < NJ; j++) store(score + r * KEYS + j * LANES, acc[r][j]);
+}
+
+// out[r, 16 * ND dims] = out * rescale[r] + sum over NJ tiles of p[r, key] * value[key]
+template <int R, int ND>
+void weigh_tile(
+    const uint32_t* p, const uint32_t* const* values, int num_tiles, int64_t H, const float* rescale, float* out) {
+  F16 acc[R][ND];
+  for (int r = 0; r < R; r++)
+    for (int d = 0; d < ND; d++) acc[r][d] = load<F16>(out + r * H + d * LANES) * rescale[r];
+  for (int j = 0; j < num_tiles; j++)
+    for (int s = 0; s < LANES / 2; s++) {
+      U16 v[ND];
+      for (int d = 0; d < ND; d++) v[d] = load<U16>(values[j] + s * H + d * LANES);
+      for (int r = 0; r < R; r++)
+        for (int d = 0; d < ND; d++) acc[r][d] = dot_pairs(acc[r][d], v[d], p[r * (KEYS / 2) + j * (LANES / 2) + s]);
+    }
+  for (int r = 0; r < R; r++)
+    for (int d = 0; d < ND; d++) store(out + r * H + d * LANES, acc[r][d]);
+}
+
+template <int R>
+void score_rows(int num_tiles, const uint32_t* q, int64_t dim_pairs, const uint32_t* const* keys, int64_t stride, float* score) {
+  switch (num_tiles) {
+    case 1: return score_tile<R, 1>(q, dim_pairs, keys, stride, score);
+    case 2: return score_tile<R, 2>(q, dim_pairs, keys, stride, score);
+    case 3: return score_tile<R, 3>(q, dim_pairs, keys, stride, score);
+    default: return score_tile<R, 4>(q, dim_pairs, keys, stride, score);
+  }
+}
+
+template <int R>
+void weigh_rows(
+    const uint32_t* p, const uint32_t* const* values, int num_tiles, int64_t H, const float* rescale, float* out) {
+  const uint32_t* at[KEY_TILES];
+  for (int64_t d = 0; d < H;) {
+    for (int j = 0; j < num_tiles; j++) at[j] = values[j] + d;
+    int64_t left = (H - d) / LANES;
+    if (left >= 4) weigh_tile<R, 4>(p, at, num_tiles, H, rescale, out + d), d += 4 * LANES;
+    else if (left >= 2) weigh_tile<R, 2>(p, at, num_tiles, H, rescale, out + d), d += 2 * LANES;
+    else weigh_tile<R, 1>(p, at, num_tiles, H, rescale, out + d), d += LANES;
+  }
+}
+
+using ScoreRows = void (*)(int, const uint32_t*, int64_t, const uint32_t* const*, int64_t, float*);
+using WeighRows = void (*)(const uint32_t*, const uint32_t* const*, int, int64_t, const float*, float*);
+constexpr ScoreRows SCORE_ROWS[] = {score_rows<1>, score_rows<2>, score_rows<3>, score_rows<4>, score_rows<5>, score_rows<6>};
+constexpr WeighRows WEIGH_ROWS[] = {weigh_rows<1>, weigh_rows<2>, weigh_rows<3>, weigh_rows<4>, weigh_rows<5>, weigh_rows<6>};
+
+// Some tokens of one sequence, all query heads that share one key head, and a range of keys.
+struct Item {
+  int64_t seq, kv_head, first_token, num_tokens, first_key, end_key;
+  int64_t partial;  // where its unfinished rows go, where the range is one of several; else -1
+};
+
+// Per thread. Online softmax: M. Milakov, N. Gimelshein, 2018; tiled as in T. Dao, "FlashAttention-2", 2023.
+struct Scratch {
+  std::vector<uint32_t> q, p;
+  std::vector<float> score, out, largest, sum, rescale;
+  explicit Scratch(int64_t H)
+      : q(MAX_ROWS * H / 2), p(MAX_ROWS * KEYS / 2), score(MAX_ROWS * KEYS), out(MAX_ROWS * H), largest(MAX_ROWS),
+        sum(MAX_ROWS), rescale(MAX_ROWS) {}
+};
+
+struct Attention {
+  const bf16* q;           // [T, N, H]
+  const uint32_t* pool;    // one layer, in pairs
+  const int32_t* tables;   // [S, max_blocks]
+  int64_t N, K, H, block_size, max_blocks, window;
+  float scale;
+  bf16* out;               // [T, N * H]
+
+  // Fills scratch.out (not yet divided by scratch.sum), row = token * G + head.
+  void run(const Item& item, int64_t position, Scratch& scratch) const {
+    int64_t G = N / K, rows = item.num_tokens * G, pairs = H / 2, plane = block_size * pairs;
+    for (int64_t r = 0; r < rows; r++) {
+      const bf16* head = q + ((item.first_token + r / G) * N + item.kv_head * G + r % G) * H;
+      std::memcpy(scratch.q.data() + r * pairs, head, H * sizeof(bf16));
+    }
+    std::fill_n(scratch.out.data(), rows * H, 0.0f);
+    std::fill_n(scratch.largest.data(), rows, MASKED);
+    std::fill_n(scratch.sum.data(), rows, 0.0f);
+    for (int64_t key = item.first_key; key < item.end_key; key += KEYS) {
+      int num_tiles = int(std::min<int64_t>(KEY_TILES, (item.end_key - key + LANES - 1) / LANES));
+      const uint32_t *keys[KEY_TILES], *values[KEY_TILES];
+      for (int j = 0; j < num_tiles; j++) {
+        int64_t at = key + j * LANES, slot = at % block_size;
+        const uint32_t* block = pool + int64_t(tables[item.seq * max_blocks + at / block_size]) * 2 * K * plane;
+        keys[j] = block + item.kv_head * plane + slot;
+        values[j] = block + (K + item.kv_head) * plane + slot / 2 * H;
+      }
+      for (int64_t r = 0; r < rows; r += ROW_TILE) {
+        int64_t n = std::min<int64_t>(ROW_TILE, rows - r);
+        SCORE_ROWS[n - 1](num_tiles, scratch.q.data() + r * pairs, pairs, keys, block_size, scratch.score.data() + r * KEYS);
+      }
+      for (int64_t r = 0; r < rows; r++) soften(scratch, r, key, num_tiles, position + r / G);
+      for (int64_t r = 0; r < rows; r += ROW_TILE) {
+        int64_t n = std::min<int64_t>(ROW_TILE, rows - r);
+        WEIGH_ROWS[n - 1](
+            scratch.p.data() + r * (KEYS / 2), values, num_tiles, H, scratch.rescale.data() + r, scratch.out.data() + r * H);
+      }
+    }
+  }
+
+  // One row's scores become weights, rounded to bfloat16 pairs; its sum, its largest score and its rescaling follow.
+  void soften(Scratch& scratch, int64_t r, int64_t key, int num_tiles, int64_t position) const {
+    float* score = scratch.score.data() + r * KEYS;
+    const I16 lane = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+    F16 s[KEY_TILES], top = broadcast(MASKED);
+    bool is_cut = key + num_tiles * LANES > position + 1 || (window && key <= position - window);
+    for (int j = 0; j < num_tiles; j++) {
+      s[j] = load<F16>(score + j * LANES) * scale;
+      if (is_cut) {
+        I16 behind = int32_t(position - key - j * LANES) - lane;  // how far before the row's own position
+        s[j] = behind < 0 ? broadcast(MASKED) : s[j];
+        if (window) s[j] = behind >= int32_t(window) ? broadcast(MASKED) : s[j];
+      }
+      top = s[j] > top ? s[j] : top;
+    }
+    float before = scratch.largest[r], largest = std::max(before, max_of(top));
+    F16 sum = {};
+    bf16* p = reinterpret_cast<bf16*>(scratch.p.data() + r * (KEYS / 2));
+    for (int j = 0; j < num_tiles; j++) {
+      F16 weight = exp_of(s[j] - largest);
+      sum += weight;
+#if defined(__AVX512BF16__)
+      store(p + j * LANES, _mm512_cvtneps_pbh((__m512)weight));
+#else
+      for (int i = 0; i < LANES; i++) p[j * LANES + i] = to_bf16(weight[i]);
+#endif
+    }
+    float rescale = before == largest ? 1.0f : exp_of(before - largest);
+    scratch.rescale[r] = rescale;
+    scratch.sum[r] = scratch.sum[r] * rescale + sum_of(sum);
+    scratch.largest[r] = largest;
+  }
+
+  bf16* out_row(const Item& item, int64_t r) const {
+    int64_t G = N / K;
+    return out + ((item.first_token + r / G) * N + item.kv_head * G + r % G) * H;
+  }
+
+  void finish(const Item& item, int64_t r, const float* row, float sum) const {
+    float inverse = 1.0f / sum;
+    bf16* to = out_row(item, r);
+#pragma omp simd
+    for (int64_t d = 0; d < H; d++) to[d] = to_bf16(row[d] * inverse);
+  }
+};
+
+// q [T, N, H] -> [T, N * H]. Sequence i computes query_lens[i] tokens, the last ones of its context_lens[i]; its blocks
+// are block_tables[i]. All three int32. window > 0: only the last so many keys, the token's own counted.
+at::Tensor paged_attention(
+    const at::Tensor& q, const at::Tensor& kv, const at::Tensor& block_tables, const at::Tensor& query_lens,
+    const at::Tensor& context_lens, double scale, int64_t window) {
+  int64_t T = q.size(0), N = q.size(1), H = q.size(2), S = block_tables.size(0);
+  int64_t K = kv.size(2), block_size = kv.size(3), G = N / K;
+  TORCH_CHECK(q.is_contiguous() && kv.is_contiguous() && block_tables.is_contiguous(), "contiguous");
+  TORCH_CHECK(block_size % LANES == 0 && H % LANES == 0 && H == kv.size(4), "16 must divide block and head size");
+  TORCH_CHECK(N % K == 0 && G <= MAX_ROWS, "query heads must share key heads evenly");
+  at::Tensor out = at::empty({T, N * H}, q.options());
+  Attention attention{data_of(q), reinterpret_cast<const uint32_t*>(data_of(kv)), block_tables.data_ptr<int32_t>(),
+                      N, K, H, block_size, block_tables.size(1), window, float(scale), data_of(out)};
+  const int32_t *lens = query_lens.data_ptr<int32_t>(), *contexts = context_lens.data_ptr<int32_t>();
+
+  // A few long contexts are split, so that all threads have work; the pieces are put together below.
+  bool splits = S * K < 4 * at::get_num_threads() && at::get_num_threads() > 1;
+  int64_t tile = std::max<int64_t>(1, std::min<int64_t>(32, MAX_ROWS / G));
+  std::vector<Item> items;
+  std::vector<int64_t> positions;
+  int64_t num_partials = 0, first_token = 0;
+  for (int64_t seq = 0; seq < S; first_token += lens[seq++])
+    for (int64_t start = 0; start < lens[seq]; start += tile) {
+      int64_t num_tokens = std::min<int64_t>(tile, lens[seq] - start), position = contexts[seq] - lens[seq] + start;
+      int64_t begin = window ? std::max<int64_t>(0, position - window + 1) / LANES * LANES : 0;
+      int64_t end = position + num_tokens;
+      int64_t piece = splits && lens[seq] == 1 ? SPLIT_KEYS : end - begin;
+      for (int64_t k = 0; k < K; k++)
+        for (int64_t key = begin; key < end; key += piece) {
+          items.push_back({seq, k, first_token + start, num_tokens, key, std::min(key + piece, end), -1});
+          positions.push_back(position);
+          if (end - begin > piece) items.back().partial = num_partials++;
+        }
+    }
+
+  std::vector<float> partial_out(num_partials * G * H), partial_sum(num_partials * G), partial_largest(num_partials * G);
+  int64_t num_items = items.size();
+  std::atomic<int64_t> next{0};
+  auto work_until_done = [&](int64_t, int64_t) {
+    Scratch scratch(H);
+    for (int64_t i = num_items - 1 - next++; i >= 0; i = num_items - 1 - next++) {  // from the end: the longest first
+      const Item& item = items[i];
+      attention.run(item, positions[i], scratch);
+      for (int64_t r = 0; r < item.num_tokens * G; r++) {
+        if (item.partial < 0) {
+          attention.finish(item, r, scratch.out.data() + r * H, scratch.sum[r]);
+          continue;
+        }
+        int64_t at = item.partial * G + r;
+        std::memcpy(&partial_out[at * H], scratch.out.data() + r * H, H * sizeof(float));
+        partial_sum[at] = scratch.sum[r];
+        partial_largest[at] = scratch.largest[r];
+      }
+    }
+  };
+  int64_t num_threads = std::min<int64_t>(at::get_num_threads(), num_items);
+  if (num_threads > 1) at::parallel_for(0, num_threads, 1, work_until_done);
+  else work_until_done(0, 1);
+
+  for (int64_t i = 0; i < num_items;) {  // pieces of one row stand side by side
+    if (items[i].partial < 0) {
+      i++;
+      continue;
+    }
+    int64_t end = i + 1;
+    while (end < num_items && items[end].partial >= 0 && items[end].first_key > items[i].first_key) end++;
+    for (int64_t r = 0; r < G; r++) {
+      float largest = MASKED, sum = 0;
+      for (int64_t j = i; j < end; j++) largest = std::max(largest, partial_largest[items[j].partial * G + r]);
+      std::vector<float> row(H, 0.0f);
+      for (int64_t j = i; j < end; j++) {
+        int64_t at = items[j].partial * G + r;
+        float weight = exp_of(partial_largest[at] - largest);
+        sum += weight * partial_sum[at];
+        for (int64_t d = 0; d < H; d++) row[d] += weight * partial_out[at * H + d];
+      }
+      attention.finish(items[i], r, row.data(), sum);
+    }
+    i = end;
+  }
+  return out;
+}
+
+// Freed memory stays with the process: else every step's large tensors are mapped, cleared and unmapped anew by the
+// kernel, a third of the time of a long prompt. glibc only; elsewhere it does nothing.
+void keep_freed_memory() {
+#if defined(__GLIBC__)
+  mallopt(M_MMAP_THRESHOLD, 32 << 20);
+  mallopt(M_TRIM_THRESHOLD, 1 << 30);
+#endif
+}
+
+}  // namespace
+
+TORCH_LIBRARY(tandem_cpu, m) {
+  m.def("add_rms_norm(Tensor(a!) x, Tensor? delta, Tensor weight, float eps) -> Tensor", &add_rms_norm);
+  m.def("silu_mul(Tensor gate_up) -> Tensor", &silu_mul);
+  m.def(
+      "rotate_and_store(Tensor qkv, Tensor cos, Tensor sin, Tensor? q_norm, Tensor? k_norm, float eps, Tensor(a!) kv, "
+      "Tensor slot_mapping) -> Tensor",
+      &rotate_and_store);
+  m.def(
+      "paged_attention(Tensor q, Tensor kv, Tensor block_tables, Tensor query_lens, Tensor context_lens, float scale, "
+      "int window) -> Tensor",
+      &paged_attention);
+  m.def("keep_freed_memory() -> ()", &keep_freed_memory);
+}
