@@ -211,7 +211,7 @@ at::Tensor silu_mul(const at::Tensor& gate_up) {
 #pragma omp simd
       for (int64_t i = 0; i < F; i++) {
         float g = to_float(gate[i]);
-        float activated = to_float(to_bf16(g / (1.0f + exp_of(-g))));
+        float activated = g < -88.0f ? -0.0f : to_float(to_bf16(g / (1.0f + exp_of(-g))));
         row[i] = to_bf16(activated * to_float(up[i]));
       }
     }
@@ -451,8 +451,8 @@ at::Tensor paged_attention(
                       N, K, H, block_size, block_tables.size(1), window, float(scale), data_of(out)};
   const int32_t *lens = query_lens.data_ptr<int32_t>(), *contexts = context_lens.data_ptr<int32_t>();
 
-  // A few long contexts are split, so that all threads have work; the pieces are put together below.
-  bool splits = S * K < 4 * at::get_num_threads() && at::get_num_threads() > 1;
+  // Long contexts of single tokens are split, so that all threads have work; the pieces are put together below. Always,
+  // so that a sequence's numbers do not depend on the batch or the threads.
   int64_t tile = std::max<int64_t>(1, std::min<int64_t>(32, MAX_ROWS / G));
   std::vector<Item> items;
   std::vector<int64_t> positions;
@@ -462,7 +462,7 @@ at::Tensor paged_attention(
       int64_t num_tokens = std::min<int64_t>(tile, lens[seq] - start), position = contexts[seq] - lens[seq] + start;
       int64_t begin = window ? std::max<int64_t>(0, position - window + 1) / LANES * LANES : 0;
       int64_t end = position + num_tokens;
-      int64_t piece = splits && lens[seq] == 1 ? SPLIT_KEYS : end - begin;
+      int64_t piece = lens[seq] == 1 ? SPLIT_KEYS : end - begin;
       for (int64_t k = 0; k < K; k++)
         for (int64_t key = begin; key < end; key += piece) {
           items.push_back({seq, k, first_token + start, num_tokens, key, std::min(key + piece, end), -1});

@@ -2,107 +2,27 @@
 
 from __future__ import annotations
 
-import math
-
 import numpy as np
 import pytest
 import torch
+from attention_cases import LENS, NUM_BLOCKS, Case
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.attention import StepLayout
 from engine.attention.torch_backend import MAX_PADDING, TorchAttention, split_by_padding
 
-NUM_BLOCKS = 120
 
-
-class Case:
-    """A pool with random KV of some sequences, and the step's q, k, v."""
-
-    def __init__(
-        self,
-        lens: list[tuple[int, int]],
-        *,
-        num_heads: int,
-        num_kv_heads: int,
-        head_dim: int,
-        block_size: int,
-        seed: int = 0,
-        dtype: torch.dtype = torch.float32,
-    ) -> None:
-        """`lens`: (tokens computed before, tokens of this step) per sequence, decoding ones first."""
-        self.generator = torch.Generator().manual_seed(seed)
-        self.lens, self.block_size = lens, block_size
-        self.num_heads, self.num_kv_heads, self.head_dim = num_heads, num_kv_heads, head_dim
-        order = torch.randperm(NUM_BLOCKS, generator=self.generator).tolist()
-        tables = [[order.pop() for _ in range(-(-(before + new) // block_size))] for before, new in lens]
-        self.kv = torch.full((NUM_BLOCKS, 2, num_kv_heads, block_size, head_dim), float("nan"), dtype=dtype)
-        self.history: list[tuple[torch.Tensor, torch.Tensor]] = []
-        for table, (before, new) in zip(tables, lens, strict=True):
-            self.kv[table[-1]] = 0  # a begun block is cleared, all others stay what they were
-            k, v = (self.randn(before + new, num_kv_heads).to(dtype) for _ in range(2))
-            for position in range(before):
-                block, slot = table[position // block_size], position % block_size
-                self.kv[block, 0, :, slot], self.kv[block, 1, :, slot] = k[position], v[position]
-            self.history.append((k, v))
-        num_tokens = sum(new for _, new in lens)
-        self.q = self.randn(num_tokens, num_heads).to(dtype)
-        self.k, self.v = (
-            torch.cat([h[i][before:] for h, (before, _) in zip(self.history, lens, strict=True)]) for i in range(2)
-        )
-        block_tables = np.array([[*t, *([t[0]] * (max(map(len, tables)) - len(t)))] for t in tables])
-        slots = [
-            t[p // block_size] * block_size + p % block_size
-            for t, (before, new) in zip(tables, lens, strict=True)
-            for p in range(before, before + new)
-        ]
-        is_decode = [new == 1 for _, new in lens]
-        self.layout = StepLayout(
-            query_lens=np.array([new for _, new in lens]),
-            context_lens=np.array([before + new for before, new in lens]),
-            block_tables=block_tables,
-            slot_mapping=np.array(slots),
-            num_decodes=is_decode.index(False) if False in is_decode else len(lens),
-        )
-
-    def randn(self, *shape: int) -> torch.Tensor:
-        return torch.randn(*shape, self.head_dim, generator=self.generator)
-
-    def run(self, window: int) -> torch.Tensor:
-        backend = TorchAttention(
-            num_heads=self.num_heads,
-            num_kv_heads=self.num_kv_heads,
-            head_dim=self.head_dim,
-            block_size=self.block_size,
-            device="cpu",
-        )
-        plan = backend.prepare(self.layout)
-        backend.write_kv(self.kv, self.k, self.v, plan)
-        return backend.attend(self.q, self.kv, plan, window)
-
-    def expected(self, window: int) -> torch.Tensor:
-        rows, row = [], 0
-        for (k, v), (before, new) in zip(self.history, self.lens, strict=True):
-            for position in range(before, before + new):
-                first = max(0, position + 1 - window) if window else 0
-                for head in range(self.num_heads):
-                    kv_head = head * self.num_kv_heads // self.num_heads
-                    scores = k[first : position + 1, kv_head].double() @ self.q[row, head].double()
-                    weights = torch.softmax(scores / math.sqrt(self.head_dim), dim=0)
-                    rows.append(weights @ v[first : position + 1, kv_head].double())
-                row += 1
-        return torch.stack(rows).view(row, -1)
-
-
-LENS = {
-    "one token": [(0, 1)],
-    "decode batch": [(4, 1), (15, 1), (16, 1), (0, 1), (47, 1)],
-    "decodes of very different lengths": [(150, 1), (3, 1), (5, 1), (7, 1), (2, 1)],
-    "whole prompt": [(0, 33)],
-    "whole prompts": [(0, 33), (0, 31), (0, 2), (0, 30)],
-    "chunks": [(16, 9), (5, 20), (31, 2)],
-    "mixed": [(9, 1), (31, 1), (0, 17), (8, 8), (0, 40), (30, 3), (2, 1)],
-}
+def run(case: Case, window: int) -> torch.Tensor:
+    backend = TorchAttention(
+        num_heads=case.num_heads,
+        num_kv_heads=case.num_kv_heads,
+        head_dim=case.head_dim,
+        block_size=case.block_size,
+        device="cpu",
+    )
+    plan = backend.prepare(case.layout)
+    backend.write_kv(case.kv, case.k, case.v, plan)
+    return backend.attend(case.q, case.kv, plan, window)
 
 
 @pytest.mark.parametrize("window", [0, 1, 5, 16, 1000])
@@ -112,7 +32,7 @@ def test_against_float64(
     lens: list[tuple[int, int]], window: int, num_heads: int, num_kv_heads: int, head_dim: int, block_size: int
 ) -> None:
     case = Case(lens, num_heads=num_heads, num_kv_heads=num_kv_heads, head_dim=head_dim, block_size=block_size)
-    torch.testing.assert_close(case.run(window).double(), case.expected(window), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(run(case, window).double(), case.expected(window), rtol=1e-5, atol=1e-5)
 
 
 @settings(max_examples=40, deadline=None)
@@ -136,18 +56,18 @@ def test_against_float64_any_shape(
     if not lens or sum(-(-(b + n) // block_size) for b, n in lens) > NUM_BLOCKS:
         return
     case = Case(lens, num_heads=num_kv_heads * num_groups, num_kv_heads=num_kv_heads, head_dim=4, block_size=block_size)
-    torch.testing.assert_close(case.run(window).double(), case.expected(window), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(run(case, window).double(), case.expected(window), rtol=1e-5, atol=1e-5)
 
 
 def test_bfloat16() -> None:
     case = Case(LENS["mixed"], num_heads=4, num_kv_heads=2, head_dim=16, block_size=8, dtype=torch.bfloat16)
-    torch.testing.assert_close(case.run(0).double(), case.expected(0), rtol=2e-2, atol=2e-2)
+    torch.testing.assert_close(run(case, 0).double(), case.expected(0), rtol=2e-2, atol=2e-2)
 
 
 def test_writes_only_its_slots() -> None:
     case = Case(LENS["mixed"], num_heads=2, num_kv_heads=1, head_dim=4, block_size=4)
     before = case.kv.clone()
-    case.run(0)
+    run(case, 0)
     changed = (case.kv != before) & ~(case.kv.isnan() & before.isnan())
     slots = changed.any(dim=4).any(dim=2).any(dim=1).nonzero()  # [n, (block, slot)]
     assert sorted((slots[:, 0] * 4 + slots[:, 1]).tolist()) == sorted(case.layout.slot_mapping.tolist())

@@ -1,0 +1,223 @@
+"""The CPU kernels against float64 and against plain torch, over odd shapes; and what happens where there are none."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from attention_cases import LENS, Case
+
+from engine import attention
+from engine.attention import choose_attention_backend
+from engine.attention.cpu_backend import CpuAttention
+from engine.kernels import build
+from engine.kernels.build import KernelsUnavailable, load_cpu_kernels
+from engine.kernels.cpu import CPU_LAYERS
+from engine.layers import TORCH_LAYERS, HeadProjection, RMSNorm, RotaryEmbedding
+from engine.models.decoder_config import RopeConfig
+
+BFLOAT16 = torch.bfloat16
+
+
+@pytest.fixture(autouse=True, params=[1, 2], ids=["1 thread", "2 threads"])
+def threads(request: pytest.FixtureRequest) -> Iterator[None]:
+    load_cpu_kernels()
+    before = torch.get_num_threads()
+    torch.set_num_threads(request.param)
+    yield
+    torch.set_num_threads(before)
+
+
+def to_paired(kv: torch.Tensor) -> torch.Tensor:
+    """A layer [block, 2, K, slot, H] from KV_ORDER to PAIRED_KV_ORDER."""
+    B, _, K, S, H = kv.shape
+    keys = kv[:, 0].reshape(B, K, S, H // 2, 2).transpose(2, 3).reshape(B, K, S, H)
+    values = kv[:, 1].reshape(B, K, S // 2, 2, H).transpose(3, 4).reshape(B, K, S, H)
+    return torch.stack((keys, values), dim=1).contiguous()
+
+
+def heads_of(num_heads: int, num_kv_heads: int, head_dim: int, norms: tuple[RMSNorm, RMSNorm] | None = None):
+    rotary = RotaryEmbedding(RopeConfig(rope_type="default", theta=10_000.0), head_dim, 4096, BFLOAT16, "cpu")
+    q_norm, k_norm = norms or (None, None)
+    return HeadProjection(num_heads, num_kv_heads, head_dim, rotary, q_norm, k_norm)
+
+
+def attend(case: Case, window: int) -> torch.Tensor:
+    """Through the backend, with a rotation that does nothing: what is written is what is read."""
+    backend, kv = CpuAttention(head_dim=case.head_dim), to_paired(case.kv)
+    plan = backend.prepare(case.layout)
+    qkv = torch.cat((case.q, case.k, case.v), dim=1).flatten(1)
+    one = torch.ones(len(case.q), 1, case.head_dim, dtype=BFLOAT16)
+    heads = heads_of(case.num_heads, case.num_kv_heads, case.head_dim)
+    q = backend.project(qkv, kv, plan, heads, (one, one * 0))
+    torch.testing.assert_close(q, case.q, rtol=0, atol=0)
+    return backend.attend(q, kv, plan, window)
+
+
+def case_of(lens: list[tuple[int, int]], num_heads: int = 6, num_kv_heads: int = 2, head_dim: int = 64) -> Case:
+    return Case(lens, num_heads=num_heads, num_kv_heads=num_kv_heads, head_dim=head_dim, block_size=16, dtype=BFLOAT16)
+
+
+def assert_close(case: Case, window: int = 0) -> None:
+    # Weights and sums are rounded to bfloat16, which keeps 8 bits.
+    torch.testing.assert_close(attend(case, window).double(), case.expected(window), rtol=1e-2, atol=1e-2)
+
+
+# -- attention ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("window", [0, 1, 5, 16, 1000])
+@pytest.mark.parametrize("lens", LENS.values(), ids=LENS.keys())
+def test_attention_against_float64(lens: list[tuple[int, int]], window: int) -> None:
+    assert_close(case_of(lens), window)
+
+
+@pytest.mark.parametrize("num_groups", [1, 3, 4, 8])
+@pytest.mark.parametrize("head_dim", [64, 80, 96, 128, 256])
+def test_attention_of_all_head_shapes(num_groups: int, head_dim: int) -> None:
+    lens = [(70, 1), (15, 1), (16, 1), (0, 1), (0, 19), (30, 35)]
+    assert_close(case_of(lens, num_heads=2 * num_groups, num_kv_heads=2, head_dim=head_dim))
+
+
+@pytest.mark.parametrize("block_size", [16, 32, 64])
+def test_attention_of_larger_blocks(block_size: int) -> None:
+    case = Case(
+        [(100, 1), (33, 1), (0, 50)], num_heads=3, num_kv_heads=1, head_dim=64, block_size=block_size, dtype=BFLOAT16
+    )
+    assert_close(case)
+
+
+@pytest.mark.parametrize("window", [0, 700])
+def test_a_long_context_is_split_among_threads_and_put_together(window: int) -> None:
+    assert_close(case_of([(1499, 1)], num_heads=3, num_kv_heads=1), window)
+    assert_close(case_of([(1023, 1), (3, 1), (511, 1)], num_heads=3, num_kv_heads=1), window)
+
+
+def test_scores_of_any_size_stay_finite() -> None:
+    case = case_of([(40, 1), (0, 20)])
+    case.q *= 300
+    assert attend(case, 0).isfinite().all()
+    assert attend(case, 7).isfinite().all()
+
+
+def test_a_row_does_not_depend_on_its_batch() -> None:
+    """The same sequence gives the same bits alone and among others: what P3 rests on."""
+    together, alone = case_of([(700, 1), (90, 1), (0, 33)]), case_of([(700, 1)])
+    alone.q = together.q[:1]
+    torch.testing.assert_close(attend(together, 0)[:1], attend(alone, 0), rtol=0, atol=0)
+
+
+def test_only_its_slots_are_written() -> None:
+    case = case_of(LENS["mixed"])
+    kv = to_paired(case.kv.nan_to_num(7.0))
+    before = kv.clone()
+    backend = CpuAttention(head_dim=case.head_dim)
+    qkv = torch.cat((case.q, case.k, case.v), dim=1).flatten(1)
+    one = torch.ones(len(case.q), 1, case.head_dim, dtype=BFLOAT16)
+    backend.project(qkv, kv, backend.prepare(case.layout), heads_of(6, 2, 64), (one, one * 0))
+    plain = case.kv.nan_to_num(7.0)
+    blocks, slots = case.layout.slot_mapping // 16, case.layout.slot_mapping % 16
+    plain[blocks, 0, :, slots], plain[blocks, 1, :, slots] = case.k, case.v
+    torch.testing.assert_close(kv, to_paired(plain), rtol=0, atol=0)
+    assert not torch.equal(kv, before)
+
+
+# -- what comes before ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("head_dim", [64, 80, 96, 128, 256])
+@pytest.mark.parametrize("has_norms", [False, True])
+def test_rotation_against_plain_torch(head_dim: int, has_norms: bool) -> None:
+    generator = torch.Generator().manual_seed(3)
+    norms = tuple(RMSNorm(torch.rand(head_dim, generator=generator).to(BFLOAT16), 1e-6) for _ in range(2))
+    heads = heads_of(6, 2, head_dim, norms if has_norms else None)  # type: ignore[arg-type]
+    case = Case([(33, 1), (0, 40)], num_heads=6, num_kv_heads=2, head_dim=head_dim, block_size=16, dtype=BFLOAT16)
+    qkv = torch.cat((case.q, case.k, case.v), dim=1).flatten(1)
+    cos_sin = heads.rotary.select(torch.tensor([33, *range(40)]))
+    q, k, v = heads(qkv, cos_sin)
+    backend, kv = CpuAttention(head_dim=head_dim), to_paired(case.kv)
+    # Plain torch rounds both products and their sum, the kernel only the sum.
+    torch.testing.assert_close(
+        backend.project(qkv, kv, backend.prepare(case.layout), heads, cos_sin), q, rtol=2e-2, atol=2e-2
+    )
+    plain = case.kv.clone()
+    blocks, slots = case.layout.slot_mapping // 16, case.layout.slot_mapping % 16
+    plain[blocks, 0, :, slots], plain[blocks, 1, :, slots] = k, v
+    torch.testing.assert_close(kv, to_paired(plain), rtol=2e-2, atol=2e-2, equal_nan=True)
+
+
+@pytest.mark.parametrize("num_tokens", [1, 7, 300])
+@pytest.mark.parametrize("size", [64, 576, 1000])
+def test_norms_and_activation_are_those_of_plain_torch_to_the_bit(num_tokens: int, size: int) -> None:
+    generator = torch.Generator().manual_seed(5)
+    x, delta, weight = (torch.randn(n, size, generator=generator).to(BFLOAT16) for n in (num_tokens, num_tokens, 1))
+    plain, fused = (kit.rms_norm(weight[0], 1e-5) for kit in (TORCH_LAYERS, CPU_LAYERS))
+    torch.testing.assert_close(
+        fused(x), plain(x), rtol=0, atol=2**-6
+    )  # the sum of squares is added up in another order
+    expected_sum, expected = plain.add(x, delta)
+    total, normed = fused.add(x.clone(), delta)
+    torch.testing.assert_close(total, expected_sum, rtol=0, atol=0)
+    torch.testing.assert_close(normed, expected, rtol=0, atol=2**-6)
+    gate_up = 4 * torch.randn(num_tokens, 2 * size, generator=generator).to(BFLOAT16)
+    torch.testing.assert_close(CPU_LAYERS.silu_mul(gate_up), TORCH_LAYERS.silu_mul(gate_up), rtol=1e-2, atol=0)
+
+
+@pytest.mark.parametrize("value", [100.0, -100.0, 3e38, -3e38])
+def test_activation_of_extreme_values(value: float) -> None:
+    gate_up = torch.tensor([[value, 0.0, 1.0, 1.0]], dtype=BFLOAT16)
+    torch.testing.assert_close(CPU_LAYERS.silu_mul(gate_up), TORCH_LAYERS.silu_mul(gate_up), rtol=1e-2, atol=1e-30)
+
+
+# -- where they cannot be had ---------------------------------------------------------------------------------------
+
+SHAPE = {"device": "cpu", "dtype": "bfloat16", "head_dim": 64, "block_size": 16}
+
+
+@pytest.mark.parametrize(
+    ("change", "why"),
+    [
+        ({"device": "cuda"}, "the device is cuda"),
+        ({"dtype": "float32"}, "it computes bfloat16, and dtype is float32"),
+        ({"block_size": 8}, "block_size must be a multiple of 16, is 8"),
+        ({"head_dim": 72}, "head size must be a multiple of 16 up to 256, is 72"),
+    ],
+)
+def test_what_they_cannot_do_is_done_by_plain_torch(change: dict[str, object], why: str) -> None:
+    assert choose_attention_backend("auto", **SHAPE) == "cpu"  # type: ignore[arg-type]
+    assert choose_attention_backend("auto", **{**SHAPE, **change}) == "torch"  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=why):
+        choose_attention_backend("cpu", **{**SHAPE, **change})  # type: ignore[arg-type]
+
+
+def test_without_a_compiler_plain_torch_computes_and_says_so(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.delenv("CXX", raising=False)
+    monkeypatch.setattr(attention, "load_cpu_kernels", load_cpu_kernels.__wrapped__)
+    assert choose_attention_backend("auto", **SHAPE) == "torch"  # type: ignore[arg-type]
+    assert "no CPU kernels, so that plain torch computes" in capsys.readouterr().err
+    with pytest.raises(ValueError, match=r"there is no C\+\+ compiler .*: install g"):
+        choose_attention_backend("cpu", **SHAPE)  # type: ignore[arg-type]
+
+
+def test_source_that_does_not_compile_says_why_and_leaves_nothing(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    source = tmp_path / "cpu.cpp"
+    source.write_text("int main() { return nonsense; }")
+    monkeypatch.setattr(build, "SOURCE", source)
+    with pytest.raises(KernelsUnavailable, match="nonsense"):
+        build.cpu_library(tmp_path / "cache")
+    assert not [path for path in (tmp_path / "cache").iterdir() if path.is_dir()]
+
+
+def test_rows_are_laid_out_by_the_plan() -> None:
+    case = case_of(LENS["mixed"])
+    plan = CpuAttention(head_dim=64).prepare(case.layout)
+    assert plan.block_tables.dtype == torch.int32
+    np.testing.assert_array_equal(plan.slot_mapping.numpy(), case.layout.slot_mapping)
