@@ -2,10 +2,12 @@
 
     python benchmarks/engine.py                                  # the default model, bfloat16
     python benchmarks/engine.py --batch-sizes 1,32 --dtype float32 --json
+    python benchmarks/engine.py --against vllm,llama             # in turn with them, with ratios and a plot
 
 Prefill: prompts of one length, one after another, each computed whole; every token is new to the prefix cache. Decode:
 a batch of requests whose prompts are computed, stepped together; the clock is read around each step. Medians, since a
-step that was interrupted says nothing of the engine. The last line is one JSON object.
+step that was interrupted says nothing of the engine; against others the mean over all steps, as they measure it. The
+last line is one JSON object.
 """
 
 from __future__ import annotations
@@ -16,9 +18,11 @@ import statistics
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from itertools import count
 from pathlib import Path
+from typing import Any
 
 import click
 import torch
@@ -27,6 +31,8 @@ if __name__ == "__main__":
     # Run as a file, this folder comes first on the path, and in it this very file would pass for the package `engine`.
     sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
+from benchmarks.peers import PEERS, Case, PeerMissing, Rates
+from benchmarks.report import save
 from engine.config import EngineArgs
 from engine.llm_engine import LLMEngine
 from engine.model_loader import create_engine_config
@@ -37,7 +43,7 @@ _ids = count()
 
 @dataclass(frozen=True)
 class Result:
-    """One row: `tokens_per_s` is over the median, `best_tokens_per_s` over the fastest."""
+    """One row: `tokens_per_s` over the median, `best_tokens_per_s` over the fastest, `mean_tokens_per_s` over all."""
 
     phase: str
     batch_size: int
@@ -45,6 +51,7 @@ class Result:
     median_ms: float
     tokens_per_s: float
     best_tokens_per_s: float
+    mean_tokens_per_s: float
     num_samples: int
 
 
@@ -99,6 +106,7 @@ def _result(phase: str, batch_size: int, prompt_tokens: int, seconds: list[float
         median_ms=round(1e3 * median_s, 3),
         tokens_per_s=round(num_tokens / median_s, 1),
         best_tokens_per_s=round(num_tokens / min(seconds), 1),
+        mean_tokens_per_s=round(num_tokens * len(seconds) / sum(seconds), 1),
         num_samples=len(seconds),
     )
 
@@ -130,6 +138,8 @@ def machine() -> dict[str, object]:
 @click.option("--num-steps", default=32, show_default=True, help="Decode steps measured per batch size.")
 @click.option("--num-prompts", default=5, show_default=True, help="Prompts measured per length.")
 @click.option("--kv-cache-gib", default=2.0, show_default=True)
+@click.option("--against", default="", help="Peers to measure in turn, with commas: vllm, llama (see peers.py).")
+@click.option("--rounds", default=2, show_default=True, help="How often each is measured, with --against.")
 @click.option("--json", "only_json", is_flag=True, help="Print the JSON line alone.")
 def main(
     model: str,
@@ -142,9 +152,22 @@ def main(
     num_steps: int,
     num_prompts: int,
     kv_cache_gib: float,
+    against: str,
+    rounds: int,
     only_json: bool,
 ) -> None:
     """Measure prefill and decode tokens per second of one engine."""
+    if against:
+        case = Case(
+            prompt_tokens=_numbers(prompt_tokens),
+            batch_sizes=_numbers(batch_sizes),
+            context_tokens=context_tokens,
+            num_steps=num_steps,
+            num_prompts=num_prompts,
+            num_threads=num_threads or torch.get_num_threads(),
+        )
+        compare(case, [name.strip() for name in against.split(",")], rounds, ["--model", model, "--dtype", dtype])
+        return
     try:
         args = EngineArgs(
             model=model, dtype=dtype, load_format=load_format, num_threads=num_threads, kv_cache_gib=kv_cache_gib
@@ -165,12 +188,88 @@ def main(
 
     if not only_json:
         click.echo(f"{'phase':<8} {'batch':>5} {'prompt':>8} {'median ms':>11} {'tokens/s':>10} {'best':>10}")
-    for length in map(int, prompt_tokens.split(",")):
+    for length in _numbers(prompt_tokens):
         note(measure_prefill(engine, length, num_prompts))
-    for batch_size in map(int, batch_sizes.split(",")):
+    for batch_size in _numbers(batch_sizes):
         note(measure_decode(engine, batch_size, context_tokens, num_steps))
     summary = {"benchmark": "engine", "model": engine.config.model.served_model_name, "dtype": dtype}
     click.echo(json.dumps(summary | machine() | {"results": [asdict(result) for result in results]}))
+
+
+def _numbers(text: str) -> tuple[int, ...]:
+    return tuple(int(part) for part in text.split(","))
+
+
+# -- against others -------------------------------------------------------------------------------------------------
+
+
+def compare(case: Case, names: list[str], rounds: int, flags: list[str]) -> None:
+    """Tandem and its peers in turn; prints a table of medians and of the ratios' medians, taken round by round."""
+    unknown = [name for name in names if name not in PEERS]
+    if unknown:
+        raise click.UsageError(f"--against: no such peer {', '.join(unknown)}; there are {', '.join(PEERS)}")
+    measure: dict[str, Callable[[Case], Rates]] = {"tandem": lambda case: measure_tandem(case, flags)}
+    measure |= {name: PEERS[name] for name in names}
+    rates: dict[str, list[Rates]] = {name: [] for name in measure}
+    for number in range(rounds):
+        for name, measure_one in measure.items():
+            click.echo(f"round {number + 1} of {rounds}: {name}", err=True)
+            try:
+                rates[name].append(measure_one(case))
+            except (PeerMissing, RuntimeError) as error:
+                raise click.ClickException(f"{name}: {error}") from error
+    rows = [_row(key, rates, names) for key in rates["tandem"][0]]
+    click.echo(
+        f"{'phase':<8} {'batch':>5} {'prompt':>6} {'tandem':>8}" + "".join(f" {n:>8} {'ratio':>6}" for n in names)
+    )
+    for row in rows:
+        cells = "".join(f" {row[name]:>8.0f} {row[f'against_{name}']:>6.2f}" for name in names)
+        click.echo(f"{row['phase']:<8} {row['batch_size']:>5} {row['prompt_tokens']:>6} {row['tandem']:>8.0f}{cells}")
+    summary = {"benchmark": "engine", "against": names, "rounds": rounds, "case": asdict(case)} | machine()
+    save("engine", summary | {"results": rows}, lambda axes: plot(axes, rows, ["tandem", *names]))
+
+
+def measure_tandem(case: Case, flags: list[str]) -> Rates:
+    """This file in a process of its own, as the peers are."""
+    command = [
+        sys.executable, __file__, "--json", *flags,
+        "--num-threads", str(case.num_threads),
+        "--prompt-tokens", ",".join(map(str, case.prompt_tokens)),
+        "--batch-sizes", ",".join(map(str, case.batch_sizes)),
+        "--context-tokens", str(case.context_tokens),
+        "--num-steps", str(case.num_steps),
+        "--num-prompts", str(case.num_prompts),
+    ]  # fmt: skip
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode != 0:
+        raise RuntimeError(done.stderr[-2000:])
+    rows = json.loads(done.stdout.splitlines()[-1])["results"]
+    rate = {"prefill": "tokens_per_s", "decode": "mean_tokens_per_s"}
+    return {(row["phase"], row["batch_size"], row["prompt_tokens"]): row[rate[row["phase"]]] for row in rows}
+
+
+def _row(key: tuple[str, int, int], rates: dict[str, list[Rates]], names: list[str]) -> dict[str, Any]:
+    row: dict[str, Any] = {"phase": key[0], "batch_size": key[1], "prompt_tokens": key[2]}
+    for name, rounds in rates.items():
+        row[name] = round(statistics.median(round_[key] for round_ in rounds), 1)
+    for name in names:
+        pairs = zip(rates["tandem"], rates[name], strict=True)
+        row[f"against_{name}"] = round(statistics.median(ours[key] / theirs[key] for ours, theirs in pairs), 3)
+    return row
+
+
+def plot(axes: Any, rows: list[dict[str, Any]], names: list[str]) -> None:
+    """Grouped bars, one group per row."""
+    width = 0.8 / len(names)
+    for position, name in enumerate(names):
+        axes.bar([i + position * width for i in range(len(rows))], [row[name] for row in rows], width, label=name)
+    labels = [
+        f"prefill\n{row['prompt_tokens']}" if row["phase"] == "prefill" else f"decode\nbatch {row['batch_size']}"
+        for row in rows
+    ]
+    axes.set_xticks([i + 0.4 - width / 2 for i in range(len(rows))], labels)
+    axes.set_ylabel("tokens/s")
+    axes.legend()
 
 
 if __name__ == "__main__":

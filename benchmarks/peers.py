@@ -1,0 +1,100 @@
+"""Other engines on this machine, measured as ours is: each in a process of its own, one at a time.
+
+They are looked for in a folder, PEERS_DIR (default ~/.cache/tandem-peers):
+
+    vllm/bin/python                                             a venv with vLLM's CPU build
+    llama/vendor/llama.cpp/build/bin/llama-batched-bench        llama.cpp, built for this machine
+    smollm2/, smollm2-bf16.gguf                                 the same bfloat16 weights for either
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+PEER_TIMEOUT_S = 900.0
+
+
+class PeerMissing(Exception):  # noqa: N818
+    """The message says which file is not there."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """What is measured of each engine."""
+
+    prompt_tokens: tuple[int, ...]
+    """Of single prompts, for prefill."""
+    batch_sizes: tuple[int, ...]
+    """Of decode."""
+    context_tokens: int
+    """Prompt length before decoding."""
+    num_steps: int
+    """Decode steps."""
+    num_prompts: int
+    """Samples per prompt length."""
+    num_threads: int
+
+
+Rates = dict[tuple[str, int, int], float]
+"""(phase, batch size, prompt tokens) -> tokens/s."""
+
+
+def peers_dir() -> Path:
+    return Path(os.environ.get("PEERS_DIR", "~/.cache/tandem-peers")).expanduser()
+
+
+def measure_vllm(case: Case) -> Rates:
+    """Raises `PeerMissing`, `RuntimeError`."""
+    python = _existing("vllm/bin/python")
+    arguments = asdict(case) | {"model": str(_existing("smollm2"))}
+    script = Path(__file__).with_name("vllm_engine.py")
+    # -I: this repository's folders are not on vLLM's path.
+    output = _run([str(python), "-I", str(script), json.dumps(arguments)], {"VLLM_CPU_KVCACHE_SPACE": "2"})
+    rows = json.loads(output.splitlines()[-1])
+    return {(row["phase"], row["batch_size"], row["prompt_tokens"]): row["tokens_per_s"] for row in rows}
+
+
+def measure_llama(case: Case) -> Rates:
+    """llama.cpp's own batched bench. Raises `PeerMissing`, `RuntimeError`."""
+    bench = str(_existing("llama/vendor/llama.cpp/build/bin/llama-batched-bench"))
+    model, threads = str(_existing("smollm2-bf16.gguf")), str(case.num_threads)
+
+    def run(prompts: tuple[int, ...], num_new: int, batches: tuple[int, ...]) -> list[dict[str, float]]:
+        context = max(batches) * (max(prompts) + num_new)
+        output = _run(
+            [bench, "-m", model, "-c", str(context), "-b", "2048", "-ub", "512", "-t", threads, "-tb", threads,
+             "-npp", ",".join(map(str, prompts)), "-ntg", str(num_new), "-npl", ",".join(map(str, batches)),
+             "--output-format", "jsonl"],
+            {},
+        )  # fmt: skip
+        return [json.loads(line) for line in output.splitlines() if line.startswith("{")]
+
+    rates: Rates = {}
+    for row in run(case.prompt_tokens, 1, (1,)):
+        rates["prefill", 1, int(row["pp"])] = row["speed_pp"]
+    for row in run((case.context_tokens,), case.num_steps, case.batch_sizes):
+        rates["decode", int(row["pl"]), case.context_tokens] = row["speed_tg"]
+    return rates
+
+
+PEERS: dict[str, Callable[[Case], Rates]] = {"vllm": measure_vllm, "llama": measure_llama}
+
+
+def _existing(name: str) -> Path:
+    path = peers_dir() / name
+    if not path.exists():
+        raise PeerMissing(f"{path} is not there: install the peer, or set PEERS_DIR")
+    return path
+
+
+def _run(command: list[str], env: dict[str, str]) -> str:
+    kept = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "VIRTUAL_ENV")}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=PEER_TIMEOUT_S, check=False, env=kept | env)
+    if done.returncode != 0:
+        raise RuntimeError(f"{command[0]} ended with {done.returncode}: {done.stderr[-2000:]}")
+    return done.stdout
