@@ -13,7 +13,6 @@ last line is one JSON object.
 from __future__ import annotations
 
 import json
-import platform
 import statistics
 import subprocess
 import sys
@@ -31,6 +30,7 @@ if __name__ == "__main__":
     # Run as a file, this folder comes first on the path, and in it this very file would pass for the package `engine`.
     sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
+from benchmarks.machine import machine
 from benchmarks.peers import PEERS, Case, PeerMissing, Rates
 from benchmarks.report import save
 from engine.config import EngineArgs
@@ -109,22 +109,6 @@ def _result(phase: str, batch_size: int, prompt_tokens: int, seconds: list[float
         mean_tokens_per_s=round(num_tokens * len(seconds) / sum(seconds), 1),
         num_samples=len(seconds),
     )
-
-
-def machine() -> dict[str, object]:
-    """What the numbers depend on, beside the code."""
-    here = Path(__file__).parent
-    commit = subprocess.run(
-        ["git", "rev-parse", "--short", "HEAD"], cwd=here, capture_output=True, text=True, check=False
-    )
-    return {
-        "commit": commit.stdout.strip() or None,
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "threads": torch.get_num_threads(),
-        "cpu": torch.backends.cpu.get_cpu_capability(),
-        "machine": platform.machine(),
-    }
 
 
 @click.command(context_settings={"help_option_names": ["-h", "--help"]})

@@ -48,10 +48,18 @@ def peers_dir() -> Path:
     return Path(os.environ.get("PEERS_DIR", "~/.cache/tandem-peers")).expanduser()
 
 
+def existing(name: str) -> Path:
+    """A file of a peer's. Raises `PeerMissing`."""
+    path = peers_dir() / name
+    if not path.exists():
+        raise PeerMissing(f"{path} is not there: install the peer, or set PEERS_DIR")
+    return path
+
+
 def measure_vllm(case: Case) -> Rates:
     """Raises `PeerMissing`, `RuntimeError`."""
-    python = _existing("vllm/bin/python")
-    arguments = asdict(case) | {"model": str(_existing("smollm2"))}
+    python = existing("vllm/bin/python")
+    arguments = asdict(case) | {"model": str(existing("smollm2"))}
     script = Path(__file__).with_name("vllm_engine.py")
     # -I: this repository's folders are not on vLLM's path.
     output = _run([str(python), "-I", str(script), json.dumps(arguments)], {"VLLM_CPU_KVCACHE_SPACE": "2"})
@@ -61,8 +69,8 @@ def measure_vllm(case: Case) -> Rates:
 
 def measure_llama(case: Case) -> Rates:
     """llama.cpp's own batched bench. Raises `PeerMissing`, `RuntimeError`."""
-    bench = str(_existing("llama/vendor/llama.cpp/build/bin/llama-batched-bench"))
-    model, threads = str(_existing("smollm2-bf16.gguf")), str(case.num_threads)
+    bench = str(existing("llama/vendor/llama.cpp/build/bin/llama-batched-bench"))
+    model, threads = str(existing("smollm2-bf16.gguf")), str(case.num_threads)
 
     def run(prompts: tuple[int, ...], num_new: int, batches: tuple[int, ...]) -> list[dict[str, float]]:
         context = max(batches) * (max(prompts) + num_new)
@@ -83,13 +91,6 @@ def measure_llama(case: Case) -> Rates:
 
 
 PEERS: dict[str, Callable[[Case], Rates]] = {"vllm": measure_vllm, "llama": measure_llama}
-
-
-def _existing(name: str) -> Path:
-    path = peers_dir() / name
-    if not path.exists():
-        raise PeerMissing(f"{path} is not there: install the peer, or set PEERS_DIR")
-    return path
 
 
 def _run(command: list[str], env: dict[str, str]) -> str:

@@ -8,7 +8,6 @@ Shapes: T tokens, N heads, H head dim.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -25,16 +24,17 @@ class Linear:
     """
 
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> None:
-        self._bias = bias
-        self._is_packed = weight.device.type == "cpu" and weight.dtype == torch.bfloat16 and _has_onednn_bf16()
-        self._weight = torch.ops.mkldnn._reorder_linear_weight(weight) if self._is_packed else weight
+        self.bias = bias
+        self.is_packed = weight.device.type == "cpu" and weight.dtype == torch.bfloat16 and _has_onednn_bf16()
+        self.weight = torch.ops.mkldnn._reorder_linear_weight(weight) if self.is_packed else weight
+        """In oneDNN's order if `is_packed`: only oneDNN can read it."""
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """[..., in] -> [..., out]"""
-        if self._is_packed:
-            y: torch.Tensor = _packed_linear(x, self._weight, self._bias, "none", [], "")
+        if self.is_packed:
+            y: torch.Tensor = _packed_linear(x, self.weight, self.bias, "none", [], "")
             return y
-        return F.linear(x, self._weight, self._bias)
+        return F.linear(x, self.weight, self.bias)
 
 
 _packed_linear = torch.ops.mkldnn._linear_pointwise
@@ -116,17 +116,6 @@ class HeadProjection:
             qk = torch.cat((self.q_norm(qk[:, :N]), self.k_norm(qk[:, N:])), dim=1)
         qk = self.rotary.rotate(qk, cos_sin)
         return qk[:, :N], qk[:, N:], v_TKH
-
-
-@dataclass(frozen=True, slots=True)
-class LayerKit:
-    """What a decoder's layers are made of, beside products and attention: in plain torch, or fused for a device."""
-
-    rms_norm: Callable[[torch.Tensor, float], RMSNorm]
-    silu_mul: Callable[[torch.Tensor], torch.Tensor]
-
-
-TORCH_LAYERS = LayerKit(RMSNorm, silu_mul)
 
 
 def inverse_frequencies(config: RopeConfig, head_dim: int) -> torch.Tensor:

@@ -73,5 +73,10 @@ class SamplingParams:
         return self.temperature == 0
 
     @property
+    def has_filters(self) -> bool:
+        """Whether some tokens are left out of a draw."""
+        return self.top_k > 0 or self.top_p < 1 or self.min_p > 0
+
+    @property
     def has_penalties(self) -> bool:
         return self.presence_penalty != 0 or self.frequency_penalty != 0 or self.repetition_penalty != 1

@@ -14,7 +14,10 @@
 #include <ATen/Parallel.h>
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/empty.h>
+#include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/ops/empty_like.h>
+#include <ATen/ops/linear.h>
+#include <torch/custom_class.h>
 #include <torch/library.h>
 
 #include <algorithm>
@@ -519,6 +522,163 @@ at::Tensor paged_attention(
   return out;
 }
 
+// ------------------------------------------------------------------------------------------------------------- layer
+
+// x @ weight.T + bias by oneDNN, its weight in oneDNN's blocked order if `is_packed`.
+at::Tensor linear(const at::Tensor& x, const at::Tensor& weight, const std::optional<at::Tensor>& bias, bool is_packed) {
+  if (!is_packed) return at::linear(x, weight, bias);
+  using Packed = at::Tensor(
+      const at::Tensor&, const at::Tensor&, const std::optional<at::Tensor>&, c10::string_view,
+      c10::List<std::optional<at::Scalar>>, std::optional<c10::string_view>);
+  static const auto packed =
+      c10::Dispatcher::singleton().findSchemaOrThrow("mkldnn::_linear_pointwise", "").typed<Packed>();
+  static const c10::List<std::optional<at::Scalar>> no_scalars;
+  return packed.call(x, weight, bias, "none", no_scalars, "");
+}
+
+// One decoder layer (engine/models/decoder.py: DecoderLayer) as one call: what is between the products takes microseconds
+// with few tokens, and so does every call from Python.
+struct DecoderLayer : torch::CustomClassHolder {
+  // Weight and bias of: qkv, output, gate beside up, down.
+  std::vector<at::Tensor> weights;
+  std::vector<std::optional<at::Tensor>> biases;
+  at::Tensor input_norm, post_attention_norm;
+  std::optional<at::Tensor> q_norm, k_norm;
+  double eps, scale;
+  int64_t window;
+  bool is_packed;
+
+  DecoderLayer(
+      std::vector<at::Tensor> weights, std::vector<std::optional<at::Tensor>> biases, at::Tensor input_norm,
+      at::Tensor post_attention_norm, std::optional<at::Tensor> q_norm, std::optional<at::Tensor> k_norm, double eps,
+      double scale, int64_t window, bool is_packed)
+      : weights(std::move(weights)), biases(std::move(biases)), input_norm(std::move(input_norm)),
+        post_attention_norm(std::move(post_attention_norm)), q_norm(std::move(q_norm)), k_norm(std::move(k_norm)),
+        eps(eps), scale(scale), window(window), is_packed(is_packed) {}
+
+  at::Tensor product(int which, const at::Tensor& x) const { return linear(x, weights[which], biases[which], is_packed); }
+
+  // x [T, D] becomes x + delta and what attention adds to it; returns what the feed-forward adds, still to be added.
+  at::Tensor forward(
+      const at::Tensor& x, const std::optional<at::Tensor>& delta, const at::Tensor& kv, const at::Tensor& cos,
+      const at::Tensor& sin, const at::Tensor& slot_mapping, const at::Tensor& block_tables,
+      const at::Tensor& query_lens, const at::Tensor& context_lens) const {
+    at::Tensor qkv = product(0, add_rms_norm(x, delta, input_norm, eps));
+    at::Tensor q = rotate_and_store(qkv, cos, sin, q_norm, k_norm, eps, kv, slot_mapping);
+    at::Tensor attended = paged_attention(q, kv, block_tables, query_lens, context_lens, scale, window);
+    at::Tensor h = add_rms_norm(x, product(1, attended), post_attention_norm, eps);
+    return product(3, silu_mul(product(2, h)));
+  }
+};
+
+// ---------------------------------------------------------------------------------------------------------- sampling
+
+typedef uint64_t W16 __attribute__((vector_size(128)));
+
+// Philox4x32-10 (engine/random.py) of 16 counters (block.., sequence_index, position, 0): word j of lane i is of token
+// 4 * (block + i) + j.
+inline void philox(U16 c[4], uint64_t seed) {
+  uint32_t k0 = uint32_t(seed), k1 = uint32_t(seed >> 32);
+  for (int round = 0; round < 10; round++) {
+    W16 p0 = __builtin_convertvector(c[0], W16) * uint64_t(0xD2511F53), p1 = __builtin_convertvector(c[2], W16) * uint64_t(0xCD9E8D57);
+    U16 high0 = __builtin_convertvector(p0 >> 32, U16), high1 = __builtin_convertvector(p1 >> 32, U16);
+    c[0] = high1 ^ c[1] ^ k0;
+    c[1] = __builtin_convertvector(p1, U16);
+    c[2] = high0 ^ c[3] ^ k1;
+    c[3] = __builtin_convertvector(p0, U16);
+    k0 += 0x9E3779B9, k1 += 0xBB67AE85;
+  }
+}
+
+// log(x) of normal positive x, to some 1e-6 of itself or of 1: exponent, and atanh series of the mantissa around 1.
+inline F16 log_of(F16 x) {
+  I16 bits = (I16)x - 0x3f3504f3;  // so that the mantissa is in [sqrt(0.5), sqrt(2))
+  F16 exponent = __builtin_convertvector(bits >> 23, F16);
+  F16 m = (F16)((bits & 0x007fffff) + 0x3f3504f3);
+  F16 t = (m - 1.0f) / (m + 1.0f), t2 = t * t;
+  F16 series = 2.0f / 9.0f + F16{};
+  series = series * t2 + 2.0f / 7.0f;
+  series = series * t2 + 2.0f / 5.0f;
+  series = series * t2 + 2.0f / 3.0f;
+  series = series * t2 + 2.0f;
+  return exponent * 0.693147181f + t * series;
+}
+
+// One token of a row at random: engine/sampler.py, step 9, without filters. Scores of all in float32, of those that come
+// near the best in float64. -1 where a logit is a NaN.
+int64_t race(const float* logits, int64_t V, double temperature, uint64_t seed, uint32_t sequence_index, uint32_t position,
+             std::vector<float>& scores) {
+  float largest = -INFINITY;
+  bool has_nan = false;
+  for (int64_t i = 0; i < V; i++) {
+    has_nan |= logits[i] != logits[i];
+    largest = std::max(largest, logits[i]);
+  }
+  if (has_nan || largest == -INFINITY) return -1;
+  const U16 lane = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+  const float inverse = float(std::min(1.0 / temperature, 1e30));  // finite: the largest logit's distance is 0
+  const double scale = 1.0 / 4294967296.0;
+  scores.resize(V + 4 * LANES);
+  float best = -INFINITY;
+  for (int64_t first = 0; first < V; first += 4 * LANES) {
+    U16 words[4] = {lane + uint32_t(first / 4), U16{} + sequence_index, U16{} + position, U16{}};
+    philox(words, seed);
+    float* score = scores.data() + first;
+    for (int j = 0; j < 4; j++) {
+      // -log(u) with u = (word + 0.5) / 2^32; where u is near 1, by what is missing: log1p(-v) = log(1 - v) * v / (1 - (1 - v)).
+      F16 u = (__builtin_convertvector(words[j], F16) + 0.5f) * float(scale);
+      F16 v = (__builtin_convertvector(~words[j], F16) + 0.5f) * float(scale);
+      F16 t = 1.0f - v, missing = 1.0f - t;
+      F16 near_one = missing > 0.0f ? -log_of(t) * v / missing : v;
+      F16 clock = v > 0.5f ? -log_of(u) : near_one;
+      F16 minus_log = -log_of(clock);
+      for (int i = 0; i < LANES; i++) score[4 * i + j] = minus_log[i];
+    }
+    int64_t n = std::min<int64_t>(4 * LANES, V - first);
+#pragma omp simd reduction(max : best)
+    for (int64_t i = 0; i < n; i++) {
+      score[i] += (logits[first + i] - largest) * inverse;
+      best = std::max(best, score[i]);
+    }
+  }
+  int64_t winner = -1;
+  double best_exact = -INFINITY;
+  for (int64_t i = 0; i < V; i++) {
+    if (!(scores[i] > best - 1e-3f)) continue;
+    U16 words[4] = {U16{} + uint32_t(i / 4), U16{} + sequence_index, U16{} + position, U16{}};
+    philox(words, seed);
+    double clock = -std::log((double(words[i & 3][0]) + 0.5) * scale);
+    double exact = (double(logits[i]) - double(largest)) / temperature - std::log(clock);
+    if (exact > best_exact) best_exact = exact, winner = i;
+  }
+  return winner;
+}
+
+// logits [R, V] in bfloat16 or float32; the others [R]. Returns token ids [R].
+at::Tensor sample(
+    const at::Tensor& logits, const at::Tensor& temperatures, const at::Tensor& seeds, const at::Tensor& sequence_indices,
+    const at::Tensor& positions) {
+  int64_t R = logits.size(0), V = logits.size(1);
+  TORCH_CHECK(logits.is_contiguous() && V < (int64_t(1) << 32), "logits [R, V], contiguous");
+  bool is_float = logits.scalar_type() == at::kFloat;
+  at::Tensor out = at::empty({R}, seeds.options());
+  const bf16* halves = is_float ? nullptr : data_of(logits);
+  int64_t* token_ids = out.data_ptr<int64_t>();
+  for_each_item(R, [&](int64_t r) {
+    std::vector<float> scores, wide;
+    const float* row = is_float ? logits.data_ptr<float>() + r * V : nullptr;
+    if (!is_float) {
+      wide.resize(V);
+      for (int64_t i = 0; i < V; i++) wide[i] = to_float(halves[r * V + i]);
+      row = wide.data();
+    }
+    token_ids[r] = race(
+        row, V, temperatures.data_ptr<double>()[r], uint64_t(seeds.data_ptr<int64_t>()[r]),
+        uint32_t(sequence_indices.data_ptr<int64_t>()[r]), uint32_t(positions.data_ptr<int64_t>()[r]), scores);
+  });
+  return out;
+}
+
 // Freed memory stays with the process: else every step's large tensors are mapped, cleared and unmapped anew by the
 // kernel, a third of the time of a long prompt. glibc only; elsewhere it does nothing.
 void keep_freed_memory() {
@@ -531,6 +691,13 @@ void keep_freed_memory() {
 }  // namespace
 
 TORCH_LIBRARY(tandem_cpu, m) {
+  using Tensors = std::vector<at::Tensor>;
+  using Biases = std::vector<std::optional<at::Tensor>>;
+  m.class_<DecoderLayer>("DecoderLayer")
+      .def(torch::init<
+           Tensors, Biases, at::Tensor, at::Tensor, std::optional<at::Tensor>, std::optional<at::Tensor>, double, double,
+           int64_t, bool>())
+      .def("forward", &DecoderLayer::forward);
   m.def("add_rms_norm(Tensor(a!) x, Tensor? delta, Tensor weight, float eps) -> Tensor", &add_rms_norm);
   m.def("silu_mul(Tensor gate_up) -> Tensor", &silu_mul);
   m.def(
@@ -541,5 +708,6 @@ TORCH_LIBRARY(tandem_cpu, m) {
       "paged_attention(Tensor q, Tensor kv, Tensor block_tables, Tensor query_lens, Tensor context_lens, float scale, "
       "int window) -> Tensor",
       &paged_attention);
+  m.def("sample(Tensor logits, Tensor temperatures, Tensor seeds, Tensor sequence_indices, Tensor positions) -> Tensor", &sample);
   m.def("keep_freed_memory() -> ()", &keep_freed_memory);
 }

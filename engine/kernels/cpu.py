@@ -1,30 +1,45 @@
-"""The CPU kernels as the layers of a decoder. `load_cpu_kernels` comes first. bfloat16 only.
+"""A decoder's layer as one call of the CPU kernels. `load_cpu_kernels` comes first. bfloat16 only.
 
-Shapes: T tokens, D hidden, F intermediate, V vocabulary.
+Shapes: T tokens, D hidden.
 """
 
 from __future__ import annotations
 
 import torch
 
-from engine.layers import LayerKit, RMSNorm
+from engine.attention.cpu_backend import CpuPlan
+from engine.models.decoder import DecoderLayer
 
 
-class FusedRMSNorm(RMSNorm):
-    """`RMSNorm` in one pass, with the residual sum before it. Overwrites `x` with the sum."""
+class FusedDecoderLayer:
+    """Computes what `layer` computes. Takes over its weights."""
 
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        h: torch.Tensor = torch.ops.tandem_cpu.add_rms_norm(x, None, self.weight, self.eps)
-        return h
+    def __init__(self, layer: DecoderLayer) -> None:
+        heads = layer.heads
+        products = (layer.qkv, layer.output, layer.gate_up, layer.down)
+        self._layer = torch.classes.tandem_cpu.DecoderLayer(
+            [product.weight for product in products],
+            [product.bias for product in products],
+            layer.input_norm.weight,
+            layer.post_attention_norm.weight,
+            None if heads.q_norm is None else heads.q_norm.weight,
+            None if heads.k_norm is None else heads.k_norm.weight,
+            layer.input_norm.eps,
+            heads.head_dim**-0.5,
+            layer.sliding_window,
+            layer.qkv.is_packed,
+        )
 
-    def add(self, x: torch.Tensor, delta: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
-        return x, torch.ops.tandem_cpu.add_rms_norm(x, delta, self.weight, self.eps)
-
-
-def silu_mul(gate_up: torch.Tensor) -> torch.Tensor:
-    """As `engine.layers.silu_mul`, in one pass."""
-    h: torch.Tensor = torch.ops.tandem_cpu.silu_mul(gate_up)
-    return h
-
-
-CPU_LAYERS = LayerKit(FusedRMSNorm, silu_mul)
+    def __call__(
+        self,
+        x_TD: torch.Tensor,
+        delta_TD: torch.Tensor | None,
+        kv: torch.Tensor,
+        plan: CpuPlan,
+        cos_sin: tuple[torch.Tensor, torch.Tensor],
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """As `DecoderLayer.__call__`; `x_TD` is overwritten."""
+        delta_TD = self._layer.forward(
+            x_TD, delta_TD, kv, *cos_sin, plan.slot_mapping, plan.block_tables, plan.query_lens, plan.context_lens
+        )
+        return x_TD, delta_TD

@@ -88,8 +88,7 @@ def load_model(config: EngineConfig, backend: AttentionBackend[Any]) -> Decoder:
 
     Raises `ValueError` where weights and config.json do not fit.
     """
-    from engine.kernels.cpu import CPU_LAYERS
-    from engine.layers import TORCH_LAYERS
+    from engine.kernels.cpu import FusedDecoderLayer
     from engine.model_loader.weights import DummyWeights, SafetensorsWeights
     from engine.models import load_decoder_config
     from engine.models.decoder import Decoder
@@ -100,5 +99,7 @@ def load_model(config: EngineConfig, backend: AttentionBackend[Any]) -> Decoder:
         weights = DummyWeights(config.load.seed, dtype, device)
     else:
         weights = SafetensorsWeights(config.model.path, dtype, device)
-    kit = CPU_LAYERS if config.device.attention_backend == "cpu" else TORCH_LAYERS
-    return Decoder(load_decoder_config(config.model.hf_config), weights, backend, config.model.max_model_len, kit)
+    decoder_config = load_decoder_config(config.model.hf_config)
+    if config.device.attention_backend == "cpu":
+        return Decoder(decoder_config, weights, backend, config.model.max_model_len, FusedDecoderLayer)
+    return Decoder(decoder_config, weights, backend, config.model.max_model_len)

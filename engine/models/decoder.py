@@ -9,12 +9,12 @@ Shapes: T tokens, D hidden, F intermediate, N query heads, K key/value heads, H 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
 from engine.attention import AttentionBackend
-from engine.layers import TORCH_LAYERS, HeadProjection, LayerKit, Linear, RMSNorm, RotaryEmbedding
+from engine.layers import HeadProjection, Linear, RMSNorm, RotaryEmbedding, silu_mul
 from engine.model_loader.weights import Weights
 from engine.models.decoder_config import DecoderConfig
 
@@ -31,10 +31,9 @@ class DecoderLayer:
         weights: Weights,
         backend: AttentionBackend[Any],
         rotary: RotaryEmbedding,
-        kit: LayerKit,
     ) -> None:
         self._backend = backend
-        self._sliding_window = config.sliding_windows[layer]
+        self.sliding_window = config.sliding_windows[layer]
         D, H, I = config.hidden_size, config.head_dim, config.intermediate_size  # noqa: E741
         q_size, kv_size = config.num_heads * H, config.num_kv_heads * H
         at, mlp = f"model.layers.{layer}.self_attn", f"model.layers.{layer}.mlp"
@@ -47,16 +46,16 @@ class DecoderLayer:
             return Linear(weight, torch.cat([weights.take(f"{name}.bias", (size,)) for name, size in outputs.items()]))
 
         def rms_norm(name: str, size: int) -> RMSNorm:
-            return kit.rms_norm(weights.take(f"{name}.weight", (size,)), config.rms_norm_eps)
+            return RMSNorm(weights.take(f"{name}.weight", (size,)), config.rms_norm_eps)
 
         qkv = {f"{at}.q_proj": q_size, f"{at}.k_proj": kv_size, f"{at}.v_proj": kv_size}
-        self._qkv = linear(qkv, D, config.has_qkv_bias)
-        self._output = linear({f"{at}.o_proj": D}, q_size, config.has_output_bias)
-        self._gate_up = linear({f"{mlp}.gate_proj": I, f"{mlp}.up_proj": I}, D, config.has_mlp_bias)
-        self._down = linear({f"{mlp}.down_proj": D}, I, config.has_mlp_bias)
-        self._input_norm = rms_norm(f"{norm}.input_layernorm", D)
-        self._post_attention_norm = rms_norm(f"{norm}.post_attention_layernorm", D)
-        self._heads = HeadProjection(
+        self.qkv = linear(qkv, D, config.has_qkv_bias)
+        self.output = linear({f"{at}.o_proj": D}, q_size, config.has_output_bias)
+        self.gate_up = linear({f"{mlp}.gate_proj": I, f"{mlp}.up_proj": I}, D, config.has_mlp_bias)
+        self.down = linear({f"{mlp}.down_proj": D}, I, config.has_mlp_bias)
+        self.input_norm = rms_norm(f"{norm}.input_layernorm", D)
+        self.post_attention_norm = rms_norm(f"{norm}.post_attention_layernorm", D)
+        self.heads = HeadProjection(
             config.num_heads,
             config.num_kv_heads,
             H,
@@ -64,7 +63,6 @@ class DecoderLayer:
             q_norm=rms_norm(f"{at}.q_norm", H) if config.has_qk_norm else None,
             k_norm=rms_norm(f"{at}.k_norm", H) if config.has_qk_norm else None,
         )
-        self._silu_mul = kit.silu_mul
 
     def __call__(
         self,
@@ -75,11 +73,27 @@ class DecoderLayer:
         cos_sin: tuple[torch.Tensor, torch.Tensor],
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Takes and returns the hidden state in two parts, whose sum is due: the next norm makes it on its way."""
-        x_TD, h_TD = self._input_norm.add(x_TD, delta_TD)
-        q_TNH = self._backend.project(self._qkv(h_TD), kv, plan, self._heads, cos_sin)
-        attended = self._backend.attend(q_TNH, kv, plan, self._sliding_window)
-        x_TD, h_TD = self._post_attention_norm.add(x_TD, self._output(attended))
-        return x_TD, self._down(self._silu_mul(self._gate_up(h_TD)))
+        x_TD, h_TD = self.input_norm.add(x_TD, delta_TD)
+        q_TNH = self._backend.project(self.qkv(h_TD), kv, plan, self.heads, cos_sin)
+        attended = self._backend.attend(q_TNH, kv, plan, self.sliding_window)
+        x_TD, h_TD = self.post_attention_norm.add(x_TD, self.output(attended))
+        return x_TD, self.down(silu_mul(self.gate_up(h_TD)))
+
+
+class Layer(Protocol):
+    """What a decoder needs of its layers: see `DecoderLayer.__call__`."""
+
+    def __call__(
+        self,
+        x_TD: torch.Tensor,
+        delta_TD: torch.Tensor | None,
+        kv: torch.Tensor,
+        plan: Any,
+        cos_sin: tuple[torch.Tensor, torch.Tensor],
+    ) -> tuple[torch.Tensor, torch.Tensor]: ...
+
+
+Fuse = Callable[[DecoderLayer], Layer]
 
 
 class Decoder:
@@ -91,14 +105,15 @@ class Decoder:
         weights: Weights,
         backend: AttentionBackend[Any],
         max_model_len: int,
-        kit: LayerKit = TORCH_LAYERS,
+        fuse: Fuse = lambda layer: layer,
     ) -> None:
+        """`fuse` may put something faster in each layer's place."""
         self._rotary = RotaryEmbedding(config.rope, config.head_dim, max_model_len, weights.dtype, weights.device)
         self._embedding_VD = weights.take("model.embed_tokens.weight", (config.vocab_size, config.hidden_size))
         self._layers = [
-            DecoderLayer(config, layer, weights, backend, self._rotary, kit) for layer in range(config.num_layers)
+            fuse(DecoderLayer(config, layer, weights, backend, self._rotary)) for layer in range(config.num_layers)
         ]
-        self._norm = kit.rms_norm(weights.take("model.norm.weight", (config.hidden_size,)), config.rms_norm_eps)
+        self._norm = RMSNorm(weights.take("model.norm.weight", (config.hidden_size,)), config.rms_norm_eps)
         if config.ties_embeddings:
             self._lm_head = Linear(self._embedding_VD)
             weights.ignore("lm_head.weight")

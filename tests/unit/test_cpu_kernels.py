@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from collections.abc import Sequence as Sequence_
 from pathlib import Path
 
 import numpy as np
@@ -15,9 +16,12 @@ from engine.attention import choose_attention_backend
 from engine.attention.cpu_backend import CpuAttention
 from engine.kernels import build
 from engine.kernels.build import KernelsUnavailable, load_cpu_kernels
-from engine.kernels.cpu import CPU_LAYERS
-from engine.layers import TORCH_LAYERS, HeadProjection, RMSNorm, RotaryEmbedding
+from engine.kernels.sampling import draw_unfiltered
+from engine.layers import HeadProjection, RMSNorm, RotaryEmbedding, silu_mul
 from engine.models.decoder_config import RopeConfig
+from engine.sampler import Sampler, draw
+from engine.sampling_params import SamplingParams
+from engine.sequence import INVALID_TOKEN, Sequence
 
 BFLOAT16 = torch.bfloat16
 
@@ -154,22 +158,63 @@ def test_rotation_against_plain_torch(head_dim: int, has_norms: bool) -> None:
 def test_norms_and_activation_are_those_of_plain_torch_to_the_bit(num_tokens: int, size: int) -> None:
     generator = torch.Generator().manual_seed(5)
     x, delta, weight = (torch.randn(n, size, generator=generator).to(BFLOAT16) for n in (num_tokens, num_tokens, 1))
-    plain, fused = (kit.rms_norm(weight[0], 1e-5) for kit in (TORCH_LAYERS, CPU_LAYERS))
-    torch.testing.assert_close(
-        fused(x), plain(x), rtol=0, atol=2**-6
-    )  # the sum of squares is added up in another order
+    plain, kernels = RMSNorm(weight[0], 1e-5), torch.ops.tandem_cpu
+    # The sum of squares is added up in another order: a value between two others may be rounded the other way.
+    torch.testing.assert_close(kernels.add_rms_norm(x, None, weight[0], 1e-5), plain(x), rtol=0, atol=2**-6)
     expected_sum, expected = plain.add(x, delta)
-    total, normed = fused.add(x.clone(), delta)
+    total = x.clone()
+    torch.testing.assert_close(kernels.add_rms_norm(total, delta, weight[0], 1e-5), expected, rtol=0, atol=2**-6)
     torch.testing.assert_close(total, expected_sum, rtol=0, atol=0)
-    torch.testing.assert_close(normed, expected, rtol=0, atol=2**-6)
     gate_up = 4 * torch.randn(num_tokens, 2 * size, generator=generator).to(BFLOAT16)
-    torch.testing.assert_close(CPU_LAYERS.silu_mul(gate_up), TORCH_LAYERS.silu_mul(gate_up), rtol=1e-2, atol=0)
+    torch.testing.assert_close(kernels.silu_mul(gate_up), silu_mul(gate_up), rtol=1e-2, atol=0)
 
 
 @pytest.mark.parametrize("value", [100.0, -100.0, 3e38, -3e38])
 def test_activation_of_extreme_values(value: float) -> None:
     gate_up = torch.tensor([[value, 0.0, 1.0, 1.0]], dtype=BFLOAT16)
-    torch.testing.assert_close(CPU_LAYERS.silu_mul(gate_up), TORCH_LAYERS.silu_mul(gate_up), rtol=1e-2, atol=1e-30)
+    torch.testing.assert_close(torch.ops.tandem_cpu.silu_mul(gate_up), silu_mul(gate_up), rtol=1e-2, atol=1e-30)
+
+
+# -- sampling -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, BFLOAT16])
+@pytest.mark.parametrize("vocab_size", [1, 50, 49_152])
+@pytest.mark.parametrize("temperature", [1e-45, 0.01, 0.9, 3.0])
+def test_draws_are_those_of_the_sampler_to_the_token(dtype: torch.dtype, vocab_size: int, temperature: float) -> None:
+    logits = (4 * torch.randn(40, vocab_size, generator=torch.Generator().manual_seed(1))).to(dtype)
+    seqs = [
+        Sequence(
+            0, "r", [1, 2, *[3] * (i % 7)], 2, SamplingParams(temperature=temperature, seed=(-1) ** i * i * 7919**4),
+            sequence_index=i % 3,
+        )
+        for i in range(40)
+    ]  # fmt: skip
+    assert draw_unfiltered(logits, seqs) == draw(logits, seqs)
+
+
+def test_a_row_with_a_nan_has_no_next_token() -> None:
+    logits = torch.zeros(3, 100)
+    logits[1, 99], logits[2] = float("nan"), float("-inf")
+    seqs = [Sequence(0, "r", [1], 1, SamplingParams(seed=i)) for i in range(3)]
+    assert draw_unfiltered(logits, seqs)[1:] == [INVALID_TOKEN, INVALID_TOKEN]
+
+
+def test_rows_with_filters_and_greedy_ones_are_not_for_the_kernel() -> None:
+    asked: list[str] = []
+
+    def kernel(logits: torch.Tensor, seqs: Sequence_[Sequence]) -> list[int]:
+        asked.extend(seq.request_id for seq in seqs)
+        return draw_unfiltered(logits, seqs)
+
+    settings: dict[str, dict[str, float]] = {
+        "plain": {}, "greedy": {"temperature": 0.0}, "top_k": {"top_k": 5}, "top_p": {"top_p": 0.9},
+        "min_p": {"min_p": 0.1},
+    }  # fmt: skip
+    seqs = [Sequence(0, name, [1], 1, SamplingParams(seed=3, **s)) for name, s in settings.items()]  # type: ignore[arg-type]
+    logits = torch.randn(5, 300, generator=torch.Generator().manual_seed(2))
+    assert Sampler(frozenset(), kernel).sample(logits.clone(), seqs) == Sampler(frozenset()).sample(logits, seqs)
+    assert asked == ["plain"]
 
 
 # -- where they cannot be had ---------------------------------------------------------------------------------------

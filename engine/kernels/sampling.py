@@ -1,0 +1,24 @@
+"""Draws of `engine.sampler` by a CPU kernel, to the same tokens. `load_cpu_kernels` comes first."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Seq
+
+import torch
+
+from engine.sequence import Sequence
+
+
+def draw_unfiltered(logits_RV: torch.Tensor, seqs: Seq[Sequence]) -> list[int]:
+    """As `engine.sampler.draw`, for rows whose parameters leave no token out. bfloat16 or float32."""
+    params = [seq.sampling_params for seq in seqs]
+    # 64-bit seeds, signed or not, as the bits that they are.
+    seeds = [(p.seed + 2**63) % 2**64 - 2**63 for p in params]
+    token_ids: list[int] = torch.ops.tandem_cpu.sample(
+        logits_RV,
+        torch.tensor([p.temperature for p in params], dtype=torch.float64),
+        torch.tensor(seeds, dtype=torch.int64),
+        torch.tensor([seq.sequence_index for seq in seqs], dtype=torch.int64),
+        torch.tensor([seq.num_output_tokens for seq in seqs], dtype=torch.int64),
+    ).tolist()
+    return token_ids
