@@ -38,13 +38,13 @@ COLUMNS = (
 
 
 def target_of(name: str) -> targets.Target:
-    """ "vllm", or an arrangement of Tandem: "1p1d", "2d"."""
+    """ "vllm", or an arrangement of Tandem: "1p1d", "2d", "1p1d-nixl"."""
     if name == "vllm":
         return targets.vllm
-    match = re.fullmatch(r"(?:(\d+)p)?(\d+)d", name)
+    match = re.fullmatch(r"(?:(\d+)p)?(\d+)d(?:-(grpc|nixl))?", name)
     if match is None:
-        raise click.UsageError(f"no such server: {name!r}; there are vllm and arrangements such as 1p1d or 2d")
-    return targets.tandem(num_prefill=int(match[1] or 0), num_decode=int(match[2]))
+        raise click.UsageError(f"no such server: {name!r}; there are vllm, and 1p1d, 1p1d-nixl, 2d …")
+    return targets.tandem(num_prefill=int(match[1] or 0), num_decode=int(match[2]), transport=match[3] or "grpc")
 
 
 async def measure(name: str, workloads: list[Workload]) -> list[Summary]:
@@ -69,7 +69,7 @@ async def measure(name: str, workloads: list[Workload]) -> list[Summary]:
 
 def row_of(name: str, summary: Summary) -> str:
     values = asdict(summary)
-    return f"{name:<8} {summary.rate:>5g} {summary.failed:>6} " + " ".join(
+    return f"{name:<9} {summary.rate:>5g} {summary.failed:>6} " + " ".join(
         f"{values[column]:>{max(len(short(column)), 6)}.{2 if column == 'good_share' else 1}f}" for column in COLUMNS
     )
 
@@ -84,7 +84,7 @@ def goodput(summaries: list[Summary]) -> float:
 
 
 @click.command(context_settings={"help_option_names": ["-h", "--help"]})
-@click.option("--arrangements", default="1p1d", show_default=True, help="Of Tandem, with commas: 1p1d, 2d, 1d …")
+@click.option("--arrangements", default="1p1d", show_default=True, help="Of Tandem, with commas: 1p1d, 1p1d-nixl, 2d …")
 @click.option("--against", default="", help="vllm: measured in turn (see peers.py).")
 @click.option("--rates", default="2,4,inf", show_default=True, help="Requests per second, with commas.")
 @click.option("--requests", "num_requests", default=64, show_default=True, help="Per rate.")
@@ -107,7 +107,7 @@ def main(
     for name in names:
         target_of(name)
     seeds = count(seed * 1000)
-    click.echo(f"{'server':<8} {'rate':>5} {'failed':>6} " + " ".join(f"{short(column):>6}" for column in COLUMNS))
+    click.echo(f"{'server':<9} {'rate':>5} {'failed':>6} " + " ".join(f"{short(column):>6}" for column in COLUMNS))
     results: dict[str, list[Summary]] = {name: [] for name in names}
     for _ in range(rounds):
         for name in names:

@@ -27,7 +27,7 @@ VLLM_START_TIMEOUT_S = 300.0
 Target = Callable[[], AbstractAsyncContextManager[Send]]
 
 
-def tandem(*, num_prefill: int, num_decode: int, dtype: str = "bfloat16") -> Target:
+def tandem(*, num_prefill: int, num_decode: int, transport: str = "grpc", dtype: str = "bfloat16") -> Target:
     """`num_prefill` = 0: aggregated."""
 
     @asynccontextmanager
@@ -37,6 +37,7 @@ def tandem(*, num_prefill: int, num_decode: int, dtype: str = "bfloat16") -> Tar
             num_prefill=num_prefill or 1,
             num_decode=num_decode,
             is_aggregated=num_prefill == 0,
+            transport=transport,
             listen="127.0.0.1:0",
             log_level="warning",
         )
