@@ -63,7 +63,8 @@ def measure_vllm(case: Case) -> Rates:
     script = Path(__file__).with_name("vllm_engine.py")
     # -I: this repository's folders are not on vLLM's path.
     output = _run([str(python), "-I", str(script), json.dumps(arguments)], {"VLLM_CPU_KVCACHE_SPACE": "2"})
-    rows = json.loads(output.splitlines()[-1])
+    line = next(line for line in output.splitlines() if line.startswith("RATES "))
+    rows = json.loads(line.removeprefix("RATES "))
     return {(row["phase"], row["batch_size"], row["prompt_tokens"]): row["tokens_per_s"] for row in rows}
 
 

@@ -1,4 +1,4 @@
-"""What `benchmarks/engine.py` measures, of vLLM's offline `LLM`. Run by vLLM's own Python; the last line is JSON.
+"""What `benchmarks/engine.py` measures, of vLLM's offline `LLM`. Run by its own Python; prints a line RATES and JSON.
 
     python vllm_engine.py '{"model": FOLDER, "prompt_tokens": [128], "batch_sizes": [1, 8], "context_tokens": 128,
                             "num_steps": 128, "num_prompts": 5}'
@@ -59,7 +59,7 @@ def main() -> None:
         whole = seconds(batch_size, context, steps + 1)
         rate = batch_size * steps / (whole - prefill)
         results.append({"phase": "decode", "batch_size": batch_size, "prompt_tokens": context, "tokens_per_s": rate})
-    print(json.dumps(results))
+    print("RATES " + json.dumps(results), flush=True)  # vLLM logs to stdout as well, also after this
 
 
 if __name__ == "__main__":
