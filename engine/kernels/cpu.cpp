@@ -45,7 +45,7 @@ constexpr int LANES = 16;
 constexpr int KEY_TILES = 4;                       // tiles of 16 keys that are scored together
 constexpr int KEYS = KEY_TILES * LANES;
 constexpr int ROW_TILE = 6;                        // rows (token, query head) that share a load of keys or values
-constexpr int MAX_ROWS = 96;                       // rows of one work item: their scores stay in the L2 cache
+constexpr int64_t MAX_ROWS = 96;                       // rows of one work item: their scores stay in the L2 cache
 constexpr int64_t SPLIT_KEYS = 512;                // a decoding row's context is split into pieces of this many keys
 constexpr float MASKED = -1e30f;                   // not infinite: a row whose keys so far were all masked stays finite
 
@@ -338,10 +338,12 @@ using WeighRows = void (*)(const uint32_t*, const uint32_t* const*, int, int64_t
 constexpr ScoreRows SCORE_ROWS[] = {score_rows<1>, score_rows<2>, score_rows<3>, score_rows<4>, score_rows<5>, score_rows<6>};
 constexpr WeighRows WEIGH_ROWS[] = {weigh_rows<1>, weigh_rows<2>, weigh_rows<3>, weigh_rows<4>, weigh_rows<5>, weigh_rows<6>};
 
-// Some tokens of one sequence, all query heads that share one key head, and a range of keys.
+// Some tokens of one sequence, some key heads with all query heads that share them, and a range of keys. Either tokens or
+// key heads are one: a single token goes through all heads of a block before the next block, since memory is read faster
+// in order, while of many tokens each goes through the keys of one head, which the cache then holds.
 struct Item {
-  int64_t seq, kv_head, first_token, num_tokens, first_key, end_key;
-  int64_t partial;  // where its unfinished rows go, where the range is one of several; else -1
+  int64_t seq, kv_head, num_kv_heads, first_token, num_tokens, first_key, end_key;
+  int64_t partial;  // where its first unfinished row goes, where the range is one of several; else -1
 };
 
 // Per thread. Online softmax: M. Milakov, N. Gimelshein, 2018; tiled as in T. Dao, "FlashAttention-2", 2023.
@@ -361,13 +363,21 @@ struct Attention {
   float scale;
   bf16* out;               // [T, N * H]
 
-  // Fills scratch.out (not yet divided by scratch.sum), row = token * G + head.
+  int64_t num_rows(const Item& item) const { return item.num_kv_heads * item.num_tokens * (N / K); }
+
+  // Which token and query head a row is: row = (key head * tokens + token) * G + query head of that key head.
+  int64_t head_of_row(const Item& item, int64_t r) const {
+    int64_t G = N / K, per_kv_head = item.num_tokens * G;
+    int64_t token = r % per_kv_head / G, head = (item.kv_head + r / per_kv_head) * G + r % G;
+    return (item.first_token + token) * N + head;
+  }
+
+  // Fills scratch.out, not yet divided by scratch.sum.
   void run(const Item& item, int64_t position, Scratch& scratch) const {
-    int64_t G = N / K, rows = item.num_tokens * G, pairs = H / 2, plane = block_size * pairs;
-    for (int64_t r = 0; r < rows; r++) {
-      const bf16* head = q + ((item.first_token + r / G) * N + item.kv_head * G + r % G) * H;
-      std::memcpy(scratch.q.data() + r * pairs, head, H * sizeof(bf16));
-    }
+    int64_t G = N / K, per_kv_head = item.num_tokens * G, rows = num_rows(item), pairs = H / 2;
+    int64_t plane = block_size * pairs;
+    for (int64_t r = 0; r < rows; r++)
+      std::memcpy(scratch.q.data() + r * pairs, q + head_of_row(item, r) * H, H * sizeof(bf16));
     std::fill_n(scratch.out.data(), rows * H, 0.0f);
     std::fill_n(scratch.largest.data(), rows, MASKED);
     std::fill_n(scratch.sum.data(), rows, 0.0f);
@@ -380,16 +390,25 @@ struct Attention {
         keys[j] = block + item.kv_head * plane + slot;
         values[j] = block + (K + item.kv_head) * plane + slot / 2 * H;
       }
-      for (int64_t r = 0; r < rows; r += ROW_TILE) {
-        int64_t n = std::min<int64_t>(ROW_TILE, rows - r);
+      for_each_row_tile(item, per_kv_head, plane, num_tiles, keys, [&](int64_t r, int64_t n) {
         SCORE_ROWS[n - 1](num_tiles, scratch.q.data() + r * pairs, pairs, keys, block_size, scratch.score.data() + r * KEYS);
-      }
-      for (int64_t r = 0; r < rows; r++) soften(scratch, r, key, num_tiles, position + r / G);
-      for (int64_t r = 0; r < rows; r += ROW_TILE) {
-        int64_t n = std::min<int64_t>(ROW_TILE, rows - r);
+      });
+      for (int64_t r = 0; r < rows; r++) soften(scratch, r, key, num_tiles, position + r % per_kv_head / G);
+      for_each_row_tile(item, per_kv_head, plane, num_tiles, values, [&](int64_t r, int64_t n) {
         WEIGH_ROWS[n - 1](
             scratch.p.data() + r * (KEYS / 2), values, num_tiles, H, scratch.rescale.data() + r, scratch.out.data() + r * H);
-      }
+      });
+    }
+  }
+
+  // Calls work(first row, number of rows) key head by key head, with `tiles` moved on from one head's plane to the next's.
+  template <class Work>
+  static void for_each_row_tile(
+      const Item& item, int64_t per_kv_head, int64_t plane, int num_tiles, const uint32_t** tiles, const Work& work) {
+    for (int64_t k = 0; k < item.num_kv_heads; k++) {
+      for (int64_t r = 0; r < per_kv_head; r += ROW_TILE)
+        work(k * per_kv_head + r, std::min<int64_t>(ROW_TILE, per_kv_head - r));
+      for (int j = 0; j < num_tiles; j++) tiles[j] += plane;
     }
   }
 
@@ -426,14 +445,9 @@ struct Attention {
     scratch.largest[r] = largest;
   }
 
-  bf16* out_row(const Item& item, int64_t r) const {
-    int64_t G = N / K;
-    return out + ((item.first_token + r / G) * N + item.kv_head * G + r % G) * H;
-  }
-
   void finish(const Item& item, int64_t r, const float* row, float sum) const {
     float inverse = 1.0f / sum;
-    bf16* to = out_row(item, r);
+    bf16* to = out + head_of_row(item, r) * H;
 #pragma omp simd
     for (int64_t d = 0; d < H; d++) to[d] = to_bf16(row[d] * inverse);
   }
@@ -457,6 +471,8 @@ at::Tensor paged_attention(
   // Long contexts of single tokens are split, so that all threads have work; the pieces are put together below. Always,
   // so that a sequence's numbers do not depend on the batch or the threads.
   int64_t tile = std::max<int64_t>(1, std::min<int64_t>(32, MAX_ROWS / G));
+  // All heads of a sequence together, unless that leaves threads without work.
+  int64_t heads_together = S >= 4 * at::get_num_threads() ? std::min(K, MAX_ROWS / G) : 1;
   std::vector<Item> items;
   std::vector<int64_t> positions;
   int64_t num_partials = 0, first_token = 0;
@@ -466,15 +482,17 @@ at::Tensor paged_attention(
       int64_t begin = window ? std::max<int64_t>(0, position - window + 1) / LANES * LANES : 0;
       int64_t end = position + num_tokens;
       int64_t piece = lens[seq] == 1 ? SPLIT_KEYS : end - begin;
-      for (int64_t k = 0; k < K; k++)
+      int64_t heads = num_tokens == 1 ? heads_together : 1;
+      for (int64_t k = 0; k < K; k += heads)
         for (int64_t key = begin; key < end; key += piece) {
-          items.push_back({seq, k, first_token + start, num_tokens, key, std::min(key + piece, end), -1});
+          int64_t num_kv_heads = std::min(heads, K - k);
+          items.push_back({seq, k, num_kv_heads, first_token + start, num_tokens, key, std::min(key + piece, end), -1});
           positions.push_back(position);
-          if (end - begin > piece) items.back().partial = num_partials++;
+          if (end - begin > piece) items.back().partial = num_partials, num_partials += attention.num_rows(items.back());
         }
     }
 
-  std::vector<float> partial_out(num_partials * G * H), partial_sum(num_partials * G), partial_largest(num_partials * G);
+  std::vector<float> partial_out(num_partials * H), partial_sum(num_partials), partial_largest(num_partials);
   int64_t num_items = items.size();
   std::atomic<int64_t> next{0};
   auto work_until_done = [&](int64_t, int64_t) {
@@ -482,12 +500,12 @@ at::Tensor paged_attention(
     for (int64_t i = num_items - 1 - next++; i >= 0; i = num_items - 1 - next++) {  // from the end: the longest first
       const Item& item = items[i];
       attention.run(item, positions[i], scratch);
-      for (int64_t r = 0; r < item.num_tokens * G; r++) {
+      for (int64_t r = 0; r < attention.num_rows(item); r++) {
         if (item.partial < 0) {
           attention.finish(item, r, scratch.out.data() + r * H, scratch.sum[r]);
           continue;
         }
-        int64_t at = item.partial * G + r;
+        int64_t at = item.partial + r;
         std::memcpy(&partial_out[at * H], scratch.out.data() + r * H, H * sizeof(float));
         partial_sum[at] = scratch.sum[r];
         partial_largest[at] = scratch.largest[r];
@@ -505,12 +523,12 @@ at::Tensor paged_attention(
     }
     int64_t end = i + 1;
     while (end < num_items && items[end].partial >= 0 && items[end].first_key > items[i].first_key) end++;
-    for (int64_t r = 0; r < G; r++) {
+    for (int64_t r = 0; r < attention.num_rows(items[i]); r++) {
       float largest = MASKED, sum = 0;
-      for (int64_t j = i; j < end; j++) largest = std::max(largest, partial_largest[items[j].partial * G + r]);
+      for (int64_t j = i; j < end; j++) largest = std::max(largest, partial_largest[items[j].partial + r]);
       std::vector<float> row(H, 0.0f);
       for (int64_t j = i; j < end; j++) {
-        int64_t at = items[j].partial * G + r;
+        int64_t at = items[j].partial + r;
         float weight = exp_of(partial_largest[at] - largest);
         sum += weight * partial_sum[at];
         for (int64_t d = 0; d < H; d++) row[d] += weight * partial_out[at * H + d];
