@@ -12,7 +12,7 @@ import torch
 from engine.attention import AttentionBackend
 from engine.config import EngineConfig
 from engine.input_batch import InputBatch, build_input_batch
-from engine.kernels.sampling import draw_unfiltered
+from engine.kernels.sampling import choose_largest, draw_unfiltered
 from engine.kv_cache import clear_blocks, copy_blocks
 from engine.models.decoder import Decoder
 from engine.sampler import Sampler
@@ -36,8 +36,11 @@ class ModelRunner:
         self._on_layer_written = on_layer_written
         self._block_size = config.cache.block_size
         self._device = config.device.device
-        has_kernels = config.device.attention_backend == "cpu"
-        self._sampler = Sampler(config.model.eos_token_ids, draw_unfiltered if has_kernels else None)
+        eos_token_ids = config.model.eos_token_ids
+        if config.device.attention_backend == "cpu":
+            self._sampler = Sampler(eos_token_ids, choose_greedy=choose_largest, draw_unfiltered=draw_unfiltered)
+        else:
+            self._sampler = Sampler(eos_token_ids)
 
     @torch.inference_mode()
     def execute(self, output: SchedulerOutput) -> list[int | None]:

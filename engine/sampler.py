@@ -48,14 +48,21 @@ _HOPELESS = 5e-12
 """A token with less than this of the largest probability cannot win the race: the bounds of `exponentials` say so."""
 
 
-DrawRows = Callable[[torch.Tensor, Seq[Sequence]], list[int]]
+ChooseRows = Callable[[torch.Tensor, Seq[Sequence]], list[int]]
 
 
 class Sampler:
-    def __init__(self, eos_token_ids: frozenset[int], draw_unfiltered: DrawRows | None = None) -> None:
-        """`draw_unfiltered` does what `draw` does, faster, for rows that ask for no filter."""
+    def __init__(
+        self,
+        eos_token_ids: frozenset[int],
+        *,
+        choose_greedy: ChooseRows | None = None,
+        draw_unfiltered: ChooseRows | None = None,
+    ) -> None:
+        """Both do faster what `choose_largest` and `draw` do, the latter for rows that ask for no filter."""
         self._eos_token_ids = eos_token_ids
-        self._draw_unfiltered = draw_unfiltered
+        self._choose_greedy = choose_greedy or choose_largest
+        self._draw_unfiltered = draw_unfiltered or draw
 
     def sample(self, logits_SV: torch.Tensor, seqs: Seq[Sequence]) -> list[int]:
         """The next token of each row. `logits_SV` may be changed in place.
@@ -64,7 +71,7 @@ class Sampler:
         """
         for row, seq in enumerate(seqs):
             self._adjust(logits_SV[row], seq)
-        rows_of: dict[DrawRows, list[int]] = {}
+        rows_of: dict[ChooseRows, list[int]] = {}
         for row, seq in enumerate(seqs):
             rows_of.setdefault(self._how_to_choose(seq), []).append(row)
         token_ids = [INVALID_TOKEN] * len(seqs)
@@ -74,13 +81,11 @@ class Sampler:
                 token_ids[row] = token_id
         return token_ids
 
-    def _how_to_choose(self, seq: Sequence) -> DrawRows:
+    def _how_to_choose(self, seq: Sequence) -> ChooseRows:
         params = seq.sampling_params
         if params.is_greedy:
-            return choose_largest
-        if self._draw_unfiltered is not None and not params.has_filters:
-            return self._draw_unfiltered
-        return draw
+            return self._choose_greedy
+        return draw if params.has_filters else self._draw_unfiltered
 
     def _adjust(self, logits_V: torch.Tensor, seq: Sequence) -> None:
         """Bias, penalties and min_tokens of one row, in place."""

@@ -672,6 +672,39 @@ int64_t race(const float* logits, int64_t V, double temperature, uint64_t seed, 
   return winner;
 }
 
+// logits [R, V] in bfloat16. Returns the index of each row's largest, the first of equals; -1 where there is a NaN.
+at::Tensor largest(const at::Tensor& logits) {
+  int64_t R = logits.size(0), V = logits.size(1);
+  TORCH_CHECK(logits.is_contiguous(), "logits must be contiguous");
+  at::Tensor out = at::empty({R}, logits.options().dtype(at::kLong));
+  const bf16* in = data_of(logits);
+  int64_t* token_ids = out.data_ptr<int64_t>();
+  for_each_item(R, [&](int64_t r) {
+    const bf16* row = in + r * V;
+    // As integers in the order of the floats: negative ones have their bits turned over. NaNs are beyond infinity.
+    int16_t most = INT16_MIN, least = INT16_MAX;
+#pragma omp simd reduction(max : most) reduction(min : least)
+    for (int64_t i = 0; i < V; i++) {
+      int16_t bits = int16_t(row[i]), key = int16_t(bits ^ ((bits >> 15) & 0x7fff));
+      most = std::max(most, key);
+      least = std::min(least, key);
+    }
+    constexpr int16_t INFINITE = 0x7f80;
+    if (most > INFINITE || least < int16_t(~INFINITE)) {
+      token_ids[r] = -1;
+      return;
+    }
+    for (int64_t i = 0; i < V; i++) {
+      int16_t bits = int16_t(row[i]), key = int16_t(bits ^ ((bits >> 15) & 0x7fff));
+      if (key == most || (most == 0 && key == -1)) {  // 0 and -0 are equals
+        token_ids[r] = i;
+        return;
+      }
+    }
+  });
+  return out;
+}
+
 // logits [R, V] in bfloat16 or float32; the others [R]. Returns token ids [R].
 at::Tensor sample(
     const at::Tensor& logits, const at::Tensor& temperatures, const at::Tensor& seeds, const at::Tensor& sequence_indices,
@@ -726,6 +759,7 @@ TORCH_LIBRARY(tandem_cpu, m) {
       "paged_attention(Tensor q, Tensor kv, Tensor block_tables, Tensor query_lens, Tensor context_lens, float scale, "
       "int window) -> Tensor",
       &paged_attention);
+  m.def("largest(Tensor logits) -> Tensor", &largest);
   m.def("sample(Tensor logits, Tensor temperatures, Tensor seeds, Tensor sequence_indices, Tensor positions) -> Tensor", &sample);
   m.def("keep_freed_memory() -> ()", &keep_freed_memory);
 }

@@ -1,4 +1,4 @@
-"""Draws of `engine.sampler` by a CPU kernel, to the same tokens. `load_cpu_kernels` comes first."""
+"""Choices of `engine.sampler` by CPU kernels, the same tokens. `load_cpu_kernels` comes first."""
 
 from __future__ import annotations
 
@@ -21,4 +21,10 @@ def draw_unfiltered(logits_RV: torch.Tensor, seqs: Seq[Sequence]) -> list[int]:
         torch.tensor([seq.sequence_index for seq in seqs], dtype=torch.int64),
         torch.tensor([seq.num_output_tokens for seq in seqs], dtype=torch.int64),
     ).tolist()
+    return token_ids
+
+
+def choose_largest(logits_SV: torch.Tensor, _: Seq[Sequence] = ()) -> list[int]:
+    """As `engine.sampler.choose_largest`. bfloat16."""
+    token_ids: list[int] = torch.ops.tandem_cpu.largest(logits_SV).tolist()
     return token_ids

@@ -16,10 +16,11 @@ from engine.attention import choose_attention_backend
 from engine.attention.cpu_backend import CpuAttention
 from engine.kernels import build
 from engine.kernels.build import KernelsUnavailable, load_cpu_kernels
+from engine.kernels.sampling import choose_largest as kernel_largest
 from engine.kernels.sampling import draw_unfiltered
 from engine.layers import HeadProjection, RMSNorm, RotaryEmbedding, silu_mul
 from engine.models.decoder_config import RopeConfig
-from engine.sampler import Sampler, draw
+from engine.sampler import Sampler, choose_largest, draw
 from engine.sampling_params import SamplingParams
 from engine.sequence import INVALID_TOKEN, Sequence
 
@@ -200,6 +201,16 @@ def test_a_row_with_a_nan_has_no_next_token() -> None:
     assert draw_unfiltered(logits, seqs)[1:] == [INVALID_TOKEN, INVALID_TOKEN]
 
 
+@pytest.mark.parametrize("vocab_size", [1, 3, 50, 49_152])
+def test_the_largest_is_that_of_the_sampler(vocab_size: int) -> None:
+    logits = torch.randn(30, vocab_size, generator=torch.Generator().manual_seed(4)).to(BFLOAT16)
+    logits[1], logits[2], logits[3], logits[4] = 0.0, -0.0, float("-inf"), -3e38
+    logits[5, : vocab_size // 2] = -0.0
+    logits[5, vocab_size // 2 :] = 0.0  # equal to those before
+    logits[6, -1], logits[7, -1], logits[8, -1] = float("nan"), -float("nan"), float("inf")
+    assert kernel_largest(logits) == choose_largest(logits)
+
+
 def test_rows_with_filters_and_greedy_ones_are_not_for_the_kernel() -> None:
     asked: list[str] = []
 
@@ -213,7 +224,9 @@ def test_rows_with_filters_and_greedy_ones_are_not_for_the_kernel() -> None:
     }  # fmt: skip
     seqs = [Sequence(0, name, [1], 1, SamplingParams(seed=3, **s)) for name, s in settings.items()]  # type: ignore[arg-type]
     logits = torch.randn(5, 300, generator=torch.Generator().manual_seed(2))
-    assert Sampler(frozenset(), kernel).sample(logits.clone(), seqs) == Sampler(frozenset()).sample(logits, seqs)
+    assert Sampler(frozenset(), draw_unfiltered=kernel).sample(logits.clone(), seqs) == Sampler(frozenset()).sample(
+        logits, seqs
+    )
     assert asked == ["plain"]
 
 
