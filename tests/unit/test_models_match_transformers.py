@@ -60,9 +60,11 @@ CONFIGS: dict[str, Any] = {
 GREEDY = SamplingParams(temperature=0, max_tokens=64, ignore_eos=True)
 
 
-def save_model(name: str, folder: Path) -> transformers.PreTrainedModel:
+def save_model(name: str, folder: Path, **changes: Any) -> transformers.PreTrainedModel:
     torch.manual_seed(7)
-    model = transformers.AutoModelForCausalLM.from_config(CONFIGS[name](), attn_implementation="eager").eval()
+    config = CONFIGS[name]()
+    config.update(changes)
+    model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
     with torch.no_grad():  # biases and norms start as 0 and 1, where forgetting them would not be noticed
         for parameter_name, parameter in model.named_parameters():
             if parameter_name.endswith("bias"):
@@ -228,6 +230,24 @@ def test_bfloat16_stays_near_float32(tmp_path: Path) -> None:
         assert logits is not None
         results.append(logits.float())
     assert torch.nn.functional.cosine_similarity(*results).item() > 0.99
+
+
+@pytest.mark.parametrize("name", sorted(CONFIGS))
+def test_fused_layers_compute_what_plain_ones_do(name: str, tmp_path: Path) -> None:
+    """Biases, norms of heads, windows, tied embeddings: everything that a layer may have, as near as bfloat16 allows."""
+    save_model(name, tmp_path, head_dim=16)
+    results = []
+    for backend, dtype in (("cpu", "bfloat16"), ("torch", "bfloat16"), ("torch", "float32")):
+        bench = Bench(engine_config(tmp_path, dtype=dtype, block_size=16, attention_backend=backend))
+        late, running = bench.sequence(random_tokens(40, seed=4)), bench.sequence(random_tokens(30, seed=5))
+        bench.logits((late, 20))
+        bench.logits((running, 29), (late, 10))
+        logits = bench.logits((running, 1), (late, 10))
+        assert logits is not None
+        results.append(logits.float())
+    fused, plain, exact = results
+    assert (fused - exact).norm() < 2 * (plain - exact).norm()
+    assert (fused - exact).norm() < 0.1 * exact.norm()
 
 
 def test_default_model_continues_as_transformers_does() -> None:
