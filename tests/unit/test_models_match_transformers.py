@@ -234,7 +234,7 @@ def test_bfloat16_stays_near_float32(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", sorted(CONFIGS))
 def test_fused_layers_compute_what_plain_ones_do(name: str, tmp_path: Path) -> None:
-    """Biases, norms of heads, windows, tied embeddings: everything that a layer may have, as near as bfloat16 allows."""
+    """Biases, norms of heads, windows, tied embeddings: all that a layer may have, as near as bfloat16 allows."""
     save_model(name, tmp_path, head_dim=16)
     results = []
     for backend, dtype in (("cpu", "bfloat16"), ("torch", "bfloat16"), ("torch", "float32")):
