@@ -9,7 +9,7 @@ import torch
 
 from engine.attention import StepLayout
 
-NUM_BLOCKS = 120
+NUM_BLOCKS = 160
 
 
 class Case:

@@ -11,6 +11,7 @@ import functools
 import hashlib
 import os
 import platform
+import shlex
 import shutil
 import subprocess
 import tempfile
@@ -23,6 +24,7 @@ from engine.cache_dir import build_once, kernels_dir, report
 
 SOURCE = Path(__file__).with_name("cpu.cpp")
 LIBRARY = "tandem_cpu.so"
+CHECKSUM = "tandem_cpu.so.blake2b"
 COMPILERS = ("c++", "g++", "clang++")
 BUILD_TIMEOUT_S = 300.0
 FLAGS = ("-std=c++20", "-O3", "-fPIC", "-shared", "-fopenmp", "-fno-math-errno", "-fno-trapping-math", "-fno-plt")
@@ -47,33 +49,53 @@ def load_cpu_kernels() -> None:
 
 
 def cpu_library(directory: Path) -> Path:
-    """The compiled library, in a folder of `directory`. Raises `KernelsUnavailable`."""
-    compiler = find_compiler()
-    command = compile_command(compiler)
+    """The compiled library, in a folder of `directory`; built anew if it is not what was built. Raises
+    `KernelsUnavailable`."""
+    command = compile_command(find_compiler())
     name = f"cpu-{_digest(command)}"
-    return build_once(directory, name, lambda folder: _build(command, folder)) / LIBRARY
+    try:
+        folder = build_once(directory, name, lambda folder: _build(command, folder))
+        if not _is_whole(folder):
+            report(f"{folder} is damaged; compiling its contents anew")
+            shutil.rmtree(folder)
+            folder = build_once(directory, name, lambda folder: _build(command, folder))
+    except OSError as error:
+        raise KernelsUnavailable(f"they cannot be kept in {directory}: {error}") from error
+    return folder / LIBRARY
 
 
-def find_compiler() -> str:
-    """CXX, or the first C++ compiler on the path. Raises `KernelsUnavailable`."""
-    wanted = os.environ.get("CXX", "")
-    for name in (wanted,) if wanted else COMPILERS:
+def find_compiler() -> list[str]:
+    """CXX (with its flags, if it has some), or the first C++ compiler on the path. Raises `KernelsUnavailable`."""
+    wanted = shlex.split(os.environ.get("CXX", ""))
+    for name in wanted[:1] or COMPILERS:
         if path := shutil.which(name):
-            return path
-    raise KernelsUnavailable(f"there is no C++ compiler ({wanted or ', '.join(COMPILERS)}): install g++")
+            return [path, *wanted[1:]]
+    raise KernelsUnavailable(f"there is no C++ compiler ({' '.join(wanted) or ', '.join(COMPILERS)}): install g++")
 
 
-def compile_command(compiler: str) -> list[str]:
+def compile_command(compiler: list[str]) -> list[str]:
     """Everything but the output."""
     root = Path(torch.__path__[0])
     native = "-mcpu=native" if platform.machine().lower() in ("aarch64", "arm64") else "-march=native"
     return [
-        compiler, *FLAGS, native,
+        *compiler, *FLAGS, native,
         f"-D_GLIBCXX_USE_CXX11_ABI={int(torch._C._GLIBCXX_USE_CXX11_ABI)}",
         f"-I{root / 'include'}", f"-I{root / 'include/torch/csrc/api/include'}",
         str(SOURCE),
         f"-L{root / 'lib'}", f"-Wl,-rpath,{root / 'lib'}", "-ltorch_cpu", "-lc10",
     ]  # fmt: skip
+
+
+def _checksum(folder: Path) -> str:
+    return hashlib.blake2b((folder / LIBRARY).read_bytes(), digest_size=16).hexdigest()
+
+
+def _is_whole(folder: Path) -> bool:
+    """Whether the library is as it was built: loading a file that was cut off kills the process."""
+    try:
+        return (folder / CHECKSUM).read_text() == _checksum(folder)
+    except OSError:
+        return False
 
 
 def _digest(command: list[str]) -> str:
@@ -106,5 +128,8 @@ def _build(command: list[str], folder: Path) -> None:
         if done.returncode != 0:
             first = next((line for line in done.stderr.splitlines() if "error" in line), done.stderr.strip()[:500])
             raise KernelsUnavailable(f"{command[0]} cannot compile them: {first}")
+        if not output.is_file():
+            raise KernelsUnavailable(f"{command[0]} says that it has compiled them, but has written nothing")
         shutil.copy(output, folder / LIBRARY)
+        (folder / CHECKSUM).write_text(_checksum(folder))
     report(f"compiled the CPU kernels in {time.monotonic() - start_s:.0f} s")

@@ -13,6 +13,7 @@
 
 #include <ATen/Parallel.h>
 #include <ATen/core/Tensor.h>
+#include <ATen/ops/add.h>
 #include <ATen/ops/empty.h>
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/ops/empty_like.h>
@@ -516,13 +517,13 @@ at::Tensor paged_attention(
   if (num_threads > 1) at::parallel_for(0, num_threads, 1, work_until_done);
   else work_until_done(0, 1);
 
-  for (int64_t i = 0; i < num_items;) {  // pieces of one row stand side by side
+  for (int64_t i = 0; i < num_items;) {  // pieces of one token's heads stand side by side
     if (items[i].partial < 0) {
       i++;
       continue;
     }
     int64_t end = i + 1;
-    while (end < num_items && items[end].partial >= 0 && items[end].first_key > items[i].first_key) end++;
+    while (end < num_items && items[end].seq == items[i].seq && items[end].kv_head == items[i].kv_head) end++;
     for (int64_t r = 0; r < attention.num_rows(items[i]); r++) {
       float largest = MASKED, sum = 0;
       for (int64_t j = i; j < end; j++) largest = std::max(largest, partial_largest[items[j].partial + r]);
@@ -586,6 +587,25 @@ struct DecoderLayer : torch::CustomClassHolder {
     at::Tensor attended = paged_attention(q, kv, block_tables, query_lens, context_lens, scale, window);
     at::Tensor h = add_rms_norm(x, product(1, attended), post_attention_norm, eps);
     return product(3, silu_mul(product(2, h)));
+  }
+};
+
+// All layers as one call.
+struct DecoderLayers : torch::CustomClassHolder {
+  std::vector<c10::intrusive_ptr<DecoderLayer>> layers;
+
+  void add(const c10::intrusive_ptr<DecoderLayer>& layer) { layers.push_back(layer); }
+
+  // x [T, D] is overwritten; returns the hidden state after all layers. kv_pool [layer, block, ...].
+  at::Tensor forward(
+      const at::Tensor& x, const at::Tensor& kv_pool, const at::Tensor& cos, const at::Tensor& sin,
+      const at::Tensor& slot_mapping, const at::Tensor& block_tables, const at::Tensor& query_lens,
+      const at::Tensor& context_lens) const {
+    std::optional<at::Tensor> delta;
+    for (size_t i = 0; i < layers.size(); i++)
+      delta = layers[i]->forward(
+          x, delta, kv_pool.select(0, int64_t(i)), cos, sin, slot_mapping, block_tables, query_lens, context_lens);
+    return delta ? at::add(x, *delta) : x;
   }
 };
 
@@ -749,6 +769,10 @@ TORCH_LIBRARY(tandem_cpu, m) {
            Tensors, Biases, at::Tensor, at::Tensor, std::optional<at::Tensor>, std::optional<at::Tensor>, double, double,
            int64_t, bool>())
       .def("forward", &DecoderLayer::forward);
+  m.class_<DecoderLayers>("DecoderLayers")
+      .def(torch::init<>())
+      .def("add", &DecoderLayers::add)
+      .def("forward", &DecoderLayers::forward);
   m.def("add_rms_norm(Tensor(a!) x, Tensor? delta, Tensor weight, float eps) -> Tensor", &add_rms_norm);
   m.def("silu_mul(Tensor gate_up) -> Tensor", &silu_mul);
   m.def(

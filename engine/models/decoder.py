@@ -80,20 +80,43 @@ class DecoderLayer:
         return x_TD, self.down(silu_mul(self.gate_up(h_TD)))
 
 
-class Layer(Protocol):
-    """What a decoder needs of its layers: see `DecoderLayer.__call__`."""
+class LayerStack(Protocol):
+    """All layers of a decoder."""
 
     def __call__(
         self,
         x_TD: torch.Tensor,
-        delta_TD: torch.Tensor | None,
-        kv: torch.Tensor,
+        kv_pool: torch.Tensor,
         plan: Any,
         cos_sin: tuple[torch.Tensor, torch.Tensor],
-    ) -> tuple[torch.Tensor, torch.Tensor]: ...
+        on_layer: OnLayer | None,
+    ) -> torch.Tensor:
+        """The hidden state after the last layer: [T, D]. `x_TD` may be overwritten."""
 
 
-Fuse = Callable[[DecoderLayer], Layer]
+class PlainLayers:
+    """One layer after the other."""
+
+    def __init__(self, layers: list[DecoderLayer]) -> None:
+        self._layers = layers
+
+    def __call__(
+        self,
+        x_TD: torch.Tensor,
+        kv_pool: torch.Tensor,
+        plan: Any,
+        cos_sin: tuple[torch.Tensor, torch.Tensor],
+        on_layer: OnLayer | None,
+    ) -> torch.Tensor:
+        delta_TD = None
+        for i, layer in enumerate(self._layers):
+            x_TD, delta_TD = layer(x_TD, delta_TD, kv_pool[i], plan, cos_sin)
+            if on_layer is not None:
+                on_layer(i)
+        return x_TD if delta_TD is None else x_TD + delta_TD
+
+
+Stack = Callable[[list[DecoderLayer]], LayerStack]
 
 
 class Decoder:
@@ -105,14 +128,13 @@ class Decoder:
         weights: Weights,
         backend: AttentionBackend[Any],
         max_model_len: int,
-        fuse: Fuse = lambda layer: layer,
+        stack: Stack = PlainLayers,
     ) -> None:
-        """`fuse` may put something faster in each layer's place."""
+        """`stack` makes of the layers what computes them."""
         self._rotary = RotaryEmbedding(config.rope, config.head_dim, max_model_len, weights.dtype, weights.device)
         self._embedding_VD = weights.take("model.embed_tokens.weight", (config.vocab_size, config.hidden_size))
-        self._layers = [
-            fuse(DecoderLayer(config, layer, weights, backend, self._rotary)) for layer in range(config.num_layers)
-        ]
+        layers = [DecoderLayer(config, layer, weights, backend, self._rotary) for layer in range(config.num_layers)]
+        self._layers = stack(layers)
         self._norm = RMSNorm(weights.take("model.norm.weight", (config.hidden_size,)), config.rms_norm_eps)
         if config.ties_embeddings:
             self._lm_head = Linear(self._embedding_VD)
@@ -134,13 +156,7 @@ class Decoder:
 
         `on_layer(i)` is called when layer i's KV of this step is in the pool.
         """
-        x_TD, delta_TD = self._embedding_VD[token_ids], None
-        cos_sin = self._rotary.select(positions)
-        for i, layer in enumerate(self._layers):
-            x_TD, delta_TD = layer(x_TD, delta_TD, kv_pool[i], plan, cos_sin)
-            if on_layer is not None:
-                on_layer(i)
-        return x_TD if delta_TD is None else x_TD + delta_TD
+        return self._layers(self._embedding_VD[token_ids], kv_pool, plan, self._rotary.select(positions), on_layer)
 
     def compute_logits(self, x_TD: torch.Tensor) -> torch.Tensor:
         """[T, D] -> [T, V]"""

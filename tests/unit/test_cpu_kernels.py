@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from collections.abc import Sequence as Sequence_
 from pathlib import Path
@@ -99,6 +100,13 @@ def test_attention_of_larger_blocks(block_size: int) -> None:
 def test_a_long_context_is_split_among_threads_and_put_together(window: int) -> None:
     assert_close(case_of([(1499, 1)], num_heads=3, num_kv_heads=1), window)
     assert_close(case_of([(1023, 1), (3, 1), (511, 1)], num_heads=3, num_kv_heads=1), window)
+
+
+@pytest.mark.parametrize("window", [0, 513, 600, 800])
+def test_split_contexts_beside_each_other_are_not_mixed(window: int) -> None:
+    """With a window the pieces of a sequence do not begin at its first key."""
+    case = Case([(650, 1), (900, 1), (870, 1)], num_heads=4, num_kv_heads=2, head_dim=64, block_size=32, dtype=BFLOAT16)
+    assert_close(case, window)
 
 
 def test_scores_of_any_size_stay_finite() -> None:
@@ -272,6 +280,37 @@ def test_source_that_does_not_compile_says_why_and_leaves_nothing(
     with pytest.raises(KernelsUnavailable, match="nonsense"):
         build.cpu_library(tmp_path / "cache")
     assert not [path for path in (tmp_path / "cache").iterdir() if path.is_dir()]
+
+
+def test_a_damaged_library_is_built_anew(tmp_path: Path) -> None:
+    library = build.cpu_library(tmp_path)
+    whole = library.read_bytes()
+    library.chmod(0o644)
+    library.write_bytes(whole[:4096])
+    assert build.cpu_library(tmp_path).read_bytes()[:4] == whole[:4]
+    assert len(library.read_bytes()) == len(whole)
+
+
+@pytest.mark.parametrize(
+    ("compiler", "why"),
+    [
+        ("nonsense", "there is no C++ compiler (nonsense)"),
+        ("true", "has written nothing"),
+        ("g++ --nonsense", "compile"),
+    ],
+)
+def test_a_compiler_that_is_none_is_named(
+    compiler: str, why: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("CXX", compiler)
+    with pytest.raises(KernelsUnavailable, match=re.escape(why)):
+        build.cpu_library(tmp_path)
+
+
+def test_a_cache_that_cannot_be_written_is_no_reason_to_fail(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(KernelsUnavailable, match="cannot be kept in"):
+        build.cpu_library(tmp_path / "file" / "kernels")
 
 
 def test_rows_are_laid_out_by_the_plan() -> None:
