@@ -25,9 +25,13 @@ def kernels_dir() -> Path:
     return Path.home() / ".cache" / "tandem" / "kernels"
 
 
+PROGRESS = "tandem: "
+"""How a line of `report` begins."""
+
+
 def report(line: str) -> None:
     """One line of progress on stderr."""
-    print(f"tandem: {line}", file=sys.stderr, flush=True)  # noqa: T201
+    print(f"{PROGRESS}{line}", file=sys.stderr, flush=True)  # noqa: T201
 
 
 def build_once(directory: Path, name: str, build: Callable[[Path], None]) -> Path:

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 
 from rich.console import Console
 
+from engine.cache_dir import PROGRESS
 from engine.config import EngineArgs
 from protos.tandem_inference_pb2 import Mode, Timings
 from protos.tandem_worker_pb2 import ClusterAudit
@@ -133,6 +134,10 @@ class _Demo:
         self._log.append(text)
         if self._is_verbose:
             print(text, file=sys.stderr)
+        elif line.startswith(
+            PROGRESS
+        ):  # of long work, or what is missing here
+            self.say(f"  {name:<10} {line.removeprefix(PROGRESS)}")
 
     def _on_event(self, event: ProcessEvent) -> None:
         self.say(f"  {event.name:<10} {event.what}", style="red" if event.is_bad else "")

@@ -109,20 +109,24 @@ inline float sum_of(F16 v) {
 #endif
 }
 
-// exp(x) for x <= 0, to about 2 units in the last place: 2^n * 2^f, with f in [-0.5, 0.5] by a polynomial of degree 6
-// (Taylor coefficients of 2^f).
+// 2^f for f in [-0.5, 0.5], of one number or of a vector: Taylor's polynomial of degree 6.
+template <class V>
+inline V two_to(V f) {
+  V p = f * 1.54035304e-4f + 1.33335581e-3f;
+  p = p * f + 9.61812911e-3f;
+  p = p * f + 5.55041087e-2f;
+  p = p * f + 2.40226507e-1f;
+  p = p * f + 6.93147181e-1f;
+  return p * f + 1.0f;
+}
+
+// exp(x) for x <= 0, to about 2 units in the last place: 2^n * 2^f.
 inline F16 exp_of(F16 x) {
   x = x < -87.0f ? broadcast(-87.0f) : x;
   F16 t = x * 1.44269504f;
   F16 shifted = t + 12582912.0f;  // 1.5 * 2^23: the sum's low bits are t rounded to an integer
   F16 f = t - (shifted - 12582912.0f);
-  F16 p = broadcast(1.54035304e-4f);
-  p = p * f + 1.33335581e-3f;
-  p = p * f + 9.61812911e-3f;
-  p = p * f + 5.55041087e-2f;
-  p = p * f + 2.40226507e-1f;
-  p = p * f + 6.93147181e-1f;
-  p = p * f + 1.0f;
+  F16 p = two_to(f);
   I16 n = (I16)shifted - 0x4b400000;
   return (F16)((I16)p + (n << 23));
 }
@@ -131,13 +135,7 @@ inline float exp_of(float x) {
   x = std::min(std::max(x, -87.0f), 88.0f);
   float t = x * 1.44269504f;
   float n = std::nearbyint(t), f = t - n;
-  float p = 1.54035304e-4f;
-  p = p * f + 1.33335581e-3f;
-  p = p * f + 9.61812911e-3f;
-  p = p * f + 5.55041087e-2f;
-  p = p * f + 2.40226507e-1f;
-  p = p * f + 6.93147181e-1f;
-  p = p * f + 1.0f;
+  float p = two_to(f);
   int32_t bits;
   std::memcpy(&bits, &p, 4);
   bits += int32_t(n) << 23;

@@ -229,6 +229,8 @@ def test_a_killed_decode_worker_ends_its_streams_at_once_where_there_is_no_other
     with Client(cluster.address) as client, pytest.raises(NoWorker) as caught:
         client.generate(SHORT, max_tokens=5)
     assert caught.value.retry_after_s is not None
+    with Client(cluster.address) as client, pytest.raises(InvalidRequest):  # by the context that the worker had
+        client.generate([5] * 2048, max_tokens=1)
     wait_for_new_worker(cluster, worker_pb.ROLE_DECODE, pid)
     with Client(cluster.address) as client:
         assert len(client.generate(SHORT, max_tokens=5, ignore_eos=True).token_ids) == 5
