@@ -134,9 +134,7 @@ class _Demo:
         self._log.append(text)
         if self._is_verbose:
             print(text, file=sys.stderr)
-        elif line.startswith(
-            PROGRESS
-        ):  # of long work, or what is missing here
+        elif line.startswith(PROGRESS):  # of long work, or what is missing here
             self.say(f"  {name:<10} {line.removeprefix(PROGRESS)}")
 
     def _on_event(self, event: ProcessEvent) -> None:
