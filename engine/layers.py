@@ -24,17 +24,16 @@ class Linear:
     """
 
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> None:
-        self.bias = bias
-        self.is_packed = weight.device.type == "cpu" and weight.dtype == torch.bfloat16 and _has_onednn_bf16()
-        self.weight = torch.ops.mkldnn._reorder_linear_weight(weight) if self.is_packed else weight
-        """In oneDNN's order if `is_packed`: only oneDNN can read it."""
+        self._bias = bias
+        self._is_packed = weight.device.type == "cpu" and weight.dtype == torch.bfloat16 and _has_onednn_bf16()
+        self._weight = torch.ops.mkldnn._reorder_linear_weight(weight) if self._is_packed else weight
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """[..., in] -> [..., out]"""
-        if self.is_packed:
-            y: torch.Tensor = _packed_linear(x, self.weight, self.bias, "none", [], "")
+        if self._is_packed:
+            y: torch.Tensor = _packed_linear(x, self._weight, self._bias, "none", [], "")
             return y
-        return F.linear(x, self.weight, self.bias)
+        return F.linear(x, self._weight, self._bias)
 
 
 _packed_linear = torch.ops.mkldnn._linear_pointwise
@@ -62,10 +61,20 @@ class RMSNorm:
         return x, self(x)
 
 
-def silu_mul(gate_up: torch.Tensor) -> torch.Tensor:
-    """silu(gate) * up, of [T, 2F] with the gate first: [T, F]."""
-    gate, up = gate_up.chunk(2, dim=-1)
-    return F.silu(gate) * up
+class GatedLinear:
+    """`silu(x @ gate.T + gate_bias) * (x @ up.T + up_bias)`, both products as one."""
+
+    def __init__(
+        self, gate: torch.Tensor, up: torch.Tensor, gate_bias: torch.Tensor | None, up_bias: torch.Tensor | None
+    ) -> None:
+        """Either both have a bias or neither."""
+        bias = None if gate_bias is None or up_bias is None else torch.cat((gate_bias, up_bias))
+        self._gate_up = Linear(torch.cat((gate, up)), bias)
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """[..., in] -> [..., out]"""
+        gate, up = self._gate_up(x).chunk(2, dim=-1)
+        return F.silu(gate) * up
 
 
 class RotaryEmbedding:

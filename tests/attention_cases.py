@@ -11,6 +11,9 @@ from engine.attention import StepLayout
 
 NUM_BLOCKS = 160
 
+QKV = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+"""Of a sequence's tokens: [T, N, H], and twice [T, K, H]."""
+
 
 class Case:
     """A pool with random KV of some sequences, and the step's q, k, v."""
@@ -25,8 +28,10 @@ class Case:
         block_size: int,
         seed: int = 0,
         dtype: torch.dtype = torch.float32,
+        last: QKV | None = None,
     ) -> None:
-        """`lens`: (tokens computed before, tokens of this step) per sequence, decoding ones first."""
+        """`lens`: (tokens computed before, tokens of this step) per sequence, decoding ones first. `last`: of the last
+        sequence's tokens; by default random, like all others."""
         self.generator = torch.Generator().manual_seed(seed)
         self.lens, self.block_size = lens, block_size
         self.num_heads, self.num_kv_heads, self.head_dim = num_heads, num_kv_heads, head_dim
@@ -37,12 +42,17 @@ class Case:
         for table, (before, new) in zip(tables, lens, strict=True):
             self.kv[table[-1]] = 0  # a begun block is cleared, all others stay what they were
             k, v = (self.randn(before + new, num_kv_heads).to(dtype) for _ in range(2))
+            if last is not None and len(self.history) == len(lens) - 1:
+                k, v = last[1][: before + new], last[2][: before + new]
             for position in range(before):
                 block, slot = table[position // block_size], position % block_size
                 self.kv[block, 0, :, slot], self.kv[block, 1, :, slot] = k[position], v[position]
             self.history.append((k, v))
         num_tokens = sum(new for _, new in lens)
         self.q = self.randn(num_tokens, num_heads).to(dtype)
+        if last is not None:
+            before, new = lens[-1]
+            self.q[-new:] = last[0][before : before + new]
         self.k, self.v = (
             torch.cat([h[i][before:] for h, (before, _) in zip(self.history, lens, strict=True)]) for i in range(2)
         )

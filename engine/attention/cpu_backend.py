@@ -1,4 +1,4 @@
-"""Paged attention on a CPU, in bfloat16, by kernels of our own (engine/kernels/cpu.cpp).
+"""Paged attention on a CPU, in bfloat16, by kernels of our own (engine/kernels/source/attention.h).
 
 Keys and values are read where they lie: nothing is gathered or padded. Its pool has the order `PAIRED_KV_ORDER`, which
 the kernels write, read, and alone understand.

@@ -1,6 +1,6 @@
 """Kernels of our own for what PyTorch has no fused operation for, compiled for the machine they run on.
 
-    cpu.cpp ──build.py, once per machine, compiler and torch──> tandem_cpu.so ──load──> torch.ops.tandem_cpu.*
+    source/ ──build.py, once per machine, compiler and torch──> tandem_cpu.so ──load──> torch.ops.tandem_cpu.*
 
 Nothing here is needed: without a compiler the engine computes the same in plain torch, and says so.
 """

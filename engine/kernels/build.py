@@ -1,6 +1,6 @@
-"""Compiles cpu.cpp into the cache directory, once for each machine, compiler, torch and source.
+"""Compiles source/ into the cache directory, once for each machine, compiler, torch and source.
 
-Not with torch.utils.cpp_extension: for one file that needs neither Python's headers nor setuptools nor ninja, one call
+Not with torch.utils.cpp_extension: for one unit that needs neither Python's headers nor setuptools nor ninja, one call
 of the compiler is less to install and to explain. Two processes that want the same library wait for one build
 (`engine.cache_dir.build_once`).
 """
@@ -22,12 +22,15 @@ import torch
 
 from engine.cache_dir import build_once, kernels_dir, report
 
-SOURCE = Path(__file__).with_name("cpu.cpp")
+SOURCE = Path(__file__).with_name("source") / "tandem_cpu.cpp"
 LIBRARY = "tandem_cpu.so"
 CHECKSUM = "tandem_cpu.so.blake2b"
 COMPILERS = ("c++", "g++", "clang++")
 BUILD_TIMEOUT_S = 300.0
-FLAGS = ("-std=c++20", "-O3", "-fPIC", "-shared", "-fopenmp", "-fno-math-errno", "-fno-trapping-math", "-fno-plt")
+FLAGS = (
+    "-std=c++20", "-O3", "-fPIC", "-shared", "-fopenmp", "-fno-math-errno", "-fno-trapping-math", "-fno-plt",
+    "-fvisibility=hidden",
+)  # fmt: skip
 
 
 class KernelsUnavailable(Exception):  # noqa: N818 - named for what is the case
@@ -74,11 +77,11 @@ def find_compiler() -> list[str]:
 
 
 def compile_command(compiler: list[str]) -> list[str]:
-    """Everything but the output."""
+    """Everything but the output. CXXFLAGS come last: "-march=x86-64-v3", say, to compute as older machines do."""
     root = Path(torch.__path__[0])
     native = "-mcpu=native" if platform.machine().lower() in ("aarch64", "arm64") else "-march=native"
     return [
-        *compiler, *FLAGS, native,
+        *compiler, *FLAGS, native, *shlex.split(os.environ.get("CXXFLAGS", "")),
         f"-D_GLIBCXX_USE_CXX11_ABI={int(torch._C._GLIBCXX_USE_CXX11_ABI)}",
         f"-I{root / 'include'}", f"-I{root / 'include/torch/csrc/api/include'}",
         str(SOURCE),
@@ -101,7 +104,8 @@ def _is_whole(folder: Path) -> bool:
 def _digest(command: list[str]) -> str:
     """Of all that the library depends on. The cache directory may be shared by machines of different kinds."""
     version = subprocess.run([command[0], "--version"], capture_output=True, text=True, check=False).stdout
-    parts = [SOURCE.read_text(), " ".join(command), version, torch.__version__, _cpu_features()]
+    sources = [path.read_text() for path in sorted(SOURCE.parent.iterdir()) if path.suffix in (".h", ".cpp")]
+    parts = [*sources, " ".join(command), version, torch.__version__, _cpu_features()]
     return hashlib.blake2b("\n".join(parts).encode(), digest_size=8).hexdigest()
 
 

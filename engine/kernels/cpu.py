@@ -1,4 +1,7 @@
-"""A decoder's layers as one call of the CPU kernels. `load_cpu_kernels` comes first. bfloat16 only.
+"""A decoder's parts, by the CPU kernels. `load_cpu_kernels` comes first. bfloat16 only.
+
+    Decoder(…, KERNEL_PARTS): each part computes what its parent does, to bfloat16's precision, and in such a way that a
+    token's numbers do not depend on what else is computed in the same step
 
 Shapes: T tokens, D hidden.
 """
@@ -8,13 +11,61 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import torch.nn.functional as F  # noqa: N812
 
 from engine.attention.cpu_backend import CpuPlan
-from engine.models.decoder import DecoderLayer, OnLayer
+from engine.layers import GatedLinear, Linear, RMSNorm
+from engine.models.decoder import DecoderLayer, OnLayer, Parts
+
+LANES = 16
+PANEL = 2 * LANES
+"""Outputs whose weights stand together (source/matmul.h)."""
+
+
+class PanelLinear(Linear):
+    """Keeps the weight in panels, and not as it was given."""
+
+    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> None:
+        self.num_outputs = len(weight)
+        self.panels: torch.Tensor = torch.ops.tandem_cpu.pack_weight(weight)
+        self.bias = None if bias is None else F.pad(bias, (0, -len(bias) % PANEL))
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = torch.ops.tandem_cpu.linear(x, self.panels, self.bias, self.num_outputs)
+        return y
+
+
+class PanelGatedLinear(GatedLinear):
+    """Each panel holds 16 outputs of the gate and the same 16 of `up`, so that one is applied to the other at once."""
+
+    def __init__(
+        self, gate: torch.Tensor, up: torch.Tensor, gate_bias: torch.Tensor | None, up_bias: torch.Tensor | None
+    ) -> None:
+        self.num_outputs = len(gate)
+        self.panels: torch.Tensor = torch.ops.tandem_cpu.pack_weight(_side_by_side(gate, up))
+        self.bias = None if gate_bias is None or up_bias is None else _side_by_side(gate_bias, up_bias)
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = torch.ops.tandem_cpu.gated_linear(x, self.panels, self.bias, self.num_outputs)
+        return y
+
+
+def _side_by_side(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+    """[N, ...] twice -> [2 * N, ...], 16 of one and 16 of the other in turn; zeros where N ends within 16."""
+    missing = -len(gate) % LANES
+    padded = (torch.cat((x, x.new_zeros(missing, *x.shape[1:]))) for x in (gate, up))
+    sixteens = [x.view(-1, LANES, *x.shape[1:]) for x in padded]
+    return torch.stack(sixteens, dim=1).flatten(0, 2)
+
+
+class KernelRMSNorm(RMSNorm):
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = torch.ops.tandem_cpu.add_rms_norm(x.contiguous(), None, self.weight, self.eps)
+        return y
 
 
 class FusedLayers:
-    """Computes what `layers` compute. Takes over their weights."""
+    """All layers as one call, or one each where somebody listens."""
 
     def __init__(self, layers: list[DecoderLayer]) -> None:
         self._layers = [fused(layer) for layer in layers]
@@ -44,11 +95,16 @@ class FusedLayers:
 
 def fused(layer: DecoderLayer) -> Any:
     """torch.classes.tandem_cpu.DecoderLayer with the weights of `layer`."""
-    heads = layer.heads
-    products = (layer.qkv, layer.output, layer.gate_up, layer.down)
+    heads, qkv, output, gated, down = layer.heads, layer.qkv, layer.output, layer.gated, layer.down
+    assert isinstance(qkv, PanelLinear)
+    assert isinstance(output, PanelLinear)
+    assert isinstance(gated, PanelGatedLinear)
+    assert isinstance(down, PanelLinear)
+    products = (qkv, output, gated, down)
     return torch.classes.tandem_cpu.DecoderLayer(
-        [product.weight for product in products],
+        [product.panels for product in products],
         [product.bias for product in products],
+        [product.num_outputs for product in products],
         layer.input_norm.weight,
         layer.post_attention_norm.weight,
         None if heads.q_norm is None else heads.q_norm.weight,
@@ -56,5 +112,7 @@ def fused(layer: DecoderLayer) -> Any:
         layer.input_norm.eps,
         heads.head_dim**-0.5,
         layer.sliding_window,
-        layer.qkv.is_packed,
     )
+
+
+KERNEL_PARTS = Parts(PanelLinear, PanelGatedLinear, KernelRMSNorm, FusedLayers)

@@ -88,7 +88,7 @@ def load_model(config: EngineConfig, backend: AttentionBackend[Any]) -> Decoder:
 
     Raises `ValueError` where weights and config.json do not fit.
     """
-    from engine.kernels.cpu import FusedLayers
+    from engine.kernels.cpu import KERNEL_PARTS
     from engine.model_loader.weights import DummyWeights, SafetensorsWeights
     from engine.models import load_decoder_config
     from engine.models.decoder import Decoder
@@ -101,5 +101,5 @@ def load_model(config: EngineConfig, backend: AttentionBackend[Any]) -> Decoder:
         weights = SafetensorsWeights(config.model.path, dtype, device)
     decoder_config = load_decoder_config(config.model.hf_config)
     if config.device.attention_backend == "cpu":
-        return Decoder(decoder_config, weights, backend, config.model.max_model_len, FusedLayers)
+        return Decoder(decoder_config, weights, backend, config.model.max_model_len, KERNEL_PARTS)
     return Decoder(decoder_config, weights, backend, config.model.max_model_len)

@@ -9,12 +9,13 @@ Shapes: T tokens, D hidden, F intermediate, N query heads, K key/value heads, H 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
 
 from engine.attention import AttentionBackend
-from engine.layers import HeadProjection, Linear, RMSNorm, RotaryEmbedding, silu_mul
+from engine.layers import GatedLinear, HeadProjection, Linear, RMSNorm, RotaryEmbedding
 from engine.model_loader.weights import Weights
 from engine.models.decoder_config import DecoderConfig
 
@@ -31,6 +32,7 @@ class DecoderLayer:
         weights: Weights,
         backend: AttentionBackend[Any],
         rotary: RotaryEmbedding,
+        parts: Parts,
     ) -> None:
         self._backend = backend
         self.sliding_window = config.sliding_windows[layer]
@@ -39,19 +41,26 @@ class DecoderLayer:
         at, mlp = f"model.layers.{layer}.self_attn", f"model.layers.{layer}.mlp"
         norm = f"model.layers.{layer}"
 
+        def weight_and_bias(
+            name: str, outputs: int, inputs: int, has_bias: bool
+        ) -> tuple[torch.Tensor, torch.Tensor | None]:
+            weight = weights.take(f"{name}.weight", (outputs, inputs))
+            return weight, weights.take(f"{name}.bias", (outputs,)) if has_bias else None
+
         def linear(outputs: dict[str, int], inputs: int, has_bias: bool) -> Linear:
-            weight = torch.cat([weights.take(f"{name}.weight", (size, inputs)) for name, size in outputs.items()])
-            if not has_bias:
-                return Linear(weight)
-            return Linear(weight, torch.cat([weights.take(f"{name}.bias", (size,)) for name, size in outputs.items()]))
+            pairs = [weight_and_bias(name, size, inputs, has_bias) for name, size in outputs.items()]
+            biases = [bias for _, bias in pairs if bias is not None]
+            return parts.linear(torch.cat([weight for weight, _ in pairs]), torch.cat(biases) if biases else None)
 
         def rms_norm(name: str, size: int) -> RMSNorm:
-            return RMSNorm(weights.take(f"{name}.weight", (size,)), config.rms_norm_eps)
+            return parts.rms_norm(weights.take(f"{name}.weight", (size,)), config.rms_norm_eps)
 
         qkv = {f"{at}.q_proj": q_size, f"{at}.k_proj": kv_size, f"{at}.v_proj": kv_size}
         self.qkv = linear(qkv, D, config.has_qkv_bias)
         self.output = linear({f"{at}.o_proj": D}, q_size, config.has_output_bias)
-        self.gate_up = linear({f"{mlp}.gate_proj": I, f"{mlp}.up_proj": I}, D, config.has_mlp_bias)
+        gate, gate_bias = weight_and_bias(f"{mlp}.gate_proj", I, D, config.has_mlp_bias)
+        up, up_bias = weight_and_bias(f"{mlp}.up_proj", I, D, config.has_mlp_bias)
+        self.gated = parts.gated_linear(gate, up, gate_bias, up_bias)
         self.down = linear({f"{mlp}.down_proj": D}, I, config.has_mlp_bias)
         self.input_norm = rms_norm(f"{norm}.input_layernorm", D)
         self.post_attention_norm = rms_norm(f"{norm}.post_attention_layernorm", D)
@@ -77,7 +86,7 @@ class DecoderLayer:
         q_TNH = self._backend.project(self.qkv(h_TD), kv, plan, self.heads, cos_sin)
         attended = self._backend.attend(q_TNH, kv, plan, self.sliding_window)
         x_TD, h_TD = self.post_attention_norm.add(x_TD, self.output(attended))
-        return x_TD, self.down(silu_mul(self.gate_up(h_TD)))
+        return x_TD, self.down(self.gated(h_TD))
 
 
 class LayerStack(Protocol):
@@ -116,7 +125,18 @@ class PlainLayers:
         return x_TD if delta_TD is None else x_TD + delta_TD
 
 
-Stack = Callable[[list[DecoderLayer]], LayerStack]
+@dataclass(frozen=True, slots=True)
+class Parts:
+    """What a decoder is made of: plain torch, or what computes the same faster on some device."""
+
+    linear: type[Linear] = Linear
+    gated_linear: type[GatedLinear] = GatedLinear
+    rms_norm: type[RMSNorm] = RMSNorm
+    stack: Callable[[list[DecoderLayer]], LayerStack] = PlainLayers
+    """Makes of the layers what computes them one after the other."""
+
+
+PLAIN_PARTS = Parts()
 
 
 class Decoder:
@@ -128,19 +148,18 @@ class Decoder:
         weights: Weights,
         backend: AttentionBackend[Any],
         max_model_len: int,
-        stack: Stack = PlainLayers,
+        parts: Parts = PLAIN_PARTS,
     ) -> None:
-        """`stack` makes of the layers what computes them."""
         self._rotary = RotaryEmbedding(config.rope, config.head_dim, max_model_len, weights.dtype, weights.device)
         self._embedding_VD = weights.take("model.embed_tokens.weight", (config.vocab_size, config.hidden_size))
-        layers = [DecoderLayer(config, layer, weights, backend, self._rotary) for layer in range(config.num_layers)]
-        self._layers = stack(layers)
-        self._norm = RMSNorm(weights.take("model.norm.weight", (config.hidden_size,)), config.rms_norm_eps)
+        layers = range(config.num_layers)
+        self._layers = parts.stack([DecoderLayer(config, i, weights, backend, self._rotary, parts) for i in layers])
+        self._norm = parts.rms_norm(weights.take("model.norm.weight", (config.hidden_size,)), config.rms_norm_eps)
         if config.ties_embeddings:
-            self._lm_head = Linear(self._embedding_VD)
+            self._lm_head = parts.linear(self._embedding_VD)
             weights.ignore("lm_head.weight")
         else:
-            self._lm_head = Linear(weights.take("lm_head.weight", (config.vocab_size, config.hidden_size)))
+            self._lm_head = parts.linear(weights.take("lm_head.weight", (config.vocab_size, config.hidden_size)))
         weights.ignore("rotary_emb.inv_freq")
         weights.check_all_taken()
 

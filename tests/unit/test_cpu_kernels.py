@@ -3,23 +3,24 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Sequence_
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from attention_cases import LENS, Case
+from attention_cases import LENS, QKV, Case
 
 from engine import attention
 from engine.attention import choose_attention_backend
 from engine.attention.cpu_backend import CpuAttention
 from engine.kernels import build
 from engine.kernels.build import KernelsUnavailable, load_cpu_kernels
+from engine.kernels.cpu import PanelGatedLinear, PanelLinear
 from engine.kernels.sampling import choose_largest as kernel_largest
 from engine.kernels.sampling import draw_unfiltered
-from engine.layers import HeadProjection, RMSNorm, RotaryEmbedding, silu_mul
+from engine.layers import GatedLinear, HeadProjection, Linear, RMSNorm, RotaryEmbedding
 from engine.models.decoder_config import RopeConfig
 from engine.sampler import Sampler, choose_largest, draw
 from engine.sampling_params import SamplingParams
@@ -63,8 +64,15 @@ def attend(case: Case, window: int) -> torch.Tensor:
     return backend.attend(q, kv, plan, window)
 
 
-def case_of(lens: list[tuple[int, int]], num_heads: int = 6, num_kv_heads: int = 2, head_dim: int = 64) -> Case:
-    return Case(lens, num_heads=num_heads, num_kv_heads=num_kv_heads, head_dim=head_dim, block_size=16, dtype=BFLOAT16)
+def case_of(
+    lens: list[tuple[int, int]],
+    num_heads: int = 6,
+    num_kv_heads: int = 2,
+    head_dim: int = 64,
+    last: QKV | None = None,
+) -> Case:
+    shape = {"num_heads": num_heads, "num_kv_heads": num_kv_heads, "head_dim": head_dim}
+    return Case(lens, **shape, block_size=16, dtype=BFLOAT16, last=last)
 
 
 def assert_close(case: Case, window: int = 0) -> None:
@@ -116,11 +124,16 @@ def test_scores_of_any_size_stay_finite() -> None:
     assert attend(case, 7).isfinite().all()
 
 
-def test_a_row_does_not_depend_on_its_batch() -> None:
-    """The same sequence gives the same bits alone and among others: what P3 rests on."""
-    together, alone = case_of([(700, 1), (90, 1), (0, 33)]), case_of([(700, 1)])
-    alone.q = together.q[:1]
-    torch.testing.assert_close(attend(together, 0)[:1], attend(alone, 0), rtol=0, atol=0)
+@pytest.mark.parametrize("window", [0, 100, 600])
+def test_a_row_does_not_depend_on_what_is_computed_with_it(window: int) -> None:
+    """The same token gives the same bits alone and in any batch or chunk: what exact streams rest on."""
+    whole = case_of([(0, 1100)])
+    tokens, expected = (whole.q, whole.k, whole.v), attend(whole, window)
+    for before, new in [(0, 1), (63, 1), (64, 1), (511, 1), (512, 1), (1099, 1), (500, 77), (1023, 40), (3, 1000)]:
+        for others in ([], [(700, 1), (90, 1)]):
+            case = case_of([*others, (before, new)], last=tokens)
+            rows = attend(case, window)[len(others) :]
+            assert torch.equal(rows, expected[before : before + new]), (before, new, others)
 
 
 def test_only_its_slots_are_written() -> None:
@@ -164,7 +177,7 @@ def test_rotation_against_plain_torch(head_dim: int, has_norms: bool) -> None:
 
 @pytest.mark.parametrize("num_tokens", [1, 7, 300])
 @pytest.mark.parametrize("size", [64, 576, 1000])
-def test_norms_and_activation_are_those_of_plain_torch_to_the_bit(num_tokens: int, size: int) -> None:
+def test_norms_are_those_of_plain_torch_to_the_bit(num_tokens: int, size: int) -> None:
     generator = torch.Generator().manual_seed(5)
     x, delta, weight = (torch.randn(n, size, generator=generator).to(BFLOAT16) for n in (num_tokens, num_tokens, 1))
     plain, kernels = RMSNorm(weight[0], 1e-5), torch.ops.tandem_cpu
@@ -174,14 +187,63 @@ def test_norms_and_activation_are_those_of_plain_torch_to_the_bit(num_tokens: in
     total = x.clone()
     torch.testing.assert_close(kernels.add_rms_norm(total, delta, weight[0], 1e-5), expected, rtol=0, atol=2**-6)
     torch.testing.assert_close(total, expected_sum, rtol=0, atol=0)
-    gate_up = 4 * torch.randn(num_tokens, 2 * size, generator=generator).to(BFLOAT16)
-    torch.testing.assert_close(kernels.silu_mul(gate_up), silu_mul(gate_up), rtol=1e-2, atol=0)
 
 
-@pytest.mark.parametrize("value", [100.0, -100.0, 3e38, -3e38])
-def test_activation_of_extreme_values(value: float) -> None:
-    gate_up = torch.tensor([[value, 0.0, 1.0, 1.0]], dtype=BFLOAT16)
-    torch.testing.assert_close(torch.ops.tandem_cpu.silu_mul(gate_up), silu_mul(gate_up), rtol=1e-2, atol=1e-30)
+# -- products -------------------------------------------------------------------------------------------------------
+
+NUM_ROWS = [1, 2, 11, 12, 13, 24, 33, 191, 192, 193, 400]
+
+
+def product_case(num_rows: int, num_inputs: int, num_outputs: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(num_rows + num_inputs + num_outputs)
+    shapes = ((num_rows, num_inputs), (num_outputs, num_inputs), (num_outputs,))
+    x, weight, bias = (torch.randn(*shape, generator=generator).to(BFLOAT16) for shape in shapes)
+    return x, weight, bias
+
+
+@pytest.mark.parametrize("has_bias", [False, True])
+@pytest.mark.parametrize(("num_inputs", "num_outputs"), [(2, 1), (64, 31), (64, 32), (130, 33), (576, 960), (34, 500)])
+@pytest.mark.parametrize("num_rows", NUM_ROWS)
+def test_products_against_float64(num_rows: int, num_inputs: int, num_outputs: int, has_bias: bool) -> None:
+    x, weight, bias = product_case(num_rows, num_inputs, num_outputs)
+    y = PanelLinear(weight, bias if has_bias else None)(x)
+    expected = torch.nn.functional.linear(x.double(), weight.double(), bias.double() if has_bias else None)
+    torch.testing.assert_close(y.double(), expected, rtol=2**-8, atol=1e-4 * num_inputs**0.5)
+
+
+@pytest.mark.parametrize("has_bias", [False, True])
+@pytest.mark.parametrize(("num_inputs", "num_outputs"), [(2, 1), (64, 15), (64, 16), (130, 33), (576, 1536)])
+@pytest.mark.parametrize("num_rows", NUM_ROWS)
+def test_gated_products_against_float64(num_rows: int, num_inputs: int, num_outputs: int, has_bias: bool) -> None:
+    x, weight, bias = product_case(num_rows, num_inputs, 2 * num_outputs)
+    x /= num_inputs**0.5
+    (gate, up), (gate_bias, up_bias) = weight.chunk(2), bias.chunk(2) if has_bias else (None, None)
+    y = PanelGatedLinear(gate, up, gate_bias, up_bias)(x)
+    linear = torch.nn.functional.linear
+    gated, upper = (
+        linear(x.double(), w.double(), None if b is None else b.double()) for w, b in ((gate, gate_bias), (up, up_bias))
+    )
+    expected = torch.nn.functional.silu(gated) * upper
+    torch.testing.assert_close(y.double(), expected, rtol=2**-5, atol=1e-4)
+
+
+@pytest.mark.parametrize("value", [100.0, -100.0, 3e38, -3e38, float("inf"), float("-inf"), 0.0, -0.0])
+def test_gates_of_extreme_values(value: float) -> None:
+    x, one = torch.tensor([[value, 1.0]], dtype=BFLOAT16), torch.tensor([[1.0, 0.0], [0.0, 1.0]], dtype=BFLOAT16)
+    arguments = (one[:1], one[1:], None, None)
+    torch.testing.assert_close(
+        PanelGatedLinear(*arguments)(x), GatedLinear(*arguments)(x), rtol=1e-2, atol=1e-30, equal_nan=True
+    )
+
+
+@pytest.mark.parametrize("linear", [PanelLinear, lambda weight: PanelGatedLinear(*weight.chunk(2), None, None)])
+def test_a_product_does_not_depend_on_the_rows_beside_it(linear: Callable[[torch.Tensor], Linear]) -> None:
+    x, weight, _ = product_case(400, 576, 96)
+    product = linear(weight)
+    whole = product(x)
+    for num_rows in NUM_ROWS:
+        for part, expected in zip(x.split(num_rows), whole.split(num_rows), strict=True):
+            assert torch.equal(product(part.contiguous()), expected)
 
 
 # -- sampling -------------------------------------------------------------------------------------------------------

@@ -1,0 +1,313 @@
+// Paged attention, for decode and for chunked prefill.
+//
+// The KV of one layer, [block, 2, head, ...], as it is kept (engine/kv_cache.py: PAIRED_KV_ORDER):
+//   keys    [dim / 2, slot, 2]   16 positions' pairs of one dim pair are one vector: scores need no sums across lanes
+//   values  [slot / 2, dim, 2]   16 dims' pairs of one slot pair are one vector: neither does the weighted sum
+//
+// A token's result is the same to the bit however it is computed: alone, among others, in whatever chunk, by however many
+// threads. Its keys are taken in tiles of 64 and pieces of 512 that begin at multiples of these, each piece by itself, and
+// the pieces are put together one after the other; what is masked counts as nothing at all.
+#pragma once
+
+#include <ATen/ops/empty.h>
+
+#include <vector>
+
+#include "vectors.h"
+
+namespace tandem {
+
+constexpr int KEY_TILES = 4;                       // tiles of 16 keys that are scored together
+constexpr int KEYS = KEY_TILES * LANES;
+constexpr int ROW_TILE = 6;                        // rows (token, query head) that share a load of keys or values
+constexpr int64_t MAX_ROWS = 96;                   // rows of one work item: their scores stay in the L2 cache
+constexpr int64_t PIECE_KEYS = 8 * KEYS;           // of which a softmax is made, before they are put together
+constexpr float MASKED = -1e30f;                   // not infinite: a row whose keys so far were all masked stays finite
+
+// Scores of R rows against NJ tiles of 16 keys: score[r * KEYS + 16 j ..]. `stride`: pairs from one dim pair to the next.
+template <int R, int NJ>
+void score_tile(const uint32_t* q, int64_t dim_pairs, const uint32_t* const* keys, int64_t stride, float* score) {
+  F16 acc[R][NJ] = {};
+  for (int64_t d = 0; d < dim_pairs; d++) {
+    U16 k[NJ];
+    for (int j = 0; j < NJ; j++) k[j] = load<U16>(keys[j] + d * stride);
+    for (int r = 0; r < R; r++)
+      for (int j = 0; j < NJ; j++) acc[r][j] = dot_pairs(acc[r][j], k[j], q[r * dim_pairs + d]);
+  }
+  for (int r = 0; r < R; r++)
+    for (int j = 0; j < NJ; j++) store(score + r * KEYS + j * LANES, acc[r][j]);
+}
+
+// out[r, 16 * ND dims] = out * rescale[r] + sum over NJ tiles of p[r, key] * value[key]
+template <int R, int ND>
+void weigh_tile(
+    const uint32_t* p, const uint32_t* const* values, int num_tiles, int64_t H, const float* rescale, float* out) {
+  F16 acc[R][ND];
+  for (int r = 0; r < R; r++)
+    for (int d = 0; d < ND; d++) acc[r][d] = load<F16>(out + r * H + d * LANES) * rescale[r];
+  for (int j = 0; j < num_tiles; j++)
+    for (int s = 0; s < LANES / 2; s++) {
+      U16 v[ND];
+      for (int d = 0; d < ND; d++) v[d] = load<U16>(values[j] + s * H + d * LANES);
+      for (int r = 0; r < R; r++)
+        for (int d = 0; d < ND; d++) acc[r][d] = dot_pairs(acc[r][d], v[d], p[r * (KEYS / 2) + j * (LANES / 2) + s]);
+    }
+  for (int r = 0; r < R; r++)
+    for (int d = 0; d < ND; d++) store(out + r * H + d * LANES, acc[r][d]);
+}
+
+template <int R>
+void score_rows(int num_tiles, const uint32_t* q, int64_t dim_pairs, const uint32_t* const* keys, int64_t stride, float* score) {
+  switch (num_tiles) {
+    case 1: return score_tile<R, 1>(q, dim_pairs, keys, stride, score);
+    case 2: return score_tile<R, 2>(q, dim_pairs, keys, stride, score);
+    case 3: return score_tile<R, 3>(q, dim_pairs, keys, stride, score);
+    default: return score_tile<R, 4>(q, dim_pairs, keys, stride, score);
+  }
+}
+
+template <int R>
+void weigh_rows(
+    const uint32_t* p, const uint32_t* const* values, int num_tiles, int64_t H, const float* rescale, float* out) {
+  const uint32_t* at[KEY_TILES];
+  for (int64_t d = 0; d < H;) {
+    for (int j = 0; j < num_tiles; j++) at[j] = values[j] + d;
+    int64_t left = (H - d) / LANES;
+    if (left >= 4) weigh_tile<R, 4>(p, at, num_tiles, H, rescale, out + d), d += 4 * LANES;
+    else if (left >= 2) weigh_tile<R, 2>(p, at, num_tiles, H, rescale, out + d), d += 2 * LANES;
+    else weigh_tile<R, 1>(p, at, num_tiles, H, rescale, out + d), d += LANES;
+  }
+}
+
+using ScoreRows = void (*)(int, const uint32_t*, int64_t, const uint32_t* const*, int64_t, float*);
+using WeighRows = void (*)(const uint32_t*, const uint32_t* const*, int, int64_t, const float*, float*);
+constexpr ScoreRows SCORE_ROWS[] = {score_rows<1>, score_rows<2>, score_rows<3>, score_rows<4>, score_rows<5>, score_rows<6>};
+constexpr WeighRows WEIGH_ROWS[] = {weigh_rows<1>, weigh_rows<2>, weigh_rows<3>, weigh_rows<4>, weigh_rows<5>, weigh_rows<6>};
+
+// Some tokens of one sequence, some key heads with all query heads that share them, and a range of keys. Either tokens or
+// key heads are one: a single token goes through all heads of a block before the next block, since memory is read faster
+// in order, while of many tokens each goes through the keys of one head, which the cache then holds.
+struct Item {
+  int64_t seq, kv_head, num_kv_heads, first_token, num_tokens, position, first_key, end_key;
+  int64_t partial;  // the first of its rows among those that are put together later; -1 if it has all of its keys
+};
+
+// Softmax of some keys and the sum of values that it weighs: `out` is still to be divided by `sum`.
+struct Rows {
+  std::vector<float> out, largest, sum;
+  Rows(int64_t num_rows, int64_t H) : out(num_rows * H), largest(num_rows), sum(num_rows) {}
+  void clear(int64_t num_rows, int64_t H) {
+    std::fill_n(out.data(), num_rows * H, 0.0f);
+    std::fill_n(largest.data(), num_rows, MASKED);
+    std::fill_n(sum.data(), num_rows, 0.0f);
+  }
+  void take(int64_t at, const Rows& from, int64_t from_at, int64_t H) {
+    std::memcpy(out.data() + at * H, from.out.data() + from_at * H, H * sizeof(float));
+    largest[at] = from.largest[from_at];
+    sum[at] = from.sum[from_at];
+  }
+};
+
+inline int64_t end_of_piece(int64_t key) { return (key / PIECE_KEYS + 1) * PIECE_KEYS; }
+
+// Row `at` of `to` becomes that of its keys and those of row `from_at` of `from`. Not inlined: everywhere the same bits.
+__attribute__((noinline)) void put_together(Rows& to, int64_t at, const Rows& from, int64_t from_at, int64_t H) {
+  float top = std::max(to.largest[at], from.largest[from_at]);
+  float keep = exp_of(to.largest[at] - top), add = exp_of(from.largest[from_at] - top);
+  to.largest[at] = top;
+  to.sum[at] = to.sum[at] * keep + from.sum[from_at] * add;
+  float* out = to.out.data() + at * H;
+  const float* more = from.out.data() + from_at * H;
+#pragma omp simd
+  for (int64_t d = 0; d < H; d++) out[d] = out[d] * keep + more[d] * add;
+}
+
+// Per thread. Online softmax: M. Milakov, N. Gimelshein, 2018; tiled as in T. Dao, "FlashAttention-2", 2023.
+struct Scratch {
+  std::vector<uint32_t> q, p;
+  std::vector<float> score, rescale;
+  Rows piece, whole;
+  explicit Scratch(int64_t H)
+      : q(MAX_ROWS * H / 2), p(MAX_ROWS * KEYS / 2), score(MAX_ROWS * KEYS), rescale(MAX_ROWS), piece(MAX_ROWS, H),
+        whole(MAX_ROWS, H) {}
+};
+
+struct Attention {
+  const bf16* q;           // [T, N, H]
+  const uint32_t* pool;    // one layer, in pairs
+  const int32_t* tables;   // [S, max_blocks]
+  int64_t N, K, H, block_size, max_blocks, window;
+  float scale;
+  bf16* out;               // [T, N * H]
+
+  int64_t num_rows(const Item& item) const { return item.num_kv_heads * item.num_tokens * (N / K); }
+
+  // Which token and query head a row is: row = (key head * tokens + token) * G + query head of that key head.
+  int64_t head_of_row(const Item& item, int64_t r) const {
+    int64_t G = N / K, per_kv_head = item.num_tokens * G;
+    int64_t token = r % per_kv_head / G, head = (item.kv_head + r / per_kv_head) * G + r % G;
+    return (item.first_token + token) * N + head;
+  }
+
+  // All of an item's keys. Returns the rows where the result is, in `scratch`.
+  Rows& run(const Item& item, Scratch& scratch) const {
+    int64_t rows = num_rows(item), pairs = H / 2;
+    for (int64_t r = 0; r < rows; r++)
+      std::memcpy(scratch.q.data() + r * pairs, q + head_of_row(item, r) * H, H * sizeof(bf16));
+    if (end_of_piece(item.first_key) >= item.end_key) return run_piece(item, item.first_key, item.end_key, scratch);
+    scratch.whole.clear(rows, H);
+    for (int64_t key = item.first_key; key < item.end_key; key = end_of_piece(key)) {
+      run_piece(item, key, std::min(end_of_piece(key), item.end_key), scratch);
+      for (int64_t r = 0; r < rows; r++) put_together(scratch.whole, r, scratch.piece, r, H);
+    }
+    return scratch.whole;
+  }
+
+  Rows& run_piece(const Item& item, int64_t first_key, int64_t end_key, Scratch& scratch) const {
+    int64_t G = N / K, per_kv_head = item.num_tokens * G, rows = num_rows(item), pairs = H / 2;
+    int64_t plane = block_size * pairs;
+    Rows& piece = scratch.piece;
+    piece.clear(rows, H);
+    for (int64_t key = first_key; key < end_key; key += KEYS) {
+      int num_tiles = int(std::min<int64_t>(KEY_TILES, (end_key - key + LANES - 1) / LANES));
+      const uint32_t *keys[KEY_TILES], *values[KEY_TILES];
+      for (int j = 0; j < num_tiles; j++) {
+        int64_t at = key + j * LANES, slot = at % block_size;
+        const uint32_t* block = pool + int64_t(tables[item.seq * max_blocks + at / block_size]) * 2 * K * plane;
+        keys[j] = block + item.kv_head * plane + slot;
+        values[j] = block + (K + item.kv_head) * plane + slot / 2 * H;
+      }
+      for_each_row_tile(item, per_kv_head, plane, num_tiles, keys, [&](int64_t r, int64_t n) {
+        SCORE_ROWS[n - 1](num_tiles, scratch.q.data() + r * pairs, pairs, keys, block_size, scratch.score.data() + r * KEYS);
+      });
+      for (int64_t r = 0; r < rows; r++) soften(scratch, r, key, num_tiles, item.position + r % per_kv_head / G);
+      for_each_row_tile(item, per_kv_head, plane, num_tiles, values, [&](int64_t r, int64_t n) {
+        WEIGH_ROWS[n - 1](
+            scratch.p.data() + r * (KEYS / 2), values, num_tiles, H, scratch.rescale.data() + r, piece.out.data() + r * H);
+      });
+    }
+    return piece;
+  }
+
+  // Calls work(first row, number of rows) key head by key head, with `tiles` moved on from one head's plane to the next's.
+  template <class Work>
+  static void for_each_row_tile(
+      const Item& item, int64_t per_kv_head, int64_t plane, int num_tiles, const uint32_t** tiles, const Work& work) {
+    for (int64_t k = 0; k < item.num_kv_heads; k++) {
+      for (int64_t r = 0; r < per_kv_head; r += ROW_TILE)
+        work(k * per_kv_head + r, std::min<int64_t>(ROW_TILE, per_kv_head - r));
+      for (int j = 0; j < num_tiles; j++) tiles[j] += plane;
+    }
+  }
+
+  // One row's scores become weights, rounded to bfloat16 pairs; its sum, its largest score and its rescaling follow.
+  void soften(Scratch& scratch, int64_t r, int64_t key, int num_tiles, int64_t position) const {
+    float* score = scratch.score.data() + r * KEYS;
+    const I16 lane = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+    F16 s[KEY_TILES], top = broadcast(MASKED);
+    bool is_cut = key + num_tiles * LANES > position + 1 || (window && key <= position - window);
+    for (int j = 0; j < num_tiles; j++) {
+      s[j] = load<F16>(score + j * LANES) * scale;
+      if (is_cut) {
+        I16 behind = int32_t(position - key - j * LANES) - lane;  // how far before the row's own position
+        s[j] = behind < 0 ? broadcast(MASKED) : s[j];
+        if (window) s[j] = behind >= int32_t(window) ? broadcast(MASKED) : s[j];
+      }
+      top = s[j] > top ? s[j] : top;
+    }
+    float before = scratch.piece.largest[r], largest = std::max(before, max_of(top));
+    F16 sum = {};
+    bf16* p = reinterpret_cast<bf16*>(scratch.p.data() + r * (KEYS / 2));
+    for (int j = 0; j < num_tiles; j++) {
+      F16 weight = exp_of(s[j] - largest);
+      if (is_cut) weight = s[j] > MASKED / 2 ? weight : F16{};
+      sum += weight;
+      store_bf16(p + j * LANES, weight);
+    }
+    float rescale = before == largest ? 1.0f : exp_of(before - largest);
+    scratch.rescale[r] = rescale;
+    scratch.piece.sum[r] = scratch.piece.sum[r] * rescale + sum_of(sum);
+    scratch.piece.largest[r] = largest;
+  }
+
+  // Row r of an item is row `at` of `rows`.
+  void finish(const Item& item, int64_t r, const Rows& rows, int64_t at) const {
+    float inverse = 1.0f / rows.sum[at];
+    const float* row = rows.out.data() + at * H;
+    bf16* to = out + head_of_row(item, r) * H;
+#pragma omp simd
+    for (int64_t d = 0; d < H; d++) to[d] = to_bf16(row[d] * inverse);
+  }
+};
+
+// q [T, N, H] -> [T, N * H]. Sequence i computes query_lens[i] tokens, the last ones of its context_lens[i]; its blocks
+// are block_tables[i]. All three int32. window > 0: only the last so many keys, the token's own counted.
+at::Tensor paged_attention(
+    const at::Tensor& q, const at::Tensor& kv, const at::Tensor& block_tables, const at::Tensor& query_lens,
+    const at::Tensor& context_lens, double scale, int64_t window) {
+  int64_t T = q.size(0), N = q.size(1), H = q.size(2), S = block_tables.size(0);
+  int64_t K = kv.size(2), block_size = kv.size(3), G = N / K;
+  TORCH_CHECK(q.is_contiguous() && kv.is_contiguous() && block_tables.is_contiguous(), "contiguous");
+  TORCH_CHECK(block_size % LANES == 0 && H % LANES == 0 && H == kv.size(4), "16 must divide block and head size");
+  TORCH_CHECK(N % K == 0 && G <= MAX_ROWS, "query heads must share key heads evenly");
+  at::Tensor out = at::empty({T, N * H}, q.options());
+  Attention attention{data_of(q), reinterpret_cast<const uint32_t*>(data_of(kv)), block_tables.data_ptr<int32_t>(),
+                      N, K, H, block_size, block_tables.size(1), window, float(scale), data_of(out)};
+  const int32_t *lens = query_lens.data_ptr<int32_t>(), *contexts = context_lens.data_ptr<int32_t>();
+
+  // A single token's pieces are items of their own, so that all threads have work; they are put together below.
+  int64_t tile = std::max<int64_t>(1, std::min<int64_t>(32, MAX_ROWS / G));
+  // All heads of a sequence together, unless that leaves threads without work.
+  int64_t heads_together = S >= 4 * at::get_num_threads() ? std::min(K, MAX_ROWS / G) : 1;
+  std::vector<Item> items;
+  int64_t num_partials = 0, first_token = 0;
+  for (int64_t seq = 0; seq < S; first_token += lens[seq++])
+    for (int64_t start = 0; start < lens[seq]; start += tile) {
+      int64_t num_tokens = std::min<int64_t>(tile, lens[seq] - start), position = contexts[seq] - lens[seq] + start;
+      int64_t begin = window ? std::max<int64_t>(0, position - window + 1) / KEYS * KEYS : 0;
+      int64_t end = position + num_tokens, heads = num_tokens == 1 ? heads_together : 1;
+      bool is_split = num_tokens == 1 && end_of_piece(begin) < end;
+      for (int64_t k = 0; k < K; k += heads)
+        for (int64_t key = begin; key < end; key = is_split ? end_of_piece(key) : end) {
+          int64_t end_key = is_split ? std::min(end_of_piece(key), end) : end;
+          items.push_back({seq, k, std::min(heads, K - k), first_token + start, num_tokens, position, key, end_key, -1});
+          if (is_split) items.back().partial = num_partials, num_partials += attention.num_rows(items.back());
+        }
+    }
+
+  Rows partials(num_partials, H);
+  int64_t num_items = items.size();
+  std::atomic<int64_t> next{0};
+  auto work_until_done = [&](int64_t, int64_t) {
+    Scratch scratch(H);
+    for (int64_t i = num_items - 1 - next++; i >= 0; i = num_items - 1 - next++) {  // from the end: the longest first
+      const Item& item = items[i];
+      const Rows& rows = attention.run(item, scratch);
+      for (int64_t r = 0; r < attention.num_rows(item); r++)
+        if (item.partial < 0) attention.finish(item, r, rows, r);
+        else partials.take(item.partial + r, rows, r, H);
+    }
+  };
+  int64_t num_threads = std::min<int64_t>(at::get_num_threads(), num_items);
+  if (num_threads > 1) at::parallel_for(0, num_threads, 1, work_until_done);
+  else work_until_done(0, 1);
+
+  Rows whole(num_partials ? MAX_ROWS : 0, H);
+  for (int64_t i = 0; i < num_items;) {  // the pieces of one token's heads stand side by side
+    const Item& item = items[i];
+    int64_t rows = attention.num_rows(item), end = i + 1;
+    if (item.partial >= 0) {
+      auto is_same = [&](const Item& other) { return other.first_token == item.first_token && other.kv_head == item.kv_head; };
+      while (end < num_items && is_same(items[end])) end++;
+      whole.clear(rows, H);
+      for (int64_t r = 0; r < rows; r++) {
+        for (int64_t j = i; j < end; j++) put_together(whole, r, partials, items[j].partial + r, H);
+        attention.finish(item, r, whole, r);
+      }
+    }
+    i = end;
+  }
+  return out;
+}
+
+}  // namespace tandem

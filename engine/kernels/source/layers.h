@@ -1,0 +1,73 @@
+// A decoder's layers, each one call, or all of them one call: what is between the products takes microseconds with few
+// tokens, and so does every call from Python.
+#pragma once
+
+#include <ATen/ops/add.h>
+#include <torch/custom_class.h>
+
+#include <vector>
+
+#include "attention.h"
+#include "matmul.h"
+#include "rows.h"
+
+namespace tandem {
+
+// One decoder layer (engine/models/decoder.py: DecoderLayer).
+struct DecoderLayer : torch::CustomClassHolder {
+  struct Product {
+    at::Tensor weight;
+    std::optional<at::Tensor> bias;
+    int64_t num_outputs;
+  };
+  Product qkv, output, gated, down;
+  at::Tensor input_norm, post_attention_norm;
+  std::optional<at::Tensor> q_norm, k_norm;
+  double eps, scale;
+  int64_t window;
+
+  // Weights in panels, biases and numbers of outputs of: qkv, output, gate with up, down.
+  DecoderLayer(
+      const std::vector<at::Tensor>& weights, const std::vector<std::optional<at::Tensor>>& biases,
+      const std::vector<int64_t>& num_outputs, at::Tensor input_norm, at::Tensor post_attention_norm,
+      std::optional<at::Tensor> q_norm, std::optional<at::Tensor> k_norm, double eps, double scale, int64_t window)
+      : qkv{weights.at(0), biases.at(0), num_outputs.at(0)}, output{weights.at(1), biases.at(1), num_outputs.at(1)},
+        gated{weights.at(2), biases.at(2), num_outputs.at(2)}, down{weights.at(3), biases.at(3), num_outputs.at(3)},
+        input_norm(std::move(input_norm)), post_attention_norm(std::move(post_attention_norm)),
+        q_norm(std::move(q_norm)), k_norm(std::move(k_norm)), eps(eps), scale(scale), window(window) {}
+
+  // x [T, D] becomes x + delta and what attention adds to it; returns what the feed-forward adds, still to be added.
+  at::Tensor forward(
+      const at::Tensor& x, const std::optional<at::Tensor>& delta, const at::Tensor& kv, const at::Tensor& cos,
+      const at::Tensor& sin, const at::Tensor& slot_mapping, const at::Tensor& block_tables,
+      const at::Tensor& query_lens, const at::Tensor& context_lens) const {
+    at::Tensor normed = add_rms_norm(x, delta, input_norm, eps);
+    at::Tensor projected = linear(normed, qkv.weight, qkv.bias, qkv.num_outputs);
+    at::Tensor q = rotate_and_store(projected, cos, sin, q_norm, k_norm, eps, kv, slot_mapping);
+    at::Tensor attended = paged_attention(q, kv, block_tables, query_lens, context_lens, scale, window);
+    at::Tensor h = add_rms_norm(
+        x, linear(attended, output.weight, output.bias, output.num_outputs), post_attention_norm, eps);
+    return linear(gated_linear(h, gated.weight, gated.bias, gated.num_outputs), down.weight, down.bias, down.num_outputs);
+  }
+};
+
+// All layers as one call.
+struct DecoderLayers : torch::CustomClassHolder {
+  std::vector<c10::intrusive_ptr<DecoderLayer>> layers;
+
+  void add(const c10::intrusive_ptr<DecoderLayer>& layer) { layers.push_back(layer); }
+
+  // x [T, D] is overwritten; returns the hidden state after all layers. kv_pool [layer, block, ...].
+  at::Tensor forward(
+      const at::Tensor& x, const at::Tensor& kv_pool, const at::Tensor& cos, const at::Tensor& sin,
+      const at::Tensor& slot_mapping, const at::Tensor& block_tables, const at::Tensor& query_lens,
+      const at::Tensor& context_lens) const {
+    std::optional<at::Tensor> delta;
+    for (size_t i = 0; i < layers.size(); i++)
+      delta = layers[i]->forward(
+          x, delta, kv_pool.select(0, int64_t(i)), cos, sin, slot_mapping, block_tables, query_lens, context_lens);
+    return delta ? at::add(x, *delta) : x;
+  }
+};
+
+}  // namespace tandem

@@ -1,0 +1,151 @@
+// Choosing the next token: the largest logit, or a draw among all (engine/sampler.py says what a draw is).
+#pragma once
+
+#include <ATen/ops/empty.h>
+
+#include <vector>
+
+#include "vectors.h"
+
+namespace tandem {
+
+typedef uint64_t W16 __attribute__((vector_size(128)));
+
+// Philox4x32-10 (engine/random.py) of 16 counters (block.., sequence_index, position, 0): word j of lane i is of token
+// 4 * (block + i) + j.
+inline void philox(U16 c[4], uint64_t seed) {
+  uint32_t k0 = uint32_t(seed), k1 = uint32_t(seed >> 32);
+  for (int round = 0; round < 10; round++) {
+    W16 p0 = __builtin_convertvector(c[0], W16) * uint64_t(0xD2511F53), p1 = __builtin_convertvector(c[2], W16) * uint64_t(0xCD9E8D57);
+    U16 high0 = __builtin_convertvector(p0 >> 32, U16), high1 = __builtin_convertvector(p1 >> 32, U16);
+    c[0] = high1 ^ c[1] ^ k0;
+    c[1] = __builtin_convertvector(p1, U16);
+    c[2] = high0 ^ c[3] ^ k1;
+    c[3] = __builtin_convertvector(p0, U16);
+    k0 += 0x9E3779B9, k1 += 0xBB67AE85;
+  }
+}
+
+// log(x) of normal positive x, to some 1e-6 of itself or of 1: exponent, and atanh series of the mantissa around 1.
+inline F16 log_of(F16 x) {
+  I16 bits = (I16)x - 0x3f3504f3;  // so that the mantissa is in [sqrt(0.5), sqrt(2))
+  F16 exponent = __builtin_convertvector(bits >> 23, F16);
+  F16 m = (F16)((bits & 0x007fffff) + 0x3f3504f3);
+  F16 t = (m - 1.0f) / (m + 1.0f), t2 = t * t;
+  F16 series = 2.0f / 9.0f + F16{};
+  series = series * t2 + 2.0f / 7.0f;
+  series = series * t2 + 2.0f / 5.0f;
+  series = series * t2 + 2.0f / 3.0f;
+  series = series * t2 + 2.0f;
+  return exponent * 0.693147181f + t * series;
+}
+
+// One token of a row at random: engine/sampler.py, step 9, without filters. Scores of all in float32, of those that come
+// near the best in float64. -1 where a logit is a NaN.
+int64_t race(const float* logits, int64_t V, double temperature, uint64_t seed, uint32_t sequence_index, uint32_t position,
+             std::vector<float>& scores) {
+  float largest = -INFINITY;
+  bool has_nan = false;
+  for (int64_t i = 0; i < V; i++) {
+    has_nan |= logits[i] != logits[i];
+    largest = std::max(largest, logits[i]);
+  }
+  if (has_nan || largest == -INFINITY) return -1;
+  const U16 lane = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+  const float inverse = float(std::min(1.0 / temperature, 1e30));  // finite: the largest logit's distance is 0
+  const double scale = 1.0 / 4294967296.0;
+  scores.resize(V + 4 * LANES);
+  float best = -INFINITY;
+  for (int64_t first = 0; first < V; first += 4 * LANES) {
+    U16 words[4] = {lane + uint32_t(first / 4), U16{} + sequence_index, U16{} + position, U16{}};
+    philox(words, seed);
+    float* score = scores.data() + first;
+    for (int j = 0; j < 4; j++) {
+      // -log(u) with u = (word + 0.5) / 2^32; where u is near 1, by what is missing: log1p(-v) = log(1 - v) * v / (1 - (1 - v)).
+      F16 u = (__builtin_convertvector(words[j], F16) + 0.5f) * float(scale);
+      F16 v = (__builtin_convertvector(~words[j], F16) + 0.5f) * float(scale);
+      F16 t = 1.0f - v, missing = 1.0f - t;
+      F16 near_one = missing > 0.0f ? -log_of(t) * v / missing : v;
+      F16 clock = v > 0.5f ? -log_of(u) : near_one;
+      F16 minus_log = -log_of(clock);
+      for (int i = 0; i < LANES; i++) score[4 * i + j] = minus_log[i];
+    }
+    int64_t n = std::min<int64_t>(4 * LANES, V - first);
+#pragma omp simd reduction(max : best)
+    for (int64_t i = 0; i < n; i++) {
+      score[i] += (logits[first + i] - largest) * inverse;
+      best = std::max(best, score[i]);
+    }
+  }
+  int64_t winner = -1;
+  double best_exact = -INFINITY;
+  for (int64_t i = 0; i < V; i++) {
+    if (!(scores[i] > best - 1e-3f)) continue;
+    U16 words[4] = {U16{} + uint32_t(i / 4), U16{} + sequence_index, U16{} + position, U16{}};
+    philox(words, seed);
+    double clock = -std::log((double(words[i & 3][0]) + 0.5) * scale);
+    double exact = (double(logits[i]) - double(largest)) / temperature - std::log(clock);
+    if (exact > best_exact) best_exact = exact, winner = i;
+  }
+  return winner;
+}
+
+// logits [R, V] in bfloat16. Returns the index of each row's largest, the first of equals; -1 where there is a NaN.
+at::Tensor largest(const at::Tensor& logits) {
+  int64_t R = logits.size(0), V = logits.size(1);
+  TORCH_CHECK(logits.is_contiguous(), "logits must be contiguous");
+  at::Tensor out = at::empty({R}, logits.options().dtype(at::kLong));
+  const bf16* in = data_of(logits);
+  int64_t* token_ids = out.data_ptr<int64_t>();
+  for_each_item(R, [&](int64_t r) {
+    const bf16* row = in + r * V;
+    // As integers in the order of the floats: negative ones have their bits turned over. NaNs are beyond infinity.
+    int16_t most = INT16_MIN, least = INT16_MAX;
+#pragma omp simd reduction(max : most) reduction(min : least)
+    for (int64_t i = 0; i < V; i++) {
+      int16_t bits = int16_t(row[i]), key = int16_t(bits ^ ((bits >> 15) & 0x7fff));
+      most = std::max(most, key);
+      least = std::min(least, key);
+    }
+    constexpr int16_t INFINITE = 0x7f80;
+    if (most > INFINITE || least < int16_t(~INFINITE)) {
+      token_ids[r] = -1;
+      return;
+    }
+    for (int64_t i = 0; i < V; i++) {
+      int16_t bits = int16_t(row[i]), key = int16_t(bits ^ ((bits >> 15) & 0x7fff));
+      if (key == most || (most == 0 && key == -1)) {  // 0 and -0 are equals
+        token_ids[r] = i;
+        return;
+      }
+    }
+  });
+  return out;
+}
+
+// logits [R, V] in bfloat16 or float32; the others [R]. Returns token ids [R].
+at::Tensor sample(
+    const at::Tensor& logits, const at::Tensor& temperatures, const at::Tensor& seeds, const at::Tensor& sequence_indices,
+    const at::Tensor& positions) {
+  int64_t R = logits.size(0), V = logits.size(1);
+  TORCH_CHECK(logits.is_contiguous() && V < (int64_t(1) << 32), "logits [R, V], contiguous");
+  bool is_float = logits.scalar_type() == at::kFloat;
+  at::Tensor out = at::empty({R}, seeds.options());
+  const bf16* halves = is_float ? nullptr : data_of(logits);
+  int64_t* token_ids = out.data_ptr<int64_t>();
+  for_each_item(R, [&](int64_t r) {
+    std::vector<float> scores, wide;
+    const float* row = is_float ? logits.data_ptr<float>() + r * V : nullptr;
+    if (!is_float) {
+      wide.resize(V);
+      for (int64_t i = 0; i < V; i++) wide[i] = to_float(halves[r * V + i]);
+      row = wide.data();
+    }
+    token_ids[r] = race(
+        row, V, temperatures.data_ptr<double>()[r], uint64_t(seeds.data_ptr<int64_t>()[r]),
+        uint32_t(sequence_indices.data_ptr<int64_t>()[r]), uint32_t(positions.data_ptr<int64_t>()[r]), scores);
+  });
+  return out;
+}
+
+}  // namespace tandem

@@ -1,0 +1,61 @@
+// What PyTorch has no fused CPU operation for, in bfloat16, as torch.ops.tandem_cpu.* and torch.classes.tandem_cpu.*;
+// compiled by engine/kernels/build.py for the machine it runs on. One source for all machines.
+//
+//   vectors.h  <-  rows.h, matmul.h, attention.h  <-  layers.h  <-  this file
+//              <-  sampling.h                                <-
+
+#include <torch/library.h>
+
+#include "attention.h"
+#include "layers.h"
+#include "matmul.h"
+#include "rows.h"
+#include "sampling.h"
+
+#if defined(__GLIBC__)
+#include <malloc.h>
+#endif
+
+namespace tandem {
+
+// Freed memory stays with the process: else every step's large tensors are mapped, cleared and unmapped anew by the
+// kernel, a third of the time of a long prompt. glibc only; elsewhere it does nothing.
+void keep_freed_memory() {
+#if defined(__GLIBC__)
+  mallopt(M_MMAP_THRESHOLD, 32 << 20);
+  mallopt(M_TRIM_THRESHOLD, 1 << 30);
+#endif
+}
+
+}  // namespace tandem
+
+using namespace tandem;
+
+TORCH_LIBRARY(tandem_cpu, m) {
+  using Tensors = std::vector<at::Tensor>;
+  using Biases = std::vector<std::optional<at::Tensor>>;
+  m.class_<DecoderLayer>("DecoderLayer")
+      .def(torch::init<
+           const Tensors&, const Biases&, const std::vector<int64_t>&, at::Tensor, at::Tensor, std::optional<at::Tensor>,
+           std::optional<at::Tensor>, double, double, int64_t>())
+      .def("forward", &DecoderLayer::forward);
+  m.class_<DecoderLayers>("DecoderLayers")
+      .def(torch::init<>())
+      .def("add", &DecoderLayers::add)
+      .def("forward", &DecoderLayers::forward);
+  m.def("pack_weight(Tensor weight) -> Tensor", &pack_weight);
+  m.def("linear(Tensor x, Tensor weight, Tensor? bias, int num_outputs) -> Tensor", &linear);
+  m.def("gated_linear(Tensor x, Tensor weight, Tensor? bias, int num_outputs) -> Tensor", &gated_linear);
+  m.def("add_rms_norm(Tensor(a!) x, Tensor? delta, Tensor weight, float eps) -> Tensor", &add_rms_norm);
+  m.def(
+      "rotate_and_store(Tensor qkv, Tensor cos, Tensor sin, Tensor? q_norm, Tensor? k_norm, float eps, Tensor(a!) kv, "
+      "Tensor slot_mapping) -> Tensor",
+      &rotate_and_store);
+  m.def(
+      "paged_attention(Tensor q, Tensor kv, Tensor block_tables, Tensor query_lens, Tensor context_lens, float scale, "
+      "int window) -> Tensor",
+      &paged_attention);
+  m.def("largest(Tensor logits) -> Tensor", &largest);
+  m.def("sample(Tensor logits, Tensor temperatures, Tensor seeds, Tensor sequence_indices, Tensor positions) -> Tensor", &sample);
+  m.def("keep_freed_memory() -> ()", &keep_freed_memory);
+}

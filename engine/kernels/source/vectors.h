@@ -1,0 +1,170 @@
+// Vectors of 16 floats and of 16 pairs of bfloat16, and the little arithmetic that the kernels need of them. The vectors
+// are the compiler's: GCC and Clang lower 64-byte vectors to whatever there is. Only the dot product of bfloat16 pairs has
+// an instruction of its own where there is one (AVX512-BF16).
+#pragma once
+
+#include <ATen/Parallel.h>
+#include <ATen/core/Tensor.h>
+
+#include <algorithm>
+#include <array>
+#include <atomic>
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+#include <utility>
+
+#if defined(__AVX512F__)
+#include <immintrin.h>
+#endif
+
+namespace tandem {
+
+typedef float F16 __attribute__((vector_size(64)));
+typedef int32_t I16 __attribute__((vector_size(64)));
+typedef uint32_t U16 __attribute__((vector_size(64)));
+typedef uint16_t bf16;
+
+constexpr int LANES = 16;
+
+inline float to_float(bf16 x) {
+  uint32_t bits = uint32_t(x) << 16;
+  float f;
+  std::memcpy(&f, &bits, 4);
+  return f;
+}
+
+inline bf16 to_bf16(float f) {  // to nearest, ties to even
+  uint32_t bits;
+  std::memcpy(&bits, &f, 4);
+  return bf16((bits + 0x7fff + ((bits >> 16) & 1)) >> 16);
+}
+
+template <class V>
+inline V load(const void* p) {
+  V v;
+  std::memcpy(&v, p, sizeof(V));
+  return v;
+}
+
+template <class V>
+inline void store(void* p, V v) {
+  std::memcpy(p, &v, sizeof(V));
+}
+
+inline F16 broadcast(float x) { return x - F16{}; }
+
+// 16 numbers from, and to, bfloat16 in memory.
+inline F16 to_float(const bf16* p) {
+  typedef uint16_t H16 __attribute__((vector_size(32)));
+  return (F16)(__builtin_convertvector(load<H16>(p), U16) << 16);
+}
+
+inline void store_bf16(bf16* to, F16 v) {
+#if defined(__AVX512BF16__)
+  store(to, _mm512_cvtneps_pbh((__m512)v));
+#else
+  for (int i = 0; i < LANES; i++) to[i] = to_bf16(v[i]);
+#endif
+}
+
+inline F16 rounded(F16 v) {
+  bf16 half[LANES];
+  store_bf16(half, v);
+  return to_float(half);
+}
+
+// acc[i] += pairs[i].low * other.low + pairs[i].high * other.high
+inline F16 dot_pairs(F16 acc, U16 pairs, uint32_t other) {
+#if defined(__AVX512BF16__)
+  return (F16)_mm512_dpbf16_ps((__m512)acc, (__m512bh)pairs, (__m512bh)_mm512_set1_epi32(int(other)));
+#else
+  float low = to_float(bf16(other)), high = to_float(bf16(other >> 16));
+  return acc + (F16)(pairs << 16) * low + (F16)(pairs & 0xffff0000u) * high;
+#endif
+}
+
+inline float max_of(F16 v) {
+#if defined(__AVX512F__)
+  return _mm512_reduce_max_ps((__m512)v);
+#else
+  float m = v[0];
+  for (int i = 1; i < LANES; i++) m = std::max(m, v[i]);
+  return m;
+#endif
+}
+
+inline float sum_of(F16 v) {
+#if defined(__AVX512F__)
+  return _mm512_reduce_add_ps((__m512)v);
+#else
+  float s = 0;
+  for (int i = 0; i < LANES; i++) s += v[i];
+  return s;
+#endif
+}
+
+// 2^f for f in [-0.5, 0.5], of one number or of a vector: Taylor's polynomial of degree 6.
+template <class V>
+inline V two_to(V f) {
+  V p = f * 1.54035304e-4f + 1.33335581e-3f;
+  p = p * f + 9.61812911e-3f;
+  p = p * f + 5.55041087e-2f;
+  p = p * f + 2.40226507e-1f;
+  p = p * f + 6.93147181e-1f;
+  return p * f + 1.0f;
+}
+
+// exp(x) for x <= 0, to about 2 units in the last place: 2^n * 2^f.
+inline F16 exp_of(F16 x) {
+  x = x < -87.0f ? broadcast(-87.0f) : x;
+  F16 t = x * 1.44269504f;
+  F16 shifted = t + 12582912.0f;  // 1.5 * 2^23: the sum's low bits are t rounded to an integer
+  F16 f = t - (shifted - 12582912.0f);
+  F16 p = two_to(f);
+  I16 n = (I16)shifted - 0x4b400000;
+  return (F16)((I16)p + (n << 23));
+}
+
+inline float exp_of(float x) {
+  x = std::min(std::max(x, -87.0f), 88.0f);
+  float t = x * 1.44269504f;
+  float n = std::nearbyint(t), f = t - n;
+  float p = two_to(f);
+  int32_t bits;
+  std::memcpy(&bits, &p, 4);
+  bits += int32_t(n) << 23;
+  std::memcpy(&p, &bits, 4);
+  return p;
+}
+
+inline bf16* data_of(const at::Tensor& t) {
+  TORCH_CHECK(t.scalar_type() == at::kBFloat16, "must be bfloat16");
+  return reinterpret_cast<bf16*>(t.data_ptr());
+}
+
+// Calls work(i) for every i below n, on all threads; whoever is free takes the next.
+template <class Work>
+void for_each_item(int64_t n, const Work& work) {
+  int64_t num_threads = std::min<int64_t>(at::get_num_threads(), n);
+  if (num_threads <= 1) {
+    for (int64_t i = 0; i < n; i++) work(i);
+    return;
+  }
+  std::atomic<int64_t> next{0};
+  at::parallel_for(0, num_threads, 1, [&](int64_t, int64_t) {
+    for (int64_t i = next++; i < n; i = next++) work(i);
+  });
+}
+
+// Calls work(begin, end) for contiguous shares of n, one for each thread.
+template <class Work>
+void for_each_range(int64_t n, const Work& work) {
+  int64_t num_threads = std::min<int64_t>(at::get_num_threads(), n);
+  if (num_threads <= 1) return work(int64_t(0), n);
+  at::parallel_for(0, num_threads, 1, [&](int64_t first, int64_t last) {
+    for (int64_t i = first; i < last; i++) work(n * i / num_threads, n * (i + 1) / num_threads);
+  });
+}
+
+}  // namespace tandem
