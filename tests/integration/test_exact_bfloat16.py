@@ -1,0 +1,129 @@
+"""With the CPU kernels an answer is the same in bfloat16 too, token for token, however its work is cut and mixed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import fields, replace
+from pathlib import Path
+
+import pytest
+import torch
+from clusters import RunningCluster
+from reference import Reference
+
+from engine.config import EngineArgs
+from engine.llm_engine import LLMEngine
+from engine.model_loader import create_engine_config
+from engine.sampling_params import SamplingParams
+from tandem.client import Client
+
+NUM_TOKENS = 24
+Answers = dict[str, list[int]]
+
+
+def params_of(index: int) -> SamplingParams:
+    """Greedy, seeded, and seeded with penalties and filters, in turn."""
+    kinds = (
+        SamplingParams(temperature=0),
+        SamplingParams(temperature=0.9, seed=index),
+        SamplingParams(
+            temperature=0.8, top_p=0.95, top_k=200, repetition_penalty=1.1, presence_penalty=0.3, seed=index
+        ),
+    )
+    return replace(kinds[index % 3], max_tokens=NUM_TOKENS, ignore_eos=True)
+
+
+def make_engine(model_folder: Path, **changes: object) -> LLMEngine:
+    args = EngineArgs(
+        model=str(model_folder), dtype="bfloat16", attention_backend="cpu", max_model_len=2048, num_kv_blocks=640,
+        num_threads=1, enable_prefix_caching=False,
+    )  # fmt: skip
+    return LLMEngine(create_engine_config(replace(args, **changes)))  # type: ignore[arg-type]
+
+
+def ask(engine: LLMEngine, references: list[Reference]) -> Answers:
+    """All at once."""
+    for index, reference in enumerate(references):
+        engine.add_request(reference.name, reference.prompt_token_ids, params_of(index))
+    return finish(engine)
+
+
+def finish(engine: LLMEngine) -> Answers:
+    answers: Answers = {}
+    while engine.has_unfinished_requests():
+        for output in engine.step():
+            answers.setdefault(output.request_id, []).extend(output.outputs[0].token_ids)
+    return answers
+
+
+@pytest.fixture(scope="module")
+def alone(model_folder: Path, references: list[Reference]) -> Answers:
+    """Each request by itself, its prompt in one piece."""
+    engine = make_engine(model_folder)
+    answers: Answers = {}
+    for index, reference in enumerate(references):
+        engine.add_request(reference.name, reference.prompt_token_ids, params_of(index))
+        answers |= finish(engine)
+    return answers
+
+
+def differing(answers: Answers, expected: Answers) -> list[str]:
+    return [name for name in answers if answers[name] != expected[name]]
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"prefill_chunk_tokens": 64},
+        {"prefill_chunk_tokens": 17},
+        {"num_threads": 2},
+        {"enable_prefix_caching": True, "max_num_seqs": 3},
+        {"block_size": 32, "num_kv_blocks": 320},
+    ],
+    ids=["together", "chunks of 64", "chunks of 17", "2 threads", "cached prefixes", "larger blocks"],
+)
+def test_same_tokens(
+    changes: dict[str, object], model_folder: Path, references: list[Reference], alone: Answers
+) -> None:
+    assert differing(ask(make_engine(model_folder, **changes), references), alone) == []
+    torch.set_num_threads(1)
+
+
+def test_same_tokens_after_preemption(model_folder: Path, references: list[Reference], alone: Answers) -> None:
+    engine = make_engine(model_folder, max_model_len=512, num_kv_blocks=33)
+    # Long prompts keep their place, which decides their parameters, but are not asked.
+    for index, reference in enumerate(references):
+        if len(reference.prompt_token_ids) <= 64:
+            engine.add_request(reference.name, reference.prompt_token_ids, params_of(index))
+    assert differing(finish(engine), alone) == []
+    assert engine.stats.num_preemptions > 0
+
+
+@pytest.mark.parametrize("flags", [(), ("--aggregated",)], ids=["disaggregated", "aggregated"])
+def test_same_tokens_of_a_cluster(
+    flags: tuple[str, ...], references: list[Reference], alone: Answers, start_cluster: Callable[..., RunningCluster]
+) -> None:
+    cluster = start_cluster("--max-model-len", "2048", "--kv-cache-gib", "0.4", *flags)
+    with Client(cluster.address) as client, ThreadPoolExecutor(8) as threads:
+
+        def ask_cluster(index: int) -> list[int]:
+            params = {field.name: getattr(params_of(index), field.name) for field in fields(SamplingParams)}
+            changed = {name: value for name, value in params.items() if value != getattr(SamplingParams(), name)}
+            return client.generate(list(references[index].prompt_token_ids), **changed).token_ids
+
+        answers = list(threads.map(ask_cluster, range(len(references))))
+    assert differing(dict(zip((r.name for r in references), answers, strict=True)), alone) == []
+
+
+def test_other_sums_would_change_answers(model_folder: Path, references: list[Reference]) -> None:
+    """Plain torch, whose sums depend on the number of rows, does: so the tests above can fail."""
+    short = [reference for reference in references if len(reference.prompt_token_ids) <= 33]
+    apart, together = (make_engine(model_folder, attention_backend="torch") for _ in range(2))
+    expected: Answers = {}
+    for reference in short:
+        expected |= ask(apart, [reference])
+    for reference in short:
+        together.add_request(reference.name, reference.prompt_token_ids, params_of(0))
+    assert differing(finish(together), expected)
