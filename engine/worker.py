@@ -7,6 +7,7 @@ Owns the pool and the runner. Loading is reported on stderr, since a large model
 
 from __future__ import annotations
 
+import gc
 import sys
 import time
 
@@ -45,6 +46,9 @@ class Worker:
             print(f"tandem: loaded {config.model.model} in {load_s:.0f} s", file=sys.stderr, flush=True)  # noqa: T201
         self.kv_pool = allocate_kv_pool(self.kv_shape, config.device.device)
         self._runner = ModelRunner(config, model, backend, self.kv_pool, on_layer_written)
+        # What is there now stays: the garbage collector need not look at it again and again, 1.5 % of a decode step.
+        gc.collect()
+        gc.freeze()
 
     def execute(self, output: SchedulerOutput) -> list[int | None]:
         return self._runner.execute(output)

@@ -5,8 +5,13 @@ already works on. The prefill worker is the one that would have the first token 
 tokens of this prompt that its prefix cache lacks. So the longest cached prefix wins unless its owner is busier by more
 tokens than the prefix saves.
 
-A prompt of which the decode worker lacks at most `local_max_uncached_tokens` tokens is prefilled there: moving it would
-cost more than computing it. So is every prompt where there is no prefill worker that it can be paired with.
+The decode worker prefills the prompt itself where that is better for all, in tokens to be prefilled:
+
+- It lacks at most `local_max_uncached_tokens` of them: moving the rest would cost more than computing it.
+- Or every prefill worker is so busy that waiting for one takes longer than what the prompt would cost here: its own
+  wait, and its own time once more for each request that decodes here and stands still meanwhile. So the sum of all
+  delays is least; an idle decode worker takes part in a burst of prompts, a busy one is left alone.
+- Or there is no prefill worker that it can be paired with.
 """
 
 from __future__ import annotations
@@ -54,6 +59,10 @@ class DecodeCandidate:
     """Of this prompt."""
     is_full: bool
     """It refused a request, and has not freed anything since."""
+    num_queued_tokens: int
+    """Of prompts that it prefills itself."""
+    num_running: int
+    """Requests that decode here, and would stand still while it prefills."""
 
 
 def choose_plan(
@@ -81,11 +90,13 @@ def choose_plan(
     compatible = [p for p in prefill if p.compat_digest == best.compat_digest and p.key not in avoid]
     if num_uncached_tokens <= config.local_max_uncached_tokens or not compatible:
         return Plan(best.key, None)
-    free = [p for p in compatible if p.num_queued_tokens <= config.max_prefill_backlog_tokens]
-    if not free:
+
+    def wait_of(p: PrefillCandidate) -> int:
+        return p.num_queued_tokens + num_tokens - p.num_cached_blocks * block_size
+
+    soonest = min(compatible, key=wait_of)
+    if wait_of(soonest) > best.num_queued_tokens + (1 + best.num_running) * num_uncached_tokens:
+        return Plan(best.key, None)
+    if soonest.num_queued_tokens > config.max_prefill_backlog_tokens:
         return None
-    soonest = min(
-        free,
-        key=lambda p: p.num_queued_tokens + num_tokens - p.num_cached_blocks * block_size,
-    )
     return Plan(best.key, soonest.key)

@@ -54,6 +54,11 @@ class WorkerHandle:
         return self.is_leaving or self.record.is_draining or self.load.is_draining
 
     @property
+    def num_queued_tokens(self) -> int:
+        """Still to be prefilled: as it says, or as this router has just planned."""
+        return max(self.num_prefill_tokens, self.load.num_waiting_tokens)
+
+    @property
     def num_available_blocks(self) -> int:
         return _num_available(self.load) - self.num_planned_blocks
 
@@ -91,16 +96,15 @@ class TakenRoom:
         """`num_tokens`: to be prefilled."""
         self.plan = Plan(decode.key, prefill.key if prefill else None)
         self._decode: WorkerHandle | None = decode
-        self._prefill = prefill
+        self._prefiller: WorkerHandle | None = prefill or decode
         self._num_tokens = num_tokens
         self._num_blocks = -(-num_tokens // decode.record.model.block_size)
         decode.num_planned_blocks += self._num_blocks
-        if prefill is not None:
-            prefill.num_prefill_tokens += num_tokens
+        self._prefiller.num_prefill_tokens += num_tokens
 
     @property
     def is_settled(self) -> bool:
-        return self._decode is None and self._prefill is None
+        return self._decode is None and self._prefiller is None
 
     def settle_decode(self) -> None:
         """The decode worker has answered."""
@@ -111,6 +115,6 @@ class TakenRoom:
     def settle(self) -> None:
         """The prompt is computed, or will not be."""
         self.settle_decode()
-        if self._prefill is not None:
-            self._prefill.num_prefill_tokens -= self._num_tokens
-            self._prefill = None
+        if self._prefiller is not None:
+            self._prefiller.num_prefill_tokens -= self._num_tokens
+            self._prefiller = None

@@ -119,7 +119,7 @@ class WorkerPool:
                 PrefillCandidate(
                     key=h.key,
                     compat_digest=h.record.compat_digest,
-                    num_queued_tokens=max(h.num_prefill_tokens, h.load.num_waiting_tokens),
+                    num_queued_tokens=h.num_queued_tokens,
                     num_cached_blocks=request.num_cached_blocks.get(h.key, 0),
                 )
                 for h in self.usable(pb.Role.ROLE_PREFILL)
@@ -133,6 +133,8 @@ class WorkerPool:
                     num_used_blocks=h.load.blocks.num_sequence + h.load.blocks.num_grant + h.num_planned_blocks,
                     num_cached_blocks=request.num_cached_blocks.get(h.key, 0),
                     is_full=h.is_full,
+                    num_queued_tokens=h.num_queued_tokens,
+                    num_running=h.load.num_running,
                 )
                 for h in decode
             ],

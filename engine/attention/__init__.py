@@ -30,7 +30,10 @@ def choose_attention_backend(name: str, *, device: str, dtype: str, head_dim: in
         except KernelsUnavailable as error:
             why_not = str(error)
             if name == "auto":
-                report(f"no CPU kernels, so that plain torch computes, several times slower: {error}")
+                report(
+                    "no CPU kernels, so that plain torch computes, several times slower, and where two tokens are "
+                    f"nearly as likely an answer may depend on the batch: {error}"
+                )
     if name == "auto":
         return "torch"
     raise ValueError(f"attention_backend cpu cannot work here: {why_not}; give auto or torch")

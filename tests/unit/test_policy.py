@@ -19,9 +19,17 @@ def prefill(name: str, *, queued: int = 0, cached: int = 0, digest: str = "m") -
 
 
 def decode(
-    name: str, *, available: int = 1000, used: int = 0, cached: int = 0, full: bool = False, digest: str = "m"
+    name: str,
+    *,
+    available: int = 1000,
+    used: int = 0,
+    cached: int = 0,
+    full: bool = False,
+    digest: str = "m",
+    queued: int = 0,
+    running: int = 0,
 ) -> DecodeCandidate:
-    return DecodeCandidate(key(name), digest, available, used, cached, full)
+    return DecodeCandidate(key(name), digest, available, used, cached, full, queued, running)
 
 
 def choose(
@@ -50,7 +58,7 @@ def test_the_longest_cached_prefix_wins_unless_its_owner_is_much_busier() -> Non
 
 
 def test_a_prefix_on_the_decode_side_counts() -> None:
-    plan = choose(800, [prefill("p")], [decode("cold"), decode("warm", cached=30, used=20)])
+    plan = choose(800, [prefill("p")], [decode("cold"), decode("warm", cached=30, used=20, running=2)])
     assert plan == Plan(key("warm"), key("p"))
 
 
@@ -79,12 +87,29 @@ def test_without_room_a_request_waits(candidates: list[DecodeCandidate]) -> None
 
 def test_behind_too_long_a_backlog_a_request_waits() -> None:
     backlog = PolicyConfig().max_prefill_backlog_tokens
-    assert choose(800, [prefill("p", queued=backlog + 1)], [decode("d")]) is None
-    assert choose(800, [prefill("p", queued=backlog)], [decode("d")]) is not None
+    busy = decode("d", running=100)
+    assert choose(800, [prefill("p", queued=backlog + 1)], [busy]) is None
+    assert choose(800, [prefill("p", queued=backlog)], [busy]) == Plan(key("d"), key("p"))
+
+
+def test_an_idle_decode_worker_takes_part_in_a_burst() -> None:
+    here, there = Plan(key("d"), None), Plan(key("d"), key("p"))
+    assert choose(800, [prefill("p")], [decode("d")]) == there
+    assert choose(800, [prefill("p", queued=1)], [decode("d")]) == here
+    assert choose(800, [prefill("p", queued=200)], [decode("d", queued=200)]) == there
+    assert choose(800, [prefill("p", queued=201)], [decode("d", queued=200)]) == here
+    # What each has cached is not computed again.
+    assert choose(800, [prefill("p", queued=100, cached=10)], [decode("d")]) == there
+    assert choose(800, [prefill("p")], [decode("d", cached=20)]) == here
+
+
+def test_a_busy_decode_worker_is_left_alone() -> None:
+    assert choose(800, [prefill("p", queued=4 * 800)], [decode("d", running=4)]) == Plan(key("d"), key("p"))
+    assert choose(800, [prefill("p", queued=4 * 800 + 1)], [decode("d", running=4)]) == Plan(key("d"), None)
 
 
 def test_a_worker_that_failed_is_the_last_choice() -> None:
-    decodes = [decode("bad", cached=30), decode("d")]
+    decodes = [decode("bad", cached=30, running=2), decode("d")]
     assert choose(800, [prefill("p")], decodes, avoid=("bad",)) == Plan(key("d"), key("p"))
     assert choose(800, [prefill("p")], decodes[:1], avoid=("bad",)) == Plan(key("bad"), key("p"))
 

@@ -28,7 +28,8 @@ constexpr int64_t ROWS_OF_ITEM = 16 * MATMUL_ROWS;
 // Sums of R rows and one panel. Meanwhile `ahead` is asked for: what will be read next, LINES cache lines a pair.
 template <int R, int LINES>
 void multiply_tile(const uint32_t* x, int64_t pairs, const uint32_t* panel, const char* ahead, F16 (*sums)[2]) {
-  F16 acc[R][2] = {};
+  F16 acc[R][2];
+  for (int r = 0; r < R; r++) acc[r][0] = acc[r][1] = F16{};
   for (int64_t k = 0; k < pairs; k++) {
     U16 low = load<U16>(panel + k * PANEL), high = load<U16>(panel + k * PANEL + LANES);
     for (int line = 0; line < LINES; line++) __builtin_prefetch(ahead + (k * LINES + line) * 64, 0, 2);
