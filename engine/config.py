@@ -62,6 +62,8 @@ class SchedulerConfig:
     """Token budget of one step."""
     prefill_chunk_tokens: int
     """At most this many prompt tokens of one sequence in one step."""
+    max_itl_ms: float
+    """Aim for a step that decodes and prefills (engine/pace.py); 0: none."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -126,6 +128,13 @@ class EngineArgs:
     prefill_chunk_tokens: int = field(
         default=0, metadata={"help": "Most prompt tokens of one sequence in one step. 0: max-num-batched-tokens."}
     )
+    max_itl_ms: float = field(
+        default=40.0,
+        metadata={
+            "help": "While requests decode, prompts beside them are computed in pieces so small that a step, the gap "
+            "between tokens, takes about this long at most. 0: pieces as large as the token budget."
+        },
+    )
     device: str = field(default="auto", metadata={"help": "auto, cpu or cuda."})
     num_threads: int = field(default=0, metadata={"help": "Compute threads. 0: torch's default."})
     attention_backend: str = field(
@@ -167,6 +176,7 @@ class EngineArgs:
         _check(
             self.prefill_chunk_tokens >= 0, f"prefill_chunk_tokens must be at least 0, is {self.prefill_chunk_tokens}"
         )
+        _check(0 <= self.max_itl_ms < float("inf"), f"max_itl_ms must be at least 0, is {self.max_itl_ms}")
         _check(self.num_threads >= 0, f"num_threads must be at least 0, is {self.num_threads}")
         _check(
             self.attention_backend in ATTENTION_BACKENDS,

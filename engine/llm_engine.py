@@ -19,9 +19,10 @@ from engine.block_manager import BlockLedger, BlockManager, CacheEvent
 from engine.config import EngineConfig
 from engine.executor import Executor
 from engine.outputs import RequestOutput
+from engine.pace import StepPace
 from engine.sampling_params import SamplingParams
 from engine.scheduler import Scheduler, SchedulerStats
-from engine.sequence import OnLayerWritten, Sequence
+from engine.sequence import OnLayerWritten, SchedulerOutput, Sequence
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +67,7 @@ class LLMEngine:
             max_model_len=config.model.max_model_len,
             eos_token_ids=config.model.eos_token_ids,
         )
+        self._pace = StepPace(config.scheduler.max_itl_ms / 1000)
         self._seq_ids = count()
         self._live: set[str] = set()
         self.is_idle = True
@@ -152,14 +154,15 @@ class LLMEngine:
 
     def step(self) -> list[RequestOutput]:
         """Compute one batch. Returns the new tokens; empty if nothing could be scheduled."""
-        scheduled = self._scheduler.schedule()
+        scheduled = self._scheduler.schedule(self._pace.num_prefill_tokens)
         self.is_idle = not scheduled.scheduled
         if self.is_idle:
             return []
+        start_s = time.monotonic()
         for s in scheduled.scheduled:
-            if not s.seq.first_scheduled_s:
-                s.seq.first_scheduled_s = time.monotonic()
+            s.seq.first_scheduled_s = s.seq.first_scheduled_s or start_s
         sampled = self.executor.execute(scheduled)
+        self._note_pace(scheduled, time.monotonic() - start_s)
         outputs = self._scheduler.apply(scheduled, sampled)
         self._live.difference_update(o.request_id for o in outputs if o.is_finished and not self._is_held(o.request_id))
         return outputs
@@ -200,6 +203,11 @@ class LLMEngine:
         return self.block_manager.ledger(), self.block_manager.check_integrity()
 
     # -- inside -------------------------------------------------------------------------------------------------
+
+    def _note_pace(self, scheduled: SchedulerOutput, seconds: float) -> None:
+        nums_tokens = [s.num_new_tokens for s in scheduled.scheduled]
+        num_decoding = nums_tokens.count(1)
+        self._pace.note(num_decoding=num_decoding, num_prefill_tokens=sum(nums_tokens) - num_decoding, seconds=seconds)
 
     def _is_held(self, request_id: str) -> bool:
         return request_id in self._scheduler.held

@@ -151,12 +151,17 @@ class Scheduler:
 
     # -- one step -----------------------------------------------------------------------------------------------
 
-    def schedule(self) -> SchedulerOutput:
-        """What the next step computes. Nothing, if there is no work or no memory for any."""
+    def schedule(self, max_prefill_tokens: int | None = None) -> SchedulerOutput:
+        """What the next step computes. Nothing, if there is no work or no memory for any.
+
+        `max_prefill_tokens`: of prompts, if something decodes beside them.
+        """
         budget = self._config.max_num_batched_tokens
         copies: list[tuple[int, int]] = []
         decoding = self._grow_decoding(budget, copies)
         budget -= len(decoding)
+        if decoding and max_prefill_tokens is not None:
+            budget = min(budget, max_prefill_tokens)
         prefilling: list[ScheduledSequence] = []
         for seq in self._prefill_candidates():
             if budget == 0:

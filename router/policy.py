@@ -9,8 +9,8 @@ The decode worker prefills the prompt itself where that is better for all, in to
 
 - It lacks at most `local_max_uncached_tokens` of them: moving the rest would cost more than computing it.
 - Or every prefill worker is so busy that waiting for one takes longer than what the prompt would cost here: its own
-  wait, and its own time once more for each request that decodes here and stands still meanwhile. So the sum of all
-  delays is least; an idle decode worker takes part in a burst of prompts, a busy one is left alone.
+  wait, and a share of its own time for each request that decodes here and is slowed down meanwhile (`STALL_WEIGHT`). An
+  idle decode worker so takes part in a burst of prompts, a busy one is left alone.
 - Or there is no prefill worker that it can be paired with.
 """
 
@@ -20,6 +20,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from router.request_state import Plan, WorkerKey
+
+STALL_WEIGHT = 0.25
+"""What a second of delay within a stream costs, of what it costs before the first token. It is not felt as such: a decode
+worker cuts prompts so that its streams go on, only slower (engine/pace.py)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,7 +99,7 @@ def choose_plan(
         return p.num_queued_tokens + num_tokens - p.num_cached_blocks * block_size
 
     soonest = min(compatible, key=wait_of)
-    if wait_of(soonest) > best.num_queued_tokens + (1 + best.num_running) * num_uncached_tokens:
+    if wait_of(soonest) > best.num_queued_tokens + (1 + STALL_WEIGHT * best.num_running) * num_uncached_tokens:
         return Plan(best.key, None)
     if soonest.num_queued_tokens > config.max_prefill_backlog_tokens:
         return None

@@ -55,6 +55,7 @@ def make_engine_config(args: EngineArgs, folder: Path) -> EngineConfig:
             max_num_seqs=args.max_num_seqs,
             max_num_batched_tokens=args.max_num_batched_tokens,
             prefill_chunk_tokens=args.prefill_chunk_tokens or args.max_num_batched_tokens,
+            max_itl_ms=args.max_itl_ms,
         ),
         device=DeviceConfig(device=device, num_threads=args.num_threads, attention_backend=backend),
         load=LoadConfig(load_format="dummy" if args.load_format == "dummy" else "safetensors", seed=args.seed),

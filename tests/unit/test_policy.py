@@ -58,7 +58,7 @@ def test_the_longest_cached_prefix_wins_unless_its_owner_is_much_busier() -> Non
 
 
 def test_a_prefix_on_the_decode_side_counts() -> None:
-    plan = choose(800, [prefill("p")], [decode("cold"), decode("warm", cached=30, used=20, running=2)])
+    plan = choose(800, [prefill("p")], [decode("cold"), decode("warm", cached=30, used=20, running=8)])
     assert plan == Plan(key("warm"), key("p"))
 
 
@@ -104,12 +104,12 @@ def test_an_idle_decode_worker_takes_part_in_a_burst() -> None:
 
 
 def test_a_busy_decode_worker_is_left_alone() -> None:
-    assert choose(800, [prefill("p", queued=4 * 800)], [decode("d", running=4)]) == Plan(key("d"), key("p"))
-    assert choose(800, [prefill("p", queued=4 * 800 + 1)], [decode("d", running=4)]) == Plan(key("d"), None)
+    assert choose(800, [prefill("p", queued=2 * 800)], [decode("d", running=8)]) == Plan(key("d"), key("p"))
+    assert choose(800, [prefill("p", queued=2 * 800 + 1)], [decode("d", running=8)]) == Plan(key("d"), None)
 
 
 def test_a_worker_that_failed_is_the_last_choice() -> None:
-    decodes = [decode("bad", cached=30, running=2), decode("d")]
+    decodes = [decode("bad", cached=30, running=8), decode("d")]
     assert choose(800, [prefill("p")], decodes, avoid=("bad",)) == Plan(key("d"), key("p"))
     assert choose(800, [prefill("p")], decodes[:1], avoid=("bad",)) == Plan(key("bad"), key("p"))
 

@@ -14,7 +14,9 @@ EOS = 1
 
 def make(*, num_blocks: int = 64, budget: int = 16, chunk: int = 8, max_num_seqs: int = 8) -> Scheduler:
     manager = BlockManager(num_blocks=num_blocks, block_size=4, prefix_key=b"k" * 32, enable_prefix_caching=True)
-    config = SchedulerConfig(max_num_seqs=max_num_seqs, max_num_batched_tokens=budget, prefill_chunk_tokens=chunk)
+    config = SchedulerConfig(
+        max_num_seqs=max_num_seqs, max_num_batched_tokens=budget, prefill_chunk_tokens=chunk, max_itl_ms=0
+    )
     return Scheduler(config, manager, max_model_len=100, eos_token_ids=frozenset({EOS}))
 
 
@@ -50,6 +52,18 @@ def test_a_long_prompt_is_cut_into_chunks_and_decoding_goes_first() -> None:
     assert plan(step(scheduler)) == [("short", 1), ("long", 8)]
     assert plan(step(scheduler)) == [("short", 1), ("long", 4)]
     assert plan(step(scheduler)) == [("short", 1), ("long", 1)]
+
+
+def test_prompts_are_cut_further_where_something_decodes_beside_them() -> None:
+    scheduler = make()
+    scheduler.add(sequence("first", 8))
+    output = scheduler.schedule(3)
+    assert plan(output) == [("first", 8)]
+    scheduler.apply(output, [7])
+    for length in (4, 5):
+        scheduler.add(sequence(f"of {length}", length))
+    output = scheduler.schedule(6)
+    assert plan(output) == [("first", 1), ("of 4", 4), ("of 5", 2)]
 
 
 def test_a_sequence_without_a_next_token_fails_alone() -> None:

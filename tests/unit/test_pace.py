@@ -1,0 +1,61 @@
+"""Steps stay as short as asked, on machines of any speed."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from engine.pace import MIN_BUDGET, UNKNOWN_BUDGET, StepPace
+
+
+def step(pace: StepPace, *, decode_s: float, token_s: float, noise: random.Random | None = None) -> float:
+    """One step of a machine that decodes and has prompts without end. Returns what it took."""
+    num_tokens = pace.num_prefill_tokens
+    assert num_tokens is not None
+    seconds = (decode_s + token_s * num_tokens) * (noise.uniform(0.8, 1.3) if noise else 1.0)
+    pace.note(num_decoding=4, num_prefill_tokens=num_tokens, seconds=seconds)
+    return seconds
+
+
+def warmed_up(max_itl_s: float, *, decode_s: float, token_s: float) -> StepPace:
+    pace = StepPace(max_itl_s)
+    assert pace.num_prefill_tokens == UNKNOWN_BUDGET
+    pace.note(num_decoding=0, num_prefill_tokens=512, seconds=512 * token_s)
+    pace.note(num_decoding=4, num_prefill_tokens=0, seconds=decode_s)
+    return pace
+
+
+@pytest.mark.parametrize(("decode_s", "token_s"), [(0.02, 1e-3), (0.01, 25e-6), (0.001, 1e-6), (0.03, 1e-3)])
+def test_a_step_takes_what_was_asked(decode_s: float, token_s: float) -> None:
+    pace = warmed_up(0.05, decode_s=decode_s, token_s=token_s)
+    for _ in range(20):
+        assert 0.045 <= step(pace, decode_s=decode_s, token_s=token_s) <= 0.0501
+
+
+def test_it_follows_a_machine_that_becomes_slower_and_faster_again() -> None:
+    pace = warmed_up(0.05, decode_s=0.01, token_s=1e-4)
+    for token_s in (4e-4, 1e-4):
+        for _ in range(20):
+            step(pace, decode_s=0.01, token_s=token_s)
+        assert 0.04 <= step(pace, decode_s=0.01, token_s=token_s) <= 0.051
+
+
+def test_noise_does_not_carry_it_away() -> None:
+    pace, noise = warmed_up(0.05, decode_s=0.02, token_s=5e-4), random.Random(1)
+    seconds = sorted(step(pace, decode_s=0.02, token_s=5e-4, noise=noise) for _ in range(300))
+    assert 0.04 < seconds[150] < 0.055
+    assert seconds[-1] < 0.1
+
+
+def test_prompts_get_on_where_decoding_alone_takes_too_long() -> None:
+    pace = warmed_up(0.05, decode_s=0.2, token_s=1e-3)
+    assert step(pace, decode_s=0.2, token_s=1e-3) == pytest.approx(0.3, rel=0.02)
+    slow = warmed_up(0.05, decode_s=0.049, token_s=0.1)
+    assert slow.num_prefill_tokens == MIN_BUDGET
+
+
+def test_without_an_aim_there_is_no_limit() -> None:
+    pace = StepPace(0)
+    pace.note(num_decoding=4, num_prefill_tokens=512, seconds=9.0)
+    assert pace.num_prefill_tokens is None
