@@ -87,7 +87,7 @@ def test_without_room_a_request_waits(candidates: list[DecodeCandidate]) -> None
 
 def test_behind_too_long_a_backlog_a_request_waits() -> None:
     backlog = PolicyConfig().max_prefill_backlog_tokens
-    busy = decode("d", running=100)
+    busy = decode("d", running=200)
     assert choose(800, [prefill("p", queued=backlog + 1)], [busy]) is None
     assert choose(800, [prefill("p", queued=backlog)], [busy]) == Plan(key("d"), key("p"))
 
