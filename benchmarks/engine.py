@@ -154,8 +154,9 @@ def main(
         return
     try:
         args = EngineArgs(
-            model=model, dtype=dtype, load_format=load_format, num_threads=num_threads, kv_cache_gib=kv_cache_gib
-        )
+            model=model, dtype=dtype, load_format=load_format, num_threads=num_threads, kv_cache_gib=kv_cache_gib,
+            max_itl_ms=0,  # prefill or decode, never both
+        )  # fmt: skip
         engine = LLMEngine(create_engine_config(args))
     except ValueError as error:
         raise click.ClickException(str(error)) from error

@@ -1,6 +1,6 @@
 """Keeps what a benchmark found: one JSON line on stdout, the same in a file, and a picture if one can be drawn.
 
-save(name, summary, draw) ──> benchmarks/results/<name>-<date>-<commit>.json and .png
+save(name, summary, draw) ──> benchmarks/results/<name>-<date>-<time>-<commit>.json and .png
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ RESULTS = Path(__file__).with_name("results")
 def save(name: str, summary: dict[str, Any], draw: Callable[[Any], None]) -> None:
     """`draw` gets matplotlib's axes. Without matplotlib there is no picture, which is said."""
     RESULTS.mkdir(exist_ok=True)
-    path = RESULTS / f"{name}-{time.strftime('%Y-%m-%d')}-{summary.get('commit') or 'local'}.json"
+    path = RESULTS / f"{name}-{time.strftime('%Y-%m-%d-%H%M')}-{summary.get('commit') or 'local'}.json"
     path.write_text(json.dumps(summary, indent=1) + "\n")
     try:
         import matplotlib

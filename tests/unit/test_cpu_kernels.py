@@ -29,7 +29,7 @@ from engine.sequence import INVALID_TOKEN, Sequence
 BFLOAT16 = torch.bfloat16
 
 
-@pytest.fixture(autouse=True, params=[1, 2], ids=["1 thread", "2 threads"])
+@pytest.fixture(autouse=True, params=[1, 2], ids=["one-thread", "two-threads"])
 def threads(request: pytest.FixtureRequest) -> Iterator[None]:
     load_cpu_kernels()
     before = torch.get_num_threads()
