@@ -136,6 +136,7 @@ def worker_spec(args: ClusterArgs, name: str, folder: Path, redis_url: str) -> P
         "--transport", args.transport,
         *engine_flags(engine),
         "--lease-ms", str(args.lease_ms),
+        "--drain-grace-s", str(args.drain_grace_s),
     ]  # fmt: skip
     env = {
         **python_env(),

@@ -1,4 +1,5 @@
-"""A decode worker dies in the middle of an answer: the stream goes on elsewhere, with the tokens it would have had."""
+"""A decode worker dies, or leaves, in the middle of an answer: the stream goes on elsewhere, with the tokens it would
+have had. In the dtype that is served, bfloat16."""
 
 from __future__ import annotations
 
@@ -22,14 +23,12 @@ SAMPLINGS = {
 }
 
 
-SMALL = ("--kv-cache-gib", "0.2", "--lease-ms", "2000")
+SMALL = ("--decode", "2", "--max-model-len", "1024", "--kv-cache-gib", "0.2", "--lease-ms", "2000")
 
 
 @pytest.fixture(scope="module")
 def cluster(start_cluster: Callable[..., RunningCluster]) -> RunningCluster:
-    return start_cluster(
-        "--decode", "2", "--dtype", "float32", "--max-model-len", "1024", "--kv-cache-gib", "0.2", "--lease-ms", "2000"
-    )
+    return start_cluster(*SMALL)
 
 
 @pytest.mark.parametrize("name", list(SAMPLINGS))
@@ -65,6 +64,24 @@ def test_a_router_that_is_held_up_for_longer_than_a_lease_loses_no_stream(cluste
         for begun, stream in zip(received, streams, strict=True):
             begun.extend(token_id for chunk in stream for token_id in chunk.token_ids)
     assert received == [expected] * 4
+    cluster.wait_until_at_rest(60)
+
+
+def test_a_worker_that_leaves_hands_its_streams_over_when_its_grace_is_over(
+    start_cluster: Callable[..., RunningCluster],
+) -> None:
+    cluster = start_cluster(*SMALL, "--drain-grace-s", "0.2")
+    sampling = {**SAMPLINGS["seeded"], "max_tokens": 400, "ignore_eos": True}
+    with Client(cluster.address) as client:
+        expected = client.generate(PROMPT, **sampling)  # type: ignore[arg-type]
+        received: list[int] = []
+        for chunk in client.stream(PROMPT, **sampling):  # type: ignore[arg-type]
+            received += chunk.token_ids
+            if len(received) == 20:
+                os.kill(serving_decode_worker(cluster), signal.SIGTERM)
+            last = chunk
+    assert last.timings.attempts == 2
+    assert received == expected.token_ids
     cluster.wait_until_at_rest(60)
 
 
