@@ -53,7 +53,8 @@ class ModelRunner:
 
     @torch.inference_mode()
     def forward(self, output: SchedulerOutput) -> tuple[InputBatch | None, torch.Tensor | None]:
-        """The step without sampling: its arrays, and logits [sampling sequences, vocabulary] in the model's dtype.
+        """The step without sampling: its arrays, and logits [sampling sequences, vocabulary] in the model's dtype
+        or wider.
 
         None for both if nothing is scheduled, for the logits if nothing is sampled.
         """

@@ -35,6 +35,14 @@ class PanelLinear(Linear):
         return y
 
 
+class PanelLogits(PanelLinear):
+    """[T, in] -> [T, out] in float32. Without a bias."""
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = torch.ops.tandem_cpu.linear_float(x, self.panels, self.num_outputs)
+        return y
+
+
 class PanelGatedLinear(GatedLinear):
     """Each panel holds 16 outputs of the gate and the same 16 of `up`, so that one is applied to the other at once."""
 
@@ -115,4 +123,4 @@ def fused(layer: DecoderLayer) -> Any:
     )
 
 
-KERNEL_PARTS = Parts(PanelLinear, PanelGatedLinear, KernelRMSNorm, FusedLayers)
+KERNEL_PARTS = Parts(PanelLinear, PanelGatedLinear, PanelLogits, KernelRMSNorm, FusedLayers)

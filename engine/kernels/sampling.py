@@ -10,7 +10,7 @@ from engine.sequence import Sequence
 
 
 def draw_unfiltered(logits_RV: torch.Tensor, seqs: Seq[Sequence]) -> list[int]:
-    """As `engine.sampler.draw`, for rows whose parameters leave no token out. bfloat16 or float32."""
+    """As `engine.sampler.draw`, for rows whose parameters leave no token out. float32."""
     params = [seq.sampling_params for seq in seqs]
     # 64-bit seeds, signed or not, as the bits that they are.
     seeds = [(p.seed + 2**63) % 2**64 - 2**63 for p in params]
@@ -25,6 +25,6 @@ def draw_unfiltered(logits_RV: torch.Tensor, seqs: Seq[Sequence]) -> list[int]:
 
 
 def choose_largest(logits_SV: torch.Tensor, _: Seq[Sequence] = ()) -> list[int]:
-    """As `engine.sampler.choose_largest`. bfloat16."""
+    """As `engine.sampler.choose_largest`. float32."""
     token_ids: list[int] = torch.ops.tandem_cpu.largest(logits_SV).tolist()
     return token_ids

@@ -131,6 +131,7 @@ class Parts:
 
     linear: type[Linear] = Linear
     gated_linear: type[GatedLinear] = GatedLinear
+    lm_head: type[Linear] = Linear
     rms_norm: type[RMSNorm] = RMSNorm
     stack: Callable[[list[DecoderLayer]], LayerStack] = PlainLayers
     """Makes of the layers what computes them one after the other."""
@@ -156,10 +157,10 @@ class Decoder:
         self._layers = parts.stack([DecoderLayer(config, i, weights, backend, self._rotary, parts) for i in layers])
         self._norm = parts.rms_norm(weights.take("model.norm.weight", (config.hidden_size,)), config.rms_norm_eps)
         if config.ties_embeddings:
-            self._lm_head = parts.linear(self._embedding_VD)
+            self._lm_head = parts.lm_head(self._embedding_VD)
             weights.ignore("lm_head.weight")
         else:
-            self._lm_head = parts.linear(weights.take("lm_head.weight", (config.vocab_size, config.hidden_size)))
+            self._lm_head = parts.lm_head(weights.take("lm_head.weight", (config.vocab_size, config.hidden_size)))
         weights.ignore("rotary_emb.inv_freq")
         weights.check_all_taken()
 
@@ -178,5 +179,5 @@ class Decoder:
         return self._layers(self._embedding_VD[token_ids], kv_pool, plan, self._rotary.select(positions), on_layer)
 
     def compute_logits(self, x_TD: torch.Tensor) -> torch.Tensor:
-        """[T, D] -> [T, V]"""
+        """[T, D] -> [T, V], in the model's dtype or wider."""
         return self._lm_head(self._norm(x_TD))

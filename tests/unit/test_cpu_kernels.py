@@ -17,7 +17,7 @@ from engine.attention import choose_attention_backend
 from engine.attention.cpu_backend import CpuAttention
 from engine.kernels import build
 from engine.kernels.build import KernelsUnavailable, load_cpu_kernels
-from engine.kernels.cpu import PanelGatedLinear, PanelLinear
+from engine.kernels.cpu import PanelGatedLinear, PanelLinear, PanelLogits
 from engine.kernels.sampling import choose_largest as kernel_largest
 from engine.kernels.sampling import draw_unfiltered
 from engine.layers import GatedLinear, HeadProjection, Linear, RMSNorm, RotaryEmbedding
@@ -211,6 +211,15 @@ def test_products_against_float64(num_rows: int, num_inputs: int, num_outputs: i
     torch.testing.assert_close(y.double(), expected, rtol=2**-8, atol=1e-4 * num_inputs**0.5)
 
 
+@pytest.mark.parametrize("num_outputs", [1, 31, 500])
+@pytest.mark.parametrize("num_rows", [1, 13, 33])
+def test_logits_are_not_rounded(num_rows: int, num_outputs: int) -> None:
+    x, weight, _ = product_case(num_rows, 576, num_outputs)
+    logits = PanelLogits(weight)(x)
+    assert logits.dtype == torch.float32
+    torch.testing.assert_close(logits.double(), x.double() @ weight.double().T, rtol=1e-5, atol=1e-4)
+
+
 @pytest.mark.parametrize("has_bias", [False, True])
 @pytest.mark.parametrize(("num_inputs", "num_outputs"), [(2, 1), (64, 15), (64, 16), (130, 33), (576, 1536)])
 @pytest.mark.parametrize("num_rows", NUM_ROWS)
@@ -236,7 +245,9 @@ def test_gates_of_extreme_values(value: float) -> None:
     )
 
 
-@pytest.mark.parametrize("linear", [PanelLinear, lambda weight: PanelGatedLinear(*weight.chunk(2), None, None)])
+@pytest.mark.parametrize(
+    "linear", [PanelLinear, PanelLogits, lambda weight: PanelGatedLinear(*weight.chunk(2), None, None)]
+)
 def test_a_product_does_not_depend_on_the_rows_beside_it(linear: Callable[[torch.Tensor], Linear]) -> None:
     x, weight, _ = product_case(400, 576, 96)
     product = linear(weight)
@@ -249,11 +260,10 @@ def test_a_product_does_not_depend_on_the_rows_beside_it(linear: Callable[[torch
 # -- sampling -------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, BFLOAT16])
 @pytest.mark.parametrize("vocab_size", [1, 50, 49_152])
 @pytest.mark.parametrize("temperature", [1e-45, 0.01, 0.9, 3.0])
-def test_draws_are_those_of_the_sampler_to_the_token(dtype: torch.dtype, vocab_size: int, temperature: float) -> None:
-    logits = (4 * torch.randn(40, vocab_size, generator=torch.Generator().manual_seed(1))).to(dtype)
+def test_draws_are_those_of_the_sampler_to_the_token(vocab_size: int, temperature: float) -> None:
+    logits = 4 * torch.randn(40, vocab_size, generator=torch.Generator().manual_seed(1))
     seqs = [
         Sequence(
             0, "r", [1, 2, *[3] * (i % 7)], 2, SamplingParams(temperature=temperature, seed=(-1) ** i * i * 7919**4),
@@ -273,7 +283,7 @@ def test_a_row_with_a_nan_has_no_next_token() -> None:
 
 @pytest.mark.parametrize("vocab_size", [1, 3, 50, 49_152])
 def test_the_largest_is_that_of_the_sampler(vocab_size: int) -> None:
-    logits = torch.randn(30, vocab_size, generator=torch.Generator().manual_seed(4)).to(BFLOAT16)
+    logits = torch.randn(30, vocab_size, generator=torch.Generator().manual_seed(4))
     logits[1], logits[2], logits[3], logits[4] = 0.0, -0.0, float("-inf"), -3e38
     logits[5, : vocab_size // 2] = -0.0
     logits[5, vocab_size // 2 :] = 0.0  # equal to those before

@@ -116,6 +116,20 @@ at::Tensor linear(const at::Tensor& x, const at::Tensor& weight, const std::opti
   return out;
 }
 
+// As `linear` without a bias, but not rounded: [T, num_outputs] in float32. For logits: at 25, bfloat16 knows but eighths,
+// and the likeliest two would often be equal.
+at::Tensor linear_float(const at::Tensor& x, const at::Tensor& weight, int64_t num_outputs) {
+  check_product(x, weight, std::nullopt);
+  TORCH_CHECK((num_outputs + PANEL - 1) / PANEL == weight.size(0), "num_outputs must end in the last panel");
+  at::Tensor out = at::empty({x.size(0), num_outputs}, x.options().dtype(at::kFloat));
+  float* to = out.data_ptr<float>();
+  multiply(data_of(x), x.size(0), x.size(1), data_of(weight), weight.size(0), [&](int64_t row, int64_t panel, F16* sums) {
+    int64_t at = panel * PANEL;
+    std::memcpy(to + row * num_outputs + at, sums, std::min(num_outputs - at, PANEL) * sizeof(float));
+  });
+  return out;
+}
+
 // silu(x @ gate.T) * (x @ up.T), where each panel holds 16 outputs of the gate and the 16 of `up` beside them.
 at::Tensor gated_linear(const at::Tensor& x, const at::Tensor& weight, const std::optional<at::Tensor>& bias, int64_t num_outputs) {
   check_product(x, weight, bias);

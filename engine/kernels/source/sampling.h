@@ -90,59 +90,40 @@ int64_t race(const float* logits, int64_t V, double temperature, uint64_t seed, 
   return winner;
 }
 
-// logits [R, V] in bfloat16. Returns the index of each row's largest, the first of equals; -1 where there is a NaN.
+// logits [R, V] in float32. Returns the index of each row's largest, the first of equals; -1 where there is a NaN.
 at::Tensor largest(const at::Tensor& logits) {
   int64_t R = logits.size(0), V = logits.size(1);
   TORCH_CHECK(logits.is_contiguous(), "logits must be contiguous");
   at::Tensor out = at::empty({R}, logits.options().dtype(at::kLong));
-  const bf16* in = data_of(logits);
+  const float* in = logits.data_ptr<float>();
   int64_t* token_ids = out.data_ptr<int64_t>();
   for_each_item(R, [&](int64_t r) {
-    const bf16* row = in + r * V;
-    // As integers in the order of the floats: negative ones have their bits turned over. NaNs are beyond infinity.
-    int16_t most = INT16_MIN, least = INT16_MAX;
-#pragma omp simd reduction(max : most) reduction(min : least)
+    const float* row = in + r * V;
+    float most = -INFINITY;
+    int32_t has_nan = 0;
+#pragma omp simd reduction(max : most) reduction(| : has_nan)
     for (int64_t i = 0; i < V; i++) {
-      int16_t bits = int16_t(row[i]), key = int16_t(bits ^ ((bits >> 15) & 0x7fff));
-      most = std::max(most, key);
-      least = std::min(least, key);
+      most = std::max(most, row[i]);
+      has_nan |= row[i] != row[i];
     }
-    constexpr int16_t INFINITE = 0x7f80;
-    if (most > INFINITE || least < int16_t(~INFINITE)) {
-      token_ids[r] = -1;
-      return;
-    }
-    for (int64_t i = 0; i < V; i++) {
-      int16_t bits = int16_t(row[i]), key = int16_t(bits ^ ((bits >> 15) & 0x7fff));
-      if (key == most || (most == 0 && key == -1)) {  // 0 and -0 are equals
-        token_ids[r] = i;
-        return;
-      }
-    }
+    token_ids[r] = has_nan ? -1 : std::find(row, row + V, most) - row;
   });
   return out;
 }
 
-// logits [R, V] in bfloat16 or float32; the others [R]. Returns token ids [R].
+// logits [R, V] in float32; the others [R]. Returns token ids [R].
 at::Tensor sample(
     const at::Tensor& logits, const at::Tensor& temperatures, const at::Tensor& seeds, const at::Tensor& sequence_indices,
     const at::Tensor& positions) {
   int64_t R = logits.size(0), V = logits.size(1);
   TORCH_CHECK(logits.is_contiguous() && V < (int64_t(1) << 32), "logits [R, V], contiguous");
-  bool is_float = logits.scalar_type() == at::kFloat;
   at::Tensor out = at::empty({R}, seeds.options());
-  const bf16* halves = is_float ? nullptr : data_of(logits);
+  const float* in = logits.data_ptr<float>();
   int64_t* token_ids = out.data_ptr<int64_t>();
   for_each_item(R, [&](int64_t r) {
-    std::vector<float> scores, wide;
-    const float* row = is_float ? logits.data_ptr<float>() + r * V : nullptr;
-    if (!is_float) {
-      wide.resize(V);
-      for (int64_t i = 0; i < V; i++) wide[i] = to_float(halves[r * V + i]);
-      row = wide.data();
-    }
+    std::vector<float> scores;
     token_ids[r] = race(
-        row, V, temperatures.data_ptr<double>()[r], uint64_t(seeds.data_ptr<int64_t>()[r]),
+        in + r * V, V, temperatures.data_ptr<double>()[r], uint64_t(seeds.data_ptr<int64_t>()[r]),
         uint32_t(sequence_indices.data_ptr<int64_t>()[r]), uint32_t(positions.data_ptr<int64_t>()[r]), scores);
   });
   return out;

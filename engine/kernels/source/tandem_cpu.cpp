@@ -45,6 +45,7 @@ TORCH_LIBRARY(tandem_cpu, m) {
       .def("forward", &DecoderLayers::forward);
   m.def("pack_weight(Tensor weight) -> Tensor", &pack_weight);
   m.def("linear(Tensor x, Tensor weight, Tensor? bias, int num_outputs) -> Tensor", &linear);
+  m.def("linear_float(Tensor x, Tensor weight, int num_outputs) -> Tensor", &linear_float);
   m.def("gated_linear(Tensor x, Tensor weight, Tensor? bias, int num_outputs) -> Tensor", &gated_linear);
   m.def("add_rms_norm(Tensor(a!) x, Tensor? delta, Tensor weight, float eps) -> Tensor", &add_rms_norm);
   m.def(

@@ -1,0 +1,180 @@
+"""A TCP proxy in front of one server, which misbehaves when it is told to: delays, drips, damages, freezes, cuts.
+
+    clients ──connection──> FaultyProxy ──connection──> target
+                                │  pump up: delay, drip, damage      (what clients send: commands, KV)
+                                └─ pump down: delay, freeze          (what the server answers)
+
+Runs on an event loop of its own thread; its methods are called from tests, and take effect for all connections, those
+that exist included. Owns its connections: `close` ends them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import socket
+import struct
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
+
+CHUNK_BYTES = 64 * 1024
+MIN_DAMAGED_BYTES = 4 * 1024
+"""Smaller pieces are not damaged: they hold commands, larger ones hold KV."""
+
+
+class FaultyProxy:
+    """`address` is what clients are told; `target` is set once the server is there."""
+
+    def __init__(self, seed: int = 0) -> None:
+        self.target = ""
+        self.num_damaged = 0
+        """Pieces that were damaged so far."""
+        self.num_bytes_up = 0
+        self._random = random.Random(seed)
+        self._delay_s = 0.0
+        self._bytes_per_s = 0.0
+        self._num_to_damage = 0
+        self._cut_after_bytes: int | None = None
+        self._is_refusing = False
+        self._writers: set[asyncio.StreamWriter] = set()
+        self._connections: set[asyncio.Task[None]] = set()
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, name="faulty-proxy", daemon=True)
+        self._thread.start()
+        self._flows = asyncio.Event()
+        self._server = self._call(self._listen())
+        host, port = self._server.sockets[0].getsockname()
+        self.address = f"{host}:{port}"
+
+    # -- faults -------------------------------------------------------------------------------------------------
+
+    def delay(self, seconds: float) -> None:
+        """Every piece, in both directions, comes so much later. 0: no more."""
+        self._delay_s = seconds
+
+    def drip(self, bytes_per_s: float) -> None:
+        """What clients send flows this slowly. 0: no more."""
+        self._bytes_per_s = bytes_per_s
+
+    def damage(self, num_pieces: int) -> None:
+        """One bit of each of the next so many large pieces that clients send is turned over."""
+        self._num_to_damage = num_pieces
+
+    def freeze(self) -> None:
+        """Nothing flows any more, and nobody is told: a partition."""
+        self._do(self._flows.clear)
+
+    def thaw(self) -> None:
+        self._do(self._flows.set)
+
+    def cut(self) -> None:
+        """Reset all connections. New ones are served."""
+        self._do(self._reset_all)
+
+    def cut_after(self, num_bytes: int) -> None:
+        """Reset all connections once clients have sent so many bytes more."""
+        self._cut_after_bytes = self.num_bytes_up + num_bytes
+
+    def refuse(self, is_refusing: bool) -> None:
+        """Reset connections as soon as they are made."""
+        self._is_refusing = is_refusing
+
+    def heal(self) -> None:
+        """No fault any more."""
+        self._delay_s, self._bytes_per_s, self._num_to_damage = 0.0, 0.0, 0
+        self._cut_after_bytes, self._is_refusing = None, False
+        self.thaw()
+
+    def close(self) -> None:
+        self._call(self._close())
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+        self._loop.close()
+
+    # -- connections --------------------------------------------------------------------------------------------
+
+    async def _listen(self) -> asyncio.Server:
+        self._flows.set()
+        return await asyncio.start_server(self._accept, "127.0.0.1", 0)
+
+    def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        connection = asyncio.create_task(self._serve(reader, writer))
+        self._connections.add(connection)
+        connection.add_done_callback(self._connections.discard)
+
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self._writers.add(writer)
+        if self._is_refusing or not self.target:
+            _reset(writer)
+            self._writers.discard(writer)
+            return
+        host, port = self.target.rsplit(":", 1)
+        try:
+            up_reader, up_writer = await asyncio.open_connection(host, int(port))
+        except OSError:
+            _reset(writer)
+            self._writers.discard(writer)
+            return
+        self._writers.add(up_writer)
+        pumps = [
+            asyncio.create_task(self._pump(reader, up_writer, is_up=True)),
+            asyncio.create_task(self._pump(up_reader, writer, is_up=False)),
+        ]
+        await asyncio.wait(pumps, return_when=asyncio.FIRST_COMPLETED)
+        for pump in pumps:
+            pump.cancel()
+        await asyncio.gather(*pumps, return_exceptions=True)
+        for end in (writer, up_writer):
+            end.close()
+            self._writers.discard(end)
+
+    async def _pump(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, *, is_up: bool) -> None:
+        try:
+            while piece := await reader.read(CHUNK_BYTES):
+                if self._delay_s:
+                    await asyncio.sleep(self._delay_s)
+                await self._flows.wait()
+                writer.write(self._on_way_up(piece) if is_up else piece)
+                await writer.drain()
+                if is_up and self._bytes_per_s:
+                    await asyncio.sleep(len(piece) / self._bytes_per_s)
+        except OSError:
+            return  # one side is gone, and so is the connection
+
+    def _on_way_up(self, piece: bytes) -> bytes:
+        self.num_bytes_up += len(piece)
+        if self._cut_after_bytes is not None and self.num_bytes_up >= self._cut_after_bytes:
+            self._cut_after_bytes = None
+            self._loop.call_soon(self._reset_all)
+        if self._num_to_damage and len(piece) >= MIN_DAMAGED_BYTES:
+            self._num_to_damage -= 1
+            self.num_damaged += 1
+            at = self._random.randrange(len(piece) // 4, len(piece))
+            return piece[:at] + bytes([piece[at] ^ 1 << self._random.randrange(8)]) + piece[at + 1 :]
+        return piece
+
+    def _reset_all(self) -> None:
+        for writer in list(self._writers):
+            _reset(writer)
+
+    async def _close(self) -> None:
+        self._server.close()
+        self._reset_all()
+        if self._connections:
+            await asyncio.wait(self._connections)
+
+    def _call(self, coroutine: object) -> asyncio.Server:
+        future: Future[asyncio.Server] = asyncio.run_coroutine_threadsafe(coroutine, self._loop)  # type: ignore[arg-type]
+        return future.result(10)
+
+    def _do(self, action: Callable[[], None]) -> None:
+        self._loop.call_soon_threadsafe(action)
+
+
+def _reset(writer: asyncio.StreamWriter) -> None:
+    """Close with RST: what was on its way is lost."""
+    connection = writer.get_extra_info("socket")
+    if connection is not None:
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+    writer.transport.abort()

@@ -1,0 +1,142 @@
+"""A cluster of single processes, each worker behind a proxy that a test makes misbehave, or kills with its process.
+
+    client ─> router ─> [FaultyProxy] ─> worker          prefill worker ─KV─> [FaultyProxy] ─> decode worker
+
+The real services, the real model, real bytes. Owns its processes and proxies; `close` ends them all.
+"""
+
+from __future__ import annotations
+
+import os
+import select
+import signal
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from clusters import START_TIMEOUT_S, STOP_TIMEOUT_S, wait_until
+from faulty_proxy import FaultyProxy
+
+from protos import tandem_worker_pb2 as pb
+from tandem.client import Client
+
+LEASE_MS = 2000
+
+
+@dataclass
+class Service:
+    """A process of the cluster, and the proxy in front of it (workers only)."""
+
+    command: list[str]
+    log: Path
+    proxy: FaultyProxy | None = None
+    process: subprocess.Popen[str] | None = None
+    address: str = ""
+
+    def start(self) -> None:
+        """Until it listens. A worker that was killed comes back behind the same proxy, as another incarnation."""
+        env = {name: value for name, value in os.environ.items() if not name.startswith(("TANDEM_", "REDIS_"))}
+        env |= {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"}
+        with self.log.open("a") as stderr:
+            self.process = subprocess.Popen(self.command, stdout=subprocess.PIPE, stderr=stderr, text=True, env=env)
+        assert self.process.stdout is not None
+        is_readable, _, _ = select.select([self.process.stdout], [], [], START_TIMEOUT_S)
+        line = self.process.stdout.readline().strip() if is_readable else ""
+        assert line.startswith("listening grpc="), f"{self.command}:\n{self.log.read_text()[-4000:]}"
+        self.address = line.removeprefix("listening grpc=")
+        if self.proxy is not None:
+            self.proxy.target = self.address
+
+    def signal(self, number: signal.Signals) -> None:
+        assert self.process is not None
+        self.process.send_signal(number)
+        if number is signal.SIGKILL:
+            self.process.wait()
+
+    def close(self) -> None:
+        if self.process is not None:
+            if self.process.poll() is None:
+                self.process.send_signal(signal.SIGCONT)
+                self.process.terminate()
+                try:
+                    self.process.wait(STOP_TIMEOUT_S)
+                except subprocess.TimeoutExpired:
+                    self.process.kill()
+                    self.process.wait()
+            assert self.process.stdout is not None
+            self.process.stdout.close()
+        if self.proxy is not None:
+            self.proxy.close()
+
+
+@dataclass
+class FragileCluster:
+    """`services` by name: "router", "prefill-1", "decode-1" …"""
+
+    services: dict[str, Service] = field(default_factory=dict)
+
+    @classmethod
+    def start(
+        cls, folder: Path, *, redis_url: str, model: Path, num_prefill: int = 1, num_decode: int = 1, seed: int = 0
+    ) -> FragileCluster:
+        """All processes, ready to serve."""
+        self = cls()
+        shared = ["--redis", redis_url, "--model", str(model), "--listen", "127.0.0.1:0", "--drain-grace-s", "5"]
+        engine = ["--num-threads", "1", "--kv-cache-gib", "0.2", "--max-model-len", "2048", "--lease-ms", str(LEASE_MS)]
+        names = [f"prefill-{i + 1}" for i in range(num_prefill)] + [f"decode-{i + 1}" for i in range(num_decode)]
+        try:
+            for number, name in enumerate(names):
+                proxy = FaultyProxy(seed + number)
+                module = f"{name.split('-')[0]}_service"
+                self._start(
+                    folder, name, [module, "--worker-id", name, "--advertise", proxy.address, *shared, *engine], proxy
+                )
+            self._start(folder, "router", ["router", *shared], None)
+            with self.client() as client:
+                wait_until(lambda: len(client.status().workers) == len(names), 30, "all workers joined")
+        except BaseException:
+            self.close()
+            raise
+        return self
+
+    def _start(self, folder: Path, name: str, command: Sequence[str], proxy: FaultyProxy | None) -> None:
+        service = Service([sys.executable, "-P", "-m", *command], folder / f"{name}.log", proxy)
+        self.services[name] = service
+        service.start()
+
+    def client(self) -> Client:
+        return Client(self.services["router"].address)
+
+    def proxy(self, name: str) -> FaultyProxy:
+        proxy = self.services[name].proxy
+        assert proxy is not None
+        return proxy
+
+    def heal(self) -> None:
+        for service in self.services.values():
+            if service.proxy is not None:
+                service.proxy.heal()
+
+    def workers(self) -> dict[str, pb.WorkerStatus]:
+        with self.client() as client:
+            return {worker.record.worker_id: worker for worker in client.status().workers}
+
+    def problems(self) -> list[str]:
+        """What an audit finds: books that do not balance, workers that do not answer, blocks that are not at rest."""
+        with self.client() as client:
+            audit = client.audit()
+        problems = list(audit.unreachable)
+        for worker in audit.workers:
+            problems += [f"{worker.worker_id}: {problem}" for problem in worker.problems]
+            if worker.blocks.num_free + worker.blocks.num_cached != worker.blocks.num_blocks:
+                problems.append(f"{worker.worker_id} is not at rest: {worker.blocks}")
+        return problems
+
+    def wait_until_at_rest(self, timeout_s: float = 30.0) -> None:
+        wait_until(lambda: not self.problems(), timeout_s, "every block free or cached", self.problems)
+
+    def close(self) -> None:
+        for service in reversed(self.services.values()):
+            service.close()
