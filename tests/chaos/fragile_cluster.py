@@ -49,6 +49,13 @@ class Service:
         if self.proxy is not None:
             self.proxy.target = self.address
 
+    def restart(self) -> None:
+        """After its end, at the address that it had: clients of a router do not learn of another."""
+        if self.proxy is None:
+            at = self.command.index("--listen")
+            self.command[at + 1] = self.address
+        self.start()
+
     def signal(self, number: signal.Signals) -> None:
         assert self.process is not None
         self.process.send_signal(number)
@@ -73,13 +80,21 @@ class Service:
 
 @dataclass
 class FragileCluster:
-    """`services` by name: "router", "prefill-1", "decode-1" …"""
+    """`services` by name: "router-1", "prefill-1", "decode-1" …"""
 
     services: dict[str, Service] = field(default_factory=dict)
 
     @classmethod
     def start(
-        cls, folder: Path, *, redis_url: str, model: Path, num_prefill: int = 1, num_decode: int = 1, seed: int = 0
+        cls,
+        folder: Path,
+        *,
+        redis_url: str,
+        model: Path,
+        num_routers: int = 1,
+        num_prefill: int = 1,
+        num_decode: int = 1,
+        seed: int = 0,
     ) -> FragileCluster:
         """All processes, ready to serve."""
         self = cls()
@@ -93,9 +108,9 @@ class FragileCluster:
                 self._start(
                     folder, name, [module, "--worker-id", name, "--advertise", proxy.address, *shared, *engine], proxy
                 )
-            self._start(folder, "router", ["router", *shared], None)
-            with self.client() as client:
-                wait_until(lambda: len(client.status().workers) == len(names), 30, "all workers joined")
+            for number in range(1, num_routers + 1):
+                self._start(folder, f"router-{number}", ["router", *shared], None)
+                self.wait_for_workers(number)
         except BaseException:
             self.close()
             raise
@@ -106,8 +121,16 @@ class FragileCluster:
         self.services[name] = service
         service.start()
 
-    def client(self) -> Client:
-        return Client(self.services["router"].address)
+    def client(self, router: int = 1) -> Client:
+        return Client(self.services[f"router-{router}"].address)
+
+    def wait_for_workers(self, router: int) -> None:
+        """Until that router has a session with every worker."""
+        num_workers = sum(service.proxy is not None for service in self.services.values())
+        with self.client(router) as client:
+            wait_until(
+                lambda: sum(w.num_sessions > 0 for w in client.status().workers) == num_workers, 30, "all joined"
+            )
 
     def proxy(self, name: str) -> FaultyProxy:
         proxy = self.services[name].proxy

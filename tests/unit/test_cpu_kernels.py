@@ -191,7 +191,7 @@ def test_norms_are_those_of_plain_torch_to_the_bit(num_tokens: int, size: int) -
 
 # -- products -------------------------------------------------------------------------------------------------------
 
-NUM_ROWS = [1, 2, 11, 12, 13, 24, 33, 191, 192, 193, 400]
+NUM_ROWS = [1, 12, 13, 33, 193]
 
 
 def product_case(num_rows: int, num_inputs: int, num_outputs: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

@@ -1,0 +1,150 @@
+"""Processes that die, hang, or are restarted one after the other, under load. After each: the tokens of the fault-free
+run, one end each, balanced books, and every block free or cached."""
+
+from __future__ import annotations
+
+import random
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+from clusters import wait_until
+from fragile_cluster import LEASE_MS, FragileCluster
+
+from rpc.errors import DeadlinePassed, TandemError
+
+SAMPLING = {"max_tokens": 48, "temperature": 0.8, "seed": 5, "repetition_penalty": 1.1, "ignore_eos": True}
+PROMPT_TOKENS = 160
+
+
+@pytest.fixture(scope="module")
+def cluster(
+    tmp_path_factory: pytest.TempPathFactory, redis_server: Any, model_folder: Path
+) -> Iterator[FragileCluster]:
+    running = FragileCluster.start(
+        tmp_path_factory.mktemp("chaos"), redis_url=redis_server.url, model=model_folder, num_routers=2, num_prefill=2,
+        num_decode=2,
+    )  # fmt: skip
+    yield running
+    running.close()
+
+
+_prompts = random.Random(4)
+
+
+def fresh_prompts(number: int = 6) -> list[list[int]]:
+    """That no cache has seen, so that KV travels."""
+    return [[_prompts.randrange(100, 40_000) for _ in range(PROMPT_TOKENS)] for _ in range(number)]
+
+
+def ask(cluster: FragileCluster, prompts: list[list[int]]) -> list[list[int]]:
+    """All at once. The client itself refuses gaps and repetitions."""
+    with cluster.client() as client, ThreadPoolExecutor(len(prompts)) as threads:
+        return list(threads.map(lambda prompt: client.generate(prompt, **SAMPLING).token_ids, prompts))
+
+
+def check(cluster: FragileCluster, prompts: list[list[int]], answers: list[list[int]]) -> None:
+    cluster.wait_until_at_rest()
+    assert answers == ask(cluster, prompts)  # now without faults
+
+
+def with_load(cluster: FragileCluster, worker: str) -> bool:
+    """Whether something decodes there."""
+    return cluster.workers()[worker].record.load.num_running > 0
+
+
+def num_kv_bytes(cluster: FragileCluster) -> int:
+    """That have come to decode workers, with the commands."""
+    return sum(cluster.proxy(name).num_bytes_up for name in ("decode-1", "decode-2"))
+
+
+@pytest.mark.parametrize("name", ["prefill-1", "decode-1"])
+def test_a_worker_is_killed_at_work(cluster: FragileCluster, name: str) -> None:
+    prompts, before = fresh_prompts(), num_kv_bytes(cluster)
+    with ThreadPoolExecutor(1) as thread:
+        asked = thread.submit(ask, cluster, prompts)
+        if name == "prefill-1":
+            wait_until(lambda: num_kv_bytes(cluster) > before + 200_000, 20, "KV is on its way")
+        else:
+            wait_until(lambda: with_load(cluster, name), 20, f"{name} decodes")
+        cluster.services[name].signal(signal.SIGKILL)
+        answers = asked.result(100)
+    cluster.services[name].start()
+    for router in (1, 2):
+        cluster.wait_for_workers(router)
+    check(cluster, prompts, answers)
+
+
+def test_a_decode_worker_hangs_and_comes_back(cluster: FragileCluster) -> None:
+    """Stopped for three leases in the middle of its streams. What it still says afterwards is not believed."""
+    prompts = fresh_prompts()
+    with ThreadPoolExecutor(1) as thread:
+        asked = thread.submit(ask, cluster, prompts)
+        wait_until(lambda: with_load(cluster, "decode-1"), 20, "decode-1 works")
+        cluster.services["decode-1"].signal(signal.SIGSTOP)
+        threading.Timer(3 * LEASE_MS / 1000, lambda: cluster.services["decode-1"].signal(signal.SIGCONT)).start()
+        answers = asked.result(100)
+    check(cluster, prompts, answers)
+
+
+def test_clients_that_leave_at_any_moment(cluster: FragileCluster) -> None:
+    """Queued, granted, prefilling, pushing, decoding: whenever it is, nothing stays behind."""
+    moments, prompts = random.Random(9), fresh_prompts(24)
+
+    def leave_early(prompt: list[int]) -> None:
+        with cluster.client() as client, suppress(DeadlinePassed):
+            client.generate(prompt, **SAMPLING, timeout_s=moments.uniform(0.005, 1.5))
+
+    with ThreadPoolExecutor(8) as threads:
+        list(threads.map(leave_early, prompts))
+    cluster.wait_until_at_rest(10)
+
+
+def test_a_rolling_restart_of_everything_loses_no_request(cluster: FragileCluster) -> None:
+    """Every process is told to leave, and started again when it has, while two clients ask without a pause."""
+    is_over, answers, errors = threading.Event(), [], []
+    prompts = fresh_prompts(8)
+
+    def ask_on(number: int) -> None:
+        router = number
+        while not is_over.is_set():
+            prompt = prompts[len(answers) % len(prompts)]
+            try:
+                with cluster.client(router + 1) as client:
+                    answers.append((prompt, client.generate(prompt, **SAMPLING, timeout_s=60).token_ids))
+            except TandemError as error:
+                # A router that leaves refuses new requests: then another one is asked, as a load balancer would.
+                if type(error).__name__ not in ("Draining", "Unreachable") or "stream" in str(error):
+                    errors.append(repr(error))
+                router = 1 - router
+                time.sleep(0.05)
+
+    with ThreadPoolExecutor(2) as threads:
+        clients = [threads.submit(ask_on, number) for number in range(2)]
+        try:
+            for name, service in cluster.services.items():
+                num_before = len(answers)
+                wait_until(
+                    lambda num=num_before: len(answers) > num or bool(errors), 60, f"answers before {name} leaves"
+                )
+                service.signal(signal.SIGTERM)
+                assert service.process is not None
+                assert service.process.wait(40) == 0, name
+                service.restart()
+                for router in (1, 2):
+                    cluster.wait_for_workers(router)
+        finally:
+            is_over.set()
+        for client in clients:
+            client.result(100)
+    assert not errors
+    expected = dict(zip(map(tuple, prompts), ask(cluster, prompts), strict=True))
+    assert len(answers) >= len(cluster.services)
+    assert all(expected[tuple(prompt)] == answer for prompt, answer in answers)
+    cluster.wait_until_at_rest()

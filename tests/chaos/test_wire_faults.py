@@ -1,0 +1,128 @@
+"""What happens between processes: damage, cuts, delays, partitions. After each: the tokens of the fault-free run, one
+end each, balanced books, and every block free or cached."""
+
+from __future__ import annotations
+
+import random
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+from clusters import wait_until
+from fragile_cluster import LEASE_MS, FragileCluster
+
+from rpc.errors import TandemError
+
+SAMPLING = {"max_tokens": 48, "temperature": 0.8, "seed": 5, "repetition_penalty": 1.1, "ignore_eos": True}
+NUM_PROMPTS = 6
+PROMPT_TOKENS = 160
+
+
+@pytest.fixture(scope="module")
+def cluster(
+    tmp_path_factory: pytest.TempPathFactory, redis_server: Any, model_folder: Path
+) -> Iterator[FragileCluster]:
+    folder = tmp_path_factory.mktemp("chaos")
+    running = FragileCluster.start(folder, redis_url=redis_server.url, model=model_folder, num_decode=2)
+    yield running
+    running.close()
+
+
+_prompts = random.Random(3)
+
+
+def fresh_prompts() -> list[list[int]]:
+    """That no cache has seen, so that KV travels."""
+    return [[_prompts.randrange(100, 40_000) for _ in range(PROMPT_TOKENS)] for _ in range(NUM_PROMPTS)]
+
+
+def ask(cluster: FragileCluster, prompts: list[list[int]]) -> list[list[int]]:
+    """All at once. The client itself refuses gaps and repetitions."""
+    with cluster.client() as client, ThreadPoolExecutor(len(prompts)) as threads:
+        return list(threads.map(lambda prompt: client.generate(prompt, **SAMPLING).token_ids, prompts))
+
+
+def check(cluster: FragileCluster, prompts: list[list[int]], answers: list[list[int]]) -> None:
+    cluster.heal()
+    cluster.wait_until_at_rest()
+    assert answers == ask(cluster, prompts)  # now without faults, on other workers, from caches
+
+
+def repairs(cluster: FragileCluster) -> int:
+    return sum(worker.num_repairs for worker in cluster.workers().values())
+
+
+def test_damaged_kv_is_noticed_and_pushed_again(cluster: FragileCluster) -> None:
+    prompts, before = fresh_prompts(), repairs(cluster)
+    for name in ("decode-1", "decode-2"):
+        cluster.proxy(name).damage(2)
+    answers = ask(cluster, prompts)
+    assert sum(cluster.proxy(name).num_damaged for name in ("decode-1", "decode-2"))
+    # A bit of a frame's header breaks the connection instead, which is another way to notice.
+    assert repairs(cluster) > before or any("session lost" in s.log.read_text() for s in cluster.services.values())
+    check(cluster, prompts, answers)
+
+
+@pytest.mark.parametrize("num_bytes", [1, 100_000, 1_500_000])
+def test_connections_cut_in_the_middle(cluster: FragileCluster, num_bytes: int) -> None:
+    """Early: at the commands. Later: in the middle of the KV."""
+    prompts = fresh_prompts()
+    for name in ("prefill-1", "decode-1", "decode-2"):
+        cluster.proxy(name).cut_after(num_bytes if name != "prefill-1" else min(num_bytes, 2000))
+    check(cluster, prompts, ask(cluster, prompts))
+
+
+def test_a_partition_in_the_middle_of_streams(cluster: FragileCluster) -> None:
+    """A decode worker whose packets all vanish for two leases: its streams go on elsewhere, its grants are freed."""
+    prompts = fresh_prompts()
+    with ThreadPoolExecutor(1) as thread:
+        asked = thread.submit(ask, cluster, prompts)
+        wait_until(lambda: cluster.workers()["decode-1"].record.load.num_running > 0, 20, "something decodes there")
+        cluster.proxy("decode-1").freeze()
+        threading.Timer(2 * LEASE_MS / 1000, cluster.proxy("decode-1").thaw).start()
+        answers = asked.result(100)
+    check(cluster, prompts, answers)
+
+
+def test_kv_that_drips(cluster: FragileCluster) -> None:
+    """Slow is not dead: the push goes on, and the first token has long been sent."""
+    prompts = fresh_prompts()[:2]
+    for name in ("decode-1", "decode-2"):
+        cluster.proxy(name).drip(2_000_000)
+    check(cluster, prompts, ask(cluster, prompts))
+
+
+def test_a_slow_network(cluster: FragileCluster) -> None:
+    prompts = fresh_prompts()
+    for name, service in cluster.services.items():
+        if service.proxy is not None:
+            cluster.proxy(name).delay(0.05)
+    check(cluster, prompts, ask(cluster, prompts))
+
+
+def test_nobody_to_be_reached(cluster: FragileCluster) -> None:
+    """All decode workers refuse connections: an answer at once, that says so; and recovery without anybody's doing."""
+    for name in ("decode-1", "decode-2"):
+        cluster.proxy(name).refuse(True)
+        cluster.proxy(name).cut()
+    wait_until(lambda: outcome(cluster) == "NoWorker", 20, "requests are refused", lambda: outcome(cluster))
+    start_s = time.monotonic()
+    assert outcome(cluster) == "NoWorker"
+    assert time.monotonic() - start_s < 5
+    cluster.heal()
+    wait_until(lambda: outcome(cluster) == "OK", 30, "requests are served again", lambda: outcome(cluster))
+    cluster.wait_until_at_rest()
+
+
+def outcome(cluster: FragileCluster) -> str:
+    """Of one small request: "OK", or the error's name."""
+    try:
+        with cluster.client() as client:
+            client.generate([5, 6, 7], max_tokens=2, temperature=0.0, timeout_s=20)
+    except TandemError as error:
+        return type(error).__name__
+    return "OK"
