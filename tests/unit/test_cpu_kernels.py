@@ -354,7 +354,11 @@ def test_source_that_does_not_compile_says_why_and_leaves_nothing(
     assert not [path for path in (tmp_path / "cache").iterdir() if path.is_dir()]
 
 
-def test_a_damaged_library_is_built_anew(tmp_path: Path) -> None:
+def test_a_damaged_library_is_built_anew(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    source = tmp_path / "source" / "small.cpp"
+    source.parent.mkdir()
+    source.write_text("int answer() { return 42; }")
+    monkeypatch.setattr(build, "SOURCE", source)
     library = build.cpu_library(tmp_path)
     whole = library.read_bytes()
     library.chmod(0o644)
