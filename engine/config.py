@@ -176,7 +176,7 @@ class EngineArgs:
         _check(
             self.prefill_chunk_tokens >= 0, f"prefill_chunk_tokens must be at least 0, is {self.prefill_chunk_tokens}"
         )
-        _check(0 <= self.max_itl_ms < float("inf"), f"max_itl_ms must be at least 0, is {self.max_itl_ms}")
+        _check(0 <= self.max_itl_ms <= 3.6e6, f"max_itl_ms must be in [0, 3600000], is {self.max_itl_ms}")
         _check(self.num_threads >= 0, f"num_threads must be at least 0, is {self.num_threads}")
         _check(
             self.attention_backend in ATTENTION_BACKENDS,

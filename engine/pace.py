@@ -4,8 +4,9 @@
     pace.note(…, seconds)                   and tell what it took
 
 Learns two numbers of the machine and the model from every step, as moving averages: what a step takes that only
-decodes, and what each prompt token adds. Owns nothing else; knows no clock. How a prompt is cut changes no token of any
-answer, so the cut may follow the time.
+decodes, and what each prompt token adds. While prompts come without end, a step in sixteen only decodes, so that the
+first number does not grow old. Owns nothing else; knows no clock. How a prompt is cut changes no token of any answer,
+so the cut may follow the time.
 """
 
 from __future__ import annotations
@@ -15,6 +16,8 @@ UNKNOWN_BUDGET = 64
 MIN_BUDGET = 16
 SHARE_OF_NEWS = 0.2
 """How much of each new measurement goes into the average."""
+MAX_MIXED_STEPS = 15
+"""In a row, before one that only decodes is measured again."""
 
 
 class StepPace:
@@ -26,6 +29,8 @@ class StepPace:
         self._max_itl_s = max_itl_s
         self._decode_s = 0.0
         self._token_s = 0.0
+        self._num_mixed_steps = 0
+        """Since the last one that only decoded."""
 
     @property
     def num_prefill_tokens(self) -> int | None:
@@ -34,12 +39,19 @@ class StepPace:
             return None
         if not self._token_s:
             return UNKNOWN_BUDGET
+        if self._num_mixed_steps >= MAX_MIXED_STEPS:
+            return 0
         return max(MIN_BUDGET, int(max(self._max_itl_s - self._decode_s, self._decode_s / 2) / self._token_s))
 
     def note(self, *, num_decoding: int, num_prefill_tokens: int, seconds: float) -> None:
         """What a step computed, and how long it took."""
+        self._num_mixed_steps = self._num_mixed_steps + 1 if num_decoding and num_prefill_tokens else 0
         if not num_prefill_tokens:
-            self._decode_s = _average(self._decode_s, seconds)
+            # A pause of the whole process is no news of the machine, and is soon forgotten.
+            news_s = min(seconds, 2 * self._decode_s or seconds)
+            self._decode_s = (
+                (self._decode_s + news_s) / 2 if news_s < self._decode_s else _average(self._decode_s, news_s)
+            )
         elif num_prefill_tokens >= MIN_BUDGET:
             added_s = seconds - self._decode_s if num_decoding else seconds
             # What a prompt adds may drown in noise, but it is never nothing.

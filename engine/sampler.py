@@ -164,7 +164,7 @@ def filtered_weights(logits_RV: torch.Tensor, seqs: Seq[Sequence]) -> torch.Tens
         weights_V = weights_RV[row]
         if 0 < p.top_k < vocab_size:
             weights_V.masked_fill_(weights_V < weights_V.topk(p.top_k).values[-1], 0)
-        if p.top_p < 1:
+        if p.top_p < 1 and not weights_V.isnan().any():
             weights_V.masked_fill_(weights_V < nucleus_threshold(weights_V, p.top_p), 0)
     return weights_RV
 

@@ -98,9 +98,10 @@ def choose_plan(
     def wait_of(p: PrefillCandidate) -> int:
         return p.num_queued_tokens + num_tokens - p.num_cached_blocks * block_size
 
-    soonest = min(compatible, key=wait_of)
+    free = [p for p in compatible if p.num_queued_tokens <= config.max_prefill_backlog_tokens]
+    soonest = min(free or compatible, key=wait_of)
     if wait_of(soonest) > best.num_queued_tokens + (1 + STALL_WEIGHT * best.num_running) * num_uncached_tokens:
         return Plan(best.key, None)
-    if soonest.num_queued_tokens > config.max_prefill_backlog_tokens:
+    if not free:
         return None
     return Plan(best.key, soonest.key)

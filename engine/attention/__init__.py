@@ -11,18 +11,27 @@ from engine.cache_dir import report
 from engine.config import EngineConfig
 from engine.kernels.build import KernelsUnavailable, load_cpu_kernels
 from engine.kv_cache import KV_ORDER, PAIRED_KV_ORDER
+from engine.models.decoder_config import DecoderConfig
 
 __all__ = ["AttentionBackend", "StepLayout", "choose_attention_backend", "create_attention_backend", "kv_order_of"]
 
 
-def choose_attention_backend(name: str, *, device: str, dtype: str, head_dim: int, block_size: int) -> str:
+def choose_attention_backend(name: str, *, device: str, dtype: str, block_size: int, model: DecoderConfig) -> str:
     """The backend behind `name`; "auto" is the fastest one that works here, and says so where it is not the usual one.
 
     May compile the CPU kernels. Raises `ValueError` where the backend that was asked for cannot work.
     """
     if name == "torch":
         return name
-    why_not = CpuAttention.why_not(device=device, dtype=dtype, head_dim=head_dim, block_size=block_size)
+    why_not = CpuAttention.why_not(
+        device=device,
+        dtype=dtype,
+        block_size=block_size,
+        head_dim=model.head_dim,
+        num_groups=model.num_heads // model.num_kv_heads,
+        hidden_size=model.hidden_size,
+        intermediate_size=model.intermediate_size,
+    )
     if not why_not:
         try:
             load_cpu_kernels()

@@ -16,6 +16,8 @@ from engine.layers import HeadProjection
 GRAIN = 16
 """Lanes of the kernels' vectors: divides block sizes and head sizes."""
 MAX_HEAD_DIM = 256
+MAX_GROUPS = 96
+"""MAX_ROWS of the kernels."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,8 +39,17 @@ class CpuAttention(AttentionBackend[CpuPlan]):
         self._scale = head_dim**-0.5
 
     @staticmethod
-    def why_not(*, device: str, dtype: str, head_dim: int, block_size: int) -> str:
-        """What is in the way, as a clause; empty if nothing is."""
+    def why_not(
+        *,
+        device: str,
+        dtype: str,
+        head_dim: int,
+        num_groups: int,
+        hidden_size: int,
+        intermediate_size: int,
+        block_size: int,
+    ) -> str:
+        """What is in the way, as a clause; empty if nothing is. `num_groups`: query heads per key head."""
         if device != "cpu":
             return f"the device is {device}"
         if dtype != "bfloat16":
@@ -47,6 +58,10 @@ class CpuAttention(AttentionBackend[CpuPlan]):
             return f"block_size must be a multiple of {GRAIN}, is {block_size}"
         if head_dim % GRAIN or head_dim > MAX_HEAD_DIM:
             return f"the model's head size must be a multiple of {GRAIN} up to {MAX_HEAD_DIM}, is {head_dim}"
+        if num_groups > MAX_GROUPS:
+            return f"at most {MAX_GROUPS} query heads may share a key head, and {num_groups} do"
+        if hidden_size % 2 or intermediate_size % 2:
+            return f"the model's hidden and intermediate size must be even, are {hidden_size} and {intermediate_size}"
         return ""
 
     def prepare(self, layout: StepLayout) -> CpuPlan:

@@ -39,7 +39,7 @@ def make_engine_config(args: EngineArgs, folder: Path) -> EngineConfig:
     model = _model_config(args, folder, hf_config, decoder)
     num_blocks = _num_blocks(args, model, device)
     backend = choose_attention_backend(
-        args.attention_backend, device=device, dtype=model.dtype, head_dim=model.head_dim, block_size=args.block_size
+        args.attention_backend, device=device, dtype=model.dtype, block_size=args.block_size, model=decoder
     )
     kv_order = kv_order_of(backend)
     digest = compat_digest(decoder, model, args.block_size, kv_order)

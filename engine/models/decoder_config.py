@@ -148,6 +148,8 @@ def _integer(hf_config: dict[str, Any], field: str) -> int:
 def _sliding_windows(arch: Architecture, hf_config: dict[str, Any], num_layers: int) -> tuple[int, ...]:
     # 4096 is what transformers assumes where config.json leaves the field out; a null turns the window off.
     window = hf_config.get("sliding_window", 4096) or 0
+    if not isinstance(window, int) or not 0 <= window < 2**31:
+        raise ValueError(f"config.json: sliding_window must be an integer in [0, 2**31), is {window!r}")
     if arch.sliding == "none" or not window:
         return (0,) * num_layers
     if arch.sliding == "all":

@@ -9,7 +9,7 @@ import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
 
@@ -112,12 +112,11 @@ def test_a_rolling_restart_of_everything_loses_no_request(cluster: FragileCluste
     prompts = fresh_prompts(8)
 
     def ask_on(number: int) -> None:
-        router = number
+        router, both = number, [stack.enter_context(cluster.client(router)) for router in (1, 2)]
         while not is_over.is_set():
             prompt = prompts[len(answers) % len(prompts)]
             try:
-                with cluster.client(router + 1) as client:
-                    answers.append((prompt, client.generate(prompt, **SAMPLING, timeout_s=60).token_ids))
+                answers.append((prompt, both[router].generate(prompt, **SAMPLING, timeout_s=60).token_ids))
             except TandemError as error:
                 # A router that leaves refuses new requests: then another one is asked, as a load balancer would.
                 if type(error).__name__ not in ("Draining", "Unreachable") or "stream" in str(error):
@@ -125,7 +124,7 @@ def test_a_rolling_restart_of_everything_loses_no_request(cluster: FragileCluste
                 router = 1 - router
                 time.sleep(0.05)
 
-    with ThreadPoolExecutor(2) as threads:
+    with ExitStack() as stack, ThreadPoolExecutor(2) as threads:
         clients = [threads.submit(ask_on, number) for number in range(2)]
         try:
             for name, service in cluster.services.items():

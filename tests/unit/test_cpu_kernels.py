@@ -6,6 +6,7 @@ import re
 from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Sequence_
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -312,7 +313,18 @@ def test_rows_with_filters_and_greedy_ones_are_not_for_the_kernel() -> None:
 
 # -- where they cannot be had ---------------------------------------------------------------------------------------
 
-SHAPE = {"device": "cpu", "dtype": "bfloat16", "head_dim": 64, "block_size": 16}
+SHAPE = {
+    "device": "cpu", "dtype": "bfloat16", "head_dim": 64, "block_size": 16, "num_groups": 3, "hidden_size": 576,
+    "intermediate_size": 1536,
+}  # fmt: skip
+
+
+def choose(name: str, **change: object) -> str:
+    """The backend behind `name`, for `SHAPE` but for what is changed."""
+    shape = {**SHAPE, **change}
+    known = {key: shape.pop(key) for key in ("device", "dtype", "block_size")}
+    model = SimpleNamespace(num_heads=shape.pop("num_groups"), num_kv_heads=1, **shape)
+    return choose_attention_backend(name, model=model, **known)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
@@ -322,13 +334,16 @@ SHAPE = {"device": "cpu", "dtype": "bfloat16", "head_dim": 64, "block_size": 16}
         ({"dtype": "float32"}, "it computes bfloat16, and dtype is float32"),
         ({"block_size": 8}, "block_size must be a multiple of 16, is 8"),
         ({"head_dim": 72}, "head size must be a multiple of 16 up to 256, is 72"),
+        ({"num_groups": 97}, "at most 96 query heads may share a key head, and 97 do"),
+        ({"hidden_size": 161}, "must be even, are 161 and 1536"),
+        ({"intermediate_size": 203}, "must be even, are 576 and 203"),
     ],
 )
 def test_what_they_cannot_do_is_done_by_plain_torch(change: dict[str, object], why: str) -> None:
-    assert choose_attention_backend("auto", **SHAPE) == "cpu"  # type: ignore[arg-type]
-    assert choose_attention_backend("auto", **{**SHAPE, **change}) == "torch"  # type: ignore[arg-type]
+    assert choose("auto") == "cpu"
+    assert choose("auto", **change) == "torch"
     with pytest.raises(ValueError, match=why):
-        choose_attention_backend("cpu", **{**SHAPE, **change})  # type: ignore[arg-type]
+        choose("cpu", **change)
 
 
 def test_without_a_compiler_plain_torch_computes_and_says_so(
@@ -337,10 +352,10 @@ def test_without_a_compiler_plain_torch_computes_and_says_so(
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.delenv("CXX", raising=False)
     monkeypatch.setattr(attention, "load_cpu_kernels", load_cpu_kernels.__wrapped__)
-    assert choose_attention_backend("auto", **SHAPE) == "torch"  # type: ignore[arg-type]
+    assert choose("auto") == "torch"
     assert "no CPU kernels, so that plain torch computes" in capsys.readouterr().err
     with pytest.raises(ValueError, match=r"there is no C\+\+ compiler .*: install g"):
-        choose_attention_backend("cpu", **SHAPE)  # type: ignore[arg-type]
+        choose("cpu")
 
 
 def test_source_that_does_not_compile_says_why_and_leaves_nothing(

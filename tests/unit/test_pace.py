@@ -13,6 +13,10 @@ def step(pace: StepPace, *, decode_s: float, token_s: float, noise: random.Rando
     """One step of a machine that decodes and has prompts without end. Returns what it took."""
     num_tokens = pace.num_prefill_tokens
     assert num_tokens is not None
+    if not num_tokens:  # now and then only decoding is measured
+        pace.note(num_decoding=4, num_prefill_tokens=0, seconds=decode_s)
+        num_tokens = pace.num_prefill_tokens
+        assert num_tokens
     seconds = (decode_s + token_s * num_tokens) * (noise.uniform(0.8, 1.3) if noise else 1.0)
     pace.note(num_decoding=4, num_prefill_tokens=num_tokens, seconds=seconds)
     return seconds
@@ -46,6 +50,22 @@ def test_noise_does_not_carry_it_away() -> None:
     seconds = sorted(step(pace, decode_s=0.02, token_s=5e-4, noise=noise) for _ in range(300))
     assert 0.04 < seconds[150] < 0.055
     assert seconds[-1] < 0.1
+
+
+@pytest.mark.parametrize("pause_s", [0.5, 5.0])
+def test_a_pause_is_forgotten_though_prompts_come_without_end(pause_s: float) -> None:
+    pace = warmed_up(0.04, decode_s=0.02, token_s=5e-4)
+    pace.note(num_decoding=4, num_prefill_tokens=0, seconds=pause_s)
+    for _ in range(100):
+        step(pace, decode_s=0.02, token_s=5e-4)
+    assert 0.035 <= step(pace, decode_s=0.02, token_s=5e-4) <= 0.0401
+
+
+def test_the_end_of_a_heavy_load_is_noticed_though_prompts_come_without_end() -> None:
+    pace = warmed_up(0.04, decode_s=0.2, token_s=5e-4)
+    for _ in range(100):
+        step(pace, decode_s=0.01, token_s=5e-4)
+    assert 0.035 <= step(pace, decode_s=0.01, token_s=5e-4) <= 0.0401
 
 
 def test_prompts_get_on_where_decoding_alone_takes_too_long() -> None:

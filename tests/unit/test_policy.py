@@ -108,6 +108,13 @@ def test_a_busy_decode_worker_is_left_alone() -> None:
     assert choose(800, [prefill("p", queued=2 * 800 + 1)], [decode("d", running=8)]) == Plan(key("d"), None)
 
 
+def test_whoever_has_no_such_backlog_is_asked_instead() -> None:
+    overdone = prefill("p", queued=PolicyConfig().max_prefill_backlog_tokens + 1, cached=5000)
+    assert choose(80_000, [overdone, prefill("q")], [decode("d", available=9000, running=200)]) == Plan(
+        key("d"), key("q")
+    )
+
+
 def test_a_worker_that_failed_is_the_last_choice() -> None:
     decodes = [decode("bad", cached=30, running=8), decode("d")]
     assert choose(800, [prefill("p")], decodes, avoid=("bad",)) == Plan(key("d"), key("p"))

@@ -158,11 +158,11 @@ def test_who_cannot_win_is_left_out_of_the_race_without_changing_it(monkeypatch:
 # --- numbers that are none
 
 
-@pytest.mark.parametrize("temperature", [0, 1.0])
-def test_a_row_with_a_nan_has_no_next_token_and_its_neighbours_have(temperature: float) -> None:
+@pytest.mark.parametrize("params", [{"temperature": 0}, {}, {"top_p": 0.9}, {"top_k": 5}, {"min_p": 0.1}], ids=str)
+def test_a_row_with_a_nan_has_no_next_token_and_its_neighbours_have(params: dict[str, float]) -> None:
     values = logits(3)
     values[1, 8] = float("nan")
-    seqs = [sequence(temperature=temperature, seed=seed) for seed in range(3)]
+    seqs = [sequence(**{"temperature": 1.0, "seed": seed, **params}) for seed in range(3)]
     sampled = Sampler(frozenset()).sample(values.clone(), seqs)
     assert sampled[1] == INVALID_TOKEN
     assert [sampled[0], sampled[2]] == [sample_one(values[i], seqs[i]) for i in (0, 2)]
