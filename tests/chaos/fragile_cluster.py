@@ -8,13 +8,16 @@ The real services, the real model, real bytes. Owns its processes and proxies; `
 from __future__ import annotations
 
 import os
+import random
 import select
 import signal
 import subprocess
 import sys
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from clusters import START_TIMEOUT_S, STOP_TIMEOUT_S, wait_until
 from faulty_proxy import FaultyProxy
@@ -23,6 +26,23 @@ from protos import tandem_worker_pb2 as pb
 from tandem.client import Client
 
 LEASE_MS = 2000
+SAMPLING: dict[str, Any] = {
+    "max_tokens": 48, "temperature": 0.8, "seed": 5, "repetition_penalty": 1.1, "ignore_eos": True,
+}  # fmt: skip
+PROMPT_TOKENS = 160
+
+_random = random.Random(3)
+
+
+def fresh_prompts(number: int = 6) -> list[list[int]]:
+    """That no cache has seen, so that KV travels."""
+    return [[_random.randrange(100, 40_000) for _ in range(PROMPT_TOKENS)] for _ in range(number)]
+
+
+def ask(cluster: FragileCluster, prompts: list[list[int]]) -> list[list[int]]:
+    """All at once. The client itself refuses gaps and repetitions."""
+    with cluster.client() as client, ThreadPoolExecutor(len(prompts)) as threads:
+        return list(threads.map(lambda prompt: client.generate(prompt, **SAMPLING).token_ids, prompts))
 
 
 @dataclass

@@ -6,7 +6,6 @@ from __future__ import annotations
 import random
 import signal
 import threading
-import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, suppress
@@ -15,12 +14,9 @@ from typing import Any
 
 import pytest
 from clusters import wait_until
-from fragile_cluster import LEASE_MS, FragileCluster
+from fragile_cluster import LEASE_MS, SAMPLING, FragileCluster, ask, fresh_prompts
 
-from rpc.errors import DeadlinePassed, TandemError
-
-SAMPLING = {"max_tokens": 48, "temperature": 0.8, "seed": 5, "repetition_penalty": 1.1, "ignore_eos": True}
-PROMPT_TOKENS = 160
+from rpc.errors import DeadlinePassed, Draining, TandemError, Unreachable
 
 
 @pytest.fixture(scope="module")
@@ -33,20 +29,6 @@ def cluster(
     )  # fmt: skip
     yield running
     running.close()
-
-
-_prompts = random.Random(4)
-
-
-def fresh_prompts(number: int = 6) -> list[list[int]]:
-    """That no cache has seen, so that KV travels."""
-    return [[_prompts.randrange(100, 40_000) for _ in range(PROMPT_TOKENS)] for _ in range(number)]
-
-
-def ask(cluster: FragileCluster, prompts: list[list[int]]) -> list[list[int]]:
-    """All at once. The client itself refuses gaps and repetitions."""
-    with cluster.client() as client, ThreadPoolExecutor(len(prompts)) as threads:
-        return list(threads.map(lambda prompt: client.generate(prompt, **SAMPLING).token_ids, prompts))
 
 
 def check(cluster: FragileCluster, prompts: list[list[int]], answers: list[list[int]]) -> None:
@@ -114,15 +96,17 @@ def test_a_rolling_restart_of_everything_loses_no_request(cluster: FragileCluste
     def ask_on(number: int) -> None:
         router, both = number, [stack.enter_context(cluster.client(router)) for router in (1, 2)]
         while not is_over.is_set():
-            prompt = prompts[len(answers) % len(prompts)]
+            prompt, received = prompts[len(answers) % len(prompts)], []
             try:
-                answers.append((prompt, both[router].generate(prompt, **SAMPLING, timeout_s=60).token_ids))
+                for chunk in both[router].stream(prompt, **SAMPLING, timeout_s=60):
+                    received += chunk.token_ids
+                answers.append((prompt, received))
             except TandemError as error:
                 # A router that leaves refuses new requests: then another one is asked, as a load balancer would.
-                if type(error).__name__ not in ("Draining", "Unreachable") or "stream" in str(error):
-                    errors.append(repr(error))
+                if received or not isinstance(error, Draining | Unreachable):
+                    errors.append(f"after {len(received)} tokens: {error!r}")
                 router = 1 - router
-                time.sleep(0.05)
+                is_over.wait(0.05)
 
     with ExitStack() as stack, ThreadPoolExecutor(2) as threads:
         clients = [threads.submit(ask_on, number) for number in range(2)]

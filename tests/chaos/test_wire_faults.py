@@ -3,7 +3,6 @@ end each, balanced books, and every block free or cached."""
 
 from __future__ import annotations
 
-import random
 import threading
 import time
 from collections.abc import Iterator
@@ -13,13 +12,9 @@ from typing import Any
 
 import pytest
 from clusters import wait_until
-from fragile_cluster import LEASE_MS, FragileCluster
+from fragile_cluster import LEASE_MS, FragileCluster, ask, fresh_prompts
 
 from rpc.errors import TandemError
-
-SAMPLING = {"max_tokens": 48, "temperature": 0.8, "seed": 5, "repetition_penalty": 1.1, "ignore_eos": True}
-NUM_PROMPTS = 6
-PROMPT_TOKENS = 160
 
 
 @pytest.fixture(scope="module")
@@ -30,20 +25,6 @@ def cluster(
     running = FragileCluster.start(folder, redis_url=redis_server.url, model=model_folder, num_decode=2)
     yield running
     running.close()
-
-
-_prompts = random.Random(3)
-
-
-def fresh_prompts() -> list[list[int]]:
-    """That no cache has seen, so that KV travels."""
-    return [[_prompts.randrange(100, 40_000) for _ in range(PROMPT_TOKENS)] for _ in range(NUM_PROMPTS)]
-
-
-def ask(cluster: FragileCluster, prompts: list[list[int]]) -> list[list[int]]:
-    """All at once. The client itself refuses gaps and repetitions."""
-    with cluster.client() as client, ThreadPoolExecutor(len(prompts)) as threads:
-        return list(threads.map(lambda prompt: client.generate(prompt, **SAMPLING).token_ids, prompts))
 
 
 def check(cluster: FragileCluster, prompts: list[list[int]], answers: list[list[int]]) -> None:
