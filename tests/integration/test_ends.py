@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import signal
 import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from dataclasses import dataclass
 
 import grpc
 import pytest
@@ -20,6 +23,8 @@ from tandem.client import Client
 
 LONG = [(7 * i) % 40_000 + 100 for i in range(1200)]
 SHORT = [(11 * i) % 40_000 + 100 for i in range(50)]
+_fresh_ids = itertools.count(10_000)
+"""First tokens of prompts that no cache has seen."""
 
 
 @pytest.fixture(scope="module")
@@ -56,17 +61,55 @@ def test_a_client_that_goes_away_while_decoding(cluster: RunningCluster, stub: I
     cluster.wait_until_at_rest()
 
 
-def test_a_client_that_goes_away_while_prefilling(cluster: RunningCluster, stub: InferenceStub) -> None:
-    call = stub.Generate(request_of(LONG, 5))
+@dataclass(frozen=True)
+class Asked:
+    """A request under way, read by a thread of its own."""
+
+    prompt: list[int]
+    call: grpc.Call
+    answer: Future[list[pb.GenerateResponse]]
+
+
+def ask(stub: InferenceStub, prompt: list[int], max_tokens: int) -> Asked:
+    call = stub.Generate(request_of(prompt, max_tokens))
+    answer: Future[list[pb.GenerateResponse]] = Future()
+
+    def read() -> None:
+        try:
+            answer.set_result(list(call))
+        except grpc.RpcError as error:
+            answer.set_exception(error)
+
+    threading.Thread(target=read).start()
+    return Asked(prompt, call, answer)
+
+
+def begin_prefill(cluster: RunningCluster, stub: InferenceStub, max_tokens: int) -> Asked:
+    """A request whose prompt is seen to be computed by the prefill worker just now.
+
+    Asks anew if one came to its end unseen: where the machine stood still for a lease, the router has lost its session
+    with the prefill worker for a moment, and the decode worker computes the prompt.
+    """
+    asked = ask(stub, [next(_fresh_ids), *LONG[1:]], max_tokens)
+    unseen: list[pb.GenerateResponse] = []
 
     def is_prefilling() -> bool:
-        return any(
-            worker.record.load.num_running and worker.record.role == worker_pb.ROLE_PREFILL
-            for worker in cluster.workers()
-        )
+        nonlocal asked
+        if any(w.record.role == worker_pb.ROLE_PREFILL and w.record.load.num_running for w in cluster.workers()):
+            return True
+        if asked.answer.done():
+            unseen.append(asked.answer.result()[-1])
+            asked = ask(stub, [next(_fresh_ids), *LONG[1:]], max_tokens)
+        return False
 
-    wait_until(is_prefilling, 20, "the prompt is being prefilled")
-    call.cancel()
+    wait_until(is_prefilling, 30, "a prompt is seen being prefilled", lambda: (unseen, cluster.log.read_text()[-3000:]))
+    return asked
+
+
+def test_a_client_that_goes_away_while_prefilling(cluster: RunningCluster, stub: InferenceStub) -> None:
+    asked = begin_prefill(cluster, stub, 5)
+    asked.call.cancel()
+    assert isinstance(asked.answer.exception(10), grpc.RpcError)
     cluster.wait_until_at_rest()
 
 
@@ -201,19 +244,13 @@ def wait_for_new_worker(cluster: RunningCluster, role: worker_pb.Role, old_pid: 
 
 
 def test_a_killed_prefill_worker_costs_the_client_nothing(cluster: RunningCluster, stub: InferenceStub) -> None:
-    with Client(cluster.address) as client:
-        expected = client.generate([77, *LONG[1:]], max_tokens=6, temperature=0, ignore_eos=True).token_ids
-    call = stub.Generate(request_of([78, *LONG[1:]], 6))
     pid = pid_of(cluster, worker_pb.ROLE_PREFILL)
-
-    def is_prefilling() -> bool:
-        return any(w.record.pid == pid and w.record.load.num_running for w in cluster.workers())
-
-    wait_until(is_prefilling, 20, "the prompt is being prefilled")
+    asked = begin_prefill(cluster, stub, 6)
     os.kill(pid, signal.SIGKILL)
-    received = [token for response in call for token in response.token_ids]
-    assert len(received) == len(expected)
+    received = [token for response in asked.answer.result(60) for token in response.token_ids]
     wait_for_new_worker(cluster, worker_pb.ROLE_PREFILL, pid)
+    with Client(cluster.address) as client:
+        assert received == client.generate(asked.prompt, max_tokens=6, temperature=0, ignore_eos=True).token_ids
     cluster.wait_until_at_rest()
 
 
