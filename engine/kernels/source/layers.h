@@ -41,13 +41,22 @@ struct DecoderLayer : torch::CustomClassHolder {
       const at::Tensor& x, const std::optional<at::Tensor>& delta, const at::Tensor& kv, const at::Tensor& cos,
       const at::Tensor& sin, const at::Tensor& slot_mapping, const at::Tensor& block_tables,
       const at::Tensor& query_lens, const at::Tensor& context_lens) const {
+    return run(x, delta, kv, cos, sin, slot_mapping, block_tables, query_lens, context_lens, nullptr, nullptr);
+  }
+
+  // Its products ask for `own`, the KV of this layer's attention, and for `next`, that of the layer after it.
+  at::Tensor run(
+      const at::Tensor& x, const std::optional<at::Tensor>& delta, const at::Tensor& kv, const at::Tensor& cos,
+      const at::Tensor& sin, const at::Tensor& slot_mapping, const at::Tensor& block_tables,
+      const at::Tensor& query_lens, const at::Tensor& context_lens, ReadAhead* own, ReadAhead* next) const {
     at::Tensor normed = add_rms_norm(x, delta, input_norm, eps);
-    at::Tensor projected = linear(normed, qkv.weight, qkv.bias, qkv.num_outputs);
+    at::Tensor projected = linear_ahead(normed, qkv.weight, qkv.bias, qkv.num_outputs, own);
     at::Tensor q = rotate_and_store(projected, cos, sin, q_norm, k_norm, eps, kv, slot_mapping);
     at::Tensor attended = paged_attention(q, kv, block_tables, query_lens, context_lens, scale, window);
     at::Tensor h = add_rms_norm(
-        x, linear(attended, output.weight, output.bias, output.num_outputs), post_attention_norm, eps);
-    return linear(gated_linear(h, gated.weight, gated.bias, gated.num_outputs), down.weight, down.bias, down.num_outputs);
+        x, linear_ahead(attended, output.weight, output.bias, output.num_outputs, next), post_attention_norm, eps);
+    at::Tensor active = gated_linear_ahead(h, gated.weight, gated.bias, gated.num_outputs, next);
+    return linear_ahead(active, down.weight, down.bias, down.num_outputs, next);
   }
 };
 
@@ -63,10 +72,28 @@ struct DecoderLayers : torch::CustomClassHolder {
       const at::Tensor& slot_mapping, const at::Tensor& block_tables, const at::Tensor& query_lens,
       const at::Tensor& context_lens) const {
     std::optional<at::Tensor> delta;
-    for (size_t i = 0; i < layers.size(); i++)
-      delta = layers[i]->forward(
-          x, delta, kv_pool.select(0, int64_t(i)), cos, sin, slot_mapping, block_tables, query_lens, context_lens);
+    std::vector<ReadAhead> kv(layers.size() + 1);  // nothing comes after the last one
+    for (size_t i = 0; i < layers.size(); i++) {
+      if (i == 0) kv[i].pieces = kv_pieces(kv_pool.select(0, 0), block_tables, context_lens);
+      if (i + 1 < layers.size()) kv[i + 1].pieces = kv_pieces(kv_pool.select(0, int64_t(i + 1)), block_tables, context_lens);
+      delta = layers[i]->run(
+          x, delta, kv_pool.select(0, int64_t(i)), cos, sin, slot_mapping, block_tables, query_lens, context_lens, &kv[i],
+          &kv[i + 1]);
+    }
     return delta ? at::add(x, *delta) : x;
+  }
+
+  // One layer's KV of all sequences, which its attention will read.
+  static std::vector<const char*> kv_pieces(const at::Tensor& kv, const at::Tensor& block_tables, const at::Tensor& context_lens) {
+    const char* begin = reinterpret_cast<const char*>(data_of(kv));
+    int64_t block_size = kv.size(3), block_bytes = kv.stride(0) * int64_t(sizeof(bf16)), max_blocks = block_tables.size(1);
+    const int32_t *tables = block_tables.data_ptr<int32_t>(), *contexts = context_lens.data_ptr<int32_t>();
+    std::vector<const char*> pieces;
+    for (int64_t seq = 0; seq < block_tables.size(0); seq++)
+      for (int64_t i = 0; i * block_size < contexts[seq]; i++)
+        for (int64_t at = 0; at < block_bytes; at += ReadAhead::PIECE)
+          pieces.push_back(begin + tables[seq * max_blocks + i] * block_bytes + at);
+    return pieces;
   }
 };
 
