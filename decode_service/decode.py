@@ -18,6 +18,7 @@ from engine.llm_engine import LLMEngine, Reservation
 from kv_transfer import Grant, KVReceiver
 from protos import tandem_worker_pb2 as pb
 from rpc.errors import Draining, InvalidRequest, LeaseGone, RequestExists, TandemError
+from rpc.failpoints import reach
 from worker_service.messages import sampling_params_of
 from worker_service.sessions import RouterSession, SessionHost, Stream
 
@@ -87,6 +88,7 @@ class DecodeRole:
             )
             return True
 
+        await reach("decode.generate")
         if not await self._engine.call(add):
             self._answer_busy(stream)
 
@@ -100,6 +102,7 @@ class DecodeRole:
             )
 
         reservation = await self._engine.call(reserve)
+        await reach("decode.reserved")
         if not stream.is_open:
             return  # cancelled meanwhile: `cancel` has freed the reservation, as the command after ours
         if reservation is None:
@@ -128,10 +131,12 @@ class DecodeRole:
             self._free(engine_id)
             return False
         stream.grant_id = None  # a cancel from now on goes to the engine, after the commit
+        await reach("decode.before_commit")
         try:
             await self._engine.call(lambda engine: engine.commit(engine_id, first_token_id, num_prompt_tokens))
         except (KeyError, ValueError, EngineDeadError):
             return False  # what is still reserved is freed when the router cancels, as it does after a failed attempt
+        await reach("decode.after_commit")
         return True
 
     def on_freed(self, grants: list[Grant]) -> None:

@@ -87,8 +87,12 @@ class Link(Protocol):
 
     def writer(self, grant: pb.Grant) -> BlockWriter: ...
 
-    async def commit(self, request: pb.CommitRequest, timeout_s: float) -> pb.CommitResponse:
-        """Send it once. Waits for a lost connection to come back as long as `timeout_s` allows."""
+    async def commit(self, request: pb.CommitRequest) -> pb.CommitResponse:
+        """Send it once, and wait for the answer as long as the connection lives: a receiver with much to do is late,
+        not dead. Raises `PeerUnreachable` where there is no connection, or it broke."""
+
+    async def wait_connected(self, timeout_s: float) -> None:
+        """Until a lost connection is back. Raises `PeerUnreachable` after `timeout_s`."""
 
     async def abandon(self, request: pb.AbandonRequest, timeout_s: float) -> None: ...
 

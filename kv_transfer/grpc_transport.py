@@ -14,7 +14,7 @@ import grpc
 from grpc.aio import Metadata
 
 from kv_transfer.base import GONE, MAX_CHUNK_BYTES, BlockWriter, Link
-from kv_transfer.errors import GrantGone, InvalidTransfer, errors_of_peer
+from kv_transfer.errors import GrantGone, InvalidTransfer, PeerUnreachable, errors_of_peer
 from kv_transfer.pool import KVPool
 from protos import tandem_kv_transfer_pb2 as pb
 from protos import tandem_kv_transfer_pb2_grpc as pb_grpc
@@ -103,10 +103,17 @@ class ControlLink:
             response: pb.ConnectResponse = await self.stub.Connect(request, timeout=timeout_s)
         return response
 
-    async def commit(self, request: pb.CommitRequest, timeout_s: float) -> pb.CommitResponse:
+    async def commit(self, request: pb.CommitRequest) -> pb.CommitResponse:
         with errors_of_peer():
-            response: pb.CommitResponse = await self.stub.Commit(request, timeout=timeout_s, wait_for_ready=True)
+            response: pb.CommitResponse = await self.stub.Commit(request)
         return response
+
+    async def wait_connected(self, timeout_s: float) -> None:
+        try:
+            with errors_of_peer():
+                await asyncio.wait_for(self._channel.channel_ready(), timeout_s)
+        except TimeoutError:
+            raise PeerUnreachable(f"no connection for {timeout_s:g} s") from None
 
     async def abandon(self, request: pb.AbandonRequest, timeout_s: float) -> None:
         with errors_of_peer():

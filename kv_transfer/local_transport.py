@@ -78,8 +78,11 @@ class LocalLink:
     def writer(self, grant: pb.Grant) -> BlockWriter:
         return LocalWriter(self._pool, self, grant)
 
-    async def commit(self, request: pb.CommitRequest, timeout_s: float) -> pb.CommitResponse:
+    async def commit(self, request: pb.CommitRequest) -> pb.CommitResponse:
         return await self.receiver().commit(request)
+
+    async def wait_connected(self, timeout_s: float) -> None:
+        self.receiver()
 
     async def abandon(self, request: pb.AbandonRequest, timeout_s: float) -> None:
         self.receiver().abandon(request)

@@ -250,19 +250,16 @@ class Push:
             digests=digests.astype("<u8").tobytes(),
             first_token_id=first_token_id,
         )
-        try:
-            return await self._link.commit(request, self._lease_s)
-        except PeerUnreachable as error:
-            logger.info("asking again whether grant %d was committed: %s", self.grant.grant_id, error)
-        # A lost answer leaves open whether the receiver has committed. Asking again is harmless; after one lease
-        # without a receiver to ask, the grant is gone either way.
-        deadline_s = asyncio.get_running_loop().time() + self._lease_s
-        for num_tries in range(2, MAX_COMMIT_TRIES + 1):
+        for num_tries in range(1, MAX_COMMIT_TRIES + 1):
             try:
-                return await self._link.commit(request, deadline_s - asyncio.get_running_loop().time())
-            except PeerUnreachable:
-                if num_tries == MAX_COMMIT_TRIES or asyncio.get_running_loop().time() >= deadline_s:
+                return await self._link.commit(request)
+            except PeerUnreachable as error:
+                if num_tries == MAX_COMMIT_TRIES:
                     raise
+                logger.info("asking again whether grant %d was committed: %s", self.grant.grant_id, error)
+            # A lost answer leaves open whether the receiver has committed. Asking again is harmless; after one lease
+            # without a receiver to ask, the grant is gone either way.
+            await self._link.wait_connected(self._lease_s)
         raise AssertionError("the last try returns or raises")
 
     async def _send_abandon(self) -> None:

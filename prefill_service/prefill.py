@@ -20,6 +20,7 @@ from kv_transfer import STATUS_OF, InvalidTransfer, KVSender, Push, TransferErro
 from protos import tandem_worker_pb2 as pb
 from protos.tandem_kv_transfer_pb2 import Grant
 from rpc.errors import Draining, InvalidRequest, RequestExists, error_of_code
+from rpc.failpoints import reach
 from worker_service.messages import sampling_params_of
 from worker_service.sessions import RouterSession, SessionHost, Stream
 
@@ -93,6 +94,7 @@ class PrefillRole:
         self._pushes[stream.engine_id] = push
         is_settled = False
         try:
+            await reach("prefill.opened")
             await self._engine.call(
                 lambda engine: engine.add_prefill(
                     stream.engine_id,
@@ -104,6 +106,7 @@ class PrefillRole:
             )
             output = await stream.first_token
             if not output.is_finished:
+                await reach("prefill.before_commit")
                 stats = await push.commit(
                     num_prompt_tokens=num_tokens,
                     first_token_id=output.outputs[0].token_ids[-1],
@@ -111,6 +114,7 @@ class PrefillRole:
                     src_block_ids=output.held_block_ids[: len(command.grant.block_ids)],
                 )
                 is_settled = True
+                await reach("prefill.after_commit")
                 stream.post(handed_over=pb.HandedOver(stats=stats))
         finally:
             # A task of its own: a cancel may come again while this waits, and must not keep it from its end.

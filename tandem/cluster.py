@@ -18,7 +18,7 @@ import os
 import re
 import sys
 import time
-from collections.abc import Callable, Coroutine, Iterable
+from collections.abc import Callable, Coroutine, Iterable, Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, TypeVar
@@ -77,11 +77,14 @@ class Cluster:
         on_line: Callable[[str, str], None] = print_log_line,
         on_event: Callable[[ProcessEvent], None] = print_progress,
         restart_policy: RestartPolicy | None = None,
+        advertise: Mapping[str, str] | None = None,
     ) -> None:
+        """`advertise`: by worker name, where others are told to reach it, if something stands in between."""
         self.args = args or ClusterArgs()
         self._on_line = on_line
         self._on_event = on_event
         self._restart_policy = restart_policy
+        self._advertise = advertise or {}
         self._redis: LocalRedis | None = None
         self._processes: dict[str, SupervisedProcess] = {}
         self._is_hurried = False
@@ -137,7 +140,7 @@ class Cluster:
             await self._or_failure(self._supervise(self._redis.spec(REDIS)).wait_running())
         self._supervise(router_spec(self.args, folder, self.redis_url))
         for name in self.args.worker_names:
-            self._supervise(worker_spec(self.args, name, folder, self.redis_url))
+            self._supervise(worker_spec(self.args, name, folder, self.redis_url, self._advertise.get(name, "")))
         await self._or_failure(self._wait_ready())
 
     async def stop(self) -> list[str]:

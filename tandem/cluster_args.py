@@ -114,8 +114,9 @@ def router_spec(args: ClusterArgs, folder: Path, redis_url: str) -> ProcessSpec:
     return ProcessSpec(name=ROUTER, command=command, ready_pattern=LISTENING, env=python_env(), must_start=True)
 
 
-def worker_spec(args: ClusterArgs, name: str, folder: Path, redis_url: str) -> ProcessSpec:
-    """The worker `name`; its role is the part of the name before the dash."""
+def worker_spec(args: ClusterArgs, name: str, folder: Path, redis_url: str, advertise: str = "") -> ProcessSpec:
+    """The worker `name`; its role is the part of the name before the dash. `advertise`: where others reach it, if that
+    is not where it listens."""
     num_threads = args.engine.num_threads or max(1, num_cores() // len(args.worker_names))
     engine = replace(
         args.engine,
@@ -137,6 +138,7 @@ def worker_spec(args: ClusterArgs, name: str, folder: Path, redis_url: str) -> P
         *engine_flags(engine),
         "--lease-ms", str(args.lease_ms),
         "--drain-grace-s", str(args.drain_grace_s),
+        *(["--advertise", advertise] if advertise else []),
     ]  # fmt: skip
     env = {
         **python_env(),

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from registry.keys import check_name
+from rpc import failpoints
 from rpc.entrypoint import ServiceArgs
 from rpc.server import split_address
 
@@ -33,8 +34,13 @@ class WorkerArgs(ServiceArgs):
         default=30.0, metadata={"help": "On SIGTERM, how long running requests may take to finish."}
     )
 
+    failpoints: str = field(
+        default="", metadata={"help": "For tests: fail on purpose, POINT=ACTION with commas (rpc/failpoints.py)."}
+    )
+
     def __post_init__(self) -> None:
         super().__post_init__()
+        failpoints.parse(self.failpoints)
         if self.advertise:
             split_address(self.advertise)
         if self.worker_id:

@@ -10,6 +10,7 @@ import click
 
 from engine.config import EngineArgs
 from protos import tandem_worker_pb2 as pb
+from rpc import failpoints
 from rpc.entrypoint import build, options_of, run_until_signal, setup_logging
 from worker_service.args import WorkerArgs
 from worker_service.process import AddRole, run_worker
@@ -29,6 +30,7 @@ def worker_command(role: pb.Role, name: str, add_role: AddRole) -> click.Command
     def main(**flags: Any) -> None:
         args, engine_args = build(WorkerArgs, flags), build(EngineArgs, flags)
         setup_logging(args.log_level, args.worker_id or name)
+        failpoints.arm(args.failpoints)
 
         async def serve(stop: asyncio.Event) -> int:
             return await run_worker(role, args, engine_args, add_role, stop)

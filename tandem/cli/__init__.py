@@ -14,6 +14,7 @@ os.environ.setdefault("GRPC_VERBOSITY", "ERROR")
 import click
 
 import tandem
+from tandem.cli.chaos import chaos
 from tandem.cli.demo import demo
 from tandem.cli.fetch import fetch
 from tandem.cli.generate import generate
@@ -33,5 +34,5 @@ def main() -> None:
     """Serve large language models with prefill and decode on different machines."""
 
 
-for _command in (demo, up, generate, status, audit, fetch):
+for _command in (demo, up, generate, status, audit, fetch, chaos):
     main.add_command(_command)

@@ -20,9 +20,9 @@ from pathlib import Path
 from typing import Any
 
 from clusters import START_TIMEOUT_S, STOP_TIMEOUT_S, wait_until
-from faulty_proxy import FaultyProxy
 
 from protos import tandem_worker_pb2 as pb
+from tandem.chaos.proxy import FaultyProxy
 from tandem.client import Client
 
 LEASE_MS = 2000
@@ -55,19 +55,19 @@ class Service:
     process: subprocess.Popen[str] | None = None
     address: str = ""
 
-    def start(self) -> None:
+    def start(self, *flags: str) -> None:
         """Until it listens. A worker that was killed comes back behind the same proxy, as another incarnation."""
         env = {name: value for name, value in os.environ.items() if not name.startswith(("TANDEM_", "REDIS_"))}
         env |= {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"}
         with self.log.open("a") as stderr:
-            self.process = subprocess.Popen(self.command, stdout=subprocess.PIPE, stderr=stderr, text=True, env=env)
+            self.process = subprocess.Popen(
+                [*self.command, *flags], stdout=subprocess.PIPE, stderr=stderr, text=True, env=env
+            )
         assert self.process.stdout is not None
         is_readable, _, _ = select.select([self.process.stdout], [], [], START_TIMEOUT_S)
         line = self.process.stdout.readline().strip() if is_readable else ""
         assert line.startswith("listening grpc="), f"{self.command}:\n{self.log.read_text()[-4000:]}"
         self.address = line.removeprefix("listening grpc=")
-        if self.proxy is not None:
-            self.proxy.target = self.address
 
     def restart(self) -> None:
         """After its end, at the address that it had: clients of a router do not learn of another."""
@@ -123,21 +123,21 @@ class FragileCluster:
         names = [f"prefill-{i + 1}" for i in range(num_prefill)] + [f"decode-{i + 1}" for i in range(num_decode)]
         try:
             for number, name in enumerate(names):
-                proxy = FaultyProxy(seed + number)
+                service = Service([], folder / f"{name}.log")
+                service.proxy = FaultyProxy(lambda service=service: service.address, seed + number)
                 module = f"{name.split('-')[0]}_service"
-                self._start(
-                    folder, name, [module, "--worker-id", name, "--advertise", proxy.address, *shared, *engine], proxy
-                )
+                command = [module, "--worker-id", name, "--advertise", service.proxy.address, *shared, *engine]
+                self._start(name, service, command)
             for number in range(1, num_routers + 1):
-                self._start(folder, f"router-{number}", ["router", *shared], None)
+                self._start(f"router-{number}", Service([], folder / f"router-{number}.log"), ["router", *shared])
                 self.wait_for_workers(number)
         except BaseException:
             self.close()
             raise
         return self
 
-    def _start(self, folder: Path, name: str, command: Sequence[str], proxy: FaultyProxy | None) -> None:
-        service = Service([sys.executable, "-P", "-m", *command], folder / f"{name}.log", proxy)
+    def _start(self, name: str, service: Service, command: Sequence[str]) -> None:
+        service.command = [sys.executable, "-P", "-m", *command]
         self.services[name] = service
         service.start()
 

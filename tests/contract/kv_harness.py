@@ -51,6 +51,8 @@ class Receiving:
         self.freed: list[Grant] = []
         self.has_freed = asyncio.Event()
         self.is_wanted = True
+        self.taking_s = 0.0
+        """How long it takes to take over what was committed."""
         self.receiver = KVReceiver(
             pool=self.pool,
             identity=self.identity,
@@ -64,6 +66,7 @@ class Receiving:
 
     async def _on_commit(self, grant: Grant, first_token_id: int, num_prompt_tokens: int) -> bool:
         self.committed.append((grant, first_token_id, num_prompt_tokens))
+        await asyncio.sleep(self.taking_s)
         return self.is_wanted
 
     def _on_freed(self, grants: list[Grant]) -> None:

@@ -88,6 +88,14 @@ async def test_cached_prefix_stays_untouched(cluster: Cluster, receiving: Receiv
     assert (stats.num_blocks, stats.num_cached_blocks) == (2, 2)
 
 
+async def test_a_receiver_with_much_to_do_is_late_and_not_dead(cluster: Cluster) -> None:
+    """It takes over after three leases: the sender waits as long as the connection lives."""
+    receiving = await cluster.add_receiving(lease_s=0.2)
+    receiving.taking_s = 0.6
+    await cluster.push_and_commit(receiving.receiver.issue("router", [4, 9], 0), [3, 1])
+    assert [grant.block_ids for grant, _, _ in receiving.committed] == [(4, 9)]
+
+
 async def test_all_cached_needs_no_push(cluster: Cluster, receiving: Receiving) -> None:
     push = await cluster.push(receiving.receiver.issue("router", [1, 2], 2), [1, 2])
     stats = await push.commit(8, 1, [1, 2])

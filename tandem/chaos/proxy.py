@@ -4,8 +4,8 @@
                                 │  pump up: delay, drip, damage      (what clients send: commands, KV)
                                 └─ pump down: delay, freeze          (what the server answers)
 
-Runs on an event loop of its own thread; its methods are called from tests, and take effect for all connections, those
-that exist included. Owns its connections: `close` ends them.
+Runs on an event loop of its own thread; its methods may be called from any thread, and take effect for all connections,
+those that exist included. Owns its connections: `close` ends them.
 """
 
 from __future__ import annotations
@@ -24,10 +24,11 @@ MIN_DAMAGED_BYTES = 4 * 1024
 
 
 class FaultyProxy:
-    """`address` is what clients are told; `target` is set once the server is there."""
+    """`address` is what clients are told."""
 
-    def __init__(self, seed: int = 0) -> None:
-        self.target = ""
+    def __init__(self, target: Callable[[], str], seed: int = 0) -> None:
+        """`target` gives the server's "host:port" now, or "" while it is not there: connections are then reset."""
+        self._target = target
         self.num_damaged = 0
         """Pieces that were damaged so far."""
         self.num_bytes_up = 0
@@ -105,11 +106,11 @@ class FaultyProxy:
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self._writers.add(writer)
-        if self._is_refusing or not self.target:
+        host, _, port = self._target().rpartition(":")
+        if self._is_refusing or not host:
             _reset(writer)
             self._writers.discard(writer)
             return
-        host, port = self.target.rsplit(":", 1)
         try:
             up_reader, up_writer = await asyncio.open_connection(host, int(port))
         except OSError:

@@ -1,0 +1,102 @@
+"""Which fault hits whom, and when. Pure: a seed and the names of processes in, a plan out.
+
+    plan_faults ──> [Fault, Fault, …] in the order of their time; `tandem.chaos.soak` makes them happen
+
+Two things a plan leaves alone, for what the failure contract promises in full: of each role one worker is whole at any
+moment, and the router is killed at intervals that a client can live with. Everything else happens at any time, and
+together.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import Enum
+
+
+class FaultKind(Enum):
+    """The value is how a report names it."""
+
+    KILL = "killed"
+    """SIGKILL; started again by its supervisor."""
+    STOP = "stopped"
+    """SIGSTOP for longer than a lease, then SIGCONT: what it says afterwards is stale."""
+    PARTITION = "cut off"
+    """Packets vanish for longer than a lease, and nobody is told."""
+    RESET = "connections reset"
+    DAMAGE = "KV damaged"
+    """One bit each of some pieces on their way."""
+    SLOW = "slowed"
+    """Every packet comes later."""
+    BURST = "bursts"
+    """Many requests at once, more than the queue takes."""
+
+
+@dataclass(frozen=True, slots=True)
+class Fault:
+    at_s: float
+    kind: FaultKind
+    target: str
+    """A process; "clients" for a burst."""
+    duration_s: float
+
+
+RECOVERY_S = 12.0
+"""Until a killed worker has certainly been started again, on a busy machine."""
+MEAN_INTERVAL_S = 1.2
+ROUTER_INTERVAL_S = 15.0
+_ON_WORKERS = (FaultKind.KILL, FaultKind.STOP, FaultKind.PARTITION, FaultKind.RESET, FaultKind.RESET, FaultKind.SLOW)
+_ON_REDIS = (FaultKind.KILL, FaultKind.STOP)
+_LASTS_S = {FaultKind.KILL: RECOVERY_S, FaultKind.RESET: 0.0, FaultKind.DAMAGE: 0.5, FaultKind.BURST: 3.0}
+"""How long it keeps its target from being whole; of the others a multiple of the lease."""
+
+
+def plan_faults(
+    seed: int, seconds: float, workers: Sequence[str], lease_s: float, *, can_damage: bool = True
+) -> list[Fault]:
+    """Faults on `workers` ("prefill-1", "decode-2", …), "router", "redis" and "clients" within `seconds`.
+
+    The same arguments give the same plan. The first comes after a second. `can_damage`: KV travels where it can be
+    reached.
+    """
+    dice = random.Random(seed)
+    impaired_until_s = dict.fromkeys([*workers, "redis", "clients"], 0.0) | {"router": ROUTER_INTERVAL_S / 2}
+    plan: list[Fault] = []
+    at_s = 1.0
+    while at_s < seconds:
+        fault = _draw(dice, at_s, list(impaired_until_s), lease_s, can_damage=can_damage)
+        if _is_allowed(fault, impaired_until_s):
+            plan.append(fault)
+            rests_s = ROUTER_INTERVAL_S if fault.target == "router" else 0.5
+            impaired_until_s[fault.target] = at_s + fault.duration_s + rests_s
+            at_s += dice.expovariate(1 / MEAN_INTERVAL_S)
+        else:
+            at_s += 0.1
+    return plan
+
+
+def _draw(dice: random.Random, at_s: float, targets: Sequence[str], lease_s: float, *, can_damage: bool) -> Fault:
+    # Workers, where the state is, four times as often as what stands around them.
+    target = dice.choices(targets, [1 if t in ("router", "redis", "clients") else 4 for t in targets])[0]
+    match target:
+        case "router":
+            kind = FaultKind.KILL
+        case "redis":
+            kind = dice.choice(_ON_REDIS)
+        case "clients":
+            kind = FaultKind.BURST
+        case _:
+            has_kv = can_damage and target.startswith("decode")
+            kind = dice.choice(_ON_WORKERS + (FaultKind.DAMAGE,) * 2 * has_kv)
+    lasts_s = _LASTS_S.get(kind)
+    return Fault(at_s, kind, target, dice.uniform(0.5, 2.5) * lease_s if lasts_s is None else lasts_s)
+
+
+def _is_allowed(fault: Fault, impaired_until_s: dict[str, float]) -> bool:
+    """Whether its target is whole, and so is another one of its role for as long as this lasts."""
+    if impaired_until_s[fault.target] > fault.at_s:
+        return False
+    role = fault.target.split("-")[0]
+    others = [t for t in impaired_until_s if t != fault.target and t.split("-")[0] == role]
+    return not others or any(impaired_until_s[other] <= fault.at_s for other in others)

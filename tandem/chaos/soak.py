@@ -1,0 +1,267 @@
+"""A local cluster under load and faults, and what came of it.
+
+    start cluster, each worker behind a proxy ──> load + faults for so many seconds ──> heal, requests end
+      ──> every block free or cached? ──> every answer again, without faults ──> Report
+
+    clients ─> router ─> [FaultyProxy] ─> worker          prefill worker ─KV─> [FaultyProxy] ─> decode worker
+
+The real services, the real model, real bytes. Owns the cluster, the proxies and the load; all are gone when `run_soak`
+returns.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+from engine.config import EngineArgs
+from tandem.chaos.faults import Fault, FaultKind, plan_faults
+from tandem.chaos.load import DEADLINE_S, Asked, Load
+from tandem.chaos.proxy import FaultyProxy
+from tandem.chaos.verdict import Verdict, judge, needs_check
+from tandem.client import AsyncClient
+from tandem.cluster import Cluster
+from tandem.cluster_args import ROUTER, ClusterArgs
+from tandem.supervision import RestartPolicy
+from tandem.tables import audit_problems
+
+LEASE_MS = 2000
+MAX_QUEUE_TOKENS = 8000
+BURST_REQUESTS = 40
+NUM_CLIENTS = 5
+DAMAGED_PIECES = 3
+SLOW_S = 0.05
+REST_TIMEOUT_S = LEASE_MS / 1000 + 10.0
+CHECKS_AT_ONCE = 16
+
+
+@dataclass(frozen=True, kw_only=True)
+class SoakArgs:
+    """What is run. Raises `ValueError` naming the flag."""
+
+    seconds: float = 60.0
+    seed: int = 1
+    num_prefill: int = 2
+    num_decode: int = 2
+    transport: str = "grpc"
+    model: str = EngineArgs.model
+
+    def __post_init__(self) -> None:
+        if not 5 <= self.seconds <= 86_400:
+            raise ValueError(f"--seconds must be in [5, 86400], is {self.seconds:g}")
+        for flag, value in (("--prefill", self.num_prefill), ("--decode", self.num_decode)):
+            if not 2 <= value <= 16:
+                raise ValueError(f"{flag} must be in [2, 16]: one fails, another goes on; is {value}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Report:
+    """What was done, and what was observed."""
+
+    args: SoakArgs
+    num_faults: Mapping[str, int]
+    verdict: Verdict
+    rest_s: float
+    """From the end of the last request until every block was free or cached."""
+    leaks: list[str] = field(default_factory=list)
+    """What an audit found after `REST_TIMEOUT_S`."""
+
+    @property
+    def has_passed(self) -> bool:
+        return not self.verdict.findings and not self.leaks
+
+    def to_dict(self) -> dict[str, Any]:
+        return {
+            "seconds": self.args.seconds,
+            "seed": self.args.seed,
+            "transport": self.args.transport,
+            "faults": dict(self.num_faults),
+            **self.verdict.to_dict(),
+            "leaks": self.leaks,
+            "rest_s": round(self.rest_s, 2),
+            "passed": self.has_passed,
+        }
+
+
+async def run_soak(
+    args: SoakArgs, *, say: Callable[[str], None], on_line: Callable[[str, str], None] = lambda name, line: None
+) -> Report:
+    """Do all of it. `say` gets a line for a person whenever something happens, `on_line` the processes' log lines.
+
+    Raises `ClusterError` where the cluster cannot be started or a process dies again and again.
+    """
+    cluster_args = ClusterArgs(
+        engine=EngineArgs(model=args.model, kv_cache_gib=0.2, max_model_len=2048),
+        num_prefill=args.num_prefill,
+        num_decode=args.num_decode,
+        listen="127.0.0.1:0",
+        transport=args.transport,
+        lease_ms=LEASE_MS,
+        max_queue_tokens=MAX_QUEUE_TOKENS,
+        drain_grace_s=5.0,
+    )
+    cluster: Cluster
+
+    def address_of(name: str) -> str:
+        return cluster.address_of(name) if name in cluster.pids else ""
+
+    proxies: dict[str, FaultyProxy] = {}
+    try:
+        for number, name in enumerate(cluster_args.worker_names):
+            proxies[name] = FaultyProxy(partial(address_of, name), args.seed + number)
+        cluster = Cluster(
+            cluster_args,
+            on_line=on_line,
+            on_event=lambda event: say(f"{event.name} {event.what}"),
+            # Deaths are on purpose here, however soon they come.
+            restart_policy=RestartPolicy(quick_death_s=0.5),
+            advertise={name: proxy.address for name, proxy in proxies.items()},
+        )
+        async with cluster:
+            return await _Soak(args, cluster, proxies, say).run()
+    finally:
+        for proxy in proxies.values():
+            proxy.close()
+
+
+class _Soak:
+    def __init__(
+        self, args: SoakArgs, cluster: Cluster, proxies: dict[str, FaultyProxy], say: Callable[[str], None]
+    ) -> None:
+        self._args = args
+        self._cluster = cluster
+        self._proxies = proxies
+        self._say = say
+        self._num_faults: Counter[str] = Counter()
+        self._router_deaths_s: list[float] = []
+        self._load = Load(cluster.router_address, args.seed)
+
+    async def run(self) -> Report:
+        try:
+            async with asyncio.TaskGroup() as group:
+                group.create_task(self._load.run(NUM_CLIENTS))
+                await self._hurt()
+                self._load.end()
+            rested_s, leaks = await self._wait_until_at_rest()
+            self._say(f"{len(self._load.history)} requests have ended; now each of them again, without faults")
+            expected = await self._run_again()
+        finally:
+            await self._load.close()
+        return Report(
+            args=self._args,
+            num_faults=self._num_faults,
+            verdict=judge(self._load.history, expected, self._router_deaths_s),
+            rest_s=rested_s,
+            leaks=leaks,
+        )
+
+    # -- faults -------------------------------------------------------------------------------------------------
+
+    async def _hurt(self) -> None:
+        """All faults of the plan, each in its time; returns when the last one is over."""
+        plan = plan_faults(
+            self._args.seed,
+            self._args.seconds,
+            list(self._proxies),
+            LEASE_MS / 1000,
+            can_damage=self._args.transport == "grpc",
+        )
+        start_s = time.monotonic()
+        async with asyncio.TaskGroup() as group:
+            for fault in plan:
+                await asyncio.sleep(max(0.0, start_s + fault.at_s - time.monotonic()))
+                group.create_task(self._inflict(fault, time.monotonic() - start_s))
+            await asyncio.sleep(max(0.0, start_s + self._args.seconds - time.monotonic()))
+
+    async def _inflict(self, fault: Fault, now_s: float) -> None:
+        self._num_faults[fault.kind.value] += 1
+        lasts = f" for {fault.duration_s:.1f} s" if fault.kind in _LASTING else ""
+        self._say(f"{now_s:5.1f} s  {fault.target}: {fault.kind.value}{lasts}")
+        proxy = self._proxies.get(fault.target)
+        match fault.kind:
+            case FaultKind.BURST:
+                await self._load.burst(BURST_REQUESTS)
+            case FaultKind.KILL:
+                if fault.target == ROUTER:
+                    self._router_deaths_s.append(time.monotonic())
+                self._signal(fault.target, signal.SIGKILL)
+            case FaultKind.STOP:
+                pid = self._signal(fault.target, signal.SIGSTOP)
+                await asyncio.sleep(fault.duration_s)
+                if pid == self._cluster.pids[fault.target]:
+                    self._signal(fault.target, signal.SIGCONT)
+            case FaultKind.PARTITION if proxy:
+                proxy.freeze()
+                await asyncio.sleep(fault.duration_s)
+                proxy.thaw()
+            case FaultKind.SLOW if proxy:
+                proxy.delay(SLOW_S)
+                await asyncio.sleep(fault.duration_s)
+                proxy.delay(0)
+            case FaultKind.RESET if proxy:
+                proxy.cut()
+            case FaultKind.DAMAGE if proxy:
+                proxy.damage(DAMAGED_PIECES)
+            case _:
+                raise AssertionError(fault)
+
+    def _signal(self, name: str, number: signal.Signals) -> int:
+        """Returns the pid, 0 if the process is between two runs."""
+        pid = self._cluster.pids[name]
+        if pid:
+            with suppress(ProcessLookupError):
+                os.kill(pid, number)
+        return pid
+
+    # -- afterwards ---------------------------------------------------------------------------------------------
+
+    async def _wait_until_at_rest(self) -> tuple[float, list[str]]:
+        """Seconds until every block of every worker was free or cached, and what was not after `REST_TIMEOUT_S`."""
+        for proxy in self._proxies.values():
+            proxy.heal()
+        start_s = time.monotonic()
+        async with AsyncClient(self._cluster.router_address) as client:
+            while True:
+                leaks = await _what_is_not_at_rest(client, len(self._proxies))
+                waited_s = time.monotonic() - start_s
+                if not leaks or waited_s > REST_TIMEOUT_S:
+                    return waited_s, leaks
+                await asyncio.sleep(0.1)  # an audit is asked for, nobody tells
+
+    async def _run_again(self) -> dict[int, list[int]]:
+        """By number: the tokens of every request of which something came, now that nothing fails."""
+        turns = asyncio.Semaphore(CHECKS_AT_ONCE)
+
+        async def again(asked: Asked) -> tuple[int, list[int]]:
+            async with turns:
+                return asked.number, await self._load.again(asked)
+
+        asked_again = [asked for asked in self._load.history if needs_check(asked)]
+        return dict(await asyncio.gather(*(again(asked) for asked in asked_again)))
+
+
+_LASTING = (FaultKind.STOP, FaultKind.PARTITION, FaultKind.SLOW)
+assert DEADLINE_S > REST_TIMEOUT_S, "a request that hangs is seen before its blocks are called a leak"
+
+
+async def _what_is_not_at_rest(client: AsyncClient, num_workers: int) -> list[str]:
+    audit = await client.audit()
+    problems = audit_problems(audit)
+    if len(audit.workers) < num_workers:
+        problems.append(f"{len(audit.workers)} of {num_workers} workers are there")
+    for worker in audit.workers:
+        blocks = worker.blocks
+        if blocks.num_free + blocks.num_cached != blocks.num_blocks:
+            problems.append(
+                f"{worker.worker_id}: {blocks.num_sequence} blocks of sequences, {blocks.num_grant} granted, "
+                f"{blocks.num_held} held"
+            )
+    return problems

@@ -1,0 +1,99 @@
+"""What a history proves. Pure: what clients saw and what a run without faults gives in, findings out."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from tandem.chaos.load import Asked, Ending
+
+MAX_FINDINGS = 20
+
+
+@dataclass(frozen=True, kw_only=True)
+class Verdict:
+    """Of one soak. It has passed if `findings` is empty."""
+
+    num_by_ending: Mapping[str, int]
+    num_tokens_checked: int
+    num_lost: int
+    """Requests without an end, and answers that lack tokens."""
+    num_repeated: int
+    """Streams that a client refused for a gap or a repetition."""
+    num_wrong: int
+    """Answers with other tokens than without faults, or that ended by an error that no fault excuses."""
+    num_retried: int
+    """Answers that took more than one attempt."""
+    findings: list[str] = field(default_factory=list)
+
+    def to_dict(self) -> dict[str, Any]:
+        return {
+            "requests": dict(self.num_by_ending),
+            "tokens_checked": self.num_tokens_checked,
+            "lost": self.num_lost,
+            "repeated": self.num_repeated,
+            "wrong": self.num_wrong,
+            "retried": self.num_retried,
+            "findings": self.findings,
+        }
+
+
+def needs_check(asked: Asked) -> bool:
+    """Whether anything came that can be compared."""
+    return bool(asked.token_ids)
+
+
+def judge(history: Iterable[Asked], expected: Mapping[int, list[int]], router_deaths_s: Sequence[float]) -> Verdict:
+    """`expected`: by number, the tokens of a run without faults, for every request that `needs_check`.
+
+    A stream may break off only by a death of the router (`router_deaths_s`, on the history's clock); what it gave
+    before counts like any other.
+    """
+    by_ending: Counter[str] = Counter()
+    counts: Counter[str] = Counter()
+    findings: list[str] = []
+    for asked in history:
+        by_ending[asked.ending.value if asked.ending else "without an end"] += 1
+        counts["retried"] += asked.num_attempts > 1
+        if needs_check(asked):
+            counts["checked"] += len(asked.token_ids)
+        wanted = expected[asked.number] if needs_check(asked) else []
+        if fault := _fault_of(asked, wanted, router_deaths_s):
+            what, why = fault
+            counts[what] += 1
+            findings.append(f"request {asked.number}, {len(asked.token_ids)} tokens: {why}")
+    return Verdict(
+        num_by_ending=by_ending,
+        num_tokens_checked=counts["checked"],
+        num_lost=counts["lost"],
+        num_repeated=counts["repeated"],
+        num_wrong=counts["wrong"],
+        num_retried=counts["retried"],
+        findings=findings[:MAX_FINDINGS],
+    )
+
+
+def _fault_of(asked: Asked, wanted: list[int], router_deaths_s: Sequence[float]) -> tuple[str, str] | None:
+    """Of which kind, and in words, is what is wrong with one request, if anything is."""
+    match asked.ending:
+        case None:
+            return "lost", "it never ended"
+        case Ending.HUNG | Ending.GIVEN_UP:
+            return "lost", asked.error
+        case Ending.BROKEN if not any(asked.began_s <= death_s <= asked.ended_s for death_s in router_deaths_s):
+            return "lost", asked.error
+        case Ending.WRONG:
+            return "repeated" if asked.error.startswith("StreamBroken") else "wrong", asked.error
+    if asked.token_ids != wanted[: len(asked.token_ids)]:
+        return "wrong", _first_difference(asked.token_ids, wanted)
+    if asked.ending is Ending.ANSWERED and len(asked.token_ids) < len(wanted):
+        return "lost", f"without faults it has {len(wanted)}"
+    return None
+
+
+def _first_difference(token_ids: list[int], wanted: list[int]) -> str:
+    position = next((i for i, (a, b) in enumerate(zip(token_ids, wanted, strict=False)) if a != b), len(wanted))
+    there = wanted[position] if position < len(wanted) else "the end"
+    return f"token {position} is {token_ids[position]}, without faults {there}"

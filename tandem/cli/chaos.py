@@ -1,0 +1,89 @@
+"""`tandem chaos`: a soak with faults on purpose, and a verdict."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+from pathlib import Path
+from tempfile import NamedTemporaryFile
+from typing import Any
+
+import click
+
+from engine.config import EngineArgs
+from tandem.cli.options import examples, json_option
+from tandem.cluster_args import ClusterArgs
+from worker_service.args import TRANSPORTS
+
+
+@click.command(
+    short_help="Break a local cluster on purpose, and check everything.",
+    epilog=examples("tandem chaos", "tandem chaos --seconds 600 --seed 7 --decode 3", "tandem chaos --transport nixl"),
+)
+@click.option("--seconds", type=float, default=60.0, show_default=True, help="How long faults come.")
+@click.option("--seed", type=int, default=1, show_default=True,
+              help="Faults and requests are drawn from it: the same seed, the same plan.")  # fmt: skip
+@click.option("--prefill", "num_prefill", type=int, default=2, show_default=True, help="Number of prefill workers.")
+@click.option("--decode", "num_decode", type=int, default=2, show_default=True, help="Number of decode workers.")
+@click.option("--transport", type=click.Choice(TRANSPORTS), default=ClusterArgs.transport, show_default=True,
+              help="How KV moves. Only with grpc can it be damaged on its way.")  # fmt: skip
+@click.option("--model", default=EngineArgs.model, show_default=True, help="Model folder, GGUF file or name.")
+@click.option("--verbose", "is_verbose", is_flag=True, help="Show the log lines of all processes.")
+@json_option
+def chaos(is_json: bool, is_verbose: bool, **options: Any) -> None:
+    """Start a cluster, put load on it, and kill, stop, cut off, corrupt and overload it all the while.
+
+    Then see whether every request ended once and as it may, every answer has the tokens of a run without faults, and
+    every KV block came back. Exit code 0 if so, else 1 with what was found, and where the log lines are.
+    """
+    from tandem.chaos.soak import SoakArgs, run_soak
+    from tandem.cluster import ClusterError
+
+    try:
+        args = SoakArgs(**options)
+    except ValueError as error:
+        raise click.UsageError(str(error)) from error
+    with NamedTemporaryFile("w", prefix=f"tandem-chaos-{args.seed}-", suffix=".log", delete=False) as log:
+
+        def say(line: str) -> None:
+            on_line("chaos", line)
+            if not is_verbose:
+                click.echo(line, err=True)
+
+        def on_line(name: str, line: str) -> None:
+            print(f"{name:<10} | {line}", file=log)
+            if is_verbose:
+                click.echo(f"{name:<10} | {line}", err=True)
+
+        try:
+            report = asyncio.run(run_soak(args, say=say, on_line=on_line))
+        except ClusterError as error:
+            raise click.ClickException(f"{error}. The log is in {log.name}") from error
+    if report.has_passed:
+        Path(log.name).unlink()
+    else:
+        click.echo(f"the log of all processes is in {log.name}", err=True)
+    click.echo(json.dumps(report.to_dict()) if is_json else describe(report.to_dict()))
+    sys.exit(0 if report.has_passed else 1)
+
+
+def describe(report: dict[str, Any]) -> str:
+    """A report as a person reads it."""
+
+    def listed(counts: dict[str, int]) -> str:
+        return ", ".join(f"{count} {what}" for what, count in sorted(counts.items(), key=lambda item: -item[1]))
+
+    lines = [
+        f"faults    {sum(report['faults'].values())} in {report['seconds']:g} s (seed {report['seed']}): "
+        f"{listed(report['faults'])}",
+        f"requests  {sum(report['requests'].values())}: {listed(report['requests'])}",
+        f"          {report['retried']} answers took more than one attempt",
+        f"tokens    {report['tokens_checked']:,} compared with a run without faults; requests lost {report['lost']}, "
+        f"with repeated tokens {report['repeated']}, with wrong ones {report['wrong']}",
+        f"memory    {len(report['leaks'])} leaks; every block free or cached {report['rest_s']:.1f} s after the last "
+        "request",
+        *(f"FOUND     {finding}" for finding in [*report["findings"], *report["leaks"]]),
+        "passed" if report["passed"] else "FAILED",
+    ]
+    return "\n".join(lines)
