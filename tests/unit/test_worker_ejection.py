@@ -9,13 +9,15 @@ from typing import cast
 
 import grpc
 import pytest
-from test_lifecycle import LENGTH, Asked, Bench, ScriptedSession, load, settle
+from test_lifecycle import LENGTH, Asked, Bench, NoText, ScriptedSession, load, settle
 
 from protos import tandem_inference_pb2 as inference_pb
 from protos import tandem_worker_pb2 as pb
 from protos.tandem_kv_transfer_pb2 import Grant
+from router.detokenizer import TextDelta
 from router.ejection import FAILURES_TO_EJECT, PROBE_S, pause_of
 from router.policy import PolicyConfig
+from router.retry_budget import CAPACITY
 from router.worker_handle import WorkerHandle
 from router.worker_pool import WorkerPool
 from rpc.errors import NoWorker
@@ -100,6 +102,19 @@ async def test_a_worker_that_fails_each_request_is_asked_no_more_then_probed_the
         await each.leave()
     lines = [(record.message, vars(record).get("worker")) for record in caplog.records]
     assert lines == [("worker ejected", "d"), ("worker readmitted", "d")]
+
+
+@pytest.mark.parametrize("is_last", [False, True], ids=["in the middle", "in the last message"])
+async def test_a_probe_that_ends_by_a_stop_string_has_succeeded(monkeypatch: pytest.MonkeyPatch, is_last: bool) -> None:
+    bench = Two()
+    await bench.eject()
+    bench.now_s += pause_of(1)
+    request_id, asked = await bench.ask()
+    monkeypatch.setattr(NoText, "push", lambda _, token_ids: TextDelta("", "stop", len(token_ids)))
+    bench.d.say(request_id, 1, tokens=tokens(is_last=is_last))
+    await asked.task
+    assert asked.received[-1].finish_reason == inference_pb.FINISH_REASON_STOP
+    assert bench.pool.ejected == []
 
 
 async def test_a_probe_that_fails_goes_elsewhere_and_the_worker_is_left_alone_for_longer() -> None:
@@ -244,8 +259,8 @@ async def test_requests_that_fail_in_one_moment_are_one_failure() -> None:
 
 async def test_a_cluster_in_which_every_worker_fails_says_so_after_the_second_failure() -> None:
     bench = Two()
-    while bench.cluster.budget.take(2):
-        pass
+    for _ in range(CAPACITY):
+        bench.cluster.budget.take(2)
     request_id, asked = await bench.ask()
     for session in (bench.d, bench.other):
         failed = pb.Failed(code=INTERNAL, message="broken", can_retry=True)
