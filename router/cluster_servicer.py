@@ -49,6 +49,7 @@ class ClusterServicer(ClusterServicerBase):  # type: ignore[misc]
             is_registry_reachable=self._is_registry_reachable(),
             workers=workers,
             unreachable=unreachable,
+            ejected=self._cluster.pool.ejected,
         )
 
     async def Audit(self, request: pb.AuditRequest, context: grpc.aio.ServicerContext) -> pb.ClusterAudit:  # noqa: N802

@@ -24,6 +24,8 @@ from router.request_state import (
     End,
     EnterQueue,
     Event,
+    NoteFault,
+    NoteSuccess,
     Phase,
     Plan,
     Planned,
@@ -37,6 +39,7 @@ from router.request_state import (
     WorkerLost,
     WorkerSaid,
 )
+from router.retry_budget import RetryBudget
 from router.worker_handle import TakenRoom
 from router.worker_pool import WorkerPool
 from rpc.errors import NoWorker
@@ -55,6 +58,7 @@ class Cluster:
     pool: WorkerPool
     queue: RequestQueue
     prefixes: PrefixLookup
+    budget: RetryBudget
 
 
 @dataclass(slots=True)
@@ -92,7 +96,7 @@ class Lifecycle:
         self._worker_params.CopyFrom(sampling_params)
         self._worker_params.ClearField("stop")  # text is the router's business
         self._detokenizer = detokenizer
-        self._state = RequestState(MAX_ATTEMPTS)
+        self._state = RequestState(MAX_ATTEMPTS, cluster.budget)
         self._events: asyncio.Queue[Event] = asyncio.Queue()
         self._waiting: asyncio.Task[None] | None = None
         self._last_plan: Plan | None = None
@@ -118,7 +122,7 @@ class Lifecycle:
                     return
                 actions = self._state.on(await self._next_event())
         finally:
-            self._send_cancels(self._state.on(Stopped()))
+            self._wind_up(self._state.on(Stopped()))
             self._leave()
 
     # -- doing what the state decides ---------------------------------------------------------------------------
@@ -139,13 +143,14 @@ class Lifecycle:
                     self.stamps.sent_s = self.stamps.sent_s or time.monotonic()
                     prefill = pb.PrefillRequest(request=self._engine_request(), grant=grant)
                     self._send(worker, pb.PrefillCommand(prefill=prefill))
-                case SendCancel():
-                    self._send_cancels([action])
+                case SendCancel() | NoteSuccess() | NoteFault():
+                    self._wind_up([action])
                 case Emit():
                     response, is_stopped = self._emit(action)
                     responses.append(response)
                     if is_stopped:
-                        self._send_cancels([*actions[index + 1 :], *self._state.on(Stopped())])
+                        stopped = Stopped(inference_pb.FINISH_REASON_STOP)
+                        self._wind_up([*actions[index + 1 :], *self._state.on(stopped)])
                         return [*responses, self._last_response(inference_pb.FINISH_REASON_STOP)]
                 case End(finish_reason, error):
                     if error is not None:
@@ -153,14 +158,20 @@ class Lifecycle:
                     responses.append(self._last_response(finish_reason))
         return responses
 
-    def _send_cancels(self, actions: list[Action]) -> None:
+    def _wind_up(self, actions: list[Action]) -> None:
+        """What there is to do for an attempt that is over, though the request may be, too."""
         for action in actions:
-            if isinstance(action, SendCancel):
-                self._send_cancel(action.worker, action.attempt)
+            match action:
+                case SendCancel(worker, attempt):
+                    self._send_cancel(worker, attempt)
+                case NoteSuccess(worker) if self._room is not None:
+                    self._cluster.pool.note_success(worker, self._room)
+                case NoteFault(worker) if self._room is not None:
+                    self._cluster.pool.note_fault(worker, self._room)
 
     def _enter_queue(self, action: EnterQueue) -> None:
         if self._room is not None:
-            self._room.settle()
+            self._room.end()
         self._waiting = asyncio.create_task(self._wait_for_plan(action))
 
     async def _wait_for_plan(self, action: EnterQueue) -> None:
@@ -249,9 +260,11 @@ class Lifecycle:
         """The request is over: nobody waits, counts or listens for it any more."""
         if self._waiting is not None:
             self._waiting.cancel()
-        if self._room is not None and not self._room.is_settled:
-            self._room.settle()
-            self._cluster.queue.dispatch()  # what was counted as taken is free, though no worker says so
+        if self._room is not None:
+            was_settled = self._room.is_settled
+            self._room.end()
+            if not was_settled:
+                self._cluster.queue.dispatch()  # what was counted as taken is free, though no worker says so
         for handle in self._cluster.pool.handles:
             if handle.session is not None:
                 handle.session.detach(self.request_id)

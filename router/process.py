@@ -26,6 +26,7 @@ from router.model_info import ModelInfo
 from router.policy import PolicyConfig
 from router.prefix_lookup import PrefixLookup
 from router.queue import RequestQueue
+from router.retry_budget import RetryBudget
 from router.servicer import InferenceServicer, Texts
 from router.tokenizer import Tokenizer
 from router.worker_pool import WorkerPool
@@ -96,7 +97,7 @@ class Router:
         )
         self._index = PrefixIndex(args.redis, namespace=args.namespace)
         self._directory = WorkerDirectory(args.redis, namespace=args.namespace, on_change=self._pool.set_records)
-        cluster = Cluster(self._pool, self._queue, PrefixLookup(self._index, self._pool))
+        cluster = Cluster(self._pool, self._queue, PrefixLookup(self._index, self._pool), RetryBudget())
         self._inference = InferenceServicer(texts=texts, cluster=cluster, max_request_bytes=args.max_message_bytes)
         self._server.add(add_InferenceServicer_to_server, self._inference, INFERENCE_SERVICE)
         cluster_servicer = ClusterServicer(

@@ -74,7 +74,7 @@ class RequestQueue:
             return await future
         except asyncio.CancelledError:
             if future.done() and not future.cancelled() and future.exception() is None:
-                future.result().settle()  # planned, but the request was not there to hear of it
+                future.result().end()  # planned, but the request was not there to hear of it
                 self.dispatch()
             raise
         finally:

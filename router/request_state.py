@@ -4,13 +4,14 @@
       │ ^                                  │                      │  └─last token─> SETTLING ─┼─HandedOver, or overdue─┘
       │ └──Busy, WorkerLost, Failed ───────┴──────────────────────┴──────────────────────────┤ (a new attempt)
       └──Planned, local────────────────────────────────────────────────────────> DECODING ───┘
-    Stopped (client gone, abort, stop string, deadline), or no attempts left: from anywhere ──> DONE
+    Stopped (client gone, abort, stop string, deadline), no attempts left, or no budget: from anywhere ──> DONE
 
 What keeps the promises:
 - Tokens reach the client only through `Emit`, whose positions are contiguous: an early token of the decode worker waits
   for the first one, which comes from the prefill worker; a repeated one or a gap ends the attempt.
 - Every attempt has a number. Whatever an older attempt still says is not this request's any more.
 - An attempt that fails is cancelled on each of its workers; the next one starts after the tokens already emitted.
+- All requests of a router share one budget for retries beyond their first (`retry_budget`).
 - DONE is reached once, with exactly one `End`.
 """
 
@@ -23,7 +24,17 @@ from typing import TypeAlias
 from protos.tandem_inference_pb2 import FinishReason, KVTransferStats
 from protos.tandem_kv_transfer_pb2 import Grant
 from protos.tandem_worker_pb2 import Failed, Tokens, WorkerEvent
-from rpc.errors import NoWorker, TandemError, error_of_code
+from router.retry_budget import RetryBudget
+from rpc.errors import CorruptKV, Incompatible, LeaseGone, NoWorker, TandemError, Unreachable, error_of_code
+
+BETWEEN_WORKERS = (Unreachable, LeaseGone, Incompatible, CorruptKV)
+"""What a worker may fail with though it is well: its peer in a transfer is gone, has given the memory away or is of
+another kind, the network damages what is sent; or it leaves (UNAVAILABLE, too). Nobody can tell from here who is to
+blame, so nobody is. A peer that died loses its session, and that counts."""
+RETRY_AFTER_S = 1.0
+"""What a client is told whose request the budget does not let try again."""
+
+_ANSWERED = (FinishReason.FINISH_REASON_STOP, FinishReason.FINISH_REASON_LENGTH)
 
 
 class Phase(Enum):
@@ -126,6 +137,20 @@ class SendCancel:
 
 
 @dataclass(frozen=True, slots=True)
+class NoteSuccess:
+    """The worker did its part of the running attempt: the prompt is computed and handed over, the answer complete."""
+
+    worker: WorkerKey
+
+
+@dataclass(frozen=True, slots=True)
+class NoteFault:
+    """The running attempt failed, and that is the worker's own fault. Of lost sessions the pool knows by itself."""
+
+    worker: WorkerKey
+
+
+@dataclass(frozen=True, slots=True)
 class Emit:
     """The next tokens of the answer, from position `offset` on."""
 
@@ -141,7 +166,9 @@ class End:
     error: Exception | None = None
 
 
-Action: TypeAlias = EnterQueue | SendReserve | SendGenerate | SendPrefill | SendCancel | Emit | End
+Action: TypeAlias = (
+    EnterQueue | SendReserve | SendGenerate | SendPrefill | SendCancel | NoteSuccess | NoteFault | Emit | End
+)
 
 
 @dataclass(slots=True)
@@ -149,6 +176,8 @@ class RequestState:
     """One request. `start` once, then `on` for every event, in order; do the returned actions in order."""
 
     max_attempts: int
+    budget: RetryBudget
+    """That of the router."""
     phase: Phase = Phase.QUEUED
     attempt: int = 0
     """Number of the running attempt, from 1."""
@@ -201,16 +230,20 @@ class RequestState:
         self.phase = Phase.RESERVING
         return [SendReserve(plan.decode)]
 
-    def _retry(self, error: TandemError, avoid: WorkerKey) -> list[Action]:
-        """Give up this attempt, and start another if there may be one."""
+    def _retry(self, error: TandemError, avoid: WorkerKey, *, is_fault: bool) -> list[Action]:
+        """Give up this attempt, and start another if there may be one. `is_fault`: it was `avoid`'s own."""
         self.num_failures += 1
         self._last_failure = error.message
         self._avoid |= {avoid}
+        notes: list[Action] = [NoteFault(avoid)] if is_fault else []
         if self.num_failures >= self.max_attempts:
-            return self._end(FinishReason.FINISH_REASON_ERROR, error)
+            return [*notes, *self._end(FinishReason.FINISH_REASON_ERROR, error)]
+        if not self.budget.take(self.num_failures):
+            refusal = NoWorker(f"{error.message}; too many requests are being tried again", retry_after_s=RETRY_AFTER_S)
+            return [*notes, *self._end(FinishReason.FINISH_REASON_ERROR, refusal)]
         cancels = self._cancel_attempt()
         self.phase = Phase.QUEUED
-        return [*cancels, EnterQueue(is_return=True, avoid=self._avoid)]
+        return [*notes, *cancels, EnterQueue(is_return=True, avoid=self._avoid)]
 
     def _with_last_failure(self, error: Exception | None) -> Exception | None:
         """Where nobody is left to try: why the last one who tried did not succeed."""
@@ -228,8 +261,13 @@ class RequestState:
 
     def _end(self, finish_reason: FinishReason, error: Exception | None = None) -> list[Action]:
         """The one way to DONE. What workers may still do for this request is cancelled."""
+        notes: list[Action] = []
+        if error is None and finish_reason in _ANSWERED:
+            self.budget.note_answer()
+            if self.plan is not None and self.phase in (Phase.DECODING, Phase.SETTLING):
+                notes = [NoteSuccess(self.plan.decode)]
         self.phase = Phase.DONE
-        return [*self._cancel_attempt(), End(finish_reason, error)]
+        return [*notes, *self._cancel_attempt(), End(finish_reason, error)]
 
     # -- what workers say ---------------------------------------------------------------------------------------
 
@@ -240,7 +278,7 @@ class RequestState:
             return self._end(self._finish_reason)
         if worker == self.plan.prefill and self.phase is Phase.DECODING:
             return []  # its part was done
-        return self._retry(NoWorker(f"worker {worker.worker_id} was lost"), avoid=worker)
+        return self._retry(NoWorker(f"worker {worker.worker_id} was lost"), avoid=worker, is_fault=False)
 
     def _on_worker(self, worker: WorkerKey, said: WorkerEvent) -> list[Action]:
         plan = self.plan
@@ -248,8 +286,7 @@ class RequestState:
             return []
         is_decode = worker == plan.decode
         if self.phase is Phase.SETTLING:
-            self._note_transfer(said)
-            return self._end(self._finish_reason)
+            return [*self._note_transfer(worker, said), *self._end(self._finish_reason)]
         match said.WhichOneof("event"):
             case "granted" if is_decode and plan.prefill is not None and self.phase is Phase.RESERVING:
                 self.phase = Phase.PREFILLING
@@ -259,9 +296,8 @@ class RequestState:
             case "tokens" if self.phase in (Phase.PREFILLING, Phase.DECODING):
                 return self._on_tokens(worker, said.tokens, plan)
             case "handed_over" if not is_decode and self.phase is Phase.PREFILLING:
-                self._note_transfer(said)
                 self.phase = Phase.DECODING
-                return []
+                return self._note_transfer(worker, said)
             case "failed":
                 return self._on_failed(worker, said.failed)
             case other:
@@ -304,18 +340,23 @@ class RequestState:
             self._finish_reason = finish_reason
             self.phase = Phase.SETTLING
             return []
-        return self._end(finish_reason)
+        notes: list[Action] = []
+        if not is_transfer_open and self.plan is not None and self.plan.prefill is not None:
+            notes = [NoteSuccess(self.plan.prefill)]
+        return [*notes, *self._end(finish_reason)]
 
-    def _note_transfer(self, said: WorkerEvent) -> None:
-        if said.HasField("handed_over"):
-            self.transfer = said.handed_over.stats
+    def _note_transfer(self, worker: WorkerKey, said: WorkerEvent) -> list[Action]:
+        if not said.HasField("handed_over") or self.plan is None or worker != self.plan.prefill:
+            return []
+        self.transfer = said.handed_over.stats
+        return [NoteSuccess(worker)]
 
     def _on_failed(self, worker: WorkerKey, failed: Failed) -> list[Action]:
         error = error_of_code(failed.code, f"worker {worker.worker_id}: {failed.message}")
         if failed.can_retry:
-            return self._retry(error, avoid=worker)
+            return self._retry(error, avoid=worker, is_fault=not isinstance(error, BETWEEN_WORKERS))
         return self._end(FinishReason.FINISH_REASON_ERROR, error)
 
     def _on_nonsense(self, worker: WorkerKey, what: str) -> list[Action]:
         """A worker that breaks the protocol is not believed: the attempt is given up."""
-        return self._retry(NoWorker(f"worker {worker.worker_id} {what}"), avoid=worker)
+        return self._retry(NoWorker(f"worker {worker.worker_id} {what}"), avoid=worker, is_fault=True)

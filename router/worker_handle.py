@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import grpc
 
 from protos import tandem_worker_pb2 as pb
+from router.ejection import Trial
 from router.request_state import Plan, WorkerKey
 from router.worker_session import WorkerSession
 
@@ -42,15 +44,16 @@ class WorkerHandle:
     @property
     def is_usable(self) -> bool:
         """It takes new work now."""
-        return self.session is not None and self.session.is_open and not self._is_going
+        return self.session is not None and self.session.is_open and not self.is_going
 
     @property
     def is_expected(self) -> bool:
         """It takes new work now, or will in a moment unless it is dead: its session is being opened."""
-        return self.num_lost <= NUM_QUICK_RECONNECTS and not self._is_going
+        return self.num_lost <= NUM_QUICK_RECONNECTS and not self.is_going
 
     @property
-    def _is_going(self) -> bool:
+    def is_going(self) -> bool:
+        """It takes no new work any more."""
         return self.is_leaving or self.record.is_draining or self.load.is_draining
 
     @property
@@ -89,12 +92,16 @@ def _num_active(load: pb.WorkerLoad) -> int:
 class TakenRoom:
     """What a plan counts as taken on its workers, until their own load tells of the request.
 
-    Taken when it is made. Each part is given back once; repeating it is harmless.
+    Taken when it is made. Each part is given back once; repeating it is harmless. Its `trials` tell how the workers
+    did; they outlive the room and end with the attempt.
     """
 
-    def __init__(self, decode: WorkerHandle, prefill: WorkerHandle | None, num_tokens: int) -> None:
+    def __init__(
+        self, decode: WorkerHandle, prefill: WorkerHandle | None, num_tokens: int, trials: Sequence[Trial] = ()
+    ) -> None:
         """`num_tokens`: to be prefilled."""
         self.plan = Plan(decode.key, prefill.key if prefill else None)
+        self.trials = tuple(trials)
         self._decode: WorkerHandle | None = decode
         self._prefiller: WorkerHandle | None = prefill or decode
         self._num_tokens = num_tokens
@@ -118,3 +125,9 @@ class TakenRoom:
         if self._prefiller is not None:
             self._prefiller.num_prefill_tokens -= self._num_tokens
             self._prefiller = None
+
+    def end(self) -> None:
+        """The attempt is over."""
+        self.settle()
+        for trial in self.trials:
+            trial.end()

@@ -10,15 +10,21 @@ is open is alive, whatever the registry says; one that the registry forgot gets 
 
 Load is what the worker said last, plus what was planned on it since (so that two requests of one moment do not take the
 same blocks).
+
+A worker that fails again and again is set aside, and probed before it is used again (`ejection`). It prefills nothing
+then, and decodes only where no other decode worker is there; that the others are full is no reason: it has room because
+it fails.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import Callable, Iterable
 
 from protos import tandem_worker_pb2 as pb
+from router.ejection import Ejections, Trial
 from router.policy import DecodeCandidate, PolicyConfig, PrefillCandidate, choose_plan
 from router.queue import QueuedRequest
 from router.request_state import WorkerKey
@@ -42,13 +48,16 @@ class WorkerPool:
         policy: PolicyConfig,
         serves: Callable[[pb.WorkerRecord], bool],
         on_change: Callable[[], None],
+        now_s: Callable[[], float] = time.monotonic,
     ) -> None:
         """`serves` tells whether a worker is one of ours; `on_change` is called when one joined, left, or freed
-        something."""
+        something. `now_s`: the clock of ejections."""
         self._router_id = router_id
         self._policy = policy
         self._serves = serves
         self._on_change = on_change
+        self._now_s = now_s
+        self._ejections = Ejections()
         self._handles: dict[WorkerKey, WorkerHandle] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self._is_closed = False
@@ -105,12 +114,14 @@ class WorkerPool:
 
     def choose(self, request: QueuedRequest) -> TakenRoom | None:
         """Plan `request` on the workers as they are now, and take the room for it. None: there is none now."""
+        now_s = self._now_s()
         decode = self.usable(pb.Role.ROLE_DECODE)
         if not decode:
             return None
         block_size = decode[0].record.model.block_size
         # What requests were admitted by. A prefill worker with a shorter context would end some of them early.
         max_model_len = min(h.record.model.max_model_len for h in decode)
+        decode = [h for h in decode if not self._is_set_aside(h, now_s)] or decode
         plan = choose_plan(
             self._policy,
             num_tokens=request.num_tokens,
@@ -123,7 +134,7 @@ class WorkerPool:
                     num_cached_blocks=request.num_cached_blocks.get(h.key, 0),
                 )
                 for h in self.usable(pb.Role.ROLE_PREFILL)
-                if h.record.model.max_model_len >= max_model_len
+                if h.record.model.max_model_len >= max_model_len and not self._is_set_aside(h, now_s)
             ],
             decode=[
                 DecodeCandidate(
@@ -143,7 +154,37 @@ class WorkerPool:
         if plan is None:
             return None
         prefill = self._handles[plan.prefill] if plan.prefill is not None else None
-        return TakenRoom(self._handles[plan.decode], prefill, request.num_tokens)
+        workers = [key.worker_id for key in (plan.decode, plan.prefill) if key is not None]
+        trials = [self._ejections.begin(worker_id, now_s) for worker_id in workers]
+        return TakenRoom(self._handles[plan.decode], prefill, request.num_tokens, trials)
+
+    def _is_set_aside(self, handle: WorkerHandle, now_s: float) -> bool:
+        return self._ejections.is_set_aside(handle.record.worker_id, now_s)
+
+    # -- who fails, and who does well ---------------------------------------------------------------------------
+
+    @property
+    def ejected(self) -> list[str]:
+        """Ids of the workers here that are not in use, or on probation, because they failed again and again."""
+        worker_ids = {h.record.worker_id for h in self._handles.values()}
+        return sorted(worker_id for worker_id in worker_ids if self._ejections.is_ejected(worker_id))
+
+    def note_success(self, key: WorkerKey, room: TakenRoom) -> None:
+        """The worker did its part of the attempt that `room` was taken for."""
+        for trial in _trials_on(key, room):
+            if trial.succeed():
+                _log.info("worker readmitted", extra={"worker": key.worker_id})
+
+    def note_fault(self, key: WorkerKey, room: TakenRoom) -> None:
+        """The attempt that `room` was taken for failed, by the worker's own fault. From one that is going: no news."""
+        handle = self._handles.get(key)
+        if handle is not None and not handle.is_going:
+            for trial in _trials_on(key, room):
+                self._log_ejection(key, trial.fail(self._now_s()))
+
+    def _log_ejection(self, key: WorkerKey, pause_s: float | None) -> None:
+        if pause_s is not None:
+            _log.warning("worker ejected", extra={"worker": key.worker_id, "pause_s": pause_s})
 
     # -- sessions -----------------------------------------------------------------------------------------------
 
@@ -174,6 +215,9 @@ class WorkerPool:
         if handle.num_lost == 0:
             _log.warning("session lost", extra={"worker": handle.record.worker_id, "why": handle.session.lost_why})
         handle.num_lost += 1
+        if handle.session.num_requests_lost and not handle.session.is_our_fault and not handle.is_going:
+            pause_s = self._ejections.count_failure(handle.record.worker_id, self._now_s())
+            self._log_ejection(handle.key, pause_s)
         if self._handles.get(handle.key) is handle:
             task = asyncio.create_task(self._reconnect(handle))
             self._tasks.add(task)
@@ -201,3 +245,7 @@ class WorkerPool:
         if handle.session is not None:
             await handle.session.close()
         await handle.channel.close()
+
+
+def _trials_on(key: WorkerKey, room: TakenRoom) -> list[Trial]:
+    return [trial for trial in room.trials if trial.worker_id == key.worker_id]

@@ -56,6 +56,10 @@ class WorkerSession:
         self.is_open = False
         self.is_lost = False
         self.lost_why = ""
+        self.num_requests_lost = 0
+        """That used this session when it was lost."""
+        self.is_our_fault = False
+        """The worker ended it since it had not heard of this router for a lease."""
         self._task = asyncio.create_task(self._run(), name=f"session {record.worker_id}")
 
     @property
@@ -92,6 +96,7 @@ class WorkerSession:
             self.lost_why = "the worker ended the session"
         except grpc.aio.AioRpcError as error:
             self.lost_why = f"{error.code().name}: {error.details()}"
+            self.is_our_fault = error.code() is grpc.StatusCode.ABORTED
         finally:
             self._lose()
 
@@ -123,6 +128,7 @@ class WorkerSession:
         self.is_lost = True
         self.is_open = False
         inboxes, self._inboxes = list(self._inboxes.values()), {}
+        self.num_requests_lost = len(inboxes)
         for inbox in inboxes:
             inbox(WorkerLost(self.key))
         self._on_lost()

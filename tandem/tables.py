@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from dataclasses import dataclass
 
 from protos.tandem_worker_pb2 import BlockLedger, ClusterAudit, ClusterStatus, Role, WorkerStatus
@@ -41,11 +41,12 @@ def status_table(status: ClusterStatus) -> Table:
         "",
     )
     workers = sorted(status.workers, key=lambda w: (w.record.role, w.record.worker_id))
-    return Table(headers=headers, rows=[_status_row(worker) for worker in workers])
+    return Table(headers=headers, rows=[_status_row(worker, set(status.ejected)) for worker in workers])
 
 
-def _status_row(worker: WorkerStatus) -> tuple[str, ...]:
+def _status_row(worker: WorkerStatus, ejected: Set[str]) -> tuple[str, ...]:
     record, load = worker.record, worker.record.load
+    remarks = {"draining": record.is_draining, "ejected": record.worker_id in ejected}
     return (
         record.worker_id,
         short_name(Role.DESCRIPTOR, record.role),
@@ -55,7 +56,7 @@ def _status_row(worker: WorkerStatus) -> tuple[str, ...]:
         str(load.num_waiting),
         pool_text(load.blocks),
         hit_rate_text(worker.num_prefix_hits_tokens, worker.num_prefix_queries_tokens),
-        "draining" if record.is_draining else "",
+        ", ".join(remark for remark, applies in remarks.items() if applies),
     )
 
 

@@ -17,6 +17,7 @@ from router.policy import PolicyConfig
 from router.prefix_lookup import PrefixLookup
 from router.queue import RequestQueue
 from router.request_state import Event, WorkerKey, WorkerLost, WorkerSaid
+from router.retry_budget import RetryBudget
 from router.worker_handle import WorkerHandle
 from router.worker_pool import WorkerPool
 from router.worker_session import Inbox
@@ -78,14 +79,22 @@ class Bench:
     """A pool with one decode worker of 100 blocks and, if asked for, one prefill worker."""
 
     def __init__(self, *, with_prefill: bool = False, prefill_max_model_len: int = 2048) -> None:
-        self.pool = WorkerPool(router_id="r", policy=PolicyConfig(), serves=lambda _: True, on_change=self.dispatch)
+        self.now_s = 1000.0
+        """Of ejections."""
+        self.pool = WorkerPool(
+            router_id="r",
+            policy=PolicyConfig(),
+            serves=lambda _: True,
+            on_change=self.dispatch,
+            now_s=lambda: self.now_s,
+        )
         self.queue = RequestQueue(
             max_tokens=10**6,
             choose=self.pool.choose,
             has_workers=lambda: self.pool.has_decode_worker,
         )
         prefixes = cast(PrefixLookup, NothingCached())
-        self.cluster = Cluster(self.pool, self.queue, prefixes)
+        self.cluster = Cluster(self.pool, self.queue, prefixes, RetryBudget())
         self.decode = self.add("d", pb.Role.ROLE_DECODE, 2048)
         self.d = cast(ScriptedSession, self.decode.session)
         if with_prefill:

@@ -3,7 +3,8 @@
 The model is a prefill and a decode worker, each with a stream of messages on its way to the router. From every state
 all that could happen next is tried: a worker does its next step, is busy, fails or dies; a message arrives; the client
 leaves. Checked in each state: positions are contiguous and tokens right, the end comes once, nothing that was begun on
-a worker is left there at the end, and there is always something that can still happen.
+a worker is left there at the end, there is always something that can still happen, a worker is praised only for what it
+did and blamed only for what it failed itself, once an attempt, and retries are as many as the budget allows.
 """
 
 from __future__ import annotations
@@ -25,6 +26,8 @@ from router.request_state import (
     End,
     EnterQueue,
     Event,
+    NoteFault,
+    NoteSuccess,
     Phase,
     Plan,
     Planned,
@@ -38,6 +41,7 @@ from router.request_state import (
     WorkerLost,
     WorkerSaid,
 )
+from router.retry_budget import RetryBudget
 
 P, D = WorkerKey("p", "1"), WorkerKey("d", "1")
 NUM_TOKENS = 3
@@ -65,13 +69,22 @@ class World:
     inbox: dict[WorkerKey, list[WorkerSaid]] = field(default_factory=lambda: {P: [], D: []})
     emitted: list[int] = field(default_factory=list)
     ends: list[End] = field(default_factory=list)
+    at_fault: set[tuple[WorkerKey, int]] = field(default_factory=set)
+    """Who failed which attempt by itself."""
+    did_well: set[tuple[WorkerKey, int]] = field(default_factory=set)
+    noted: set[tuple[WorkerKey, int]] = field(default_factory=set)
+    """What the machine said of them."""
 
     def key(self) -> str:
         state = self.state
         inbox = [[said.event.SerializeToString(deterministic=True) for said in line] for line in self.inbox.values()]
         early = [(t.index, t.finish_reason) for t in state._early]
         mind = (state.phase, state.attempt, state.num_failures, state.plan, state._first_index, early)
-        return repr((mind, state._finish_reason, self.num_faults, self.is_queued, self.work, inbox, self.emitted))
+        deeds = [sorted((w.worker_id, n) for w, n in each) for each in (self.at_fault, self.did_well, self.noted)]
+        budget = state.budget.num_tokens
+        return repr(
+            (mind, state._finish_reason, self.num_faults, self.is_queued, self.work, inbox, self.emitted, deeds, budget)
+        )
 
 
 def say(world: World, worker: WorkerKey, attempt: int, **event: object) -> None:
@@ -104,10 +117,21 @@ def do(world: World, actions: list[Action]) -> None:
                 assert offset == len(world.emitted), "a gap or a repetition"
                 world.emitted += token_ids
                 assert world.emitted == [100 + i for i in range(len(world.emitted))], "wrong tokens"
+            case NoteSuccess(worker):
+                note(world, worker, world.did_well)
+            case NoteFault(worker):
+                note(world, worker, world.at_fault)
             case End():
                 world.ends.append(action)
     assert len(world.ends) <= 1, "ended twice"
     assert (world.state.phase is Phase.DONE) == bool(world.ends)
+
+
+def note(world: World, worker: WorkerKey, deserved: set[tuple[WorkerKey, int]]) -> None:
+    deed = (worker, world.state.attempt)
+    assert deed in deserved, f"{deed} is said to have done what it did not"
+    assert deed not in world.noted, "noted twice"
+    world.noted.add(deed)
 
 
 def deliver(world: World, event: Event) -> World:
@@ -153,6 +177,7 @@ def work_on(world: World, worker: WorkerKey) -> bool:
             say(world, worker, work.attempt, tokens=tokens(work.next_index))
             work.step = "commit"
             if work.next_index == NUM_TOKENS - 1:
+                world.did_well.add((worker, work.attempt))
                 del world.work[worker]
         case "commit":
             decode = world.work.get(D)
@@ -164,12 +189,14 @@ def work_on(world: World, worker: WorkerKey) -> bool:
                 work.step = "acknowledge"
         case "acknowledge":
             say(world, worker, work.attempt, handed_over=pb.HandedOver())
+            world.did_well.add((worker, work.attempt))
             del world.work[worker]
         case "generate" | "decode":
             say(world, worker, work.attempt, tokens=tokens(work.next_index))
             work.next_index += 1
             work.step = "decode"
             if work.next_index == NUM_TOKENS:
+                world.did_well.add((worker, work.attempt))
                 del world.work[worker]
     return True
 
@@ -188,7 +215,8 @@ def faults(world: World) -> Iterator[World]:
             del after.work[worker]
             yield after
         after = fork()
-        say(after, worker, work.attempt, failed=pb.Failed(code=14, message="no", can_retry=True))
+        say(after, worker, work.attempt, failed=pb.Failed(code=13, message="no", can_retry=True))
+        after.at_fault.add((worker, work.attempt))
         del after.work[worker]
         yield after
     for worker in (P, D):
@@ -198,9 +226,9 @@ def faults(world: World) -> Iterator[World]:
         yield deliver(after, WorkerLost(worker))
 
 
-def explore(num_faults: int, max_attempts: int) -> tuple[int, int]:
+def explore(num_faults: int, max_attempts: int, budget: int = 0) -> tuple[int, int]:
     """Visit every reachable world. Returns how many there are, and how many of them are ends."""
-    first = World(RequestState(max_attempts=max_attempts), num_faults)
+    first = World(RequestState(max_attempts=max_attempts, budget=RetryBudget(budget)), num_faults)
     do(first, first.state.start())
     frontier, seen, num_ends = deque([first]), {first.key()}, 0
     while frontier:
@@ -211,6 +239,7 @@ def explore(num_faults: int, max_attempts: int) -> tuple[int, int]:
             if world.ends[0].error is None and world.ends[0].finish_reason == LENGTH:
                 assert len(world.emitted) == NUM_TOKENS
             continue
+        assert world.state.num_failures <= 1 + budget, "tried again without budget"
         following = list(successors(world))
         assert following, f"nothing can happen any more: {world.key()}"
         for after in following:
@@ -221,9 +250,9 @@ def explore(num_faults: int, max_attempts: int) -> tuple[int, int]:
     return len(seen), num_ends
 
 
-@pytest.mark.parametrize("num_faults", [0, 1, 2])
-def test_every_interleaving(num_faults: int) -> None:
-    num_worlds, num_ends = explore(num_faults, max_attempts=3)
+@pytest.mark.parametrize(("num_faults", "budget"), [(0, 1), (1, 1), (2, 0), (2, 1)])
+def test_every_interleaving(num_faults: int, budget: int) -> None:
+    num_worlds, num_ends = explore(num_faults, max_attempts=3, budget=budget)
     assert num_worlds > 20
     assert num_ends > 0
 
@@ -238,6 +267,16 @@ def test_the_explorer_sees_what_is_wrong(monkeypatch: pytest.MonkeyPatch) -> Non
     original_on_worker = RequestState._on_worker
     monkeypatch.setattr(RequestState, "_on_worker", believe_everything)
     with pytest.raises(AssertionError):
+        explore(2, max_attempts=3, budget=1)
+    monkeypatch.undo()
+
+    monkeypatch.setattr("router.request_state.BETWEEN_WORKERS", ())
+    with pytest.raises(AssertionError, match="said to have done"):
+        explore(1, max_attempts=3)
+    monkeypatch.undo()
+
+    monkeypatch.setattr(RetryBudget, "take", lambda self, num_failures: True)
+    with pytest.raises(AssertionError, match="without budget"):
         explore(2, max_attempts=3)
     monkeypatch.undo()
 

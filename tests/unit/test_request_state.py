@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import pytest
+from grpc import StatusCode
 
 from protos import tandem_inference_pb2 as inference_pb
 from protos import tandem_worker_pb2 as pb
 from protos.tandem_kv_transfer_pb2 import Grant
 from router.request_state import (
     AccountOverdue,
+    Action,
     Emit,
     End,
     EnterQueue,
     Event,
+    NoteFault,
+    NoteSuccess,
     Phase,
     Plan,
     Planned,
@@ -26,6 +32,7 @@ from router.request_state import (
     WorkerLost,
     WorkerSaid,
 )
+from router.retry_budget import ANSWERS_PER_TOKEN, RetryBudget
 from rpc.errors import CorruptKV, NoWorker
 
 P, D, D2 = WorkerKey("p", "1"), WorkerKey("d", "1"), WorkerKey("d2", "1")
@@ -48,7 +55,7 @@ def failed(worker: WorkerKey, attempt: int, *, code: int = 15, can_retry: bool) 
 
 
 def prefilling() -> RequestState:
-    state = RequestState(max_attempts=3)
+    state = RequestState(max_attempts=3, budget=RetryBudget())
     assert state.start() == [EnterQueue(is_return=False)]
     assert state.on(Planned(Plan(D, P))) == [SendReserve(D)]
     grant = Grant(grant_id=7)
@@ -63,17 +70,18 @@ def emitted(actions: list[object]) -> list[tuple[int, list[int]]]:
 def test_disaggregated_from_queue_to_end() -> None:
     state = prefilling()
     assert emitted(state.on(tokens(P, 1, 0, 5))) == [(0, [5])]
-    assert state.on(said(P, 1, handed_over=pb.HandedOver())) == []
+    assert state.on(said(P, 1, handed_over=pb.HandedOver())) == [NoteSuccess(P)]
     assert state.phase is Phase.DECODING
     assert emitted(state.on(tokens(D, 1, 1, 6))) == [(1, [6])]
     actions = state.on(tokens(D, 1, 2, 7, finish=LENGTH))
     assert emitted(actions) == [(2, [7])]
+    assert NoteSuccess(D) in actions
     assert actions[-1] == End(LENGTH)
     assert state.token_ids == [5, 6, 7]
 
 
 def test_local_needs_no_grant() -> None:
-    state = RequestState(max_attempts=3)
+    state = RequestState(max_attempts=3, budget=RetryBudget())
     state.start()
     assert state.on(Planned(Plan(D, None))) == [SendGenerate(D)]
     assert emitted(state.on(tokens(D, 1, 0, 5, finish=STOP))) == [(0, [5])]
@@ -131,7 +139,7 @@ def test_an_account_cannot_be_overdue_before_the_last_token() -> None:
 
 
 def test_all_workers_that_failed_the_request_are_avoided() -> None:
-    state = RequestState(max_attempts=4)
+    state = RequestState(max_attempts=4, budget=RetryBudget())
     state.start()
     p2 = WorkerKey("p2", "1")
     for worker, avoided in ((P, {P}), (p2, {P, p2})):
@@ -157,7 +165,7 @@ def test_first_token_that_is_the_last_gives_the_grant_back() -> None:
 
 
 def test_busy_returns_to_the_front_and_costs_no_attempt() -> None:
-    state = RequestState(max_attempts=1)
+    state = RequestState(max_attempts=1, budget=RetryBudget())
     state.start()
     for _ in range(5):
         state.on(Planned(Plan(D, P)))
@@ -205,7 +213,7 @@ def test_gap_or_repetition_ends_the_attempt_and_is_not_emitted(index: int) -> No
 
 
 def test_gives_up_after_max_attempts_with_the_last_error() -> None:
-    state = RequestState(max_attempts=2)
+    state = RequestState(max_attempts=2, budget=RetryBudget())
     state.start()
     state.on(Planned(Plan(D, None)))
     assert isinstance(state.on(failed(D, 1, can_retry=True))[-1], EnterQueue)
@@ -233,10 +241,87 @@ def test_stop_cancels_and_nothing_follows() -> None:
 def test_busy_after_the_grant_is_not_believed() -> None:
     state = prefilling()
     actions = state.on(said(D, 1, busy=pb.Busy()))
-    assert actions == [SendCancel(D, 1), SendCancel(P, 1), EnterQueue(is_return=True, avoid=frozenset({D}))]
+    cancels = [SendCancel(D, 1), SendCancel(P, 1)]
+    assert actions == [NoteFault(D), *cancels, EnterQueue(is_return=True, avoid=frozenset({D}))]
 
 
 def test_nonsense_of_a_worker_is_not_believed() -> None:
     state = prefilling()
     actions = state.on(said(P, 1, granted=Grant()))
     assert EnterQueue(is_return=True, avoid=frozenset({P})) in actions
+
+
+def notes(actions: Sequence[Action]) -> list[Action]:
+    return [action for action in actions if isinstance(action, NoteFault | NoteSuccess)]
+
+
+@pytest.mark.parametrize(
+    ("code", "can_retry", "is_fault"),
+    [
+        (StatusCode.INTERNAL, True, True),
+        (StatusCode.CANCELLED, True, True),
+        (StatusCode.INTERNAL, False, False),
+        (StatusCode.INVALID_ARGUMENT, False, False),
+        (StatusCode.UNAVAILABLE, True, False),
+        (StatusCode.ABORTED, True, False),
+        (StatusCode.FAILED_PRECONDITION, True, False),
+        (StatusCode.DATA_LOSS, True, False),
+    ],
+    ids=lambda value: value.name if isinstance(value, StatusCode) else str(value),
+)
+@pytest.mark.parametrize("worker", [P, D], ids=["prefill", "decode"])
+def test_only_a_failure_of_its_own_is_held_against_a_worker(
+    worker: WorkerKey, code: StatusCode, can_retry: bool, is_fault: bool
+) -> None:
+    actions = prefilling().on(failed(worker, 1, code=code.value[0], can_retry=can_retry))
+    assert notes(actions) == ([NoteFault(worker)] if is_fault else [])
+
+
+def test_the_last_failure_counts_too() -> None:
+    state = RequestState(max_attempts=1, budget=RetryBudget())
+    state.start()
+    state.on(Planned(Plan(D, None)))
+    actions = state.on(failed(D, 1, code=StatusCode.INTERNAL.value[0], can_retry=True))
+    assert actions[0] == NoteFault(D)
+    assert isinstance(actions[-1], End)
+
+
+@pytest.mark.parametrize("event", [WorkerLost(D), Stopped(), said(D, 1, busy=pb.Busy())], ids=["lost", "gone", "busy"])
+def test_a_lost_session_a_client_that_leaves_and_a_full_worker_are_nobodys_fault(event: Event) -> None:
+    state = RequestState(max_attempts=3, budget=RetryBudget())
+    state.start()
+    state.on(Planned(Plan(D, P)))
+    assert notes(state.on(event)) == []
+
+
+def test_success_is_a_prompt_handed_over_or_an_answer_completed() -> None:
+    assert notes(settling().on(said(P, 1, handed_over=pb.HandedOver()))) == [NoteSuccess(P), NoteSuccess(D)]
+    assert notes(settling().on(AccountOverdue())) == [NoteSuccess(D)]
+    assert notes(prefilling().on(tokens(P, 1, 0, 5, finish=STOP))) == [NoteSuccess(P)]
+    assert notes(prefilling().on(tokens(P, 1, 0, 5))) == []
+
+
+def test_an_answer_that_ends_by_a_stop_string_is_complete() -> None:
+    budget = RetryBudget(1)
+    assert budget.take(2)
+    for _ in range(ANSWERS_PER_TOKEN):
+        state = RequestState(max_attempts=3, budget=budget)
+        state.start()
+        state.on(Planned(Plan(D, None)))
+        state.on(tokens(D, 1, 0, 5))
+        assert notes(state.on(Stopped(STOP))) == [NoteSuccess(D)]
+    assert budget.num_tokens == 1
+
+
+def test_an_empty_budget_ends_the_request_with_what_failed_and_cancels_it() -> None:
+    state = RequestState(max_attempts=4, budget=RetryBudget(0))
+    state.start()
+    state.on(Planned(Plan(D, None)))
+    state.on(WorkerLost(D))
+    state.on(Planned(Plan(D2, P)))
+    actions = state.on(WorkerLost(P))
+    end = actions.pop()
+    assert actions == [SendCancel(D2, 2), SendCancel(P, 2)]
+    assert isinstance(end, End)
+    assert isinstance(end.error, NoWorker)
+    assert end.error.message == "worker p was lost; too many requests are being tried again"

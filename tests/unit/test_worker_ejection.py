@@ -1,0 +1,393 @@
+"""A worker that fails again and again, as the router's requests see it: set aside, probed, used again. No network."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Callable
+from typing import cast
+
+import grpc
+import pytest
+from test_lifecycle import LENGTH, Asked, Bench, NoText, ScriptedSession, load, settle
+
+from protos import tandem_inference_pb2 as inference_pb
+from protos import tandem_worker_pb2 as pb
+from protos.tandem_kv_transfer_pb2 import Grant
+from router.detokenizer import TextDelta
+from router.ejection import FAILURES_TO_EJECT, PROBE_S, pause_of
+from router.policy import PolicyConfig
+from router.retry_budget import CAPACITY
+from router.worker_handle import WorkerHandle
+from router.worker_pool import WorkerPool
+from rpc.errors import NoWorker
+
+INTERNAL, UNAVAILABLE, ABORTED, DATA_LOSS = 13, 14, 10, 15
+
+
+class Two(Bench):
+    """A decode worker `d` that is always the policy's first choice, and another one, `other`, which does well."""
+
+    def __init__(self, *, with_prefill: bool = False) -> None:
+        super().__init__(with_prefill=with_prefill)
+        self.other_handle = self.add("other", pb.Role.ROLE_DECODE, 2048)
+        self.decode.set_load(roomy_load(num_used=0))
+        self.other_handle.set_load(roomy_load(num_used=50_000))
+        self.other = cast(ScriptedSession, self.other_handle.session)
+        self.num_asked = 0
+
+    async def ask(self) -> tuple[str, Asked]:
+        """A new request, sent to a worker."""
+        self.num_asked += 1
+        request_id = f"r{self.num_asked}"
+        asked = self.request(request_id)
+        await settle()
+        return request_id, asked
+
+    async def fail(self, *, code: int = INTERNAL) -> None:
+        """A request that `d` fails, and that its client then gives up."""
+        request_id, asked = await self.ask()
+        failed = pb.Failed(code=code, message="broken", can_retry=True)
+        self.d.say(request_id, attempt_of(self.d, request_id), failed=failed)
+        await settle()
+        await asked.leave()
+
+    async def eject(self) -> None:
+        for _ in range(FAILURES_TO_EJECT):
+            await self.fail()
+        assert self.pool.ejected == ["d"]
+
+
+def roomy_load(*, num_used: int, is_draining: bool = False) -> pb.WorkerLoad:
+    blocks = pb.BlockLedger(num_blocks=100_000, num_free=100_000 - num_used, num_sequence=num_used)
+    return pb.WorkerLoad(blocks=blocks, is_draining=is_draining)
+
+
+def attempt_of(session: ScriptedSession, request_id: str) -> int:
+    """The last one that was sent."""
+    asked = [getattr(command, command.WhichOneof("command")) for command in session.sent]
+    return max(request.attempt for request in asked if request.request_id == request_id)
+
+
+def ids_of(session: ScriptedSession) -> list[str]:
+    """Of the requests that the worker was asked for."""
+    return [command.generate.request_id for command in session.sent if command.WhichOneof("command") == "generate"]
+
+
+def tokens(*, is_last: bool = True) -> pb.Tokens:
+    return pb.Tokens(index=0, token_ids=[5], finish_reason=LENGTH if is_last else 0)  # type: ignore[arg-type]
+
+
+async def test_a_worker_that_fails_each_request_is_asked_no_more_then_probed_then_used_again(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    caplog.set_level(logging.INFO, "router.worker_pool")
+    bench = Two()
+    await bench.eject()
+    assert ids_of(bench.d) == ["r1", "r2", "r3"]
+    asked = [(await bench.ask())[1] for _ in range(5)]
+    assert ids_of(bench.d) == ["r1", "r2", "r3"]
+    assert ids_of(bench.other)[-5:] == ["r4", "r5", "r6", "r7", "r8"]
+
+    bench.now_s += pause_of(1)
+    asked += [(await bench.ask())[1] for _ in range(3)]
+    assert ids_of(bench.d)[3:] == ["r9"], "exactly one request is the probe"
+    assert bench.pool.ejected == ["d"]
+    bench.d.say("r9", 1, tokens=tokens())
+    await settle()
+    assert bench.pool.ejected == []
+    asked += [(await bench.ask())[1] for _ in range(3)]
+    assert ids_of(bench.d)[4:] == ["r12", "r13", "r14"]
+    for each in asked:
+        await each.leave()
+    lines = [(record.message, vars(record).get("worker")) for record in caplog.records]
+    assert lines == [("worker ejected", "d"), ("worker readmitted", "d")]
+
+
+@pytest.mark.parametrize("is_last", [False, True], ids=["in the middle", "in the last message"])
+async def test_a_probe_that_ends_by_a_stop_string_has_succeeded(monkeypatch: pytest.MonkeyPatch, is_last: bool) -> None:
+    bench = Two()
+    await bench.eject()
+    bench.now_s += pause_of(1)
+    request_id, asked = await bench.ask()
+    monkeypatch.setattr(NoText, "push", lambda _, token_ids: TextDelta("", "stop", len(token_ids)))
+    bench.d.say(request_id, 1, tokens=tokens(is_last=is_last))
+    await asked.task
+    assert asked.received[-1].finish_reason == inference_pb.FINISH_REASON_STOP
+    assert bench.pool.ejected == []
+
+
+async def test_a_probe_that_fails_goes_elsewhere_and_the_worker_is_left_alone_for_longer() -> None:
+    bench = Two()
+    await bench.eject()
+    bench.now_s += pause_of(1)
+    await bench.fail()
+    assert ids_of(bench.other)[-1] == "r4"
+    bench.now_s += pause_of(1)
+    _, asked = await bench.ask()
+    assert ids_of(bench.other)[-1] == "r5"
+    await asked.leave()
+    bench.now_s += pause_of(2) - pause_of(1)
+    _, asked = await bench.ask()
+    assert ids_of(bench.d)[-1] == "r6"
+    await asked.leave()
+
+
+@pytest.mark.parametrize("how", ["client leaves", "busy", "takes long"])
+async def test_a_probe_that_shows_nothing_is_followed_by_another(how: str) -> None:
+    bench = Two()
+    await bench.eject()
+    bench.now_s += pause_of(1)
+    request_id, asked = await bench.ask()
+    match how:
+        case "client leaves":
+            await asked.leave()
+        case "busy":
+            bench.d.say(request_id, 1, busy=pb.Busy())
+            await settle()
+            bench.decode.is_full = False
+        case "takes long":
+            bench.now_s += PROBE_S
+    _, another = await bench.ask()
+    assert ids_of(bench.d)[-2:] == ["r4", "r5"]
+    await another.leave()
+    await asked.leave()
+
+
+async def test_a_probe_that_nobody_hears_of_is_followed_by_another() -> None:
+    bench = Two()
+    await bench.eject()
+    bench.now_s += pause_of(1)
+    for handle in (bench.decode, bench.other_handle):
+        handle.is_full = True
+    asked = bench.request("leaves")
+    await settle()
+    bench.decode.is_full = False
+    bench.dispatch()  # planned now
+    await asked.leave()  # before it could hear
+    await settle()
+    await bench.ask()
+    assert ids_of(bench.d)[-1] == "r4"
+
+
+async def test_an_ejected_worker_gets_nothing_though_the_others_are_full() -> None:
+    bench = Two()
+    await bench.eject()
+    bench.other_handle.is_full = True
+    _, asked = await bench.ask()
+    assert ids_of(bench.d) == ["r1", "r2", "r3"]
+    bench.other_handle.is_full = False
+    bench.dispatch()
+    await settle()
+    assert ids_of(bench.other)[-1] == "r4"
+    await asked.leave()
+
+
+async def test_where_all_decode_workers_are_ejected_they_serve_all_the_same() -> None:
+    bench = Two()
+    await bench.eject()
+    bench.other_handle.is_leaving = True
+    request_id, asked = await bench.ask()
+    bench.d.say(request_id, 1, tokens=tokens())
+    await asked.task
+    assert bench.pool.ejected == []
+
+
+async def test_an_ejected_prefill_worker_is_not_needed() -> None:
+    bench = Bench(with_prefill=True)
+
+    async def reserve(request_id: str) -> Asked:
+        asked = bench.request(request_id)
+        await settle()
+        bench.d.say(request_id, 1, granted=Grant(grant_id=1))
+        await settle()
+        return asked
+
+    for index in range(FAILURES_TO_EJECT):
+        asked = await reserve(f"r{index}")
+        bench.p.say(f"r{index}", 1, failed=pb.Failed(code=INTERNAL, message="broken", can_retry=True))
+        await settle()
+        await asked.leave()
+    assert bench.pool.ejected == ["p"]
+    asked = bench.request("r")
+    await settle()
+    assert bench.d.sent[-1].generate.request_id == "r"
+    await asked.leave()
+
+    bench.now_s += pause_of(1)
+    asked = await reserve("probe")
+    bench.p.say("probe", 1, tokens=tokens(is_last=False))
+    await settle()
+    assert bench.pool.ejected == ["p"], "its transfer may still fail"
+    bench.p.say("probe", 1, handed_over=pb.HandedOver())
+    await settle()
+    assert bench.pool.ejected == []
+    await asked.leave()
+
+
+@pytest.mark.parametrize("code", [UNAVAILABLE, ABORTED, DATA_LOSS])
+async def test_what_may_be_the_peers_fault_ejects_nobody(code: int) -> None:
+    bench = Two()
+    for _ in range(2 * FAILURES_TO_EJECT):
+        await bench.fail(code=code)
+    assert bench.pool.ejected == []
+
+
+async def test_a_worker_that_is_leaving_may_fail_what_it_likes() -> None:
+    bench = Two()
+    for _ in range(2 * FAILURES_TO_EJECT):
+        request_id, asked = await bench.ask()
+        bench.decode.set_load(roomy_load(num_used=0, is_draining=True))
+        bench.d.say(request_id, 1, failed=pb.Failed(code=INTERNAL, message="going", can_retry=True))
+        await settle()
+        bench.decode.set_load(roomy_load(num_used=0))
+        await asked.leave()
+    assert bench.pool.ejected == []
+
+
+async def test_requests_that_fail_in_one_moment_are_one_failure() -> None:
+    bench = Two()
+    asked = [await bench.ask() for _ in range(50)]
+    assert len(ids_of(bench.d)) == 50
+    for request_id, _ in asked:
+        bench.d.say(request_id, 1, failed=pb.Failed(code=INTERNAL, message="broken", can_retry=True))
+    await settle()
+    assert bench.pool.ejected == []
+    for _, each in asked:
+        await each.leave()
+
+
+async def test_a_cluster_in_which_every_worker_fails_says_so_after_the_second_failure() -> None:
+    bench = Two()
+    for _ in range(CAPACITY):
+        bench.cluster.budget.take(2)
+    request_id, asked = await bench.ask()
+    for session in (bench.d, bench.other):
+        failed = pb.Failed(code=INTERNAL, message="broken", can_retry=True)
+        session.say(request_id, attempt_of(session, request_id), failed=failed)
+        await settle()
+    with pytest.raises(NoWorker, match="worker other: broken; too many requests are being tried again") as caught:
+        await asked.task
+    assert caught.value.retry_after_s is not None
+
+
+# -- sessions that are lost -------------------------------------------------------------------------------------
+
+
+class Channel:
+    """One whose streams open at once, and end how and when the test says."""
+
+    def __init__(self) -> None:
+        self.ends: list[asyncio.Future[grpc.StatusCode | None]] = []
+        """One for each stream; set to None for one that ends well."""
+
+    def stream_stream(self, *_: object, **__: object) -> Callable[[object], AsyncIterator[pb.WorkerEvents]]:
+        return self._stream
+
+    async def _stream(self, _: object) -> AsyncIterator[pb.WorkerEvents]:
+        end: asyncio.Future[grpc.StatusCode | None] = asyncio.get_running_loop().create_future()
+        self.ends.append(end)
+        yield pb.WorkerEvents(load=load(100))
+        if (code := await end) is not None:
+            raise grpc.aio.AioRpcError(code, grpc.aio.Metadata(), grpc.aio.Metadata(), "broken")
+
+    def unary_unary(self, *_: object, **__: object) -> None:
+        """Stubs make all their calls at once."""
+
+    async def close(self) -> None:
+        """As a channel's."""
+
+
+class OneWorker:
+    """A pool with real sessions to one decode worker, in one process after the other."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.channels: list[Channel] = []
+        """One for each process."""
+        monkeypatch.setattr("router.worker_pool.open_channel", self._open_channel)
+        monkeypatch.setattr("router.worker_pool._RECONNECT_MIN_S", 0.0)
+        self.pool = WorkerPool(
+            router_id="r",
+            policy=PolicyConfig(),
+            serves=lambda _: True,
+            on_change=self._on_change,
+            now_s=lambda: 1000.0,
+        )
+        self.is_open = asyncio.Event()
+        model = inference_pb.GetModelInfoResponse(block_size=16, max_model_len=2048)
+        self.record = pb.WorkerRecord(
+            worker_id="d", incarnation="1", role=pb.Role.ROLE_DECODE, model=model, load=load(100), lease_ms=10_000
+        )
+        self.restart("1")
+
+    def _open_channel(self, _: str) -> Channel:
+        self.channels.append(Channel())
+        return self.channels[-1]
+
+    def _on_change(self) -> None:
+        if any(handle.channel is self.channels[-1] for handle in self.pool.usable(pb.Role.ROLE_DECODE)):
+            self.is_open.set()
+        else:
+            self.is_open.clear()
+
+    def restart(self, incarnation: str) -> None:
+        record = pb.WorkerRecord()
+        record.CopyFrom(self.record)
+        record.incarnation = incarnation
+        self.pool.set_records([record])
+
+    async def lose_session(
+        self,
+        *,
+        num_requests: int,
+        code: grpc.StatusCode | None = grpc.StatusCode.UNAVAILABLE,
+        is_leaving: bool = False,
+    ) -> None:
+        """Waits until it is open, has some requests use it, and ends it."""
+        handle = await self.open_handle()
+        handle.load = load(100, is_draining=is_leaving)
+        session = handle.session
+        assert session is not None
+        for index in range(num_requests):
+            session.attach(f"r{index}", lambda _: None)
+        self.channels[-1].ends[-1].set_result(code)
+        await asyncio.wait([session._task])
+
+    async def open_handle(self) -> WorkerHandle:
+        async with asyncio.timeout(5):
+            await self.is_open.wait()
+        return next(h for h in self.pool.usable(pb.Role.ROLE_DECODE) if h.channel is self.channels[-1])
+
+
+async def test_a_session_lost_is_one_failure_however_many_requests_it_had(monkeypatch: pytest.MonkeyPatch) -> None:
+    worker = OneWorker(monkeypatch)
+    for _ in range(FAILURES_TO_EJECT - 1):
+        await worker.lose_session(num_requests=50)
+    assert worker.pool.ejected == []
+    await worker.lose_session(num_requests=50)
+    assert worker.pool.ejected == ["d"]
+    await worker.pool.close()
+
+
+async def test_a_restarted_process_is_the_same_worker(monkeypatch: pytest.MonkeyPatch) -> None:
+    worker = OneWorker(monkeypatch)
+    for incarnation in range(FAILURES_TO_EJECT):
+        worker.restart(f"process-{incarnation}")
+        await worker.lose_session(num_requests=1)
+    assert worker.pool.ejected == ["d"]
+    await worker.pool.close()
+
+
+@pytest.mark.parametrize("how", ["nobody was there", "leaving", "we were silent"])
+async def test_a_session_lost_by_nobodys_fault_does_not_count(monkeypatch: pytest.MonkeyPatch, how: str) -> None:
+    worker = OneWorker(monkeypatch)
+    for _ in range(2 * FAILURES_TO_EJECT):
+        match how:
+            case "nobody was there":
+                await worker.lose_session(num_requests=0)
+            case "we were silent":
+                await worker.lose_session(num_requests=5, code=grpc.StatusCode.ABORTED)
+            case "leaving":
+                await worker.lose_session(num_requests=5, code=None, is_leaving=True)
+    assert worker.pool.ejected == []
+    await worker.pool.close()
