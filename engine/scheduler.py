@@ -267,7 +267,10 @@ class Scheduler:
 
     def _fail(self, seq: Sequence) -> RequestOutput:
         self._remove_active(seq)
-        self._end(seq, SequenceStatus.FINISHED_ABORTED)
+        if seq.is_prefill_only:
+            self._hold(seq)  # a transfer may be reading what was computed before
+        else:
+            self._end(seq, SequenceStatus.FINISHED_ABORTED)
         completion = CompletionOutput(seq.sequence_index, seq.num_output_tokens, [], FinishReason.ERROR)
         return RequestOutput(seq.request_id, [completion], seq.num_cached_tokens, is_finished=True, waited_s=0.0)
 

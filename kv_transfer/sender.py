@@ -67,7 +67,8 @@ class KVSender:
         try:
             await writer.start()
         except BaseException:
-            await writer.stop()
+            # Nothing was posted: nobody need wait for its end, and no cancel must keep it from that.
+            self.spawn(writer.stop())
             raise
         return Push(self, link, writer, grant)
 
@@ -155,6 +156,8 @@ class Push:
         self._dst_block_ids = list(grant.block_ids)
         self._lease_s = grant.lease_ms / 1000
         self._is_open = True
+        self._owes_word = True
+        """The receiver is still to be told how this ends."""
         self._num_posted = 0
         """Blocks of a layer posted."""
         self._started_s: float | None = None
@@ -194,9 +197,10 @@ class Push:
             self._is_open = False
             await self._writer.stop()
             # The receiver's blocks wait for this word, our own need not wait for its delivery.
+            self._owes_word = False
             self._sender.spawn(self._send_abandon())
             raise
-        self._is_open = False
+        self._is_open = self._owes_word = False
         await self._writer.stop()
         num_cached = self.grant.num_cached_blocks
         return inference_pb.KVTransferStats(
@@ -210,9 +214,10 @@ class Push:
     async def abandon(self) -> None:
         """Write no more. Returns once nothing can be written any more and the receiver knows it, or one lease has
         passed without it listening. Harmless after `commit` and when repeated."""
-        was_open, self._is_open = self._is_open, False
+        self._is_open = False
         await self._writer.stop()
-        if was_open:
+        if self._owes_word:  # also after a commit that was cancelled while it stopped the writer
+            self._owes_word = False
             await self._send_abandon()
 
     async def _push_until_committed(

@@ -81,8 +81,9 @@ class PrefillRole:
         try:
             await self._serve(stream, command)
         except TransferError as error:
-            code = int(STATUS_OF[type(error)].value[0])
-            stream.post_failure(error_of_code(code, str(error)), can_retry=not isinstance(error, InvalidTransfer))
+            if stream.is_open:  # a transfer that fails in the turn of a cancel can hide the cancel
+                code = int(STATUS_OF[type(error)].value[0])
+                stream.post_failure(error_of_code(code, str(error)), can_retry=not isinstance(error, InvalidTransfer))
         self._host.close(stream)
 
     async def _serve(self, stream: Stream, command: pb.PrefillRequest) -> None:

@@ -84,6 +84,20 @@ def test_a_sequence_without_a_next_token_fails_alone() -> None:
     assert ledger.num_free + ledger.num_cached == ledger.num_blocks
 
 
+def test_a_prompt_without_a_next_token_keeps_its_blocks() -> None:
+    """Its first blocks may be under way to a receiver: whoever sends them says when they are free."""
+    scheduler = make(chunk=4)
+    prompt = sequence("bad", 6)
+    prompt.is_prefill_only = True
+    scheduler.add(prompt)
+    step(scheduler)
+    (output,) = scheduler.apply(scheduler.schedule(), [INVALID_TOKEN])
+    assert output.outputs[0].finish_reason is FinishReason.ERROR
+    assert scheduler.block_manager.ledger().num_held == 2
+    assert scheduler.abort("bad")
+    assert scheduler.block_manager.ledger().num_held == 0
+
+
 def test_the_budget_bounds_a_step() -> None:
     scheduler = make(budget=10, chunk=8)
     for name in "abc":
