@@ -312,7 +312,7 @@ class ScriptedLink:
         writer = self.world.writers[grant.grant_id] = Writer(self.world, grant.grant_id)
         return writer
 
-    async def commit(self, request: kv_pb.CommitRequest, timeout_s: float) -> kv_pb.CommitResponse:
+    async def commit(self, request: kv_pb.CommitRequest) -> kv_pb.CommitResponse:
         world, writer = self.world, self.world.writers[request.grant_id]
         world.must(not writer.is_stopped, "a commit after the writer was stopped")
         world.must(bool(world.engine.seqs[writer.number].block_table), "a commit of blocks that are free")
@@ -322,7 +322,6 @@ class ScriptedLink:
                 f"commit {request.grant_id}",
                 ["committed"],
                 ["mismatch", "always a mismatch", "gone", "lost", "dead"],
-                timeout_s=timeout_s,
             )
         finally:
             writer.is_committing = False
@@ -339,6 +338,11 @@ class ScriptedLink:
             case "gone":
                 return kv_pb.CommitResponse(outcome=kv_pb.CommitResponse.GRANT_GONE)
         raise PeerUnreachable(answer)
+
+    async def wait_connected(self, timeout_s: float) -> None:
+        """A dead peer does not come back."""
+        if self.world.habit == "dead" or await self.world.ask("reconnect", ["ok"], timeout_s=timeout_s) != "ok":
+            raise PeerUnreachable("no connection for a lease")
 
     async def abandon(self, request: kv_pb.AbandonRequest, timeout_s: float) -> None:
         world, writer = self.world, self.world.writers[request.grant_id]
