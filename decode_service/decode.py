@@ -15,7 +15,7 @@ import logging
 
 from engine.async_llm_engine import AsyncLLMEngine, EngineDeadError
 from engine.llm_engine import LLMEngine, Reservation
-from kv_transfer import Grant, KVReceiver
+from kv_transfer import Grant, InvalidTransfer, KVReceiver
 from protos import tandem_worker_pb2 as pb
 from rpc.errors import Draining, InvalidRequest, LeaseGone, RequestExists, TandemError
 from rpc.failpoints import reach
@@ -78,15 +78,13 @@ class DecodeRole:
 
     async def _generate(self, stream: Stream, request: pb.EngineRequest) -> None:
         def add(engine: LLMEngine) -> bool:
-            if not engine.has_room(len(request.prompt_token_ids) + len(request.output_token_ids)):
-                return False
-            engine.add_request(
+            return engine.add_request(
                 stream.engine_id,
                 request.prompt_token_ids,
                 sampling_params_of(request.sampling_params),
                 output_token_ids=request.output_token_ids,
+                may_wait=False,
             )
-            return True
 
         await reach("decode.generate")
         if not await self._engine.call(add):
@@ -124,7 +122,9 @@ class DecodeRole:
     # -- what the receiver says ---------------------------------------------------------------------------------
 
     async def on_commit(self, grant: Grant, first_token_id: int, num_prompt_tokens: int) -> bool:
-        """The grant's blocks hold verified KV and are the engine's from now on. False if the request is gone."""
+        """The grant's blocks hold verified KV and are the engine's from now on. False if the request is gone.
+
+        Raises `InvalidTransfer` for what the request cannot go on from; its attempt ends, and the blocks are free."""
         engine_id = self._engine_ids.pop(grant.grant_id)
         stream = self._host.find(engine_id)
         if stream is None:
@@ -134,8 +134,13 @@ class DecodeRole:
         await reach("decode.before_commit")
         try:
             await self._engine.call(lambda engine: engine.commit(engine_id, first_token_id, num_prompt_tokens))
-        except (KeyError, ValueError, EngineDeadError):
-            return False  # what is still reserved is freed when the router cancels, as it does after a failed attempt
+        except ValueError as error:
+            self._free(engine_id)
+            if stream.is_open:
+                self._refuse(stream, InvalidRequest((), f"the prefill worker's commit: {error}"), can_retry=True)
+            raise InvalidTransfer(str(error)) from error
+        except (KeyError, EngineDeadError):
+            return False
         await reach("decode.after_commit")
         return True
 

@@ -82,13 +82,19 @@ class LLMEngine:
         sampling_params: SamplingParams,
         *,
         output_token_ids: Seq[int] = (),
-    ) -> None:
-        """Queue a request to be prefilled and decoded here.
+        may_wait: bool = True,
+    ) -> bool:
+        """Queue a request to be prefilled and decoded here. False if it would have to wait and may not.
 
         `output_token_ids`: the part of the answer that exists already; the engine goes on after it. Raises
         `ValueError` for a request that could never run.
         """
-        self._scheduler.add(self._new_sequence(request_id, prompt_token_ids, sampling_params, output_token_ids))
+        seq = self._new_sequence(request_id, prompt_token_ids, sampling_params, output_token_ids)
+        if not may_wait and not self._scheduler.has_room(len(seq)):
+            self._live.discard(request_id)
+            return False
+        self._scheduler.add(seq)
+        return True
 
     def add_prefill(
         self,
@@ -172,10 +178,6 @@ class LLMEngine:
         return self._scheduler.has_work
 
     # -- questions ----------------------------------------------------------------------------------------------
-
-    def has_room(self, num_tokens: int) -> bool:
-        """Whether a request of `num_tokens` tokens would be admitted at once."""
-        return self._scheduler.has_room(num_tokens)
 
     @property
     def stats(self) -> SchedulerStats:

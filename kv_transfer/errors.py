@@ -14,8 +14,11 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import TypeVar
 
 import grpc
+
+_T = TypeVar("_T")
 
 
 class TransferError(Exception):
@@ -93,3 +96,10 @@ def errors_of_peer() -> Iterator[None]:
         if task is not None and task.cancelling():
             raise
         raise PeerUnreachable("the connection to the peer was closed") from error
+
+
+def readable(answer: _T | None) -> _T:
+    """What a peer answered: gRPC's clients make None of bytes that are no message. Raises `InvalidTransfer`."""
+    if answer is None:
+        raise InvalidTransfer("the peer answered with bytes that are no message")
+    return answer

@@ -14,7 +14,7 @@ import grpc
 from grpc.aio import Metadata
 
 from kv_transfer.base import GONE, MAX_CHUNK_BYTES, BlockWriter, Link
-from kv_transfer.errors import GrantGone, InvalidTransfer, PeerUnreachable, errors_of_peer
+from kv_transfer.errors import GrantGone, InvalidTransfer, PeerUnreachable, errors_of_peer, readable
 from kv_transfer.pool import KVPool
 from protos import tandem_kv_transfer_pb2 as pb
 from protos import tandem_kv_transfer_pb2_grpc as pb_grpc
@@ -100,13 +100,13 @@ class ControlLink:
     async def connect(self, request: pb.ConnectRequest, timeout_s: float) -> pb.ConnectResponse:
         with errors_of_peer():
             # Fails at once where nobody listens: the caller has other receivers.
-            response: pb.ConnectResponse = await self.stub.Connect(request, timeout=timeout_s)
-        return response
+            response: pb.ConnectResponse | None = await self.stub.Connect(request, timeout=timeout_s)
+        return readable(response)
 
     async def commit(self, request: pb.CommitRequest) -> pb.CommitResponse:
         with errors_of_peer():
-            response: pb.CommitResponse = await self.stub.Commit(request)
-        return response
+            response: pb.CommitResponse | None = await self.stub.Commit(request)
+        return readable(response)
 
     async def wait_connected(self, timeout_s: float) -> None:
         try:
@@ -190,12 +190,12 @@ class GrpcWriter:
                 while (post := await self._posts.get()) is not None and not _is_told_to_stop(told):
                     await call.write(self._message(*post))
                 await call.done_writing()
-                summary: pb.PushSummary = await call
+                summary: pb.PushSummary | None = await call
         finally:
             call.cancel()
             told.cancel()
             await asyncio.gather(told, return_exceptions=True)
-        if summary.num_late:
+        if readable(summary).num_late:
             raise GrantGone(f"grant {self._grant.grant_id} of worker {self._grant.worker_id} is gone")
 
     def _message(self, layer: int, src_block_ids: Sequence[int], dst_block_ids: Sequence[int]) -> bytes:

@@ -24,13 +24,14 @@ from kv_transfer.errors import GrantGone, IncompatiblePeer, InvalidTransfer
 from kv_transfer.grants import CommitResult, CommitStart, Grant, GrantCounters, GrantTable, Verdict
 from kv_transfer.layout import KVLayout
 from kv_transfer.pool import Digests, KVPool
+from prefix_hash.compat import compat_difference
 from protos import tandem_kv_transfer_pb2 as pb
 
 logger = logging.getLogger(__name__)
 
 OnCommit: TypeAlias = Callable[[Grant, int, int], Awaitable[bool]]
 """(grant, first_token_id, num_prompt_tokens) -> whether the request still wants it. From the call on the blocks are the
-callee's, whatever it returns."""
+callee's, whatever it returns or raises; it raises `InvalidTransfer` for what no correct sender says."""
 OnFreed: TypeAlias = Callable[[list[Grant]], None]
 """Nothing can write to these grants' blocks any more. Must not raise."""
 
@@ -256,8 +257,8 @@ class KVReceiver:
         problems = []
         if request.protocol_version != PROTOCOL_VERSION:
             problems.append(f"protocol_version: {PROTOCOL_VERSION} != {request.protocol_version}")
-        if request.compat_digest != self.identity.compat_digest:
-            problems.append(f"compat_digest: {self.identity.compat_digest!r} != {request.compat_digest[:80]!r}")
+        if difference := compat_difference(self.identity.compat_digest, request.compat_digest):
+            problems.append(difference)
         try:
             problems += self.pool.layout.differences(KVLayout.from_proto(request.layout))
         except ValueError as error:

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import re
 from collections.abc import Coroutine, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
@@ -28,6 +29,7 @@ from kv_transfer.errors import (
 )
 from kv_transfer.layout import KVLayout
 from kv_transfer.pool import Digests, KVPool
+from prefix_hash.compat import compat_difference
 from protos import tandem_inference_pb2 as inference_pb
 from protos import tandem_kv_transfer_pb2 as pb
 
@@ -37,6 +39,9 @@ CONNECT_TIMEOUT_S = 5.0
 MAX_REPAIRS = 2
 """How often blocks with differing digests are pushed again before the transfer is given up."""
 MAX_COMMIT_TRIES = 3
+MAX_ADDRESS_LENGTH = 512
+_ADDRESS = re.compile(r"(\[[^\s/\[\]\0]+\]|[^\s/:\[\]\0]+):(?P<port>[0-9]{1,5})")
+"""No other scheme than a host and a port: a grant must not lead to a socket file or the like."""
 
 
 class KVSender:
@@ -49,8 +54,8 @@ class KVSender:
         self.num_repaired_blocks = 0
         """Blocks pushed again after a digest mismatch."""
         self._transport = transport
-        self._links: dict[tuple[str, str], asyncio.Task[Link]] = {}
-        """(address, incarnation) -> the link, or its making."""
+        self._links: dict[tuple[str, str, str], asyncio.Task[Link]] = {}
+        """(address, worker, incarnation) -> the link, or its making."""
         self._background: set[asyncio.Task[None]] = set()
         self._digester = ThreadPoolExecutor(1, thread_name_prefix="kv-digest")
 
@@ -84,13 +89,13 @@ class KVSender:
         self._digester.shutdown()
 
     async def _link(self, grant: pb.Grant) -> Link:
-        key = (grant.kv_address, grant.incarnation)
+        key = (grant.kv_address, grant.worker_id, grant.incarnation)
         making = self._links.get(key)
         if making is None or _is_useless(making):
             making = self._links[key] = asyncio.create_task(self._connect(grant), name=f"kv-connect-{key[0]}")
         # Shielded: others may be waiting for the same connection.
         link = await asyncio.shield(making)
-        for other in [other for other in self._links if other[0] == key[0] and other[1] != key[1]]:
+        for other in [other for other in self._links if other[0] == key[0] and other != key]:
             # The peer has proven its incarnation: whoever was at this address before is no more.
             self.spawn(_close_link(self._links.pop(other)))
         return link
@@ -121,8 +126,8 @@ class KVSender:
                 f"{response.incarnation[:80]!r}, not {grant.worker_id!r}, {grant.incarnation!r}"
             )
         problems = []
-        if response.compat_digest != self.identity.compat_digest:
-            problems.append(f"compat_digest: {self.identity.compat_digest!r} != {response.compat_digest[:80]!r}")
+        if difference := compat_difference(self.identity.compat_digest, response.compat_digest):
+            problems.append(difference)
         try:
             problems += self.pool.layout.differences(KVLayout.from_proto(response.layout))
         except ValueError as error:
@@ -295,8 +300,11 @@ def check_grant(grant: pb.Grant) -> None:
     """Raises `InvalidTransfer` for a grant that no correct receiver makes."""
     if not 0 < len(grant.worker_id) <= 256 or not 0 < len(grant.incarnation) <= 256:
         raise InvalidTransfer("a grant names a worker and an incarnation, of at most 256 characters each")
-    if not 0 < len(grant.kv_address) <= 512:
-        raise InvalidTransfer("a grant has an address of at most 512 characters")
+    address = _ADDRESS.fullmatch(grant.kv_address[: MAX_ADDRESS_LENGTH + 1])
+    if address is None or len(grant.kv_address) > MAX_ADDRESS_LENGTH or int(address["port"]) > 65535:
+        raise InvalidTransfer(
+            f"kv_address must be HOST:PORT of at most {MAX_ADDRESS_LENGTH} characters, not {grant.kv_address[:80]!r}"
+        )
     if grant.num_cached_blocks > len(grant.block_ids):
         raise InvalidTransfer(f"{grant.num_cached_blocks} of {len(grant.block_ids)} blocks cannot be cached")
     if len(set(grant.block_ids)) != len(grant.block_ids):

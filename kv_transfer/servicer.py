@@ -42,6 +42,8 @@ class KVTransferServicer(pb_grpc.KVTransferServicer):  # type: ignore[misc]
         try:
             async for chunk in chunks:
                 if not chunk.block_ids:
+                    if summary.num_written or summary.num_late:
+                        raise InvalidTransfer("a chunk without block ids must be the first")
                     await self._hold_one_sided_push(chunk, chunks, context)
                     break
                 num_bytes = self._receiver.write(chunk)

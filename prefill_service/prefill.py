@@ -16,7 +16,7 @@ import logging
 
 from engine.async_llm_engine import AsyncLLMEngine
 from engine.sequence import BlockExport
-from kv_transfer import STATUS_OF, InvalidTransfer, KVSender, Push, TransferError
+from kv_transfer import STATUS_OF, KVSender, Push, TransferError
 from protos import tandem_worker_pb2 as pb
 from protos.tandem_kv_transfer_pb2 import Grant
 from rpc.errors import Draining, InvalidRequest, RequestExists, error_of_code
@@ -83,7 +83,8 @@ class PrefillRole:
         except TransferError as error:
             if stream.is_open:  # a transfer that fails in the turn of a cancel can hide the cancel
                 code = int(STATUS_OF[type(error)].value[0])
-                stream.post_failure(error_of_code(code, str(error)), can_retry=not isinstance(error, InvalidTransfer))
+                # Between workers something is wrong, not with the request: another pair may do better.
+                stream.post_failure(error_of_code(code, str(error)), can_retry=True)
         self._host.close(stream)
 
     async def _serve(self, stream: Stream, command: pb.PrefillRequest) -> None:

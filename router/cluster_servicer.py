@@ -63,9 +63,10 @@ class ClusterServicer(ClusterServicerBase):  # type: ignore[misc]
             who = f"{handle.record.worker_id} ({handle.record.address})"
             try:
                 with rpc_errors_as_tandem_errors():
-                    return await ask(WorkerStub(handle.channel))
+                    answer: _T | None = await ask(WorkerStub(handle.channel))
             except TandemError as error:
                 return f"{who}: {error.message}"
+            return f"{who}: it answers with bytes that are no message" if answer is None else answer
 
         answers = await asyncio.gather(*(ask_one(handle) for handle in self._cluster.pool.handles))
         return (

@@ -23,6 +23,7 @@ from router.chat_template import ChatTemplate
 from router.cluster_servicer import ClusterServicer
 from router.lifecycle import Cluster
 from router.model_info import ModelInfo
+from router.peers import Peers
 from router.policy import PolicyConfig
 from router.prefix_lookup import PrefixLookup
 from router.queue import RequestQueue
@@ -32,7 +33,6 @@ from router.tokenizer import Tokenizer
 from router.worker_pool import WorkerPool
 from rpc.entrypoint import announce
 from rpc.server import Server
-from rpc.session import PROTOCOL_VERSION
 
 _log = logging.getLogger(__name__)
 
@@ -66,28 +66,17 @@ def load_texts(folder: str, served_model_name: str) -> Texts:
     )
 
 
-def serves(model: ModelInfo, record: pb.WorkerRecord) -> bool:
-    """Whether a worker speaks our protocol and has our model's vocabulary. Said in the log where it does not."""
-    if record.protocol_version != PROTOCOL_VERSION:
-        why = f"protocol_version is {record.protocol_version}, ours {PROTOCOL_VERSION}"
-    elif record.model.vocab_size != model.vocab_size:
-        why = f"its vocabulary has {record.model.vocab_size} tokens, ours {model.vocab_size}"
-    else:
-        return True
-    _log.warning("worker not used", extra={"worker": record.worker_id, "why": why})
-    return False
-
-
 class Router:
     """See the module. Made on the event loop."""
 
     def __init__(self, args: RouterArgs, policy: PolicyConfig, texts: Texts) -> None:
         router_id = f"router-{secrets.token_hex(3)}"
         self._server = Server(args.listen, max_message_bytes=TRANSPORT_MARGIN * args.max_message_bytes)
+        self._peers = Peers(texts.model)
         self._pool = WorkerPool(
             router_id=router_id,
             policy=policy,
-            serves=lambda record: serves(texts.model, record),
+            serves=self._peers.serves,
             on_change=self._on_change,
         )
         self._queue = RequestQueue(
@@ -96,7 +85,7 @@ class Router:
             has_workers=lambda: self._pool.has_decode_worker,
         )
         self._index = PrefixIndex(args.redis, namespace=args.namespace)
-        self._directory = WorkerDirectory(args.redis, namespace=args.namespace, on_change=self._pool.set_records)
+        self._directory = WorkerDirectory(args.redis, namespace=args.namespace, on_change=self._on_records)
         cluster = Cluster(self._pool, self._queue, PrefixLookup(self._index, self._pool), RetryBudget())
         self._inference = InferenceServicer(texts=texts, cluster=cluster, max_request_bytes=args.max_message_bytes)
         self._server.add(add_InferenceServicer_to_server, self._inference, INFERENCE_SERVICE)
@@ -130,6 +119,10 @@ class Router:
         await self._directory.close()
         await self._pool.close()
         await self._index.close()
+
+    def _on_records(self, records: list[pb.WorkerRecord]) -> None:
+        self._peers.look_at(records)
+        self._pool.set_records(records)
 
     def _on_change(self) -> None:
         self._server.set_serving(INFERENCE_SERVICE, self._pool.has_decode_worker)

@@ -25,7 +25,17 @@ from protos.tandem_inference_pb2 import FinishReason, KVTransferStats
 from protos.tandem_kv_transfer_pb2 import Grant
 from protos.tandem_worker_pb2 import Failed, Tokens, WorkerEvent
 from router.retry_budget import RetryBudget
-from rpc.errors import CorruptKV, Incompatible, LeaseGone, NoWorker, TandemError, Unreachable, error_of_code
+from rpc.errors import (
+    CorruptKV,
+    Incompatible,
+    InternalError,
+    InvalidRequest,
+    LeaseGone,
+    NoWorker,
+    TandemError,
+    Unreachable,
+    error_of_code,
+)
 
 BETWEEN_WORKERS = (Unreachable, LeaseGone, Incompatible, CorruptKV)
 """What a worker may fail with though it is well: its peer in a transfer is gone, has given the memory away or is of
@@ -354,6 +364,8 @@ class RequestState:
     def _on_failed(self, worker: WorkerKey, failed: Failed) -> list[Action]:
         error = error_of_code(failed.code, f"worker {worker.worker_id}: {failed.message}")
         if failed.can_retry:
+            if isinstance(error, InvalidRequest):  # what one worker asked of another, not what the client asked of us
+                error = InternalError(error.message)
             return self._retry(error, avoid=worker, is_fault=not isinstance(error, BETWEEN_WORKERS))
         return self._end(FinishReason.FINISH_REASON_ERROR, error)
 

@@ -88,7 +88,12 @@ class WorkerSession:
 
     async def _run(self) -> None:
         try:
-            async for message in self._open_stream():
+            stream = self._open_stream()
+            async for message in stream:
+                if message is None:  # gRPC's clients make that of bytes that are no message
+                    self.lost_why = "the worker sent bytes that are no message"
+                    stream.cancel()
+                    return
                 if not self.is_open:
                     self.is_open = True
                     self._on_open()
@@ -100,12 +105,9 @@ class WorkerSession:
         finally:
             self._lose()
 
-    def _open_stream(self) -> AsyncIterator[pb.WorkerEvents]:
-        if self._role == pb.Role.ROLE_PREFILL:
-            prefill: AsyncIterator[pb.WorkerEvents] = PrefillStub(self._channel).Session(self._outgoing())
-            return prefill
-        decode: AsyncIterator[pb.WorkerEvents] = DecodeStub(self._channel).Session(self._outgoing())
-        return decode
+    def _open_stream(self) -> grpc.aio.StreamStreamCall[pb.PrefillCommand | pb.DecodeCommand, pb.WorkerEvents | None]:
+        stub = PrefillStub if self._role == pb.Role.ROLE_PREFILL else DecodeStub
+        return stub(self._channel).Session(self._outgoing())
 
     async def _outgoing(self) -> AsyncIterator[pb.PrefillCommand | pb.DecodeCommand]:
         command_type = pb.PrefillCommand if self._role == pb.Role.ROLE_PREFILL else pb.DecodeCommand

@@ -24,10 +24,13 @@ from itertools import islice
 from typing import Any, TypeVar
 
 from protos import tandem_worker_pb2 as pb
-from rpc.errors import Incompatible, LeaseGone
+from rpc.errors import Incompatible, InvalidRequest, LeaseGone
 
 PROTOCOL_VERSION = 1
 """Of the Session streams; raised whenever an old peer would misread a new one."""
+
+MAX_NAME_LENGTH = 256
+"""Characters in the name of a router or a request: names are kept, logged and sent back."""
 
 Command = TypeVar("Command", pb.PrefillCommand, pb.DecodeCommand)
 
@@ -152,10 +155,13 @@ async def _write_all(outbox: EventOutbox, context: Any) -> None:
 
 
 def check_hello(command: pb.PrefillCommand | pb.DecodeCommand, *, incarnation: str) -> pb.Hello:
-    """The Hello that must open a session, checked against this worker's `incarnation`. Raises `Incompatible`."""
+    """The Hello that must open a session, checked against this worker's `incarnation`. Raises `Incompatible`, and
+    `InvalidRequest` for a name that is none."""
     if command.WhichOneof("command") != "hello":
         raise Incompatible("the first command of a session must be hello")
     hello = command.hello
+    if len(hello.router_id) > MAX_NAME_LENGTH:
+        raise InvalidRequest([("router_id", f"may have {MAX_NAME_LENGTH} characters, has {len(hello.router_id)}")])
     if hello.protocol_version != PROTOCOL_VERSION:
         raise Incompatible(f"protocol_version {hello.protocol_version} is not ours, {PROTOCOL_VERSION}")
     if hello.incarnation != incarnation:

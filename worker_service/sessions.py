@@ -32,7 +32,7 @@ from rpc.errors import (
     code_of,
 )
 from rpc.interceptors import log_bug
-from rpc.session import Command, EventOutbox, check_hello, run_session
+from rpc.session import MAX_NAME_LENGTH, Command, EventOutbox, check_hello, run_session
 from worker_service.messages import tokens_message
 
 
@@ -162,6 +162,8 @@ class SessionHost:
                     self._cancel(role, stream)
             case "beat":
                 pass
+            case "hello":
+                raise InvalidRequest([("hello", "must be the first command, and only the first")])
             case _:
                 role.on_command(session, command)
 
@@ -226,7 +228,11 @@ class SessionHost:
         await self.wait_for_tasks()
 
     def open(self, session: RouterSession, request: pb.EngineRequest) -> Stream:
-        """A new stream for an attempt. Raises `RequestExists` for one that is open already."""
+        """A new stream for an attempt. Raises `RequestExists` for one that is open already, and `InvalidRequest`, which
+        ends the session, for one that cannot be named."""
+        if not 0 < len(request.request_id) <= MAX_NAME_LENGTH:
+            message = f"must have 1 to {MAX_NAME_LENGTH} characters, has {len(request.request_id)}"
+            raise InvalidRequest([("request_id", message)])
         key = (request.request_id, request.attempt)
         if key in session.streams:
             raise RequestExists(f"request {request.request_id!r}, attempt {request.attempt}, is open")

@@ -29,6 +29,7 @@ from engine.memory import memory_bytes
 from engine.model_loader.weights import digest_files, safetensors_files
 from engine.models import DecoderConfig, load_decoder_config
 from prefix_hash import prefix_key
+from prefix_hash.compat import join_parts
 
 
 def make_engine_config(args: EngineArgs, folder: Path) -> EngineConfig:
@@ -66,17 +67,23 @@ def make_engine_config(args: EngineArgs, folder: Path) -> EngineConfig:
 
 def compat_digest(decoder: DecoderConfig, model: ModelConfig, block_size: int, kv_order: str) -> str:
     """Of architecture, weights, dtype, the bytes' order and the ends. Not of the pool's size or the length limit."""
-    meaning = {
-        # How many positions the checkpoint allows changes no KV, and RoPE keeps its own copy where it matters.
-        "decoder": {k: v for k, v in asdict(decoder).items() if k != "max_positions"},
-        "weights": model.weights_digest,
-        "dtype": model.dtype,
-        "block_size": block_size,
-        # No KV differs by it, but an answer that moves to another engine must end at the same tokens.
-        "eos_token_ids": sorted(model.eos_token_ids),
-        "kv_order": kv_order,
-        "kv_format_version": KV_FORMAT_VERSION,
-    }
+    # How many positions the checkpoint allows changes no KV, and RoPE keeps its own copy where it matters.
+    architecture = {k: v for k, v in asdict(decoder).items() if k != "max_positions"}
+    return join_parts(
+        {
+            "kv_format_version": KV_FORMAT_VERSION,
+            "dtype": model.dtype,
+            "block_size": block_size,
+            "kv_order": kv_order,
+            "model": _digest_of(architecture),
+            "weights": model.weights_digest,
+            # No KV differs by it, but an answer that moves to another engine must end at the same tokens.
+            "eos_token_ids": _digest_of(sorted(model.eos_token_ids)),
+        }
+    )
+
+
+def _digest_of(meaning: object) -> str:
     return hashlib.blake2b(json.dumps(meaning, sort_keys=True).encode(), digest_size=16).hexdigest()
 
 

@@ -15,7 +15,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "protos": set(),
     "prefix_hash": set(),
     "engine": {"prefix_hash"},
-    "kv_transfer": {"protos"},
+    "kv_transfer": {"protos", "prefix_hash"},
     "rpc": {"protos"},
     "registry": {"protos"},
     "router": {"protos", "rpc", "registry", "prefix_hash"},

@@ -266,6 +266,14 @@ class TestOneSided:
             await push(stub, [self.bare(grant)])
         assert raised.value.code() is grpc.StatusCode.ABORTED
 
+    async def test_a_push_is_one_sided_from_its_start(self, receiving: Receiving, stub: pb_grpc.KVTransferStub) -> None:
+        grant = receiving.receiver.issue("router", [5, 6], 0)
+        stray = chunk_of(grant, receiving, epoch=0)
+        with pytest.raises(grpc.aio.AioRpcError) as raised:
+            await push(stub, [stray, self.bare(grant), self.bare(grant)])
+        assert raised.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+        await push(stub, [self.bare(grant), self.bare(grant)])
+
     async def test_one_sided_receiver_takes_no_other_data(
         self, receiving: Receiving, stub: pb_grpc.KVTransferStub
     ) -> None:

@@ -402,6 +402,16 @@ async def test_incompatible_peers_are_refused(cluster: Cluster, difference: dict
     await (await cluster.sender.open(same.receiver.issue("router", [6], 0))).abandon()
 
 
+async def test_a_grant_of_another_worker_at_a_known_address_is_refused(cluster: Cluster, receiving: Receiving) -> None:
+    grant = receiving.receiver.issue("router", [6], 0)
+    await (await cluster.sender.open(grant)).abandon()
+    stolen = type(grant).FromString(grant.SerializeToString())
+    stolen.worker_id = "d-9"
+    with pytest.raises(GrantGone, match=r"is now worker 'decode'.* not 'd-9'"):
+        await cluster.sender.open(stolen)
+    await (await cluster.sender.open(grant)).abandon()
+
+
 async def test_sender_checks_for_itself(
     cluster: Cluster, receiving: Receiving, monkeypatch: pytest.MonkeyPatch
 ) -> None:

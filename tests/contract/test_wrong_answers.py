@@ -1,0 +1,124 @@
+"""Peers that answer with bytes that are no message: whoever asked gets an error of its own, and asks no more."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from types import SimpleNamespace
+from typing import Any
+
+import grpc
+import pytest
+from kv_harness import DEADLINE_S, running_cluster
+
+from kv_transfer import InvalidTransfer
+from protos import tandem_kv_transfer_pb2 as kv_pb
+from protos import tandem_worker_pb2 as pb
+from router.cluster_servicer import ClusterServicer
+from router.request_state import Event, WorkerKey, WorkerLost
+from router.worker_session import WorkerSession
+from rpc.channel import open_channel
+
+GARBAGE = b"\xff\xff\xff\xff junk"
+
+
+async def say_garbage(_: Any, context: Any) -> bytes:
+    return GARBAGE
+
+
+async def serving(service: str, **methods: grpc.RpcMethodHandler) -> tuple[Any, str]:
+    """A server whose methods answer raw bytes, and its address."""
+    server = grpc.aio.server()
+    server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(service, methods),))
+    port = server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+    return server, f"127.0.0.1:{port}"
+
+
+@pytest.mark.parametrize("role", [pb.ROLE_PREFILL, pb.ROLE_DECODE], ids=["prefill", "decode"])
+async def test_a_session_with_a_worker_that_talks_nonsense_is_lost(role: pb.Role) -> None:
+    has_ended = asyncio.Event()
+
+    async def talk(commands: AsyncIterator[bytes], context: Any) -> None:
+        await context.write(pb.WorkerEvents().SerializeToString())
+        await context.write(GARBAGE)
+        try:
+            await asyncio.sleep(DEADLINE_S)
+        finally:
+            has_ended.set()
+
+    service = "tandem.v1.Prefill" if role == pb.ROLE_PREFILL else "tandem.v1.Decode"
+    server, address = await serving(service, Session=grpc.stream_stream_rpc_method_handler(talk))
+    record = pb.WorkerRecord(worker_id="w", incarnation="i", role=role, lease_ms=10_000)
+    heard: list[Event] = []
+    is_lost = asyncio.Event()
+    async with asyncio.timeout(DEADLINE_S), open_channel(address) as channel:
+        session = WorkerSession(
+            record=record,
+            router_id="r",
+            channel=channel,
+            on_load=lambda _: None,
+            on_open=lambda: None,
+            on_lost=is_lost.set,
+        )
+        session.attach("a", heard.append)
+        await is_lost.wait()
+        assert heard == [WorkerLost(WorkerKey("w", "i"))]
+        assert session.lost_why == "the worker sent bytes that are no message"
+        await has_ended.wait()  # the worker is told
+        await session.close()
+    await server.stop(0)
+
+
+async def test_a_worker_that_talks_nonsense_is_unreachable_for_operators() -> None:
+    garbage = grpc.unary_unary_rpc_method_handler(say_garbage)
+    server, address = await serving("tandem.v1.Worker", GetStatus=garbage, Audit=garbage)
+    async with open_channel(address) as channel:
+        handle = SimpleNamespace(channel=channel, record=pb.WorkerRecord(worker_id="w", address="a"))
+        cluster: Any = SimpleNamespace(pool=SimpleNamespace(handles=[handle]), queue=_EmptyQueue())
+        servicer = ClusterServicer(
+            router_id="r", cluster=cluster, num_running=lambda: 0, is_registry_reachable=lambda: True
+        )
+        context: Any = None
+        for answer in (
+            await servicer.Audit(pb.AuditRequest(), context),
+            await servicer.GetStatus(pb.GetClusterStatusRequest(), context),
+        ):
+            assert list(answer.workers) == []
+            assert list(answer.unreachable) == ["w (a): it answers with bytes that are no message"]
+    await server.stop(0)
+
+
+class _EmptyQueue:
+    num_tokens = 0
+
+    def __len__(self) -> int:
+        return 0
+
+
+@pytest.mark.parametrize("method", ["Connect", "Push", "Commit"])
+async def test_a_receiver_that_talks_nonsense_ends_the_transfer(method: str) -> None:
+    """Its grants are real; who sits at its address is not."""
+
+    async def describe(data: bytes, context: Any) -> bytes:
+        return receiving.receiver.connect(kv_pb.ConnectRequest.FromString(data)).SerializeToString()
+
+    async def swallow(chunks: AsyncIterator[bytes], context: Any) -> bytes:
+        async for _ in chunks:
+            pass
+        return GARBAGE if method == "Push" else b""
+
+    unary: Callable[..., grpc.RpcMethodHandler] = grpc.unary_unary_rpc_method_handler
+    server, address = await serving(
+        "tandem.v1.KVTransfer",
+        Connect=unary(say_garbage if method == "Connect" else describe),
+        Push=grpc.stream_unary_rpc_method_handler(swallow),
+        Commit=unary(say_garbage),
+    )
+    async with running_cluster("grpc") as cluster:
+        receiving = await cluster.add_receiving()
+        grant = receiving.receiver.issue("router", [6], 0)
+        grant.kv_address = address
+        with pytest.raises(InvalidTransfer, match="bytes that are no message"):
+            await cluster.push_and_commit(grant, [5])
+    await server.stop(0)

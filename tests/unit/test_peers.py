@@ -1,0 +1,145 @@
+"""Workers that a router does not use or does not pair, and what its log says of them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from engine.config import EngineArgs
+from engine.model_loader import create_engine_config
+from prefix_hash.compat import compat_difference, join_parts
+from protos import tandem_inference_pb2 as inference_pb
+from protos import tandem_worker_pb2 as pb
+from router.model_info import ModelInfo
+from router.peers import Peers
+from rpc.session import PROTOCOL_VERSION
+
+CONFIG: dict[str, Any] = {
+    "architectures": ["LlamaForCausalLM"],
+    "vocab_size": 64,
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+    "eos_token_id": 2,
+    "dtype": "float32",
+}
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return with_config(tmp_path / "m")
+
+
+def with_config(folder: Path, **changes: Any) -> Path:
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(CONFIG | changes))
+    return folder
+
+
+def digest_of(folder: Path, **settings: Any) -> str:
+    right: dict[str, Any] = {"load_format": "dummy", "num_kv_blocks": 16, "attention_backend": "torch"}
+    return create_engine_config(EngineArgs(model=str(folder), **right | settings)).compat_digest
+
+
+def record(
+    role: pb.Role, incarnation: str, digest: str, *, version: int = PROTOCOL_VERSION, vocab_size: int = 64
+) -> Any:
+    return pb.WorkerRecord(
+        worker_id=incarnation,
+        incarnation=incarnation,
+        role=role,
+        compat_digest=digest,
+        protocol_version=version,
+        model=inference_pb.GetModelInfoResponse(vocab_size=vocab_size),
+    )
+
+
+def lines(caplog: pytest.LogCaptureFixture) -> list[tuple[str, str]]:
+    """What was said since the last call, and why."""
+    said = [(line.message, line.why) for line in caplog.records]  # type: ignore[attr-defined]
+    caplog.clear()
+    return said
+
+
+@pytest.mark.parametrize(
+    ("config", "settings", "says"),
+    [
+        ({"rms_norm_eps": 1e-5}, {}, "model '"),
+        ({}, {"seed": 1}, "weights 'dummy-0' != 'dummy-1'"),
+        ({}, {"dtype": "bfloat16"}, "dtype 'float32' != 'bfloat16'"),
+        ({}, {"block_size": 8}, "block_size '16' != '8'"),
+        ({"eos_token_id": [2, 3]}, {}, "eos_token_ids '"),
+        ({}, {"dtype": "bfloat16", "block_size": 8}, "dtype 'float32' != 'bfloat16', block_size '16' != '8'"),
+    ],
+    ids=["model", "weights", "dtype", "block size", "ends", "two"],
+)
+def test_workers_that_differ_are_not_paired_and_the_log_says_in_what(
+    folder: Path,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    config: dict[str, Any],
+    settings: dict[str, Any],
+    says: str,
+) -> None:
+    other = with_config(tmp_path / "other", **config)
+    prefill = record(pb.ROLE_PREFILL, "p", digest_of(folder))
+    decode = record(pb.ROLE_DECODE, "d", digest_of(other, **settings))
+    same = record(pb.ROLE_DECODE, "e", digest_of(folder, num_kv_blocks=99, max_model_len=9))
+    peers = Peers(ModelInfo.from_folder(folder))
+    peers.look_at([prefill, same, decode])
+    ((message, why),) = lines(caplog)
+    assert message == "workers not paired"
+    assert why.startswith(f"compat_digest: {says}")
+    assert all(peers.serves(each) for each in (prefill, same, decode))
+
+    peers.look_at([decode, same, prefill])
+    assert lines(caplog) == []
+    decode.incarnation = "d-2"
+    peers.look_at([decode, same, prefill])
+    assert lines(caplog) == [(message, why)]
+
+
+def test_the_order_of_the_bytes_is_part_of_it(folder: Path) -> None:
+    digest = digest_of(folder)
+    other = digest.replace("layer block kv head slot dim", "layer block head kv slot dim")
+    assert compat_difference(digest, other) == (
+        "compat_digest: kv_order 'layer block kv head slot dim' != 'layer block head kv slot dim'"
+    )
+
+
+@pytest.mark.parametrize(
+    ("changes", "why"),
+    [
+        ({"version": 9}, f"protocol_version is 9, ours {PROTOCOL_VERSION}"),
+        ({"version": 0}, f"protocol_version is 0, ours {PROTOCOL_VERSION}"),
+        ({"vocab_size": 65}, "its vocabulary has 65 tokens, ours 64"),
+    ],
+    ids=str,
+)
+def test_workers_that_are_none_of_ours(
+    folder: Path, caplog: pytest.LogCaptureFixture, changes: dict[str, Any], why: str
+) -> None:
+    peers = Peers(ModelInfo.from_folder(folder))
+    stranger = record(pb.ROLE_DECODE, "d", "x=1", **changes)
+    for _ in range(3):
+        peers.look_at([stranger, record(pb.ROLE_PREFILL, "p", "x=2")])
+        assert not peers.serves(stranger)
+    assert lines(caplog) == [("worker not used", why)]
+
+
+@pytest.mark.parametrize(
+    "theirs",
+    ["", "other", "a=1", "a=1; b=2; c=3", "b=2; a=1", "a=1; a=1; b=2", "a=1; b=2; ", "x" * 10**6, "; " * 10**6],
+    ids=lambda theirs: theirs[:20],
+)
+def test_a_digest_that_is_made_otherwise_differs_as_a_whole(theirs: str) -> None:
+    ours = join_parts({"a": 1, "b": 2})
+    assert compat_difference(ours, ours) == ""
+    assert compat_difference(ours, theirs) == f"compat_digest: 'a=1; b=2' != {theirs[:64]!r}"
+    assert compat_difference(theirs, ours).startswith("compat_digest: ")
