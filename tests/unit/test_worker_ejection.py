@@ -160,14 +160,18 @@ async def test_a_probe_that_nobody_hears_of_is_followed_by_another() -> None:
     bench.now_s += pause_of(1)
     for handle in (bench.decode, bench.other_handle):
         handle.is_full = True
-    asked = bench.request("leaves")
+    waiting = asyncio.create_task(
+        bench.queue.wait_for_plan(num_tokens=16, num_cached_blocks={}, avoid=frozenset(), is_return=False)
+    )
     await settle()
     bench.decode.is_full = False
     bench.dispatch()  # planned now
-    await asked.leave()  # before it could hear
-    await settle()
-    await bench.ask()
+    waiting.cancel()  # before it could hear
+    await asyncio.wait([waiting])
+    assert waiting.cancelled()
+    _, asked = await bench.ask()
     assert ids_of(bench.d)[-1] == "r4"
+    await asked.leave()
 
 
 async def test_an_ejected_worker_gets_nothing_though_the_others_are_full() -> None:
