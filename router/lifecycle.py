@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from protos import tandem_inference_pb2 as inference_pb
 from protos import tandem_worker_pb2 as pb
 from router.detokenizer import IncrementalDetokenizer
+from router.forecast import Forecast
 from router.prefix_lookup import PrefixLookup
 from router.queue import RequestQueue
 from router.request_state import (
@@ -42,11 +43,13 @@ from router.request_state import (
 from router.retry_budget import RetryBudget
 from router.worker_handle import TakenRoom
 from router.worker_pool import WorkerPool
-from rpc.errors import NoWorker
+from rpc.errors import NoWorker, Overloaded
 
 MAX_ATTEMPTS = 4
 """A request is given up when this many attempts have failed, however long its stream: one that kills workers must not
 go through all of them."""
+MIN_ANSWER_S = 0.1
+"""What a request that still waits for workers needs at least, so that it is refused before its time is up."""
 ACCOUNT_S = 1.0
 """How long a complete answer waits for the prefill worker to say what its transfer took."""
 
@@ -59,6 +62,7 @@ class Cluster:
     queue: RequestQueue
     prefixes: PrefixLookup
     budget: RetryBudget
+    forecast: Forecast
 
 
 @dataclass(slots=True)
@@ -87,7 +91,9 @@ class Lifecycle:
         sampling_params: inference_pb.SamplingParams,
         detokenizer: IncrementalDetokenizer,
         arrived_s: float,
+        deadline_s: float | None = None,
     ) -> None:
+        """`deadline_s`: when the client's time is up, on this process' monotonic clock."""
         self.request_id = request_id
         self._cluster = cluster
         self._prompt_token_ids = prompt_token_ids
@@ -105,6 +111,9 @@ class Lifecycle:
         self._num_frees_when_asked = 0
         """Of the decode worker, when the running attempt was sent to it (see `WorkerHandle.note_busy`)."""
         self._num_answer_tokens = 0
+        self._deadline_s = deadline_s
+        self._has_entered = False
+        """It counts as ahead of others in the forecast."""
         self.stamps = Stamps(arrived_s)
 
     def stop(self, stopped: Stopped) -> None:
@@ -113,6 +122,9 @@ class Lifecycle:
 
     async def run(self) -> AsyncGenerator[inference_pb.GenerateResponse, None]:
         """The messages of the answer, the last with usage and timings. Raises the error that ended it."""
+        self._refuse_if_late()
+        self._cluster.forecast.entered(len(self._prompt_token_ids), time.monotonic())
+        self._has_entered = True
         try:
             actions = self._state.start()
             while True:
@@ -124,6 +136,30 @@ class Lifecycle:
         finally:
             self._wind_up(self._state.on(Stopped()))
             self._leave()
+
+    # -- the client's deadline ----------------------------------------------------------------------------------
+
+    def _refuse_if_late(self) -> None:
+        """Raise `Overloaded` where the answer could not be complete in time, before anything is done for it."""
+        if self._deadline_s is None:
+            return
+        left_s = self._deadline_s - time.monotonic()
+        params, forecast = self._sampling_params, self._cluster.forecast
+        needed_s = forecast.needed_s(len(self._prompt_token_ids), _min_tokens(params), params.max_tokens)
+        if needed_s > left_s:
+            raise Overloaded(
+                f"the answer would take {needed_s:.1f} s, with {forecast.num_tokens_ahead} prompt tokens to be "
+                f"computed before it, and the deadline is in {left_s:.1f} s",
+                retry_after_s=needed_s - left_s,
+            )
+
+    def _give_up_s(self) -> float | None:
+        """Until when waiting for workers makes sense: what comes then still takes its time. None: for ever."""
+        if self._deadline_s is None or self._state.token_ids:
+            return None
+        params = self._sampling_params
+        answer_s = self._cluster.forecast.answer_s(_min_tokens(params), params.max_tokens)
+        return self._deadline_s - max(MIN_ANSWER_S, answer_s)
 
     # -- doing what the state decides ---------------------------------------------------------------------------
 
@@ -179,7 +215,11 @@ class Lifecycle:
         try:
             cached = await self._cluster.prefixes.longest_match(token_ids)
             self._room = await self._cluster.queue.wait_for_plan(
-                num_tokens=len(token_ids), num_cached_blocks=cached, avoid=action.avoid, is_return=action.is_return
+                num_tokens=len(token_ids),
+                num_cached_blocks=cached,
+                avoid=action.avoid,
+                is_return=action.is_return,
+                give_up_s=self._give_up_s(),
             )
         except Exception as error:  # whatever it is, it is the request's end: nobody else would hear of it
             self._events.put_nowait(Stopped(inference_pb.FINISH_REASON_ERROR, error))
@@ -251,6 +291,8 @@ class Lifecycle:
                     self._cluster.queue.dispatch()
                 if self.stamps.first_token_s is None:
                     assert self.stamps.sent_s is not None
+                    self._cluster.forecast.computed(len(self._prompt_token_ids), now_s)
+                    self._has_entered = False
                     self.stamps.placed_s = min(now_s, self.stamps.sent_s + said.event.tokens.waited_ms / 1000)
                     self.stamps.first_token_s = now_s
             case "handed_over":
@@ -258,6 +300,9 @@ class Lifecycle:
 
     def _leave(self) -> None:
         """The request is over: nobody waits, counts or listens for it any more."""
+        if self._has_entered:
+            self._cluster.forecast.left(len(self._prompt_token_ids))
+            self._has_entered = False
         if self._waiting is not None:
             self._waiting.cancel()
         if self._room is not None:
@@ -283,6 +328,8 @@ class Lifecycle:
 
     def _last_response(self, finish_reason: inference_pb.FinishReason) -> inference_pb.GenerateResponse:
         self.stamps.ended_s = time.monotonic()
+        if self.stamps.first_token_s is not None:
+            self._cluster.forecast.answered(self._num_answer_tokens, self.stamps.ended_s - self.stamps.first_token_s)
         return inference_pb.GenerateResponse(
             request_id=self.request_id,
             offset=self._num_answer_tokens,
@@ -327,6 +374,11 @@ class Lifecycle:
             timings.prefill_worker = plan.prefill.worker_id
         if self._state.transfer is not None:
             timings.kv_transfer.CopyFrom(self._state.transfer)
+
+
+def _min_tokens(params: inference_pb.SamplingParams) -> int:
+    """The least that an answer can have."""
+    return params.max_tokens if params.ignore_eos and not (params.stop or params.stop_token_ids) else params.min_tokens
 
 
 def require_worker(pool: WorkerPool) -> None:

@@ -21,6 +21,7 @@ from registry.workers import WorkerDirectory
 from router.args import RouterArgs
 from router.chat_template import ChatTemplate
 from router.cluster_servicer import ClusterServicer
+from router.forecast import Forecast
 from router.lifecycle import Cluster
 from router.model_info import ModelInfo
 from router.peers import Peers
@@ -86,7 +87,7 @@ class Router:
         )
         self._index = PrefixIndex(args.redis, namespace=args.namespace)
         self._directory = WorkerDirectory(args.redis, namespace=args.namespace, on_change=self._on_records)
-        cluster = Cluster(self._pool, self._queue, PrefixLookup(self._index, self._pool), RetryBudget())
+        cluster = Cluster(self._pool, self._queue, PrefixLookup(self._index, self._pool), RetryBudget(), Forecast())
         self._inference = InferenceServicer(texts=texts, cluster=cluster, max_request_bytes=args.max_message_bytes)
         self._server.add(add_InferenceServicer_to_server, self._inference, INFERENCE_SERVICE)
         cluster_servicer = ClusterServicer(

@@ -2,10 +2,11 @@
 
 Owns the waiting requests, not the workers. `dispatch` is called whenever something changed (a request came, a worker
 freed memory, joined or left); it plans from the head on, and stops at the first request that no worker has room for,
-so that a long prompt is not overtaken for ever. No timer ends the waiting: the client's deadline does.
+so that a long prompt is not overtaken for ever. No timer of ours ends the waiting: the client's deadline does, early
+enough to say so.
 
     wait_for_plan ──> waiting ──dispatch──> TakenRoom
-       └─ full: Overloaded └── no worker left: NoWorker; the caller cancelled: gone
+       └─ full: Overloaded └── no worker left: NoWorker; too late to begin: Overloaded; the caller cancelled: gone
 """
 
 from __future__ import annotations
@@ -18,6 +19,8 @@ from dataclasses import dataclass
 from router.request_state import WorkerKey
 from router.worker_handle import TakenRoom
 from rpc.errors import NoWorker, Overloaded
+
+RETRY_AFTER_S = 1.0
 
 
 @dataclass(slots=True, eq=False)
@@ -53,12 +56,18 @@ class RequestQueue:
         return len(self._waiting)
 
     async def wait_for_plan(
-        self, *, num_tokens: int, num_cached_blocks: dict[WorkerKey, int], avoid: frozenset[WorkerKey], is_return: bool
+        self,
+        *,
+        num_tokens: int,
+        num_cached_blocks: dict[WorkerKey, int],
+        avoid: frozenset[WorkerKey],
+        is_return: bool,
+        give_up_s: float | None = None,
     ) -> TakenRoom:
         """Wait for workers; the caller settles the room. `is_return`: at the front, it waited its turn before.
 
-        Raises `Overloaded` where a new request would pass the bound, and `NoWorker` at once if there is none, now or
-        while waiting. Cancelling it leaves the queue.
+        Raises `Overloaded` where a new request would pass the bound, or still waits at `give_up_s` (of the event
+        loop's clock); and `NoWorker` at once if there is none, now or while waiting. Cancelling it leaves the queue.
         """
         if not is_return:
             self._refuse_if_full(num_tokens)
@@ -71,7 +80,14 @@ class RequestQueue:
         self.num_tokens += num_tokens
         try:
             self.dispatch()
-            return await future
+            async with asyncio.timeout_at(give_up_s):
+                return await future
+        except TimeoutError:
+            if future.done() and not future.cancelled():
+                return future.result()  # planned at the last moment
+            raise Overloaded(
+                "no worker had room in time: too little is left until the deadline", retry_after_s=RETRY_AFTER_S
+            ) from None
         except asyncio.CancelledError:
             if future.done() and not future.cancelled() and future.exception() is None:
                 future.result().end()  # planned, but the request was not there to hear of it
@@ -105,7 +121,7 @@ class RequestQueue:
         if self._waiting and self.num_tokens + num_tokens > self._max_tokens:
             raise Overloaded(
                 f"the queue holds {self.num_tokens} tokens of at most {self._max_tokens}; retry later",
-                retry_after_s=1.0,
+                retry_after_s=RETRY_AFTER_S,
             )
 
     def _leave(self, request: QueuedRequest) -> None:

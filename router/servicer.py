@@ -89,10 +89,11 @@ class InferenceServicer(InferenceServicerBase):  # type: ignore[misc]
         self._is_idle.clear()
         outcome = _Outcome(request_id, arrived_s)
         try:
-            responses = self._answer(validated, arrived_s)
+            remaining_s = context.time_remaining()
+            responses = self._answer(validated, arrived_s, None if remaining_s is None else arrived_s + remaining_s)
             if not validated.is_streaming:
                 responses = _as_one(responses)
-            async for response in _until_deadline(responses, context.time_remaining()):
+            async for response in _until_deadline(responses, remaining_s):
                 outcome.note(response)
                 yield response
         except Exception as error:
@@ -122,7 +123,9 @@ class InferenceServicer(InferenceServicerBase):  # type: ignore[misc]
 
     # -- one request --------------------------------------------------------------------------------------------
 
-    async def _answer(self, validated: ValidatedRequest, arrived_s: float) -> AsyncGenerator[pb.GenerateResponse, None]:
+    async def _answer(
+        self, validated: ValidatedRequest, arrived_s: float, deadline_s: float | None
+    ) -> AsyncGenerator[pb.GenerateResponse, None]:
         model = self._model()
         prompt_token_ids = await tokenize_prompt(validated, self._texts.tokenizer, self._texts.chat_template)
         check_prompt_length(validated, len(prompt_token_ids), model)
@@ -143,6 +146,7 @@ class InferenceServicer(InferenceServicerBase):  # type: ignore[misc]
                 min_tokens=params.min_tokens,
             ),
             arrived_s=arrived_s,
+            deadline_s=deadline_s,
         )
         self._running[validated.request_id] = lifecycle
         if validated.request_id in self._to_abort:

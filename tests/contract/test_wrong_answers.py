@@ -75,7 +75,7 @@ async def test_a_worker_that_talks_nonsense_is_unreachable_for_operators() -> No
     server, address = await serving("tandem.v1.Worker", GetStatus=garbage, Audit=garbage)
     async with open_channel(address) as channel:
         handle = SimpleNamespace(channel=channel, record=pb.WorkerRecord(worker_id="w", address="a"))
-        cluster: Any = SimpleNamespace(pool=SimpleNamespace(handles=[handle]), queue=_EmptyQueue())
+        cluster: Any = SimpleNamespace(pool=SimpleNamespace(handles=[handle], ejected=[]), queue=_EmptyQueue())
         servicer = ClusterServicer(
             router_id="r", cluster=cluster, num_running=lambda: 0, is_registry_reachable=lambda: True
         )

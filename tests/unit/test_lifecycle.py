@@ -12,6 +12,7 @@ from protos import tandem_inference_pb2 as inference_pb
 from protos import tandem_worker_pb2 as pb
 from protos.tandem_kv_transfer_pb2 import Grant
 from router.detokenizer import IncrementalDetokenizer, TextDelta
+from router.forecast import Forecast
 from router.lifecycle import Cluster, Lifecycle
 from router.policy import PolicyConfig
 from router.prefix_lookup import PrefixLookup
@@ -21,7 +22,7 @@ from router.retry_budget import RetryBudget
 from router.worker_handle import WorkerHandle
 from router.worker_pool import WorkerPool
 from router.worker_session import Inbox
-from rpc.errors import NoWorker
+from rpc.errors import NoWorker, Overloaded
 
 BLOCK = 16
 PROMPT = list(range(60 * BLOCK))
@@ -94,7 +95,7 @@ class Bench:
             has_workers=lambda: self.pool.has_decode_worker,
         )
         prefixes = cast(PrefixLookup, NothingCached())
-        self.cluster = Cluster(self.pool, self.queue, prefixes, RetryBudget())
+        self.cluster = Cluster(self.pool, self.queue, prefixes, RetryBudget(), Forecast())
         self.decode = self.add("d", pb.Role.ROLE_DECODE, 2048)
         self.d = cast(ScriptedSession, self.decode.session)
         if with_prefill:
@@ -127,7 +128,7 @@ class Bench:
         self.decode.num_lost = 0
         return self.d
 
-    def request(self, request_id: str) -> Asked:
+    def request(self, request_id: str, *, deadline_s: float | None = None) -> Asked:
         params = inference_pb.SamplingParams(max_tokens=8)
         lifecycle = Lifecycle(
             self.cluster,
@@ -136,6 +137,7 @@ class Bench:
             sampling_params=params,
             detokenizer=cast(IncrementalDetokenizer, NoText()),
             arrived_s=asyncio.get_running_loop().time(),
+            deadline_s=deadline_s,
         )
         return Asked(lifecycle.run())
 
@@ -326,3 +328,36 @@ async def test_a_decode_worker_that_stays_away_is_not_waited_for() -> None:
     with pytest.raises(NoWorker, match=r"worker d was lost; no decode worker is available") as caught:
         await asked.task
     assert caught.value.retry_after_s is not None
+
+
+async def test_a_request_that_cannot_meet_its_deadline_is_refused_at_once() -> None:
+    """Two seconds a prompt, as the router has seen: the third in a row has no chance within five."""
+    bench = Bench()
+    forecast, now_s = bench.cluster.forecast, asyncio.get_running_loop().time()
+    for number in range(20):
+        forecast.entered(len(PROMPT), now_s + 2 * number)
+        forecast.computed(len(PROMPT), now_s + 2 * number + 2)
+    asked = [bench.request(name, deadline_s=now_s + 5) for name in ("first", "second", "third")]
+    await settle()
+    error = asked[2].task.exception()
+    assert isinstance(error, Overloaded)
+    assert error.retry_after_s is not None
+    assert 0.5 < error.retry_after_s < 1.5
+    assert forecast.num_tokens_ahead == 2 * len(PROMPT)
+    for waiting in asked[:2]:
+        assert not waiting.task.done()
+        await waiting.leave()
+    assert forecast.num_tokens_ahead == 0
+
+
+async def test_what_is_ahead_is_counted_until_the_first_token() -> None:
+    bench = Bench()
+    asked = bench.request("first", deadline_s=asyncio.get_running_loop().time() + 60)
+    await settle()
+    assert bench.cluster.forecast.num_tokens_ahead == len(PROMPT)
+    bench.d.say("first", 1, tokens=pb.Tokens(index=0, token_ids=[5]))
+    await settle()
+    assert bench.cluster.forecast.num_tokens_ahead == 0
+    bench.d.say("first", 1, tokens=pb.Tokens(index=1, token_ids=[6], finish_reason=LENGTH))
+    await asked.task
+    assert bench.cluster.forecast.answer_s(0, 100) > 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 
 import pytest
 
@@ -36,9 +37,9 @@ class Room:
         self.num_tokens += num_tokens
         self.queue.dispatch()
 
-    async def wait(self, num_tokens: int, *, is_return: bool = False) -> TakenRoom:
+    async def wait(self, num_tokens: int, *, is_return: bool = False, give_up_s: float | None = None) -> TakenRoom:
         return await self.queue.wait_for_plan(
-            num_tokens=num_tokens, num_cached_blocks={}, avoid=frozenset(), is_return=is_return
+            num_tokens=num_tokens, num_cached_blocks={}, avoid=frozenset(), is_return=is_return, give_up_s=give_up_s
         )
 
 
@@ -128,3 +129,28 @@ async def test_a_plan_that_nobody_hears_of_is_given_back() -> None:
     with pytest.raises(asyncio.CancelledError):
         await task
     assert room.worker.num_planned_blocks == 0
+
+
+async def test_who_could_not_be_in_time_any_more_is_told_so() -> None:
+    room = Room(10)
+    loop = asyncio.get_running_loop()
+    late = asyncio.create_task(room.wait(50, give_up_s=loop.time() + 0.05))
+    behind = asyncio.create_task(room.wait(5))
+    with pytest.raises(Overloaded) as caught:
+        await late
+    assert caught.value.retry_after_s is not None
+    await behind
+    assert room.order == [5]
+    assert (len(room.queue), room.queue.num_tokens) == (0, 0)
+
+
+async def test_a_plan_of_the_last_moment_is_taken() -> None:
+    room = Room(0)
+    loop = asyncio.get_running_loop()
+    late = asyncio.create_task(room.wait(5, give_up_s=loop.time() + 0.05))
+    await settle()
+    loop.call_at(loop.time() + 0.02, room.add, 5)
+    loop.call_soon(time.sleep, 0.1)  # so that the plan and the end of waiting come in one turn of the loop
+    result = await late
+    assert room.worker.num_planned_blocks == 5
+    result.settle()
