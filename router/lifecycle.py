@@ -48,6 +48,9 @@ from rpc.errors import NoWorker, Overloaded
 MAX_ATTEMPTS = 4
 """A request is given up when this many attempts have failed, however long its stream: one that kills workers must not
 go through all of them."""
+CAUTION = 1.25
+"""A request is let in that would be in time even if it took so many times longer than is to be expected. What is let in
+and comes too late has cost others their time."""
 MIN_ANSWER_S = 0.1
 """What a request that still waits for workers needs at least, so that it is refused before its time is up."""
 ACCOUNT_S = 1.0
@@ -146,11 +149,11 @@ class Lifecycle:
         left_s = self._deadline_s - time.monotonic()
         params, forecast = self._sampling_params, self._cluster.forecast
         needed_s = forecast.needed_s(len(self._prompt_token_ids), _min_tokens(params), params.max_tokens)
-        if needed_s > left_s:
+        if needed_s * CAUTION > left_s:
             raise Overloaded(
-                f"the answer would take {needed_s:.1f} s, with {forecast.num_tokens_ahead} prompt tokens to be "
+                f"the answer may take {needed_s * CAUTION:.1f} s, with {forecast.num_tokens_ahead} prompt tokens to be "
                 f"computed before it, and the deadline is in {left_s:.1f} s",
-                retry_after_s=needed_s - left_s,
+                retry_after_s=needed_s * CAUTION - left_s,
             )
 
     def _give_up_s(self) -> float | None:
