@@ -46,8 +46,8 @@ from router.worker_pool import WorkerPool
 from rpc.errors import NoWorker, Overloaded
 
 MAX_ATTEMPTS = 4
-"""A request is given up when this many attempts have failed, however long its stream: one that kills workers must not
-go through all of them."""
+"""A request is given up when so many attempts in a row have failed without a new token: one that kills workers must not
+go through all of them, while a long stream may lose any number of workers, one after the other."""
 CAUTION = 1.25
 """A request is let in that would be in time even if it took so many times longer than is to be expected. What is let in
 and comes too late has cost others their time."""

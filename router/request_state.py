@@ -186,12 +186,16 @@ class RequestState:
     """One request. `start` once, then `on` for every event, in order; do the returned actions in order."""
 
     max_attempts: int
+    """In a row that bring the client nothing."""
     budget: RetryBudget
     """That of the router."""
     phase: Phase = Phase.QUEUED
     attempt: int = 0
     """Number of the running attempt, from 1."""
     num_failures: int = 0
+    """Of attempts, in all."""
+    num_futile: int = 0
+    """Of them the last ones in a row that brought the client no token."""
     plan: Plan | None = None
     token_ids: list[int] = field(default_factory=list)
     """Emitted so far."""
@@ -243,12 +247,13 @@ class RequestState:
     def _retry(self, error: TandemError, avoid: WorkerKey, *, is_fault: bool) -> list[Action]:
         """Give up this attempt, and start another if there may be one. `is_fault`: it was `avoid`'s own."""
         self.num_failures += 1
+        self.num_futile = 1 if len(self.token_ids) > self._first_index else self.num_futile + 1
         self._last_failure = error.message
         self._avoid |= {avoid}
         notes: list[Action] = [NoteFault(avoid)] if is_fault else []
-        if self.num_failures >= self.max_attempts:
+        if self.num_futile >= self.max_attempts:
             return [*notes, *self._end(FinishReason.FINISH_REASON_ERROR, error)]
-        if not self.budget.take(self.num_failures):
+        if not self.budget.take(self.num_futile):
             refusal = NoWorker(f"{error.message}; too many requests are being tried again", retry_after_s=RETRY_AFTER_S)
             return [*notes, *self._end(FinishReason.FINISH_REASON_ERROR, refusal)]
         cancels = self._cancel_attempt()

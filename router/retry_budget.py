@@ -1,11 +1,12 @@
 """How much trying again all requests of a router may do together. Pure: no clock, no I/O.
 
 A worker that dies takes hundreds of streams with it, and each must go on elsewhere: the first retry of a request is
-free, so that work at most doubles. What fails a second time fails for a reason that others have too: each further retry
-costs a token of one bucket, which answers fill again. Where nothing is answered it runs dry, and requests end with
+free, and so is the first after each attempt that brought its client something, so that what is done for nothing is at
+most as much as what is not. What fails twice in a row fails for a reason that others have too: each further retry costs
+a token of one bucket, which answers fill again. Where nothing is answered it runs dry, and requests end with
 their second failure instead of bringing a sick cluster four times its work.
 
-    full ──second and later retries: a token each──> less ──> empty: those retries are refused
+    full ──retries after futile ones: a token each──> less ──> empty: those retries are refused
       └<────────── each answer: a tenth of a token ──┘<────────┘
 
 The bucket, its size and what an answer puts back are those of gRPC's retry throttling (gRFC A6, "Throttling Retry
@@ -35,10 +36,10 @@ class RetryBudget:
         """Retries, beyond first ones, that are left."""
         return self._num_parts // ANSWERS_PER_TOKEN
 
-    def take(self, num_failures: int) -> bool:
-        """Whether a request that has failed `num_failures` times may be tried again; what that costs is taken."""
-        assert num_failures > 0
-        if num_failures == 1:
+    def take(self, num_futile: int) -> bool:
+        """Whether a request that has failed `num_futile` times in a row may be tried again; its price is taken."""
+        assert num_futile > 0
+        if num_futile == 1:
             return True
         if self._num_parts < ANSWERS_PER_TOKEN:
             return False

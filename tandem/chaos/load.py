@@ -79,7 +79,7 @@ class Load:
         """So many at once."""
         async with asyncio.TaskGroup() as group:
             for _ in range(num_requests):
-                group.create_task(self._ask(self._invent(max_prompt_tokens=1000)))
+                group.create_task(self._ask(self._invent(max_prompt_tokens=800)))
 
     def end(self) -> None:
         """Ask nothing new."""
@@ -97,7 +97,7 @@ class Load:
 
     async def _ask_on(self) -> None:
         while not self._is_over.is_set():
-            asked = self._invent(max_prompt_tokens=300)
+            asked = self._invent(max_prompt_tokens=160)
             await self._ask(asked)
             if asked.ending not in (Ending.ANSWERED, Ending.LEFT):
                 await asyncio.sleep(PAUSE_S)
@@ -106,7 +106,7 @@ class Load:
         """A prompt that no cache has seen, so that KV travels; greedy or seeded, plain or with penalties."""
         dice = self._dice
         prompt = [dice.randrange(100, 40_000) for _ in range(dice.randint(20, max_prompt_tokens))]
-        sampling: dict[str, Any] = {"max_tokens": dice.randint(4, 48), "ignore_eos": True, "temperature": 0.0}
+        sampling: dict[str, Any] = {"max_tokens": dice.randint(4, 32), "ignore_eos": True, "temperature": 0.0}
         if dice.random() < 0.7:
             sampling |= {"temperature": 0.8, "top_p": 0.95, "seed": dice.randrange(1 << 40)}
         if dice.random() < 0.3:

@@ -27,7 +27,8 @@ class FaultyProxy:
     """`address` is what clients are told."""
 
     def __init__(self, target: Callable[[], str], seed: int = 0) -> None:
-        """`target` gives the server's "host:port" now, or "" while it is not there: connections are then reset."""
+        """`target` gives the server's "host:port" now, or the path of its Unix socket, or "" while it is not there:
+        connections are then reset."""
         self._target = target
         self.num_damaged = 0
         """Pieces that were damaged so far."""
@@ -106,13 +107,13 @@ class FaultyProxy:
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self._writers.add(writer)
-        host, _, port = self._target().rpartition(":")
-        if self._is_refusing or not host:
+        target = self._target()
+        if self._is_refusing or not target:
             _reset(writer)
             self._writers.discard(writer)
             return
         try:
-            up_reader, up_writer = await asyncio.open_connection(host, int(port))
+            up_reader, up_writer = await _connect(target)
         except OSError:
             _reset(writer)
             self._writers.discard(writer)
@@ -171,6 +172,13 @@ class FaultyProxy:
 
     def _do(self, action: Callable[[], None]) -> None:
         self._loop.call_soon_threadsafe(action)
+
+
+async def _connect(target: str) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+    if target.startswith("/"):
+        return await asyncio.open_unix_connection(target)
+    host, _, port = target.rpartition(":")
+    return await asyncio.open_connection(host, int(port))
 
 
 def _reset(writer: asyncio.StreamWriter) -> None:

@@ -34,9 +34,9 @@ from tandem.supervision import RestartPolicy
 from tandem.tables import audit_problems
 
 LEASE_MS = 2000
-MAX_QUEUE_TOKENS = 8000
-BURST_REQUESTS = 40
-NUM_CLIENTS = 5
+MAX_QUEUE_TOKENS = 5000
+BURST_REQUESTS = 24
+NUM_CLIENTS = 4
 DAMAGED_PIECES = 3
 SLOW_S = 0.05
 REST_TIMEOUT_S = LEASE_MS / 1000 + 10.0

@@ -13,14 +13,14 @@ ROOT = Path(__file__).resolve().parents[2]
 def test_ten_times_the_sustainable_load() -> None:
     command = [sys.executable, str(ROOT / "benchmarks" / "overload.py"), "--json"]
     result = subprocess.run(
-        [*command, "--seconds", "12", "--baseline-seconds", "6"],
+        [*command, "--seconds", "8", "--baseline-seconds", "4"],
         check=False, capture_output=True, text=True, timeout=150,
     )  # fmt: skip
     assert result.returncode == 0, result.stderr[-3000:]
     summary = json.loads(result.stdout)
     before, during, after = (summary[phase] for phase in ("before", "overload", "after"))
     num_admitted = during["requests"] - during["refused"]
-    assert during["requests"] > 5 * before["requests"]
+    assert during["requests"] > 8 * before["requests"]
     # The figures are looser than what is measured in quiet: here other tests' leftovers share the cores.
     assert during["answered"] >= 0.9 * num_admitted, summary
     assert during["goodput_per_s"] >= 0.75 * before["goodput_per_s"], summary

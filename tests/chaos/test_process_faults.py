@@ -3,6 +3,7 @@ run, one end each, balanced books, and every block free or cached."""
 
 from __future__ import annotations
 
+import asyncio
 import random
 import signal
 import threading
@@ -16,7 +17,9 @@ import pytest
 from clusters import wait_until
 from fragile_cluster import LEASE_MS, SAMPLING, FragileCluster, ask, fresh_prompts
 
-from rpc.errors import DeadlinePassed, Draining, TandemError, Unreachable
+from rpc.errors import Draining, TandemError, Unreachable
+from rpc.failpoints import EXIT_CODE, POINTS
+from tandem.client import AsyncClient
 
 
 @pytest.fixture(scope="module")
@@ -77,14 +80,18 @@ def test_a_decode_worker_hangs_and_comes_back(cluster: FragileCluster) -> None:
 
 def test_clients_that_leave_at_any_moment(cluster: FragileCluster) -> None:
     """Queued, granted, prefilling, pushing, decoding: whenever it is, nothing stays behind."""
-    moments, prompts = random.Random(9), fresh_prompts(24)
+    moments, places = random.Random(9), asyncio.Semaphore(8)
 
-    def leave_early(prompt: list[int]) -> None:
-        with cluster.client() as client, suppress(DeadlinePassed):
-            client.generate(prompt, **SAMPLING, timeout_s=moments.uniform(0.005, 1.5))
+    async def leave_early(client: AsyncClient, prompt: list[int]) -> None:
+        with suppress(TimeoutError):
+            async with places, asyncio.timeout(moments.uniform(0.005, 1.5)):
+                await client.generate(prompt, **SAMPLING)
 
-    with ThreadPoolExecutor(8) as threads:
-        list(threads.map(leave_early, prompts))
+    async def all_leave() -> None:
+        async with AsyncClient(cluster.services["router-1"].address) as client:
+            await asyncio.gather(*(leave_early(client, prompt) for prompt in fresh_prompts(24)))
+
+    asyncio.run(all_leave())
     cluster.wait_until_at_rest(10)
 
 
@@ -131,3 +138,64 @@ def test_a_rolling_restart_of_everything_loses_no_request(cluster: FragileCluste
     assert len(answers) >= len(cluster.services)
     assert all(expected[tuple(prompt)] == answer for prompt, answer in answers)
     cluster.wait_until_at_rest()
+
+
+# -- at named points --------------------------------------------------------------------------------------------------
+
+
+def start_armed(cluster: FragileCluster, name: str, spec: str) -> None:
+    """End worker `name` if it runs, and start it with `spec` armed."""
+    service = cluster.services[name]
+    assert service.process is not None
+    if service.process.poll() is None:
+        service.signal(signal.SIGKILL)
+    service.start("--failpoints", spec)
+    for router in (1, 2):
+        cluster.wait_for_workers(router)
+
+
+@pytest.mark.parametrize("name", ["prefill-1", "decode-1"])
+def test_a_worker_dies_where_its_peers_do_not_know_yet_what_has_happened(cluster: FragileCluster, name: str) -> None:
+    prompts: list[list[int]] = []
+    answers: list[list[int]] = []
+    service, points = cluster.services[name], points_of(name)
+    for point in points:
+        start_armed(cluster, name, f"{point}=exit")
+        assert service.process is not None
+        num_before = len(prompts)
+        while service.process.poll() is None:  # whoever is chosen; it is reached within a few requests
+            assert len(prompts) < num_before + 60, f"{point} is not reached"
+            more = fresh_prompts()
+            prompts += more
+            answers += ask(cluster, more)
+        assert service.process.returncode == EXIT_CODE
+    service.start()
+    for router in (1, 2):
+        cluster.wait_for_workers(router)
+    check(cluster, prompts, answers)
+
+
+def test_every_point_fails_once(cluster: FragileCluster) -> None:
+    """Before a commit it is only late, by more than a lease: while the router lives, so do the promises that it holds."""
+    late = f"delay:{1.5 * LEASE_MS / 1000}"
+    logs = [cluster.services[name].log for name in ("prefill-1", "decode-1")]
+
+    def num_reached() -> int:
+        return sum(log.read_text().count(" failpoint ") for log in logs)
+
+    num_before = num_reached()
+    for name in ("prefill-1", "decode-1"):
+        actions = {point: late if point == "prefill.before_commit" else "fail" for point in points_of(name)}
+        start_armed(cluster, name, ",".join(f"{point}={action}" for point, action in actions.items()))
+    prompts: list[list[int]] = []
+    answers: list[list[int]] = []
+    while num_reached() < num_before + len(POINTS):
+        assert len(prompts) < 90, "not all points are reached"
+        more = fresh_prompts()
+        prompts += more
+        answers += ask(cluster, more)
+    check(cluster, prompts, answers)
+
+
+def points_of(name: str) -> list[str]:
+    return [point for point in POINTS if point.startswith(name.split("-")[0])]

@@ -1,28 +1,39 @@
-"""What happens between processes: damage, cuts, delays, partitions. After each: the tokens of the fault-free run, one
-end each, balanced books, and every block free or cached."""
+"""What happens between processes, Redis included: damage, cuts, delays, partitions. After each: the tokens of the run
+without faults, one end each, balanced books, and every block free or cached."""
 
 from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
+import redis
 from clusters import wait_until
 from fragile_cluster import LEASE_MS, FragileCluster, ask, fresh_prompts
 
 from rpc.errors import TandemError
+from tandem.chaos.proxy import FaultyProxy
+
+Fault = Callable[[FaultyProxy, Any], None]
+
+
+@pytest.fixture(scope="module")
+def redis_proxy(redis_server: Any) -> Iterator[FaultyProxy]:
+    proxy = FaultyProxy(lambda: str(redis_server.socket))
+    yield proxy
+    proxy.close()
 
 
 @pytest.fixture(scope="module")
 def cluster(
-    tmp_path_factory: pytest.TempPathFactory, redis_server: Any, model_folder: Path
+    tmp_path_factory: pytest.TempPathFactory, redis_proxy: FaultyProxy, model_folder: Path
 ) -> Iterator[FragileCluster]:
-    folder = tmp_path_factory.mktemp("chaos")
-    running = FragileCluster.start(folder, redis_url=redis_server.url, model=model_folder, num_decode=2)
+    url = f"redis://{redis_proxy.address}/0"
+    running = FragileCluster.start(tmp_path_factory.mktemp("chaos"), redis_url=url, model=model_folder, num_decode=2)
     yield running
     running.close()
 
@@ -107,3 +118,45 @@ def outcome(cluster: FragileCluster) -> str:
     except TandemError as error:
         return type(error).__name__
     return "OK"
+
+
+# -- between services and Redis ---------------------------------------------------------------------------------------
+
+
+def slow(proxy: FaultyProxy, _: Any) -> None:
+    """Two seconds until an answer."""
+    proxy.delay(1.0)
+
+
+def cut_off(proxy: FaultyProxy, _: Any) -> None:
+    proxy.freeze()
+
+
+def lost(proxy: FaultyProxy, server: Any) -> None:
+    """All connections break, nothing is in it any more, and nobody can connect."""
+    proxy.refuse(True)
+    proxy.cut()
+    with redis.Redis.from_url(server.url) as client:
+        client.flushall()
+
+
+@pytest.mark.parametrize("fault", [slow, cut_off, lost])
+def test_redis_fails_while_requests_run(
+    cluster: FragileCluster, redis_proxy: FaultyProxy, redis_server: Any, fault: Fault
+) -> None:
+    running, new = fresh_prompts(), fresh_prompts()
+    with ThreadPoolExecutor(1) as thread, cluster.client() as client:
+        asked = thread.submit(ask, cluster, running)
+        wait_until(lambda: client.status().num_running_requests > 0, 20, "requests run")
+        fault(redis_proxy, redis_server)
+        during = ask(cluster, new)
+        answers = asked.result(100)
+        start_s = time.monotonic()
+        answer = client.generate([3, 4, 5], max_tokens=1, temperature=0.0, timeout_s=20)
+        assert answer.timings.time_to_first_token_ms < 1500, "a request waits for Redis"
+        assert time.monotonic() - start_s < 2
+        redis_proxy.heal()
+        wait_until(lambda: client.status().is_registry_reachable, 20, "Redis is reachable again")
+    cluster.wait_until_at_rest()
+    assert answers == ask(cluster, running)
+    assert during == ask(cluster, new)

@@ -79,7 +79,7 @@ class World:
         state = self.state
         inbox = [[said.event.SerializeToString(deterministic=True) for said in line] for line in self.inbox.values()]
         early = [(t.index, t.finish_reason) for t in state._early]
-        mind = (state.phase, state.attempt, state.num_failures, state.plan, state._first_index, early)
+        mind = (state.phase, state.attempt, state.num_futile, state.plan, state._first_index, early)
         deeds = [sorted((w.worker_id, n) for w, n in each) for each in (self.at_fault, self.did_well, self.noted)]
         budget = state.budget.num_tokens
         return repr(
@@ -239,7 +239,7 @@ def explore(num_faults: int, max_attempts: int, budget: int = 0) -> tuple[int, i
             if world.ends[0].error is None and world.ends[0].finish_reason == LENGTH:
                 assert len(world.emitted) == NUM_TOKENS
             continue
-        assert world.state.num_failures <= 1 + budget, "tried again without budget"
+        assert world.state.num_futile <= 1 + budget, "tried again without budget"
         following = list(successors(world))
         assert following, f"nothing can happen any more: {world.key()}"
         for after in following:

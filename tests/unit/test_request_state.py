@@ -325,3 +325,20 @@ def test_an_empty_budget_ends_the_request_with_what_failed_and_cancels_it() -> N
     assert isinstance(end, End)
     assert isinstance(end.error, NoWorker)
     assert end.error.message == "worker p was lost; too many requests are being tried again"
+
+
+def test_a_stream_that_goes_on_each_time_may_lose_any_number_of_workers() -> None:
+    """Only failures in a row without a token count, and cost something."""
+    state = RequestState(max_attempts=2, budget=RetryBudget(0))
+    state.start()
+    for index in range(10):
+        worker = WorkerKey(f"d{index}", "1")
+        state.on(Planned(Plan(worker, None)))
+        tokens = pb.Tokens(index=index, token_ids=[index])
+        state.on(WorkerSaid(worker, pb.WorkerEvent(request_id="r", attempt=state.attempt, tokens=tokens)))
+        assert any(isinstance(action, EnterQueue) for action in state.on(WorkerLost(worker)))
+    assert state.token_ids == list(range(10))
+    last = WorkerKey("last", "1")
+    state.on(Planned(Plan(last, None)))
+    (end,) = (action for action in state.on(WorkerLost(last)) if isinstance(action, End))
+    assert isinstance(end.error, NoWorker)

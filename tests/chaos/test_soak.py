@@ -1,0 +1,18 @@
+"""A minute of everything at once: `tandem chaos`."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+
+def test_a_minute_of_chaos() -> None:
+    command = [sys.executable, "-m", "tandem", "chaos", "--seconds", "60", "--seed", "7", "--json"]
+    result = subprocess.run(command, check=False, capture_output=True, text=True, timeout=300)
+    assert result.returncode == 0, f"{result.stdout}\n{result.stderr[-6000:]}"
+    report = json.loads(result.stdout)
+    assert report["passed"]
+    assert sum(report["faults"].values()) > 20
+    assert report["requests"]["answered"] > 30
+    assert report["tokens_checked"] > 500
