@@ -109,6 +109,8 @@ class Lifecycle:
         self._events: asyncio.Queue[Event] = asyncio.Queue()
         self._waiting: asyncio.Task[None] | None = None
         self._last_plan: Plan | None = None
+        self._compat_digest = ""
+        """Of the decode worker of the last plan."""
         self._room: TakenRoom | None = None
         """Of the running attempt."""
         self._num_frees_when_asked = 0
@@ -222,12 +224,14 @@ class Lifecycle:
                 num_cached_blocks=cached,
                 avoid=action.avoid,
                 is_return=action.is_return,
+                compat_digest=self._compat_digest if self._state.token_ids else "",
                 give_up_s=self._give_up_s(),
             )
         except Exception as error:  # whatever it is, it is the request's end: nobody else would hear of it
             self._events.put_nowait(Stopped(inference_pb.FINISH_REASON_ERROR, error))
             return
         self._last_plan = self._room.plan
+        self._compat_digest = self._room.compat_digest
         self._events.put_nowait(Planned(self._room.plan))
 
     def _ask(self, key: WorkerKey, command: pb.DecodeCommand) -> None:

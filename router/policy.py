@@ -49,7 +49,7 @@ class PrefillCandidate:
     key: WorkerKey
     compat_digest: str
     num_queued_tokens: int
-    num_cached_blocks: int
+    num_cached_tokens: int
     """Of this prompt."""
 
 
@@ -57,6 +57,7 @@ class PrefillCandidate:
 class DecodeCandidate:
     key: WorkerKey
     compat_digest: str
+    block_size: int
     num_available_blocks: int
     num_used_blocks: int
     num_cached_blocks: int
@@ -68,12 +69,14 @@ class DecodeCandidate:
     num_running: int
     """Requests that decode here, and would stand still while it prefills."""
 
+    def num_blocks(self, num_tokens: int) -> int:
+        return -(-num_tokens // self.block_size)
+
 
 def choose_plan(
     config: PolicyConfig,
     *,
     num_tokens: int,
-    block_size: int,
     prefill: Sequence[PrefillCandidate],
     decode: Sequence[DecodeCandidate],
     avoid: frozenset[WorkerKey] = frozenset(),
@@ -82,21 +85,20 @@ def choose_plan(
 
     Those in `avoid` decode only where nobody else can, and do not prefill: the decode worker can do without.
     """
-    num_blocks = -(-num_tokens // block_size)
-    with_room = [d for d in decode if not d.is_full and d.num_available_blocks >= num_blocks]
+    with_room = [d for d in decode if not d.is_full and d.num_available_blocks >= d.num_blocks(num_tokens)]
     if not with_room:
         return None
     best = min(
         with_room,
-        key=lambda d: (d.key in avoid, num_blocks - min(d.num_cached_blocks, num_blocks) + d.num_used_blocks),
+        key=lambda d: (d.key in avoid, max(0, d.num_blocks(num_tokens) - d.num_cached_blocks) + d.num_used_blocks),
     )
-    num_uncached_tokens = num_tokens - best.num_cached_blocks * block_size
+    num_uncached_tokens = num_tokens - best.num_cached_blocks * best.block_size
     compatible = [p for p in prefill if p.compat_digest == best.compat_digest and p.key not in avoid]
     if num_uncached_tokens <= config.local_max_uncached_tokens or not compatible:
         return Plan(best.key, None)
 
     def wait_of(p: PrefillCandidate) -> int:
-        return p.num_queued_tokens + num_tokens - p.num_cached_blocks * block_size
+        return p.num_queued_tokens + num_tokens - p.num_cached_tokens
 
     free = [p for p in compatible if p.num_queued_tokens <= config.max_prefill_backlog_tokens]
     soonest = min(free or compatible, key=wait_of)

@@ -83,7 +83,7 @@ class Router:
         self._queue = RequestQueue(
             max_tokens=args.max_queue_tokens,
             choose=self._pool.choose,
-            has_workers=lambda: self._pool.has_decode_worker,
+            has_workers=self._pool.has_decode_worker_for,
         )
         self._index = PrefixIndex(args.redis, namespace=args.namespace)
         self._directory = WorkerDirectory(args.redis, namespace=args.namespace, on_change=self._on_records)

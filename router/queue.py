@@ -16,6 +16,7 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from protos.tandem_worker_pb2 import WorkerRecord
 from router.request_state import WorkerKey
 from router.worker_handle import TakenRoom
 from rpc.errors import NoWorker, Overloaded
@@ -32,7 +33,12 @@ class QueuedRequest:
     num_cached_blocks: dict[WorkerKey, int]
     """Longest cached prefix on each worker, as the index said."""
     avoid: frozenset[WorkerKey]
+    compat_digest: str
+    """Of the worker that its answer has begun on: another model must not go on with it. Empty: it has not begun."""
     planned: asyncio.Future[TakenRoom]
+
+    def may_go_to(self, decode_worker: WorkerRecord) -> bool:
+        return not self.compat_digest or self.compat_digest == decode_worker.compat_digest
 
 
 class RequestQueue:
@@ -43,9 +49,10 @@ class RequestQueue:
         *,
         max_tokens: int,
         choose: Callable[[QueuedRequest], TakenRoom | None],
-        has_workers: Callable[[], bool],
+        has_workers: Callable[[QueuedRequest], bool],
     ) -> None:
-        """`choose` plans one request with the workers as they are now, and takes the room for it."""
+        """`choose` plans one request with the workers as they are now, and takes the room for it. `has_workers`:
+        whether waiting makes sense for it."""
         self._max_tokens = max_tokens
         self._choose = choose
         self._has_workers = has_workers
@@ -62,6 +69,7 @@ class RequestQueue:
         num_cached_blocks: dict[WorkerKey, int],
         avoid: frozenset[WorkerKey],
         is_return: bool,
+        compat_digest: str = "",
         give_up_s: float | None = None,
     ) -> TakenRoom:
         """Wait for workers; the caller settles the room. `is_return`: at the front, it waited its turn before.
@@ -72,7 +80,7 @@ class RequestQueue:
         if not is_return:
             self._refuse_if_full(num_tokens)
         future: asyncio.Future[TakenRoom] = asyncio.get_running_loop().create_future()
-        request = QueuedRequest(num_tokens, num_cached_blocks, avoid, future)
+        request = QueuedRequest(num_tokens, num_cached_blocks, avoid, compat_digest, future)
         if is_return:
             self._waiting.appendleft(request)
         else:
@@ -100,22 +108,16 @@ class RequestQueue:
 
     def dispatch(self) -> None:
         """Plan as many requests as workers have room for."""
-        if not self._has_workers():
-            for request in list(self._waiting):
-                self._leave(request)
-                if not request.planned.done():
-                    request.planned.set_exception(NoWorker("no decode worker is available", retry_after_s=2.0))
-            return
         while self._waiting:
             request = self._waiting[0]
-            if request.planned.done():
-                self._leave(request)
-                continue
-            room = self._choose(request)
-            if room is None:
-                return
+            if not request.planned.done():
+                if not self._has_workers(request):
+                    request.planned.set_exception(NoWorker("no decode worker is available", retry_after_s=2.0))
+                elif (room := self._choose(request)) is not None:
+                    request.planned.set_result(room)
+                else:
+                    return
             self._leave(request)
-            request.planned.set_result(room)
 
     def _refuse_if_full(self, num_tokens: int) -> None:
         if self._waiting and self.num_tokens + num_tokens > self._max_tokens:

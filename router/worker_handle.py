@@ -102,6 +102,7 @@ class TakenRoom:
         """`num_tokens`: to be prefilled."""
         self.plan = Plan(decode.key, prefill.key if prefill else None)
         self.trials = tuple(trials)
+        self.compat_digest = decode.record.compat_digest
         self._decode: WorkerHandle | None = decode
         self._prefiller: WorkerHandle | None = prefill or decode
         self._num_tokens = num_tokens

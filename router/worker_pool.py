@@ -83,6 +83,10 @@ class WorkerPool:
         """Of the decode workers that requests may wait for."""
         return [h.record for h in self._handles.values() if h.record.role == pb.Role.ROLE_DECODE and h.is_expected]
 
+    def has_decode_worker_for(self, request: QueuedRequest) -> bool:
+        """Whether waiting makes sense for `request`."""
+        return any(request.may_go_to(record) for record in self.decode_records())
+
     def set_records(self, records: Iterable[pb.WorkerRecord]) -> None:
         """Take over what the registry says now."""
         by_key = {WorkerKey(r.worker_id, r.incarnation): r for r in records if self._serves(r)}
@@ -115,23 +119,21 @@ class WorkerPool:
     def choose(self, request: QueuedRequest) -> TakenRoom | None:
         """Plan `request` on the workers as they are now, and take the room for it. None: there is none now."""
         now_s = self._now_s()
-        decode = self.usable(pb.Role.ROLE_DECODE)
+        decode = [h for h in self.usable(pb.Role.ROLE_DECODE) if request.may_go_to(h.record)]
         if not decode:
             return None
-        block_size = decode[0].record.model.block_size
         # What requests were admitted by. A prefill worker with a shorter context would end some of them early.
         max_model_len = min(h.record.model.max_model_len for h in decode)
         decode = [h for h in decode if not self._is_set_aside(h, now_s)] or decode
         plan = choose_plan(
             self._policy,
             num_tokens=request.num_tokens,
-            block_size=block_size,
             prefill=[
                 PrefillCandidate(
                     key=h.key,
                     compat_digest=h.record.compat_digest,
                     num_queued_tokens=h.num_queued_tokens,
-                    num_cached_blocks=request.num_cached_blocks.get(h.key, 0),
+                    num_cached_tokens=request.num_cached_blocks.get(h.key, 0) * h.record.model.block_size,
                 )
                 for h in self.usable(pb.Role.ROLE_PREFILL)
                 if h.record.model.max_model_len >= max_model_len and not self._is_set_aside(h, now_s)
@@ -140,6 +142,7 @@ class WorkerPool:
                 DecodeCandidate(
                     key=h.key,
                     compat_digest=h.record.compat_digest,
+                    block_size=h.record.model.block_size,
                     num_available_blocks=h.num_available_blocks,
                     num_used_blocks=h.load.blocks.num_sequence + h.load.blocks.num_grant + h.num_planned_blocks,
                     num_cached_blocks=request.num_cached_blocks.get(h.key, 0),

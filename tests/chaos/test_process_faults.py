@@ -176,7 +176,7 @@ def test_a_worker_dies_where_its_peers_do_not_know_yet_what_has_happened(cluster
 
 
 def test_every_point_fails_once(cluster: FragileCluster) -> None:
-    """Before a commit it is only late, by more than a lease: while the router lives, so do the promises that it holds."""
+    """Before a commit it is only late, by more than a lease: while the router lives, so do its promises."""
     late = f"delay:{1.5 * LEASE_MS / 1000}"
     logs = [cluster.services[name].log for name in ("prefill-1", "decode-1")]
 

@@ -92,7 +92,7 @@ class Bench:
         self.queue = RequestQueue(
             max_tokens=10**6,
             choose=self.pool.choose,
-            has_workers=lambda: self.pool.has_decode_worker,
+            has_workers=self.pool.has_decode_worker_for,
         )
         prefixes = cast(PrefixLookup, NothingCached())
         self.cluster = Cluster(self.pool, self.queue, prefixes, RetryBudget(), Forecast())
@@ -361,3 +361,37 @@ async def test_what_is_ahead_is_counted_until_the_first_token() -> None:
     bench.d.say("first", 1, tokens=pb.Tokens(index=1, token_ids=[6], finish_reason=LENGTH))
     await asked.task
     assert bench.cluster.forecast.answer_s(0, 100) > 0
+
+
+@pytest.mark.parametrize("other", ["the same", "another"])
+async def test_an_answer_that_has_begun_goes_on_with_the_same_model_or_not_at_all(other: str) -> None:
+    bench = Bench()
+    bench.decode.record.compat_digest = "the same"
+    asked = bench.request("first")
+    await settle()
+    bench.d.say("first", 1, tokens=pb.Tokens(index=0, token_ids=[5]))
+    await settle()
+    second = bench.add("d2", pb.Role.ROLE_DECODE, 2048)
+    second.record.compat_digest = other
+    bench.lose_decode_session(num_lost=99)
+    await settle()
+    sent = cast(ScriptedSession, second.session).sent
+    if other == "the same":
+        assert [list(command.generate.output_token_ids) for command in sent] == [[5]]
+        await asked.leave()
+    else:
+        assert not sent
+        assert isinstance(asked.task.exception(), NoWorker)
+
+
+async def test_a_request_that_has_not_begun_may_go_to_any_model() -> None:
+    bench = Bench()
+    bench.decode.record.compat_digest = "the same"
+    asked = bench.request("first")
+    await settle()
+    second = bench.add("d2", pb.Role.ROLE_DECODE, 2048)
+    second.record.compat_digest = "another"
+    bench.lose_decode_session(num_lost=99)
+    await settle()
+    assert len(cast(ScriptedSession, second.session).sent) == 1
+    await asked.leave()

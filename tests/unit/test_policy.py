@@ -15,7 +15,7 @@ def key(name: str) -> WorkerKey:
 
 
 def prefill(name: str, *, queued: int = 0, cached: int = 0, digest: str = "m") -> PrefillCandidate:
-    return PrefillCandidate(key(name), digest, queued, cached)
+    return PrefillCandidate(key(name), digest, queued, cached * BLOCK)
 
 
 def decode(
@@ -29,7 +29,7 @@ def decode(
     queued: int = 0,
     running: int = 0,
 ) -> DecodeCandidate:
-    return DecodeCandidate(key(name), digest, available, used, cached, full, queued, running)
+    return DecodeCandidate(key(name), digest, BLOCK, available, used, cached, full, queued, running)
 
 
 def choose(
@@ -41,7 +41,6 @@ def choose(
     return choose_plan(
         PolicyConfig(),
         num_tokens=num_tokens,
-        block_size=BLOCK,
         prefill=prefills,
         decode=decodes,
         avoid=frozenset(key(name) for name in avoid),

@@ -24,7 +24,7 @@ class Room:
         self.order: list[int] = []
         model = inference_pb.GetModelInfoResponse(block_size=1)
         self.worker = WorkerHandle(pb.WorkerRecord(worker_id="d", incarnation="1", model=model), channel=None)
-        self.queue = RequestQueue(max_tokens=100, choose=self.choose, has_workers=lambda: self.is_there)
+        self.queue = RequestQueue(max_tokens=100, choose=self.choose, has_workers=lambda _: self.is_there)
 
     def choose(self, request: QueuedRequest) -> TakenRoom | None:
         if request.num_tokens > self.num_tokens:
