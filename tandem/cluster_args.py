@@ -138,7 +138,8 @@ def worker_spec(args: ClusterArgs, name: str, folder: Path, redis_url: str, adve
         *engine_flags(engine),
         "--lease-ms", str(args.lease_ms),
         "--drain-grace-s", str(args.drain_grace_s),
-        *(["--advertise", advertise] if advertise else []),
+        "--advertise", advertise,
+        "--failpoints", "",
     ]  # fmt: skip
     env = {
         **python_env(),

@@ -30,7 +30,7 @@ _CHATS = {
     "chat code": "Write a Python function that reverses a string.",
     "chat poem": "Write two lines about the sea.",
 }
-_LENGTHS = (1, 15, 16, 17, 31, 32, 33, 64, 200, 1500)
+_LENGTHS = (1, 15, 16, 17, 31, 32, 33, 64, 200, 600)
 
 
 @dataclass(frozen=True)
@@ -43,11 +43,11 @@ class Reference:
 
 
 def references(folder: Path) -> list[Reference]:
-    """At least 20 prompts: lengths round the block size, chat, code, non-Latin text, one that fills 94 blocks."""
+    """At least 20 prompts: lengths round the block size, chat, code, non-Latin text, one that fills 38 blocks."""
     import torch
     from transformers import AutoModelForCausalLM
 
-    torch.set_num_threads(1)
+    torch.set_num_threads(2)
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     model.eval()
     return [Reference(name, tuple(ids), _answer(model, ids)) for name, ids in _prompts(folder).items()]

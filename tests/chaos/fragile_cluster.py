@@ -39,9 +39,9 @@ def fresh_prompts(number: int = 6) -> list[list[int]]:
     return [[_random.randrange(100, 40_000) for _ in range(PROMPT_TOKENS)] for _ in range(number)]
 
 
-def ask(cluster: FragileCluster, prompts: list[list[int]]) -> list[list[int]]:
+def ask(cluster: FragileCluster, prompts: list[list[int]], router: int = 1) -> list[list[int]]:
     """All at once. The client itself refuses gaps and repetitions."""
-    with cluster.client() as client, ThreadPoolExecutor(len(prompts)) as threads:
+    with cluster.client(router) as client, ThreadPoolExecutor(len(prompts)) as threads:
         return list(threads.map(lambda prompt: client.generate(prompt, **SAMPLING).token_ids, prompts))
 
 

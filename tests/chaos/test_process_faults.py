@@ -44,28 +44,6 @@ def with_load(cluster: FragileCluster, worker: str) -> bool:
     return cluster.workers()[worker].record.load.num_running > 0
 
 
-def num_kv_bytes(cluster: FragileCluster) -> int:
-    """That have come to decode workers, with the commands."""
-    return sum(cluster.proxy(name).num_bytes_up for name in ("decode-1", "decode-2"))
-
-
-@pytest.mark.parametrize("name", ["prefill-1", "decode-1"])
-def test_a_worker_is_killed_at_work(cluster: FragileCluster, name: str) -> None:
-    prompts, before = fresh_prompts(), num_kv_bytes(cluster)
-    with ThreadPoolExecutor(1) as thread:
-        asked = thread.submit(ask, cluster, prompts)
-        if name == "prefill-1":
-            wait_until(lambda: num_kv_bytes(cluster) > before + 200_000, 20, "KV is on its way")
-        else:
-            wait_until(lambda: with_load(cluster, name), 20, f"{name} decodes")
-        cluster.services[name].signal(signal.SIGKILL)
-        answers = asked.result(100)
-    cluster.services[name].start()
-    for router in (1, 2):
-        cluster.wait_for_workers(router)
-    check(cluster, prompts, answers)
-
-
 def test_a_decode_worker_hangs_and_comes_back(cluster: FragileCluster) -> None:
     """Stopped for three leases in the middle of its streams. What it still says afterwards is not believed."""
     prompts = fresh_prompts()
@@ -75,6 +53,24 @@ def test_a_decode_worker_hangs_and_comes_back(cluster: FragileCluster) -> None:
         cluster.services["decode-1"].signal(signal.SIGSTOP)
         threading.Timer(3 * LEASE_MS / 1000, lambda: cluster.services["decode-1"].signal(signal.SIGCONT)).start()
         answers = asked.result(100)
+    check(cluster, prompts, answers)
+
+
+def test_a_router_is_killed_beside_another(cluster: FragileCluster) -> None:
+    """Its own clients hear of it at once; those of the other router see nothing; workers free what was its."""
+    prompts, lost = fresh_prompts(), fresh_prompts(2)
+    with ThreadPoolExecutor(2) as threads:
+        asked = threads.submit(ask, cluster, prompts, router=2)
+        doomed = threads.submit(ask, cluster, lost, router=1)
+        for router in (1, 2):
+            with cluster.client(router) as client:
+                wait_until(lambda c=client: c.status().num_running_requests > 0, 20, "requests run")  # type: ignore[misc]
+        cluster.services["router-1"].signal(signal.SIGKILL)
+        with pytest.raises(Unreachable):
+            doomed.result(10)
+        answers = asked.result(100)
+    cluster.services["router-1"].restart()
+    cluster.wait_for_workers(1)
     check(cluster, prompts, answers)
 
 

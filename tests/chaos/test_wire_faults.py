@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import redis
 from clusters import wait_until
-from fragile_cluster import LEASE_MS, FragileCluster, ask, fresh_prompts
+from fragile_cluster import LEASE_MS, SAMPLING, FragileCluster, ask, fresh_prompts
 
 from rpc.errors import TandemError
 from tandem.chaos.proxy import FaultyProxy
@@ -59,7 +59,18 @@ def test_damaged_kv_is_noticed_and_pushed_again(cluster: FragileCluster) -> None
     check(cluster, prompts, answers)
 
 
-@pytest.mark.parametrize("num_bytes", [1, 100_000, 1_500_000])
+def test_kv_that_is_always_damaged_is_computed_where_it_is_needed(cluster: FragileCluster) -> None:
+    """Pushing again does not help: after two repairs the attempt is given up, and the next one does without."""
+    prompts = fresh_prompts(3)
+    for name in ("decode-1", "decode-2"):
+        cluster.proxy(name).damage(10**6)
+    with cluster.client() as client:
+        finished = [client.generate(prompt, **SAMPLING) for prompt in prompts]
+    assert all(answer.timings.attempts > 1 for answer in finished)
+    check(cluster, prompts, [answer.token_ids for answer in finished])
+
+
+@pytest.mark.parametrize("num_bytes", [1, 500_000])
 def test_connections_cut_in_the_middle(cluster: FragileCluster, num_bytes: int) -> None:
     """Early: at the commands. Later: in the middle of the KV."""
     prompts = fresh_prompts()
@@ -89,7 +100,7 @@ def test_kv_that_drips(cluster: FragileCluster) -> None:
 
 
 def test_a_slow_network(cluster: FragileCluster) -> None:
-    prompts = fresh_prompts()
+    prompts = fresh_prompts(3)
     for name, service in cluster.services.items():
         if service.proxy is not None:
             cluster.proxy(name).delay(0.05)
@@ -144,7 +155,7 @@ def lost(proxy: FaultyProxy, server: Any) -> None:
 def test_redis_fails_while_requests_run(
     cluster: FragileCluster, redis_proxy: FaultyProxy, redis_server: Any, fault: Fault
 ) -> None:
-    running, new = fresh_prompts(), fresh_prompts()
+    running, new = fresh_prompts(3), fresh_prompts(3)
     with ThreadPoolExecutor(1) as thread, cluster.client() as client:
         asked = thread.submit(ask, cluster, running)
         wait_until(lambda: client.status().num_running_requests > 0, 20, "requests run")

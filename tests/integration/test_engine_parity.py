@@ -18,7 +18,7 @@ GREEDY = SamplingParams(temperature=0, max_tokens=NUM_TOKENS, ignore_eos=True)
 
 @pytest.fixture(scope="module")
 def engine(model_folder: Path) -> LLMEngine:
-    args = EngineArgs(model=str(model_folder), dtype="float32", max_model_len=2048, num_kv_blocks=640, num_threads=1)
+    args = EngineArgs(model=str(model_folder), dtype="float32", max_model_len=2048, num_kv_blocks=640, num_threads=2)
     return LLMEngine(create_engine_config(args))
 
 
@@ -61,7 +61,7 @@ def test_all_in_one_batch_on_cached_prefixes(engine: LLMEngine, references: list
 
 
 def with_engine(model_folder: Path, **changes: object) -> LLMEngine:
-    args = EngineArgs(model=str(model_folder), dtype="float32", max_model_len=2048, num_kv_blocks=640, num_threads=1)
+    args = EngineArgs(model=str(model_folder), dtype="float32", max_model_len=2048, num_kv_blocks=640, num_threads=2)
     return LLMEngine(create_engine_config(replace(args, **changes)))  # type: ignore[arg-type]
 
 
