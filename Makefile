@@ -28,8 +28,8 @@ help:
 demo: $(VENV)/installed
 	@$(BIN)/tandem demo
 
-# Lint and types first, so that pytest's summary is what one reads last. Two at a time: what starts clusters, one after
-# the other, and beside it what computes by itself. Threads that wait must not take the others' cores.
+# Lint and types first, so that pytest's summary is what one reads last. Two files at a time (tests/conftest.py): threads
+# that wait must not take the other's core.
 test: lint
 	@OMP_WAIT_POLICY=PASSIVE GOMP_SPINCOUNT=0 $(BIN)/python -m pytest --numprocesses 2 --dist loadgroup
 

@@ -83,7 +83,8 @@ class Load:
 
         async def ask_on() -> None:
             while time.monotonic() < end_s:
-                await self._ask(phase)
+                if await self._ask(phase) == REFUSED:  # a client that does as it is told
+                    await asyncio.sleep(min(phase.retry_after_s[-1], 1.0))
 
         start_s = time.monotonic()
         await asyncio.gather(*(ask_on() for _ in range(num_clients)))
@@ -101,7 +102,8 @@ class Load:
                 at_s += self._dice.expovariate(rate)
         return phase
 
-    async def _ask(self, phase: Phase) -> None:
+    async def _ask(self, phase: Phase) -> str:
+        """Returns what became of it."""
         shape, start_s = self._shape, time.monotonic()
         prompt = [self._dice.randrange(100, 40_000) for _ in range(shape.prompt_tokens)]
         try:
@@ -118,6 +120,7 @@ class Load:
         except TandemError as error:
             outcome = type(error).__name__
         phase.num_by_outcome[outcome] += 1
+        return outcome
 
 
 def memory_mib(cluster: Cluster) -> dict[str, float]:

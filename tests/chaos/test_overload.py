@@ -20,7 +20,7 @@ def test_ten_times_the_sustainable_load() -> None:
     summary = json.loads(result.stdout)
     before, during, after = (summary[phase] for phase in ("before", "overload", "after"))
     num_admitted = during["requests"] - during["refused"]
-    assert during["requests"] > 8 * before["requests"]
+    assert during["requests"] > 5 * before["answered"]
     # The figures are looser than what is measured in quiet: here other tests' leftovers share the cores.
     assert during["answered"] >= 0.9 * num_admitted, summary
     assert during["goodput_per_s"] >= 0.75 * before["goodput_per_s"], summary
