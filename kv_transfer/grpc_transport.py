@@ -36,6 +36,7 @@ def open_plain_channel(address: str) -> grpc.aio.Channel:
         ("grpc.keepalive_timeout_ms", 5_000),
         ("grpc.http2.max_pings_without_data", 0),
         ("grpc.enable_http_proxy", 0),
+        ("grpc.enable_retries", 0),
         ("grpc.use_local_subchannel_pool", 1),
     ]
     return grpc.aio.insecure_channel(address, options=options)

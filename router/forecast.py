@@ -15,7 +15,8 @@ from dataclasses import dataclass, field
 
 HALF_LIFE_S = 5.0
 """Of what was learned about prompts, in seconds with prompts to compute."""
-HALF_LIFE_ANSWERS = 8.0
+HALF_LIFE_REQUESTS = 8.0
+"""Of all that was learned: one pause of a minute is forgotten after some dozens of prompts."""
 
 
 @dataclass(slots=True)
@@ -58,7 +59,8 @@ class Forecast:
     def computed(self, num_tokens: int, now_s: float) -> None:
         """A prompt that had entered has its first token."""
         seconds, self._moved_s = now_s - self._moved_s, now_s
-        self._seconds_per_prompt_token.add(seconds, num_tokens, 0.5 ** (seconds / HALF_LIFE_S))
+        fade = 0.5 ** max(seconds / HALF_LIFE_S, 1 / HALF_LIFE_REQUESTS)
+        self._seconds_per_prompt_token.add(seconds, num_tokens, fade)
         self.left(num_tokens)
 
     def left(self, num_tokens: int) -> None:
@@ -68,7 +70,7 @@ class Forecast:
 
     def answered(self, num_tokens: int, seconds: float) -> None:
         """An answer of so many tokens was complete so long after its first one."""
-        fade = 0.5 ** (1 / HALF_LIFE_ANSWERS)
+        fade = 0.5 ** (1 / HALF_LIFE_REQUESTS)
         self._tokens_per_answer.add(num_tokens, 1, fade)
         if num_tokens > 1:
             self._seconds_per_answer_token.add(seconds, num_tokens - 1, fade)

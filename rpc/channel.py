@@ -49,6 +49,9 @@ def channel_options(max_message_bytes: int = DEFAULT_MAX_MESSAGE_BYTES) -> list[
         ("grpc.http2.max_pings_without_data", 0),
         # Workers are addressed directly; an http_proxy in the environment is not meant for them.
         ("grpc.enable_http_proxy", 0),
+        # gRPC's own retries (on by default, transparent ones included) lose calls when a server restarts: those of the
+        # blocking client then wait for ever, past their deadline (tests/contract/test_channel_restarts.py).
+        ("grpc.enable_retries", 0),
         ("grpc.initial_reconnect_backoff_ms", 100),
         ("grpc.min_reconnect_backoff_ms", 1_000),  # how long connecting may take, in spite of its name
         ("grpc.max_reconnect_backoff_ms", 2_000),

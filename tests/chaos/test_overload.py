@@ -21,11 +21,12 @@ def test_ten_times_the_sustainable_load() -> None:
     before, during, after = (summary[phase] for phase in ("before", "overload", "after"))
     num_admitted = during["requests"] - during["refused"]
     assert during["requests"] > 5 * before["answered"]
-    # The figures are looser than what is measured in quiet: here other tests' leftovers share the cores.
-    assert during["answered"] >= 0.9 * num_admitted, summary
-    assert during["goodput_per_s"] >= 0.75 * before["goodput_per_s"], summary
-    assert after["goodput_per_s"] >= 0.75 * before["goodput_per_s"], summary
-    assert during["p99_refusal_ms"] < 500, summary
+    # Looser than what is measured in quiet (docs/failure-contract.md): other tests share the cores. Without refusals 5 %
+    # of what is let in is answered in time.
+    assert during["answered"] >= 0.5 * num_admitted, summary
+    assert during["goodput_per_s"] >= 0.5 * before["goodput_per_s"], summary
+    assert after["goodput_per_s"] >= 0.5 * before["goodput_per_s"], summary
+    assert during["p99_refusal_ms"] < 1000, summary
     assert during["p50_retry_after_s"] > 0, summary
     assert max(summary["memory_growth_mib"].values()) < 64, summary
     assert summary["at_rest"]

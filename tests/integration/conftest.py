@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import fcntl
+import json
+import os
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
+from dataclasses import astuple
 from pathlib import Path
 
 import pytest
@@ -31,5 +35,13 @@ def model_folder() -> Path:
 
 
 @pytest.fixture(scope="session")
-def references(model_folder: Path) -> list[Reference]:
-    return make_references(model_folder)
+def references(model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> list[Reference]:
+    """Made once, though the tests may be shared out to several processes: it takes half a minute."""
+    folder = tmp_path_factory.getbasetemp()
+    made = (folder.parent if "PYTEST_XDIST_WORKER" in os.environ else folder) / "references.json"
+    with made.with_suffix(".lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not made.exists():
+            made.write_text(json.dumps([astuple(reference) for reference in make_references(model_folder)]))
+    rows = json.loads(made.read_text())
+    return [Reference(name, tuple(prompt), tuple(answer)) for name, prompt, answer in rows]

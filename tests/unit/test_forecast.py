@@ -56,3 +56,14 @@ def test_what_was_long_ago_counts_little() -> None:
         forecast.computed(100, 1000 + (number + 1) * 0.25)
     forecast.entered(100, 2000.0)
     assert forecast.needed_s(100, 0, 0) == pytest.approx(0.5, rel=0.2)
+
+
+def test_one_long_pause_is_soon_forgotten() -> None:
+    forecast = busy_forecast()
+    forecast.entered(100, 1000.0)
+    forecast.computed(100, 1060.0)  # the router stood still, or nobody was there
+    for number in range(40):
+        forecast.entered(100, 2000 + number)
+        forecast.computed(100, 2000 + number + 0.5)
+    forecast.entered(100, 3000.0)
+    assert forecast.needed_s(100, 0, 0) < 4
