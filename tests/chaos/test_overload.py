@@ -21,8 +21,8 @@ def test_ten_times_the_sustainable_load() -> None:
     before, during, after = (summary[phase] for phase in ("before", "overload", "after"))
     num_admitted = during["requests"] - during["refused"]
     assert during["requests"] > 5 * before["answered"]
-    # Looser than what is measured in quiet (docs/failure-contract.md): other tests share the cores. Without refusals 5 %
-    # of what is let in is answered in time.
+    # Looser than what is measured in quiet (docs/failure-contract.md): other tests share the cores. Without refusals
+    # 5 % of what is let in is answered in time.
     assert during["answered"] >= 0.5 * num_admitted, summary
     assert during["goodput_per_s"] >= 0.5 * before["goodput_per_s"], summary
     assert after["goodput_per_s"] >= 0.5 * before["goodput_per_s"], summary
