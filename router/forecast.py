@@ -1,22 +1,28 @@
 """How long a request would take now, learned from those before it. Pure: times are passed in, in seconds.
 
-    entered(prompt tokens) ──> ahead of all that come later ──computed, or left──> no more
-                                                            └── how fast prompts are computed while there are any
-    answered(tokens, seconds) ──> how long answers are, and how long a token of them takes
+    waiting for room      queued, planned ──> how fast the queue moves while there is one
+    computing the prompt  computed ─────────> what a token takes at a worker, those before it there included
+    answering             answering, emitted, ended ──> what a token takes, and how many answer meanwhile
 
-One queue as far as this goes, wherever a prompt waits: here, or at a worker. Every figure is a mean in which older
-parts count less. What nobody has seen yet counts as no time at all: nobody is refused on a guess, and where nothing is
-ahead, a request is always tried, so that a figure that has gone wrong corrects itself.
+Every figure is a mean in which older parts count less. What nobody has seen yet counts as no time at all: nobody is
+refused on a guess, and where nothing runs, a request is always tried, so that a figure that has gone wrong corrects
+itself.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-HALF_LIFE_S = 5.0
-"""Of what was learned about prompts, in seconds with prompts to compute."""
+HALF_LIFE_S = 2.0
+"""Of what was learned from time that passed, in seconds in which something was going on."""
 HALF_LIFE_REQUESTS = 8.0
-"""Of all that was learned: one pause of a minute is forgotten after some dozens of prompts."""
+MIN_WAIT_S = 0.005
+"""Who has room at once has not waited."""
+PROMPT_OVERHEAD_TOKENS = 64
+"""A prompt costs as much as so many tokens before its first one: else what tiny ones take would be held against long
+ones."""
+FREE_BATCH = 8
+"""A step for so few answers takes hardly longer than for one; from there on it grows with their number."""
 
 
 @dataclass(slots=True)
@@ -40,51 +46,92 @@ class FadingRatio:
 class Forecast:
     """Of one router."""
 
-    num_tokens_ahead: int = 0
-    """Of prompts that have entered and are not computed yet."""
-    _moved_s: float = 0.0
-    """When the last prompt was computed, or the first one entered."""
+    num_running: int = 0
+    """Requests that have entered and not ended."""
+    num_answering: int = 0
+    """Of them those with a first token."""
+    _moved_s: float | None = None
+    """Since when requests have waited for room, or when the last one got it. None: nobody waits."""
+    _looked_s: float = 0.0
+    """Up to when answers are counted."""
+    _seconds_per_queued_token: FadingRatio = field(default_factory=FadingRatio)
     _seconds_per_prompt_token: FadingRatio = field(default_factory=FadingRatio)
     _seconds_per_answer_token: FadingRatio = field(default_factory=FadingRatio)
+    """Of one answer among others."""
+    _answers_at_once: FadingRatio = field(default_factory=FadingRatio)
     _tokens_per_answer: FadingRatio = field(default_factory=FadingRatio)
 
     # -- what happens -------------------------------------------------------------------------------------------
 
-    def entered(self, num_tokens: int, now_s: float) -> None:
-        """A prompt is to be computed."""
-        if not self.num_tokens_ahead:
+    def queued(self, now_s: float) -> None:
+        """A request waits for room."""
+        if self._moved_s is None:
             self._moved_s = now_s
-        self.num_tokens_ahead += num_tokens
 
-    def computed(self, num_tokens: int, now_s: float) -> None:
-        """A prompt that had entered has its first token."""
-        seconds, self._moved_s = now_s - self._moved_s, now_s
-        fade = 0.5 ** max(seconds / HALF_LIFE_S, 1 / HALF_LIFE_REQUESTS)
-        self._seconds_per_prompt_token.add(seconds, num_tokens, fade)
-        self.left(num_tokens)
+    def planned(self, num_tokens: int, now_s: float, *, is_last: bool) -> None:
+        """A request that waited has got room. `is_last`: nobody waits behind it."""
+        seconds = 0.0 if self._moved_s is None else now_s - self._moved_s
+        if seconds > MIN_WAIT_S or not is_last:
+            self._seconds_per_queued_token.add(seconds, num_tokens, _fade(seconds))
+        self._moved_s = None if is_last else now_s
 
-    def left(self, num_tokens: int) -> None:
-        """A prompt that had entered is not to be computed any more."""
-        self.num_tokens_ahead -= num_tokens
-        assert self.num_tokens_ahead >= 0, "left without having entered"
+    def nobody_waits(self) -> None:
+        """Whoever waited for room has left."""
+        self._moved_s = None
 
-    def answered(self, num_tokens: int, seconds: float) -> None:
-        """An answer of so many tokens was complete so long after its first one."""
+    def computed(self, num_tokens: int, seconds: float) -> None:
+        """A prompt's first token came so long after its worker was told. `num_tokens`: its own, and those before it."""
         fade = 0.5 ** (1 / HALF_LIFE_REQUESTS)
-        self._tokens_per_answer.add(num_tokens, 1, fade)
-        if num_tokens > 1:
-            self._seconds_per_answer_token.add(seconds, num_tokens - 1, fade)
+        self._seconds_per_prompt_token.add(seconds, num_tokens + PROMPT_OVERHEAD_TOKENS, fade)
+
+    def answering(self, now_s: float) -> None:
+        """An answer has begun."""
+        self._look(now_s, 0)
+        self.num_answering += 1
+
+    def emitted(self, num_tokens: int, now_s: float) -> None:
+        """Tokens of answers that had begun."""
+        self._look(now_s, num_tokens)
+
+    def ended(self, num_tokens: int, now_s: float, *, is_complete: bool) -> None:
+        """An answer that had begun ends."""
+        self._look(now_s, 0)
+        self.num_answering -= 1
+        if is_complete:
+            self._tokens_per_answer.add(num_tokens, 1, 0.5 ** (1 / HALF_LIFE_REQUESTS))
+
+    def _look(self, now_s: float, num_tokens: int) -> None:
+        seconds = now_s - self._looked_s if self.num_answering else 0.0
+        fade = _fade(seconds)
+        self._seconds_per_answer_token.add(seconds * self.num_answering, num_tokens, fade)
+        self._answers_at_once.add(seconds * self.num_answering, seconds, fade)
+        self._looked_s = now_s
 
     # -- what is to be expected ---------------------------------------------------------------------------------
 
     def answer_s(self, min_tokens: int, max_tokens: int) -> float:
         """From an answer's first token to its last. It is as long as answers are, within its bounds."""
         num_tokens = min(max(min_tokens, self._tokens_per_answer.value), max_tokens)
-        return num_tokens * self._seconds_per_answer_token.value
+        crowd = (self.num_running + 1 + FREE_BATCH) / (self._answers_at_once.value + FREE_BATCH)
+        return num_tokens * self._seconds_per_answer_token.value * max(1.0, crowd)
 
-    def needed_s(self, num_prompt_tokens: int, min_tokens: int, max_tokens: int) -> float:
-        """From now to the last token of a request that would enter now; 0 where nothing is ahead of it."""
-        if not self.num_tokens_ahead:
+    def needed_s(
+        self, num_queued_tokens: int, num_tokens_ahead: float, num_prompt_tokens: int, min_tokens: int, max_tokens: int
+    ) -> float:
+        """From now to the last token of a request that would enter now; 0 where nothing runs.
+
+        num_queued_tokens: that wait for room before it. num_tokens_ahead: to be computed before it at its worker.
+        """
+        if not self.num_running:
             return 0.0
-        prompts_s = (self.num_tokens_ahead + num_prompt_tokens) * self._seconds_per_prompt_token.value
-        return prompts_s + self.answer_s(min_tokens, max_tokens)
+        num_tokens = num_tokens_ahead + num_prompt_tokens + PROMPT_OVERHEAD_TOKENS
+        return (
+            num_queued_tokens * self._seconds_per_queued_token.value
+            + num_tokens * self._seconds_per_prompt_token.value
+            + self.answer_s(min_tokens, max_tokens)
+        )
+
+
+def _fade(seconds: float) -> float:
+    fade: float = 0.5 ** (seconds / HALF_LIFE_S)
+    return fade

@@ -21,6 +21,7 @@ from router.queue import RequestQueue
 from router.request_state import (
     AccountOverdue,
     Action,
+    AttemptNumbers,
     Emit,
     End,
     EnterQueue,
@@ -43,9 +44,9 @@ from router.request_state import (
 from router.retry_budget import RetryBudget
 from router.worker_handle import TakenRoom
 from router.worker_pool import WorkerPool
-from rpc.errors import NoWorker, Overloaded
+from rpc.errors import DeadlinePassed, NoWorker, Overloaded
 
-MAX_ATTEMPTS = 4
+MAX_ATTEMPTS = 6
 """A request is given up when so many attempts in a row have failed without a new token: one that kills workers must not
 go through all of them, while a long stream may lose any number of workers, one after the other."""
 CAUTION = 1.25
@@ -95,8 +96,10 @@ class Lifecycle:
         detokenizer: IncrementalDetokenizer,
         arrived_s: float,
         deadline_s: float | None = None,
+        numbers: AttemptNumbers | None = None,
     ) -> None:
-        """`deadline_s`: when the client's time is up, on this process' monotonic clock."""
+        """`deadline_s`: when the client's time is up, on this process' monotonic clock. `numbers`: those that all
+        requests of the router share, where ids come from clients and may come again."""
         self.request_id = request_id
         self._cluster = cluster
         self._prompt_token_ids = prompt_token_ids
@@ -105,7 +108,7 @@ class Lifecycle:
         self._worker_params.CopyFrom(sampling_params)
         self._worker_params.ClearField("stop")  # text is the router's business
         self._detokenizer = detokenizer
-        self._state = RequestState(MAX_ATTEMPTS, cluster.budget)
+        self._state = RequestState(MAX_ATTEMPTS, cluster.budget, numbers or AttemptNumbers())
         self._events: asyncio.Queue[Event] = asyncio.Queue()
         self._waiting: asyncio.Task[None] | None = None
         self._last_plan: Plan | None = None
@@ -117,8 +120,6 @@ class Lifecycle:
         """Of the decode worker, when the running attempt was sent to it (see `WorkerHandle.note_busy`)."""
         self._num_answer_tokens = 0
         self._deadline_s = deadline_s
-        self._has_entered = False
-        """It counts as ahead of others in the forecast."""
         self.stamps = Stamps(arrived_s)
 
     def stop(self, stopped: Stopped) -> None:
@@ -128,8 +129,7 @@ class Lifecycle:
     async def run(self) -> AsyncGenerator[inference_pb.GenerateResponse, None]:
         """The messages of the answer, the last with usage and timings. Raises the error that ended it."""
         self._refuse_if_late()
-        self._cluster.forecast.entered(len(self._prompt_token_ids), time.monotonic())
-        self._has_entered = True
+        self._cluster.forecast.num_running += 1
         try:
             actions = self._state.start()
             while True:
@@ -149,13 +149,21 @@ class Lifecycle:
         if self._deadline_s is None:
             return
         left_s = self._deadline_s - time.monotonic()
-        params, forecast = self._sampling_params, self._cluster.forecast
-        needed_s = forecast.needed_s(len(self._prompt_token_ids), _min_tokens(params), params.max_tokens)
-        if needed_s * CAUTION > left_s:
+        if left_s <= 0:
+            raise DeadlinePassed("the request's deadline passed before it was begun")
+        params, queue, num_tokens = self._sampling_params, self._cluster.queue, len(self._prompt_token_ids)
+        needed_s = CAUTION * self._cluster.forecast.needed_s(
+            queue.num_tokens,
+            self._cluster.pool.num_tokens_ahead_of(num_tokens),
+            num_tokens,
+            _min_tokens(params),
+            params.max_tokens,
+        )
+        if needed_s > left_s:
             raise Overloaded(
-                f"the answer may take {needed_s * CAUTION:.1f} s, with {forecast.num_tokens_ahead} prompt tokens to be "
-                f"computed before it, and the deadline is in {left_s:.1f} s",
-                retry_after_s=needed_s * CAUTION - left_s,
+                f"the answer may take {needed_s:.1f} s, beside {self._cluster.forecast.num_running} other requests, "
+                f"and the deadline is in {left_s:.1f} s",
+                retry_after_s=needed_s - left_s,
             )
 
     def _give_up_s(self) -> float | None:
@@ -217,9 +225,11 @@ class Lifecycle:
 
     async def _wait_for_plan(self, action: EnterQueue) -> None:
         token_ids = self._prompt_token_ids + self._state.token_ids
+        forecast, queue = self._cluster.forecast, self._cluster.queue
         try:
             cached = await self._cluster.prefixes.longest_match(token_ids)
-            self._room = await self._cluster.queue.wait_for_plan(
+            forecast.queued(time.monotonic())
+            self._room = await queue.wait_for_plan(
                 num_tokens=len(token_ids),
                 num_cached_blocks=cached,
                 avoid=action.avoid,
@@ -230,6 +240,7 @@ class Lifecycle:
         except Exception as error:  # whatever it is, it is the request's end: nobody else would hear of it
             self._events.put_nowait(Stopped(inference_pb.FINISH_REASON_ERROR, error))
             return
+        forecast.planned(len(token_ids), time.monotonic(), is_last=not len(queue))
         self._last_plan = self._room.plan
         self._compat_digest = self._room.compat_digest
         self._events.put_nowait(Planned(self._room.plan))
@@ -298,8 +309,8 @@ class Lifecycle:
                     self._cluster.queue.dispatch()
                 if self.stamps.first_token_s is None:
                     assert self.stamps.sent_s is not None
-                    self._cluster.forecast.computed(len(self._prompt_token_ids), now_s)
-                    self._has_entered = False
+                    self._cluster.forecast.computed(room.num_tokens_to_compute, now_s - self.stamps.sent_s)
+                    self._cluster.forecast.answering(now_s)
                     self.stamps.placed_s = min(now_s, self.stamps.sent_s + said.event.tokens.waited_ms / 1000)
                     self.stamps.first_token_s = now_s
             case "handed_over":
@@ -307,11 +318,14 @@ class Lifecycle:
 
     def _leave(self) -> None:
         """The request is over: nobody waits, counts or listens for it any more."""
-        if self._has_entered:
-            self._cluster.forecast.left(len(self._prompt_token_ids))
-            self._has_entered = False
+        forecast, stamps = self._cluster.forecast, self.stamps
+        forecast.num_running -= 1
+        if stamps.first_token_s is not None:
+            forecast.ended(self._num_answer_tokens, time.monotonic(), is_complete=stamps.ended_s is not None)
         if self._waiting is not None:
             self._waiting.cancel()
+        if not len(self._cluster.queue):
+            forecast.nobody_waits()
         if self._room is not None:
             was_settled = self._room.is_settled
             self._room.end()
@@ -325,6 +339,7 @@ class Lifecycle:
 
     def _emit(self, emit: Emit) -> tuple[inference_pb.GenerateResponse, bool]:
         """The message for new tokens, and whether a stop string ended the answer within them."""
+        self._cluster.forecast.emitted(len(emit.token_ids), time.monotonic())
         delta = self._detokenizer.push(emit.token_ids)
         token_ids = emit.token_ids[: delta.num_tokens]
         self._num_answer_tokens = emit.offset + len(token_ids)
@@ -335,8 +350,6 @@ class Lifecycle:
 
     def _last_response(self, finish_reason: inference_pb.FinishReason) -> inference_pb.GenerateResponse:
         self.stamps.ended_s = time.monotonic()
-        if self.stamps.first_token_s is not None:
-            self._cluster.forecast.answered(self._num_answer_tokens, self.stamps.ended_s - self.stamps.first_token_s)
         return inference_pb.GenerateResponse(
             request_id=self.request_id,
             offset=self._num_answer_tokens,

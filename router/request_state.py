@@ -182,6 +182,18 @@ Action: TypeAlias = (
 
 
 @dataclass(slots=True)
+class AttemptNumbers:
+    """Of one router, each given once: what an earlier request of the same id still hears from workers is not taken for
+    the later one's."""
+
+    last: int = 0
+
+    def next(self) -> int:
+        self.last += 1
+        return self.last
+
+
+@dataclass(slots=True)
 class RequestState:
     """One request. `start` once, then `on` for every event, in order; do the returned actions in order."""
 
@@ -189,9 +201,11 @@ class RequestState:
     """In a row that bring the client nothing."""
     budget: RetryBudget
     """That of the router."""
+    numbers: AttemptNumbers = field(default_factory=AttemptNumbers)
+    """Those of the router."""
     phase: Phase = Phase.QUEUED
     attempt: int = 0
-    """Number of the running attempt, from 1."""
+    """Number of the running attempt; 0 before the first."""
     num_failures: int = 0
     """Of attempts, in all."""
     num_futile: int = 0
@@ -234,7 +248,7 @@ class RequestState:
 
     def _begin(self, plan: Plan) -> list[Action]:
         assert self.phase is Phase.QUEUED, f"planned while {self.phase.name}"
-        self.attempt += 1
+        self.attempt = self.numbers.next()
         self.plan = plan
         self._first_index = len(self.token_ids)
         self._early = []

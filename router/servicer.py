@@ -19,7 +19,7 @@ from router.chat_template import ChatTemplate
 from router.detokenizer import IncrementalDetokenizer
 from router.lifecycle import Cluster, Lifecycle, require_worker
 from router.model_info import ModelInfo
-from router.request_state import Stopped
+from router.request_state import AttemptNumbers, Stopped
 from router.tokenizer import Tokenizer
 from router.validation import (
     ValidatedRequest,
@@ -54,6 +54,7 @@ class InferenceServicer(InferenceServicerBase):  # type: ignore[misc]
         """By request id; None while the prompt is being tokenised."""
         self._to_abort: set[str] = set()
         """Of those being tokenised: aborted already."""
+        self._numbers = AttemptNumbers()
         self._known_model = texts.model
         """With the context length of the workers that were there last."""
         self._is_draining = False
@@ -147,6 +148,7 @@ class InferenceServicer(InferenceServicerBase):  # type: ignore[misc]
             ),
             arrived_s=arrived_s,
             deadline_s=deadline_s,
+            numbers=self._numbers,
         )
         self._running[validated.request_id] = lifecycle
         if validated.request_id in self._to_abort:

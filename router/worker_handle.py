@@ -109,6 +109,8 @@ class TakenRoom:
         self._num_blocks = -(-num_tokens // decode.record.model.block_size)
         decode.num_planned_blocks += self._num_blocks
         self._prefiller.num_prefill_tokens += num_tokens
+        self.num_tokens_to_compute = self._prefiller.num_queued_tokens
+        """At the worker that computes the prompt, with what is before it there."""
 
     @property
     def is_settled(self) -> bool:

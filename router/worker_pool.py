@@ -25,7 +25,7 @@ from collections.abc import Callable, Iterable
 
 from protos import tandem_worker_pb2 as pb
 from router.ejection import Ejections, Trial
-from router.policy import DecodeCandidate, PolicyConfig, PrefillCandidate, choose_plan
+from router.policy import STALL_WEIGHT, DecodeCandidate, PolicyConfig, PrefillCandidate, choose_plan
 from router.queue import QueuedRequest
 from router.request_state import WorkerKey
 from router.worker_handle import TakenRoom, WorkerHandle
@@ -86,6 +86,16 @@ class WorkerPool:
     def has_decode_worker_for(self, request: QueuedRequest) -> bool:
         """Whether waiting makes sense for `request`."""
         return any(request.may_go_to(record) for record in self.decode_records())
+
+    def num_tokens_ahead_of(self, num_tokens: int) -> float:
+        """What a prompt of so many tokens would find before it where it would be computed soonest; beside streams it
+        is computed more slowly, which counts, too."""
+        prefill = [float(h.num_queued_tokens) for h in self.usable(pb.Role.ROLE_PREFILL)]
+        decode = [
+            h.num_queued_tokens + STALL_WEIGHT * h.load.num_running * num_tokens
+            for h in self.usable(pb.Role.ROLE_DECODE)
+        ]
+        return min([*prefill, *decode], default=0.0)
 
     def set_records(self, records: Iterable[pb.WorkerRecord]) -> None:
         """Take over what the registry says now."""

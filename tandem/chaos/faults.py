@@ -44,7 +44,7 @@ class Fault:
 
 RECOVERY_S = 12.0
 """Until a killed worker has certainly been started again, on a busy machine."""
-MEAN_INTERVAL_S = 1.2
+MEAN_INTERVAL_S = 1.8
 ROUTER_INTERVAL_S = 15.0
 _ON_WORKERS = (FaultKind.KILL, FaultKind.STOP, FaultKind.PARTITION, FaultKind.RESET, FaultKind.RESET, FaultKind.SLOW)
 _ON_REDIS = (FaultKind.KILL, FaultKind.STOP)

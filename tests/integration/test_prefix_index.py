@@ -146,10 +146,10 @@ async def test_order_within_and_across_batches(redis_url: str) -> None:
 async def test_heartbeats_keep_the_set_and_death_expires_it(redis_url: str) -> None:
     cache = Cache()
     cache.store(1)
-    reporter = reporter_of(redis_url, cache, ttl_ms=300, beat_ms=50)
+    reporter = reporter_of(redis_url, cache, ttl_ms=1000, beat_ms=50)
     reporter.start()
     await until(lambda: members(redis_url) == {h(1)})
-    await asyncio.sleep(0.6)  # twice the ttl
+    await asyncio.sleep(2.0)  # twice the ttl
     assert members(redis_url) == {h(1)}
     assert reporter.num_resyncs == 1
     assert reporter._task is not None

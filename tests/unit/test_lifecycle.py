@@ -12,17 +12,17 @@ from protos import tandem_inference_pb2 as inference_pb
 from protos import tandem_worker_pb2 as pb
 from protos.tandem_kv_transfer_pb2 import Grant
 from router.detokenizer import IncrementalDetokenizer, TextDelta
-from router.forecast import Forecast
+from router.forecast import PROMPT_OVERHEAD_TOKENS, Forecast
 from router.lifecycle import Cluster, Lifecycle
 from router.policy import PolicyConfig
 from router.prefix_lookup import PrefixLookup
 from router.queue import RequestQueue
-from router.request_state import Event, WorkerKey, WorkerLost, WorkerSaid
+from router.request_state import AttemptNumbers, Event, WorkerKey, WorkerLost, WorkerSaid
 from router.retry_budget import RetryBudget
 from router.worker_handle import WorkerHandle
 from router.worker_pool import WorkerPool
 from router.worker_session import Inbox
-from rpc.errors import NoWorker, Overloaded
+from rpc.errors import DeadlinePassed, NoWorker, Overloaded
 
 BLOCK = 16
 PROMPT = list(range(60 * BLOCK))
@@ -72,7 +72,7 @@ class NothingCached:
 
 
 def load(num_free: int, *, num_running: int = 0, is_draining: bool = False) -> pb.WorkerLoad:
-    blocks = pb.BlockLedger(num_blocks=100, num_free=num_free, num_sequence=100 - num_free)
+    blocks = pb.BlockLedger(num_blocks=max(100, num_free), num_free=num_free, num_sequence=max(0, 100 - num_free))
     return pb.WorkerLoad(num_running=num_running, blocks=blocks, is_draining=is_draining)
 
 
@@ -128,7 +128,9 @@ class Bench:
         self.decode.num_lost = 0
         return self.d
 
-    def request(self, request_id: str, *, deadline_s: float | None = None) -> Asked:
+    def request(
+        self, request_id: str, *, deadline_s: float | None = None, numbers: AttemptNumbers | None = None
+    ) -> Asked:
         params = inference_pb.SamplingParams(max_tokens=8)
         lifecycle = Lifecycle(
             self.cluster,
@@ -138,6 +140,7 @@ class Bench:
             detokenizer=cast(IncrementalDetokenizer, NoText()),
             arrived_s=asyncio.get_running_loop().time(),
             deadline_s=deadline_s,
+            numbers=numbers,
         )
         return Asked(lifecycle.run())
 
@@ -331,36 +334,65 @@ async def test_a_decode_worker_that_stays_away_is_not_waited_for() -> None:
 
 
 async def test_a_request_that_cannot_meet_its_deadline_is_refused_at_once() -> None:
-    """Two seconds a prompt, as the router has seen: the third in a row has little chance within five and a half."""
+    """Two seconds a prompt, as the router has seen: the third in a row has little chance within six."""
     bench = Bench()
+    bench.decode.set_load(load(300))  # room for all: what is ahead is to be computed, not to be waited for
     forecast, now_s = bench.cluster.forecast, asyncio.get_running_loop().time()
-    for number in range(20):
-        forecast.entered(len(PROMPT), now_s + 2 * number)
-        forecast.computed(len(PROMPT), now_s + 2 * number + 2)
-    asked = [bench.request(name, deadline_s=now_s + 5.5) for name in ("first", "second", "third")]
-    await settle()
+    for _ in range(20):
+        forecast.computed(len(PROMPT) - PROMPT_OVERHEAD_TOKENS, 2.0)
+    asked = []
+    for name in ("first", "second", "third"):
+        asked.append(bench.request(name, deadline_s=now_s + 6))
+        await settle()
     error = asked[2].task.exception()
     assert isinstance(error, Overloaded)
     assert error.retry_after_s is not None
-    assert 1.5 < error.retry_after_s < 2.5
-    assert forecast.num_tokens_ahead == 2 * len(PROMPT)
+    assert 1 < error.retry_after_s < 4
+    assert forecast.num_running == 2
     for waiting in asked[:2]:
         assert not waiting.task.done()
         await waiting.leave()
-    assert forecast.num_tokens_ahead == 0
+    assert forecast.num_running == 0
 
 
-async def test_what_is_ahead_is_counted_until_the_first_token() -> None:
+async def test_a_deadline_that_has_passed_is_called_so() -> None:
+    asked = Bench().request("first", deadline_s=asyncio.get_running_loop().time() - 1)
+    await settle()
+    assert isinstance(asked.task.exception(), DeadlinePassed)
+
+
+async def test_what_runs_is_counted_until_its_end() -> None:
     bench = Bench()
+    forecast = bench.cluster.forecast
     asked = bench.request("first", deadline_s=asyncio.get_running_loop().time() + 60)
     await settle()
-    assert bench.cluster.forecast.num_tokens_ahead == len(PROMPT)
+    assert (forecast.num_running, forecast.num_answering) == (1, 0)
     bench.d.say("first", 1, tokens=pb.Tokens(index=0, token_ids=[5]))
     await settle()
-    assert bench.cluster.forecast.num_tokens_ahead == 0
+    assert (forecast.num_running, forecast.num_answering) == (1, 1)
     bench.d.say("first", 1, tokens=pb.Tokens(index=1, token_ids=[6], finish_reason=LENGTH))
     await asked.task
-    assert bench.cluster.forecast.answer_s(0, 100) > 0
+    assert (forecast.num_running, forecast.num_answering) == (0, 0)
+    assert forecast.answer_s(0, 100) > 0
+
+
+async def test_an_id_that_comes_again_hears_nothing_of_the_request_that_had_it() -> None:
+    """The first token of the one was still on its way when its client left, and asked something else by the same id."""
+    bench, numbers = Bench(), AttemptNumbers()
+    first = bench.request("same", numbers=numbers)
+    await settle()
+    late = bench.d.sent[-1].generate.attempt
+    await first.leave()
+    second = bench.request("same", numbers=numbers)
+    await settle()
+    bench.d.say("same", late, tokens=pb.Tokens(index=0, token_ids=[5], finish_reason=LENGTH))
+    await settle()
+    assert not second.task.done()
+    assert not second.received
+    own = bench.d.sent[-1].generate.attempt
+    bench.d.say("same", own, tokens=pb.Tokens(index=0, token_ids=[6], finish_reason=LENGTH))
+    await second.task
+    assert list(second.received[0].token_ids) == [6]
 
 
 @pytest.mark.parametrize("other", ["the same", "another"])

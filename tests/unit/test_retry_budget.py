@@ -87,7 +87,7 @@ def test_who_is_refused_hears_why_and_when_to_come_again() -> None:
 
 
 def test_who_has_no_attempt_left_hears_the_failure_itself_and_pays_nothing() -> None:
-    budget = RetryBudget(2)
+    budget = RetryBudget(MAX_ATTEMPTS - 2)
     num_attempts, end = ask(budget, lambda: True)
     assert num_attempts == MAX_ATTEMPTS
     assert isinstance(end.error, InternalError)
