@@ -93,8 +93,9 @@ async def running(transport: str, pool_arguments: tuple[int, int, int]) -> Async
     identity = Identity(worker_id="prefill", incarnation="bench", compat_digest="bench")
     if transport == "local":
         bench = BenchReceiver(transport, make_pool(*pool_arguments, seed=2))
-        await bench.receiver.start("local")
-        sender = kv_transfer.create_sender(transport, pool=pool, identity=identity, receivers={"local": bench.receiver})
+        address = "127.0.0.1:1"  # a name only: nobody listens there
+        await bench.receiver.start(address)
+        sender = kv_transfer.create_sender(transport, pool=pool, identity=identity, receivers={address: bench.receiver})
         yield sender, bench.grant
         await sender.close()
         await bench.receiver.close()
