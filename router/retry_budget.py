@@ -4,7 +4,7 @@ A worker that dies takes hundreds of streams with it, and each must go on elsewh
 free, and so is the first after each attempt that brought its client something, so that what is done for nothing is at
 most as much as what is not. What fails twice in a row fails for a reason that others have too: each further retry costs
 a token of one bucket, which answers fill again. Where nothing is answered it runs dry, and requests end with
-their second failure instead of bringing a sick cluster four times its work.
+their second failure instead of bringing a sick cluster many times its work.
 
     full ──retries after futile ones: a token each──> less ──> empty: those retries are refused
       └<────────── each answer: a tenth of a token ──┘<────────┘
