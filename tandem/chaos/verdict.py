@@ -10,6 +10,8 @@ from typing import Any
 from tandem.chaos.load import Asked, Ending
 
 MAX_FINDINGS = 20
+ROUTER_RETURNS_S = 15.0
+"""How long after its death the router may refuse: it is started again, and finds its workers again."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,7 +50,8 @@ def needs_check(asked: Asked) -> bool:
 def judge(history: Iterable[Asked], expected: Mapping[int, list[int]], router_deaths_s: Sequence[float]) -> Verdict:
     """`expected`: by number, the tokens of a run without faults, for every request that `needs_check`.
 
-    A stream may break off only by a death of the router (`router_deaths_s`, on the history's clock); what it gave
+    A stream may break off, and a request be refused with nobody to serve, only by a death of the router
+    (`router_deaths_s`, on the history's clock): of each kind of worker one is whole at any moment. What a stream gave
     before counts like any other.
     """
     by_ending: Counter[str] = Counter()
@@ -83,6 +86,10 @@ def _fault_of(asked: Asked, wanted: list[int], router_deaths_s: Sequence[float])
         case Ending.HUNG | Ending.GIVEN_UP:
             return "lost", asked.error
         case Ending.BROKEN if not any(asked.began_s <= death_s <= asked.ended_s for death_s in router_deaths_s):
+            return "lost", asked.error
+        case Ending.UNAVAILABLE if not any(
+            0 <= asked.ended_s - death_s < ROUTER_RETURNS_S for death_s in router_deaths_s
+        ):
             return "lost", asked.error
         case Ending.WRONG:
             return "repeated" if asked.error.startswith("StreamBroken") else "wrong", asked.error

@@ -1,0 +1,104 @@
+"""What a soak's history proves, and which faults are planned."""
+
+from __future__ import annotations
+
+import pytest
+
+from rpc.errors import DeadlinePassed, InternalError, NoWorker, Overloaded, TandemError, Unreachable
+from tandem.answer import StreamBroken
+from tandem.chaos.faults import RECOVERY_S, FaultKind, plan_faults
+from tandem.chaos.load import Asked, Ending, ending_of
+from tandem.chaos.verdict import Verdict, judge
+
+WANTED = [1, 2, 3]
+
+
+def verdict_of(ending: Ending | None, token_ids: list[int], *, router_deaths_s: tuple[float, ...] = ()) -> Verdict:
+    """Of one request that ran from second 100 to second 110."""
+    asked = Asked(0, [5], {}, token_ids, ending, "why", began_s=100.0, ended_s=110.0)
+    return judge([asked], {0: WANTED}, router_deaths_s)
+
+
+@pytest.mark.parametrize(
+    ("ending", "token_ids", "router_deaths_s"),
+    [
+        (Ending.ANSWERED, [1, 2, 3], ()),
+        (Ending.LEFT, [1, 2], ()),
+        (Ending.LEFT, [], ()),
+        (Ending.OVERLOADED, [], ()),
+        (Ending.BROKEN, [1], (105.0,)),
+        (Ending.UNAVAILABLE, [], (105.0,)),
+    ],
+)
+def test_what_may_happen(ending: Ending, token_ids: list[int], router_deaths_s: tuple[float, ...]) -> None:
+    verdict = verdict_of(ending, token_ids, router_deaths_s=router_deaths_s)
+    assert not verdict.findings
+    assert verdict.num_tokens_checked == len(token_ids)
+
+
+@pytest.mark.parametrize(
+    ("ending", "token_ids", "router_deaths_s", "counted"),
+    [
+        (None, [1], (), "num_lost"),
+        (Ending.HUNG, [1], (105.0,), "num_lost"),
+        (Ending.GIVEN_UP, [1], (105.0,), "num_lost"),
+        (Ending.BROKEN, [1], (), "num_lost"),
+        (Ending.BROKEN, [1], (50.0, 150.0), "num_lost"),
+        (Ending.UNAVAILABLE, [], (), "num_lost"),
+        (Ending.UNAVAILABLE, [], (50.0, 150.0), "num_lost"),
+        (Ending.ANSWERED, [1, 2], (), "num_lost"),
+        (Ending.ANSWERED, [1, 2, 4], (), "num_wrong"),
+        (Ending.ANSWERED, [1, 2, 3, 4], (), "num_wrong"),
+        (Ending.LEFT, [2], (), "num_wrong"),
+        (Ending.BROKEN, [2], (105.0,), "num_wrong"),
+        (Ending.WRONG, [], (), "num_wrong"),
+    ],
+)
+def test_what_may_not(
+    ending: Ending | None, token_ids: list[int], router_deaths_s: tuple[float, ...], counted: str
+) -> None:
+    verdict = verdict_of(ending, token_ids, router_deaths_s=router_deaths_s)
+    assert len(verdict.findings) == 1
+    assert [getattr(verdict, name) for name in ("num_lost", "num_repeated", "num_wrong")].count(1) == 1
+    assert getattr(verdict, counted) == 1
+
+
+def test_a_stream_that_its_client_refused_is_counted_as_repeated() -> None:
+    error = repr(StreamBroken("a gap"))
+    asked = Asked(0, [5], {}, [1], ending_of(StreamBroken("a gap"), 1), error, began_s=0.0, ended_s=1.0)
+    assert judge([asked], {0: WANTED}, ()).num_repeated == 1
+
+
+@pytest.mark.parametrize(
+    ("error", "num_tokens", "ending"),
+    [
+        (DeadlinePassed(), 0, Ending.HUNG),
+        (Overloaded(), 0, Ending.OVERLOADED),
+        (Overloaded(), 1, Ending.WRONG),
+        (NoWorker(), 0, Ending.UNAVAILABLE),
+        (NoWorker(), 1, Ending.GIVEN_UP),
+        (Unreachable(), 1, Ending.BROKEN),
+        (InternalError(), 0, Ending.WRONG),
+    ],
+)
+def test_what_an_error_means(error: TandemError, num_tokens: int, ending: Ending) -> None:
+    assert ending_of(error, num_tokens) is ending
+
+
+WORKERS = ["prefill-1", "prefill-2", "decode-1", "decode-2"]
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_of_each_role_one_worker_is_whole_at_any_moment(seed: int) -> None:
+    plan = plan_faults(seed, 300, WORKERS, 2.0)
+    assert plan == plan_faults(seed, 300, WORKERS, 2.0)
+    assert {fault.kind for fault in plan} == set(FaultKind)
+    for number, fault in enumerate(plan):
+        lasts_s = RECOVERY_S if fault.kind is FaultKind.KILL else fault.duration_s
+        for later in plan[number + 1 :]:
+            is_peer = later.target != fault.target and later.target.split("-")[0] == fault.target.split("-")[0]
+            assert not is_peer or later.at_s >= fault.at_s + lasts_s
+
+
+def test_where_kv_cannot_be_reached_it_is_not_damaged() -> None:
+    assert all(fault.kind is not FaultKind.DAMAGE for fault in plan_faults(1, 300, WORKERS, 2.0, can_damage=False))
