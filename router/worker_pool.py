@@ -35,7 +35,7 @@ from rpc.channel import open_channel
 _log = logging.getLogger(__name__)
 
 _RECONNECT_MIN_S = 0.1
-_RECONNECT_MAX_S = 5.0
+_RECONNECT_MAX_S = 1.0
 
 
 class WorkerPool:

@@ -2,10 +2,13 @@
 
 Owns the stream, the beats that keep the worker's leases alive, and the inboxes of the requests that use this worker.
 
-    CONNECTING ──first message from the worker──> OPEN ──stream ends, any reason──> LOST
+    CONNECTING ──first message from the worker──> OPEN ──stream ends, or a lease of silence──> LOST
                                                              every request here is told WorkerLost, once
 
 A lost session never comes back: what it had started on the worker has been freed there. A new one is opened instead.
+
+The worker beats, too. Its silence is counted in this process' own beats, not by the clock: a router that was held up
+itself, and finds a lease gone and the worker's messages still unread, does not take that for the worker's death.
 """
 
 from __future__ import annotations
@@ -13,21 +16,19 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import AsyncIterator, Callable
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import grpc
 
 from protos import tandem_worker_pb2 as pb
 from protos.tandem_worker_pb2_grpc import DecodeStub, PrefillStub
 from router.request_state import Event, WorkerKey, WorkerLost, WorkerSaid
-from rpc.session import PROTOCOL_VERSION
+from rpc.session import BEATS_PER_LEASE, PROTOCOL_VERSION
 
 _log = logging.getLogger(__name__)
 
 Inbox: TypeAlias = Callable[[Event], None]
 """Where the events of one request go."""
-
-_BEATS_PER_LEASE = 4
 
 
 class WorkerSession:
@@ -46,7 +47,10 @@ class WorkerSession:
         self.key = WorkerKey(record.worker_id, record.incarnation)
         self._role = record.role
         self._hello = pb.Hello(protocol_version=PROTOCOL_VERSION, router_id=router_id, incarnation=record.incarnation)
-        self._beat_s = max(0.05, record.lease_ms / 1000 / _BEATS_PER_LEASE)
+        self._lease_ms = record.lease_ms
+        self._beat_s = max(0.05, record.lease_ms / 1000 / BEATS_PER_LEASE)
+        self._num_silent_beats = 0
+        """Since the worker's last message."""
         self._channel = channel
         self._on_load = on_load
         self._on_open = on_open
@@ -87,9 +91,11 @@ class WorkerSession:
     # -- inside -------------------------------------------------------------------------------------------------
 
     async def _run(self) -> None:
+        stream = self._open_stream()
+        watch = asyncio.create_task(self._watch(stream))
         try:
-            stream = self._open_stream()
             async for message in stream:
+                self._num_silent_beats = 0
                 if message is None:  # gRPC's clients make that of bytes that are no message
                     self.lost_why = "the worker sent bytes that are no message"
                     stream.cancel()
@@ -103,7 +109,16 @@ class WorkerSession:
             self.lost_why = f"{error.code().name}: {error.details()}"
             self.is_our_fault = error.code() is grpc.StatusCode.ABORTED
         finally:
+            watch.cancel()
             self._lose()
+
+    async def _watch(self, stream: grpc.aio.StreamStreamCall[Any, Any]) -> None:
+        """End the session of a worker that hangs, or that nothing comes through from: TCP may not notice for hours."""
+        while self._num_silent_beats <= BEATS_PER_LEASE:
+            await asyncio.sleep(self._beat_s)
+            self._num_silent_beats += 1
+        self.lost_why = f"the worker has said nothing for {self._lease_ms} ms"
+        stream.cancel()
 
     def _open_stream(self) -> grpc.aio.StreamStreamCall[pb.PrefillCommand | pb.DecodeCommand, pb.WorkerEvents | None]:
         stub = PrefillStub if self._role == pb.Role.ROLE_PREFILL else DecodeStub

@@ -8,6 +8,7 @@ what a session started on the worker ends in the service's own `finally`.
                                    await run_session(…):
     commands, Beat ──────────────>   handle(command) for each                     raises LeaseGone after lease_ms
     <── WorkerEvents ─────────────   outbox.messages()  <── outbox.post(events)   of silence
+    <── WorkerEvents, load alone ─   four times in a lease, whatever else is said: so the router knows it is alive
                                    run_session returns: the router has closed its side, or outbox.close() was called
     stream dropped ──────────────> run_session is cancelled
                                    finally: free what the session owns
@@ -28,6 +29,9 @@ from rpc.errors import Incompatible, InvalidRequest, LeaseGone
 
 PROTOCOL_VERSION = 1
 """Of the Session streams; raised whenever an old peer would misread a new one."""
+
+BEATS_PER_LEASE = 4
+"""How often each side says that it lives, at least."""
 
 MAX_NAME_LENGTH = 256
 """Characters in the name of a router or a request: names are kept, logged and sent back."""
@@ -120,6 +124,7 @@ async def run_session(
     """
     reader = asyncio.create_task(_read_all(commands, handle, lease_ms))
     writer = asyncio.create_task(_write_all(outbox, context))
+    beats = asyncio.create_task(_beat(outbox, lease_ms))
     try:
         await asyncio.wait({reader, writer}, return_when=asyncio.FIRST_COMPLETED)
         outbox.close()
@@ -132,9 +137,9 @@ async def run_session(
             writer.result()
     finally:
         outbox.close()
-        reader.cancel()
-        writer.cancel()
-        await asyncio.wait({reader, writer})
+        for task in (reader, writer, beats):
+            task.cancel()
+        await asyncio.wait({reader, writer, beats})
 
 
 async def _read_all(commands: AsyncIterator[Command], handle: Callable[[Command], None], lease_ms: int) -> None:
@@ -152,6 +157,12 @@ async def _read_all(commands: AsyncIterator[Command], handle: Callable[[Command]
 async def _write_all(outbox: EventOutbox, context: Any) -> None:
     async for message in outbox.messages():
         await context.write(message)
+
+
+async def _beat(outbox: EventOutbox, lease_ms: int) -> None:
+    while True:
+        await asyncio.sleep(lease_ms / 1000 / BEATS_PER_LEASE)
+        outbox.post()
 
 
 def check_hello(command: pb.PrefillCommand | pb.DecodeCommand, *, incarnation: str) -> pb.Hello:

@@ -27,6 +27,9 @@ DEFAULT_ADDRESS = "127.0.0.1:50051"
 CONTROL_TIMEOUT_S = 10.0
 """Of calls that ask and do not generate."""
 
+MAX_TIMEOUT_S = 1e8
+"""Three years: gRPC takes much longer ones for none at all."""
+
 Prompt = str | Sequence[int] | Sequence[Mapping[str, str]]
 """A text, token ids, or messages ({"role": ..., "content": ...}) for the model's chat template."""
 
@@ -104,6 +107,15 @@ def _sampling_params(sampling: Mapping[str, Any]) -> pb.SamplingParams:
     return params
 
 
+def _timeout(timeout_s: float | None) -> float | None:
+    """As gRPC takes it: None is for ever. Raises `ValueError` for what is no time."""
+    if timeout_s is None or timeout_s == float("inf"):
+        return None
+    if not timeout_s > 0:  # NaN, too
+        raise ValueError(f"timeout_s: must be more than 0, is {timeout_s}")
+    return min(timeout_s, MAX_TIMEOUT_S)
+
+
 @contextmanager
 def _errors_of_ours() -> Generator[None]:
     try:
@@ -129,7 +141,7 @@ class Client:
         timeout_s: float | None = None,
         **sampling: Unpack[Sampling],
     ) -> Answer:
-        """The whole answer. `timeout_s` becomes the request's deadline everywhere."""
+        """The whole answer. `timeout_s` becomes the request's deadline everywhere; None and infinity: there is none."""
         stream = AnswerStream()
         request = generate_request(prompt, request_id=request_id, model=model, stream=False, **sampling)
         for _ in self._read(request, stream, timeout_s):
@@ -153,7 +165,7 @@ class Client:
         self, request: pb.GenerateRequest, stream: AnswerStream, timeout_s: float | None
     ) -> Generator[pb.GenerateResponse]:
         with _errors_of_ours():
-            call = self._inference.Generate(request, timeout=timeout_s)
+            call = self._inference.Generate(request, timeout=_timeout(timeout_s))
             try:
                 for message in call:
                     yield stream.accept(message)
@@ -243,7 +255,7 @@ class AsyncClient:
         self, request: pb.GenerateRequest, stream: AnswerStream, timeout_s: float | None
     ) -> AsyncGenerator[pb.GenerateResponse]:
         with _errors_of_ours():
-            call = self._inference.Generate(request, timeout=timeout_s)
+            call = self._inference.Generate(request, timeout=_timeout(timeout_s))
             try:
                 async for message in call:
                     yield stream.accept(message)

@@ -33,6 +33,8 @@ class FaultyProxy:
         self.num_damaged = 0
         """Pieces that were damaged so far."""
         self.num_bytes_up = 0
+        self.num_reset = 0
+        """Connections that were reset in use."""
         self._random = random.Random(seed)
         self._delay_s = 0.0
         self._bytes_per_s = 0.0
@@ -157,6 +159,7 @@ class FaultyProxy:
         return piece
 
     def _reset_all(self) -> None:
+        self.num_reset += len(self._writers) // 2  # each has two ends
         for writer in list(self._writers):
             _reset(writer)
 

@@ -157,6 +157,15 @@ class FragileCluster:
         assert proxy is not None
         return proxy
 
+    def num_reset(self) -> int:
+        """Connections that proxies have reset in use."""
+        return sum(service.proxy.num_reset for service in self.services.values() if service.proxy is not None)
+
+    def num_sessions_lost(self, worker: str) -> int:
+        """By the routers' logs, ever."""
+        logs = [service.log.read_text() for name, service in self.services.items() if name.startswith("router")]
+        return sum(log.count(f"session lost worker={worker} ") for log in logs)
+
     def heal(self) -> None:
         for service in self.services.values():
             if service.proxy is not None:

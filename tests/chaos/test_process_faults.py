@@ -46,13 +46,14 @@ def with_load(cluster: FragileCluster, worker: str) -> bool:
 
 def test_a_decode_worker_hangs_and_comes_back(cluster: FragileCluster) -> None:
     """Stopped for three leases in the middle of its streams. What it still says afterwards is not believed."""
-    prompts = fresh_prompts()
+    prompts, num_lost = fresh_prompts(), cluster.num_sessions_lost("decode-1")
     with ThreadPoolExecutor(1) as thread:
         asked = thread.submit(ask, cluster, prompts)
         wait_until(lambda: with_load(cluster, "decode-1"), 20, "decode-1 works")
         cluster.services["decode-1"].signal(signal.SIGSTOP)
         threading.Timer(3 * LEASE_MS / 1000, lambda: cluster.services["decode-1"].signal(signal.SIGCONT)).start()
         answers = asked.result(100)
+    assert cluster.num_sessions_lost("decode-1") > num_lost, "nobody took it for dead"
     check(cluster, prompts, answers)
 
 
@@ -78,16 +79,19 @@ def test_clients_that_leave_at_any_moment(cluster: FragileCluster) -> None:
     """Queued, granted, prefilling, pushing, decoding: whenever it is, nothing stays behind."""
     moments, places = random.Random(9), asyncio.Semaphore(8)
 
-    async def leave_early(client: AsyncClient, prompt: list[int]) -> None:
+    async def leave_early(client: AsyncClient, prompt: list[int]) -> bool:
+        """Whether it left, and did not get its answer before."""
         with suppress(TimeoutError):
             async with places, asyncio.timeout(moments.uniform(0.005, 1.5)):
                 await client.generate(prompt, **SAMPLING)
+                return False
+        return True
 
-    async def all_leave() -> None:
+    async def all_leave() -> list[bool]:
         async with AsyncClient(cluster.services["router-1"].address) as client:
-            await asyncio.gather(*(leave_early(client, prompt) for prompt in fresh_prompts(24)))
+            return await asyncio.gather(*(leave_early(client, prompt) for prompt in fresh_prompts(24)))
 
-    asyncio.run(all_leave())
+    assert sum(asyncio.run(all_leave())) > 6
     cluster.wait_until_at_rest(10)
 
 

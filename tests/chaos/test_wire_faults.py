@@ -76,18 +76,22 @@ def test_connections_cut_in_the_middle(cluster: FragileCluster, num_bytes: int) 
     prompts = fresh_prompts()
     for name in ("prefill-1", "decode-1", "decode-2"):
         cluster.proxy(name).cut_after(num_bytes if name != "prefill-1" else min(num_bytes, 2000))
-    check(cluster, prompts, ask(cluster, prompts))
+    num_before = cluster.num_reset()
+    answers = ask(cluster, prompts)
+    assert cluster.num_reset() > num_before, "nothing was cut"
+    check(cluster, prompts, answers)
 
 
 def test_a_partition_in_the_middle_of_streams(cluster: FragileCluster) -> None:
     """A decode worker whose packets all vanish for two leases: its streams go on elsewhere, its grants are freed."""
-    prompts = fresh_prompts()
+    prompts, num_lost = fresh_prompts(), cluster.num_sessions_lost("decode-1")
     with ThreadPoolExecutor(1) as thread:
         asked = thread.submit(ask, cluster, prompts)
         wait_until(lambda: cluster.workers()["decode-1"].record.load.num_running > 0, 20, "something decodes there")
         cluster.proxy("decode-1").freeze()
         threading.Timer(2 * LEASE_MS / 1000, cluster.proxy("decode-1").thaw).start()
         answers = asked.result(100)
+    assert cluster.num_sessions_lost("decode-1") > num_lost, "nobody took it for dead"
     check(cluster, prompts, answers)
 
 

@@ -117,7 +117,16 @@ async def test_silent_router_loses_its_lease_and_beats_keep_it() -> None:
             await stream.write(pb.DecodeCommand(beat=pb.Beat()))
         assert not worker.is_freed.is_set()
         with pytest.raises(LeaseGone), rpc_errors_as_tandem_errors():
-            await stream.read()
+            [message async for message in stream]
+
+
+async def test_the_worker_beats_when_it_has_nothing_to_say() -> None:
+    async with session(lease_ms=400) as (_, stream):
+        await stream.write(hello())
+        for _ in range(3):
+            message = await stream.read()
+            assert (list(message.events), message.load.num_running) == ([], 5)
+        await stream.done_writing()
 
 
 async def test_silent_router_that_does_not_read_either_is_freed_too() -> None:

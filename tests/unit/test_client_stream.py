@@ -243,3 +243,23 @@ def test_a_deadline_travels(server: tuple[str, Scripted]) -> None:
         client.generate("hi", timeout_s=30)
     assert seen[0] is not None
     assert 0 < seen[0] < 31
+
+
+@pytest.mark.parametrize("timeout_s", [float("nan"), 0.0, -1.0, float("-inf")])
+async def test_what_is_no_time_is_no_timeout(
+    server: tuple[str, Scripted], async_client: AsyncClient, timeout_s: float
+) -> None:
+    with Client(server[0]) as client, pytest.raises(ValueError, match="timeout_s: must be more than 0"):
+        client.generate("hi", timeout_s=timeout_s)
+    with pytest.raises(ValueError, match="timeout_s: must be more than 0"):
+        await async_client.generate("hi", timeout_s=timeout_s)
+
+
+@pytest.mark.parametrize("timeout_s", [None, float("inf"), 1e300])
+async def test_for_ever_is_a_timeout(
+    server: tuple[str, Scripted], async_client: AsyncClient, timeout_s: float | None
+) -> None:
+    server[1].script = lambda request, context: iter(EXACT)
+    with Client(server[0]) as client:
+        assert client.generate("hi", timeout_s=timeout_s).text == "abcd"
+    assert (await async_client.generate("hi", timeout_s=timeout_s)).text == "abcd"
