@@ -56,7 +56,9 @@ class Outage:
 
     def failed(self, error: BaseException) -> None:
         if self._num_failures == 0:
-            self._logger.warning("%s: Redis does not answer (%s: %s)", self._who, type(error).__name__, error)
+            # A timeout says only that no answer was taken in: this process itself may have been too busy for that.
+            why = "no answer in time" if isinstance(error, TimeoutError) else f"{type(error).__name__}: {error}"
+            self._logger.warning("%s: nothing from Redis (%s), going on with what is known", self._who, why)
         self._num_failures += 1
 
     def answered(self) -> None:

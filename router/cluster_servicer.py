@@ -50,6 +50,11 @@ class ClusterServicer(ClusterServicerBase):  # type: ignore[misc]
             workers=workers,
             unreachable=unreachable,
             ejected=self._cluster.pool.ejected,
+            apart=[
+                pb.WorkerPair(prefill_worker=pair.prefill.worker_id, decode_worker=pair.decode.worker_id)
+                for pair in self._cluster.pool.apart
+                if pair.prefill is not None
+            ],
         )
 
     async def Audit(self, request: pb.AuditRequest, context: grpc.aio.ServicerContext) -> pb.ClusterAudit:  # noqa: N802

@@ -1,11 +1,13 @@
-"""Which workers are set aside because they fail again and again, and when each is tried again. Pure: times are passed
-in, nothing is sent.
+"""Which workers, and which pairs of them, are set aside because they fail again and again, and when each is tried
+again. Pure: times are passed in, nothing is sent.
 
     IN USE ──3 failures in a row──> EJECTED ──its pause is over──> PROBATION ──a success──> IN USE
       │ ^                           ^  1, 2, 4 ... 30 s                │ one request at a time, as a probe
       └─┘ a success: none in a row  └──────────── a failure ───────────┘
 
-- Workers are known by id, not by process: one that dies, is restarted and dies again is the same.
+- Workers are known by id, not by process: one that dies, is restarted and dies again is the same. A pair is a prefill
+  and a decode worker between which transfers fail: nobody can tell from here which of them is to blame, so they are
+  kept apart, and both serve with others. What is said here of a worker goes for a pair.
 - A failure is what is the worker's own fault: an attempt that it failed, nonsense that it said, a session lost with
   requests on it. Whoever calls decides that (`RequestState`, `WorkerPool`).
 - One event counts once. Attempts that were under way when a failure was counted may have ended by the same cause: that
@@ -53,37 +55,37 @@ class Ejections:
 
     def __init__(self) -> None:
         self.troubles: dict[str, _Trouble] = {}
-        """By worker id."""
+        """By name: a worker's id, or whatever names a pair."""
         self._num_failures = 0
         """Counted ever, of all workers: tells what began before which failure."""
 
-    def is_ejected(self, worker_id: str) -> bool:
+    def is_ejected(self, name: str) -> bool:
         """Whether it is not in use, on probation or not."""
-        trouble = self.troubles.get(worker_id)
+        trouble = self.troubles.get(name)
         return trouble is not None and trouble.num_ejections > 0
 
-    def is_set_aside(self, worker_id: str, now_s: float) -> bool:
+    def is_set_aside(self, name: str, now_s: float) -> bool:
         """Whether requests are to go elsewhere now. Not, if the next one would be its probe."""
-        trouble = self.troubles.get(worker_id)
+        trouble = self.troubles.get(name)
         if trouble is None or not trouble.num_ejections:
             return False
         is_being_probed = trouble.probe is not None and now_s < trouble.probe_until_s
         return now_s < trouble.paused_until_s or is_being_probed
 
-    def begin(self, worker_id: str, now_s: float) -> Trial:
+    def begin(self, name: str, now_s: float) -> Trial:
         """An attempt is planned on the worker. On probation, it is the probe if there is none."""
-        trial = Trial(self, worker_id, self._num_failures)
-        if self.is_ejected(worker_id) and not self.is_set_aside(worker_id, now_s):
-            trouble = self.troubles[worker_id]
+        trial = Trial(self, name, self._num_failures)
+        if self.is_ejected(name) and not self.is_set_aside(name, now_s):
+            trouble = self.troubles[name]
             trouble.probe = trial
             trouble.probe_until_s = now_s + PROBE_S
         return trial
 
-    def count_failure(self, worker_id: str, now_s: float) -> float | None:
+    def count_failure(self, name: str, now_s: float) -> float | None:
         """One failure: an attempt's (`Trial.fail`), or a session lost. Returns for how many seconds that ejects the
         worker, or None."""
         self._forget(now_s)
-        trouble = self.troubles.setdefault(worker_id, _Trouble())
+        trouble = self.troubles.setdefault(name, _Trouble())
         if now_s < trouble.paused_until_s:
             return None
         self._num_failures += 1
@@ -99,9 +101,9 @@ class Ejections:
         return pause_s
 
     def _forget(self, now_s: float) -> None:
-        for worker_id, trouble in list(self.troubles.items()):
+        for name, trouble in list(self.troubles.items()):
             if now_s - trouble.failed_s > FORGET_S:
-                del self.troubles[worker_id]
+                del self.troubles[name]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -109,7 +111,7 @@ class Trial:
     """One attempt on one worker. Made by `Ejections.begin`; to be ended, whatever was said of the worker before."""
 
     ejections: Ejections
-    worker_id: str
+    name: str
     num_failures_before: int
     """Counted until it began, of all workers."""
 
@@ -124,7 +126,7 @@ class Trial:
         trouble = self._trouble
         if trouble is None or (trouble.num_ejections and self._is_older_than(trouble)):
             return False
-        del self.ejections.troubles[self.worker_id]
+        del self.ejections.troubles[self.name]
         return trouble.num_ejections > 0
 
     def fail(self, now_s: float) -> float | None:
@@ -132,11 +134,11 @@ class Trial:
         trouble = self._trouble
         if trouble is not None and self._is_older_than(trouble):
             return None
-        return self.ejections.count_failure(self.worker_id, now_s)
+        return self.ejections.count_failure(self.name, now_s)
 
     @property
     def _trouble(self) -> _Trouble | None:
-        return self.ejections.troubles.get(self.worker_id)
+        return self.ejections.troubles.get(self.name)
 
     def _is_older_than(self, trouble: _Trouble) -> bool:
         """Whether the attempt began before the worker's last failure."""

@@ -213,10 +213,10 @@ class Lifecycle:
             match action:
                 case SendCancel(worker, attempt):
                     self._send_cancel(worker, attempt)
-                case NoteSuccess(worker) if self._room is not None:
-                    self._cluster.pool.note_success(worker, self._room)
-                case NoteFault(worker) if self._room is not None:
-                    self._cluster.pool.note_fault(worker, self._room)
+                case NoteSuccess(who) if self._room is not None:
+                    self._cluster.pool.note_success(who, self._room)
+                case NoteFault(who) if self._room is not None:
+                    self._cluster.pool.note_fault(who, self._room)
 
     def _enter_queue(self, action: EnterQueue) -> None:
         if self._room is not None:

@@ -16,7 +16,7 @@ The decode worker prefills the prompt itself where that is better for all, in to
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from router.request_state import Plan, WorkerKey
@@ -80,10 +80,12 @@ def choose_plan(
     prefill: Sequence[PrefillCandidate],
     decode: Sequence[DecodeCandidate],
     avoid: frozenset[WorkerKey] = frozenset(),
+    are_apart: Callable[[Plan], bool] = lambda _: False,
 ) -> Plan | None:
     """The best plan now for a prompt of `num_tokens` tokens, or None: wait until something changes.
 
     Those in `avoid` decode only where nobody else can, and do not prefill: the decode worker can do without.
+    `are_apart`: whether transfers between the two workers of a plan fail, so that they are not to be paired.
     """
     with_room = [d for d in decode if not d.is_full and d.num_available_blocks >= d.num_blocks(num_tokens)]
     if not with_room:
@@ -93,7 +95,11 @@ def choose_plan(
         key=lambda d: (d.key in avoid, max(0, d.num_blocks(num_tokens) - d.num_cached_blocks) + d.num_used_blocks),
     )
     num_uncached_tokens = num_tokens - best.num_cached_blocks * best.block_size
-    compatible = [p for p in prefill if p.compat_digest == best.compat_digest and p.key not in avoid]
+    compatible = [
+        p
+        for p in prefill
+        if p.compat_digest == best.compat_digest and p.key not in avoid and not are_apart(Plan(best.key, p.key))
+    ]
     if num_uncached_tokens <= config.local_max_uncached_tokens or not compatible:
         return Plan(best.key, None)
 

@@ -32,6 +32,7 @@ from rpc.errors import (
     InvalidRequest,
     LeaseGone,
     NoWorker,
+    Overloaded,
     TandemError,
     Unreachable,
     error_of_code,
@@ -40,7 +41,7 @@ from rpc.errors import (
 BETWEEN_WORKERS = (Unreachable, LeaseGone, Incompatible, CorruptKV)
 """What a worker may fail with though it is well: its peer in a transfer is gone, has given the memory away or is of
 another kind, the network damages what is sent; or it leaves (UNAVAILABLE, too). Nobody can tell from here who is to
-blame, so nobody is. A peer that died loses its session, and that counts."""
+blame, so neither is, but the two together. A peer that died loses its session, and that counts."""
 RETRY_AFTER_S = 1.0
 """What a client is told whose request the budget does not let try again."""
 
@@ -148,16 +149,18 @@ class SendCancel:
 
 @dataclass(frozen=True, slots=True)
 class NoteSuccess:
-    """The worker did its part of the running attempt: the prompt is computed and handed over, the answer complete."""
+    """The worker did its part of the running attempt: the prompt is computed and handed over, the answer complete. Or
+    both workers of a plan did: the transfer between them."""
 
-    worker: WorkerKey
+    who: WorkerKey | Plan
 
 
 @dataclass(frozen=True, slots=True)
 class NoteFault:
-    """The running attempt failed, and that is the worker's own fault. Of lost sessions the pool knows by itself."""
+    """The running attempt failed, and that is the worker's own fault, or that of the two workers of a plan together.
+    Of lost sessions the pool knows by itself."""
 
-    worker: WorkerKey
+    who: WorkerKey | Plan
 
 
 @dataclass(frozen=True, slots=True)
@@ -258,13 +261,13 @@ class RequestState:
         self.phase = Phase.RESERVING
         return [SendReserve(plan.decode)]
 
-    def _retry(self, error: TandemError, avoid: WorkerKey, *, is_fault: bool) -> list[Action]:
-        """Give up this attempt, and start another if there may be one. `is_fault`: it was `avoid`'s own."""
+    def _retry(self, error: TandemError, avoid: WorkerKey, *, at_fault: WorkerKey | Plan | None) -> list[Action]:
+        """Give up this attempt, and start another if there may be one."""
         self.num_failures += 1
         self.num_futile = 1 if len(self.token_ids) > self._first_index else self.num_futile + 1
         self._last_failure = error.message
         self._avoid |= {avoid}
-        notes: list[Action] = [NoteFault(avoid)] if is_fault else []
+        notes: list[Action] = [NoteFault(at_fault)] if at_fault is not None else []
         if self.num_futile >= self.max_attempts:
             return [*notes, *self._end(FinishReason.FINISH_REASON_ERROR, error)]
         if not self.budget.take(self.num_futile):
@@ -275,9 +278,9 @@ class RequestState:
         return [*notes, *cancels, EnterQueue(is_return=True, avoid=self._avoid)]
 
     def _with_last_failure(self, error: Exception | None) -> Exception | None:
-        """Where nobody is left to try: why the last one who tried did not succeed."""
-        if isinstance(error, NoWorker) and self._last_failure:
-            return NoWorker(f"{self._last_failure}; {error.message}", retry_after_s=error.retry_after_s)
+        """Where nobody is left to try, or had room in time: why the last one who tried did not succeed."""
+        if isinstance(error, NoWorker | Overloaded) and self._last_failure:
+            return type(error)(f"{self._last_failure}; {error.message}", retry_after_s=error.retry_after_s)
         return error
 
     def _cancel_attempt(self) -> list[Action]:
@@ -307,7 +310,7 @@ class RequestState:
             return self._end(self._finish_reason)
         if worker == self.plan.prefill and self.phase is Phase.DECODING:
             return []  # its part was done
-        return self._retry(NoWorker(f"worker {worker.worker_id} was lost"), avoid=worker, is_fault=False)
+        return self._retry(NoWorker(f"worker {worker.worker_id} was lost"), avoid=worker, at_fault=None)
 
     def _on_worker(self, worker: WorkerKey, said: WorkerEvent) -> list[Action]:
         plan = self.plan
@@ -378,16 +381,21 @@ class RequestState:
         if not said.HasField("handed_over") or self.plan is None or worker != self.plan.prefill:
             return []
         self.transfer = said.handed_over.stats
-        return [NoteSuccess(worker)]
+        return [NoteSuccess(worker), NoteSuccess(self.plan)]
 
     def _on_failed(self, worker: WorkerKey, failed: Failed) -> list[Action]:
         error = error_of_code(failed.code, f"worker {worker.worker_id}: {failed.message}")
         if failed.can_retry:
             if isinstance(error, InvalidRequest):  # what one worker asked of another, not what the client asked of us
                 error = InternalError(error.message)
-            return self._retry(error, avoid=worker, is_fault=not isinstance(error, BETWEEN_WORKERS))
+            at_fault = self._pair_of(worker) if isinstance(error, BETWEEN_WORKERS) else worker
+            return self._retry(error, avoid=worker, at_fault=at_fault)
         return self._end(FinishReason.FINISH_REASON_ERROR, error)
+
+    def _pair_of(self, worker: WorkerKey) -> Plan | None:
+        """Those between whom a transfer failed that `worker` began."""
+        return self.plan if self.plan is not None and worker == self.plan.prefill else None
 
     def _on_nonsense(self, worker: WorkerKey, what: str) -> list[Action]:
         """A worker that breaks the protocol is not believed: the attempt is given up."""
-        return self._retry(NoWorker(f"worker {worker.worker_id} {what}"), avoid=worker, is_fault=True)
+        return self._retry(NoWorker(f"worker {worker.worker_id} {what}"), avoid=worker, at_fault=worker)

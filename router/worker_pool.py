@@ -13,7 +13,7 @@ same blocks).
 
 A worker that fails again and again is set aside, and probed before it is used again (`ejection`). It prefills nothing
 then, and decodes only where no other decode worker is there; that the others are full is no reason: it has room because
-it fails.
+it fails. Two workers between which transfers fail again and again are not paired, as long and as often.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from protos import tandem_worker_pb2 as pb
 from router.ejection import Ejections, Trial
 from router.policy import STALL_WEIGHT, DecodeCandidate, PolicyConfig, PrefillCandidate, choose_plan
 from router.queue import QueuedRequest
-from router.request_state import WorkerKey
+from router.request_state import Plan, WorkerKey
 from router.worker_handle import TakenRoom, WorkerHandle
 from router.worker_session import WorkerSession
 from rpc.channel import open_channel
@@ -163,12 +163,15 @@ class WorkerPool:
                 for h in decode
             ],
             avoid=request.avoid,
+            are_apart=lambda plan: self._ejections.is_set_aside(_name_of(plan), now_s),
         )
         if plan is None:
             return None
         prefill = self._handles[plan.prefill] if plan.prefill is not None else None
-        workers = [key.worker_id for key in (plan.decode, plan.prefill) if key is not None]
-        trials = [self._ejections.begin(worker_id, now_s) for worker_id in workers]
+        names = [plan.decode.worker_id]
+        if plan.prefill is not None:
+            names += [plan.prefill.worker_id, _name_of(plan)]
+        trials = [self._ejections.begin(name, now_s) for name in names]
         return TakenRoom(self._handles[plan.decode], prefill, request.num_tokens, trials)
 
     def _is_set_aside(self, handle: WorkerHandle, now_s: float) -> bool:
@@ -182,22 +185,32 @@ class WorkerPool:
         worker_ids = {h.record.worker_id for h in self._handles.values()}
         return sorted(worker_id for worker_id in worker_ids if self._ejections.is_ejected(worker_id))
 
-    def note_success(self, key: WorkerKey, room: TakenRoom) -> None:
-        """The worker did its part of the attempt that `room` was taken for."""
-        for trial in _trials_on(key, room):
+    @property
+    def apart(self) -> list[Plan]:
+        """Pairs of workers here that are not used together, or only to try, because transfers between them failed."""
+        prefill = [h.key for h in self.handles if h.record.role == pb.Role.ROLE_PREFILL]
+        decode = [h.key for h in self.handles if h.record.role == pb.Role.ROLE_DECODE]
+        pairs = [Plan(d, p) for p in prefill for d in decode]
+        return [pair for pair in pairs if self._ejections.is_ejected(_name_of(pair))]
+
+    def note_success(self, who: WorkerKey | Plan, room: TakenRoom) -> None:
+        """The worker, or the pair, did its part of the attempt that `room` was taken for."""
+        for trial in _trials_on(who, room):
             if trial.succeed():
-                _log.info("worker readmitted", extra={"worker": key.worker_id})
+                _log.info("worker readmitted" if isinstance(who, WorkerKey) else "pair readmitted", extra=_extra(who))
 
-    def note_fault(self, key: WorkerKey, room: TakenRoom) -> None:
-        """The attempt that `room` was taken for failed, by the worker's own fault. From one that is going: no news."""
-        handle = self._handles.get(key)
-        if handle is not None and not handle.is_going:
-            for trial in _trials_on(key, room):
-                self._log_ejection(key, trial.fail(self._now_s()))
+    def note_fault(self, who: WorkerKey | Plan, room: TakenRoom) -> None:
+        """The attempt that `room` was taken for failed, by the own fault of the worker, or of the pair. From one that
+        is going: no news."""
+        handles = [self._handles.get(key) for key in _keys_of(who)]
+        if all(handle is not None and not handle.is_going for handle in handles):
+            for trial in _trials_on(who, room):
+                self._log_ejection(who, trial.fail(self._now_s()))
 
-    def _log_ejection(self, key: WorkerKey, pause_s: float | None) -> None:
+    def _log_ejection(self, who: WorkerKey | Plan, pause_s: float | None) -> None:
         if pause_s is not None:
-            _log.warning("worker ejected", extra={"worker": key.worker_id, "pause_s": pause_s})
+            message = "worker ejected" if isinstance(who, WorkerKey) else "pair kept apart, transfers fail"
+            _log.warning(message, extra={**_extra(who), "pause_s": pause_s})
 
     # -- sessions -----------------------------------------------------------------------------------------------
 
@@ -260,5 +273,23 @@ class WorkerPool:
         await handle.channel.close()
 
 
-def _trials_on(key: WorkerKey, room: TakenRoom) -> list[Trial]:
-    return [trial for trial in room.trials if trial.worker_id == key.worker_id]
+def _keys_of(who: WorkerKey | Plan) -> list[WorkerKey]:
+    keys = [who] if isinstance(who, WorkerKey) else [who.prefill, who.decode]
+    return [key for key in keys if key is not None]
+
+
+def _name_of(who: WorkerKey | Plan) -> str:
+    """To `Ejections`. A worker that is restarted is the same, a pair is another: it may be what the restart was for."""
+    if isinstance(who, WorkerKey):
+        return who.worker_id
+    return " to ".join(f"{key.worker_id}/{key.incarnation}" for key in _keys_of(who))
+
+
+def _trials_on(who: WorkerKey | Plan, room: TakenRoom) -> list[Trial]:
+    return [trial for trial in room.trials if trial.name == _name_of(who)]
+
+
+def _extra(who: WorkerKey | Plan) -> dict[str, str]:
+    """For the log."""
+    names = [key.worker_id for key in _keys_of(who)]
+    return {"worker": names[0]} if isinstance(who, WorkerKey) else {"prefill": names[0], "decode": names[1]}

@@ -21,11 +21,14 @@ from typing import Any, TypeAlias
 import grpc
 
 from protos import tandem_worker_pb2 as pb
+from protos.tandem_inference_pb2 import FinishReason
 from protos.tandem_worker_pb2_grpc import DecodeStub, PrefillStub
 from router.request_state import Event, WorkerKey, WorkerLost, WorkerSaid
 from rpc.session import BEATS_PER_LEASE, PROTOCOL_VERSION
 
 _log = logging.getLogger(__name__)
+
+_FINISH_REASONS = frozenset(FinishReason.values())
 
 Inbox: TypeAlias = Callable[[Event], None]
 """Where the events of one request go."""
@@ -47,6 +50,7 @@ class WorkerSession:
         self.key = WorkerKey(record.worker_id, record.incarnation)
         self._role = record.role
         self._hello = pb.Hello(protocol_version=PROTOCOL_VERSION, router_id=router_id, incarnation=record.incarnation)
+        self._vocab_size = record.model.vocab_size
         self._lease_ms = record.lease_ms
         self._beat_s = max(0.05, record.lease_ms / 1000 / BEATS_PER_LEASE)
         self._num_silent_beats = 0
@@ -96,10 +100,11 @@ class WorkerSession:
         try:
             async for message in stream:
                 self._num_silent_beats = 0
-                if message is None:  # gRPC's clients make that of bytes that are no message
-                    self.lost_why = "the worker sent bytes that are no message"
+                if (complaint := self._complaint(message)) is not None:
+                    self.lost_why = f"the worker sent {complaint}"
                     stream.cancel()
                     return
+                assert message is not None
                 if not self.is_open:
                     self.is_open = True
                     self._on_open()
@@ -132,6 +137,18 @@ class WorkerSession:
                 yield await asyncio.wait_for(self._commands.get(), self._beat_s)
             except TimeoutError:
                 yield command_type(beat=pb.Beat())
+
+    def _complaint(self, message: pb.WorkerEvents | None) -> str | None:
+        """What is wrong with a message whatever it answers; order and place are the business of `RequestState`."""
+        if message is None:  # gRPC's clients make that of bytes that do not parse
+            return "bytes that are no message"
+        for event in message.events:
+            if event.HasField("tokens"):
+                if max(event.tokens.token_ids, default=0) >= self._vocab_size:
+                    return f"token {max(event.tokens.token_ids)} of a vocabulary of {self._vocab_size}"
+                if event.tokens.finish_reason not in _FINISH_REASONS:
+                    return f"finish reason {event.tokens.finish_reason}, which is unknown"
+        return None
 
     def _take_in(self, message: pb.WorkerEvents) -> None:
         """Events wait in inboxes; the load counts at once. So whoever acts on an event knows the load it came with."""

@@ -164,7 +164,12 @@ def log_bug(error: Exception, where: str) -> InternalError:
 
 
 async def abort(context: Any, error: TandemError) -> None:
-    """End the RPC with the status of `error`. Raises gRPC's AbortError, as `context.abort` does."""
+    """End the RPC with the status of `error`. Raises gRPC's AbortError, as `context.abort` does, or CancelledError."""
     status = to_status(error)
     code = next(code for code in grpc.StatusCode if code.value[0] == status.code)
-    await context.abort(code, status.message, ((DETAILS_KEY, status.SerializeToString()),))
+    try:
+        await context.abort(code, status.message, ((DETAILS_KEY, status.SerializeToString()),))
+    except grpc.aio.InternalError:
+        # The RPC ended while its status was under way, as when a deadline passes just then: nobody is there to be
+        # told. As a cancellation that is no news to gRPC; anything else it logs with a traceback.
+        raise asyncio.CancelledError from None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence, Set
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from protos.tandem_worker_pb2 import BlockLedger, ClusterAudit, ClusterStatus, Role, WorkerStatus
@@ -41,12 +41,14 @@ def status_table(status: ClusterStatus) -> Table:
         "",
     )
     workers = sorted(status.workers, key=lambda w: (w.record.role, w.record.worker_id))
-    return Table(headers=headers, rows=[_status_row(worker, set(status.ejected)) for worker in workers])
+    return Table(headers=headers, rows=[_status_row(worker, status) for worker in workers])
 
 
-def _status_row(worker: WorkerStatus, ejected: Set[str]) -> tuple[str, ...]:
+def _status_row(worker: WorkerStatus, status: ClusterStatus) -> tuple[str, ...]:
     record, load = worker.record, worker.record.load
-    remarks = {"draining": record.is_draining, "ejected": record.worker_id in ejected}
+    remarks = {"draining": record.is_draining, "ejected": record.worker_id in status.ejected}
+    for pair in status.apart:
+        remarks[f"no transfers to {pair.decode_worker}"] = record.worker_id == pair.prefill_worker
     return (
         record.worker_id,
         short_name(Role.DESCRIPTOR, record.role),

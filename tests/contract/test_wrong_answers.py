@@ -14,6 +14,7 @@ from kv_harness import DEADLINE_S, running_cluster
 from kv_transfer import InvalidTransfer
 from protos import tandem_kv_transfer_pb2 as kv_pb
 from protos import tandem_worker_pb2 as pb
+from protos.tandem_inference_pb2 import GetModelInfoResponse
 from router.cluster_servicer import ClusterServicer
 from router.request_state import Event, WorkerKey, WorkerLost
 from router.worker_session import WorkerSession
@@ -35,13 +36,28 @@ async def serving(service: str, **methods: grpc.RpcMethodHandler) -> tuple[Any, 
     return server, f"127.0.0.1:{port}"
 
 
+def of_tokens(**tokens: Any) -> bytes:
+    return pb.WorkerEvents(events=[pb.WorkerEvent(request_id="a", tokens=pb.Tokens(**tokens))]).SerializeToString()
+
+
+@pytest.mark.parametrize(
+    ("nonsense", "complaint"),
+    [
+        (GARBAGE, "bytes that are no message"),
+        (of_tokens(token_ids=[5, 100, 7]), "token 100 of a vocabulary of 100"),
+        (of_tokens(token_ids=[5], finish_reason=99), "finish reason 99, which is unknown"),
+    ],
+    ids=["garbage", "token", "finish reason"],
+)
 @pytest.mark.parametrize("role", [pb.ROLE_PREFILL, pb.ROLE_DECODE], ids=["prefill", "decode"])
-async def test_a_session_with_a_worker_that_talks_nonsense_is_lost(role: pb.Role) -> None:
+async def test_a_session_with_a_worker_that_talks_nonsense_is_lost(
+    role: pb.Role, nonsense: bytes, complaint: str
+) -> None:
     has_ended = asyncio.Event()
 
     async def talk(commands: AsyncIterator[bytes], context: Any) -> None:
         await context.write(pb.WorkerEvents().SerializeToString())
-        await context.write(GARBAGE)
+        await context.write(nonsense)
         try:
             await asyncio.sleep(DEADLINE_S)
         finally:
@@ -49,7 +65,8 @@ async def test_a_session_with_a_worker_that_talks_nonsense_is_lost(role: pb.Role
 
     service = "tandem.v1.Prefill" if role == pb.ROLE_PREFILL else "tandem.v1.Decode"
     server, address = await serving(service, Session=grpc.stream_stream_rpc_method_handler(talk))
-    record = pb.WorkerRecord(worker_id="w", incarnation="i", role=role, lease_ms=10_000)
+    model = GetModelInfoResponse(vocab_size=100)
+    record = pb.WorkerRecord(worker_id="w", incarnation="i", role=role, lease_ms=10_000, model=model)
     heard: list[Event] = []
     is_lost = asyncio.Event()
     async with asyncio.timeout(DEADLINE_S), open_channel(address) as channel:
@@ -64,7 +81,7 @@ async def test_a_session_with_a_worker_that_talks_nonsense_is_lost(role: pb.Role
         session.attach("a", heard.append)
         await is_lost.wait()
         assert heard == [WorkerLost(WorkerKey("w", "i"))]
-        assert session.lost_why == "the worker sent bytes that are no message"
+        assert session.lost_why == f"the worker sent {complaint}"
         await has_ended.wait()  # the worker is told
         await session.close()
     await server.stop(0)
@@ -75,7 +92,9 @@ async def test_a_worker_that_talks_nonsense_is_unreachable_for_operators() -> No
     server, address = await serving("tandem.v1.Worker", GetStatus=garbage, Audit=garbage)
     async with open_channel(address) as channel:
         handle = SimpleNamespace(channel=channel, record=pb.WorkerRecord(worker_id="w", address="a"))
-        cluster: Any = SimpleNamespace(pool=SimpleNamespace(handles=[handle], ejected=[]), queue=_EmptyQueue())
+        cluster: Any = SimpleNamespace(
+            pool=SimpleNamespace(handles=[handle], ejected=[], apart=[]), queue=_EmptyQueue()
+        )
         servicer = ClusterServicer(
             router_id="r", cluster=cluster, num_running=lambda: 0, is_registry_reachable=lambda: True
         )

@@ -54,7 +54,8 @@ def test_status_lists_prefill_workers_first_with_their_pools() -> None:
         num_prefix_hits_tokens=50,
     )
     prefill = worker_pb.WorkerStatus(record=worker_pb.WorkerRecord(worker_id="z", role=worker_pb.ROLE_PREFILL))
-    rows = status_table(worker_pb.ClusterStatus(workers=[decode, prefill], ejected=["z"])).rows
+    apart = [worker_pb.WorkerPair(prefill_worker="a", decode_worker="z")]
+    rows = status_table(worker_pb.ClusterStatus(workers=[decode, prefill], ejected=["z"], apart=apart)).rows
     assert [row[0] for row in rows] == ["z", "decode-1"]
     assert [row[-1] for row in rows] == ["ejected", "draining"]
     assert rows[1] == ("decode-1", "decode", "10.0.0.2:1", "7", "3", "2", "60/20/20 of 100", "25 %", "draining")

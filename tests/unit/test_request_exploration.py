@@ -13,6 +13,7 @@ import copy
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from typing import TypeAlias
 
 import pytest
 
@@ -44,8 +45,12 @@ from router.request_state import (
 from router.retry_budget import RetryBudget
 
 P, D = WorkerKey("p", "1"), WorkerKey("d", "1")
+PAIR = Plan(D, P)
 NUM_TOKENS = 3
 LENGTH = inference_pb.FINISH_REASON_LENGTH
+
+Deed: TypeAlias = tuple[WorkerKey | Plan, int]
+"""What a worker, or a pair of them, did in an attempt."""
 
 
 @dataclass
@@ -69,10 +74,10 @@ class World:
     inbox: dict[WorkerKey, list[WorkerSaid]] = field(default_factory=lambda: {P: [], D: []})
     emitted: list[int] = field(default_factory=list)
     ends: list[End] = field(default_factory=list)
-    at_fault: set[tuple[WorkerKey, int]] = field(default_factory=set)
+    at_fault: set[Deed] = field(default_factory=set)
     """Who failed which attempt by itself."""
-    did_well: set[tuple[WorkerKey, int]] = field(default_factory=set)
-    noted: set[tuple[WorkerKey, int]] = field(default_factory=set)
+    did_well: set[Deed] = field(default_factory=set)
+    noted: set[Deed] = field(default_factory=set)
     """What the machine said of them."""
 
     def key(self) -> str:
@@ -80,7 +85,7 @@ class World:
         inbox = [[said.event.SerializeToString(deterministic=True) for said in line] for line in self.inbox.values()]
         early = [(t.index, t.finish_reason) for t in state._early]
         mind = (state.phase, state.attempt, state.num_futile, state.plan, state._first_index, early)
-        deeds = [sorted((w.worker_id, n) for w, n in each) for each in (self.at_fault, self.did_well, self.noted)]
+        deeds = [sorted((repr(who), n) for who, n in each) for each in (self.at_fault, self.did_well, self.noted)]
         budget = state.budget.num_tokens
         return repr(
             (mind, state._finish_reason, self.num_faults, self.is_queued, self.work, inbox, self.emitted, deeds, budget)
@@ -117,18 +122,18 @@ def do(world: World, actions: list[Action]) -> None:
                 assert offset == len(world.emitted), "a gap or a repetition"
                 world.emitted += token_ids
                 assert world.emitted == [100 + i for i in range(len(world.emitted))], "wrong tokens"
-            case NoteSuccess(worker):
-                note(world, worker, world.did_well)
-            case NoteFault(worker):
-                note(world, worker, world.at_fault)
+            case NoteSuccess(who):
+                note(world, who, world.did_well)
+            case NoteFault(who):
+                note(world, who, world.at_fault)
             case End():
                 world.ends.append(action)
     assert len(world.ends) <= 1, "ended twice"
     assert (world.state.phase is Phase.DONE) == bool(world.ends)
 
 
-def note(world: World, worker: WorkerKey, deserved: set[tuple[WorkerKey, int]]) -> None:
-    deed = (worker, world.state.attempt)
+def note(world: World, who: WorkerKey | Plan, deserved: set[Deed]) -> None:
+    deed = (who, world.state.attempt)
     assert deed in deserved, f"{deed} is said to have done what it did not"
     assert deed not in world.noted, "noted twice"
     world.noted.add(deed)
@@ -183,13 +188,14 @@ def work_on(world: World, worker: WorkerKey) -> bool:
             decode = world.work.get(D)
             if decode is None or decode.attempt != work.attempt or decode.step != "granted":
                 say(world, worker, work.attempt, failed=pb.Failed(code=10, message="grant gone", can_retry=True))
+                world.at_fault.add((PAIR, work.attempt))
                 del world.work[worker]
             else:
                 decode.step, decode.next_index = "decode", work.next_index + 1
                 work.step = "acknowledge"
         case "acknowledge":
             say(world, worker, work.attempt, handed_over=pb.HandedOver())
-            world.did_well.add((worker, work.attempt))
+            world.did_well |= {(worker, work.attempt), (PAIR, work.attempt)}
             del world.work[worker]
         case "generate" | "decode":
             say(world, worker, work.attempt, tokens=tokens(work.next_index))

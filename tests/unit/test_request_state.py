@@ -70,7 +70,7 @@ def emitted(actions: list[object]) -> list[tuple[int, list[int]]]:
 def test_disaggregated_from_queue_to_end() -> None:
     state = prefilling()
     assert emitted(state.on(tokens(P, 1, 0, 5))) == [(0, [5])]
-    assert state.on(said(P, 1, handed_over=pb.HandedOver())) == [NoteSuccess(P)]
+    assert state.on(said(P, 1, handed_over=pb.HandedOver())) == [NoteSuccess(P), NoteSuccess(Plan(D, P))]
     assert state.phase is Phase.DECODING
     assert emitted(state.on(tokens(D, 1, 1, 6))) == [(1, [6])]
     actions = state.on(tokens(D, 1, 2, 7, finish=LENGTH))
@@ -273,8 +273,10 @@ def notes(actions: Sequence[Action]) -> list[Action]:
 def test_only_a_failure_of_its_own_is_held_against_a_worker(
     worker: WorkerKey, code: StatusCode, can_retry: bool, is_fault: bool
 ) -> None:
+    """And against the two together what may be either's: a transfer, which the prefill worker reports."""
     actions = prefilling().on(failed(worker, 1, code=code.value[0], can_retry=can_retry))
-    assert notes(actions) == ([NoteFault(worker)] if is_fault else [])
+    blamed = worker if is_fault else Plan(D, P) if can_retry and worker == P else None
+    assert notes(actions) == ([NoteFault(blamed)] if blamed else [])
 
 
 def test_the_last_failure_counts_too() -> None:
@@ -295,7 +297,11 @@ def test_a_lost_session_a_client_that_leaves_and_a_full_worker_are_nobodys_fault
 
 
 def test_success_is_a_prompt_handed_over_or_an_answer_completed() -> None:
-    assert notes(settling().on(said(P, 1, handed_over=pb.HandedOver()))) == [NoteSuccess(P), NoteSuccess(D)]
+    assert notes(settling().on(said(P, 1, handed_over=pb.HandedOver()))) == [
+        NoteSuccess(P),
+        NoteSuccess(Plan(D, P)),
+        NoteSuccess(D),
+    ]
     assert notes(settling().on(AccountOverdue())) == [NoteSuccess(D)]
     assert notes(prefilling().on(tokens(P, 1, 0, 5, finish=STOP))) == [NoteSuccess(P)]
     assert notes(prefilling().on(tokens(P, 1, 0, 5))) == []

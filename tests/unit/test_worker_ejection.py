@@ -17,6 +17,7 @@ from protos.tandem_kv_transfer_pb2 import Grant
 from router.detokenizer import TextDelta
 from router.ejection import FAILURES_TO_EJECT, PROBE_S, pause_of
 from router.policy import PolicyConfig
+from router.request_state import Plan
 from router.retry_budget import CAPACITY
 from router.worker_handle import WorkerHandle
 from router.worker_pool import WorkerPool
@@ -197,8 +198,13 @@ async def test_where_all_decode_workers_are_ejected_they_serve_all_the_same() ->
     assert bench.pool.ejected == []
 
 
-async def test_an_ejected_prefill_worker_is_not_needed() -> None:
+@pytest.mark.parametrize("code", [INTERNAL, UNAVAILABLE, ABORTED, DATA_LOSS])
+async def test_a_prefill_worker_that_fails_or_cannot_hand_over_is_not_needed(code: int) -> None:
+    """What is its own fault ejects it. If its transfers fail, it is kept apart from this decode worker alone."""
     bench = Bench(with_prefill=True)
+
+    def set_aside() -> tuple[list[str], list[Plan]]:
+        return bench.pool.ejected, bench.pool.apart
 
     async def reserve(request_id: str) -> Asked:
         asked = bench.request(request_id)
@@ -209,10 +215,11 @@ async def test_an_ejected_prefill_worker_is_not_needed() -> None:
 
     for index in range(FAILURES_TO_EJECT):
         asked = await reserve(f"r{index}")
-        bench.p.say(f"r{index}", 1, failed=pb.Failed(code=INTERNAL, message="broken", can_retry=True))
+        bench.p.say(f"r{index}", 1, failed=pb.Failed(code=code, message="broken", can_retry=True))
         await settle()
         await asked.leave()
-    assert bench.pool.ejected == ["p"]
+    expected = (["p"], []) if code == INTERNAL else ([], [Plan(bench.decode.key, bench.p.key)])
+    assert set_aside() == expected
     asked = bench.request("r")
     await settle()
     assert bench.d.sent[-1].generate.request_id == "r"
@@ -222,10 +229,28 @@ async def test_an_ejected_prefill_worker_is_not_needed() -> None:
     asked = await reserve("probe")
     bench.p.say("probe", 1, tokens=tokens(is_last=False))
     await settle()
-    assert bench.pool.ejected == ["p"], "its transfer may still fail"
+    assert set_aside() == expected, "its transfer may still fail"
     bench.p.say("probe", 1, handed_over=pb.HandedOver())
     await settle()
-    assert bench.pool.ejected == []
+    assert set_aside() == ([], [])
+    await asked.leave()
+
+
+async def test_a_pair_that_is_kept_apart_works_with_others() -> None:
+    bench = Bench(with_prefill=True)
+    for index in range(FAILURES_TO_EJECT):
+        asked = bench.request(f"r{index}")
+        await settle()
+        bench.d.say(f"r{index}", 1, granted=Grant(grant_id=1))
+        await settle()
+        bench.p.say(f"r{index}", 1, failed=pb.Failed(code=UNAVAILABLE, message="unreachable", can_retry=True))
+        await settle()
+        await asked.leave()
+    other = bench.add("other", pb.Role.ROLE_DECODE, 2048)
+    bench.decode.is_full = True
+    asked = bench.request("r")
+    await settle()
+    assert cast(ScriptedSession, other.session).sent[-1].WhichOneof("command") == "reserve"
     await asked.leave()
 
 
