@@ -232,6 +232,14 @@ def faults(world: World) -> Iterator[World]:
         yield deliver(after, WorkerLost(worker))
 
 
+def nothing_follows(ended: World) -> None:
+    """Whatever is still on its way to a request that has ended, or comes once more, does nothing."""
+    late: list[Event] = [event for events in ended.inbox.values() for event in events]
+    for event in [*late, Planned(PAIR), Stopped(), WorkerLost(P), WorkerLost(D), AccountOverdue()]:
+        do(after := copy.deepcopy(ended), after.state.on(event))
+        assert after.key() == ended.key(), f"{event} after the end"
+
+
 def explore(num_faults: int, max_attempts: int, budget: int = 0) -> tuple[int, int]:
     """Visit every reachable world. Returns how many there are, and how many of them are ends."""
     first = World(RequestState(max_attempts=max_attempts, budget=RetryBudget(budget)), num_faults)
@@ -242,6 +250,7 @@ def explore(num_faults: int, max_attempts: int, budget: int = 0) -> tuple[int, i
         if world.ends:
             num_ends += 1
             assert not world.work, f"left behind: {world.work}"
+            nothing_follows(world)
             if world.ends[0].error is None and world.ends[0].finish_reason == LENGTH:
                 assert len(world.emitted) == NUM_TOKENS
             continue
@@ -289,3 +298,14 @@ def test_the_explorer_sees_what_is_wrong(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(RequestState, "_cancel_attempt", lambda self: [])
     with pytest.raises(AssertionError):
         explore(1, max_attempts=3)
+    monkeypatch.undo()
+
+    def hear_after_the_end(self: RequestState, event: Event) -> list[Action]:
+        if self.phase is Phase.DONE and isinstance(event, Stopped):
+            return [End(event.finish_reason)]
+        return original_on(self, event)
+
+    original_on = RequestState.on
+    monkeypatch.setattr(RequestState, "on", hear_after_the_end)
+    with pytest.raises(AssertionError, match="ended twice"):
+        explore(0, max_attempts=3)
