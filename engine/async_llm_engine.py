@@ -10,7 +10,8 @@ between two steps; everything that leaves it arrives on the event loop, once per
     on_step(news)  <─call_soon_threadsafe─  outputs, cache events, load
 
 With nothing to compute the thread blocks on its queue; nothing polls. If a step raises, the engine is lost:
-`on_failure` is told, and every call from then on raises `EngineDeadError`.
+`on_failure` is told, and every call from then on raises `EngineDeadError`. A step that never ends raises nothing:
+whoever owns the process watches `progress`.
 """
 
 from __future__ import annotations
@@ -64,8 +65,16 @@ class AsyncLLMEngine:
         self._on_failure = on_failure
         self._commands: queue.SimpleQueue[_Command | None] = queue.SimpleQueue()
         self._is_dead = False
+        self._num_begun = 0
+        """Steps and commands, ever."""
+        self._is_waiting = True
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self._thread.start()
+
+    @property
+    def progress(self) -> int | None:
+        """A number that is another with each step and command. None while there is nothing to do."""
+        return None if self._is_waiting else self._num_begun
 
     async def call(self, function: Callable[[LLMEngine], _T]) -> _T:
         """Run `function` on the stepping thread between two steps, and return its result or raise its error.
@@ -94,6 +103,7 @@ class AsyncLLMEngine:
         try:
             is_blocked = True
             while self._run_commands(is_blocked):
+                self._num_begun += 1
                 outputs = self._engine.step()
                 self._report(outputs)
                 # Work that gets no memory waits for a command that frees some.
@@ -103,15 +113,19 @@ class AsyncLLMEngine:
             self._loop.call_soon_threadsafe(self._on_failure, error)
         finally:
             self._is_dead = True
+            self._is_waiting = True
             self._refuse_commands()
 
     def _run_commands(self, is_blocked: bool) -> bool:
         """Run what is queued, waiting for something if there is nothing else to do. False: the end."""
         while True:
+            self._is_waiting = is_blocked
             try:
                 command = self._commands.get(block=is_blocked)
             except queue.Empty:
                 return True
+            self._is_waiting = False
+            self._num_begun += 1
             if command is None:
                 return False
             self._run_command(command)

@@ -33,7 +33,13 @@ class WorkerArgs(ServiceArgs):
     drain_grace_s: float = field(
         default=30.0, metadata={"help": "On SIGTERM, how long running requests may take to finish."}
     )
-
+    engine_iteration_timeout_s: float = field(
+        default=300.0,
+        metadata={
+            "help": "A step of the engine that takes longer ends the process, and its requests go on elsewhere: a GPU "
+            "that hangs cannot be helped from within. 0: wait for ever."
+        },
+    )
     failpoints: str = field(
         default="", metadata={"help": "For tests: fail on purpose, POINT=ACTION with commas (rpc/failpoints.py)."}
     )
@@ -51,3 +57,7 @@ class WorkerArgs(ServiceArgs):
             raise ValueError(f"lease_ms must be in [200, 3600000], is {self.lease_ms}")
         if not 0 <= self.drain_grace_s < float("inf"):
             raise ValueError(f"drain_grace_s must be at least 0 and finite, is {self.drain_grace_s}")
+        if not 0 <= self.engine_iteration_timeout_s < float("inf"):
+            raise ValueError(
+                f"engine_iteration_timeout_s must be at least 0 and finite, is {self.engine_iteration_timeout_s}"
+            )

@@ -6,7 +6,7 @@ decode) is handed in as a function that adds its services.
     flags ──> model loaded ──> serving, registered ──SIGTERM or Drain──> draining: NOT_SERVING, is_draining in the
                   │                    │                                 registry, running requests finish (bounded)
                   v                    v                                            │
-              exit 1 or 2     engine failed: exit 1                                 v
+              exit 1 or 2     engine failed, or hangs: exit 1                       v
               (bad flag,      (sessions end; routers go on elsewhere)            exit 0
               no model)
 """
@@ -14,6 +14,7 @@ decode) is handed in as a function that adds its services.
 from __future__ import annotations
 
 import asyncio
+import faulthandler
 import logging
 import os
 import secrets
@@ -40,6 +41,7 @@ from worker_service.args import WorkerArgs
 from worker_service.messages import load_message, model_message, transfer_pool
 from worker_service.servicer import TransferCounters, WorkerServicer
 from worker_service.sessions import SessionHost
+from worker_service.watchdog import wait_until_stuck
 
 _log = logging.getLogger(__name__)
 
@@ -132,6 +134,7 @@ class WorkerProcess:
         self.server: Server
         self._registration: WorkerRegistration
         self._reporter: PrefixReporter
+        self._watchdog: asyncio.Task[None] | None = None
 
     @classmethod
     async def start(cls, role: pb.Role, args: WorkerArgs, config: EngineConfig, add_role: AddRole) -> WorkerProcess:
@@ -157,6 +160,8 @@ class WorkerProcess:
         await self.role.start(self._address)
         self._register()
         self.server.set_serving(SERVICE_NAME, True)
+        if args.engine_iteration_timeout_s:
+            self._watchdog = asyncio.create_task(self._end_when_stuck(args.engine_iteration_timeout_s))
         announce(listening)
         blocks = config.cache.num_blocks
         _log.info("serving %s", config.model.served_model_name, extra={"address": self._address, "num_blocks": blocks})
@@ -200,7 +205,16 @@ class WorkerProcess:
         await self.server.drain(0)
         await self.host.finish_tasks()
         await self.role.close()
-        await self.engine.close()
+        await self.engine.close()  # for a running step that never ends the watchdog is still there
+        if self._watchdog is not None:
+            self._watchdog.cancel()
+
+    async def _end_when_stuck(self, timeout_s: float) -> None:
+        """The stepping thread cannot be ended, so neither can this process in good order: peers see it die."""
+        await wait_until_stuck(self.engine, timeout_s)
+        _log.critical("the engine stands still; this process ends", extra={"engine_iteration_timeout_s": timeout_s})
+        faulthandler.dump_traceback()  # where each thread is: in which call the engine hangs
+        os._exit(1)
 
     def _tell_draining(self) -> None:
         """Over the sessions at once, and through the registry to whoever has none: neither may depend on the other."""
