@@ -16,6 +16,7 @@ from types import TracebackType
 from typing import Any, Self, TypedDict, Unpack
 
 import grpc
+from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from protos import tandem_inference_pb2 as pb
 from protos import tandem_inference_pb2_grpc, tandem_worker_pb2, tandem_worker_pb2_grpc
@@ -29,6 +30,8 @@ CONTROL_TIMEOUT_S = 10.0
 
 MAX_TIMEOUT_S = 1e8
 """Three years: gRPC takes much longer ones for none at all."""
+
+_READINESS = health_pb2.HealthCheckRequest(service="tandem.v1.Inference")
 
 Prompt = str | Sequence[int] | Sequence[Mapping[str, str]]
 """A text, token ids, or messages ({"role": ..., "content": ...}) for the model's chat template."""
@@ -131,6 +134,7 @@ class Client:
         self._channel = grpc.insecure_channel(address, options=channel_options())
         self._inference = tandem_inference_pb2_grpc.InferenceStub(self._channel)
         self._cluster = tandem_worker_pb2_grpc.ClusterStub(self._channel)
+        self._health = health_pb2_grpc.HealthStub(self._channel)
 
     def generate(
         self,
@@ -179,6 +183,12 @@ class Client:
             response = self._inference.Abort(pb.AbortRequest(request_id=request_id), timeout=CONTROL_TIMEOUT_S)
         return bool(response.was_running)
 
+    def is_serving(self) -> bool:
+        """Whether requests can be served now: a decode worker is there. Raises `Unreachable` without a router."""
+        with _errors_of_ours():
+            health: health_pb2.HealthCheckResponse = self._health.Check(_READINESS, timeout=CONTROL_TIMEOUT_S)
+        return bool(health.status == health_pb2.HealthCheckResponse.SERVING)
+
     def model_info(self) -> pb.GetModelInfoResponse:
         with _errors_of_ours():
             info: pb.GetModelInfoResponse = self._inference.GetModelInfo(
@@ -221,6 +231,7 @@ class AsyncClient:
         self._channel = open_channel(address)
         self._inference = tandem_inference_pb2_grpc.InferenceStub(self._channel)
         self._cluster = tandem_worker_pb2_grpc.ClusterStub(self._channel)
+        self._health = health_pb2_grpc.HealthStub(self._channel)
 
     async def generate(
         self,
@@ -268,6 +279,12 @@ class AsyncClient:
         with _errors_of_ours():
             response = await self._inference.Abort(pb.AbortRequest(request_id=request_id), timeout=CONTROL_TIMEOUT_S)
         return bool(response.was_running)
+
+    async def is_serving(self) -> bool:
+        """As `Client.is_serving`."""
+        with _errors_of_ours():
+            health: health_pb2.HealthCheckResponse = await self._health.Check(_READINESS, timeout=CONTROL_TIMEOUT_S)
+        return bool(health.status == health_pb2.HealthCheckResponse.SERVING)
 
     async def model_info(self) -> pb.GetModelInfoResponse:
         with _errors_of_ours():

@@ -1,11 +1,11 @@
-"""A whole Tandem on this machine: Redis, a router and workers, each a process of its own.
+"""A whole Tandem on this machine: Redis, a router, workers and a gateway, each a process of its own.
 
 Owns the processes (through `tandem.supervision`) and the moment when requests can be served. Does not
 own their settings (`tandem.cluster_args`), nor requests: `tandem.client` talks to `router_address`.
 
     Cluster(args) ── start() ──> model resolved ─> Redis answers ─> router and workers start together
-                                  ─> router is SERVING and knows every worker ─> ready
-                  ── stop() ───> router drains (streams finish) ─> workers drain ─> Redis ends ─> folder removed
+                                  ─> router is SERVING and knows every worker, the gateway listens ─> ready
+                  ── stop() ───> gateway and router drain (streams finish) ─> workers drain ─> Redis ends
 
 A process that dies is started again, the router on the port it had and Redis on its socket. A worker keeps its id and
 gets a new incarnation, so that nobody believes what its predecessor said.
@@ -30,7 +30,16 @@ from protos import tandem_worker_pb2, tandem_worker_pb2_grpc
 from registry.connection import REDIS_FAILURES, open_redis
 from rpc.channel import open_channel
 from rpc.server import split_address
-from tandem.cluster_args import REDIS, ROUTER, ClusterArgs, python_env, router_spec, worker_spec
+from tandem.cluster_args import (
+    GATEWAY,
+    REDIS,
+    ROUTER,
+    ClusterArgs,
+    gateway_spec,
+    python_env,
+    router_spec,
+    worker_spec,
+)
 from tandem.local_redis import LocalRedis
 from tandem.supervision import ProcessError, ProcessEvent, ProcessSpec, RestartPolicy, SupervisedProcess
 
@@ -108,6 +117,11 @@ class Cluster:
         return self._processes[ROUTER].announced
 
     @property
+    def http_address(self) -> str:
+        """ "host:port" of OpenAI's HTTP API; empty without a gateway."""
+        return self._processes[GATEWAY].announced if GATEWAY in self._processes else ""
+
+    @property
     def pids(self) -> dict[str, int]:
         """Of every process by name: "redis", "router", "prefill-1", …; 0 for one that is between two runs."""
         return {name: process.pid for name, process in self._processes.items()}
@@ -141,12 +155,16 @@ class Cluster:
         self._supervise(router_spec(self.args, folder, self.redis_url))
         for name in self.args.worker_names:
             self._supervise(worker_spec(self.args, name, folder, self.redis_url, self._advertise.get(name, "")))
+        if self.args.http_port is not None:
+            await self._or_failure(self._processes[ROUTER].wait_running())
+            self._supervise(gateway_spec(self.args, connect_address(self.router_address)))
         await self._or_failure(self._wait_ready())
 
     async def stop(self) -> list[str]:
         """Drain and end everything. Returns what did not end as it should; empty if all is well."""
-        workers = [p for name, p in self._processes.items() if name not in (ROUTER, REDIS)]
-        problems = await self._stop(self._of_name(ROUTER), self.args.drain_grace_s + KILL_MARGIN_S)
+        workers = [p for name, p in self._processes.items() if name not in (GATEWAY, ROUTER, REDIS)]
+        doors = [*self._of_name(GATEWAY), *self._of_name(ROUTER)]
+        problems = await self._stop(doors, self.args.drain_grace_s + KILL_MARGIN_S)
         problems += await self._stop(workers, WORKER_GRACE_S)
         problems += await self._stop(self._of_name(REDIS), REDIS_GRACE_S)
         self._processes.clear()

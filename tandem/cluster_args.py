@@ -15,15 +15,17 @@ from pathlib import Path
 from typing import Any
 
 from engine.config import EngineArgs
+from gateway.args import GatewayArgs
 from router.args import RouterArgs
 from rpc.entrypoint import ServiceArgs
 from tandem.supervision import ProcessSpec
 from worker_service.args import WorkerArgs
 
 ROUTER = "router"
+GATEWAY = "gateway"
 REDIS = "redis"
-LISTENING = r"^listening grpc=(\S+)$"
-"""The line that every service prints once it accepts RPCs."""
+LISTENING = r"^listening (?:grpc|http)=(\S+)$"
+"""The line that every service prints once it accepts requests."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,6 +39,8 @@ class ClusterArgs:
     """No prefill workers: every decode worker prefills for itself."""
     listen: str = "127.0.0.1:50051"
     """The router's address; port 0 takes a free one."""
+    http_port: int | None = None
+    """Of OpenAI's HTTP API, on the router's host; 0 takes a free one. None: there is no gateway."""
     transport: str = "grpc"
     redis_url: str = ""
     """Empty: a Redis of our own."""
@@ -44,6 +48,8 @@ class ClusterArgs:
     log_level: str = "info"
     drain_grace_s: float = 30.0
     """How long running streams may go on after `stop`."""
+    api_key: str = ""
+    """That HTTP requests need. Empty: none."""
     max_queue_tokens: int = RouterArgs.max_queue_tokens
     lease_ms: int = WorkerArgs.lease_ms
 
@@ -59,6 +65,8 @@ class ClusterArgs:
             "log_level": self.log_level,
             "drain_grace_s": self.drain_grace_s,
         }
+        if self.http_port is not None and not 0 <= self.http_port <= 65535:
+            raise ValueError(f"--http-port must be in [0, 65535], is {self.http_port}")
         try:
             RouterArgs(model=self.engine.model, max_queue_tokens=self.max_queue_tokens, **shared)
             WorkerArgs(transport=self.transport, lease_ms=self.lease_ms, **shared)
@@ -114,6 +122,24 @@ def router_spec(args: ClusterArgs, folder: Path, redis_url: str) -> ProcessSpec:
     return ProcessSpec(name=ROUTER, command=command, ready_pattern=LISTENING, env=python_env(), must_start=True)
 
 
+def gateway_spec(args: ClusterArgs, router_address: str) -> ProcessSpec:
+    """OpenAI's HTTP API, which asks the router at `router_address` and comes back on the port it had."""
+    host = args.listen.rpartition(":")[0]
+
+    def command(announced: str) -> list[str]:
+        return [
+            sys.executable, "-P", "-m", "gateway",
+            "--listen", announced or f"{host}:{args.http_port}",
+            "--router", router_address,
+            "--max-body-bytes", str(GatewayArgs.max_body_bytes),
+            "--drain-grace-s", str(args.drain_grace_s),
+            "--log-level", args.log_level,
+        ]  # fmt: skip
+
+    env = {**python_env(), "TANDEM_API_KEY": args.api_key}  # command lines are for all to see
+    return ProcessSpec(name=GATEWAY, command=command, ready_pattern=LISTENING, env=env, must_start=True)
+
+
 def worker_spec(args: ClusterArgs, name: str, folder: Path, redis_url: str, advertise: str = "") -> ProcessSpec:
     """The worker `name`; its role is the part of the name before the dash. `advertise`: where others reach it, if that
     is not where it listens."""
@@ -140,6 +166,7 @@ def worker_spec(args: ClusterArgs, name: str, folder: Path, redis_url: str, adve
         "--drain-grace-s", str(args.drain_grace_s),
         "--advertise", advertise,
         "--failpoints", "",
+        "--engine-iteration-timeout-s", str(WorkerArgs.engine_iteration_timeout_s),
     ]  # fmt: skip
     env = {
         **python_env(),

@@ -27,6 +27,7 @@ class RunningCluster:
     address: str
     pid: int
     log: Path
+    http_address: str = ""
 
     def workers(self) -> list[pb.WorkerStatus]:
         with Client(self.address) as client:
@@ -54,6 +55,8 @@ def run_cluster(log: Path, *flags: str) -> Iterator[RunningCluster]:
     """`tandem up` with `flags`; fails unless it is ready in time and exits 0 after SIGTERM."""
     environment = {name: value for name, value in os.environ.items() if not name.startswith(("TANDEM_", "REDIS_"))}
     command = [sys.executable, "-m", "tandem", "up", "--listen", "127.0.0.1:0", *flags]
+    if "--http-port" not in flags:
+        command.append("--no-http")
     with log.open("w") as stderr:
         process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=stderr, text=True, env=environment)
         assert process.stdout is not None
@@ -61,7 +64,8 @@ def run_cluster(log: Path, *flags: str) -> Iterator[RunningCluster]:
             is_readable, _, _ = select.select([process.stdout], [], [], START_TIMEOUT_S)
             line = process.stdout.readline().strip() if is_readable else ""
             assert line.startswith("ready grpc="), f"no ready line with {flags}:\n{log.read_text()[-4000:]}"
-            yield RunningCluster(line.removeprefix("ready grpc="), process.pid, log)
+            address, _, http_address = line.removeprefix("ready grpc=").partition(" http=")
+            yield RunningCluster(address, process.pid, log, http_address)
             process.send_signal(signal.SIGTERM)
             assert process.wait(STOP_TIMEOUT_S) == 0, f"exit code {process.returncode}:\n{log.read_text()[-4000:]}"
         finally:

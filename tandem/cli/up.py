@@ -43,6 +43,10 @@ def _option(flag: str, *names: str, **settings: Any) -> Callable[[Command], Comm
          help="No prefill workers: each of the --decode workers prefills for itself.")  # fmt: skip
 @_option("--listen", default=ClusterArgs.listen, metavar="HOST:PORT",
          help="Where the router listens. Port 0 takes a free one.")  # fmt: skip
+@_option("--http-port", type=int, default=8000,
+         help="Port of OpenAI's HTTP API and the chat page, on the host of --listen. 0 takes a free one.")  # fmt: skip
+@_option("--no-http", "has_no_http", is_flag=True, help="No HTTP: gRPC alone.")
+@_option("--api-key", default="", help="If given, HTTP requests need it: Authorization: Bearer KEY.")
 @_option("--transport", type=click.Choice(TRANSPORTS), default=ClusterArgs.transport,
          help="How KV moves: grpc runs anywhere, nixl writes straight into the peer's memory (shared memory, TCP, "
          "RDMA, NVLink).")  # fmt: skip
@@ -59,9 +63,10 @@ def _option(flag: str, *names: str, **settings: Any) -> Callable[[Command], Comm
 @options_of(EngineArgs)
 @click.pass_context
 def up(context: click.Context, /, **options: Any) -> None:
-    """Start Redis, a router, prefill and decode workers, and keep them running.
+    """Start Redis, a router, prefill and decode workers and an HTTP gateway, and keep them running.
 
-    Prints one line, `ready grpc=HOST:PORT`, to stdout once requests can be served; everything else goes to stderr.
+    Prints one line, `ready grpc=HOST:PORT http=HOST:PORT`, to stdout once requests can be served; everything else goes
+    to stderr. OpenAI's clients take http://HOST:PORT/v1 as their base URL; a browser finds a chat page at /.
     A process that dies is started again. Ctrl-C or SIGTERM lets running streams finish and exits 0; a second Ctrl-C
     does not wait. With --num-threads 0 the workers share the cores.
     """
@@ -69,6 +74,8 @@ def up(context: click.Context, /, **options: Any) -> None:
     if options["is_aggregated"] and _is_given(context, "num_prefill"):
         raise click.UsageError("--aggregated starts no prefill workers: leave --prefill out, or --aggregated")
     own = {name: value for name, value in options.items() if name not in vars(engine)}
+    if own.pop("has_no_http"):
+        own["http_port"] = None
     try:
         args = ClusterArgs(engine=engine, **own)
     except ValueError as error:
@@ -102,7 +109,8 @@ async def _serve(args: ClusterArgs) -> list[str]:
         asyncio.get_running_loop().add_signal_handler(number, on_signal, number)
     if not await _before(stop, cluster.start()):
         return []
-    click.echo(f"ready grpc={cluster.router_address}")
+    http = f" http={cluster.http_address}" if cluster.http_address else ""
+    click.echo(f"ready grpc={cluster.router_address}{http}")
     sys.stdout.flush()
     try:
         await _before(stop, cluster.wait_failed())

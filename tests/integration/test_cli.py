@@ -269,7 +269,7 @@ def test_sigterm_lets_a_stream_finish(tmp_path: Path) -> None:
 @pytest.mark.skipif(sys.platform != "linux", reason="PR_SET_PDEATHSIG is Linux's")
 def test_a_sigkill_leaves_no_orphan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TMPDIR", str(tmp_path))  # the socket's folder, which nobody is left to remove
-    with running("up", *SMALL, "--listen", "127.0.0.1:0") as process:
+    with running("up", *SMALL, "--listen", "127.0.0.1:0", "--http-port", "0") as process:
         assert process.stdout is not None
         assert select.select([process.stdout], [], [], 60)[0], "no ready line"
         assert process.stdout.readline().startswith(b"ready grpc=127.0.0.1:")
@@ -289,7 +289,7 @@ def test_a_sigkill_leaves_no_orphan(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     ],
 )
 def test_a_setting_that_cannot_work_ends_up_at_once_with_the_reason(flag: str, value: str, words: str) -> None:
-    with running("up", flag, value, "--listen", "127.0.0.1:0") as process:
+    with running("up", flag, value, "--listen", "127.0.0.1:0", "--no-http") as process:
         stdout, stderr = process.communicate(timeout=60)
     assert process.returncode == 1
     assert stdout == b""
@@ -297,7 +297,7 @@ def test_a_setting_that_cannot_work_ends_up_at_once_with_the_reason(flag: str, v
 
 
 def test_a_busy_port_ends_up_at_once_with_a_way_out(cluster: RunningCluster) -> None:
-    with running("up", *SMALL, "--listen", cluster.address) as process:
+    with running("up", *SMALL, "--listen", cluster.address, "--no-http") as process:
         stdout, stderr = process.communicate(timeout=60)
     assert process.returncode == 1
     assert stdout == b""

@@ -1,0 +1,38 @@
+"""`python -m gateway`: OpenAI's HTTP API in front of a router."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import sys
+from typing import Any
+
+import click
+
+from gateway.args import GatewayArgs
+from gateway.process import run_gateway
+from rpc.entrypoint import build, options_of, run_until_signal, setup_logging
+
+
+@click.command(context_settings={"help_option_names": ["-h", "--help"]})
+@options_of(GatewayArgs)
+def main(**flags: Any) -> None:
+    """Serve OpenAI's HTTP API until SIGTERM, which lets running requests finish.
+
+    /v1/completions, /v1/chat/completions, /v1/models, a chat page at /, /health, /metrics. Once it listens it prints
+    one line, "listening http=HOST:PORT". Any number of gateways may stand before a router.
+
+    Example: python -m gateway --router 127.0.0.1:50051 --listen 0.0.0.0:8000
+    """
+    args = build(GatewayArgs, flags)
+    setup_logging(args.log_level, "gateway")
+    logging.getLogger("uvicorn").setLevel(logging.WARNING)
+
+    async def serve(stop: asyncio.Event) -> int:
+        return await run_gateway(args, stop)
+
+    sys.exit(run_until_signal(serve))
+
+
+if __name__ == "__main__":
+    main(prog_name="python -m gateway")

@@ -1,0 +1,99 @@
+"""The answers, in OpenAI's words. Pure: the router's messages in, JSON objects out.
+
+Beside what OpenAI defines, the last object of an answer carries `timings`: who served it and where the time went.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from protos.tandem_inference_pb2 import FinishReason, GenerateResponse, GetModelInfoResponse, Timings, Usage
+from tandem.answer import Answer, message_to_dict, short_name
+
+
+class Style:
+    """How the objects of one request look; `of_completion` and `of_chat` make them."""
+
+    def __init__(self, *, is_chat: bool, answer_id: str, created_s: int, model: str) -> None:
+        self.is_chat = is_chat
+        self._head = {"id": answer_id, "created": created_s, "model": model}
+
+    # -- a whole answer -----------------------------------------------------------------------------------------
+
+    def whole(self, answers: list[Answer]) -> dict[str, Any]:
+        """All choices at once."""
+        name = "chat.completion" if self.is_chat else "text_completion"
+        return {
+            **self._head,
+            "object": name,
+            "choices": [self._whole_choice(index, answer) for index, answer in enumerate(answers)],
+            "usage": usage_of([answer.usage for answer in answers]),
+            "timings": timings_of([answer.timings for answer in answers]),
+        }
+
+    def _whole_choice(self, index: int, answer: Answer) -> dict[str, Any]:
+        text: dict[str, Any] = {"text": answer.text}
+        if self.is_chat:
+            text = {"message": {"role": "assistant", "content": answer.text, "refusal": None}}
+        return {"index": index, **text, "logprobs": None, "finish_reason": answer.finish_reason}
+
+    # -- a stream's events --------------------------------------------------------------------------------------
+
+    def opening(self, index: int) -> dict[str, Any]:
+        """Of a chat: who speaks."""
+        return self._event([self._piece(index, {"role": "assistant", "content": ""}, None)])
+
+    def piece(self, index: int, message: GenerateResponse) -> dict[str, Any]:
+        """New text, or the end of one choice."""
+        finish_reason = None
+        if message.finish_reason != FinishReason.FINISH_REASON_UNSPECIFIED:
+            finish_reason = short_name(FinishReason.DESCRIPTOR, message.finish_reason)
+        delta = {"content": message.text} if message.text or finish_reason is None else {}
+        event = self._event([self._piece(index, delta, finish_reason)])
+        if message.HasField("timings"):
+            event["timings"] = message_to_dict(message.timings)
+        return event
+
+    def usage(self, usages: list[Usage]) -> dict[str, Any]:
+        """The last event where usage was asked for."""
+        return {**self._event([]), "usage": usage_of(usages)}
+
+    def _piece(self, index: int, delta: dict[str, Any], finish_reason: str | None) -> dict[str, Any]:
+        text: dict[str, Any] = {"delta": delta} if self.is_chat else {"text": delta.get("content", "")}
+        return {"index": index, **text, "logprobs": None, "finish_reason": finish_reason}
+
+    def _event(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
+        name = "chat.completion.chunk" if self.is_chat else "text_completion"
+        return {**self._head, "object": name, "choices": choices}
+
+
+def usage_of(usages: list[Usage]) -> dict[str, Any]:
+    """Of all choices together."""
+    num_prompt = sum(usage.prompt_tokens for usage in usages)
+    num_completion = sum(usage.completion_tokens for usage in usages)
+    return {
+        "prompt_tokens": num_prompt,
+        "completion_tokens": num_completion,
+        "total_tokens": num_prompt + num_completion,
+        "prompt_tokens_details": {"cached_tokens": sum(usage.cached_tokens for usage in usages)},
+    }
+
+
+def timings_of(timings: list[Timings]) -> dict[str, Any] | list[dict[str, Any]]:
+    """One object, or one for each choice."""
+    plain = [message_to_dict(each) for each in timings]
+    return plain[0] if len(plain) == 1 else plain
+
+
+def models_of(info: GetModelInfoResponse, created_s: int) -> dict[str, Any]:
+    """The one model that the router serves."""
+    model = {
+        "id": info.model,
+        "object": "model",
+        "created": created_s,
+        "owned_by": "tandem",
+        "root": info.model,
+        "parent": None,
+        "max_model_len": info.max_model_len,
+    }
+    return {"object": "list", "data": [model]}

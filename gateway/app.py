@@ -1,0 +1,284 @@
+"""The HTTP routes. Each reads its body (bounded), asks the router, and answers in OpenAI's words.
+
+    body ──requests──> prompts, sampling ──client──> one stream for each prompt ──answers──> JSON, or server-sent events
+
+A stream's status is known before its first byte: headers are sent with the first token, so that whoever is refused
+(429, 503 …) hears of it as of any other request. What fails later is an event {"error": …}, and no [DONE] follows.
+"""
+
+from __future__ import annotations
+
+import hmac
+import logging
+import re
+import secrets
+import time
+from collections.abc import AsyncGenerator, Awaitable, Callable
+from pathlib import Path
+from typing import Any, TypeVar
+
+from fastapi import FastAPI, Request
+from fastapi.responses import FileResponse, JSONResponse, Response
+from pydantic import ValidationError
+from starlette.exceptions import HTTPException
+
+from gateway.answers import Style, models_of, usage_of
+from gateway.errors import BUG, KINDS, NO_KEY, NO_ROUTE, TOO_LARGE, Kind, Refusal, refusal_of, refusal_of_body
+from gateway.metrics import Metrics
+from gateway.requests import Asked, ChatRequest, CompletionRequest
+from gateway.streams import DONE, ClientGone, EventStream, event, merged, while_connected, with_first
+from protos.tandem_inference_pb2 import GenerateResponse, Usage
+from rpc.errors import InvalidRequest, TandemError
+from tandem import __version__
+from tandem.answer import Answer, AnswerStream, StreamBroken
+from tandem.client import AsyncClient
+
+_log = logging.getLogger(__name__)
+_Body = TypeVar("_Body", bound=Asked)
+
+PAGE = Path(__file__).with_name("chat.html")
+REQUEST_ID_HEADER = "x-request-id"
+TIMEOUT_HEADER = "x-request-timeout-ms"
+"""The request's deadline, which OpenAI's API has no word for."""
+
+
+def create_app(client: AsyncClient, *, api_key: str = "", max_body_bytes: int = 4 * 1024 * 1024) -> FastAPI:
+    """The gateway's ASGI application over `client`, which its caller closes."""
+    gateway = Gateway(client, api_key=api_key, max_body_bytes=max_body_bytes)
+    app = FastAPI(title="Tandem", version=__version__, docs_url=None, redoc_url=None)
+    generating: list[tuple[str, Any, type[Asked]]] = [
+        ("/v1/completions", gateway.completions, CompletionRequest),
+        ("/v1/chat/completions", gateway.chat, ChatRequest),
+    ]
+    for path, handler, body in generating:
+        app.add_api_route(path, handler, methods=["POST"], response_model=None, openapi_extra=_schema_of(body))
+    app.add_api_route("/v1/models", gateway.models, response_model=None)
+    app.add_api_route("/v1/models/{model:path}", gateway.model, response_model=None)
+    app.add_api_route("/health", gateway.health, response_model=None)
+    app.add_api_route("/version", gateway.version, response_model=None)
+    app.add_api_route("/metrics", gateway.scrape, response_model=None)
+    app.add_api_route("/", gateway.page, response_model=None, include_in_schema=False)
+    app.add_exception_handler(HTTPException, _on_http_exception)  # type: ignore[arg-type]
+    return app
+
+
+def _schema_of(body: type[Asked]) -> dict[str, Any]:
+    schema = body.model_json_schema(ref_template="#/components/schemas/{model}")
+    schema.pop("$defs", None)
+    return {"requestBody": {"required": True, "content": {"application/json": {"schema": schema}}}}
+
+
+async def _on_http_exception(request: Request, error: HTTPException) -> Response:
+    """No such route, or not with this method."""
+    kind = Kind(error.status_code, NO_ROUTE.type, NO_ROUTE.code)
+    return _refuse(Refusal(kind, f"{error.detail}: {request.method} {request.url.path}"), {})
+
+
+class Gateway:
+    """The handlers. Keeps nothing of a request beyond its answer."""
+
+    def __init__(self, client: AsyncClient, *, api_key: str, max_body_bytes: int) -> None:
+        self._client = client
+        self._api_key = api_key.encode()
+        self._max_body_bytes = max_body_bytes
+        self._started_s = int(time.time())
+        self._metrics = Metrics()
+
+    # -- generating ---------------------------------------------------------------------------------------------
+
+    async def completions(self, request: Request) -> Any:
+        return await self._answer(request, "completions", lambda: self._generate(request, CompletionRequest))
+
+    async def chat(self, request: Request) -> Any:
+        return await self._answer(request, "chat", lambda: self._generate(request, ChatRequest))
+
+    async def _generate(self, request: Request, body_type: type[_Body]) -> Any:
+        body = body_type.model_validate_json(await self._read(request))
+        model = body.model or (await self._client.model_info()).model
+        run = Run(self._client, body, model, request)
+        if not body.stream:
+            return JSONResponse(await while_connected(request.receive, run.whole()), headers=run.headers)
+        messages = run.messages()
+        try:
+            first = await while_connected(request.receive, anext(messages))
+        except BaseException:
+            await messages.aclose()
+            raise
+        return EventStream(run.events(with_first(first, messages)), run.headers)
+
+    async def _read(self, request: Request) -> bytes:
+        data = bytearray()
+        async for chunk in request.stream():
+            data += chunk
+            if len(data) > self._max_body_bytes:
+                raise Refusal(TOO_LARGE, f"the body may have {self._max_body_bytes} bytes, and has more")
+        return bytes(data)
+
+    # -- asking -------------------------------------------------------------------------------------------------
+
+    async def models(self, request: Request) -> Any:
+        async def answer() -> Response:
+            return JSONResponse(models_of(await self._client.model_info(), self._started_s))
+
+        return await self._answer(request, "models", answer)
+
+    async def model(self, request: Request, model: str) -> Any:
+        async def answer() -> Response:
+            known = models_of(await self._client.model_info(), self._started_s)["data"][0]
+            if model != known["id"]:
+                raise InvalidRequest([("model", f"there is no model {model[:128]!r}; there is {known['id']!r}")])
+            return JSONResponse(known)
+
+        return await self._answer(request, "models", answer)
+
+    async def health(self) -> Response:
+        """200 while requests can be served: the router is there, and a decode worker with it."""
+        try:
+            is_serving = await self._client.is_serving()
+        except TandemError as error:
+            return _refuse(refusal_of(error), {})
+        return Response(status_code=200 if is_serving else 503)
+
+    async def version(self) -> Response:
+        return JSONResponse({"version": __version__})
+
+    async def scrape(self) -> Response:
+        return Response(self._metrics.text(), media_type=self._metrics.content_type)
+
+    async def page(self) -> Response:
+        return FileResponse(PAGE, media_type="text/html; charset=utf-8")
+
+    # -- whatever happens ---------------------------------------------------------------------------------------
+
+    async def _answer(self, request: Request, route: str, answer: Callable[[], Awaitable[Any]]) -> Any:
+        """What `answer` returns, or its error as a response."""
+        request_id = request_id_of(request)
+        headers = {REQUEST_ID_HEADER: request_id}
+        with self._metrics.counted(route) as outcome:
+            try:
+                self._check_key(request)
+                response = await answer()
+            except ClientGone:
+                outcome.status = 499
+                return Response(status_code=499)
+            except Exception as error:
+                refusal = refusal_of_any(error, request_id)
+                outcome.status = refusal.kind.status
+                return _refuse(refusal, headers)
+            outcome.status = 200
+            return response
+
+    def _check_key(self, request: Request) -> None:
+        given = request.headers.get("authorization", "").removeprefix("Bearer ").encode()
+        if self._api_key and not hmac.compare_digest(given, self._api_key):
+            raise Refusal(NO_KEY, "the API key is missing or wrong: give it as Authorization: Bearer KEY")
+
+
+class Run:
+    """One HTTP request's prompts at the router. Raises what the client raises."""
+
+    def __init__(self, client: AsyncClient, body: Asked, model: str, request: Request) -> None:
+        """`model`: the one that is served, where the body names none. Raises `InvalidRequest` for a useless header."""
+        self._client = client
+        self._body = body
+        self._prompts = body.prompts()
+        self._request_id = body.request_id or request_id_of(request)
+        self._timeout_s = _timeout_of(request)
+        prefix = "chatcmpl" if isinstance(body, ChatRequest) else "cmpl"
+        self._style = Style(
+            is_chat=isinstance(body, ChatRequest),
+            answer_id=f"{prefix}-{self._request_id}",
+            created_s=int(time.time()),
+            model=body.model or model,
+        )
+        self.headers = {REQUEST_ID_HEADER: self._request_id}
+
+    async def whole(self) -> dict[str, Any]:
+        """All answers as one object."""
+        streams = [AnswerStream() for _ in self._prompts]
+        async for index, message in self.messages():
+            streams[index].accept(message)
+        answers: list[Answer] = [stream.answer() for stream in streams]
+        return self._style.whole(answers)
+
+    def messages(self) -> AsyncGenerator[tuple[int, GenerateResponse], None]:
+        """Of all prompts, as they come. Checked by the client: contiguous, and ended once."""
+        sampling = self._body.sampling()
+        ids = [self._request_id]
+        if len(self._prompts) > 1:
+            ids = [f"{self._request_id}-{index}" for index in range(len(self._prompts))]
+        return merged(
+            [
+                self._client.stream(
+                    prompt, request_id=request_id, model=self._body.model, timeout_s=self._timeout_s, **sampling
+                )
+                for prompt, request_id in zip(self._prompts, ids, strict=True)
+            ]
+        )
+
+    async def events(self, messages: AsyncGenerator[tuple[int, GenerateResponse], None]) -> AsyncGenerator[bytes, None]:
+        """Of `messages`, which it closes."""
+        is_chat = isinstance(self._body, ChatRequest)
+        usages = [Usage() for _ in self._prompts]
+        opened: set[int] = set()
+        try:
+            async for index, message in messages:
+                if is_chat and index not in opened:
+                    opened.add(index)
+                    yield event(self._style.opening(index))
+                usage = usages[index]
+                usage.completion_tokens += len(message.token_ids)
+                if message.HasField("usage"):
+                    usage.CopyFrom(message.usage)
+                if message.text or message.finish_reason or self._body.includes_usage_always:
+                    piece = self._style.piece(index, message)
+                    if self._body.includes_usage_always:
+                        piece["usage"] = usage_of([usage])
+                    yield event(piece)
+        except Exception as error:
+            yield event(refusal_of_any(error, self._request_id).body)
+            return
+        finally:
+            await messages.aclose()
+        if self._body.includes_usage:
+            yield event(self._style.usage(usages))
+        yield DONE
+
+
+def refusal_of_any(error: Exception, request_id: str) -> Refusal:
+    """What the client is told. A bug is logged, and named by the request alone."""
+    match error:
+        case Refusal():
+            return error
+        case TandemError():
+            return refusal_of(error)
+        case ValidationError():
+            return refusal_of_body(error)
+        case ValueError():  # by the client, of what the wire cannot carry: "name: what is wrong with it"
+            return Refusal(KINDS[InvalidRequest], str(error), param=str(error).partition(":")[0])
+        case StreamBroken():
+            _log.error("the router's stream is not exact", extra={"request_id": request_id, "why": str(error)})
+        case _:
+            _log.error("unexpected error", extra={"request_id": request_id}, exc_info=error)
+    return Refusal(BUG, f"a bug of the server; it has logged it with request_id={request_id}")
+
+
+def request_id_of(request: Request) -> str:
+    """As the client named it, or a new name, the same for one request."""
+    if not hasattr(request.state, "request_id"):
+        given = request.headers.get(REQUEST_ID_HEADER, "")
+        request.state.request_id = given if re.fullmatch(r"[\x21-\x7e]{1,100}", given) else secrets.token_hex(12)
+    return str(request.state.request_id)
+
+
+def _timeout_of(request: Request) -> float | None:
+    given = request.headers.get(TIMEOUT_HEADER)
+    if given is None:
+        return None
+    if not re.fullmatch(r"[1-9]\d{0,11}", given):
+        raise InvalidRequest([(TIMEOUT_HEADER, f"must be a whole number of milliseconds above 0, is {given[:40]!r}")])
+    return int(given) / 1000
+
+
+def _refuse(refusal: Refusal, headers: dict[str, str]) -> JSONResponse:
+    return JSONResponse(refusal.body, status_code=refusal.kind.status, headers={**headers, **refusal.headers})

@@ -1,0 +1,42 @@
+"""Flags of the gateway process."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from rpc.entrypoint import LOG_LEVELS
+from rpc.server import split_address
+from tandem.client import DEFAULT_ADDRESS
+
+
+@dataclass(frozen=True, kw_only=True)
+class GatewayArgs:
+    """Where it listens and whom it asks. Raises `ValueError` naming the field and its bound."""
+
+    listen: str = field(
+        default="127.0.0.1:8000", metadata={"help": "HOST:PORT to serve HTTP on. Port 0 takes a free one."}
+    )
+    router: str = field(default=DEFAULT_ADDRESS, metadata={"help": "HOST:PORT of the router, or any gRPC target."})
+    api_key: str = field(
+        default="",
+        metadata={"help": "If given, /v1 needs it: Authorization: Bearer KEY."},
+    )
+    max_body_bytes: int = field(default=4 * 1024 * 1024, metadata={"help": "Largest request body, in bytes."})
+    drain_grace_s: float = field(
+        default=30.0, metadata={"help": "On SIGTERM, how long running requests may take to finish."}
+    )
+    log_level: str = field(default="info", metadata={"help": f"{', '.join(LOG_LEVELS)}."})
+
+    def __post_init__(self) -> None:
+        try:
+            split_address(self.listen)
+        except ValueError as error:
+            raise ValueError(f"listen: {error}") from error
+        if not self.router:
+            raise ValueError("router must be the address of a router, is empty")
+        if not 1024 <= self.max_body_bytes <= 1 << 28:
+            raise ValueError(f"max_body_bytes must be in [1024, {1 << 28}], is {self.max_body_bytes}")
+        if not 0 <= self.drain_grace_s < float("inf"):
+            raise ValueError(f"drain_grace_s must be at least 0 and finite, is {self.drain_grace_s}")
+        if self.log_level not in LOG_LEVELS:
+            raise ValueError(f"log_level must be one of {', '.join(LOG_LEVELS)}, is {self.log_level!r}")

@@ -1,0 +1,111 @@
+"""What goes wrong, as OpenAI's clients know it: an HTTP status and a body {"error": {message, type, param, code}}.
+
+Owns the one table from our errors to HTTP, and nothing else. A client that may try again is told when (Retry-After);
+OpenAI's own does so by itself for 409, 429 and 5xx.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any, NamedTuple
+
+from pydantic import ValidationError
+
+from rpc.errors import (
+    CorruptKV,
+    DeadlinePassed,
+    Draining,
+    Incompatible,
+    InternalError,
+    InvalidRequest,
+    LeaseGone,
+    NotFound,
+    NoWorker,
+    Overloaded,
+    RequestCancelled,
+    RequestExists,
+    TandemError,
+    Unreachable,
+)
+
+
+class Kind(NamedTuple):
+    status: int
+    type: str
+    code: str | None
+
+
+KINDS: dict[type[TandemError], Kind] = {
+    InvalidRequest: Kind(400, "invalid_request_error", None),
+    NotFound: Kind(404, "invalid_request_error", "not_found"),
+    RequestExists: Kind(409, "invalid_request_error", "request_exists"),
+    Overloaded: Kind(429, "rate_limit_error", "rate_limit_exceeded"),
+    RequestCancelled: Kind(499, "server_error", "cancelled"),
+    DeadlinePassed: Kind(504, "server_error", "deadline_exceeded"),
+    NoWorker: Kind(503, "server_error", "unavailable"),
+    Draining: Kind(503, "server_error", "unavailable"),
+    Unreachable: Kind(503, "server_error", "unavailable"),
+    LeaseGone: Kind(503, "server_error", "unavailable"),
+    Incompatible: Kind(500, "server_error", "internal_error"),
+    CorruptKV: Kind(500, "server_error", "internal_error"),
+    InternalError: Kind(500, "server_error", "internal_error"),
+}
+BUG = Kind(500, "server_error", "internal_error")
+MODEL_NOT_FOUND = Kind(404, "invalid_request_error", "model_not_found")
+NO_KEY = Kind(401, "invalid_request_error", "invalid_api_key")
+TOO_LARGE = Kind(413, "invalid_request_error", "request_too_large")
+NO_ROUTE = Kind(404, "invalid_request_error", "unknown_url")
+
+
+class Refusal(Exception):  # noqa: N818 - it is an answer
+    """What the client gets instead of an answer."""
+
+    def __init__(
+        self, kind: Kind, message: str, *, param: str | None = None, retry_after_s: float | None = None
+    ) -> None:
+        super().__init__(message)
+        self.kind = kind
+        self.message = message
+        self.param = param
+        self.retry_after_s = retry_after_s
+
+    @property
+    def body(self) -> dict[str, Any]:
+        error = {"message": self.message, "type": self.kind.type, "param": self.param, "code": self.kind.code}
+        return {"error": error}
+
+    @property
+    def headers(self) -> dict[str, str]:
+        if self.retry_after_s is None:
+            return {}
+        return {"retry-after": str(max(1, math.ceil(self.retry_after_s)))}  # whole seconds, by RFC 9110
+
+
+def refusal_of(error: TandemError) -> Refusal:
+    """As the table says; a wrong field by the name that it has in the body."""
+    kind, param = KINDS[type(error)], None
+    if isinstance(error, InvalidRequest) and error.violations:
+        param = _name_in_body(error.violations[0].field)
+        if param == "model":
+            kind = MODEL_NOT_FOUND
+    message = error.message.replace("sampling_params.", "")
+    return Refusal(kind, message, param=param, retry_after_s=error.retry_after_s)
+
+
+def _name_in_body(field: str) -> str | None:
+    name = field.removeprefix("sampling_params.")
+    if name in ("text", "token_ids"):
+        return "prompt"
+    return name.removeprefix("chat.").replace("chat", "messages") or None
+
+
+def refusal_of_body(error: ValidationError) -> Refusal:
+    """The first thing that is wrong with a body, in one sentence."""
+    first = error.errors()[0]
+    # Of a field that may be of several types: where in the body, not which of the types was tried.
+    place = [str(part) for part in first["loc"] if not (isinstance(part, str) and (part == "str" or "[" in part))]
+    param = ".".join(place)
+    message = first["msg"].removeprefix("Value error, ")
+    if first["type"] == "extra_forbidden":
+        message = "is not a parameter that this server knows"
+    return Refusal(KINDS[InvalidRequest], f"{param}: {message}" if param else message, param=param or None)

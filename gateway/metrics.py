@@ -1,0 +1,61 @@
+"""What the gateway counts, for Prometheus. The router and the workers count what happens behind it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+from prometheus_client import (
+    CONTENT_TYPE_LATEST,
+    CollectorRegistry,
+    Counter,
+    Gauge,
+    Histogram,
+    disable_created_metrics,
+    generate_latest,
+)
+
+disable_created_metrics()  # type: ignore[no-untyped-call]
+
+SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
+
+
+@dataclass(slots=True)
+class Outcome:
+    status: int = 500
+
+
+class Metrics:
+    """One per process, with a registry of its own."""
+
+    content_type = CONTENT_TYPE_LATEST
+
+    def __init__(self) -> None:
+        self._registry = CollectorRegistry()
+        self._requests = Counter(
+            "tandem:gateway_requests", "HTTP requests answered, by route and status.", ["route", "status"],
+            registry=self._registry,
+        )  # fmt: skip
+        self._in_flight = Gauge(
+            "tandem:gateway_requests_in_flight", "HTTP requests whose status is not sent yet.", ["route"],
+            registry=self._registry,
+        )  # fmt: skip
+        self._seconds = Histogram(
+            "tandem:gateway_seconds_to_status", "Until the status is sent; of a stream, with its first token.",
+            ["route"], buckets=SECONDS, registry=self._registry,
+        )  # fmt: skip
+
+    @contextmanager
+    def counted(self, route: str) -> Iterator[Outcome]:
+        """One request. Whoever handles it sets the outcome."""
+        outcome, before_s = Outcome(), time.monotonic()
+        with self._in_flight.labels(route).track_inprogress():
+            yield outcome
+        self._requests.labels(route, str(outcome.status)).inc()
+        self._seconds.labels(route).observe(time.monotonic() - before_s)
+
+    def text(self) -> bytes:
+        """As Prometheus reads it."""
+        return generate_latest(self._registry)

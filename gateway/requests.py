@@ -1,0 +1,182 @@
+"""What clients may ask, in OpenAI's words and vLLM's further ones. Pure: a body in, prompts and sampling out.
+
+A field that we know and cannot serve (n, logprobs, tools …) is refused unless it says "no"; one that nobody knows is
+refused, too: whoever asks for something and does not get it must hear of it. Bounds of the values are the router's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar, Literal, cast
+
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, PlainValidator
+
+from tandem.client import Prompt, Sampling
+
+MAX_PROMPTS = 256
+"""In one request."""
+DEFAULT_COMPLETION_TOKENS = 16
+"""OpenAI's, for /v1/completions. A chat's answer may fill the context."""
+
+
+def _only(*neutral: Any) -> Any:
+    """The type of a field that may be given, but ask for nothing."""
+
+    def check(value: Any) -> Any:
+        if value is not None and value not in neutral:
+            raise ValueError("is not supported" + (f"; it may be {neutral[0]!r}" if neutral else ""))
+        return value
+
+    return Annotated[Any, AfterValidator(check)]
+
+
+def _prompts(value: Any) -> list[Prompt]:
+    """One for each choice: of a text, token ids, or a list of either."""
+    many = value if isinstance(value, list) and not _is_token_ids(value) else [value]
+    if not 1 <= len(many) <= MAX_PROMPTS:
+        raise ValueError(f"must be 1 to {MAX_PROMPTS} prompts, has {len(many)}")
+    for position, prompt in enumerate(many):
+        if not (isinstance(prompt, str) or (isinstance(prompt, list) and _is_token_ids(prompt))):
+            raise ValueError(f"must be a text, token ids, or a list of either; number {position} is none of them")
+    return many
+
+
+def _is_token_ids(value: list[Any]) -> bool:
+    return bool(value) and all(type(item) is int and 0 <= item < 1 << 32 for item in value)
+
+
+TokenId = Annotated[int, Field(strict=True, ge=0, lt=1 << 32)]
+
+
+class StreamOptions(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+
+    include_usage: bool = False
+    """A last event without choices and with the usage of the whole request."""
+    continuous_usage_stats: bool = False
+    """The usage so far in every event."""
+
+
+class Asked(BaseModel):
+    """What both kinds of request share."""
+
+    model_config = ConfigDict(extra="forbid", strict=False, protected_namespaces=())
+
+    model: str = ""
+    stream: bool = False
+    stream_options: StreamOptions | None = None
+    max_tokens: Annotated[int, Field(ge=0, lt=1 << 31)] | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    logit_bias: dict[TokenId, float] | None = None
+    seed: Annotated[int, Field(ge=-(1 << 63), lt=1 << 63)] | None = None
+    stop: str | list[str] | None = None
+
+    # vLLM's
+    min_tokens: Annotated[int, Field(ge=0, lt=1 << 31)] | None = None
+    top_k: Annotated[int, Field(ge=-(1 << 31), lt=1 << 31)] | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+    stop_token_ids: list[TokenId] | None = None
+    ignore_eos: bool | None = None
+    include_stop_str_in_output: bool | None = None
+    skip_special_tokens: bool | None = None
+    request_id: str = ""
+
+    # known, and refused unless they ask for nothing
+    n: _only(1) = None  # type: ignore[valid-type]
+    best_of: _only(1) = None  # type: ignore[valid-type]
+    logprobs: _only(False) = None  # type: ignore[valid-type]
+    response_format: _only({"type": "text"}) = None  # type: ignore[valid-type]
+
+    # of no effect here, whatever they say
+    user: Any = None
+    metadata: Any = None
+    store: Any = None
+    service_tier: Any = None
+    safety_identifier: Any = None
+    prompt_cache_key: Any = None
+
+    DIRECT: ClassVar[tuple[str, ...]] = (
+        "max_tokens", "min_tokens", "temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty",
+        "repetition_penalty", "stop", "stop_token_ids", "include_stop_str_in_output", "ignore_eos", "seed",
+        "skip_special_tokens", "logit_bias",
+    )  # fmt: skip
+
+    def sampling(self) -> Sampling:
+        """By the names of the wire; what was not given takes the model's default."""
+        given = {name: getattr(self, name) for name in self.DIRECT}
+        return cast(Sampling, {name: value for name, value in given.items() if value is not None})
+
+    def prompts(self) -> list[Prompt]:
+        """One for each choice."""
+        raise NotImplementedError
+
+    @property
+    def includes_usage(self) -> bool:
+        return self.stream_options is not None and self.stream_options.include_usage
+
+    @property
+    def includes_usage_always(self) -> bool:
+        return self.includes_usage and self.stream_options is not None and self.stream_options.continuous_usage_stats
+
+
+class CompletionRequest(Asked):
+    """POST /v1/completions."""
+
+    prompt: Annotated[list[Prompt], PlainValidator(_prompts, json_schema_input_type=str | list[Any])]
+    echo: _only(False) = None  # type: ignore[valid-type]
+    suffix: _only("") = None  # type: ignore[valid-type]
+
+    def prompts(self) -> list[Prompt]:
+        return self.prompt
+
+    def sampling(self) -> Sampling:
+        return {"max_tokens": max(DEFAULT_COMPLETION_TOKENS, self.min_tokens or 0), **super().sampling()}
+
+
+class TextPart(BaseModel):
+    model_config = ConfigDict(extra="ignore")
+
+    type: Literal["text"]
+    text: str
+
+
+class Message(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+
+    role: str
+    content: str | list[TextPart] | None = None
+    name: Any = None
+    tool_calls: _only([]) = None  # type: ignore[valid-type]
+    refusal: Any = None
+
+    def to_prompt(self) -> Mapping[str, str]:
+        parts = self.content if isinstance(self.content, list) else [TextPart(type="text", text=self.content or "")]
+        return {"role": self.role, "content": "".join(part.text for part in parts)}
+
+
+class ChatRequest(Asked):
+    """POST /v1/chat/completions."""
+
+    messages: Annotated[list[Message], Field(min_length=1)]
+    max_completion_tokens: Annotated[int, Field(ge=0, lt=1 << 31)] | None = None
+    top_logprobs: _only(0) = None  # type: ignore[valid-type]
+    tools: _only([]) = None  # type: ignore[valid-type]
+    tool_choice: _only("none", "auto") = None  # type: ignore[valid-type]
+    functions: _only([]) = None  # type: ignore[valid-type]
+    function_call: _only("none", "auto") = None  # type: ignore[valid-type]
+    modalities: _only(["text"]) = None  # type: ignore[valid-type]
+    audio: _only() = None  # type: ignore[valid-type]
+    parallel_tool_calls: Any = None
+
+    def prompts(self) -> list[Prompt]:
+        return [[message.to_prompt() for message in self.messages]]
+
+    def sampling(self) -> Sampling:
+        sampling = super().sampling()
+        if self.max_completion_tokens is not None:
+            sampling["max_tokens"] = self.max_completion_tokens
+        return sampling

@@ -1,0 +1,123 @@
+"""Answers on their way to an HTTP client: several at once as one stream, server-sent events, clients that leave.
+
+A client that disconnects cancels what is done for it: whoever waits here for the router is cancelled, which drops the
+streams, which cancels their requests on every worker.
+
+    request ──> while_connected(the first message, or the whole answer) ──> EventStream(events) ──> data: … data: [DONE]
+                    └─ disconnected: cancelled                                  └─ disconnected: events are closed
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncGenerator, Coroutine, Sequence
+from contextlib import aclosing
+from typing import Any, TypeVar
+
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+T = TypeVar("T")
+
+DONE = b"data: [DONE]\n\n"
+
+
+class ClientGone(Exception):  # noqa: N818 - nothing is wrong
+    """The client has disconnected; nobody reads an answer any more."""
+
+
+async def while_connected(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
+    """What `work` returns or raises. When the client leaves before, it is cancelled: raises `ClientGone`.
+
+    The request's body must have been read: what is received here is only its client's leaving.
+    """
+    task = asyncio.create_task(work)
+    leaving = asyncio.create_task(_wait_disconnected(receive))
+    try:
+        await asyncio.wait({task, leaving}, return_when=asyncio.FIRST_COMPLETED)
+        if not task.done():
+            raise ClientGone
+        return task.result()
+    finally:
+        task.cancel()
+        leaving.cancel()
+        await asyncio.wait({task, leaving})
+
+
+async def _wait_disconnected(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+def event(value: dict[str, Any]) -> bytes:
+    """One server-sent event."""
+    return b"data: " + json.dumps(value, ensure_ascii=False, separators=(",", ":")).encode() + b"\n\n"
+
+
+class EventStream(Response):
+    """Sends `events` as they come, and closes them however it ends."""
+
+    media_type = "text/event-stream"
+
+    def __init__(self, events: AsyncGenerator[bytes, None], headers: dict[str, str]) -> None:
+        super().__init__(headers={"cache-control": "no-cache", **headers})
+        del self.headers["content-length"]
+        self._events = events
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await while_connected(receive, self._send_all(send))
+        except (ClientGone, OSError):  # OSError: how a server may say so to whoever writes
+            pass
+
+    async def _send_all(self, send: Send) -> None:
+        async with aclosing(self._events) as events:
+            await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
+            async for data in events:
+                await send({"type": "http.response.body", "body": data, "more_body": True})
+            await send({"type": "http.response.body", "body": b""})
+
+
+async def merged(streams: Sequence[AsyncGenerator[T, None]]) -> AsyncGenerator[tuple[int, T], None]:
+    """The items of all `streams` as they come, each with its stream's index.
+
+    The first error of any of them ends it, and with it the others; so does closing it. Who reads slowly is waited for:
+    each stream is at most one item ahead.
+    """
+    items: asyncio.Queue[tuple[int, T] | Exception | None] = asyncio.Queue(maxsize=1)
+    """None: one stream has ended."""
+
+    async def read(index: int, stream: AsyncGenerator[T, None]) -> None:
+        try:
+            async with aclosing(stream) as open_stream:
+                async for item in open_stream:
+                    await items.put((index, item))
+        except Exception as error:
+            await items.put(error)
+        else:
+            await items.put(None)
+
+    readers = [asyncio.create_task(read(index, stream)) for index, stream in enumerate(streams)]
+    num_open = len(readers)
+    try:
+        while num_open:
+            item = await items.get()
+            if isinstance(item, Exception):
+                raise item
+            if item is None:
+                num_open -= 1
+            else:
+                yield item
+    finally:
+        for reader in readers:
+            reader.cancel()
+        await asyncio.wait(readers)
+
+
+async def with_first(first: T, rest: AsyncGenerator[T, None]) -> AsyncGenerator[T, None]:
+    """`first`, taken from `rest` before, and then the rest; closing it closes `rest`."""
+    async with aclosing(rest):
+        yield first
+        async for item in rest:
+            yield item

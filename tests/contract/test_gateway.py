@@ -1,0 +1,366 @@
+# ruff: noqa: N802 - gRPC's method names
+"""The gateway over real connections on both sides. The router's answers are scripted, so that they can be any."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from typing import Any
+
+import httpx2 as httpx
+import pytest
+
+from gateway.args import GatewayArgs
+from gateway.errors import KINDS
+from gateway.process import run_gateway
+from protos import tandem_inference_pb2 as pb
+from protos import tandem_inference_pb2_grpc
+from rpc.errors import STATUS_CODES, Draining, InternalError, InvalidRequest, Overloaded, TandemError
+from rpc.server import Server
+
+TIMEOUT_S = 10.0
+Script = Callable[[pb.GenerateRequest], AsyncIterator[pb.GenerateResponse]]
+
+
+def tokens(offset: int, *token_ids: int, text: str = "") -> pb.GenerateResponse:
+    return pb.GenerateResponse(request_id="r", offset=offset, token_ids=token_ids, text=text)
+
+
+def last(offset: int, num_prompt: int = 3) -> pb.GenerateResponse:
+    return pb.GenerateResponse(
+        request_id="r",
+        offset=offset,
+        finish_reason=pb.FINISH_REASON_STOP,
+        usage=pb.Usage(prompt_tokens=num_prompt, cached_tokens=1, completion_tokens=offset),
+        timings=pb.Timings(total_ms=5, decode_worker="d"),
+    )
+
+
+class Router(tandem_inference_pb2_grpc.InferenceServicer):  # type: ignore[misc]
+    def __init__(self) -> None:
+        self.requests: list[pb.GenerateRequest] = []
+        self.deadlines_s: list[float | None] = []
+        self.num_open = 0
+        self.all_closed = asyncio.Event()
+        self.script: Script = self.echo
+
+    async def Generate(self, request: pb.GenerateRequest, context: Any) -> AsyncIterator[pb.GenerateResponse]:
+        self.requests.append(request)
+        self.deadlines_s.append(context.time_remaining())
+        self.num_open += 1
+        try:
+            async for response in self.script(request):
+                yield response
+        finally:
+            self.num_open -= 1
+            if not self.num_open:
+                self.all_closed.set()
+
+    async def GetModelInfo(self, request: Any, context: Any) -> pb.GetModelInfoResponse:
+        return pb.GetModelInfoResponse(model="the-model", max_model_len=64)
+
+    async def echo(self, request: pb.GenerateRequest) -> AsyncIterator[pb.GenerateResponse]:
+        """The prompt, a word at a time, the tokens being numbers."""
+        words = request.text.split() or [str(token_id) for token_id in request.token_ids.ids] or ["hello", "you"]
+        for offset, word in enumerate(words):
+            yield tokens(offset, offset, text=word + " ")
+        yield last(len(words), num_prompt=len(words))
+
+    async def endless(self, request: pb.GenerateRequest) -> AsyncIterator[pb.GenerateResponse]:
+        yield tokens(0, 1, text="once")
+        await asyncio.sleep(TIMEOUT_S)
+
+
+@asynccontextmanager
+async def gateway(**args: Any) -> AsyncIterator[tuple[Router, httpx.AsyncClient]]:
+    router, server, stop = Router(), Server("127.0.0.1:0"), asyncio.Event()
+    server.add(tandem_inference_pb2_grpc.add_InferenceServicer_to_server, router, "tandem.v1.Inference")
+    address = await server.start()
+    server.set_serving("tandem.v1.Inference", True)
+    announced: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+    running = asyncio.create_task(
+        run_gateway(GatewayArgs(router=address, listen="127.0.0.1:0", **args), stop, announce=announced.set_result)
+    )
+    async with asyncio.timeout(3 * TIMEOUT_S):
+        async with httpx.AsyncClient(base_url=f"http://{await announced}", timeout=TIMEOUT_S, trust_env=False) as http:
+            yield router, http
+        stop.set()
+        assert await running == 0
+        await server.drain(0)
+
+
+def events_of(body: str) -> list[Any]:
+    """Of a stream, the last being "[DONE]" where it is complete."""
+    datas = [line.removeprefix("data: ") for line in body.split("\n\n") if line]
+    return [data if data == "[DONE]" else json.loads(data) for data in datas]
+
+
+# -- answers ------------------------------------------------------------------------------------------------------
+
+
+async def test_a_completion() -> None:
+    async with gateway() as (router, http):
+        response = await http.post("/v1/completions", json={"prompt": "a b c", "stop": "x", "seed": 5, "top_k": 3})
+    body = response.json()
+    assert response.status_code == 200
+    assert (body["object"], body["model"]) == ("text_completion", "the-model")
+    assert [(c["index"], c["text"], c["finish_reason"]) for c in body["choices"]] == [(0, "a b c ", "stop")]
+    assert body["usage"] == {
+        "prompt_tokens": 3, "completion_tokens": 3, "total_tokens": 6, "prompt_tokens_details": {"cached_tokens": 1},
+    }  # fmt: skip
+    assert body["timings"]["decode_worker"] == "d"
+    params = router.requests[0].sampling_params
+    assert (list(params.stop), params.seed, params.top_k, params.max_tokens) == (["x"], 5, 3, 16)
+    assert not params.HasField("temperature"), "what was not given is the model's to say"
+
+
+@pytest.mark.parametrize(
+    ("prompt", "texts"),
+    [("a b", ["a b "]), ([5, 6], ["5 6 "]), (["a", "b c"], ["a ", "b c "]), ([[7], [8, 9]], ["7 ", "8 9 "])],
+    ids=["text", "token ids", "texts", "lists of token ids"],
+)
+@pytest.mark.parametrize("is_stream", [False, True])
+async def test_prompts_of_each_kind(prompt: Any, texts: list[str], is_stream: bool) -> None:
+    async with gateway() as (_, http):
+        body = {"prompt": prompt, "stream": is_stream, "stream_options": {"include_usage": True} if is_stream else None}
+        response = await http.post("/v1/completions", json=body)
+    if not is_stream:
+        assert [choice["text"] for choice in response.json()["choices"]] == texts
+        return
+    assert response.headers["content-type"].startswith("text/event-stream")
+    *events, usage, done = events_of(response.text)
+    assert done == "[DONE]"
+    assert usage["choices"] == []
+    assert usage["usage"]["total_tokens"] == 2 * sum(len(text.split()) for text in texts)
+    choices = [choice for event in events for choice in event["choices"]]
+    for index, text in enumerate(texts):
+        mine = [choice for choice in choices if choice["index"] == index]
+        assert "".join(choice["text"] for choice in mine) == text
+        assert [choice["finish_reason"] for choice in mine] == [None] * (len(mine) - 1) + ["stop"]
+
+
+async def test_a_chat() -> None:
+    parts = [{"type": "text", "text": "How "}, {"type": "text", "text": "are you?"}]
+    messages = [{"role": "system", "content": "Be kind."}, {"role": "user", "content": parts, "name": "me"}]
+    async with gateway() as (router, http):
+        whole = await http.post("/v1/chat/completions", json={"messages": messages, "max_completion_tokens": 9})
+        stream = await http.post("/v1/chat/completions", json={"messages": messages, "stream": True, "model": "m"})
+    sent = router.requests[0]
+    assert [(m.role, m.content) for m in sent.chat.messages] == [("system", "Be kind."), ("user", "How are you?")]
+    assert sent.sampling_params.max_tokens == 9
+    assert whole.json()["choices"][0]["message"] == {"role": "assistant", "content": "hello you ", "refusal": None}
+    events = events_of(stream.text)
+    deltas = [event["choices"][0]["delta"] for event in events[:-1]]
+    assert deltas == [{"role": "assistant", "content": ""}, {"content": "hello "}, {"content": "you "}, {}]
+    assert {event["model"] for event in events[:-1]} == {"m"}
+    assert len({event["id"] for event in events[:-1]}) == 1
+    assert not any("usage" in event for event in events[:-1]), "nobody asked for it"
+
+
+async def test_usage_in_every_event_where_asked_for() -> None:
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    async with gateway() as (_, http):
+        body = {"prompt": "a b", "stream": True, "stream_options": options}
+        events = events_of((await http.post("/v1/completions", json=body)).text)
+    assert [event["usage"]["completion_tokens"] for event in events[:-1]] == [1, 2, 2, 2]
+
+
+# -- what is asked for, and cannot be had -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("body", "param", "complaint"),
+    [
+        ({}, "prompt", "Field required"),
+        ({"prompt": 5}, "prompt", "must be a text, token ids, or a list of either"),
+        ({"prompt": []}, "prompt", "must be 1 to 256 prompts, has 0"),
+        ({"prompt": [1, "a"]}, "prompt", "number 0 is none of them"),
+        ({"prompt": [True]}, "prompt", "none of them"),
+        ({"prompt": "a", "n": 2}, "n", "is not supported; it may be 1"),
+        ({"prompt": "a", "logprobs": 5}, "logprobs", "is not supported"),
+        ({"prompt": "a", "response_format": {"type": "json_object"}}, "response_format", "is not supported"),
+        ({"prompt": "a", "guided_json": {}}, "guided_json", "is not a parameter that this server knows"),
+        ({"prompt": "a", "max_tokens": "many"}, "max_tokens", "valid integer"),
+        ({"prompt": "a", "seed": 1 << 63}, "seed", "less than"),
+        ({"prompt": "a", "logit_bias": {"x": 1}}, "logit_bias", "integer"),
+        ({"prompt": "a", "stream_options": {"include": 1}}, "stream_options.include", "knows"),
+        ({"prompt": "a", "temperature": "NaN is none"}, "temperature", "number"),
+    ],
+)
+async def test_a_body_that_is_wrong_is_refused_by_name(body: dict[str, Any], param: str, complaint: str) -> None:
+    async with gateway() as (router, http):
+        response = await http.post("/v1/completions", json=body)
+    error = response.json()["error"]
+    assert response.status_code == 400
+    assert error["type"] == "invalid_request_error"
+    assert error["param"].startswith(param)
+    assert complaint in error["message"]
+    assert router.requests == []
+
+
+@pytest.mark.parametrize(("data", "status"), [(b'{"prompt": "a', 400), (b"", 400), (b"x" * 5000, 413), (b"\xff", 400)])
+async def test_bytes_that_are_no_body(data: bytes, status: int) -> None:
+    async with gateway(max_body_bytes=4096) as (_, http):
+        assert (await http.post("/v1/completions", content=data)).status_code == status
+
+
+async def test_neutral_values_and_what_has_no_effect_are_let_through() -> None:
+    body = {
+        "messages": [{"role": "user", "content": "hi"}], "n": 1, "logprobs": False, "tools": [], "tool_choice": "auto",
+        "response_format": {"type": "text"}, "user": "me", "metadata": {"a": "b"}, "parallel_tool_calls": True,
+    }  # fmt: skip
+    async with gateway() as (_, http):
+        assert (await http.post("/v1/chat/completions", json=body)).status_code == 200
+
+
+async def test_headers_name_the_request_and_its_deadline() -> None:
+    async with gateway() as (router, http):
+        headers = {"x-request-id": "mine", "x-request-timeout-ms": "5000"}
+        response = await http.post("/v1/completions", json={"prompt": ["a", "b"]}, headers=headers)
+        assert response.headers["x-request-id"] == "mine"
+        assert response.json()["id"] == "cmpl-mine"
+        bad = await http.post("/v1/completions", json={"prompt": "a"}, headers={"x-request-timeout-ms": "soon"})
+        assert (bad.status_code, bad.json()["error"]["param"]) == (400, "x-request-timeout-ms")
+    assert sorted(request.request_id for request in router.requests) == ["mine-0", "mine-1"]
+    assert all(deadline_s is not None and 0 < deadline_s < 5.2 for deadline_s in router.deadlines_s)
+
+
+# -- what the router refuses, and what breaks --------------------------------------------------------------------------
+
+
+def failing(error: Exception, after: int = 0) -> Script:
+    async def script(request: pb.GenerateRequest) -> AsyncIterator[pb.GenerateResponse]:
+        for offset in range(after):
+            yield tokens(offset, 1, text="a")
+        raise error
+
+    return script
+
+
+def test_every_error_has_its_http_status() -> None:
+    assert set(KINDS) == set(STATUS_CODES)
+
+
+@pytest.mark.parametrize("is_stream", [False, True])
+@pytest.mark.parametrize(
+    ("error", "status", "type_", "retry_after"),
+    [
+        (Overloaded("full", retry_after_s=1.2), 429, "rate_limit_error", "2"),
+        (Draining("leaving", retry_after_s=0.1), 503, "server_error", "1"),
+        (InvalidRequest([("sampling_params.top_p", "must be in (0, 1], is 3")]), 400, "invalid_request_error", None),
+        (InvalidRequest([("model", "must be 'the-model'")]), 404, "invalid_request_error", None),
+        (InternalError("a bug"), 500, "server_error", None),
+    ],
+    ids=["overloaded", "draining", "parameter", "model", "bug"],
+)
+async def test_a_refusal_has_its_status_streamed_or_not(
+    error: TandemError, status: int, type_: str, retry_after: str | None, is_stream: bool
+) -> None:
+    async with gateway() as (router, http):
+        router.script = failing(error)
+        response = await http.post("/v1/completions", json={"prompt": "a", "stream": is_stream})
+    assert (response.status_code, response.headers.get("retry-after")) == (status, retry_after)
+    assert response.json()["error"]["type"] == type_
+    if status == 400:
+        assert response.json()["error"]["param"] == "top_p"
+        assert response.json()["error"]["message"] == "top_p: must be in (0, 1], is 3"
+
+
+async def test_what_fails_in_the_middle_of_a_stream_is_its_last_event() -> None:
+    async with gateway() as (router, http):
+        router.script = failing(Draining("leaving"), after=2)
+        *pieces, error = events_of((await http.post("/v1/completions", json={"prompt": "a", "stream": True})).text)
+    assert [piece["choices"][0]["text"] for piece in pieces] == ["a", "a"]
+    assert error["error"]["message"] == "leaving"
+
+
+async def test_a_stream_that_is_not_exact_is_never_shown_as_an_answer() -> None:
+    async def with_a_gap(request: pb.GenerateRequest) -> AsyncIterator[pb.GenerateResponse]:
+        yield tokens(0, 1, text="a")
+        yield tokens(2, 1, text="c")
+
+    async with gateway() as (router, http):
+        router.script = with_a_gap
+        whole = await http.post("/v1/completions", json={"prompt": "a"})
+        events = events_of((await http.post("/v1/completions", json={"prompt": "a", "stream": True})).text)
+    assert whole.status_code == 500
+    assert "a bug of the server" in events[-1]["error"]["message"]
+
+
+async def test_one_prompt_that_fails_ends_the_others() -> None:
+    async with gateway() as (router, http):
+
+        async def script(request: pb.GenerateRequest) -> AsyncIterator[pb.GenerateResponse]:
+            inner = failing(Overloaded("full")) if request.text == "b" else router.endless
+            async for response in inner(request):
+                yield response
+
+        router.script = script
+        response = await http.post("/v1/completions", json={"prompt": ["a", "b", "c"]})
+        await router.all_closed.wait()
+    assert response.status_code == 429
+
+
+@pytest.mark.parametrize("is_stream", [False, True])
+async def test_a_client_that_leaves_cancels_its_requests(is_stream: bool) -> None:
+    async with gateway() as (router, http):
+        router.script = router.endless
+        body = json.dumps({"prompt": ["a", "b"], "stream": is_stream}).encode()
+        host, port = http.base_url.host, http.base_url.port
+        assert port is not None
+        reader, writer = await asyncio.open_connection(host, port)
+        writer.write(b"POST /v1/completions HTTP/1.1\r\nhost: h\r\ncontent-length: %d\r\n\r\n%s" % (len(body), body))
+        if is_stream:
+            await reader.readuntil(b"once")
+        while router.num_open < 2:  # noqa: ASYNC110 - the script tells nobody
+            await asyncio.sleep(0.01)
+        writer.close()
+        await router.all_closed.wait()
+        text = (await http.get("/metrics")).text
+    if not is_stream:
+        assert 'tandem:gateway_requests_total{route="completions",status="499"} 1.0' in text
+
+
+# -- around them --------------------------------------------------------------------------------------------------
+
+
+async def test_models_health_version_page_and_metrics() -> None:
+    async with gateway() as (_, http):
+        models = (await http.get("/v1/models")).json()
+        assert [(model["id"], model["max_model_len"]) for model in models["data"]] == [("the-model", 64)]
+        assert (await http.get("/v1/models/the-model")).json()["id"] == "the-model"
+        assert (await http.get("/v1/models/other")).json()["error"]["code"] == "model_not_found"
+        assert (await http.get("/health")).status_code == 200
+        assert "version" in (await http.get("/version")).json()
+        assert "<title>Tandem</title>" in (await http.get("/")).text
+        assert 'tandem:gateway_requests_total{route="models",status="200"} 2.0' in (await http.get("/metrics")).text
+        nowhere = await http.get("/v1/nowhere")
+        assert (nowhere.status_code, nowhere.json()["error"]["code"]) == (404, "unknown_url")
+        assert (await http.get("/v1/completions")).status_code == 405
+        assert set((await http.get("/openapi.json")).json()["paths"]) >= {"/v1/completions", "/v1/chat/completions"}
+
+
+async def test_without_a_router_it_says_so() -> None:
+    async with gateway() as (_, http), httpx.AsyncClient(timeout=TIMEOUT_S, trust_env=False) as other:
+        assert (await http.get("/health")).status_code == 200
+        stop, announced = asyncio.Event(), asyncio.get_running_loop().create_future()
+        args = GatewayArgs(router="127.0.0.1:1", listen="127.0.0.1:0")
+        running = asyncio.create_task(run_gateway(args, stop, announce=announced.set_result))
+        url = f"http://{await announced}"
+        assert (await other.get(f"{url}/health")).status_code == 503
+        refused = await other.post(f"{url}/v1/completions", json={"prompt": "a"})
+        assert (refused.status_code, refused.json()["error"]["code"]) == (503, "unavailable")
+        stop.set()
+        await running
+
+
+async def test_a_key_where_one_is_asked_for() -> None:
+    async with gateway(api_key="secret") as (_, http):
+        for headers in ({}, {"authorization": "Bearer wrong"}, {"authorization": "secret2"}):
+            refused = await http.post("/v1/completions", json={"prompt": "a"}, headers=headers)
+            assert (refused.status_code, refused.json()["error"]["code"]) == (401, "invalid_api_key")
+        allowed = await http.post("/v1/completions", json={"prompt": "a"}, headers={"authorization": "Bearer secret"})
+        assert allowed.status_code == 200
+        assert (await http.get("/health")).status_code == 200

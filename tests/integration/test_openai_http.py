@@ -1,0 +1,146 @@
+"""OpenAI's own client, unmodified, against `tandem up`: the real model, the tokens of the gRPC client."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from contextlib import suppress
+from typing import Any
+
+import openai
+import psutil
+import pytest
+from clusters import RunningCluster, run_cluster, wait_until
+
+from tandem.client import Client
+
+SMALL = ("--num-threads", "1", "--kv-cache-gib", "0.2", "--max-model-len", "2048", "--http-port", "0")
+MESSAGES: list[Any] = [{"role": "user", "content": "What is the capital of France? Answer in one sentence."}]
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningCluster]:
+    with run_cluster(tmp_path_factory.mktemp("openai") / "log", *SMALL) as running:
+        yield running
+
+
+@pytest.fixture
+def client(cluster: RunningCluster) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=f"http://{cluster.http_address}/v1", api_key="none", max_retries=0) as client:
+        yield client
+
+
+@pytest.fixture
+def model(client: openai.OpenAI) -> str:
+    return client.models.list().data[0].id
+
+
+def test_a_chat_is_the_same_as_over_grpc(cluster: RunningCluster, client: openai.OpenAI, model: str) -> None:
+    answer = client.chat.completions.create(model=model, messages=MESSAGES, max_tokens=24, temperature=0)
+    with Client(cluster.address) as grpc_client:
+        expected = grpc_client.generate(MESSAGES, max_tokens=24, temperature=0)
+    assert answer.choices[0].message.content == expected.text
+    assert "Paris" in expected.text
+    assert answer.choices[0].finish_reason == expected.finish_reason
+    assert answer.usage is not None
+    assert answer.usage.prompt_tokens == expected.usage.prompt_tokens
+    assert answer.usage.completion_tokens == expected.usage.completion_tokens
+
+
+async def test_streams_add_up_to_the_whole_answer(cluster: RunningCluster, model: str) -> None:
+    """Eight at once, chats and completions, seeded and with everything that a request may carry."""
+    sampling: dict[str, Any] = {
+        "temperature": 0.9, "top_p": 0.95, "seed": 7, "presence_penalty": 0.2, "frequency_penalty": 0.3,
+        "max_tokens": 20, "stop": ["\n\n"], "logit_bias": {"11": -5},
+    }  # fmt: skip
+    further = {"top_k": 40, "min_p": 0.01, "repetition_penalty": 1.1, "min_tokens": 5, "ignore_eos": True}
+    async with openai.AsyncOpenAI(base_url=f"http://{cluster.http_address}/v1", api_key="none") as client:
+
+        async def chat(number: int) -> tuple[str, str]:
+            messages: Any = [{"role": "user", "content": f"Tell me about the number {number}."}]
+            asked = {"model": model, "messages": messages, **sampling, "extra_body": further}
+            stream = await client.chat.completions.create(**asked, stream=True, stream_options={"include_usage": True})
+            text, usage = "", None
+            async for event in stream:
+                usage = event.usage or usage
+                text += (event.choices[0].delta.content or "") if event.choices else ""
+            whole = await client.chat.completions.create(**asked)
+            assert usage is not None
+            assert whole.usage is not None
+            assert usage.completion_tokens == whole.usage.completion_tokens
+            return text, whole.choices[0].message.content or ""
+
+        async def complete(number: int) -> tuple[str, str]:
+            asked = {"model": model, "prompt": f"{number} and {number + 1} are", **sampling, "extra_body": further}
+            stream = await client.completions.create(**asked, stream=True)
+            text = "".join([event.choices[0].text async for event in stream])
+            return text, (await client.completions.create(**asked)).choices[0].text
+
+        pairs = await asyncio.gather(*(ask(number) for ask in (chat, complete) for number in range(4)))
+    assert all(streamed == whole and whole for streamed, whole in pairs)
+    assert len({whole for _, whole in pairs}) == 8
+
+
+def test_token_ids_and_many_prompts(cluster: RunningCluster, client: openai.OpenAI, model: str) -> None:
+    prompts = [[504, 3575, 282], [1057, 2306]]
+    answer = client.completions.create(model=model, prompt=prompts, max_tokens=8, temperature=0)
+    with Client(cluster.address) as grpc_client:
+        expected = [grpc_client.generate(prompt, max_tokens=8, temperature=0).text for prompt in prompts]
+    assert [choice.text for choice in answer.choices] == expected
+    assert [choice.index for choice in answer.choices] == [0, 1]
+
+
+def test_errors_are_those_that_the_client_knows(client: openai.OpenAI, model: str) -> None:
+    with pytest.raises(openai.BadRequestError) as bad:
+        client.completions.create(model=model, prompt="a", top_p=3)
+    assert bad.value.param == "top_p"
+    with pytest.raises(openai.NotFoundError) as unknown:
+        client.completions.create(model="gpt-4", prompt="a")
+    assert unknown.value.code == "model_not_found"
+    with pytest.raises(openai.BadRequestError) as too_long:
+        client.completions.create(model=model, prompt=[5] * 3000)
+    assert too_long.value.param == "prompt"
+    assert "2048" in too_long.value.message or "2047" in too_long.value.message
+    with pytest.raises(openai.BadRequestError):
+        client.chat.completions.create(model=model, messages=MESSAGES, n=2)
+
+
+@pytest.mark.parametrize("is_stream", [False, True])
+async def test_a_client_that_leaves_frees_every_worker(cluster: RunningCluster, model: str, is_stream: bool) -> None:
+    async with openai.AsyncOpenAI(base_url=f"http://{cluster.http_address}/v1", api_key="none") as client:
+        body: Any = {
+            "model": model,
+            "prompt": "Once upon a time",
+            "max_tokens": 1900,
+            "extra_body": {"ignore_eos": True},
+        }
+        if is_stream:
+            stream = await client.completions.create(**body, stream=True)
+            await anext(aiter(stream))
+            await stream.close()
+        else:
+            with suppress(TimeoutError):
+                async with asyncio.timeout(1.5):
+                    await client.completions.create(**body)
+    # Long before the 1,900 tokens would be there.
+    await asyncio.to_thread(
+        wait_until, lambda: all(w.record.load.num_running == 0 for w in cluster.workers()), 5, "nothing runs"
+    )
+    await asyncio.to_thread(cluster.wait_until_at_rest)
+
+
+def test_the_gateway_comes_back_where_it_was(cluster: RunningCluster, client: openai.OpenAI, model: str) -> None:
+    def gateway() -> psutil.Process | None:
+        children = psutil.Process(cluster.pid).children()
+        return next((child for child in children if "gateway" in child.cmdline()), None)
+
+    first = gateway()
+    assert first is not None
+    first.kill()
+
+    def is_back() -> bool:
+        with suppress(openai.APIConnectionError):
+            return client.models.list().data[0].id == model
+        return False
+
+    wait_until(is_back, 20, "another gateway at the same port")
