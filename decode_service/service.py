@@ -58,6 +58,8 @@ class DecodeService:
             num_late_writes=counters.num_late_writes,
             num_repairs=counters.num_mismatched_blocks,
             num_expired_leases=counters.num_expired_leases,
+            num_grants=self._receiver.num_grants,
+            num_grants_issued=counters.num_issued,
         )
 
     async def start(self, address: str) -> None:

@@ -168,8 +168,9 @@ class LLMEngine:
         for s in scheduled.scheduled:
             s.seq.first_scheduled_s = s.seq.first_scheduled_s or start_s
         sampled = self.executor.execute(scheduled)
-        self._note_pace(scheduled, time.monotonic() - start_s)
+        seconds = time.monotonic() - start_s
         outputs = self._scheduler.apply(scheduled, sampled)
+        self._note(scheduled, outputs, seconds)
         self._live.difference_update(o.request_id for o in outputs if o.is_finished and not self._is_held(o.request_id))
         return outputs
 
@@ -206,10 +207,17 @@ class LLMEngine:
 
     # -- inside -------------------------------------------------------------------------------------------------
 
-    def _note_pace(self, scheduled: SchedulerOutput, seconds: float) -> None:
+    def _note(self, scheduled: SchedulerOutput, outputs: list[RequestOutput], seconds: float) -> None:
+        """What a step computed, and how long that took: for the pace of the next ones, and for whoever asks."""
         nums_tokens = [s.num_new_tokens for s in scheduled.scheduled]
         num_decoding = nums_tokens.count(1)
-        self._pace.note(num_decoding=num_decoding, num_prefill_tokens=sum(nums_tokens) - num_decoding, seconds=seconds)
+        num_prefill_tokens = sum(nums_tokens) - num_decoding
+        self._pace.note(num_decoding=num_decoding, num_prefill_tokens=num_prefill_tokens, seconds=seconds)
+        stats = self._scheduler.stats
+        stats.num_steps += 1
+        stats.num_prompt_tokens += num_prefill_tokens
+        stats.num_generation_tokens += sum(len(o.outputs[0].token_ids) for o in outputs)
+        stats.seconds_in_steps += seconds
 
     def _is_held(self, request_id: str) -> bool:
         return request_id in self._scheduler.held

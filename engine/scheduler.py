@@ -43,6 +43,11 @@ class SchedulerStats:
     num_prefix_queries_tokens: int = 0
     num_prefix_hits_tokens: int = 0
     num_preemptions: int = 0
+    num_steps: int = 0
+    num_prompt_tokens: int = 0
+    """Computed: those found in the prefix cache are not among them, those computed again are."""
+    num_generation_tokens: int = 0
+    seconds_in_steps: float = 0.0
 
 
 class Scheduler:

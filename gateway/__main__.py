@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 import sys
 from typing import Any
 
@@ -26,7 +25,6 @@ def main(**flags: Any) -> None:
     """
     args = build(GatewayArgs, flags)
     setup_logging(args.log_level, "gateway")
-    logging.getLogger("uvicorn").setLevel(logging.WARNING)
 
     async def serve(stop: asyncio.Event) -> int:
         return await run_gateway(args, stop)

@@ -109,6 +109,7 @@ class _Tombstone:
 
 @dataclass(slots=True)
 class GrantCounters:
+    num_issued: int = 0
     num_late_writes: int = 0
     """Blocks of a layer that were pushed and dropped, since their grant was gone."""
     num_expired_leases: int = 0
@@ -154,7 +155,13 @@ class GrantTable:
         held = self._owners.setdefault(owner, _Owner(now_s, {}))
         held.seen_s = now_s
         held.grant_ids[grant.grant_id] = None
+        self.counters.num_issued += 1
         return grant
+
+    @property
+    def num_grants(self) -> int:
+        """That are neither committed nor freed."""
+        return len(self._entries)
 
     def renew(self, owner: Hashable, now_s: float) -> None:
         """A sign of life of `owner`: all its leases begin anew."""

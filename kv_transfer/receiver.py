@@ -132,6 +132,11 @@ class KVReceiver:
         return self._table.counters
 
     @property
+    def num_grants(self) -> int:
+        """That are neither committed nor freed."""
+        return self._table.num_grants
+
+    @property
     def reserved_block_ids(self) -> list[int]:
         """Blocks of grants that are neither committed nor freed: the ledger's `num_grant`, block by block."""
         return self._table.reserved_block_ids()

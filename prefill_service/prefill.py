@@ -18,6 +18,7 @@ from engine.async_llm_engine import AsyncLLMEngine
 from engine.sequence import BlockExport
 from kv_transfer import STATUS_OF, KVSender, Push, TransferError
 from protos import tandem_worker_pb2 as pb
+from protos.tandem_inference_pb2 import KVTransferStats
 from protos.tandem_kv_transfer_pb2 import Grant
 from rpc.errors import Draining, InvalidRequest, RequestExists, error_of_code
 from rpc.failpoints import reach
@@ -38,6 +39,10 @@ class PrefillRole:
         """By engine id."""
         self._tasks: dict[Stream, asyncio.Task[None]] = {}
         self._is_draining = False
+        self.num_transfers = 0
+        """Prompts that another worker has taken over."""
+        self.num_transferred_bytes = 0
+        self.seconds_in_transfers = 0.0
 
     # -- commands -----------------------------------------------------------------------------------------------
 
@@ -116,11 +121,17 @@ class PrefillRole:
                     src_block_ids=output.held_block_ids[: len(command.grant.block_ids)],
                 )
                 is_settled = True
+                self._note_transfer(stats)
                 await reach("prefill.after_commit")
                 stream.post(handed_over=pb.HandedOver(stats=stats))
         finally:
             # A task of its own: a cancel may come again while this waits, and must not keep it from its end.
             self._host.keep(self._let_go(stream, push, is_settled=is_settled))
+
+    def _note_transfer(self, stats: KVTransferStats) -> None:
+        self.num_transfers += 1
+        self.num_transferred_bytes += stats.num_bytes
+        self.seconds_in_transfers += stats.push_ms / 1000
 
     async def _let_go(self, stream: Stream, push: Push, *, is_settled: bool) -> None:
         """Free the blocks, once no transfer can read them any more."""

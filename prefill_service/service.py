@@ -46,7 +46,12 @@ class PrefillService:
 
     @property
     def counters(self) -> TransferCounters:
-        return TransferCounters(num_repairs=self._sender.num_repaired_blocks)
+        return TransferCounters(
+            num_repairs=self._sender.num_repaired_blocks,
+            num_transfers=self._role.num_transfers,
+            num_transferred_bytes=self._role.num_transferred_bytes,
+            seconds_in_transfers=self._role.seconds_in_transfers,
+        )
 
     async def start(self, address: str) -> None:
         self._server.set_serving(SERVICE_NAME, True)

@@ -211,7 +211,7 @@ class GetWorkerStatusRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class WorkerStatus(_message.Message):
-    __slots__ = ("record", "uptime_s", "num_prefix_queries_tokens", "num_prefix_hits_tokens", "num_preemptions", "num_late_writes", "num_repairs", "num_expired_leases", "num_sessions")
+    __slots__ = ("record", "uptime_s", "num_prefix_queries_tokens", "num_prefix_hits_tokens", "num_preemptions", "num_late_writes", "num_repairs", "num_expired_leases", "num_sessions", "num_prompt_tokens", "num_generation_tokens")
     RECORD_FIELD_NUMBER: _ClassVar[int]
     UPTIME_S_FIELD_NUMBER: _ClassVar[int]
     NUM_PREFIX_QUERIES_TOKENS_FIELD_NUMBER: _ClassVar[int]
@@ -221,6 +221,8 @@ class WorkerStatus(_message.Message):
     NUM_REPAIRS_FIELD_NUMBER: _ClassVar[int]
     NUM_EXPIRED_LEASES_FIELD_NUMBER: _ClassVar[int]
     NUM_SESSIONS_FIELD_NUMBER: _ClassVar[int]
+    NUM_PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    NUM_GENERATION_TOKENS_FIELD_NUMBER: _ClassVar[int]
     record: WorkerRecord
     uptime_s: float
     num_prefix_queries_tokens: int
@@ -230,7 +232,9 @@ class WorkerStatus(_message.Message):
     num_repairs: int
     num_expired_leases: int
     num_sessions: int
-    def __init__(self, record: _Optional[_Union[WorkerRecord, _Mapping]] = ..., uptime_s: _Optional[float] = ..., num_prefix_queries_tokens: _Optional[int] = ..., num_prefix_hits_tokens: _Optional[int] = ..., num_preemptions: _Optional[int] = ..., num_late_writes: _Optional[int] = ..., num_repairs: _Optional[int] = ..., num_expired_leases: _Optional[int] = ..., num_sessions: _Optional[int] = ...) -> None: ...
+    num_prompt_tokens: int
+    num_generation_tokens: int
+    def __init__(self, record: _Optional[_Union[WorkerRecord, _Mapping]] = ..., uptime_s: _Optional[float] = ..., num_prefix_queries_tokens: _Optional[int] = ..., num_prefix_hits_tokens: _Optional[int] = ..., num_preemptions: _Optional[int] = ..., num_late_writes: _Optional[int] = ..., num_repairs: _Optional[int] = ..., num_expired_leases: _Optional[int] = ..., num_sessions: _Optional[int] = ..., num_prompt_tokens: _Optional[int] = ..., num_generation_tokens: _Optional[int] = ...) -> None: ...
 
 class DrainRequest(_message.Message):
     __slots__ = ()

@@ -29,6 +29,13 @@ class RouterArgs(ServiceArgs):
         default=30.0, metadata={"help": "On SIGTERM, how long running requests may take to finish."}
     )
 
+    good_ttft_ms: float = field(
+        default=1000.0, metadata={"help": "Metrics: an answer counts as good if its first token came within this."}
+    )
+    good_tpot_ms: float = field(
+        default=50.0, metadata={"help": "Metrics: ... and the others this far apart, on average."}
+    )
+
     def __post_init__(self) -> None:
         super().__post_init__()
         if not self.model:
@@ -39,3 +46,6 @@ class RouterArgs(ServiceArgs):
             raise ValueError(f"max_message_bytes must be in [65536, {1 << 28}], is {self.max_message_bytes}")
         if not 0 <= self.drain_grace_s < float("inf"):
             raise ValueError(f"drain_grace_s must be at least 0 and finite, is {self.drain_grace_s}")
+        for name in ("good_ttft_ms", "good_tpot_ms"):
+            if not getattr(self, name) > 0:
+                raise ValueError(f"{name} must be above 0, is {getattr(self, name)}")

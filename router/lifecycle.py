@@ -16,6 +16,7 @@ from protos import tandem_inference_pb2 as inference_pb
 from protos import tandem_worker_pb2 as pb
 from router.detokenizer import IncrementalDetokenizer
 from router.forecast import Forecast
+from router.metrics import RouterMetrics
 from router.prefix_lookup import PrefixLookup
 from router.queue import RequestQueue
 from router.request_state import (
@@ -42,6 +43,7 @@ from router.request_state import (
     WorkerSaid,
 )
 from router.retry_budget import RetryBudget
+from router.timings import Stamps, timings_of
 from router.worker_handle import TakenRoom
 from router.worker_pool import WorkerPool
 from rpc.errors import DeadlinePassed, NoWorker, Overloaded
@@ -67,20 +69,7 @@ class Cluster:
     prefixes: PrefixLookup
     budget: RetryBudget
     forecast: Forecast
-
-
-@dataclass(slots=True)
-class Stamps:
-    """When things first happened to a request, on this process' monotonic clock, in seconds."""
-
-    arrived_s: float
-    sent_s: float | None = None
-    """The worker that computes the prompt was told."""
-    placed_s: float | None = None
-    """That worker began."""
-    first_token_s: float | None = None
-    handed_over_s: float | None = None
-    ended_s: float | None = None
+    metrics: RouterMetrics
 
 
 class Lifecycle:
@@ -119,6 +108,9 @@ class Lifecycle:
         self._num_frees_when_asked = 0
         """Of the decode worker, when the running attempt was sent to it (see `WorkerHandle.note_busy`)."""
         self._num_answer_tokens = 0
+        self._num_failures = 0
+        """That have been counted."""
+        self._emitted_s: float | None = None
         self._deadline_s = deadline_s
         self.stamps = Stamps(arrived_s)
 
@@ -219,6 +211,9 @@ class Lifecycle:
                     self._cluster.pool.note_fault(who, self._room)
 
     def _enter_queue(self, action: EnterQueue) -> None:
+        if self._state.num_failures > self._num_failures:
+            self._num_failures = self._state.num_failures
+            self._cluster.metrics.retried(has_begun=bool(self._state.token_ids))
         if self._room is not None:
             self._room.end()
         self._waiting = asyncio.create_task(self._wait_for_plan(action))
@@ -339,7 +334,7 @@ class Lifecycle:
 
     def _emit(self, emit: Emit) -> tuple[inference_pb.GenerateResponse, bool]:
         """The message for new tokens, and whether a stop string ended the answer within them."""
-        self._cluster.forecast.emitted(len(emit.token_ids), time.monotonic())
+        self._note_emitted(len(emit.token_ids))
         delta = self._detokenizer.push(emit.token_ids)
         token_ids = emit.token_ids[: delta.num_tokens]
         self._num_answer_tokens = emit.offset + len(token_ids)
@@ -347,6 +342,14 @@ class Lifecycle:
             request_id=self.request_id, offset=emit.offset, token_ids=token_ids, text=delta.text
         )
         return response, delta.is_stopped
+
+    def _note_emitted(self, num_tokens: int) -> None:
+        now_s, before_s = time.monotonic(), self._emitted_s
+        self._emitted_s = now_s
+        self._cluster.forecast.emitted(num_tokens, now_s)
+        if before_s is None:
+            self._cluster.metrics.first_token(now_s - self.stamps.arrived_s)
+        self._cluster.metrics.tokens(num_tokens, None if before_s is None else now_s - before_s)
 
     def _last_response(self, finish_reason: inference_pb.FinishReason) -> inference_pb.GenerateResponse:
         self.stamps.ended_s = time.monotonic()
@@ -360,40 +363,14 @@ class Lifecycle:
                 cached_tokens=self._state.num_cached_tokens,
                 completion_tokens=self._num_answer_tokens,
             ),
-            timings=self._timings(),
+            timings=timings_of(
+                self.stamps,
+                num_tokens=self._num_answer_tokens,
+                num_attempts=self._state.num_failures + 1,
+                plan=self._last_plan,
+                transfer=self._state.transfer,
+            ),
         )
-
-    def _timings(self) -> inference_pb.Timings:
-        """Four spans that sum up to the whole: what never happened took no time."""
-        stamps = self.stamps
-        assert stamps.ended_s is not None
-        placed_s = stamps.placed_s or stamps.first_token_s or stamps.ended_s
-        first_token_s = stamps.first_token_s or stamps.ended_s
-        handed_over_s = max(stamps.handed_over_s or first_token_s, first_token_s)
-        num_later_tokens = max(0, self._num_answer_tokens - 1)
-        timings = inference_pb.Timings(
-            queue_ms=1e3 * (placed_s - stamps.arrived_s),
-            prefill_ms=1e3 * (first_token_s - placed_s),
-            transfer_ms=1e3 * (handed_over_s - first_token_s),
-            decode_ms=1e3 * (stamps.ended_s - handed_over_s),
-            total_ms=1e3 * (stamps.ended_s - stamps.arrived_s),
-            time_to_first_token_ms=1e3 * (first_token_s - stamps.arrived_s),
-            attempts=self._state.num_failures + 1,
-        )
-        if num_later_tokens:
-            timings.time_per_output_token_ms = 1e3 * (stamps.ended_s - first_token_s) / num_later_tokens
-        if self._last_plan is not None:
-            self._describe_plan(timings, self._last_plan)
-        return timings
-
-    def _describe_plan(self, timings: inference_pb.Timings, plan: Plan) -> None:
-        timings.decode_worker = plan.decode.worker_id
-        timings.mode = inference_pb.MODE_LOCAL
-        if plan.prefill is not None:
-            timings.mode = inference_pb.MODE_DISAGGREGATED
-            timings.prefill_worker = plan.prefill.worker_id
-        if self._state.transfer is not None:
-            timings.kv_transfer.CopyFrom(self._state.transfer)
 
 
 def _min_tokens(params: inference_pb.SamplingParams) -> int:

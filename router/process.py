@@ -23,6 +23,7 @@ from router.chat_template import ChatTemplate
 from router.cluster_servicer import ClusterServicer
 from router.forecast import Forecast
 from router.lifecycle import Cluster
+from router.metrics import RouterGauges, RouterMetrics
 from router.model_info import ModelInfo
 from router.peers import Peers
 from router.policy import PolicyConfig
@@ -33,12 +34,15 @@ from router.servicer import InferenceServicer, Texts
 from router.tokenizer import Tokenizer
 from router.worker_pool import WorkerPool
 from rpc.entrypoint import announce
+from rpc.http import HttpServer, metrics_app
 from rpc.server import Server
 
 _log = logging.getLogger(__name__)
 
 INFERENCE_SERVICE = "tandem.v1.Inference"
 CLUSTER_SERVICE = "tandem.v1.Cluster"
+DEFAULT_CONTEXT = 131_072
+"""For the edges of histograms, where the model's own is not known."""
 TRANSPORT_MARGIN = 4
 """gRPC itself cuts off messages of more than this many times `max_message_bytes`. Below, we say which field it is."""
 
@@ -87,7 +91,15 @@ class Router:
         )
         self._index = PrefixIndex(args.redis, namespace=args.namespace)
         self._directory = WorkerDirectory(args.redis, namespace=args.namespace, on_change=self._on_records)
-        cluster = Cluster(self._pool, self._queue, PrefixLookup(self._index, self._pool), RetryBudget(), Forecast())
+        budget, name = RetryBudget(), texts.model.served_model_name
+        self._metrics = RouterMetrics(
+            name,
+            texts.model.max_model_len or DEFAULT_CONTEXT,
+            good_ttft_ms=args.good_ttft_ms,
+            good_tpot_ms=args.good_tpot_ms,
+        )
+        prefixes = PrefixLookup(self._index, self._pool)
+        cluster = Cluster(self._pool, self._queue, prefixes, budget, Forecast(), self._metrics)
         self._inference = InferenceServicer(texts=texts, cluster=cluster, max_request_bytes=args.max_message_bytes)
         self._server.add(add_InferenceServicer_to_server, self._inference, INFERENCE_SERVICE)
         cluster_servicer = ClusterServicer(
@@ -97,9 +109,24 @@ class Router:
             is_registry_reachable=lambda: self._directory.is_reachable,
         )
         self._server.add(add_ClusterServicer_to_server, cluster_servicer, CLUSTER_SERVICE)
+        gauges = RouterGauges(
+            name,
+            queue=self._queue,
+            pool=self._pool,
+            budget=budget,
+            num_running=lambda: self._inference.num_running,
+            is_registry_reachable=lambda: self._directory.is_reachable,
+        )
+        self._metrics.registry.register(gauges)
+        self._metrics_listen = args.metrics_listen
+        self._metrics_server: HttpServer | None = None
 
     async def start(self) -> None:
         await self._directory.start()
+        if self._metrics_listen:
+            self._metrics_server = HttpServer(metrics_app(self._metrics.registry))
+            metrics_address = self._metrics_server.start(self._metrics_listen)
+            _log.info("metrics", extra={"url": f"http://{metrics_address}/metrics"})
         address = await self._server.start()
         self._server.set_serving(CLUSTER_SERVICE, True)
         announce(address)
@@ -117,6 +144,8 @@ class Router:
 
     async def close(self) -> None:
         await self._server.drain(0)
+        if self._metrics_server is not None:
+            await self._metrics_server.close()
         await self._directory.close()
         await self._pool.close()
         await self._index.close()

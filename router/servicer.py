@@ -18,6 +18,7 @@ from protos.tandem_inference_pb2_grpc import InferenceServicer as InferenceServi
 from router.chat_template import ChatTemplate
 from router.detokenizer import IncrementalDetokenizer
 from router.lifecycle import Cluster, Lifecycle, require_worker
+from router.metrics import RouterMetrics
 from router.model_info import ModelInfo
 from router.request_state import AttemptNumbers, Stopped
 from router.tokenizer import Tokenizer
@@ -29,7 +30,7 @@ from router.validation import (
     tokenize_prompt,
     validate,
 )
-from rpc.errors import DeadlinePassed, Draining, RequestExists, TandemError, code_of
+from rpc.errors import STATUS_CODES, DeadlinePassed, Draining, RequestExists, TandemError, code_of
 
 _log = logging.getLogger(__name__)
 
@@ -76,16 +77,12 @@ class InferenceServicer(InferenceServicerBase):  # type: ignore[misc]
         self, request: pb.GenerateRequest, context: grpc.aio.ServicerContext
     ) -> AsyncIterator[pb.GenerateResponse]:
         arrived_s = time.monotonic()
-        check_size(request, self._max_request_bytes)
-        if self._is_draining:
-            raise Draining("this router is leaving; ask another", retry_after_s=1.0)
-        model = self._model()
-        if not model.max_model_len:
-            require_worker(self._cluster.pool)  # only a worker knows how long a prompt may be
-        validated = validate(request, model)
+        try:
+            validated = self._admit(request)
+        except TandemError as error:
+            self._cluster.metrics.failed(reason_of(error))
+            raise
         request_id = validated.request_id
-        if request_id in self._running:
-            raise RequestExists(f"request_id {request_id!r} is running; choose another, or leave it empty")
         self._running[request_id] = None
         self._is_idle.clear()
         outcome = _Outcome(request_id, arrived_s)
@@ -106,6 +103,7 @@ class InferenceServicer(InferenceServicerBase):  # type: ignore[misc]
             if not self._running:
                 self._is_idle.set()
             outcome.log()
+            outcome.count(self._cluster.metrics)
 
     async def Abort(self, request: pb.AbortRequest, context: grpc.aio.ServicerContext) -> pb.AbortResponse:  # noqa: N802
         if request.request_id not in self._running:
@@ -123,6 +121,19 @@ class InferenceServicer(InferenceServicerBase):  # type: ignore[misc]
         return self._model().to_proto()
 
     # -- one request --------------------------------------------------------------------------------------------
+
+    def _admit(self, request: pb.GenerateRequest) -> ValidatedRequest:
+        """Raises why it is refused at the door."""
+        check_size(request, self._max_request_bytes)
+        if self._is_draining:
+            raise Draining("this router is leaving; ask another", retry_after_s=1.0)
+        model = self._model()
+        if not model.max_model_len:
+            require_worker(self._cluster.pool)  # only a worker knows how long a prompt may be
+        validated = validate(request, model)
+        if validated.request_id in self._running:
+            raise RequestExists(f"request_id {validated.request_id!r} is running; choose another, or leave it empty")
+        return validated
 
     async def _answer(
         self, validated: ValidatedRequest, arrived_s: float, deadline_s: float | None
@@ -201,6 +212,20 @@ class _Outcome:
             }
         facts["total_ms"] = 1e3 * (time.monotonic() - self.arrived_s)
         _log.info("failed" if self.error else "done" if self.last else "cancelled", extra=facts)
+
+    def count(self, metrics: RouterMetrics) -> None:
+        if self.error is not None:
+            metrics.failed(reason_of(self.error))
+        elif self.last is not None:
+            metrics.answered(self.last)
+        else:
+            metrics.failed("cancelled")
+
+
+def reason_of(error: Exception) -> str:
+    """In metrics: the name of the error's status."""
+    status = STATUS_CODES[type(error)] if isinstance(error, TandemError) else grpc.StatusCode.INTERNAL
+    return str(status.name).lower()
 
 
 async def _until_deadline(

@@ -50,12 +50,17 @@ class ServiceArgs:
         default="tandem", metadata={"help": "Prefix of all Redis keys: clusters of one Redis each have their own."}
     )
     log_level: str = dataclasses.field(default="info", metadata={"help": f"{', '.join(LOG_LEVELS)}."})
+    metrics_listen: str = dataclasses.field(
+        default="", metadata={"help": "HOST:PORT to show Prometheus' metrics on, over HTTP. Default: nowhere."}
+    )
 
     def __post_init__(self) -> None:
-        try:
-            split_address(self.listen)
-        except ValueError as error:
-            raise ValueError(f"listen: {error}") from error
+        for name in ("listen", "metrics_listen"):
+            try:
+                if name == "listen" or self.metrics_listen:
+                    split_address(getattr(self, name))
+            except ValueError as error:
+                raise ValueError(f"{name}: {error}") from error
         if not re.match(r"(redis|rediss|unix)://.", self.redis):
             raise ValueError(f"redis must be a redis://, rediss:// or unix:// URL, is {self.redis!r}")
         if not re.fullmatch(r"[A-Za-z0-9_.-]{1,64}", self.namespace):

@@ -50,6 +50,9 @@ class ClusterArgs:
     """How long running streams may go on after `stop`."""
     api_key: str = ""
     """That HTTP requests need. Empty: none."""
+    metrics_port: int | None = None
+    """Where the router shows its metrics, on its host; workers take the ports after it. 0: each a free one. None:
+    nobody does. The gateway's are on its own port."""
     max_queue_tokens: int = RouterArgs.max_queue_tokens
     lease_ms: int = WorkerArgs.lease_ms
 
@@ -65,8 +68,12 @@ class ClusterArgs:
             "log_level": self.log_level,
             "drain_grace_s": self.drain_grace_s,
         }
-        if self.http_port is not None and not 0 <= self.http_port <= 65535:
-            raise ValueError(f"--http-port must be in [0, 65535], is {self.http_port}")
+        for flag, port, num in (
+            ("--http-port", self.http_port, 1),
+            ("--metrics-port", self.metrics_port, 1 + len(self.worker_names)),
+        ):
+            if port is not None and not 0 <= port <= 65536 - num:
+                raise ValueError(f"{flag} must be in [0, {65536 - num}], is {port}")
         try:
             RouterArgs(model=self.engine.model, max_queue_tokens=self.max_queue_tokens, **shared)
             WorkerArgs(transport=self.transport, lease_ms=self.lease_ms, **shared)
@@ -87,6 +94,13 @@ class ClusterArgs:
     def served_model_name(self) -> str:
         """What was asked for, not the cache folder that it is in."""
         return self.engine.served_model_name or Path(self.engine.model).name
+
+    def metrics_listen(self, name: str) -> str:
+        """Where the router or a worker shows its metrics; empty: nowhere."""
+        if self.metrics_port is None:
+            return ""
+        offset = [ROUTER, *self.worker_names].index(name) if self.metrics_port else 0
+        return f"{self.listen.rpartition(':')[0]}:{self.metrics_port + offset}"
 
     def worker_id(self, name: str) -> str:
         """The id under which the worker `name` registers."""
@@ -117,6 +131,7 @@ def router_spec(args: ClusterArgs, folder: Path, redis_url: str) -> ProcessSpec:
             "--drain-grace-s", str(args.drain_grace_s),
             "--max-queue-tokens", str(args.max_queue_tokens),
             "--served-model-name", args.served_model_name,
+            "--metrics-listen", args.metrics_listen(ROUTER),
         ]  # fmt: skip
 
     return ProcessSpec(name=ROUTER, command=command, ready_pattern=LISTENING, env=python_env(), must_start=True)
@@ -166,6 +181,7 @@ def worker_spec(args: ClusterArgs, name: str, folder: Path, redis_url: str, adve
         "--drain-grace-s", str(args.drain_grace_s),
         "--advertise", advertise,
         "--failpoints", "",
+        "--metrics-listen", args.metrics_listen(name),
         "--engine-iteration-timeout-s", str(WorkerArgs.engine_iteration_timeout_s),
     ]  # fmt: skip
     env = {

@@ -35,10 +35,12 @@ from protos.tandem_worker_pb2_grpc import add_WorkerServicer_to_server
 from registry.prefix_index import PrefixReporter
 from registry.workers import WorkerRegistration
 from rpc.entrypoint import announce
+from rpc.http import HttpServer, metrics_app
 from rpc.server import Server
 from rpc.session import PROTOCOL_VERSION
 from worker_service.args import WorkerArgs
 from worker_service.messages import load_message, model_message, transfer_pool
+from worker_service.metrics import WorkerMetrics
 from worker_service.servicer import TransferCounters, WorkerServicer
 from worker_service.sessions import SessionHost
 from worker_service.watchdog import wait_until_stuck
@@ -135,6 +137,8 @@ class WorkerProcess:
         self._registration: WorkerRegistration
         self._reporter: PrefixReporter
         self._watchdog: asyncio.Task[None] | None = None
+        self._metrics: WorkerMetrics | None = None
+        self._metrics_server: HttpServer | None = None
 
     @classmethod
     async def start(cls, role: pb.Role, args: WorkerArgs, config: EngineConfig, add_role: AddRole) -> WorkerProcess:
@@ -160,12 +164,31 @@ class WorkerProcess:
         await self.role.start(self._address)
         self._register()
         self.server.set_serving(SERVICE_NAME, True)
+        self._show_metrics(engine)
         if args.engine_iteration_timeout_s:
             self._watchdog = asyncio.create_task(self._end_when_stuck(args.engine_iteration_timeout_s))
         announce(listening)
         blocks = config.cache.num_blocks
         _log.info("serving %s", config.model.served_model_name, extra={"address": self._address, "num_blocks": blocks})
         return self
+
+    def _show_metrics(self, engine: LLMEngine) -> None:
+        """Where the flags ask for it. Raises `CannotListen`."""
+        self._metrics = WorkerMetrics(
+            labels=(
+                self._config.model.served_model_name,
+                self.identity.worker_id,
+                pb.Role.Name(self._role_number).removeprefix("ROLE_").lower(),
+            ),
+            load=lambda: self._load,
+            stats=engine.stats,
+            counters=lambda: self.role.counters,
+            num_sessions=lambda: self.host.num_sessions,
+        )
+        if self._args.metrics_listen:
+            self._metrics_server = HttpServer(metrics_app(self._metrics.registry))
+            address = self._metrics_server.start(self._args.metrics_listen)
+            _log.info("metrics", extra={"url": f"http://{address}/metrics"})
 
     def _register(self) -> None:
         self._reporter = PrefixReporter(
@@ -205,6 +228,8 @@ class WorkerProcess:
         await self.server.drain(0)
         await self.host.finish_tasks()
         await self.role.close()
+        if self._metrics_server is not None:
+            await self._metrics_server.close()
         await self.engine.close()  # for a running step that never ends the watchdog is still there
         if self._watchdog is not None:
             self._watchdog.cancel()
@@ -231,6 +256,8 @@ class WorkerProcess:
         before = self._load
         self._load = load_message(news.load, is_draining=self._is_draining)
         self._reporter.report(news.cache_events)
+        if self._metrics is not None:
+            self._metrics.stepped()
         self.host.deliver(news.outputs)
         if before != self._load:
             self.host.announce_load()  # to routers without tokens in this step, too: what was freed is for all of them

@@ -17,13 +17,21 @@ from worker_service.sessions import SessionHost
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TransferCounters:
-    """What went wrong with transfers since the process started, and was mended."""
+    """Of transfers since the process started: of prefill workers what they sent, of decode workers what came."""
 
     num_late_writes: int = 0
     """Blocks of a layer that came after their grant had ended: dropped."""
     num_repairs: int = 0
     """Blocks whose digest differed, pushed again."""
     num_expired_leases: int = 0
+    num_grants: int = 0
+    """Promises of memory that are open now."""
+    num_grants_issued: int = 0
+    num_transfers: int = 0
+    """Prompts whose KV another worker has taken over."""
+    num_transferred_bytes: int = 0
+    seconds_in_transfers: float = 0.0
+    """From a prompt's first push to its acknowledged commit, hidden by computation or not."""
 
 
 class WorkerServicer(WorkerServicerBase):  # type: ignore[misc]
@@ -60,6 +68,8 @@ class WorkerServicer(WorkerServicerBase):  # type: ignore[misc]
             num_repairs=counters.num_repairs,
             num_expired_leases=counters.num_expired_leases,
             num_sessions=self._host.num_sessions,
+            num_prompt_tokens=stats.num_prompt_tokens,
+            num_generation_tokens=stats.num_generation_tokens,
         )
 
     async def Drain(self, request: pb.DrainRequest, context: grpc.aio.ServicerContext) -> pb.DrainResponse:  # noqa: N802

@@ -14,6 +14,7 @@ from protos.tandem_kv_transfer_pb2 import Grant
 from router.detokenizer import IncrementalDetokenizer, TextDelta
 from router.forecast import PROMPT_OVERHEAD_TOKENS, Forecast
 from router.lifecycle import Cluster, Lifecycle
+from router.metrics import RouterMetrics
 from router.policy import PolicyConfig
 from router.prefix_lookup import PrefixLookup
 from router.queue import RequestQueue
@@ -58,6 +59,9 @@ class ScriptedSession:
         self.inboxes[request_id](said)
 
 
+METRICS = RouterMetrics("m", 2048, good_ttft_ms=1000, good_tpot_ms=50)
+
+
 class NoText:
     def push(self, token_ids: list[int]) -> TextDelta:
         return TextDelta("", None, len(token_ids))
@@ -95,7 +99,7 @@ class Bench:
             has_workers=self.pool.has_decode_worker_for,
         )
         prefixes = cast(PrefixLookup, NothingCached())
-        self.cluster = Cluster(self.pool, self.queue, prefixes, RetryBudget(), Forecast())
+        self.cluster = Cluster(self.pool, self.queue, prefixes, RetryBudget(), Forecast(), METRICS)
         self.decode = self.add("d", pb.Role.ROLE_DECODE, 2048)
         self.d = cast(ScriptedSession, self.decode.session)
         if with_prefill:

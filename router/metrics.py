@@ -1,0 +1,172 @@
+"""What a router shows to Prometheus: requests and their latencies as clients saw them, the queue, and who serves.
+
+Names, meanings and histogram edges are vLLM's (vllm/v1/metrics, 0.32) where it has them, behind our prefix, so that
+dashboards need another prefix and no other thought. Observed on the event loop: a few microseconds a token.
+
+    Lifecycle ──tokens(gap)──>          histograms, counters ──┐
+    servicer  ──ended(answer or error)──┘                      ├──> registry
+    queue, pool: read when somebody looks ─────────────────────┘
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+from prometheus_client import CollectorRegistry, Counter, Histogram
+from prometheus_client.core import GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from protos import tandem_inference_pb2 as pb
+from protos import tandem_worker_pb2 as worker_pb
+from router.queue import RequestQueue
+from router.retry_budget import RetryBudget
+from router.worker_pool import WorkerPool
+
+# fmt: off
+REQUEST_SECONDS = (
+    0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480, 960, 1920, 7680,
+)
+FIRST_TOKEN_SECONDS = (
+    0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80, 160, 640, 2560,
+)
+INTER_TOKEN_SECONDS = (
+    0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80,
+)
+# fmt: on
+TRANSFER_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10)
+
+
+def token_edges(max_model_len: int) -> tuple[int, ...]:
+    """1, 2, 5, 10 … up to the context."""
+    edges = (mantissa * 10**exponent for exponent in range(10) for mantissa in (1, 2, 5))
+    return tuple(edge for edge in edges if edge <= max_model_len) or (1,)
+
+
+class RouterMetrics:
+    """One per router. `registry` is what to show."""
+
+    def __init__(self, model: str, max_model_len: int, *, good_ttft_ms: float, good_tpot_ms: float) -> None:
+        """`good_…`: what an answer must keep to count as good."""
+        self.registry = CollectorRegistry()
+        self._model = model
+        self._good_ttft_ms = good_ttft_ms
+        self._good_tpot_ms = good_tpot_ms
+        tokens = token_edges(max_model_len)
+        self._ttft = self._histogram("time_to_first_token_seconds", "Until the first token.", FIRST_TOKEN_SECONDS)
+        self._itl = self._histogram("inter_token_latency_seconds", "Between tokens.", INTER_TOKEN_SECONDS)
+        self._tpot = self._histogram(
+            "request_time_per_output_token_seconds", "Mean time between an answer's tokens.", INTER_TOKEN_SECONDS
+        )
+        self._e2e = self._histogram("e2e_request_latency_seconds", "From arrival to the last token.", REQUEST_SECONDS)
+        self._queue = self._histogram("request_queue_time_seconds", "Until a worker had room.", REQUEST_SECONDS)
+        self._prefill = self._histogram("request_prefill_time_seconds", "Then to the first token.", REQUEST_SECONDS)
+        self._decode = self._histogram("request_decode_time_seconds", "After the first token.", REQUEST_SECONDS)
+        self._exposed = self._histogram(
+            "request_transfer_time_seconds", "Of KV transfers, what computation did not hide.", TRANSFER_SECONDS
+        )
+        self._prompt = self._histogram("request_prompt_tokens", "Prompt tokens of a request.", tokens)
+        self._generated = self._histogram("request_generation_tokens", "Tokens of an answer.", tokens)
+        self._prompt_tokens = self._counter("prompt_tokens", "Prompt tokens of answered requests.")
+        self._cached_tokens = self._counter("prompt_tokens_cached", "Of these, found in a prefix cache.")
+        self._generation_tokens = self._counter("generation_tokens", "Tokens sent to clients.")
+        self._successes = self._by("request_success", "Requests answered.", "finished_reason")
+        self._failures = self._by("request_failures", "Requests that ended with an error, or were refused.", "reason")
+        self._modes = self._by("requests_by_mode", "Requests answered, by who prefilled.", "mode")
+        self._good = self._counter("requests_good", "Requests answered within the objectives.")
+        self._retries = self._counter("retries", "Attempts after the first of a request.")
+        self._migrations = self._counter("migrations", "Answers that went on at another worker after they had begun.")
+
+    # -- what happens -------------------------------------------------------------------------------------------
+
+    def first_token(self, seconds: float) -> None:
+        """So long after its arrival a request's first token is on its way to the client."""
+        self._ttft.observe(seconds)
+
+    def tokens(self, num_tokens: int, gap_s: float | None) -> None:
+        """New tokens of one answer, `gap_s` after those before them; None: they are the first."""
+        self._generation_tokens.inc(num_tokens)
+        if gap_s is not None:
+            self._itl.observe(gap_s)
+
+    def retried(self, *, has_begun: bool) -> None:
+        """An attempt has failed and another follows. `has_begun`: the client has tokens already."""
+        self._retries.inc()
+        if has_begun:
+            self._migrations.inc()
+
+    def answered(self, last: pb.GenerateResponse) -> None:
+        """A request has ended well; `last` is its last message."""
+        usage, timings = last.usage, last.timings
+        self._successes.labels(self._model, pb.FinishReason.Name(last.finish_reason)[14:].lower()).inc()
+        self._modes.labels(self._model, pb.Mode.Name(timings.mode)[5:].lower()).inc()
+        self._prompt_tokens.inc(usage.prompt_tokens)
+        self._cached_tokens.inc(usage.cached_tokens)
+        self._prompt.observe(usage.prompt_tokens)
+        self._generated.observe(usage.completion_tokens)
+        self._e2e.observe(timings.total_ms / 1000)
+        self._queue.observe(timings.queue_ms / 1000)
+        self._prefill.observe(timings.prefill_ms / 1000)
+        self._decode.observe((timings.transfer_ms + timings.decode_ms) / 1000)
+        if timings.mode == pb.MODE_DISAGGREGATED:
+            self._exposed.observe(timings.transfer_ms / 1000)
+        if usage.completion_tokens > 1:
+            self._tpot.observe(timings.time_per_output_token_ms / 1000)
+        is_in_time = timings.time_to_first_token_ms <= self._good_ttft_ms
+        if is_in_time and timings.time_per_output_token_ms <= self._good_tpot_ms:
+            self._good.inc()
+
+    def failed(self, reason: str) -> None:
+        """A request has ended with an error, or was refused. `reason`: the error's gRPC code in lower case."""
+        self._failures.labels(self._model, reason).inc()
+
+    # -- making them --------------------------------------------------------------------------------------------
+
+    def _histogram(self, name: str, help_text: str, edges: tuple[float, ...]) -> Histogram:
+        histogram = Histogram(f"tandem:{name}", help_text, ["model_name"], buckets=edges, registry=self.registry)
+        return histogram.labels(self._model)
+
+    def _counter(self, name: str, help_text: str) -> Counter:
+        return Counter(f"tandem:{name}", help_text, ["model_name"], registry=self.registry).labels(self._model)
+
+    def _by(self, name: str, help_text: str, label: str) -> Counter:
+        return Counter(f"tandem:{name}", help_text, ["model_name", label], registry=self.registry)
+
+
+class RouterGauges(Collector):
+    """What a router knows at the moment when somebody looks."""
+
+    def __init__(
+        self,
+        model: str,
+        *,
+        queue: RequestQueue,
+        pool: WorkerPool,
+        budget: RetryBudget,
+        num_running: Callable[[], int],
+        is_registry_reachable: Callable[[], bool],
+    ) -> None:
+        self._model = model
+        self._queue = queue
+        self._pool = pool
+        self._budget = budget
+        self._num_running = num_running
+        self._is_registry_reachable = is_registry_reachable
+
+    def collect(self) -> Iterable[Metric]:
+        for name, help_text, value in (
+            ("router_requests", "Requests that are open at this router, waiting or served.", self._num_running()),
+            ("queue_requests", "Requests that wait for a worker.", len(self._queue)),
+            ("queue_tokens", "Tokens to be prefilled of requests that wait for a worker.", self._queue.num_tokens),
+            ("retry_budget", "Retries, beyond first ones, that are left.", self._budget.num_tokens),
+            ("registry_reachable", "1 while Redis answers.", self._is_registry_reachable()),
+            ("ejected_workers", "Workers not in use because they failed again and again.", len(self._pool.ejected)),
+            ("pairs_apart", "Pairs of workers not used together because transfers failed.", len(self._pool.apart)),
+        ):
+            gauge = GaugeMetricFamily(f"tandem:{name}", help_text, labels=["model_name"])
+            gauge.add_metric([self._model], value)
+            yield gauge
+        workers = GaugeMetricFamily("tandem:workers", "Workers that take new work.", labels=["model_name", "role"])
+        for role in (worker_pb.ROLE_PREFILL, worker_pb.ROLE_DECODE):
+            name = worker_pb.Role.Name(role).removeprefix("ROLE_").lower()
+            workers.add_metric([self._model, name], len(self._pool.usable(role)))
+        yield workers

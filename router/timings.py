@@ -1,0 +1,58 @@
+"""Where a request's time went, from the moments when things first happened to it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from protos import tandem_inference_pb2 as inference_pb
+from router.request_state import Plan
+
+
+@dataclass(slots=True)
+class Stamps:
+    """When things first happened to a request, on this process' monotonic clock, in seconds."""
+
+    arrived_s: float
+    sent_s: float | None = None
+    """The worker that computes the prompt was told."""
+    placed_s: float | None = None
+    """That worker began."""
+    first_token_s: float | None = None
+    handed_over_s: float | None = None
+    ended_s: float | None = None
+
+
+def timings_of(
+    stamps: Stamps,
+    *,
+    num_tokens: int,
+    num_attempts: int,
+    plan: Plan | None,
+    transfer: inference_pb.KVTransferStats | None,
+) -> inference_pb.Timings:
+    """Of an answer of `num_tokens` tokens that has ended: four spans that sum up to the whole, where what never
+    happened took no time. `plan` and `transfer` are the last attempt's."""
+    assert stamps.ended_s is not None
+    placed_s = stamps.placed_s or stamps.first_token_s or stamps.ended_s
+    first_token_s = stamps.first_token_s or stamps.ended_s
+    handed_over_s = max(stamps.handed_over_s or first_token_s, first_token_s)
+    timings = inference_pb.Timings(
+        queue_ms=1e3 * (placed_s - stamps.arrived_s),
+        prefill_ms=1e3 * (first_token_s - placed_s),
+        transfer_ms=1e3 * (handed_over_s - first_token_s),
+        decode_ms=1e3 * (stamps.ended_s - handed_over_s),
+        total_ms=1e3 * (stamps.ended_s - stamps.arrived_s),
+        time_to_first_token_ms=1e3 * (first_token_s - stamps.arrived_s),
+        attempts=num_attempts,
+    )
+    if num_tokens > 1:
+        timings.time_per_output_token_ms = 1e3 * (stamps.ended_s - first_token_s) / (num_tokens - 1)
+    if plan is not None:
+        timings.decode_worker = plan.decode.worker_id
+        timings.mode = inference_pb.MODE_LOCAL
+        if plan.prefill is not None:
+            timings.mode = inference_pb.MODE_DISAGGREGATED
+            timings.prefill_worker = plan.prefill.worker_id
+        if transfer is not None:
+            timings.kv_transfer.CopyFrom(transfer)
+    return timings

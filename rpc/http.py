@@ -1,0 +1,83 @@
+"""HTTP on a process' own event loop: OpenAI's API in the gateway, Prometheus' metrics in every service.
+
+Owns the listening socket and the server; the application is handed in.
+
+    HttpServer(app) ── start(address) ──> serving ── close(grace_s): no new connections, running ones finish ──> gone
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import socket
+from collections.abc import Generator
+from typing import Any
+
+import uvicorn
+from prometheus_client import CollectorRegistry, make_asgi_app
+
+from rpc.server import CannotListen, split_address
+
+KEEP_ALIVE_S = 75
+"""For which an idle connection of a client stays open: longer than load balancers keep theirs."""
+
+
+class _Uvicorn(uvicorn.Server):
+    """Without signal handlers of its own: the entry point's are in place."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Generator[None, None, None]:
+        yield
+
+
+class HttpServer:
+    """Serves one ASGI application. Made and used on the event loop."""
+
+    def __init__(self, app: Any) -> None:
+        logging.getLogger("uvicorn").setLevel(logging.WARNING)
+        config = uvicorn.Config(
+            app, log_config=None, access_log=False, lifespan="off", timeout_keep_alive=KEEP_ALIVE_S, server_header=False
+        )
+        self._config = config
+        self._server = _Uvicorn(config)
+        self._serving: asyncio.Task[None] | None = None
+
+    def start(self, address: str) -> str:
+        """Listen on `address` (port 0: a free one). Returns where it listens. Raises `CannotListen`."""
+        listener = _listen(address)
+        self._serving = asyncio.create_task(self._server.serve(sockets=[listener]))
+        host, port = listener.getsockname()[:2]
+        return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+    async def wait_ended(self) -> None:
+        """Until it has ended: after `close`, or by an error of its own, which this raises."""
+        assert self._serving is not None
+        await asyncio.wait([self._serving])
+        self._serving.result()
+
+    async def close(self, grace_s: float = 0.0) -> None:
+        """Let running requests finish, for at most `grace_s` seconds."""
+        self._config.timeout_graceful_shutdown = max(1, round(grace_s))
+        self._server.should_exit = True
+        await self.wait_ended()
+
+
+def metrics_app(registry: CollectorRegistry) -> Any:
+    """An ASGI application that shows `registry` as Prometheus reads it, whatever path is asked for."""
+    return make_asgi_app(registry)
+
+
+def _listen(address: str) -> socket.socket:
+    host, port = split_address(address)
+    host = host.strip("[]")
+    listener = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listener.bind((host, port))
+        listener.listen(1024)
+    except OSError as error:
+        listener.close()
+        raise CannotListen(f"cannot listen on {address}: {error.strerror}; name another address") from error
+    listener.setblocking(False)
+    return listener

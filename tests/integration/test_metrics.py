@@ -1,0 +1,151 @@
+"""What Prometheus sees of a running cluster: numbers that agree with what clients got, and every name that dashboards
+and alerts ask for."""
+
+from __future__ import annotations
+
+import json
+import re
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import yaml
+from clusters import RunningCluster, run_cluster, wait_until
+from prometheus_client.parser import text_string_to_metric_families
+
+from rpc.errors import InvalidRequest
+from tandem.client import Client
+
+DEPLOY = Path(__file__).parents[2] / "deploy"
+FLAGS = (
+    "--num-threads", "1", "--kv-cache-gib", "0.2", "--max-model-len", "2048", "--http-port", "0", "--metrics-port", "0",
+)  # fmt: skip
+NUM_REQUESTS, NUM_TOKENS, PROMPT_TOKENS = 5, 12, 100
+
+Samples = dict[str, list[tuple[dict[str, str], float]]]
+"""By name: labels and value."""
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningCluster]:
+    with run_cluster(tmp_path_factory.mktemp("metrics") / "log", *FLAGS) as running:
+        yield running
+
+
+def scrape(url: str) -> Samples:
+    samples: Samples = {}
+    with urllib.request.urlopen(url, timeout=10) as response:
+        for family in text_string_to_metric_families(response.read().decode()):
+            for sample in family.samples:
+                samples.setdefault(sample.name, []).append((dict(sample.labels), sample.value))
+    return samples
+
+
+def scrape_all(cluster: RunningCluster) -> dict[str, Samples]:
+    """By process: "router", "prefill-1", "decode-1", "gateway"."""
+    urls = dict(re.findall(r"^(\S+) +\| .* metrics url=(\S+)$", cluster.log.read_text(), re.MULTILINE))
+    urls["gateway"] = f"http://{cluster.http_address}/metrics"
+    return {name: scrape(url) for name, url in urls.items()}
+
+
+def total(samples: Samples, name: str, **labels: str) -> float:
+    return sum(value for given, value in samples[name] if labels.items() <= given.items())
+
+
+@pytest.fixture(scope="module")
+def scraped(cluster: RunningCluster) -> dict[str, Samples]:
+    """After some requests, of which one was refused."""
+    with Client(cluster.address) as client:
+        for number in range(NUM_REQUESTS):
+            prompt = list(range(1000 + 200 * number, 1000 + 200 * number + PROMPT_TOKENS))
+            client.generate(prompt, max_tokens=NUM_TOKENS, ignore_eos=True)
+        with pytest.raises(InvalidRequest):
+            client.generate("a", top_p=3)
+    scrape(f"http://{cluster.http_address}/metrics")
+    with urllib.request.urlopen(f"http://{cluster.http_address}/v1/models", timeout=10):
+        pass
+    wait_until(
+        lambda: total(scrape_all(cluster)["decode-1"], "tandem:num_requests_running") == 0, 10, "a load that is news"
+    )
+    return scrape_all(cluster)
+
+
+def test_the_router_counts_what_clients_got(scraped: dict[str, Samples]) -> None:
+    router = scraped["router"]
+    assert total(router, "tandem:request_success_total", finished_reason="length") == NUM_REQUESTS
+    assert total(router, "tandem:request_failures_total", reason="invalid_argument") == 1
+    assert total(router, "tandem:prompt_tokens_total") == NUM_REQUESTS * PROMPT_TOKENS
+    assert total(router, "tandem:generation_tokens_total") == NUM_REQUESTS * NUM_TOKENS
+    assert total(router, "tandem:requests_by_mode_total", mode="disaggregated") == NUM_REQUESTS
+    for name in ("time_to_first_token", "e2e_request_latency", "request_queue_time", "request_transfer_time"):
+        assert total(router, f"tandem:{name}_seconds_count") == NUM_REQUESTS, name
+    # Tokens may come two at a time, as after a transfer: then there is one gap for both.
+    num_gaps = total(router, "tandem:inter_token_latency_seconds_count")
+    assert NUM_REQUESTS * (NUM_TOKENS - 3) <= num_gaps <= NUM_REQUESTS * (NUM_TOKENS - 1)
+    assert (
+        0
+        < total(router, "tandem:time_to_first_token_seconds_sum")
+        < total(router, "tandem:e2e_request_latency_seconds_sum")
+    )
+    assert [total(router, "tandem:workers", role=role) for role in ("prefill", "decode")] == [1, 1]
+    assert total(router, "tandem:queue_tokens") == 0
+    assert total(router, "tandem:registry_reachable") == 1
+
+
+def test_workers_count_what_they_computed(scraped: dict[str, Samples]) -> None:
+    prefill, decode = scraped["prefill-1"], scraped["decode-1"]
+    assert total(prefill, "tandem:computed_prompt_tokens_total") == NUM_REQUESTS * PROMPT_TOKENS
+    assert total(prefill, "tandem:computed_generation_tokens_total") == NUM_REQUESTS
+    assert total(decode, "tandem:computed_generation_tokens_total") == NUM_REQUESTS * (NUM_TOKENS - 1)
+    assert total(prefill, "tandem:kv_transfers_total") == NUM_REQUESTS
+    assert total(prefill, "tandem:kv_transfer_bytes_total") > NUM_REQUESTS * 1e6
+    assert total(decode, "tandem:grants_total") == NUM_REQUESTS
+    assert total(decode, "tandem:num_grants") == 0
+    for worker in (prefill, decode):
+        owned = {labels["owner"]: value for labels, value in worker["tandem:kv_blocks"]}
+        assert owned["sequence"] == owned["grant"] == owned["held"] == 0
+        assert total(worker, "tandem:kv_cache_usage_perc") == 0
+        num_iterations = total(worker, "tandem:iteration_tokens_total_count")
+        assert 0 < num_iterations <= total(worker, "tandem:engine_steps_total")
+        assert total(worker, "tandem:engine_seconds_total") > 0
+
+
+def test_the_gateway_counts_requests(scraped: dict[str, Samples]) -> None:
+    assert total(scraped["gateway"], "tandem:gateway_requests_total", route="models", status="200") == 1
+
+
+def queries() -> Iterator[tuple[str, str]]:
+    """(where, PromQL) of everything that is deployed."""
+    for panel in json.loads((DEPLOY / "grafana" / "tandem.json").read_text())["panels"]:
+        for target in panel.get("targets", []):
+            yield f"panel {panel['title']}", target["expr"]
+    for group in yaml.safe_load((DEPLOY / "prometheus" / "alerts.yml").read_text())["groups"]:
+        for rule in group["rules"]:
+            yield f"alert {rule['alert']}", rule["expr"]
+
+
+def test_dashboards_and_alerts_ask_for_what_is_exported(scraped: dict[str, Samples]) -> None:
+    exported = {name for samples in scraped.values() for name in samples}
+    asked = list(queries())
+    assert len(asked) > 40
+    for where, expression in asked:
+        names = re.findall(r"tandem:\w+", expression)
+        assert names, f"{where}: {expression}"
+        for name in names:
+            assert name in exported, f"{where} asks for {name}"
+
+
+def test_labels_that_are_asked_for_exist(scraped: dict[str, Samples]) -> None:
+    """`{role="decode"}`, `by (worker_id)`: of each metric that a query names, in its own label set."""
+    labels_of: dict[str, set[str]] = {}
+    for samples in scraped.values():
+        for name, rows in samples.items():
+            labels_of.setdefault(name, set()).update(*(labels for labels, _ in rows))
+    for where, expression in queries():
+        for name, selector in re.findall(r"(tandem:\w+)(\{[^}]*\})?", expression):
+            for label in re.findall(r"(\w+)=~?\"", selector):
+                assert label in labels_of[name], f"{where}: {name} has no label {label}"
+        grouped = {label.strip() for group in re.findall(r"by \(([^)]*)\)", expression) for label in group.split(",")}
+        known = {"instance"}.union(*(labels_of[name] for name in re.findall(r"tandem:\w+", expression)))
+        assert grouped <= known, f"{where}: {grouped - known}"

@@ -1,0 +1,95 @@
+"""What a worker shows to Prometheus: read from its books when somebody looks, so that nothing is counted twice.
+
+Names and meanings are vLLM's (vllm/v1/metrics, 0.32) where it has them, behind our prefix; counts of requests and their
+latencies are the router's to show.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+from prometheus_client import CollectorRegistry, Histogram
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from engine.scheduler import SchedulerStats
+from protos import tandem_worker_pb2 as pb
+from worker_service.servicer import TransferCounters
+
+ITERATION_TOKENS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
+"""vLLM's."""
+LABELS = ("model_name", "worker_id", "role")
+
+
+class WorkerMetrics(Collector):
+    """One per process. `registry` is what to show."""
+
+    def __init__(
+        self,
+        *,
+        labels: tuple[str, str, str],
+        load: Callable[[], pb.WorkerLoad],
+        stats: SchedulerStats,
+        counters: Callable[[], TransferCounters],
+        num_sessions: Callable[[], int],
+    ) -> None:
+        """`stats` are the stepping thread's own: whole numbers, read as they are."""
+        self._labels = labels
+        self._load = load
+        self._stats = stats
+        self._counters = counters
+        self._num_sessions = num_sessions
+        self.registry = CollectorRegistry()
+        self._iteration_tokens = Histogram(
+            "tandem:iteration_tokens_total", "Tokens computed in one step of the engine.", LABELS,
+            buckets=ITERATION_TOKENS, registry=self.registry,
+        ).labels(*labels)  # fmt: skip
+        self._num_tokens_seen = 0
+        self.registry.register(self)
+
+    def stepped(self) -> None:
+        """A step has ended: what was computed since the last one is one iteration's."""
+        num_tokens = self._stats.num_prompt_tokens + self._stats.num_generation_tokens
+        if num_tokens > self._num_tokens_seen:
+            self._iteration_tokens.observe(num_tokens - self._num_tokens_seen)
+            self._num_tokens_seen = num_tokens
+
+    def collect(self) -> Iterable[Metric]:
+        load, stats, counters = self._load(), self._stats, self._counters()
+        blocks = load.blocks
+        num_used = blocks.num_sequence + blocks.num_grant + blocks.num_held
+        yield self._gauge("num_requests_running", "Requests in the engine's batch.", load.num_running)
+        yield self._gauge("num_requests_waiting", "Requests in the engine's own queue.", load.num_waiting)
+        yield self._gauge("num_waiting_tokens", "Prompt tokens still to be computed here.", load.num_waiting_tokens)
+        yield self._gauge("kv_cache_usage_perc", "KV blocks in use; 1 is all.", num_used / max(1, blocks.num_blocks))
+        owned = GaugeMetricFamily("tandem:kv_blocks", "KV blocks by owner.", labels=[*LABELS, "owner"])
+        for owner in ("free", "cached", "sequence", "grant", "held"):
+            owned.add_metric([*self._labels, owner], getattr(blocks, f"num_{owner}"))
+        yield owned
+        yield self._gauge("num_sessions", "Routers that are connected.", self._num_sessions())
+        yield self._gauge("num_grants", "Promises of memory that are open.", counters.num_grants)
+        yield self._gauge("is_draining", "1 while it leaves.", load.is_draining)
+        for name, help_text, value in (
+            ("prefix_cache_queries", "Prompt tokens looked up in the prefix cache.", stats.num_prefix_queries_tokens),
+            ("prefix_cache_hits", "Prompt tokens found there.", stats.num_prefix_hits_tokens),
+            ("num_preemptions", "Sequences that gave up their blocks to others.", stats.num_preemptions),
+            ("engine_steps", "Steps of the engine.", stats.num_steps),
+            ("engine_seconds", "Seconds in steps of the engine.", stats.seconds_in_steps),
+            ("computed_prompt_tokens", "Prompt tokens computed here.", stats.num_prompt_tokens),
+            ("computed_generation_tokens", "Tokens generated here.", stats.num_generation_tokens),
+            ("kv_transfers", "Prompts whose KV another worker has taken over.", counters.num_transfers),
+            ("kv_transfer_bytes", "Bytes of KV pushed.", counters.num_transferred_bytes),
+            ("kv_transfer_seconds", "Seconds from first pushes to commits.", counters.seconds_in_transfers),
+            ("grants", "Promises of memory given.", counters.num_grants_issued),
+            ("expired_leases", "Grants that ended by silence.", counters.num_expired_leases),
+            ("late_writes", "Blocks that came after their grant's end, and were dropped.", counters.num_late_writes),
+            ("repaired_blocks", "Blocks damaged on their way, and pushed again.", counters.num_repairs),
+        ):
+            counter = CounterMetricFamily(f"tandem:{name}", help_text, labels=LABELS)
+            counter.add_metric(self._labels, value)
+            yield counter
+
+    def _gauge(self, name: str, help_text: str, value: float) -> GaugeMetricFamily:
+        gauge = GaugeMetricFamily(f"tandem:{name}", help_text, labels=LABELS)
+        gauge.add_metric(self._labels, value)
+        return gauge
