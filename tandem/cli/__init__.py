@@ -19,6 +19,7 @@ from tandem.cli.demo import demo
 from tandem.cli.fetch import fetch
 from tandem.cli.generate import generate
 from tandem.cli.status import audit, status
+from tandem.cli.top import top
 from tandem.cli.up import up
 
 
@@ -34,5 +35,5 @@ def main() -> None:
     """Serve large language models with prefill and decode on different machines."""
 
 
-for _command in (demo, up, generate, status, audit, fetch, chaos):
+for _command in (demo, up, generate, status, top, audit, fetch, chaos):
     main.add_command(_command)

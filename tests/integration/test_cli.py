@@ -177,6 +177,14 @@ def status_json(cluster: RunningCluster) -> dict[str, list[dict[str, dict[str, o
     return out
 
 
+def test_top_looks_as_often_as_it_is_told(cluster: RunningCluster) -> None:
+    done = tandem("top", "--count", "2", "--interval-s", "0.2", router=cluster.address)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "generated" in done.stdout
+    assert "prefill-1" in done.stdout
+    assert "decode-1" in done.stdout
+
+
 def test_audit_balances(cluster: RunningCluster) -> None:
     cluster.wait_until_at_rest()
     done = tandem("audit", router=cluster.address)

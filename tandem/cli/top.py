@@ -1,0 +1,39 @@
+"""`tandem top`: the cluster, live."""
+
+from __future__ import annotations
+
+import time
+
+import click
+from rich.console import Console
+from rich.live import Live
+
+from tandem.cli.errors import readable_errors
+from tandem.cli.options import examples, router_option
+from tandem.client import Client
+from tandem.top import Look, view
+
+
+@click.command(
+    short_help="Watch queue, workers, pools and rates live.",
+    epilog=examples("tandem top", "tandem top --interval-s 5", "tandem top --count 2 > snapshot.txt"),
+)
+@click.option("--interval-s", type=click.FloatRange(0.1, 3600), default=1.0, show_default=True, help="Between looks.")
+@click.option("--count", type=click.IntRange(1), default=None, help="End after so many looks. Default: until Ctrl-C.")
+@router_option
+def top(interval_s: float, count: int | None, address: str) -> None:
+    """Watch the router's queue and every worker: what it runs, tokens per second, prefix hits, KV in use.
+
+    Rates are of the time since the look before; hits are prompt tokens found in the worker's prefix cache.
+    """
+    console = Console()
+    before: Look | None = None
+    with readable_errors(address), Client(address) as client, Live(console=console, auto_refresh=False) as live:
+        num_looks = 0
+        while True:
+            now = Look(client.status(), time.monotonic())
+            live.update(view(before, now, address), refresh=True)
+            before, num_looks = now, num_looks + 1
+            if count is not None and num_looks >= count:
+                return
+            time.sleep(interval_s)

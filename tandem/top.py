@@ -1,0 +1,120 @@
+"""What `tandem top` shows: two looks at a cluster, and what happened between them. Pure: nothing here asks anybody."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from rich.console import Group, RenderableType
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+from protos.tandem_worker_pb2 import ClusterStatus, Role, WorkerStatus
+from tandem.answer import short_name
+from tandem.tables import router_line
+
+BAR_WIDTH = 16
+
+
+@dataclass(frozen=True, slots=True)
+class Look:
+    """The cluster at one moment."""
+
+    status: ClusterStatus
+    at_s: float
+    """On the caller's monotonic clock."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Rates:
+    """Of one worker between two looks, or of all of them."""
+
+    prompt_tokens_per_s: float = 0.0
+    """Computed, not found in a cache."""
+    generation_tokens_per_s: float = 0.0
+    hit_rate: float | None = None
+    """Share of prompt tokens found in the prefix cache; None without prompts."""
+
+
+def rates_of(before: Look | None, now: Look) -> dict[str, Rates]:
+    """By worker id. A worker that was not there before, or has started anew since, has none yet."""
+    if before is None or now.at_s <= before.at_s:
+        return {}
+    seconds = now.at_s - before.at_s
+    earlier = {_process(worker): worker for worker in before.status.workers}
+    rates: dict[str, Rates] = {}
+    for worker in now.status.workers:
+        last = earlier.get(_process(worker))
+        if last is None:
+            continue
+        num_queries = worker.num_prefix_queries_tokens - last.num_prefix_queries_tokens
+        num_hits = worker.num_prefix_hits_tokens - last.num_prefix_hits_tokens
+        rates[worker.record.worker_id] = Rates(
+            prompt_tokens_per_s=(worker.num_prompt_tokens - last.num_prompt_tokens) / seconds,
+            generation_tokens_per_s=(worker.num_generation_tokens - last.num_generation_tokens) / seconds,
+            hit_rate=num_hits / num_queries if num_queries else None,
+        )
+    return rates
+
+
+def _process(worker: WorkerStatus) -> tuple[str, str]:
+    return worker.record.worker_id, worker.record.incarnation
+
+
+def view(before: Look | None, now: Look, address: str) -> RenderableType:
+    """The whole screen."""
+    status, rates = now.status, rates_of(before, now)
+    total_prompt = sum(rate.prompt_tokens_per_s for rate in rates.values())
+    total_generated = sum(rate.generation_tokens_per_s for rate in rates.values())
+    lines: list[RenderableType] = [
+        Text(router_line(status, address)),
+        Text(f"prompt {total_prompt:,.0f} tokens/s computed, generated {total_generated:,.0f} tokens/s", style="bold"),
+        Text(""),
+        _workers(status, rates),
+    ]
+    lines += [Text(f"unreachable: {line}", style="red") for line in status.unreachable]
+    return Group(*lines)
+
+
+def _workers(status: ClusterStatus, rates: dict[str, Rates]) -> Table:
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for header, justify in (
+        ("worker", "left"), ("role", "left"), ("runs", "right"), ("waits", "right"), ("prompt t/s", "right"),
+        ("gen t/s", "right"), ("hits", "right"), ("KV in use", "left"), ("", "left"),
+    ):  # fmt: skip
+        table.add_column(header, justify=justify)  # type: ignore[arg-type]
+    for worker in sorted(status.workers, key=lambda worker: (worker.record.role, worker.record.worker_id)):
+        record, load = worker.record, worker.record.load
+        rate = rates.get(record.worker_id, Rates())
+        table.add_row(
+            record.worker_id,
+            short_name(Role.DESCRIPTOR, record.role),
+            str(load.num_running),
+            f"{load.num_waiting} ({load.num_waiting_tokens} t)" if load.num_waiting else "0",
+            f"{rate.prompt_tokens_per_s:,.0f}",
+            f"{rate.generation_tokens_per_s:,.0f}",
+            "-" if rate.hit_rate is None else f"{100 * rate.hit_rate:.0f} %",
+            _pool(worker),
+            Text(_remarks(worker, status), style="yellow"),
+        )
+    return table
+
+
+def _pool(worker: WorkerStatus) -> RenderableType:
+    blocks = worker.record.load.blocks
+    num_used = blocks.num_sequence + blocks.num_grant + blocks.num_held
+    bar = ProgressBar(total=max(1, blocks.num_blocks), completed=num_used, width=BAR_WIDTH)
+    row = Table.grid(padding=(0, 1))
+    row.add_row(bar, Text(f"{100 * num_used / max(1, blocks.num_blocks):.0f} %"))
+    return row
+
+
+def _remarks(worker: WorkerStatus, status: ClusterStatus) -> str:
+    remarks = {
+        "draining": worker.record.is_draining,
+        "ejected": worker.record.worker_id in status.ejected,
+        f"{worker.num_preemptions} preempted": worker.num_preemptions,
+        f"{worker.num_repairs} blocks repaired": worker.num_repairs,
+        f"{worker.num_late_writes} late writes dropped": worker.num_late_writes,
+    }
+    return ", ".join(remark for remark, applies in remarks.items() if applies)
