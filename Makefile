@@ -13,7 +13,7 @@ PYTHON ?= $(shell for python in python3 python3.13 python3.12 python3.11 python3
 	if "$$python" -c 'import sys; sys.exit(sys.version_info < (3, 11))' >/dev/null 2>&1; then \
 	command -v "$$python"; break; fi; done)
 
-.PHONY: help demo test lint protos install install-test clean
+.PHONY: help demo test lint docs protos install install-test clean
 .DEFAULT_GOAL := help
 
 help:
@@ -21,7 +21,8 @@ help:
 	  'make demo      start Redis, a router, a prefill and a decode worker; stream an answer; show what happened' \
 	  'make test      lint, type check and run all tests' \
 	  'make lint      ruff and mypy alone' \
-	  'make protos    generate protos/*_pb2* anew' \
+	  'make docs      make docs/configuration.md anew, from the flags' \
+  'make protos    generate protos/*_pb2* anew' \
 	  'make install   .venv with Tandem in it; then: .venv/bin/tandem --help' \
 	  'make clean     remove .venv and caches of this folder (models stay in ~/.cache/tandem)'
 
@@ -37,6 +38,9 @@ lint: $(VENV)/installed-test
 	@$(BIN)/ruff check
 	@$(BIN)/ruff format --check
 	@$(BIN)/mypy
+
+docs: $(VENV)/installed
+	@$(BIN)/python -m tandem.reference > docs/configuration.md
 
 protos: $(VENV)/installed-test
 	@$(BIN)/python -m grpc_tools.protoc -I. --python_out=. --pyi_out=. --grpc_python_out=. protos/*.proto

@@ -1,0 +1,35 @@
+"""Pages that are made from the code are current, and what pages name exists."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+import yaml
+
+from tandem.reference import reference
+
+ROOT = Path(__file__).parents[2]
+PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")])
+
+
+def test_the_configuration_reference_is_current() -> None:
+    assert (ROOT / "docs" / "configuration.md").read_text() == reference(), "run: make docs"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links_between_pages_lead_somewhere(page: Path) -> None:
+    prose = re.sub(r"```.*?```", "", page.read_text(), flags=re.DOTALL)
+    for link in re.findall(r"\]\(([^)\s]+)\)", prose):
+        if "://" not in link and not link.startswith("#"):
+            assert (page.parent / link.partition("#")[0]).exists(), f"{page.name}: {link}"
+
+
+def test_operations_say_what_to_do_about_each_alert() -> None:
+    operations = (ROOT / "docs" / "operations.md").read_text()
+    for group in yaml.safe_load((ROOT / "deploy" / "prometheus" / "alerts.yml").read_text())["groups"]:
+        for rule in group["rules"]:
+            assert f"| {rule['alert']} |" in operations, (
+                f"docs/operations.md does not say what to do about {rule['alert']}"
+            )
