@@ -22,12 +22,10 @@ import torch
 import triton
 import triton.language as tl
 
-from engine.kernels.gpu.tile import attend_tile, score_scales
+from engine.kernels.gpu.tile import MIN_SIDE, attend_tile, padded_head_dim, score_scales
 
 MAX_PIECES = 32
 """A power of two: the reduction holds a row of each in registers."""
-MIN_ROWS = 16
-"""Rows of a tensor core's tile."""
 MAX_ROWS = 64
 
 
@@ -89,7 +87,7 @@ def paged_decode(
     num_kv_heads, block_size = kv.shape[2:4]
     config = config or DecodeConfig.of(head_dim, kv.itemsize)
     num_groups = num_heads // num_kv_heads
-    block_m = min(max(triton.next_power_of_2(num_groups), MIN_ROWS), MAX_ROWS)
+    block_m = min(max(triton.next_power_of_2(num_groups), MIN_SIDE), MAX_ROWS)
     head_tiles = triton.cdiv(num_groups, block_m)
     pieces = num_pieces(max_context_len, window, config)
     scale_in, scale_out = score_scales(head_dim, soft_cap)
@@ -98,7 +96,7 @@ def paged_decode(
     shared = {
         "HEAD_DIM": head_dim,
         "WINDOW": window,
-        "BLOCK_H": triton.next_power_of_2(head_dim),
+        "BLOCK_H": padded_head_dim(head_dim),
         "MIN_PIECE": config.min_piece,
         "MAX_PIECES": MAX_PIECES,
     }

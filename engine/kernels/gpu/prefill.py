@@ -21,7 +21,7 @@ import triton
 import triton.language as tl
 from numpy.typing import NDArray
 
-from engine.kernels.gpu.tile import attend_tile, score_scales
+from engine.kernels.gpu.tile import attend_tile, padded_head_dim, score_scales
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +92,7 @@ def paged_prefill(
         scale_in, scale_out,
         NUM_KV_HEADS=num_kv_heads, NUM_GROUPS=num_heads // num_kv_heads, HEAD_DIM=head_dim, SLOTS=block_size,
         WINDOW=window, HAS_SOFT_CAP=soft_cap > 0, BLOCK_M=config.block_m, BLOCK_N=config.block_n,
-        BLOCK_H=triton.next_power_of_2(head_dim), num_warps=config.num_warps, num_stages=config.num_stages,
+        BLOCK_H=padded_head_dim(head_dim), num_warps=config.num_warps, num_stages=config.num_stages,
     )  # fmt: skip
 
 

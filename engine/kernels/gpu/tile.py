@@ -19,6 +19,13 @@ import triton
 import triton.language as tl
 
 MAX_HEAD_DIM = 256
+MIN_SIDE = 16
+"""Of what tensor cores multiply."""
+
+
+def padded_head_dim(head_dim: int) -> int:
+    """What a tile holds of a head: a power of two."""
+    return max(int(triton.next_power_of_2(head_dim)), MIN_SIDE)
 
 
 def score_scales(head_dim: int, soft_cap: float) -> tuple[float, float]:
