@@ -96,9 +96,11 @@ def store(case: Case, heads: HeadProjection, slots: torch.Tensor) -> tuple[Any, 
     positions = torch.cat([torch.arange(before, before + new) for before, new in case.lens])
     cos_sin = heads.rotary.select(positions.to(DEVICE))
     qkv = torch.cat((case.q, case.k, case.v), dim=1).flatten(1).to(DEVICE)
-    kv = case.kv.clone().to(DEVICE)
+    before_and_pool = torch.cat((case.kv[:1], case.kv)).to(DEVICE)
+    kv = before_and_pool[1:]
     norms = None if heads.q_norm is None or heads.k_norm is None else (heads.q_norm.weight, heads.k_norm.weight)
     q = rotate_and_store(qkv, cos_sin, norms, 1e-6, kv, slots.to(DEVICE), num_heads=case.num_heads)
+    torch.testing.assert_close(before_and_pool[0].cpu(), case.kv[0], rtol=0, atol=0, equal_nan=True)
     return q, kv, *heads(qkv, cos_sin)
 
 

@@ -26,7 +26,6 @@ from engine.kernels.gpu.tile import MIN_SIDE, attend_tile, padded_head_dim, scor
 
 MAX_PIECES = 32
 """A power of two: the reduction holds a row of each in registers."""
-MAX_ROWS = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,8 +86,7 @@ def paged_decode(
     num_kv_heads, block_size = kv.shape[2:4]
     config = config or DecodeConfig.of(head_dim, kv.itemsize)
     num_groups = num_heads // num_kv_heads
-    block_m = min(max(triton.next_power_of_2(num_groups), MIN_SIDE), MAX_ROWS)
-    head_tiles = triton.cdiv(num_groups, block_m)
+    block_m = max(triton.next_power_of_2(num_groups), MIN_SIDE)
     pieces = num_pieces(max_context_len, window, config)
     scale_in, scale_out = score_scales(head_dim, soft_cap)
     num_partials = num_seqs * num_heads * pieces
@@ -100,7 +98,7 @@ def paged_decode(
         "MIN_PIECE": config.min_piece,
         "MAX_PIECES": MAX_PIECES,
     }
-    _split_kernel[(num_seqs, num_kv_heads * head_tiles, pieces)](
+    _split_kernel[(num_seqs, num_kv_heads, pieces)](
         q_SNH, kv, block_tables, context_lens, out_SNH, partial, weight, block_tables.stride(0), pieces,
         scale_in, scale_out,
         NUM_KV_HEADS=num_kv_heads, NUM_GROUPS=num_groups, SLOTS=block_size, HAS_SOFT_CAP=soft_cap > 0,
@@ -148,13 +146,12 @@ def _split_kernel(
     BLOCK_H: tl.constexpr,
     IS_SPLIT: tl.constexpr,
 ):
-    """Program (sequence, key head and tile of its query heads, piece).
+    """Program (sequence, key head, piece).
 
     `partial` [S, N, P, H] and `weight` [S, N, P], the logarithm of the piece's sum; or, unsplit, `out` [S, N, H].
     """
     seq = tl.program_id(0).to(tl.int64)
-    HEAD_TILES: tl.constexpr = (NUM_GROUPS + BLOCK_M - 1) // BLOCK_M
-    kv_head = tl.program_id(1) // HEAD_TILES
+    kv_head = tl.program_id(1)
     piece = tl.program_id(2)
     context_len = tl.load(context_lens_ptr + seq)
     first, piece_len = _piece_of(context_len, WINDOW, MIN_PIECE, MAX_PIECES)
@@ -164,7 +161,7 @@ def _split_kernel(
         if begin >= context_len:
             return
 
-    groups_M = (tl.program_id(1) % HEAD_TILES) * BLOCK_M + tl.arange(0, BLOCK_M)
+    groups_M = tl.arange(0, BLOCK_M)
     dims_H = tl.arange(0, BLOCK_H)
     rows_M = (seq * NUM_KV_HEADS + kv_head) * NUM_GROUPS + groups_M
     is_row_M = groups_M < NUM_GROUPS
