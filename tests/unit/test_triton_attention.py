@@ -115,7 +115,7 @@ def test_whole_tiles_and_windows_beyond_one_tile(window: int) -> None:
     assert_close(case_of([(64, 1), (127, 64), (200, 130), (0, 129)], 4, dtype=torch.bfloat16, num_kv_heads=1), window)
 
 
-@pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
 def test_a_head_reads_nothing_of_the_next_one() -> None:
     """Where its size is padded: what lies beyond would be multiplied with zeros, and 0 * NaN is NaN."""
     case = case_of([(31, 1), (0, 32)], 1, 80)
@@ -240,6 +240,25 @@ def test_a_reserved_plan_serves_any_step_that_fits() -> None:
         assert (out[len(case.q) :] == 0).all()
         assert (plan.slot_mapping[len(case.q) :] == -1).all()
     assert plan.buffer.data_ptr() == address
+
+
+@pytest.mark.skipif(DEVICE == "cpu", reason="only a GPU has CUDA graphs")
+def test_a_cuda_graph_replays_other_steps() -> None:
+    cases = [case_of([(299, 1), (3, 1), (16, 1)]), case_of([(40, 1)]), case_of([(0, 1), (275, 1)])]
+    backend = backend_of(cases[0])
+    plan = backend.reserve_decode_plan(3, 320)
+    q, kv = torch.zeros(3, 6, 64, device=DEVICE), torch.zeros_like(cases[0].kv, device=DEVICE)
+    backend.attend(q, kv, plan, 0)  # compiles, which cannot be captured
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = backend.attend(q, kv, plan, 0)
+    for case in cases:
+        backend.refill(plan, case.layout)
+        q[: len(case.q)] = case.q.to(DEVICE)
+        kv.copy_(written_pool(case))
+        graph.replay()
+        actual = out[: len(case.q)].cpu().double()
+        torch.testing.assert_close(actual, case.expected(0), rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("lens", [[(0, 1)] * 4, [(320, 1)], [(0, 1), (0, 2)]], ids=["many", "long", "prefill"])

@@ -1,7 +1,7 @@
 """Between the product of q, k, v and attention: norms of heads, rotary positions, and the write into the pool.
 
-One pass over the product, where plain torch makes six. In float32, rounded where transformers rounds a norm and at the
-end: plain torch in 16 bits also rounds both products of a rotation.
+One pass over the product, where plain torch makes eight, or 25 with norms. In float32, rounded where transformers
+rounds a norm and at the end: plain torch in 16 bits also rounds both products of a rotation.
 
 Shapes: T tokens, N query heads, K key/value heads, H head dim. A layer of the pool: [block, 2, K, slot, H].
 """
