@@ -11,7 +11,7 @@ from typing import Any
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 LOAD_FORMATS = ("auto", "safetensors", "gguf", "dummy")
-ATTENTION_BACKENDS = ("auto", "cpu", "torch")
+ATTENTION_BACKENDS = ("auto", "cpu", "triton", "torch")
 GIB = 1024**3
 
 
@@ -72,7 +72,7 @@ class DeviceConfig:
     num_threads: int
     """Compute threads of this engine; 0 leaves torch's default."""
     attention_backend: str
-    """Resolved: "cpu" or "torch"."""
+    """Resolved: "cpu", "triton" or "torch"."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -138,7 +138,8 @@ class EngineArgs:
     device: str = field(default="auto", metadata={"help": "auto, cpu or cuda."})
     num_threads: int = field(default=0, metadata={"help": "Compute threads. 0: torch's default."})
     attention_backend: str = field(
-        default="auto", metadata={"help": "auto (the fastest), cpu (compiled kernels, bfloat16) or torch."}
+        default="auto",
+        metadata={"help": "auto (the fastest), cpu (compiled kernels, bfloat16), triton (GPU kernels) or torch."},
     )
 
     def __post_init__(self) -> None:

@@ -74,7 +74,7 @@ class Case:
     def randn(self, *shape: int) -> torch.Tensor:
         return torch.randn(*shape, self.head_dim, generator=self.generator)
 
-    def expected(self, window: int) -> torch.Tensor:
+    def expected(self, window: int, soft_cap: float = 0.0) -> torch.Tensor:
         rows, row = [], 0
         for (k, v), (before, new) in zip(self.history, self.lens, strict=True):
             for position in range(before, before + new):
@@ -82,7 +82,10 @@ class Case:
                 for head in range(self.num_heads):
                     kv_head = head * self.num_kv_heads // self.num_heads
                     scores = k[first : position + 1, kv_head].double() @ self.q[row, head].double()
-                    weights = torch.softmax(scores / math.sqrt(self.head_dim), dim=0)
+                    scores /= math.sqrt(self.head_dim)
+                    if soft_cap:
+                        scores = soft_cap * torch.tanh(scores / soft_cap)
+                    weights = torch.softmax(scores, dim=0)
                     rows.append(weights @ v[first : position + 1, kv_head].double())
                 row += 1
         return torch.stack(rows).view(row, -1)

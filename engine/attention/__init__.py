@@ -10,6 +10,7 @@ from engine.attention.torch_backend import TorchAttention
 from engine.cache_dir import report
 from engine.config import EngineConfig
 from engine.kernels.build import KernelsUnavailable, load_cpu_kernels
+from engine.kernels.gpu import why_no_triton
 from engine.kv_cache import KV_ORDER, PAIRED_KV_ORDER
 from engine.models.decoder_config import DecoderConfig
 
@@ -23,6 +24,8 @@ def choose_attention_backend(name: str, *, device: str, dtype: str, block_size: 
     """
     if name == "torch":
         return name
+    if name == "triton" or (name == "auto" and device != "cpu"):
+        return _triton_or_torch(name, device, model)
     why_not = CpuAttention.why_not(
         device=device,
         dtype=dtype,
@@ -48,6 +51,25 @@ def choose_attention_backend(name: str, *, device: str, dtype: str, block_size: 
     raise ValueError(f"attention_backend cpu cannot work here: {why_not}; give auto or torch")
 
 
+def _triton_or_torch(name: str, device: str, model: DecoderConfig) -> str:
+    why_not = why_no_triton(device)
+    if not why_not:
+        # Not before it is known that Triton is there.
+        from engine.attention.triton_backend import TritonAttention
+
+        why_not = TritonAttention.why_not(
+            head_dim=model.head_dim,
+            num_groups=model.num_heads // model.num_kv_heads,
+            hidden_size=model.hidden_size,
+        )
+    if not why_not:
+        return "triton"
+    if name == "auto":
+        report(f"no Triton kernels, so that plain torch computes, several times slower: {why_not}")
+        return "torch"
+    raise ValueError(f"attention_backend triton cannot work here: {why_not}; give auto or torch")
+
+
 def kv_order_of(backend: str) -> str:
     return PAIRED_KV_ORDER if backend == "cpu" else KV_ORDER
 
@@ -57,6 +79,17 @@ def create_attention_backend(config: EngineConfig) -> AttentionBackend[Any]:
     if config.device.attention_backend == "cpu":
         load_cpu_kernels()
         return CpuAttention(head_dim=config.model.head_dim)
+    if config.device.attention_backend == "triton":
+        from engine.attention.triton_backend import TritonAttention
+
+        return TritonAttention(
+            num_heads=config.model.num_heads,
+            num_kv_heads=config.model.num_kv_heads,
+            head_dim=config.model.head_dim,
+            block_size=config.cache.block_size,
+            dtype=config.model.dtype,
+            device=config.device.device,
+        )
     return TorchAttention(
         num_heads=config.model.num_heads,
         num_kv_heads=config.model.num_kv_heads,

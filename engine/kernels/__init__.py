@@ -2,5 +2,7 @@
 
     source/ ──build.py, once per machine, compiler and torch──> tandem_cpu.so ──load──> torch.ops.tandem_cpu.*
 
-Nothing here is needed: without a compiler the engine computes the same in plain torch, and says so.
+    gpu/    Triton kernels, compiled for a GPU when first called
+
+Nothing here is needed: without a compiler, or without Triton, the engine computes the same in plain torch, and says so.
 """

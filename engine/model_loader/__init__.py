@@ -102,4 +102,8 @@ def load_model(config: EngineConfig, backend: AttentionBackend[Any]) -> Decoder:
     decoder_config = load_decoder_config(config.model.hf_config)
     if config.device.attention_backend == "cpu":
         return Decoder(decoder_config, weights, backend, config.model.max_model_len, KERNEL_PARTS)
+    if config.device.attention_backend == "triton":
+        from engine.kernels.gpu.parts import TRITON_PARTS
+
+        return Decoder(decoder_config, weights, backend, config.model.max_model_len, TRITON_PARTS)
     return Decoder(decoder_config, weights, backend, config.model.max_model_len)

@@ -341,7 +341,8 @@ def choose(name: str, **change: object) -> str:
 )
 def test_what_they_cannot_do_is_done_by_plain_torch(change: dict[str, object], why: str) -> None:
     assert choose("auto") == "cpu"
-    assert choose("auto", **change) == "torch"
+    if "device" not in change:  # a GPU may get other kernels: tests/unit/test_triton_attention.py
+        assert choose("auto", **change) == "torch"
     with pytest.raises(ValueError, match=why):
         choose("cpu", **change)
 

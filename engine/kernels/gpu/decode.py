@@ -1,0 +1,227 @@
+"""Paged attention of sequences that compute one token each, the context split among programs (flash-decoding).
+
+    split    per sequence, key head and piece of its context: softmax and weighted values of that piece alone
+    reduce   per sequence and query head: the pieces, weighted by their sums
+
+T. Dao, D. Haziza, F. Massa, G. Sizov, "Flash-Decoding for long-context inference", 2023. The query heads that share a
+key head (J. Ainslie et al., "GQA", 2023) are the rows of one tile, so that keys and values are read once for all.
+
+Where a context is split depends on its own length (and window) alone: a sequence gets the same numbers in any batch.
+The grid depends on what the host knows, `max_context_len`, and on nothing in device memory, so that a CUDA graph can
+capture it: what a captured grid has too many of ends at once. `max_context_len` sets how many pieces there can be, not
+where they lie: the same sequence gets the same numbers from a graph for longer contexts.
+
+Shapes: S sequences, N query heads, K key/value heads, H head dim, P pieces.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+
+from engine.kernels.gpu.tile import MIN_SIDE, attend_tile, padded_head_dim, score_scales
+
+MAX_PIECES = 32
+"""A power of two: the reduction holds a row of each in registers."""
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeConfig:
+    """Sizes of a launch. Fixed: nothing is tuned at run time."""
+
+    block_n: int
+    """Keys of a tile."""
+    min_piece: int
+    """Keys of a piece are a multiple of it: of `block_n`, too."""
+    num_warps: int
+    num_stages: int
+    """Of the pipeline. A tile takes two loads, block ids and then what they point to, so that the compiler keeps about
+    half as many tiles in flight."""
+
+    @staticmethod
+    def of(head_dim: int, itemsize: int) -> DecodeConfig:
+        """Tiles in flight take 70 KB at most where there are tensor cores: three programs find room in 228 KB of shared
+        memory. No registers spill (tests/unit/test_triton_compile.py)."""
+        if itemsize == 4:  # no tensor cores: right, not fast
+            return DecodeConfig(block_n=32, min_piece=256, num_warps=8, num_stages=3)
+        if head_dim > 128:
+            return DecodeConfig(block_n=32, min_piece=256, num_warps=4, num_stages=5)
+        return DecodeConfig(block_n=64, min_piece=256, num_warps=4, num_stages=5)
+
+
+def num_pieces(max_context_len: int, window: int, config: DecodeConfig) -> int:
+    """How many pieces the longest context may have: at least 1, at most MAX_PIECES."""
+    span = min(max_context_len, window) if window else max_context_len
+    return min(max(-(-span // config.min_piece), 1), MAX_PIECES)
+
+
+def partial_size(num_seqs: int, num_heads: int, head_dim: int, max_context_len: int, config: DecodeConfig) -> int:
+    """float32 numbers of scratch that `paged_decode` needs at most, for any window."""
+    return num_seqs * num_heads * num_pieces(max_context_len, 0, config) * (head_dim + 1)
+
+
+def paged_decode(
+    q_SNH: torch.Tensor,
+    kv: torch.Tensor,
+    block_tables: torch.Tensor,
+    context_lens: torch.Tensor,
+    out_SNH: torch.Tensor,
+    scratch: torch.Tensor,
+    *,
+    max_context_len: int,
+    window: int,
+    soft_cap: float,
+    config: DecodeConfig | None = None,
+) -> None:
+    """Attention of each sequence's last token to all of it: written to `out_SNH`.
+
+    `q_SNH`, `out_SNH`: contiguous, of the pool's dtype. `kv`: a layer of the pool, contiguous. `block_tables`
+    [S, blocks] and `context_lens` [S]: int32; a context of 0 gives zeros. `scratch`: float32, `partial_size` numbers.
+    `max_context_len`: no context is longer. `window`, `soft_cap`: 0 for none.
+    """
+    num_seqs, num_heads, head_dim = q_SNH.shape
+    num_kv_heads, block_size = kv.shape[2:4]
+    config = config or DecodeConfig.of(head_dim, kv.itemsize)
+    num_groups = num_heads // num_kv_heads
+    block_m = max(triton.next_power_of_2(num_groups), MIN_SIDE)
+    pieces = num_pieces(max_context_len, window, config)
+    scale_in, scale_out = score_scales(head_dim, soft_cap)
+    num_partials = num_seqs * num_heads * pieces
+    partial, weight = scratch[: num_partials * head_dim], scratch[num_partials * head_dim :]
+    shared = {
+        "HEAD_DIM": head_dim,
+        "WINDOW": window,
+        "BLOCK_H": padded_head_dim(head_dim),
+        "MIN_PIECE": config.min_piece,
+        "MAX_PIECES": MAX_PIECES,
+    }
+    _split_kernel[(num_seqs, num_kv_heads, pieces)](
+        q_SNH, kv, block_tables, context_lens, out_SNH, partial, weight, block_tables.stride(0), pieces,
+        scale_in, scale_out,
+        NUM_KV_HEADS=num_kv_heads, NUM_GROUPS=num_groups, SLOTS=block_size, HAS_SOFT_CAP=soft_cap > 0,
+        BLOCK_M=block_m, BLOCK_N=config.block_n, IS_SPLIT=pieces > 1, **shared,
+        num_warps=config.num_warps, num_stages=config.num_stages,
+    )  # fmt: skip
+    if pieces > 1:
+        _reduce_kernel[(num_seqs, num_heads)](
+            context_lens, out_SNH, partial, weight, pieces, NUM_HEADS=num_heads, **shared, num_warps=4
+        )
+
+
+@triton.jit
+def _piece_of(context_len, WINDOW: tl.constexpr, MIN_PIECE: tl.constexpr, MAX_PIECES: tl.constexpr):
+    """(first position seen, positions per piece): as few multiples of MIN_PIECE as MAX_PIECES pieces allow."""
+    span = context_len
+    if WINDOW > 0:
+        span = tl.minimum(context_len, WINDOW)
+    return context_len - span, tl.maximum(tl.cdiv(span, MIN_PIECE * MAX_PIECES), 1) * MIN_PIECE
+
+
+@triton.jit(do_not_specialize=["table_stride", "num_pieces"])
+def _split_kernel(
+    q_ptr,
+    kv_ptr,
+    tables_ptr,
+    context_lens_ptr,
+    out_ptr,
+    partial_ptr,
+    weight_ptr,
+    table_stride,
+    num_pieces,
+    scale_in,
+    scale_out,
+    NUM_KV_HEADS: tl.constexpr,
+    NUM_GROUPS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    SLOTS: tl.constexpr,
+    WINDOW: tl.constexpr,
+    HAS_SOFT_CAP: tl.constexpr,
+    MIN_PIECE: tl.constexpr,
+    MAX_PIECES: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_H: tl.constexpr,
+    IS_SPLIT: tl.constexpr,
+):
+    """Program (sequence, key head, piece).
+
+    `partial` [S, N, P, H] and `weight` [S, N, P], the logarithm of the piece's sum; or, unsplit, `out` [S, N, H].
+    """
+    seq = tl.program_id(0).to(tl.int64)
+    kv_head = tl.program_id(1)
+    piece = tl.program_id(2)
+    context_len = tl.load(context_lens_ptr + seq)
+    first, piece_len = _piece_of(context_len, WINDOW, MIN_PIECE, MAX_PIECES)
+    begin = first + piece * piece_len
+    end = tl.minimum(begin + piece_len, context_len)
+    if IS_SPLIT:  # noqa: SIM102, one is known when this is compiled, the other is not
+        if begin >= context_len:
+            return
+
+    groups_M = tl.arange(0, BLOCK_M)
+    dims_H = tl.arange(0, BLOCK_H)
+    rows_M = (seq * NUM_KV_HEADS + kv_head) * NUM_GROUPS + groups_M
+    is_row_M = groups_M < NUM_GROUPS
+    is_real_MH = is_row_M[:, None] & (dims_H < HEAD_DIM)[None, :]
+    q_MH = tl.load(q_ptr + rows_M[:, None] * HEAD_DIM + dims_H[None, :], mask=is_real_MH, other=0.0)
+
+    acc_MH = tl.zeros([BLOCK_M, BLOCK_H], dtype=tl.float32)
+    max_M = tl.full([BLOCK_M], float("-inf"), dtype=tl.float32)
+    sum_M = tl.zeros([BLOCK_M], dtype=tl.float32)
+    # The window is in `first`: here it is enough that nothing beyond the piece is seen.
+    last_M = tl.zeros([BLOCK_M], dtype=tl.int32) + (end - 1)
+    for start in range(begin, end, BLOCK_N):
+        acc_MH, max_M, sum_M = attend_tile(
+            q_MH, acc_MH, max_M, sum_M, kv_ptr, tables_ptr + seq * table_stride, kv_head, start, end, last_M,
+            scale_in, scale_out, NUM_KV_HEADS, SLOTS, HEAD_DIM, 0, HAS_SOFT_CAP, BLOCK_N, BLOCK_H, False,
+        )  # fmt: skip
+    o_MH = acc_MH / tl.where(sum_M > 0, sum_M, 1.0)[:, None]
+    if IS_SPLIT:
+        partials_M = rows_M * num_pieces + piece
+        tl.store(partial_ptr + partials_M[:, None] * HEAD_DIM + dims_H[None, :], o_MH, mask=is_real_MH)
+        tl.store(weight_ptr + partials_M, max_M + tl.log2(sum_M), mask=is_row_M)
+    else:
+        out_ptrs = out_ptr + rows_M[:, None] * HEAD_DIM + dims_H[None, :]
+        tl.store(out_ptrs, o_MH.to(out_ptr.dtype.element_ty), mask=is_real_MH)
+
+
+@triton.jit(do_not_specialize=["num_pieces"])
+def _reduce_kernel(
+    context_lens_ptr,
+    out_ptr,
+    partial_ptr,
+    weight_ptr,
+    num_pieces,
+    NUM_HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    WINDOW: tl.constexpr,
+    MIN_PIECE: tl.constexpr,
+    MAX_PIECES: tl.constexpr,
+    BLOCK_H: tl.constexpr,
+):
+    """Program (sequence, query head): its pieces, put together in `out` [S, N, H].
+
+    Always MAX_PIECES rows, most of them masked: the order of addition is the same however many a launch has.
+    """
+    seq = tl.program_id(0).to(tl.int64)
+    row = seq * NUM_HEADS + tl.program_id(1)
+    context_len = tl.load(context_lens_ptr + seq)
+    first, piece_len = _piece_of(context_len, WINDOW, MIN_PIECE, MAX_PIECES)
+    pieces_P = tl.arange(0, MAX_PIECES)
+    dims_H = tl.arange(0, BLOCK_H)
+    is_piece_P = pieces_P < tl.cdiv(context_len - first, piece_len)
+    partials_P = row * num_pieces + pieces_P
+    weights_P = tl.load(weight_ptr + partials_P, mask=is_piece_P, other=float("-inf"))
+    largest = tl.max(weights_P, 0)
+    shares_P = tl.exp2(weights_P - tl.where(largest == float("-inf"), 0.0, largest))
+    partial_PH = tl.load(
+        partial_ptr + partials_P[:, None] * HEAD_DIM + dims_H[None, :],
+        mask=is_piece_P[:, None] & (dims_H < HEAD_DIM)[None, :],
+        other=0.0,
+    )
+    total = tl.sum(shares_P, 0)
+    o_H = tl.sum(partial_PH * shares_P[:, None], 0) / tl.where(total > 0, total, 1.0)
+    tl.store(out_ptr + row * HEAD_DIM + dims_H, o_H.to(out_ptr.dtype.element_ty), mask=dims_H < HEAD_DIM)

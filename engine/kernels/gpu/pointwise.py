@@ -1,0 +1,65 @@
+"""What lies between a layer's products and costs only memory: residual + RMS norm, SiLU * up. One pass each.
+
+Shapes: T tokens, D hidden, F intermediate.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+MAX_HIDDEN_SIZE = 32768
+"""A row is held in registers."""
+
+
+def add_rms_norm(x_TD: torch.Tensor, delta_TD: torch.Tensor | None, weight_D: torch.Tensor, eps: float) -> torch.Tensor:
+    """The norm of x + delta, as `engine.layers.RMSNorm` computes it; x + delta is left in `x_TD`. All contiguous."""
+    out_TD = torch.empty_like(x_TD)
+    size = x_TD.shape[-1]
+    block = triton.next_power_of_2(size)
+    _norm_kernel[(x_TD.numel() // size,)](
+        x_TD, x_TD if delta_TD is None else delta_TD, weight_D, out_TD, eps,
+        SIZE=size, HAS_DELTA=delta_TD is not None, BLOCK=block, num_warps=min(max(block // 512, 1), 16),
+    )  # fmt: skip
+    return out_TD
+
+
+@triton.jit
+def _norm_kernel(
+    x_ptr, delta_ptr, weight_ptr, out_ptr, eps, SIZE: tl.constexpr, HAS_DELTA: tl.constexpr, BLOCK: tl.constexpr
+):
+    """Program (row). Rounded before the weight and after it."""
+    dims = tl.arange(0, BLOCK)
+    is_dim = dims < SIZE
+    offsets = tl.program_id(0).to(tl.int64) * SIZE + dims
+    x = tl.load(x_ptr + offsets, mask=is_dim, other=0.0)
+    if HAS_DELTA:
+        x = (x.to(tl.float32) + tl.load(delta_ptr + offsets, mask=is_dim, other=0.0).to(tl.float32)).to(x.dtype)
+        tl.store(x_ptr + offsets, x, mask=is_dim)
+    h = x.to(tl.float32)
+    scale = tl.rsqrt(tl.sum(h * h, 0) / SIZE + eps)
+    weight = tl.load(weight_ptr + dims, mask=is_dim, other=0.0).to(tl.float32)
+    y = (h * scale).to(x.dtype).to(tl.float32) * weight
+    tl.store(out_ptr + offsets, y.to(x.dtype), mask=is_dim)
+
+
+def silu_multiply(gate_up: torch.Tensor) -> torch.Tensor:
+    """silu(gate) * up of [..., 2F], gate first, contiguous: [..., F]. In float32, rounded once."""
+    size = gate_up.shape[-1] // 2
+    out = gate_up.new_empty(*gate_up.shape[:-1], size)
+    block = min(triton.next_power_of_2(size), 1024)
+    _silu_kernel[(out.numel() // size, triton.cdiv(size, block))](gate_up, out, SIZE=size, BLOCK=block, num_warps=4)
+    return out
+
+
+@triton.jit
+def _silu_kernel(gate_up_ptr, out_ptr, SIZE: tl.constexpr, BLOCK: tl.constexpr):
+    """Program (row, tile of it)."""
+    row = tl.program_id(0).to(tl.int64)
+    dims = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    is_dim = dims < SIZE
+    gate = tl.load(gate_up_ptr + row * (2 * SIZE) + dims, mask=is_dim, other=0.0).to(tl.float32)
+    up = tl.load(gate_up_ptr + row * (2 * SIZE) + SIZE + dims, mask=is_dim, other=0.0).to(tl.float32)
+    y = gate / (1 + tl.exp(-gate)) * up
+    tl.store(out_ptr + row * SIZE + dims, y.to(out_ptr.dtype.element_ty), mask=is_dim)

@@ -1,0 +1,167 @@
+"""Paged attention of sequences that compute any number of tokens: whole prompts and chunks of them, in one launch.
+
+All keys are read from the pool, this step's included: they are written before attention starts, so that a chunk's own
+tokens and its cached context are one range of positions. Rows of a tile are the tokens of a sequence times the query
+heads that share a key head, so that keys are read once for all of them. FlashAttention-2 (T. Dao, 2023) over pages; the
+tiles of a batch are listed by the host, which knows every length, longest context first.
+
+Tiles of keys begin at multiples of their size: a token gets the same numbers however its prompt was cut. (Not the same
+as from `decode`, which splits contexts.)
+
+Shapes: T tokens, S sequences, N query heads, K key/value heads, G = N / K, H head dim.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+import triton
+import triton.language as tl
+from numpy.typing import NDArray
+
+from engine.kernels.gpu.tile import attend_tile, padded_head_dim, score_scales
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillConfig:
+    """Sizes of a launch. Fixed: nothing is tuned at run time."""
+
+    block_m: int
+    """Rows of a tile of queries: tokens times G, as many whole tokens as fit."""
+    block_n: int
+    """Keys of a tile."""
+    num_warps: int
+    num_stages: int
+    """Of the pipeline: see `DecodeConfig`."""
+
+    @staticmethod
+    def of(head_dim: int, itemsize: int, num_groups: int) -> PrefillConfig:
+        """Registers hold `block_m` rows of the output and spill nothing, shared memory the queries and tiles of keys
+        and values (tests/unit/test_triton_compile.py)."""
+        if itemsize == 4:  # no tensor cores: right, not fast
+            return PrefillConfig(max(32, triton.next_power_of_2(num_groups)), block_n=16, num_warps=8, num_stages=1)
+        if head_dim > 128:
+            return PrefillConfig(block_m=128, block_n=32, num_warps=8, num_stages=2)
+        return PrefillConfig(block_m=128, block_n=64, num_warps=8, num_stages=3)
+
+
+MAX_GROUPS = 64
+"""Query heads per key head. A tile has room for one token at least."""
+
+
+def list_tiles(
+    query_lens: NDArray[np.int64], context_lens: NDArray[np.int64], first_seq: int, tokens_per_tile: int
+) -> NDArray[np.int32]:
+    """[tiles, 2]: (sequence, its first token of the tile, counted from the sequence's first of this step).
+
+    Of the sequences from `first_seq` on. Those that read most come first: they would otherwise end last, alone.
+    """
+    num_tiles = -(-query_lens[first_seq:] // tokens_per_tile)
+    seqs = np.repeat(np.arange(first_seq, len(query_lens)), num_tiles)
+    firsts = (np.arange(len(seqs)) - np.repeat(np.cumsum(num_tiles) - num_tiles, num_tiles)) * tokens_per_tile
+    reads = (context_lens - query_lens)[seqs] + firsts
+    return np.stack((seqs, firsts), axis=1)[np.argsort(-reads, kind="stable")].astype(np.int32)
+
+
+def paged_prefill(
+    q_TNH: torch.Tensor,
+    kv: torch.Tensor,
+    block_tables: torch.Tensor,
+    context_lens: torch.Tensor,
+    query_starts: torch.Tensor,
+    tiles: torch.Tensor,
+    out_TNH: torch.Tensor,
+    *,
+    window: int,
+    soft_cap: float,
+    config: PrefillConfig,
+) -> None:
+    """Causal attention of the tokens in `tiles` to their sequences: written to their rows of `out_TNH`.
+
+    `q_TNH`, `out_TNH`: contiguous, of the pool's dtype. `kv`: a layer of the pool, contiguous. int32: `block_tables`
+    [S, blocks], `context_lens` [S] with this step's tokens, `query_starts` [S + 1] where each sequence's tokens begin
+    among T, `tiles` as `list_tiles` made them for block_m // G tokens. `window`, `soft_cap`: 0 for none.
+    """
+    _, num_heads, head_dim = q_TNH.shape
+    num_kv_heads, block_size = kv.shape[2:4]
+    scale_in, scale_out = score_scales(head_dim, soft_cap)
+    _prefill_kernel[(len(tiles), num_kv_heads)](
+        q_TNH, kv, block_tables, context_lens, query_starts, tiles, out_TNH, block_tables.stride(0),
+        scale_in, scale_out,
+        NUM_KV_HEADS=num_kv_heads, NUM_GROUPS=num_heads // num_kv_heads, HEAD_DIM=head_dim, SLOTS=block_size,
+        WINDOW=window, HAS_SOFT_CAP=soft_cap > 0, BLOCK_M=config.block_m, BLOCK_N=config.block_n,
+        BLOCK_H=padded_head_dim(head_dim), num_warps=config.num_warps, num_stages=config.num_stages,
+    )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["table_stride"])
+def _prefill_kernel(
+    q_ptr,
+    kv_ptr,
+    tables_ptr,
+    context_lens_ptr,
+    query_starts_ptr,
+    tiles_ptr,
+    out_ptr,
+    table_stride,
+    scale_in,
+    scale_out,
+    NUM_KV_HEADS: tl.constexpr,
+    NUM_GROUPS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    SLOTS: tl.constexpr,
+    WINDOW: tl.constexpr,
+    HAS_SOFT_CAP: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_H: tl.constexpr,
+):
+    """Program (tile, key head)."""
+    TOKENS: tl.constexpr = BLOCK_M // NUM_GROUPS
+    seq = tl.load(tiles_ptr + 2 * tl.program_id(0)).to(tl.int64)
+    first_query = tl.load(tiles_ptr + 2 * tl.program_id(0) + 1)
+    kv_head = tl.program_id(1)
+    query_start = tl.load(query_starts_ptr + seq)
+    query_len = tl.load(query_starts_ptr + seq + 1) - query_start
+    context_len = tl.load(context_lens_ptr + seq)
+    table_ptr = tables_ptr + seq * table_stride
+
+    rows_M = tl.arange(0, BLOCK_M)
+    dims_H = tl.arange(0, BLOCK_H)
+    queries_M = first_query + rows_M // NUM_GROUPS
+    # Rows beyond the tile's last whole token would be tokens of the next tile.
+    is_row_M = (rows_M < TOKENS * NUM_GROUPS) & (queries_M < query_len)
+    heads_M = kv_head * NUM_GROUPS + rows_M % NUM_GROUPS
+    offsets_M = (query_start + queries_M).to(tl.int64) * (NUM_KV_HEADS * NUM_GROUPS) + heads_M
+    offsets_MH = offsets_M[:, None] * HEAD_DIM + dims_H[None, :]
+    is_real_MH = is_row_M[:, None] & (dims_H < HEAD_DIM)[None, :]
+    q_MH = tl.load(q_ptr + offsets_MH, mask=is_real_MH, other=0.0)
+
+    acc_MH = tl.zeros([BLOCK_M, BLOCK_H], dtype=tl.float32)
+    max_M = tl.full([BLOCK_M], float("-inf"), dtype=tl.float32)
+    sum_M = tl.zeros([BLOCK_M], dtype=tl.float32)
+    first_position = context_len - query_len + first_query
+    last_M = context_len - query_len + queries_M
+    end = tl.minimum(first_position + TOKENS, context_len)
+    begin = 0
+    if WINDOW > 0:
+        begin = tl.maximum(first_position - WINDOW + 1, 0) // BLOCK_N * BLOCK_N
+    else:
+        # What the tile's first token sees of whole tiles, all its tokens see: no mask.
+        whole_end = (first_position + 1) // BLOCK_N * BLOCK_N
+        for start in range(0, whole_end, BLOCK_N):
+            acc_MH, max_M, sum_M = attend_tile(
+                q_MH, acc_MH, max_M, sum_M, kv_ptr, table_ptr, kv_head, start, end, last_M,
+                scale_in, scale_out, NUM_KV_HEADS, SLOTS, HEAD_DIM, 0, HAS_SOFT_CAP, BLOCK_N, BLOCK_H, True,
+            )  # fmt: skip
+        begin = whole_end
+    for start in range(begin, end, BLOCK_N):
+        acc_MH, max_M, sum_M = attend_tile(
+            q_MH, acc_MH, max_M, sum_M, kv_ptr, table_ptr, kv_head, start, end, last_M,
+            scale_in, scale_out, NUM_KV_HEADS, SLOTS, HEAD_DIM, WINDOW, HAS_SOFT_CAP, BLOCK_N, BLOCK_H, False,
+        )  # fmt: skip
+    # Rows that are no tokens may have seen nothing.
+    o_MH = acc_MH / tl.where(sum_M > 0, sum_M, 1.0)[:, None]
+    tl.store(out_ptr + offsets_MH, o_MH.to(out_ptr.dtype.element_ty), mask=is_real_MH)

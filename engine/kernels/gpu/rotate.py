@@ -1,0 +1,105 @@
+"""Between the product of q, k, v and attention: norms of heads, rotary positions, and the write into the pool.
+
+One pass over the product, where plain torch makes eight, or 25 with norms. In float32, rounded where transformers
+rounds a norm and at the end: plain torch in 16 bits also rounds both products of a rotation.
+
+Shapes: T tokens, N query heads, K key/value heads, H head dim. A layer of the pool: [block, 2, K, slot, H].
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+VALUES_PER_PROGRAM = 1024
+
+
+def rotate_and_store(
+    qkv_TX: torch.Tensor,
+    cos_sin: tuple[torch.Tensor, torch.Tensor],
+    norm_weights: tuple[torch.Tensor, torch.Tensor] | None,
+    eps: float,
+    kv: torch.Tensor,
+    slot_mapping: torch.Tensor,
+    *,
+    num_heads: int,
+) -> torch.Tensor:
+    """q [T, N, H], normed (where there are weights [H] of q and k) and rotated; k, likewise, and v go into the pool.
+
+    `qkv_TX`: [T, (N + 2K) * H], contiguous. `cos_sin`: [T, 1, H] each, contiguous, the sines with the sign of
+    `RotaryEmbedding`. `kv`: a layer of the pool, contiguous. `slot_mapping`: [T] int64, block * block size + slot;
+    below 0 nothing is written.
+    """
+    num_kv_heads, block_size, head_dim = kv.shape[2:]
+    num_tokens, block_h = len(qkv_TX), triton.next_power_of_2(head_dim)
+    heads_per_program = max(VALUES_PER_PROGRAM // block_h, 1)
+    q_TNH = qkv_TX.new_empty(num_tokens, num_heads, head_dim)
+    q_weight, k_weight = norm_weights or (qkv_TX, qkv_TX)  # without a norm never read
+    _rotate_kernel[(num_tokens, triton.cdiv(num_heads + 2 * num_kv_heads, heads_per_program))](
+        qkv_TX, *cos_sin, q_weight, k_weight, kv, slot_mapping, q_TNH, eps,
+        NUM_HEADS=num_heads, NUM_KV_HEADS=num_kv_heads, HEAD_DIM=head_dim, SLOTS=block_size,
+        HAS_NORM=norm_weights is not None, BLOCK_A=heads_per_program, BLOCK_H=block_h, num_warps=4,
+    )  # fmt: skip
+    return q_TNH
+
+
+@triton.jit
+def _rotate_kernel(
+    qkv_ptr,
+    cos_ptr,
+    sin_ptr,
+    q_weight_ptr,
+    k_weight_ptr,
+    kv_ptr,
+    slots_ptr,
+    q_ptr,
+    eps,
+    NUM_HEADS: tl.constexpr,
+    NUM_KV_HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    SLOTS: tl.constexpr,
+    HAS_NORM: tl.constexpr,
+    BLOCK_A: tl.constexpr,
+    BLOCK_H: tl.constexpr,
+):
+    """Program (token, tile of A of its N + 2K heads)."""
+    token = tl.program_id(0).to(tl.int64)
+    heads_A = tl.program_id(1) * BLOCK_A + tl.arange(0, BLOCK_A)
+    dims_H = tl.arange(0, BLOCK_H)
+    # A rotation takes each number together with the one half a head further on.
+    others_H = (dims_H + HEAD_DIM // 2) % HEAD_DIM
+    is_dim_H = dims_H < HEAD_DIM
+    is_q_A = heads_A < NUM_HEADS
+    is_v_A = heads_A >= NUM_HEADS + NUM_KV_HEADS
+    is_real_AH = (heads_A < NUM_HEADS + 2 * NUM_KV_HEADS)[:, None] & is_dim_H[None, :]
+    head_ptrs = qkv_ptr + (token * (NUM_HEADS + 2 * NUM_KV_HEADS) + heads_A)[:, None] * HEAD_DIM
+    x_AH = tl.load(head_ptrs + dims_H[None, :], mask=is_real_AH, other=0.0)
+    a_AH = x_AH.to(tl.float32)
+    b_AH = tl.load(head_ptrs + others_H[None, :], mask=is_real_AH, other=0.0).to(tl.float32)
+    if HAS_NORM:
+        scale_A = tl.rsqrt(tl.sum(a_AH * a_AH, 1) / HEAD_DIM + eps)
+        a_AH = _weigh(a_AH, scale_A, q_weight_ptr, k_weight_ptr, dims_H, is_dim_H, is_q_A, x_AH.dtype)
+        b_AH = _weigh(b_AH, scale_A, q_weight_ptr, k_weight_ptr, others_H, is_dim_H, is_q_A, x_AH.dtype)
+    cos_H = tl.load(cos_ptr + token * HEAD_DIM + dims_H, mask=is_dim_H, other=0.0).to(tl.float32)
+    sin_H = tl.load(sin_ptr + token * HEAD_DIM + dims_H, mask=is_dim_H, other=0.0).to(tl.float32)
+    y_AH = (a_AH * cos_H[None, :] + b_AH * sin_H[None, :]).to(x_AH.dtype)
+    y_AH = tl.where(is_v_A[:, None], x_AH, y_AH)
+
+    q_ptrs = q_ptr + (token * NUM_HEADS + heads_A)[:, None] * HEAD_DIM + dims_H[None, :]
+    tl.store(q_ptrs, y_AH, mask=is_real_AH & is_q_A[:, None])
+    slot = tl.load(slots_ptr + token)
+    if slot >= 0:
+        # Key heads of a block and then its value heads lie as they do in the product.
+        rows_A = (slot // SLOTS * 2 * NUM_KV_HEADS + heads_A - NUM_HEADS) * SLOTS + slot % SLOTS
+        kv_ptrs = kv_ptr + rows_A[:, None] * HEAD_DIM + dims_H[None, :]
+        tl.store(kv_ptrs, y_AH, mask=is_real_AH & (heads_A >= NUM_HEADS)[:, None])
+
+
+@triton.jit
+def _weigh(x_AH, scale_A, q_weight_ptr, k_weight_ptr, dims_H, is_dim_H, is_q_A, dtype: tl.constexpr):
+    """RMS norm of heads, given their scales: rounded before the weight and after it, as `RMSNorm` does."""
+    q_weight_H = tl.load(q_weight_ptr + dims_H, mask=is_dim_H, other=0.0).to(tl.float32)
+    k_weight_H = tl.load(k_weight_ptr + dims_H, mask=is_dim_H, other=0.0).to(tl.float32)
+    weight_AH = tl.where(is_q_A[:, None], q_weight_H[None, :], k_weight_H[None, :])
+    return ((x_AH * scale_A[:, None]).to(dtype).to(tl.float32) * weight_AH).to(dtype).to(tl.float32)

@@ -1,0 +1,129 @@
+"""Compiles the Triton kernels for an H200 as their callers launch them, on a machine without a GPU.
+
+A process of its own: where Triton interprets, it does not compile.
+
+Prints a JSON object: per kernel and case, what a program takes: registers of a thread, bytes of stack (registers that
+did not fit), bytes of shared memory.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+os.environ.pop("TRITON_INTERPRET", None)
+
+import numpy as np
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from triton.runtime.jit import JITFunction
+
+from engine.attention.base import StepLayout
+from engine.attention.triton_backend import TritonAttention
+from engine.kernels.gpu.digest import block_digests
+from engine.kernels.gpu.pointwise import add_rms_norm, silu_multiply
+from engine.kernels.gpu.rotate import rotate_and_store
+
+H200 = GPUTarget("cuda", 90, 32)
+OPTIONS = ("num_warps", "num_stages")
+POINTERS = {
+    torch.float32: "*fp32", torch.float16: "*fp16", torch.bfloat16: "*bf16", torch.int32: "*i32", torch.int64: "*i64",
+}  # fmt: skip
+NUM_HEADS, NUM_KV_HEADS, BLOCK_SIZE, MAX_CONTEXT = 32, 8, 16, 8192
+
+found: dict[str, dict[str, int]] = {}
+case = ""
+
+
+def compile_instead(kernel: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> None:
+    """Takes the place of a launch."""
+    options = {name: kwargs.pop(name) for name in OPTIONS if name in kwargs}
+    types = {name: type_of(value) for name, value in zip(kernel.arg_names, args, strict=False)}
+    signature = {name: types.get(name, "constexpr") for name in kernel.arg_names}
+    aligned = {
+        (i,): [["tt.divisibility", 16]]
+        for i, name in enumerate(kernel.arg_names)
+        if types.get(name, "").startswith("*")
+    }
+    compiled = triton.compile(ASTSource(kernel, signature, kwargs, aligned), target=H200, options=options)
+    usage = resources_of(compiled.asm["cubin"])
+    found[f"{kernel.__name__.strip('_')} {case}"] = usage | {"shared": compiled.metadata.shared}
+
+
+def type_of(value: Any) -> str:
+    if isinstance(value, torch.Tensor):
+        return POINTERS[value.dtype]
+    return "fp32" if isinstance(value, float) else "i32"
+
+
+def resources_of(cubin: bytes) -> dict[str, int]:
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
+        text = subprocess.run([tool, "-res-usage", file.name], capture_output=True, text=True, check=True).stdout
+    return {name.lower(): int(re.search(rf"{name}:(\d+)", text)[1]) for name in ("REG", "STACK")}  # type: ignore[index]
+
+
+def compile_attention(head_dim: int, dtype: torch.dtype, window: int, soft_cap: float) -> None:
+    backend = TritonAttention(
+        num_heads=NUM_HEADS, num_kv_heads=NUM_KV_HEADS, head_dim=head_dim, block_size=BLOCK_SIZE,
+        dtype=str(dtype).removeprefix("torch."), device="cpu", soft_cap=soft_cap,
+    )  # fmt: skip
+    layout = StepLayout(
+        query_lens=np.array([1, 3]), context_lens=np.array([MAX_CONTEXT, 3]),
+        block_tables=np.zeros((2, MAX_CONTEXT // BLOCK_SIZE), dtype=np.int64), slot_mapping=np.zeros(4, dtype=np.int64),
+        num_decodes=1,
+    )  # fmt: skip
+    kv = torch.zeros(1, 2, NUM_KV_HEADS, BLOCK_SIZE, head_dim, dtype=dtype)
+    backend.attend(torch.zeros(4, NUM_HEADS, head_dim, dtype=dtype), kv, backend.prepare(layout), window)
+
+
+def compile_rotation(head_dim: int, dtype: torch.dtype, has_norms: bool) -> None:
+    kv = torch.zeros(1, 2, NUM_KV_HEADS, BLOCK_SIZE, head_dim, dtype=dtype)
+    qkv, one = torch.zeros(2, (NUM_HEADS + 2 * NUM_KV_HEADS) * head_dim, dtype=dtype), torch.ones(head_dim, dtype=dtype)
+    cos_sin = (torch.ones(2, 1, head_dim, dtype=dtype),) * 2
+    slots = torch.zeros(2, dtype=torch.int64)
+    rotate_and_store(qkv, cos_sin, (one, one) if has_norms else None, 1e-6, kv, slots, num_heads=NUM_HEADS)
+
+
+def compile_rest(dtype: torch.dtype) -> None:
+    x = torch.zeros(2, 4096, dtype=dtype)
+    add_rms_norm(x, x.clone(), x[0], 1e-6)
+    silu_multiply(x)
+    block_digests(torch.zeros(1, 1, 2, NUM_KV_HEADS, BLOCK_SIZE, 128, dtype=dtype), [0])
+
+
+def main() -> None:
+    global case
+    JITFunction.run = compile_instead
+    cases: dict[str, Callable[[], None]] = {}
+    for head_dim, dtype, window, soft_cap in (
+        (8, torch.bfloat16, 0, 0.0),
+        (80, torch.float16, 0, 30.0),
+        (128, torch.bfloat16, 0, 0.0),
+        (128, torch.bfloat16, 4096, 50.0),
+        (256, torch.bfloat16, 0, 0.0),
+        (128, torch.float32, 0, 0.0),
+    ):
+        name = f"{head_dim} {str(dtype).removeprefix('torch.')}" + (f" window {window} cap" if window else "")
+        cases[name] = lambda a=(head_dim, dtype, window, soft_cap): compile_attention(*a)  # type: ignore[misc]
+    cases["plain"] = lambda: compile_rotation(128, torch.bfloat16, False)
+    cases["normed"] = lambda: compile_rotation(128, torch.bfloat16, True)
+    cases["bfloat16"] = lambda: compile_rest(torch.bfloat16)
+    for case, compile_case in cases.items():  # noqa: B007
+        compile_case()
+    json.dump(found, sys.stdout)
+
+
+if __name__ == "__main__":
+    main()

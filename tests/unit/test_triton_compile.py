@@ -1,0 +1,39 @@
+"""The Triton kernels compile for an H200, and fit into it. Needs no GPU: Triton brings the assembler with it."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("triton", reason="Triton is not installed")
+
+ROOT = Path(__file__).parents[2]
+SHARED_BYTES = 227 * 1024
+"""What a program may have on a Hopper GPU."""
+KERNELS = {
+    "split_kernel", "reduce_kernel", "prefill_kernel", "rotate_kernel", "norm_kernel", "silu_kernel", "digest_kernel"
+}  # fmt: skip
+
+
+def test_kernels_compile_for_an_h200_and_spill_no_registers(tmp_path: Path) -> None:
+    environment = os.environ | {
+        "TRITON_CACHE_DIR": str(tmp_path),
+        "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path]),
+    }
+    environment.pop("TRITON_INTERPRET", None)
+    result = subprocess.run(
+        [sys.executable, ROOT / "tests" / "triton_compile.py"],
+        cwd=ROOT, env=environment, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert result.returncode == 0, result.stderr
+    usage = json.loads(result.stdout)
+    assert {name.split()[0] for name in usage} == KERNELS
+    assert [name for name, used in usage.items() if used["stack"]] == []
+    assert [name for name, used in usage.items() if used["shared"] > SHARED_BYTES] == []
+    # Three programs of the decode kernel find room on a multiprocessor: it lives from loads in flight.
+    assert 3 * usage["split_kernel 128 bfloat16"]["shared"] <= SHARED_BYTES

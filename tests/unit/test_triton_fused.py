@@ -1,0 +1,170 @@
+"""What the Triton kernels do around attention, and a decoder made of them, against plain torch."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from attention_cases import LENS, Case
+from triton_device import DEVICE
+
+from engine.config import EngineArgs
+from engine.executor import Executor
+from engine.kernels.gpu.parts import TritonGatedLinear, TritonRMSNorm
+from engine.kernels.gpu.pointwise import silu_multiply
+from engine.kernels.gpu.rotate import rotate_and_store
+from engine.layers import GatedLinear, HeadProjection, RMSNorm, RotaryEmbedding
+from engine.model_loader import create_engine_config
+from engine.models.decoder_config import RopeConfig
+from engine.sampling_params import SamplingParams
+from engine.sequence import ScheduledSequence, SchedulerOutput, Sequence
+
+BFLOAT16 = torch.bfloat16
+DTYPES = [torch.float32, torch.float16, BFLOAT16]
+UNIT = {torch.float32: 2**-19, torch.float16: 2**-9, BFLOAT16: 2**-6}
+"""A few roundings of numbers around 1 to 4; in float32 a GPU's exponentials and roots are a few units off."""
+
+
+def randn(*shape: int, dtype: torch.dtype, seed: int = 0) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(device=DEVICE, dtype=dtype)
+
+
+# -- norms and activations ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("num_tokens", "size"), [(1, 64), (7, 576), (3, 1000), (2, 8192)])
+def test_norms_are_those_of_plain_torch(num_tokens: int, size: int, dtype: torch.dtype) -> None:
+    x, delta = (randn(num_tokens, size, dtype=dtype, seed=seed) for seed in (1, 2))
+    weight = randn(size, dtype=dtype, seed=3)
+    plain, fused = RMSNorm(weight, 1e-5), TritonRMSNorm(weight, 1e-5)
+    # The sum of squares is added up in another order: a value between two others may be rounded the other way.
+    unit = {"rtol": UNIT[dtype], "atol": UNIT[dtype]}
+    torch.testing.assert_close(fused(x), plain(x), **unit)
+    torch.testing.assert_close(fused.add(x.clone(), None)[1], plain(x), **unit)
+    expected_sum, expected = plain.add(x.clone(), delta)
+    total, normed = fused.add(x.clone(), delta)
+    torch.testing.assert_close(total, expected_sum, rtol=0, atol=0)
+    torch.testing.assert_close(normed, expected, **unit)
+
+
+def test_a_norm_of_a_row_does_not_depend_on_its_neighbours() -> None:
+    x, norm = randn(40, 576, dtype=BFLOAT16), TritonRMSNorm(randn(576, dtype=BFLOAT16, seed=1), 1e-6)
+    assert torch.equal(norm(x)[7:8], norm(x[7:8]))
+
+
+def test_a_norm_of_columns_of_a_larger_tensor() -> None:
+    x, norm = randn(4, 200, dtype=torch.float32), TritonRMSNorm(torch.ones(64, device=DEVICE), 1e-6)
+    torch.testing.assert_close(norm(x[:, 50:114]), norm(x[:, 50:114].clone()))
+
+
+@pytest.mark.filterwarnings("ignore:overflow encountered:RuntimeWarning")
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("num_tokens", "size"), [(1, 8), (5, 1000), (2, 1536)])
+def test_silu_multiply_against_float64(num_tokens: int, size: int, dtype: torch.dtype) -> None:
+    gate_up = randn(num_tokens, 2 * size, dtype=dtype)
+    gate_up[0, :4] = torch.tensor([-90.0, 90.0, 0.0, -0.0])  # exp of the first is infinite in float32
+    gate, up = gate_up.double().chunk(2, dim=-1)
+    expected = torch.nn.functional.silu(gate) * up
+    torch.testing.assert_close(silu_multiply(gate_up).double(), expected, rtol=UNIT[dtype], atol=UNIT[dtype])
+
+
+def test_gated_products_are_those_of_plain_torch() -> None:
+    gate, up = (randn(40, 32, dtype=torch.float32, seed=seed) for seed in (1, 2))
+    biases = (randn(40, dtype=torch.float32, seed=3), randn(40, dtype=torch.float32, seed=4))
+    x = randn(3, 32, dtype=torch.float32)
+    for bias in (biases, (None, None)):
+        plain, fused = GatedLinear(gate, up, *bias), TritonGatedLinear(gate, up, *bias)
+        torch.testing.assert_close(fused(x), plain(x), rtol=1e-5, atol=1e-5)
+
+
+# -- rotation and the write into the pool ---------------------------------------------------------------------------
+
+
+def heads_of(case: Case, has_norms: bool) -> HeadProjection:
+    H, dtype = case.head_dim, case.kv.dtype
+    rotary = RotaryEmbedding(RopeConfig(rope_type="default", theta=10_000.0), H, 4096, dtype, DEVICE)
+    norms = [RMSNorm(randn(H, dtype=dtype, seed=seed), 1e-6) if has_norms else None for seed in (1, 2)]
+    return HeadProjection(case.num_heads, case.num_kv_heads, H, rotary, *norms)
+
+
+def store(case: Case, heads: HeadProjection, slots: torch.Tensor) -> tuple[Any, ...]:
+    """q and the pool by the kernel; q, k, v by plain torch."""
+    positions = torch.cat([torch.arange(before, before + new) for before, new in case.lens])
+    cos_sin = heads.rotary.select(positions.to(DEVICE))
+    qkv = torch.cat((case.q, case.k, case.v), dim=1).flatten(1).to(DEVICE)
+    before_and_pool = torch.cat((case.kv[:1], case.kv)).to(DEVICE)
+    kv = before_and_pool[1:]
+    norms = None if heads.q_norm is None or heads.k_norm is None else (heads.q_norm.weight, heads.k_norm.weight)
+    q = rotate_and_store(qkv, cos_sin, norms, 1e-6, kv, slots.to(DEVICE), num_heads=case.num_heads)
+    torch.testing.assert_close(before_and_pool[0].cpu(), case.kv[0], rtol=0, atol=0, equal_nan=True)
+    return q, kv, *heads(qkv, cos_sin)
+
+
+@pytest.mark.parametrize("has_norms", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, BFLOAT16])
+@pytest.mark.parametrize("head_dim", [64, 80, 96, 128, 256])
+def test_rotation_and_write(head_dim: int, dtype: torch.dtype, has_norms: bool) -> None:
+    case = Case([(33, 1), (0, 1), (6, 9)], num_heads=6, num_kv_heads=2, head_dim=head_dim, block_size=8, dtype=dtype)
+    slots = torch.from_numpy(case.layout.slot_mapping)
+    q, kv, expected_q, k, v = store(case, heads_of(case, has_norms), slots)
+    expected = case.kv.to(DEVICE)
+    expected[slots // 8, 0, :, slots % 8], expected[slots // 8, 1, :, slots % 8] = k, v
+    # Plain torch rounds both products and their sum, the kernel only the sum.
+    unit = {"rtol": UNIT[dtype] * 2, "atol": UNIT[dtype] * 2}
+    torch.testing.assert_close(q, expected_q, **unit)
+    torch.testing.assert_close(kv, expected, equal_nan=True, **unit)
+    torch.testing.assert_close(kv[slots // 8, 1, :, slots % 8], v, rtol=0, atol=0)
+
+
+def test_only_its_slots_are_written_and_none_where_there_is_none() -> None:
+    case = Case(LENS["mixed"], num_heads=3, num_kv_heads=1, head_dim=64, block_size=4)
+    case.kv.nan_to_num_(7.0)
+    slots = torch.from_numpy(case.layout.slot_mapping)
+    slots[[1, 5]] = -1
+    _, kv, *_ = store(case, heads_of(case, False), slots)
+    changed = (kv.cpu() != case.kv).any(dim=4).any(dim=2).any(dim=1).nonzero()  # [n, (block, slot)]
+    assert sorted((changed[:, 0] * 4 + changed[:, 1]).tolist()) == sorted(slots[slots >= 0].tolist())
+
+
+# -- a decoder made of them -----------------------------------------------------------------------------------------
+
+CONFIG = {
+    "architectures": ["Qwen3ForCausalLM"], "vocab_size": 97, "hidden_size": 48, "intermediate_size": 80,
+    "num_hidden_layers": 2, "num_attention_heads": 6, "num_key_value_heads": 2, "head_dim": 16,
+    "max_position_embeddings": 128, "attention_bias": True, "use_sliding_window": True, "sliding_window": 5,
+    "max_window_layers": 1, "tie_word_embeddings": True, "torch_dtype": "float32",
+}  # fmt: skip
+
+
+def test_an_engine_computes_what_it_does_with_plain_torch(tmp_path: Path) -> None:
+    """Norms of heads, biases, a window in one layer; a chunk, decodes of different lengths, both in one step."""
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
+    results = []
+    for backend in ("triton", "torch"):
+        args = EngineArgs(
+            model=str(tmp_path), load_format="dummy", num_kv_blocks=32, block_size=4, device=DEVICE,
+            attention_backend=backend,
+        )  # fmt: skip
+        config = create_engine_config(args)
+        assert config.device.attention_backend == backend
+        runner = Executor(config)._worker._runner
+        seqs = []
+        for i, length in enumerate((9, 3, 21)):
+            seqs.append(Sequence(0, "r", [(7 * i + j) % 97 for j in range(length)], length, SamplingParams()))
+            seqs[-1].block_table = list(range(10 * i, 10 * i + 6))
+        steps = [[8, 2, 0], [1, 1, 13], [0, 0, 7], [0, 0, 1]]
+        for counts in steps:
+            chunks = [ScheduledSequence(seq, count) for seq, count in zip(seqs, counts, strict=True) if count]
+            _, logits = runner.forward(SchedulerOutput(chunks, [], []))
+            for chunk in chunks:
+                chunk.seq.num_computed_tokens += chunk.num_new_tokens
+            if logits is not None:
+                results.append(logits)
+    half = len(results) // 2
+    for triton_logits, torch_logits in zip(results[:half], results[half:], strict=True):
+        assert torch_logits.std() > 1e-3
+        torch.testing.assert_close(triton_logits, torch_logits, rtol=1e-4, atol=1e-5)
