@@ -1,0 +1,52 @@
+"""The examples run as they are, against a real cluster. The one in Go is not compiled here."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from clusters import RunningCluster, run_cluster
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+FLAGS = ("--num-threads", "1", "--kv-cache-gib", "0.1", "--max-model-len", "1024", "--http-port", "0")
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningCluster]:
+    with run_cluster(tmp_path_factory.mktemp("examples") / "log", *FLAGS) as running:
+        yield running
+
+
+def run(*command: str, cwd: Path = EXAMPLES) -> str:
+    done = subprocess.run(command, capture_output=True, text=True, timeout=90, check=False, cwd=cwd)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_python_over_http(cluster: RunningCluster) -> None:
+    out = run(sys.executable, str(EXAMPLES / "python" / "chat_over_http.py"), f"http://{cluster.http_address}/v1")
+    assert out == "The capital of France is Paris.\n37 prompt tokens, 8 generated\n"
+
+
+def test_python_over_grpc(cluster: RunningCluster) -> None:
+    lines = run(sys.executable, str(EXAMPLES / "python" / "many_over_grpc.py"), cluster.address).splitlines()
+    assert len(lines) == 8
+    assert all("-> decode-1" in line for line in lines)
+
+
+@pytest.mark.skipif(not (shutil.which("node") and shutil.which("npm")), reason="no Node.js here")
+def test_node_over_grpc(cluster: RunningCluster, tmp_path: Path) -> None:
+    """In a copy, with the packages that it asks for, from the registry that npm is set up for."""
+    shutil.copytree(EXAMPLES / "node", tmp_path / "examples" / "node", ignore=shutil.ignore_patterns("node_modules"))
+    (tmp_path / "protos").mkdir()
+    for proto in (EXAMPLES.parent / "protos").glob("*.proto"):
+        shutil.copy(proto, tmp_path / "protos")
+    folder = tmp_path / "examples" / "node"
+    run("npm", "install", "--no-audit", "--no-fund", "--silent", cwd=folder)
+    out = run("node", "generate.js", cluster.address, cwd=folder)
+    assert out.startswith(" Paris.")
+    assert out.endswith("FINISH_REASON_LENGTH: 16 tokens\n")
