@@ -171,14 +171,16 @@ class FragileCluster:
         assert proxy is not None
         return proxy
 
-    def num_reset(self) -> int:
-        """Connections that proxies have reset in use."""
-        return sum(service.proxy.num_reset for service in self.services.values() if service.proxy is not None)
-
     def num_sessions_lost(self, worker: str) -> int:
         """By the routers' logs, ever."""
         logs = [service.log.read_text() for name, service in self.services.items() if name.startswith("router")]
         return sum(log.count(f"session lost worker={worker} ") for log in logs)
+
+    def wait_until_lost(self, worker: str, num_before: int) -> None:
+        """Until a router has given up its session with `worker`, which is to be kept from answering meanwhile: what
+        the worker itself ends when it is back does not count. Sooner than gRPC's pings notice, after 15 s."""
+        what = f"{worker} is taken for dead while it says nothing"
+        wait_until(lambda: self.num_sessions_lost(worker) > num_before, 4 * LEASE_MS / 1000, what)
 
     def num_reached(self, point: str) -> int:
         """How often processes have come to that failpoint, armed, by their logs."""
