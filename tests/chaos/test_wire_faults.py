@@ -88,7 +88,7 @@ def test_connections_cut_in_the_middle(cluster: FragileCluster, num_bytes: int) 
 
 
 def test_a_partition_in_the_middle_of_streams(cluster: FragileCluster) -> None:
-    """All packets of a decode worker vanish for more than a lease: its streams go on elsewhere, its grants are freed."""
+    """All packets of a decode worker vanish for more than a lease: its streams go on elsewhere, its grants end."""
     prompts, num_lost = fresh_prompts(), cluster.num_sessions_lost("decode-1")
     with ThreadPoolExecutor(1) as thread:
         asked = thread.submit(ask, cluster, prompts)
