@@ -146,7 +146,7 @@ def test_a_prefill_worker_told_to_leave_stays_until_its_kv_has_arrived(cluster: 
     worker = cluster.services["prefill-1"]
     assert worker.process is not None
     for name in ("decode-1", "decode-2"):
-        cluster.proxy(name).drip(1_000_000)
+        cluster.proxy(name).drip(1_200_000)
     answer = Reader(cluster, prompt)
     wait_until(lambda: bool(answer.token_ids), 20, "the first token")
     worker.signal(signal.SIGTERM)

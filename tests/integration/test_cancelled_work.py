@@ -29,6 +29,7 @@ from prefill_service.service import PrefillService
 from protos import tandem_worker_pb2 as pb
 from router.args import RouterArgs
 from router.policy import PolicyConfig
+from router.process import Router, load_texts
 from rpc import failpoints
 from tandem.chaos.proxy import FaultyProxy
 from tandem.client import AsyncClient
@@ -44,7 +45,7 @@ MAX_NUM_SEQS = 3
 """At a worker, at once."""
 NUM_TOKENS = 200
 """Of an answer: seconds."""
-SOON_S = 2.0
+SOON_S = 4.0
 """Far less than what is held takes."""
 HELD_S = 60.0
 _fresh_ids = itertools.count(20_000)
@@ -107,6 +108,7 @@ class Cluster:
     decode: Worker
     proxy: FaultyProxy
     """In front of the decode worker."""
+    front: Router
     client: AsyncClient
 
     @property
@@ -116,6 +118,10 @@ class Cluster:
     async def wait_until_at_rest(self) -> None:
         for worker in self.workers:
             await wait_for(worker.is_at_rest, "every block free or cached")
+        await wait_for(self.is_known_to_be_idle, "the router has heard of it")  # else it plans the next one otherwise
+
+    async def is_known_to_be_idle(self) -> bool:
+        return not any(handle.num_queued_tokens or handle.load.num_running for handle in self.front._pool.handles)
 
 
 async def wait_for(condition: Callable[[], Awaitable[bool]], what: str, timeout_s: float = SOON_S) -> None:
@@ -149,9 +155,7 @@ async def start_cluster(redis: str, model: Path, stack: AsyncExitStack) -> Clust
 
     decode = await start_worker(pb.Role.ROLE_DECODE, DecodeService, advertise=proxy.address)
     prefill = await start_worker(pb.Role.ROLE_PREFILL, PrefillService)
-    front = router.process.Router(
-        RouterArgs(**shared, model=str(model)), PolicyConfig(), router.process.load_texts(str(model), "")
-    )
+    front = Router(RouterArgs(**shared, model=str(model)), PolicyConfig(), load_texts(str(model), ""))
     await front.start()
     stack.push_async_callback(front.close)
     client = await stack.enter_async_context(AsyncClient(addresses[-1]))
@@ -160,7 +164,7 @@ async def start_cluster(redis: str, model: Path, stack: AsyncExitStack) -> Clust
         return sum(worker.num_sessions > 0 for worker in (await client.status()).workers) == 2
 
     await wait_for(have_joined, "both workers have joined", 20)
-    return Cluster(prefill, decode, proxy, client)
+    return Cluster(prefill, decode, proxy, front, client)
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
