@@ -171,16 +171,15 @@ class FragileCluster:
         assert proxy is not None
         return proxy
 
-    def num_sessions_lost(self, worker: str) -> int:
-        """By the routers' logs, ever."""
+    def num_found_silent(self, worker: str) -> int:
+        """How often routers have given up a session with it since they heard nothing for a lease, by their logs. What
+        the worker ends itself when it is back, gRPC's pings and the registry find out later: that does not count."""
         logs = [service.log.read_text() for name, service in self.services.items() if name.startswith("router")]
-        return sum(log.count(f"session lost worker={worker} ") for log in logs)
+        return sum(log.count(f'session lost worker={worker} why="the worker has said nothing') for log in logs)
 
-    def wait_until_lost(self, worker: str, num_before: int) -> None:
-        """Until a router has given up its session with `worker`, which is to be kept from answering meanwhile: what
-        the worker itself ends when it is back does not count. Sooner than gRPC's pings notice, after 15 s."""
-        what = f"{worker} is taken for dead while it says nothing"
-        wait_until(lambda: self.num_sessions_lost(worker) > num_before, 4 * LEASE_MS / 1000, what)
+    def wait_until_found_silent(self, worker: str, num_before: int) -> None:
+        what = f"{worker} is taken for dead, since it says nothing"
+        wait_until(lambda: self.num_found_silent(worker) > num_before, 5 * LEASE_MS / 1000, what)
 
     def num_reached(self, point: str) -> int:
         """How often processes have come to that failpoint, armed, by their logs."""

@@ -148,12 +148,12 @@ def test_while_it_waits_for_room(cluster: FragileCluster) -> None:
 
 def test_while_an_answer_that_has_begun_waits_for_a_worker(cluster: FragileCluster) -> None:
     """Its worker is cut off, and nobody else is there: the answer so far is worth waiting for."""
-    deadline_s, num_lost = 2.5 * LEASE_MS / 1000, cluster.num_sessions_lost("decode-1")
+    deadline_s, num_before = 2.5 * LEASE_MS / 1000, cluster.num_found_silent("decode-1")
     asked = Asked(cluster, fresh_prompts(1)[0][:64], deadline_s, 1500)
     wait_until(lambda: len(asked.received) > 2, DEADLINE_S, "decoding", lambda: asked.error)
     cluster.proxy("decode-1").freeze()
     try:
-        wait_until(lambda: cluster.num_sessions_lost("decode-1") > num_lost, deadline_s, "its worker is lost")
+        cluster.wait_until_found_silent("decode-1", num_before)
         assert not asked.is_over
         check_end(asked, deadline_s)
     finally:

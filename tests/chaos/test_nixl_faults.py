@@ -95,10 +95,10 @@ def test_a_decode_worker_hangs_and_comes_back(cluster: FragileCluster) -> None:
     """Until it is taken for dead: its requests are then sent elsewhere, and its blocks are anybody's."""
 
     def stop_for_a_while(name: str) -> None:
-        num_lost = cluster.num_sessions_lost(name)
+        num_before = cluster.num_found_silent(name)
         cluster.services[name].signal(signal.SIGSTOP)
         try:
-            cluster.wait_until_lost(name, num_lost)
+            cluster.wait_until_found_silent(name, num_before)
         finally:
             cluster.services[name].signal(signal.SIGCONT)
 

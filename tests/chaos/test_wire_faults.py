@@ -89,13 +89,13 @@ def test_connections_cut_in_the_middle(cluster: FragileCluster, num_bytes: int) 
 
 def test_a_partition_in_the_middle_of_streams(cluster: FragileCluster) -> None:
     """All packets of a decode worker vanish for more than a lease: its streams go on elsewhere, its grants end."""
-    prompts, num_lost = fresh_prompts(), cluster.num_sessions_lost("decode-1")
+    prompts, num_before = fresh_prompts(), cluster.num_found_silent("decode-1")
     with ThreadPoolExecutor(1) as thread:
         asked = thread.submit(ask, cluster, prompts)
         wait_until(lambda: cluster.workers()["decode-1"].record.load.num_running > 0, 20, "something decodes there")
         cluster.proxy("decode-1").freeze()
         try:
-            cluster.wait_until_lost("decode-1", num_lost)
+            cluster.wait_until_found_silent("decode-1", num_before)
         finally:
             cluster.proxy("decode-1").thaw()
         answers = asked.result(100)

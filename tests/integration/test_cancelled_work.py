@@ -118,6 +118,7 @@ class Cluster:
     async def wait_until_at_rest(self) -> None:
         for worker in self.workers:
             await wait_for(worker.is_at_rest, "every block free or cached")
+        await asyncio.wait_for(self.prefill.process.host.wait_for_tasks(), SOON_S)  # what is held would go on later
         await wait_for(self.is_known_to_be_idle, "the router has heard of it")  # else it plans the next one otherwise
 
     async def is_known_to_be_idle(self) -> bool:
