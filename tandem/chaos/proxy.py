@@ -35,6 +35,10 @@ class FaultyProxy:
         self.num_bytes_up = 0
         self.num_reset = 0
         """Connections that were reset in use."""
+        self.num_delayed = 0
+        """Pieces that came later than they would have."""
+        self.num_frozen = 0
+        """Pieces that a freeze has held up."""
         self._random = random.Random(seed)
         self._delay_s = 0.0
         self._bytes_per_s = 0.0
@@ -137,8 +141,11 @@ class FaultyProxy:
         try:
             while piece := await reader.read(CHUNK_BYTES):
                 if self._delay_s:
+                    self.num_delayed += 1
                     await asyncio.sleep(self._delay_s)
-                await self._flows.wait()
+                if not self._flows.is_set():
+                    self.num_frozen += 1
+                    await self._flows.wait()
                 writer.write(self._on_way_up(piece) if is_up else piece)
                 await writer.drain()
                 if is_up and self._bytes_per_s:

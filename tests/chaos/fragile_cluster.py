@@ -13,10 +13,11 @@ import select
 import signal
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from clusters import START_TIMEOUT_S, STOP_TIMEOUT_S, wait_until
@@ -57,12 +58,19 @@ class Service:
 
     def start(self, *flags: str) -> None:
         """Until it listens. A worker that was killed comes back behind the same proxy, as another incarnation."""
+        self.launch(*flags)
+        self.wait_until_listening()
+
+    def launch(self, *flags: str) -> None:
         env = {name: value for name, value in os.environ.items() if not name.startswith(("TANDEM_", "REDIS_"))}
         env |= {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"}
         with self.log.open("a") as stderr:
             self.process = subprocess.Popen(
                 [*self.command, *flags], stdout=subprocess.PIPE, stderr=stderr, text=True, env=env
             )
+
+    def wait_until_listening(self) -> None:
+        assert self.process is not None
         assert self.process.stdout is not None
         is_readable, _, _ = select.select([self.process.stdout], [], [], START_TIMEOUT_S)
         line = self.process.stdout.readline().strip() if is_readable else ""
@@ -115,8 +123,10 @@ class FragileCluster:
         num_prefill: int = 1,
         num_decode: int = 1,
         seed: int = 0,
+        worker_flags: Sequence[str] = (),
+        flags: Mapping[str, Sequence[str]] = MappingProxyType({}),
     ) -> FragileCluster:
-        """All processes, ready to serve."""
+        """All processes, ready to serve. `worker_flags` are for all workers, `flags` for some by name."""
         self = cls()
         shared = ["--redis", redis_url, "--model", str(model), "--listen", "127.0.0.1:0", "--drain-grace-s", "5"]
         engine = ["--num-threads", "1", "--kv-cache-gib", "0.2", "--max-model-len", "2048", "--lease-ms", str(LEASE_MS)]
@@ -127,19 +137,23 @@ class FragileCluster:
                 service.proxy = FaultyProxy(lambda service=service: service.address, seed + number)
                 module = f"{name.split('-')[0]}_service"
                 command = [module, "--worker-id", name, "--advertise", service.proxy.address, *shared, *engine]
-                self._start(name, service, command)
+                self._launch(name, service, [*command, *worker_flags, *flags.get(name, ())])
+            for service in self.services.values():  # they load at the same time
+                service.wait_until_listening()
             for number in range(1, num_routers + 1):
-                self._start(f"router-{number}", Service([], folder / f"router-{number}.log"), ["router", *shared])
+                router = Service([], folder / f"router-{number}.log")
+                self._launch(f"router-{number}", router, ["router", *shared])
+                router.wait_until_listening()
                 self.wait_for_workers(number)
         except BaseException:
             self.close()
             raise
         return self
 
-    def _start(self, name: str, service: Service, command: Sequence[str]) -> None:
+    def _launch(self, name: str, service: Service, command: Sequence[str]) -> None:
         service.command = [sys.executable, "-P", "-m", *command]
         self.services[name] = service
-        service.start()
+        service.launch()
 
     def client(self, router: int = 1) -> Client:
         return Client(self.services[f"router-{router}"].address)
@@ -157,14 +171,19 @@ class FragileCluster:
         assert proxy is not None
         return proxy
 
-    def num_reset(self) -> int:
-        """Connections that proxies have reset in use."""
-        return sum(service.proxy.num_reset for service in self.services.values() if service.proxy is not None)
-
-    def num_sessions_lost(self, worker: str) -> int:
-        """By the routers' logs, ever."""
+    def num_found_silent(self, worker: str) -> int:
+        """How often routers have given up a session with it since they heard nothing for a lease, by their logs. What
+        the worker ends itself when it is back, gRPC's pings and the registry find out later: that does not count."""
         logs = [service.log.read_text() for name, service in self.services.items() if name.startswith("router")]
-        return sum(log.count(f"session lost worker={worker} ") for log in logs)
+        return sum(log.count(f'session lost worker={worker} why="the worker has said nothing') for log in logs)
+
+    def wait_until_found_silent(self, worker: str, num_before: int) -> None:
+        what = f"{worker} is taken for dead, since it says nothing"
+        wait_until(lambda: self.num_found_silent(worker) > num_before, 5 * LEASE_MS / 1000, what)
+
+    def num_reached(self, point: str) -> int:
+        """How often processes have come to that failpoint, armed, by their logs."""
+        return sum(service.log.read_text().count(f" failpoint point={point} ") for service in self.services.values())
 
     def heal(self) -> None:
         for service in self.services.values():

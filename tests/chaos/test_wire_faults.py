@@ -3,7 +3,7 @@ without faults, one end each, balanced books, and every block free or cached."""
 
 from __future__ import annotations
 
-import threading
+import signal
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -13,8 +13,9 @@ from typing import Any
 import pytest
 import redis
 from clusters import wait_until
-from fragile_cluster import LEASE_MS, SAMPLING, FragileCluster, ask, fresh_prompts
+from fragile_cluster import SAMPLING, FragileCluster, ask, fresh_prompts
 
+from protos import tandem_inference_pb2 as inference_pb
 from rpc.errors import TandemError
 from tandem.chaos.proxy import FaultyProxy
 
@@ -42,6 +43,10 @@ def check(cluster: FragileCluster, prompts: list[list[int]], answers: list[list[
     cluster.heal()
     cluster.wait_until_at_rest()
     assert answers == ask(cluster, prompts)  # now without faults, on other workers, from caches
+
+
+def num_reset_at_decode_workers(cluster: FragileCluster) -> int:
+    return sum(cluster.proxy(name).num_reset for name in ("decode-1", "decode-2"))
 
 
 def repairs(cluster: FragileCluster) -> int:
@@ -76,39 +81,97 @@ def test_connections_cut_in_the_middle(cluster: FragileCluster, num_bytes: int) 
     prompts = fresh_prompts()
     for name in ("prefill-1", "decode-1", "decode-2"):
         cluster.proxy(name).cut_after(num_bytes if name != "prefill-1" else min(num_bytes, 2000))
-    num_before = cluster.num_reset()
+    num_before = num_reset_at_decode_workers(cluster)
     answers = ask(cluster, prompts)
-    assert cluster.num_reset() > num_before, "nothing was cut"
+    assert num_reset_at_decode_workers(cluster) > num_before, "nothing was cut where KV flows"
     check(cluster, prompts, answers)
 
 
 def test_a_partition_in_the_middle_of_streams(cluster: FragileCluster) -> None:
-    """A decode worker whose packets all vanish for two leases: its streams go on elsewhere, its grants are freed."""
-    prompts, num_lost = fresh_prompts(), cluster.num_sessions_lost("decode-1")
+    """All packets of a decode worker vanish for more than a lease: its streams go on elsewhere, its grants end."""
+    prompts, num_before = fresh_prompts(), cluster.num_found_silent("decode-1")
     with ThreadPoolExecutor(1) as thread:
         asked = thread.submit(ask, cluster, prompts)
         wait_until(lambda: cluster.workers()["decode-1"].record.load.num_running > 0, 20, "something decodes there")
         cluster.proxy("decode-1").freeze()
-        threading.Timer(2 * LEASE_MS / 1000, cluster.proxy("decode-1").thaw).start()
+        try:
+            cluster.wait_until_found_silent("decode-1", num_before)
+        finally:
+            cluster.proxy("decode-1").thaw()
         answers = asked.result(100)
-    assert cluster.num_sessions_lost("decode-1") > num_lost, "nobody took it for dead"
     check(cluster, prompts, answers)
 
 
+class Reader:
+    """One answer, read by a thread of its own, and when its pieces came."""
+
+    def __init__(self, cluster: FragileCluster, prompt: list[int]) -> None:
+        self.token_ids: list[int] = []
+        self.came_s: list[float] = []
+        self._cluster, self._prompt = cluster, prompt
+        self.asked_s = time.monotonic()
+        self._thread = ThreadPoolExecutor(1)
+        self._timings = self._thread.submit(self._read)
+        self._thread.shutdown(wait=False)
+
+    def _read(self) -> inference_pb.Timings:
+        with self._cluster.client() as client:
+            for chunk in client.stream(self._prompt, **SAMPLING):
+                self.came_s.append(time.monotonic())
+                self.token_ids += chunk.token_ids
+        return chunk.timings
+
+    def timings(self) -> inference_pb.Timings:
+        """At its end."""
+        return self._timings.result(60)
+
+
 def test_kv_that_drips(cluster: FragileCluster) -> None:
-    """Slow is not dead: the push goes on, and the first token has long been sent."""
-    prompts = fresh_prompts()[:2]
+    """Slow is not dead: the push goes on for seconds, and the first token has come long before."""
+    (prompt,) = fresh_prompts(1)
     for name in ("decode-1", "decode-2"):
-        cluster.proxy(name).drip(2_000_000)
-    check(cluster, prompts, ask(cluster, prompts))
+        cluster.proxy(name).drip(700_000)
+    answer = Reader(cluster, prompt)
+    timings = answer.timings()
+    first_s, second_s = (came_s - answer.asked_s for came_s in answer.came_s[:2])
+    assert timings.attempts == 1
+    assert timings.kv_transfer.num_bytes > 3_000_000
+    assert second_s > 4, "it did not drip"  # the second token comes from where the KV is by then
+    assert first_s < second_s / 4, "the first token waited for the transfer"
+    check(cluster, [prompt], [answer.token_ids])
+
+
+def test_a_prefill_worker_told_to_leave_stays_until_its_kv_has_arrived(cluster: FragileCluster) -> None:
+    (prompt,) = fresh_prompts(1)
+    worker = cluster.services["prefill-1"]
+    assert worker.process is not None
+    for name in ("decode-1", "decode-2"):
+        cluster.proxy(name).drip(1_200_000)
+    answer = Reader(cluster, prompt)
+    wait_until(lambda: bool(answer.token_ids), 20, "the first token")
+    worker.signal(signal.SIGTERM)
+    wait_until(lambda: " draining " in worker.log.read_text(), 5, "the worker has heard it")
+    heard_s = time.monotonic()
+    timings = answer.timings()
+    assert worker.process.wait(20) == 0
+    cluster.heal()
+    worker.restart()
+    cluster.wait_for_workers(1)
+    assert timings.attempts == 1, "the request had to be tried again"
+    assert timings.prefill_worker == "prefill-1"
+    assert answer.came_s[1] - heard_s > 1, "its KV had arrived before"
+    check(cluster, [prompt], [answer.token_ids])
 
 
 def test_a_slow_network(cluster: FragileCluster) -> None:
     prompts = fresh_prompts(3)
-    for name, service in cluster.services.items():
-        if service.proxy is not None:
-            cluster.proxy(name).delay(0.05)
-    check(cluster, prompts, ask(cluster, prompts))
+    proxies = [cluster.proxy(name) for name in ("prefill-1", "decode-1", "decode-2")]
+    nums_before = [proxy.num_delayed for proxy in proxies]
+    for proxy in proxies:
+        proxy.delay(0.05)
+    answers = ask(cluster, prompts)
+    assert all(proxy.num_delayed > before for proxy, before in zip(proxies, nums_before, strict=True))
+    check(cluster, prompts, answers)
 
 
 def test_nobody_to_be_reached(cluster: FragileCluster) -> None:
@@ -138,6 +201,10 @@ def outcome(cluster: FragileCluster) -> str:
 # -- between services and Redis ---------------------------------------------------------------------------------------
 
 
+def num_struck(proxy: FaultyProxy) -> int:
+    return proxy.num_delayed + proxy.num_frozen + proxy.num_reset
+
+
 def slow(proxy: FaultyProxy, _: Any) -> None:
     """Two seconds until an answer."""
     proxy.delay(1.0)
@@ -159,7 +226,7 @@ def lost(proxy: FaultyProxy, server: Any) -> None:
 def test_redis_fails_while_requests_run(
     cluster: FragileCluster, redis_proxy: FaultyProxy, redis_server: Any, fault: Fault
 ) -> None:
-    running, new = fresh_prompts(3), fresh_prompts(3)
+    running, new, num_before = fresh_prompts(3), fresh_prompts(3), num_struck(redis_proxy)
     with ThreadPoolExecutor(1) as thread, cluster.client() as client:
         asked = thread.submit(ask, cluster, running)
         wait_until(lambda: client.status().num_running_requests > 0, 20, "requests run")
@@ -170,6 +237,7 @@ def test_redis_fails_while_requests_run(
         answer = client.generate([3, 4, 5], max_tokens=1, temperature=0.0, timeout_s=20)
         assert answer.timings.time_to_first_token_ms < 1500, "a request waits for Redis"
         assert time.monotonic() - start_s < 2
+        assert num_struck(redis_proxy) > num_before, "nobody asked Redis anything"
         redis_proxy.heal()
         wait_until(lambda: client.status().is_registry_reachable, 20, "Redis is reachable again")
     cluster.wait_until_at_rest()

@@ -1,0 +1,161 @@
+"""A client's deadline that passes, in each phase of its request: it is told in time, and nobody works on for it.
+
+Each request is seen in its phase before its deadline, and would stay there for many seconds.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from clusters import wait_until
+from fragile_cluster import LEASE_MS, FragileCluster, fresh_prompts
+
+from rpc.errors import DeadlinePassed, Overloaded, TandemError
+
+POINTS = ("decode.reserved", "prefill.opened", "prefill.before_commit")
+"""Each holds the first request that comes by, which comes no further: the next one gets to the next point."""
+HELD_S = 30
+DEADLINE_S = 1.5
+LATE_S = 1.0
+"""So much later than its deadline a client may hear of it."""
+SOON_S = 2.0
+"""So much later all is free."""
+
+
+@pytest.fixture(scope="module")
+def cluster(
+    tmp_path_factory: pytest.TempPathFactory, redis_server: Any, model_folder: Path
+) -> Iterator[FragileCluster]:
+    """The workers take one request at a time, and prompts in small chunks."""
+
+    def held(role: str) -> list[str]:
+        return ["--failpoints", ",".join(f"{point}=delay:{HELD_S}" for point in POINTS if point.startswith(role))]
+
+    running = FragileCluster.start(
+        tmp_path_factory.mktemp("chaos"), redis_url=redis_server.url, model=model_folder,
+        worker_flags=["--max-num-seqs", "1", "--prefill-chunk-tokens", "64"],
+        flags={"prefill-1": held("prefill"), "decode-1": held("decode")},
+    )  # fmt: skip
+    for point in POINTS:
+        pass_deadline(running, lambda _, point=point: running.num_reached(point) == 1, f"held at {point}")  # type: ignore[misc]
+    yield running
+    running.close()
+
+
+class Asked:
+    """A request of a long answer, read by a thread of its own to its end."""
+
+    def __init__(self, cluster: FragileCluster, prompt: list[int], timeout_s: float | None, max_tokens: int) -> None:
+        self.received: list[int] = []
+        self.error: TandemError | None = None
+        self.seconds = 0.0
+        self._sampling: Any = {"max_tokens": max_tokens, "temperature": 0.0, "ignore_eos": True, "timeout_s": timeout_s}
+        self._thread = threading.Thread(target=self._read, args=(cluster, prompt))
+        self._thread.start()
+
+    def _read(self, cluster: FragileCluster, prompt: list[int]) -> None:
+        start_s = time.monotonic()
+        try:
+            with cluster.client() as client:
+                for chunk in client.stream(prompt, **self._sampling):
+                    self.received += chunk.token_ids
+        except TandemError as error:
+            self.error = error
+        self.seconds = time.monotonic() - start_s
+
+    @property
+    def is_over(self) -> bool:
+        return not self._thread.is_alive()
+
+    def wait(self) -> None:
+        self._thread.join(60)
+        assert self.is_over
+
+
+def pass_deadline(
+    cluster: FragileCluster,
+    is_there: Callable[[Asked], bool],
+    phase: str,
+    *,
+    prompt: list[int] | None = None,
+    max_tokens: int = 1500,
+) -> Asked:
+    """Ask, see the request in its `phase`, and let its deadline pass."""
+    asked = Asked(cluster, prompt or fresh_prompts(1)[0][:64], DEADLINE_S, max_tokens)
+    wait_until(lambda: is_there(asked), DEADLINE_S, phase, lambda: asked.error)
+    assert not asked.is_over, f"not {phase} at its deadline"
+    check_end(asked, DEADLINE_S)
+    cluster.wait_until_at_rest(SOON_S)
+    cluster.wait_until_at_rest()  # a round later the router has heard of it, too: else it plans the next one otherwise
+    return asked
+
+
+def check_end(asked: Asked, deadline_s: float) -> None:
+    asked.wait()
+    assert isinstance(asked.error, DeadlinePassed), asked.error
+    assert deadline_s <= asked.seconds + 0.01 < deadline_s + LATE_S
+
+
+def test_with_memory_reserved_or_the_kv_pushed_and_not_committed(cluster: FragileCluster) -> None:
+    """What the fixture has done on its way to a cluster that holds nothing back any more."""
+    assert [cluster.num_reached(point) for point in POINTS] == [1, 1, 1]
+
+
+def test_while_prefilling(cluster: FragileCluster) -> None:
+    prompt = [token for prompt in fresh_prompts(12) for token in prompt]
+
+    def is_prefilling(_: Asked) -> bool:
+        return cluster.workers()["prefill-1"].record.load.num_running > 0
+
+    asked = pass_deadline(cluster, is_prefilling, "prefilling", prompt=prompt, max_tokens=100)
+    assert not asked.received
+
+
+def test_while_pushing(cluster: FragileCluster) -> None:
+    cluster.proxy("decode-1").drip(100_000)
+    try:
+        asked = pass_deadline(cluster, lambda asked: len(asked.received) == 1, "pushing")
+    finally:
+        cluster.heal()
+    assert len(asked.received) == 1, "its KV had arrived"
+
+
+def test_while_decoding(cluster: FragileCluster) -> None:
+    pass_deadline(cluster, lambda asked: len(asked.received) > 2, "decoding")
+
+
+def test_while_it_waits_for_room(cluster: FragileCluster) -> None:
+    """What has not begun is refused just before: asking again, later or elsewhere, helps; waiting on does not."""
+    other = Asked(cluster, fresh_prompts(1)[0][:64], 2 * DEADLINE_S, 1500)
+    wait_until(lambda: len(other.received) > 2, DEADLINE_S, "another decodes", lambda: other.error)
+    asked = Asked(cluster, fresh_prompts(1)[0][:64], DEADLINE_S, 2)
+    with cluster.client() as client:
+        wait_until(lambda: client.status().num_queued_requests == 1, DEADLINE_S, "waiting", lambda: asked.error)
+        asked.wait()
+        assert isinstance(asked.error, Overloaded)
+        assert asked.error.retry_after_s is not None
+        assert DEADLINE_S / 4 < asked.seconds < DEADLINE_S
+        assert not other.is_over
+        assert client.status().num_queued_requests == 0
+    other.wait()
+    cluster.wait_until_at_rest(SOON_S)
+
+
+def test_while_an_answer_that_has_begun_waits_for_a_worker(cluster: FragileCluster) -> None:
+    """Its worker is cut off, and nobody else is there: the answer so far is worth waiting for."""
+    deadline_s, num_before = 2.5 * LEASE_MS / 1000, cluster.num_found_silent("decode-1")
+    asked = Asked(cluster, fresh_prompts(1)[0][:64], deadline_s, 1500)
+    wait_until(lambda: len(asked.received) > 2, DEADLINE_S, "decoding", lambda: asked.error)
+    cluster.proxy("decode-1").freeze()
+    try:
+        cluster.wait_until_found_silent("decode-1", num_before)
+        assert not asked.is_over
+        check_end(asked, deadline_s)
+    finally:
+        cluster.heal()
+    cluster.wait_until_at_rest()

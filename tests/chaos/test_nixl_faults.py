@@ -1,0 +1,111 @@
+"""Faults in the middle of transfers over NIXL, whose writes no proxy and no receiver sees. After each: the tokens
+of the run without faults, balanced books, and all blocks free or cached, those included that were being written to."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+from clusters import wait_until
+from fragile_cluster import SAMPLING, FragileCluster, ask, fresh_prompts
+
+from protos import tandem_worker_pb2 as pb
+from protos.tandem_inference_pb2_grpc import InferenceStub
+from tandem.client import Client, generate_request
+
+SOON_S = 3.0
+
+
+@pytest.fixture(scope="module")
+def cluster(
+    tmp_path_factory: pytest.TempPathFactory, redis_server: Any, model_folder: Path
+) -> Iterator[FragileCluster]:
+    running = FragileCluster.start(
+        tmp_path_factory.mktemp("chaos"), redis_url=redis_server.url, model=model_folder, num_decode=2,
+        worker_flags=["--transport", "nixl", "--prefill-chunk-tokens", "32"],
+    )  # fmt: skip
+    with running.client() as client:
+        answer = client.generate(*fresh_prompts(1), **SAMPLING)
+    assert answer.timings.kv_transfer.transport == "nixl"
+    yield running
+    running.close()
+
+
+def long_prompts() -> list[list[int]]:
+    """Each takes most of a second, in chunks that are written while the next ones are computed."""
+    return [[token for part in fresh_prompts(3) for token in part] for _ in range(2)]
+
+
+def wait_for_receiver(cluster: FragileCluster) -> str:
+    """A decode worker that is being written to: parts of its prompt are computed, others are still to come."""
+    found: list[str] = []
+
+    def is_written_to(client: Client) -> bool:
+        workers = {worker.record.worker_id: worker.record for worker in client.status().workers}
+        if workers["prefill-1"].load.num_running:
+            found.extend(n for n, w in workers.items() if w.role == pb.ROLE_DECODE and w.load.blocks.num_grant)
+        return bool(found)
+
+    with cluster.client() as client:
+        wait_until(lambda: is_written_to(client), 20, "KV is written")
+    return found[0]
+
+
+def strike(cluster: FragileCluster, fault: Callable[[str], None]) -> tuple[list[list[int]], list[list[int]]]:
+    """`fault` gets the name of the decode worker that is written to just then. Returns prompts and answers."""
+    prompts = long_prompts()
+    with cluster.client() as client, ThreadPoolExecutor(len(prompts)) as threads:
+        asked = [threads.submit(client.generate, prompt, **SAMPLING) for prompt in prompts]
+        fault(wait_for_receiver(cluster))
+        answers = [answer.result(60) for answer in asked]
+    assert any(answer.timings.attempts > 1 for answer in answers), "the transfer was over by then"
+    return prompts, [answer.token_ids for answer in answers]
+
+
+def kill(cluster: FragileCluster, name: str) -> None:
+    cluster.services[name].signal(signal.SIGKILL)
+
+
+def check(cluster: FragileCluster, prompts: list[list[int]], answers: list[list[int]]) -> None:
+    for service in cluster.services.values():
+        if service.process is not None and service.process.poll() is not None:
+            service.restart()
+    cluster.wait_for_workers(1)
+    cluster.wait_until_at_rest()
+    assert answers == ask(cluster, prompts)  # now without faults
+
+
+def test_clients_that_leave(cluster: FragileCluster) -> None:
+    with grpc.insecure_channel(cluster.services["router-1"].address) as channel:
+        stub = InferenceStub(channel)
+        calls = [stub.Generate(generate_request(prompt, **SAMPLING)) for prompt in long_prompts()]
+        wait_for_receiver(cluster)
+        for call in calls:
+            assert call.is_active()
+            call.cancel()
+    cluster.wait_until_at_rest(SOON_S)
+
+
+def test_a_decode_worker_hangs_and_comes_back(cluster: FragileCluster) -> None:
+    """Until it is taken for dead: its requests are then sent elsewhere, and its blocks are anybody's."""
+
+    def stop_for_a_while(name: str) -> None:
+        num_before = cluster.num_found_silent(name)
+        cluster.services[name].signal(signal.SIGSTOP)
+        try:
+            cluster.wait_until_found_silent(name, num_before)
+        finally:
+            cluster.services[name].signal(signal.SIGCONT)
+
+    check(cluster, *strike(cluster, stop_for_a_while))
+
+
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+def test_a_worker_dies(cluster: FragileCluster, role: str) -> None:
+    prompts, answers = strike(cluster, lambda name: kill(cluster, "prefill-1" if role == "prefill" else name))
+    check(cluster, prompts, answers)
