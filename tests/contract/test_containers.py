@@ -18,6 +18,7 @@ import zipfile
 from pathlib import Path
 from typing import Any
 
+import click
 import pytest
 import yaml
 from dockerfile import ARGS, DOCKERFILE, PROJECT, ROOT, STAGES, ancestors
@@ -302,3 +303,24 @@ def test_the_model_is_fetched_by_a_program_of_ours() -> None:
     (script,) = SERVICES["model"]["command"]
     (module,) = re.findall(r"-m ([\w.]+)", script)
     assert (ROOT / module.replace(".", "/") / "__main__.py").is_file()
+
+
+# -- docs/deploy.md ----------------------------------------------------------------------------------------------------
+
+GUIDE = (ROOT / "docs" / "deploy.md").read_text()
+
+
+def test_the_guide_names_what_is_there() -> None:
+    links = [link for link in re.findall(r"\]\(([^)]+)\)", GUIDE) if "://" not in link]
+    paths = re.findall(r"(?<![\w./-])deploy/[\w./-]+", GUIDE)
+    assert links
+    assert paths
+    assert [link for link in links if not (ROOT / "docs" / link).exists()] == []
+    assert [path for path in paths if not (ROOT / path).exists()] == []
+    assert set(re.findall(r"^\| `([\w-]+)` \|", GUIDE, flags=re.MULTILINE)) >= {
+        path.name for path in (DEPLOY / "k8s" / "overlays").iterdir()
+    }
+    assert set(re.findall(r"--target (\S+)", GUIDE)) == IMAGES
+    settings = {option.envvar for command, _ in PROGRAMS.values() for option in command.params
+                if isinstance(option, click.Option)}  # fmt: skip
+    assert set(re.findall(r"\bTANDEM_[A-Z_]+", GUIDE)) <= settings
