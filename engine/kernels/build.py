@@ -1,5 +1,8 @@
 """Compiles source/ into the cache directory, once for each machine, compiler, torch and source.
 
+    a compiler is there ── cpu_library ──> compiled for this very machine, into the cache directory
+    none is             ── cpu_library ──> the best of prebuilt/KIND that this machine can run (container images)
+
 Not with torch.utils.cpp_extension: for one unit that needs neither Python's headers nor setuptools nor ninja, one call
 of the compiler is less to install and to explain. Two processes that want the same library wait for one build
 (`engine.cache_dir.build_once`).
@@ -16,6 +19,7 @@ import shutil
 import subprocess
 import tempfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -25,6 +29,18 @@ from engine.cache_dir import build_once, kernels_dir, report
 SOURCE = Path(__file__).with_name("source") / "tandem_cpu.cpp"
 LIBRARY = "tandem_cpu.so"
 CHECKSUM = "tandem_cpu.so.blake2b"
+PREBUILT = Path(__file__).with_name("prebuilt")
+BUILT_FROM = "built-from"
+"""Beside a prebuilt library: the digest of what it was compiled from."""
+V3 = frozenset(["abm", "avx", "avx2", "bmi1", "bmi2", "f16c", "fma", "movbe"])
+V4 = V3 | frozenset(["avx512bw", "avx512cd", "avx512dq", "avx512f", "avx512vl"])
+KINDS: dict[str, tuple[tuple[str, ...], frozenset[str]]] = {
+    "x86-64-v4-bf16": (("-march=x86-64-v4", "-mavx512bf16"), V4 | {"avx512_bf16"}),
+    "x86-64-v4": (("-march=x86-64-v4",), V4),
+    "x86-64-v3": (("-march=x86-64-v3",), V3),
+}
+"""Kinds of machines that libraries are prebuilt for, the fastest first: the compiler's flags, and those of
+/proc/cpuinfo without which such a library would kill the process."""
 COMPILERS = ("c++", "g++", "clang++")
 BUILD_TIMEOUT_S = 300.0
 FLAGS = (
@@ -52,9 +68,15 @@ def load_cpu_kernels() -> None:
 
 
 def cpu_library(directory: Path) -> Path:
-    """The compiled library, in a folder of `directory`; built anew if it is not what was built. Raises
-    `KernelsUnavailable`."""
-    command = compile_command(find_compiler())
+    """The compiled library, in a folder of `directory`; built anew if it is not what was built. Without a compiler a
+    prebuilt one. Raises `KernelsUnavailable`."""
+    try:
+        compiler = find_compiler()
+    except KernelsUnavailable:
+        if (prebuilt := prebuilt_library()) is None:
+            raise
+        return prebuilt
+    command = compile_command(compiler)
     name = f"cpu-{_digest(command)}"
     try:
         folder = build_once(directory, name, lambda folder: _build(command, folder))
@@ -67,6 +89,33 @@ def cpu_library(directory: Path) -> Path:
     return folder / LIBRARY
 
 
+def prebuilt_library() -> Path | None:
+    """The fastest of the prebuilt libraries that is whole, of our source and torch, and that this machine can run."""
+    features = _cpu_features().split()
+    for kind, (_, needed) in KINDS.items():
+        folder = PREBUILT / kind
+        if folder.is_dir() and needed <= set(features):
+            if _is_whole(folder) and _is_ours(folder):
+                return folder / LIBRARY
+            report(f"{folder} is damaged, or of another version: not used")
+    return None
+
+
+def prebuild() -> list[Path]:
+    """Compile for each of `KINDS`; what is there is replaced. Raises `KernelsUnavailable`."""
+    if platform.machine() not in ("x86_64", "AMD64"):
+        raise KernelsUnavailable(f"libraries are prebuilt for kinds of x86-64 only; this is {platform.machine()}")
+    folders = []
+    for kind, (flags, _) in KINDS.items():
+        folder = PREBUILT / kind
+        shutil.rmtree(folder, ignore_errors=True)
+        folder.mkdir(parents=True)
+        _build(compile_command(find_compiler(), flags), folder, f"for {kind}")
+        (folder / BUILT_FROM).write_text(_built_from())
+        folders.append(folder)
+    return folders
+
+
 def find_compiler() -> list[str]:
     """CXX (with its flags, if it has some), or the first C++ compiler on the path. Raises `KernelsUnavailable`."""
     wanted = shlex.split(os.environ.get("CXX", ""))
@@ -76,12 +125,13 @@ def find_compiler() -> list[str]:
     raise KernelsUnavailable(f"there is no C++ compiler ({' '.join(wanted) or ', '.join(COMPILERS)}): install g++")
 
 
-def compile_command(compiler: list[str]) -> list[str]:
-    """Everything but the output. CXXFLAGS come last: "-march=x86-64-v3", say, to compute as older machines do."""
+def compile_command(compiler: list[str], machine: Sequence[str] = ()) -> list[str]:
+    """Everything but the output. `machine`: flags that say for which, by default this one. CXXFLAGS come last:
+    "-march=x86-64-v3", say, to compute as older machines do."""
     root = Path(torch.__path__[0])
     native = "-mcpu=native" if platform.machine().lower() in ("aarch64", "arm64") else "-march=native"
     return [
-        *compiler, *FLAGS, native, *shlex.split(os.environ.get("CXXFLAGS", "")),
+        *compiler, *FLAGS, *(machine or [native]), *shlex.split(os.environ.get("CXXFLAGS", "")),
         f"-D_GLIBCXX_USE_CXX11_ABI={int(torch._C._GLIBCXX_USE_CXX11_ABI)}",
         f"-I{root / 'include'}", f"-I{root / 'include/torch/csrc/api/include'}",
         str(SOURCE),
@@ -101,12 +151,28 @@ def _is_whole(folder: Path) -> bool:
         return False
 
 
+def _is_ours(folder: Path) -> bool:
+    """Whether a prebuilt library is of our source and torch: another torch's would not load, or crash."""
+    try:
+        return (folder / BUILT_FROM).read_text() == _built_from()
+    except OSError:
+        return False
+
+
 def _digest(command: list[str]) -> str:
     """Of all that the library depends on. The cache directory may be shared by machines of different kinds."""
     version = subprocess.run([command[0], "--version"], capture_output=True, text=True, check=False).stdout
-    sources = [path.read_text() for path in sorted(SOURCE.parent.iterdir()) if path.suffix in (".h", ".cpp")]
-    parts = [*sources, " ".join(command), version, torch.__version__, _cpu_features()]
+    parts = [*_sources(), " ".join(command), version, torch.__version__, _cpu_features()]
     return hashlib.blake2b("\n".join(parts).encode(), digest_size=8).hexdigest()
+
+
+def _sources() -> list[str]:
+    return [path.read_text() for path in sorted(SOURCE.parent.iterdir()) if path.suffix in (".h", ".cpp")]
+
+
+def _built_from() -> str:
+    """What a prebuilt library must have in common with us; the machine's kind is its folder's name."""
+    return hashlib.blake2b("\n".join([*_sources(), torch.__version__]).encode(), digest_size=8).hexdigest()
 
 
 def _cpu_features() -> str:
@@ -118,8 +184,8 @@ def _cpu_features() -> str:
     return "\n".join(sorted({line for line in lines if line.startswith(("model name", "flags", "Features"))}))
 
 
-def _build(command: list[str], folder: Path) -> None:
-    report("compiling the CPU kernels for this machine (about ten seconds, once)")
+def _build(command: list[str], folder: Path, what_for: str = "for this machine") -> None:
+    report(f"compiling the CPU kernels {what_for} (about ten seconds, once)")
     start_s = time.monotonic()
     with tempfile.TemporaryDirectory() as scratch:
         output = Path(scratch) / LIBRARY

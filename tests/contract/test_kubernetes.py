@@ -1,0 +1,505 @@
+"""The manifests, as kubectl renders them: valid for Kubernetes, and true of our programs.
+
+Nothing is asked of a cluster. What refers to something else (a port, a selector, a probe's service name, a flag, a
+Secret) is looked up where it is said.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+import os
+import re
+import shutil
+import subprocess
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import kubernetes_validate
+import pytest
+import yaml
+from dockerfile import PROJECT, ROOT, STAGES
+from programs import HEALTH_SERVICES, PROGRAMS, parsed
+
+K8S = ROOT / "deploy" / "k8s"
+OVERLAYS = ["cpu-demo", "single-gpu-node", "production"]
+COMPONENTS = ["monitoring", "autoscaling", "rdma", "redis"]
+VERSIONS = ["1.30", "1.37"]
+"""The oldest that we promise, and the newest whose schemas are at hand."""
+FOREIGN = {"PodMonitor", "PrometheusRule"}
+"""Kinds of the Prometheus operator, which Kubernetes has no schemas of."""
+FROM_OUTSIDE = {"production": {"tandem-redis": {"url"}}}
+"""Secrets that whoever deploys makes before, with their keys (the overlay's first lines say how)."""
+HTTP_PATHS = {"/health", "/version", "/metrics"}
+
+Manifest = dict[str, Any]
+
+kustomize = shutil.which("kubectl") or shutil.which("kustomize")
+pytestmark = pytest.mark.skipif(kustomize is None, reason="neither kubectl nor kustomize is here")
+
+
+@cache
+def rendered(folder: Path) -> list[Manifest]:
+    assert kustomize is not None
+    command = [kustomize, "kustomize" if kustomize.endswith("kubectl") else "build", str(folder)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "deprecated" not in done.stderr.lower(), done.stderr
+    return [manifest for manifest in yaml.safe_load_all(done.stdout) if manifest]
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Of the overlays, and of "with-everything": production with RDMA, which its own file only mentions."""
+    folder = tmp_path_factory.mktemp("k8s") / "with-everything"
+    shutil.copytree(K8S / "overlays" / "production", folder)
+    path = folder / "kustomization.yaml"
+    text = path.read_text().replace("# - ../../components/rdma", "- ../../components/rdma")
+    path.write_text(text.replace("../../", f"{os.path.relpath(K8S, folder.resolve())}/"))
+    return {name: K8S / "overlays" / name for name in OVERLAYS} | {"with-everything": folder}
+
+
+@pytest.fixture(params=[*OVERLAYS, "with-everything"])
+def overlay(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+@pytest.fixture
+def manifests(overlay: str, folders: dict[str, Path]) -> list[Manifest]:
+    return rendered(folders[overlay])
+
+
+# -- looking things up -------------------------------------------------------------------------------------------------
+
+
+def of_kind(manifests: list[Manifest], *kinds: str) -> list[Manifest]:
+    return [manifest for manifest in manifests if manifest["kind"] in kinds]
+
+
+def named(manifests: list[Manifest], kind: str, name: str) -> Manifest:
+    (found,) = [one for one in of_kind(manifests, kind) if one["metadata"]["name"] == name]
+    return found
+
+
+def workloads(manifests: list[Manifest]) -> list[Manifest]:
+    return of_kind(manifests, "Deployment", "StatefulSet", "Job")
+
+
+def pod_of(workload: Manifest) -> Manifest:
+    spec: Manifest = workload["spec"]["template"]["spec"]
+    return spec
+
+
+def labels_of(workload: Manifest) -> dict[str, str]:
+    labels: dict[str, str] = workload["spec"]["template"]["metadata"]["labels"]
+    return labels
+
+
+def containers_of(workload: Manifest) -> list[Manifest]:
+    pod = pod_of(workload)
+    return [*pod.get("initContainers", []), *pod["containers"]]
+
+
+def component_of(workload: Manifest) -> str:
+    return labels_of(workload)["app.kubernetes.io/component"]
+
+
+def selected(selector: Manifest, manifests: list[Manifest]) -> list[Manifest]:
+    """Workloads whose pods a label selector means."""
+
+    def fits(labels: dict[str, str]) -> bool:
+        wanted = selector.get("matchLabels", {}).items()
+        expressions = selector.get("matchExpressions", [])
+        assert all(one["operator"] == "In" for one in expressions)
+        return wanted <= labels.items() and all(labels.get(one["key"]) in one["values"] for one in expressions)
+
+    return [workload for workload in workloads(manifests) if fits(labels_of(workload))]
+
+
+def environment(container: Manifest, manifests: list[Manifest]) -> dict[str, str]:
+    """As its process would find it; what comes from the pod or a Secret stands for itself."""
+    env: dict[str, str] = {}
+    for source in container.get("envFrom", []):
+        env |= named(manifests, "ConfigMap", source["configMapRef"]["name"])["data"]
+    for entry in container.get("env", []):
+        source = entry.get("valueFrom", {})
+        stand_ins = {
+            "status.podIP": "10.1.2.3",
+            "metadata.name": "tandem-decode-5d4f7c9b8-x2x4z",
+            "tandem-redis": "redis://somewhere:6379/0",
+            "tandem-gateway": "a key",
+            "tandem-hub": "a token",
+        }
+        path = source.get("fieldRef", {}).get("fieldPath") or source.get("secretKeyRef", {}).get("name")
+        env[entry["name"]] = stand_ins[path] if path else entry["value"]
+    return env
+
+
+def flags_of(container: Manifest, manifests: list[Manifest]) -> dict[str, Any]:
+    module, args = program_of(container)
+    env = environment(container, manifests)
+    args = [re.sub(r"\$\((\w+)\)", lambda match: env[match[1]], arg) for arg in args]
+    return parsed(module, args, env)
+
+
+def program_of(container: Manifest) -> tuple[str, list[str]]:
+    """Module and arguments. The image's entry point is used, for no container sets a command of its own."""
+    assert "command" not in container
+    args: list[str] = container["args"]
+    image = container["image"].rpartition(":")[0].removeprefix("tandem/")
+    return (args[0], args[1:]) if image.startswith("worker") else (image, args)
+
+
+def ours(manifests: list[Manifest]) -> list[tuple[Manifest, Manifest]]:
+    """Deployments of our programs, with the container that runs the program."""
+    return [(workload, pod_of(workload)["containers"][0]) for workload in of_kind(manifests, "Deployment")]
+
+
+def port_of(flags: dict[str, Any], name: str = "listen") -> int:
+    return int(flags[name].rpartition(":")[2])
+
+
+def gib(quantity: str) -> int:
+    assert quantity.endswith("Gi")
+    return int(quantity.removesuffix("Gi"))
+
+
+def container_ports(workload: Manifest) -> dict[str, int]:
+    return {port["name"]: port["containerPort"] for one in containers_of(workload) for port in one.get("ports", [])}
+
+
+# -- Kubernetes' own rules ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+def test_manifests_are_valid(version: str, folders: dict[str, Path]) -> None:
+    everything = [one for folder in folders.values() for one in rendered(folder) if one["kind"] not in FOREIGN]
+    distinct = {json.dumps(one | {"metadata": {}}, sort_keys=True): one for one in everything}
+    assert len(distinct) > 20
+    for manifest in distinct.values():
+        kubernetes_validate.validate(manifest, version, strict=True)
+
+
+def test_everything_is_in_one_namespace_and_named_once(manifests: list[Manifest]) -> None:
+    (namespace,) = of_kind(manifests, "Namespace")
+    assert namespace["metadata"]["labels"]["pod-security.kubernetes.io/enforce"] == "restricted"
+    others = [manifest for manifest in manifests if manifest is not namespace]
+    assert {one["metadata"]["namespace"] for one in others} == {namespace["metadata"]["name"]}
+    keys = [(one["kind"], one["metadata"]["name"]) for one in manifests]
+    assert len(keys) == len(set(keys))
+
+
+def test_every_file_is_used() -> None:
+    values = K8S / "components" / "autoscaling" / "prometheus-adapter-values.yaml"
+    for path in set(K8S.rglob("*.yaml")) - {values}:
+        if path.name != "kustomization.yaml":
+            assert re.search(rf"\b{path.name}\b", (path.parent / "kustomization.yaml").read_text()), path
+    used = "".join(path.read_text() for path in K8S.glob("overlays/*/kustomization.yaml"))
+    assert all(f"../../components/{name}\n" in used for name in COMPONENTS)
+
+
+def test_overlays_hold_what_they_are_for(overlay: str, manifests: list[Manifest]) -> None:
+    components = {component_of(workload) for workload in workloads(manifests)}
+    everything = {"router", "gateway", "prefill", "decode", "model"}
+    is_production = overlay in ("production", "with-everything")
+    assert components == {
+        "cpu-demo": everything | {"redis"},
+        "single-gpu-node": everything - {"prefill"} | {"redis"},
+    }.get(overlay, everything)
+    gpus = [c["resources"]["limits"].get("nvidia.com/gpu") for workload in workloads(manifests)
+            for c in containers_of(workload) if workload["kind"] == "Deployment"]  # fmt: skip
+    assert sum(filter(None, gpus)) == {"cpu-demo": 0, "single-gpu-node": 1}.get(overlay, 2)
+    assert bool(of_kind(manifests, "HorizontalPodAutoscaler", *FOREIGN)) == is_production
+    (budgets, deployments) = (of_kind(manifests, kind) for kind in ("PodDisruptionBudget", "Deployment"))
+    assert {one["metadata"]["name"] for one in budgets} == {one["metadata"]["name"] for one in deployments}
+
+
+# -- pods --------------------------------------------------------------------------------------------------------------
+
+
+def test_pods_may_do_nothing_that_they_need_not(manifests: list[Manifest]) -> None:
+    for workload in workloads(manifests):
+        pod = pod_of(workload)
+        assert pod["securityContext"]["runAsNonRoot"] is True
+        assert pod["securityContext"]["seccompProfile"] == {"type": "RuntimeDefault"}
+        assert pod["automountServiceAccountToken"] is False
+        assert pod["enableServiceLinks"] is False  # TANDEM_ROUTER_PORT=tcp://… looks like a setting of ours
+        assert named(manifests, "ServiceAccount", pod["serviceAccountName"])
+        for container in containers_of(workload):
+            assert container["securityContext"] == {
+                "allowPrivilegeEscalation": False,
+                "readOnlyRootFilesystem": True,
+                "capabilities": {"drop": ["ALL"]},
+            }
+            assert {"requests", "limits"} <= container["resources"].keys()
+            assert "memory" in container["resources"]["limits"]
+            image, _, tag = container["image"].rpartition(":")
+            if image.startswith("tandem/"):
+                assert image.removeprefix("tandem/") in STAGES
+                assert tag == PROJECT["project"]["version"]
+                assert f"{pod['securityContext']['runAsUser']}" in STAGES["runtime"].all("USER")[0]
+            else:
+                assert re.match(r"\d+\.\d+\.\d+", tag)
+
+
+def test_what_pods_refer_to_is_there(overlay: str, manifests: list[Manifest]) -> None:
+    outside = FROM_OUTSIDE.get("production" if overlay == "with-everything" else overlay, {})
+    for workload in workloads(manifests):
+        volumes = {volume["name"]: volume for volume in pod_of(workload)["volumes"]}
+        for volume in volumes.values():
+            if claim := volume.get("persistentVolumeClaim"):
+                assert named(manifests, "PersistentVolumeClaim", claim["claimName"])
+        for container in containers_of(workload):
+            assert {mount["name"] for mount in container["volumeMounts"]} <= set(volumes)
+            for entry in container.get("env", []):
+                secret = entry.get("valueFrom", {}).get("secretKeyRef")
+                if secret is None or secret.get("optional"):
+                    continue
+                in_cluster = {one["metadata"]["name"]: set(one["stringData"] if "stringData" in one else one["data"])
+                              for one in of_kind(manifests, "Secret")}  # fmt: skip
+                assert secret["key"] in (outside | in_cluster)[secret["name"]]
+
+
+def test_programs_take_their_flags_and_settings(manifests: list[Manifest]) -> None:
+    for workload, container in ours(manifests):
+        flags = flags_of(container, manifests)
+        module, args = program_of(container)
+        assert module in {"router": "router", "gateway": "gateway", "prefill": "prefill_service",
+                          "decode": "decode_service"}[component_of(workload)]  # fmt: skip
+        # What a program listens on is what its container says, under the name that others use.
+        ports = container_ports(workload)
+        assert ports.pop("http" if module == "gateway" else "grpc") == port_of(flags)
+        metrics = [arg.rpartition(":")[2] for arg in args if arg.startswith("--metrics-listen=")]
+        assert list(map(int, metrics)) == list(ports.values())
+        assert flags["listen"].startswith("0.0.0.0:")
+        if "advertise" in flags:
+            assert flags["advertise"] == f"10.1.2.3:{port_of(flags)}"
+            assert flags["worker_id"].startswith("tandem-")
+        if "redis" in flags:
+            assert flags["redis"] == "redis://somewhere:6379/0"
+            limits = container["resources"]["limits"]
+            if "cpu" in limits and "num_threads" in flags:
+                assert flags["num_threads"] == int(limits["cpu"])
+                assert environment(container, manifests)["OMP_NUM_THREADS"] == limits["cpu"]
+
+
+def test_workers_agree_on_what_kv_is(overlay: str, manifests: list[Manifest]) -> None:
+    workers = [flags_of(container, manifests) for workload, container in ours(manifests)
+               if component_of(workload) in ("prefill", "decode")]  # fmt: skip
+    router = next(flags_of(container, manifests) for one, container in ours(manifests) if component_of(one) == "router")
+    for flags in workers:
+        for name in ("model", "dtype", "block_size", "transport", "served_model_name", "max_model_len"):
+            assert flags[name] == workers[0][name]
+        assert flags["model"] == router["model"]
+        assert flags["device"] == ("cpu" if overlay == "cpu-demo" else "cuda")
+        assert flags["transport"] == ("nixl" if overlay == "with-everything" else "grpc")
+
+
+def test_the_model_is_where_programs_look(manifests: list[Manifest]) -> None:
+    (job,) = of_kind(manifests, "Job")
+    (container,) = containers_of(job)
+    (script,) = container["args"]
+    (module,) = re.findall(r"-m ([\w.]+)", script)
+    assert (ROOT / module.replace(".", "/") / "__main__.py").is_file()
+    env = environment(container, manifests)
+    assert set(re.findall(r"\$([A-Z_]+)", script)) <= set(env)
+    (name,) = re.findall(r'name="(.*)"', script)
+    for workload, program in ours(manifests):
+        mounts = {mount["name"]: mount for mount in program["volumeMounts"]}
+        if component_of(workload) == "gateway":
+            continue
+        assert flags_of(program, manifests)["model"] == name.replace("$", "").replace(
+            "TANDEM_SERVED_MODEL_NAME", env["TANDEM_SERVED_MODEL_NAME"]
+        )
+        written = next(mount for mount in container["volumeMounts"] if mount["name"] == "models")
+        assert mounts["models"] == written | {"readOnly": True}  # at one place, for there are links in it
+        (wait,) = pod_of(workload)["initContainers"]
+        assert f"{name}/config.json" in wait["args"][0]
+        assert wait["image"] == program["image"]
+    assert env["HOME"] == written["mountPath"]
+
+
+def test_workers_have_shared_memory(manifests: list[Manifest]) -> None:
+    for workload, container in ours(manifests):
+        if component_of(workload) in ("prefill", "decode"):
+            mounts = {mount["mountPath"]: mount["name"] for mount in container["volumeMounts"]}
+            (volume,) = [one for one in pod_of(workload)["volumes"] if one["name"] == mounts["/dev/shm"]]
+            assert volume["emptyDir"]["medium"] == "Memory"
+            assert gib(volume["emptyDir"]["sizeLimit"]) < gib(container["resources"]["limits"]["memory"])
+
+
+# -- life and death ----------------------------------------------------------------------------------------------------
+
+
+def test_probes_ask_what_programs_answer(manifests: list[Manifest]) -> None:
+    for workload, container in ours(manifests):
+        module, _ = program_of(container)
+        probes = {kind: container[f"{kind}Probe"] for kind in ("startup", "liveness", "readiness")}
+        ports = container_ports(workload)
+        for kind, probe in probes.items():
+            if module == "gateway":
+                assert probe["httpGet"]["path"] in HTTP_PATHS
+                assert probe["httpGet"]["port"] == "http"
+                continue
+            service = probe["grpc"].get("service", "")
+            assert probe["grpc"]["port"] == ports["grpc"]
+            assert service in HEALTH_SERVICES[module]
+            # Readiness comes and goes with other processes; nobody may be killed, or held up at the start, for it.
+            assert bool(service) == (kind == "readiness")
+        assert probes["liveness"] != probes["readiness"]
+
+
+def test_graces_fit_into_each_other(manifests: list[Manifest]) -> None:
+    lease_s = max(flags_of(container, manifests).get("lease_ms", 0) for _, container in ours(manifests)) / 1000
+    assert lease_s > 0
+    for workload, container in ours(manifests):
+        drain_s = flags_of(container, manifests)["drain_grace_s"]
+        pause_s = container["lifecycle"]["preStop"]["sleep"]["seconds"]
+        assert pause_s > 0
+        assert drain_s >= lease_s
+        assert pod_of(workload)["terminationGracePeriodSeconds"] >= pause_s + drain_s + lease_s + 5
+
+
+def test_pods_are_spread_and_kept(manifests: list[Manifest]) -> None:
+    for deployment in of_kind(manifests, "Deployment"):
+        assert deployment["spec"]["selector"]["matchLabels"].items() <= labels_of(deployment).items()
+        assert selected(deployment["spec"]["selector"], manifests) == [deployment]
+        constraints = pod_of(deployment)["topologySpreadConstraints"]
+        assert {one["topologyKey"] for one in constraints} == {"kubernetes.io/hostname", "topology.kubernetes.io/zone"}
+        for one in constraints:
+            assert selected(one["labelSelector"], manifests) == [deployment]
+    for budget in of_kind(manifests, "PodDisruptionBudget"):
+        assert [one["metadata"]["name"] for one in selected(budget["spec"]["selector"], manifests)] == [
+            budget["metadata"]["name"]
+        ]
+
+
+# -- who talks to whom -------------------------------------------------------------------------------------------------
+
+ARROWS = {
+    ("gateway", "router"),
+    ("router", "prefill"),
+    ("router", "decode"),
+    ("prefill", "decode"),
+    ("router", "redis"),
+    ("prefill", "redis"),
+    ("decode", "redis"),
+}
+"""docs/architecture.md"""
+
+
+def test_services_lead_to_ports_that_are_listened_on(manifests: list[Manifest]) -> None:
+    for service in of_kind(manifests, "Service"):
+        (workload,) = selected({"matchLabels": service["spec"]["selector"]}, manifests)
+        for port in service["spec"]["ports"]:
+            assert port["targetPort"] in container_ports(workload)
+
+
+def test_programs_ask_services_that_are_there(overlay: str, manifests: list[Manifest]) -> None:
+    (gateway,) = [flags_of(container, manifests) for one, container in ours(manifests)
+                  if component_of(one) == "gateway"]  # fmt: skip
+    host, _, port = gateway["router"].rpartition(":")
+    assert int(port) in [one["port"] for one in named(manifests, "Service", host)["spec"]["ports"]]
+    for secret in of_kind(manifests, "Secret"):
+        if secret["metadata"]["name"] == "tandem-redis":
+            url = base64.b64decode(secret["data"]["url"]).decode()
+            (host, port) = re.fullmatch(r"redis://([\w-]+):(\d+)/0", url).groups()  # type: ignore[union-attr]
+            assert int(port) in [one["port"] for one in named(manifests, "Service", host)["spec"]["ports"]]
+
+
+def allowed(manifests: list[Manifest], direction: str, peer_key: str) -> set[tuple[str, str, int]]:
+    """(one, other, port): policies of pods `one` let them talk with pods `other` in `direction`."""
+    found = set()
+    for policy in of_kind(manifests, "NetworkPolicy"):
+        subjects = selected(policy["spec"]["podSelector"], manifests)
+        for rule in policy["spec"].get(direction, []):
+            for peer in rule.get(peer_key, []):
+                if "podSelector" in peer and "namespaceSelector" not in peer:
+                    for other in selected(peer["podSelector"], manifests):
+                        for port in rule["ports"]:
+                            found |= {(component_of(one), component_of(other), port["port"]) for one in subjects}
+    return found
+
+
+def test_policies_let_through_the_arrows_and_nothing_else(overlay: str, manifests: list[Manifest]) -> None:
+    listening = {component_of(workload): container_ports(workload) for workload in workloads(manifests)}
+    there = {(a, b) for a, b in ARROWS if a in listening and b in listening}
+    name = {"gateway": "http", "redis": "redis"}
+    wanted = {(a, b, listening[b][name.get(b, "grpc")]) for a, b in there}
+    if overlay == "with-everything":
+        roles = ("prefill", "decode")
+        wanted |= {(a, b, 32768) for a in roles for b in roles}
+    assert allowed(manifests, "egress", "to") == wanted
+    assert {(b, a, port) for a, b, port in allowed(manifests, "ingress", "from")} == wanted
+
+
+def test_everybody_is_under_a_policy_that_lets_nothing_through(manifests: list[Manifest]) -> None:
+    policy = named(manifests, "NetworkPolicy", "tandem-default")["spec"]
+    assert selected(policy["podSelector"], manifests) == workloads(manifests)
+    assert sorted(policy["policyTypes"]) == ["Egress", "Ingress"]
+    assert "ingress" not in policy
+    assert {port["port"] for rule in policy["egress"] for port in rule["ports"]} == {53}
+
+
+def test_only_the_front_doors_are_open_to_others(overlay: str, manifests: list[Manifest]) -> None:
+    """Rules that name no pod of ours: who may come in from elsewhere, and where ours may go."""
+    into, out_of = {}, {}
+    for policy in of_kind(manifests, "NetworkPolicy"):
+        name = policy["metadata"]["name"].removeprefix("tandem-")
+        for rule in policy["spec"].get("ingress", []):
+            if not all("podSelector" in peer and len(peer) == 1 for peer in rule.get("from", [{}])):
+                into[name] = [port["port"] for port in rule["ports"]]
+        for rule in policy["spec"].get("egress", []):
+            if not all("podSelector" in peer for peer in rule.get("to", [{}])):
+                out_of[name] = [port["port"] for port in rule["ports"]]
+    ports = {component_of(workload): container_ports(workload) for workload in of_kind(manifests, "Deployment")}
+    is_production = overlay in ("production", "with-everything")
+    doors = {"gateway": [ports["gateway"]["http"]], "router": [ports["router"]["grpc"]]}
+    assert into == doors | ({"metrics": [ports["router"]["metrics"]]} if is_production else {})
+    outside = {"default": [53, 53], "model": [443]}
+    redis = {name: [6379] for name in ("router", "prefill", "decode")}
+    assert out_of == outside | (redis if is_production else {})
+
+
+# -- numbers -----------------------------------------------------------------------------------------------------------
+
+
+def test_monitors_find_metrics(overlay: str, manifests: list[Manifest]) -> None:
+    monitors = of_kind(manifests, "PodMonitor")
+    scraped = {}
+    for monitor in monitors:
+        (workload,) = selected(monitor["spec"]["selector"], manifests)
+        (endpoint,) = monitor["spec"]["podMetricsEndpoints"]
+        assert endpoint["path"] in HTTP_PATHS
+        scraped[component_of(workload)] = container_ports(workload)[endpoint["port"]]
+    if overlay in ("production", "with-everything"):
+        assert set(scraped) == {"router", "gateway", "prefill", "decode"}
+        policy = named(manifests, "NetworkPolicy", "tandem-metrics")["spec"]
+        let_in = {component_of(one) for one in selected(policy["podSelector"], manifests)}
+        assert let_in == set(scraped) - {"gateway"}  # whose port is open to all
+        assert {scraped[name] for name in let_in} == {port["port"] for port in policy["ingress"][0]["ports"]}
+
+
+def test_autoscalers_ask_for_what_the_adapter_offers() -> None:
+    manifests = rendered(K8S / "overlays" / "production")
+    rules = yaml.safe_load((K8S / "components/autoscaling/prometheus-adapter-values.yaml").read_text())["rules"]
+    offered = {kind: {rule["name"]["as"]: rule for rule in rules[kind]} for kind in ("external", "custom")}
+    asked = {}
+    for scaler in of_kind(manifests, "HorizontalPodAutoscaler"):
+        target = scaler["spec"]["scaleTargetRef"]
+        deployment = named(manifests, target["kind"], target["name"])
+        assert "replicas" not in deployment["spec"]  # else every apply would set the number back
+        (metric,) = scaler["spec"]["metrics"]
+        kind = metric["type"]
+        name = metric[kind.lower()]["metric"]["name"]
+        rule = offered[{"External": "external", "Pods": "custom"}[kind]][name]
+        asked[component_of(deployment)] = re.findall(r'__name__="([^"]+)"', rule["seriesQuery"])
+        needed = {"namespace"} if kind == "External" else {"namespace", "pod"}
+        assert set(rule["resources"]["overrides"]) == needed
+    assert asked == {"prefill": ["tandem:queue_tokens"], "decode": ["tandem:kv_cache_usage_perc"]}
+
+
+def test_every_program_is_deployed() -> None:
+    modules = {program_of(container)[0] for _, container in ours(rendered(K8S / "overlays" / "cpu-demo"))}
+    assert modules == set(PROGRAMS)
