@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
@@ -26,10 +27,23 @@ def test_links_between_pages_lead_somewhere(page: Path) -> None:
             assert (page.parent / link.partition("#")[0]).exists(), f"{page.name}: {link}"
 
 
+def groups_of(document: dict[str, Any]) -> dict[str, list[dict[str, Any]]]:
+    return {group["name"]: group["rules"] for group in document["groups"]}
+
+
+ALERTS = groups_of(yaml.safe_load((ROOT / "deploy" / "prometheus" / "alerts.yml").read_text()))
+PODS_ALERTS = groups_of(
+    yaml.safe_load((ROOT / "deploy" / "k8s" / "components" / "monitoring" / "alerts.yaml").read_text())["spec"]
+)
+
+
 def test_operations_say_what_to_do_about_each_alert() -> None:
     operations = (ROOT / "docs" / "operations.md").read_text()
-    for group in yaml.safe_load((ROOT / "deploy" / "prometheus" / "alerts.yml").read_text())["groups"]:
-        for rule in group["rules"]:
-            assert f"| {rule['alert']} |" in operations, (
-                f"docs/operations.md does not say what to do about {rule['alert']}"
-            )
+    for rules in (ALERTS | PODS_ALERTS).values():
+        for rule in rules:
+            assert f"| {rule['alert']} |" in operations, f"what to do about {rule['alert']}?"
+
+
+def test_kubernetes_has_the_same_alerts() -> None:
+    """kustomize reads no file above its folder, so that they are written twice."""
+    assert ALERTS.items() <= PODS_ALERTS.items()
