@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 from engine.config import EngineArgs
-from gateway.args import GatewayArgs
 from router.args import RouterArgs
 from rpc.entrypoint import ServiceArgs
 from tandem.supervision import ProcessSpec
@@ -24,6 +23,8 @@ from worker_service.args import WorkerArgs
 ROUTER = "router"
 GATEWAY = "gateway"
 REDIS = "redis"
+MAX_BODY_BYTES = 4 * 1024 * 1024
+"""Of an HTTP request: as many as the router takes over gRPC."""
 LISTENING = r"^listening (?:grpc|http)=(\S+)$"
 """The line that every service prints once it accepts requests."""
 
@@ -146,7 +147,7 @@ def gateway_spec(args: ClusterArgs, router_address: str) -> ProcessSpec:
             sys.executable, "-P", "-m", "gateway",
             "--listen", announced or f"{host}:{args.http_port}",
             "--router", router_address,
-            "--max-body-bytes", str(GatewayArgs.max_body_bytes),
+            "--max-body-bytes", str(MAX_BODY_BYTES),
             "--drain-grace-s", str(args.drain_grace_s),
             "--log-level", args.log_level,
         ]  # fmt: skip
