@@ -146,6 +146,10 @@ def table(runs: Sequence[Run]) -> Table:
         ("answered", *(str(s.completed) for s in summaries)),
         ("refused", *(str(s.refused) for s in summaries)),
         ("failed", *(str(s.failed) for s in summaries)),
+        *(
+            (f"  {code}", *(str(s.errors.get(code, 0)) for s in summaries))
+            for code in dict.fromkeys(code for s in summaries for code in s.errors)
+        ),
         ("answers/s", *(f"{s.request_throughput:.2f}" for s in summaries)),
         ("output tokens/s", *(f"{s.output_throughput:.1f}" for s in summaries)),
         ("all tokens/s", *(f"{s.total_token_throughput:.1f}" for s in summaries)),
