@@ -1,6 +1,6 @@
 """The client's side of one answer of an OpenAI-compatible server, checked event by event. Pure: payloads in.
 
-    OPEN ── finish_reason ──> FINISHED ── usage ──> COUNTED ── [DONE] ──> ENDED
+    OPEN ── finish_reason ──> FINISHED ── usage ──> COUNTED ── [DONE] ──> ENDED      (usage may come with the former)
       └───── anything else, anything twice, anything after the end, an end too early: StreamBroken
 
 OpenAI's events carry no index. What can be held against a server is what it says itself: the tokens so far
@@ -38,6 +38,8 @@ class OpenAIStream:
         self._counts = False
         """Whether the server says in every event how many tokens there were."""
         self._finish_reason: str | None = None
+        self._usage_at_end: dict[str, Any] | None = None
+        """With the finish_reason, where some servers say it, and nowhere else."""
         self._usage: Usage | None = None
         self._has_ended = False
 
@@ -75,11 +77,14 @@ class OpenAIStream:
         self._finish_reason = choice.get("finish_reason")
         token_ids = choice.get("token_ids")
         num_new = 1 if self._text_of(choice) else 0
-        if usage is not None:
+        if self._finish_reason is not None:
+            self._usage_at_end = usage
+        # The first usage, in the last piece: of a server that counts at the end alone (llama.cpp).
+        if usage is not None and (self._counts or self._finish_reason is None or self._num_tokens == 0):
             self._counts = True
             num_new = self._advance(usage, has_text=num_new > 0)
         if token_ids is not None:
-            if usage is not None and len(token_ids) != num_new:
+            if self._counts and usage is not None and len(token_ids) != num_new:
                 raise StreamBroken(f"{len(token_ids)} tokens came where the count went up by {num_new}")
             num_new = len(token_ids)
             self._counts = True
@@ -110,6 +115,11 @@ class OpenAIStream:
             raise StreamBroken("the usage came twice")
         if self._finish_reason is None:
             raise StreamBroken("the usage came before the end")
+        self._usage = self._checked(usage)
+        return 0
+
+    def _checked(self, usage: dict[str, Any]) -> Usage:
+        """Raises `StreamBroken` where it is not that of what came."""
         details = usage.get("prompt_tokens_details") or {}
         found = Usage(int(usage["prompt_tokens"]), int(usage["completion_tokens"]), details.get("cached_tokens"))
         came = self._num_tokens
@@ -117,14 +127,15 @@ class OpenAIStream:
             raise StreamBroken(f"{came} tokens came, {found.completion_tokens} were counted")
         if usage.get("total_tokens", sum_of(found)) != sum_of(found):
             raise StreamBroken(f"the usage does not add up: {usage}")
-        self._usage = found
-        return 0
+        return found
 
     def _end(self) -> None:
         if self._finish_reason is None:
             raise StreamBroken(f"{DONE} came before the end: there was no finish_reason")
         if self._usage is None:
-            raise StreamBroken(f"{DONE} came, and no usage")
+            if self._usage_at_end is None:
+                raise StreamBroken(f"{DONE} came, and no usage")
+            self._usage = self._checked(self._usage_at_end)
         self._has_ended = True
 
     def check_ended(self) -> Usage:

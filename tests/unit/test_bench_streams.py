@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+import time
 from collections.abc import AsyncGenerator, Callable
 from typing import Any
 
@@ -71,7 +73,7 @@ def test_an_exact_stream_is_counted() -> None:
         ([A, B, C, last(2), DONE], "3 tokens came, 2 were counted"),
         ([A, B, last(2), DONE], "the usage came before the end"),
         ([A, B, DONE], "before the end"),
-        ([A, B, C, DONE], "and no usage"),
+        ([A, B, event("c", None, "length"), DONE], "and no usage"),
         ([A, B, C, last(3), last(3), DONE], "the usage came twice"),
         ([*EXACT, DONE], "after"),
         ([*EXACT, A], "after"),
@@ -108,6 +110,16 @@ def test_a_server_that_counts_only_at_the_end_is_believed_within_reason() -> Non
         read(*pieces, last(2), DONE)
 
 
+def test_the_usage_may_come_with_the_end_and_nowhere_else() -> None:
+    """As llama.cpp has it. An answer of one token, whose text may be empty, is one all the same."""
+    pieces = [event("a"), event("b")]
+    assert read(*pieces, event("", 2, "length"), DONE) == (2, Usage(3, 2, 2))
+    assert read(event("", 1, "length"), DONE) == (1, Usage(3, 1, 2))
+    assert read(A, B, C, DONE) == (3, Usage(3, 3, 2))
+    with pytest.raises(StreamBroken, match="2 tokens came, 1 were counted"):
+        read(*pieces, event("", 1, "length"), DONE)
+
+
 def test_text_held_back_may_come_with_the_end() -> None:
     assert read(event("a", 1), event("", 2), event("bc", 2, "stop"), last(2), DONE)[0] == 2
 
@@ -138,15 +150,16 @@ def test_a_server_may_keep_its_cache_to_itself() -> None:
 
 
 async def over_http(
-    handle: Callable[[httpx2.Request], httpx2.Response],
+    handle: Callable[[httpx2.Request], Any],
     *,
     is_chat: bool = False,
     ignores_eos: bool = True,
     extra_body: dict[str, Any] | None = None,
+    timeout_s: float = 5.0,
 ) -> Outcome:
     async with httpx2.AsyncClient(transport=httpx2.MockTransport(handle), base_url="http://server") as client:
         server = HttpServer(base_url="http://server", model="m", is_chat=is_chat, extra_body=extra_body or {})
-        backend = OpenAIBackend(client, server, Sending(ignores_eos=ignores_eos, timeout_s=5.0))
+        backend = OpenAIBackend(client, server, Sending(ignores_eos=ignores_eos, timeout_s=timeout_s))
         (outcome,) = await run_load(Workload(requests=[REQUEST], request_rate=1.0), backend)
     return outcome
 
@@ -208,6 +221,17 @@ async def test_what_goes_wrong_over_http_has_a_name() -> None:
     short = [event("a", 1), event("b", 2, "stop"), last(2), DONE]
     assert (await over_http(lambda _: answer(*short))).code == WRONG_LENGTH
     assert (await over_http(lambda _: answer(*short), ignores_eos=False)).is_answered
+
+
+async def test_a_client_gives_up_in_time() -> None:
+    async def stall(request: httpx2.Request) -> httpx2.Response:
+        await asyncio.sleep(30)
+        return answer(*EXACT)
+
+    started_s = time.monotonic()
+    outcome = await over_http(stall, timeout_s=0.05)
+    assert (outcome.code, outcome.is_refused) == ("timeout", False)
+    assert time.monotonic() - started_s < 5
 
 
 # -- over gRPC --------------------------------------------------------------------------------------------------

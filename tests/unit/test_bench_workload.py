@@ -89,8 +89,10 @@ def test_random_prompts_may_share_a_prefix_and_differ_in_length() -> None:
     assert {request.output_tokens for request in requests} == set(range(5, 16))
 
 
-def test_warm_up_shares_nothing_with_what_it_warms_up_for() -> None:
-    workload = random_workload(RandomShape(input_len=50, output_len=30, prefix_len=20), source(), rate=1.0, count=9)
+@pytest.mark.parametrize("prefix_len", [0, 20])
+def test_warm_up_shares_nothing_with_what_it_warms_up_for(prefix_len: int) -> None:
+    shape = RandomShape(input_len=70 - prefix_len, output_len=30, prefix_len=prefix_len)
+    workload = random_workload(shape, source(), rate=1.0, count=9)
     warm_up = warm_up_workload(workload, source(), 4)
     assert [(len(r.prompt), r.output_tokens, r.at_s) for r in warm_up.requests] == [(70, 8, 0.0)] * 4
     assert all(shared(a.prompt, b.prompt) < 3 for a in warm_up.requests for b in workload.requests)
