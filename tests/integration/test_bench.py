@@ -14,7 +14,10 @@ from typing import Any
 import pytest
 from clusters import RunningCluster, run_cluster
 
-SMALL = ("--num-threads", "1", "--kv-cache-gib", "0.2", "--max-model-len", "2048", "--http-port", "0")
+SMALL = (
+    "--num-threads", "1", "--kv-cache-gib", "0.05", "--max-model-len", "1024", "--http-port", "0",
+    "--max-queue-tokens", "1600",
+)  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -90,7 +93,18 @@ def test_a_traces_shared_prefixes_are_found_by_the_cache(cluster: RunningCluster
     assert result["prefix_hit_rate"] == pytest.approx(3 / 8, abs=0.05)
 
 
-def test_refusals_and_failures_are_counted_by_status(cluster: RunningCluster) -> None:
+def test_refusals_are_counted_apart(cluster: RunningCluster) -> None:
+    """More at once than memory has room for and than may wait: the router refuses what is beyond."""
+    flags = ("--num-prompts", "14", "--num-warmups", "0", "--random-input-len", "500", "--random-output-len", "2",
+             "--goodput", "e2el:60000")  # fmt: skip
+    (result,) = bench(cluster, "openai", 8, *flags)["results"]
+    assert result["refused"] > 0
+    assert (result["completed"] + result["refused"], result["failed"]) == (14, 0)
+    assert result["errors"] == {"429": result["refused"]}
+    assert result["good_share"] == pytest.approx(result["completed"] / 14, abs=1e-3)
+
+
+def test_failures_are_counted_by_status(cluster: RunningCluster) -> None:
     """Prompts beyond the model's context: every answer is an error that names itself, and the command says so."""
     command = [
         sys.executable, "-m", "tandem", "bench", "--address", cluster.address, "--num-prompts", "2", "--num-warmups",
