@@ -6,6 +6,7 @@ Without matplotlib there are none: `draw` returns an empty list.
 from __future__ import annotations
 
 import io
+from itertools import cycle
 from typing import Any, NamedTuple
 
 from tandem.bench.report import Report, Run, rate_text
@@ -77,7 +78,7 @@ def _latency(figure: Any, report: Report) -> bool:
         axes = figure.add_subplot(1, len(metrics), position)
         there = [s for s in curve if metric in s.spreads]
         at_once = [s for s in answered if not is_finite(s) and metric in s.spreads]
-        for percent, colour in zip(report.args.percentiles, COLOURS, strict=False):
+        for percent, colour in zip(report.args.percentiles, cycle(COLOURS), strict=False):
             heights = [s.spreads[metric].percentiles[percent] for s in there]
             axes.plot([s.request_rate for s in there], heights, marker="o", color=colour, label=f"p{percent:g}")
             heights = [s.spreads[metric].percentiles[percent] for s in at_once]
@@ -123,7 +124,7 @@ def _goodput(figure: Any, report: Report) -> bool:
 
 def _gaps(figure: Any, report: Report) -> bool:
     axes = figure.add_subplot()
-    drawn = [_gaps_of(axes, run, colour) for run, colour in zip(report.runs, COLOURS, strict=False)]
+    drawn = [_gaps_of(axes, run, colour) for run, colour in zip(report.runs, cycle(COLOURS), strict=False)]
     if not any(drawn):
         return False
     axes.set_xlabel("seconds since the run's start")
