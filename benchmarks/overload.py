@@ -25,10 +25,10 @@ import click
 if __name__ == "__main__":
     sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
-from benchmarks.load import percentile
 from benchmarks.machine import machine
 from engine.config import EngineArgs
 from rpc.errors import DeadlinePassed, Overloaded, TandemError
+from tandem.bench.summary import percentile
 from tandem.client import AsyncClient
 from tandem.cluster import Cluster
 from tandem.cluster_args import ClusterArgs

@@ -5,7 +5,7 @@
     python benchmarks/serve.py --arrangements 1p1d,2d            # disaggregated against aggregated
 
 Poisson arrivals, random prompts (a new seed for every run: no prefix cache answers), greedy answers of one length. One
-client for all (`benchmarks/load.py`), on the same cores as the server. A server's goodput is the highest rate of those
+client for all (`tandem/bench/`), on the same cores as the server. A server's goodput is the highest rate of those
 tried at which 99 % of the requests were good: first token within a second, the others at most 50 ms apart on average.
 """
 
@@ -15,7 +15,6 @@ import asyncio
 import json
 import re
 import sys
-from dataclasses import asdict
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -26,15 +25,26 @@ if __name__ == "__main__":
     sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
 from benchmarks import targets
-from benchmarks.load import Summary, Workload, run
 from benchmarks.machine import machine
 from benchmarks.report import save
+from tandem.bench.run import run_load
+from tandem.bench.summary import Summary, max_good_rate, summarise
+from tandem.bench.workload import RandomShape, TokenSource, Workload, random_workload, warm_up_workload
 
-MAX_TTFT_MS, MAX_TPOT_MS, GOOD_SHARE = 1000.0, 50.0, 0.99
-COLUMNS = (
-    "requests_per_s", "output_tokens_per_s", "p50_ttft_ms", "p99_ttft_ms", "p50_tpot_ms", "p99_tpot_ms", "p50_itl_ms",
-    "p99_itl_ms", "good_share",
-)  # fmt: skip
+MAX_TPOT_MS = 50.0
+OBJECTIVES = {"ttft": 1000.0, "tpot": MAX_TPOT_MS}
+PERCENTILES = (50, 99)
+COLUMNS = {
+    "request_throughput": "req/s",
+    "output_throughput": "tok/s",
+    **{
+        f"p{percent}_{metric}_ms": f"p{percent}_{metric}"
+        for metric in ("ttft", "tpot", "itl")
+        for percent in PERCENTILES
+    },
+    "good_share": "good_share",
+}
+"""What is shown of a summary -> its heading."""
 
 
 def target_of(name: str) -> targets.Target:
@@ -47,40 +57,28 @@ def target_of(name: str) -> targets.Target:
     return targets.tandem(num_prefill=int(match[1] or 0), num_decode=int(match[2]), transport=match[3] or "grpc")
 
 
-async def measure(name: str, workloads: list[Workload]) -> list[Summary]:
+async def measure(name: str, workloads: list[Workload], source: TokenSource) -> list[Summary]:
     """Start the server, warm it up, run the workloads one after the other, stop it."""
-    async with target_of(name)() as send:
-        first = workloads[0]
-        warm_up = Workload(
-            rate=float("inf"),
-            num_requests=4,
-            input_tokens=first.input_tokens,
-            output_tokens=8,
-            seed=first.seed + 10_000,
-        )
-        await run(warm_up, send, max_ttft_ms=MAX_TTFT_MS, max_tpot_ms=MAX_TPOT_MS)
+    async with target_of(name)() as backend:
+        await run_load(warm_up_workload(workloads[0], source, 4), backend)
         summaries = []
         for workload in workloads:
-            summary = await run(workload, send, max_ttft_ms=MAX_TTFT_MS, max_tpot_ms=MAX_TPOT_MS)
+            outcomes = await run_load(workload, backend)
+            summary = summarise(workload.request_rate, outcomes, objectives=OBJECTIVES, percentiles=PERCENTILES)
+            if not summary.completed:
+                raise click.ClickException(f"{name} answered no request: {outcomes[0].code} {outcomes[0].message}")
             summaries.append(summary)
             click.echo(row_of(name, summary))
         return summaries
 
 
 def row_of(name: str, summary: Summary) -> str:
-    values = asdict(summary)
-    return f"{name:<9} {summary.rate:>5g} {summary.failed:>6} " + " ".join(
-        f"{values[column]:>{max(len(short(column)), 6)}.{2 if column == 'good_share' else 1}f}" for column in COLUMNS
+    values = summary.to_dict()
+    num_failed = summary.refused + summary.failed
+    return f"{name:<9} {summary.request_rate:>5g} {num_failed:>6} " + " ".join(
+        f"{values.get(column, 0.0):>{max(len(heading), 6)}.{2 if column == 'good_share' else 1}f}"
+        for column, heading in COLUMNS.items()
     )
-
-
-def short(column: str) -> str:
-    return column.replace("output_tokens_per_s", "tok/s").replace("requests_per_s", "req/s").replace("_ms", "")
-
-
-def goodput(summaries: list[Summary]) -> float:
-    """The highest rate that was good; 0 if none was."""
-    return max((s.rate for s in summaries if s.good_share >= GOOD_SHARE and s.rate != float("inf")), default=0.0)
 
 
 @click.command(context_settings={"help_option_names": ["-h", "--help"]})
@@ -107,30 +105,29 @@ def main(
     for name in names:
         target_of(name)
     seeds = count(seed * 1000)
-    click.echo(f"{'server':<9} {'rate':>5} {'failed':>6} " + " ".join(f"{short(column):>6}" for column in COLUMNS))
+    shape = RandomShape(input_len=input_tokens, output_len=output_tokens)
+    click.echo(f"{'server':<9} {'rate':>5} {'failed':>6} " + " ".join(f"{heading:>6}" for heading in COLUMNS.values()))
     results: dict[str, list[Summary]] = {name: [] for name in names}
     for _ in range(rounds):
         for name in names:
+            sources = [TokenSource(seed=next(seeds)) for _ in rates.split(",")]
             workloads = [
-                Workload(
-                    rate=float(rate), num_requests=num_requests, input_tokens=input_tokens,
-                    output_tokens=output_tokens, seed=next(seeds),
-                )
-                for rate in rates.split(",")
-            ]  # fmt: skip
-            results[name] += asyncio.run(measure(name, workloads))
+                random_workload(shape, source, rate=float(rate), count=num_requests)
+                for source, rate in zip(sources, rates.split(","), strict=True)
+            ]
+            results[name] += asyncio.run(measure(name, workloads, sources[0]))
     summary: dict[str, Any] = {
         "benchmark": "serve",
         "input_tokens": input_tokens,
         "output_tokens": output_tokens,
         "num_requests": num_requests,
-        "goodput": {name: goodput(summaries) for name, summaries in results.items()},
-        "results": {name: [asdict(s) for s in summaries] for name, summaries in results.items()},
+        "goodput": {name: max_good_rate(summaries) for name, summaries in results.items()},
+        "results": {name: [s.to_dict() for s in summaries] for name, summaries in results.items()},
     }
     click.echo(f"goodput: {json.dumps(summary['goodput'])}")
     save(
         "serve",
-        json.loads(json.dumps(summary).replace("Infinity", '"inf"')) | machine(),
+        summary | machine(),
         lambda axes: plot(axes, results),
     )
 
@@ -138,7 +135,11 @@ def main(
 def plot(axes: Any, results: dict[str, list[Summary]]) -> None:
     """p99 gap between tokens over the rate."""
     for name, summaries in results.items():
-        points = sorted((s.rate, s.p99_itl_ms) for s in summaries if s.rate != float("inf"))
+        points = sorted(
+            (s.request_rate, s.spreads["itl"].percentiles[99])
+            for s in summaries
+            if s.request_rate != float("inf") and "itl" in s.spreads
+        )
         axes.plot([rate for rate, _ in points], [itl for _, itl in points], marker="o", label=name)
     axes.axhline(MAX_TPOT_MS, color="grey", linewidth=0.5)
     axes.set_xlabel("requests/s")

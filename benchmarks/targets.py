@@ -1,37 +1,37 @@
 """The servers under load, each started for a run and stopped after it: Tandem in some arrangement, or vLLM.
 
-async with target() as send: await load.run(workload, send, ...)
+async with target() as backend: await run_load(workload, backend)
 """
 
 from __future__ import annotations
 
 import asyncio
-import json
 import os
 import socket
 import subprocess
 import tempfile
 from collections.abc import AsyncIterator, Callable
-from contextlib import AbstractAsyncContextManager, aclosing, asynccontextmanager
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 
 import httpx2
 
-from benchmarks.load import Send
 from benchmarks.peers import existing
 from engine.config import EngineArgs
+from tandem.bench.backends import GrpcBackend, HttpServer, Sending, open_http
+from tandem.bench.run import Backend
 from tandem.client import AsyncClient
 from tandem.cluster import Cluster
 from tandem.cluster_args import ClusterArgs
 
 VLLM_START_TIMEOUT_S = 300.0
-Target = Callable[[], AbstractAsyncContextManager[Send]]
+Target = Callable[[], AbstractAsyncContextManager[Backend]]
 
 
 def tandem(*, num_prefill: int, num_decode: int, transport: str = "grpc", dtype: str = "bfloat16") -> Target:
     """`num_prefill` = 0: aggregated."""
 
     @asynccontextmanager
-    async def target() -> AsyncIterator[Send]:
+    async def target() -> AsyncIterator[Backend]:
         args = ClusterArgs(
             engine=EngineArgs(dtype=dtype, max_model_len=4096, max_num_seqs=64),
             num_prefill=num_prefill or 1,
@@ -45,21 +45,13 @@ def tandem(*, num_prefill: int, num_decode: int, transport: str = "grpc", dtype:
             Cluster(args, on_line=lambda *_: None, on_event=lambda _: None) as cluster,
             AsyncClient(cluster.router_address) as client,
         ):
-
-            async def send(prompt: list[int], output_tokens: int) -> AsyncIterator[int]:
-                stream = client.stream(prompt, max_tokens=output_tokens, temperature=0.0, ignore_eos=True)
-                async with aclosing(stream) as messages:
-                    async for message in messages:
-                        if message.token_ids:
-                            yield len(message.token_ids)
-
-            yield send
+            yield GrpcBackend(client, Sending())
 
     return target
 
 
 @asynccontextmanager
-async def vllm() -> AsyncIterator[Send]:
+async def vllm() -> AsyncIterator[Backend]:
     """`vllm serve` with the settings that its CPU build is documented with, over OpenAI's HTTP API."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
@@ -76,28 +68,11 @@ async def vllm() -> AsyncIterator[Send]:
             start_new_session=True,
         )  # fmt: skip
         try:
-            limits = httpx2.Limits(max_connections=None)
-            async with httpx2.AsyncClient(base_url=f"http://127.0.0.1:{port}", timeout=None, limits=limits) as client:
+            url = f"http://127.0.0.1:{port}"
+            async with httpx2.AsyncClient(base_url=url) as client:
                 await _wait_healthy(client, process)
-
-                async def send(prompt: list[int], output_tokens: int) -> AsyncIterator[int]:
-                    body = {
-                        "model": "smollm2", "prompt": prompt, "max_tokens": output_tokens, "temperature": 0,
-                        "ignore_eos": True, "stream": True,
-                        "stream_options": {"include_usage": True, "continuous_usage_stats": True},
-                    }  # fmt: skip
-                    num_before = 0
-                    async with client.stream("POST", "/v1/completions", json=body) as response:
-                        response.raise_for_status()
-                        async for line in response.aiter_lines():
-                            if not line.startswith("data: {"):
-                                continue
-                            num_tokens = json.loads(line[6:])["usage"]["completion_tokens"]
-                            if num_tokens > num_before:
-                                yield num_tokens - num_before
-                                num_before = num_tokens
-
-                yield send
+            async with open_http(HttpServer(base_url=url, model="smollm2"), Sending()) as (backend, _):
+                yield backend
         finally:
             process.terminate()
             try:

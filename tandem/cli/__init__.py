@@ -14,6 +14,7 @@ os.environ.setdefault("GRPC_VERBOSITY", "ERROR")
 import click
 
 import tandem
+from tandem.cli.bench import bench
 from tandem.cli.chaos import chaos
 from tandem.cli.demo import demo
 from tandem.cli.fetch import fetch
@@ -35,5 +36,5 @@ def main() -> None:
     """Serve large language models with prefill and decode on different machines."""
 
 
-for _command in (demo, up, generate, status, top, audit, fetch, chaos):
+for _command in (demo, up, generate, status, top, audit, bench, fetch, chaos):
     main.add_command(_command)

@@ -1,0 +1,178 @@
+"""What `tandem bench` is asked to do. The words are those of `vllm bench serve` where it has them."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from dataclasses import dataclass, field
+from typing import Any
+
+from tandem.bench.backends import BACKENDS, HttpServer, Sending
+from tandem.bench.summary import METRICS, parse_goodput
+from tandem.bench.workload import RandomShape, TokenSource
+from tandem.client import DEFAULT_ADDRESS
+
+DATASETS = ("random", "trace")
+
+
+def _flag(default: Any, text: str, **metadata: str) -> Any:
+    return field(default=default, metadata={"help": text, **metadata})
+
+
+@dataclass(frozen=True, kw_only=True)
+class BenchArgs:
+    """Flags. Raises `ValueError` naming the field."""
+
+    backend: str = _flag("grpc", f"{', '.join(BACKENDS)}: a router of ours, or any server that speaks OpenAI's HTTP.")
+    address: str = _flag(DEFAULT_ADDRESS, "HOST:PORT of the router, for --backend grpc.", env="TANDEM_ROUTER")
+    base_url: str = _flag("http://127.0.0.1:8000", "Of the HTTP server, with or without /v1.")
+    endpoint: str = _flag("", "Path of HTTP requests, if not OpenAI's.")
+    model: str = _flag("", "Model to ask an HTTP server for. Default: the first that it names.")
+    api_key: str = _flag("", "Of an HTTP server that needs one.", env="OPENAI_API_KEY")
+    extra_body: str = _flag("", 'JSON object of further fields of HTTP bodies, such as {"return_token_ids": true}.')
+
+    dataset_name: str = _flag("random", "random: prompts of no meaning at random moments. trace: real traffic again.")
+    dataset_path: str = _flag("", "The trace: Mooncake's form (JSON lines) or Azure's (CSV).")
+    request_rate: str = _flag(
+        "", "Requests per second; several with commas make a curve; inf: all at once. "
+        "Default: inf, or the trace's own. A trace is stretched to the rate."
+    )  # fmt: skip
+    num_prompts: int = _flag(100, "Requests per rate.")
+    num_warmups: int = _flag(4, "Requests before everything, that count nowhere.")
+    burstiness: float = _flag(1.0, "Random moments: 1 is a Poisson process, less comes in bursts, more is more even.")
+    random_input_len: int = _flag(256, "Tokens of a random prompt.")
+    random_output_len: int = _flag(64, "Tokens of its answer.")
+    random_prefix_len: int = _flag(0, "Tokens, beside these, that all random prompts begin with.")
+    random_range_ratio: float = _flag(0.0, "Random lengths are drawn from [1 - r, 1 + r] times the above.")
+    trace_length_factor: float = _flag(1.0, "Multiplies all lengths of a trace.")
+    trace_time_factor: float = _flag(1.0, "Multiplies the times of a trace: 0.5 is twice as fast.")
+    trace_skip: int = _flag(0, "Leave out so many records at the start of the trace.")
+    trace_max_total_len: int = _flag(
+        0, "Leave out records whose prompt and answer have more tokens, scaled. 0: none."
+    )  # fmt: skip
+    seed: int = _flag(0, "Of all prompts and moments. Take a new one for every run, or caches answer.")
+    vocab_size: int = _flag(32_000, "Prompts have token ids below it.")
+
+    ignore_eos: bool = _flag(True, "Ask for answers of full length, whatever the model says.")
+    temperature: float = _flag(0.0, "0 is greedy.")
+    request_timeout_s: float = _flag(0.0, "Give up a request after so many seconds, and tell the server. 0: never.")
+
+    goodput: str = _flag("", 'Objectives in milliseconds, such as "ttft:1000 tpot:50"; also e2el.')
+    percentile_metrics: str = _flag(",".join(METRICS), "Latencies to report, with commas.")
+    metric_percentiles: str = _flag("50,90,99", "Percentiles to report, with commas.")
+    label: str = _flag("", "What was measured, in your words. Stands on the report.")
+    save_result: bool = _flag(False, "Write JSON, CSV, plots and a page (HTML) into --result-dir.")
+    result_dir: str = _flag("bench-results", "Folder for --save-result. Made if it is not there.")
+    result_filename: str = _flag("", "Name of its JSON file; the others are named alike. Default: from the moment.")
+
+    def __post_init__(self) -> None:
+        self._check_choices()
+        self._check_bounds()
+        for name in ("rates", "objectives", "metrics", "percentiles", "http_server", "source"):
+            getattr(self, name)  # each raises for its flag
+
+    def _check_choices(self) -> None:
+        for name, value, known in (
+            ("backend", self.backend, BACKENDS),
+            ("dataset_name", self.dataset_name, DATASETS),
+        ):
+            if value not in known:
+                raise ValueError(f"{name} must be one of {', '.join(known)}, is {value!r}")
+        if (self.dataset_name == "trace") != bool(self.dataset_path):
+            raise ValueError("dataset_path names the file of --dataset-name trace, and goes with nothing else")
+        if not re.match(r"https?://", self.base_url):
+            raise ValueError(f"base_url must begin with http:// or https://, is {self.base_url!r}")
+        if self.result_filename and re.search(r"[/\\]", self.result_filename):
+            raise ValueError(f"result_filename must be a name without a folder, is {self.result_filename!r}")
+
+    def _check_bounds(self) -> None:
+        for name, low in (
+            ("num_prompts", 1), ("num_warmups", 0), ("random_input_len", 1), ("random_output_len", 1),
+            ("random_prefix_len", 0), ("trace_skip", 0), ("trace_max_total_len", 0), ("seed", 0),
+            ("temperature", 0), ("request_timeout_s", 0), ("trace_time_factor", 0),
+        ):  # fmt: skip
+            value = getattr(self, name)
+            if not low <= value < math.inf:
+                raise ValueError(f"{name} must be at least {low} and finite, is {value}")
+        for name in ("burstiness", "trace_length_factor"):
+            if not 0 < getattr(self, name) < math.inf:
+                raise ValueError(f"{name} must be more than 0 and finite, is {getattr(self, name)}")
+        if not 0 <= self.random_range_ratio < 1:
+            raise ValueError(f"random_range_ratio must be in [0, 1), is {self.random_range_ratio}")
+
+    @property
+    def rates(self) -> list[float | None]:
+        """None: the trace's own times."""
+        if not self.request_rate:
+            return [None if self.dataset_name == "trace" else math.inf]
+        rates = _numbers("request_rate", self.request_rate)
+        if not all(rate > 0 for rate in rates):
+            raise ValueError(f"request_rate must be more than 0, or inf, is {self.request_rate!r}")
+        return list(rates)
+
+    @property
+    def objectives(self) -> dict[str, float]:
+        """In milliseconds, by metric."""
+        try:
+            return parse_goodput(self.goodput)
+        except ValueError as error:
+            raise ValueError(f"goodput: {error}") from error
+
+    @property
+    def metrics(self) -> list[str]:
+        names = [name.strip() for name in self.percentile_metrics.split(",")]
+        if unknown := [name for name in names if name not in METRICS]:
+            raise ValueError(f"percentile_metrics: {unknown[0]!r} is none of {', '.join(METRICS)}")
+        return names
+
+    @property
+    def percentiles(self) -> list[float]:
+        numbers = _numbers("metric_percentiles", self.metric_percentiles)
+        if not all(0 <= number <= 100 for number in numbers):
+            raise ValueError(f"metric_percentiles must be in [0, 100], is {self.metric_percentiles!r}")
+        return numbers
+
+    @property
+    def source(self) -> TokenSource:
+        """Of run 0; see `TokenSource.run`."""
+        return TokenSource(seed=self.seed, vocab_size=self.vocab_size)
+
+    @property
+    def shape(self) -> RandomShape:
+        return RandomShape(
+            input_len=self.random_input_len,
+            output_len=self.random_output_len,
+            prefix_len=self.random_prefix_len,
+            range_ratio=self.random_range_ratio,
+        )
+
+    @property
+    def sending(self) -> Sending:
+        return Sending(
+            ignores_eos=self.ignore_eos, temperature=self.temperature, timeout_s=self.request_timeout_s or None
+        )
+
+    @property
+    def http_server(self) -> HttpServer:
+        try:
+            extra = json.loads(self.extra_body or "{}")
+        except ValueError as error:
+            raise ValueError(f"extra_body is not JSON: {error}") from error
+        if not isinstance(extra, dict):
+            raise ValueError(f"extra_body must be a JSON object, is {self.extra_body!r}")
+        return HttpServer(
+            base_url=self.base_url,
+            is_chat=self.backend == "openai-chat",
+            endpoint=self.endpoint,
+            model=self.model,
+            api_key=self.api_key,
+            extra_body=extra,
+        )
+
+
+def _numbers(name: str, text: str) -> list[float]:
+    try:
+        return [float(part) for part in text.split(",")]
+    except ValueError as error:
+        raise ValueError(f"{name} must be numbers with commas between them, is {text!r}") from error

@@ -1,0 +1,223 @@
+"""The servers that can be asked: Tandem over gRPC, and whatever speaks OpenAI's HTTP API (Tandem, vLLM, SGLang …).
+
+Owns a connection each, closed when the context is left. What a server says no with becomes `NotAnswered`: *refused*
+where it has no room now (RESOURCE_EXHAUSTED, nobody to serve, 429, 503) and nothing has come yet, otherwise *failed*.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncGenerator, AsyncIterator
+from contextlib import aclosing, asynccontextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+from rpc.errors import STATUS_CODES, DeadlinePassed, Draining, NoWorker, Overloaded, TandemError
+from tandem.bench.openai_stream import OpenAIStream, ServerError
+from tandem.bench.outcome import Usage
+from tandem.bench.run import Backend, NotAnswered, Piece
+from tandem.bench.workload import Request, Tokens
+from tandem.client import AsyncClient
+
+BACKENDS = ("grpc", "openai", "openai-chat")
+REFUSALS: tuple[type[TandemError], ...] = (Overloaded, NoWorker, Draining)
+HTTP_REFUSALS = (429, 503)
+CONNECT_TIMEOUT_S = 10.0
+TIMEOUT = "timeout"
+NEEDS_HTTPX = "HTTP needs httpx2: pip install 'tandem-llm[bench]', or pip install httpx2"
+
+_WORDS = (
+    "time year people way day man thing woman life child world school state family student group country problem "
+    "hand part place case week company system program question work night point home water room mother area "
+    "money story fact month lot right study book eye job word business issue side kind head house service friend "
+    "father power hour game line end member law car city community name president team minute idea body "
+    "information back parent face"
+)
+WORDS = tuple(_WORDS.split())
+"""What a chat's tokens become: each one word, which most vocabularies have as one token."""
+
+
+class ServerGone(Exception):  # noqa: N818 - named for what happened
+    """The server cannot be asked at all. One line that says what to do."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sending:
+    """How every request is sent."""
+
+    ignores_eos: bool = True
+    temperature: float = 0.0
+    timeout_s: float | None = None
+    """After which a client gives up. None: never."""
+
+
+class GrpcBackend:
+    """A router of ours. The client checks every stream (`tandem.answer`)."""
+
+    def __init__(self, client: AsyncClient, sending: Sending) -> None:
+        self.ignores_eos = sending.ignores_eos
+        self._client = client
+        self._sending = sending
+
+    async def send(self, request: Request) -> AsyncGenerator[Piece, None]:
+        has_begun = False
+        stream = self._client.stream(
+            request.prompt.tolist(),
+            max_tokens=request.output_tokens,
+            temperature=self._sending.temperature,
+            ignore_eos=self._sending.ignores_eos,
+            timeout_s=self._sending.timeout_s,
+        )
+        try:
+            async with aclosing(stream) as messages:
+                async for message in messages:
+                    if message.token_ids:
+                        has_begun = True
+                        yield Piece(len(message.token_ids))
+                    if message.HasField("usage"):
+                        usage = message.usage
+                        yield Piece(0, Usage(usage.prompt_tokens, usage.completion_tokens, usage.cached_tokens))
+        except TandemError as error:
+            is_refused = isinstance(error, REFUSALS) and not has_begun
+            code = TIMEOUT if isinstance(error, DeadlinePassed) else STATUS_CODES[type(error)].name
+            raise NotAnswered(code, error.message, is_refused=is_refused) from error
+
+
+@dataclass(frozen=True, kw_only=True)
+class HttpServer:
+    """Where an OpenAI-compatible server is, and what it wants to hear."""
+
+    base_url: str
+    is_chat: bool = False
+    endpoint: str = ""
+    """Path of the requests; empty: OpenAI's."""
+    model: str = ""
+    """Empty: the first that /v1/models names."""
+    api_key: str = ""
+    extra_body: dict[str, Any] = field(default_factory=dict)
+    """Further fields of every body, or others in place of ours."""
+
+    @property
+    def path(self) -> str:
+        return self.endpoint or ("/v1/chat/completions" if self.is_chat else "/v1/completions")
+
+
+class OpenAIBackend:
+    """Completions of token ids, or chats of as many words. Every stream is checked (`tandem.bench.openai_stream`)."""
+
+    def __init__(self, client: Any, server: HttpServer, sending: Sending) -> None:
+        """`client`: an httpx2.AsyncClient."""
+        self.ignores_eos = sending.ignores_eos
+        self._client = client
+        self._server = server
+        self._timeout_s = sending.timeout_s
+        self._headers = {"authorization": f"Bearer {server.api_key}"} if server.api_key else {}
+        if sending.timeout_s is not None:
+            # Ours refuses what would come too late; others do not know it.
+            self._headers["x-request-timeout-ms"] = str(max(1, round(1000 * sending.timeout_s)))
+        self._fields = body_fields(server, sending)
+
+    async def send(self, request: Request) -> AsyncGenerator[Piece, None]:
+        body = {**self._fields, "max_tokens": request.output_tokens, **prompt_of(request.prompt, self._server.is_chat)}
+        body |= self._server.extra_body
+        stream = OpenAIStream(is_chat=self._server.is_chat)
+        import httpx2
+
+        try:
+            async with (
+                asyncio.timeout(self._timeout_s),
+                self._client.stream("POST", self._server.path, json=body, headers=self._headers) as response,
+            ):
+                if response.status_code != 200:
+                    raise await _not_answered(response)
+                async for line in response.aiter_lines():
+                    if line.startswith("data:") and (num_tokens := stream.accept(line[5:].strip())):
+                        yield Piece(num_tokens)
+        except TimeoutError as error:
+            raise NotAnswered(TIMEOUT, f"not complete after {self._timeout_s:g} s") from error
+        except ServerError as error:
+            raise NotAnswered(error.code, str(error)) from error
+        except httpx2.TransportError as error:
+            raise NotAnswered(type(error).__name__, str(error)) from error
+        yield Piece(0, stream.check_ended())
+
+
+def body_fields(server: HttpServer, sending: Sending) -> dict[str, Any]:
+    """What all bodies share."""
+    return {
+        "model": server.model,
+        "temperature": sending.temperature,
+        # Only where asked for: it is vLLM's word, which OpenAI itself refuses.
+        **({"ignore_eos": True} if sending.ignores_eos else {}),
+        "stream": True,
+        "stream_options": {"include_usage": True, "continuous_usage_stats": True},
+    }
+
+
+def prompt_of(prompt: Tokens, is_chat: bool) -> dict[str, Any]:
+    if not is_chat:
+        return {"prompt": prompt.tolist()}
+    text = " ".join(WORDS[token % len(WORDS)] for token in prompt.tolist())
+    return {"messages": [{"role": "user", "content": text}]}
+
+
+async def _not_answered(response: Any) -> NotAnswered:
+    """What a status other than 200 says."""
+    text = (await response.aread()).decode("utf-8", "replace")
+    try:
+        error = json.loads(text)
+        error = error.get("error") or error
+        text = str(error.get("message") or error)
+    except (ValueError, AttributeError):
+        pass  # whatever it is
+    return NotAnswered(
+        str(response.status_code), " ".join(text.split())[:300], is_refused=response.status_code in HTTP_REFUSALS
+    )
+
+
+@asynccontextmanager
+async def open_grpc(address: str, sending: Sending) -> AsyncIterator[tuple[Backend, str]]:
+    """The router at `address`, and the model that it serves. Raises `ServerGone`."""
+    async with AsyncClient(address) as client:
+        try:
+            info = await client.model_info()
+        except TandemError as error:
+            raise ServerGone(
+                f"no router answers at {address} ({error.message}). Start one with `tandem up`, or name another with "
+                "--address HOST:PORT"
+            ) from error
+        yield GrpcBackend(client, sending), info.model
+
+
+@asynccontextmanager
+async def open_http(server: HttpServer, sending: Sending) -> AsyncIterator[tuple[Backend, str]]:
+    """An OpenAI-compatible server, and the model that is asked for. Raises `ServerGone`."""
+    try:
+        import httpx2
+    except ImportError as error:
+        raise ServerGone(NEEDS_HTTPX) from error
+    limits = httpx2.Limits(max_connections=None, max_keepalive_connections=None)
+    timeout = httpx2.Timeout(None, connect=CONNECT_TIMEOUT_S)
+    async with httpx2.AsyncClient(
+        base_url=server.base_url.removesuffix("/").removesuffix("/v1"), timeout=timeout, limits=limits, trust_env=False
+    ) as client:
+        model = server.model or await _first_model(client, server)
+        named = HttpServer(**{**vars(server), "model": model})
+        yield OpenAIBackend(client, named, sending), model
+
+
+async def _first_model(client: Any, server: HttpServer) -> str:
+    import httpx2
+
+    headers = {"authorization": f"Bearer {server.api_key}"} if server.api_key else {}
+    try:
+        response = await client.get("/v1/models", headers=headers, timeout=CONNECT_TIMEOUT_S)
+        response.raise_for_status()
+        return str(response.json()["data"][0]["id"])
+    except (httpx2.HTTPError, ValueError, LookupError, TypeError) as error:
+        why = str(error) or type(error).__name__
+        raise ServerGone(
+            f"{server.base_url} does not say what it serves ({why}). Is it an OpenAI-compatible server? Name it with "
+            "--base-url http://HOST:PORT, and its model with --model"
+        ) from error

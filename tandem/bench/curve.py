@@ -1,0 +1,97 @@
+"""One call of `tandem bench`, from its flags to its numbers: a run for each rate, one after the other.
+
+open the server ──> warm up ──> rate 1 ──> rate 2 ──> … ──> Report
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractAsyncContextManager, nullcontext
+from dataclasses import replace
+from pathlib import Path
+
+from tandem.bench.args import BenchArgs
+from tandem.bench.backends import ServerGone, open_grpc, open_http
+from tandem.bench.outcome import Outcome, Progress
+from tandem.bench.report import Report, Run
+from tandem.bench.run import Backend, run_load
+from tandem.bench.summary import summarise
+from tandem.bench.traces import Record, read_trace, trace_workload
+from tandem.bench.workload import TokenSource, Workload, random_workload, warm_up_workload
+
+Watch = Callable[[str, Progress], AbstractAsyncContextManager[object]]
+"""(what runs, its progress) -> what shows it as long as it runs."""
+
+
+def _unwatched(what: str, progress: Progress) -> AbstractAsyncContextManager[object]:
+    return nullcontext()
+
+
+def workloads_of(args: BenchArgs) -> list[Workload]:
+    """One for each rate, with prompts of its own. Raises `TraceError`, `OSError`."""
+    records: list[Record] = []
+    if args.dataset_name == "trace":
+        records = read_trace(Path(args.dataset_path), skip=args.trace_skip, limit=args.num_prompts)
+    return [_workload(args, records, replace(args.source, run=number), rate) for number, rate in enumerate(args.rates)]
+
+
+def _workload(args: BenchArgs, records: list[Record], source: TokenSource, rate: float | None) -> Workload:
+    if rate is None or records:
+        workload = trace_workload(
+            records,
+            source,
+            length_factor=args.trace_length_factor,
+            time_factor=args.trace_time_factor,
+            rate=rate,
+            max_total_len=args.trace_max_total_len,
+        )
+        return replace(workload, about={**workload.about, "file": Path(args.dataset_path).name})
+    return random_workload(args.shape, source, rate=rate, count=args.num_prompts, burstiness=args.burstiness)
+
+
+async def run_bench(
+    args: BenchArgs, *, watch: Watch = _unwatched, on_run: Callable[[Run], None] = lambda _: None
+) -> Report:
+    """Raises `ServerGone`, and what `workloads_of` does. `on_run` hears of every run that is done."""
+    workloads = workloads_of(args)
+    if args.backend == "grpc":
+        opened = open_grpc(args.address, args.sending)
+    else:
+        opened = open_http(args.http_server, args.sending)
+    async with opened as (backend, model):
+        await _warm_up(args, workloads[0], backend, watch)
+        runs = []
+        for workload in workloads:
+            run = await _run(args, workload, backend, watch)
+            runs.append(run)
+            on_run(run)
+    return Report(args=args, model=model, runs=runs)
+
+
+async def _warm_up(args: BenchArgs, workload: Workload, backend: Backend, watch: Watch) -> None:
+    """Raises `ServerGone` where none of it is answered: nor would be anything else."""
+    warm_up = warm_up_workload(workload, args.source, args.num_warmups)
+    if not warm_up.requests:
+        return
+    outcomes = await _watched("warm-up", warm_up, backend, watch)
+    if not any(outcome.is_answered for outcome in outcomes):
+        first = outcomes[0]
+        raise ServerGone(f"the server answered no warm-up request ({first.code}: {first.message})")
+
+
+async def _run(args: BenchArgs, workload: Workload, backend: Backend, watch: Watch) -> Run:
+    outcomes = await _watched(f"{workload.request_rate:.4g}/s", workload, backend, watch)
+    summary = summarise(
+        workload.request_rate,
+        outcomes,
+        objectives=args.objectives,
+        metrics=args.metrics,
+        percentiles=args.percentiles,
+    )
+    return Run(summary=summary, outcomes=outcomes, about=workload.about)
+
+
+async def _watched(what: str, workload: Workload, backend: Backend, watch: Watch) -> list[Outcome]:
+    progress = Progress(len(workload.requests))
+    async with watch(what, progress):
+        return await run_load(workload, backend, progress)

@@ -1,0 +1,155 @@
+"""The client's side of one answer of an OpenAI-compatible server, checked event by event. Pure: payloads in.
+
+    OPEN ── finish_reason ──> FINISHED ── usage ──> COUNTED ── [DONE] ──> ENDED      (usage may come with the former)
+      └───── anything else, anything twice, anything after the end, an end too early: StreamBroken
+
+OpenAI's events carry no index. What can be held against a server is what it says itself: the tokens so far
+(`continuous_usage_stats`: Tandem, vLLM, SGLang) must grow with every piece of text and come to the usage at the end;
+where events bring `token_ids` (vLLM, asked with `return_token_ids`) a gap and a repetition within the stream show, too.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from tandem.answer import StreamBroken
+from tandem.bench.outcome import Usage
+
+DONE = "[DONE]"
+
+
+class ServerError(Exception):
+    """The stream brought an error in place of an answer. `code` is what the server calls it."""
+
+    def __init__(self, code: str, message: str) -> None:
+        super().__init__(message)
+        self.code = code
+
+
+class OpenAIStream:
+    """Takes the payloads of a stream's `data:` lines in order."""
+
+    def __init__(self, *, is_chat: bool) -> None:
+        self._is_chat = is_chat
+        self._id: Any = None
+        self._num_tokens = 0
+        """As counted by the server so far, or by pieces where it does not count."""
+        self._counts = False
+        """Whether the server says in every event how many tokens there were."""
+        self._finish_reason: str | None = None
+        self._usage_at_end: dict[str, Any] | None = None
+        """With the finish_reason, where some servers say it, and nowhere else."""
+        self._usage: Usage | None = None
+        self._has_ended = False
+
+    def accept(self, payload: str) -> int:
+        """The number of new tokens in an event. Raises `StreamBroken`, `ServerError`."""
+        if self._has_ended:
+            raise StreamBroken(f"an event came after {DONE}: {payload[:80]!r}")
+        if payload == DONE:
+            self._end()
+            return 0
+        try:
+            event = json.loads(payload)
+        except ValueError as error:
+            raise StreamBroken(f"an event that is not JSON: {payload[:80]!r}") from error
+        if not isinstance(event, dict):
+            raise StreamBroken(f"an event that is no object: {payload[:80]!r}")
+        if event.get("error"):
+            raise _server_error(event["error"])
+        self._check_id(event.get("id"))
+        choices = event.get("choices") or []
+        if len(choices) > 1 or any(choice.get("index", 0) != 0 for choice in choices):
+            raise StreamBroken("an event with a choice that was not asked for")
+        return self._piece(choices[0], event.get("usage")) if choices else self._last(event.get("usage"))
+
+    def _check_id(self, answer_id: Any) -> None:
+        if self._id is not None and answer_id != self._id:
+            raise StreamBroken(f"an event of another answer: {answer_id!r} instead of {self._id!r}")
+        self._id = answer_id
+
+    def _piece(self, choice: dict[str, Any], usage: dict[str, Any] | None) -> int:
+        """New text, or the end of the answer, or both."""
+        if self._finish_reason is not None:
+            what = "second end" if choice.get("finish_reason") else "piece of text"
+            raise StreamBroken(f"a {what} came after the end ({self._finish_reason})")
+        self._finish_reason = choice.get("finish_reason")
+        token_ids = choice.get("token_ids")
+        num_new = 1 if self._text_of(choice) else 0
+        if self._finish_reason is not None:
+            self._usage_at_end = usage
+        # The first usage, in the last piece: of a server that counts at the end alone (llama.cpp).
+        if usage is not None and (self._counts or self._finish_reason is None or self._num_tokens == 0):
+            self._counts = True
+            num_new = self._advance(usage, has_text=num_new > 0)
+        if token_ids is not None:
+            if self._counts and usage is not None and len(token_ids) != num_new:
+                raise StreamBroken(f"{len(token_ids)} tokens came where the count went up by {num_new}")
+            num_new = len(token_ids)
+            self._counts = True
+        self._num_tokens += num_new
+        return num_new
+
+    def _advance(self, usage: dict[str, Any], *, has_text: bool) -> int:
+        num_new = int(usage["completion_tokens"]) - self._num_tokens
+        if num_new < 0:
+            raise StreamBroken(f"the count of tokens went back by {-num_new}, from {self._num_tokens}")
+        # The last piece may bring text that was held back; any other comes from new tokens.
+        if has_text and num_new == 0 and self._finish_reason is None:
+            raise StreamBroken(f"a piece of text came, and the count of tokens stayed {self._num_tokens}: repeated")
+        return num_new
+
+    def _text_of(self, choice: dict[str, Any]) -> str:
+        if not self._is_chat:
+            return str(choice.get("text") or "")
+        delta = choice.get("delta") or {}
+        # What models of the thinking kind say first goes by two names.
+        return "".join(str(delta.get(name) or "") for name in ("reasoning", "reasoning_content", "content"))
+
+    def _last(self, usage: dict[str, Any] | None) -> int:
+        """An event without choices: the usage of the whole."""
+        if usage is None:
+            return 0  # some servers keep a connection alive with such
+        if self._usage is not None:
+            raise StreamBroken("the usage came twice")
+        if self._finish_reason is None:
+            raise StreamBroken("the usage came before the end")
+        self._usage = self._checked(usage)
+        return 0
+
+    def _checked(self, usage: dict[str, Any]) -> Usage:
+        """Raises `StreamBroken` where it is not that of what came."""
+        details = usage.get("prompt_tokens_details") or {}
+        found = Usage(int(usage["prompt_tokens"]), int(usage["completion_tokens"]), details.get("cached_tokens"))
+        came = self._num_tokens
+        if found.completion_tokens != came if self._counts else found.completion_tokens < came:
+            raise StreamBroken(f"{came} tokens came, {found.completion_tokens} were counted")
+        if usage.get("total_tokens", sum_of(found)) != sum_of(found):
+            raise StreamBroken(f"the usage does not add up: {usage}")
+        return found
+
+    def _end(self) -> None:
+        if self._finish_reason is None:
+            raise StreamBroken(f"{DONE} came before the end: there was no finish_reason")
+        if self._usage is None:
+            if self._usage_at_end is None:
+                raise StreamBroken(f"{DONE} came, and no usage")
+            self._usage = self._checked(self._usage_at_end)
+        self._has_ended = True
+
+    def check_ended(self) -> Usage:
+        """The connection has ended: raises `StreamBroken` unless [DONE] has come."""
+        if not self._has_ended or self._usage is None:
+            raise StreamBroken(f"the stream ended without {DONE}")
+        return self._usage
+
+
+def sum_of(usage: Usage) -> int:
+    return usage.prompt_tokens + usage.completion_tokens
+
+
+def _server_error(error: Any) -> ServerError:
+    if not isinstance(error, dict):
+        return ServerError("error", str(error))
+    return ServerError(str(error.get("code") or error.get("type") or "error"), str(error.get("message") or error))

@@ -1,0 +1,176 @@
+"""What is kept of a bench: as JSON, CSV, and a table for a terminal. Pure: runs in, texts out; `save` writes them."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import tandem
+from tandem.bench.args import BenchArgs
+from tandem.bench.outcome import BROKEN_STREAM, Outcome
+from tandem.bench.summary import Summary, is_good, max_good_rate
+from tandem.tables import Table
+
+NO_PLOTS = "no plots: they need matplotlib (pip install 'tandem-llm[bench]', or pip install matplotlib)"
+SECRET_FLAGS = ("api_key",)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Run:
+    """One rate."""
+
+    summary: Summary
+    outcomes: list[Outcome]
+    about: dict[str, Any] = field(default_factory=dict)
+    """Of the workload: its factors."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Report:
+    """All rates of a bench."""
+
+    args: BenchArgs
+    model: str
+    runs: list[Run]
+    at_s: float = field(default_factory=time.time)
+    """When it ended."""
+
+    @property
+    def summaries(self) -> list[Summary]:
+        return [run.summary for run in self.runs]
+
+    @property
+    def target(self) -> str:
+        return self.args.address if self.args.backend == "grpc" else self.args.base_url
+
+    @property
+    def name(self) -> str:
+        """Of its files, without an ending."""
+        given = self.args.result_filename.removesuffix(".json")
+        return given or f"bench-{self.args.backend}-{time.strftime('%Y-%m-%d-%H%M%S', time.localtime(self.at_s))}"
+
+    @property
+    def problem(self) -> str:
+        """Why the numbers are not to be believed, in one line; empty if they are."""
+        if not any(summary.completed for summary in self.summaries):
+            return f"no request was answered: {first_error(self.runs)}"
+        num_broken = sum(summary.errors.get(BROKEN_STREAM, 0) for summary in self.summaries)
+        if num_broken:
+            return f"{num_broken} answers were not exact: {first_error(self.runs, BROKEN_STREAM)}"
+        return ""
+
+
+def first_error(runs: Sequence[Run], code: str = "") -> str:
+    """The first of `code`, or of any."""
+    outcomes = (outcome for run in runs for outcome in run.outcomes if outcome.code)
+    return next((f"{o.code}: {o.message}".rstrip(": ") for o in outcomes if code in ("", o.code)), "nothing was sent")
+
+
+def to_dict(report: Report) -> dict[str, Any]:
+    """For JSON."""
+    flags = {name: value for name, value in vars(report.args).items() if name not in SECRET_FLAGS}
+    return {
+        "benchmark": "tandem bench",
+        "tandem_version": tandem.__version__,
+        "date": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(report.at_s)),
+        "label": report.args.label,
+        "backend": report.args.backend,
+        "target": report.target,
+        "model": report.model,
+        "goodput_objectives_ms": report.args.objectives,
+        "goodput_rate": max_good_rate(report.summaries),
+        "args": flags,
+        "results": [{**run.summary.to_dict(), "workload": run.about} for run in report.runs],
+    }
+
+
+def summary_csv(report: Report) -> str:
+    """One line for each rate."""
+    rows = [run.summary.to_dict() | {"errors": json.dumps(run.summary.errors)} for run in report.runs]
+    return _csv(rows)
+
+
+def requests_csv(report: Report) -> str:
+    """One line for each request, in milliseconds and tokens."""
+    rows = [
+        {"request_rate": f"{run.summary.request_rate:g}", **_request_row(outcome, report.args.objectives)}
+        for run in report.runs
+        for outcome in run.outcomes
+    ]
+    return _csv(rows)
+
+
+def _request_row(outcome: Outcome, objectives: dict[str, float]) -> dict[str, Any]:
+    row: dict[str, Any] = {
+        "due_s": round(outcome.due_s, 6),
+        "sent_s": round(outcome.sent_s, 6),
+        "ended_s": round(outcome.ended_s, 6),
+        "status": "answered" if outcome.is_answered else "refused" if outcome.is_refused else "failed",
+        "code": outcome.code,
+        "prompt_tokens": "", "cached_tokens": "", "output_tokens": "",
+        "ttft_ms": "", "tpot_ms": "", "max_itl_ms": "", "e2el_ms": "", "is_good": "",
+        "message": outcome.message,
+    }  # fmt: skip
+    if outcome.usage:
+        row |= {
+            "prompt_tokens": outcome.usage.prompt_tokens,
+            "cached_tokens": "" if outcome.usage.cached_tokens is None else outcome.usage.cached_tokens,
+            "output_tokens": outcome.usage.completion_tokens,
+        }
+    if outcome.is_answered:
+        row |= {f"{name}_ms": round(getattr(outcome, f"{name}_ms"), 3) for name in ("ttft", "tpot", "e2el")}
+        row["max_itl_ms"] = round(max(outcome.itl_ms, default=0.0), 3)
+        row["is_good"] = int(is_good(outcome, objectives)) if objectives else ""
+    return row
+
+
+def _csv(rows: Sequence[dict[str, Any]]) -> str:
+    """Columns are those of all rows: a rate without answers has no latencies."""
+    columns = list(dict.fromkeys(name for row in rows for name in row))
+    out = io.StringIO()
+    writer = csv.DictWriter(out, columns, restval="", lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(rows)
+    return out.getvalue()
+
+
+def table(runs: Sequence[Run]) -> Table:
+    """What a person reads: one column for each rate."""
+    summaries = [run.summary for run in runs]
+    rows: list[tuple[str, ...]] = [
+        ("answered", *(str(s.completed) for s in summaries)),
+        ("refused", *(str(s.refused) for s in summaries)),
+        ("failed", *(str(s.failed) for s in summaries)),
+        *(
+            (f"  {code}", *(str(s.errors.get(code, 0)) for s in summaries))
+            for code in dict.fromkeys(code for s in summaries for code in s.errors)
+        ),
+        ("answers/s", *(f"{s.request_throughput:.2f}" for s in summaries)),
+        ("output tokens/s", *(f"{s.output_throughput:.1f}" for s in summaries)),
+        ("all tokens/s", *(f"{s.total_token_throughput:.1f}" for s in summaries)),
+        ("prefix hits", *(_percent(s.prefix_hit_rate) for s in summaries)),
+    ]
+    if any(s.good_share is not None for s in summaries):
+        rows += [
+            ("good answers/s", *("-" if s.request_goodput is None else f"{s.request_goodput:.2f}" for s in summaries)),
+            ("good, of all", *(_percent(s.good_share) for s in summaries)),
+        ]
+    for metric in dict.fromkeys(metric for s in summaries for metric in s.spreads):
+        for percent in next(s.spreads[metric].percentiles for s in summaries if metric in s.spreads):
+            values = (s.spreads[metric].percentiles[percent] if metric in s.spreads else None for s in summaries)
+            rows.append((f"p{percent:g} {metric.upper()}, ms", *("-" if v is None else f"{v:.1f}" for v in values)))
+    rows.append(("late sending, ms", *(f"{s.max_send_lag_ms:.1f}" for s in summaries)))
+    return Table(headers=("requests/s", *(f">{rate_text(s.request_rate)}" for s in summaries)), rows=rows)
+
+
+def rate_text(rate: float) -> str:
+    return "all at once" if rate == float("inf") else f"{rate:.4g}"
+
+
+def _percent(share: float | None) -> str:
+    return "-" if share is None else f"{100 * share:.1f} %"

@@ -1,0 +1,112 @@
+"""`tandem bench`: load on a server, and what came of it."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import click
+
+from rpc.entrypoint import build, options_of
+from tandem.bench.args import BenchArgs
+from tandem.bench.outcome import Progress
+from tandem.cli.options import examples, json_option
+
+INTERRUPTED = 130
+REFRESHES_PER_S = 4
+
+
+@click.command(
+    short_help="Put load on a server and measure it.",
+    epilog=examples(
+        "tandem bench --request-rate 1,2,4 --goodput 'ttft:1000 tpot:50' --save-result",
+        "tandem bench --backend openai --base-url http://127.0.0.1:8000 --request-rate 2",
+        "tandem bench --dataset-name trace --dataset-path conversation_trace.jsonl --trace-length-factor 0.05 "
+        "--request-rate 2",
+    ),
+)
+@options_of(BenchArgs, "TANDEM_BENCH")
+@json_option
+def bench(is_json: bool, **flags: Any) -> None:
+    """Send requests at random moments, or as a trace has them, whether or not the server keeps up, and measure.
+
+    Every answer's stream is checked. Latencies count from the moment a request was due. Refusals (429, 503,
+    RESOURCE_EXHAUSTED) are counted apart from failures. Exit code 1 if nothing was answered, or an answer was not
+    exact.
+    """
+    args = build(BenchArgs, flags)
+    from tandem.bench.backends import ServerGone
+    from tandem.bench.curve import run_bench
+    from tandem.bench.report import NO_PLOTS, table, to_dict
+    from tandem.bench.save import save
+    from tandem.bench.traces import TraceError
+    from tandem.tables import print_table
+
+    try:
+        report = asyncio.run(run_bench(args, watch=watch))
+    except (ServerGone, TraceError, OSError) as error:
+        raise click.ClickException(str(error)) from error
+    except KeyboardInterrupt:
+        click.echo("cancelled", err=True)
+        sys.exit(INTERRUPTED)
+    if is_json:
+        click.echo(json.dumps(to_dict(report)))
+    else:
+        print_table(table(report.runs))
+    if args.save_result:
+        try:
+            paths = save(report)
+        except OSError as error:
+            raise click.ClickException(f"--result-dir: {error}") from error
+        click.echo(f"kept in {paths[0].parent}: {', '.join(path.name for path in paths)}", err=True)
+        if not any(path.suffix == ".svg" for path in paths):
+            click.echo(NO_PLOTS, err=True)
+    if report.problem:
+        raise click.ClickException(report.problem)
+
+
+def progress_line(what: str, progress: Progress, now_s: float) -> str:
+    """All of a run in one line; `now_s` since its start."""
+    parts = [
+        f"{progress.num_sent}/{progress.num_requests} sent",
+        f"{progress.num_running} running",
+        f"{progress.num_answered} answered",
+    ]
+    if progress.num_refused:
+        parts.append(f"{progress.num_refused} refused")
+    if progress.num_failed:
+        parts.append(f"{progress.num_failed} failed ({progress.last_error[:60]})")
+    if now_s > 0:
+        parts.append(f"{progress.num_tokens / now_s:.0f} tokens/s")
+    return f"{what}  {now_s:.0f} s  " + ", ".join(parts)
+
+
+@asynccontextmanager
+async def watch(what: str, progress: Progress) -> AsyncIterator[None]:
+    """A line on the terminal that follows `progress`; where stderr is none, one line at the end."""
+    loop = asyncio.get_running_loop()
+    start_s = loop.time()
+
+    def line() -> str:
+        return progress_line(what, progress, loop.time() - start_s)
+
+    if not sys.stderr.isatty():
+        try:
+            yield
+        finally:
+            click.echo(line(), err=True)
+        return
+    from rich.console import Console
+    from rich.live import Live
+    from rich.text import Text
+
+    def drawn() -> Text:
+        return Text(line(), no_wrap=True, overflow="ellipsis")
+
+    console = Console(stderr=True)
+    with Live(console=console, get_renderable=drawn, refresh_per_second=REFRESHES_PER_S):
+        yield
