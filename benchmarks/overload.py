@@ -142,6 +142,8 @@ async def measure(
         load = Load(client, shape, seed=int(time.time()))
         await load.closed(2, 2.0)  # warm up
         before = await load.closed(NUM_CLIENTS, baseline_s)
+        if not before.goodput:
+            raise click.ClickException(f"nothing was answered in {baseline_s:g} s: --baseline-seconds must be longer")
         memory_before = memory_mib(cluster)
         during = await load.open(factor * before.goodput, seconds)
         await asyncio.sleep(RECOVERY_S)
