@@ -61,6 +61,7 @@ def test_defaults_flags_and_environment() -> None:
         "redis": "redis://127.0.0.1:6379/0",
         "namespace": "tandem",
         "log_level": "info",
+        "metrics_listen": "",
     }
     given = values(invoke("--needed", "x", "--batch-size", "7", "--share", "1", "--no-is-eager", "--namespace", "b"))
     assert (given["batch_size"], given["share"], given["is_eager"], given["namespace"]) == (7, 1.0, False, "b")

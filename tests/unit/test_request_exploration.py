@@ -9,13 +9,13 @@ did and blamed only for what it failed itself, once an attempt, and retries are 
 
 from __future__ import annotations
 
-import copy
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
 import pytest
+from cloning import clone
 
 from protos import tandem_inference_pb2 as inference_pb
 from protos import tandem_worker_pb2 as pb
@@ -148,7 +148,7 @@ def successors(world: World) -> Iterator[World]:
     """All worlds that one happening leads to."""
 
     def fork() -> World:
-        return copy.deepcopy(world)
+        return clone(world)
 
     for worker, events in world.inbox.items():
         if events:
@@ -209,7 +209,7 @@ def work_on(world: World, worker: WorkerKey) -> bool:
 
 def faults(world: World) -> Iterator[World]:
     def fork() -> World:
-        after = copy.deepcopy(world)
+        after = clone(world)
         after.num_faults -= 1
         return after
 
@@ -235,9 +235,10 @@ def faults(world: World) -> Iterator[World]:
 def nothing_follows(ended: World) -> None:
     """Whatever is still on its way to a request that has ended, or comes once more, does nothing."""
     late: list[Event] = [event for events in ended.inbox.values() for event in events]
+    key = ended.key()
     for event in [*late, Planned(PAIR), Stopped(), WorkerLost(P), WorkerLost(D), AccountOverdue()]:
-        do(after := copy.deepcopy(ended), after.state.on(event))
-        assert after.key() == ended.key(), f"{event} after the end"
+        do(ended, ended.state.on(event))
+        assert ended.key() == key, f"{event} after the end"
 
 
 def explore(num_faults: int, max_attempts: int, budget: int = 0) -> tuple[int, int]:
