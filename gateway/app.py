@@ -21,6 +21,7 @@ from fastapi import FastAPI, Request
 from fastapi.responses import FileResponse, JSONResponse, Response
 from pydantic import ValidationError
 from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
 
 from gateway.answers import Style, models_of, usage_of
 from gateway.errors import BUG, KINDS, NO_KEY, NO_ROUTE, TOO_LARGE, Kind, Refusal, refusal_of, refusal_of_body
@@ -158,7 +159,7 @@ class Gateway:
             try:
                 self._check_key(request)
                 response = await answer()
-            except ClientGone:
+            except (ClientGone, ClientDisconnect):
                 outcome.status = 499
                 return Response(status_code=499)
             except Exception as error:

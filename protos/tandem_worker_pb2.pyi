@@ -267,7 +267,7 @@ class GetClusterStatusRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class ClusterStatus(_message.Message):
-    __slots__ = ("router_id", "num_queued_requests", "num_queued_tokens", "num_running_requests", "is_registry_reachable", "workers", "unreachable", "ejected", "apart")
+    __slots__ = ("router_id", "num_queued_requests", "num_queued_tokens", "num_running_requests", "is_registry_reachable", "workers", "unreachable", "ejected", "of_another_kind", "apart")
     ROUTER_ID_FIELD_NUMBER: _ClassVar[int]
     NUM_QUEUED_REQUESTS_FIELD_NUMBER: _ClassVar[int]
     NUM_QUEUED_TOKENS_FIELD_NUMBER: _ClassVar[int]
@@ -276,6 +276,7 @@ class ClusterStatus(_message.Message):
     WORKERS_FIELD_NUMBER: _ClassVar[int]
     UNREACHABLE_FIELD_NUMBER: _ClassVar[int]
     EJECTED_FIELD_NUMBER: _ClassVar[int]
+    OF_ANOTHER_KIND_FIELD_NUMBER: _ClassVar[int]
     APART_FIELD_NUMBER: _ClassVar[int]
     router_id: str
     num_queued_requests: int
@@ -285,8 +286,9 @@ class ClusterStatus(_message.Message):
     workers: _containers.RepeatedCompositeFieldContainer[WorkerStatus]
     unreachable: _containers.RepeatedScalarFieldContainer[str]
     ejected: _containers.RepeatedScalarFieldContainer[str]
+    of_another_kind: _containers.RepeatedScalarFieldContainer[str]
     apart: _containers.RepeatedCompositeFieldContainer[WorkerPair]
-    def __init__(self, router_id: _Optional[str] = ..., num_queued_requests: _Optional[int] = ..., num_queued_tokens: _Optional[int] = ..., num_running_requests: _Optional[int] = ..., is_registry_reachable: _Optional[bool] = ..., workers: _Optional[_Iterable[_Union[WorkerStatus, _Mapping]]] = ..., unreachable: _Optional[_Iterable[str]] = ..., ejected: _Optional[_Iterable[str]] = ..., apart: _Optional[_Iterable[_Union[WorkerPair, _Mapping]]] = ...) -> None: ...
+    def __init__(self, router_id: _Optional[str] = ..., num_queued_requests: _Optional[int] = ..., num_queued_tokens: _Optional[int] = ..., num_running_requests: _Optional[int] = ..., is_registry_reachable: _Optional[bool] = ..., workers: _Optional[_Iterable[_Union[WorkerStatus, _Mapping]]] = ..., unreachable: _Optional[_Iterable[str]] = ..., ejected: _Optional[_Iterable[str]] = ..., of_another_kind: _Optional[_Iterable[str]] = ..., apart: _Optional[_Iterable[_Union[WorkerPair, _Mapping]]] = ...) -> None: ...
 
 class WorkerPair(_message.Message):
     __slots__ = ("prefill_worker", "decode_worker")

@@ -50,6 +50,7 @@ class ClusterServicer(ClusterServicerBase):  # type: ignore[misc]
             workers=workers,
             unreachable=unreachable,
             ejected=self._cluster.pool.ejected,
+            of_another_kind=self._cluster.pool.of_another_kind,
             apart=[
                 pb.WorkerPair(prefill_worker=pair.prefill.worker_id, decode_worker=pair.decode.worker_id)
                 for pair in self._cluster.pool.apart

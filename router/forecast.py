@@ -21,6 +21,9 @@ MIN_WAIT_S = 0.005
 PROMPT_OVERHEAD_TOKENS = 64
 """A prompt costs as much as so many tokens before its first one: else what tiny ones take would be held against long
 ones."""
+PRIOR_TOKENS = 2048.0
+"""So many tokens are believed to have cost nothing, at first: one tiny prompt that met a pause is no measure of long
+ones, and what refuses them would never be corrected by them."""
 FREE_BATCH = 8
 """A step for so few answers takes hardly longer than for one; from there on it grows with their number."""
 
@@ -55,7 +58,7 @@ class Forecast:
     _looked_s: float = 0.0
     """Up to when answers are counted."""
     _seconds_per_queued_token: FadingRatio = field(default_factory=FadingRatio)
-    _seconds_per_prompt_token: FadingRatio = field(default_factory=FadingRatio)
+    _seconds_per_prompt_token: FadingRatio = field(default_factory=lambda: FadingRatio(0.0, PRIOR_TOKENS))
     _seconds_per_answer_token: FadingRatio = field(default_factory=FadingRatio)
     """Of one answer among others."""
     _answers_at_once: FadingRatio = field(default_factory=FadingRatio)

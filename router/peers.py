@@ -14,7 +14,8 @@ _log = logging.getLogger(__name__)
 
 
 class Peers:
-    """What the router checks of the registry's records. `policy` pairs only workers of equal compat digests."""
+    """What the router checks of the registry's records. `policy` pairs only workers of equal compat digests, and
+    `WorkerPool` gives new requests to one kind of them."""
 
     def __init__(self, model: ModelInfo) -> None:
         self._model = model

@@ -16,7 +16,6 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from protos.tandem_worker_pb2 import WorkerRecord
 from router.request_state import WorkerKey
 from router.worker_handle import TakenRoom
 from rpc.errors import NoWorker, Overloaded
@@ -36,9 +35,6 @@ class QueuedRequest:
     compat_digest: str
     """Of the worker that its answer has begun on: another model must not go on with it. Empty: it has not begun."""
     planned: asyncio.Future[TakenRoom]
-
-    def may_go_to(self, decode_worker: WorkerRecord) -> bool:
-        return not self.compat_digest or self.compat_digest == decode_worker.compat_digest
 
 
 class RequestQueue:

@@ -11,6 +11,10 @@ is open is alive, whatever the registry says; one that the registry forgot gets 
 Load is what the worker said last, plus what was planned on it since (so that two requests of one moment do not take the
 same blocks).
 
+New requests go to decode workers of one kind (weights, dtype, layout: their compat digest), that of most of them: else
+equal requests would get unlike answers. Workers of another kind finish what they have begun, and take over when they
+are more, as in an upgrade.
+
 A worker that fails again and again is set aside, and probed before it is used again (`ejection`). It prefills nothing
 then, and decodes only where no other decode worker is there; that the others are full is no reason: it has room because
 it fails. Two workers between which transfers fail again and again are not paired, as long and as often.
@@ -21,6 +25,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable
 
 from protos import tandem_worker_pb2 as pb
@@ -58,6 +63,8 @@ class WorkerPool:
         self._on_change = on_change
         self._now_s = now_s
         self._ejections = Ejections()
+        self._kind: str | None = None
+        """The compat digest of those that new requests went to last."""
         self._handles: dict[WorkerKey, WorkerHandle] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self._is_closed = False
@@ -80,12 +87,32 @@ class WorkerPool:
         return bool(self.decode_records())
 
     def decode_records(self) -> list[pb.WorkerRecord]:
-        """Of the decode workers that requests may wait for."""
-        return [h.record for h in self._handles.values() if h.record.role == pb.Role.ROLE_DECODE and h.is_expected]
+        """Of the decode workers that new requests may wait for."""
+        kind = self._choose_kind()
+        return [record for record in self._expected_decode_records() if record.compat_digest == kind]
 
     def has_decode_worker_for(self, request: QueuedRequest) -> bool:
         """Whether waiting makes sense for `request`."""
-        return any(request.may_go_to(record) for record in self.decode_records())
+        kind = request.compat_digest or self._choose_kind()
+        return any(record.compat_digest == kind for record in self._expected_decode_records())
+
+    @property
+    def of_another_kind(self) -> list[str]:
+        """Ids of workers that get no new requests, since most decode workers are of another kind."""
+        kind = self._choose_kind()
+        return sorted(h.record.worker_id for h in self._handles.values() if h.record.compat_digest != kind)
+
+    def _expected_decode_records(self) -> list[pb.WorkerRecord]:
+        return [h.record for h in self._handles.values() if h.record.role == pb.Role.ROLE_DECODE and h.is_expected]
+
+    def _choose_kind(self) -> str | None:
+        """The kind of most decode workers; of as many, that which it was before."""
+        counts = Counter(record.compat_digest for record in self._expected_decode_records())
+        if counts and (self._kind is None or counts[self._kind] < max(counts.values())):
+            before, self._kind = self._kind, max(counts, key=lambda kind: counts[kind])
+            if before is not None:
+                _log.warning("new requests go to workers of another kind", extra={"num": counts[self._kind]})
+        return self._kind
 
     def num_tokens_ahead_of(self, num_tokens: int) -> float:
         """What a prompt of so many tokens would find before it where it would be computed soonest; beside streams it
@@ -129,7 +156,8 @@ class WorkerPool:
     def choose(self, request: QueuedRequest) -> TakenRoom | None:
         """Plan `request` on the workers as they are now, and take the room for it. None: there is none now."""
         now_s = self._now_s()
-        decode = [h for h in self.usable(pb.Role.ROLE_DECODE) if request.may_go_to(h.record)]
+        kind = request.compat_digest or self._choose_kind()
+        decode = [h for h in self.usable(pb.Role.ROLE_DECODE) if h.record.compat_digest == kind]
         if not decode:
             return None
         # What requests were admitted by. A prefill worker with a shorter context would end some of them early.

@@ -47,6 +47,7 @@ def status_table(status: ClusterStatus) -> Table:
 def _status_row(worker: WorkerStatus, status: ClusterStatus) -> tuple[str, ...]:
     record, load = worker.record, worker.record.load
     remarks = {"draining": record.is_draining, "ejected": record.worker_id in status.ejected}
+    remarks["of another kind: no new requests"] = record.worker_id in status.of_another_kind
     for pair in status.apart:
         remarks[f"no transfers to {pair.decode_worker}"] = record.worker_id == pair.prefill_worker
     return (

@@ -69,8 +69,11 @@ class Router(tandem_inference_pb2_grpc.InferenceServicer):  # type: ignore[misc]
         yield last(len(words), num_prompt=len(words))
 
     async def endless(self, request: pb.GenerateRequest) -> AsyncIterator[pb.GenerateResponse]:
-        yield tokens(0, 1, text="once")
-        await asyncio.sleep(TIMEOUT_S)
+        """One token, and then none until it is cancelled, or, as for a client that waits for it, for the prompt "wait"
+        none at all."""
+        if request.text != "wait":
+            yield tokens(0, 1, text="once")
+        await asyncio.Event().wait()
 
 
 @asynccontextmanager
@@ -303,24 +306,45 @@ async def test_one_prompt_that_fails_ends_the_others() -> None:
     assert response.status_code == 429
 
 
-@pytest.mark.parametrize("is_stream", [False, True])
-async def test_a_client_that_leaves_cancels_its_requests(is_stream: bool) -> None:
+@pytest.mark.parametrize(
+    ("is_stream", "prompts"),
+    [(False, ["a", "b"]), (True, ["a", "b"]), (True, ["wait", "wait"])],
+    ids=["whole", "streamed", "before the first token"],
+)
+async def test_a_client_that_leaves_cancels_its_requests(is_stream: bool, prompts: list[str]) -> None:
     async with gateway() as (router, http):
         router.script = router.endless
-        body = json.dumps({"prompt": ["a", "b"], "stream": is_stream}).encode()
+        body = json.dumps({"prompt": prompts, "stream": is_stream}).encode()
         host, port = http.base_url.host, http.base_url.port
         assert port is not None
         reader, writer = await asyncio.open_connection(host, port)
         writer.write(b"POST /v1/completions HTTP/1.1\r\nhost: h\r\ncontent-length: %d\r\n\r\n%s" % (len(body), body))
-        if is_stream:
+        if is_stream and "wait" not in prompts:
             await reader.readuntil(b"once")
         while router.num_open < 2:  # noqa: ASYNC110 - the script tells nobody
             await asyncio.sleep(0.01)
         writer.close()
-        await router.all_closed.wait()
+        async with asyncio.timeout(TIMEOUT_S / 2):
+            await router.all_closed.wait()
         text = (await http.get("/metrics")).text
-    if not is_stream:
+    if not is_stream or "wait" in prompts:
         assert 'tandem:gateway_requests_total{route="completions",status="499"} 1.0' in text
+
+
+async def test_a_client_that_leaves_while_it_still_sends_is_no_bug(caplog: pytest.LogCaptureFixture) -> None:
+    async with gateway() as (router, http):
+        host, port = http.base_url.host, http.base_url.port
+        assert port is not None
+        _, writer = await asyncio.open_connection(host, port)
+        writer.write(b"POST /v1/completions HTTP/1.1\r\nhost: h\r\ncontent-length: 100\r\n\r\nhalf")
+        await writer.drain()
+        await http.get("/version")  # the server has seen it by then
+        writer.close()
+        seen = 'tandem:gateway_requests_total{route="completions",status="499"} 1.0'
+        while seen not in (await http.get("/metrics")).text:  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+    assert router.requests == []
+    assert [record for record in caplog.records if record.levelname == "ERROR"] == []
 
 
 # -- around them --------------------------------------------------------------------------------------------------

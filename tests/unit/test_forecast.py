@@ -52,7 +52,7 @@ def test_a_prompt_waits_for_what_is_before_it_at_its_worker() -> None:
     forecast = Forecast(num_running=1)
     for _ in range(20):
         forecast.computed(1000 - PROMPT_OVERHEAD_TOKENS, 1.0)
-    assert forecast.needed_s(0, 3000, 1000 - PROMPT_OVERHEAD_TOKENS, 0, 0) == pytest.approx(4.0)
+    assert forecast.needed_s(0, 3000, 1000 - PROMPT_OVERHEAD_TOKENS, 0, 0) == pytest.approx(4.0, rel=0.05)
 
 
 def test_what_tiny_prompts_take_is_not_held_against_long_ones() -> None:
@@ -74,3 +74,10 @@ def test_the_queue_counts_while_there_is_one() -> None:
     forecast.queued(2000.0)
     forecast.planned(100, 2000.0, is_last=True)  # it had room at once
     assert forecast.needed_s(1000, 0, 0, 0, 0) == pytest.approx(5.0)
+
+
+def test_one_tiny_prompt_that_met_a_pause_refuses_no_long_one() -> None:
+    """What is refused is never computed: nothing would correct it."""
+    forecast = Forecast(num_running=1)
+    forecast.computed(4, 2.0)
+    assert forecast.needed_s(0, 0, 3500, 0, 0) < 4

@@ -431,3 +431,30 @@ async def test_a_request_that_has_not_begun_may_go_to_any_model() -> None:
     await settle()
     assert len(cast(ScriptedSession, second.session).sent) == 1
     await asked.leave()
+
+
+async def test_new_requests_go_to_workers_of_one_kind() -> None:
+    """Other weights would give other answers. The kind is that of most decode workers, also when they change."""
+    bench = Bench()
+    bench.decode.record.compat_digest = "a"
+    other, third = bench.add("other", pb.Role.ROLE_DECODE, 512), bench.add("third", pb.Role.ROLE_DECODE, 2048)
+    other.record.compat_digest, third.record.compat_digest = "b", "a"
+    for handle, num_free in ((bench.decode, 5000), (third, 5000), (other, 9000)):  # `other` would be first choice
+        handle.set_load(load(num_free))
+    sessions = [cast(ScriptedSession, handle.session) for handle in (bench.decode, other, third)]
+    asked = [bench.request(f"r{number}") for number in range(4)]
+    await settle()
+    assert [len(session.sent) > 0 for session in sessions] == [True, False, True]
+    assert bench.pool.of_another_kind == ["other"]
+    assert {record.model.max_model_len for record in bench.pool.decode_records()} == {2048}
+    third.is_leaving = True
+    asked.append(bench.request("one of each kind: as before"))
+    await settle()
+    assert not sessions[1].sent
+    bench.decode.is_leaving = True
+    asked.append(bench.request("only the other kind is left"))
+    await settle()
+    assert len(sessions[1].sent) == 1
+    assert bench.pool.of_another_kind == ["d", "third"]
+    for each in asked:
+        await each.leave()

@@ -167,3 +167,26 @@ async def test_draining_is_part_of_the_load() -> None:
     load = EngineLoad(0, 0, 0, BlockLedger(1, 1, 0, 0, 0, 0))
     assert not load_message(load).is_draining
     assert load_message(load, is_draining=True).is_draining
+
+
+@pytest.mark.parametrize("how", ["router dies", "router falls silent"])
+async def test_the_end_of_a_session_cancels_all_its_streams(how: str) -> None:
+    bench = Bench(lease_ms=10_000 if how == "router dies" else 200)
+    router, other = await bench.router(), await bench.router()
+    for name in ("a", "b"):
+        router.send(generate=pb.EngineRequest(request_id=name, attempt=1))
+    other.send(generate=pb.EngineRequest(request_id="c", attempt=1))
+    await settle()
+    *mine, of_other = bench.role.streams
+    if how == "router dies":
+        router.task.cancel()
+    else:
+        for _ in range(4):
+            await asyncio.sleep(0.06)
+            other.send(beat=pb.Beat())
+    await asyncio.wait([router.task])
+    assert bench.role.cancelled == mine
+    assert [bench.host.find(stream.engine_id) for stream in mine] == [None, None]
+    assert bench.host.find(of_other.engine_id) is of_other
+    other.task.cancel()
+    await asyncio.wait([other.task])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import AsyncIterator, Callable
-from typing import cast
+from typing import Any, cast
 
 import grpc
 import pytest
@@ -420,3 +420,26 @@ async def test_a_session_lost_by_nobodys_fault_does_not_count(monkeypatch: pytes
                 await worker.lose_session(num_requests=5, code=None, is_leaving=True)
     assert worker.pool.ejected == []
     await worker.pool.close()
+
+
+async def test_a_pair_of_which_one_was_restarted_is_another() -> None:
+    bench = Bench(with_prefill=True)
+    for index in range(FAILURES_TO_EJECT):
+        asked = bench.request(f"r{index}")
+        await settle()
+        bench.d.say(f"r{index}", 1, granted=Grant(grant_id=1))
+        await settle()
+        bench.p.say(f"r{index}", 1, failed=pb.Failed(code=UNAVAILABLE, message="unreachable", can_retry=True))
+        await settle()
+        await asked.leave()
+    assert bench.pool.apart
+    del bench.pool._handles[bench.decode.key]
+    bench.decode.record.incarnation = "2"
+    session = ScriptedSession(bench.decode.key)
+    bench.decode.session = cast(Any, session)
+    bench.pool._handles[bench.decode.key] = bench.decode
+    asked = bench.request("r")
+    await settle()
+    assert session.sent[-1].WhichOneof("command") == "reserve"
+    assert not bench.pool.apart
+    await asked.leave()
