@@ -62,6 +62,9 @@ class DecodeService:
             num_grants_issued=counters.num_issued,
         )
 
+    def open_grants(self) -> dict[int, tuple[int, ...]]:
+        return self._receiver.open_grants()
+
     async def start(self, address: str) -> None:
         await self._receiver.start(address)
         self._server.set_serving(SERVICE_NAME, True)

@@ -205,6 +205,10 @@ class LLMEngine:
         """The ledger, and what a recount of the whole pool finds wrong."""
         return self.block_manager.ledger(), self.block_manager.check_integrity()
 
+    def granted_block_ids(self) -> set[int]:
+        """Blocks that are reserved for KV from elsewhere."""
+        return {block_id for seq in self._scheduler.granted.values() for block_id in seq.block_table}
+
     # -- inside -------------------------------------------------------------------------------------------------
 
     def _note(self, scheduled: SchedulerOutput, outputs: list[RequestOutput], seconds: float) -> None:

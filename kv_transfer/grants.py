@@ -322,6 +322,15 @@ class GrantTable:
         entry = self._entries.get(grant_id)
         return None if entry is None else entry.state
 
+    def open_grants(self) -> dict[int, tuple[int, ...]]:
+        """The blocks of each grant that promises memory now, or did and may still be written to, by grant id. Not of
+        those being committed, whose blocks are on their way to another owner."""
+        return {
+            grant_id: entry.grant.block_ids
+            for grant_id, entry in self._entries.items()
+            if entry.state in (GrantState.GRANTED, GrantState.QUARANTINED)
+        }
+
     def reserved_block_ids(self) -> list[int]:
         """Blocks of all grants that are neither committed nor freed, cached ones included."""
         return [block_id for entry in self._entries.values() for block_id in entry.grant.block_ids]

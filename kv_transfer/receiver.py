@@ -136,6 +136,10 @@ class KVReceiver:
         """That are neither committed nor freed."""
         return self._table.num_grants
 
+    def open_grants(self) -> dict[int, tuple[int, ...]]:
+        """By id, the blocks of each grant that promises memory now, or did and may still be written to."""
+        return self._table.open_grants()
+
     @property
     def reserved_block_ids(self) -> list[int]:
         """Blocks of grants that are neither committed nor freed: the ledger's `num_grant`, block by block."""

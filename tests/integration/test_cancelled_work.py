@@ -97,7 +97,8 @@ class Worker:
     async def is_at_rest(self) -> bool:
         ledger, problems = await self.process.engine.call(lambda engine: engine.audit())
         assert not problems
-        return ledger.num_free + ledger.num_cached == ledger.num_blocks
+        is_free = ledger.num_free + ledger.num_cached == ledger.num_blocks
+        return is_free and not self.process.role.open_grants()
 
 
 @dataclass
@@ -232,9 +233,9 @@ def reached(caplog: pytest.LogCaptureFixture, point: str) -> bool:
     return any(getattr(record, "point", "") == point for record in caplog.records)
 
 
-def arm(patch: pytest.MonkeyPatch, point: str) -> None:
+def arm(patch: pytest.MonkeyPatch, point: str, held_s: float = HELD_S) -> None:
     """Whoever comes by is held there."""
-    patch.setattr(failpoints, "_armed", failpoints.parse(f"{point}=delay:{HELD_S}"))
+    patch.setattr(failpoints, "_armed", failpoints.parse(f"{point}=delay:{held_s}"))
 
 
 async def test_while_it_waits_in_the_router(cluster: Cluster) -> None:
@@ -276,10 +277,13 @@ async def test_while_it_waits_in_the_prefill_worker(cluster: Cluster) -> None:
 async def test_while_it_has_memory_and_nothing_else(
     cluster: Cluster, point: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    arm(monkeypatch, point)
+    arm(monkeypatch, point, held_s=2)
     asked = Asked(cluster)
     await asked.wait_for(lambda: reached(caplog, point), "memory is reserved")
     await asked.leave()
+    await cluster.wait_until_at_rest()
+    for worker in cluster.workers:  # what was held goes on, and must find that nobody wants it any more
+        await asyncio.wait_for(worker.process.host.wait_for_tasks(), 10)
     await cluster.wait_until_at_rest()
     assert asked.computed == (0, 0)
 

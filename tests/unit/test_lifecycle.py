@@ -20,6 +20,7 @@ from router.prefix_lookup import PrefixLookup
 from router.queue import RequestQueue
 from router.request_state import AttemptNumbers, Event, WorkerKey, WorkerLost, WorkerSaid
 from router.retry_budget import RetryBudget
+from router.servicer import _until_deadline
 from router.worker_handle import WorkerHandle
 from router.worker_pool import WorkerPool
 from router.worker_session import Inbox
@@ -458,3 +459,21 @@ async def test_new_requests_go_to_workers_of_one_kind() -> None:
     assert bench.pool.of_another_kind == ["d", "third"]
     for each in asked:
         await each.leave()
+
+
+async def test_a_deadline_that_passes_ends_the_answer_and_closes_it() -> None:
+    """The router's own: a client's clock and gRPC's server may be late."""
+    is_closed = asyncio.Event()
+
+    async def answer() -> AsyncGenerator[inference_pb.GenerateResponse, None]:
+        try:
+            yield inference_pb.GenerateResponse(token_ids=[1])
+            await asyncio.Event().wait()
+        finally:
+            is_closed.set()
+
+    responses = _until_deadline(answer(), 0.05)
+    assert list((await anext(responses)).token_ids) == [1]
+    with pytest.raises(DeadlinePassed):
+        await anext(responses)
+    assert is_closed.is_set()

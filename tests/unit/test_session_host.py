@@ -15,6 +15,7 @@ from protos import tandem_worker_pb2 as pb
 from rpc.errors import Draining, LeaseGone
 from rpc.session import PROTOCOL_VERSION
 from worker_service.messages import load_message
+from worker_service.servicer import stale_grants
 from worker_service.sessions import RouterSession, SessionHost, Stream
 
 INCARNATION = "i"
@@ -190,3 +191,11 @@ async def test_the_end_of_a_session_cancels_all_its_streams(how: str) -> None:
     assert bench.host.find(of_other.engine_id) is of_other
     other.task.cancel()
     await asyncio.wait([other.task])
+
+
+def test_an_audit_sees_promises_of_memory_that_is_nobodys() -> None:
+    before = {1: (5, 6), 2: (7,), 3: (8,)}
+    assert stale_grants(before, before, {5, 6, 7, 8}) == []
+    assert stale_grants(before, {1: (5, 6), 2: (7,)}, {5, 7}) == [
+        "grant 1 names blocks that are not reserved for it: [6]"
+    ], "the third went meanwhile"
