@@ -35,6 +35,9 @@ class Kind(NamedTuple):
     code: str | None
 
 
+RETRY_AFTER_S = 1.0
+"""Where nobody is there to say when: as for a router that is being restarted."""
+UNAVAILABLE = Kind(503, "server_error", "unavailable")
 KINDS: dict[type[TandemError], Kind] = {
     InvalidRequest: Kind(400, "invalid_request_error", None),
     NotFound: Kind(404, "invalid_request_error", "not_found"),
@@ -42,10 +45,10 @@ KINDS: dict[type[TandemError], Kind] = {
     Overloaded: Kind(429, "rate_limit_error", "rate_limit_exceeded"),
     RequestCancelled: Kind(499, "server_error", "cancelled"),
     DeadlinePassed: Kind(504, "server_error", "deadline_exceeded"),
-    NoWorker: Kind(503, "server_error", "unavailable"),
-    Draining: Kind(503, "server_error", "unavailable"),
-    Unreachable: Kind(503, "server_error", "unavailable"),
-    LeaseGone: Kind(503, "server_error", "unavailable"),
+    NoWorker: UNAVAILABLE,
+    Draining: UNAVAILABLE,
+    Unreachable: UNAVAILABLE,
+    LeaseGone: UNAVAILABLE,
     Incompatible: Kind(500, "server_error", "internal_error"),
     CorruptKV: Kind(500, "server_error", "internal_error"),
     InternalError: Kind(500, "server_error", "internal_error"),
@@ -89,7 +92,10 @@ def refusal_of(error: TandemError) -> Refusal:
         if param == "model":
             kind = MODEL_NOT_FOUND
     message = error.message.replace("sampling_params.", "")
-    return Refusal(kind, message, param=param, retry_after_s=error.retry_after_s)
+    retry_after_s = error.retry_after_s
+    if retry_after_s is None and kind.status == UNAVAILABLE.status:
+        retry_after_s = RETRY_AFTER_S
+    return Refusal(kind, message, param=param, retry_after_s=retry_after_s)
 
 
 def _name_in_body(field: str) -> str | None:

@@ -376,6 +376,7 @@ async def test_without_a_router_it_says_so() -> None:
         assert (await other.get(f"{url}/health")).status_code == 503
         refused = await other.post(f"{url}/v1/completions", json={"prompt": "a"})
         assert (refused.status_code, refused.json()["error"]["code"]) == (503, "unavailable")
+        assert refused.headers["retry-after"] == "1"
         stop.set()
         await running
 
