@@ -6,6 +6,7 @@ refused, too: whoever asks for something and does not get it must hear of it. Bo
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal, cast
 
@@ -57,7 +58,7 @@ class StreamOptions(BaseModel):
     """The usage so far in every event."""
 
 
-class Asked(BaseModel):
+class Asked(BaseModel, ABC):
     """What both kinds of request share."""
 
     model_config = ConfigDict(extra="forbid", strict=False, protected_namespaces=())
@@ -110,9 +111,9 @@ class Asked(BaseModel):
         given = {name: getattr(self, name) for name in self.DIRECT}
         return cast(Sampling, {name: value for name, value in given.items() if value is not None})
 
+    @abstractmethod
     def prompts(self) -> list[Prompt]:
         """One for each choice."""
-        raise NotImplementedError
 
     @property
     def includes_usage(self) -> bool:

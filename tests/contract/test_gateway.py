@@ -69,8 +69,7 @@ class Router(tandem_inference_pb2_grpc.InferenceServicer):  # type: ignore[misc]
         yield last(len(words), num_prompt=len(words))
 
     async def endless(self, request: pb.GenerateRequest) -> AsyncIterator[pb.GenerateResponse]:
-        """One token, and then none until it is cancelled, or, as for a client that waits for it, for the prompt "wait"
-        none at all."""
+        """One token, and then none until it is cancelled; for the prompt "wait" not even one."""
         if request.text != "wait":
             yield tokens(0, 1, text="once")
         await asyncio.Event().wait()

@@ -236,8 +236,8 @@ async def test_a_prefill_worker_that_fails_or_cannot_hand_over_is_not_needed(cod
     await asked.leave()
 
 
-async def test_a_pair_that_is_kept_apart_works_with_others() -> None:
-    bench = Bench(with_prefill=True)
+async def fail_transfers(bench: Bench) -> None:
+    """Between the prefill worker and `d`, as often as sets them apart."""
     for index in range(FAILURES_TO_EJECT):
         asked = bench.request(f"r{index}")
         await settle()
@@ -246,6 +246,11 @@ async def test_a_pair_that_is_kept_apart_works_with_others() -> None:
         bench.p.say(f"r{index}", 1, failed=pb.Failed(code=UNAVAILABLE, message="unreachable", can_retry=True))
         await settle()
         await asked.leave()
+
+
+async def test_a_pair_that_is_kept_apart_works_with_others() -> None:
+    bench = Bench(with_prefill=True)
+    await fail_transfers(bench)
     other = bench.add("other", pb.Role.ROLE_DECODE, 2048)
     bench.decode.is_full = True
     asked = bench.request("r")
@@ -424,14 +429,7 @@ async def test_a_session_lost_by_nobodys_fault_does_not_count(monkeypatch: pytes
 
 async def test_a_pair_of_which_one_was_restarted_is_another() -> None:
     bench = Bench(with_prefill=True)
-    for index in range(FAILURES_TO_EJECT):
-        asked = bench.request(f"r{index}")
-        await settle()
-        bench.d.say(f"r{index}", 1, granted=Grant(grant_id=1))
-        await settle()
-        bench.p.say(f"r{index}", 1, failed=pb.Failed(code=UNAVAILABLE, message="unreachable", can_retry=True))
-        await settle()
-        await asked.leave()
+    await fail_transfers(bench)
     assert bench.pool.apart
     del bench.pool._handles[bench.decode.key]
     bench.decode.record.incarnation = "2"
