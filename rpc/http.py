@@ -78,6 +78,8 @@ def _listen(address: str) -> socket.socket:
         listener.listen(1024)
     except OSError as error:
         listener.close()
-        raise CannotListen(f"cannot listen on {address}: {error.strerror}; name another port (of tandem up: --http-port)") from error
+        raise CannotListen(
+            f"cannot listen on {address}: {error.strerror}; take another port (tandem up: --http-port)"
+        ) from error
     listener.setblocking(False)
     return listener
