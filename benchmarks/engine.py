@@ -211,7 +211,7 @@ def compare(case: Case, names: list[str], rounds: int, flags: list[str]) -> None
         cells = "".join(f" {row[name]:>8.0f} {row[f'against_{name}']:>6.2f}" for name in names)
         click.echo(f"{row['phase']:<8} {row['batch_size']:>5} {row['prompt_tokens']:>6} {row['tandem']:>8.0f}{cells}")
     summary = {"benchmark": "engine", "against": names, "rounds": rounds, "case": asdict(case)} | machine()
-    save("engine", summary | {"results": rows}, lambda axes: plot(axes, rows, ["tandem", *names]))
+    save("engine", summary | {"results": rows}, lambda figure: plot(figure.add_subplot(), rows, ["tandem", *names]))
 
 
 def measure_tandem(case: Case, flags: list[str]) -> Rates:

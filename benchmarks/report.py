@@ -16,7 +16,7 @@ RESULTS = Path(__file__).with_name("results")
 
 
 def save(name: str, summary: dict[str, Any], draw: Callable[[Any], None]) -> None:
-    """`draw` gets matplotlib's axes. Without matplotlib there is no picture, which is said."""
+    """`draw` gets matplotlib's empty figure. Without matplotlib there is no picture, which is said."""
     RESULTS.mkdir(exist_ok=True)
     path = RESULTS / f"{name}-{time.strftime('%Y-%m-%d-%H%M')}-{summary.get('commit') or 'local'}.json"
     path.write_text(json.dumps(summary, indent=1) + "\n")
@@ -28,10 +28,9 @@ def save(name: str, summary: dict[str, Any], draw: Callable[[Any], None]) -> Non
     except ImportError:
         print("no plot: pip install matplotlib draws one", file=sys.stderr)
     else:
-        figure, axes = pyplot.subplots(figsize=(9, 4.5))
-        draw(axes)
-        axes.set_title(f"{name}, {summary.get('cpu', '')}, commit {summary.get('commit')}")
-        figure.tight_layout()
+        figure = pyplot.figure(figsize=(10, 4), layout="constrained")
+        draw(figure)
+        figure.supxlabel(f"{name}, {summary.get('cpu', '')}, commit {summary.get('commit')}", fontsize=8)
         figure.savefig(path.with_suffix(".png"), dpi=120)
     print(f"kept in {path.parent.name}/{path.name}", file=sys.stderr)
     print(json.dumps(summary))

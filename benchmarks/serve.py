@@ -3,10 +3,12 @@
     python benchmarks/serve.py                                   # Tandem 1P+1D
     python benchmarks/serve.py --against vllm --rates 2,4,inf    # and vllm serve, one after the other
     python benchmarks/serve.py --arrangements 1p1d,2d            # disaggregated against aggregated
+    python benchmarks/serve.py --trace conversation_trace.jsonl --trace-length-factor 0.0625 --rates 0.5,1
 
-Poisson arrivals, random prompts (a new seed for every run: no prefix cache answers), greedy answers of one length. One
-client for all (`tandem/bench/`), on the same cores as the server. A server's goodput is the highest rate of those
-tried at which 99 % of the requests were good: first token within a second, the others at most 50 ms apart on average.
+Poisson arrivals, random prompts (a new seed for every run: no prefix cache answers), greedy answers of one length; or
+a trace, stretched to each rate, with the prefixes that its prompts share. One client for all (`tandem/bench/`), on the
+same cores as the server. A server's goodput is the highest rate of those tried at which 99 % of the requests were good:
+by default, first token within a second, the others at most 50 ms apart on average.
 """
 
 from __future__ import annotations
@@ -15,6 +17,8 @@ import asyncio
 import json
 import re
 import sys
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -27,12 +31,12 @@ if __name__ == "__main__":
 from benchmarks import targets
 from benchmarks.machine import machine
 from benchmarks.report import save
+from tandem.bench.plots import plain_numbers
 from tandem.bench.run import run_load
-from tandem.bench.summary import Summary, max_good_rate, summarise
+from tandem.bench.summary import GOOD_SHARE, Summary, max_good_rate, parse_goodput, summarise
+from tandem.bench.traces import Record, read_trace, trace_workload
 from tandem.bench.workload import RandomShape, TokenSource, Workload, random_workload, warm_up_workload
 
-MAX_TPOT_MS = 50.0
-OBJECTIVES = {"ttft": 1000.0, "tpot": MAX_TPOT_MS}
 PERCENTILES = (50, 99)
 COLUMNS = {
     "request_throughput": "req/s",
@@ -57,14 +61,36 @@ def target_of(name: str) -> targets.Target:
     return targets.tandem(num_prefill=int(match[1] or 0), num_decode=int(match[2]), transport=match[3] or "grpc")
 
 
-async def measure(name: str, workloads: list[Workload], source: TokenSource) -> list[Summary]:
+@dataclass(frozen=True, kw_only=True)
+class Traffic:
+    """What every server gets, at every rate: a trace, or else random prompts."""
+
+    num_requests: int
+    shape: RandomShape
+    records: list[Record]
+    """Of the trace; empty: random prompts."""
+    length_factor: float
+    max_total_len: int
+
+    def workload(self, rate: float, source: TokenSource) -> Workload:
+        if not self.records:
+            return random_workload(self.shape, source, rate=rate, count=self.num_requests)
+        workload = trace_workload(
+            self.records, source, length_factor=self.length_factor, rate=rate, max_total_len=self.max_total_len
+        )
+        return replace(workload, request_rate=rate)
+
+
+async def measure(
+    name: str, workloads: list[Workload], source: TokenSource, objectives: dict[str, float]
+) -> list[Summary]:
     """Start the server, warm it up, run the workloads one after the other, stop it."""
     async with target_of(name)() as backend:
         await run_load(warm_up_workload(workloads[0], source, 4), backend)
         summaries = []
         for workload in workloads:
             outcomes = await run_load(workload, backend)
-            summary = summarise(workload.request_rate, outcomes, objectives=OBJECTIVES, percentiles=PERCENTILES)
+            summary = summarise(workload.request_rate, outcomes, objectives=objectives, percentiles=PERCENTILES)
             if not summary.completed:
                 raise click.ClickException(f"{name} answered no request: {outcomes[0].code} {outcomes[0].message}")
             summaries.append(summary)
@@ -88,6 +114,10 @@ def row_of(name: str, summary: Summary) -> str:
 @click.option("--requests", "num_requests", default=64, show_default=True, help="Per rate.")
 @click.option("--input-tokens", default=256, show_default=True)
 @click.option("--output-tokens", default=64, show_default=True)
+@click.option("--trace", "trace_path", default="", help="File of real traffic, instead of random prompts.")
+@click.option("--trace-length-factor", default=1.0, show_default=True, help="Multiplies all lengths of the trace.")
+@click.option("--trace-max-total-len", default=4000, show_default=True, help="Leave out what is longer, scaled.")
+@click.option("--goodput", default="ttft:1000 tpot:50", show_default=True, help="What a good answer is, in ms.")
 @click.option("--rounds", default=1, show_default=True, help="How often each server is measured, in turn.")
 @click.option("--seed", default=1, show_default=True, help="Of the first run; each run has its own.")
 def main(
@@ -97,6 +127,10 @@ def main(
     num_requests: int,
     input_tokens: int,
     output_tokens: int,
+    trace_path: str,
+    trace_length_factor: float,
+    trace_max_total_len: int,
+    goodput: str,
     rounds: int,
     seed: int,
 ) -> None:
@@ -104,48 +138,68 @@ def main(
     names = [*arrangements.split(","), *(name for name in against.split(",") if name)]
     for name in names:
         target_of(name)
+    objectives = parse_goodput(goodput)
+    traffic = Traffic(
+        num_requests=num_requests,
+        shape=RandomShape(input_len=input_tokens, output_len=output_tokens),
+        records=read_trace(Path(trace_path), limit=num_requests) if trace_path else [],
+        length_factor=trace_length_factor,
+        max_total_len=trace_max_total_len,
+    )
     seeds = count(seed * 1000)
-    shape = RandomShape(input_len=input_tokens, output_len=output_tokens)
     click.echo(f"{'server':<9} {'rate':>5} {'failed':>6} " + " ".join(f"{heading:>6}" for heading in COLUMNS.values()))
     results: dict[str, list[Summary]] = {name: [] for name in names}
     for _ in range(rounds):
         for name in names:
             sources = [TokenSource(seed=next(seeds)) for _ in rates.split(",")]
             workloads = [
-                random_workload(shape, source, rate=float(rate), count=num_requests)
-                for source, rate in zip(sources, rates.split(","), strict=True)
+                traffic.workload(float(rate), source) for source, rate in zip(sources, rates.split(","), strict=True)
             ]
-            results[name] += asyncio.run(measure(name, workloads, sources[0]))
+            results[name] += asyncio.run(measure(name, workloads, sources[0], objectives))
+    what = f"{input_tokens} in, {output_tokens} out"
+    if trace_path:
+        what = f"{Path(trace_path).stem}, lengths x {trace_length_factor:g}"
     summary: dict[str, Any] = {
         "benchmark": "serve",
-        "input_tokens": input_tokens,
-        "output_tokens": output_tokens,
+        "traffic": what,
         "num_requests": num_requests,
+        "objectives_ms": objectives,
         "goodput": {name: max_good_rate(summaries) for name, summaries in results.items()},
         "results": {name: [s.to_dict() for s in summaries] for name, summaries in results.items()},
     }
     click.echo(f"goodput: {json.dumps(summary['goodput'])}")
-    save(
-        "serve",
-        summary | machine(),
-        lambda axes: plot(axes, results),
-    )
+    save("serve", summary | machine(), lambda figure: draw(figure, what, results, objectives))
 
 
-def plot(axes: Any, results: dict[str, list[Summary]]) -> None:
-    """p99 gap between tokens over the rate."""
-    for name, summaries in results.items():
-        points = sorted(
-            (s.request_rate, s.spreads["itl"].percentiles[99])
-            for s in summaries
-            if s.request_rate != float("inf") and "itl" in s.spreads
-        )
-        axes.plot([rate for rate, _ in points], [itl for _, itl in points], marker="o", label=name)
-    axes.axhline(MAX_TPOT_MS, color="grey", linewidth=0.5)
-    axes.set_xlabel("requests/s")
-    axes.set_ylabel("p99 gap between tokens, ms")
-    axes.set_yscale("log")  # servers are not a few per cent apart
-    axes.legend()
+def draw(figure: Any, what: str, results: dict[str, list[Summary]], objectives: dict[str, float]) -> None:
+    """Over the rate: p99 of the first token and of the gaps, and how many answers were good."""
+
+    def p99(metric: str, summary: Summary) -> float:
+        return summary.spreads[metric].percentiles[99]
+
+    panels: list[tuple[str, Callable[[Summary], float], float | None]] = [
+        ("p99 TTFT, ms", lambda s: p99("ttft", s), objectives.get("ttft")),
+        ("p99 gap between tokens, ms", lambda s: p99("itl", s), None),
+        ("good answers, %", lambda s: 100 * (s.good_share or 0.0), 100 * GOOD_SHARE),
+    ]
+    for position, (title, value, bound) in enumerate(panels, 1):
+        axes = figure.add_subplot(1, len(panels), position)
+        for name, summaries in results.items():
+            points = sorted((s.request_rate, value(s)) for s in summaries if s.request_rate != float("inf"))
+            label = name if name == "vllm" else f"tandem {name}"
+            axes.plot([rate for rate, _ in points], [v for _, v in points], marker="o", markersize=3, label=label)
+        if bound is not None:
+            axes.axhline(bound, color="grey", linewidth=0.8, linestyle="--")
+        axes.set_title(title, fontsize=10)
+        axes.set_xlabel("requests/s")
+        axes.grid(alpha=0.25)
+        if "ms" in title:
+            axes.set_yscale("log")  # servers are not a few per cent apart
+            plain_numbers(axes)
+        else:
+            axes.set_ylim(0, 103)
+    figure.axes[0].legend(fontsize=8)
+    figure.suptitle(what, fontsize=11)
 
 
 if __name__ == "__main__":

@@ -62,6 +62,8 @@ class SchedulerConfig:
     """Token budget of one step."""
     prefill_chunk_tokens: int
     """At most this many prompt tokens of one sequence in one step."""
+    prefill_batch_tokens: int
+    """A step takes in no further prompt once it has this many tokens of prompts."""
     max_itl_ms: float
     """Aim for a step that decodes and prefills (engine/pace.py); 0: none."""
 
@@ -128,6 +130,13 @@ class EngineArgs:
     prefill_chunk_tokens: int = field(
         default=0, metadata={"help": "Most prompt tokens of one sequence in one step. 0: max-num-batched-tokens."}
     )
+    prefill_batch_tokens: int = field(
+        default=0,
+        metadata={
+            "help": "Prompts share a step until they have this many tokens together: where the device is busy with "
+            "them, more would make the first wait for the last. 0: 256 on a CPU, max-num-batched-tokens on a GPU."
+        },
+    )
     max_itl_ms: float = field(
         default=40.0,
         metadata={
@@ -176,6 +185,9 @@ class EngineArgs:
         )
         _check(
             self.prefill_chunk_tokens >= 0, f"prefill_chunk_tokens must be at least 0, is {self.prefill_chunk_tokens}"
+        )
+        _check(
+            self.prefill_batch_tokens >= 0, f"prefill_batch_tokens must be at least 0, is {self.prefill_batch_tokens}"
         )
         _check(0 <= self.max_itl_ms <= 3.6e6, f"max_itl_ms must be in [0, 3600000], is {self.max_itl_ms}")
         _check(self.num_threads >= 0, f"num_threads must be at least 0, is {self.num_threads}")

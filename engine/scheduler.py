@@ -7,9 +7,10 @@ Owns every sequence of the engine, by where it is in its life (see `engine.seque
     granted ──commit──> running
 
 One step: `schedule` picks tokens up to the budget, decoding sequences first, so that a long prompt never makes the
-others wait for more than one chunk; `apply` appends what was sampled. A sequence is admitted when the pool has blocks
-for all its tokens; when a running one cannot grow, the youngest running sequence is preempted and later recomputed.
-First come, first served: nothing overtakes the head of `waiting`, so nothing starves.
+others wait for more than one chunk, and prompts one after the other once they are enough to keep the device busy, so
+that the first does not wait for the last; `apply` appends what was sampled. A sequence is admitted when the pool has
+blocks for all its tokens; when a running one cannot grow, the youngest running sequence is preempted and later
+recomputed. First come, first served: nothing overtakes the head of `waiting`, so nothing starves.
 """
 
 from __future__ import annotations
@@ -167,13 +168,14 @@ class Scheduler:
         budget -= len(decoding)
         if decoding and max_prefill_tokens is not None:
             budget = min(budget, max_prefill_tokens)
+        num_wanted_tokens = min(budget, self._config.prefill_batch_tokens)
         prefilling: list[ScheduledSequence] = []
-        for seq in self._prefill_candidates():
-            if budget == 0:
-                break
+        candidates = self._prefill_candidates()
+        while num_wanted_tokens > 0 and (seq := next(candidates, None)) is not None:
             num_new_tokens = min(seq.num_uncomputed_tokens, self._config.prefill_chunk_tokens, budget)
             prefilling.append(ScheduledSequence(seq, num_new_tokens))
             budget -= num_new_tokens
+            num_wanted_tokens -= num_new_tokens
         scheduled = decoding + prefilling
         return SchedulerOutput(scheduled, copies, [e for s in scheduled if (e := self._export(s)) is not None])
 
@@ -196,7 +198,7 @@ class Scheduler:
         return decoding
 
     def _prefill_candidates(self) -> Iterator[Sequence]:
-        """Running sequences that still prefill, then newly admitted ones, as long as the caller has budget."""
+        """Running sequences that still prefill, then newly admitted ones: each is admitted as it is taken."""
         yield from [seq for seq in self.running if seq.num_uncomputed_tokens > 1]
         while self.waiting and len(self.running) < self._config.max_num_seqs:
             seq = self.waiting[0]

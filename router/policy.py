@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 
 from router.request_state import Plan, WorkerKey
 
-STALL_WEIGHT = 0.25
+STALL_WEIGHT = 0.1
 """What a second of delay within a stream costs, of what it costs before the first token. It is hardly felt: a decode
 worker cuts prompts so that its streams go on, only slower (engine/pace.py)."""
 

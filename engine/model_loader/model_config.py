@@ -31,6 +31,9 @@ from engine.models import DecoderConfig, load_decoder_config
 from prefix_hash import prefix_key
 from prefix_hash.compat import join_parts
 
+CPU_PREFILL_BATCH_TOKENS = 256
+"""So many rows keep a core's products at its limit; twice as many take twice as long."""
+
 
 def make_engine_config(args: EngineArgs, folder: Path) -> EngineConfig:
     """Raises `ValueError` naming the field and its bound, or what config.json lacks."""
@@ -56,6 +59,8 @@ def make_engine_config(args: EngineArgs, folder: Path) -> EngineConfig:
             max_num_seqs=args.max_num_seqs,
             max_num_batched_tokens=args.max_num_batched_tokens,
             prefill_chunk_tokens=args.prefill_chunk_tokens or args.max_num_batched_tokens,
+            prefill_batch_tokens=args.prefill_batch_tokens
+            or (CPU_PREFILL_BATCH_TOKENS if device == "cpu" else args.max_num_batched_tokens),
             max_itl_ms=args.max_itl_ms,
         ),
         device=DeviceConfig(device=device, num_threads=args.num_threads, attention_backend=backend),

@@ -55,7 +55,7 @@ def _svg_of(figure: Any) -> str:
     return text[text.index("<svg") :]
 
 
-def _plain_numbers(axes: Any) -> None:
+def plain_numbers(axes: Any) -> None:
     """1000, not 10 to the third."""
     from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
@@ -88,7 +88,7 @@ def _latency(figure: Any, report: Report) -> bool:
         axes.set_title(f"{metric.upper()}, ms")
         axes.set_xlabel("requests/s")
         axes.set_yscale("log")
-        _plain_numbers(axes)
+        plain_numbers(axes)
         axes.legend(fontsize=8)
     if len(answered) > len(curve):
         figure.supxlabel("crosses: all at once, at the rate that was done", fontsize=8)
@@ -130,7 +130,7 @@ def _gaps(figure: Any, report: Report) -> bool:
     axes.set_xlabel("seconds since the run's start")
     axes.set_ylabel("ms between tokens (line: p99, dots: p50)")
     axes.set_yscale("log")
-    _plain_numbers(axes)
+    plain_numbers(axes)
     axes.legend(fontsize=8, title="requests/s")
     return True
 

@@ -183,7 +183,11 @@ class Engine:
         )
         self.blocks.world = world
         config = SchedulerConfig(
-            max_num_seqs=8, max_num_batched_tokens=64, prefill_chunk_tokens=BLOCK_SIZE, max_itl_ms=0
+            max_num_seqs=8,
+            max_num_batched_tokens=64,
+            prefill_chunk_tokens=BLOCK_SIZE,
+            prefill_batch_tokens=64,
+            max_itl_ms=0,
         )
         self.scheduler = Scheduler(config, self.blocks, max_model_len=100, eos_token_ids=frozenset())
         self.commands: list[tuple[Callable[[Engine], Any], asyncio.Future[Any] | None]] = []

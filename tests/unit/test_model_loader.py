@@ -264,6 +264,8 @@ def test_pool_size_from_gibibytes(tmp_path: Path) -> None:
     assert config.cache.num_blocks == 20
     assert config.scheduler.prefill_chunk_tokens == config.scheduler.max_num_batched_tokens == 2048
     assert config_of(folder_with(tmp_path / "m"), prefill_chunk_tokens=7).scheduler.prefill_chunk_tokens == 7
+    assert config.scheduler.prefill_batch_tokens == 256
+    assert config_of(folder_with(tmp_path / "m"), prefill_batch_tokens=7).scheduler.prefill_batch_tokens == 7
 
 
 # --- finding

@@ -57,7 +57,7 @@ def test_the_longest_cached_prefix_wins_unless_its_owner_is_much_busier() -> Non
 
 
 def test_a_prefix_on_the_decode_side_counts() -> None:
-    plan = choose(800, [prefill("p")], [decode("cold"), decode("warm", cached=30, used=20, running=8)])
+    plan = choose(800, [prefill("p")], [decode("cold"), decode("warm", cached=30, used=20, running=20)])
     assert plan == Plan(key("warm"), key("p"))
 
 
@@ -86,7 +86,7 @@ def test_without_room_a_request_waits(candidates: list[DecodeCandidate]) -> None
 
 def test_behind_too_long_a_backlog_a_request_waits() -> None:
     backlog = PolicyConfig().max_prefill_backlog_tokens
-    busy = decode("d", running=200)
+    busy = decode("d", running=500)
     assert choose(800, [prefill("p", queued=backlog + 1)], [busy]) is None
     assert choose(800, [prefill("p", queued=backlog)], [busy]) == Plan(key("d"), key("p"))
 
@@ -103,19 +103,19 @@ def test_an_idle_decode_worker_takes_part_in_a_burst() -> None:
 
 
 def test_a_busy_decode_worker_is_left_alone() -> None:
-    assert choose(800, [prefill("p", queued=2 * 800)], [decode("d", running=8)]) == Plan(key("d"), key("p"))
-    assert choose(800, [prefill("p", queued=2 * 800 + 1)], [decode("d", running=8)]) == Plan(key("d"), None)
+    assert choose(800, [prefill("p", queued=2 * 800)], [decode("d", running=20)]) == Plan(key("d"), key("p"))
+    assert choose(800, [prefill("p", queued=2 * 800 + 1)], [decode("d", running=20)]) == Plan(key("d"), None)
 
 
 def test_whoever_has_no_such_backlog_is_asked_instead() -> None:
     overdone = prefill("p", queued=PolicyConfig().max_prefill_backlog_tokens + 1, cached=5000)
-    assert choose(80_000, [overdone, prefill("q")], [decode("d", available=9000, running=200)]) == Plan(
+    assert choose(80_000, [overdone, prefill("q")], [decode("d", available=9000, running=500)]) == Plan(
         key("d"), key("q")
     )
 
 
 def test_a_worker_that_failed_is_the_last_choice() -> None:
-    decodes = [decode("bad", cached=30, running=8), decode("d")]
+    decodes = [decode("bad", cached=30, running=20), decode("d")]
     assert choose(800, [prefill("p")], decodes, avoid=("bad",)) == Plan(key("d"), key("p"))
     assert choose(800, [prefill("p")], decodes[:1], avoid=("bad",)) == Plan(key("bad"), key("p"))
 

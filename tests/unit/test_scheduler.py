@@ -12,11 +12,14 @@ from engine.sequence import INVALID_TOKEN, SchedulerOutput, Sequence, SequenceSt
 EOS = 1
 
 
-def make(*, num_blocks: int = 64, budget: int = 16, chunk: int = 8, max_num_seqs: int = 8) -> Scheduler:
+def make(
+    *, num_blocks: int = 64, budget: int = 16, chunk: int = 8, batch: int = 64, max_num_seqs: int = 8
+) -> Scheduler:
     manager = BlockManager(num_blocks=num_blocks, block_size=4, prefix_key=b"k" * 32, enable_prefix_caching=True)
     config = SchedulerConfig(
-        max_num_seqs=max_num_seqs, max_num_batched_tokens=budget, prefill_chunk_tokens=chunk, max_itl_ms=0
-    )
+        max_num_seqs=max_num_seqs, max_num_batched_tokens=budget, prefill_chunk_tokens=chunk,
+        prefill_batch_tokens=batch, max_itl_ms=0,
+    )  # fmt: skip
     return Scheduler(config, manager, max_model_len=100, eos_token_ids=frozenset({EOS}))
 
 
@@ -103,6 +106,17 @@ def test_the_budget_bounds_a_step() -> None:
     for name in "abc":
         scheduler.add(sequence(name, 8))
     assert plan(step(scheduler)) == [("a", 8), ("b", 2)]
+
+
+def test_prompts_share_a_step_until_they_are_enough() -> None:
+    """The first does not wait for one that only makes the step longer."""
+    scheduler = make(budget=40, chunk=40, batch=6)
+    for name in "abcde":
+        scheduler.add(sequence(name, 10 if name == "d" else 4))
+    assert plan(step(scheduler)) == [("a", 4), ("b", 4)]
+    assert [seq.request_id for seq in scheduler.waiting] == ["c", "d", "e"]
+    assert plan(step(scheduler)) == [("a", 1), ("b", 1), ("c", 4), ("d", 10)]
+    assert plan(step(scheduler)) == [("a", 1), ("b", 1), ("c", 1), ("d", 1), ("e", 4)]
 
 
 def test_nothing_overtakes_the_head_of_the_queue() -> None:

@@ -70,7 +70,11 @@ class SchedulerMachine(RuleBasedStateMachine):
             num_blocks=num_blocks, block_size=block_size, prefix_key=b"k" * 32, enable_prefix_caching=caching
         )
         config = SchedulerConfig(
-            max_num_seqs=8, max_num_batched_tokens=budget, prefill_chunk_tokens=max(1, budget // 2), max_itl_ms=0
+            max_num_seqs=8,
+            max_num_batched_tokens=budget,
+            prefill_chunk_tokens=max(1, budget // 2),
+            prefill_batch_tokens=64,
+            max_itl_ms=0,
         )
         self.scheduler = Scheduler(config, self.manager, max_model_len=MAX_MODEL_LEN, eos_token_ids=frozenset({EOS}))
         self.pool = Pool(num_blocks, block_size)
