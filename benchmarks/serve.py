@@ -5,8 +5,9 @@
     python benchmarks/serve.py --arrangements 1p1d,2d            # disaggregated against aggregated
     python benchmarks/serve.py --trace conversation_trace.jsonl --trace-length-factor 0.0625 --rates 0.5,1
 
-Poisson arrivals, random prompts (a new seed for every run: no prefix cache answers), greedy answers of one length; or
-a trace, stretched to each rate, with the prefixes that its prompts share. One client for all (`tandem/bench/`), on the
+Poisson arrivals, random prompts (a new seed for every rate: no prefix cache answers), greedy answers of one length; or
+a trace, stretched to each rate, with the prefixes that its prompts share. Every server gets the same requests at the
+same moments. One client for all (`tandem/bench/`), on the
 same cores as the server. A server's goodput is the highest rate of those tried at which 99 % of the requests were good:
 by default, first token within a second, the others at most 50 ms apart on average.
 """
@@ -119,7 +120,7 @@ def row_of(name: str, summary: Summary) -> str:
 @click.option("--trace-max-total-len", default=4000, show_default=True, help="Leave out what is longer, scaled.")
 @click.option("--goodput", default="ttft:1000 tpot:50", show_default=True, help="What a good answer is, in ms.")
 @click.option("--rounds", default=1, show_default=True, help="How often each server is measured, in turn.")
-@click.option("--seed", default=1, show_default=True, help="Of the first run; each run has its own.")
+@click.option("--seed", default=1, show_default=True, help="Of the first rate; each has its own.")
 def main(
     arrangements: str,
     against: str,
@@ -146,15 +147,15 @@ def main(
         length_factor=trace_length_factor,
         max_total_len=trace_max_total_len,
     )
-    seeds = count(seed * 1000)
     click.echo(f"{'server':<9} {'rate':>5} {'failed':>6} " + " ".join(f"{heading:>6}" for heading in COLUMNS.values()))
     results: dict[str, list[Summary]] = {name: [] for name in names}
+    seeds = count(seed * 1000)
     for _ in range(rounds):
+        sources = [TokenSource(seed=next(seeds)) for _ in rates.split(",")]
+        workloads = [
+            traffic.workload(float(rate), source) for source, rate in zip(sources, rates.split(","), strict=True)
+        ]
         for name in names:
-            sources = [TokenSource(seed=next(seeds)) for _ in rates.split(",")]
-            workloads = [
-                traffic.workload(float(rate), source) for source, rate in zip(sources, rates.split(","), strict=True)
-            ]
             results[name] += asyncio.run(measure(name, workloads, sources[0], objectives))
     what = f"{input_tokens} in, {output_tokens} out"
     if trace_path:
