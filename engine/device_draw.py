@@ -90,7 +90,7 @@ def exponentials(
         c1, c3 = product_1 & _LOW_32, product_0 & _LOW_32
         k0, k1 = (k0 + int(KEY_INCREMENTS[0])) & _LOW_32, (k1 + int(KEY_INCREMENTS[1])) & _LOW_32
     words_RV = torch.stack((c0, c1, c2, c3), dim=2).flatten(1)[:, :vocab_size]
-    return -torch.log((words_RV + 0.5) * 2.0**-32)
+    return -torch.log((words_RV.double() + 0.5) * 2.0**-32)
 
 
 def _column(values: list[int] | list[float], dtype: torch.dtype, device: torch.device) -> torch.Tensor:

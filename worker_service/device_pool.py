@@ -38,13 +38,13 @@ BesideEngine = Callable[[], AbstractContextManager[object]]
 
 
 def record_cuda_event() -> Callable[[], None]:
-    event = torch.cuda.Event()
+    event = torch.cuda.Event()  # type: ignore[no-untyped-call]
     event.record()
     return event.synchronize
 
 
 def cuda_stream_beside(device: torch.device) -> BesideEngine:
-    stream = torch.cuda.Stream(device)
+    stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
     @contextmanager
     def beside() -> Iterator[None]:
