@@ -29,10 +29,10 @@ help:
 demo: $(VENV)/installed
 	@$(BIN)/tandem demo
 
-# Lint and types first, so that pytest's summary is what one reads last. Two files at a time: threads that wait must not
-# take the other's core.
+# Lint and types first, so that pytest's summary is what one reads last. Two files at a time (tests/conftest.py), the
+# longest first: threads that wait must not take the other's core.
 test: lint
-	@OMP_WAIT_POLICY=PASSIVE GOMP_SPINCOUNT=0 $(BIN)/python -m pytest --numprocesses 2 --dist loadfile
+	@OMP_WAIT_POLICY=PASSIVE GOMP_SPINCOUNT=0 $(BIN)/python -m pytest --numprocesses 2 --dist loadgroup --no-loadscope-reorder
 
 lint: $(VENV)/installed-test
 	@$(BIN)/ruff check

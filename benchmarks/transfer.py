@@ -27,7 +27,7 @@ import grpc
 import numpy as np
 
 import kv_transfer
-from kv_transfer import Identity, KVLayout, KVPool, KVReceiver, KVSender, KVTransferServicer
+from kv_transfer import HostPool, Identity, KVLayout, KVPool, KVReceiver, KVSender, KVTransferServicer
 from protos import tandem_kv_transfer_pb2 as pb
 from protos import tandem_kv_transfer_pb2_grpc as pb_grpc
 
@@ -35,7 +35,7 @@ MIB = 1 << 20
 NUM_LATENCY_PUSHES = 200
 
 
-def make_pool(num_bytes: int, num_layers: int, block_kib: int, seed: int) -> KVPool:
+def make_pool(num_bytes: int, num_layers: int, block_kib: int, seed: int) -> HostPool:
     """A pool of at least `num_bytes`, of blocks of `block_kib` KiB per layer."""
     num_blocks = -(-num_bytes // (num_layers * block_kib * 1024))
     head_dim = block_kib * 1024 // (2 * 16 * 2)
@@ -43,7 +43,7 @@ def make_pool(num_bytes: int, num_layers: int, block_kib: int, seed: int) -> KVP
         num_layers=num_layers, num_blocks=num_blocks, block_size=16, num_kv_heads=1, head_dim=head_dim, dtype="bfloat16"
     )
     size = (num_layers, num_blocks, layout.block_bytes)
-    return KVPool(layout, np.random.default_rng(seed).integers(0, 256, size, dtype=np.uint8))
+    return HostPool(layout, np.random.default_rng(seed).integers(0, 256, size, dtype=np.uint8))
 
 
 class BenchReceiver:

@@ -56,13 +56,21 @@ class AsyncLLMEngine:
     """Runs an engine on a thread of its own. Made and closed on the event loop."""
 
     def __init__(
-        self, engine: LLMEngine, *, on_step: Callable[[StepNews], None], on_failure: Callable[[BaseException], None]
+        self,
+        engine: LLMEngine,
+        *,
+        on_step: Callable[[StepNews], None],
+        on_failure: Callable[[BaseException], None],
+        before_report: Callable[[], None] = lambda: None,
     ) -> None:
+        """`on_step` and `on_failure` are called on the event loop; `before_report` on the stepping thread, when a step
+        is done and nobody has heard of it."""
         self.config = engine.config
         self._engine = engine
         self._loop = asyncio.get_running_loop()
         self._on_step = on_step
         self._on_failure = on_failure
+        self._before_report = before_report
         self._commands: queue.SimpleQueue[_Command | None] = queue.SimpleQueue()
         self._is_dead = False
         self._num_begun = 0
@@ -105,6 +113,7 @@ class AsyncLLMEngine:
             while self._run_commands(is_blocked):
                 self._num_begun += 1
                 outputs = self._engine.step()
+                self._before_report()
                 self._report(outputs)
                 # Work that gets no memory waits for a command that frees some.
                 is_blocked = self._engine.is_idle

@@ -50,6 +50,8 @@ class ModelConfig:
 class CacheConfig:
     block_size: int
     num_blocks: int
+    """0: what a GPU has room for, measured when the model is there (engine/pool_size.py)."""
+    gpu_memory_utilization: float
     enable_prefix_caching: bool
     kv_order: str
     """What the bytes of a block mean: the attention backend's choice (engine/kv_cache.py)."""
@@ -75,6 +77,8 @@ class DeviceConfig:
     """Compute threads of this engine; 0 leaves torch's default."""
     attention_backend: str
     """Resolved: "cpu", "triton" or "torch"."""
+    uses_graphs: bool
+    """Decoding steps are recorded and replayed (engine/decode_graphs.py)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -121,7 +125,20 @@ class EngineArgs:
     )
     block_size: int = field(default=16, metadata={"help": "Tokens in one KV block: a power of two from 1 to 256."})
     num_kv_blocks: int = field(default=0, metadata={"help": "Size of the KV pool in blocks. 0: by kv-cache-gib."})
-    kv_cache_gib: float = field(default=1.0, metadata={"help": "Size of the KV pool in GiB, where num-kv-blocks is 0."})
+    kv_cache_gib: float = field(
+        default=0.0,
+        metadata={
+            "help": "Size of the KV pool in GiB, where num-kv-blocks is 0. 0: 1 on a CPU; on a GPU, what "
+            "gpu-memory-utilization leaves."
+        },
+    )
+    gpu_memory_utilization: float = field(
+        default=0.9,
+        metadata={
+            "help": "Share of a GPU's memory for weights, KV pool and what a step needs, where the pool is given no "
+            "size. Two engines on one GPU need a smaller one each."
+        },
+    )
     enable_prefix_caching: bool = field(
         default=True, metadata={"help": "Keep blocks of finished requests and reuse them for equal prefixes."}
     )
@@ -151,6 +168,11 @@ class EngineArgs:
         metadata={"help": "auto (the fastest), cpu (compiled kernels, bfloat16), triton (GPU kernels) or torch."},
     )
 
+    enforce_eager: bool = field(
+        default=False,
+        metadata={"help": "On a GPU, launch every kernel of every step, instead of replaying CUDA graphs of them."},
+    )
+
     def __post_init__(self) -> None:
         _check(bool(self.model), "model must not be empty")
         _check(self.dtype in DTYPES, f"dtype must be one of {', '.join(DTYPES)}, is {self.dtype!r}")
@@ -172,7 +194,11 @@ class EngineArgs:
             f"block_size must be a power of two from 1 to 256, is {self.block_size}",
         )
         _check(self.num_kv_blocks >= 0, f"num_kv_blocks must be at least 0, is {self.num_kv_blocks}")
-        _check(self.kv_cache_gib > 0, f"kv_cache_gib must be above 0, is {self.kv_cache_gib}")
+        _check(self.kv_cache_gib >= 0, f"kv_cache_gib must be at least 0, is {self.kv_cache_gib}")
+        _check(
+            0 < self.gpu_memory_utilization <= 1,
+            f"gpu_memory_utilization must be in (0, 1], is {self.gpu_memory_utilization}",
+        )
         _check(self.max_num_seqs >= 1, f"max_num_seqs must be at least 1, is {self.max_num_seqs}")
         _check(
             self.max_num_batched_tokens >= 1,

@@ -56,7 +56,7 @@ class LLMEngine:
         self.config = config
         self.executor = Executor(config, on_layer_written)
         self.block_manager = BlockManager(
-            num_blocks=config.cache.num_blocks,
+            num_blocks=self.executor.kv_shape.num_blocks,
             block_size=config.cache.block_size,
             prefix_key=config.prefix_key,
             enable_prefix_caching=config.cache.enable_prefix_caching,

@@ -9,8 +9,10 @@ from typing import Any
 
 import torch
 
+from engine import device_draw
 from engine.attention import AttentionBackend
 from engine.config import EngineConfig
+from engine.decode_graphs import CudaRecorder, DecodeGraphs
 from engine.input_batch import InputBatch, build_input_batch
 from engine.kernels.sampling import choose_largest, draw_unfiltered
 from engine.kv_cache import clear_blocks, copy_blocks
@@ -36,11 +38,8 @@ class ModelRunner:
         self._on_layer_written = on_layer_written
         self._block_size = config.cache.block_size
         self._device = config.device.device
-        eos_token_ids = config.model.eos_token_ids
-        if config.device.attention_backend == "cpu":
-            self._sampler = Sampler(eos_token_ids, choose_greedy=choose_largest, draw_unfiltered=draw_unfiltered)
-        else:
-            self._sampler = Sampler(eos_token_ids)
+        self._graphs = self._make_graphs(config)
+        self._sampler = _make_sampler(config)
 
     @torch.inference_mode()
     def execute(self, output: SchedulerOutput) -> list[int | None]:
@@ -65,6 +64,8 @@ class ModelRunner:
         batch = build_input_batch(output, self._block_size, self._device)
         if batch.begun_blocks:
             clear_blocks(self._kv_pool, batch.begun_blocks)
+        if self._graphs is not None and not output.exports and self._graphs.can_run(batch):
+            return batch, self._graphs.run(batch)
         plan = self._backend.prepare(batch.layout)
         x_TD = self._model.forward(
             batch.token_ids, batch.positions, plan, self._kv_pool, self._layer_callback(output.exports)
@@ -75,8 +76,36 @@ class ModelRunner:
             x_TD = x_TD[batch.sample_rows]
         return batch, self._model.compute_logits(x_TD)
 
+    def _make_graphs(self, config: EngineConfig) -> DecodeGraphs | None:
+        """None where decoding steps are launched one kernel after the other."""
+        if not config.device.uses_graphs:
+            return None
+
+        def forward(token_ids: torch.Tensor, positions: torch.Tensor, plan: Any) -> torch.Tensor:
+            x_TD = self._model.forward(token_ids, positions, plan, self._kv_pool, None)
+            return self._model.compute_logits(x_TD)
+
+        return DecodeGraphs(
+            forward=forward,
+            backend=self._backend,  # type: ignore[arg-type]  # the configuration has seen to it
+            recorder=CudaRecorder(),
+            max_num_seqs=config.scheduler.max_num_seqs,
+            max_model_len=config.model.max_model_len,
+            device=config.device.device,
+        )
+
     def _layer_callback(self, exports: list[BlockExport]) -> Any:
         on_layer_written = self._on_layer_written
         if on_layer_written is None or not exports:
             return None
         return lambda layer: on_layer_written(layer, exports)
+
+
+def _make_sampler(config: EngineConfig) -> Sampler:
+    """What is fastest where the logits are."""
+    eos_token_ids = config.model.eos_token_ids
+    if config.device.attention_backend == "cpu":
+        return Sampler(eos_token_ids, choose_greedy=choose_largest, draw_unfiltered=draw_unfiltered)
+    if config.device.device != "cpu":
+        return Sampler(eos_token_ids, draw_filtered=device_draw.draw, draw_unfiltered=device_draw.draw)
+    return Sampler(eos_token_ids)

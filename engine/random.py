@@ -11,9 +11,9 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-_MULTIPLIERS = (np.uint64(0xD2511F53), np.uint64(0xCD9E8D57))
-_KEY_INCREMENTS = (np.uint64(0x9E3779B9), np.uint64(0xBB67AE85))  # golden ratio, sqrt(3) - 1
-_NUM_ROUNDS = 10
+MULTIPLIERS = (np.uint64(0xD2511F53), np.uint64(0xCD9E8D57))
+KEY_INCREMENTS = (np.uint64(0x9E3779B9), np.uint64(0xBB67AE85))  # golden ratio, sqrt(3) - 1
+NUM_ROUNDS = 10
 _LOW_32 = np.uint64(0xFFFFFFFF)
 _SHIFT_32 = np.uint64(32)
 
@@ -25,12 +25,12 @@ def philox4x32(counters: NDArray[np.uint32], keys: NDArray[np.uint32]) -> NDArra
     """
     c0, c1, c2, c3 = (counters[:, i].astype(np.uint64) for i in range(4))
     k0, k1 = (keys[:, i].astype(np.uint64) for i in range(2))
-    for _ in range(_NUM_ROUNDS):
+    for _ in range(NUM_ROUNDS):
         # 32 x 32 -> 64 bits: cannot overflow. Only the key's sums are taken modulo 2**32.
-        product_0, product_1 = _MULTIPLIERS[0] * c0, _MULTIPLIERS[1] * c2
+        product_0, product_1 = MULTIPLIERS[0] * c0, MULTIPLIERS[1] * c2
         c0, c2 = (product_1 >> _SHIFT_32) ^ c1 ^ k0, (product_0 >> _SHIFT_32) ^ c3 ^ k1
         c1, c3 = product_1 & _LOW_32, product_0 & _LOW_32
-        k0, k1 = (k0 + _KEY_INCREMENTS[0]) & _LOW_32, (k1 + _KEY_INCREMENTS[1]) & _LOW_32
+        k0, k1 = (k0 + KEY_INCREMENTS[0]) & _LOW_32, (k1 + KEY_INCREMENTS[1]) & _LOW_32
     return np.stack((c0, c1, c2, c3), axis=1).astype(np.uint32)
 
 

@@ -44,7 +44,7 @@ from engine.sequence import INVALID_TOKEN, Sequence
 
 _LARGEST = 1e38
 """Logits stay within this after penalties, so that none is infinite: in bfloat16, too."""
-_HOPELESS = 5e-12
+HOPELESS = 5e-12
 """A token with less than this of the largest probability cannot win the race: the bounds of `exponentials` say so."""
 
 
@@ -57,11 +57,13 @@ class Sampler:
         eos_token_ids: frozenset[int],
         *,
         choose_greedy: ChooseRows | None = None,
+        draw_filtered: ChooseRows | None = None,
         draw_unfiltered: ChooseRows | None = None,
     ) -> None:
-        """Both do faster what `choose_largest` and `draw` do, the latter for rows that ask for no filter."""
+        """All do faster what `choose_largest` and `draw` do, the last one for rows that ask for no filter."""
         self._eos_token_ids = eos_token_ids
         self._choose_greedy = choose_greedy or choose_largest
+        self._draw_filtered = draw_filtered or draw
         self._draw_unfiltered = draw_unfiltered or draw
 
     def sample(self, logits_SV: torch.Tensor, seqs: Seq[Sequence]) -> list[int]:
@@ -85,7 +87,7 @@ class Sampler:
         params = seq.sampling_params
         if params.is_greedy:
             return self._choose_greedy
-        return draw if params.has_filters else self._draw_unfiltered
+        return self._draw_filtered if params.has_filters else self._draw_unfiltered
 
     def _adjust(self, logits_V: torch.Tensor, seq: Sequence) -> None:
         """Bias, penalties and min_tokens of one row, in place."""
@@ -143,7 +145,7 @@ def race(weights_V: NDArray[np.float64], seq: Sequence) -> int:
     """A token with probability in proportion to its weight, of which the largest is 1: step 9 above."""
     if np.isnan(weights_V.max()):
         return INVALID_TOKEN
-    candidates = np.flatnonzero(weights_V > _HOPELESS)
+    candidates = np.flatnonzero(weights_V > HOPELESS)
     clocks = exponentials(seq.sampling_params.seed, seq.sequence_index, seq.num_output_tokens, candidates)
     return int(candidates[(clocks / weights_V[candidates]).argmin()])
 

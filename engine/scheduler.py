@@ -160,13 +160,14 @@ class Scheduler:
     def schedule(self, max_prefill_tokens: int | None = None) -> SchedulerOutput:
         """What the next step computes. Nothing, if there is no work or no memory for any.
 
-        `max_prefill_tokens`: of prompts, if something decodes beside them.
+        `max_prefill_tokens`: of prompts, if something decodes beside them, or may begin to at any moment: what another
+        engine prefills for this one has its first token already, and must not wait for a long step here.
         """
         budget = self._config.max_num_batched_tokens
         copies: list[tuple[int, int]] = []
         decoding = self._grow_decoding(budget, copies)
         budget -= len(decoding)
-        if decoding and max_prefill_tokens is not None:
+        if max_prefill_tokens is not None and (decoding or (self.granted and max_prefill_tokens)):
             budget = min(budget, max_prefill_tokens)
         num_wanted_tokens = min(budget, self._config.prefill_batch_tokens)
         prefilling: list[ScheduledSequence] = []

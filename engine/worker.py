@@ -1,6 +1,6 @@
 """One device's share of an engine: threads, KV pool, model.
 
-    made: threads set -> model loaded -> pool allocated      then `execute` per step; freed with the object
+    made: threads set -> model loaded -> pool measured (GPU) and allocated   then `execute` per step; freed with it
 
 Owns the pool and the runner. Loading is reported on stderr, since a large model takes minutes.
 """
@@ -10,6 +10,7 @@ from __future__ import annotations
 import gc
 import sys
 import time
+from dataclasses import replace
 
 import torch
 
@@ -18,6 +19,7 @@ from engine.config import EngineConfig
 from engine.kv_cache import KVCacheShape, allocate_kv_pool
 from engine.model_loader import load_model
 from engine.model_runner import ModelRunner
+from engine.pool_size import measure_num_blocks
 from engine.sequence import OnLayerWritten, SchedulerOutput
 
 REPORT_AFTER_S = 5.0
@@ -29,7 +31,7 @@ class Worker:
     def __init__(self, config: EngineConfig, on_layer_written: OnLayerWritten | None) -> None:
         if config.device.num_threads > 0:
             torch.set_num_threads(config.device.num_threads)
-        self.kv_shape = KVCacheShape(
+        shape = KVCacheShape(
             num_layers=config.model.num_layers,
             num_blocks=config.cache.num_blocks,
             block_size=config.cache.block_size,
@@ -44,7 +46,15 @@ class Worker:
         load_s = time.monotonic() - start_s
         if load_s > REPORT_AFTER_S:
             print(f"tandem: loaded {config.model.model} in {load_s:.0f} s", file=sys.stderr, flush=True)  # noqa: T201
-        self.kv_pool = allocate_kv_pool(self.kv_shape, config.device.device)
+
+        def run_step(shape: KVCacheShape, step: SchedulerOutput) -> None:
+            pool = allocate_kv_pool(shape, config.device.device)
+            ModelRunner(config, model, backend, pool, None).execute(step)
+
+        if not shape.num_blocks:
+            shape = replace(shape, num_blocks=measure_num_blocks(config, shape, run_step))
+        self.kv_shape = shape
+        self.kv_pool = allocate_kv_pool(shape, config.device.device)
         self._runner = ModelRunner(config, model, backend, self.kv_pool, on_layer_written)
         # What is there now stays: the garbage collector need not look at it again and again, 1.5 % of a decode step.
         gc.collect()

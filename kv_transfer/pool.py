@@ -1,4 +1,5 @@
-"""A KV pool as bytes: addresses, copies and digests of blocks.
+"""A KV pool as bytes: addresses, copies and digests of blocks. `KVPool` is what transfers ask for; `HostPool` is one in
+this process' memory. Who has a pool in a device's memory brings a class of its own.
 
 Does not own the memory, and does not know who owns which block: callers (receiver, transports) ask the grants first.
 The memory must outlive the pool and every transfer that uses it.
@@ -6,6 +7,7 @@ The memory must outlive the pool and every transfer that uses it.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 
 import numpy as np
@@ -17,15 +19,39 @@ from kv_transfer.layout import KVLayout
 Digests = npt.NDArray[np.uint64]
 
 
-class KVPool:
+class KVPool(ABC):
+    """Blocks `[layer, block, block_bytes]`, one after another in memory."""
+
+    memory = "DRAM"
+    """Where the bytes live, in NIXL's words: DRAM or VRAM."""
+    device_id = 0
+
+    def __init__(self, layout: KVLayout, base_address: int) -> None:
+        self.layout = layout
+        self.base_address = base_address
+
+    def address(self, layer: int, block_id: int) -> int:
+        """Where block `block_id` of `layer` begins."""
+        return self.base_address + (layer * self.layout.num_blocks + block_id) * self.layout.block_bytes
+
+    @abstractmethod
+    def read(self, layer: int, block_ids: Sequence[int], *, prefix: bytes = b"") -> bytes:
+        """`prefix` and a copy of the blocks, one after another: `len(block_ids) * block_bytes` bytes."""
+
+    @abstractmethod
+    def write(self, layer: int, block_ids: Sequence[int], data: bytes | memoryview) -> None:
+        """Copy `data`, blocks one after another, into the blocks. The caller has checked ids and length."""
+
+    @abstractmethod
+    def digests(self, block_ids: Sequence[int]) -> Digests:
+        """xxh3_64 of each block of each layer: uint64 `[layer, len(block_ids)]`."""
+
+
+class HostPool(KVPool):
     """The blocks of `array`, a C-contiguous writable uint8 array `[layer, block, block_bytes]` shaped like `layout`.
 
     Raises `ValueError` where array and layout disagree.
     """
-
-    memory = "DRAM"
-    """Where the bytes live, in NIXL's words."""
-    device_id = 0
 
     def __init__(self, layout: KVLayout, array: npt.NDArray[np.uint8]) -> None:
         shape = (layout.num_layers, layout.num_blocks, layout.block_bytes)
@@ -33,29 +59,21 @@ class KVPool:
             raise ValueError(f"the pool must be uint8 {shape}, not {array.dtype} {array.shape}")
         if not (array.flags.c_contiguous and array.flags.writeable):
             raise ValueError("the pool must be C-contiguous and writable")
-        self.layout = layout
+        super().__init__(layout, int(array.ctypes.data))
         self.array = array
-        self.base_address = int(array.ctypes.data)
-
-    def address(self, layer: int, block_id: int) -> int:
-        """Where block `block_id` of `layer` begins."""
-        return self.base_address + (layer * self.layout.num_blocks + block_id) * self.layout.block_bytes
 
     def read(self, layer: int, block_ids: Sequence[int], *, prefix: bytes = b"") -> bytes:
-        """`prefix` and a copy of the blocks, one after another: `len(block_ids) * block_bytes` bytes."""
         layer_blocks = self.array[layer]
         slices = [layer_blocks[start : start + count].data for _, start, count in runs(block_ids)]
         return b"".join([prefix, *slices])
 
     def write(self, layer: int, block_ids: Sequence[int], data: bytes | memoryview) -> None:
-        """Copy `data`, blocks one after another, into the blocks. The caller has checked ids and length."""
         source = np.frombuffer(data, dtype=np.uint8).reshape(len(block_ids), self.layout.block_bytes)
         layer_blocks = self.array[layer]
         for first, start, count in runs(block_ids):
             layer_blocks[start : start + count] = source[first : first + count]
 
     def digests(self, block_ids: Sequence[int]) -> Digests:
-        """xxh3_64 of each block of each layer: uint64 `[layer, len(block_ids)]`."""
         num_layers = self.layout.num_layers
         values = (
             xxhash.xxh3_64_intdigest(self.array[layer, block_id])

@@ -13,9 +13,10 @@ from engine.kv_cache import KVCacheShape
 from engine.llm_engine import EngineLoad
 from engine.outputs import FinishReason, RequestOutput
 from engine.sampling_params import SamplingParams
-from kv_transfer import KVLayout, KVPool
+from kv_transfer import HostPool, KVLayout, KVPool
 from protos import tandem_inference_pb2 as inference_pb
 from protos import tandem_worker_pb2 as pb
+from worker_service.device_pool import DevicePool, cuda_stream_beside
 
 _FINISH_REASONS = {
     None: inference_pb.FINISH_REASON_UNSPECIFIED,
@@ -92,7 +93,7 @@ def model_message(config: EngineConfig) -> inference_pb.GetModelInfoResponse:
 
 
 def transfer_pool(tensor: torch.Tensor, shape: KVCacheShape, order: str) -> KVPool:
-    """The engine's pool as bytes, for transfers. Shares the memory; the engine owns it."""
+    """The engine's pool as bytes, for transfers, wherever it is. Shares the memory; the engine owns it."""
     layout = KVLayout(
         num_layers=shape.num_layers,
         num_blocks=shape.num_blocks,
@@ -102,5 +103,9 @@ def transfer_pool(tensor: torch.Tensor, shape: KVCacheShape, order: str) -> KVPo
         dtype=shape.dtype,
         order=order,
     )
+    if tensor.device.type != "cpu":
+        from engine.kernels.gpu.digest import block_digests  # needs Triton
+
+        return DevicePool(layout, tensor, block_digests, cuda_stream_beside(tensor.device))
     array: np.ndarray[tuple[int, ...], np.dtype[np.uint8]] = tensor.view(torch.uint8).numpy()
-    return KVPool(layout, array.reshape(shape.num_layers, shape.num_blocks, shape.block_bytes))
+    return HostPool(layout, array.reshape(shape.num_layers, shape.num_blocks, shape.block_bytes))

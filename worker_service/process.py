@@ -20,6 +20,7 @@ import os
 import secrets
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Protocol
 
 import click
@@ -39,6 +40,7 @@ from rpc.http import HttpServer, metrics_app
 from rpc.server import Server
 from rpc.session import PROTOCOL_VERSION
 from worker_service.args import WorkerArgs
+from worker_service.device_pool import DeviceWatch
 from worker_service.messages import load_message, model_message, transfer_pool
 from worker_service.metrics import WorkerMetrics
 from worker_service.servicer import TransferCounters, WorkerServicer
@@ -50,6 +52,10 @@ _log = logging.getLogger(__name__)
 SERVICE_NAME = "tandem.v1.Worker"
 SESSIONS_END_S = 2.0
 """How long a leaving worker waits until its routers have read what it said last."""
+
+
+class CannotLoad(Exception):  # noqa: N818 - named for what happened
+    """The weights do not fit the model's config, or the device is too small. One line that says what to do."""
 
 
 class RunningRole(Protocol):
@@ -101,7 +107,11 @@ async def run_worker(
     except ValueError as error:
         click.echo(f"Error: {error}", err=True)
         return 2
-    process = await WorkerProcess.start(role, args, config, add_role)
+    try:
+        process = await WorkerProcess.start(role, args, config, add_role)
+    except CannotLoad as error:
+        click.echo(f"Error: {error}", err=True)
+        return 2
     is_failed = asyncio.create_task(process.failed.wait())
     is_stopped = asyncio.create_task(stop.wait())
     is_drained = asyncio.create_task(process.drain_asked.wait())
@@ -136,6 +146,7 @@ class WorkerProcess:
         self.host = SessionHost(incarnation=self.identity.incarnation, lease_ms=args.lease_ms, load=lambda: self._load)
         self.role: RunningRole
         self.engine: AsyncLLMEngine
+        self._device_watch = DeviceWatch() if config.device.device != "cpu" else None
         self.server: Server
         self._registration: WorkerRegistration
         self._reporter: PrefixReporter
@@ -145,12 +156,17 @@ class WorkerProcess:
 
     @classmethod
     async def start(cls, role: pb.Role, args: WorkerArgs, config: EngineConfig, add_role: AddRole) -> WorkerProcess:
-        """Load the model, listen, register."""
+        """Load the model, listen, register. Raises `CannotLoad`, `CannotListen`."""
         self = cls(role, args, config)
-        engine = await asyncio.to_thread(LLMEngine, config, self._on_layer_written)
+        try:
+            engine = await asyncio.to_thread(LLMEngine, config, self._on_layer_written)
+        except ValueError as error:
+            raise CannotLoad(str(error)) from error
         self._load = load_message(engine.load())
         pool = transfer_pool(engine.executor.kv_pool, engine.executor.kv_shape, config.cache.kv_order)
-        self.engine = AsyncLLMEngine(engine, on_step=self._on_step, on_failure=self._on_failure)
+        self.engine = AsyncLLMEngine(
+            engine, on_step=self._on_step, on_failure=self._on_failure, before_report=self._catch_up
+        )
         self.server = Server(args.listen)
         parts = WorkerParts(args, self.identity, self.engine, pool, self.host, self.server, self._listeners)
         self.role = add_role(parts)
@@ -172,7 +188,7 @@ class WorkerProcess:
         if args.engine_iteration_timeout_s:
             self._watchdog = asyncio.create_task(self._end_when_stuck(args.engine_iteration_timeout_s))
         announce(listening)
-        blocks = config.cache.num_blocks
+        blocks = engine.executor.kv_shape.num_blocks
         _log.info("serving %s", config.model.served_model_name, extra={"address": self._address, "num_blocks": blocks})
         return self
 
@@ -235,6 +251,8 @@ class WorkerProcess:
         if self._metrics_server is not None:
             await self._metrics_server.close()
         await self.engine.close()  # for a running step that never ends the watchdog is still there
+        if self._device_watch is not None:
+            await asyncio.to_thread(self._device_watch.close)
         if self._watchdog is not None:
             self._watchdog.cancel()
 
@@ -272,7 +290,15 @@ class WorkerProcess:
 
     def _on_layer_written(self, layer: int, exports: list[BlockExport]) -> None:
         """On the stepping thread: hand over to the event loop and go on computing."""
-        self._loop.call_soon_threadsafe(self._tell_listeners, layer, exports)
+        tell = partial(self._loop.call_soon_threadsafe, self._tell_listeners, layer, exports)
+        if self._device_watch is None:
+            tell()
+        else:
+            self._device_watch.when_done(tell)
+
+    def _catch_up(self) -> None:
+        if self._device_watch is not None:
+            self._device_watch.catch_up()
 
     def _tell_listeners(self, layer: int, exports: list[BlockExport]) -> None:
         for listener in self._listeners:

@@ -31,6 +31,7 @@ from engine.models import DecoderConfig, load_decoder_config
 from prefix_hash import prefix_key
 from prefix_hash.compat import join_parts
 
+CPU_KV_CACHE_GIB = 1.0
 CPU_PREFILL_BATCH_TOKENS = 256
 """So many rows keep a core's products at its limit; twice as many take twice as long."""
 
@@ -52,6 +53,7 @@ def make_engine_config(args: EngineArgs, folder: Path) -> EngineConfig:
         cache=CacheConfig(
             block_size=args.block_size,
             num_blocks=num_blocks,
+            gpu_memory_utilization=args.gpu_memory_utilization,
             enable_prefix_caching=args.enable_prefix_caching,
             kv_order=kv_order,
         ),
@@ -63,7 +65,12 @@ def make_engine_config(args: EngineArgs, folder: Path) -> EngineConfig:
             or (CPU_PREFILL_BATCH_TOKENS if device == "cpu" else args.max_num_batched_tokens),
             max_itl_ms=args.max_itl_ms,
         ),
-        device=DeviceConfig(device=device, num_threads=args.num_threads, attention_backend=backend),
+        device=DeviceConfig(
+            device=device,
+            num_threads=args.num_threads,
+            attention_backend=backend,
+            uses_graphs=device == "cuda" and backend == "triton" and not args.enforce_eager,
+        ),
         load=LoadConfig(load_format="dummy" if args.load_format == "dummy" else "safetensors", seed=args.seed),
         compat_digest=digest,
         prefix_key=prefix_key(digest),
@@ -141,6 +148,9 @@ def _device(args: EngineArgs) -> str:
 
 
 def _num_blocks(args: EngineArgs, model: ModelConfig, device: str) -> int:
+    """0: to be measured."""
+    if device == "cuda" and not args.num_kv_blocks and not args.kv_cache_gib:
+        return 0
     shape = KVCacheShape(
         num_layers=model.num_layers,
         num_blocks=1,
@@ -155,7 +165,8 @@ def _num_blocks(args: EngineArgs, model: ModelConfig, device: str) -> int:
         num_blocks, setting = args.num_kv_blocks, f"is {args.num_kv_blocks}"
         bounds = f"num_kv_blocks must be at least {needed}", f"num_kv_blocks must be at most {most}"
     else:
-        num_blocks, setting = int(args.kv_cache_gib * GIB) // shape.pool_bytes, f"is {args.kv_cache_gib}"
+        gib = args.kv_cache_gib or CPU_KV_CACHE_GIB
+        num_blocks, setting = int(gib * GIB) // shape.pool_bytes, f"is {gib:g}"
         bounds = (
             f"kv_cache_gib must be at least {needed * shape.pool_bytes / GIB:.3f}",
             f"kv_cache_gib must be at most {most * shape.pool_bytes / GIB:.1f}",

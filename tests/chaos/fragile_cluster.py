@@ -21,6 +21,7 @@ from types import MappingProxyType
 from typing import Any
 
 from clusters import START_TIMEOUT_S, STOP_TIMEOUT_S, wait_until
+from ports import lasting_port
 
 from protos import tandem_worker_pb2 as pb
 from tandem.chaos.proxy import FaultyProxy
@@ -78,10 +79,7 @@ class Service:
         self.address = line.removeprefix("listening grpc=")
 
     def restart(self) -> None:
-        """After its end, at the address that it had: clients of a router do not learn of another."""
-        if self.proxy is None:
-            at = self.command.index("--listen")
-            self.command[at + 1] = self.address
+        """After its end. A router comes back where it was: its clients do not learn of another address."""
         self.start()
 
     def signal(self, number: signal.Signals) -> None:
@@ -128,7 +126,7 @@ class FragileCluster:
     ) -> FragileCluster:
         """All processes, ready to serve. `worker_flags` are for all workers, `flags` for some by name."""
         self = cls()
-        shared = ["--redis", redis_url, "--model", str(model), "--listen", "127.0.0.1:0", "--drain-grace-s", "5"]
+        shared = ["--redis", redis_url, "--model", str(model), "--drain-grace-s", "5", "--listen"]
         engine = ["--num-threads", "1", "--kv-cache-gib", "0.2", "--max-model-len", "2048", "--lease-ms", str(LEASE_MS)]
         names = [f"prefill-{i + 1}" for i in range(num_prefill)] + [f"decode-{i + 1}" for i in range(num_decode)]
         try:
@@ -136,13 +134,14 @@ class FragileCluster:
                 service = Service([], folder / f"{name}.log")
                 service.proxy = FaultyProxy(lambda service=service: service.address, seed + number)
                 module = f"{name.split('-')[0]}_service"
-                command = [module, "--worker-id", name, "--advertise", service.proxy.address, *shared, *engine]
+                ours = ["--worker-id", name, "--advertise", service.proxy.address]
+                command = [module, *ours, *shared, "127.0.0.1:0", *engine]
                 self._launch(name, service, [*command, *worker_flags, *flags.get(name, ())])
             for service in self.services.values():  # they load at the same time
                 service.wait_until_listening()
             for number in range(1, num_routers + 1):
                 router = Service([], folder / f"router-{number}.log")
-                self._launch(f"router-{number}", router, ["router", *shared])
+                self._launch(f"router-{number}", router, ["router", *shared, f"127.0.0.1:{lasting_port()}"])
                 router.wait_until_listening()
                 self.wait_for_workers(number)
         except BaseException:

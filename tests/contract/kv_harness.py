@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -11,7 +11,7 @@ import grpc
 import numpy as np
 
 import kv_transfer
-from kv_transfer import Grant, Identity, KVLayout, KVPool, KVReceiver, KVSender, KVTransferServicer
+from kv_transfer import Grant, HostPool, Identity, KVLayout, KVPool, KVReceiver, KVSender, KVTransferServicer
 from protos import tandem_kv_transfer_pb2 as pb
 from protos import tandem_kv_transfer_pb2_grpc as pb_grpc
 
@@ -23,13 +23,13 @@ DEADLINE_S = 10.0
 """Longest wait for anything that is to happen."""
 
 
-def make_pool(num_blocks: int, *, seed: int | None, **shape: Any) -> KVPool:
+def make_pool(num_blocks: int, *, seed: int | None, **shape: Any) -> HostPool:
     """A pool of random bytes, or of zeros without a seed."""
     layout = KVLayout(num_blocks=num_blocks, **{**SHAPE, **shape})
     size = (layout.num_layers, num_blocks, layout.block_bytes)
     if seed is None:
-        return KVPool(layout, np.zeros(size, dtype=np.uint8))
-    return KVPool(layout, np.random.default_rng(seed).integers(0, 256, size, dtype=np.uint8))
+        return HostPool(layout, np.zeros(size, dtype=np.uint8))
+    return HostPool(layout, np.random.default_rng(seed).integers(0, 256, size, dtype=np.uint8))
 
 
 class Receiving:
@@ -43,9 +43,12 @@ class Receiving:
         lease_s: float = LEASE_S,
         num_blocks: int = 40,
         compat_digest: str = "same",
+        wrap: Callable[[HostPool], KVPool] = lambda pool: pool,
         **shape: Any,
     ) -> None:
+        """`wrap`: what the receiver is given for the pool."""
         self.pool = make_pool(num_blocks, seed=None, **shape)
+        pool = wrap(self.pool)
         self.identity = Identity(worker_id="decode", incarnation=incarnation, compat_digest=compat_digest)
         self.committed: list[tuple[Grant, int, int]] = []
         self.freed: list[Grant] = []
@@ -54,10 +57,10 @@ class Receiving:
         self.taking_s = 0.0
         """How long it takes to take over what was committed."""
         self.receiver = KVReceiver(
-            pool=self.pool,
+            pool=pool,
             identity=self.identity,
             lease_s=lease_s,
-            endpoints=[kv_transfer.create_endpoint(transport, pool=self.pool, identity=self.identity)],
+            endpoints=[kv_transfer.create_endpoint(transport, pool=pool, identity=self.identity)],
             on_commit=self._on_commit,
             on_freed=self._on_freed,
         )

@@ -11,6 +11,7 @@ import time
 from pathlib import Path
 
 import grpc
+from ports import lasting_port
 
 from rpc.channel import channel_options
 
@@ -29,7 +30,7 @@ def start(port: str) -> tuple[subprocess.Popen[str], str]:
 
 
 def test_no_call_outlives_its_deadline() -> None:
-    process, port = start("0")
+    process, port = start(str(lasting_port()))
     is_over, begun_s, codes = threading.Event(), dict.fromkeys(range(NUM_CLIENTS), float("inf")), set()
 
     def call_on(number: int) -> None:

@@ -10,11 +10,14 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from kv_harness import DEADLINE_S, LEASE_S, Cluster, Receiving, make_pool, running_cluster, until
+from ports import lasting_port
 
 from kv_transfer import (
     CorruptTransfer,
     GrantGone,
+    HostPool,
     IncompatiblePeer,
     InvalidTransfer,
     PeerUnreachable,
@@ -23,6 +26,7 @@ from kv_transfer import (
     create_sender,
 )
 from kv_transfer import base as kv_base
+from worker_service.device_pool import DevicePool
 
 needs_nixl = pytest.mark.skipif(importlib.util.find_spec("nixl") is None, reason="NIXL is not installed")
 NIXL = pytest.param("nixl", marks=needs_nixl)
@@ -77,6 +81,20 @@ async def test_blocks_arrive(cluster: Cluster, receiving: Receiving, src: list[i
     assert stats.num_bytes == len(src) * layout.block_bytes * layout.num_layers
     assert (stats.num_blocks, stats.num_cached_blocks) == (len(src), 0)
     assert stats.push_ms > 0
+
+
+def on_a_device(host: HostPool) -> DevicePool:
+    """The same bytes, as memory of a device that is a CPU."""
+    return DevicePool(host.layout, torch.from_numpy(host.array), lambda _, block_ids: host.digests(block_ids))
+
+
+async def test_blocks_travel_between_devices(cluster: Cluster) -> None:
+    receiving = await cluster.add_receiving(wrap=on_a_device)
+    push = await cluster.make_sender(on_a_device(cluster.source)).open(receiving.receiver.issue("router", [9, 4], 0))
+    for layer in range(cluster.source.layout.num_layers):
+        push.write(layer, 0, [3, 7])
+    await push.commit(8, 42, [3, 7])
+    assert_moved(cluster, receiving, [3, 7], [9, 4])
 
 
 async def test_cached_prefix_stays_untouched(cluster: Cluster, receiving: Receiving) -> None:
@@ -367,7 +385,8 @@ async def test_lease_ends_with_its_owners_silence(cluster: Cluster) -> None:
     assert receiving.receiver.counters.num_expired_leases == 1
 
 
-async def test_restarted_receiver_is_not_the_one_that_granted(cluster: Cluster, receiving: Receiving) -> None:
+async def test_restarted_receiver_is_not_the_one_that_granted(cluster: Cluster) -> None:
+    receiving = await cluster.add_receiving(f"127.0.0.1:{lasting_port()}")
     old_grant = receiving.receiver.issue("router", [6], 0)
     await (await cluster.sender.open(old_grant)).abandon()
     await receiving.server.stop(0)

@@ -16,7 +16,9 @@ from pathlib import Path
 import psutil
 import pytest
 import redis
+import torch
 from clusters import RunningCluster, run_cluster, wait_until
+from safetensors.torch import save_file
 
 from tandem.client import Client
 
@@ -302,6 +304,21 @@ def test_a_setting_that_cannot_work_ends_up_at_once_with_the_reason(flag: str, v
     assert process.returncode == 1
     assert stdout == b""
     assert words in stderr.decode().split("Error: ")[-1]
+
+
+def test_a_worker_whose_weights_do_not_fit_says_so_in_a_line(tmp_path: Path) -> None:
+    config = {
+        "architectures": ["LlamaForCausalLM"], "vocab_size": 97, "hidden_size": 48, "intermediate_size": 80,
+        "num_hidden_layers": 1, "num_attention_heads": 6, "num_key_value_heads": 2, "max_position_embeddings": 64,
+        "torch_dtype": "float32",
+    }  # fmt: skip
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    save_file({"model.embed_tokens.weight": torch.zeros(97, 48)}, tmp_path / "model.safetensors")
+    flags = ("--model", str(tmp_path), "--redis", "unix:///nobody", "--listen", "127.0.0.1:0")
+    command = [sys.executable, "-P", "-m", "decode_service", *flags]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert re.fullmatch(rf"Error: the weights in {tmp_path} lack the tensor \S+\n", done.stderr)
 
 
 def test_a_busy_port_ends_up_at_once_with_a_way_out(cluster: RunningCluster) -> None:

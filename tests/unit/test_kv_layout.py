@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import xxhash
 
-from kv_transfer import KVLayout, KVPool, errors
+from kv_transfer import HostPool, KVLayout, errors
 from kv_transfer.errors import STATUS_OF, TransferError, TransportMissing, from_status
 from kv_transfer.pool import runs
 
@@ -23,10 +23,10 @@ SHAPE: dict[str, Any] = {
 }
 
 
-def make_pool() -> KVPool:
+def make_pool() -> HostPool:
     layout = KVLayout(**SHAPE)
     array = np.random.default_rng(1).integers(0, 256, (3, 7, layout.block_bytes), dtype=np.uint8)
-    return KVPool(layout, array)
+    return HostPool(layout, array)
 
 
 def test_sizes() -> None:
@@ -136,7 +136,7 @@ def test_neighbours_are_merged() -> None:
 )
 def test_pool_refuses_other_memory(array: np.ndarray[Any, Any]) -> None:
     with pytest.raises(ValueError, match="the pool must be"):
-        KVPool(KVLayout(**SHAPE), array)
+        HostPool(KVLayout(**SHAPE), array)
 
 
 def test_every_error_has_its_status() -> None:

@@ -207,7 +207,7 @@ async def test_an_answer_lets_the_next_one_through() -> None:
     first, second = bench.request("first"), bench.request("second")
     await settle()
     assert [command.reserve.request_id for command in bench.d.sent] == ["first"]
-    bench.decode.set_load(load(100, num_running=8))  # all of the first one's prompt was cached there: it took nothing
+    bench.decode.set_load(load(100, num_running=20))  # all of the first one's prompt was cached there: it took nothing
     bench.d.say("first", 1, granted=Grant(grant_id=1))
     await settle()
     assert [command.reserve.request_id for command in bench.d.sent] == ["first", "second"]

@@ -69,6 +69,19 @@ def test_prompts_are_cut_further_where_something_decodes_beside_them() -> None:
     assert plan(output) == [("first", 1), ("of 4", 4), ("of 5", 2)]
 
 
+def test_prompts_are_cut_for_what_may_begin_to_decode_at_any_moment() -> None:
+    scheduler = make()
+    scheduler.add(sequence("prompt", 8))
+    granted = sequence("granted", 5)
+    assert scheduler.reserve(granted)
+    output = scheduler.schedule(3)
+    assert plan(output) == [("prompt", 3)]
+    scheduler.apply(output, [None])
+    assert plan(scheduler.schedule(0)) == [("prompt", 5)]  # nothing decodes yet: nobody gains by an empty step
+    assert scheduler.abort("granted")
+    assert plan(scheduler.schedule(3)) == [("prompt", 5)]
+
+
 def test_a_sequence_without_a_next_token_fails_alone() -> None:
     scheduler = make()
     for name in ("good", "bad"):

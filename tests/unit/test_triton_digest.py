@@ -9,7 +9,7 @@ from triton_device import DEVICE
 
 from engine.kernels.gpu.digest import MIN_BLOCK_BYTES, block_digests
 from kv_transfer.layout import DIGEST, KVLayout
-from kv_transfer.pool import KVPool
+from kv_transfer.pool import HostPool
 
 
 def pool_of(num_bytes: int, *, num_layers: int = 2, num_blocks: int = 5, seed: int = 0) -> torch.Tensor:
@@ -27,7 +27,7 @@ def expected_digests(pool: torch.Tensor, block_ids: list[int]) -> np.ndarray[tup
         num_layers=num_layers, num_blocks=num_blocks, block_size=1, num_kv_heads=1, head_dim=array.shape[2] // 2,
         dtype="float8_e4m3fn",
     )  # fmt: skip
-    return KVPool(layout, array).digests(block_ids)
+    return HostPool(layout, array).digests(block_ids)
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +13,7 @@ import torch
 from attention_cases import LENS, Case
 from triton_device import DEVICE
 
+from engine import model_runner
 from engine.config import EngineArgs
 from engine.executor import Executor
 from engine.kernels.gpu.parts import TritonGatedLinear, TritonRMSNorm
@@ -140,31 +143,52 @@ CONFIG = {
 }  # fmt: skip
 
 
-def test_an_engine_computes_what_it_does_with_plain_torch(tmp_path: Path) -> None:
-    """Norms of heads, biases, a window in one layer; a chunk, decodes of different lengths, both in one step."""
-    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
+class RelaunchingRecorder:
+    """Where there is no CUDA graph: launches again what was recorded, into the same result."""
+
+    def record(self, launch: Callable[[], torch.Tensor]) -> tuple[Callable[[], object], torch.Tensor]:
+        logits = launch()
+        return lambda: logits.copy_(launch()), logits
+
+
+def logits_of_steps(folder: Path, backend: str, *, records: bool) -> list[torch.Tensor]:
+    """A chunk, decodes of different lengths, both in one step, and steps that only decode."""
+    args = EngineArgs(
+        model=str(folder), load_format="dummy", num_kv_blocks=32, block_size=4, device=DEVICE,
+        attention_backend=backend,
+    )  # fmt: skip
+    config = create_engine_config(args)
+    assert config.device.attention_backend == backend
+    config = replace(config, device=replace(config.device, uses_graphs=records))
+    runner = Executor(config)._worker._runner
+    seqs = []
+    for i, length in enumerate((9, 3, 21)):
+        seqs.append(Sequence(0, "r", [(7 * i + j) % 97 for j in range(length)], length, SamplingParams()))
+        seqs[-1].block_table = list(range(10 * i, 10 * i + 6))
     results = []
-    for backend in ("triton", "torch"):
-        args = EngineArgs(
-            model=str(tmp_path), load_format="dummy", num_kv_blocks=32, block_size=4, device=DEVICE,
-            attention_backend=backend,
-        )  # fmt: skip
-        config = create_engine_config(args)
-        assert config.device.attention_backend == backend
-        runner = Executor(config)._worker._runner
-        seqs = []
-        for i, length in enumerate((9, 3, 21)):
-            seqs.append(Sequence(0, "r", [(7 * i + j) % 97 for j in range(length)], length, SamplingParams()))
-            seqs[-1].block_table = list(range(10 * i, 10 * i + 6))
-        steps = [[8, 2, 0], [1, 1, 13], [0, 0, 7], [0, 0, 1]]
-        for counts in steps:
-            chunks = [ScheduledSequence(seq, count) for seq, count in zip(seqs, counts, strict=True) if count]
-            _, logits = runner.forward(SchedulerOutput(chunks, [], []))
-            for chunk in chunks:
-                chunk.seq.num_computed_tokens += chunk.num_new_tokens
-            if logits is not None:
-                results.append(logits)
-    half = len(results) // 2
-    for triton_logits, torch_logits in zip(results[:half], results[half:], strict=True):
+    for counts in [[8, 2, 0], [1, 1, 13], [0, 0, 7], [0, 0, 1], [1, 1, 1], [1, 0, 1], [1, 1, 1]]:
+        chunks = [ScheduledSequence(seq, count) for seq, count in zip(seqs, counts, strict=True) if count]
+        _, logits = runner.forward(SchedulerOutput(chunks, [], []))
+        for chunk in chunks:
+            chunk.seq.num_computed_tokens += chunk.num_new_tokens
+            if chunk.seq.num_uncomputed_tokens == 0:
+                chunk.seq.token_ids.append(5 + len(chunk.seq))
+        if logits is not None:
+            results.append(logits.clone())
+    assert not records or runner._graphs.num_recordings == 3
+    return results
+
+
+@pytest.mark.parametrize("records", [False, True], ids=["launched", "replayed"])
+def test_an_engine_computes_what_it_does_with_plain_torch(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, records: bool
+) -> None:
+    """Norms of heads, biases, a window in one layer."""
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
+    if DEVICE == "cpu":
+        monkeypatch.setattr(model_runner, "CudaRecorder", RelaunchingRecorder)
+    ours = logits_of_steps(tmp_path, "triton", records=records)
+    plain = logits_of_steps(tmp_path, "torch", records=False)
+    for triton_logits, torch_logits in zip(ours, plain, strict=True):
         assert torch_logits.std() > 1e-3
         torch.testing.assert_close(triton_logits, torch_logits, rtol=1e-4, atol=1e-5)

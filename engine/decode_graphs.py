@@ -1,0 +1,144 @@
+"""Steps in which every sequence decodes, recorded once for each size and replayed after: the launches of a whole model
+cost a CPU more than they cost a GPU, and a replay is one.
+
+Owns the recordings and what their launches read: token ids, positions and an attention plan at addresses that stay. A
+recording is for so many sequences of at most so long a context (a rung of each ladder); a step takes the smallest that
+it fits, and rows beyond its sequences compute nothing that anybody reads, and write nothing.
+
+    first step of a rung ── record ──> Recording ── every further one: refill, replay ──> logits of its first rows
+
+A sequence gets the same bits from any rung: see `engine.attention.triton_backend`. Only the products, which belong to
+the device's library, choose by the number of rows.
+
+Shapes: S sequences, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+
+from engine.attention import StepLayout
+from engine.input_batch import InputBatch
+
+Replay = Callable[[], None]
+
+
+class PlanKeeper(Protocol):
+    """An attention backend whose plans can keep their addresses."""
+
+    def reserve_decode_plan(self, num_seqs: int, max_context_len: int) -> Any: ...
+
+    def refill(self, plan: Any, layout: StepLayout) -> None: ...
+
+
+class Recorder(Protocol):
+    def record(self, launch: Callable[[], torch.Tensor]) -> tuple[Replay, torch.Tensor]:
+        """What does again, on the same tensors, all that `launch` does, and the tensor where its result then lies."""
+
+
+class CudaRecorder:
+    """CUDA graphs in one pool of memory: they run one after the other, and so may use the same."""
+
+    def __init__(self) -> None:
+        self._memory = torch.cuda.graph_pool_handle()
+
+    def record(self, launch: Callable[[], torch.Tensor]) -> tuple[Replay, torch.Tensor]:
+        launch()  # compiles kernels and chooses algorithms, which cannot be captured
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=self._memory):
+            logits_SV = launch()
+        return graph.replay, logits_SV
+
+
+@dataclass(frozen=True, slots=True)
+class Recording:
+    token_ids: torch.Tensor
+    """[S] int64"""
+    positions: torch.Tensor
+    """[S] int64"""
+    plan: Any
+    replay: Replay
+    logits: torch.Tensor
+    """[S, V], of the last replay. The next one writes over it."""
+
+
+def batch_ladder(max_num_seqs: int) -> list[int]:
+    """1, 2, 4, 8, then every eighth: a step with few rows too many costs little more than one that fits."""
+    rungs = [size for size in (1, 2, 4) if size < max_num_seqs]
+    return [*rungs, *range(8, max_num_seqs, 8), max_num_seqs]
+
+
+def context_ladder(max_model_len: int, shortest: int = 1024) -> list[int]:
+    """`shortest`, doubled until it is enough: a context's length says how far a row of block ids goes, and into how
+    many pieces attention may cut."""
+    rungs = [min(shortest, max_model_len)]
+    while rungs[-1] < max_model_len:
+        rungs.append(min(2 * rungs[-1], max_model_len))
+    return rungs
+
+
+class DecodeGraphs:
+    """Used by the stepping thread alone, under `torch.inference_mode`."""
+
+    def __init__(
+        self,
+        *,
+        forward: Callable[[torch.Tensor, torch.Tensor, Any], torch.Tensor],
+        backend: PlanKeeper,
+        recorder: Recorder,
+        max_num_seqs: int,
+        max_model_len: int,
+        device: str,
+    ) -> None:
+        """`forward`: token ids, positions and a plan to logits [S, V], launching the same for equal shapes."""
+        self._forward = forward
+        self._backend = backend
+        self._recorder = recorder
+        self._device = device
+        self._batch_sizes = batch_ladder(max_num_seqs)
+        self._context_lens = context_ladder(max_model_len)
+        self._recordings: dict[tuple[int, int], Recording] = {}
+
+    @property
+    def num_recordings(self) -> int:
+        return len(self._recordings)
+
+    def can_run(self, batch: InputBatch) -> bool:
+        """Whether every sequence decodes, and is sampled."""
+        num_seqs = len(batch.layout.query_lens)
+        return batch.sample_rows is None and batch.layout.num_decodes == num_seqs <= self._batch_sizes[-1]
+
+    def run(self, batch: InputBatch) -> torch.Tensor:
+        """Logits [S, V] of a step that `can_run`. Valid until the next call."""
+        num_seqs = len(batch.layout.query_lens)
+        recording = self._recording(num_seqs, int(batch.layout.context_lens.max()))
+        recording.token_ids[:num_seqs].copy_(batch.token_ids, non_blocking=True)
+        recording.positions[:num_seqs].copy_(batch.positions, non_blocking=True)
+        self._backend.refill(recording.plan, batch.layout)
+        recording.replay()
+        return recording.logits[:num_seqs]
+
+    def _recording(self, num_seqs: int, context_len: int) -> Recording:
+        """The smallest that fits; made by its first step."""
+        rung = _rung(self._batch_sizes, num_seqs), _rung(self._context_lens, context_len)
+        if rung not in self._recordings:
+            self._recordings[rung] = self._record(*rung)
+        return self._recordings[rung]
+
+    def _record(self, num_seqs: int, max_context_len: int) -> Recording:
+        """Over rows without a sequence: what is launched to record them writes nothing into the pool."""
+        token_ids = torch.zeros(num_seqs, dtype=torch.int64, device=self._device)
+        positions = torch.zeros(num_seqs, dtype=torch.int64, device=self._device)
+        plan = self._backend.reserve_decode_plan(num_seqs, max_context_len)
+        replay, logits_SV = self._recorder.record(lambda: self._forward(token_ids, positions, plan))
+        return Recording(token_ids, positions, plan, replay, logits_SV)
+
+
+def _rung(ladder: list[int], wanted: int) -> int:
+    return ladder[bisect_left(ladder, wanted)]

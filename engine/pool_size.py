@@ -1,0 +1,76 @@
+"""How many KV blocks a GPU has room for, beside the weights and what a step needs: measured, by the largest step.
+
+    weights loaded ──> largest_step over a pool just large enough ──> peak known ──> num_blocks_left ──> the real pool
+
+The same way as vLLM's (`gpu_memory_utilization`): a share of the device's memory is this process', whoever has the
+rest.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable
+from dataclasses import replace
+
+import torch
+
+from engine.config import EngineConfig
+from engine.kv_cache import KVCacheShape
+from engine.sampling_params import SamplingParams
+from engine.sequence import ScheduledSequence, SchedulerOutput, Sequence
+
+RunStep = Callable[[KVCacheShape, SchedulerOutput], object]
+"""Computes a step over a pool of that shape, and lets both go."""
+
+
+def largest_step(config: EngineConfig) -> tuple[int, SchedulerOutput]:
+    """As many prompt tokens as a step may have, in as many sequences as may run, all of them sampled; and how many
+    blocks they take."""
+    scheduler, block_size = config.scheduler, config.cache.block_size
+    num_seqs = min(scheduler.max_num_seqs, scheduler.max_num_batched_tokens)
+    length = min(scheduler.max_num_batched_tokens // num_seqs, config.model.max_model_len)
+    blocks_each = -(-length // block_size)
+    scheduled = []
+    for number in range(num_seqs):
+        seq = Sequence(number, f"largest-{number}", [0] * length, length, SamplingParams())
+        seq.block_table = list(range(number * blocks_each, (number + 1) * blocks_each))
+        scheduled.append(ScheduledSequence(seq, length))
+    return num_seqs * blocks_each, SchedulerOutput(scheduled, [], [])
+
+
+def measure_num_blocks(config: EngineConfig, shape: KVCacheShape, run_step: RunStep) -> int:
+    """For a pool of `shape` but for its number of blocks. Raises `ValueError` where one request would not fit."""
+    num_step_blocks, step = largest_step(config)
+    step_shape = replace(shape, num_blocks=num_step_blocks)
+    torch.cuda.reset_peak_memory_stats()
+    run_step(step_shape, step)
+    peak = torch.cuda.max_memory_allocated() - step_shape.pool_bytes
+    gc.collect()
+    torch.cuda.empty_cache()
+    free, total = torch.cuda.mem_get_info()
+    return num_blocks_left(
+        total_bytes=total,
+        peak_bytes=peak,
+        free_bytes=free - (peak - torch.cuda.memory_allocated()),
+        utilization=config.cache.gpu_memory_utilization,
+        block_bytes=replace(shape, num_blocks=1).pool_bytes,
+        num_needed=-(-config.model.max_model_len // config.cache.block_size),
+    )
+
+
+def num_blocks_left(
+    *, total_bytes: int, peak_bytes: int, free_bytes: int, utilization: float, block_bytes: int, num_needed: int
+) -> int:
+    """Of a device of `total_bytes`, where weights and a step take up to `peak_bytes`, and `free_bytes` are free beside
+    them: others may be there. `block_bytes`: of one block in all layers. Raises `ValueError` where these are not
+    `num_needed`."""
+    num_blocks = int(min(total_bytes * utilization - peak_bytes, free_bytes)) // block_bytes
+    if num_blocks >= num_needed:
+        return num_blocks
+    gib = 1 << 30
+    raise ValueError(
+        f"gpu_memory_utilization is {utilization}: of {total_bytes / gib:.1f} GiB, {free_bytes / gib:.1f} of them "
+        f"free, weights and a step take {peak_bytes / gib:.1f}, and {max(0, num_blocks)} KV blocks fit into the rest; "
+        f"a request of max_model_len tokens needs {num_needed}: raise it, or lower max_model_len or "
+        "max_num_batched_tokens"
+    )

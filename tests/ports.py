@@ -1,0 +1,24 @@
+"""Ports of servers that a test stops and starts again where they were."""
+
+from __future__ import annotations
+
+import random
+import socket
+from pathlib import Path
+
+FIRST = 10_240
+_RANGE = Path("/proc/sys/net/ipv4/ip_local_port_range")
+
+
+def lasting_port() -> int:
+    """A free port that stays free while nobody listens there: the system gives none of those below its range to a
+    connection, or to a server that takes any."""
+    first_given = int(_RANGE.read_text().split()[0]) if _RANGE.is_file() else 32_768
+    for port in random.sample(range(FIRST, first_given), 100):
+        with socket.socket() as probe:
+            try:
+                probe.bind(("127.0.0.1", port))
+            except OSError:
+                continue
+            return port
+    raise AssertionError(f"100 ports of {FIRST} to {first_given} are taken")

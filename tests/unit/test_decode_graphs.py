@@ -1,0 +1,105 @@
+"""Recorded decoding steps: which recording serves which step, and that a replay reads nothing but what it is given."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from engine.attention import StepLayout
+from engine.decode_graphs import DecodeGraphs, Replay, batch_ladder, context_ladder
+from engine.input_batch import InputBatch
+
+
+def step_of(context_lens: list[int], *, num_decodes: int | None = None, samples_all: bool = True) -> InputBatch:
+    """Every sequence computes its last token, whose id is 100 times its position."""
+    lens = np.array(context_lens, dtype=np.int64)
+    layout = StepLayout(
+        query_lens=np.ones_like(lens),
+        context_lens=lens,
+        block_tables=np.zeros((len(lens), 1), dtype=np.int64),
+        slot_mapping=lens,
+        num_decodes=len(lens) if num_decodes is None else num_decodes,
+    )
+    positions = torch.from_numpy(lens - 1)
+    return InputBatch(
+        token_ids=100 * positions,
+        positions=positions,
+        layout=layout,
+        sample_rows=None if samples_all else torch.tensor([0]),
+        sampling_seqs=[],
+        begun_blocks=[],
+    )
+
+
+class Backend:
+    """Plans that keep the contexts alone."""
+
+    def __init__(self) -> None:
+        self.reserved: list[tuple[int, int]] = []
+
+    def reserve_decode_plan(self, num_seqs: int, max_context_len: int) -> Any:
+        self.reserved.append((num_seqs, max_context_len))
+        return SimpleNamespace(context_lens=torch.zeros(num_seqs, dtype=torch.int64))
+
+    def refill(self, plan: Any, layout: StepLayout) -> None:
+        plan.context_lens.zero_()
+        plan.context_lens[: len(layout.context_lens)] = torch.from_numpy(layout.context_lens)
+
+
+class Recorder:
+    """Launches again what was recorded, into the same result."""
+
+    def record(self, launch: Callable[[], torch.Tensor]) -> tuple[Replay, torch.Tensor]:
+        result = launch()
+        return lambda: result.copy_(launch()), result  # type: ignore[return-value]
+
+
+def forward(token_ids: torch.Tensor, positions: torch.Tensor, plan: Any) -> torch.Tensor:
+    return torch.stack([token_ids, positions, plan.context_lens], dim=1)
+
+
+@pytest.fixture
+def backend() -> Backend:
+    return Backend()
+
+
+@pytest.fixture
+def graphs(backend: Backend) -> DecodeGraphs:
+    return DecodeGraphs(
+        forward=forward, backend=backend, recorder=Recorder(), max_num_seqs=20, max_model_len=3000, device="cpu"
+    )
+
+
+def test_a_step_is_computed_from_its_own_arrays(graphs: DecodeGraphs) -> None:
+    for lens in ([5, 7, 900], [1, 2, 3, 4], [8, 9, 10], [1024]):
+        logits = graphs.run(step_of(lens))
+        assert logits.tolist() == [[100 * (n - 1), n - 1, n] for n in lens]
+
+
+def test_a_step_takes_the_smallest_recording_and_each_is_made_once(graphs: DecodeGraphs, backend: Backend) -> None:
+    for lens in ([5] * 3, [6] * 4, [1024] * 4, [1025], [2999] * 20, [5] * 3, [3000] * 17):
+        graphs.run(step_of(lens))
+    assert backend.reserved == [(4, 1024), (1, 2048), (20, 3000)]
+    assert graphs.num_recordings == 3
+
+
+def test_only_steps_that_decode_and_sample_every_sequence_are_recorded(graphs: DecodeGraphs) -> None:
+    assert graphs.can_run(step_of([5] * 20))
+    assert not graphs.can_run(step_of([5] * 21))
+    assert not graphs.can_run(step_of([5, 9], num_decodes=1))
+    assert not graphs.can_run(step_of([5, 9], samples_all=False))
+
+
+def test_ladders() -> None:
+    assert batch_ladder(1) == [1]
+    assert batch_ladder(3) == [1, 2, 3]
+    assert batch_ladder(20) == [1, 2, 4, 8, 16, 20]
+    assert batch_ladder(256)[-2:] == [248, 256]
+    assert context_ladder(100) == [100]
+    assert context_ladder(3000) == [1024, 2048, 3000]
+    assert context_ladder(4096) == [1024, 2048, 4096]

@@ -1,0 +1,69 @@
+"""Draws on a device are those of the CPU's sampler, token for token."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from engine import device_draw, random, sampler
+from engine.sampling_params import SamplingParams
+from engine.sequence import INVALID_TOKEN, Sequence
+
+VOCAB_SIZE = 1003
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def sequence(num_output_tokens: int = 0, sequence_index: int = 0, **params: Any) -> Sequence:
+    settings = {"max_tokens": 100_000} | params
+    tokens = [1, 2, 3] + [5] * num_output_tokens
+    return Sequence(0, "r", tokens, 3, SamplingParams(**settings), sequence_index=sequence_index)
+
+
+def logits(num_rows: int, seed: int, scale: float = 3.0) -> torch.Tensor:
+    return torch.randn(num_rows, VOCAB_SIZE, generator=torch.Generator().manual_seed(seed)) * scale
+
+
+@pytest.mark.parametrize("seed", [0, 5, -5, 2**63 - 1, -(2**63), 5 + 2**32])
+def test_clocks_are_the_same(seed: int) -> None:
+    column = [torch.tensor([[value], [value + 1]], device=DEVICE) for value in (7, 123)]
+    seeds = torch.tensor([[seed], [seed]], device=DEVICE)
+    clocks = device_draw.exponentials(seeds, *column, VOCAB_SIZE).cpu().numpy()
+    for row in (0, 1):
+        expected = random.exponentials(seed, 7 + row, 123 + row, np.arange(VOCAB_SIZE))
+        np.testing.assert_allclose(clocks[row], expected, rtol=1e-14)
+
+
+FILTERS = [{}, {"top_k": 1}, {"top_k": 7}, {"top_p": 0.9}, {"top_p": 0.3, "top_k": 20}, {"min_p": 0.1},
+           {"min_p": 0.01, "top_p": 0.95, "top_k": 400}, {"top_k": 5000}, {"top_k": -1}]  # fmt: skip
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_tokens_are_the_same_whatever_rows_ask_for(dtype: torch.dtype) -> None:
+    for step in range(20):
+        seqs = [
+            sequence(step, index % 3, temperature=0.3 + 0.2 * index, seed=1000 * step + index, **params)
+            for index, params in enumerate(FILTERS)
+        ]
+        values = logits(len(seqs), seed=step).to(dtype)
+        assert device_draw.draw(values.to(DEVICE), seqs) == sampler.draw(values.clone(), seqs)
+
+
+@pytest.mark.parametrize("params", FILTERS)
+def test_filters_keep_the_same_tokens(params: dict[str, Any]) -> None:
+    seqs = [sequence(temperature=0.7, **params)] * 5
+    values = logits(5, seed=3)
+    values[2] = values[2].round()  # many equals
+    ours = device_draw.filtered_weights(values.to(DEVICE), seqs).cpu()
+    torch.testing.assert_close(ours, sampler.filtered_weights(values.clone(), seqs), rtol=1e-14, atol=0)
+
+
+@pytest.mark.parametrize("params", FILTERS)
+def test_a_row_with_a_nan_has_no_next_token_and_its_neighbours_have(params: dict[str, Any]) -> None:
+    seqs = [sequence(temperature=1.0, seed=number, **params) for number in range(3)]
+    values = logits(3, seed=1)
+    alone = [device_draw.draw(values[row : row + 1].to(DEVICE), seqs[row : row + 1])[0] for row in range(3)]
+    values[1, 17] = float("nan")
+    assert device_draw.draw(values.to(DEVICE), seqs) == [alone[0], INVALID_TOKEN, alone[2]]

@@ -1,0 +1,130 @@
+"""A pool in a device's memory: the bytes are the host pool's, and nobody hears of a layer before it is written."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from kv_transfer import HostPool, KVLayout
+from kv_transfer.pool import Digests
+from worker_service.device_pool import DevicePool, DeviceWatch
+
+LAYOUT = KVLayout(num_layers=3, num_blocks=7, block_size=4, num_kv_heads=2, head_dim=8, dtype="bfloat16")
+PATIENCE_S = 5.0
+
+
+def digest_blocks(tensor: torch.Tensor, block_ids: Sequence[int]) -> Digests:
+    return HostPool(LAYOUT, tensor.numpy()).digests(block_ids)
+
+
+def make_pools() -> tuple[HostPool, DevicePool, list[str]]:
+    """The same bytes, seen in both ways, and what was done beside the engine."""
+    size = (LAYOUT.num_layers, LAYOUT.num_blocks, LAYOUT.block_bytes)
+    host = HostPool(LAYOUT, np.random.default_rng(1).integers(0, 256, size, dtype=np.uint8))
+    log: list[str] = []
+
+    @contextmanager
+    def beside() -> Iterator[None]:
+        log.append("entered")
+        yield
+        log.append("done")
+
+    return host, DevicePool(LAYOUT, torch.from_numpy(host.array), digest_blocks, beside), log
+
+
+@pytest.mark.parametrize("block_ids", [[3], [0, 1, 2], [6, 2, 3, 0]])
+def test_it_is_the_same_bytes(block_ids: list[int]) -> None:
+    host, pool, log = make_pools()
+    for layer in range(LAYOUT.num_layers):
+        assert pool.read(layer, block_ids, prefix=b"head") == host.read(layer, block_ids, prefix=b"head")
+        assert pool.address(layer, 5) == host.address(layer, 5)
+    np.testing.assert_array_equal(pool.digests(block_ids), host.digests(block_ids))
+    assert log == ["entered", "done"] * 4
+
+
+def test_what_is_written_lies_in_its_blocks_alone() -> None:
+    host, pool, log = make_pools()
+    before = host.array.copy()
+    data = bytes(range(256)) * (2 * LAYOUT.block_bytes // 256)
+    pool.write(1, [5, 2], memoryview(data))
+    assert log == ["entered", "done"]
+    assert host.read(1, [5, 2]) == data
+    others = np.ones(LAYOUT.num_blocks, dtype=bool)
+    others[[5, 2]] = False
+    np.testing.assert_array_equal(host.array[1][others], before[1][others])
+    np.testing.assert_array_equal(host.array[[0, 2]], before[[0, 2]])
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        (lambda tensor: tensor[:2], "3 layers of 7 blocks"),
+        (lambda tensor: tensor[:, :, :-1], "must have"),
+        (lambda tensor: tensor.transpose(0, 1).contiguous().transpose(0, 1), "contiguous"),
+    ],
+    ids=["layers", "bytes", "order"],
+)
+def test_a_tensor_of_another_shape_is_refused(change: Callable[[torch.Tensor], Any], named: str) -> None:
+    _, pool, _ = make_pools()
+    with pytest.raises(ValueError, match=named):
+        DevicePool(LAYOUT, change(pool._bytes_LBN), digest_blocks)
+
+
+# -- when it is written ---------------------------------------------------------------------------------------------
+
+
+class LaggingDevice:
+    """Does what was launched when it is let go on."""
+
+    def __init__(self) -> None:
+        self.goes_on = threading.Semaphore(0)
+        self.num_recorded = 0
+
+    def record(self) -> Callable[[], None]:
+        self.num_recorded += 1
+
+        def wait() -> None:
+            assert self.goes_on.acquire(timeout=PATIENCE_S)
+
+        return wait
+
+
+def test_who_launches_does_not_wait_and_who_listens_hears_in_order_when_it_is_done() -> None:
+    device, heard, has_heard = LaggingDevice(), [], threading.Semaphore(0)
+    watch = DeviceWatch(device.record)
+
+    def tell(layer: int) -> None:
+        heard.append(layer)
+        has_heard.release()
+
+    for layer in range(3):
+        watch.when_done(lambda layer=layer: tell(layer))
+    assert (device.num_recorded, heard) == (3, [])
+    device.goes_on.release(2)
+    assert has_heard.acquire(timeout=PATIENCE_S)
+    assert has_heard.acquire(timeout=PATIENCE_S)
+    assert heard == [0, 1]
+    device.goes_on.release()
+    watch.catch_up()
+    assert heard == [0, 1, 2]
+    watch.close()
+
+
+def test_a_device_that_fails_is_heard_of_no_more(caplog: pytest.LogCaptureFixture) -> None:
+    def wait() -> None:
+        raise RuntimeError("an illegal memory access was encountered")
+
+    heard: list[str] = []
+    watch = DeviceWatch(lambda: wait)
+    for _ in range(2):
+        watch.when_done(lambda: heard.append("written"))
+    watch.catch_up()
+    watch.close()
+    assert heard == []
+    assert "the device failed" in caplog.text

@@ -1,0 +1,63 @@
+"""How large a KV pool a GPU gets: the arithmetic, and the step that is measured, which any device can compute."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from engine.config import EngineArgs
+from engine.executor import Executor
+from engine.model_loader import create_engine_config
+from engine.pool_size import largest_step, num_blocks_left
+
+GIB = 1 << 30
+DEVICE = {
+    "total_bytes": 80 * GIB, "peak_bytes": 20 * GIB, "free_bytes": 59 * GIB, "utilization": 0.9,
+    "block_bytes": 2 << 20, "num_needed": 100,
+}  # fmt: skip
+
+
+def test_the_pool_gets_its_share_less_weights_and_a_step() -> None:
+    assert num_blocks_left(**DEVICE) == 52 * 512
+
+
+def test_what_others_have_taken_is_not_given_away() -> None:
+    assert num_blocks_left(**{**DEVICE, "free_bytes": 10 * GIB + 5}) == 10 * 512
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        (
+            {"utilization": 0.25},
+            "is 0.25: of 80.0 GiB, 59.0 of them free, .* take 20.0, and 0 KV",
+        ),
+        ({"utilization": 0.1}, "and 0 KV blocks fit"),
+        ({"num_needed": 60_000}, "26624 KV blocks fit into the rest; a request of max_model_len tokens needs 60000"),
+    ],
+)
+def test_too_little_is_said_in_numbers(change: dict[str, float], says: str) -> None:
+    with pytest.raises(ValueError, match=says):
+        num_blocks_left(**{**DEVICE, **change})  # type: ignore[arg-type]
+
+
+def test_the_largest_step_is_one_that_the_engine_can_compute(tmp_path: Path) -> None:
+    model = {
+        "architectures": ["LlamaForCausalLM"], "vocab_size": 97, "hidden_size": 48, "intermediate_size": 80,
+        "num_hidden_layers": 2, "num_attention_heads": 6, "num_key_value_heads": 2, "max_position_embeddings": 64,
+        "torch_dtype": "float32",
+    }  # fmt: skip
+    (tmp_path / "config.json").write_text(json.dumps(model))
+    args = EngineArgs(
+        model=str(tmp_path), load_format="dummy", num_kv_blocks=40, block_size=4, device="cpu", max_num_seqs=5,
+        max_num_batched_tokens=51,
+    )  # fmt: skip
+    config = create_engine_config(args)
+    num_blocks, step = largest_step(config)
+    assert num_blocks == 5 * 3
+    assert [item.num_new_tokens for item in step.scheduled] == [10] * 5
+    executor = Executor(replace(config, cache=replace(config.cache, num_blocks=num_blocks)))
+    assert all(isinstance(token_id, int) for token_id in executor.execute(step))

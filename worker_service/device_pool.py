@@ -1,0 +1,143 @@
+"""The KV pool of an engine whose memory is a device's, as transfers see it, and when that memory is written.
+
+An engine that computes on a device says that a layer's KV is written when it has *launched* what writes it, and goes
+on. `DeviceWatch` passes that on when the device has come so far; so whoever hears of a layer may read it, by any way:
+
+    engine's thread   layer 0 launched ─ event ─> layer 1 launched ─ event ─> … sampled ── catch_up ──> report the step
+    watch's thread                         └─ wait ─> tell ───────────┴─ wait ─> tell ──────┘
+
+`DevicePool` copies and digests blocks on a stream beside the engine's, so that transfers of one layer overlap the
+computing of the next. Blocks on their way between this memory and gRPC rest in pinned host memory, which a device
+copies at full speed; a transport that reads and writes memory by its address (`memory`, `base_address`) needs none.
+
+The memory is the engine's. The watch owns its thread, until `close`.
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+
+import numpy as np
+import torch
+
+from kv_transfer import KVLayout, KVPool
+from kv_transfer.pool import Digests
+
+_log = logging.getLogger(__name__)
+
+DigestBlocks = Callable[[torch.Tensor, Sequence[int]], Digests]
+"""xxh3_64 of blocks of a pool [layer, block, …] where they lie: [layer, len(block_ids)]."""
+RecordEvent = Callable[[], Callable[[], None]]
+"""Marks what the calling thread has launched up to now; returns what blocks until that is done."""
+BesideEngine = Callable[[], AbstractContextManager[object]]
+"""What is launched within runs beside the engine's work, and is done when the context is left."""
+
+
+def record_cuda_event() -> Callable[[], None]:
+    event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+    event.record()
+    return event.synchronize
+
+
+def cuda_stream_beside(device: torch.device) -> BesideEngine:
+    stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+
+    @contextmanager
+    def beside() -> Iterator[None]:
+        with torch.cuda.stream(stream):
+            yield
+        stream.synchronize()
+
+    return beside
+
+
+class DeviceWatch:
+    """`when_done` and `catch_up` are the engine's thread's; `close` ends the watch's own."""
+
+    def __init__(self, record_event: RecordEvent = record_cuda_event) -> None:
+        self._record_event = record_event
+        self._waiting: queue.Queue[tuple[Callable[[], None], Callable[[], object]] | None] = queue.Queue()
+        self._thread = threading.Thread(target=self._run, name="device-watch", daemon=True)
+        self._thread.start()
+
+    def when_done(self, tell: Callable[[], object]) -> None:
+        """Call `tell`, on another thread and in order, when the device has done what this thread has launched."""
+        self._waiting.put((self._record_event(), tell))
+
+    def catch_up(self) -> None:
+        """Return when all is told: before a step is reported, as after it a commit may name its blocks."""
+        self._waiting.join()
+
+    def close(self) -> None:
+        """Tell what is still to come, and return."""
+        self._waiting.put(None)
+        self._thread.join()
+
+    def _run(self) -> None:
+        has_failed = False
+        while (item := self._waiting.get()) is not None:
+            wait, tell = item
+            try:
+                if not has_failed:
+                    wait()
+                    tell()
+            except RuntimeError:  # of the device: the engine's own thread meets it, too, and its process ends
+                _log.exception("the device failed")
+                has_failed = True
+            finally:
+                self._waiting.task_done()
+
+
+class DevicePool(KVPool):
+    """The blocks of `tensor`, contiguous, `[layer, block, …]` on a device.
+
+    Raises `ValueError` where tensor and layout disagree.
+    """
+
+    def __init__(
+        self, layout: KVLayout, tensor: torch.Tensor, digest_blocks: DigestBlocks, beside: BesideEngine = nullcontext
+    ) -> None:
+        num_bytes = tensor.numel() * tensor.itemsize
+        if tensor.shape[:2] != (layout.num_layers, layout.num_blocks) or num_bytes != layout.pool_bytes:
+            raise ValueError(
+                f"the pool must have {layout.pool_bytes} bytes in {layout.num_layers} layers of {layout.num_blocks} "
+                f"blocks, not {num_bytes} in {tuple(tensor.shape[:2])}"
+            )
+        if not tensor.is_contiguous():
+            raise ValueError("the pool must be contiguous")
+        super().__init__(layout, tensor.data_ptr())
+        self.memory = "DRAM" if tensor.device.type == "cpu" else "VRAM"
+        self.device_id = tensor.device.index or 0
+        self._tensor = tensor
+        self._bytes_LBN = tensor.view(torch.uint8).view(layout.num_layers, layout.num_blocks, layout.block_bytes)
+        self._digest_blocks = digest_blocks
+        self._beside = beside
+
+    def read(self, layer: int, block_ids: Sequence[int], *, prefix: bytes = b"") -> bytes:
+        host = self._staging(len(block_ids))
+        with self._beside():
+            host.copy_(self._bytes_LBN[layer].index_select(0, self._on_device(block_ids)), non_blocking=True)
+        return b"".join([prefix, host.numpy().data])
+
+    def write(self, layer: int, block_ids: Sequence[int], data: bytes | memoryview) -> None:
+        host = self._staging(len(block_ids))
+        host.numpy()[:] = np.frombuffer(data, dtype=np.uint8).reshape(host.shape)
+        with self._beside():
+            blocks = host.to(self._tensor.device, non_blocking=True)
+            self._bytes_LBN[layer].index_copy_(0, self._on_device(block_ids), blocks)
+
+    def digests(self, block_ids: Sequence[int]) -> Digests:
+        with self._beside():
+            return self._digest_blocks(self._tensor, block_ids)
+
+    def _staging(self, num_blocks: int) -> torch.Tensor:
+        """Host memory that a device copies by itself; torch keeps it for the next one."""
+        shape = (num_blocks, self.layout.block_bytes)
+        return torch.empty(shape, dtype=torch.uint8, pin_memory=self.memory == "VRAM")
+
+    def _on_device(self, block_ids: Sequence[int]) -> torch.Tensor:
+        return torch.tensor(block_ids, dtype=torch.int64, device=self._tensor.device)
