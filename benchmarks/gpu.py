@@ -7,7 +7,7 @@
     (copy, matrix products)             (pytest, float64)                                   of Llama-3.1-8B's shapes
 
 Each number stands beside the limit that the same run measured. The last line is one JSON object, kept with a plot in
-`benchmarks/results/`. What is not measured: transfers between processes, whole servers.
+`benchmarks/results/` (a toy's is not kept). What is not measured: transfers between processes, whole servers.
 """
 
 from __future__ import annotations
@@ -285,7 +285,10 @@ def main(tiny: bool) -> None:
         "answers_as_plain_torch": same,
         "rows": [asdict(row) | {"share": row.share} for row in rows],
     }
-    save("gpu", summary | machine(), lambda figure: draw(figure, rows))
+    if tiny:
+        click.echo(json.dumps(summary | machine()))
+    else:
+        save("gpu", summary | machine(), lambda figure: draw(figure, rows))
 
 
 def line_of(row: Row) -> str:
