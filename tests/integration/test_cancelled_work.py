@@ -259,7 +259,7 @@ async def test_while_it_waits_in_the_prefill_worker(cluster: Cluster) -> None:
     """Behind a short prompt; and the decode worker is not so idle that it would rather compute it itself."""
     decoding = Asked(cluster)
     await decoding.wait_for(lambda: decoding.num_received > 1, "it decodes")
-    short = Asked(cluster, CHUNK)
+    short = Asked(cluster, 20)
     cluster.prefill.steps.hold(short.id, 1)
     await short.wait_for(cluster.prefill.steps.is_holding.is_set, "the other prompt is computed")
     asked = Asked(cluster)
