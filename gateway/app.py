@@ -8,6 +8,7 @@ A stream's status is known before its first byte: headers are sent with the firs
 
 from __future__ import annotations
 
+import asyncio
 import hmac
 import logging
 import re
@@ -27,9 +28,19 @@ from gateway.answers import Style, models_of, usage_of
 from gateway.errors import BUG, KINDS, NO_KEY, NO_ROUTE, TOO_LARGE, Kind, Refusal, refusal_of, refusal_of_body
 from gateway.metrics import Metrics
 from gateway.requests import Asked, ChatRequest, CompletionRequest
-from gateway.streams import DONE, ClientGone, EventStream, event, merged, while_connected, with_first
+from gateway.streams import (
+    DONE,
+    ClientGone,
+    EventStream,
+    Leaving,
+    event,
+    merged,
+    until_leaving,
+    while_connected,
+    with_first,
+)
 from protos.tandem_inference_pb2 import GenerateResponse, Usage
-from rpc.errors import InvalidRequest, TandemError
+from rpc.errors import Draining, InvalidRequest, TandemError
 from tandem import __version__
 from tandem.answer import Answer, AnswerStream, StreamBroken
 from tandem.client import AsyncClient
@@ -43,9 +54,16 @@ TIMEOUT_HEADER = "x-request-timeout-ms"
 """The request's deadline, which OpenAI's API has no word for."""
 
 
-def create_app(client: AsyncClient, *, api_key: str = "", max_body_bytes: int = 4 * 1024 * 1024) -> FastAPI:
-    """The gateway's ASGI application over `client`, which its caller closes."""
-    gateway = Gateway(client, api_key=api_key, max_body_bytes=max_body_bytes)
+def create_app(
+    client: AsyncClient,
+    *,
+    api_key: str = "",
+    max_body_bytes: int = 4 * 1024 * 1024,
+    leaving: asyncio.Event | None = None,
+) -> FastAPI:
+    """The gateway's ASGI application over `client`, which its caller closes. `leaving`: set when answers that still run
+    are to end, and say why."""
+    gateway = Gateway(client, api_key=api_key, max_body_bytes=max_body_bytes, leaving=leaving or asyncio.Event())
     app = FastAPI(title="Tandem", version=__version__, docs_url=None, redoc_url=None)
     generating: list[tuple[str, Any, type[Asked]]] = [
         ("/v1/completions", gateway.completions, CompletionRequest),
@@ -53,12 +71,17 @@ def create_app(client: AsyncClient, *, api_key: str = "", max_body_bytes: int = 
     ]
     for path, handler, body in generating:
         app.add_api_route(path, handler, methods=["POST"], response_model=None, openapi_extra=_schema_of(body))
-    app.add_api_route("/v1/models", gateway.models, response_model=None)
-    app.add_api_route("/v1/models/{model:path}", gateway.model, response_model=None)
-    app.add_api_route("/health", gateway.health, response_model=None)
-    app.add_api_route("/version", gateway.version, response_model=None)
-    app.add_api_route("/metrics", gateway.scrape, response_model=None)
-    app.add_api_route("/", gateway.page, response_model=None, include_in_schema=False)
+    asking: list[tuple[str, Any]] = [
+        ("/v1/models", gateway.models),
+        ("/v1/models/{model:path}", gateway.model),
+        ("/health", gateway.health),
+        ("/version", gateway.version),
+        ("/metrics", gateway.scrape),
+        ("/", gateway.page),
+    ]
+    for path, handler in asking:
+        app.add_api_route(path, handler, response_model=None, include_in_schema=path != "/")
+        app.add_api_route(path, handler, methods=["HEAD"], response_model=None, include_in_schema=False)
     app.add_exception_handler(HTTPException, _on_http_exception)  # type: ignore[arg-type]
     return app
 
@@ -72,14 +95,15 @@ def _schema_of(body: type[Asked]) -> dict[str, Any]:
 async def _on_http_exception(request: Request, error: HTTPException) -> Response:
     """No such route, or not with this method."""
     kind = Kind(error.status_code, NO_ROUTE.type, NO_ROUTE.code)
-    return _refuse(Refusal(kind, f"{error.detail}: {request.method} {request.url.path}"), {})
+    return _refuse(Refusal(kind, f"{error.detail}: {request.method} {request.url.path}"), dict(error.headers or {}))
 
 
 class Gateway:
     """The handlers. Keeps nothing of a request beyond its answer."""
 
-    def __init__(self, client: AsyncClient, *, api_key: str, max_body_bytes: int) -> None:
+    def __init__(self, client: AsyncClient, *, api_key: str, max_body_bytes: int, leaving: asyncio.Event) -> None:
         self._client = client
+        self._leaving = leaving
         self._api_key = api_key.encode()
         self._max_body_bytes = max_body_bytes
         self._started_s = int(time.time())
@@ -96,7 +120,7 @@ class Gateway:
     async def _generate(self, request: Request, body_type: type[_Body]) -> Any:
         body = body_type.model_validate_json(await self._read(request))
         model = body.model or (await self._client.model_info()).model
-        run = Run(self._client, body, model, request)
+        run = Run(self._client, body, model, request, self._leaving)
         if not body.stream:
             return JSONResponse(await while_connected(request.receive, run.whole()), headers=run.headers)
         messages = run.messages()
@@ -119,7 +143,8 @@ class Gateway:
 
     async def models(self, request: Request) -> Any:
         async def answer() -> Response:
-            return JSONResponse(models_of(await self._client.model_info(), self._started_s))
+            models = models_of(await self._client.model_info(), self._started_s)
+            return JSONResponse(models, headers={REQUEST_ID_HEADER: request_id_of(request)})
 
         return await self._answer(request, "models", answer)
 
@@ -128,7 +153,7 @@ class Gateway:
             known = models_of(await self._client.model_info(), self._started_s)["data"][0]
             if model != known["id"]:
                 raise InvalidRequest([("model", f"there is no model {model[:128]!r}; there is {known['id']!r}")])
-            return JSONResponse(known)
+            return JSONResponse(known, headers={REQUEST_ID_HEADER: request_id_of(request)})
 
         return await self._answer(request, "models", answer)
 
@@ -170,17 +195,19 @@ class Gateway:
             return response
 
     def _check_key(self, request: Request) -> None:
-        given = request.headers.get("authorization", "").removeprefix("Bearer ").encode()
-        if self._api_key and not hmac.compare_digest(given, self._api_key):
+        scheme, _, given = request.headers.get("authorization", "").partition(" ")
+        is_right = scheme.lower() == "bearer" and hmac.compare_digest(given.strip().encode(), self._api_key)
+        if self._api_key and not is_right:
             raise Refusal(NO_KEY, "the API key is missing or wrong: give it as Authorization: Bearer KEY")
 
 
 class Run:
     """One HTTP request's prompts at the router. Raises what the client raises."""
 
-    def __init__(self, client: AsyncClient, body: Asked, model: str, request: Request) -> None:
+    def __init__(self, client: AsyncClient, body: Asked, model: str, request: Request, leaving: asyncio.Event) -> None:
         """`model`: the one that is served, where the body names none. Raises `InvalidRequest` for a useless header."""
         self._client = client
+        self._leaving = leaving
         self._body = body
         self._prompts = body.prompts()
         self._request_id = body.request_id or request_id_of(request)
@@ -208,14 +235,13 @@ class Run:
         ids = [self._request_id]
         if len(self._prompts) > 1:
             ids = [f"{self._request_id}-{index}" for index in range(len(self._prompts))]
-        return merged(
-            [
-                self._client.stream(
-                    prompt, request_id=request_id, model=self._body.model, timeout_s=self._timeout_s, **sampling
-                )
-                for prompt, request_id in zip(self._prompts, ids, strict=True)
-            ]
-        )
+        streams = [
+            self._client.stream(
+                prompt, request_id=request_id, model=self._body.model, timeout_s=self._timeout_s, **sampling
+            )
+            for prompt, request_id in zip(self._prompts, ids, strict=True)
+        ]
+        return until_leaving(merged(streams), self._leaving)
 
     async def events(self, messages: AsyncGenerator[tuple[int, GenerateResponse], None]) -> AsyncGenerator[bytes, None]:
         """Of `messages`, which it closes."""
@@ -253,6 +279,8 @@ def refusal_of_any(error: Exception, request_id: str) -> Refusal:
             return error
         case TandemError():
             return refusal_of(error)
+        case Leaving():
+            return refusal_of(Draining("this gateway is leaving and can wait no longer for the answer"))
         case ValidationError():
             return refusal_of_body(error)
         case ValueError():  # by the client, of what the wire cannot carry: "name: what is wrong with it"

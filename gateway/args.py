@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, field
 
 from rpc.entrypoint import LOG_LEVELS
@@ -34,6 +35,8 @@ class GatewayArgs:
             raise ValueError(f"listen: {error}") from error
         if not self.router:
             raise ValueError("router must be the address of a router, is empty")
+        if not re.fullmatch(r"[\x21-\x7e]*", self.api_key):
+            raise ValueError("api_key must be of visible ASCII characters: HTTP headers carry no others safely")
         if not 1024 <= self.max_body_bytes <= 1 << 28:
             raise ValueError(f"max_body_bytes must be in [1024, {1 << 28}], is {self.max_body_bytes}")
         if not 0 <= self.drain_grace_s < float("inf"):

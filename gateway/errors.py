@@ -87,11 +87,13 @@ class Refusal(Exception):  # noqa: N818 - it is an answer
 def refusal_of(error: TandemError) -> Refusal:
     """As the table says; a wrong field by the name that it has in the body."""
     kind, param = KINDS[type(error)], None
+    message = error.message
     if isinstance(error, InvalidRequest) and error.violations:
         param = _name_in_body(error.violations[0].field)
         if param == "model":
             kind = MODEL_NOT_FOUND
-    message = error.message.replace("sampling_params.", "")
+        named = [(_name_in_body(wrong.field), wrong.description) for wrong in error.violations]
+        message = "; ".join(f"{name}: {description}" if name else description for name, description in named)
     retry_after_s = error.retry_after_s
     if retry_after_s is None and kind.status == UNAVAILABLE.status:
         retry_after_s = RETRY_AFTER_S

@@ -1,6 +1,6 @@
 """The gateway process, from its flags to its exit code.
 
-flags ──> listening ──SIGTERM──> no new connections, running requests finish (bounded) ──> exit 0
+flags ──> listening ──SIGTERM──> no new connections, running requests finish ──grace──> or are told so ──> exit 0
 """
 
 from __future__ import annotations
@@ -17,6 +17,9 @@ from tandem.client import AsyncClient
 
 _log = logging.getLogger(__name__)
 
+LAST_WORDS_S = 2.0
+"""For telling clients that their answers end here."""
+
 
 def announce(address: str) -> None:
     """Print the one line on stdout by which whoever started the process learns that and where it serves."""
@@ -27,13 +30,17 @@ def announce(address: str) -> None:
 async def run_gateway(args: GatewayArgs, stop: asyncio.Event, *, announce: Callable[[str], object] = announce) -> int:
     """Serve until `stop` is set. `announce` is told where it listens. Returns the exit code. Raises `CannotListen`."""
     async with AsyncClient(args.router) as client:
-        server = HttpServer(create_app(client, api_key=args.api_key, max_body_bytes=args.max_body_bytes))
+        leaving = asyncio.Event()
+        app = create_app(client, api_key=args.api_key, max_body_bytes=args.max_body_bytes, leaving=leaving)
+        server = HttpServer(app)
         address = server.start(args.listen)
         announce(address)
         _log.info("listening", extra={"address": address, "router": args.router})
         stopping, ending = asyncio.create_task(stop.wait()), asyncio.create_task(server.wait_ended())
         await asyncio.wait({stopping, ending}, return_when=asyncio.FIRST_COMPLETED)
         stopping.cancel()
-        await server.close(args.drain_grace_s)
+        giving_up = asyncio.get_running_loop().call_later(args.drain_grace_s, leaving.set)
+        await server.close(args.drain_grace_s + LAST_WORDS_S)
+        giving_up.cancel()
         await ending
     return 0

@@ -10,7 +10,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal, cast
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, PlainValidator
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, PlainValidator
 
 from tandem.client import Prompt, Sampling
 
@@ -24,7 +24,8 @@ def _only(*neutral: Any) -> Any:
     """The type of a field that may be given, but ask for nothing."""
 
     def check(value: Any) -> Any:
-        if value is not None and value not in neutral:
+        # 0 and False are equal, and ask for different things.
+        if value is not None and not any(value == one and type(value) is type(one) for one in neutral):
             raise ValueError("is not supported" + (f"; it may be {neutral[0]!r}" if neutral else ""))
         return value
 
@@ -61,7 +62,7 @@ class StreamOptions(BaseModel):
 class Asked(BaseModel, ABC):
     """What both kinds of request share."""
 
-    model_config = ConfigDict(extra="forbid", strict=False, protected_namespaces=())
+    model_config = ConfigDict(extra="forbid", strict=True, protected_namespaces=())
 
     model: str = ""
     stream: bool = False
@@ -84,7 +85,7 @@ class Asked(BaseModel, ABC):
     ignore_eos: bool | None = None
     include_stop_str_in_output: bool | None = None
     skip_special_tokens: bool | None = None
-    request_id: str = ""
+    request_id: Annotated[str, Field(pattern=r"^[\x21-\x7e]{0,100}$")] = ""
 
     # known, and refused unless they ask for nothing
     n: _only(1) = None  # type: ignore[valid-type]
@@ -145,14 +146,28 @@ class TextPart(BaseModel):
     text: str
 
 
+def _content(value: Any) -> Any:
+    """Said here, where it is known which of the two was meant."""
+    if isinstance(value, list) and all(isinstance(part, dict) for part in value):
+        if others := [part.get("type") for part in value if part.get("type") != "text"]:
+            raise ValueError(f"may have parts of type 'text' alone, has one of type {others[0]!r}")
+    elif value is not None and not isinstance(value, str):
+        raise ValueError("must be a text, or a list of parts of type 'text'")
+    return value
+
+
 class Message(BaseModel):
     model_config = ConfigDict(extra="forbid")
 
     role: str
-    content: str | list[TextPart] | None = None
+    content: Annotated[str | list[TextPart] | None, BeforeValidator(_content)] = None
     name: Any = None
     tool_calls: _only([]) = None  # type: ignore[valid-type]
+    function_call: _only() = None  # type: ignore[valid-type]
+    tool_call_id: _only() = None  # type: ignore[valid-type]
+    audio: _only() = None  # type: ignore[valid-type]
     refusal: Any = None
+    annotations: Any = None
 
     def to_prompt(self) -> Mapping[str, str]:
         parts = self.content if isinstance(self.content, list) else [TextPart(type="text", text=self.content or "")]
@@ -167,6 +182,7 @@ class ChatRequest(Asked):
     top_logprobs: _only(0) = None  # type: ignore[valid-type]
     tools: _only([]) = None  # type: ignore[valid-type]
     tool_choice: _only("none", "auto") = None  # type: ignore[valid-type]
+    reasoning_effort: _only() = None  # type: ignore[valid-type]
     functions: _only([]) = None  # type: ignore[valid-type]
     function_call: _only("none", "auto") = None  # type: ignore[valid-type]
     modalities: _only(["text"]) = None  # type: ignore[valid-type]

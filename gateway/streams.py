@@ -23,6 +23,10 @@ T = TypeVar("T")
 DONE = b"data: [DONE]\n\n"
 
 
+class Leaving(Exception):  # noqa: N818 - nothing is wrong
+    """This process ends and has waited long enough."""
+
+
 class ClientGone(Exception):  # noqa: N818 - nothing is wrong
     """The client has disconnected; nobody reads an answer any more."""
 
@@ -113,6 +117,29 @@ async def merged(streams: Sequence[AsyncGenerator[T, None]]) -> AsyncGenerator[t
         for reader in readers:
             reader.cancel()
         await asyncio.wait(readers)
+
+
+async def until_leaving(items: AsyncGenerator[T, None], leaving: asyncio.Event) -> AsyncGenerator[T, None]:
+    """`items`, which it closes. Raises `Leaving` as soon as `leaving` is set, whatever they wait for."""
+    asked_to_leave = asyncio.create_task(leaving.wait())
+    coming: asyncio.Task[T] | None = None
+    try:
+        while True:
+            coming = asyncio.create_task(anext(items))
+            await asyncio.wait({coming, asked_to_leave}, return_when=asyncio.FIRST_COMPLETED)
+            if not coming.done():
+                raise Leaving
+            try:
+                item = coming.result()
+            except StopAsyncIteration:
+                return
+            yield item
+    finally:
+        asked_to_leave.cancel()
+        if coming is not None:
+            coming.cancel()
+            await asyncio.wait({coming})
+        await items.aclose()
 
 
 async def with_first(first: T, rest: AsyncGenerator[T, None]) -> AsyncGenerator[T, None]:

@@ -19,6 +19,8 @@ from prometheus_client import CollectorRegistry, make_asgi_app
 
 from rpc.server import CannotListen, split_address
 
+MAX_HEAD_BYTES = 64 * 1024
+"""Of a request's line and headers: whoever sends more is refused, before anybody looks at it."""
 KEEP_ALIVE_S = 75
 """For which an idle connection of a client stays open: longer than load balancers keep theirs."""
 
@@ -37,8 +39,9 @@ class HttpServer:
     def __init__(self, app: Any) -> None:
         logging.getLogger("uvicorn").setLevel(logging.WARNING)
         config = uvicorn.Config(
-            app, log_config=None, access_log=False, lifespan="off", timeout_keep_alive=KEEP_ALIVE_S, server_header=False
-        )
+            app, log_config=None, access_log=False, lifespan="off", timeout_keep_alive=KEEP_ALIVE_S,
+            server_header=False, http="h11", h11_max_incomplete_event_size=MAX_HEAD_BYTES,  # httptools has no bound
+        )  # fmt: skip
         self._config = config
         self._server = _Uvicorn(config)
         self._serving: asyncio.Task[None] | None = None

@@ -45,6 +45,8 @@ class Router(tandem_inference_pb2_grpc.InferenceServicer):  # type: ignore[misc]
         self.num_open = 0
         self.all_closed = asyncio.Event()
         self.script: Script = self.echo
+        self.stop = asyncio.Event()
+        """Of the gateway."""
 
     async def Generate(self, request: pb.GenerateRequest, context: Any) -> AsyncIterator[pb.GenerateResponse]:
         self.requests.append(request)
@@ -77,7 +79,8 @@ class Router(tandem_inference_pb2_grpc.InferenceServicer):  # type: ignore[misc]
 
 @asynccontextmanager
 async def gateway(**args: Any) -> AsyncIterator[tuple[Router, httpx.AsyncClient]]:
-    router, server, stop = Router(), Server("127.0.0.1:0"), asyncio.Event()
+    router, server = Router(), Server("127.0.0.1:0")
+    stop = router.stop
     server.add(tandem_inference_pb2_grpc.add_InferenceServicer_to_server, router, "tandem.v1.Inference")
     address = await server.start()
     server.set_serving("tandem.v1.Inference", True)
@@ -189,6 +192,12 @@ async def test_usage_in_every_event_where_asked_for() -> None:
         ({"prompt": "a", "logit_bias": {"x": 1}}, "logit_bias", "integer"),
         ({"prompt": "a", "stream_options": {"include": 1}}, "stream_options.include", "knows"),
         ({"prompt": "a", "temperature": "NaN is none"}, "temperature", "number"),
+        ({"prompt": "a", "logprobs": 0}, "logprobs", "is not supported"),  # not False: the chosen token's, please
+        ({"prompt": "a", "n": True}, "n", "is not supported; it may be 1"),
+        ({"prompt": "a", "max_tokens": True}, "max_tokens", "valid integer"),
+        ({"prompt": "a", "max_tokens": "5"}, "max_tokens", "valid integer"),
+        ({"prompt": "a", "stream": "yes"}, "stream", "valid boolean"),
+        ({"prompt": "a", "request_id": "\u65e5\u672c"}, "request_id", "pattern"),
     ],
 )
 async def test_a_body_that_is_wrong_is_refused_by_name(body: dict[str, Any], param: str, complaint: str) -> None:
@@ -200,6 +209,24 @@ async def test_a_body_that_is_wrong_is_refused_by_name(body: dict[str, Any], par
     assert error["param"].startswith(param)
     assert complaint in error["message"]
     assert router.requests == []
+
+
+@pytest.mark.parametrize(
+    ("content", "complaint"),
+    [
+        (
+            [{"type": "image_url", "image_url": {"url": "x"}}],
+            "may have parts of type 'text' alone, has one of type 'image",
+        ),
+        (5, "must be a text, or a list of parts of type 'text'"),
+    ],
+)
+async def test_what_a_message_may_be_is_said(content: Any, complaint: str) -> None:
+    async with gateway() as (_, http):
+        body = {"messages": [{"role": "user", "content": content}]}
+        error = (await http.post("/v1/chat/completions", json=body)).json()["error"]
+    assert error["param"] == "messages.0.content"
+    assert complaint in error["message"]
 
 
 @pytest.mark.parametrize(("data", "status"), [(b'{"prompt": "a', 400), (b"", 400), (b"x" * 5000, 413), (b"\xff", 400)])
@@ -215,6 +242,21 @@ async def test_neutral_values_and_what_has_no_effect_are_let_through() -> None:
     }  # fmt: skip
     async with gateway() as (_, http):
         assert (await http.post("/v1/chat/completions", json=body)).status_code == 200
+
+
+async def test_numbers_may_be_whole_ones_and_biases_have_names() -> None:
+    async with gateway() as (router, http):
+        body = {"prompt": "a", "temperature": 1, "logit_bias": {"7": 2}, "stop": ["x"], "prompt_cache_key": "k"}
+        assert (await http.post("/v1/completions", json=body)).status_code == 200
+    assert router.requests[0].sampling_params.logit_bias == {7: 2.0}
+
+
+async def test_a_head_without_end_is_not_read() -> None:
+    async with gateway() as (_, http):
+        reader, writer = await asyncio.open_connection(http.base_url.host, http.base_url.port)
+        writer.write(b"GET /version HTTP/1.1\r\nhost: h\r\nx: " + b"a" * (1 << 20))
+        assert (await reader.readline()).split()[1] == b"400"
+        writer.close()
 
 
 async def test_headers_name_the_request_and_its_deadline() -> None:
@@ -349,6 +391,42 @@ async def test_a_client_that_leaves_while_it_still_sends_is_no_bug(caplog: pytes
 # -- around them --------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize(
+    ("field", "param"),
+    [("text", "prompt"), ("chat.messages[0].role", "messages[0].role"), ("sampling_params.top_k", "top_k")],
+)
+async def test_wrong_fields_have_the_names_that_the_client_used(field: str, param: str) -> None:
+    async with gateway() as (router, http):
+        router.script = failing(InvalidRequest([(field, "is wrong")]))
+        error = (await http.post("/v1/completions", json={"prompt": "a"})).json()["error"]
+    assert (error["param"], error["message"]) == (param, f"{param}: is wrong")
+
+
+@pytest.mark.parametrize("is_stream", [False, True])
+async def test_answers_that_outlast_the_grace_end_with_the_reason(
+    is_stream: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with gateway(drain_grace_s=0.3) as (router, http):
+        router.script = router.endless
+        body = {"prompt": "a", "stream": is_stream}
+        asked = asyncio.create_task(http.post("/v1/completions", json=body))
+        while not router.num_open:  # noqa: ASYNC110 - the script tells nobody
+            await asyncio.sleep(0.01)
+        router.stop.set()
+        response = await asked
+        await router.all_closed.wait()
+    error = events_of(response.text)[-1]["error"] if is_stream else response.json()["error"]
+    assert response.status_code == (200 if is_stream else 503)
+    assert (error["code"], "leaving" in error["message"]) == ("unavailable", True)
+    assert is_stream or response.headers["retry-after"] == "1"
+    assert "Traceback" not in caplog.text
+
+
+def test_a_key_that_no_header_can_carry_is_refused_at_the_start() -> None:
+    with pytest.raises(ValueError, match="api_key must be of visible ASCII characters"):
+        GatewayArgs(api_key="s\u00e9cret")
+
+
 async def test_models_health_version_page_and_metrics() -> None:
     async with gateway() as (_, http):
         models = (await http.get("/v1/models")).json()
@@ -361,7 +439,10 @@ async def test_models_health_version_page_and_metrics() -> None:
         assert 'tandem:gateway_requests_total{route="models",status="200"} 2.0' in (await http.get("/metrics")).text
         nowhere = await http.get("/v1/nowhere")
         assert (nowhere.status_code, nowhere.json()["error"]["code"]) == (404, "unknown_url")
-        assert (await http.get("/v1/completions")).status_code == 405
+        no_method = await http.get("/v1/completions")
+        assert (no_method.status_code, no_method.headers["allow"]) == (405, "POST")
+        assert [(await http.head(path)).status_code for path in ("/", "/health", "/metrics", "/v1/models")] == [200] * 4
+        assert (await http.get("/v1/models")).headers["x-request-id"]
         assert set((await http.get("/openapi.json")).json()["paths"]) >= {"/v1/completions", "/v1/chat/completions"}
 
 
@@ -387,4 +468,6 @@ async def test_a_key_where_one_is_asked_for() -> None:
             assert (refused.status_code, refused.json()["error"]["code"]) == (401, "invalid_api_key")
         allowed = await http.post("/v1/completions", json={"prompt": "a"}, headers={"authorization": "Bearer secret"})
         assert allowed.status_code == 200
+        lower = await http.post("/v1/completions", json={"prompt": "a"}, headers={"authorization": "bearer secret"})
+        assert lower.status_code == 200
         assert (await http.get("/health")).status_code == 200
