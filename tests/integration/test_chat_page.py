@@ -155,3 +155,24 @@ async def test_stopping_cancels_the_request_and_errors_are_shown(cluster: Runnin
         await page.evaluate(ask % json.dumps("word " * 4000))
         await page.wait_for("document.querySelector('.facts.bad')")
         assert "2047" in await page.evaluate("document.querySelector('.facts.bad').textContent")
+
+
+async def test_a_new_chat_knows_nothing_of_an_answer_that_was_still_coming(
+    cluster: RunningCluster, tmp_path: Path
+) -> None:
+    async with asyncio.timeout(TIMEOUT_S), browser(tmp_path / "profile", f"http://{cluster.http_address}/") as page:
+        await page.wait_for("document.getElementById('model')?.textContent.includes('smollm2')")
+        await page.evaluate(
+            """window.bodies = []; const before = window.fetch;
+            window.fetch = (url, options) => { bodies.push(options?.body); return before(url, options) }"""
+        )
+        ask = "document.getElementById('prompt').value = %s; document.getElementById('form').requestSubmit()"
+        await page.evaluate(ask % json.dumps("Count from one to five hundred, in words."))
+        await page.wait_for("document.querySelector('.assistant .text')?.textContent.length > 0")
+        await page.evaluate("document.getElementById('anew').click()")
+        await page.wait_for("document.getElementById('send').textContent == 'Send'")
+        await page.evaluate(ask % json.dumps("And now?"))
+        await page.wait_for("document.querySelectorAll('.assistant').length == 1 && bodies.length == 2")
+        assert (
+            await page.evaluate("JSON.parse(bodies[1]).messages.map(message => message.content).join()") == "And now?"
+        )

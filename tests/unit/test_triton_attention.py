@@ -293,6 +293,15 @@ def test_a_gpu_gets_triton_and_a_cpu_only_when_asked() -> None:
     assert choose("auto", "cpu") == "torch"
 
 
+def test_without_a_c_compiler_a_gpu_gets_plain_torch(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.delenv("CC", raising=False)
+    monkeypatch.setenv("PATH", "/nowhere")
+    assert choose("auto", "cuda") == "torch"
+    assert "Triton needs a C compiler, and there is none" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("change", "why"),
     [

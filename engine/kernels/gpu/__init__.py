@@ -12,7 +12,14 @@ and what has never run: docs/gpu.md.
 
 from __future__ import annotations
 
+import os
 from importlib.util import find_spec
+from shutil import which
+
+
+def has_c_compiler() -> bool:
+    """Triton compiles a small library for the driver on a machine's first start."""
+    return any(which(name) for name in (os.environ.get("CC", ""), "cc", "gcc", "clang") if name)
 
 
 def why_no_triton(device: str) -> str:
@@ -23,7 +30,7 @@ def why_no_triton(device: str) -> str:
     if find_spec("triton") is None:
         return "triton is not installed"
     if device == "cuda":
-        return ""
+        return "" if has_c_compiler() else "Triton needs a C compiler, and there is none (cc, gcc or clang, or CC)"
     import triton
 
     return "" if triton.knobs.runtime.interpret else f"the device is {device}"
