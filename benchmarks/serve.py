@@ -35,7 +35,7 @@ from benchmarks.report import save
 from tandem.bench.plots import plain_numbers
 from tandem.bench.run import run_load
 from tandem.bench.summary import GOOD_SHARE, Summary, max_good_rate, parse_goodput, summarise
-from tandem.bench.traces import Record, read_trace, trace_workload
+from tandem.bench.traces import Record, TraceError, read_trace, trace_workload
 from tandem.bench.workload import RandomShape, TokenSource, Workload, random_workload, warm_up_workload
 
 PERCENTILES = (50, 99)
@@ -76,9 +76,12 @@ class Traffic:
     def workload(self, rate: float, source: TokenSource) -> Workload:
         if not self.records:
             return random_workload(self.shape, source, rate=rate, count=self.num_requests)
-        workload = trace_workload(
-            self.records, source, length_factor=self.length_factor, rate=rate, max_total_len=self.max_total_len
-        )
+        try:
+            workload = trace_workload(
+                self.records, source, length_factor=self.length_factor, rate=rate, max_total_len=self.max_total_len
+            )
+        except TraceError as error:
+            raise click.ClickException(f"--trace: {error}") from error
         return replace(workload, request_rate=rate)
 
 
@@ -143,7 +146,14 @@ def main(
     traffic = Traffic(
         num_requests=num_requests,
         shape=RandomShape(input_len=input_tokens, output_len=output_tokens),
-        records=read_trace(Path(trace_path), limit=num_requests) if trace_path else [],
+        records=read_trace(
+            Path(trace_path),
+            limit=num_requests,
+            length_factor=trace_length_factor,
+            max_total_len=trace_max_total_len,
+        )
+        if trace_path
+        else [],
         length_factor=trace_length_factor,
         max_total_len=trace_max_total_len,
     )
@@ -168,7 +178,9 @@ def main(
         "goodput": {name: max_good_rate(summaries) for name, summaries in results.items()},
         "results": {name: [s.to_dict() for s in summaries] for name, summaries in results.items()},
     }
-    click.echo(f"goodput: {json.dumps(summary['goodput'])}")
+    known = {name: rate for name, rate in summary["goodput"].items() if rate is not None}
+    if known:
+        click.echo(f"goodput: {json.dumps(known)}")
     save("serve", summary | machine(), lambda figure: draw(figure, what, results, objectives))
 
 

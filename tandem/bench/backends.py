@@ -121,7 +121,7 @@ class OpenAIBackend:
     async def send(self, request: Request) -> AsyncGenerator[Piece, None]:
         body = {**self._fields, "max_tokens": request.output_tokens, **prompt_of(request.prompt, self._server.is_chat)}
         body |= self._server.extra_body
-        stream = OpenAIStream(is_chat=self._server.is_chat)
+        stream = OpenAIStream(is_chat=self._server.is_chat, prompt_tokens=num_prompt_tokens(body))
         import httpx2
 
         try:
@@ -160,6 +160,14 @@ def prompt_of(prompt: Tokens, is_chat: bool) -> dict[str, Any]:
         return {"prompt": prompt.tolist()}
     text = " ".join(WORDS[token % len(WORDS)] for token in prompt.tolist())
     return {"messages": [{"role": "user", "content": text}]}
+
+
+def num_prompt_tokens(body: dict[str, Any]) -> int | None:
+    """Of the prompt in `body`; None where only the server knows: it is a text, or the server is asked to cut it."""
+    prompt = body.get("prompt")
+    if not isinstance(prompt, list) or body.get("truncate_prompt_tokens") is not None:
+        return None
+    return len(prompt) if prompt and isinstance(prompt[0], int) else None
 
 
 async def _not_answered(response: Any) -> NotAnswered:

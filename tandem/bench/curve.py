@@ -31,7 +31,13 @@ def workloads_of(args: BenchArgs) -> list[Workload]:
     """One for each rate, with prompts of its own. Raises `TraceError`, `OSError`."""
     records: list[Record] = []
     if args.dataset_name == "trace":
-        records = read_trace(Path(args.dataset_path), skip=args.trace_skip, limit=args.num_prompts)
+        records = read_trace(
+            Path(args.dataset_path),
+            skip=args.trace_skip,
+            limit=args.num_prompts,
+            length_factor=args.trace_length_factor,
+            max_total_len=args.trace_max_total_len,
+        )
     return [_workload(args, records, replace(args.source, run=number), rate) for number, rate in enumerate(args.rates)]
 
 

@@ -30,8 +30,10 @@ class ServerError(Exception):
 class OpenAIStream:
     """Takes the payloads of a stream's `data:` lines in order."""
 
-    def __init__(self, *, is_chat: bool) -> None:
+    def __init__(self, *, is_chat: bool, prompt_tokens: int | None = None) -> None:
+        """`prompt_tokens`: as many as were sent, where that is known; the usage must say the same."""
         self._is_chat = is_chat
+        self._prompt_tokens = prompt_tokens
         self._id: Any = None
         self._num_tokens = 0
         """As counted by the server so far, or by pieces where it does not count."""
@@ -59,10 +61,11 @@ class OpenAIStream:
         if event.get("error"):
             raise _server_error(event["error"])
         self._check_id(event.get("id"))
-        choices = event.get("choices") or []
+        choices = _choices_of(event)
+        usage = _object_or_none("usage", event.get("usage"))
         if len(choices) > 1 or any(choice.get("index", 0) != 0 for choice in choices):
             raise StreamBroken("an event with a choice that was not asked for")
-        return self._piece(choices[0], event.get("usage")) if choices else self._last(event.get("usage"))
+        return self._piece(choices[0], usage) if choices else self._last(usage)
 
     def _check_id(self, answer_id: Any) -> None:
         if self._id is not None and answer_id != self._id:
@@ -76,6 +79,8 @@ class OpenAIStream:
             raise StreamBroken(f"a {what} came after the end ({self._finish_reason})")
         self._finish_reason = choice.get("finish_reason")
         token_ids = choice.get("token_ids")
+        if token_ids is not None and not isinstance(token_ids, list):
+            raise StreamBroken(f"token_ids is no list: {_short(token_ids)}")
         num_new = 1 if self._text_of(choice) else 0
         if self._finish_reason is not None:
             self._usage_at_end = usage
@@ -92,7 +97,7 @@ class OpenAIStream:
         return num_new
 
     def _advance(self, usage: dict[str, Any], *, has_text: bool) -> int:
-        num_new = int(usage["completion_tokens"]) - self._num_tokens
+        num_new = _count_of(usage, "completion_tokens") - self._num_tokens
         if num_new < 0:
             raise StreamBroken(f"the count of tokens went back by {-num_new}, from {self._num_tokens}")
         # The last piece may bring text that was held back; any other comes from new tokens.
@@ -103,7 +108,7 @@ class OpenAIStream:
     def _text_of(self, choice: dict[str, Any]) -> str:
         if not self._is_chat:
             return str(choice.get("text") or "")
-        delta = choice.get("delta") or {}
+        delta = _object_or_none("delta", choice.get("delta")) or {}
         # What models of the thinking kind say first goes by two names.
         return "".join(str(delta.get(name) or "") for name in ("reasoning", "reasoning_content", "content"))
 
@@ -120,8 +125,18 @@ class OpenAIStream:
 
     def _checked(self, usage: dict[str, Any]) -> Usage:
         """Raises `StreamBroken` where it is not that of what came."""
-        details = usage.get("prompt_tokens_details") or {}
-        found = Usage(int(usage["prompt_tokens"]), int(usage["completion_tokens"]), details.get("cached_tokens"))
+        details = _object_or_none("prompt_tokens_details", usage.get("prompt_tokens_details")) or {}
+        found = Usage(
+            prompt_tokens=_count_of(usage, "prompt_tokens"),
+            completion_tokens=_count_of(usage, "completion_tokens"),
+            cached_tokens=None if details.get("cached_tokens") is None else _count_of(details, "cached_tokens"),
+        )
+        if self._prompt_tokens not in (None, found.prompt_tokens):
+            raise StreamBroken(
+                f"a prompt of {self._prompt_tokens} tokens was sent, {found.prompt_tokens} prompt tokens were counted"
+            )
+        if (found.cached_tokens or 0) > found.prompt_tokens:
+            raise StreamBroken(f"{found.cached_tokens} of {found.prompt_tokens} prompt tokens were cached")
         came = self._num_tokens
         if found.completion_tokens != came if self._counts else found.completion_tokens < came:
             raise StreamBroken(f"{came} tokens came, {found.completion_tokens} were counted")
@@ -143,6 +158,35 @@ class OpenAIStream:
         if not self._has_ended or self._usage is None:
             raise StreamBroken(f"the stream ended without {DONE}")
         return self._usage
+
+
+def _choices_of(event: dict[str, Any]) -> list[dict[str, Any]]:
+    """Raises `StreamBroken`, as all of these."""
+    choices = event.get("choices")
+    if choices is None:
+        return []
+    if not isinstance(choices, list) or not all(isinstance(choice, dict) for choice in choices):
+        raise StreamBroken(f"choices is no list of objects: {_short(choices)}")
+    return choices
+
+
+def _object_or_none(name: str, value: Any) -> dict[str, Any] | None:
+    if value is not None and not isinstance(value, dict):
+        raise StreamBroken(f"{name} is no object: {_short(value)}")
+    return value
+
+
+def _count_of(counts: dict[str, Any], name: str) -> int:
+    if name not in counts:
+        raise StreamBroken(f"the usage has no {name}")
+    value = counts[name]
+    if type(value) is not int or value < 0:  # a bool is an int, too
+        raise StreamBroken(f"{name} is no count of tokens: {_short(value)}")
+    return value
+
+
+def _short(value: Any) -> str:
+    return repr(value)[:80]
 
 
 def sum_of(usage: Usage) -> int:

@@ -112,7 +112,7 @@ def _workload(report: Report) -> dict[str, str]:
         facts[name.replace("_", " ")] = ", ".join(values)
     args = report.args
     return facts | {
-        "requests per rate": str(args.num_prompts),
+        "requests per rate": ", ".join(dict.fromkeys(str(run.summary.num_prompts) for run in report.runs)),
         "warm-up requests": str(args.num_warmups),
         "seed": str(args.seed),
         "end of sequence": "ignored" if args.ignore_eos else "ends an answer",

@@ -123,8 +123,11 @@ def _request_row(outcome: Outcome, objectives: dict[str, float]) -> dict[str, An
             "output_tokens": outcome.usage.completion_tokens,
         }
     if outcome.is_answered:
-        row |= {f"{name}_ms": round(getattr(outcome, f"{name}_ms"), 3) for name in ("ttft", "tpot", "e2el")}
-        row["max_itl_ms"] = round(max(outcome.itl_ms, default=0.0), 3)
+        row |= {f"{name}_ms": round(getattr(outcome, f"{name}_ms"), 3) for name in ("ttft", "e2el")}
+        if outcome.num_tokens > 1:  # one token has no time per further token
+            row["tpot_ms"] = round(outcome.tpot_ms, 3)
+        if outcome.itl_ms:
+            row["max_itl_ms"] = round(max(outcome.itl_ms), 3)
         row["is_good"] = int(is_good(outcome, objectives)) if objectives else ""
     return row
 

@@ -160,11 +160,14 @@ def spread_of(values: Sequence[float], percentiles: Sequence[float]) -> Spread:
 
 
 def max_good_rate(summaries: Sequence[Summary]) -> float | None:
-    """A curve's goodput: the highest finite rate at which 99 % were good; 0 if none was, None without objectives."""
-    if all(summary.good_share is None for summary in summaries):
+    """A curve's goodput: the highest finite rate at which 99 % were good; 0 if none was.
+
+    None without objectives, and where no finite rate was tried.
+    """
+    tried = [(s.request_rate, s.good_share) for s in summaries if s.request_rate != float("inf")]
+    if all(share is None for _, share in tried):
         return None
-    good = [s.request_rate for s in summaries if (s.good_share or 0) >= GOOD_SHARE and s.request_rate != float("inf")]
-    return max(good, default=0.0)
+    return max((rate for rate, share in tried if (share or 0) >= GOOD_SHARE), default=0.0)
 
 
 def gaps_over_time(outcomes: Sequence[Outcome], num_buckets: int = 60) -> list[tuple[float, float, float]]:

@@ -40,11 +40,23 @@ class Record:
     hash_ids: tuple[int, ...] = ()
 
 
-def read_trace(path: Path, *, skip: int = 0, limit: int | None = None) -> list[Record]:
-    """`limit` records after the first `skip`, by time; the first is at 0 s. Raises `TraceError`, `OSError`."""
+def read_trace(
+    path: Path, *, skip: int = 0, limit: int | None = None, length_factor: float = 1.0, max_total_len: int = 0
+) -> list[Record]:
+    """The records after the first `skip` until `limit` of them fit `max_total_len`, by time; the first is at 0 s.
+
+    Those between them that do not fit are among them: `trace_workload` leaves them out, and counts. Raises
+    `TraceError`, `OSError`.
+    """
+    records: list[Record] = []
+    num_fit = 0
     with path.open(newline="", encoding="utf-8-sig") as file:
         try:
-            records = list(islice(parse_trace(file), skip, None if limit is None else skip + limit))
+            for record in islice(parse_trace(file), skip, None):
+                records.append(record)
+                num_fit += fits(record, length_factor, max_total_len)
+                if limit is not None and num_fit >= limit:
+                    break
         except UnicodeDecodeError as error:
             raise TraceError(f"{path.name} is not a text: {error.reason}") from error
         except TraceError as error:
@@ -119,6 +131,12 @@ def scaled(tokens: int, factor: float) -> int:
     return max(1, round(tokens * factor))
 
 
+def fits(record: Record, length_factor: float, max_total_len: int) -> bool:
+    """Whether prompt and answer together, scaled, are within `max_total_len`; 0: no bound."""
+    total = scaled(record.input_tokens, length_factor) + scaled(record.output_tokens, length_factor)
+    return not max_total_len or total <= max_total_len
+
+
 def mean_rate(records: list[Record]) -> float:
     """Requests per second of a trace; infinite where all come at once."""
     span_s = records[-1].at_s - records[0].at_s
@@ -137,19 +155,21 @@ def trace_workload(
     """`records` with lengths and times multiplied. `rate`, in requests per second on average, says the time factor.
 
     Records with prompt and answer together beyond `max_total_len` (0: no bound) are left out, and counted. Raises
-    `TraceError` where none is left.
+    `TraceError` where none is left, or all that are left come at one moment and have no rate that could be changed.
     """
-
-    def fits(record: Record) -> bool:
-        total = scaled(record.input_tokens, length_factor) + scaled(record.output_tokens, length_factor)
-        return not max_total_len or total <= max_total_len
-
-    kept = [record for record in records if fits(record)]
+    kept = [record for record in records if fits(record, length_factor, max_total_len)]
     if not kept:
         raise TraceError(f"none of {len(records)} records has at most {max_total_len} tokens (--trace-max-total-len)")
     natural_rate = mean_rate(kept)
-    if rate is not None:
-        time_factor = 0.0 if rate == float("inf") or natural_rate == float("inf") else natural_rate / rate
+    if rate == float("inf"):
+        time_factor = 0.0
+    elif rate is not None:
+        if natural_rate == float("inf"):
+            raise TraceError(
+                f"all records chosen ({len(kept)}) come at one moment, which no factor stretches to {rate:g} requests "
+                "per second: choose more (--num-prompts), or send all at once (--request-rate inf)"
+            )
+        time_factor = natural_rate / rate
     requests = [
         Request(
             at_s=(record.at_s - kept[0].at_s) * time_factor,

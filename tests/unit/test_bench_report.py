@@ -18,6 +18,7 @@ import numpy as np
 import pytest
 from click.testing import CliRunner
 
+from benchmarks import serve
 from tandem.answer import StreamBroken
 from tandem.bench.args import BenchArgs
 from tandem.bench.outcome import BROKEN_STREAM, Outcome, Progress, Usage
@@ -138,6 +139,7 @@ def test_the_goodput_of_a_curve_is_its_highest_good_rate() -> None:
     assert max_good_rate(curve) == 3
     assert max_good_rate([summary_of(most, 4)]) == 0
     assert max_good_rate([summary_of(all_good, objectives={})]) is None
+    assert max_good_rate([summary_of(all_good, float("inf"))]) is None  # no rate was tried
 
 
 def test_gaps_over_time_are_where_they_ended() -> None:
@@ -264,6 +266,21 @@ def test_csv_has_a_line_for_each_rate_and_for_each_request(report: Report) -> No
     assert (rows[3]["ttft_ms"], rows[3]["code"], rows[3]["message"]) == ("", "429", "full <now>")
 
 
+def test_a_request_has_only_the_times_that_its_answer_has(report: Report) -> None:
+    one_token = Report(args=report.args, model="m", runs=[run_of([answered(0.0, 0.1)], 1.0)])
+    (row,) = csv.DictReader(io.StringIO(requests_csv(one_token)))
+    assert (row["ttft_ms"], row["tpot_ms"], row["max_itl_ms"], row["e2el_ms"]) == ("100.0", "", "", "100.0")
+
+
+def test_the_page_says_what_was_sent_and_no_rate_that_was_not_tried(report: Report) -> None:
+    html = page(report, [])
+    assert "<td>requests per rate</td><td>5, 2</td>" in html  # and not --num-prompts
+    assert "Goodput: 0 requests/s" in html
+    at_once = Report(args=report.args, model="m", runs=[run_of([GOOD], float("inf"))])
+    assert "Goodput" not in page(at_once, [])
+    assert to_dict(at_once)["goodput_rate"] is None
+
+
 def test_a_rate_without_answers_keeps_its_column(report: Report) -> None:
     runs = [run_of([REFUSED], 9.0), *report.runs]
     shown = {row[0]: row[1:] for row in table(runs).rows}
@@ -337,6 +354,43 @@ def test_a_server_that_is_not_there_is_one_line(flags: list[str], said: str) -> 
     assert result.exit_code == 1
     assert said in result.stderr
     assert result.stderr.count("\n") == 1
+
+
+def test_one_answer_that_is_not_exact_is_exit_code_1(report: Report, monkeypatch: pytest.MonkeyPatch) -> None:
+    broken = Outcome(due_s=0.0, code=BROKEN_STREAM, message="a gap")
+
+    async def run_bench(*_: object, **__: object) -> Report:
+        return Report(args=report.args, model="m", runs=[run_of([GOOD, broken], 1.0)])
+
+    monkeypatch.setattr("tandem.bench.curve.run_bench", run_bench)
+    result = CliRunner().invoke(main, ["bench"])
+    assert result.exit_code == 1
+    assert "1 answers were not exact: broken stream: a gap" in result.stderr
+
+
+@pytest.mark.parametrize(("rates", "said"), [("inf", ""), ("2,inf", 'goodput: {"1p1d": 2.0}\n')])
+def test_servers_side_by_side_have_a_goodput_where_a_rate_was_tried(
+    rates: str, said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kept: list[dict[str, object]] = []
+
+    async def measure(name: str, workloads: list[Workload], *_: object) -> list[Summary]:
+        return [summary_of([GOOD], workload.request_rate) for workload in workloads]
+
+    monkeypatch.setattr(serve, "measure", measure)
+    monkeypatch.setattr(serve, "save", lambda name, summary, draw: kept.append(summary))
+    result = CliRunner().invoke(serve.main, ["--rates", rates, "--requests", "2"])
+    assert result.exit_code == 0, result.output
+    assert "".join(result.stdout.partition("goodput: ")[1:]) == said
+    assert kept[0]["goodput"] == {"1p1d": 2.0 if said else None}
+
+
+def test_servers_side_by_side_play_no_trace_of_one_moment_at_a_rate(tmp_path: Path) -> None:
+    path = tmp_path / "m.jsonl"
+    path.write_text('{"timestamp": 5, "input_length": 9, "output_length": 3}\n' * 4)
+    result = CliRunner().invoke(serve.main, ["--trace", str(path), "--rates", "1,inf"])
+    assert result.exit_code == 1
+    assert "Error: --trace: all records chosen (4) come at one moment" in result.stderr
 
 
 def test_wrong_flags_are_named() -> None:

@@ -91,6 +91,69 @@ def test_what_is_not_exact_is_found(events: list[Any], said: str) -> None:
         read(*events)
 
 
+def usage_with(**odd: Any) -> dict[str, Any]:
+    return {"id": "cmpl-1", "choices": [], "usage": {**usage(3), **odd}}
+
+
+def usage_without(name: str) -> dict[str, Any]:
+    return {"id": "cmpl-1", "choices": [], "usage": {key: value for key, value in usage(3).items() if key != name}}
+
+
+def cached(value: Any) -> dict[str, Any]:
+    return usage_with(prompt_tokens_details={"cached_tokens": value})
+
+
+ODD = [
+    ([A, B, C, cached("2"), DONE], "cached_tokens is no count of tokens: '2'"),
+    ([A, B, C, cached(1.5), DONE], "cached_tokens is no count of tokens: 1.5"),
+    ([A, B, C, cached(True), DONE], "cached_tokens is no count of tokens: True"),
+    ([A, B, C, cached(-1), DONE], "cached_tokens is no count of tokens: -1"),
+    ([A, B, C, cached(4), DONE], "4 of 3 prompt tokens were cached"),
+    ([A, B, C, usage_with(prompt_tokens=-3, total_tokens=0), DONE], "prompt_tokens is no count of tokens: -3"),
+    ([A, B, C, usage_with(prompt_tokens="3"), DONE], "prompt_tokens is no count of tokens: '3'"),
+    ([A, B, C, usage_with(prompt_tokens=None), DONE], "prompt_tokens is no count of tokens: None"),
+    ([A, B, C, usage_without("prompt_tokens"), DONE], "the usage has no prompt_tokens"),
+    ([A, B, C, usage_without("completion_tokens"), DONE], "the usage has no completion_tokens"),
+    ([A, B, C, usage_with(completion_tokens=[3]), DONE], r"completion_tokens is no count of tokens: [3]"),
+    ([A, B, C, usage_with(prompt_tokens_details=[2]), DONE], "prompt_tokens_details is no object: [2]"),
+    ([A, B, C, usage_with(prompt_tokens_details=0), DONE], "prompt_tokens_details is no object: 0"),
+    ([A, B, C, {"id": "cmpl-1", "choices": [], "usage": [3, 3]}, DONE], "usage is no object: [3, 3]"),
+    ([{**A, "usage": 1}], "usage is no object: 1"),
+    ([{**A, "usage": {"prompt_tokens": 3}}], "the usage has no completion_tokens"),
+    ([{**A, "usage": {**usage(1), "completion_tokens": None}}], "completion_tokens is no count of tokens: None"),
+    ([{**A, "choices": {"0": "a"}}], "choices is no list of objects: {'0': 'a'}"),
+    ([{**A, "choices": ["a"]}], "choices is no list of objects: ['a']"),
+    ([{**A, "choices": 7}], "choices is no list of objects: 7"),
+    ([event("a", 1, token_ids=5)], "token_ids is no list: 5"),
+]
+
+
+@pytest.mark.parametrize(("events", "said"), ODD)
+async def test_what_has_no_known_form_is_a_broken_stream_in_plain_words(events: list[Any], said: str) -> None:
+    outcome = await over_http(lambda _: answer(*events))
+    assert (outcome.code, outcome.message) == (BROKEN_STREAM, said)
+
+
+def test_a_delta_that_is_no_object_is_a_broken_stream() -> None:
+    with pytest.raises(StreamBroken, match="delta is no object: 'a'"):
+        read(event(None, 1, delta="a"), is_chat=True)
+
+
+async def test_a_completion_has_the_prompt_that_was_sent() -> None:
+    """Where the client knows its length: not of a chat, a text, or a prompt that the server is asked to cut."""
+    other = usage_with(prompt_tokens=4, total_tokens=7)
+    events = [A, B, C, other, DONE]
+    outcome = await over_http(lambda _: answer(*events))
+    assert (outcome.code, outcome.message) == (
+        BROKEN_STREAM, "a prompt of 3 tokens was sent, 4 prompt tokens were counted",
+    )  # fmt: skip
+    for extra_body in ({"prompt": "a text"}, {"prompt": [1, 2, 3, 4]}, {"truncate_prompt_tokens": 4}):
+        outcome = await over_http(lambda _: answer(*events), extra_body=extra_body)
+        assert outcome.is_answered, outcome.message
+    pieces = [event(None, n, "length" if n == 3 else None, delta={"content": "x"}) for n in (1, 2, 3)]
+    assert (await over_http(lambda _: answer(*pieces, other, DONE), is_chat=True)).is_answered
+
+
 def test_with_token_ids_a_gap_and_a_repetition_show() -> None:
     def piece(ids: list[int], count: int, finish: str | None = None) -> dict[str, Any]:
         return event("x", count, finish, token_ids=ids)

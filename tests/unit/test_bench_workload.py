@@ -16,6 +16,7 @@ from tandem.bench.workload import (
     RandomShape,
     Tokens,
     TokenSource,
+    Workload,
     arrivals_s,
     random_workload,
     warm_up_workload,
@@ -184,6 +185,38 @@ def test_what_is_too_long_is_left_out_and_counted() -> None:
     assert workload.about["left_out"] == 1
     with pytest.raises(TraceError, match="none of 3 records"):
         trace_workload(records, source(), max_total_len=50)
+
+
+def test_what_is_too_long_does_not_count_as_one_of_those_asked_for(tmp_path: Path) -> None:
+    """Two that fit are asked for: the long ones before them are passed over, and what comes after is not read."""
+    path = tmp_path / "m.jsonl"
+    lengths = [500, 100, 500, 110, 500, 120]
+    rows = [{"timestamp": 1000 * n, "input_length": length, "output_length": 10} for n, length in enumerate(lengths)]
+    path.write_text("\n".join(map(json.dumps, rows)))
+
+    def chosen(num_prompts: int, skip: int = 0) -> Workload:
+        args = BenchArgs(
+            dataset_name="trace", dataset_path=str(path), num_prompts=num_prompts, trace_skip=skip,
+            trace_length_factor=0.5, trace_max_total_len=65,
+        )  # fmt: skip
+        (workload,) = workloads_of(args)
+        return workload
+
+    two = chosen(2)
+    assert [(r.at_s, len(r.prompt)) for r in two.requests] == [(0, 50), (2, 55)]
+    assert two.about["left_out"] == 2
+    fewer = chosen(9, skip=2)
+    assert ([len(r.prompt) for r in fewer.requests], fewer.about["left_out"]) == ([55, 60], 2)
+
+
+@pytest.mark.parametrize("records", [[Record(3.0, 5, 5)] * 4, [Record(0.0, 5, 5)]])
+def test_what_comes_at_one_moment_is_stretched_to_no_rate(records: list[Record]) -> None:
+    with pytest.raises(TraceError, match=rf"\({len(records)}\) come at one moment.*--num-prompts.*--request-rate inf"):
+        trace_workload(records, source(), rate=3.0)
+    for rate in (None, float("inf")):
+        workload = trace_workload(records, source(), rate=rate)
+        assert [r.at_s for r in workload.requests] == [0.0] * len(records)
+        assert workload.request_rate == float("inf")
 
 
 def test_every_rate_of_a_curve_has_prompts_of_its_own(tmp_path: Path) -> None:
