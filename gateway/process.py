@@ -28,7 +28,7 @@ async def run_gateway(args: GatewayArgs, stop: asyncio.Event, *, announce: Calla
     """Serve until `stop` is set. `announce` is told where it listens. Returns the exit code. Raises `CannotListen`."""
     async with AsyncClient(args.router) as client:
         server = HttpServer(create_app(client, api_key=args.api_key, max_body_bytes=args.max_body_bytes))
-        address = server.start(args.listen)
+        address = server.start(args.listen, flag="--listen (tandem up: --http-port)")
         announce(address)
         _log.info("listening", extra={"address": address, "router": args.router})
         stopping, ending = asyncio.create_task(stop.wait()), asyncio.create_task(server.wait_ended())
