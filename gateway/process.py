@@ -33,7 +33,7 @@ async def run_gateway(args: GatewayArgs, stop: asyncio.Event, *, announce: Calla
         leaving = asyncio.Event()
         app = create_app(client, api_key=args.api_key, max_body_bytes=args.max_body_bytes, leaving=leaving)
         server = HttpServer(app)
-        address = server.start(args.listen)
+        address = server.start(args.listen, flag="--listen (tandem up: --http-port)")
         announce(address)
         _log.info("listening", extra={"address": address, "router": args.router})
         stopping, ending = asyncio.create_task(stop.wait()), asyncio.create_task(server.wait_ended())

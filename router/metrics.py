@@ -21,7 +21,12 @@ from protos import tandem_worker_pb2 as worker_pb
 from router.queue import RequestQueue
 from router.retry_budget import RetryBudget
 from router.worker_pool import WorkerPool
+from rpc.errors import STATUS_CODES
 
+FINISHED_REASONS = ("stop", "length", "abort")
+"""Of requests that were answered."""
+MODES = ("disaggregated", "local")
+FAILURE_REASONS = tuple(sorted({"cancelled", "internal", *(status.name.lower() for status in STATUS_CODES.values())}))
 # fmt: off
 REQUEST_SECONDS = (
     0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480, 960, 1920, 7680,
@@ -69,9 +74,11 @@ class RouterMetrics:
         self._prompt_tokens = self._counter("prompt_tokens", "Prompt tokens of answered requests.")
         self._cached_tokens = self._counter("prompt_tokens_cached", "Of these, found in a prefix cache.")
         self._generation_tokens = self._counter("generation_tokens", "Tokens sent to clients.")
-        self._successes = self._by("request_success", "Requests answered.", "finished_reason")
-        self._failures = self._by("request_failures", "Requests that ended with an error, or were refused.", "reason")
-        self._modes = self._by("requests_by_mode", "Requests answered, by who prefilled.", "mode")
+        self._successes = self._by("request_success", "Requests answered.", "finished_reason", FINISHED_REASONS)
+        self._failures = self._by(
+            "request_failures", "Requests that ended with an error, or were refused.", "reason", FAILURE_REASONS
+        )
+        self._modes = self._by("requests_by_mode", "Requests answered, by who prefilled.", "mode", MODES)
         self._good = self._counter("requests_good", "Requests answered within the objectives.")
         self._retries = self._counter("retries", "Attempts after the first of a request.")
         self._migrations = self._counter("migrations", "Answers that went on at another worker after they had begun.")
@@ -128,8 +135,12 @@ class RouterMetrics:
     def _counter(self, name: str, help_text: str) -> Counter:
         return Counter(f"tandem:{name}", help_text, ["model_name"], registry=self.registry).labels(self._model)
 
-    def _by(self, name: str, help_text: str, label: str) -> Counter:
-        return Counter(f"tandem:{name}", help_text, ["model_name", label], registry=self.registry)
+    def _by(self, name: str, help_text: str, label: str, known: Iterable[str]) -> Counter:
+        """`known` values of `label` are 0 from the start: comparing with what is not there yet would alert nobody."""
+        counter = Counter(f"tandem:{name}", help_text, ["model_name", label], registry=self.registry)
+        for value in known:
+            counter.labels(self._model, value)
+        return counter
 
 
 class RouterGauges(Collector):

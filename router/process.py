@@ -33,7 +33,7 @@ from router.retry_budget import RetryBudget
 from router.servicer import InferenceServicer, Texts
 from router.tokenizer import Tokenizer
 from router.worker_pool import WorkerPool
-from rpc.entrypoint import announce
+from rpc.entrypoint import METRICS_FLAG, announce
 from rpc.http import HttpServer, metrics_app
 from rpc.server import Server
 
@@ -125,7 +125,7 @@ class Router:
         await self._directory.start()
         if self._metrics_listen:
             self._metrics_server = HttpServer(metrics_app(self._metrics.registry))
-            metrics_address = self._metrics_server.start(self._metrics_listen)
+            metrics_address = self._metrics_server.start(self._metrics_listen, flag=METRICS_FLAG)
             _log.info("metrics", extra={"url": f"http://{metrics_address}/metrics"})
         address = await self._server.start()
         self._server.set_serving(CLUSTER_SERVICE, True)

@@ -31,6 +31,8 @@ from rpc.server import CannotListen, split_address
 T = TypeVar("T")
 Function = TypeVar("Function", bound=Callable[..., Any])
 
+METRICS_FLAG = "--metrics-listen (tandem up: --metrics-port)"
+"""In messages: where `ServiceArgs.metrics_listen` comes from."""
 LOG_LEVELS = ("debug", "info", "warning", "error")
 logger = logging.getLogger(__name__)
 

@@ -46,9 +46,12 @@ class HttpServer:
         self._server = _Uvicorn(config)
         self._serving: asyncio.Task[None] | None = None
 
-    def start(self, address: str) -> str:
-        """Listen on `address` (port 0: a free one). Returns where it listens. Raises `CannotListen`."""
-        listener = _listen(address)
+    def start(self, address: str, *, flag: str) -> str:
+        """Listen on `address` (port 0: a free one), which came from `flag`. Returns where it listens.
+
+        Raises `CannotListen`, which names the flag.
+        """
+        listener = _listen(address, flag)
         self._serving = asyncio.create_task(self._server.serve(sockets=[listener]))
         host, port = listener.getsockname()[:2]
         return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
@@ -67,11 +70,20 @@ class HttpServer:
 
 
 def metrics_app(registry: CollectorRegistry) -> Any:
-    """An ASGI application that shows `registry` as Prometheus reads it, whatever path is asked for."""
-    return make_asgi_app(registry)
+    """An ASGI application that shows `registry` as plain text, whatever path or format is asked for.
+
+    Other formats that Prometheus prefers have no colons in names: tandem:workers would be tandem_workers there.
+    """
+    app = make_asgi_app(registry)
+
+    async def plain_text(scope: Any, receive: Any, send: Any) -> None:
+        headers = [(name, value) for name, value in scope["headers"] if name.lower() != b"accept"]
+        await app({**scope, "headers": [*headers, (b"accept", b"text/plain;version=0.0.4")]}, receive, send)
+
+    return plain_text
 
 
-def _listen(address: str) -> socket.socket:
+def _listen(address: str, flag: str) -> socket.socket:
     host, port = split_address(address)
     host = host.strip("[]")
     listener = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM)
@@ -81,8 +93,6 @@ def _listen(address: str) -> socket.socket:
         listener.listen(1024)
     except OSError as error:
         listener.close()
-        raise CannotListen(
-            f"cannot listen on {address}: {error.strerror}; take another port (tandem up: --http-port)"
-        ) from error
+        raise CannotListen(f"cannot listen on {address}: {error.strerror}; take another port with {flag}") from error
     listener.setblocking(False)
     return listener

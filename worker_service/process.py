@@ -8,7 +8,8 @@ decode) is handed in as a function that adds its services.
                   v                    v                                            │
               exit 1 or 2     engine failed, or hangs: exit 1                       v
               (bad flag,      (sessions end; routers go on elsewhere)            exit 0
-              no model)
+              no model,
+              busy port)
 """
 
 from __future__ import annotations
@@ -35,9 +36,9 @@ from protos import tandem_worker_pb2 as pb
 from protos.tandem_worker_pb2_grpc import add_WorkerServicer_to_server
 from registry.prefix_index import PrefixReporter
 from registry.workers import WorkerRegistration
-from rpc.entrypoint import announce
+from rpc.entrypoint import METRICS_FLAG, announce
 from rpc.http import HttpServer, metrics_app
-from rpc.server import Server
+from rpc.server import CannotListen, Server
 from rpc.session import PROTOCOL_VERSION
 from worker_service.args import WorkerArgs
 from worker_service.device_pool import DeviceWatch
@@ -109,7 +110,7 @@ async def run_worker(
         return 2
     try:
         process = await WorkerProcess.start(role, args, config, add_role)
-    except CannotLoad as error:
+    except (CannotLoad, CannotListen) as error:
         click.echo(f"Error: {error}", err=True)
         return 2
     is_failed = asyncio.create_task(process.failed.wait())
@@ -179,12 +180,12 @@ class WorkerProcess:
             begin_drain=self.drain_asked.set,
         )
         self.server.add(add_WorkerServicer_to_server, servicer, SERVICE_NAME)
+        self._show_metrics(engine)  # before others hear of this worker: its port may be taken
         listening = await self.server.start()
         self._address = args.advertise or listening
         await self.role.start(self._address)
         self._register()
         self.server.set_serving(SERVICE_NAME, True)
-        self._show_metrics(engine)
         if args.engine_iteration_timeout_s:
             self._watchdog = asyncio.create_task(self._end_when_stuck(args.engine_iteration_timeout_s))
         announce(listening)
@@ -207,7 +208,7 @@ class WorkerProcess:
         )
         if self._args.metrics_listen:
             self._metrics_server = HttpServer(metrics_app(self._metrics.registry))
-            address = self._metrics_server.start(self._args.metrics_listen)
+            address = self._metrics_server.start(self._args.metrics_listen, flag=METRICS_FLAG)
             _log.info("metrics", extra={"url": f"http://{address}/metrics"})
 
     def _register(self) -> None:

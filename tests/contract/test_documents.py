@@ -44,6 +44,15 @@ def test_operations_say_what_to_do_about_each_alert() -> None:
             assert f"| {rule['alert']} |" in operations, f"what to do about {rule['alert']}?"
 
 
+def test_alerts_notice_what_is_absent_and_not_what_never_was() -> None:
+    expressions = {rule["alert"]: rule["expr"] for rule in ALERTS["tandem"]}
+    assert expressions["TandemNoRouter"] == "absent(tandem:workers)", "a comparison with nothing is silent"
+    assert re.search(
+        r'== 0\s+and .*max_over_time\(tandem:workers\{role="prefill"\}\[1d\]\)\) > 0',
+        expressions["TandemNoPrefillWorker"],
+    ), "without prefill workers by intent there is nothing to say"
+
+
 def test_kubernetes_has_the_same_alerts() -> None:
     """kustomize reads no file above its folder, so that they are written twice."""
     assert ALERTS.items() <= PODS_ALERTS.items()

@@ -7,6 +7,7 @@ import os
 import re
 import select
 import signal
+import socket
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -327,6 +328,31 @@ def test_a_busy_port_ends_up_at_once_with_a_way_out(cluster: RunningCluster) -> 
     assert process.returncode == 1
     assert stdout == b""
     assert f"cannot listen on {cluster.address}: Address already in use" in stderr.decode()
+
+
+@pytest.mark.parametrize(("offset", "name"), [(0, "router"), (1, "prefill-1")])
+def test_a_busy_port_of_metrics_ends_up_at_once(offset: int, name: str) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as busy:
+        port = busy.getsockname()[1]
+        flags = ("--listen", "127.0.0.1:0", "--no-http", "--metrics-port", str(port - offset))
+        with running("up", *SMALL, *flags) as process:
+            _, stderr = process.communicate(timeout=60)
+    assert process.returncode == 1
+    message = stderr.decode().rpartition(f"Error: {name} ")[2]
+    assert f"cannot listen on 127.0.0.1:{port}: Address already in use; take another port with --metrics-l" in message
+    assert "tandem up: --metrics-port" in message
+    assert "starting it again" not in stderr.decode()
+
+
+def test_a_busy_http_port_names_its_flag() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as busy:
+        port = busy.getsockname()[1]
+        with running("up", *SMALL, "--listen", "127.0.0.1:0", "--http-port", str(port)) as process:
+            _, stderr = process.communicate(timeout=60)
+    assert process.returncode == 1
+    assert f"cannot listen on 127.0.0.1:{port}: Address already in use" in stderr.decode()
+    assert "--metrics" not in stderr.decode()
+    assert "tandem up: --http-port" in stderr.decode()
 
 
 def test_fetch_prints_the_folder_alone(model_folder: Path) -> None:

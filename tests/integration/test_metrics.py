@@ -21,6 +21,11 @@ DEPLOY = Path(__file__).parents[2] / "deploy"
 FLAGS = (
     "--num-threads", "1", "--kv-cache-gib", "0.2", "--max-model-len", "2048", "--http-port", "0", "--metrics-port", "0",
 )  # fmt: skip
+ACCEPT = (
+    "application/openmetrics-text;version=1.0.0,application/openmetrics-text;version=0.0.1;q=0.75,"
+    "text/plain;version=0.0.4;q=0.5,*/*;q=0.1"
+)
+"""What Prometheus 2 sends."""
 NUM_REQUESTS, NUM_TOKENS, PROMPT_TOKENS = 5, 12, 100
 
 Samples = dict[str, list[tuple[dict[str, str], float]]]
@@ -35,7 +40,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningCluster
 
 def scrape(url: str) -> Samples:
     samples: Samples = {}
-    with urllib.request.urlopen(url, timeout=10) as response:
+    with urllib.request.urlopen(urllib.request.Request(url, headers={"Accept": ACCEPT}), timeout=10) as response:
         for family in text_string_to_metric_families(response.read().decode()):
             for sample in family.samples:
                 samples.setdefault(sample.name, []).append((dict(sample.labels), sample.value))

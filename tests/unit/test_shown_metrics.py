@@ -1,0 +1,84 @@
+"""What Prometheus reads of a router and a worker, before anything has happened there."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import httpx2 as httpx
+import pytest
+from prometheus_client import CollectorRegistry
+
+from engine.scheduler import SchedulerStats
+from protos import tandem_worker_pb2 as pb
+from router.metrics import RouterMetrics
+from rpc.http import HttpServer, metrics_app
+from rpc.server import CannotListen
+from worker_service.metrics import WorkerMetrics
+from worker_service.servicer import TransferCounters
+
+ALERTS = Path(__file__).parents[2] / "deploy" / "prometheus" / "alerts.yml"
+ACCEPTED = {
+    "nothing": "",
+    "text": "text/plain",
+    "prometheus-2": "application/openmetrics-text;version=1.0.0,application/openmetrics-text;version=0.0.1;q=0.75,"
+    "text/plain;version=0.0.4;q=0.5,*/*;q=0.1",
+    "prometheus-3": "application/openmetrics-text;version=1.0.0;escaping=allow-utf-8;q=0.6,"
+    "application/openmetrics-text;version=0.0.1;q=0.5,text/plain;version=1.0.0;escaping=allow-utf-8;q=0.4,"
+    "text/plain;version=0.0.4;q=0.3,*/*;q=0.2",
+}
+
+
+def router_registry() -> CollectorRegistry:
+    return RouterMetrics("m", 2048, good_ttft_ms=1000, good_tpot_ms=50).registry
+
+
+def worker_registry() -> CollectorRegistry:
+    return WorkerMetrics(
+        labels=("m", "decode-1", "decode"),
+        load=pb.WorkerLoad,
+        stats=SchedulerStats(),
+        counters=TransferCounters,
+        num_sessions=lambda: 0,
+    ).registry
+
+
+@pytest.mark.parametrize("accept", ACCEPTED.values(), ids=ACCEPTED.keys())
+@pytest.mark.parametrize(
+    ("registry", "name"),
+    [(router_registry(), "tandem:retries_total"), (worker_registry(), "tandem:kv_transfers_total")],
+    ids=["router", "worker"],
+)
+async def test_names_keep_their_colons_whatever_is_accepted(
+    registry: CollectorRegistry, name: str, accept: str
+) -> None:
+    transport = httpx.ASGITransport(app=metrics_app(registry))
+    async with httpx.AsyncClient(transport=transport, base_url="http://service") as http:
+        response = await http.get("/metrics", headers={"Accept": accept})
+    assert response.status_code == 200
+    assert response.headers["content-type"] == "text/plain; version=0.0.4; charset=utf-8"
+    assert f"\n{name}{{" in response.text
+    assert "tandem_" not in response.text
+
+
+async def test_a_busy_port_is_said_with_the_flag_that_asked_for_it() -> None:
+    first, second = (HttpServer(metrics_app(router_registry())) for _ in range(2))
+    address = first.start("127.0.0.1:0", flag="--this")
+    with pytest.raises(CannotListen, match=f"cannot listen on {address}: .* in use; take another port with --that"):
+        second.start(address, flag="--that")
+    await first.close()
+
+
+def test_counters_that_alerts_compare_are_zero_from_the_start() -> None:
+    registry = router_registry()
+    shown = {sample.name for family in registry.collect() for sample in family.samples}
+    asked = set(re.findall(r"rate\((tandem:\w+_total)", ALERTS.read_text()))
+    assert "tandem:request_success_total" in asked
+    assert asked <= shown
+    reasons = re.findall(r'request_failures_total\{reason=~?"([^"]+)"', ALERTS.read_text())
+    for reason in "|".join(reasons).split("|"):
+        labels = {"model_name": "m", "reason": reason}
+        assert registry.get_sample_value("tandem:request_failures_total", labels) == 0, reason
+    for reason in ("stop", "length", "abort"):
+        labels = {"model_name": "m", "finished_reason": reason}
+        assert registry.get_sample_value("tandem:request_success_total", labels) == 0, reason
