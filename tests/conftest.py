@@ -55,14 +55,12 @@ class RedisServer:
         shutil.rmtree(self.folder)
 
 
-@pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_itemcollected(item: pytest.Item) -> None:
     """Where tests run in several processes, those of a file share one, for what they share; and so do all that break
     things under load, one after the other: two of them at once would measure each other."""
-    for item in items:
-        folder = item.path.parent.name
-        group = folder if folder in ("chaos", "wrong_messages") else f"{folder}-{item.path.stem}"
-        item.add_marker(pytest.mark.xdist_group(group))
+    folder = item.path.parent.name
+    group = folder if folder in ("chaos", "wrong_messages") else f"{folder}-{item.path.stem}"
+    item.add_marker(pytest.mark.xdist_group(group))
 
 
 def _running_server() -> Iterator[RedisServer]:
