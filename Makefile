@@ -32,7 +32,7 @@ demo: $(VENV)/installed
 # Lint and types first, so that pytest's summary is what one reads last. Two files at a time (tests/conftest.py), the
 # longest first: threads that wait must not take the other's core.
 test: lint
-	@OMP_WAIT_POLICY=PASSIVE GOMP_SPINCOUNT=0 $(BIN)/python -m pytest --numprocesses 2 --dist loadgroup --no-loadscope-reorder
+	@OMP_WAIT_POLICY=PASSIVE GOMP_SPINCOUNT=0 $(BIN)/python -m pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder
 
 lint: $(VENV)/installed-test
 	@$(BIN)/ruff check

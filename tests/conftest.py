@@ -10,6 +10,7 @@ import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import hypothesis  # noqa: F401 - now: its plugin imports it at the end, where CPython 3.11 may refuse (gh-106905)
 import pytest
@@ -55,12 +56,19 @@ class RedisServer:
         shutil.rmtree(self.folder)
 
 
-def pytest_itemcollected(item: pytest.Item) -> None:
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> object:
     """Where tests run in several processes, those of a file share one, for what they share; and so do all that break
     things under load, one after the other: two of them at once would measure each other."""
-    folder = item.path.parent.name
-    group = folder if folder in ("chaos", "wrong_messages") else f"{folder}-{item.path.stem}"
-    item.add_marker(pytest.mark.xdist_group(group))
+    from xdist.scheduler import LoadScopeScheduling
+
+    class Grouped(LoadScopeScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            file = nodeid.partition("::")[0]
+            folder = Path(file).parent.name
+            return folder if folder in ("chaos", "wrong_messages") else file
+
+    return Grouped(config, log) if config.getvalue("dist") == "loadfile" else None
 
 
 def _running_server() -> Iterator[RedisServer]:
