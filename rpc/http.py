@@ -16,13 +16,39 @@ from typing import Any
 
 import uvicorn
 from prometheus_client import CollectorRegistry, make_asgi_app
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from rpc.server import CannotListen, split_address
 
 MAX_HEAD_BYTES = 64 * 1024
 """Of a request's line and headers: whoever sends more is refused, before anybody looks at it."""
+READ_BYTES = 256 * 1024
+"""What one read of a socket may bring: a short head may come with so much of its body."""
 KEEP_ALIVE_S = 75
 """For which an idle connection of a client stays open: longer than load balancers keep theirs."""
+
+
+class _BoundedHttp(HttpToolsProtocol):
+    """httptools, several times as fast as uvicorn's other parser, but with a bound for heads, which it lacks."""
+
+    _num_head_bytes = 0
+    _is_in_head = True
+
+    def data_received(self, data: bytes) -> None:
+        if self._is_in_head:
+            self._num_head_bytes += len(data)
+        if self._is_in_head and self._num_head_bytes > MAX_HEAD_BYTES + READ_BYTES:
+            self.send_400_response(f"A request's headers may have {MAX_HEAD_BYTES} bytes.")
+        elif not self.transport.is_closing():
+            super().data_received(data)
+
+    def on_message_begin(self) -> None:
+        self._num_head_bytes, self._is_in_head = 0, True
+        super().on_message_begin()
+
+    def on_headers_complete(self) -> None:
+        self._is_in_head = False
+        super().on_headers_complete()
 
 
 class _Uvicorn(uvicorn.Server):
@@ -40,7 +66,7 @@ class HttpServer:
         logging.getLogger("uvicorn").setLevel(logging.WARNING)
         config = uvicorn.Config(
             app, log_config=None, access_log=False, lifespan="off", timeout_keep_alive=KEEP_ALIVE_S,
-            server_header=False, http="h11", h11_max_incomplete_event_size=MAX_HEAD_BYTES,  # httptools has no bound
+            server_header=False, http=_BoundedHttp,
         )  # fmt: skip
         self._config = config
         self._server = _Uvicorn(config)

@@ -195,6 +195,17 @@ def installed_by(requirements: Path) -> set[str]:
     return {name for name, _ in done}
 
 
+@pytest.mark.parametrize("image", ["router", "gateway", "worker"])
+def test_an_image_holds_the_same_versions_whenever_it_is_built(image: str, tmp_path: Path) -> None:
+    """What is needed in turn is pinned as well. (Torch itself pins what its CUDA builds bring.)"""
+    requirements = ROOT / "deploy" / "requirements" / f"{image}.txt"
+    if image == "worker":
+        requirements = tmp_path / "worker.txt"
+        requirements.write_text("\n".join(PROJECT["project"]["dependencies"]))
+    # setuptools builds the wheel, and is in no image.
+    assert sorted(installed_by(requirements) - set(constraints()) - {"setuptools"}) == []
+
+
 @pytest.mark.parametrize("program", ["router", "gateway"])
 def test_slim_images_have_all_that_is_imported(program: str) -> None:
     """Import every module of the program's packages where nothing can be imported but what its image holds."""
