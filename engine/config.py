@@ -68,6 +68,8 @@ class SchedulerConfig:
     """A step takes in no further prompt once it has this many tokens of prompts."""
     max_itl_ms: float
     """Aim for a step that decodes and prefills (engine/pace.py); 0: none."""
+    async_scheduling: bool
+    """A step is scheduled and launched while the one before is computed (engine/llm_engine.py)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -159,6 +161,12 @@ class EngineArgs:
         metadata={
             "help": "While requests decode, prompts beside them are computed in pieces so small that a step, the gap "
             "between tokens, takes about this long at most. 0: pieces as large as the token budget."
+        },
+    )
+    async_scheduling: bool = field(
+        default=True,
+        metadata={
+            "help": "On a GPU, schedule and launch a step while the one before is computed. A CPU computes at once."
         },
     )
     device: str = field(default="auto", metadata={"help": "auto, cpu or cuda."})

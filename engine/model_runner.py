@@ -17,6 +17,7 @@ from engine.input_batch import InputBatch, build_input_batch
 from engine.kernels.sampling import choose_largest, draw_unfiltered
 from engine.kv_cache import clear_blocks, copy_blocks
 from engine.models.decoder import Decoder
+from engine.sampled_tokens import SampledTokens
 from engine.sampler import Sampler
 from engine.sequence import BlockExport, OnLayerWritten, SchedulerOutput
 
@@ -40,15 +41,17 @@ class ModelRunner:
         self._device = config.device.device
         self._graphs = self._make_graphs(config)
         self._sampler = _make_sampler(config)
+        self._last: SampledTokens | None = None
 
     @torch.inference_mode()
-    def execute(self, output: SchedulerOutput) -> list[int | None]:
-        """Per scheduled sequence the sampled token id, None where none is sampled."""
+    def launch(self, output: SchedulerOutput) -> SampledTokens:
+        """Begin to compute a step. The one before may still be under way, and this one go on from its tokens."""
         batch, logits = self.forward(output)
-        if batch is None or logits is None:
-            return [None] * len(output.scheduled)
-        sampled = iter(self._sampler.sample(logits, batch.sampling_seqs))
-        return [next(sampled) if item.samples else None for item in output.scheduled]
+        token_ids = None
+        if batch is not None and logits is not None:
+            token_ids = self._sampler.sample(logits, batch.sampling_seqs, batch.last_token_ids)
+        self._last = SampledTokens(output, token_ids, self._device)
+        return self._last
 
     @torch.inference_mode()
     def forward(self, output: SchedulerOutput) -> tuple[InputBatch | None, torch.Tensor | None]:
@@ -61,7 +64,7 @@ class ModelRunner:
             copy_blocks(self._kv_pool, output.blocks_to_copy)
         if not output.scheduled:
             return None, None
-        batch = build_input_batch(output, self._block_size, self._device)
+        batch = build_input_batch(output, self._block_size, self._device, self._last)
         if batch.begun_blocks:
             clear_blocks(self._kv_pool, batch.begun_blocks)
         if self._graphs is not None and not output.exports and self._graphs.can_run(batch):

@@ -27,6 +27,7 @@ from engine.kernels.gpu.rotate import rotate_and_store
 from engine.kernels.gpu.tile import MAX_HEAD_DIM
 from engine.kv_cache import TORCH_DTYPES
 from engine.layers import HeadProjection
+from engine.to_device import to_device
 
 ALIGNMENT = 4
 """int32 numbers: 16 bytes. Arrays in one buffer begin at multiples of it, so that Triton compiles for one alignment."""
@@ -91,11 +92,8 @@ class TritonAttention(AttentionBackend[TritonPlan]):
     def prepare(self, layout: StepLayout) -> TritonPlan:
         decodes = layout.num_decodes
         arrays = self._arrays(layout)
-        buffer = torch.from_numpy(_pack(arrays))
-        if self._device == "cuda":
-            buffer = buffer.pin_memory()  # from pageable memory the copy would wait for the stream
         return self._plan(
-            buffer.to(self._device, non_blocking=True),
+            to_device(_pack(arrays), self._device),
             [array.shape for array in arrays],
             decodes,
             int(layout.context_lens[:decodes].max()) if decodes else 0,
@@ -130,10 +128,7 @@ class TritonAttention(AttentionBackend[TritonPlan]):
             slot_mapping=np.pad(layout.slot_mapping, (0, empty), constant_values=-1),
             num_decodes=num_seqs,
         )
-        buffer = torch.from_numpy(_pack(self._arrays(padded)))
-        if self._device == "cuda":
-            buffer = buffer.pin_memory()
-        plan.buffer.copy_(buffer, non_blocking=True)
+        plan.buffer.copy_(to_device(_pack(self._arrays(padded)), self._device), non_blocking=True)
 
     def project(
         self,

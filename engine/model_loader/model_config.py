@@ -64,6 +64,7 @@ def make_engine_config(args: EngineArgs, folder: Path) -> EngineConfig:
             prefill_batch_tokens=args.prefill_batch_tokens
             or (CPU_PREFILL_BATCH_TOKENS if device == "cpu" else args.max_num_batched_tokens),
             max_itl_ms=args.max_itl_ms,
+            async_scheduling=args.async_scheduling and device != "cpu",
         ),
         device=DeviceConfig(
             device=device,
