@@ -79,6 +79,14 @@ class ModelRunner:
             x_TD = x_TD[batch.sample_rows]
         return batch, self._model.compute_logits(x_TD)
 
+    def record_decode_steps(self) -> int:
+        """At start rather than when their first request comes. Returns how many there are: none without a GPU."""
+        if self._graphs is None:
+            return 0
+        with torch.inference_mode():
+            self._graphs.record_shortest()
+        return self._graphs.num_recordings
+
     def _make_graphs(self, config: EngineConfig) -> DecodeGraphs | None:
         """None where decoding steps are launched one kernel after the other."""
         if not config.device.uses_graphs:

@@ -1,6 +1,7 @@
 """One device's share of an engine: threads, KV pool, model.
 
-    made: threads set -> model loaded -> pool measured (GPU) and allocated   then `launch` per step; freed with it
+    made: threads set -> model loaded -> pool measured (GPU) and allocated -> warmed up (GPU)
+    then `launch` per step; freed with it
 
 Owns the pool and the runner. Loading is reported on stderr, since a large model takes minutes.
 """
@@ -22,6 +23,7 @@ from engine.model_runner import ModelRunner
 from engine.pool_size import measure_num_blocks
 from engine.sampled_tokens import SampledTokens
 from engine.sequence import OnLayerWritten, SchedulerOutput
+from engine.warm_up import warm_up
 
 REPORT_AFTER_S = 5.0
 
@@ -57,6 +59,8 @@ class Worker:
         self.kv_shape = shape
         self.kv_pool = allocate_kv_pool(shape, config.device.device)
         self._runner = ModelRunner(config, model, backend, self.kv_pool, on_layer_written)
+        if config.device.device != "cpu":
+            warm_up(config, self._runner, self.kv_pool)
         # What is there now stays: the garbage collector need not look at it again and again, 1.5 % of a decode step.
         gc.collect()
         gc.freeze()

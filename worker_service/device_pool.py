@@ -24,6 +24,7 @@ from typing import Protocol
 
 import numpy as np
 import torch
+import xxhash
 
 from kv_transfer import KVLayout, KVPool
 from kv_transfer.pool import Digests
@@ -66,6 +67,14 @@ def cuda_stream_beside(device: torch.device) -> BesideEngine:
         stream.synchronize()
 
     return beside
+
+
+def digest_on_host(tensor: torch.Tensor, block_ids: Sequence[int]) -> Digests:
+    """A copy of the blocks to the host, and the digests there: for a device that has no kernel for them."""
+    blocks = tensor.index_select(1, torch.tensor(block_ids, dtype=torch.int64, device=tensor.device)).cpu()
+    bytes_LBN = blocks.view(torch.uint8).flatten(2).numpy()
+    values = [[xxhash.xxh3_64_intdigest(block) for block in layer] for layer in bytes_LBN]
+    return np.array(values, dtype=np.uint64).reshape(len(tensor), len(block_ids))
 
 
 class DeviceWatch:

@@ -26,7 +26,7 @@ from engine.config import (
 )
 from engine.kv_cache import KV_FORMAT_VERSION, TORCH_DTYPES, KVCacheShape
 from engine.memory import memory_bytes
-from engine.model_loader.weights import digest_files, safetensors_files
+from engine.model_loader.weights import digest_files, dummy_digest, safetensors_files
 from engine.models import DecoderConfig, load_decoder_config
 from prefix_hash import prefix_key
 from prefix_hash.compat import join_parts
@@ -41,7 +41,7 @@ def make_engine_config(args: EngineArgs, folder: Path) -> EngineConfig:
     hf_config = _read_json(folder / "config.json")
     decoder = load_decoder_config(hf_config)
     device = _device(args)
-    model = _model_config(args, folder, hf_config, decoder)
+    model = _model_config(args, folder, hf_config, decoder, device)
     num_blocks = _num_blocks(args, model, device)
     backend = choose_attention_backend(
         args.attention_backend, device=device, dtype=model.dtype, block_size=args.block_size, model=decoder
@@ -100,7 +100,9 @@ def _digest_of(meaning: object) -> str:
     return hashlib.blake2b(json.dumps(meaning, sort_keys=True).encode(), digest_size=16).hexdigest()
 
 
-def _model_config(args: EngineArgs, folder: Path, hf_config: dict[str, Any], decoder: DecoderConfig) -> ModelConfig:
+def _model_config(
+    args: EngineArgs, folder: Path, hf_config: dict[str, Any], decoder: DecoderConfig, device: str
+) -> ModelConfig:
     max_model_len = args.max_model_len or decoder.max_positions
     if max_model_len > decoder.max_positions:
         raise ValueError(
@@ -108,7 +110,7 @@ def _model_config(args: EngineArgs, folder: Path, hf_config: dict[str, Any], dec
             f"is {max_model_len}"
         )
     is_dummy = args.load_format == "dummy"
-    weights_digest = f"dummy-{args.seed}" if is_dummy else digest_files(safetensors_files(folder))
+    weights_digest = dummy_digest(args.seed, device) if is_dummy else digest_files(safetensors_files(folder))
     return ModelConfig(
         model=args.model,
         served_model_name=args.served_model_name or Path(args.model).name,

@@ -13,7 +13,7 @@ import torch
 
 from kv_transfer import HostPool, KVLayout
 from kv_transfer.pool import Digests
-from worker_service.device_pool import DevicePool, DeviceWatch
+from worker_service.device_pool import DevicePool, DeviceWatch, digest_on_host
 
 LAYOUT = KVLayout(num_layers=3, num_blocks=7, block_size=4, num_kv_heads=2, head_dim=8, dtype="bfloat16")
 PATIENCE_S = 5.0
@@ -46,6 +46,13 @@ def test_it_is_the_same_bytes(block_ids: list[int]) -> None:
         assert pool.address(layer, 5) == host.address(layer, 5)
     np.testing.assert_array_equal(pool.digests(block_ids), host.digests(block_ids))
     assert log == ["entered", "done"] * 4
+
+
+@pytest.mark.parametrize("block_ids", [[], [3], [6, 2, 3, 0]])
+def test_digests_by_the_host_are_the_host_pools(block_ids: list[int]) -> None:
+    host, _, _ = make_pools()
+    tensor = torch.from_numpy(host.array).view(torch.bfloat16).view(3, 7, 2, 2, 4, 8)
+    np.testing.assert_array_equal(digest_on_host(tensor, block_ids), host.digests(block_ids))
 
 
 def test_what_is_written_lies_in_its_blocks_alone() -> None:
