@@ -17,15 +17,27 @@ from engine.models.decoder_config import DecoderConfig
 __all__ = ["AttentionBackend", "StepLayout", "choose_attention_backend", "create_attention_backend", "kv_order_of"]
 
 
-def choose_attention_backend(name: str, *, device: str, dtype: str, block_size: int, model: DecoderConfig) -> str:
+def choose_attention_backend(
+    name: str,
+    *,
+    device: str,
+    dtype: str,
+    block_size: int,
+    model: DecoderConfig,
+    quantization: str = "none",
+    kv_dtype: str = "",
+    capability: tuple[int, int] | None = None,
+) -> str:
     """The backend behind `name`; "auto" is the fastest one that works here, and says so where it is not the usual one.
 
-    May compile the CPU kernels. Raises `ValueError` where the backend that was asked for cannot work.
+    `kv_dtype`: of the pool, where it is not `dtype`. `capability`: the GPU's, None without one. May compile the CPU
+    kernels. Raises `ValueError` where the backend that was asked for cannot work.
     """
     if name == "torch":
         return name
+    kv_dtype = kv_dtype or dtype
     if name == "triton" or (name == "auto" and device != "cpu"):
-        return _triton_or_torch(name, device, model)
+        return _triton_or_torch(name, device, model, kv_dtype, capability)
     why_not = CpuAttention.why_not(
         device=device,
         dtype=dtype,
@@ -34,6 +46,8 @@ def choose_attention_backend(name: str, *, device: str, dtype: str, block_size: 
         num_groups=model.num_heads // model.num_kv_heads,
         hidden_size=model.hidden_size,
         intermediate_size=model.intermediate_size,
+        quantization=quantization,
+        kv_dtype=kv_dtype,
     )
     if not why_not:
         try:
@@ -47,11 +61,15 @@ def choose_attention_backend(name: str, *, device: str, dtype: str, block_size: 
                     f"nearly as likely an answer may depend on the batch: {error}"
                 )
     if name == "auto":
+        if quantization != "none" or kv_dtype != dtype:
+            report(f"plain torch computes, several times slower than the CPU kernels: {why_not}")
         return "torch"
     raise ValueError(f"attention_backend cpu cannot work here: {why_not}; give auto or torch")
 
 
-def _triton_or_torch(name: str, device: str, model: DecoderConfig) -> str:
+def _triton_or_torch(
+    name: str, device: str, model: DecoderConfig, kv_dtype: str, capability: tuple[int, int] | None
+) -> str:
     why_not = why_no_triton(device)
     if not why_not:
         # Not before it is known that Triton is there.
@@ -61,6 +79,8 @@ def _triton_or_torch(name: str, device: str, model: DecoderConfig) -> str:
             head_dim=model.head_dim,
             num_groups=model.num_heads // model.num_kv_heads,
             hidden_size=model.hidden_size,
+            kv_dtype=kv_dtype,
+            capability=capability,
         )
     if not why_not:
         return "triton"
@@ -88,6 +108,7 @@ def create_attention_backend(config: EngineConfig) -> AttentionBackend[Any]:
             head_dim=config.model.head_dim,
             block_size=config.cache.block_size,
             dtype=config.model.dtype,
+            kv_dtype=config.cache.kv_dtype,
             device=config.device.device,
         )
     return TorchAttention(

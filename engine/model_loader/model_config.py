@@ -24,10 +24,11 @@ from engine.config import (
     ModelConfig,
     SchedulerConfig,
 )
-from engine.kv_cache import KV_FORMAT_VERSION, TORCH_DTYPES, KVCacheShape
+from engine.kv_cache import KV_FORMAT_VERSION, TORCH_DTYPES, KVCacheShape, kv_dtype_of
 from engine.memory import memory_bytes
 from engine.model_loader.weights import digest_files, dummy_digest, safetensors_files
 from engine.models import DecoderConfig, load_decoder_config
+from engine.quantization import check_quantization
 from prefix_hash import prefix_key
 from prefix_hash.compat import join_parts
 
@@ -42,16 +43,27 @@ def make_engine_config(args: EngineArgs, folder: Path) -> EngineConfig:
     decoder = load_decoder_config(hf_config)
     device = _device(args)
     model = _model_config(args, folder, hf_config, decoder, device)
-    num_blocks = _num_blocks(args, model, device)
+    capability = torch.cuda.get_device_capability() if device == "cuda" else None
+    check_quantization(args.quantization, capability=capability, dtype=model.dtype, model=decoder)
+    kv_dtype = kv_dtype_of(args.kv_cache_dtype, model.dtype)
+    num_blocks = _num_blocks(args, model, device, kv_dtype)
     backend = choose_attention_backend(
-        args.attention_backend, device=device, dtype=model.dtype, block_size=args.block_size, model=decoder
+        args.attention_backend,
+        device=device,
+        dtype=model.dtype,
+        block_size=args.block_size,
+        model=decoder,
+        quantization=args.quantization,
+        kv_dtype=kv_dtype,
+        capability=capability,
     )
     kv_order = kv_order_of(backend)
-    digest = compat_digest(decoder, model, args.block_size, kv_order)
+    digest = compat_digest(decoder, model, args.block_size, kv_dtype, kv_order)
     return EngineConfig(
         model=model,
         cache=CacheConfig(
             block_size=args.block_size,
+            kv_dtype=kv_dtype,
             num_blocks=num_blocks,
             gpu_memory_utilization=args.gpu_memory_utilization,
             enable_prefix_caching=args.enable_prefix_caching,
@@ -78,14 +90,16 @@ def make_engine_config(args: EngineArgs, folder: Path) -> EngineConfig:
     )
 
 
-def compat_digest(decoder: DecoderConfig, model: ModelConfig, block_size: int, kv_order: str) -> str:
-    """Of architecture, weights, dtype, the bytes' order and the ends. Not of the pool's size or the length limit."""
+def compat_digest(decoder: DecoderConfig, model: ModelConfig, block_size: int, kv_dtype: str, kv_order: str) -> str:
+    """Of architecture, weights, dtypes, the bytes' order and the ends. Not of the pool's size or the length limit."""
     # How many positions the checkpoint allows changes no KV, and RoPE keeps its own copy where it matters.
     architecture = {k: v for k, v in asdict(decoder).items() if k != "max_positions"}
     return join_parts(
         {
             "kv_format_version": KV_FORMAT_VERSION,
             "dtype": model.dtype,
+            "quantization": model.quantization,
+            "kv_dtype": kv_dtype,
             "block_size": block_size,
             "kv_order": kv_order,
             "model": _digest_of(architecture),
@@ -117,6 +131,7 @@ def _model_config(
         path=folder,
         hf_config=hf_config,
         dtype=_dtype(args, hf_config),
+        quantization=args.quantization,
         max_model_len=max_model_len,
         vocab_size=decoder.vocab_size,
         num_layers=decoder.num_layers,
@@ -150,7 +165,7 @@ def _device(args: EngineArgs) -> str:
     return args.device
 
 
-def _num_blocks(args: EngineArgs, model: ModelConfig, device: str) -> int:
+def _num_blocks(args: EngineArgs, model: ModelConfig, device: str, kv_dtype: str) -> int:
     """0: to be measured."""
     if device == "cuda" and not args.num_kv_blocks and not args.kv_cache_gib:
         return 0
@@ -160,7 +175,7 @@ def _num_blocks(args: EngineArgs, model: ModelConfig, device: str) -> int:
         block_size=args.block_size,
         num_kv_heads=model.num_kv_heads,
         head_dim=model.head_dim,
-        dtype=model.dtype,
+        dtype=kv_dtype,
     )
     needed = -(-model.max_model_len // args.block_size)
     most = memory_bytes(device) // shape.pool_bytes

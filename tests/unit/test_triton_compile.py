@@ -16,7 +16,8 @@ ROOT = Path(__file__).parents[2]
 SHARED_BYTES = 227 * 1024
 """What a program may have on a Hopper GPU."""
 KERNELS = {
-    "split_kernel", "reduce_kernel", "prefill_kernel", "rotate_kernel", "norm_kernel", "silu_kernel", "digest_kernel"
+    "split_kernel", "reduce_kernel", "prefill_kernel", "rotate_kernel", "norm_kernel", "silu_kernel", "digest_kernel",
+    "int8_kernel", "quantize_kernel",
 }  # fmt: skip
 
 
