@@ -24,7 +24,7 @@ from engine.config import (
     ModelConfig,
     SchedulerConfig,
 )
-from engine.kv_cache import KV_FORMAT_VERSION, TORCH_DTYPES, KVCacheShape, kv_dtype_of
+from engine.kv_cache import KV_FORMAT_VERSION, TORCH_DTYPES, kv_cache_shape, kv_dtype_of
 from engine.memory import memory_bytes
 from engine.model_loader.weights import digest_files, dummy_digest, safetensors_files
 from engine.models import DecoderConfig, load_decoder_config
@@ -169,14 +169,7 @@ def _num_blocks(args: EngineArgs, model: ModelConfig, device: str, kv_dtype: str
     """0: to be measured."""
     if device == "cuda" and not args.num_kv_blocks and not args.kv_cache_gib:
         return 0
-    shape = KVCacheShape(
-        num_layers=model.num_layers,
-        num_blocks=1,
-        block_size=args.block_size,
-        num_kv_heads=model.num_kv_heads,
-        head_dim=model.head_dim,
-        dtype=kv_dtype,
-    )
+    shape = kv_cache_shape(model, num_blocks=1, block_size=args.block_size, kv_dtype=kv_dtype)
     needed = -(-model.max_model_len // args.block_size)
     most = memory_bytes(device) // shape.pool_bytes
     if args.num_kv_blocks:
