@@ -4,6 +4,7 @@ Owns the meaning of the pool's axes. Which block belongs to whom is the block ma
 the attention backend's.
 
     [layer, block, part, kv_head, slot, head_dim]     parts: keys, values; slot and head_dim as the backend orders them
+    [layer, block, 1, 1, slot, latent and key]        where attention is latent (engine/models/latent_attention.py)
 
 One block of one layer is contiguous, so that a transfer moves it as one piece. The pool is allocated once, by the
 worker, and lives as long as the engine.
@@ -26,6 +27,9 @@ from engine.to_device import integers
 
 KV_ORDER = "layer block kv head slot dim"
 """The pool's axes, outermost first, in the words of `KVLayout.order`."""
+
+LATENT_KV_ORDER = "layer block kv head slot (latent, rotated key)"
+"""Of models with latent attention: rotated pairs half a key apart, whatever order the checkpoint has them in."""
 
 PAIRED_KV_ORDER = "layer block kv head (keys: dim/2 slot 2, values: slot/2 dim 2)"
 """As the CPU kernels keep it: what one vector instruction multiplies lies side by side. The same bytes in another order
@@ -54,7 +58,7 @@ class KVCacheShape:
     dtype: str
     """One of KV_DTYPES."""
     num_parts: int = 2
-    """What a token has in a layer: keys and values."""
+    """What a token has in a layer: 2, keys and values; 1, latents."""
 
     @property
     def block_bytes(self) -> int:
@@ -75,6 +79,7 @@ def kv_cache_shape(model: ModelConfig, *, num_blocks: int, block_size: int, kv_d
         num_kv_heads=model.num_kv_heads,
         head_dim=model.head_dim,
         dtype=kv_dtype,
+        num_parts=model.num_kv_parts,
     )
 
 

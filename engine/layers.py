@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F  # noqa: N812
 
-from engine.models.decoder_config import RopeConfig
+from engine.models.rope_config import RopeConfig
 
 
 class Linear:
@@ -95,8 +95,8 @@ class RotaryEmbedding:
         # The sign of rotate_half(x) = (-x2, x1) is put into the table.
         sin = angles.sin()
         sin[:, : head_dim // 2].neg_()
-        self._cos = angles.cos().to(device=device, dtype=dtype)
-        self._sin = sin.to(device=device, dtype=dtype)
+        self._cos = (angles.cos() * config.attention_factor).to(device=device, dtype=dtype)
+        self._sin = (sin * config.attention_factor).to(device=device, dtype=dtype)
         self._half = head_dim // 2
 
     def select(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -133,13 +133,15 @@ class HeadProjection:
 
 
 def inverse_frequencies(config: RopeConfig, head_dim: int) -> torch.Tensor:
-    """[H / 2] angle per position, float32. "linear" and "llama3" as in transformers' `modeling_rope_utils`."""
+    """[H / 2] angle per position, float32. All types as in transformers' `modeling_rope_utils`."""
     exponents = torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim
     frequencies = 1.0 / (config.theta**exponents)
     if config.rope_type == "default":
         return frequencies
     if config.rope_type == "linear":
         return frequencies / config.factor
+    if config.rope_type == "yarn":
+        return _yarn_frequencies(config, frequencies)
     assert config.rope_type == "llama3", config.rope_type
     # Short waves stay, long ones are stretched by `factor`, those between are mixed.
     wavelengths = 2 * math.pi / frequencies
@@ -148,3 +150,19 @@ def inverse_frequencies(config: RopeConfig, head_dim: int) -> torch.Tensor:
     mixed = (1 - smooth) * frequencies / config.factor + smooth * frequencies
     stretched = torch.where(turns < config.low_freq_factor, frequencies / config.factor, mixed)
     return torch.where(turns > config.high_freq_factor, frequencies, stretched)
+
+
+def _yarn_frequencies(config: RopeConfig, frequencies: torch.Tensor) -> torch.Tensor:
+    """B. Peng et al., "YaRN", 2023, section 3.2: short waves stay, long ones are stretched, a ramp between."""
+    half = len(frequencies)
+
+    def dimension_that_turns(times: float) -> float:
+        return half * math.log(config.original_max_positions / (times * 2 * math.pi)) / math.log(config.theta)
+
+    low, high = dimension_that_turns(config.beta_fast), dimension_that_turns(config.beta_slow)
+    if config.is_ramp_whole:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, 2 * half - 1)
+    ramp = (torch.arange(half, dtype=torch.float32) - low) / (high - low if high != low else 0.001)
+    stretched = ramp.clamp(0, 1)
+    return frequencies * (1 - stretched) + frequencies / config.factor * stretched

@@ -4,17 +4,26 @@ from __future__ import annotations
 
 from typing import Any
 
-from engine.attention.base import AttentionBackend, StepLayout
+from engine.attention.base import AttentionBackend, LatentBackend, PagedBackend, StepLayout
 from engine.attention.cpu_backend import CpuAttention
 from engine.attention.torch_backend import TorchAttention
+from engine.attention.torch_latents import TorchLatentAttention
 from engine.cache_dir import report
 from engine.config import EngineConfig
 from engine.kernels.build import KernelsUnavailable, load_cpu_kernels
 from engine.kernels.gpu import why_no_triton
-from engine.kv_cache import KV_ORDER, PAIRED_KV_ORDER
+from engine.kv_cache import KV_ORDER, LATENT_KV_ORDER, PAIRED_KV_ORDER
 from engine.models.decoder_config import DecoderConfig
 
-__all__ = ["AttentionBackend", "StepLayout", "choose_attention_backend", "create_attention_backend", "kv_order_of"]
+__all__ = [
+    "AttentionBackend",
+    "LatentBackend",
+    "PagedBackend",
+    "StepLayout",
+    "choose_attention_backend",
+    "create_attention_backend",
+    "kv_order_of",
+]
 
 
 def choose_attention_backend(
@@ -48,6 +57,7 @@ def choose_attention_backend(
         intermediate_size=model.intermediate_size,
         quantization=quantization,
         kv_dtype=kv_dtype,
+        has_latents=model.mla is not None,
     )
     if not why_not:
         try:
@@ -71,6 +81,8 @@ def _triton_or_torch(
     name: str, device: str, model: DecoderConfig, kv_dtype: str, capability: tuple[int, int] | None
 ) -> str:
     why_not = why_no_triton(device)
+    if model.mla is not None:
+        why_not = "its kernels know keys and values of heads, and the model's attention is latent"
     if not why_not:
         # Not before it is known that Triton is there.
         from engine.attention.triton_backend import TritonAttention
@@ -90,12 +102,16 @@ def _triton_or_torch(
     raise ValueError(f"attention_backend triton cannot work here: {why_not}; give auto or torch")
 
 
-def kv_order_of(backend: str) -> str:
+def kv_order_of(backend: str, model: DecoderConfig) -> str:
+    if model.mla is not None:
+        return LATENT_KV_ORDER
     return PAIRED_KV_ORDER if backend == "cpu" else KV_ORDER
 
 
-def create_attention_backend(config: EngineConfig) -> AttentionBackend[Any]:
+def create_attention_backend(config: EngineConfig) -> PagedBackend[Any]:
     """The backend that `config.device.attention_backend` names. Raises `KernelsUnavailable`."""
+    if config.model.kv_lora_rank:
+        return _create_latent_backend(config)
     if config.device.attention_backend == "cpu":
         load_cpu_kernels()
         return CpuAttention(head_dim=config.model.head_dim)
@@ -115,6 +131,15 @@ def create_attention_backend(config: EngineConfig) -> AttentionBackend[Any]:
         num_heads=config.model.num_heads,
         num_kv_heads=config.model.num_kv_heads,
         head_dim=config.model.head_dim,
+        block_size=config.cache.block_size,
+        device=config.device.device,
+    )
+
+
+def _create_latent_backend(config: EngineConfig) -> LatentBackend[Any]:
+    return TorchLatentAttention(
+        kv_lora_rank=config.model.kv_lora_rank,
+        latent_dim=config.model.head_dim,
         block_size=config.cache.block_size,
         device=config.device.device,
     )

@@ -44,6 +44,8 @@ def make_engine_config(args: EngineArgs, folder: Path) -> EngineConfig:
     device = _device(args)
     model = _model_config(args, folder, hf_config, decoder, device)
     capability = torch.cuda.get_device_capability() if device == "cuda" else None
+    if decoder.mla is not None and args.quantization != "none":
+        raise ValueError(f"quantization {args.quantization} is not supported with latent attention; give none")
     check_quantization(args.quantization, capability=capability, dtype=model.dtype, model=decoder)
     kv_dtype = kv_dtype_of(args.kv_cache_dtype, model.dtype)
     num_blocks = _num_blocks(args, model, device, kv_dtype)
@@ -57,7 +59,7 @@ def make_engine_config(args: EngineArgs, folder: Path) -> EngineConfig:
         kv_dtype=kv_dtype,
         capability=capability,
     )
-    kv_order = kv_order_of(backend)
+    kv_order = kv_order_of(backend, decoder)
     digest = compat_digest(decoder, model, args.block_size, kv_dtype, kv_order)
     return EngineConfig(
         model=model,
@@ -138,6 +140,7 @@ def _model_config(
         num_heads=decoder.num_heads,
         num_kv_heads=decoder.num_kv_heads,
         head_dim=decoder.head_dim,
+        kv_lora_rank=decoder.mla.kv_lora_rank if decoder.mla is not None else 0,
         hidden_size=decoder.hidden_size,
         eos_token_ids=_eos_token_ids(folder, hf_config, decoder.vocab_size),
         weights_digest=weights_digest,

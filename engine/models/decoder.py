@@ -4,7 +4,8 @@ Owns the weights (in the shapes it computes with: q, k, v fused; gate and up fus
 tokens come flat, and attention is the backend's.
 
     layer.py            a layer and a stack of them        parts.py   classes that layers are made of
-    head_attention.py   attention to keys and values       feed_forward.py
+    head_attention.py   attention to keys and values       feed_forward.py   dense
+    latent_attention.py attention to latents               experts.py        a few of many
 
 Shapes: T tokens, D hidden, V vocabulary.
 """
@@ -15,13 +16,15 @@ from typing import Any
 
 import torch
 
-from engine.attention import AttentionBackend
+from engine.attention import AttentionBackend, LatentBackend, PagedBackend
 from engine.layers import RotaryEmbedding
 from engine.model_loader.weights import Weights
 from engine.models.decoder_config import DecoderConfig
+from engine.models.experts import ExpertsFeedForward
 from engine.models.feed_forward import GatedFeedForward
 from engine.models.head_attention import HeadAttention
-from engine.models.layer import DecoderLayer, OnLayer
+from engine.models.latent_attention import LatentAttention
+from engine.models.layer import Attention, DecoderLayer, FeedForward, OnLayer
 from engine.models.parts import PLAIN_PARTS, Parts, PartsFactory
 
 __all__ = ["PLAIN_PARTS", "Decoder", "Parts"]
@@ -34,11 +37,11 @@ class Decoder:
         self,
         config: DecoderConfig,
         weights: Weights,
-        backend: AttentionBackend[Any],
+        backend: PagedBackend[Any],
         max_model_len: int,
         parts: Parts = PLAIN_PARTS,
     ) -> None:
-        self._rotary = RotaryEmbedding(config.rope, config.head_dim, max_model_len, weights.dtype, weights.device)
+        self._rotary = RotaryEmbedding(config.rope, config.rotary_dim, max_model_len, weights.dtype, weights.device)
         self._embedding_VD = weights.take("model.embed_tokens.weight", (config.vocab_size, config.hidden_size))
         factory = PartsFactory(weights, parts, config.rms_norm_eps)
         layers = [_make_layer(config, i, factory, backend, self._rotary) for i in range(config.num_layers)]
@@ -50,6 +53,8 @@ class Decoder:
         else:
             self._lm_head = parts.lm_head(weights.take("lm_head.weight", (config.vocab_size, config.hidden_size)))
         weights.ignore("rotary_emb.inv_freq")
+        for further in range(config.num_nextn_predict_layers):
+            weights.ignore_layer(config.num_layers + further)
         weights.check_all_taken()
 
     def forward(
@@ -72,12 +77,24 @@ class Decoder:
 
 
 def _make_layer(
-    config: DecoderConfig, layer: int, factory: PartsFactory, backend: AttentionBackend[Any], rotary: RotaryEmbedding
+    config: DecoderConfig, layer: int, factory: PartsFactory, backend: PagedBackend[Any], rotary: RotaryEmbedding
 ) -> DecoderLayer:
     D, name = config.hidden_size, f"model.layers.{layer}"
+    attention: Attention
+    if config.mla is not None:
+        assert isinstance(backend, LatentBackend)
+        attention = LatentAttention(config, config.mla, layer, factory, backend, rotary)
+    else:
+        assert isinstance(backend, AttentionBackend)
+        attention = HeadAttention(config, layer, factory, backend, rotary)
+    feed_forward: FeedForward
+    if config.moe is not None and layer >= config.moe.first_layer:
+        feed_forward = ExpertsFeedForward(config.moe, factory, f"{name}.mlp", D, config.has_mlp_bias)
+    else:
+        feed_forward = GatedFeedForward(factory, f"{name}.mlp", D, config.intermediate_size, config.has_mlp_bias)
     return DecoderLayer(
         factory.rms_norm(f"{name}.input_layernorm", D),
-        HeadAttention(config, layer, factory, backend, rotary),
+        attention,
         factory.rms_norm(f"{name}.post_attention_layernorm", D),
-        GatedFeedForward(factory, f"{name}.mlp", D, config.intermediate_size, config.has_mlp_bias),
+        feed_forward,
     )

@@ -37,6 +37,9 @@ class Parts:
 
 PLAIN_PARTS = Parts()
 
+WeightAndBias = tuple[torch.Tensor, torch.Tensor | None]
+"""[outputs, inputs] and, where there is one, [outputs]."""
+
 
 @dataclass(frozen=True, slots=True)
 class PartsFactory:
@@ -48,9 +51,13 @@ class PartsFactory:
 
     def linear(self, outputs: dict[str, int], inputs: int, has_bias: bool) -> Linear:
         """The products of those names as one, one below the other; sizes in numbers."""
-        pairs = [self.weight_and_bias(name, size, inputs, has_bias) for name, size in outputs.items()]
-        biases = [bias for _, bias in pairs if bias is not None]
-        return self.parts.linear(torch.cat([weight for weight, _ in pairs]), torch.cat(biases) if biases else None)
+        return self.fused([self.weight_and_bias(name, size, inputs, has_bias) for name, size in outputs.items()])
+
+    def fused(self, products: list[WeightAndBias]) -> Linear:
+        """Products of the same inputs as one. Either all have a bias or none."""
+        biases = [bias for _, bias in products if bias is not None]
+        weight = torch.cat([weight for weight, _ in products])
+        return self.parts.linear(weight, torch.cat(biases) if biases else None)
 
     def gated_linear(self, gate: str, up: str, outputs: int, inputs: int, has_bias: bool) -> GatedLinear:
         gate_weight, gate_bias = self.weight_and_bias(gate, outputs, inputs, has_bias)
@@ -62,8 +69,6 @@ class PartsFactory:
         weight = self.weights.take(f"{name}.weight", (size,))
         return self.parts.rms_norm(weight, self.rms_norm_eps if eps is None else eps)
 
-    def weight_and_bias(
-        self, name: str, outputs: int, inputs: int, has_bias: bool
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+    def weight_and_bias(self, name: str, outputs: int, inputs: int, has_bias: bool) -> WeightAndBias:
         weight = self.weights.take(f"{name}.weight", (outputs, inputs))
         return weight, self.weights.take(f"{name}.bias", (outputs,)) if has_bias else None

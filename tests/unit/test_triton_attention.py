@@ -294,7 +294,7 @@ def choose(
 ) -> str:
     """float32, so that no CPU kernels are compiled."""
     shape = {"num_heads": 32, "num_kv_heads": 8, "head_dim": 128, "hidden_size": 4096, "intermediate_size": 64} | change
-    model = SimpleNamespace(**shape)
+    model = SimpleNamespace(mla=None, **shape)
     return choose_attention_backend(
         name, device=device, dtype="float32", block_size=16, model=model, kv_dtype=kv_dtype, capability=capability,  # type: ignore[arg-type]
     )  # fmt: skip
