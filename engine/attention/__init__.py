@@ -81,10 +81,18 @@ def _triton_or_torch(
     name: str, device: str, model: DecoderConfig, kv_dtype: str, capability: tuple[int, int] | None
 ) -> str:
     why_not = why_no_triton(device)
-    if model.mla is not None:
-        why_not = "its kernels know keys and values of heads, and the model's attention is latent"
-    if not why_not:
+    if not why_not and model.mla is not None:
         # Not before it is known that Triton is there.
+        from engine.attention.triton_latents import TritonLatentAttention
+
+        why_not = TritonLatentAttention.why_not(
+            kv_lora_rank=model.mla.kv_lora_rank,
+            rotated_dim=model.mla.qk_rope_head_dim,
+            hidden_size=model.hidden_size,
+            kv_dtype=kv_dtype,
+            capability=capability,
+        )
+    elif not why_not:
         from engine.attention.triton_backend import TritonAttention
 
         why_not = TritonAttention.why_not(
@@ -137,6 +145,17 @@ def create_attention_backend(config: EngineConfig) -> PagedBackend[Any]:
 
 
 def _create_latent_backend(config: EngineConfig) -> LatentBackend[Any]:
+    if config.device.attention_backend == "triton":
+        from engine.attention.triton_latents import TritonLatentAttention
+
+        return TritonLatentAttention(
+            num_heads=config.model.num_heads,
+            kv_lora_rank=config.model.kv_lora_rank,
+            block_size=config.cache.block_size,
+            dtype=config.model.dtype,
+            kv_dtype=config.cache.kv_dtype,
+            device=config.device.device,
+        )
     return TorchLatentAttention(
         kv_lora_rank=config.model.kv_lora_rank,
         latent_dim=config.model.head_dim,

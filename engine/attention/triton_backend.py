@@ -2,59 +2,26 @@
 
 Keys and values are read where they lie: nothing is gathered or padded. Its pool has the order `KV_ORDER`.
 
-A step's arrays travel to the device as one copy. Nothing is ever read back, and the grids of a decoding step depend on
-what the host knows: such a step can be captured as a CUDA graph, over a plan whose tensors keep their addresses:
-
-    plan = backend.reserve_decode_plan(num_seqs, max_context_len)     once; then capture with it
-    backend.refill(plan, layout)                                      before every replay; fewer sequences fit too
+A step's arrays travel to the device as one copy (engine/attention/triton_plans.py). Nothing is ever read back, and the
+grids of a decoding step depend on what the host knows: such a step can be captured as a CUDA graph.
 
 Shapes: T tokens, S sequences, N query heads, K key/value heads, H head dim.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
-import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from engine.attention.base import AttentionBackend, StepLayout
+from engine.attention.triton_plans import TritonPlan, TritonPlans
 from engine.float8 import FLOAT8, why_no_float8
 from engine.kernels.gpu.decode import DecodeConfig, paged_decode, partial_size
 from engine.kernels.gpu.pointwise import MAX_HIDDEN_SIZE
-from engine.kernels.gpu.prefill import MAX_GROUPS, PrefillConfig, list_tiles, paged_prefill
+from engine.kernels.gpu.prefill import MAX_GROUPS, PrefillConfig, paged_prefill
 from engine.kernels.gpu.rotate import rotate_and_store
 from engine.kernels.gpu.tile import MAX_HEAD_DIM
 from engine.kv_cache import KV_DTYPES, TORCH_DTYPES
 from engine.layers import HeadProjection
-from engine.to_device import to_device
-
-ALIGNMENT = 4
-"""int32 numbers: 16 bytes. Arrays in one buffer begin at multiples of it, so that Triton compiles for one alignment."""
-
-
-@dataclass(frozen=True, slots=True)
-class TritonPlan:
-    """A step's arrays: parts of `buffer`, in this order."""
-
-    buffer: torch.Tensor
-    """[all of the below] int32"""
-    slot_mapping: torch.Tensor
-    """[T] int64"""
-    context_lens: torch.Tensor
-    """[S] int32"""
-    query_starts: torch.Tensor
-    """[S + 1] int32"""
-    block_tables: torch.Tensor
-    """[S, blocks of the longest] int32"""
-    prefill_tiles: torch.Tensor
-    """[tiles, 2] int32: `engine.kernels.gpu.prefill.list_tiles`"""
-    num_decodes: int
-    max_context_len: int
-    """No decoding sequence's context is longer."""
-    scratch: torch.Tensor
-    """float32, of the pieces of decoding sequences"""
 
 
 class TritonAttention(AttentionBackend[TritonPlan]):
@@ -73,13 +40,18 @@ class TritonAttention(AttentionBackend[TritonPlan]):
         soft_cap: float = 0.0,
     ) -> None:
         """`kv_dtype`: of the pool, where it is not the queries' `dtype`. `soft_cap`: of the scores, 0 for none."""
-        self._num_heads, self._head_dim, self._block_size = num_heads, head_dim, block_size
+        self._num_heads, self._head_dim = num_heads, head_dim
         self._device, self._soft_cap = device, soft_cap
         itemsize, kv_itemsize = TORCH_DTYPES[dtype].itemsize, KV_DTYPES[kv_dtype or dtype].itemsize
         num_groups = num_heads // num_kv_heads
         self._decode_config = DecodeConfig.of(head_dim, itemsize, kv_itemsize)
         self._prefill_config = PrefillConfig.of(head_dim, itemsize, num_groups, kv_itemsize)
-        self._tokens_per_tile = self._prefill_config.block_m // num_groups
+        self._plans = TritonPlans(
+            block_size=block_size,
+            tokens_per_tile=self._prefill_config.block_m // num_groups,
+            device=device,
+            scratch_of=self._scratch_of,
+        )
 
     @staticmethod
     def why_not(
@@ -98,45 +70,15 @@ class TritonAttention(AttentionBackend[TritonPlan]):
         return ""
 
     def prepare(self, layout: StepLayout) -> TritonPlan:
-        decodes = layout.num_decodes
-        arrays = self._arrays(layout)
-        return self._plan(
-            to_device(_pack(arrays), self._device),
-            [array.shape for array in arrays],
-            decodes,
-            int(layout.context_lens[:decodes].max()) if decodes else 0,
-        )
+        return self._plans.prepare(layout)
 
     def reserve_decode_plan(self, num_seqs: int, max_context_len: int) -> TritonPlan:
-        """A plan for steps in which up to `num_seqs` sequences decode, none longer than `max_context_len`; made by
-        `refill`. Rows that it leaves empty attend to nothing and write nothing."""
-        num_blocks = -(-max_context_len // self._block_size)
-        shapes: list[tuple[int, ...]] = [(num_seqs,), (num_seqs,), (num_seqs + 1,), (num_seqs, num_blocks), (0, 2)]
-        size = sum(_padded_size(shape, 2 if i == 0 else 1) for i, shape in enumerate(shapes))
-        buffer = torch.zeros(size, dtype=torch.int32, device=self._device)
-        plan = self._plan(buffer, shapes, num_seqs, max_context_len)
-        plan.slot_mapping.fill_(-1)
-        return plan
+        """See `TritonPlans`."""
+        return self._plans.reserve_decode_plan(num_seqs, max_context_len)
 
     def refill(self, plan: TritonPlan, layout: StepLayout) -> None:
-        """Put a decoding step into a reserved plan, in stream order. Raises `ValueError` where it does not fit."""
-        num_seqs, num_blocks = plan.block_tables.shape
-        count, width = layout.block_tables.shape
-        if layout.num_decodes < count or count > num_seqs or layout.context_lens.max() > plan.max_context_len:
-            raise ValueError(
-                f"a plan for {num_seqs} sequences that decode up to {plan.max_context_len} tokens has no room for "
-                f"{count} sequences, {layout.num_decodes} of which decode, up to {layout.context_lens.max()} tokens"
-            )
-        empty = num_seqs - count
-        width = min(width, num_blocks)
-        padded = StepLayout(
-            query_lens=np.ones(num_seqs, dtype=np.int64),
-            context_lens=np.pad(layout.context_lens, (0, empty)),
-            block_tables=np.pad(layout.block_tables[:, :width], ((0, empty), (0, num_blocks - width))),
-            slot_mapping=np.pad(layout.slot_mapping, (0, empty), constant_values=-1),
-            num_decodes=num_seqs,
-        )
-        plan.buffer.copy_(to_device(_pack(self._arrays(padded)), self._device), non_blocking=True)
+        """See `TritonPlans`."""
+        self._plans.refill(plan, layout)
 
     def project(
         self,
@@ -175,48 +117,6 @@ class TritonAttention(AttentionBackend[TritonPlan]):
             )  # fmt: skip
         return o_TNH.view(len(o_TNH), -1)
 
-    def _arrays(self, layout: StepLayout) -> list[NDArray[np.int32] | NDArray[np.int64]]:
-        """In the order of `TritonPlan`."""
-        starts = np.concatenate(([0], np.cumsum(layout.query_lens))).astype(np.int32)
-        tiles = list_tiles(layout.query_lens, layout.context_lens, layout.num_decodes, self._tokens_per_tile)
-        return [
-            layout.slot_mapping.astype(np.int64, copy=False),
-            layout.context_lens.astype(np.int32),
-            starts,
-            layout.block_tables.astype(np.int32),
-            tiles,
-        ]
-
-    def _plan(
-        self, buffer: torch.Tensor, shapes: list[tuple[int, ...]], num_decodes: int, max_context_len: int
-    ) -> TritonPlan:
-        parts, start = [], 0
-        for i, shape in enumerate(shapes):
-            words = 2 if i == 0 else 1
-            part = buffer[start : start + words * int(np.prod(shape))]
-            parts.append((part.view(torch.int64) if words == 2 else part).view(shape))
-            start += _padded_size(shape, words)
+    def _scratch_of(self, num_decodes: int, max_context_len: int) -> torch.Tensor:
         size = partial_size(num_decodes, self._num_heads, self._head_dim, max_context_len, self._decode_config)
-        scratch = torch.empty(size, dtype=torch.float32, device=self._device)
-        slot_mapping, context_lens, query_starts, block_tables, prefill_tiles = parts
-        return TritonPlan(
-            buffer=buffer,
-            slot_mapping=slot_mapping,
-            context_lens=context_lens,
-            query_starts=query_starts,
-            block_tables=block_tables,
-            prefill_tiles=prefill_tiles,
-            num_decodes=num_decodes,
-            max_context_len=max_context_len,
-            scratch=scratch,
-        )
-
-
-def _padded_size(shape: tuple[int, ...], words: int) -> int:
-    """int32 numbers that an array takes in a buffer."""
-    return -(-words * int(np.prod(shape)) // ALIGNMENT) * ALIGNMENT
-
-
-def _pack(arrays: list[NDArray[np.int32] | NDArray[np.int64]]) -> NDArray[np.int32]:
-    flat = [array.reshape(-1).view(np.int32) for array in arrays]
-    return np.concatenate([np.pad(part, (0, -len(part) % ALIGNMENT)) for part in flat])
+        return torch.empty(size, dtype=torch.float32, device=self._device)
