@@ -11,7 +11,7 @@ import torch
 
 from benchmarks.gpu_parts.rows import Row
 from benchmarks.gpu_parts.runner import Setting
-from benchmarks.gpu_parts.timing import seconds_of
+from benchmarks.gpu_parts.timing import seconds_of, waiting_seconds_of
 
 COPY = "copy in device memory"
 PRODUCTS = "matrix products, bfloat16"
@@ -34,7 +34,7 @@ def measure(setting: Setting) -> Iterator[Row]:
     if device == "cuda":
         host = torch.empty(sizes.host_bytes, dtype=torch.uint8, pin_memory=True)
         part = source[: sizes.host_bytes]
-        seconds = seconds_of([lambda: host.copy_(part, non_blocking=True)], device, num_rounds=5)
+        seconds = waiting_seconds_of(lambda: host.copy_(part, non_blocking=True), device)
         yield Row(what=TO_HOST, value=sizes.host_bytes / seconds / 1e9, unit="GB/s")
-        seconds = seconds_of([lambda: part.copy_(host, non_blocking=True)], device, num_rounds=5)
+        seconds = waiting_seconds_of(lambda: part.copy_(host, non_blocking=True), device)
         yield Row(what=TO_DEVICE, value=sizes.host_bytes / seconds / 1e9, unit="GB/s")

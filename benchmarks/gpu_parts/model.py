@@ -59,15 +59,20 @@ TINY = Plan(hidden_size=128, num_layers=2, prompt_lens=(1, 16, 17, 40), num_deco
 
 
 def measure(setting: Setting) -> Iterator[Row]:
+    import transformers
+
+    transformers.utils.logging.disable_progress_bar()
     plan = TINY if setting.is_tiny else FULL
     sequences = [random_tokens(n + plan.num_decoded, plan.vocab_size, seed=n) for n in plan.prompt_lens]
     for name in MODELS:
         with TemporaryDirectory() as folder:
-            model = save_model(name, plan, Path(folder)).to(setting.device)
-            exact = reference_logits(model.double(), plan, sequences)
+            save_model(name, plan, Path(folder))
+            model = reference(Path(folder), torch.float64, setting.device)
+            exact = reference_logits(model, plan, sequences)
             answers = reference_answers(model, plan, sequences)
             for dtype in ("float32", "bfloat16"):
-                theirs = relative_error(reference_logits(model.to(getattr(torch, dtype)), plan, sequences), exact)
+                model = reference(Path(folder), getattr(torch, dtype), setting.device)
+                theirs = relative_error(reference_logits(model, plan, sequences), exact)
                 yield from compare_logits(name, dtype, plan, sequences, exact, theirs, Path(folder), setting)
             yield compare_answers(name, plan, sequences, answers, Path(folder), setting)
 
@@ -121,8 +126,8 @@ def random_tokens(count: int, vocab_size: int, seed: int) -> list[int]:
 # -- transformers ---------------------------------------------------------------------------------------------------
 
 
-def save_model(name: str, plan: Plan, folder: Path) -> Any:
-    """A random model in `folder`, and the same as transformers has it, in float32. Weights fit bfloat16."""
+def save_model(name: str, plan: Plan, folder: Path) -> None:
+    """A random model in `folder`, in float32. Weights fit bfloat16."""
     import transformers
 
     head_dim = plan.hidden_size // 8
@@ -134,14 +139,21 @@ def save_model(name: str, plan: Plan, folder: Path) -> Any:
     }  # fmt: skip
     config = {"llama": transformers.LlamaConfig, "qwen3": transformers.Qwen3Config}[name](**shared)
     torch.manual_seed(7)
-    model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="sdpa").float().eval()
+    model = transformers.AutoModelForCausalLM.from_config(config).float()
     with torch.no_grad():
         for parameter_name, parameter in model.named_parameters():
             if "norm" in parameter_name:  # they start as 1, where forgetting them would not be noticed
                 parameter.add_(torch.randn_like(parameter) * 0.2)
             parameter.copy_(parameter.bfloat16())
     model.save_pretrained(folder)
-    return model
+
+
+def reference(folder: Path, dtype: torch.dtype, device: str) -> Any:
+    """As transformers has it. Loaded anew for each type: one that is converted loses its rotary angles' precision."""
+    import transformers
+
+    load = transformers.AutoModelForCausalLM.from_pretrained
+    return load(folder, dtype=dtype, attn_implementation="sdpa").to(device).eval()
 
 
 @torch.inference_mode()

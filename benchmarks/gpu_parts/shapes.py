@@ -138,9 +138,10 @@ def write_model(folder: Path, config: Mapping[str, Any], *, with_tokenizer: bool
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(dict(config)))
     if with_tokenizer:
-        import tokenizers
-        from tokenizers.models import WordLevel
+        from tokenizers import Tokenizer, models, pre_tokenizers
 
         words = {f"t{token_id}": token_id for token_id in range(config["vocab_size"])}
-        tokenizers.Tokenizer(WordLevel(words, unk_token="t0")).save(str(folder / "tokenizer.json"))
+        tokenizer = Tokenizer(models.WordLevel(words, unk_token="t0"))
+        tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+        tokenizer.save(str(folder / "tokenizer.json"))
     return folder

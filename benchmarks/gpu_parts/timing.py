@@ -42,7 +42,7 @@ def seconds_of(works: Sequence[Callable[[], object]], device: str, *, num_rounds
 
 
 def waiting_seconds_of(work: Callable[[], object], device: str, *, num_rounds: int = 10) -> float:
-    """Median seconds of work that waits for the device by itself, seen by the CPU."""
+    """Median seconds, from its beginning until the device is done, of work that is long or waits for the device."""
     work()
 
     def once() -> None:
