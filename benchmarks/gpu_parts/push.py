@@ -9,11 +9,10 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterator
-from importlib.util import find_spec
 
 from benchmarks.gpu_parts import floors
 from benchmarks.gpu_parts.rows import Row
-from benchmarks.gpu_parts.runner import NotRun, Setting
+from benchmarks.gpu_parts.runner import Setting, require
 
 BLOCK_KIB = 64
 """16 tokens of one layer of Llama-3.1-8B."""
@@ -23,8 +22,7 @@ GRPC_PUSH = "push by grpc"
 
 
 def measure_nixl(setting: Setting) -> Iterator[Row]:
-    if find_spec("nixl") is None:
-        raise NotRun("nixl is not installed")
+    require("nixl")
     copy_gb_s = setting.known.get(floors.COPY)
     # What is copied is read once and written once, and counts once here.
     limit = None if copy_gb_s is None else copy_gb_s / 2
@@ -41,7 +39,8 @@ def measure_grpc(setting: Setting) -> Iterator[Row]:
 def pushed(
     transport: str, what: str, setting: Setting, *, repeats: int, limit: float | None, at_least: float | None
 ) -> Iterator[Row]:
-    from benchmarks import transfer  # needs gRPC, which a bare machine may lack
+    require("google.protobuf", "grpc")
+    from benchmarks import transfer
 
     mib = setting.sizes.push_mib
     options = {

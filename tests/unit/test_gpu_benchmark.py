@@ -230,7 +230,7 @@ def is_running(pid: int) -> bool:
 
 
 def test_one_part_fails_and_the_others_are_measured_and_kept(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    chosen = [part("raising", parts.raising), part("well", parts.well), part("missing", parts.missing)]
+    chosen = [part("raising", parts.raising), part("looking", parts.looking), part("missing", parts.missing)]
     monkeypatch.setattr(gpu, "PARTS", chosen)
     result = CliRunner().invoke(gpu.main, ["--tiny", "--results-dir", str(tmp_path)])
     assert result.exit_code == 1, result.output
@@ -238,13 +238,14 @@ def test_one_part_fails_and_the_others_are_measured_and_kept(monkeypatch: pytest
     summary = json.loads(kept.read_text())
     assert [(p["part"], p["problem"], len(p["rows"])) for p in summary["parts"]] == [
         ("raising", "failed: RuntimeError: an illegal access", 1),
-        ("well", "", 2),
+        ("looking", "", 1),
         ("missing", "not run: nothing is installed", 0),
     ]
     shown = result.stdout.strip().splitlines()
     assert json.loads(shown[-1])["parts"] == summary["parts"]
     assert "raising  failed: RuntimeError: an illegal access" in shown
-    assert any(line.startswith("well     second") for line in shown)
+    assert any(line.startswith("looking  first") for line in shown)
+    assert summary["parts"][1]["rows"][0]["value"] == 1, "nothing is kept before the end"
 
 
 @pytest.mark.parametrize(
@@ -409,9 +410,7 @@ def test_requests_that_were_not_answered_are_no_measurement() -> None:
 
 
 def test_servers_say_what_they_miss(setting: Setting, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert servers.is_installed("google.protobuf")
-    assert not servers.is_installed("no_such_package.part")
-    monkeypatch.setattr(servers, "NEEDED", ("grpc", "no_such_package", "no_other.part"))
+    monkeypatch.setattr(servers, "NEEDED", ("grpc", "google.protobuf", "no_such_package", "no_other.part"))
     with pytest.raises(NotRun, match=r"not installed: no_such_package, no_other\.part \(docs/gpu\.md"):
         next(servers.measure(setting))
 
