@@ -20,12 +20,13 @@ SHOWN_LINES = 40
 
 
 def measure(setting: Setting) -> Iterator[Row]:
-    """The number of tests that fail; what they say is kept in gpu-kernel-tests.log."""
+    """The number of tests that fail; what they say is kept in gpu-kernel-tests.log, also where time runs out."""
     if setting.device != "cuda":
         raise NotRun("no GPU; interpreted they are among the project's own tests")
-    done = subprocess.run(command(), cwd=ROOT, env=environment(), capture_output=True, text=True, check=False)
-    (setting.results / "gpu-kernel-tests.log").write_text(done.stdout + done.stderr)
-    lines = done.stdout.strip().splitlines() or [done.stderr.strip()[-300:]]
+    path = setting.results / "gpu-kernel-tests.log"
+    with path.open("w") as log:
+        done = subprocess.run(command(), cwd=ROOT, env=environment(), stdout=log, stderr=subprocess.STDOUT, check=False)
+    lines = path.read_text().strip().splitlines() or ["pytest said nothing"]
     summary = lines[-1].strip("= ")
     if done.returncode != 0:
         print("\n".join(lines[-SHOWN_LINES:]), flush=True)

@@ -13,13 +13,15 @@ from collections.abc import Callable, Sequence
 
 import torch
 
+MAX_SETS = 64
 WARM_UP_S = 0.1
 """A device that idled has low clocks."""
 
 
 def num_sets(bytes_each: int, cache_bytes: int) -> int:
-    """How many inputs of `bytes_each` to rotate among, so that none is still in the cache when its turn comes."""
-    return max(1, -(-2 * cache_bytes // bytes_each))
+    """How many inputs of `bytes_each` to rotate among, so that none is still in the cache when its turn comes. A toy's
+    would be too many."""
+    return min(max(1, -(-2 * cache_bytes // bytes_each)), MAX_SETS)
 
 
 def cache_bytes(device: str) -> int:

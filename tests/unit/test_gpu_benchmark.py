@@ -36,6 +36,15 @@ def setting(tmp_path: Path) -> Setting:
     return Setting(device="cpu", is_tiny=True, results=tmp_path)
 
 
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    """Toys gain nothing by more, and lose much where cores are shared."""
+    num_threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(num_threads)
+
+
 # -- what is counted ------------------------------------------------------------------------------------------------
 
 
@@ -73,7 +82,8 @@ def test_bytes_of_attention() -> None:
 
 
 @pytest.mark.parametrize(
-    ("bytes_each", "cache", "expected"), [(1 << 30, 60 << 20, 1), (120 << 20, 60 << 20, 1), (50, 60, 3), (7, 0, 1)]
+    ("bytes_each", "cache", "expected"),
+    [(1 << 30, 60 << 20, 1), (120 << 20, 60 << 20, 1), (50, 60, 3), (7, 0, 1), (1, 60, 64)],
 )
 def test_inputs_that_rotate_do_not_fit_the_cache(bytes_each: int, cache: int, expected: int) -> None:
     assert timing.num_sets(bytes_each, cache) == expected
