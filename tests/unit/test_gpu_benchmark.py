@@ -404,12 +404,14 @@ def test_streams_and_long_prompts() -> None:
 
 
 def test_one_arrangement_beside_the_other() -> None:
-    apart = servers.Found(ttft_p50=110.0, gap_p99=20.0, gap_p50=9.0)
-    together = servers.Found(ttft_p50=100.0, gap_p99=50.0, gap_p50=8.0)
+    apart = servers.Found(ttft_p50=110.0, gap_p99=20.0, gap_p50=9.0, prefilled_share=0.9)
+    together = servers.Found(ttft_p50=100.0, gap_p99=50.0, gap_p50=8.0, prefilled_share=0.0)
     ttft, gap = servers.compared(apart, together, is_tiny=False)
     assert (ttft.value, ttft.is_met) == (pytest.approx(1.1), True)
     assert (gap.value, gap.is_met) == (2.5, False)
     assert [row.is_met for row in servers.compared(apart, together, is_tiny=True)] == [None, None]
+    assert servers.prefilled_share([(True, 900), (False, 60), (False, 40)]) == 0.9
+    assert servers.prefilled_share([(False, 0)]) == 0.0
 
 
 def test_requests_that_were_not_answered_are_no_measurement() -> None:
