@@ -42,7 +42,8 @@ def save(name: str, summary: dict[str, Any], draw: Callable[[Any], None], path: 
     else:
         figure = pyplot.figure(figsize=(10, 4), layout="constrained")
         draw(figure)
-        figure.supxlabel(f"{name}, {summary.get('cpu', '')}, commit {summary.get('commit')}", fontsize=8)
+        device = summary.get("gpu") or summary.get("cpu", "")
+        figure.supxlabel(f"{name}, {device}, commit {summary.get('commit')}", fontsize=8)
         figure.savefig(path.with_suffix(".png"), dpi=120)
     print(f"kept in {path.parent.name}/{path.name}", file=sys.stderr)
     print(json.dumps(summary))
