@@ -89,7 +89,9 @@ def test_a_step_takes_the_smallest_recording_and_each_is_made_once(graphs: Decod
 
 
 def test_what_most_steps_need_is_recorded_at_start(graphs: DecodeGraphs, backend: Backend) -> None:
-    graphs.record_shortest()
+    heard: list[tuple[int, int]] = []
+    graphs.record_shortest(lambda *progress: heard.append(progress))
+    assert heard == [(number, 6) for number in range(1, 7)]
     assert backend.reserved == [(size, 1024) for size in (20, 16, 8, 4, 2, 1)]
     for size in range(1, 21):
         graphs.run(step_of([1 + 51 * i for i in range(size)]))
