@@ -56,6 +56,15 @@ def real_varlen_attn_on_cpu() -> Iterator[None]:
         yield
 
 
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    """These tensors are so small that threads would mostly wait for each other, and on a busy machine long."""
+    num_threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(num_threads)
+
+
 def calls_of(kind: str) -> FlashCalls:
     """From here on as they are with the real functions."""
     if kind == "FlashAttention-3":
