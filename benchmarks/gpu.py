@@ -140,7 +140,8 @@ def measure_floors(sizes: Sizes, device: str) -> tuple[float, float]:
 
 def test_kernels() -> str:
     """The kernels' own tests, on this device. Returns pytest's summary; raises `ClickException` where they fail."""
-    names = [str(path) for path in sorted((ROOT / "tests/unit").glob("test_triton_*.py"))]
+    folder = ROOT / "tests/unit"
+    names = [str(path) for path in (*sorted(folder.glob("test_triton_*.py")), folder / "test_flash_attention.py")]
     command = [sys.executable, "-m", "pytest", "-q", "--noconftest", "-p", "no:cacheprovider", "-o", "addopts=", *names]
     env = os.environ | {"PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'tests'}"}
     done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, check=False)

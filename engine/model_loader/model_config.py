@@ -13,7 +13,8 @@ from typing import Any
 
 import torch
 
-from engine.attention import choose_attention_backend, kv_order_of
+from engine.attention import choose_attention_backend, kv_order_of, why_no_graphs
+from engine.cache_dir import report
 from engine.config import (
     GIB,
     CacheConfig,
@@ -46,6 +47,9 @@ def make_engine_config(args: EngineArgs, folder: Path) -> EngineConfig:
     backend = choose_attention_backend(
         args.attention_backend, device=device, dtype=model.dtype, block_size=args.block_size, model=decoder
     )
+    no_graphs = why_no_graphs(backend, device=device, dtype=model.dtype, block_size=args.block_size, model=decoder)
+    if no_graphs and backend == "flash_attn" and not args.enforce_eager:
+        report(f"decoding steps are not recorded as CUDA graphs: {no_graphs}")
     kv_order = kv_order_of(backend)
     digest = compat_digest(decoder, model, args.block_size, kv_order)
     return EngineConfig(
@@ -70,7 +74,7 @@ def make_engine_config(args: EngineArgs, folder: Path) -> EngineConfig:
             device=device,
             num_threads=args.num_threads,
             attention_backend=backend,
-            uses_graphs=device == "cuda" and backend == "triton" and not args.enforce_eager,
+            uses_graphs=not no_graphs and not args.enforce_eager,
         ),
         load=LoadConfig(load_format="dummy" if args.load_format == "dummy" else "safetensors", seed=args.seed),
         compat_digest=digest,

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from recorder import RelaunchingRecorder
 
 from engine.attention import StepLayout
-from engine.decode_graphs import DecodeGraphs, Replay, batch_ladder, context_ladder
+from engine.decode_graphs import DecodeGraphs, batch_ladder, context_ladder
 from engine.input_batch import InputBatch
 
 
@@ -51,14 +51,6 @@ class Backend:
         plan.context_lens[: len(layout.context_lens)] = torch.from_numpy(layout.context_lens)
 
 
-class Recorder:
-    """Launches again what was recorded."""
-
-    def record(self, launch: Callable[[], None]) -> Replay:
-        launch()
-        return launch
-
-
 def forward(token_ids: torch.Tensor, positions: torch.Tensor, plan: Any) -> torch.Tensor:
     return torch.stack([token_ids, positions, plan.context_lens], dim=1)
 
@@ -71,7 +63,12 @@ def backend() -> Backend:
 @pytest.fixture
 def graphs(backend: Backend) -> DecodeGraphs:
     return DecodeGraphs(
-        forward=forward, backend=backend, recorder=Recorder(), max_num_seqs=20, max_model_len=3000, device="cpu"
+        forward=forward,
+        backend=backend,
+        recorder=RelaunchingRecorder(),
+        max_num_seqs=20,
+        max_model_len=3000,
+        device="cpu",
     )
 
 
