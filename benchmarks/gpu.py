@@ -38,7 +38,7 @@ from benchmarks.report import RESULTS, keep, path_of, save
 PARTS = (
     Part(name="floors", about="what the device can do", measure=floors.measure, limit_s=60),
     Part(name="kernels", about="their tests against float64", measure=kernels.measure, limit_s=150),
-    Part(name="model", about="against transformers in float64", measure=model.measure, limit_s=90),
+    Part(name="model", about="against transformers in float64", measure=model.measure, limit_s=120),
     Part(name="attention", about="alone, and its launch configurations", measure=attention.measure, limit_s=120),
     Part(name="digests", about="of blocks, alone", measure=digests.measure, limit_s=40),
     Part(name="steps", about="of an engine", measure=steps.measure, limit_s=120),

@@ -121,7 +121,7 @@ class BlockManager:
         """
         assert seq.seq_id not in self._tables, f"sequence {seq.seq_id} has blocks already"
         table = _Table(owner, [])
-        self._extend_hashes(table, seq)
+        self._extend_hashes(table, seq.token_ids)
         cached = self._match(table.hashes[: num_reusable_tokens // self.block_size])
         num_new = self.num_blocks_for(len(seq)) - len(cached)
         num_pinned_evictable = sum(block_id in self._evictor for block_id in cached)
@@ -137,9 +137,9 @@ class BlockManager:
         seq.num_computed_tokens = len(cached) * self.block_size
         return True
 
-    def can_append(self, seq: Sequence) -> bool:
-        """Whether `append` would succeed."""
-        return self._num_blocks_to_append(self._tables[seq.seq_id], seq) <= self.num_available
+    def can_append(self, *seqs: Sequence) -> bool:
+        """Whether `append` would succeed for all of these."""
+        return sum(self._num_blocks_to_append(self._tables[seq.seq_id], seq) for seq in seqs) <= self.num_available
 
     def append(self, seq: Sequence) -> list[tuple[int, int]]:
         """Make room for every token of `seq`, in blocks that it alone may write from `num_computed_tokens` on.
@@ -169,15 +169,15 @@ class BlockManager:
             self._add(table, block_id)
         child.block_table = table.block_ids
 
-    def register_computed(self, seq: Sequence) -> None:
-        """Make the full blocks that `seq` has computed findable by prefix."""
+    def register_computed(self, seq: Sequence, num_tokens: int) -> None:
+        """Make the full blocks of the first `num_tokens` tokens findable by prefix: they are known and computed."""
         if not self._enable_prefix_caching:
             return
         table = self._tables[seq.seq_id]
-        num_full = seq.num_computed_tokens // self.block_size
+        num_full = num_tokens // self.block_size
         if num_full <= table.num_registered:
             return
-        self._extend_hashes(table, seq)
+        self._extend_hashes(table, seq.token_ids[: num_full * self.block_size])
         for index in range(table.num_registered, num_full):
             block_id, block_hash = table.block_ids[index], table.hashes[index]
             if block_hash not in self._block_of and block_id not in self._hash_of:
@@ -203,9 +203,9 @@ class BlockManager:
 
     # -- the prefix cache ---------------------------------------------------------------------------------------
 
-    def _extend_hashes(self, table: _Table, seq: Sequence) -> None:
+    def _extend_hashes(self, table: _Table, token_ids: list[int]) -> None:
         if self._enable_prefix_caching:
-            extend_block_hashes(table.hashes, seq.token_ids, self.block_size, self._prefix_key)
+            extend_block_hashes(table.hashes, token_ids, self.block_size, self._prefix_key)
 
     def _match(self, hashes: list[bytes]) -> list[int]:
         blocks = []

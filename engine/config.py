@@ -11,7 +11,7 @@ from typing import Any
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 LOAD_FORMATS = ("auto", "safetensors", "gguf", "dummy")
-ATTENTION_BACKENDS = ("auto", "cpu", "triton", "torch")
+ATTENTION_BACKENDS = ("auto", "cpu", "triton", "flash_attn", "torch")
 GIB = 1024**3
 
 
@@ -68,6 +68,8 @@ class SchedulerConfig:
     """A step takes in no further prompt once it has this many tokens of prompts."""
     max_itl_ms: float
     """Aim for a step that decodes and prefills (engine/pace.py); 0: none."""
+    async_scheduling: bool
+    """A step is scheduled and launched while the one before is computed (engine/llm_engine.py)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,7 +78,7 @@ class DeviceConfig:
     num_threads: int
     """Compute threads of this engine; 0 leaves torch's default."""
     attention_backend: str
-    """Resolved: "cpu", "triton" or "torch"."""
+    """Resolved: "cpu", "triton", "flash_attn" or "torch"."""
     uses_graphs: bool
     """Decoding steps are recorded and replayed (engine/decode_graphs.py)."""
 
@@ -161,11 +163,20 @@ class EngineArgs:
             "between tokens, takes about this long at most. 0: pieces as large as the token budget."
         },
     )
+    async_scheduling: bool = field(
+        default=True,
+        metadata={
+            "help": "On a GPU, schedule and launch a step while the one before is computed. A CPU computes at once."
+        },
+    )
     device: str = field(default="auto", metadata={"help": "auto, cpu or cuda."})
     num_threads: int = field(default=0, metadata={"help": "Compute threads. 0: torch's default."})
     attention_backend: str = field(
         default="auto",
-        metadata={"help": "auto (the fastest), cpu (compiled kernels, bfloat16), triton (GPU kernels) or torch."},
+        metadata={
+            "help": "auto (the fastest), cpu (compiled kernels, bfloat16), triton (GPU kernels), flash_attn (GPU, "
+            "float16 or bfloat16; with FlashAttention-2 and torch's own, block-size 256) or torch."
+        },
     )
 
     enforce_eager: bool = field(

@@ -1,11 +1,12 @@
 """Steps in which every sequence decodes, recorded once for each size and replayed after: the launches of a whole model
 cost a CPU more than they cost a GPU, and a replay is one.
 
-Owns the recordings and what their launches read: token ids, positions and an attention plan at addresses that stay. A
+Owns the recordings, what their launches read (token ids, positions and an attention plan at addresses that stay), and
+the memory that all of them leave their logits in. A
 recording is for so many sequences of at most so long a context (a rung of each ladder); a step takes the smallest that
 it fits, and rows beyond its sequences compute nothing that anybody reads, and write nothing.
 
-    first step of a rung ── record ──> Recording ── every further one: refill, replay ──> logits of its first rows
+    at start, or first step of a rung ── record ──> Recording ── each step: refill, replay ──> logits of its first rows
 
 A sequence gets the same bits from any rung: see `engine.attention.triton_backend`. Only the products, which belong to
 the device's library, choose by the number of rows.
@@ -37,8 +38,8 @@ class PlanKeeper(Protocol):
 
 
 class Recorder(Protocol):
-    def record(self, launch: Callable[[], torch.Tensor]) -> tuple[Replay, torch.Tensor]:
-        """What does again, on the same tensors, all that `launch` does, and the tensor where its result then lies."""
+    def record(self, launch: Callable[[], None]) -> Replay:
+        """What does again, on the same tensors, all that `launch` does."""
 
 
 class CudaRecorder:
@@ -47,13 +48,14 @@ class CudaRecorder:
     def __init__(self) -> None:
         self._memory = torch.cuda.graph_pool_handle()
 
-    def record(self, launch: Callable[[], torch.Tensor]) -> tuple[Replay, torch.Tensor]:
+    def record(self, launch: Callable[[], None]) -> Replay:
         launch()  # compiles kernels and chooses algorithms, which cannot be captured
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._memory):
-            logits_SV = launch()
-        return graph.replay, logits_SV
+        # Transfers go on in other threads meanwhile, and allocate: that is no fault of this thread's capture.
+        with torch.cuda.graph(graph, pool=self._memory, capture_error_mode="thread_local"):
+            launch()
+        return graph.replay
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,8 +66,6 @@ class Recording:
     """[S] int64"""
     plan: Any
     replay: Replay
-    logits: torch.Tensor
-    """[S, V], of the last replay. The next one writes over it."""
 
 
 def batch_ladder(max_num_seqs: int) -> list[int]:
@@ -104,6 +104,8 @@ class DecodeGraphs:
         self._batch_sizes = batch_ladder(max_num_seqs)
         self._context_lens = context_ladder(max_model_len)
         self._recordings: dict[tuple[int, int], Recording] = {}
+        self._logits_SV: torch.Tensor | None = None
+        """Of the last replay. The next one, of whatever size, writes over it."""
 
     @property
     def num_recordings(self) -> int:
@@ -114,6 +116,13 @@ class DecodeGraphs:
         num_seqs = len(batch.layout.query_lens)
         return batch.sample_rows is None and batch.layout.num_decodes == num_seqs <= self._batch_sizes[-1]
 
+    def record_shortest(self, on_recorded: Callable[[int, int], None]) -> None:
+        """Every batch size, over the shortest contexts: what most steps are. Longer ones are recorded as they come.
+        `on_recorded`: so many, of so many."""
+        for num_seqs in reversed(self._batch_sizes):  # what the largest needs is enough for all others
+            self._recording(num_seqs, 1)
+            on_recorded(self.num_recordings, len(self._batch_sizes))
+
     def run(self, batch: InputBatch) -> torch.Tensor:
         """Logits [S, V] of a step that `can_run`. Valid until the next call."""
         num_seqs = len(batch.layout.query_lens)
@@ -122,7 +131,8 @@ class DecodeGraphs:
         recording.positions[:num_seqs].copy_(batch.positions, non_blocking=True)
         self._backend.refill(recording.plan, batch.layout)
         recording.replay()
-        return recording.logits[:num_seqs]
+        assert self._logits_SV is not None
+        return self._logits_SV[:num_seqs]
 
     def _recording(self, num_seqs: int, context_len: int) -> Recording:
         """The smallest that fits; made by its first step."""
@@ -136,8 +146,15 @@ class DecodeGraphs:
         token_ids = torch.zeros(num_seqs, dtype=torch.int64, device=self._device)
         positions = torch.zeros(num_seqs, dtype=torch.int64, device=self._device)
         plan = self._backend.reserve_decode_plan(num_seqs, max_context_len)
-        replay, logits_SV = self._recorder.record(lambda: self._forward(token_ids, positions, plan))
-        return Recording(token_ids, positions, plan, replay, logits_SV)
+
+        def launch() -> None:
+            logits_SV = self._forward(token_ids, positions, plan)
+            if self._logits_SV is None:
+                self._logits_SV = logits_SV.new_empty(self._batch_sizes[-1], logits_SV.shape[1])
+            # Copied, so that the next recording may use the same memory for its own: 0.2 % of a step.
+            self._logits_SV[:num_seqs].copy_(logits_SV)
+
+        return Recording(token_ids, positions, plan, self._recorder.record(launch))
 
 
 def _rung(ladder: list[int], wanted: int) -> int:

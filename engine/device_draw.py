@@ -1,4 +1,4 @@
-"""The sampler's draws where the logits are: `engine.sampler.draw` without a look at the host, but for the tokens.
+"""The sampler's draws where the logits are: `engine.sampler.draw`, and nothing waits for the device.
 
 The same race with the same clocks: Philox over (seed, sequence index, position, token id), in 64-bit integers, so that
 a sequence goes on with the same tokens on a CPU. Filters cut at the same weights; sums are made in another order, so
@@ -11,17 +11,19 @@ from __future__ import annotations
 
 from collections.abc import Sequence as Seq
 
+import numpy as np
 import torch
 
 from engine.random import KEY_INCREMENTS, MULTIPLIERS, NUM_ROUNDS
 from engine.sampler import HOPELESS
 from engine.sequence import INVALID_TOKEN, Sequence
+from engine.to_device import integers, to_device
 
 _LOW_32 = 0xFFFFFFFF
 
 
-def draw(logits_RV: torch.Tensor, seqs: Seq[Sequence]) -> list[int]:
-    """One token per row at random, temperatures above 0. Rows do not influence each other."""
+def draw(logits_RV: torch.Tensor, seqs: Seq[Sequence]) -> torch.Tensor:
+    """One token per row at random, temperatures above 0: [R] int64. Rows do not influence each other."""
     device = logits_RV.device
     weights_RV = filtered_weights(logits_RV, seqs)
     clocks_RV = exponentials(
@@ -33,9 +35,7 @@ def draw(logits_RV: torch.Tensor, seqs: Seq[Sequence]) -> list[int]:
     clocks_RV /= weights_RV
     clocks_RV.masked_fill_(weights_RV <= HOPELESS, float("inf"))
     # A NaN is no more than another number to argmin on some devices, so it is looked for by itself.
-    chosen_R = torch.where(weights_RV.isnan().any(dim=1), INVALID_TOKEN, clocks_RV.argmin(dim=1))
-    token_ids: list[int] = chosen_R.tolist()
-    return token_ids
+    return torch.where(weights_RV.isnan().any(dim=1), INVALID_TOKEN, clocks_RV.argmin(dim=1))
 
 
 def filtered_weights(logits_RV: torch.Tensor, seqs: Seq[Sequence]) -> torch.Tensor:
@@ -51,7 +51,7 @@ def filtered_weights(logits_RV: torch.Tensor, seqs: Seq[Sequence]) -> torch.Tens
         weights_RV.masked_fill_(weights_RV < min_p, 0)
     rows = [row for row, p in enumerate(params) if p.top_p < 1 or 0 < p.top_k < vocab_size]
     if rows:
-        index_K = torch.tensor(rows, device=device)
+        index_K = integers(rows, device)
         top_k = [params[row].top_k if 0 < params[row].top_k < vocab_size else vocab_size for row in rows]
         kept_KV = _cut(
             weights_RV[index_K],
@@ -95,4 +95,4 @@ def exponentials(
 
 def _column(values: list[int] | list[float], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     """[len(values), 1]"""
-    return torch.tensor(values, dtype=dtype, device=device).unsqueeze(1)
+    return to_device(np.array(values), device).to(dtype).unsqueeze(1)

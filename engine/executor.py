@@ -1,7 +1,7 @@
 """Runs steps on the devices of one engine: today one worker in this process.
 
-Owns the worker. The engine decides, this does: `execute` returns when the step's KV is in the pool and its tokens are
-sampled.
+Owns the worker. The engine decides, this does: `launch` returns when the step is in the device's queue (a CPU has done
+it by then), and its tokens can be waited for.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import torch
 
 from engine.config import EngineConfig
 from engine.kv_cache import KVCacheShape
+from engine.sampled_tokens import SampledTokens
 from engine.sequence import OnLayerWritten, SchedulerOutput
 from engine.worker import Worker
 
@@ -29,7 +30,6 @@ class Executor:
     def kv_shape(self) -> KVCacheShape:
         return self._worker.kv_shape
 
-    def execute(self, output: SchedulerOutput) -> list[int | None]:
-        """Compute one step. Per scheduled sequence the sampled token id (or INVALID_TOKEN), None where its chunk
-        ends before its end."""
-        return self._worker.execute(output)
+    def launch(self, output: SchedulerOutput) -> SampledTokens:
+        """Begin to compute one step, before `Scheduler.begin` counts it; after it at most one other is in flight."""
+        return self._worker.launch(output)

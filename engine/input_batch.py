@@ -14,7 +14,9 @@ import numpy as np
 import torch
 
 from engine.attention import StepLayout
-from engine.sequence import SchedulerOutput, Sequence
+from engine.sampled_tokens import SampledTokens
+from engine.sequence import PENDING_TOKEN, SchedulerOutput, Sequence
+from engine.to_device import integers, to_device
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,23 +32,38 @@ class InputBatch:
     begun_blocks: list[int]
     """Blocks that this step begins to fill and leaves partly empty."""
 
+    @property
+    def last_token_ids(self) -> torch.Tensor:
+        """[sampling sequences] each one's last token, which it may be that only the device knows."""
+        return self.token_ids if self.sample_rows is None else self.token_ids[self.sample_rows]
 
-def build_input_batch(output: SchedulerOutput, block_size: int, device: str) -> InputBatch:
-    """`output.scheduled` must not be empty, and each block table must cover its sequence's new tokens."""
+
+def build_input_batch(
+    output: SchedulerOutput, block_size: int, device: str, before: SampledTokens | None = None
+) -> InputBatch:
+    """`output.scheduled` must not be empty, and each block table must cover its sequence's new tokens.
+
+    `before`: of the step launched last, which samples the tokens that are still pending.
+    """
     scheduled = output.scheduled
     token_ids: list[int] = []
     begun_blocks: list[int] = []
     sampling_seqs: list[Sequence] = []
     sample_rows: list[int] = []
+    pending_rows: list[int] = []
+    rows_before: list[int] = []
     num_seqs = len(scheduled)
     computed = np.empty(num_seqs, dtype=np.int64)
     query_lens = np.empty(num_seqs, dtype=np.int64)
     tables: list[list[int]] = []
     for i, item in enumerate(scheduled):
-        seq, first = item.seq, item.seq.num_computed_tokens
-        end = first + item.num_new_tokens
+        seq, first, end = item.seq, item.first, item.end
         computed[i], query_lens[i] = first, item.num_new_tokens
         token_ids += seq.token_ids[first:end]
+        if token_ids[-1] == PENDING_TOKEN:
+            assert before is not None
+            pending_rows.append(len(token_ids) - 1)
+            rows_before.append(before.row_of[seq.seq_id])
         tables.append(seq.block_table[: -(-end // block_size)])
         if end % block_size and first <= end - end % block_size:
             begun_blocks.append(seq.block_table[end // block_size])
@@ -71,13 +88,18 @@ def build_input_batch(output: SchedulerOutput, block_size: int, device: str) -> 
         slot_mapping=slot_mapping,
         num_decodes=int(is_longer.argmax()) if is_longer.any() else num_seqs,
     )
+    ids_T = integers(token_ids, device)
+    if pending_rows:
+        assert before is not None
+        assert before.on_device is not None
+        # A sequence whose token turns out to be none fails, whatever is computed for it here: any id will do.
+        pending = before.on_device[integers(rows_before, device)].clamp_min(0)
+        ids_T.index_copy_(0, integers(pending_rows, device), pending)
     return InputBatch(
-        token_ids=torch.tensor(token_ids, dtype=torch.int64, device=device),
-        positions=torch.from_numpy(positions).to(device),
+        token_ids=ids_T,
+        positions=to_device(positions, device),
         layout=layout,
-        sample_rows=None
-        if len(sample_rows) == num_tokens
-        else torch.tensor(sample_rows, dtype=torch.int64, device=device),
+        sample_rows=None if len(sample_rows) == num_tokens else integers(sample_rows, device),
         sampling_seqs=sampling_seqs,
         begun_blocks=begun_blocks,
     )

@@ -20,6 +20,8 @@ from dataclasses import dataclass
 
 import torch
 
+from engine.to_device import integers
+
 KV_ORDER = "layer block kv head slot dim"
 """The pool's axes, outermost first, in the words of `KVLayout.order`."""
 
@@ -67,9 +69,10 @@ def allocate_kv_pool(shape: KVCacheShape, device: str) -> torch.Tensor:
 def copy_blocks(pool: torch.Tensor, pairs: Sequence[tuple[int, int]]) -> None:
     """Copy, in all layers, each pair's first block over its second. All are read before any is written."""
     sources, destinations = zip(*pairs, strict=True)
-    pool[:, list(destinations)] = pool[:, list(sources)]
+    copied = pool.index_select(1, integers(sources, pool.device))
+    pool.index_copy_(1, integers(destinations, pool.device), copied)
 
 
 def clear_blocks(pool: torch.Tensor, block_ids: Sequence[int]) -> None:
     """Zero these blocks in all layers."""
-    pool.index_fill_(1, torch.tensor(block_ids, dtype=torch.int64, device=pool.device), 0)
+    pool.index_fill_(1, integers(block_ids, pool.device), 0)

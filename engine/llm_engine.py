@@ -1,4 +1,9 @@
-"""The engine: `schedule -> execute -> apply`, one step at a time, on one thread.
+"""The engine: `schedule -> launch -> apply`, one step after the other, on one thread.
+
+    on a CPU               on a device (`async_scheduling`)
+    schedule(k)            schedule(k + 1)  launch(k + 1)       while the device computes step k
+    launch(k)              wait for tokens of k, apply(k)       while it computes step k + 1
+    apply(k)
 
 Owns the scheduler, the block manager and the executor. Does not own a thread: whoever calls `step` does, and calls
 everything else from that same thread (see `engine.async_llm_engine`).
@@ -20,6 +25,7 @@ from engine.config import EngineConfig
 from engine.executor import Executor
 from engine.outputs import RequestOutput
 from engine.pace import StepPace
+from engine.sampled_tokens import SampledTokens
 from engine.sampling_params import SamplingParams
 from engine.scheduler import Scheduler, SchedulerStats
 from engine.sequence import OnLayerWritten, SchedulerOutput, Sequence
@@ -42,6 +48,14 @@ class EngineLoad:
     num_waiting: int
     num_waiting_tokens: int
     blocks: BlockLedger
+
+
+@dataclass(frozen=True, slots=True)
+class _StepInFlight:
+    scheduled: SchedulerOutput
+    tokens: SampledTokens
+    start_s: float
+    """When it was launched."""
 
 
 class LLMEngine:
@@ -70,6 +84,8 @@ class LLMEngine:
         self._pace = StepPace(config.scheduler.max_itl_ms / 1000)
         self._seq_ids = count()
         self._live: set[str] = set()
+        self._in_flight: _StepInFlight | None = None
+        self._last_done_s = 0.0
         self.is_idle = True
         """The last step found nothing to compute: no work, or no memory for any."""
 
@@ -159,24 +175,38 @@ class LLMEngine:
     # -- one step -----------------------------------------------------------------------------------------------
 
     def step(self) -> list[RequestOutput]:
-        """Compute one batch. Returns the new tokens; empty if nothing could be scheduled."""
+        """Launch a batch, and take in the tokens of the one launched before it; or of this very one, where nothing runs
+        ahead. Returns new tokens: none where nothing could be launched, or only the first of a row has been."""
+        earlier, self._in_flight = self._in_flight, self._launch()
+        if earlier is None and not self.config.scheduler.async_scheduling:
+            earlier, self._in_flight = self._in_flight, None
+        self.is_idle = earlier is None and self._in_flight is None
+        return [] if earlier is None else self._finish(earlier)
+
+    def _launch(self) -> _StepInFlight | None:
         scheduled = self._scheduler.schedule(self._pace.num_prefill_tokens)
-        self.is_idle = not scheduled.scheduled
-        if self.is_idle:
-            return []
+        if not scheduled.scheduled:
+            return None
         start_s = time.monotonic()
         for s in scheduled.scheduled:
             s.seq.first_scheduled_s = s.seq.first_scheduled_s or start_s
-        sampled = self.executor.execute(scheduled)
-        seconds = time.monotonic() - start_s
-        outputs = self._scheduler.apply(scheduled, sampled)
-        self._note(scheduled, outputs, seconds)
+        tokens = self.executor.launch(scheduled)
+        self._scheduler.begin(scheduled)
+        return _StepInFlight(scheduled, tokens, start_s)
+
+    def _finish(self, step: _StepInFlight) -> list[RequestOutput]:
+        """Wait for its tokens, and take them in."""
+        sampled = step.tokens.wait()
+        # A step that was launched early began when the one before it was done.
+        began_s, self._last_done_s = max(step.start_s, self._last_done_s), time.monotonic()
+        outputs = self._scheduler.apply(step.scheduled, sampled)
+        self._note(step.scheduled, outputs, self._last_done_s - began_s)
         self._live.difference_update(o.request_id for o in outputs if o.is_finished and not self._is_held(o.request_id))
         return outputs
 
     def has_unfinished_requests(self) -> bool:
-        """Whether some request waits or runs. Granted and held ones wait for others."""
-        return self._scheduler.has_work
+        """Whether some request waits or runs, or a step is in flight. Granted and held ones wait for others."""
+        return self._scheduler.has_work or self._in_flight is not None
 
     # -- questions ----------------------------------------------------------------------------------------------
 

@@ -5,6 +5,7 @@ Owns nothing but references: the pool is the worker's, sequences are the schedul
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ from engine.input_batch import InputBatch, build_input_batch
 from engine.kernels.sampling import choose_largest, draw_unfiltered
 from engine.kv_cache import clear_blocks, copy_blocks
 from engine.models.decoder import Decoder
+from engine.sampled_tokens import SampledTokens
 from engine.sampler import Sampler
 from engine.sequence import BlockExport, OnLayerWritten, SchedulerOutput
 
@@ -40,15 +42,17 @@ class ModelRunner:
         self._device = config.device.device
         self._graphs = self._make_graphs(config)
         self._sampler = _make_sampler(config)
+        self._last: SampledTokens | None = None
 
     @torch.inference_mode()
-    def execute(self, output: SchedulerOutput) -> list[int | None]:
-        """Per scheduled sequence the sampled token id, None where none is sampled."""
+    def launch(self, output: SchedulerOutput) -> SampledTokens:
+        """Begin to compute a step. The one before may still be under way, and this one go on from its tokens."""
         batch, logits = self.forward(output)
-        if batch is None or logits is None:
-            return [None] * len(output.scheduled)
-        sampled = iter(self._sampler.sample(logits, batch.sampling_seqs))
-        return [next(sampled) if item.samples else None for item in output.scheduled]
+        token_ids = None
+        if batch is not None and logits is not None:
+            token_ids = self._sampler.sample(logits, batch.sampling_seqs, batch.last_token_ids)
+        self._last = SampledTokens(output, token_ids, self._device)
+        return self._last
 
     @torch.inference_mode()
     def forward(self, output: SchedulerOutput) -> tuple[InputBatch | None, torch.Tensor | None]:
@@ -61,7 +65,7 @@ class ModelRunner:
             copy_blocks(self._kv_pool, output.blocks_to_copy)
         if not output.scheduled:
             return None, None
-        batch = build_input_batch(output, self._block_size, self._device)
+        batch = build_input_batch(output, self._block_size, self._device, self._last)
         if batch.begun_blocks:
             clear_blocks(self._kv_pool, batch.begun_blocks)
         if self._graphs is not None and not output.exports and self._graphs.can_run(batch):
@@ -75,6 +79,15 @@ class ModelRunner:
         if batch.sample_rows is not None:
             x_TD = x_TD[batch.sample_rows]
         return batch, self._model.compute_logits(x_TD)
+
+    def record_decode_steps(self, on_recorded: Callable[[int, int], None]) -> int:
+        """At start rather than when their first request comes. `on_recorded`: so many, of so many. Returns how many
+        there are: none without a GPU."""
+        if self._graphs is None:
+            return 0
+        with torch.inference_mode():
+            self._graphs.record_shortest(on_recorded)
+        return self._graphs.num_recordings
 
     def _make_graphs(self, config: EngineConfig) -> DecodeGraphs | None:
         """None where decoding steps are launched one kernel after the other."""

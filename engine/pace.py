@@ -1,6 +1,6 @@
 """How many prompt tokens a step may compute beside the sequences that decode in it, so that these do not stand still.
 
-    budget = pace.num_prefill_tokens        schedule with it, execute
+    budget = pace.num_prefill_tokens        schedule with it, launch
     pace.note(…, seconds)                   and tell what it took
 
 Learns two numbers of the machine and the model from every step, as moving averages: what a step takes that only

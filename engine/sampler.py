@@ -39,16 +39,17 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from engine.penalties import apply_penalties
 from engine.random import exponentials
 from engine.sequence import INVALID_TOKEN, Sequence
+from engine.to_device import integers, to_device
 
-_LARGEST = 1e38
-"""Logits stay within this after penalties, so that none is infinite: in bfloat16, too."""
 HOPELESS = 5e-12
 """A token with less than this of the largest probability cannot win the race: the bounds of `exponentials` say so."""
 
 
-ChooseRows = Callable[[torch.Tensor, Seq[Sequence]], list[int]]
+ChooseRows = Callable[[torch.Tensor, Seq[Sequence]], torch.Tensor]
+"""Logits [R, V] and whose they are to token ids [R], int64, where the logits are."""
 
 
 class Sampler:
@@ -66,22 +67,30 @@ class Sampler:
         self._draw_filtered = draw_filtered or draw
         self._draw_unfiltered = draw_unfiltered or draw
 
-    def sample(self, logits_SV: torch.Tensor, seqs: Seq[Sequence]) -> list[int]:
-        """The next token of each row. `logits_SV` may be changed in place.
+    def sample(self, logits_SV: torch.Tensor, seqs: Seq[Sequence], last_token_ids_S: torch.Tensor) -> torch.Tensor:
+        """The next token of each row: [S] int64, on the same device. `logits_SV` may be changed in place.
 
-        Rows that need nothing special cost one argmax, whatever other rows ask for.
+        `last_token_ids_S`: the token that each sequence ends with, which the host need not know yet. Nothing is read
+        back from a device. Rows that need nothing special cost one argmax, whatever other rows ask for.
         """
         for row, seq in enumerate(seqs):
-            self._adjust(logits_SV[row], seq)
+            if seq.sampling_params.logit_bias:
+                _add_bias(logits_SV[row], seq)
+        apply_penalties(logits_SV, seqs, last_token_ids_S)
+        for row, seq in enumerate(seqs):
+            if seq.num_output_tokens < seq.sampling_params.min_tokens:
+                self._forbid_ends(logits_SV[row], seq)
         rows_of: dict[ChooseRows, list[int]] = {}
         for row, seq in enumerate(seqs):
             rows_of.setdefault(self._how_to_choose(seq), []).append(row)
-        token_ids = [INVALID_TOKEN] * len(seqs)
+        if len(rows_of) == 1:
+            [choose] = rows_of
+            return choose(logits_SV, seqs)
+        token_ids_S = torch.empty(len(seqs), dtype=torch.int64, device=logits_SV.device)
         for choose, rows in rows_of.items():
-            chosen = choose(logits_SV if len(rows) == len(seqs) else logits_SV[rows], [seqs[row] for row in rows])
-            for row, token_id in zip(rows, chosen, strict=True):
-                token_ids[row] = token_id
-        return token_ids
+            index = integers(rows, logits_SV.device)
+            token_ids_S.index_copy_(0, index, choose(logits_SV.index_select(0, index), [seqs[row] for row in rows]))
+        return token_ids_S
 
     def _how_to_choose(self, seq: Sequence) -> ChooseRows:
         params = seq.sampling_params
@@ -89,56 +98,33 @@ class Sampler:
             return self._choose_greedy
         return self._draw_filtered if params.has_filters else self._draw_unfiltered
 
-    def _adjust(self, logits_V: torch.Tensor, seq: Sequence) -> None:
-        """Bias, penalties and min_tokens of one row, in place."""
-        params = seq.sampling_params
-        if params.logit_bias:
-            ids = torch.tensor(list(params.logit_bias.keys()), device=logits_V.device)
-            logits_V[ids] += torch.tensor(
-                list(params.logit_bias.values()), dtype=logits_V.dtype, device=logits_V.device
-            )
-        if params.has_penalties:
-            apply_penalties(logits_V, seq)
-        if seq.num_output_tokens < params.min_tokens:
-            stop_ids = self._eos_token_ids | params.stop_token_ids
-            logits_V.index_fill_(0, torch.tensor([*stop_ids], dtype=torch.int64, device=logits_V.device), float("-inf"))
+    def _forbid_ends(self, logits_V: torch.Tensor, seq: Sequence) -> None:
+        stop_ids = self._eos_token_ids | seq.sampling_params.stop_token_ids
+        logits_V.index_fill_(0, integers([*stop_ids], logits_V.device), float("-inf"))
 
 
-def choose_largest(logits_SV: torch.Tensor, _: Seq[Sequence] = ()) -> list[int]:
+def _add_bias(logits_V: torch.Tensor, seq: Sequence) -> None:
+    bias, device = seq.sampling_params.logit_bias, logits_V.device
+    values = to_device(np.array(list(bias.values()), dtype=np.float32), device)
+    logits_V.index_add_(0, integers(list(bias), device), values.to(logits_V.dtype))
+
+
+def choose_largest(logits_SV: torch.Tensor, _: Seq[Sequence] = ()) -> torch.Tensor:
     """Per row the index of the largest value, the lowest among equals; INVALID_TOKEN where there is a NaN."""
     if logits_SV.device.type == "cpu":
         # numpy's argmax is vectorised: ten times as fast as torch's on bfloat16.
         array = logits_SV.float().numpy()
         chosen = array.argmax(axis=1)
         is_valid = ~np.isnan(np.take_along_axis(array, chosen[:, None], axis=1)[:, 0])  # argmax finds a NaN first
-        token_ids: list[int] = np.where(is_valid, chosen, INVALID_TOKEN).tolist()
-        return token_ids
+        return torch.from_numpy(np.where(is_valid, chosen, INVALID_TOKEN))
     largest, indices = logits_SV.max(dim=-1)
-    token_ids = torch.where(largest.isnan(), INVALID_TOKEN, indices).tolist()
-    return token_ids
+    return torch.where(largest.isnan(), INVALID_TOKEN, indices)
 
 
-def apply_penalties(logits_V: torch.Tensor, seq: Sequence) -> None:
-    """Repetition, frequency and presence penalty of one row, in place. In float32, rounded once."""
-    params, device = seq.sampling_params, logits_V.device
-    if params.repetition_penalty != 1:
-        seen = torch.from_numpy(np.unique(np.array(seq.token_ids, dtype=np.int64))).to(device)
-        values = logits_V[seen].float()
-        values = torch.where(values > 0, values / params.repetition_penalty, values * params.repetition_penalty)
-        values.clamp_(-_LARGEST, _LARGEST)
-        logits_V[seen] = values.to(logits_V.dtype)
-    if (params.frequency_penalty or params.presence_penalty) and seq.num_output_tokens:
-        answer = np.array(seq.token_ids[seq.num_prompt_tokens :], dtype=np.int64)
-        unique, counts = np.unique(answer, return_counts=True)
-        penalty = counts.astype(np.float32) * params.frequency_penalty + params.presence_penalty
-        ids = torch.from_numpy(unique).to(device)
-        logits_V[ids] = (logits_V[ids].float() - torch.from_numpy(penalty).to(device)).to(logits_V.dtype)
-
-
-def draw(logits_RV: torch.Tensor, seqs: Seq[Sequence]) -> list[int]:
+def draw(logits_RV: torch.Tensor, seqs: Seq[Sequence]) -> torch.Tensor:
     """One token per row at random, temperatures above 0. Rows do not influence each other, not even by rounding."""
     weights_RV = filtered_weights(logits_RV, seqs).cpu().numpy()
-    return [race(weights_V, seq) for weights_V, seq in zip(weights_RV, seqs, strict=True)]
+    return torch.tensor([race(weights_V, seq) for weights_V, seq in zip(weights_RV, seqs, strict=True)])
 
 
 def race(weights_V: NDArray[np.float64], seq: Sequence) -> int:

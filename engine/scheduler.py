@@ -8,9 +8,18 @@ Owns every sequence of the engine, by where it is in its life (see `engine.seque
 
 One step: `schedule` picks tokens up to the budget, decoding sequences first, so that a long prompt never makes the
 others wait for more than one chunk, and prompts one after the other once they are enough to keep the device busy, so
-that the first does not wait for the last; `apply` appends what was sampled. A sequence is admitted when the pool has
-blocks for all its tokens; when a running one cannot grow, the youngest running sequence is preempted and later
-recomputed. First come, first served: nothing overtakes the head of `waiting`, so nothing starves.
+that the first does not wait for the last; `begin` counts them as computed; `apply` takes in what was sampled. A
+sequence is admitted when the pool has blocks for all its tokens; when a running one cannot grow, the youngest running
+sequence is preempted and later recomputed. First come, first served: nothing overtakes the head of `waiting`, so
+nothing starves.
+
+The next step may be scheduled before the tokens of the one before are known (`engine.llm_engine` says when):
+
+    schedule(k) begin(k) ── schedule(k+1) begin(k+1) ── apply(k) ── schedule(k+2) begin(k+2) ── apply(k+1) ── …
+
+A sequence that step k samples goes on in step k+1 from a token that only the device knows yet (`PENDING_TOKEN`). If it
+turns out to be the last one, what k+1 computes for it is thrown away. Blocks of a sequence that ends, however it does,
+are freed when no launched step can write to them any more; and nothing is preempted before the launched steps are done.
 """
 
 from __future__ import annotations
@@ -24,6 +33,7 @@ from engine.config import SchedulerConfig
 from engine.outputs import CompletionOutput, FinishReason, RequestOutput
 from engine.sequence import (
     INVALID_TOKEN,
+    PENDING_TOKEN,
     BlockExport,
     ScheduledSequence,
     SchedulerOutput,
@@ -66,6 +76,7 @@ class Scheduler:
         self.granted: dict[str, Sequence] = {}
         self.held: dict[str, Sequence] = {}
         self.stats = SchedulerStats()
+        self._num_steps_in_flight = 0
         # Growth of what runs comes before admission: this much of the pool is not given to newcomers.
         self._num_spare_blocks = max(1, block_manager.num_blocks // 100)
 
@@ -122,7 +133,7 @@ class Scheduler:
         seq = self.granted.pop(request_id)
         seq.num_computed_tokens = len(seq)
         self.block_manager.hand_over(seq, BlockOwner.SEQUENCE)
-        self.block_manager.register_computed(seq)
+        self.block_manager.register_computed(seq, num_tokens)
         seq.token_ids.append(token_id)
         seq.status = SequenceStatus.RUNNING
         self.running.append(seq)
@@ -140,6 +151,7 @@ class Scheduler:
     def fork(self, parent: Sequence, child: Sequence) -> None:
         """Start `child`, equal to the running `parent`, on shared blocks."""
         assert parent.status is SequenceStatus.RUNNING
+        assert not parent.num_steps_in_flight
         self.block_manager.fork(parent, child)
         child.num_computed_tokens = parent.num_computed_tokens
         child.status = SequenceStatus.RUNNING
@@ -158,14 +170,18 @@ class Scheduler:
     # -- one step -----------------------------------------------------------------------------------------------
 
     def schedule(self, max_prefill_tokens: int | None = None) -> SchedulerOutput:
-        """What the next step computes. Nothing, if there is no work or no memory for any.
+        """What the next step computes. Nothing, if there is no work or no memory for any; or while steps are in flight
+        whose outcome has to be known first.
 
         `max_prefill_tokens`: of prompts, if something decodes beside them, or may begin to at any moment: what another
         engine prefills for this one has its first token already, and must not wait for a long step here.
         """
         budget = self._config.max_num_batched_tokens
+        growing = [seq for seq in self.running if seq.num_uncomputed_tokens == 1 and not self._ends_next(seq)][:budget]
+        if self._num_steps_in_flight and not self.block_manager.can_append(*growing):
+            return SchedulerOutput([], [], [])
         copies: list[tuple[int, int]] = []
-        decoding = self._grow_decoding(budget, copies)
+        decoding = self._grow(growing, copies)
         budget -= len(decoding)
         if max_prefill_tokens is not None and (decoding or (self.granted and max_prefill_tokens)):
             budget = min(budget, max_prefill_tokens)
@@ -180,14 +196,18 @@ class Scheduler:
         scheduled = decoding + prefilling
         return SchedulerOutput(scheduled, copies, [e for s in scheduled if (e := self._export(s)) is not None])
 
-    def _grow_decoding(self, budget: int, copies: list[tuple[int, int]]) -> list[ScheduledSequence]:
-        """Room for one more token of each decoding sequence, oldest first, preempting the youngest where needed."""
+    def _ends_next(self, seq: Sequence) -> bool:
+        """Whether the token that a launched step samples is the last one, whatever it is."""
+        if seq.token_ids[-1] != PENDING_TOKEN:
+            return False
+        return seq.is_prefill_only or self._is_full(seq, len(seq))
+
+    def _grow(self, growing: list[Sequence], copies: list[tuple[int, int]]) -> list[ScheduledSequence]:
+        """Room for one more token of each of these, oldest first, preempting the youngest where needed."""
         decoding: list[ScheduledSequence] = []
-        for seq in list(self.running):
-            if len(decoding) == budget:
-                break
-            if seq.status is not SequenceStatus.RUNNING or seq.num_uncomputed_tokens != 1:
-                continue  # preempted just now, or still prefilling
+        for seq in growing:
+            if seq.status is not SequenceStatus.RUNNING:
+                continue  # preempted just now
             while not self.block_manager.can_append(seq):
                 victim = self.running[-1]
                 self._preempt(victim)
@@ -219,6 +239,7 @@ class Scheduler:
             yield seq
 
     def _preempt(self, seq: Sequence) -> None:
+        assert not seq.num_steps_in_flight
         self.running.remove(seq)
         self.block_manager.free(seq)
         seq.num_computed_tokens = 0
@@ -233,7 +254,7 @@ class Scheduler:
         if not seq.is_prefill_only:
             return None
         first = seq.num_exported_blocks
-        last = (seq.num_computed_tokens + scheduled.num_new_tokens) // self.block_manager.block_size
+        last = scheduled.end // self.block_manager.block_size
         if scheduled.samples:
             last = len(seq.block_table)
         if last <= first:
@@ -241,29 +262,45 @@ class Scheduler:
         seq.num_exported_blocks = last
         return BlockExport(seq.request_id, first, last, tuple(seq.block_table[first:last]), scheduled.samples)
 
+    def begin(self, output: SchedulerOutput) -> None:
+        """`output` is launched: its tokens count as computed, and who samples has one token more."""
+        self._num_steps_in_flight += 1
+        for scheduled in output.scheduled:
+            seq = scheduled.seq
+            seq.num_steps_in_flight += 1
+            seq.num_computed_tokens = scheduled.end
+            if scheduled.samples:
+                seq.token_ids.append(PENDING_TOKEN)
+
     def apply(self, output: SchedulerOutput, sampled: list[int | None]) -> list[RequestOutput]:
-        """Take in what a step computed: one sampled token, or None, per scheduled sequence."""
+        """Take in what the oldest launched step computed: one sampled token, or None, per scheduled sequence."""
+        self._num_steps_in_flight -= 1
         outputs = []
         for scheduled, token_id in zip(output.scheduled, sampled, strict=True):
             seq = scheduled.seq
-            seq.num_computed_tokens += scheduled.num_new_tokens
-            self.block_manager.register_computed(seq)
+            seq.num_steps_in_flight -= 1
+            if seq.status is not SequenceStatus.RUNNING:
+                self._free_ended(seq)  # it ended, or was held, while this was computed
+                continue
+            self.block_manager.register_computed(seq, scheduled.end)
             if token_id is not None:
-                outputs.append(self._append_token(seq, token_id))
+                outputs.append(self._put_token(seq, scheduled.end, token_id))
         return outputs
 
-    def _append_token(self, seq: Sequence, token_id: int) -> RequestOutput:
+    def _put_token(self, seq: Sequence, position: int, token_id: int) -> RequestOutput:
+        """Where a token was pending."""
+        offset = position - seq.num_prompt_tokens
         if token_id == INVALID_TOKEN:
-            return self._fail(seq)
-        seq.token_ids.append(token_id)
-        finish_reason = self._finish_reason(seq, token_id)
+            return self._fail(seq, offset)
+        seq.token_ids[position] = token_id
+        finish_reason = self._finish_reason(seq, position + 1)
         if seq.is_prefill_only:
             self._remove_active(seq)
             self._hold(seq)
         elif finish_reason is not None:
             self._remove_active(seq)
             self._end(seq, _STATUS_OF[finish_reason])
-        completion = CompletionOutput(seq.sequence_index, seq.num_output_tokens - 1, [token_id], finish_reason)
+        completion = CompletionOutput(seq.sequence_index, offset, [token_id], finish_reason)
         return RequestOutput(
             request_id=seq.request_id,
             outputs=[completion],
@@ -273,24 +310,26 @@ class Scheduler:
             held_block_ids=tuple(seq.block_table) if seq.is_prefill_only else (),
         )
 
-    def _fail(self, seq: Sequence) -> RequestOutput:
+    def _fail(self, seq: Sequence, offset: int) -> RequestOutput:
         self._remove_active(seq)
         if seq.is_prefill_only:
             self._hold(seq)  # a transfer may be reading what was computed before
         else:
             self._end(seq, SequenceStatus.FINISHED_ABORTED)
-        completion = CompletionOutput(seq.sequence_index, seq.num_output_tokens, [], FinishReason.ERROR)
+        completion = CompletionOutput(seq.sequence_index, offset, [], FinishReason.ERROR)
         return RequestOutput(seq.request_id, [completion], seq.num_cached_tokens, is_finished=True, waited_s=0.0)
 
-    def _finish_reason(self, seq: Sequence, token_id: int) -> FinishReason | None:
-        params = seq.sampling_params
-        if seq.num_output_tokens >= params.min_tokens:
+    def _finish_reason(self, seq: Sequence, length: int) -> FinishReason | None:
+        """Whether the sequence ends with the last of its first `length` tokens."""
+        params, token_id = seq.sampling_params, seq.token_ids[length - 1]
+        if length - seq.num_prompt_tokens >= params.min_tokens:
             is_eos = token_id in self._eos_token_ids and not params.ignore_eos
             if is_eos or token_id in params.stop_token_ids:
                 return FinishReason.STOP
-        if seq.num_output_tokens >= params.max_tokens or len(seq) >= self._max_model_len:
-            return FinishReason.LENGTH
-        return None
+        return FinishReason.LENGTH if self._is_full(seq, length) else None
+
+    def _is_full(self, seq: Sequence, length: int) -> bool:
+        return length - seq.num_prompt_tokens >= seq.sampling_params.max_tokens or length >= self._max_model_len
 
     # -- ends ---------------------------------------------------------------------------------------------------
 
@@ -321,7 +360,10 @@ class Scheduler:
         self.held[seq.request_id] = seq
 
     def _end(self, seq: Sequence, status: SequenceStatus) -> None:
-        """The one way out: every sequence that ends frees its blocks here."""
-        if seq.block_table:
-            self.block_manager.free(seq)
+        """The one way out: every sequence that ends frees its blocks here, or when the steps in flight are done."""
         seq.status = status
+        self._free_ended(seq)
+
+    def _free_ended(self, seq: Sequence) -> None:
+        if seq.status.is_finished and not seq.num_steps_in_flight and seq.block_table:
+            self.block_manager.free(seq)

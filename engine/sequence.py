@@ -22,6 +22,9 @@ from engine.sampling_params import SamplingParams
 INVALID_TOKEN = -1
 """Sampled for a sequence whose logits hold a NaN: it fails, and its neighbours go on."""
 
+PENDING_TOKEN = -2
+"""Stands last in a sequence for the token that a launched step samples, until it is known."""
+
 
 class SequenceStatus(Enum):
     WAITING = auto()
@@ -57,7 +60,9 @@ class Sequence:
     """Which of the request's n sequences: part of the key of its random draws."""
     status: SequenceStatus = SequenceStatus.WAITING
     num_computed_tokens: int = 0
-    """Tokens whose KV is in this engine's pool: `token_ids[:num_computed_tokens]`."""
+    """Tokens whose KV is in this engine's pool, or will be when the launched steps are done."""
+    num_steps_in_flight: int = 0
+    """Launched steps that compute it. While there are some, its blocks are not given to anybody else."""
     num_cached_tokens: int = 0
     """Of the prompt, found in the prefix cache when the sequence was first scheduled."""
     block_table: list[int] = field(default_factory=list)
@@ -83,15 +88,23 @@ class Sequence:
 
 @dataclass(frozen=True, slots=True)
 class ScheduledSequence:
-    """`num_new_tokens` tokens of `seq`, from `num_computed_tokens` on, are computed in this step."""
+    """The next `num_new_tokens` uncomputed tokens of `seq`, as it is when this is made, are computed in this step."""
 
     seq: Sequence
     num_new_tokens: int
+    first: int = field(init=False)
+    """Position of the first of them."""
+    samples: bool = field(init=False)
+    """Whether they reach the last token, so that the next one is sampled."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "first", self.seq.num_computed_tokens)
+        object.__setattr__(self, "samples", self.num_new_tokens == self.seq.num_uncomputed_tokens)
 
     @property
-    def samples(self) -> bool:
-        """Whether the chunk reaches the last token, so that the next one is sampled."""
-        return self.num_new_tokens == self.seq.num_uncomputed_tokens
+    def end(self) -> int:
+        """Position after the last of them: of the sampled token, where one is."""
+        return self.first + self.num_new_tokens
 
 
 @dataclass(frozen=True, slots=True)

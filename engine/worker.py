@@ -1,6 +1,7 @@
 """One device's share of an engine: threads, KV pool, model.
 
-    made: threads set -> model loaded -> pool measured (GPU) and allocated   then `execute` per step; freed with it
+    made: threads set -> model loaded -> pool measured (GPU) and allocated -> warmed up (GPU)
+    then `launch` per step; freed with it
 
 Owns the pool and the runner. Loading is reported on stderr, since a large model takes minutes.
 """
@@ -20,7 +21,9 @@ from engine.kv_cache import KVCacheShape, allocate_kv_pool
 from engine.model_loader import load_model
 from engine.model_runner import ModelRunner
 from engine.pool_size import measure_num_blocks
+from engine.sampled_tokens import SampledTokens
 from engine.sequence import OnLayerWritten, SchedulerOutput
+from engine.warm_up import warm_up
 
 REPORT_AFTER_S = 5.0
 
@@ -49,16 +52,18 @@ class Worker:
 
         def run_step(shape: KVCacheShape, step: SchedulerOutput) -> None:
             pool = allocate_kv_pool(shape, config.device.device)
-            ModelRunner(config, model, backend, pool, None).execute(step)
+            ModelRunner(config, model, backend, pool, None).launch(step).wait()
 
         if not shape.num_blocks:
             shape = replace(shape, num_blocks=measure_num_blocks(config, shape, run_step))
         self.kv_shape = shape
         self.kv_pool = allocate_kv_pool(shape, config.device.device)
         self._runner = ModelRunner(config, model, backend, self.kv_pool, on_layer_written)
+        if config.device.device != "cpu":
+            warm_up(config, self._runner, self.kv_pool)
         # What is there now stays: the garbage collector need not look at it again and again, 1.5 % of a decode step.
         gc.collect()
         gc.freeze()
 
-    def execute(self, output: SchedulerOutput) -> list[int | None]:
-        return self._runner.execute(output)
+    def launch(self, output: SchedulerOutput) -> SampledTokens:
+        return self._runner.launch(output)

@@ -3,8 +3,8 @@
 An engine that computes on a device says that a layer's KV is written when it has *launched* what writes it, and goes
 on. `DeviceWatch` passes that on when the device has come so far; so whoever hears of a layer may read it, by any way:
 
-    engine's thread   layer 0 launched ─ event ─> layer 1 launched ─ event ─> … sampled ── catch_up ──> report the step
-    watch's thread                         └─ wait ─> tell ───────────┴─ wait ─> tell ──────┘
+    engine's thread   layer 0 launched ─ event ─> layer 1 launched ─ event ─> … tokens there ── catch_up ──> report
+    watch's thread                         └─ wait ─> tell ───────────┴─ wait ─> tell ────────────┘
 
 `DevicePool` copies and digests blocks on a stream beside the engine's, so that transfers of one layer overlap the
 computing of the next. Blocks on their way between this memory and gRPC rest in pinned host memory, which a device
@@ -16,13 +16,15 @@ The memory is the engine's. The watch owns its thread, until `close`.
 from __future__ import annotations
 
 import logging
-import queue
 import threading
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Protocol
 
 import numpy as np
 import torch
+import xxhash
 
 from kv_transfer import KVLayout, KVPool
 from kv_transfer.pool import Digests
@@ -31,16 +33,28 @@ _log = logging.getLogger(__name__)
 
 DigestBlocks = Callable[[torch.Tensor, Sequence[int]], Digests]
 """xxh3_64 of blocks of a pool [layer, block, …] where they lie: [layer, len(block_ids)]."""
-RecordEvent = Callable[[], Callable[[], None]]
-"""Marks what the calling thread has launched up to now; returns what blocks until that is done."""
+
+
+class DeviceEvent(Protocol):
+    """What was launched up to a moment, as `torch.cuda.Event`."""
+
+    def query(self) -> bool:
+        """Whether it is done."""
+
+    def synchronize(self) -> object:
+        """Return when it is done. Raises `RuntimeError` where the device failed."""
+
+
+RecordEvent = Callable[[], DeviceEvent]
+"""Marks what the calling thread has launched up to now."""
 BesideEngine = Callable[[], AbstractContextManager[object]]
 """What is launched within runs beside the engine's work, and is done when the context is left."""
 
 
-def record_cuda_event() -> Callable[[], None]:
+def record_cuda_event() -> DeviceEvent:
     event = torch.cuda.Event()  # type: ignore[no-untyped-call]
     event.record()
-    return event.synchronize
+    return event
 
 
 def cuda_stream_beside(device: torch.device) -> BesideEngine:
@@ -55,41 +69,68 @@ def cuda_stream_beside(device: torch.device) -> BesideEngine:
     return beside
 
 
+def digest_on_host(tensor: torch.Tensor, block_ids: Sequence[int]) -> Digests:
+    """A copy of the blocks to the host, and the digests there: for a device that has no kernel for them."""
+    blocks = tensor.index_select(1, torch.tensor(block_ids, dtype=torch.int64, device=tensor.device)).cpu()
+    bytes_LBN = blocks.view(torch.uint8).flatten(2).numpy()
+    values = [[xxhash.xxh3_64_intdigest(block) for block in layer] for layer in bytes_LBN]
+    return np.array(values, dtype=np.uint64).reshape(len(tensor), len(block_ids))
+
+
 class DeviceWatch:
     """`when_done` and `catch_up` are the engine's thread's; `close` ends the watch's own."""
 
     def __init__(self, record_event: RecordEvent = record_cuda_event) -> None:
         self._record_event = record_event
-        self._waiting: queue.Queue[tuple[Callable[[], None], Callable[[], object]] | None] = queue.Queue()
+        self._untold: deque[tuple[DeviceEvent, Callable[[], object]]] = deque()
+        self._changed = threading.Condition()
+        self._is_closing = False
+        self._has_failed = False
         self._thread = threading.Thread(target=self._run, name="device-watch", daemon=True)
         self._thread.start()
 
     def when_done(self, tell: Callable[[], object]) -> None:
         """Call `tell`, on another thread and in order, when the device has done what this thread has launched."""
-        self._waiting.put((self._record_event(), tell))
+        event = self._record_event()
+        with self._changed:
+            self._untold.append((event, tell))
+            self._changed.notify_all()
 
     def catch_up(self) -> None:
-        """Return when all is told: before a step is reported, as after it a commit may name its blocks."""
-        self._waiting.join()
+        """Return when all is told that the device has done by now: before a step is reported, as after it a commit may
+        name its blocks. The next step may be under way already; its layers are not waited for."""
+        with self._changed:
+            last_done = next((event for event, _ in reversed(self._untold) if self._is_done(event)), None)
+            self._changed.wait_for(lambda: all(event is not last_done for event, _ in self._untold))
 
     def close(self) -> None:
         """Tell what is still to come, and return."""
-        self._waiting.put(None)
+        with self._changed:
+            self._is_closing = True
+            self._changed.notify_all()
         self._thread.join()
 
+    def _is_done(self, event: DeviceEvent) -> bool:
+        """A failed device does nothing more; its event may raise, or not."""
+        return self._has_failed or event.query()
+
     def _run(self) -> None:
-        has_failed = False
-        while (item := self._waiting.get()) is not None:
-            wait, tell = item
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._untold or self._is_closing)
+                if not self._untold:
+                    return
+                event, tell = self._untold[0]
             try:
-                if not has_failed:
-                    wait()
+                if not self._has_failed:
+                    event.synchronize()
                     tell()
             except RuntimeError:  # of the device: the engine's own thread meets it, too, and its process ends
                 _log.exception("the device failed")
-                has_failed = True
-            finally:
-                self._waiting.task_done()
+                self._has_failed = True
+            with self._changed:
+                self._untold.popleft()
+                self._changed.notify_all()
 
 
 class DevicePool(KVPool):

@@ -5,10 +5,12 @@ from __future__ import annotations
 from types import MappingProxyType
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from engine.block_manager import BlockLedger
 from engine.config import EngineConfig
+from engine.kernels.gpu import why_no_triton
 from engine.kv_cache import KVCacheShape
 from engine.llm_engine import EngineLoad
 from engine.outputs import FinishReason, RequestOutput
@@ -16,7 +18,7 @@ from engine.sampling_params import SamplingParams
 from kv_transfer import HostPool, KVLayout, KVPool
 from protos import tandem_inference_pb2 as inference_pb
 from protos import tandem_worker_pb2 as pb
-from worker_service.device_pool import DevicePool, cuda_stream_beside
+from worker_service.device_pool import DevicePool, DigestBlocks, cuda_stream_beside, digest_on_host
 
 _FINISH_REASONS = {
     None: inference_pb.FINISH_REASON_UNSPECIFIED,
@@ -104,8 +106,17 @@ def transfer_pool(tensor: torch.Tensor, shape: KVCacheShape, order: str) -> KVPo
         order=order,
     )
     if tensor.device.type != "cpu":
-        from engine.kernels.gpu.digest import block_digests  # needs Triton
-
-        return DevicePool(layout, tensor, block_digests, cuda_stream_beside(tensor.device))
-    array: np.ndarray[tuple[int, ...], np.dtype[np.uint8]] = tensor.view(torch.uint8).numpy()
+        pool = DevicePool(layout, tensor, _digest_blocks(tensor.device.type), cuda_stream_beside(tensor.device))
+        pool.digests([0])  # what this compiles, the first transfer need not wait for
+        return pool
+    array: npt.NDArray[np.uint8] = tensor.view(torch.uint8).numpy()
     return HostPool(layout, array.reshape(shape.num_layers, shape.num_blocks, shape.block_bytes))
+
+
+def _digest_blocks(device: str) -> DigestBlocks:
+    """Where the blocks are, if Triton can run there; the attention backend has said so if it cannot."""
+    if why_no_triton(device):
+        return digest_on_host
+    from engine.kernels.gpu.digest import block_digests  # needs Triton
+
+    return block_digests

@@ -81,9 +81,10 @@ def compare_logits(
     name: str, dtype: str, plan: Plan, sequences: Sequence[list[int]], exact: torch.Tensor, theirs: float,
     folder: Path, setting: Setting,
 ) -> Iterator[Row]:  # fmt: skip
+    driver = Driver(folder, plan, dtype, setting.device)
     at_most = MAX_FLOAT32_ERROR if dtype == "float32" else BFLOAT16_SLACK * theirs
     for how, chunk in (("whole", plan.max_len), ("in chunks", plan.chunk)):
-        ours = Driver(folder, plan, dtype, setting.device).logits(sequences, plan, chunk)
+        ours = driver.logits(sequences, plan, chunk)
         yield Row(
             what=f"{name}, {dtype}, prompts {how}", value=relative_error(ours[:, 0], exact[:, 0]), unit="error",
             at_most=at_most, is_check=True, note=f"transformers' {theirs:.1e}",
@@ -197,13 +198,13 @@ class Driver:
     def __init__(self, folder: Path, plan: Plan, dtype: str, device: str) -> None:
         config = create_engine_config(engine_args(folder, plan, dtype, device))
         self._executor = Executor(config)
-        self._executor.kv_pool.fill_(float("nan"))  # nothing that was not written may be read
         order = torch.randperm(config.cache.num_blocks, generator=torch.Generator().manual_seed(3))
         self._free: list[int] = order.tolist()
         self._block_size = config.cache.block_size
 
     def logits(self, sequences: Sequence[list[int]], plan: Plan, chunk: int) -> torch.Tensor:
         """float64, as `reference_logits`: prompts in steps of at most `chunk` tokens of each, then token by token."""
+        self._executor.kv_pool.fill_(float("nan"))  # nothing that was not written may be read
         seqs = [
             self._sequence(number, tokens, length)
             for number, (tokens, length) in enumerate(zip(sequences, plan.prompt_lens, strict=True))
@@ -217,6 +218,7 @@ class Driver:
             for seq, tokens, length in zip(seqs, sequences, plan.prompt_lens, strict=True):
                 seq.token_ids.append(tokens[length + index])
             self._step([(seq, 1) for seq in seqs], found)
+        self._free += [block_id for seq in seqs for block_id in seq.block_table]
         return torch.stack([torch.stack(rows) for rows in found])
 
     def _sequence(self, number: int, tokens: list[int], num_prompt_tokens: int) -> EngineSequence:

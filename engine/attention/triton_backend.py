@@ -17,19 +17,17 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from engine.attention.base import AttentionBackend, StepLayout
+from engine.attention.step_arrays import IntArray, empty_decodes, fill_up_decodes, pack, unpack
 from engine.kernels.gpu.decode import DecodeConfig, paged_decode, partial_size
 from engine.kernels.gpu.pointwise import MAX_HIDDEN_SIZE
 from engine.kernels.gpu.prefill import MAX_GROUPS, PrefillConfig, list_tiles, paged_prefill
-from engine.kernels.gpu.rotate import rotate_and_store
+from engine.kernels.gpu.rotate import project_heads
 from engine.kernels.gpu.tile import MAX_HEAD_DIM
 from engine.kv_cache import TORCH_DTYPES
 from engine.layers import HeadProjection
-
-ALIGNMENT = 4
-"""int32 numbers: 16 bytes. Arrays in one buffer begin at multiples of it, so that Triton compiles for one alignment."""
+from engine.to_device import to_device
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,50 +88,18 @@ class TritonAttention(AttentionBackend[TritonPlan]):
 
     def prepare(self, layout: StepLayout) -> TritonPlan:
         decodes = layout.num_decodes
-        arrays = self._arrays(layout)
-        buffer = torch.from_numpy(_pack(arrays))
-        if self._device == "cuda":
-            buffer = buffer.pin_memory()  # from pageable memory the copy would wait for the stream
-        return self._plan(
-            buffer.to(self._device, non_blocking=True),
-            [array.shape for array in arrays],
-            decodes,
-            int(layout.context_lens[:decodes].max()) if decodes else 0,
-        )
+        return self._plan(layout, int(layout.context_lens[:decodes].max()) if decodes else 0)
 
     def reserve_decode_plan(self, num_seqs: int, max_context_len: int) -> TritonPlan:
         """A plan for steps in which up to `num_seqs` sequences decode, none longer than `max_context_len`; made by
         `refill`. Rows that it leaves empty attend to nothing and write nothing."""
-        num_blocks = -(-max_context_len // self._block_size)
-        shapes: list[tuple[int, ...]] = [(num_seqs,), (num_seqs,), (num_seqs + 1,), (num_seqs, num_blocks), (0, 2)]
-        size = sum(_padded_size(shape, 2 if i == 0 else 1) for i, shape in enumerate(shapes))
-        buffer = torch.zeros(size, dtype=torch.int32, device=self._device)
-        plan = self._plan(buffer, shapes, num_seqs, max_context_len)
-        plan.slot_mapping.fill_(-1)
-        return plan
+        return self._plan(empty_decodes(num_seqs, -(-max_context_len // self._block_size)), max_context_len)
 
     def refill(self, plan: TritonPlan, layout: StepLayout) -> None:
         """Put a decoding step into a reserved plan, in stream order. Raises `ValueError` where it does not fit."""
         num_seqs, num_blocks = plan.block_tables.shape
-        count, width = layout.block_tables.shape
-        if layout.num_decodes < count or count > num_seqs or layout.context_lens.max() > plan.max_context_len:
-            raise ValueError(
-                f"a plan for {num_seqs} sequences that decode up to {plan.max_context_len} tokens has no room for "
-                f"{count} sequences, {layout.num_decodes} of which decode, up to {layout.context_lens.max()} tokens"
-            )
-        empty = num_seqs - count
-        width = min(width, num_blocks)
-        padded = StepLayout(
-            query_lens=np.ones(num_seqs, dtype=np.int64),
-            context_lens=np.pad(layout.context_lens, (0, empty)),
-            block_tables=np.pad(layout.block_tables[:, :width], ((0, empty), (0, num_blocks - width))),
-            slot_mapping=np.pad(layout.slot_mapping, (0, empty), constant_values=-1),
-            num_decodes=num_seqs,
-        )
-        buffer = torch.from_numpy(_pack(self._arrays(padded)))
-        if self._device == "cuda":
-            buffer = buffer.pin_memory()
-        plan.buffer.copy_(buffer, non_blocking=True)
+        filled = fill_up_decodes(layout, num_seqs, num_blocks, plan.max_context_len)
+        plan.buffer.copy_(to_device(pack(self._arrays(filled)), self._device), non_blocking=True)
 
     def project(
         self,
@@ -143,17 +109,7 @@ class TritonAttention(AttentionBackend[TritonPlan]):
         heads: HeadProjection,
         cos_sin: tuple[torch.Tensor, torch.Tensor],
     ) -> torch.Tensor:
-        q_norm, k_norm = heads.q_norm, heads.k_norm
-        has_norms = q_norm is not None and k_norm is not None
-        return rotate_and_store(
-            qkv_TX.contiguous(),
-            cos_sin,
-            (q_norm.weight, k_norm.weight) if q_norm is not None and k_norm is not None else None,
-            q_norm.eps if q_norm is not None and has_norms else 0.0,
-            kv,
-            plan.slot_mapping,
-            num_heads=self._num_heads,
-        )
+        return project_heads(qkv_TX, kv, plan.slot_mapping, heads, cos_sin)
 
     def attend(self, q_TNH: torch.Tensor, kv: torch.Tensor, plan: TritonPlan, sliding_window: int) -> torch.Tensor:
         q_TNH = q_TNH.contiguous()
@@ -172,7 +128,7 @@ class TritonAttention(AttentionBackend[TritonPlan]):
             )  # fmt: skip
         return o_TNH.view(len(o_TNH), -1)
 
-    def _arrays(self, layout: StepLayout) -> list[NDArray[np.int32] | NDArray[np.int64]]:
+    def _arrays(self, layout: StepLayout) -> list[IntArray]:
         """In the order of `TritonPlan`."""
         starts = np.concatenate(([0], np.cumsum(layout.query_lens))).astype(np.int32)
         tiles = list_tiles(layout.query_lens, layout.context_lens, layout.num_decodes, self._tokens_per_tile)
@@ -184,18 +140,12 @@ class TritonAttention(AttentionBackend[TritonPlan]):
             tiles,
         ]
 
-    def _plan(
-        self, buffer: torch.Tensor, shapes: list[tuple[int, ...]], num_decodes: int, max_context_len: int
-    ) -> TritonPlan:
-        parts, start = [], 0
-        for i, shape in enumerate(shapes):
-            words = 2 if i == 0 else 1
-            part = buffer[start : start + words * int(np.prod(shape))]
-            parts.append((part.view(torch.int64) if words == 2 else part).view(shape))
-            start += _padded_size(shape, words)
+    def _plan(self, layout: StepLayout, max_context_len: int) -> TritonPlan:
+        """`max_context_len`: of sequences that decode, in this step or in one that is put into the plan later."""
+        arrays, num_decodes = self._arrays(layout), layout.num_decodes
+        buffer = to_device(pack(arrays), self._device)
+        slot_mapping, context_lens, query_starts, block_tables, prefill_tiles = unpack(buffer, arrays)
         size = partial_size(num_decodes, self._num_heads, self._head_dim, max_context_len, self._decode_config)
-        scratch = torch.empty(size, dtype=torch.float32, device=self._device)
-        slot_mapping, context_lens, query_starts, block_tables, prefill_tiles = parts
         return TritonPlan(
             buffer=buffer,
             slot_mapping=slot_mapping,
@@ -205,15 +155,5 @@ class TritonAttention(AttentionBackend[TritonPlan]):
             prefill_tiles=prefill_tiles,
             num_decodes=num_decodes,
             max_context_len=max_context_len,
-            scratch=scratch,
+            scratch=torch.empty(size, dtype=torch.float32, device=self._device),
         )
-
-
-def _padded_size(shape: tuple[int, ...], words: int) -> int:
-    """int32 numbers that an array takes in a buffer."""
-    return -(-words * int(np.prod(shape)) // ALIGNMENT) * ALIGNMENT
-
-
-def _pack(arrays: list[NDArray[np.int32] | NDArray[np.int64]]) -> NDArray[np.int32]:
-    flat = [array.reshape(-1).view(np.int32) for array in arrays]
-    return np.concatenate([np.pad(part, (0, -len(part) % ALIGNMENT)) for part in flat])

@@ -9,22 +9,22 @@ import torch
 from engine.sequence import Sequence
 
 
-def draw_unfiltered(logits_RV: torch.Tensor, seqs: Seq[Sequence]) -> list[int]:
+def draw_unfiltered(logits_RV: torch.Tensor, seqs: Seq[Sequence]) -> torch.Tensor:
     """As `engine.sampler.draw`, for rows whose parameters leave no token out. float32."""
     params = [seq.sampling_params for seq in seqs]
     # 64-bit seeds, signed or not, as the bits that they are.
     seeds = [(p.seed + 2**63) % 2**64 - 2**63 for p in params]
-    token_ids: list[int] = torch.ops.tandem_cpu.sample(
+    token_ids: torch.Tensor = torch.ops.tandem_cpu.sample(
         logits_RV,
         torch.tensor([p.temperature for p in params], dtype=torch.float64),
         torch.tensor(seeds, dtype=torch.int64),
         torch.tensor([seq.sequence_index for seq in seqs], dtype=torch.int64),
         torch.tensor([seq.num_output_tokens for seq in seqs], dtype=torch.int64),
-    ).tolist()
+    )
     return token_ids
 
 
-def choose_largest(logits_SV: torch.Tensor, _: Seq[Sequence] = ()) -> list[int]:
+def choose_largest(logits_SV: torch.Tensor, _: Seq[Sequence] = ()) -> torch.Tensor:
     """As `engine.sampler.choose_largest`. float32."""
-    token_ids: list[int] = torch.ops.tandem_cpu.largest(logits_SV).tolist()
+    token_ids: torch.Tensor = torch.ops.tandem_cpu.largest(logits_SV)
     return token_ids

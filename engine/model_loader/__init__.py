@@ -88,6 +88,7 @@ def load_model(config: EngineConfig, backend: AttentionBackend[Any]) -> Decoder:
 
     Raises `ValueError` where weights and config.json do not fit.
     """
+    from engine.attention import uses_triton_kernels
     from engine.kernels.cpu import KERNEL_PARTS
     from engine.model_loader.weights import DummyWeights, SafetensorsWeights
     from engine.models import load_decoder_config
@@ -102,7 +103,7 @@ def load_model(config: EngineConfig, backend: AttentionBackend[Any]) -> Decoder:
     decoder_config = load_decoder_config(config.model.hf_config)
     if config.device.attention_backend == "cpu":
         return Decoder(decoder_config, weights, backend, config.model.max_model_len, KERNEL_PARTS)
-    if config.device.attention_backend == "triton":
+    if uses_triton_kernels(config.device.attention_backend, device, config.model):
         from engine.kernels.gpu.parts import TRITON_PARTS
 
         return Decoder(decoder_config, weights, backend, config.model.max_model_len, TRITON_PARTS)

@@ -13,7 +13,8 @@ from typing import Any
 
 import torch
 
-from engine.attention import choose_attention_backend, kv_order_of
+from engine.attention import choose_attention_backend, kv_order_of, why_no_graphs
+from engine.cache_dir import report
 from engine.config import (
     GIB,
     CacheConfig,
@@ -26,7 +27,7 @@ from engine.config import (
 )
 from engine.kv_cache import KV_FORMAT_VERSION, TORCH_DTYPES, KVCacheShape
 from engine.memory import memory_bytes
-from engine.model_loader.weights import digest_files, safetensors_files
+from engine.model_loader.weights import digest_files, dummy_digest, safetensors_files
 from engine.models import DecoderConfig, load_decoder_config
 from prefix_hash import prefix_key
 from prefix_hash.compat import join_parts
@@ -41,11 +42,14 @@ def make_engine_config(args: EngineArgs, folder: Path) -> EngineConfig:
     hf_config = _read_json(folder / "config.json")
     decoder = load_decoder_config(hf_config)
     device = _device(args)
-    model = _model_config(args, folder, hf_config, decoder)
+    model = _model_config(args, folder, hf_config, decoder, device)
     num_blocks = _num_blocks(args, model, device)
     backend = choose_attention_backend(
         args.attention_backend, device=device, dtype=model.dtype, block_size=args.block_size, model=decoder
     )
+    no_graphs = why_no_graphs(backend, device=device, dtype=model.dtype, block_size=args.block_size, model=decoder)
+    if no_graphs and backend == "flash_attn" and not args.enforce_eager:
+        report(f"decoding steps are not recorded as CUDA graphs: {no_graphs}")
     kv_order = kv_order_of(backend)
     digest = compat_digest(decoder, model, args.block_size, kv_order)
     return EngineConfig(
@@ -64,12 +68,13 @@ def make_engine_config(args: EngineArgs, folder: Path) -> EngineConfig:
             prefill_batch_tokens=args.prefill_batch_tokens
             or (CPU_PREFILL_BATCH_TOKENS if device == "cpu" else args.max_num_batched_tokens),
             max_itl_ms=args.max_itl_ms,
+            async_scheduling=args.async_scheduling and device != "cpu",
         ),
         device=DeviceConfig(
             device=device,
             num_threads=args.num_threads,
             attention_backend=backend,
-            uses_graphs=device == "cuda" and backend == "triton" and not args.enforce_eager,
+            uses_graphs=not no_graphs and not args.enforce_eager,
         ),
         load=LoadConfig(load_format="dummy" if args.load_format == "dummy" else "safetensors", seed=args.seed),
         compat_digest=digest,
@@ -99,7 +104,9 @@ def _digest_of(meaning: object) -> str:
     return hashlib.blake2b(json.dumps(meaning, sort_keys=True).encode(), digest_size=16).hexdigest()
 
 
-def _model_config(args: EngineArgs, folder: Path, hf_config: dict[str, Any], decoder: DecoderConfig) -> ModelConfig:
+def _model_config(
+    args: EngineArgs, folder: Path, hf_config: dict[str, Any], decoder: DecoderConfig, device: str
+) -> ModelConfig:
     max_model_len = args.max_model_len or decoder.max_positions
     if max_model_len > decoder.max_positions:
         raise ValueError(
@@ -107,7 +114,7 @@ def _model_config(args: EngineArgs, folder: Path, hf_config: dict[str, Any], dec
             f"is {max_model_len}"
         )
     is_dummy = args.load_format == "dummy"
-    weights_digest = f"dummy-{args.seed}" if is_dummy else digest_files(safetensors_files(folder))
+    weights_digest = dummy_digest(args.seed, device) if is_dummy else digest_files(safetensors_files(folder))
     return ModelConfig(
         model=args.model,
         served_model_name=args.served_model_name or Path(args.model).name,

@@ -77,7 +77,7 @@ class SafetensorsWeights(Weights):
     def __init__(self, folder: Path, dtype: str, device: str) -> None:
         super().__init__(dtype, device)
         self._folder = folder
-        handles: list[Any] = [safe_open(path, framework="pt") for path in safetensors_files(folder)]
+        handles: list[Any] = [safe_open(path, framework="pt", device=device) for path in safetensors_files(folder)]
         self._handle_of: dict[str, Any] = {name: handle for handle in handles for name in handle.keys()}  # noqa: SIM118
         self._left = set(self._handle_of)
 
@@ -103,8 +103,17 @@ class SafetensorsWeights(Weights):
             raise ValueError(f"the weights in {self._folder} hold tensors that the architecture does not use: {some}")
 
 
+def dummy_digest(seed: int, device: str) -> str:
+    """What `digest_files` is to weights that are read. A GPU's random numbers are those of its kind."""
+    kind = "" if device == "cpu" else f"-{torch.cuda.get_device_name()}"
+    return f"dummy-{seed}{kind}"
+
+
 class DummyWeights(Weights):
-    """Weights of any shape from a seed: equal for equal (seed, name, shape), whatever was taken before."""
+    """Weights of any shape from a seed: equal for equal (seed, name, shape), whatever was taken before.
+
+    Made where they stay, since a CPU takes a minute for a model of 8B: equal on equal devices alone (`dummy_digest`).
+    """
 
     def __init__(self, seed: int, dtype: str, device: str) -> None:
         super().__init__(dtype, device)
@@ -112,8 +121,8 @@ class DummyWeights(Weights):
 
     def _read(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
         digest = hashlib.blake2b(f"{self._seed}\0{name}".encode(), digest_size=8).digest()
-        generator = torch.Generator().manual_seed(int.from_bytes(digest, "little") >> 1)
-        noise = torch.randn(shape, generator=generator)
+        generator = torch.Generator(self.device).manual_seed(int.from_bytes(digest, "little") >> 1)
+        noise = torch.randn(shape, generator=generator, device=self.device)
         if name.endswith("norm.weight"):
             return 1 + 0.1 * noise
         if len(shape) == 1 or "embed_tokens" in name:

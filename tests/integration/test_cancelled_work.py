@@ -24,6 +24,7 @@ from decode_service.service import DecodeService
 from engine.config import EngineArgs
 from engine.executor import Executor
 from engine.model_loader import create_engine_config
+from engine.sampled_tokens import SampledTokens
 from engine.sequence import SchedulerOutput
 from prefill_service.service import PrefillService
 from protos import tandem_worker_pb2 as pb
@@ -65,15 +66,15 @@ class Steps:
     may_go_on: threading.Event = field(default_factory=threading.Event)
 
     def __post_init__(self) -> None:
-        self._execute, self.executor.execute = self.executor.execute, self._watch  # type: ignore[method-assign]
+        self._launch, self.executor.launch = self.executor.launch, self._watch  # type: ignore[method-assign]
 
-    def _watch(self, scheduled: SchedulerOutput) -> list[int | None]:
+    def _watch(self, scheduled: SchedulerOutput) -> SampledTokens:
         self.computed.append({s.seq.request_id.split("/")[0]: s.num_new_tokens for s in scheduled.scheduled})
         if self.hold_at is not None and self.hold_at[1] == self.number_of(self.hold_at[0]):
             self.hold_at = None
             self.is_holding.set()
             assert self.may_go_on.wait(HELD_S)
-        return self._execute(scheduled)
+        return self._launch(scheduled)
 
     def number_of(self, request_id: str) -> int:
         """Steps that have computed something for it."""

@@ -168,6 +168,7 @@ class Engine:
             prefill_chunk_tokens=BLOCK_SIZE,
             prefill_batch_tokens=64,
             max_itl_ms=0,
+            async_scheduling=False,
         )
         self.scheduler = Scheduler(config, self.blocks, max_model_len=100, eos_token_ids=frozenset())
         self.commands: list[tuple[Callable[[Engine], Any], asyncio.Future[Any] | None]] = []
@@ -203,6 +204,7 @@ class Engine:
 
     def step(self, token_id: int) -> None:
         scheduled = self.scheduler.schedule()
+        self.scheduler.begin(scheduled)
         outputs = self.scheduler.apply(scheduled, [token_id if s.samples else None for s in scheduled.scheduled])
         loop, world = self.world.loop, self.world
         if scheduled.exports:

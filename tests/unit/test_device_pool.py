@@ -13,7 +13,7 @@ import torch
 
 from kv_transfer import HostPool, KVLayout
 from kv_transfer.pool import Digests
-from worker_service.device_pool import DevicePool, DeviceWatch
+from worker_service.device_pool import DevicePool, DeviceWatch, digest_on_host
 
 LAYOUT = KVLayout(num_layers=3, num_blocks=7, block_size=4, num_kv_heads=2, head_dim=8, dtype="bfloat16")
 PATIENCE_S = 5.0
@@ -46,6 +46,13 @@ def test_it_is_the_same_bytes(block_ids: list[int]) -> None:
         assert pool.address(layer, 5) == host.address(layer, 5)
     np.testing.assert_array_equal(pool.digests(block_ids), host.digests(block_ids))
     assert log == ["entered", "done"] * 4
+
+
+@pytest.mark.parametrize("block_ids", [[], [3], [6, 2, 3, 0]])
+def test_digests_by_the_host_are_the_host_pools(block_ids: list[int]) -> None:
+    host, _, _ = make_pools()
+    tensor = torch.from_numpy(host.array).view(torch.bfloat16).view(3, 7, 2, 2, 4, 8)
+    np.testing.assert_array_equal(digest_on_host(tensor, block_ids), host.digests(block_ids))
 
 
 def test_what_is_written_lies_in_its_blocks_alone() -> None:
@@ -83,16 +90,26 @@ class LaggingDevice:
     """Does what was launched when it is let go on."""
 
     def __init__(self) -> None:
-        self.goes_on = threading.Semaphore(0)
-        self.num_recorded = 0
+        self.events: list[LaggingEvent] = []
 
-    def record(self) -> Callable[[], None]:
-        self.num_recorded += 1
+    def record(self) -> LaggingEvent:
+        self.events.append(LaggingEvent())
+        return self.events[-1]
 
-        def wait() -> None:
-            assert self.goes_on.acquire(timeout=PATIENCE_S)
+    def go_on(self, num_events: int) -> None:
+        for event in [event for event in self.events if not event.query()][:num_events]:
+            event.is_done.set()
 
-        return wait
+
+class LaggingEvent:
+    def __init__(self) -> None:
+        self.is_done = threading.Event()
+
+    def query(self) -> bool:
+        return self.is_done.is_set()
+
+    def synchronize(self) -> None:
+        assert self.is_done.wait(PATIENCE_S)
 
 
 def test_who_launches_does_not_wait_and_who_listens_hears_in_order_when_it_is_done() -> None:
@@ -105,26 +122,50 @@ def test_who_launches_does_not_wait_and_who_listens_hears_in_order_when_it_is_do
 
     for layer in range(3):
         watch.when_done(lambda layer=layer: tell(layer))
-    assert (device.num_recorded, heard) == (3, [])
-    device.goes_on.release(2)
+    assert (len(device.events), heard) == (3, [])
+    device.go_on(2)
     assert has_heard.acquire(timeout=PATIENCE_S)
     assert has_heard.acquire(timeout=PATIENCE_S)
     assert heard == [0, 1]
-    device.goes_on.release()
+    device.go_on(1)
     watch.catch_up()
     assert heard == [0, 1, 2]
     watch.close()
 
 
+def test_a_step_is_reported_when_its_layers_are_told_while_the_next_one_is_under_way() -> None:
+    device, heard, may_tell = LaggingDevice(), [], threading.Event()
+    watch = DeviceWatch(device.record)
+
+    def tell(layer: int) -> None:
+        assert may_tell.wait(PATIENCE_S)
+        heard.append(layer)
+
+    for layer in range(4):
+        watch.when_done(lambda layer=layer: tell(layer))
+    device.go_on(2)  # the first step's
+    reporting = threading.Thread(target=watch.catch_up)
+    reporting.start()
+    reporting.join(0.05)
+    assert reporting.is_alive()  # done, and not told
+    may_tell.set()
+    reporting.join(PATIENCE_S)
+    assert (reporting.is_alive(), heard) == (False, [0, 1])
+    device.go_on(2)
+    watch.close()
+    assert heard == [0, 1, 2, 3]
+
+
 def test_a_device_that_fails_is_heard_of_no_more(caplog: pytest.LogCaptureFixture) -> None:
-    def wait() -> None:
-        raise RuntimeError("an illegal memory access was encountered")
+    class FailedEvent(LaggingEvent):
+        def synchronize(self) -> None:
+            raise RuntimeError("an illegal memory access was encountered")
 
     heard: list[str] = []
-    watch = DeviceWatch(lambda: wait)
+    watch = DeviceWatch(FailedEvent)
     for _ in range(2):
         watch.when_done(lambda: heard.append("written"))
-    watch.catch_up()
     watch.close()
+    watch.catch_up()
     assert heard == []
     assert "the device failed" in caplog.text

@@ -130,8 +130,8 @@ def write_for_ever(self: Any, layer: int, first_block: int, src_block_ids: Seque
     self._post(layer, src_block_ids, self._dst_block_ids[first_block : first_block + len(src_block_ids)])
 
 
-def free_what_failed(self: Any, seq: EngineSequence) -> RequestOutput:
-    output = FAIL(self, seq)
+def free_what_failed(self: Any, seq: EngineSequence, offset: int) -> RequestOutput:
+    output = FAIL(self, seq, offset)
     self.abort(seq.request_id)
     return output
 

@@ -174,7 +174,7 @@ def test_greedy_tokens_equal(pair: tuple[Any, EngineConfig]) -> None:
     seq = bench.sequence(prompt)
     while len(seq) < len(expected):
         num_new_tokens = seq.num_uncomputed_tokens
-        [token_id] = bench.executor.execute(SchedulerOutput([ScheduledSequence(seq, num_new_tokens)], [], []))
+        [token_id] = bench.executor.launch(SchedulerOutput([ScheduledSequence(seq, num_new_tokens)], [], [])).wait()
         assert token_id is not None
         seq.num_computed_tokens += num_new_tokens
         seq.token_ids.append(token_id)
@@ -210,11 +210,11 @@ def test_layers_are_announced_in_order_with_their_kv_in_the_pool(tmp_path: Path)
     bench = Bench(engine_config(tmp_path), on_layer_written)
     seq = bench.sequence(random_tokens(8, seed=1))
     export = BlockExport("r", 0, 2, tuple(seq.block_table[:2]), True)
-    bench.executor.execute(SchedulerOutput([ScheduledSequence(seq, 8)], [], [export]))
+    bench.executor.launch(SchedulerOutput([ScheduledSequence(seq, 8)], [], [export])).wait()
     assert seen == [0, 1, 2]
     seq.num_computed_tokens = 8
     seq.token_ids.append(3)
-    bench.executor.execute(SchedulerOutput([ScheduledSequence(seq, 1)], [], []))
+    bench.executor.launch(SchedulerOutput([ScheduledSequence(seq, 1)], [], [])).wait()
     assert seen == [0, 1, 2]  # nothing exported, nothing announced
 
 
@@ -264,7 +264,7 @@ def test_default_model_continues_as_transformers_does() -> None:
     seq = bench.sequence(prompt)
     while len(seq) < len(expected):
         num_new_tokens = seq.num_uncomputed_tokens
-        [token_id] = bench.executor.execute(SchedulerOutput([ScheduledSequence(seq, num_new_tokens)], [], []))
+        [token_id] = bench.executor.launch(SchedulerOutput([ScheduledSequence(seq, num_new_tokens)], [], [])).wait()
         assert token_id is not None
         seq.num_computed_tokens += num_new_tokens
         seq.token_ids.append(token_id)

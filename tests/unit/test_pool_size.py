@@ -60,4 +60,4 @@ def test_the_largest_step_is_one_that_the_engine_can_compute(tmp_path: Path) -> 
     assert num_blocks == 5 * 3
     assert [item.num_new_tokens for item in step.scheduled] == [10] * 5
     executor = Executor(replace(config, cache=replace(config.cache, num_blocks=num_blocks)))
-    assert all(isinstance(token_id, int) for token_id in executor.execute(step))
+    assert all(isinstance(token_id, int) for token_id in executor.launch(step).wait())

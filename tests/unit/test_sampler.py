@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -11,7 +12,7 @@ import torch
 from engine.random import exponentials, philox4x32
 from engine.sampler import Sampler, draw, filtered_weights, nucleus_threshold
 from engine.sampling_params import SamplingParams
-from engine.sequence import INVALID_TOKEN, Sequence
+from engine.sequence import INVALID_TOKEN, PENDING_TOKEN, Sequence
 
 VOCAB_SIZE = 50
 EOS = 7
@@ -28,14 +29,20 @@ def logits(num_rows: int = 1, vocab_size: int = VOCAB_SIZE, seed: int = 0) -> to
 
 
 def sample_one(values: torch.Tensor, seq: Sequence) -> int:
-    [token_id] = Sampler(frozenset({EOS})).sample(values.clone().unsqueeze(0), [seq])
+    [token_id] = sample(values.clone().unsqueeze(0), [seq], Sampler(frozenset({EOS})))
     return token_id
+
+
+def sample(values: torch.Tensor, seqs: list[Sequence], sampler: Sampler) -> list[int]:
+    last_token_ids = torch.tensor([seq.token_ids[-1] for seq in seqs])
+    token_ids: list[int] = sampler.sample(values, seqs, last_token_ids).tolist()
+    return token_ids
 
 
 def adjusted(values: torch.Tensor, seq: Sequence) -> torch.Tensor:
     """The logits as they are when the sampler chooses from them."""
     batch = values.clone().unsqueeze(0)
-    Sampler(frozenset({EOS})).sample(batch, [seq])
+    sample(batch, [seq], Sampler(frozenset({EOS})))
     return batch[0]
 
 
@@ -79,13 +86,13 @@ def test_greedy_takes_the_largest_and_the_first_of_equals() -> None:
     values = torch.zeros(3, VOCAB_SIZE)
     values[0, 9] = values[1, 4] = values[1, 30] = 1
     seqs = [sequence(temperature=0) for _ in range(3)]
-    assert Sampler(frozenset()).sample(values, seqs) == [9, 4, 0]
+    assert sample(values, seqs, Sampler(frozenset())) == [9, 4, 0]
 
 
 def test_greedy_rows_are_not_touched_by_drawing_ones() -> None:
     values = logits(4)
     seqs = [sequence(temperature=t, top_p=0.5, seed=3) for t in (0, 1.5, 0, 0.7)]
-    together = Sampler(frozenset()).sample(values.clone(), seqs)
+    together = sample(values.clone(), seqs, Sampler(frozenset()))
     assert [together[0], together[2]] == values[[0, 2]].argmax(-1).tolist()
     assert together == [sample_one(values[i], seqs[i]) for i in range(4)]
 
@@ -109,10 +116,10 @@ def test_draws_do_not_depend_on_the_batch() -> None:
         for i in range(num_rows)
     ]
     sampler = Sampler(frozenset({EOS}))
-    alone = [sampler.sample(values[i : i + 1].clone(), [seqs[i]])[0] for i in range(num_rows)]
-    assert sampler.sample(values.clone(), seqs) == alone
+    alone = [sample(values[i : i + 1].clone(), [seqs[i]], sampler)[0] for i in range(num_rows)]
+    assert sample(values.clone(), seqs, sampler) == alone
     order = list(reversed(range(num_rows)))
-    assert sampler.sample(values[order].clone(), [seqs[i] for i in order]) == alone[::-1]
+    assert sample(values[order].clone(), [seqs[i] for i in order], sampler) == alone[::-1]
 
 
 def test_draws_depend_on_seed_sequence_and_position() -> None:
@@ -126,7 +133,7 @@ def test_draws_depend_on_seed_sequence_and_position() -> None:
 def test_distribution() -> None:
     values, num_draws = logits(vocab_size=12)[0], 20000
     seqs = [sequence(temperature=0.8, seed=seed) for seed in range(num_draws)]
-    drawn = draw(values.expand(num_draws, -1), seqs)
+    drawn = draw(values.expand(num_draws, -1), seqs).tolist()
     expected = torch.softmax(values.double() / 0.8, dim=0) * num_draws
     counts = torch.bincount(torch.tensor(drawn), minlength=12)
     assert ((counts - expected) ** 2 / expected).sum() < 31.3  # chi squared, 11 degrees of freedom, p = 0.001
@@ -138,21 +145,45 @@ def test_draws_forgive_rounding() -> None:
     values = logits(vocab_size=vocab_size)[0]
     noise = 3e-6 * torch.randn(num_draws, vocab_size, generator=torch.Generator().manual_seed(1))
     seqs = [sequence(seed=seed) for seed in range(num_draws)]
-    exact, rounded = draw(values.expand(num_draws, -1), seqs), draw(values + noise, seqs)
+    exact, rounded = draw(values.expand(num_draws, -1), seqs).tolist(), draw(values + noise, seqs).tolist()
     assert sum(a != b for a, b in zip(exact, rounded, strict=True)) <= 1
 
 
 def test_a_token_without_weight_is_never_drawn() -> None:
     values = torch.zeros(1, 10)
     values[0, :3] = values[0, 4:] = float("-inf")
-    assert [draw(values, [sequence(seed=seed)]) for seed in range(50)] == [[3]] * 50
+    assert [draw(values, [sequence(seed=seed)]).tolist() for seed in range(50)] == [[3]] * 50
 
 
 def test_who_cannot_win_is_left_out_of_the_race_without_changing_it(monkeypatch: pytest.MonkeyPatch) -> None:
     values, seqs = 12 * logits(vocab_size=5000)[0], [sequence(seed=seed) for seed in range(100)]
-    drawn = draw(values.expand(100, -1), seqs)
+    drawn = draw(values.expand(100, -1), seqs).tolist()
     monkeypatch.setattr("engine.sampler.HOPELESS", 0.0)
-    assert draw(values.expand(100, -1), seqs) == drawn
+    assert draw(values.expand(100, -1), seqs).tolist() == drawn
+
+
+# --- the last token
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_penalties_count_the_last_token_as_the_model_has_it_not_as_the_host_knows_it(dtype: torch.dtype) -> None:
+    settings = [{"repetition_penalty": 1.4}, {"frequency_penalty": 0.7}, {"presence_penalty": -0.6},
+                {"repetition_penalty": 0.8, "frequency_penalty": -0.5, "presence_penalty": 1.1}, {}]  # fmt: skip
+    values = logits(num_rows=2 * len(settings)).to(dtype)
+    for output in ([], [4], [4, 9, 4]):
+        known = [
+            sequence(prompt=[1, 2, last], output=output and [*output, last], temperature=0, **params)
+            for params in settings
+            for last in (4, 30)
+        ]
+        pending = [replace(seq, token_ids=[*seq.token_ids[:-1], PENDING_TOKEN]) for seq in known]
+        with_all, with_pending = values.clone(), values.clone()
+        last_token_ids = torch.tensor([seq.token_ids[-1] for seq in known])
+        sampler = Sampler(frozenset())
+        expected = sampler.sample(with_all, known, last_token_ids)
+        assert sampler.sample(with_pending, pending, last_token_ids).tolist() == expected.tolist()
+        assert torch.equal(with_all, with_pending)
+        assert not torch.equal(with_all[:2], with_all[2:4])
 
 
 # --- numbers that are none
@@ -163,7 +194,7 @@ def test_a_row_with_a_nan_has_no_next_token_and_its_neighbours_have(params: dict
     values = logits(3)
     values[1, 8] = float("nan")
     seqs = [sequence(**{"temperature": 1.0, "seed": seed, **params}) for seed in range(3)]
-    sampled = Sampler(frozenset()).sample(values.clone(), seqs)
+    sampled = sample(values.clone(), seqs, Sampler(frozenset()))
     assert sampled[1] == INVALID_TOKEN
     assert [sampled[0], sampled[2]] == [sample_one(values[i], seqs[i]) for i in (0, 2)]
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import pytest
+
 from engine.block_manager import BlockManager
 from engine.config import SchedulerConfig
-from engine.outputs import FinishReason
+from engine.outputs import FinishReason, RequestOutput
 from engine.sampling_params import SamplingParams
 from engine.scheduler import Scheduler
 from engine.sequence import INVALID_TOKEN, SchedulerOutput, Sequence, SequenceStatus
@@ -18,7 +20,7 @@ def make(
     manager = BlockManager(num_blocks=num_blocks, block_size=4, prefix_key=b"k" * 32, enable_prefix_caching=True)
     config = SchedulerConfig(
         max_num_seqs=max_num_seqs, max_num_batched_tokens=budget, prefill_chunk_tokens=chunk,
-        prefill_batch_tokens=batch, max_itl_ms=0,
+        prefill_batch_tokens=batch, max_itl_ms=0, async_scheduling=False,
     )  # fmt: skip
     return Scheduler(config, manager, max_model_len=100, eos_token_ids=frozenset({EOS}))
 
@@ -36,9 +38,14 @@ def sequence(name: str, length: int, **params: object) -> Sequence:
     )
 
 
+def compute(scheduler: Scheduler, output: SchedulerOutput, sampled: list[int | None]) -> list[RequestOutput]:
+    scheduler.begin(output)
+    return scheduler.apply(output, sampled)
+
+
 def step(scheduler: Scheduler, token: int = 7) -> SchedulerOutput:
     output = scheduler.schedule()
-    scheduler.apply(output, [token if s.samples else None for s in output.scheduled])
+    compute(scheduler, output, [token if s.samples else None for s in output.scheduled])
     return output
 
 
@@ -62,7 +69,7 @@ def test_prompts_are_cut_further_where_something_decodes_beside_them() -> None:
     scheduler.add(sequence("first", 8))
     output = scheduler.schedule(3)
     assert plan(output) == [("first", 8)]
-    scheduler.apply(output, [7])
+    compute(scheduler, output, [7])
     for length in (4, 5):
         scheduler.add(sequence(f"of {length}", length))
     output = scheduler.schedule(6)
@@ -76,7 +83,7 @@ def test_prompts_are_cut_for_what_may_begin_to_decode_at_any_moment() -> None:
     assert scheduler.reserve(granted)
     output = scheduler.schedule(3)
     assert plan(output) == [("prompt", 3)]
-    scheduler.apply(output, [None])
+    compute(scheduler, output, [None])
     assert plan(scheduler.schedule(0)) == [("prompt", 5)]  # nothing decodes yet: nobody gains by an empty step
     assert scheduler.abort("granted")
     assert plan(scheduler.schedule(3)) == [("prompt", 5)]
@@ -87,7 +94,7 @@ def test_a_sequence_without_a_next_token_fails_alone() -> None:
     for name in ("good", "bad"):
         scheduler.add(sequence(name, 3))
     output = scheduler.schedule()
-    outputs = scheduler.apply(output, [INVALID_TOKEN if s.seq.request_id == "bad" else 7 for s in output.scheduled])
+    outputs = compute(scheduler, output, [INVALID_TOKEN if s.seq.request_id == "bad" else 7 for s in output.scheduled])
     assert [(o.request_id, o.is_finished, o.outputs[0].token_ids) for o in outputs] == [
         ("good", False, [7]),
         ("bad", True, []),
@@ -107,7 +114,7 @@ def test_a_prompt_without_a_next_token_keeps_its_blocks() -> None:
     prompt.is_prefill_only = True
     scheduler.add(prompt)
     step(scheduler)
-    (output,) = scheduler.apply(scheduler.schedule(), [INVALID_TOKEN])
+    (output,) = compute(scheduler, scheduler.schedule(), [INVALID_TOKEN])
     assert output.outputs[0].finish_reason is FinishReason.ERROR
     assert scheduler.block_manager.ledger().num_held == 2
     assert scheduler.abort("bad")
@@ -170,16 +177,103 @@ def test_ends_by_eos_stop_token_and_length() -> None:
         scheduler = make()
         scheduler.add(sequence("r", 4, **params))
         output = scheduler.schedule()
-        (result,) = scheduler.apply(output, [token])
+        (result,) = compute(scheduler, output, [token])
         assert result.outputs[0].finish_reason is reason, params
         assert result.is_finished == (reason is not None)
+
+
+# -- a step ahead ---------------------------------------------------------------------------------------------------
+
+
+def launch(scheduler: Scheduler) -> SchedulerOutput:
+    output = scheduler.schedule()
+    scheduler.begin(output)
+    return output
+
+
+def test_a_sequence_goes_on_from_a_token_that_is_still_to_come() -> None:
+    scheduler = make()
+    scheduler.add(sequence("r", 3, max_tokens=5, ignore_eos=True))
+    first, second = launch(scheduler), launch(scheduler)
+    assert [(s.first, s.end, s.samples) for s in (*first.scheduled, *second.scheduled)] == [(0, 3, True), (3, 4, True)]
+    tokens = []
+    for output, token in ((first, 21), (second, 22)):
+        [result] = scheduler.apply(output, [token])
+        tokens.append((result.outputs[0].offset, result.outputs[0].token_ids))
+    assert tokens == [(0, [21]), (1, [22])]
+    assert second.scheduled[0].seq.token_ids[3:] == [21, 22]
+
+
+def test_what_is_computed_beyond_a_stop_token_is_thrown_away_and_its_blocks_wait_for_it() -> None:
+    scheduler = make()
+    seq = sequence("r", 3, max_tokens=5, stop_token_ids=frozenset({9}))
+    scheduler.add(seq)
+    first, second = launch(scheduler), launch(scheduler)
+    [result] = scheduler.apply(first, [9])
+    assert result.is_finished
+    assert not scheduler.has_work
+    ledger = scheduler.block_manager.ledger()
+    assert ledger.num_sequence == 1, "the second step still writes there"
+    assert not launch_of_nothing(scheduler)
+    assert scheduler.apply(second, [22]) == []
+    assert scheduler.block_manager.ledger().num_sequence == 0
+
+
+def launch_of_nothing(scheduler: Scheduler) -> list[str]:
+    return [s.seq.request_id for s in scheduler.schedule().scheduled]
+
+
+@pytest.mark.parametrize("end", ["abort", "release"])
+def test_blocks_of_what_ends_from_outside_wait_for_the_steps_that_write_them(end: str) -> None:
+    scheduler = make()
+    seq = sequence("r", 12)
+    seq.is_prefill_only = end == "release"
+    scheduler.add(seq)
+    output = launch(scheduler)
+    if end == "abort":
+        assert scheduler.abort("r")
+    else:
+        scheduler.hold("r")
+        scheduler.release("r")
+    ledger = scheduler.block_manager.ledger()
+    assert ledger.num_sequence + ledger.num_held == len(seq.block_table) > 0
+    assert scheduler.apply(output, [None]) == []
+    ledger = scheduler.block_manager.ledger()
+    assert ledger.num_free + ledger.num_cached == ledger.num_blocks
+
+
+@pytest.mark.parametrize(
+    ("length", "max_tokens", "is_prefill_only"), [(9, 1, False), (9, 5, True), (99, 5, False)],
+    ids=["answer", "prefill", "context"],
+)  # fmt: skip
+def test_nothing_is_computed_beyond_a_token_that_must_be_the_last(
+    length: int, max_tokens: int, is_prefill_only: bool
+) -> None:
+    scheduler = make(budget=128, chunk=128)
+    seq = sequence("r", length, max_tokens=max_tokens)
+    seq.is_prefill_only = is_prefill_only
+    scheduler.add(seq)
+    launch(scheduler)
+    assert scheduler.schedule().scheduled == []
+
+
+def test_nobody_is_preempted_while_a_step_is_in_flight() -> None:
+    scheduler = make(num_blocks=5)
+    for name in ("old", "young"):
+        scheduler.add(sequence(name, 8, max_tokens=50))
+    first = launch(scheduler)
+    assert len(first.scheduled) == 2
+    assert scheduler.schedule().scheduled == []  # each needs a block more, and one is left
+    scheduler.apply(first, [7, 7])
+    assert plan(scheduler.schedule()) == [("old", 1)]
+    assert scheduler.stats.num_preemptions == 1
 
 
 def test_the_context_ends_an_answer() -> None:
     scheduler = make(budget=128, chunk=128)
     scheduler.add(sequence("r", 99))
     output = scheduler.schedule()
-    (result,) = scheduler.apply(output, [9])
+    (result,) = compute(scheduler, output, [9])
     assert result.outputs[0].finish_reason is FinishReason.LENGTH
 
 

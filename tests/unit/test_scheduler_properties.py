@@ -3,10 +3,15 @@
 A model plays the executor: it remembers which (sequence, position) each slot was last written for, and checks that what
 a sequence would read is what was written for the very same tokens. So sharing, copy on write, preemption, prefix reuse
 and granted blocks that are filled from outside are all checked by content, not only by count.
+
+Up to two steps are in flight, in which anything may happen to their sequences; the model writes as late as a device
+may, just before tokens are known. So a block that was given away too early is found with another's content in it.
 """
 
 from __future__ import annotations
 
+from collections import deque
+from dataclasses import dataclass
 from itertools import count
 
 import pytest
@@ -18,7 +23,7 @@ from engine.block_manager import BlockManager
 from engine.config import SchedulerConfig
 from engine.sampling_params import SamplingParams
 from engine.scheduler import Scheduler
-from engine.sequence import SchedulerOutput, Sequence, SequenceStatus
+from engine.sequence import PENDING_TOKEN, SchedulerOutput, Sequence, SequenceStatus
 
 EOS = 1
 MAX_MODEL_LEN = 40
@@ -39,19 +44,27 @@ class Pool:
         self.block_size = block_size
         self.slots: list[list[tuple[int, ...] | None]] = [[None] * block_size for _ in range(num_blocks)]
 
-    def write(self, seq: Sequence, start: int, end: int) -> None:
+    def write(self, block_table: list[int], token_ids: list[int], start: int, end: int) -> None:
         for position in range(start, end):
-            block = seq.block_table[position // self.block_size]
-            self.slots[block][position % self.block_size] = tuple(seq.token_ids[: position + 1])
+            block = block_table[position // self.block_size]
+            self.slots[block][position % self.block_size] = tuple(token_ids[: position + 1])
 
-    def check(self, seq: Sequence, end: int) -> None:
+    def check(self, block_table: list[int], token_ids: list[int], end: int) -> None:
         for position in range(end):
-            block = seq.block_table[position // self.block_size]
+            block = block_table[position // self.block_size]
             content = self.slots[block][position % self.block_size]
-            assert content == tuple(seq.token_ids[: position + 1]), f"{seq.request_id} reads foreign KV at {position}"
+            assert content == tuple(token_ids[: position + 1]), f"foreign KV is read at {position} of {token_ids}"
 
     def copy(self, source: int, destination: int) -> None:
         self.slots[destination] = list(self.slots[source])
+
+
+@dataclass
+class Launched:
+    """A step as a device was told of it: block tables as they were then."""
+
+    output: SchedulerOutput
+    tables: list[list[int]]
 
 
 class SchedulerMachine(RuleBasedStateMachine):
@@ -75,9 +88,11 @@ class SchedulerMachine(RuleBasedStateMachine):
             prefill_chunk_tokens=max(1, budget // 2),
             prefill_batch_tokens=64,
             max_itl_ms=0,
+            async_scheduling=False,
         )
         self.scheduler = Scheduler(config, self.manager, max_model_len=MAX_MODEL_LEN, eos_token_ids=frozenset({EOS}))
         self.pool = Pool(num_blocks, block_size)
+        self.in_flight: deque[Launched] = deque()
         self.ids = count()
         self.seqs: dict[str, Sequence] = {}
 
@@ -111,7 +126,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         seq = self.new_sequence(prompt, 5)
         if not self.scheduler.reserve(seq):
             return multiple()
-        self.pool.check(seq, seq.num_computed_tokens)  # what it need not receive
+        self.pool.check(seq.block_table, seq.token_ids, seq.num_computed_tokens)  # what it need not receive
         return seq.request_id
 
     @rule(request_id=consumes(requests), token=st.integers(2, 9))
@@ -120,7 +135,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         if seq.status is SequenceStatus.GRANTED:
             with pytest.raises(ValueError, match="num_tokens must be"):
                 self.scheduler.commit(request_id, token, len(seq) + 1)
-            self.pool.write(seq, seq.num_computed_tokens, len(seq))
+            self.pool.write(seq.block_table, seq.token_ids, seq.num_computed_tokens, len(seq))
             self.scheduler.commit(request_id, token, len(seq))
 
     @rule(request_id=consumes(requests))
@@ -142,7 +157,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     def fork(self, request_id: str, token: int) -> object:
         parent = self.seqs[request_id]
         is_decoding = parent.status is SequenceStatus.RUNNING and parent.num_uncomputed_tokens == 1
-        if not is_decoding or parent.is_prefill_only or len(self.scheduler.running) >= 8:
+        if not is_decoding or parent.is_prefill_only or self.in_flight or len(self.scheduler.running) >= 8:
             return multiple()
         child = self.new_sequence(parent.token_ids, 12)
         child.num_prompt_tokens = parent.num_prompt_tokens
@@ -150,22 +165,45 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.scheduler.fork(parent, child)
         return child.request_id
 
-    @rule(data=st.data())
-    def step(self, data: st.DataObject) -> None:
-        self.execute(self.scheduler.schedule(), data.draw(st.integers(1, 9)))
+    @rule()
+    def launch(self) -> None:
+        if len(self.in_flight) < 2:
+            self.launch_next()
 
-    def execute(self, output: SchedulerOutput, token: int) -> None:
-        for source, destination in output.blocks_to_copy:
-            self.pool.copy(source, destination)
-        for scheduled in output.scheduled:
-            seq = scheduled.seq
-            assert scheduled.num_new_tokens >= 1, "nothing computed, so nothing can be sampled"
-            self.pool.write(seq, seq.num_computed_tokens, seq.num_computed_tokens + scheduled.num_new_tokens)
-        for scheduled in output.scheduled:
-            self.pool.check(scheduled.seq, scheduled.seq.num_computed_tokens + scheduled.num_new_tokens)
+    @rule(token=st.integers(1, 9))
+    def collect(self, token: int) -> None:
+        if self.in_flight:
+            self.finish(self.in_flight.popleft(), token)
+
+    def launch_next(self) -> bool:
+        output = self.scheduler.schedule()
+        if not output.scheduled:
+            assert not output.blocks_to_copy, "copies that nobody makes"
+            return False
+        assert all(scheduled.num_new_tokens >= 1 for scheduled in output.scheduled), "nothing computed, nothing sampled"
         for export in output.exports:
             assert len(export.block_ids) == export.last_block - export.first_block
-        self.scheduler.apply(output, [token if s.samples else None for s in output.scheduled])
+        self.in_flight.append(Launched(output, [list(scheduled.seq.block_table) for scheduled in output.scheduled]))
+        self.scheduler.begin(output)
+        return True
+
+    def finish(self, launched: Launched, token: int) -> None:
+        scheduled = launched.output.scheduled
+        for source, destination in launched.output.blocks_to_copy:
+            self.pool.copy(source, destination)
+        for item, table in zip(scheduled, launched.tables, strict=True):
+            # What is computed for a sequence that ended with the token before is of no use, but it is written.
+            known = item.seq.token_ids + [PENDING_TOKEN] * (item.end - len(item.seq))
+            self.pool.write(table, known, item.first, item.end)
+        for item, table in zip(scheduled, launched.tables, strict=True):
+            if item.seq.status is SequenceStatus.RUNNING:
+                self.pool.check(table, item.seq.token_ids, item.end)
+        outputs = self.scheduler.apply(launched.output, [token if item.samples else None for item in scheduled])
+        for output in outputs:
+            seq = self.seqs[output.request_id]
+            position = seq.num_prompt_tokens + output.outputs[0].offset
+            assert seq.token_ids[position] == token
+            assert PENDING_TOKEN not in seq.token_ids[: position + 1]
 
     @invariant()
     def books_balance(self) -> None:
@@ -179,10 +217,11 @@ class SchedulerMachine(RuleBasedStateMachine):
         for request_id in [*self.scheduler.granted, *self.scheduler.held]:
             self.scheduler.abort(request_id)
         num_steps = 0
-        while self.scheduler.has_work:
-            output = self.scheduler.schedule()
-            assert output.scheduled, "work is left and nothing is scheduled"
-            self.execute(output, 2)
+        while self.scheduler.has_work or self.in_flight:
+            has_launched = len(self.in_flight) < 2 and self.launch_next()
+            if not has_launched:
+                assert self.in_flight, "work is left and nothing is scheduled"
+                self.finish(self.in_flight.popleft(), 2)
             for request_id in list(self.scheduler.held):
                 self.scheduler.release(request_id)
             num_steps += 1

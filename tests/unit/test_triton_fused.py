@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from attention_cases import LENS, Case
+from recorder import RelaunchingRecorder
 from triton_device import DEVICE
 
 from engine import model_runner
@@ -141,14 +141,6 @@ CONFIG = {
     "max_position_embeddings": 128, "attention_bias": True, "use_sliding_window": True, "sliding_window": 5,
     "max_window_layers": 1, "tie_word_embeddings": True, "torch_dtype": "float32",
 }  # fmt: skip
-
-
-class RelaunchingRecorder:
-    """Where there is no CUDA graph: launches again what was recorded, into the same result."""
-
-    def record(self, launch: Callable[[], torch.Tensor]) -> tuple[Callable[[], object], torch.Tensor]:
-        logits = launch()
-        return lambda: logits.copy_(launch()), logits
 
 
 def logits_of_steps(folder: Path, backend: str, *, records: bool) -> list[torch.Tensor]:

@@ -1,0 +1,47 @@
+"""The tokens that a launched step samples: on the device, where the next step finds them, and on their way to the host.
+
+    launch ── SampledTokens ──> the next launch reads `on_device`
+                   └── wait ──> ids on the host, and the step is done
+
+Owns the tensor and its copy in host memory.
+
+Shapes: S sampling sequences.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from engine.sequence import SchedulerOutput
+
+
+class SampledTokens:
+    """Made and waited for on the stepping thread."""
+
+    def __init__(self, output: SchedulerOutput, token_ids_S: torch.Tensor | None, device: str) -> None:
+        """`token_ids_S`: int64, of those of `output.scheduled` that sample, in their order; None where none does."""
+        self.on_device = token_ids_S
+        self.row_of = {item.seq.seq_id: row for row, item in enumerate(i for i in output.scheduled if i.samples)}
+        """Where a sequence's token lies in `on_device`."""
+        self._samples = [item.samples for item in output.scheduled]
+        self._on_host = token_ids_S
+        self._done: torch.cuda.Event | None = None
+        if device != "cpu":
+            self._copy_to_host()
+
+    def _copy_to_host(self) -> None:
+        if self.on_device is not None:
+            self._on_host = torch.empty(self.on_device.shape, dtype=torch.int64, pin_memory=True)
+            self._on_host.copy_(self.on_device, non_blocking=True)
+        self._done = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        self._done.record()
+
+    def wait(self) -> list[int | None]:
+        """Per scheduled sequence the sampled token id (or INVALID_TOKEN), None where its chunk ends before its end. The
+        step's KV is in the pool by then."""
+        if self._done is not None:
+            self._done.synchronize()
+        if self._on_host is None:
+            return [None] * len(self._samples)
+        sampled = iter(self._on_host.tolist())
+        return [next(sampled) if samples else None for samples in self._samples]

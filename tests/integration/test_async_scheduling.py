@@ -1,0 +1,179 @@
+"""A step launched before the tokens of the one before are known changes no token, whatever happens in between."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from engine.config import EngineArgs
+from engine.input_batch import build_input_batch
+from engine.llm_engine import LLMEngine
+from engine.model_loader import create_engine_config
+from engine.outputs import FinishReason
+from engine.sampled_tokens import SampledTokens
+from engine.sampling_params import SamplingParams
+from engine.sequence import INVALID_TOKEN, PENDING_TOKEN, ScheduledSequence, SchedulerOutput, Sequence
+
+CONFIG = {
+    "architectures": ["LlamaForCausalLM"], "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 60, "max_position_embeddings": 256,
+    "eos_token_id": 1, "torch_dtype": "float32",
+}  # fmt: skip
+"""So few tokens that every answer soon meets its end-of-sequence token, or a stop token."""
+EITHER = pytest.mark.parametrize("runs_ahead", [False, True], ids=["in-turn", "ahead"])
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("model")
+    (path / "config.json").write_text(json.dumps(CONFIG))
+    return path
+
+
+def make(folder: Path, runs_ahead: bool, **settings: object) -> LLMEngine:
+    args = EngineArgs(
+        model=str(folder), load_format="dummy", dtype="float32", block_size=4, device="cpu", num_threads=1,
+        attention_backend="torch", **{"num_kv_blocks": 256, **settings},
+    )  # fmt: skip
+    config = create_engine_config(args)
+    # A CPU computes when it is told to, so that nothing is gained here; but every path is taken.
+    return LLMEngine(replace(config, scheduler=replace(config.scheduler, async_scheduling=runs_ahead)))
+
+
+def params_of(number: int) -> SamplingParams:
+    """Greedy and drawn, with and without penalties, ending by length and by tokens."""
+    penalties = {"repetition_penalty": 1.3, "frequency_penalty": 0.4, "presence_penalty": -0.3}
+    return SamplingParams(
+        temperature=0.0 if number % 4 == 0 else 1.0, seed=number, top_p=0.9 if number % 3 == 0 else 1.0,
+        max_tokens=1 + number * 5 % 40, min_tokens=number % 2, ignore_eos=number % 5 == 0,
+        stop_token_ids=frozenset({5, 17}) if number % 2 else frozenset(), **(penalties if number % 3 else {}),
+    )  # fmt: skip
+
+
+def answers_of(engine: LLMEngine, numbers: range) -> dict[str, tuple[list[int], FinishReason | None]]:
+    for number in numbers:
+        prompt = [(7 * number + 3 * i) % 55 + 5 for i in range(1 + number * 3 % 50)]
+        engine.add_request(str(number), prompt, params_of(number))
+    answers: dict[str, tuple[list[int], FinishReason | None]] = {}
+    while engine.has_unfinished_requests():
+        for output in engine.step():
+            [completion] = output.outputs
+            tokens, _ = answers.setdefault(output.request_id, ([], None))
+            assert completion.offset == len(tokens)
+            answers[output.request_id] = tokens + completion.token_ids, completion.finish_reason
+        assert engine.audit()[1] == []
+    ledger, _ = engine.audit()
+    assert ledger.num_free + ledger.num_cached == ledger.num_blocks
+    return answers
+
+
+@pytest.fixture(scope="module")
+def expected(folder: Path) -> dict[str, tuple[list[int], FinishReason | None]]:
+    """Each request alone, and nothing ahead."""
+    engine = make(folder, False)
+    return {k: v for number in range(24) for k, v in answers_of(engine, range(number, number + 1)).items()}
+
+
+def test_the_requests_end_in_every_way(expected: dict[str, tuple[list[int], FinishReason | None]]) -> None:
+    reasons = [reason for _, reason in expected.values()]
+    assert min(reasons.count(FinishReason.STOP), reasons.count(FinishReason.LENGTH)) >= 5
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [{}, {"prefill_chunk_tokens": 8}, {"enable_prefix_caching": False}, {"num_kv_blocks": 66, "max_num_seqs": 9},
+     {"max_num_seqs": 3}],
+    ids=["batched", "chunked", "uncached", "preempted", "few"],
+)  # fmt: skip
+def test_same_tokens(
+    folder: Path, expected: dict[str, tuple[list[int], FinishReason | None]], settings: dict[str, object]
+) -> None:
+    engine = make(folder, True, **settings)
+    assert answers_of(engine, range(24)) == expected
+    assert (engine.stats.num_preemptions > 0) == ("num_kv_blocks" in settings)
+    assert answers_of(engine, range(24)) == expected, "on cached prefixes"
+
+
+def test_tokens_come_a_step_later_and_steps_are_idle_only_without_work(folder: Path) -> None:
+    engine = make(folder, True)
+    engine.add_request("r", [9, 8, 7], SamplingParams(temperature=0, max_tokens=3, ignore_eos=True))
+    nums_tokens = []
+    while engine.has_unfinished_requests():
+        nums_tokens.append(len(engine.step()))
+        assert not engine.is_idle
+    assert nums_tokens == [0, 1, 1, 1]
+    assert engine.step() == []
+    assert engine.is_idle
+
+
+def test_an_abort_between_two_steps_frees_its_blocks_after_them(folder: Path) -> None:
+    engine = make(folder, True, enable_prefix_caching=False)
+    for name in ("stays", "goes"):
+        engine.add_request(name, [9, 8, 7], SamplingParams(temperature=0, max_tokens=30, ignore_eos=True))
+    engine.step()
+    assert engine.abort("goes")
+    assert engine.audit()[0].num_sequence == 2, "a launched step still writes there"
+    tokens = [output.request_id for _ in range(2) for output in engine.step()]
+    assert tokens == ["stays", "stays"]
+    assert engine.audit()[0].num_sequence == 2  # of "stays", which has begun its second block
+    assert engine.abort("stays")
+    while engine.has_unfinished_requests():
+        assert engine.step() == []
+    assert engine.audit()[0].num_free == 256
+
+
+@EITHER
+def test_disaggregated(
+    folder: Path, expected: dict[str, tuple[list[int], FinishReason | None]], runs_ahead: bool
+) -> None:
+    """Prefilled by one engine, block by block copied to another, and decoded there on its own."""
+    prefill, decode = make(folder, runs_ahead), make(folder, runs_ahead)
+    source, destination = prefill.executor.kv_pool, decode.executor.kv_pool
+    answers: dict[str, tuple[list[int], FinishReason | None]] = {}
+    for number in range(24):
+        name, prompt = str(number), [(7 * number + 3 * i) % 55 + 5 for i in range(1 + number * 3 % 50)]
+        prefill.add_prefill(name, prompt, params_of(number))
+        outputs = []
+        while not outputs:
+            outputs = prefill.step()
+        [output] = outputs
+        answers[name] = output.outputs[0].token_ids, output.outputs[0].finish_reason
+        if not output.is_finished:
+            reservation = decode.reserve(name, prompt, params_of(number))
+            assert reservation is not None
+            first = reservation.num_cached_blocks
+            destination[:, reservation.block_ids[first:]] = source[:, list(output.held_block_ids)[first:]]
+            decode.commit(name, output.outputs[0].token_ids[0], len(prompt))
+        prefill.release(name)
+    while decode.has_unfinished_requests():
+        for output in decode.step():
+            tokens, _ = answers[output.request_id]
+            answers[output.request_id] = tokens + output.outputs[0].token_ids, output.outputs[0].finish_reason
+    assert answers == expected
+    for engine in (prefill, decode):
+        ledger, problems = engine.audit()
+        assert not problems
+        assert ledger.num_free + ledger.num_cached == ledger.num_blocks
+
+
+def test_a_step_reads_pending_tokens_where_the_step_before_left_them() -> None:
+    def sequence(number: int, tokens: list[int], num_computed: int) -> Sequence:
+        seq = Sequence(number, str(number), tokens, 1, SamplingParams(), block_table=[number])
+        seq.num_computed_tokens = num_computed
+        return seq
+
+    seqs = [sequence(0, [11], 0), sequence(1, [12, 13], 0), sequence(2, [14], 0)]
+    launched = SchedulerOutput([ScheduledSequence(seqs[0], 1), ScheduledSequence(seqs[1], 1),
+                                ScheduledSequence(seqs[2], 1)], [], [])  # fmt: skip
+    before = SampledTokens(launched, torch.tensor([31, INVALID_TOKEN]), "cpu")  # the second one samples none
+    assert before.wait() == [31, None, INVALID_TOKEN]
+    following = [sequence(2, [14, PENDING_TOKEN], 1), sequence(0, [11, PENDING_TOKEN], 1), sequence(1, [12, 13], 1)]
+    output = SchedulerOutput([ScheduledSequence(seq, 1) for seq in following], [], [])
+    batch = build_input_batch(output, 4, "cpu", before)
+    # A sequence whose token is none fails when the host hears of it; until then it must not be looked up as one.
+    assert batch.token_ids.tolist() == [0, 31, 13]
+    assert batch.last_token_ids.tolist() == [0, 31, 13]
