@@ -24,6 +24,7 @@ from torch.nn.attention.varlen import varlen_attn
 from engine import attention, model_runner
 from engine.attention.flash_backend import FlashAttention, FlashPlan
 from engine.attention.flash_calls import (
+    TORCH_WITH_PAGES,
     FlashCalls,
     flash_attn_2_calls,
     flash_attn_3_calls,
@@ -31,6 +32,7 @@ from engine.attention.flash_calls import (
     load_flash_attn_3,
     load_torch,
     torch_calls,
+    version_numbers,
 )
 from engine.attention.torch_backend import TorchAttention
 from engine.config import EngineArgs
@@ -73,6 +75,8 @@ def calls_of(kind: str) -> FlashCalls:
     if kind == "FlashAttention-2":
         reference = flash_reference
         return flash_attn_2_calls(reference.flash_attn_varlen_func, reference.flash_attn_with_kvcache, (2, 8, 3))
+    if version_numbers(torch.__version__) < TORCH_WITH_PAGES:
+        pytest.skip(f"varlen_attn of torch {torch.__version__} takes no pages")
     return torch_calls(varlen_attn)
 
 
