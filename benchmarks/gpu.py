@@ -1,6 +1,7 @@
 """Everything that only a GPU can show, in one run of minutes: kernels, the model, and how far both are from the device.
 
     python benchmarks/gpu.py                 on a machine with CUDA torch and Triton
+    python benchmarks/gpu.py --quantization fp8 --kv-cache-dtype fp8        decode and prefill in 8 bits
     python benchmarks/gpu.py --tiny          the same script on any machine, over a toy: that it runs, and nothing else
 
     floors ──> tests of the kernels ──> the model against plain torch ──> kernels alone ──> decode, prefill of a model
@@ -78,26 +79,25 @@ class Sizes:
     batch: int
     kv_cache_gib: float
 
-    @property
-    def num_weight_bytes(self) -> int:
-        """bfloat16, without the embeddings, of which a step reads a row."""
+    def weight_bytes(self, itemsize: int = 2) -> int:
+        """Layers' weights of `itemsize`, logits' in bfloat16; without the embeddings, of which a step reads a row."""
         c = self.config
         head_dim = c["hidden_size"] // c["num_attention_heads"]
         qkv = c["hidden_size"] * head_dim * (c["num_attention_heads"] + 2 * c["num_key_value_heads"])
         layer = qkv + c["hidden_size"] ** 2 + 3 * c["hidden_size"] * c["intermediate_size"]
-        return 2 * (c["num_hidden_layers"] * layer + c["vocab_size"] * c["hidden_size"])
+        return itemsize * c["num_hidden_layers"] * layer + 2 * c["vocab_size"] * c["hidden_size"]
 
-    def kv_bytes(self, num_tokens: int) -> int:
+    def kv_bytes(self, num_tokens: int, itemsize: int = 2) -> int:
         c = self.config
         head_dim = c["hidden_size"] // c["num_attention_heads"]
-        return 2 * 2 * c["num_hidden_layers"] * c["num_key_value_heads"] * head_dim * num_tokens
+        return 2 * itemsize * c["num_hidden_layers"] * c["num_key_value_heads"] * head_dim * num_tokens
 
     def prefill_flop(self, num_tokens: int) -> float:
         """Of one prompt: products of all tokens, logits of one, attention to those before."""
         c = self.config
         logits = 2 * c["vocab_size"] * c["hidden_size"]
         attention = 4 * c["num_hidden_layers"] * c["hidden_size"] * num_tokens**2 / 2
-        return num_tokens * (self.num_weight_bytes - logits) + logits + attention
+        return num_tokens * (self.weight_bytes() - logits) + logits + attention
 
 
 FULL = Sizes(LLAMA_8B, copy_bytes=4 << 30, matrix=8192, long_prompt=8192, batch=64, kv_cache_gib=24.0)
@@ -206,18 +206,23 @@ def measure_digests(copy_bps: float) -> Row:
     return Row("digests of 64 blocks, 32 layers", pool.numel() / 4 / seconds / 1e9, "GB/s", copy_bps / 1e9)
 
 
-def measure_engine(folder: Path, sizes: Sizes, device: str, copy_bps: float, flops: float) -> list[Row]:
-    """Whole steps: what decoding reads, and what prompts compute, beside the floors."""
+def measure_engine(
+    folder: Path, sizes: Sizes, device: str, copy_bps: float, flops: float, *, quantization: str, kv_cache_dtype: str
+) -> list[Row]:
+    """Whole steps: what decoding reads, and what prompts compute, beside the floors (products in bfloat16)."""
     long = sizes.long_prompt
+    weight_bytes = sizes.weight_bytes(2 if quantization == "none" else 1)
+    kv_itemsize = 2 if kv_cache_dtype == "auto" else 1
     engine = open_engine(
         folder, device, dtype="bfloat16", kv_cache_gib=sizes.kv_cache_gib, max_model_len=2 * long,
         max_num_seqs=sizes.batch, max_num_batched_tokens=max(2 * long, sizes.batch), max_itl_ms=0,
+        quantization=quantization, kv_cache_dtype=kv_cache_dtype,
     )  # fmt: skip
     rows = []
     for batch, context, target in ((1, long // 8, 0.85), (sizes.batch, long // 4, 0.8)):
         measure_decode(engine, batch, context, num_steps=4)  # records the graphs
         median_ms = measure_decode(engine, batch, context, num_steps=40).median_ms
-        limit_ms = 1e3 * (sizes.num_weight_bytes + batch * sizes.kv_bytes(context)) / copy_bps
+        limit_ms = 1e3 * (weight_bytes + batch * sizes.kv_bytes(context, kv_itemsize)) / copy_bps
         rows.append(Row(f"decode, {batch} x {context}", median_ms, "ms", limit_ms, target))
     for num_prompts, length, target in ((8, long, 0.6), (1, long // 4, 0.5)):
         seconds = min(prefill_seconds(engine, num_prompts, length, device) for _ in range(3))
@@ -249,7 +254,9 @@ def open_engine(folder: Path, device: str, **settings: Any) -> LLMEngine:
 
 @click.command(context_settings={"help_option_names": ["-h", "--help"]})
 @click.option("--tiny", is_flag=True, help="A toy, on a CPU where there is no GPU: only to see the script run.")
-def main(tiny: bool) -> None:
+@click.option("--quantization", default="none", help="Of the engine measured: none, int8 or fp8.")
+@click.option("--kv-cache-dtype", default="auto", help="Of the engine measured: auto or fp8.")
+def main(tiny: bool, quantization: str, kv_cache_dtype: str) -> None:
     """Check and measure all that a GPU can show."""
     has_gpu = torch.cuda.is_available()
     if not has_gpu and not tiny:
@@ -275,11 +282,15 @@ def main(tiny: bool) -> None:
         if has_gpu:
             rows += [measure_decode_kernel(sizes, copy_bps), measure_digests(copy_bps)]
             say("kernels measured")
-        rows += measure_engine(model, sizes, device, copy_bps, flops)
+        rows += measure_engine(
+            model, sizes, device, copy_bps, flops, quantization=quantization, kv_cache_dtype=kv_cache_dtype
+        )
         say("engine measured")
     click.echo("\n" + "\n".join(line_of(row) for row in rows))
     summary = {
         "benchmark": "gpu",
+        "quantization": quantization,
+        "kv_cache_dtype": kv_cache_dtype,
         "gpu": torch.cuda.get_device_name() if has_gpu else None,
         "kernel_tests": tests,
         "answers_as_plain_torch": same,

@@ -216,7 +216,7 @@ def test_an_engine_computes_what_it_does_with_plain_torch(
 
 
 def test_an_engine_in_8_bits_computes_what_it_does_with_plain_torch(tmp_path: Path) -> None:
-    """Weights and pool. Where two numbers are rounded to 8 bits on either side of a middle, they are 1/16 apart."""
+    """Weights and pool. Numbers rounded to 8 bits on either side of a middle are up to 1/8 apart."""
     (tmp_path / "config.json").write_text(json.dumps(CONFIG))
     settings = {"quantization": "int8", "kv_cache_dtype": "fp8"}
     ours = logits_of_steps(tmp_path, "triton", records=False, **settings)
