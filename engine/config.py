@@ -12,6 +12,8 @@ from typing import Any
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 LOAD_FORMATS = ("auto", "safetensors", "gguf", "dummy")
 ATTENTION_BACKENDS = ("auto", "cpu", "triton", "flash_attn", "torch")
+QUANTIZATIONS = ("none", "fp8", "int8")
+KV_CACHE_DTYPES = ("auto", "fp8", "fp8_e4m3")
 GIB = 1024**3
 
 
@@ -33,6 +35,8 @@ class ModelConfig:
     """config.json, as parsed."""
     dtype: str
     """"float32", "bfloat16" or "float16", resolved."""
+    quantization: str
+    """Of the weights of layers' products: "none", "fp8" or "int8" (engine/quantization.py)."""
     max_model_len: int
     """Prompt and answer together, in tokens."""
     vocab_size: int
@@ -49,6 +53,8 @@ class ModelConfig:
 @dataclass(frozen=True, kw_only=True)
 class CacheConfig:
     block_size: int
+    kv_dtype: str
+    """What the pool holds: the model's dtype or "float8_e4m3fn"."""
     num_blocks: int
     """0: what a GPU has room for, measured when the model is there (engine/pool_size.py)."""
     gpu_memory_utilization: float
@@ -79,6 +85,8 @@ class DeviceConfig:
     """Compute threads of this engine; 0 leaves torch's default."""
     attention_backend: str
     """Resolved: "cpu", "triton", "flash_attn" or "torch"."""
+    uses_triton: bool
+    """What surrounds attention is done by the Triton kernels."""
     uses_graphs: bool
     """Decoding steps are recorded and replayed (engine/decode_graphs.py)."""
 
@@ -98,7 +106,7 @@ class EngineConfig:
     device: DeviceConfig
     load: LoadConfig
     compat_digest: str
-    """Of everything that must be equal for two engines to exchange KV: config, weights, dtype, block size, order."""
+    """Of everything that must be equal for two engines to exchange KV: config, weights, dtypes, block size, order."""
     prefix_key: bytes
     """Key of the prefix hashes: of `compat_digest`."""
 
@@ -118,6 +126,17 @@ class EngineArgs:
         default="", metadata={"help": "Name that requests may give as `model`. Default: the model's."}
     )
     dtype: str = field(default="auto", metadata={"help": "auto (the weights' own), float32, bfloat16 or float16."})
+    quantization: str = field(
+        default="none",
+        metadata={
+            "help": "Weights of the layers' products in 8 bits, quantised when loaded: none, int8 (weights alone, "
+            "anywhere) or fp8 (activations too; GPUs of compute capability 8.9 or later)."
+        },
+    )
+    kv_cache_dtype: str = field(
+        default="auto",
+        metadata={"help": "What the KV pool holds: auto (the model's dtype) or fp8 (float8_e4m3fn), half the bytes."},
+    )
     load_format: str = field(
         default="auto", metadata={"help": "auto, safetensors, gguf, or dummy (random weights of the config's shapes)."}
     )
@@ -187,6 +206,14 @@ class EngineArgs:
     def __post_init__(self) -> None:
         _check(bool(self.model), "model must not be empty")
         _check(self.dtype in DTYPES, f"dtype must be one of {', '.join(DTYPES)}, is {self.dtype!r}")
+        _check(
+            self.quantization in QUANTIZATIONS,
+            f"quantization must be one of {', '.join(QUANTIZATIONS)}, is {self.quantization!r}",
+        )
+        _check(
+            self.kv_cache_dtype in KV_CACHE_DTYPES,
+            f"kv_cache_dtype must be one of {', '.join(KV_CACHE_DTYPES)}, is {self.kv_cache_dtype!r}",
+        )
         _check(
             self.load_format in LOAD_FORMATS,
             f"load_format must be one of {', '.join(LOAD_FORMATS)}, is {self.load_format!r}",

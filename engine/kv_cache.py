@@ -20,6 +20,7 @@ from dataclasses import dataclass
 
 import torch
 
+from engine.float8 import FLOAT8, saturated_float8
 from engine.to_device import integers
 
 KV_ORDER = "layer block kv head slot dim"
@@ -33,6 +34,10 @@ KV_FORMAT_VERSION = 1
 """Raised when equal weights and shapes would yield other bytes in a block (another order, other RoPE pairs)."""
 
 TORCH_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+"""What models compute in."""
+
+KV_DTYPES = TORCH_DTYPES | {FLOAT8: torch.float8_e4m3fn}
+"""What a pool may hold. 8-bit floats without a scale, as in vLLM where none was calibrated."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,11 +51,12 @@ class KVCacheShape:
     num_kv_heads: int
     head_dim: int
     dtype: str
+    """One of KV_DTYPES."""
 
     @property
     def block_bytes(self) -> int:
         """Bytes of one block of one layer."""
-        return 2 * self.num_kv_heads * self.block_size * self.head_dim * TORCH_DTYPES[self.dtype].itemsize
+        return 2 * self.num_kv_heads * self.block_size * self.head_dim * KV_DTYPES[self.dtype].itemsize
 
     @property
     def pool_bytes(self) -> int:
@@ -61,18 +67,34 @@ def allocate_kv_pool(shape: KVCacheShape, device: str) -> torch.Tensor:
     """The pool, contiguous and zeroed."""
     return torch.zeros(
         (shape.num_layers, shape.num_blocks, 2, shape.num_kv_heads, shape.block_size, shape.head_dim),
-        dtype=TORCH_DTYPES[shape.dtype],
+        dtype=KV_DTYPES[shape.dtype],
         device=device,
     )
+
+
+def kv_dtype_of(kv_cache_dtype: str, dtype: str) -> str:
+    """The pool's, of what `EngineArgs.kv_cache_dtype` says and the model's dtype."""
+    return dtype if kv_cache_dtype == "auto" else FLOAT8
+
+
+def rounded_for_pool(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """`x`, in the model's dtype, as a pool of `dtype` holds it."""
+    return saturated_float8(x) if dtype == torch.float8_e4m3fn else x
+
+
+def as_movable(pool: torch.Tensor) -> torch.Tensor:
+    """The same memory in a type that torch can copy, fill and index everywhere: bytes, where it holds 8-bit floats."""
+    return pool.view(torch.uint8) if pool.dtype == torch.float8_e4m3fn else pool
 
 
 def copy_blocks(pool: torch.Tensor, pairs: Sequence[tuple[int, int]]) -> None:
     """Copy, in all layers, each pair's first block over its second. All are read before any is written."""
     sources, destinations = zip(*pairs, strict=True)
+    pool = as_movable(pool)
     copied = pool.index_select(1, integers(sources, pool.device))
     pool.index_copy_(1, integers(destinations, pool.device), copied)
 
 
 def clear_blocks(pool: torch.Tensor, block_ids: Sequence[int]) -> None:
     """Zero these blocks in all layers."""
-    pool.index_fill_(1, integers(block_ids, pool.device), 0)
+    as_movable(pool).index_fill_(1, integers(block_ids, pool.device), 0)

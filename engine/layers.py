@@ -65,11 +65,16 @@ class GatedLinear:
     """`silu(x @ gate.T + gate_bias) * (x @ up.T + up_bias)`, both products as one."""
 
     def __init__(
-        self, gate: torch.Tensor, up: torch.Tensor, gate_bias: torch.Tensor | None, up_bias: torch.Tensor | None
+        self,
+        gate: torch.Tensor,
+        up: torch.Tensor,
+        gate_bias: torch.Tensor | None,
+        up_bias: torch.Tensor | None,
+        linear: type[Linear] = Linear,
     ) -> None:
-        """Either both have a bias or neither."""
+        """Either both have a bias or neither. `linear`: what makes the product."""
         bias = None if gate_bias is None or up_bias is None else torch.cat((gate_bias, up_bias))
-        self._gate_up = Linear(torch.cat((gate, up)), bias)
+        self._gate_up = linear(torch.cat((gate, up)), bias)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """[..., in] -> [..., out]"""

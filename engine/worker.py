@@ -40,7 +40,7 @@ class Worker:
             block_size=config.cache.block_size,
             num_kv_heads=config.model.num_kv_heads,
             head_dim=config.model.head_dim,
-            dtype=config.model.dtype,
+            dtype=config.cache.kv_dtype,
         )
         start_s = time.monotonic()
         backend = create_attention_backend(config)

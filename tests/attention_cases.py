@@ -28,20 +28,23 @@ class Case:
         block_size: int,
         seed: int = 0,
         dtype: torch.dtype = torch.float32,
+        kv_dtype: torch.dtype | None = None,
         last: QKV | None = None,
     ) -> None:
-        """`lens`: (tokens computed before, tokens of this step) per sequence, decoding ones first. `last`: of the last
-        sequence's tokens; by default random, like all others."""
+        """`lens`: (tokens computed before, tokens of this step) per sequence, decoding ones first. `kv_dtype`: of the
+        pool, by default `dtype`; keys and values are numbers that it has. `last`: of the last sequence's tokens; by
+        default random, like all others."""
+        kv_dtype = kv_dtype or dtype
         self.generator = torch.Generator().manual_seed(seed)
         self.lens, self.block_size = lens, block_size
         self.num_heads, self.num_kv_heads, self.head_dim = num_heads, num_kv_heads, head_dim
         order = torch.randperm(NUM_BLOCKS, generator=self.generator).tolist()
         tables = [[order.pop() for _ in range(-(-(before + new) // block_size))] for before, new in lens]
-        self.kv = torch.full((NUM_BLOCKS, 2, num_kv_heads, block_size, head_dim), float("nan"), dtype=dtype)
+        self.kv = torch.full((NUM_BLOCKS, 2, num_kv_heads, block_size, head_dim), float("nan"), dtype=kv_dtype)
         self.history: list[tuple[torch.Tensor, torch.Tensor]] = []
         for table, (before, new) in zip(tables, lens, strict=True):
             self.kv[table[-1]] = 0  # a begun block is cleared, all others stay what they were
-            k, v = (self.randn(before + new, num_kv_heads).to(dtype) for _ in range(2))
+            k, v = (self.randn(before + new, num_kv_heads).to(kv_dtype).to(dtype) for _ in range(2))
             if last is not None and len(self.history) == len(lens) - 1:
                 k, v = last[1][: before + new], last[2][: before + new]
             for position in range(before):

@@ -30,6 +30,7 @@ from triton.runtime.jit import JITFunction
 from engine.attention.base import StepLayout
 from engine.attention.triton_backend import TritonAttention
 from engine.kernels.gpu.digest import block_digests
+from engine.kernels.gpu.eight_bits import int8_product, quantize_rows
 from engine.kernels.gpu.pointwise import add_rms_norm, silu_multiply
 from engine.kernels.gpu.rotate import rotate_and_store
 
@@ -37,6 +38,7 @@ H200 = GPUTarget("cuda", 90, 32)
 OPTIONS = ("num_warps", "num_stages")
 POINTERS = {
     torch.float32: "*fp32", torch.float16: "*fp16", torch.bfloat16: "*bf16", torch.int32: "*i32", torch.int64: "*i64",
+    torch.int8: "*i8", torch.float8_e4m3fn: "*fp8e4nv",
 }  # fmt: skip
 NUM_HEADS, NUM_KV_HEADS, BLOCK_SIZE, MAX_CONTEXT = 32, 8, 16, 8192
 
@@ -74,22 +76,25 @@ def resources_of(cubin: bytes) -> dict[str, int]:
     return {name.lower(): int(re.search(rf"{name}:(\d+)", text)[1]) for name in ("REG", "STACK")}  # type: ignore[index]
 
 
-def compile_attention(head_dim: int, dtype: torch.dtype, window: int, soft_cap: float) -> None:
+def compile_attention(
+    head_dim: int, dtype: torch.dtype, window: int, soft_cap: float, kv_dtype: torch.dtype | None = None
+) -> None:
+    kv_dtype = kv_dtype or dtype
     backend = TritonAttention(
         num_heads=NUM_HEADS, num_kv_heads=NUM_KV_HEADS, head_dim=head_dim, block_size=BLOCK_SIZE,
-        dtype=str(dtype).removeprefix("torch."), device="cpu", soft_cap=soft_cap,
+        dtype=name_of(dtype), kv_dtype=name_of(kv_dtype), device="cpu", soft_cap=soft_cap,
     )  # fmt: skip
     layout = StepLayout(
         query_lens=np.array([1, 3]), context_lens=np.array([MAX_CONTEXT, 3]),
         block_tables=np.zeros((2, MAX_CONTEXT // BLOCK_SIZE), dtype=np.int64), slot_mapping=np.zeros(4, dtype=np.int64),
         num_decodes=1,
     )  # fmt: skip
-    kv = torch.zeros(1, 2, NUM_KV_HEADS, BLOCK_SIZE, head_dim, dtype=dtype)
+    kv = torch.zeros(1, 2, NUM_KV_HEADS, BLOCK_SIZE, head_dim, dtype=kv_dtype)
     backend.attend(torch.zeros(4, NUM_HEADS, head_dim, dtype=dtype), kv, backend.prepare(layout), window)
 
 
-def compile_rotation(head_dim: int, dtype: torch.dtype, has_norms: bool) -> None:
-    kv = torch.zeros(1, 2, NUM_KV_HEADS, BLOCK_SIZE, head_dim, dtype=dtype)
+def compile_rotation(head_dim: int, dtype: torch.dtype, has_norms: bool, kv_dtype: torch.dtype) -> None:
+    kv = torch.zeros(1, 2, NUM_KV_HEADS, BLOCK_SIZE, head_dim, dtype=kv_dtype)
     qkv, one = torch.zeros(2, (NUM_HEADS + 2 * NUM_KV_HEADS) * head_dim, dtype=dtype), torch.ones(head_dim, dtype=dtype)
     cos_sin = (torch.ones(2, 1, head_dim, dtype=dtype),) * 2
     slots = torch.zeros(2, dtype=torch.int64)
@@ -100,7 +105,18 @@ def compile_rest(dtype: torch.dtype) -> None:
     x = torch.zeros(2, 4096, dtype=dtype)
     add_rms_norm(x, x.clone(), x[0], 1e-6)
     silu_multiply(x)
+    quantize_rows(x, 1e-12)
     block_digests(torch.zeros(1, 1, 2, NUM_KV_HEADS, BLOCK_SIZE, 128, dtype=dtype), [0])
+
+
+def compile_int8_products(num_rows: int) -> None:
+    """Of a decoding step of Llama-3.1-8B: q, k and v."""
+    x, scale = torch.zeros(num_rows, 4096, dtype=torch.bfloat16), torch.ones(6144, dtype=torch.bfloat16)
+    int8_product(x, torch.zeros(6144, 4096, dtype=torch.int8), scale, None)
+
+
+def name_of(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def main() -> None:
@@ -115,10 +131,17 @@ def main() -> None:
         (256, torch.bfloat16, 0, 0.0),
         (128, torch.float32, 0, 0.0),
     ):
-        name = f"{head_dim} {str(dtype).removeprefix('torch.')}" + (f" window {window} cap" if window else "")
+        name = f"{head_dim} {name_of(dtype)}" + (f" window {window} cap" if window else "")
         cases[name] = lambda a=(head_dim, dtype, window, soft_cap): compile_attention(*a)  # type: ignore[misc]
-    cases["plain"] = lambda: compile_rotation(128, torch.bfloat16, False)
-    cases["normed"] = lambda: compile_rotation(128, torch.bfloat16, True)
+    for head_dim in (128, 256):
+        cases[f"{head_dim} bfloat16, 8-bit pool"] = lambda head_dim=head_dim: compile_attention(  # type: ignore[misc]
+            head_dim, torch.bfloat16, 0, 0.0, torch.float8_e4m3fn
+        )
+    cases["plain"] = lambda: compile_rotation(128, torch.bfloat16, False, torch.bfloat16)
+    cases["normed"] = lambda: compile_rotation(128, torch.bfloat16, True, torch.bfloat16)
+    cases["8-bit pool"] = lambda: compile_rotation(128, torch.bfloat16, True, torch.float8_e4m3fn)
+    for num_rows in (16, 32, 64, 256):
+        cases[f"{num_rows} rows"] = lambda num_rows=num_rows: compile_int8_products(num_rows)  # type: ignore[misc]
     cases["bfloat16"] = lambda: compile_rest(torch.bfloat16)
     for case, compile_case in cases.items():  # noqa: B007
         compile_case()

@@ -5,7 +5,10 @@ skipped.
 
 Triton's interpreter keeps bfloat16 as 16-bit integers, and its makers say that it does not compute with them: a product
 takes the bit patterns for numbers (triton-lang/triton issue 11584), and a conversion cuts off where a GPU rounds to
-nearest. `_teach_bfloat16` mends these two, which are all that the kernels use.
+nearest. `_teach_bfloat16` mends these two, and int8 to bfloat16, which are all that the kernels use.
+
+Its rounding to 8-bit floats loses the carry from the fraction into the exponent. `_teach_float8` leaves it to torch,
+but makes NaN of what is too large, where a GPU saturates: a kernel that relies on that is found out.
 """
 
 from __future__ import annotations
@@ -17,6 +20,9 @@ import numpy as np
 import pytest
 import torch
 from numpy.typing import NDArray
+
+LARGEST_ROUNDED = 464.0
+"""What is nearer to the largest 8-bit float than to the next one, if there was one."""
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
@@ -47,12 +53,44 @@ def _teach_bfloat16() -> None:
     def cast_impl(self: Any, source: Any, to: Any) -> Any:
         if source.dtype.scalar == tl.bfloat16 and to.scalar == tl.float32:
             return widened(source)
-        if source.dtype.scalar == tl.float32 and to.scalar == tl.bfloat16:
-            return TensorHandle(rounded(source.data), tl.bfloat16)
+        if source.dtype.scalar in (tl.float32, tl.int8) and to.scalar == tl.bfloat16:
+            return TensorHandle(rounded(source.data.astype(np.float32)), tl.bfloat16)
         return cast(self, source, to)
 
     InterpreterBuilder.create_dot, InterpreterBuilder.cast_impl = create_dot, cast_impl
 
 
+def _teach_float8() -> None:
+    import triton.language as tl
+    from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
+
+    convert = InterpreterBuilder.create_fp_to_fp
+    torch_types = {
+        tl.float8e4nv: torch.float8_e4m3fn, tl.bfloat16: torch.bfloat16, tl.float16: torch.float16,
+        tl.float32: torch.float32,
+    }  # fmt: skip
+
+    def create_fp_to_fp(self: Any, source: Any, to: Any, rounding_mode: Any) -> Any:
+        if tl.float8e4nv not in (source.dtype.scalar, to.scalar):
+            return convert(self, source, to, rounding_mode)
+        data = np.ascontiguousarray(source.data)
+        numbers = torch.from_numpy(data.view(np.uint8)).view(torch_types[source.dtype.scalar])
+        numbers = numbers.float()
+        if to.scalar == tl.float8e4nv:
+            numbers = torch.where(numbers.abs() > LARGEST_ROUNDED, torch.nan, numbers)
+        result = numbers.to(torch_types[to.scalar]).view(torch.uint8).numpy()
+        return TensorHandle(result.view(_numpy_type(to.scalar)).reshape(data.shape), to.scalar)
+
+    InterpreterBuilder.create_fp_to_fp = create_fp_to_fp
+
+
+def _numpy_type(scalar: Any) -> Any:
+    """What the interpreter keeps numbers of a type as."""
+    from triton.runtime.interpreter import _get_np_dtype
+
+    return _get_np_dtype(scalar)
+
+
 if DEVICE == "cpu":
     _teach_bfloat16()
+    _teach_float8()

@@ -48,12 +48,18 @@ class CpuAttention(AttentionBackend[CpuPlan]):
         hidden_size: int,
         intermediate_size: int,
         block_size: int,
+        quantization: str,
+        kv_dtype: str,
     ) -> str:
         """What is in the way, as a clause; empty if nothing is. `num_groups`: query heads per key head."""
         if device != "cpu":
             return f"the device is {device}"
         if dtype != "bfloat16":
             return f"it computes bfloat16, and dtype is {dtype}"
+        if quantization != "none":
+            return f"it multiplies with bfloat16 weights, and quantization is {quantization}"
+        if kv_dtype != dtype:
+            return f"its pool holds bfloat16, and kv_cache_dtype makes it {kv_dtype}"
         if block_size % GRAIN:
             return f"block_size must be a multiple of {GRAIN}, is {block_size}"
         if head_dim % GRAIN or head_dim > MAX_HEAD_DIM:

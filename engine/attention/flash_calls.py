@@ -78,9 +78,9 @@ class FlashCalls:
     """Of sequences with any number of queries."""
 
 
-def load_flash_calls(*, device: str, dtype: str, head_dim: int, block_size: int) -> FlashCalls:
+def load_flash_calls(*, device: str, dtype: str, kv_dtype: str, head_dim: int, block_size: int) -> FlashCalls:
     """The newest library that can serve here. Raises `FlashUnavailable`."""
-    why_not = why_no_flash(device=device, dtype=dtype, head_dim=head_dim)
+    why_not = why_no_flash(device=device, dtype=dtype, kv_dtype=kv_dtype, head_dim=head_dim)
     if why_not:
         raise FlashUnavailable(why_not)
     capability = torch.cuda.get_device_capability()
@@ -98,12 +98,14 @@ def load_flash_calls(*, device: str, dtype: str, head_dim: int, block_size: int)
     raise FlashUnavailable("; ".join(reasons))
 
 
-def why_no_flash(*, device: str, dtype: str, head_dim: int) -> str:
+def why_no_flash(*, device: str, dtype: str, kv_dtype: str, head_dim: int) -> str:
     """What keeps all of them from serving, as a clause; empty if nothing does."""
     if device != "cuda":
         return f"the device is {device}"
     if dtype not in DTYPES:
         return f"it computes {' and '.join(DTYPES)}, and dtype is {dtype}"
+    if kv_dtype != dtype:
+        return f"it reads pools of the queries' dtype, and kv_cache_dtype makes this one {kv_dtype}"
     if head_dim > MAX_HEAD_DIM or head_dim % HEAD_DIM_MULTIPLE:
         return (
             f"the model's head size must be a multiple of {HEAD_DIM_MULTIPLE} and at most {MAX_HEAD_DIM}, is {head_dim}"

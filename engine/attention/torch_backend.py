@@ -1,8 +1,9 @@
 """Paged attention in plain torch: the reference of all other backends, on any device.
 
-Owns the gathered copy of the blocks that a group of sequences attends to. Sequences are put into groups of similar
-length, each group is one scaled-dot-product call over padded tensors, and padding never doubles the work: of sequences
-sorted by length, one joins a group only while the group's padded area stays within `MAX_PADDING` times its useful area.
+Owns the gathered copy of the blocks that a group of sequences attends to, in the queries' dtype whatever the pool has.
+Sequences are put into groups of similar length, each group is one scaled-dot-product call over padded tensors, and
+padding never doubles the work: of sequences sorted by length, one joins a group only while the group's padded area
+stays within `MAX_PADDING` times its useful area.
 
 A decoding group folds the query heads that share a key head into the query axis, so that keys are never repeated. A
 group of whole prompts needs no mask: it is causal from its first token. Everything else gets an explicit mask.
@@ -21,6 +22,7 @@ import torch.nn.functional as F  # noqa: N812
 from numpy.typing import NDArray
 
 from engine.attention.base import AttentionBackend, StepLayout
+from engine.kv_cache import as_movable, rounded_for_pool
 from engine.layers import HeadProjection
 
 MAX_PADDING = 2.0
@@ -63,7 +65,7 @@ class TorchAttention(AttentionBackend[TorchPlan]):
         self._head_dim = head_dim
         self._block_size = block_size
         self._device = device
-        self._scratch: torch.Tensor | None = None
+        self._scratch: dict[torch.dtype, torch.Tensor] = {}
 
     def prepare(self, layout: StepLayout) -> TorchPlan:
         slots = layout.slot_mapping
@@ -88,14 +90,14 @@ class TorchAttention(AttentionBackend[TorchPlan]):
         return q_TNH
 
     def write_kv(self, kv: torch.Tensor, k_TKH: torch.Tensor, v_TKH: torch.Tensor, plan: TorchPlan) -> None:
-        rows = kv.view(-1, self._head_dim)
-        rows.index_copy_(0, plan.kv_write_rows[0], k_TKH.reshape(-1, self._head_dim))
-        rows.index_copy_(0, plan.kv_write_rows[1], v_TKH.reshape(-1, self._head_dim))
+        rows = as_movable(kv).view(-1, self._head_dim)
+        for row_ids, x_TKH in zip(plan.kv_write_rows, (k_TKH, v_TKH), strict=True):
+            rows.index_copy_(0, row_ids, as_movable(rounded_for_pool(x_TKH.reshape(-1, self._head_dim), kv.dtype)))
 
     def attend(self, q_TNH: torch.Tensor, kv: torch.Tensor, plan: TorchPlan, sliding_window: int) -> torch.Tensor:
         groups = plan.groups.get(sliding_window)
         if groups is None:
-            groups = plan.groups[sliding_window] = self._make_groups(plan.layout, sliding_window, kv.dtype)
+            groups = plan.groups[sliding_window] = self._make_groups(plan.layout, sliding_window, q_TNH.dtype)
         if len(groups) == 1 and isinstance(groups[0].token_rows, slice):
             return self._attend_group(q_TNH, kv, groups[0]).reshape(q_TNH.shape[0], -1)
         o_TNH = torch.empty_like(q_TNH, memory_format=torch.contiguous_format)
@@ -107,7 +109,7 @@ class TorchAttention(AttentionBackend[TorchPlan]):
         """[tokens of the group, N, H]"""
         B, L, C = group.num_seqs, group.query_len, group.num_slots
         N, K, H = self._num_heads, self._num_kv_heads, self._head_dim
-        k_BKCH, v_BKCH = self._gather(kv, group).view(2, B, K, C, H).unbind(0)
+        k_BKCH, v_BKCH = self._gather(kv, group, q_TNH.dtype).view(2, B, K, C, H).unbind(0)
         if L == 1:
             q_BKGH = q_TNH[group.token_rows].reshape(B, K, N // K, H)
             return F.scaled_dot_product_attention(q_BKGH, k_BKCH, v_BKCH, attn_mask=group.mask).reshape(B, N, H)
@@ -121,13 +123,21 @@ class TorchAttention(AttentionBackend[TorchPlan]):
         o = o_BNLH.transpose(1, 2).reshape(B * L, N, H)
         return o if group.valid_rows is None else o[group.valid_rows]
 
-    def _gather(self, kv: torch.Tensor, group: Group) -> torch.Tensor:
+    def _gather(self, kv: torch.Tensor, group: Group, dtype: torch.dtype) -> torch.Tensor:
+        row_size = self._block_size * self._head_dim
+        rows = as_movable(kv).view(-1, row_size)
+        gathered = self._scratch_of(rows.dtype, group.kv_rows.numel() * row_size).view(-1, row_size)
+        torch.index_select(rows, 0, group.kv_rows, out=gathered)
+        if kv.dtype == dtype:
+            return gathered
+        return self._scratch_of(dtype, gathered.numel()).view(-1, row_size).copy_(gathered.view(kv.dtype))
+
+    def _scratch_of(self, dtype: torch.dtype, num_values: int) -> torch.Tensor:
         # A fresh tensor of some megabytes per layer would cost more in page faults than the copy itself.
-        num_values = group.kv_rows.numel() * self._block_size * self._head_dim
-        if self._scratch is None or self._scratch.numel() < num_values or self._scratch.dtype != kv.dtype:
-            self._scratch = torch.empty(num_values, dtype=kv.dtype, device=kv.device)
-        out = self._scratch[:num_values].view(group.kv_rows.numel(), -1)
-        return torch.index_select(kv.view(-1, self._block_size * self._head_dim), 0, group.kv_rows, out=out)
+        scratch = self._scratch.get(dtype)
+        if scratch is None or scratch.numel() < num_values:
+            scratch = self._scratch[dtype] = torch.empty(num_values, dtype=dtype, device=self._device)
+        return scratch[:num_values]
 
     def _make_groups(self, layout: StepLayout, window: int, dtype: torch.dtype) -> list[Group]:
         starts = np.concatenate(([0], np.cumsum(layout.query_lens)))

@@ -20,12 +20,13 @@ import torch
 
 from engine.attention.base import AttentionBackend, StepLayout
 from engine.attention.step_arrays import IntArray, empty_decodes, fill_up_decodes, pack, unpack
+from engine.float8 import FLOAT8, why_no_float8
 from engine.kernels.gpu.decode import DecodeConfig, paged_decode, partial_size
 from engine.kernels.gpu.pointwise import MAX_HIDDEN_SIZE
 from engine.kernels.gpu.prefill import MAX_GROUPS, PrefillConfig, list_tiles, paged_prefill
 from engine.kernels.gpu.rotate import project_heads
 from engine.kernels.gpu.tile import MAX_HEAD_DIM
-from engine.kv_cache import TORCH_DTYPES
+from engine.kv_cache import KV_DTYPES, TORCH_DTYPES
 from engine.layers import HeadProjection
 from engine.to_device import to_device
 
@@ -65,19 +66,26 @@ class TritonAttention(AttentionBackend[TritonPlan]):
         block_size: int,
         dtype: str,
         device: str,
+        kv_dtype: str = "",
         soft_cap: float = 0.0,
     ) -> None:
-        """`soft_cap`: of the scores, 0 for none."""
+        """`kv_dtype`: of the pool, where it is not the queries' `dtype`. `soft_cap`: of the scores, 0 for none."""
         self._num_heads, self._head_dim, self._block_size = num_heads, head_dim, block_size
         self._device, self._soft_cap = device, soft_cap
-        itemsize, num_groups = TORCH_DTYPES[dtype].itemsize, num_heads // num_kv_heads
-        self._decode_config = DecodeConfig.of(head_dim, itemsize)
-        self._prefill_config = PrefillConfig.of(head_dim, itemsize, num_groups)
+        itemsize, kv_itemsize = TORCH_DTYPES[dtype].itemsize, KV_DTYPES[kv_dtype or dtype].itemsize
+        num_groups = num_heads // num_kv_heads
+        self._decode_config = DecodeConfig.of(head_dim, itemsize, kv_itemsize)
+        self._prefill_config = PrefillConfig.of(head_dim, itemsize, num_groups, kv_itemsize)
         self._tokens_per_tile = self._prefill_config.block_m // num_groups
 
     @staticmethod
-    def why_not(*, head_dim: int, num_groups: int, hidden_size: int) -> str:
-        """What is in the way, as a clause; empty if nothing is. `num_groups`: query heads per key head."""
+    def why_not(
+        *, head_dim: int, num_groups: int, hidden_size: int, kv_dtype: str, capability: tuple[int, int] | None
+    ) -> str:
+        """What is in the way, as a clause; empty if nothing is. `num_groups`: query heads per key head. `capability`:
+        the GPU's, None without one."""
+        if kv_dtype == FLOAT8 and capability is not None and (why_not := why_no_float8(capability)):
+            return f"kv_cache_dtype is fp8, and {why_not}"
         if head_dim > MAX_HEAD_DIM or head_dim % 2:
             return f"the model's head size must be even and at most {MAX_HEAD_DIM}, is {head_dim}"
         if num_groups > MAX_GROUPS:

@@ -19,7 +19,7 @@ from engine.config import EngineArgs, EngineConfig
 if TYPE_CHECKING:
     from engine.attention import AttentionBackend
     from engine.model_loader.weights import Weights
-    from engine.models.decoder import Decoder
+    from engine.models.decoder import Decoder, Parts
 
 __all__ = ["create_engine_config", "load_model", "resolve_model"]
 
@@ -88,8 +88,6 @@ def load_model(config: EngineConfig, backend: AttentionBackend[Any]) -> Decoder:
 
     Raises `ValueError` where weights and config.json do not fit.
     """
-    from engine.attention import uses_triton_kernels
-    from engine.kernels.cpu import KERNEL_PARTS
     from engine.model_loader.weights import DummyWeights, SafetensorsWeights
     from engine.models import load_decoder_config
     from engine.models.decoder import Decoder
@@ -101,10 +99,24 @@ def load_model(config: EngineConfig, backend: AttentionBackend[Any]) -> Decoder:
     else:
         weights = SafetensorsWeights(config.model.path, dtype, device)
     decoder_config = load_decoder_config(config.model.hf_config)
-    if config.device.attention_backend == "cpu":
-        return Decoder(decoder_config, weights, backend, config.model.max_model_len, KERNEL_PARTS)
-    if uses_triton_kernels(config.device.attention_backend, device, config.model):
-        from engine.kernels.gpu.parts import TRITON_PARTS
+    parts = _parts_of(config)
+    return Decoder(decoder_config, weights, backend, config.model.max_model_len, parts)
 
-        return Decoder(decoder_config, weights, backend, config.model.max_model_len, TRITON_PARTS)
-    return Decoder(decoder_config, weights, backend, config.model.max_model_len)
+
+def _parts_of(config: EngineConfig) -> Parts:
+    """What a decoder is made of: the device's parts, with quantised products in place of theirs."""
+    from engine.models.decoder import PLAIN_PARTS
+    from engine.quantization import QUANTIZED_LINEARS
+
+    quantization = config.model.quantization
+    if config.device.attention_backend == "cpu":
+        from engine.kernels.cpu import KERNEL_PARTS
+
+        assert quantization == "none", quantization  # the configuration has seen to it
+        return KERNEL_PARTS
+    parts, linears = PLAIN_PARTS, QUANTIZED_LINEARS
+    if config.device.uses_triton:
+        from engine.kernels.gpu.parts import TRITON_PARTS, TRITON_QUANTIZED_LINEARS
+
+        parts, linears = TRITON_PARTS, TRITON_QUANTIZED_LINEARS
+    return parts if quantization == "none" else parts.with_products(linears[quantization])

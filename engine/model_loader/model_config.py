@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from engine.attention import choose_attention_backend, kv_order_of, why_no_graphs
+from engine.attention import Needs, choose_attention_backend, kv_order_of, uses_triton_kernels, why_no_graphs
 from engine.cache_dir import report
 from engine.config import (
     GIB,
@@ -25,10 +25,11 @@ from engine.config import (
     ModelConfig,
     SchedulerConfig,
 )
-from engine.kv_cache import KV_FORMAT_VERSION, TORCH_DTYPES, KVCacheShape
+from engine.kv_cache import KV_FORMAT_VERSION, TORCH_DTYPES, KVCacheShape, kv_dtype_of
 from engine.memory import memory_bytes
 from engine.model_loader.weights import digest_files, dummy_digest, safetensors_files
 from engine.models import DecoderConfig, load_decoder_config
+from engine.quantization import check_quantization
 from prefix_hash import prefix_key
 from prefix_hash.compat import join_parts
 
@@ -43,19 +44,30 @@ def make_engine_config(args: EngineArgs, folder: Path) -> EngineConfig:
     decoder = load_decoder_config(hf_config)
     device = _device(args)
     model = _model_config(args, folder, hf_config, decoder, device)
-    num_blocks = _num_blocks(args, model, device)
-    backend = choose_attention_backend(
-        args.attention_backend, device=device, dtype=model.dtype, block_size=args.block_size, model=decoder
+    capability = torch.cuda.get_device_capability() if device == "cuda" else None
+    check_quantization(args.quantization, capability=capability, dtype=model.dtype, model=decoder)
+    kv_dtype = kv_dtype_of(args.kv_cache_dtype, model.dtype)
+    num_blocks = _num_blocks(args, model, device, kv_dtype)
+    needs = Needs(
+        model=decoder,
+        device=device,
+        capability=capability,
+        dtype=model.dtype,
+        kv_dtype=kv_dtype,
+        block_size=args.block_size,
+        quantization=args.quantization,
     )
-    no_graphs = why_no_graphs(backend, device=device, dtype=model.dtype, block_size=args.block_size, model=decoder)
+    backend = choose_attention_backend(args.attention_backend, needs)
+    no_graphs = why_no_graphs(backend, needs)
     if no_graphs and backend == "flash_attn" and not args.enforce_eager:
         report(f"decoding steps are not recorded as CUDA graphs: {no_graphs}")
     kv_order = kv_order_of(backend)
-    digest = compat_digest(decoder, model, args.block_size, kv_order)
+    digest = compat_digest(decoder, model, args.block_size, kv_dtype, kv_order)
     return EngineConfig(
         model=model,
         cache=CacheConfig(
             block_size=args.block_size,
+            kv_dtype=kv_dtype,
             num_blocks=num_blocks,
             gpu_memory_utilization=args.gpu_memory_utilization,
             enable_prefix_caching=args.enable_prefix_caching,
@@ -74,6 +86,7 @@ def make_engine_config(args: EngineArgs, folder: Path) -> EngineConfig:
             device=device,
             num_threads=args.num_threads,
             attention_backend=backend,
+            uses_triton=uses_triton_kernels(backend, needs),
             uses_graphs=not no_graphs and not args.enforce_eager,
         ),
         load=LoadConfig(load_format="dummy" if args.load_format == "dummy" else "safetensors", seed=args.seed),
@@ -82,14 +95,16 @@ def make_engine_config(args: EngineArgs, folder: Path) -> EngineConfig:
     )
 
 
-def compat_digest(decoder: DecoderConfig, model: ModelConfig, block_size: int, kv_order: str) -> str:
-    """Of architecture, weights, dtype, the bytes' order and the ends. Not of the pool's size or the length limit."""
+def compat_digest(decoder: DecoderConfig, model: ModelConfig, block_size: int, kv_dtype: str, kv_order: str) -> str:
+    """Of architecture, weights, dtypes, the bytes' order and the ends. Not of the pool's size or the length limit."""
     # How many positions the checkpoint allows changes no KV, and RoPE keeps its own copy where it matters.
     architecture = {k: v for k, v in asdict(decoder).items() if k != "max_positions"}
     return join_parts(
         {
             "kv_format_version": KV_FORMAT_VERSION,
             "dtype": model.dtype,
+            "quantization": model.quantization,
+            "kv_dtype": kv_dtype,
             "block_size": block_size,
             "kv_order": kv_order,
             "model": _digest_of(architecture),
@@ -121,6 +136,7 @@ def _model_config(
         path=folder,
         hf_config=hf_config,
         dtype=_dtype(args, hf_config),
+        quantization=args.quantization,
         max_model_len=max_model_len,
         vocab_size=decoder.vocab_size,
         num_layers=decoder.num_layers,
@@ -154,7 +170,7 @@ def _device(args: EngineArgs) -> str:
     return args.device
 
 
-def _num_blocks(args: EngineArgs, model: ModelConfig, device: str) -> int:
+def _num_blocks(args: EngineArgs, model: ModelConfig, device: str, kv_dtype: str) -> int:
     """0: to be measured."""
     if device == "cuda" and not args.num_kv_blocks and not args.kv_cache_gib:
         return 0
@@ -164,7 +180,7 @@ def _num_blocks(args: EngineArgs, model: ModelConfig, device: str) -> int:
         block_size=args.block_size,
         num_kv_heads=model.num_kv_heads,
         head_dim=model.head_dim,
-        dtype=model.dtype,
+        dtype=kv_dtype,
     )
     needed = -(-model.max_model_len // args.block_size)
     most = memory_bytes(device) // shape.pool_bytes

@@ -9,7 +9,8 @@ Shapes: T tokens, D hidden, F intermediate, N query heads, K key/value heads, H 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -130,11 +131,17 @@ class Parts:
     """What a decoder is made of: plain torch, or what computes the same faster on some device."""
 
     linear: type[Linear] = Linear
-    gated_linear: type[GatedLinear] = GatedLinear
+    gated_linear: Callable[..., GatedLinear] = GatedLinear
+    """Called as `GatedLinear` is, without its last argument."""
     lm_head: type[Linear] = Linear
     rms_norm: type[RMSNorm] = RMSNorm
     stack: Callable[[list[DecoderLayer]], LayerStack] = PlainLayers
     """Makes of the layers what computes them one after the other."""
+
+    def with_products(self, linear: type[Linear]) -> Parts:
+        """The same parts, but for the products of layers: not that of the logits. Of parts whose `gated_linear` takes
+        a `linear`."""
+        return replace(self, linear=linear, gated_linear=partial(self.gated_linear, linear=linear))
 
 
 PLAIN_PARTS = Parts()

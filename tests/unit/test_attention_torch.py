@@ -64,10 +64,22 @@ def test_bfloat16() -> None:
     torch.testing.assert_close(run(case, 0).double(), case.expected(0), rtol=2e-2, atol=2e-2)
 
 
-def test_writes_only_its_slots() -> None:
-    case = Case(LENS["mixed"], num_heads=2, num_kv_heads=1, head_dim=4, block_size=4)
-    before = case.kv.clone()
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("lens", LENS.values(), ids=LENS.keys())
+def test_a_pool_of_8_bit_floats_against_float64(lens: list[tuple[int, int]], dtype: torch.dtype) -> None:
+    """Keys and values are such numbers: all that rounds is the arithmetic between them."""
+    case = Case(lens, num_heads=6, num_kv_heads=2, head_dim=8, block_size=4, dtype=dtype, kv_dtype=torch.float8_e4m3fn)
+    out, tolerance = run(case, 7), 1e-5 if dtype == torch.float32 else 2e-2
+    assert out.dtype == dtype
+    torch.testing.assert_close(out.double(), case.expected(7), rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("kv_dtype", [torch.float32, torch.float8_e4m3fn])
+def test_writes_only_its_slots(kv_dtype: torch.dtype) -> None:
+    case = Case(LENS["mixed"], num_heads=2, num_kv_heads=1, head_dim=4, block_size=4, kv_dtype=kv_dtype)
+    before = case.kv.clone().float()
     run(case, 0)
+    case.kv = case.kv.float()
     changed = (case.kv != before) & ~(case.kv.isnan() & before.isnan())
     slots = changed.any(dim=4).any(dim=2).any(dim=1).nonzero()  # [n, (block, slot)]
     assert sorted((slots[:, 0] * 4 + slots[:, 1]).tolist()) == sorted(case.layout.slot_mapping.tolist())

@@ -13,8 +13,7 @@ import pytest
 import torch
 from attention_cases import LENS, QKV, Case
 
-from engine import attention
-from engine.attention import choose_attention_backend
+from engine.attention import Needs, choice, choose_attention_backend
 from engine.attention.cpu_backend import CpuAttention
 from engine.kernels import build
 from engine.kernels.build import KernelsUnavailable, load_cpu_kernels
@@ -319,12 +318,16 @@ SHAPE = {
 }  # fmt: skip
 
 
+KNOWN = ("device", "dtype", "block_size", "quantization", "kv_dtype")
+
+
 def choose(name: str, **change: object) -> str:
     """The backend behind `name`, for `SHAPE` but for what is changed."""
     shape = {**SHAPE, **change}
-    known = {key: shape.pop(key) for key in ("device", "dtype", "block_size")}
+    known = {key: shape.pop(key) for key in KNOWN if key in shape}
     model = SimpleNamespace(num_heads=shape.pop("num_groups"), num_kv_heads=1, **shape)
-    return choose_attention_backend(name, model=model, **known)  # type: ignore[arg-type]
+    known = {"kv_dtype": known["dtype"], **known}
+    return choose_attention_backend(name, Needs(model=model, capability=None, **known))  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
@@ -337,6 +340,8 @@ def choose(name: str, **change: object) -> str:
         ({"num_groups": 97}, "at most 96 query heads may share a key head, and 97 do"),
         ({"hidden_size": 161}, "must be even, are 161 and 1536"),
         ({"intermediate_size": 203}, "must be even, are 576 and 203"),
+        ({"quantization": "int8"}, "it multiplies with bfloat16 weights, and quantization is int8"),
+        ({"kv_dtype": "float8_e4m3fn"}, "its pool holds bfloat16, and kv_cache_dtype makes it float8_e4m3fn"),
     ],
 )
 def test_what_they_cannot_do_is_done_by_plain_torch(change: dict[str, object], why: str) -> None:
@@ -347,12 +352,20 @@ def test_what_they_cannot_do_is_done_by_plain_torch(change: dict[str, object], w
         choose("cpu", **change)
 
 
+@pytest.mark.parametrize("change", [{"quantization": "int8"}, {"kv_dtype": "float8_e4m3fn"}])
+def test_who_asks_for_8_bits_hears_what_that_costs(
+    change: dict[str, object], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert choose("auto", **change) == "torch"
+    assert "plain torch computes, several times slower than the CPU kernels: it" in capsys.readouterr().err
+
+
 def test_without_a_compiler_plain_torch_computes_and_says_so(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.delenv("CXX", raising=False)
-    monkeypatch.setattr(attention, "load_cpu_kernels", load_cpu_kernels.__wrapped__)
+    monkeypatch.setattr(choice, "load_cpu_kernels", load_cpu_kernels.__wrapped__)
     assert choose("auto") == "torch"
     assert "no CPU kernels, so that plain torch computes" in capsys.readouterr().err
     with pytest.raises(ValueError, match=r"there is no C\+\+ compiler .*: install g"):

@@ -22,6 +22,7 @@ from recorder import RelaunchingRecorder
 from torch.nn.attention.varlen import varlen_attn
 
 from engine import attention, model_runner
+from engine.attention import choice
 from engine.attention.flash_backend import FlashAttention, FlashPlan
 from engine.attention.flash_calls import (
     TORCH_WITH_PAGES,
@@ -272,12 +273,13 @@ def folder(tmp_path: Path) -> Path:
 @pytest.fixture(params=KINDS)
 def kind(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """Of the library that an engine finds."""
-    monkeypatch.setattr(attention, "load_flash_calls", lambda **_: calls_of(request.param))
+    for module in (attention, choice):
+        monkeypatch.setattr(module, "load_flash_calls", lambda **_: calls_of(request.param))
     return str(request.param)
 
 
 def without_triton(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(attention, "why_no_triton", lambda device: "there is none")
+    monkeypatch.setattr(choice, "why_no_triton", lambda device: "there is none")
 
 
 def arguments(folder: Path, kind: str, backend: str, device: str = "cpu") -> EngineArgs:
@@ -416,7 +418,8 @@ def test_installed_gives_a_decoding_sequence_the_same_bits_in_any_batch(installe
 
 
 def test_installed_in_an_engine(installed: FlashCalls, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(attention, "load_flash_calls", lambda **_: installed)
+    for module in (attention, choice):
+        monkeypatch.setattr(module, "load_flash_calls", lambda **_: installed)
     assert_same_logits(folder, installed.name, records=installed.is_capturable and HAS_TRITON, device="cuda")
 
 

@@ -6,20 +6,28 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from types import ModuleType, SimpleNamespace
+from typing import Any
 
 import flash_reference
 import pytest
 import torch
 
-from engine import attention
-from engine.attention import choose_attention_backend, flash_calls, why_no_graphs
+from engine.attention import Needs, choice, choose_attention_backend, flash_calls, why_no_graphs
 from engine.attention.flash_calls import FlashUnavailable, load_flash_calls, version_numbers
 
 
-def choose(name: str, device: str = "cuda", block_size: int = 256, dtype: str = "bfloat16", **change: int) -> str:
+def needs(
+    device: str = "cuda", block_size: int = 256, dtype: str = "bfloat16", kv_dtype: str = "", **change: int
+) -> Needs:
     shape = {"num_heads": 32, "num_kv_heads": 8, "head_dim": 128, "hidden_size": 4096, "intermediate_size": 64} | change
-    model = SimpleNamespace(**shape)
-    return choose_attention_backend(name, device=device, dtype=dtype, block_size=block_size, model=model)  # type: ignore[arg-type]
+    model: Any = SimpleNamespace(**shape)
+    return Needs(
+        model=model, device=device, capability=(9, 0), dtype=dtype, kv_dtype=kv_dtype or dtype, block_size=block_size
+    )
+
+
+def choose(name: str, **change: Any) -> str:
+    return choose_attention_backend(name, needs(**change))
 
 
 @pytest.fixture
@@ -47,7 +55,9 @@ GpuMaker = Callable[..., None]
 
 
 def loaded(block_size: int = 256) -> str:
-    return load_flash_calls(device="cuda", dtype="bfloat16", head_dim=128, block_size=block_size).name
+    return load_flash_calls(
+        device="cuda", dtype="bfloat16", kv_dtype="bfloat16", head_dim=128, block_size=block_size
+    ).name
 
 
 def test_the_newest_library_that_fits_is_taken(gpu: GpuMaker) -> None:
@@ -71,11 +81,11 @@ def test_auto_prefers_triton_then_flash_attention_then_plain_torch(
     gpu: GpuMaker, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     gpu((8, 0), "flash_attn_2_cuda")
-    monkeypatch.setattr(attention, "why_no_triton_kernels", lambda device, model: "")
+    monkeypatch.setattr(choice, "why_no_triton_kernels", lambda _: "")
     assert choose("auto") == "triton"
     assert choose("flash_attn") == "flash_attn"
     assert capsys.readouterr().err == ""
-    monkeypatch.setattr(attention, "why_no_triton_kernels", lambda device, model: "there are none")
+    monkeypatch.setattr(choice, "why_no_triton_kernels", lambda _: "there are none")
     assert choose("auto") == "flash_attn"
     assert "no Triton kernels, so that FlashAttention-2 does attention" in capsys.readouterr().err
     assert choose("auto", block_size=16) == "torch"
@@ -93,6 +103,7 @@ def test_auto_prefers_triton_then_flash_attention_then_plain_torch(
     [
         ({"device": "cpu"}, "the device is cpu"),
         ({"dtype": "float32"}, "it computes float16 and bfloat16, and dtype is float32"),
+        ({"kv_dtype": "float8_e4m3fn"}, "pools of the queries' dtype, and kv_cache_dtype makes this one float8_e4m3fn"),
         ({"head_dim": 264}, "head size must be a multiple of 8 and at most 256, is 264"),
         ({"head_dim": 36}, "head size must be a multiple of 8 and at most 256, is 36"),
         ({"block_size": 128}, "FlashAttention-2 needs block_size 256, is 128"),
@@ -140,17 +151,16 @@ def test_a_library_that_does_not_load_is_an_error_and_none_is_taken_instead(
 
 def test_which_decoding_steps_can_be_recorded(gpu: GpuMaker, monkeypatch: pytest.MonkeyPatch) -> None:
     def why(backend: str, device: str = "cuda") -> str:
-        model = SimpleNamespace(head_dim=128)
-        return why_no_graphs(backend, device=device, dtype="float16", block_size=256, model=model)  # type: ignore[arg-type]
+        return why_no_graphs(backend, needs(device=device, dtype="float16"))
 
-    monkeypatch.setattr(attention, "why_no_triton_kernels", lambda device, model: "")
+    monkeypatch.setattr(choice, "why_no_triton_kernels", lambda _: "")
     gpu((8, 0), "flash_attn_2_cuda")
     assert why("triton") == why("flash_attn") == ""
     assert "without Triton kernels" in why("torch")
     assert "without Triton kernels" in why("flash_attn", device="cpu")
     gpu((8, 0), "flash_attn_2_cuda", version="2.8.4")
     assert why("flash_attn") == "this version of FlashAttention-2 waits for the device in every call"
-    monkeypatch.setattr(attention, "why_no_triton_kernels", lambda device, model: "there are none")
+    monkeypatch.setattr(choice, "why_no_triton_kernels", lambda _: "there are none")
     assert "without Triton kernels" in why("flash_attn")
 
 

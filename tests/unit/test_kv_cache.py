@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
+import pytest
 import torch
 
-from engine.kv_cache import KVCacheShape, allocate_kv_pool, clear_blocks, copy_blocks
+from engine.kv_cache import KVCacheShape, allocate_kv_pool, clear_blocks, copy_blocks, kv_dtype_of, rounded_for_pool
 
+FLOAT8 = "float8_e4m3fn"
 SHAPE = KVCacheShape(num_layers=2, num_blocks=5, block_size=4, num_kv_heads=3, head_dim=8, dtype="bfloat16")
 
 
@@ -19,8 +23,26 @@ def test_one_block_of_one_layer_is_contiguous_and_of_the_size_told() -> None:
     assert pool.nbytes == SHAPE.pool_bytes
 
 
-def numbered_pool() -> torch.Tensor:
-    pool = allocate_kv_pool(SHAPE, "cpu")
+def test_8_bits_halve_the_pool() -> None:
+    shape = replace(SHAPE, dtype="float8_e4m3fn")
+    assert allocate_kv_pool(shape, "cpu").nbytes == shape.pool_bytes == SHAPE.pool_bytes / 2
+
+
+@pytest.mark.parametrize(("kv_cache_dtype", "expected"), [("auto", "float16"), ("fp8", FLOAT8), ("fp8_e4m3", FLOAT8)])
+def test_what_a_pool_holds(kv_cache_dtype: str, expected: str) -> None:
+    assert kv_dtype_of(kv_cache_dtype, "float16") == expected
+
+
+def test_what_is_too_large_for_8_bits_is_saturated() -> None:
+    x = torch.tensor([0.0, 0.3, -1.0, 447.0, 449.0, 465.0, -1e30, float("inf"), float("nan")], dtype=torch.bfloat16)
+    rounded = rounded_for_pool(x, torch.float8_e4m3fn).float()
+    assert rounded[:8].tolist() == [0.0, 0.3125, -1.0, 448.0, 448.0, 448.0, -448.0, 448.0]
+    assert rounded[8].isnan()
+    assert rounded_for_pool(x, torch.bfloat16) is x
+
+
+def numbered_pool(dtype: str) -> torch.Tensor:
+    pool = allocate_kv_pool(replace(SHAPE, dtype=dtype), "cpu")
     for layer in range(2):
         for block in range(5):
             pool[layer, block] = 10 * layer + block + 1
@@ -28,17 +50,20 @@ def numbered_pool() -> torch.Tensor:
 
 
 def content(pool: torch.Tensor) -> list[list[float]]:
+    pool = pool.float()
     assert (pool.flatten(2).amax(2) == pool.flatten(2).amin(2)).all()
     return pool[:, :, 0, 0, 0, 0].tolist()
 
 
-def test_copies_all_layers_and_reads_before_it_writes() -> None:
-    pool = numbered_pool()
+@pytest.mark.parametrize("dtype", ["bfloat16", FLOAT8])
+def test_copies_all_layers_and_reads_before_it_writes(dtype: str) -> None:
+    pool = numbered_pool(dtype)
     copy_blocks(pool, [(0, 3), (3, 4)])
     assert content(pool) == [[1, 2, 3, 1, 4], [11, 12, 13, 11, 14]]
 
 
-def test_clears_all_layers() -> None:
-    pool = numbered_pool()
+@pytest.mark.parametrize("dtype", ["bfloat16", FLOAT8])
+def test_clears_all_layers(dtype: str) -> None:
+    pool = numbered_pool(dtype)
     clear_blocks(pool, [1, 4])
     assert content(pool) == [[1, 0, 3, 4, 0], [11, 0, 13, 14, 0]]

@@ -145,6 +145,8 @@ def test_digests(tmp_path: Path) -> None:
     others = [
         config_of(folder, load_format="auto", dtype="bfloat16"),
         config_of(folder, load_format="auto", block_size=8),
+        config_of(folder, load_format="auto", quantization="int8"),
+        config_of(folder, load_format="auto", kv_cache_dtype="fp8"),
         config_of(folder_with(folder, rms_norm_eps=1e-5), load_format="auto"),
         config_of(folder_with(folder, rope_theta=5000.0), load_format="auto"),
     ]
@@ -154,7 +156,8 @@ def test_digests(tmp_path: Path) -> None:
     save_file(tensors, folder / "model.safetensors")
     others.append(config_of(folder, load_format="auto"))
     digests = {config.compat_digest for config in [base, *others]}
-    assert len(digests) == 6
+    assert len(digests) == 8
+    assert config_of(folder, load_format="auto", kv_cache_dtype="fp8_e4m3").cache.kv_dtype == "float8_e4m3fn"
     assert others[-1].model.weights_digest != base.model.weights_digest
 
 
@@ -251,6 +254,17 @@ def test_config_json_that_cannot_be_served(tmp_path: Path, changes: dict[str, An
         ({"load_format": "gguf"}, "load_format gguf needs a .gguf file"),
         ({"load_format": "safetensors"}, "has neither model.safetensors nor"),
         ({"device": "tpu"}, "device must be auto, cpu or cuda, is 'tpu'"),
+        ({"quantization": "int4"}, "quantization must be one of none, fp8, int8, is 'int4'"),
+        ({"kv_cache_dtype": "fp8_e5m2"}, "kv_cache_dtype must be one of auto, fp8, fp8_e4m3, is 'fp8_e5m2'"),
+        ({"device": "cpu", "quantization": "fp8"}, "quantization fp8 .*: it needs a GPU .* 8.9 or later; give int8 or"),
+        (
+            {"attention_backend": "cpu", "device": "cpu", "dtype": "bfloat16", "quantization": "int8"},
+            "attention_backend cpu cannot work here: it .* quantization is int8; give auto or torch",
+        ),
+        (
+            {"attention_backend": "cpu", "device": "cpu", "dtype": "bfloat16", "kv_cache_dtype": "fp8"},
+            "attention_backend cpu cannot work here: its pool .* kv_cache_dtype makes it .*; give auto or torch",
+        ),
     ],
 )
 def test_settings_that_cannot_be_met(tmp_path: Path, settings: dict[str, Any], message: str) -> None:
@@ -266,6 +280,9 @@ def test_pool_size_from_gibibytes(tmp_path: Path) -> None:
     assert config_of(folder_with(tmp_path / "m"), prefill_chunk_tokens=7).scheduler.prefill_chunk_tokens == 7
     assert config.scheduler.prefill_batch_tokens == 256
     assert config_of(folder_with(tmp_path / "m"), prefill_batch_tokens=7).scheduler.prefill_batch_tokens == 7
+    # float32 in the model: a byte for each of its four.
+    settings = {"num_kv_blocks": 0, "kv_cache_gib": (512 * 20 + 1) / 1024**3, "kv_cache_dtype": "fp8"}
+    assert config_of(folder_with(tmp_path / "m"), **settings).cache.num_blocks == 80
 
 
 # --- finding

@@ -12,6 +12,7 @@ import transformers
 from engine.config import EngineArgs, EngineConfig
 from engine.executor import Executor
 from engine.model_loader import create_engine_config
+from engine.quantization import quantize_int8
 from engine.sampling_params import SamplingParams
 from engine.sequence import BlockExport, ScheduledSequence, SchedulerOutput, Sequence
 
@@ -230,6 +231,48 @@ def test_bfloat16_stays_near_float32(tmp_path: Path) -> None:
         assert logits is not None
         results.append(logits.float())
     assert torch.nn.functional.cosine_similarity(*results).item() > 0.99
+
+
+def with_int8_weights(model: Any) -> Any:
+    """The model with the weights that it has once quantised: of products of layers, and nothing else."""
+    with torch.no_grad():
+        for name, parameter in model.model.layers.named_parameters():
+            if name.endswith("proj.weight"):
+                int8, scale = quantize_int8(parameter)
+                parameter.copy_(int8 * scale[:, None])
+    return model
+
+
+@pytest.mark.parametrize("name", ["llama", "llama-biases-tied", "qwen3"])
+def test_int8_weights_are_those_of_the_layers_products(name: str, tmp_path: Path) -> None:
+    model = with_int8_weights(save_model(name, tmp_path))
+    bench = Bench(engine_config(tmp_path, quantization="int8"))
+    tokens = random_tokens(30, seed=4)
+    seq = bench.sequence(tokens)
+    bench.logits((seq, 20))  # more rows than torch's own product takes
+    assert_close(bench.logits((seq, 10)), reference(model, tokens).unsqueeze(0))
+
+
+@pytest.mark.parametrize(
+    ("settings", "bound"),
+    [({"quantization": "int8"}, 0.04), ({"kv_cache_dtype": "fp8"}, 0.1)],
+    ids=["int8", "fp8 KV"],
+)
+@pytest.mark.parametrize("name", ["llama", "qwen3"])
+def test_logits_in_8_bits_stay_near_float64(name: str, settings: dict[str, str], bound: float, tmp_path: Path) -> None:
+    """A chunk, a chunk on cached context, and steps that decode; relative to the logits' own size. All else is
+    float32."""
+    model = save_model(name, tmp_path, initializer_range=0.1).double()
+    bench = Bench(engine_config(tmp_path, **settings))
+    seq = bench.sequence(random_tokens(24, seed=4))
+    bench.logits((seq, 15))
+    for num_new_tokens in (9, 1, 1):
+        logits = bench.logits((seq, num_new_tokens))
+        assert logits is not None
+        expected = reference(model, seq.token_ids)
+        error = (logits[0].double() - expected).norm() / expected.norm()
+        assert bound / 20 < error < bound
+        seq.token_ids.append(7)
 
 
 @pytest.mark.parametrize("name", sorted(CONFIGS))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -10,8 +11,7 @@ import torch
 from attention_cases import LENS, Case
 from triton_device import DEVICE
 
-from engine import attention
-from engine.attention import StepLayout, choose_attention_backend
+from engine.attention import Needs, StepLayout, choice, choose_attention_backend
 from engine.attention.torch_backend import TorchAttention
 from engine.attention.triton_backend import TritonAttention
 from engine.kernels.gpu.decode import MAX_PIECES, DecodeConfig, num_pieces, paged_decode, partial_size
@@ -29,17 +29,19 @@ def case_of(
     dtype: torch.dtype = torch.float32,
     block_size: int = 16,
     num_kv_heads: int = 2,
+    kv_dtype: torch.dtype | None = None,
 ) -> Case:
     return Case(
         lens, num_heads=num_kv_heads * num_groups, num_kv_heads=num_kv_heads, head_dim=head_dim, block_size=block_size,
-        dtype=dtype,
+        dtype=dtype, kv_dtype=kv_dtype,
     )  # fmt: skip
 
 
 def backend_of(case: Case, soft_cap: float = 0.0) -> TritonAttention:
     return TritonAttention(
         num_heads=case.num_heads, num_kv_heads=case.num_kv_heads, head_dim=case.head_dim, block_size=case.block_size,
-        dtype=str(case.kv.dtype).removeprefix("torch."), device=DEVICE, soft_cap=soft_cap,
+        dtype=str(case.q.dtype).removeprefix("torch."), kv_dtype=str(case.kv.dtype).removeprefix("torch."),
+        device=DEVICE, soft_cap=soft_cap,
     )  # fmt: skip
 
 
@@ -61,7 +63,7 @@ def attend(case: Case, window: int = 0, soft_cap: float = 0.0) -> torch.Tensor:
 
 
 def assert_close(case: Case, window: int = 0, soft_cap: float = 0.0) -> None:
-    tolerance = TOLERANCES[case.kv.dtype]
+    tolerance = TOLERANCES[case.q.dtype]
     actual, expected = attend(case, window, soft_cap).double(), case.expected(window, soft_cap)
     torch.testing.assert_close(actual, expected, rtol=tolerance, atol=tolerance)
 
@@ -92,6 +94,14 @@ def test_more_query_heads_than_a_tile_of_the_tensor_cores_has_rows(num_groups: i
 def test_all_types_and_block_sizes(dtype: torch.dtype, block_size: int) -> None:
     lens = [(64, 1), (255, 1), (0, 1), (63, 2), (10, 30)] if block_size > 1 else [(40, 1), (0, 1), (20, 5)]
     assert_close(case_of(lens, dtype=dtype, block_size=block_size, num_kv_heads=1))
+
+
+@pytest.mark.parametrize(("dtype", "head_dim"), [(torch.float32, 64), (torch.bfloat16, 80), (torch.float16, 64)])
+@pytest.mark.parametrize("window", [0, 9])
+def test_a_pool_of_8_bit_floats(window: int, dtype: torch.dtype, head_dim: int) -> None:
+    """Keys and values are such numbers: all that rounds is the arithmetic between them."""
+    lens = [(140, 1), (15, 1), (0, 1), (0, 19), (30, 70)]
+    assert_close(case_of(lens, 4, head_dim, dtype, num_kv_heads=1, kv_dtype=torch.float8_e4m3fn), window)
 
 
 @pytest.mark.parametrize("window", [0, 9])
@@ -279,11 +289,21 @@ def test_no_decodes_and_no_prefills_are_both_steps() -> None:
 # -- the choice -----------------------------------------------------------------------------------------------------
 
 
-def choose(name: str, device: str, **change: int) -> str:
+def choose(
+    name: str, device: str, *, kv_dtype: str = "", capability: tuple[int, int] | None = None, **change: int
+) -> str:
     """float32, so that no CPU kernels are compiled."""
     shape = {"num_heads": 32, "num_kv_heads": 8, "head_dim": 128, "hidden_size": 4096, "intermediate_size": 64} | change
-    model = SimpleNamespace(**shape)
-    return choose_attention_backend(name, device=device, dtype="float32", block_size=16, model=model)  # type: ignore[arg-type]
+    model: Any = SimpleNamespace(**shape)
+    needs = Needs(
+        model=model,
+        device=device,
+        capability=capability,
+        dtype="float32",
+        kv_dtype=kv_dtype or "float32",
+        block_size=16,
+    )
+    return choose_attention_backend(name, needs)
 
 
 def test_a_gpu_gets_triton_and_a_cpu_only_when_asked() -> None:
@@ -319,10 +339,20 @@ def test_what_it_cannot_do_is_done_by_plain_torch(
         choose("triton", "cuda", **change)
 
 
+def test_8_bit_floats_need_a_gpu_that_has_them(capsys: pytest.CaptureFixture[str]) -> None:
+    assert choose("triton", "cuda", kv_dtype="float8_e4m3fn", capability=(8, 9)) == "triton"
+    assert choose("triton", "cuda", capability=(8, 0)) == "triton"
+    assert choose("auto", "cuda", kv_dtype="float8_e4m3fn", capability=(8, 0)) == "torch"
+    why = "kv_cache_dtype is fp8, and it needs a GPU of compute capability 8.9 or later, and this one has 8.0"
+    assert why in capsys.readouterr().err
+    with pytest.raises(ValueError, match=why):
+        choose("triton", "cuda", kv_dtype="float8_e4m3fn", capability=(8, 0))
+
+
 def test_without_triton_plain_torch_computes_and_says_so(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(attention, "why_no_triton", lambda device: f"there is none for {device}")
+    monkeypatch.setattr(choice, "why_no_triton", lambda device: f"there is none for {device}")
     assert choose("auto", "cuda") == "torch"
     assert "no Triton kernels, so that plain torch computes" in capsys.readouterr().err
     with pytest.raises(ValueError, match="there is none for cuda; give auto or torch"):

@@ -19,6 +19,7 @@ from engine.executor import Executor
 from engine.kernels.gpu.parts import TritonGatedLinear, TritonRMSNorm
 from engine.kernels.gpu.pointwise import silu_multiply
 from engine.kernels.gpu.rotate import rotate_and_store
+from engine.kv_cache import rounded_for_pool
 from engine.layers import GatedLinear, HeadProjection, RMSNorm, RotaryEmbedding
 from engine.model_loader import create_engine_config
 from engine.models.decoder_config import RopeConfig
@@ -88,7 +89,7 @@ def test_gated_products_are_those_of_plain_torch() -> None:
 
 
 def heads_of(case: Case, has_norms: bool) -> HeadProjection:
-    H, dtype = case.head_dim, case.kv.dtype
+    H, dtype = case.head_dim, case.q.dtype
     rotary = RotaryEmbedding(RopeConfig(rope_type="default", theta=10_000.0), H, 4096, dtype, DEVICE)
     norms = [RMSNorm(randn(H, dtype=dtype, seed=seed), 1e-6) if has_norms else None for seed in (1, 2)]
     return HeadProjection(case.num_heads, case.num_kv_heads, H, rotary, *norms)
@@ -123,6 +124,26 @@ def test_rotation_and_write(head_dim: int, dtype: torch.dtype, has_norms: bool) 
     torch.testing.assert_close(kv[slots // 8, 1, :, slots % 8], v, rtol=0, atol=0)
 
 
+def test_into_a_pool_of_8_bit_floats_what_is_too_large_goes_as_the_largest() -> None:
+    """As plain torch rounds it, wherever that rounds the rotation to the same bfloat16."""
+    case = Case(
+        LENS["mixed"], num_heads=4, num_kv_heads=2, head_dim=64, block_size=8, dtype=BFLOAT16,
+        kv_dtype=torch.float8_e4m3fn,
+    )  # fmt: skip
+    case.v[0], case.v[1], case.k[2], case.v[3, 0, :2] = 1e4, -1e4, 3e4, torch.tensor([449.0, float("nan")])
+    slots = torch.from_numpy(case.layout.slot_mapping)
+    q, kv, expected_q, k, v = store(case, heads_of(case, False), slots)
+    assert q.dtype == BFLOAT16
+    torch.testing.assert_close(q, expected_q, rtol=2**-5, atol=2**-5)
+    written = kv[slots // 8, :, :, slots % 8].float()  # [T, 2, K, H]
+    assert torch.equal(written[0, 1], torch.full_like(written[0, 1], 448.0))
+    assert torch.equal(written[1, 1], torch.full_like(written[1, 1], -448.0))
+    expected = torch.stack([rounded_for_pool(x, torch.float8_e4m3fn).float() for x in (k, v)], dim=1)
+    torch.testing.assert_close(written[:, 1], expected[:, 1], rtol=0, atol=0, equal_nan=True)
+    torch.testing.assert_close(written[:, 0], expected[:, 0], rtol=1 / 8, atol=2**-6)
+    assert (written[:, 0] == expected[:, 0]).float().mean() > 0.9
+
+
 def test_only_its_slots_are_written_and_none_where_there_is_none() -> None:
     case = Case(LENS["mixed"], num_heads=3, num_kv_heads=1, head_dim=64, block_size=4)
     case.kv.nan_to_num_(7.0)
@@ -143,11 +164,11 @@ CONFIG = {
 }  # fmt: skip
 
 
-def logits_of_steps(folder: Path, backend: str, *, records: bool) -> list[torch.Tensor]:
+def logits_of_steps(folder: Path, backend: str, *, records: bool, **settings: str) -> list[torch.Tensor]:
     """A chunk, decodes of different lengths, both in one step, and steps that only decode."""
     args = EngineArgs(
         model=str(folder), load_format="dummy", num_kv_blocks=32, block_size=4, device=DEVICE,
-        attention_backend=backend,
+        attention_backend=backend, **settings,
     )  # fmt: skip
     config = create_engine_config(args)
     assert config.device.attention_backend == backend
@@ -184,3 +205,15 @@ def test_an_engine_computes_what_it_does_with_plain_torch(
     for triton_logits, torch_logits in zip(ours, plain, strict=True):
         assert torch_logits.std() > 1e-3
         torch.testing.assert_close(triton_logits, torch_logits, rtol=1e-4, atol=1e-5)
+
+
+def test_an_engine_in_8_bits_computes_what_it_does_with_plain_torch(tmp_path: Path) -> None:
+    """Weights and pool. Numbers rounded to 8 bits on either side of a middle are up to 1/8 apart."""
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
+    settings = {"quantization": "int8", "kv_cache_dtype": "fp8"}
+    ours = logits_of_steps(tmp_path, "triton", records=False, **settings)
+    plain = logits_of_steps(tmp_path, "torch", records=False, **settings)
+    exact = logits_of_steps(tmp_path, "torch", records=False)
+    for triton_logits, torch_logits, exact_logits in zip(ours, plain, exact, strict=True):
+        assert (triton_logits - torch_logits).norm() < 0.005 * torch_logits.norm()
+        assert (exact_logits - torch_logits).norm() > 0.01 * torch_logits.norm()

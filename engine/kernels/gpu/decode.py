@@ -42,14 +42,14 @@ class DecodeConfig:
     half as many tiles in flight."""
 
     @staticmethod
-    def of(head_dim: int, itemsize: int) -> DecodeConfig:
+    def of(head_dim: int, itemsize: int, kv_itemsize: int | None = None) -> DecodeConfig:
         """Tiles in flight take 70 KB at most where there are tensor cores: three programs find room in 228 KB of shared
-        memory. No registers spill (tests/unit/test_triton_compile.py)."""
+        memory. No registers spill (tests/unit/test_triton_compile.py). `kv_itemsize`: of the pool, where it is not that
+        of the queries; of smaller numbers more tiles are in flight, and as many bytes."""
         if itemsize == 4:  # no tensor cores: right, not fast
             return DecodeConfig(block_n=32, min_piece=256, num_warps=8, num_stages=3)
-        if head_dim > 128:
-            return DecodeConfig(block_n=32, min_piece=256, num_warps=4, num_stages=5)
-        return DecodeConfig(block_n=64, min_piece=256, num_warps=4, num_stages=5)
+        num_stages = 9 if kv_itemsize == 1 else 5
+        return DecodeConfig(block_n=32 if head_dim > 128 else 64, min_piece=256, num_warps=4, num_stages=num_stages)
 
 
 def num_pieces(max_context_len: int, window: int, config: DecodeConfig) -> int:
@@ -78,13 +78,13 @@ def paged_decode(
 ) -> None:
     """Attention of each sequence's last token to all of it: written to `out_SNH`.
 
-    `q_SNH`, `out_SNH`: contiguous, of the pool's dtype. `kv`: a layer of the pool, contiguous. `block_tables`
-    [S, blocks] and `context_lens` [S]: int32; a context of 0 gives zeros. `scratch`: float32, `partial_size` numbers.
-    `max_context_len`: no context is longer. `window`, `soft_cap`: 0 for none.
+    `q_SNH`, `out_SNH`: contiguous, of one dtype. `kv`: a layer of the pool, contiguous, of that dtype or 8-bit floats.
+    `block_tables` [S, blocks] and `context_lens` [S]: int32; a context of 0 gives zeros. `scratch`: float32,
+    `partial_size` numbers. `max_context_len`: no context is longer. `window`, `soft_cap`: 0 for none.
     """
     num_seqs, num_heads, head_dim = q_SNH.shape
     num_kv_heads, block_size = kv.shape[2:4]
-    config = config or DecodeConfig.of(head_dim, kv.itemsize)
+    config = config or DecodeConfig.of(head_dim, q_SNH.itemsize, kv.itemsize)
     num_groups = num_heads // num_kv_heads
     block_m = max(triton.next_power_of_2(num_groups), MIN_SIDE)
     pieces = num_pieces(max_context_len, window, config)

@@ -1,12 +1,15 @@
-"""A decoder's parts, by the Triton kernels: `Decoder(…, TRITON_PARTS)`. Products are torch's."""
+"""A decoder's parts, by the Triton kernels: `Decoder(…, TRITON_PARTS)`. Products of 16-bit weights are torch's."""
 
 from __future__ import annotations
 
 import torch
+import torch.nn.functional as F  # noqa: N812
 
+from engine.kernels.gpu.eight_bits import MAX_ROWS, int8_product, quantize_rows
 from engine.kernels.gpu.pointwise import add_rms_norm, silu_multiply
-from engine.layers import GatedLinear, RMSNorm
+from engine.layers import GatedLinear, Linear, RMSNorm
 from engine.models.decoder import Parts
+from engine.quantization import SMALLEST_AMAX, Float8Linear, Int8Linear
 
 
 class TritonRMSNorm(RMSNorm):
@@ -23,4 +26,18 @@ class TritonGatedLinear(GatedLinear):
         return silu_multiply(self._gate_up(x))
 
 
+class TritonInt8Linear(Int8Linear):
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        x_TK = x.reshape(-1, x.shape[-1]).contiguous()
+        if len(x_TK) > MAX_ROWS:
+            return F.linear(x, self.dequantized(), self.bias)
+        return int8_product(x_TK, self.weight_NK, self.scale_N, self.bias).view(*x.shape[:-1], -1)
+
+
+class TritonFloat8Linear(Float8Linear):
+    def _quantize_rows(self, x_TK: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return quantize_rows(x_TK.contiguous(), SMALLEST_AMAX)
+
+
 TRITON_PARTS = Parts(gated_linear=TritonGatedLinear, rms_norm=TritonRMSNorm)
+TRITON_QUANTIZED_LINEARS: dict[str, type[Linear]] = {"int8": TritonInt8Linear, "fp8": TritonFloat8Linear}

@@ -37,13 +37,14 @@ class PrefillConfig:
     """Of the pipeline: see `DecodeConfig`."""
 
     @staticmethod
-    def of(head_dim: int, itemsize: int, num_groups: int) -> PrefillConfig:
+    def of(head_dim: int, itemsize: int, num_groups: int, kv_itemsize: int | None = None) -> PrefillConfig:
         """Registers hold `block_m` rows of the output and spill nothing, shared memory the queries and tiles of keys
-        and values (tests/unit/test_triton_compile.py)."""
+        and values (tests/unit/test_triton_compile.py). `kv_itemsize`: of the pool, where it is not that of the queries;
+        what is widened takes registers."""
         if itemsize == 4:  # no tensor cores: right, not fast
             return PrefillConfig(max(32, triton.next_power_of_2(num_groups)), block_n=16, num_warps=8, num_stages=1)
         if head_dim > 128:
-            return PrefillConfig(block_m=128, block_n=32, num_warps=8, num_stages=2)
+            return PrefillConfig(block_m=128, block_n=16 if kv_itemsize == 1 else 32, num_warps=8, num_stages=2)
         return PrefillConfig(block_m=128, block_n=64, num_warps=8, num_stages=3)
 
 
@@ -80,9 +81,10 @@ def paged_prefill(
 ) -> None:
     """Causal attention of the tokens in `tiles` to their sequences: written to their rows of `out_TNH`.
 
-    `q_TNH`, `out_TNH`: contiguous, of the pool's dtype. `kv`: a layer of the pool, contiguous. int32: `block_tables`
-    [S, blocks], `context_lens` [S] with this step's tokens, `query_starts` [S + 1] where each sequence's tokens begin
-    among T, `tiles` as `list_tiles` made them for block_m // G tokens. `window`, `soft_cap`: 0 for none.
+    `q_TNH`, `out_TNH`: contiguous, of one dtype. `kv`: a layer of the pool, contiguous, of that dtype or 8-bit floats.
+    int32: `block_tables` [S, blocks], `context_lens` [S] with this step's tokens, `query_starts` [S + 1] where each
+    sequence's tokens begin among T, `tiles` as `list_tiles` made them for block_m // G tokens. `window`, `soft_cap`: 0
+    for none.
     """
     _, num_heads, head_dim = q_TNH.shape
     num_kv_heads, block_size = kv.shape[2:4]

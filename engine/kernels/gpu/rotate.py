@@ -12,6 +12,7 @@ import torch
 import triton
 import triton.language as tl
 
+from engine.float8 import MAX_FLOAT8
 from engine.layers import HeadProjection
 
 VALUES_PER_PROGRAM = 1024
@@ -46,7 +47,8 @@ def rotate_and_store(
     """q [T, N, H], normed (where there are weights [H] of q and k) and rotated; k, likewise, and v go into the pool.
 
     `qkv_TX`: [T, (N + 2K) * H], contiguous. `cos_sin`: [T, 1, H] each, contiguous, the sines with the sign of
-    `RotaryEmbedding`. `kv`: a layer of the pool, contiguous. `slot_mapping`: [T] int64, block * block size + slot;
+    `RotaryEmbedding`. `kv`: a layer of the pool, contiguous; of 8-bit floats, what is too large for them is saturated.
+    `slot_mapping`: [T] int64, block * block size + slot;
     below 0 nothing is written.
     """
     num_kv_heads, block_size, head_dim = kv.shape[2:]
@@ -57,7 +59,8 @@ def rotate_and_store(
     _rotate_kernel[(num_tokens, triton.cdiv(num_heads + 2 * num_kv_heads, heads_per_program))](
         qkv_TX, *cos_sin, q_weight, k_weight, kv, slot_mapping, q_TNH, eps,
         NUM_HEADS=num_heads, NUM_KV_HEADS=num_kv_heads, HEAD_DIM=head_dim, SLOTS=block_size,
-        HAS_NORM=norm_weights is not None, BLOCK_A=heads_per_program, BLOCK_H=block_h, num_warps=4,
+        HAS_NORM=norm_weights is not None, MAX_FLOAT8=MAX_FLOAT8, BLOCK_A=heads_per_program, BLOCK_H=block_h,
+        num_warps=4,
     )  # fmt: skip
     return q_TNH
 
@@ -78,6 +81,7 @@ def _rotate_kernel(
     HEAD_DIM: tl.constexpr,
     SLOTS: tl.constexpr,
     HAS_NORM: tl.constexpr,
+    MAX_FLOAT8: tl.constexpr,
     BLOCK_A: tl.constexpr,
     BLOCK_H: tl.constexpr,
 ):
@@ -106,12 +110,18 @@ def _rotate_kernel(
 
     q_ptrs = q_ptr + (token * NUM_HEADS + heads_A)[:, None] * HEAD_DIM + dims_H[None, :]
     tl.store(q_ptrs, y_AH, mask=is_real_AH & is_q_A[:, None])
+    stored_AH = y_AH
+    if kv_ptr.dtype.element_ty == tl.float8e4nv:
+        # A comparison with NaN is false: NaN stays what it is, as in plain torch.
+        z_AH = y_AH.to(tl.float32)
+        z_AH = tl.where(z_AH > MAX_FLOAT8, MAX_FLOAT8, tl.where(z_AH < -MAX_FLOAT8, -MAX_FLOAT8, z_AH))
+        stored_AH = z_AH.to(tl.float8e4nv)
     slot = tl.load(slots_ptr + token)
     if slot >= 0:
         # Key heads of a block and then its value heads lie as they do in the product.
         rows_A = (slot // SLOTS * 2 * NUM_KV_HEADS + heads_A - NUM_HEADS) * SLOTS + slot % SLOTS
         kv_ptrs = kv_ptr + rows_A[:, None] * HEAD_DIM + dims_H[None, :]
-        tl.store(kv_ptrs, y_AH, mask=is_real_AH & (heads_A >= NUM_HEADS)[:, None])
+        tl.store(kv_ptrs, stored_AH, mask=is_real_AH & (heads_A >= NUM_HEADS)[:, None])
 
 
 @triton.jit

@@ -50,7 +50,8 @@ def _load_kv(
     BLOCK_H: tl.constexpr,
     IS_WHOLE: tl.constexpr,
 ):
-    """Keys and values [N, H] of positions from `start`; zeros from `end` on, unless all of the tile lies before it.
+    """Keys and values [N, H] of positions from `start`, in the pool's type; zeros from `end` on, unless all of the tile
+    lies before it.
 
     Addresses are 64 bits wide: a pool has more than 2**31 numbers.
     """
@@ -105,6 +106,9 @@ def attend_tile(
     k_NH, v_NH = _load_kv(
         kv_ptr, table_ptr, kv_head, start, end, NUM_KV_HEADS, SLOTS, HEAD_DIM, BLOCK_N, BLOCK_H, IS_WHOLE
     )
+    # From a pool of 8-bit floats: exact. Otherwise nothing.
+    k_NH = k_NH.to(q_MH.dtype)
+    v_NH = v_NH.to(q_MH.dtype)
     # "ieee": float32 stays float32, where the tensor cores would keep 10 bits of it; 16-bit types are not concerned.
     s_MN = tl.dot(q_MH, tl.trans(k_NH), input_precision="ieee") * scale_in
     if HAS_SOFT_CAP:

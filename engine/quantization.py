@@ -1,0 +1,126 @@
+"""Weights in 8 bits: what they are, where they can be, and the layers that multiply with them.
+
+Quantised when loaded, from the weights of the checkpoint, with one scale per output channel. Products of layers alone:
+embeddings, norms and the logits' product keep the model's dtype, as in vLLM. `Parts.with_products` puts them into a
+decoder.
+
+    int8   weights alone, on any device: activations keep their dtype
+    fp8    weights, and activations, per token, as they come: float8_e4m3fn (engine/float8.py) on a GPU's tensor cores
+
+What is stored depends on the weights and nothing else, so that two engines with equal weights compute with equal ones.
+
+Shapes: T tokens, N outputs, K inputs of a product.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F  # noqa: N812
+
+from engine.float8 import MAX_FLOAT8, saturated_float8, why_no_float8
+from engine.layers import Linear
+from engine.models.decoder_config import DecoderConfig
+
+MAX_INT8 = 127
+FLOAT8_GRAIN = 16
+"""Divides both sides of a weight that tensor cores multiply in 8 bits: `torch._scaled_mm` asks for it."""
+MAX_PACKED_ROWS = 16
+"""Of `torch._weight_int8pack_mm` on a CPU: with more, widening the whole weight first takes less. On a GPU it computes
+an output per thread or warp, and is not used."""
+PACKED_GRAIN, PACKED_ALIGNMENT = 16, 32
+"""It takes inputs in bfloat16 by 16, which are 32 bytes, and checks neither: of another number it reads beyond a row's
+end, and a row that begins elsewhere ends the process (torch 2.13, AVX-512)."""
+SMALLEST_AMAX = 1e-12
+"""A row of zeros must not divide by zero."""
+
+
+def check_quantization(
+    quantization: str, *, capability: tuple[int, int] | None, dtype: str, model: DecoderConfig
+) -> None:
+    """Raises `ValueError` where weights cannot be quantised so. `capability`: of the GPU, None where the device has
+    none."""
+    if quantization != "fp8":
+        return
+    why_not = why_no_float8(capability)
+    q_size, kv_size = model.num_heads * model.head_dim, model.num_kv_heads * model.head_dim
+    sizes = (model.hidden_size, q_size, q_size + 2 * kv_size, model.intermediate_size)
+    if not why_not and dtype != "bfloat16":
+        why_not = f"it computes bfloat16, and dtype is {dtype}"
+    if not why_not and any(size % FLOAT8_GRAIN for size in sizes):
+        why_not = f"inputs and outputs of products must be multiples of {FLOAT8_GRAIN}, are {sizes}"
+    if why_not:
+        raise ValueError(f"quantization fp8 cannot work here: {why_not}; give int8 or none")
+
+
+def quantize_int8(weight_NK: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """(int8 [N, K], scales [N]): symmetric, the largest of each output becomes 127.
+
+    The scale is rounded before the weight is divided by it, not after; to float32 where the weight is in float16, which
+    begins to lose bits at 6e-5. Raises `ValueError` where a weight is not finite.
+    """
+    dtype = torch.float32 if weight_NK.dtype == torch.float16 else weight_NK.dtype
+    amax_N = weight_NK.abs().amax(dim=1).float()
+    _check_finite(amax_N)
+    scale_N = (amax_N / MAX_INT8).to(dtype).clamp_min(torch.finfo(dtype).tiny)
+    int8_NK = (weight_NK.float() / scale_N.float()[:, None]).round_().clamp_(-MAX_INT8, MAX_INT8).to(torch.int8)
+    return int8_NK, scale_N
+
+
+def quantize_float8(x_NK: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """(float8_e4m3fn [N, K], scales [N, 1] in float32): the largest of each row becomes 448."""
+    scale_N1 = x_NK.abs().amax(dim=1, keepdim=True).float().clamp_min_(SMALLEST_AMAX) / MAX_FLOAT8
+    return saturated_float8(x_NK.float() / scale_N1), scale_N1
+
+
+def _check_finite(amax: torch.Tensor) -> None:
+    if not bool(amax.isfinite().all()):
+        raise ValueError("weights that are not finite (NaN, infinity) cannot be quantised; give quantization none")
+
+
+class Int8Linear(Linear):
+    """`x @ (weight * scale).T + bias`, the weight in int8, everything else in x's dtype."""
+
+    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> None:
+        self.weight_NK, self.scale_N = quantize_int8(weight)
+        self.bias = bias
+        self._dtype = weight.dtype
+        self._can_pack = weight.device.type == "cpu" and weight.shape[1] % PACKED_GRAIN == 0
+        self._can_pack &= self.scale_N.dtype == weight.dtype
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        x_TK = x.reshape(-1, x.shape[-1])
+        if not self._can_pack or len(x_TK) > MAX_PACKED_ROWS:
+            return F.linear(x, self.dequantized(), self.bias)
+        x_TK = x_TK.contiguous()
+        if x_TK.data_ptr() % PACKED_ALIGNMENT:
+            x_TK = x_TK.clone()
+        y_TN = torch._weight_int8pack_mm(x_TK, self.weight_NK, self.scale_N)
+        return (y_TN if self.bias is None else y_TN + self.bias).view(*x.shape[:-1], -1)
+
+    def dequantized(self) -> torch.Tensor:
+        """[N, K], in the dtype that the weight had."""
+        return (self.weight_NK * self.scale_N[:, None]).to(self._dtype)
+
+
+class Float8Linear(Linear):
+    """`(x8 @ weight8.T) * scale of row * scale of output + bias`: both operands in 8 bits, added up in float32."""
+
+    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> None:
+        _check_finite(weight.abs().amax(dim=1))
+        self.weight_NK, scale_N1 = quantize_float8(weight)
+        self.scale_1N = scale_N1.T.contiguous()
+        self.bias = bias
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        x8_TK, scale_T1 = self._quantize_rows(x.reshape(-1, x.shape[-1]))
+        # The second operand column by column: the weight as it is stored, seen the other way.
+        y_TN = torch._scaled_mm(
+            x8_TK, self.weight_NK.T, scale_a=scale_T1, scale_b=self.scale_1N, bias=self.bias, out_dtype=x.dtype
+        )
+        return y_TN.view(*x.shape[:-1], -1)
+
+    def _quantize_rows(self, x_TK: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return quantize_float8(x_TK)
+
+
+QUANTIZED_LINEARS: dict[str, type[Linear]] = {"int8": Int8Linear, "fp8": Float8Linear}

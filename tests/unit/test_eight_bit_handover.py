@@ -1,0 +1,99 @@
+"""Prefill in one engine, decode in another, with pools of 8-bit floats: the tokens are those of one engine alone."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from engine.config import EngineArgs
+from engine.llm_engine import LLMEngine
+from engine.model_loader import create_engine_config
+from engine.sampling_params import SamplingParams
+from kv_transfer import KVPool
+from prefix_hash.compat import compat_difference
+from worker_service.messages import transfer_pool
+
+CONFIG: dict[str, Any] = {
+    "architectures": ["Qwen3ForCausalLM"], "vocab_size": 301, "hidden_size": 64, "intermediate_size": 96,
+    "num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16,
+    "max_position_embeddings": 256, "torch_dtype": "bfloat16",
+}  # fmt: skip
+BLOCK_SIZE = 16
+NUM_TOKENS = 20
+
+
+def engine_of(folder: Path, **settings: Any) -> LLMEngine:
+    (folder / "config.json").write_text(json.dumps(CONFIG))
+    args = EngineArgs(
+        model=str(folder), load_format="dummy", num_kv_blocks=40, block_size=BLOCK_SIZE, num_threads=1, device="cpu",
+        attention_backend="torch", **settings,
+    )  # fmt: skip
+    return LLMEngine(create_engine_config(args))
+
+
+def bytes_of(engine: LLMEngine) -> KVPool:
+    return transfer_pool(engine.executor.kv_pool, engine.executor.kv_shape, engine.config.cache.kv_order)
+
+
+def finish(engine: LLMEngine) -> list[int]:
+    """Step until nothing runs: the tokens of the one request."""
+    tokens: list[int] = []
+    while engine.has_unfinished_requests():
+        for output in engine.step():
+            tokens.extend(output.outputs[0].token_ids)
+    return tokens
+
+
+def alone(engine: LLMEngine, prompt: list[int], params: SamplingParams) -> list[int]:
+    engine.add_request("r", prompt, params)
+    return finish(engine)
+
+
+def handed_over(prefill: LLMEngine, decode: LLMEngine, prompt: list[int], params: SamplingParams) -> list[int]:
+    """The same by two engines: blocks go from one pool into the other as transfers move them."""
+    reservation = decode.reserve("r", prompt, params)
+    assert reservation is not None
+    prefill.add_prefill("r", prompt, params)
+    [output] = prefill.step()
+    sent, received = output.held_block_ids[: len(reservation.block_ids)], reservation.block_ids
+    source, destination = bytes_of(prefill), bytes_of(decode)
+    for layer in range(CONFIG["num_hidden_layers"]):
+        destination.write(layer, received, source.read(layer, sent))
+    np.testing.assert_array_equal(source.digests(sent), destination.digests(received))
+    decode.commit("r", output.outputs[0].token_ids[0], len(prompt))
+    prefill.release("r")
+    return [*output.outputs[0].token_ids, *finish(decode)]
+
+
+@pytest.mark.parametrize("settings", [{}, {"quantization": "int8"}], ids=["16-bit weights", "int8"])
+def test_the_same_tokens_as_one_engine_alone(tmp_path: Path, settings: dict[str, str]) -> None:
+    one, prefill, decode = (engine_of(tmp_path, kv_cache_dtype="fp8", **settings) for _ in range(3))
+    assert prefill.config.compat_digest == decode.config.compat_digest
+    assert bytes_of(decode).layout.dtype == "float8_e4m3fn"
+    for number, length in enumerate((15, 16, 49, 80)):
+        prompt = [(37 * number + 11 * i) % 290 + 5 for i in range(length)]
+        drawn = {"temperature": 0.9, "seed": 5} if number % 2 else {"temperature": 0.0}
+        params = SamplingParams(max_tokens=NUM_TOKENS, ignore_eos=True, **drawn)  # type: ignore[arg-type]
+        tokens = handed_over(prefill, decode, prompt, params)
+        assert len(tokens) == NUM_TOKENS
+        assert tokens == alone(one, prompt, params)
+    for engine in (one, prefill, decode):
+        ledger, problems = engine.audit()
+        assert problems == []
+        assert ledger.num_free + ledger.num_cached == ledger.num_blocks
+
+
+def test_pools_of_other_numbers_are_no_peers(tmp_path: Path) -> None:
+    """Equal sizes of blocks would not tell: 16-bit numbers of half as many tokens have as many bytes."""
+    eight, sixteen = engine_of(tmp_path, kv_cache_dtype="fp8"), engine_of(tmp_path)
+    differing = compat_difference(eight.config.compat_digest, sixteen.config.compat_digest)
+    assert differing == "compat_digest: kv_dtype 'float8_e4m3fn' != 'bfloat16'"
+    assert bytes_of(eight).layout.differences(bytes_of(sixteen).layout) == ["dtype: 'float8_e4m3fn' != 'bfloat16'"]
+    assert 2 * bytes_of(eight).layout.pool_bytes == bytes_of(sixteen).layout.pool_bytes
+    quantised = engine_of(tmp_path, quantization="int8")
+    differing = compat_difference(quantised.config.compat_digest, sixteen.config.compat_digest)
+    assert differing == "compat_digest: quantization 'int8' != 'none'"

@@ -1,0 +1,180 @@
+"""Weights in 8 bits: what they become, the layers that multiply with them, and where they cannot be."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from engine.float8 import why_no_float8
+from engine.layers import GatedLinear, Linear
+from engine.models import load_decoder_config
+from engine.models.decoder import PLAIN_PARTS
+from engine.quantization import (
+    MAX_PACKED_ROWS,
+    QUANTIZED_LINEARS,
+    Float8Linear,
+    Int8Linear,
+    check_quantization,
+    quantize_float8,
+    quantize_int8,
+)
+
+BFLOAT16 = torch.bfloat16
+UNIT = {torch.float32: 2**-20, torch.float16: 2**-10, BFLOAT16: 2**-7}
+HOPPER = (9, 0)
+MODEL = load_decoder_config(
+    {
+        "architectures": ["LlamaForCausalLM"], "vocab_size": 97, "hidden_size": 64, "intermediate_size": 96,
+        "num_hidden_layers": 1, "num_attention_heads": 4, "num_key_value_heads": 2,
+    }
+)  # fmt: skip
+
+
+def randn(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def uneven_weight(dtype: torch.dtype) -> torch.Tensor:
+    """Of outputs whose sizes differ by thousands: one scale for all of them would lose the small ones."""
+    return (randn(48, 80) * torch.logspace(-3, 1, 48)[:, None]).to(dtype)
+
+
+# -- what weights become --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", UNIT)
+def test_int8_is_the_nearest_multiple_of_each_outputs_scale(dtype: torch.dtype) -> None:
+    weight = uneven_weight(dtype)
+    int8, scale = quantize_int8(weight)
+    assert (int8.dtype, int8.shape, scale.shape) == (torch.int8, weight.shape, (48,))
+    assert scale.dtype == (torch.float32 if dtype == torch.float16 else dtype)
+    assert (int8.abs().amax(dim=1) >= 126).all()
+    error = (int8.double() * scale.double()[:, None] - weight.double()).abs()
+    # Half a step; the largest may lie a rounding of the scale beyond 127 steps.
+    assert (error <= scale.double()[:, None] * (0.5 + 127 * UNIT[dtype] / 2)).all()
+    assert (error.norm(dim=1) < 0.01 * weight.double().norm(dim=1)).all()  # of outputs with small weights, too
+
+
+def test_float8_is_the_nearest_of_each_rows_scale() -> None:
+    weight = uneven_weight(BFLOAT16)
+    float8, scale = quantize_float8(weight)
+    assert (float8.dtype, scale.dtype, scale.shape) == (torch.float8_e4m3fn, torch.float32, (48, 1))
+    assert (float8.float().abs().amax(dim=1) == 448).all()
+    error = (float8.double() * scale.double() - weight.double()).abs()
+    assert (error <= weight.double().abs() / 16 + scale.double() * 2**-10).all()
+
+
+@pytest.mark.parametrize("dtype", UNIT)
+def test_rows_of_zeros_stay_zeros(dtype: torch.dtype) -> None:
+    zeros = torch.zeros(3, 16, dtype=dtype)
+    for quantized, scale in (quantize_int8(zeros), quantize_float8(zeros)):
+        assert not quantized.float().any()
+        assert scale.isfinite().all()
+        assert (scale > 0).all()
+
+
+@pytest.mark.parametrize("linear", QUANTIZED_LINEARS.values(), ids=QUANTIZED_LINEARS.keys())
+@pytest.mark.parametrize("wrong", [float("nan"), float("inf")])
+def test_weights_that_are_no_numbers_are_refused(linear: type[Linear], wrong: float) -> None:
+    weight = randn(16, 16, dtype=BFLOAT16)
+    weight[3, 5] = wrong
+    with pytest.raises(ValueError, match="weights that are not finite"):
+        linear(weight)
+
+
+# -- products -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("has_bias", [False, True])
+@pytest.mark.parametrize("num_rows", [1, 5, MAX_PACKED_ROWS + 1])
+@pytest.mark.parametrize("dtype", UNIT)
+def test_int8_products_against_float64(dtype: torch.dtype, num_rows: int, has_bias: bool) -> None:
+    weight, x = uneven_weight(dtype), randn(num_rows, 80, dtype=dtype, seed=1)
+    bias = randn(48, dtype=dtype, seed=2) if has_bias else None
+    linear = Int8Linear(weight, bias)
+    y = linear(x)
+    assert (y.dtype, y.shape) == (dtype, (num_rows, 48))
+    shift = 0 if bias is None else bias.double()
+    stored = linear.weight_NK.double() * linear.scale_N.double()[:, None]
+    size = x.double().abs() @ stored.abs().T + (0 if bias is None else bias.double().abs())
+    assert ((y.double() - x.double() @ stored.T - shift).abs() <= 2 * UNIT[dtype] * size).all()
+
+
+@pytest.mark.parametrize("num_inputs", [8, 17, 40])
+def test_int8_products_with_a_number_of_inputs_that_torch_would_misread(num_inputs: int) -> None:
+    weight, x = randn(24, num_inputs, dtype=BFLOAT16), randn(3, num_inputs, dtype=BFLOAT16, seed=1)
+    expected = x.double() @ weight.double().T
+    assert (Int8Linear(weight)(x).double() - expected).norm() < 0.02 * expected.norm()
+
+
+@pytest.mark.parametrize("num_rows", [1, 7])
+def test_int8_products_of_columns_of_a_larger_tensor(num_rows: int) -> None:
+    """Which begin where torch's product could not read them."""
+    linear, x = Int8Linear(uneven_weight(BFLOAT16)), randn(num_rows, 200, dtype=BFLOAT16)
+    assert torch.equal(linear(x[:, 50:130]), linear(x[:, 50:130].clone()))
+
+
+@pytest.mark.parametrize("has_bias", [False, True])
+@pytest.mark.parametrize("num_rows", [1, 17])
+def test_8_bit_float_products_against_float64(num_rows: int, has_bias: bool) -> None:
+    """With torch's own product, on a CPU: what it takes, and that scales and bias are where they belong."""
+    weight = uneven_weight(BFLOAT16)
+    x = (randn(num_rows, 80, seed=1) * torch.logspace(-2, 2, num_rows)[:, None]).to(BFLOAT16)
+    bias = randn(48, dtype=BFLOAT16, seed=2) if has_bias else None
+    linear = Float8Linear(weight, bias)
+    y = linear(x)
+    assert (y.dtype, y.shape) == (BFLOAT16, (num_rows, 48))
+    shift = 0 if bias is None else bias.double()
+    x8, x_scale = quantize_float8(x)
+    stored = linear.weight_NK.double() * linear.scale_1N.double().T
+    expected = (x8.double() * x_scale.double()) @ stored.T + shift
+    torch.testing.assert_close(y.double(), expected, rtol=2**-7, atol=1e-4)
+    # Of weights and activations without quantisation, every row, small outputs counting as much as large ones.
+    exact, size_N = x.double() @ weight.double().T, weight.double().norm(dim=1)
+    error_T, size_T = (((z / size_N).norm(dim=1)) for z in (expected - shift - exact, exact))
+    assert (error_T < 0.06 * size_T).all()
+
+
+def test_parts_of_quantised_products_leave_logits_and_norms_alone() -> None:
+    parts = PLAIN_PARTS.with_products(Int8Linear)
+    assert replace(parts, linear=Linear, gated_linear=GatedLinear) == PLAIN_PARTS
+    assert parts.linear is Int8Linear
+    gate, up, x = (randn(*shape, dtype=BFLOAT16, seed=seed) for seed, shape in enumerate([(24, 32), (24, 32), (3, 32)]))
+    gated = parts.gated_linear(gate, up, None, None)
+    assert isinstance(gated._gate_up, Int8Linear)
+    plain = GatedLinear(gate, up, None, None)(x).double()
+    assert 0 < (gated(x).double() - plain).norm() < 0.03 * plain.norm()
+
+
+# -- where they cannot be -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("capability", [None, (8, 0), (9, 0)])
+@pytest.mark.parametrize("quantization", ["none", "int8"])
+def test_int8_works_anywhere(quantization: str, capability: tuple[int, int] | None) -> None:
+    check_quantization(quantization, capability=capability, dtype="float16", model=replace(MODEL, hidden_size=17))
+
+
+@pytest.mark.parametrize("capability", [(8, 9), HOPPER, (10, 0), (12, 0)])
+def test_8_bit_floats_work_where_the_device_has_them(capability: tuple[int, int]) -> None:
+    check_quantization("fp8", capability=capability, dtype="bfloat16", model=MODEL)
+    assert why_no_float8(capability) == ""
+
+
+@pytest.mark.parametrize(
+    ("capability", "dtype", "change", "why"),
+    [
+        (None, "bfloat16", {}, "it needs a GPU of compute capability 8.9 or later; give int8 or none"),
+        ((8, 6), "bfloat16", {}, "8.9 or later, and this one has 8.6; give int8 or none"),
+        (HOPPER, "float16", {}, "it computes bfloat16, and dtype is float16"),
+        (HOPPER, "bfloat16", {"intermediate_size": 40}, r"must be multiples of 16, are \(64, 64, 128, 40\)"),
+        (HOPPER, "bfloat16", {"head_dim": 10}, r"must be multiples of 16, are \(64, 40, 80, 96\)"),
+    ],
+)
+def test_8_bit_floats_are_refused_elsewhere(
+    capability: tuple[int, int] | None, dtype: str, change: dict[str, int], why: str
+) -> None:
+    with pytest.raises(ValueError, match="quantization fp8 cannot work here: .*" + why):
+        check_quantization("fp8", capability=capability, dtype=dtype, model=replace(MODEL, **change))

@@ -1,0 +1,103 @@
+"""The Triton kernels of products in 8 bits, against float64 and plain torch."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from triton_device import DEVICE
+
+from engine.float8 import why_no_float8
+from engine.kernels.gpu import parts
+from engine.kernels.gpu.eight_bits import MAX_ROWS, Int8Config, quantize_rows
+from engine.kernels.gpu.parts import (
+    TRITON_PARTS,
+    TRITON_QUANTIZED_LINEARS,
+    TritonFloat8Linear,
+    TritonGatedLinear,
+    TritonInt8Linear,
+)
+from engine.quantization import SMALLEST_AMAX, quantize_float8
+
+BFLOAT16 = torch.bfloat16
+CAPABILITY = torch.cuda.get_device_capability() if DEVICE == "cuda" else None
+UNIT = {torch.float32: 2**-20, torch.float16: 2**-10, BFLOAT16: 2**-7}
+
+
+def randn(*shape: int, dtype: torch.dtype, seed: int = 0) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(device=DEVICE, dtype=dtype)
+
+
+@pytest.mark.parametrize("dtype", UNIT)
+@pytest.mark.parametrize(
+    ("num_rows", "num_outputs", "num_inputs"),
+    [(1, 96, 512), (16, 33, 576), (17, 64, 48), (33, 100, 256), (65, 130, 200), (MAX_ROWS, 16, 64)],
+)
+def test_int8_products_against_float64(num_rows: int, num_outputs: int, num_inputs: int, dtype: torch.dtype) -> None:
+    """Every configuration, sides that tiles divide and sides that they do not."""
+    weight = randn(num_outputs, num_inputs, dtype=dtype) * 0.1
+    x, bias = randn(num_rows, num_inputs, dtype=dtype, seed=1), randn(num_outputs, dtype=dtype, seed=2)
+    linear = TritonInt8Linear(weight, bias)
+    stored = linear.weight_NK.double() * linear.scale_N.double()[:, None]
+    expected = x.double() @ stored.T + bias.double()
+    size = x.double().abs() @ stored.abs().T + bias.double().abs()
+    y = linear(x)
+    assert (y.dtype, y.shape) == (dtype, (num_rows, num_outputs))
+    assert ((y.double() - expected).abs() <= UNIT[dtype] * size).all()
+
+
+def test_more_rows_than_the_kernel_takes_go_with_a_widened_weight(monkeypatch: pytest.MonkeyPatch) -> None:
+    weight, x = randn(32, 64, dtype=BFLOAT16), randn(MAX_ROWS + 1, 64, dtype=BFLOAT16, seed=1)
+    linear, size = TritonInt8Linear(weight), x.abs().double() @ weight.abs().double().T
+    few = linear(x[None, :20])
+    assert few.shape == (1, 20, 32)
+    monkeypatch.setattr(parts, "int8_product", None)
+    # There a weight is rounded to bfloat16; in the kernel it is not.
+    assert ((linear(x)[:20] - few[0]).abs() <= 2**-7 * size[:20]).all()
+
+
+def test_configurations_grow_with_the_rows() -> None:
+    tiles = [Int8Config.of(num_rows, 2).block_t for num_rows in (1, 16, 17, 32, 33, 64, 65, MAX_ROWS)]
+    assert tiles == [16, 16, 32, 32, 64, 64, 128, 128]
+
+
+@pytest.mark.parametrize(("num_rows", "size"), [(1, 64), (9, 576), (3, 1000)])
+def test_rows_are_quantised_as_plain_torch_does(num_rows: int, size: int) -> None:
+    x = randn(num_rows, size, dtype=BFLOAT16) * torch.logspace(-4, 4, num_rows, device=DEVICE)[:, None].bfloat16()
+    x[0, 3], x[-1, -1] = 0.0, -x[-1].abs().max() * 2
+    float8, scale = quantize_rows(x, SMALLEST_AMAX)
+    expected, expected_scale = quantize_float8(x)
+    torch.testing.assert_close(scale, expected_scale, rtol=0, atol=0)
+    torch.testing.assert_close(float8.float(), expected.float(), rtol=0, atol=0)
+
+
+@pytest.mark.skipif(CAPABILITY is not None and why_no_float8(CAPABILITY) != "", reason="a GPU without 8-bit floats")
+@pytest.mark.parametrize(("num_rows", "has_bias"), [(1, False), (9, True), (130, True)])
+def test_8_bit_float_products_against_float64(num_rows: int, has_bias: bool) -> None:
+    """By torch: a GPU's tensor cores, or what a CPU does in their place."""
+    weight, x = randn(48, 64, dtype=BFLOAT16), randn(num_rows, 64, dtype=BFLOAT16, seed=1)
+    bias = randn(48, dtype=BFLOAT16, seed=2) if has_bias else None
+    linear = TritonFloat8Linear(weight, bias)
+    x8, scale = quantize_float8(x)
+    expected = (x8.double() * scale.double()) @ (linear.weight_NK.double() * linear.scale_1N.double().T).T
+    y = linear(x[None])
+    assert (y.dtype, y.shape) == (BFLOAT16, (1, num_rows, 48))
+    # Tensor cores keep some 14 bits of a sum of products of 8-bit floats.
+    size = x.abs().double() @ weight.abs().double().T
+    assert ((y[0].double() - expected - (0 if bias is None else bias.double())).abs() <= 2**-8 * size).all()
+
+
+def test_a_row_of_zeros_stays_zeros_and_one_with_nan_does_not_hide_it() -> None:
+    x = torch.zeros(2, 48, dtype=BFLOAT16, device=DEVICE)
+    x[1, 7] = float("nan")
+    float8, scale = quantize_rows(x, SMALLEST_AMAX)
+    assert not float8[0].float().any()
+    assert scale[0].isfinite().all()
+    assert (float8[1].float() * scale[1]).isnan().any()
+
+
+def test_a_decoder_of_them_keeps_the_other_kernels() -> None:
+    gate, up, x = (randn(*shape, dtype=BFLOAT16, seed=seed) for seed, shape in enumerate([(24, 32), (24, 32), (3, 32)]))
+    gated = TRITON_PARTS.with_products(TRITON_QUANTIZED_LINEARS["int8"]).gated_linear(gate, up, None, None)
+    assert isinstance(gated, TritonGatedLinear)
+    plain = TRITON_PARTS.gated_linear(gate, up, None, None)(x).double()
+    assert 0 < (gated(x).double() - plain).norm() < 0.03 * plain.norm()
