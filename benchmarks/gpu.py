@@ -4,7 +4,7 @@
     python benchmarks/gpu.py --only kernels,model         some parts; floors are measured with any
     python benchmarks/gpu.py --tiny                       the same script on any machine, over a toy: that it runs
 
-    floors ─> kernels ─> model ─> attention ─> digests ─> steps ─> push-nixl, push-grpc ─> servers      (gpu_parts/)
+    floors ─> kernels ─> model ─> attention ─> digests ─> steps ─> push ─> servers ─> steps in 8 bits      (gpu_parts/)
 
 Each part is a process of its own with a time of its own: what goes wrong in one is written into the table, and the
 others go on. Every number stands beside the limit that the same run measured, or beside its aim. The last line is one
@@ -45,6 +45,8 @@ PARTS = (
     Part(name="push-nixl", about="KV between two processes", measure=push.measure_nixl, limit_s=60),
     Part(name="push-grpc", about="KV between two processes", measure=push.measure_grpc, limit_s=60),
     Part(name="servers", about="1P+1D on one card against one that does both", measure=servers.measure, limit_s=180),
+    Part(name="steps-int8", about="the same engine with int8 weights", measure=steps.measure_int8, limit_s=90),
+    Part(name="steps-fp8", about="the same engine with weights and KV in fp8", measure=steps.measure_fp8, limit_s=90),
 )
 KNOWN = (floors.COPY, floors.PRODUCTS, floors.TO_HOST, floors.TO_DEVICE, push.NIXL_PUSH)
 """Rows that later parts need."""

@@ -28,23 +28,37 @@ class ModelShape:
     """Of a Llama, from its config.json."""
 
     config: Mapping[str, Any]
+    layer_item_bytes: int = ITEM_BYTES
+    """Of weights of layers' products; the logits' product stays in bfloat16."""
+    kv_item_bytes: int = ITEM_BYTES
 
     @property
     def head_dim(self) -> int:
         return int(self.config["hidden_size"]) // int(self.config["num_attention_heads"])
 
     @property
-    def num_weight_bytes(self) -> int:
-        """What a step reads of them: all but the embeddings, of which it reads a row for each token."""
+    def num_in_layers(self) -> int:
+        """Weights of all layers' products."""
         c = self.config
         qkv = c["hidden_size"] * self.head_dim * (c["num_attention_heads"] + 2 * c["num_key_value_heads"])
         layer = qkv + c["hidden_size"] ** 2 + 3 * c["hidden_size"] * c["intermediate_size"]
-        return int(ITEM_BYTES * (c["num_hidden_layers"] * layer + c["vocab_size"] * c["hidden_size"]))
+        return int(c["num_hidden_layers"] * layer)
+
+    @property
+    def num_in_logits(self) -> int:
+        return int(self.config["vocab_size"] * self.config["hidden_size"])
+
+    @property
+    def num_weight_bytes(self) -> int:
+        """What a step reads of them: all but the embeddings, of which it reads a row for each token."""
+        return self.layer_item_bytes * self.num_in_layers + ITEM_BYTES * self.num_in_logits
 
     def kv_bytes(self, num_tokens: int) -> int:
         """Keys and values of all layers."""
         c = self.config
-        return int(2 * ITEM_BYTES * c["num_hidden_layers"] * c["num_key_value_heads"] * self.head_dim * num_tokens)
+        return int(
+            2 * self.kv_item_bytes * c["num_hidden_layers"] * c["num_key_value_heads"] * self.head_dim * num_tokens
+        )
 
     def decode_bytes(self, batch: int, context: int) -> int:
         """What a decoding step reads at least."""
@@ -53,10 +67,8 @@ class ModelShape:
     def prefill_flop(self, num_tokens: int) -> float:
         """Of one prompt: products of all its tokens, logits of one, attention of each token to those before."""
         c = self.config
-        num_logits = c["vocab_size"] * c["hidden_size"]
-        num_in_layers = self.num_weight_bytes // ITEM_BYTES - num_logits
         attention = c["num_hidden_layers"] * attention_flop(c["num_attention_heads"], self.head_dim, num_tokens)
-        return float(2 * num_tokens * num_in_layers + 2 * num_logits + attention)
+        return float(2 * num_tokens * self.num_in_layers + 2 * self.num_in_logits + attention)
 
 
 def attention_flop(num_heads: int, head_dim: int, num_tokens: int) -> int:

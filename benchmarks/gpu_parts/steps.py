@@ -1,5 +1,5 @@
 """Steps of one engine with Llama-3.1-8B's shapes: what decoding reads and prompts compute, beside the floors; and for
-how much of a decoding step the device has nothing to do.
+how much of a decoding step the device has nothing to do. In bfloat16, and in 8 bits beside the floor of these bytes.
 
 The idle share is 1 - busy / step. `step` is the median time of steps as they are. `busy` is the time per step covered
 by kernels and copies, of some further steps under the profiler: it makes the gaps between kernels longer, not the
@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Iterable, Iterator
-from itertools import count
+from dataclasses import replace
+from itertools import chain, count
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -21,7 +22,7 @@ from torch.profiler import ProfilerActivity, profile
 from benchmarks.engine import new_prompt, timed_step
 from benchmarks.gpu_parts import floors
 from benchmarks.gpu_parts.rows import Row
-from benchmarks.gpu_parts.runner import Setting
+from benchmarks.gpu_parts.runner import NotRun, Setting
 from benchmarks.gpu_parts.shapes import Sizes, write_model
 from benchmarks.gpu_parts.timing import synchronize
 from engine.config import EngineArgs
@@ -39,25 +40,44 @@ _ids = count()
 
 
 def measure(setting: Setting) -> Iterator[Row]:
+    return measure_with(setting, setting.sizes)
+
+
+def measure_int8(setting: Setting) -> Iterator[Row]:
+    """Weights of layers in int8. Prompts stand beside the same limit, of products in bfloat16."""
+    sizes = replace(setting.sizes, model=replace(setting.sizes.model, layer_item_bytes=1))
+    return measure_with(setting, sizes, quantization="int8")
+
+
+def measure_fp8(setting: Setting) -> Iterator[Row]:
+    """Weights of layers and KV in fp8. Prompts stand beside the same limit, of products in bfloat16."""
+    if setting.device != "cuda":
+        raise NotRun("it needs a GPU")
+    sizes = replace(setting.sizes, model=replace(setting.sizes.model, layer_item_bytes=1, kv_item_bytes=1))
+    return measure_with(setting, sizes, quantization="fp8", kv_cache_dtype="fp8")
+
+
+def measure_with(setting: Setting, sizes: Sizes, **settings: str) -> Iterator[Row]:
+    """`settings`: of the engine. `sizes`: what is counted of it."""
     with TemporaryDirectory() as name:
-        engine = open_engine(write_model(Path(name), setting.sizes.model.config), setting)
-        yield from decode_rows(engine, setting)
-        yield from prefill_rows(engine, setting)
+        engine = open_engine(write_model(Path(name), sizes.model.config), setting, **settings)
+        label = f"{settings['quantization']}: " if settings else ""
+        for row in chain(decode_rows(engine, setting, sizes), prefill_rows(engine, setting)):
+            yield replace(row, what=label + row.what)
 
 
-def open_engine(folder: Path, setting: Setting) -> LLMEngine:
+def open_engine(folder: Path, setting: Setting, **settings: str) -> LLMEngine:
     sizes = setting.sizes
     args = EngineArgs(
         model=str(folder), load_format="dummy", dtype="bfloat16", device=setting.device, enable_prefix_caching=False,
         kv_cache_gib=sizes.kv_cache_gib, max_model_len=sizes.max_model_len,
         max_num_seqs=max(batch for batch, _, _ in sizes.decode_steps),
-        max_num_batched_tokens=sizes.max_model_len, max_itl_ms=0,
+        max_num_batched_tokens=sizes.max_model_len, max_itl_ms=0, **settings,  # type: ignore[arg-type]
     )  # fmt: skip
     return LLMEngine(create_engine_config(args))
 
 
-def decode_rows(engine: LLMEngine, setting: Setting) -> Iterator[Row]:
-    sizes = setting.sizes
+def decode_rows(engine: LLMEngine, setting: Setting, sizes: Sizes) -> Iterator[Row]:
     for batch, context, target in sizes.decode_steps:
         names = begin_decoding(engine, batch, context)
         for _ in range(NUM_WARM_UP_STEPS):

@@ -8,7 +8,7 @@ import math
 import os
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -58,6 +58,9 @@ def test_bytes_of_llama_8b() -> None:
     assert shape.decode_bytes(64, 2048) == 15_009_316_864 + 64 * 2048 * 131_072
     assert steps.decode_limit_ms(FULL, 64, 2048, 4300.0) == pytest.approx(7.4859, rel=1e-4)
     assert steps.decode_limit_ms(FULL, 64, 2048, None) is None
+    eight = replace(shape, layer_item_bytes=1, kv_item_bytes=1)  # the logits' product stays as it is
+    assert eight.decode_bytes(64, 2048) == 32 * layer + 2 * 128_256 * 4096 + 64 * 2048 * 65_536
+    assert eight.prefill_flop(100) == shape.prefill_flop(100)
 
 
 def test_operations_of_a_prompt() -> None:
@@ -274,7 +277,6 @@ def test_parts_are_chosen_by_name_in_their_order_and_floors_go_along() -> None:
     result = CliRunner().invoke(gpu.main, ["--tiny", "--only", "steps,speed"])
     assert result.exit_code == 2
     assert "no part is called speed; there are floors, kernels, model" in result.output
-    assert sum(part.limit_s for part in gpu.PARTS) < 2 * 480  # all at their limits is no plan, but none may take it all
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
@@ -298,6 +300,17 @@ def test_floors_and_steps(setting: Setting) -> None:
     ]  # fmt: skip
     assert all(row.value is not None for row in rows)
     assert all(row.limit is not None and row.limit > 0 for row in rows if row.unit == "ms")
+
+
+def test_steps_in_8_bits_stand_beside_the_bytes_of_8_bits(setting: Setting, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(steps, "NUM_STEPS", 2)
+    known = replace(setting, known={floors.COPY: 100.0, floors.PRODUCTS: 1.0})
+    rows = {row.what: row for row in steps.measure_int8(known)}
+    eight = replace(known.sizes.model, layer_item_bytes=1)
+    assert rows["int8: decode step, 1 x 8"].limit == eight.decode_bytes(1, 8) / 100e6
+    assert rows["int8: prefill, 2 x 64"].value
+    with pytest.raises(NotRun, match="it needs a GPU"):
+        list(steps.measure_fp8(known))
 
 
 @pytest.mark.parametrize("is_damaged", [False, True])
