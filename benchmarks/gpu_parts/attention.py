@@ -8,7 +8,6 @@ best is marked.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -19,6 +18,7 @@ from benchmarks.gpu_parts.rows import Row
 from benchmarks.gpu_parts.runner import NotRun, Setting
 from benchmarks.gpu_parts.shapes import attention_bytes, attention_flop
 from benchmarks.gpu_parts.timing import cache_bytes, num_sets, seconds_of
+from benchmarks.gpu_parts.variants import Job, timed_row, variant_rows
 from engine.kernels.gpu import why_no_triton
 
 if TYPE_CHECKING:
@@ -26,8 +26,6 @@ if TYPE_CHECKING:
     from engine.kernels.gpu.prefill import PrefillConfig
 
 BLOCK_SIZE = 16
-MAX_DIFFERENCE = 0.02
-"""Of a configuration's result to that of the one in use, relative: bfloat16 rounds to 0.004."""
 
 DECODE_VARIANTS: tuple[dict[str, int], ...] = (
     {"num_stages": 3}, {"num_stages": 4}, {"num_stages": 7}, {"num_warps": 2}, {"num_warps": 8},
@@ -40,20 +38,6 @@ PREFILL_VARIANTS: tuple[dict[str, int], ...] = (
     {"block_n": 128}, {"block_m": 256, "block_n": 32},
 )  # fmt: skip
 """What differs from the configuration in use."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Job:
-    """Attention of one size: its inputs, more than the cache holds, and what it counts."""
-
-    what: str
-    amount: float
-    """GB or TFLOP of one launch."""
-    unit: str
-    limit: float | None
-    target: float | None
-    launches: Callable[[Any], tuple[list[Callable[[], object]], torch.Tensor]]
-    """A configuration -> a launch for each set of inputs, and the first one's result."""
 
 
 def measure(setting: Setting) -> Iterator[Row]:
@@ -82,35 +66,6 @@ def measure(setting: Setting) -> Iterator[Row]:
     for config, group, variants in zip(in_use, jobs, (DECODE_VARIANTS, PREFILL_VARIANTS), strict=True):
         for job in group:
             yield from variant_rows(job, config, variants[: setting.sizes.num_variants], setting)
-
-
-def timed_row(job: Job, config: Any, setting: Setting) -> tuple[Row, torch.Tensor]:
-    works, result = job.launches(config)
-    rate = job.amount / seconds_of(works, setting.device, num_rounds=3 if setting.is_tiny else 30)
-    row = Row(what=job.what, value=rate, unit=job.unit, limit=job.limit, target=job.target, group=job.what)
-    return row, result.float()
-
-
-def variant_rows(job: Job, in_use: Any, variants: tuple[dict[str, int], ...], setting: Setting) -> Iterator[Row]:
-    works, result = job.launches(in_use)
-    works[0]()
-    expected = result.float()
-    for changes in variants:
-        what = f"{job.what}, " + ", ".join(f"{name}={value}" for name, value in changes.items())
-        try:
-            row, ours = timed_row(job, replace(in_use, **changes), setting)
-        except Exception as error:  # of the compiler or the launch: this configuration cannot be had
-            yield Row(what=what, value=None, unit=job.unit, note=f"does not run: {_short(error)}")
-            continue
-        difference = float((ours - expected).norm() / expected.norm())
-        if not difference <= MAX_DIFFERENCE:
-            yield Row(what=what, value=None, unit=job.unit, note=f"wrong: differs by {difference:.2g}")
-        else:
-            yield replace(row, what=what, target=None)
-
-
-def _short(error: Exception) -> str:
-    return f"{type(error).__name__}: {' '.join(str(error).split())[:80]}"
 
 
 def random_pool(num_seqs: int, length: int, setting: Setting, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:

@@ -39,10 +39,8 @@ class ModelShape:
     @property
     def num_in_layers(self) -> int:
         """Weights of all layers' products."""
-        c = self.config
-        qkv = c["hidden_size"] * self.head_dim * (c["num_attention_heads"] + 2 * c["num_key_value_heads"])
-        layer = qkv + c["hidden_size"] ** 2 + 3 * c["hidden_size"] * c["intermediate_size"]
-        return int(c["num_hidden_layers"] * layer)
+        layer = sum(num_outputs * num_inputs for name, num_outputs, num_inputs in self.products if name != "logits")
+        return int(self.config["num_hidden_layers"]) * layer
 
     @property
     def num_in_logits(self) -> int:
@@ -52,6 +50,17 @@ class ModelShape:
     def num_weight_bytes(self) -> int:
         """What a step reads of them: all but the embeddings, of which it reads a row for each token."""
         return self.layer_item_bytes * self.num_in_layers + ITEM_BYTES * self.num_in_logits
+
+    @property
+    def products(self) -> list[tuple[str, int, int]]:
+        """(name, outputs, inputs) of a layer's products and the logits', as an engine makes them."""
+        c = self.config
+        hidden, inner = c["hidden_size"], c["intermediate_size"]
+        qkv = self.head_dim * (c["num_attention_heads"] + 2 * c["num_key_value_heads"])
+        return [
+            ("qkv", qkv, hidden), ("output", hidden, self.head_dim * c["num_attention_heads"]),
+            ("gate and up", 2 * inner, hidden), ("down", hidden, inner), ("logits", c["vocab_size"], hidden),
+        ]  # fmt: skip
 
     def kv_bytes(self, num_tokens: int) -> int:
         """Keys and values of all layers."""
@@ -96,6 +105,8 @@ class Sizes:
     """(sequences, context)"""
     prefill_attention: tuple[tuple[int, int], ...]
     """(prompts, tokens of each)"""
+    product_rows: tuple[int, ...]
+    """Of a decoding step: its sequences."""
     num_variants: int
     """Launch configurations tried beside the one in use."""
     digest_blocks: int
@@ -117,6 +128,7 @@ FULL = Sizes(
     attention_heads=(32, 8, 128),
     decode_attention=((64, 4096), (1, 8192)),
     prefill_attention=((1, 8192), (8, 2048)),
+    product_rows=(1, 64),
     num_variants=100,
     digest_blocks=1024,
     decode_steps=((1, 1024, 0.85), (64, 2048, 0.8)),
@@ -134,6 +146,7 @@ TINY = Sizes(
     attention_heads=(4, 2, 16),
     decode_attention=((2, 40),),
     prefill_attention=((2, 24),),
+    product_rows=(2,),
     num_variants=1,
     digest_blocks=4,
     decode_steps=((1, 8, 0.85), (4, 16, 0.8)),

@@ -20,7 +20,19 @@ import torch
 from click.testing import CliRunner
 
 from benchmarks import gpu, transfer
-from benchmarks.gpu_parts import attention, digests, floors, kernels, model, push, servers, steps, timing
+from benchmarks.gpu_parts import (
+    attention,
+    digests,
+    floors,
+    kernels,
+    model,
+    products,
+    push,
+    servers,
+    steps,
+    timing,
+    variants,
+)
 from benchmarks.gpu_parts.rows import Row, table
 from benchmarks.gpu_parts.runner import OUT_OF_TIME, NotRun, Part, Setting, in_process, run_parts
 from benchmarks.gpu_parts.shapes import FULL, ModelShape, attention_bytes, attention_flop, write_model
@@ -302,6 +314,21 @@ def test_floors_and_steps(setting: Setting) -> None:
     assert all(row.limit is not None and row.limit > 0 for row in rows if row.unit == "ms")
 
 
+def test_products_of_a_step(setting: Setting) -> None:
+    assert sum(num_outputs * num_inputs for _, num_outputs, num_inputs in FULL.model.products[:-1]) == 218_103_808
+    assert FULL.model.products[-1] == ("logits", 128_256, 4096)
+    if why_no_triton("cpu"):
+        with pytest.raises(NotRun):
+            list(products.measure(setting))
+    measured = iter(products.measure(setting))
+    rows = [next(measured) for _ in range(5)]
+    assert [row.what for row in rows] == [
+        "qkv 128 x 64, 2 rows, torch", "output 64 x 64, 2 rows, torch", "gate and up 256 x 64, 2 rows, torch",
+        "down 64 x 128, 2 rows, torch", "logits 500 x 64, 2 rows, torch",
+    ]  # fmt: skip
+    assert all(row.value for row in rows)
+
+
 def test_steps_in_8_bits_stand_beside_the_bytes_of_8_bits(setting: Setting, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(steps, "NUM_STEPS", 2)
     known = replace(setting, known={floors.COPY: 100.0, floors.PRODUCTS: 1.0})
@@ -392,9 +419,9 @@ def test_a_configuration_that_does_not_run_or_computes_something_else_is_no_choi
         out = torch.ones(4)
         return [lambda: out.fill_(2.0 if config.size == 4 else 1.0)], out
 
-    job = attention.Job(what="job", amount=1.0, unit="GB/s", limit=None, target=0.8, launches=launches)
-    variants = ({"size": 2}, {"size": 3}, {"size": 4})
-    rows = list(attention.variant_rows(job, Config(1), variants, setting))
+    job = variants.Job(what="job", amount=1.0, unit="GB/s", limit=None, target=0.8, launches=launches)
+    sizes = ({"size": 2}, {"size": 3}, {"size": 4})
+    rows = list(variants.variant_rows(job, Config(1), sizes, setting))
     assert [row.value is None for row in rows] == [False, True, True]
     assert "out of resource" in rows[1].note
     assert rows[2].note == "wrong: differs by 1"
