@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import platform
+import shutil
 import subprocess
 from pathlib import Path
 
@@ -11,18 +12,23 @@ import torch
 
 def machine() -> dict[str, object]:
     """What the numbers depend on, beside the code."""
-    here = Path(__file__).parent
-    commit = subprocess.run(
-        ["git", "rev-parse", "--short", "HEAD"], cwd=here, capture_output=True, text=True, check=False
-    )
     return {
-        "commit": commit.stdout.strip() or None,
+        "commit": commit(),
         "python": platform.python_version(),
         "torch": torch.__version__,
         "threads": torch.get_num_threads(),
         "cpu": f"{cpu_name()}, {torch.backends.cpu.get_cpu_capability()}",
         "machine": platform.machine(),
     }
+
+
+def commit() -> str | None:
+    """None where this is no clone, or there is no git."""
+    if shutil.which("git") is None:
+        return None
+    command = ["git", "rev-parse", "--short", "HEAD"]
+    done = subprocess.run(command, cwd=Path(__file__).parent, capture_output=True, text=True, check=False)
+    return done.stdout.strip() or None
 
 
 def cpu_name() -> str:

@@ -1,6 +1,8 @@
 """Keeps what a benchmark found: one JSON line on stdout, the same in a file, and a picture if one can be drawn.
 
 save(name, summary, draw) ──> benchmarks/results/<name>-<date>-<time>-<commit>.json and .png
+
+Who measures for long keeps what there is so far: `path_of` once, `keep` again and again, `save` there at the end.
 """
 
 from __future__ import annotations
@@ -15,11 +17,21 @@ from typing import Any
 RESULTS = Path(__file__).with_name("results")
 
 
-def save(name: str, summary: dict[str, Any], draw: Callable[[Any], None]) -> None:
-    """`draw` gets matplotlib's empty figure. Without matplotlib there is no picture, which is said."""
-    RESULTS.mkdir(exist_ok=True)
-    path = RESULTS / f"{name}-{time.strftime('%Y-%m-%d-%H%M')}-{summary.get('commit') or 'local'}.json"
+def path_of(name: str, commit: object, folder: Path = RESULTS) -> Path:
+    """Of the results of now."""
+    return folder / f"{name}-{time.strftime('%Y-%m-%d-%H%M')}-{commit or 'local'}.json"
+
+
+def keep(path: Path, summary: dict[str, Any]) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(summary, indent=1) + "\n")
+
+
+def save(name: str, summary: dict[str, Any], draw: Callable[[Any], None], path: Path | None = None) -> None:
+    """`draw` gets matplotlib's empty figure. Without matplotlib there is no picture, which is said. `path`: of the
+    JSON file, where it is there already."""
+    path = path or path_of(name, summary.get("commit"))
+    keep(path, summary)
     try:
         import matplotlib
 
@@ -30,7 +42,8 @@ def save(name: str, summary: dict[str, Any], draw: Callable[[Any], None]) -> Non
     else:
         figure = pyplot.figure(figsize=(10, 4), layout="constrained")
         draw(figure)
-        figure.supxlabel(f"{name}, {summary.get('cpu', '')}, commit {summary.get('commit')}", fontsize=8)
+        device = summary.get("gpu") or summary.get("cpu", "")
+        figure.supxlabel(f"{name}, {device}, commit {summary.get('commit')}", fontsize=8)
         figure.savefig(path.with_suffix(".png"), dpi=120)
     print(f"kept in {path.parent.name}/{path.name}", file=sys.stderr)
     print(json.dumps(summary))

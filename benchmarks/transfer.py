@@ -2,10 +2,12 @@
 
     python -m benchmarks.transfer                       # all transports that are installed
     python -m benchmarks.transfer --transport nixl --max-mib 1024 --repeats 9
+    python -m benchmarks.transfer --device cuda --layers 32 --block-kib 64      # pools in the memory of one GPU
 
 Sender and receiver are two processes for "grpc" and "nixl", as in reality, and one for "local". A measured transfer is
-open + write of every layer + commit, so both sides' digests are in it; "data" is the push without the commit. The last
-line of output is one JSON object.
+open + write of every layer + commit, so both sides' digests are in it; "data" is the push without the commit. After the
+last transfer of each size both sides' digests are compared once more, over another way. The last line of output is one
+JSON object.
 """
 
 from __future__ import annotations
@@ -18,32 +20,53 @@ import multiprocessing
 import statistics
 import sys
 import time
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
+from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from typing import Any
 
 import click
 import grpc
 import numpy as np
+import torch
 
 import kv_transfer
-from kv_transfer import HostPool, Identity, KVLayout, KVPool, KVReceiver, KVSender, KVTransferServicer
+from engine.kv_cache import KV_ORDER, KVCacheShape
+from kv_transfer import Identity, KVPool, KVReceiver, KVSender, KVTransferServicer
+from kv_transfer.pool import Digests
 from protos import tandem_kv_transfer_pb2 as pb
 from protos import tandem_kv_transfer_pb2_grpc as pb_grpc
+from worker_service.messages import transfer_pool
 
 MIB = 1 << 20
 NUM_LATENCY_PUSHES = 200
 
 
-def make_pool(num_bytes: int, num_layers: int, block_kib: int, seed: int) -> HostPool:
-    """A pool of at least `num_bytes`, of blocks of `block_kib` KiB per layer."""
+PoolArguments = tuple[int, int, int, str]
+"""Bytes, layers, KiB of a block, device."""
+
+
+def make_pool(num_bytes: int, num_layers: int, block_kib: int, device: str, seed: int) -> KVPool:
+    """A pool of at least `num_bytes`, of blocks of `block_kib` KiB per layer, as a worker on `device` has it."""
     num_blocks = -(-num_bytes // (num_layers * block_kib * 1024))
-    head_dim = block_kib * 1024 // (2 * 16 * 2)
-    layout = KVLayout(
-        num_layers=num_layers, num_blocks=num_blocks, block_size=16, num_kv_heads=1, head_dim=head_dim, dtype="bfloat16"
-    )
-    size = (num_layers, num_blocks, layout.block_bytes)
-    return HostPool(layout, np.random.default_rng(seed).integers(0, 256, size, dtype=np.uint8))
+    shape = KVCacheShape(
+        num_layers=num_layers, num_blocks=num_blocks, block_size=16, num_kv_heads=1,
+        head_dim=block_kib * 1024 // (2 * 16 * 2), dtype="bfloat16",
+    )  # fmt: skip
+    size = (num_layers, num_blocks, shape.block_bytes)
+    generator = torch.Generator(device).manual_seed(seed)
+    content = torch.randint(0, 256, size, dtype=torch.uint8, device=device, generator=generator)
+    return transfer_pool(content, shape, KV_ORDER)
+
+
+@dataclass(frozen=True)
+class FarSide:
+    """What a receiver is asked for, beside the protocol."""
+
+    grant: Callable[[list[int]], pb.Grant]
+    """Of these blocks."""
+    digests: Callable[[list[int]], Digests]
+    """Of these blocks, computed now."""
 
 
 class BenchReceiver:
@@ -67,9 +90,9 @@ class BenchReceiver:
         return self.receiver.issue("bench", block_ids, 0)
 
 
-def serve(pipe: Connection, transport: str, pool_arguments: tuple[int, int, int, int]) -> None:
-    """The receiving process: answers lists of block ids with grants, until None."""
-    asyncio.run(_serve(pipe, transport, make_pool(*pool_arguments)))
+def serve(pipe: Connection, transport: str, pool_arguments: PoolArguments) -> None:
+    """The receiving process: answers ("grant" or "digests", block ids), until None."""
+    asyncio.run(_serve(pipe, transport, make_pool(*pool_arguments, seed=2)))
 
 
 async def _serve(pipe: Connection, transport: str, pool: KVPool) -> None:
@@ -80,38 +103,49 @@ async def _serve(pipe: Connection, transport: str, pool: KVPool) -> None:
     await server.start()
     await bench.receiver.start(address)
     pipe.send_bytes(b"ready")
-    while block_ids := await asyncio.to_thread(pipe.recv):
-        pipe.send_bytes(bench.grant(block_ids).SerializeToString())
+    while asked := await asyncio.to_thread(pipe.recv):
+        what, block_ids = asked
+        if what == "grant":
+            pipe.send_bytes(bench.grant(block_ids).SerializeToString())
+        else:
+            pipe.send_bytes(pool.digests(block_ids).tobytes())
     await server.stop(0)
     await bench.receiver.close()
 
 
 @contextlib.asynccontextmanager
-async def running(transport: str, pool_arguments: tuple[int, int, int]) -> AsyncIterator[tuple[KVSender, Any]]:
-    """A sender, and a function from block ids to a grant of a receiver that runs."""
+async def running(transport: str, pool_arguments: PoolArguments) -> AsyncIterator[tuple[KVSender, FarSide]]:
+    """A sender, and a receiver that runs."""
     pool = make_pool(*pool_arguments, seed=1)
     identity = Identity(worker_id="prefill", incarnation="bench", compat_digest="bench")
     if transport == "local":
-        bench = BenchReceiver(transport, make_pool(*pool_arguments, seed=2))
+        far_pool = make_pool(*pool_arguments, seed=2)
+        bench = BenchReceiver(transport, far_pool)
         address = "127.0.0.1:1"  # a name only: nobody listens there
         await bench.receiver.start(address)
         sender = kv_transfer.create_sender(transport, pool=pool, identity=identity, receivers={address: bench.receiver})
-        yield sender, bench.grant
+        yield sender, FarSide(bench.grant, far_pool.digests)
         await sender.close()
         await bench.receiver.close()
         return
     ours, theirs = multiprocessing.Pipe()
-    arguments = (theirs, transport, (*pool_arguments, 2))
+    arguments = (theirs, transport, pool_arguments)
     process = multiprocessing.get_context("spawn").Process(target=serve, args=arguments, daemon=True)
     process.start()
 
+    theirs.close()  # so that its end is an EOFError here
+
     def grant(block_ids: list[int]) -> pb.Grant:
-        ours.send(block_ids)
+        ours.send(("grant", block_ids))
         return pb.Grant.FromString(ours.recv_bytes())
+
+    def digests(block_ids: list[int]) -> Digests:
+        ours.send(("digests", block_ids))
+        return np.frombuffer(ours.recv_bytes(), dtype=np.uint64).reshape(-1, len(block_ids))
 
     assert ours.recv_bytes() == b"ready"
     sender = kv_transfer.create_sender(transport, pool=pool, identity=identity)
-    yield sender, grant
+    yield sender, FarSide(grant, digests)
     await sender.close()
     ours.send(None)
     process.join(10)
@@ -136,11 +170,12 @@ def sizes_mib(smallest: int, largest: int) -> Iterator[int]:
         size *= 4
 
 
-async def measure(transport: str, options: dict[str, int]) -> list[dict[str, Any]]:
+async def measure(transport: str, options: dict[str, int], device: str = "cpu") -> list[dict[str, Any]]:
+    """A row for each size, and one for pushes of a single block."""
     rows = []
-    pool_arguments = (options["max_mib"] * MIB, options["layers"], options["block_kib"])
+    pool_arguments = (options["max_mib"] * MIB, options["layers"], options["block_kib"], device)
     random = np.random.default_rng(5)
-    async with running(transport, pool_arguments) as (sender, grant):
+    async with running(transport, pool_arguments) as (sender, far):
         layout = sender.pool.layout
         print(f"{transport}: {layout.pool_bytes / MIB:.0f} MiB, blocks of {layout.block_bytes} bytes", file=sys.stderr)
         for size_mib in sizes_mib(options["min_mib"], options["max_mib"]):
@@ -149,7 +184,7 @@ async def measure(transport: str, options: dict[str, int]) -> list[dict[str, Any
             timings = []
             for _ in range(options["repeats"] + 1):
                 src, dst = (random.permutation(layout.num_blocks)[:num_blocks].tolist() for _ in range(2))
-                timings.append(await transfer(sender, grant(dst), src))
+                timings.append(await transfer(sender, far.grant(dst), src))
             pushed_s, total_s = (statistics.median(column) for column in zip(*timings[1:], strict=True))
             rows.append(
                 {
@@ -158,12 +193,14 @@ async def measure(transport: str, options: dict[str, int]) -> list[dict[str, Any
                     "data_gb_s": round(num_bytes / pushed_s / 1e9, 2),
                     "total_gb_s": round(num_bytes / total_s / 1e9, 2),
                     "total_ms": round(total_s * 1000, 2),
+                    "num_wrong_digests": int((far.digests(dst) != sender.pool.digests(src)).sum()),
+                    "num_repaired_blocks": sender.num_repaired_blocks,
                 }
             )
             print(f"  {size_mib} MiB: {rows[-1]['total_gb_s']} GB/s", file=sys.stderr)
         latencies = []
         for _ in range(NUM_LATENCY_PUSHES):
-            issued = grant([int(random.integers(layout.num_blocks))])
+            issued = far.grant([int(random.integers(layout.num_blocks))])
             latencies.append((await transfer(sender, issued, [0]))[1] * 1000)
         rows.append(
             {
@@ -175,8 +212,8 @@ async def measure(transport: str, options: dict[str, int]) -> list[dict[str, Any
     return rows
 
 
-def measure_digests(options: dict[str, int]) -> dict[str, Any]:
-    pool = make_pool(64 * MIB, options["layers"], options["block_kib"], seed=1)
+def measure_digests(options: dict[str, int], device: str) -> dict[str, Any]:
+    pool = make_pool(64 * MIB, options["layers"], options["block_kib"], device, seed=1)
     block_ids = list(range(pool.layout.num_blocks))
     pool.digests(block_ids)
     timings = []
@@ -198,7 +235,10 @@ def print_tables(rows: list[dict[str, Any]], digests: dict[str, Any]) -> None:
     for row in rows:
         if "one_block_p50_ms" in row:
             print(f"{row['transport']:<10}{row['one_block_p50_ms']:>18}{row['one_block_p99_ms']:>10}")
-    print(f"\ndigests (one side, one thread): {digests['digest_gb_s']} GB/s\n")
+    print(f"\ndigests (one side; of memory of a CPU: one thread): {digests['digest_gb_s']} GB/s\n")
+    wrong = [row for row in rows if row.get("num_wrong_digests") or row.get("num_repaired_blocks")]
+    if wrong:
+        raise click.ClickException(f"blocks arrived otherwise than they were: {wrong}")
 
 
 @click.command(help=__doc__, context_settings={"max_content_width": 100})
@@ -211,15 +251,19 @@ def print_tables(rows: list[dict[str, Any]], digests: dict[str, Any]) -> None:
               help="KiB of one block of one layer (12: SmolLM2-135M in bfloat16).")  # fmt: skip
 @click.option("--repeats", default=5, show_default=True, type=click.IntRange(1),
               help="Measured transfers per size, after one for warming up; the median counts.")  # fmt: skip
-def main(transports: tuple[str, ...], **options: int) -> None:
+@click.option("--device", default="cpu", show_default=True, type=click.Choice(["cpu", "cuda"]),
+              help="Whose memory the pools are in.")  # fmt: skip
+def main(transports: tuple[str, ...], device: str, **options: int) -> None:
     if options["min_mib"] > options["max_mib"]:
         raise click.UsageError("--min-mib must not be above --max-mib")
+    if device == "cuda" and not torch.cuda.is_available():
+        raise click.UsageError("--device is cuda, but torch finds no CUDA device")
     has_nixl = importlib.util.find_spec("nixl") is not None
     chosen = transports or tuple(name for name in ("grpc", "nixl", "local") if name != "nixl" or has_nixl)
-    rows = [row for name in chosen for row in asyncio.run(measure(name, options))]
-    digests = measure_digests(options)
+    rows = [row for name in chosen for row in asyncio.run(measure(name, options, device))]
+    digests = measure_digests(options, device)
     print_tables(rows, digests)
-    print(json.dumps({"options": options, "rows": rows, **digests}))
+    print(json.dumps({"device": device, "options": options, "rows": rows, **digests}))
 
 
 if __name__ == "__main__":

@@ -11,7 +11,7 @@ from typing import Any
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 LOAD_FORMATS = ("auto", "safetensors", "gguf", "dummy")
-ATTENTION_BACKENDS = ("auto", "cpu", "triton", "torch")
+ATTENTION_BACKENDS = ("auto", "cpu", "triton", "flash_attn", "torch")
 QUANTIZATIONS = ("none", "fp8", "int8")
 KV_CACHE_DTYPES = ("auto", "fp8", "fp8_e4m3")
 GIB = 1024**3
@@ -92,7 +92,9 @@ class DeviceConfig:
     num_threads: int
     """Compute threads of this engine; 0 leaves torch's default."""
     attention_backend: str
-    """Resolved: "cpu", "triton" or "torch"."""
+    """Resolved: "cpu", "triton", "flash_attn" or "torch"."""
+    uses_triton: bool
+    """What surrounds attention is done by the Triton kernels."""
     uses_graphs: bool
     """Decoding steps are recorded and replayed (engine/decode_graphs.py)."""
 
@@ -198,7 +200,10 @@ class EngineArgs:
     num_threads: int = field(default=0, metadata={"help": "Compute threads. 0: torch's default."})
     attention_backend: str = field(
         default="auto",
-        metadata={"help": "auto (the fastest), cpu (compiled kernels, bfloat16), triton (GPU kernels) or torch."},
+        metadata={
+            "help": "auto (the fastest), cpu (compiled kernels, bfloat16), triton (GPU kernels), flash_attn (GPU, "
+            "float16 or bfloat16; with FlashAttention-2 and torch's own, block-size 256) or torch."
+        },
     )
 
     enforce_eager: bool = field(

@@ -116,10 +116,12 @@ class DecodeGraphs:
         num_seqs = len(batch.layout.query_lens)
         return batch.sample_rows is None and batch.layout.num_decodes == num_seqs <= self._batch_sizes[-1]
 
-    def record_shortest(self) -> None:
-        """Every batch size, over the shortest contexts: what most steps are. Longer ones are recorded as they come."""
+    def record_shortest(self, on_recorded: Callable[[int, int], None]) -> None:
+        """Every batch size, over the shortest contexts: what most steps are. Longer ones are recorded as they come.
+        `on_recorded`: so many, of so many."""
         for num_seqs in reversed(self._batch_sizes):  # what the largest needs is enough for all others
             self._recording(num_seqs, 1)
+            on_recorded(self.num_recordings, len(self._batch_sizes))
 
     def run(self, batch: InputBatch) -> torch.Tensor:
         """Logits [S, V] of a step that `can_run`. Valid until the next call."""

@@ -24,6 +24,6 @@ def why_no_float8(capability: tuple[int, int] | None) -> str:
 
 
 def saturated_float8(x: torch.Tensor) -> torch.Tensor:
-    """`x` in 8 bits, rounded to the nearest, what is too large to the largest: torch itself makes NaN of that, a GPU's
-    instruction does not. NaN stays NaN."""
+    """`x` in 8 bits, rounded to the nearest, what is too large to the largest. Of that, conversions differ by version
+    and device: some make NaN of it. NaN stays NaN."""
     return x.clamp(-MAX_FLOAT8, MAX_FLOAT8).to(torch.float8_e4m3fn)

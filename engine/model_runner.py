@@ -5,6 +5,7 @@ Owns nothing but references: the pool is the worker's, sequences are the schedul
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -79,12 +80,13 @@ class ModelRunner:
             x_TD = x_TD[batch.sample_rows]
         return batch, self._model.compute_logits(x_TD)
 
-    def record_decode_steps(self) -> int:
-        """At start rather than when their first request comes. Returns how many there are: none without a GPU."""
+    def record_decode_steps(self, on_recorded: Callable[[int, int], None]) -> int:
+        """At start rather than when their first request comes. `on_recorded`: so many, of so many. Returns how many
+        there are: none without a GPU."""
         if self._graphs is None:
             return 0
         with torch.inference_mode():
-            self._graphs.record_shortest()
+            self._graphs.record_shortest(on_recorded)
         return self._graphs.num_recordings
 
     def _make_graphs(self, config: EngineConfig) -> DecodeGraphs | None:

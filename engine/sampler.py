@@ -74,10 +74,12 @@ class Sampler:
         back from a device. Rows that need nothing special cost one argmax, whatever other rows ask for.
         """
         for row, seq in enumerate(seqs):
-            self._add_bias(logits_SV[row], seq)
+            if seq.sampling_params.logit_bias:
+                _add_bias(logits_SV[row], seq)
         apply_penalties(logits_SV, seqs, last_token_ids_S)
         for row, seq in enumerate(seqs):
-            self._forbid_ends(logits_SV[row], seq)
+            if seq.num_output_tokens < seq.sampling_params.min_tokens:
+                self._forbid_ends(logits_SV[row], seq)
         rows_of: dict[ChooseRows, list[int]] = {}
         for row, seq in enumerate(seqs):
             rows_of.setdefault(self._how_to_choose(seq), []).append(row)
@@ -96,17 +98,15 @@ class Sampler:
             return self._choose_greedy
         return self._draw_filtered if params.has_filters else self._draw_unfiltered
 
-    def _add_bias(self, logits_V: torch.Tensor, seq: Sequence) -> None:
-        bias, device = seq.sampling_params.logit_bias, logits_V.device
-        if bias:
-            values = to_device(np.array(list(bias.values()), dtype=np.float32), device)
-            logits_V.index_add_(0, integers(list(bias), device), values.to(logits_V.dtype))
-
     def _forbid_ends(self, logits_V: torch.Tensor, seq: Sequence) -> None:
-        params = seq.sampling_params
-        if seq.num_output_tokens < params.min_tokens:
-            stop_ids = self._eos_token_ids | params.stop_token_ids
-            logits_V.index_fill_(0, integers([*stop_ids], logits_V.device), float("-inf"))
+        stop_ids = self._eos_token_ids | seq.sampling_params.stop_token_ids
+        logits_V.index_fill_(0, integers([*stop_ids], logits_V.device), float("-inf"))
+
+
+def _add_bias(logits_V: torch.Tensor, seq: Sequence) -> None:
+    bias, device = seq.sampling_params.logit_bias, logits_V.device
+    values = to_device(np.array(list(bias.values()), dtype=np.float32), device)
+    logits_V.index_add_(0, integers(list(bias), device), values.to(logits_V.dtype))
 
 
 def choose_largest(logits_SV: torch.Tensor, _: Seq[Sequence] = ()) -> torch.Tensor:

@@ -20,7 +20,8 @@ from engine.model_runner import ModelRunner
 from engine.sampling_params import SamplingParams
 from engine.sequence import ScheduledSequence, SchedulerOutput, Sequence
 
-REPORT_AFTER_S = 5.0
+REPORT_EVERY = 10
+"""Recordings."""
 _PARAMS = (
     SamplingParams(temperature=0),
     SamplingParams(temperature=1, top_p=0.9, top_k=50, min_p=0.01, repetition_penalty=1.1),
@@ -29,17 +30,22 @@ _PARAMS = (
 
 
 def warm_up(config: EngineConfig, runner: ModelRunner, kv_pool: torch.Tensor) -> None:
-    """Takes seconds, and says so where it takes more than a few. Leaves a pool of zeros."""
+    """Takes seconds, and says so. Leaves a pool of zeros."""
+    report("warming up: compiling kernels and recording decoding steps (seconds)")
     start_s = time.monotonic()
     # Of two sequences; the same block for both where there is one alone: nobody looks at what they compute.
     block_ids = 0, min(1, kv_pool.shape[1] - 1)
     for step in warm_up_steps(config, *block_ids):
         runner.launch(step).wait()
-    num_recordings = runner.record_decode_steps()
+    num_recordings = runner.record_decode_steps(_report_recordings)
     clear_blocks(kv_pool, sorted(set(block_ids)))
     seconds = time.monotonic() - start_s
-    if seconds > REPORT_AFTER_S:
-        report(f"warmed up in {seconds:.0f} s; decoding steps of {num_recordings} sizes are recorded")
+    report(f"warmed up in {seconds:.1f} s; decoding steps of {num_recordings} sizes are recorded")
+
+
+def _report_recordings(num_recorded: int, num_all: int) -> None:
+    if num_recorded % REPORT_EVERY == 0:
+        report(f"{num_recorded} of {num_all} sizes of decoding steps are recorded")
 
 
 def warm_up_steps(config: EngineConfig, first_block: int, second_block: int) -> Iterator[SchedulerOutput]:

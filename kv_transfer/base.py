@@ -34,8 +34,9 @@ PROTOCOL_VERSION = 1
 """Of the messages in protos/tandem_kv_transfer.proto. Peers of different versions do not talk."""
 MAX_CHUNK_BYTES = 1 << 20
 """Data in one message of the "grpc" transport, unless a single block is larger."""
-MAX_BYTES_IN_FLIGHT = 32 << 20
-"""What a "nixl" sender may have under way; "grpc" leaves this to HTTP/2's flow control."""
+MAX_BYTES_IN_FLIGHT = {"DRAM": 32 << 20, "VRAM": 256 << 20}
+"""What a "nixl" sender may have under way, by its memory; "grpc" leaves this to HTTP/2's flow control. Ends are looked
+for every 100 us: with less, a GPU would wait for its host."""
 MAX_AGENT_METADATA_BYTES = 1 << 20
 ATTACHED = ("tandem-push", "attached")
 """Initial metadata of a Push stream by which the receiver says that a one-sided sender may begin to write."""

@@ -168,7 +168,7 @@ class NixlAgent:
         if self._num_incoming_pushes:
             self._agent.get_new_notifs()
         self._in_flight = [transfer for transfer in self._in_flight if not self._has_ended(transfer)]
-        while self._waiting and self._num_bytes_in_flight < MAX_BYTES_IN_FLIGHT:
+        while self._waiting and self._num_bytes_in_flight < MAX_BYTES_IN_FLIGHT[self._pool.memory]:
             transfer = self._waiting.popleft()
             if transfer.is_cancelled():
                 transfer.on_end(None)

@@ -150,7 +150,7 @@ def main() -> None:
     ):
         name = f"{head_dim} {name_of(dtype)}" + (f" window {window} cap" if window else "")
         cases[name] = lambda a=(head_dim, dtype, window, soft_cap): compile_attention(*a)  # type: ignore[misc]
-    for head_dim in (80, 128, 256):
+    for head_dim in (128, 256):
         cases[f"{head_dim} bfloat16, 8-bit pool"] = lambda head_dim=head_dim: compile_attention(  # type: ignore[misc]
             head_dim, torch.bfloat16, 0, 0.0, torch.float8_e4m3fn
         )

@@ -8,7 +8,7 @@ takes the bit patterns for numbers (triton-lang/triton issue 11584), and a conve
 nearest. `_teach_bfloat16` mends these two, and int8 to bfloat16, which are all that the kernels use.
 
 Its rounding to 8-bit floats loses the carry from the fraction into the exponent. `_teach_float8` leaves it to torch,
-which makes NaN of what is too large, where a GPU saturates: a kernel that relies on that is found out.
+but makes NaN of what is too large, where a GPU saturates: a kernel that relies on that is found out.
 """
 
 from __future__ import annotations
@@ -20,6 +20,9 @@ import numpy as np
 import pytest
 import torch
 from numpy.typing import NDArray
+
+LARGEST_ROUNDED = 464.0
+"""What is nearer to the largest 8-bit float than to the next one, if there was one."""
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
@@ -72,7 +75,10 @@ def _teach_float8() -> None:
             return convert(self, source, to, rounding_mode)
         data = np.ascontiguousarray(source.data)
         numbers = torch.from_numpy(data.view(np.uint8)).view(torch_types[source.dtype.scalar])
-        result = numbers.float().to(torch_types[to.scalar]).view(torch.uint8).numpy()
+        numbers = numbers.float()
+        if to.scalar == tl.float8e4nv:
+            numbers = torch.where(numbers.abs() > LARGEST_ROUNDED, torch.nan, numbers)
+        result = numbers.to(torch_types[to.scalar]).view(torch.uint8).numpy()
         return TensorHandle(result.view(_numpy_type(to.scalar)).reshape(data.shape), to.scalar)
 
     InterpreterBuilder.create_fp_to_fp = create_fp_to_fp

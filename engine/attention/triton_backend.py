@@ -18,7 +18,7 @@ from engine.float8 import FLOAT8, why_no_float8
 from engine.kernels.gpu.decode import DecodeConfig, paged_decode, partial_size
 from engine.kernels.gpu.pointwise import MAX_HIDDEN_SIZE
 from engine.kernels.gpu.prefill import MAX_GROUPS, PrefillConfig, paged_prefill
-from engine.kernels.gpu.rotate import rotate_and_store
+from engine.kernels.gpu.rotate import project_heads
 from engine.kernels.gpu.tile import MAX_HEAD_DIM
 from engine.kv_cache import KV_DTYPES, TORCH_DTYPES
 from engine.layers import HeadProjection
@@ -88,17 +88,7 @@ class TritonAttention(AttentionBackend[TritonPlan]):
         heads: HeadProjection,
         cos_sin: tuple[torch.Tensor, torch.Tensor],
     ) -> torch.Tensor:
-        q_norm, k_norm = heads.q_norm, heads.k_norm
-        has_norms = q_norm is not None and k_norm is not None
-        return rotate_and_store(
-            qkv_TX.contiguous(),
-            cos_sin,
-            (q_norm.weight, k_norm.weight) if q_norm is not None and k_norm is not None else None,
-            q_norm.eps if q_norm is not None and has_norms else 0.0,
-            kv,
-            plan.slot_mapping,
-            num_heads=self._num_heads,
-        )
+        return project_heads(qkv_TX, kv, plan.slot_mapping, heads, cos_sin)
 
     def attend(self, q_TNH: torch.Tensor, kv: torch.Tensor, plan: TritonPlan, sliding_window: int) -> torch.Tensor:
         q_TNH = q_TNH.contiguous()

@@ -99,22 +99,23 @@ def load_model(config: EngineConfig, backend: PagedBackend[Any]) -> Decoder:
     else:
         weights = SafetensorsWeights(config.model.path, dtype, device)
     decoder_config = load_decoder_config(config.model.hf_config)
-    parts = _parts_of(config.device.attention_backend, config.model.quantization)
+    parts = _parts_of(config)
     return Decoder(decoder_config, weights, backend, config.model.max_model_len, parts)
 
 
-def _parts_of(attention_backend: str, quantization: str) -> Parts:
-    """What a decoder is made of: the backend's parts, with quantised products in place of theirs."""
+def _parts_of(config: EngineConfig) -> Parts:
+    """What a decoder is made of: the device's parts, with quantised products in place of theirs."""
     from engine.models.decoder import PLAIN_PARTS
     from engine.quantization import QUANTIZED_LINEARS
 
-    if attention_backend == "cpu":
+    quantization = config.model.quantization
+    if config.device.attention_backend == "cpu":
         from engine.kernels.cpu import KERNEL_PARTS
 
         assert quantization == "none", quantization  # the configuration has seen to it
         return KERNEL_PARTS
     parts, linears = PLAIN_PARTS, QUANTIZED_LINEARS
-    if attention_backend == "triton":
+    if config.device.uses_triton:
         from engine.kernels.gpu.parts import TRITON_PARTS, TRITON_QUANTIZED_LINEARS
 
         parts, linears = TRITON_PARTS, TRITON_QUANTIZED_LINEARS

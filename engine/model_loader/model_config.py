@@ -13,7 +13,8 @@ from typing import Any
 
 import torch
 
-from engine.attention import choose_attention_backend, kv_order_of
+from engine.attention import Needs, choose_attention_backend, kv_order_of, uses_triton_kernels, why_no_graphs
+from engine.cache_dir import report
 from engine.config import (
     GIB,
     CacheConfig,
@@ -49,16 +50,19 @@ def make_engine_config(args: EngineArgs, folder: Path) -> EngineConfig:
     check_quantization(args.quantization, capability=capability, dtype=model.dtype, model=decoder)
     kv_dtype = kv_dtype_of(args.kv_cache_dtype, model.dtype)
     num_blocks = _num_blocks(args, model, device, kv_dtype)
-    backend = choose_attention_backend(
-        args.attention_backend,
-        device=device,
-        dtype=model.dtype,
-        block_size=args.block_size,
+    needs = Needs(
         model=decoder,
-        quantization=args.quantization,
-        kv_dtype=kv_dtype,
+        device=device,
         capability=capability,
+        dtype=model.dtype,
+        kv_dtype=kv_dtype,
+        block_size=args.block_size,
+        quantization=args.quantization,
     )
+    backend = choose_attention_backend(args.attention_backend, needs)
+    no_graphs = why_no_graphs(backend, needs)
+    if no_graphs and device == "cuda" and backend in ("flash_attn", "triton") and not args.enforce_eager:
+        report(f"decoding steps are not recorded as CUDA graphs: {no_graphs}")
     kv_order = kv_order_of(backend, decoder)
     digest = compat_digest(decoder, model, args.block_size, kv_dtype, kv_order)
     return EngineConfig(
@@ -84,7 +88,8 @@ def make_engine_config(args: EngineArgs, folder: Path) -> EngineConfig:
             device=device,
             num_threads=args.num_threads,
             attention_backend=backend,
-            uses_graphs=device == "cuda" and backend == "triton" and not args.enforce_eager,
+            uses_triton=uses_triton_kernels(backend, needs),
+            uses_graphs=not no_graphs and not args.enforce_eager,
         ),
         load=LoadConfig(load_format="dummy" if args.load_format == "dummy" else "safetensors", seed=args.seed),
         compat_digest=digest,

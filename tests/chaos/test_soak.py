@@ -1,4 +1,4 @@
-"""A minute of everything at once: `tandem chaos`."""
+"""Half a minute of everything at once: `tandem chaos`."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ import subprocess
 import sys
 
 
-def test_a_minute_of_chaos() -> None:
-    command = [sys.executable, "-m", "tandem", "chaos", "--seconds", "60", "--seed", "7", "--json"]
+def test_half_a_minute_of_chaos() -> None:
+    command = [sys.executable, "-m", "tandem", "chaos", "--seconds", "30", "--seed", "7", "--json"]
     result = subprocess.run(command, check=False, capture_output=True, text=True, timeout=300)
     assert result.returncode == 0, f"{result.stdout}\n{result.stderr[-6000:]}"
     report = json.loads(result.stdout)
     assert report["passed"]
-    assert sum(report["faults"].values()) > 20
-    assert report["requests"]["answered"] > 30
-    assert report["tokens_checked"] > 500
+    assert sum(report["faults"].values()) > 10
+    assert report["requests"]["answered"] > 15
+    assert report["tokens_checked"] > 250

@@ -84,12 +84,15 @@ async def test_blocks_arrive(cluster: Cluster, receiving: Receiving, src: list[i
 
 
 def on_a_device(host: HostPool) -> DevicePool:
-    """The same bytes, as memory of a device that is a CPU."""
-    return DevicePool(host.layout, torch.from_numpy(host.array), lambda _, block_ids: host.digests(block_ids))
+    """The same bytes, as numbers in the memory of a device that is a CPU."""
+    numbers = torch.from_numpy(host.array).view(getattr(torch, host.layout.dtype))
+    return DevicePool(host.layout, numbers, lambda _, block_ids: host.digests(block_ids))
 
 
-async def test_blocks_travel_between_devices(cluster: Cluster) -> None:
-    receiving = await cluster.add_receiving(wrap=on_a_device)
+@pytest.mark.parametrize("dtype", ["bfloat16", "float8_e4m3fn"])
+async def test_blocks_travel_between_devices(cluster: Cluster, dtype: str) -> None:
+    cluster.source = make_pool(30, seed=7, dtype=dtype)
+    receiving = await cluster.add_receiving(wrap=on_a_device, dtype=dtype)
     push = await cluster.make_sender(on_a_device(cluster.source)).open(receiving.receiver.issue("router", [9, 4], 0))
     for layer in range(cluster.source.layout.num_layers):
         push.write(layer, 0, [3, 7])

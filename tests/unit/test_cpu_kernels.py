@@ -13,8 +13,7 @@ import pytest
 import torch
 from attention_cases import LENS, QKV, Case
 
-from engine import attention
-from engine.attention import choose_attention_backend
+from engine.attention import Needs, choice, choose_attention_backend
 from engine.attention.cpu_backend import CpuAttention
 from engine.kernels import build
 from engine.kernels.build import KernelsUnavailable, load_cpu_kernels
@@ -326,8 +325,9 @@ def choose(name: str, **change: object) -> str:
     """The backend behind `name`, for `SHAPE` but for what is changed."""
     shape = {**SHAPE, **change}
     known = {key: shape.pop(key) for key in KNOWN if key in shape}
-    model = SimpleNamespace(num_heads=shape.pop("num_groups"), num_kv_heads=1, mla=None, **shape)
-    return choose_attention_backend(name, model=model, **known)  # type: ignore[arg-type]
+    model = SimpleNamespace(num_heads=shape.pop("num_groups"), num_kv_heads=1, mla=None, moe=None, **shape)
+    known = {"kv_dtype": known["dtype"], **known}
+    return choose_attention_backend(name, Needs(model=model, capability=None, **known))  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
@@ -365,7 +365,7 @@ def test_without_a_compiler_plain_torch_computes_and_says_so(
 ) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.delenv("CXX", raising=False)
-    monkeypatch.setattr(attention, "load_cpu_kernels", load_cpu_kernels.__wrapped__)
+    monkeypatch.setattr(choice, "load_cpu_kernels", load_cpu_kernels.__wrapped__)
     assert choose("auto") == "torch"
     assert "no CPU kernels, so that plain torch computes" in capsys.readouterr().err
     with pytest.raises(ValueError, match=r"there is no C\+\+ compiler .*: install g"):

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from recorder import RelaunchingRecorder
 
 from engine.attention import StepLayout
-from engine.decode_graphs import DecodeGraphs, Replay, batch_ladder, context_ladder
+from engine.decode_graphs import DecodeGraphs, batch_ladder, context_ladder
 from engine.input_batch import InputBatch
 
 
@@ -51,14 +51,6 @@ class Backend:
         plan.context_lens[: len(layout.context_lens)] = torch.from_numpy(layout.context_lens)
 
 
-class Recorder:
-    """Launches again what was recorded."""
-
-    def record(self, launch: Callable[[], None]) -> Replay:
-        launch()
-        return launch
-
-
 def forward(token_ids: torch.Tensor, positions: torch.Tensor, plan: Any) -> torch.Tensor:
     return torch.stack([token_ids, positions, plan.context_lens], dim=1)
 
@@ -71,7 +63,12 @@ def backend() -> Backend:
 @pytest.fixture
 def graphs(backend: Backend) -> DecodeGraphs:
     return DecodeGraphs(
-        forward=forward, backend=backend, recorder=Recorder(), max_num_seqs=20, max_model_len=3000, device="cpu"
+        forward=forward,
+        backend=backend,
+        recorder=RelaunchingRecorder(),
+        max_num_seqs=20,
+        max_model_len=3000,
+        device="cpu",
     )
 
 
@@ -89,7 +86,9 @@ def test_a_step_takes_the_smallest_recording_and_each_is_made_once(graphs: Decod
 
 
 def test_what_most_steps_need_is_recorded_at_start(graphs: DecodeGraphs, backend: Backend) -> None:
-    graphs.record_shortest()
+    heard: list[tuple[int, int]] = []
+    graphs.record_shortest(lambda *progress: heard.append(progress))
+    assert heard == [(number, 6) for number in range(1, 7)]
     assert backend.reserved == [(size, 1024) for size in (20, 16, 8, 4, 2, 1)]
     for size in range(1, 21):
         graphs.run(step_of([1 + 51 * i for i in range(size)]))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -10,8 +11,7 @@ import torch
 from attention_cases import LENS, Case
 from triton_device import DEVICE
 
-from engine import attention
-from engine.attention import StepLayout, choose_attention_backend
+from engine.attention import Needs, StepLayout, choice, choose_attention_backend
 from engine.attention.torch_backend import TorchAttention
 from engine.attention.triton_backend import TritonAttention
 from engine.kernels.gpu.decode import MAX_PIECES, DecodeConfig, num_pieces, paged_decode, partial_size
@@ -294,10 +294,16 @@ def choose(
 ) -> str:
     """float32, so that no CPU kernels are compiled."""
     shape = {"num_heads": 32, "num_kv_heads": 8, "head_dim": 128, "hidden_size": 4096, "intermediate_size": 64} | change
-    model = SimpleNamespace(mla=None, **shape)
-    return choose_attention_backend(
-        name, device=device, dtype="float32", block_size=16, model=model, kv_dtype=kv_dtype, capability=capability,  # type: ignore[arg-type]
-    )  # fmt: skip
+    model: Any = SimpleNamespace(mla=None, moe=None, **shape)
+    needs = Needs(
+        model=model,
+        device=device,
+        capability=capability,
+        dtype="float32",
+        kv_dtype=kv_dtype or "float32",
+        block_size=16,
+    )
+    return choose_attention_backend(name, needs)
 
 
 def test_a_gpu_gets_triton_and_a_cpu_only_when_asked() -> None:
@@ -346,7 +352,7 @@ def test_8_bit_floats_need_a_gpu_that_has_them(capsys: pytest.CaptureFixture[str
 def test_without_triton_plain_torch_computes_and_says_so(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(attention, "why_no_triton", lambda device: f"there is none for {device}")
+    monkeypatch.setattr(choice, "why_no_triton", lambda device: f"there is none for {device}")
     assert choose("auto", "cuda") == "torch"
     assert "no Triton kernels, so that plain torch computes" in capsys.readouterr().err
     with pytest.raises(ValueError, match="there is none for cuda; give auto or torch"):

@@ -39,7 +39,7 @@ def test_digests_are_those_of_transfers(num_bytes: int) -> None:
     np.testing.assert_array_equal(block_digests(pool.to(DEVICE), block_ids), expected_digests(pool, block_ids))
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float8_e4m3fn])
 def test_digests_of_a_pool_of_numbers(dtype: torch.dtype) -> None:
     pool = torch.randn(3, 4, 2, 2, 16, 40, generator=torch.Generator().manual_seed(1)).to(dtype)
     block_bytes = 2 * 2 * 16 * 40 * dtype.itemsize

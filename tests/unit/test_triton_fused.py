@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from attention_cases import LENS, Case
+from recorder import RelaunchingRecorder
 from triton_device import DEVICE
 
 from engine import model_runner
@@ -164,14 +164,6 @@ CONFIG = {
 }  # fmt: skip
 
 
-class RelaunchingRecorder:
-    """Where there is no CUDA graph: launches again what was recorded, into the same result."""
-
-    def record(self, launch: Callable[[], torch.Tensor]) -> tuple[Callable[[], object], torch.Tensor]:
-        logits = launch()
-        return lambda: logits.copy_(launch()), logits
-
-
 def logits_of_steps(folder: Path, backend: str, *, records: bool, **settings: str) -> list[torch.Tensor]:
     """A chunk, decodes of different lengths, both in one step, and steps that only decode."""
     args = EngineArgs(
@@ -216,7 +208,7 @@ def test_an_engine_computes_what_it_does_with_plain_torch(
 
 
 def test_an_engine_in_8_bits_computes_what_it_does_with_plain_torch(tmp_path: Path) -> None:
-    """Weights and pool. Where two numbers are rounded to 8 bits on either side of a middle, they are 1/16 apart."""
+    """Weights and pool. Numbers rounded to 8 bits on either side of a middle are up to 1/8 apart."""
     (tmp_path / "config.json").write_text(json.dumps(CONFIG))
     settings = {"quantization": "int8", "kv_cache_dtype": "fp8"}
     ours = logits_of_steps(tmp_path, "triton", records=False, **settings)

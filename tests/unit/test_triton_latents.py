@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -11,7 +12,7 @@ from attention_cases import LENS
 from latent_cases import LatentCase
 from triton_device import DEVICE  # before the kernels
 
-from engine.attention import choose_attention_backend
+from engine.attention import Needs, choose_attention_backend, why_no_graphs
 from engine.attention.triton_latents import TritonLatentAttention
 from engine.kernels.gpu.decode import partial_size
 from engine.kernels.gpu.latents import LatentTileConfig, decode_latents
@@ -154,19 +155,31 @@ def test_a_reserved_plan_serves_any_step_that_fits() -> None:
 # -- the choice -----------------------------------------------------------------------------------------------------
 
 
-def choose(name: str, **change: int) -> str:
+def needs_of(dtype: str = "bfloat16", capability: tuple[int, int] = (9, 0), **change: int) -> Needs:
     sizes = {"kv_lora_rank": 512, "qk_rope_head_dim": 64} | change
     hidden_size = sizes.pop("hidden_size", 2048)
-    model = SimpleNamespace(
+    model: Any = SimpleNamespace(
         num_heads=128, num_kv_heads=1, head_dim=576, hidden_size=hidden_size, intermediate_size=64,
-        mla=SimpleNamespace(**sizes),
+        mla=SimpleNamespace(**sizes), moe=SimpleNamespace(),
     )  # fmt: skip
-    return choose_attention_backend(name, device="cuda", dtype="float32", block_size=16, model=model)  # type: ignore[arg-type]
+    return Needs(model=model, device="cuda", capability=capability, dtype=dtype, kv_dtype=dtype, block_size=16)
+
+
+def choose(name: str, **change: int) -> str:
+    return choose_attention_backend(name, needs_of(**change))
 
 
 def test_a_gpu_gets_triton() -> None:
     assert choose("auto") == choose("triton") == "triton"
     assert choose("torch") == "torch"
+    with pytest.raises(ValueError, match="flash_attn cannot work here: it is called for keys and values of heads"):
+        choose("flash_attn")
+
+
+def test_experts_can_be_recorded_where_nothing_is_read_back() -> None:
+    assert why_no_graphs("triton", needs_of()) == ""
+    for other in (needs_of(dtype="float16"), needs_of(capability=(8, 9))):
+        assert "in bfloat16 on GPUs of compute capability 9.0 or later alone" in why_no_graphs("triton", other)
 
 
 @pytest.mark.parametrize(

@@ -6,11 +6,20 @@ import pytest
 import torch
 from triton_device import DEVICE
 
+from engine.float8 import why_no_float8
+from engine.kernels.gpu import parts
 from engine.kernels.gpu.eight_bits import MAX_ROWS, Int8Config, quantize_rows
-from engine.kernels.gpu.parts import TRITON_PARTS, TRITON_QUANTIZED_LINEARS, TritonGatedLinear, TritonInt8Linear
+from engine.kernels.gpu.parts import (
+    TRITON_PARTS,
+    TRITON_QUANTIZED_LINEARS,
+    TritonFloat8Linear,
+    TritonGatedLinear,
+    TritonInt8Linear,
+)
 from engine.quantization import SMALLEST_AMAX, quantize_float8
 
 BFLOAT16 = torch.bfloat16
+CAPABILITY = torch.cuda.get_device_capability() if DEVICE == "cuda" else None
 UNIT = {torch.float32: 2**-20, torch.float16: 2**-10, BFLOAT16: 2**-7}
 
 
@@ -36,18 +45,14 @@ def test_int8_products_against_float64(num_rows: int, num_outputs: int, num_inpu
     assert ((y.double() - expected).abs() <= UNIT[dtype] * size).all()
 
 
-def test_without_a_bias_and_with_more_rows_than_the_kernel_takes() -> None:
+def test_more_rows_than_the_kernel_takes_go_with_a_widened_weight(monkeypatch: pytest.MonkeyPatch) -> None:
     weight, x = randn(32, 64, dtype=BFLOAT16), randn(MAX_ROWS + 1, 64, dtype=BFLOAT16, seed=1)
     linear, size = TritonInt8Linear(weight), x.abs().double() @ weight.abs().double().T
-    # Widened at once, a weight is rounded to bfloat16; in the kernel it is not.
-    assert ((linear(x)[:20] - linear(x[:20])).abs() <= 2**-7 * size[:20]).all()
-    assert linear(x[None, :20]).shape == (1, 20, 32)
-
-
-def test_nothing_beyond_the_last_row_is_read() -> None:
-    x = randn(40, 64, dtype=torch.float32)
-    x[20:] = float("nan")
-    assert TritonInt8Linear(randn(32, 64, dtype=torch.float32))(x[:20]).isfinite().all()
+    few = linear(x[None, :20])
+    assert few.shape == (1, 20, 32)
+    monkeypatch.setattr(parts, "int8_product", None)
+    # There a weight is rounded to bfloat16; in the kernel it is not.
+    assert ((linear(x)[:20] - few[0]).abs() <= 2**-7 * size[:20]).all()
 
 
 def test_configurations_grow_with_the_rows() -> None:
@@ -63,6 +68,22 @@ def test_rows_are_quantised_as_plain_torch_does(num_rows: int, size: int) -> Non
     expected, expected_scale = quantize_float8(x)
     torch.testing.assert_close(scale, expected_scale, rtol=0, atol=0)
     torch.testing.assert_close(float8.float(), expected.float(), rtol=0, atol=0)
+
+
+@pytest.mark.skipif(CAPABILITY is not None and why_no_float8(CAPABILITY) != "", reason="a GPU without 8-bit floats")
+@pytest.mark.parametrize(("num_rows", "has_bias"), [(1, False), (9, True), (130, True)])
+def test_8_bit_float_products_against_float64(num_rows: int, has_bias: bool) -> None:
+    """By torch: a GPU's tensor cores, or what a CPU does in their place."""
+    weight, x = randn(48, 64, dtype=BFLOAT16), randn(num_rows, 64, dtype=BFLOAT16, seed=1)
+    bias = randn(48, dtype=BFLOAT16, seed=2) if has_bias else None
+    linear = TritonFloat8Linear(weight, bias)
+    x8, scale = quantize_float8(x)
+    expected = (x8.double() * scale.double()) @ (linear.weight_NK.double() * linear.scale_1N.double().T).T
+    y = linear(x[None])
+    assert (y.dtype, y.shape) == (BFLOAT16, (1, num_rows, 48))
+    # Tensor cores keep some 14 bits of a sum of products of 8-bit floats.
+    size = x.abs().double() @ weight.abs().double().T
+    assert ((y[0].double() - expected - (0 if bias is None else bias.double())).abs() <= 2**-8 * size).all()
 
 
 def test_a_row_of_zeros_stays_zeros_and_one_with_nan_does_not_hide_it() -> None:

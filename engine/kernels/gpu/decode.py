@@ -45,11 +45,11 @@ class DecodeConfig:
     def of(head_dim: int, itemsize: int, kv_itemsize: int | None = None) -> DecodeConfig:
         """Tiles in flight take 70 KB at most where there are tensor cores: three programs find room in 228 KB of shared
         memory. No registers spill (tests/unit/test_triton_compile.py). `kv_itemsize`: of the pool, where it is not that
-        of the queries; of smaller numbers a tile has more, so that as many bytes are in flight."""
+        of the queries; of smaller numbers more tiles are in flight, and as many bytes."""
         if itemsize == 4:  # no tensor cores: right, not fast
             return DecodeConfig(block_n=32, min_piece=256, num_warps=8, num_stages=3)
-        block_n = (32 if head_dim > 128 else 64) * (2 if kv_itemsize == 1 else 1)
-        return DecodeConfig(block_n=block_n, min_piece=256, num_warps=4, num_stages=5)
+        num_stages = 9 if kv_itemsize == 1 else 5
+        return DecodeConfig(block_n=32 if head_dim > 128 else 64, min_piece=256, num_warps=4, num_stages=num_stages)
 
 
 def num_pieces(max_context_len: int, window: int, config: DecodeConfig) -> int:

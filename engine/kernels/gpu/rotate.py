@@ -13,8 +13,25 @@ import triton
 import triton.language as tl
 
 from engine.float8 import MAX_FLOAT8
+from engine.layers import HeadProjection
 
 VALUES_PER_PROGRAM = 1024
+
+
+def project_heads(
+    qkv_TX: torch.Tensor,
+    kv: torch.Tensor,
+    slot_mapping: torch.Tensor,
+    heads: HeadProjection,
+    cos_sin: tuple[torch.Tensor, torch.Tensor],
+) -> torch.Tensor:
+    """What `heads` makes of `qkv_TX` [T, (N + 2K) * H]: `rotate_and_store` with a layer's own norms."""
+    q_norm, k_norm = heads.q_norm, heads.k_norm
+    norm_weights = None if q_norm is None or k_norm is None else (q_norm.weight, k_norm.weight)
+    eps = 0.0 if q_norm is None else q_norm.eps
+    return rotate_and_store(
+        qkv_TX.contiguous(), cos_sin, norm_weights, eps, kv, slot_mapping, num_heads=heads.num_heads
+    )
 
 
 def rotate_and_store(

@@ -1,0 +1,17 @@
+"""What `benchmarks/gpu.py` checks and measures, part by part.
+
+    rows.py       a number beside its limit and its aim, and the table of them
+    runner.py     parts in turn, each in a process of its own, within a budget
+    shapes.py     models and sizes: bytes and operations, counted
+    timing.py     seconds of work on a device
+    floors.py     what the device can do
+    kernels.py    the kernels' own tests
+    model.py      the whole model against transformers in float64
+    attention.py  attention alone, and its launch configurations
+    digests.py    digests of blocks alone
+    steps.py      an engine's steps, and how long the device idles in them
+    push.py       KV between two processes on one card
+    servers.py    one prefill and one decode worker on one card, against one that does both
+
+A part is a function from a `Setting` to rows, handed out as they are measured.
+"""

@@ -1,0 +1,155 @@
+"""Attention alone, one layer of Llama-3.1-8B's shape, and the launch configurations to choose among.
+
+Decoding is bound by bytes: keys and values, read once. Prefill is bound by operations: two products for each pair of a
+token and one before it. The configuration in use comes first; each other one that runs is compared with it, and the
+best is marked.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from benchmarks.gpu_parts import floors
+from benchmarks.gpu_parts.rows import Row
+from benchmarks.gpu_parts.runner import NotRun, Setting
+from benchmarks.gpu_parts.shapes import attention_bytes, attention_flop
+from benchmarks.gpu_parts.timing import cache_bytes, num_sets, seconds_of
+from benchmarks.gpu_parts.variants import Job, timed_row, variant_rows
+from engine.kernels.gpu import why_no_triton
+
+if TYPE_CHECKING:
+    from engine.kernels.gpu.decode import DecodeConfig
+    from engine.kernels.gpu.prefill import PrefillConfig
+
+BLOCK_SIZE = 16
+
+DECODE_VARIANTS: tuple[dict[str, int], ...] = (
+    {"num_stages": 3}, {"num_stages": 4}, {"num_stages": 7}, {"num_warps": 2}, {"num_warps": 8},
+    {"block_n": 32}, {"block_n": 128}, {"block_n": 128, "num_warps": 8, "num_stages": 3},
+    {"min_piece": 128}, {"min_piece": 512}, {"min_piece": 1024}, {"min_piece": 2048},
+)  # fmt: skip
+PREFILL_VARIANTS: tuple[dict[str, int], ...] = (
+    {"num_stages": 2}, {"num_stages": 4}, {"num_warps": 4}, {"block_m": 64, "num_warps": 4},
+    {"block_m": 64, "num_warps": 4, "num_stages": 5}, {"block_n": 32}, {"block_n": 128, "num_stages": 2},
+    {"block_n": 128}, {"block_m": 256, "block_n": 32},
+)  # fmt: skip
+"""What differs from the configuration in use."""
+
+
+def measure(setting: Setting) -> Iterator[Row]:
+    why_not = why_no_triton(setting.device)
+    if why_not:
+        raise NotRun(why_not)
+    from engine.kernels.gpu.decode import DecodeConfig
+    from engine.kernels.gpu.prefill import PrefillConfig
+
+    # Triton's interpreter does not compute bfloat16.
+    dtype = torch.bfloat16 if setting.device == "cuda" else torch.float32
+    num_heads, num_kv_heads, head_dim = setting.sizes.attention_heads
+    in_use = (
+        DecodeConfig.of(head_dim, dtype.itemsize),
+        PrefillConfig.of(head_dim, dtype.itemsize, num_heads // num_kv_heads),
+    )
+    jobs = (
+        [decode_job(setting, dtype, *size) for size in setting.sizes.decode_attention],
+        [prefill_job(setting, dtype, *size) for size in setting.sizes.prefill_attention],
+    )
+    for config, group in zip(in_use, jobs, strict=True):
+        for job in group:
+            yield timed_row(job, config, setting)[0]
+    if setting.device == "cuda":
+        yield from (plain_prefill(setting, *size) for size in setting.sizes.prefill_attention)
+    for config, group, variants in zip(in_use, jobs, (DECODE_VARIANTS, PREFILL_VARIANTS), strict=True):
+        for job in group:
+            yield from variant_rows(job, config, variants[: setting.sizes.num_variants], setting)
+
+
+def random_pool(num_seqs: int, length: int, setting: Setting, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    """A layer of a pool, and block tables of sequences whose blocks lie scattered in it."""
+    _, num_kv_heads, head_dim = setting.sizes.attention_heads
+    blocks_each = -(-length // BLOCK_SIZE)
+    num_blocks = num_seqs * blocks_each
+    kv = torch.randn(num_blocks, 2, num_kv_heads, BLOCK_SIZE, head_dim, device=setting.device).to(dtype)
+    tables = torch.randperm(num_blocks, device=setting.device).int().view(num_seqs, blocks_each)
+    return kv, tables
+
+
+def decode_job(setting: Setting, dtype: torch.dtype, num_seqs: int, context: int) -> Job:
+    """Bytes of keys and values a second."""
+    from engine.kernels.gpu.decode import paged_decode, partial_size
+
+    device = setting.device
+    num_heads, num_kv_heads, head_dim = setting.sizes.attention_heads
+    num_bytes = num_seqs * attention_bytes(num_kv_heads, head_dim, context, dtype.itemsize)
+
+    def launches(config: DecodeConfig) -> tuple[list[Callable[[], object]], torch.Tensor]:
+        torch.manual_seed(1)
+        lens = torch.full((num_seqs,), context, dtype=torch.int32, device=device)
+        scratch = torch.empty(partial_size(num_seqs, num_heads, head_dim, context, config), device=device)
+        works: list[Callable[[], object]] = []
+        outs = []
+        for _ in range(num_sets(num_bytes, cache_bytes(device))):
+            kv, tables = random_pool(num_seqs, context, setting, dtype)
+            q = torch.randn(num_seqs, num_heads, head_dim, device=device).to(dtype)
+            outs.append(torch.full_like(q, float("nan")))
+
+            def work(q: Any = q, kv: Any = kv, tables: Any = tables, out: Any = outs[-1]) -> None:
+                paged_decode(
+                    q, kv, tables, lens, out, scratch, max_context_len=context, window=0, soft_cap=0.0, config=config
+                )
+
+            works.append(work)
+        return works, outs[0]
+
+    return Job(
+        what=f"decode attention {num_seqs} x {context}", amount=num_bytes / 1e9, unit="GB/s",
+        limit=setting.known.get(floors.COPY), target=0.8, launches=launches,
+    )  # fmt: skip
+
+
+def prefill_job(setting: Setting, dtype: torch.dtype, num_prompts: int, length: int) -> Job:
+    """Operations a second, causal ones alone."""
+    from engine.kernels.gpu.prefill import list_tiles, paged_prefill
+
+    device = setting.device
+    num_heads, num_kv_heads, head_dim = setting.sizes.attention_heads
+    nums_tokens = np.full(num_prompts, length, dtype=np.int64)
+
+    def launches(config: PrefillConfig) -> tuple[list[Callable[[], object]], torch.Tensor]:
+        torch.manual_seed(1)
+        kv, tables = random_pool(num_prompts, length, setting, dtype)
+        q = torch.randn(num_prompts * length, num_heads, head_dim, device=device).to(dtype)
+        out = torch.full_like(q, float("nan"))
+        lens = torch.from_numpy(nums_tokens).int().to(device)
+        starts = torch.from_numpy(np.arange(num_prompts + 1) * length).int().to(device)
+        tiles = list_tiles(nums_tokens, nums_tokens, 0, config.block_m // (num_heads // num_kv_heads))
+        tiles_on_device = torch.from_numpy(tiles).to(device)
+
+        def work() -> None:
+            paged_prefill(q, kv, tables, lens, starts, tiles_on_device, out, window=0, soft_cap=0.0, config=config)
+
+        return [work], out
+
+    return Job(
+        what=f"prefill attention {num_prompts} x {length}",
+        amount=num_prompts * attention_flop(num_heads, head_dim, length) / 1e12, unit="TFLOP/s",
+        limit=setting.known.get(floors.PRODUCTS), target=0.5, launches=launches,
+    )  # fmt: skip
+
+
+def plain_prefill(setting: Setting, num_prompts: int, length: int) -> Row:
+    """torch's own attention over the same, contiguous and not in pages: what a kernel that others tuned reaches."""
+    num_heads, num_kv_heads, head_dim = setting.sizes.attention_heads
+    q, k, v = (
+        torch.randn(num_prompts, heads, length, head_dim, device=setting.device).bfloat16()
+        for heads in (num_heads, num_kv_heads, num_kv_heads)
+    )
+    attend = torch.nn.functional.scaled_dot_product_attention
+    seconds = seconds_of([lambda: attend(q, k, v, is_causal=True, enable_gqa=True)], setting.device)
+    rate = num_prompts * attention_flop(num_heads, head_dim, length) / seconds / 1e12
+    what = f"torch's attention {num_prompts} x {length}, no pages"
+    return Row(what=what, value=rate, unit="TFLOP/s", limit=setting.known.get(floors.PRODUCTS), note="to compare")

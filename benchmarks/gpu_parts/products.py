@@ -1,0 +1,125 @@
+"""A decoding step's products alone, with Llama-3.1-8B's weights: bound by the bytes of the weight, read once.
+
+torch's (cuBLAS) in bfloat16, as engines use it; our kernel over the same weight, to see whether it would be better; our
+kernel over int8, as engines with int8 weights use it, and the launch configurations to choose among; torch's in fp8.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.nn.functional as F  # noqa: N812
+
+from benchmarks.gpu_parts import floors
+from benchmarks.gpu_parts.rows import Row
+from benchmarks.gpu_parts.runner import NotRun, Setting
+from benchmarks.gpu_parts.timing import cache_bytes, num_sets, seconds_of
+from benchmarks.gpu_parts.variants import Job, timed_row, variant_rows
+from engine.kernels.gpu import why_no_triton
+from engine.quantization import Float8Linear, quantize_int8
+
+if TYPE_CHECKING:
+    from engine.kernels.gpu.eight_bits import Int8Config
+
+TARGET = 0.85
+"""Share of the copy: what the whole step aims at."""
+INT8_VARIANTS: tuple[dict[str, int], ...] = (
+    {"num_stages": 3}, {"num_stages": 6}, {"num_warps": 2}, {"num_warps": 8}, {"block_n": 16}, {"block_n": 64},
+    {"block_k": 64}, {"block_k": 128}, {"block_k": 512, "num_stages": 3},
+)  # fmt: skip
+"""What differs from the configuration in use."""
+
+
+def measure(setting: Setting) -> Iterator[Row]:
+    sizes = setting.sizes
+    for name, num_outputs, num_inputs in sizes.model.products:
+        for num_rows in sizes.product_rows:
+            what = f"{name} {num_outputs} x {num_inputs}, {num_rows} rows"
+            row = library_row(f"{what}, torch", num_rows, num_outputs, num_inputs, setting)
+            yield replace(row, group=f"{what}, our kernel")  # which it is compared with
+            if setting.device == "cuda" and name != "logits":
+                yield float8_row(f"{what}, torch, fp8", num_rows, num_outputs, num_inputs, setting)
+    why_not = why_no_triton(setting.device)
+    if why_not:
+        raise NotRun(f"the rest is not: {why_not}")
+    from engine.kernels.gpu.eight_bits import Int8Config
+
+    # Triton's interpreter does not compute bfloat16.
+    dtype = torch.bfloat16 if setting.device == "cuda" else torch.float32
+    for name, num_outputs, num_inputs in sizes.model.products:
+        for num_rows in sizes.product_rows:
+            config = Int8Config.of(num_rows, dtype.itemsize)
+            size = num_rows, num_outputs, num_inputs
+            what = f"{name} {num_outputs} x {num_inputs}, {num_rows} rows"
+            yield timed_row(kernel_job(f"{what}, our kernel", size, dtype, dtype, setting), config, setting)[0]
+            job = kernel_job(f"{what}, int8", size, torch.int8, dtype, setting)
+            yield timed_row(job, config, setting)[0]
+            yield from variant_rows(job, config, INT8_VARIANTS[: sizes.num_variants], setting)
+
+
+def kernel_job(
+    what: str, size: tuple[int, int, int], weight_dtype: torch.dtype, dtype: torch.dtype, setting: Setting
+) -> Job:
+    """`size`: rows, outputs, inputs. The kernel widens whatever a weight is in: bfloat16 becomes itself."""
+    from engine.kernels.gpu.eight_bits import int8_product
+
+    num_rows, num_outputs, num_inputs = size
+    num_bytes = num_outputs * num_inputs * weight_dtype.itemsize
+
+    def launches(config: Int8Config) -> tuple[list[Callable[[], object]], torch.Tensor]:
+        torch.manual_seed(1)
+        x = torch.randn(num_rows, num_inputs, device=setting.device).to(dtype)
+        works: list[Callable[[], object]] = []
+        result = torch.empty(0)
+        for _ in range(num_sets(num_bytes, cache_bytes(setting.device))):
+            weight, scale = random_weight(num_outputs, num_inputs, weight_dtype, dtype, setting)
+            if not works:
+                result = int8_product(x, weight, scale, None, config)
+            works.append(lambda weight=weight, scale=scale: int8_product(x, weight, scale, None, config))  # type: ignore[misc]
+        return works, result
+
+    return Job(
+        what=what, amount=num_bytes / 1e9, unit="GB/s", limit=setting.known.get(floors.COPY), target=TARGET,
+        launches=launches,
+    )  # fmt: skip
+
+
+def random_weight(
+    num_outputs: int, num_inputs: int, weight_dtype: torch.dtype, dtype: torch.dtype, setting: Setting
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """And its scales."""
+    weight = torch.randn(num_outputs, num_inputs, device=setting.device).to(dtype)
+    if weight_dtype == torch.int8:
+        return quantize_int8(weight)
+    return weight, torch.ones(num_outputs, device=setting.device, dtype=dtype)
+
+
+def library_row(what: str, num_rows: int, num_outputs: int, num_inputs: int, setting: Setting) -> Row:
+    num_bytes = 2 * num_outputs * num_inputs
+    x = torch.randn(num_rows, num_inputs, device=setting.device).bfloat16()
+    weights = [
+        torch.randn(num_outputs, num_inputs, device=setting.device).bfloat16()
+        for _ in range(num_sets(num_bytes, cache_bytes(setting.device)))
+    ]
+    return rate_row(what, num_bytes, [lambda weight=weight: F.linear(x, weight) for weight in weights], setting)  # type: ignore[misc]
+
+
+def float8_row(what: str, num_rows: int, num_outputs: int, num_inputs: int, setting: Setting) -> Row:
+    """With the rows' own way into 8 bits."""
+    num_bytes = num_outputs * num_inputs
+    x = torch.randn(num_rows, num_inputs, device=setting.device).bfloat16()
+    linears = [
+        Float8Linear(torch.randn(num_outputs, num_inputs, device=setting.device).bfloat16())
+        for _ in range(num_sets(num_bytes, cache_bytes(setting.device)))
+    ]
+    return rate_row(what, num_bytes, [lambda linear=linear: linear(x) for linear in linears], setting)  # type: ignore[misc]
+
+
+def rate_row(what: str, num_bytes: int, works: list[Callable[[], Any]], setting: Setting) -> Row:
+    seconds = seconds_of(works, setting.device, num_rounds=3 if setting.is_tiny else 30)
+    return Row(
+        what=what, value=num_bytes / seconds / 1e9, unit="GB/s", limit=setting.known.get(floors.COPY), target=TARGET
+    )

@@ -1,0 +1,65 @@
+"""KV pushed from one process' pool to another's on one card: 1 GiB of scattered blocks, bytes verified by digests.
+
+Sender and receiver are what workers are (`benchmarks/transfer.py`): a pool each, as `DevicePool`s on a GPU, a grant, a
+push of every layer, a commit. "nixl" writes from device memory to device memory; "grpc" goes through pinned host memory
+and a socket. The number is of the push; what the commit adds (both sides' digests) is beside it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+
+from benchmarks.gpu_parts import floors
+from benchmarks.gpu_parts.rows import Row
+from benchmarks.gpu_parts.runner import Setting, require
+
+BLOCK_KIB = 64
+"""16 tokens of one layer of Llama-3.1-8B."""
+NIXL_AIM_GB_S = 500.0
+NIXL_PUSH = "push by nixl"
+GRPC_PUSH = "push by grpc"
+
+
+def measure_nixl(setting: Setting) -> Iterator[Row]:
+    require("nixl")
+    copy_gb_s = setting.known.get(floors.COPY)
+    # What is copied is read once and written once, and counts once here.
+    limit = None if copy_gb_s is None else copy_gb_s / 2
+    aim = NIXL_AIM_GB_S if setting.device == "cuda" else None
+    yield from pushed("nixl", NIXL_PUSH, setting, repeats=5, limit=limit, at_least=aim)
+
+
+def measure_grpc(setting: Setting) -> Iterator[Row]:
+    ways = [setting.known[name] for name in (floors.TO_HOST, floors.TO_DEVICE) if name in setting.known]
+    limit = min(ways) if ways else None
+    yield from pushed("grpc", GRPC_PUSH, setting, repeats=2, limit=limit, at_least=None)
+
+
+def pushed(
+    transport: str, what: str, setting: Setting, *, repeats: int, limit: float | None, at_least: float | None
+) -> Iterator[Row]:
+    require("google.protobuf", "grpc")
+    from benchmarks import transfer
+
+    mib = setting.sizes.push_mib
+    options = {
+        "min_mib": mib, "max_mib": mib, "layers": setting.sizes.push_layers, "block_kib": BLOCK_KIB, "repeats": repeats,
+    }  # fmt: skip
+    large, small = asyncio.run(transfer.measure(transport, options, setting.device))
+    yield Row(
+        what=what, value=large["data_gb_s"], unit="GB/s", limit=limit, at_least=at_least,
+        note=f"{large['mib']:g} MiB, with commit {large['total_gb_s']} GB/s, {large['total_ms']} ms",
+    )  # fmt: skip
+    yield Row(
+        what=f"{what}, one block p50",
+        value=small["one_block_p50_ms"],
+        unit="ms",
+        note=f"p99 {small['one_block_p99_ms']}",
+    )
+    yield Row(
+        what=f"{what}, digests unlike", value=large["num_wrong_digests"], unit="of them", at_most=0, is_check=True
+    )
+    yield Row(
+        what=f"{what}, blocks repaired", value=large["num_repaired_blocks"], unit="of them", at_most=0, is_check=True
+    )

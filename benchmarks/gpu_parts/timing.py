@@ -1,0 +1,81 @@
+"""Seconds of work on a device.
+
+Short kernels are recorded in a CUDA graph and timed by events around its replay: what the CPU takes to launch them is
+in no number. Inputs rotate among sets that together do not fit the cache, and hold random numbers: on zeros the same
+product is faster. The median of many counts.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Sequence
+
+import torch
+
+MAX_SETS = 64
+WARM_UP_S = 0.1
+"""A device that idled has low clocks."""
+
+
+def num_sets(bytes_each: int, cache_bytes: int) -> int:
+    """How many inputs of `bytes_each` to rotate among, so that none is still in the cache when its turn comes. A toy's
+    would be too many."""
+    return min(max(1, -(-2 * cache_bytes // bytes_each)), MAX_SETS)
+
+
+def cache_bytes(device: str) -> int:
+    return int(torch.cuda.get_device_properties(0).L2_cache_size) if device == "cuda" else 0
+
+
+def synchronize(device: str) -> None:
+    if device == "cuda":
+        torch.cuda.synchronize()
+
+
+def seconds_of(works: Sequence[Callable[[], object]], device: str, *, num_rounds: int = 30) -> float:
+    """Median seconds of one of `works`, which do the same on different inputs and wait for nothing."""
+    for work in works:
+        work()  # compiles, chooses algorithms
+    synchronize(device)
+    if device == "cuda":
+        return _replayed_seconds(works, num_rounds) / len(works)
+    return statistics.median(_host_seconds(lambda: [work() for work in works]) for _ in range(num_rounds)) / len(works)
+
+
+def waiting_seconds_of(work: Callable[[], object], device: str, *, num_rounds: int = 10) -> float:
+    """Median seconds, from its beginning until the device is done, of work that is long or waits for the device."""
+    work()
+
+    def once() -> None:
+        work()
+        synchronize(device)
+
+    synchronize(device)
+    return statistics.median(_host_seconds(once) for _ in range(num_rounds))
+
+
+def _host_seconds(work: Callable[[], object]) -> float:
+    start_s = time.perf_counter()
+    work()
+    return time.perf_counter() - start_s
+
+
+def _replayed_seconds(works: Sequence[Callable[[], object]], num_rounds: int) -> float:
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for work in works:
+            work()
+    start_s = time.perf_counter()
+    while time.perf_counter() - start_s < WARM_UP_S:
+        graph.replay()
+        torch.cuda.synchronize()
+    milliseconds = []
+    for _ in range(num_rounds):
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        graph.replay()
+        end.record()
+        end.synchronize()
+        milliseconds.append(start.elapsed_time(end))
+    return statistics.median(milliseconds) / 1e3

@@ -1,0 +1,60 @@
+"""A kernel of one size under several launch configurations: the one in use first, each other one that runs and computes
+the same beside it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from benchmarks.gpu_parts.rows import Row
+from benchmarks.gpu_parts.runner import Setting
+from benchmarks.gpu_parts.timing import seconds_of
+
+MAX_DIFFERENCE = 0.02
+"""Of a configuration's result to that of the one in use, relative: bfloat16 rounds to 0.004."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """A kernel of one size: its inputs, more than the cache holds, and what it counts."""
+
+    what: str
+    amount: float
+    """GB or TFLOP of one launch."""
+    unit: str
+    limit: float | None
+    target: float | None
+    launches: Callable[[Any], tuple[list[Callable[[], object]], torch.Tensor]]
+    """A configuration -> a launch for each set of inputs, and the first one's result."""
+
+
+def timed_row(job: Job, config: Any, setting: Setting) -> tuple[Row, torch.Tensor]:
+    works, result = job.launches(config)
+    rate = job.amount / seconds_of(works, setting.device, num_rounds=3 if setting.is_tiny else 30)
+    row = Row(what=job.what, value=rate, unit=job.unit, limit=job.limit, target=job.target, group=job.what)
+    return row, result.float()
+
+
+def variant_rows(job: Job, in_use: Any, variants: tuple[dict[str, int], ...], setting: Setting) -> Iterator[Row]:
+    works, result = job.launches(in_use)
+    works[0]()
+    expected = result.float()
+    for changes in variants:
+        what = f"{job.what}, " + ", ".join(f"{name}={value}" for name, value in changes.items())
+        try:
+            row, ours = timed_row(job, replace(in_use, **changes), setting)
+        except Exception as error:  # of the compiler or the launch: this configuration cannot be had
+            yield Row(what=what, value=None, unit=job.unit, note=f"does not run: {_short(error)}")
+            continue
+        difference = float((ours - expected).norm() / expected.norm())
+        if not difference <= MAX_DIFFERENCE:
+            yield Row(what=what, value=None, unit=job.unit, note=f"wrong: differs by {difference:.2g}")
+        else:
+            yield replace(row, what=what, target=None)
+
+
+def _short(error: Exception) -> str:
+    return f"{type(error).__name__}: {' '.join(str(error).split())[:80]}"

@@ -1,0 +1,176 @@
+"""Which attention backend an engine gets, and why another cannot serve it.
+
+    what the engine needs (Needs) ──choose_attention_backend──> a name ──(the configuration)──> create_attention_backend
+
+"auto" is the fastest one that works here, and says so where it is not the usual one; a backend that is asked for by
+name works, or is refused with the reason.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from engine.attention.cpu_backend import CpuAttention
+from engine.attention.flash_calls import FlashCalls, FlashUnavailable, load_flash_calls
+from engine.cache_dir import report
+from engine.kernels.build import KernelsUnavailable, load_cpu_kernels
+from engine.kernels.gpu import why_no_triton
+from engine.models.decoder_config import DecoderConfig
+
+GROUPED_CAPABILITY = (9, 0)
+"""Compute capability of the first GPUs for which torch has one kernel for all experts: elsewhere it loops over them,
+and reads their sizes back."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Needs:
+    """What a backend has to serve."""
+
+    model: DecoderConfig
+    device: str
+    capability: tuple[int, int] | None
+    """The GPU's, None without one."""
+    dtype: str
+    kv_dtype: str
+    """Of the pool."""
+    block_size: int
+    quantization: str = "none"
+
+    @property
+    def num_groups(self) -> int:
+        """Query heads per key head."""
+        return self.model.num_heads // self.model.num_kv_heads
+
+
+def choose_attention_backend(name: str, needs: Needs) -> str:
+    """The backend behind `name`. May compile the CPU kernels. Raises `ValueError` where the one that was asked for
+    cannot work."""
+    if name == "torch":
+        return name
+    if name in ("triton", "flash_attn") or (name == "auto" and needs.device != "cpu"):
+        return _for_a_gpu(name, needs)
+    return _for_a_cpu(name, needs)
+
+
+def _for_a_cpu(name: str, needs: Needs) -> str:
+    why_not = CpuAttention.why_not(
+        device=needs.device,
+        dtype=needs.dtype,
+        block_size=needs.block_size,
+        head_dim=needs.model.head_dim,
+        num_groups=needs.num_groups,
+        hidden_size=needs.model.hidden_size,
+        intermediate_size=needs.model.intermediate_size,
+        quantization=needs.quantization,
+        kv_dtype=needs.kv_dtype,
+        has_latents=needs.model.mla is not None,
+    )
+    if not why_not:
+        try:
+            load_cpu_kernels()
+            return "cpu"
+        except KernelsUnavailable as error:
+            why_not = str(error)
+            if name == "auto":
+                report(
+                    "no CPU kernels, so that plain torch computes, several times slower, and where two tokens are "
+                    f"nearly as likely an answer may depend on the batch: {error}"
+                )
+    elif name == "auto" and (needs.quantization != "none" or needs.kv_dtype != needs.dtype):
+        report(f"plain torch computes, several times slower than the CPU kernels: {why_not}")
+    if name == "auto":
+        return "torch"
+    raise ValueError(f"attention_backend cpu cannot work here: {why_not}; give auto or torch")
+
+
+def _for_a_gpu(name: str, needs: Needs) -> str:
+    """Triton's kernels before FlashAttention: they take any block size, and with them goes all else that is ours."""
+    why_not: dict[str, str] = {}
+    if name != "flash_attn":
+        why_not["triton"] = why_no_triton_kernels(needs)
+        if not why_not["triton"]:
+            return "triton"
+    if name != "triton":
+        try:
+            calls = _flash_calls(needs)
+            if name == "auto":
+                report(
+                    f"no Triton kernels, so that {calls.name} does attention, and plain torch all else: "
+                    f"{why_not['triton']}"
+                )
+            return "flash_attn"
+        except FlashUnavailable as error:
+            why_not["flash_attn"] = str(error)
+    if name == "auto":
+        report(
+            f"no Triton kernels, so that plain torch computes, several times slower: {why_not['triton']}; and no "
+            f"FlashAttention: {why_not['flash_attn']}"
+        )
+        return "torch"
+    raise ValueError(f"attention_backend {name} cannot work here: {why_not[name]}; give auto or torch")
+
+
+def why_no_triton_kernels(needs: Needs) -> str:
+    """What keeps our kernels for GPUs from serving, as a clause; empty if nothing does."""
+    why_not = why_no_triton(needs.device)
+    if why_not:
+        return why_not
+    # Not before it is known that Triton is there.
+    if needs.model.mla is not None:
+        from engine.attention.triton_latents import TritonLatentAttention
+
+        return TritonLatentAttention.why_not(
+            kv_lora_rank=needs.model.mla.kv_lora_rank,
+            rotated_dim=needs.model.mla.qk_rope_head_dim,
+            hidden_size=needs.model.hidden_size,
+            kv_dtype=needs.kv_dtype,
+            capability=needs.capability,
+        )
+    from engine.attention.triton_backend import TritonAttention
+
+    return TritonAttention.why_not(
+        head_dim=needs.model.head_dim,
+        num_groups=needs.num_groups,
+        hidden_size=needs.model.hidden_size,
+        kv_dtype=needs.kv_dtype,
+        capability=needs.capability,
+    )
+
+
+def uses_triton_kernels(backend: str, needs: Needs) -> bool:
+    """Whether what surrounds attention is done by our kernels for GPUs, under a resolved `backend`."""
+    return backend == "triton" or (backend == "flash_attn" and not why_no_triton_kernels(needs))
+
+
+def why_no_graphs(backend: str, needs: Needs) -> str:
+    """Why decoding steps cannot be recorded as CUDA graphs under a resolved `backend`, as a clause; empty if they
+    can."""
+    if needs.device != "cuda" or not uses_triton_kernels(backend, needs):
+        return "without Triton kernels a step cannot leave rows of a graph unwritten"
+    if backend == "flash_attn":
+        calls = _flash_calls(needs)
+        if not calls.is_capturable:
+            return f"this version of {calls.name} waits for the device in every call"
+    return "" if needs.model.moe is None else _why_no_grouped_products(needs)
+
+
+def _why_no_grouped_products(needs: Needs) -> str:
+    """Why `torch.nn.functional.grouped_mm`, by which experts are multiplied, cannot be recorded; empty if it can."""
+    if needs.dtype == "bfloat16" and needs.capability is not None and needs.capability >= GROUPED_CAPABILITY:
+        return ""
+    return (
+        "experts are multiplied without waiting for the device in bfloat16 on GPUs of compute capability "
+        "{}.{} or later alone".format(*GROUPED_CAPABILITY)
+    )
+
+
+def _flash_calls(needs: Needs) -> FlashCalls:
+    if needs.model.mla is not None:
+        raise FlashUnavailable("it is called for keys and values of heads, and the model's attention is latent")
+    return load_flash_calls(
+        device=needs.device,
+        dtype=needs.dtype,
+        kv_dtype=needs.kv_dtype,
+        head_dim=needs.model.head_dim,
+        block_size=needs.block_size,
+    )

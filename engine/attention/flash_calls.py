@@ -1,0 +1,265 @@
+"""FlashAttention over a paged pool (T. Dao, "FlashAttention-2", 2023; J. Shah et al., "FlashAttention-3", 2024), by
+whichever library is there: which one, what it demands, and its calls behind one pair of signatures.
+
+Owns no tensor. Each library reads pages where they lie, through a table of page ids:
+
+    FlashAttention-3    `flash_attn_interface`           compute capability 9, pages of any size
+    FlashAttention-2    `flash_attn` from 2.6            compute capability 8.0 and up, pages of multiples of 256 tokens
+    torch's own         `torch.nn.attention.varlen`      FlashAttention-2 within torch from 2.13, the same demands
+
+All three ask that a page's last axis be contiguous, and take the strides of the others as they are, so that a permuted
+view of the pool will do and nothing is copied. Read in their sources: flash-attn 2.6.0 to 2.8.4, torch 2.13.
+
+No call splits a context: `num_splits` is 1. Otherwise a library chooses by the number of sequences and the longest of
+them, and a sequence's bits would depend on its neighbours; and FlashAttention-2's split and paged calls over queries of
+several lengths write to wrong places (pytorch/pytorch issue 194167).
+
+Shapes: T tokens, S sequences, N query heads, K key/value heads, H head dim.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib import import_module
+from importlib.util import find_spec
+from typing import Any
+
+import torch
+
+MAX_HEAD_DIM = 256
+HEAD_DIM_MULTIPLE = 8
+"""16 bytes. FlashAttention-2 would copy, padded, a pool whose head size is no multiple of it."""
+DTYPES = ("float16", "bfloat16")
+FLASH_ATTN_2_PAGE_MULTIPLE = 256
+FLASH_ATTN_2_THAT_WAITS = (2, 8, 4)
+"""From this version on `flash_attn_with_kvcache` reads the longest context back from the device."""
+TORCH_WITH_PAGES = (2, 13)
+"""2.12 has the arguments; 2.13 is the first whose FlashAttention-2 is told how often to split."""
+
+
+class FlashUnavailable(Exception):  # noqa: N818 - named for what is the case
+    """No library can serve here. The message is a clause that says why, for each of them."""
+
+
+@dataclass(frozen=True, slots=True)
+class PagedBatch:
+    """Sequences of one call, and where their keys and values lie. Each one's queries are its last tokens."""
+
+    query_starts: torch.Tensor
+    """[S + 1] int32: where each sequence's queries begin among the call's, and the number of all"""
+    context_starts: torch.Tensor
+    """[S + 1] int32: the same of the keys, as if they lay one sequence after the other"""
+    context_lens: torch.Tensor
+    """[S] int32"""
+    block_tables: torch.Tensor
+    """[S, pages of the longest] int32"""
+    max_query_len: int
+    max_context_len: int
+    """No context is longer; shorter ones may all be."""
+
+
+Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, PagedBatch, int], torch.Tensor]
+"""(q [T, N, H], keys and values [page, slot, K, H], batch, sliding window or 0) -> [T, N, H]. Causal, aligned at the
+end: a sequence's last query sees its whole context. A sequence without a context gets zeros."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FlashCalls:
+    name: str
+    page_multiple: int
+    """A page's slots must be a multiple of it."""
+    is_capturable: bool
+    """Whether `decode` can be captured in a CUDA graph."""
+    decode: Attend
+    """Of sequences with one query each."""
+    prefill: Attend
+    """Of sequences with any number of queries."""
+
+
+def load_flash_calls(*, device: str, dtype: str, kv_dtype: str, head_dim: int, block_size: int) -> FlashCalls:
+    """The newest library that can serve here. Raises `FlashUnavailable`."""
+    why_not = why_no_flash(device=device, dtype=dtype, kv_dtype=kv_dtype, head_dim=head_dim)
+    if why_not:
+        raise FlashUnavailable(why_not)
+    capability = torch.cuda.get_device_capability()
+    if capability < (8, 0):
+        raise FlashUnavailable(f"it needs a GPU of compute capability 8.0, and this one has {_dotted(capability)}")
+    reasons = []
+    for load in (load_flash_attn_3, load_flash_attn_2, load_torch):
+        calls = load(capability)
+        if isinstance(calls, str):
+            reasons.append(calls)
+        elif block_size % calls.page_multiple:
+            reasons.append(f"{calls.name} needs block_size {calls.page_multiple}, is {block_size}")
+        else:
+            return calls
+    raise FlashUnavailable("; ".join(reasons))
+
+
+def why_no_flash(*, device: str, dtype: str, kv_dtype: str, head_dim: int) -> str:
+    """What keeps all of them from serving, as a clause; empty if nothing does."""
+    if device != "cuda":
+        return f"the device is {device}"
+    if dtype not in DTYPES:
+        return f"it computes {' and '.join(DTYPES)}, and dtype is {dtype}"
+    if kv_dtype != dtype:
+        return f"it reads pools of the queries' dtype, and kv_cache_dtype makes this one {kv_dtype}"
+    if head_dim > MAX_HEAD_DIM or head_dim % HEAD_DIM_MULTIPLE:
+        return (
+            f"the model's head size must be a multiple of {HEAD_DIM_MULTIPLE} and at most {MAX_HEAD_DIM}, is {head_dim}"
+        )
+    if torch.version.hip is not None:
+        return "it was written against NVIDIA's GPUs only"
+    return "" if torch.cuda.is_available() else "torch finds no CUDA device"
+
+
+# Each `load_` gives a library's calls, or what is in their way.
+
+# -- FlashAttention-3 -----------------------------------------------------------------------------------------------
+
+
+def load_flash_attn_3(capability: tuple[int, int]) -> FlashCalls | str:
+    if find_spec("flash_attn_interface") is None:
+        return "FlashAttention-3 (flash_attn_interface) is not installed"
+    # Its kernels for 8.x are built on demand only, and there are none for what came after 9.
+    if capability[0] != 9:
+        return f"FlashAttention-3 is for compute capability 9, and this GPU has {_dotted(capability)}"
+    return flash_attn_3_calls(_import("flash_attn_interface").flash_attn_with_kvcache)
+
+
+def flash_attn_3_calls(with_kvcache: Callable[..., Any]) -> FlashCalls:
+    def decode(
+        q_SNH: torch.Tensor, k_pages: torch.Tensor, v_pages: torch.Tensor, batch: PagedBatch, sliding_window: int
+    ) -> torch.Tensor:
+        o_S1NH: torch.Tensor = with_kvcache(
+            q_SNH.unsqueeze(1), k_pages, v_pages, cache_seqlens=batch.context_lens, page_table=batch.block_tables,
+            causal=True, window_size=_window(sliding_window), num_splits=1,
+        )  # fmt: skip
+        return o_S1NH.squeeze(1)
+
+    def prefill(
+        q_TNH: torch.Tensor, k_pages: torch.Tensor, v_pages: torch.Tensor, batch: PagedBatch, sliding_window: int
+    ) -> torch.Tensor:
+        o_TNH: torch.Tensor = with_kvcache(
+            q_TNH, k_pages, v_pages, cache_seqlens=batch.context_lens, page_table=batch.block_tables,
+            cu_seqlens_q=batch.query_starts, max_seqlen_q=batch.max_query_len, causal=True,
+            window_size=_window(sliding_window), num_splits=1,
+        )  # fmt: skip
+        return o_TNH
+
+    return FlashCalls(name="FlashAttention-3", page_multiple=1, is_capturable=True, decode=decode, prefill=prefill)
+
+
+# -- FlashAttention-2 -----------------------------------------------------------------------------------------------
+
+
+def load_flash_attn_2(capability: tuple[int, int]) -> FlashCalls | str:
+    # The compiled part: FlashAttention-4 installs another `flash_attn`, without it.
+    if find_spec("flash_attn_2_cuda") is None:
+        return "FlashAttention-2 (flash_attn) is not installed"
+    module = _import("flash_attn")
+    version = version_numbers(module.__version__)
+    if version < (2, 6):
+        return f"flash_attn must be 2.6 or later, is {module.__version__}"
+    return flash_attn_2_calls(module.flash_attn_varlen_func, module.flash_attn_with_kvcache, version)
+
+
+def flash_attn_2_calls(
+    varlen_func: Callable[..., Any], with_kvcache: Callable[..., Any], version: tuple[int, ...]
+) -> FlashCalls:
+    def decode(
+        q_SNH: torch.Tensor, k_pages: torch.Tensor, v_pages: torch.Tensor, batch: PagedBatch, sliding_window: int
+    ) -> torch.Tensor:
+        o_S1NH: torch.Tensor = with_kvcache(
+            q_SNH.unsqueeze(1), k_pages, v_pages, cache_seqlens=batch.context_lens, block_table=batch.block_tables,
+            causal=True, window_size=_window(sliding_window), num_splits=1,
+        )  # fmt: skip
+        return o_S1NH.squeeze(1)
+
+    def prefill(
+        q_TNH: torch.Tensor, k_pages: torch.Tensor, v_pages: torch.Tensor, batch: PagedBatch, sliding_window: int
+    ) -> torch.Tensor:
+        # Told that no sequence has more than one query, it would split contexts as it likes.
+        o_TNH: torch.Tensor = varlen_func(
+            q_TNH, k_pages, v_pages, batch.query_starts, batch.context_starts, max(batch.max_query_len, 2),
+            batch.max_context_len, causal=True, window_size=_window(sliding_window), block_table=batch.block_tables,
+        )  # fmt: skip
+        return o_TNH
+
+    return FlashCalls(
+        name="FlashAttention-2",
+        page_multiple=FLASH_ATTN_2_PAGE_MULTIPLE,
+        is_capturable=version < FLASH_ATTN_2_THAT_WAITS,
+        decode=decode,
+        prefill=prefill,
+    )
+
+
+# -- torch's own ----------------------------------------------------------------------------------------------------
+
+
+def load_torch(capability: tuple[int, int]) -> FlashCalls | str:
+    if version_numbers(torch.__version__) < TORCH_WITH_PAGES:
+        return f"torch's own takes pages from {_dotted(TORCH_WITH_PAGES)} on, and torch is {torch.__version__}"
+    if not torch.backends.cuda.is_flash_attention_available():
+        return "this build of torch has no FlashAttention"
+    replaced_by = import_module("torch.nn.attention").current_flash_attention_impl()
+    if replaced_by is not None:
+        return f"torch's own was replaced by {replaced_by} in this process"
+    return torch_calls(import_module("torch.nn.attention.varlen").varlen_attn)
+
+
+def torch_calls(varlen_attn: Callable[..., Any]) -> FlashCalls:
+    def call(
+        q_TNH: torch.Tensor, k_pages: torch.Tensor, v_pages: torch.Tensor, batch: PagedBatch, window: tuple[int, int]
+    ) -> torch.Tensor:
+        o_TNH: torch.Tensor = varlen_attn(
+            q_TNH, k_pages, v_pages, batch.query_starts, batch.context_starts, batch.max_query_len,
+            batch.max_context_len, window_size=window, enable_gqa=True, seqused_k=batch.context_lens,
+            block_table=batch.block_tables, num_splits=1,
+        )  # fmt: skip
+        return o_TNH
+
+    def decode(
+        q_SNH: torch.Tensor, k_pages: torch.Tensor, v_pages: torch.Tensor, batch: PagedBatch, sliding_window: int
+    ) -> torch.Tensor:
+        # One query sees all: only where it is told no bound on the right are the query heads of a key head put into
+        # one product.
+        return call(q_SNH, k_pages, v_pages, batch, _window(sliding_window))
+
+    def prefill(
+        q_TNH: torch.Tensor, k_pages: torch.Tensor, v_pages: torch.Tensor, batch: PagedBatch, sliding_window: int
+    ) -> torch.Tensor:
+        return call(q_TNH, k_pages, v_pages, batch, _window(sliding_window) if sliding_window else (-1, 0))
+
+    return FlashCalls(
+        name="torch's FlashAttention-2",
+        page_multiple=FLASH_ATTN_2_PAGE_MULTIPLE,
+        is_capturable=True,
+        decode=decode,
+        prefill=prefill,
+    )
+
+
+def _window(sliding_window: int) -> tuple[int, int]:
+    """How many tokens before and after its own a query sees; -1: no bound. A window of ours counts the token itself."""
+    return (sliding_window - 1, 0) if sliding_window else (-1, -1)
+
+
+def version_numbers(version: str) -> tuple[int, ...]:
+    """The first three: "2.8.3.post1" is (2, 8, 3)."""
+    return tuple(int(number) for number in re.findall(r"\d+", version)[:3])
+
+
+def _dotted(numbers: tuple[int, ...]) -> str:
+    return ".".join(map(str, numbers))
+
+
+def _import(name: str) -> Any:
+    """A library that is installed and does not load is an error, not a reason to take another one."""
+    try:
+        return import_module(name)
+    except (ImportError, OSError, RuntimeError) as error:
+        raise FlashUnavailable(f"{name} is installed and cannot be loaded: {error}") from error

@@ -1,0 +1,65 @@
+"""A step's index arrays as one buffer, so that they travel to a device as one copy; and steps filled up to a plan's
+size, for plans that keep their addresses.
+
+Owns nothing. numpy on the host, torch on the device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from engine.attention.base import StepLayout
+
+IntArray = NDArray[np.int32] | NDArray[np.int64]
+
+ALIGNMENT = 4
+"""int32 numbers: 16 bytes. Arrays begin at multiples of it, as kernels are compiled to expect."""
+
+
+def pack(arrays: Sequence[IntArray]) -> NDArray[np.int32]:
+    """All of them, one after the other: [int32 numbers]."""
+    flat = [array.reshape(-1).view(np.int32) for array in arrays]
+    return np.concatenate([np.pad(part, (0, -len(part) % ALIGNMENT)) for part in flat])
+
+
+def unpack(buffer: torch.Tensor, arrays: Sequence[IntArray]) -> list[torch.Tensor]:
+    """The parts of a copy of `pack(arrays)`, wherever it lies: views, of the arrays' shapes and types."""
+    parts, start = [], 0
+    for array in arrays:
+        num_words = array.nbytes // 4
+        part = buffer[start : start + num_words]
+        parts.append((part.view(torch.int64) if array.dtype == np.int64 else part).view(array.shape))
+        start += -(-num_words // ALIGNMENT) * ALIGNMENT
+    return parts
+
+
+def empty_decodes(num_seqs: int, num_blocks: int) -> StepLayout:
+    """A step of `num_seqs` rows without a sequence: contexts of 0, which are attended to by nobody, and slots of -1,
+    where nothing is written."""
+    return StepLayout(
+        query_lens=np.ones(num_seqs, dtype=np.int64),
+        context_lens=np.zeros(num_seqs, dtype=np.int64),
+        block_tables=np.zeros((num_seqs, num_blocks), dtype=np.int64),
+        slot_mapping=np.full(num_seqs, -1, dtype=np.int64),
+        num_decodes=num_seqs,
+    )
+
+
+def fill_up_decodes(layout: StepLayout, num_seqs: int, num_blocks: int, max_context_len: int) -> StepLayout:
+    """A decoding step with rows without a sequence after its own. Raises `ValueError` where it does not fit."""
+    count, width = layout.block_tables.shape
+    if layout.num_decodes < count or count > num_seqs or layout.context_lens.max() > max_context_len:
+        raise ValueError(
+            f"a plan for {num_seqs} sequences that decode up to {max_context_len} tokens has no room for "
+            f"{count} sequences, {layout.num_decodes} of which decode, up to {layout.context_lens.max()} tokens"
+        )
+    filled = empty_decodes(num_seqs, num_blocks)
+    width = min(width, num_blocks)
+    filled.context_lens[:count] = layout.context_lens
+    filled.block_tables[:count, :width] = layout.block_tables[:, :width]
+    filled.slot_mapping[:count] = layout.slot_mapping
+    return filled

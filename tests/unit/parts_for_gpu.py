@@ -1,0 +1,53 @@
+"""Parts that end in every way, for the runner of benchmarks/gpu.py: their processes import this, and no torch."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+
+from benchmarks.gpu_parts.rows import Row
+from benchmarks.gpu_parts.runner import NotRun, Setting
+
+
+def row(value: float = 1.0) -> Row:
+    return Row(what="first", value=value, unit="x")
+
+
+def well(setting: Setting) -> Iterator[Row]:
+    yield row(setting.known.get("first", 0.5))
+    yield Row(what="second", value=2.0, unit="x")
+
+
+def wrong(setting: Setting) -> Iterator[Row]:
+    yield Row(what="error", value=0.5, unit="error", at_most=0.1, is_check=True)
+
+
+def raising(setting: Setting) -> Iterator[Row]:
+    yield row()
+    raise RuntimeError("an illegal\naccess")
+
+
+def missing(setting: Setting) -> Iterator[Row]:
+    raise NotRun("nothing is installed")
+    yield row()
+
+
+def looking(setting: Setting) -> Iterator[Row]:
+    """How many files of results there are while it runs."""
+    yield row(len(list(setting.results.glob("gpu-*.json"))))
+
+
+def dying(setting: Setting) -> Iterator[Row]:
+    yield row()
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def hanging(setting: Setting) -> Iterator[Row]:
+    """With a child that hangs, too: its pid is the row's value."""
+    child = subprocess.Popen([sys.executable, "-S", "-c", "import time; time.sleep(60)"])
+    yield row(child.pid)
+    time.sleep(60)

@@ -1,0 +1,443 @@
+"""The FlashAttention backend against float64 and plain torch, over functions that have the libraries' parameters,
+demands and semantics (tests/flash_reference.py); torch's own is the real `varlen_attn` down to the ATen operator.
+
+With a GPU, the libraries that are installed there as well.
+"""
+
+from __future__ import annotations
+
+import inspect
+import json
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from importlib.util import find_spec
+from pathlib import Path
+
+import flash_reference
+import numpy as np
+import pytest
+import torch
+from attention_cases import LENS, Case
+from recorder import RelaunchingRecorder
+from torch.nn.attention.varlen import varlen_attn
+
+from engine import attention, model_runner
+from engine.attention import choice
+from engine.attention.flash_backend import FlashAttention, FlashPlan
+from engine.attention.flash_calls import (
+    TORCH_WITH_PAGES,
+    FlashCalls,
+    flash_attn_2_calls,
+    flash_attn_3_calls,
+    load_flash_attn_2,
+    load_flash_attn_3,
+    load_torch,
+    torch_calls,
+    version_numbers,
+)
+from engine.attention.torch_backend import TorchAttention
+from engine.config import EngineArgs
+from engine.executor import Executor
+from engine.llm_engine import LLMEngine
+from engine.model_loader import create_engine_config
+from engine.sampling_params import SamplingParams
+from engine.sequence import ScheduledSequence, SchedulerOutput, Sequence
+
+HAS_TRITON = find_spec("triton") is not None
+if HAS_TRITON:
+    import triton_device  # noqa: F401 - before the kernels: it chooses the interpreter where there is no GPU
+HAS_GPU = torch.cuda.is_available()
+
+KINDS = ["FlashAttention-3", "FlashAttention-2", "torch's"]
+TOLERANCES = {torch.float16: 2e-3, torch.bfloat16: 1e-2}
+LONG = [(300, 1), (511, 1), (512, 1), (0, 1), (255, 3), (0, 300), (520, 9)]
+"""Several pages of 256, ending before, at and after their ends."""
+
+
+@pytest.fixture(autouse=True)
+def real_varlen_attn_on_cpu() -> Iterator[None]:
+    with flash_reference.aten_on_cpu():
+        yield
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    """These tensors are so small that threads would mostly wait for each other, and on a busy machine long."""
+    num_threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(num_threads)
+
+
+def calls_of(kind: str) -> FlashCalls:
+    """From here on as they are with the real functions."""
+    if kind == "FlashAttention-3":
+        return flash_attn_3_calls(flash_reference.flash_attn_3_with_kvcache)
+    if kind == "FlashAttention-2":
+        reference = flash_reference
+        return flash_attn_2_calls(reference.flash_attn_varlen_func, reference.flash_attn_with_kvcache, (2, 8, 3))
+    if version_numbers(torch.__version__) < TORCH_WITH_PAGES:
+        pytest.skip(f"varlen_attn of torch {torch.__version__} takes no pages")
+    return torch_calls(varlen_attn)
+
+
+def case_of(
+    lens: list[tuple[int, int]],
+    num_groups: int = 2,
+    head_dim: int = 16,
+    dtype: torch.dtype = torch.float16,
+    block_size: int = 256,
+    num_kv_heads: int = 2,
+) -> Case:
+    return Case(
+        lens, num_heads=num_kv_heads * num_groups, num_kv_heads=num_kv_heads, head_dim=head_dim, block_size=block_size,
+        dtype=dtype,
+    )  # fmt: skip
+
+
+def backend_of(case: Case, calls: FlashCalls, device: str = "cpu", has_triton: bool = True) -> FlashAttention:
+    return FlashAttention(
+        calls=calls, num_heads=case.num_heads, num_kv_heads=case.num_kv_heads, head_dim=case.head_dim,
+        block_size=case.block_size, device=device, has_triton=has_triton,
+    )  # fmt: skip
+
+
+def plain_backend_of(case: Case) -> TorchAttention:
+    return TorchAttention(
+        num_heads=case.num_heads, num_kv_heads=case.num_kv_heads, head_dim=case.head_dim, block_size=case.block_size,
+        device="cpu",
+    )  # fmt: skip
+
+
+def written_pool(case: Case) -> torch.Tensor:
+    """The pool with the step's keys and values in it: by plain torch."""
+    plain = plain_backend_of(case)
+    kv = case.kv.clone()
+    plain.write_kv(kv, case.k, case.v, plain.prepare(case.layout))
+    return kv
+
+
+def attend(case: Case, calls: FlashCalls, window: int = 0, device: str = "cpu") -> torch.Tensor:
+    backend = backend_of(case, calls, device)
+    kv = written_pool(case).to(device)
+    return backend.attend(case.q.to(device), kv, backend.prepare(case.layout), window).cpu()
+
+
+def assert_close(case: Case, calls: FlashCalls, window: int = 0, device: str = "cpu") -> None:
+    tolerance = TOLERANCES[case.kv.dtype]
+    actual, expected = attend(case, calls, window, device).double(), case.expected(window)
+    torch.testing.assert_close(actual, expected, rtol=tolerance, atol=tolerance)
+
+
+# -- against float64 ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("window", [0, 1, 5, 1000])
+@pytest.mark.parametrize("lens", LENS.values(), ids=LENS.keys())
+@pytest.mark.parametrize("kind", KINDS)
+def test_against_float64(kind: str, lens: list[tuple[int, int]], window: int) -> None:
+    assert_close(case_of(lens, num_kv_heads=1), calls_of(kind), window)
+
+
+@pytest.mark.parametrize("window", [0, 260])
+@pytest.mark.parametrize("kind", KINDS)
+def test_several_pages(kind: str, window: int) -> None:
+    assert_close(case_of(LONG, 1, 8, torch.bfloat16), calls_of(kind), window)
+
+
+@pytest.mark.parametrize("num_groups", [1, 3, 8])
+@pytest.mark.parametrize("head_dim", [8, 80, 256])
+@pytest.mark.parametrize("kind", KINDS)
+def test_head_shapes(kind: str, head_dim: int, num_groups: int) -> None:
+    assert_close(case_of([(20, 1), (0, 1), (0, 9), (10, 7)], num_groups, head_dim), calls_of(kind))
+
+
+@pytest.mark.parametrize("block_size", [1, 16])
+def test_flash_attention_3_takes_pages_of_any_size(block_size: int) -> None:
+    assert_close(case_of([(40, 1), (0, 1), (20, 5), (0, 17)], block_size=block_size), calls_of("FlashAttention-3"), 30)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_agrees_with_plain_torch(kind: str) -> None:
+    case = case_of(LENS["mixed"])
+    plain = plain_backend_of(case)
+    expected = plain.attend(case.q, written_pool(case), plain.prepare(case.layout), 11)
+    torch.testing.assert_close(attend(case, calls_of(kind), 11), expected, rtol=2e-3, atol=2e-3)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_chunk_of_one_token_that_is_not_called_a_decode(kind: str) -> None:
+    case = case_of([(9, 1), (31, 1)])
+    case.layout = replace(case.layout, num_decodes=1)
+    assert_close(case, calls_of(kind))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_pool_is_read_where_it_lies(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    case = case_of(LENS["mixed"])
+    kv = written_pool(case)
+    backend, real = backend_of(case, calls_of(kind)), flash_reference._attend
+    seen: list[int] = []
+
+    def watching(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **rest: object) -> torch.Tensor:
+        seen.extend(pages.data_ptr() for pages in (k, v))
+        return real(q, k, v, **rest)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(flash_reference, "_attend", watching)
+    backend.attend(case.q, kv, backend.prepare(case.layout), 0)
+    assert seen == [kv[:, 0].data_ptr(), kv[:, 1].data_ptr()] * 2  # of decodes, of prefills
+
+
+# -- plans ----------------------------------------------------------------------------------------------------------
+
+
+def test_a_plan_is_one_buffer_of_aligned_arrays() -> None:
+    case = case_of(LENS["mixed"])
+    plan = backend_of(case, calls_of("torch's")).prepare(case.layout)
+    assert plan.decodes is not None
+    assert plan.prefills is not None
+    parts = [plan.slot_mapping]
+    for batch, members in ((plan.decodes, slice(0, 2)), (plan.prefills, slice(2, None))):
+        arrays = [batch.query_starts, batch.context_starts, batch.context_lens, batch.block_tables]
+        query_lens, context_lens = case.layout.query_lens[members], case.layout.context_lens[members]
+        expected = [
+            [0, *np.cumsum(query_lens)], [0, *np.cumsum(context_lens)], context_lens, case.layout.block_tables[members],
+        ]  # fmt: skip
+        for array, numbers in zip(arrays, expected, strict=True):
+            np.testing.assert_array_equal(array, numbers)
+        assert (batch.max_query_len, batch.max_context_len) == (query_lens.max(), context_lens.max())
+        parts += arrays
+    for part in parts:
+        assert (part.data_ptr() - plan.buffer.data_ptr()) % 16 == 0  # bytes
+        assert part.untyped_storage().data_ptr() == plan.buffer.untyped_storage().data_ptr()
+    np.testing.assert_array_equal(plan.slot_mapping, case.layout.slot_mapping)
+
+
+def check_reserved_plan(calls: FlashCalls, device: str, run: Callable[..., Callable[[], torch.Tensor]]) -> None:
+    """`run`: from a launch to what does the same again on the same tensors."""
+    cases = [case_of(lens, 3, 64) for lens in ([(299, 1), (3, 1), (256, 1)], [(519, 1)], [(0, 1), (255, 1)])]
+    backend = backend_of(cases[0], calls, device)
+    plan = backend.reserve_decode_plan(3, 520)
+    address = plan.buffer.data_ptr()
+    q, kv = torch.zeros(3, 6, 64, device=device).half(), torch.zeros_like(cases[0].kv, device=device)
+    again = run(lambda: backend.attend(q, kv, plan, 0))
+    for case in cases:
+        backend.refill(plan, case.layout)
+        q[: len(case.q)] = case.q.to(device)
+        kv.copy_(written_pool(case))
+        out = again().cpu().double()
+        torch.testing.assert_close(out[: len(case.q)], case.expected(0), rtol=2e-3, atol=2e-3)
+        assert (out[len(case.q) :] == 0).all()
+        assert (plan.slot_mapping[len(case.q) :] == -1).all()
+        np.testing.assert_array_equal(plan.slot_mapping[: len(case.q)].cpu(), case.layout.slot_mapping)
+    assert plan.buffer.data_ptr() == address
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_reserved_plan_serves_any_step_that_fits(kind: str) -> None:
+    check_reserved_plan(calls_of(kind), "cpu", lambda launch: launch)
+
+
+@pytest.mark.parametrize("lens", [[(0, 1)] * 4, [(320, 1)], [(0, 1), (0, 2)]], ids=["many", "long", "prefill"])
+def test_a_reserved_plan_refuses_what_does_not_fit(lens: list[tuple[int, int]]) -> None:
+    case = case_of(lens)
+    backend = backend_of(case, calls_of("torch's"))
+    with pytest.raises(ValueError, match="a plan for 3 sequences that decode up to 320 tokens has no room"):
+        backend.refill(backend.reserve_decode_plan(3, 320), case.layout)
+
+
+def test_no_decodes_and_no_prefills_are_both_steps() -> None:
+    case = case_of([(0, 5)])
+    backend = backend_of(case, calls_of("torch's"))
+    plan: FlashPlan = backend.prepare(case.layout)
+    assert plan.decodes is None
+    assert backend.prepare(case_of([(4, 1)]).layout).prefills is None
+
+
+# -- an engine ------------------------------------------------------------------------------------------------------
+
+CONFIG = {
+    "architectures": ["Qwen3ForCausalLM"], "vocab_size": 97, "hidden_size": 48, "intermediate_size": 80,
+    "num_hidden_layers": 2, "num_attention_heads": 6, "num_key_value_heads": 2, "head_dim": 16,
+    "max_position_embeddings": 512, "attention_bias": True, "use_sliding_window": True, "sliding_window": 5,
+    "max_window_layers": 1, "tie_word_embeddings": True, "torch_dtype": "float16",
+}  # fmt: skip
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
+    return tmp_path
+
+
+@pytest.fixture(params=KINDS)
+def kind(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Of the library that an engine finds."""
+    for module in (attention, choice):
+        monkeypatch.setattr(module, "load_flash_calls", lambda **_: calls_of(request.param))
+    return str(request.param)
+
+
+def without_triton(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(choice, "why_no_triton", lambda device: "there is none")
+
+
+def arguments(folder: Path, kind: str, backend: str, device: str = "cpu") -> EngineArgs:
+    return EngineArgs(
+        model=str(folder), load_format="dummy", num_kv_blocks=64, max_model_len=60,
+        block_size=4 if kind == "FlashAttention-3" else 256, device=device, attention_backend=backend,
+        max_num_seqs=8, max_num_batched_tokens=16,
+    )  # fmt: skip
+
+
+def logits_of_steps(args: EngineArgs, *, records: bool) -> list[torch.Tensor]:
+    """A chunk, decodes of different lengths, both in one step, and steps that only decode."""
+    config = create_engine_config(args)
+    assert config.device.attention_backend == args.attention_backend
+    config = replace(config, device=replace(config.device, uses_graphs=records))
+    runner = Executor(config)._worker._runner
+    seqs = []
+    for i, length in enumerate((9, 3, 21)):
+        seqs.append(Sequence(0, "r", [(7 * i + j) % 97 for j in range(length)], length, SamplingParams()))
+        seqs[-1].block_table = list(range(10 * i, 10 * i + 7))
+    results = []
+    for counts in [[8, 2, 0], [1, 1, 13], [0, 0, 7], [0, 0, 1], [1, 1, 1], [1, 0, 1], [1, 1, 1]]:
+        chunks = [ScheduledSequence(seq, count) for seq, count in zip(seqs, counts, strict=True) if count]
+        _, logits = runner.forward(SchedulerOutput(chunks, [], []))
+        for chunk in chunks:
+            chunk.seq.num_computed_tokens += chunk.num_new_tokens
+            if chunk.seq.num_uncomputed_tokens == 0:
+                chunk.seq.token_ids.append(5 + len(chunk.seq))
+        if logits is not None:
+            results.append(logits.float().clone())
+    assert not records or runner._graphs.num_recordings == 3
+    return results
+
+
+def assert_same_logits(folder: Path, kind: str, *, records: bool, device: str = "cpu") -> None:
+    ours = logits_of_steps(arguments(folder, kind, "flash_attn", device), records=records)
+    plain = logits_of_steps(arguments(folder, kind, "torch", device), records=False)
+    for flash_logits, torch_logits in zip(ours, plain, strict=True):
+        assert torch_logits.std() > 0.05
+        torch.testing.assert_close(flash_logits, torch_logits, rtol=1e-2, atol=5e-3)
+
+
+def test_an_engine_computes_what_it_does_with_plain_torch(
+    folder: Path, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Norms of heads, biases, a window in one layer."""
+    without_triton(monkeypatch)
+    assert_same_logits(folder, kind, records=False)
+
+
+@pytest.mark.skipif(not HAS_TRITON or HAS_GPU, reason="needs Triton's interpreter")
+@pytest.mark.parametrize("kind", ["FlashAttention-3"], indirect=True)
+def test_an_engine_with_triton_kernels_around_it_replays_its_steps(
+    folder: Path, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(model_runner, "CudaRecorder", RelaunchingRecorder)
+    assert_same_logits(folder, kind, records=True)
+
+
+def tokens_of(args: EngineArgs) -> dict[str, list[int]]:
+    engine = LLMEngine(create_engine_config(args))
+    params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
+    for number in range(4):
+        engine.add_request(str(number), [(17 * number + 5 * i) % 90 + 5 for i in range(5 + 9 * number)], params)
+    tokens: dict[str, list[int]] = {}
+    while engine.has_unfinished_requests():
+        for output in engine.step():
+            tokens.setdefault(output.request_id, []).extend(output.outputs[0].token_ids)
+    return tokens
+
+
+def test_an_engine_gives_the_tokens_of_plain_torch(folder: Path, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    without_triton(monkeypatch)
+    tokens = tokens_of(arguments(folder, kind, "flash_attn"))
+    assert tokens == tokens_of(arguments(folder, kind, "torch"))
+    assert [len(answer) for answer in tokens.values()] == [8] * 4
+
+
+# -- the real libraries, where there is a GPU -----------------------------------------------------------------------
+
+LOADERS = {"FlashAttention-3": load_flash_attn_3, "FlashAttention-2": load_flash_attn_2, "torch's": load_torch}
+
+
+@pytest.fixture(params=KINDS)
+def installed(request: pytest.FixtureRequest) -> FlashCalls:
+    if not HAS_GPU:
+        pytest.skip("needs a GPU")
+    calls = LOADERS[request.param](torch.cuda.get_device_capability())
+    if isinstance(calls, str):
+        pytest.skip(calls)
+    return calls
+
+
+@pytest.mark.parametrize("dtype", TOLERANCES)
+@pytest.mark.parametrize("window", [0, 1, 5, 260, 1000])
+def test_installed_against_float64(installed: FlashCalls, window: int, dtype: torch.dtype) -> None:
+    for lens in (*LENS.values(), LONG):
+        assert_close(case_of(lens, 4, 64, dtype), installed, window, "cuda")
+
+
+@pytest.mark.parametrize("num_groups", [1, 3, 8])
+@pytest.mark.parametrize("head_dim", [8, 80, 128, 256])
+def test_installed_head_shapes(installed: FlashCalls, head_dim: int, num_groups: int) -> None:
+    assert_close(case_of(LONG, num_groups, head_dim), installed, 0, "cuda")
+
+
+def test_installed_replays_other_steps(installed: FlashCalls) -> None:
+    if not installed.is_capturable:
+        pytest.skip("it waits for the device in every call")
+
+    def run(launch: Callable[[], torch.Tensor]) -> Callable[[], torch.Tensor]:
+        launch()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            out = launch()
+
+        def again() -> torch.Tensor:
+            graph.replay()
+            return out
+
+        return again
+
+    check_reserved_plan(installed, "cuda", run)
+
+
+def test_installed_gives_a_decoding_sequence_the_same_bits_in_any_batch(installed: FlashCalls) -> None:
+    alone = case_of([(300, 1)], 4, 64)
+    q_of_all = torch.zeros(301, *alone.q.shape[1:], dtype=torch.float16)
+    q_of_all[300] = alone.q[0]
+    for others in ([(5, 1)], [(1500, 1)] * 3, [(40, 1)] * 90):
+        among = Case(
+            [*others, (300, 1)], num_heads=8, num_kv_heads=2, head_dim=64, block_size=256, dtype=torch.float16,
+            last=(q_of_all, *alone.history[-1]),
+        )  # fmt: skip
+        assert torch.equal(attend(among, installed, 0, "cuda")[-1:], attend(alone, installed, 0, "cuda"))
+
+
+def test_installed_in_an_engine(installed: FlashCalls, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in (attention, choice):
+        monkeypatch.setattr(module, "load_flash_calls", lambda **_: installed)
+    assert_same_logits(folder, installed.name, records=installed.is_capturable and HAS_TRITON, device="cuda")
+
+
+@pytest.mark.parametrize(
+    ("module", "name", "reference"),
+    [
+        ("flash_attn_2_cuda", "flash_attn.flash_attn_varlen_func", flash_reference.flash_attn_varlen_func),
+        ("flash_attn_2_cuda", "flash_attn.flash_attn_with_kvcache", flash_reference.flash_attn_with_kvcache),
+        (
+            "flash_attn_interface", "flash_attn_interface.flash_attn_with_kvcache",
+            flash_reference.flash_attn_3_with_kvcache,
+        ),
+    ],
+)  # fmt: skip
+def test_the_reference_takes_what_the_real_function_does(
+    module: str, name: str, reference: Callable[..., torch.Tensor]
+) -> None:
+    pytest.importorskip(module)
+    package, _, function = name.rpartition(".")
+    real = getattr(pytest.importorskip(package), function)
+    assert list(inspect.signature(real).parameters) == list(inspect.signature(reference).parameters)

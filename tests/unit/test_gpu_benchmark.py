@@ -1,0 +1,476 @@
+"""benchmarks/gpu.py: what it counts, how its parts are run, and those that a CPU computes in a moment."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import math
+import os
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import parts_for_gpu as parts
+import pytest
+import torch
+from click.testing import CliRunner
+
+from benchmarks import gpu, transfer
+from benchmarks.gpu_parts import (
+    attention,
+    digests,
+    floors,
+    kernels,
+    model,
+    products,
+    push,
+    servers,
+    steps,
+    timing,
+    variants,
+)
+from benchmarks.gpu_parts.rows import Row, table
+from benchmarks.gpu_parts.runner import OUT_OF_TIME, NotRun, Part, Setting, in_process, run_parts
+from benchmarks.gpu_parts.shapes import FULL, ModelShape, attention_bytes, attention_flop, write_model
+from engine.kernels.gpu import why_no_triton
+from tandem.bench.outcome import Outcome
+from tandem.bench.workload import TokenSource
+
+LIMIT_S = 20.0
+
+
+@pytest.fixture
+def setting(tmp_path: Path) -> Setting:
+    return Setting(device="cpu", is_tiny=True, results=tmp_path)
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    """Toys gain nothing by more, and lose much where cores are shared."""
+    num_threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(num_threads)
+
+
+# -- what is counted ------------------------------------------------------------------------------------------------
+
+
+def test_bytes_of_llama_8b() -> None:
+    shape = FULL.model
+    # A layer: q and o 4096 x 4096, k and v 4096 x 1024, three of 4096 x 14336. And the logits' product.
+    layer = 2 * 4096 * 4096 + 2 * 4096 * 1024 + 3 * 4096 * 14336
+    assert layer == 218_103_808
+    assert shape.num_weight_bytes == 2 * (32 * layer + 128_256 * 4096) == 15_009_316_864
+    assert shape.kv_bytes(1) == 131_072  # keys and values, 32 layers, 8 heads of 128, 2 bytes
+    assert shape.decode_bytes(64, 2048) == 15_009_316_864 + 64 * 2048 * 131_072
+    assert steps.decode_limit_ms(FULL, 64, 2048, 4300.0) == pytest.approx(7.4859, rel=1e-4)
+    assert steps.decode_limit_ms(FULL, 64, 2048, None) is None
+    eight = replace(shape, layer_item_bytes=1, kv_item_bytes=1)  # the logits' product stays as it is
+    assert eight.decode_bytes(64, 2048) == 32 * layer + 2 * 128_256 * 4096 + 64 * 2048 * 65_536
+    assert eight.prefill_flop(100) == shape.prefill_flop(100)
+
+
+def test_operations_of_a_prompt() -> None:
+    config = {
+        "hidden_size": 8, "intermediate_size": 10, "num_hidden_layers": 2, "num_attention_heads": 2,
+        "num_key_value_heads": 1, "vocab_size": 100,
+    }  # fmt: skip
+    # Of each token and layer: q, o 8 x 8, k, v 8 x 4, three of 8 x 10. Attention: 1 + 2 + 3 pairs, 2 heads of 4.
+    products = 2 * 3 * 2 * (2 * 64 + 2 * 32 + 3 * 80)
+    logits = 2 * 100 * 8
+    pairs = 2 * (1 + 2 + 3) * 2 * 2 * 2 * 4
+    assert ModelShape(config).prefill_flop(3) == products + logits + pairs == 5184 + 1600 + 384
+    assert attention_flop(2, 4, 3) == 192
+    # 8B: 16 billion a token, and about 49 thousand tokens a second at 790 TFLOP/s, less what attention takes.
+    assert FULL.model.prefill_flop(2048) / 2048 == pytest.approx(14.5e9, rel=0.01)
+    assert steps.prefill_limit_ms(FULL, 8, 8192, 790.0) == pytest.approx(8 * 8192 * 16.1e9 / 790e12 * 1e3, rel=0.01)
+
+
+def test_bytes_of_attention() -> None:
+    assert attention_bytes(8, 128, 64 * 4096) == 1 << 30
+    assert attention_bytes(2, 16, 5, item_bytes=4) == 1280
+
+
+@pytest.mark.parametrize(
+    ("bytes_each", "cache", "expected"),
+    [(1 << 30, 60 << 20, 1), (120 << 20, 60 << 20, 1), (50, 60, 3), (7, 0, 1), (1, 60, 64)],
+)
+def test_inputs_that_rotate_do_not_fit_the_cache(bytes_each: int, cache: int, expected: int) -> None:
+    assert timing.num_sets(bytes_each, cache) == expected
+
+
+def test_time_covered_by_kernels_that_overlap() -> None:
+    assert steps.covered([(10.0, 12.0), (0.0, 4.0), (3.0, 5.0), (3.5, 4.5), (12.0, 13.0)]) == 8.0
+    assert steps.covered([]) == 0.0
+    assert steps.idle_share(10.0, 8.0) == pytest.approx(0.2)
+    event = SimpleNamespace(time_range=SimpleNamespace(start=3.0, end=4.5))
+    assert steps.span_of(event) == (3.0, 4.5)
+
+
+@pytest.mark.parametrize(
+    ("summary", "expected"),
+    [
+        ("100 passed, 4 skipped in 33.21s", 0),
+        ("3 failed, 97 passed in 61.00s (0:01:01)", 3),
+        ("2 failed, 1 passed, 1 error in 2s", 3),
+        ("12 errors in 2s", 12),
+        ("4 skipped in 0.2s", 0),
+    ],
+)
+def test_failures_of_a_test_run(summary: str, expected: int) -> None:
+    assert kernels.num_failed(summary) == expected
+
+
+def test_what_is_no_test_run_has_no_failures_to_count() -> None:
+    with pytest.raises(ValueError, match="no summary"):
+        kernels.num_failed("no tests ran in 0.01s")
+
+
+def test_carried_packages_stay_on_the_path_of_the_kernels_tests(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONPATH", "/carried")
+    assert kernels.environment()["PYTHONPATH"].split(os.pathsep)[-1] == "/carried"
+    assert sum("test_triton_" in part for part in kernels.command()) >= 4
+
+
+# -- rows -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("row", "share", "is_met"),
+    [
+        (Row(what="", value=3200.0, unit="GB/s", limit=4000.0, target=0.8), 0.8, True),
+        (Row(what="", value=3199.0, unit="GB/s", limit=4000.0, target=0.8), 0.79975, False),
+        (Row(what="", value=5.0, unit="ms", limit=4.0, target=0.8), 0.8, True),
+        (Row(what="", value=5.1, unit="ms", limit=4.0, target=0.8), 4 / 5.1, False),
+        (Row(what="", value=5.1, unit="ms", target=0.8), None, None),
+        (Row(what="", value=1.15, unit="x", at_most=1.15), None, True),
+        (Row(what="", value=2.9, unit="x", at_least=3.0), None, False),
+        (Row(what="", value=math.nan, unit="error", at_most=1.0), None, False),
+        (Row(what="", value=None, unit="error", at_most=1.0), None, False),
+        (Row(what="", value=0.0, unit="tests", at_most=0), None, True),
+    ],
+)
+def test_a_row_beside_its_bounds(row: Row, share: float | None, is_met: bool | None) -> None:
+    assert row.share == (None if share is None else pytest.approx(share))
+    assert row.is_met is is_met
+    assert not row.is_wrong
+
+
+def test_the_table_marks_the_best_of_a_group_and_says_what_is_wrong() -> None:
+    rows = [
+        Row(what="ours", value=10.0, unit="GB/s", group="a", limit=20.0, target=0.4),
+        Row(what="other", value=12.0, unit="GB/s", group="a", limit=20.0),
+        Row(what="third", value=None, unit="GB/s", group="a", note="does not run"),
+        Row(what="slow", value=12.0, unit="ms", group="b"),
+        Row(what="fast", value=11.0, unit="ms", group="b"),
+        Row(what="error", value=2e-5, unit="error", at_most=1e-5, is_check=True),
+        Row(what="aim", value=2.0, unit="x", at_least=3),
+    ]
+    lines = table(rows)
+    assert [line.split()[0] for line in lines if "<- best" in line] == ["other", "fast"]
+    assert "50% of it  aim 40%: met" in lines[0]
+    assert lines[2].endswith("- GB/s      does not run")
+    assert "must be <= 1e-05: WRONG" in lines[5]
+    assert "aim >= 3: missed" in lines[6]
+    unit_at = len("other") + 14
+    assert all(line[unit_at:].startswith(row.unit) for line, row in zip(lines, rows, strict=True))
+    assert Row(what="", value=0.0, unit="tests", at_most=0).to_dict()["at_most"] == 0
+
+
+# -- parts, one after the other -------------------------------------------------------------------------------------
+
+
+def part(name: str, measure: Callable[[Setting], Iterator[Row]], limit_s: float = LIMIT_S) -> Part:
+    return Part(name=name, about="for a test", measure=measure, limit_s=limit_s)
+
+
+class Clock:
+    now_s = 100.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+def test_no_part_begins_after_the_budget_or_runs_beyond_it(setting: Setting) -> None:
+    clock, allowed = Clock(), []
+
+    def run_part(part: Part, setting: Setting, limit_s: float, on_row: Callable[[Row], None]) -> str:
+        allowed.append((part.name, limit_s, dict(setting.known)))
+        on_row(parts.row(limit_s))
+        clock.now_s += 40
+        return ""
+
+    said: list[str] = []
+    results = run_parts(
+        [part(name, parts.well, 60) for name in "abcd"], setting, budget_s=100, say=said.append,
+        on_result=lambda _: None, run_part=run_part, clock=clock,
+        known_of=lambda rows: {f"seen {len(allowed)}": row.value or 0.0 for row in rows},
+    )  # fmt: skip
+    assert allowed == [
+        ("a", 60, {}), ("b", 60, {"seen 1": 60}), ("c", 20, {"seen 1": 60, "seen 2": 60}),
+    ]  # fmt: skip
+    assert [result.problem for result in results] == ["", "", "", OUT_OF_TIME]
+    assert [result.is_bad for result in results] == [False, False, False, True]
+    assert said[-1].startswith(f"d: {OUT_OF_TIME}")
+
+
+@pytest.mark.parametrize(
+    ("measure", "num_rows", "problem"),
+    [
+        (parts.well, 2, ""),
+        (parts.raising, 1, "failed: RuntimeError: an illegal access"),
+        (parts.missing, 0, "not run: nothing is installed"),
+        (parts.dying, 1, "failed: its process ended with -9"),
+    ],
+    ids=lambda value: getattr(value, "__name__", ""),
+)
+def test_a_part_in_a_process_of_its_own(setting: Setting, measure: Any, num_rows: int, problem: str) -> None:
+    rows: list[Row] = []
+    assert in_process(part("p", measure), setting, LIMIT_S, rows.append) == problem
+    assert len(rows) == num_rows
+
+
+def test_a_part_that_hangs_is_ended_with_its_children_and_its_rows_are_kept(setting: Setting) -> None:
+    rows: list[Row] = []
+    assert in_process(part("p", parts.hanging), setting, 3.0, rows.append) == "failed: took more than 3 s"
+    (row,) = rows
+    assert row.value is not None
+    deadline_s = time.monotonic() + 5
+    while is_running(int(row.value)):
+        assert time.monotonic() < deadline_s, "the child of a part that was ended goes on"
+        time.sleep(0.01)
+
+
+def is_running(pid: int) -> bool:
+    """Whoever adopted it may not have heard of its end."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+def test_one_part_fails_and_the_others_are_measured_and_kept(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    chosen = [part("raising", parts.raising), part("looking", parts.looking), part("missing", parts.missing)]
+    monkeypatch.setattr(gpu, "PARTS", chosen)
+    result = CliRunner().invoke(gpu.main, ["--tiny", "--results-dir", str(tmp_path)])
+    assert result.exit_code == 1, result.output
+    (kept,) = tmp_path.glob("gpu-*.json")
+    summary = json.loads(kept.read_text())
+    assert [(p["part"], p["problem"], len(p["rows"])) for p in summary["parts"]] == [
+        ("raising", "failed: RuntimeError: an illegal access", 1),
+        ("looking", "", 1),
+        ("missing", "not run: nothing is installed", 0),
+    ]
+    shown = result.stdout.strip().splitlines()
+    assert json.loads(shown[-1])["parts"] == summary["parts"]
+    assert "raising  failed: RuntimeError: an illegal access" in shown
+    assert any(line.startswith("looking  first") for line in shown)
+    assert summary["parts"][1]["rows"][0]["value"] == 1, "nothing is kept before the end"
+
+
+@pytest.mark.parametrize(
+    ("chosen", "exit_code"), [([("m", parts.missing), ("w", parts.well)], 0), ([("wrong", parts.wrong)], 1)]
+)
+def test_the_exit_code_is_of_what_was_found(
+    monkeypatch: pytest.MonkeyPatch, chosen: list[tuple[str, Any]], exit_code: int
+) -> None:
+    monkeypatch.setattr(gpu, "PARTS", [part(*each) for each in chosen])
+    assert CliRunner().invoke(gpu.main, ["--tiny"]).exit_code == exit_code
+
+
+def test_parts_are_chosen_by_name_in_their_order_and_floors_go_along() -> None:
+    assert [part.name for part in gpu.chosen_parts("steps, kernels")] == ["floors", "kernels", "steps"]
+    assert gpu.chosen_parts("") == list(gpu.PARTS)
+    result = CliRunner().invoke(gpu.main, ["--tiny", "--only", "steps,speed"])
+    assert result.exit_code == 2
+    assert "no part is called speed; there are floors, kernels, model" in result.output
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_without_a_gpu_only_the_toy_runs() -> None:
+    result = CliRunner().invoke(gpu.main, [])
+    assert result.exit_code == 1
+    assert "--tiny" in result.output
+
+
+# -- parts that are quick -------------------------------------------------------------------------------------------
+
+
+def test_floors_and_steps(setting: Setting) -> None:
+    found = {row.what: row for row in floors.measure(setting)}
+    assert set(found) == {floors.COPY, floors.PRODUCTS}
+    known = gpu.known_of(list(found.values()))
+    assert known[floors.COPY] == found[floors.COPY].value
+    rows = list(steps.measure(Setting(device="cpu", is_tiny=True, results=setting.results, known=known)))
+    assert [row.what for row in rows] == [
+        "decode step, 1 x 8", "device idle, 1 x 8", "decode step, 4 x 16", "device idle, 4 x 16", "prefill, 2 x 64",
+    ]  # fmt: skip
+    assert all(row.value is not None for row in rows)
+    assert all(row.limit is not None and row.limit > 0 for row in rows if row.unit == "ms")
+
+
+def test_products_of_a_step(setting: Setting) -> None:
+    assert sum(num_outputs * num_inputs for _, num_outputs, num_inputs in FULL.model.products[:-1]) == 218_103_808
+    assert FULL.model.products[-1] == ("logits", 128_256, 4096)
+    if why_no_triton("cpu"):
+        with pytest.raises(NotRun):
+            list(products.measure(setting))
+    measured = iter(products.measure(setting))
+    rows = [next(measured) for _ in range(5)]
+    assert [row.what for row in rows] == [
+        "qkv 128 x 64, 2 rows, torch", "output 64 x 64, 2 rows, torch", "gate and up 256 x 64, 2 rows, torch",
+        "down 64 x 128, 2 rows, torch", "logits 500 x 64, 2 rows, torch",
+    ]  # fmt: skip
+    assert all(row.value for row in rows)
+
+
+def test_steps_in_8_bits_stand_beside_the_bytes_of_8_bits(setting: Setting, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(steps, "NUM_STEPS", 2)
+    known = replace(setting, known={floors.COPY: 100.0, floors.PRODUCTS: 1.0})
+    rows = {row.what: row for row in steps.measure_int8(known)}
+    eight = replace(known.sizes.model, layer_item_bytes=1)
+    assert rows["int8: decode step, 1 x 8"].limit == eight.decode_bytes(1, 8) / 100e6
+    assert rows["int8: prefill, 2 x 64"].value
+    with pytest.raises(NotRun, match="it needs a GPU"):
+        list(steps.measure_fp8(known))
+
+
+@pytest.mark.parametrize("is_damaged", [False, True])
+def test_the_model_against_transformers(setting: Setting, monkeypatch: pytest.MonkeyPatch, is_damaged: bool) -> None:
+    monkeypatch.setattr(model, "MODELS", ("qwen3",))
+    if is_damaged:  # a wrong head's norm, which nothing but the numbers shows
+        damage_norms(monkeypatch)
+    rows = list(model.measure(setting))
+    assert [row.what for row in rows] == [
+        *(f"qwen3, {dtype}, {how}" for dtype in ("float32", "bfloat16")
+          for how in ("prompts whole", "prompts in chunks", "decoding")),
+        "qwen3, float32, greedy answers unlike",
+    ]  # fmt: skip
+    assert [row.is_wrong for row in rows[:6]] == [is_damaged] * 6
+    assert is_damaged or not rows[6].is_wrong
+
+
+def damage_norms(monkeypatch: pytest.MonkeyPatch) -> None:
+    from engine.model_loader.weights import SafetensorsWeights
+
+    read = SafetensorsWeights._read
+
+    def damaged(self: SafetensorsWeights, name: str, shape: tuple[int, ...]) -> torch.Tensor:
+        tensor = read(self, name, shape)
+        return tensor.flip(0) if name.endswith("q_norm.weight") else tensor
+
+    monkeypatch.setattr(SafetensorsWeights, "_read", damaged)
+
+
+def test_what_is_pushed_arrives_and_a_receiver_that_lies_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    options = {"min_mib": 1, "max_mib": 1, "layers": 4, "block_kib": 4, "repeats": 1}
+    monkeypatch.setattr(transfer, "NUM_LATENCY_PUSHES", 3)
+    large, small = asyncio.run(transfer.measure("local", options))
+    assert (large["mib"], large["num_wrong_digests"], large["num_repaired_blocks"]) == (1.0, 0, 0)
+    assert large["data_gb_s"] > 0
+    assert small["one_block_p50_ms"] > 0
+
+    async def nothing(*_: object) -> tuple[float, float]:
+        return 1.0, 1.0
+
+    monkeypatch.setattr(transfer, "transfer", nothing)  # nothing is sent: what lies there is the receiver's own
+    large, _ = asyncio.run(transfer.measure("local", options))
+    assert large["num_wrong_digests"] == 4 * 64
+
+
+def test_a_push_as_rows(setting: Setting, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def measured(transport: str, options: dict[str, int], device: str) -> list[dict[str, Any]]:
+        assert (transport, options["max_mib"], device) == ("grpc", setting.sizes.push_mib, "cpu")
+        return [
+            {"mib": 4.0, "data_gb_s": 5.0, "total_gb_s": 4.0, "total_ms": 1.0, "num_wrong_digests": 2,
+             "num_repaired_blocks": 0},
+            {"one_block_p50_ms": 0.5, "one_block_p99_ms": 0.9},
+        ]  # fmt: skip
+
+    monkeypatch.setattr(transfer, "measure", measured)
+    known = {floors.TO_HOST: 50.0, floors.TO_DEVICE: 40.0}
+    rows = list(push.measure_grpc(Setting(device="cpu", is_tiny=True, results=setting.results, known=known)))
+    assert (rows[0].value, rows[0].limit, rows[0].share) == (5.0, 40.0, 0.125)
+    assert [row.is_wrong for row in rows] == [False, False, True, False]
+
+
+@pytest.mark.skipif(bool(why_no_triton("cpu")), reason="Triton is not installed, or not interpreted")
+def test_attention_and_digests_interpreted(setting: Setting) -> None:
+    rows = list(attention.measure(setting))
+    assert [row.group for row in rows] == ["decode attention 2 x 40", "prefill attention 2 x 24"] * 2
+    assert all(row.value is not None and row.value > 0 for row in rows)
+    assert not any(row.is_wrong for row in digests.measure(setting))
+
+
+@dataclass(frozen=True)
+class Config:
+    size: int
+
+
+def test_a_configuration_that_does_not_run_or_computes_something_else_is_no_choice(setting: Setting) -> None:
+    def launches(config: Config) -> tuple[list[Callable[[], object]], torch.Tensor]:
+        if config.size == 3:
+            raise RuntimeError("out of resource: shared memory")
+        out = torch.ones(4)
+        return [lambda: out.fill_(2.0 if config.size == 4 else 1.0)], out
+
+    job = variants.Job(what="job", amount=1.0, unit="GB/s", limit=None, target=0.8, launches=launches)
+    sizes = ({"size": 2}, {"size": 3}, {"size": 4})
+    rows = list(variants.variant_rows(job, Config(1), sizes, setting))
+    assert [row.value is None for row in rows] == [False, True, True]
+    assert "out of resource" in rows[1].note
+    assert rows[2].note == "wrong: differs by 1"
+
+
+# -- whole servers: what is sent, and what is made of it ------------------------------------------------------------
+
+
+def test_streams_and_long_prompts() -> None:
+    load = servers.TINY
+    requests = servers.busy_load(load, TokenSource(seed=1, vocab_size=500)).requests
+    assert [(r.at_s, len(r.prompt), r.output_tokens) for r in requests] == [
+        *[(0.0, 128, 40)] * 2, (0.125, 256, 1), (0.25, 256, 1), (0.375, 256, 1),
+    ]  # fmt: skip
+    assert len({tuple(request.prompt[:20]) for request in requests}) == 5
+    quiet = servers.quiet_load(load, TokenSource(seed=1, vocab_size=500))
+    assert {len(request.prompt) for request in quiet.requests} == {64}
+    # Long enough a share of the gaps that the 99th percentile sees the prompts: one in a hundred and more.
+    assert servers.FULL.num_long / servers.FULL.stream_tokens > 0.01
+
+
+def test_one_arrangement_beside_the_other() -> None:
+    apart = servers.Found(ttft_p50=110.0, gap_p99=20.0, gap_p50=9.0, prefilled_share=0.9)
+    together = servers.Found(ttft_p50=100.0, gap_p99=50.0, gap_p50=8.0, prefilled_share=0.0)
+    ttft, gap = servers.compared(apart, together, is_tiny=False)
+    assert (ttft.value, ttft.is_met) == (pytest.approx(1.1), True)
+    assert (gap.value, gap.is_met) == (2.5, False)
+    assert [row.is_met for row in servers.compared(apart, together, is_tiny=True)] == [None, None]
+    assert servers.prefilled_share([(True, 900), (False, 60), (False, 40)]) == 0.9
+    assert servers.prefilled_share([(False, 0)]) == 0.0
+
+
+def test_requests_that_were_not_answered_are_no_measurement() -> None:
+    fine, failed = Outcome(due_s=0), Outcome(due_s=0, code="UNAVAILABLE", message="nobody")
+    assert servers.answered([fine]) == [fine]
+    with pytest.raises(RuntimeError, match="1 of 2 requests were not answered: UNAVAILABLE: nobody"):
+        servers.answered([fine, failed])
+
+
+def test_servers_say_what_they_miss(setting: Setting, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(servers, "NEEDED", ("grpc", "google.protobuf", "no_such_package", "no_other.part"))
+    with pytest.raises(NotRun, match=r"not installed: no_such_package, no_other\.part \(docs/gpu\.md"):
+        next(servers.measure(setting))
+
+
+def test_a_router_reads_the_tokenizer_of_a_model_that_is_made_up(tmp_path: Path) -> None:
+    from router.tokenizer import Tokenizer
+
+    tokenizer = Tokenizer.from_folder(write_model(tmp_path / "m", {"vocab_size": 12}, with_tokenizer=True))
+    assert tokenizer.vocab_size == 12
+    assert tokenizer.encode("t3 t11") == [3, 11]
+    assert np.array_equal(tokenizer.encode(tokenizer.decode(list(range(12)))), np.arange(12))
