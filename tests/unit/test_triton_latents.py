@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -9,9 +11,13 @@ import numpy as np
 import pytest
 import torch
 from attention_cases import LENS
+from deepseek_cases import V3
+from engine_steps import logits_of_steps
 from latent_cases import LatentCase
+from recorder import RelaunchingRecorder
 from triton_device import DEVICE  # before the kernels
 
+from engine import model_runner
 from engine.attention import Needs, choose_attention_backend, why_no_graphs
 from engine.attention.triton_latents import TritonLatentAttention
 from engine.kernels.gpu.decode import partial_size
@@ -206,3 +212,18 @@ def test_tiles_of_prefill_have_whole_tokens_or_a_part_of_one() -> None:
     config = LatentTileConfig.of_prefill(2, 2)
     assert [config.tokens_per_tile(n) for n in (1, 16, 20, 64, 128)] == [64, 4, 3, 1, 1]
     assert np.prod(LatentTileConfig.of_decode(128, 2, 2).block_m) == 64
+
+
+# -- an engine with them --------------------------------------------------------------------------------------------
+
+
+def test_an_engine_computes_what_it_does_with_plain_torch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Prompts launched, steps that only decode replayed."""
+    (tmp_path / "config.json").write_text(json.dumps(V3))
+    if DEVICE == "cpu":
+        monkeypatch.setattr(model_runner, "CudaRecorder", RelaunchingRecorder)
+    ours = logits_of_steps(tmp_path, "triton", DEVICE, records=True)
+    plain = logits_of_steps(tmp_path, "torch", DEVICE, records=False)
+    for triton_logits, torch_logits in zip(ours, plain, strict=True):
+        assert torch_logits.std() > 1e-3
+        torch.testing.assert_close(triton_logits, torch_logits, rtol=1e-4, atol=1e-5)
