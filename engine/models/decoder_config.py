@@ -130,8 +130,14 @@ class DecoderConfig:
             sliding_windows=_sliding_windows(arch, hf_config, num_layers),
             mla=mla,
             moe=moe,
-            num_nextn_predict_layers=integer(hf_config, "num_nextn_predict_layers", 0) if arch.scoring else 0,
+            num_nextn_predict_layers=_num_nextn_predict_layers(arch, hf_config),
         )
+
+
+def _num_nextn_predict_layers(arch: Architecture, hf_config: dict[str, Any]) -> int:
+    if not arch.scoring or hf_config.get("num_nextn_predict_layers") is None:
+        return 0
+    return integer(hf_config, "num_nextn_predict_layers", 0)
 
 
 def _heads(arch: Architecture, hf_config: dict[str, Any]) -> tuple[int, int]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from engine.models.hf_fields import integer, one_of
+from engine.models.hf_fields import integer, number, one_of
 from engine.models.rope_config import RopeConfig, yarn_scale
 
 V2_DEFAULTS: dict[str, Any] = {
@@ -129,7 +129,7 @@ class ExpertsConfig:
             num_chosen_groups=num_chosen,
             scoring=scoring,
             norms_weights=norms_weights,
-            scaling=float(hf_config["routed_scaling_factor"]),
+            scaling=number(hf_config, "routed_scaling_factor"),
         )
 
 

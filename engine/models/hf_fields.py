@@ -13,6 +13,15 @@ def integer(hf_config: dict[str, Any], field: str, least: int = 1) -> int:
     return value
 
 
+def number(hf_config: dict[str, Any], field: str, default: float | None = None) -> float:
+    """The field, or `default` where it is absent or null. Raises `ValueError` where it is no number."""
+    value = hf_config.get(field)
+    value = default if value is None else value
+    if not isinstance(value, int | float) or isinstance(value, bool):
+        raise ValueError(f"config.json: {field} must be a number, is {value!r}")
+    return float(value)
+
+
 def one_of(hf_config: dict[str, Any], field: str, known: tuple[Any, ...]) -> Any:
     """The field, or the first of `known` where it is absent or null. Raises `ValueError` where it is another."""
     value = hf_config.get(field)

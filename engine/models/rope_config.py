@@ -9,6 +9,8 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
+from engine.models.hf_fields import number
+
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 
 
@@ -63,24 +65,21 @@ def yarn_scale(factor: float, mscale: float) -> float:
 def _yarn(parameters: dict[str, Any], theta: float, original: int, max_positions: int) -> RopeConfig:
     if "factor" not in parameters:
         raise ValueError("config.json: rope type 'yarn' needs the field factor")
-    given = parameters["factor"]
-    factor = max_positions / original if given is None else float(given)
+    factor = number(parameters, "factor", max_positions / original)
     if factor < 1:
         raise ValueError(f"config.json: factor of rope type 'yarn' must be at least 1, is {factor}")
-    mscale, mscale_all_dim = (float(parameters.get(name) or 0) for name in ("mscale", "mscale_all_dim"))
-    attention_factor = parameters.get("attention_factor")
-    if attention_factor is None:
-        attention_factor = yarn_scale(factor, 1.0)
-        if mscale and mscale_all_dim:
-            attention_factor = yarn_scale(factor, mscale) / yarn_scale(factor, mscale_all_dim)
+    mscale, mscale_all_dim = (number(parameters, name, 0.0) for name in ("mscale", "mscale_all_dim"))
+    attention_factor = yarn_scale(factor, 1.0)
+    if mscale and mscale_all_dim:
+        attention_factor = yarn_scale(factor, mscale) / yarn_scale(factor, mscale_all_dim)
     return RopeConfig(
         theta=theta,
         rope_type="yarn",
         factor=factor,
         original_max_positions=original,
-        beta_fast=float(parameters.get("beta_fast") or 32),
-        beta_slow=float(parameters.get("beta_slow") or 1),
+        beta_fast=number(parameters, "beta_fast", 32.0) or 32.0,
+        beta_slow=number(parameters, "beta_slow", 1.0) or 1.0,
         is_ramp_whole=bool(parameters.get("truncate", True)),
-        attention_factor=float(attention_factor),
+        attention_factor=number(parameters, "attention_factor", attention_factor),
         mscale_all_dim=mscale_all_dim,
     )
