@@ -19,7 +19,7 @@ from engine.kernels.sampling import choose_largest, draw_unfiltered
 from engine.kv_cache import clear_blocks, copy_blocks
 from engine.models.decoder import Decoder
 from engine.sampled_tokens import SampledTokens
-from engine.sampler import Sampler
+from engine.sampler import ChooseRows, Sampler
 from engine.sequence import BlockExport, OnLayerWritten, SchedulerOutput
 
 
@@ -120,5 +120,12 @@ def _make_sampler(config: EngineConfig) -> Sampler:
     if config.device.attention_backend == "cpu":
         return Sampler(eos_token_ids, choose_greedy=choose_largest, draw_unfiltered=draw_unfiltered)
     if config.device.device != "cpu":
-        return Sampler(eos_token_ids, draw_filtered=device_draw.draw, draw_unfiltered=device_draw.draw)
+        draw = _kernels_draw() if config.device.uses_triton else device_draw.draw
+        return Sampler(eos_token_ids, draw_filtered=draw, draw_unfiltered=draw)
     return Sampler(eos_token_ids)
+
+
+def _kernels_draw() -> ChooseRows:
+    from engine.kernels.gpu.draw import draw  # needs Triton
+
+    return draw

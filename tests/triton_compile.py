@@ -31,14 +31,18 @@ from engine.attention.base import StepLayout
 from engine.attention.triton_backend import TritonAttention
 from engine.attention.triton_latents import TritonLatentAttention
 from engine.kernels.gpu.digest import block_digests
+from engine.kernels.gpu.draw import draw
 from engine.kernels.gpu.eight_bits import int8_product, quantize_rows
 from engine.kernels.gpu.pointwise import add_rms_norm, silu_multiply
 from engine.kernels.gpu.rotate import rotate_and_store
+from engine.sampling_params import SamplingParams
+from engine.sequence import Sequence
 
 H200 = GPUTarget("cuda", 90, 32)
 OPTIONS = ("num_warps", "num_stages")
 POINTERS = {
     torch.float32: "*fp32", torch.float16: "*fp16", torch.bfloat16: "*bf16", torch.int32: "*i32", torch.int64: "*i64",
+    torch.float64: "*fp64",
     torch.int8: "*i8", torch.float8_e4m3fn: "*fp8e4nv",
 }  # fmt: skip
 NUM_HEADS, NUM_KV_HEADS, BLOCK_SIZE, MAX_CONTEXT = 32, 8, 16, 8192
@@ -132,6 +136,11 @@ def compile_int8_products(num_rows: int) -> None:
     int8_product(x, torch.zeros(6144, 4096, dtype=torch.int8), scale, None)
 
 
+def compile_draws(dtype: torch.dtype) -> None:
+    params = SamplingParams(top_k=50, top_p=0.9)
+    draw(torch.zeros(1, 128256, dtype=dtype), [Sequence(0, "r", [1], 1, params)])
+
+
 def name_of(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
@@ -173,6 +182,8 @@ def main() -> None:
     for num_rows in (16, 32, 64, 256):
         cases[f"{num_rows} rows"] = lambda num_rows=num_rows: compile_int8_products(num_rows)  # type: ignore[misc]
     cases["bfloat16"] = lambda: compile_rest(torch.bfloat16)
+    for dtype in (torch.bfloat16, torch.float32):
+        cases[f"draws {name_of(dtype)}"] = lambda dtype=dtype: compile_draws(dtype)  # type: ignore[misc]
     for case, compile_case in cases.items():  # noqa: B007
         compile_case()
     json.dump(found, sys.stdout)

@@ -75,9 +75,15 @@ def lines(caplog: pytest.LogCaptureFixture) -> list[tuple[str, str]]:
         ({}, {"dtype": "bfloat16"}, "dtype 'float32' != 'bfloat16'"),
         ({}, {"block_size": 8}, "block_size '16' != '8'"),
         ({"eos_token_id": [2, 3]}, {}, "eos_token_ids '"),
-        ({}, {"dtype": "bfloat16", "block_size": 8}, "dtype 'float32' != 'bfloat16', block_size '16' != '8'"),
+        ({}, {"quantization": "int8"}, "quantization 'none' != 'int8'"),
+        ({}, {"kv_cache_dtype": "fp8"}, "kv_dtype 'float32' != 'float8_e4m3fn'"),
+        (
+            {},
+            {"dtype": "bfloat16", "block_size": 8},
+            "dtype 'float32' != 'bfloat16', kv_dtype 'float32' != 'bfloat16', block_size '16' != '8'",
+        ),
     ],
-    ids=["model", "weights", "dtype", "block size", "ends", "two"],
+    ids=["model", "weights", "dtype", "block size", "ends", "8-bit weights", "8-bit pool", "several"],
 )
 def test_workers_that_differ_are_not_paired_and_the_log_says_in_what(
     folder: Path,

@@ -3,6 +3,7 @@
     decode.py, prefill.py   paged attention; tile.py is what both do with a tile of keys
     latents.py              paged attention to latents (DeepSeek), and their write into the pool
     rotate.py               norms of heads, rotary positions and the write into the pool, as one pass
+    draw.py                 the sampler's draws, with and without filters
     pointwise.py            residual + RMS norm, SiLU * up
     eight_bits.py           products with int8 weights, rows of activations to 8-bit floats
     digest.py               xxh3_64 of blocks in the pool
