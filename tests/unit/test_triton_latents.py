@@ -19,11 +19,17 @@ from triton_device import DEVICE  # before the kernels
 
 from engine import model_runner
 from engine.attention import Needs, choose_attention_backend, why_no_graphs
+from engine.attention.choice import GROUPED_CAPABILITY
 from engine.attention.torch_latents import TorchLatentAttention
 from engine.attention.triton_latents import TritonLatentAttention
 from engine.kernels.gpu.decode import partial_size
 from engine.kernels.gpu.latents import LatentTileConfig, decode_latents
 from engine.layers import LatentProjection, RMSNorm, RotaryEmbedding
+from engine.model_loader.weights import DummyWeights
+from engine.models import load_decoder_config
+from engine.models.decoder import PLAIN_PARTS
+from engine.models.experts import ExpertsFeedForward
+from engine.models.parts import PartsFactory
 from engine.models.rope_config import RopeConfig
 
 TOLERANCES = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1e-2}
@@ -195,6 +201,45 @@ def test_a_reserved_plan_serves_any_step_that_fits() -> None:
     assert plan.buffer.data_ptr() == address
 
 
+@pytest.mark.skipif(DEVICE == "cpu", reason="only a GPU has CUDA graphs")
+def test_a_cuda_graph_replays_other_steps() -> None:
+    shape = {"num_heads": 6, "latent_dim": 32, "rotated_dim": 8}
+    cases = [LatentCase(lens, **shape) for lens in ([(299, 1), (3, 1), (16, 1)], [(40, 1)], [(0, 1), (275, 1)])]
+    backend = backend_of(cases[0])
+    plan = backend.reserve_decode_plan(3, 320)
+    q, kv = torch.zeros(3, 6, 40, device=DEVICE), torch.zeros_like(cases[0].kv, device=DEVICE)
+    backend.attend(q, kv, plan, cases[0].scale)  # compiles, which cannot be captured
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = backend.attend(q, kv, plan, cases[0].scale)
+    for case in cases:
+        backend.refill(plan, case.layout)
+        q[: len(case.q)] = case.q.to(DEVICE)
+        kv.copy_(case.written_pool())
+        graph.replay()
+        torch.testing.assert_close(out[: len(case.q)].cpu().double(), case.expected(), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.skipif(DEVICE == "cpu", reason="only a GPU has CUDA graphs")
+def test_a_cuda_graph_replays_experts_of_other_tokens() -> None:
+    if torch.cuda.get_device_capability() < GROUPED_CAPABILITY:
+        pytest.skip("torch loops over experts here, and reads their sizes back")
+    moe = load_decoder_config(V3).moe
+    assert moe is not None
+    factory = PartsFactory(DummyWeights(0, "bfloat16", DEVICE), PLAIN_PARTS, 1e-6)
+    experts = ExpertsFeedForward(moe, factory, "model.layers.1.mlp", V3["hidden_size"], False)
+    steps = torch.randn(3, 5, V3["hidden_size"], device=DEVICE).bfloat16()
+    h = steps[0].clone()
+    experts(h)
+    graph = torch.cuda.CUDAGraph()
+    with torch.inference_mode(), torch.cuda.graph(graph):
+        out = experts(h)
+    for step in steps:
+        h.copy_(step)
+        graph.replay()
+        torch.testing.assert_close(out, experts(step))
+
+
 # -- the choice -----------------------------------------------------------------------------------------------------
 
 
@@ -257,8 +302,8 @@ def test_tiles_of_prefill_have_whole_tokens_or_a_part_of_one() -> None:
 def test_an_engine_computes_what_it_does_with_plain_torch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Prompts launched, steps that only decode replayed."""
     (tmp_path / "config.json").write_text(json.dumps(V3))
-    if DEVICE == "cpu":
-        monkeypatch.setattr(model_runner, "CudaRecorder", RelaunchingRecorder)
+    # Not on a GPU either: experts in float32 cannot be captured there.
+    monkeypatch.setattr(model_runner, "CudaRecorder", RelaunchingRecorder)
     ours = logits_of_steps(tmp_path, "triton", DEVICE, records=True)
     plain = logits_of_steps(tmp_path, "torch", DEVICE, records=False)
     for triton_logits, torch_logits in zip(ours, plain, strict=True):
