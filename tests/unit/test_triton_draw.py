@@ -15,7 +15,8 @@ from engine.sampling_params import SamplingParams
 from engine.sequence import INVALID_TOKEN, Sequence
 
 FILTERS = [{}, {"top_k": 1}, {"top_k": 7}, {"top_p": 0.9}, {"top_p": 0.3, "top_k": 20}, {"min_p": 0.1},
-           {"min_p": 0.01, "top_p": 0.95, "top_k": 400}, {"top_k": 5000}, {"top_k": -1}, {"top_p": 1e-9}, {"min_p": 0.2, "top_k": 900}]  # fmt: skip
+           {"min_p": 0.01, "top_p": 0.95, "top_k": 400}, {"top_k": 5000}, {"top_k": -1}, {"top_p": 1e-9},
+           {"min_p": 0.3, "top_k": 50}]  # fmt: skip
 
 
 @pytest.fixture(autouse=True)

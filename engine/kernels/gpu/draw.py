@@ -128,8 +128,8 @@ def _bisect(
     row_ptr, vocab_size, largest, temperature, min_p, least, wanted,
     IS_MASS: tl.constexpr, NUM_BITS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """The largest key from which on there is at least `wanted`; `least`, where there is less altogether. Bit by bit from
-    the highest, which is the sign."""
+    """The largest key from which on there is at least `wanted`; `least`, where there is less altogether. Bit by bit,
+    the highest first, which is the sign."""
     key = tl.full([1], -2147483648, dtype=tl.int32)
     for i in range(NUM_BITS):
         # The sign bit is taken from the lowest number there is; the others are added.
