@@ -132,6 +132,39 @@ class HeadProjection:
         return qk[:, :N], qk[:, N:], v_TKH
 
 
+@dataclass(frozen=True, slots=True)
+class LatentProjection:
+    """What a layer's queries and latents go through between their products and latent attention.
+
+    Shapes: C numbers of a latent, P of a rotated key, R = C + P; Q numbers of a head's query without positions.
+    """
+
+    rotary: RotaryEmbedding
+    norm: RMSNorm
+    """Of latents."""
+    up_key: torch.Tensor
+    """[N, Q, C] each head's product from latents to keys, which its queries go through instead."""
+
+    def __call__(
+        self, q_TX: torch.Tensor, latent_TR: torch.Tensor, cos_sin: tuple[torch.Tensor, torch.Tensor]
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """[T, N * (Q + P)] and [T, R] -> queries [T, N, R], absorbed and rotated; latents [T, R], normed, then the key
+        rotated."""
+        N, Q, C = self.up_key.shape
+        q_TNP = q_TX.view(len(q_TX), N, -1)[:, :, Q:]
+        q_TNR = q_TX.new_empty(len(q_TX), N, latent_TR.shape[1])
+        self.absorb(q_TX, q_TNR)
+        q_TNR[:, :, C:] = self.rotary.rotate(q_TNP, cos_sin)
+        key_T1P = self.rotary.rotate(latent_TR[:, C:].unsqueeze(1), cos_sin)
+        return q_TNR, torch.cat((self.norm(latent_TR[:, :C]), key_T1P.squeeze(1)), dim=-1)
+
+    def absorb(self, q_TX: torch.Tensor, out_TNR: torch.Tensor) -> None:
+        """Write the queries without positions, in the space of latents, to the first C numbers of `out_TNR`."""
+        N, Q, C = self.up_key.shape
+        q_NTQ = q_TX.view(len(q_TX), N, -1)[:, :, :Q].transpose(0, 1)
+        torch.bmm(q_NTQ, self.up_key, out=out_TNR[:, :, :C].transpose(0, 1))
+
+
 def inverse_frequencies(config: RopeConfig, head_dim: int) -> torch.Tensor:
     """[H / 2] angle per position, float32. All types as in transformers' `modeling_rope_utils`."""
     exponents = torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim

@@ -35,6 +35,8 @@ from engine.kernels.gpu.draw import draw
 from engine.kernels.gpu.eight_bits import int8_product, quantize_rows
 from engine.kernels.gpu.pointwise import add_rms_norm, silu_multiply
 from engine.kernels.gpu.rotate import rotate_and_store
+from engine.layers import LatentProjection, RMSNorm, RotaryEmbedding
+from engine.models.rope_config import RopeConfig
 from engine.sampling_params import SamplingParams
 from engine.sequence import Sequence
 
@@ -101,7 +103,12 @@ def compile_latents(num_heads: int, dtype: torch.dtype, kv_dtype: torch.dtype) -
     )  # fmt: skip
     plan = backend.prepare(mixed_layout())
     kv = torch.zeros(1, 1, 1, BLOCK_SIZE, 576, dtype=kv_dtype)
-    backend.store(torch.zeros(4, 576, dtype=dtype), kv, plan)
+    norm, up_key = RMSNorm(torch.ones(512, dtype=dtype), 1e-6), torch.zeros(num_heads, 128, 512, dtype=dtype)
+    rotary = RotaryEmbedding(RopeConfig(theta=10_000.0, rope_type="default"), 64, 8, dtype, "cpu")
+    backend.project(
+        torch.zeros(4, num_heads * 192, dtype=dtype), torch.zeros(4, 576, dtype=dtype), kv, plan,
+        LatentProjection(rotary, norm, up_key), rotary.select(torch.arange(4)),
+    )  # fmt: skip
     backend.attend(torch.zeros(4, num_heads, 576, dtype=dtype), kv, plan, 0.1)
 
 

@@ -5,7 +5,7 @@ the block tables.
 
     once a step     plan = backend.prepare(layout)
     every layer     q = backend.project(qkv, kv, plan, heads, cos_sin); o = backend.attend(q, kv, plan, window)
-    with latents    backend.store(latent, kv, plan); o = backend.attend(q, kv, plan, scale)
+    with latents    q = backend.project(q, latent, kv, plan, heads, cos_sin); o = backend.attend(q, kv, plan, scale)
 
 Shapes: T tokens of the step, S sequences of the step, N query heads, K key/value heads, H head dim; a layer of the pool
 is `kv`: [block, 2, K, slot, H]. With latents, C numbers of one, P of a rotated key, R = C + P: [block, 1, 1, slot, R].
@@ -21,7 +21,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from engine.layers import HeadProjection
+from engine.layers import HeadProjection, LatentProjection
 
 Plan = TypeVar("Plan")
 
@@ -79,8 +79,17 @@ class LatentBackend(PagedBackend[Plan]):
     """Of models whose pool holds latents: one key for all query heads, whose first C numbers are also the value."""
 
     @abstractmethod
-    def store(self, latent_TR: torch.Tensor, kv: torch.Tensor, plan: Plan) -> None:
-        """Put the step's latents and rotated keys into one layer of the pool."""
+    def project(
+        self,
+        q_TX: torch.Tensor,
+        latent_TR: torch.Tensor,
+        kv: torch.Tensor,
+        plan: Plan,
+        heads: LatentProjection,
+        cos_sin: tuple[torch.Tensor, torch.Tensor],
+    ) -> torch.Tensor:
+        """What `heads` makes of the step's [T, N * (Q + P)] and [T, R]: latents and keys go into one layer of the pool,
+        the queries [T, N, R] are returned."""
 
     @abstractmethod
     def attend(self, q_TNR: torch.Tensor, kv: torch.Tensor, plan: Plan, scale: float) -> torch.Tensor:

@@ -14,6 +14,7 @@ import torch.nn.functional as F  # noqa: N812
 
 from engine.attention.base import LatentBackend, StepLayout
 from engine.attention.paged_groups import Group, PagedGroups, TorchPlan, in_token_order
+from engine.layers import LatentProjection
 
 
 class TorchLatentAttention(LatentBackend[TorchPlan]):
@@ -26,6 +27,19 @@ class TorchLatentAttention(LatentBackend[TorchPlan]):
 
     def prepare(self, layout: StepLayout) -> TorchPlan:
         return self._groups.prepare(layout)
+
+    def project(
+        self,
+        q_TX: torch.Tensor,
+        latent_TR: torch.Tensor,
+        kv: torch.Tensor,
+        plan: TorchPlan,
+        heads: LatentProjection,
+        cos_sin: tuple[torch.Tensor, torch.Tensor],
+    ) -> torch.Tensor:
+        q_TNR, latent_TR = heads(q_TX, latent_TR, cos_sin)
+        self.store(latent_TR, kv, plan)
+        return q_TNR
 
     def store(self, latent_TR: torch.Tensor, kv: torch.Tensor, plan: TorchPlan) -> None:
         self._groups.write(kv, (latent_TR,), plan)

@@ -22,10 +22,11 @@ from engine.kernels.gpu.latents import (
     LatentTileConfig,
     decode_latents,
     prefill_latents,
-    store_latents,
+    rotate_and_store_latents,
 )
 from engine.kernels.gpu.pointwise import MAX_HIDDEN_SIZE
 from engine.kv_cache import KV_DTYPES, TORCH_DTYPES
+from engine.layers import LatentProjection
 
 
 class TritonLatentAttention(LatentBackend[TritonPlan]):
@@ -74,8 +75,21 @@ class TritonLatentAttention(LatentBackend[TritonPlan]):
         """See `TritonPlans`."""
         self._plans.refill(plan, layout)
 
-    def store(self, latent_TR: torch.Tensor, kv: torch.Tensor, plan: TritonPlan) -> None:
-        store_latents(latent_TR.contiguous(), kv, plan.slot_mapping)
+    def project(
+        self,
+        q_TX: torch.Tensor,
+        latent_TR: torch.Tensor,
+        kv: torch.Tensor,
+        plan: TritonPlan,
+        heads: LatentProjection,
+        cos_sin: tuple[torch.Tensor, torch.Tensor],
+    ) -> torch.Tensor:
+        q_TNR = q_TX.new_empty(len(q_TX), self._num_heads, latent_TR.shape[1])
+        heads.absorb(q_TX, q_TNR)
+        rotate_and_store_latents(
+            q_TX, latent_TR, cos_sin, heads.norm.weight, heads.norm.eps, kv, plan.slot_mapping, q_TNR
+        )
+        return q_TNR
 
     def attend(self, q_TNR: torch.Tensor, kv: torch.Tensor, plan: TritonPlan, scale: float) -> torch.Tensor:
         q_TNR = q_TNR.contiguous()

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from engine.attention import LatentBackend
-from engine.layers import RotaryEmbedding
+from engine.layers import LatentProjection, RotaryEmbedding
 from engine.models.decoder_config import DecoderConfig
 from engine.models.deepseek_config import LatentConfig
 from engine.models.layer import CosSin
@@ -28,7 +28,7 @@ LATENT_NORM_EPS = 1e-6
 
 
 class LatentAttention:
-    """Reads q, and a latent and key of each token, from the hidden state; gives the latent to the pool."""
+    """q, latents and keys by products; the backend's attention; values and the product of all heads' outputs."""
 
     def __init__(
         self,
@@ -39,8 +39,7 @@ class LatentAttention:
         backend: LatentBackend[Any],
         rotary: RotaryEmbedding,
     ) -> None:
-        self._backend, self._rotary, self._scale = backend, rotary, mla.softmax_scale
-        self._num_heads, self._mla = config.num_heads, mla
+        self._backend, self._mla = backend, mla
         D, N = config.hidden_size, config.num_heads
         C, Q, P, V = mla.kv_lora_rank, mla.qk_nope_head_dim, mla.qk_rope_head_dim, mla.v_head_dim
         at = f"model.layers.{layer}.self_attn"
@@ -55,34 +54,22 @@ class LatentAttention:
         self._query_norm = None
         if mla.q_lora_rank:
             self._query_norm = factory.rms_norm(f"{at}.q_a_layernorm", mla.q_lora_rank, LATENT_NORM_EPS)
-        self._latent_norm = factory.rms_norm(f"{at}.kv_a_layernorm", C, LATENT_NORM_EPS)
         up, _ = factory.weight_and_bias(f"{at}.kv_b_proj", N * (Q + V), C, False)
         up_key, up_value = up.view(N, Q + V, C).split_with_sizes([Q, V], dim=1)
-        self._up_key_NQC, self._up_value_NCV = up_key.contiguous(), up_value.transpose(1, 2).contiguous()
+        self._up_value_NCV = up_value.transpose(1, 2).contiguous()
+        latent_norm = factory.rms_norm(f"{at}.kv_a_layernorm", C, LATENT_NORM_EPS)
+        self._heads = LatentProjection(rotary, latent_norm, up_key.contiguous())
         self._output = factory.linear({f"{at}.o_proj": D}, N * V, config.has_output_bias)
 
     def __call__(self, h_TD: torch.Tensor, kv: torch.Tensor, plan: Any, cos_sin: CosSin) -> torch.Tensor:
         mla = self._mla
         query_latent, latent_TR = self._down(h_TD).split_with_sizes([mla.q_lora_rank, mla.latent_dim], dim=-1)
         query = h_TD if self._query_norm is None else self._query_norm(query_latent)
-        self._backend.store(self._finished_latent(latent_TR, cos_sin), kv, plan)
-        q_TNR = self._absorbed_query(self._up_query(query), cos_sin)
-        o_TNC = self._backend.attend(q_TNR, kv, plan, self._scale)
-        o_NTV = torch.bmm(o_TNC.transpose(0, 1), self._up_value_NCV)
-        return self._output(o_NTV.transpose(0, 1).reshape(len(h_TD), -1))
-
-    def _finished_latent(self, latent_TR: torch.Tensor, cos_sin: CosSin) -> torch.Tensor:
-        """As the pool holds it: the latent normed, then the key rotated."""
-        latent_TC, key_TP = latent_TR.split_with_sizes([self._mla.kv_lora_rank, self._mla.qk_rope_head_dim], dim=-1)
-        key_T1P = self._rotary.rotate(key_TP.unsqueeze(1), cos_sin)
-        return torch.cat((self._latent_norm(latent_TC), key_T1P.squeeze(1)), dim=-1)
-
-    def _absorbed_query(self, q_TX: torch.Tensor, cos_sin: CosSin) -> torch.Tensor:
-        """[T, N * (Q + P)] -> [T, N, R]"""
-        q = q_TX.view(len(q_TX), self._num_heads, -1)
-        q_TNQ, q_TNP = q.split_with_sizes([self._mla.qk_nope_head_dim, self._mla.qk_rope_head_dim], dim=-1)
-        q_NTC = torch.bmm(q_TNQ.transpose(0, 1), self._up_key_NQC)
-        return torch.cat((q_NTC.transpose(0, 1), self._rotary.rotate(q_TNP, cos_sin)), dim=-1)
+        q_TNR = self._backend.project(self._up_query(query), latent_TR, kv, plan, self._heads, cos_sin)
+        o_TNC = self._backend.attend(q_TNR, kv, plan, mla.softmax_scale)
+        o_TNV = o_TNC.new_empty(*o_TNC.shape[:2], mla.v_head_dim)
+        torch.bmm(o_TNC.transpose(0, 1), self._up_value_NCV, out=o_TNV.transpose(0, 1))
+        return self._output(o_TNV.flatten(1))
 
 
 def _rows_in_halves(product: WeightAndBias, num_heads: int, mla: LatentConfig) -> WeightAndBias:
