@@ -44,10 +44,18 @@ class ModelConfig:
     num_heads: int
     num_kv_heads: int
     head_dim: int
+    """Of a key in the pool."""
+    kv_lora_rank: int
+    """With latent attention: numbers of a latent, the first of a key. 0: the pool holds keys and values of heads."""
     hidden_size: int
     eos_token_ids: frozenset[int]
     weights_digest: str
     """Of the weights' bytes (or the dummy seed): equal digests compute equal KV."""
+
+    @property
+    def num_kv_parts(self) -> int:
+        """What a token has in a layer of the pool: keys and values, or latents."""
+        return 1 if self.kv_lora_rank else 2
 
 
 @dataclass(frozen=True, kw_only=True)

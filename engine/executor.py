@@ -23,7 +23,7 @@ class Executor:
 
     @property
     def kv_pool(self) -> torch.Tensor:
-        """[layer, block, 2, kv_head, slot, head_dim], contiguous. Lives as long as this object; never reallocated."""
+        """[layer, block, part, kv_head, slot, head_dim], contiguous. Lives as long as this object, in one place."""
         return self._worker.kv_pool
 
     @property

@@ -3,7 +3,8 @@
 Owns the meaning of the pool's axes. Which block belongs to whom is the block manager's business; what is in a block is
 the attention backend's.
 
-    [layer, block, 2, kv_head, slot, head_dim]        2: keys, then values; slot and head_dim as the backend orders them
+    [layer, block, part, kv_head, slot, head_dim]     parts: keys, values; slot and head_dim as the backend orders them
+    [layer, block, 1, 1, slot, latent and key]        where attention is latent (engine/models/latent_attention.py)
 
 One block of one layer is contiguous, so that a transfer moves it as one piece. The pool is allocated once, by the
 worker, and lives as long as the engine.
@@ -20,11 +21,15 @@ from dataclasses import dataclass
 
 import torch
 
+from engine.config import ModelConfig
 from engine.float8 import FLOAT8, saturated_float8
 from engine.to_device import integers
 
 KV_ORDER = "layer block kv head slot dim"
 """The pool's axes, outermost first, in the words of `KVLayout.order`."""
+
+LATENT_KV_ORDER = "layer block kv head slot (latent, rotated key)"
+"""Of models with latent attention: rotated pairs half a key apart, whatever order the checkpoint has them in."""
 
 PAIRED_KV_ORDER = "layer block kv head (keys: dim/2 slot 2, values: slot/2 dim 2)"
 """As the CPU kernels keep it: what one vector instruction multiplies lies side by side. The same bytes in another order
@@ -52,21 +57,36 @@ class KVCacheShape:
     head_dim: int
     dtype: str
     """One of KV_DTYPES."""
+    num_parts: int = 2
+    """What a token has in a layer: 2, keys and values; 1, latents."""
 
     @property
     def block_bytes(self) -> int:
         """Bytes of one block of one layer."""
-        return 2 * self.num_kv_heads * self.block_size * self.head_dim * KV_DTYPES[self.dtype].itemsize
+        return self.num_parts * self.num_kv_heads * self.block_size * self.head_dim * KV_DTYPES[self.dtype].itemsize
 
     @property
     def pool_bytes(self) -> int:
         return self.num_layers * self.num_blocks * self.block_bytes
 
 
+def kv_cache_shape(model: ModelConfig, *, num_blocks: int, block_size: int, kv_dtype: str) -> KVCacheShape:
+    """Of an engine's pool."""
+    return KVCacheShape(
+        num_layers=model.num_layers,
+        num_blocks=num_blocks,
+        block_size=block_size,
+        num_kv_heads=model.num_kv_heads,
+        head_dim=model.head_dim,
+        dtype=kv_dtype,
+        num_parts=model.num_kv_parts,
+    )
+
+
 def allocate_kv_pool(shape: KVCacheShape, device: str) -> torch.Tensor:
     """The pool, contiguous and zeroed."""
     return torch.zeros(
-        (shape.num_layers, shape.num_blocks, 2, shape.num_kv_heads, shape.block_size, shape.head_dim),
+        (shape.num_layers, shape.num_blocks, shape.num_parts, shape.num_kv_heads, shape.block_size, shape.head_dim),
         dtype=KV_DTYPES[shape.dtype],
         device=device,
     )

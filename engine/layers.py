@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F  # noqa: N812
 
-from engine.models.decoder_config import RopeConfig
+from engine.models.rope_config import RopeConfig
 
 
 class Linear:
@@ -95,8 +95,8 @@ class RotaryEmbedding:
         # The sign of rotate_half(x) = (-x2, x1) is put into the table.
         sin = angles.sin()
         sin[:, : head_dim // 2].neg_()
-        self._cos = angles.cos().to(device=device, dtype=dtype)
-        self._sin = sin.to(device=device, dtype=dtype)
+        self._cos = (angles.cos() * config.attention_factor).to(device=device, dtype=dtype)
+        self._sin = (sin * config.attention_factor).to(device=device, dtype=dtype)
         self._half = head_dim // 2
 
     def select(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -132,14 +132,49 @@ class HeadProjection:
         return qk[:, :N], qk[:, N:], v_TKH
 
 
+@dataclass(frozen=True, slots=True)
+class LatentProjection:
+    """What a layer's queries and latents go through between their products and latent attention.
+
+    Shapes: C numbers of a latent, P of a rotated key, R = C + P; Q numbers of a head's query without positions.
+    """
+
+    rotary: RotaryEmbedding
+    norm: RMSNorm
+    """Of latents."""
+    up_key: torch.Tensor
+    """[N, Q, C] each head's product from latents to keys, which its queries go through instead."""
+
+    def __call__(
+        self, q_TX: torch.Tensor, latent_TR: torch.Tensor, cos_sin: tuple[torch.Tensor, torch.Tensor]
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """[T, N * (Q + P)] and [T, R] -> queries [T, N, R], absorbed and rotated; latents [T, R], normed, then the key
+        rotated."""
+        N, Q, C = self.up_key.shape
+        q_TNP = q_TX.view(len(q_TX), N, -1)[:, :, Q:]
+        q_TNR = q_TX.new_empty(len(q_TX), N, latent_TR.shape[1])
+        self.absorb(q_TX, q_TNR)
+        q_TNR[:, :, C:] = self.rotary.rotate(q_TNP, cos_sin)
+        key_T1P = self.rotary.rotate(latent_TR[:, C:].unsqueeze(1), cos_sin)
+        return q_TNR, torch.cat((self.norm(latent_TR[:, :C]), key_T1P.squeeze(1)), dim=-1)
+
+    def absorb(self, q_TX: torch.Tensor, out_TNR: torch.Tensor) -> None:
+        """Write the queries without positions, in the space of latents, to the first C numbers of `out_TNR`."""
+        N, Q, C = self.up_key.shape
+        q_NTQ = q_TX.view(len(q_TX), N, -1)[:, :, :Q].transpose(0, 1)
+        torch.bmm(q_NTQ, self.up_key, out=out_TNR[:, :, :C].transpose(0, 1))
+
+
 def inverse_frequencies(config: RopeConfig, head_dim: int) -> torch.Tensor:
-    """[H / 2] angle per position, float32. "linear" and "llama3" as in transformers' `modeling_rope_utils`."""
+    """[H / 2] angle per position, float32. All types as in transformers' `modeling_rope_utils`."""
     exponents = torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim
     frequencies = 1.0 / (config.theta**exponents)
     if config.rope_type == "default":
         return frequencies
     if config.rope_type == "linear":
         return frequencies / config.factor
+    if config.rope_type == "yarn":
+        return _yarn_frequencies(config, frequencies)
     assert config.rope_type == "llama3", config.rope_type
     # Short waves stay, long ones are stretched by `factor`, those between are mixed.
     wavelengths = 2 * math.pi / frequencies
@@ -148,3 +183,19 @@ def inverse_frequencies(config: RopeConfig, head_dim: int) -> torch.Tensor:
     mixed = (1 - smooth) * frequencies / config.factor + smooth * frequencies
     stretched = torch.where(turns < config.low_freq_factor, frequencies / config.factor, mixed)
     return torch.where(turns > config.high_freq_factor, frequencies, stretched)
+
+
+def _yarn_frequencies(config: RopeConfig, frequencies: torch.Tensor) -> torch.Tensor:
+    """B. Peng et al., "YaRN", 2023, section 3.2: short waves stay, long ones are stretched, a ramp between."""
+    half = len(frequencies)
+
+    def dimension_that_turns(times: float) -> float:
+        return half * math.log(config.original_max_positions / (times * 2 * math.pi)) / math.log(config.theta)
+
+    low, high = dimension_that_turns(config.beta_fast), dimension_that_turns(config.beta_slow)
+    if config.is_ramp_whole:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, 2 * half - 1)
+    ramp = (torch.arange(half, dtype=torch.float32) - low) / (high - low if high != low else 0.001)
+    stretched = ramp.clamp(0, 1)
+    return frequencies * (1 - stretched) + frequencies / config.factor * stretched

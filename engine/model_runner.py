@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from engine import device_draw
-from engine.attention import AttentionBackend
+from engine.attention import PagedBackend
 from engine.config import EngineConfig
 from engine.decode_graphs import CudaRecorder, DecodeGraphs
 from engine.input_batch import InputBatch, build_input_batch
@@ -30,7 +30,7 @@ class ModelRunner:
         self,
         config: EngineConfig,
         model: Decoder,
-        backend: AttentionBackend[Any],
+        backend: PagedBackend[Any],
         kv_pool: torch.Tensor,
         on_layer_written: OnLayerWritten | None,
     ) -> None:

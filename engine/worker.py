@@ -17,7 +17,7 @@ import torch
 
 from engine.attention import create_attention_backend
 from engine.config import EngineConfig
-from engine.kv_cache import KVCacheShape, allocate_kv_pool
+from engine.kv_cache import KVCacheShape, allocate_kv_pool, kv_cache_shape
 from engine.model_loader import load_model
 from engine.model_runner import ModelRunner
 from engine.pool_size import measure_num_blocks
@@ -34,13 +34,9 @@ class Worker:
     def __init__(self, config: EngineConfig, on_layer_written: OnLayerWritten | None) -> None:
         if config.device.num_threads > 0:
             torch.set_num_threads(config.device.num_threads)
-        shape = KVCacheShape(
-            num_layers=config.model.num_layers,
-            num_blocks=config.cache.num_blocks,
-            block_size=config.cache.block_size,
-            num_kv_heads=config.model.num_kv_heads,
-            head_dim=config.model.head_dim,
-            dtype=config.cache.kv_dtype,
+        cache = config.cache
+        shape = kv_cache_shape(
+            config.model, num_blocks=cache.num_blocks, block_size=cache.block_size, kv_dtype=cache.kv_dtype
         )
         start_s = time.monotonic()
         backend = create_attention_backend(config)

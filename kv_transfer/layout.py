@@ -23,6 +23,7 @@ _BOUNDS = {
     "block_size": 1 << 12,
     "num_kv_heads": 1 << 12,
     "head_dim": 1 << 14,
+    "num_parts": 2,
 }
 
 
@@ -37,6 +38,8 @@ class KVLayout:
     num_kv_heads: int
     head_dim: int
     dtype: str
+    num_parts: int = 2
+    """What a token has in a layer: 2, keys and values; 1, latents."""
     order: str = "layer block kv head slot dim"
     """Axes, outermost first."""
     digest: str = DIGEST
@@ -59,8 +62,8 @@ class KVLayout:
 
     @property
     def block_bytes(self) -> int:
-        """Bytes of one block of one layer, keys and values."""
-        return 2 * self.num_kv_heads * self.block_size * self.head_dim * DTYPE_BYTES[self.dtype]
+        """Bytes of one block of one layer."""
+        return self.num_parts * self.num_kv_heads * self.block_size * self.head_dim * DTYPE_BYTES[self.dtype]
 
     @property
     def pool_bytes(self) -> int:

@@ -8,7 +8,7 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class KVLayout(_message.Message):
-    __slots__ = ("num_layers", "num_blocks", "block_size", "num_kv_heads", "head_dim", "dtype", "order", "digest")
+    __slots__ = ("num_layers", "num_blocks", "block_size", "num_kv_heads", "head_dim", "dtype", "order", "digest", "num_parts")
     NUM_LAYERS_FIELD_NUMBER: _ClassVar[int]
     NUM_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     BLOCK_SIZE_FIELD_NUMBER: _ClassVar[int]
@@ -17,6 +17,7 @@ class KVLayout(_message.Message):
     DTYPE_FIELD_NUMBER: _ClassVar[int]
     ORDER_FIELD_NUMBER: _ClassVar[int]
     DIGEST_FIELD_NUMBER: _ClassVar[int]
+    NUM_PARTS_FIELD_NUMBER: _ClassVar[int]
     num_layers: int
     num_blocks: int
     block_size: int
@@ -25,7 +26,8 @@ class KVLayout(_message.Message):
     dtype: str
     order: str
     digest: str
-    def __init__(self, num_layers: _Optional[int] = ..., num_blocks: _Optional[int] = ..., block_size: _Optional[int] = ..., num_kv_heads: _Optional[int] = ..., head_dim: _Optional[int] = ..., dtype: _Optional[str] = ..., order: _Optional[str] = ..., digest: _Optional[str] = ...) -> None: ...
+    num_parts: int
+    def __init__(self, num_layers: _Optional[int] = ..., num_blocks: _Optional[int] = ..., block_size: _Optional[int] = ..., num_kv_heads: _Optional[int] = ..., head_dim: _Optional[int] = ..., dtype: _Optional[str] = ..., order: _Optional[str] = ..., digest: _Optional[str] = ..., num_parts: _Optional[int] = ...) -> None: ...
 
 class Grant(_message.Message):
     __slots__ = ("worker_id", "incarnation", "kv_address", "grant_id", "epoch", "block_ids", "num_cached_blocks", "lease_ms")

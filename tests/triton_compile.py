@@ -29,11 +29,14 @@ from triton.runtime.jit import JITFunction
 
 from engine.attention.base import StepLayout
 from engine.attention.triton_backend import TritonAttention
+from engine.attention.triton_latents import TritonLatentAttention
 from engine.kernels.gpu.digest import block_digests
 from engine.kernels.gpu.draw import draw
 from engine.kernels.gpu.eight_bits import int8_product, quantize_rows
 from engine.kernels.gpu.pointwise import add_rms_norm, silu_multiply
 from engine.kernels.gpu.rotate import rotate_and_store
+from engine.layers import LatentProjection, RMSNorm, RotaryEmbedding
+from engine.models.rope_config import RopeConfig
 from engine.sampling_params import SamplingParams
 from engine.sequence import Sequence
 
@@ -88,13 +91,34 @@ def compile_attention(
         num_heads=NUM_HEADS, num_kv_heads=NUM_KV_HEADS, head_dim=head_dim, block_size=BLOCK_SIZE,
         dtype=name_of(dtype), kv_dtype=name_of(kv_dtype), device="cpu", soft_cap=soft_cap,
     )  # fmt: skip
-    layout = StepLayout(
+    kv = torch.zeros(1, 2, NUM_KV_HEADS, BLOCK_SIZE, head_dim, dtype=kv_dtype)
+    backend.attend(torch.zeros(4, NUM_HEADS, head_dim, dtype=dtype), kv, backend.prepare(mixed_layout()), window)
+
+
+def compile_latents(num_heads: int, dtype: torch.dtype, kv_dtype: torch.dtype) -> None:
+    """DeepSeek's: latents of 512 numbers, rotated keys of 64."""
+    backend = TritonLatentAttention(
+        num_heads=num_heads, kv_lora_rank=512, block_size=BLOCK_SIZE, dtype=name_of(dtype), kv_dtype=name_of(kv_dtype),
+        device="cpu",
+    )  # fmt: skip
+    plan = backend.prepare(mixed_layout())
+    kv = torch.zeros(1, 1, 1, BLOCK_SIZE, 576, dtype=kv_dtype)
+    norm, up_key = RMSNorm(torch.ones(512, dtype=dtype), 1e-6), torch.zeros(num_heads, 128, 512, dtype=dtype)
+    rotary = RotaryEmbedding(RopeConfig(theta=10_000.0, rope_type="default"), 64, 8, dtype, "cpu")
+    backend.project(
+        torch.zeros(4, num_heads * 192, dtype=dtype), torch.zeros(4, 576, dtype=dtype), kv, plan,
+        LatentProjection(rotary, norm, up_key), rotary.select(torch.arange(4)),
+    )  # fmt: skip
+    backend.attend(torch.zeros(4, num_heads, 576, dtype=dtype), kv, plan, 0.1)
+
+
+def mixed_layout() -> StepLayout:
+    """A sequence that decodes, of the longest context, and a prompt of three tokens."""
+    return StepLayout(
         query_lens=np.array([1, 3]), context_lens=np.array([MAX_CONTEXT, 3]),
         block_tables=np.zeros((2, MAX_CONTEXT // BLOCK_SIZE), dtype=np.int64), slot_mapping=np.zeros(4, dtype=np.int64),
         num_decodes=1,
     )  # fmt: skip
-    kv = torch.zeros(1, 2, NUM_KV_HEADS, BLOCK_SIZE, head_dim, dtype=kv_dtype)
-    backend.attend(torch.zeros(4, NUM_HEADS, head_dim, dtype=dtype), kv, backend.prepare(layout), window)
 
 
 def compile_rotation(head_dim: int, dtype: torch.dtype, has_norms: bool, kv_dtype: torch.dtype) -> None:
@@ -146,6 +170,19 @@ def main() -> None:
         cases[f"{head_dim} bfloat16, 8-bit pool"] = lambda head_dim=head_dim: compile_attention(  # type: ignore[misc]
             head_dim, torch.bfloat16, 0, 0.0, torch.float8_e4m3fn
         )
+    bfloat16 = torch.bfloat16
+    for num_heads, dtype, kv_dtype in (
+        (16, bfloat16, bfloat16),
+        (20, bfloat16, bfloat16),
+        (128, bfloat16, bfloat16),
+        (128, torch.float16, torch.float16),
+        (16, torch.float32, torch.float32),
+        (16, bfloat16, torch.float8_e4m3fn),
+        (32, bfloat16, torch.float8_e4m3fn),
+        (128, bfloat16, torch.float8_e4m3fn),
+    ):
+        name = f"{num_heads} heads {name_of(dtype)}, pool of {name_of(kv_dtype)}"
+        cases[name] = lambda a=(num_heads, dtype, kv_dtype): compile_latents(*a)  # type: ignore[misc]
     cases["plain"] = lambda: compile_rotation(128, torch.bfloat16, False, torch.bfloat16)
     cases["normed"] = lambda: compile_rotation(128, torch.bfloat16, True, torch.bfloat16)
     cases["8-bit pool"] = lambda: compile_rotation(128, torch.bfloat16, True, torch.float8_e4m3fn)

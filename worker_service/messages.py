@@ -103,6 +103,7 @@ def transfer_pool(tensor: torch.Tensor, shape: KVCacheShape, order: str) -> KVPo
         num_kv_heads=shape.num_kv_heads,
         head_dim=shape.head_dim,
         dtype=shape.dtype,
+        num_parts=shape.num_parts,
         order=order,
     )
     if tensor.device.type != "cpu":

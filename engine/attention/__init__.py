@@ -4,19 +4,23 @@ from __future__ import annotations
 
 from typing import Any
 
-from engine.attention.base import AttentionBackend, StepLayout
+from engine.attention.base import AttentionBackend, LatentBackend, PagedBackend, StepLayout
 from engine.attention.choice import Needs, choose_attention_backend, uses_triton_kernels, why_no_graphs
 from engine.attention.cpu_backend import CpuAttention
 from engine.attention.flash_backend import FlashAttention
 from engine.attention.flash_calls import load_flash_calls
 from engine.attention.torch_backend import TorchAttention
+from engine.attention.torch_latents import TorchLatentAttention
 from engine.config import EngineConfig
 from engine.kernels.build import load_cpu_kernels
-from engine.kv_cache import KV_ORDER, PAIRED_KV_ORDER
+from engine.kv_cache import KV_ORDER, LATENT_KV_ORDER, PAIRED_KV_ORDER
+from engine.models.decoder_config import DecoderConfig
 
 __all__ = [
     "AttentionBackend",
+    "LatentBackend",
     "Needs",
+    "PagedBackend",
     "StepLayout",
     "choose_attention_backend",
     "create_attention_backend",
@@ -26,12 +30,16 @@ __all__ = [
 ]
 
 
-def kv_order_of(backend: str) -> str:
+def kv_order_of(backend: str, model: DecoderConfig) -> str:
+    if model.mla is not None:
+        return LATENT_KV_ORDER
     return PAIRED_KV_ORDER if backend == "cpu" else KV_ORDER
 
 
-def create_attention_backend(config: EngineConfig) -> AttentionBackend[Any]:
+def create_attention_backend(config: EngineConfig) -> PagedBackend[Any]:
     """The backend that `config.device.attention_backend` names. Raises `KernelsUnavailable`, `FlashUnavailable`."""
+    if config.model.kv_lora_rank:
+        return _create_latent_backend(config)
     if config.device.attention_backend == "cpu":
         load_cpu_kernels()
         return CpuAttention(head_dim=config.model.head_dim)
@@ -68,6 +76,26 @@ def create_attention_backend(config: EngineConfig) -> AttentionBackend[Any]:
         num_heads=config.model.num_heads,
         num_kv_heads=config.model.num_kv_heads,
         head_dim=config.model.head_dim,
+        block_size=config.cache.block_size,
+        device=config.device.device,
+    )
+
+
+def _create_latent_backend(config: EngineConfig) -> LatentBackend[Any]:
+    if config.device.attention_backend == "triton":
+        from engine.attention.triton_latents import TritonLatentAttention
+
+        return TritonLatentAttention(
+            num_heads=config.model.num_heads,
+            kv_lora_rank=config.model.kv_lora_rank,
+            block_size=config.cache.block_size,
+            dtype=config.model.dtype,
+            kv_dtype=config.cache.kv_dtype,
+            device=config.device.device,
+        )
+    return TorchLatentAttention(
+        kv_lora_rank=config.model.kv_lora_rank,
+        latent_dim=config.model.head_dim,
         block_size=config.cache.block_size,
         device=config.device.device,
     )

@@ -5,9 +5,10 @@ the block tables.
 
     once a step     plan = backend.prepare(layout)
     every layer     q = backend.project(qkv, kv, plan, heads, cos_sin); o = backend.attend(q, kv, plan, window)
+    with latents    q = backend.project(q, latent, kv, plan, heads, cos_sin); o = backend.attend(q, kv, plan, scale)
 
 Shapes: T tokens of the step, S sequences of the step, N query heads, K key/value heads, H head dim; a layer of the pool
-is `kv`: [block, 2, K, slot, H].
+is `kv`: [block, 2, K, slot, H]. With latents, C numbers of one, P of a rotated key, R = C + P: [block, 1, 1, slot, R].
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from engine.layers import HeadProjection
+from engine.layers import HeadProjection, LatentProjection
 
 Plan = TypeVar("Plan")
 
@@ -41,12 +42,17 @@ class StepLayout:
     """The first so many sequences compute one token each."""
 
 
-class AttentionBackend(ABC, Generic[Plan]):
-    """Made once per engine. Used by the stepping thread alone."""
+class PagedBackend(ABC, Generic[Plan]):
+    """What backends for keys and values and those for latents have in common. Made once per engine. Used by the
+    stepping thread alone."""
 
     @abstractmethod
     def prepare(self, layout: StepLayout) -> Plan:
         """What all layers of a step share: index tensors and masks. Valid until the next `prepare`."""
+
+
+class AttentionBackend(PagedBackend[Plan]):
+    """Of models whose pool holds keys and values of heads."""
 
     @abstractmethod
     def project(
@@ -66,4 +72,28 @@ class AttentionBackend(ABC, Generic[Plan]):
 
         `sliding_window` > 0: only to the last so many, itself counted. Query heads N * i / K .. share key head i.
         Reads whole blocks: slots of a sequence's last block beyond its end must hold finite numbers.
+        """
+
+
+class LatentBackend(PagedBackend[Plan]):
+    """Of models whose pool holds latents: one key for all query heads, whose first C numbers are also the value."""
+
+    @abstractmethod
+    def project(
+        self,
+        q_TX: torch.Tensor,
+        latent_TR: torch.Tensor,
+        kv: torch.Tensor,
+        plan: Plan,
+        heads: LatentProjection,
+        cos_sin: tuple[torch.Tensor, torch.Tensor],
+    ) -> torch.Tensor:
+        """What `heads` makes of the step's [T, N * (Q + P)] and [T, R]: latents and keys go into one layer of the pool,
+        the queries [T, N, R] are returned."""
+
+    @abstractmethod
+    def attend(self, q_TNR: torch.Tensor, kv: torch.Tensor, plan: Plan, scale: float) -> torch.Tensor:
+        """Attention of every token to its own sequence's tokens up to itself, this step's included: [T, N, C].
+
+        `scale`: what products of queries and keys are multiplied with. Reads whole blocks, as `AttentionBackend` does.
         """

@@ -17,6 +17,10 @@ from engine.kernels.build import KernelsUnavailable, load_cpu_kernels
 from engine.kernels.gpu import why_no_triton
 from engine.models.decoder_config import DecoderConfig
 
+GROUPED_CAPABILITY = (9, 0)
+"""Compute capability of the first GPUs for which torch has one kernel for all experts: elsewhere it loops over them,
+and reads their sizes back."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Needs:
@@ -59,6 +63,7 @@ def _for_a_cpu(name: str, needs: Needs) -> str:
         intermediate_size=needs.model.intermediate_size,
         quantization=needs.quantization,
         kv_dtype=needs.kv_dtype,
+        has_latents=needs.model.mla is not None,
     )
     if not why_not:
         try:
@@ -111,6 +116,16 @@ def why_no_triton_kernels(needs: Needs) -> str:
     if why_not:
         return why_not
     # Not before it is known that Triton is there.
+    if needs.model.mla is not None:
+        from engine.attention.triton_latents import TritonLatentAttention
+
+        return TritonLatentAttention.why_not(
+            kv_lora_rank=needs.model.mla.kv_lora_rank,
+            rotated_dim=needs.model.mla.qk_rope_head_dim,
+            hidden_size=needs.model.hidden_size,
+            kv_dtype=needs.kv_dtype,
+            capability=needs.capability,
+        )
     from engine.attention.triton_backend import TritonAttention
 
     return TritonAttention.why_not(
@@ -136,10 +151,22 @@ def why_no_graphs(backend: str, needs: Needs) -> str:
         calls = _flash_calls(needs)
         if not calls.is_capturable:
             return f"this version of {calls.name} waits for the device in every call"
-    return ""
+    return "" if needs.model.moe is None else _why_no_grouped_products(needs)
+
+
+def _why_no_grouped_products(needs: Needs) -> str:
+    """Why `torch.nn.functional.grouped_mm`, by which experts are multiplied, cannot be recorded; empty if it can."""
+    if needs.dtype == "bfloat16" and needs.capability is not None and needs.capability >= GROUPED_CAPABILITY:
+        return ""
+    return (
+        "experts are multiplied without waiting for the device in bfloat16 on GPUs of compute capability "
+        "{}.{} or later alone".format(*GROUPED_CAPABILITY)
+    )
 
 
 def _flash_calls(needs: Needs) -> FlashCalls:
+    if needs.model.mla is not None:
+        raise FlashUnavailable("it is called for keys and values of heads, and the model's attention is latent")
     return load_flash_calls(
         device=needs.device,
         dtype=needs.dtype,

@@ -50,10 +50,13 @@ class CpuAttention(AttentionBackend[CpuPlan]):
         block_size: int,
         quantization: str,
         kv_dtype: str,
+        has_latents: bool,
     ) -> str:
         """What is in the way, as a clause; empty if nothing is. `num_groups`: query heads per key head."""
         if device != "cpu":
             return f"the device is {device}"
+        if has_latents:
+            return "it knows keys and values of heads, and the model's attention is latent"
         if dtype != "bfloat16":
             return f"it computes bfloat16, and dtype is {dtype}"
         if quantization != "none":

@@ -22,8 +22,9 @@ import torch
 
 from engine.attention.base import AttentionBackend, StepLayout
 from engine.attention.flash_calls import FlashCalls, PagedBatch
+from engine.attention.paged_groups import TorchPlan
 from engine.attention.step_arrays import IntArray, empty_decodes, fill_up_decodes, pack, unpack
-from engine.attention.torch_backend import TorchAttention, TorchPlan
+from engine.attention.torch_backend import TorchAttention
 from engine.layers import HeadProjection
 from engine.to_device import to_device
 

@@ -15,7 +15,10 @@ import torch.nn.functional as F  # noqa: N812
 
 from engine.attention.cpu_backend import CpuPlan
 from engine.layers import GatedLinear, Linear, RMSNorm
-from engine.models.decoder import DecoderLayer, OnLayer, Parts
+from engine.models.feed_forward import GatedFeedForward
+from engine.models.head_attention import HeadAttention
+from engine.models.layer import DecoderLayer, OnLayer
+from engine.models.parts import Parts
 
 LANES = 16
 PANEL = 2 * LANES
@@ -103,7 +106,12 @@ class FusedLayers:
 
 def fused(layer: DecoderLayer) -> Any:
     """torch.classes.tandem_cpu.DecoderLayer with the weights of `layer`."""
-    heads, qkv, output, gated, down = layer.heads, layer.qkv, layer.output, layer.gated, layer.down
+    attention, feed_forward = layer.attention, layer.feed_forward
+    assert isinstance(attention, HeadAttention)
+    assert isinstance(feed_forward, GatedFeedForward)
+    heads, qkv, output, gated, down = (
+        attention.heads, attention.qkv, attention.output, feed_forward.gated, feed_forward.down,
+    )  # fmt: skip
     assert isinstance(qkv, PanelLinear)
     assert isinstance(output, PanelLinear)
     assert isinstance(gated, PanelGatedLinear)
@@ -119,7 +127,7 @@ def fused(layer: DecoderLayer) -> Any:
         None if heads.k_norm is None else heads.k_norm.weight,
         layer.input_norm.eps,
         heads.head_dim**-0.5,
-        layer.sliding_window,
+        attention.sliding_window,
     )
 
 

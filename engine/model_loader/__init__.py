@@ -17,7 +17,7 @@ from engine.cache_dir import default_download_dir, report
 from engine.config import EngineArgs, EngineConfig
 
 if TYPE_CHECKING:
-    from engine.attention import AttentionBackend
+    from engine.attention import PagedBackend
     from engine.model_loader.weights import Weights
     from engine.models.decoder import Decoder, Parts
 
@@ -83,7 +83,7 @@ def _fetch_from_hub(model: str) -> Path:
         ) from error
 
 
-def load_model(config: EngineConfig, backend: AttentionBackend[Any]) -> Decoder:
+def load_model(config: EngineConfig, backend: PagedBackend[Any]) -> Decoder:
     """The model with its weights on the device, and its attention done by `backend`.
 
     Raises `ValueError` where weights and config.json do not fit.

@@ -25,7 +25,7 @@ from engine.config import (
     ModelConfig,
     SchedulerConfig,
 )
-from engine.kv_cache import KV_FORMAT_VERSION, TORCH_DTYPES, KVCacheShape, kv_dtype_of
+from engine.kv_cache import KV_FORMAT_VERSION, TORCH_DTYPES, kv_cache_shape, kv_dtype_of
 from engine.memory import memory_bytes
 from engine.model_loader.weights import digest_files, dummy_digest, safetensors_files
 from engine.models import DecoderConfig, load_decoder_config
@@ -45,6 +45,8 @@ def make_engine_config(args: EngineArgs, folder: Path) -> EngineConfig:
     device = _device(args)
     model = _model_config(args, folder, hf_config, decoder, device)
     capability = torch.cuda.get_device_capability() if device == "cuda" else None
+    if decoder.mla is not None and args.quantization != "none":
+        raise ValueError(f"quantization {args.quantization} is not supported with latent attention; give none")
     check_quantization(args.quantization, capability=capability, dtype=model.dtype, model=decoder)
     kv_dtype = kv_dtype_of(args.kv_cache_dtype, model.dtype)
     num_blocks = _num_blocks(args, model, device, kv_dtype)
@@ -59,9 +61,9 @@ def make_engine_config(args: EngineArgs, folder: Path) -> EngineConfig:
     )
     backend = choose_attention_backend(args.attention_backend, needs)
     no_graphs = why_no_graphs(backend, needs)
-    if no_graphs and backend == "flash_attn" and not args.enforce_eager:
+    if no_graphs and device == "cuda" and backend in ("flash_attn", "triton") and not args.enforce_eager:
         report(f"decoding steps are not recorded as CUDA graphs: {no_graphs}")
-    kv_order = kv_order_of(backend)
+    kv_order = kv_order_of(backend, decoder)
     digest = compat_digest(decoder, model, args.block_size, kv_dtype, kv_order)
     return EngineConfig(
         model=model,
@@ -143,6 +145,7 @@ def _model_config(
         num_heads=decoder.num_heads,
         num_kv_heads=decoder.num_kv_heads,
         head_dim=decoder.head_dim,
+        kv_lora_rank=decoder.mla.kv_lora_rank if decoder.mla is not None else 0,
         hidden_size=decoder.hidden_size,
         eos_token_ids=_eos_token_ids(folder, hf_config, decoder.vocab_size),
         weights_digest=weights_digest,
@@ -174,14 +177,7 @@ def _num_blocks(args: EngineArgs, model: ModelConfig, device: str, kv_dtype: str
     """0: to be measured."""
     if device == "cuda" and not args.num_kv_blocks and not args.kv_cache_gib:
         return 0
-    shape = KVCacheShape(
-        num_layers=model.num_layers,
-        num_blocks=1,
-        block_size=args.block_size,
-        num_kv_heads=model.num_kv_heads,
-        head_dim=model.head_dim,
-        dtype=kv_dtype,
-    )
+    shape = kv_cache_shape(model, num_blocks=1, block_size=args.block_size, kv_dtype=kv_dtype)
     needed = -(-model.max_model_len // args.block_size)
     most = memory_bytes(device) // shape.pool_bytes
     if args.num_kv_blocks:

@@ -57,9 +57,10 @@ class Weights(ABC):
         self.dtype = TORCH_DTYPES[dtype]
         self.device = device
 
-    def take(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
-        """The tensor of that name. Raises `ValueError` where it is missing or of another shape."""
-        return self._read(name, shape).to(device=self.device, dtype=self.dtype).contiguous()
+    def take(self, name: str, shape: tuple[int, ...], dtype: torch.dtype | None = None) -> torch.Tensor:
+        """The tensor of that name, in the engine's dtype or the one given. Raises `ValueError` where it is missing or
+        of another shape."""
+        return self._read(name, shape).to(device=self.device, dtype=dtype or self.dtype).contiguous()
 
     @abstractmethod
     def _read(self, name: str, shape: tuple[int, ...]) -> torch.Tensor: ...
@@ -67,6 +68,10 @@ class Weights(ABC):
     def ignore(self, suffix: str) -> None:
         """Tensors whose names end so need not be taken."""
         del suffix
+
+    def ignore_layer(self, layer: int) -> None:
+        """Tensors of that layer need not be taken."""
+        del layer
 
     def check_all_taken(self) -> None:
         """Raises `ValueError` where a tensor is left: the model would not be the one that was trained."""
@@ -96,6 +101,9 @@ class SafetensorsWeights(Weights):
 
     def ignore(self, suffix: str) -> None:
         self._left = {name for name in self._left if not name.endswith(suffix)}
+
+    def ignore_layer(self, layer: int) -> None:
+        self._left = {name for name in self._left if not name.startswith(f"model.layers.{layer}.")}
 
     def check_all_taken(self) -> None:
         if self._left:

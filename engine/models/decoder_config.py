@@ -1,15 +1,19 @@
-"""What a decoder of the Llama family is made of, read from a Hugging Face config.json. Integers only, no torch.
+"""What a decoder is made of, read from a Hugging Face config.json. Integers only, no torch.
 
-Both spellings are read: `rope_theta` + `rope_scaling` of transformers 4 and `rope_parameters` of transformers 5. Where
-a field is absent its architecture's default holds, as in transformers' configuration classes.
+The Llama family, and DeepSeek's, whose own fields are in deepseek_config.py. Where a field is absent its architecture's
+default holds, as in transformers' configuration classes.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
-ROPE_TYPES = ("default", "linear", "llama3")
+from engine.models.deepseek_config import V2_DEFAULTS, V3_DEFAULTS, ExpertsConfig, LatentConfig
+from engine.models.hf_fields import integer
+from engine.models.rope_config import RopeConfig
+
+__all__ = ["ARCHITECTURES", "DecoderConfig", "RopeConfig"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,6 +32,11 @@ class Architecture:
     """"none"; "all": every layer, if there is a `sliding_window`; "late": `layer_types`, or layers from
     `max_window_layers` on, if `use_sliding_window`."""
     max_positions: int = 2048
+    scoring: str = ""
+    """Of experts; DeepSeek's alone have any, and latent attention (`ExpertsConfig.scoring`)."""
+    always_interleaves_rope: bool = False
+    defaults: dict[str, Any] = field(default_factory=dict)
+    """Of further fields."""
 
 
 ARCHITECTURES = {
@@ -37,41 +46,14 @@ ARCHITECTURES = {
     "Qwen3ForCausalLM": Architecture(
         has_attention_bias_field=True, has_qk_norm=True, head_dim=128, sliding="late", max_positions=32768
     ),
-}
-
-
-@dataclass(frozen=True, kw_only=True)
-class RopeConfig:
-    theta: float
-    rope_type: str
-    factor: float = 1.0
-    low_freq_factor: float = 1.0
-    high_freq_factor: float = 4.0
-    original_max_positions: int = 0
-
-    @staticmethod
-    def from_hf(hf_config: dict[str, Any], max_positions: int) -> RopeConfig:
-        parameters: dict[str, Any] = dict(hf_config.get("rope_scaling") or {}) | dict(
-            hf_config.get("rope_parameters") or {}
-        )
-        rope_type = parameters.get("rope_type", parameters.get("type", "default"))
-        if rope_type not in ROPE_TYPES:
-            raise ValueError(
-                f"config.json: rope type {rope_type!r} is not supported; known are {', '.join(ROPE_TYPES)}"
-            )
-        if parameters.get("partial_rotary_factor", hf_config.get("partial_rotary_factor", 1.0)) != 1.0:
-            raise ValueError("config.json: partial_rotary_factor other than 1 is not supported")
-        theta = float(parameters.get("rope_theta", hf_config.get("rope_theta", 10000.0)))
-        needed = {"default": (), "linear": ("factor",), "llama3": ("factor", "low_freq_factor", "high_freq_factor")}
-        for name in needed[rope_type]:
-            if name not in parameters:
-                raise ValueError(f"config.json: rope type {rope_type!r} needs the field {name}")
-        return RopeConfig(
-            theta=theta,
-            rope_type=rope_type,
-            original_max_positions=int(parameters.get("original_max_position_embeddings") or max_positions),
-            **{name: float(parameters[name]) for name in needed[rope_type]},
-        )
+    "DeepseekV2ForCausalLM": Architecture(
+        has_attention_bias_field=True, has_mlp_bias_field=True, scoring="softmax", always_interleaves_rope=True,
+        defaults=V2_DEFAULTS,
+    ),
+    "DeepseekV3ForCausalLM": Architecture(
+        has_attention_bias_field=True, scoring="sigmoid", max_positions=4096, defaults=V3_DEFAULTS,
+    ),
+}  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,10 +66,13 @@ class DecoderConfig:
     num_layers: int
     num_heads: int
     num_kv_heads: int
+    """In the pool: 1 with latent attention."""
     head_dim: int
+    """Of a key in the pool: with latent attention, all that a token has there."""
     rms_norm_eps: float
     max_positions: int
     has_qkv_bias: bool
+    """With latent attention: of the products that yield latents."""
     has_output_bias: bool
     """Of the attention's output projection."""
     has_mlp_bias: bool
@@ -96,32 +81,40 @@ class DecoderConfig:
     rope: RopeConfig
     sliding_windows: tuple[int, ...]
     """Per layer: a token sees itself and this many minus one before it; 0 means all."""
+    mla: LatentConfig | None = None
+    """None: the pool holds keys and values of heads."""
+    moe: ExpertsConfig | None = None
+    num_nextn_predict_layers: int = 0
+    """Further layers of the checkpoint, which predict tokens ahead: not computed."""
+
+    @property
+    def rotary_dim(self) -> int:
+        return self.head_dim if self.mla is None else self.mla.qk_rope_head_dim
 
     @staticmethod
     def from_hf(name: str, hf_config: dict[str, Any]) -> DecoderConfig:
         """Raises `ValueError` naming the field that is missing, contradictory or unsupported."""
         arch = ARCHITECTURES[name]
-        hidden_size, num_heads = _integer(hf_config, "hidden_size"), _integer(hf_config, "num_attention_heads")
-        num_layers = _integer(hf_config, "num_hidden_layers")
-        num_kv_heads = hf_config.get("num_key_value_heads") or arch.num_kv_heads or num_heads
-        if num_heads % num_kv_heads:
-            raise ValueError(
-                f"config.json: num_attention_heads={num_heads} must be a multiple of num_key_value_heads={num_kv_heads}"
-            )
-        head_dim = hf_config.get("head_dim") or arch.head_dim or hidden_size // num_heads
-        if head_dim % 2:
-            raise ValueError(f"config.json: head_dim must be even, is {head_dim}")
+        hf_config = arch.defaults | hf_config
+        hidden_size, num_heads = integer(hf_config, "hidden_size"), integer(hf_config, "num_attention_heads")
+        num_layers = integer(hf_config, "num_hidden_layers")
         activation = hf_config.get("hidden_act", "silu")
         if activation != "silu":
             raise ValueError(f"config.json: hidden_act {activation!r} is not supported; known is silu")
         if hf_config.get("quantization_config"):
             raise ValueError("config.json: quantization_config is not supported; give plain weights or a GGUF file")
-        has_attention_bias = arch.has_attention_bias_field and bool(hf_config.get("attention_bias", False))
         max_positions = int(hf_config.get("max_position_embeddings") or arch.max_positions)
+        rope = RopeConfig.from_hf(hf_config, max_positions)
+        mla = moe = None
+        if arch.scoring:
+            mla = LatentConfig.from_hf(hf_config, rope, always_interleaves=arch.always_interleaves_rope)
+            moe = ExpertsConfig.from_hf(hf_config, num_layers, arch.scoring)
+        num_kv_heads, head_dim = (1, mla.latent_dim) if mla is not None else _heads(arch, hf_config)
+        has_attention_bias = arch.has_attention_bias_field and bool(hf_config.get("attention_bias", False))
         return DecoderConfig(
-            vocab_size=_integer(hf_config, "vocab_size"),
+            vocab_size=integer(hf_config, "vocab_size"),
             hidden_size=hidden_size,
-            intermediate_size=_integer(hf_config, "intermediate_size"),
+            intermediate_size=integer(hf_config, "intermediate_size"),
             num_layers=num_layers,
             num_heads=num_heads,
             num_kv_heads=num_kv_heads,
@@ -133,16 +126,32 @@ class DecoderConfig:
             has_mlp_bias=arch.has_mlp_bias_field and bool(hf_config.get("mlp_bias", False)),
             has_qk_norm=arch.has_qk_norm,
             ties_embeddings=bool(hf_config.get("tie_word_embeddings", False)),
-            rope=RopeConfig.from_hf(hf_config, max_positions),
+            rope=rope,
             sliding_windows=_sliding_windows(arch, hf_config, num_layers),
+            mla=mla,
+            moe=moe,
+            num_nextn_predict_layers=_num_nextn_predict_layers(arch, hf_config),
         )
 
 
-def _integer(hf_config: dict[str, Any], field: str) -> int:
-    value = hf_config.get(field)
-    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise ValueError(f"config.json: {field} must be an integer of at least 1, is {value!r}")
-    return value
+def _num_nextn_predict_layers(arch: Architecture, hf_config: dict[str, Any]) -> int:
+    if not arch.scoring or hf_config.get("num_nextn_predict_layers") is None:
+        return 0
+    return integer(hf_config, "num_nextn_predict_layers", 0)
+
+
+def _heads(arch: Architecture, hf_config: dict[str, Any]) -> tuple[int, int]:
+    """(key heads, head dim)"""
+    hidden_size, num_heads = hf_config["hidden_size"], hf_config["num_attention_heads"]
+    num_kv_heads = hf_config.get("num_key_value_heads") or arch.num_kv_heads or num_heads
+    if num_heads % num_kv_heads:
+        raise ValueError(
+            f"config.json: num_attention_heads={num_heads} must be a multiple of num_key_value_heads={num_kv_heads}"
+        )
+    head_dim = hf_config.get("head_dim") or arch.head_dim or hidden_size // num_heads
+    if head_dim % 2:
+        raise ValueError(f"config.json: head_dim must be even, is {head_dim}")
+    return num_kv_heads, head_dim
 
 
 def _sliding_windows(arch: Architecture, hf_config: dict[str, Any], num_layers: int) -> tuple[int, ...]:

@@ -9,7 +9,8 @@ from attention_cases import LENS, NUM_BLOCKS, Case
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.attention.torch_backend import MAX_PADDING, TorchAttention, split_by_padding
+from engine.attention.paged_groups import MAX_PADDING, split_by_padding
+from engine.attention.torch_backend import TorchAttention
 
 
 def run(case: Case, window: int) -> torch.Tensor:

@@ -20,7 +20,7 @@ def needs(
     device: str = "cuda", block_size: int = 256, dtype: str = "bfloat16", kv_dtype: str = "", **change: int
 ) -> Needs:
     shape = {"num_heads": 32, "num_kv_heads": 8, "head_dim": 128, "hidden_size": 4096, "intermediate_size": 64} | change
-    model: Any = SimpleNamespace(**shape)
+    model: Any = SimpleNamespace(mla=None, moe=None, **shape)
     return Needs(
         model=model, device=device, capability=(9, 0), dtype=dtype, kv_dtype=kv_dtype or dtype, block_size=block_size
     )

@@ -23,6 +23,13 @@ def test_one_block_of_one_layer_is_contiguous_and_of_the_size_told() -> None:
     assert pool.nbytes == SHAPE.pool_bytes
 
 
+def test_what_a_token_has_in_a_layer_need_not_be_two() -> None:
+    shape = replace(SHAPE, num_parts=1)
+    pool = allocate_kv_pool(shape, "cpu")
+    assert pool.shape == (2, 5, 1, 3, 4, 8)
+    assert pool.nbytes == shape.pool_bytes == SHAPE.pool_bytes / 2
+
+
 def test_8_bits_halve_the_pool() -> None:
     shape = replace(SHAPE, dtype="float8_e4m3fn")
     assert allocate_kv_pool(shape, "cpu").nbytes == shape.pool_bytes == SHAPE.pool_bytes / 2

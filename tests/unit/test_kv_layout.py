@@ -34,6 +34,7 @@ def test_sizes() -> None:
     assert layout.block_bytes == 2 * 2 * 4 * 8 * 2
     assert layout.pool_bytes == 3 * 7 * layout.block_bytes
     assert KVLayout(**{**SHAPE, "dtype": "float32"}).block_bytes == 2 * layout.block_bytes
+    assert KVLayout(**{**SHAPE, "num_parts": 1}).block_bytes == layout.block_bytes / 2
 
 
 def test_survives_the_wire() -> None:
@@ -52,6 +53,8 @@ def test_survives_the_wire() -> None:
         ("block_size", 2**31),
         ("num_kv_heads", 0),
         ("head_dim", 2**20),
+        ("num_parts", 0),
+        ("num_parts", 3),
         ("dtype", "complex128"),
         ("dtype", ""),
         ("digest", "crc32"),
@@ -80,6 +83,7 @@ def test_sizes_are_bounded_together() -> None:
         ("block_size", 8),
         ("num_kv_heads", 3),
         ("head_dim", 16),
+        ("num_parts", 1),
         ("dtype", "float16"),
         ("order", "layer block head kv slot dim"),
     ],

@@ -221,9 +221,14 @@ def test_linear_rope_divides_every_frequency() -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"architectures": ["FalconForCausalLM"]}, "FalconForCausalLM is not supported; known are LlamaForCausalLM"),
+        (
+            {"architectures": ["FalconForCausalLM"]},
+            "FalconForCausalLM is not supported; known are DeepseekV2",
+        ),
         ({"architectures": None}, r"\(none given\) is not supported"),
-        ({"rope_scaling": {"rope_type": "yarn", "factor": 2.0}}, "rope type 'yarn' is not supported"),
+        ({"rope_scaling": {"rope_type": "longrope", "factor": 2.0}}, "rope type 'longrope' is not supported"),
+        ({"rope_scaling": {"rope_type": "yarn"}}, "'yarn' needs the field factor"),
+        ({"rope_scaling": {"rope_type": "yarn", "factor": 0.5}}, "factor .* 'yarn' must be at least 1, is 0.5"),
         ({"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1.0}}, "rope type 'dynamic' is not supported"),
         ({"rope_scaling": {"type": "linear"}}, "'linear' needs the field factor"),
         ({"hidden_size": None}, "hidden_size must be an integer of at least 1, is None"),

@@ -38,6 +38,33 @@ LLAMA3_ROPE = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 32,
 }
+DEEPSEEK: dict[str, Any] = SMALL | {
+    "num_key_value_heads": 6,
+    "kv_lora_rank": 24,
+    "qk_nope_head_dim": 12,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 10,
+    "n_routed_experts": 16,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 20,
+    "first_k_dense_replace": 1,
+    "rms_norm_eps": 1e-2,  # not that of the norms of latents
+}
+YARN = {"rope_type": "yarn", "rope_theta": 1000.0, "factor": 8.0, "original_max_position_embeddings": 16}
+LATENT_CONFIGS: dict[str, Any] = {
+    "deepseek-v2": lambda: transformers.DeepseekV2Config(**DEEPSEEK, q_lora_rank=None),
+    "deepseek-v2-groups-yarn-biases": lambda: transformers.DeepseekV2Config(
+        **DEEPSEEK, q_lora_rank=20, topk_method="group_limited_greedy", n_group=4, topk_group=2, attention_bias=True,
+        mlp_bias=True, routed_scaling_factor=2.0, rope_parameters=YARN | {"mscale": 0.7, "mscale_all_dim": 0.7},
+    ),
+    "deepseek-v3": lambda: transformers.DeepseekV3Config(**DEEPSEEK, q_lora_rank=20, n_group=4, topk_group=2),
+    "deepseek-v3-yarn-halves": lambda: transformers.DeepseekV3Config(
+        **DEEPSEEK, q_lora_rank=None, n_group=1, topk_group=1, rope_interleave=False, norm_topk_prob=False,
+        attention_bias=True, rope_parameters=YARN | {
+            "mscale": 1.2, "mscale_all_dim": 0.8, "rope_theta": 10.0, "beta_fast": 0.7, "beta_slow": 0.3
+        },
+    ),
+}  # fmt: skip
 CONFIGS: dict[str, Any] = {
     "llama": lambda: transformers.LlamaConfig(**SMALL),
     "llama-biases-tied": lambda: transformers.LlamaConfig(
@@ -47,6 +74,7 @@ CONFIGS: dict[str, Any] = {
     "llama-rope-linear": lambda: transformers.LlamaConfig(
         **SMALL, rope_parameters={"rope_type": "linear", "rope_theta": 500.0, "factor": 3.0}
     ),
+    "llama-rope-yarn": lambda: transformers.LlamaConfig(**SMALL, rope_parameters=YARN | {"factor": 2.0}),
     "mistral-sliding": lambda: transformers.MistralConfig(**SMALL, sliding_window=7),
     "mistral-full": lambda: transformers.MistralConfig(**SMALL, sliding_window=None),
     "qwen2": lambda: transformers.Qwen2Config(**SMALL),
@@ -63,7 +91,7 @@ GREEDY = SamplingParams(temperature=0, max_tokens=64, ignore_eos=True)
 
 def save_model(name: str, folder: Path, **changes: Any) -> transformers.PreTrainedModel:
     torch.manual_seed(7)
-    config = CONFIGS[name]()
+    config = (CONFIGS | LATENT_CONFIGS)[name]()
     config.update(changes)
     model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
     with torch.no_grad():  # biases and norms start as 0 and 1, where forgetting them would not be noticed
@@ -72,11 +100,14 @@ def save_model(name: str, folder: Path, **changes: Any) -> transformers.PreTrain
                 parameter.normal_(std=0.5)
             elif "norm" in parameter_name:
                 parameter.add_(torch.randn_like(parameter) * 0.2)
+        for buffer_name, buffer in model.named_buffers():
+            if buffer_name.endswith("e_score_correction_bias"):
+                buffer.normal_(std=0.2)
     model.save_pretrained(folder)
     return model
 
 
-@pytest.fixture(scope="module", params=sorted(CONFIGS))
+@pytest.fixture(scope="module", params=sorted(CONFIGS | LATENT_CONFIGS))
 def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, EngineConfig]:
     folder = tmp_path_factory.mktemp(request.param)
     model = save_model(request.param, folder)

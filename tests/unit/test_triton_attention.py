@@ -294,7 +294,7 @@ def choose(
 ) -> str:
     """float32, so that no CPU kernels are compiled."""
     shape = {"num_heads": 32, "num_kv_heads": 8, "head_dim": 128, "hidden_size": 4096, "intermediate_size": 64} | change
-    model: Any = SimpleNamespace(**shape)
+    model: Any = SimpleNamespace(mla=None, moe=None, **shape)
     needs = Needs(
         model=model,
         device=device,

@@ -3,28 +3,23 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from attention_cases import LENS, Case
+from engine_steps import logits_of_steps
 from recorder import RelaunchingRecorder
 from triton_device import DEVICE
 
 from engine import model_runner
-from engine.config import EngineArgs
-from engine.executor import Executor
 from engine.kernels.gpu.parts import TritonGatedLinear, TritonRMSNorm
 from engine.kernels.gpu.pointwise import silu_multiply
 from engine.kernels.gpu.rotate import rotate_and_store
 from engine.kv_cache import rounded_for_pool
 from engine.layers import GatedLinear, HeadProjection, RMSNorm, RotaryEmbedding
-from engine.model_loader import create_engine_config
 from engine.models.decoder_config import RopeConfig
-from engine.sampling_params import SamplingParams
-from engine.sequence import ScheduledSequence, SchedulerOutput, Sequence
 
 BFLOAT16 = torch.bfloat16
 DTYPES = [torch.float32, torch.float16, BFLOAT16]
@@ -164,34 +159,6 @@ CONFIG = {
 }  # fmt: skip
 
 
-def logits_of_steps(folder: Path, backend: str, *, records: bool, **settings: str) -> list[torch.Tensor]:
-    """A chunk, decodes of different lengths, both in one step, and steps that only decode."""
-    args = EngineArgs(
-        model=str(folder), load_format="dummy", num_kv_blocks=32, block_size=4, device=DEVICE,
-        attention_backend=backend, **settings,
-    )  # fmt: skip
-    config = create_engine_config(args)
-    assert config.device.attention_backend == backend
-    config = replace(config, device=replace(config.device, uses_graphs=records))
-    runner = Executor(config)._worker._runner
-    seqs = []
-    for i, length in enumerate((9, 3, 21)):
-        seqs.append(Sequence(0, "r", [(7 * i + j) % 97 for j in range(length)], length, SamplingParams()))
-        seqs[-1].block_table = list(range(10 * i, 10 * i + 6))
-    results = []
-    for counts in [[8, 2, 0], [1, 1, 13], [0, 0, 7], [0, 0, 1], [1, 1, 1], [1, 0, 1], [1, 1, 1]]:
-        chunks = [ScheduledSequence(seq, count) for seq, count in zip(seqs, counts, strict=True) if count]
-        _, logits = runner.forward(SchedulerOutput(chunks, [], []))
-        for chunk in chunks:
-            chunk.seq.num_computed_tokens += chunk.num_new_tokens
-            if chunk.seq.num_uncomputed_tokens == 0:
-                chunk.seq.token_ids.append(5 + len(chunk.seq))
-        if logits is not None:
-            results.append(logits.clone())
-    assert not records or runner._graphs.num_recordings == 3
-    return results
-
-
 @pytest.mark.parametrize("records", [False, True], ids=["launched", "replayed"])
 def test_an_engine_computes_what_it_does_with_plain_torch(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, records: bool
@@ -200,8 +167,8 @@ def test_an_engine_computes_what_it_does_with_plain_torch(
     (tmp_path / "config.json").write_text(json.dumps(CONFIG))
     if DEVICE == "cpu":
         monkeypatch.setattr(model_runner, "CudaRecorder", RelaunchingRecorder)
-    ours = logits_of_steps(tmp_path, "triton", records=records)
-    plain = logits_of_steps(tmp_path, "torch", records=False)
+    ours = logits_of_steps(tmp_path, "triton", DEVICE, records=records)
+    plain = logits_of_steps(tmp_path, "torch", DEVICE, records=False)
     for triton_logits, torch_logits in zip(ours, plain, strict=True):
         assert torch_logits.std() > 1e-3
         torch.testing.assert_close(triton_logits, torch_logits, rtol=1e-4, atol=1e-5)
@@ -211,9 +178,9 @@ def test_an_engine_in_8_bits_computes_what_it_does_with_plain_torch(tmp_path: Pa
     """Weights and pool. Numbers rounded to 8 bits on either side of a middle are up to 1/8 apart."""
     (tmp_path / "config.json").write_text(json.dumps(CONFIG))
     settings = {"quantization": "int8", "kv_cache_dtype": "fp8"}
-    ours = logits_of_steps(tmp_path, "triton", records=False, **settings)
-    plain = logits_of_steps(tmp_path, "torch", records=False, **settings)
-    exact = logits_of_steps(tmp_path, "torch", records=False)
+    ours = logits_of_steps(tmp_path, "triton", DEVICE, records=False, **settings)
+    plain = logits_of_steps(tmp_path, "torch", DEVICE, records=False, **settings)
+    exact = logits_of_steps(tmp_path, "torch", DEVICE, records=False)
     for triton_logits, torch_logits, exact_logits in zip(ours, plain, exact, strict=True):
         assert (triton_logits - torch_logits).norm() < 0.005 * torch_logits.norm()
         assert (exact_logits - torch_logits).norm() > 0.01 * torch_logits.norm()

@@ -1,6 +1,7 @@
 """Kernels for GPUs, in Triton: compiled for the device when first called, or run by Triton's interpreter on a CPU.
 
     decode.py, prefill.py   paged attention; tile.py is what both do with a tile of keys
+    latents.py              paged attention to latents (DeepSeek), and their write into the pool
     rotate.py               norms of heads, rotary positions and the write into the pool, as one pass
     draw.py                 the sampler's draws, with and without filters
     pointwise.py            residual + RMS norm, SiLU * up

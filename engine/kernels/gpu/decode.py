@@ -106,13 +106,13 @@ def paged_decode(
         num_warps=config.num_warps, num_stages=config.num_stages,
     )  # fmt: skip
     if pieces > 1:
-        _reduce_kernel[(num_seqs, num_heads)](
+        reduce_kernel[(num_seqs, num_heads)](
             context_lens, out_SNH, partial, weight, pieces, NUM_HEADS=num_heads, **shared, num_warps=4
         )
 
 
 @triton.jit
-def _piece_of(context_len, WINDOW: tl.constexpr, MIN_PIECE: tl.constexpr, MAX_PIECES: tl.constexpr):
+def piece_of(context_len, WINDOW: tl.constexpr, MIN_PIECE: tl.constexpr, MAX_PIECES: tl.constexpr):
     """(first position seen, positions per piece): as few multiples of MIN_PIECE as MAX_PIECES pieces allow."""
     span = context_len
     if WINDOW > 0:
@@ -154,7 +154,7 @@ def _split_kernel(
     kv_head = tl.program_id(1)
     piece = tl.program_id(2)
     context_len = tl.load(context_lens_ptr + seq)
-    first, piece_len = _piece_of(context_len, WINDOW, MIN_PIECE, MAX_PIECES)
+    first, piece_len = piece_of(context_len, WINDOW, MIN_PIECE, MAX_PIECES)
     begin = first + piece * piece_len
     end = tl.minimum(begin + piece_len, context_len)
     if IS_SPLIT:  # noqa: SIM102, one is known when this is compiled, the other is not
@@ -189,7 +189,7 @@ def _split_kernel(
 
 
 @triton.jit(do_not_specialize=["num_pieces"])
-def _reduce_kernel(
+def reduce_kernel(
     context_lens_ptr,
     out_ptr,
     partial_ptr,
@@ -209,7 +209,7 @@ def _reduce_kernel(
     seq = tl.program_id(0).to(tl.int64)
     row = seq * NUM_HEADS + tl.program_id(1)
     context_len = tl.load(context_lens_ptr + seq)
-    first, piece_len = _piece_of(context_len, WINDOW, MIN_PIECE, MAX_PIECES)
+    first, piece_len = piece_of(context_len, WINDOW, MIN_PIECE, MAX_PIECES)
     pieces_P = tl.arange(0, MAX_PIECES)
     dims_H = tl.arange(0, BLOCK_H)
     is_piece_P = pieces_P < tl.cdiv(context_len - first, piece_len)

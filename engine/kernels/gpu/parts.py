@@ -8,7 +8,7 @@ import torch.nn.functional as F  # noqa: N812
 from engine.kernels.gpu.eight_bits import MAX_ROWS, int8_product, quantize_rows
 from engine.kernels.gpu.pointwise import add_rms_norm, silu_multiply
 from engine.layers import GatedLinear, Linear, RMSNorm
-from engine.models.decoder import Parts
+from engine.models.parts import Parts
 from engine.quantization import SMALLEST_AMAX, Float8Linear, Int8Linear
 
 

@@ -156,6 +156,7 @@ def connect_request(peers: Peers, **changes: Any) -> kv_pb.ConnectRequest:
         "dtype": "bfloat16",
         "order": KV_ORDER,
         "digest": "xxh3_64",
+        "num_parts": 2,
     }
     right = {
         "protocol_version": KV_PROTOCOL_VERSION,

@@ -1,0 +1,213 @@
+"""Which sequences plain torch attends to in one call, and a gathered copy of what they attend to.
+
+Owns the copy, in the queries' dtype whatever the pool has. Sequences are put into groups of similar length, each group
+is one scaled-dot-product call over padded tensors, and padding never doubles the work: of sequences sorted by length,
+one joins a group only while the group's padded area stays within `MAX_PADDING` times its useful area.
+
+Shapes: T tokens, P parts of the pool (keys and values, or latents alone), K key heads, H head dim; B sequences of a
+group, L its longest query, C the slots of its gathered blocks. A layer of the pool: [block, P, K, slot, H].
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from engine.attention.base import StepLayout
+from engine.kv_cache import as_movable, rounded_for_pool
+
+MAX_PADDING = 2.0
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """Sequences that one scaled-dot-product call serves."""
+
+    num_seqs: int
+    query_len: int
+    """L: of the longest."""
+    num_slots: int
+    """C: gathered, per sequence."""
+    kv_rows: torch.Tensor
+    """[P * B * K * blocks] rows of the layer seen as [block * P * K, slot * H]."""
+    token_rows: slice | torch.Tensor
+    """Where the group's tokens lie among T."""
+    padded_rows: torch.Tensor | None
+    """[B * L] the token of each padded query (its sequence's last, where there is none); None: B = 1 or L = 1."""
+    valid_rows: torch.Tensor | None
+    """Which of [B * L] are tokens, in the order of `token_rows`; None as above."""
+    mask: torch.Tensor | None
+    """[B, 1, L, C], added to the scores; None: causal from the first token."""
+
+
+@dataclass(slots=True)
+class TorchPlan:
+    layout: StepLayout
+    kv_write_rows: torch.Tensor
+    """[P, T * K] rows of the layer seen as [block * P * K * slot, H]."""
+    groups: dict[int, list[Group]] = field(default_factory=dict)
+    """By sliding window, made when first asked for."""
+
+
+class PagedGroups:
+    """Of one backend's steps."""
+
+    def __init__(self, *, num_parts: int, num_kv_heads: int, head_dim: int, block_size: int, device: str) -> None:
+        self._num_parts = num_parts
+        self._num_kv_heads = num_kv_heads
+        self._head_dim = head_dim
+        self._block_size = block_size
+        self._device = device
+        self._scratch: dict[torch.dtype, torch.Tensor] = {}
+
+    def prepare(self, layout: StepLayout) -> TorchPlan:
+        slots = layout.slot_mapping
+        block_ids, offsets = slots // self._block_size, slots % self._block_size
+        parts, heads = np.arange(self._num_parts)[:, None, None], np.arange(self._num_kv_heads)
+        # Row of (block, part, head, slot).
+        head_rows = (block_ids[:, None] * self._num_parts + parts) * self._num_kv_heads + heads
+        rows = head_rows * self._block_size + offsets[:, None]
+        return TorchPlan(layout, self._tensor(rows.reshape(self._num_parts, -1)))
+
+    def write(self, kv: torch.Tensor, parts_TKH: tuple[torch.Tensor, ...], plan: TorchPlan) -> None:
+        """The step's tokens into a layer of the pool."""
+        rows = as_movable(kv).view(-1, self._head_dim)
+        for row_ids, x_TKH in zip(plan.kv_write_rows, parts_TKH, strict=True):
+            rows.index_copy_(0, row_ids, as_movable(rounded_for_pool(x_TKH.reshape(-1, self._head_dim), kv.dtype)))
+
+    def of(self, plan: TorchPlan, window: int, dtype: torch.dtype) -> list[Group]:
+        """All groups of a step, for layers of that sliding window and queries of that dtype."""
+        if window not in plan.groups:
+            plan.groups[window] = self._make_groups(plan.layout, window, dtype)
+        return plan.groups[window]
+
+    def gather(self, kv: torch.Tensor, group: Group, dtype: torch.dtype) -> torch.Tensor:
+        """[P, B, K, C, H], valid until the next call."""
+        gathered = self._gather_rows(kv, group, dtype)
+        return gathered.view(self._num_parts, group.num_seqs, self._num_kv_heads, group.num_slots, self._head_dim)
+
+    def _gather_rows(self, kv: torch.Tensor, group: Group, dtype: torch.dtype) -> torch.Tensor:
+        row_size = self._block_size * self._head_dim
+        rows = as_movable(kv).view(-1, row_size)
+        gathered = self._scratch_of(rows.dtype, group.kv_rows.numel() * row_size).view(-1, row_size)
+        torch.index_select(rows, 0, group.kv_rows, out=gathered)
+        if kv.dtype == dtype:
+            return gathered
+        return self._scratch_of(dtype, gathered.numel()).view(-1, row_size).copy_(gathered.view(kv.dtype))
+
+    def _scratch_of(self, dtype: torch.dtype, num_values: int) -> torch.Tensor:
+        # A fresh tensor of some megabytes per layer would cost more in page faults than the copy itself.
+        scratch = self._scratch.get(dtype)
+        if scratch is None or scratch.numel() < num_values:
+            scratch = self._scratch[dtype] = torch.empty(num_values, dtype=dtype, device=self._device)
+        return scratch[:num_values]
+
+    def _make_groups(self, layout: StepLayout, window: int, dtype: torch.dtype) -> list[Group]:
+        starts = np.concatenate(([0], np.cumsum(layout.query_lens)))
+        # The first token that the sequence's first query still sees.
+        first_seen = layout.context_lens - layout.query_lens + 1 - window if window else np.zeros_like(starts[1:])
+        first_blocks = np.maximum(first_seen, 0) // self._block_size
+        num_blocks = -(-layout.context_lens // self._block_size) - first_blocks
+        decodes = np.arange(layout.num_decodes)
+        prefills = np.arange(layout.num_decodes, len(layout.query_lens))
+        return [
+            self._make_group(layout, np.sort(members), starts, first_blocks, num_blocks, window, dtype)
+            for candidates in (decodes, prefills)
+            for members in split_by_padding(candidates, layout.query_lens, num_blocks)
+        ]
+
+    def _make_group(
+        self,
+        layout: StepLayout,
+        members: NDArray[np.int64],
+        starts: NDArray[np.int64],
+        first_blocks: NDArray[np.int64],
+        num_blocks: NDArray[np.int64],
+        window: int,
+        dtype: torch.dtype,
+    ) -> Group:
+        query_lens, context_lens = layout.query_lens[members], layout.context_lens[members]
+        B, L, max_blocks = len(members), int(query_lens.max()), int(num_blocks[members].max())
+        # A shorter sequence's surplus blocks are some of its own again (see StepLayout): finite, and masked.
+        columns = np.minimum(first_blocks[members][:, None] + np.arange(max_blocks), layout.block_tables.shape[1] - 1)
+        blocks = layout.block_tables[members[:, None], columns]
+        heads = np.arange(self._num_kv_heads)[:, None]
+        parts = range(self._num_parts)
+        kv_rows = np.stack([(blocks[:, None] * self._num_parts + part) * self._num_kv_heads + heads for part in parts])
+
+        steps = np.minimum(np.arange(L), query_lens[:, None] - 1)  # [B, L]; a padded query repeats the last one
+        padded_rows = starts[members][:, None] + steps
+        is_token = np.arange(L) < query_lens[:, None]
+        token_rows: slice | torch.Tensor = slice(int(starts[members[0]]), int(starts[members[-1] + 1]))
+        if members[-1] - members[0] + 1 != B:
+            token_rows = self._tensor(padded_rows[is_token])
+        needs_padding = B > 1 and L > 1
+        is_whole_prompts = bool((query_lens == context_lens).all()) and (not window or context_lens.max() <= window)
+        positions = (context_lens - query_lens)[:, None] + steps
+        slot_positions = first_blocks[members][:, None] * self._block_size + np.arange(max_blocks * self._block_size)
+        return Group(
+            num_seqs=B,
+            query_len=L,
+            num_slots=max_blocks * self._block_size,
+            kv_rows=self._tensor(kv_rows.reshape(-1)),
+            token_rows=token_rows,
+            padded_rows=self._tensor(padded_rows.reshape(-1)) if needs_padding else None,
+            valid_rows=self._tensor(np.flatnonzero(is_token)) if needs_padding else None,
+            mask=None if is_whole_prompts and L > 1 else self._mask(positions, slot_positions, window, dtype),
+        )
+
+    def _mask(
+        self,
+        positions_BL: NDArray[np.int64],
+        slot_positions_BC: NDArray[np.int64],
+        window: int,
+        dtype: torch.dtype,
+    ) -> torch.Tensor:
+        distance_BLC = self._tensor(positions_BL)[:, :, None] - self._tensor(slot_positions_BC)[:, None, :]
+        is_hidden = distance_BLC < 0
+        if window:
+            is_hidden |= distance_BLC >= window
+        mask = torch.zeros(is_hidden.shape, dtype=dtype, device=self._device)
+        return mask.masked_fill_(is_hidden, float("-inf")).unsqueeze(1)
+
+    def _tensor(self, array: NDArray[np.int64]) -> torch.Tensor:
+        return torch.from_numpy(np.ascontiguousarray(array)).to(self._device)
+
+
+def in_token_order(groups: list[Group], num_tokens: int, compute: Callable[[Group], torch.Tensor]) -> torch.Tensor:
+    """[T, ...] of what `compute` makes of each group: [tokens of the group, ...]."""
+    if len(groups) == 1 and isinstance(groups[0].token_rows, slice):
+        return compute(groups[0])
+    o: torch.Tensor | None = None
+    for group in groups:
+        of_group = compute(group)
+        o = of_group.new_empty(num_tokens, *of_group.shape[1:]) if o is None else o
+        o[group.token_rows] = of_group
+    assert o is not None
+    return o
+
+
+def split_by_padding(
+    candidates: NDArray[np.int64], query_lens: NDArray[np.int64], num_blocks: NDArray[np.int64]
+) -> list[NDArray[np.int64]]:
+    """Split `candidates` (indices of sequences) into groups whose padded work stays within `MAX_PADDING` of the useful.
+
+    Work is queries times blocks; a group pads every member to its longest query and its most blocks.
+    """
+    groups: list[NDArray[np.int64]] = []
+    order = candidates[np.lexsort((query_lens[candidates], num_blocks[candidates]))[::-1]]
+    first, useful, max_query, max_blocks = 0, 0, 0, 0
+    for i, member in enumerate(order):
+        query, blocks = int(query_lens[member]), int(num_blocks[member])
+        useful += query * blocks
+        max_query, max_blocks = max(max_query, query), max(max_blocks, blocks)
+        if max_query * max_blocks * (i - first + 1) > MAX_PADDING * useful:
+            groups.append(order[first:i])
+            first, useful, max_query, max_blocks = i, query * blocks, query, blocks
+    if len(order):
+        groups.append(order[first:])
+    return groups

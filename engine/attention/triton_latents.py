@@ -1,0 +1,115 @@
+"""Paged attention to latents on a GPU, by Triton kernels (engine/kernels/gpu/latents.py).
+
+Latents are read where they lie. Plans, and what a CUDA graph asks of them, are those of the backend for keys and values
+(engine/attention/triton_plans.py). Owns the scratch memory of pieces of contexts: steps run one after the other, so
+that all plans share it, where each having its own would take gigabytes.
+
+Shapes: T tokens, N query heads, C numbers of a latent, P of a rotated key, R = C + P.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+
+from engine.attention.base import LatentBackend, StepLayout
+from engine.attention.triton_plans import TritonPlan, TritonPlans
+from engine.float8 import FLOAT8, why_no_float8
+from engine.kernels.gpu.decode import partial_size
+from engine.kernels.gpu.latents import (
+    MAX_LATENT,
+    MAX_ROTATED,
+    LatentTileConfig,
+    decode_latents,
+    prefill_latents,
+    rotate_and_store_latents,
+)
+from engine.kernels.gpu.pointwise import MAX_HIDDEN_SIZE
+from engine.kv_cache import KV_DTYPES, TORCH_DTYPES
+from engine.layers import LatentProjection
+
+
+class TritonLatentAttention(LatentBackend[TritonPlan]):
+    """`why_not` says whether it can serve a model, `engine.kernels.gpu.why_no_triton` whether it can run at all."""
+
+    def __init__(
+        self, *, num_heads: int, kv_lora_rank: int, block_size: int, dtype: str, device: str, kv_dtype: str = ""
+    ) -> None:
+        """`kv_dtype`: of the pool, where it is not the queries' `dtype`."""
+        self._num_heads, self._latent_dim, self._device = num_heads, kv_lora_rank, device
+        itemsize, kv_itemsize = TORCH_DTYPES[dtype].itemsize, KV_DTYPES[kv_dtype or dtype].itemsize
+        self._decode_config = LatentTileConfig.of_decode(num_heads, itemsize, kv_itemsize)
+        self._prefill_config = LatentTileConfig.of_prefill(itemsize, kv_itemsize)
+        self._scratch = torch.empty(0, dtype=torch.float32, device=device)
+        self._plans = TritonPlans(
+            block_size=block_size,
+            tokens_per_tile=self._prefill_config.tokens_per_tile(num_heads),
+            device=device,
+            scratch_of=self._scratch_of,
+        )
+
+    @staticmethod
+    def why_not(
+        *, kv_lora_rank: int, rotated_dim: int, hidden_size: int, kv_dtype: str, capability: tuple[int, int] | None
+    ) -> str:
+        """What is in the way, as a clause; empty if nothing is. `capability`: the GPU's, None without one."""
+        if kv_dtype == FLOAT8 and capability is not None and (why_not := why_no_float8(capability)):
+            return f"kv_cache_dtype is fp8, and {why_not}"
+        if kv_lora_rank > MAX_LATENT or rotated_dim > MAX_ROTATED:
+            return (
+                f"the model's kv_lora_rank must be at most {MAX_LATENT} and its qk_rope_head_dim at most "
+                f"{MAX_ROTATED}, are {kv_lora_rank} and {rotated_dim}"
+            )
+        if hidden_size > MAX_HIDDEN_SIZE:
+            return f"the model's hidden size must be at most {MAX_HIDDEN_SIZE}, is {hidden_size}"
+        return ""
+
+    def prepare(self, layout: StepLayout) -> TritonPlan:
+        return self._plans.prepare(layout)
+
+    def reserve_decode_plan(self, num_seqs: int, max_context_len: int) -> TritonPlan:
+        """See `TritonPlans`."""
+        return self._plans.reserve_decode_plan(num_seqs, max_context_len)
+
+    def refill(self, plan: TritonPlan, layout: StepLayout) -> None:
+        """See `TritonPlans`."""
+        self._plans.refill(plan, layout)
+
+    def project(
+        self,
+        q_TX: torch.Tensor,
+        latent_TR: torch.Tensor,
+        kv: torch.Tensor,
+        plan: TritonPlan,
+        heads: LatentProjection,
+        cos_sin: tuple[torch.Tensor, torch.Tensor],
+    ) -> torch.Tensor:
+        q_TNR = q_TX.new_empty(len(q_TX), self._num_heads, latent_TR.shape[1])
+        heads.absorb(q_TX, q_TNR)
+        rotate_and_store_latents(
+            q_TX, latent_TR, cos_sin, heads.norm.weight, heads.norm.eps, kv, plan.slot_mapping, q_TNR
+        )
+        return q_TNR
+
+    def attend(self, q_TNR: torch.Tensor, kv: torch.Tensor, plan: TritonPlan, scale: float) -> torch.Tensor:
+        q_TNR = q_TNR.contiguous()
+        o_TNC = q_TNR.new_empty(*q_TNR.shape[:2], self._latent_dim)
+        decodes = plan.num_decodes
+        if decodes:
+            decode_latents(
+                q_TNR[:decodes], kv, plan.block_tables, plan.context_lens, o_TNC[:decodes], plan.scratch,
+                scale=scale, max_context_len=plan.max_context_len, config=self._decode_config,
+            )  # fmt: skip
+        if len(plan.prefill_tiles):
+            prefill_latents(
+                q_TNR, kv, plan.block_tables, plan.context_lens, plan.query_starts, plan.prefill_tiles, o_TNC,
+                scale=scale, config=self._prefill_config,
+            )  # fmt: skip
+        return o_TNC
+
+    def _scratch_of(self, num_decodes: int, max_context_len: int) -> torch.Tensor:
+        """Grows to powers of two; plans made before keep the one that they were given."""
+        size = partial_size(num_decodes, self._num_heads, self._latent_dim, max_context_len, self._decode_config)
+        if size > len(self._scratch):
+            self._scratch = self._scratch.new_empty(triton.next_power_of_2(size))
+        return self._scratch

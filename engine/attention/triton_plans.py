@@ -1,0 +1,100 @@
+"""A step's arrays on the device: the plans of the Triton backends.
+
+A plan can keep its addresses, so that a CUDA graph captured over it replays other steps:
+
+    plan = plans.reserve_decode_plan(num_seqs, max_context_len)     once; then capture with it
+    plans.refill(plan, layout)                                      before every replay; fewer sequences fit too
+
+Shapes: T tokens, S sequences.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from engine.attention.base import StepLayout
+from engine.attention.step_arrays import IntArray, empty_decodes, fill_up_decodes, pack, unpack
+from engine.kernels.gpu.prefill import list_tiles
+from engine.to_device import to_device
+
+
+@dataclass(frozen=True, slots=True)
+class TritonPlan:
+    """A step's arrays: parts of `buffer`, in this order."""
+
+    buffer: torch.Tensor
+    """[all of the below] int32"""
+    slot_mapping: torch.Tensor
+    """[T] int64"""
+    context_lens: torch.Tensor
+    """[S] int32"""
+    query_starts: torch.Tensor
+    """[S + 1] int32"""
+    block_tables: torch.Tensor
+    """[S, blocks of the longest] int32"""
+    prefill_tiles: torch.Tensor
+    """[tiles, 2] int32: `engine.kernels.gpu.prefill.list_tiles`"""
+    num_decodes: int
+    max_context_len: int
+    """No decoding sequence's context is longer."""
+    scratch: torch.Tensor
+    """float32, of the pieces of decoding sequences"""
+
+
+class TritonPlans:
+    """Of one backend."""
+
+    def __init__(
+        self, *, block_size: int, tokens_per_tile: int, device: str, scratch_of: Callable[[int, int], torch.Tensor]
+    ) -> None:
+        """`tokens_per_tile`: of prefill. `scratch_of`: for so many decoding sequences, up to that many tokens long."""
+        self._block_size, self._tokens_per_tile, self._device = block_size, tokens_per_tile, device
+        self._scratch_of = scratch_of
+
+    def prepare(self, layout: StepLayout) -> TritonPlan:
+        decodes = layout.num_decodes
+        return self._plan(layout, int(layout.context_lens[:decodes].max()) if decodes else 0)
+
+    def reserve_decode_plan(self, num_seqs: int, max_context_len: int) -> TritonPlan:
+        """A plan for steps in which up to `num_seqs` sequences decode, none longer than `max_context_len`; made by
+        `refill`. Rows that it leaves empty attend to nothing and write nothing."""
+        return self._plan(empty_decodes(num_seqs, -(-max_context_len // self._block_size)), max_context_len)
+
+    def refill(self, plan: TritonPlan, layout: StepLayout) -> None:
+        """Put a decoding step into a reserved plan, in stream order. Raises `ValueError` where it does not fit."""
+        num_seqs, num_blocks = plan.block_tables.shape
+        filled = fill_up_decodes(layout, num_seqs, num_blocks, plan.max_context_len)
+        plan.buffer.copy_(to_device(pack(self._arrays(filled)), self._device), non_blocking=True)
+
+    def _arrays(self, layout: StepLayout) -> list[IntArray]:
+        """In the order of `TritonPlan`."""
+        starts = np.concatenate(([0], np.cumsum(layout.query_lens))).astype(np.int32)
+        tiles = list_tiles(layout.query_lens, layout.context_lens, layout.num_decodes, self._tokens_per_tile)
+        return [
+            layout.slot_mapping.astype(np.int64, copy=False),
+            layout.context_lens.astype(np.int32),
+            starts,
+            layout.block_tables.astype(np.int32),
+            tiles,
+        ]
+
+    def _plan(self, layout: StepLayout, max_context_len: int) -> TritonPlan:
+        """`max_context_len`: of sequences that decode, in this step or in one that is put into the plan later."""
+        arrays, num_decodes = self._arrays(layout), layout.num_decodes
+        buffer = to_device(pack(arrays), self._device)
+        slot_mapping, context_lens, query_starts, block_tables, prefill_tiles = unpack(buffer, arrays)
+        return TritonPlan(
+            buffer=buffer,
+            slot_mapping=slot_mapping,
+            context_lens=context_lens,
+            query_starts=query_starts,
+            block_tables=block_tables,
+            prefill_tiles=prefill_tiles,
+            num_decodes=num_decodes,
+            max_context_len=max_context_len,
+            scratch=self._scratch_of(num_decodes, max_context_len),
+        )

@@ -1,0 +1,49 @@
+"""Attention whose pool holds keys and values of heads: Llama, Mistral, Qwen.
+
+Shapes: T tokens, D hidden, N query heads, K key/value heads, H head dim.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from engine.attention import AttentionBackend
+from engine.layers import HeadProjection, RotaryEmbedding
+from engine.models.decoder_config import DecoderConfig
+from engine.models.layer import CosSin
+from engine.models.parts import PartsFactory
+
+
+class HeadAttention:
+    """q, k and v by one product, rotated; the backend's attention; the product of all heads' outputs."""
+
+    def __init__(
+        self,
+        config: DecoderConfig,
+        layer: int,
+        factory: PartsFactory,
+        backend: AttentionBackend[Any],
+        rotary: RotaryEmbedding,
+    ) -> None:
+        self._backend = backend
+        self.sliding_window = config.sliding_windows[layer]
+        D, H = config.hidden_size, config.head_dim
+        q_size, kv_size = config.num_heads * H, config.num_kv_heads * H
+        at = f"model.layers.{layer}.self_attn"
+        qkv = {f"{at}.q_proj": q_size, f"{at}.k_proj": kv_size, f"{at}.v_proj": kv_size}
+        self.qkv = factory.linear(qkv, D, config.has_qkv_bias)
+        self.output = factory.linear({f"{at}.o_proj": D}, q_size, config.has_output_bias)
+        self.heads = HeadProjection(
+            config.num_heads,
+            config.num_kv_heads,
+            H,
+            rotary,
+            q_norm=factory.rms_norm(f"{at}.q_norm", H) if config.has_qk_norm else None,
+            k_norm=factory.rms_norm(f"{at}.k_norm", H) if config.has_qk_norm else None,
+        )
+
+    def __call__(self, h_TD: torch.Tensor, kv: torch.Tensor, plan: Any, cos_sin: CosSin) -> torch.Tensor:
+        q_TNH = self._backend.project(self.qkv(h_TD), kv, plan, self.heads, cos_sin)
+        return self.output(self._backend.attend(q_TNH, kv, plan, self.sliding_window))

@@ -1,0 +1,77 @@
+"""One layer of a decoder, of whatever parts, and a stack of them.
+
+Owns the order of a layer: norm, attention, norm, feed-forward, and the two sums between. What attention and
+feed-forward are made of is theirs (engine/models/head_attention.py, feed_forward.py and their siblings).
+
+Shapes: T tokens, D hidden.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import torch
+
+from engine.layers import RMSNorm
+
+OnLayer = Callable[[int], None]
+CosSin = tuple[torch.Tensor, torch.Tensor]
+
+
+class Attention(Protocol):
+    """A layer's attention, from its normed hidden state to what is added to it."""
+
+    def __call__(self, h_TD: torch.Tensor, kv: torch.Tensor, plan: Any, cos_sin: CosSin) -> torch.Tensor:
+        """[T, D] -> [T, D]. `kv`: the layer's part of the pool; when this returns, the step's own KV is in it."""
+
+
+class FeedForward(Protocol):
+    def __call__(self, h_TD: torch.Tensor) -> torch.Tensor:
+        """[T, D] -> [T, D], each token by itself."""
+
+
+class DecoderLayer:
+    """Attention and feed-forward of one layer."""
+
+    def __init__(
+        self, input_norm: RMSNorm, attention: Attention, post_attention_norm: RMSNorm, feed_forward: FeedForward
+    ) -> None:
+        self.input_norm = input_norm
+        self.attention = attention
+        self.post_attention_norm = post_attention_norm
+        self.feed_forward = feed_forward
+
+    def __call__(
+        self, x_TD: torch.Tensor, delta_TD: torch.Tensor | None, kv: torch.Tensor, plan: Any, cos_sin: CosSin
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Takes and returns the hidden state in two parts, whose sum is due: the next norm makes it on its way."""
+        x_TD, h_TD = self.input_norm.add(x_TD, delta_TD)
+        x_TD, h_TD = self.post_attention_norm.add(x_TD, self.attention(h_TD, kv, plan, cos_sin))
+        return x_TD, self.feed_forward(h_TD)
+
+
+class LayerStack(Protocol):
+    """All layers of a decoder."""
+
+    def __call__(
+        self, x_TD: torch.Tensor, kv_pool: torch.Tensor, plan: Any, cos_sin: CosSin, on_layer: OnLayer | None
+    ) -> torch.Tensor:
+        """The hidden state after the last layer: [T, D]. `x_TD` may be overwritten."""
+
+
+class PlainLayers:
+    """One layer after the other."""
+
+    def __init__(self, layers: list[DecoderLayer]) -> None:
+        self._layers = layers
+
+    def __call__(
+        self, x_TD: torch.Tensor, kv_pool: torch.Tensor, plan: Any, cos_sin: CosSin, on_layer: OnLayer | None
+    ) -> torch.Tensor:
+        delta_TD = None
+        for i, layer in enumerate(self._layers):
+            x_TD, delta_TD = layer(x_TD, delta_TD, kv_pool[i], plan, cos_sin)
+            if on_layer is not None:
+                on_layer(i)
+        return x_TD if delta_TD is None else x_TD + delta_TD

@@ -1,0 +1,74 @@
+"""What a decoder is made of, and how its products and norms come from a checkpoint's tensors.
+
+`Parts` are the classes: plain torch's, or those that compute the same faster on some device. `PartsFactory` makes
+objects of them from weights, by their Hugging Face names. Neither keeps a tensor.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
+
+import torch
+
+from engine.layers import GatedLinear, Linear, RMSNorm
+from engine.model_loader.weights import Weights
+from engine.models.layer import DecoderLayer, LayerStack, PlainLayers
+
+
+@dataclass(frozen=True, slots=True)
+class Parts:
+    """What a decoder is made of: plain torch, or what computes the same faster on some device."""
+
+    linear: type[Linear] = Linear
+    gated_linear: Callable[..., GatedLinear] = GatedLinear
+    """Called as `GatedLinear` is, without its last argument."""
+    lm_head: type[Linear] = Linear
+    rms_norm: type[RMSNorm] = RMSNorm
+    stack: Callable[[list[DecoderLayer]], LayerStack] = PlainLayers
+    """Makes of the layers what computes them one after the other."""
+
+    def with_products(self, linear: type[Linear]) -> Parts:
+        """The same parts, but for the products of layers: not that of the logits. Of parts whose `gated_linear` takes
+        a `linear`."""
+        return replace(self, linear=linear, gated_linear=partial(self.gated_linear, linear=linear))
+
+
+PLAIN_PARTS = Parts()
+
+WeightAndBias = tuple[torch.Tensor, torch.Tensor | None]
+"""[outputs, inputs] and, where there is one, [outputs]."""
+
+
+@dataclass(frozen=True, slots=True)
+class PartsFactory:
+    """Takes tensors from `weights` and makes `parts` of them. Each raises `ValueError` where a tensor does not fit."""
+
+    weights: Weights
+    parts: Parts
+    rms_norm_eps: float
+
+    def linear(self, outputs: dict[str, int], inputs: int, has_bias: bool) -> Linear:
+        """The products of those names as one, one below the other; sizes in numbers."""
+        return self.fused([self.weight_and_bias(name, size, inputs, has_bias) for name, size in outputs.items()])
+
+    def fused(self, products: list[WeightAndBias]) -> Linear:
+        """Products of the same inputs as one. Either all have a bias or none."""
+        biases = [bias for _, bias in products if bias is not None]
+        weight = torch.cat([weight for weight, _ in products])
+        return self.parts.linear(weight, torch.cat(biases) if biases else None)
+
+    def gated_linear(self, gate: str, up: str, outputs: int, inputs: int, has_bias: bool) -> GatedLinear:
+        gate_weight, gate_bias = self.weight_and_bias(gate, outputs, inputs, has_bias)
+        up_weight, up_bias = self.weight_and_bias(up, outputs, inputs, has_bias)
+        return self.parts.gated_linear(gate_weight, up_weight, gate_bias, up_bias)
+
+    def rms_norm(self, name: str, size: int, eps: float | None = None) -> RMSNorm:
+        """`eps`: where it is not the model's."""
+        weight = self.weights.take(f"{name}.weight", (size,))
+        return self.parts.rms_norm(weight, self.rms_norm_eps if eps is None else eps)
+
+    def weight_and_bias(self, name: str, outputs: int, inputs: int, has_bias: bool) -> WeightAndBias:
+        weight = self.weights.take(f"{name}.weight", (outputs, inputs))
+        return weight, self.weights.take(f"{name}.bias", (outputs,)) if has_bias else None

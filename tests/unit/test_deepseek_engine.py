@@ -1,0 +1,102 @@
+"""Engines of DeepSeek models: what the pool holds, checkpoints, answers. That a step computes what transformers does:
+tests/unit/test_models_match_transformers.py."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+from deepseek_cases import BLOCK_SIZE, GREEDY, PROMPT, V3, alone, config_of
+from safetensors.torch import load_file, save_file
+
+from engine.executor import Executor
+from engine.llm_engine import LLMEngine
+
+# -- the pool -------------------------------------------------------------------------------------------------------
+
+
+def test_a_token_has_a_latent_and_a_key_in_the_pool_and_nothing_else(tmp_path: Path) -> None:
+    config = config_of(tmp_path)
+    executor = Executor(config)
+    assert executor.kv_pool.shape == (3, 40, 1, 1, BLOCK_SIZE, 24 + 8)
+    assert executor.kv_shape.pool_bytes == executor.kv_pool.nbytes == 3 * 40 * BLOCK_SIZE * 32 * 4
+    gib = executor.kv_pool.nbytes / 2**30
+    assert config_of(tmp_path, num_kv_blocks=0, kv_cache_gib=gib).cache.num_blocks == 40
+
+
+# -- checkpoints ----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[int]]:
+    """A model as transformers saves it, and its greedy answer to `PROMPT`."""
+    folder = tmp_path_factory.mktemp("deepseek")
+    torch.manual_seed(5)
+    fields = {name: value for name, value in V3.items() if name not in ("architectures", "dtype")}
+    config = transformers.DeepseekV3Config(**fields, num_key_value_heads=4, initializer_range=0.3, pad_token_id=0)
+    model = transformers.AutoModelForCausalLM.from_config(config).eval()
+    model.save_pretrained(folder)
+    tokens = model.generate(torch.tensor([PROMPT]), max_new_tokens=12, do_sample=False, eos_token_id=None)
+    return folder, tokens[0, len(PROMPT) :].tolist()
+
+
+def test_an_engine_answers_as_transformers_does(saved: tuple[Path, list[int]]) -> None:
+    folder, expected = saved
+    assert alone(LLMEngine(config_of(folder, None))) == expected
+    assert alone(LLMEngine(config_of(folder, None, prefill_chunk_tokens=5, max_num_seqs=4))) == expected
+
+
+def changed_copy(saved: Path, folder: Path, changes: dict[str, torch.Tensor | None]) -> Path:
+    """None: without the tensor."""
+    tensors = load_file(saved / "model.safetensors") | changes
+    save_file({name: each for name, each in tensors.items() if each is not None}, folder / "model.safetensors")
+    (folder / "config.json").write_text((saved / "config.json").read_text())
+    return folder
+
+
+def test_layers_that_predict_ahead_are_passed_over(saved: tuple[Path, list[int]], tmp_path: Path) -> None:
+    ahead = {"model.layers.3.eh_proj.weight": torch.ones(2), "model.layers.3.mlp.gate.weight": torch.ones(2)}
+    assert alone(LLMEngine(config_of(changed_copy(saved[0], tmp_path, ahead), None))) == saved[1]
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"model.layers.4.mlp.gate.weight": torch.ones(2)}, "does not use: model.layers.4.mlp.gate.weight"),
+        ({"model.layers.2.mlp.experts.7.up_proj.weight": None}, "lack the tensor model.layers.2.mlp.experts.7.up_proj"),
+        ({"model.layers.1.mlp.experts.8.up_proj.weight": torch.ones(2)}, "does not use: model.layers.1.mlp.experts.8"),
+        (
+            {"model.layers.0.self_attn.kv_b_proj.weight": torch.ones(88, 23)},
+            r"\(88, 23\), expected \(88, 24\)",
+        ),
+    ],
+)
+def test_weights_that_do_not_fit(
+    saved: tuple[Path, list[int]], tmp_path: Path, changes: dict[str, torch.Tensor | None], message: str
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        Executor(config_of(changed_copy(saved[0], tmp_path, changes), None))
+
+
+def test_the_bias_of_the_choice_keeps_float32(saved: tuple[Path, list[int]]) -> None:
+    """In a model of 16 bits: its steps are smaller than what bfloat16 keeps beside 1."""
+    executor = Executor(config_of(saved[0], None, dtype="bfloat16"))
+    layer = executor._worker._runner._model._layers._layers[1]
+    assert layer.feed_forward._router._bias_E.dtype == torch.float32
+
+
+# -- 8 bits in the pool ---------------------------------------------------------------------------------------------
+
+
+def test_a_pool_of_8_bit_floats_is_near_one_of_float32(saved: tuple[Path, list[int]]) -> None:
+    eight = LLMEngine(config_of(saved[0], None, kv_cache_dtype="fp8"))
+    assert eight.executor.kv_pool.dtype == torch.float8_e4m3fn
+    exact_one, prompt_alone = LLMEngine(config_of(saved[0], None)), replace(GREEDY, max_tokens=1)
+    assert len(alone(eight, prompt_alone)) == len(alone(exact_one, prompt_alone)) == 1
+    # Layer 0's latents come from the same numbers: what differs is their rounding.
+    ours, exact = eight.executor.kv_pool[0].float(), exact_one.executor.kv_pool[0]
+    error = (ours - exact).norm() / exact.norm()
+    assert 0.01 < error < 0.04

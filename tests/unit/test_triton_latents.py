@@ -1,0 +1,266 @@
+"""The Triton kernels of attention to latents, against float64. See docs/gpu.md for what has run where."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from attention_cases import LENS
+from deepseek_cases import V3
+from engine_steps import logits_of_steps
+from latent_cases import LatentCase
+from recorder import RelaunchingRecorder
+from triton_device import DEVICE  # before the kernels
+
+from engine import model_runner
+from engine.attention import Needs, choose_attention_backend, why_no_graphs
+from engine.attention.torch_latents import TorchLatentAttention
+from engine.attention.triton_latents import TritonLatentAttention
+from engine.kernels.gpu.decode import partial_size
+from engine.kernels.gpu.latents import LatentTileConfig, decode_latents
+from engine.layers import LatentProjection, RMSNorm, RotaryEmbedding
+from engine.models.rope_config import RopeConfig
+
+TOLERANCES = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1e-2}
+SMALL_PIECES = LatentTileConfig(block_m=16, block_n=16, min_piece=16, num_warps=4, num_stages=2)
+FLOAT8 = torch.float8_e4m3fn
+
+
+def backend_of(case: LatentCase) -> TritonLatentAttention:
+    return TritonLatentAttention(
+        num_heads=case.num_heads, kv_lora_rank=case.latent_dim, block_size=case.block_size,
+        dtype=str(case.q.dtype).removeprefix("torch."), kv_dtype=str(case.kv.dtype).removeprefix("torch."),
+        device=DEVICE,
+    )  # fmt: skip
+
+
+def attend(case: LatentCase) -> torch.Tensor:
+    backend = backend_of(case)
+    plan = backend.prepare(case.layout)
+    return backend.attend(case.q.to(DEVICE), case.written_pool().to(DEVICE), plan, case.scale).cpu()
+
+
+def assert_close(case: LatentCase) -> None:
+    tolerance = TOLERANCES[case.q.dtype]
+    torch.testing.assert_close(attend(case).double(), case.expected(), rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("lens", LENS.values(), ids=LENS.keys())
+def test_all_kinds_of_steps(lens: list[tuple[int, int]]) -> None:
+    assert_close(LatentCase(lens, num_heads=6, latent_dim=32, rotated_dim=8))
+
+
+@pytest.mark.parametrize(
+    ("num_heads", "latent_dim", "rotated_dim"), [(1, 24, 8), (5, 8, 2), (16, 96, 16), (33, 16, 8), (16, 512, 64)]
+)
+def test_all_head_counts_and_sizes(num_heads: int, latent_dim: int, rotated_dim: int) -> None:
+    lens = [(20, 1), (7, 6)]
+    assert_close(LatentCase(lens, num_heads=num_heads, latent_dim=latent_dim, rotated_dim=rotated_dim))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("num_heads", [3, 20, 70])
+def test_16_bits(dtype: torch.dtype, num_heads: int) -> None:
+    """Tiles of many tokens, of three, and of a part of one's heads."""
+    lens = [(37, 1), (0, 1), (20, 5), (0, 3)]
+    assert_close(LatentCase(lens, num_heads=num_heads, latent_dim=64, rotated_dim=16, dtype=dtype))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_pool_of_8_bit_floats(dtype: torch.dtype) -> None:
+    lens = [(37, 1), (0, 1), (20, 9)]
+    assert_close(LatentCase(lens, num_heads=20, latent_dim=32, rotated_dim=8, dtype=dtype, kv_dtype=FLOAT8))
+
+
+@pytest.mark.parametrize("block_size", [1, 4, 256])
+def test_all_block_sizes(block_size: int) -> None:
+    assert_close(LatentCase([(37, 1), (20, 9)], num_heads=4, latent_dim=16, rotated_dim=8, block_size=block_size))
+
+
+# -- before attention -----------------------------------------------------------------------------------------------
+
+
+def project(case: LatentCase, *, uses_triton: bool, largest: float = 1.0) -> tuple[torch.Tensor, torch.Tensor]:
+    """Queries and the pool, of one kind of backend. Latents are part of a wider product's rows."""
+    C, P, N, dtype = case.latent_dim, case.q.shape[2] - case.latent_dim, case.num_heads, case.q.dtype
+    generator = torch.Generator().manual_seed(3)
+    q, wide, weight, up_key = (
+        torch.randn(*shape, generator=generator).to(dtype).to(DEVICE)
+        for shape in ((len(case.q), N * (12 + P)), (len(case.q), 7 + C + P), (C,), (N, 12, C))
+    )
+    rotary = RotaryEmbedding(RopeConfig(theta=100.0, rope_type="default"), P, 64, dtype, DEVICE)
+    heads = LatentProjection(rotary, RMSNorm(weight * largest, 1e-3), up_key)
+    plain = TorchLatentAttention(kv_lora_rank=C, latent_dim=C + P, block_size=case.block_size, device=DEVICE)
+    backend: Any = backend_of(case) if uses_triton else plain
+    kv = case.kv.clone().to(DEVICE)
+    cos_sin = rotary.select(torch.arange(len(q), device=DEVICE) * 5)
+    queries = backend.project(q, wide[:, 7:], kv, backend.prepare(case.layout), heads, cos_sin)
+    return queries.cpu(), kv.cpu()
+
+
+@pytest.mark.parametrize(("num_heads", "latent_dim", "rotated_dim"), [(1, 8, 2), (5, 24, 6), (130, 32, 16)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_projection(num_heads: int, latent_dim: int, rotated_dim: int, dtype: torch.dtype) -> None:
+    shape = {"num_heads": num_heads, "latent_dim": latent_dim, "rotated_dim": rotated_dim, "dtype": dtype}
+    case = LatentCase([(5, 1), (0, 3)], **shape)
+    (queries, kv), (plain_queries, plain_kv) = (project(case, uses_triton=each) for each in (True, False))
+    tolerance = TOLERANCES[dtype]
+    torch.testing.assert_close(queries, plain_queries, rtol=tolerance, atol=tolerance)
+    torch.testing.assert_close(kv, plain_kv, rtol=tolerance, atol=tolerance, equal_nan=True)
+
+
+def test_what_is_too_large_for_8_bits_is_saturated() -> None:
+    case = LatentCase([(5, 1), (0, 3)], num_heads=2, latent_dim=16, rotated_dim=8, kv_dtype=FLOAT8)
+    (_, kv), (_, plain_kv) = (project(case, uses_triton=each, largest=1e4) for each in (True, False))
+    ours, plain = kv.float(), plain_kv.float()
+    assert (ours[ours.isfinite()].abs() == 448).sum() > 20
+    # Numbers beside a middle may be rounded to either side: 1/8 apart.
+    torch.testing.assert_close(ours, plain, rtol=0.13, atol=2e-3, equal_nan=True)
+
+
+def test_tokens_without_a_slot_are_not_written() -> None:
+    case = LatentCase([(5, 1), (0, 3)], num_heads=2, latent_dim=16, rotated_dim=8)
+    case.layout.slot_mapping[[1, 2]] = -1
+    _, kv = project(case, uses_triton=True)
+    same = (kv == case.kv) | (kv.isnan() & case.kv.isnan())
+    changed = (~same).flatten(0, 3).any(dim=1).nonzero().flatten()
+    assert sorted(changed.tolist()) == sorted(case.layout.slot_mapping[[0, 3]].tolist())
+
+
+# -- split contexts -------------------------------------------------------------------------------------------------
+
+
+def decode(case: LatentCase, max_context_len: int, config: LatentTileConfig = SMALL_PIECES) -> torch.Tensor:
+    plan = backend_of(case).prepare(case.layout)
+    out = torch.full((len(case.q), case.num_heads, case.latent_dim), float("nan"), dtype=case.q.dtype, device=DEVICE)
+    size = partial_size(len(case.q), case.num_heads, case.latent_dim, max_context_len, config)
+    decode_latents(
+        case.q.to(DEVICE), case.written_pool().to(DEVICE), plan.block_tables, plan.context_lens, out,
+        torch.full((size,), float("nan"), device=DEVICE), scale=case.scale, max_context_len=max_context_len,
+        config=config,
+    )  # fmt: skip
+    return out.cpu()
+
+
+def test_split_contexts_are_put_together() -> None:
+    case = LatentCase([(50, 1), (15, 1), (16, 1), (0, 1), (599, 1)], num_heads=17, latent_dim=24, rotated_dim=8)
+    torch.testing.assert_close(decode(case, 600).double(), case.expected(), rtol=1e-5, atol=1e-5)
+
+
+def test_a_sequence_gets_the_same_bits_in_any_batch_and_from_any_graph() -> None:
+    alone = LatentCase([(100, 1)], num_heads=3, latent_dim=32, rotated_dim=8, dtype=torch.bfloat16)
+    among = LatentCase(
+        [(300, 1), (5, 1), (100, 1)], num_heads=3, latent_dim=32, rotated_dim=8, dtype=torch.bfloat16, last=alone
+    )
+    expected = decode(alone, 101)
+    for max_context_len in (301, 400, 100_000):
+        assert torch.equal(decode(among, max_context_len)[-1:], expected)
+
+
+def test_a_token_gets_the_same_bits_however_its_prompt_is_cut() -> None:
+    whole = LatentCase([(0, 90)], num_heads=5, latent_dim=32, rotated_dim=8, dtype=torch.bfloat16)
+    expected = attend(whole)
+    for before, new in ((0, 64), (63, 2), (32, 58), (7, 60)):
+        chunk = LatentCase(
+            [(5, 3), (before, new)], num_heads=5, latent_dim=32, rotated_dim=8, dtype=torch.bfloat16, last=whole
+        )
+        assert torch.equal(attend(chunk)[3:], expected[before : before + new]), (before, new)
+
+
+# -- plans ----------------------------------------------------------------------------------------------------------
+
+
+def test_a_reserved_plan_serves_any_step_that_fits() -> None:
+    """As a CUDA graph replays it: the same tensors and the same grid, other numbers in them."""
+    shape = {"num_heads": 6, "latent_dim": 32, "rotated_dim": 8}
+    cases = [LatentCase(lens, **shape) for lens in ([(40, 1), (3, 1), (16, 1)], [(299, 1)], [(0, 1), (15, 1)])]
+    backend = backend_of(cases[0])
+    plan = backend.reserve_decode_plan(3, 320)
+    larger = backend.reserve_decode_plan(3, 20_000)  # asks for more scratch than the first one has
+    assert plan.scratch.data_ptr() != larger.scratch.data_ptr()
+    assert backend.reserve_decode_plan(2, 20_000).scratch.data_ptr() == larger.scratch.data_ptr()
+    address = plan.buffer.data_ptr()
+    for case in cases:
+        backend.refill(plan, case.layout)
+        q = torch.zeros(3, 6, 40, device=DEVICE)
+        q[: len(case.q)] = case.q
+        out = backend.attend(q, case.written_pool().to(DEVICE), plan, case.scale).cpu()
+        torch.testing.assert_close(out[: len(case.q)].double(), case.expected(), rtol=1e-5, atol=1e-5)
+        assert (out[len(case.q) :] == 0).all()
+    assert plan.buffer.data_ptr() == address
+
+
+# -- the choice -----------------------------------------------------------------------------------------------------
+
+
+def needs_of(dtype: str = "bfloat16", capability: tuple[int, int] = (9, 0), **change: int) -> Needs:
+    sizes = {"kv_lora_rank": 512, "qk_rope_head_dim": 64} | change
+    hidden_size = sizes.pop("hidden_size", 2048)
+    model: Any = SimpleNamespace(
+        num_heads=128, num_kv_heads=1, head_dim=576, hidden_size=hidden_size, intermediate_size=64,
+        mla=SimpleNamespace(**sizes), moe=SimpleNamespace(),
+    )  # fmt: skip
+    return Needs(model=model, device="cuda", capability=capability, dtype=dtype, kv_dtype=dtype, block_size=16)
+
+
+def choose(name: str, **change: int) -> str:
+    return choose_attention_backend(name, needs_of(**change))
+
+
+def test_a_gpu_gets_triton() -> None:
+    assert choose("auto") == choose("triton") == "triton"
+    assert choose("torch") == "torch"
+    with pytest.raises(ValueError, match="flash_attn cannot work here: it is called for keys and values of heads"):
+        choose("flash_attn")
+
+
+def test_experts_can_be_recorded_where_nothing_is_read_back() -> None:
+    assert why_no_graphs("triton", needs_of()) == ""
+    for other in (needs_of(dtype="float16"), needs_of(capability=(8, 9))):
+        assert "in bfloat16 on GPUs of compute capability 9.0 or later alone" in why_no_graphs("triton", other)
+
+
+@pytest.mark.parametrize(
+    ("change", "why"),
+    [
+        (
+            {"kv_lora_rank": 1024},
+            "at most 512 and its qk_rope_head_dim at most 64, are 1024 and 64",
+        ),
+        ({"qk_rope_head_dim": 128}, "kv_lora_rank must be at most 512 .*, are 512 and 128"),
+        ({"hidden_size": 65536}, "hidden size must be at most 32768, is 65536"),
+    ],
+)
+def test_what_it_cannot_do_is_done_by_plain_torch(
+    change: dict[str, int], why: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert choose("auto", **change) == "torch"
+    assert "no Triton kernels" in capsys.readouterr().err
+    with pytest.raises(ValueError, match=why):
+        choose("triton", **change)
+
+
+def test_tiles_of_prefill_have_whole_tokens_or_a_part_of_one() -> None:
+    config = LatentTileConfig.of_prefill(2, 2)
+    assert [config.tokens_per_tile(n) for n in (1, 16, 20, 64, 128)] == [64, 4, 3, 1, 1]
+    assert np.prod(LatentTileConfig.of_decode(128, 2, 2).block_m) == 64
+
+
+# -- an engine with them --------------------------------------------------------------------------------------------
+
+
+def test_an_engine_computes_what_it_does_with_plain_torch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Prompts launched, steps that only decode replayed."""
+    (tmp_path / "config.json").write_text(json.dumps(V3))
+    if DEVICE == "cpu":
+        monkeypatch.setattr(model_runner, "CudaRecorder", RelaunchingRecorder)
+    ours = logits_of_steps(tmp_path, "triton", DEVICE, records=True)
+    plain = logits_of_steps(tmp_path, "torch", DEVICE, records=False)
+    for triton_logits, torch_logits in zip(ours, plain, strict=True):
+        assert torch_logits.std() > 1e-3
+        torch.testing.assert_close(triton_logits, torch_logits, rtol=1e-4, atol=1e-5)
