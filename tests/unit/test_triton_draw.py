@@ -15,7 +15,8 @@ from engine.sampling_params import SamplingParams
 from engine.sequence import INVALID_TOKEN, Sequence
 
 FILTERS = [{}, {"top_k": 1}, {"top_k": 7}, {"top_p": 0.9}, {"top_p": 0.3, "top_k": 20}, {"min_p": 0.1},
-           {"min_p": 0.01, "top_p": 0.95, "top_k": 400}, {"top_k": 5000}, {"top_k": -1}, {"top_p": 1e-9}]  # fmt: skip
+           {"min_p": 0.01, "top_p": 0.95, "top_k": 400}, {"top_k": 5000}, {"top_k": -1}, {"top_p": 1e-9},
+           {"min_p": 0.3, "top_k": 50}]  # fmt: skip
 
 
 @pytest.fixture(autouse=True)
@@ -72,6 +73,14 @@ def test_which_tokens_can_be_drawn(params: dict[str, Any]) -> None:
     assert ours == sampler.draw(values.expand(6, -1), seqs).tolist()
     kept = sampler.filtered_weights(values.clone(), seqs[:1])[0] > 0
     assert set(ours) <= set(kept.nonzero().flatten().tolist())
+
+
+def test_neighbouring_numbers_of_16_bits_are_told_apart() -> None:
+    values = torch.cat([sign * (1 + torch.arange(20) / 128) for sign in (1, -1)]).bfloat16()[None]
+    assert len(values.unique()) == 40
+    for top_k in (1, 3, 21, 38):
+        seqs = [sequence(temperature=50.0, seed=seed, top_k=top_k) for seed in range(8)]
+        assert drawn(values.expand(8, -1), seqs) == sampler.draw(values.expand(8, -1), seqs).tolist()
 
 
 @pytest.mark.parametrize("params", FILTERS)

@@ -83,8 +83,7 @@ def _float(key):
 
 @triton.jit
 def _load(row_ptr, ids, vocab_size):
-    # Both zeros are one number: + 0.0 makes one of them.
-    return tl.load(row_ptr + ids, mask=ids < vocab_size, other=float("-inf")).to(tl.float32) + 0.0
+    return tl.load(row_ptr + ids, mask=ids < vocab_size, other=float("-inf")).to(tl.float32)
 
 
 @triton.jit(do_not_specialize=["vocab_size"])
@@ -129,16 +128,15 @@ def _bisect(
     row_ptr, vocab_size, largest, temperature, min_p, least, wanted,
     IS_MASS: tl.constexpr, NUM_BITS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """The largest key from which on there is at least `wanted`; `least`, which must be one of those tried, where there
-    is less altogether. Bit by bit from the highest, which is the sign."""
-    low = least
+    """The largest key from which on there is at least `wanted`; `least`, where there is less altogether. Bit by bit,
+    the highest first, which is the sign."""
     key = tl.full([1], -2147483648, dtype=tl.int32)
     for i in range(NUM_BITS):
-        # The sign bit is added to the lowest number there is; the others are set.
+        # The sign bit is taken from the lowest number there is; the others are added.
         tried = key ^ (tl.full([1], 1, dtype=tl.int32) << (31 - i))
-        found = _mass(row_ptr, vocab_size, largest, temperature, min_p, tl.maximum(tried, low), IS_MASS, BLOCK)
+        found = _mass(row_ptr, vocab_size, largest, temperature, min_p, tried, IS_MASS, BLOCK)
         key = tl.where(found >= wanted, tried, key)
-    return tl.maximum(key, low)
+    return tl.maximum(key, least)
 
 
 @triton.jit
