@@ -19,20 +19,23 @@ from engine.kv_cache import KVCacheShape
 from engine.sampling_params import SamplingParams
 from engine.sequence import ScheduledSequence, SchedulerOutput, Sequence
 
+_PARAMS = SamplingParams(temperature=1, top_p=0.9, top_k=50, min_p=0.01, repetition_penalty=1.1)
+"""What a sampler takes most memory for: several numbers of 8 bytes for each token of the vocabulary and each row."""
+
 RunStep = Callable[[KVCacheShape, SchedulerOutput], object]
 """Computes a step over a pool of that shape, and lets both go."""
 
 
 def largest_step(config: EngineConfig) -> tuple[int, SchedulerOutput]:
-    """As many prompt tokens as a step may have, in as many sequences as may run, all of them sampled; and how many
-    blocks they take."""
+    """As many prompt tokens as a step may have, in as many sequences as may run, all of them sampled with
+    all that can be asked for; and how many blocks they take."""
     scheduler, block_size = config.scheduler, config.cache.block_size
     num_seqs = min(scheduler.max_num_seqs, scheduler.max_num_batched_tokens)
     length = min(scheduler.max_num_batched_tokens // num_seqs, config.model.max_model_len)
     blocks_each = -(-length // block_size)
     scheduled = []
     for number in range(num_seqs):
-        seq = Sequence(number, f"largest-{number}", [0] * length, length, SamplingParams())
+        seq = Sequence(number, f"largest-{number}", [0] * length, length, _PARAMS)
         seq.block_table = list(range(number * blocks_each, (number + 1) * blocks_each))
         scheduled.append(ScheduledSequence(seq, length))
     return num_seqs * blocks_each, SchedulerOutput(scheduled, [], [])
