@@ -61,15 +61,22 @@ def quantize_int8(weight_NK: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     dtype = torch.float32 if weight_NK.dtype == torch.float16 else weight_NK.dtype
     amax_N = weight_NK.abs().amax(dim=1).float()
     _check_finite(amax_N)
-    scale_N = (amax_N / MAX_INT8).to(dtype).clamp_min(torch.finfo(dtype).tiny)
+    scale_N = _divided(amax_N, MAX_INT8).to(dtype).clamp_min(torch.finfo(dtype).tiny)
     int8_NK = (weight_NK.float() / scale_N.float()[:, None]).round_().clamp_(-MAX_INT8, MAX_INT8).to(torch.int8)
     return int8_NK, scale_N
 
 
 def quantize_float8(x_NK: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """(float8_e4m3fn [N, K], scales [N, 1] in float32): the largest of each row becomes 448."""
-    scale_N1 = x_NK.abs().amax(dim=1, keepdim=True).float().clamp_min_(SMALLEST_AMAX) / MAX_FLOAT8
+    amax_N1 = x_NK.abs().amax(dim=1, keepdim=True).float().clamp_min_(SMALLEST_AMAX)
+    scale_N1 = _divided(amax_N1, MAX_FLOAT8)
     return saturated_float8(x_NK.float() / scale_N1), scale_N1
+
+
+def _divided(x: torch.Tensor, by: float) -> torch.Tensor:
+    """`x / by`, to the nearest on every device: by a number of the host, a GPU multiplies with the reciprocal, which is
+    a bit off now and then."""
+    return x / torch.full_like(x, by)
 
 
 def _check_finite(amax: torch.Tensor) -> None:
