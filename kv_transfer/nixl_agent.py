@@ -253,6 +253,7 @@ class NixlAgent:
         return self._agent.prep_xfer_dlist(agent_name, np.array([row], dtype=np.uint64), memory)
 
     def _set_up(self, api: Any, config: Any) -> None:
+        self._pool.bind_thread()  # UCX asks for this thread's CUDA context, now and in every call
         self._agent = api.nixl_agent(self.name, config)
         region = (self._pool.base_address, self._pool.layout.pool_bytes, self._pool.device_id, "")
         self._registration = self._agent.register_memory([region], self._pool.memory)

@@ -34,6 +34,11 @@ class KVPool(ABC):
         """Where block `block_id` of `layer` begins."""
         return self.base_address + (layer * self.layout.num_blocks + block_id) * self.layout.block_bytes
 
+    def bind_thread(self) -> None:
+        """To be called by a transport's own thread before it gives this memory's addresses to a library: one that asks
+        which device the calling thread uses gets this memory's. Nothing to do where the memory is a host's."""
+        return
+
     @abstractmethod
     def read(self, layer: int, block_ids: Sequence[int], *, prefix: bytes = b"") -> bytes:
         """`prefix` and a copy of the blocks, one after another: `len(block_ids) * block_bytes` bytes."""

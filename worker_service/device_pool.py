@@ -158,6 +158,12 @@ class DevicePool(KVPool):
         self._digest_blocks = digest_blocks
         self._beside = beside
 
+    def bind_thread(self) -> None:
+        """A new thread has no CUDA context before it calls CUDA's runtime, which torch's `set_device` does not where
+        the device is the current one already."""
+        if self._tensor.device.type == "cuda":
+            torch.cuda.synchronize(self._tensor.device)
+
     def read(self, layer: int, block_ids: Sequence[int], *, prefix: bytes = b"") -> bytes:
         host = self._staging(len(block_ids))
         with self._beside():
