@@ -18,7 +18,7 @@ def logits_of_steps(folder: Path, backend: str, device: str, *, records: bool, *
     """A chunk, decodes of different lengths, both in one step, and steps that only decode."""
     args = EngineArgs(
         model=str(folder), load_format="dummy", num_kv_blocks=32, block_size=4, device=device,
-        attention_backend=backend, **settings,
+        attention_backend=backend, max_num_seqs=4, **settings,
     )  # fmt: skip
     config = create_engine_config(args)
     assert config.device.attention_backend == backend
@@ -38,5 +38,5 @@ def logits_of_steps(folder: Path, backend: str, device: str, *, records: bool, *
                 chunk.seq.token_ids.append(5 + len(chunk.seq))
         if logits is not None:
             results.append(logits.clone())
-    assert not records or runner._graphs.num_recordings == 3
+    assert not records or runner._graphs.num_recordings == 3  # of 1, 2 and 4: by the steps, on a GPU before the first
     return results

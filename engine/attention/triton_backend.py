@@ -50,7 +50,7 @@ class TritonAttention(AttentionBackend[TritonPlan]):
             block_size=block_size,
             tokens_per_tile=self._prefill_config.block_m // num_groups,
             device=device,
-            scratch_of=self._scratch_of,
+            scratch_size=self._scratch_size,
         )
 
     @staticmethod
@@ -107,6 +107,5 @@ class TritonAttention(AttentionBackend[TritonPlan]):
             )  # fmt: skip
         return o_TNH.view(len(o_TNH), -1)
 
-    def _scratch_of(self, num_decodes: int, max_context_len: int) -> torch.Tensor:
-        size = partial_size(num_decodes, self._num_heads, self._head_dim, max_context_len, self._decode_config)
-        return torch.empty(size, dtype=torch.float32, device=self._device)
+    def _scratch_size(self, num_decodes: int, max_context_len: int) -> int:
+        return partial_size(num_decodes, self._num_heads, self._head_dim, max_context_len, self._decode_config)

@@ -10,7 +10,6 @@ Shapes: T tokens, N query heads, C numbers of a latent, P of a rotated key, R = 
 from __future__ import annotations
 
 import torch
-import triton
 
 from engine.attention.base import LatentBackend, StepLayout
 from engine.attention.triton_plans import TritonPlan, TritonPlans
@@ -40,12 +39,11 @@ class TritonLatentAttention(LatentBackend[TritonPlan]):
         itemsize, kv_itemsize = TORCH_DTYPES[dtype].itemsize, KV_DTYPES[kv_dtype or dtype].itemsize
         self._decode_config = LatentTileConfig.of_decode(num_heads, itemsize, kv_itemsize)
         self._prefill_config = LatentTileConfig.of_prefill(itemsize, kv_itemsize)
-        self._scratch = torch.empty(0, dtype=torch.float32, device=device)
         self._plans = TritonPlans(
             block_size=block_size,
             tokens_per_tile=self._prefill_config.tokens_per_tile(num_heads),
             device=device,
-            scratch_of=self._scratch_of,
+            scratch_size=self._scratch_size,
         )
 
     @staticmethod
@@ -107,9 +105,5 @@ class TritonLatentAttention(LatentBackend[TritonPlan]):
             )  # fmt: skip
         return o_TNC
 
-    def _scratch_of(self, num_decodes: int, max_context_len: int) -> torch.Tensor:
-        """Grows to powers of two; plans made before keep the one that they were given."""
-        size = partial_size(num_decodes, self._num_heads, self._latent_dim, max_context_len, self._decode_config)
-        if size > len(self._scratch):
-            self._scratch = self._scratch.new_empty(triton.next_power_of_2(size))
-        return self._scratch
+    def _scratch_size(self, num_decodes: int, max_context_len: int) -> int:
+        return partial_size(num_decodes, self._num_heads, self._latent_dim, max_context_len, self._decode_config)

@@ -42,27 +42,37 @@ class TritonPlan:
     max_context_len: int
     """No decoding sequence's context is longer."""
     scratch: torch.Tensor
-    """float32, of the pieces of decoding sequences"""
+    """float32, at least what the pieces of decoding sequences take. Reserved plans share it."""
 
 
 class TritonPlans:
     """Of one backend."""
 
     def __init__(
-        self, *, block_size: int, tokens_per_tile: int, device: str, scratch_of: Callable[[int, int], torch.Tensor]
+        self, *, block_size: int, tokens_per_tile: int, device: str, scratch_size: Callable[[int, int], int]
     ) -> None:
-        """`tokens_per_tile`: of prefill. `scratch_of`: for so many decoding sequences, up to that many tokens long."""
+        """`tokens_per_tile`: of prefill. `scratch_size`: float32 numbers for so many decoding sequences, up to that many
+        tokens long."""
         self._block_size, self._tokens_per_tile, self._device = block_size, tokens_per_tile, device
-        self._scratch_of = scratch_of
+        self._scratch_size = scratch_size
+        self._reserved_scratch = self._new_scratch(0)
 
     def prepare(self, layout: StepLayout) -> TritonPlan:
         decodes = layout.num_decodes
-        return self._plan(layout, int(layout.context_lens[:decodes].max()) if decodes else 0)
+        max_context_len = int(layout.context_lens[:decodes].max()) if decodes else 0
+        return self._plan(layout, max_context_len, self._new_scratch(self._scratch_size(decodes, max_context_len)))
 
     def reserve_decode_plan(self, num_seqs: int, max_context_len: int) -> TritonPlan:
         """A plan for steps in which up to `num_seqs` sequences decode, none longer than `max_context_len`; made by
-        `refill`. Rows that it leaves empty attend to nothing and write nothing."""
-        return self._plan(empty_decodes(num_seqs, -(-max_context_len // self._block_size)), max_context_len)
+        `refill`. Rows that it leaves empty attend to nothing and write nothing.
+
+        Reserved plans share their scratch: their steps must run one after the other."""
+        size = self._scratch_size(num_seqs, max_context_len)
+        if len(self._reserved_scratch) < size:
+            # Twice as large at least: what earlier plans keep is together no larger than the last one.
+            self._reserved_scratch = self._new_scratch(max(size, 2 * len(self._reserved_scratch)))
+        layout = empty_decodes(num_seqs, -(-max_context_len // self._block_size))
+        return self._plan(layout, max_context_len, self._reserved_scratch)
 
     def refill(self, plan: TritonPlan, layout: StepLayout) -> None:
         """Put a decoding step into a reserved plan, in stream order. Raises `ValueError` where it does not fit."""
@@ -82,7 +92,10 @@ class TritonPlans:
             tiles,
         ]
 
-    def _plan(self, layout: StepLayout, max_context_len: int) -> TritonPlan:
+    def _new_scratch(self, size: int) -> torch.Tensor:
+        return torch.empty(size, dtype=torch.float32, device=self._device)
+
+    def _plan(self, layout: StepLayout, max_context_len: int, scratch: torch.Tensor) -> TritonPlan:
         """`max_context_len`: of sequences that decode, in this step or in one that is put into the plan later."""
         arrays, num_decodes = self._arrays(layout), layout.num_decodes
         buffer = to_device(pack(arrays), self._device)
@@ -96,5 +109,5 @@ class TritonPlans:
             prefill_tiles=prefill_tiles,
             num_decodes=num_decodes,
             max_context_len=max_context_len,
-            scratch=self._scratch_of(num_decodes, max_context_len),
+            scratch=scratch,
         )
