@@ -252,6 +252,18 @@ def test_a_reserved_plan_serves_any_step_that_fits() -> None:
     assert plan.buffer.data_ptr() == address
 
 
+def test_reserved_plans_share_their_scratch() -> None:
+    """One for each size of step and length of context: a gigabyte and more, if each had its own."""
+    backend = backend_of(case_of([(5, 1)]))
+    sizes = [(8, 256), (4, 256), (1, 512), (8, 1024), (8, 8192), (1, 8192), (7, 2048)]
+    plans = [backend.reserve_decode_plan(*size) for size in sizes]
+    config = DecodeConfig.of(64, 4)
+    needed = [partial_size(num_seqs, 6, 64, length, config) for num_seqs, length in sizes]
+    assert all(len(plan.scratch) >= size for plan, size in zip(plans, needed, strict=True))
+    kept = {plan.scratch.data_ptr(): len(plan.scratch) for plan in plans}
+    assert sum(kept.values()) <= 2 * max(needed)
+
+
 @pytest.mark.skipif(DEVICE == "cpu", reason="only a GPU has CUDA graphs")
 def test_a_cuda_graph_replays_other_steps() -> None:
     cases = [case_of([(299, 1), (3, 1), (16, 1)]), case_of([(40, 1)]), case_of([(0, 1), (275, 1)])]
