@@ -14,7 +14,7 @@ from benchmarks.gpu_parts.rows import Row
 from benchmarks.gpu_parts.runner import NotRun, Setting
 
 ROOT = Path(__file__).resolve().parents[2]
-NUM_PROCESSES = 8
+NUM_PROCESSES = 12
 """Most of the time goes into compiling."""
 SHOWN_LINES = 40
 

@@ -8,6 +8,7 @@ and a socket. The number is of the push; what the commit adds (both sides' diges
 from __future__ import annotations
 
 import asyncio
+import os
 from collections.abc import Iterator
 
 from benchmarks.gpu_parts import floors
@@ -18,6 +19,10 @@ BLOCK_KIB = 64
 """16 tokens of one layer of Llama-3.1-8B."""
 NIXL_AIM_GB_S = 500.0
 NIXL_PUSH = "push by nixl"
+NIXL_LISTS = f"{NIXL_PUSH}, as lists"
+LISTS_VARIABLE = "NIXL_UCX_SGL_ENABLE"
+"""With it, NIXL gives UCX all blocks of a request at once, and UCX gives them to CUDA as one call. By default each
+block is a copy and an event of its own: some microseconds for 64 KiB."""
 GRPC_PUSH = "push by grpc"
 
 
@@ -28,6 +33,20 @@ def measure_nixl(setting: Setting) -> Iterator[Row]:
     limit = None if copy_gb_s is None else copy_gb_s / 2
     aim = NIXL_AIM_GB_S if setting.device == "cuda" else None
     yield from pushed("nixl", NIXL_PUSH, setting, repeats=5, limit=limit, at_least=aim)
+    if setting.device == "cuda":
+        yield from pushed_as_lists(setting, limit)
+
+
+def pushed_as_lists(setting: Setting, limit: float | None) -> Iterator[Row]:
+    """In the same processes' environment: this part's is its own."""
+    os.environ[LISTS_VARIABLE] = "y"
+    try:
+        yield from pushed("nixl", NIXL_LISTS, setting, repeats=5, limit=limit, at_least=None)
+    except Exception as error:  # a UCX that has no such call
+        note = f"does not run: {type(error).__name__}: {' '.join(str(error).split())[:80]}"
+        yield Row(what=NIXL_LISTS, value=None, unit="GB/s", note=note)
+    finally:
+        del os.environ[LISTS_VARIABLE]
 
 
 def measure_grpc(setting: Setting) -> Iterator[Row]:

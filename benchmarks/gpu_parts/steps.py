@@ -16,6 +16,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
+import torch
 from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
@@ -24,11 +25,14 @@ from benchmarks.gpu_parts import floors
 from benchmarks.gpu_parts.rows import Row
 from benchmarks.gpu_parts.runner import NotRun, Setting
 from benchmarks.gpu_parts.shapes import Sizes, write_model
-from benchmarks.gpu_parts.timing import synchronize
+from benchmarks.gpu_parts.timing import synchronize, waiting_seconds_of
+from engine import device_draw
 from engine.config import EngineArgs
 from engine.llm_engine import LLMEngine
 from engine.model_loader import create_engine_config
+from engine.sampler import Sampler
 from engine.sampling_params import SamplingParams
+from engine.sequence import Sequence
 
 NUM_WARM_UP_STEPS = 4
 """They record the graphs."""
@@ -40,7 +44,8 @@ _ids = count()
 
 
 def measure(setting: Setting) -> Iterator[Row]:
-    return measure_with(setting, setting.sizes)
+    yield from measure_with(setting, setting.sizes)
+    yield from sampling_rows(setting)
 
 
 def measure_int8(setting: Setting) -> Iterator[Row]:
@@ -89,11 +94,7 @@ def decode_rows(engine: LLMEngine, setting: Setting, sizes: Sizes) -> Iterator[R
             limit=decode_limit_ms(sizes, batch, context, setting.known.get(floors.COPY)),
             note=f"{1e3 * batch / step_ms:,.0f} tokens/s",
         )  # fmt: skip
-        busy_ms = device_busy_ms(engine, setting.device)
-        yield Row(
-            what=f"device idle, {batch} x {context}", value=100 * idle_share(step_ms, busy_ms), unit="% of a step",
-            note=f"busy for {busy_ms:.3f} ms" + ("" if setting.device == "cuda" else " (a CPU's operations)"),
-        )  # fmt: skip
+        yield idle_row(f"device idle, {batch} x {context}", step_ms, engine, setting.device)
         for name in names:
             engine.abort(name)
         while engine.has_unfinished_requests():
@@ -148,12 +149,45 @@ def prefill_seconds(engine: LLMEngine, num_prompts: int, length: int, device: st
     return seconds
 
 
+# -- what follows the logits ------------------------------------------------------------------------------------------
+
+SAMPLING = {
+    "greedy": SamplingParams(temperature=0),
+    "drawn": SamplingParams(temperature=1, seed=1),
+    "drawn, top_p 0.9": SamplingParams(temperature=1, top_p=0.9, seed=1),
+}
+
+
+def sampling_rows(setting: Setting) -> Iterator[Row]:
+    """Part of every step, and in the rows above as greedy choice alone. Launch to result, one step at a time."""
+    batch, vocab_size = setting.sizes.decode_steps[-1][0], setting.sizes.model.config["vocab_size"]
+    draw = device_draw.draw if setting.device == "cuda" else None
+    sampler = Sampler(frozenset(), draw_filtered=draw, draw_unfiltered=draw)
+    logits_SV = torch.randn(batch, vocab_size, device=setting.device).bfloat16() * 4
+    last_ids_S = torch.zeros(batch, dtype=torch.int64, device=setting.device)
+    for what, params in SAMPLING.items():
+        seqs = [Sequence(number, str(number), [0], 1, params) for number in range(batch)]
+        seconds = waiting_seconds_of(lambda seqs=seqs: sampler.sample(logits_SV, seqs, last_ids_S), setting.device)
+        yield Row(what=f"sampling {batch} rows, {what}", value=1e3 * seconds, unit="ms")
+
+
 # -- how long the device has nothing to do --------------------------------------------------------------------------
 
 
 def idle_share(step_ms: float, busy_ms: float) -> float:
     """Below zero, something is wrong with either number; it is shown as it is."""
     return 1 - busy_ms / step_ms
+
+
+def idle_row(what: str, step_ms: float, engine: LLMEngine, device: str) -> Row:
+    """Where a machine's profiler sees nothing, the row says so, and what comes after it is measured all the same."""
+    unit = "% of a step"
+    try:
+        busy_ms = device_busy_ms(engine, device)
+    except RuntimeError as error:
+        return Row(what=what, value=None, unit=unit, note=f"not known: {error}")
+    note = f"busy for {busy_ms:.3f} ms" + ("" if device == "cuda" else " (a CPU's operations)")
+    return Row(what=what, value=100 * idle_share(step_ms, busy_ms), unit=unit, note=note)
 
 
 def device_busy_ms(engine: LLMEngine, device: str) -> float:

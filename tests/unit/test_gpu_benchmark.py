@@ -8,6 +8,7 @@ import math
 import os
 import time
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -309,9 +310,21 @@ def test_floors_and_steps(setting: Setting) -> None:
     rows = list(steps.measure(Setting(device="cpu", is_tiny=True, results=setting.results, known=known)))
     assert [row.what for row in rows] == [
         "decode step, 1 x 8", "device idle, 1 x 8", "decode step, 4 x 16", "device idle, 4 x 16", "prefill, 2 x 64",
+        "sampling 4 rows, greedy", "sampling 4 rows, drawn", "sampling 4 rows, drawn, top_p 0.9",
     ]  # fmt: skip
     assert all(row.value is not None for row in rows)
-    assert all(row.limit is not None and row.limit > 0 for row in rows if row.unit == "ms")
+    assert all(row.limit is not None and row.limit > 0 for row in rows[:-3] if row.unit == "ms")
+
+
+def test_a_profiler_that_sees_nothing_costs_its_own_row_alone(
+    setting: Setting, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(steps, "NUM_STEPS", 2)
+    monkeypatch.setattr(steps, "profile", lambda **_: nullcontext(SimpleNamespace(events=list)))
+    rows = {row.what: row for row in steps.measure(setting)}
+    assert rows["device idle, 1 x 8"].value is None
+    assert rows["device idle, 1 x 8"].note == "not known: the profiler saw no work on the device"
+    assert rows["prefill, 2 x 64"].value
 
 
 def test_products_of_a_step(setting: Setting) -> None:
@@ -381,6 +394,24 @@ def test_what_is_pushed_arrives_and_a_receiver_that_lies_is_noticed(monkeypatch:
     monkeypatch.setattr(transfer, "transfer", nothing)  # nothing is sent: what lies there is the receiver's own
     large, _ = asyncio.run(transfer.measure("local", options))
     assert large["num_wrong_digests"] == 4 * 64
+
+
+def test_pushes_as_lists_are_tried_and_may_be_refused(setting: Setting, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[tuple[str, str | None]] = []
+
+    def pushed(transport: str, what: str, *_: object, **__: object) -> Iterator[Row]:
+        seen.append((what, os.environ.get(push.LISTS_VARIABLE)))
+        yield Row(what=what, value=1.0, unit="GB/s")
+        if what != push.NIXL_PUSH:
+            raise RuntimeError("there is\nno such call")
+
+    monkeypatch.setattr(push, "require", lambda *_: None)
+    monkeypatch.setattr(push, "pushed", pushed)
+    rows = list(push.measure_nixl(replace(setting, device="cuda")))
+    assert seen == [(push.NIXL_PUSH, None), (push.NIXL_LISTS, "y")]
+    assert [row.what for row in rows] == [push.NIXL_PUSH, push.NIXL_LISTS, push.NIXL_LISTS]
+    assert rows[-1].note == "does not run: RuntimeError: there is no such call"
+    assert push.LISTS_VARIABLE not in os.environ
 
 
 def test_a_push_as_rows(setting: Setting, monkeypatch: pytest.MonkeyPatch) -> None:
