@@ -42,7 +42,11 @@ def command() -> list[str]:
     names = [str(path) for kind in ("triton", "flash") for path in sorted(folder.glob(f"test_{kind}_*.py"))]
     parallel = ["-n", str(min(NUM_PROCESSES, os.cpu_count() or 1))] if find_spec("xdist") else []
     # Without tests/conftest.py, which starts a Redis, and without the plugins that the project's own settings name.
-    options = ["-q", "-rf", "--noconftest", "-p", "no:cacheprovider", "-o", "addopts=", *parallel]
+    # A file that cannot be imported, for want of a package, must not keep the others from running.
+    options = [
+        "-q", "-rfE", "--noconftest", "--continue-on-collection-errors", "-p", "no:cacheprovider", "-o", "addopts=",
+        *parallel,
+    ]  # fmt: skip
     return [sys.executable, "-m", "pytest", *options, *names]
 
 
