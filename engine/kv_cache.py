@@ -19,11 +19,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 
 from engine.config import ModelConfig
 from engine.float8 import FLOAT8, saturated_float8
-from engine.to_device import integers
+from engine.to_device import integers, to_device
 
 KV_ORDER = "layer block kv head slot dim"
 """The pool's axes, outermost first, in the words of `KVLayout.order`."""
@@ -117,4 +118,8 @@ def copy_blocks(pool: torch.Tensor, pairs: Sequence[tuple[int, int]]) -> None:
 
 def clear_blocks(pool: torch.Tensor, block_ids: Sequence[int]) -> None:
     """Zero these blocks in all layers."""
-    as_movable(pool).index_fill_(1, integers(block_ids, pool.device), 0)
+    num_layers, num_blocks = pool.shape[:2]
+    # As rows: across layers, torch would split a pool of tens of gigabytes into as many launches as it has times 2**31.
+    rows = np.arange(num_layers)[:, None] * num_blocks + np.asarray(block_ids)
+    flat = as_movable(pool).view(num_layers * num_blocks, -1)
+    flat.index_fill_(0, to_device(rows.reshape(-1), pool.device), 0)

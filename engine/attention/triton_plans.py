@@ -51,8 +51,8 @@ class TritonPlans:
     def __init__(
         self, *, block_size: int, tokens_per_tile: int, device: str, scratch_size: Callable[[int, int], int]
     ) -> None:
-        """`tokens_per_tile`: of prefill. `scratch_size`: float32 numbers for so many decoding sequences, up to that many
-        tokens long."""
+        """`tokens_per_tile`: of prefill. `scratch_size`: float32 numbers for so many decoding sequences, up to that
+        many tokens long."""
         self._block_size, self._tokens_per_tile, self._device = block_size, tokens_per_tile, device
         self._scratch_size = scratch_size
         self._reserved_scratch = self._new_scratch(0)
