@@ -41,7 +41,7 @@ class ModelRunner:
         self._block_size = config.cache.block_size
         self._device = config.device.device
         self._graphs = self._make_graphs(config)
-        self._sampler = _make_sampler(config)
+        self._sampler = make_sampler(config)
         self._last: SampledTokens | None = None
 
     @torch.inference_mode()
@@ -114,7 +114,7 @@ class ModelRunner:
         return lambda layer: on_layer_written(layer, exports)
 
 
-def _make_sampler(config: EngineConfig) -> Sampler:
+def make_sampler(config: EngineConfig) -> Sampler:
     """What is fastest where the logits are."""
     eos_token_ids = config.model.eos_token_ids
     if config.device.attention_backend == "cpu":

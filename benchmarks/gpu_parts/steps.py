@@ -26,11 +26,10 @@ from benchmarks.gpu_parts.rows import Row
 from benchmarks.gpu_parts.runner import NotRun, Setting
 from benchmarks.gpu_parts.shapes import Sizes, write_model
 from benchmarks.gpu_parts.timing import synchronize, waiting_seconds_of
-from engine import device_draw
 from engine.config import EngineArgs
 from engine.llm_engine import LLMEngine
 from engine.model_loader import create_engine_config
-from engine.sampler import Sampler
+from engine.model_runner import make_sampler
 from engine.sampling_params import SamplingParams
 from engine.sequence import Sequence
 
@@ -44,8 +43,7 @@ _ids = count()
 
 
 def measure(setting: Setting) -> Iterator[Row]:
-    yield from measure_with(setting, setting.sizes)
-    yield from sampling_rows(setting)
+    return measure_with(setting, setting.sizes)
 
 
 def measure_int8(setting: Setting) -> Iterator[Row]:
@@ -69,6 +67,8 @@ def measure_with(setting: Setting, sizes: Sizes, **settings: str) -> Iterator[Ro
         label = f"{settings['quantization']}: " if settings else ""
         for row in chain(decode_rows(engine, setting, sizes), prefill_rows(engine, setting)):
             yield replace(row, what=label + row.what)
+        if not settings:
+            yield from sampling_rows(engine, setting)
 
 
 def open_engine(folder: Path, setting: Setting, **settings: str) -> LLMEngine:
@@ -158,12 +158,13 @@ SAMPLING = {
 }
 
 
-def sampling_rows(setting: Setting) -> Iterator[Row]:
+def sampling_rows(engine: LLMEngine, setting: Setting) -> Iterator[Row]:
     """Part of every step, and in the rows above as greedy choice alone. Launch to result, one step at a time."""
     batch, vocab_size = setting.sizes.decode_steps[-1][0], setting.sizes.model.config["vocab_size"]
-    draw = device_draw.draw if setting.device == "cuda" else None
-    sampler = Sampler(frozenset(), draw_filtered=draw, draw_unfiltered=draw)
-    logits_SV = torch.randn(batch, vocab_size, device=setting.device).bfloat16() * 4
+    sampler = make_sampler(engine.config)
+    logits_SV = torch.randn(batch, vocab_size, device=setting.device) * 4
+    if engine.config.device.attention_backend != "cpu":  # whose kernels make logits in float32
+        logits_SV = logits_SV.bfloat16()
     last_ids_S = torch.zeros(batch, dtype=torch.int64, device=setting.device)
     for what, params in SAMPLING.items():
         seqs = [Sequence(number, str(number), [0], 1, params) for number in range(batch)]
