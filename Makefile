@@ -4,7 +4,6 @@
 VENV  := .venv
 BIN   := $(VENV)/bin
 PIP   := $(BIN)/python -m pip --disable-pip-version-check
-# Of thousands of modules few are ever imported: Python compiles these (--no-compile leaves it that), not pip all of them.
 # On a terminal pip shows its progress; elsewhere (-qq) only its errors.
 QUIET := $(shell [ -t 2 ] || echo -qq)
 SAY   := @printf 'tandem: %s\n'
@@ -31,9 +30,10 @@ demo: $(VENV)/installed
 	@$(BIN)/tandem demo
 
 # Lint and types first, so that pytest's summary is what one reads last. Two files at a time (tests/conftest.py), the
-# longest first: threads that wait must not take the other's core.
+# longest first: threads that wait must not take the other's core. Some two hundred processes are started: none should
+# compile our modules anew, whatever the environment says.
 test: lint
-	@OMP_WAIT_POLICY=PASSIVE GOMP_SPINCOUNT=0 $(BIN)/python -m pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder
+	@PYTHONDONTWRITEBYTECODE= OMP_WAIT_POLICY=PASSIVE GOMP_SPINCOUNT=0 $(BIN)/python -m pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder
 
 lint: $(VENV)/installed-test
 	@$(BIN)/ruff check
@@ -53,15 +53,15 @@ install-test: $(VENV)/installed-test
 # A file that is newer than its ingredients says that the environment is up to date.
 $(VENV)/installed: pyproject.toml constraints.txt | $(VENV)/bin/python
 	$(SAY) 'installing Tandem and what it needs, torch above all (one to five minutes, once)'
-	@$(PIP) install $(QUIET) --no-compile -c constraints.txt -e .
+	@$(PIP) install $(QUIET) -c constraints.txt -e .
 	@touch $@
 
 $(VENV)/installed-test: $(VENV)/installed
 	$(SAY) 'installing what the tests need (half a minute, once)'
-	@$(PIP) install $(QUIET) --no-compile -c constraints.txt -e '.[test]'
+	@$(PIP) install $(QUIET) -c constraints.txt -e '.[test]'
 	@if [ "$$(uname -s)" = Linux ]; then \
 	  printf 'tandem: %s\n' 'installing the nixl transport (half a minute, once)'; \
-	  $(PIP) install $(QUIET) --no-compile --no-deps -c constraints.txt nixl nixl-cu12; fi
+	  $(PIP) install $(QUIET) --no-deps -c constraints.txt nixl nixl-cu12; fi
 	@touch $@
 
 $(VENV)/bin/python:
