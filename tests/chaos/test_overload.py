@@ -24,8 +24,8 @@ def test_ten_times_the_sustainable_load() -> None:
     # Looser than what is measured in quiet (docs/failure-contract.md): other tests share the cores. Without refusals
     # 5 % of what is let in is answered in time.
     assert during["answered"] >= 0.5 * num_admitted, summary
-    assert during["goodput_per_s"] >= 0.5 * before["goodput_per_s"], summary
-    assert after["goodput_per_s"] >= 0.5 * before["goodput_per_s"], summary
+    assert during["goodput_per_s"] >= 0.4 * before["goodput_per_s"], summary
+    assert after["goodput_per_s"] >= 0.4 * before["goodput_per_s"], summary
     assert during["p99_refusal_ms"] < 1000, summary
     assert during["p50_retry_after_s"] > 0, summary
     assert max(summary["memory_growth_mib"].values()) < 64, summary
