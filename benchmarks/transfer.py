@@ -4,7 +4,7 @@
     python -m benchmarks.transfer --transport nixl --max-mib 1024 --repeats 9
     python -m benchmarks.transfer --device cuda --layers 32 --block-kib 64      # pools in the memory of one GPU
 
-Sender and receiver are two processes for "grpc" and "nixl", as in reality, and one for "local". A measured transfer is
+Sender and receiver are two processes, as in reality, and one for "local". A measured transfer is
 open + write of every layer + commit, so both sides' digests are in it; "data" is the push without the commit. After the
 last transfer of each size both sides' digests are compared once more, over another way. The last line of output is one
 JSON object.
@@ -36,27 +36,28 @@ from kv_transfer import Identity, KVPool, KVReceiver, KVSender, KVTransferServic
 from kv_transfer.pool import Digests
 from protos import tandem_kv_transfer_pb2 as pb
 from protos import tandem_kv_transfer_pb2_grpc as pb_grpc
-from worker_service.messages import transfer_pool
+from worker_service.pool_memory import PoolMemory
 
 MIB = 1 << 20
 NUM_LATENCY_PUSHES = 200
+TRANSPORTS = (*kv_transfer.TRANSPORTS, "local")
+
+PoolArguments = tuple[str, int, int, int, str]
+"""Transport, bytes, layers, KiB of a block, device."""
 
 
-PoolArguments = tuple[int, int, int, str]
-"""Bytes, layers, KiB of a block, device."""
-
-
-def make_pool(num_bytes: int, num_layers: int, block_kib: int, device: str, seed: int) -> KVPool:
+def make_pool(transport: str, num_bytes: int, num_layers: int, block_kib: int, device: str, seed: int) -> KVPool:
     """A pool of at least `num_bytes`, of blocks of `block_kib` KiB per layer, as a worker on `device` has it."""
     num_blocks = -(-num_bytes // (num_layers * block_kib * 1024))
     shape = KVCacheShape(
         num_layers=num_layers, num_blocks=num_blocks, block_size=16, num_kv_heads=1,
         head_dim=block_kib * 1024 // (2 * 16 * 2), dtype="bfloat16",
     )  # fmt: skip
-    size = (num_layers, num_blocks, shape.block_bytes)
+    memory = PoolMemory(transport)
+    tensor = memory.allocate(shape, device)
     generator = torch.Generator(device).manual_seed(seed)
-    content = torch.randint(0, 256, size, dtype=torch.uint8, device=device, generator=generator)
-    return transfer_pool(content, shape, KV_ORDER)
+    tensor.view(torch.uint8).random_(0, 256, generator=generator)
+    return memory.as_pool(tensor, shape, KV_ORDER)
 
 
 @dataclass(frozen=True)
@@ -173,7 +174,7 @@ def sizes_mib(smallest: int, largest: int) -> Iterator[int]:
 async def measure(transport: str, options: dict[str, int], device: str = "cpu") -> list[dict[str, Any]]:
     """A row for each size, and one for pushes of a single block."""
     rows = []
-    pool_arguments = (options["max_mib"] * MIB, options["layers"], options["block_kib"], device)
+    pool_arguments = (transport, options["max_mib"] * MIB, options["layers"], options["block_kib"], device)
     random = np.random.default_rng(5)
     async with running(transport, pool_arguments) as (sender, far):
         layout = sender.pool.layout
@@ -213,7 +214,7 @@ async def measure(transport: str, options: dict[str, int], device: str = "cpu") 
 
 
 def measure_digests(options: dict[str, int], device: str) -> dict[str, Any]:
-    pool = make_pool(64 * MIB, options["layers"], options["block_kib"], device, seed=1)
+    pool = make_pool("local", 64 * MIB, options["layers"], options["block_kib"], device, seed=1)
     block_ids = list(range(pool.layout.num_blocks))
     pool.digests(block_ids)
     timings = []
@@ -242,7 +243,7 @@ def print_tables(rows: list[dict[str, Any]], digests: dict[str, Any]) -> None:
 
 
 @click.command(help=__doc__, context_settings={"max_content_width": 100})
-@click.option("--transport", "transports", multiple=True, type=click.Choice(["grpc", "nixl", "local"]),
+@click.option("--transport", "transports", multiple=True, type=click.Choice(TRANSPORTS),
               help="Which to measure; may be repeated. Default: all that are installed.")  # fmt: skip
 @click.option("--min-mib", default=1, show_default=True, type=click.IntRange(1), help="Smallest transfer, in MiB.")
 @click.option("--max-mib", default=256, show_default=True, type=click.IntRange(1), help="Largest transfer, in MiB.")
@@ -259,7 +260,7 @@ def main(transports: tuple[str, ...], device: str, **options: int) -> None:
     if device == "cuda" and not torch.cuda.is_available():
         raise click.UsageError("--device is cuda, but torch finds no CUDA device")
     has_nixl = importlib.util.find_spec("nixl") is not None
-    chosen = transports or tuple(name for name in ("grpc", "nixl", "local") if name != "nixl" or has_nixl)
+    chosen = transports or tuple(name for name in TRANSPORTS if name != "nixl" or has_nixl)
     rows = [row for name in chosen for row in asyncio.run(measure(name, options, device))]
     digests = measure_digests(options, device)
     print_tables(rows, digests)

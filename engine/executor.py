@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 
 from engine.config import EngineConfig
-from engine.kv_cache import KVCacheShape
+from engine.kv_cache import AllocateKVPool, KVCacheShape, allocate_kv_pool
 from engine.sampled_tokens import SampledTokens
 from engine.sequence import OnLayerWritten, SchedulerOutput
 from engine.worker import Worker
@@ -18,8 +18,13 @@ from engine.worker import Worker
 class Executor:
     """Used by the stepping thread alone. The constructor loads the model: seconds."""
 
-    def __init__(self, config: EngineConfig, on_layer_written: OnLayerWritten | None = None) -> None:
-        self._worker = Worker(config, on_layer_written)
+    def __init__(
+        self,
+        config: EngineConfig,
+        on_layer_written: OnLayerWritten | None = None,
+        allocate_pool: AllocateKVPool = allocate_kv_pool,
+    ) -> None:
+        self._worker = Worker(config, on_layer_written, allocate_pool)
 
     @property
     def kv_pool(self) -> torch.Tensor:

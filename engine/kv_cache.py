@@ -16,7 +16,7 @@ its first slot is about to be written, and whatever travels or is copied has bee
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -62,6 +62,11 @@ class KVCacheShape:
     """What a token has in a layer: 2, keys and values; 1, latents."""
 
     @property
+    def axes(self) -> tuple[int, ...]:
+        """[layer, block, part, kv_head, slot, head_dim]"""
+        return (self.num_layers, self.num_blocks, self.num_parts, self.num_kv_heads, self.block_size, self.head_dim)
+
+    @property
     def block_bytes(self) -> int:
         """Bytes of one block of one layer."""
         return self.num_parts * self.num_kv_heads * self.block_size * self.head_dim * KV_DTYPES[self.dtype].itemsize
@@ -86,11 +91,11 @@ def kv_cache_shape(model: ModelConfig, *, num_blocks: int, block_size: int, kv_d
 
 def allocate_kv_pool(shape: KVCacheShape, device: str) -> torch.Tensor:
     """The pool, contiguous and zeroed."""
-    return torch.zeros(
-        (shape.num_layers, shape.num_blocks, shape.num_parts, shape.num_kv_heads, shape.block_size, shape.head_dim),
-        dtype=KV_DTYPES[shape.dtype],
-        device=device,
-    )
+    return torch.zeros(shape.axes, dtype=KV_DTYPES[shape.dtype], device=device)
+
+
+AllocateKVPool = Callable[[KVCacheShape, str], torch.Tensor]
+"""What stands for `allocate_kv_pool` where others are to reach the pool's memory."""
 
 
 def kv_dtype_of(kv_cache_dtype: str, dtype: str) -> str:

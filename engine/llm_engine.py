@@ -23,6 +23,7 @@ from itertools import count
 from engine.block_manager import BlockLedger, BlockManager, CacheEvent
 from engine.config import EngineConfig
 from engine.executor import Executor
+from engine.kv_cache import AllocateKVPool, allocate_kv_pool
 from engine.outputs import RequestOutput
 from engine.pace import StepPace
 from engine.sampled_tokens import SampledTokens
@@ -61,14 +62,19 @@ class _StepInFlight:
 class LLMEngine:
     """Token ids in, token ids out. Not thread-safe."""
 
-    def __init__(self, config: EngineConfig, on_layer_written: OnLayerWritten | None = None) -> None:
+    def __init__(
+        self,
+        config: EngineConfig,
+        on_layer_written: OnLayerWritten | None = None,
+        allocate_pool: AllocateKVPool = allocate_kv_pool,
+    ) -> None:
         """Load the model and allocate the pool.
 
         `on_layer_written` is called within `step`, once per layer, with the blocks of prefill-only requests that hold
         their final KV in that layer from then on.
         """
         self.config = config
-        self.executor = Executor(config, on_layer_written)
+        self.executor = Executor(config, on_layer_written, allocate_pool)
         self.block_manager = BlockManager(
             num_blocks=self.executor.kv_shape.num_blocks,
             block_size=config.cache.block_size,

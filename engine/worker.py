@@ -17,7 +17,7 @@ import torch
 
 from engine.attention import create_attention_backend
 from engine.config import EngineConfig
-from engine.kv_cache import KVCacheShape, allocate_kv_pool, kv_cache_shape
+from engine.kv_cache import AllocateKVPool, KVCacheShape, allocate_kv_pool, kv_cache_shape
 from engine.model_loader import load_model
 from engine.model_runner import ModelRunner
 from engine.pool_size import measure_num_blocks
@@ -31,7 +31,9 @@ REPORT_AFTER_S = 5.0
 class Worker:
     """Raises `ValueError` where weights do not fit the config, or the device is not there."""
 
-    def __init__(self, config: EngineConfig, on_layer_written: OnLayerWritten | None) -> None:
+    def __init__(
+        self, config: EngineConfig, on_layer_written: OnLayerWritten | None, allocate_pool: AllocateKVPool
+    ) -> None:
         if config.device.num_threads > 0:
             torch.set_num_threads(config.device.num_threads)
         cache = config.cache
@@ -53,7 +55,7 @@ class Worker:
         if not shape.num_blocks:
             shape = replace(shape, num_blocks=measure_num_blocks(config, shape, run_step))
         self.kv_shape = shape
-        self.kv_pool = allocate_kv_pool(shape, config.device.device)
+        self.kv_pool = allocate_pool(shape, config.device.device)
         self._runner = ModelRunner(config, model, backend, self.kv_pool, on_layer_written)
         if config.device.device != "cpu":
             warm_up(config, self._runner, self.kv_pool)

@@ -21,14 +21,16 @@ from kv_transfer.errors import (
 )
 from kv_transfer.grants import Grant, GrantCounters, GrantTable
 from kv_transfer.grpc_transport import GrpcEndpoint, GrpcTransport, OpenChannel, open_plain_channel
+from kv_transfer.ipc_transport import IpcEndpoint, IpcTransport
 from kv_transfer.layout import KVLayout
 from kv_transfer.local_transport import LocalEndpoint, LocalTransport
 from kv_transfer.pool import HostPool, KVPool
 from kv_transfer.receiver import KVReceiver, OnCommit, OnFreed
 from kv_transfer.sender import KVSender, Push
 from kv_transfer.servicer import KVTransferServicer
+from kv_transfer.shared_memory import SharedMemory
 
-TRANSPORTS = ("grpc", "nixl")
+TRANSPORTS = ("grpc", "ipc", "nixl")
 """Those between processes."""
 
 __all__ = [
@@ -53,6 +55,7 @@ __all__ = [
     "OnFreed",
     "PeerUnreachable",
     "Push",
+    "SharedMemory",
     "TransferError",
     "TransportMissing",
     "create_endpoint",
@@ -82,10 +85,13 @@ def create_sender(
 def create_endpoint(transport: str, *, pool: KVPool, identity: Identity) -> Endpoint:
     """The receiving side of the named transport, for a `KVReceiver`, which starts and closes it.
 
-    Raises `ValueError` for an unknown name, `TransportMissing` where NIXL is not installed."""
+    Raises `ValueError` for an unknown name, `TransportMissing` where NIXL is not installed, or where nobody else can
+    open the pool's memory ("ipc")."""
     match transport:
         case "grpc":
             return GrpcEndpoint(pool)
+        case "ipc":
+            return IpcEndpoint(pool)
         case "nixl":
             from kv_transfer.nixl_transport import NixlEndpoint
 
@@ -105,6 +111,8 @@ def _create_transport(
     match name:
         case "grpc":
             return GrpcTransport(pool, open_channel)
+        case "ipc":
+            return IpcTransport(pool, open_channel)
         case "nixl":
             from kv_transfer.nixl_transport import NixlTransport
 

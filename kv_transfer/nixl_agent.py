@@ -18,7 +18,7 @@ import queue
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -27,6 +27,7 @@ import numpy as np
 
 from kv_transfer.base import MAX_BYTES_IN_FLIGHT
 from kv_transfer.errors import PeerUnreachable, TransferError, TransportMissing
+from kv_transfer.one_sided import Transfer
 from kv_transfer.pool import KVPool
 
 logger = logging.getLogger(__name__)
@@ -47,19 +48,12 @@ class RemotePool:
 
 
 @dataclass(slots=True, eq=False)
-class Transfer:
-    """Writes of blocks of one layer; `on_end(error or None)` is called once, on the agent's thread."""
+class InFlight:
+    """Writes that NIXL makes."""
 
-    remote: RemotePool
-    layer: int
-    src_block_ids: Sequence[int]
-    dst_block_ids: Sequence[int]
-    is_cancelled: Callable[[], bool]
-    on_end: Callable[[TransferError | None], None]
-    patience_s: float
-    """How long it may be in flight before it is torn down."""
-    handle: Any = None
-    deadline_s: float = 0.0
+    transfer: Transfer
+    handle: Any
+    deadline_s: float
 
 
 class NixlAgent:
@@ -75,7 +69,7 @@ class NixlAgent:
         config = api.nixl_agent_config(enable_prog_thread=False, backends=["UCX"])
         self._calls: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._waiting: deque[Transfer] = deque()
-        self._in_flight: list[Transfer] = []
+        self._in_flight: list[InFlight] = []
         self._num_bytes_in_flight = 0
         self._num_incoming_pushes = 0
         self._remotes: dict[str, RemotePool] = {}
@@ -167,7 +161,7 @@ class NixlAgent:
     def _progress(self) -> None:
         if self._num_incoming_pushes:
             self._agent.get_new_notifs()
-        self._in_flight = [transfer for transfer in self._in_flight if not self._has_ended(transfer)]
+        self._in_flight = [under_way for under_way in self._in_flight if not self._has_ended(under_way)]
         while self._waiting and self._num_bytes_in_flight < MAX_BYTES_IN_FLIGHT[self._pool.memory]:
             transfer = self._waiting.popleft()
             if transfer.is_cancelled():
@@ -177,36 +171,41 @@ class NixlAgent:
 
     def _start(self, transfer: Transfer) -> None:
         self._num_bytes_in_flight += self._num_bytes(transfer)
-        transfer.deadline_s = time.monotonic() + transfer.patience_s
+        under_way = InFlight(transfer, None, time.monotonic() + transfer.patience_s)
+        remote: RemotePool = transfer.remote
         src = np.asarray(transfer.src_block_ids, dtype=np.int32) + transfer.layer * self._pool.layout.num_blocks
-        dst = np.asarray(transfer.dst_block_ids, dtype=np.int32) + transfer.layer * transfer.remote.num_blocks
+        dst = np.asarray(transfer.dst_block_ids, dtype=np.int32) + transfer.layer * remote.num_blocks
         try:
-            transfer.handle = self._agent.make_prepped_xfer("WRITE", self._local, src, transfer.remote.descriptors, dst)
-            state = self._agent.transfer(transfer.handle)
+            under_way.handle = self._agent.make_prepped_xfer("WRITE", self._local, src, remote.descriptors, dst)
+            state = self._agent.transfer(under_way.handle)
         except self._errors as error:
-            self._end(transfer, PeerUnreachable(f"{transfer.remote.agent_name}: {error}"))
+            self._end(under_way, PeerUnreachable(f"{remote.agent_name}: {error}"))
             return
         if state == "PROC":
-            self._in_flight.append(transfer)
+            self._in_flight.append(under_way)
         else:
-            self._end(transfer, _error_of(transfer, state))
+            self._end(under_way, _error_of(transfer, state))
 
-    def _has_ended(self, transfer: Transfer) -> bool:
-        try:
-            state = self._agent.check_xfer_state(transfer.handle)
-        except self._errors as error:
-            self._end(transfer, PeerUnreachable(f"{transfer.remote.agent_name}: {error}"))
+    def _has_ended(self, under_way: InFlight) -> bool:
+        if under_way.transfer.is_late():
+            self._end(under_way, None)  # before NIXL is asked: writes go on within its calls
             return True
-        if state == "PROC" and time.monotonic() < transfer.deadline_s:
+        try:
+            state = self._agent.check_xfer_state(under_way.handle)
+        except self._errors as error:
+            self._end(under_way, PeerUnreachable(f"{under_way.transfer.remote.agent_name}: {error}"))
+            return True
+        if state == "PROC" and time.monotonic() < under_way.deadline_s:
             return False
-        self._end(transfer, _error_of(transfer, state))
+        self._end(under_way, _error_of(under_way.transfer, state))
         return True
 
-    def _end(self, transfer: Transfer, error: TransferError | None) -> None:
+    def _end(self, under_way: InFlight, error: TransferError | None) -> None:
+        transfer = under_way.transfer
         self._num_bytes_in_flight -= self._num_bytes(transfer)
-        if transfer.handle is not None:
+        if under_way.handle is not None:
             try:
-                transfer.handle.release()
+                under_way.handle.release()
             except self._errors as release_error:
                 # It stays in NIXL's list of leaked handles, which the agent's end releases.
                 logger.warning("NIXL cannot cancel a write to %s: %s", transfer.remote.agent_name, release_error)
@@ -272,8 +271,8 @@ class NixlAgent:
     def _fail_all(self, error: TransferError) -> None:
         in_flight, waiting = self._in_flight, self._waiting
         self._in_flight, self._waiting = [], deque()
-        for transfer in in_flight:
-            self._end(transfer, error)
+        for under_way in in_flight:
+            self._end(under_way, error)
         for transfer in waiting:
             transfer.on_end(error)
 

@@ -66,20 +66,22 @@ class ConnectRequest(_message.Message):
     def __init__(self, protocol_version: _Optional[int] = ..., worker_id: _Optional[str] = ..., incarnation: _Optional[str] = ..., compat_digest: _Optional[str] = ..., layout: _Optional[_Union[KVLayout, _Mapping]] = ..., transport: _Optional[str] = ...) -> None: ...
 
 class ConnectResponse(_message.Message):
-    __slots__ = ("worker_id", "incarnation", "compat_digest", "layout", "grpc", "nixl")
+    __slots__ = ("worker_id", "incarnation", "compat_digest", "layout", "grpc", "nixl", "ipc")
     WORKER_ID_FIELD_NUMBER: _ClassVar[int]
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
     COMPAT_DIGEST_FIELD_NUMBER: _ClassVar[int]
     LAYOUT_FIELD_NUMBER: _ClassVar[int]
     GRPC_FIELD_NUMBER: _ClassVar[int]
     NIXL_FIELD_NUMBER: _ClassVar[int]
+    IPC_FIELD_NUMBER: _ClassVar[int]
     worker_id: str
     incarnation: str
     compat_digest: str
     layout: KVLayout
     grpc: GrpcEndpoint
     nixl: NixlEndpoint
-    def __init__(self, worker_id: _Optional[str] = ..., incarnation: _Optional[str] = ..., compat_digest: _Optional[str] = ..., layout: _Optional[_Union[KVLayout, _Mapping]] = ..., grpc: _Optional[_Union[GrpcEndpoint, _Mapping]] = ..., nixl: _Optional[_Union[NixlEndpoint, _Mapping]] = ...) -> None: ...
+    ipc: IpcEndpoint
+    def __init__(self, worker_id: _Optional[str] = ..., incarnation: _Optional[str] = ..., compat_digest: _Optional[str] = ..., layout: _Optional[_Union[KVLayout, _Mapping]] = ..., grpc: _Optional[_Union[GrpcEndpoint, _Mapping]] = ..., nixl: _Optional[_Union[NixlEndpoint, _Mapping]] = ..., ipc: _Optional[_Union[IpcEndpoint, _Mapping]] = ...) -> None: ...
 
 class GrpcEndpoint(_message.Message):
     __slots__ = ("max_chunk_bytes",)
@@ -100,6 +102,34 @@ class NixlEndpoint(_message.Message):
     device_id: int
     memory: str
     def __init__(self, agent_metadata: _Optional[bytes] = ..., base_address: _Optional[int] = ..., pool_bytes: _Optional[int] = ..., device_id: _Optional[int] = ..., memory: _Optional[str] = ...) -> None: ...
+
+class IpcEndpoint(_message.Message):
+    __slots__ = ("machine", "pool_bytes", "host", "cuda")
+    MACHINE_FIELD_NUMBER: _ClassVar[int]
+    POOL_BYTES_FIELD_NUMBER: _ClassVar[int]
+    HOST_FIELD_NUMBER: _ClassVar[int]
+    CUDA_FIELD_NUMBER: _ClassVar[int]
+    machine: str
+    pool_bytes: int
+    host: HostMemory
+    cuda: CudaMemory
+    def __init__(self, machine: _Optional[str] = ..., pool_bytes: _Optional[int] = ..., host: _Optional[_Union[HostMemory, _Mapping]] = ..., cuda: _Optional[_Union[CudaMemory, _Mapping]] = ...) -> None: ...
+
+class HostMemory(_message.Message):
+    __slots__ = ("pid", "fd")
+    PID_FIELD_NUMBER: _ClassVar[int]
+    FD_FIELD_NUMBER: _ClassVar[int]
+    pid: int
+    fd: int
+    def __init__(self, pid: _Optional[int] = ..., fd: _Optional[int] = ...) -> None: ...
+
+class CudaMemory(_message.Message):
+    __slots__ = ("handle", "offset")
+    HANDLE_FIELD_NUMBER: _ClassVar[int]
+    OFFSET_FIELD_NUMBER: _ClassVar[int]
+    handle: bytes
+    offset: int
+    def __init__(self, handle: _Optional[bytes] = ..., offset: _Optional[int] = ...) -> None: ...
 
 class PushChunk(_message.Message):
     __slots__ = ("grant_id", "epoch", "incarnation", "layer", "block_ids", "data")

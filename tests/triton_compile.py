@@ -30,6 +30,7 @@ from triton.runtime.jit import JITFunction
 from engine.attention.base import StepLayout
 from engine.attention.triton_backend import TritonAttention
 from engine.attention.triton_latents import TritonLatentAttention
+from engine.kernels.gpu.copy_rows import copy_rows
 from engine.kernels.gpu.digest import block_digests
 from engine.kernels.gpu.draw import draw
 from engine.kernels.gpu.eight_bits import int8_product, quantize_rows
@@ -71,7 +72,9 @@ def compile_instead(kernel: Any, *args: Any, grid: Any, warmup: bool, **kwargs: 
 def type_of(value: Any) -> str:
     if isinstance(value, torch.Tensor):
         return POINTERS[value.dtype]
-    return "fp32" if isinstance(value, float) else "i32"
+    if isinstance(value, float):
+        return "fp32"
+    return "i32" if abs(value) < 2**31 else "i64"
 
 
 def resources_of(cubin: bytes) -> dict[str, int]:
@@ -135,6 +138,7 @@ def compile_rest(dtype: torch.dtype) -> None:
     silu_multiply(x)
     quantize_rows(x, 1e-12)
     block_digests(torch.zeros(1, 1, 2, NUM_KV_HEADS, BLOCK_SIZE, 128, dtype=dtype), [0])
+    copy_rows(torch.zeros(1, 8192, dtype=torch.int64), 1 << 40, np.array([0]), np.array([0]))
 
 
 def compile_int8_products(num_rows: int) -> None:

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from kv_transfer import TRANSPORTS
 from registry.keys import check_name
 from rpc import failpoints
 from rpc.entrypoint import ServiceArgs
 from rpc.server import split_address
-
-TRANSPORTS = ("grpc", "nixl")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,7 +23,11 @@ class WorkerArgs(ServiceArgs):
     )
     worker_id: str = field(default="", metadata={"help": "Name of this worker. Default: its role and a random part."})
     transport: str = field(
-        default="grpc", metadata={"help": "How KV travels: grpc (anywhere) or nixl (RDMA, NVLink, shared memory)."}
+        default="grpc",
+        metadata={
+            "help": "How KV travels: grpc (anywhere), ipc (into the other worker's memory, on one machine), nixl (by "
+            "NVIDIA's NIXL: RDMA, NVLink, shared memory)."
+        },
     )
     lease_ms: int = field(
         default=10_000,

@@ -26,8 +26,10 @@ import numpy as np
 import torch
 import xxhash
 
-from kv_transfer import KVLayout, KVPool
-from kv_transfer.pool import Digests
+from kv_transfer import InvalidTransfer, KVLayout, KVPool, TransportMissing
+from kv_transfer.pool import Digests, PeerPool
+from protos import tandem_kv_transfer_pb2 as pb
+from worker_service.cuda_ipc import DevicePeers
 
 _log = logging.getLogger(__name__)
 
@@ -137,11 +139,17 @@ class DeviceWatch:
 class DevicePool(KVPool):
     """The blocks of `tensor`, contiguous, `[layer, block, …]` on a device.
 
-    Raises `ValueError` where tensor and layout disagree.
+    make_peers: called once, when the first process is to open this memory or another's. Raises `ValueError` where
+    tensor and layout disagree.
     """
 
     def __init__(
-        self, layout: KVLayout, tensor: torch.Tensor, digest_blocks: DigestBlocks, beside: BesideEngine = nullcontext
+        self,
+        layout: KVLayout,
+        tensor: torch.Tensor,
+        digest_blocks: DigestBlocks,
+        beside: BesideEngine = nullcontext,
+        make_peers: Callable[[], DevicePeers] | None = None,
     ) -> None:
         num_bytes = tensor.numel() * tensor.itemsize
         if tensor.shape[:2] != (layout.num_layers, layout.num_blocks) or num_bytes != layout.pool_bytes:
@@ -158,6 +166,18 @@ class DevicePool(KVPool):
         self._bytes_LBN = tensor.view(torch.uint8).view(layout.num_layers, layout.num_blocks, layout.block_bytes)
         self._digest_blocks = digest_blocks
         self._beside = beside
+        self._make_peers = make_peers
+        self._made_peers: DevicePeers | None = None
+
+    def describe_memory(self) -> pb.IpcEndpoint:
+        self.bind_thread()
+        return pb.IpcEndpoint(pool_bytes=self.layout.pool_bytes, cuda=self._peers().export(self.base_address))
+
+    def open_peer(self, endpoint: pb.IpcEndpoint, num_blocks: int) -> PeerPool:
+        if endpoint.WhichOneof("memory") != "cuda":
+            raise InvalidTransfer("a pool in a device's memory cannot be copied into a host's")
+        rows = self._bytes_LBN.view(torch.int64).flatten(0, 1)
+        return self._peers().open(endpoint.cuda, rows, self.layout.num_layers * num_blocks)
 
     def bind_thread(self) -> None:
         """A new thread has no CUDA context before it calls CUDA's runtime, which torch's `set_device` does not where
@@ -181,6 +201,13 @@ class DevicePool(KVPool):
     def digests(self, block_ids: Sequence[int]) -> Digests:
         with self._beside():
             return self._digest_blocks(self._tensor, block_ids)
+
+    def _peers(self) -> DevicePeers:
+        if self._make_peers is None:
+            raise TransportMissing("this pool's memory can be opened by no other process")
+        if self._made_peers is None:
+            self._made_peers = self._make_peers()
+        return self._made_peers
 
     def _staging(self, num_blocks: int) -> torch.Tensor:
         """Host memory that a device copies by itself; torch keeps it for the next one."""

@@ -1,24 +1,16 @@
-"""Between the engine's words and the wire's: sampling parameters, ledgers, loads, layouts. Checks what comes in."""
+"""Between the engine's words and the wire's: sampling parameters, ledgers, loads. Checks what comes in."""
 
 from __future__ import annotations
 
 from types import MappingProxyType
 
-import numpy as np
-import numpy.typing as npt
-import torch
-
 from engine.block_manager import BlockLedger
 from engine.config import EngineConfig
-from engine.kernels.gpu import why_no_triton
-from engine.kv_cache import KVCacheShape
 from engine.llm_engine import EngineLoad
 from engine.outputs import FinishReason, RequestOutput
 from engine.sampling_params import SamplingParams
-from kv_transfer import HostPool, KVLayout, KVPool
 from protos import tandem_inference_pb2 as inference_pb
 from protos import tandem_worker_pb2 as pb
-from worker_service.device_pool import DevicePool, DigestBlocks, cuda_stream_beside, digest_on_host
 
 _FINISH_REASONS = {
     None: inference_pb.FINISH_REASON_UNSPECIFIED,
@@ -92,32 +84,3 @@ def model_message(config: EngineConfig) -> inference_pb.GetModelInfoResponse:
         dtype=config.model.dtype,
         eos_token_ids=sorted(config.model.eos_token_ids),
     )
-
-
-def transfer_pool(tensor: torch.Tensor, shape: KVCacheShape, order: str) -> KVPool:
-    """The engine's pool as bytes, for transfers, wherever it is. Shares the memory; the engine owns it."""
-    layout = KVLayout(
-        num_layers=shape.num_layers,
-        num_blocks=shape.num_blocks,
-        block_size=shape.block_size,
-        num_kv_heads=shape.num_kv_heads,
-        head_dim=shape.head_dim,
-        dtype=shape.dtype,
-        num_parts=shape.num_parts,
-        order=order,
-    )
-    if tensor.device.type != "cpu":
-        pool = DevicePool(layout, tensor, _digest_blocks(tensor.device.type), cuda_stream_beside(tensor.device))
-        pool.digests([0])  # what this compiles, the first transfer need not wait for
-        return pool
-    array: npt.NDArray[np.uint8] = tensor.view(torch.uint8).numpy()
-    return HostPool(layout, array.reshape(shape.num_layers, shape.num_blocks, shape.block_bytes))
-
-
-def _digest_blocks(device: str) -> DigestBlocks:
-    """Where the blocks are, if Triton can run there; the attention backend has said so if it cannot."""
-    if why_no_triton(device):
-        return digest_on_host
-    from engine.kernels.gpu.digest import block_digests  # needs Triton
-
-    return block_digests

@@ -31,7 +31,7 @@ from engine.config import EngineArgs, EngineConfig
 from engine.llm_engine import LLMEngine
 from engine.model_loader import create_engine_config
 from engine.sequence import BlockExport, OnLayerWritten
-from kv_transfer import Identity, KVPool
+from kv_transfer import Identity, KVPool, TransportMissing
 from protos import tandem_worker_pb2 as pb
 from protos.tandem_worker_pb2_grpc import add_WorkerServicer_to_server
 from registry.prefix_index import PrefixReporter
@@ -42,8 +42,9 @@ from rpc.server import CannotListen, Server
 from rpc.session import PROTOCOL_VERSION
 from worker_service.args import WorkerArgs
 from worker_service.device_pool import DeviceWatch
-from worker_service.messages import load_message, model_message, transfer_pool
+from worker_service.messages import load_message, model_message
 from worker_service.metrics import WorkerMetrics
+from worker_service.pool_memory import PoolMemory
 from worker_service.servicer import TransferCounters, WorkerServicer
 from worker_service.sessions import SessionHost
 from worker_service.watchdog import wait_until_stuck
@@ -110,7 +111,7 @@ async def run_worker(
         return 2
     try:
         process = await WorkerProcess.start(role, args, config, add_role)
-    except (CannotLoad, CannotListen) as error:
+    except (CannotLoad, CannotListen, TransportMissing) as error:
         click.echo(f"Error: {error}", err=True)
         return 2
     is_failed = asyncio.create_task(process.failed.wait())
@@ -157,14 +158,15 @@ class WorkerProcess:
 
     @classmethod
     async def start(cls, role: pb.Role, args: WorkerArgs, config: EngineConfig, add_role: AddRole) -> WorkerProcess:
-        """Load the model, listen, register. Raises `CannotLoad`, `CannotListen`."""
+        """Load the model, listen, register. Raises `CannotLoad`, `CannotListen`, `TransportMissing`."""
         self = cls(role, args, config)
+        memory = PoolMemory(args.transport)
         try:
-            engine = await asyncio.to_thread(LLMEngine, config, self._on_layer_written)
+            engine = await asyncio.to_thread(LLMEngine, config, self._on_layer_written, memory.allocate)
         except ValueError as error:
             raise CannotLoad(str(error)) from error
         self._load = load_message(engine.load())
-        pool = transfer_pool(engine.executor.kv_pool, engine.executor.kv_shape, config.cache.kv_order)
+        pool = memory.as_pool(engine.executor.kv_pool, engine.executor.kv_shape, config.cache.kv_order)
         self.engine = AsyncLLMEngine(
             engine, on_step=self._on_step, on_failure=self._on_failure, before_report=self._catch_up
         )

@@ -12,9 +12,9 @@ from typing import Any
 import click
 
 from engine.config import EngineArgs
+from kv_transfer import TRANSPORTS
 from tandem.cli.options import examples, json_option
 from tandem.cluster_args import ClusterArgs
-from worker_service.args import TRANSPORTS
 
 
 @click.command(

@@ -7,9 +7,9 @@ import sys
 
 import click
 
+from kv_transfer import TRANSPORTS
 from tandem.cli.options import examples
 from tandem.cluster_args import ClusterArgs
-from worker_service.args import TRANSPORTS
 
 
 @click.command(

@@ -11,11 +11,11 @@ from typing import Any, TypeVar
 import click
 
 from engine.config import EngineArgs
+from kv_transfer import TRANSPORTS
 from rpc.entrypoint import LOG_LEVELS, build, options_of
 from tandem.cli.options import examples
 from tandem.cluster import Cluster, ClusterError
 from tandem.cluster_args import ClusterArgs
-from worker_service.args import TRANSPORTS
 
 Command = TypeVar("Command", bound=Callable[..., Any])
 
@@ -51,8 +51,8 @@ def _option(flag: str, *names: str, **settings: Any) -> Callable[[Command], Comm
          help="Where the router shows its Prometheus metrics; workers take the ports after it, in the order of their "
          "names. 0: free ports, which the logs name. Default: nowhere. The gateway has its own /metrics.")  # fmt: skip
 @_option("--transport", type=click.Choice(TRANSPORTS), default=ClusterArgs.transport,
-         help="How KV moves: grpc runs anywhere, nixl writes straight into the peer's memory (shared memory, TCP, "
-         "RDMA, NVLink).")  # fmt: skip
+         help="How KV moves: grpc runs anywhere, ipc and nixl write straight into the peer's memory (ipc on one "
+         "machine, nixl by shared memory, TCP, RDMA, NVLink).")  # fmt: skip
 @_option("--redis", "redis_url", default="", envvar="REDIS_URL", metavar="URL",
          help="redis://HOST:PORT or unix://PATH. Default: a Redis of its own, gone with it.")  # fmt: skip
 @_option("--namespace", default=ClusterArgs.namespace, help="Prefix of all keys in Redis: two clusters may share one.")

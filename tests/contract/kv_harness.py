@@ -3,17 +3,33 @@
 from __future__ import annotations
 
 import asyncio
+import importlib.util
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from typing import Any
 
 import grpc
 import numpy as np
+import pytest
 
 import kv_transfer
-from kv_transfer import Grant, HostPool, Identity, KVLayout, KVPool, KVReceiver, KVSender, KVTransferServicer
+from kv_transfer import (
+    Grant,
+    HostPool,
+    Identity,
+    KVLayout,
+    KVPool,
+    KVReceiver,
+    KVSender,
+    KVTransferServicer,
+    SharedMemory,
+)
 from protos import tandem_kv_transfer_pb2 as pb
 from protos import tandem_kv_transfer_pb2_grpc as pb_grpc
+
+needs_nixl = pytest.mark.skipif(importlib.util.find_spec("nixl") is None, reason="NIXL is not installed")
+NIXL = pytest.param("nixl", marks=needs_nixl)
+TRANSPORTS = ["grpc", "ipc", NIXL, "local"]
 
 SHAPE: dict[str, Any] = {
     "num_layers": 3, "block_size": 4, "num_kv_heads": 2, "head_dim": 8, "dtype": "bfloat16",
@@ -27,9 +43,11 @@ def make_pool(num_blocks: int, *, seed: int | None, **shape: Any) -> HostPool:
     """A pool of random bytes, or of zeros without a seed."""
     layout = KVLayout(num_blocks=num_blocks, **{**SHAPE, **shape})
     size = (layout.num_layers, num_blocks, layout.block_bytes)
-    if seed is None:
-        return HostPool(layout, np.zeros(size, dtype=np.uint8))
-    return HostPool(layout, np.random.default_rng(seed).integers(0, 256, size, dtype=np.uint8))
+    shared = SharedMemory(layout.pool_bytes)
+    array = np.frombuffer(shared.buffer, dtype=np.uint8).reshape(size)
+    if seed is not None:
+        array[:] = np.random.default_rng(seed).integers(0, 256, size, dtype=np.uint8)
+    return HostPool(layout, array, shared)
 
 
 class Receiving:
@@ -140,3 +158,15 @@ async def running_cluster(transport: str) -> AsyncIterator[Cluster]:
 
 async def until(event: asyncio.Event) -> None:
     await asyncio.wait_for(event.wait(), DEADLINE_S)
+
+
+def over(*transports: object) -> pytest.MarkDecorator:
+    """Of a test of what only some transports do."""
+    return pytest.mark.parametrize("cluster", transports, indirect=True)
+
+
+def assert_moved(cluster: Cluster, receiving: Receiving, src: list[int], dst: list[int]) -> None:
+    """Blocks `dst` hold what `src` hold, and no other block of the receiver was touched."""
+    np.testing.assert_array_equal(receiving.pool.array[:, dst], cluster.source.array[:, src])
+    others = np.delete(receiving.pool.array, dst, axis=1)
+    assert not others.any()

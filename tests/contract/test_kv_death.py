@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import importlib.util
 import os
 import signal
 import sys
@@ -11,7 +10,7 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
-from kv_harness import Receiving, make_pool
+from kv_harness import NIXL, Receiving, make_pool
 
 import kv_transfer
 from kv_transfer import Identity, TransferError
@@ -19,10 +18,9 @@ from protos import tandem_kv_transfer_pb2 as pb
 
 HERE = Path(__file__).parent
 NUM_BLOCKS = 400
-needs_nixl = pytest.mark.skipif(importlib.util.find_spec("nixl") is None, reason="NIXL is not installed")
 
 
-@pytest.fixture(params=["grpc", pytest.param("nixl", marks=needs_nixl)])
+@pytest.fixture(params=["grpc", "ipc", NIXL])
 def transport(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 

@@ -1,59 +1,25 @@
-"""What every transport keeps: one suite over grpc, nixl and local, with real servers and real memory."""
+"""What every transport keeps: one suite over all of them, with real servers and real memory."""
 
 from __future__ import annotations
 
 import asyncio
-import importlib.util
-import sys
-from collections.abc import AsyncIterator
+import threading
+import time
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from kv_harness import DEADLINE_S, LEASE_S, Cluster, Receiving, make_pool, running_cluster, until
-from ports import lasting_port
+from device_peers import peers_in_one_process
+from kv_harness import DEADLINE_S, LEASE_S, NIXL, Cluster, Receiving, assert_moved, make_pool, over, until
 
 from kv_transfer import (
     CorruptTransfer,
     GrantGone,
     HostPool,
-    IncompatiblePeer,
-    InvalidTransfer,
     PeerUnreachable,
-    TransportMissing,
-    create_endpoint,
-    create_sender,
 )
-from kv_transfer import base as kv_base
 from worker_service.device_pool import DevicePool
-
-needs_nixl = pytest.mark.skipif(importlib.util.find_spec("nixl") is None, reason="NIXL is not installed")
-NIXL = pytest.param("nixl", marks=needs_nixl)
-TRANSPORTS = ["grpc", NIXL, "local"]
-
-
-def over(*transports: object) -> pytest.MarkDecorator:
-    """Of a test of what only some transports do."""
-    return pytest.mark.parametrize("cluster", transports, indirect=True)
-
-
-@pytest.fixture(params=TRANSPORTS)
-async def cluster(request: pytest.FixtureRequest) -> AsyncIterator[Cluster]:
-    async with running_cluster(request.param) as cluster:
-        yield cluster
-
-
-@pytest.fixture
-async def receiving(cluster: Cluster) -> Receiving:
-    return await cluster.add_receiving()
-
-
-def assert_moved(cluster: Cluster, receiving: Receiving, src: list[int], dst: list[int]) -> None:
-    """Blocks `dst` hold what `src` hold, and no other block of the receiver was touched."""
-    np.testing.assert_array_equal(receiving.pool.array[:, dst], cluster.source.array[:, src])
-    others = np.delete(receiving.pool.array, dst, axis=1)
-    assert not others.any()
 
 
 @pytest.mark.parametrize(
@@ -86,7 +52,9 @@ async def test_blocks_arrive(cluster: Cluster, receiving: Receiving, src: list[i
 def on_a_device(host: HostPool) -> DevicePool:
     """The same bytes, as numbers in the memory of a device that is a CPU."""
     numbers = torch.from_numpy(host.array).view(getattr(torch, host.layout.dtype))
-    return DevicePool(host.layout, numbers, lambda _, block_ids: host.digests(block_ids))
+    return DevicePool(
+        host.layout, numbers, lambda _, block_ids: host.digests(block_ids), make_peers=peers_in_one_process
+    )
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float8_e4m3fn"])
@@ -293,7 +261,7 @@ async def test_open_after_revoke(cluster: Cluster, receiving: Receiving) -> None
     grant = receiving.receiver.issue("router", [6], 0)
     receiving.receiver.revoke(grant.grant_id)
     assert len(receiving.freed) == 1  # nobody could have begun to write
-    if cluster.transport == "nixl":
+    if cluster.transport in ("ipc", "nixl"):
         with pytest.raises(GrantGone):  # before anything could be written
             await cluster.sender.open(grant)
     else:
@@ -307,14 +275,14 @@ async def test_abandon_ends_a_push(cluster: Cluster, receiving: Receiving) -> No
     push = await cluster.push(grant, [3])
     await push._writer.drain()
     receiving.receiver.revoke(grant.grant_id)
-    assert len(receiving.freed) == (0 if cluster.transport == "nixl" else 1)
+    assert len(receiving.freed) == (0 if cluster.transport in ("ipc", "nixl") else 1)
     await push.abandon()
     assert [freed.grant_id for freed in receiving.freed] == [grant.grant_id]
     push.write(0, 0, [3])
     await push.abandon()
 
 
-@over(NIXL)  # only one-sided pushes are waited for
+@over("ipc", NIXL)  # only one-sided pushes are waited for
 async def test_abandon_reaches_a_receiver_that_lost_the_stream(cluster: Cluster, receiving: Receiving) -> None:
     grant = receiving.receiver.issue("router", [6], 0)
     push = await cluster.push(grant, [3])
@@ -337,7 +305,7 @@ async def test_nothing_polls_once_pushes_have_ended(cluster: Cluster, receiving:
         assert await asyncio.wrap_future(agent.call(agent._patience_s)) is None
 
 
-@over("grpc", NIXL)  # the local one has no connection
+@over("grpc", "ipc", NIXL)  # the local one has no connection
 @pytest.mark.parametrize("is_waiting", [False, True])
 async def test_a_connection_that_is_closed_under_a_push_is_an_unreachable_peer(
     cluster: Cluster, receiving: Receiving, is_waiting: bool, monkeypatch: pytest.MonkeyPatch
@@ -388,139 +356,62 @@ async def test_lease_ends_with_its_owners_silence(cluster: Cluster) -> None:
     assert receiving.receiver.counters.num_expired_leases == 1
 
 
-async def test_restarted_receiver_is_not_the_one_that_granted(cluster: Cluster) -> None:
-    receiving = await cluster.add_receiving(f"127.0.0.1:{lasting_port()}")
-    old_grant = receiving.receiver.issue("router", [6], 0)
-    await (await cluster.sender.open(old_grant)).abandon()
-    await receiving.server.stop(0)
-    again = await cluster.add_receiving(receiving.address, incarnation="d-2")
-    new_grant = again.receiver.issue("router", [6], 0)
-    assert (new_grant.grant_id, new_grant.epoch) == (old_grant.grant_id, old_grant.epoch)
-    with pytest.raises((GrantGone, PeerUnreachable)):
-        await cluster.push_and_commit(old_grant, [3])
-    assert not again.pool.array.any()
-    with pytest.raises(GrantGone, match="is now worker 'decode', incarnation 'd-2'"):
-        await cluster.make_sender(cluster.source).open(old_grant)
-    push = await cluster.push(new_grant, [5])
-    await push.commit(4, 1, [5])
-    assert_moved(cluster, again, [5], [6])
-
-
-@pytest.mark.parametrize(
-    ("difference", "named"),
-    [
-        ({"compat_digest": "other"}, "compat_digest: 'other' != 'same'"),
-        ({"head_dim": 16}, "layout.*head_dim: 16 != 8|head_dim: 16 != 8"),
-        ({"dtype": "float16", "num_layers": 5}, "num_layers: 5 != 3; dtype: 'float16' != 'bfloat16'"),
-        ({"order": "layer block head kv dim slot"}, "order: 'layer block head kv dim slot' != "),
-    ],
-    ids=["compat", "shape", "two", "order"],
-)
-async def test_incompatible_peers_are_refused(cluster: Cluster, difference: dict[str, Any], named: str) -> None:
-    receiving = await cluster.add_receiving(**difference)
-    with pytest.raises(IncompatiblePeer, match=named):
-        await cluster.sender.open(receiving.receiver.issue("router", [6], 0))
-    same = await cluster.add_receiving(incarnation="d-2")
-    await (await cluster.sender.open(same.receiver.issue("router", [6], 0))).abandon()
-
-
-async def test_a_grant_of_another_worker_at_a_known_address_is_refused(cluster: Cluster, receiving: Receiving) -> None:
-    grant = receiving.receiver.issue("router", [6], 0)
-    await (await cluster.sender.open(grant)).abandon()
-    stolen = type(grant).FromString(grant.SerializeToString())
-    stolen.worker_id = "d-9"
-    with pytest.raises(GrantGone, match=r"is now worker 'decode'.* not 'd-9'"):
-        await cluster.sender.open(stolen)
-    await (await cluster.sender.open(grant)).abandon()
-
-
-async def test_sender_checks_for_itself(
-    cluster: Cluster, receiving: Receiving, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(receiving.receiver, "_differences", lambda _: [])  # a receiver that takes anybody
-    grant = receiving.receiver.issue("router", [6], 0)
-    stranger = cluster.make_sender(cluster.source, compat_digest="other")
-    with pytest.raises(IncompatiblePeer, match="compat_digest: 'other' != 'same'"):
-        await stranger.open(grant)
-    other_shape = cluster.make_sender(make_pool(30, seed=1, head_dim=16))
-    with pytest.raises(IncompatiblePeer, match="head_dim: 16 != 8"):
-        await other_shape.open(grant)
-
-
-async def test_other_protocol_is_refused(
-    cluster: Cluster, receiving: Receiving, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("kv_transfer.sender.PROTOCOL_VERSION", kv_base.PROTOCOL_VERSION + 1)
-    with pytest.raises(IncompatiblePeer, match="protocol_version: 1 != 2"):
-        await cluster.sender.open(receiving.receiver.issue("router", [6], 0))
-
-
-async def test_other_transport_is_refused(cluster: Cluster) -> None:
-    other = "grpc" if cluster.transport != "grpc" else "local"
-    receiving = Receiving(other)
-    await receiving.start()
-    cluster.receivings.append(receiving)
-    cluster.local_receivers[receiving.address] = receiving.receiver
-    with pytest.raises(IncompatiblePeer, match=f"transport: {other} is served, not '{cluster.transport}'"):
-        await cluster.sender.open(receiving.receiver.issue("router", [6], 0))
-
-
-async def test_nobody_there(cluster: Cluster, receiving: Receiving) -> None:
-    grant = receiving.receiver.issue("router", [6], 0)
-    await receiving.server.stop(0)
-    del cluster.local_receivers[receiving.address]
-    with pytest.raises(PeerUnreachable):
-        await asyncio.wait_for(cluster.sender.open(grant), DEADLINE_S)
-
-
-@pytest.mark.parametrize(
-    "change",
-    [
-        {"worker_id": ""},
-        {"incarnation": "x" * 300},
-        {"kv_address": ""},
-        {"num_cached_blocks": 3},
-        {"block_ids": [4, 4]},
-        {"lease_ms": 0},
-        {"lease_ms": 2**32 - 1},
-    ],
-    ids=lambda change: next(iter(change)),
-)
-async def test_malformed_grant(cluster: Cluster, receiving: Receiving, change: dict[str, Any]) -> None:
-    grant = receiving.receiver.issue("router", [6, 7], 0)
-    for field, value in change.items():
-        grant.ClearField(field)
-        if isinstance(value, list):
-            grant.block_ids.extend(value)
-        else:
-            setattr(grant, field, value)
-    with pytest.raises(InvalidTransfer):
-        await cluster.sender.open(grant)
-
-
-async def test_write_outside_the_grant_is_the_callers_mistake(cluster: Cluster, receiving: Receiving) -> None:
+@over("ipc", NIXL)  # others ask the receiver with every write
+async def test_a_sender_that_stood_still_writes_no_more(cluster: Cluster) -> None:
+    """Stopped for three quarters of a lease, it finds writes to be made and a stream that it thinks is whole, while the
+    receiver has taken it for dead and given the blocks to others."""
+    receiving = await cluster.add_receiving(lease_s=0.8)
     push = await cluster.sender.open(receiving.receiver.issue("router", [6, 7], 0))
-    for layer, first_block, num_blocks in [(3, 0, 1), (-1, 0, 1), (0, 1, 2), (0, -1, 1)]:
-        with pytest.raises(ValueError):
-            push.write(layer, first_block, [0] * num_blocks)
-    with pytest.raises(ValueError):
-        await push.commit(8, 1, [0])
+    push.write(0, 0, [3, 4])
+    await push._writer.drain()
+    assert receiving.pool.array[0].any()
+    may_go_on = threading.Event()
+    calls = cluster.sender._transport._agent._calls  # type: ignore[attr-defined]
+    calls.put(lambda: may_go_on.wait(DEADLINE_S))
+    push.write(1, 0, [3, 4])
+    time.sleep(0.7)  # noqa: ASYNC251 - all of the process, the event loop included
+    may_go_on.set()
+    for _ in range(2):  # the agent's thread goes on first; between two calls it begins what waits
+        has_come = threading.Event()
+        calls.put(has_come.set)
+        assert has_come.wait(DEADLINE_S)
+    assert not receiving.pool.array[1].any()
+    push.write(2, 0, [3, 4])
+    with pytest.raises(PeerUnreachable, match=r"stood still for more than 0\.75 of a lease of 800 ms"):
+        await push.commit(8, 1, [3, 4])
+    assert not receiving.pool.array[1:].any()
+    receiving.receiver.drop_owner("router")
+    await until(receiving.has_freed)
+    await cluster.push_and_commit(receiving.receiver.issue("router", [6, 7], 0), [3, 4])  # the next one is good again
+
+
+@over("ipc", NIXL)
+async def test_a_push_may_last_longer_than_a_lease(cluster: Cluster) -> None:
+    receiving = await cluster.add_receiving(lease_s=0.4)
+    push = await cluster.sender.open(receiving.receiver.issue("router", [6, 7], 0))
+    for layer in range(3):
+        push.write(layer, 0, [3, 4])
+        await asyncio.sleep(0.2)  # the prompt's next layer is computed
+        receiving.receiver.renew("router")
+    await push.commit(8, 1, [3, 4])
+    assert_moved(cluster, receiving, [3, 4], [6, 7])
+
+
+@over("ipc")  # of NIXL's nobody knows how far it has come
+async def test_a_write_that_a_standstill_interrupts_is_not_finished(
+    cluster: Cluster, receiving: Receiving, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    push = await cluster.sender.open(receiving.receiver.issue("router", [6, 20, 9], 0))
+    writer = push._writer
+    asked = iter([False])  # before the first of three runs; then the clock has gone on
+
+    def has_stood_still() -> bool:
+        return threading.current_thread() is not threading.main_thread() and next(asked, True)
+
+    monkeypatch.setattr(writer, "_must_not_write", lambda: False)
+    monkeypatch.setattr(writer, "_has_stood_still", has_stood_still)
+    push.write(0, 0, [3, 14, 27])
+    await writer.drain()
+    np.testing.assert_array_equal(receiving.pool.array[0, 6], cluster.source.array[0, 3])
+    assert not receiving.pool.array[0, [20, 9]].any()
     await push.abandon()
-
-
-async def test_grant_beyond_the_pool_is_refused(cluster: Cluster, receiving: Receiving) -> None:
-    grant = receiving.receiver.issue("router", [6], 0)
-    grant.block_ids[0] = 40
-    with pytest.raises(InvalidTransfer):
-        await cluster.push_and_commit(grant, [3])
-    assert not receiving.pool.array.any()
-
-
-def test_missing_nixl_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "nixl", None)
-    identity = kv_base.Identity(worker_id="a", incarnation="b", compat_digest="c")
-    for create in (create_sender, create_endpoint):
-        with pytest.raises(TransportMissing, match="extra `nixl`"):
-            create("nixl", pool=make_pool(2, seed=None), identity=identity)
-        with pytest.raises(ValueError, match="transport must be one of grpc, nixl"):
-            create("carrier pigeon", pool=make_pool(2, seed=None), identity=identity)

@@ -18,10 +18,13 @@ ARRANGEMENTS = {
     "grpc": ("--transport", "grpc"),
     "nixl": ("--transport", "nixl"),
     "aggregated": ("--aggregated",),
-    "chunked": ("--prefill-chunk-tokens", "64", "--no-enable-prefix-caching"),
+    "chunked": ("--transport", "ipc", "--prefill-chunk-tokens", "64", "--no-enable-prefix-caching"),
     # So few blocks that what runs cannot grow: only short prompts fit.
     "preempted": ("--num-kv-blocks", "33", "--max-model-len", "512"),
 }
+
+TRANSPORTS = {"nixl": "nixl", "chunked": "ipc"}
+"""Of arrangements whose KV travels otherwise than by grpc."""
 
 
 @pytest.fixture(scope="module", params=list(ARRANGEMENTS))
@@ -79,7 +82,7 @@ def test_same_tokens(cluster: RunningCluster, references: list[Reference], reque
         for answer in answers
         if answer.timings.mode == pb.MODE_DISAGGREGATED  # type: ignore[attr-defined]
     }
-    assert moved == {"nixl" if arrangement == "nixl" else "grpc"}
+    assert moved == {TRANSPORTS.get(arrangement, "grpc")}
 
 
 _drawn: dict[str, list[list[int]]] = {}

@@ -341,7 +341,7 @@ def test_every_engine_setting_reaches_the_worker(monkeypatch: pytest.MonkeyPatch
     [
         ({"num_decode": 0}, "--decode must be at least 1, is 0"),
         ({"num_prefill": 0}, "--prefill must be at least 1"),
-        ({"transport": "tcp"}, "--transport must be one of grpc, nixl"),
+        ({"transport": "tcp"}, "--transport must be one of grpc, ipc, nixl"),
         ({"listen": "nowhere"}, "--listen: an address is HOST:PORT"),
         ({"redis_url": "localhost"}, "--redis must be a redis://"),
         ({"namespace": "a b"}, "--namespace must be"),

@@ -15,7 +15,7 @@ from engine.model_loader import create_engine_config
 from engine.sampling_params import SamplingParams
 from kv_transfer import KVPool
 from prefix_hash.compat import compat_difference
-from worker_service.messages import transfer_pool
+from worker_service.pool_memory import transfer_pool
 
 CONFIG: dict[str, Any] = {
     "architectures": ["Qwen3ForCausalLM"], "vocab_size": 301, "hidden_size": 64, "intermediate_size": 96,

@@ -18,7 +18,7 @@ from engine.sampling_params import SamplingParams
 from kv_transfer import Identity, IncompatiblePeer, KVPool, KVReceiver, KVTransferServicer
 from prefix_hash.compat import compat_difference
 from protos import tandem_kv_transfer_pb2_grpc as pb_grpc
-from worker_service.messages import transfer_pool
+from worker_service.pool_memory import transfer_pool
 
 LLAMA = {
     "architectures": ["LlamaForCausalLM"], "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 16,

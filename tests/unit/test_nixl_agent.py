@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 
 from kv_transfer import HostPool, KVLayout, nixl_agent
-from kv_transfer.nixl_agent import NixlAgent
+from kv_transfer.nixl_agent import NixlAgent, RemotePool
+from kv_transfer.one_sided import Transfer
 
 LAYOUT = KVLayout(num_layers=1, num_blocks=2, block_size=4, num_kv_heads=1, head_dim=8, dtype="bfloat16")
 
@@ -24,24 +25,70 @@ class WatchedPool(HostPool):
         self._heard.append(("bound", threading.get_ident()))
 
 
+class Agent:
+    """NIXL's."""
+
+    def __init__(self, *_: object) -> None:
+        pass
+
+    def get_agent_metadata(self) -> bytes:
+        return b"metadata"
+
+    def __getattr__(self, name: str) -> Any:
+        return lambda *_: SimpleNamespace(release=lambda: None)
+
+
+def replace_nixl(monkeypatch: pytest.MonkeyPatch, agent: type[Agent]) -> None:
+    api = SimpleNamespace(nixlBind=SimpleNamespace(), nixl_agent=agent, nixl_agent_config=lambda **_: None)
+    monkeypatch.setattr(nixl_agent, "_import_nixl", lambda: api)
+
+
 def test_its_thread_is_bound_to_the_memory_before_nixl_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
     """UCX looks for the calling thread's CUDA context already when it opens its devices."""
     heard: list[tuple[str, int]] = []
 
-    class Agent:
+    class HeardAgent(Agent):
         def __init__(self, *_: object) -> None:
             heard.append(("made", threading.get_ident()))
 
-        def get_agent_metadata(self) -> bytes:
-            return b"metadata"
-
-        def __getattr__(self, name: str) -> Any:
-            return lambda *_: SimpleNamespace(release=lambda: None)
-
-    api = SimpleNamespace(nixlBind=SimpleNamespace(), nixl_agent=Agent, nixl_agent_config=lambda **_: None)
-    monkeypatch.setattr(nixl_agent, "_import_nixl", lambda: api)
+    replace_nixl(monkeypatch, HeardAgent)
     agent = NixlAgent("sender", WatchedPool(heard))
     assert [what for what, _ in heard] == ["bound", "made"]
     assert {thread for _, thread in heard} == {agent.call(threading.get_ident).result()}
     assert agent.call(threading.get_ident).result() != threading.get_ident()
     agent.close()
+
+
+def test_a_write_under_way_that_is_late_is_released_before_nixl_can_go_on_with_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    heard: list[str] = []
+    is_late, has_ended = threading.Event(), threading.Event()
+
+    class BusyAgent(Agent):
+        def make_prepped_xfer(self, *_: object) -> object:
+            return SimpleNamespace(release=lambda: heard.append("released"))
+
+        def transfer(self, _: object) -> str:
+            is_late.set()  # this process is stopped now, and goes on a lease later
+            return "PROC"
+
+        def check_xfer_state(self, _: object) -> str:
+            heard.append("asked")
+            return "PROC"
+
+    def end(_: object) -> None:
+        heard.append("ended")
+        has_ended.set()
+
+    replace_nixl(monkeypatch, BusyAgent)
+    agent = NixlAgent("sender", WatchedPool([]))
+    agent.post(
+        Transfer(
+            remote=RemotePool("receiver", None, 2), layer=0, src_block_ids=[0], dst_block_ids=[1],
+            is_cancelled=lambda: False, is_late=is_late.is_set, on_end=end, patience_s=5.0,
+        )
+    )  # fmt: skip
+    assert has_ended.wait(5)
+    agent.close()
+    assert heard == ["released", "ended"]

@@ -18,7 +18,7 @@ SHARED_BYTES = 227 * 1024
 KERNELS = {
     "split_kernel", "reduce_kernel", "prefill_kernel", "rotate_kernel", "norm_kernel", "silu_kernel", "digest_kernel",
     "int8_kernel", "quantize_kernel", "latent_decode_kernel", "latent_prefill_kernel", "latent_project_kernel",
-    "bounds_kernel", "race_kernel",
+    "bounds_kernel", "race_kernel", "copy_kernel",
 }  # fmt: skip
 
 

@@ -1,0 +1,51 @@
+"""Copies rows of a tensor over rows of memory that is known by its address alone: another process' pool.
+
+One launch moves any number of rows: pieces of 16 KB, each read and written once. What the device's memory, or the link
+between two devices, can do is the limit.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+import triton
+import triton.language as tl
+from numpy.typing import NDArray
+
+from engine.to_device import to_device
+
+TILE_WORDS = 2048
+
+
+def copy_rows(
+    source: torch.Tensor, target_address: int, src_rows: NDArray[np.int64], dst_rows: NDArray[np.int64]
+) -> None:
+    """Row `dst_rows[i]` at `target_address` becomes row `src_rows[i]` of `source`, in stream order.
+
+    `source`: int64 `[row, words]`, contiguous; rows at the target are as long. The caller has checked the row numbers.
+    """
+    if not len(src_rows):
+        return
+    num_words = source.shape[1]
+    _copy_kernel[(len(src_rows), triton.cdiv(num_words, TILE_WORDS))](
+        source,
+        target_address,
+        to_device(np.stack([src_rows, dst_rows]), source.device),
+        len(src_rows),
+        num_words,
+        TILE_WORDS=TILE_WORDS,
+        num_warps=4,
+    )
+
+
+@triton.jit(do_not_specialize=["num_rows"])
+def _copy_kernel(src_ptr, dst_address, rows_ptr, num_rows, num_words, TILE_WORDS: tl.constexpr):
+    """Program (row, piece of it)."""
+    index = tl.program_id(0)
+    words = tl.program_id(1) * TILE_WORDS + tl.arange(0, TILE_WORDS)
+    is_inside = words < num_words
+    dst_ptr = dst_address.to(tl.pointer_type(tl.int64))
+    src_row = tl.load(rows_ptr + index)
+    dst_row = tl.load(rows_ptr + num_rows + index)
+    moved = tl.load(src_ptr + src_row * num_words + words, mask=is_inside)
+    tl.store(dst_ptr + dst_row * num_words + words, moved, mask=is_inside)

@@ -1,0 +1,194 @@
+"""Copies blocks into peers' pools that this process has opened, on one thread of its own.
+
+Owns the thread and what is opened. The event loop is never blocked: it hands calls in and gets futures or callbacks.
+
+    waiting ──(copies of one peer's pool together)──> under way, in order ──done──> on_end
+        └──── nobody wants it any more, the agent or the pool is closed ────────────> on_end
+
+Where the host copies, a copy is done when it is begun; a device is given the next copies while it makes these.
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import dataclass
+
+import numpy as np
+
+from kv_transfer.base import MAX_BYTES_IN_FLIGHT
+from kv_transfer.errors import PeerUnreachable, TransferError
+from kv_transfer.one_sided import MAX_TRANSFER_BYTES, Transfer
+from kv_transfer.pool import Copying, KVPool, PeerPool, Rows
+from protos import tandem_kv_transfer_pb2 as pb
+
+logger = logging.getLogger(__name__)
+
+MAX_BYTES_AT_ONCE = {"DRAM": MAX_TRANSFER_BYTES, "VRAM": 64 << 20}
+"""In one copy, by the sender's memory. A device takes some 30 us for the larger number, and a launch costs the host as
+much; a host looks after each copy whether more is wanted."""
+
+
+@dataclass(slots=True, eq=False)
+class OpenedPool:
+    """A peer's pool, and how many transfers to it have not ended."""
+
+    pool: PeerPool
+    num_blocks: int
+    num_transfers: int = 0
+    is_released: bool = False
+
+
+class IpcAgent:
+    """`close` must be called."""
+
+    def __init__(self, pool: KVPool) -> None:
+        self._pool = pool
+        self._calls: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self._waiting: deque[Transfer] = deque()
+        self._under_way: deque[tuple[list[Transfer], Copying]] = deque()
+        self._num_bytes_under_way = 0
+        self._is_closing = False
+        self._thread = threading.Thread(target=self._run, name="kv-ipc", daemon=True)
+        self._thread.start()
+
+    def open(self, endpoint: pb.IpcEndpoint, num_blocks: int) -> Future[OpenedPool]:
+        """`KVPool.open_peer`, and its errors, on the agent's thread. Whatever becomes of it, `release` it once."""
+        opening: Future[OpenedPool] = Future()
+
+        def open_peer() -> None:
+            if not opening.set_running_or_notify_cancel():
+                return
+            try:
+                opening.set_result(OpenedPool(self._pool.open_peer(endpoint, num_blocks), num_blocks))
+            except Exception as error:
+                opening.set_exception(error)
+
+        self._calls.put(open_peer)
+        return opening
+
+    def release(self, opening: Future[OpenedPool]) -> None:
+        """Close it once nothing is copied there any more; what has not begun never does."""
+        self._calls.put(lambda: self._release(opening))
+
+    def post(self, transfer: Transfer) -> None:
+        """Its `remote` is an `OpenedPool`. Never blocks."""
+        self._calls.put(lambda: self._take(transfer))
+
+    def close(self) -> None:
+        """Begin nothing more; return when what is under way has ended. The caller has released all pools."""
+        self._calls.put(self._begin_to_close)
+        self._thread.join()
+
+    # -- on the agent's thread --
+
+    def _run(self) -> None:
+        self._pool.bind_thread()
+        while not self._is_closing or self._under_way:
+            if not self._waiting and not self._under_way:
+                self._calls.get()()
+            while not self._calls.empty():
+                self._calls.get()()
+            if self._waiting and self._num_bytes_under_way < MAX_BYTES_IN_FLIGHT[self._pool.memory]:
+                self._begin_next()
+            elif self._under_way:
+                self._finish_oldest()
+
+    def _take(self, transfer: Transfer) -> None:
+        opened: OpenedPool = transfer.remote
+        opened.num_transfers += 1
+        self._waiting.append(transfer)
+        if self._is_closing:
+            self._fail_waiting()
+
+    def _begin_next(self) -> None:
+        wanted = self._pop_wanted()
+        if not wanted:
+            return
+        opened: OpenedPool = wanted[0].remote
+        src_rows = _rows([(t.layer, t.src_block_ids) for t in wanted], self._pool.layout.num_blocks)
+        dst_rows = _rows([(t.layer, t.dst_block_ids) for t in wanted], opened.num_blocks)
+        try:
+            copying = opened.pool.copy(src_rows, dst_rows, lambda: any(transfer.is_late() for transfer in wanted))
+        except Exception as error:
+            # Nobody waits for this thread; those who wait for transfers get the error.
+            logger.exception("a copy into a peer's memory failed")
+            self._end(wanted, PeerUnreachable(f"a copy into its memory failed: {error}"))
+            return
+        self._num_bytes_under_way += self._num_bytes(wanted)
+        self._under_way.append((wanted, copying))
+
+    def _pop_wanted(self) -> list[Transfer]:
+        """The first of those waiting, and more to the same pool, as many as one copy takes. They may be wanted no
+        more, by any."""
+        wanted: list[Transfer] = []
+        num_bytes = 0
+        while self._waiting:
+            transfer = self._waiting[0]
+            if transfer.is_cancelled():
+                self._end([self._waiting.popleft()], None)
+                continue
+            num_bytes += self._num_bytes([transfer])
+            if wanted and (transfer.remote is not wanted[0].remote or num_bytes > MAX_BYTES_AT_ONCE[self._pool.memory]):
+                break
+            wanted.append(self._waiting.popleft())
+        return wanted
+
+    def _finish_oldest(self) -> None:
+        transfers, copying = self._under_way.popleft()
+        error = None
+        try:
+            copying.synchronize()
+        except Exception as failure:
+            logger.exception("a copy into a peer's memory failed")
+            error = PeerUnreachable(f"a copy into its memory failed: {failure}")
+        self._num_bytes_under_way -= self._num_bytes(transfers)
+        self._end(transfers, error)
+
+    def _end(self, transfers: list[Transfer], error: TransferError | None) -> None:
+        for transfer in transfers:
+            opened: OpenedPool = transfer.remote
+            opened.num_transfers -= 1
+            self._close_if_unused(opened)
+            transfer.on_end(error)
+
+    def _release(self, opening: Future[OpenedPool]) -> None:
+        if opening.cancelled() or opening.exception() is not None:
+            return  # it was never opened
+        opened = opening.result()
+        opened.is_released = True
+        of_it = [transfer for transfer in self._waiting if transfer.remote is opened]
+        self._waiting = deque(transfer for transfer in self._waiting if transfer.remote is not opened)
+        if of_it:
+            self._end(of_it, PeerUnreachable("the connection was closed"))
+        else:
+            self._close_if_unused(opened)
+
+    def _close_if_unused(self, opened: OpenedPool) -> None:
+        if not opened.is_released or opened.num_transfers:
+            return
+        try:
+            opened.pool.close()
+        except Exception:
+            logger.exception("a peer's memory cannot be closed")
+
+    def _begin_to_close(self) -> None:
+        self._is_closing = True
+        self._fail_waiting()
+
+    def _fail_waiting(self) -> None:
+        waiting, self._waiting = list(self._waiting), deque()
+        self._end(waiting, PeerUnreachable("this worker is closing"))
+
+    def _num_bytes(self, transfers: list[Transfer]) -> int:
+        return sum(len(transfer.dst_block_ids) for transfer in transfers) * self._pool.layout.block_bytes
+
+
+def _rows(blocks: list[tuple[int, object]], num_blocks: int) -> Rows:
+    """Of (layer, block ids) pairs, in a pool of `num_blocks`."""
+    parts = [np.asarray(block_ids, dtype=np.int64) + layer * num_blocks for layer, block_ids in blocks]
+    return np.concatenate(parts)

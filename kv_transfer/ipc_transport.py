@@ -1,0 +1,113 @@
+"""The "ipc" transport: one-sided writes (one_sided.py) into a peer's memory that this process has opened. One machine.
+
+In the memory of hosts (shared_memory.py) and of GPUs (the pool's own class): a copy is what the machine can do at best,
+with nothing between. Nothing has to be installed for it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from concurrent.futures import Future
+from pathlib import Path
+
+import grpc
+
+from kv_transfer.base import BlockWriter, Link
+from kv_transfer.errors import IncompatiblePeer, InvalidTransfer
+from kv_transfer.grpc_transport import ControlLink, OpenChannel
+from kv_transfer.ipc_agent import IpcAgent, OpenedPool
+from kv_transfer.layout import KVLayout
+from kv_transfer.one_sided import OneSidedWriter
+from kv_transfer.pool import KVPool
+from protos import tandem_kv_transfer_pb2 as pb
+
+_BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+
+
+class IpcEndpoint:
+    """The receiving side: tells how its memory is opened. Raises `TransportMissing` where it cannot be."""
+
+    name = "ipc"
+    is_one_sided = True
+
+    def __init__(self, pool: KVPool) -> None:
+        self._endpoint = pool.describe_memory()
+        self._endpoint.machine = machine()
+
+    async def start(self) -> None:
+        pass
+
+    def describe(self, response: pb.ConnectResponse) -> None:
+        response.ipc.CopyFrom(self._endpoint)
+
+    def enter_push(self) -> None:
+        pass  # writes need no help of ours
+
+    def leave_push(self) -> None:
+        pass
+
+    async def close(self) -> None:
+        pass
+
+
+class IpcTransport:
+    """The sending side."""
+
+    name = "ipc"
+
+    def __init__(self, pool: KVPool, open_channel: OpenChannel) -> None:
+        self._pool = pool
+        self._open_channel = open_channel
+        self._agent = IpcAgent(pool)
+
+    async def dial(self, address: str) -> Link:
+        return IpcLink(self._pool, self._agent, self._open_channel(address))
+
+    async def close(self) -> None:
+        await asyncio.to_thread(self._agent.close)
+
+
+class IpcLink(ControlLink):
+    is_one_sided = True
+
+    def __init__(self, pool: KVPool, agent: IpcAgent, channel: grpc.aio.Channel) -> None:
+        super().__init__(channel)
+        self._pool = pool
+        self._agent = agent
+        self._opening: Future[OpenedPool] | None = None
+
+    async def adopt(self, response: pb.ConnectResponse) -> None:
+        check_endpoint(response)
+        self.num_blocks = response.layout.num_blocks
+        self._opening = self._agent.open(response.ipc, response.layout.num_blocks)
+        await asyncio.wrap_future(self._opening)
+
+    def writer(self, grant: pb.Grant) -> BlockWriter:
+        assert self._opening is not None
+        return OneSidedWriter(self, self._agent, self._opening.result(), grant, self._pool.layout.block_bytes)
+
+    async def close(self) -> None:
+        opening, self._opening = self._opening, None
+        if opening is not None:
+            self._agent.release(opening)
+        await super().close()
+
+
+def machine() -> str:
+    """What the processes of one machine have in common, and no two machines: the kernel's boot id."""
+    return _BOOT_ID.read_text().strip()
+
+
+def check_endpoint(response: pb.ConnectResponse) -> None:
+    """Raises `InvalidTransfer` for an endpoint that does not fit the layout beside it (which is checked already),
+    `IncompatiblePeer` for one of another machine."""
+    if response.WhichOneof("endpoint") != "ipc":
+        raise InvalidTransfer("the receiver described no ipc endpoint")
+    pool_bytes = KVLayout.from_proto(response.layout).pool_bytes
+    if response.ipc.pool_bytes != pool_bytes:
+        raise InvalidTransfer(f"a pool of that layout has {pool_bytes} bytes, not {response.ipc.pool_bytes}")
+    if response.ipc.machine != machine():
+        raise IncompatiblePeer(
+            f"worker {response.worker_id} is on another machine: the ipc transport opens memory of this one alone; "
+            "start both with --transport grpc or nixl"
+        )

@@ -1,0 +1,180 @@
+"""Pushes that write into the receiver's memory, unseen by it: what all one-sided transports have in common.
+
+    open    Push stream: chunk without blocks ──> receiver attaches ──> initial metadata   nothing is written before
+    write   a `Writer` (the transport's thread) copies blocks into the receiver's pool
+    end     second chunk without blocks ──> receiver detaches                              nothing is written after
+
+The receiver cannot refuse a write, so the sender keeps the bounds: it writes only to blocks of a grant that is
+attached, stops when its stream breaks, and says that it is done only when nothing is under way any more.
+
+A process that stands still (stopped, swapped out) hears of nothing, and finds its writes where it left them when it
+goes on, while the receiver frees the blocks one lease after the stream broke. So a push beats on the event loop, and
+whose last beat is three quarters of a lease ago writes no more, whatever it knows of its stream: by its own clock.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import grpc
+
+from kv_transfer.base import ATTACHED
+from kv_transfer.errors import InvalidTransfer, PeerUnreachable, TransferError, errors_of_peer
+from kv_transfer.grpc_transport import ControlLink
+from protos import tandem_kv_transfer_pb2 as pb
+
+MAX_TRANSFER_BYTES = 4 << 20
+"""In one `Transfer`: where the host copies, it looks for an end this often."""
+STANDSTILL = 0.75
+"""Part of a lease without a beat after which a push is over. The rest is for writes that were begun just before."""
+BEATS_PER_LEASE = 8
+
+
+@dataclass(slots=True, eq=False)
+class Transfer:
+    """Writes of blocks of one layer."""
+
+    remote: Any
+    """A peer's pool, as the transport knows it."""
+    layer: int
+    src_block_ids: Sequence[int]
+    dst_block_ids: Sequence[int]
+    is_cancelled: Callable[[], bool]
+    """Asked before the writes begin; true: nobody wants them any more, and they must not be made."""
+    is_late: Callable[[], bool]
+    """Asked while the host makes them; true: the blocks may be somebody else's by now, and no more may be written."""
+    on_end: Callable[[TransferError | None], None]
+    """To be called once, on any thread, when all is written, or nothing will be any more."""
+    patience_s: float
+    """How long it may be under way before it is given up."""
+
+
+class Writer(Protocol):
+    """A transport's thread that writes."""
+
+    def post(self, transfer: Transfer) -> None:
+        """Take it on. Never blocks."""
+
+
+class OneSidedWriter:
+    """One push: a stream that says when we write, and transfers on the writer's thread."""
+
+    def __init__(self, link: ControlLink, writer: Writer, remote: Any, grant: pb.Grant, block_bytes: int) -> None:
+        self._link = link
+        self._writer = writer
+        self._remote = remote
+        self._grant = grant
+        self._max_blocks = max(1, MAX_TRANSFER_BYTES // block_bytes)
+        self._loop = asyncio.get_running_loop()
+        self._stream: grpc.aio.StreamUnaryCall[pb.PushChunk, pb.PushSummary] | None = None
+        self._num_outstanding = 0
+        self._has_none_outstanding = asyncio.Event()
+        self._has_none_outstanding.set()
+        self._is_stopped = False
+        self._stood_still = False
+        self._beat_s = time.monotonic()
+        self._next_beat: asyncio.TimerHandle | None = None
+        self._error: TransferError | None = None
+
+    async def start(self) -> None:
+        with errors_of_peer():
+            self._stream = self._link.stub.Push()
+            await self._stream.write(self._bare_chunk())
+            metadata = await self._stream.initial_metadata()
+            if ATTACHED not in tuple(metadata or ()):
+                await self._stream
+                raise InvalidTransfer("the receiver let a one-sided push in without attaching it")
+        self._beat_s = time.monotonic()
+        self._beat()
+
+    def post(self, layer: int, src_block_ids: Sequence[int], dst_block_ids: Sequence[int]) -> None:
+        assert self._stream is not None
+        if self._stream.done() and self._error is None:
+            # The receiver thinks that we are gone: what we wrote now could hit the blocks' next owner.
+            self._error = PeerUnreachable(f"the push stream to worker {self._grant.worker_id} broke")
+        self._note_standstill()
+        if self._error is not None or self._is_stopped:
+            return
+        for start in range(0, len(src_block_ids), self._max_blocks):
+            self._num_outstanding += 1
+            self._has_none_outstanding.clear()
+            self._writer.post(
+                Transfer(
+                    remote=self._remote,
+                    layer=layer,
+                    src_block_ids=src_block_ids[start : start + self._max_blocks],
+                    dst_block_ids=dst_block_ids[start : start + self._max_blocks],
+                    is_cancelled=self._must_not_write,
+                    is_late=self._has_stood_still,
+                    on_end=self._report_end,
+                    patience_s=self._grant.lease_ms / 1000,
+                )
+            )
+
+    async def drain(self) -> None:
+        await self._has_none_outstanding.wait()
+        self._note_standstill()
+        if self._error is not None:
+            raise self._error
+
+    async def stop(self) -> None:
+        self._is_stopped = True
+        if self._next_beat is not None:
+            self._next_beat.cancel()
+        await self._has_none_outstanding.wait()
+        stream, self._stream = self._stream, None
+        if stream is None:
+            return
+        try:
+            async with asyncio.timeout(self._grant.lease_ms / 1000):
+                with errors_of_peer():
+                    await stream.write(self._bare_chunk())
+                    await stream.done_writing()
+                    await stream
+        except (TransferError, TimeoutError):
+            pass  # the stream broke before: the receiver waits for Abandon, or until we have been gone for one lease
+        finally:
+            stream.cancel()
+
+    def _beat(self) -> None:
+        if not self._must_not_write():
+            self._beat_s = time.monotonic()
+            self._next_beat = self._loop.call_later(self._grant.lease_ms / 1000 / BEATS_PER_LEASE, self._beat)
+
+    def _must_not_write(self) -> bool:
+        """On any thread."""
+        stream = self._stream
+        is_over = self._is_stopped or self._error is not None or stream is None or stream.done()
+        return self._has_stood_still() or is_over
+
+    def _has_stood_still(self) -> bool:
+        """On any thread. True once is true for ever."""
+        if time.monotonic() - self._beat_s > STANDSTILL * self._grant.lease_ms / 1000:
+            self._stood_still = True
+        return self._stood_still
+
+    def _note_standstill(self) -> None:
+        if self._has_stood_still() and self._error is None:
+            self._error = PeerUnreachable(
+                f"this worker stood still for more than {STANDSTILL:g} of a lease of {self._grant.lease_ms} ms: worker "
+                f"{self._grant.worker_id} may take it for dead"
+            )
+
+    def _report_end(self, error: TransferError | None) -> None:
+        self._loop.call_soon_threadsafe(self._on_end, error)
+
+    def _on_end(self, error: TransferError | None) -> None:
+        if error is not None:
+            self._error = self._error or error
+            self._link.is_broken = True
+        self._num_outstanding -= 1
+        if self._num_outstanding == 0:
+            self._has_none_outstanding.set()
+
+    def _bare_chunk(self) -> pb.PushChunk:
+        grant = self._grant
+        return pb.PushChunk(grant_id=grant.grant_id, epoch=grant.epoch, incarnation=grant.incarnation)

@@ -1,0 +1,19 @@
+"""Fixtures of the suites over KV transports."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+
+import pytest
+from kv_harness import TRANSPORTS, Cluster, Receiving, running_cluster
+
+
+@pytest.fixture(params=TRANSPORTS)
+async def cluster(request: pytest.FixtureRequest) -> AsyncIterator[Cluster]:
+    async with running_cluster(request.param) as cluster:
+        yield cluster
+
+
+@pytest.fixture
+async def receiving(cluster: Cluster) -> Receiving:
+    return await cluster.add_receiving()

@@ -1,0 +1,71 @@
+"""The memory of an engine's KV pool: taken so that the worker's transport can reach it, and as transfers see it.
+
+    PoolMemory(transport) ──allocate──> the engine's tensor ──engine made──> as_pool: the same bytes, for transfers
+
+Over "ipc" other processes open it: a CPU's pool then lies in shared memory, a GPU's needs nothing for it.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from engine.kernels.gpu import why_no_triton
+from engine.kv_cache import KV_DTYPES, KVCacheShape, allocate_kv_pool
+from kv_transfer import HostPool, KVLayout, KVPool, SharedMemory
+from worker_service.cuda_ipc import cuda_peers
+from worker_service.device_pool import DevicePool, DigestBlocks, cuda_stream_beside, digest_on_host
+
+
+class PoolMemory:
+    """Of the one pool of a worker. The tensor owns it."""
+
+    def __init__(self, transport: str) -> None:
+        self._transport = transport
+        self._shared: SharedMemory | None = None
+
+    def allocate(self, shape: KVCacheShape, device: str) -> torch.Tensor:
+        """As `engine.kv_cache.allocate_kv_pool`. Raises `TransportMissing` where the system has no shared memory."""
+        if self._transport != "ipc" or device != "cpu":
+            return allocate_kv_pool(shape, device)
+        self._shared = SharedMemory(shape.pool_bytes)
+        return torch.frombuffer(self._shared.buffer, dtype=KV_DTYPES[shape.dtype]).view(shape.axes)
+
+    def as_pool(self, tensor: torch.Tensor, shape: KVCacheShape, order: str) -> KVPool:
+        """What was allocated, as bytes."""
+        return transfer_pool(tensor, shape, order, self._shared)
+
+
+def transfer_pool(tensor: torch.Tensor, shape: KVCacheShape, order: str, shared: SharedMemory | None = None) -> KVPool:
+    """An engine's pool as bytes, for transfers, wherever it is. Shares the memory; the engine owns it.
+
+    shared: what the tensor of a CPU lies in, if other processes may open it."""
+    layout = KVLayout(
+        num_layers=shape.num_layers,
+        num_blocks=shape.num_blocks,
+        block_size=shape.block_size,
+        num_kv_heads=shape.num_kv_heads,
+        head_dim=shape.head_dim,
+        dtype=shape.dtype,
+        num_parts=shape.num_parts,
+        order=order,
+    )
+    device = tensor.device
+    if device.type != "cpu":
+        pool = DevicePool(
+            layout, tensor, _digest_blocks(device.type), cuda_stream_beside(device), lambda: cuda_peers(device)
+        )
+        pool.digests([0])  # what this compiles, the first transfer need not wait for
+        return pool
+    array: npt.NDArray[np.uint8] = tensor.view(torch.uint8).numpy()
+    return HostPool(layout, array.reshape(shape.num_layers, shape.num_blocks, shape.block_bytes), shared)
+
+
+def _digest_blocks(device: str) -> DigestBlocks:
+    """Where the blocks are, if Triton can run there; the attention backend has said so if it cannot."""
+    if why_no_triton(device):
+        return digest_on_host
+    from engine.kernels.gpu.digest import block_digests  # needs Triton
+
+    return block_digests
