@@ -43,6 +43,7 @@ PARTS = (
     Part(name="attention", about="alone, and its launch configurations", measure=attention.measure, limit_s=120),
     Part(name="digests", about="of blocks, alone", measure=digests.measure, limit_s=40),
     Part(name="steps", about="of an engine", measure=steps.measure, limit_s=120),
+    Part(name="push-ipc", about="KV between two processes", measure=push.measure_ipc, limit_s=60),
     Part(name="push-nixl", about="KV between two processes", measure=push.measure_nixl, limit_s=60),
     Part(name="push-grpc", about="KV between two processes", measure=push.measure_grpc, limit_s=60),
     Part(name="servers", about="1P+1D on one card against one that does both", measure=servers.measure, limit_s=180),
@@ -50,7 +51,7 @@ PARTS = (
     Part(name="steps-int8", about="the same engine with int8 weights", measure=steps.measure_int8, limit_s=90),
     Part(name="steps-fp8", about="the same engine with weights and KV in fp8", measure=steps.measure_fp8, limit_s=90),
 )
-KNOWN = (floors.COPY, floors.PRODUCTS, floors.TO_HOST, floors.TO_DEVICE, push.NIXL_PUSH)
+KNOWN = (floors.COPY, floors.PRODUCTS, floors.TO_HOST, floors.TO_DEVICE, push.IPC_PUSH, push.NIXL_PUSH)
 """Rows that later parts need."""
 
 

@@ -84,7 +84,7 @@ class IpcLink(ControlLink):
 
     def writer(self, grant: pb.Grant) -> BlockWriter:
         assert self._opening is not None
-        return OneSidedWriter(self, self._agent, self._opening.result(), grant, self._pool.layout.block_bytes)
+        return OneSidedWriter(self, self._agent, self._opening.result(), grant, self._pool)
 
     async def close(self) -> None:
         opening, self._opening = self._opening, None

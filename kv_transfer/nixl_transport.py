@@ -94,7 +94,7 @@ class NixlLink(ControlLink):
 
     def writer(self, grant: pb.Grant) -> BlockWriter:
         assert self._remote is not None
-        return OneSidedWriter(self, self._agent, self._remote, grant, self._pool.layout.block_bytes)
+        return OneSidedWriter(self, self._agent, self._remote, grant, self._pool)
 
     async def close(self) -> None:
         if self._remote is not None:

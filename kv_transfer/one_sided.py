@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -25,10 +26,11 @@ import grpc
 from kv_transfer.base import ATTACHED
 from kv_transfer.errors import InvalidTransfer, PeerUnreachable, TransferError, errors_of_peer
 from kv_transfer.grpc_transport import ControlLink
+from kv_transfer.pool import KVPool
 from protos import tandem_kv_transfer_pb2 as pb
 
-MAX_TRANSFER_BYTES = 4 << 20
-"""In one `Transfer`: where the host copies, it looks for an end this often."""
+MAX_TRANSFER_BYTES = {"DRAM": 4 << 20, "VRAM": 64 << 20}
+"""In one `Transfer`, by the sender's memory: where the host copies, it looks for an end this often."""
 STANDSTILL = 0.75
 """Part of a lease without a beat after which a push is over. The rest is for writes that were begun just before."""
 BEATS_PER_LEASE = 8
@@ -63,17 +65,20 @@ class Writer(Protocol):
 class OneSidedWriter:
     """One push: a stream that says when we write, and transfers on the writer's thread."""
 
-    def __init__(self, link: ControlLink, writer: Writer, remote: Any, grant: pb.Grant, block_bytes: int) -> None:
+    def __init__(self, link: ControlLink, writer: Writer, remote: Any, grant: pb.Grant, pool: KVPool) -> None:
         self._link = link
         self._writer = writer
         self._remote = remote
         self._grant = grant
-        self._max_blocks = max(1, MAX_TRANSFER_BYTES // block_bytes)
+        self._max_blocks = max(1, MAX_TRANSFER_BYTES[pool.memory] // pool.layout.block_bytes)
         self._loop = asyncio.get_running_loop()
         self._stream: grpc.aio.StreamUnaryCall[pb.PushChunk, pb.PushSummary] | None = None
         self._num_outstanding = 0
         self._has_none_outstanding = asyncio.Event()
         self._has_none_outstanding.set()
+        self._untold: deque[TransferError | None] = deque()
+        """How transfers ended that the event loop has not heard of."""
+        self._will_hear = False
         self._is_stopped = False
         self._stood_still = False
         self._beat_s = time.monotonic()
@@ -165,13 +170,21 @@ class OneSidedWriter:
             )
 
     def _report_end(self, error: TransferError | None) -> None:
-        self._loop.call_soon_threadsafe(self._on_end, error)
+        """On the writer's thread. To wake the event loop takes longer than a write: once for all ends it has not heard
+        of yet."""
+        self._untold.append(error)
+        if not self._will_hear:
+            self._will_hear = True
+            self._loop.call_soon_threadsafe(self._hear_ends)
 
-    def _on_end(self, error: TransferError | None) -> None:
-        if error is not None:
-            self._error = self._error or error
-            self._link.is_broken = True
-        self._num_outstanding -= 1
+    def _hear_ends(self) -> None:
+        self._will_hear = False  # first: what is appended from here on wakes the loop again
+        while self._untold:
+            error = self._untold.popleft()
+            if error is not None:
+                self._error = self._error or error
+                self._link.is_broken = True
+            self._num_outstanding -= 1
         if self._num_outstanding == 0:
             self._has_none_outstanding.set()
 

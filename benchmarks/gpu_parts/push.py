@@ -1,8 +1,9 @@
 """KV pushed from one process' pool to another's on one card: 1 GiB of scattered blocks, bytes verified by digests.
 
 Sender and receiver are what workers are (`benchmarks/transfer.py`): a pool each, as `DevicePool`s on a GPU, a grant, a
-push of every layer, a commit. "nixl" writes from device memory to device memory; "grpc" goes through pinned host memory
-and a socket. The number is of the push; what the commit adds (both sides' digests) is beside it.
+push of every layer, a commit. "ipc" and "nixl" write from device memory to device memory, "ipc" by one launch for many
+blocks; "grpc" goes through pinned host memory and a socket. The number is of the writes; what the commit adds (both
+sides' digests) is beside it.
 """
 
 from __future__ import annotations
@@ -17,7 +18,9 @@ from benchmarks.gpu_parts.runner import Setting, require
 
 BLOCK_KIB = 64
 """16 tokens of one layer of Llama-3.1-8B."""
-NIXL_AIM_GB_S = 500.0
+AIM_GB_S = 500.0
+"""Of pushes from device memory to device memory."""
+IPC_PUSH = "push by ipc"
 NIXL_PUSH = "push by nixl"
 NIXL_LISTS = f"{NIXL_PUSH}, as lists"
 LISTS_VARIABLE = "NIXL_UCX_SGL_ENABLE"
@@ -26,15 +29,28 @@ block is a copy and an event of its own: some microseconds for 64 KiB."""
 GRPC_PUSH = "push by grpc"
 
 
+def measure_ipc(setting: Setting) -> Iterator[Row]:
+    if setting.device == "cuda":
+        require("cuda.bindings")
+    yield from pushed("ipc", IPC_PUSH, setting, repeats=9, limit=half_a_copy(setting), at_least=aim_of(setting))
+
+
 def measure_nixl(setting: Setting) -> Iterator[Row]:
     require("nixl")
-    copy_gb_s = setting.known.get(floors.COPY)
-    # What is copied is read once and written once, and counts once here.
-    limit = None if copy_gb_s is None else copy_gb_s / 2
-    aim = NIXL_AIM_GB_S if setting.device == "cuda" else None
-    yield from pushed("nixl", NIXL_PUSH, setting, repeats=5, limit=limit, at_least=aim)
+    limit = half_a_copy(setting)
+    yield from pushed("nixl", NIXL_PUSH, setting, repeats=5, limit=limit, at_least=aim_of(setting))
     if setting.device == "cuda":
         yield from pushed_as_lists(setting, limit)
+
+
+def half_a_copy(setting: Setting) -> float | None:
+    """GB/s: what is copied is read once and written once, and counts once here."""
+    copy_gb_s = setting.known.get(floors.COPY)
+    return None if copy_gb_s is None else copy_gb_s / 2
+
+
+def aim_of(setting: Setting) -> float | None:
+    return AIM_GB_S if setting.device == "cuda" else None
 
 
 def pushed_as_lists(setting: Setting, limit: float | None) -> Iterator[Row]:

@@ -26,15 +26,17 @@ def never() -> bool:
         ([3, 4, 5], [7, 8, 9]),
         ([3, 4, 5], [9, 8, 7]),
         ([5, 4, 3], [7, 8, 9]),
+        ([5, 4, 3], [9, 8, 7]),
         ([0, 1, 2, 9, 10, 3], [4, 5, 6, 7, 0, 1]),
+        ([0], [5]),
         (list(range(30)), list(range(10, 40))),
     ],
 )
-@pytest.mark.parametrize("max_run_bytes", [1, ROW_BYTES, 3 * ROW_BYTES, 1 << 20])
+@pytest.mark.parametrize("max_piece_bytes", [1, ROW_BYTES, 3 * ROW_BYTES, 1 << 20])
 def test_rows_arrive_and_others_stay(
-    src: list[int], dst: list[int], max_run_bytes: int, monkeypatch: pytest.MonkeyPatch
+    src: list[int], dst: list[int], max_piece_bytes: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(module, "MAX_RUN_BYTES", max_run_bytes)
+    monkeypatch.setattr(module, "MAX_PIECE_BYTES", max_piece_bytes)
     source, target = random_rows(30, seed=1), random_rows(40, seed=2)
     wanted = target.copy()
     wanted[dst] = source[src]
@@ -43,7 +45,7 @@ def test_rows_arrive_and_others_stay(
 
 
 def test_it_asks_before_each_piece_and_stops() -> None:
-    source = random_rows(2 * module.MAX_RUN_BYTES // ROW_BYTES, seed=1)
+    source = random_rows(2 * module.MAX_PIECE_BYTES // ROW_BYTES, seed=1)
     target = np.zeros_like(source)
     answers = iter([False, True])
     rows = np.arange(len(source))

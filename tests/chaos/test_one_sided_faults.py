@@ -1,8 +1,9 @@
-"""Faults in the middle of transfers over NIXL, whose writes no proxy and no receiver sees. After each: the tokens
-of the run without faults, balanced books, and all blocks free or cached, those included that were being written to."""
+"""Faults in the middle of one-sided transfers, whose writes no proxy and no receiver sees. After each: the tokens of
+the run without faults, balanced books, and all blocks free or cached, those included that were being written to."""
 
 from __future__ import annotations
 
+import importlib.util
 import signal
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -21,17 +22,20 @@ from tandem.client import Client, generate_request
 SOON_S = 3.0
 
 
-@pytest.fixture(scope="module")
+needs_nixl = pytest.mark.skipif(importlib.util.find_spec("nixl") is None, reason="NIXL is not installed")
+
+
+@pytest.fixture(scope="module", params=["ipc", pytest.param("nixl", marks=needs_nixl)])
 def cluster(
-    tmp_path_factory: pytest.TempPathFactory, redis_server: Any, model_folder: Path
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, redis_server: Any, model_folder: Path
 ) -> Iterator[FragileCluster]:
     running = FragileCluster.start(
         tmp_path_factory.mktemp("chaos"), redis_url=redis_server.url, model=model_folder, num_decode=2,
-        worker_flags=["--transport", "nixl", "--prefill-chunk-tokens", "32"],
+        worker_flags=["--transport", request.param, "--prefill-chunk-tokens", "32"],
     )  # fmt: skip
     with running.client() as client:
         answer = client.generate(*fresh_prompts(1), **SAMPLING)
-    assert answer.timings.kv_transfer.transport == "nixl"
+    assert answer.timings.kv_transfer.transport == request.param
     yield running
     running.close()
 
@@ -91,18 +95,24 @@ def test_clients_that_leave(cluster: FragileCluster) -> None:
     cluster.wait_until_at_rest(SOON_S)
 
 
+def stop_until_found_silent(cluster: FragileCluster, name: str) -> None:
+    """Until it is taken for dead: its requests are then sent elsewhere, and the blocks it has or writes to are
+    anybody's."""
+    num_before = cluster.num_found_silent(name)
+    cluster.services[name].signal(signal.SIGSTOP)
+    try:
+        cluster.wait_until_found_silent(name, num_before)
+    finally:
+        cluster.services[name].signal(signal.SIGCONT)
+
+
 def test_a_decode_worker_hangs_and_comes_back(cluster: FragileCluster) -> None:
-    """Until it is taken for dead: its requests are then sent elsewhere, and its blocks are anybody's."""
+    check(cluster, *strike(cluster, lambda name: stop_until_found_silent(cluster, name)))
 
-    def stop_for_a_while(name: str) -> None:
-        num_before = cluster.num_found_silent(name)
-        cluster.services[name].signal(signal.SIGSTOP)
-        try:
-            cluster.wait_until_found_silent(name, num_before)
-        finally:
-            cluster.services[name].signal(signal.SIGCONT)
 
-    check(cluster, *strike(cluster, stop_for_a_while))
+def test_a_prefill_worker_hangs_and_comes_back(cluster: FragileCluster) -> None:
+    """It goes on where it stopped, with writes to make."""
+    check(cluster, *strike(cluster, lambda _: stop_until_found_silent(cluster, "prefill-1")))
 
 
 @pytest.mark.parametrize("role", ["prefill", "decode"])
