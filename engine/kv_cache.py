@@ -16,7 +16,9 @@ its first slot is about to be written, and whatever travels or is copied has bee
 
 from __future__ import annotations
 
+import mmap
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 
 import numpy as np
@@ -91,7 +93,20 @@ def kv_cache_shape(model: ModelConfig, *, num_blocks: int, block_size: int, kv_d
 
 def allocate_kv_pool(shape: KVCacheShape, device: str) -> torch.Tensor:
     """The pool, contiguous and zeroed."""
+    if device == "cpu":
+        return kv_pool_in(mmap.mmap(-1, shape.pool_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS), shape)
     return torch.zeros(shape.axes, dtype=KV_DTYPES[shape.dtype], device=device)
+
+
+def kv_pool_in(memory: mmap.mmap, shape: KVCacheShape) -> torch.Tensor:
+    """`memory`, of `shape.pool_bytes` that nothing was written to, as a pool on a CPU; it keeps the memory.
+
+    In huge pages, where the system grants them when asked: attention reads blocks from all over the pool, and in pages
+    of 4 KB most of its reads wait for the page tables as well."""
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        with suppress(OSError):  # a kernel without them
+            memory.madvise(mmap.MADV_HUGEPAGE)
+    return torch.frombuffer(memory, dtype=KV_DTYPES[shape.dtype]).view(shape.axes).zero_()
 
 
 AllocateKVPool = Callable[[KVCacheShape, str], torch.Tensor]

@@ -12,7 +12,7 @@ import numpy.typing as npt
 import torch
 
 from engine.kernels.gpu import why_no_triton
-from engine.kv_cache import KV_DTYPES, KVCacheShape, allocate_kv_pool
+from engine.kv_cache import KVCacheShape, allocate_kv_pool, kv_pool_in
 from kv_transfer import HostPool, KVLayout, KVPool, SharedMemory
 from worker_service.cuda_ipc import cuda_peers
 from worker_service.device_pool import DevicePool, DigestBlocks, cuda_stream_beside, digest_on_host
@@ -30,7 +30,7 @@ class PoolMemory:
         if self._transport != "ipc" or device != "cpu":
             return allocate_kv_pool(shape, device)
         self._shared = SharedMemory(shape.pool_bytes)
-        return torch.frombuffer(self._shared.buffer, dtype=KV_DTYPES[shape.dtype]).view(shape.axes)
+        return kv_pool_in(self._shared.buffer, shape)
 
     def as_pool(self, tensor: torch.Tensor, shape: KVCacheShape, order: str) -> KVPool:
         """What was allocated, as bytes."""

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -74,3 +76,24 @@ def test_clears_all_layers(dtype: str) -> None:
     pool = numbered_pool(dtype)
     clear_blocks(pool, [1, 4])
     assert content(pool) == [[1, 0, 3, 4, 0], [11, 0, 13, 14, 0]]
+
+
+@pytest.mark.skipif(not Path("/sys/kernel/mm/transparent_hugepage").is_dir(), reason="no huge pages here")
+def test_a_cpus_pool_asks_for_huge_pages() -> None:
+    pool = allocate_kv_pool(replace(SHAPE, num_blocks=4096), "cpu")
+    flags = flags_of_mapping(pool.data_ptr())
+    assert "hg" in flags
+    assert "sh" not in flags  # its own: nobody else is to see what is in it
+
+
+def flags_of_mapping(address: int) -> list[str]:
+    """What Linux says of the memory there."""
+    is_there = False
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        first, *rest = line.split()
+        if re.fullmatch(r"[0-9a-f]+-[0-9a-f]+", first):
+            begin, end = (int(number, 16) for number in first.split("-"))
+            is_there = begin <= address < end
+        elif is_there and first == "VmFlags:":
+            return rest
+    raise AssertionError("no such mapping")
