@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -14,20 +15,22 @@ from engine.sampling_params import SamplingParams
 from engine.sequence import ScheduledSequence, SchedulerOutput, Sequence
 
 
-def logits_of_steps(folder: Path, backend: str, device: str, *, records: bool, **settings: str) -> list[torch.Tensor]:
+def arguments(folder: Path, backend: str, device: str, **settings: Any) -> EngineArgs:
+    """Of an engine that has room for these steps."""
+    sizes = {"num_kv_blocks": 32, "block_size": 4, "max_num_seqs": 4} | settings
+    return EngineArgs(model=str(folder), load_format="dummy", device=device, attention_backend=backend, **sizes)
+
+
+def logits_of_steps(args: EngineArgs, *, records: bool) -> list[torch.Tensor]:
     """A chunk, decodes of different lengths, both in one step, and steps that only decode."""
-    args = EngineArgs(
-        model=str(folder), load_format="dummy", num_kv_blocks=32, block_size=4, device=device,
-        attention_backend=backend, max_num_seqs=4, **settings,
-    )  # fmt: skip
     config = create_engine_config(args)
-    assert config.device.attention_backend == backend
+    assert config.device.attention_backend == args.attention_backend
     config = replace(config, device=replace(config.device, uses_graphs=records))
     runner = Executor(config)._worker._runner
     seqs = []
     for i, length in enumerate((9, 3, 21)):
         seqs.append(Sequence(0, "r", [(7 * i + j) % 97 for j in range(length)], length, SamplingParams()))
-        seqs[-1].block_table = list(range(10 * i, 10 * i + 6))
+        seqs[-1].block_table = list(range(10 * i, 10 * i + 7))
     results = []
     for counts in [[8, 2, 0], [1, 1, 13], [0, 0, 7], [0, 0, 1], [1, 1, 1], [1, 0, 1], [1, 1, 1]]:
         chunks = [ScheduledSequence(seq, count) for seq, count in zip(seqs, counts, strict=True) if count]

@@ -11,8 +11,8 @@ from __future__ import annotations
 
 import torch
 
-from engine.attention.base import LatentBackend, StepLayout
-from engine.attention.triton_plans import TritonPlan, TritonPlans
+from engine.attention.base import LatentBackend
+from engine.attention.triton_plans import TritonPlan, TritonPlans, WithTritonPlans
 from engine.float8 import FLOAT8, why_no_float8
 from engine.kernels.gpu.decode import partial_size
 from engine.kernels.gpu.latents import (
@@ -28,7 +28,7 @@ from engine.kv_cache import KV_DTYPES, TORCH_DTYPES
 from engine.layers import LatentProjection
 
 
-class TritonLatentAttention(LatentBackend[TritonPlan]):
+class TritonLatentAttention(WithTritonPlans, LatentBackend[TritonPlan]):
     """`why_not` says whether it can serve a model, `engine.kernels.gpu.why_no_triton` whether it can run at all."""
 
     def __init__(
@@ -61,17 +61,6 @@ class TritonLatentAttention(LatentBackend[TritonPlan]):
         if hidden_size > MAX_HIDDEN_SIZE:
             return f"the model's hidden size must be at most {MAX_HIDDEN_SIZE}, is {hidden_size}"
         return ""
-
-    def prepare(self, layout: StepLayout) -> TritonPlan:
-        return self._plans.prepare(layout)
-
-    def reserve_decode_plan(self, num_seqs: int, max_context_len: int) -> TritonPlan:
-        """See `TritonPlans`."""
-        return self._plans.reserve_decode_plan(num_seqs, max_context_len)
-
-    def refill(self, plan: TritonPlan, layout: StepLayout) -> None:
-        """See `TritonPlans`."""
-        self._plans.refill(plan, layout)
 
     def project(
         self,

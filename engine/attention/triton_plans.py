@@ -111,3 +111,20 @@ class TritonPlans:
             max_context_len=max_context_len,
             scratch=scratch,
         )
+
+
+class WithTritonPlans:
+    """A backend's part of this: what it does with plans it leaves to `_plans`, which it makes."""
+
+    _plans: TritonPlans
+
+    def prepare(self, layout: StepLayout) -> TritonPlan:
+        return self._plans.prepare(layout)
+
+    def reserve_decode_plan(self, num_seqs: int, max_context_len: int) -> TritonPlan:
+        """See `TritonPlans`."""
+        return self._plans.reserve_decode_plan(num_seqs, max_context_len)
+
+    def refill(self, plan: TritonPlan, layout: StepLayout) -> None:
+        """See `TritonPlans`."""
+        self._plans.refill(plan, layout)

@@ -185,7 +185,8 @@ async def test_the_end_of_a_session_cancels_all_its_streams(how: str) -> None:
         for _ in range(4):
             await asyncio.sleep(0.06)
             other.send(beat=pb.Beat())
-    await asyncio.wait([router.task])
+    (end,) = await asyncio.gather(router.task, return_exceptions=True)
+    assert isinstance(end, asyncio.CancelledError if how == "router dies" else LeaseGone)
     assert bench.role.cancelled == mine
     assert [bench.host.find(stream.engine_id) for stream in mine] == [None, None]
     assert bench.host.find(of_other.engine_id) is of_other

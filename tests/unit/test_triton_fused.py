@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from attention_cases import LENS, Case
-from engine_steps import logits_of_steps
+from engine_steps import arguments, logits_of_steps
 from recorder import RelaunchingRecorder
 from triton_device import DEVICE
 
@@ -167,8 +167,8 @@ def test_an_engine_computes_what_it_does_with_plain_torch(
     (tmp_path / "config.json").write_text(json.dumps(CONFIG))
     if DEVICE == "cpu":
         monkeypatch.setattr(model_runner, "CudaRecorder", RelaunchingRecorder)
-    ours = logits_of_steps(tmp_path, "triton", DEVICE, records=records)
-    plain = logits_of_steps(tmp_path, "torch", DEVICE, records=False)
+    ours = logits_of_steps(arguments(tmp_path, "triton", DEVICE), records=records)
+    plain = logits_of_steps(arguments(tmp_path, "torch", DEVICE), records=False)
     for triton_logits, torch_logits in zip(ours, plain, strict=True):
         assert torch_logits.std() > 1e-3
         torch.testing.assert_close(triton_logits, torch_logits, rtol=1e-4, atol=1e-5)
@@ -178,9 +178,9 @@ def test_an_engine_in_8_bits_computes_what_it_does_with_plain_torch(tmp_path: Pa
     """Weights and pool. Numbers rounded to 8 bits on either side of a middle are up to 1/8 apart."""
     (tmp_path / "config.json").write_text(json.dumps(CONFIG))
     settings = {"quantization": "int8", "kv_cache_dtype": "fp8"}
-    ours = logits_of_steps(tmp_path, "triton", DEVICE, records=False, **settings)
-    plain = logits_of_steps(tmp_path, "torch", DEVICE, records=False, **settings)
-    exact = logits_of_steps(tmp_path, "torch", DEVICE, records=False)
+    ours = logits_of_steps(arguments(tmp_path, "triton", DEVICE, **settings), records=False)
+    plain = logits_of_steps(arguments(tmp_path, "torch", DEVICE, **settings), records=False)
+    exact = logits_of_steps(arguments(tmp_path, "torch", DEVICE), records=False)
     for triton_logits, torch_logits, exact_logits in zip(ours, plain, exact, strict=True):
         assert (triton_logits - torch_logits).norm() < 0.005 * torch_logits.norm()
         assert (exact_logits - torch_logits).norm() > 0.01 * torch_logits.norm()

@@ -12,7 +12,7 @@ import pytest
 import torch
 from attention_cases import LENS
 from deepseek_cases import V3
-from engine_steps import logits_of_steps
+from engine_steps import arguments, logits_of_steps
 from latent_cases import LatentCase
 from recorder import RelaunchingRecorder
 from triton_device import DEVICE  # before the kernels
@@ -304,8 +304,8 @@ def test_an_engine_computes_what_it_does_with_plain_torch(tmp_path: Path, monkey
     (tmp_path / "config.json").write_text(json.dumps(V3))
     # Not on a GPU either: experts in float32 cannot be captured there.
     monkeypatch.setattr(model_runner, "CudaRecorder", RelaunchingRecorder)
-    ours = logits_of_steps(tmp_path, "triton", DEVICE, records=True)
-    plain = logits_of_steps(tmp_path, "torch", DEVICE, records=False)
+    ours = logits_of_steps(arguments(tmp_path, "triton", DEVICE), records=True)
+    plain = logits_of_steps(arguments(tmp_path, "torch", DEVICE), records=False)
     for triton_logits, torch_logits in zip(ours, plain, strict=True):
         assert torch_logits.std() > 1e-3
         torch.testing.assert_close(triton_logits, torch_logits, rtol=1e-4, atol=1e-5)
