@@ -2,7 +2,10 @@
 
 Each sequence's last token is taken from where the model has it: a step may be launched before the host knows it.
 
-Shapes: S rows, R rows that ask for penalties, V vocabulary.
+Only the tokens that a sequence has are looked up, changed and put back: to go through whole rows of the vocabulary
+takes ten times as long. A token that occurs more than once is computed as often, each time to the same number.
+
+Shapes: S rows, R rows that ask for penalties, V vocabulary, N tokens of all these rows.
 """
 
 from __future__ import annotations
@@ -24,37 +27,40 @@ def apply_penalties(logits_SV: torch.Tensor, seqs: Seq[Sequence], last_token_ids
     rows = [row for row, seq in enumerate(seqs) if seq.sampling_params.has_penalties]
     if not rows:
         return
-    device, vocab_size = logits_SV.device, logits_SV.shape[1]
     asking = [seqs[row] for row in rows]
-    index_R = integers(rows, device)
-    is_seen_RV, counts_RV = _count(asking, last_token_ids_S.index_select(0, index_R), vocab_size)
+    device = logits_SV.device
+    cells_N, is_said_N = _cells(rows, asking, last_token_ids_S, logits_SV.shape[1])
+    lengths = [len(seq) - 1 for seq in asking] + [1] * len(asking)  # as `_cells` has them
 
-    def column(name: str) -> torch.Tensor:
-        return to_device(np.array([[getattr(seq.sampling_params, name)] for seq in asking], dtype=np.float32), device)
+    def of_each(name: str) -> torch.Tensor:
+        values = np.array([getattr(seq.sampling_params, name) for seq in asking] * 2, dtype=np.float32)
+        return to_device(values.repeat(lengths), device)
 
-    repetition = column("repetition_penalty")
-    x_RV = logits_SV.index_select(0, index_R).float()
-    repeated_RV = torch.where(x_RV > 0, x_RV / repetition, x_RV * repetition).clamp_(-_LARGEST, _LARGEST)
-    x_RV = torch.where(is_seen_RV & (repetition != 1), repeated_RV, x_RV).to(logits_SV.dtype).float()
-    x_RV -= torch.where(counts_RV > 0, counts_RV * column("frequency_penalty") + column("presence_penalty"), 0.0)
-    logits_SV.index_copy_(0, index_R, x_RV.to(logits_SV.dtype))
+    logits = logits_SV.view(-1)
+    repetition_N = of_each("repetition_penalty")
+    x_N = logits.index_select(0, cells_N).float()
+    repeated_N = torch.where(x_N > 0, x_N / repetition_N, x_N * repetition_N).clamp_(-_LARGEST, _LARGEST)
+    x_N = torch.where(repetition_N != 1, repeated_N, x_N).to(logits.dtype).float()
+    if any(seq.sampling_params.frequency_penalty or seq.sampling_params.presence_penalty for seq in asking):
+        counts_N = torch.zeros_like(logits, dtype=torch.float32).scatter_add_(0, cells_N, is_said_N)[cells_N]
+        said_N = counts_N * of_each("frequency_penalty") + of_each("presence_penalty")
+        x_N -= torch.where(counts_N > 0, said_N, 0.0)
+    logits.index_copy_(0, cells_N, x_N.to(logits.dtype))
 
 
-def _count(seqs: Seq[Sequence], last_token_ids_R: torch.Tensor, vocab_size: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Which tokens occur in prompt or answer: [R, V] bool; how often in the answer: [R, V] float32."""
-    device = last_token_ids_R.device
-    prompts, answers = [], []
-    for row, seq in enumerate(seqs):
-        known = np.array(seq.token_ids[:-1], dtype=np.int64) + row * vocab_size
-        prompts.append(known[: seq.num_prompt_tokens])
-        answers.append(known[seq.num_prompt_tokens :])
-    answers_N = to_device(np.concatenate(answers), device)
-    counts_RV = torch.zeros(len(seqs), vocab_size, device=device)
-    counts_RV.view(-1).scatter_add_(0, answers_N, torch.ones(len(answers_N), device=device))
+def _cells(
+    rows: Seq[int], seqs: Seq[Sequence], last_token_ids_S: torch.Tensor, vocab_size: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Where the logits of the sequences' tokens are in all logits: [N] int64, first the known tokens of all, then the
+    last one of each; and which of them stand in the answer: [N] float32, 1 or 0."""
+    device = last_token_ids_S.device
+    known = [
+        np.array(seq.token_ids[:-1], dtype=np.int64) + row * vocab_size for row, seq in zip(rows, seqs, strict=True)
+    ]
     # What is no token will fail its sequence; until then it must stay within the row.
-    last_R1 = last_token_ids_R.clamp_min(0).unsqueeze(1)
-    has_answer = np.array([[seq.num_output_tokens > 0] for seq in seqs], dtype=np.float32)
-    counts_RV.scatter_add_(1, last_R1, to_device(has_answer, device))
-    is_seen_RV = counts_RV > 0
-    is_seen_RV.view(-1).index_fill_(0, to_device(np.concatenate(prompts), device), True)
-    return is_seen_RV.scatter_(1, last_R1, True), counts_RV
+    index_R = integers(rows, device)
+    last_R = last_token_ids_S.index_select(0, index_R).clamp_min(0) + index_R * vocab_size
+    is_said = [np.arange(len(seq) - 1) >= seq.num_prompt_tokens for seq in seqs]
+    is_said.append(np.array([seq.num_output_tokens > 0 for seq in seqs]))
+    said_N = to_device(np.concatenate(is_said).astype(np.float32), device)
+    return torch.cat([to_device(np.concatenate(known), device), last_R]), said_N
