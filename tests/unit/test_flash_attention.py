@@ -42,6 +42,8 @@ from engine.llm_engine import LLMEngine
 from engine.model_loader import create_engine_config
 from engine.sampling_params import SamplingParams
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 HAS_TRITON = find_spec("triton") is not None
 if HAS_TRITON:
     import triton_device  # noqa: F401 - before the kernels: it chooses the interpreter where there is no GPU
@@ -57,15 +59,6 @@ LONG = [(300, 1), (511, 1), (512, 1), (0, 1), (255, 3), (0, 300), (520, 9)]
 def real_varlen_attn_on_cpu() -> Iterator[None]:
     with flash_reference.aten_on_cpu():
         yield
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """These tensors are so small that threads would mostly wait for each other, and on a busy machine long."""
-    num_threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(num_threads)
 
 
 def calls_of(kind: str) -> FlashCalls:

@@ -1,0 +1,256 @@
+"""The parts of benchmarks/gpu.py that a CPU computes in a moment, over toys."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from benchmarks import gpu, transfer
+from benchmarks.gpu_parts import (
+    attention,
+    digests,
+    floors,
+    model,
+    products,
+    push,
+    servers,
+    steps,
+    variants,
+)
+from benchmarks.gpu_parts.rows import Row
+from benchmarks.gpu_parts.runner import NotRun, Setting
+from benchmarks.gpu_parts.shapes import FULL, write_model
+from engine.kernels.gpu import why_no_triton
+from tandem.bench.outcome import Outcome
+from tandem.bench.workload import TokenSource
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+@pytest.fixture
+def setting(tmp_path: Path) -> Setting:
+    return Setting(device="cpu", is_tiny=True, results=tmp_path)
+
+
+def test_floors_and_steps(setting: Setting) -> None:
+    found = {row.what: row for row in floors.measure(setting)}
+    assert set(found) == {floors.COPY, floors.PRODUCTS}
+    known = gpu.known_of(list(found.values()))
+    assert known[floors.COPY] == found[floors.COPY].value
+    rows = list(steps.measure(Setting(device="cpu", is_tiny=True, results=setting.results, known=known)))
+    assert [row.what for row in rows] == [
+        "decode step, 1 x 8", "device idle, 1 x 8", "decode step, 4 x 16", "device idle, 4 x 16", "prefill, 2 x 64",
+        "sampling 4 rows, greedy", "sampling 4 rows, drawn", "sampling 4 rows, drawn, top_p 0.9",
+    ]  # fmt: skip
+    assert all(row.value is not None for row in rows)
+    assert all(row.limit is not None and row.limit > 0 for row in rows[:-3] if row.unit == "ms")
+
+
+def test_a_profiler_that_sees_nothing_costs_its_own_row_alone(
+    setting: Setting, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(steps, "NUM_STEPS", 2)
+    monkeypatch.setattr(steps, "profile", lambda **_: nullcontext(SimpleNamespace(events=list)))
+    rows = {row.what: row for row in steps.measure(setting)}
+    assert rows["device idle, 1 x 8"].value is None
+    assert rows["device idle, 1 x 8"].note == "not known: the profiler saw no work on the device"
+    assert rows["prefill, 2 x 64"].value
+
+
+def test_products_of_a_step(setting: Setting) -> None:
+    assert sum(num_outputs * num_inputs for _, num_outputs, num_inputs in FULL.model.products[:-1]) == 218_103_808
+    assert FULL.model.products[-1] == ("logits", 128_256, 4096)
+    if why_no_triton("cpu"):
+        with pytest.raises(NotRun):
+            list(products.measure(setting))
+    measured = iter(products.measure(setting))
+    rows = [next(measured) for _ in range(5)]
+    assert [row.what for row in rows] == [
+        "qkv 128 x 64, 2 rows, torch", "output 64 x 64, 2 rows, torch", "gate and up 256 x 64, 2 rows, torch",
+        "down 64 x 128, 2 rows, torch", "logits 500 x 64, 2 rows, torch",
+    ]  # fmt: skip
+    assert all(row.value for row in rows)
+
+
+def test_steps_in_8_bits_stand_beside_the_bytes_of_8_bits(setting: Setting, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(steps, "NUM_STEPS", 2)
+    known = replace(setting, known={floors.COPY: 100.0, floors.PRODUCTS: 1.0})
+    rows = {row.what: row for row in steps.measure_int8(known)}
+    eight = replace(known.sizes.model, layer_item_bytes=1)
+    assert rows["int8: decode step, 1 x 8"].limit == eight.decode_bytes(1, 8) / 100e6
+    assert rows["int8: prefill, 2 x 64"].value
+    with pytest.raises(NotRun, match="it needs a GPU"):
+        list(steps.measure_fp8(known))
+
+
+@pytest.mark.parametrize("is_damaged", [False, True])
+def test_the_model_against_transformers(setting: Setting, monkeypatch: pytest.MonkeyPatch, is_damaged: bool) -> None:
+    monkeypatch.setattr(model, "MODELS", ("qwen3",))
+    if is_damaged:  # a wrong head's norm, which nothing but the numbers shows
+        damage_norms(monkeypatch)
+    rows = list(model.measure(setting))
+    assert [row.what for row in rows] == [
+        *(f"qwen3, {dtype}, {how}" for dtype in ("float32", "bfloat16")
+          for how in ("prompts whole", "prompts in chunks", "decoding")),
+        "qwen3, float32, greedy answers unlike",
+    ]  # fmt: skip
+    assert [row.is_wrong for row in rows[:6]] == [is_damaged] * 6
+    assert is_damaged or not rows[6].is_wrong
+
+
+def damage_norms(monkeypatch: pytest.MonkeyPatch) -> None:
+    from engine.model_loader.weights import SafetensorsWeights
+
+    read = SafetensorsWeights._read
+
+    def damaged(self: SafetensorsWeights, name: str, shape: tuple[int, ...]) -> torch.Tensor:
+        tensor = read(self, name, shape)
+        return tensor.flip(0) if name.endswith("q_norm.weight") else tensor
+
+    monkeypatch.setattr(SafetensorsWeights, "_read", damaged)
+
+
+def test_what_is_pushed_arrives_and_a_receiver_that_lies_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    options = {"min_mib": 1, "max_mib": 1, "layers": 4, "block_kib": 4, "repeats": 1}
+    monkeypatch.setattr(transfer, "NUM_LATENCY_PUSHES", 3)
+    large, small = asyncio.run(transfer.measure("local", options))
+    assert (large["mib"], large["num_wrong_digests"], large["num_repaired_blocks"]) == (1.0, 0, 0)
+    assert large["data_gb_s"] > 0
+    assert small["one_block_p50_ms"] > 0
+
+    async def nothing(*_: object) -> tuple[float, float]:
+        return 1.0, 1.0
+
+    monkeypatch.setattr(transfer, "transfer", nothing)  # nothing is sent: what lies there is the receiver's own
+    large, _ = asyncio.run(transfer.measure("local", options))
+    assert large["num_wrong_digests"] == 4 * 64
+
+
+def test_pushes_as_lists_are_tried_and_may_be_refused(setting: Setting, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[tuple[str, str | None]] = []
+
+    def pushed(transport: str, what: str, *_: object, **__: object) -> Iterator[Row]:
+        seen.append((what, os.environ.get(push.LISTS_VARIABLE)))
+        yield Row(what=what, value=1.0, unit="GB/s")
+        if what != push.NIXL_PUSH:
+            raise RuntimeError("there is\nno such call")
+
+    monkeypatch.setattr(push, "require", lambda *_: None)
+    monkeypatch.setattr(push, "pushed", pushed)
+    rows = list(push.measure_nixl(replace(setting, device="cuda")))
+    assert seen == [(push.NIXL_PUSH, None), (push.NIXL_LISTS, "y")]
+    assert [row.what for row in rows] == [push.NIXL_PUSH, push.NIXL_LISTS, push.NIXL_LISTS]
+    assert rows[-1].note == "does not run: RuntimeError: there is no such call"
+    assert push.LISTS_VARIABLE not in os.environ
+
+
+def test_a_push_as_rows(setting: Setting, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def measured(transport: str, options: dict[str, int], device: str) -> list[dict[str, Any]]:
+        assert (transport, options["max_mib"], device) == ("grpc", setting.sizes.push_mib, "cpu")
+        return [
+            {"mib": 4.0, "data_gb_s": 5.0, "total_gb_s": 4.0, "total_ms": 1.0, "num_wrong_digests": 2,
+             "num_repaired_blocks": 0},
+            {"one_block_p50_ms": 0.5, "one_block_p99_ms": 0.9},
+        ]  # fmt: skip
+
+    monkeypatch.setattr(transfer, "measure", measured)
+    known = {floors.TO_HOST: 50.0, floors.TO_DEVICE: 40.0}
+    rows = list(push.measure_grpc(Setting(device="cpu", is_tiny=True, results=setting.results, known=known)))
+    assert (rows[0].value, rows[0].limit, rows[0].share) == (5.0, 40.0, 0.125)
+    assert [row.is_wrong for row in rows] == [False, False, True, False]
+
+
+@pytest.mark.skipif(bool(why_no_triton("cpu")), reason="Triton is not installed, or not interpreted")
+def test_attention_and_digests_interpreted(setting: Setting) -> None:
+    rows = list(attention.measure(setting))
+    assert [row.group for row in rows] == ["decode attention 2 x 40", "prefill attention 2 x 24"] * 2
+    assert all(row.value is not None and row.value > 0 for row in rows)
+    assert not any(row.is_wrong for row in digests.measure(setting))
+
+
+@dataclass(frozen=True)
+class Config:
+    size: int
+
+
+def test_a_configuration_that_does_not_run_or_computes_something_else_is_no_choice(setting: Setting) -> None:
+    def launches(config: Config) -> tuple[list[Callable[[], object]], torch.Tensor]:
+        if config.size == 3:
+            raise RuntimeError("out of resource: shared memory")
+        out = torch.ones(4)
+        return [lambda: out.fill_(2.0 if config.size == 4 else 1.0)], out
+
+    job = variants.Job(what="job", amount=1.0, unit="GB/s", limit=None, target=0.8, launches=launches)
+    sizes = ({"size": 2}, {"size": 3}, {"size": 4})
+    rows = list(variants.variant_rows(job, Config(1), sizes, setting))
+    assert [row.value is None for row in rows] == [False, True, True]
+    assert "out of resource" in rows[1].note
+    assert rows[2].note == "wrong: differs by 1"
+
+
+# -- whole servers: what is sent, and what is made of it ------------------------------------------------------------
+
+
+def test_streams_and_long_prompts() -> None:
+    load = servers.TINY
+    requests = servers.busy_load(load, TokenSource(seed=1, vocab_size=500)).requests
+    assert [(r.at_s, len(r.prompt), r.output_tokens) for r in requests] == [
+        *[(0.0, 128, 40)] * 2, (0.125, 256, 1), (0.25, 256, 1), (0.375, 256, 1),
+    ]  # fmt: skip
+    assert len({tuple(request.prompt[:20]) for request in requests}) == 5
+    quiet = servers.quiet_load(load, TokenSource(seed=1, vocab_size=500))
+    assert {len(request.prompt) for request in quiet.requests} == {64}
+    # Long enough a share of the gaps that the 99th percentile sees the prompts: one in a hundred and more.
+    assert servers.FULL.num_long / servers.FULL.stream_tokens > 0.01
+
+
+def test_one_arrangement_beside_the_other() -> None:
+    apart = servers.Found(ttft_p50=110.0, gap_p99=20.0, gap_p50=9.0, prefilled_share=0.9)
+    together = servers.Found(ttft_p50=100.0, gap_p99=50.0, gap_p50=8.0, prefilled_share=0.0)
+    ttft, gap = servers.compared(apart, together, is_tiny=False)
+    assert (ttft.value, ttft.is_met) == (pytest.approx(1.1), True)
+    assert (gap.value, gap.is_met) == (2.5, False)
+    assert [row.is_met for row in servers.compared(apart, together, is_tiny=True)] == [None, None]
+    assert servers.prefilled_share([(True, 900), (False, 60), (False, 40)]) == 0.9
+    assert servers.prefilled_share([(False, 0)]) == 0.0
+
+
+@pytest.mark.parametrize(
+    ("measured", "expected"),
+    [({}, "grpc"), ({push.NIXL_PUSH: 20.0}, "nixl"), ({push.NIXL_PUSH: 20.0, push.IPC_PUSH: 700.0}, "ipc"),
+     ({push.NIXL_PUSH: 800.0, push.IPC_PUSH: 700.0, "copy": 4300.0}, "nixl")],
+)  # fmt: skip
+def test_servers_send_kv_by_what_was_fastest(measured: dict[str, float], expected: str) -> None:
+    assert servers.best_transport(measured) == expected
+
+
+def test_requests_that_were_not_answered_are_no_measurement() -> None:
+    fine, failed = Outcome(due_s=0), Outcome(due_s=0, code="UNAVAILABLE", message="nobody")
+    assert servers.answered([fine]) == [fine]
+    with pytest.raises(RuntimeError, match="1 of 2 requests were not answered: UNAVAILABLE: nobody"):
+        servers.answered([fine, failed])
+
+
+def test_servers_say_what_they_miss(setting: Setting, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(servers, "NEEDED", ("grpc", "google.protobuf", "no_such_package", "no_other.part"))
+    with pytest.raises(NotRun, match=r"not installed: no_such_package, no_other\.part \(docs/gpu\.md"):
+        next(servers.measure(setting))
+
+
+def test_a_router_reads_the_tokenizer_of_a_model_that_is_made_up(tmp_path: Path) -> None:
+    from router.tokenizer import Tokenizer
+
+    tokenizer = Tokenizer.from_folder(write_model(tmp_path / "m", {"vocab_size": 12}, with_tokenizer=True))
+    assert tokenizer.vocab_size == 12
+    assert tokenizer.encode("t3 t11") == [3, 11]
+    assert np.array_equal(tokenizer.encode(tokenizer.decode(list(range(12)))), np.arange(12))
