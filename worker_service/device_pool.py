@@ -176,8 +176,7 @@ class DevicePool(KVPool):
     def open_peer(self, endpoint: pb.IpcEndpoint, num_blocks: int) -> PeerPool:
         if endpoint.WhichOneof("memory") != "cuda":
             raise InvalidTransfer("a pool in a device's memory cannot be copied into a host's")
-        rows = self._bytes_LBN.view(torch.int64).flatten(0, 1)
-        return self._peers().open(endpoint.cuda, rows, self.layout.num_layers * num_blocks)
+        return self._peers().open(endpoint.cuda, self._rows(), self.layout.num_layers * num_blocks)
 
     def bind_thread(self) -> None:
         """A new thread has no CUDA context before it calls CUDA's runtime, which torch's `set_device` does not where
@@ -207,7 +206,14 @@ class DevicePool(KVPool):
             raise TransportMissing("this pool's memory can be opened by no other process")
         if self._made_peers is None:
             self._made_peers = self._make_peers()
+            # A row onto itself: what this compiles, the first transfer need not wait for.
+            first = np.zeros(1, dtype=np.int64)
+            self._made_peers.copy(self._rows(), self.base_address, first, first).synchronize()
         return self._made_peers
+
+    def _rows(self) -> torch.Tensor:
+        """int64 [block of a layer, words]"""
+        return self._bytes_LBN.view(torch.int64).flatten(0, 1)
 
     def _staging(self, num_blocks: int) -> torch.Tensor:
         """Host memory that a device copies by itself; torch keeps it for the next one."""

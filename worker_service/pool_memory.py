@@ -33,8 +33,11 @@ class PoolMemory:
         return kv_pool_in(self._shared.buffer, shape)
 
     def as_pool(self, tensor: torch.Tensor, shape: KVCacheShape, order: str) -> KVPool:
-        """What was allocated, as bytes."""
-        return transfer_pool(tensor, shape, order, self._shared)
+        """What was allocated, as bytes. Raises `TransportMissing` where nobody else could open it."""
+        pool = transfer_pool(tensor, shape, order, self._shared)
+        if self._transport == "ipc":
+            pool.describe_memory()  # a prefill worker, too, learns at its start what its first request would meet
+        return pool
 
 
 def transfer_pool(tensor: torch.Tensor, shape: KVCacheShape, order: str, shared: SharedMemory | None = None) -> KVPool:

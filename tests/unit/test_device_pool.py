@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from device_peers import Done, OneProcess, copy_rows_of_host
 
-from kv_transfer import HostPool, KVLayout
-from kv_transfer.pool import Digests
+from kv_transfer import HostPool, KVLayout, TransportMissing
+from kv_transfer.pool import Digests, Rows
+from worker_service.cuda_ipc import DevicePeers
 from worker_service.device_pool import DevicePool, DeviceWatch, digest_on_host
 
 LAYOUT = KVLayout(num_layers=3, num_blocks=7, block_size=4, num_kv_heads=2, head_dim=8, dtype="bfloat16")
@@ -84,6 +86,37 @@ def test_a_tensor_of_another_shape_is_refused(change: Callable[[torch.Tensor], A
 
 
 # -- when it is written ---------------------------------------------------------------------------------------------
+
+
+def test_what_copies_to_peers_is_made_once_and_tried_on_a_row_of_our_own() -> None:
+    """Before the first transfer, which would else wait until the kernel is compiled."""
+    host, _, _ = make_pools()
+    before = host.array.copy()
+    copied: list[tuple[int, list[int], list[int]]] = []
+    made: list[DevicePeers] = []
+
+    def copy_rows(source: torch.Tensor, address: int, src_rows: Rows, dst_rows: Rows) -> None:
+        copied.append((address, src_rows.tolist(), dst_rows.tolist()))
+        copy_rows_of_host(source, address, src_rows, dst_rows)
+
+    def make_peers() -> DevicePeers:
+        made.append(DevicePeers(OneProcess(), copy_rows, nullcontext, Done))
+        return made[-1]
+
+    pool = DevicePool(LAYOUT, torch.from_numpy(host.array), digest_blocks, make_peers=make_peers)
+    assert made == []
+    endpoint = pool.describe_memory()
+    assert endpoint.pool_bytes == LAYOUT.pool_bytes
+    pool.open_peer(endpoint, LAYOUT.num_blocks)
+    assert len(made) == 1
+    assert copied == [(pool.base_address, [0], [0])]
+    np.testing.assert_array_equal(host.array, before)
+
+
+def test_a_pool_that_cannot_be_opened_says_so() -> None:
+    _, pool, _ = make_pools()
+    with pytest.raises(TransportMissing, match="can be opened by no other process"):
+        pool.describe_memory()
 
 
 class LaggingDevice:

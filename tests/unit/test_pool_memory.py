@@ -1,0 +1,45 @@
+"""Where a worker's pool lies, by its transport, and that it is the engine's bytes either way."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from engine.kv_cache import KV_ORDER, KVCacheShape
+from kv_transfer import TransportMissing
+from kv_transfer.shared_memory import open_peers_memory
+from worker_service.pool_memory import PoolMemory
+
+SHAPE = KVCacheShape(num_layers=2, num_blocks=5, block_size=4, num_kv_heads=3, head_dim=8, dtype="bfloat16")
+
+
+@pytest.mark.parametrize("transport", ["grpc", "ipc", "nixl"])
+def test_what_the_engine_writes_is_what_travels(transport: str) -> None:
+    memory = PoolMemory(transport)
+    tensor = memory.allocate(SHAPE, "cpu")
+    assert tensor.shape == SHAPE.axes
+    assert tensor.is_contiguous()
+    assert not tensor.any()
+    pool = memory.as_pool(tensor, SHAPE, KV_ORDER)
+    tensor[1, 3] = torch.randn(SHAPE.axes[2:], generator=torch.Generator().manual_seed(1))
+    assert pool.read(1, [3]) == tensor[1, 3].view(torch.uint8).numpy().tobytes()
+    assert not any(pool.read(1, [2]))
+
+
+def test_over_ipc_others_open_it_and_over_others_nobody_can() -> None:
+    memory = PoolMemory("ipc")
+    tensor = memory.allocate(SHAPE, "cpu")
+    pool = memory.as_pool(tensor, SHAPE, KV_ORDER)
+    opened = open_peers_memory(pool.describe_memory().host, SHAPE.pool_bytes)
+    np.frombuffer(opened, dtype=np.uint8)[:] = 7
+    assert bool((tensor.view(torch.uint8) == 7).all())
+    own = PoolMemory("grpc")
+    with pytest.raises(TransportMissing):
+        own.as_pool(own.allocate(SHAPE, "cpu"), SHAPE, KV_ORDER).describe_memory()
+
+
+def test_a_worker_whose_memory_nobody_can_open_does_not_start_with_ipc() -> None:
+    memory = PoolMemory("ipc")
+    with pytest.raises(TransportMissing):
+        memory.as_pool(torch.zeros(SHAPE.axes, dtype=torch.bfloat16), SHAPE, KV_ORDER)
