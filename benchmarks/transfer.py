@@ -53,7 +53,7 @@ def make_pool(transport: str, num_bytes: int, num_layers: int, block_kib: int, d
         num_layers=num_layers, num_blocks=num_blocks, block_size=16, num_kv_heads=1,
         head_dim=block_kib * 1024 // (2 * 16 * 2), dtype="bfloat16",
     )  # fmt: skip
-    memory = PoolMemory(transport)
+    memory = PoolMemory(transport, is_received=True)
     tensor = memory.allocate(shape, device)
     generator = torch.Generator(device).manual_seed(seed)
     tensor.view(torch.uint8).random_(0, 256, generator=generator)

@@ -92,9 +92,16 @@ def kv_cache_shape(model: ModelConfig, *, num_blocks: int, block_size: int, kv_d
 
 
 def allocate_kv_pool(shape: KVCacheShape, device: str) -> torch.Tensor:
-    """The pool, contiguous and zeroed."""
+    """The pool, contiguous and zeroed. Raises `ValueError` where a CPU has not so much memory."""
     if device == "cpu":
-        return kv_pool_in(mmap.mmap(-1, shape.pool_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS), shape)
+        try:
+            memory = mmap.mmap(-1, shape.pool_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        except OSError as error:
+            raise ValueError(
+                f"no memory for a KV pool of {shape.pool_bytes / 2**30:.1f} GiB ({error.strerror}); kv_cache_gib or "
+                "num_kv_blocks must be smaller"
+            ) from error
+        return kv_pool_in(memory, shape)
     return torch.zeros(shape.axes, dtype=KV_DTYPES[shape.dtype], device=device)
 
 

@@ -18,8 +18,8 @@
       drop_owner                                                     Endpoint.enter_push, leave_push (one-sided)
 
 Everything runs on one event loop's thread, except what a transport does in threads of its own. Two-sided transports
-("grpc", "local") hand every write to the receiver, which checks it; one-sided ones ("nixl") write into its memory, so
-they attach to the grant first and the receiver quarantines what they could still reach.
+("grpc", "local") hand every write to the receiver, which checks it; one-sided ones ("ipc", "nixl") write into its
+memory, so they attach to the grant first and the receiver quarantines what they could still reach.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ PROTOCOL_VERSION = 1
 MAX_CHUNK_BYTES = 1 << 20
 """Data in one message of the "grpc" transport, unless a single block is larger."""
 MAX_BYTES_IN_FLIGHT = {"DRAM": 32 << 20, "VRAM": 256 << 20}
-"""What a "nixl" sender may have under way, by its memory; "grpc" leaves this to HTTP/2's flow control. Ends are looked
-for every 100 us: with less, a GPU would wait for its host."""
+"""What an "ipc" or "nixl" sender may have under way, by its memory; "grpc" leaves this to HTTP/2's flow control. NIXL's
+ends are looked for every 100 us: with less, a GPU would wait for its host."""
 MAX_AGENT_METADATA_BYTES = 1 << 20
 ATTACHED = ("tandem-push", "attached")
 """Initial metadata of a Push stream by which the receiver says that a one-sided sender may begin to write."""
@@ -94,6 +94,9 @@ class Link(Protocol):
 
     async def wait_connected(self, timeout_s: float) -> None:
         """Until a lost connection is back. Raises `PeerUnreachable` after `timeout_s`."""
+
+    async def lost(self) -> None:
+        """Return when the connection, which there was, is gone; called once connected. May be cancelled."""
 
     async def abandon(self, request: pb.AbandonRequest, timeout_s: float) -> None: ...
 

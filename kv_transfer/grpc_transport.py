@@ -116,6 +116,10 @@ class ControlLink:
         except TimeoutError:
             raise PeerUnreachable(f"no connection for {timeout_s:g} s") from None
 
+    async def lost(self) -> None:
+        while (state := self._channel.get_state()) is grpc.ChannelConnectivity.READY:
+            await self._channel.wait_for_state_change(state)
+
     async def abandon(self, request: pb.AbandonRequest, timeout_s: float) -> None:
         with errors_of_peer():
             await self.stub.Abandon(request, timeout=timeout_s, wait_for_ready=True)

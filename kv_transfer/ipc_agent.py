@@ -22,15 +22,15 @@ import numpy as np
 
 from kv_transfer.base import MAX_BYTES_IN_FLIGHT
 from kv_transfer.errors import PeerUnreachable, TransferError
-from kv_transfer.one_sided import MAX_TRANSFER_BYTES, Transfer
+from kv_transfer.one_sided import Transfer
 from kv_transfer.pool import Copying, KVPool, PeerPool, Rows
 from protos import tandem_kv_transfer_pb2 as pb
 
 logger = logging.getLogger(__name__)
 
-MAX_BYTES_AT_ONCE = {"DRAM": MAX_TRANSFER_BYTES["DRAM"], "VRAM": 128 << 20}
-"""In one copy, by the sender's memory. A device takes some 60 us for the larger number, and a launch costs the host as
-much; a host looks after each copy whether more is wanted."""
+MAX_BYTES_AT_ONCE = {"DRAM": 0, "VRAM": 128 << 20}
+"""Of several transfers in one copy, by the sender's memory. A device takes some 60 us for the larger number, and a
+launch costs the host as much. A host copies one after the other: one that is late ends alone."""
 
 
 @dataclass(slots=True, eq=False)
@@ -77,7 +77,8 @@ class IpcAgent:
         self._calls.put(lambda: self._release(opening))
 
     def post(self, transfer: Transfer) -> None:
-        """Its `remote` is an `OpenedPool`. Never blocks."""
+        """Its `remote` is an `OpenedPool`. Never blocks. Nothing that was begun is given up: a copy takes microseconds,
+        and of a device that hangs the engine's own process hears."""
         self._calls.put(lambda: self._take(transfer))
 
     def close(self) -> None:
@@ -88,7 +89,10 @@ class IpcAgent:
     # -- on the agent's thread --
 
     def _run(self) -> None:
-        self._pool.bind_thread()
+        try:
+            self._pool.bind_thread()
+        except Exception:  # of the device: whatever is asked of it fails, too, and is told to who asked
+            logger.exception("the thread of copies has no device")
         while not self._is_closing or self._under_way:
             if not self._waiting and not self._under_way:
                 self._calls.get()()
@@ -110,12 +114,8 @@ class IpcAgent:
         wanted = self._pop_wanted()
         if not wanted:
             return
-        opened: OpenedPool = wanted[0].remote
-        num_blocks = self._pool.layout.num_blocks
-        src_rows = np.concatenate([self._src_ids.array(t.src_block_ids) + t.layer * num_blocks for t in wanted])
-        dst_rows = np.concatenate([self._dst_ids.array(t.dst_block_ids) + t.layer * opened.num_blocks for t in wanted])
         try:
-            copying = opened.pool.copy(src_rows, dst_rows, lambda: any(transfer.is_late() for transfer in wanted))
+            copying = self._begin(wanted)
         except Exception as error:
             # Nobody waits for this thread; those who wait for transfers get the error.
             logger.exception("a copy into a peer's memory failed")
@@ -123,6 +123,14 @@ class IpcAgent:
             return
         self._num_bytes_under_way += self._num_bytes(wanted)
         self._under_way.append((wanted, copying))
+
+    def _begin(self, transfers: list[Transfer]) -> Copying:
+        """All to one pool."""
+        opened: OpenedPool = transfers[0].remote
+        ours, theirs = self._pool.layout.num_blocks, opened.num_blocks
+        src_rows = np.concatenate([self._src_ids.array(t.src_block_ids) + t.layer * ours for t in transfers])
+        dst_rows = np.concatenate([self._dst_ids.array(t.dst_block_ids) + t.layer * theirs for t in transfers])
+        return opened.pool.copy(src_rows, dst_rows, lambda: any(transfer.is_late() for transfer in transfers))
 
     def _pop_wanted(self) -> list[Transfer]:
         """The first of those waiting, and more to the same pool, as many as one copy takes. They may be wanted no

@@ -13,7 +13,7 @@ from pathlib import Path
 import grpc
 
 from kv_transfer.base import BlockWriter, Link
-from kv_transfer.errors import IncompatiblePeer, InvalidTransfer
+from kv_transfer.errors import IncompatiblePeer, InvalidTransfer, PeerUnreachable, TransportMissing
 from kv_transfer.grpc_transport import ControlLink, OpenChannel
 from kv_transfer.ipc_agent import IpcAgent, OpenedPool
 from kv_transfer.layout import KVLayout
@@ -83,7 +83,8 @@ class IpcLink(ControlLink):
         await asyncio.wrap_future(self._opening)
 
     def writer(self, grant: pb.Grant) -> BlockWriter:
-        assert self._opening is not None
+        if self._opening is None:
+            raise PeerUnreachable(f"the connection to worker {grant.worker_id} is closed")
         return OneSidedWriter(self, self._agent, self._opening.result(), grant, self._pool)
 
     async def close(self) -> None:
@@ -94,8 +95,13 @@ class IpcLink(ControlLink):
 
 
 def machine() -> str:
-    """What the processes of one machine have in common, and no two machines: the kernel's boot id."""
-    return _BOOT_ID.read_text().strip()
+    """What the processes of one machine have in common, and no two machines: the kernel's boot id.
+
+    Raises `TransportMissing` where it has none."""
+    try:
+        return _BOOT_ID.read_text().strip()
+    except OSError as error:
+        raise TransportMissing(f"the ipc transport needs Linux' {_BOOT_ID}: {error.strerror}") from error
 
 
 def check_endpoint(response: pb.ConnectResponse) -> None:

@@ -64,6 +64,9 @@ class LocalLink:
         self._receivers = receivers
         self._address = address
 
+    async def lost(self) -> None:
+        await asyncio.Event().wait()  # there is no connection
+
     def receiver(self) -> KVReceiver:
         if self._address not in self._receivers:
             raise PeerUnreachable(f"nobody is at {self._address}")

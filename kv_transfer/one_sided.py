@@ -52,7 +52,7 @@ class Transfer:
     on_end: Callable[[TransferError | None], None]
     """To be called once, on any thread, when all is written, or nothing will be any more."""
     patience_s: float
-    """How long it may be under way before it is given up."""
+    """How long it may be under way before it is given up, by a transport that can."""
 
 
 class Writer(Protocol):
@@ -70,6 +70,7 @@ class OneSidedWriter:
         self._writer = writer
         self._remote = remote
         self._grant = grant
+        self._lease_s = grant.lease_ms / 1000
         self._max_blocks = max(1, MAX_TRANSFER_BYTES[pool.memory] // pool.layout.block_bytes)
         self._loop = asyncio.get_running_loop()
         self._stream: grpc.aio.StreamUnaryCall[pb.PushChunk, pb.PushSummary] | None = None
@@ -86,6 +87,22 @@ class OneSidedWriter:
         self._error: TransferError | None = None
 
     async def start(self) -> None:
+        # Beats begin before the receiver can count from anything that it hears of us.
+        self._beat_s = time.monotonic()
+        self._beat()
+        try:
+            # A stream that is closed just now is never told so by grpc.aio, and would wait for ever.
+            async with asyncio.timeout(self._lease_s):
+                await self._attach()
+        except TimeoutError:
+            raise PeerUnreachable(
+                f"worker {self._grant.worker_id} let no push in for a lease of {self._grant.lease_ms} ms"
+            ) from None
+        self._note_standstill()
+        if self._error is not None:
+            raise self._error
+
+    async def _attach(self) -> None:
         with errors_of_peer():
             self._stream = self._link.stub.Push()
             await self._stream.write(self._bare_chunk())
@@ -93,8 +110,6 @@ class OneSidedWriter:
             if ATTACHED not in tuple(metadata or ()):
                 await self._stream
                 raise InvalidTransfer("the receiver let a one-sided push in without attaching it")
-        self._beat_s = time.monotonic()
-        self._beat()
 
     def post(self, layer: int, src_block_ids: Sequence[int], dst_block_ids: Sequence[int]) -> None:
         assert self._stream is not None
@@ -116,7 +131,7 @@ class OneSidedWriter:
                     is_cancelled=self._must_not_write,
                     is_late=self._has_stood_still,
                     on_end=self._report_end,
-                    patience_s=self._grant.lease_ms / 1000,
+                    patience_s=self._lease_s,
                 )
             )
 
@@ -135,7 +150,7 @@ class OneSidedWriter:
         if stream is None:
             return
         try:
-            async with asyncio.timeout(self._grant.lease_ms / 1000):
+            async with asyncio.timeout(self._lease_s):
                 with errors_of_peer():
                     await stream.write(self._bare_chunk())
                     await stream.done_writing()
@@ -146,9 +161,9 @@ class OneSidedWriter:
             stream.cancel()
 
     def _beat(self) -> None:
-        if not self._must_not_write():
+        if not self._has_stood_still() and not self._is_stopped:
             self._beat_s = time.monotonic()
-            self._next_beat = self._loop.call_later(self._grant.lease_ms / 1000 / BEATS_PER_LEASE, self._beat)
+            self._next_beat = self._loop.call_later(self._lease_s / BEATS_PER_LEASE, self._beat)
 
     def _must_not_write(self) -> bool:
         """On any thread."""
@@ -158,7 +173,7 @@ class OneSidedWriter:
 
     def _has_stood_still(self) -> bool:
         """On any thread. True once is true for ever."""
-        if time.monotonic() - self._beat_s > STANDSTILL * self._grant.lease_ms / 1000:
+        if time.monotonic() - self._beat_s > STANDSTILL * self._lease_s:
             self._stood_still = True
         return self._stood_still
 

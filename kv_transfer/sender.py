@@ -28,6 +28,7 @@ from kv_transfer.errors import (
     TransferError,
 )
 from kv_transfer.layout import KVLayout
+from kv_transfer.links import KeptLink, Links
 from kv_transfer.pool import Digests, KVPool
 from prefix_hash.compat import compat_difference
 from protos import tandem_inference_pb2 as inference_pb
@@ -54,8 +55,7 @@ class KVSender:
         self.num_repaired_blocks = 0
         """Blocks pushed again after a digest mismatch."""
         self._transport = transport
-        self._links: dict[tuple[str, str, str], asyncio.Task[Link]] = {}
-        """(address, worker, incarnation) -> the link, or its making."""
+        self.links = Links(self._connect)
         self._background: set[asyncio.Task[None]] = set()
         self._digester = ThreadPoolExecutor(1, thread_name_prefix="kv-digest")
 
@@ -65,40 +65,37 @@ class KVSender:
         Raises `InvalidTransfer` (a grant that no receiver of this layout makes), `IncompatiblePeer`,
         `PeerUnreachable`, `GrantGone` (its maker has restarted, or it was revoked already)."""
         check_grant(grant)
-        link = await self._link(grant)
-        if any(block_id >= link.num_blocks for block_id in grant.block_ids):
-            raise InvalidTransfer(f"the grant has blocks beyond the {link.num_blocks} of worker {grant.worker_id}")
-        writer = link.writer(grant)
+        kept = await self.links.get(grant)
+        try:
+            if any(block_id >= kept.link.num_blocks for block_id in grant.block_ids):
+                raise InvalidTransfer(
+                    f"the grant has blocks beyond the {kept.link.num_blocks} of worker {grant.worker_id}"
+                )
+            writer = kept.link.writer(grant)
+        except BaseException:
+            self.links.give_back(kept)
+            raise
         try:
             await writer.start()
         except BaseException:
             # Nothing was posted: nobody need wait for its end, and no cancel must keep it from that.
-            self.spawn(writer.stop())
+            self.spawn(self._stop_and_give_back(writer, kept))
             raise
-        return Push(self, link, writer, grant)
+        return Push(self, kept, writer, grant)
+
+    async def _stop_and_give_back(self, writer: BlockWriter, kept: KeptLink) -> None:
+        try:
+            await writer.stop()
+        finally:
+            self.links.give_back(kept)
 
     async def close(self) -> None:
         """Close all connections. The caller has ended all pushes."""
         if self._background:
             await asyncio.wait(self._background)
-        for making in self._links.values():
-            making.cancel()
-            await _close_link(making)
-        self._links.clear()
+        await self.links.close()
         await self._transport.close()
         self._digester.shutdown()
-
-    async def _link(self, grant: pb.Grant) -> Link:
-        key = (grant.kv_address, grant.worker_id, grant.incarnation)
-        making = self._links.get(key)
-        if making is None or _is_useless(making):
-            making = self._links[key] = asyncio.create_task(self._connect(grant), name=f"kv-connect-{key[0]}")
-        # Shielded: others may be waiting for the same connection.
-        link = await asyncio.shield(making)
-        for other in [other for other in self._links if other[0] == key[0] and other != key]:
-            # The peer has proven its incarnation: whoever was at this address before is no more.
-            self.spawn(_close_link(self._links.pop(other)))
-        return link
 
     async def _connect(self, grant: pb.Grant) -> Link:
         link = await self._transport.dial(grant.kv_address)
@@ -153,14 +150,16 @@ class Push:
     receiver's `grant.block_ids[i]`. Positions that the receiver has cached are skipped by themselves.
     """
 
-    def __init__(self, sender: KVSender, link: Link, writer: BlockWriter, grant: pb.Grant) -> None:
+    def __init__(self, sender: KVSender, kept: KeptLink, writer: BlockWriter, grant: pb.Grant) -> None:
         self.grant = grant
         self._sender = sender
-        self._link = link
+        self._kept = kept
+        self._link = kept.link
         self._writer = writer
         self._dst_block_ids = list(grant.block_ids)
         self._lease_s = grant.lease_ms / 1000
         self._is_open = True
+        self._uses_link = True
         self._owes_word = True
         """The receiver is still to be told how this ends."""
         self._num_posted = 0
@@ -206,7 +205,10 @@ class Push:
             self._sender.spawn(self._send_abandon())
             raise
         self._is_open = self._owes_word = False
-        await self._writer.stop()
+        try:
+            await self._writer.stop()
+        finally:
+            self._give_back()
         num_cached = self.grant.num_cached_blocks
         return inference_pb.KVTransferStats(
             transport=self._sender.transport,
@@ -274,6 +276,7 @@ class Push:
 
     async def _send_abandon(self) -> None:
         if not self._link.is_one_sided:
+            self._give_back()
             return  # the receiver checks every write, it waits for no word
         request = pb.AbandonRequest(
             grant_id=self.grant.grant_id, epoch=self.grant.epoch, incarnation=self.grant.incarnation
@@ -288,6 +291,14 @@ class Push:
                 self.grant.grant_id,
                 error,
             )
+        finally:
+            self._give_back()
+
+    def _give_back(self) -> None:
+        """The link: nothing is said over it any more. Once for each push, whichever way it ends."""
+        if self._uses_link:
+            self._uses_link = False
+            self._sender.links.give_back(self._kept)
 
     def _post(self, layer: int, src_block_ids: Sequence[int], dst_block_ids: Sequence[int]) -> None:
         if self._started_s is None:
@@ -311,15 +322,3 @@ def check_grant(grant: pb.Grant) -> None:
         raise InvalidTransfer("a grant has each block once")
     if not 0 < grant.lease_ms <= MAX_LEASE_MS:
         raise InvalidTransfer(f"lease_ms must be between 1 and {MAX_LEASE_MS}, not {grant.lease_ms}")
-
-
-def _is_useless(making: asyncio.Task[Link]) -> bool:
-    if not making.done():
-        return False
-    return making.cancelled() or making.exception() is not None or making.result().is_broken
-
-
-async def _close_link(making: asyncio.Task[Link]) -> None:
-    await asyncio.wait([making])
-    if not making.cancelled() and making.exception() is None:
-        await making.result().close()

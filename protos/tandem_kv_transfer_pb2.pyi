@@ -116,12 +116,14 @@ class IpcEndpoint(_message.Message):
     def __init__(self, machine: _Optional[str] = ..., pool_bytes: _Optional[int] = ..., host: _Optional[_Union[HostMemory, _Mapping]] = ..., cuda: _Optional[_Union[CudaMemory, _Mapping]] = ...) -> None: ...
 
 class HostMemory(_message.Message):
-    __slots__ = ("pid", "fd")
+    __slots__ = ("pid", "fd", "name")
     PID_FIELD_NUMBER: _ClassVar[int]
     FD_FIELD_NUMBER: _ClassVar[int]
+    NAME_FIELD_NUMBER: _ClassVar[int]
     pid: int
     fd: int
-    def __init__(self, pid: _Optional[int] = ..., fd: _Optional[int] = ...) -> None: ...
+    name: str
+    def __init__(self, pid: _Optional[int] = ..., fd: _Optional[int] = ..., name: _Optional[str] = ...) -> None: ...
 
 class CudaMemory(_message.Message):
     __slots__ = ("handle", "offset")

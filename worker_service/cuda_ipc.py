@@ -101,7 +101,7 @@ class DevicePeers:
         except RuntimeError as error:
             raise TransportMissing(
                 f"other processes cannot open this GPU's memory ({error}). PYTORCH_CUDA_ALLOC_CONF must not ask for "
-                "expandable_segments"
+                "expandable_segments or cudaMallocAsync"
             ) from error
         return pb.CudaMemory(handle=handle, offset=offset)
 

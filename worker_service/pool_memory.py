@@ -1,8 +1,8 @@
 """The memory of an engine's KV pool: taken so that the worker's transport can reach it, and as transfers see it.
 
-    PoolMemory(transport) ──allocate──> the engine's tensor ──engine made──> as_pool: the same bytes, for transfers
+    PoolMemory(…) ──allocate──> the engine's tensor ──engine made──> as_pool: the same bytes, for transfers
 
-Over "ipc" other processes open it: a CPU's pool then lies in shared memory, a GPU's needs nothing for it.
+Over "ipc" senders open a receiver's: a CPU's pool then lies in shared memory, a GPU's needs nothing for it.
 """
 
 from __future__ import annotations
@@ -19,15 +19,16 @@ from worker_service.device_pool import DevicePool, DigestBlocks, cuda_stream_bes
 
 
 class PoolMemory:
-    """Of the one pool of a worker. The tensor owns it."""
+    """Of the one pool of a worker, which the tensor owns. is_received: peers write into it."""
 
-    def __init__(self, transport: str) -> None:
+    def __init__(self, transport: str, *, is_received: bool) -> None:
         self._transport = transport
+        self._is_received = is_received
         self._shared: SharedMemory | None = None
 
     def allocate(self, shape: KVCacheShape, device: str) -> torch.Tensor:
         """As `engine.kv_cache.allocate_kv_pool`. Raises `TransportMissing` where the system has no shared memory."""
-        if self._transport != "ipc" or device != "cpu":
+        if self._transport != "ipc" or not self._is_received or device != "cpu":
             return allocate_kv_pool(shape, device)
         self._shared = SharedMemory(shape.pool_bytes)
         return kv_pool_in(self._shared.buffer, shape)
@@ -35,8 +36,8 @@ class PoolMemory:
     def as_pool(self, tensor: torch.Tensor, shape: KVCacheShape, order: str) -> KVPool:
         """What was allocated, as bytes. Raises `TransportMissing` where nobody else could open it."""
         pool = transfer_pool(tensor, shape, order, self._shared)
-        if self._transport == "ipc":
-            pool.describe_memory()  # a prefill worker, too, learns at its start what its first request would meet
+        if self._transport == "ipc" and (self._is_received or tensor.device.type != "cpu"):
+            pool.describe_memory()  # what the first request would meet, a worker learns at its start
         return pool
 
 

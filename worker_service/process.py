@@ -160,7 +160,7 @@ class WorkerProcess:
     async def start(cls, role: pb.Role, args: WorkerArgs, config: EngineConfig, add_role: AddRole) -> WorkerProcess:
         """Load the model, listen, register. Raises `CannotLoad`, `CannotListen`, `TransportMissing`."""
         self = cls(role, args, config)
-        memory = PoolMemory(args.transport)
+        memory = PoolMemory(args.transport, is_received=role == pb.Role.ROLE_DECODE)
         try:
             engine = await asyncio.to_thread(LLMEngine, config, self._on_layer_written, memory.allocate)
         except ValueError as error:

@@ -18,7 +18,9 @@ from kv_transfer import (
     GrantGone,
     HostPool,
     PeerUnreachable,
+    TransferError,
 )
+from protos import tandem_kv_transfer_pb2 as pb
 from worker_service.device_pool import DevicePool
 
 
@@ -383,6 +385,66 @@ async def test_a_sender_that_stood_still_writes_no_more(cluster: Cluster) -> Non
     receiving.receiver.drop_owner("router")
     await until(receiving.has_freed)
     await cluster.push_and_commit(receiving.receiver.issue("router", [6, 7], 0), [3, 4])  # the next one is good again
+
+
+@over("ipc", NIXL)
+async def test_a_sender_that_stood_still_while_it_was_let_in_does_not_begin(
+    cluster: Cluster, receiving: Receiving, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It may be let in, be stopped, and read so a lease later, when its blocks are somebody else's."""
+    grant = receiving.receiver.issue("router", [6, 7], 0)
+    grant.lease_ms = 800
+    await (await cluster.sender.open(grant)).abandon()  # connected
+    attach = receiving.receiver.attach
+
+    def attach_and_stop(chunk: pb.PushChunk) -> int:
+        attachment_id = attach(chunk)
+        time.sleep(0.7)  # both are in this process
+        return attachment_id
+
+    monkeypatch.setattr(receiving.receiver, "attach", attach_and_stop)
+    with pytest.raises(PeerUnreachable, match="stood still"):
+        await cluster.sender.open(grant)
+    receiving.receiver.drop_owner("router")
+    await until(receiving.has_freed)
+
+
+@over("ipc", NIXL)
+@pytest.mark.parametrize("num_turns", [0, 1, 2, 3])
+async def test_a_connection_closed_while_a_push_begins_is_no_wait_for_ever(
+    cluster: Cluster, receiving: Receiving, num_turns: int
+) -> None:
+    grant = receiving.receiver.issue("router", [6, 7], 0)
+    grant.lease_ms = 500
+    push = await cluster.sender.open(grant)
+    opening = asyncio.create_task(cluster.sender.open(grant))
+    for _ in range(num_turns):
+        await asyncio.sleep(0)
+    await push._link.close()
+    await push.abandon()
+    (result,) = await asyncio.wait_for(asyncio.gather(opening, return_exceptions=True), DEADLINE_S)
+    if not isinstance(result, TransferError):  # it connected again before
+        await result.abandon()
+
+
+@over("ipc", NIXL)
+async def test_a_receiver_that_is_gone_is_forgotten_though_nobody_pushes(
+    cluster: Cluster, receiving: Receiving, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its memory stays mapped as long as the connection is kept."""
+    await cluster.push_and_commit(receiving.receiver.issue("router", [6], 0), [3])
+    (kept,) = cluster.sender.links._kept.values()
+    has_closed = asyncio.Event()
+    close = kept.link.close
+
+    async def close_and_say() -> None:
+        await close()
+        has_closed.set()
+
+    monkeypatch.setattr(kept.link, "close", close_and_say)
+    await receiving.server.stop(0)
+    await until(has_closed)
+    assert not cluster.sender.links._kept
 
 
 @over("ipc", NIXL)

@@ -298,6 +298,9 @@ class ScriptedLink:
         writer = self.world.writers[grant.grant_id] = Writer(self.world, grant.grant_id)
         return writer
 
+    async def lost(self) -> None:
+        await asyncio.Event().wait()  # not in these worlds
+
     async def commit(self, request: kv_pb.CommitRequest) -> kv_pb.CommitResponse:
         world, writer = self.world, self.world.writers[request.grant_id]
         world.must(not writer.is_stopped, "a commit after the writer was stopped")

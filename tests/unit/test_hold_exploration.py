@@ -137,14 +137,14 @@ def free_what_failed(self: Any, seq: EngineSequence, offset: int) -> RequestOutp
 
 
 async def open_and_stop_in_line(self: Any, grant: kv_pb.Grant) -> Push:
-    link = await self._link(grant)
-    writer = link.writer(grant)
+    kept = await self.links.get(grant)
+    writer = kept.link.writer(grant)
     try:
         await writer.start()
     except BaseException:
         await writer.stop()
         raise
-    return Push(self, link, writer, grant)
+    return Push(self, kept, writer, grant)
 
 
 LET_GO: Any = PrefillRole._let_go

@@ -16,7 +16,7 @@ SHAPE = KVCacheShape(num_layers=2, num_blocks=5, block_size=4, num_kv_heads=3, h
 
 @pytest.mark.parametrize("transport", ["grpc", "ipc", "nixl"])
 def test_what_the_engine_writes_is_what_travels(transport: str) -> None:
-    memory = PoolMemory(transport)
+    memory = PoolMemory(transport, is_received=True)
     tensor = memory.allocate(SHAPE, "cpu")
     assert tensor.shape == SHAPE.axes
     assert tensor.is_contiguous()
@@ -28,18 +28,18 @@ def test_what_the_engine_writes_is_what_travels(transport: str) -> None:
 
 
 def test_over_ipc_others_open_it_and_over_others_nobody_can() -> None:
-    memory = PoolMemory("ipc")
+    memory = PoolMemory("ipc", is_received=True)
     tensor = memory.allocate(SHAPE, "cpu")
     pool = memory.as_pool(tensor, SHAPE, KV_ORDER)
     opened = open_peers_memory(pool.describe_memory().host, SHAPE.pool_bytes)
     np.frombuffer(opened, dtype=np.uint8)[:] = 7
     assert bool((tensor.view(torch.uint8) == 7).all())
-    own = PoolMemory("grpc")
-    with pytest.raises(TransportMissing):
-        own.as_pool(own.allocate(SHAPE, "cpu"), SHAPE, KV_ORDER).describe_memory()
+    for own in (PoolMemory("grpc", is_received=True), PoolMemory("ipc", is_received=False)):
+        with pytest.raises(TransportMissing):
+            own.as_pool(own.allocate(SHAPE, "cpu"), SHAPE, KV_ORDER).describe_memory()
 
 
 def test_a_worker_whose_memory_nobody_can_open_does_not_start_with_ipc() -> None:
-    memory = PoolMemory("ipc")
+    memory = PoolMemory("ipc", is_received=True)
     with pytest.raises(TransportMissing):
         memory.as_pool(torch.zeros(SHAPE.axes, dtype=torch.bfloat16), SHAPE, KV_ORDER)

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from kv_transfer import InvalidTransfer, PeerUnreachable, SharedMemory
+from kv_transfer import InvalidTransfer, PeerUnreachable, SharedMemory, TransportMissing
 from kv_transfer.shared_memory import open_peers_memory
 from protos import tandem_kv_transfer_pb2 as pb
 
@@ -23,7 +23,7 @@ from kv_transfer import SharedMemory
 memory = SharedMemory({NUM_BYTES})
 memory.buffer[:5] = b"ready"
 described = memory.describe()
-print(described.pid, described.fd, flush=True)
+print(described.SerializeToString().hex(), flush=True)
 sys.stdin.read(1)
 print(bytes(memory.buffer[-4:]).decode(), flush=True)
 sys.stdin.read(1)
@@ -36,8 +36,9 @@ def test_another_process_memory_is_read_and_written_and_outlives_it() -> None:
     )
     assert owner.stdin is not None
     assert owner.stdout is not None
-    pid, fd = map(int, owner.stdout.readline().split())
-    memory = open_peers_memory(pb.HostMemory(pid=pid, fd=fd), NUM_BYTES)
+    described = pb.HostMemory.FromString(bytes.fromhex(owner.stdout.readline()))
+    assert described.pid == owner.pid
+    memory = open_peers_memory(described, NUM_BYTES)
     assert memory[:5] == b"ready"
     memory[-4:] = b"seen"
     owner.stdin.write("x")
@@ -47,8 +48,8 @@ def test_another_process_memory_is_read_and_written_and_outlives_it() -> None:
     owner.wait()
     memory[:4] = b"late"  # into pages that are nobody's but ours: no signal, no error
     assert memory[:5] == b"latey"
-    with pytest.raises(PeerUnreachable, match=f"memory of process {pid}: No such file"):
-        open_peers_memory(pb.HostMemory(pid=pid, fd=fd), NUM_BYTES)
+    with pytest.raises(PeerUnreachable, match=f"memory of process {owner.pid}: No such file"):
+        open_peers_memory(described, NUM_BYTES)
     owner.stdin.close()
     owner.stdout.close()
 
@@ -73,8 +74,11 @@ def test_it_is_gone_with_its_last_user() -> None:
     assert not is_mapped()
 
 
-def described(fd: int) -> pb.HostMemory:
-    return pb.HostMemory(pid=os.getpid(), fd=fd)
+NAME = "tandem-kv-0123456789abcdef"
+
+
+def described_as(fd: int, name: str = NAME) -> pb.HostMemory:
+    return pb.HostMemory(pid=os.getpid(), fd=fd, name=name)
 
 
 def test_what_is_no_such_memory_is_not_opened(tmp_path: Path) -> None:
@@ -82,10 +86,26 @@ def test_what_is_no_such_memory_is_not_opened(tmp_path: Path) -> None:
     reading, writing = os.pipe()
     with (tmp_path / "file").open("r+b") as file:
         for fd in (file.fileno(), reading, writing):
-            with pytest.raises(InvalidTransfer, match="is no memory of Tandem's"):
-                open_peers_memory(described(fd), NUM_BYTES)
+            with pytest.raises(PeerUnreachable, match="one PID namespace"):
+                open_peers_memory(described_as(fd), NUM_BYTES)
     os.close(reading)
     os.close(writing)
+
+
+def test_what_looks_the_same_and_is_not_the_peers_is_not_opened() -> None:
+    """In two PID namespaces two workers may have the same number, and their memory the same descriptor: a worker that
+    looks for its peer's then finds its own."""
+    own, peers = SharedMemory(NUM_BYTES), SharedMemory(NUM_BYTES)
+    mistaken = peers.describe()
+    mistaken.fd = own.describe().fd
+    with pytest.raises(PeerUnreachable, match=r"is not the peer as seen from here.*one PID namespace"):
+        open_peers_memory(mistaken, NUM_BYTES)
+
+
+@pytest.mark.parametrize("name", ["", "tandem-kv", "tandem-kv-0123456789abcdeg", f"{NAME} ", "x" * 1000, "../" + NAME])
+def test_names_are_checked(name: str) -> None:
+    with pytest.raises(InvalidTransfer, match="is no name of shared memory"):
+        open_peers_memory(described_as(0, name), NUM_BYTES)
 
 
 @pytest.mark.parametrize("difference", [-1, 1, 4096])
@@ -96,13 +116,25 @@ def test_its_size_is_what_the_layout_says(difference: int) -> None:
 
 
 def test_memory_that_may_shrink_under_a_write_is_refused() -> None:
-    fd = os.memfd_create("tandem-kv", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    fd = os.memfd_create(NAME, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     os.ftruncate(fd, NUM_BYTES)
     with pytest.raises(InvalidTransfer, match="is no sealed memory"):
-        open_peers_memory(described(fd), NUM_BYTES)
+        open_peers_memory(described_as(fd), NUM_BYTES)
     fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK)
-    assert len(open_peers_memory(described(fd), NUM_BYTES)) == NUM_BYTES
+    assert len(open_peers_memory(described_as(fd), NUM_BYTES)) == NUM_BYTES
     os.close(fd)
+
+
+def test_a_system_that_gives_none_is_said_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(TransportMissing, match=r"no shared memory of .* bytes"):
+        SharedMemory(1 << 62)
+
+    def refused(*_: object) -> int:
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(os, "memfd_create", refused)
+    with pytest.raises(TransportMissing, match="Permission denied"):
+        SharedMemory(NUM_BYTES)
 
 
 def test_it_cannot_shrink() -> None:

@@ -1,0 +1,120 @@
+"""The connections of one sender: made at first contact, shared by pushes, and closed when they lead nowhere any more.
+
+    none ──get──> connecting ──> kept, for any number of pushes ──broken, lost, or its peer is another one by now──┐
+                      │                                                                                            v
+                      └─ fails: the next `get` tries again   closed <──its last user gives it back── retired: no push
+                                                                                                     gets it any more
+Owns the links, and a task for each that notices when its connection is gone: a link may hold what is its peer's, such
+as a mapping of all its memory, which nothing else would free as long as no push comes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Coroutine
+from typing import TypeAlias
+
+from kv_transfer.base import Link
+from protos import tandem_kv_transfer_pb2 as pb
+
+Key: TypeAlias = tuple[str, str, str]
+"""(address, worker, incarnation)"""
+
+
+class KeptLink:
+    """A link or its making, and how many use it."""
+
+    def __init__(self, making: asyncio.Task[Link]) -> None:
+        self.making = making
+        self.num_users = 0
+        self.is_retired = False
+        self.is_closed = False
+
+    @property
+    def link(self) -> Link:
+        return self.making.result()
+
+    @property
+    def is_made(self) -> bool:
+        return self.making.done() and not self.making.cancelled() and self.making.exception() is None
+
+    @property
+    def is_useless(self) -> bool:
+        return self.making.done() and (not self.is_made or self.link.is_broken)
+
+
+class Links:
+    """connect: makes the link to whoever made a grant, or raises. `close` must be called."""
+
+    def __init__(self, connect: Callable[[pb.Grant], Coroutine[object, object, Link]]) -> None:
+        self._connect = connect
+        self._kept: dict[Key, KeptLink] = {}
+        self._watches: dict[KeptLink, asyncio.Task[None]] = {}
+        self._closing: set[asyncio.Task[None]] = set()
+
+    async def get(self, grant: pb.Grant) -> KeptLink:
+        """The link to the maker of `grant`, connected. The caller gives it back once. Raises what `connect` does."""
+        key = (grant.kv_address, grant.worker_id, grant.incarnation)
+        kept = self._kept.get(key)
+        if kept is not None and kept.is_useless:
+            self._retire(key)
+            kept = None
+        if kept is None:
+            making = asyncio.create_task(self._connect(grant), name=f"kv-connect-{key[0]}")
+            kept = self._kept[key] = KeptLink(making)
+        kept.num_users += 1
+        try:
+            # Shielded: others may be waiting for the same connection.
+            await asyncio.shield(kept.making)
+        except BaseException:
+            self.give_back(kept)
+            if kept.is_useless and self._kept.get(key) is kept:
+                self._retire(key)
+            raise
+        if kept not in self._watches and not kept.is_retired:
+            self._watches[kept] = asyncio.create_task(self._retire_when_lost(key, kept), name=f"kv-watch-{key[0]}")
+        for other in [other for other in self._kept if other[0] == key[0] and other != key]:
+            # The peer has proven its incarnation: whoever was at this address before is no more.
+            self._retire(other)
+        return kept
+
+    def give_back(self, kept: KeptLink) -> None:
+        """The caller of `get` uses it no more."""
+        kept.num_users -= 1
+        self._close_if_unused(kept)
+
+    async def close(self) -> None:
+        """Close all of them, used or not."""
+        for key in list(self._kept):
+            kept = self._kept[key]
+            kept.making.cancel()
+            kept.num_users = 0
+            self._retire(key)
+        while self._closing:
+            await asyncio.wait(self._closing)
+
+    def _retire(self, key: Key) -> None:
+        kept = self._kept.pop(key)
+        kept.is_retired = True
+        self._close_if_unused(kept)
+
+    def _close_if_unused(self, kept: KeptLink) -> None:
+        if not kept.is_retired or kept.is_closed or kept.num_users > 0:
+            return
+        kept.is_closed = True
+        if (watch := self._watches.pop(kept, None)) is not None:
+            watch.cancel()
+        closing = asyncio.create_task(_close(kept))
+        self._closing.add(closing)
+        closing.add_done_callback(self._closing.discard)
+
+    async def _retire_when_lost(self, key: Key, kept: KeptLink) -> None:
+        await kept.link.lost()
+        if self._kept.get(key) is kept:
+            self._retire(key)
+
+
+async def _close(kept: KeptLink) -> None:
+    await asyncio.wait([kept.making])
+    if kept.is_made:
+        await kept.link.close()
