@@ -16,14 +16,13 @@ FLOAT32 = ("--dtype", "float32", "--max-model-len", "2048", "--kv-cache-gib", "0
 NUM_SHORT_TOKENS = 64
 ARRANGEMENTS = {
     "grpc": ("--transport", "grpc"),
-    "nixl": ("--transport", "nixl"),
     "aggregated": ("--aggregated",),
-    "chunked": ("--transport", "ipc", "--prefill-chunk-tokens", "64", "--no-enable-prefix-caching"),
+    "chunked": ("--transport", "nixl", "--prefill-chunk-tokens", "64", "--no-enable-prefix-caching"),
     # So few blocks that what runs cannot grow: only short prompts fit.
-    "preempted": ("--num-kv-blocks", "33", "--max-model-len", "512"),
+    "preempted": ("--transport", "ipc", "--num-kv-blocks", "33", "--max-model-len", "512"),
 }
 
-TRANSPORTS = {"nixl": "nixl", "chunked": "ipc"}
+TRANSPORTS = {"chunked": "nixl", "preempted": "ipc"}
 """Of arrangements whose KV travels otherwise than by grpc."""
 
 
