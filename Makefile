@@ -4,7 +4,8 @@
 VENV  := .venv
 BIN   := $(VENV)/bin
 PIP   := $(BIN)/python -m pip --disable-pip-version-check
-# What was installed, compiled on all cores: pip would do it on one, half a minute longer.
+# What was installed, compiled on all cores: pip would do it on one, half a minute longer. Packages bring files that are no
+# Python of this version, as with pip nobody minds; what is not compiled here, Python compiles when it is imported.
 COMPILE := $(BIN)/python -m compileall -q -j 0 $(VENV)/lib >/dev/null 2>&1 || true
 # On a terminal pip shows its progress; elsewhere (-qq) only its errors.
 QUIET := $(shell [ -t 2 ] || echo -qq)

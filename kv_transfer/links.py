@@ -49,6 +49,8 @@ class Links:
     def __init__(self, connect: Callable[[pb.Grant], Coroutine[object, object, Link]]) -> None:
         self._connect = connect
         self._kept: dict[Key, KeptLink] = {}
+        self._open: set[KeptLink] = set()
+        """Those kept, and those retired that some push still uses."""
         self._watches: dict[KeptLink, asyncio.Task[None]] = {}
         self._closing: set[asyncio.Task[None]] = set()
 
@@ -62,6 +64,7 @@ class Links:
         if kept is None:
             making = asyncio.create_task(self._connect(grant), name=f"kv-connect-{key[0]}")
             kept = self._kept[key] = KeptLink(making)
+            self._open.add(kept)
         kept.num_users += 1
         try:
             # Shielded: others may be waiting for the same connection.
@@ -85,11 +88,11 @@ class Links:
 
     async def close(self) -> None:
         """Close all of them, used or not."""
-        for key in list(self._kept):
-            kept = self._kept[key]
+        self._kept.clear()
+        for kept in list(self._open):
             kept.making.cancel()
-            kept.num_users = 0
-            self._retire(key)
+            kept.is_retired, kept.num_users = True, 0
+            self._close_if_unused(kept)
         while self._closing:
             await asyncio.wait(self._closing)
 
@@ -102,6 +105,7 @@ class Links:
         if not kept.is_retired or kept.is_closed or kept.num_users > 0:
             return
         kept.is_closed = True
+        self._open.discard(kept)
         if (watch := self._watches.pop(kept, None)) is not None:
             watch.cancel()
         closing = asyncio.create_task(_close(kept))

@@ -160,3 +160,11 @@ async def test_closing_ends_what_is_being_made_and_what_is_used(network: Network
     assert waiting.cancelled()
     network.links.give_back(used)  # late: nothing is closed twice
     await settle()
+
+
+async def test_closing_ends_what_is_retired_and_still_used(network: Network) -> None:
+    await network.links.get(grant_of())
+    network.made[0].is_lost.set()
+    await settle()
+    await asyncio.wait_for(network.links.close(), DEADLINE_S)
+    assert network.made[0].has_closed.is_set()
