@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 
 from engine.attention.base import StepLayout
 from engine.kv_cache import as_movable, rounded_for_pool
+from engine.to_device import to_device
 
 MAX_PADDING = 2.0
 
@@ -175,7 +176,7 @@ class PagedGroups:
         return mask.masked_fill_(is_hidden, float("-inf")).unsqueeze(1)
 
     def _tensor(self, array: NDArray[np.int64]) -> torch.Tensor:
-        return torch.from_numpy(np.ascontiguousarray(array)).to(self._device)
+        return to_device(np.ascontiguousarray(array), self._device)
 
 
 def in_token_order(groups: list[Group], num_tokens: int, compute: Callable[[Group], torch.Tensor]) -> torch.Tensor:

@@ -9,7 +9,16 @@ from pathlib import Path
 import pytest
 import torch
 
-from engine.kv_cache import KVCacheShape, allocate_kv_pool, clear_blocks, copy_blocks, kv_dtype_of, rounded_for_pool
+from engine import kv_cache
+from engine.kv_cache import (
+    PIECE_BYTES,
+    KVCacheShape,
+    allocate_kv_pool,
+    clear_blocks,
+    copy_blocks,
+    kv_dtype_of,
+    rounded_for_pool,
+)
 
 FLOAT8 = "float8_e4m3fn"
 SHAPE = KVCacheShape(num_layers=2, num_blocks=5, block_size=4, num_kv_heads=3, head_dim=8, dtype="bfloat16")
@@ -79,11 +88,19 @@ def test_clears_all_layers(dtype: str) -> None:
 
 
 @pytest.mark.skipif(not Path("/sys/kernel/mm/transparent_hugepage").is_dir(), reason="no huge pages here")
-def test_a_cpus_pool_asks_for_huge_pages() -> None:
-    pool = allocate_kv_pool(replace(SHAPE, num_blocks=4096), "cpu")
-    flags = flags_of_mapping(pool.data_ptr())
-    assert "hg" in flags
-    assert "sh" not in flags  # its own: nobody else is to see what is in it
+@pytest.mark.parametrize(("slowest", "has_all"), [(0.001, True), (1e15, False)], ids=["quick", "slow"])
+def test_a_cpus_pool_asks_for_huge_pages_while_they_come_quickly(
+    slowest: float, has_all: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(kv_cache, "SLOWEST_BYTES_PER_S", slowest)
+    shape = replace(SHAPE, num_blocks=2 * PIECE_BYTES // SHAPE.block_bytes)
+    pool = allocate_kv_pool(shape, "cpu")
+    assert pool.nbytes > 2 * PIECE_BYTES
+    assert not pool.view(torch.uint8).any()
+    first, last = (flags_of_mapping(pool.data_ptr() + at) for at in (0, pool.nbytes - 1))
+    assert "hg" in first
+    assert ("hg" in last) == has_all
+    assert "sh" not in first  # its own: nobody else is to see what is in it
 
 
 def flags_of_mapping(address: int) -> list[str]:
