@@ -97,6 +97,8 @@ class DeviceConfig:
     """What surrounds attention is done by the Triton kernels."""
     uses_graphs: bool
     """Decoding steps are recorded and replayed (engine/decode_graphs.py)."""
+    max_seq_len_to_capture: int
+    """Those over no longer contexts."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -210,6 +212,13 @@ class EngineArgs:
         default=False,
         metadata={"help": "On a GPU, launch every kernel of every step, instead of replaying CUDA graphs of them."},
     )
+    max_seq_len_to_capture: int = field(
+        default=8192,
+        metadata={
+            "help": "On a GPU, CUDA graphs of decoding steps are captured at the start for contexts up to this many "
+            "tokens; with a longer one in it, a step is launched kernel by kernel."
+        },
+    )
 
     def __post_init__(self) -> None:
         _check(bool(self.model), "model must not be empty")
@@ -262,6 +271,11 @@ class EngineArgs:
             self.prefill_batch_tokens >= 0, f"prefill_batch_tokens must be at least 0, is {self.prefill_batch_tokens}"
         )
         _check(0 <= self.max_itl_ms <= 3.6e6, f"max_itl_ms must be in [0, 3600000], is {self.max_itl_ms}")
+        _check(
+            self.max_seq_len_to_capture >= 1,
+            f"max_seq_len_to_capture must be at least 1, is {self.max_seq_len_to_capture}; for no CUDA graphs at all "
+            "there is enforce_eager",
+        )
         _check(self.num_threads >= 0, f"num_threads must be at least 0, is {self.num_threads}")
         _check(
             self.attention_backend in ATTENTION_BACKENDS,

@@ -6,7 +6,9 @@ the memory that all of them leave their logits in. A
 recording is for so many sequences of at most so long a context (a rung of each ladder); a step takes the smallest that
 it fits, and rows beyond its sequences compute nothing that anybody reads, and write nothing.
 
-    at start, or first step of a rung ── record ──> Recording ── each step: refill, replay ──> logits of its first rows
+    at start ── record_all ──> Recordings ── each step that fits one: refill, replay ──> logits of its first rows
+
+Nothing is recorded beside running streams, as recording waits for the device.
 
 A sequence gets the same bits from any rung: see `engine.attention.triton_backend`. Only the products, which belong to
 the device's library, choose by the number of rows.
@@ -74,12 +76,12 @@ def batch_ladder(max_num_seqs: int) -> list[int]:
     return [*rungs, *range(8, max_num_seqs, 8), max_num_seqs]
 
 
-def context_ladder(max_model_len: int, shortest: int = 1024) -> list[int]:
+def context_ladder(max_context_len: int, shortest: int = 1024) -> list[int]:
     """`shortest`, doubled until it is enough: a context's length says how far a row of block ids goes, and into how
     many pieces attention may cut."""
-    rungs = [min(shortest, max_model_len)]
-    while rungs[-1] < max_model_len:
-        rungs.append(min(2 * rungs[-1], max_model_len))
+    rungs = [min(shortest, max_context_len)]
+    while rungs[-1] < max_context_len:
+        rungs.append(min(2 * rungs[-1], max_context_len))
     return rungs
 
 
@@ -93,7 +95,7 @@ class DecodeGraphs:
         backend: PlanKeeper,
         recorder: Recorder,
         max_num_seqs: int,
-        max_model_len: int,
+        max_context_len: int,
         device: str,
     ) -> None:
         """`forward`: token ids, positions and a plan to logits [S, V], launching the same for equal shapes."""
@@ -102,7 +104,7 @@ class DecodeGraphs:
         self._recorder = recorder
         self._device = device
         self._batch_sizes = batch_ladder(max_num_seqs)
-        self._context_lens = context_ladder(max_model_len)
+        self._context_lens = context_ladder(max_context_len)
         self._recordings: dict[tuple[int, int], Recording] = {}
         self._logits_SV: torch.Tensor | None = None
         """Of the last replay. The next one, of whatever size, writes over it."""
@@ -112,34 +114,34 @@ class DecodeGraphs:
         return len(self._recordings)
 
     def can_run(self, batch: InputBatch) -> bool:
-        """Whether every sequence decodes, and is sampled."""
-        num_seqs = len(batch.layout.query_lens)
-        return batch.sample_rows is None and batch.layout.num_decodes == num_seqs <= self._batch_sizes[-1]
+        """Whether every sequence decodes and is sampled, and there is a recording that the step fits."""
+        context_lens = batch.layout.context_lens
+        return (
+            bool(self._recordings)
+            and batch.sample_rows is None
+            and batch.layout.num_decodes == len(context_lens) <= self._batch_sizes[-1]
+            and int(context_lens.max()) <= self._context_lens[-1]
+        )
 
-    def record_shortest(self, on_recorded: Callable[[int, int], None]) -> None:
-        """Every batch size, over the shortest contexts: what most steps are. Longer ones are recorded as they come.
-        `on_recorded`: so many, of so many."""
-        for num_seqs in reversed(self._batch_sizes):  # what the largest needs is enough for all others
-            self._recording(num_seqs, 1)
-            on_recorded(self.num_recordings, len(self._batch_sizes))
+    def record_all(self, on_recorded: Callable[[int, int], None]) -> None:
+        """Every batch size, over every length of contexts. `on_recorded`: so many, of so many."""
+        # What the first one needs, the largest, is memory enough for all others.
+        rungs = [(size, length) for length in reversed(self._context_lens) for size in reversed(self._batch_sizes)]
+        for rung in rungs:
+            self._recordings[rung] = self._record(*rung)
+            on_recorded(self.num_recordings, len(rungs))
 
     def run(self, batch: InputBatch) -> torch.Tensor:
         """Logits [S, V] of a step that `can_run`. Valid until the next call."""
         num_seqs = len(batch.layout.query_lens)
-        recording = self._recording(num_seqs, int(batch.layout.context_lens.max()))
+        longest = int(batch.layout.context_lens.max())
+        recording = self._recordings[_rung(self._batch_sizes, num_seqs), _rung(self._context_lens, longest)]
         recording.token_ids[:num_seqs].copy_(batch.token_ids, non_blocking=True)
         recording.positions[:num_seqs].copy_(batch.positions, non_blocking=True)
         self._backend.refill(recording.plan, batch.layout)
         recording.replay()
         assert self._logits_SV is not None
         return self._logits_SV[:num_seqs]
-
-    def _recording(self, num_seqs: int, context_len: int) -> Recording:
-        """The smallest that fits; made by its first step."""
-        rung = _rung(self._batch_sizes, num_seqs), _rung(self._context_lens, context_len)
-        if rung not in self._recordings:
-            self._recordings[rung] = self._record(*rung)
-        return self._recordings[rung]
 
     def _record(self, num_seqs: int, max_context_len: int) -> Recording:
         """Over rows without a sequence: what is launched to record them writes nothing into the pool."""

@@ -81,12 +81,12 @@ class ModelRunner:
         return batch, self._model.compute_logits(x_TD)
 
     def record_decode_steps(self, on_recorded: Callable[[int, int], None]) -> int:
-        """At start rather than when their first request comes. `on_recorded`: so many, of so many. Returns how many
-        there are: none without a GPU."""
+        """Before the first request. `on_recorded`: so many, of so many. Returns how many there are: none without a
+        GPU."""
         if self._graphs is None:
             return 0
         with torch.inference_mode():
-            self._graphs.record_shortest(on_recorded)
+            self._graphs.record_all(on_recorded)
         return self._graphs.num_recordings
 
     def _make_graphs(self, config: EngineConfig) -> DecodeGraphs | None:
@@ -103,7 +103,7 @@ class ModelRunner:
             backend=self._backend,  # type: ignore[arg-type]  # the configuration has seen to it
             recorder=CudaRecorder(),
             max_num_seqs=config.scheduler.max_num_seqs,
-            max_model_len=config.model.max_model_len,
+            max_context_len=min(config.device.max_seq_len_to_capture, config.model.max_model_len),
             device=config.device.device,
         )
 

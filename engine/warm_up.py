@@ -1,7 +1,7 @@
 """What a device's first step of each kind costs, kernels compiled, algorithms chosen, decoding steps recorded, is spent
 before the first request.
 
-    pool allocated ──> prompts ──> a prompt beside a sequence that decodes ──> recordings ──> what they wrote cleared
+    pool allocated ──> prompts ──> one beside a sequence that decodes ──> recordings ──> what they wrote cleared
 
 Owns nothing. On a CPU there is nothing to warm up.
 """
@@ -33,7 +33,8 @@ def warm_up(config: EngineConfig, runner: ModelRunner, kv_pool: torch.Tensor) ->
     """Takes seconds, and says so. Leaves a pool of zeros."""
     report("warming up: compiling kernels and recording decoding steps (seconds)")
     start_s = time.monotonic()
-    # Of two sequences; the same block for both where there is one alone: nobody looks at what they compute.
+    # All blocks of a sequence are the same one, and of two sequences where there is one alone: nobody looks at what
+    # they compute.
     block_ids = 0, min(1, kv_pool.shape[1] - 1)
     for step in warm_up_steps(config, *block_ids):
         runner.launch(step).wait()
@@ -49,15 +50,28 @@ def _report_recordings(num_recorded: int, num_all: int) -> None:
 
 
 def warm_up_steps(config: EngineConfig, first_block: int, second_block: int) -> Iterator[SchedulerOutput]:
-    """A prompt alone; then one beside a sequence that decodes."""
-    most = min(config.scheduler.max_num_batched_tokens - 1, config.model.max_model_len, config.cache.block_size)
-    length = max(most, 1)
-    yield SchedulerOutput([_prompt(0, length, first_block, _PARAMS[0])], [], [])
-    decoding, prompt = _prompt(1, 1, first_block, _PARAMS[0]), _prompt(2, length, second_block, _PARAMS[1])
-    yield SchedulerOutput([decoding, prompt], [], [])
+    """Prompts of every length that another kernel may be chosen for; then one beside a sequence that decodes, over the
+    longest context that there can be."""
+    block_size, longest = config.cache.block_size, config.model.max_model_len
+    most = min(config.scheduler.max_num_batched_tokens, longest)
+
+    def scheduled(number: int, length: int, num_new: int, block: int, params: SamplingParams) -> ScheduledSequence:
+        table = [block] * -(-length // block_size)
+        seq = Sequence(number, f"warm-up-{number}", [0] * length, length, params, block_table=table)
+        seq.num_computed_tokens = length - num_new
+        return ScheduledSequence(seq, num_new)
+
+    for number, length in enumerate(prompt_lengths(most)):
+        yield SchedulerOutput([scheduled(number, length, length, first_block, _PARAMS[0])], [], [])
+    decoding = scheduled(0, longest, 1, first_block, _PARAMS[0])
+    length = max(1, min(most - 1, block_size))
+    yield SchedulerOutput([decoding, scheduled(1, length, length, second_block, _PARAMS[1])], [], [])
 
 
-def _prompt(number: int, length: int, block_id: int, params: SamplingParams) -> ScheduledSequence:
-    return ScheduledSequence(
-        Sequence(number, f"warm-up-{number}", [0] * length, length, params, block_table=[block_id]), length
-    )
+def prompt_lengths(most: int) -> list[int]:
+    """1, 16, doubled until there are `most`: libraries and our kernels for weights in 8 bits choose by the number of
+    rows, and what they choose is loaded, or compiled, when it is first launched."""
+    lengths = [1, 16]
+    while lengths[-1] < most:
+        lengths.append(2 * lengths[-1])
+    return sorted({min(length, most) for length in lengths})

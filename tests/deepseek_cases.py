@@ -6,6 +6,8 @@ import json
 from pathlib import Path
 from typing import Any
 
+import handover
+
 from engine.config import EngineArgs, EngineConfig
 from engine.llm_engine import LLMEngine
 from engine.model_loader import create_engine_config
@@ -32,14 +34,5 @@ def config_of(folder: Path, hf_config: dict[str, Any] | None = V3, **settings: A
     return create_engine_config(EngineArgs(model=str(folder), **defaults | settings))
 
 
-def finish(engine: LLMEngine) -> list[int]:
-    tokens: list[int] = []
-    while engine.has_unfinished_requests():
-        for output in engine.step():
-            tokens.extend(output.outputs[0].token_ids)
-    return tokens
-
-
 def alone(engine: LLMEngine, params: SamplingParams = GREEDY) -> list[int]:
-    engine.add_request("r", PROMPT, params)
-    return finish(engine)
+    return handover.alone(engine, PROMPT, params)

@@ -57,19 +57,20 @@ def transfer_pool(tensor: torch.Tensor, shape: KVCacheShape, order: str, shared:
     )
     device = tensor.device
     if device.type != "cpu":
-        pool = DevicePool(
-            layout, tensor, _digest_blocks(device.type), cuda_stream_beside(device), lambda: cuda_peers(device)
-        )
+        digest_blocks = _digest_blocks(device.type, layout.block_bytes)
+        pool = DevicePool(layout, tensor, digest_blocks, cuda_stream_beside(device), lambda: cuda_peers(device))
         pool.digests([0])  # what this compiles, the first transfer need not wait for
         return pool
     array: npt.NDArray[np.uint8] = tensor.view(torch.uint8).numpy()
     return HostPool(layout, array.reshape(shape.num_layers, shape.num_blocks, shape.block_bytes), shared)
 
 
-def _digest_blocks(device: str) -> DigestBlocks:
-    """Where the blocks are, if Triton can run there; the attention backend has said so if it cannot."""
-    if why_no_triton(device):
-        return digest_on_host
-    from engine.kernels.gpu.digest import block_digests  # needs Triton
+def _digest_blocks(device: str, block_bytes: int) -> DigestBlocks:
+    """Where the blocks are, if they are no toy's and Triton can run there; the attention backend has said so if it
+    cannot."""
+    if not why_no_triton(device):
+        from engine.kernels.gpu.digest import block_digests, can_digest  # needs Triton
 
-    return block_digests
+        if can_digest(block_bytes):
+            return block_digests
+    return digest_on_host

@@ -90,6 +90,7 @@ def make_engine_config(args: EngineArgs, folder: Path) -> EngineConfig:
             attention_backend=backend,
             uses_triton=uses_triton_kernels(backend, needs),
             uses_graphs=not no_graphs and not args.enforce_eager,
+            max_seq_len_to_capture=args.max_seq_len_to_capture,
         ),
         load=LoadConfig(load_format="dummy" if args.load_format == "dummy" else "safetensors", seed=args.seed),
         compat_digest=digest,

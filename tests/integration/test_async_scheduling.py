@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from many_endings import CONFIG, Answers, answers_alone, answers_of, params_of, prompt_of
 
 from engine.config import EngineArgs
 from engine.input_batch import build_input_batch
@@ -18,12 +19,6 @@ from engine.sampled_tokens import SampledTokens
 from engine.sampling_params import SamplingParams
 from engine.sequence import INVALID_TOKEN, PENDING_TOKEN, ScheduledSequence, SchedulerOutput, Sequence
 
-CONFIG = {
-    "architectures": ["LlamaForCausalLM"], "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2,
-    "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 60, "max_position_embeddings": 256,
-    "eos_token_id": 1, "torch_dtype": "float32",
-}  # fmt: skip
-"""So few tokens that every answer soon meets its end-of-sequence token, or a stop token."""
 EITHER = pytest.mark.parametrize("runs_ahead", [False, True], ids=["in-turn", "ahead"])
 
 
@@ -44,41 +39,13 @@ def make(folder: Path, runs_ahead: bool, **settings: object) -> LLMEngine:
     return LLMEngine(replace(config, scheduler=replace(config.scheduler, async_scheduling=runs_ahead)))
 
 
-def params_of(number: int) -> SamplingParams:
-    """Greedy and drawn, with and without penalties, ending by length and by tokens."""
-    penalties = {"repetition_penalty": 1.3, "frequency_penalty": 0.4, "presence_penalty": -0.3}
-    return SamplingParams(
-        temperature=0.0 if number % 4 == 0 else 1.0, seed=number, top_p=0.9 if number % 3 == 0 else 1.0,
-        max_tokens=1 + number * 5 % 40, min_tokens=number % 2, ignore_eos=number % 5 == 0,
-        stop_token_ids=frozenset({5, 17}) if number % 2 else frozenset(), **(penalties if number % 3 else {}),
-    )  # fmt: skip
-
-
-def answers_of(engine: LLMEngine, numbers: range) -> dict[str, tuple[list[int], FinishReason | None]]:
-    for number in numbers:
-        prompt = [(7 * number + 3 * i) % 55 + 5 for i in range(1 + number * 3 % 50)]
-        engine.add_request(str(number), prompt, params_of(number))
-    answers: dict[str, tuple[list[int], FinishReason | None]] = {}
-    while engine.has_unfinished_requests():
-        for output in engine.step():
-            [completion] = output.outputs
-            tokens, _ = answers.setdefault(output.request_id, ([], None))
-            assert completion.offset == len(tokens)
-            answers[output.request_id] = tokens + completion.token_ids, completion.finish_reason
-        assert engine.audit()[1] == []
-    ledger, _ = engine.audit()
-    assert ledger.num_free + ledger.num_cached == ledger.num_blocks
-    return answers
-
-
 @pytest.fixture(scope="module")
-def expected(folder: Path) -> dict[str, tuple[list[int], FinishReason | None]]:
+def expected(folder: Path) -> Answers:
     """Each request alone, and nothing ahead."""
-    engine = make(folder, False)
-    return {k: v for number in range(24) for k, v in answers_of(engine, range(number, number + 1)).items()}
+    return answers_alone(make(folder, False), range(24))
 
 
-def test_the_requests_end_in_every_way(expected: dict[str, tuple[list[int], FinishReason | None]]) -> None:
+def test_the_requests_end_in_every_way(expected: Answers) -> None:
     reasons = [reason for _, reason in expected.values()]
     assert min(reasons.count(FinishReason.STOP), reasons.count(FinishReason.LENGTH)) >= 5
 
@@ -89,9 +56,7 @@ def test_the_requests_end_in_every_way(expected: dict[str, tuple[list[int], Fini
      {"max_num_seqs": 3}],
     ids=["batched", "chunked", "uncached", "preempted", "few"],
 )  # fmt: skip
-def test_same_tokens(
-    folder: Path, expected: dict[str, tuple[list[int], FinishReason | None]], settings: dict[str, object]
-) -> None:
+def test_same_tokens(folder: Path, expected: Answers, settings: dict[str, object]) -> None:
     engine = make(folder, True, **settings)
     assert answers_of(engine, range(24)) == expected
     assert (engine.stats.num_preemptions > 0) == ("num_kv_blocks" in settings)
@@ -127,15 +92,13 @@ def test_an_abort_between_two_steps_frees_its_blocks_after_them(folder: Path) ->
 
 
 @EITHER
-def test_disaggregated(
-    folder: Path, expected: dict[str, tuple[list[int], FinishReason | None]], runs_ahead: bool
-) -> None:
+def test_disaggregated(folder: Path, expected: Answers, runs_ahead: bool) -> None:
     """Prefilled by one engine, block by block copied to another, and decoded there on its own."""
     prefill, decode = make(folder, runs_ahead), make(folder, runs_ahead)
     source, destination = prefill.executor.kv_pool, decode.executor.kv_pool
-    answers: dict[str, tuple[list[int], FinishReason | None]] = {}
+    answers: Answers = {}
     for number in range(24):
-        name, prompt = str(number), [(7 * number + 3 * i) % 55 + 5 for i in range(1 + number * 3 % 50)]
+        name, prompt = str(number), prompt_of(number)
         prefill.add_prefill(name, prompt, params_of(number))
         outputs = []
         while not outputs:

@@ -41,12 +41,14 @@ class Backend:
 
     def __init__(self) -> None:
         self.reserved: list[tuple[int, int]] = []
+        self.refilled = (0, 0)
 
     def reserve_decode_plan(self, num_seqs: int, max_context_len: int) -> Any:
         self.reserved.append((num_seqs, max_context_len))
-        return SimpleNamespace(context_lens=torch.zeros(num_seqs, dtype=torch.int64))
+        return SimpleNamespace(context_lens=torch.zeros(num_seqs, dtype=torch.int64), rung=self.reserved[-1])
 
     def refill(self, plan: Any, layout: StepLayout) -> None:
+        self.refilled = plan.rung
         plan.context_lens.zero_()
         plan.context_lens[: len(layout.context_lens)] = torch.from_numpy(layout.context_lens)
 
@@ -67,39 +69,53 @@ def graphs(backend: Backend) -> DecodeGraphs:
         backend=backend,
         recorder=RelaunchingRecorder(),
         max_num_seqs=20,
-        max_model_len=3000,
+        max_context_len=3000,
         device="cpu",
     )
 
 
-def test_a_step_is_computed_from_its_own_arrays(graphs: DecodeGraphs) -> None:
-    for lens in ([5, 7, 900], [1, 2, 3, 4], [8, 9, 10], [1024]):
-        logits = graphs.run(step_of(lens))
+@pytest.fixture
+def recorded(graphs: DecodeGraphs) -> DecodeGraphs:
+    graphs.record_all(lambda *_: None)
+    return graphs
+
+
+def test_a_step_is_computed_from_its_own_arrays(recorded: DecodeGraphs) -> None:
+    for lens in ([5, 7, 900], [1, 2, 3, 4], [8, 9, 10], [1024], [1025] * 5, [3000, 1]):
+        logits = recorded.run(step_of(lens))
         assert logits.tolist() == [[100 * (n - 1), n - 1, n] for n in lens]
 
 
-def test_a_step_takes_the_smallest_recording_and_each_is_made_once(graphs: DecodeGraphs, backend: Backend) -> None:
-    for lens in ([5] * 3, [6] * 4, [1024] * 4, [1025], [2999] * 20, [5] * 3, [3000] * 17):
-        graphs.run(step_of(lens))
-    assert backend.reserved == [(4, 1024), (1, 2048), (20, 3000)]
-    assert graphs.num_recordings == 3
+def test_a_step_takes_the_smallest_recording(recorded: DecodeGraphs, backend: Backend) -> None:
+    for lens, rung in {
+        (5,) * 3: (4, 1024), (6,) * 4: (4, 1024), (1024,) * 4: (4, 1024), (1025,): (1, 2048), (2999,) * 20: (20, 3000),
+        (3000,) * 17: (20, 3000),
+    }.items():  # fmt: skip
+        recorded.run(step_of(list(lens)))
+        assert backend.refilled == rung
 
 
-def test_what_most_steps_need_is_recorded_at_start(graphs: DecodeGraphs, backend: Backend) -> None:
+def test_all_are_recorded_at_start_the_largest_first(graphs: DecodeGraphs, backend: Backend) -> None:
     heard: list[tuple[int, int]] = []
-    graphs.record_shortest(lambda *progress: heard.append(progress))
-    assert heard == [(number, 6) for number in range(1, 7)]
-    assert backend.reserved == [(size, 1024) for size in (20, 16, 8, 4, 2, 1)]
+    graphs.record_all(lambda *progress: heard.append(progress))
+    assert heard == [(number, 18) for number in range(1, 19)]
+    assert backend.reserved == [(size, length) for length in (3000, 2048, 1024) for size in (20, 16, 8, 4, 2, 1)]
     for size in range(1, 21):
         graphs.run(step_of([1 + 51 * i for i in range(size)]))
-    assert graphs.num_recordings == 6
+    assert graphs.num_recordings == len(backend.reserved) == 18
 
 
-def test_only_steps_that_decode_and_sample_every_sequence_are_recorded(graphs: DecodeGraphs) -> None:
-    assert graphs.can_run(step_of([5] * 20))
-    assert not graphs.can_run(step_of([5] * 21))
-    assert not graphs.can_run(step_of([5, 9], num_decodes=1))
-    assert not graphs.can_run(step_of([5, 9], samples_all=False))
+def test_steps_that_can_be_replayed(recorded: DecodeGraphs) -> None:
+    assert recorded.can_run(step_of([5] * 20))
+    assert recorded.can_run(step_of([3000, 5]))
+    assert not recorded.can_run(step_of([3001, 5]))
+    assert not recorded.can_run(step_of([5] * 21))
+    assert not recorded.can_run(step_of([5, 9], num_decodes=1))
+    assert not recorded.can_run(step_of([5, 9], samples_all=False))
+
+
+def test_nothing_is_recorded_while_requests_run(graphs: DecodeGraphs) -> None:
+    assert not graphs.can_run(step_of([5]))
 
 
 def test_ladders() -> None:

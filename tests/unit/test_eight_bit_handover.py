@@ -6,16 +6,14 @@ import json
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
+from handover import alone, bytes_of, handed_over
 
 from engine.config import EngineArgs
 from engine.llm_engine import LLMEngine
 from engine.model_loader import create_engine_config
 from engine.sampling_params import SamplingParams
-from kv_transfer import KVPool
 from prefix_hash.compat import compat_difference
-from worker_service.pool_memory import transfer_pool
 
 CONFIG: dict[str, Any] = {
     "architectures": ["Qwen3ForCausalLM"], "vocab_size": 301, "hidden_size": 64, "intermediate_size": 96,
@@ -33,40 +31,6 @@ def engine_of(folder: Path, **settings: Any) -> LLMEngine:
         attention_backend="torch", **settings,
     )  # fmt: skip
     return LLMEngine(create_engine_config(args))
-
-
-def bytes_of(engine: LLMEngine) -> KVPool:
-    return transfer_pool(engine.executor.kv_pool, engine.executor.kv_shape, engine.config.cache.kv_order)
-
-
-def finish(engine: LLMEngine) -> list[int]:
-    """Step until nothing runs: the tokens of the one request."""
-    tokens: list[int] = []
-    while engine.has_unfinished_requests():
-        for output in engine.step():
-            tokens.extend(output.outputs[0].token_ids)
-    return tokens
-
-
-def alone(engine: LLMEngine, prompt: list[int], params: SamplingParams) -> list[int]:
-    engine.add_request("r", prompt, params)
-    return finish(engine)
-
-
-def handed_over(prefill: LLMEngine, decode: LLMEngine, prompt: list[int], params: SamplingParams) -> list[int]:
-    """The same by two engines: blocks go from one pool into the other as transfers move them."""
-    reservation = decode.reserve("r", prompt, params)
-    assert reservation is not None
-    prefill.add_prefill("r", prompt, params)
-    [output] = prefill.step()
-    sent, received = output.held_block_ids[: len(reservation.block_ids)], reservation.block_ids
-    source, destination = bytes_of(prefill), bytes_of(decode)
-    for layer in range(CONFIG["num_hidden_layers"]):
-        destination.write(layer, received, source.read(layer, sent))
-    np.testing.assert_array_equal(source.digests(sent), destination.digests(received))
-    decode.commit("r", output.outputs[0].token_ids[0], len(prompt))
-    prefill.release("r")
-    return [*output.outputs[0].token_ids, *finish(decode)]
 
 
 @pytest.mark.parametrize("settings", [{}, {"quantization": "int8"}], ids=["16-bit weights", "int8"])

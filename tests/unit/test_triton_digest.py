@@ -7,7 +7,7 @@ import pytest
 import torch
 from triton_device import DEVICE
 
-from engine.kernels.gpu.digest import MIN_BLOCK_BYTES, block_digests
+from engine.kernels.gpu.digest import MIN_BLOCK_BYTES, block_digests, can_digest
 from kv_transfer.layout import DIGEST, KVLayout
 from kv_transfer.pool import HostPool
 
@@ -68,5 +68,6 @@ def test_no_blocks_have_no_digests() -> None:
 
 @pytest.mark.parametrize("num_bytes", [8, 240, MIN_BLOCK_BYTES, 1020])
 def test_blocks_that_it_cannot_hash_are_refused(num_bytes: int) -> None:
+    assert not can_digest(num_bytes)
     with pytest.raises(ValueError, match=f"at least 241 bytes, a multiple of 8, not {num_bytes}"):
         block_digests(pool_of(num_bytes).to(DEVICE), [0])

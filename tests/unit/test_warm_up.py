@@ -14,7 +14,7 @@ from engine.config import EngineArgs
 from engine.executor import Executor
 from engine.model_loader import create_engine_config
 from engine.sequence import SchedulerOutput
-from engine.warm_up import warm_up
+from engine.warm_up import prompt_lengths, warm_up
 
 CONFIG = {
     "architectures": ["LlamaForCausalLM"], "vocab_size": 97, "hidden_size": 48, "intermediate_size": 80,
@@ -36,18 +36,30 @@ def test_prompts_and_decoding_steps_are_computed_and_the_pool_is_as_before(
     sizes = {"num_kv_blocks": 20, "block_size": 4, **settings}
     config = create_engine_config(EngineArgs(model=str(tmp_path), load_format="dummy", device="cpu", **sizes))
     worker = Executor(config)._worker
-    launched: list[list[int]] = []
+    launched: list[list[tuple[int, int]]] = []
     nonzero: list[int] = []
 
     def launch(step: SchedulerOutput) -> Any:
-        launched.append([item.num_new_tokens for item in step.scheduled])
+        launched.append([(item.first, item.num_new_tokens) for item in step.scheduled])
         tokens = worker.launch(step)
         nonzero.append(int(worker.kv_pool.count_nonzero()))
         return tokens
 
     runner: Any = SimpleNamespace(launch=launch, record_decode_steps=worker._runner.record_decode_steps)
     warm_up(config, runner, worker.kv_pool)
-    assert [len(step) for step in launched] == [1, 2]
-    assert launched[1][0] == 1, "it decodes"
+    *alone, [decoding, prompt] = launched
+    longest = config.model.max_model_len
+    most = min(config.scheduler.max_num_batched_tokens, longest)
+    assert alone == [[(0, length)] for length in prompt_lengths(most)]
+    assert decoding == (longest - 1, 1)
+    assert prompt == (0, max(1, min(most - 1, config.cache.block_size)))
     assert all(nonzero)
     assert worker.kv_pool.equal(torch.zeros_like(worker.kv_pool))
+
+
+def test_lengths_of_prompts() -> None:
+    assert prompt_lengths(1) == [1]
+    assert prompt_lengths(2) == [1, 2]
+    assert prompt_lengths(16) == [1, 16]
+    assert prompt_lengths(100) == [1, 16, 32, 64, 100]
+    assert prompt_lengths(2048) == [1, 16, 32, 64, 128, 256, 512, 1024, 2048]

@@ -46,14 +46,19 @@ def _constants(block_bytes: int) -> NDArray[np.int64]:
     return np.concatenate((words, np.array([*_INITIAL_LANES, start], dtype=np.uint64))).view(np.int64)
 
 
+def can_digest(block_bytes: int) -> bool:
+    """Whether the kernel knows blocks of that size: whole words, and more than XXH3 has shorter ways for."""
+    return block_bytes >= MIN_BLOCK_BYTES and block_bytes % 8 == 0
+
+
 def block_digests(kv_pool: torch.Tensor, block_ids: Sequence[int]) -> NDArray[np.uint64]:
     """xxh3_64 of each block of each layer: [layer, len(block_ids)]. Waits for the device.
 
-    `kv_pool`: [layer, block, ...], contiguous. Raises `ValueError` where a block is too short, or no whole words.
+    `kv_pool`: [layer, block, ...], contiguous. Raises `ValueError` where it cannot (`can_digest`).
     """
     num_layers, num_blocks = kv_pool.shape[:2]
     block_bytes = kv_pool[0, 0].numel() * kv_pool.itemsize
-    if block_bytes < MIN_BLOCK_BYTES or block_bytes % 8:
+    if not can_digest(block_bytes):
         raise ValueError(f"a block must have at least {MIN_BLOCK_BYTES} bytes, a multiple of 8, not {block_bytes}")
     device = kv_pool.device
     out = torch.empty(num_layers, len(block_ids), dtype=torch.int64, device=device)

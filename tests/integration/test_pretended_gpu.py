@@ -1,0 +1,81 @@
+"""Engines on a GPU that is not there (`tests/pretend_gpu`), with plain torch: the host's part of serving with one.
+
+Steps are scheduled ahead, arrays go through pinned memory, tokens are drawn on the device: with the answers of an
+engine on the CPU, and never waiting between two launches. With the Triton kernels: test_pretended_gpu_kernels.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from deepseek_cases import GREEDY, V3
+from handover import alone, bytes_of, handed_over
+from many_endings import CONFIG, Answers, answers_alone, answers_of, prompt_of
+from pretend_gpu import PretendGpu, pretend_gpu
+from pretend_gpu.engines import make_engine
+
+from engine.pool_size import largest_step
+
+pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+NUMBERS = range(8)
+TOTAL_BYTES = 64 << 20
+UTILIZATION = 0.5
+
+
+@pytest.fixture
+def gpu() -> Iterator[PretendGpu]:
+    with pretend_gpu(total_bytes=TOTAL_BYTES) as pretended:
+        yield pretended
+
+
+@pytest.fixture(scope="module")
+def expected(tmp_path_factory: pytest.TempPathFactory) -> Answers:
+    """Of a CPU, each request alone."""
+    return answers_alone(make_engine(tmp_path_factory.mktemp("model"), CONFIG, device="cpu"), NUMBERS)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [{"prefill_chunk_tokens": 8}, {"num_kv_blocks": 24, "max_model_len": 64, "enable_prefix_caching": False}],
+    ids=["chunked", "preempted"],
+)
+def test_the_answers_of_a_cpu(gpu: PretendGpu, tmp_path: Path, expected: Answers, settings: dict[str, Any]) -> None:
+    engine = make_engine(tmp_path, CONFIG, **settings)
+    assert engine.config.scheduler.async_scheduling
+    assert answers_of(engine, NUMBERS) == expected
+    assert (engine.stats.num_preemptions > 0) == ("num_kv_blocks" in settings)
+
+
+def test_the_pool_is_what_the_largest_step_leaves(gpu: PretendGpu, tmp_path: Path, expected: Answers) -> None:
+    engine = make_engine(tmp_path, CONFIG, num_kv_blocks=0, gpu_memory_utilization=UTILIZATION, max_num_seqs=16)
+    assert answers_of(engine, NUMBERS) == expected
+    _, step = largest_step(engine.config)
+    torch.cuda.reset_peak_memory_stats()
+    engine.executor.launch(step).wait()
+    assert 0.98 * UTILIZATION * TOTAL_BYTES < torch.cuda.max_memory_allocated() <= UTILIZATION * TOTAL_BYTES
+
+
+@pytest.mark.parametrize(
+    ("config", "settings"),
+    [(CONFIG, {}), (CONFIG, {"kv_cache_dtype": "fp8", "quantization": "int8"}), (V3, {})],
+    ids=["llama", "8 bits", "deepseek"],
+)
+def test_one_prefills_and_another_decodes(
+    gpu: PretendGpu, tmp_path: Path, config: dict[str, Any], settings: dict[str, Any]
+) -> None:
+    """Blocks leave one device's memory through pinned memory of the host, and enter another's."""
+    one, prefill, decode = (make_engine(tmp_path, config, **settings) for _ in range(3))
+    prompt = prompt_of(16)
+    tokens = handed_over(prefill, decode, prompt, GREEDY)
+    assert bytes_of(prefill).memory == "VRAM"
+    assert (
+        tokens
+        == alone(one, prompt, GREEDY)
+        == alone(make_engine(tmp_path, config, device="cpu", **settings), prompt, GREEDY)
+    )
+    for engine in (one, prefill, decode):
+        assert engine.audit()[1] == []

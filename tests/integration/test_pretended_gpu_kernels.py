@@ -1,0 +1,96 @@
+"""Engines on a GPU that is not there, with the Triton kernels: interpreted, and compiled as their launches ask for.
+
+Decoding steps are recorded and replayed as CUDA graphs are (`tests/pretend_gpu/streams.py`).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from deepseek_cases import GREEDY, V3
+from handover import alone, bytes_of, handed_over
+from many_endings import CONFIG, answers_of, prompt_of
+from pretend_gpu import PretendGpu, pretend_gpu
+from pretend_gpu.engines import make_engine
+from pretend_gpu.triton import triton_interprets
+from triton_device import DEVICE
+
+ROOT = Path(__file__).resolve().parents[2]
+NUMBERS = range(5)
+WIDE = CONFIG | {"hidden_size": 64}
+"""As products in 8 bits want it."""
+EXPERTS = V3 | {"hidden_size": 64, "intermediate_size": 64, "moe_intermediate_size": 64, "vocab_size": 60}
+
+IN_TURN = {"enforce_eager": True, "async_scheduling": False}
+
+pytestmark = pytest.mark.skipif(DEVICE == "cuda", reason="there is a GPU")
+
+
+@pytest.fixture
+def gpu() -> Iterator[PretendGpu]:
+    with pretend_gpu() as pretended, triton_interprets(pretended):
+        yield pretended
+
+
+@pytest.mark.parametrize(
+    ("config", "settings", "other"),
+    [
+        (CONFIG, {}, {"attention_backend": "torch"}),
+        (WIDE, {"dtype": "float16", "block_size": 16}, {"attention_backend": "torch"}),
+        (WIDE, {"dtype": "bfloat16", "quantization": "int8"}, IN_TURN),
+        (WIDE, {"dtype": "bfloat16", "quantization": "fp8", "kv_cache_dtype": "fp8"}, IN_TURN),
+        (EXPERTS, {"dtype": "bfloat16"}, IN_TURN),
+    ],
+    ids=["float32", "float16", "int8", "fp8", "deepseek"],
+)
+def test_recorded_steps_a_step_ahead(
+    gpu: PretendGpu, tmp_path: Path, config: dict[str, Any], settings: dict[str, Any], other: dict[str, Any]
+) -> None:
+    """The answers of plain torch; or, where numbers are rounded so that near ties fall otherwise, those of the same
+    kernels launched one by one, one step after the other."""
+    settings = {"attention_backend": "triton", "max_num_seqs": 4} | settings
+    engine = make_engine(tmp_path, config, **settings)
+    assert engine.config.device.uses_graphs
+    plain = make_engine(tmp_path, config, **settings | other)
+    assert not plain.config.device.uses_graphs
+    assert answers_of(engine, NUMBERS) == answers_of(plain, NUMBERS)
+
+
+@pytest.mark.parametrize("kv_cache_dtype", ["auto", "fp8"])  # in 8 bits, blocks too small for the kernel of digests
+def test_one_prefills_and_another_decodes(gpu: PretendGpu, tmp_path: Path, kv_cache_dtype: str) -> None:
+    settings = {"attention_backend": "triton", "max_num_seqs": 2, "max_model_len": 64, "kv_cache_dtype": kv_cache_dtype}
+    one, prefill, decode = (make_engine(tmp_path, CONFIG, **settings) for _ in range(3))
+    prompt = prompt_of(16)
+    assert handed_over(prefill, decode, prompt, GREEDY) == alone(one, prompt, GREEDY)
+    assert bytes_of(prefill).memory == "VRAM"
+    for engine in (one, prefill, decode):
+        assert engine.audit()[1] == []
+
+
+def test_every_launch_can_be_compiled(tmp_path: Path) -> None:
+    """What Triton asks of the driver, it asks of ours. A process of its own: where Triton interprets, it does not
+    compile."""
+    environment = os.environ | {
+        "TRITON_CACHE_DIR": str(tmp_path),
+        "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path]),
+    }
+    environment.pop("TRITON_INTERPRET", None)
+    command = [sys.executable, "-m", "pretend_gpu.compile_launches"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=280, env=environment)
+    assert done.returncode == 0, done.stderr[-4000:]
+    found: dict[str, dict[str, dict[str, int]]] = json.loads(done.stdout)
+    for name in ("llama", "qwen", "int8", "fp8", "deepseek"):
+        assert found[name]["at start"]
+        assert found[name]["later"] == {}, "requests would wait for the compiler"
+    assert {kernel for program in found.values() for part in program.values() for kernel in part} == {
+        "_split_kernel", "reduce_kernel", "_prefill_kernel", "_rotate_kernel", "_norm_kernel", "_silu_kernel",
+        "_digest_kernel", "_int8_kernel", "_quantize_kernel", "_latent_decode_kernel", "_latent_prefill_kernel",
+        "_latent_project_kernel", "_bounds_kernel", "_race_kernel",
+    }  # fmt: skip

@@ -1,0 +1,56 @@
+"""Requests that end in every way, for engines that are to give the same answers however they go about it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from engine.llm_engine import LLMEngine
+from engine.outputs import FinishReason
+from engine.sampling_params import SamplingParams
+
+Answers = dict[str, tuple[list[int], FinishReason | None]]
+
+CONFIG: dict[str, Any] = {
+    "architectures": ["LlamaForCausalLM"], "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 60, "max_position_embeddings": 256,
+    "eos_token_id": 1, "torch_dtype": "float32",
+}  # fmt: skip
+"""So few tokens that every answer soon meets its end-of-sequence token, or a stop token."""
+
+
+def prompt_of(number: int) -> list[int]:
+    return [(7 * number + 3 * i) % 55 + 5 for i in range(1 + number * 3 % 50)]
+
+
+def params_of(number: int) -> SamplingParams:
+    """Greedy and drawn, with and without penalties, ending by length and by tokens."""
+    penalties = {"repetition_penalty": 1.3, "frequency_penalty": 0.4, "presence_penalty": -0.3}
+    return SamplingParams(
+        temperature=0.0 if number % 4 == 0 else 1.0, seed=number, top_p=0.9 if number % 3 == 0 else 1.0,
+        max_tokens=1 + number * 5 % 40, min_tokens=number % 2, ignore_eos=number % 5 == 0,
+        stop_token_ids=frozenset({5, 17}) if number % 2 else frozenset(), **(penalties if number % 3 else {}),
+    )  # fmt: skip
+
+
+def answers_of(engine: LLMEngine, numbers: range) -> Answers:
+    """All at once. Books balance after each step, and nothing is held at the end."""
+    for number in numbers:
+        engine.add_request(str(number), prompt_of(number), params_of(number))
+    answers: Answers = {}
+    while engine.has_unfinished_requests():
+        for output in engine.step():
+            [completion] = output.outputs
+            tokens, _ = answers.setdefault(output.request_id, ([], None))
+            assert completion.offset == len(tokens)
+            answers[output.request_id] = tokens + completion.token_ids, completion.finish_reason
+        assert engine.audit()[1] == []
+    ledger, _ = engine.audit()
+    assert ledger.num_free + ledger.num_cached == ledger.num_blocks
+    return answers
+
+
+def answers_alone(engine: LLMEngine, numbers: range) -> Answers:
+    """One after the other."""
+    return {
+        name: answer for number in numbers for name, answer in answers_of(engine, range(number, number + 1)).items()
+    }

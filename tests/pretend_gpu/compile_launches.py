@@ -1,0 +1,106 @@
+"""Compiles whatever engines and the GPU benchmark launch, for the pretended GPU; nothing is computed.
+
+Prints a JSON object: per program, how many variants of each kernel it compiled at its start, and later. What cannot be
+compiled ends it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections import Counter
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+os.environ.pop("TRITON_INTERPRET", None)
+
+import torch
+
+from benchmarks.gpu_parts import attention, digests, floors, products, steps
+from benchmarks.gpu_parts.runner import Setting
+from engine.llm_engine import LLMEngine
+from engine.sampling_params import SamplingParams
+from pretend_gpu import pretend_gpu
+from pretend_gpu.engines import make_engine
+from pretend_gpu.triton import triton_compiles
+
+LLAMA: dict[str, Any] = {
+    "architectures": ["LlamaForCausalLM"], "hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 2,
+    "num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 128, "vocab_size": 500,
+    "max_position_embeddings": 4096,
+}  # fmt: skip
+QWEN = LLAMA | {"architectures": ["Qwen3ForCausalLM"]}
+DEEPSEEK: dict[str, Any] = {
+    "architectures": ["DeepseekV3ForCausalLM"], "vocab_size": 500, "hidden_size": 256, "intermediate_size": 512,
+    "num_hidden_layers": 2, "num_attention_heads": 16, "max_position_embeddings": 4096, "q_lora_rank": 64,
+    "kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128, "n_routed_experts": 8,
+    "num_experts_per_tok": 2, "moe_intermediate_size": 64, "first_k_dense_replace": 1, "n_group": 4, "topk_group": 2,
+}  # fmt: skip
+ENGINES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "llama": (LLAMA, {}),
+    "qwen": (QWEN, {"dtype": "float16"}),
+    "int8": (LLAMA, {"quantization": "int8"}),
+    "fp8": (QWEN, {"quantization": "fp8", "kv_cache_dtype": "fp8"}),
+    "deepseek": (DEEPSEEK, {}),
+}
+PARTS = {part.__name__.rpartition(".")[2]: part for part in (floors, attention, digests, steps, products)}
+PROMPTS = (1, 17, 300, 2500, 40, 100, 20, 600)
+PARAMS = (
+    SamplingParams(temperature=0, max_tokens=4, ignore_eos=True),
+    SamplingParams(temperature=1, max_tokens=4, ignore_eos=True, seed=1),
+    SamplingParams(temperature=1, max_tokens=4, ignore_eos=True, seed=2, top_p=0.9, repetition_penalty=1.1),
+)
+
+
+Variants = Counter[str]
+
+
+def serve(config: dict[str, Any], settings: dict[str, Any], compiled: Variants) -> Variants:
+    """Prompts and answers of several lengths, contexts of one piece and of many. What was compiled at the start."""
+    with TemporaryDirectory() as folder:
+        engine = make_engine(
+            Path(folder), config, attention_backend="triton", max_num_seqs=4, num_kv_blocks=400,
+            **{"block_size": 16, "dtype": "bfloat16"} | settings,
+        )  # fmt: skip
+        at_start = compiled.copy()
+        for number, length in enumerate(PROMPTS):
+            engine.add_request(str(number), [5] * length, PARAMS[number % len(PARAMS)])
+            if number % 2:
+                finish(engine)
+        return at_start
+
+
+def finish(engine: LLMEngine) -> None:
+    while engine.has_unfinished_requests():
+        engine.step()
+
+
+def measure(part: Any, compiled: Variants) -> Variants:
+    with TemporaryDirectory() as folder:
+        list(part.measure(Setting(device="cuda", is_tiny=True, results=Path(folder))))
+    return compiled
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    steps.device_busy_ms = lambda engine, device: 1.0  # CUDA's profiler is not pretended
+    programs: dict[str, Callable[[Variants], Variants]] = {}
+    for name, (config, settings) in ENGINES.items():
+        programs[name] = partial(serve, config, settings)
+    for name, part in PARTS.items():
+        programs[f"benchmark: {name}"] = partial(measure, part)
+    found: dict[str, dict[str, Variants]] = {}
+    for name, program in programs.items():
+        variants: Variants = Counter()
+        with pretend_gpu() as gpu, triton_compiles(gpu, variants):
+            at_start = program(variants)
+        found[name] = {"at start": at_start, "later": variants - at_start}
+    json.dump(found, sys.stdout)
+
+
+if __name__ == "__main__":
+    main()

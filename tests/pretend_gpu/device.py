@@ -1,0 +1,140 @@
+"""The pretended GPU: `torch.cuda` is its while it is there."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch.utils._pytree import tree_map_only
+
+from pretend_gpu.memory import DEVICE
+from pretend_gpu.operations import Operations
+from pretend_gpu.streams import (
+    Event,
+    Graph,
+    Stream,
+    current_graph,
+    current_stream,
+    recording,
+    stream_context,
+    synchronize,
+)
+
+
+class PretendGpu:
+    """What `torch.cuda` says of it, and does."""
+
+    def __init__(self, total_bytes: int, capability: tuple[int, int]) -> None:
+        self.total_bytes = total_bytes
+        self.capability = capability
+        self._operations = Operations()
+        self.memory = self._operations.memory
+
+    def launch(self, action: Callable[[], object], touched: list[torch.Tensor]) -> None:
+        """Something that is no operation of torch, on memory of the device (a tensor of the host each)."""
+        action()
+        if graph := current_graph():
+            graph.launch(action, touched, [])
+
+    @contextmanager
+    def entered(self) -> Iterator[None]:
+        """By this thread."""
+        # `torch.tensor` makes what it is given on the host, and then copies it as everything else is.
+        before = torch._C._only_lift_cpu_tensors()
+        torch._C._set_only_lift_cpu_tensors(True)
+        try:
+            with self._operations.mode:
+                yield
+        finally:
+            torch._C._set_only_lift_cpu_tensors(before)
+
+    @contextmanager
+    def graph(self, graph: Graph, pool: list[Graph] | None = None, **_: object) -> Iterator[None]:
+        with recording(graph, [] if pool is None else pool, self.memory):
+            yield
+
+    def mem_get_info(self, device: object = None) -> tuple[int, int]:
+        del device
+        return self.total_bytes - self.memory.allocated_bytes, self.total_bytes
+
+    def reset_peak_memory_stats(self, device: object = None) -> None:
+        del device
+        self.memory.peak_bytes = self.memory.allocated_bytes
+
+    def properties(self, device: object = None) -> SimpleNamespace:
+        del device
+        return SimpleNamespace(
+            name="pretended", total_memory=self.total_bytes, L2_cache_size=1 << 20, multi_processor_count=132
+        )
+
+    def as_torch_cuda(self) -> dict[str, Any]:
+        """By the names in `torch.cuda`."""
+        return {
+            "_lazy_init": lambda: None,
+            "is_available": lambda: True,
+            "device_count": lambda: 1,
+            "current_device": lambda: 0,
+            "get_device_capability": lambda device=None: self.capability,
+            "get_device_name": lambda device=None: "pretended",
+            "get_device_properties": self.properties,
+            "mem_get_info": self.mem_get_info,
+            "memory_allocated": lambda device=None: self.memory.allocated_bytes,
+            "max_memory_allocated": lambda device=None: self.memory.peak_bytes,
+            "reset_peak_memory_stats": self.reset_peak_memory_stats,
+            "empty_cache": lambda: None,
+            "Stream": Stream,
+            "Event": Event,
+            "stream": stream_context,
+            "current_stream": current_stream,
+            "synchronize": synchronize,
+            "CUDAGraph": Graph,
+            "graph": self.graph,
+            "graph_pool_handle": list,
+        }
+
+
+@contextmanager
+def pretend_gpu(*, total_bytes: int = 1 << 30, capability: tuple[int, int] = (9, 0)) -> Iterator[PretendGpu]:
+    gpu = PretendGpu(total_bytes, capability)
+    run = threading.Thread.run
+
+    def run_on_gpu(thread: threading.Thread) -> None:
+        with gpu.entered():
+            run(thread)
+
+    with pytest.MonkeyPatch.context() as patch:
+        for name, said in gpu.as_torch_cuda().items():
+            patch.setattr(torch.cuda, name, said)
+        patch.setattr(threading.Thread, "run", run_on_gpu)
+        for owner, name in ((torch.Tensor, "to"), (torch, "tensor")):
+            patch.setattr(owner, name, _with_numbers(getattr(owner, name)))
+        patch.setattr(torch, "Generator", _HostGenerator)
+        with gpu.entered():
+            yield gpu
+
+
+class _HostGenerator(torch.Generator):
+    """For either: the same random numbers."""
+
+    def __new__(cls, device: object = "cpu") -> _HostGenerator:
+        del device
+        return super().__new__(cls, "cpu")
+
+
+def _with_numbers(function: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    """Which device `cuda` is, without a number, torch asks the device's library."""
+
+    def numbered(*args: Any, **kwargs: Any) -> torch.Tensor:
+        args, kwargs = tree_map_only((str, torch.device), _with_number, (args, kwargs))
+        return function(*args, **kwargs)
+
+    return numbered
+
+
+def _with_number(device: str | torch.device) -> str | torch.device:
+    return DEVICE if str(device) == "cuda" else device

@@ -1,0 +1,33 @@
+"""Engines on the pretended GPU."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from engine.config import EngineArgs
+from engine.llm_engine import LLMEngine
+from engine.model_loader import create_engine_config
+from engine.sampled_tokens import SampledTokens
+from engine.sequence import SchedulerOutput
+from pretend_gpu.streams import without_waiting
+
+
+def make_engine(folder: Path, config: dict[str, Any], **settings: Any) -> LLMEngine:
+    """Of random weights. On the GPU (`device`) it is an error if a launch waits for it."""
+    (folder / "config.json").write_text(json.dumps(config))
+    defaults: dict[str, Any] = {
+        "load_format": "dummy", "dtype": "float32", "block_size": 4, "num_kv_blocks": 256, "num_threads": 1,
+        "device": "cuda", "attention_backend": "torch",
+    }  # fmt: skip
+    engine = LLMEngine(create_engine_config(EngineArgs(model=str(folder), **defaults | settings)))
+    launch = engine.executor.launch
+
+    def launch_without_waiting(output: SchedulerOutput) -> SampledTokens:
+        with without_waiting():
+            return launch(output)
+
+    if engine.config.device.device == "cuda":
+        engine.executor.launch = launch_without_waiting  # type: ignore[method-assign]
+    return engine

@@ -1,0 +1,178 @@
+"""Tensors of the pretended GPU, and its memory: who holds what of it.
+
+A `DeviceTensor` has no numbers of its own: they lie in `memory`, a tensor on the CPU. Only this folder looks there.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+DEVICE = torch.device("cuda", 0)
+
+Dispatch = Callable[[Any, Any, Any], Any]
+
+
+class DeviceTensor(torch.Tensor):
+    memory: torch.Tensor
+    _gpu_memory: DeviceMemory
+
+    @staticmethod
+    def __new__(cls, memory: torch.Tensor, gpu_memory: DeviceMemory) -> DeviceTensor:
+        self: DeviceTensor = torch.Tensor._make_wrapper_subclass(
+            cls, memory.size(), strides=memory.stride(), storage_offset=memory.storage_offset(), dtype=memory.dtype,
+            device=DEVICE,
+        )  # fmt: skip
+        self.memory = memory
+        self._gpu_memory = gpu_memory
+        gpu_memory.hold(self)
+        return self
+
+    __torch_function__ = torch._C._disabled_torch_function_impl
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Where the mode is not: in threads that it was not entered in."""
+        [first, *_] = device_tensors_in((args, kwargs))
+        return first._gpu_memory.dispatch(func, args, kwargs or {})
+
+    # As operations, or by a copy: torch's own ways to these ask the device's library which device is current.
+
+    def contiguous(self, memory_format: torch.memory_format = torch.contiguous_format) -> torch.Tensor:
+        return self if self.is_contiguous() else self.clone(memory_format=memory_format)
+
+    def nonzero(self) -> torch.Tensor:  # type: ignore[override]
+        return torch.ops.aten.nonzero(self)  # type: ignore[no-any-return]
+
+    def __invert__(self) -> torch.Tensor:
+        return torch.ops.aten.bitwise_not(self)  # type: ignore[no-any-return]
+
+    def item(self) -> Any:
+        return self.cpu().item()
+
+    def __bool__(self) -> bool:
+        return bool(self.cpu())
+
+    def __int__(self) -> int:
+        return int(self.cpu())
+
+    def __float__(self) -> float:
+        return float(self.cpu())
+
+    def copy_(self, other: torch.Tensor, non_blocking: bool = False) -> DeviceTensor:
+        return torch.ops.aten.copy_(self, other, non_blocking)  # type: ignore[no-any-return]
+
+    def __getitem__(self, index: Any) -> torch.Tensor:
+        picked, tensors = _basic(self, index if isinstance(index, tuple) else (index,))
+        return torch.ops.aten.index(picked, tensors) if tensors else picked  # type: ignore[no-any-return]
+
+    def __setitem__(self, index: Any, value: Any) -> None:
+        picked, tensors = _basic(self, index if isinstance(index, tuple) else (index,))
+        value = value if isinstance(value, torch.Tensor) else torch.full((), value, dtype=self.dtype, device=DEVICE)
+        if tensors:
+            torch.ops.aten.index_put_(picked, tensors, value)
+        else:
+            picked.copy_(value)
+
+    def data_ptr(self) -> int:
+        return self.memory.data_ptr()
+
+    def numpy(self, *, force: bool = False) -> Any:
+        del force
+        raise TypeError("can't convert cuda:0 device type tensor to numpy. Use Tensor.cpu() first.")
+
+    def tolist(self) -> Any:
+        return self.cpu().tolist()
+
+    def __repr__(self) -> str:  # type: ignore[override]
+        return f"DeviceTensor({self.memory!r})"
+
+
+class DeviceMemory:
+    """What the program has allocated, by the storages that its tensors keep."""
+
+    def __init__(self, dispatch: Dispatch) -> None:
+        self.dispatch = dispatch
+        self.rubbish = 0xFF
+        """Each byte of what nobody wrote: NaN, -1."""
+        self.allocated_bytes = 0
+        self.peak_bytes = 0
+        self._num_holders: dict[int, int] = {}
+        """Tensors, by storage."""
+        self._lock = threading.RLock()  # a thread that holds it may let go of others by collecting garbage
+
+    def hold(self, tensor: DeviceTensor) -> None:
+        key, num_bytes = storage_of(tensor.memory), tensor.memory.untyped_storage().nbytes()
+        with self._lock:
+            if key not in self._num_holders:
+                self.allocated_bytes += num_bytes
+                self.peak_bytes = max(self.peak_bytes, self.allocated_bytes)
+            self._num_holders[key] = self._num_holders.get(key, 0) + 1
+        weakref.finalize(tensor, self._let_go, key, num_bytes).atexit = False
+
+    def is_held(self, memory: torch.Tensor) -> bool:
+        return storage_of(memory) in self._num_holders
+
+    def wrap(self, tree: Any, known: list[DeviceTensor]) -> Any:
+        """As tensors of the device; those that an operation returns as it got them stay the same objects."""
+        of_memory = {id(tensor.memory): tensor for tensor in known}
+
+        def outside(memory: torch.Tensor) -> DeviceTensor:
+            tensor = of_memory.get(id(memory))
+            return DeviceTensor(memory, self) if tensor is None else tensor
+
+        return tree_map_only(torch.Tensor, outside, tree)
+
+    def spoil(self, memory: torch.Tensor) -> None:
+        """The whole of its storage."""
+        if memory.dtype != torch.bool:
+            torch.empty(0, dtype=torch.uint8).set_(memory.untyped_storage()).fill_(self.rubbish)
+
+    def _let_go(self, key: int, num_bytes: int) -> None:
+        with self._lock:
+            self._num_holders[key] -= 1
+            if not self._num_holders[key]:
+                del self._num_holders[key]
+                self.allocated_bytes -= num_bytes
+
+
+def storage_of(memory: torch.Tensor) -> int:
+    return memory.untyped_storage()._cdata
+
+
+def _basic(x: torch.Tensor, index: tuple[Any, ...]) -> tuple[torch.Tensor, list[torch.Tensor | None]]:
+    """A view by the numbers, slices and new axes of an index, and its tensors, per axis of that view."""
+    tensors: list[torch.Tensor | None] = []
+    axis = 0
+    for place, item in enumerate(index):
+        if item is Ellipsis:
+            axis = x.dim() - sum(later is not None for later in index[place + 1 :])
+        elif item is None:
+            x, axis = x.unsqueeze(axis), axis + 1
+        elif isinstance(item, slice):
+            start, stop, step = item.indices(x.shape[axis])
+            x, axis = torch.ops.aten.slice(x, axis, start, max(start, stop), step), axis + 1
+        elif isinstance(item, torch.Tensor):
+            tensors += [None] * (axis - len(tensors)) + [item]
+            axis += 1
+        else:
+            x = x.select(axis, int(item))
+    return x, tensors
+
+
+def on_host(tree: Any) -> Any:
+    """The same with the memory of its tensors."""
+    return tree_map_only(DeviceTensor, lambda tensor: tensor.memory, tree)
+
+
+def tensors_in(tree: Any) -> list[torch.Tensor]:
+    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
+
+
+def device_tensors_in(tree: Any) -> list[DeviceTensor]:
+    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, DeviceTensor)]

@@ -1,0 +1,206 @@
+"""What torch's operations do with tensors of the pretended GPU: computed at once, by the CPU, on their memory.
+
+operation ─ only the host's tensors ──────────────────────────> as ever
+          ├ to, copy_, pin_memory ── between the two ──────────> a copy, now or late (streams.py)
+          └ of the device ── check: all there? a wait? ── compute ── of a graph that is recorded, kept to be done again
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from pretend_gpu.memory import DeviceMemory, DeviceTensor, device_tensors_in, on_host, storage_of, tensors_in
+from pretend_gpu.streams import current_graph, current_stream, wait
+
+aten = torch.ops.aten
+
+UNWRITTEN = (aten.empty, aten.empty_like, aten.empty_strided, aten.new_empty, aten.new_empty_strided)
+PINNING = (aten.pin_memory, aten._pin_memory)
+INDEXED = (aten.index, aten.index_put, aten.index_put_, aten._index_put_impl_)
+MASKS = (torch.bool, torch.uint8)
+READ_BACK = (
+    aten._local_scalar_dense, aten.nonzero, aten.masked_select, aten._unique2, aten.unique_dim, aten.bincount,
+    aten.unique_consecutive, aten.is_nonzero, aten.equal, aten.histc,
+)  # fmt: skip
+"""Whose outcome, or its size, the host has to know."""
+TAKES_HOST_SCALARS = (aten.where, aten.masked_fill_, *INDEXED[1:])
+"""A tensor of the host without axes, though these are not pointwise."""
+
+
+class Operations:
+    def __init__(self) -> None:
+        self.memory = DeviceMemory(self.dispatch)
+        self.mode = _Mode(self.dispatch)
+        """Entered by every thread that uses the device."""
+        self._pinned: dict[int, torch.UntypedStorage] = {}
+        """Kept, so that no other memory takes their place."""
+
+    def dispatch(self, func: Any, args: Any, kwargs: Any) -> Any:
+        # What a wrapper is a view of is for torch to say, which it cannot of tensors made in inference mode.
+        with torch.inference_mode(False), torch.no_grad():
+            return self._operation(func, args, kwargs)
+
+    def _operation(self, func: Any, args: Any, kwargs: Any) -> Any:
+        packet, tensors = func.overloadpacket, device_tensors_in((args, kwargs))
+        if packet in PINNING:
+            return self._pin(args[0].clone())
+        if packet is aten.is_pinned:
+            return storage_of(args[0]) in self._pinned
+        if packet is aten.to:
+            return self._to(args[0], **_by_name(func, args) | kwargs)
+        if packet is aten._to_copy:
+            return self._converted(args[0], **kwargs)
+        if packet is aten.copy_ and len(tensors) == 1:
+            return self._copied(*args, **kwargs)
+        if not tensors and not _names_device((*args, *kwargs.values())):
+            is_pinned = kwargs.get("pin_memory")
+            result = func(*args, **{**kwargs, "pin_memory": False} if is_pinned else kwargs)
+            return self._pin(result) if is_pinned else result
+        if func._can_decompose():
+            with self.mode:
+                result = func.decompose(*args, **kwargs)
+            if result is not NotImplemented:
+                return result
+        self._check(func, args, kwargs)
+        return self._computed(func, args, kwargs, tensors)
+
+    def _check(self, func: Any, args: Any, kwargs: Any) -> None:
+        packet = func.overloadpacket
+        for tensor in tensors_in((args, kwargs)):
+            if isinstance(tensor, DeviceTensor):
+                continue
+            if packet is aten.index:
+                wait("an index on the host")
+            elif tensor.dim() or not (torch.Tag.pointwise in func.tags or packet in TAKES_HOST_SCALARS):
+                raise RuntimeError(
+                    f"Expected all tensors to be on the same device, but found at least two devices, cuda:0 and cpu! "
+                    f"({func}, the host's is {tuple(tensor.shape)})"
+                )
+        if packet in INDEXED and any(index is not None and index.dtype in MASKS for index in args[1]):
+            wait(f"{func} by a mask")
+        if packet in READ_BACK or (packet is aten.repeat_interleave and kwargs.get("output_size") is None):
+            wait(str(func))
+
+    def _computed(self, func: Any, args: Any, kwargs: Any, tensors: list[DeviceTensor]) -> Any:
+        args, kwargs = on_host((args, kwargs))
+        if "device" in kwargs:
+            kwargs["device"] = "cpu"
+        kwargs.pop("pin_memory", None)
+        result = func(*args, **kwargs)
+        is_new = [not any(storage_of(m) == storage_of(t.memory) for t in tensors) for m in tensors_in(result)]
+        allocated = [memory for memory, new in zip(tensors_in(result), is_new, strict=True) if new]
+        if func.overloadpacket in UNWRITTEN:
+            for memory in allocated:
+                self.memory.spoil(memory)
+        for tensor in tensors:
+            memory = tensor.memory
+            if (tensor.shape, tensor.stride()) != (memory.shape, memory.stride()):
+                raise NotImplementedError(f"{func} gives a tensor another shape")
+        if graph := current_graph():
+            graph.launch(self._again(func, args, kwargs, result), [t.memory for t in tensors], allocated)
+        return self.memory.wrap(result, tensors)
+
+    def _again(self, func: Any, args: Any, kwargs: Any, result: Any) -> Callable[[], None]:
+        """The same operation, with its results where they were."""
+        if func.is_view:
+            return lambda: None
+
+        def again() -> None:
+            if func.overloadpacket in UNWRITTEN:
+                return
+            for memory, value in zip(tensors_in(result), tensors_in(func(*args, **kwargs)), strict=True):
+                if memory is not value:
+                    memory.copy_(value)
+
+        return again
+
+    def _to(self, source: torch.Tensor, *, copy: bool = False, **names: Any) -> torch.Tensor:
+        if (other := names.pop("other", None)) is not None:
+            names |= {"device": other.device, "dtype": other.dtype}
+        is_same = torch.device(names.get("device") or source.device).type == source.device.type
+        if is_same and (names.get("dtype") or source.dtype) == source.dtype and not copy:
+            return source
+        return self._converted(source, **names)
+
+    def _converted(
+        self, source: torch.Tensor, *, device: Any = None, non_blocking: bool = False, **names: Any
+    ) -> torch.Tensor:
+        names = {name: value for name, value in names.items() if name in ("dtype", "memory_format")}
+        to = source.device if device is None else torch.device(device)
+        if to.type == source.device.type:
+            if to.type == "cpu":
+                return aten._to_copy(source, **names)  # type: ignore[no-any-return]
+            return self._computed(aten._to_copy.default, (source,), names, [source])  # type: ignore[list-item, no-any-return]
+        if to.type == "cuda":
+            target: torch.Tensor = DeviceTensor(torch.empty_like(source, **names), self.memory)
+        else:
+            target = torch.empty_like(source.memory, **names)  # type: ignore[attr-defined]
+            if non_blocking:
+                self._pin(target)
+        return self._copied(target, source, non_blocking)
+
+    def _copied(self, target: torch.Tensor, source: torch.Tensor, non_blocking: bool = False) -> torch.Tensor:
+        """Between host and device."""
+        host = source if isinstance(target, DeviceTensor) else target
+        if current_graph():
+            raise RuntimeError("a copy between host and device, while a graph is recorded")
+        is_late = non_blocking and storage_of(host) in self._pinned
+        if not is_late:
+            wait(f"a copy between host and device ({'not pinned' if non_blocking else 'not non_blocking'})")
+            current_stream().finish()
+        if isinstance(target, DeviceTensor):
+            target.memory.copy_(source)
+            if is_late:
+                current_stream().later(_unchanged(source))
+        else:
+            copied = source.memory.clone()  # type: ignore[attr-defined]
+            if is_late:
+                target.view(torch.uint8).fill_(0xFF) if target.dim() else target.fill_(-1)
+                current_stream().later(lambda: target.copy_(copied))
+            else:
+                target.copy_(copied)
+        return target
+
+    def _pin(self, memory: torch.Tensor) -> torch.Tensor:
+        self._pinned[storage_of(memory)] = memory.untyped_storage()
+        return memory
+
+
+class _Mode(TorchDispatchMode):
+    def __init__(self, dispatch: Callable[[Any, Any, Any], Any]) -> None:
+        super().__init__()
+        self._dispatch = dispatch
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Nothing is compiled here; to say so to torch takes seconds of imports."""
+        return False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return self._dispatch(func, args, kwargs or {})
+
+
+def _names_device(args: tuple[Any, ...]) -> bool:
+    return any(isinstance(arg, torch.device) and arg.type == "cuda" for arg in args)
+
+
+def _by_name(func: Any, args: tuple[Any, ...]) -> dict[str, Any]:
+    """All but the first one."""
+    return {argument.name: value for argument, value in zip(func._schema.arguments[1:], args[1:], strict=False)}
+
+
+def _unchanged(host: torch.Tensor) -> Callable[[], None]:
+    before = _bytes_of(host)
+
+    def check() -> None:
+        assert _bytes_of(host) == before, "the host wrote to pinned memory while it was being copied"
+
+    return check
+
+
+def _bytes_of(host: torch.Tensor) -> bytes:
+    return host.clone(memory_format=torch.contiguous_format).flatten().view(torch.uint8).numpy().tobytes()

@@ -1,0 +1,201 @@
+"""Order on the pretended GPU: streams, events, graphs, and where the host waits.
+
+What is launched is computed at once. What the host may see of it is as late as a GPU may make it: a copy to the host
+arrives when the host waits for it or for something launched after it on its stream, and is rubbish until then; an event
+is done when the host has waited for it, or for a later one. Host memory that is copied from must not change before.
+
+A graph is the list of what was launched while it was recorded. It has no values before its first replay; what it
+allocated is shared with all other graphs of its pool, and rubbish after any replay of theirs.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import torch
+
+from pretend_gpu.memory import DEVICE, DeviceMemory, storage_of
+
+Action = Callable[[], object]
+
+
+class _Here(threading.local):
+    """Of each thread."""
+
+    why_not_wait = ""
+    stream: Stream | None = None
+    graph: Graph | None = None
+
+
+_here = _Here()
+
+
+def wait(what: str) -> None:
+    """Called wherever the host waits for the device. Raises `RuntimeError` where it must not."""
+    if _here.why_not_wait:
+        raise RuntimeError(f"{what}: {_here.why_not_wait}")
+
+
+@contextmanager
+def without_waiting(why_not: str = "the host waits for the device") -> Iterator[None]:
+    """This thread."""
+    before, _here.why_not_wait = _here.why_not_wait, why_not
+    try:
+        yield
+    finally:
+        _here.why_not_wait = before
+
+
+class Stream:
+    def __init__(self, device: object = None, priority: int = 0) -> None:
+        del device, priority
+        self.device = DEVICE
+        self._num_launched = 0
+        self._num_done = 0
+        self._late: deque[tuple[int, Action]] = deque()
+        self._lock = threading.RLock()
+        _streams.add(self)
+
+    def later(self, action: Action) -> int:
+        """For when the host waits for this, or for what is launched after it. Returns its number."""
+        with self._lock:
+            self._num_launched += 1
+            self._late.append((self._num_launched, action))
+            return self._num_launched
+
+    def finish(self, number: int | None = None) -> None:
+        """All up to `number`."""
+        with self._lock:
+            number = self._num_launched if number is None else number
+            while self._late and self._late[0][0] <= number:
+                self._late.popleft()[1]()
+            self._num_done = max(self._num_done, number)
+
+    def is_done(self, number: int) -> bool:
+        return self._num_done >= number
+
+    def synchronize(self) -> None:
+        wait("Stream.synchronize")
+        self.finish()
+
+    def wait_event(self, event: Event) -> None:
+        self.later(event.finish)
+
+    def wait_stream(self, other: Stream) -> None:
+        number = other.later(_nothing)
+        self.later(lambda: other.finish(number))
+
+
+_streams: weakref.WeakSet[Stream] = weakref.WeakSet()
+_default_stream = Stream()
+
+
+def current_stream(device: object = None) -> Stream:
+    del device
+    return _here.stream or _default_stream
+
+
+@contextmanager
+def stream_context(stream: Stream) -> Iterator[None]:
+    """`torch.cuda.stream`"""
+    before, _here.stream = _here.stream, stream
+    try:
+        yield
+    finally:
+        _here.stream = before
+
+
+def synchronize(device: object = None) -> None:
+    del device
+    wait("torch.cuda.synchronize")
+    for stream in list(_streams):
+        stream.finish()
+
+
+class Event:
+    def __init__(self, enable_timing: bool = False, blocking: bool = False, interprocess: bool = False) -> None:
+        del enable_timing, blocking, interprocess
+        self._at: tuple[Stream, int] | None = None
+
+    def record(self, stream: Stream | None = None) -> None:
+        stream = stream or current_stream()
+        self._at = stream, stream.later(_nothing)
+
+    def finish(self) -> None:
+        if self._at is not None:
+            stream, number = self._at
+            stream.finish(number)
+
+    def query(self) -> bool:
+        return self._at is None or self._at[0].is_done(self._at[1])
+
+    def synchronize(self) -> None:
+        wait("Event.synchronize")
+        self.finish()
+
+    def elapsed_time(self, other: Event) -> float:
+        """No time at all, as nothing is timed here; but more than 0."""
+        del other
+        return 1e-3
+
+
+class Graph:
+    """`torch.cuda.CUDAGraph`"""
+
+    def __init__(self) -> None:
+        self._launches: list[Action] = []
+        self._reads: list[torch.Tensor] = []
+        self._own: dict[int, torch.Tensor] = {}
+        """What it allocated, by storage."""
+        self._pool: list[Graph] = []
+        self._memory: DeviceMemory | None = None
+
+    def launch(self, action: Action, touched: list[torch.Tensor], allocated: list[torch.Tensor]) -> None:
+        """One more, while it is recorded."""
+        self._launches.append(action)
+        self._own |= {storage_of(memory): memory for memory in allocated}
+        self._reads += [memory for memory in touched if storage_of(memory) not in self._own]
+
+    def end_recording(self, pool: list[Graph], memory: DeviceMemory) -> None:
+        pool.append(self)
+        self._pool, self._memory = pool, memory
+        self._spoil(memory)
+
+    def replay(self) -> None:
+        assert self._memory is not None, "nothing is recorded"
+        for memory in self._reads:
+            assert self._memory.is_held(memory), f"a graph uses memory that was let go: {tuple(memory.shape)}"
+        for other in self._pool:
+            other._spoil(self._memory)
+        for launch in self._launches:
+            launch()
+
+    def _spoil(self, device: DeviceMemory) -> None:
+        for memory in self._own.values():
+            device.spoil(memory)
+
+
+def current_graph() -> Graph | None:
+    """That this thread records."""
+    return _here.graph
+
+
+@contextmanager
+def recording(graph: Graph, pool: list[Graph], memory: DeviceMemory) -> Iterator[None]:
+    synchronize()
+    assert _here.graph is None, "a graph within a graph"
+    _here.graph = graph
+    try:
+        with without_waiting("operation not permitted when stream is capturing"):
+            yield
+    finally:
+        _here.graph = None
+    graph.end_recording(pool, memory)
+
+
+def _nothing() -> None:
+    pass

@@ -1,0 +1,90 @@
+"""Launches of Triton kernels on the pretended GPU.
+
+`triton_interprets`: by Triton's interpreter, so that numbers come out (import `triton_device` before the kernels).
+`triton_compiles`: in Triton's own way, as far as the driver: what a launch asks for is compiled to machine code, with
+the types, constants and alignments that its arguments have, and is not run. Nothing is computed then.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch.utils._python_dispatch import _disable_current_modes
+
+from pretend_gpu.device import PretendGpu
+from pretend_gpu.memory import device_tensors_in, on_host, tensors_in
+
+MAX_SHARED_BYTES = 232_448
+"""Of a program on an H200."""
+
+
+@contextmanager
+def triton_interprets(gpu: PretendGpu) -> Iterator[None]:
+    from triton.runtime.interpreter import InterpretedFunction
+
+    run = InterpretedFunction.run
+
+    def run_on_gpu(kernel: Any, *args: Any, **kwargs: Any) -> None:
+        args, kwargs = _arguments(args, kwargs)
+
+        def launch() -> None:
+            with _disable_current_modes(), torch.inference_mode(False):
+                run(kernel, *args, **kwargs)
+
+        gpu.launch(launch, tensors_in((args, kwargs)))
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(InterpretedFunction, "run", run_on_gpu)
+        yield
+
+
+@contextmanager
+def triton_compiles(gpu: PretendGpu, variants: Counter[str]) -> Iterator[None]:
+    """`variants`: told how many of each kernel were compiled."""
+    from triton.backends.compiler import GPUTarget
+    from triton.runtime.driver import driver
+
+    class Launcher:
+        def __init__(self, source: Any, metadata: Any) -> None:
+            del metadata
+            variants[source.name] += 1
+
+        def __call__(self, x: int, y: int, z: int, *rest: Any) -> None:
+            assert x < 2**31, f"a grid of {x, y, z}"
+            assert y < 2**16, f"a grid of {x, y, z}"
+            assert z < 2**16, f"a grid of {x, y, z}"
+            arguments, _ = _arguments(rest, {})
+            gpu.launch(lambda: None, tensors_in(arguments))
+
+    major, minor = gpu.capability
+    pretended = SimpleNamespace(
+        get_current_target=lambda: GPUTarget("cuda", 10 * major + minor, 32),
+        get_current_device=lambda: 0,
+        get_current_stream=lambda device: 0,
+        launcher_cls=Launcher,
+        utils=SimpleNamespace(
+            get_device_properties=lambda device: {"max_shared_mem": MAX_SHARED_BYTES},
+            load_binary=lambda name, binary, shared, device: (object(), 1, 0, 0, 1024),
+        ),
+    )
+    before, gpu.memory.rubbish = driver._active, 0
+    driver.set_active(pretended)  # type: ignore[arg-type]
+    try:
+        yield
+    finally:
+        driver._active = before
+
+
+def _arguments(args: Any, kwargs: Any) -> Any:
+    """With memory in the place of tensors, all of which must be the device's."""
+    on_device = {id(tensor) for tensor in device_tensors_in((args, kwargs))}
+    for tensor in tensors_in((args, kwargs)):
+        if id(tensor) not in on_device:
+            raise ValueError(f"Pointer argument cannot be accessed from Triton (cpu tensor?): {tuple(tensor.shape)}")
+    return on_host((args, kwargs))
