@@ -51,10 +51,10 @@ class RunningCluster:
 
 
 @contextmanager
-def run_cluster(log: Path, *flags: str) -> Iterator[RunningCluster]:
+def run_cluster(log: Path, *flags: str, python: str = sys.executable) -> Iterator[RunningCluster]:
     """`tandem up` with `flags`; fails unless it is ready in time and exits 0 after SIGTERM."""
     environment = {name: value for name, value in os.environ.items() if not name.startswith(("TANDEM_", "REDIS_"))}
-    command = [sys.executable, "-m", "tandem", "up", "--listen", "127.0.0.1:0", *flags]
+    command = [python, "-m", "tandem", "up", "--listen", "127.0.0.1:0", *flags]
     if "--http-port" not in flags:
         command.append("--no-http")
     with log.open("w") as stderr:

@@ -35,7 +35,7 @@ pytestmark = pytest.mark.skipif(DEVICE == "cuda", reason="there is a GPU")
 
 @pytest.fixture
 def gpu() -> Iterator[PretendGpu]:
-    with pretend_gpu() as pretended, triton_interprets(pretended):
+    with pretend_gpu(has_triton=True) as pretended, triton_interprets(pretended):
         yield pretended
 
 

@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch.utils._pytree import tree_map_only
 
+import engine.kernels.gpu
 from pretend_gpu.memory import DEVICE
 from pretend_gpu.operations import Operations
 from pretend_gpu.streams import (
@@ -99,7 +100,10 @@ class PretendGpu:
 
 
 @contextmanager
-def pretend_gpu(*, total_bytes: int = 1 << 30, capability: tuple[int, int] = (9, 0)) -> Iterator[PretendGpu]:
+def pretend_gpu(
+    *, total_bytes: int = 1 << 30, capability: tuple[int, int] = (9, 0), has_triton: bool = False
+) -> Iterator[PretendGpu]:
+    """`has_triton`: whether Triton is to be found beside it, where it is installed (triton.py launches its kernels)."""
     gpu = PretendGpu(total_bytes, capability)
     run = threading.Thread.run
 
@@ -114,6 +118,8 @@ def pretend_gpu(*, total_bytes: int = 1 << 30, capability: tuple[int, int] = (9,
         for owner, name in ((torch.Tensor, "to"), (torch, "tensor")):
             patch.setattr(owner, name, _with_numbers(getattr(owner, name)))
         patch.setattr(torch, "Generator", _HostGenerator)
+        if not has_triton:
+            patch.setattr(engine.kernels.gpu, "find_spec", lambda _: None)
         with gpu.entered():
             yield gpu
 

@@ -1,0 +1,78 @@
+"""Worker processes with a GPU that is not there, each with its own: KV from one's memory to the other's, over gRPC."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from clusters import run_cluster
+from many_endings import CONFIG
+from pretend_gpu.__main__ import write_python
+
+from engine.config import EngineArgs
+from engine.llm_engine import LLMEngine
+from engine.model_loader import create_engine_config
+from engine.sampling_params import SamplingParams
+from protos import tandem_inference_pb2 as pb
+from tandem.client import Client
+
+NUM_TOKENS = 12
+LENGTHS = (1, 15, 16, 33, 340, 401)
+
+
+@pytest.fixture
+def tiny_model(model_folder: Path, tmp_path: Path) -> Path:
+    """With the tokenizer of the real one."""
+    folder = tmp_path / "tiny"
+    folder.mkdir()
+    shutil.copy(model_folder / "tokenizer.json", folder)
+    vocab_size = json.loads((model_folder / "config.json").read_text())["vocab_size"]
+    (folder / "config.json").write_text(
+        json.dumps(CONFIG | {"vocab_size": vocab_size, "max_position_embeddings": 1024})
+    )
+    return folder
+
+
+def prompt_of(length: int) -> list[int]:
+    return [(length * 131 + i * 17) % 40_000 + 50 for i in range(length)]
+
+
+def sampling_of(length: int) -> dict[str, Any]:
+    drawn = {"temperature": 0.9, "top_p": 0.9, "seed": length, "repetition_penalty": 1.2}
+    return {"max_tokens": NUM_TOKENS, "ignore_eos": True} | (drawn if length % 2 else {"temperature": 0.0})
+
+
+def answers_of_a_cpu(folder: Path) -> dict[int, list[int]]:
+    args = EngineArgs(
+        model=str(folder), load_format="dummy", dtype="float32", device="cpu", attention_backend="torch",
+        num_kv_blocks=128, num_threads=1,
+    )  # fmt: skip
+    engine = LLMEngine(create_engine_config(args))
+    for length in LENGTHS:
+        engine.add_request(str(length), prompt_of(length), SamplingParams(**sampling_of(length)))
+    answers: dict[int, list[int]] = {length: [] for length in LENGTHS}
+    while engine.has_unfinished_requests():
+        for output in engine.step():
+            answers[int(output.request_id)] += output.outputs[0].token_ids
+    return answers
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_the_answers_of_a_cpu(tiny_model: Path, tmp_path: Path) -> None:
+    flags = (
+        "--model", str(tiny_model), "--load-format", "dummy", "--dtype", "float32", "--device", "cuda",
+        "--attention-backend", "torch", "--num-kv-blocks", "128", "--prefill-chunk-tokens", "128",
+    )  # fmt: skip
+    with run_cluster(tmp_path / "log", *flags, python=write_python(tmp_path / "python")) as cluster:
+        with Client(cluster.address) as client, ThreadPoolExecutor(len(LENGTHS)) as threads:
+            answers = list(threads.map(lambda n: client.generate(prompt_of(n), **sampling_of(n)), LENGTHS))
+        cluster.wait_until_at_rest()
+    assert (tmp_path / "log").read_text().count("warmed up in") == 2, "each has a GPU"
+    assert answers[-1].timings.mode == pb.MODE_DISAGGREGATED
+    expected = answers_of_a_cpu(tiny_model)
+    assert {length: answer.token_ids for length, answer in zip(LENGTHS, answers, strict=True)} == expected

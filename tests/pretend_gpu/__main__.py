@@ -1,0 +1,43 @@
+"""Stands for `python` in a cluster whose workers have a pretended GPU each: `PRETENDED_PYTHON [-P] -m MODULE …`.
+
+PRETENDED_PYTHON: a program that calls this (`write_python`), and what the processes so started start others with.
+"""
+
+from __future__ import annotations
+
+import os
+import runpy
+import sys
+from pathlib import Path
+
+WORKERS = ("prefill_service", "decode_service")
+
+
+def write_python(path: Path) -> str:
+    """That program. Returns where it is."""
+    folders = [str(folder) for folder in Path(__file__).resolve().parents[1:3]]
+    path.write_text(
+        f"#!/bin/sh\nexport PRETENDED_PYTHON='{path}' PYTHONPATH='{os.pathsep.join([*folders, *sys.path])}'\n"
+        f"exec '{sys.executable}' -m pretend_gpu \"$@\"\n"
+    )
+    path.chmod(0o700)
+    return str(path)
+
+
+def main() -> None:
+    arguments = sys.argv[1:]
+    if "-m" not in arguments[:2]:
+        os.execv(sys.executable, [sys.executable, *arguments])
+    sys.argv = arguments[arguments.index("-m") + 1 :]
+    module, sys.executable = sys.argv[0], os.environ["PRETENDED_PYTHON"]
+    if module not in WORKERS:
+        runpy.run_module(module, run_name="__main__", alter_sys=True)
+        return
+    from pretend_gpu import pretend_gpu  # with torch, which nobody else needs
+
+    with pretend_gpu():
+        runpy.run_module(module, run_name="__main__", alter_sys=True)
+
+
+if __name__ == "__main__":
+    main()
