@@ -13,7 +13,8 @@ ROOT = Path(__file__).resolve().parents[2]
 def test_ten_times_the_sustainable_load() -> None:
     command = [sys.executable, str(ROOT / "benchmarks" / "overload.py"), "--json"]
     result = subprocess.run(
-        [*command, "--seconds", "8", "--baseline-seconds", "8"],
+        # On a busy machine ten times little may be little: in quiet, less than 3 requests a second are served.
+        [*command, "--seconds", "8", "--baseline-seconds", "8", "--min-rate", "25"],
         check=False, capture_output=True, text=True, timeout=150,
     )  # fmt: skip
     assert result.returncode == 0, result.stderr[-3000:]

@@ -76,13 +76,11 @@ def differing(answers: Answers, expected: Answers) -> list[str]:
     "changes",
     [
         {},
-        {"prefill_chunk_tokens": 64},
-        {"prefill_chunk_tokens": 17},
-        {"num_threads": 2},
+        {"prefill_chunk_tokens": 64, "num_threads": 2},
+        {"prefill_chunk_tokens": 17, "block_size": 32, "num_kv_blocks": 320},
         {"enable_prefix_caching": True, "max_num_seqs": 3},
-        {"block_size": 32, "num_kv_blocks": 320},
     ],
-    ids=["together", "chunks of 64", "chunks of 17", "2 threads", "cached prefixes", "larger blocks"],
+    ids=["together", "chunks of 64, 2 threads", "chunks of 17, larger blocks", "cached prefixes"],
 )
 def test_same_tokens(
     changes: dict[str, object], model_folder: Path, references: list[Reference], alone: Answers
@@ -119,7 +117,7 @@ def test_same_tokens_of_a_cluster(
 
 def test_other_sums_would_change_answers(model_folder: Path, references: list[Reference]) -> None:
     """Plain torch, whose sums depend on the number of rows, does: so the tests above can fail."""
-    short = [reference for reference in references if len(reference.prompt_token_ids) <= 17]
+    short = [reference for reference in references if len(reference.prompt_token_ids) <= 17][:8]
     apart, together = (make_engine(model_folder, attention_backend="torch") for _ in range(2))
     expected: Answers = {}
     for reference in short:
