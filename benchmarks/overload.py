@@ -134,7 +134,7 @@ def memory_mib(cluster: Cluster) -> dict[str, float]:
 
 
 async def measure(
-    args: ClusterArgs, shape: Shape, *, factor: float, min_rate: float, seconds: float, baseline_s: float
+    args: ClusterArgs, shape: Shape, *, factor: float, seconds: float, baseline_s: float
 ) -> dict[str, Any]:
     async with (
         Cluster(args, on_line=lambda *_: None, on_event=lambda _: None) as cluster,
@@ -146,7 +146,7 @@ async def measure(
         if not before.goodput:
             raise click.ClickException(f"nothing was answered in {baseline_s:g} s: --baseline-seconds must be longer")
         memory_before = memory_mib(cluster)
-        during = await load.open(max(factor * before.goodput, min_rate), seconds)
+        during = await load.open(factor * before.goodput, seconds)
         await asyncio.sleep(RECOVERY_S)
         after = await load.closed(NUM_CLIENTS, baseline_s)
         memory_after = memory_mib(cluster)
@@ -165,8 +165,6 @@ async def measure(
 @click.option("--seconds", default=30.0, show_default=True, help="Of overload.")
 @click.option("--baseline-seconds", default=12.0, show_default=True, help="Before, and again after.")
 @click.option("--factor", default=10.0, show_default=True, help="Times the rate that can be served.")
-@click.option("--min-rate", default=0.0, show_default=True,
-              help="At least so many requests a second, however few were served before.")  # fmt: skip
 @click.option("--prompt-tokens", default=512, show_default=True)
 @click.option("--output-tokens", default=32, show_default=True)
 @click.option("--deadline-s", default=6.0, show_default=True)
@@ -177,7 +175,6 @@ def main(
     seconds: float,
     baseline_seconds: float,
     factor: float,
-    min_rate: float,
     prompt_tokens: int,
     output_tokens: int,
     deadline_s: float,
@@ -195,8 +192,7 @@ def main(
         log_level="warning",
     )
     shape = Shape(prompt_tokens=prompt_tokens, output_tokens=output_tokens, deadline_s=deadline_s)
-    phases = measure(args, shape, factor=factor, min_rate=min_rate, seconds=seconds, baseline_s=baseline_seconds)
-    summary = asyncio.run(phases)
+    summary = asyncio.run(measure(args, shape, factor=factor, seconds=seconds, baseline_s=baseline_seconds))
     if not only_json:
         columns = ("requests", ANSWERED, REFUSED, TIMED_OUT, "goodput_per_s", "p50_refusal_ms", "p99_refusal_ms")
         rows = [

@@ -13,8 +13,8 @@ ROOT = Path(__file__).resolve().parents[2]
 def test_ten_times_the_sustainable_load() -> None:
     command = [sys.executable, str(ROOT / "benchmarks" / "overload.py"), "--json"]
     result = subprocess.run(
-        # On a busy machine ten times little may be little: in quiet, less than 3 requests a second are served.
-        [*command, "--seconds", "8", "--baseline-seconds", "8", "--min-rate", "25"],
+        # Short ones, of which a busy machine, too, serves many within their deadline.
+        [*command, "--seconds", "8", "--baseline-seconds", "8", "--prompt-tokens", "128", "--output-tokens", "16"],
         check=False, capture_output=True, text=True, timeout=150,
     )  # fmt: skip
     assert result.returncode == 0, result.stderr[-3000:]

@@ -19,6 +19,7 @@ from engine.llm_engine import LLMEngine
 from engine.model_loader import create_engine_config
 from engine.sampling_params import SamplingParams
 from protos import tandem_inference_pb2 as pb
+from tandem.answer import Answer
 from tandem.client import Client
 
 NUM_TOKENS = 12
@@ -70,9 +71,14 @@ def test_the_answers_of_a_cpu(tiny_model: Path, tmp_path: Path) -> None:
     )  # fmt: skip
     with run_cluster(tmp_path / "log", *flags, python=write_python(tmp_path / "python")) as cluster:
         with Client(cluster.address) as client, ThreadPoolExecutor(len(LENGTHS)) as threads:
-            answers = list(threads.map(lambda n: client.generate(prompt_of(n), **sampling_of(n)), LENGTHS))
+
+            def ask(length: int) -> Answer:
+                return client.generate(prompt_of(length), **sampling_of(length))
+
+            # Alone: beside others a decode worker may rather compute it itself.
+            answers = {LENGTHS[-1]: ask(LENGTHS[-1])}
+            answers |= dict(zip(LENGTHS[:-1], threads.map(ask, LENGTHS[:-1]), strict=True))
         cluster.wait_until_at_rest()
     assert (tmp_path / "log").read_text().count("warmed up in") == 2, "each has a GPU"
-    assert answers[-1].timings.mode == pb.MODE_DISAGGREGATED
-    expected = answers_of_a_cpu(tiny_model)
-    assert {length: answer.token_ids for length, answer in zip(LENGTHS, answers, strict=True)} == expected
+    assert answers[LENGTHS[-1]].timings.mode == pb.MODE_DISAGGREGATED
+    assert {length: answer.token_ids for length, answer in answers.items()} == answers_of_a_cpu(tiny_model)
