@@ -167,7 +167,7 @@ def test_a_worker_dies_where_its_peers_do_not_know_yet_what_has_happened(cluster
         num_before = len(prompts)
         while service.process.poll() is None:  # whoever is chosen; it is reached within a few requests
             assert len(prompts) < num_before + 60, f"{point} is not reached"
-            more = fresh_prompts(3)
+            more = fresh_prompts()
             prompts += more
             answers += ask(cluster, more)
         assert service.process.returncode == EXIT_CODE
@@ -193,7 +193,7 @@ def test_every_point_fails_once(cluster: FragileCluster) -> None:
     answers: list[list[int]] = []
     while num_reached() < num_before + len(POINTS):
         assert len(prompts) < 90, "not all points are reached"
-        more = fresh_prompts(3)
+        more = fresh_prompts()
         prompts += more
         answers += ask(cluster, more)
     check(cluster, prompts, answers)
