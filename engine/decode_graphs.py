@@ -2,13 +2,13 @@
 cost a CPU more than they cost a GPU, and a replay is one.
 
 Owns the recordings, what their launches read (token ids, positions and an attention plan at addresses that stay), and
-the memory that all of them leave their logits in. A
-recording is for so many sequences of at most so long a context (a rung of each ladder); a step takes the smallest that
-it fits, and rows beyond its sequences compute nothing that anybody reads, and write nothing.
+the memory that all of them leave their logits in. A recording is for so many sequences of at most so long a context (a
+rung of each ladder); a step takes the smallest that it fits, and rows beyond its sequences compute nothing that anybody
+reads, and write nothing.
 
     at start ── record_all ──> Recordings ── each step that fits one: refill, replay ──> logits of its first rows
 
-Nothing is recorded beside running streams, as recording waits for the device.
+Nothing is recorded while requests run, as recording waits for the device.
 
 A sequence gets the same bits from any rung: see `engine.attention.triton_backend`. Only the products, which belong to
 the device's library, choose by the number of rows.
@@ -29,6 +29,9 @@ from engine.attention import StepLayout
 from engine.input_batch import InputBatch
 
 Replay = Callable[[], None]
+
+RECORDING_BYTES = 8 << 20
+"""What the driver keeps of one with some hundreds of launches: by what others report, no GPU of ours has shown it."""
 
 
 class PlanKeeper(Protocol):
@@ -125,11 +128,20 @@ class DecodeGraphs:
 
     def record_all(self, on_recorded: Callable[[int, int], None]) -> None:
         """Every batch size, over every length of contexts. `on_recorded`: so many, of so many."""
-        # What the first one needs, the largest, is memory enough for all others.
-        rungs = [(size, length) for length in reversed(self._context_lens) for size in reversed(self._batch_sizes)]
+        rungs = self._rungs()
         for rung in rungs:
             self._recordings[rung] = self._record(*rung)
             on_recorded(self.num_recordings, len(rungs))
+
+    def record_largest(self) -> int:
+        """Whose memory all others use, too. Returns how many there would be."""
+        rungs = self._rungs()
+        self._recordings[rungs[0]] = self._record(*rungs[0])
+        return len(rungs)
+
+    def _rungs(self) -> list[tuple[int, int]]:
+        """(sequences, context length), the largest first."""
+        return [(size, length) for length in reversed(self._context_lens) for size in reversed(self._batch_sizes)]
 
     def run(self, batch: InputBatch) -> torch.Tensor:
         """Logits [S, V] of a step that `can_run`. Valid until the next call."""

@@ -13,7 +13,7 @@ import torch
 from engine import device_draw
 from engine.attention import PagedBackend
 from engine.config import EngineConfig
-from engine.decode_graphs import CudaRecorder, DecodeGraphs
+from engine.decode_graphs import RECORDING_BYTES, CudaRecorder, DecodeGraphs
 from engine.input_batch import InputBatch, build_input_batch
 from engine.kernels.sampling import choose_largest, draw_unfiltered
 from engine.kv_cache import clear_blocks, copy_blocks
@@ -88,6 +88,17 @@ class ModelRunner:
         with torch.inference_mode():
             self._graphs.record_all(on_recorded)
         return self._graphs.num_recordings
+
+    def record_largest_decode_step(self) -> int:
+        """To see what memory recordings take: returns what they will keep, all of them, beside what torch counts as
+        allocated."""
+        if self._graphs is None:
+            return 0
+        with torch.inference_mode():
+            num_all = self._graphs.record_largest()
+        torch.cuda.empty_cache()
+        shared_bytes = torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
+        return shared_bytes + num_all * RECORDING_BYTES
 
     def _make_graphs(self, config: EngineConfig) -> DecodeGraphs | None:
         """None where decoding steps are launched one kernel after the other."""

@@ -19,11 +19,15 @@ from engine.kv_cache import KVCacheShape
 from engine.sampling_params import SamplingParams
 from engine.sequence import ScheduledSequence, SchedulerOutput, Sequence
 
-_PARAMS = SamplingParams(temperature=1, top_p=0.9, top_k=50, min_p=0.01, repetition_penalty=1.1)
-"""What a sampler takes most memory for: several numbers of 8 bytes for each token of the vocabulary and each row."""
+ASKS_FOR_ALL = SamplingParams(
+    temperature=1, top_p=0.9, top_k=50, min_p=0.01, repetition_penalty=1.1, frequency_penalty=0.1,
+    presence_penalty=0.1, min_tokens=1, stop_token_ids=frozenset({0}), logit_bias={0: 1.0},
+)  # fmt: skip
+"""What a sampler takes most memory and most launches for."""
 
-RunStep = Callable[[KVCacheShape, SchedulerOutput], object]
-"""Computes a step over a pool of that shape, and lets both go."""
+RunStep = Callable[[KVCacheShape, SchedulerOutput], int]
+"""Computes a step over a pool of that shape, beside what else an engine holds while it serves, and lets all go. Returns
+how many bytes of that torch does not count as allocated."""
 
 
 def largest_step(config: EngineConfig) -> tuple[int, SchedulerOutput]:
@@ -35,7 +39,7 @@ def largest_step(config: EngineConfig) -> tuple[int, SchedulerOutput]:
     blocks_each = -(-length // block_size)
     scheduled = []
     for number in range(num_seqs):
-        seq = Sequence(number, f"largest-{number}", [0] * length, length, _PARAMS)
+        seq = Sequence(number, f"largest-{number}", [0] * length, length, ASKS_FOR_ALL)
         seq.block_table = list(range(number * blocks_each, (number + 1) * blocks_each))
         scheduled.append(ScheduledSequence(seq, length))
     return num_seqs * blocks_each, SchedulerOutput(scheduled, [], [])
@@ -46,8 +50,8 @@ def measure_num_blocks(config: EngineConfig, shape: KVCacheShape, run_step: RunS
     num_step_blocks, step = largest_step(config)
     step_shape = replace(shape, num_blocks=num_step_blocks)
     torch.cuda.reset_peak_memory_stats()
-    run_step(step_shape, step)
-    peak = torch.cuda.max_memory_allocated() - step_shape.pool_bytes
+    kept_bytes = run_step(step_shape, step)
+    peak = torch.cuda.max_memory_allocated() + kept_bytes - step_shape.pool_bytes
     gc.collect()
     torch.cuda.empty_cache()
     free, total = torch.cuda.mem_get_info()

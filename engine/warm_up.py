@@ -1,7 +1,7 @@
 """What a device's first step of each kind costs, kernels compiled, algorithms chosen, decoding steps recorded, is spent
 before the first request.
 
-    pool allocated ──> prompts ──> one beside a sequence that decodes ──> recordings ──> what they wrote cleared
+    pool allocated ──> recordings ──> prompts ──> one beside a sequence that decodes ──> what they wrote cleared
 
 Owns nothing. On a CPU there is nothing to warm up.
 """
@@ -17,31 +17,29 @@ from engine.cache_dir import report
 from engine.config import EngineConfig
 from engine.kv_cache import clear_blocks
 from engine.model_runner import ModelRunner
+from engine.pool_size import ASKS_FOR_ALL
 from engine.sampling_params import SamplingParams
 from engine.sequence import ScheduledSequence, SchedulerOutput, Sequence
 
 REPORT_EVERY = 10
 """Recordings."""
-_PARAMS = (
-    SamplingParams(temperature=0),
-    SamplingParams(temperature=1, top_p=0.9, top_k=50, min_p=0.01, repetition_penalty=1.1),
-)
-"""Of what a step may be asked for, all that takes other launches."""
+_GREEDY = SamplingParams(temperature=0)
 
 
 def warm_up(config: EngineConfig, runner: ModelRunner, kv_pool: torch.Tensor) -> None:
     """Takes seconds, and says so. Leaves a pool of zeros."""
-    report("warming up: compiling kernels and recording decoding steps (seconds)")
+    report("warming up (seconds)")
     start_s = time.monotonic()
     # All blocks of a sequence are the same one, and of two sequences where there is one alone: nobody looks at what
     # they compute.
     block_ids = 0, min(1, kv_pool.shape[1] - 1)
+    # First, as each recording begins by giving back all memory that is free, and steps are to find some when they come.
+    num_recordings = runner.record_decode_steps(_report_recordings)
     for step in warm_up_steps(config, *block_ids):
         runner.launch(step).wait()
-    num_recordings = runner.record_decode_steps(_report_recordings)
     clear_blocks(kv_pool, sorted(set(block_ids)))
-    seconds = time.monotonic() - start_s
-    report(f"warmed up in {seconds:.1f} s; decoding steps of {num_recordings} sizes are recorded")
+    recorded = f"; decoding steps of {num_recordings} sizes are recorded" if num_recordings else ""
+    report(f"warmed up in {time.monotonic() - start_s:.1f} s{recorded}")
 
 
 def _report_recordings(num_recorded: int, num_all: int) -> None:
@@ -50,10 +48,10 @@ def _report_recordings(num_recorded: int, num_all: int) -> None:
 
 
 def warm_up_steps(config: EngineConfig, first_block: int, second_block: int) -> Iterator[SchedulerOutput]:
-    """Prompts of every length that another kernel may be chosen for; then one beside a sequence that decodes, over the
-    longest context that there can be."""
+    """Prompts of as many tokens together as another kernel may be chosen for; then one that asks for all that a sampler
+    can do, beside a sequence that decodes, over the shortest context and over the longest that there can be."""
     block_size, longest = config.cache.block_size, config.model.max_model_len
-    most = min(config.scheduler.max_num_batched_tokens, longest)
+    most, max_num_seqs = config.scheduler.max_num_batched_tokens, config.scheduler.max_num_seqs
 
     def scheduled(number: int, length: int, num_new: int, block: int, params: SamplingParams) -> ScheduledSequence:
         table = [block] * -(-length // block_size)
@@ -61,11 +59,15 @@ def warm_up_steps(config: EngineConfig, first_block: int, second_block: int) -> 
         seq.num_computed_tokens = length - num_new
         return ScheduledSequence(seq, num_new)
 
-    for number, length in enumerate(prompt_lengths(most)):
-        yield SchedulerOutput([scheduled(number, length, length, first_block, _PARAMS[0])], [], [])
-    decoding = scheduled(0, longest, 1, first_block, _PARAMS[0])
-    length = max(1, min(most - 1, block_size))
-    yield SchedulerOutput([decoding, scheduled(1, length, length, second_block, _PARAMS[1])], [], [])
+    for num_tokens in prompt_lengths(most):
+        whole, rest = divmod(num_tokens, longest)
+        lengths = ([longest] * whole + [rest] * (rest > 0))[:max_num_seqs]
+        prompts = [scheduled(number, n, n, first_block, _GREEDY) for number, n in enumerate(lengths)]
+        yield SchedulerOutput(prompts, [], [])
+    length = max(1, min(most - 1, longest, block_size))
+    for context_len in (1, longest):
+        decoding = scheduled(0, context_len, 1, first_block, _GREEDY)
+        yield SchedulerOutput([decoding, scheduled(1, length, length, second_block, ASKS_FOR_ALL)], [], [])
 
 
 def prompt_lengths(most: int) -> list[int]:

@@ -48,17 +48,25 @@ class Worker:
         if load_s > REPORT_AFTER_S:
             print(f"tandem: loaded {config.model.model} in {load_s:.0f} s", file=sys.stderr, flush=True)  # noqa: T201
 
-        def run_step(shape: KVCacheShape, step: SchedulerOutput) -> None:
-            pool = allocate_kv_pool(shape, config.device.device)
-            ModelRunner(config, model, backend, pool, None).launch(step).wait()
+        def run_step(shape: KVCacheShape, step: SchedulerOutput) -> int:
+            runner = ModelRunner(config, model, backend, allocate_kv_pool(shape, config.device.device), None)
+            kept_bytes = runner.record_largest_decode_step()
+            runner.launch(step).wait()
+            return kept_bytes
 
-        if not shape.num_blocks:
-            shape = replace(shape, num_blocks=measure_num_blocks(config, shape, run_step))
-        self.kv_shape = shape
-        self.kv_pool = allocate_pool(shape, config.device.device)
-        self._runner = ModelRunner(config, model, backend, self.kv_pool, on_layer_written)
-        if config.device.device != "cpu":
-            warm_up(config, self._runner, self.kv_pool)
+        try:
+            if not shape.num_blocks:
+                shape = replace(shape, num_blocks=measure_num_blocks(config, shape, run_step))
+            self.kv_shape = shape
+            self.kv_pool = allocate_pool(shape, config.device.device)
+            self._runner = ModelRunner(config, model, backend, self.kv_pool, on_layer_written)
+            if config.device.device != "cpu":
+                warm_up(config, self._runner, self.kv_pool)
+        except torch.OutOfMemoryError as error:
+            raise ValueError(
+                "the GPU has not enough memory: lower kv_cache_gib, num_kv_blocks or gpu_memory_utilization, or "
+                f"max_num_seqs, max_num_batched_tokens or max_seq_len_to_capture ({str(error).splitlines()[0]})"
+            ) from error
         # What is there now stays: the garbage collector need not look at it again and again, 1.5 % of a decode step.
         gc.collect()
         gc.freeze()

@@ -33,6 +33,9 @@ from worker_service.cuda_ipc import DevicePeers
 
 _log = logging.getLogger(__name__)
 
+BLOCKS_AT_ONCE = 128
+"""Of a layer, copied to the host for their digests."""
+
 DigestBlocks = Callable[[torch.Tensor, Sequence[int]], Digests]
 """xxh3_64 of blocks of a pool [layer, block, …] where they lie: [layer, len(block_ids)]."""
 
@@ -73,11 +76,15 @@ def cuda_stream_beside(device: torch.device) -> BesideEngine:
 
 
 def digest_on_host(tensor: torch.Tensor, block_ids: Sequence[int]) -> Digests:
-    """A copy of the blocks to the host, and the digests there: for a device that has no kernel for them."""
-    blocks = tensor.index_select(1, torch.tensor(block_ids, dtype=torch.int64, device=tensor.device)).cpu()
-    bytes_LBN = blocks.view(torch.uint8).flatten(2).numpy()
-    values = [[xxhash.xxh3_64_intdigest(block) for block in layer] for layer in bytes_LBN]
-    return np.array(values, dtype=np.uint64).reshape(len(tensor), len(block_ids))
+    """A copy of the blocks to the host, some at a time, and the digests there: for a device that has no kernel for
+    them."""
+    digests = np.empty((len(tensor), len(block_ids)), dtype=np.uint64)
+    for layer, blocks in enumerate(tensor):
+        for first in range(0, len(block_ids), BLOCKS_AT_ONCE):
+            ids = torch.tensor(block_ids[first : first + BLOCKS_AT_ONCE], dtype=torch.int64, device=tensor.device)
+            copied = blocks.index_select(0, ids).cpu().view(torch.uint8).flatten(1).numpy()
+            digests[layer, first : first + len(copied)] = [xxhash.xxh3_64_intdigest(block) for block in copied]
+    return digests
 
 
 class DeviceWatch:

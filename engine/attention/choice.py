@@ -17,9 +17,9 @@ from engine.kernels.build import KernelsUnavailable, load_cpu_kernels
 from engine.kernels.gpu import why_no_triton
 from engine.models.decoder_config import DecoderConfig
 
-GROUPED_CAPABILITY = (9, 0)
-"""Compute capability of the first GPUs for which torch has one kernel for all experts: elsewhere it loops over them,
-and reads their sizes back."""
+GROUPED_MAJORS = (9, 10)
+"""Compute capabilities of GPUs for which torch has one kernel for all experts: elsewhere it loops over them, and reads
+their sizes back."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -156,11 +156,11 @@ def why_no_graphs(backend: str, needs: Needs) -> str:
 
 def _why_no_grouped_products(needs: Needs) -> str:
     """Why `torch.nn.functional.grouped_mm`, by which experts are multiplied, cannot be recorded; empty if it can."""
-    if needs.dtype == "bfloat16" and needs.capability is not None and needs.capability >= GROUPED_CAPABILITY:
+    if needs.dtype == "bfloat16" and needs.capability is not None and needs.capability[0] in GROUPED_MAJORS:
         return ""
     return (
         "experts are multiplied without waiting for the device in bfloat16 on GPUs of compute capability "
-        "{}.{} or later alone".format(*GROUPED_CAPABILITY)
+        "{}.x and {}.x alone".format(*GROUPED_MAJORS)
     )
 
 

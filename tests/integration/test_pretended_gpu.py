@@ -59,6 +59,11 @@ def test_the_pool_is_what_the_largest_step_leaves(gpu: PretendGpu, tmp_path: Pat
     assert 0.98 * UTILIZATION * TOTAL_BYTES < torch.cuda.max_memory_allocated() <= UTILIZATION * TOTAL_BYTES
 
 
+def test_too_large_a_pool_is_said_to_be(gpu: PretendGpu, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"the GPU has not enough memory: lower kv_cache_gib, .*Tried to allocate"):
+        make_engine(tmp_path, CONFIG, num_kv_blocks=TOTAL_BYTES // 1024 - 10)
+
+
 @pytest.mark.parametrize(
     ("config", "settings"),
     [(CONFIG, {}), (CONFIG, {"kv_cache_dtype": "fp8", "quantization": "int8"}), (V3, {})],

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from deepseek_cases import GREEDY, V3
 from handover import alone, bytes_of, handed_over
 from many_endings import CONFIG, answers_of, prompt_of
@@ -21,6 +22,9 @@ from pretend_gpu import PretendGpu, pretend_gpu
 from pretend_gpu.engines import make_engine
 from pretend_gpu.triton import triton_interprets
 from triton_device import DEVICE
+
+from engine.decode_graphs import RECORDING_BYTES
+from engine.pool_size import largest_step
 
 ROOT = Path(__file__).resolve().parents[2]
 NUMBERS = range(5)
@@ -72,6 +76,20 @@ def test_one_prefills_and_another_decodes(gpu: PretendGpu, tmp_path: Path, kv_ca
     assert bytes_of(prefill).memory == "VRAM"
     for engine in (one, prefill, decode):
         assert engine.audit()[1] == []
+
+
+def test_the_pool_leaves_room_for_recordings(tmp_path: Path) -> None:
+    """For their logits, here much of what a step takes, and for what a driver keeps of each."""
+    total_bytes, settings = 256 << 20, {"attention_backend": "triton", "num_kv_blocks": 0, "max_num_seqs": 4}
+    config = CONFIG | {"vocab_size": 50_000}
+    with pretend_gpu(total_bytes=total_bytes, has_triton=True) as gpu, triton_interprets(gpu):
+        engine = make_engine(tmp_path, config, gpu_memory_utilization=0.5, max_num_batched_tokens=8, **settings)
+        _, step = largest_step(engine.config)
+        torch.cuda.reset_peak_memory_stats()
+        engine.executor.launch(step).wait()
+        at_most = 0.5 * total_bytes - 3 * RECORDING_BYTES
+        # The arrays of the smaller recordings are in what each is allowed.
+        assert 0.98 * at_most < torch.cuda.max_memory_allocated() <= at_most + 4096
 
 
 def test_every_launch_can_be_compiled(tmp_path: Path) -> None:

@@ -33,7 +33,7 @@ class PretendGpu:
     def __init__(self, total_bytes: int, capability: tuple[int, int]) -> None:
         self.total_bytes = total_bytes
         self.capability = capability
-        self._operations = Operations()
+        self._operations = Operations(total_bytes)
         self.memory = self._operations.memory
 
     def launch(self, action: Callable[[], object], touched: list[torch.Tensor]) -> None:
@@ -85,6 +85,7 @@ class PretendGpu:
             "get_device_properties": self.properties,
             "mem_get_info": self.mem_get_info,
             "memory_allocated": lambda device=None: self.memory.allocated_bytes,
+            "memory_reserved": lambda device=None: self.memory.allocated_bytes,
             "max_memory_allocated": lambda device=None: self.memory.peak_bytes,
             "reset_peak_memory_stats": self.reset_peak_memory_stats,
             "empty_cache": lambda: None,

@@ -96,7 +96,8 @@ class DeviceTensor(torch.Tensor):
 class DeviceMemory:
     """What the program has allocated, by the storages that its tensors keep."""
 
-    def __init__(self, dispatch: Dispatch) -> None:
+    def __init__(self, total_bytes: int, dispatch: Dispatch) -> None:
+        self.total_bytes = total_bytes
         self.dispatch = dispatch
         self.rubbish = 0xFF
         """Each byte of what nobody wrote: NaN, -1."""
@@ -110,6 +111,8 @@ class DeviceMemory:
         key, num_bytes = storage_of(tensor.memory), tensor.memory.untyped_storage().nbytes()
         with self._lock:
             if key not in self._num_holders:
+                if self.allocated_bytes + num_bytes > self.total_bytes:
+                    raise torch.OutOfMemoryError(f"CUDA out of memory. Tried to allocate {num_bytes} bytes")
                 self.allocated_bytes += num_bytes
                 self.peak_bytes = max(self.peak_bytes, self.allocated_bytes)
             self._num_holders[key] = self._num_holders.get(key, 0) + 1

@@ -32,8 +32,8 @@ TAKES_HOST_SCALARS = (aten.where, aten.masked_fill_, *INDEXED[1:])
 
 
 class Operations:
-    def __init__(self) -> None:
-        self.memory = DeviceMemory(self.dispatch)
+    def __init__(self, total_bytes: int) -> None:
+        self.memory = DeviceMemory(total_bytes, self.dispatch)
         self.mode = _Mode(self.dispatch)
         """Entered by every thread that uses the device."""
         self._pinned: dict[int, torch.UntypedStorage] = {}

@@ -105,6 +105,11 @@ def test_all_are_recorded_at_start_the_largest_first(graphs: DecodeGraphs, backe
     assert graphs.num_recordings == len(backend.reserved) == 18
 
 
+def test_the_largest_alone_is_recorded_to_see_what_all_take(graphs: DecodeGraphs, backend: Backend) -> None:
+    assert graphs.record_largest() == 18
+    assert backend.reserved == [(20, 3000)]
+
+
 def test_steps_that_can_be_replayed(recorded: DecodeGraphs) -> None:
     assert recorded.can_run(step_of([5] * 20))
     assert recorded.can_run(step_of([3000, 5]))

@@ -73,6 +73,13 @@ def test_memory_is_counted_by_what_is_held(gpu: PretendGpu) -> None:
     assert torch.cuda.mem_get_info() == (1 << 20, 1 << 20)
 
 
+def test_there_is_no_more_memory_than_it_has(gpu: PretendGpu) -> None:
+    held = torch.empty((1 << 20) - 100, dtype=torch.uint8, device="cuda")
+    with pytest.raises(torch.OutOfMemoryError):
+        torch.empty(200, dtype=torch.uint8, device="cuda")
+    assert torch.cuda.memory_allocated() == len(held)
+
+
 def test_afterwards_there_is_none() -> None:
     with pretend_gpu():
         assert torch.cuda.is_available()

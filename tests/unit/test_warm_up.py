@@ -47,12 +47,15 @@ def test_prompts_and_decoding_steps_are_computed_and_the_pool_is_as_before(
 
     runner: Any = SimpleNamespace(launch=launch, record_decode_steps=worker._runner.record_decode_steps)
     warm_up(config, runner, worker.kv_pool)
-    *alone, [decoding, prompt] = launched
-    longest = config.model.max_model_len
-    most = min(config.scheduler.max_num_batched_tokens, longest)
-    assert alone == [[(0, length)] for length in prompt_lengths(most)]
+    *prompts, shortest, [decoding, prompt] = launched
+    longest, most = config.model.max_model_len, config.scheduler.max_num_batched_tokens
+    assert {first for step in prompts for first, _ in step} == {0}
+    assert [sum(num_new for _, num_new in step) for step in prompts] == [
+        min(num_tokens, longest * config.scheduler.max_num_seqs) for num_tokens in prompt_lengths(most)
+    ]
+    assert shortest == [(0, 1), prompt]
     assert decoding == (longest - 1, 1)
-    assert prompt == (0, max(1, min(most - 1, config.cache.block_size)))
+    assert prompt == (0, max(1, min(most - 1, longest, config.cache.block_size)))
     assert all(nonzero)
     assert worker.kv_pool.equal(torch.zeros_like(worker.kv_pool))
 
