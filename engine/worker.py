@@ -11,6 +11,8 @@ from __future__ import annotations
 import gc
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 
 import torch
@@ -29,7 +31,7 @@ REPORT_AFTER_S = 5.0
 
 
 class Worker:
-    """Raises `ValueError` where weights do not fit the config, or the device is not there."""
+    """Raises `ValueError` where weights do not fit the config, or the device is not there, or too small."""
 
     def __init__(
         self, config: EngineConfig, on_layer_written: OnLayerWritten | None, allocate_pool: AllocateKVPool
@@ -42,7 +44,7 @@ class Worker:
         )
         start_s = time.monotonic()
         backend = create_attention_backend(config)
-        with torch.inference_mode():
+        with _saying_what_is_too_large(), torch.inference_mode():
             model = load_model(config, backend)
         load_s = time.monotonic() - start_s
         if load_s > REPORT_AFTER_S:
@@ -54,7 +56,7 @@ class Worker:
             runner.launch(step).wait()
             return kept_bytes
 
-        try:
+        with _saying_what_is_too_large():
             if not shape.num_blocks:
                 shape = replace(shape, num_blocks=measure_num_blocks(config, shape, run_step))
             self.kv_shape = shape
@@ -62,14 +64,22 @@ class Worker:
             self._runner = ModelRunner(config, model, backend, self.kv_pool, on_layer_written)
             if config.device.device != "cpu":
                 warm_up(config, self._runner, self.kv_pool)
-        except torch.OutOfMemoryError as error:
-            raise ValueError(
-                "the GPU has not enough memory: lower kv_cache_gib, num_kv_blocks or gpu_memory_utilization, or "
-                f"max_num_seqs, max_num_batched_tokens or max_seq_len_to_capture ({str(error).splitlines()[0]})"
-            ) from error
         # What is there now stays: the garbage collector need not look at it again and again, 1.5 % of a decode step.
         gc.collect()
         gc.freeze()
 
     def launch(self, output: SchedulerOutput) -> SampledTokens:
         return self._runner.launch(output)
+
+
+@contextmanager
+def _saying_what_is_too_large() -> Iterator[None]:
+    """Raises `ValueError` where a GPU's memory is not enough."""
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        raise ValueError(
+            "the GPU has not enough memory: lower kv_cache_gib, num_kv_blocks or gpu_memory_utilization, or "
+            "max_num_seqs, max_num_batched_tokens or max_seq_len_to_capture, or take a smaller model "
+            f"({str(error).splitlines()[0]})"
+        ) from error

@@ -64,6 +64,11 @@ def test_too_large_a_pool_is_said_to_be(gpu: PretendGpu, tmp_path: Path) -> None
         make_engine(tmp_path, CONFIG, num_kv_blocks=TOTAL_BYTES // 1024 - 10)
 
 
+def test_too_large_a_model_is_said_to_be(tmp_path: Path) -> None:
+    with pretend_gpu(total_bytes=50_000), pytest.raises(ValueError, match=r"not enough memory: .*a smaller model"):
+        make_engine(tmp_path, CONFIG, num_kv_blocks=4, max_model_len=8)
+
+
 @pytest.mark.parametrize(
     ("config", "settings"),
     [(CONFIG, {}), (CONFIG, {"kv_cache_dtype": "fp8", "quantization": "int8"}), (V3, {})],
