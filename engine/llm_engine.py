@@ -205,7 +205,7 @@ class LLMEngine:
         sampled = step.tokens.wait()
         # A step that was launched early began when the one before it was done.
         began_s, self._last_done_s = max(step.start_s, self._last_done_s), time.monotonic()
-        outputs = self._scheduler.apply(step.scheduled, sampled)
+        outputs = self._scheduler.apply(step.scheduled, sampled, step.tokens.logprobs())
         self._note(step.scheduled, outputs, self._last_done_s - began_s)
         self._live.difference_update(o.request_id for o in outputs if o.is_finished and not self._is_held(o.request_id))
         return outputs

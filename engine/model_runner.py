@@ -17,6 +17,7 @@ from engine.decode_graphs import RECORDING_BYTES, CudaRecorder, DecodeGraphs
 from engine.input_batch import InputBatch, build_input_batch
 from engine.kernels.sampling import choose_largest, draw_unfiltered
 from engine.kv_cache import clear_blocks, copy_blocks
+from engine.logprobs import RawLogits
 from engine.models.decoder import Decoder
 from engine.sampled_tokens import SampledTokens
 from engine.sampler import ChooseRows, Sampler
@@ -48,10 +49,12 @@ class ModelRunner:
     def launch(self, output: SchedulerOutput) -> SampledTokens:
         """Begin to compute a step. The one before may still be under way, and this one go on from its tokens."""
         batch, logits = self.forward(output)
-        token_ids = None
+        token_ids = logprobs = None
         if batch is not None and logits is not None:
+            raw_logits = RawLogits.of(logits, batch.sampling_seqs)
             token_ids = self._sampler.sample(logits, batch.sampling_seqs, batch.last_token_ids)
-        self._last = SampledTokens(output, token_ids, self._device)
+            logprobs = None if raw_logits is None else raw_logits.logprobs(token_ids)
+        self._last = SampledTokens(output, token_ids, logprobs, self._device)
         return self._last
 
     @torch.inference_mode()

@@ -15,6 +15,26 @@ class FinishReason(Enum):
 
 
 @dataclass(frozen=True, slots=True)
+class Logprob:
+    """How likely the model found a token where it might stand, before bias, penalties and temperature."""
+
+    token_id: int
+    logprob: float
+    """Natural logarithm of its probability."""
+    rank: int
+    """Among the whole vocabulary; 1 is the likeliest, the lower id comes first among equals."""
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprobs:
+    """Of one position of an answer."""
+
+    sampled: Logprob
+    top: list[Logprob]
+    """The likeliest ones, in order, as many as were asked for; the sampled one is not always among them."""
+
+
+@dataclass(frozen=True, slots=True)
 class CompletionOutput:
     """New tokens of one sequence of a request."""
 
@@ -24,6 +44,8 @@ class CompletionOutput:
     """Position of `token_ids[0]` in the answer."""
     token_ids: list[int]
     finish_reason: FinishReason | None
+    logprobs: list[TokenLogprobs] | None = None
+    """For each of `token_ids`. None where the request does not ask."""
 
 
 @dataclass(frozen=True, slots=True)

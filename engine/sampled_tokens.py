@@ -1,9 +1,9 @@
 """The tokens that a launched step samples: on the device, where the next step finds them, and on their way to the host.
 
     launch ── SampledTokens ──> the next launch reads `on_device`
-                   └── wait ──> ids on the host, and the step is done
+                   └── wait ──> ids on the host, and the step is done ──> logprobs, of those that ask
 
-Owns the tensor and its copy in host memory.
+Owns the tensors and their copies in host memory.
 
 Shapes: S sampling sequences.
 """
@@ -12,27 +12,38 @@ from __future__ import annotations
 
 import torch
 
+from engine.logprobs import LogprobTensors
+from engine.outputs import TokenLogprobs
 from engine.sequence import SchedulerOutput
 
 
 class SampledTokens:
     """Made and waited for on the stepping thread."""
 
-    def __init__(self, output: SchedulerOutput, token_ids_S: torch.Tensor | None, device: str) -> None:
-        """`token_ids_S`: int64, of those of `output.scheduled` that sample, in their order; None where none does."""
+    def __init__(
+        self,
+        output: SchedulerOutput,
+        token_ids_S: torch.Tensor | None,
+        logprobs: LogprobTensors | None,
+        device: str,
+    ) -> None:
+        """`token_ids_S`: int64, of those of `output.scheduled` that sample, in their order; None where none does.
+        `logprobs`: None where none asks for them."""
         self.on_device = token_ids_S
         self.row_of = {item.seq.seq_id: row for row, item in enumerate(i for i in output.scheduled if i.samples)}
         """Where a sequence's token lies in `on_device`."""
         self._samples = [item.samples for item in output.scheduled]
         self._on_host = token_ids_S
+        self._logprobs = logprobs
         self._done: torch.cuda.Event | None = None
         if device != "cpu":
             self._copy_to_host()
 
     def _copy_to_host(self) -> None:
         if self.on_device is not None:
-            self._on_host = torch.empty(self.on_device.shape, dtype=torch.int64, pin_memory=True)
-            self._on_host.copy_(self.on_device, non_blocking=True)
+            self._on_host = _begin_copy(self.on_device)
+        if self._logprobs is not None:
+            self._logprobs = self._logprobs.map(_begin_copy)
         self._done = torch.cuda.Event()  # type: ignore[no-untyped-call]
         self._done.record()
 
@@ -45,3 +56,13 @@ class SampledTokens:
             return [None] * len(self._samples)
         sampled = iter(self._on_host.tolist())
         return [next(sampled) if samples else None for samples in self._samples]
+
+    def logprobs(self) -> dict[int, TokenLogprobs]:
+        """Of sequences that ask for them, by `seq_id`. After `wait`."""
+        return {} if self._logprobs is None else self._logprobs.read()
+
+
+def _begin_copy(tensor: torch.Tensor) -> torch.Tensor:
+    """In pinned host memory, once the device has come so far."""
+    on_host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+    return on_host.copy_(tensor, non_blocking=True)

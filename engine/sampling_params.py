@@ -8,6 +8,8 @@ from types import MappingProxyType
 
 MAX_STOP_TOKEN_IDS = 64
 MAX_LOGIT_BIAS = 1024
+MAX_LOGPROBS = 20
+"""vLLM's `--max-logprobs`."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -38,6 +40,8 @@ class SamplingParams:
     seed: int = 0
     """Draws depend on (seed, sequence, position) alone: any worker continues the same stream."""
     logit_bias: Mapping[int, float] = field(default_factory=lambda: MappingProxyType({}))
+    logprobs: int | None = None
+    """How likely each token of the answer was, and so many of the likeliest ones. None: nothing of it."""
 
     def __post_init__(self) -> None:
         def check(ok: bool, message: str) -> None:
@@ -67,6 +71,10 @@ class SamplingParams:
         )
         for token_id, bias in self.logit_bias.items():
             check(-100 <= bias <= 100, f"logit_bias must be in [-100, 100], is {bias} for token {token_id}")
+        check(
+            self.logprobs is None or 0 <= self.logprobs <= MAX_LOGPROBS,
+            f"logprobs must be in [0, {MAX_LOGPROBS}], is {self.logprobs}",
+        )
 
     @property
     def is_greedy(self) -> bool:

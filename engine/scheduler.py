@@ -25,12 +25,13 @@ are freed when no launched step can write to them any more; and nothing is preem
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 
 from engine.block_manager import BlockManager, BlockOwner
 from engine.config import SchedulerConfig
-from engine.outputs import CompletionOutput, FinishReason, RequestOutput
+from engine.outputs import CompletionOutput, FinishReason, RequestOutput, TokenLogprobs
 from engine.sequence import (
     INVALID_TOKEN,
     PENDING_TOKEN,
@@ -272,8 +273,16 @@ class Scheduler:
             if scheduled.samples:
                 seq.token_ids.append(PENDING_TOKEN)
 
-    def apply(self, output: SchedulerOutput, sampled: list[int | None]) -> list[RequestOutput]:
-        """Take in what the oldest launched step computed: one sampled token, or None, per scheduled sequence."""
+    def apply(
+        self,
+        output: SchedulerOutput,
+        sampled: list[int | None],
+        logprobs: Mapping[int, TokenLogprobs] = MappingProxyType({}),
+    ) -> list[RequestOutput]:
+        """Take in what the oldest launched step computed: one sampled token, or None, per scheduled sequence.
+
+        `logprobs`: of sequences that ask, by `seq_id`; passed on as they are.
+        """
         self._num_steps_in_flight -= 1
         outputs = []
         for scheduled, token_id in zip(output.scheduled, sampled, strict=True):
@@ -284,10 +293,10 @@ class Scheduler:
                 continue
             self.block_manager.register_computed(seq, scheduled.end)
             if token_id is not None:
-                outputs.append(self._put_token(seq, scheduled.end, token_id))
+                outputs.append(self._put_token(seq, scheduled.end, token_id, logprobs.get(seq.seq_id)))
         return outputs
 
-    def _put_token(self, seq: Sequence, position: int, token_id: int) -> RequestOutput:
+    def _put_token(self, seq: Sequence, position: int, token_id: int, logprobs: TokenLogprobs | None) -> RequestOutput:
         """Where a token was pending."""
         offset = position - seq.num_prompt_tokens
         if token_id == INVALID_TOKEN:
@@ -300,7 +309,8 @@ class Scheduler:
         elif finish_reason is not None:
             self._remove_active(seq)
             self._end(seq, _STATUS_OF[finish_reason])
-        completion = CompletionOutput(seq.sequence_index, offset, [token_id], finish_reason)
+        told = None if logprobs is None else [logprobs]
+        completion = CompletionOutput(seq.sequence_index, offset, [token_id], finish_reason, told)
         return RequestOutput(
             request_id=seq.request_id,
             outputs=[completion],

@@ -5,9 +5,18 @@ Beside what OpenAI defines, the last object of an answer carries `timings`: who 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
-from protos.tandem_inference_pb2 import FinishReason, GenerateResponse, GetModelInfoResponse, Timings, Usage
+from gateway.logprobs import of_chat, of_completion
+from protos.tandem_inference_pb2 import (
+    FinishReason,
+    GenerateResponse,
+    GetModelInfoResponse,
+    Timings,
+    TokenLogprobs,
+    Usage,
+)
 from tandem.answer import Answer, message_to_dict, short_name
 
 
@@ -35,21 +44,23 @@ class Style:
         text: dict[str, Any] = {"text": answer.text}
         if self.is_chat:
             text = {"message": {"role": "assistant", "content": answer.text, "refusal": None}}
-        return {"index": index, **text, "logprobs": None, "finish_reason": answer.finish_reason}
+        logprobs = self._logprobs(answer.logprobs, 0)
+        return {"index": index, **text, "logprobs": logprobs, "finish_reason": answer.finish_reason}
 
     # -- a stream's events --------------------------------------------------------------------------------------
 
     def opening(self, index: int) -> dict[str, Any]:
         """Of a chat: who speaks."""
-        return self._event([self._piece(index, {"role": "assistant", "content": ""}, None)])
+        return self._event([self._piece(index, {"role": "assistant", "content": ""}, None, None)])
 
-    def piece(self, index: int, message: GenerateResponse) -> dict[str, Any]:
-        """New text, or the end of one choice."""
+    def piece(self, index: int, message: GenerateResponse, text_offset: int) -> dict[str, Any]:
+        """New text, or the end of one choice. `text_offset`: how many characters the tokens before had."""
         finish_reason = None
         if message.finish_reason != FinishReason.FINISH_REASON_UNSPECIFIED:
             finish_reason = short_name(FinishReason.DESCRIPTOR, message.finish_reason)
         delta = {"content": message.text} if message.text or finish_reason is None else {}
-        event = self._event([self._piece(index, delta, finish_reason)])
+        logprobs = self._logprobs(message.logprobs, text_offset)
+        event = self._event([self._piece(index, delta, finish_reason, logprobs)])
         if message.HasField("timings"):
             event["timings"] = message_to_dict(message.timings)
         return event
@@ -58,9 +69,14 @@ class Style:
         """The last event where usage was asked for."""
         return {**self._event([]), "usage": usage_of(usages)}
 
-    def _piece(self, index: int, delta: dict[str, Any], finish_reason: str | None) -> dict[str, Any]:
+    def _piece(
+        self, index: int, delta: dict[str, Any], finish_reason: str | None, logprobs: dict[str, Any] | None
+    ) -> dict[str, Any]:
         text: dict[str, Any] = {"delta": delta} if self.is_chat else {"text": delta.get("content", "")}
-        return {"index": index, **text, "logprobs": None, "finish_reason": finish_reason}
+        return {"index": index, **text, "logprobs": logprobs, "finish_reason": finish_reason}
+
+    def _logprobs(self, logprobs: Sequence[TokenLogprobs], text_offset: int) -> dict[str, Any] | None:
+        return of_chat(logprobs) if self.is_chat else of_completion(logprobs, text_offset)
 
     def _event(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
         name = "chat.completion.chunk" if self.is_chat else "text_completion"

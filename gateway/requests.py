@@ -1,6 +1,6 @@
 """What clients may ask, in OpenAI's words and vLLM's further ones. Pure: a body in, prompts and sampling out.
 
-A field that we know and cannot serve (n, logprobs, tools …) is refused unless it says "no"; one that nobody knows is
+A field that we know and cannot serve (n, tools …) is refused unless it says "no"; one that nobody knows is
 refused, too: whoever asks for something and does not get it must hear of it. Bounds of the values are the router's.
 """
 
@@ -10,7 +10,16 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal, cast
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, PlainValidator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    PlainValidator,
+    ValidationInfo,
+    field_validator,
+)
 
 from tandem.client import Prompt, Sampling
 
@@ -48,6 +57,8 @@ def _is_token_ids(value: list[Any]) -> bool:
 
 
 TokenId = Annotated[int, Field(strict=True, ge=0, lt=1 << 32)]
+NumAlternatives = Annotated[int, Field(strict=True, ge=0, le=20)]
+"""How many of the likeliest tokens come with each one of the answer."""
 
 
 class StreamOptions(BaseModel):
@@ -90,7 +101,6 @@ class Asked(BaseModel, ABC):
     # known, and refused unless they ask for nothing
     n: _only(1) = None  # type: ignore[valid-type]
     best_of: _only(1) = None  # type: ignore[valid-type]
-    logprobs: _only(False) = None  # type: ignore[valid-type]
     response_format: _only({"type": "text"}) = None  # type: ignore[valid-type]
 
     # of no effect here, whatever they say
@@ -129,6 +139,7 @@ class CompletionRequest(Asked):
     """POST /v1/completions."""
 
     prompt: Annotated[list[Prompt], PlainValidator(_prompts, json_schema_input_type=str | list[Any])]
+    logprobs: NumAlternatives | None = None
     echo: _only(False) = None  # type: ignore[valid-type]
     suffix: _only("") = None  # type: ignore[valid-type]
 
@@ -136,7 +147,10 @@ class CompletionRequest(Asked):
         return self.prompt
 
     def sampling(self) -> Sampling:
-        return {"max_tokens": max(DEFAULT_COMPLETION_TOKENS, self.min_tokens or 0), **super().sampling()}
+        sampling: Sampling = {"max_tokens": max(DEFAULT_COMPLETION_TOKENS, self.min_tokens or 0), **super().sampling()}
+        if self.logprobs is not None:
+            sampling["logprobs"] = self.logprobs
+        return sampling
 
 
 class TextPart(BaseModel):
@@ -179,7 +193,8 @@ class ChatRequest(Asked):
 
     messages: Annotated[list[Message], Field(min_length=1)]
     max_completion_tokens: Annotated[int, Field(ge=0, lt=1 << 31)] | None = None
-    top_logprobs: _only(0) = None  # type: ignore[valid-type]
+    logprobs: bool | None = None
+    top_logprobs: NumAlternatives | None = None
     tools: _only([]) = None  # type: ignore[valid-type]
     tool_choice: _only("none", "auto") = None  # type: ignore[valid-type]
     reasoning_effort: _only() = None  # type: ignore[valid-type]
@@ -196,4 +211,13 @@ class ChatRequest(Asked):
         sampling = super().sampling()
         if self.max_completion_tokens is not None:
             sampling["max_tokens"] = self.max_completion_tokens
+        if self.logprobs:
+            sampling["logprobs"] = self.top_logprobs or 0
         return sampling
+
+    @field_validator("top_logprobs")
+    @classmethod
+    def _check_top_logprobs(cls, value: int | None, info: ValidationInfo) -> int | None:
+        if value and not info.data.get("logprobs"):
+            raise ValueError("is of no use without logprobs: true")
+        return value

@@ -73,6 +73,8 @@ class IncrementalDetokenizer:
         min_tokens: int = 0,
     ) -> None:
         unsaid = () if include_stop_str_in_output else stop_token_ids
+        self.token_bytes = tokenizer.token_bytes
+        """What a token stands for by itself, whatever the answer makes of it."""
         self._window = _TextWindow(tokenizer, prompt_token_ids, skip_special_tokens, unsaid)
         self._stops = StopStrings(stop) if stop else None
         self._includes_stop = include_stop_str_in_output

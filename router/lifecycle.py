@@ -97,7 +97,12 @@ class Lifecycle:
         self._worker_params.CopyFrom(sampling_params)
         self._worker_params.ClearField("stop")  # text is the router's business
         self._detokenizer = detokenizer
-        self._state = RequestState(MAX_ATTEMPTS, cluster.budget, numbers or AttemptNumbers())
+        self._state = RequestState(
+            MAX_ATTEMPTS,
+            cluster.budget,
+            numbers or AttemptNumbers(),
+            wants_logprobs=sampling_params.HasField("logprobs"),
+        )
         self._events: asyncio.Queue[Event] = asyncio.Queue()
         self._waiting: asyncio.Task[None] | None = None
         self._last_plan: Plan | None = None
@@ -339,8 +344,15 @@ class Lifecycle:
         token_ids = emit.token_ids[: delta.num_tokens]
         self._num_answer_tokens = emit.offset + len(token_ids)
         response = inference_pb.GenerateResponse(
-            request_id=self.request_id, offset=emit.offset, token_ids=token_ids, text=delta.text
+            request_id=self.request_id,
+            offset=emit.offset,
+            token_ids=token_ids,
+            text=delta.text,
+            logprobs=emit.logprobs[: delta.num_tokens],
         )
+        for logprobs in response.logprobs:
+            for each in (logprobs.sampled, *logprobs.top):
+                each.token = self._detokenizer.token_bytes(each.token_id)
         return response, delta.is_stopped
 
     def _note_emitted(self, num_tokens: int) -> None:

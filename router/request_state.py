@@ -17,11 +17,12 @@ What keeps the promises:
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum, auto
 from typing import TypeAlias
 
-from protos.tandem_inference_pb2 import FinishReason, KVTransferStats
+from protos.tandem_inference_pb2 import FinishReason, KVTransferStats, TokenLogprobs
 from protos.tandem_kv_transfer_pb2 import Grant
 from protos.tandem_worker_pb2 import Failed, Tokens, WorkerEvent
 from router.retry_budget import RetryBudget
@@ -169,6 +170,8 @@ class Emit:
 
     offset: int
     token_ids: list[int]
+    logprobs: Sequence[TokenLogprobs] = ()
+    """One for each token, where the request asks."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -206,6 +209,8 @@ class RequestState:
     """That of the router."""
     numbers: AttemptNumbers = field(default_factory=AttemptNumbers)
     """Those of the router."""
+    wants_logprobs: bool = False
+    """Whether each token comes with its own."""
     phase: Phase = Phase.QUEUED
     attempt: int = 0
     """Number of the running attempt; 0 before the first."""
@@ -354,10 +359,12 @@ class RequestState:
             return []
         if tokens.index != next_index:
             return self._on_nonsense(worker, f"sent token {tokens.index} where {next_index} was due")
+        if len(tokens.logprobs) != (len(tokens.token_ids) if self.wants_logprobs else 0):
+            return self._on_nonsense(worker, f"sent {len(tokens.logprobs)} logprobs of {len(tokens.token_ids)} tokens")
         if next_index == 0:
             self.num_cached_tokens = tokens.num_cached_tokens
         self.token_ids.extend(tokens.token_ids)
-        actions: list[Action] = [Emit(next_index, list(tokens.token_ids))]
+        actions: list[Action] = [Emit(next_index, list(tokens.token_ids), tokens.logprobs)]
         if tokens.finish_reason:
             return actions + self._on_last_token(tokens.finish_reason, is_transfer_open=is_decode)
         early, self._early = self._early, []

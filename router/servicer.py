@@ -248,10 +248,12 @@ async def _as_one(responses: AsyncGenerator[pb.GenerateResponse, None]) -> Async
     """All messages of an answer as one."""
     token_ids: list[int] = []
     texts: list[str] = []
+    logprobs: list[pb.TokenLogprobs] = []
     try:
         async for response in responses:
             token_ids += response.token_ids
             texts.append(response.text)
+            logprobs += response.logprobs
             last = response
     finally:
         await responses.aclose()
@@ -261,4 +263,6 @@ async def _as_one(responses: AsyncGenerator[pb.GenerateResponse, None]) -> Async
     whole.text = "".join(texts)
     del whole.token_ids[:]
     whole.token_ids.extend(token_ids)
+    del whole.logprobs[:]
+    whole.logprobs.extend(logprobs)
     yield whole

@@ -15,6 +15,8 @@ from typing import Any
 
 import tokenizers
 
+from router.token_bytes import TokenBytes
+
 ASYNC_ENCODE_CHARS = 2048
 """Texts longer than this are encoded in a thread: at about 0.5 µs a character that is 1 ms of the event loop."""
 
@@ -64,6 +66,7 @@ class Tokenizer:
             token_id for token_id, token in backend.get_added_tokens_decoder().items() if token.special
         )
         self.vocab_size: int = backend.get_vocab_size(with_added_tokens=True)
+        self._token_bytes = TokenBytes(backend)
 
     @classmethod
     def from_folder(cls, folder: str | Path) -> Tokenizer:
@@ -108,3 +111,8 @@ class Tokenizer:
         """Text of `token_ids`. Bytes that are no UTF-8 become U+FFFD; ids that the vocabulary lacks become nothing."""
         text: str = self._backend.decode(token_ids, skip_special_tokens)
         return text
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """What a token stands for by itself, in UTF-8: a part of a character, maybe. Nothing for an id that the
+        vocabulary lacks."""
+        return self._token_bytes(token_id)

@@ -28,6 +28,7 @@ MAX_STOP_STRINGS = 16
 MAX_STOP_CHARS = 256
 MAX_STOP_TOKEN_IDS = 64
 MAX_LOGIT_BIAS = 1024
+MAX_LOGPROBS = 20
 MAX_CHAT_MESSAGES = 8192
 INLINE_RENDER_CHARS = 65_536
 """Chats longer than this (32 characters counted for what the template adds to a message) are rendered in a thread."""
@@ -166,8 +167,8 @@ def resolve_sampling(params: pb.SamplingParams, model: ModelInfo, num_prompt_tok
     """`params` with every field set: by the request, else the model's generation_config, else the proto's default.
 
     An absent max_tokens becomes what is left of the context (at most the model's max_new_tokens, at least min_tokens);
-    an absent seed is drawn, so that any worker can go on with the same random stream. `stop` is kept: the router
-    applies it, workers need not see it.
+    an absent seed is drawn, so that any worker can go on with the same random stream; absent logprobs stay absent.
+    `stop` is kept: the router applies it, workers need not see it.
     """
     defaults = model.defaults
     num_left = model.max_model_len - num_prompt_tokens
@@ -267,6 +268,7 @@ def _check_sampling(params: pb.SamplingParams, violations: Violations) -> None:
         ("frequency_penalty", -2 <= params.frequency_penalty <= 2, "in [-2, 2]"),
         ("repetition_penalty", 0 < params.repetition_penalty <= 2, "in (0, 2]"),
         ("max_tokens", params.max_tokens >= 1, "at least 1"),
+        ("logprobs", params.logprobs <= MAX_LOGPROBS, f"in [0, {MAX_LOGPROBS}]"),
     )
     for name, is_ok, bound in bounds:
         if params.HasField(name) and not is_ok:

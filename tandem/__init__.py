@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from tandem.client import AsyncClient, Client
     from tandem.cluster import Cluster, ClusterError
     from tandem.cluster_args import ClusterArgs
-    from tandem.llm import LLM, CompletionOutput, RequestOutput
+    from tandem.llm import LLM, CompletionOutput, Logprob, RequestOutput
 
 _HOME = {
     "EngineArgs": "engine.config",
@@ -34,6 +34,7 @@ _HOME = {
     "ClusterError": "tandem.cluster",
     "LLM": "tandem.llm",
     "CompletionOutput": "tandem.llm",
+    "Logprob": "tandem.llm",
     "RequestOutput": "tandem.llm",
 }
 
@@ -47,6 +48,7 @@ __all__ = [
     "ClusterError",
     "CompletionOutput",
     "EngineArgs",
+    "Logprob",
     "RequestOutput",
     "SamplingParams",
     "StreamBroken",

@@ -11,12 +11,12 @@ retried or moved behind the router, nobody is handed a text with a hole.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from google.protobuf.message import Message
 
-from protos.tandem_inference_pb2 import FinishReason, GenerateResponse, Timings, Usage
+from protos.tandem_inference_pb2 import FinishReason, GenerateResponse, Timings, TokenLogprobs, Usage
 
 
 class StreamBroken(Exception):  # noqa: N818 - named as the errors of `rpc.errors` are
@@ -34,6 +34,8 @@ class Answer:
     """ "stop", "length" or "abort"."""
     usage: Usage
     timings: Timings
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
+    """One for each token, where they were asked for."""
 
     def to_dict(self) -> dict[str, Any]:
         """For JSON: plain values, with the names of the wire."""
@@ -44,7 +46,17 @@ class Answer:
             "finish_reason": self.finish_reason,
             "usage": message_to_dict(self.usage),
             "timings": message_to_dict(self.timings),
+            "logprobs": [_readable(each) for each in self.logprobs],
         }
+
+
+def _readable(logprobs: TokenLogprobs) -> dict[str, Any]:
+    """As `message_to_dict`, with texts for the tokens' bytes: a part of a character is U+FFFD."""
+    sampled, *top = (
+        {**message_to_dict(each), "token": each.token.decode(errors="replace")}
+        for each in (logprobs.sampled, *logprobs.top)
+    )
+    return {"sampled": sampled, "top": top}
 
 
 class AnswerStream:
@@ -53,6 +65,7 @@ class AnswerStream:
     def __init__(self) -> None:
         self._texts: list[str] = []
         self._token_ids: list[int] = []
+        self._logprobs: list[TokenLogprobs] = []
         self._last: GenerateResponse | None = None
 
     def accept(self, message: GenerateResponse) -> GenerateResponse:
@@ -66,13 +79,23 @@ class AnswerStream:
                 f"request {message.request_id}: tokens from position {message.offset} came, "
                 f"{len(self._token_ids)} was to come"
             )
+        self._check_logprobs(message)
         self._token_ids += message.token_ids
         self._texts.append(message.text)
+        self._logprobs += message.logprobs
         if message.HasField("usage"):
             self._end(message)
         elif message.finish_reason != FinishReason.FINISH_REASON_UNSPECIFIED:
             raise StreamBroken(f"request {message.request_id}: its end carries no usage")
         return message
+
+    def _check_logprobs(self, message: GenerateResponse) -> None:
+        """They come with all of an answer's tokens, or with none."""
+        if not message.logprobs and not self._logprobs:
+            return
+        is_of_them = [each.sampled.token_id for each in message.logprobs] == list(message.token_ids)
+        if not is_of_them or len(self._logprobs) != len(self._token_ids):
+            raise StreamBroken(f"request {message.request_id}: logprobs came of other tokens than those of the answer")
 
     def _end(self, message: GenerateResponse) -> None:
         if message.finish_reason == FinishReason.FINISH_REASON_UNSPECIFIED:
@@ -100,6 +123,7 @@ class AnswerStream:
             finish_reason=short_name(FinishReason.DESCRIPTOR, self._last.finish_reason),
             usage=self._last.usage,
             timings=self._last.timings,
+            logprobs=list(self._logprobs),
         )
 
 

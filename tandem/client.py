@@ -56,6 +56,7 @@ class Sampling(TypedDict, total=False):
     seed: int
     skip_special_tokens: bool
     logit_bias: Mapping[int, float]
+    logprobs: int
 
 
 def generate_request(

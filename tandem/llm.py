@@ -23,7 +23,7 @@ from rich.progress import MofNCompleteColumn, Progress, TextColumn, TimeElapsedC
 from engine.config import EngineArgs
 from engine.llm_engine import LLMEngine
 from engine.model_loader import create_engine_config
-from engine.outputs import FinishReason
+from engine.outputs import FinishReason, TokenLogprobs
 from engine.outputs import RequestOutput as StepOutput
 from router.chat_template import ChatMessage, ChatTemplate
 from router.detokenizer import IncrementalDetokenizer
@@ -31,9 +31,21 @@ from router.model_info import ModelInfo
 from router.tokenizer import Tokenizer
 from tandem.sampling_params import SamplingParams
 
-__all__ = ["LLM", "CompletionOutput", "RequestOutput", "SamplingParams"]
+__all__ = ["LLM", "CompletionOutput", "Logprob", "RequestOutput", "SamplingParams"]
 
 Message = Mapping[str, str]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Logprob:
+    """How likely the model found a token, before bias, penalties and temperature."""
+
+    logprob: float
+    """Natural logarithm of its probability."""
+    rank: int
+    """Among the whole vocabulary; 1 is the likeliest."""
+    decoded_token: str
+    """What it stands for by itself; U+FFFD for a part of a character."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,6 +59,10 @@ class CompletionOutput:
     """ "stop" or "length"."""
     stop_reason: str | None
     """The stop string that ended it, if one did."""
+    logprobs: list[dict[int, Logprob]] | None
+    """For each token, by id: the sampled one and as many of the likeliest as were asked for. None: not asked for."""
+    cumulative_logprob: float | None
+    """The sum over the sampled tokens."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -206,6 +222,7 @@ class _Answer:
         self._finish_reason = ""
         self._stop_reason: str | None = None
         self._num_cached_tokens = 0
+        self._logprobs: list[TokenLogprobs] | None = None if params.logprobs is None else []
         self._detokenizer = IncrementalDetokenizer(
             tokenizer,
             prompt_token_ids=prompt_token_ids,
@@ -224,11 +241,13 @@ class _Answer:
         is_silent = completion.finish_reason is FinishReason.STOP and not self._includes_stop
         delta = self._detokenizer.push(completion.token_ids[:-1] if is_silent else completion.token_ids)
         self._texts.append(delta.text)
+        num_tokens = len(completion.token_ids) if delta.stop is None else delta.num_tokens
+        self.token_ids += completion.token_ids[:num_tokens]
+        if self._logprobs is not None:
+            self._logprobs += (completion.logprobs or [])[:num_tokens]
         if delta.stop is not None:
-            self.token_ids += completion.token_ids[: delta.num_tokens]
             self._finish("stop", delta.stop)
             return
-        self.token_ids += completion.token_ids
         if completion.finish_reason is not None:
             self._finish(completion.finish_reason.value, None)
 
@@ -245,6 +264,8 @@ class _Answer:
             token_ids=self.token_ids,
             finish_reason=self._finish_reason,
             stop_reason=self._stop_reason,
+            logprobs=None if self._logprobs is None else [self._by_token_id(each) for each in self._logprobs],
+            cumulative_logprob=None if self._logprobs is None else sum(each.sampled.logprob for each in self._logprobs),
         )
         return RequestOutput(
             request_id=self.request_id,
@@ -254,6 +275,16 @@ class _Answer:
             finished=True,
             num_cached_tokens=self._num_cached_tokens,
         )
+
+    def _by_token_id(self, logprobs: TokenLogprobs) -> dict[int, Logprob]:
+        return {
+            each.token_id: Logprob(
+                logprob=each.logprob,
+                rank=each.rank,
+                decoded_token=self._detokenizer.token_bytes(each.token_id).decode(errors="replace"),
+            )
+            for each in (logprobs.sampled, *logprobs.top)
+        }
 
 
 def _progress() -> Progress:

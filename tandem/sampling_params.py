@@ -37,6 +37,8 @@ class SamplingParams:
     """None draws one for each request."""
     skip_special_tokens: bool = True
     logit_bias: Mapping[int, float] = field(default_factory=dict)
+    logprobs: int | None = None
+    """How likely each token was, and so many of the likeliest ones. None: nothing of it."""
 
     def __post_init__(self) -> None:
         self.for_engine(0)  # checks the bounds

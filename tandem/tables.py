@@ -1,11 +1,13 @@
-"""A cluster's state as tables. Pure but for `print_table`: messages in, rows out; nothing here asks anybody."""
+"""A cluster's state, and an answer's tokens, as tables. Pure but for `print_table`: messages in, rows out."""
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from protos.tandem_inference_pb2 import Logprob, TokenLogprobs
 from protos.tandem_worker_pb2 import BlockLedger, ClusterAudit, ClusterStatus, Role, WorkerStatus
 from tandem.answer import short_name
 
@@ -113,6 +115,26 @@ def audit_problems(audit: ClusterAudit) -> list[str]:
     if not audit.workers and not audit.unreachable:
         problems.append("the router knows no worker")
     return problems
+
+
+def logprobs_table(logprobs: Sequence[TokenLogprobs]) -> Table:
+    """One row per token of an answer: how likely it was, and what else was likely."""
+    num_top = max(len(each.top) for each in logprobs)
+    headers = ("token", ">probability", ">rank", *("likeliest" if n == 0 else "" for n in range(num_top)))
+    rows = []
+    for each in logprobs:
+        top = (f"{_token_text(one)} {_percent(one)}" for one in each.top)
+        told = (_token_text(each.sampled), _percent(each.sampled), str(each.sampled.rank), *top)
+        rows.append(told + ("",) * (len(headers) - len(told)))
+    return Table(headers=headers, rows=rows)
+
+
+def _token_text(logprob: Logprob) -> str:
+    return repr(logprob.token.decode(errors="replace"))
+
+
+def _percent(logprob: Logprob) -> str:
+    return f"{100 * math.exp(logprob.logprob):.1f} %"
 
 
 def format_table(table: Table) -> str:

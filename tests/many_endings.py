@@ -28,7 +28,8 @@ def params_of(number: int) -> SamplingParams:
     return SamplingParams(
         temperature=0.0 if number % 4 == 0 else 1.0, seed=number, top_p=0.9 if number % 3 == 0 else 1.0,
         max_tokens=1 + number * 5 % 40, min_tokens=number % 2, ignore_eos=number % 5 == 0,
-        stop_token_ids=frozenset({5, 17}) if number % 2 else frozenset(), **(penalties if number % 3 else {}),
+        stop_token_ids=frozenset({5, 17}) if number % 2 else frozenset(), logprobs=(None, 0, 3)[number % 3],
+        **(penalties if number % 3 else {}),
     )  # fmt: skip
 
 
@@ -42,6 +43,11 @@ def answers_of(engine: LLMEngine, numbers: range) -> Answers:
             [completion] = output.outputs
             tokens, _ = answers.setdefault(output.request_id, ([], None))
             assert completion.offset == len(tokens)
+            asked, told = params_of(int(output.request_id)).logprobs, completion.logprobs
+            assert (told is None) == (asked is None)
+            assert [(each.sampled.token_id, len(each.top)) for each in told or ()] == [
+                (token_id, asked) for token_id in completion.token_ids if asked is not None
+            ]
             answers[output.request_id] = tokens + completion.token_ids, completion.finish_reason
         assert engine.audit()[1] == []
     ledger, _ = engine.audit()

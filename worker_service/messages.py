@@ -7,7 +7,7 @@ from types import MappingProxyType
 from engine.block_manager import BlockLedger
 from engine.config import EngineConfig
 from engine.llm_engine import EngineLoad
-from engine.outputs import FinishReason, RequestOutput
+from engine.outputs import FinishReason, Logprob, RequestOutput, TokenLogprobs
 from engine.sampling_params import SamplingParams
 from protos import tandem_inference_pb2 as inference_pb
 from protos import tandem_worker_pb2 as pb
@@ -40,6 +40,7 @@ def sampling_params_of(params: inference_pb.SamplingParams) -> SamplingParams:
         ignore_eos=params.ignore_eos,
         seed=params.seed,
         logit_bias=MappingProxyType(dict(params.logit_bias)),
+        logprobs=params.logprobs if params.HasField("logprobs") else None,
     )
 
 
@@ -72,7 +73,18 @@ def tokens_message(output: RequestOutput) -> pb.Tokens:
         finish_reason=_FINISH_REASONS[completion.finish_reason],
         num_cached_tokens=output.num_cached_tokens,
         waited_ms=1e3 * output.waited_s,
+        logprobs=map(_logprobs_message, completion.logprobs or ()),
     )
+
+
+def _logprobs_message(logprobs: TokenLogprobs) -> inference_pb.TokenLogprobs:
+    return inference_pb.TokenLogprobs(
+        sampled=_logprob_message(logprobs.sampled), top=map(_logprob_message, logprobs.top)
+    )
+
+
+def _logprob_message(logprob: Logprob) -> inference_pb.Logprob:
+    return inference_pb.Logprob(token_id=logprob.token_id, logprob=logprob.logprob, rank=logprob.rank)
 
 
 def model_message(config: EngineConfig) -> inference_pb.GetModelInfoResponse:

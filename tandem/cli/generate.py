@@ -10,9 +10,11 @@ from typing import Any
 
 import click
 
+from protos.tandem_inference_pb2 import TokenLogprobs
 from tandem.cli.errors import readable_errors
 from tandem.cli.options import examples, json_option, router_option
 from tandem.client import Client, Prompt, Sampling, generate_request
+from tandem.tables import logprobs_table, print_table
 
 INTERRUPTED = 128 + signal.SIGINT
 MAX_TIMEOUT_S = 30 * 86_400.0
@@ -30,6 +32,7 @@ def no_nan(context: click.Context, parameter: click.Parameter, value: float | No
     epilog=examples(
         "tandem generate --chat 'Why is the sky blue?' --temperature 0",
         "tandem generate 'Once upon a time' --seed 7 --max-tokens 100",
+        "tandem generate 'The capital of France is' --max-tokens 8 --logprobs 3",
         "tandem generate - --json < prompt.txt | jq .usage",
     ),
 )
@@ -49,6 +52,11 @@ def no_nan(context: click.Context, parameter: click.Parameter, value: float | No
     help="The same seed gives the same answer. Default: a new one each time.",
 )
 @click.option("--stop", multiple=True, help="End before this text comes. May be given several times.")
+@click.option(
+    "--logprobs",
+    type=click.IntRange(0, 20),
+    help="Show how likely each token was, and so many of the likeliest ones.",
+)
 @click.option("--ignore-eos", is_flag=True, help="Go on to --max-tokens, whatever the model says.")
 @click.option(
     "--timeout-s",
@@ -110,10 +118,15 @@ def _as_chat(text: str, system: str | None) -> Prompt:
 
 def _stream(client: Client, prompt: Prompt, timeout_s: float | None, sampling: Sampling) -> None:
     has_printed = False
+    logprobs: list[TokenLogprobs] = []
     try:
         for message in client.stream(prompt, timeout_s=timeout_s, **sampling):
             click.echo(message.text, nl=False)
             has_printed = has_printed or bool(message.text)
+            logprobs += message.logprobs
     finally:
         if has_printed:  # an error's line then starts on a line of its own
             click.echo()
+    if logprobs:
+        click.echo()
+        print_table(logprobs_table(logprobs))

@@ -1,4 +1,5 @@
-"""With the CPU kernels an answer is the same in bfloat16 too, token for token, however its work is cut and mixed."""
+"""With the CPU kernels an answer is the same in bfloat16 too, token for token and to the bit of how likely each was,
+however its work is cut and mixed."""
 
 from __future__ import annotations
 
@@ -6,6 +7,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import fields, replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -19,7 +21,9 @@ from engine.sampling_params import SamplingParams
 from tandem.client import Client
 
 NUM_TOKENS = 24
-Answers = dict[str, list[int]]
+Told = tuple[int, float, tuple[tuple[int, float], ...]]
+"""A token and its logarithmic probability, and those of the two likeliest ones."""
+Answers = dict[str, list[Told]]
 
 
 def params_of(index: int) -> SamplingParams:
@@ -31,7 +35,16 @@ def params_of(index: int) -> SamplingParams:
             temperature=0.8, top_p=0.95, top_k=200, repetition_penalty=1.1, presence_penalty=0.3, seed=index
         ),
     )
-    return replace(kinds[index % 3], max_tokens=NUM_TOKENS, ignore_eos=True)
+    return replace(kinds[index % 3], max_tokens=NUM_TOKENS, ignore_eos=True, logprobs=2)
+
+
+def told(logprobs: Any) -> Told:
+    """Of an engine's, or a message's."""
+    return (
+        logprobs.sampled.token_id,
+        logprobs.sampled.logprob,
+        tuple((each.token_id, each.logprob) for each in logprobs.top),
+    )
 
 
 def make_engine(model_folder: Path, **changes: object) -> LLMEngine:
@@ -53,7 +66,10 @@ def finish(engine: LLMEngine) -> Answers:
     answers: Answers = {}
     while engine.has_unfinished_requests():
         for output in engine.step():
-            answers.setdefault(output.request_id, []).extend(output.outputs[0].token_ids)
+            completion = output.outputs[0]
+            answer = [told(each) for each in completion.logprobs or ()]
+            assert [token_id for token_id, _, _ in answer] == completion.token_ids
+            answers.setdefault(output.request_id, []).extend(answer)
     return answers
 
 
@@ -106,10 +122,12 @@ def test_same_tokens_of_a_cluster(
     cluster = start_cluster("--max-model-len", "2048", "--kv-cache-gib", "0.4", *flags)
     with Client(cluster.address) as client, ThreadPoolExecutor(8) as threads:
 
-        def ask_cluster(index: int) -> list[int]:
+        def ask_cluster(index: int) -> list[Told]:
             params = {field.name: getattr(params_of(index), field.name) for field in fields(SamplingParams)}
             changed = {name: value for name, value in params.items() if value != getattr(SamplingParams(), name)}
-            return client.generate(list(references[index].prompt_token_ids), **changed).token_ids
+            answer = client.generate(list(references[index].prompt_token_ids), **changed)
+            assert len(answer.logprobs) == len(answer.token_ids)
+            return [told(each) for each in answer.logprobs]
 
         answers = list(threads.map(ask_cluster, range(len(references))))
     assert differing(dict(zip((r.name for r in references), answers, strict=True)), alone) == []

@@ -12,6 +12,7 @@ import psutil
 import pytest
 from clusters import RunningCluster, wait_until
 
+from protos import tandem_inference_pb2 as inference_pb
 from protos import tandem_worker_pb2 as worker_pb
 from protos.tandem_worker_pb2_grpc import WorkerStub
 from tandem.client import Client
@@ -33,17 +34,20 @@ def cluster(start_cluster: Callable[..., RunningCluster]) -> RunningCluster:
 
 @pytest.mark.parametrize("name", list(SAMPLINGS))
 def test_the_stream_goes_on_at_the_next_position(cluster: RunningCluster, name: str) -> None:
-    sampling = {**SAMPLINGS[name], "max_tokens": 60, "ignore_eos": True}
+    sampling = {**SAMPLINGS[name], "max_tokens": 60, "ignore_eos": True, "logprobs": 2}
     with Client(cluster.address) as client:
         expected = client.generate(PROMPT, **sampling)  # type: ignore[arg-type]
         received: list[int] = []
+        logprobs: list[inference_pb.TokenLogprobs] = []
         for chunk in client.stream(PROMPT, **sampling):  # type: ignore[arg-type]
             received += chunk.token_ids  # the client itself refuses gaps and repetitions
+            logprobs += chunk.logprobs
             if len(received) == 20:
                 os.kill(serving_decode_worker(cluster), signal.SIGKILL)
             last = chunk
     assert last.timings.attempts > 1
     assert received == expected.token_ids
+    assert logprobs == expected.logprobs, "to the bit: the kernels add in the same order everywhere"
     cluster.wait_until_at_rest(60)
 
 

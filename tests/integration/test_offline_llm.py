@@ -6,7 +6,9 @@ import dataclasses
 from pathlib import Path
 
 import pytest
+import torch
 from reference import Reference
+from transformers import AutoModelForCausalLM
 
 from engine import sampling_params as engine_params
 from tandem import LLM, SamplingParams
@@ -68,6 +70,37 @@ def test_a_stop_string_ends_text_and_work(llm: LLM) -> None:
     assert answer.text == free.outputs[0].text.split("six")[0]
     assert (answer.finish_reason, answer.stop_reason) == ("stop", "six")
     assert at_rest(llm)
+
+
+def test_how_likely_tokens_were_is_as_transformers_sees_it(llm: LLM, model_folder: Path) -> None:
+    """Drawn ones, with penalties and a bias: the numbers are the model's own all the same."""
+    asked = SamplingParams(max_tokens=12, seed=3, logprobs=3, repetition_penalty=1.2, logit_bias={198: 5}, top_k=9)
+    (output,) = llm.generate("The capital of France is", asked)
+    answer = output.outputs[0]
+    model = AutoModelForCausalLM.from_pretrained(model_folder, dtype=torch.float32)
+    token_ids = torch.tensor([output.prompt_token_ids + answer.token_ids])
+    with torch.inference_mode():
+        rows = model(token_ids).logits[0, len(output.prompt_token_ids) - 1 : -1].double().log_softmax(dim=-1)
+    assert answer.logprobs is not None
+    assert len(answer.logprobs) == len(answer.token_ids) == 12
+    for row, token_id, told in zip(rows, answer.token_ids, answer.logprobs, strict=True):
+        top = row.topk(3)
+        assert set(told) == {token_id, *top.indices.tolist()}
+        for each, logprob in told.items():
+            assert logprob.logprob == pytest.approx(float(row[each]), abs=2e-4)
+            assert logprob.rank == int((row > row[each]).sum()) + 1
+        assert told[token_id].decoded_token in answer.text
+    of_answer = sum(float(row[token_id]) for row, token_id in zip(rows, answer.token_ids, strict=True))
+    assert answer.cumulative_logprob == pytest.approx(of_answer, abs=1e-3)
+    assert max(told[t].rank for t, told in zip(answer.token_ids, answer.logprobs, strict=True)) > 1, "one was drawn"
+
+
+def test_a_stop_string_ends_logprobs_with_the_tokens(llm: LLM) -> None:
+    (output,) = llm.generate("Count: one, two, three,", dataclasses.replace(GREEDY, stop="six", logprobs=0))
+    answer = output.outputs[0]
+    assert answer.stop_reason == "six"
+    assert answer.logprobs is not None
+    assert [list(told) for told in answer.logprobs] == [[token_id] for token_id in answer.token_ids]
 
 
 def test_seeds(llm: LLM) -> None:

@@ -81,6 +81,32 @@ async def test_streams_add_up_to_the_whole_answer(cluster: RunningCluster, model
     assert len({whole for _, whole in pairs}) == 8
 
 
+def test_logprobs_are_those_of_grpc(cluster: RunningCluster, client: openai.OpenAI, model: str) -> None:
+    """Their tokens, too: together they are the answer."""
+    asked: dict[str, Any] = {"max_tokens": 16, "temperature": 0.8, "seed": 5}
+    with Client(cluster.address) as grpc_client:
+        expected = grpc_client.generate(MESSAGES, logprobs=4, **asked)
+    chat = client.chat.completions.create(model=model, messages=MESSAGES, logprobs=True, top_logprobs=4, **asked)
+    whole = client.completions.create(model=model, prompt="Once upon", logprobs=2, **asked)
+    [choice] = chat.choices
+    assert choice.logprobs is not None
+    assert choice.logprobs.content is not None
+    assert [(c.logprob, [t.logprob for t in c.top_logprobs]) for c in choice.logprobs.content] == [
+        (each.sampled.logprob, [top.logprob for top in each.top]) for each in expected.logprobs
+    ]
+    said = b"".join(bytes(each.bytes or ()) for each in choice.logprobs.content).decode()
+    assert said.removesuffix("<|im_end|>") == choice.message.content == expected.text
+    told = whole.choices[0].logprobs
+    assert told is not None
+    assert told.tokens is not None
+    assert "".join(told.tokens).removesuffix("<|im_end|>") == whole.choices[0].text
+    stream = client.completions.create(model=model, prompt="Once upon", logprobs=2, **asked, stream=True)
+    streamed = [each for event in stream if (each := event.choices[0].logprobs) is not None]
+    assert [token for each in streamed for token in each.tokens or ()] == told.tokens
+    assert [offset for each in streamed for offset in each.text_offset or ()] == told.text_offset
+    assert [top for each in streamed for top in each.top_logprobs or ()] == told.top_logprobs
+
+
 def test_token_ids_and_many_prompts(cluster: RunningCluster, client: openai.OpenAI, model: str) -> None:
     prompts = [[504, 3575, 282], [1057, 2306]]
     answer = client.completions.create(model=model, prompt=prompts, max_tokens=8, temperature=0)

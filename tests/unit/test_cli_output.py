@@ -17,7 +17,16 @@ from tandem.answer import Answer, message_to_dict
 from tandem.cli import main
 from tandem.cli.errors import explain
 from tandem.demo import describe
-from tandem.tables import Table, audit_problems, audit_table, format_table, hit_rate_text, router_line, status_table
+from tandem.tables import (
+    Table,
+    audit_problems,
+    audit_table,
+    format_table,
+    hit_rate_text,
+    logprobs_table,
+    router_line,
+    status_table,
+)
 
 ADDRESS = "127.0.0.1:50051"
 
@@ -59,6 +68,23 @@ def test_status_lists_prefill_workers_first_with_their_pools() -> None:
     assert [row[0] for row in rows] == ["z", "decode-1"]
     assert [row[-1] for row in rows] == ["ejected", "draining"]
     assert rows[1] == ("decode-1", "decode", "10.0.0.2:1", "7", "3", "2", "60/20/20 of 100", "25 %", "draining")
+
+
+def test_how_likely_tokens_were() -> None:
+    def logprob(token: bytes, value: float, rank: int) -> pb.Logprob:
+        return pb.Logprob(token=token, logprob=value, rank=rank)
+
+    paris, the = logprob(b" Paris", -0.105, 1), logprob(b" the", -3.0, 2)
+    half = pb.TokenLogprobs(sampled=logprob("\u00e9".encode()[:1], float("-inf"), 30_000), top=[the, paris])
+    table = logprobs_table([pb.TokenLogprobs(sampled=paris, top=[paris]), half])
+    assert format_table(table) == (
+        "token     probability   rank  likeliest\n"
+        "' Paris'       90.0 %      1  ' Paris' 90.0 %\n"
+        "'\ufffd'             0.0 %  30000  ' the' 5.0 %     ' Paris' 90.0 %"
+    )
+    assert (
+        format_table(logprobs_table([pb.TokenLogprobs(sampled=paris)])).splitlines()[1] == "' Paris'       90.0 %     1"
+    )
 
 
 def test_a_hit_rate_needs_a_prompt() -> None:

@@ -85,6 +85,34 @@ def test_any_other_stream_is_broken(messages: list[pb.GenerateResponse], complai
         add_up(messages)
 
 
+def told(offset: int, *token_ids: int, logprobs_of: tuple[int, ...]) -> pb.GenerateResponse:
+    message = tokens(offset, *token_ids)
+    for token_id in logprobs_of:
+        message.logprobs.add(sampled=pb.Logprob(token_id=token_id, logprob=-0.5, rank=1, token="\u00e9".encode()[:1]))
+    return message
+
+
+def test_logprobs_come_with_all_tokens() -> None:
+    answer = add_up([told(0, 1, 2, logprobs_of=(1, 2)), told(2, 3, logprobs_of=(3,)), last(3, 3)])
+    assert [each.sampled.token_id for each in answer.logprobs] == answer.token_ids == [1, 2, 3]
+    sampled = {"token_id": 3, "logprob": -0.5, "rank": 1, "token": "\ufffd"}
+    assert answer.to_dict()["logprobs"][2] == {"sampled": sampled, "top": []}
+
+
+@pytest.mark.parametrize(
+    "messages",
+    [
+        [told(0, 1, 2, logprobs_of=(1,)), last(2, 2)],
+        [told(0, 1, 2, logprobs_of=(1, 3)), last(2, 2)],
+        [tokens(0, 1), told(1, 2, logprobs_of=(2,)), last(2, 2)],
+        [told(0, 1, logprobs_of=(1,)), tokens(1, 2), last(2, 2)],
+    ],
+)
+def test_logprobs_of_other_tokens_break_a_stream(messages: list[pb.GenerateResponse]) -> None:
+    with pytest.raises(StreamBroken, match="logprobs came of other tokens"):
+        add_up(messages)
+
+
 # -- requests ---------------------------------------------------------------------------------------------------
 
 

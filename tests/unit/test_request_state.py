@@ -67,6 +67,31 @@ def emitted(actions: list[object]) -> list[tuple[int, list[int]]]:
     return [(a.offset, a.token_ids) for a in actions if isinstance(a, Emit)]
 
 
+def with_logprobs(event: WorkerSaid, *token_ids: int) -> WorkerSaid:
+    for token_id in token_ids:
+        event.event.tokens.logprobs.add(sampled=inference_pb.Logprob(token_id=token_id))
+    return event
+
+
+def test_logprobs_travel_with_their_tokens() -> None:
+    """Those of a token that came before its turn, too."""
+    state = prefilling()
+    state.wants_logprobs = True
+    assert state.on(with_logprobs(tokens(D, 1, 1, 6), 6)) == []
+    emits = [a for a in state.on(with_logprobs(tokens(P, 1, 0, 5), 5)) if isinstance(a, Emit)]
+    assert [[each.sampled.token_id for each in emit.logprobs] for emit in emits] == [[5], [6]]
+
+
+@pytest.mark.parametrize(("wants", "come"), [(True, ()), (True, (5, 6)), (False, (5,))])
+def test_a_worker_that_leaves_out_logprobs_is_not_believed(wants: bool, come: tuple[int, ...]) -> None:
+    state = prefilling()
+    state.wants_logprobs = wants
+    actions = state.on(with_logprobs(tokens(P, 1, 0, 5), *come))
+    assert NoteFault(P) in actions
+    assert not emitted(actions)
+    assert state.phase is Phase.QUEUED
+
+
 def test_disaggregated_from_queue_to_end() -> None:
     state = prefilling()
     assert emitted(state.on(tokens(P, 1, 0, 5))) == [(0, [5])]

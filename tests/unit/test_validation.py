@@ -82,6 +82,7 @@ def text_request(**params: Any) -> pb.GenerateRequest:
         ({"logit_bias": {5: 100.5}}, "logit_bias[5]", "must be in [-100, 100], is 100.5"),
         ({"logit_bias": {5: NAN}}, "logit_bias[5]", "must be in [-100, 100], is nan"),
         ({"logit_bias": {1000: 1.0}}, "logit_bias", "ids must be below the vocabulary's size 1000, is 1000 at 0"),
+        ({"logprobs": 21}, "logprobs", "must be in [0, 20], is 21"),
     ],
 )
 def test_sampling_parameters_out_of_bounds(params: dict[str, Any], field: str, description: str) -> None:
@@ -94,7 +95,7 @@ def test_sampling_parameters_out_of_bounds(params: dict[str, Any], field: str, d
     [
         {"temperature": 0, "top_p": 1, "top_k": -1, "min_p": 0, "seed": -(2**63)},
         {"temperature": 100, "top_p": 1e-6, "top_k": 2**31 - 1, "min_p": 1, "repetition_penalty": 2},
-        {"presence_penalty": -2, "frequency_penalty": 2, "max_tokens": 99, "min_tokens": 99},
+        {"presence_penalty": -2, "frequency_penalty": 2, "max_tokens": 99, "min_tokens": 99, "logprobs": 20},
         {"stop": ["x" * 256] * 16, "stop_token_ids": [999] * 64, "logit_bias": {999: -100, 0: 100}},
     ],
 )
@@ -264,8 +265,12 @@ OPTIONAL_FIELDS = [field.name for field in pb.SamplingParams.DESCRIPTOR.fields i
 
 def test_every_optional_field_is_set() -> None:
     resolved = resolve_sampling(pb.SamplingParams(), MODEL, 40)
-    assert [name for name in OPTIONAL_FIELDS if not resolved.HasField(name)] == []
-    given = pb.SamplingParams(**{name: getattr(resolved, name) for name in OPTIONAL_FIELDS if name != "seed"})
+    assert [name for name in OPTIONAL_FIELDS if not resolved.HasField(name)] == ["logprobs"], (
+        "no number stands for none"
+    )
+    given = pb.SamplingParams(
+        **{name: getattr(resolved, name) for name in OPTIONAL_FIELDS if name not in ("seed", "logprobs")}
+    )
     assert given == pb.SamplingParams(
         max_tokens=60,
         min_tokens=0,

@@ -1,0 +1,140 @@
+"""How likely the model found the tokens of a step: the numbers behind `SamplingParams.logprobs`, vLLM's `raw_logprobs`.
+
+    logits ──RawLogits.of──> copied, of rows that ask ──(the sampler changes the logits and chooses)──> `logprobs`
+           ──> LogprobTensors, on the device ──> SampledTokens copies them to the host ──> `read` ──> outputs
+
+Owns nothing. Nothing is read back from a device before `read`, which is for tensors on the host.
+
+A row's numbers have the same bits in any batch, and its tokens an order that no algorithm decides: by logit, the lowest
+id first among equals. In 16 bits equals are common.
+
+Shapes: S sampling sequences, R of them that ask, K the most alternatives that one asks for, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+
+import torch
+
+from engine.outputs import Logprob, TokenLogprobs
+from engine.sequence import Sequence
+from engine.to_device import integers
+
+ROWS_AT_A_TIME = 16
+"""A row takes some 20 bytes of scratch for each token of the vocabulary: 40 MB for 16 rows of 128 thousand."""
+
+
+@dataclass(frozen=True, slots=True)
+class LogprobTensors:
+    """Of rows in the order of `seqs`."""
+
+    seqs: list[Sequence]
+    sampled_ids: torch.Tensor
+    """[R] int64: what the sampler chose."""
+    sampled: torch.Tensor
+    """[R] float32: natural logarithms of the probabilities of these."""
+    ranks: torch.Tensor
+    """[R] int64: of these; 1 is the likeliest."""
+    top_ids: torch.Tensor
+    """[R, K] int64, the likeliest first."""
+    top: torch.Tensor
+    """[R, K] float32."""
+
+    def map(self, function: Callable[[torch.Tensor], torch.Tensor]) -> LogprobTensors:
+        """With what `function` makes of each tensor."""
+        return LogprobTensors(self.seqs, *map(function, self._tensors()))
+
+    def read(self) -> dict[int, TokenLogprobs]:
+        """By `Sequence.seq_id`, as plain numbers."""
+        read = {}
+        rows = zip(self.seqs, *(tensor.tolist() for tensor in self._tensors()), strict=True)
+        for seq, token_id, logprob, rank, top_ids, top in rows:
+            alternatives = [Logprob(*each) for each in zip(top_ids, top, range(1, len(top) + 1), strict=True)]
+            sampled = Logprob(token_id, logprob, rank)
+            read[seq.seq_id] = TokenLogprobs(sampled, alternatives[: seq.sampling_params.logprobs])
+        return read
+
+    def _tensors(self) -> tuple[torch.Tensor, ...]:
+        return self.sampled_ids, self.sampled, self.ranks, self.top_ids, self.top
+
+
+@dataclass(frozen=True, slots=True)
+class RawLogits:
+    """What the model said of the rows that ask, before a sampler changes it."""
+
+    seqs: list[Sequence]
+    rows: torch.Tensor
+    """[R] int64: which of the step's rows they are."""
+    logits: torch.Tensor
+    """[R, V]"""
+
+    @classmethod
+    def of(cls, logits_SV: torch.Tensor, seqs: Seq[Sequence]) -> RawLogits | None:
+        """A copy. None where nobody asks."""
+        rows = [row for row, seq in enumerate(seqs) if seq.sampling_params.logprobs is not None]
+        if not rows:
+            return None
+        rows_R = integers(rows, logits_SV.device)
+        return cls([seqs[row] for row in rows], rows_R, logits_SV.index_select(0, rows_R))
+
+    def logprobs(self, token_ids_S: torch.Tensor) -> LogprobTensors:
+        """Of what was sampled in the whole step. Of rows without a next token (INVALID_TOKEN) they mean nothing."""
+        num_top = min(self.logits.shape[1], max(seq.sampling_params.logprobs or 0 for seq in self.seqs))
+        sampled_ids_R = token_ids_S.index_select(0, self.rows)
+        pieces = zip(torch.split(self.logits, ROWS_AT_A_TIME), torch.split(sampled_ids_R, ROWS_AT_A_TIME), strict=True)
+        parts = [_numbers(logits_RV, ids_R, num_top) for logits_RV, ids_R in pieces]
+        return LogprobTensors(self.seqs, sampled_ids_R, *map(torch.cat, zip(*parts, strict=True)))
+
+
+def _numbers(
+    logits_RV: torch.Tensor, sampled_ids_R: torch.Tensor, num_top: int
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The last four tensors of `LogprobTensors`."""
+    logits_RV = logits_RV.float()
+    ids_R1 = sampled_ids_R.clamp(min=0).unsqueeze(1)
+    logprobs_RV = logits_RV.log_softmax(dim=-1)
+    top_ids_RK = _likeliest(logits_RV, num_top)
+    logprobs_R = logprobs_RV.gather(1, ids_R1).squeeze(1)
+    return logprobs_R, _ranks(logits_RV, ids_R1), top_ids_RK, logprobs_RV.gather(1, top_ids_RK)
+
+
+def _ranks(logits_RV: torch.Tensor, ids_R1: torch.Tensor) -> torch.Tensor:
+    """[R] int64: 1 and how many come before."""
+    of_id_R1 = logits_RV.gather(1, ids_R1)
+    comes_before_RV = logits_RV == of_id_R1
+    comes_before_RV &= torch.arange(logits_RV.shape[1], device=logits_RV.device) < ids_R1
+    comes_before_RV |= logits_RV > of_id_R1
+    return comes_before_RV.sum(dim=-1) + 1
+
+
+def _likeliest(logits_RV: torch.Tensor, num_top: int) -> torch.Tensor:
+    """[R, K] int64: ids in the order of the largest logits.
+
+    `topk` returns equal ones in any order, and of those equal to the last one any: these are looked for again, by id.
+    """
+    if not num_top:
+        return torch.empty(logits_RV.shape[0], 0, dtype=torch.int64, device=logits_RV.device)
+    ids_V = torch.arange(logits_RV.shape[1], device=logits_RV.device, dtype=torch.float32)  # exact up to 16 million
+    largest_RK, largest_ids_RK = logits_RV.topk(num_top)
+    last_R1 = largest_RK[:, -1:]
+    lowest_first_RV = torch.where(logits_RV == last_R1, -ids_V, float("-inf"))
+    equal_RK, equal_ids_RK = lowest_first_RV.topk(num_top)
+    # Two lists of K that hold all we look for, and some that are none of it: these go last.
+    ids = torch.cat((largest_ids_RK, equal_ids_RK), dim=1)
+    is_found = torch.cat((largest_RK > last_R1, equal_RK != float("-inf")), dim=1)
+    keys = _sort_keys(logits_RV.gather(1, ids), ids).masked_fill_(~is_found, torch.iinfo(torch.int64).min)
+    return ids.gather(1, keys.topk(num_top).indices)
+
+
+def _sort_keys(logits: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+    """int64, all different: the larger, the larger the logit, and the lower the id among equal ones.
+
+    The bits of a float, taken as an integer, are in its order where it is positive, and in the opposite one where it is
+    negative.
+    """
+    bits = (logits + 0.0).view(torch.int32)  # -0.0 becomes 0.0, which it equals
+    ordered = bits ^ ((bits >> 31) & 0x7FFFFFFF)
+    return (ordered.long() << 32) - ids
