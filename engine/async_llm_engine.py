@@ -1,9 +1,12 @@
 """The stepping thread: an `LLMEngine` that asyncio code can talk to.
 
-Owns one thread, and the engine from the moment it starts. Everything that touches the engine runs on that thread,
-between two steps; everything that leaves it arrives on the event loop, once per step.
+Owns one thread, and the engine, which is made there: what a device's libraries set up for a thread is then there for
+its steps. Everything that touches the engine runs on that thread, between two steps; everything that leaves it arrives
+on the event loop, once per step.
 
     event loop                              stepping thread
+    start(make_engine) ──────────────────>  make_engine(): seconds
+                   <─call_soon_threadsafe─  made, or why not
     call(function) ──commands queue──────>  function(engine)
                    <─call_soon_threadsafe─  its result
                                             step()
@@ -24,9 +27,14 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
+import torch
+
 from engine.block_manager import CacheEvent
+from engine.config import EngineConfig
+from engine.kv_cache import KVCacheShape
 from engine.llm_engine import EngineLoad, LLMEngine
 from engine.outputs import RequestOutput
+from engine.scheduler import SchedulerStats
 
 _log = logging.getLogger(__name__)
 _T = TypeVar("_T")
@@ -53,21 +61,21 @@ class StepNews:
 
 
 class AsyncLLMEngine:
-    """Runs an engine on a thread of its own. Made and closed on the event loop."""
+    """Runs an engine on a thread of its own. Started and closed on the event loop."""
 
     def __init__(
         self,
-        engine: LLMEngine,
+        make_engine: Callable[[], LLMEngine],
         *,
         on_step: Callable[[StepNews], None],
         on_failure: Callable[[BaseException], None],
-        before_report: Callable[[], None] = lambda: None,
+        before_report: Callable[[], None],
     ) -> None:
-        """`on_step` and `on_failure` are called on the event loop; `before_report` on the stepping thread, when a step
-        is done and nobody has heard of it."""
-        self.config = engine.config
-        self._engine = engine
+        """See `start`."""
+        self._make_engine = make_engine
+        self._engine: LLMEngine
         self._loop = asyncio.get_running_loop()
+        self._is_made: asyncio.Future[None] = self._loop.create_future()
         self._on_step = on_step
         self._on_failure = on_failure
         self._before_report = before_report
@@ -78,6 +86,46 @@ class AsyncLLMEngine:
         self._is_waiting = True
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self._thread.start()
+
+    @classmethod
+    async def start(
+        cls,
+        make_engine: Callable[[], LLMEngine],
+        *,
+        on_step: Callable[[StepNews], None],
+        on_failure: Callable[[BaseException], None],
+        before_report: Callable[[], None] = lambda: None,
+    ) -> AsyncLLMEngine:
+        """Make the engine, on its thread. Raises what `make_engine` raises; the thread has ended then.
+
+        `on_step` and `on_failure` are called on the event loop; `before_report` on the stepping thread, when a step
+        is done and nobody has heard of it.
+        """
+        self = cls(make_engine, on_step=on_step, on_failure=on_failure, before_report=before_report)
+        try:
+            await self._is_made
+        except Exception:
+            self._thread.join()  # it has nothing left to do
+            raise
+        return self
+
+    @property
+    def config(self) -> EngineConfig:
+        return self._engine.config
+
+    @property
+    def kv_pool(self) -> torch.Tensor:
+        """See `Executor.kv_pool`. The stepping thread's to write, but for blocks that were granted."""
+        return self._engine.executor.kv_pool
+
+    @property
+    def kv_shape(self) -> KVCacheShape:
+        return self._engine.executor.kv_shape
+
+    @property
+    def stats(self) -> SchedulerStats:
+        """Counted by the stepping thread; to be read."""
+        return self._engine.stats
 
     @property
     def progress(self) -> int | None:
@@ -108,6 +156,13 @@ class AsyncLLMEngine:
     # -- the stepping thread ------------------------------------------------------------------------------------
 
     def _run(self) -> None:
+        try:
+            self._engine = self._make_engine()
+        except BaseException as error:
+            self._is_dead = True
+            self._loop.call_soon_threadsafe(_fail, self._is_made, error)
+            return
+        self._loop.call_soon_threadsafe(_succeed, self._is_made, None)
         try:
             is_blocked = True
             while self._run_commands(is_blocked):
@@ -169,6 +224,6 @@ def _succeed(future: asyncio.Future[_T], result: _T) -> None:
         future.set_result(result)
 
 
-def _fail(future: asyncio.Future[_T], error: Exception) -> None:
+def _fail(future: asyncio.Future[_T], error: BaseException) -> None:
     if not future.done():
         future.set_exception(error)

@@ -26,6 +26,7 @@ from typing import Any, Protocol
 import torch
 
 from engine.attention import StepLayout
+from engine.attention.step_arrays import empty_decodes
 from engine.input_batch import InputBatch
 
 Replay = Callable[[], None]
@@ -52,13 +53,17 @@ class CudaRecorder:
 
     def __init__(self) -> None:
         self._memory = torch.cuda.graph_pool_handle()
+        # cuBLAS has scratch for each stream, in the memory of the first graph recorded on it, and torch lets it go with
+        # any graph of the stream. On the one that graphs are recorded on by default, engines of one process would take
+        # it from each other.
+        self._stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
 
     def record(self, launch: Callable[[], None]) -> Replay:
         launch()  # compiles kernels and chooses algorithms, which cannot be captured
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
         # Transfers go on in other threads meanwhile, and allocate: that is no fault of this thread's capture.
-        with torch.cuda.graph(graph, pool=self._memory, capture_error_mode="thread_local"):
+        with torch.cuda.graph(graph, pool=self._memory, stream=self._stream, capture_error_mode="thread_local"):
             launch()
         return graph.replay
 
@@ -132,6 +137,11 @@ class DecodeGraphs:
         for rung in rungs:
             self._recordings[rung] = self._record(*rung)
             on_recorded(self.num_recordings, len(rungs))
+        # A recording's first replay takes longer, and so does the first array of each size, for want of pinned memory:
+        # after the last one, as each begins by giving such memory back.
+        for (num_seqs, _), recording in self._recordings.items():
+            self._backend.refill(recording.plan, empty_decodes(num_seqs, 1))
+            recording.replay()
 
     def record_largest(self) -> int:
         """Whose memory all others use, too. Returns how many there would be."""

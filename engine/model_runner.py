@@ -108,9 +108,12 @@ class ModelRunner:
         if not config.device.uses_graphs:
             return None
 
+        # Not `self`, which has the graphs: a circle would keep a device's memory until a collector comes by, and what
+        # is there when a worker is made is kept from it for good.
+        model, kv_pool = self._model, self._kv_pool
+
         def forward(token_ids: torch.Tensor, positions: torch.Tensor, plan: Any) -> torch.Tensor:
-            x_TD = self._model.forward(token_ids, positions, plan, self._kv_pool, None)
-            return self._model.compute_logits(x_TD)
+            return model.compute_logits(model.forward(token_ids, positions, plan, kv_pool, None))
 
         return DecodeGraphs(
             forward=forward,

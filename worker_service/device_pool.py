@@ -57,7 +57,8 @@ BesideEngine = Callable[[], AbstractContextManager[object]]
 
 
 def record_cuda_event() -> DeviceEvent:
-    event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+    # Who waits sleeps: a thread that spins would take a core for as long as prompts are computed.
+    event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
     event.record()
     return event
 

@@ -20,7 +20,7 @@ import logging
 import os
 import secrets
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Protocol
 
@@ -104,6 +104,8 @@ async def run_worker(
     role: pb.Role, args: WorkerArgs, engine_args: EngineArgs, add_role: AddRole, stop: asyncio.Event
 ) -> int:
     """Serve until `stop` is set or the engine fails. Returns the exit code."""
+    if role == pb.Role.ROLE_PREFILL:  # nothing decodes there: recorded decoding steps would cost a start and memory
+        engine_args = replace(engine_args, enforce_eager=True)
     try:
         config = await asyncio.to_thread(create_engine_config, engine_args)
     except ValueError as error:
@@ -162,14 +164,16 @@ class WorkerProcess:
         self = cls(role, args, config)
         memory = PoolMemory(args.transport, is_received=role == pb.Role.ROLE_DECODE)
         try:
-            engine = await asyncio.to_thread(LLMEngine, config, self._on_layer_written, memory.allocate)
+            self.engine = await AsyncLLMEngine.start(
+                lambda: LLMEngine(config, self._on_layer_written, memory.allocate),
+                on_step=self._on_step,
+                on_failure=self._on_failure,
+                before_report=self._catch_up,
+            )
         except ValueError as error:
             raise CannotLoad(str(error)) from error
-        self._load = load_message(engine.load())
-        pool = memory.as_pool(engine.executor.kv_pool, engine.executor.kv_shape, config.cache.kv_order)
-        self.engine = AsyncLLMEngine(
-            engine, on_step=self._on_step, on_failure=self._on_failure, before_report=self._catch_up
-        )
+        self._load = load_message(await self.engine.call(LLMEngine.load))
+        pool = memory.as_pool(self.engine.kv_pool, self.engine.kv_shape, config.cache.kv_order)
         self.server = Server(args.listen)
         parts = WorkerParts(args, self.identity, self.engine, pool, self.host, self.server, self._listeners)
         self.role = add_role(parts)
@@ -182,7 +186,7 @@ class WorkerProcess:
             begin_drain=self.drain_asked.set,
         )
         self.server.add(add_WorkerServicer_to_server, servicer, SERVICE_NAME)
-        self._show_metrics(engine)  # before others hear of this worker: its port may be taken
+        self._show_metrics()  # before others hear of this worker: its port may be taken
         listening = await self.server.start()
         self._address = args.advertise or listening
         await self.role.start(self._address)
@@ -191,11 +195,11 @@ class WorkerProcess:
         if args.engine_iteration_timeout_s:
             self._watchdog = asyncio.create_task(self._end_when_stuck(args.engine_iteration_timeout_s))
         announce(listening)
-        blocks = engine.executor.kv_shape.num_blocks
+        blocks = self.engine.kv_shape.num_blocks
         _log.info("serving %s", config.model.served_model_name, extra={"address": self._address, "num_blocks": blocks})
         return self
 
-    def _show_metrics(self, engine: LLMEngine) -> None:
+    def _show_metrics(self) -> None:
         """Where the flags ask for it. Raises `CannotListen`."""
         self._metrics = WorkerMetrics(
             labels=(
@@ -204,7 +208,7 @@ class WorkerProcess:
                 pb.Role.Name(self._role_number).removeprefix("ROLE_").lower(),
             ),
             load=lambda: self._load,
-            stats=engine.stats,
+            stats=self.engine.stats,
             counters=lambda: self.role.counters,
             num_sessions=lambda: self.host.num_sessions,
         )

@@ -6,8 +6,8 @@ starts them, with Llama-3.1-8B's shapes and dummy weights.
              disaggregation is for. Neither side cuts prompts: the aggregated one computes each in one step
 
 Both get the same requests at the same moments, after the same load with other prompts, which compiles and records.
-Workers share the card by turns: a card each would do better. KV travels by nixl where `push-nixl` has just worked, and
-by grpc where it has not.
+Workers share the card by turns: a card each would do better. KV travels by ipc or nixl, whichever push was faster just
+now, and by grpc where neither worked.
 """
 
 from __future__ import annotations

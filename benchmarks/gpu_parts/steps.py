@@ -3,13 +3,15 @@ how much of a decoding step the device has nothing to do. In bfloat16, and in 8 
 
 The idle share is 1 - busy / step. `step` is the median time of steps as they are. `busy` is the time per step covered
 by kernels and copies, of some further steps under the profiler: it makes the gaps between kernels longer, not the
-kernels, so that it is asked for these alone.
+kernels, so that it is asked for these alone. It comes last, as it may leave a process slower than it found it.
 """
 
 from __future__ import annotations
 
 import statistics
 from collections.abc import Iterable, Iterator
+from collections.abc import Sequence as Seq
+from contextlib import contextmanager
 from dataclasses import replace
 from itertools import chain, count
 from pathlib import Path
@@ -18,7 +20,7 @@ from typing import Any
 
 import torch
 from torch.autograd import DeviceType
-from torch.profiler import ProfilerActivity, profile
+from torch.profiler import ProfilerActivity, profile, schedule
 
 from benchmarks.engine import new_prompt, timed_step
 from benchmarks.gpu_parts import floors
@@ -28,13 +30,13 @@ from benchmarks.gpu_parts.shapes import Sizes, write_model
 from benchmarks.gpu_parts.timing import synchronize, waiting_seconds_of
 from engine.config import EngineArgs
 from engine.llm_engine import LLMEngine
+from engine.logprobs import RawLogits
 from engine.model_loader import create_engine_config
 from engine.model_runner import make_sampler
 from engine.sampling_params import SamplingParams
 from engine.sequence import Sequence
 
 NUM_WARM_UP_STEPS = 4
-"""They record the graphs."""
 NUM_STEPS = 40
 NUM_PROFILED_STEPS = 8
 NUM_PREFILLS = 3
@@ -65,10 +67,12 @@ def measure_with(setting: Setting, sizes: Sizes, **settings: str) -> Iterator[Ro
     with TemporaryDirectory() as name:
         engine = open_engine(write_model(Path(name), sizes.model.config), setting, **settings)
         label = f"{settings['quantization']}: " if settings else ""
-        for row in chain(decode_rows(engine, setting, sizes), prefill_rows(engine, setting)):
+        steps_ms: list[float] = []
+        rows = chain(decode_rows(engine, setting, sizes, steps_ms), prefill_rows(engine, setting))
+        for row in chain(rows, () if settings else sampling_rows(engine, setting)):
             yield replace(row, what=label + row.what)
-        if not settings:
-            yield from sampling_rows(engine, setting)
+        for row in idle_rows(engine, setting, sizes, steps_ms):
+            yield replace(row, what=label + row.what)
 
 
 def open_engine(folder: Path, setting: Setting, **settings: str) -> LLMEngine:
@@ -82,29 +86,37 @@ def open_engine(folder: Path, setting: Setting, **settings: str) -> LLMEngine:
     return LLMEngine(create_engine_config(args))
 
 
-def decode_rows(engine: LLMEngine, setting: Setting, sizes: Sizes) -> Iterator[Row]:
+def decode_rows(engine: LLMEngine, setting: Setting, sizes: Sizes, steps_ms: list[float]) -> Iterator[Row]:
+    """Adds the times to `steps_ms`, too."""
     for batch, context, target in sizes.decode_steps:
-        names = begin_decoding(engine, batch, context)
-        for _ in range(NUM_WARM_UP_STEPS):
-            engine.step()
-        step_ms = 1e3 * statistics.median(timed_step(engine) for _ in range(NUM_STEPS))
-        assert engine.load().num_running == batch, "the pool is too small for the batch"
+        with decoding(engine, batch, context):
+            step_ms = 1e3 * statistics.median(timed_step(engine) for _ in range(NUM_STEPS))
+        steps_ms.append(step_ms)
         yield Row(
             what=f"decode step, {batch} x {context}", value=step_ms, unit="ms", target=target,
             limit=decode_limit_ms(sizes, batch, context, setting.known.get(floors.COPY)),
             note=f"{1e3 * batch / step_ms:,.0f} tokens/s",
         )  # fmt: skip
-        yield idle_row(f"device idle, {batch} x {context}", step_ms, engine, setting.device)
-        for name in names:
-            engine.abort(name)
-        while engine.has_unfinished_requests():
-            engine.step()
+
+
+@contextmanager
+def decoding(engine: LLMEngine, batch: int, context: int) -> Iterator[None]:
+    """So many requests decode meanwhile, at about so many tokens each."""
+    names = begin_decoding(engine, batch, context)
+    for _ in range(NUM_WARM_UP_STEPS):
+        engine.step()
+    yield
+    assert engine.load().num_running == batch, "the pool is too small for the batch"
+    for name in names:
+        engine.abort(name)
+    while engine.has_unfinished_requests():
+        engine.step()
 
 
 def begin_decoding(engine: LLMEngine, batch: int, context: int) -> list[str]:
     """Requests whose prompts are computed, with more tokens to come than anybody waits for. Returns their names."""
     names = [f"decode-{next(_ids)}" for _ in range(batch)]
-    num_steps = NUM_WARM_UP_STEPS + NUM_STEPS + NUM_PROFILED_STEPS + batch + 8
+    num_steps = 2 * NUM_WARM_UP_STEPS + NUM_STEPS + NUM_PROFILED_STEPS + batch + 8
     for name in names:
         add_request(engine, name, context, num_steps)
     while engine.load().num_waiting_tokens:
@@ -170,6 +182,15 @@ def sampling_rows(engine: LLMEngine, setting: Setting) -> Iterator[Row]:
         seqs = [Sequence(number, str(number), [0], 1, params) for number in range(batch)]
         seconds = waiting_seconds_of(lambda seqs=seqs: sampler.sample(logits_SV, seqs, last_ids_S), setting.device)
         yield Row(what=f"sampling {batch} rows, {what}", value=1e3 * seconds, unit="ms")
+    asking = [Sequence(number, str(number), [0], 1, SamplingParams(logprobs=5)) for number in range(batch)]
+
+    def tell() -> None:
+        raw_logits = RawLogits.of(logits_SV, asking)
+        assert raw_logits is not None
+        raw_logits.logprobs(last_ids_S).read()
+
+    value = 1e3 * waiting_seconds_of(tell, setting.device)
+    yield Row(what=f"logprobs of {batch} rows, 5", value=value, unit="ms")
 
 
 # -- how long the device has nothing to do --------------------------------------------------------------------------
@@ -178,6 +199,14 @@ def sampling_rows(engine: LLMEngine, setting: Setting) -> Iterator[Row]:
 def idle_share(step_ms: float, busy_ms: float) -> float:
     """Below zero, something is wrong with either number; it is shown as it is."""
     return 1 - busy_ms / step_ms
+
+
+def idle_rows(engine: LLMEngine, setting: Setting, sizes: Sizes, steps_ms: Seq[float]) -> Iterator[Row]:
+    """`steps_ms`: what a step of each kind takes without the profiler."""
+    for (batch, context, _), step_ms in zip(sizes.decode_steps, steps_ms, strict=True):
+        with decoding(engine, batch, context):
+            row = idle_row(f"device idle, {batch} x {context}", step_ms, engine, setting.device)
+        yield row
 
 
 def idle_row(what: str, step_ms: float, engine: LLMEngine, device: str) -> Row:
@@ -196,11 +225,14 @@ def device_busy_ms(engine: LLMEngine, device: str) -> float:
     activity, kind = (
         (ProfilerActivity.CUDA, DeviceType.CUDA) if device == "cuda" else (ProfilerActivity.CPU, DeviceType.CPU)
     )
-    synchronize(device)
-    with profile(activities=[activity]) as profiled:
-        for _ in range(NUM_PROFILED_STEPS):
+    # What the profiler sees of the first steps may have holes, and is thrown away.
+    phases = schedule(wait=0, warmup=NUM_WARM_UP_STEPS, active=NUM_PROFILED_STEPS, repeat=1)
+    with profile(activities=[activity], schedule=phases) as profiled:
+        for number in range(NUM_WARM_UP_STEPS + NUM_PROFILED_STEPS):
             engine.step()
-        synchronize(device)
+            if number + 1 in (NUM_WARM_UP_STEPS, NUM_WARM_UP_STEPS + NUM_PROFILED_STEPS):
+                synchronize(device)  # a step belongs to one phase alone
+            profiled.step()
     spans = [span_of(event) for event in profiled.events() if event.device_type == kind]
     if not spans:
         raise RuntimeError("the profiler saw no work on the device")

@@ -138,9 +138,9 @@ class Event:
         self.finish()
 
     def elapsed_time(self, other: Event) -> float:
-        """No time at all, as nothing is timed here; but more than 0."""
+        """Nothing is timed here: some time, so that whoever measures does not go on and on."""
         del other
-        return 1e-3
+        return 10.0
 
 
 class Graph:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,6 +13,7 @@ import pytest
 import torch
 from recorder import RelaunchingRecorder
 
+from engine import model_runner
 from engine.attention import StepLayout
 from engine.decode_graphs import DecodeGraphs, batch_ladder, context_ladder
 from engine.input_batch import InputBatch
@@ -105,6 +109,28 @@ def test_all_are_recorded_at_start_the_largest_first(graphs: DecodeGraphs, backe
     assert graphs.num_recordings == len(backend.reserved) == 18
 
 
+def test_each_is_used_once_when_all_are_recorded(backend: Backend) -> None:
+    """Over rows without a sequence. What a first use takes, no request waits for."""
+    used: list[tuple[tuple[int, int], int]] = []
+
+    class CountingRecorder:
+        def record(self, launch: Callable[[], None]) -> Callable[[], None]:
+            launch()
+            rung = backend.reserved[-1]
+            return lambda: used.append((rung, backend.refilled[0]))
+
+    graphs = DecodeGraphs(
+        forward=forward,
+        backend=backend,
+        recorder=CountingRecorder(),
+        max_num_seqs=2,
+        max_context_len=2048,
+        device="cpu",
+    )
+    graphs.record_all(lambda *_: used.append(((0, 0), 0)))
+    assert used == [((0, 0), 0)] * 4 + [((size, length), size) for length in (2048, 1024) for size in (2, 1)]
+
+
 def test_the_largest_alone_is_recorded_to_see_what_all_take(graphs: DecodeGraphs, backend: Backend) -> None:
     assert graphs.record_largest() == 18
     assert backend.reserved == [(20, 3000)]
@@ -121,6 +147,30 @@ def test_steps_that_can_be_replayed(recorded: DecodeGraphs) -> None:
 
 def test_nothing_is_recorded_while_requests_run(graphs: DecodeGraphs) -> None:
     assert not graphs.can_run(step_of([5]))
+
+
+def test_an_engine_is_let_go_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a collector, which would not look at what was there when the engine was made."""
+    monkeypatch.setattr(model_runner, "CudaRecorder", RelaunchingRecorder)
+    model: Any = SimpleNamespace(
+        forward=lambda token_ids, positions, plan, pool, _: forward(token_ids, positions, plan) + pool,
+        compute_logits=lambda x: x,
+    )
+    config: Any = SimpleNamespace(
+        model=SimpleNamespace(max_model_len=8, eos_token_ids=frozenset()),
+        cache=SimpleNamespace(block_size=4),
+        scheduler=SimpleNamespace(max_num_seqs=2),
+        device=SimpleNamespace(device="cpu", uses_graphs=True, max_seq_len_to_capture=8, attention_backend="torch"),
+    )
+    runner = model_runner.ModelRunner(config, model, Backend(), torch.zeros(1), None)  # type: ignore[arg-type]
+    assert runner.record_decode_steps(lambda *_: None) == 2
+    left = weakref.ref(runner)
+    gc.disable()
+    try:
+        del runner
+        assert left() is None
+    finally:
+        gc.enable()
 
 
 def test_ladders() -> None:

@@ -76,7 +76,7 @@ def test_bytes_of_attention() -> None:
 
 @pytest.mark.parametrize(
     ("bytes_each", "cache", "expected"),
-    [(1 << 30, 60 << 20, 1), (120 << 20, 60 << 20, 1), (50, 60, 3), (7, 0, 1), (1, 60, 64)],
+    [(1 << 30, 60 << 20, 1), (120 << 20, 60 << 20, 3), (50, 60, 6), (7, 0, 1), (1, 60, 64)],
 )
 def test_inputs_that_rotate_do_not_fit_the_cache(bytes_each: int, cache: int, expected: int) -> None:
     assert timing.num_sets(bytes_each, cache) == expected

@@ -1,0 +1,97 @@
+"""The stepping thread: it makes the engine that it steps, and says why where there is none."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from engine.async_llm_engine import AsyncLLMEngine, EngineDeadError, StepNews
+from engine.config import EngineArgs
+from engine.llm_engine import LLMEngine
+from engine.model_loader import create_engine_config
+from engine.sampling_params import SamplingParams
+from protos import tandem_worker_pb2 as pb
+from worker_service import process
+from worker_service.args import WorkerArgs
+
+CONFIG = {
+    "architectures": ["LlamaForCausalLM"], "vocab_size": 97, "hidden_size": 48, "intermediate_size": 80,
+    "num_hidden_layers": 2, "num_attention_heads": 6, "num_key_value_heads": 2, "max_position_embeddings": 64,
+    "torch_dtype": "float32",
+}  # fmt: skip
+
+
+def make_engine(folder: Path) -> LLMEngine:
+    (folder / "config.json").write_text(json.dumps(CONFIG))
+    args = EngineArgs(model=str(folder), load_format="dummy", device="cpu", num_kv_blocks=20, block_size=4)
+    return LLMEngine(create_engine_config(args))
+
+
+async def test_an_engine_is_made_where_it_is_stepped(tmp_path: Path) -> None:
+    threads: list[int] = []
+    is_answered = asyncio.Event()
+
+    def make() -> LLMEngine:
+        threads.append(threading.get_ident())
+        return make_engine(tmp_path)
+
+    def on_step(news: StepNews) -> None:
+        if any(output.is_finished for output in news.outputs):
+            is_answered.set()
+
+    engine = await AsyncLLMEngine.start(
+        make,
+        on_step=on_step,
+        on_failure=lambda error: pytest.fail(str(error)),
+        before_report=lambda: threads.append(threading.get_ident()),
+    )
+    assert engine.progress is None, "it waits for something to do"
+    assert engine.kv_pool.shape[1] == engine.kv_shape.num_blocks == 20
+    params = SamplingParams(temperature=0, max_tokens=3, ignore_eos=True)
+    await engine.call(lambda inner: inner.add_request("r", [1, 2, 3], params))
+    await asyncio.wait_for(is_answered.wait(), 20)
+    assert engine.stats.num_generation_tokens == 3
+    await engine.close()
+    assert len(threads) > 3
+    assert set(threads) == {threads[0]} != {threading.get_ident()}
+
+
+async def test_why_there_is_no_engine_is_raised() -> None:
+    def make() -> LLMEngine:
+        raise ValueError("it does not fit")
+
+    news: list[object] = []
+    with pytest.raises(ValueError, match="it does not fit"):
+        await AsyncLLMEngine.start(make, on_step=news.append, on_failure=news.append)
+    assert not [thread for thread in threading.enumerate() if thread.name == "engine"]
+    assert not news
+
+
+async def test_an_ended_thread_refuses_calls(tmp_path: Path) -> None:
+    engine = await AsyncLLMEngine.start(
+        lambda: make_engine(tmp_path), on_step=lambda _: None, on_failure=lambda error: pytest.fail(str(error))
+    )
+    await engine.close()
+    with pytest.raises(EngineDeadError):
+        await asyncio.wait_for(engine.call(LLMEngine.load), 5)
+
+
+@pytest.mark.parametrize(("role", "is_eager"), [(pb.Role.ROLE_PREFILL, True), (pb.Role.ROLE_DECODE, False)])
+async def test_only_who_decodes_records_decoding_steps(
+    monkeypatch: pytest.MonkeyPatch, role: pb.Role, is_eager: bool
+) -> None:
+    asked: list[bool] = []
+
+    def refuse(args: EngineArgs) -> None:
+        asked.append(args.enforce_eager)
+        raise ValueError("that is all we want to see")
+
+    monkeypatch.setattr(process, "create_engine_config", refuse)
+    add_role: Any = None
+    code = await process.run_worker(role, WorkerArgs(), EngineArgs(), add_role, asyncio.Event())
+    assert (code, asked) == (2, [is_eager])
