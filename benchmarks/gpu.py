@@ -47,7 +47,7 @@ PARTS = (
     Part(name="push-nixl", about="KV between two processes", measure=push.measure_nixl, limit_s=60),
     Part(name="push-grpc", about="KV between two processes", measure=push.measure_grpc, limit_s=60),
     Part(name="servers", about="1P+1D on one card against one that does both", measure=servers.measure, limit_s=240),
-    Part(name="products", about="of a decoding step, alone", measure=products.measure, limit_s=120),
+    Part(name="products", about="of a decoding step, alone", measure=products.measure, limit_s=150),
     Part(name="steps-int8", about="the same engine with int8 weights", measure=steps.measure_int8, limit_s=90),
     Part(name="steps-fp8", about="the same engine with weights and KV in fp8", measure=steps.measure_fp8, limit_s=90),
 )

@@ -16,7 +16,7 @@ import torch
 from engine.attention import StepLayout
 from engine.sampled_tokens import SampledTokens
 from engine.sequence import PENDING_TOKEN, SchedulerOutput, Sequence
-from engine.to_device import integers, to_device
+from engine.to_device import to_device
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,18 +88,20 @@ def build_input_batch(
         slot_mapping=slot_mapping,
         num_decodes=int(is_longer.argmax()) if is_longer.any() else num_seqs,
     )
-    ids_T = integers(token_ids, device)
+    # As one array: each copy to a device takes its time there.
+    parts = [np.asarray(p, dtype=np.int64) for p in (token_ids, positions, sample_rows, pending_rows, rows_before)]
+    on_device = torch.split(to_device(np.concatenate(parts), device), [len(part) for part in parts])
+    ids_T, positions_T, sample_rows_S, pending_rows_P, rows_before_P = on_device
     if pending_rows:
         assert before is not None
         assert before.on_device is not None
         # A sequence whose token turns out to be none fails, whatever is computed for it here: any id will do.
-        pending = before.on_device[integers(rows_before, device)].clamp_min(0)
-        ids_T.index_copy_(0, integers(pending_rows, device), pending)
+        ids_T.index_copy_(0, pending_rows_P, before.on_device[rows_before_P].clamp_min(0))
     return InputBatch(
         token_ids=ids_T,
-        positions=to_device(positions, device),
+        positions=positions_T,
         layout=layout,
-        sample_rows=None if len(sample_rows) == num_tokens else integers(sample_rows, device),
+        sample_rows=None if len(sample_rows) == num_tokens else sample_rows_S,
         sampling_seqs=sampling_seqs,
         begun_blocks=begun_blocks,
     )

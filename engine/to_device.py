@@ -22,6 +22,14 @@ def to_device(array: NDArray[Any], device: str | torch.device) -> torch.Tensor:
     return tensor.pin_memory().to(device, non_blocking=True)
 
 
+def fill(tensor: torch.Tensor, array: NDArray[Any]) -> None:
+    """Puts an array of its shape into a tensor that is there, in stream order."""
+    if tensor.device.type == "cpu":
+        tensor.copy_(torch.from_numpy(array))
+    else:
+        tensor.copy_(torch.from_numpy(array).pin_memory(), non_blocking=True)
+
+
 def integers(values: Seq[int], device: str | torch.device) -> torch.Tensor:
     """[len(values)] int64"""
     return to_device(np.array(values, dtype=np.int64), device)

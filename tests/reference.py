@@ -1,13 +1,19 @@
-"""The prompts of the parity tests, and the tokens that transformers gives for them: greedy, float32, same weights."""
+"""The prompts of the parity tests, and the tokens that transformers gives for them: greedy, float32, same weights.
+
+The tokens are kept in a file, and transformers is asked about each of them whenever they are used.
+"""
 
 from __future__ import annotations
 
+import json
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 NUM_TOKENS = 12
 """Length of each reference answer."""
+ANSWERS = Path(__file__).with_name("reference_answers.json")
 
 _STORY = "The lighthouse keeper climbed the stairs every evening, counting each step and each wave that broke below. "
 
@@ -44,13 +50,31 @@ class Reference:
 
 def references(folder: Path) -> list[Reference]:
     """At least 20 prompts: lengths round the block size, chat, code, non-Latin text, one that fills 38 blocks."""
+    answers = json.loads(ANSWERS.read_text())
+    model = _model(folder)
+    found = [Reference(name, tuple(ids), tuple(answers[name])) for name, ids in _prompts(folder).items()]
+    wrong = [reference.name for reference in found if not _is_answer(model, reference)]
+    assert not wrong, f"not what transformers answers: {wrong}; python tests/reference.py FOLDER makes {ANSWERS} anew"
+    return found
+
+
+def _model(folder: Path) -> Any:
     import torch
     from transformers import AutoModelForCausalLM
 
     torch.set_num_threads(2)
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    model.eval()
-    return [Reference(name, tuple(ids), _answer(model, ids)) for name, ids in _prompts(folder).items()]
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+
+
+def _is_answer(model: Any, reference: Reference) -> bool:
+    """Whether each token is the likeliest after those before it. One pass sees all of that, a tenth of the time that
+    generating takes."""
+    import torch
+
+    token_ids = torch.tensor([reference.prompt_token_ids + reference.answer_token_ids[:-1]])
+    with torch.inference_mode():
+        logits = model(token_ids, logits_to_keep=NUM_TOKENS).logits
+    return tuple(logits[0].argmax(dim=-1).tolist()) == reference.answer_token_ids
 
 
 def _prompts(folder: Path) -> dict[str, list[int]]:
@@ -84,3 +108,11 @@ def _answer(model: Any, prompt_token_ids: list[int]) -> tuple[int, ...]:
             eos_token_id=None,
         )
     return tuple(output[0, len(prompt_token_ids) :].tolist())
+
+
+if __name__ == "__main__":
+    chosen = Path(sys.argv[1])
+    transformers_model = _model(chosen)
+    made = {name: _answer(transformers_model, ids) for name, ids in _prompts(chosen).items()}
+    lines = (f"  {json.dumps(name)}: {list(ids)}" for name, ids in made.items())
+    ANSWERS.write_text("{\n" + ",\n".join(lines) + "\n}\n")

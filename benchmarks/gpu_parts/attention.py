@@ -33,9 +33,9 @@ DECODE_VARIANTS: tuple[dict[str, int], ...] = (
     {"min_piece": 128}, {"min_piece": 512}, {"min_piece": 1024}, {"min_piece": 2048},
 )  # fmt: skip
 PREFILL_VARIANTS: tuple[dict[str, int], ...] = (
-    {"num_stages": 2}, {"num_stages": 4}, {"num_warps": 4}, {"block_m": 64, "num_warps": 4},
-    {"block_m": 64, "num_warps": 4, "num_stages": 5}, {"block_n": 32}, {"block_n": 128, "num_stages": 2},
-    {"block_n": 128}, {"block_m": 256, "block_n": 32},
+    {"num_stages": 2}, {"num_stages": 3}, {"num_stages": 7}, {"block_m": 64, "num_warps": 4, "num_stages": 3},
+    {"block_m": 64, "num_warps": 4}, {"block_n": 32}, {"block_n": 128, "num_stages": 2}, {"block_n": 128},
+    {"block_m": 256, "block_n": 32},
 )  # fmt: skip
 """What differs from the configuration in use."""
 
@@ -78,8 +78,8 @@ def random_pool(num_seqs: int, length: int, setting: Setting, dtype: torch.dtype
     return kv, tables
 
 
-def decode_job(setting: Setting, dtype: torch.dtype, num_seqs: int, context: int) -> Job:
-    """Bytes of keys and values a second."""
+def decode_job(setting: Setting, dtype: torch.dtype, num_seqs: int, context: int, longest: int) -> Job:
+    """Bytes of keys and values a second. `longest`: that there is a grid for, as in a recorded step."""
     from engine.kernels.gpu.decode import paged_decode, partial_size
 
     device = setting.device
@@ -89,7 +89,7 @@ def decode_job(setting: Setting, dtype: torch.dtype, num_seqs: int, context: int
     def launches(config: DecodeConfig) -> tuple[list[Callable[[], object]], torch.Tensor]:
         torch.manual_seed(1)
         lens = torch.full((num_seqs,), context, dtype=torch.int32, device=device)
-        scratch = torch.empty(partial_size(num_seqs, num_heads, head_dim, context, config), device=device)
+        scratch = torch.empty(partial_size(num_seqs, num_heads, head_dim, longest, config), device=device)
         works: list[Callable[[], object]] = []
         outs = []
         for _ in range(num_sets(num_bytes, cache_bytes(device))):
@@ -99,7 +99,7 @@ def decode_job(setting: Setting, dtype: torch.dtype, num_seqs: int, context: int
 
             def work(q: Any = q, kv: Any = kv, tables: Any = tables, out: Any = outs[-1]) -> None:
                 paged_decode(
-                    q, kv, tables, lens, out, scratch, max_context_len=context, window=0, soft_cap=0.0, config=config
+                    q, kv, tables, lens, out, scratch, max_context_len=longest, window=0, soft_cap=0.0, config=config
                 )
 
             works.append(work)

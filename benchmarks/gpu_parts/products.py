@@ -1,12 +1,14 @@
 """A decoding step's products alone, with Llama-3.1-8B's weights: bound by the bytes of the weight, read once.
 
-torch's (cuBLAS) in bfloat16, as engines use it; our kernel over the same weight, to see whether it would be better; our
-kernel over int8, as engines with int8 weights use it, and the launch configurations to choose among; torch's in fp8.
+torch's (cuBLAS) in bfloat16, as engines use it, and with cuBLASLt; our kernel over the same weight, to see whether it
+would be better; our kernel over int8, as engines with int8 weights use it, and the launch configurations to choose
+among; torch's in fp8; and of one row by a kernel that is not in use (`one_row.py`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -40,11 +42,16 @@ def measure(setting: Setting) -> Iterator[Row]:
             what = f"{name} {num_outputs} x {num_inputs}, {num_rows} rows"
             row = library_row(f"{what}, torch", num_rows, num_outputs, num_inputs, setting)
             yield replace(row, group=f"{what}, our kernel")  # which it is compared with
+            if setting.device == "cuda":
+                with blas_library("cublaslt"):
+                    yield library_row(f"{what}, torch, cuBLASLt", num_rows, num_outputs, num_inputs, setting)
             if setting.device == "cuda" and name != "logits":
                 yield float8_row(f"{what}, torch, fp8", num_rows, num_outputs, num_inputs, setting)
     why_not = why_no_triton(setting.device)
     if why_not:
         raise NotRun(f"the rest is not: {why_not}")
+    from benchmarks.gpu_parts.one_row import VARIANTS as ONE_ROW_VARIANTS
+    from benchmarks.gpu_parts.one_row import OneRowConfig, one_row_job
     from engine.kernels.gpu.eight_bits import Int8Config
 
     # Triton's interpreter does not compute bfloat16.
@@ -61,9 +68,28 @@ def measure(setting: Setting) -> Iterator[Row]:
             job = kernel_job(f"{what}, int8", size, torch.int8, dtype, setting)
             yield timed_row(job, config, setting)[0]
             jobs.append((job, config))
+    one_row_jobs = [
+        one_row_job(f"{name} {n} x {k}, 1 rows, row by row", n, k, dtype, setting.known.get(floors.COPY), setting)
+        for name, n, k in sizes.model.products
+    ]
+    for job in one_row_jobs:
+        yield timed_row(job, OneRowConfig(), setting)[0]
     # Last: each of these compiles a kernel of its own, a minute for all.
+    for job in one_row_jobs:
+        yield from variant_rows(job, OneRowConfig(), ONE_ROW_VARIANTS[: sizes.num_variants], setting)
     for job, config in jobs:
         yield from variant_rows(job, config, INT8_VARIANTS[: sizes.num_variants], setting)
+
+
+@contextmanager
+def blas_library(name: str) -> Iterator[None]:
+    """torch leaves products to this one meanwhile."""
+    before = torch.backends.cuda.preferred_blas_library()
+    torch.backends.cuda.preferred_blas_library(name)
+    try:
+        yield
+    finally:
+        torch.backends.cuda.preferred_blas_library(before)
 
 
 def kernel_job(

@@ -101,8 +101,8 @@ class Sizes:
     matrix: int
     attention_heads: tuple[int, int, int]
     """Query heads, key heads, head size."""
-    decode_attention: tuple[tuple[int, int], ...]
-    """(sequences, context)"""
+    decode_attention: tuple[tuple[int, int, int], ...]
+    """(sequences, context, context that there is a grid for)"""
     prefill_attention: tuple[tuple[int, int], ...]
     """(prompts, tokens of each)"""
     product_rows: tuple[int, ...]
@@ -126,7 +126,7 @@ FULL = Sizes(
     host_bytes=1 << 30,
     matrix=8192,
     attention_heads=(32, 8, 128),
-    decode_attention=((64, 4096), (1, 8192)),
+    decode_attention=((64, 4096, 4096), (1, 8192, 8192), (64, 2100, 4096)),
     prefill_attention=((1, 8192), (8, 2048)),
     product_rows=(1, 64),
     num_variants=100,
@@ -144,7 +144,7 @@ TINY = Sizes(
     host_bytes=1 << 20,
     matrix=256,
     attention_heads=(4, 2, 16),
-    decode_attention=((2, 40),),
+    decode_attention=((2, 40, 40),),
     prefill_attention=((2, 24),),
     product_rows=(2,),
     num_variants=1,

@@ -26,7 +26,7 @@ from engine.attention.paged_groups import TorchPlan
 from engine.attention.step_arrays import IntArray, empty_decodes, fill_up_decodes, pack, unpack
 from engine.attention.torch_backend import TorchAttention
 from engine.layers import HeadProjection
-from engine.to_device import to_device
+from engine.to_device import fill, to_device
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +85,7 @@ class FlashAttention(AttentionBackend[FlashPlan]):
         assert plan.decodes is not None, "reserved for sequences that decode"
         num_seqs, num_blocks = plan.decodes.block_tables.shape
         filled = fill_up_decodes(layout, num_seqs, num_blocks, plan.decodes.max_context_len)
-        plan.buffer.copy_(to_device(pack(_arrays(filled)), self._device), non_blocking=True)
+        fill(plan.buffer, pack(_arrays(filled)))
 
     def project(
         self,

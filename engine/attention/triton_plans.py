@@ -19,7 +19,7 @@ import torch
 from engine.attention.base import StepLayout
 from engine.attention.step_arrays import IntArray, empty_decodes, fill_up_decodes, pack, unpack
 from engine.kernels.gpu.prefill import list_tiles
-from engine.to_device import to_device
+from engine.to_device import fill, to_device
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +78,7 @@ class TritonPlans:
         """Put a decoding step into a reserved plan, in stream order. Raises `ValueError` where it does not fit."""
         num_seqs, num_blocks = plan.block_tables.shape
         filled = fill_up_decodes(layout, num_seqs, num_blocks, plan.max_context_len)
-        plan.buffer.copy_(to_device(pack(self._arrays(filled)), self._device), non_blocking=True)
+        fill(plan.buffer, pack(self._arrays(filled)))
 
     def _arrays(self, layout: StepLayout) -> list[IntArray]:
         """In the order of `TritonPlan`."""

@@ -36,7 +36,7 @@ def model_folder() -> Path:
 
 @pytest.fixture(scope="session")
 def references(model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> list[Reference]:
-    """Made once, though the tests may be shared out to several processes: it takes half a minute."""
+    """Made once, though the tests may be shared out to several processes: it takes ten seconds."""
     folder = tmp_path_factory.getbasetemp()
     made = (folder.parent if "PYTEST_XDIST_WORKER" in os.environ else folder) / "references.json"
     with made.with_suffix(".lock").open("w") as lock:

@@ -75,7 +75,7 @@ def test_a_worker_that_leaves_hands_its_streams_over_when_its_grace_is_over(
     start_cluster: Callable[..., RunningCluster],
 ) -> None:
     cluster = start_cluster(*SMALL, "--drain-grace-s", "0.2")
-    sampling = {**SAMPLINGS["seeded"], "max_tokens": 200, "ignore_eos": True}
+    sampling = {**SAMPLINGS["seeded"], "max_tokens": 120, "ignore_eos": True}
     with Client(cluster.address) as client:
         expected = client.generate(PROMPT, **sampling)  # type: ignore[arg-type]
         received: list[int] = []

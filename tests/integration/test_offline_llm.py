@@ -28,7 +28,7 @@ def at_rest(llm: LLM) -> bool:
 
 
 def test_answers_are_transformers_own_in_the_order_of_the_prompts(llm: LLM, references: list[Reference]) -> None:
-    chosen = [reference for reference in references if len(reference.prompt_token_ids) < 900]
+    chosen = references[::3]
     prompts = [list(reference.prompt_token_ids) for reference in chosen]
     params = [
         SamplingParams(temperature=0, max_tokens=len(reference.answer_token_ids), ignore_eos=True)

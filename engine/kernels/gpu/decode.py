@@ -98,7 +98,8 @@ def paged_decode(
         "MIN_PIECE": config.min_piece,
         "MAX_PIECES": MAX_PIECES,
     }
-    _split_kernel[(num_seqs, num_kv_heads, pieces)](
+    # Pieces side by side: those beyond a context's end, which end at once, then lie among others instead of last.
+    _split_kernel[(pieces, num_kv_heads, num_seqs)](
         q_SNH, kv, block_tables, context_lens, out_SNH, partial, weight, block_tables.stride(0), pieces,
         scale_in, scale_out,
         NUM_KV_HEADS=num_kv_heads, NUM_GROUPS=num_groups, SLOTS=block_size, HAS_SOFT_CAP=soft_cap > 0,
@@ -146,13 +147,13 @@ def _split_kernel(
     BLOCK_H: tl.constexpr,
     IS_SPLIT: tl.constexpr,
 ):
-    """Program (sequence, key head, piece).
+    """Program (piece, key head, sequence).
 
     `partial` [S, N, P, H] and `weight` [S, N, P], the logarithm of the piece's sum; or, unsplit, `out` [S, N, H].
     """
-    seq = tl.program_id(0).to(tl.int64)
+    piece = tl.program_id(0)
     kv_head = tl.program_id(1)
-    piece = tl.program_id(2)
+    seq = tl.program_id(2).to(tl.int64)
     context_len = tl.load(context_lens_ptr + seq)
     first, piece_len = piece_of(context_len, WINDOW, MIN_PIECE, MAX_PIECES)
     begin = first + piece * piece_len

@@ -29,7 +29,8 @@ from engine.to_device import to_device
 
 PIECE = 8192
 """Token ids of a program of the race: 64 rows of 128k are a thousand programs, one row still sixteen."""
-BOUNDS_TILE = 4096
+BOUNDS_TILE = 16384
+"""Of one program, which goes over its row 17 times and more: as many loads on their way as a multiprocessor takes."""
 RACE_BLOCKS = 256
 """Blocks of four ids, which share a block of Philox."""
 
@@ -53,14 +54,14 @@ def draw(logits_RV: torch.Tensor, seqs: Seq[Sequence]) -> torch.Tensor:
     # Largest and smallest kept logit; NaN for the first where the row has one.
     bounds_R2 = torch.empty(num_rows, 2, dtype=torch.float32, device=device)
     _bounds_kernel[(num_rows,)](
-        logits_RV, integers_R4, floats_R3, bounds_R2, vocab_size,
-        NUM_BITS=16 if logits_RV.dtype == torch.bfloat16 else 32, BLOCK=BOUNDS_TILE, num_warps=8,
+        logits_RV, integers_R4, floats_R3, bounds_R2, VOCAB_SIZE=vocab_size,
+        NUM_BITS=16 if logits_RV.dtype == torch.bfloat16 else 32, BLOCK=BOUNDS_TILE, num_warps=32,
     )  # fmt: skip
     num_pieces = triton.cdiv(vocab_size, PIECE)
     clocks_RP = torch.empty(num_rows, num_pieces, dtype=torch.float64, device=device)
     ids_RP = torch.empty(num_rows, num_pieces, dtype=torch.int64, device=device)
     _race_kernel[(num_rows, num_pieces)](
-        logits_RV, integers_R4, floats_R3, bounds_R2, clocks_RP, ids_RP, vocab_size,
+        logits_RV, integers_R4, floats_R3, bounds_R2, clocks_RP, ids_RP, VOCAB_SIZE=vocab_size,
         HOPELESS=HOPELESS, PIECE=PIECE, BLOCKS=RACE_BLOCKS, num_warps=4,
     )  # fmt: skip
     chosen_R = ids_RP.gather(1, clocks_RP.argmin(dim=1, keepdim=True)).squeeze(1)
@@ -82,22 +83,23 @@ def _float(key):
 
 
 @triton.jit
-def _load(row_ptr, ids, vocab_size):
-    return tl.load(row_ptr + ids, mask=ids < vocab_size, other=float("-inf")).to(tl.float32)
+def _load(row_ptr, ids, VOCAB_SIZE: tl.constexpr):
+    return tl.load(row_ptr + ids, mask=ids < VOCAB_SIZE, other=float("-inf")).to(tl.float32)
 
 
-@triton.jit(do_not_specialize=["vocab_size"])
+@triton.jit
 def _bounds_kernel(
-    logits_ptr, integers_ptr, floats_ptr, bounds_ptr, vocab_size, NUM_BITS: tl.constexpr, BLOCK: tl.constexpr
-):
-    """Program (row)."""
+    logits_ptr, integers_ptr, floats_ptr, bounds_ptr,
+    VOCAB_SIZE: tl.constexpr, NUM_BITS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Program (row). With the vocabulary's size known, the compiler sees that rows begin where wide loads can."""
     row = tl.program_id(0).to(tl.int64)
-    row_ptr = logits_ptr + row * vocab_size
+    row_ptr = logits_ptr + row * VOCAB_SIZE
     ids_B = tl.arange(0, BLOCK)
     largest_B = tl.full([BLOCK], float("-inf"), dtype=tl.float32)
     is_nan_B = tl.zeros([BLOCK], dtype=tl.int32)
-    for start in range(0, vocab_size, BLOCK):
-        x_B = _load(row_ptr, start + ids_B, vocab_size)
+    for start in range(0, VOCAB_SIZE, BLOCK):
+        x_B = _load(row_ptr, start + ids_B, VOCAB_SIZE)
         is_nan_B = is_nan_B | (x_B != x_B).to(tl.int32)
         largest_B = tl.where(x_B > largest_B, x_B, largest_B)
     largest = tl.max(largest_B, 0)
@@ -112,12 +114,12 @@ def _bounds_kernel(
     if not has_none:
         if top_k > 0:
             least = _bisect(
-                row_ptr, vocab_size, largest, temperature, min_p, least, top_k.to(tl.float64), False, NUM_BITS, BLOCK
+                row_ptr, VOCAB_SIZE, largest, temperature, min_p, least, top_k.to(tl.float64), False, NUM_BITS, BLOCK
             )
         if top_p < 1:
-            mass = _mass(row_ptr, vocab_size, largest, temperature, min_p, least, True, BLOCK)
+            mass = _mass(row_ptr, VOCAB_SIZE, largest, temperature, min_p, least, True, BLOCK)
             least = _bisect(
-                row_ptr, vocab_size, largest, temperature, min_p, least, mass * top_p, True, NUM_BITS, BLOCK
+                row_ptr, VOCAB_SIZE, largest, temperature, min_p, least, mass * top_p, True, NUM_BITS, BLOCK
             )
     tl.store(bounds_ptr + 2 * row, tl.where(has_none, float("nan"), largest))
     tl.store(bounds_ptr + 2 * row + 1 + tl.arange(0, 1), _float(least))
@@ -125,7 +127,7 @@ def _bounds_kernel(
 
 @triton.jit
 def _bisect(
-    row_ptr, vocab_size, largest, temperature, min_p, least, wanted,
+    row_ptr, VOCAB_SIZE: tl.constexpr, largest, temperature, min_p, least, wanted,
     IS_MASS: tl.constexpr, NUM_BITS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """The largest key from which on there is at least `wanted`; `least`, where there is less altogether. Bit by bit,
@@ -134,20 +136,20 @@ def _bisect(
     for i in range(NUM_BITS):
         # The sign bit is taken from the lowest number there is; the others are added.
         tried = key ^ (tl.full([1], 1, dtype=tl.int32) << (31 - i))
-        found = _mass(row_ptr, vocab_size, largest, temperature, min_p, tried, IS_MASS, BLOCK)
+        found = _mass(row_ptr, VOCAB_SIZE, largest, temperature, min_p, tried, IS_MASS, BLOCK)
         key = tl.where(found >= wanted, tried, key)
     return tl.maximum(key, least)
 
 
 @triton.jit
 def _mass(
-    row_ptr, vocab_size, largest, temperature, min_p, least, IS_MASS: tl.constexpr, BLOCK: tl.constexpr
+    row_ptr, VOCAB_SIZE: tl.constexpr, largest, temperature, min_p, least, IS_MASS: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip
     """Sum of the weights of tokens from key `least` on that `min_p` keeps; or how many there are. float64."""
     ids_B = tl.arange(0, BLOCK)
     total = tl.zeros([1], dtype=tl.float64)
-    for start in range(0, vocab_size, BLOCK):
-        x_B = _load(row_ptr, start + ids_B, vocab_size)
+    for start in range(0, VOCAB_SIZE, BLOCK):
+        x_B = _load(row_ptr, start + ids_B, VOCAB_SIZE)
         weights_B = tl.exp((x_B - largest) / temperature)
         is_kept_B = (_key(x_B) >= least) & (weights_B >= min_p) & (x_B > float("-inf"))
         counted_B = weights_B if IS_MASS else tl.full([BLOCK], 1.0, dtype=tl.float32)
@@ -155,15 +157,15 @@ def _mass(
     return total
 
 
-@triton.jit(do_not_specialize=["vocab_size"])
+@triton.jit
 def _race_kernel(
-    logits_ptr, integers_ptr, floats_ptr, bounds_ptr, clocks_ptr, ids_ptr, vocab_size,
-    HOPELESS: tl.constexpr, PIECE: tl.constexpr, BLOCKS: tl.constexpr,
+    logits_ptr, integers_ptr, floats_ptr, bounds_ptr, clocks_ptr, ids_ptr,
+    VOCAB_SIZE: tl.constexpr, HOPELESS: tl.constexpr, PIECE: tl.constexpr, BLOCKS: tl.constexpr,
 ):  # fmt: skip
     """Program (row, piece): its first clock and whose it is."""
     row = tl.program_id(0).to(tl.int64)
     piece = tl.program_id(1)
-    row_ptr = logits_ptr + row * vocab_size
+    row_ptr = logits_ptr + row * VOCAB_SIZE
     seed = tl.load(integers_ptr + 4 * row)
     sequence_index = tl.load(integers_ptr + 4 * row + 1).to(tl.uint32)
     position = tl.load(integers_ptr + 4 * row + 2).to(tl.uint32)
@@ -182,7 +184,7 @@ def _race_kernel(
         words = tl.philox(seed, philox_B.to(tl.uint32), zeros_B + sequence_index, zeros_B + position, zeros_B)
         for i in tl.static_range(4):
             ids_B = start + 4 * blocks_B + i
-            x_B = _load(row_ptr, ids_B, vocab_size)
+            x_B = _load(row_ptr, ids_B, VOCAB_SIZE)
             weights_B = tl.exp((x_B.to(tl.float64) - largest) / temperature)
             uniform_B = (words[i].to(tl.float64) + 0.5) * 2.3283064365386963e-10  # 2**-32
             is_running_B = (weights_B > HOPELESS) & (weights_B >= min_p) & (weights_B >= least_weight)

@@ -91,25 +91,27 @@ def _int8_kernel(
     rows_T = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
     outs_N = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
     ins_K = tl.arange(0, BLOCK_K)
-    # What lies beyond the last row or output is computed from the last one, and not stored: no load needs a mask.
-    x_ptrs = x_ptr + tl.minimum(rows_T, num_rows - 1)[None, :].to(tl.int64) * SIZE_K + ins_K[:, None]
+    # What lies beyond the last output is computed from the last one, and not stored: weights need no mask. Rows have
+    # one, or a single row would be read again in place of the others: as many bytes as the weights have.
+    is_row_T = rows_T < num_rows
+    x_ptrs = x_ptr + rows_T[None, :].to(tl.int64) * SIZE_K + ins_K[:, None]
     weight_ptrs = weight_ptr + tl.minimum(outs_N, SIZE_N - 1)[:, None].to(tl.int64) * SIZE_K + ins_K[None, :]
     acc_NT = tl.zeros([BLOCK_N, BLOCK_T], dtype=tl.float32)
     for start in range(0, SIZE_K, BLOCK_K):
         if SIZE_K % BLOCK_K == 0:
             weight_NK = tl.load(weight_ptrs + start)
-            x_KT = tl.load(x_ptrs + start)
+            x_KT = tl.load(x_ptrs + start, mask=is_row_T[None, :], other=0.0)
         else:
             is_in_K = start + ins_K < SIZE_K
             weight_NK = tl.load(weight_ptrs + start, mask=is_in_K[None, :], other=0)
-            x_KT = tl.load(x_ptrs + start, mask=is_in_K[:, None], other=0.0)
+            x_KT = tl.load(x_ptrs + start, mask=is_in_K[:, None] & is_row_T[None, :], other=0.0)
         acc_NT = tl.dot(weight_NK.to(x_KT.dtype), x_KT, acc_NT, input_precision="ieee")
     is_out_N = outs_N < SIZE_N
     y_NT = acc_NT * tl.load(scale_ptr + outs_N, mask=is_out_N, other=0.0).to(tl.float32)[:, None]
     if HAS_BIAS:
         y_NT += tl.load(bias_ptr + outs_N, mask=is_out_N, other=0.0).to(tl.float32)[:, None]
     out_ptrs = out_ptr + rows_T[None, :].to(tl.int64) * SIZE_N + outs_N[:, None]
-    tl.store(out_ptrs, y_NT.to(out_ptr.dtype.element_ty), mask=is_out_N[:, None] & (rows_T < num_rows)[None, :])
+    tl.store(out_ptrs, y_NT.to(out_ptr.dtype.element_ty), mask=is_out_N[:, None] & is_row_T[None, :])
 
 
 def quantize_rows(x_TK: torch.Tensor, smallest_amax: float) -> tuple[torch.Tensor, torch.Tensor]:

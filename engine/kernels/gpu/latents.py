@@ -51,7 +51,7 @@ class LatentTileConfig(DecodeConfig):
             num_warps = 8 if kv_itemsize == 1 else 4
             return LatentTileConfig(block_m=rows, block_n=32, min_piece=256, num_warps=num_warps, num_stages=5)
         rows, block_n = min(rows, MAX_ROWS), 16 if kv_itemsize == 1 else 32
-        return LatentTileConfig(block_m=rows, block_n=block_n, min_piece=256, num_warps=8, num_stages=3)
+        return LatentTileConfig(block_m=rows, block_n=block_n, min_piece=256, num_warps=8, num_stages=5)
 
     @staticmethod
     def of_prefill(itemsize: int, kv_itemsize: int) -> LatentTileConfig:
@@ -59,8 +59,8 @@ class LatentTileConfig(DecodeConfig):
         if itemsize == 4:
             return LatentTileConfig(block_m=MIN_SIDE, block_n=16, min_piece=0, num_warps=8, num_stages=1)
         if kv_itemsize == 1:
-            return LatentTileConfig(block_m=MAX_ROWS // 2, block_n=16, min_piece=0, num_warps=8, num_stages=3)
-        return LatentTileConfig(block_m=MAX_ROWS, block_n=32, min_piece=0, num_warps=8, num_stages=3)
+            return LatentTileConfig(block_m=MAX_ROWS // 2, block_n=16, min_piece=0, num_warps=8, num_stages=5)
+        return LatentTileConfig(block_m=MAX_ROWS, block_n=32, min_piece=0, num_warps=8, num_stages=5)
 
     def tokens_per_tile(self, num_heads: int) -> int:
         return max(self.block_m // num_heads, 1)
@@ -121,7 +121,7 @@ def decode_latents(
     partial, weight = scratch[: num_partials * latent_dim], scratch[num_partials * latent_dim :]
     block_c = max(triton.next_power_of_2(latent_dim), MIN_SIDE)
     cut = {"MIN_PIECE": config.min_piece, "MAX_PIECES": MAX_PIECES}
-    _latent_decode_kernel[(num_seqs, triton.cdiv(num_heads, config.block_m), pieces)](
+    _latent_decode_kernel[(pieces, triton.cdiv(num_heads, config.block_m), num_seqs)](
         q_SNR, kv, block_tables, context_lens, out_SNC, partial, weight, block_tables.stride(0), pieces,
         scale / math.log(2),
         NUM_HEADS=num_heads, LATENT=latent_dim, ROTATED=size - latent_dim, SLOTS=kv.shape[3], **cut,
@@ -328,8 +328,8 @@ def _latent_decode_kernel(
 
     `partial` [S, N, pieces, C] and `weight` [S, N, pieces], the logarithm of the piece's sum; or, unsplit, `out`.
     """
-    seq = tl.program_id(0).to(tl.int64)
-    piece = tl.program_id(2)
+    seq = tl.program_id(2).to(tl.int64)
+    piece = tl.program_id(0)
     context_len = tl.load(context_lens_ptr + seq)
     _, piece_len = piece_of(context_len, 0, MIN_PIECE, MAX_PIECES)
     begin = piece * piece_len

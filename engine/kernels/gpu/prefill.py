@@ -45,7 +45,8 @@ class PrefillConfig:
             return PrefillConfig(max(32, triton.next_power_of_2(num_groups)), block_n=16, num_warps=8, num_stages=1)
         if head_dim > 128:
             return PrefillConfig(block_m=128, block_n=16 if kv_itemsize == 1 else 32, num_warps=8, num_stages=2)
-        return PrefillConfig(block_m=128, block_n=64, num_warps=8, num_stages=3)
+        # With 3 or 4 stages a tile would be waited for as soon as it is asked for: see `DecodeConfig`.
+        return PrefillConfig(block_m=128, block_n=64, num_warps=8, num_stages=5)
 
 
 MAX_GROUPS = 64

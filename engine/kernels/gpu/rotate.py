@@ -95,6 +95,11 @@ def _rotate_kernel(
     is_q_A = heads_A < NUM_HEADS
     is_v_A = heads_A >= NUM_HEADS + NUM_KV_HEADS
     is_real_AH = (heads_A < NUM_HEADS + 2 * NUM_KV_HEADS)[:, None] & is_dim_H[None, :]
+    # All loads before the first number is needed, and in one layout: each would otherwise wait for the one before.
+    slot = tl.load(slots_ptr + token)
+    angles_AH = tl.zeros([BLOCK_A, 1], dtype=tl.int32) + token * HEAD_DIM + dims_H[None, :]
+    cos_AH = tl.load(cos_ptr + angles_AH, mask=is_real_AH, other=0.0).to(tl.float32)
+    sin_AH = tl.load(sin_ptr + angles_AH, mask=is_real_AH, other=0.0).to(tl.float32)
     head_ptrs = qkv_ptr + (token * (NUM_HEADS + 2 * NUM_KV_HEADS) + heads_A)[:, None] * HEAD_DIM
     x_AH = tl.load(head_ptrs + dims_H[None, :], mask=is_real_AH, other=0.0)
     a_AH = x_AH.to(tl.float32)
@@ -103,9 +108,7 @@ def _rotate_kernel(
         scale_A = tl.rsqrt(tl.sum(a_AH * a_AH, 1) / HEAD_DIM + eps)
         a_AH = _weigh(a_AH, scale_A, q_weight_ptr, k_weight_ptr, dims_H, is_dim_H, is_q_A, x_AH.dtype)
         b_AH = _weigh(b_AH, scale_A, q_weight_ptr, k_weight_ptr, others_H, is_dim_H, is_q_A, x_AH.dtype)
-    cos_H = tl.load(cos_ptr + token * HEAD_DIM + dims_H, mask=is_dim_H, other=0.0).to(tl.float32)
-    sin_H = tl.load(sin_ptr + token * HEAD_DIM + dims_H, mask=is_dim_H, other=0.0).to(tl.float32)
-    y_AH = (a_AH * cos_H[None, :] + b_AH * sin_H[None, :]).to(x_AH.dtype)
+    y_AH = (a_AH * cos_AH + b_AH * sin_AH).to(x_AH.dtype)
     y_AH = tl.where(is_v_A[:, None], x_AH, y_AH)
 
     q_ptrs = q_ptr + (token * NUM_HEADS + heads_A)[:, None] * HEAD_DIM + dims_H[None, :]
@@ -116,7 +119,6 @@ def _rotate_kernel(
         z_AH = y_AH.to(tl.float32)
         z_AH = tl.where(z_AH > MAX_FLOAT8, MAX_FLOAT8, tl.where(z_AH < -MAX_FLOAT8, -MAX_FLOAT8, z_AH))
         stored_AH = z_AH.to(tl.float8e4nv)
-    slot = tl.load(slots_ptr + token)
     if slot >= 0:
         # Key heads of a block and then its value heads lie as they do in the product.
         rows_A = (slot // SLOTS * 2 * NUM_KV_HEADS + heads_A - NUM_HEADS) * SLOTS + slot % SLOTS

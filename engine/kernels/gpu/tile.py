@@ -110,20 +110,22 @@ def attend_tile(
     k_NH = k_NH.to(q_MH.dtype)
     v_NH = v_NH.to(q_MH.dtype)
     # "ieee": float32 stays float32, where the tensor cores would keep 10 bits of it; 16-bit types are not concerned.
-    s_MN = tl.dot(q_MH, tl.trans(k_NH), input_precision="ieee") * scale_in
+    s_MN = tl.dot(q_MH, tl.trans(k_NH), input_precision="ieee")
+    scale = scale_in
     if HAS_SOFT_CAP:
         # tanh, of which Triton has none that also runs interpreted. Exact at both infinities.
-        s_MN = (1 - 2 / (tl.exp(2 * s_MN) + 1)) * scale_out
+        s_MN = 1 - 2 / (tl.exp(2 * (s_MN * scale_in)) + 1)
+        scale = scale_out
     if not IS_WHOLE:
         distance_MN = last_M[:, None] - (start + tl.arange(0, BLOCK_N))[None, :]
         is_seen_MN = distance_MN >= 0
         if WINDOW > 0:
             is_seen_MN = is_seen_MN & (distance_MN < WINDOW)
         s_MN = tl.where(is_seen_MN, s_MN, float("-inf"))
-    new_max_M = tl.maximum(max_M, tl.max(s_MN, 1))
+    new_max_M = tl.maximum(max_M, tl.max(s_MN, 1) * scale)
     # A row that has seen nothing yet: -inf - -inf would be NaN.
     base_M = tl.where(new_max_M == float("-inf"), 0.0, new_max_M)
-    p_MN = tl.exp2(s_MN - base_M[:, None])
+    p_MN = tl.exp2(s_MN * scale - base_M[:, None])  # one instruction for product and difference
     shrink_M = tl.exp2(max_M - base_M)
     sum_M = sum_M * shrink_M + tl.sum(p_MN, 1)
     acc_MH = tl.dot(p_MN.to(v_NH.dtype), v_NH, acc_MH * shrink_M[:, None], input_precision="ieee")
