@@ -7,11 +7,12 @@ from dataclasses import dataclass, field
 
 from rpc.entrypoint import LOG_LEVELS
 from rpc.server import split_address
+from rpc.tls import SslArgs
 from tandem.client import DEFAULT_ADDRESS
 
 
 @dataclass(frozen=True, kw_only=True)
-class GatewayArgs:
+class GatewayArgs(SslArgs):
     """Where it listens and whom it asks. Raises `ValueError` naming the field and its bound."""
 
     listen: str = field(
@@ -29,6 +30,7 @@ class GatewayArgs:
     log_level: str = field(default="info", metadata={"help": f"{', '.join(LOG_LEVELS)}."})
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         try:
             split_address(self.listen)
         except ValueError as error:

@@ -29,10 +29,10 @@ def announce(address: str) -> None:
 
 async def run_gateway(args: GatewayArgs, stop: asyncio.Event, *, announce: Callable[[str], object] = announce) -> int:
     """Serve until `stop` is set. `announce` is told where it listens. Returns the exit code. Raises `CannotListen`."""
-    async with AsyncClient(args.router) as client:
+    async with AsyncClient(args.router, tls=args.client_tls) as client:
         leaving = asyncio.Event()
         app = create_app(client, api_key=args.api_key, max_body_bytes=args.max_body_bytes, leaving=leaving)
-        server = HttpServer(app)
+        server = HttpServer(app, tls=args.server_tls())
         address = server.start(args.listen, flag="--listen (tandem up: --http-port)")
         announce(address)
         _log.info("listening", extra={"address": address, "router": args.router})

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator
+from functools import partial
 
 import grpc
 
@@ -38,7 +39,10 @@ class PrefillService:
     def __init__(self, parts: WorkerParts) -> None:
         self._server = parts.server
         self._sender = create_sender(
-            parts.args.transport, pool=parts.pool, identity=parts.identity, open_channel=open_channel
+            parts.args.transport,
+            pool=parts.pool,
+            identity=parts.identity,
+            open_channel=partial(open_channel, tls=parts.args.client_tls),
         )
         self._role = PrefillRole(host=parts.host, engine=parts.engine, sender=self._sender)
         parts.layer_listeners.append(self._role.on_layer_written)

@@ -76,13 +76,16 @@ class Router:
 
     def __init__(self, args: RouterArgs, policy: PolicyConfig, texts: Texts) -> None:
         router_id = f"router-{secrets.token_hex(3)}"
-        self._server = Server(args.listen, max_message_bytes=TRANSPORT_MARGIN * args.max_message_bytes)
+        self._server = Server(
+            args.listen, max_message_bytes=TRANSPORT_MARGIN * args.max_message_bytes, tls=args.server_tls()
+        )
         self._peers = Peers(texts.model)
         self._pool = WorkerPool(
             router_id=router_id,
             policy=policy,
             serves=self._peers.serves,
             on_change=self._on_change,
+            tls=args.client_tls,
         )
         self._queue = RequestQueue(
             max_tokens=args.max_queue_tokens,

@@ -36,6 +36,7 @@ from router.request_state import Plan, WorkerKey
 from router.worker_handle import TakenRoom, WorkerHandle
 from router.worker_session import WorkerSession
 from rpc.channel import open_channel
+from rpc.tls import ClientTLS
 
 _log = logging.getLogger(__name__)
 
@@ -54,14 +55,16 @@ class WorkerPool:
         serves: Callable[[pb.WorkerRecord], bool],
         on_change: Callable[[], None],
         now_s: Callable[[], float] = time.monotonic,
+        tls: ClientTLS | None = None,
     ) -> None:
         """`serves` tells whether a worker is one of ours; `on_change` is called when one joined, left, or freed
-        something. `now_s`: the clock of ejections."""
+        something. `now_s`: the clock of ejections. `tls`: how workers are called."""
         self._router_id = router_id
         self._policy = policy
         self._serves = serves
         self._on_change = on_change
         self._now_s = now_s
+        self._tls = tls
         self._ejections = Ejections()
         self._kind: str | None = None
         """The compat digest of those that new requests went to last."""
@@ -130,7 +133,9 @@ class WorkerPool:
         for key, record in by_key.items():
             handle = self._handles.get(key)
             if handle is None:
-                self._handles[key] = handle = WorkerHandle(record, open_channel(record.address), load=record.load)
+                self._handles[key] = handle = WorkerHandle(
+                    record, open_channel(record.address, tls=self._tls), load=record.load
+                )
                 self._connect(handle)
             else:
                 handle.record = record

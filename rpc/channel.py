@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-from dataclasses import dataclass
-from pathlib import Path
 
 import grpc
+
+from rpc.tls import ClientTLS
 
 DEFAULT_MAX_MESSAGE_BYTES = 16 * 1024 * 1024
 """Bound of one message in either direction, on servers and channels alike."""
@@ -16,29 +16,8 @@ KEEPALIVE_TIMEOUT_MS = 5_000
 """A peer that answers no ping within time + timeout is taken for dead: its streams end UNAVAILABLE."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class ClientTLS:
-    """PEM files. `ca`: whom to trust. `cert` and `key`: who we are, where the server asks."""
-
-    ca: Path
-    cert: Path | None = None
-    key: Path | None = None
-
-    def __post_init__(self) -> None:
-        if (self.cert is None) != (self.key is None):
-            raise ValueError("a client certificate needs both cert and key")
-
-    def credentials(self) -> grpc.ChannelCredentials:
-        """Raises `OSError` naming the file that cannot be read."""
-        return grpc.ssl_channel_credentials(
-            root_certificates=self.ca.read_bytes(),
-            private_key=self.key.read_bytes() if self.key else None,
-            certificate_chain=self.cert.read_bytes() if self.cert else None,
-        )
-
-
 def channel_options(max_message_bytes: int = DEFAULT_MAX_MESSAGE_BYTES) -> list[tuple[str, int]]:
-    """What every channel of ours is opened with, blocking ones included."""
+    """What every channel of ours is opened with."""
     return [
         ("grpc.max_send_message_length", max_message_bytes),
         ("grpc.max_receive_message_length", max_message_bytes),
@@ -71,6 +50,13 @@ def open_channel(
     if tls is None:
         return grpc.aio.insecure_channel(address, options=options)
     return grpc.aio.secure_channel(address, tls.credentials(), options=options)
+
+
+def open_blocking_channel(address: str, *, tls: ClientTLS | None = None) -> grpc.Channel:
+    """As `open_channel`, for code without an event loop."""
+    if tls is None:
+        return grpc.insecure_channel(address, options=channel_options())
+    return grpc.secure_channel(address, tls.credentials(), options=channel_options())
 
 
 async def wait_ready(channel: grpc.aio.Channel, timeout_s: float) -> None:

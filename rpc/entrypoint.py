@@ -27,6 +27,7 @@ from typing import Any, TypeVar, get_type_hints
 import click
 
 from rpc.server import CannotListen, split_address
+from rpc.tls import SslArgs
 
 T = TypeVar("T")
 Function = TypeVar("Function", bound=Callable[..., Any])
@@ -38,7 +39,7 @@ logger = logging.getLogger(__name__)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class ServiceArgs:
+class ServiceArgs(SslArgs):
     """Flags that all services share."""
 
     listen: str = dataclasses.field(
@@ -57,6 +58,9 @@ class ServiceArgs:
     )
 
     def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.ssl_ca_certs and not self.ssl_certfile:
+            raise ValueError("ssl_ca_certs needs ssl_certfile: workers ask whoever calls them for a certificate")
         for name in ("listen", "metrics_listen"):
             try:
                 if name == "listen" or self.metrics_listen:

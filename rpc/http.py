@@ -19,6 +19,7 @@ from prometheus_client import CollectorRegistry, make_asgi_app
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from rpc.server import CannotListen, split_address
+from rpc.tls import ServerTLS
 
 MAX_HEAD_BYTES = 64 * 1024
 """Of a request's line and headers: whoever sends more is refused, before anybody looks at it."""
@@ -62,11 +63,12 @@ class _Uvicorn(uvicorn.Server):
 class HttpServer:
     """Serves one ASGI application. Made and used on the event loop."""
 
-    def __init__(self, app: Any) -> None:
+    def __init__(self, app: Any, *, tls: ServerTLS | None = None) -> None:
         logging.getLogger("uvicorn").setLevel(logging.WARNING)
         config = uvicorn.Config(
             app, log_config=None, access_log=False, lifespan="off", timeout_keep_alive=KEEP_ALIVE_S,
             server_header=False, http=_BoundedHttp,
+            ssl_certfile=tls.cert if tls else None, ssl_keyfile=tls.key if tls else None,
         )  # fmt: skip
         self._config = config
         self._server = _Uvicorn(config)

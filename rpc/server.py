@@ -15,8 +15,6 @@ from __future__ import annotations
 import errno
 import socket
 from collections.abc import Callable
-from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import grpc
@@ -26,27 +24,11 @@ from grpc_reflection.v1alpha import reflection
 from rpc import health
 from rpc.channel import DEFAULT_MAX_MESSAGE_BYTES, KEEPALIVE_TIME_MS, KEEPALIVE_TIMEOUT_MS
 from rpc.interceptors import ErrorInterceptor
+from rpc.tls import ServerTLS
 
 
 class CannotListen(Exception):  # noqa: N818 - reads as the sentence it is
     """The address cannot be bound. The message says why and what to do, for the person who started the process."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class ServerTLS:
-    """PEM files of the server; with `client_ca`, clients must show a certificate that it signed."""
-
-    cert: Path
-    key: Path
-    client_ca: Path | None = None
-
-    def credentials(self) -> grpc.ServerCredentials:
-        """Raises `OSError` naming the file that cannot be read."""
-        return grpc.ssl_server_credentials(
-            [(self.key.read_bytes(), self.cert.read_bytes())],
-            root_certificates=self.client_ca.read_bytes() if self.client_ca else None,
-            require_client_auth=self.client_ca is not None,
-        )
 
 
 class Server:

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from engine.config import EngineArgs
     from engine.sampling_params import SamplingParams
+    from rpc.tls import ClientTLS
     from tandem.answer import Answer, StreamBroken
     from tandem.client import AsyncClient, Client
     from tandem.cluster import Cluster, ClusterError
@@ -28,6 +29,7 @@ _HOME = {
     "Answer": "tandem.answer",
     "StreamBroken": "tandem.answer",
     "AsyncClient": "tandem.client",
+    "ClientTLS": "rpc.tls",
     "Client": "tandem.client",
     "Cluster": "tandem.cluster",
     "ClusterArgs": "tandem.cluster_args",
@@ -43,6 +45,7 @@ __all__ = [
     "Answer",
     "AsyncClient",
     "Client",
+    "ClientTLS",
     "Cluster",
     "ClusterArgs",
     "ClusterError",

@@ -20,8 +20,9 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from protos import tandem_inference_pb2 as pb
 from protos import tandem_inference_pb2_grpc, tandem_worker_pb2, tandem_worker_pb2_grpc
-from rpc.channel import channel_options, open_channel
+from rpc.channel import open_blocking_channel, open_channel
 from rpc.errors import from_rpc_error
+from rpc.tls import ClientTLS
 from tandem.answer import Answer, AnswerStream
 
 DEFAULT_ADDRESS = "127.0.0.1:50051"
@@ -131,8 +132,9 @@ def _errors_of_ours() -> Generator[None]:
 class Client:
     """Blocking client of the router at `address`. Threads may share one."""
 
-    def __init__(self, address: str = DEFAULT_ADDRESS) -> None:
-        self._channel = grpc.insecure_channel(address, options=channel_options())
+    def __init__(self, address: str = DEFAULT_ADDRESS, *, tls: ClientTLS | None = None) -> None:
+        """`tls`: for a router that is served over TLS."""
+        self._channel = open_blocking_channel(address, tls=tls)
         self._inference = tandem_inference_pb2_grpc.InferenceStub(self._channel)
         self._cluster = tandem_worker_pb2_grpc.ClusterStub(self._channel)
         self._health = health_pb2_grpc.HealthStub(self._channel)
@@ -228,8 +230,9 @@ class Client:
 class AsyncClient:
     """asyncio client of the router at `address`. Made and used on one event loop."""
 
-    def __init__(self, address: str = DEFAULT_ADDRESS) -> None:
-        self._channel = open_channel(address)
+    def __init__(self, address: str = DEFAULT_ADDRESS, *, tls: ClientTLS | None = None) -> None:
+        """`tls`: for a router that is served over TLS."""
+        self._channel = open_channel(address, tls=tls)
         self._inference = tandem_inference_pb2_grpc.InferenceStub(self._channel)
         self._cluster = tandem_worker_pb2_grpc.ClusterStub(self._channel)
         self._health = health_pb2_grpc.HealthStub(self._channel)

@@ -49,6 +49,8 @@ class WorkerArgs(ServiceArgs):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        if self.ssl_certfile and not self.ssl_ca_certs:
+            raise ValueError("ssl_certfile needs ssl_ca_certs: a worker asks whoever calls it for a certificate")
         failpoints.parse(self.failpoints)
         if self.advertise:
             split_address(self.advertise)

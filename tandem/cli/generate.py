@@ -11,8 +11,9 @@ from typing import Any
 import click
 
 from protos.tandem_inference_pb2 import TokenLogprobs
+from rpc.tls import ClientTLS
 from tandem.cli.errors import readable_errors
-from tandem.cli.options import examples, json_option, router_option
+from tandem.cli.options import examples, json_option, router_option, tls_option
 from tandem.client import Client, Prompt, Sampling, generate_request
 from tandem.tables import logprobs_table, print_table
 
@@ -66,12 +67,14 @@ def no_nan(context: click.Context, parameter: click.Parameter, value: float | No
 )
 @json_option
 @router_option
+@tls_option
 def generate(
     prompt: str,
     is_chat: bool,
     system: str | None,
     is_json: bool,
     address: str,
+    tls: ClientTLS | None,
     timeout_s: float | None,
     ignore_eos: bool,
     **options: Any,
@@ -90,7 +93,7 @@ def generate(
     except ValueError as error:
         raise click.UsageError(str(error)) from error
     try:
-        with readable_errors(address), Client(address) as client:
+        with readable_errors(address), Client(address, tls=tls) as client:
             if is_json:
                 answer = client.generate(asked, timeout_s=timeout_s, **sampling)
                 click.echo(json.dumps(answer.to_dict(), ensure_ascii=False, indent=2))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import click
 
+from rpc.tls import ClientTLS, client_tls
 from tandem.client import DEFAULT_ADDRESS
 
 router_option = click.option(
@@ -15,6 +16,25 @@ router_option = click.option(
     show_envvar=True,
     metavar="HOST:PORT",
     help="The router to talk to.",
+)
+
+
+def _tls_of(context: click.Context, parameter: click.Parameter, value: str) -> ClientTLS | None:
+    try:
+        return client_tls(value)
+    except ValueError as error:
+        raise click.BadParameter(str(error).partition(": ")[2]) from error
+
+
+tls_option = click.option(
+    "--ssl-ca-certs",
+    "tls",
+    default="",
+    envvar="TANDEM_SSL_CA_CERTS",
+    show_envvar=True,
+    metavar="FILE",
+    callback=_tls_of,
+    help="PEM file of who signed the router's certificate: the router is called over TLS.",
 )
 
 json_option = click.option("--json", "is_json", is_flag=True, help="One JSON object on stdout, for programs.")

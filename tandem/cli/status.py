@@ -7,9 +7,10 @@ import sys
 
 import click
 
+from rpc.tls import ClientTLS
 from tandem.answer import message_to_dict
 from tandem.cli.errors import readable_errors
-from tandem.cli.options import examples, json_option, router_option
+from tandem.cli.options import examples, json_option, router_option, tls_option
 from tandem.client import Client
 from tandem.tables import audit_problems, audit_table, print_table, router_line, status_table
 
@@ -20,12 +21,13 @@ from tandem.tables import audit_problems, audit_table, print_table, router_line,
 )
 @json_option
 @router_option
-def status(is_json: bool, address: str) -> None:
+@tls_option
+def status(is_json: bool, address: str, tls: ClientTLS | None) -> None:
     """Show the router's queue and every worker: what it runs, its KV pool, its prefix hits.
 
     Pool is free/cached/used of all blocks; cached ones hold a prefix and can be taken at any time.
     """
-    with readable_errors(address), Client(address) as client:
+    with readable_errors(address), Client(address, tls=tls) as client:
         answer = client.status()
     if is_json:
         click.echo(json.dumps(message_to_dict(answer), indent=2))
@@ -41,13 +43,14 @@ def status(is_json: bool, address: str) -> None:
 )
 @json_option
 @router_option
-def audit(is_json: bool, address: str) -> None:
+@tls_option
+def audit(is_json: bool, address: str, tls: ClientTLS | None) -> None:
     """Recount every KV block of every worker, by owner. The owners sum up to the pool, or exit code 1.
 
     free: no content. cached: a prefix, may be evicted. sequence: a running request's. grant: reserved for an incoming
     transfer. held: kept until an outgoing transfer is acknowledged.
     """
-    with readable_errors(address), Client(address) as client:
+    with readable_errors(address), Client(address, tls=tls) as client:
         answer = client.audit()
     problems = audit_problems(answer)
     if is_json:

@@ -8,8 +8,9 @@ import click
 from rich.console import Console
 from rich.live import Live
 
+from rpc.tls import ClientTLS
 from tandem.cli.errors import readable_errors
-from tandem.cli.options import examples, router_option
+from tandem.cli.options import examples, router_option, tls_option
 from tandem.client import Client
 from tandem.top import Look, view
 
@@ -21,14 +22,19 @@ from tandem.top import Look, view
 @click.option("--interval-s", type=click.FloatRange(0.1, 3600), default=1.0, show_default=True, help="Between looks.")
 @click.option("--count", type=click.IntRange(1), default=None, help="End after so many looks. Default: until Ctrl-C.")
 @router_option
-def top(interval_s: float, count: int | None, address: str) -> None:
+@tls_option
+def top(interval_s: float, count: int | None, address: str, tls: ClientTLS | None) -> None:
     """Watch the router's queue and every worker: what it runs, tokens per second, prefix hits, KV in use.
 
     Rates are of the time since the look before; hits are prompt tokens found in the worker's prefix cache.
     """
     console = Console()
     before: Look | None = None
-    with readable_errors(address), Client(address) as client, Live(console=console, auto_refresh=False) as live:
+    with (
+        readable_errors(address),
+        Client(address, tls=tls) as client,
+        Live(console=console, auto_refresh=False) as live,
+    ):
         num_looks = 0
         while True:
             now = Look(client.status(), time.monotonic())

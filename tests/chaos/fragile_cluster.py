@@ -24,6 +24,7 @@ from clusters import START_TIMEOUT_S, STOP_TIMEOUT_S, wait_until
 from ports import lasting_port
 
 from protos import tandem_worker_pb2 as pb
+from rpc.tls import ClientTLS
 from tandem.chaos.proxy import FaultyProxy
 from tandem.client import Client
 
@@ -56,6 +57,7 @@ class Service:
     proxy: FaultyProxy | None = None
     process: subprocess.Popen[str] | None = None
     address: str = ""
+    listens: str = "grpc"
 
     def start(self, *flags: str) -> None:
         """Until it listens. A worker that was killed comes back behind the same proxy, as another incarnation."""
@@ -75,8 +77,9 @@ class Service:
         assert self.process.stdout is not None
         is_readable, _, _ = select.select([self.process.stdout], [], [], START_TIMEOUT_S)
         line = self.process.stdout.readline().strip() if is_readable else ""
-        assert line.startswith("listening grpc="), f"{self.command}:\n{self.log.read_text()[-4000:]}"
-        self.address = line.removeprefix("listening grpc=")
+        begin = f"listening {self.listens}="
+        assert line.startswith(begin), f"{self.command}:\n{self.log.read_text()[-4000:]}"
+        self.address = line.removeprefix(begin)
 
     def restart(self) -> None:
         """After its end. A router comes back where it was: its clients do not learn of another address."""
@@ -109,6 +112,7 @@ class FragileCluster:
     """`services` by name: "router-1", "prefill-1", "decode-1" …"""
 
     services: dict[str, Service] = field(default_factory=dict)
+    tls: ClientTLS | None = None
 
     @classmethod
     def start(
@@ -123,10 +127,15 @@ class FragileCluster:
         seed: int = 0,
         worker_flags: Sequence[str] = (),
         flags: Mapping[str, Sequence[str]] = MappingProxyType({}),
+        tls: ClientTLS | None = None,
     ) -> FragileCluster:
-        """All processes, ready to serve. `worker_flags` are for all workers, `flags` for some by name."""
-        self = cls()
-        shared = ["--redis", redis_url, "--model", str(model), "--drain-grace-s", "5", "--listen"]
+        """All processes, ready to serve. `worker_flags` are for all workers, `flags` for some by name. `tls`: what each
+        process shows and trusts, and clients, too."""
+        self = cls(tls=tls)
+        shared = ["--redis", redis_url, "--model", str(model), "--drain-grace-s", "5"]
+        if tls is not None:
+            shared += ["--ssl-certfile", str(tls.cert), "--ssl-keyfile", str(tls.key), "--ssl-ca-certs", str(tls.ca)]
+        shared.append("--listen")
         engine = ["--num-threads", "1", "--kv-cache-gib", "0.2", "--max-model-len", "2048", "--lease-ms", str(LEASE_MS)]
         names = [f"prefill-{i + 1}" for i in range(num_prefill)] + [f"decode-{i + 1}" for i in range(num_decode)]
         try:
@@ -155,7 +164,7 @@ class FragileCluster:
         service.launch()
 
     def client(self, router: int = 1) -> Client:
-        return Client(self.services[f"router-{router}"].address)
+        return Client(self.services[f"router-{router}"].address, tls=self.tls)
 
     def wait_for_workers(self, router: int) -> None:
         """Until that router has a session with every worker."""

@@ -6,8 +6,6 @@ from __future__ import annotations
 import asyncio
 import datetime
 import logging
-import shutil
-import subprocess
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -15,6 +13,7 @@ from typing import Any
 
 import grpc
 import pytest
+from certificates import own_certificate
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
@@ -24,7 +23,7 @@ from protos import tandem_kv_transfer_pb2 as kv_pb
 from protos import tandem_kv_transfer_pb2_grpc as kv_grpc
 from protos import tandem_worker_pb2 as pb
 from protos import tandem_worker_pb2_grpc as worker_grpc
-from rpc.channel import ClientTLS, open_channel, wait_ready
+from rpc.channel import open_channel, wait_ready
 from rpc.errors import (
     Draining,
     InternalError,
@@ -35,7 +34,8 @@ from rpc.errors import (
     from_rpc_error,
     rpc_errors_as_tandem_errors,
 )
-from rpc.server import CannotListen, Server, ServerTLS
+from rpc.server import CannotListen, Server
+from rpc.tls import ClientTLS, ServerTLS
 
 INFERENCE = "tandem.v1.Inference"
 SERVING = health_pb2.HealthCheckResponse.SERVING
@@ -393,28 +393,18 @@ async def test_message_beyond_the_bound_is_refused() -> None:
             await stub.GetModelInfo(inference_pb.GenerateRequest(text="x" * 70_000), timeout=TIMEOUT_S)
 
 
-@pytest.fixture
-def certificate(tmp_path: Path) -> tuple[Path, Path]:
-    openssl = shutil.which("openssl")
-    if openssl is None:
-        pytest.skip("no openssl to make a certificate with")
-    cert, key = tmp_path / "cert.pem", tmp_path / "key.pem"
-    arguments = ["req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256", "-nodes", "-days", "2"]
-    names = ["-subj", "/CN=localhost", "-addext", "subjectAltName=DNS:localhost,IP:127.0.0.1"]
-    subprocess.run([openssl, *arguments, "-keyout", key, "-out", cert, *names], check=True, capture_output=True)
-    return cert, key
-
-
-async def test_tls(certificate: tuple[Path, Path]) -> None:
-    cert, key = certificate
-    server = Server("127.0.0.1:0", tls=ServerTLS(cert=cert, key=key, client_ca=cert))
+async def test_tls(tmp_path: Path) -> None:
+    ours = own_certificate(tmp_path)
+    assert ours.cert is not None
+    assert ours.key is not None
+    server = Server("127.0.0.1:0", tls=ServerTLS(cert=ours.cert, key=ours.key, client_ca=ours.ca))
     server.add(inference_grpc.add_InferenceServicer_to_server, Handlers(), INFERENCE)
     address = await server.start()
-    trusted = open_channel(address, tls=ClientTLS(ca=cert, cert=cert, key=key))
+    trusted = open_channel(address, tls=ours)
     await wait_ready(trusted, TIMEOUT_S)
     assert await call("unary_unary", trusted)
     await trusted.close()
-    for stranger in (open_channel(address), open_channel(address, tls=ClientTLS(ca=cert))):
+    for stranger in (open_channel(address), open_channel(address, tls=ClientTLS(ca=ours.ca))):
         with pytest.raises(Unreachable), rpc_errors_as_tandem_errors():
             await call("unary_unary", stranger)
         await stranger.close()

@@ -62,6 +62,9 @@ def test_defaults_flags_and_environment() -> None:
         "namespace": "tandem",
         "log_level": "info",
         "metrics_listen": "",
+        "ssl_certfile": "",
+        "ssl_keyfile": "",
+        "ssl_ca_certs": "",
     }
     given = values(invoke("--needed", "x", "--batch-size", "7", "--share", "1", "--no-is-eager", "--namespace", "b"))
     assert (given["batch_size"], given["share"], given["is_eager"], given["namespace"]) == (7, 1.0, False, "b")

@@ -1,0 +1,111 @@
+"""A cluster over TLS: the tokens of one without, nothing for strangers, and a gateway that speaks HTTPS."""
+
+from __future__ import annotations
+
+import signal
+import ssl
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import grpc
+import httpx2 as httpx
+import pytest
+from certificates import own_certificate
+from click.testing import CliRunner
+from fragile_cluster import FragileCluster, Service, ask, fresh_prompts
+
+from protos import tandem_inference_pb2 as pb
+from protos import tandem_worker_pb2 as worker_pb
+from protos.tandem_worker_pb2_grpc import WorkerStub
+from rpc.errors import Unreachable
+from rpc.tls import ClientTLS
+from tandem.cli import main
+from tandem.client import Client
+
+
+@pytest.fixture(scope="module")
+def tls(tmp_path_factory: pytest.TempPathFactory) -> ClientTLS:
+    return own_certificate(tmp_path_factory.mktemp("certificates"))
+
+
+@pytest.fixture(scope="module")
+def cluster(
+    tmp_path_factory: pytest.TempPathFactory, redis_server: Any, model_folder: Path, tls: ClientTLS
+) -> Iterator[FragileCluster]:
+    folder = tmp_path_factory.mktemp("cluster")
+    cluster = FragileCluster.start(
+        folder, redis_url=redis_server.url, model=model_folder, num_decode=2, tls=tls, seed=2
+    )
+    yield cluster
+    cluster.close()
+
+
+def test_prompts_are_handed_over_and_streams_go_on_when_a_worker_dies(cluster: FragileCluster) -> None:
+    prompts = fresh_prompts(4)
+    expected = ask(cluster, prompts)
+    with cluster.client() as client:
+        stream = client.stream(prompts[0], max_tokens=60, temperature=0, ignore_eos=True)
+        received = [token_id for _ in range(10) for token_id in next(stream).token_ids]
+        serving = next(w.record for w in client.status().workers if w.record.load.num_running)
+        cluster.services[serving.worker_id].signal(signal.SIGKILL)
+        *rest, last = stream
+        received += [token_id for chunk in rest for token_id in chunk.token_ids]
+        assert received == client.generate(prompts[0], max_tokens=60, temperature=0, ignore_eos=True).token_ids
+        assert last.timings.attempts == 2
+        again = client.generate(fresh_prompts(1)[0], max_tokens=4)
+    assert again.timings.mode == pb.MODE_DISAGGREGATED
+    assert again.timings.kv_transfer.num_bytes > 0
+    cluster.services[serving.worker_id].restart()
+    cluster.wait_for_workers(1)
+    assert ask(cluster, prompts) == expected
+
+
+def test_strangers_hear_nothing(cluster: FragileCluster, tls: ClientTLS, tmp_path: Path) -> None:
+    """Of the router who does not speak TLS or trusts others; of a worker also who shows no certificate of ours."""
+    router, worker = cluster.services["router-1"].address, cluster.services["decode-1"].address
+    another = own_certificate(tmp_path / "another")
+    for stranger in (None, ClientTLS(ca=another.ca)):
+        with Client(router, tls=stranger) as client, pytest.raises(Unreachable):
+            client.model_info()
+    with Client(router, tls=ClientTLS(ca=tls.ca)) as client:
+        assert client.model_info().model
+
+    def status(channel: grpc.Channel) -> str:
+        with channel:
+            asked = worker_pb.GetWorkerStatusRequest()
+            return str(WorkerStub(channel).GetStatus(asked, timeout=5).record.worker_id)
+
+    assert status(grpc.secure_channel(worker, tls.credentials())) == "decode-1"
+    for credentials in (ClientTLS(ca=tls.ca), ClientTLS(ca=tls.ca, cert=another.cert, key=another.key)):
+        with pytest.raises(grpc.RpcError) as refused:
+            status(grpc.secure_channel(worker, credentials.credentials()))
+        assert refused.value.code() is grpc.StatusCode.UNAVAILABLE
+    with pytest.raises(grpc.RpcError):
+        status(grpc.insecure_channel(worker))
+
+
+def test_a_gateway_serves_https(cluster: FragileCluster, tls: ClientTLS, tmp_path: Path) -> None:
+    router = cluster.services["router-1"].address
+    command = [sys.executable, "-P", "-m", "gateway", "--listen", "127.0.0.1:0", "--router", router]
+    flags = ["--ssl-certfile", str(tls.cert), "--ssl-keyfile", str(tls.key), "--ssl-ca-certs", str(tls.ca)]
+    gateway = Service([*command, *flags], tmp_path / "gateway.log", listens="http")
+    gateway.start()
+    try:
+        trusted = ssl.create_default_context(cafile=str(tls.ca))
+        with httpx.Client(base_url=f"https://{gateway.address}", verify=trusted, trust_env=False) as client:
+            body = {"prompt": "The capital of France is", "max_tokens": 4, "temperature": 0}
+            assert "Paris" in client.post("/v1/completions", json=body, timeout=30).json()["choices"][0]["text"]
+        with pytest.raises(httpx.HTTPError):
+            httpx.get(f"http://{gateway.address}/health", trust_env=False)
+    finally:
+        gateway.close()
+
+
+def test_commands_take_who_to_trust(cluster: FragileCluster, tls: ClientTLS) -> None:
+    router = cluster.services["router-1"].address
+    done = CliRunner().invoke(main, ["audit", "--router", router, "--ssl-ca-certs", str(tls.ca)])
+    assert done.exit_code == 0, done.output
+    assert "decode-1" in done.output
+    assert CliRunner().invoke(main, ["audit", "--router", router]).exit_code == 1
