@@ -74,6 +74,8 @@ class AsyncLLMEngine:
         """See `start`."""
         self._make_engine = make_engine
         self._engine: LLMEngine
+        self.first_load: EngineLoad
+        """Before any step."""
         self._loop = asyncio.get_running_loop()
         self._is_made: asyncio.Future[None] = self._loop.create_future()
         self._on_step = on_step
@@ -104,7 +106,7 @@ class AsyncLLMEngine:
         self = cls(make_engine, on_step=on_step, on_failure=on_failure, before_report=before_report)
         try:
             await self._is_made
-        except Exception:
+        except BaseException:
             self._thread.join()  # it has nothing left to do
             raise
         return self
@@ -158,6 +160,7 @@ class AsyncLLMEngine:
     def _run(self) -> None:
         try:
             self._engine = self._make_engine()
+            self.first_load = self._engine.load()
         except BaseException as error:
             self._is_dead = True
             self._loop.call_soon_threadsafe(_fail, self._is_made, error)

@@ -11,12 +11,17 @@ from rpc.tls import ClientTLS
 DEFAULT_MAX_MESSAGE_BYTES = 16 * 1024 * 1024
 """Bound of one message in either direction, on servers and channels alike."""
 
+CONNECT_MS = 1_000
+TLS_CONNECT_MS = 5_000
+"""Takes two more round trips, and computing."""
 KEEPALIVE_TIME_MS = 10_000
 KEEPALIVE_TIMEOUT_MS = 5_000
 """A peer that answers no ping within time + timeout is taken for dead: its streams end UNAVAILABLE."""
 
 
-def channel_options(max_message_bytes: int = DEFAULT_MAX_MESSAGE_BYTES) -> list[tuple[str, int]]:
+def channel_options(
+    max_message_bytes: int = DEFAULT_MAX_MESSAGE_BYTES, *, connect_ms: int = CONNECT_MS
+) -> list[tuple[str, int]]:
     """What every channel of ours is opened with."""
     return [
         ("grpc.max_send_message_length", max_message_bytes),
@@ -32,7 +37,7 @@ def channel_options(max_message_bytes: int = DEFAULT_MAX_MESSAGE_BYTES) -> list[
         # blocking client then wait for ever, past their deadline (tests/contract/test_channel_restarts.py).
         ("grpc.enable_retries", 0),
         ("grpc.initial_reconnect_backoff_ms", 100),
-        ("grpc.min_reconnect_backoff_ms", 1_000),  # how long connecting may take, in spite of its name
+        ("grpc.min_reconnect_backoff_ms", connect_ms),  # how long connecting may take, in spite of its name
         ("grpc.max_reconnect_backoff_ms", 2_000),
         # Else all channels of one process to one address share a connection, and one TCP window.
         ("grpc.use_local_subchannel_pool", 1),
@@ -46,9 +51,9 @@ def open_channel(
     tls: ClientTLS | None = None,
 ) -> grpc.aio.Channel:
     """A channel to `address` ("host:port"). Connects at the first call; the caller closes it."""
-    options = channel_options(max_message_bytes)
     if tls is None:
-        return grpc.aio.insecure_channel(address, options=options)
+        return grpc.aio.insecure_channel(address, options=channel_options(max_message_bytes))
+    options = channel_options(max_message_bytes, connect_ms=TLS_CONNECT_MS)
     return grpc.aio.secure_channel(address, tls.credentials(), options=options)
 
 
@@ -56,7 +61,7 @@ def open_blocking_channel(address: str, *, tls: ClientTLS | None = None) -> grpc
     """As `open_channel`, for code without an event loop."""
     if tls is None:
         return grpc.insecure_channel(address, options=channel_options())
-    return grpc.secure_channel(address, tls.credentials(), options=channel_options())
+    return grpc.secure_channel(address, tls.credentials(), options=channel_options(connect_ms=TLS_CONNECT_MS))
 
 
 async def wait_ready(channel: grpc.aio.Channel, timeout_s: float) -> None:

@@ -37,6 +37,8 @@ import grpc
 from google.protobuf.message import DecodeError
 from google.rpc import error_details_pb2, status_pb2
 
+from rpc import tls
+
 DOMAIN = "tandem.v1"
 """ErrorInfo.domain of every status that is ours."""
 DETAILS_KEY = "grpc-status-details-bin"
@@ -265,6 +267,8 @@ def from_rpc_error(error: grpc.aio.AioRpcError) -> TandemError:
                 return ours
     error_class = FOREIGN_CODES.get(error.code(), InternalError)
     message = error.details() or str(error.code())
+    if advice := tls.hint(message):
+        message = f"{message} ({advice})"
     if error_class is Overloaded and _TOO_LARGE in message:
         error_class = InvalidRequest  # gRPC gives both the same status, but trying again helps only one of them
     if error_class is InvalidRequest:

@@ -25,6 +25,8 @@ MAX_HEAD_BYTES = 64 * 1024
 """Of a request's line and headers: whoever sends more is refused, before anybody looks at it."""
 READ_BYTES = 256 * 1024
 """What one read of a socket may bring: a short head may come with so much of its body."""
+GOODBYE_S = 1.0
+"""For what has been written to leave."""
 KEEP_ALIVE_S = 75
 """For which an idle connection of a client stays open: longer than load balancers keep theirs."""
 
@@ -42,6 +44,20 @@ class _BoundedHttp(HttpToolsProtocol):
             self.send_400_response(f"A request's headers may have {MAX_HEAD_BYTES} bytes.")
         elif not self.transport.is_closing():
             super().data_received(data)
+
+    def shutdown(self) -> None:
+        """Of an idle connection, when the server ends."""
+        super().shutdown()
+        self._abort_soon()
+
+    def send_400_response(self, msg: str) -> None:
+        super().send_400_response(msg)
+        self._abort_soon()
+
+    def _abort_soon(self) -> None:
+        """Over TLS a closed connection waits half a minute for its client to say goodbye, and the server with it."""
+        if self.transport.is_closing():
+            self.loop.call_later(GOODBYE_S, self.transport.abort)
 
     def on_message_begin(self) -> None:
         self._num_head_bytes, self._is_in_head = 0, True
@@ -68,7 +84,7 @@ class HttpServer:
         config = uvicorn.Config(
             app, log_config=None, access_log=False, lifespan="off", timeout_keep_alive=KEEP_ALIVE_S,
             server_header=False, http=_BoundedHttp,
-            ssl_certfile=tls.cert if tls else None, ssl_keyfile=tls.key if tls else None,
+            ssl_certfile=tls.files[0] if tls else None, ssl_keyfile=tls.files[1] if tls else None,
         )  # fmt: skip
         self._config = config
         self._server = _Uvicorn(config)

@@ -79,6 +79,8 @@ class Server:
                 return int(self._server.add_insecure_port(self._listen))
             return int(self._server.add_secure_port(self._listen, self._tls.credentials()))
         except RuntimeError as error:
+            if self._tls is not None:  # the port was free just now
+                raise CannotListen(f"gRPC does not take the certificate or its key: {error}") from error
             raise CannotListen(_sentence(self._host, self._port, str(error), is_busy=False)) from error
 
     def set_serving(self, service_name: str, is_serving: bool) -> None:

@@ -1,10 +1,10 @@
-"""TLS, from the flags to what gRPC and HTTP servers and channels are given. Owns nothing; files are read at the start.
+"""TLS, from the flags to what gRPC and HTTP servers and channels are given.
 
-    SslArgs (flags, checked) ──> server_tls: what callers are shown, and whether they must show something themselves
-                             └─> client_tls: whom we trust, and what we show
+    SslArgs (flags, files checked) ── read, once, at the start ──> server_tls: what callers are shown, and who may call
+                                                               └─> client_tls: whom we trust, and what we show
 
-vLLM's words for the flags. gRPC compares the name or IP address under which a peer is called with those in its
-certificate.
+Files that change or go away later change nothing. vLLM's words for the flags. gRPC compares the name or IP address
+under which a peer is called with those in its certificate.
 """
 
 from __future__ import annotations
@@ -15,41 +15,45 @@ from pathlib import Path
 
 import grpc
 
+_KEY_KINDS = ("06092a864886f70d010101", "06082a8648ce3d030107", "06052b81040022")
+"""In a certificate, by what it says its key is: RSA, P-256, P-384. BoringSSL, which gRPC brings, accepts a server with
+another and then fails every handshake."""
+_BOM = b"\xef\xbb\xbf"
 
-@dataclass(frozen=True, kw_only=True)
+
+@dataclass(frozen=True, kw_only=True, repr=False)
 class ClientTLS:
-    """PEM files. `ca`: whom to trust. `cert` and `key`: who we are, where the server asks."""
+    """PEM. `ca`: whom to trust. `cert` and `key`: who we are, where the server asks."""
 
-    ca: Path
-    cert: Path | None = None
-    key: Path | None = None
+    ca: bytes
+    cert: bytes | None = None
+    key: bytes | None = None
 
-    def __post_init__(self) -> None:
-        if (self.cert is None) != (self.key is None):
-            raise ValueError("a client certificate needs both cert and key")
+    @classmethod
+    def of_files(cls, *, ca: str | Path, cert: str | Path | None = None, key: str | Path | None = None) -> ClientTLS:
+        """Raises `ValueError` where one cannot be read, or is not what it should be."""
+        args = SslArgs(ssl_ca_certs=str(ca), ssl_certfile=str(cert or ""), ssl_keyfile=str(key or ""))
+        assert args.client_tls is not None
+        return args.client_tls
 
     def credentials(self) -> grpc.ChannelCredentials:
-        """Raises `OSError` naming the file that cannot be read."""
-        return grpc.ssl_channel_credentials(
-            root_certificates=self.ca.read_bytes(),
-            private_key=self.key.read_bytes() if self.key else None,
-            certificate_chain=self.cert.read_bytes() if self.cert else None,
-        )
+        return grpc.ssl_channel_credentials(self.ca, self.key, self.cert)
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, repr=False)
 class ServerTLS:
-    """PEM files of the server; with `client_ca`, clients must show a certificate that it signed."""
+    """PEM of the server; with `client_ca`, clients must show a certificate that it signed."""
 
-    cert: Path
-    key: Path
-    client_ca: Path | None = None
+    cert: bytes
+    key: bytes
+    client_ca: bytes | None = None
+    files: tuple[str, str]
+    """Where `cert` and `key` are from, for servers that take nothing else."""
 
     def credentials(self) -> grpc.ServerCredentials:
-        """Raises `OSError` naming the file that cannot be read."""
         return grpc.ssl_server_credentials(
-            [(self.key.read_bytes(), self.cert.read_bytes())],
-            root_certificates=self.client_ca.read_bytes() if self.client_ca else None,
+            [(self.key, self.cert)],
+            root_certificates=self.client_ca,
             require_client_auth=self.client_ca is not None,
         )
 
@@ -62,52 +66,94 @@ class SslArgs:
         default="",
         metadata={"help": "PEM file with this process' certificate: it is served over TLS, and peers are shown it."},
     )
-    ssl_keyfile: str = field(default="", metadata={"help": "PEM file with the key of ssl_certfile."})
+    ssl_keyfile: str = field(
+        default="", metadata={"help": "PEM file with the key of ssl_certfile, without a passphrase."}
+    )
     ssl_ca_certs: str = field(
-        default="", metadata={"help": "PEM file of who signs the certificates of the servers that this process calls."}
+        default="",
+        metadata={
+            "help": "PEM file of who signs the certificates of those that this process calls, and, of a worker, of "
+            "those who may call it."
+        },
     )
 
     def __post_init__(self) -> None:
         if bool(self.ssl_certfile) != bool(self.ssl_keyfile):
             raise ValueError("ssl_certfile and ssl_keyfile must be given together")
-        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         if self.ssl_certfile:
-            _check_file("ssl_certfile", self.ssl_certfile)
-            _check_file("ssl_keyfile", self.ssl_keyfile)
-            try:
-                context.load_cert_chain(self.ssl_certfile, self.ssl_keyfile)
-            except ssl.SSLError as error:
-                raise ValueError(f"ssl_certfile and ssl_keyfile must be a certificate and its key: {error}") from error
+            self._read("ssl_keyfile")
+            _check_certificate(self.ssl_certfile, self.ssl_keyfile, self._read("ssl_certfile"))
         if self.ssl_ca_certs:
-            _check_file("ssl_ca_certs", self.ssl_ca_certs)
-            try:
-                context.load_verify_locations(self.ssl_ca_certs)
-            except ssl.SSLError as error:
-                raise ValueError(f"ssl_ca_certs: {self.ssl_ca_certs} holds no certificate: {error}") from error
+            _check_ca(self._read("ssl_ca_certs"))
 
     @property
     def client_tls(self) -> ClientTLS | None:
-        """None: others are called without TLS."""
+        """Reads the files. None: others are called without TLS."""
         if not self.ssl_ca_certs:
             return None
-        cert, key = (Path(name) if name else None for name in (self.ssl_certfile, self.ssl_keyfile))
-        return ClientTLS(ca=Path(self.ssl_ca_certs), cert=cert, key=key)
+        has_own = bool(self.ssl_certfile)
+        return ClientTLS(
+            ca=self._read("ssl_ca_certs"),
+            cert=self._read("ssl_certfile") if has_own else None,
+            key=self._read("ssl_keyfile") if has_own else None,
+        )
 
     def server_tls(self, *, asks_callers: bool = False) -> ServerTLS | None:
-        """None: this process is served without TLS. `asks_callers`: for a certificate that `ssl_ca_certs` signed."""
+        """Reads the files. None: this process is served without TLS. `asks_callers`: for a certificate that
+        `ssl_ca_certs` signed."""
         if not self.ssl_certfile:
             return None
-        client_ca = Path(self.ssl_ca_certs) if asks_callers else None
-        return ServerTLS(cert=Path(self.ssl_certfile), key=Path(self.ssl_keyfile), client_ca=client_ca)
+        return ServerTLS(
+            cert=self._read("ssl_certfile"),
+            key=self._read("ssl_keyfile"),
+            client_ca=self._read("ssl_ca_certs") if asks_callers else None,
+            files=(self.ssl_certfile, self.ssl_keyfile),
+        )
+
+    def _read(self, name: str) -> bytes:
+        path = getattr(self, name)
+        try:
+            if not Path(path).is_file():
+                raise FileNotFoundError(2, "there is no such file")
+            return Path(path).read_bytes().removeprefix(_BOM)
+        except OSError as error:
+            raise ValueError(f"{name}: {path} cannot be read: {error.strerror}") from error
 
 
-def client_tls(ca_file: str) -> ClientTLS | None:
-    """Of a client that shows nothing itself; None for "". Raises `ValueError`."""
-    return SslArgs(ssl_ca_certs=ca_file).client_tls
+SSL_FIELDS = ("ssl_certfile", "ssl_keyfile", "ssl_ca_certs")
 
 
-def _check_file(name: str, path: str) -> None:
+def hint(details: str) -> str:
+    """What to do about a connection that failed with these words of gRPC's; "" where TLS is no reason."""
+    if "WRONG_VERSION_NUMBER" in details:
+        return "the other side speaks no TLS: call it without ssl_ca_certs, or give it a certificate"
+    if "CERTIFICATE_VERIFY_FAILED" in details:
+        return "its certificate has expired, or is not of those that ssl_ca_certs signed"
+    if "Hostname Verification" in details:
+        return "its certificate does not name the address that it was called by (subjectAltName)"
+    if "Handshake read failed" in details:
+        return "it may ask for a certificate that it trusts (ssl_certfile), or have a key that gRPC does not take"
+    return ""
+
+
+def _check_certificate(cert_path: str, key_path: str, cert: bytes) -> None:
+    def refuse() -> str:
+        raise ValueError(f"ssl_keyfile: {key_path} has a passphrase; give a key without one")
+
     try:
-        Path(path).read_bytes()
-    except OSError as error:
-        raise ValueError(f"{name}: {path} cannot be read: {error.strerror}") from error
+        ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(cert_path, key_path, password=refuse)
+        begin = cert.index(b"-----BEGIN CERTIFICATE-----")
+        first = cert[begin : cert.index(b"-----END CERTIFICATE-----") + 25].decode("ascii")
+        der = ssl.PEM_cert_to_DER_cert(first).hex()
+    except ssl.SSLError as error:
+        why = f"ssl_certfile {cert_path} and ssl_keyfile {key_path} are not a certificate and its key, both as PEM"
+        raise ValueError(f"{why} ({error.reason or error})") from error
+    if not any(kind in der for kind in _KEY_KINDS):
+        raise ValueError(f"ssl_keyfile: {key_path} must be an RSA, P-256 or P-384 key: gRPC takes no other")
+
+
+def _check_ca(ca: bytes) -> None:
+    try:
+        ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT).load_verify_locations(cadata=ca.decode("ascii", "ignore"))
+    except ssl.SSLError as error:
+        raise ValueError(f"ssl_ca_certs holds no certificate as PEM ({error.reason or error})") from error

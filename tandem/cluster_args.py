@@ -17,6 +17,7 @@ from typing import Any
 from engine.config import EngineArgs
 from router.args import RouterArgs
 from rpc.entrypoint import ServiceArgs
+from rpc.tls import SSL_FIELDS
 from tandem.supervision import ProcessSpec
 from worker_service.args import WorkerArgs
 
@@ -25,6 +26,8 @@ GATEWAY = "gateway"
 REDIS = "redis"
 MAX_BODY_BYTES = 4 * 1024 * 1024
 """Of an HTTP request: as many as the router takes over gRPC."""
+NO_TLS = tuple(part for name in SSL_FIELDS for part in (f"--{name.replace('_', '-')}", ""))
+"""On one machine there is nobody between the processes; and what the environment says is for others."""
 LISTENING = r"^listening (?:grpc|http)=(\S+)$"
 """The line that every service prints once it accepts requests."""
 
@@ -133,6 +136,7 @@ def router_spec(args: ClusterArgs, folder: Path, redis_url: str) -> ProcessSpec:
             "--max-queue-tokens", str(args.max_queue_tokens),
             "--served-model-name", args.served_model_name,
             "--metrics-listen", args.metrics_listen(ROUTER),
+            *NO_TLS,
         ]  # fmt: skip
 
     return ProcessSpec(name=ROUTER, command=command, ready_pattern=LISTENING, env=python_env(), must_start=True)
@@ -150,6 +154,7 @@ def gateway_spec(args: ClusterArgs, router_address: str) -> ProcessSpec:
             "--max-body-bytes", str(MAX_BODY_BYTES),
             "--drain-grace-s", str(args.drain_grace_s),
             "--log-level", args.log_level,
+            *NO_TLS,
         ]  # fmt: skip
 
     env = {**python_env(), "TANDEM_API_KEY": args.api_key}  # command lines are for all to see
@@ -184,6 +189,7 @@ def worker_spec(args: ClusterArgs, name: str, folder: Path, redis_url: str, adve
         "--failpoints", "",
         "--metrics-listen", args.metrics_listen(name),
         "--engine-iteration-timeout-s", str(WorkerArgs.engine_iteration_timeout_s),
+        *NO_TLS,
     ]  # fmt: skip
     env = {
         **python_env(),

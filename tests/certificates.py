@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 import subprocess
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -11,14 +12,59 @@ import pytest
 from rpc.tls import ClientTLS
 
 
-def own_certificate(folder: Path) -> ClientTLS:
-    """One that signed itself, for this machine. Skips the test where nothing can make one."""
+@dataclass(frozen=True)
+class Certificate:
+    """PEM files. `ca`: of who signed it."""
+
+    ca: Path
+    cert: Path
+    key: Path
+
+    @property
+    def flags(self) -> list[str]:
+        return ["--ssl-certfile", str(self.cert), "--ssl-keyfile", str(self.key), "--ssl-ca-certs", str(self.ca)]
+
+    @property
+    def client(self) -> ClientTLS:
+        """Who trusts the signer, and shows the certificate."""
+        return ClientTLS.of_files(ca=self.ca, cert=self.cert, key=self.key)
+
+    @property
+    def trusting(self) -> ClientTLS:
+        """Who trusts the signer, and shows nothing."""
+        return ClientTLS.of_files(ca=self.ca)
+
+
+class Signer:
+    """A certificate authority in a folder. Skips the test where nothing can make one."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._folder.mkdir(exist_ok=True)
+        self.cert, self._key = folder / "ca.pem", folder / "ca.key"
+        usage = ["-addext", "keyUsage=critical,keyCertSign,cRLSign"]
+        _openssl(
+            "req", "-x509", *NEW_KEY, "-days", "2", "-subj", "/CN=ca", "-keyout", self._key, "-out", self.cert, *usage
+        )
+
+    def sign(
+        self, name: str, *, address: str = "IP:127.0.0.1", days: int = 2, key: tuple[str, ...] = ()
+    ) -> Certificate:
+        """`days` below 0: expired. `key`: openssl's words for another kind than P-256."""
+        made = Certificate(self.cert, self._folder / f"{name}.pem", self._folder / f"{name}.key")
+        request, names = self._folder / f"{name}.csr", self._folder / f"{name}.txt"
+        names.write_text(f"subjectAltName=DNS:localhost,{address}")
+        _openssl("req", *(key or NEW_KEY), "-subj", f"/CN={name}", "-keyout", made.key, "-out", request)
+        signing = ["-CA", self.cert, "-CAkey", self._key, "-CAcreateserial", "-days", str(days), "-extfile", names]
+        _openssl("x509", "-req", "-in", request, *signing, "-out", made.cert)
+        return made
+
+
+NEW_KEY = ("-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256", "-nodes")
+
+
+def _openssl(*arguments: str | Path) -> None:
     openssl = shutil.which("openssl")
     if openssl is None:
         pytest.skip("no openssl to make a certificate with")
-    folder.mkdir(exist_ok=True)
-    cert, key = folder / "cert.pem", folder / "key.pem"
-    arguments = ["req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256", "-nodes", "-days", "2"]
-    names = ["-subj", "/CN=localhost", "-addext", "subjectAltName=DNS:localhost,IP:127.0.0.1"]
-    subprocess.run([openssl, *arguments, "-keyout", key, "-out", cert, *names], check=True, capture_output=True)
-    return ClientTLS(ca=cert, cert=cert, key=key)
+    subprocess.run([openssl, *arguments], check=True, capture_output=True)

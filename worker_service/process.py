@@ -172,7 +172,7 @@ class WorkerProcess:
             )
         except ValueError as error:
             raise CannotLoad(str(error)) from error
-        self._load = load_message(await self.engine.call(LLMEngine.load))
+        self._load = load_message(self.engine.first_load)
         pool = memory.as_pool(self.engine.kv_pool, self.engine.kv_shape, config.cache.kv_order)
         self.server = Server(args.listen, tls=args.server_tls(asks_callers=True))
         parts = WorkerParts(args, self.identity, self.engine, pool, self.host, self.server, self._listeners)

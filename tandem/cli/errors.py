@@ -20,7 +20,7 @@ def explain(error: TandemError, address: str) -> str:
     if isinstance(error, Unreachable):
         return (
             f"no router answers at {address}, or it went away ({error.message}). Start one with `tandem up`, or "
-            "name another with --router HOST:PORT or TANDEM_ROUTER."
+            "name another with --router HOST:PORT or TANDEM_ROUTER; one that speaks TLS needs --ssl-ca-certs FILE."
         )
     if isinstance(error, DeadlinePassed):
         return "the answer was not complete when its time was up: give more with --timeout-s, or ask for fewer tokens."

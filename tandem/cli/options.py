@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import click
 
-from rpc.tls import ClientTLS, client_tls
+from rpc.tls import ClientTLS
 from tandem.client import DEFAULT_ADDRESS
 
 router_option = click.option(
@@ -21,9 +21,9 @@ router_option = click.option(
 
 def _tls_of(context: click.Context, parameter: click.Parameter, value: str) -> ClientTLS | None:
     try:
-        return client_tls(value)
+        return ClientTLS.of_files(ca=value) if value else None
     except ValueError as error:
-        raise click.BadParameter(str(error).partition(": ")[2]) from error
+        raise click.BadParameter(str(error)) from error
 
 
 tls_option = click.option(

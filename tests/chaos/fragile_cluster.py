@@ -20,11 +20,11 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+from certificates import Certificate
 from clusters import START_TIMEOUT_S, STOP_TIMEOUT_S, wait_until
 from ports import lasting_port
 
 from protos import tandem_worker_pb2 as pb
-from rpc.tls import ClientTLS
 from tandem.chaos.proxy import FaultyProxy
 from tandem.client import Client
 
@@ -112,7 +112,7 @@ class FragileCluster:
     """`services` by name: "router-1", "prefill-1", "decode-1" …"""
 
     services: dict[str, Service] = field(default_factory=dict)
-    tls: ClientTLS | None = None
+    tls: Certificate | None = None
 
     @classmethod
     def start(
@@ -127,14 +127,14 @@ class FragileCluster:
         seed: int = 0,
         worker_flags: Sequence[str] = (),
         flags: Mapping[str, Sequence[str]] = MappingProxyType({}),
-        tls: ClientTLS | None = None,
+        tls: Certificate | None = None,
     ) -> FragileCluster:
         """All processes, ready to serve. `worker_flags` are for all workers, `flags` for some by name. `tls`: what each
         process shows and trusts, and clients, too."""
         self = cls(tls=tls)
         shared = ["--redis", redis_url, "--model", str(model), "--drain-grace-s", "5"]
         if tls is not None:
-            shared += ["--ssl-certfile", str(tls.cert), "--ssl-keyfile", str(tls.key), "--ssl-ca-certs", str(tls.ca)]
+            shared += tls.flags
         shared.append("--listen")
         engine = ["--num-threads", "1", "--kv-cache-gib", "0.2", "--max-model-len", "2048", "--lease-ms", str(LEASE_MS)]
         names = [f"prefill-{i + 1}" for i in range(num_prefill)] + [f"decode-{i + 1}" for i in range(num_decode)]
@@ -164,7 +164,7 @@ class FragileCluster:
         service.launch()
 
     def client(self, router: int = 1) -> Client:
-        return Client(self.services[f"router-{router}"].address, tls=self.tls)
+        return Client(self.services[f"router-{router}"].address, tls=self.tls and self.tls.client)
 
     def wait_for_workers(self, router: int) -> None:
         """Until that router has a session with every worker."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import signal
 import ssl
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -12,8 +13,9 @@ from typing import Any
 import grpc
 import httpx2 as httpx
 import pytest
-from certificates import own_certificate
+from certificates import Certificate, Signer
 from click.testing import CliRunner
+from clusters import wait_until
 from fragile_cluster import FragileCluster, Service, ask, fresh_prompts
 
 from protos import tandem_inference_pb2 as pb
@@ -26,13 +28,13 @@ from tandem.client import Client
 
 
 @pytest.fixture(scope="module")
-def tls(tmp_path_factory: pytest.TempPathFactory) -> ClientTLS:
-    return own_certificate(tmp_path_factory.mktemp("certificates"))
+def tls(tmp_path_factory: pytest.TempPathFactory) -> Certificate:
+    return Signer(tmp_path_factory.mktemp("ca")).sign("ours")
 
 
 @pytest.fixture(scope="module")
 def cluster(
-    tmp_path_factory: pytest.TempPathFactory, redis_server: Any, model_folder: Path, tls: ClientTLS
+    tmp_path_factory: pytest.TempPathFactory, redis_server: Any, model_folder: Path, tls: Certificate
 ) -> Iterator[FragileCluster]:
     folder = tmp_path_factory.mktemp("cluster")
     cluster = FragileCluster.start(
@@ -62,14 +64,14 @@ def test_prompts_are_handed_over_and_streams_go_on_when_a_worker_dies(cluster: F
     assert ask(cluster, prompts) == expected
 
 
-def test_strangers_hear_nothing(cluster: FragileCluster, tls: ClientTLS, tmp_path: Path) -> None:
+def test_strangers_hear_nothing(cluster: FragileCluster, tls: Certificate, tmp_path: Path) -> None:
     """Of the router who does not speak TLS or trusts others; of a worker also who shows no certificate of ours."""
     router, worker = cluster.services["router-1"].address, cluster.services["decode-1"].address
-    another = own_certificate(tmp_path / "another")
-    for stranger in (None, ClientTLS(ca=another.ca)):
+    another = Signer(tmp_path / "another").sign("another")
+    for stranger in (None, another.trusting):
         with Client(router, tls=stranger) as client, pytest.raises(Unreachable):
             client.model_info()
-    with Client(router, tls=ClientTLS(ca=tls.ca)) as client:
+    with Client(router, tls=tls.trusting) as client:
         assert client.model_info().model
 
     def status(channel: grpc.Channel) -> str:
@@ -77,33 +79,58 @@ def test_strangers_hear_nothing(cluster: FragileCluster, tls: ClientTLS, tmp_pat
             asked = worker_pb.GetWorkerStatusRequest()
             return str(WorkerStub(channel).GetStatus(asked, timeout=5).record.worker_id)
 
-    assert status(grpc.secure_channel(worker, tls.credentials())) == "decode-1"
-    for credentials in (ClientTLS(ca=tls.ca), ClientTLS(ca=tls.ca, cert=another.cert, key=another.key)):
+    assert status(grpc.secure_channel(worker, tls.client.credentials())) == "decode-1"
+    for stranger in (tls.trusting, ClientTLS.of_files(ca=tls.ca, cert=another.cert, key=another.key)):
         with pytest.raises(grpc.RpcError) as refused:
-            status(grpc.secure_channel(worker, credentials.credentials()))
+            status(grpc.secure_channel(worker, stranger.credentials()))
         assert refused.value.code() is grpc.StatusCode.UNAVAILABLE
     with pytest.raises(grpc.RpcError):
         status(grpc.insecure_channel(worker))
 
 
-def test_a_gateway_serves_https(cluster: FragileCluster, tls: ClientTLS, tmp_path: Path) -> None:
+def test_a_gateway_serves_https(cluster: FragileCluster, tls: Certificate, tmp_path: Path) -> None:
     router = cluster.services["router-1"].address
     command = [sys.executable, "-P", "-m", "gateway", "--listen", "127.0.0.1:0", "--router", router]
-    flags = ["--ssl-certfile", str(tls.cert), "--ssl-keyfile", str(tls.key), "--ssl-ca-certs", str(tls.ca)]
-    gateway = Service([*command, *flags], tmp_path / "gateway.log", listens="http")
+    gateway = Service([*command, *tls.flags], tmp_path / "gateway.log", listens="http")
     gateway.start()
     try:
         trusted = ssl.create_default_context(cafile=str(tls.ca))
         with httpx.Client(base_url=f"https://{gateway.address}", verify=trusted, trust_env=False) as client:
             body = {"prompt": "The capital of France is", "max_tokens": 4, "temperature": 0}
             assert "Paris" in client.post("/v1/completions", json=body, timeout=30).json()["choices"][0]["text"]
-        with pytest.raises(httpx.HTTPError):
-            httpx.get(f"http://{gateway.address}/health", trust_env=False)
+            with pytest.raises(httpx.HTTPError):
+                httpx.get(f"http://{gateway.address}/health", trust_env=False)
+            # A client that keeps its connection, and never says goodbye, does not hold up the end.
+            began_s = time.monotonic()
+            gateway.close()
+            assert time.monotonic() - began_s < 10
     finally:
         gateway.close()
 
 
-def test_commands_take_who_to_trust(cluster: FragileCluster, tls: ClientTLS) -> None:
+def test_a_file_that_goes_away_changes_nothing(
+    cluster: FragileCluster, tls: Certificate, tmp_path: Path, redis_server: Any, model_folder: Path
+) -> None:
+    """Files are read once: whoever renews certificates does not cut off workers that join meanwhile."""
+    own = Certificate(*(tmp_path / name for name in ("ca.pem", "cert.pem", "key.pem")))
+    for source, copy in zip((tls.ca, tls.cert, tls.key), (own.ca, own.cert, own.key), strict=True):
+        copy.write_bytes(source.read_bytes())
+    command = ["router", "--redis", redis_server.url, "--model", str(model_folder), "--listen", "127.0.0.1:0"]
+    router = Service([sys.executable, "-P", "-m", *command, *own.flags], tmp_path / "router.log")
+    router.start()
+    try:
+        for file in (own.ca, own.cert, own.key):
+            file.unlink()
+        cluster.services["decode-1"].signal(signal.SIGKILL)
+        cluster.services["decode-1"].restart()
+        with Client(router.address, tls=tls.client) as client:
+            wait_until(lambda: sum(w.num_sessions > 1 for w in client.status().workers) == 3, 30, "all joined both")
+    finally:
+        router.close()
+    cluster.wait_for_workers(1)
+
+
+def test_commands_take_who_to_trust(cluster: FragileCluster, tls: Certificate) -> None:
     router = cluster.services["router-1"].address
     done = CliRunner().invoke(main, ["audit", "--router", router, "--ssl-ca-certs", str(tls.ca)])
     assert done.exit_code == 0, done.output

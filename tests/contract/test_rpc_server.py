@@ -13,7 +13,7 @@ from typing import Any
 
 import grpc
 import pytest
-from certificates import own_certificate
+from certificates import Signer
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
@@ -35,7 +35,7 @@ from rpc.errors import (
     rpc_errors_as_tandem_errors,
 )
 from rpc.server import CannotListen, Server
-from rpc.tls import ClientTLS, ServerTLS
+from rpc.tls import SslArgs
 
 INFERENCE = "tandem.v1.Inference"
 SERVING = health_pb2.HealthCheckResponse.SERVING
@@ -394,21 +394,42 @@ async def test_message_beyond_the_bound_is_refused() -> None:
 
 
 async def test_tls(tmp_path: Path) -> None:
-    ours = own_certificate(tmp_path)
-    assert ours.cert is not None
-    assert ours.key is not None
-    server = Server("127.0.0.1:0", tls=ServerTLS(cert=ours.cert, key=ours.key, client_ca=ours.ca))
+    ours, another = (Signer(tmp_path / name).sign("server") for name in ("ours", "another"))
+    args = SslArgs(ssl_certfile=str(ours.cert), ssl_keyfile=str(ours.key), ssl_ca_certs=str(ours.ca))
+    server = Server("127.0.0.1:0", tls=args.server_tls(asks_callers=True))
     server.add(inference_grpc.add_InferenceServicer_to_server, Handlers(), INFERENCE)
     address = await server.start()
-    trusted = open_channel(address, tls=ours)
+    trusted = open_channel(address, tls=ours.client)
     await wait_ready(trusted, TIMEOUT_S)
     assert await call("unary_unary", trusted)
     await trusted.close()
-    for stranger in (open_channel(address), open_channel(address, tls=ClientTLS(ca=ours.ca))):
+    for stranger in (None, ours.trusting, another.client):
+        channel = open_channel(address, tls=stranger)
         with pytest.raises(Unreachable), rpc_errors_as_tandem_errors():
-            await call("unary_unary", stranger)
-        await stranger.close()
+            await call("unary_unary", channel)
+        await channel.close()
     await server.drain(0)
+
+
+async def test_what_is_wrong_with_a_connection_over_tls_is_said(tmp_path: Path) -> None:
+    """By who calls: an expired certificate, one for another address, one of others, and no TLS at all."""
+    ours, others = Signer(tmp_path / "ours"), Signer(tmp_path / "others")
+    cases = {
+        "has expired": ours.sign("expired", days=-1),
+        "does not name the address": ours.sign("elsewhere", address="IP:127.0.0.2"),
+        "or is not of those that ssl_ca_certs signed": others.sign("foreign"),
+        "speaks no TLS": None,
+    }
+    caller = ours.sign("caller").client
+    for advice, shown in cases.items():
+        args = SslArgs(ssl_certfile=str(shown.cert), ssl_keyfile=str(shown.key)) if shown else SslArgs()
+        server = Server("127.0.0.1:0", tls=args.server_tls())
+        server.add(inference_grpc.add_InferenceServicer_to_server, Handlers(), INFERENCE)
+        channel = open_channel(await server.start(), tls=caller)
+        with pytest.raises(Unreachable, match=advice), rpc_errors_as_tandem_errors():
+            await call("unary_unary", channel)
+        await channel.close()
+        await server.drain(0)
 
 
 async def test_wait_ready_gives_up() -> None:

@@ -30,6 +30,7 @@ TRANSPORTS = {"chunked": "nixl", "preempted": "ipc"}
 def cluster(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningCluster]:
     with run_cluster(tmp_path_factory.mktemp("cluster") / "log", *FLOAT32, *ARRANGEMENTS[request.param]) as running:
         yield running
+    assert " ERROR " not in running.log.read_text(), "nothing goes wrong from start to end"
 
 
 def arrangement_of(request: pytest.FixtureRequest) -> str:

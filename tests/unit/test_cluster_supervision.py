@@ -21,7 +21,7 @@ from click.testing import CliRunner
 from engine.config import EngineArgs
 from rpc.entrypoint import build, options_of
 from tandem.cluster import connect_address
-from tandem.cluster_args import ClusterArgs, engine_flags
+from tandem.cluster_args import ClusterArgs, engine_flags, gateway_spec, router_spec, worker_spec
 from tandem.local_redis import MAX_SOCKET_PATH_BYTES, LocalRedis
 from tandem.supervision import (
     MAX_LINE_BYTES,
@@ -309,6 +309,19 @@ def test_redis_gets_a_path_that_fits_a_socket(tmp_path: Path, monkeypatch: pytes
 
 
 # -- settings ---------------------------------------------------------------------------------------------------
+
+
+def test_certificates_in_the_environment_are_not_for_a_local_cluster() -> None:
+    """They may be there for `tandem status` of another one; here nobody waits for TLS."""
+    args, folder = ClusterArgs(), Path("model")
+    for spec in (
+        router_spec(args, folder, "redis://r"),
+        gateway_spec(args, "127.0.0.1:1"),
+        worker_spec(args, "decode-1", folder, "redis://r"),
+    ):
+        command = spec.command("")
+        for flag in ("--ssl-certfile", "--ssl-keyfile", "--ssl-ca-certs"):
+            assert command[command.index(flag) + 1] == "", spec.name
 
 
 def test_every_engine_setting_reaches_the_worker(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,18 +5,23 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from certificates import own_certificate
+from certificates import NEW_KEY, Signer
 
 from gateway.args import GatewayArgs
 from router.args import RouterArgs
 from rpc.entrypoint import ServiceArgs
-from rpc.tls import ClientTLS, ServerTLS, SslArgs
+from rpc.tls import SSL_FIELDS, ClientTLS, ServerTLS, SslArgs
 from worker_service.args import WorkerArgs
 
 
 @pytest.fixture(scope="module")
-def ours(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    made = own_certificate(tmp_path_factory.mktemp("certificates"))
+def signer(tmp_path_factory: pytest.TempPathFactory) -> Signer:
+    return Signer(tmp_path_factory.mktemp("ca"))
+
+
+@pytest.fixture(scope="module")
+def ours(signer: Signer) -> dict[str, str]:
+    made = signer.sign("ours")
     return {"ssl_certfile": str(made.cert), "ssl_keyfile": str(made.key), "ssl_ca_certs": str(made.ca)}
 
 
@@ -30,12 +35,13 @@ def test_without_flags_there_is_no_tls() -> None:
 
 
 def test_what_is_shown_and_trusted(ours: dict[str, str]) -> None:
-    cert, key, ca = (Path(ours[name]) for name in ("ssl_certfile", "ssl_keyfile", "ssl_ca_certs"))
+    cert, key, ca = (Path(ours[name]).read_bytes() for name in SSL_FIELDS)
+    files = ours["ssl_certfile"], ours["ssl_keyfile"]
     worker = WorkerArgs(**ours)
-    assert worker.server_tls(asks_callers=True) == ServerTLS(cert=cert, key=key, client_ca=ca)
+    assert worker.server_tls(asks_callers=True) == ServerTLS(cert=cert, key=key, client_ca=ca, files=files)
     assert worker.client_tls == ClientTLS(ca=ca, cert=cert, key=key)
     router = RouterArgs(model="m", **some(ours, "certfile", "keyfile"))
-    assert router.server_tls() == ServerTLS(cert=cert, key=key)
+    assert router.server_tls() == ServerTLS(cert=cert, key=key, files=files)
     assert router.client_tls is None
     gateway = GatewayArgs(**some(ours, "ca_certs"))
     assert gateway.server_tls() is None
@@ -52,16 +58,31 @@ def test_which_flags_go_together(ours: dict[str, str]) -> None:
         WorkerArgs(**some(ours, "certfile", "keyfile"))
 
 
-@pytest.mark.parametrize("name", ["ssl_certfile", "ssl_keyfile", "ssl_ca_certs"])
+@pytest.mark.parametrize("name", SSL_FIELDS)
 def test_files_that_are_none(ours: dict[str, str], name: str, tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=f"{name}: .*nowhere.pem cannot be read: No such file"):
-        SslArgs(**{**ours, name: str(tmp_path / "nowhere.pem")})
+    for path in (tmp_path / "nowhere.pem", tmp_path):
+        with pytest.raises(ValueError, match=f"^{name}: {path} cannot be read: there is no such file"):
+            SslArgs(**{**ours, name: str(path)})
     (tmp_path / "text.pem").write_text("no certificate")
-    with pytest.raises(ValueError, match=name):
+    with pytest.raises(ValueError, match=rf"^ssl_.*{name.removeprefix('ssl_')}.* (are not|holds no) "):
         SslArgs(**{**ours, name: str(tmp_path / "text.pem")})
 
 
-def test_a_key_of_another_certificate(ours: dict[str, str], tmp_path: Path) -> None:
-    another = own_certificate(tmp_path)
-    with pytest.raises(ValueError, match=r"must be a certificate and its key: .*mismatch"):
-        SslArgs(**{**ours, "ssl_keyfile": str(another.key)})
+def test_keys_that_would_fail_later(signer: Signer, ours: dict[str, str], tmp_path: Path) -> None:
+    """Of another certificate; with a passphrase, for which nobody is to be asked; of a kind that gRPC does not take."""
+    with pytest.raises(ValueError, match=r"are not a certificate and its key.*MISMATCH"):
+        SslArgs(**{**ours, "ssl_keyfile": str(signer.sign("another").key)})
+    secret = signer.sign("secret", key=(*NEW_KEY[:-1], "-passout", "pass:word"))
+    with pytest.raises(ValueError, match=r"ssl_keyfile: .*secret.key has a passphrase"):
+        SslArgs(ssl_certfile=str(secret.cert), ssl_keyfile=str(secret.key))
+    ed25519 = signer.sign("ed25519", key=("-newkey", "ed25519", "-nodes"))
+    with pytest.raises(ValueError, match=r"ed25519.key must be an RSA, P-256 or P-384 key"):
+        SslArgs(ssl_certfile=str(ed25519.cert), ssl_keyfile=str(ed25519.key))
+    rsa = signer.sign("rsa", key=("-newkey", "rsa:2048", "-nodes"))
+    assert SslArgs(ssl_certfile=str(rsa.cert), ssl_keyfile=str(rsa.key)).server_tls() is not None
+
+
+def test_a_byte_order_mark_is_no_part_of_a_file(ours: dict[str, str], tmp_path: Path) -> None:
+    marked = tmp_path / "marked.pem"
+    marked.write_bytes(b"\xef\xbb\xbf" + Path(ours["ssl_ca_certs"]).read_bytes())
+    assert ClientTLS.of_files(ca=marked) == ClientTLS.of_files(ca=ours["ssl_ca_certs"])

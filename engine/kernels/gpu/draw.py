@@ -53,9 +53,10 @@ def draw(logits_RV: torch.Tensor, seqs: Seq[Sequence]) -> torch.Tensor:
     floats_R3 = packed[4 * num_rows :].view(torch.float64)
     # Largest and smallest kept logit; NaN for the first where the row has one.
     bounds_R2 = torch.empty(num_rows, 2, dtype=torch.float32, device=device)
+    tile = min(BOUNDS_TILE, int(triton.next_power_of_2(vocab_size)))
     _bounds_kernel[(num_rows,)](
         logits_RV, integers_R4, floats_R3, bounds_R2, VOCAB_SIZE=vocab_size,
-        NUM_BITS=16 if logits_RV.dtype == torch.bfloat16 else 32, BLOCK=BOUNDS_TILE, num_warps=32,
+        NUM_BITS=16 if logits_RV.dtype == torch.bfloat16 else 32, BLOCK=tile, num_warps=max(tile // 512, 1),
     )  # fmt: skip
     num_pieces = triton.cdiv(vocab_size, PIECE)
     clocks_RP = torch.empty(num_rows, num_pieces, dtype=torch.float64, device=device)
