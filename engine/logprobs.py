@@ -17,6 +17,7 @@ from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 
 from engine.outputs import Logprob, TokenLogprobs
@@ -84,15 +85,39 @@ class RawLogits:
         """Of what was sampled in the whole step. Of rows without a next token (INVALID_TOKEN) they mean nothing."""
         num_top = min(self.logits.shape[1], max(seq.sampling_params.logprobs or 0 for seq in self.seqs))
         sampled_ids_R = token_ids_S.index_select(0, self.rows)
+        numbers = _numbers_on_host if self.logits.device.type == "cpu" else _numbers_on_device
         pieces = zip(torch.split(self.logits, ROWS_AT_A_TIME), torch.split(sampled_ids_R, ROWS_AT_A_TIME), strict=True)
-        parts = [_numbers(logits_RV, ids_R, num_top) for logits_RV, ids_R in pieces]
+        parts = [numbers(logits_RV, ids_R, num_top) for logits_RV, ids_R in pieces]
         return LogprobTensors(self.seqs, sampled_ids_R, *map(torch.cat, zip(*parts, strict=True)))
 
 
-def _numbers(
-    logits_RV: torch.Tensor, sampled_ids_R: torch.Tensor, num_top: int
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The last four tensors of `LogprobTensors`."""
+Numbers = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
+"""The last four tensors of `LogprobTensors`."""
+
+
+def _numbers_on_host(logits_RV: torch.Tensor, sampled_ids_R: torch.Tensor, num_top: int) -> Numbers:
+    """In few passes over a row, on one thread but for the first two: threads that wait for each other in a dozen passes
+    take several times as long where somebody else uses their cores."""
+    logits_RV = logits_RV.float()
+    logprobs_RV = logits_RV.log_softmax(dim=-1)
+    least_R = logits_RV.topk(num_top).values.amin(dim=-1).tolist() if num_top else [float("inf")] * len(logits_RV)
+    ids_R = sampled_ids_R.clamp(min=0)
+    ranks_R = np.empty(len(logits_RV), dtype=np.int64)
+    top_ids_RK = np.zeros((len(logits_RV), num_top), dtype=np.int64)
+    for row, (logits_V, token_id) in enumerate(zip(logits_RV.numpy(), ids_R.tolist(), strict=True)):
+        logit = logits_V[token_id]
+        num_equal_before = np.count_nonzero(logits_V[:token_id] == logit)
+        ranks_R[row] = 1 + np.count_nonzero(logits_V > logit) + num_equal_before
+        likely = np.flatnonzero(logits_V >= least_R[row])  # more than asked for, where several equal the last one
+        ordered = likely[np.lexsort((likely, -logits_V[likely]))][:num_top]
+        top_ids_RK[row, : len(ordered)] = ordered  # fewer only of a row that has no next token
+    top_ids = torch.from_numpy(top_ids_RK)
+    logprobs_R = logprobs_RV.gather(1, ids_R.unsqueeze(1)).squeeze(1)
+    return logprobs_R, torch.from_numpy(ranks_R), top_ids, logprobs_RV.gather(1, top_ids)
+
+
+def _numbers_on_device(logits_RV: torch.Tensor, sampled_ids_R: torch.Tensor, num_top: int) -> Numbers:
+    """Waits for nothing."""
     logits_RV = logits_RV.float()
     ids_R1 = sampled_ids_R.clamp(min=0).unsqueeze(1)
     logprobs_RV = logits_RV.log_softmax(dim=-1)

@@ -72,8 +72,8 @@ class SamplingParams:
         for token_id, bias in self.logit_bias.items():
             check(-100 <= bias <= 100, f"logit_bias must be in [-100, 100], is {bias} for token {token_id}")
         check(
-            self.logprobs is None or 0 <= self.logprobs <= MAX_LOGPROBS,
-            f"logprobs must be in [0, {MAX_LOGPROBS}], is {self.logprobs}",
+            self.logprobs is None or (type(self.logprobs) is int and 0 <= self.logprobs <= MAX_LOGPROBS),
+            f"logprobs must be an integer in [0, {MAX_LOGPROBS}], is {self.logprobs!r}",
         )
 
     @property

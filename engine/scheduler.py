@@ -309,8 +309,8 @@ class Scheduler:
         elif finish_reason is not None:
             self._remove_active(seq)
             self._end(seq, _STATUS_OF[finish_reason])
-        told = None if logprobs is None else [logprobs]
-        completion = CompletionOutput(seq.sequence_index, offset, [token_id], finish_reason, told)
+        token_logprobs = None if logprobs is None else [logprobs]
+        completion = CompletionOutput(seq.sequence_index, offset, [token_id], finish_reason, token_logprobs)
         return RequestOutput(
             request_id=seq.request_id,
             outputs=[completion],

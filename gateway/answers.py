@@ -44,7 +44,7 @@ class Style:
         text: dict[str, Any] = {"text": answer.text}
         if self.is_chat:
             text = {"message": {"role": "assistant", "content": answer.text, "refusal": None}}
-        logprobs = self._logprobs(answer.logprobs, 0)
+        logprobs = self._logprobs(answer.logprobs)
         return {"index": index, **text, "logprobs": logprobs, "finish_reason": answer.finish_reason}
 
     # -- a stream's events --------------------------------------------------------------------------------------
@@ -53,13 +53,13 @@ class Style:
         """Of a chat: who speaks."""
         return self._event([self._piece(index, {"role": "assistant", "content": ""}, None, None)])
 
-    def piece(self, index: int, message: GenerateResponse, text_offset: int) -> dict[str, Any]:
-        """New text, or the end of one choice. `text_offset`: how many characters the tokens before had."""
+    def piece(self, index: int, message: GenerateResponse) -> dict[str, Any]:
+        """New text, or the end of one choice."""
         finish_reason = None
         if message.finish_reason != FinishReason.FINISH_REASON_UNSPECIFIED:
             finish_reason = short_name(FinishReason.DESCRIPTOR, message.finish_reason)
         delta = {"content": message.text} if message.text or finish_reason is None else {}
-        logprobs = self._logprobs(message.logprobs, text_offset)
+        logprobs = self._logprobs(message.logprobs)
         event = self._event([self._piece(index, delta, finish_reason, logprobs)])
         if message.HasField("timings"):
             event["timings"] = message_to_dict(message.timings)
@@ -75,8 +75,8 @@ class Style:
         text: dict[str, Any] = {"delta": delta} if self.is_chat else {"text": delta.get("content", "")}
         return {"index": index, **text, "logprobs": logprobs, "finish_reason": finish_reason}
 
-    def _logprobs(self, logprobs: Sequence[TokenLogprobs], text_offset: int) -> dict[str, Any] | None:
-        return of_chat(logprobs) if self.is_chat else of_completion(logprobs, text_offset)
+    def _logprobs(self, logprobs: Sequence[TokenLogprobs]) -> dict[str, Any] | None:
+        return of_chat(logprobs) if self.is_chat else of_completion(logprobs)
 
     def _event(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
         name = "chat.completion.chunk" if self.is_chat else "text_completion"

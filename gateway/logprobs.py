@@ -1,7 +1,7 @@
 """How likely tokens were, in OpenAI's two ways of saying it. Pure.
 
-A token's text is what it stands for by itself: with U+FFFD where it is a part of a character (`bytes`, of chats, has it
-exactly), and also where the answer leaves it out (special tokens, a stop string).
+A token's text is what it stands for by itself, also where the answer leaves it out (special tokens, a stop string). Of
+a part of a character it is U+FFFD in chats, whose `bytes` have it exactly, and "bytes:\\xe4\\xbd" in completions.
 """
 
 from __future__ import annotations
@@ -23,37 +23,36 @@ def of_chat(logprobs: Sequence[TokenLogprobs]) -> dict[str, Any] | None:
     return {"content": content, "refusal": None}
 
 
-def of_completion(logprobs: Sequence[TokenLogprobs], text_offset: int) -> dict[str, Any] | None:
-    """`choices[].logprobs` of a completion. `text_offset`: of the first token, in characters of the tokens before."""
+def of_completion(logprobs: Sequence[TokenLogprobs]) -> dict[str, Any] | None:
+    """`choices[].logprobs` of a completion."""
     if not logprobs:
         return None
-    tokens = [text_of(each.sampled) for each in logprobs]
-    offsets = []
-    for token in tokens:
-        offsets.append(text_offset)
-        text_offset += len(token)
     return {
-        "tokens": tokens,
+        "tokens": [_text_or_bytes(each.sampled) for each in logprobs],
         "token_logprobs": [_number(each.sampled) for each in logprobs],
         "top_logprobs": [_alternatives(each) for each in logprobs],
-        "text_offset": offsets,
+        "text_offset": [each.text_offset for each in logprobs],
     }
 
 
-def text_of(logprob: Logprob) -> str:
-    return logprob.token.decode(errors="replace")
-
-
 def _alternatives(logprobs: TokenLogprobs) -> dict[str, float]:
-    """By text, the likelier one of equal texts; the sampled token is always among them."""
+    """By text, the likeliest first. The sampled token is among them; of others that read the same, the likeliest is."""
     numbers: dict[str, float] = {}
     for each in (*logprobs.top, logprobs.sampled):
-        numbers.setdefault(text_of(each), _number(each))
+        numbers.setdefault(_text_or_bytes(each), _number(each))
+    numbers[_text_or_bytes(logprobs.sampled)] = _number(logprobs.sampled)
     return numbers
 
 
+def _text_or_bytes(logprob: Logprob) -> str:
+    try:
+        return logprob.token.decode()
+    except UnicodeDecodeError:
+        return "bytes:" + "".join(f"\\x{byte:02x}" for byte in logprob.token)
+
+
 def _entry(logprob: Logprob) -> dict[str, Any]:
-    return {"token": text_of(logprob), "logprob": _number(logprob), "bytes": list(logprob.token)}
+    return {"token": logprob.token.decode(errors="replace"), "logprob": _number(logprob), "bytes": list(logprob.token)}
 
 
 def _number(logprob: Logprob) -> float:

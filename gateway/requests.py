@@ -58,6 +58,9 @@ def _is_token_ids(value: list[Any]) -> bool:
 
 TokenId = Annotated[int, Field(strict=True, ge=0, lt=1 << 32)]
 NumAlternatives = Annotated[int, Field(strict=True, ge=0, le=20)]
+NumAlternativesOrNo = Annotated[
+    NumAlternatives | None, BeforeValidator(lambda value: None if value is False else value)
+]
 """How many of the likeliest tokens come with each one of the answer."""
 
 
@@ -139,7 +142,7 @@ class CompletionRequest(Asked):
     """POST /v1/completions."""
 
     prompt: Annotated[list[Prompt], PlainValidator(_prompts, json_schema_input_type=str | list[Any])]
-    logprobs: NumAlternatives | None = None
+    logprobs: NumAlternativesOrNo = None
     echo: _only(False) = None  # type: ignore[valid-type]
     suffix: _only("") = None  # type: ignore[valid-type]
 

@@ -38,6 +38,8 @@ class TextDelta(NamedTuple):
     """The stop string that ended the answer here, if one did."""
     num_tokens: int
     """How many of the pushed tokens belong to the answer: all, or those up to the one that completed the stop."""
+    offsets: list[int]
+    """Where the text of each of these begins in the answer's, in characters."""
 
     @property
     def is_stopped(self) -> bool:
@@ -80,6 +82,8 @@ class IncrementalDetokenizer:
         self._includes_stop = include_stop_str_in_output
         self._min_tokens = min_tokens
         self._num_tokens = 0
+        self._num_chars = 0
+        """Of all text so far, said or held."""
         self._state = 0
         """Where `_stops` stands."""
         self._held = ""
@@ -90,16 +94,19 @@ class IncrementalDetokenizer:
         """The new text of `token_ids`. Must not be called again after a stop string was found."""
         assert not self._is_stopped, "push after a stop string"
         texts: list[str] = []
+        offsets: list[int] = []
         for num_pushed, token_id in enumerate(token_ids, 1):
             self._num_tokens += 1
+            offsets.append(self._num_chars)
             text = self._window.append(token_id)
+            self._num_chars += len(text)
             if text and self._stops is not None:
                 text, stop = self._cut(text, self._stops)
                 if stop is not None:
                     self._is_stopped = True
-                    return TextDelta("".join([*texts, text]), stop, num_pushed)
+                    return TextDelta("".join([*texts, text]), stop, num_pushed, offsets)
             texts.append(text)
-        return TextDelta("".join(texts), None, len(token_ids))
+        return TextDelta("".join(texts), None, len(token_ids), offsets)
 
     def finish(self) -> str:
         """The rest of the text: what looked like the beginning of a stop string, and bytes that are no characters, as

@@ -350,7 +350,8 @@ class Lifecycle:
             text=delta.text,
             logprobs=emit.logprobs[: delta.num_tokens],
         )
-        for logprobs in response.logprobs:
+        for logprobs, offset in zip(response.logprobs, delta.offsets, strict=False):
+            logprobs.text_offset = offset
             for each in (logprobs.sampled, *logprobs.top):
                 each.token = self._detokenizer.token_bytes(each.token_id)
         return response, delta.is_stopped

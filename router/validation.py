@@ -272,7 +272,11 @@ def _check_sampling(params: pb.SamplingParams, violations: Violations) -> None:
     )
     for name, is_ok, bound in bounds:
         if params.HasField(name) and not is_ok:
-            violations.append((f"sampling_params.{name}", f"must be {bound}, is {getattr(params, name):g}"))
+            violations.append((f"sampling_params.{name}", f"must be {bound}, is {_plain(getattr(params, name))}"))
+
+
+def _plain(value: float) -> str:
+    return str(value) if isinstance(value, int) else f"{value:g}"
 
 
 def _check_lengths(params: pb.SamplingParams, model: ModelInfo, violations: Violations) -> None:

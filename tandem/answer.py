@@ -46,17 +46,17 @@ class Answer:
             "finish_reason": self.finish_reason,
             "usage": message_to_dict(self.usage),
             "timings": message_to_dict(self.timings),
-            "logprobs": [_readable(each) for each in self.logprobs],
+            "logprobs": [_readable(each) for each in self.logprobs] or None,
         }
 
 
 def _readable(logprobs: TokenLogprobs) -> dict[str, Any]:
-    """As `message_to_dict`, with texts for the tokens' bytes: a part of a character is U+FFFD."""
+    """As `message_to_dict`, with a token's text, where a part of a character is U+FFFD, beside its bytes."""
     sampled, *top = (
-        {**message_to_dict(each), "token": each.token.decode(errors="replace")}
+        {**message_to_dict(each), "token": each.token.decode(errors="replace"), "bytes": list(each.token)}
         for each in (logprobs.sampled, *logprobs.top)
     )
-    return {"sampled": sampled, "top": top}
+    return {"sampled": sampled, "top": top, "text_offset": logprobs.text_offset}
 
 
 class AnswerStream:

@@ -130,11 +130,15 @@ def logprobs_table(logprobs: Sequence[TokenLogprobs]) -> Table:
 
 
 def _token_text(logprob: Logprob) -> str:
-    return repr(logprob.token.decode(errors="replace"))
+    try:
+        return repr(logprob.token.decode())
+    except UnicodeDecodeError:  # a part of a character
+        return repr(logprob.token)
 
 
 def _percent(logprob: Logprob) -> str:
-    return f"{100 * math.exp(logprob.logprob):.1f} %"
+    percent = 100 * math.exp(logprob.logprob)
+    return f"{percent:.1f} %" if percent >= 0.05 else "< 0.1 %"
 
 
 def format_table(table: Table) -> str:

@@ -256,7 +256,8 @@ def told(offset: int, *entries: tuple[bytes, float], text: str = "") -> pb.Gener
     message = tokens(offset, *range(offset, offset + len(entries)), text=text)
     for number, (token, logprob) in enumerate(entries, offset):
         sampled = pb.Logprob(token_id=number, logprob=logprob, rank=2, token=token)
-        message.logprobs.add(sampled=sampled, top=[pb.Logprob(token_id=99, logprob=-0.25, rank=1, token=b"x")])
+        top = [pb.Logprob(token_id=99, logprob=-0.25, rank=1, token=b"x")]
+        message.logprobs.add(sampled=sampled, top=top, text_offset=7 * number)
     return message
 
 
@@ -290,11 +291,13 @@ async def test_logprobs_of_chats() -> None:
 async def test_logprobs_of_completions() -> None:
     body = {"prompt": "a", "logprobs": 1}
     expected = {
-        "tokens": [" h", "\ufffd", "\ufffd"],
+        "tokens": [" h", "bytes:\\xc3", "bytes:\\xa9"],
         "token_logprobs": [-1.5, -2.5, -9999.0],
-        "top_logprobs": [{"x": -0.25, " h": -1.5}, {"x": -0.25, "\ufffd": -2.5}, {"x": -0.25, "\ufffd": -9999.0}],
-        "text_offset": [0, 2, 3],
-    }
+        "top_logprobs": [
+            {"x": -0.25, " h": -1.5}, {"x": -0.25, "bytes:\\xc3": -2.5}, {"x": -0.25, "bytes:\\xa9": -9999.0}
+        ],
+        "text_offset": [0, 7, 14],
+    }  # fmt: skip
     async with gateway() as (router, http):
         router.script = tell
         [choice] = (await http.post("/v1/completions", json=body)).json()["choices"]

@@ -20,7 +20,8 @@ from engine.model_loader import create_engine_config
 from engine.sampling_params import SamplingParams
 from tandem.client import Client
 
-NUM_TOKENS = 16
+NUM_TOKENS = 20
+"""Another number than the default, or it would not travel."""
 Told = tuple[int, float, tuple[tuple[int, float], ...]]
 """A token and its logarithmic probability, and those of the two likeliest ones."""
 Answers = dict[str, list[Told]]

@@ -100,6 +100,9 @@ def test_logprobs_are_those_of_grpc(cluster: RunningCluster, client: openai.Open
     assert told is not None
     assert told.tokens is not None
     assert "".join(told.tokens).removesuffix("<|im_end|>") == whole.choices[0].text
+    assert told.text_offset is not None
+    for token, offset in zip(told.tokens, told.text_offset, strict=True):
+        assert whole.choices[0].text[offset:].startswith(token) or token == "<|im_end|>"
     stream = client.completions.create(model=model, prompt="Once upon", logprobs=2, **asked, stream=True)
     streamed = [each for event in stream if (each := event.choices[0].logprobs) is not None]
     assert [token for each in streamed for token in each.tokens or ()] == told.tokens

@@ -80,7 +80,7 @@ def test_how_likely_tokens_were() -> None:
     assert format_table(table) == (
         "token     probability   rank  likeliest\n"
         "' Paris'       90.0 %      1  ' Paris' 90.0 %\n"
-        "'\ufffd'             0.0 %  30000  ' the' 5.0 %     ' Paris' 90.0 %"
+        "b'\\xc3'       < 0.1 %  30000  ' the' 5.0 %     ' Paris' 90.0 %"
     )
     assert (
         format_table(logprobs_table([pb.TokenLogprobs(sampled=paris)])).splitlines()[1] == "' Paris'       90.0 %     1"

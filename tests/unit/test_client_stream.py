@@ -95,8 +95,9 @@ def told(offset: int, *token_ids: int, logprobs_of: tuple[int, ...]) -> pb.Gener
 def test_logprobs_come_with_all_tokens() -> None:
     answer = add_up([told(0, 1, 2, logprobs_of=(1, 2)), told(2, 3, logprobs_of=(3,)), last(3, 3)])
     assert [each.sampled.token_id for each in answer.logprobs] == answer.token_ids == [1, 2, 3]
-    sampled = {"token_id": 3, "logprob": -0.5, "rank": 1, "token": "\ufffd"}
-    assert answer.to_dict()["logprobs"][2] == {"sampled": sampled, "top": []}
+    sampled = {"token_id": 3, "logprob": -0.5, "rank": 1, "token": "\ufffd", "bytes": [0xC3]}
+    assert answer.to_dict()["logprobs"][2] == {"sampled": sampled, "top": [], "text_offset": 0}
+    assert add_up([tokens(0, 1), last(1, 1)]).to_dict()["logprobs"] is None
 
 
 @pytest.mark.parametrize(

@@ -65,7 +65,7 @@ METRICS = RouterMetrics("m", 2048, good_ttft_ms=1000, good_tpot_ms=50)
 
 class NoText:
     def push(self, token_ids: list[int]) -> TextDelta:
-        return TextDelta("", None, len(token_ids))
+        return TextDelta("", None, len(token_ids), [])
 
     def finish(self) -> str:
         return ""

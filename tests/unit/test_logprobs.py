@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 import torch
 
+from engine import logprobs as module
 from engine.logprobs import ROWS_AT_A_TIME, RawLogits
 from engine.outputs import Logprob, TokenLogprobs
 from engine.sampling_params import SamplingParams
@@ -22,6 +24,13 @@ def sequences(*asked: int | None) -> list[Sequence]:
 def logits(num_rows: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> torch.Tensor:
     values = torch.randn(num_rows, VOCAB_SIZE, generator=torch.Generator().manual_seed(seed)) * 3
     return values.to(dtype)
+
+
+@pytest.fixture(params=["host", "device"], autouse=True)
+def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """How a CPU goes about it, and how a GPU does, here on a CPU."""
+    if request.param == "device":
+        monkeypatch.setattr(module, "_numbers_on_host", module._numbers_on_device)
 
 
 def logprobs(values: torch.Tensor, seqs: list[Sequence], token_ids: list[int]) -> dict[int, TokenLogprobs]:
@@ -98,7 +107,7 @@ def test_what_cannot_be_and_fewer_tokens_than_alternatives() -> None:
     assert len(told.top) == 3
 
 
-@pytest.mark.parametrize("num", [-1, 21])
-def test_how_many_may_be_asked_for(num: int) -> None:
-    with pytest.raises(ValueError, match=r"logprobs must be in \[0, 20\]"):
+@pytest.mark.parametrize("num", [-1, 21, True, 1.5, "3"])
+def test_how_many_may_be_asked_for(num: Any) -> None:
+    with pytest.raises(ValueError, match=r"logprobs must be an integer in \[0, 20\], is "):
         SamplingParams(logprobs=num)

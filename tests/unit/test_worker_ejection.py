@@ -112,7 +112,7 @@ async def test_a_probe_that_ends_by_a_stop_string_has_succeeded(monkeypatch: pyt
     await bench.eject()
     bench.now_s += pause_of(1)
     request_id, asked = await bench.ask()
-    monkeypatch.setattr(NoText, "push", lambda _, token_ids: TextDelta("", "stop", len(token_ids)))
+    monkeypatch.setattr(NoText, "push", lambda _, token_ids: TextDelta("", "stop", len(token_ids), []))
     bench.d.say(request_id, 1, tokens=tokens(is_last=is_last))
     await asked.task
     assert asked.received[-1].finish_reason == inference_pb.FINISH_REASON_STOP
@@ -355,7 +355,8 @@ class OneWorker:
         )
         self.restart("1")
 
-    def _open_channel(self, _: str) -> Channel:
+    def _open_channel(self, _: str, tls: object) -> Channel:
+        del tls
         self.channels.append(Channel())
         return self.channels[-1]
 
