@@ -1,106 +1,21 @@
-# ruff: noqa: N802 - gRPC's method names
 """The gateway over real connections on both sides. The router's answers are scripted, so that they can be any."""
 
 from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator
 from typing import Any
 
 import httpx2 as httpx
 import pytest
+from gateway_harness import TIMEOUT_S, Script, events_of, gateway, tokens
 
 from gateway.args import GatewayArgs
 from gateway.errors import KINDS
 from gateway.process import run_gateway
 from protos import tandem_inference_pb2 as pb
-from protos import tandem_inference_pb2_grpc
 from rpc.errors import STATUS_CODES, Draining, InternalError, InvalidRequest, Overloaded, TandemError
-from rpc.server import Server
-
-TIMEOUT_S = 10.0
-Script = Callable[[pb.GenerateRequest], AsyncIterator[pb.GenerateResponse]]
-
-
-def tokens(offset: int, *token_ids: int, text: str = "") -> pb.GenerateResponse:
-    return pb.GenerateResponse(request_id="r", offset=offset, token_ids=token_ids, text=text)
-
-
-def last(offset: int, num_prompt: int = 3) -> pb.GenerateResponse:
-    return pb.GenerateResponse(
-        request_id="r",
-        offset=offset,
-        finish_reason=pb.FINISH_REASON_STOP,
-        usage=pb.Usage(prompt_tokens=num_prompt, cached_tokens=1, completion_tokens=offset),
-        timings=pb.Timings(total_ms=5, decode_worker="d"),
-    )
-
-
-class Router(tandem_inference_pb2_grpc.InferenceServicer):  # type: ignore[misc]
-    def __init__(self) -> None:
-        self.requests: list[pb.GenerateRequest] = []
-        self.deadlines_s: list[float | None] = []
-        self.num_open = 0
-        self.all_closed = asyncio.Event()
-        self.script: Script = self.echo
-        self.stop = asyncio.Event()
-        """Of the gateway."""
-
-    async def Generate(self, request: pb.GenerateRequest, context: Any) -> AsyncIterator[pb.GenerateResponse]:
-        self.requests.append(request)
-        self.deadlines_s.append(context.time_remaining())
-        self.num_open += 1
-        try:
-            async for response in self.script(request):
-                yield response
-        finally:
-            self.num_open -= 1
-            if not self.num_open:
-                self.all_closed.set()
-
-    async def GetModelInfo(self, request: Any, context: Any) -> pb.GetModelInfoResponse:
-        return pb.GetModelInfoResponse(model="the-model", max_model_len=64)
-
-    async def echo(self, request: pb.GenerateRequest) -> AsyncIterator[pb.GenerateResponse]:
-        """The prompt, a word at a time, the tokens being numbers."""
-        words = request.text.split() or [str(token_id) for token_id in request.token_ids.ids] or ["hello", "you"]
-        for offset, word in enumerate(words):
-            yield tokens(offset, offset, text=word + " ")
-        yield last(len(words), num_prompt=len(words))
-
-    async def endless(self, request: pb.GenerateRequest) -> AsyncIterator[pb.GenerateResponse]:
-        """One token, and then none until it is cancelled; for the prompt "wait" not even one."""
-        if request.text != "wait":
-            yield tokens(0, 1, text="once")
-        await asyncio.Event().wait()
-
-
-@asynccontextmanager
-async def gateway(**args: Any) -> AsyncIterator[tuple[Router, httpx.AsyncClient]]:
-    router, server = Router(), Server("127.0.0.1:0")
-    stop = router.stop
-    server.add(tandem_inference_pb2_grpc.add_InferenceServicer_to_server, router, "tandem.v1.Inference")
-    address = await server.start()
-    server.set_serving("tandem.v1.Inference", True)
-    announced: asyncio.Future[str] = asyncio.get_running_loop().create_future()
-    running = asyncio.create_task(
-        run_gateway(GatewayArgs(router=address, listen="127.0.0.1:0", **args), stop, announce=announced.set_result)
-    )
-    async with asyncio.timeout(3 * TIMEOUT_S):
-        async with httpx.AsyncClient(base_url=f"http://{await announced}", timeout=TIMEOUT_S, trust_env=False) as http:
-            yield router, http
-        stop.set()
-        assert await running == 0
-        await server.drain(0)
-
-
-def events_of(body: str) -> list[Any]:
-    """Of a stream, the last being "[DONE]" where it is complete."""
-    datas = [line.removeprefix("data: ") for line in body.split("\n\n") if line]
-    return [data if data == "[DONE]" else json.loads(data) for data in datas]
-
 
 # -- answers ------------------------------------------------------------------------------------------------------
 
@@ -249,84 +164,6 @@ async def test_numbers_may_be_whole_ones_and_biases_have_names() -> None:
         body = {"prompt": "a", "temperature": 1, "logit_bias": {"7": 2}, "stop": ["x"], "prompt_cache_key": "k"}
         assert (await http.post("/v1/completions", json=body)).status_code == 200
     assert router.requests[0].sampling_params.logit_bias == {7: 2.0}
-
-
-def told(offset: int, *entries: tuple[bytes, float], text: str = "") -> pb.GenerateResponse:
-    """A token for each text and number, and beside each the one alternative "x"."""
-    message = tokens(offset, *range(offset, offset + len(entries)), text=text)
-    for number, (token, logprob) in enumerate(entries, offset):
-        sampled = pb.Logprob(token_id=number, logprob=logprob, rank=2, token=token)
-        top = [pb.Logprob(token_id=99, logprob=-0.25, rank=1, token=b"x")]
-        message.logprobs.add(sampled=sampled, top=top, text_offset=7 * number)
-    return message
-
-
-async def tell(request: pb.GenerateRequest) -> AsyncIterator[pb.GenerateResponse]:
-    """The parts of a character come without text; a token that cannot be has no finite number."""
-    yield told(0, (b" h", -1.5))
-    yield told(1, (b"\xc3", -2.5), (b"\xa9", float("-inf")), text=" h\u00e9")
-    yield last(3)
-
-
-async def test_logprobs_of_chats() -> None:
-    body = {"messages": [{"role": "user", "content": "hi"}], "logprobs": True, "top_logprobs": 1}
-    x = {"token": "x", "logprob": -0.25, "bytes": [120]}
-    content = [
-        {"token": " h", "logprob": -1.5, "bytes": [32, 104], "top_logprobs": [x]},
-        {"token": "\ufffd", "logprob": -2.5, "bytes": [0xC3], "top_logprobs": [x]},
-        {"token": "\ufffd", "logprob": -9999.0, "bytes": [0xA9], "top_logprobs": [x]},
-    ]
-    async with gateway() as (router, http):
-        router.script = tell
-        [choice] = (await http.post("/v1/chat/completions", json=body)).json()["choices"]
-        lines = (await http.post("/v1/chat/completions", json=body | {"stream": True})).text.split("\n\n")
-    assert choice["logprobs"] == {"content": content, "refusal": None}
-    assert {request.sampling_params.logprobs for request in router.requests} == {1}
-    events = [json.loads(line.removeprefix("data: ")) for line in lines if line.startswith("data: {")]
-    streamed = [event["choices"][0]["logprobs"] for event in events]
-    assert [entry for each in streamed if each for entry in each["content"]] == content
-    assert streamed[-1] is None, "the end has no token"
-
-
-async def test_logprobs_of_completions() -> None:
-    body = {"prompt": "a", "logprobs": 1}
-    expected = {
-        "tokens": [" h", "bytes:\\xc3", "bytes:\\xa9"],
-        "token_logprobs": [-1.5, -2.5, -9999.0],
-        "top_logprobs": [
-            {"x": -0.25, " h": -1.5}, {"x": -0.25, "bytes:\\xc3": -2.5}, {"x": -0.25, "bytes:\\xa9": -9999.0}
-        ],
-        "text_offset": [0, 7, 14],
-    }  # fmt: skip
-    async with gateway() as (router, http):
-        router.script = tell
-        [choice] = (await http.post("/v1/completions", json=body)).json()["choices"]
-        lines = (await http.post("/v1/completions", json=body | {"stream": True})).text.split("\n\n")
-    assert choice["logprobs"] == expected
-    events = [json.loads(line.removeprefix("data: ")) for line in lines if line.startswith("data: {")]
-    streamed = [each for event in events if (each := event["choices"][0]["logprobs"])]
-    assert {name: [item for each in streamed for item in each[name]] for name in expected} == expected
-
-
-@pytest.mark.parametrize(
-    ("asked", "travels"),
-    [({}, None), ({"logprobs": False}, None), ({"logprobs": True}, 0), ({"top_logprobs": 0}, None)],
-)
-async def test_how_a_chat_asks_for_logprobs(asked: dict[str, Any], travels: int | None) -> None:
-    async with gateway() as (router, http):
-        body = {"messages": [{"role": "user", "content": "hi"}], **asked}
-        answer = (await http.post("/v1/chat/completions", json=body)).json()
-    [request] = router.requests
-    assert (request.sampling_params.logprobs if request.sampling_params.HasField("logprobs") else None) == travels
-    assert answer["choices"][0]["logprobs"] is None, "this router has none"
-
-
-async def test_alternatives_without_logprobs_are_refused() -> None:
-    async with gateway() as (_, http):
-        body = {"messages": [{"role": "user", "content": "hi"}], "top_logprobs": 2}
-        response = await http.post("/v1/chat/completions", json=body)
-    assert (response.status_code, response.json()["error"]["param"]) == (400, "top_logprobs")
-    assert "is of no use without logprobs: true" in response.json()["error"]["message"]
 
 
 async def test_a_head_without_end_is_not_read() -> None:

@@ -383,3 +383,28 @@ def test_a_token_costs_the_same_however_long_the_answer() -> None:
         window = detokenizer._window
         assert len(window._ids) <= 2 * MAX_PENDING_TOKENS + 1, name
         assert len(detokenizer._held) <= 255, name
+
+
+def test_offsets_say_where_each_tokens_text_begins() -> None:
+    """All tokens of a character where it does; a special token nowhere else than what comes after it."""
+    text = "h\u00e9 \U0001f642\u4f60!"
+    bos = BYTE_LEVEL.encode("<bos>", add_special_tokens=False)
+    ids = [*bos, *(token for char in text for token in BYTE_LEVEL.encode(char)), *bos]
+    detokenizer = IncrementalDetokenizer(BYTE_LEVEL)
+    offsets = [offset for token_id in ids for offset in detokenizer.push([token_id]).offsets]
+    said = b"".join(BYTE_LEVEL.token_bytes(token_id) for token_id in ids[len(bos) : -len(bos)])
+    assert said.decode() == text
+    begins = [sum(len(char.encode()) for char in text[:n]) for n in range(len(text) + 1)]
+    position = 0
+    for token_id, offset in zip(ids[len(bos) : -len(bos)], offsets[len(bos) : -len(bos)], strict=True):
+        assert begins[offset] <= position < begins[offset + 1]
+        position += len(BYTE_LEVEL.token_bytes(token_id))
+    assert offsets[: len(bos)] == [0] * len(bos)
+    assert offsets[-len(bos) :] == [len(text)] * len(bos)
+
+
+def test_offsets_of_a_stop_string_held_back() -> None:
+    ids = [token for char in "abXYc" for token in BYTE_LEVEL.encode(char)]
+    detokenizer = IncrementalDetokenizer(BYTE_LEVEL, stop=["XYZ"])
+    assert detokenizer.push(ids).offsets == [0, 1, 2, 3, 4]
+    assert IncrementalDetokenizer(BYTE_LEVEL, stop=["XY"]).push(ids).offsets == [0, 1, 2, 3]

@@ -1,0 +1,99 @@
+# ruff: noqa: N802 - gRPC's method names
+"""A gateway over real connections on both sides, before a router whose answers are scripted: they can be any."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from typing import Any
+
+import httpx2 as httpx
+
+from gateway.args import GatewayArgs
+from gateway.process import run_gateway
+from protos import tandem_inference_pb2 as pb
+from protos import tandem_inference_pb2_grpc
+from rpc.server import Server
+
+TIMEOUT_S = 10.0
+Script = Callable[[pb.GenerateRequest], AsyncIterator[pb.GenerateResponse]]
+
+
+def tokens(offset: int, *token_ids: int, text: str = "") -> pb.GenerateResponse:
+    return pb.GenerateResponse(request_id="r", offset=offset, token_ids=token_ids, text=text)
+
+
+def last(offset: int, num_prompt: int = 3) -> pb.GenerateResponse:
+    return pb.GenerateResponse(
+        request_id="r",
+        offset=offset,
+        finish_reason=pb.FINISH_REASON_STOP,
+        usage=pb.Usage(prompt_tokens=num_prompt, cached_tokens=1, completion_tokens=offset),
+        timings=pb.Timings(total_ms=5, decode_worker="d"),
+    )
+
+
+class Router(tandem_inference_pb2_grpc.InferenceServicer):  # type: ignore[misc]
+    def __init__(self) -> None:
+        self.requests: list[pb.GenerateRequest] = []
+        self.deadlines_s: list[float | None] = []
+        self.num_open = 0
+        self.all_closed = asyncio.Event()
+        self.script: Script = self.echo
+        self.stop = asyncio.Event()
+        """Of the gateway."""
+
+    async def Generate(self, request: pb.GenerateRequest, context: Any) -> AsyncIterator[pb.GenerateResponse]:
+        self.requests.append(request)
+        self.deadlines_s.append(context.time_remaining())
+        self.num_open += 1
+        try:
+            async for response in self.script(request):
+                yield response
+        finally:
+            self.num_open -= 1
+            if not self.num_open:
+                self.all_closed.set()
+
+    async def GetModelInfo(self, request: Any, context: Any) -> pb.GetModelInfoResponse:
+        return pb.GetModelInfoResponse(model="the-model", max_model_len=64)
+
+    async def echo(self, request: pb.GenerateRequest) -> AsyncIterator[pb.GenerateResponse]:
+        """The prompt, a word at a time, the tokens being numbers."""
+        words = request.text.split() or [str(token_id) for token_id in request.token_ids.ids] or ["hello", "you"]
+        for offset, word in enumerate(words):
+            yield tokens(offset, offset, text=word + " ")
+        yield last(len(words), num_prompt=len(words))
+
+    async def endless(self, request: pb.GenerateRequest) -> AsyncIterator[pb.GenerateResponse]:
+        """One token, and then none until it is cancelled; for the prompt "wait" not even one."""
+        if request.text != "wait":
+            yield tokens(0, 1, text="once")
+        await asyncio.Event().wait()
+
+
+@asynccontextmanager
+async def gateway(**args: Any) -> AsyncIterator[tuple[Router, httpx.AsyncClient]]:
+    router, server = Router(), Server("127.0.0.1:0")
+    stop = router.stop
+    server.add(tandem_inference_pb2_grpc.add_InferenceServicer_to_server, router, "tandem.v1.Inference")
+    address = await server.start()
+    server.set_serving("tandem.v1.Inference", True)
+    announced: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+    running = asyncio.create_task(
+        run_gateway(GatewayArgs(router=address, listen="127.0.0.1:0", **args), stop, announce=announced.set_result)
+    )
+    async with asyncio.timeout(3 * TIMEOUT_S):
+        async with httpx.AsyncClient(base_url=f"http://{await announced}", timeout=TIMEOUT_S, trust_env=False) as http:
+            yield router, http
+        stop.set()
+        assert await running == 0
+        await server.drain(0)
+
+
+def events_of(body: str) -> list[Any]:
+    """Of a stream, the last being "[DONE]" where it is complete."""
+    datas = [line.removeprefix("data: ") for line in body.split("\n\n") if line]
+    return [data if data == "[DONE]" else json.loads(data) for data in datas]
