@@ -32,6 +32,8 @@ WIDE = CONFIG | {"hidden_size": 64}
 """As products in 8 bits want it."""
 EXPERTS = V3 | {"hidden_size": 64, "intermediate_size": 64, "moe_intermediate_size": 64, "vocab_size": 60}
 
+SMALL: dict[str, Any] = {"attention_backend": "triton", "max_num_batched_tokens": 64}
+"""Or prompts of 2,048 tokens would be interpreted to warm up."""
 IN_TURN = {"enforce_eager": True, "async_scheduling": False}
 
 pytestmark = pytest.mark.skipif(DEVICE == "cuda", reason="there is a GPU")
@@ -59,7 +61,7 @@ def test_recorded_steps_a_step_ahead(
 ) -> None:
     """The answers of plain torch; or, where numbers are rounded so that near ties fall otherwise, those of the same
     kernels launched one by one, one step after the other."""
-    settings = {"attention_backend": "triton", "max_num_seqs": 4} | settings
+    settings = SMALL | {"max_num_seqs": 4} | settings
     engine = make_engine(tmp_path, config, **settings)
     assert engine.config.device.uses_graphs
     plain = make_engine(tmp_path, config, **settings | other)
@@ -69,7 +71,7 @@ def test_recorded_steps_a_step_ahead(
 
 @pytest.mark.parametrize("kv_cache_dtype", ["auto", "fp8"])  # in 8 bits, blocks too small for the kernel of digests
 def test_one_prefills_and_another_decodes(gpu: PretendGpu, tmp_path: Path, kv_cache_dtype: str) -> None:
-    settings = {"attention_backend": "triton", "max_num_seqs": 2, "max_model_len": 64, "kv_cache_dtype": kv_cache_dtype}
+    settings = SMALL | {"max_num_seqs": 2, "max_model_len": 64, "kv_cache_dtype": kv_cache_dtype}
     one, prefill, decode = (make_engine(tmp_path, CONFIG, **settings) for _ in range(3))
     prompt = prompt_of(16)
     assert handed_over(prefill, decode, prompt, GREEDY) == alone(one, prompt, GREEDY)
@@ -110,5 +112,5 @@ def test_every_launch_can_be_compiled(tmp_path: Path) -> None:
     assert {kernel for program in found.values() for part in program.values() for kernel in part} == {
         "_split_kernel", "reduce_kernel", "_prefill_kernel", "_rotate_kernel", "_norm_kernel", "_silu_kernel",
         "_digest_kernel", "_int8_kernel", "_quantize_kernel", "_latent_decode_kernel", "_latent_prefill_kernel",
-        "_latent_project_kernel", "_bounds_kernel", "_race_kernel",
+        "_latent_project_kernel", "_bounds_kernel", "_race_kernel", "_one_row_kernel",
     }  # fmt: skip
