@@ -106,6 +106,9 @@ class AsyncLLMEngine:
         self = cls(make_engine, on_step=on_step, on_failure=on_failure, before_report=before_report)
         try:
             await self._is_made
+        except asyncio.CancelledError:
+            self._commands.put(None)  # the thread ends when the engine is made: nobody waits for that here
+            raise
         except BaseException:
             self._thread.join()  # it has nothing left to do
             raise

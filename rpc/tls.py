@@ -142,12 +142,13 @@ def _check_certificate(cert_path: str, key_path: str, cert: bytes) -> None:
 
     try:
         ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(cert_path, key_path, password=refuse)
-        begin = cert.index(b"-----BEGIN CERTIFICATE-----")
-        first = cert[begin : cert.index(b"-----END CERTIFICATE-----") + 25].decode("ascii")
-        der = ssl.PEM_cert_to_DER_cert(first).hex()
     except ssl.SSLError as error:
         why = f"ssl_certfile {cert_path} and ssl_keyfile {key_path} are not a certificate and its key, both as PEM"
         raise ValueError(f"{why} ({error.reason or error})") from error
+    begin, end = cert.find(b"-----BEGIN CERTIFICATE-----"), cert.find(b"-----END CERTIFICATE-----")
+    if not 0 <= begin < end:  # OpenSSL takes other headings, too
+        raise ValueError(f"ssl_certfile: {cert_path} must begin with BEGIN CERTIFICATE: gRPC takes no other heading")
+    der = ssl.PEM_cert_to_DER_cert(cert[begin : end + 25].decode("ascii")).hex()
     if not any(kind in der for kind in _KEY_KINDS):
         raise ValueError(f"ssl_keyfile: {key_path} must be an RSA, P-256 or P-384 key: gRPC takes no other")
 

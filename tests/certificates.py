@@ -43,7 +43,7 @@ class Signer:
         self._folder.mkdir(exist_ok=True)
         self.cert, self._key = folder / "ca.pem", folder / "ca.key"
         usage = ["-addext", "keyUsage=critical,keyCertSign,cRLSign"]
-        _openssl(
+        openssl(
             "req", "-x509", *NEW_KEY, "-days", "2", "-subj", "/CN=ca", "-keyout", self._key, "-out", self.cert, *usage
         )
 
@@ -54,17 +54,17 @@ class Signer:
         made = Certificate(self.cert, self._folder / f"{name}.pem", self._folder / f"{name}.key")
         request, names = self._folder / f"{name}.csr", self._folder / f"{name}.txt"
         names.write_text(f"subjectAltName=DNS:localhost,{address}")
-        _openssl("req", *(key or NEW_KEY), "-subj", f"/CN={name}", "-keyout", made.key, "-out", request)
+        openssl("req", *(key or NEW_KEY), "-subj", f"/CN={name}", "-keyout", made.key, "-out", request)
         signing = ["-CA", self.cert, "-CAkey", self._key, "-CAcreateserial", "-days", str(days), "-extfile", names]
-        _openssl("x509", "-req", "-in", request, *signing, "-out", made.cert)
+        openssl("x509", "-req", "-in", request, *signing, "-out", made.cert)
         return made
 
 
 NEW_KEY = ("-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256", "-nodes")
 
 
-def _openssl(*arguments: str | Path) -> None:
-    openssl = shutil.which("openssl")
-    if openssl is None:
+def openssl(*arguments: str | Path) -> None:
+    program = shutil.which("openssl")
+    if program is None:
         pytest.skip("no openssl to make a certificate with")
-    subprocess.run([openssl, *arguments], check=True, capture_output=True)
+    subprocess.run([program, *arguments], check=True, capture_output=True)

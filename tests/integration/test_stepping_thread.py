@@ -72,6 +72,29 @@ async def test_why_there_is_no_engine_is_raised() -> None:
     assert not news
 
 
+async def test_who_gives_up_while_it_is_made_is_not_held_up(tmp_path: Path) -> None:
+    may_go_on, began = threading.Event(), asyncio.Event()
+    loop = asyncio.get_running_loop()
+
+    def make() -> LLMEngine:
+        loop.call_soon_threadsafe(began.set)
+        assert may_go_on.wait(20)
+        return make_engine(tmp_path)
+
+    starting = asyncio.create_task(
+        AsyncLLMEngine.start(make, on_step=lambda _: None, on_failure=lambda error: pytest.fail(str(error)))
+    )
+    await asyncio.wait_for(began.wait(), 20)
+    [thread] = [thread for thread in threading.enumerate() if thread.name == "engine"]
+    starting.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await asyncio.wait_for(starting, 5)
+    assert thread.is_alive()
+    may_go_on.set()
+    await asyncio.to_thread(thread.join, 20)
+    assert not thread.is_alive()
+
+
 async def test_an_ended_thread_refuses_calls(tmp_path: Path) -> None:
     engine = await AsyncLLMEngine.start(
         lambda: make_engine(tmp_path), on_step=lambda _: None, on_failure=lambda error: pytest.fail(str(error))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from certificates import NEW_KEY, Signer
+from certificates import NEW_KEY, Signer, openssl
 
 from gateway.args import GatewayArgs
 from router.args import RouterArgs
@@ -86,3 +86,10 @@ def test_a_byte_order_mark_is_no_part_of_a_file(ours: dict[str, str], tmp_path: 
     marked = tmp_path / "marked.pem"
     marked.write_bytes(b"\xef\xbb\xbf" + Path(ours["ssl_ca_certs"]).read_bytes())
     assert ClientTLS.of_files(ca=marked) == ClientTLS.of_files(ca=ours["ssl_ca_certs"])
+
+
+def test_a_heading_that_openssl_alone_takes(ours: dict[str, str], tmp_path: Path) -> None:
+    trusted = tmp_path / "trusted.pem"
+    openssl("x509", "-in", ours["ssl_certfile"], "-trustout", "-out", trusted)
+    with pytest.raises(ValueError, match=r"ssl_certfile: .*trusted.pem must begin with BEGIN CERTIFICATE"):
+        SslArgs(**{**ours, "ssl_certfile": str(trusted)})
