@@ -112,6 +112,11 @@ class Forecast:
 
     # -- what is to be expected ---------------------------------------------------------------------------------
 
+    @property
+    def seconds_per_answer_token(self) -> float:
+        """Of an answer, among those that there are."""
+        return self._seconds_per_answer_token.value
+
     def answer_s(self, min_tokens: int, max_tokens: int) -> float:
         """From an answer's first token to its last. It is as long as answers are, within its bounds."""
         num_tokens = min(max(min_tokens, self._tokens_per_answer.value), max_tokens)

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 
 from protos import tandem_inference_pb2 as inference_pb
 from protos import tandem_worker_pb2 as pb
+from router.account import Account
 from router.detokenizer import IncrementalDetokenizer
 from router.forecast import Forecast
 from router.metrics import RouterMetrics
@@ -43,7 +44,7 @@ from router.request_state import (
     WorkerSaid,
 )
 from router.retry_budget import RetryBudget
-from router.timings import Stamps, timings_of
+from router.timings import timings_of
 from router.worker_handle import TakenRoom
 from router.worker_pool import WorkerPool
 from rpc.errors import DeadlinePassed, NoWorker, Overloaded
@@ -115,9 +116,8 @@ class Lifecycle:
         self._num_answer_tokens = 0
         self._num_failures = 0
         """That have been counted."""
-        self._emitted_s: float | None = None
         self._deadline_s = deadline_s
-        self.stamps = Stamps(arrived_s)
+        self._account = Account(cluster.forecast, cluster.pool.costs, cluster.metrics, arrived_s)
 
     def stop(self, stopped: Stopped) -> None:
         """End the request from outside: Abort."""
@@ -181,12 +181,13 @@ class Lifecycle:
                 case EnterQueue():
                     self._enter_queue(action)
                 case SendReserve(worker):
+                    self._account.room_asked()
                     self._ask(worker, pb.DecodeCommand(reserve=self._engine_request()))
                 case SendGenerate(worker):
-                    self.stamps.sent_s = self.stamps.sent_s or time.monotonic()
+                    self._account.prompt_sent()
                     self._ask(worker, pb.DecodeCommand(generate=self._engine_request()))
                 case SendPrefill(worker, grant):
-                    self.stamps.sent_s = self.stamps.sent_s or time.monotonic()
+                    self._account.prompt_sent()
                     prefill = pb.PrefillRequest(request=self._engine_request(), grant=grant)
                     self._send(worker, pb.PrefillCommand(prefill=prefill))
                 case SendCancel() | NoteSuccess() | NoteFault():
@@ -290,38 +291,26 @@ class Lifecycle:
         return event
 
     def _note(self, said: WorkerSaid) -> None:
-        """Stamps and accounts: nothing here decides what happens to the request."""
+        """What workers' room and the account have to know: nothing here decides what happens to the request."""
         plan, room = self._state.plan, self._room
         if plan is None or room is None or said.event.attempt != self._state.attempt:
             return  # of an attempt that is over
-        now_s = time.monotonic()
         match said.event.WhichOneof("event"):
             case "granted":
                 room.settle_decode()
                 self._cluster.queue.dispatch()
-            case "busy":
-                self.stamps.sent_s = None  # nobody has begun: the request waits on
-                if (handle := self._cluster.pool.get(said.worker)) is not None:
-                    handle.note_busy(self._num_frees_when_asked)
-            case "tokens" if said.worker == (plan.prefill or plan.decode):
-                if not room.is_settled:
-                    room.settle()
-                    self._cluster.queue.dispatch()
-                if self.stamps.first_token_s is None:
-                    assert self.stamps.sent_s is not None
-                    self._cluster.forecast.computed(room.num_tokens_to_compute, now_s - self.stamps.sent_s)
-                    self._cluster.forecast.answering(now_s)
-                    self.stamps.placed_s = min(now_s, self.stamps.sent_s + said.event.tokens.waited_ms / 1000)
-                    self.stamps.first_token_s = now_s
-            case "handed_over":
-                self.stamps.handed_over_s = self.stamps.handed_over_s or now_s
+            case "busy" if (handle := self._cluster.pool.get(said.worker)) is not None:
+                handle.note_busy(self._num_frees_when_asked)
+            case "tokens" if said.worker == (plan.prefill or plan.decode) and not room.is_settled:
+                room.settle()
+                self._cluster.queue.dispatch()
+        self._account.note(said, plan, room)
 
     def _leave(self) -> None:
         """The request is over: nobody waits, counts or listens for it any more."""
-        forecast, stamps = self._cluster.forecast, self.stamps
+        forecast = self._cluster.forecast
         forecast.num_running -= 1
-        if stamps.first_token_s is not None:
-            forecast.ended(self._num_answer_tokens, time.monotonic(), is_complete=stamps.ended_s is not None)
+        self._account.left(self._num_answer_tokens)
         if self._waiting is not None:
             self._waiting.cancel()
         if not len(self._cluster.queue):
@@ -339,7 +328,7 @@ class Lifecycle:
 
     def _emit(self, emit: Emit) -> tuple[inference_pb.GenerateResponse, bool]:
         """The message for new tokens, and whether a stop string ended the answer within them."""
-        self._note_emitted(len(emit.token_ids))
+        self._account.emitted(len(emit.token_ids))
         delta = self._detokenizer.push(emit.token_ids)
         token_ids = emit.token_ids[: delta.num_tokens]
         self._num_answer_tokens = emit.offset + len(token_ids)
@@ -356,16 +345,8 @@ class Lifecycle:
                 each.token = self._detokenizer.token_bytes(each.token_id)
         return response, delta.is_stopped
 
-    def _note_emitted(self, num_tokens: int) -> None:
-        now_s, before_s = time.monotonic(), self._emitted_s
-        self._emitted_s = now_s
-        self._cluster.forecast.emitted(num_tokens, now_s)
-        if before_s is None:
-            self._cluster.metrics.first_token(now_s - self.stamps.arrived_s)
-        self._cluster.metrics.tokens(num_tokens, None if before_s is None else now_s - before_s)
-
     def _last_response(self, finish_reason: inference_pb.FinishReason) -> inference_pb.GenerateResponse:
-        self.stamps.ended_s = time.monotonic()
+        self._account.stamps.ended_s = time.monotonic()
         return inference_pb.GenerateResponse(
             request_id=self.request_id,
             offset=self._num_answer_tokens,
@@ -377,7 +358,7 @@ class Lifecycle:
                 completion_tokens=self._num_answer_tokens,
             ),
             timings=timings_of(
-                self.stamps,
+                self._account.stamps,
                 num_tokens=self._num_answer_tokens,
                 num_attempts=self._state.num_failures + 1,
                 plan=self._last_plan,

@@ -1,17 +1,19 @@
 """Which workers serve a request, and in which mode. Pure: numbers in, a plan out.
 
 The decode worker is the one with room whose cost in blocks is least: what it would have to receive, plus what it
-already works on. The prefill worker is the one that would have the first token soonest: tokens in its queue plus
-tokens of this prompt that its prefix cache lacks. So the longest cached prefix wins unless its owner is busier by more
-tokens than the prefix saves.
+already works on. The prefill worker is the one that would have the first token soonest, after what is in its queue and
+what of this prompt its prefix cache lacks. So the longest cached prefix wins unless its owner is busier by more than
+the prefix saves.
 
-The decode worker prefills the prompt itself where that is better for all, in tokens to be prefilled:
+The decode worker prefills the prompt itself where that costs less, in seconds as they were learned (`costs`):
 
-- It lacks at most `local_max_uncached_tokens` of them: moving the rest would cost more than computing it.
-- Or every prefill worker is so busy that waiting for one takes longer than what the prompt would cost here: its own
-  wait, and a share of its own time for each request that decodes here and is slowed down meanwhile (`STALL_WEIGHT`). An
-  idle decode worker so takes part in a burst of prompts, a busy one is left alone.
-- Or there is no prefill worker that it can be paired with.
+    there   the prefill worker's queue, the prompt, and the handover: room asked for, KV that moves
+    here    this worker's queue, the prompt, and a share of its time for each request that decodes here and is slowed
+            down meanwhile (`STALL_WEIGHT`), one more than now: others come
+
+So short prompts stay where they decode, long ones beside streams do not; an idle decode worker takes part in a burst of
+prompts, a busy one is left alone; a slow one is left alone sooner. Without a prefill worker that it can be paired with,
+and where it lacks at most `local_max_uncached_tokens`, the decode worker does it in any case.
 """
 
 from __future__ import annotations
@@ -19,6 +21,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+from router.costs import Costs
 from router.request_state import Plan, WorkerKey
 
 STALL_WEIGHT = 0.1
@@ -31,6 +34,13 @@ class PolicyConfig:
     local_max_uncached_tokens: int = field(
         default=16,
         metadata={"help": "Prompts of which the decode worker lacks at most this many tokens are prefilled there."},
+    )
+    learn_costs: bool = field(
+        default=True,
+        metadata={
+            "help": "Compare workers in seconds, as learned from earlier requests; else in tokens, as if all were "
+            "equally fast and KV moved in no time."
+        },
     )
     max_prefill_backlog_tokens: int = field(
         default=32768,
@@ -75,7 +85,9 @@ class DecodeCandidate:
 
 def choose_plan(
     config: PolicyConfig,
+    learned: Costs,
     *,
+    now_s: float,
     num_tokens: int,
     prefill: Sequence[PrefillCandidate],
     decode: Sequence[DecodeCandidate],
@@ -87,6 +99,7 @@ def choose_plan(
     Those in `avoid` decode only where nobody else can, and do not prefill: the decode worker can do without.
     `are_apart`: whether transfers between the two workers of a plan fail, so that they are not to be paired.
     """
+    costs = learned if config.learn_costs else Costs()
     with_room = [d for d in decode if not d.is_full and d.num_available_blocks >= d.num_blocks(num_tokens)]
     if not with_room:
         return None
@@ -103,12 +116,14 @@ def choose_plan(
     if num_uncached_tokens <= config.local_max_uncached_tokens or not compatible:
         return Plan(best.key, None)
 
-    def wait_of(p: PrefillCandidate) -> int:
-        return p.num_queued_tokens + num_tokens - p.num_cached_tokens
+    def there_s(p: PrefillCandidate) -> float:
+        return costs.prompt_s(p.key, p.num_queued_tokens + num_tokens - p.num_cached_tokens, now_s)
 
     free = [p for p in compatible if p.num_queued_tokens <= config.max_prefill_backlog_tokens]
-    soonest = min(free or compatible, key=wait_of)
-    if wait_of(soonest) > best.num_queued_tokens + (1 + STALL_WEIGHT * best.num_running) * num_uncached_tokens:
+    soonest = min(free or compatible, key=there_s)
+    stall_s = STALL_WEIGHT * (best.num_running + 1) * costs.prompt_s(best.key, num_uncached_tokens, now_s)
+    here_s = costs.prompt_s(best.key, best.num_queued_tokens + num_uncached_tokens, now_s) + stall_s
+    if there_s(soonest) + costs.handover_s(num_uncached_tokens, now_s) > here_s:
         return Plan(best.key, None)
     if not free:
         return None

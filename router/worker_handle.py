@@ -97,18 +97,29 @@ class TakenRoom:
     """
 
     def __init__(
-        self, decode: WorkerHandle, prefill: WorkerHandle | None, num_tokens: int, trials: Sequence[Trial] = ()
+        self,
+        decode: WorkerHandle,
+        prefill: WorkerHandle | None,
+        num_tokens: int,
+        *,
+        num_cached_tokens: int = 0,
+        num_blocks_held: int = 0,
+        trials: Sequence[Trial] = (),
     ) -> None:
-        """`num_tokens`: to be prefilled."""
+        """`num_tokens`: of the prompt, of which whoever computes it has `num_cached_tokens` already. `num_blocks_held`:
+        of the prompt's, that the decode worker has."""
         self.plan = Plan(decode.key, prefill.key if prefill else None)
         self.trials = tuple(trials)
         self.compat_digest = decode.record.compat_digest
         self._decode: WorkerHandle | None = decode
         self._prefiller: WorkerHandle | None = prefill or decode
-        self._num_tokens = num_tokens
+        self._num_tokens = max(1, num_tokens - num_cached_tokens)
+        """To be prefilled."""
         self._num_blocks = -(-num_tokens // decode.record.model.block_size)
+        self.num_tokens_to_move = max(0, num_tokens - num_blocks_held * decode.record.model.block_size)
+        """To the decode worker, where another computes the prompt."""
         decode.num_planned_blocks += self._num_blocks
-        self._prefiller.num_prefill_tokens += num_tokens
+        self._prefiller.num_prefill_tokens += self._num_tokens
         self.num_tokens_to_compute = self._prefiller.num_queued_tokens
         """At the worker that computes the prompt, with what is before it there."""
 

@@ -29,6 +29,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable
 
 from protos import tandem_worker_pb2 as pb
+from router.costs import Costs
 from router.ejection import Ejections, Trial
 from router.policy import STALL_WEIGHT, DecodeCandidate, PolicyConfig, PrefillCandidate, choose_plan
 from router.queue import QueuedRequest
@@ -61,6 +62,8 @@ class WorkerPool:
         something. `now_s`: the clock of ejections. `tls`: how workers are called."""
         self._router_id = router_id
         self._policy = policy
+        self.costs = Costs()
+        """What plans are chosen by."""
         self._serves = serves
         self._on_change = on_change
         self._now_s = now_s
@@ -170,13 +173,15 @@ class WorkerPool:
         decode = [h for h in decode if not self._is_set_aside(h, now_s)] or decode
         plan = choose_plan(
             self._policy,
+            self.costs,
+            now_s=now_s,
             num_tokens=request.num_tokens,
             prefill=[
                 PrefillCandidate(
                     key=h.key,
                     compat_digest=h.record.compat_digest,
                     num_queued_tokens=h.num_queued_tokens,
-                    num_cached_tokens=request.num_cached_blocks.get(h.key, 0) * h.record.model.block_size,
+                    num_cached_tokens=_num_cached_tokens(request, h),
                 )
                 for h in self.usable(pb.Role.ROLE_PREFILL)
                 if h.record.model.max_model_len >= max_model_len and not self._is_set_aside(h, now_s)
@@ -205,7 +210,15 @@ class WorkerPool:
         if plan.prefill is not None:
             names += [plan.prefill.worker_id, _name_of(plan)]
         trials = [self._ejections.begin(name, now_s) for name in names]
-        return TakenRoom(self._handles[plan.decode], prefill, request.num_tokens, trials)
+        decode_handle = self._handles[plan.decode]
+        return TakenRoom(
+            decode_handle,
+            prefill,
+            request.num_tokens,
+            num_cached_tokens=_num_cached_tokens(request, prefill or decode_handle),
+            num_blocks_held=request.num_cached_blocks.get(plan.decode, 0),
+            trials=trials,
+        )
 
     def _is_set_aside(self, handle: WorkerHandle, now_s: float) -> bool:
         return self._ejections.is_set_aside(handle.record.worker_id, now_s)
@@ -296,6 +309,7 @@ class WorkerPool:
         is_idle = handle.session is None or handle.session.num_requests == 0
         if handle.is_leaving and is_idle and self._handles.get(handle.key) is handle:
             del self._handles[handle.key]
+            self.costs.forget(handle.key)
             task = asyncio.create_task(self._close_handle(handle))
             self._tasks.add(task)
             task.add_done_callback(self._tasks.discard)
@@ -304,6 +318,10 @@ class WorkerPool:
         if handle.session is not None:
             await handle.session.close()
         await handle.channel.close()
+
+
+def _num_cached_tokens(request: QueuedRequest, handle: WorkerHandle) -> int:
+    return request.num_cached_blocks.get(handle.key, 0) * handle.record.model.block_size
 
 
 def _keys_of(who: WorkerKey | Plan) -> list[WorkerKey]:

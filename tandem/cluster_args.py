@@ -16,6 +16,7 @@ from typing import Any
 
 from engine.config import EngineArgs
 from router.args import RouterArgs
+from router.policy import PolicyConfig
 from rpc.entrypoint import ServiceArgs
 from rpc.tls import SSL_FIELDS
 from tandem.supervision import ProcessSpec
@@ -37,6 +38,7 @@ class ClusterArgs:
     """What `tandem up` starts. Raises `ValueError` naming the flag."""
 
     engine: EngineArgs = field(default_factory=EngineArgs)
+    policy: PolicyConfig = field(default_factory=PolicyConfig)
     num_prefill: int = 1
     num_decode: int = 1
     is_aggregated: bool = False
@@ -136,6 +138,7 @@ def router_spec(args: ClusterArgs, folder: Path, redis_url: str) -> ProcessSpec:
             "--max-queue-tokens", str(args.max_queue_tokens),
             "--served-model-name", args.served_model_name,
             "--metrics-listen", args.metrics_listen(ROUTER),
+            *flags_of(args.policy),
             *NO_TLS,
         ]  # fmt: skip
 
@@ -182,7 +185,7 @@ def worker_spec(args: ClusterArgs, name: str, folder: Path, redis_url: str, adve
         "--namespace", args.namespace,
         "--log-level", args.log_level,
         "--transport", args.transport,
-        *engine_flags(engine),
+        *flags_of(engine),
         "--lease-ms", str(args.lease_ms),
         "--drain-grace-s", str(args.drain_grace_s),
         "--advertise", advertise,
@@ -201,11 +204,11 @@ def worker_spec(args: ClusterArgs, name: str, folder: Path, redis_url: str, adve
     return ProcessSpec(name=name, command=lambda _: command, ready_pattern=LISTENING, env=env)
 
 
-def engine_flags(engine: EngineArgs) -> list[str]:
-    """`engine` as the workers' command-line flags, all of them: the environment then changes nothing."""
+def flags_of(settings: EngineArgs | PolicyConfig) -> list[str]:
+    """`settings` as a service's command-line flags, all of them: the environment then changes nothing."""
     flags: list[str] = []
-    for entry in fields(engine):
-        name, value = entry.name.replace("_", "-"), getattr(engine, entry.name)
+    for entry in fields(settings):
+        name, value = entry.name.replace("_", "-"), getattr(settings, entry.name)
         if isinstance(value, bool):
             flags.append(f"--{name}" if value else f"--no-{name}")
         elif value != "":

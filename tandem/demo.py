@@ -20,6 +20,7 @@ from engine.cache_dir import PROGRESS
 from engine.config import EngineArgs
 from protos.tandem_inference_pb2 import Mode, Timings
 from protos.tandem_worker_pb2 import ClusterAudit
+from router.policy import PolicyConfig
 from rpc.errors import TandemError
 from tandem.answer import Answer, AnswerStream, StreamBroken
 from tandem.client import AsyncClient
@@ -64,7 +65,11 @@ class _Demo:
     def __init__(self, question: str, transport: str, is_verbose: bool) -> None:
         # Small pools: a demo should not need the memory of a service.
         self._args = ClusterArgs(
-            engine=EngineArgs(kv_cache_gib=0.25), listen="127.0.0.1:0", transport=transport, drain_grace_s=10
+            engine=EngineArgs(kv_cache_gib=0.25),
+            policy=PolicyConfig(learn_costs=False),  # its prompts are short, and their KV is to be seen moving
+            listen="127.0.0.1:0",
+            transport=transport,
+            drain_grace_s=10,
         )
         self._question = question
         self._is_verbose = is_verbose

@@ -23,6 +23,7 @@ from functools import partial
 from typing import Any
 
 from engine.config import EngineArgs
+from router.policy import PolicyConfig
 from tandem.chaos.faults import Fault, FaultKind, plan_faults
 from tandem.chaos.load import DEADLINE_S, Asked, Load
 from tandem.chaos.proxy import FaultyProxy
@@ -100,6 +101,7 @@ async def run_soak(
     """
     cluster_args = ClusterArgs(
         engine=EngineArgs(model=args.model, kv_cache_gib=0.2, max_model_len=2048),
+        policy=PolicyConfig(learn_costs=False),  # what is to be broken is KV on its way
         num_prefill=args.num_prefill,
         num_decode=args.num_decode,
         listen="127.0.0.1:0",

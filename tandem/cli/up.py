@@ -12,6 +12,7 @@ import click
 
 from engine.config import EngineArgs
 from kv_transfer import TRANSPORTS
+from router.policy import PolicyConfig
 from rpc.entrypoint import LOG_LEVELS, build, options_of
 from tandem.cli.options import examples
 from tandem.cluster import Cluster, ClusterError
@@ -63,6 +64,7 @@ def _option(flag: str, *names: str, **settings: Any) -> Callable[[Command], Comm
          help="Prompt tokens that may wait; beyond, requests are refused.")  # fmt: skip
 @_option("--lease-ms", type=int, default=ClusterArgs.lease_ms,
          help="A router that is silent for this long is taken for dead by the workers.")  # fmt: skip
+@options_of(PolicyConfig)
 @options_of(EngineArgs)
 @click.pass_context
 def up(context: click.Context, /, **options: Any) -> None:
@@ -73,14 +75,14 @@ def up(context: click.Context, /, **options: Any) -> None:
     A process that dies is started again. Ctrl-C or SIGTERM lets running streams finish and exits 0; a second Ctrl-C
     does not wait. With --num-threads 0 the workers share the cores.
     """
-    engine = build(EngineArgs, options)
+    engine, policy = build(EngineArgs, options), build(PolicyConfig, options)
     if options["is_aggregated"] and _is_given(context, "num_prefill"):
         raise click.UsageError("--aggregated starts no prefill workers: leave --prefill out, or --aggregated")
-    own = {name: value for name, value in options.items() if name not in vars(engine)}
+    own = {name: value for name, value in options.items() if name not in vars(engine) | vars(policy)}
     if own.pop("has_no_http"):
         own["http_port"] = None
     try:
-        args = ClusterArgs(engine=engine, **own)
+        args = ClusterArgs(engine=engine, policy=policy, **own)
     except ValueError as error:
         raise click.UsageError(str(error)) from error
     try:

@@ -158,7 +158,7 @@ async def start_cluster(redis: str, model: Path, stack: AsyncExitStack) -> Clust
 
     decode = await start_worker(pb.Role.ROLE_DECODE, DecodeService, advertise=proxy.address)
     prefill = await start_worker(pb.Role.ROLE_PREFILL, PrefillService)
-    front = Router(RouterArgs(**shared, model=str(model)), PolicyConfig(), load_texts(str(model), ""))
+    front = Router(RouterArgs(**shared, model=str(model)), PolicyConfig(learn_costs=False), load_texts(str(model), ""))
     await front.start()
     stack.push_async_callback(front.close)
     client = await stack.enter_async_context(AsyncClient(addresses[-1]))

@@ -23,7 +23,9 @@ from safetensors.torch import save_file
 
 from tandem.client import Client
 
-SMALL = ("--served-model-name", "small", "--max-model-len", "1024", "--kv-cache-gib", "0.05")
+SMALL = (
+    "--served-model-name", "small", "--max-model-len", "1024", "--kv-cache-gib", "0.05", "--no-learn-costs",
+)  # fmt: skip
 LONG_PROMPT = "Count from one to a thousand: one, two, three, four, five, six, seven, eight, nine, ten, eleven,"
 
 

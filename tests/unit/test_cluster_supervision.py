@@ -19,9 +19,10 @@ import pytest
 from click.testing import CliRunner
 
 from engine.config import EngineArgs
+from router.policy import PolicyConfig
 from rpc.entrypoint import build, options_of
 from tandem.cluster import connect_address
-from tandem.cluster_args import ClusterArgs, engine_flags, gateway_spec, router_spec, worker_spec
+from tandem.cluster_args import ClusterArgs, flags_of, gateway_spec, router_spec, worker_spec
 from tandem.local_redis import MAX_SOCKET_PATH_BYTES, LocalRedis
 from tandem.supervision import (
     MAX_LINE_BYTES,
@@ -345,9 +346,27 @@ def test_every_engine_setting_reaches_the_worker(monkeypatch: pytest.MonkeyPatch
 
     monkeypatch.setenv("TANDEM_DTYPE", "float16")  # the flags win
     for args in (given, default):
-        result = CliRunner().invoke(worker, engine_flags(args))
+        result = CliRunner().invoke(worker, flags_of(args))
         assert result.exit_code == 0, result.output
     assert seen == [given, default]
+
+
+def test_every_setting_of_the_policy_reaches_the_router(monkeypatch: pytest.MonkeyPatch) -> None:
+    given = PolicyConfig(local_max_uncached_tokens=1, learn_costs=False, max_prefill_backlog_tokens=2)
+    assert not [name for name in vars(given) if getattr(given, name) == getattr(PolicyConfig(), name)]
+    seen: list[PolicyConfig] = []
+
+    @click.command(context_settings={"ignore_unknown_options": True, "allow_extra_args": True})
+    @options_of(PolicyConfig)
+    def router(**options: Any) -> None:
+        seen.append(build(PolicyConfig, options))
+
+    monkeypatch.setenv("TANDEM_LEARN_COSTS", "0")  # the flags win
+    for policy in (given, PolicyConfig()):
+        command = router_spec(ClusterArgs(policy=policy), Path("model"), "redis://r").command("")
+        result = CliRunner().invoke(router, command[command.index("router") + 1 :])
+        assert result.exit_code == 0, result.output
+    assert seen == [given, PolicyConfig()]
 
 
 @pytest.mark.parametrize(

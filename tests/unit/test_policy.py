@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import pytest
 
+from router.costs import Costs
 from router.policy import DecodeCandidate, PolicyConfig, PrefillCandidate, choose_plan
 from router.request_state import Plan, WorkerKey
 
 BLOCK = 16
+NOW_S = 100.0
+HERE, THERE = Plan(WorkerKey("d", "1"), None), Plan(WorkerKey("d", "1"), WorkerKey("p", "1"))
 
 
 def key(name: str) -> WorkerKey:
@@ -37,9 +40,14 @@ def choose(
     prefills: list[PrefillCandidate],
     decodes: list[DecodeCandidate],
     avoid: tuple[str, ...] = (),
+    *,
+    costs: Costs | None = None,
+    config: PolicyConfig | None = None,
 ) -> Plan | None:
     return choose_plan(
-        PolicyConfig(),
+        config or PolicyConfig(),
+        costs or Costs(),
+        now_s=NOW_S,
         num_tokens=num_tokens,
         prefill=prefills,
         decode=decodes,
@@ -92,19 +100,64 @@ def test_behind_too_long_a_backlog_a_request_waits() -> None:
 
 
 def test_an_idle_decode_worker_takes_part_in_a_burst() -> None:
-    here, there = Plan(key("d"), None), Plan(key("d"), key("p"))
-    assert choose(800, [prefill("p")], [decode("d")]) == there
-    assert choose(800, [prefill("p", queued=1)], [decode("d")]) == here
-    assert choose(800, [prefill("p", queued=200)], [decode("d", queued=200)]) == there
-    assert choose(800, [prefill("p", queued=201)], [decode("d", queued=200)]) == here
+    """Before anything was learned, tokens decide, with 64 for each prompt: a tenth of 864 is what a request would wait
+    that may yet come to decode here."""
+    assert choose(800, [prefill("p")], [decode("d")]) == THERE
+    assert choose(800, [prefill("p", queued=86)], [decode("d")]) == THERE
+    assert choose(800, [prefill("p", queued=87)], [decode("d")]) == HERE
+    assert choose(800, [prefill("p", queued=286)], [decode("d", queued=200)]) == THERE
+    assert choose(800, [prefill("p", queued=287)], [decode("d", queued=200)]) == HERE
     # What each has cached is not computed again.
-    assert choose(800, [prefill("p", queued=100, cached=10)], [decode("d")]) == there
-    assert choose(800, [prefill("p")], [decode("d", cached=20)]) == here
+    assert choose(800, [prefill("p", queued=246, cached=10)], [decode("d")]) == THERE
+    assert choose(800, [prefill("p", queued=247, cached=10)], [decode("d")]) == HERE
+    assert choose(800, [prefill("p")], [decode("d", cached=20)]) == HERE
 
 
 def test_a_busy_decode_worker_is_left_alone() -> None:
-    assert choose(800, [prefill("p", queued=2 * 800)], [decode("d", running=20)]) == Plan(key("d"), key("p"))
-    assert choose(800, [prefill("p", queued=2 * 800 + 1)], [decode("d", running=20)]) == Plan(key("d"), None)
+    assert choose(800, [prefill("p", queued=2 * 864)], [decode("d", running=19)]) == THERE
+    assert choose(800, [prefill("p", queued=2 * 864 + 1)], [decode("d", running=19)]) == HERE
+
+
+def learned(*, p_s: float = 1.0, d_s: float = 1.0, handover_s: float = 0.0) -> Costs:
+    """Of prompts of 1,000 and 2,000 tokens: so long for 1,000 at `p` and `d`, with nothing else, and to move them."""
+    costs = Costs()
+    for num_tokens in (1000, 2000) * 10:
+        for name, seconds in (("p", p_s), ("d", d_s)):
+            costs.computed(key(name), num_tokens, seconds * num_tokens / 1000, NOW_S)
+        costs.handed_over(num_tokens, handover_s, NOW_S)
+    return costs
+
+
+def test_short_prompts_stay_where_moving_them_takes_longer_than_they_slow_down_others() -> None:
+    """0.1 s to move a prompt; a millisecond a token, a tenth of which counts for each request beside it, and one more:
+    even at 0.1 s = 0.1 x (running + 1) x tokens / 1000."""
+    costs = learned(handover_s=0.1)
+    assert choose(800, [prefill("p")], [decode("d")], costs=costs) == HERE
+    assert choose(1200, [prefill("p")], [decode("d")], costs=costs) == THERE
+    assert choose(200, [prefill("p")], [decode("d", running=3)], costs=costs) == HERE
+    assert choose(300, [prefill("p")], [decode("d", running=3)], costs=costs) == THERE
+    # Only what must be moved, or computed, counts.
+    assert choose(1200, [prefill("p", cached=40)], [decode("d", cached=40)], costs=costs) == HERE
+
+
+def test_what_was_learned_may_be_left_aside() -> None:
+    by_tokens = PolicyConfig(learn_costs=False)
+    assert choose(800, [prefill("p")], [decode("d")], costs=learned(handover_s=0.1), config=by_tokens) == THERE
+    assert choose(800, [prefill("p", queued=87)], [decode("d")], costs=learned(p_s=0.1), config=by_tokens) == HERE
+
+
+def test_a_slow_decode_worker_gets_no_prompts_until_the_wait_elsewhere_is_longer() -> None:
+    costs = learned(p_s=0.1, d_s=1.0)
+    assert choose(800, [prefill("p", queued=7000)], [decode("d")], costs=costs) == THERE
+    assert choose(800, [prefill("p", queued=9000)], [decode("d")], costs=costs) == HERE
+
+
+def test_the_faster_prefill_worker_is_asked_though_more_waits_there() -> None:
+    costs = learned(p_s=0.1)
+    for num_tokens in (1000, 2000) * 10:
+        costs.computed(key("slow"), num_tokens, num_tokens / 1000, NOW_S)
+    busy = decode("d", running=50)
+    assert choose(800, [prefill("slow"), prefill("p", queued=5000)], [busy], costs=costs) == THERE
 
 
 def test_whoever_has_no_such_backlog_is_asked_instead() -> None:
