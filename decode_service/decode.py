@@ -19,6 +19,7 @@ from kv_transfer import Grant, InvalidTransfer, KVReceiver
 from protos import tandem_worker_pb2 as pb
 from rpc.errors import Draining, InvalidRequest, LeaseGone, RequestExists, TandemError
 from rpc.failpoints import reach
+from worker_service.generation import generate
 from worker_service.messages import sampling_params_of
 from worker_service.sessions import RouterSession, SessionHost, Stream
 
@@ -77,17 +78,8 @@ class DecodeRole:
     # -- one request --------------------------------------------------------------------------------------------
 
     async def _generate(self, stream: Stream, request: pb.EngineRequest) -> None:
-        def add(engine: LLMEngine) -> bool:
-            return engine.add_request(
-                stream.engine_id,
-                request.prompt_token_ids,
-                sampling_params_of(request.sampling_params),
-                output_token_ids=request.output_token_ids,
-                may_wait=False,
-            )
-
         await reach("decode.generate")
-        if not await self._engine.call(add):
+        if not await generate(self._engine, stream, request):
             self._answer_busy(stream)
 
     async def _reserve(self, stream: Stream, request: pb.EngineRequest) -> None:

@@ -1,12 +1,15 @@
-"""What a prefill worker does with one request, top to bottom.
+"""What a prefill worker does with one request, top to bottom: computes its prompt for a decode worker; or, where none
+has room, answers it alone.
 
     opened ──engine computes, each layer is pushed as it is written──> first token ──to the router at once
        │                                                                   │
        │                                                   HELD ──commit acknowledged──> released, handed over
        └── cancelled or failed: HELD ──nothing reads the blocks any more──> released
 
-The blocks stay in the engine, as a sequence's or held, until no transfer can read them. They are released in one
-place, `_let_go`.
+    generate ──no room──> Busy, else prefilling and decoding here ──tokens──> finished
+
+The blocks of a prompt that moves stay in the engine, as a sequence's or held, until no transfer can read them. They are
+released in one place, `_let_go`.
 """
 
 from __future__ import annotations
@@ -22,6 +25,7 @@ from protos.tandem_inference_pb2 import KVTransferStats
 from protos.tandem_kv_transfer_pb2 import Grant
 from rpc.errors import Draining, InvalidRequest, RequestExists, error_of_code
 from rpc.failpoints import reach
+from worker_service.generation import generate
 from worker_service.messages import sampling_params_of
 from worker_service.sessions import RouterSession, SessionHost, Stream
 
@@ -48,9 +52,10 @@ class PrefillRole:
 
     def on_command(self, session: RouterSession, command: pb.PrefillCommand | pb.DecodeCommand) -> None:
         assert isinstance(command, pb.PrefillCommand)
-        request = command.prefill.request
-        if command.WhichOneof("command") != "prefill":
-            raise InvalidRequest([("command", "must be one of prefill, cancel, beat")])
+        kind = command.WhichOneof("command")
+        if kind not in ("prefill", "generate"):
+            raise InvalidRequest([("command", "must be one of prefill, generate, cancel, beat")])
+        request = command.prefill.request if kind == "prefill" else command.generate
         try:
             stream = self._host.open(session, request)
         except RequestExists as error:
@@ -59,6 +64,9 @@ class PrefillRole:
         if self._is_draining:
             stream.post_failure(Draining("this prefill worker is leaving"), can_retry=True)
             self._host.close(stream)
+            return
+        if kind == "generate":
+            self._host.spawn(self, stream, lambda: self._generate(stream, request))
             return
         task = self._host.spawn(self, stream, lambda: self._run(stream, command.prefill))
         self._tasks[stream] = task
@@ -70,6 +78,8 @@ class PrefillRole:
     def cancel(self, stream: Stream) -> None:
         if (task := self._tasks.get(stream)) is not None:
             task.cancel()
+        else:  # it decodes here
+            self._engine.post(lambda engine: engine.abort(stream.engine_id))
 
     def drop(self, session: RouterSession) -> None:
         """Its streams are cancelled already."""
@@ -81,6 +91,12 @@ class PrefillRole:
         await self._host.wait_for_tasks()
 
     # -- one request --------------------------------------------------------------------------------------------
+
+    async def _generate(self, stream: Stream, request: pb.EngineRequest) -> None:
+        await reach("prefill.generate")
+        if not await generate(self._engine, stream, request):
+            stream.post(busy=pb.Busy())
+            self._host.close(stream)
 
     async def _run(self, stream: Stream, command: pb.PrefillRequest) -> None:
         try:

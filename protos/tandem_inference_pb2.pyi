@@ -20,6 +20,7 @@ class Mode(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     MODE_UNSPECIFIED: _ClassVar[Mode]
     MODE_DISAGGREGATED: _ClassVar[Mode]
     MODE_LOCAL: _ClassVar[Mode]
+    MODE_STAY: _ClassVar[Mode]
 FINISH_REASON_UNSPECIFIED: FinishReason
 FINISH_REASON_STOP: FinishReason
 FINISH_REASON_LENGTH: FinishReason
@@ -28,6 +29,7 @@ FINISH_REASON_ERROR: FinishReason
 MODE_UNSPECIFIED: Mode
 MODE_DISAGGREGATED: Mode
 MODE_LOCAL: Mode
+MODE_STAY: Mode
 
 class GenerateRequest(_message.Message):
     __slots__ = ("request_id", "text", "token_ids", "chat", "sampling_params", "model", "stream")

@@ -19,16 +19,18 @@ ROLE_PREFILL: Role
 ROLE_DECODE: Role
 
 class PrefillCommand(_message.Message):
-    __slots__ = ("hello", "prefill", "cancel", "beat")
+    __slots__ = ("hello", "prefill", "cancel", "beat", "generate")
     HELLO_FIELD_NUMBER: _ClassVar[int]
     PREFILL_FIELD_NUMBER: _ClassVar[int]
     CANCEL_FIELD_NUMBER: _ClassVar[int]
     BEAT_FIELD_NUMBER: _ClassVar[int]
+    GENERATE_FIELD_NUMBER: _ClassVar[int]
     hello: Hello
     prefill: PrefillRequest
     cancel: Cancel
     beat: Beat
-    def __init__(self, hello: _Optional[_Union[Hello, _Mapping]] = ..., prefill: _Optional[_Union[PrefillRequest, _Mapping]] = ..., cancel: _Optional[_Union[Cancel, _Mapping]] = ..., beat: _Optional[_Union[Beat, _Mapping]] = ...) -> None: ...
+    generate: EngineRequest
+    def __init__(self, hello: _Optional[_Union[Hello, _Mapping]] = ..., prefill: _Optional[_Union[PrefillRequest, _Mapping]] = ..., cancel: _Optional[_Union[Cancel, _Mapping]] = ..., beat: _Optional[_Union[Beat, _Mapping]] = ..., generate: _Optional[_Union[EngineRequest, _Mapping]] = ...) -> None: ...
 
 class DecodeCommand(_message.Message):
     __slots__ = ("hello", "reserve", "generate", "cancel", "beat")

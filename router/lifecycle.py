@@ -11,6 +11,7 @@ import asyncio
 import time
 from collections.abc import AsyncGenerator
 from dataclasses import dataclass
+from typing import Any
 
 from protos import tandem_inference_pb2 as inference_pb
 from protos import tandem_worker_pb2 as pb
@@ -167,9 +168,11 @@ class Lifecycle:
         """Until when waiting for workers makes sense: what comes then still takes its time. None: for ever."""
         if self._deadline_s is None or self._state.token_ids:
             return None
-        params = self._sampling_params
-        answer_s = self._cluster.forecast.answer_s(_min_tokens(params), params.max_tokens)
-        return self._deadline_s - max(MIN_ANSWER_S, answer_s)
+        return self._deadline_s - max(MIN_ANSWER_S, self._answer_s())
+
+    def _answer_s(self) -> float:
+        """What the answer may take from its first token on."""
+        return self._cluster.forecast.answer_s(_min_tokens(self._sampling_params), self._sampling_params.max_tokens)
 
     # -- doing what the state decides ---------------------------------------------------------------------------
 
@@ -185,7 +188,7 @@ class Lifecycle:
                     self._ask(worker, pb.DecodeCommand(reserve=self._engine_request()))
                 case SendGenerate(worker):
                     self._account.prompt_sent()
-                    self._ask(worker, pb.DecodeCommand(generate=self._engine_request()))
+                    self._ask(worker, self._command_to(worker, generate=self._engine_request()))
                 case SendPrefill(worker, grant):
                     self._account.prompt_sent()
                     prefill = pb.PrefillRequest(request=self._engine_request(), grant=grant)
@@ -236,6 +239,8 @@ class Lifecycle:
                 avoid=action.avoid,
                 is_return=action.is_return,
                 compat_digest=self._compat_digest if self._state.token_ids else "",
+                answer_s=self._answer_s(),
+                arrived_s=self._account.stamps.arrived_s,
                 give_up_s=self._give_up_s(),
             )
         except Exception as error:  # whatever it is, it is the request's end: nobody else would hear of it
@@ -246,8 +251,14 @@ class Lifecycle:
         self._compat_digest = self._room.compat_digest
         self._events.put_nowait(Planned(self._room.plan))
 
-    def _ask(self, key: WorkerKey, command: pb.DecodeCommand) -> None:
-        """Send what a decode worker may answer with Busy."""
+    def _command_to(self, key: WorkerKey, **command: Any) -> pb.PrefillCommand | pb.DecodeCommand:
+        """In the words of the worker's role. One that is gone hears none."""
+        handle = self._cluster.pool.get(key)
+        is_prefill = handle is not None and handle.record.role == pb.Role.ROLE_PREFILL
+        return pb.PrefillCommand(**command) if is_prefill else pb.DecodeCommand(**command)
+
+    def _ask(self, key: WorkerKey, command: pb.PrefillCommand | pb.DecodeCommand) -> None:
+        """Send what a worker may answer with Busy."""
         if (handle := self._cluster.pool.get(key)) is not None:
             self._num_frees_when_asked = handle.num_frees
         self._send(key, command)
@@ -266,8 +277,7 @@ class Lifecycle:
             return
         handle.session.detach(self.request_id)
         cancel = pb.Cancel(request_id=self.request_id, attempt=attempt)
-        is_prefill = handle.record.role == pb.Role.ROLE_PREFILL
-        handle.session.send(pb.PrefillCommand(cancel=cancel) if is_prefill else pb.DecodeCommand(cancel=cancel))
+        handle.session.send(self._command_to(key, cancel=cancel))
 
     def _engine_request(self) -> pb.EngineRequest:
         return pb.EngineRequest(

@@ -10,6 +10,7 @@ dashboards need another prefix and no other thought. Observed on the event loop:
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterable
 
 from prometheus_client import CollectorRegistry, Counter, Histogram
@@ -25,7 +26,9 @@ from rpc.errors import STATUS_CODES
 
 FINISHED_REASONS = ("stop", "length", "abort")
 """Of requests that were answered."""
-MODES = ("disaggregated", "local")
+COST_TOKENS = 1024
+"""Of the prompt by which costs are shown."""
+MODES = ("disaggregated", "local", "stay")
 FAILURE_REASONS = tuple(sorted({"cancelled", "internal", *(status.name.lower() for status in STATUS_CODES.values())}))
 # fmt: off
 REQUEST_SECONDS = (
@@ -176,8 +179,27 @@ class RouterGauges(Collector):
             gauge = GaugeMetricFamily(f"tandem:{name}", help_text, labels=["model_name"])
             gauge.add_metric([self._model], value)
             yield gauge
+        yield from self._costs()
         workers = GaugeMetricFamily("tandem:workers", "Workers that take new work.", labels=["model_name", "role"])
         for role in (worker_pb.ROLE_PREFILL, worker_pb.ROLE_DECODE):
             name = worker_pb.Role.Name(role).removeprefix("ROLE_").lower()
             workers.add_metric([self._model, name], len(self._pool.usable(role)))
         yield workers
+
+    def _costs(self) -> Iterable[Metric]:
+        """What plans are chosen by."""
+        costs, now_s = self._pool.costs, time.monotonic()
+        handover = GaugeMetricFamily(
+            "tandem:expected_handover_seconds",
+            f"What moving the KV of {COST_TOKENS} tokens is expected to add to a request; 0: nobody has seen it.",
+            labels=["model_name"],
+        )
+        handover.add_metric([self._model], costs.handover_s(COST_TOKENS, now_s))
+        prompts = GaugeMetricFamily(
+            "tandem:expected_prompt_seconds",
+            f"What a prompt of {COST_TOKENS} tokens is expected to take at an idle worker.",
+            labels=["model_name", "worker"],
+        )
+        for handle in self._pool.handles:
+            prompts.add_metric([self._model, handle.record.worker_id], costs.prompt_s(handle.key, COST_TOKENS, now_s))
+        yield from (handover, prompts)

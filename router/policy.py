@@ -14,6 +14,9 @@ The decode worker prefills the prompt itself where that costs less, in seconds a
 So short prompts stay where they decode, long ones beside streams do not; an idle decode worker takes part in a burst of
 prompts, a busy one is left alone; a slow one is left alone sooner. Without a prefill worker that it can be paired with,
 and where it lacks at most `local_max_uncached_tokens`, the decode worker does it in any case.
+
+Where no decode worker has room, a request waits for it; but not for longer than it would hold up the prompts of a
+prefill worker that has nothing to do just now: then that one keeps it, and decodes, too.
 """
 
 from __future__ import annotations
@@ -27,6 +30,10 @@ from router.request_state import Plan, WorkerKey
 STALL_WEIGHT = 0.1
 """What a second of delay within a stream costs, of what it costs before the first token. It is hardly felt: a decode
 worker cuts prompts so that its streams go on, only slower (engine/pace.py)."""
+
+STAY_SHARE = 0.25
+"""A request waits for a decode worker's room for so much of the time that its answer takes, before a prefill worker
+keeps it: its steps would hold up the prompts there for about as long."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,6 +68,11 @@ class PrefillCandidate:
     num_queued_tokens: int
     num_cached_tokens: int
     """Of this prompt."""
+    num_blocks: int
+    """Of its pool."""
+    num_available_blocks: int
+    is_full: bool
+    """As of a decode worker, for what would be decoded here."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,16 +105,18 @@ def choose_plan(
     decode: Sequence[DecodeCandidate],
     avoid: frozenset[WorkerKey] = frozenset(),
     are_apart: Callable[[Plan], bool] = lambda _: False,
+    may_stay: bool = False,
 ) -> Plan | None:
     """The best plan now for a prompt of `num_tokens` tokens, or None: wait until something changes.
 
     Those in `avoid` decode only where nobody else can, and do not prefill: the decode worker can do without.
     `are_apart`: whether transfers between the two workers of a plan fail, so that they are not to be paired.
+    `may_stay`: whether it has waited long enough for a decode worker's room (`STAY_SHARE`).
     """
     costs = learned if config.learn_costs else Costs()
     with_room = [d for d in decode if not d.is_full and d.num_available_blocks >= d.num_blocks(num_tokens)]
     if not with_room:
-        return None
+        return _stay(costs, now_s, num_tokens, prefill, decode, avoid) if may_stay else None
     best = min(
         with_room,
         key=lambda d: (d.key in avoid, max(0, d.num_blocks(num_tokens) - d.num_cached_blocks) + d.num_used_blocks),
@@ -121,10 +135,43 @@ def choose_plan(
 
     free = [p for p in compatible if p.num_queued_tokens <= config.max_prefill_backlog_tokens]
     soonest = min(free or compatible, key=there_s)
-    stall_s = STALL_WEIGHT * (best.num_running + 1) * costs.prompt_s(best.key, num_uncached_tokens, now_s)
+    # What this worker takes, beside streams, is stretched by them: they are held up by what it computes, not by that.
+    alone_s = min(costs.prompt_s(key, num_uncached_tokens, now_s) for key in (best.key, soonest.key))
+    stall_s = STALL_WEIGHT * (best.num_running + 1) * alone_s
     here_s = costs.prompt_s(best.key, best.num_queued_tokens + num_uncached_tokens, now_s) + stall_s
     if there_s(soonest) + costs.handover_s(num_uncached_tokens, now_s) > here_s:
         return Plan(best.key, None)
     if not free:
         return None
     return Plan(best.key, soonest.key)
+
+
+def _stay(
+    costs: Costs,
+    now_s: float,
+    num_tokens: int,
+    prefill: Sequence[PrefillCandidate],
+    decode: Sequence[DecodeCandidate],
+    avoid: frozenset[WorkerKey],
+) -> Plan | None:
+    """The prefill worker that keeps the request, and decodes, too: one that has nothing to do just now.
+
+    Half of its pool stays free for what it is there for.
+    """
+    if not decode:
+        return None
+    num_needed = decode[0].num_blocks(num_tokens)
+    digests = {d.compat_digest for d in decode}
+    idle = [
+        p
+        for p in prefill
+        if not p.num_queued_tokens
+        and not p.is_full
+        and p.num_available_blocks - num_needed >= p.num_blocks // 2
+        and p.compat_digest in digests
+        and p.key not in avoid
+    ]
+    if not idle:
+        return None
+    soonest = min(idle, key=lambda p: costs.prompt_s(p.key, num_tokens - p.num_cached_tokens, now_s))
+    return Plan(soonest.key, None, is_stay=True)

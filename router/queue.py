@@ -12,6 +12,7 @@ enough to say so.
 from __future__ import annotations
 
 import asyncio
+import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -34,7 +35,15 @@ class QueuedRequest:
     avoid: frozenset[WorkerKey]
     compat_digest: str
     """Of the worker that its answer has begun on: another model must not go on with it. Empty: it has not begun."""
+    answer_s: float
+    """What its answer may take, from its first token on."""
+    arrived_s: float
+    """At the router: whoever finds a worker busy comes back here, and has waited before."""
     planned: asyncio.Future[TakenRoom]
+
+    @property
+    def waited_s(self) -> float:
+        return time.monotonic() - self.arrived_s
 
 
 class RequestQueue:
@@ -66,6 +75,8 @@ class RequestQueue:
         avoid: frozenset[WorkerKey],
         is_return: bool,
         compat_digest: str = "",
+        answer_s: float = 0.0,
+        arrived_s: float = 0.0,
         give_up_s: float | None = None,
     ) -> TakenRoom:
         """Wait for workers; the caller settles the room. `is_return`: at the front, it waited its turn before.
@@ -76,7 +87,7 @@ class RequestQueue:
         if not is_return:
             self._refuse_if_full(num_tokens)
         future: asyncio.Future[TakenRoom] = asyncio.get_running_loop().create_future()
-        request = QueuedRequest(num_tokens, num_cached_blocks, avoid, compat_digest, future)
+        request = QueuedRequest(num_tokens, num_cached_blocks, avoid, compat_digest, answer_s, arrived_s, future)
         if is_return:
             self._waiting.appendleft(request)
         else:

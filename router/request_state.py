@@ -73,6 +73,8 @@ class Plan:
 
     decode: WorkerKey
     prefill: WorkerKey | None
+    is_stay: bool = False
+    """`decode` is a prefill worker, which does it all: no decode worker had room."""
 
 
 # -- events ---------------------------------------------------------------------------------------------------------

@@ -49,7 +49,7 @@ def timings_of(
         timings.time_per_output_token_ms = 1e3 * (stamps.ended_s - first_token_s) / (num_tokens - 1)
     if plan is not None:
         timings.decode_worker = plan.decode.worker_id
-        timings.mode = inference_pb.MODE_LOCAL
+        timings.mode = inference_pb.MODE_STAY if plan.is_stay else inference_pb.MODE_LOCAL
         if plan.prefill is not None:
             timings.mode = inference_pb.MODE_DISAGGREGATED
             timings.prefill_worker = plan.prefill.worker_id

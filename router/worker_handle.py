@@ -108,7 +108,8 @@ class TakenRoom:
     ) -> None:
         """`num_tokens`: of the prompt, of which whoever computes it has `num_cached_tokens` already. `num_blocks_held`:
         of the prompt's, that the decode worker has."""
-        self.plan = Plan(decode.key, prefill.key if prefill else None)
+        is_stay = decode.record.role == pb.Role.ROLE_PREFILL
+        self.plan = Plan(decode.key, prefill.key if prefill else None, is_stay=is_stay)
         self.trials = tuple(trials)
         self.compat_digest = decode.record.compat_digest
         self._decode: WorkerHandle | None = decode

@@ -31,7 +31,7 @@ from collections.abc import Callable, Iterable
 from protos import tandem_worker_pb2 as pb
 from router.costs import Costs
 from router.ejection import Ejections, Trial
-from router.policy import STALL_WEIGHT, DecodeCandidate, PolicyConfig, PrefillCandidate, choose_plan
+from router.policy import STALL_WEIGHT, STAY_SHARE, DecodeCandidate, PolicyConfig, PrefillCandidate, choose_plan
 from router.queue import QueuedRequest
 from router.request_state import Plan, WorkerKey
 from router.worker_handle import TakenRoom, WorkerHandle
@@ -182,6 +182,9 @@ class WorkerPool:
                     compat_digest=h.record.compat_digest,
                     num_queued_tokens=h.num_queued_tokens,
                     num_cached_tokens=_num_cached_tokens(request, h),
+                    num_blocks=h.load.blocks.num_blocks,
+                    num_available_blocks=h.num_available_blocks,
+                    is_full=h.is_full,
                 )
                 for h in self.usable(pb.Role.ROLE_PREFILL)
                 if h.record.model.max_model_len >= max_model_len and not self._is_set_aside(h, now_s)
@@ -202,6 +205,7 @@ class WorkerPool:
             ],
             avoid=request.avoid,
             are_apart=lambda plan: self._ejections.is_set_aside(_name_of(plan), now_s),
+            may_stay=request.waited_s >= STAY_SHARE * request.answer_s,
         )
         if plan is None:
             return None

@@ -104,7 +104,7 @@ async def run_worker(
     role: pb.Role, args: WorkerArgs, engine_args: EngineArgs, add_role: AddRole, stop: asyncio.Event
 ) -> int:
     """Serve until `stop` is set or the engine fails. Returns the exit code."""
-    if role == pb.Role.ROLE_PREFILL:  # nothing decodes there: recorded decoding steps would cost a start and memory
+    if role == pb.Role.ROLE_PREFILL:  # little decodes there: recorded steps would cost a start and memory
         engine_args = replace(engine_args, enforce_eager=True)
     try:
         config = await asyncio.to_thread(create_engine_config, engine_args)

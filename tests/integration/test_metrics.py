@@ -96,6 +96,8 @@ def test_the_router_counts_what_clients_got(scraped: dict[str, Samples]) -> None
     assert [total(router, "tandem:workers", role=role) for role in ("prefill", "decode")] == [1, 1]
     assert total(router, "tandem:queue_tokens") == 0
     assert total(router, "tandem:registry_reachable") == 1
+    assert 0 < total(router, "tandem:expected_prompt_seconds", worker="prefill-1") < 60
+    assert 0 < total(router, "tandem:expected_handover_seconds") < 10
 
 
 def test_workers_count_what_they_computed(scraped: dict[str, Samples]) -> None:

@@ -17,8 +17,10 @@ def key(name: str) -> WorkerKey:
     return WorkerKey(name, "1")
 
 
-def prefill(name: str, *, queued: int = 0, cached: int = 0, digest: str = "m") -> PrefillCandidate:
-    return PrefillCandidate(key(name), digest, queued, cached * BLOCK)
+def prefill(
+    name: str, *, queued: int = 0, cached: int = 0, digest: str = "m", available: int = 0, full: bool = False
+) -> PrefillCandidate:
+    return PrefillCandidate(key(name), digest, queued, cached * BLOCK, 200, available, full)
 
 
 def decode(
@@ -43,6 +45,7 @@ def choose(
     *,
     costs: Costs | None = None,
     config: PolicyConfig | None = None,
+    may_stay: bool = True,
 ) -> Plan | None:
     return choose_plan(
         config or PolicyConfig(),
@@ -52,6 +55,7 @@ def choose(
         prefill=prefills,
         decode=decodes,
         avoid=frozenset(key(name) for name in avoid),
+        may_stay=may_stay,
     )
 
 
@@ -148,7 +152,7 @@ def test_what_was_learned_may_be_left_aside() -> None:
 
 def test_a_slow_decode_worker_gets_no_prompts_until_the_wait_elsewhere_is_longer() -> None:
     costs = learned(p_s=0.1, d_s=1.0)
-    assert choose(800, [prefill("p", queued=7000)], [decode("d")], costs=costs) == THERE
+    assert choose(800, [prefill("p", queued=6000)], [decode("d")], costs=costs) == THERE
     assert choose(800, [prefill("p", queued=9000)], [decode("d")], costs=costs) == HERE
 
 
@@ -182,3 +186,24 @@ def test_where_every_prefill_worker_has_failed_the_decode_worker_does_it_all() -
 def test_load_decides_between_equals() -> None:
     plan = choose(800, [prefill("a", queued=5), prefill("b")], [decode("c", used=90), decode("d", used=10)])
     assert plan == Plan(key("d"), key("b"))
+
+
+@pytest.mark.parametrize("candidates", [[decode("d", available=49)], [decode("d", full=True)]])
+def test_where_no_decode_worker_has_room_an_idle_prefill_worker_keeps_the_request(
+    candidates: list[DecodeCandidate],
+) -> None:
+    stay = Plan(key("p"), None, is_stay=True)
+    assert choose(800, [prefill("p", available=150)], candidates) == stay
+    assert choose(800, [prefill("p", available=150)], candidates, may_stay=False) is None, "it has not waited enough"
+    assert choose(800, [prefill("p", available=149)], candidates) is None, "half of its pool stays free"
+    assert choose(800, [prefill("p", available=150, queued=1)], candidates) is None, "it has prompts to compute"
+    assert choose(800, [prefill("p", available=150, full=True)], candidates) is None
+    assert choose(800, [prefill("p", available=150, digest="other weights")], candidates) is None
+    assert choose(800, [prefill("p", available=150)], candidates, avoid=("p",)) is None
+    cold, warm = prefill("cold", available=200), prefill("p", available=200, cached=10)
+    assert choose(800, [cold, warm], candidates) == stay
+    assert choose(800, [prefill("p", available=200)], [*candidates, decode("e")]) == Plan(key("e"), key("p"))
+
+
+def test_without_any_decode_worker_nobody_keeps_requests() -> None:
+    assert choose(800, [prefill("p", available=200)], []) is None

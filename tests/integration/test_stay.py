@@ -1,0 +1,105 @@
+"""The decode worker's memory is taken: an idle prefill worker keeps requests and decodes them, too, with the same
+tokens. In the dtype that is served, bfloat16."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import pytest
+from clusters import RunningCluster, wait_until
+
+from protos import tandem_inference_pb2 as pb
+from protos import tandem_worker_pb2 as worker_pb
+from tandem.client import Client
+
+PROMPT = [(13 * i) % 30_000 + 70 for i in range(300)]
+SAMPLINGS = {
+    "greedy": {"temperature": 0.0},
+    "seeded": {"temperature": 0.8, "seed": 11, "top_p": 0.9, "repetition_penalty": 1.2},
+}
+
+
+@pytest.fixture(scope="module")
+def cluster(start_cluster: Callable[..., RunningCluster]) -> RunningCluster:
+    """Two requests fill the decode worker; half of the prefill worker's pool is for one that stays."""
+    return start_cluster("--max-model-len", "512", "--num-kv-blocks", "60", "--lease-ms", "2000")
+
+
+@contextmanager
+def full_decode_worker(client: Client) -> Iterator[None]:
+    """While it is entered, the decode worker has no room for `PROMPT`."""
+    others = [[(number * 131 + 7 * i) % 30_000 + 70 for i in range(400)] for number in (1, 2)]
+    streams = [client.stream(prompt, max_tokens=100, temperature=0, ignore_eos=True) for prompt in others]
+    for stream in streams:
+        next(stream)
+        next(stream)  # its first token came from the prefill worker
+    try:
+        yield
+    finally:
+        for stream in streams:
+            stream.close()
+
+
+def load_of(cluster: RunningCluster, role: worker_pb.Role) -> worker_pb.WorkerLoad:
+    return next(worker.record.load for worker in cluster.workers() if worker.record.role == role)
+
+
+@pytest.mark.parametrize("name", list(SAMPLINGS))
+def test_the_prefill_worker_goes_on_with_the_same_tokens(cluster: RunningCluster, name: str) -> None:
+    sampling = {**SAMPLINGS[name], "max_tokens": 40, "ignore_eos": True, "logprobs": 2}
+    with Client(cluster.address) as client:
+        expected = client.generate(PROMPT, **sampling)  # type: ignore[arg-type]
+        assert expected.timings.mode != pb.MODE_STAY
+        with full_decode_worker(client):
+            answer = client.generate(PROMPT, **sampling)  # type: ignore[arg-type]
+    assert answer.timings.mode == pb.MODE_STAY
+    assert (answer.timings.decode_worker, answer.timings.prefill_worker) == ("prefill-1", "")
+    assert answer.token_ids == expected.token_ids
+    assert answer.logprobs == expected.logprobs
+    cluster.wait_until_at_rest()
+
+
+def test_prompts_are_computed_for_others_while_requests_stay(cluster: RunningCluster) -> None:
+    with Client(cluster.address) as client:
+        with full_decode_worker(client):
+            staying = client.stream(PROMPT, max_tokens=100, temperature=0, ignore_eos=True)
+            received = list(next(staying).token_ids)
+        other = client.generate(PROMPT[1:], max_tokens=4, temperature=0)
+        for chunk in staying:
+            received += chunk.token_ids
+            last = chunk
+    assert other.timings.mode == pb.MODE_DISAGGREGATED
+    assert last.timings.mode == pb.MODE_STAY
+    assert len(received) == 100
+    cluster.wait_until_at_rest()
+
+
+def test_who_leaves_frees_what_stayed(cluster: RunningCluster) -> None:
+    with Client(cluster.address) as client, full_decode_worker(client):
+        staying = client.stream(PROMPT, max_tokens=200, temperature=0, ignore_eos=True)
+        next(staying)
+        assert load_of(cluster, worker_pb.ROLE_PREFILL).num_running == 1
+        staying.close()
+        # All of the answer would take over two seconds.
+        wait_until(lambda: not load_of(cluster, worker_pb.ROLE_PREFILL).num_running, 1.5, "nothing runs there any more")
+    cluster.wait_until_at_rest()
+
+
+def test_a_stream_that_stayed_goes_on_elsewhere_when_its_worker_dies(cluster: RunningCluster) -> None:
+    sampling = {"temperature": 0.0, "max_tokens": 60, "ignore_eos": True}
+    with Client(cluster.address) as client:
+        expected = client.generate(PROMPT, **sampling).token_ids  # type: ignore[arg-type]
+        with full_decode_worker(client):
+            staying = client.stream(PROMPT, **sampling)  # type: ignore[arg-type]
+            received = [token_id for _ in range(10) for token_id in next(staying).token_ids]
+            worker = next(w.record for w in cluster.workers() if w.record.role == worker_pb.ROLE_PREFILL)
+            os.kill(worker.pid, signal.SIGKILL)
+        for chunk in staying:
+            received += chunk.token_ids
+            last = chunk
+    assert received == expected
+    assert (last.timings.attempts, last.timings.mode) == (2, pb.MODE_LOCAL)
+    cluster.wait_until_at_rest(60)
