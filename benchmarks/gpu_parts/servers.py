@@ -198,6 +198,7 @@ async def started(
     arrangement: str, folder: Path, transport: str, load: Load, setting: Setting
 ) -> AsyncIterator[AsyncClient]:
     """A client of the servers; their lines go to a log among the results."""
+    from router.policy import PolicyConfig
     from tandem.client import AsyncClient
     from tandem.cluster import Cluster
     from tandem.cluster_args import ClusterArgs
@@ -205,6 +206,7 @@ async def started(
 
     args = ClusterArgs(
         engine=engine_args(folder, load, setting),
+        policy=PolicyConfig(learn_costs=False),  # the way through both is measured, where the router might spare it
         is_aggregated=arrangement == "aggregated",
         transport=transport,
         listen="127.0.0.1:0",
