@@ -11,7 +11,7 @@ import time
 from router.costs import Costs
 from router.forecast import Forecast
 from router.metrics import RouterMetrics
-from router.request_state import Plan, WorkerSaid
+from router.request_events import Plan, WorkerSaid
 from router.timings import Stamps
 from router.worker_handle import TakenRoom
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field
 
-from router.request_state import WorkerKey
+from router.request_events import WorkerKey
 
 FADE = 0.5 ** (1 / 8)
 """What each request leaves of the weight of those before it."""

@@ -21,20 +21,17 @@ from router.forecast import Forecast
 from router.metrics import RouterMetrics
 from router.prefix_lookup import PrefixLookup
 from router.queue import RequestQueue
-from router.request_state import (
+from router.request_events import (
     AccountOverdue,
     Action,
-    AttemptNumbers,
     Emit,
     End,
     EnterQueue,
     Event,
     NoteFault,
     NoteSuccess,
-    Phase,
     Plan,
     Planned,
-    RequestState,
     SendCancel,
     SendGenerate,
     SendPrefill,
@@ -44,6 +41,7 @@ from router.request_state import (
     WorkerLost,
     WorkerSaid,
 )
+from router.request_state import AttemptNumbers, Phase, RequestState
 from router.retry_budget import RetryBudget
 from router.timings import timings_of
 from router.worker_handle import TakenRoom

@@ -25,7 +25,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from router.costs import Costs
-from router.request_state import Plan, WorkerKey
+from router.request_events import Plan, WorkerKey
 
 STALL_WEIGHT = 0.1
 """What a second of delay within a stream costs, of what it costs before the first token. It is hardly felt: a decode

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from prefix_hash import block_hashes
 from registry.prefix_index import PrefixIndex
-from router.request_state import WorkerKey
+from router.request_events import WorkerKey
 from router.worker_pool import WorkerPool
 
 

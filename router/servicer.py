@@ -20,7 +20,8 @@ from router.detokenizer import IncrementalDetokenizer
 from router.lifecycle import Cluster, Lifecycle, require_worker
 from router.metrics import RouterMetrics
 from router.model_info import ModelInfo
-from router.request_state import AttemptNumbers, Stopped
+from router.request_events import Stopped
+from router.request_state import AttemptNumbers
 from router.tokenizer import Tokenizer
 from router.validation import (
     ValidatedRequest,

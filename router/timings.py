@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from protos import tandem_inference_pb2 as inference_pb
-from router.request_state import Plan
+from router.request_events import Plan
 
 
 @dataclass(slots=True)

@@ -9,7 +9,7 @@ import grpc
 
 from protos import tandem_worker_pb2 as pb
 from router.ejection import Trial
-from router.request_state import Plan, WorkerKey
+from router.request_events import Plan, WorkerKey
 from router.worker_session import WorkerSession
 
 NUM_QUICK_RECONNECTS = 4

@@ -33,7 +33,7 @@ from router.costs import Costs
 from router.ejection import Ejections, Trial
 from router.policy import STALL_WEIGHT, STAY_SHARE, DecodeCandidate, PolicyConfig, PrefillCandidate, choose_plan
 from router.queue import QueuedRequest
-from router.request_state import Plan, WorkerKey
+from router.request_events import Plan, WorkerKey
 from router.worker_handle import TakenRoom, WorkerHandle
 from router.worker_session import WorkerSession
 from rpc.channel import open_channel

@@ -23,7 +23,7 @@ import grpc
 from protos import tandem_worker_pb2 as pb
 from protos.tandem_inference_pb2 import FinishReason
 from protos.tandem_worker_pb2_grpc import DecodeStub, PrefillStub
-from router.request_state import Event, WorkerKey, WorkerLost, WorkerSaid
+from router.request_events import Event, WorkerKey, WorkerLost, WorkerSaid
 from rpc.session import BEATS_PER_LEASE, PROTOCOL_VERSION
 
 _log = logging.getLogger(__name__)

@@ -14,7 +14,7 @@ import grpc
 
 from protos import tandem_worker_pb2 as pb
 from protos.tandem_worker_pb2_grpc import DecodeServicer, add_DecodeServicer_to_server
-from router.request_state import Event, WorkerKey, WorkerLost
+from router.request_events import Event, WorkerKey, WorkerLost
 from router.worker_session import WorkerSession
 from rpc.channel import open_channel
 from rpc.session import BEATS_PER_LEASE

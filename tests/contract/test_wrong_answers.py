@@ -16,7 +16,7 @@ from protos import tandem_kv_transfer_pb2 as kv_pb
 from protos import tandem_worker_pb2 as pb
 from protos.tandem_inference_pb2 import GetModelInfoResponse
 from router.cluster_servicer import ClusterServicer
-from router.request_state import Event, WorkerKey, WorkerLost
+from router.request_events import Event, WorkerKey, WorkerLost
 from router.worker_session import WorkerSession
 from rpc.channel import open_channel
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from router.costs import HALF_LIFE_S, PROMPT_OVERHEAD_TOKENS, Costs, FadingLine
-from router.request_state import WorkerKey
+from router.request_events import WorkerKey
 
 FAST, SLOW, NEW = (WorkerKey(name, "1") for name in ("fast", "slow", "new"))
 LENGTHS = (50, 3000, 200, 1000, 500, 4000) * 4

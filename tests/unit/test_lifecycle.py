@@ -18,7 +18,8 @@ from router.metrics import RouterMetrics
 from router.policy import PolicyConfig
 from router.prefix_lookup import PrefixLookup
 from router.queue import RequestQueue
-from router.request_state import AttemptNumbers, Event, WorkerKey, WorkerLost, WorkerSaid
+from router.request_events import Event, WorkerKey, WorkerLost, WorkerSaid
+from router.request_state import AttemptNumbers
 from router.retry_budget import RetryBudget
 from router.servicer import _until_deadline
 from router.worker_handle import WorkerHandle

@@ -6,7 +6,7 @@ import pytest
 
 from router.costs import Costs
 from router.policy import DecodeCandidate, PolicyConfig, PrefillCandidate, choose_plan
-from router.request_state import Plan, WorkerKey
+from router.request_events import Plan, WorkerKey
 
 BLOCK = 16
 NOW_S = 100.0

@@ -20,7 +20,7 @@ from cloning import clone
 from protos import tandem_inference_pb2 as inference_pb
 from protos import tandem_worker_pb2 as pb
 from protos.tandem_kv_transfer_pb2 import Grant
-from router.request_state import (
+from router.request_events import (
     AccountOverdue,
     Action,
     Emit,
@@ -29,10 +29,8 @@ from router.request_state import (
     Event,
     NoteFault,
     NoteSuccess,
-    Phase,
     Plan,
     Planned,
-    RequestState,
     SendCancel,
     SendGenerate,
     SendPrefill,
@@ -42,6 +40,7 @@ from router.request_state import (
     WorkerLost,
     WorkerSaid,
 )
+from router.request_state import Phase, RequestState
 from router.retry_budget import RetryBudget
 
 P, D = WorkerKey("p", "1"), WorkerKey("d", "1")

@@ -10,7 +10,7 @@ import pytest
 from protos import tandem_inference_pb2 as inference_pb
 from protos import tandem_worker_pb2 as pb
 from router.queue import QueuedRequest, RequestQueue
-from router.request_state import Plan, WorkerKey
+from router.request_events import Plan, WorkerKey
 from router.worker_handle import TakenRoom, WorkerHandle
 from rpc.errors import NoWorker, Overloaded
 

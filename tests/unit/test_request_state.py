@@ -10,7 +10,7 @@ from grpc import StatusCode
 from protos import tandem_inference_pb2 as inference_pb
 from protos import tandem_worker_pb2 as pb
 from protos.tandem_kv_transfer_pb2 import Grant
-from router.request_state import (
+from router.request_events import (
     AccountOverdue,
     Action,
     Emit,
@@ -19,10 +19,8 @@ from router.request_state import (
     Event,
     NoteFault,
     NoteSuccess,
-    Phase,
     Plan,
     Planned,
-    RequestState,
     SendCancel,
     SendGenerate,
     SendPrefill,
@@ -32,6 +30,7 @@ from router.request_state import (
     WorkerLost,
     WorkerSaid,
 )
+from router.request_state import Phase, RequestState
 from router.retry_budget import ANSWERS_PER_TOKEN, RetryBudget
 from rpc.errors import CorruptKV, NoWorker
 

@@ -10,7 +10,8 @@ import pytest
 from protos import tandem_inference_pb2 as inference_pb
 from protos import tandem_worker_pb2 as pb
 from router.lifecycle import MAX_ATTEMPTS
-from router.request_state import Action, End, Phase, Plan, Planned, RequestState, WorkerKey, WorkerSaid
+from router.request_events import Action, End, Plan, Planned, WorkerKey, WorkerSaid
+from router.request_state import Phase, RequestState
 from router.retry_budget import ANSWERS_PER_TOKEN, RetryBudget
 from rpc.errors import InternalError, NoWorker
 

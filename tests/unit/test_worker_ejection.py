@@ -17,7 +17,7 @@ from protos.tandem_kv_transfer_pb2 import Grant
 from router.detokenizer import TextDelta
 from router.ejection import FAILURES_TO_EJECT, PROBE_S, pause_of
 from router.policy import PolicyConfig
-from router.request_state import Plan
+from router.request_events import Plan
 from router.retry_budget import CAPACITY
 from router.worker_handle import WorkerHandle
 from router.worker_pool import WorkerPool

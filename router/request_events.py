@@ -1,0 +1,143 @@
+"""What a request in the router hears, and what it asks to be done: the words between `RequestState`, which decides, and
+`Lifecycle`, which does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TypeAlias
+
+from protos.tandem_inference_pb2 import FinishReason, TokenLogprobs
+from protos.tandem_kv_transfer_pb2 import Grant
+from protos.tandem_worker_pb2 import WorkerEvent
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerKey:
+    """One process of a worker: a restarted one is another."""
+
+    worker_id: str
+    incarnation: str
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """Who serves an attempt. Without a prefill worker the decode worker does it all."""
+
+    decode: WorkerKey
+    prefill: WorkerKey | None
+    is_stay: bool = False
+    """`decode` is a prefill worker, which does it all: no decode worker had room."""
+
+
+# -- events ---------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Planned:
+    """The queue found workers for the next attempt."""
+
+    plan: Plan
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerSaid:
+    worker: WorkerKey
+    event: WorkerEvent
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerLost:
+    """The session with a worker ended: what it was doing for us is gone."""
+
+    worker: WorkerKey
+
+
+@dataclass(frozen=True, slots=True)
+class Stopped:
+    """The answer is not wanted any more, or is complete by a stop string (`finish_reason`), or failed (`error`)."""
+
+    finish_reason: FinishReason = FinishReason.FINISH_REASON_ABORT
+    error: Exception | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class AccountOverdue:
+    """While SETTLING: the prefill worker did not say in time what the transfer took."""
+
+
+Event: TypeAlias = Planned | WorkerSaid | WorkerLost | Stopped | AccountOverdue
+
+
+# -- actions --------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class EnterQueue:
+    """Ask for a plan. `is_return`: the request waited its turn before, and goes to the front."""
+
+    is_return: bool
+    avoid: frozenset[WorkerKey] = frozenset()
+    """Workers that have failed this request."""
+
+
+@dataclass(frozen=True, slots=True)
+class SendReserve:
+    worker: WorkerKey
+
+
+@dataclass(frozen=True, slots=True)
+class SendGenerate:
+    worker: WorkerKey
+
+
+@dataclass(frozen=True, slots=True)
+class SendPrefill:
+    worker: WorkerKey
+    grant: Grant
+
+
+@dataclass(frozen=True, slots=True)
+class SendCancel:
+    worker: WorkerKey
+    attempt: int
+
+
+@dataclass(frozen=True, slots=True)
+class NoteSuccess:
+    """The worker did its part of the running attempt: the prompt is computed and handed over, the answer complete. Or
+    both workers of a plan did: the transfer between them."""
+
+    who: WorkerKey | Plan
+
+
+@dataclass(frozen=True, slots=True)
+class NoteFault:
+    """The running attempt failed, and that is the worker's own fault, or that of the two workers of a plan together.
+    Of lost sessions the pool knows by itself."""
+
+    who: WorkerKey | Plan
+
+
+@dataclass(frozen=True, slots=True)
+class Emit:
+    """The next tokens of the answer, from position `offset` on."""
+
+    offset: int
+    token_ids: list[int]
+    logprobs: Sequence[TokenLogprobs] = ()
+    """One for each token, where the request asks."""
+
+
+@dataclass(frozen=True, slots=True)
+class End:
+    """The request is over, well (`error` is None) or not."""
+
+    finish_reason: FinishReason
+    error: Exception | None = None
+
+
+Action: TypeAlias = (
+    EnterQueue | SendReserve | SendGenerate | SendPrefill | SendCancel | NoteSuccess | NoteFault | Emit | End
+)
