@@ -16,6 +16,7 @@ counts always sum up to the pool; `check_integrity` recounts them from the table
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 from enum import IntEnum
 
@@ -203,7 +204,7 @@ class BlockManager:
 
     # -- the prefix cache ---------------------------------------------------------------------------------------
 
-    def _extend_hashes(self, table: _Table, token_ids: list[int]) -> None:
+    def _extend_hashes(self, table: _Table, token_ids: Seq[int]) -> None:
         if self._enable_prefix_caching:
             extend_block_hashes(table.hashes, token_ids, self.block_size, self._prefix_key)
 

@@ -29,7 +29,7 @@ def apply_penalties(logits_SV: torch.Tensor, seqs: Seq[Sequence], last_token_ids
         return
     asking = [seqs[row] for row in rows]
     device = logits_SV.device
-    cells_N, is_said_N = _cells(rows, asking, last_token_ids_S, logits_SV.shape[1])
+    cells_N = _cells(rows, asking, last_token_ids_S, logits_SV.shape[1])
     lengths = [len(seq) - 1 for seq in asking] + [1] * len(asking)  # as `_cells` has them
 
     def of_each(name: str) -> torch.Tensor:
@@ -42,25 +42,27 @@ def apply_penalties(logits_SV: torch.Tensor, seqs: Seq[Sequence], last_token_ids
     repeated_N = torch.where(x_N > 0, x_N / repetition_N, x_N * repetition_N).clamp_(-_LARGEST, _LARGEST)
     x_N = torch.where(repetition_N != 1, repeated_N, x_N).to(logits.dtype).float()
     if any(seq.sampling_params.frequency_penalty or seq.sampling_params.presence_penalty for seq in asking):
+        is_said_N = to_device(_is_said(asking), device)
         counts_N = torch.zeros_like(logits, dtype=torch.float32).scatter_add_(0, cells_N, is_said_N)[cells_N]
         said_N = counts_N * of_each("frequency_penalty") + of_each("presence_penalty")
         x_N -= torch.where(counts_N > 0, said_N, 0.0)
     logits.index_copy_(0, cells_N, x_N.to(logits.dtype))
 
 
-def _cells(
-    rows: Seq[int], seqs: Seq[Sequence], last_token_ids_S: torch.Tensor, vocab_size: int
-) -> tuple[torch.Tensor, torch.Tensor]:
+def _cells(rows: Seq[int], seqs: Seq[Sequence], last_token_ids_S: torch.Tensor, vocab_size: int) -> torch.Tensor:
     """Where the logits of the sequences' tokens are in all logits: [N] int64, first the known tokens of all, then the
-    last one of each; and which of them stand in the answer: [N] float32, 1 or 0."""
+    last one of each."""
     device = last_token_ids_S.device
-    known = [
-        np.array(seq.token_ids[:-1], dtype=np.int64) + row * vocab_size for row, seq in zip(rows, seqs, strict=True)
-    ]
+    # No view of a sequence's tokens may outlive this: the array could not grow.
+    known = [np.asarray(seq.token_ids)[:-1] + row * vocab_size for row, seq in zip(rows, seqs, strict=True)]
     # What is no token will fail its sequence; until then it must stay within the row.
     index_R = integers(rows, device)
     last_R = last_token_ids_S.index_select(0, index_R).clamp_min(0) + index_R * vocab_size
+    return torch.cat([to_device(np.concatenate(known), device), last_R])
+
+
+def _is_said(seqs: Seq[Sequence]) -> np.ndarray:
+    """Which of these tokens, in the same order, stand in the answer: [N] float32, 1 or 0."""
     is_said = [np.arange(len(seq) - 1) >= seq.num_prompt_tokens for seq in seqs]
     is_said.append(np.array([seq.num_output_tokens > 0 for seq in seqs]))
-    said_N = to_device(np.concatenate(is_said).astype(np.float32), device)
-    return torch.cat([to_device(np.concatenate(known), device), last_R]), said_N
+    return np.concatenate(is_said).astype(np.float32)

@@ -12,7 +12,8 @@ caching, preemption and handing over all follow from it.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from array import array
+from collections.abc import Callable, MutableSequence
 from dataclasses import dataclass, field
 from enum import Enum, auto
 from typing import TypeAlias
@@ -50,8 +51,8 @@ class Sequence:
 
     seq_id: int
     request_id: str
-    token_ids: list[int]
-    """Prompt, then answer."""
+    token_ids: MutableSequence[int]
+    """Prompt, then answer. Kept as an array of machine words, which numpy reads as it lies."""
     num_prompt_tokens: int
     sampling_params: SamplingParams
     is_prefill_only: bool = False
@@ -72,6 +73,9 @@ class Sequence:
     num_preemptions: int = 0
     arrived_s: float = 0.0
     first_scheduled_s: float = 0.0
+
+    def __post_init__(self) -> None:
+        self.token_ids = array("q", self.token_ids)
 
     def __len__(self) -> int:
         return len(self.token_ids)

@@ -210,7 +210,7 @@ def test_greedy_tokens_equal(pair: tuple[Any, EngineConfig]) -> None:
         assert token_id is not None
         seq.num_computed_tokens += num_new_tokens
         seq.token_ids.append(token_id)
-    assert seq.token_ids == expected
+    assert list(seq.token_ids) == expected
 
 
 def test_blocks_are_copied_before_the_step(tmp_path: Path) -> None:
@@ -342,5 +342,5 @@ def test_default_model_continues_as_transformers_does() -> None:
         assert token_id is not None
         seq.num_computed_tokens += num_new_tokens
         seq.token_ids.append(token_id)
-    assert seq.token_ids == expected
+    assert list(seq.token_ids) == expected
     assert "Paris" in tokenizer.decode(seq.token_ids)

@@ -201,7 +201,7 @@ def test_a_sequence_goes_on_from_a_token_that_is_still_to_come() -> None:
         [result] = scheduler.apply(output, [token])
         tokens.append((result.outputs[0].offset, result.outputs[0].token_ids))
     assert tokens == [(0, [21]), (1, [22])]
-    assert second.scheduled[0].seq.token_ids[3:] == [21, 22]
+    assert list(second.scheduled[0].seq.token_ids[3:]) == [21, 22]
 
 
 def test_what_is_computed_beyond_a_stop_token_is_thrown_away_and_its_blocks_wait_for_it() -> None:

@@ -159,7 +159,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         is_decoding = parent.status is SequenceStatus.RUNNING and parent.num_uncomputed_tokens == 1
         if not is_decoding or parent.is_prefill_only or self.in_flight or len(self.scheduler.running) >= 8:
             return multiple()
-        child = self.new_sequence(parent.token_ids, 12)
+        child = self.new_sequence(list(parent.token_ids), 12)
         child.num_prompt_tokens = parent.num_prompt_tokens
         child.token_ids[-1] = token
         self.scheduler.fork(parent, child)
@@ -193,7 +193,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             self.pool.copy(source, destination)
         for item, table in zip(scheduled, launched.tables, strict=True):
             # What is computed for a sequence that ended with the token before is of no use, but it is written.
-            known = item.seq.token_ids + [PENDING_TOKEN] * (item.end - len(item.seq))
+            known = [*item.seq.token_ids] + [PENDING_TOKEN] * (item.end - len(item.seq))
             self.pool.write(table, known, item.first, item.end)
         for item, table in zip(scheduled, launched.tables, strict=True):
             if item.seq.status is SequenceStatus.RUNNING:
