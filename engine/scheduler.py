@@ -204,13 +204,14 @@ class Scheduler:
         return seq.is_prefill_only or self._is_full(seq, len(seq))
 
     def _grow(self, growing: list[Sequence], copies: list[tuple[int, int]]) -> list[ScheduledSequence]:
-        """Room for one more token of each of these, oldest first, preempting the youngest where needed."""
+        """Room for one more token of each of these, oldest first, preempting the youngest where needed. Not one whose
+        blocks go to another engine: they are being read."""
         decoding: list[ScheduledSequence] = []
         for seq in growing:
             if seq.status is not SequenceStatus.RUNNING:
                 continue  # preempted just now
             while not self.block_manager.can_append(seq):
-                victim = self.running[-1]
+                victim = next(other for other in reversed(self.running) if other is seq or not other.is_prefill_only)
                 self._preempt(victim)
                 if victim is seq:
                     break

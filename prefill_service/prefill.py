@@ -7,6 +7,7 @@ has room, answers it alone.
        └── cancelled or failed: HELD ──nothing reads the blocks any more──> released
 
     generate ──no room──> Busy, else prefilling and decoding here ──tokens──> finished
+       (half of the pool, and of the sequences that may run, are for the prompts of others)
 
 The blocks of a prompt that moves stay in the engine, as a sequence's or held, until no transfer can read them. They are
 released in one place, `_let_go`.
@@ -35,13 +36,17 @@ _log = logging.getLogger(__name__)
 class PrefillRole:
     """Runs every prefill command as a task of its own. Loop-thread only."""
 
-    def __init__(self, *, host: SessionHost, engine: AsyncLLMEngine, sender: KVSender) -> None:
+    def __init__(self, *, host: SessionHost, engine: AsyncLLMEngine, sender: KVSender, num_blocks: int) -> None:
+        """`num_blocks`: of the pool."""
         self._host = host
         self._engine = engine
         self._sender = sender
         self._pushes: dict[str, Push] = {}
         """By engine id."""
         self._tasks: dict[Stream, asyncio.Task[None]] = {}
+        self._num_blocks = num_blocks
+        self._staying: dict[Stream, int] = {}
+        """Those answered here, with the blocks that each may come to need."""
         self._is_draining = False
         self.num_transfers = 0
         """Prompts that another worker has taken over."""
@@ -94,9 +99,23 @@ class PrefillRole:
 
     async def _generate(self, stream: Stream, request: pb.EngineRequest) -> None:
         await reach("prefill.generate")
-        if not await generate(self._engine, stream, request):
+        if not self._take(stream, request) or not await generate(self._engine, stream, request):
             stream.post(busy=pb.Busy())
             self._host.close(stream)
+
+    def _take(self, stream: Stream, request: pb.EngineRequest) -> bool:
+        """Whether there is room for one more answer up to its end, beside the prompts of others. One always may."""
+        config = self._engine.config
+        self._staying = {other: blocks for other, blocks in self._staying.items() if other.is_open}
+        num_tokens = len(request.prompt_token_ids) + request.sampling_params.max_tokens
+        num_blocks = -(-min(num_tokens, config.model.max_model_len) // config.cache.block_size)
+        if self._staying and (
+            2 * (sum(self._staying.values()) + num_blocks) > self._num_blocks
+            or 2 * (len(self._staying) + 1) > config.scheduler.max_num_seqs
+        ):
+            return False
+        self._staying[stream] = num_blocks
+        return True
 
     async def _run(self, stream: Stream, command: pb.PrefillRequest) -> None:
         try:

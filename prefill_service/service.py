@@ -44,7 +44,9 @@ class PrefillService:
             identity=parts.identity,
             open_channel=partial(open_channel, tls=parts.args.client_tls),
         )
-        self._role = PrefillRole(host=parts.host, engine=parts.engine, sender=self._sender)
+        self._role = PrefillRole(
+            host=parts.host, engine=parts.engine, sender=self._sender, num_blocks=parts.pool.layout.num_blocks
+        )
         parts.layer_listeners.append(self._role.on_layer_written)
         parts.server.add(add_PrefillServicer_to_server, PrefillServicer(parts.host, self._role), SERVICE_NAME)
 

@@ -24,6 +24,8 @@ class Account:
         self._forecast = forecast
         self._costs = costs
         self._metrics = metrics
+        self._sent_s = 0.0
+        """When the running attempt's prompt was sent."""
         self._asked_s = 0.0
         """When room was asked for last."""
         self._granted_s = 0.0
@@ -39,7 +41,8 @@ class Account:
 
     def prompt_sent(self) -> None:
         """The worker that computes the prompt was told."""
-        self.stamps.sent_s = self.stamps.sent_s or time.monotonic()
+        self._sent_s = time.monotonic()
+        self.stamps.sent_s = self.stamps.sent_s or self._sent_s
 
     def note(self, said: WorkerSaid, plan: Plan, room: TakenRoom) -> None:
         """What a worker of the running attempt says."""
@@ -52,16 +55,17 @@ class Account:
             case "tokens" if said.worker == (plan.prefill or plan.decode):
                 if self.stamps.first_token_s is None:
                     self._note_first(said, room, now_s)
-            case "tokens" if said.event.attempt == self._first_attempt and not self._has_second:
+            case "tokens" if not self._has_second:
                 self._has_second = True
-                self._note_second(room, now_s)
+                if said.event.attempt == self._first_attempt:  # else it overtook the first, or is of another attempt
+                    self._note_second(room, now_s)
             case "handed_over":
                 self.stamps.handed_over_s = self.stamps.handed_over_s or now_s
 
     def _note_first(self, said: WorkerSaid, room: TakenRoom, now_s: float) -> None:
         assert self.stamps.sent_s is not None
         self._first_attempt = said.event.attempt
-        seconds = now_s - self.stamps.sent_s
+        seconds = now_s - self._sent_s  # what a worker took that failed before is not held against this one
         self._forecast.computed(room.num_tokens_to_compute, seconds)
         self._costs.computed(said.worker, room.num_tokens_to_compute, seconds, now_s)
         self._forecast.answering(now_s)

@@ -5,7 +5,7 @@
                                                                what a prompt computed where it decodes is spared
 
 Each is a straight line over tokens. Newer requests count more than older ones, and a line to which nothing was added
-for long is believed less: a worker that has computed nothing for an hour is thought to be as the others are, so that it
+for minutes is believed less: a worker that has computed nothing for long is thought to be as the others are, so that it
 is tried again, however slow it once was; and moving KV, if nobody has seen it for as long, to cost nothing.
 """
 
@@ -18,11 +18,11 @@ from router.request_events import WorkerKey
 
 FADE = 0.5 ** (1 / 8)
 """What each request leaves of the weight of those before it."""
-HALF_LIFE_S = 300.0
+HALF_LIFE_S = 60.0
 OUTLIER = 4.0
 """A request counts as at most so many times slower than expected: a process that was held up is no news of it."""
-MIN_KNOWN = 2.0
-"""So many requests must have been seen before one can be an outlier."""
+MIN_KNOWN = 1.5
+"""So much must two requests weigh before a third is compared with them."""
 PRIOR_REQUESTS = 0.25
 """What is thought of a worker before it has computed anything counts as so many requests. The mean of both is the
 geometric one: workers may be a hundred times faster than others."""
@@ -48,9 +48,12 @@ class FadingLine:
     _xy: float = 0.0
     _last_s: float = 0.0
 
-    def add(self, num_tokens: float, seconds: float, now_s: float) -> None:
+    def add(self, num_tokens: float, seconds: float, now_s: float, *, expected_s: float | None = None) -> None:
+        """`expected_s`: as long as nothing else is known. None: nothing is."""
         if self._num >= MIN_KNOWN:
-            seconds = min(seconds, OUTLIER * self.at(num_tokens))
+            expected_s = self.at(num_tokens)
+        if expected_s is not None:
+            seconds = min(seconds, OUTLIER * max(expected_s, MIN_S))
         self._num = self._num * FADE + 1
         self._x = self._x * FADE + num_tokens
         self._y = self._y * FADE + seconds
@@ -73,7 +76,7 @@ class FadingLine:
         spread = max(0.0, self._xx - mean_x * self._x)
         slope = (self._xy - mean_y * self._x + ridge * assumed) / (spread + ridge)
         slope = min(max(slope, 0.0), mean_y / mean_x if mean_x else 0.0)
-        return mean_y + slope * (num_tokens - mean_x)
+        return max(0.0, mean_y + slope * (num_tokens - mean_x))  # rounding may leave it below
 
 
 @dataclass(slots=True)
@@ -91,7 +94,9 @@ class Costs:
     def computed(self, worker: WorkerKey, num_tokens: int, seconds: float, now_s: float) -> None:
         """A prompt's first token came so long after `worker` was told. `num_tokens`: what it had to compute for that,
         what was before it included."""
-        self._by_worker.setdefault(worker, FadingLine(PROMPT_OVERHEAD_TOKENS)).add(num_tokens, seconds, now_s)
+        expected_s = self._others_s(num_tokens) if self._num else None
+        line = self._by_worker.setdefault(worker, FadingLine(PROMPT_OVERHEAD_TOKENS))
+        line.add(num_tokens, seconds, now_s, expected_s=expected_s)
         self._num = self._num * FADE + 1
         rate = max(seconds, MIN_S) / (num_tokens + PROMPT_OVERHEAD_TOKENS)
         self._log_rates = self._log_rates * FADE + math.log(rate)
@@ -108,14 +113,18 @@ class Costs:
 
     def prompt_s(self, worker: WorkerKey, num_tokens: int, now_s: float) -> float:
         """From telling `worker` to the first token, where it has so many tokens to compute for that."""
-        rate = math.exp(self._log_rates / self._num) if self._num else UNSEEN_S_PER_TOKEN
-        others_s = rate * (num_tokens + PROMPT_OVERHEAD_TOKENS)
+        others_s = self._others_s(num_tokens)
         own = self._by_worker.get(worker)
         if own is None:
             return others_s
         share = own.weight(now_s) / (own.weight(now_s) + PRIOR_REQUESTS)
         mean: float = own.at(num_tokens) ** share * others_s ** (1 - share)
         return mean
+
+    def _others_s(self, num_tokens: int) -> float:
+        """What is thought of a worker that is not known."""
+        rate = math.exp(self._log_rates / self._num) if self._num else UNSEEN_S_PER_TOKEN
+        return rate * (num_tokens + PROMPT_OVERHEAD_TOKENS)
 
     def handover_s(self, num_tokens: int, now_s: float) -> float:
         """What moving the KV of so many tokens adds to a request's time."""

@@ -34,6 +34,8 @@ worker cuts prompts so that its streams go on, only slower (engine/pace.py)."""
 STAY_SHARE = 0.25
 """A request waits for a decode worker's room for so much of the time that its answer takes, before a prefill worker
 keeps it: its steps would hold up the prompts there for about as long."""
+UNKNOWN_ANSWER_S = 2.0
+"""What an answer is thought to take before any has ended."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -131,7 +133,7 @@ def choose_plan(
         return Plan(best.key, None)
 
     def there_s(p: PrefillCandidate) -> float:
-        return costs.prompt_s(p.key, p.num_queued_tokens + num_tokens - p.num_cached_tokens, now_s)
+        return costs.prompt_s(p.key, p.num_queued_tokens + max(1, num_tokens - p.num_cached_tokens), now_s)
 
     free = [p for p in compatible if p.num_queued_tokens <= config.max_prefill_backlog_tokens]
     soonest = min(free or compatible, key=there_s)
@@ -156,7 +158,7 @@ def _stay(
 ) -> Plan | None:
     """The prefill worker that keeps the request, and decodes, too: one that has nothing to do just now.
 
-    Half of its pool stays free for what it is there for.
+    Half of its pool is for what it is there for; so it sees to by itself, as answers grow, and is busy beyond.
     """
     if not decode:
         return None
@@ -173,5 +175,5 @@ def _stay(
     ]
     if not idle:
         return None
-    soonest = min(idle, key=lambda p: costs.prompt_s(p.key, num_tokens - p.num_cached_tokens, now_s))
+    soonest = min(idle, key=lambda p: costs.prompt_s(p.key, max(1, num_tokens - p.num_cached_tokens), now_s))
     return Plan(soonest.key, None, is_stay=True)

@@ -118,13 +118,21 @@ class RequestQueue:
         while self._waiting:
             request = self._waiting[0]
             if not request.planned.done():
-                if not self._has_workers(request):
-                    request.planned.set_exception(NoWorker("no decode worker is available", retry_after_s=2.0))
-                elif (room := self._choose(request)) is not None:
-                    request.planned.set_result(room)
-                else:
-                    return
+                try:
+                    if not self._plan(request):
+                        return
+                except Exception as error:  # its own end, and not that of whoever happens to call
+                    request.planned.set_exception(error)
             self._leave(request)
+
+    def _plan(self, request: QueuedRequest) -> bool:
+        """Whether `request` waits no more."""
+        if not self._has_workers(request):
+            raise NoWorker("no decode worker is available", retry_after_s=2.0)
+        room = self._choose(request)
+        if room is not None:
+            request.planned.set_result(room)
+        return room is not None
 
     def _refuse_if_full(self, num_tokens: int) -> None:
         if self._waiting and self.num_tokens + num_tokens > self._max_tokens:

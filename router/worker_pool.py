@@ -31,7 +31,15 @@ from collections.abc import Callable, Iterable
 from protos import tandem_worker_pb2 as pb
 from router.costs import Costs
 from router.ejection import Ejections, Trial
-from router.policy import STALL_WEIGHT, STAY_SHARE, DecodeCandidate, PolicyConfig, PrefillCandidate, choose_plan
+from router.policy import (
+    STALL_WEIGHT,
+    STAY_SHARE,
+    UNKNOWN_ANSWER_S,
+    DecodeCandidate,
+    PolicyConfig,
+    PrefillCandidate,
+    choose_plan,
+)
 from router.queue import QueuedRequest
 from router.request_events import Plan, WorkerKey
 from router.worker_handle import TakenRoom, WorkerHandle
@@ -123,12 +131,12 @@ class WorkerPool:
     def num_tokens_ahead_of(self, num_tokens: int) -> float:
         """What a prompt of so many tokens would find before it where it would be computed soonest; beside streams it
         is computed more slowly, which counts, too."""
-        prefill = [float(h.num_queued_tokens) for h in self.usable(pb.Role.ROLE_PREFILL)]
-        decode = [
+        ahead = [float(h.num_queued_tokens) for h in self.usable(pb.Role.ROLE_PREFILL)]
+        ahead += [
             h.num_queued_tokens + STALL_WEIGHT * h.load.num_running * num_tokens
             for h in self.usable(pb.Role.ROLE_DECODE)
         ]
-        return min([*prefill, *decode], default=0.0)
+        return min(ahead, default=0.0)
 
     def set_records(self, records: Iterable[pb.WorkerRecord]) -> None:
         """Take over what the registry says now."""
@@ -184,7 +192,7 @@ class WorkerPool:
                     num_cached_tokens=_num_cached_tokens(request, h),
                     num_blocks=h.load.blocks.num_blocks,
                     num_available_blocks=h.num_available_blocks,
-                    is_full=h.is_full,
+                    is_full=h.is_full or not h.record.can_generate,
                 )
                 for h in self.usable(pb.Role.ROLE_PREFILL)
                 if h.record.model.max_model_len >= max_model_len and not self._is_set_aside(h, now_s)
@@ -205,7 +213,7 @@ class WorkerPool:
             ],
             avoid=request.avoid,
             are_apart=lambda plan: self._ejections.is_set_aside(_name_of(plan), now_s),
-            may_stay=request.waited_s >= STAY_SHARE * request.answer_s,
+            may_stay=request.waited_s >= STAY_SHARE * (request.answer_s or UNKNOWN_ANSWER_S),
         )
         if plan is None:
             return None

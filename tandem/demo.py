@@ -178,7 +178,8 @@ def mode_text(timings: Timings) -> str:
     """Who did what."""
     if timings.mode == Mode.MODE_DISAGGREGATED:
         return f"{timings.prefill_worker} -> {timings.decode_worker}"
-    return f"local: {timings.decode_worker} alone"
+    name = "local" if timings.mode == Mode.MODE_LOCAL else "stay"
+    return f"{name}: {timings.decode_worker} alone"
 
 
 def _transfer_lines(timings: Timings) -> list[tuple[str, str]]:

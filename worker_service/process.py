@@ -330,4 +330,5 @@ class WorkerProcess:
             model=model_message(self._config),
             protocol_version=PROTOCOL_VERSION,
             lease_ms=self._args.lease_ms,
+            can_generate=True,
         )

@@ -69,7 +69,7 @@ class World:
             transport: Any = ScriptedTransport(self)
             self.sender = KVSender(transport=transport, pool=POOL, identity=IDENTITY)
             engine: Any = self.engine
-            self.role = PrefillRole(host=self.host, engine=engine, sender=self.sender)
+            self.role = PrefillRole(host=self.host, engine=engine, sender=self.sender, num_blocks=NUM_BLOCKS)
             self.inbox: asyncio.Queue[pb.PrefillCommand] = asyncio.Queue()
         finally:
             asyncio._set_running_loop(None)

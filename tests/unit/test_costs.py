@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import random
+
 import pytest
 
 from router.costs import HALF_LIFE_S, PROMPT_OVERHEAD_TOKENS, Costs, FadingLine
@@ -92,3 +94,29 @@ def test_a_slow_worker_is_tried_again_after_long_and_so_is_a_slow_way() -> None:
     assert costs.prompt_s(SLOW, 1000, later_s) < 1
     assert costs.handover_s(1000, 0.0) == pytest.approx(5, rel=0.1)
     assert costs.handover_s(1000, later_s) < 1
+
+
+def test_a_prompt_that_is_all_cached_costs_nothing_at_the_least() -> None:
+    """Powers of a negative number, however small, are complex ones."""
+    draw = random.Random(1)
+    for _ in range(2000):
+        costs = Costs()
+        for _ in range(draw.randint(1, 6)):
+            num_tokens = draw.randint(1, 4000)
+            costs.computed(SLOW, num_tokens, draw.random() * num_tokens**1.5, 0.0)
+        assert isinstance(costs.prompt_s(SLOW, 0, 0.0), float)
+
+
+def test_a_worker_that_starts_slowly_is_not_taken_for_a_slow_one() -> None:
+    costs = Costs()
+    for num_tokens in LENGTHS:
+        costs.computed(FAST, num_tokens, 1e-3 * num_tokens, 0.0)
+    costs.computed(NEW, 1000, 60.0, 0.0)
+    assert costs.prompt_s(NEW, 1000, 0.0) < 5
+
+
+def test_what_took_no_time_once_may_take_some_later() -> None:
+    line = FadingLine()
+    for seconds in [0.0] * 5 + [1.0] * 60:
+        line.add(100, seconds, 0.0)
+    assert line.at(100) > 0.5

@@ -296,6 +296,19 @@ async def test_after_the_only_prefill_worker_failed_the_decode_worker_does_it_al
     await asked.leave()
 
 
+async def test_what_a_worker_took_that_failed_is_not_held_against_the_next() -> None:
+    bench = Bench()
+    asked = bench.request("r")
+    await settle()
+    await asyncio.sleep(0.3)
+    bench.d.say("r", 1, failed=pb.Failed(code=14, message="broken", can_retry=True))
+    await settle()
+    bench.d.say("r", bench.d.sent[-1].generate.attempt, tokens=pb.Tokens(index=0, token_ids=[5], finish_reason=LENGTH))
+    await asked.task
+    assert asked.received[-1].timings.time_to_first_token_ms >= 300
+    assert bench.pool.costs.prompt_s(bench.decode.key, len(PROMPT), asyncio.get_running_loop().time()) < 0.3
+
+
 async def test_a_worker_that_says_it_drains_gets_nothing_more_though_the_registry_is_silent() -> None:
     bench = Bench()
     bench.add("other", pb.Role.ROLE_DECODE, 2048)

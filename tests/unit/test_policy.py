@@ -207,3 +207,12 @@ def test_where_no_decode_worker_has_room_an_idle_prefill_worker_keeps_the_reques
 
 def test_without_any_decode_worker_nobody_keeps_requests() -> None:
     assert choose(800, [prefill("p", available=200)], []) is None
+
+
+def test_a_prompt_that_is_all_cached_can_be_planned() -> None:
+    costs = learned()
+    for num_tokens, seconds in ((500, 0.5), (1000, 2.0), (2000, 8.0)) * 3:
+        costs.computed(key("p"), num_tokens, seconds, NOW_S)
+    warm = prefill("p", cached=50, available=200)
+    assert choose(800, [warm, prefill("q")], [decode("d", running=5)], costs=costs) == THERE
+    assert choose(800, [warm, prefill("q", available=200)], [decode("d", full=True)], costs=costs) is not None

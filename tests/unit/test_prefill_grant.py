@@ -1,11 +1,18 @@
-"""A grant that does not fit its prompt is refused at the door, so that it cannot disturb what is computed beside it."""
+"""What a prefill worker refuses at the door, so that it cannot disturb what is computed beside it: a grant that does
+not fit its prompt; more answers than half of it is for."""
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 
-from prefill_service.prefill import check_grant_fits
+from prefill_service.prefill import PrefillRole, check_grant_fits
+from protos import tandem_worker_pb2 as pb
+from protos.tandem_inference_pb2 import SamplingParams
 from protos.tandem_kv_transfer_pb2 import Grant
+from worker_service.sessions import Stream
 
 
 @pytest.mark.parametrize(("num_tokens", "num_blocks"), [(1, 1), (16, 1), (17, 2), (32, 2)])
@@ -23,3 +30,42 @@ def test_one_that_does_not(num_tokens: int, num_blocks: int) -> None:
 def test_more_cached_than_there_are() -> None:
     with pytest.raises(ValueError, match="num_cached_blocks"):
         check_grant_fits(Grant(block_ids=[3], num_cached_blocks=2), 16, 16)
+
+
+def staying(num_blocks: int, max_num_seqs: int) -> PrefillRole:
+    """With blocks of 16 tokens and contexts of 64 blocks."""
+    config = SimpleNamespace(
+        model=SimpleNamespace(max_model_len=1024), cache=SimpleNamespace(block_size=16),
+        scheduler=SimpleNamespace(max_num_seqs=max_num_seqs),
+    )  # fmt: skip
+    none: Any = None
+    engine: Any = SimpleNamespace(config=config)
+    return PrefillRole(host=none, engine=engine, sender=none, num_blocks=num_blocks)
+
+
+def answer(num_prompt_tokens: int, max_tokens: int) -> tuple[Stream, pb.EngineRequest]:
+    session: Any = None
+    request = pb.EngineRequest(
+        prompt_token_ids=[1] * num_prompt_tokens, sampling_params=SamplingParams(max_tokens=max_tokens)
+    )
+    return Stream(session, "r", 1, "r/1"), request
+
+
+def test_answers_that_stay_get_half_of_the_pool_as_they_may_grow() -> None:
+    role = staying(num_blocks=100, max_num_seqs=64)
+    first, request = answer(160, 160)  # 20 blocks in the end
+    assert role._take(first, request)
+    assert role._take(*answer(160, 160))
+    assert not role._take(*answer(160, 16))
+    assert role._take(*answer(100, 60))
+    first.is_open = False
+    assert role._take(*answer(160, 160))
+
+
+def test_answers_that_stay_get_half_of_the_sequences() -> None:
+    role = staying(num_blocks=10_000, max_num_seqs=5)
+    assert [role._take(*answer(16, 16)) for _ in range(4)] == [True, True, False, False]
+
+
+def test_one_answer_may_stay_however_long_it_may_grow() -> None:
+    assert staying(num_blocks=64, max_num_seqs=1)._take(*answer(100, 100_000))

@@ -154,3 +154,20 @@ async def test_a_plan_of_the_last_moment_is_taken() -> None:
     result = await late
     assert room.worker.num_planned_blocks == 5
     result.settle()
+
+
+async def test_what_goes_wrong_in_planning_ends_the_request_that_is_planned() -> None:
+    room = Room(0)
+    first, second = asyncio.create_task(room.wait(5)), asyncio.create_task(room.wait(6))
+    await settle()
+
+    def choose(request: QueuedRequest) -> TakenRoom | None:
+        if request.num_tokens == 5:
+            raise TypeError("a bug")
+        return TakenRoom(room.worker, None, request.num_tokens)
+
+    room.queue._choose = choose
+    room.queue.dispatch()  # as from a session, which must go on
+    with pytest.raises(TypeError, match="a bug"):
+        await first
+    await second

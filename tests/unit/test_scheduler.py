@@ -257,6 +257,24 @@ def test_nothing_is_computed_beyond_a_token_that_must_be_the_last(
     assert scheduler.schedule().scheduled == []
 
 
+def test_a_prompt_whose_blocks_are_being_pushed_is_not_preempted() -> None:
+    scheduler = make(num_blocks=11, budget=12, chunk=2)
+    old, young = sequence("old", 8, max_tokens=50), sequence("young", 8, max_tokens=50)
+    scheduler.add(old)
+    scheduler.add(young)
+    while not young.num_output_tokens:
+        step(scheduler)
+    pushed = sequence("pushed", 16)  # all that is left, but for one
+    pushed.is_prefill_only = True
+    scheduler.add(pushed)
+    step(scheduler)
+    assert pushed.status is SequenceStatus.RUNNING
+    while pushed.status is SequenceStatus.RUNNING:
+        step(scheduler)
+    assert young.num_preemptions == 1
+    assert pushed.num_preemptions == 0
+
+
 def test_nobody_is_preempted_while_a_step_is_in_flight() -> None:
     scheduler = make(num_blocks=5)
     for name in ("old", "young"):
