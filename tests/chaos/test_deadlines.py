@@ -143,18 +143,23 @@ def test_while_decoding(cluster: FragileCluster) -> None:
 
 def test_while_it_waits_for_room(cluster: FragileCluster) -> None:
     """What has not begun is refused just before: asking again, later or elsewhere, helps; waiting on does not."""
-    other = begin(cluster, 2 * DEADLINE_S)
-    asked = Asked(cluster, fresh_prompts(1)[0][:64], DEADLINE_S, 2)
-    with cluster.client() as client:
-        wait_until(lambda: client.status().num_queued_requests == 1, DEADLINE_S, "waiting", lambda: asked.error)
+    other, num_before = begin(cluster, 4 * LEASE_MS / 1000), cluster.num_found_silent("prefill-1")
+    cluster.proxy("prefill-1").freeze()  # it would keep the request
+    try:
+        cluster.wait_until_found_silent("prefill-1", num_before)
+        asked = Asked(cluster, fresh_prompts(1)[0][:64], DEADLINE_S, 2)
         asked.wait()
         assert isinstance(asked.error, Overloaded)
+        assert "no worker had room in time" in asked.error.message
         assert asked.error.retry_after_s is not None
         assert DEADLINE_S / 4 < asked.seconds < DEADLINE_S
         assert not other.is_over
-        assert client.status().num_queued_requests == 0
+    finally:
+        cluster.heal()
     other.wait()
-    cluster.wait_until_at_rest(SOON_S)
+    with cluster.client() as client:
+        assert client.status().num_queued_requests == 0
+    cluster.wait_until_at_rest()
 
 
 def test_while_an_answer_that_has_begun_waits_for_a_worker(cluster: FragileCluster) -> None:
