@@ -37,8 +37,10 @@ async def test_200_requests_of_mixed_lengths(start_cluster: Callable[..., Runnin
         results = await asyncio.gather(*(ask(number, *shape) for number, shape in enumerate(shapes)))
 
     assert len(results) == NUM_REQUESTS
-    assert len({timings.decode_worker for _, timings in results}) == 2
-    assert {timings.mode for _, timings in results} == {pb.MODE_DISAGGREGATED, pb.MODE_LOCAL}
+    # Whether the prefill worker finds time to keep some, too, is chance.
+    workers = {timings.decode_worker for _, timings in results if timings.mode != pb.MODE_STAY}
+    assert workers == {"decode-1", "decode-2"}
+    assert {timings.mode for _, timings in results} >= {pb.MODE_DISAGGREGATED, pb.MODE_LOCAL}
     for _, timings in results:
         parts = timings.queue_ms + timings.prefill_ms + timings.transfer_ms + timings.decode_ms
         assert abs(parts - timings.total_ms) < 0.01
