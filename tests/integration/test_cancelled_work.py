@@ -239,7 +239,8 @@ def arm(patch: pytest.MonkeyPatch, point: str, held_s: float = HELD_S) -> None:
     patch.setattr(failpoints, "_armed", failpoints.parse(f"{point}=delay:{held_s}"))
 
 
-async def test_while_it_waits_in_the_router(cluster: Cluster) -> None:
+async def test_while_it_waits_in_the_router(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("router.worker_pool.STAY_SHARE", 1e9)  # however long it takes to look, nobody keeps it
     others = [Asked(cluster) for _ in range(MAX_NUM_SEQS)]
     for other in others:
         await other.wait_for(lambda o=other: o.num_received > 1, "it decodes")  # type: ignore[misc]
