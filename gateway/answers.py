@@ -29,14 +29,14 @@ class Style:
 
     # -- a whole answer -----------------------------------------------------------------------------------------
 
-    def whole(self, answers: list[Answer]) -> dict[str, Any]:
-        """All choices at once."""
+    def whole(self, answers: list[Answer], n: int) -> dict[str, Any]:
+        """All choices at once, `n` to each prompt."""
         name = "chat.completion" if self.is_chat else "text_completion"
         return {
             **self._head,
             "object": name,
             "choices": [self._whole_choice(index, answer) for index, answer in enumerate(answers)],
-            "usage": usage_of([answer.usage for answer in answers]),
+            "usage": usage_of([answer.usage for answer in answers], n),
             "timings": timings_of([answer.timings for answer in answers]),
         }
 
@@ -65,9 +65,9 @@ class Style:
             event["timings"] = message_to_dict(message.timings)
         return event
 
-    def usage(self, usages: list[Usage]) -> dict[str, Any]:
-        """The last event where usage was asked for."""
-        return {**self._event([]), "usage": usage_of(usages)}
+    def usage(self, usages: list[Usage], n: int) -> dict[str, Any]:
+        """The last event where usage was asked for; `n` choices to each prompt."""
+        return {**self._event([]), "usage": usage_of(usages, n)}
 
     def _piece(
         self, index: int, delta: dict[str, Any], finish_reason: str | None, logprobs: dict[str, Any] | None
@@ -83,15 +83,15 @@ class Style:
         return {**self._head, "object": name, "choices": choices}
 
 
-def usage_of(usages: list[Usage]) -> dict[str, Any]:
-    """Of all choices together."""
-    num_prompt = sum(usage.prompt_tokens for usage in usages)
+def usage_of(usages: list[Usage], n: int = 1) -> dict[str, Any]:
+    """Of all choices together, `n` to each prompt: this is counted once, as it was for the first of them."""
+    num_prompt = sum(usage.prompt_tokens for usage in usages[::n])
     num_completion = sum(usage.completion_tokens for usage in usages)
     return {
         "prompt_tokens": num_prompt,
         "completion_tokens": num_completion,
         "total_tokens": num_prompt + num_completion,
-        "prompt_tokens_details": {"cached_tokens": sum(usage.cached_tokens for usage in usages)},
+        "prompt_tokens_details": {"cached_tokens": sum(usage.cached_tokens for usage in usages[::n])},
     }
 
 

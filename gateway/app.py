@@ -15,6 +15,7 @@ import re
 import secrets
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable
+from contextlib import aclosing
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -27,22 +28,22 @@ from starlette.requests import ClientDisconnect
 from gateway.answers import Style, models_of, usage_of
 from gateway.errors import BUG, KINDS, NO_KEY, NO_ROUTE, TOO_LARGE, Kind, Refusal, refusal_of, refusal_of_body
 from gateway.metrics import Metrics
-from gateway.requests import Asked, ChatRequest, CompletionRequest
+from gateway.requests import MAX_CHOICES, Asked, ChatRequest, CompletionRequest
 from gateway.streams import (
     DONE,
     ClientGone,
     EventStream,
     Leaving,
     event,
-    merged,
     until_leaving,
     while_connected,
     with_first,
 )
 from protos.tandem_inference_pb2 import GenerateResponse, Usage
 from rpc.errors import Draining, InvalidRequest, TandemError
+from rpc.merge import merged
 from tandem import __version__
-from tandem.answer import Answer, AnswerStream, StreamBroken
+from tandem.answer import AnswersStream, StreamBroken
 from tandem.client import AsyncClient
 
 _log = logging.getLogger(__name__)
@@ -210,6 +211,12 @@ class Run:
         self._leaving = leaving
         self._body = body
         self._prompts = body.prompts()
+        self._n = body.n or 1
+        """Choices to each prompt. Those to the first come first."""
+        self._num_choices = len(self._prompts) * self._n
+        if self._num_choices > MAX_CHOICES:
+            bound = f"may be {MAX_CHOICES} choices in all, is {self._n} to each of {len(self._prompts)} prompts"
+            raise InvalidRequest([("n", bound)])
         self._request_id = body.request_id or request_id_of(request)
         self._timeout_s = _timeout_of(request)
         prefix = "chatcmpl" if isinstance(body, ChatRequest) else "cmpl"
@@ -223,32 +230,40 @@ class Run:
 
     async def whole(self) -> dict[str, Any]:
         """All answers as one object."""
-        streams = [AnswerStream() for _ in self._prompts]
-        async for index, message in self.messages():
-            streams[index].accept(message)
-        answers: list[Answer] = [stream.answer() for stream in streams]
+        streams = [AnswersStream(self._n) for _ in self._prompts]
+        async for choice, message in self.messages():
+            streams[choice // self._n].accept(message)
+        answers = [answer for stream in streams for answer in stream.answers()]
         if any(answer.logprobs for answer in answers):  # milliseconds for every hundred tokens: others go on meanwhile
-            return await asyncio.to_thread(self._style.whole, answers)
-        return self._style.whole(answers)
+            return await asyncio.to_thread(self._style.whole, answers, self._n)
+        return self._style.whole(answers, self._n)
 
     def messages(self) -> AsyncGenerator[tuple[int, GenerateResponse], None]:
-        """Of all prompts, as they come. Checked by the client: contiguous, and ended once."""
+        """Of all choices, by number, as they come. Checked by the client: contiguous, and ended once."""
         sampling = self._body.sampling()
         ids = [self._request_id]
         if len(self._prompts) > 1:
             ids = [f"{self._request_id}-{index}" for index in range(len(self._prompts))]
         streams = [
             self._client.stream(
-                prompt, request_id=request_id, model=self._body.model, timeout_s=self._timeout_s, **sampling
+                prompt, request_id=request_id, model=self._body.model, timeout_s=self._timeout_s, n=self._n, **sampling
             )
             for prompt, request_id in zip(self._prompts, ids, strict=True)
         ]
-        return until_leaving(merged(streams), self._leaving)
+        return until_leaving(self._by_choice(streams), self._leaving)
+
+    async def _by_choice(
+        self, streams: list[AsyncGenerator[GenerateResponse, None]]
+    ) -> AsyncGenerator[tuple[int, GenerateResponse], None]:
+        """Of one stream for each prompt."""
+        async with aclosing(merged(streams)) as messages:
+            async for prompt, message in messages:
+                yield prompt * self._n + message.sequence, message
 
     async def events(self, messages: AsyncGenerator[tuple[int, GenerateResponse], None]) -> AsyncGenerator[bytes, None]:
         """Of `messages`, which it closes."""
         is_chat = isinstance(self._body, ChatRequest)
-        usages = [Usage() for _ in self._prompts]
+        usages = [Usage() for _ in range(self._num_choices)]
         opened: set[int] = set()
         try:
             async for index, message in messages:
@@ -270,7 +285,7 @@ class Run:
         finally:
             await messages.aclose()
         if self._body.includes_usage:
-            yield event(self._style.usage(usages))
+            yield event(self._style.usage(usages, self._n))
         yield DONE
 
 

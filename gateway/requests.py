@@ -1,6 +1,6 @@
 """What clients may ask, in OpenAI's words and vLLM's further ones. Pure: a body in, prompts and sampling out.
 
-A field that we know and cannot serve (n, tools …) is refused unless it says "no"; one that nobody knows is
+A field that we know and cannot serve (best_of, tools …) is refused unless it says "no"; one that nobody knows is
 refused, too: whoever asks for something and does not get it must hear of it. Bounds of the values are the router's.
 """
 
@@ -25,6 +25,9 @@ from tandem.client import Prompt, Sampling
 
 MAX_PROMPTS = 256
 """In one request."""
+MAX_N = 128
+MAX_CHOICES = 256
+"""In one request: of all prompts together."""
 DEFAULT_COMPLETION_TOKENS = 16
 """OpenAI's, for /v1/completions. A chat's answer may fill the context."""
 
@@ -42,7 +45,7 @@ def _only(*neutral: Any) -> Any:
 
 
 def _prompts(value: Any) -> list[Prompt]:
-    """One for each choice: of a text, token ids, or a list of either."""
+    """Of a text, token ids, or a list of either."""
     many = value if isinstance(value, list) and not _is_token_ids(value) else [value]
     if not 1 <= len(many) <= MAX_PROMPTS:
         raise ValueError(f"must be 1 to {MAX_PROMPTS} prompts, has {len(many)}")
@@ -90,6 +93,9 @@ class Asked(BaseModel, ABC):
     seed: Annotated[int, Field(ge=-(1 << 63), lt=1 << 63)] | None = None
     stop: str | list[str] | None = None
 
+    n: Annotated[int, Field(ge=1, le=MAX_N)] | None = None
+    """Choices to each prompt."""
+
     # vLLM's
     min_tokens: Annotated[int, Field(ge=0, lt=1 << 31)] | None = None
     top_k: Annotated[int, Field(ge=-(1 << 31), lt=1 << 31)] | None = None
@@ -102,7 +108,6 @@ class Asked(BaseModel, ABC):
     request_id: Annotated[str, Field(pattern=r"^[\x21-\x7e]{0,100}$")] = ""
 
     # known, and refused unless they ask for nothing
-    n: _only(1) = None  # type: ignore[valid-type]
     best_of: _only(1) = None  # type: ignore[valid-type]
     response_format: _only({"type": "text"}) = None  # type: ignore[valid-type]
 
@@ -127,7 +132,7 @@ class Asked(BaseModel, ABC):
 
     @abstractmethod
     def prompts(self) -> list[Prompt]:
-        """One for each choice."""
+        """Each of which `n` choices answer."""
 
     @property
     def includes_usage(self) -> bool:

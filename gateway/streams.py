@@ -1,4 +1,4 @@
-"""Answers on their way to an HTTP client: several at once as one stream, server-sent events, clients that leave.
+"""Answers on their way to an HTTP client: server-sent events, clients that leave.
 
 A client that disconnects cancels what is done for it: whoever waits here for the router is cancelled, which drops the
 streams, which cancels their requests on every worker.
@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncGenerator, Coroutine, Sequence
+from collections.abc import AsyncGenerator, Coroutine
 from contextlib import aclosing
 from typing import Any, TypeVar
 
@@ -81,42 +81,6 @@ class EventStream(Response):
             async for data in events:
                 await send({"type": "http.response.body", "body": data, "more_body": True})
             await send({"type": "http.response.body", "body": b""})
-
-
-async def merged(streams: Sequence[AsyncGenerator[T, None]]) -> AsyncGenerator[tuple[int, T], None]:
-    """The items of all `streams` as they come, each with its stream's index.
-
-    The first error of any of them ends it, and with it the others; so does closing it. Who reads slowly is waited for:
-    each stream is at most one item ahead.
-    """
-    items: asyncio.Queue[tuple[int, T] | Exception | None] = asyncio.Queue(maxsize=1)
-    """None: one stream has ended."""
-
-    async def read(index: int, stream: AsyncGenerator[T, None]) -> None:
-        try:
-            async with aclosing(stream) as open_stream:
-                async for item in open_stream:
-                    await items.put((index, item))
-        except Exception as error:
-            await items.put(error)
-        else:
-            await items.put(None)
-
-    readers = [asyncio.create_task(read(index, stream)) for index, stream in enumerate(streams)]
-    num_open = len(readers)
-    try:
-        while num_open:
-            item = await items.get()
-            if isinstance(item, Exception):
-                raise item
-            if item is None:
-                num_open -= 1
-            else:
-                yield item
-    finally:
-        for reader in readers:
-            reader.cancel()
-        await asyncio.wait(readers)
 
 
 async def until_leaving(items: AsyncGenerator[T, None], leaving: asyncio.Event) -> AsyncGenerator[T, None]:

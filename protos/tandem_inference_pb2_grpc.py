@@ -55,7 +55,8 @@ class InferenceServicer:
     """Missing associated documentation comment in .proto file."""
 
     def Generate(self, request, context):
-        """Generates one answer. The stream ends exactly once: with a last message that carries `usage`, or with a status.
+        """Generates one answer, or n. Each answer ends exactly once, with a last message that carries `usage`; the stream ends
+        after the last of them, or with a status.
         Dropping the stream cancels the request on every worker.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)

@@ -16,6 +16,7 @@ from typing import Any
 from protos import tandem_inference_pb2 as inference_pb
 from protos import tandem_worker_pb2 as pb
 from router.account import Account
+from router.answer_messages import AnswerMessages
 from router.detokenizer import IncrementalDetokenizer
 from router.forecast import Forecast
 from router.metrics import RouterMetrics
@@ -86,17 +87,29 @@ class Lifecycle:
         arrived_s: float,
         deadline_s: float | None = None,
         numbers: AttemptNumbers | None = None,
+        name: str = "",
+        sequence: int = 0,
+        after: Lifecycle | None = None,
     ) -> None:
         """`deadline_s`: when the client's time is up, on this process' monotonic clock. `numbers`: those that all
-        requests of the router share, where ids come from clients and may come again."""
-        self.request_id = request_id
+        requests of the router share, where ids come from clients and may come again. `name`: what workers call it,
+        where that is not the request's id. `after`: the first of the answers to this prompt, where this is answer
+        `sequence`, not to be run before that one is prefilled."""
+        self._name = name or request_id
+        self._after = after
         self._cluster = cluster
         self._prompt_token_ids = prompt_token_ids
         self._sampling_params = sampling_params
         self._worker_params = inference_pb.SamplingParams()
         self._worker_params.CopyFrom(sampling_params)
-        self._worker_params.ClearField("stop")  # text is the router's business
-        self._detokenizer = detokenizer
+        for ours in ("stop", "n"):  # text, and how many answers, are the router's business
+            self._worker_params.ClearField(ours)
+        self._messages = AnswerMessages(
+            request_id=request_id,
+            sequence=sequence,
+            num_prompt_tokens=len(prompt_token_ids),
+            detokenizer=detokenizer,
+        )
         self._state = RequestState(
             MAX_ATTEMPTS,
             cluster.budget,
@@ -112,10 +125,11 @@ class Lifecycle:
         """Of the running attempt."""
         self._num_frees_when_asked = 0
         """Of the decode worker, when the running attempt was sent to it (see `WorkerHandle.note_busy`)."""
-        self._num_answer_tokens = 0
         self._num_failures = 0
         """That have been counted."""
         self._deadline_s = deadline_s
+        self._begun_s = arrived_s
+        """Since when it waits for workers."""
         self._account = Account(cluster.forecast, cluster.pool.costs, cluster.metrics, arrived_s)
 
     def stop(self, stopped: Stopped) -> None:
@@ -124,7 +138,9 @@ class Lifecycle:
 
     async def run(self) -> AsyncGenerator[inference_pb.GenerateResponse, None]:
         """The messages of the answer, the last with usage and timings. Raises the error that ended it."""
-        self._refuse_if_late()
+        if self._after is None:
+            self._refuse_if_late()
+        self._begun_s = time.monotonic()
         self._cluster.forecast.num_running += 1
         try:
             actions = self._state.start()
@@ -137,6 +153,12 @@ class Lifecycle:
         finally:
             self._wind_up(self._state.on(Stopped()))
             self._leave()
+
+    def prompt_held(self) -> dict[WorkerKey, int]:
+        """The worker that decodes, and how many leading blocks it has of the prompt: for others with the same prompt,
+        who would hear of it from the prefix index a moment later, or not at all."""
+        handle = None if self._last_plan is None else self._cluster.pool.get(self._last_plan.decode)
+        return {} if handle is None else {handle.key: len(self._prompt_token_ids) // handle.record.model.block_size}
 
     # -- the client's deadline ----------------------------------------------------------------------------------
 
@@ -230,15 +252,17 @@ class Lifecycle:
         forecast, queue = self._cluster.forecast, self._cluster.queue
         try:
             cached = await self._cluster.prefixes.longest_match(token_ids)
+            if self._after is not None:
+                cached = cached | self._after.prompt_held()
             forecast.queued(time.monotonic())
             self._room = await queue.wait_for_plan(
                 num_tokens=len(token_ids),
                 num_cached_blocks=cached,
                 avoid=action.avoid,
-                is_return=action.is_return,
+                is_return=action.is_return or self._after is not None,
                 compat_digest=self._compat_digest if self._state.token_ids else "",
                 answer_s=self._answer_s(),
-                arrived_s=self._account.stamps.arrived_s,
+                arrived_s=self._begun_s,
                 give_up_s=self._give_up_s(),
             )
         except Exception as error:  # whatever it is, it is the request's end: nobody else would hear of it
@@ -266,20 +290,20 @@ class Lifecycle:
         if handle is None or handle.session is None or handle.session.is_lost:
             self._events.put_nowait(WorkerLost(key))
             return
-        handle.session.attach(self.request_id, self._events.put_nowait)
+        handle.session.attach(self._name, self._events.put_nowait)
         handle.session.send(command)
 
     def _send_cancel(self, key: WorkerKey, attempt: int) -> None:
         handle = self._cluster.pool.get(key)
         if handle is None or handle.session is None:
             return
-        handle.session.detach(self.request_id)
-        cancel = pb.Cancel(request_id=self.request_id, attempt=attempt)
+        handle.session.detach(self._name)
+        cancel = pb.Cancel(request_id=self._name, attempt=attempt)
         handle.session.send(self._command_to(key, cancel=cancel))
 
     def _engine_request(self) -> pb.EngineRequest:
         return pb.EngineRequest(
-            request_id=self.request_id,
+            request_id=self._name,
             attempt=self._state.attempt,
             prompt_token_ids=self._prompt_token_ids,
             output_token_ids=self._state.token_ids,
@@ -318,7 +342,7 @@ class Lifecycle:
         """The request is over: nobody waits, counts or listens for it any more."""
         forecast = self._cluster.forecast
         forecast.num_running -= 1
-        self._account.left(self._num_answer_tokens)
+        self._account.left(self._messages.num_tokens)
         if self._waiting is not None:
             self._waiting.cancel()
         if not len(self._cluster.queue):
@@ -330,49 +354,24 @@ class Lifecycle:
                 self._cluster.queue.dispatch()  # what was counted as taken is free, though no worker says so
         for handle in self._cluster.pool.handles:
             if handle.session is not None:
-                handle.session.detach(self.request_id)
+                handle.session.detach(self._name)
 
     # -- what the client gets -----------------------------------------------------------------------------------
 
     def _emit(self, emit: Emit) -> tuple[inference_pb.GenerateResponse, bool]:
-        """The message for new tokens, and whether a stop string ended the answer within them."""
         self._account.emitted(len(emit.token_ids))
-        delta = self._detokenizer.push(emit.token_ids)
-        token_ids = emit.token_ids[: delta.num_tokens]
-        self._num_answer_tokens = emit.offset + len(token_ids)
-        response = inference_pb.GenerateResponse(
-            request_id=self.request_id,
-            offset=emit.offset,
-            token_ids=token_ids,
-            text=delta.text,
-            logprobs=emit.logprobs[: delta.num_tokens],
-        )
-        for logprobs, offset in zip(response.logprobs, delta.offsets, strict=False):
-            logprobs.text_offset = offset
-            for each in (logprobs.sampled, *logprobs.top):
-                each.token = self._detokenizer.token_bytes(each.token_id)
-        return response, delta.is_stopped
+        return self._messages.delta(emit)
 
     def _last_response(self, finish_reason: inference_pb.FinishReason) -> inference_pb.GenerateResponse:
         self._account.stamps.ended_s = time.monotonic()
-        return inference_pb.GenerateResponse(
-            request_id=self.request_id,
-            offset=self._num_answer_tokens,
-            text=self._detokenizer.finish(),
-            finish_reason=finish_reason,
-            usage=inference_pb.Usage(
-                prompt_tokens=len(self._prompt_token_ids),
-                cached_tokens=self._state.num_cached_tokens,
-                completion_tokens=self._num_answer_tokens,
-            ),
-            timings=timings_of(
-                self._account.stamps,
-                num_tokens=self._num_answer_tokens,
-                num_attempts=self._state.num_failures + 1,
-                plan=self._last_plan,
-                transfer=self._state.transfer,
-            ),
+        timings = timings_of(
+            self._account.stamps,
+            num_tokens=self._messages.num_tokens,
+            num_attempts=self._state.num_failures + 1,
+            plan=self._last_plan,
+            transfer=self._state.transfer,
         )
+        return self._messages.last(finish_reason, num_cached_tokens=self._state.num_cached_tokens, timings=timings)
 
 
 def _min_tokens(params: inference_pb.SamplingParams) -> int:

@@ -105,7 +105,7 @@ class RouterMetrics:
             self._migrations.inc()
 
     def answered(self, last: pb.GenerateResponse) -> None:
-        """A request has ended well; `last` is its last message."""
+        """A request has ended well, or one answer of several; `last` is its last message."""
         usage, timings = last.usage, last.timings
         self._successes.labels(self._model, pb.FinishReason.Name(last.finish_reason)[14:].lower()).inc()
         self._modes.labels(self._model, pb.Mode.Name(timings.mode)[5:].lower()).inc()

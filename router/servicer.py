@@ -1,4 +1,4 @@
-"""`tandem.v1.Inference`: the front door. Validates, tokenises, runs the request's life cycle, streams.
+"""`tandem.v1.Inference`: the front door. Validates, tokenises, runs the life cycle of each answer, streams.
 
 Owns the running requests by id, for Abort and for draining. Does not decide anything about workers.
 """
@@ -9,7 +9,8 @@ import asyncio
 import logging
 import time
 from collections.abc import AsyncGenerator, AsyncIterator
-from dataclasses import dataclass
+from contextlib import aclosing
+from dataclasses import dataclass, field
 
 import grpc
 
@@ -22,6 +23,7 @@ from router.metrics import RouterMetrics
 from router.model_info import ModelInfo
 from router.request_events import Stopped
 from router.request_state import AttemptNumbers
+from router.sequences import Sequences, names_at_workers, params_of_sequence
 from router.tokenizer import Tokenizer
 from router.validation import (
     ValidatedRequest,
@@ -52,8 +54,10 @@ class InferenceServicer(InferenceServicerBase):  # type: ignore[misc]
         self._texts = texts
         self._cluster = cluster
         self._max_request_bytes = max_request_bytes
-        self._running: dict[str, Lifecycle | None] = {}
+        self._running: dict[str, Sequences | None] = {}
         """By request id; None while the prompt is being tokenised."""
+        self._names: set[str] = set()
+        """What workers call what runs."""
         self._to_abort: set[str] = set()
         """Of those being tokenised: aborted already."""
         self._numbers = AttemptNumbers()
@@ -84,14 +88,15 @@ class InferenceServicer(InferenceServicerBase):  # type: ignore[misc]
             self._cluster.metrics.failed(reason_of(error))
             raise
         request_id = validated.request_id
+        names = names_at_workers(request_id, validated.num_sequences)
         self._running[request_id] = None
+        self._names.update(names)
         self._is_idle.clear()
-        outcome = _Outcome(request_id, arrived_s)
+        outcome = _Outcome(request_id, arrived_s, len(names))
         try:
             remaining_s = context.time_remaining()
-            responses = self._answer(validated, arrived_s, None if remaining_s is None else arrived_s + remaining_s)
-            if not validated.is_streaming:
-                responses = _as_one(responses)
+            deadline_s = None if remaining_s is None else arrived_s + remaining_s
+            responses = self._answer(validated, names, arrived_s, deadline_s)
             async for response in _until_deadline(responses, remaining_s):
                 outcome.note(response)
                 yield response
@@ -100,6 +105,7 @@ class InferenceServicer(InferenceServicerBase):  # type: ignore[misc]
             raise
         finally:
             del self._running[request_id]
+            self._names.difference_update(names)
             self._to_abort.discard(request_id)
             if not self._running:
                 self._is_idle.set()
@@ -109,11 +115,11 @@ class InferenceServicer(InferenceServicerBase):  # type: ignore[misc]
     async def Abort(self, request: pb.AbortRequest, context: grpc.aio.ServicerContext) -> pb.AbortResponse:  # noqa: N802
         if request.request_id not in self._running:
             return pb.AbortResponse(was_running=False)
-        lifecycle = self._running[request.request_id]
-        if lifecycle is None:
+        sequences = self._running[request.request_id]
+        if sequences is None:
             self._to_abort.add(request.request_id)
         else:
-            lifecycle.stop(Stopped())
+            sequences.stop(Stopped())
         return pb.AbortResponse(was_running=True)
 
     async def GetModelInfo(  # noqa: N802
@@ -132,45 +138,55 @@ class InferenceServicer(InferenceServicerBase):  # type: ignore[misc]
         if not model.max_model_len:
             require_worker(self._cluster.pool)  # only a worker knows how long a prompt may be
         validated = validate(request, model)
-        if validated.request_id in self._running:
+        names = names_at_workers(validated.request_id, validated.num_sequences)
+        if validated.request_id in self._running or not self._names.isdisjoint(names):
             raise RequestExists(f"request_id {validated.request_id!r} is running; choose another, or leave it empty")
         return validated
 
     async def _answer(
-        self, validated: ValidatedRequest, arrived_s: float, deadline_s: float | None
+        self, validated: ValidatedRequest, names: list[str], arrived_s: float, deadline_s: float | None
     ) -> AsyncGenerator[pb.GenerateResponse, None]:
         model = self._model()
         prompt_token_ids = await tokenize_prompt(validated, self._texts.tokenizer, self._texts.chat_template)
         check_prompt_length(validated, len(prompt_token_ids), model)
         require_worker(self._cluster.pool)
         params = resolve_sampling(validated.sampling_params, model, len(prompt_token_ids))
-        lifecycle = Lifecycle(
-            self._cluster,
-            request_id=validated.request_id,
-            prompt_token_ids=prompt_token_ids,
-            sampling_params=params,
-            detokenizer=IncrementalDetokenizer(
-                self._texts.tokenizer,
+        lifecycles: list[Lifecycle] = []
+        for index, name in enumerate(names):
+            lifecycle = Lifecycle(
+                self._cluster,
+                request_id=validated.request_id,
+                name=name,
+                sequence=index,
+                after=lifecycles[0] if lifecycles else None,
                 prompt_token_ids=prompt_token_ids,
-                stop=list(params.stop),
-                stop_token_ids={*params.stop_token_ids, *(() if params.ignore_eos else model.eos_token_ids)},
-                include_stop_str_in_output=params.include_stop_str_in_output,
-                skip_special_tokens=params.skip_special_tokens,
-                min_tokens=params.min_tokens,
-            ),
-            arrived_s=arrived_s,
-            deadline_s=deadline_s,
-            numbers=self._numbers,
-        )
-        self._running[validated.request_id] = lifecycle
+                sampling_params=params_of_sequence(params, index),
+                detokenizer=self._detokenizer(prompt_token_ids, params, model),
+                arrived_s=arrived_s,
+                deadline_s=deadline_s,
+                numbers=self._numbers,
+            )
+            lifecycles.append(lifecycle)
+        sequences = Sequences(lifecycles, is_streaming=validated.is_streaming)
+        self._running[validated.request_id] = sequences
         if validated.request_id in self._to_abort:
-            lifecycle.stop(Stopped())
-        responses = lifecycle.run()
-        try:
+            sequences.stop(Stopped())
+        async with aclosing(sequences.run()) as responses:
             async for response in responses:
                 yield response
-        finally:
-            await responses.aclose()
+
+    def _detokenizer(
+        self, prompt_token_ids: list[int], params: pb.SamplingParams, model: ModelInfo
+    ) -> IncrementalDetokenizer:
+        return IncrementalDetokenizer(
+            self._texts.tokenizer,
+            prompt_token_ids=prompt_token_ids,
+            stop=list(params.stop),
+            stop_token_ids={*params.stop_token_ids, *(() if params.ignore_eos else model.eos_token_ids)},
+            include_stop_str_in_output=params.include_stop_str_in_output,
+            skip_special_tokens=params.skip_special_tokens,
+            min_tokens=params.min_tokens,
+        )
 
     def _model(self) -> ModelInfo:
         """The model, with the context length of the decode workers that are there, or were last."""
@@ -186,39 +202,50 @@ class _Outcome:
 
     request_id: str
     arrived_s: float
+    num_sequences: int
     error: Exception | None = None
-    last: pb.GenerateResponse | None = None
+    lasts: list[pb.GenerateResponse] = field(default_factory=list)
+    """The last message of each answer that has ended."""
+
+    @property
+    def is_complete(self) -> bool:
+        return len(self.lasts) == self.num_sequences
 
     def note(self, response: pb.GenerateResponse) -> None:
         if response.finish_reason:
-            self.last = response
+            self.lasts.append(response)
 
     def log(self) -> None:
         facts: dict[str, object] = {"request_id": self.request_id}
         if self.error is not None:
             code = code_of(self.error) if isinstance(self.error, TandemError) else "bug"
             facts |= {"code": code, "error": str(self.error)}
-        elif self.last is not None:
-            usage, timings = self.last.usage, self.last.timings
+        elif self.is_complete:
+            first = min(self.lasts, key=lambda last: last.sequence)
+            reasons = sorted({pb.FinishReason.Name(last.finish_reason) for last in self.lasts})
             facts |= {
-                "finish_reason": pb.FinishReason.Name(self.last.finish_reason),
-                "prompt_tokens": usage.prompt_tokens,
-                "cached_tokens": usage.cached_tokens,
-                "completion_tokens": usage.completion_tokens,
-                "mode": pb.Mode.Name(timings.mode),
-                "prefill_worker": timings.prefill_worker or "-",
-                "decode_worker": timings.decode_worker,
-                "ttft_ms": timings.time_to_first_token_ms,
-                "attempts": timings.attempts,
+                "finish_reason": ",".join(reasons),
+                "prompt_tokens": first.usage.prompt_tokens,
+                "cached_tokens": first.usage.cached_tokens,
+                "completion_tokens": sum(last.usage.completion_tokens for last in self.lasts),
+                "mode": pb.Mode.Name(first.timings.mode),
+                "prefill_worker": first.timings.prefill_worker or "-",
+                "decode_worker": first.timings.decode_worker,
+                "ttft_ms": first.timings.time_to_first_token_ms,
+                "attempts": sum(last.timings.attempts for last in self.lasts),
             }
+            if self.num_sequences > 1:
+                facts["n"] = self.num_sequences
         facts["total_ms"] = 1e3 * (time.monotonic() - self.arrived_s)
-        _log.info("failed" if self.error else "done" if self.last else "cancelled", extra=facts)
+        _log.info("failed" if self.error else "done" if self.is_complete else "cancelled", extra=facts)
 
     def count(self, metrics: RouterMetrics) -> None:
+        """Each answer for itself, as vLLM does."""
         if self.error is not None:
             metrics.failed(reason_of(self.error))
-        elif self.last is not None:
-            metrics.answered(self.last)
+        elif self.is_complete:
+            for last in self.lasts:
+                metrics.answered(last)
         else:
             metrics.failed("cancelled")
 
@@ -243,27 +270,3 @@ async def _until_deadline(
         raise DeadlinePassed("the request's deadline passed before its answer was complete") from None
     finally:
         await responses.aclose()
-
-
-async def _as_one(responses: AsyncGenerator[pb.GenerateResponse, None]) -> AsyncGenerator[pb.GenerateResponse, None]:
-    """All messages of an answer as one."""
-    token_ids: list[int] = []
-    texts: list[str] = []
-    logprobs: list[pb.TokenLogprobs] = []
-    try:
-        async for response in responses:
-            token_ids += response.token_ids
-            texts.append(response.text)
-            logprobs += response.logprobs
-            last = response
-    finally:
-        await responses.aclose()
-    whole = pb.GenerateResponse()
-    whole.CopyFrom(last)
-    whole.offset = 0
-    whole.text = "".join(texts)
-    del whole.token_ids[:]
-    whole.token_ids.extend(token_ids)
-    del whole.logprobs[:]
-    whole.logprobs.extend(logprobs)
-    yield whole

@@ -29,6 +29,8 @@ MAX_STOP_CHARS = 256
 MAX_STOP_TOKEN_IDS = 64
 MAX_LOGIT_BIAS = 1024
 MAX_LOGPROBS = 20
+MAX_N = 128
+"""OpenAI's."""
 MAX_CHAT_MESSAGES = 8192
 INLINE_RENDER_CHARS = 65_536
 """Chats longer than this (32 characters counted for what the template adds to a message) are rendered in a thread."""
@@ -66,6 +68,11 @@ class ValidatedRequest:
     sampling_params: pb.SamplingParams
     """As given: absent fields are still absent."""
     is_streaming: bool
+
+    @property
+    def num_sequences(self) -> int:
+        """How many answers are asked for."""
+        return self.sampling_params.n if self.sampling_params.HasField("n") else 1
 
     @property
     def prompt_field(self) -> str:
@@ -174,6 +181,7 @@ def resolve_sampling(params: pb.SamplingParams, model: ModelInfo, num_prompt_tok
     num_left = model.max_model_len - num_prompt_tokens
     assert num_left >= 1, "check_prompt_length comes first"
     resolved = pb.SamplingParams(
+        n=1,
         max_tokens=max(params.min_tokens, min(num_left, defaults.max_new_tokens or num_left)),
         min_tokens=0,
         temperature=1.0 if defaults.temperature is None else defaults.temperature,
@@ -268,6 +276,7 @@ def _check_sampling(params: pb.SamplingParams, violations: Violations) -> None:
         ("frequency_penalty", -2 <= params.frequency_penalty <= 2, "in [-2, 2]"),
         ("repetition_penalty", 0 < params.repetition_penalty <= 2, "in (0, 2]"),
         ("max_tokens", params.max_tokens >= 1, "at least 1"),
+        ("n", 1 <= params.n <= MAX_N, f"in [1, {MAX_N}]"),
         ("logprobs", params.logprobs <= MAX_LOGPROBS, f"in [0, {MAX_LOGPROBS}]"),
     )
     for name, is_ok, bound in bounds:

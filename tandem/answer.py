@@ -1,6 +1,6 @@
 """A client's side of one stream: checks that it is exact, and adds it up.
 
-Pure: messages in, an `Answer` out. Does not own the call that the messages come from.
+Pure: messages in, an `Answer` out, or several. Does not own the call that the messages come from. Of each answer:
 
     EMPTY ── accept(message) ──> OPEN ── accept(last message) ──> COMPLETE ── answer() ──> Answer
       └───────── a gap, a repetition, something after the end, or an end too early: StreamBroken
@@ -25,7 +25,7 @@ class StreamBroken(Exception):  # noqa: N818 - named as the errors of `rpc.error
 
 @dataclass(frozen=True, kw_only=True)
 class Answer:
-    """A finished request."""
+    """One answer of a finished request."""
 
     request_id: str
     text: str
@@ -59,10 +59,33 @@ def _readable(logprobs: TokenLogprobs) -> dict[str, Any]:
     return {"sampled": sampled, "top": top, "text_offset": logprobs.text_offset}
 
 
-class AnswerStream:
-    """Takes a stream's messages in order."""
+class AnswersStream:
+    """Takes the messages of a stream of `n` answers in order."""
 
-    def __init__(self) -> None:
+    def __init__(self, n: int = 1) -> None:
+        self._streams = [AnswerStream(sequence) for sequence in range(n)]
+
+    def accept(self, message: GenerateResponse) -> GenerateResponse:
+        """Returns `message`. Raises `StreamBroken`."""
+        if message.sequence >= len(self._streams):
+            raise StreamBroken(f"request {message.request_id}: sequence {message.sequence} was not asked for")
+        return self._streams[message.sequence].accept(message)
+
+    def check_ended(self) -> None:
+        """The stream has ended with status OK: raises `StreamBroken` unless each answer's last message has come."""
+        for stream in self._streams:
+            stream.check_ended()
+
+    def answers(self) -> list[Answer]:
+        """All, whole. Raises `StreamBroken` unless the last message of each has come."""
+        return [stream.answer() for stream in self._streams]
+
+
+class AnswerStream:
+    """Takes the messages of one answer in order."""
+
+    def __init__(self, sequence: int = 0) -> None:
+        self._sequence = sequence
         self._texts: list[str] = []
         self._token_ids: list[int] = []
         self._logprobs: list[TokenLogprobs] = []
@@ -72,7 +95,7 @@ class AnswerStream:
         """Returns `message`. Raises `StreamBroken`."""
         if self._last is not None:
             raise StreamBroken(f"request {message.request_id}: a message came after the last one")
-        if message.sequence != 0:
+        if message.sequence != self._sequence:
             raise StreamBroken(f"request {message.request_id}: sequence {message.sequence} was not asked for")
         if message.offset != len(self._token_ids):
             raise StreamBroken(
@@ -110,7 +133,8 @@ class AnswerStream:
     def check_ended(self) -> None:
         """The stream has ended with status OK: raises `StreamBroken` unless its last message has come."""
         if self._last is None:
-            raise StreamBroken("the stream ended with status OK and without its last message")
+            which = f" of sequence {self._sequence}" if self._sequence else ""
+            raise StreamBroken(f"the stream ended with status OK and without its last message{which}")
 
     def answer(self) -> Answer:
         """The whole. Raises `StreamBroken` unless the last message has come."""

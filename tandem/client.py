@@ -23,7 +23,7 @@ from protos import tandem_inference_pb2_grpc, tandem_worker_pb2, tandem_worker_p
 from rpc.channel import open_blocking_channel, open_channel
 from rpc.errors import from_rpc_error
 from rpc.tls import ClientTLS
-from tandem.answer import Answer, AnswerStream
+from tandem.answer import Answer, AnswersStream
 
 DEFAULT_ADDRESS = "127.0.0.1:50051"
 CONTROL_TIMEOUT_S = 10.0
@@ -61,11 +61,20 @@ class Sampling(TypedDict, total=False):
 
 
 def generate_request(
-    prompt: Prompt, *, request_id: str = "", model: str = "", stream: bool = True, **sampling: Unpack[Sampling]
+    prompt: Prompt,
+    *,
+    request_id: str = "",
+    model: str = "",
+    stream: bool = True,
+    n: int = 1,
+    **sampling: Unpack[Sampling],
 ) -> pb.GenerateRequest:
-    """The message of one request. Raises `ValueError` naming a parameter that the wire cannot carry."""
+    """The message of one request, for `n` answers. Raises `ValueError` naming what the wire cannot carry."""
     request = pb.GenerateRequest(
-        request_id=request_id, model=model, stream=stream, sampling_params=_sampling_params(sampling)
+        request_id=request_id,
+        model=model,
+        stream=stream,
+        sampling_params=_sampling_params({**sampling, **({} if n == 1 else {"n": n})}),
     )
     if isinstance(prompt, str):
         request.text = prompt
@@ -93,7 +102,7 @@ def _chat_message(message: Any) -> pb.ChatMessage:
 def _sampling_params(sampling: Mapping[str, Any]) -> pb.SamplingParams:
     params = pb.SamplingParams()
     for name, value in sampling.items():
-        if name not in Sampling.__annotations__:
+        if name not in Sampling.__annotations__ and name != "n":
             known = ", ".join(Sampling.__annotations__)
             raise ValueError(f"{name}: no such sampling parameter; there are {known}")
         if value is None:
@@ -149,11 +158,25 @@ class Client:
         **sampling: Unpack[Sampling],
     ) -> Answer:
         """The whole answer. `timeout_s` becomes the request's deadline everywhere; None and infinity: there is none."""
-        stream = AnswerStream()
-        request = generate_request(prompt, request_id=request_id, model=model, stream=False, **sampling)
+        (answer,) = self.generate_n(prompt, 1, request_id=request_id, model=model, timeout_s=timeout_s, **sampling)
+        return answer
+
+    def generate_n(
+        self,
+        prompt: Prompt,
+        n: int,
+        *,
+        request_id: str = "",
+        model: str = "",
+        timeout_s: float | None = None,
+        **sampling: Unpack[Sampling],
+    ) -> list[Answer]:
+        """`n` whole answers to one prompt, which is prefilled once. To a seed, answer i is the one to seed + i."""
+        request = generate_request(prompt, request_id=request_id, model=model, stream=False, n=n, **sampling)
+        stream = AnswersStream(n)
         for _ in self._read(request, stream, timeout_s):
             pass
-        return stream.answer()
+        return stream.answers()
 
     def stream(
         self,
@@ -162,14 +185,15 @@ class Client:
         request_id: str = "",
         model: str = "",
         timeout_s: float | None = None,
+        n: int = 1,
         **sampling: Unpack[Sampling],
     ) -> Generator[pb.GenerateResponse]:
-        """The answer's messages as they come. Closing the generator cancels the request."""
-        request = generate_request(prompt, request_id=request_id, model=model, **sampling)
-        return self._read(request, AnswerStream(), timeout_s)
+        """The messages of the `n` answers as they come. Closing the generator cancels the request."""
+        request = generate_request(prompt, request_id=request_id, model=model, n=n, **sampling)
+        return self._read(request, AnswersStream(n), timeout_s)
 
     def _read(
-        self, request: pb.GenerateRequest, stream: AnswerStream, timeout_s: float | None
+        self, request: pb.GenerateRequest, stream: AnswersStream, timeout_s: float | None
     ) -> Generator[pb.GenerateResponse]:
         with _errors_of_ours():
             call = self._inference.Generate(request, timeout=_timeout(timeout_s))
@@ -247,11 +271,27 @@ class AsyncClient:
         **sampling: Unpack[Sampling],
     ) -> Answer:
         """As `Client.generate`."""
-        stream = AnswerStream()
-        request = generate_request(prompt, request_id=request_id, model=model, stream=False, **sampling)
+        (answer,) = await self.generate_n(
+            prompt, 1, request_id=request_id, model=model, timeout_s=timeout_s, **sampling
+        )
+        return answer
+
+    async def generate_n(
+        self,
+        prompt: Prompt,
+        n: int,
+        *,
+        request_id: str = "",
+        model: str = "",
+        timeout_s: float | None = None,
+        **sampling: Unpack[Sampling],
+    ) -> list[Answer]:
+        """As `Client.generate_n`."""
+        request = generate_request(prompt, request_id=request_id, model=model, stream=False, n=n, **sampling)
+        stream = AnswersStream(n)
         async for _ in self._read(request, stream, timeout_s):
             pass
-        return stream.answer()
+        return stream.answers()
 
     def stream(
         self,
@@ -260,14 +300,15 @@ class AsyncClient:
         request_id: str = "",
         model: str = "",
         timeout_s: float | None = None,
+        n: int = 1,
         **sampling: Unpack[Sampling],
     ) -> AsyncGenerator[pb.GenerateResponse]:
         """As `Client.stream`. Use `contextlib.aclosing` where the loop may be left early."""
-        request = generate_request(prompt, request_id=request_id, model=model, **sampling)
-        return self._read(request, AnswerStream(), timeout_s)
+        request = generate_request(prompt, request_id=request_id, model=model, n=n, **sampling)
+        return self._read(request, AnswersStream(n), timeout_s)
 
     async def _read(
-        self, request: pb.GenerateRequest, stream: AnswerStream, timeout_s: float | None
+        self, request: pb.GenerateRequest, stream: AnswersStream, timeout_s: float | None
     ) -> AsyncGenerator[pb.GenerateResponse]:
         with _errors_of_ours():
             call = self._inference.Generate(request, timeout=_timeout(timeout_s))

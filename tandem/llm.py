@@ -28,6 +28,7 @@ from engine.outputs import RequestOutput as StepOutput
 from router.chat_template import ChatMessage, ChatTemplate
 from router.detokenizer import IncrementalDetokenizer
 from router.model_info import ModelInfo
+from router.sequences import names_at_workers
 from router.tokenizer import Tokenizer
 from tandem.sampling_params import SamplingParams
 
@@ -67,7 +68,7 @@ class CompletionOutput:
 
 @dataclass(frozen=True, kw_only=True)
 class RequestOutput:
-    """One prompt and its answer."""
+    """One prompt and its answers."""
 
     request_id: str
     prompt: str | None
@@ -156,18 +157,23 @@ class LLM:
         use_tqdm: bool,
     ) -> list[RequestOutput]:
         params = self._params_of_each(sampling_params, len(prompts))
+        requests: list[_Request] = []
         answers: dict[str, _Answer] = {}
         try:
             for (text, token_ids), prompt_params in zip(prompts, params, strict=True):
-                request_id = str(next(self._request_ids))
-                self._engine.add_request(request_id, token_ids, prompt_params.for_engine(secrets.randbits(63)))
-                answers[request_id] = _Answer(request_id, text, token_ids, prompt_params, self._tokenizer)
+                request = _Request(str(next(self._request_ids)), text, token_ids, prompt_params, self._tokenizer)
+                self._add(request.answers[0])
+                requests.append(request)
+                answers |= {answer.name: answer for answer in request.answers}
             self._step_until_done(answers, use_tqdm)
         finally:
-            for answer in answers.values():
+            for name, answer in answers.items():
                 if not answer.is_finished:
-                    self._engine.abort(answer.request_id)
-        return [answer.output() for answer in answers.values()]
+                    self._engine.abort(name)
+        return [request.output() for request in requests]
+
+    def _add(self, answer: _Answer) -> None:
+        self._engine.add_request(answer.name, answer.prompt_token_ids, answer.engine_params)
 
     def _params_of_each(
         self, sampling_params: SamplingParams | Sequence[SamplingParams] | None, num_prompts: int
@@ -196,13 +202,17 @@ class LLM:
     def _take(self, outputs: Iterable[StepOutput], answers: Mapping[str, _Answer]) -> None:
         for output in outputs:
             answer = answers[output.request_id]
+            is_first_news = not answer.token_ids
             answer.take(output)
+            if is_first_news:  # its prompt is in the prefix cache now: not computed again for the others
+                for other in answer.others:
+                    self._add(other)
             if answer.is_finished and not output.is_finished:  # a stop string, which the engine knows nothing of
                 self._engine.abort(output.request_id)
 
 
-class _Answer:
-    """One answer in the making."""
+class _Request:
+    """One prompt and its answers in the making."""
 
     def __init__(
         self,
@@ -212,16 +222,53 @@ class _Answer:
         params: SamplingParams,
         tokenizer: Tokenizer,
     ) -> None:
-        self.request_id = request_id
-        self.is_finished = False
-        self.token_ids: list[int] = []
+        self._request_id = request_id
         self._prompt = prompt
         self._prompt_token_ids = prompt_token_ids
+        drawn_seed = secrets.randbits(63)
+        names = names_at_workers(request_id, params.n)
+        self.answers = [
+            _Answer(name, index, prompt_token_ids, params, drawn_seed, tokenizer) for index, name in enumerate(names)
+        ]
+        self.answers[0].others = self.answers[1:]
+
+    def output(self) -> RequestOutput:
+        return RequestOutput(
+            request_id=self._request_id,
+            prompt=self._prompt,
+            prompt_token_ids=self._prompt_token_ids,
+            outputs=[answer.output() for answer in self.answers],
+            finished=True,
+            num_cached_tokens=self.answers[0].num_cached_tokens,
+        )
+
+
+class _Answer:
+    """One answer in the making."""
+
+    def __init__(
+        self,
+        name: str,
+        index: int,
+        prompt_token_ids: list[int],
+        params: SamplingParams,
+        drawn_seed: int,
+        tokenizer: Tokenizer,
+    ) -> None:
+        """`name`: the engine's for it."""
+        self.name = name
+        self.prompt_token_ids = prompt_token_ids
+        self.engine_params = params.for_engine(drawn_seed, index)
+        self.others: list[_Answer] = []
+        """Those that wait until this one has its first token."""
+        self.is_finished = False
+        self.token_ids: list[int] = []
+        self.num_cached_tokens = 0
+        self._index = index
         self._includes_stop = params.include_stop_str_in_output
         self._texts: list[str] = []
         self._finish_reason = ""
         self._stop_reason: str | None = None
-        self._num_cached_tokens = 0
         self._logprobs: list[TokenLogprobs] | None = None if params.logprobs is None else []
         self._detokenizer = IncrementalDetokenizer(
             tokenizer,
@@ -237,7 +284,7 @@ class _Answer:
         (completion,) = output.outputs
         assert completion.offset == len(self.token_ids), "the engine's tokens are contiguous"
         if not self.token_ids:
-            self._num_cached_tokens = output.num_cached_tokens
+            self.num_cached_tokens = output.num_cached_tokens
         is_silent = completion.finish_reason is FinishReason.STOP and not self._includes_stop
         delta = self._detokenizer.push(completion.token_ids[:-1] if is_silent else completion.token_ids)
         self._texts.append(delta.text)
@@ -256,24 +303,16 @@ class _Answer:
         self._finish_reason, self._stop_reason = reason, stop
         self.is_finished = True
 
-    def output(self) -> RequestOutput:
+    def output(self) -> CompletionOutput:
         assert self.is_finished
-        completion = CompletionOutput(
-            index=0,
+        return CompletionOutput(
+            index=self._index,
             text="".join(self._texts),
             token_ids=self.token_ids,
             finish_reason=self._finish_reason,
             stop_reason=self._stop_reason,
             logprobs=None if self._logprobs is None else [self._by_token_id(each) for each in self._logprobs],
             cumulative_logprob=None if self._logprobs is None else sum(each.sampled.logprob for each in self._logprobs),
-        )
-        return RequestOutput(
-            request_id=self.request_id,
-            prompt=self._prompt,
-            prompt_token_ids=self._prompt_token_ids,
-            outputs=[completion],
-            finished=True,
-            num_cached_tokens=self._num_cached_tokens,
         )
 
     def _by_token_id(self, logprobs: TokenLogprobs) -> dict[int, Logprob]:

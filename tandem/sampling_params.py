@@ -10,12 +10,16 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 
 from engine import sampling_params as engine_params
+from router.sequences import seed_of_sequence
+from router.validation import MAX_N
 
 
 @dataclass(frozen=True, kw_only=True)
 class SamplingParams:
     """Names, meanings and bounds are vLLM's. Raises `ValueError` naming the field and its bound."""
 
+    n: int = 1
+    """Answers to each prompt, which is prefilled once. Answer i to a seed is the one to seed + i."""
     max_tokens: int = 16
     min_tokens: int = 0
     """Before this many tokens neither end-of-sequence, stop tokens nor stop strings end the answer."""
@@ -41,6 +45,8 @@ class SamplingParams:
     """How likely each token was, and so many of the likeliest ones. None: nothing of it."""
 
     def __post_init__(self) -> None:
+        if type(self.n) is not int or not 1 <= self.n <= MAX_N:
+            raise ValueError(f"n must be an integer in [1, {MAX_N}], is {self.n!r}")
         self.for_engine(0)  # checks the bounds
         if not all(self.stop_strings):
             raise ValueError("stop must not hold empty strings")
@@ -49,8 +55,8 @@ class SamplingParams:
     def stop_strings(self) -> tuple[str, ...]:
         return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
 
-    def for_engine(self, drawn_seed: int) -> engine_params.SamplingParams:
-        """What the engine needs; `drawn_seed` stands in where there is no seed."""
+    def for_engine(self, drawn_seed: int, sequence: int = 0) -> engine_params.SamplingParams:
+        """What the engine needs for answer `sequence`; `drawn_seed` stands in where there is no seed."""
         values = {
             entry.name: getattr(self, entry.name)
             for entry in fields(engine_params.SamplingParams)
@@ -59,5 +65,5 @@ class SamplingParams:
         return engine_params.SamplingParams(
             **values,
             stop_token_ids=frozenset(self.stop_token_ids),
-            seed=drawn_seed if self.seed is None else self.seed,
+            seed=seed_of_sequence(drawn_seed if self.seed is None else self.seed, sequence),
         )

@@ -19,6 +19,7 @@ from protos import tandem_worker_pb2 as worker_pb
 from protos.tandem_inference_pb2_grpc import InferenceStub
 from protos.tandem_worker_pb2_grpc import DecodeStub
 from rpc.errors import InvalidRequest, NoWorker
+from tandem.answer import AnswersStream
 from tandem.client import Client
 
 LONG = [(7 * i) % 40_000 + 100 for i in range(1200)]
@@ -125,6 +126,75 @@ def test_abort_ends_the_stream_well(cluster: RunningCluster, stub: InferenceStub
     cluster.wait_until_at_rest()
 
 
+SEVERAL = {"max_tokens": 24, "temperature": 0.9, "seed": 5, "ignore_eos": True, "logprobs": 1}
+
+
+@pytest.mark.parametrize("is_stream", [True, False], ids=["streamed", "whole"])
+def test_each_of_several_answers_ends_once(cluster: RunningCluster, is_stream: bool) -> None:
+    """Each is the one answer to a seed of its own, and the prompt is prefilled for the first of them alone."""
+    prompt = [next(_fresh_ids), *LONG[1:]]
+    with Client(cluster.address) as client:
+        if is_stream:
+            stream = AnswersStream(4)
+            messages = [stream.accept(message) for message in client.stream(prompt, n=4, **SEVERAL)]  # type: ignore[arg-type]
+            lasts = [message for message in messages if message.HasField("usage")]
+            assert sorted(last.sequence for last in lasts) == [0, 1, 2, 3]
+            answers = stream.answers()
+            changes = sum(a.sequence != b.sequence for a, b in itertools.pairwise(messages))
+            assert changes > 24, "they are answered together, not one after the other"
+        else:
+            answers = client.generate_n(prompt, 4, **SEVERAL)  # type: ignore[arg-type]
+        alone = [client.generate(prompt, **{**SEVERAL, "seed": 5 + i}) for i in range(4)]  # type: ignore[arg-type]
+    assert [answer.token_ids for answer in answers] == [one.token_ids for one in alone]
+    assert [answer.text for answer in answers] == [one.text for one in alone]
+    assert [answer.logprobs for answer in answers] == [one.logprobs for one in alone]
+    assert len({answer.text for answer in answers}) == 4
+    assert [answer.usage.cached_tokens for answer in answers] == [0, 1184, 1184, 1184]
+    modes = [answer.timings.mode for answer in answers]
+    assert modes == [pb.MODE_DISAGGREGATED, pb.MODE_LOCAL, pb.MODE_LOCAL, pb.MODE_LOCAL]
+    for answer in answers:
+        spans = answer.timings
+        assert spans.total_ms == pytest.approx(spans.queue_ms + spans.prefill_ms + spans.transfer_ms + spans.decode_ms)
+    cluster.wait_until_at_rest()
+
+
+def test_greedy_answers_are_the_same_and_may_end_at_their_first_token(cluster: RunningCluster) -> None:
+    with Client(cluster.address) as client:
+        first, *others = client.generate_n(SHORT, 3, max_tokens=1, temperature=0, ignore_eos=True)
+    assert [other.token_ids for other in others] == [first.token_ids] * 2
+    cluster.wait_until_at_rest()
+
+
+def test_abort_ends_all_of_several_answers_well(cluster: RunningCluster, stub: InferenceStub) -> None:
+    request = request_of(SHORT, 1500, "several")
+    request.sampling_params.n = 3
+    call = stub.Generate(request)
+    received: list[pb.GenerateResponse] = []
+    while {response.sequence for response in received} != {0, 1, 2}:
+        received.append(next(call))
+    taken = request_of(SHORT, 5, "1_several")  # as the workers know one of them
+    assert code_of_call(stub.Generate(taken)) == grpc.StatusCode.ALREADY_EXISTS
+    assert stub.Abort(pb.AbortRequest(request_id="several")).was_running
+    received += list(call)
+    lasts = [response for response in received if response.finish_reason]
+    assert [response.finish_reason for response in lasts] == [pb.FINISH_REASON_ABORT] * 3
+    assert {response.sequence for response in lasts} == {0, 1, 2}
+    assert len(list(stub.Generate(taken))) > 1
+    cluster.wait_until_at_rest()
+
+
+def test_a_client_that_goes_away_from_several_answers(cluster: RunningCluster, stub: InferenceStub) -> None:
+    """One before its second answer has begun, one while all are decoded."""
+    for num_messages in (1, 30):
+        request = request_of([next(_fresh_ids), *LONG[1:]], 700)
+        request.sampling_params.n = 3
+        call = stub.Generate(request)
+        for _ in range(num_messages):
+            next(call)
+        call.cancel()
+        cluster.wait_until_at_rest()
+
+
 def test_a_deadline_that_passes(cluster: RunningCluster, stub: InferenceStub) -> None:
     assert code_of_call(stub.Generate(request_of(LONG, 800), timeout=1.5)) == grpc.StatusCode.DEADLINE_EXCEEDED
     cluster.wait_until_at_rest()
@@ -198,6 +268,8 @@ def test_a_request_id_in_use_is_refused(cluster: RunningCluster, stub: Inference
         ("sampling_params.top_p", {"prompt": "x", "top_p": 0}),
         ("sampling_params.top_p", {"prompt": "x", "top_p": 1.5}),
         ("sampling_params.max_tokens", {"prompt": "x", "max_tokens": 0}),
+        ("sampling_params.n", {"prompt": "x", "n": 0}),
+        ("sampling_params.n", {"prompt": "x", "n": 129}),
         ("sampling_params.stop", {"prompt": "x", "stop": ["a"] * 17}),
         ("sampling_params.stop[0]", {"prompt": "x", "stop": ["a" * 257]}),
         ("model", {"prompt": "x", "model": "another"}),
@@ -205,7 +277,7 @@ def test_a_request_id_in_use_is_refused(cluster: RunningCluster, stub: Inference
 )
 def test_bad_input_is_named_at_the_door(cluster: RunningCluster, field: str, arguments: dict[str, object]) -> None:
     with Client(cluster.address) as client, pytest.raises(InvalidRequest) as caught:
-        client.generate(**arguments)  # type: ignore[arg-type]
+        client.generate_n(**{"n": 1, **arguments})  # type: ignore[arg-type]
     assert field in [violation.field for violation in caught.value.violations]
 
 

@@ -15,6 +15,7 @@ from clusters import RunningCluster, wait_until
 from protos import tandem_inference_pb2 as inference_pb
 from protos import tandem_worker_pb2 as worker_pb
 from protos.tandem_worker_pb2_grpc import WorkerStub
+from tandem.answer import AnswersStream
 from tandem.client import Client
 
 PROMPT = [(13 * i) % 30_000 + 70 for i in range(75)]
@@ -48,6 +49,24 @@ def test_the_stream_goes_on_at_the_next_position(cluster: RunningCluster, name: 
     assert last.timings.attempts > 1
     assert received == expected.token_ids
     assert logprobs == expected.logprobs, "to the bit: the kernels add in the same order everywhere"
+    cluster.wait_until_at_rest(60)
+
+
+def test_several_answers_go_on_each_at_its_next_position(cluster: RunningCluster) -> None:
+    sampling = {**SAMPLINGS["seeded"], "max_tokens": 60, "ignore_eos": True, "n": 3}
+    with Client(cluster.address) as client:
+        whole, received = AnswersStream(3), AnswersStream(3)
+        for chunk in client.stream(PROMPT, **sampling):  # type: ignore[arg-type]
+            whole.accept(chunk)
+        is_killed = False
+        for chunk in client.stream(PROMPT, **sampling):  # type: ignore[arg-type]
+            received.accept(chunk)
+            if chunk.sequence == 2 and chunk.offset >= 10 and not is_killed:
+                os.kill(serving_decode_worker(cluster), signal.SIGKILL)
+                is_killed = True
+    assert is_killed
+    assert [answer.token_ids for answer in received.answers()] == [answer.token_ids for answer in whole.answers()]
+    assert sum(answer.timings.attempts for answer in received.answers()) > 3
     cluster.wait_until_at_rest(60)
 
 

@@ -111,6 +111,23 @@ def test_seeds(llm: LLM) -> None:
     assert seeded[0].outputs[0] == seeded[1].outputs[0]
 
 
+def test_several_answers_to_a_prompt(llm: LLM) -> None:
+    """Each is the one to a seed of its own; the prompt is computed for the first of them."""
+    params = SamplingParams(max_tokens=12, seed=7, n=3)
+    prompts = ["Once upon a time there was", "The capital of"]
+    outputs = llm.generate(prompts, params)
+    alone = [dataclasses.replace(params, seed=7 + i, n=1) for i in range(3)]
+    for prompt, output in zip(prompts, outputs, strict=True):
+        expected = llm.generate([prompt] * 3, alone)
+        assert [answer.text for answer in output.outputs] == [one.outputs[0].text for one in expected]
+        assert [answer.index for answer in output.outputs] == [0, 1, 2]
+    (unseeded,) = llm.generate("Once upon a time", SamplingParams(max_tokens=12, n=4, stop=["the"]))
+    assert len({answer.text for answer in unseeded.outputs}) == 4
+    with pytest.raises(ValueError, match=r"n must be an integer in \[1, 128\], is 0"):
+        SamplingParams(n=0)
+    assert at_rest(llm)
+
+
 def test_cached_prompts_are_counted(llm: LLM) -> None:
     prompt = list(range(1000, 1064))
     assert llm.generate([prompt], GREEDY)[0].num_cached_tokens == 0

@@ -119,6 +119,32 @@ def test_token_ids_and_many_prompts(cluster: RunningCluster, client: openai.Open
     assert [choice.index for choice in answer.choices] == [0, 1]
 
 
+def test_several_choices(cluster: RunningCluster, client: openai.OpenAI, model: str) -> None:
+    asked: dict[str, Any] = {"max_tokens": 12, "temperature": 0.9, "seed": 3, "n": 3}
+    chat = client.chat.completions.create(model=model, messages=MESSAGES, **asked)
+    with Client(cluster.address) as grpc_client:
+        one = grpc_client.generate(MESSAGES, max_tokens=12, temperature=0.9, seed=5)
+    assert [choice.index for choice in chat.choices] == [0, 1, 2]
+    assert chat.choices[2].message.content == one.text
+    assert chat.usage is not None
+    assert chat.usage.prompt_tokens == one.usage.prompt_tokens, "counted once"
+    stream = client.completions.create(
+        model=model, prompt=["Once upon", "I am"], **asked, stream=True, stream_options={"include_usage": True}
+    )
+    texts, usage = [""] * 6, None
+    for event in stream:
+        usage = event.usage or usage
+        for piece in event.choices:
+            texts[piece.index] += piece.text
+    whole = client.completions.create(model=model, prompt=["Once upon", "I am"], **asked)
+    assert texts == [choice.text for choice in whole.choices]
+    assert len(set(texts)) == 6
+    assert usage is not None
+    assert whole.usage is not None
+    assert usage.completion_tokens == whole.usage.completion_tokens
+    assert usage.prompt_tokens == whole.usage.prompt_tokens == 4
+
+
 def test_errors_are_those_that_the_client_knows(client: openai.OpenAI, model: str) -> None:
     with pytest.raises(openai.BadRequestError) as bad:
         client.completions.create(model=model, prompt="a", top_p=3)
@@ -130,8 +156,9 @@ def test_errors_are_those_that_the_client_knows(client: openai.OpenAI, model: st
         client.completions.create(model=model, prompt=[5] * 3000)
     assert too_long.value.param == "prompt"
     assert "2048" in too_long.value.message or "2047" in too_long.value.message
-    with pytest.raises(openai.BadRequestError):
-        client.chat.completions.create(model=model, messages=MESSAGES, n=2)
+    with pytest.raises(openai.BadRequestError) as too_many:
+        client.completions.create(model=model, prompt=["a"] * 3, n=100)
+    assert too_many.value.param == "n"
 
 
 @pytest.mark.parametrize("is_stream", [False, True])

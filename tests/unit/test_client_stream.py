@@ -17,7 +17,7 @@ import pytest
 from protos import tandem_inference_pb2 as pb
 from protos import tandem_inference_pb2_grpc
 from rpc.errors import DETAILS_KEY, STATUS_CODES, InvalidRequest, Overloaded, Unreachable, to_status
-from tandem.answer import Answer, AnswerStream, StreamBroken
+from tandem.answer import Answer, AnswersStream, AnswerStream, StreamBroken
 from tandem.client import AsyncClient, Client, Sampling, generate_request
 
 STOP = pb.FINISH_REASON_STOP
@@ -55,6 +55,24 @@ def test_an_exact_stream_adds_up() -> None:
     answer = add_up(EXACT)
     assert (answer.text, answer.token_ids, answer.finish_reason) == ("abcd", [10, 11, 12], "stop")
     assert answer.to_dict()["usage"] == {"prompt_tokens": 3, "cached_tokens": 0, "completion_tokens": 3}
+
+
+def test_several_answers_are_each_exact() -> None:
+    stream, messages = AnswersStream(2), []
+    for message in EXACT:
+        for sequence in range(2):
+            messages.append(pb.GenerateResponse())
+            messages[-1].CopyFrom(message)
+            messages[-1].sequence = sequence
+    for message in messages[:-1]:
+        stream.accept(message)
+    with pytest.raises(StreamBroken, match="without its last message of sequence 1"):
+        stream.check_ended()
+    stream.accept(messages[-1])
+    stream.check_ended()
+    assert [answer.text for answer in stream.answers()] == ["abcd"] * 2
+    with pytest.raises(StreamBroken, match="sequence 2 was not asked for"):
+        stream.accept(pb.GenerateResponse(sequence=2))
 
 
 def test_a_whole_answer_in_one_message_is_exact() -> None:
@@ -133,7 +151,7 @@ def test_only_what_is_given_travels() -> None:
 
 
 def test_every_parameter_of_the_wire_can_be_given() -> None:
-    assert set(Sampling.__annotations__) == {field.name for field in pb.SamplingParams.DESCRIPTOR.fields}
+    assert {*Sampling.__annotations__, "n"} == {field.name for field in pb.SamplingParams.DESCRIPTOR.fields}
 
 
 @pytest.mark.parametrize(

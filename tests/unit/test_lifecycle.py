@@ -21,11 +21,12 @@ from router.queue import RequestQueue
 from router.request_events import Event, WorkerKey, WorkerLost, WorkerSaid
 from router.request_state import AttemptNumbers
 from router.retry_budget import RetryBudget
+from router.sequences import Sequences, names_at_workers
 from router.servicer import _until_deadline
 from router.worker_handle import WorkerHandle
 from router.worker_pool import WorkerPool
 from router.worker_session import Inbox
-from rpc.errors import DeadlinePassed, NoWorker, Overloaded
+from rpc.errors import DeadlinePassed, InvalidRequest, NoWorker, Overloaded
 
 BLOCK = 16
 PROMPT = list(range(60 * BLOCK))
@@ -137,8 +138,27 @@ class Bench:
     def request(
         self, request_id: str, *, deadline_s: float | None = None, numbers: AttemptNumbers | None = None
     ) -> Asked:
+        return Asked(self.lifecycle(request_id, deadline_s=deadline_s, numbers=numbers).run())
+
+    def requests(self, request_id: str, n: int) -> Asked:
+        """For several answers."""
+        names = names_at_workers(request_id, n)
+        first = self.lifecycle(request_id, name=names[0])
+        others = [
+            self.lifecycle(request_id, name=name, sequence=i + 1, after=first) for i, name in enumerate(names[1:])
+        ]
+        return Asked(Sequences([first, *others], is_streaming=True).run())
+
+    def lifecycle(
+        self,
+        request_id: str,
+        *,
+        deadline_s: float | None = None,
+        numbers: AttemptNumbers | None = None,
+        **of_several: Any,
+    ) -> Lifecycle:
         params = inference_pb.SamplingParams(max_tokens=8)
-        lifecycle = Lifecycle(
+        return Lifecycle(
             self.cluster,
             request_id=request_id,
             prompt_token_ids=PROMPT,
@@ -147,8 +167,8 @@ class Bench:
             arrived_s=asyncio.get_running_loop().time(),
             deadline_s=deadline_s,
             numbers=numbers,
+            **of_several,
         )
-        return Asked(lifecycle.run())
 
 
 class Asked:
@@ -171,7 +191,7 @@ class Asked:
 
 
 async def settle() -> None:
-    for _ in range(10):
+    for _ in range(30):
         await asyncio.sleep(0)
 
 
@@ -216,6 +236,37 @@ async def test_an_answer_lets_the_next_one_through() -> None:
     await first.leave()
     await second.leave()
     assert (bench.decode.num_planned_blocks, bench.prefill.num_prefill_tokens) == (0, 0)
+
+
+async def test_further_answers_go_ahead_of_the_queue_to_who_has_the_prompt() -> None:
+    """Also where no index says so; not before it is there; and what ends one of them ends them all."""
+    bench = Bench(with_prefill=True)
+    asked = bench.requests("r", 3)
+    await settle()
+    later = bench.request("later")
+    bench.decode.set_load(load(30, num_running=1))
+    bench.d.say("0_r", 1, granted=Grant(grant_id=1))
+    await settle()
+    bench.p.say("0_r", 1, tokens=pb.Tokens(index=0, token_ids=[5]))
+    bench.p.say("0_r", 1, handed_over=pb.HandedOver())
+    await settle()
+    assert len(bench.queue) == 1, "only the later one: the first token does not say that the decode worker has the KV"
+    bench.d.say("0_r", 1, tokens=pb.Tokens(index=1, token_ids=[6]))
+    await settle()
+    cached = [request.num_cached_blocks for request in bench.queue._waiting]
+    assert cached == [{bench.decode.key: 60}, {bench.decode.key: 60}, {}]
+    bench.decode.set_load(load(100))
+    bench.dispatch()
+    await settle()
+    assert [command.WhichOneof("command") for command in bench.d.sent] == ["reserve", "generate"]
+    other = bench.d.sent[-1].generate
+    assert other.request_id in ("1_r", "2_r")
+    bench.d.say(other.request_id, other.attempt, failed=pb.Failed(code=3, message="wrong", can_retry=False))
+    await asyncio.wait([asked.task])
+    assert isinstance(asked.task.exception(), InvalidRequest)
+    assert {command.cancel.request_id for command in bench.d.sent if command.HasField("cancel")} >= {"0_r"}
+    await later.leave()
+    assert (bench.decode.num_planned_blocks, bench.prefill.num_prefill_tokens, len(bench.queue)) == (0, 0, 0)
 
 
 async def test_a_refusal_that_was_overtaken_by_the_last_freeing_is_asked_again() -> None:

@@ -55,6 +55,8 @@ def text_request(**params: Any) -> pb.GenerateRequest:
 @pytest.mark.parametrize(
     ("params", "field", "description"),
     [
+        ({"n": 0}, "n", "must be in [1, 128], is 0"),
+        ({"n": 129}, "n", "must be in [1, 128], is 129"),
         ({"temperature": -0.5}, "temperature", "must be at least 0 and finite, is -0.5"),
         ({"temperature": NAN}, "temperature", "must be at least 0 and finite, is nan"),
         ({"temperature": INF}, "temperature", "must be at least 0 and finite, is inf"),
@@ -272,6 +274,7 @@ def test_every_optional_field_is_set() -> None:
         **{name: getattr(resolved, name) for name in OPTIONAL_FIELDS if name not in ("seed", "logprobs")}
     )
     assert given == pb.SamplingParams(
+        n=1,
         max_tokens=60,
         min_tokens=0,
         temperature=1,

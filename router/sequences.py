@@ -1,0 +1,114 @@
+"""The answers to one prompt, each a sequence with a life cycle of its own, and their messages as one stream.
+
+    first    queue ── prefill ── decodes ─────────────────────────────────────────> its last message
+                                  │ the prompt's KV lies in its worker's cache
+    others   wait ────────────────┴─> front of the queue ── there, or elsewhere ──> their last messages
+
+So one prompt is prefilled once, and moved once. The others have waited their turn with the first, and are no new
+requests: neither the queue's bound nor the deadline's forecast refuses them any more. What ends one of them with an
+error ends them all.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing
+
+from protos import tandem_inference_pb2 as pb
+from router.lifecycle import Lifecycle
+from router.request_events import Stopped
+from rpc.merge import merged
+
+Responses = AsyncGenerator[pb.GenerateResponse, None]
+
+
+def names_at_workers(request_id: str, num_sequences: int) -> list[str]:
+    """What workers call the sequences of a request: one has the request's id, several have vLLM's names for them."""
+    if num_sequences == 1:
+        return [request_id]
+    return [f"{index}_{request_id}" for index in range(num_sequences)]
+
+
+def seed_of_sequence(seed: int, index: int) -> int:
+    """vLLM's rule: answer `index` of several to a seed is the one answer to seed + index (in 64 bits, signed)."""
+    return (seed + index + (1 << 63)) % (1 << 64) - (1 << 63)
+
+
+def params_of_sequence(params: pb.SamplingParams, index: int) -> pb.SamplingParams:
+    """Of one of the sequences that `params` (every field set) ask for."""
+    own = pb.SamplingParams()
+    own.CopyFrom(params)
+    own.n = 1
+    own.seed = seed_of_sequence(params.seed, index)
+    return own
+
+
+class Sequences:
+    """All answers to one prompt. Iterate `run` once: whoever stops iterating cancels them all, on every worker."""
+
+    def __init__(self, lifecycles: Sequence[Lifecycle], *, is_streaming: bool) -> None:
+        """`lifecycles`: the first, and those that follow it. Not streaming: one message for each."""
+        self._lifecycles = lifecycles
+        self._is_streaming = is_streaming
+        self._is_prefilled = asyncio.Event()
+
+    def stop(self, stopped: Stopped) -> None:
+        """End them from outside: Abort."""
+        for lifecycle in self._lifecycles:
+            lifecycle.stop(stopped)
+
+    def run(self) -> Responses:
+        """The messages of all, as they come. Raises the first error that ends one of them."""
+        first, *others = self._lifecycles
+        if not others:
+            return self._messages(first.run())
+        streams = [self._messages(self._first(first)), *(self._messages(self._other(each)) for each in others)]
+        return _without_index(streams)
+
+    def _messages(self, responses: Responses) -> Responses:
+        return responses if self._is_streaming else _as_one(responses)
+
+    async def _first(self, lifecycle: Lifecycle) -> Responses:
+        async with aclosing(lifecycle.run()) as responses:
+            async for response in responses:
+                # The second token comes from who has the KV of the whole prompt, wherever the first came from.
+                if response.offset + len(response.token_ids) > 1 or response.finish_reason:
+                    self._is_prefilled.set()
+                yield response
+
+    async def _other(self, lifecycle: Lifecycle) -> Responses:
+        await self._is_prefilled.wait()
+        async with aclosing(lifecycle.run()) as responses:
+            async for response in responses:
+                yield response
+
+
+async def _without_index(streams: Sequence[Responses]) -> Responses:
+    async with aclosing(merged(streams)) as messages:
+        async for _, message in messages:
+            yield message
+
+
+async def _as_one(responses: Responses) -> Responses:
+    """All messages of an answer as one."""
+    token_ids: list[int] = []
+    texts: list[str] = []
+    logprobs: list[pb.TokenLogprobs] = []
+    try:
+        async for response in responses:
+            token_ids += response.token_ids
+            texts.append(response.text)
+            logprobs += response.logprobs
+            last = response
+    finally:
+        await responses.aclose()
+    whole = pb.GenerateResponse()
+    whole.CopyFrom(last)
+    whole.offset = 0
+    whole.text = "".join(texts)
+    del whole.token_ids[:]
+    whole.token_ids.extend(token_ids)
+    del whole.logprobs[:]
+    whole.logprobs.extend(logprobs)
+    yield whole
