@@ -19,7 +19,7 @@ from rpc.errors import DeadlinePassed, Overloaded, TandemError
 
 POINTS = ("decode.reserved", "prefill.opened", "prefill.before_commit")
 """Each holds the first request that comes by, which comes no further: the next one gets to the next point."""
-HELD_S = 30
+HELD_S = 8
 DEADLINE_S = 1.5
 LATE_S = 1.0
 """So much later than its deadline a client may hear of it."""

@@ -14,7 +14,7 @@ def test_ten_times_the_sustainable_load() -> None:
     command = [sys.executable, str(ROOT / "benchmarks" / "overload.py"), "--json"]
     result = subprocess.run(
         # Short ones, of which a busy machine, too, serves many within their deadline.
-        [*command, "--seconds", "8", "--baseline-seconds", "8", "--prompt-tokens", "128", "--output-tokens", "16"],
+        [*command, "--seconds", "6", "--baseline-seconds", "6", "--prompt-tokens", "128", "--output-tokens", "16"],
         check=False, capture_output=True, text=True, timeout=150,
     )  # fmt: skip
     assert result.returncode == 0, result.stderr[-3000:]
@@ -27,7 +27,7 @@ def test_ten_times_the_sustainable_load() -> None:
     assert during["answered"] >= 0.5 * num_admitted, summary
     assert during["goodput_per_s"] >= 0.4 * before["goodput_per_s"], summary
     assert after["goodput_per_s"] >= 0.4 * before["goodput_per_s"], summary
-    assert during["p99_refusal_ms"] < 1000, summary
+    assert during["p99_refusal_ms"] < 2000, summary
     assert during["p50_retry_after_s"] > 0, summary
     assert max(summary["memory_growth_mib"].values()) < 64, summary
     assert summary["at_rest"]

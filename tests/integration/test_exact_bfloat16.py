@@ -136,7 +136,7 @@ def test_same_tokens_of_a_cluster(
 
 def test_other_sums_would_change_answers(model_folder: Path, references: list[Reference]) -> None:
     """Plain torch, whose sums depend on the number of rows, does: so the tests above can fail."""
-    short = [reference for reference in references if len(reference.prompt_token_ids) <= 17][:8]
+    short = [reference for reference in references if len(reference.prompt_token_ids) <= 17][:4]
     apart, together = (make_engine(model_folder, attention_backend="torch") for _ in range(2))
     expected: Answers = {}
     for reference in short:
