@@ -24,6 +24,12 @@ class GatewayArgs(SslArgs):
         metadata={"help": "If given, /v1 needs it: Authorization: Bearer KEY."},
     )
     max_body_bytes: int = field(default=4 * 1024 * 1024, metadata={"help": "Largest request body, in bytes."})
+    resume_s: float = field(
+        default=30.0,
+        metadata={
+            "help": "How long an answer that has begun may wait, when its router is lost, for one that goes on with it."
+        },
+    )
     drain_grace_s: float = field(
         default=30.0, metadata={"help": "On SIGTERM, how long running requests may take to finish."}
     )
@@ -43,5 +49,7 @@ class GatewayArgs(SslArgs):
             raise ValueError(f"max_body_bytes must be in [1024, {1 << 28}], is {self.max_body_bytes}")
         if not 0 <= self.drain_grace_s < float("inf"):
             raise ValueError(f"drain_grace_s must be at least 0 and finite, is {self.drain_grace_s}")
+        if not 0 <= self.resume_s < float("inf"):
+            raise ValueError(f"resume_s must be at least 0 and finite, is {self.resume_s}")
         if self.log_level not in LOG_LEVELS:
             raise ValueError(f"log_level must be one of {', '.join(LOG_LEVELS)}, is {self.log_level!r}")

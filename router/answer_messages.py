@@ -14,14 +14,21 @@ class AnswerMessages:
     """Of one sequence of a request."""
 
     def __init__(
-        self, *, request_id: str, sequence: int, num_prompt_tokens: int, detokenizer: IncrementalDetokenizer
+        self,
+        *,
+        request_id: str,
+        sequence: int,
+        num_prompt_tokens: int,
+        detokenizer: IncrementalDetokenizer,
+        num_tokens: int = 0,
     ) -> None:
+        """`num_tokens` of the answer the client has, and `detokenizer` has taken in."""
         self._request_id = request_id
         self._sequence = sequence
         self._num_prompt_tokens = num_prompt_tokens
         self._detokenizer = detokenizer
-        self.num_tokens = 0
-        """In the messages so far."""
+        self.num_tokens = num_tokens
+        """Of the answer, up to the last message."""
 
     def delta(self, emit: Emit) -> tuple[pb.GenerateResponse, bool]:
         """The message for new tokens, and whether a stop string ended the answer within them."""

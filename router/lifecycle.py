@@ -43,6 +43,7 @@ from router.request_events import (
     WorkerSaid,
 )
 from router.request_state import AttemptNumbers, Phase, RequestState
+from router.resumption import NOTHING, Resumption, kind_name
 from router.retry_budget import RetryBudget
 from router.timings import timings_of
 from router.worker_handle import TakenRoom
@@ -90,11 +91,12 @@ class Lifecycle:
         name: str = "",
         sequence: int = 0,
         after: Lifecycle | None = None,
+        resumption: Resumption = NOTHING,
     ) -> None:
         """`deadline_s`: when the client's time is up, on this process' monotonic clock. `numbers`: those that all
         requests of the router share, where ids come from clients and may come again. `name`: what workers call it,
         where that is not the request's id. `after`: the first of the answers to this prompt, where this is answer
-        `sequence`, not to be run before that one is prefilled."""
+        `sequence`, not to be run before that one is prefilled. `resumption`: where it begins, and `detokenizer` is."""
         self._name = name or request_id
         self._after = after
         self._cluster = cluster
@@ -109,17 +111,20 @@ class Lifecycle:
             sequence=sequence,
             num_prompt_tokens=len(prompt_token_ids),
             detokenizer=detokenizer,
+            num_tokens=len(resumption.token_ids),
         )
+        self._resumption = resumption
         self._state = RequestState(
             MAX_ATTEMPTS,
             cluster.budget,
             numbers or AttemptNumbers(),
             wants_logprobs=sampling_params.HasField("logprobs"),
+            token_ids=list(resumption.token_ids),
         )
         self._events: asyncio.Queue[Event] = asyncio.Queue()
         self._waiting: asyncio.Task[None] | None = None
         self._last_plan: Plan | None = None
-        self._compat_digest = ""
+        self._compat_digest = resumption.compat_digest
         """Of the decode worker of the last plan."""
         self._room: TakenRoom | None = None
         """Of the running attempt."""
@@ -138,6 +143,9 @@ class Lifecycle:
 
     async def run(self) -> AsyncGenerator[inference_pb.GenerateResponse, None]:
         """The messages of the answer, the last with usage and timings. Raises the error that ended it."""
+        if self._resumption.finish_reason:
+            yield self._last_response(self._resumption.finish_reason)
+            return
         if self._after is None:
             self._refuse_if_late()
         self._begun_s = time.monotonic()
@@ -360,13 +368,16 @@ class Lifecycle:
 
     def _emit(self, emit: Emit) -> tuple[inference_pb.GenerateResponse, bool]:
         self._account.emitted(len(emit.token_ids))
-        return self._messages.delta(emit)
+        response, is_stopped = self._messages.delta(emit)
+        if emit.offset == len(self._resumption.token_ids):
+            response.worker_kind = kind_name(self._compat_digest)
+        return response, is_stopped
 
     def _last_response(self, finish_reason: inference_pb.FinishReason) -> inference_pb.GenerateResponse:
         self._account.stamps.ended_s = time.monotonic()
         timings = timings_of(
             self._account.stamps,
-            num_tokens=self._messages.num_tokens,
+            num_tokens=self._messages.num_tokens - len(self._resumption.token_ids),
             num_attempts=self._state.num_failures + 1,
             plan=self._last_plan,
             transfer=self._state.transfer,

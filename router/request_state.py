@@ -109,7 +109,7 @@ class RequestState:
     """Of them the last ones in a row that brought the client no token."""
     plan: Plan | None = None
     token_ids: list[int] = field(default_factory=list)
-    """Emitted so far."""
+    """That the client has: emitted so far, or at another router."""
     num_cached_tokens: int = 0
     """Of the prompt, as the worker that prefilled it first said."""
     transfer: KVTransferStats | None = None

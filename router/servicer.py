@@ -23,6 +23,7 @@ from router.metrics import RouterMetrics
 from router.model_info import ModelInfo
 from router.request_events import Stopped
 from router.request_state import AttemptNumbers
+from router.resumption import NOTHING, Resumption, kind_name, resumption_of
 from router.sequences import Sequences, names_at_workers, params_of_sequence
 from router.tokenizer import Tokenizer
 from router.validation import (
@@ -33,7 +34,7 @@ from router.validation import (
     tokenize_prompt,
     validate,
 )
-from rpc.errors import STATUS_CODES, DeadlinePassed, Draining, RequestExists, TandemError, code_of
+from rpc.errors import STATUS_CODES, DeadlinePassed, Draining, NoWorker, RequestExists, TandemError, code_of
 
 _log = logging.getLogger(__name__)
 
@@ -153,6 +154,7 @@ class InferenceServicer(InferenceServicerBase):  # type: ignore[misc]
         params = resolve_sampling(validated.sampling_params, model, len(prompt_token_ids))
         lifecycles: list[Lifecycle] = []
         for index, name in enumerate(names):
+            detokenizer = self._detokenizer(prompt_token_ids, params, model)
             lifecycle = Lifecycle(
                 self._cluster,
                 request_id=validated.request_id,
@@ -161,7 +163,8 @@ class InferenceServicer(InferenceServicerBase):  # type: ignore[misc]
                 after=lifecycles[0] if lifecycles else None,
                 prompt_token_ids=prompt_token_ids,
                 sampling_params=params_of_sequence(params, index),
-                detokenizer=self._detokenizer(prompt_token_ids, params, model),
+                detokenizer=detokenizer,
+                resumption=await self._resumption(validated, params, model, len(prompt_token_ids), detokenizer),
                 arrived_s=arrived_s,
                 deadline_s=deadline_s,
                 numbers=self._numbers,
@@ -182,11 +185,39 @@ class InferenceServicer(InferenceServicerBase):  # type: ignore[misc]
             self._texts.tokenizer,
             prompt_token_ids=prompt_token_ids,
             stop=list(params.stop),
-            stop_token_ids={*params.stop_token_ids, *(() if params.ignore_eos else model.eos_token_ids)},
+            stop_token_ids=_stop_token_ids(params, model),
             include_stop_str_in_output=params.include_stop_str_in_output,
             skip_special_tokens=params.skip_special_tokens,
             min_tokens=params.min_tokens,
         )
+
+    async def _resumption(
+        self,
+        validated: ValidatedRequest,
+        params: pb.SamplingParams,
+        model: ModelInfo,
+        num_prompt_tokens: int,
+        detokenizer: IncrementalDetokenizer,
+    ) -> Resumption:
+        if not validated.output_token_ids:
+            return NOTHING
+        return await asyncio.to_thread(  # milliseconds for every hundred tokens
+            resumption_of,
+            validated.output_token_ids,
+            self._compat_digest_of(validated.worker_kind),
+            detokenizer,
+            max_tokens=min(params.max_tokens, model.max_model_len - num_prompt_tokens),
+            stop_token_ids=_stop_token_ids(params, model),
+        )
+
+    def _compat_digest_of(self, worker_kind: str) -> str:
+        """Of the workers that a client knows by this name. Raises `NoWorker` where none of them is here."""
+        if not worker_kind:
+            return ""
+        for handle in self._cluster.pool.handles:
+            if kind_name(handle.record.compat_digest) == worker_kind:
+                return handle.record.compat_digest
+        raise NoWorker("no worker of the kind that began this answer is available", retry_after_s=1.0)
 
     def _model(self) -> ModelInfo:
         """The model, with the context length of the decode workers that are there, or were last."""
@@ -194,6 +225,10 @@ class InferenceServicer(InferenceServicerBase):  # type: ignore[misc]
             shortest = min(workers, key=lambda record: record.model.max_model_len)
             self._known_model = self._texts.model.with_worker(shortest.model)
         return self._known_model
+
+
+def _stop_token_ids(params: pb.SamplingParams, model: ModelInfo) -> set[int]:
+    return {*params.stop_token_ids, *(() if params.ignore_eos else model.eos_token_ids)}
 
 
 @dataclass(slots=True)

@@ -29,6 +29,7 @@ MAX_STOP_CHARS = 256
 MAX_STOP_TOKEN_IDS = 64
 MAX_LOGIT_BIAS = 1024
 MAX_LOGPROBS = 20
+MAX_KIND_CHARS = 64
 MAX_N = 128
 """OpenAI's."""
 MAX_CHAT_MESSAGES = 8192
@@ -67,6 +68,10 @@ class ValidatedRequest:
     prompt: Prompt
     sampling_params: pb.SamplingParams
     """As given: absent fields are still absent."""
+    output_token_ids: tuple[int, ...]
+    """Of an answer that has begun elsewhere."""
+    worker_kind: str
+    """Of those that began it, as clients know it. Empty: any may go on with it."""
     is_streaming: bool
 
     @property
@@ -108,12 +113,15 @@ def validate(request: pb.GenerateRequest, model: ModelInfo) -> ValidatedRequest:
     _check_lengths(request.sampling_params, model, violations)
     _check_stops(request.sampling_params, model, violations)
     _check_logit_bias(request.sampling_params, model, violations)
+    _check_resumption(request, model, violations)
     if violations:
         raise InvalidRequest(violations)
     return ValidatedRequest(
         request_id=request.request_id or uuid.uuid4().hex,
         prompt=prompt,
         sampling_params=request.sampling_params,
+        output_token_ids=tuple(request.output_token_ids),
+        worker_kind=request.worker_kind,
         is_streaming=request.stream if request.HasField("stream") else True,
     )
 
@@ -156,6 +164,10 @@ def check_prompt_length(validated: ValidatedRequest, num_prompt_tokens: int, mod
     elif num_left < 1:
         violations.append((validated.prompt_field, _too_long(num_prompt_tokens, model)))
     else:
+        if len(validated.output_token_ids) > num_left:
+            bound = f"may hold {num_left} ids beside a prompt of {num_prompt_tokens} tokens (the context is "
+            bound += f"{model.max_model_len}), has {len(validated.output_token_ids)}"
+            violations.append(("output_token_ids", bound))
         for name in ("max_tokens", "min_tokens"):
             value = getattr(params, name)
             if params.HasField(name) and value > num_left:
@@ -324,3 +336,22 @@ def _check_logit_bias(params: pb.SamplingParams, model: ModelInfo, violations: V
     if wrong is not None:
         bound = f"must be in [-100, 100], is {bias_of[wrong]:g}"
         violations.append((f"sampling_params.logit_bias[{wrong}]", bound))
+
+
+def _check_resumption(request: pb.GenerateRequest, model: ModelInfo, violations: Violations) -> None:
+    """Of an answer that has begun elsewhere: what follows must be what would have followed."""
+    params, num_tokens = request.sampling_params, len(request.output_token_ids)
+    if len(request.worker_kind) > MAX_KIND_CHARS:
+        bound = f"must be at most {MAX_KIND_CHARS} characters, has {len(request.worker_kind)}"
+        violations.append(("worker_kind", bound))
+    if not num_tokens:
+        return
+    _check_in_vocabulary("output_token_ids", request.output_token_ids, model, violations)
+    if params.n > 1:
+        bound = f"must be 1 with output_token_ids, is {params.n}: each answer goes on by itself"
+        violations.append(("sampling_params.n", bound))
+    if params.HasField("max_tokens") and num_tokens > params.max_tokens:
+        violations.append(("output_token_ids", f"may hold max_tokens={params.max_tokens} ids, has {num_tokens}"))
+    if not (params.HasField("seed") or (params.HasField("temperature") and params.temperature == 0)):
+        bound = "must be given with output_token_ids, unless temperature is 0: the one that they were drawn with"
+        violations.append(("sampling_params.seed", bound))

@@ -4,12 +4,15 @@
     print(client.generate("The capital of France is", max_tokens=8).text)
 
 Owns one channel each, closed by `close` or at the end of a `with` block. Every stream is checked while it is read (see
-`tandem.answer`). Errors are those of `rpc.errors`; a wrong parameter is an `InvalidRequest` that names its field.
-Dropping a stream (break, cancel, an exception) cancels its request on every worker.
+`tandem.answer`), and goes on at another router where its own is lost (`tandem.resume`). Errors are those of
+`rpc.errors`; a wrong parameter is an `InvalidRequest` that names its field. Dropping a stream (break, cancel, an
+exception) cancels its request on every worker.
 """
 
 from __future__ import annotations
 
+import asyncio
+import time
 from collections.abc import AsyncGenerator, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from types import TracebackType
@@ -21,14 +24,17 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from protos import tandem_inference_pb2 as pb
 from protos import tandem_inference_pb2_grpc, tandem_worker_pb2, tandem_worker_pb2_grpc
 from rpc.channel import open_blocking_channel, open_channel
-from rpc.errors import from_rpc_error
+from rpc.errors import TandemError, from_rpc_error
 from rpc.tls import ClientTLS
-from tandem.answer import Answer, AnswersStream
+from tandem.answer import Answer
+from tandem.resume import ResumableStream
 
 DEFAULT_ADDRESS = "127.0.0.1:50051"
 CONTROL_TIMEOUT_S = 10.0
 """Of calls that ask and do not generate."""
 
+RESUME_S = 10.0
+"""For how long a broken stream waits by default: longer than a router takes to start."""
 MAX_TIMEOUT_S = 1e8
 """Three years: gRPC takes much longer ones for none at all."""
 
@@ -141,8 +147,12 @@ def _errors_of_ours() -> Generator[None]:
 class Client:
     """Blocking client of the router at `address`. Threads may share one."""
 
-    def __init__(self, address: str = DEFAULT_ADDRESS, *, tls: ClientTLS | None = None) -> None:
-        """`tls`: for a router that is served over TLS."""
+    def __init__(
+        self, address: str = DEFAULT_ADDRESS, *, tls: ClientTLS | None = None, resume_s: float = RESUME_S
+    ) -> None:
+        """`tls`: for a router that is served over TLS. `resume_s`: for how long a stream that broke after its first
+        token waits for a router that goes on with it; 0: not at all."""
+        self._resume_s = resume_s
         self._channel = open_blocking_channel(address, tls=tls)
         self._inference = tandem_inference_pb2_grpc.InferenceStub(self._channel)
         self._cluster = tandem_worker_pb2_grpc.ClusterStub(self._channel)
@@ -172,11 +182,12 @@ class Client:
         **sampling: Unpack[Sampling],
     ) -> list[Answer]:
         """`n` whole answers to one prompt, which is prefilled once. To a seed, answer i is the one to seed + i."""
-        request = generate_request(prompt, request_id=request_id, model=model, stream=False, n=n, **sampling)
-        stream = AnswersStream(n)
-        for _ in self._read(request, stream, timeout_s):
+        # One answer comes as a stream, which can be taken up again.
+        request = generate_request(prompt, request_id=request_id, model=model, stream=n == 1, n=n, **sampling)
+        stream = ResumableStream(request, timeout_s=_timeout(timeout_s), resume_s=self._resume_s)
+        for _ in self._read(stream):
             pass
-        return stream.answers()
+        return stream.answers().answers()
 
     def stream(
         self,
@@ -190,19 +201,23 @@ class Client:
     ) -> Generator[pb.GenerateResponse]:
         """The messages of the `n` answers as they come. Closing the generator cancels the request."""
         request = generate_request(prompt, request_id=request_id, model=model, n=n, **sampling)
-        return self._read(request, AnswersStream(n), timeout_s)
+        return self._read(ResumableStream(request, timeout_s=_timeout(timeout_s), resume_s=self._resume_s))
 
-    def _read(
-        self, request: pb.GenerateRequest, stream: AnswersStream, timeout_s: float | None
-    ) -> Generator[pb.GenerateResponse]:
-        with _errors_of_ours():
-            call = self._inference.Generate(request, timeout=_timeout(timeout_s))
+    def _read(self, stream: ResumableStream) -> Generator[pb.GenerateResponse]:
+        while True:
             try:
-                for message in call:
-                    yield stream.accept(message)
-            finally:
-                call.cancel()  # without effect once it has ended
-        stream.check_ended()
+                with _errors_of_ours():
+                    call = self._inference.Generate(stream.request(), timeout=stream.timeout_s())
+                    try:
+                        for message in call:
+                            yield stream.accept(message)
+                    finally:
+                        call.cancel()  # without effect once it has ended
+            except TandemError as error:
+                time.sleep(stream.wait_s(error))
+                continue
+            stream.answers().check_ended()
+            return
 
     def abort(self, request_id: str) -> bool:
         """End a running request; its stream then ends with finish_reason abort. False if it was not running."""
@@ -254,8 +269,11 @@ class Client:
 class AsyncClient:
     """asyncio client of the router at `address`. Made and used on one event loop."""
 
-    def __init__(self, address: str = DEFAULT_ADDRESS, *, tls: ClientTLS | None = None) -> None:
-        """`tls`: for a router that is served over TLS."""
+    def __init__(
+        self, address: str = DEFAULT_ADDRESS, *, tls: ClientTLS | None = None, resume_s: float = RESUME_S
+    ) -> None:
+        """As `Client`'s."""
+        self._resume_s = resume_s
         self._channel = open_channel(address, tls=tls)
         self._inference = tandem_inference_pb2_grpc.InferenceStub(self._channel)
         self._cluster = tandem_worker_pb2_grpc.ClusterStub(self._channel)
@@ -287,11 +305,11 @@ class AsyncClient:
         **sampling: Unpack[Sampling],
     ) -> list[Answer]:
         """As `Client.generate_n`."""
-        request = generate_request(prompt, request_id=request_id, model=model, stream=False, n=n, **sampling)
-        stream = AnswersStream(n)
-        async for _ in self._read(request, stream, timeout_s):
+        request = generate_request(prompt, request_id=request_id, model=model, stream=n == 1, n=n, **sampling)
+        stream = ResumableStream(request, timeout_s=_timeout(timeout_s), resume_s=self._resume_s)
+        async for _ in self._read(stream):
             pass
-        return stream.answers()
+        return stream.answers().answers()
 
     def stream(
         self,
@@ -305,19 +323,23 @@ class AsyncClient:
     ) -> AsyncGenerator[pb.GenerateResponse]:
         """As `Client.stream`. Use `contextlib.aclosing` where the loop may be left early."""
         request = generate_request(prompt, request_id=request_id, model=model, n=n, **sampling)
-        return self._read(request, AnswersStream(n), timeout_s)
+        return self._read(ResumableStream(request, timeout_s=_timeout(timeout_s), resume_s=self._resume_s))
 
-    async def _read(
-        self, request: pb.GenerateRequest, stream: AnswersStream, timeout_s: float | None
-    ) -> AsyncGenerator[pb.GenerateResponse]:
-        with _errors_of_ours():
-            call = self._inference.Generate(request, timeout=_timeout(timeout_s))
+    async def _read(self, stream: ResumableStream) -> AsyncGenerator[pb.GenerateResponse]:
+        while True:
             try:
-                async for message in call:
-                    yield stream.accept(message)
-            finally:
-                call.cancel()  # without effect once it has ended
-        stream.check_ended()
+                with _errors_of_ours():
+                    call = self._inference.Generate(stream.request(), timeout=stream.timeout_s())
+                    try:
+                        async for message in call:
+                            yield stream.accept(message)
+                    finally:
+                        call.cancel()  # without effect once it has ended
+            except TandemError as error:
+                await asyncio.sleep(stream.wait_s(error))
+                continue
+            stream.answers().check_ended()
+            return
 
     async def abort(self, request_id: str) -> bool:
         """As `Client.abort`."""

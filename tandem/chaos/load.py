@@ -23,6 +23,8 @@ DEADLINE_S = 60.0
 """Of every request. None may meet it: waiting that long is hanging."""
 PAUSE_S = 0.3
 """Of a client that was refused."""
+RESUME_S = 30.0
+"""For how long a stream waits for a router: longer than one takes to be started again."""
 LEAVING_SHARE = 0.1
 
 
@@ -34,7 +36,7 @@ class Ending(Enum):
     OVERLOADED = "refused: overload"
     UNAVAILABLE = "refused: nobody to serve"
     BROKEN = "broken off"
-    """After some tokens, since the router was not there any more."""
+    """After some tokens, since no router was there any more."""
     GIVEN_UP = "given up"
     """After some tokens, by the router: nobody was left to go on with it."""
     HUNG = "hung"
@@ -55,6 +57,8 @@ class Asked:
     error: str = ""
     num_attempts: int = 0
     """As the last message says."""
+    num_resumed: int = 0
+    """How often the client asked for the rest of it, since its stream broke."""
     began_s: float = field(default_factory=time.monotonic)
     ended_s: float = 0.0
 
@@ -65,7 +69,7 @@ class Load:
     def __init__(self, address: str, seed: int) -> None:
         self.history: list[Asked] = []
         self.num_running = 0
-        self._client = AsyncClient(address)
+        self._client = AsyncClient(address, resume_s=RESUME_S)
         self._dice = random.Random(seed)
         self._is_over = asyncio.Event()
 
@@ -138,6 +142,7 @@ class Load:
         )
         async with aclosing(stream) as messages:
             async for message in messages:
+                asked.num_resumed += bool(message.offset and message.worker_kind)  # of a stream's first message
                 asked.token_ids += message.token_ids
                 asked.num_attempts = message.timings.attempts
 

@@ -28,6 +28,8 @@ class Verdict:
     """Answers with other tokens than without faults, or that ended by an error that no fault excuses."""
     num_retried: int
     """Answers that took more than one attempt."""
+    num_resumed: int
+    """Streams that outlived their router."""
     findings: list[str] = field(default_factory=list)
 
     def to_dict(self) -> dict[str, Any]:
@@ -38,6 +40,7 @@ class Verdict:
             "repeated": self.num_repeated,
             "wrong": self.num_wrong,
             "retried": self.num_retried,
+            "resumed": self.num_resumed,
             "findings": self.findings,
         }
 
@@ -50,9 +53,9 @@ def needs_check(asked: Asked) -> bool:
 def judge(history: Iterable[Asked], expected: Mapping[int, list[int]], router_deaths_s: Sequence[float]) -> Verdict:
     """`expected`: by number, the tokens of a run without faults, for every request that `needs_check`.
 
-    A stream may break off, and a request be refused with nobody to serve, only by a death of the router
-    (`router_deaths_s`, on the history's clock): of each kind of worker one is whole at any moment. What a stream gave
-    before counts like any other.
+    No stream may break off. A client may have to ask for the rest of one, and a request be refused with nobody to
+    serve, only by a death of the router (`router_deaths_s`, on the history's clock): of each kind of worker one is
+    whole at any moment.
     """
     by_ending: Counter[str] = Counter()
     counts: Counter[str] = Counter()
@@ -60,6 +63,7 @@ def judge(history: Iterable[Asked], expected: Mapping[int, list[int]], router_de
     for asked in history:
         by_ending[asked.ending.value if asked.ending else "without an end"] += 1
         counts["retried"] += asked.num_attempts > 1
+        counts["resumed"] += asked.num_resumed > 0
         if needs_check(asked):
             counts["checked"] += len(asked.token_ids)
         wanted = expected[asked.number] if needs_check(asked) else []
@@ -74,6 +78,7 @@ def judge(history: Iterable[Asked], expected: Mapping[int, list[int]], router_de
         num_repeated=counts["repeated"],
         num_wrong=counts["wrong"],
         num_retried=counts["retried"],
+        num_resumed=counts["resumed"],
         findings=findings[:MAX_FINDINGS],
     )
 
@@ -83,9 +88,7 @@ def _fault_of(asked: Asked, wanted: list[int], router_deaths_s: Sequence[float])
     match asked.ending:
         case None:
             return "lost", "it never ended"
-        case Ending.HUNG | Ending.GIVEN_UP:
-            return "lost", asked.error
-        case Ending.BROKEN if not any(asked.began_s <= death_s <= asked.ended_s for death_s in router_deaths_s):
+        case Ending.HUNG | Ending.GIVEN_UP | Ending.BROKEN:
             return "lost", asked.error
         case Ending.UNAVAILABLE if not any(
             0 <= asked.ended_s - death_s < ROUTER_RETURNS_S for death_s in router_deaths_s
@@ -93,6 +96,9 @@ def _fault_of(asked: Asked, wanted: list[int], router_deaths_s: Sequence[float])
             return "lost", asked.error
         case Ending.WRONG:
             return "repeated" if asked.error.startswith("StreamBroken") else "wrong", asked.error
+    num_deaths = sum(asked.began_s <= death_s <= asked.ended_s for death_s in router_deaths_s)
+    if asked.num_resumed and not num_deaths:
+        return "lost", "its stream broke, though its router lived"
     if asked.token_ids != wanted[: len(asked.token_ids)]:
         return "wrong", _first_difference(asked.token_ids, wanted)
     if asked.ending is Ending.ANSWERED and len(asked.token_ids) < len(wanted):

@@ -78,7 +78,7 @@ def describe(report: dict[str, Any]) -> str:
         f"faults    {sum(report['faults'].values())} in {report['seconds']:g} s (seed {report['seed']}): "
         f"{listed(report['faults'])}",
         f"requests  {sum(report['requests'].values())}: {listed(report['requests'])}",
-        f"          {report['retried']} answers took more than one attempt",
+        f"          {report['retried']} answers took more than one attempt, {report['resumed']} outlived their router",
         f"tokens    {report['tokens_checked']:,} compared with a run without faults; requests lost {report['lost']}, "
         f"with repeated tokens {report['repeated']}, with wrong ones {report['wrong']}",
         f"memory    {len(report['leaks'])} leaks; every block free or cached {report['rest_s']:.1f} s after the last "

@@ -164,8 +164,10 @@ class FragileCluster:
         self.services[name] = service
         service.launch()
 
-    def client(self, router: int = 1) -> Client:
-        return Client(self.services[f"router-{router}"].address, tls=self.tls and self.tls.client)
+    def client(self, router: int = 1, *, resume_s: float = 0) -> Client:
+        """That hears of it when its router is lost, unless `resume_s`."""
+        address = self.services[f"router-{router}"].address
+        return Client(address, tls=self.tls and self.tls.client, resume_s=resume_s)
 
     def wait_for_workers(self, router: int) -> None:
         """Until that router has a session with every worker."""

@@ -195,6 +195,48 @@ def test_a_client_that_goes_away_from_several_answers(cluster: RunningCluster, s
         cluster.wait_until_at_rest()
 
 
+@pytest.mark.parametrize(
+    "sampling",
+    [
+        {"temperature": 0.0},
+        {"temperature": 0.9, "seed": 4, "repetition_penalty": 1.2, "presence_penalty": 0.5, "min_tokens": 12},
+    ],
+    ids=["greedy", "seeded"],
+)
+def test_an_answer_goes_on_from_any_of_its_tokens(
+    cluster: RunningCluster, stub: InferenceStub, sampling: dict[str, float]
+) -> None:
+    """What another router would say after what this one has said: the same tokens, to the bit of their logprobs."""
+    request = pb.GenerateRequest(
+        text="The three largest cities of Japan are", sampling_params=pb.SamplingParams(max_tokens=16, logprobs=2)
+    )
+    request.sampling_params.MergeFrom(pb.SamplingParams(**sampling))  # type: ignore[arg-type]
+    messages = list(stub.Generate(request))
+    token_ids = [token_id for message in messages for token_id in message.token_ids]
+    logprobs = [each for message in messages for each in message.logprobs]
+    assert len(token_ids) > 11
+    request.worker_kind = messages[0].worker_kind
+    assert request.worker_kind
+    for cut in range(1, len(token_ids) + 1):
+        del request.output_token_ids[:]
+        request.output_token_ids.extend(token_ids[:cut])
+        later = list(stub.Generate(request))
+        assert [token_id for message in later for token_id in message.token_ids] == token_ids[cut:]
+        assert later[0].offset == cut
+        assert later[0].worker_kind == (request.worker_kind if cut < len(token_ids) else "")
+        assert "".join(message.text for message in messages if message.offset >= cut) == "".join(
+            message.text for message in later
+        )
+        assert [each for message in later for each in message.logprobs] == logprobs[cut:]
+        assert later[-1].usage.completion_tokens == len(token_ids)
+        assert later[-1].finish_reason == messages[-1].finish_reason
+    request.worker_kind = "another"
+    call = stub.Generate(request)
+    assert code_of_call(call) == grpc.StatusCode.UNAVAILABLE
+    assert "of the kind that began this answer" in call.details()
+    cluster.wait_until_at_rest()
+
+
 def test_a_deadline_that_passes(cluster: RunningCluster, stub: InferenceStub) -> None:
     assert code_of_call(stub.Generate(request_of(LONG, 800), timeout=1.5)) == grpc.StatusCode.DEADLINE_EXCEEDED
     cluster.wait_until_at_rest()

@@ -90,6 +90,23 @@ def test_a_router_that_is_held_up_for_longer_than_a_lease_loses_no_stream(cluste
     cluster.wait_until_at_rest(60)
 
 
+@pytest.mark.parametrize("name", list(SAMPLINGS))
+def test_a_killed_router_is_no_end_of_a_stream(cluster: RunningCluster, name: str) -> None:
+    """The next one at its address goes on; the client that reads sees nothing of it."""
+    sampling = {**SAMPLINGS[name], "max_tokens": 60, "ignore_eos": True, "logprobs": 2}
+    with Client(cluster.address) as client:
+        expected = client.generate(PROMPT, **sampling)  # type: ignore[arg-type]
+        messages = []
+        for message in client.stream(PROMPT, **sampling):  # type: ignore[arg-type]
+            messages.append(message)
+            if len(messages) == 20:
+                router_process(cluster).kill()
+    assert [token_id for message in messages for token_id in message.token_ids] == expected.token_ids
+    assert "".join(message.text for message in messages) == expected.text
+    assert [each for message in messages for each in message.logprobs] == expected.logprobs
+    cluster.wait_until_at_rest(60)
+
+
 def test_a_worker_that_leaves_hands_its_streams_over_when_its_grace_is_over(
     start_cluster: Callable[..., RunningCluster],
 ) -> None:
@@ -103,8 +120,14 @@ def test_a_worker_that_leaves_hands_its_streams_over_when_its_grace_is_over(
             if len(received) == 20:
                 os.kill(serving_decode_worker(cluster), signal.SIGTERM)
             last = chunk
-    assert last.timings.attempts == 2
-    assert received == expected.token_ids
+        assert last.timings.attempts == 2
+        assert received == expected.token_ids
+        received = []
+        for chunk in client.stream(PROMPT, **sampling):  # type: ignore[arg-type]
+            received += chunk.token_ids
+            if len(received) == 20:
+                router_process(cluster).terminate()
+        assert received == expected.token_ids, "a router, too"
     cluster.wait_until_at_rest(60)
 
 

@@ -26,7 +26,6 @@ def verdict_of(ending: Ending | None, token_ids: list[int], *, router_deaths_s: 
         (Ending.LEFT, [1, 2], ()),
         (Ending.LEFT, [], ()),
         (Ending.OVERLOADED, [], ()),
-        (Ending.BROKEN, [1], (105.0,)),
         (Ending.UNAVAILABLE, [], (105.0,)),
     ],
 )
@@ -42,15 +41,13 @@ def test_what_may_happen(ending: Ending, token_ids: list[int], router_deaths_s: 
         (None, [1], (), "num_lost"),
         (Ending.HUNG, [1], (105.0,), "num_lost"),
         (Ending.GIVEN_UP, [1], (105.0,), "num_lost"),
-        (Ending.BROKEN, [1], (), "num_lost"),
-        (Ending.BROKEN, [1], (50.0, 150.0), "num_lost"),
+        (Ending.BROKEN, [1], (105.0,), "num_lost"),
         (Ending.UNAVAILABLE, [], (), "num_lost"),
         (Ending.UNAVAILABLE, [], (50.0, 150.0), "num_lost"),
         (Ending.ANSWERED, [1, 2], (), "num_lost"),
         (Ending.ANSWERED, [1, 2, 4], (), "num_wrong"),
         (Ending.ANSWERED, [1, 2, 3, 4], (), "num_wrong"),
         (Ending.LEFT, [2], (), "num_wrong"),
-        (Ending.BROKEN, [2], (105.0,), "num_wrong"),
         (Ending.WRONG, [], (), "num_wrong"),
     ],
 )
@@ -61,6 +58,13 @@ def test_what_may_not(
     assert len(verdict.findings) == 1
     assert [getattr(verdict, name) for name in ("num_lost", "num_repeated", "num_wrong")].count(1) == 1
     assert getattr(verdict, counted) == 1
+
+
+@pytest.mark.parametrize(("death_s", "num_lost"), [(105.0, 0), (95.0, 1), (115.0, 1)])
+def test_a_stream_is_taken_up_again_only_where_its_router_died(death_s: float, num_lost: int) -> None:
+    asked = Asked(0, [5], {}, WANTED, Ending.ANSWERED, num_resumed=1, began_s=100.0, ended_s=110.0)
+    verdict = judge([asked], {0: WANTED}, [death_s])
+    assert (verdict.num_resumed, verdict.num_lost) == (1, num_lost)
 
 
 def test_a_stream_that_its_client_refused_is_counted_as_repeated() -> None:

@@ -220,6 +220,32 @@ async def test_both_clients_give_the_same_answer(server: tuple[str, Scripted], a
     assert [message.text async for message in async_client.stream("hi")] == ["a", "bc", "d"]
 
 
+async def test_both_clients_go_on_where_a_stream_broke(server: tuple[str, Scripted], async_client: AsyncClient) -> None:
+    """As often as it breaks; what they get is one exact stream."""
+    address, scripted = server
+    asked: list[pb.GenerateRequest] = []
+
+    def script(request: pb.GenerateRequest, context: grpc.ServicerContext) -> Iterator[pb.GenerateResponse]:
+        asked.append(request)
+        message = EXACT[min(len(request.output_token_ids), 2)]
+        if not message.HasField("usage"):
+            message = pb.GenerateResponse(offset=message.offset, token_ids=message.token_ids, text=message.text)
+            message.worker_kind = "k"
+        yield message
+        if not message.HasField("usage"):
+            context.abort(grpc.StatusCode.UNAVAILABLE, "gone")
+
+    scripted.script = script
+    with Client(address) as client:
+        assert [message.text for message in client.stream("hi")] == ["a", "bc", "d"]
+    assert [list(request.output_token_ids) for request in asked] == [[], [10], [10, 11, 12]]
+    assert [request.worker_kind for request in asked] == ["", "k", "k"]
+    assert len({request.sampling_params.seed for request in asked}) == 1
+    assert [message.text async for message in async_client.stream("hi")] == ["a", "bc", "d"]
+    with Client(address, resume_s=0) as client, pytest.raises(Unreachable):
+        list(client.stream("hi"))
+
+
 async def test_both_clients_refuse_a_stream_with_a_gap(server: tuple[str, Scripted], async_client: AsyncClient) -> None:
     address, scripted = server
     for script, complaint in (([tokens(0, 1), tokens(2, 3)], "position 2"), ([tokens(0, 1)], "without its last")):

@@ -48,6 +48,9 @@ def violations_of(request: pb.GenerateRequest, model: ModelInfo = MODEL) -> dict
     return {violation.field: violation.description for violation in caught.value.violations}
 
 
+GREEDY = pb.SamplingParams(temperature=0)
+
+
 def text_request(**params: Any) -> pb.GenerateRequest:
     return pb.GenerateRequest(text="hi", sampling_params=pb.SamplingParams(**params))
 
@@ -135,6 +138,27 @@ def test_bounds_themselves_are_allowed(params: dict[str, Any]) -> None:
             "must hold printable characters only, has U+000A at 1",
         ),
         ({"text": "x", "request_id": "\u202e"}, "request_id", "must hold printable characters only, has U+202E at 0"),
+        ({"text": "x", "worker_kind": "k" * 65}, "worker_kind", "must be at most 64 characters, has 65"),
+        (
+            {"text": "x", "sampling_params": GREEDY, "output_token_ids": [5, 1000]},
+            "output_token_ids",
+            "ids must be below the vocabulary's size 1000, is 1000 at 1",
+        ),
+        (
+            {"text": "x", "sampling_params": pb.SamplingParams(seed=3, max_tokens=2), "output_token_ids": [5, 6, 7]},
+            "output_token_ids",
+            "may hold max_tokens=2 ids, has 3",
+        ),
+        (
+            {"text": "x", "sampling_params": pb.SamplingParams(seed=3, n=2), "output_token_ids": [5]},
+            "sampling_params.n",
+            "must be 1 with output_token_ids, is 2: each answer goes on by itself",
+        ),
+        (
+            {"text": "x", "output_token_ids": [5]},
+            "sampling_params.seed",
+            "must be given with output_token_ids, unless temperature is 0: the one that they were drawn with",
+        ),
     ],
 )
 def test_requests_that_cannot_be_served(request_fields: dict[str, Any], field: str, description: str) -> None:
@@ -258,6 +282,17 @@ def test_prompt_and_answer_share_the_context(
     with pytest.raises(InvalidRequest) as caught:
         check_prompt_length(validated, num_prompt_tokens, MODEL)
     assert dict(caught.value.violations) == expected
+
+
+def test_what_an_answer_has_already_shares_the_context() -> None:
+    for num_tokens, is_too_many in ((60, False), (61, True)):
+        request = pb.GenerateRequest(text="x", sampling_params=GREEDY, output_token_ids=[5] * num_tokens)
+        validated = validate(request, MODEL)
+        if not is_too_many:
+            check_prompt_length(validated, 40, MODEL)
+            continue
+        with pytest.raises(InvalidRequest, match="may hold 60 ids beside a prompt of 40 tokens"):
+            check_prompt_length(validated, 40, MODEL)
 
 
 # -- what is left open ----------------------------------------------------------------------------------------------

@@ -1,0 +1,93 @@
+"""A stream that breaks goes on where it was: at the same address, which another router may answer by then. Pure.
+
+    OPEN ── the stream breaks after its first token ──> BROKEN ── wait ──> asked for what is missing ──> OPEN
+                                                           └─ `resume_s` without a message: the error is raised
+
+What has been received is handed to the router as the beginning of the answer; with the seed and the kind of workers
+that it began with, what follows is what would have followed. A stream without a token has shown nothing: its error is
+the caller's, who may ask anew. So is that of several answers, which are not taken up again, and of a router that
+named no kind of workers: it is older than all this.
+"""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections.abc import Callable
+
+from protos import tandem_inference_pb2 as pb
+from rpc.errors import Draining, NoWorker, Overloaded, RequestExists, TandemError, Unreachable
+from tandem.answer import AnswersStream
+
+FIRST_WAIT_S = 0.05
+LAST_WAIT_S = 1.0
+"""Between two tries, without a word of the router's about it."""
+
+BROKEN = (Unreachable, Draining, NoWorker)
+"""The router is gone or leaves, or it has nobody left who could go on."""
+NOT_YET = (*BROKEN, Overloaded, RequestExists)
+"""What may pass, for who has begun. RequestExists: the router has not noticed yet that the stream broke."""
+
+
+class ResumableStream:
+    """One request, through as many calls as it takes. `n` answers to it are checked as they come."""
+
+    def __init__(
+        self,
+        request: pb.GenerateRequest,
+        *,
+        timeout_s: float | None,
+        resume_s: float,
+        now_s: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """`request` gets a seed, if it has none. `timeout_s`: for all calls together. `resume_s`: how long a broken
+        stream may stay so; 0: its error is raised at once."""
+        if not request.sampling_params.HasField("seed"):
+            request.sampling_params.seed = secrets.randbits(63)
+        self._request = request
+        self._n = max(1, request.sampling_params.n)
+        self._answers = AnswersStream(self._n)
+        self._now_s = now_s
+        self._resume_s = resume_s
+        self._deadline_s = None if timeout_s is None else now_s() + timeout_s
+        self._broken_s: float | None = None
+        """Since when nothing has come."""
+        self._wait_s = FIRST_WAIT_S
+        self.num_resumed = 0
+        """How often the answer went on in another call."""
+
+    def request(self) -> pb.GenerateRequest:
+        """For the next call: what is missing."""
+        return self._request
+
+    def timeout_s(self) -> float | None:
+        """Of the next call."""
+        return None if self._deadline_s is None else max(0.0, self._deadline_s - self._now_s())
+
+    def accept(self, message: pb.GenerateResponse) -> pb.GenerateResponse:
+        """Returns `message`. Raises `StreamBroken` where it is not what was to come."""
+        self._answers.accept(message)
+        if self._n == 1:
+            self._request.output_token_ids.extend(message.token_ids)
+            self._request.worker_kind = self._request.worker_kind or message.worker_kind
+        if self._broken_s is not None:
+            self._broken_s, self._wait_s = None, FIRST_WAIT_S
+            self.num_resumed += 1
+        return message
+
+    def wait_s(self, error: TandemError) -> float:
+        """How long to wait before the next call, after one ended with `error`. Raises it where there is none."""
+        if self._broken_s is None:
+            if not (self._request.output_token_ids and self._request.worker_kind and isinstance(error, BROKEN)):
+                raise error
+            self._broken_s = self._now_s()
+        left_s = self._broken_s + self._resume_s - self._now_s()
+        if not isinstance(error, NOT_YET) or left_s <= 0:
+            raise error
+        wait_s = max(self._wait_s, error.retry_after_s or 0.0)
+        self._wait_s = min(2 * self._wait_s, LAST_WAIT_S)
+        return min(wait_s, left_s)
+
+    def answers(self) -> AnswersStream:
+        """All that has come."""
+        return self._answers

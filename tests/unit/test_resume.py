@@ -1,0 +1,181 @@
+"""Streams that break: when they are taken up again (`tandem.resume`), and where (`router.resumption`)."""
+
+from __future__ import annotations
+
+import pytest
+from test_detokenizer import SAMPLES, byte_level_tokenizer
+
+from protos import tandem_inference_pb2 as pb
+from router.detokenizer import IncrementalDetokenizer
+from router.resumption import kind_name, resumption_of
+from rpc.errors import Draining, InvalidRequest, NoWorker, Overloaded, RequestExists, TandemError, Unreachable
+from tandem.resume import FIRST_WAIT_S, LAST_WAIT_S, ResumableStream
+
+LOST = Unreachable("gone")
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now_s = 100.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+def tokens(offset: int, *token_ids: int, kind: str = "") -> pb.GenerateResponse:
+    return pb.GenerateResponse(request_id="r", offset=offset, token_ids=token_ids, worker_kind=kind)
+
+
+def stream_of(
+    n: int = 1, *, resume_s: float = 10.0, timeout_s: float | None = None, clock: Clock | None = None
+) -> ResumableStream:
+    request = pb.GenerateRequest(text="hi", sampling_params=pb.SamplingParams(n=n))
+    return ResumableStream(request, timeout_s=timeout_s, resume_s=resume_s, now_s=clock or Clock())
+
+
+# -- the client's side ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("error", [LOST, Draining("leaving"), NoWorker("none")])
+def test_the_next_call_asks_for_what_is_missing(error: TandemError) -> None:
+    stream = stream_of()
+    seed = stream.request().sampling_params.seed
+    assert stream.request().sampling_params.HasField("seed"), "nobody could go on with a draw of unknown seed"
+    stream.accept(tokens(0, 5, kind="k"))
+    stream.accept(tokens(1, 6, 7))
+    assert stream.wait_s(error) == FIRST_WAIT_S
+    expected = pb.GenerateRequest(
+        text="hi", sampling_params=pb.SamplingParams(n=1, seed=seed), output_token_ids=[5, 6, 7], worker_kind="k"
+    )
+    assert stream.request() == expected
+    stream.accept(tokens(3, 8, kind="k"))
+    assert stream.num_resumed == 1
+    assert list(stream.request().output_token_ids) == [5, 6, 7, 8]
+
+
+@pytest.mark.parametrize("num_tokens", [0, 2])
+@pytest.mark.parametrize("error", [Overloaded("full"), InvalidRequest([("text", "wrong")]), RequestExists("running")])
+def test_what_is_no_loss_is_the_callers(error: TandemError, num_tokens: int) -> None:
+    stream = stream_of()
+    for offset in range(num_tokens):
+        stream.accept(tokens(offset, 5, kind="k"))
+    with pytest.raises(type(error)):
+        stream.wait_s(error)
+
+
+def test_what_has_shown_nothing_is_the_callers_to_ask_again() -> None:
+    with pytest.raises(Unreachable):
+        stream_of().wait_s(LOST)
+    several = stream_of(n=2)
+    several.accept(tokens(0, 5, kind="k"))
+    with pytest.raises(Unreachable):
+        several.wait_s(LOST)
+    never = stream_of(resume_s=0)
+    never.accept(tokens(0, 5, kind="k"))
+    with pytest.raises(Unreachable):
+        never.wait_s(LOST)
+    older = stream_of()
+    older.accept(tokens(0, 5))
+    with pytest.raises(Unreachable):
+        older.wait_s(LOST)
+
+
+def test_who_is_full_or_has_not_noticed_is_asked_again_for_a_while() -> None:
+    clock = Clock()
+    stream = stream_of(resume_s=10, clock=clock)
+    stream.accept(tokens(0, 5, kind="k"))
+    waits = [stream.wait_s(error) for error in (LOST, RequestExists("r"), LOST, LOST, LOST, LOST, LOST)]
+    assert waits == [0.05, 0.1, 0.2, 0.4, 0.8, LAST_WAIT_S, LAST_WAIT_S]
+    assert stream.wait_s(Overloaded("full", retry_after_s=3)) == 3
+    clock.now_s += 9.5
+    assert stream.wait_s(Overloaded("full", retry_after_s=3)) == 0.5, "once more at the end"
+    clock.now_s += 0.5
+    with pytest.raises(Overloaded):
+        stream.wait_s(Overloaded("full", retry_after_s=3))
+
+
+def test_a_stream_that_goes_on_has_all_its_time_again() -> None:
+    clock = Clock()
+    stream = stream_of(resume_s=10, clock=clock)
+    for offset in range(5):
+        stream.accept(tokens(offset, 5, kind="k"))
+        assert stream.wait_s(LOST) == FIRST_WAIT_S
+        clock.now_s += 9
+    with pytest.raises(InvalidRequest):
+        stream.wait_s(InvalidRequest([("output_token_ids", "wrong")]))
+
+
+def test_the_deadline_is_that_of_all_calls() -> None:
+    clock = Clock()
+    stream = stream_of(timeout_s=30, clock=clock)
+    assert stream.timeout_s() == 30
+    clock.now_s += 20
+    assert stream.timeout_s() == 10
+    clock.now_s += 20
+    assert stream.timeout_s() == 0
+    assert stream_of().timeout_s() is None
+
+
+# -- the router's side ----------------------------------------------------------------------------------------------
+
+TOKENIZER = byte_level_tokenizer()
+EOS = 2
+
+
+def detokenizer(**settings: object) -> IncrementalDetokenizer:
+    return IncrementalDetokenizer(TOKENIZER, **settings)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("stop", [(), ("zzz", "\U0001f389\u00e9"), ("with",)], ids=["none", "never", "in the middle"])
+def test_the_text_goes_on_wherever_the_stream_broke(stop: tuple[str, ...]) -> None:
+    """Inside characters, and where the text so far may be the beginning of a stop string."""
+    token_ids = [token for sample in SAMPLES for token in TOKENIZER.encode(sample)]
+    whole = detokenizer(stop=stop)
+    pieces, num_tokens = [], 0
+    for token_id in token_ids:
+        delta = whole.push([token_id])
+        pieces.append(delta.text)
+        num_tokens += 1
+        if delta.is_stopped:
+            break
+    text = "".join(pieces) + whole.finish()
+    for cut in range(1, num_tokens):
+        later = detokenizer(stop=stop)
+        resumption = resumption_of(token_ids[:cut], "", later, max_tokens=10**6, stop_token_ids=())
+        assert not resumption.finish_reason
+        rest = later.push(token_ids[cut:num_tokens]).text + later.finish()
+        assert "".join(pieces[:cut]) + rest == text
+
+
+@pytest.mark.parametrize(
+    ("token_ids", "finish_reason"),
+    [
+        ([5, 6, 7], pb.FINISH_REASON_UNSPECIFIED),
+        ([5, 6, 7, 8], pb.FINISH_REASON_LENGTH),
+        ([5, 6, EOS], pb.FINISH_REASON_STOP),
+        ([5, 6, 7, EOS], pb.FINISH_REASON_STOP),
+    ],
+)
+def test_what_was_complete_ends(token_ids: list[int], finish_reason: pb.FinishReason) -> None:
+    resumption = resumption_of(token_ids, "d", detokenizer(), max_tokens=4, stop_token_ids={EOS})
+    assert (resumption.finish_reason, resumption.token_ids) == (finish_reason, token_ids)
+
+
+def test_a_stop_string_was_the_end() -> None:
+    token_ids = TOKENIZER.encode("one two")
+    at_end = resumption_of(token_ids, "", detokenizer(stop=["two"]), max_tokens=99, stop_token_ids=())
+    assert at_end.finish_reason == pb.FINISH_REASON_STOP
+
+
+@pytest.mark.parametrize(
+    ("token_ids", "stop", "position"),
+    [([5, EOS, 6], [], 1), (TOKENIZER.encode("one two"), ["one"], 2), ([EOS, *TOKENIZER.encode("one two")], ["t"], 0)],
+)
+def test_tokens_after_the_end_are_refused(token_ids: list[int], stop: list[str], position: int) -> None:
+    with pytest.raises(InvalidRequest, match=f"output_token_ids: goes on after the answer's end at {position}"):
+        resumption_of(token_ids, "", detokenizer(stop=stop), max_tokens=99, stop_token_ids={EOS})
+
+
+def test_clients_learn_nothing_of_what_a_kind_is() -> None:
+    assert kind_name("model=secret") == kind_name("model=secret") != kind_name("model=other")
+    assert "secret" not in kind_name("model=secret")
