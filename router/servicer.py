@@ -35,6 +35,7 @@ from router.validation import (
     validate,
 )
 from rpc.errors import STATUS_CODES, DeadlinePassed, Draining, NoWorker, RequestExists, TandemError, code_of
+from rpc.metadata import ACCEPTED_KEY
 
 _log = logging.getLogger(__name__)
 
@@ -95,6 +96,7 @@ class InferenceServicer(InferenceServicerBase):  # type: ignore[misc]
         self._is_idle.clear()
         outcome = _Outcome(request_id, arrived_s, len(names))
         try:
+            await context.send_initial_metadata(((ACCEPTED_KEY, "1"),))
             remaining_s = context.time_remaining()
             deadline_s = None if remaining_s is None else arrived_s + remaining_s
             responses = self._answer(validated, names, arrived_s, deadline_s)

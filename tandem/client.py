@@ -209,6 +209,7 @@ class Client:
                 with _errors_of_ours():
                     call = self._inference.Generate(stream.request(), timeout=stream.timeout_s())
                     try:
+                        stream.note_metadata(call.initial_metadata())
                         for message in call:
                             yield stream.accept(message)
                     finally:
@@ -331,6 +332,7 @@ class AsyncClient:
                 with _errors_of_ours():
                     call = self._inference.Generate(stream.request(), timeout=stream.timeout_s())
                     try:
+                        stream.note_metadata(await call.initial_metadata())
                         async for message in call:
                             yield stream.accept(message)
                     finally:

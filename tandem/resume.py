@@ -1,30 +1,33 @@
 """A stream that breaks goes on where it was: at the same address, which another router may answer by then. Pure.
 
-    OPEN ── the stream breaks after its first token ──> BROKEN ── wait ──> asked for what is missing ──> OPEN
-                                                           └─ `resume_s` without a message: the error is raised
+    ASKED ── accepted ──> OPEN ── the stream breaks ──> BROKEN ── wait ──> asked for what is missing ──> OPEN
+      └─ refused: the caller's                             └─ `resume_s` without a message: the error is raised
 
 What has been received is handed to the router as the beginning of the answer; with the seed and the kind of workers
-that it began with, what follows is what would have followed. A stream without a token has shown nothing: its error is
-the caller's, who may ask anew. So is that of several answers, which are not taken up again, and of a router that
-named no kind of workers: it is older than all this.
+that it began with, what follows is what would have followed. Where nothing has been received yet, all of it is asked
+again, if a router had taken it on: else its error is the caller's, at once. So is that of several answers that have
+begun, which are not taken up again, and of a router that named no kind of workers: it is older than all this.
 """
 
 from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 from protos import tandem_inference_pb2 as pb
 from rpc.errors import Draining, NoWorker, Overloaded, RequestExists, TandemError, Unreachable
+from rpc.metadata import ACCEPTED_KEY
 from tandem.answer import AnswersStream
 
 FIRST_WAIT_S = 0.05
 LAST_WAIT_S = 1.0
 """Between two tries, without a word of the router's about it."""
 
-BROKEN = (Unreachable, Draining, NoWorker)
-"""The router is gone or leaves, or it has nobody left who could go on."""
+LOST = (Unreachable, Draining)
+"""The router is gone, or leaves."""
+BROKEN = (*LOST, NoWorker)
+"""Or it has nobody left who could go on."""
 NOT_YET = (*BROKEN, Overloaded, RequestExists)
 """What may pass, for who has begun. RequestExists: the router has not noticed yet that the stream broke."""
 
@@ -53,6 +56,9 @@ class ResumableStream:
         self._broken_s: float | None = None
         """Since when nothing has come."""
         self._wait_s = FIRST_WAIT_S
+        self._has_received = False
+        self.is_accepted = False
+        """A router has said that the request is its own."""
         self.num_resumed = 0
         """How often the answer went on in another call."""
 
@@ -64,9 +70,14 @@ class ResumableStream:
         """Of the next call."""
         return None if self._deadline_s is None else max(0.0, self._deadline_s - self._now_s())
 
+    def note_metadata(self, metadata: Iterable[tuple[str, str | bytes]] | None) -> None:
+        """What the router says before its first message."""
+        self.is_accepted = self.is_accepted or any(key == ACCEPTED_KEY for key, _ in metadata or ())
+
     def accept(self, message: pb.GenerateResponse) -> pb.GenerateResponse:
         """Returns `message`. Raises `StreamBroken` where it is not what was to come."""
         self._answers.accept(message)
+        self._has_received = True
         if self._n == 1:
             self._request.output_token_ids.extend(message.token_ids)
             self._request.worker_kind = self._request.worker_kind or message.worker_kind
@@ -78,7 +89,7 @@ class ResumableStream:
     def wait_s(self, error: TandemError) -> float:
         """How long to wait before the next call, after one ended with `error`. Raises it where there is none."""
         if self._broken_s is None:
-            if not (self._request.output_token_ids and self._request.worker_kind and isinstance(error, BROKEN)):
+            if not self._may_go_on(error):
                 raise error
             self._broken_s = self._now_s()
         left_s = self._broken_s + self._resume_s - self._now_s()
@@ -87,6 +98,11 @@ class ResumableStream:
         wait_s = max(self._wait_s, error.retry_after_s or 0.0)
         self._wait_s = min(2 * self._wait_s, LAST_WAIT_S)
         return min(wait_s, left_s)
+
+    def _may_go_on(self, error: TandemError) -> bool:
+        if not self._has_received:  # nothing is to be taken up: all of it is asked anew, of whoever answers now
+            return self.is_accepted and isinstance(error, LOST)
+        return self._n == 1 and bool(self._request.worker_kind) and isinstance(error, BROKEN)
 
     def answers(self) -> AnswersStream:
         """All that has come."""

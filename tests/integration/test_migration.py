@@ -6,6 +6,7 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 
 import grpc
 import psutil
@@ -104,6 +105,19 @@ def test_a_killed_router_is_no_end_of_a_stream(cluster: RunningCluster, name: st
     assert [token_id for message in messages for token_id in message.token_ids] == expected.token_ids
     assert "".join(message.text for message in messages) == expected.text
     assert [each for message in messages for each in message.logprobs] == expected.logprobs
+    cluster.wait_until_at_rest(60)
+
+
+def test_what_a_killed_router_had_not_begun_to_answer_is_asked_of_the_next(cluster: RunningCluster) -> None:
+    prompt = [(17 * i) % 30_000 + 90 for i in range(900)]
+    sampling = {**SAMPLINGS["seeded"], "max_tokens": 4, "ignore_eos": True}
+    with Client(cluster.address) as client, ThreadPoolExecutor(1) as threads:
+        asked = threads.submit(client.generate_n, prompt, 2, **sampling)  # type: ignore[arg-type]
+        wait_until(lambda: client.status().num_running_requests > 0, 20, "the router has taken it on")
+        router_process(cluster).kill()
+        answers = asked.result(60)
+        again = client.generate_n(prompt, 2, **sampling)  # type: ignore[arg-type]
+    assert [answer.token_ids for answer in answers] == [answer.token_ids for answer in again]
     cluster.wait_until_at_rest(60)
 
 

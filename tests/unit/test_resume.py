@@ -9,6 +9,7 @@ from protos import tandem_inference_pb2 as pb
 from router.detokenizer import IncrementalDetokenizer
 from router.resumption import kind_name, resumption_of
 from rpc.errors import Draining, InvalidRequest, NoWorker, Overloaded, RequestExists, TandemError, Unreachable
+from rpc.metadata import ACCEPTED_KEY
 from tandem.resume import FIRST_WAIT_S, LAST_WAIT_S, ResumableStream
 
 LOST = Unreachable("gone")
@@ -78,6 +79,22 @@ def test_what_has_shown_nothing_is_the_callers_to_ask_again() -> None:
     older.accept(tokens(0, 5))
     with pytest.raises(Unreachable):
         older.wait_s(LOST)
+
+
+@pytest.mark.parametrize("n", [1, 2])
+def test_what_a_router_took_on_and_lost_is_asked_anew(n: int) -> None:
+    stream = stream_of(n)
+    first = pb.GenerateRequest()
+    first.CopyFrom(stream.request())
+    stream.note_metadata([("x", "y"), (ACCEPTED_KEY, "1")])
+    assert stream.wait_s(LOST) == FIRST_WAIT_S
+    stream.note_metadata(None)  # the next one was refused
+    assert stream.wait_s(LOST) == 2 * FIRST_WAIT_S
+    assert stream.request() == first, "the same seed, too"
+    refused = stream_of()
+    refused.note_metadata([(ACCEPTED_KEY, "1")])
+    with pytest.raises(NoWorker):
+        refused.wait_s(NoWorker("nobody could compute it: the router's word"))
 
 
 def test_who_is_full_or_has_not_noticed_is_asked_again_for_a_while() -> None:
