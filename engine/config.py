@@ -12,7 +12,7 @@ from typing import Any
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 LOAD_FORMATS = ("auto", "safetensors", "gguf", "dummy")
 ATTENTION_BACKENDS = ("auto", "cpu", "triton", "flash_attn", "torch")
-QUANTIZATIONS = ("none", "fp8", "int8")
+QUANTIZATIONS = ("auto", "none", "fp8", "int8")
 KV_CACHE_DTYPES = ("auto", "fp8", "fp8_e4m3")
 GIB = 1024**3
 
@@ -36,7 +36,7 @@ class ModelConfig:
     dtype: str
     """"float32", "bfloat16" or "float16", resolved."""
     quantization: str
-    """Of the weights of layers' products: "none", "fp8" or "int8" (engine/quantization.py)."""
+    """Of the weights of layers' products: "none", "fp8" or "int8", resolved (engine/quantization.py)."""
     max_model_len: int
     """Prompt and answer together, in tokens."""
     vocab_size: int
@@ -137,10 +137,12 @@ class EngineArgs:
     )
     dtype: str = field(default="auto", metadata={"help": "auto (the weights' own), float32, bfloat16 or float16."})
     quantization: str = field(
-        default="none",
+        default="auto",
         metadata={
-            "help": "Weights of the layers' products in 8 bits, quantised when loaded: none, int8 (weights alone, "
-            "anywhere) or fp8 (activations too; GPUs of compute capability 8.9 or later)."
+            "help": "Weights of the layers' products: auto (as the checkpoint has them; on a CPU, and with scales of "
+            "blocks, none), none (those in 8 bits are widened when loaded), int8 (weights alone, anywhere) or fp8 "
+            "(activations too; GPUs of compute capability 8.9 or later). What is not so in the checkpoint is quantised "
+            "when loaded."
         },
     )
     kv_cache_dtype: str = field(

@@ -8,12 +8,43 @@ Shapes: T tokens, N heads, H head dim.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F  # noqa: N812
 
 from engine.models.rope_config import RopeConfig
+
+
+@dataclass(frozen=True, slots=True)
+class RowScaled:
+    """A weight in 8 bits as a checkpoint has it: `weight * scale` of each output. Products in the same take it so."""
+
+    weight: torch.Tensor
+    """[outputs, inputs], int8 or float8_e4m3fn."""
+    scale: torch.Tensor
+    """[outputs], float32."""
+    dtype: torch.dtype
+    """Of the model: what the weight stands for."""
+
+    def dequantized(self) -> torch.Tensor:
+        return (self.weight.float() * self.scale[:, None]).to(self.dtype)
+
+
+Weight = torch.Tensor | RowScaled
+"""[outputs, inputs]. `RowScaled` where the products to be made are in 8 bits, and nowhere else."""
+
+
+def stacked(weights: Sequence[Weight]) -> Weight:
+    """Weights of the same inputs, one below the other: in 8 bits where all are."""
+    scaled = [weight for weight in weights if isinstance(weight, RowScaled)]
+    if len(scaled) < len(weights):
+        return torch.cat([weight.dequantized() if isinstance(weight, RowScaled) else weight for weight in weights])
+    # As bytes: not every device can put 8-bit floats together.
+    as_bytes = torch.cat([each.weight.view(torch.uint8) for each in scaled])
+    scale = torch.cat([each.scale for each in scaled])
+    return RowScaled(as_bytes.view(scaled[0].weight.dtype), scale, scaled[0].dtype)
 
 
 class Linear:
@@ -23,7 +54,8 @@ class Linear:
     with few rows that costs more than the product. The weight as given is not kept.
     """
 
-    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> None:
+    def __init__(self, weight: Weight, bias: torch.Tensor | None = None) -> None:
+        assert isinstance(weight, torch.Tensor), "weights in 8 bits are for products in 8 bits"
         self._bias = bias
         self._is_packed = weight.device.type == "cpu" and weight.dtype == torch.bfloat16 and _has_onednn_bf16()
         self._weight = torch.ops.mkldnn._reorder_linear_weight(weight) if self._is_packed else weight
@@ -66,15 +98,15 @@ class GatedLinear:
 
     def __init__(
         self,
-        gate: torch.Tensor,
-        up: torch.Tensor,
+        gate: Weight,
+        up: Weight,
         gate_bias: torch.Tensor | None,
         up_bias: torch.Tensor | None,
         linear: type[Linear] = Linear,
     ) -> None:
         """Either both have a bias or neither. `linear`: what makes the product."""
         bias = None if gate_bias is None or up_bias is None else torch.cat((gate_bias, up_bias))
-        self._gate_up = linear(torch.cat((gate, up)), bias)
+        self._gate_up = linear(stacked((gate, up)), bias)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """[..., in] -> [..., out]"""

@@ -1,8 +1,8 @@
 """Weights in 8 bits: what they are, where they can be, and the layers that multiply with them.
 
-Quantised when loaded, from the weights of the checkpoint, with one scale per output channel. Products of layers alone:
-embeddings, norms and the logits' product keep the model's dtype, as in vLLM. `Parts.with_products` puts them into a
-decoder.
+Quantised when loaded, with one scale per output channel, or taken as the checkpoint has them in such a form
+(`RowScaled`). Products of layers alone: embeddings, norms and the logits' product keep the model's dtype, as in vLLM.
+`Parts.with_products` puts them into a decoder.
 
     int8   weights alone, on any device: activations keep their dtype
     fp8    weights, and activations, per token, as they come: float8_e4m3fn (engine/float8.py) on a GPU's tensor cores
@@ -17,9 +17,11 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F  # noqa: N812
 
+from engine.cache_dir import report
 from engine.float8 import MAX_FLOAT8, saturated_float8, why_no_float8
-from engine.layers import Linear
+from engine.layers import Linear, RowScaled, Weight
 from engine.models.decoder_config import DecoderConfig
+from engine.models.stored_weights import StoredWeights
 
 MAX_INT8 = 127
 FLOAT8_GRAIN = 16
@@ -34,13 +36,55 @@ SMALLEST_AMAX = 1e-12
 """A row of zeros must not divide by zero."""
 
 
-def check_quantization(
+def resolve_quantization(
+    asked: str,
+    stored: StoredWeights,
+    *,
+    device: str,
+    capability: tuple[int, int] | None,
+    dtype: str,
+    model: DecoderConfig,
+) -> str:
+    """What layers multiply with: "none", "int8" or "fp8". "auto" is what the checkpoint has, where its numbers can stay
+    what they are; where they cannot, or a CPU computes, they are widened, and that is said.
+
+    `capability`: of the GPU, None where the device has none. Raises `ValueError` where what is asked for by name cannot
+    work.
+    """
+    if asked != "auto":
+        why_not = why_no_quantization(asked, capability=capability, dtype=dtype, model=model)
+        if why_not:
+            raise ValueError(f"quantization {asked} cannot work here: {why_not}")
+        return asked
+    if not stored.quantizations:
+        return "none"
+    why_not = _why_not_kept(stored, device) or why_no_quantization(
+        stored.quantizations[0], capability=capability, dtype=dtype, model=model
+    )
+    if not why_not:
+        return stored.quantizations[0]
+    report(f"weights in {stored.name} are widened to {dtype}: {why_not}")
+    return "none"
+
+
+def _why_not_kept(stored: StoredWeights, device: str) -> str:
+    if len(stored.quantizations) > 1:
+        return "all products of an engine are in one form"
+    if stored.block is not None:
+        return f"products take a scale for each output; give {stored.quantizations[0]} to have them rounded once more"
+    return "a CPU computes faster so" if device == "cpu" else ""
+
+
+def why_no_quantization(
     quantization: str, *, capability: tuple[int, int] | None, dtype: str, model: DecoderConfig
-) -> None:
-    """Raises `ValueError` where weights cannot be quantised so. `capability`: of the GPU, None where the device has
-    none."""
+) -> str:
+    """What keeps products from being in these 8 bits, as a clause; empty if nothing does."""
+    if quantization == "none":
+        return ""
+    if model.mla is not None:
+        return "it is not supported with latent attention; give none"
     if quantization != "fp8":
-        return
+        return ""
     why_not = why_no_float8(capability)
     q_size, kv_size = model.num_heads * model.head_dim, model.num_kv_heads * model.head_dim
     sizes = (model.hidden_size, q_size, q_size + 2 * kv_size, model.intermediate_size)
@@ -48,8 +92,7 @@ def check_quantization(
         why_not = f"it computes bfloat16, and dtype is {dtype}"
     if not why_not and any(size % FLOAT8_GRAIN for size in sizes):
         why_not = f"inputs and outputs of products must be multiples of {FLOAT8_GRAIN}, are {sizes}"
-    if why_not:
-        raise ValueError(f"quantization fp8 cannot work here: {why_not}; give int8 or none")
+    return f"{why_not}; give int8 or none" if why_not else ""
 
 
 def quantize_int8(weight_NK: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -79,6 +122,12 @@ def _divided(x: torch.Tensor, by: float) -> torch.Tensor:
     return x / torch.full_like(x, by)
 
 
+def _narrowed(scale_N: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """In `dtype`, which the faster products take, where no bit is lost by it; not in float16, as in `quantize_int8`."""
+    narrow_N = scale_N.to(dtype)
+    return narrow_N if dtype != torch.float16 and torch.equal(narrow_N.float(), scale_N) else scale_N
+
+
 def _check_finite(amax: torch.Tensor) -> None:
     if not bool(amax.isfinite().all()):
         raise ValueError("weights that are not finite (NaN, infinity) cannot be quantised; give quantization none")
@@ -87,11 +136,14 @@ def _check_finite(amax: torch.Tensor) -> None:
 class Int8Linear(Linear):
     """`x @ (weight * scale).T + bias`, the weight in int8, everything else in x's dtype."""
 
-    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> None:
-        self.weight_NK, self.scale_N = quantize_int8(weight)
+    def __init__(self, weight: Weight, bias: torch.Tensor | None = None) -> None:
+        if isinstance(weight, RowScaled):
+            self.weight_NK, self.scale_N = weight.weight, _narrowed(weight.scale, weight.dtype)
+        else:
+            self.weight_NK, self.scale_N = quantize_int8(weight)
         self.bias = bias
         self._dtype = weight.dtype
-        self._can_pack = weight.device.type == "cpu" and weight.shape[1] % PACKED_GRAIN == 0
+        self._can_pack = self.weight_NK.device.type == "cpu" and self.weight_NK.shape[1] % PACKED_GRAIN == 0
         self._can_pack &= self.scale_N.dtype == weight.dtype
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
@@ -112,10 +164,13 @@ class Int8Linear(Linear):
 class Float8Linear(Linear):
     """`(x8 @ weight8.T) * scale of row * scale of output + bias`: both operands in 8 bits, added up in float32."""
 
-    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> None:
-        _check_finite(weight.abs().amax(dim=1))
-        self.weight_NK, scale_N1 = quantize_float8(weight)
-        self.scale_1N = scale_N1.T.contiguous()
+    def __init__(self, weight: Weight, bias: torch.Tensor | None = None) -> None:
+        if isinstance(weight, RowScaled):
+            self.weight_NK, self.scale_1N = weight.weight, weight.scale[None, :]
+        else:
+            _check_finite(weight.abs().amax(dim=1))
+            self.weight_NK, scale_N1 = quantize_float8(weight)
+            self.scale_1N = scale_N1.T.contiguous()
         self.bias = bias
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:

@@ -88,19 +88,26 @@ def load_model(config: EngineConfig, backend: PagedBackend[Any]) -> Decoder:
 
     Raises `ValueError` where weights and config.json do not fit.
     """
-    from engine.model_loader.weights import DummyWeights, SafetensorsWeights
     from engine.models import load_decoder_config
     from engine.models.decoder import Decoder
 
-    device, dtype = config.device.device, config.model.dtype
-    weights: Weights
-    if config.load.load_format == "dummy":
-        weights = DummyWeights(config.load.seed, dtype, device)
-    else:
-        weights = SafetensorsWeights(config.model.path, dtype, device)
     decoder_config = load_decoder_config(config.model.hf_config)
     parts = _parts_of(config)
-    return Decoder(decoder_config, weights, backend, config.model.max_model_len, parts)
+    return Decoder(decoder_config, _weights_of(config), backend, config.model.max_model_len, parts)
+
+
+def _weights_of(config: EngineConfig) -> Weights:
+    from engine.model_loader.eight_bit_weights import EightBitWeights
+    from engine.model_loader.weights import DummyWeights, SafetensorsWeights
+    from engine.models.stored_weights import StoredWeights
+
+    model, device = config.model, config.device.device
+    if config.load.load_format == "dummy":
+        return DummyWeights(config.load.seed, model.dtype, device)
+    stored = StoredWeights.from_hf(model.hf_config)
+    if not stored.quantizations:
+        return SafetensorsWeights(model.path, model.dtype, device)
+    return EightBitWeights(model.path, model.dtype, device, stored, model.quantization)
 
 
 def _parts_of(config: EngineConfig) -> Parts:

@@ -29,7 +29,8 @@ from engine.kv_cache import KV_FORMAT_VERSION, TORCH_DTYPES, kv_cache_shape, kv_
 from engine.memory import memory_bytes
 from engine.model_loader.weights import digest_files, dummy_digest, safetensors_files
 from engine.models import DecoderConfig, load_decoder_config
-from engine.quantization import check_quantization
+from engine.models.stored_weights import StoredWeights
+from engine.quantization import resolve_quantization
 from prefix_hash import prefix_key
 from prefix_hash.compat import join_parts
 
@@ -42,12 +43,13 @@ def make_engine_config(args: EngineArgs, folder: Path) -> EngineConfig:
     """Raises `ValueError` naming the field and its bound, or what config.json lacks."""
     hf_config = _read_json(folder / "config.json")
     decoder = load_decoder_config(hf_config)
-    device = _device(args)
-    model = _model_config(args, folder, hf_config, decoder, device)
+    stored = StoredWeights.from_hf(hf_config)
+    device, dtype = _device(args), _dtype(args, hf_config)
     capability = torch.cuda.get_device_capability() if device == "cuda" else None
-    if decoder.mla is not None and args.quantization != "none":
-        raise ValueError(f"quantization {args.quantization} is not supported with latent attention; give none")
-    check_quantization(args.quantization, capability=capability, dtype=model.dtype, model=decoder)
+    quantization = resolve_quantization(
+        args.quantization, stored, device=device, capability=capability, dtype=dtype, model=decoder
+    )
+    model = _model_config(args, folder, hf_config, decoder, device, dtype=dtype, quantization=quantization)
     kv_dtype = kv_dtype_of(args.kv_cache_dtype, model.dtype)
     num_blocks = _num_blocks(args, model, device, kv_dtype)
     needs = Needs(
@@ -57,14 +59,14 @@ def make_engine_config(args: EngineArgs, folder: Path) -> EngineConfig:
         dtype=model.dtype,
         kv_dtype=kv_dtype,
         block_size=args.block_size,
-        quantization=args.quantization,
+        quantization=quantization,
     )
     backend = choose_attention_backend(args.attention_backend, needs)
     no_graphs = why_no_graphs(backend, needs)
     if no_graphs and device == "cuda" and backend in ("flash_attn", "triton") and not args.enforce_eager:
         report(f"decoding steps are not recorded as CUDA graphs: {no_graphs}")
     kv_order = kv_order_of(backend, decoder)
-    digest = compat_digest(decoder, model, args.block_size, kv_dtype, kv_order)
+    digest = compat_digest(decoder, stored, model, args.block_size, kv_dtype, kv_order)
     return EngineConfig(
         model=model,
         cache=CacheConfig(
@@ -98,7 +100,9 @@ def make_engine_config(args: EngineArgs, folder: Path) -> EngineConfig:
     )
 
 
-def compat_digest(decoder: DecoderConfig, model: ModelConfig, block_size: int, kv_dtype: str, kv_order: str) -> str:
+def compat_digest(
+    decoder: DecoderConfig, stored: StoredWeights, model: ModelConfig, block_size: int, kv_dtype: str, kv_order: str
+) -> str:
     """Of architecture, weights, dtypes, the bytes' order and the ends. Not of the pool's size or the length limit."""
     # How many positions the checkpoint allows changes no KV, and RoPE keeps its own copy where it matters.
     architecture = {k: v for k, v in asdict(decoder).items() if k != "max_positions"}
@@ -111,6 +115,8 @@ def compat_digest(decoder: DecoderConfig, model: ModelConfig, block_size: int, k
             "block_size": block_size,
             "kv_order": kv_order,
             "model": _digest_of(architecture),
+            # What the bytes of the weights stand for.
+            "stored_weights": stored.name,
             "weights": model.weights_digest,
             # No KV differs by it, but an answer that moves to another engine must end at the same tokens.
             "eos_token_ids": _digest_of(sorted(model.eos_token_ids)),
@@ -123,7 +129,14 @@ def _digest_of(meaning: object) -> str:
 
 
 def _model_config(
-    args: EngineArgs, folder: Path, hf_config: dict[str, Any], decoder: DecoderConfig, device: str
+    args: EngineArgs,
+    folder: Path,
+    hf_config: dict[str, Any],
+    decoder: DecoderConfig,
+    device: str,
+    *,
+    dtype: str,
+    quantization: str,
 ) -> ModelConfig:
     max_model_len = args.max_model_len or decoder.max_positions
     if max_model_len > decoder.max_positions:
@@ -138,8 +151,8 @@ def _model_config(
         served_model_name=args.served_model_name or Path(args.model).name,
         path=folder,
         hf_config=hf_config,
-        dtype=_dtype(args, hf_config),
-        quantization=args.quantization,
+        dtype=dtype,
+        quantization=quantization,
         max_model_len=max_model_len,
         vocab_size=decoder.vocab_size,
         num_layers=decoder.num_layers,

@@ -20,9 +20,12 @@ import xxhash
 from safetensors import safe_open
 
 from engine.kv_cache import TORCH_DTYPES
+from engine.layers import Weight
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
+PLAIN_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+"""Whose numbers are what they say, without scales."""
 
 
 def safetensors_files(folder: Path) -> list[Path]:
@@ -62,6 +65,11 @@ class Weights(ABC):
         of another shape."""
         return self._read(name, shape).to(device=self.device, dtype=dtype or self.dtype).contiguous()
 
+    def take_product(self, name: str, shape: tuple[int, int]) -> Weight:
+        """The same of a weight that a layer multiplies with: in 8 bits where the files have it so and products are to
+        be in the same."""
+        return self.take(name, shape)
+
     @abstractmethod
     def _read(self, name: str, shape: tuple[int, ...]) -> torch.Tensor: ...
 
@@ -82,11 +90,24 @@ class SafetensorsWeights(Weights):
     def __init__(self, folder: Path, dtype: str, device: str) -> None:
         super().__init__(dtype, device)
         self._folder = folder
-        handles: list[Any] = [safe_open(path, framework="pt", device=device) for path in safetensors_files(folder)]
-        self._handle_of: dict[str, Any] = {name: handle for handle in handles for name in handle.keys()}  # noqa: SIM118
+        self._handle_of: dict[str, Any] = {}
+        self._file_of: dict[str, Path] = {}
+        for path in safetensors_files(folder):
+            handle: Any = safe_open(path, framework="pt", device=device)
+            for name in handle.keys():  # noqa: SIM118
+                self._handle_of[name], self._file_of[name] = handle, path
         self._left = set(self._handle_of)
 
     def _read(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
+        tensor = self._read_stored(name, shape)
+        if tensor.dtype not in PLAIN_DTYPES:
+            raise ValueError(
+                f"{self._file_of[name]}: {name} is in {tensor.dtype}, and config.json has no quantization_config"
+            )
+        return tensor
+
+    def _read_stored(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
+        """As it lies in its file."""
         handle = self._handle_of.get(name)
         if handle is None:
             raise ValueError(f"the weights in {self._folder} lack the tensor {name}")

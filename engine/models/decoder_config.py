@@ -101,8 +101,6 @@ class DecoderConfig:
         activation = hf_config.get("hidden_act", "silu")
         if activation != "silu":
             raise ValueError(f"config.json: hidden_act {activation!r} is not supported; known is silu")
-        if hf_config.get("quantization_config"):
-            raise ValueError("config.json: quantization_config is not supported; give plain weights or a GGUF file")
         max_positions = int(hf_config.get("max_position_embeddings") or arch.max_positions)
         rope = RopeConfig.from_hf(hf_config, max_positions)
         mla = moe = None

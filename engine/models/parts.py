@@ -6,13 +6,13 @@ objects of them from weights, by their Hugging Face names. Neither keeps a tenso
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
 
-from engine.layers import GatedLinear, Linear, RMSNorm
+from engine.layers import GatedLinear, Linear, RMSNorm, Weight, stacked
 from engine.model_loader.weights import Weights
 from engine.models.layer import DecoderLayer, LayerStack, PlainLayers
 
@@ -51,17 +51,17 @@ class PartsFactory:
 
     def linear(self, outputs: dict[str, int], inputs: int, has_bias: bool) -> Linear:
         """The products of those names as one, one below the other; sizes in numbers."""
-        return self.fused([self.weight_and_bias(name, size, inputs, has_bias) for name, size in outputs.items()])
+        return self.fused([self._as_stored(name, size, inputs, has_bias) for name, size in outputs.items()])
 
-    def fused(self, products: list[WeightAndBias]) -> Linear:
+    def fused(self, products: Sequence[tuple[Weight, torch.Tensor | None]]) -> Linear:
         """Products of the same inputs as one. Either all have a bias or none."""
         biases = [bias for _, bias in products if bias is not None]
-        weight = torch.cat([weight for weight, _ in products])
+        weight = stacked([weight for weight, _ in products])
         return self.parts.linear(weight, torch.cat(biases) if biases else None)
 
     def gated_linear(self, gate: str, up: str, outputs: int, inputs: int, has_bias: bool) -> GatedLinear:
-        gate_weight, gate_bias = self.weight_and_bias(gate, outputs, inputs, has_bias)
-        up_weight, up_bias = self.weight_and_bias(up, outputs, inputs, has_bias)
+        gate_weight, gate_bias = self._as_stored(gate, outputs, inputs, has_bias)
+        up_weight, up_bias = self._as_stored(up, outputs, inputs, has_bias)
         return self.parts.gated_linear(gate_weight, up_weight, gate_bias, up_bias)
 
     def rms_norm(self, name: str, size: int, eps: float | None = None) -> RMSNorm:
@@ -71,4 +71,11 @@ class PartsFactory:
 
     def weight_and_bias(self, name: str, outputs: int, inputs: int, has_bias: bool) -> WeightAndBias:
         weight = self.weights.take(f"{name}.weight", (outputs, inputs))
-        return weight, self.weights.take(f"{name}.bias", (outputs,)) if has_bias else None
+        return weight, self._bias(name, outputs, has_bias)
+
+    def _as_stored(self, name: str, outputs: int, inputs: int, has_bias: bool) -> tuple[Weight, torch.Tensor | None]:
+        weight = self.weights.take_product(f"{name}.weight", (outputs, inputs))
+        return weight, self._bias(name, outputs, has_bias)
+
+    def _bias(self, name: str, outputs: int, has_bias: bool) -> torch.Tensor | None:
+        return self.weights.take(f"{name}.bias", (outputs,)) if has_bias else None

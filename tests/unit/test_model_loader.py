@@ -237,7 +237,10 @@ def test_linear_rope_divides_every_frequency() -> None:
         ({"hidden_act": "gelu"}, "hidden_act 'gelu' is not supported"),
         ({"dtype": "int8"}, "dtype 'int8' is not supported"),
         ({"eos_token_id": 64}, "outside the vocabulary of 64"),
-        ({"quantization_config": {"bits": 4}}, "quantization_config is not supported"),
+        (
+            {"quantization_config": {"quant_method": "gptq", "bits": 4}},
+            "quant_method 'gptq' is not supported; known are",
+        ),
     ],
 )
 def test_config_json_that_cannot_be_served(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
@@ -259,7 +262,7 @@ def test_config_json_that_cannot_be_served(tmp_path: Path, changes: dict[str, An
         ({"load_format": "gguf"}, "load_format gguf needs a .gguf file"),
         ({"load_format": "safetensors"}, "has neither model.safetensors nor"),
         ({"device": "tpu"}, "device must be auto, cpu or cuda, is 'tpu'"),
-        ({"quantization": "int4"}, "quantization must be one of none, fp8, int8, is 'int4'"),
+        ({"quantization": "int4"}, "quantization must be one of auto, none, fp8, int8, is 'int4'"),
         ({"kv_cache_dtype": "fp8_e5m2"}, "kv_cache_dtype must be one of auto, fp8, fp8_e4m3, is 'fp8_e5m2'"),
         ({"device": "cpu", "quantization": "fp8"}, "quantization fp8 .*: it needs a GPU .* 8.9 or later; give int8 or"),
         (

@@ -29,6 +29,7 @@ CONFIG: dict[str, Any] = {
     "eos_token_id": 2,
     "dtype": "float32",
 }
+STORED_IN_FP8 = {"quantization_config": {"quant_method": "fp8", "weight_block_size": [64, 128]}}
 
 
 @pytest.fixture
@@ -76,6 +77,8 @@ def lines(caplog: pytest.LogCaptureFixture) -> list[tuple[str, str]]:
         ({}, {"block_size": 8}, "block_size '16' != '8'"),
         ({"eos_token_id": [2, 3]}, {}, "eos_token_ids '"),
         ({}, {"quantization": "int8"}, "quantization 'none' != 'int8'"),
+        (STORED_IN_FP8, {}, "stored_weights 'plain' != 'fp8 in blocks of 64x128'"),
+        (STORED_IN_FP8, {"quantization": "int8"}, "quantization 'none' != 'int8', stored_weights 'plain' != 'fp8 in"),
         ({}, {"kv_cache_dtype": "fp8"}, "kv_dtype 'float32' != 'float8_e4m3fn'"),
         (
             {},
@@ -83,7 +86,18 @@ def lines(caplog: pytest.LogCaptureFixture) -> list[tuple[str, str]]:
             "dtype 'float32' != 'bfloat16', kv_dtype 'float32' != 'bfloat16', block_size '16' != '8'",
         ),
     ],
-    ids=["model", "weights", "dtype", "block size", "ends", "8-bit weights", "8-bit pool", "several"],
+    ids=[
+        "model",
+        "weights",
+        "dtype",
+        "block size",
+        "ends",
+        "8-bit weights",
+        "8-bit checkpoint",
+        "both",
+        "8-bit pool",
+        "several",
+    ],
 )
 def test_workers_that_differ_are_not_paired_and_the_log_says_in_what(
     folder: Path,

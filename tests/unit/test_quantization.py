@@ -2,23 +2,26 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 
 from engine.float8 import why_no_float8
-from engine.layers import GatedLinear, Linear
+from engine.layers import GatedLinear, Linear, RowScaled, stacked
 from engine.models import load_decoder_config
 from engine.models.decoder import PLAIN_PARTS
+from engine.models.stored_weights import StoredWeights
 from engine.quantization import (
     MAX_PACKED_ROWS,
     QUANTIZED_LINEARS,
     Float8Linear,
     Int8Linear,
-    check_quantization,
     quantize_float8,
     quantize_int8,
+    resolve_quantization,
 )
 
 BFLOAT16 = torch.bfloat16
@@ -148,33 +151,128 @@ def test_parts_of_quantised_products_leave_logits_and_norms_alone() -> None:
     assert 0 < (gated(x).double() - plain).norm() < 0.03 * plain.norm()
 
 
-# -- where they cannot be -------------------------------------------------------------------------------------------
+# -- weights that a checkpoint has in 8 bits --------------------------------------------------------------------------
+
+
+def row_scaled(dtype: torch.dtype, form: torch.dtype, scale: torch.Tensor, seed: int = 0) -> RowScaled:
+    """A weight [outputs, 80]."""
+    numbers = randn(len(scale), 80, seed=seed) * 30
+    return RowScaled(numbers.round().to(form) if form == torch.int8 else numbers.to(form), scale, dtype)
+
+
+@pytest.mark.parametrize("dtype", UNIT)
+@pytest.mark.parametrize("is_narrow", [False, True])
+def test_int8_products_take_a_checkpoints_weight_as_it_is(dtype: torch.dtype, is_narrow: bool) -> None:
+    """Its scales, too: narrower only where that loses nothing."""
+    scale = torch.logspace(-4, -1, 48)
+    weight = row_scaled(dtype, torch.int8, scale.bfloat16().float() if is_narrow else scale)
+    linear = Int8Linear(weight)
+    assert linear.weight_NK is weight.weight
+    assert torch.equal(linear.scale_N.double(), weight.scale.double())
+    assert linear.scale_N.dtype == (dtype if is_narrow and dtype != torch.float16 else torch.float32)
+    assert torch.equal(linear.dequantized(), weight.dequantized())
+    stored = weight.weight.double() * weight.scale.double()[:, None]
+    for num_rows in (1, MAX_PACKED_ROWS + 1):
+        x = randn(num_rows, 80, dtype=dtype, seed=1)
+        error = (linear(x).double() - x.double() @ stored.T).abs()
+        assert (error <= 2 * UNIT[dtype] * (x.double().abs() @ stored.abs().T)).all()
+
+
+@pytest.mark.parametrize("num_rows", [1, 17])
+def test_8_bit_float_products_take_a_checkpoints_weight_as_it_is(num_rows: int) -> None:
+    weight = row_scaled(BFLOAT16, torch.float8_e4m3fn, torch.logspace(-4, -1, 48))
+    bias, x = randn(48, dtype=BFLOAT16, seed=2), randn(num_rows, 80, dtype=BFLOAT16, seed=1)
+    linear = Float8Linear(weight, bias)
+    assert linear.weight_NK is weight.weight
+    x8, x_scale = quantize_float8(x)
+    stored = weight.weight.double() * weight.scale.double()[:, None]
+    expected = (x8.double() * x_scale.double()) @ stored.T + bias.double()
+    torch.testing.assert_close(linear(x).double(), expected, rtol=2**-7, atol=1e-4)
+
+
+@pytest.mark.parametrize("form", [torch.int8, torch.float8_e4m3fn])
+def test_fused_products_keep_the_scales_of_each(form: torch.dtype) -> None:
+    parts = [row_scaled(BFLOAT16, form, torch.full((16 * (i + 1),), 10.0**-i), seed=i) for i in range(3)]
+    whole = stacked(parts)
+    assert isinstance(whole, RowScaled)
+    assert whole.weight.dtype == form
+    assert torch.equal(whole.dequantized(), torch.cat([part.dequantized() for part in parts]))
+    plain = randn(16, 80, dtype=BFLOAT16)
+    mixed = stacked([parts[0], plain])
+    assert isinstance(mixed, torch.Tensor)
+    assert torch.equal(mixed, torch.cat((parts[0].dequantized(), plain)))
+
+
+# -- which, and where they cannot be --------------------------------------------------------------------------------
+
+PLAIN, INT8, FP8 = (StoredWeights(quantizations=each) for each in ((), ("int8",), ("fp8",)))
+BLOCKS = StoredWeights(quantizations=("fp8",), block=(128, 128))
+
+
+def resolved(asked: str, stored: StoredWeights = PLAIN, **changes: Any) -> str:
+    capability = changes.pop("capability", HOPPER)
+    device = "cpu" if capability is None else "cuda"
+    dtype = changes.pop("dtype", "bfloat16")
+    model = replace(MODEL, **changes)
+    return resolve_quantization(asked, stored, device=device, capability=capability, dtype=dtype, model=model)
+
+
+@pytest.mark.parametrize("stored", [PLAIN, INT8, FP8, BLOCKS])
+@pytest.mark.parametrize("asked", ["none", "int8", "fp8"])
+def test_what_is_asked_for_by_name_is_whatever_the_checkpoint_has(asked: str, stored: StoredWeights) -> None:
+    assert resolved(asked, stored) == asked
+
+
+def test_auto_is_what_the_checkpoint_has(capsys: pytest.CaptureFixture[str]) -> None:
+    assert [resolved("auto", stored) for stored in (PLAIN, INT8, FP8)] == ["none", "int8", "fp8"]
+    assert resolved("auto", INT8, capability=(8, 0), dtype="float16", intermediate_size=40) == "int8"
+    assert resolved("auto", PLAIN, capability=None) == "none"
+    assert capsys.readouterr().err == ""
+
+
+@pytest.mark.parametrize(
+    ("stored", "changes", "why"),
+    [
+        (INT8, {"capability": None}, "weights in int8 are widened to bfloat16: a CPU computes faster so"),
+        (FP8, {"capability": None, "dtype": "float32"}, "weights in fp8 are widened to float32: a CPU computes faster"),
+        (BLOCKS, {}, "in blocks of 128x128 .*: products take a scale for each output; give fp8 to have"),
+        (FP8, {"capability": (8, 6)}, "8.9 or later, and this one has 8.6; give int8 or none"),
+        (FP8, {"dtype": "float16"}, "it computes bfloat16, and dtype is float16"),
+        (FP8, {"intermediate_size": 40}, r"must be multiples of 16, are \(64, 64, 128, 40\)"),
+        (INT8, {"mla": object()}, "it is not supported with latent attention"),
+        (StoredWeights(quantizations=("fp8", "int8")), {}, "fp8 and int8 are .*: all products of an engine are in"),
+    ],
+)  # fmt: skip
+def test_auto_widens_what_cannot_stay_as_it_is_and_says_why(
+    capsys: pytest.CaptureFixture[str], stored: StoredWeights, changes: dict[str, Any], why: str
+) -> None:
+    assert resolved("auto", stored, **changes) == "none"
+    assert re.search(why, capsys.readouterr().err)
 
 
 @pytest.mark.parametrize("capability", [None, (8, 0), (9, 0)])
 @pytest.mark.parametrize("quantization", ["none", "int8"])
 def test_int8_works_anywhere(quantization: str, capability: tuple[int, int] | None) -> None:
-    check_quantization(quantization, capability=capability, dtype="float16", model=replace(MODEL, hidden_size=17))
+    assert resolved(quantization, capability=capability, dtype="float16", hidden_size=17) == quantization
 
 
 @pytest.mark.parametrize("capability", [(8, 9), HOPPER, (10, 0), (12, 0)])
 def test_8_bit_floats_work_where_the_device_has_them(capability: tuple[int, int]) -> None:
-    check_quantization("fp8", capability=capability, dtype="bfloat16", model=MODEL)
+    assert resolved("fp8", capability=capability) == "fp8"
     assert why_no_float8(capability) == ""
 
 
 @pytest.mark.parametrize(
-    ("capability", "dtype", "change", "why"),
+    ("changes", "why"),
     [
-        (None, "bfloat16", {}, "it needs a GPU of compute capability 8.9 or later; give int8 or none"),
-        ((8, 6), "bfloat16", {}, "8.9 or later, and this one has 8.6; give int8 or none"),
-        (HOPPER, "float16", {}, "it computes bfloat16, and dtype is float16"),
-        (HOPPER, "bfloat16", {"intermediate_size": 40}, r"must be multiples of 16, are \(64, 64, 128, 40\)"),
-        (HOPPER, "bfloat16", {"head_dim": 10}, r"must be multiples of 16, are \(64, 40, 80, 96\)"),
+        ({"capability": None}, "it needs a GPU of compute capability 8.9 or later; give int8 or none"),
+        ({"capability": (8, 6)}, "8.9 or later, and this one has 8.6; give int8 or none"),
+        ({"dtype": "float16"}, "it computes bfloat16, and dtype is float16"),
+        ({"intermediate_size": 40}, r"must be multiples of 16, are \(64, 64, 128, 40\)"),
+        ({"head_dim": 10}, r"must be multiples of 16, are \(64, 40, 80, 96\)"),
     ],
 )
-def test_8_bit_floats_are_refused_elsewhere(
-    capability: tuple[int, int] | None, dtype: str, change: dict[str, int], why: str
-) -> None:
-    with pytest.raises(ValueError, match="quantization fp8 cannot work here: .*" + why):
-        check_quantization("fp8", capability=capability, dtype=dtype, model=replace(MODEL, **change))
+def test_8_bit_floats_are_refused_elsewhere(changes: dict[str, Any], why: str) -> None:
+    for stored in (PLAIN, FP8):
+        with pytest.raises(ValueError, match="quantization fp8 cannot work here: .*" + why):
+            resolved("fp8", stored, **changes)

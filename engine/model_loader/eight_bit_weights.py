@@ -1,0 +1,127 @@
+"""Weights of a checkpoint that has them in 8 bits already, with scales beside them: `weight * scale`.
+
+Widened to the engine's dtype while they are read, a tensor at a time, so that every family computes with them as with
+plain ones: exact products in float32, rounded once. Or kept as they are (`RowScaled`) for products in the same 8 bits,
+which take a scale for each output: a scale for a tensor is that of all its outputs, one for a block of inputs is not.
+
+    name             in 8 bits: int8 or float8_e4m3fn [N, K]; in any other type it is a plain weight, without a scale
+    name_scale       or name_scale_inv, which is the same: one number, [N], [N, 1], or [blocks of N, blocks of K]
+
+Shapes: N outputs, K inputs.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+
+from engine.layers import RowScaled, Weight
+from engine.model_loader.weights import PLAIN_DTYPES, SafetensorsWeights
+from engine.models.stored_weights import StoredWeights
+
+DTYPES = {"fp8": torch.float8_e4m3fn, "int8": torch.int8}
+SCALE_ENDINGS = ("_scale", "_scale_inv")
+NOT_NEEDED = (
+    ".input_scale", ".activation_scale", ".input_zero_point", ".q_scale", ".k_scale", ".v_scale", ".kv_scale",
+    ".k_proj.output_scale", ".v_proj.output_scale",
+)  # fmt: skip
+"""Of activations, for which a scale is found as they come, and of keys and values, which a pool in 8 bits holds without
+one: neither changes a weight."""
+FLOAT8_NAN = 0x7F
+"""But for the sign; float8_e4m3fn has no other."""
+MAX_FLOATS = 1 << 24
+"""Widened at once: 64 MiB beside the tensor and what becomes of it."""
+
+
+class EightBitWeights(SafetensorsWeights):
+    def __init__(self, folder: Path, dtype: str, device: str, stored: StoredWeights, quantization: str) -> None:
+        """`quantization`: of the engine's products; weights in another form are widened."""
+        super().__init__(folder, dtype, device)
+        self._block = stored.block
+        self._dtypes = [DTYPES[each] for each in stored.quantizations]
+        self._kept_dtype = DTYPES[quantization] if quantization in stored.quantizations else None
+        for suffix in NOT_NEEDED:
+            super().ignore(suffix)
+
+    def take_product(self, name: str, shape: tuple[int, int]) -> Weight:
+        stored = self._read_stored(name, shape)
+        if stored.dtype == self._kept_dtype:
+            scale = self._scale_of(name, stored)
+            if scale.shape[1] > 1:
+                return self._widened(stored, scale)
+            return RowScaled(stored.contiguous(), scale.expand(len(stored), 1)[:, 0].contiguous(), self.dtype)
+        return self._plain(name, stored).to(self.dtype).contiguous()
+
+    def ignore(self, suffix: str) -> None:
+        for ending in ("", *SCALE_ENDINGS):
+            super().ignore(suffix + ending)
+
+    def _read(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
+        return self._plain(name, self._read_stored(name, shape))
+
+    def _plain(self, name: str, stored: torch.Tensor) -> torch.Tensor:
+        if stored.dtype in PLAIN_DTYPES:
+            return stored
+        if stored.dtype not in self._dtypes or stored.ndim != 2:
+            named = " or ".join(str(dtype) for dtype in self._dtypes)
+            raise ValueError(
+                f"{self._file_of[name]}: {name} is in {stored.dtype} with {stored.ndim} axes; by config.json weights "
+                f"are in {named}, with two"
+            )
+        return self._widened(stored, self._scale_of(name, stored))
+
+    def _widened(self, stored_NK: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+        """[N, K] in the engine's dtype. `scale`: as of `_scale_of`."""
+        num_outputs, num_inputs = stored_NK.shape
+        wide_NK = torch.empty(num_outputs, num_inputs, dtype=self.dtype, device=stored_NK.device)
+        num_rows = max(MAX_FLOATS // max(num_inputs, 1), 1)
+        for start in range(0, num_outputs, num_rows):
+            rows = slice(start, start + num_rows)
+            piece = scale if len(scale) == 1 else scale[rows]
+            if piece.shape[1] > 1:
+                assert self._block is not None
+                piece = piece.repeat_interleave(self._block[1], dim=1)[:, :num_inputs]
+            wide_NK[rows] = stored_NK[rows].float() * piece
+        return wide_NK
+
+    def _scale_of(self, name: str, stored_NK: torch.Tensor) -> torch.Tensor:
+        """In float32, for each output or all of them, and for each block of inputs or all of them. Raises `ValueError`
+        where it or the weight is none."""
+        scale_name, scale = self._read_scale(name)
+        where = f"{self._file_of[scale_name]}: {scale_name}"
+        if scale.dtype not in (*PLAIN_DTYPES, torch.float8_e8m0fnu):
+            raise ValueError(f"{where} is in {scale.dtype}; scales must be floats")
+        scale = scale.float()
+        if not bool((scale.isfinite() & (scale >= 0)).all()):
+            raise ValueError(f"{where} holds scales that are not finite, or negative")
+        if stored_NK.dtype == torch.float8_e4m3fn and _has_nan(stored_NK):
+            raise ValueError(f"{self._file_of[name]}: {name} holds numbers that are not finite (NaN)")
+        num_outputs, num_inputs = stored_NK.shape
+        if scale.numel() == 1:
+            return scale.view(1, 1)
+        if scale.shape in ((num_outputs,), (num_outputs, 1)):
+            return scale.view(-1, 1)
+        expected = f"1, {(num_outputs,)} or {(num_outputs, 1)}"
+        if self._block is not None:
+            blocks = -(-num_outputs // self._block[0]), -(-num_inputs // self._block[1])
+            if scale.shape == blocks:
+                return scale.repeat_interleave(self._block[0], dim=0)[:num_outputs]
+            expected += " or {}, of blocks of {}x{}".format(blocks, *self._block)
+        raise ValueError(f"{where} has shape {tuple(scale.shape)}, expected {expected}")
+
+    def _read_scale(self, name: str) -> tuple[str, torch.Tensor]:
+        names = [name + ending for ending in SCALE_ENDINGS if name + ending in self._handle_of]
+        if len(names) != 1:
+            found = "both" if names else "neither"
+            raise ValueError(
+                f"{self._file_of[name]}: {name} is in 8 bits, and the files have {found} of {name}_scale and "
+                f"{name}_scale_inv"
+            )
+        scale: torch.Tensor = self._handle_of[names[0]].get_tensor(names[0])
+        self._left.discard(names[0])
+        return names[0], scale
+
+
+def _has_nan(float8: torch.Tensor) -> bool:
+    return bool((float8.view(torch.uint8) & FLOAT8_NAN == FLOAT8_NAN).any())

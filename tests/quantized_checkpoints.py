@@ -1,0 +1,143 @@
+"""Checkpoints with weights in 8 bits, made from plain ones, and what their weights stand for, computed in float64."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+
+PRODUCTS = ("proj.weight", "proj_with_mqa.weight")
+"""How the names end of what quantisers take; routers of experts, norms, embeddings and logits stay plain."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Form:
+    """One way in which checkpoints have weights in 8 bits."""
+
+    quantization_config: dict[str, Any]
+    dtype: torch.dtype = torch.float8_e4m3fn
+    block: tuple[int, int] | None = None
+    """Outputs and inputs of a scale; None for either: all."""
+    per_output: bool = False
+    scale_shape: tuple[int, ...] | None = None
+    """Of one scale for a tensor."""
+    scale_ending: str = "_scale"
+    scale_dtype: torch.dtype = torch.float32
+    beside: dict[str, torch.Tensor] = field(default_factory=dict)
+    """Further tensors of each product, by what their names end with in place of `weight`."""
+
+    def quantize(self, weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """(in 8 bits, scales, in float64 what they stand for). No scale uses all of its range, nor is any of them that
+        which another quantiser would choose."""
+        num_outputs, num_inputs = weight.shape
+        size = (1, num_inputs) if self.per_output else self.block or (num_outputs, num_inputs)
+        rows, columns = (torch.arange(n) // s for n, s in zip(weight.shape, size, strict=True))
+        grid = (int(rows[-1]) + 1, int(columns[-1]) + 1)
+        largest = 440.0 if self.dtype.is_floating_point else 117.0
+        scale = torch.empty(grid)
+        for i in range(grid[0]):
+            for j in range(grid[1]):
+                scale[i, j] = weight[rows == i][:, columns == j].abs().max() / largest
+        scale = scale.to(self.scale_dtype)
+        whole = scale.double()[rows][:, columns]
+        quotient = weight.double() / whole
+        limit = largest + 8
+        clamped = quotient.clamp(-limit, limit)
+        stored = (clamped if self.dtype.is_floating_point else clamped.round()).float().to(self.dtype)
+        if grid == (1, 1) and self.scale_shape is not None:
+            scale = scale.reshape(self.scale_shape)
+        return stored, scale, stored.double() * whole
+
+
+def compressed(format_: str, type_: str, strategy: str, **weights: Any) -> dict[str, Any]:
+    """`quantization_config` as llm-compressor writes it."""
+    arguments = {
+        "actorder": None, "block_structure": None, "dynamic": False, "group_size": None, "num_bits": 8,
+        "observer": "minmax", "observer_kwargs": {}, "symmetric": True,
+    }  # fmt: skip
+    activations = arguments | {"dynamic": True, "observer": None, "strategy": "token", "type": type_}
+    group = {
+        "input_activations": activations, "output_activations": None, "targets": ["Linear"],
+        "weights": arguments | {"strategy": strategy, "type": type_} | weights,
+    }  # fmt: skip
+    return {
+        "config_groups": {"group_0": group}, "format": format_, "global_compression_ratio": None,
+        "ignore": ["lm_head", "re:.*mlp.gate$"], "kv_cache_scheme": None, "quant_method": "compressed-tensors",
+        "quantization_status": "compressed", "sparsity_config": {}, "transform_config": {}, "version": "0.12.2",
+    }  # fmt: skip
+
+
+BFLOAT16 = torch.bfloat16
+FORMS = {
+    # DeepSeek-V3, Qwen3-FP8; blocks that divide nothing here.
+    "fp8 blocks": Form(
+        quantization_config={
+            "quant_method": "fp8", "activation_scheme": "dynamic", "fmt": "e4m3", "weight_block_size": [10, 12],
+        },
+        block=(10, 12), scale_ending="_scale_inv",
+    ),
+    # DeepSeek-V3.1: powers of two; and such as bytes.
+    "fp8 blocks, powers of two": Form(
+        quantization_config={"quant_method": "fp8", "scale_fmt": "ue8m0", "weight_block_size": [16, 16]},
+        block=(16, 16), scale_ending="_scale_inv", scale_dtype=torch.float8_e8m0fnu,
+    ),
+    # AutoFP8
+    "fp8 tensor": Form(
+        quantization_config={
+            "quant_method": "fp8", "activation_scheme": "static", "ignored_layers": ["lm_head"],
+            "kv_cache_scheme": "static",
+        },
+        scale_shape=(), beside={"input_scale": torch.tensor(0.02)},
+    ),
+    # Mistral
+    "fp8 tensor, inv": Form(
+        quantization_config={
+            "quant_method": "fp8", "activation_scheme": "static", "weight_block_size": None, "dequantize": False,
+            "modules_to_not_convert": ["model.vision_tower", "lm_head"],
+        },
+        scale_shape=(), scale_ending="_scale_inv", scale_dtype=BFLOAT16,
+        beside={"activation_scale": torch.tensor(0.02, dtype=BFLOAT16)},
+    ),
+    "float channel": Form(
+        quantization_config=compressed("float-quantized", "float", "channel"), per_output=True, scale_dtype=BFLOAT16
+    ),
+    "float tensor": Form(
+        quantization_config=compressed("float-quantized", "float", "tensor"), scale_shape=(1,),
+        beside={"input_scale": torch.tensor([0.02])},
+    ),
+    "float block": Form(
+        quantization_config=compressed("float-quantized", "float", "block", block_structure=[8, 20]), block=(8, 20)
+    ),
+    "int channel": Form(
+        quantization_config=compressed("int-quantized", "int", "channel"), dtype=torch.int8, per_output=True,
+        scale_dtype=BFLOAT16,
+    ),
+    "int tensor": Form(
+        quantization_config=compressed("naive-quantized", "int", "tensor"), dtype=torch.int8, scale_shape=(1, 1)
+    ),
+}  # fmt: skip
+
+
+def quantized(tensors: dict[str, torch.Tensor], form: Form) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+    """(the checkpoint's tensors, the same plain: float32 to the nearest of what they stand for)."""
+    stored, plain = {}, {}
+    for name, tensor in tensors.items():
+        stored[name] = plain[name] = tensor
+        if not name.endswith(PRODUCTS):
+            continue
+        stored[name], stored[name + form.scale_ending], exact = form.quantize(tensor.float())
+        plain[name] = exact.float()
+        beside = {name.removesuffix("weight") + ending: each.clone() for ending, each in form.beside.items()}
+        stored |= beside
+    return stored, plain
+
+
+def save_checkpoint(folder: Path, hf_config: dict[str, Any], tensors: dict[str, torch.Tensor]) -> Path:
+    folder.mkdir(exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(hf_config))
+    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, folder / "model.safetensors")
+    return folder
