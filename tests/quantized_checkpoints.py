@@ -136,6 +136,25 @@ def quantized(tensors: dict[str, torch.Tensor], form: Form) -> tuple[dict[str, t
     return stored, plain
 
 
+def llama_tensors(hf_config: dict[str, Any], dtype: torch.dtype) -> dict[str, torch.Tensor]:
+    """Random weights of a Llama without biases."""
+    D, I = hf_config["hidden_size"], hf_config["intermediate_size"]  # noqa: E741
+    kv_size = D // hf_config["num_attention_heads"] * hf_config["num_key_value_heads"]
+    ends = {"model.embed_tokens": (hf_config["vocab_size"], D), "lm_head": (hf_config["vocab_size"], D)}
+    shapes: dict[str, tuple[int, ...]] = {**ends, "model.norm": (D,)}
+    for layer in range(hf_config["num_hidden_layers"]):
+        at = f"model.layers.{layer}"
+        for name, size in (("q", D), ("k", kv_size), ("v", kv_size), ("o", D)):
+            shapes[f"{at}.self_attn.{name}_proj"] = (size, D)
+        shapes |= {f"{at}.mlp.gate_proj": (I, D), f"{at}.mlp.up_proj": (I, D), f"{at}.mlp.down_proj": (D, I)}
+        shapes |= {f"{at}.input_layernorm": (D,), f"{at}.post_attention_layernorm": (D,)}
+    generator = torch.Generator().manual_seed(11)
+    return {
+        f"{name}.weight": (torch.randn(shape, generator=generator) * shape[-1] ** -0.5 + (len(shape) == 1)).to(dtype)
+        for name, shape in shapes.items()
+    }
+
+
 def save_checkpoint(folder: Path, hf_config: dict[str, Any], tensors: dict[str, torch.Tensor]) -> Path:
     folder.mkdir(exist_ok=True)
     (folder / "config.json").write_text(json.dumps(hf_config))

@@ -17,6 +17,7 @@ from handover import alone, bytes_of, handed_over
 from many_endings import CONFIG, Answers, answers_alone, answers_of, prompt_of
 from pretend_gpu import PretendGpu, pretend_gpu
 from pretend_gpu.engines import make_engine
+from quantized_checkpoints import FORMS, llama_tensors, quantized, save_checkpoint
 
 from engine.pool_size import largest_step
 
@@ -24,6 +25,8 @@ pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GP
 NUMBERS = range(8)
 TOTAL_BYTES = 64 << 20
 UTILIZATION = 0.5
+WIDE = CONFIG | {"hidden_size": 64}
+"""As products in 8 bits want it."""
 
 
 @pytest.fixture
@@ -89,3 +92,26 @@ def test_one_prefills_and_another_decodes(
     )
     for engine in (one, prefill, decode):
         assert engine.audit()[1] == []
+
+
+@pytest.mark.parametrize(
+    ("form", "quantization"),
+    [("float channel", "fp8"), ("int channel", "int8"), ("fp8 blocks", "none")],
+)
+def test_a_checkpoint_in_8_bits_stays_as_it_is(gpu: PretendGpu, tmp_path: Path, form: str, quantization: str) -> None:
+    """On a GPU, unless its scales are those of blocks: what is multiplied with is what is stored, q, k and v below each
+    other. One prefills and another decodes."""
+    stored, plain = quantized(llama_tensors(WIDE, torch.bfloat16), FORMS[form])
+    config = WIDE | {"quantization_config": FORMS[form].quantization_config}
+    save_checkpoint(tmp_path, config, stored)
+    settings = {"load_format": "auto", "dtype": "bfloat16"}
+    one, prefill, decode = (make_engine(tmp_path, config, **settings) for _ in range(3))
+    assert one.config.model.quantization == quantization
+    qkv = one.executor._worker._runner._model._layers._layers[1].attention.qkv  # type: ignore[attr-defined]
+    held = qkv._weight if quantization == "none" else qkv.weight_NK
+    tensors = plain if quantization == "none" else stored
+    expected = torch.cat([tensors[f"model.layers.1.self_attn.{name}_proj.weight"].float() for name in "qkv"])
+    assert held.dtype == (torch.bfloat16 if quantization == "none" else FORMS[form].dtype)
+    assert torch.equal(held.cpu().float(), expected.to(held.dtype).float())
+    prompt = prompt_of(16)
+    assert handed_over(prefill, decode, prompt, GREEDY) == alone(one, prompt, GREEDY)

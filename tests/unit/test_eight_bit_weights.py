@@ -23,6 +23,8 @@ from engine.model_loader import create_engine_config, eight_bit_weights
 from engine.model_loader.eight_bit_weights import EightBitWeights
 from engine.model_loader.weights import SafetensorsWeights
 from engine.models.stored_weights import StoredWeights
+from engine.sampling_params import SamplingParams
+from engine.sequence import ScheduledSequence, SchedulerOutput, Sequence
 
 NAME = "layer.proj.weight"
 SHAPE = (50, 36)
@@ -173,6 +175,29 @@ def test_engines_compute_as_with_the_plain_weights_to_the_bit(
     in_8_bits, expected_logits = (logits_of(folder, dtype="bfloat16") for folder in (eight, plain))
     for ours, expected in zip(in_8_bits, expected_logits, strict=True):
         assert torch.equal(ours, expected)
+
+
+@pytest.mark.parametrize("form", ["fp8 blocks, powers of two", "fp8 tensor, inv"])
+@pytest.mark.parametrize("family", ["llama", "deepseek"])
+def test_engines_compute_as_transformers_does_with_the_same_checkpoint(
+    saved: Callable[[str], Saved], tmp_path: Path, family: str, form: str
+) -> None:
+    """Which widens them on a CPU, too, by code of its own."""
+    hf_config, tensors = saved(family)
+    stored, _ = quantized(tensors, replace(FORMS[form], block=(4, 4) if "blocks" in form else None))
+    quantization_config = FORMS[form].quantization_config
+    if "blocks" in form:  # transformers takes blocks that divide
+        quantization_config = quantization_config | {"weight_block_size": [4, 4]}
+    folder = save_checkpoint(tmp_path, hf_config | {"quantization_config": quantization_config}, stored)
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    config = create_engine_config(EngineArgs(model=str(folder), dtype="float32", num_kv_blocks=40, device="cpu"))
+    tokens = [7 * i % 97 + 3 for i in range(23)]
+    seq = Sequence(0, "r", tokens, len(tokens), SamplingParams(), block_table=[0, 1])
+    _, logits = Executor(config)._worker._runner.forward(SchedulerOutput([ScheduledSequence(seq, 23)], [], []))
+    assert logits is not None
+    with torch.no_grad():
+        expected = model(torch.tensor([tokens])).logits[:, -1]
+    torch.testing.assert_close(logits, expected, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("form", ["int channel", "int tensor"])
