@@ -1,8 +1,8 @@
 """Weights of a checkpoint that has them in 8 bits already, with scales beside them: `weight * scale`.
 
 Widened to the engine's dtype while they are read, a tensor at a time, so that every family computes with them as with
-plain ones: exact products in float32, rounded once. Or kept as they are (`RowScaled`) for products in the same 8 bits,
-which take a scale for each output: a scale for a tensor is that of all its outputs, one for a block of inputs is not.
+plain ones: in float32, then rounded. Or kept as they are (`RowScaled`) for products in the same 8 bits, which take a
+scale for each output: a scale for a tensor is that of all its outputs, one for a block of inputs is not.
 
     name             in 8 bits: int8 or float8_e4m3fn [N, K]; in any other type it is a plain weight, without a scale
     name_scale       or name_scale_inv, which is the same: one number, [N], [N, 1], or [blocks of N, blocks of K]
