@@ -54,25 +54,21 @@ def resolve_quantization(
     if asked != "auto":
         why_not = why_no_quantization(asked, capability=capability, dtype=dtype, model=model)
         if why_not:
-            raise ValueError(f"quantization {asked} cannot work here: {why_not}")
+            advice = "none" if model.mla is not None else "int8 or none"
+            raise ValueError(f"quantization {asked} cannot work here: {why_not}; give {advice}")
         return asked
     if not stored.quantizations:
         return "none"
-    why_not = _why_not_kept(stored, device) or why_no_quantization(
-        stored.quantizations[0], capability=capability, dtype=dtype, model=model
-    )
-    if not why_not:
-        return stored.quantizations[0]
-    report(f"weights in {stored.name} are widened to {dtype}: {why_not}")
-    return "none"
-
-
-def _why_not_kept(stored: StoredWeights, device: str) -> str:
-    if len(stored.quantizations) > 1:
-        return "all products of an engine are in one form"
-    if stored.block is not None:
-        return f"products take a scale for each output; give {stored.quantizations[0]} to have them rounded once more"
-    return "a CPU computes faster so" if device == "cpu" else ""
+    own = stored.quantizations[0]
+    why_not = "a CPU computes faster so" if device == "cpu" else ""
+    why_not = why_not or why_no_quantization(own, capability=capability, dtype=dtype, model=model)
+    if not why_not and len(stored.quantizations) > 1:
+        why_not = "all products of an engine are in one form"
+    if not why_not and stored.block is not None:
+        why_not = f"products take a scale for each output; give {own} to have weights rounded once more"
+    if why_not:
+        report(f"weights in {stored.name} are widened to {dtype}: {why_not}")
+    return "none" if why_not else own
 
 
 def why_no_quantization(
@@ -82,7 +78,7 @@ def why_no_quantization(
     if quantization == "none":
         return ""
     if model.mla is not None:
-        return "it is not supported with latent attention; give none"
+        return "it is not supported with latent attention"
     if quantization != "fp8":
         return ""
     why_not = why_no_float8(capability)
@@ -92,7 +88,7 @@ def why_no_quantization(
         why_not = f"it computes bfloat16, and dtype is {dtype}"
     if not why_not and any(size % FLOAT8_GRAIN for size in sizes):
         why_not = f"inputs and outputs of products must be multiples of {FLOAT8_GRAIN}, are {sizes}"
-    return f"{why_not}; give int8 or none" if why_not else ""
+    return why_not
 
 
 def quantize_int8(weight_NK: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

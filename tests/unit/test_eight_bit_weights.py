@@ -67,7 +67,7 @@ def weights_of(folder: Path, dtype: str = "float32", quantization: str = "none")
 # -- what is read ---------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("max_floats", [1 << 24, 36 * 7])
+@pytest.mark.parametrize("max_floats", [1 << 22, 36 * 7])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("form", FORMS)
 def test_widened_weights_are_what_was_stored_to_the_bit(
