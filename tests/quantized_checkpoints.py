@@ -37,7 +37,7 @@ class Form:
         size = (1, num_inputs) if self.per_output else self.block or (num_outputs, num_inputs)
         rows, columns = (torch.arange(n) // s for n, s in zip(weight.shape, size, strict=True))
         grid = (int(rows[-1]) + 1, int(columns[-1]) + 1)
-        largest = 440.0 if self.dtype.is_floating_point else 117.0
+        largest = 300.0 if self.dtype.is_floating_point else 117.0
         scale = torch.empty(grid)
         for i in range(grid[0]):
             for j in range(grid[1]):
