@@ -87,7 +87,7 @@ class DecodeRole:
             return engine.reserve(
                 stream.engine_id,
                 request.prompt_token_ids,
-                sampling_params_of(request.sampling_params),
+                sampling_params_of(request),
                 output_token_ids=request.output_token_ids,
             )
 

@@ -23,6 +23,7 @@ from itertools import count
 from engine.block_manager import BlockLedger, BlockManager, CacheEvent
 from engine.config import EngineConfig
 from engine.executor import Executor
+from engine.grammar import Grammars
 from engine.kv_cache import AllocateKVPool, allocate_kv_pool
 from engine.outputs import RequestOutput
 from engine.pace import StepPace
@@ -88,6 +89,9 @@ class LLMEngine:
             eos_token_ids=config.model.eos_token_ids,
         )
         self._pace = StepPace(config.scheduler.max_itl_ms / 1000)
+        self._grammars = Grammars(
+            config.model.path, vocab_size=config.model.vocab_size, eos_token_ids=config.model.eos_token_ids
+        )
         self._seq_ids = count()
         self._live: set[str] = set()
         self._in_flight: _StepInFlight | None = None
@@ -283,6 +287,7 @@ class LLMEngine:
                 raise ValueError(f"{name} must be in [0, {model.vocab_size})")
         if len(output_token_ids) >= params.max_tokens:
             raise ValueError(f"output_token_ids has {len(output_token_ids)} tokens, max_tokens is {params.max_tokens}")
+        grammar = None if params.grammar is None else self._grammars.state(params.grammar)
         self._live.add(request_id)
         return Sequence(
             seq_id=next(self._seq_ids),
@@ -290,6 +295,7 @@ class LLMEngine:
             token_ids=token_ids,
             num_prompt_tokens=len(prompt_token_ids),
             sampling_params=params,
+            grammar=grammar,
             arrived_s=time.monotonic(),
         )
 

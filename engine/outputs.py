@@ -11,7 +11,7 @@ class FinishReason(Enum):
     LENGTH = "length"
     ABORT = "abort"
     ERROR = "error"
-    """The model computed no numbers to choose a token by."""
+    """The model computed no numbers to choose a token by, or the grammar could not say what may come next."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +46,8 @@ class CompletionOutput:
     finish_reason: FinishReason | None
     logprobs: list[TokenLogprobs] | None = None
     """For each of `token_ids`. None where the request does not ask."""
+    grammar_error: str = ""
+    """Why it could not, with `FinishReason.ERROR`. Empty: it was not that."""
 
 
 @dataclass(frozen=True, slots=True)

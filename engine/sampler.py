@@ -11,21 +11,23 @@ Per row, in this order:
  3. `frequency_penalty` f: minus f times the token's count in the answer. `presence_penalty` p: minus p if it occurs
     there.
  4. `min_tokens`: until the answer has so many, end-of-sequence (also under `ignore_eos`) and stop tokens get -inf.
- 5. Greedy (temperature 0): the largest logit, the lowest id among equals. Otherwise the logits are divided by the
+ 5. A grammar: tokens that cannot come next get -inf (`engine.grammar`).
+ 6. Greedy (temperature 0): the largest logit, the lowest id among equals. Otherwise the logits are divided by the
     temperature, and of the tokens
- 6. `min_p` keeps those at least `min_p` times as probable as the most probable one,
- 7. `top_k` keeps those at least as probable as the k-th,
- 8. `top_p` keeps the smallest set of most probable ones that holds `top_p` of what is left by then.
+ 7. `min_p` keeps those at least `min_p` times as probable as the most probable one,
+ 8. `top_k` keeps those at least as probable as the k-th,
+ 9. `top_p` keeps the smallest set of most probable ones that holds `top_p` of what is left by then.
     Tokens exactly as probable as the last one kept are kept with it: the outcome does not hang on a sorting order.
- 9. Each token left gets an exponentially distributed number, a function of (seed, sequence index, position in the
+10. Each token left gets an exponentially distributed number, a function of (seed, sequence index, position in the
     answer, token id) alone. Divided by the token's probability, the smallest one picks.
 
-Step 9 is a race of exponential clocks: a token wins with its probability, as in inverting the cumulative distribution
+Step 10 is a race of exponential clocks: a token wins with its probability, as in inverting the cumulative distribution
 with one uniform number. But it forgives rounding. Two workers, or two batches, do not compute the same logits to the
 last bit; the race then ends differently only where the two fastest are as close as that, while of the thousands of
 boundaries of a cumulative distribution it is enough that any moves across the number drawn.
 
-A row whose logits hold a NaN has no next token: `INVALID_TOKEN`. Its neighbours are not concerned.
+A row whose logits hold a NaN, or whose grammar has come to an error, has no next token: `INVALID_TOKEN`. Its neighbours
+are not concerned.
 
 Shapes: S rows, V vocabulary, R rows that draw.
 """
@@ -39,6 +41,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from engine.grammar import GrammarState
 from engine.penalties import apply_penalties
 from engine.random import exponentials
 from engine.sequence import INVALID_TOKEN, Sequence
@@ -80,6 +83,8 @@ class Sampler:
         for row, seq in enumerate(seqs):
             if seq.num_output_tokens < seq.sampling_params.min_tokens:
                 self._forbid_ends(logits_SV[row], seq)
+            if seq.grammar is not None:
+                _forbid_ungrammatical(logits_SV[row], seq, seq.grammar)
         rows_of: dict[ChooseRows, list[int]] = {}
         for row, seq in enumerate(seqs):
             rows_of.setdefault(self._how_to_choose(seq), []).append(row)
@@ -109,6 +114,16 @@ def _add_bias(logits_V: torch.Tensor, seq: Sequence) -> None:
     logits_V.index_add_(0, integers(list(bias), device), values.to(logits_V.dtype))
 
 
+def _forbid_ungrammatical(logits_V: torch.Tensor, seq: Sequence, grammar: GrammarState) -> None:
+    allowed = grammar.allowed(seq.token_ids[seq.num_prompt_tokens :])
+    if allowed is None:
+        logits_V.fill_(float("nan"))
+        return
+    # A NaN stays one: it means that the model's numbers are none, wherever it is.
+    forbidden_V = to_device(~allowed, logits_V.device) & ~logits_V.isnan()
+    logits_V.masked_fill_(forbidden_V, float("-inf"))
+
+
 def choose_largest(logits_SV: torch.Tensor, _: Seq[Sequence] = ()) -> torch.Tensor:
     """Per row the index of the largest value, the lowest among equals; INVALID_TOKEN where there is a NaN."""
     if logits_SV.device.type == "cpu":
@@ -128,7 +143,7 @@ def draw(logits_RV: torch.Tensor, seqs: Seq[Sequence]) -> torch.Tensor:
 
 
 def race(weights_V: NDArray[np.float64], seq: Sequence) -> int:
-    """A token with probability in proportion to its weight, of which the largest is 1: step 9 above."""
+    """A token with probability in proportion to its weight, of which the largest is 1: step 10 above."""
     if np.isnan(weights_V.max()):
         return INVALID_TOKEN
     candidates = np.flatnonzero(weights_V > HOPELESS)

@@ -42,6 +42,8 @@ class SamplingParams:
     logit_bias: Mapping[int, float] = field(default_factory=lambda: MappingProxyType({}))
     logprobs: int | None = None
     """How likely each token of the answer was, and so many of the likeliest ones. None: nothing of it."""
+    grammar: str | None = None
+    """What the answer's text must be: structured outputs, in llguidance's words (`engine.grammar`). None: any text."""
 
     def __post_init__(self) -> None:
         def check(ok: bool, message: str) -> None:
@@ -75,6 +77,12 @@ class SamplingParams:
             self.logprobs is None or (type(self.logprobs) is int and 0 <= self.logprobs <= MAX_LOGPROBS),
             f"logprobs must be an integer in [0, {MAX_LOGPROBS}], is {self.logprobs!r}",
         )
+        # An answer that is complete, and cannot go on, has to end.
+        for name in ("min_tokens", "ignore_eos"):
+            check(
+                self.grammar is None or not getattr(self, name),
+                f"{name} cannot be had with structured outputs, is {getattr(self, name)}",
+            )
 
     @property
     def is_greedy(self) -> bool:

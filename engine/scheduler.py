@@ -18,7 +18,8 @@ The next step may be scheduled before the tokens of the one before are known (`e
     schedule(k) begin(k) ── schedule(k+1) begin(k+1) ── apply(k) ── schedule(k+2) begin(k+2) ── apply(k+1) ── …
 
 A sequence that step k samples goes on in step k+1 from a token that only the device knows yet (`PENDING_TOKEN`). If it
-turns out to be the last one, what k+1 computes for it is thrown away. Blocks of a sequence that ends, however it does,
+turns out to be the last one, what k+1 computes for it is thrown away. One with a grammar goes on in step k+2 instead:
+what may come next hangs on the token itself. Blocks of a sequence that ends, however it does,
 are freed when no launched step can write to them any more; and nothing is preempted before the launched steps are done.
 """
 
@@ -178,7 +179,7 @@ class Scheduler:
         engine prefills for this one has its first token already, and must not wait for a long step here.
         """
         budget = self._config.max_num_batched_tokens
-        growing = [seq for seq in self.running if seq.num_uncomputed_tokens == 1 and not self._ends_next(seq)][:budget]
+        growing = [seq for seq in self.running if seq.num_uncomputed_tokens == 1 and not self._waits(seq)][:budget]
         if self._num_steps_in_flight and not self.block_manager.can_append(*growing):
             return SchedulerOutput([], [], [])
         copies: list[tuple[int, int]] = []
@@ -197,11 +198,12 @@ class Scheduler:
         scheduled = decoding + prefilling
         return SchedulerOutput(scheduled, copies, [e for s in scheduled if (e := self._export(s)) is not None])
 
-    def _ends_next(self, seq: Sequence) -> bool:
-        """Whether the token that a launched step samples is the last one, whatever it is."""
+    def _waits(self, seq: Sequence) -> bool:
+        """For the token that a launched step samples: because it is the last one, whatever it is; or because a grammar
+        says by it what may come next, and that is asked on the host."""
         if seq.token_ids[-1] != PENDING_TOKEN:
             return False
-        return seq.is_prefill_only or self._is_full(seq, len(seq))
+        return seq.grammar is not None or seq.is_prefill_only or self._is_full(seq, len(seq))
 
     def _grow(self, growing: list[Sequence], copies: list[tuple[int, int]]) -> list[ScheduledSequence]:
         """Room for one more token of each of these, oldest first, preempting the youngest where needed. Not one whose
@@ -327,7 +329,8 @@ class Scheduler:
             self._hold(seq)  # a transfer may be reading what was computed before
         else:
             self._end(seq, SequenceStatus.FINISHED_ABORTED)
-        completion = CompletionOutput(seq.sequence_index, offset, [], FinishReason.ERROR)
+        why = "" if seq.grammar is None else seq.grammar.error
+        completion = CompletionOutput(seq.sequence_index, offset, [], FinishReason.ERROR, grammar_error=why)
         return RequestOutput(seq.request_id, [completion], seq.num_cached_tokens, is_finished=True, waited_s=0.0)
 
     def _finish_reason(self, seq: Sequence, length: int) -> FinishReason | None:

@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 from enum import Enum, auto
 from typing import TypeAlias
 
+from engine.grammar import GrammarState
 from engine.sampling_params import SamplingParams
 
 INVALID_TOKEN = -1
@@ -71,6 +72,8 @@ class Sequence:
     num_exported_blocks: int = 0
     """Blocks already offered to `on_layer_written`, or that the receiver needs no more (prefill-only sequences)."""
     num_preemptions: int = 0
+    grammar: GrammarState | None = None
+    """What may come next, where the request has a grammar: follows the tokens, and only the sampler asks it."""
     arrived_s: float = 0.0
     first_scheduled_s: float = 0.0
 

@@ -22,6 +22,7 @@ from pydantic import (
 )
 
 from tandem.client import Prompt, Sampling
+from tandem.structured_outputs import StructuredOutputsParams
 
 MAX_PROMPTS = 256
 """In one request."""
@@ -59,6 +60,23 @@ def _is_token_ids(value: list[Any]) -> bool:
     return bool(value) and all(type(item) is int and 0 <= item < 1 << 32 for item in value)
 
 
+def _structured_outputs(value: Any) -> StructuredOutputsParams | None:
+    """vLLM's words for the form of an answer."""
+    return None if value is None else StructuredOutputsParams.of(value)
+
+
+def _response_format(value: Any) -> StructuredOutputsParams | None:
+    """OpenAI's words for it. A schema is kept to, strict or not."""
+    if value is None:
+        return None
+    asked = ResponseFormat.model_validate(value)
+    if asked.json_schema is not None and asked.type == "json_schema":
+        return StructuredOutputsParams(json=asked.json_schema.schema_)
+    if asked.type == "json_schema" or asked.json_schema is not None:
+        raise ValueError("json_schema goes with type 'json_schema', and with no other")
+    return StructuredOutputsParams(json_object=True) if asked.type == "json_object" else None
+
+
 TokenId = Annotated[int, Field(strict=True, ge=0, lt=1 << 32)]
 NumAlternatives = Annotated[int, Field(strict=True, ge=0, le=20)]
 NumAlternativesOrNo = Annotated[
@@ -74,6 +92,22 @@ class StreamOptions(BaseModel):
     """A last event without choices and with the usage of the whole request."""
     continuous_usage_stats: bool = False
     """The usage so far in every event."""
+
+
+class JsonSchema(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    name: str = ""
+    description: str | None = None
+    strict: bool | None = None
+    schema_: Annotated[dict[str, Any] | bool, Field(alias="schema")]
+
+
+class ResponseFormat(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchema | None = None
 
 
 class Asked(BaseModel, ABC):
@@ -106,10 +140,12 @@ class Asked(BaseModel, ABC):
     include_stop_str_in_output: bool | None = None
     skip_special_tokens: bool | None = None
     request_id: Annotated[str, Field(pattern=r"^[\x21-\x7e]{0,100}$")] = ""
+    structured_outputs: Annotated[Any, AfterValidator(_structured_outputs)] = None
+    # After it: the form of the answer in OpenAI's words, of which there is no second one.
+    response_format: Annotated[Any, AfterValidator(_response_format)] = None
 
     # known, and refused unless they ask for nothing
     best_of: _only(1) = None  # type: ignore[valid-type]
-    response_format: _only({"type": "text"}) = None  # type: ignore[valid-type]
 
     # of no effect here, whatever they say
     user: Any = None
@@ -128,7 +164,15 @@ class Asked(BaseModel, ABC):
     def sampling(self) -> Sampling:
         """By the names of the wire; what was not given takes the model's default."""
         given = {name: getattr(self, name) for name in self.DIRECT}
+        given["structured_outputs"] = self.structured_outputs or self.response_format
         return cast(Sampling, {name: value for name, value in given.items() if value is not None})
+
+    @field_validator("response_format")
+    @classmethod
+    def _check_response_format(cls, value: Any, info: ValidationInfo) -> Any:
+        if value is not None and info.data.get("structured_outputs") is not None:
+            raise ValueError("cannot be had with structured_outputs, which says the same in other words")
+        return value
 
     @abstractmethod
     def prompts(self) -> list[Prompt]:

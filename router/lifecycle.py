@@ -84,6 +84,7 @@ class Lifecycle:
         request_id: str,
         prompt_token_ids: list[int],
         sampling_params: inference_pb.SamplingParams,
+        grammar: str = "",
         detokenizer: IncrementalDetokenizer,
         arrived_s: float,
         deadline_s: float | None = None,
@@ -93,10 +94,11 @@ class Lifecycle:
         after: Lifecycle | None = None,
         resumption: Resumption = NOTHING,
     ) -> None:
-        """`deadline_s`: when the client's time is up, on this process' monotonic clock. `numbers`: those that all
-        requests of the router share, where ids come from clients and may come again. `name`: what workers call it,
-        where that is not the request's id. `after`: the first of the answers to this prompt, where this is answer
-        `sequence`, not to be run before that one is prefilled. `resumption`: where it begins, and `detokenizer` is."""
+        """`grammar`: what came of structured_outputs. `deadline_s`: when the client's time is up, on this process'
+        monotonic clock. `numbers`: those that all requests of the router share, where ids come from clients and may
+        come again. `name`: what workers call it, where that is not the request's id. `after`: the first of the answers
+        to this prompt, where this is answer `sequence`, not to be run before that one is prefilled. `resumption`: where
+        it begins, and `detokenizer` is."""
         self._name = name or request_id
         self._after = after
         self._cluster = cluster
@@ -104,8 +106,9 @@ class Lifecycle:
         self._sampling_params = sampling_params
         self._worker_params = inference_pb.SamplingParams()
         self._worker_params.CopyFrom(sampling_params)
-        for ours in ("stop", "n"):  # text, and how many answers, are the router's business
+        for ours in ("stop", "n", "structured_outputs"):  # text, and how many answers, are the router's business
             self._worker_params.ClearField(ours)
+        self._grammar = grammar
         self._messages = AnswerMessages(
             request_id=request_id,
             sequence=sequence,
@@ -272,6 +275,7 @@ class Lifecycle:
                 answer_s=self._answer_s(),
                 arrived_s=self._begun_s,
                 give_up_s=self._give_up_s(),
+                has_grammar=bool(self._grammar),
             )
         except Exception as error:  # whatever it is, it is the request's end: nobody else would hear of it
             self._events.put_nowait(Stopped(inference_pb.FINISH_REASON_ERROR, error))
@@ -316,6 +320,7 @@ class Lifecycle:
             prompt_token_ids=self._prompt_token_ids,
             output_token_ids=self._state.token_ids,
             sampling_params=self._worker_params,
+            grammar=self._grammar,
         )
 
     # -- taking in what happens ---------------------------------------------------------------------------------

@@ -40,6 +40,8 @@ class QueuedRequest:
     arrived_s: float
     """At the router: whoever finds a worker busy comes back here, and has waited before."""
     planned: asyncio.Future[TakenRoom]
+    has_grammar: bool = False
+    """Only workers that know what a grammar is may have it."""
 
     @property
     def waited_s(self) -> float:
@@ -78,6 +80,7 @@ class RequestQueue:
         answer_s: float = 0.0,
         arrived_s: float = 0.0,
         give_up_s: float | None = None,
+        has_grammar: bool = False,
     ) -> TakenRoom:
         """Wait for workers; the caller settles the room. `is_return`: at the front, it waited its turn before.
 
@@ -88,6 +91,7 @@ class RequestQueue:
             self._refuse_if_full(num_tokens)
         future: asyncio.Future[TakenRoom] = asyncio.get_running_loop().create_future()
         request = QueuedRequest(num_tokens, num_cached_blocks, avoid, compat_digest, answer_s, arrived_s, future)
+        request.has_grammar = has_grammar
         if is_return:
             self._waiting.appendleft(request)
         else:
@@ -128,7 +132,8 @@ class RequestQueue:
     def _plan(self, request: QueuedRequest) -> bool:
         """Whether `request` waits no more."""
         if not self._has_workers(request):
-            raise NoWorker("no decode worker is available", retry_after_s=2.0)
+            what = " that takes structured_outputs" if request.has_grammar else ""
+            raise NoWorker(f"no decode worker{what} is available", retry_after_s=2.0)
         room = self._choose(request)
         if room is not None:
             request.planned.set_result(room)

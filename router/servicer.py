@@ -30,6 +30,7 @@ from router.validation import (
     ValidatedRequest,
     check_prompt_length,
     check_size,
+    compile_grammar,
     resolve_sampling,
     tokenize_prompt,
     validate,
@@ -153,6 +154,7 @@ class InferenceServicer(InferenceServicerBase):  # type: ignore[misc]
         prompt_token_ids = await tokenize_prompt(validated, self._texts.tokenizer, self._texts.chat_template)
         check_prompt_length(validated, len(prompt_token_ids), model)
         require_worker(self._cluster.pool)
+        grammar = await compile_grammar(validated.sampling_params)
         params = resolve_sampling(validated.sampling_params, model, len(prompt_token_ids))
         lifecycles: list[Lifecycle] = []
         for index, name in enumerate(names):
@@ -165,6 +167,7 @@ class InferenceServicer(InferenceServicerBase):  # type: ignore[misc]
                 after=lifecycles[0] if lifecycles else None,
                 prompt_token_ids=prompt_token_ids,
                 sampling_params=params_of_sequence(params, index),
+                grammar=grammar,
                 detokenizer=detokenizer,
                 resumption=await self._resumption(validated, params, model, len(prompt_token_ids), detokenizer),
                 arrived_s=arrived_s,

@@ -1,6 +1,6 @@
 """Checks a request before anything is queued, and fills in what it leaves open.
 
-    validate -> ValidatedRequest -> tokenize_prompt -> check_prompt_length -> resolve_sampling -> a worker can run it
+    validate -> ValidatedRequest -> tokenize_prompt -> check_prompt_length -> compile_grammar -> resolve_sampling
 
 Every check runs: the client learns of all wrong fields at once. Each description states the bound and what was given;
 prompts are never quoted. Bounds are those of protos/tandem_inference.proto and the engine's SamplingParams.
@@ -20,6 +20,7 @@ from google.protobuf.message import Message
 from protos import tandem_inference_pb2 as pb
 from router.chat_template import ChatMessage, ChatTemplate
 from router.model_info import ModelInfo
+from router.structured_outputs import grammar_of, problem_of, threads
 from router.tokenizer import Tokenizer
 from rpc.errors import InvalidRequest
 
@@ -114,6 +115,7 @@ def validate(request: pb.GenerateRequest, model: ModelInfo) -> ValidatedRequest:
     _check_stops(request.sampling_params, model, violations)
     _check_logit_bias(request.sampling_params, model, violations)
     _check_resumption(request, model, violations)
+    _check_structured_outputs(request.sampling_params, model, violations)
     if violations:
         raise InvalidRequest(violations)
     return ValidatedRequest(
@@ -148,6 +150,19 @@ async def tokenize_prompt(
             except ValueError as error:
                 raise InvalidRequest([("chat", str(error).removeprefix("chat: "))]) from error
             return await tokenizer.encode_async(text, add_special_tokens=False)
+
+
+async def compile_grammar(params: pb.SamplingParams) -> str:
+    """What workers go by for structured_outputs; empty where none are asked for. Leaves the event loop.
+
+    Raises `InvalidRequest` with the reason that no answer can be held to it.
+    """
+    if not params.HasField("structured_outputs"):
+        return ""
+    try:
+        return await asyncio.get_running_loop().run_in_executor(threads, grammar_of, params.structured_outputs)
+    except ValueError as error:
+        raise InvalidRequest([("sampling_params.structured_outputs", str(error))]) from error
 
 
 def check_prompt_length(validated: ValidatedRequest, num_prompt_tokens: int, model: ModelInfo) -> None:
@@ -355,3 +370,19 @@ def _check_resumption(request: pb.GenerateRequest, model: ModelInfo, violations:
     if not (params.HasField("seed") or (params.HasField("temperature") and params.temperature == 0)):
         bound = "must be given with output_token_ids, unless temperature is 0: the one that they were drawn with"
         violations.append(("sampling_params.seed", bound))
+
+
+def _check_structured_outputs(params: pb.SamplingParams, model: ModelInfo, violations: Violations) -> None:
+    if not params.HasField("structured_outputs"):
+        return
+    if (problem := problem_of(params.structured_outputs)) is not None:
+        violations.append(("sampling_params.structured_outputs", problem))
+    if not model.eos_token_ids:
+        cannot = (
+            f"cannot be had: model {model.served_model_name!r} has no end-of-sequence token, so that no answer ends"
+        )
+        violations.append(("sampling_params.structured_outputs", cannot))
+    # An answer that is complete, and cannot go on, has to end.
+    for name in ("min_tokens", "ignore_eos"):
+        if value := getattr(params, name):
+            violations.append((f"sampling_params.{name}", f"cannot be had with structured_outputs, is {value}"))

@@ -108,7 +108,9 @@ class WorkerPool:
     def has_decode_worker_for(self, request: QueuedRequest) -> bool:
         """Whether waiting makes sense for `request`."""
         kind = request.compat_digest or self._choose_kind()
-        return any(record.compat_digest == kind for record in self._expected_decode_records())
+        return any(
+            record.compat_digest == kind and _knows(record, request) for record in self._expected_decode_records()
+        )
 
     @property
     def of_another_kind(self) -> list[str]:
@@ -173,7 +175,9 @@ class WorkerPool:
         """Plan `request` on the workers as they are now, and take the room for it. None: there is none now."""
         now_s = self._now_s()
         kind = request.compat_digest or self._choose_kind()
-        decode = [h for h in self.usable(pb.Role.ROLE_DECODE) if h.record.compat_digest == kind]
+        decode = [
+            h for h in self.usable(pb.Role.ROLE_DECODE) if h.record.compat_digest == kind and _knows(h.record, request)
+        ]
         if not decode:
             return None
         # What requests were admitted by. A prefill worker with a shorter context would end some of them early.
@@ -195,7 +199,9 @@ class WorkerPool:
                     is_full=h.is_full or not h.record.can_generate,
                 )
                 for h in self.usable(pb.Role.ROLE_PREFILL)
-                if h.record.model.max_model_len >= max_model_len and not self._is_set_aside(h, now_s)
+                if h.record.model.max_model_len >= max_model_len
+                and not self._is_set_aside(h, now_s)
+                and _knows(h.record, request)
             ],
             decode=[
                 DecodeCandidate(
@@ -330,6 +336,11 @@ class WorkerPool:
         if handle.session is not None:
             await handle.session.close()
         await handle.channel.close()
+
+
+def _knows(record: pb.WorkerRecord, request: QueuedRequest) -> bool:
+    """Whether the worker understands all that the request asks for; an older one would leave out the grammar."""
+    return record.takes_grammars or not request.has_grammar
 
 
 def _num_cached_tokens(request: QueuedRequest, handle: WorkerHandle) -> int:

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from tandem.cluster import Cluster, ClusterError
     from tandem.cluster_args import ClusterArgs
     from tandem.llm import LLM, CompletionOutput, Logprob, RequestOutput
+    from tandem.structured_outputs import StructuredOutputsParams
 
 _HOME = {
     "EngineArgs": "engine.config",
@@ -38,6 +39,7 @@ _HOME = {
     "CompletionOutput": "tandem.llm",
     "Logprob": "tandem.llm",
     "RequestOutput": "tandem.llm",
+    "StructuredOutputsParams": "tandem.structured_outputs",
 }
 
 __all__ = [
@@ -55,6 +57,7 @@ __all__ = [
     "RequestOutput",
     "SamplingParams",
     "StreamBroken",
+    "StructuredOutputsParams",
     "__version__",
 ]
 

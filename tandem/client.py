@@ -28,6 +28,7 @@ from rpc.errors import TandemError, from_rpc_error
 from rpc.tls import ClientTLS
 from tandem.answer import Answer
 from tandem.resume import ResumableStream
+from tandem.structured_outputs import StructuredOutputsParams
 
 DEFAULT_ADDRESS = "127.0.0.1:50051"
 CONTROL_TIMEOUT_S = 10.0
@@ -64,6 +65,7 @@ class Sampling(TypedDict, total=False):
     skip_special_tokens: bool
     logit_bias: Mapping[int, float]
     logprobs: int
+    structured_outputs: StructuredOutputsParams | Mapping[str, Any]
 
 
 def generate_request(
@@ -120,6 +122,8 @@ def _sampling_params(sampling: Mapping[str, Any]) -> pb.SamplingParams:
                 params.stop_token_ids.extend(value)
             elif name == "logit_bias":
                 params.logit_bias.update(value)
+            elif name == "structured_outputs":
+                params.structured_outputs.CopyFrom(StructuredOutputsParams.of(value).to_proto())
             else:
                 setattr(params, name, value)
         except (TypeError, ValueError) as error:

@@ -31,8 +31,9 @@ from router.model_info import ModelInfo
 from router.sequences import names_at_workers
 from router.tokenizer import Tokenizer
 from tandem.sampling_params import SamplingParams
+from tandem.structured_outputs import StructuredOutputsParams
 
-__all__ = ["LLM", "CompletionOutput", "Logprob", "RequestOutput", "SamplingParams"]
+__all__ = ["LLM", "CompletionOutput", "Logprob", "RequestOutput", "SamplingParams", "StructuredOutputsParams"]
 
 Message = Mapping[str, str]
 

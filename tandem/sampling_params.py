@@ -11,7 +11,9 @@ from dataclasses import dataclass, field, fields
 
 from engine import sampling_params as engine_params
 from router.sequences import seed_of_sequence
+from router.structured_outputs import grammar_of
 from router.validation import MAX_N
+from tandem.structured_outputs import StructuredOutputsParams
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,6 +45,8 @@ class SamplingParams:
     logit_bias: Mapping[int, float] = field(default_factory=dict)
     logprobs: int | None = None
     """How likely each token was, and so many of the likeliest ones. None: nothing of it."""
+    structured_outputs: StructuredOutputsParams | None = None
+    """The form that the answer must have. None: any text."""
 
     def __post_init__(self) -> None:
         if type(self.n) is not int or not 1 <= self.n <= MAX_N:
@@ -60,10 +64,20 @@ class SamplingParams:
         values = {
             entry.name: getattr(self, entry.name)
             for entry in fields(engine_params.SamplingParams)
-            if entry.name not in ("seed", "stop_token_ids")
+            if entry.name not in ("seed", "stop_token_ids", "grammar")
         }
         return engine_params.SamplingParams(
             **values,
             stop_token_ids=frozenset(self.stop_token_ids),
             seed=seed_of_sequence(drawn_seed if self.seed is None else self.seed, sequence),
+            grammar=self._grammar(),
         )
+
+    def _grammar(self) -> str | None:
+        """Remembered where it was made, so that this is cheap for each further request."""
+        if self.structured_outputs is None:
+            return None
+        try:
+            return grammar_of(self.structured_outputs.to_proto())
+        except ValueError as error:
+            raise ValueError(f"structured_outputs: {error}") from error

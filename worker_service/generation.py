@@ -22,7 +22,7 @@ async def generate(engine: AsyncLLMEngine, stream: Stream, request: pb.EngineReq
         return engine.add_request(
             stream.engine_id,
             request.prompt_token_ids,
-            sampling_params_of(request.sampling_params),
+            sampling_params_of(request),
             output_token_ids=request.output_token_ids,
             may_wait=False,
         )

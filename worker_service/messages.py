@@ -21,8 +21,9 @@ _FINISH_REASONS = {
 }
 
 
-def sampling_params_of(params: inference_pb.SamplingParams) -> SamplingParams:
+def sampling_params_of(request: pb.EngineRequest) -> SamplingParams:
     """Raises `ValueError` naming the field and its bound."""
+    params = request.sampling_params
     for name in ("max_tokens", "temperature", "top_p", "repetition_penalty", "seed"):
         if not params.HasField(name):
             raise ValueError(f"{name} must be set by the router")
@@ -41,6 +42,7 @@ def sampling_params_of(params: inference_pb.SamplingParams) -> SamplingParams:
         seed=params.seed,
         logit_bias=MappingProxyType(dict(params.logit_bias)),
         logprobs=params.logprobs if params.HasField("logprobs") else None,
+        grammar=request.grammar or None,
     )
 
 

@@ -331,4 +331,5 @@ class WorkerProcess:
             protocol_version=PROTOCOL_VERSION,
             lease_ms=self._args.lease_ms,
             can_generate=True,
+            takes_grammars=True,
         )

@@ -18,7 +18,7 @@ from typing import Any, Protocol
 import grpc
 
 from engine.async_llm_engine import EngineDeadError
-from engine.outputs import FinishReason, RequestOutput
+from engine.outputs import CompletionOutput, FinishReason, RequestOutput
 from protos import tandem_worker_pb2 as pb
 from rpc.errors import (
     Draining,
@@ -270,7 +270,7 @@ class SessionHost:
             if stream is None:
                 continue  # cancelled while the step ran
             if output.outputs[0].finish_reason is FinishReason.ERROR:
-                self._fail_for_good(stream, InternalError("the model's numbers for the next token are not numbers"))
+                self._fail_for_good(stream, _error_of(output.outputs[0]))
                 continue
             events.setdefault(stream.session, []).append(stream.event(tokens=tokens_message(output)))
             if stream.first_token is not None:
@@ -292,3 +292,10 @@ class SessionHost:
         """Tell every router the load, though nothing else happened: memory was freed."""
         for session in self._sessions:
             session.outbox.post()
+
+
+def _error_of(completion: CompletionOutput) -> TandemError:
+    """Why there is no next token."""
+    if completion.grammar_error:
+        return InvalidRequest([("sampling_params.structured_outputs", completion.grammar_error)])
+    return InternalError("the model's numbers for the next token are not numbers")

@@ -1,0 +1,94 @@
+"""What may come next in an answer that a grammar constrains: structured outputs.
+
+    SamplingParams.grammar ──Grammars.state──> GrammarState of one sequence ──allowed(its answer so far)──> a mask [V]
+
+Owns the tokenizer that grammars are read with, made from the model's folder when the first one comes, and the grammars
+compiled last. What may come next is a function of the answer's tokens alone: a sequence that is preempted, handed over
+or goes on elsewhere after k tokens needs nothing but them. No torch.
+
+Compiling takes a millisecond, or a second for the worst that is let in. It begins when the request comes, in a thread
+of its own, and is waited for when the first token is drawn: the prompt is computed meanwhile.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Sequence as Seq
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+
+import numpy as np
+from llguidance import LLMatcher, LLParserLimits, LLTokenizer
+from numpy.typing import NDArray
+
+LIMITS = LLParserLimits(step_max_items=10_000, step_lexer_fuel=50_000, max_items_in_row=500, verbose_errors=False)
+"""Of the work for one token: some 50 ms at the most, where schemas as people write them take 0.1. A grammar that passes
+them ends its request. As the router's."""
+MAX_COMPILED = 64
+MAX_REASON_CHARS = 400
+
+
+class Grammars:
+    """Of one engine. Used by the stepping thread."""
+
+    def __init__(self, model_folder: str | Path, *, vocab_size: int, eos_token_ids: frozenset[int]) -> None:
+        self._path = Path(model_folder) / "tokenizer.json"
+        self._vocab_size = vocab_size
+        self._eos_token_ids = eos_token_ids
+        self._thread = ThreadPoolExecutor(1, "grammars")  # which is begun with the first grammar
+        self._tokenizer: LLTokenizer | None = None
+        self._compiled: OrderedDict[str, Future[LLMatcher]] = OrderedDict()
+
+    def state(self, grammar: str) -> GrammarState:
+        """For a new sequence. Raises `ValueError` where the model cannot be held to a grammar."""
+        if not self._eos_token_ids:
+            raise ValueError("grammar: the model has no end-of-sequence token, so that an answer could not end")
+        if not self._path.is_file():
+            raise ValueError(f"grammar: {self._path.parent} has no tokenizer.json, which says what text a token is")
+        if grammar not in self._compiled:
+            self._compiled[grammar] = self._thread.submit(self._compile, grammar)
+            if len(self._compiled) > MAX_COMPILED:
+                self._compiled.popitem(last=False)
+        self._compiled.move_to_end(grammar)
+        return GrammarState(self._compiled[grammar], self._vocab_size)
+
+    def _compile(self, grammar: str) -> LLMatcher:
+        if self._tokenizer is None:  # a third of a second for 49 thousand tokens
+            text = self._path.read_text(encoding="utf-8")
+            self._tokenizer = LLTokenizer(text, eos_token=sorted(self._eos_token_ids))
+        return LLMatcher(self._tokenizer, grammar, log_level=0, limits=LIMITS)
+
+
+class GrammarState:
+    """Of one sequence: follows its answer."""
+
+    def __init__(self, compiled: Future[LLMatcher], vocab_size: int) -> None:
+        self._compiled = compiled
+        self._vocab_size = vocab_size
+        self._matcher: LLMatcher | None = None
+        self._num_taken = 0
+        """Of the answer's tokens."""
+        self.error = ""
+        """Why `allowed` found nothing."""
+
+    def allowed(self, answer: Seq[int]) -> NDArray[np.bool_] | None:
+        """Whether each token of the vocabulary may come after `answer`: [V]. End-of-sequence may where the answer is
+        complete, and is alone where it cannot go on. None: nothing may, `error` says why."""
+        try:
+            matcher = self._matcher = self._matcher or self._compiled.result().deep_copy()
+        except Exception as error:  # of the tokenizer: bare ones of a library, and the request's end
+            self.error = f"the model's tokenizer.json cannot be read: {error}"[:MAX_REASON_CHARS]
+            return None
+        new, self._num_taken = list(answer[self._num_taken :]), len(answer)
+        matcher.consume_tokens(new)
+        words = np.frombuffer(matcher.compute_bitmask(), dtype=np.uint8)
+        if matcher.is_error():
+            self.error = matcher.get_error().removesuffix("<non-verbose/>").strip()[:MAX_REASON_CHARS]
+            return None
+        allowed = np.zeros(self._vocab_size, dtype=np.bool_)
+        bits = np.unpackbits(words, count=min(8 * len(words), self._vocab_size), bitorder="little")
+        allowed[: len(bits)] = bits
+        if not allowed.any():
+            self.error = "no token of the model can come next"
+            return None
+        return allowed

@@ -1,0 +1,118 @@
+"""What a request asks of its answer's form, as the grammar that workers go by: llguidance's own text.
+
+    StructuredOutputs ──grammar_of──> "{"grammars": [...]}" ──EngineRequest.grammar──> engine/grammar.py masks tokens
+
+Compiles each grammar once, to know that it can be: against bytes instead of a model's tokens, which takes no vocabulary
+and less time. Owns nothing but the last results.
+"""
+
+from __future__ import annotations
+
+import json
+from concurrent.futures import ThreadPoolExecutor
+from functools import lru_cache
+from typing import Any
+
+from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper, grammar_from
+
+from protos import tandem_inference_pb2 as pb
+
+MAX_BYTES = 65_536
+"""Of a schema, a regex, a grammar, or all choices together."""
+MAX_CHOICES = 1024
+LIMITS = LLParserLimits(step_max_items=10_000, step_lexer_fuel=50_000, max_items_in_row=500, verbose_errors=False)
+"""As the engine's: what cannot begin there is refused here."""
+MAX_REASON_CHARS = 400
+KINDS = "json, json_object, regex, choice and grammar"
+
+threads = ThreadPoolExecutor(1, "grammars")
+"""Where grammars are compiled: the worst take a second, without the GIL. One thread, so that they take no more than one
+core from everything else, and nothing from what tokenises."""
+
+
+class _Bytes:
+    """A vocabulary of all bytes, and an end."""
+
+    eos_token_id = 256
+    bos_token_id = None
+    tokens = (*(bytes([value]) for value in range(256)), b"<end>")
+    special_token_ids = (eos_token_id,)
+
+    def __call__(self, text: bytes) -> list[int]:
+        return list(text)
+
+
+def problem_of(asked: pb.StructuredOutputs) -> str | None:
+    """What is wrong with it at first sight; None: nothing."""
+    kind = asked.WhichOneof("kind")
+    if kind is None:
+        return f"must be one of {KINDS}, is none"
+    if kind == "json_object":
+        return None if asked.json_object else "json_object must be true, is false"
+    texts = list(asked.choice.texts) if kind == "choice" else [getattr(asked, kind)]
+    if kind == "choice" and not 1 <= len(texts) <= MAX_CHOICES:
+        return f"choice must have 1 to {MAX_CHOICES} texts, has {len(texts)}"
+    if not all(texts):
+        return f"{kind} must not {'have an empty text' if kind == 'choice' else 'be empty'}"
+    num_bytes = sum(len(text.encode()) for text in texts)
+    if num_bytes > MAX_BYTES:
+        return f"{kind} must have at most {MAX_BYTES} bytes, has {num_bytes}"
+    return None
+
+
+def grammar_of(asked: pb.StructuredOutputs) -> str:
+    """Raises `ValueError` saying why no answer can be held to it. The worst take a second: see `threads`."""
+    if (problem := problem_of(asked)) is not None:
+        raise ValueError(problem)
+    return _compiled(asked.SerializeToString(deterministic=True))
+
+
+@lru_cache(maxsize=64)
+def _compiled(message: bytes) -> str:
+    asked = pb.StructuredOutputs.FromString(message)
+    grammar = _grammar_text(asked)
+    matcher = LLMatcher(_bytes_tokenizer(), grammar, log_level=0, limits=LIMITS)
+    if not matcher.is_error():
+        matcher.compute_bitmask()  # that nothing at all fits is found here, not before
+    if matcher.is_error():
+        raise ValueError(f"{asked.WhichOneof('kind')}: {_in_words(matcher.get_error())}")
+    return grammar
+
+
+@lru_cache(maxsize=1)
+def _bytes_tokenizer() -> LLTokenizer:
+    return LLTokenizer(TokenizerWrapper(_Bytes()), slices=[])
+
+
+def _grammar_text(asked: pb.StructuredOutputs) -> str:
+    kind = asked.WhichOneof("kind")
+    if kind == "json":
+        return _schema_grammar(_schema(asked.json))
+    if kind == "json_object":
+        return _schema_grammar({"type": "object"})
+    if kind == "regex":
+        return grammar_from("regex", asked.regex)
+    if kind == "choice":
+        return grammar_from("choice", json.dumps(list(asked.choice.texts)))
+    return grammar_from("lark", asked.grammar)
+
+
+def _schema(text: str) -> Any:
+    try:
+        schema = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"json: is not JSON: {error}") from error
+    if not isinstance(schema, dict | bool):
+        raise ValueError(f"json: must be a schema, an object, is a {type(schema).__name__}")
+    return schema
+
+
+def _schema_grammar(schema: Any) -> str:
+    return LLMatcher.grammar_from_json_schema(json.dumps(schema))
+
+
+def _in_words(reason: str) -> str:
+    """llguidance's reason, and what its one bare word means."""
+    if reason.startswith("NoExtension"):
+        return "no text fits it"
+    return reason.removesuffix("<non-verbose/>").strip()[:MAX_REASON_CHARS]

@@ -1,0 +1,62 @@
+"""The form that an answer must have, as callers say it: vLLM's `StructuredOutputsParams`."""
+
+from __future__ import annotations
+
+import json as json_text
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
+from typing import Any
+
+from protos import tandem_inference_pb2 as pb
+
+
+@dataclass(frozen=True, kw_only=True)
+class StructuredOutputsParams:
+    """Exactly one of these. Raises `ValueError` naming the field.
+
+    Whether a schema, regex or grammar can be read is the router's to say, or `SamplingParams`' where there is none.
+    """
+
+    json: str | Mapping[str, Any] | bool | None = None
+    """A JSON schema, or its text."""
+    json_object: bool | None = None
+    """Any JSON object."""
+    regex: str | None = None
+    """All of the answer, in Rust's syntax: no look-around, no references back."""
+    choice: Sequence[str] | None = None
+    """One of these texts."""
+    grammar: str | None = None
+    """Lark's, as llguidance reads it."""
+
+    def __post_init__(self) -> None:
+        self.to_proto()
+
+    @classmethod
+    def of(cls, asked: StructuredOutputsParams | Mapping[str, Any]) -> StructuredOutputsParams:
+        """Of one, or of its fields by name."""
+        if isinstance(asked, StructuredOutputsParams):
+            return asked
+        if not isinstance(asked, Mapping):
+            raise ValueError(f"must be an object with one of {_NAMES}, is a {type(asked).__name__}")
+        if unknown := sorted(set(map(str, asked)) - {entry.name for entry in fields(cls)}):
+            raise ValueError(f"{unknown[0]} is not known; there are {_NAMES}")
+        return cls(**asked)
+
+    def to_proto(self) -> pb.StructuredOutputs:
+        given = {entry.name: value for entry in fields(self) if (value := getattr(self, entry.name)) is not None}
+        if len(given) != 1:
+            raise ValueError(f"must be exactly one of {_NAMES}, is {' and '.join(given) or 'none'}")
+        [(name, value)] = given.items()
+        try:
+            if name == "choice":
+                if isinstance(value, str):
+                    raise ValueError("must be a list of texts, is a text")
+                return pb.StructuredOutputs(choice=pb.Choices(texts=value))
+            if name == "json" and not isinstance(value, str):
+                value = json_text.dumps(value)
+            return pb.StructuredOutputs(**{name: value})
+        except (TypeError, ValueError, RecursionError) as error:
+            raise ValueError(f"{name}: {error}") from error
+
+
+_NAMES = ", ".join(entry.name for entry in fields(StructuredOutputsParams))
