@@ -21,7 +21,7 @@ import numpy as np
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 from numpy.typing import NDArray
 
-LIMITS = LLParserLimits(step_max_items=10_000, step_lexer_fuel=50_000, max_items_in_row=500, verbose_errors=False)
+LIMITS = LLParserLimits(step_max_items=10_000, step_lexer_fuel=50_000, verbose_errors=False)
 """Of the work for one token: some 50 ms at the most, where schemas as people write them take 0.1. A grammar that passes
 them ends its request. As the router's."""
 MAX_COMPILED = 64

@@ -35,6 +35,8 @@ class Kind(NamedTuple):
     code: str | None
 
 
+_GUIDED = ("guided_json", "guided_regex", "guided_choice", "guided_grammar")
+"""vLLM's earlier words."""
 RETRY_AFTER_S = 1.0
 """Where nobody is there to say when: as for a router that is being restarted."""
 UNAVAILABLE = Kind(503, "server_error", "unavailable")
@@ -116,4 +118,6 @@ def refusal_of_body(error: ValidationError) -> Refusal:
     message = first["msg"].removeprefix("Value error, ")
     if first["type"] == "extra_forbidden":
         message = "is not a parameter that this server knows"
+        if param in _GUIDED:
+            message = f'is now structured_outputs: {{"{param.removeprefix("guided_")}": ...}}'
     return Refusal(KINDS[InvalidRequest], f"{param}: {message}" if param else message, param=param or None)

@@ -20,7 +20,7 @@ from protos import tandem_inference_pb2 as pb
 MAX_BYTES = 65_536
 """Of a schema, a regex, a grammar, or all choices together."""
 MAX_CHOICES = 1024
-LIMITS = LLParserLimits(step_max_items=10_000, step_lexer_fuel=50_000, max_items_in_row=500, verbose_errors=False)
+LIMITS = LLParserLimits(step_max_items=10_000, step_lexer_fuel=50_000, verbose_errors=False)
 """As the engine's: what cannot begin there is refused here."""
 MAX_REASON_CHARS = 400
 KINDS = "json, json_object, regex, choice and grammar"

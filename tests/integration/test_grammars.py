@@ -1,0 +1,177 @@
+"""Answers that a grammar holds to a form: they have it, and the same tokens however an engine goes about them."""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from grammar_cases import EOS, KINDS, SCHEMA, Answers, answers_of, params_of, text_of, unconstrained, write_model
+from handover import handed_over
+from many_endings import prompt_of
+from pretend_gpu import pretend_gpu
+from pretend_gpu.streams import without_waiting
+
+from engine.config import EngineArgs
+from engine.llm_engine import LLMEngine
+from engine.model_loader import create_engine_config
+from engine.outputs import FinishReason
+from router.structured_outputs import grammar_of
+from tandem.structured_outputs import StructuredOutputsParams
+
+NUMBERS = range(30)
+EITHER = pytest.mark.parametrize("runs_ahead", [False, True], ids=["in-turn", "ahead"])
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_model(tmp_path_factory.mktemp("model"))
+
+
+def make(folder: Path, runs_ahead: bool = False, **settings: object) -> LLMEngine:
+    defaults = {"num_kv_blocks": 256, "device": "cpu"}
+    args = EngineArgs(
+        model=str(folder), load_format="dummy", dtype="float32", block_size=4, num_threads=1,
+        attention_backend="torch", **{**defaults, **settings},
+    )  # fmt: skip
+    config = create_engine_config(args)
+    return LLMEngine(replace(config, scheduler=replace(config.scheduler, async_scheduling=runs_ahead)))
+
+
+@pytest.fixture(scope="module")
+def expected(folder: Path) -> Answers:
+    """Each request alone."""
+    engine = make(folder)
+    return {name: answer for n in NUMBERS for name, answer in answers_of(engine, range(n, n + 1)).items()}
+
+
+def test_answers_have_the_form_that_was_asked_for(folder: Path, expected: Answers) -> None:
+    reasons = [reason for _, reason in expected.values()]
+    assert reasons.count(FinishReason.STOP) > 15
+    assert FinishReason.LENGTH in reasons
+    for number in NUMBERS:
+        tokens, reason = expected[str(number)]
+        if reason is FinishReason.STOP:
+            assert tokens[-1] == EOS
+            assert has_form(list(KINDS)[number % len(KINDS)], text_of(tokens))
+    free = answers_of(make(folder), NUMBERS, unconstrained)
+    assert not any(has_form(list(KINDS)[n % len(KINDS)], text_of(free[str(n)][0])) for n in NUMBERS)
+
+
+def has_form(kind: str, text: str) -> bool:
+    """By others' readers."""
+    if kind == "regex":
+        return re.fullmatch(KINDS[kind]["regex"], text) is not None
+    if kind == "choice":
+        return text in KINDS[kind]["choice"]
+    if kind == "grammar":
+        before = ""
+        while before != text:
+            before, text = text, re.sub(r"\((ab|#){1,3}\)", "#", text)
+        return text == "#"
+    try:
+        value = json.loads(text)
+    except ValueError:
+        return False
+    return isinstance(value, dict) and (
+        kind == "json_object"
+        or (
+            list(value) == list(SCHEMA["properties"])
+            and value["size"] in ("red", "green", 12)
+            and len(value["name"]) <= 6
+        )
+    )
+
+
+@EITHER
+@pytest.mark.parametrize(
+    "settings",
+    [{}, {"prefill_chunk_tokens": 8}, {"num_kv_blocks": 80, "max_num_seqs": 9, "enable_prefix_caching": False}],
+    ids=["batched", "chunked", "preempted"],
+)
+def test_same_tokens(folder: Path, expected: Answers, runs_ahead: bool, settings: dict[str, object]) -> None:
+    engine = make(folder, runs_ahead, **settings)
+    assert answers_of(engine, NUMBERS) == expected
+    assert (engine.stats.num_preemptions > 0) == ("num_kv_blocks" in settings)
+
+
+@pytest.mark.parametrize("num_given", [1, 4])
+def test_same_tokens_after_those_of_another_worker(folder: Path, expected: Answers, num_given: int) -> None:
+    assert answers_of(make(folder), NUMBERS, num_given=num_given, given=expected) == expected
+
+
+@EITHER
+def test_same_tokens_handed_over(folder: Path, expected: Answers, runs_ahead: bool) -> None:
+    prefill, decode = make(folder, runs_ahead), make(folder, runs_ahead)
+    for number in NUMBERS[:10]:
+        assert handed_over(prefill, decode, prompt_of(number), params_of(number)) == expected[str(number)][0]
+
+
+def test_neighbours_without_a_grammar_get_what_they_would_get_without(folder: Path) -> None:
+    def params(number: int):  # type: ignore[no-untyped-def]
+        return params_of(number) if number % 2 else unconstrained(number)
+
+    mixed, free = (answers_of(make(folder, True), NUMBERS, choose) for choose in (params, unconstrained))
+    assert [mixed[str(n)] for n in NUMBERS if n % 2 == 0] == [free[str(n)] for n in NUMBERS if n % 2 == 0]
+    assert any(mixed[str(n)] != free[str(n)] for n in NUMBERS if n % 2)
+
+
+def test_a_step_ahead_leaves_out_whose_token_is_not_known_and_nobody_else(folder: Path) -> None:
+    engine = make(folder, True)
+    engine.add_request("held", prompt_of(2), replace(params_of(2), temperature=0.0, max_tokens=4))
+    engine.add_request("free", prompt_of(3), replace(unconstrained(3), ignore_eos=True, max_tokens=4))
+    steps = []
+    while engine.has_unfinished_requests():
+        steps.append(sorted(output.request_id for output in engine.step()))
+    assert steps == [[], ["free", "held"], ["free"], ["free", "held"], ["free"], ["held"], [], ["held"]]
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_on_a_pretended_gpu(folder: Path, expected: Answers) -> None:
+    """Masks go to the device without waiting for it."""
+    with pretend_gpu(total_bytes=64 << 20):
+        engine = make(folder, True, device="cuda")
+        launch = engine.executor.launch
+
+        def launch_without_waiting(output):  # type: ignore[no-untyped-def]
+            with without_waiting():
+                return launch(output)
+
+        engine.executor.launch = launch_without_waiting  # type: ignore[method-assign]
+        assert answers_of(engine, NUMBERS[:6]) == {str(n): expected[str(n)] for n in NUMBERS[:6]}
+
+
+def test_a_model_that_cannot_be_held_to_a_grammar_says_so(tmp_path: Path) -> None:
+    nameless = write_model(tmp_path / "nameless")
+    (nameless / "tokenizer.json").unlink()
+    with pytest.raises(ValueError, match=r"grammar: .*nameless has no tokenizer\.json"):
+        make(nameless).add_request("r", [5], params_of(0))
+    endless = write_model(tmp_path / "endless")
+    config = json.loads((endless / "config.json").read_text())
+    (endless / "config.json").write_text(json.dumps({**config, "eos_token_id": None}))
+    with pytest.raises(ValueError, match="grammar: the model has no end-of-sequence token"):
+        make(endless).add_request("r", [5], params_of(0))
+
+
+def test_a_grammar_that_takes_too_much_ends_its_request_and_no_other(folder: Path, expected: Answers) -> None:
+    """After the first bracket any of a thousand names may come, with whatever may follow each."""
+    schema = {"type": "object", "properties": {f"p{i}": {} for i in range(1000)}, "required": ["p999"]}
+    grammar = grammar_of(StructuredOutputsParams(json=schema).to_proto())
+    engine = make(folder)
+    engine.add_request("large", prompt_of(2), replace(params_of(2), grammar=grammar))
+    engine.add_request("5", prompt_of(5), params_of(5))
+    answers: dict[str, list[int]] = {}
+    ends = {}
+    while engine.has_unfinished_requests():
+        for output in engine.step():
+            [completion] = output.outputs
+            answers.setdefault(output.request_id, []).extend(completion.token_ids)
+            ends[output.request_id] = completion
+    assert ends["large"].finish_reason is FinishReason.ERROR
+    assert "max is 2000" in ends["large"].grammar_error
+    assert 0 < len(answers["large"]) < 5
+    assert answers["5"] == expected["5"][0]
+    assert engine.audit()[1] == []
