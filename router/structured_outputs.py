@@ -11,17 +11,23 @@ from __future__ import annotations
 import json
 from concurrent.futures import ThreadPoolExecutor
 from functools import lru_cache
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper, grammar_from
 
 from protos import tandem_inference_pb2 as pb
+
+if TYPE_CHECKING:
+    from llguidance._lib import JsonCompileOptions
 
 MAX_BYTES = 65_536
 """Of a schema, a regex, a grammar, or all choices together."""
 MAX_CHOICES = 1024
 LIMITS = LLParserLimits(step_max_items=10_000, step_lexer_fuel=50_000, verbose_errors=False)
 """As the engine's: what cannot begin there is refused here."""
+ON_ONE_LINE: JsonCompileOptions = {"whitespace_flexible": False, "key_separator": ": ", "item_separator": ", "}
+"""As Python's json writes. Free to choose, small models wander about in line breaks and indents, sometimes for ever. A
+schema may say otherwise in its "x-guidance"."""
 MAX_REASON_CHARS = 400
 KINDS = "json, json_object, regex, choice and grammar"
 
@@ -102,13 +108,15 @@ def _schema(text: str) -> Any:
         schema = json.loads(text)
     except (ValueError, RecursionError) as error:
         raise ValueError(f"json: is not JSON: {error}") from error
+    if schema is False:
+        raise ValueError("json: no text fits it")
     if not isinstance(schema, dict | bool):
         raise ValueError(f"json: must be a schema, an object, is a {type(schema).__name__}")
-    return schema
+    return {} if schema is True else schema
 
 
 def _schema_grammar(schema: Any) -> str:
-    return LLMatcher.grammar_from_json_schema(json.dumps(schema))
+    return LLMatcher.grammar_from_json_schema(json.dumps(schema), defaults=ON_ONE_LINE)
 
 
 def _in_words(reason: str) -> str:

@@ -6,7 +6,7 @@ import json
 import math
 import signal
 import sys
-from typing import Any
+from typing import Any, TextIO
 
 import click
 
@@ -34,6 +34,7 @@ def no_nan(context: click.Context, parameter: click.Parameter, value: float | No
         "tandem generate --chat 'Why is the sky blue?' --temperature 0",
         "tandem generate 'Once upon a time' --seed 7 --max-tokens 100",
         "tandem generate 'The capital of France is' --max-tokens 8 --logprobs 3",
+        "tandem generate --chat 'Describe a person.' --json-schema person.json",
         "tandem generate - --json < prompt.txt | jq .usage",
     ),
 )
@@ -58,6 +59,11 @@ def no_nan(context: click.Context, parameter: click.Parameter, value: float | No
     type=click.IntRange(0, 20),
     help="Show how likely each token was, and so many of the likeliest ones.",
 )
+@click.option(
+    "--json-schema",
+    type=click.File(encoding="utf-8"),
+    help="The answer is JSON that fits the schema in this file; `-` reads it from stdin.",
+)
 @click.option("--ignore-eos", is_flag=True, help="Go on to --max-tokens, whatever the model says.")
 @click.option(
     "--timeout-s",
@@ -77,6 +83,7 @@ def generate(
     tls: ClientTLS | None,
     timeout_s: float | None,
     ignore_eos: bool,
+    json_schema: TextIO | None,
     **options: Any,
 ) -> None:
     """Stream the answer to PROMPT to stdout as it comes. PROMPT `-` reads stdin.
@@ -87,6 +94,8 @@ def generate(
     sampling = Sampling(**{name: value for name, value in options.items() if value is not None})  # type: ignore[typeddict-item]
     if ignore_eos:
         sampling["ignore_eos"] = True
+    if json_schema is not None:
+        sampling["structured_outputs"] = {"json": _read_schema(json_schema)}
     asked = _as_chat(text, system) if is_chat or system is not None else text
     try:
         generate_request(asked, **sampling)
@@ -102,6 +111,13 @@ def generate(
     except KeyboardInterrupt:
         click.echo("cancelled", err=True)
         sys.exit(INTERRUPTED)
+
+
+def _read_schema(file: TextIO) -> str:
+    try:
+        return file.read()
+    except UnicodeDecodeError as error:
+        raise click.UsageError(f"--json-schema: is not UTF-8 text: {error.reason} at {error.start}") from error
 
 
 def _read_stdin() -> str:

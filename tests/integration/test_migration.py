@@ -4,9 +4,11 @@ have had. In the dtype that is served, bfloat16."""
 from __future__ import annotations
 
 import os
+import re
 import signal
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import grpc
 import psutil
@@ -20,10 +22,13 @@ from tandem.answer import AnswersStream
 from tandem.client import Client
 
 PROMPT = [(13 * i) % 30_000 + 70 for i in range(75)]
-SAMPLINGS = {
+SAMPLINGS: dict[str, dict[str, Any]] = {
     "greedy": {"temperature": 0.0},
     "seeded": {"temperature": 0.8, "seed": 11, "top_p": 0.9, "repetition_penalty": 1.2, "frequency_penalty": 0.4},
-}
+    "held to a grammar": {
+        "temperature": 0.8, "seed": 12, "ignore_eos": False, "structured_outputs": {"regex": "([a-z]{2,8} ){50}"},
+    },
+}  # fmt: skip
 
 
 SMALL = ("--decode", "2", "--max-model-len", "1024", "--kv-cache-gib", "0.2", "--lease-ms", "2000")
@@ -36,7 +41,7 @@ def cluster(start_cluster: Callable[..., RunningCluster]) -> RunningCluster:
 
 @pytest.mark.parametrize("name", list(SAMPLINGS))
 def test_the_stream_goes_on_at_the_next_position(cluster: RunningCluster, name: str) -> None:
-    sampling = {**SAMPLINGS[name], "max_tokens": 60, "ignore_eos": True, "logprobs": 2}
+    sampling = {"max_tokens": 60, "ignore_eos": True, "logprobs": 2, **SAMPLINGS[name]}
     with Client(cluster.address) as client:
         expected = client.generate(PROMPT, **sampling)  # type: ignore[arg-type]
         received: list[int] = []
@@ -49,6 +54,7 @@ def test_the_stream_goes_on_at_the_next_position(cluster: RunningCluster, name: 
             last = chunk
     assert last.timings.attempts > 1
     assert received == expected.token_ids
+    assert "structured_outputs" not in sampling or re.fullmatch("([a-z]{2,8} )*[a-z]{0,8}", expected.text)
     assert logprobs == expected.logprobs, "to the bit: the kernels add in the same order everywhere"
     cluster.wait_until_at_rest(60)
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import json
+import re
 from collections.abc import Iterator
 from contextlib import suppress
 from typing import Any
@@ -12,6 +14,7 @@ import psutil
 import pytest
 from clusters import RunningCluster, run_cluster, wait_until
 
+from protos import tandem_inference_pb2 as inference_pb
 from tandem.client import Client
 
 SMALL = ("--num-threads", "1", "--kv-cache-gib", "0.2", "--max-model-len", "2048", "--http-port", "0")
@@ -216,3 +219,43 @@ def test_the_gateway_comes_back_where_it_was(cluster: RunningCluster, client: op
         return False
 
     wait_until(is_back, 20, "another gateway at the same port")
+
+
+def test_answers_in_the_form_that_was_asked_for(cluster: RunningCluster, client: openai.OpenAI, model: str) -> None:
+    """OpenAI's response_format, vLLM's structured_outputs; prefilled by one worker and decoded by another, or not."""
+    schema = {
+        "type": "object",
+        "properties": {"city": {"type": "string", "maxLength": 30}, "people": {"type": "integer", "maximum": 10**8}},
+        "required": ["city", "people"],
+        "additionalProperties": False,
+    }
+    messages: list[Any] = [
+        {"role": "user", "content": "Name a large city, and say how many people live there, as JSON."}
+    ]
+    sampling: dict[str, Any] = {"max_tokens": 80, "temperature": 0.7, "seed": 3}
+    with Client(cluster.address) as grpc_client:
+        expected = grpc_client.generate(messages, **sampling, structured_outputs={"json": schema})
+    assert (expected.timings.mode, expected.finish_reason) == (inference_pb.MODE_DISAGGREGATED, "stop")
+    value = json.loads(expected.text)
+    assert list(value) == ["city", "people"]
+    assert isinstance(value["people"], int)
+    form: Any = {"type": "json_schema", "json_schema": {"name": "city", "schema": schema, "strict": True}}
+    asked: dict[str, Any] = {"model": model, "messages": messages, **sampling}
+    whole = client.chat.completions.create(**asked, response_format=form)
+    stream = client.chat.completions.create(**asked, response_format=form, stream=True)
+    assert whole.choices[0].message.content == expected.text
+    assert whole.choices[0].finish_reason == "stop"
+    assert "".join(event.choices[0].delta.content or "" for event in stream) == expected.text
+    for further, texts in (({"choice": ["Rome", "Paris"]}, "Rome|Paris"), ({"regex": "[0-9]{3}-[a-f]{4}"}, None)):
+        answer = client.chat.completions.create(**asked, extra_body={"structured_outputs": further})
+        assert re.fullmatch(texts or str(further["regex"]), answer.choices[0].message.content or "")
+
+
+def test_a_form_that_cannot_be_read_is_a_bad_request(client: openai.OpenAI, model: str) -> None:
+    form: Any = {"type": "json_schema", "json_schema": {"name": "n", "schema": {"type": "objekt"}}}
+    with pytest.raises(openai.BadRequestError, match="structured_outputs: json: Invalid type: objekt"):
+        client.chat.completions.create(model=model, messages=MESSAGES, response_format=form)
+    with pytest.raises(openai.BadRequestError, match="min_tokens: cannot be had with structured_outputs, is 2"):
+        client.chat.completions.create(
+            model=model, messages=MESSAGES, response_format={"type": "json_object"}, extra_body={"min_tokens": 2}
+        )

@@ -136,9 +136,14 @@ class Bench:
         return self.d
 
     def request(
-        self, request_id: str, *, deadline_s: float | None = None, numbers: AttemptNumbers | None = None
+        self,
+        request_id: str,
+        *,
+        deadline_s: float | None = None,
+        numbers: AttemptNumbers | None = None,
+        grammar: str = "",
     ) -> Asked:
-        return Asked(self.lifecycle(request_id, deadline_s=deadline_s, numbers=numbers).run())
+        return Asked(self.lifecycle(request_id, deadline_s=deadline_s, numbers=numbers, grammar=grammar).run())
 
     def requests(self, request_id: str, n: int) -> Asked:
         """For several answers."""
@@ -155,14 +160,18 @@ class Bench:
         *,
         deadline_s: float | None = None,
         numbers: AttemptNumbers | None = None,
+        grammar: str = "",
         **of_several: Any,
     ) -> Lifecycle:
         params = inference_pb.SamplingParams(max_tokens=8)
+        if grammar:
+            params.structured_outputs.regex = grammar
         return Lifecycle(
             self.cluster,
             request_id=request_id,
             prompt_token_ids=PROMPT,
             sampling_params=params,
+            grammar=grammar,
             detokenizer=cast(IncrementalDetokenizer, NoText()),
             arrived_s=asyncio.get_running_loop().time(),
             deadline_s=deadline_s,
@@ -542,3 +551,22 @@ async def test_a_deadline_that_passes_ends_the_answer_and_closes_it() -> None:
     with pytest.raises(DeadlinePassed):
         await anext(responses)
     assert is_closed.is_set()
+
+
+async def test_workers_that_would_leave_out_a_grammar_do_not_get_it() -> None:
+    """Older ones do not know the field, and would answer as if it were not there."""
+    bench = Bench(with_prefill=True)
+    with pytest.raises(NoWorker, match="no decode worker that takes structured_outputs is available"):
+        await bench.request("a", grammar="g").task
+    bench.decode.record.takes_grammars = True
+    asked = bench.request("b", grammar="g")
+    await settle()
+    [command] = bench.d.sent
+    assert command.generate.grammar == "g", "prompt and answer: the prefill worker does not know"
+    assert not command.generate.sampling_params.HasField("structured_outputs")
+    await asked.leave()
+    bench.prefill.record.takes_grammars = True
+    asked = bench.request("c", grammar="g")
+    await settle()
+    assert bench.d.sent[-1].reserve.grammar == "g"
+    await asked.leave()

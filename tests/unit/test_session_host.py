@@ -116,8 +116,11 @@ async def test_ending_the_sessions_says_what_was_still_to_be_said() -> None:
         await late.task
 
 
+@pytest.mark.parametrize(("error", "code"), [("", 13), ("the grammar takes too much", 3)])
 @pytest.mark.parametrize("is_prefill", [False, True])
-async def test_what_the_engine_could_not_compute_is_not_tried_elsewhere(is_prefill: bool) -> None:
+async def test_what_the_engine_could_not_compute_is_not_tried_elsewhere(
+    is_prefill: bool, error: str, code: int
+) -> None:
     """A request whose numbers are none would take down one worker after the other."""
     bench = Bench()
     router = await bench.router()
@@ -126,11 +129,12 @@ async def test_what_the_engine_could_not_compute_is_not_tried_elsewhere(is_prefi
     (stream,) = bench.role.streams
     if is_prefill:
         stream.first_token = asyncio.get_running_loop().create_future()
-    completion = CompletionOutput(0, 0, [], FinishReason.ERROR)
+    completion = CompletionOutput(0, 0, [], FinishReason.ERROR, grammar_error=error)
     bench.host.deliver([RequestOutput(stream.engine_id, [completion], 0, is_finished=True, waited_s=0)])
     await settle()
     failed = router.messages[-1].events[0].failed
-    assert (failed.code, failed.can_retry) == (13, False)
+    assert (failed.code, failed.can_retry) == (code, False)
+    assert error in failed.message
     assert bench.host.find(stream.engine_id) is None
     if is_prefill:
         assert stream.first_token is not None
