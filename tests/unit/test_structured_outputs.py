@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 from grammar_cases import EOS, KINDS, grammar_text, params_of, text_of, tokenizer, write_model
+from llguidance import LLParserLimits
 
 from engine import grammar as engine_grammar
 from engine.grammar import Grammars
@@ -177,6 +178,17 @@ def test_the_engine_has_the_limits_of_the_door() -> None:
     names = ("step_max_items", "step_lexer_fuel", "max_items_in_row", "initial_lexer_fuel", "max_grammar_size")
     ours, engines = structured_outputs.LIMITS, engine_grammar.LIMITS
     assert [getattr(ours, name) for name in names] == [getattr(engines, name) for name in names]
+
+
+def test_limits_are_kept_to(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    grammar = grammar_of(asked(regex="ab|ac"))
+    monkeypatch.setattr(engine_grammar, "LIMITS", LLParserLimits(initial_lexer_fuel=2, verbose_errors=False))
+    state = grammars(tmp_path).state(grammar)
+    assert state.allowed([]) is None
+    assert "limit for this grammar: 2" in state.error
+    monkeypatch.setattr(structured_outputs, "LIMITS", LLParserLimits(initial_lexer_fuel=2, verbose_errors=False))
+    with pytest.raises(ValueError, match="limit for this grammar: 2"):
+        grammar_of(asked(regex="ab|ad"))
 
 
 # -- on the way -------------------------------------------------------------------------------------------------------
