@@ -22,8 +22,8 @@ from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 from numpy.typing import NDArray
 
 LIMITS = LLParserLimits(step_max_items=10_000, step_lexer_fuel=50_000, verbose_errors=False)
-"""Of the work for one token: some 50 ms at the most, where schemas as people write them take 0.1. A grammar that passes
-them ends its request. As the router's."""
+"""Of the work for one token: 0.1 s at the most that we found, where schemas as people write them take 20 µs. A grammar
+that passes them ends its request. As the router's."""
 MAX_COMPILED = 64
 MAX_REASON_CHARS = 400
 

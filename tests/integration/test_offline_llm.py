@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,7 @@ from reference import Reference
 from transformers import AutoModelForCausalLM
 
 from engine import sampling_params as engine_params
-from tandem import LLM, SamplingParams
+from tandem import LLM, SamplingParams, StructuredOutputsParams
 
 GREEDY = SamplingParams(temperature=0, max_tokens=12)
 
@@ -188,3 +189,16 @@ def test_settings_are_those_of_engine_args() -> None:
         LLM(block_size=17)
     with pytest.raises(TypeError, match="blok_size"):
         LLM(blok_size=16)
+
+
+def test_each_of_several_answers_has_the_form_and_the_tokens_of_its_seed(llm: LLM) -> None:
+    form = StructuredOutputsParams(regex="[A-Z][a-z]{2,9}, [0-9]{2}")
+    params = SamplingParams(n=3, seed=5, max_tokens=30, structured_outputs=form)
+    (several,) = llm.generate("The winner is", params)
+    texts = [output.text for output in several.outputs]
+    assert len(set(texts)) > 1
+    for index, text in enumerate(texts):
+        assert re.fullmatch("[A-Z][a-z]{2,9}, [0-9]{2}", text)
+        (alone,) = llm.generate("The winner is", dataclasses.replace(params, n=1, seed=5 + index))
+        assert alone.outputs[0].text == text
+    assert at_rest(llm)
