@@ -100,7 +100,7 @@ def test_a_router_that_is_held_up_for_longer_than_a_lease_loses_no_stream(cluste
 @pytest.mark.parametrize("name", list(SAMPLINGS))
 def test_a_killed_router_is_no_end_of_a_stream(cluster: RunningCluster, name: str) -> None:
     """The next one at its address goes on; the client that reads sees nothing of it."""
-    sampling = {**SAMPLINGS[name], "max_tokens": 60, "ignore_eos": True, "logprobs": 2}
+    sampling = {"max_tokens": 60, "ignore_eos": True, "logprobs": 2, **SAMPLINGS[name]}
     with Client(cluster.address) as client:
         expected = client.generate(PROMPT, **sampling)  # type: ignore[arg-type]
         messages = []
