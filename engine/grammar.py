@@ -2,17 +2,18 @@
 
     SamplingParams.grammar ──Grammars.state──> GrammarState of one sequence ──allowed(its answer so far)──> a mask [V]
 
-Owns the tokenizer that grammars are read with, made from the model's folder when the first one comes, and the grammars
-compiled last. What may come next is a function of the answer's tokens alone: a sequence that is preempted, handed over
-or goes on elsewhere after k tokens needs nothing but them. No torch.
+Owns the tokenizer that grammars are read with, made from the model's folder when the first one comes. What may come
+next is a function of the answer's tokens alone: a sequence that is preempted, handed over or goes on elsewhere after k
+tokens needs nothing but them. No torch.
 
-Compiling takes a millisecond, or a second for the worst that is let in. It begins when the request comes, in a thread
-of its own, and is waited for when the first token is drawn: the prompt is computed meanwhile.
+Each sequence compiles its grammar for itself, also one that was compiled before: copies share what they have learned of
+the text so far, which grows with all their answers up to a limit, and then all would end. It takes a millisecond, or
+0.4 s for the worst that is let in; begins when the request comes, in a thread of its own; and is waited for when the
+first token is drawn: the prompt is computed meanwhile.
 """
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Sequence as Seq
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
@@ -24,7 +25,6 @@ from numpy.typing import NDArray
 LIMITS = LLParserLimits(step_max_items=10_000, step_lexer_fuel=50_000, verbose_errors=False)
 """Of the work for one token: 0.1 s at the most that we found, where schemas as people write them take 20 µs. A grammar
 that passes them ends its request. As the router's."""
-MAX_COMPILED = 64
 MAX_REASON_CHARS = 400
 
 
@@ -37,7 +37,6 @@ class Grammars:
         self._eos_token_ids = eos_token_ids
         self._thread = ThreadPoolExecutor(1, "grammars")  # which is begun with the first grammar
         self._tokenizer: LLTokenizer | None = None
-        self._compiled: OrderedDict[str, Future[LLMatcher]] = OrderedDict()
 
     def state(self, grammar: str) -> GrammarState:
         """For a new sequence. Raises `ValueError` where the model cannot be held to a grammar."""
@@ -45,12 +44,7 @@ class Grammars:
             raise ValueError("grammar: the model has no end-of-sequence token, so that an answer could not end")
         if not self._path.is_file():
             raise ValueError(f"grammar: {self._path.parent} has no tokenizer.json, which says what text a token is")
-        if grammar not in self._compiled:
-            self._compiled[grammar] = self._thread.submit(self._compile, grammar)
-            if len(self._compiled) > MAX_COMPILED:
-                self._compiled.popitem(last=False)
-        self._compiled.move_to_end(grammar)
-        return GrammarState(self._compiled[grammar], self._vocab_size)
+        return GrammarState(self._thread.submit(self._compile, grammar), self._vocab_size)
 
     def _compile(self, grammar: str) -> LLMatcher:
         if self._tokenizer is None:  # a third of a second for 49 thousand tokens
@@ -65,7 +59,6 @@ class GrammarState:
     def __init__(self, compiled: Future[LLMatcher], vocab_size: int) -> None:
         self._compiled = compiled
         self._vocab_size = vocab_size
-        self._matcher: LLMatcher | None = None
         self._num_taken = 0
         """Of the answer's tokens."""
         self.error = ""
@@ -75,7 +68,7 @@ class GrammarState:
         """Whether each token of the vocabulary may come after `answer`: [V]. End-of-sequence may where the answer is
         complete, and is alone where it cannot go on. None: nothing may, `error` says why."""
         try:
-            matcher = self._matcher = self._matcher or self._compiled.result().deep_copy()
+            matcher = self._compiled.result()
         except Exception as error:  # of the tokenizer: bare ones of a library, and the request's end
             self.error = f"the model's tokenizer.json cannot be read: {error}"[:MAX_REASON_CHARS]
             return None

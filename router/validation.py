@@ -375,7 +375,7 @@ def _check_resumption(request: pb.GenerateRequest, model: ModelInfo, violations:
 def _check_structured_outputs(params: pb.SamplingParams, model: ModelInfo, violations: Violations) -> None:
     if not params.HasField("structured_outputs"):
         return
-    if (problem := problem_of(params.structured_outputs)) is not None:
+    if (problem := problem_of(params.structured_outputs, max(1, params.n))) is not None:
         violations.append(("sampling_params.structured_outputs", problem))
     if not model.eos_token_ids:
         cannot = (

@@ -8,8 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
+from functools import lru_cache
 
 from engine import sampling_params as engine_params
+from protos import tandem_inference_pb2 as pb
 from router.sequences import seed_of_sequence
 from router.structured_outputs import grammar_of
 from router.validation import MAX_N
@@ -74,10 +76,15 @@ class SamplingParams:
         )
 
     def _grammar(self) -> str | None:
-        """Remembered where it was made, so that this is cheap for each further request."""
         if self.structured_outputs is None:
             return None
         try:
-            return grammar_of(self.structured_outputs.to_proto())
+            return _grammar_of(self.structured_outputs.to_proto().SerializeToString(deterministic=True))
         except ValueError as error:
             raise ValueError(f"structured_outputs: {error}") from error
+
+
+@lru_cache(maxsize=64)
+def _grammar_of(message: bytes) -> str:
+    """Parameters are made for each of many prompts, and say the same."""
+    return grammar_of(pb.StructuredOutputs.FromString(message))

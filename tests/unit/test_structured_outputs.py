@@ -73,6 +73,10 @@ def asked(**kind: Any) -> pb.StructuredOutputs:
             {"structured_outputs": f"choice must have at most {MAX_BYTES} bytes, has {MAX_BYTES + 1}"},
         ),
         (
+            {"structured_outputs": asked(regex="a" * 30_000), "n": 10},
+            {"structured_outputs": f"regex must have at most {4 * MAX_BYTES // 10} bytes with n=10, has 30000"},
+        ),
+        (
             {"structured_outputs": asked(regex="a"), "min_tokens": 3},
             {"min_tokens": "cannot be had with structured_outputs, is 3"},
         ),
@@ -289,6 +293,21 @@ def test_masks_are_a_function_of_the_tokens_alone(kind: str, tmp_path: Path) -> 
             if token_id == EOS:
                 break
             answer.append(token_id)
+
+
+def test_what_one_answer_takes_is_not_missing_to_others(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Answers that look at ever other states of one grammar, which has too many for a limit that holds for each."""
+    limits = LLParserLimits(max_lexer_states=500, verbose_errors=False)
+    monkeypatch.setattr(engine_grammar, "LIMITS", limits)
+    state_of = grammars(tmp_path)
+    grammar = grammar_of(asked(regex="(a|b)*a(a|b){30}"))
+    for seed in range(6):
+        rng, answer, state = random.Random(seed), list[int](), state_of.state(grammar)
+        for _ in range(100):
+            allowed = state.allowed(answer)
+            assert allowed is not None, state.error
+            allowed[EOS] = False
+            answer.append(rng.choice(np.flatnonzero(allowed).tolist()))
 
 
 def bytes_of_tokens() -> dict[int, bytes]:
