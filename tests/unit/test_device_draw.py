@@ -67,3 +67,13 @@ def test_a_row_with_a_nan_has_no_next_token_and_its_neighbours_have(params: dict
     alone = [int(device_draw.draw(values[row : row + 1].to(DEVICE), seqs[row : row + 1])) for row in range(3)]
     values[1, 17] = float("nan")
     assert device_draw.draw(values.to(DEVICE), seqs).tolist() == [alone[0], INVALID_TOKEN, alone[2]]
+
+
+@pytest.mark.parametrize("params", FILTERS)
+def test_of_what_a_grammar_leaves(params: dict[str, Any]) -> None:
+    """One token, or a few."""
+    seqs = [sequence(temperature=0.9, seed=seed, **params) for seed in range(8)]
+    values = torch.full((8, VOCAB_SIZE), float("-inf"))
+    for row, left in enumerate([[1002], [0], [5, 900], [3, 4, 5, 6, 7]] * 2):
+        values[row, left] = logits(1, seed=row)[0, left]
+    assert device_draw.draw(values.to(DEVICE), seqs).tolist() == sampler.draw(values.clone(), seqs).tolist()

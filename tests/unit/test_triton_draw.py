@@ -97,3 +97,13 @@ def test_any_temperature(temperature: float) -> None:
     seqs = [sequence(temperature=temperature, seed=4, **params) for params in FILTERS[2:7]]
     values = logits(len(seqs), seed=2)
     assert drawn(values, seqs) == sampler.draw(values.clone(), seqs).tolist()
+
+
+@pytest.mark.parametrize("params", FILTERS[:8:3])
+def test_of_what_a_grammar_leaves(params: dict[str, Any]) -> None:
+    """One token, or a few."""
+    seqs = [sequence(temperature=0.9, seed=seed, **params) for seed in range(4)]
+    values = torch.full((4, 1003), float("-inf"))
+    for row, left in enumerate([[1002], [0], [5, 900], [3, 4, 5, 6, 7]]):
+        values[row, left] = logits(1, seed=row)[0, left]
+    assert drawn(values, seqs) == sampler.draw(values.clone(), seqs).tolist()
