@@ -139,6 +139,7 @@ class Asked(BaseModel, ABC):
     ignore_eos: bool | None = None
     include_stop_str_in_output: bool | None = None
     skip_special_tokens: bool | None = None
+    priority: Annotated[int, Field(ge=-(1 << 31), lt=1 << 31)] | None = None
     request_id: Annotated[str, Field(pattern=r"^[\x21-\x7e]{0,100}$")] = ""
     structured_outputs: Annotated[Any, AfterValidator(_structured_outputs)] = None
     # After it: the form of the answer in OpenAI's words, of which there is no second one.
@@ -158,7 +159,7 @@ class Asked(BaseModel, ABC):
     DIRECT: ClassVar[tuple[str, ...]] = (
         "max_tokens", "min_tokens", "temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty",
         "repetition_penalty", "stop", "stop_token_ids", "include_stop_str_in_output", "ignore_eos", "seed",
-        "skip_special_tokens", "logit_bias",
+        "skip_special_tokens", "logit_bias", "priority",
     )  # fmt: skip
 
     def sampling(self) -> Sampling:

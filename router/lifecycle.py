@@ -106,7 +106,7 @@ class Lifecycle:
         self._sampling_params = sampling_params
         self._worker_params = inference_pb.SamplingParams()
         self._worker_params.CopyFrom(sampling_params)
-        for ours in ("stop", "n", "structured_outputs"):  # text, and how many answers, are the router's business
+        for ours in ("stop", "n", "structured_outputs", "priority"):  # text and turns are the router's business
             self._worker_params.ClearField(ours)
         self._grammar = grammar
         self._messages = AnswerMessages(
@@ -182,7 +182,7 @@ class Lifecycle:
             raise DeadlinePassed("the request's deadline passed before it was begun")
         params, queue, num_tokens = self._sampling_params, self._cluster.queue, len(self._prompt_token_ids)
         needed_s = CAUTION * self._cluster.forecast.needed_s(
-            queue.num_tokens,
+            queue.num_tokens_before(params.priority),
             self._cluster.pool.num_tokens_ahead_of(num_tokens),
             num_tokens,
             _min_tokens(params),
@@ -275,6 +275,7 @@ class Lifecycle:
                 answer_s=self._answer_s(),
                 arrived_s=self._begun_s,
                 give_up_s=self._give_up_s(),
+                priority=self._sampling_params.priority,
                 has_grammar=bool(self._grammar),
             )
         except Exception as error:  # whatever it is, it is the request's end: nobody else would hear of it

@@ -1,9 +1,12 @@
-"""Where requests wait until workers have room: first come, first served, bounded in tokens.
+"""Where requests wait until workers have room: by priority, then first come, first served; bounded in tokens.
 
 Owns the waiting requests, not the workers. `dispatch` is called whenever something changed (a request came, a worker
 freed memory, joined or left); it plans from the head on, and stops at the first request that no worker has room for,
 so that a long prompt is not overtaken for ever. No timer of ours ends the waiting: the client's deadline does, early
 enough to say so.
+
+What is bounded is what goes before a request: others of a lower priority (a higher number) do not keep it out. All
+together may be twice as much.
 
     wait_for_plan ──> waiting ──dispatch──> TakenRoom
        └─ full: Overloaded └── no worker left: NoWorker; too late to begin: Overloaded; the caller cancelled: gone
@@ -13,9 +16,10 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections import deque
+from bisect import insort
 from collections.abc import Callable
 from dataclasses import dataclass
+from operator import attrgetter
 
 from router.request_events import WorkerKey
 from router.worker_handle import TakenRoom
@@ -40,6 +44,8 @@ class QueuedRequest:
     arrived_s: float
     """At the router: whoever finds a worker busy comes back here, and has waited before."""
     planned: asyncio.Future[TakenRoom]
+    place: tuple[int, int] = (0, 0)
+    """Among those that wait: priority, then turn."""
     has_grammar: bool = False
     """Only workers that know what a grammar is may have it."""
 
@@ -63,11 +69,17 @@ class RequestQueue:
         self._max_tokens = max_tokens
         self._choose = choose
         self._has_workers = has_workers
-        self._waiting: deque[QueuedRequest] = deque()
+        self._waiting: list[QueuedRequest] = []
+        """By place."""
+        self._num_turns = 0
         self.num_tokens = 0
 
     def __len__(self) -> int:
         return len(self._waiting)
+
+    def num_tokens_before(self, priority: int) -> int:
+        """Of those that wait, of this priority and of those that go before it."""
+        return sum(request.num_tokens for request in self._waiting if request.place[0] <= priority)
 
     async def wait_for_plan(
         self,
@@ -80,22 +92,23 @@ class RequestQueue:
         answer_s: float = 0.0,
         arrived_s: float = 0.0,
         give_up_s: float | None = None,
+        priority: int = 0,
         has_grammar: bool = False,
     ) -> TakenRoom:
-        """Wait for workers; the caller settles the room. `is_return`: at the front, it waited its turn before.
+        """Wait for workers; the caller settles the room. `is_return`: at the front of its priority, it waited its turn
+        before.
 
         Raises `Overloaded` where a new request would pass the bound, or still waits at `give_up_s` (of the event
         loop's clock); and `NoWorker` at once if there is none, now or while waiting. Cancelling it leaves the queue.
         """
         if not is_return:
-            self._refuse_if_full(num_tokens)
+            self._refuse_if_full(num_tokens, priority)
         future: asyncio.Future[TakenRoom] = asyncio.get_running_loop().create_future()
         request = QueuedRequest(num_tokens, num_cached_blocks, avoid, compat_digest, answer_s, arrived_s, future)
         request.has_grammar = has_grammar
-        if is_return:
-            self._waiting.appendleft(request)
-        else:
-            self._waiting.append(request)
+        self._num_turns += 1
+        request.place = (priority, -self._num_turns if is_return else self._num_turns)
+        insort(self._waiting, request, key=attrgetter("place"))
         self.num_tokens += num_tokens
         try:
             self.dispatch()
@@ -139,11 +152,14 @@ class RequestQueue:
             request.planned.set_result(room)
         return room is not None
 
-    def _refuse_if_full(self, num_tokens: int) -> None:
-        if self._waiting and self.num_tokens + num_tokens > self._max_tokens:
+    def _refuse_if_full(self, num_tokens: int, priority: int) -> None:
+        num_before = self.num_tokens_before(priority)
+        is_full = num_before and num_before + num_tokens > self._max_tokens
+        if is_full or (self._waiting and self.num_tokens + num_tokens > 2 * self._max_tokens):
+            held = num_before if is_full else self.num_tokens
+            bound = self._max_tokens if is_full else 2 * self._max_tokens
             raise Overloaded(
-                f"the queue holds {self.num_tokens} tokens of at most {self._max_tokens}; retry later",
-                retry_after_s=RETRY_AFTER_S,
+                f"the queue holds {held} tokens of at most {bound}; retry later", retry_after_s=RETRY_AFTER_S
             )
 
     def _leave(self, request: QueuedRequest) -> None:

@@ -209,6 +209,7 @@ def resolve_sampling(params: pb.SamplingParams, model: ModelInfo, num_prompt_tok
     assert num_left >= 1, "check_prompt_length comes first"
     resolved = pb.SamplingParams(
         n=1,
+        priority=0,
         max_tokens=max(params.min_tokens, min(num_left, defaults.max_new_tokens or num_left)),
         min_tokens=0,
         temperature=1.0 if defaults.temperature is None else defaults.temperature,

@@ -278,6 +278,25 @@ async def test_further_answers_go_ahead_of_the_queue_to_who_has_the_prompt() -> 
     assert (bench.decode.num_planned_blocks, bench.prefill.num_prefill_tokens, len(bench.queue)) == (0, 0, 0)
 
 
+async def test_the_priority_that_a_request_gives_is_its_place_in_the_queue() -> None:
+    bench = Bench()
+    bench.decode.set_load(load(0))
+    asked = []
+    for name, priority in (("later", 0), ("last", 2), ("first", -2)):
+        lifecycle = bench.lifecycle(name)
+        lifecycle._sampling_params.priority = priority
+        asked.append(Asked(lifecycle.run()))
+        await settle()
+    assert [request.place[0] for request in bench.queue._waiting] == [-2, 0, 2]
+    bench.decode.set_load(load(60))
+    bench.dispatch()
+    await settle()
+    assert [command.generate.request_id for command in bench.d.sent] == ["first"]
+    assert not bench.d.sent[0].generate.sampling_params.HasField("priority"), "turns are the router's business"
+    for each in asked:
+        await each.leave()
+
+
 async def test_a_refusal_that_was_overtaken_by_the_last_freeing_is_asked_again() -> None:
     bench = Bench()
     bench.decode.set_load(load(70, num_running=1))

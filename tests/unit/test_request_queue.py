@@ -37,9 +37,16 @@ class Room:
         self.num_tokens += num_tokens
         self.queue.dispatch()
 
-    async def wait(self, num_tokens: int, *, is_return: bool = False, give_up_s: float | None = None) -> TakenRoom:
+    async def wait(
+        self, num_tokens: int, *, is_return: bool = False, give_up_s: float | None = None, priority: int = 0
+    ) -> TakenRoom:
         return await self.queue.wait_for_plan(
-            num_tokens=num_tokens, num_cached_blocks={}, avoid=frozenset(), is_return=is_return, give_up_s=give_up_s
+            num_tokens=num_tokens,
+            num_cached_blocks={},
+            avoid=frozenset(),
+            is_return=is_return,
+            give_up_s=give_up_s,
+            priority=priority,
         )
 
 
@@ -70,6 +77,38 @@ async def test_who_waited_before_goes_to_the_front() -> None:
     room.add(100)
     await asyncio.gather(*tasks)
     assert room.order == [7, 5, 6]
+
+
+async def test_the_lower_number_goes_first_and_who_waited_before_only_among_its_like() -> None:
+    room = Room(0)
+    tasks = []
+    for num_tokens, priority, is_return in (
+        (1, 0, False), (2, 5, False), (3, -1, False), (4, 0, False), (5, 5, True), (6, 0, True), (7, -1, False),
+    ):  # fmt: skip
+        tasks.append(asyncio.create_task(room.wait(num_tokens, is_return=is_return, priority=priority)))
+        await settle()
+    assert [room.queue.num_tokens_before(priority) for priority in (-2, -1, 0, 5)] == [0, 10, 21, 28]
+    room.add(100)
+    await asyncio.gather(*tasks)
+    assert room.order == [3, 7, 6, 1, 4, 5, 2]
+
+
+async def test_a_queue_full_of_those_behind_it_keeps_nobody_out_until_it_is_twice_full() -> None:
+    room = Room(0)
+    tasks = [asyncio.create_task(room.wait(90, priority=1))]
+    await settle()
+    with pytest.raises(Overloaded, match="holds 90 tokens of at most 100"):
+        await room.wait(11, priority=1)
+    tasks += [asyncio.create_task(room.wait(90, priority=0)), asyncio.create_task(room.wait(20, priority=-1))]
+    await settle()
+    assert room.queue.num_tokens == 200
+    for priority, held, bound in ((0, 110, 100), (-1, 200, 200)):
+        with pytest.raises(Overloaded, match=f"holds {held} tokens of at most {bound}"):
+            await room.wait(1, priority=priority)
+    for task in tasks:
+        task.cancel()
+    await asyncio.wait(tasks)
+    assert (len(room.queue), room.queue.num_tokens) == (0, 0)
 
 
 async def test_a_full_queue_refuses_with_a_time() -> None:

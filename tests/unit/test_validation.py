@@ -309,6 +309,7 @@ def test_every_optional_field_is_set() -> None:
     )
     assert given == pb.SamplingParams(
         n=1,
+        priority=0,
         max_tokens=60,
         min_tokens=0,
         temperature=1,
