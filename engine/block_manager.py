@@ -99,6 +99,13 @@ class BlockManager:
     def num_blocks_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self.block_size)
 
+    def num_shared_blocks(self, seq: Sequence) -> int:
+        """How many blocks of a prefix of `seq`, which has none yet, others have: it would take no new ones for them."""
+        table = _Table(BlockOwner.SEQUENCE, [])
+        self._extend_hashes(table, seq.token_ids)
+        reusable = table.hashes[: (len(seq) - 1) // self.block_size]  # the last token is computed in any case
+        return sum(block_id not in self._evictor for block_id in self._match(reusable))
+
     def ledger(self) -> BlockLedger:
         return BlockLedger(self.num_blocks, len(self._free), len(self._evictor), *self._num_owned)
 

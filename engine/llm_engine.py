@@ -116,7 +116,7 @@ class LLMEngine:
         `ValueError` for a request that could never run.
         """
         seq = self._new_sequence(request_id, prompt_token_ids, sampling_params, output_token_ids)
-        if not may_wait and not self._scheduler.has_room(len(seq)):
+        if not may_wait and not self._scheduler.has_room(seq):
             self._live.discard(request_id)
             return False
         self._scheduler.add(seq)

@@ -95,13 +95,15 @@ class Scheduler:
             seq.num_uncomputed_tokens for seq in self.running if seq.num_uncomputed_tokens > 1
         )
 
-    def has_room(self, num_tokens: int) -> bool:
-        """Whether a newcomer of `num_tokens` tokens would get its blocks at once, after all that wait already."""
+    def has_room(self, newcomer: Sequence) -> bool:
+        """Whether it would get its blocks at once, after all that wait already. What it shares with others that have
+        blocks, a prompt with several answers, takes none."""
         if len(self.running) + len(self.waiting) + len(self.granted) >= self._config.max_num_seqs:
             return False
-        num_promised = sum(self.block_manager.num_blocks_for(len(seq)) for seq in self.waiting)
-        num_needed = self.block_manager.num_blocks_for(num_tokens) + num_promised + self._num_spare()
-        return num_needed <= self.block_manager.num_available
+        seqs = [newcomer, *self.waiting]
+        num_needed = sum(self.block_manager.num_blocks_for(len(seq)) for seq in seqs) + self._num_spare()
+        num_missing = num_needed - self.block_manager.num_available
+        return num_missing <= 0 or num_missing <= sum(map(self.block_manager.num_shared_blocks, seqs))
 
     def _num_spare(self) -> int:
         return self._num_spare_blocks if self.running else 0
@@ -114,7 +116,7 @@ class Scheduler:
 
     def reserve(self, seq: Sequence) -> bool:
         """Grant blocks for all tokens of `seq`, to be filled from outside. False if there are too few."""
-        if not self.has_room(len(seq)):
+        if not self.has_room(seq):
             return False
         is_allocated = self.block_manager.allocate(
             seq, BlockOwner.GRANT, num_reusable_tokens=len(seq), num_spare_blocks=self._num_spare()

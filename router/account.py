@@ -66,8 +66,10 @@ class Account:
         assert self.stamps.sent_s is not None
         self._first_attempt = said.event.attempt
         seconds = now_s - self._sent_s  # what a worker took that failed before is not held against this one
-        self._forecast.computed(room.num_tokens_to_compute, seconds)
-        self._costs.computed(said.worker, room.num_tokens_to_compute, seconds, now_s)
+        # What was thought to be cached there, and was not, has been computed, too.
+        num_tokens = room.num_tokens_to_compute + max(0, room.num_cached_tokens - said.event.tokens.num_cached_tokens)
+        self._forecast.computed(num_tokens, seconds)
+        self._costs.computed(said.worker, num_tokens, seconds, now_s)
         self._forecast.answering(now_s)
         self.stamps.placed_s = min(now_s, self.stamps.sent_s + said.event.tokens.waited_ms / 1000)
         self.stamps.first_token_s = now_s
@@ -78,12 +80,12 @@ class Account:
         gap_s = now_s - self.stamps.first_token_s - self._forecast.seconds_per_answer_token
         self._costs.handed_over(room.num_tokens_to_move, self._granted_s + max(0.0, gap_s), now_s)
 
-    def emitted(self, num_tokens: int) -> None:
-        """Tokens are on their way to the client."""
+    def emitted(self, num_tokens: int, *, is_resumed: bool = False) -> None:
+        """Tokens are on their way to the client. `is_resumed`: the first that follow those of another router."""
         now_s, before_s = time.monotonic(), self._emitted_s
         self._emitted_s = now_s
         self._forecast.emitted(num_tokens, now_s)
-        if before_s is None:
+        if before_s is None and not is_resumed:
             self._metrics.first_token(now_s - self.stamps.arrived_s)
         self._metrics.tokens(num_tokens, None if before_s is None else now_s - before_s)
 

@@ -60,7 +60,7 @@ class IncrementalDetokenizer:
     `include_stop_str_in_output`, so `stop_token_ids` should be all of them: the request's and, unless ignore_eos, the
     model's.
 
-    `stop` must not hold empty strings (`ValueError`).
+    `stop` must not hold empty strings (`ValueError`). Several answers may share one `StopStrings`.
     """
 
     def __init__(
@@ -68,7 +68,7 @@ class IncrementalDetokenizer:
         tokenizer: Tokenizer,
         *,
         prompt_token_ids: Sequence[int] = (),
-        stop: Sequence[str] = (),
+        stop: Sequence[str] | StopStrings = (),
         stop_token_ids: Collection[int] = (),
         include_stop_str_in_output: bool = False,
         skip_special_tokens: bool = True,
@@ -78,7 +78,9 @@ class IncrementalDetokenizer:
         self.token_bytes = tokenizer.token_bytes
         """What a token stands for by itself, whatever the answer makes of it."""
         self._window = _TextWindow(tokenizer, prompt_token_ids, skip_special_tokens, unsaid)
-        self._stops = StopStrings(stop) if stop else None
+        if not isinstance(stop, StopStrings):
+            stop = StopStrings(stop)
+        self._stops = stop if stop.first_chars else None
         self._includes_stop = include_stop_str_in_output
         self._min_tokens = min_tokens
         self._num_tokens = 0

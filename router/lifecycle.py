@@ -21,7 +21,7 @@ from router.detokenizer import IncrementalDetokenizer
 from router.forecast import Forecast
 from router.metrics import RouterMetrics
 from router.prefix_lookup import PrefixLookup
-from router.queue import RequestQueue
+from router.queue import RequestQueue, SharedPrefix
 from router.request_events import (
     AccountOverdue,
     Action,
@@ -123,6 +123,7 @@ class Lifecycle:
             numbers or AttemptNumbers(),
             wants_logprobs=sampling_params.HasField("logprobs"),
             token_ids=list(resumption.token_ids),
+            num_resumed=len(resumption.token_ids),
         )
         self._events: asyncio.Queue[Event] = asyncio.Queue()
         self._waiting: asyncio.Task[None] | None = None
@@ -136,6 +137,8 @@ class Lifecycle:
         self._num_failures = 0
         """That have been counted."""
         self._deadline_s = deadline_s
+        self._cached: dict[WorkerKey, int] = {}
+        """Leading blocks of the prompt that workers have, as the index said."""
         self._begun_s = arrived_s
         """Since when it waits for workers."""
         self._account = Account(cluster.forecast, cluster.pool.costs, cluster.metrics, arrived_s)
@@ -165,11 +168,14 @@ class Lifecycle:
             self._wind_up(self._state.on(Stopped()))
             self._leave()
 
-    def prompt_held(self) -> dict[WorkerKey, int]:
-        """The worker that decodes, and how many leading blocks it has of the prompt: for others with the same prompt,
-        who would hear of it from the prefix index a moment later, or not at all."""
+    def shared_prefix(self) -> SharedPrefix | None:
+        """What the decode worker has in use of the prompt: for others with the same one, who would hear of it from the
+        prefix index a moment later, or not at all. None where it has ended, or the worker keeps no prefixes."""
         handle = None if self._last_plan is None else self._cluster.pool.get(self._last_plan.decode)
-        return {} if handle is None else {handle.key: len(self._prompt_token_ids) // handle.record.model.block_size}
+        if handle is None or handle.record.keeps_no_prefixes or self._state.phase is Phase.DONE:
+            return None
+        num_blocks = (len(self._prompt_token_ids) - 1) // handle.record.model.block_size
+        return SharedPrefix(handle.key, num_blocks, num_blocks * handle.record.model.block_size)
 
     # -- the client's deadline ----------------------------------------------------------------------------------
 
@@ -262,15 +268,21 @@ class Lifecycle:
         token_ids = self._prompt_token_ids + self._state.token_ids
         forecast, queue = self._cluster.forecast, self._cluster.queue
         try:
-            cached = await self._cluster.prefixes.longest_match(token_ids)
-            if self._after is not None:
-                cached = cached | self._after.prompt_held()
+            shared = None
+            if self._after is None:
+                self._cached = await self._cluster.prefixes.longest_match(token_ids)
+            elif (shared := self._after.shared_prefix()) is not None:
+                self._cached = self._after._cached | {shared.worker: shared.num_blocks}
+            else:
+                self._cached = self._after._cached
             forecast.queued(time.monotonic())
             self._room = await queue.wait_for_plan(
                 num_tokens=len(token_ids),
-                num_cached_blocks=cached,
+                num_cached_blocks=self._cached,
                 avoid=action.avoid,
-                is_return=action.is_return or self._after is not None,
+                is_return=action.is_return,
+                is_admitted=self._after is not None,
+                shared=shared,
                 compat_digest=self._compat_digest if self._state.token_ids else "",
                 answer_s=self._answer_s(),
                 arrived_s=self._begun_s,
@@ -373,9 +385,10 @@ class Lifecycle:
     # -- what the client gets -----------------------------------------------------------------------------------
 
     def _emit(self, emit: Emit) -> tuple[inference_pb.GenerateResponse, bool]:
-        self._account.emitted(len(emit.token_ids))
+        is_first = emit.offset == self._state.num_resumed
+        self._account.emitted(len(emit.token_ids), is_resumed=is_first and emit.offset > 0)
         response, is_stopped = self._messages.delta(emit)
-        if emit.offset == len(self._resumption.token_ids):
+        if is_first:
             response.worker_kind = kind_name(self._compat_digest)
         return response, is_stopped
 
@@ -383,12 +396,14 @@ class Lifecycle:
         self._account.stamps.ended_s = time.monotonic()
         timings = timings_of(
             self._account.stamps,
-            num_tokens=self._messages.num_tokens - len(self._resumption.token_ids),
+            num_tokens=self._messages.num_tokens - self._state.num_resumed,
             num_attempts=self._state.num_failures + 1,
             plan=self._last_plan,
             transfer=self._state.transfer,
         )
-        return self._messages.last(finish_reason, num_cached_tokens=self._state.num_cached_tokens, timings=timings)
+        # Where it began in the middle, more than the prompt may have been.
+        num_cached_tokens = min(self._state.num_cached_tokens, len(self._prompt_token_ids))
+        return self._messages.last(finish_reason, num_cached_tokens=num_cached_tokens, timings=timings)
 
 
 def _min_tokens(params: inference_pb.SamplingParams) -> int:

@@ -28,6 +28,15 @@ from rpc.errors import NoWorker, Overloaded
 RETRY_AFTER_S = 1.0
 
 
+@dataclass(frozen=True, slots=True)
+class SharedPrefix:
+    """Of a prompt, what another answer to it has in use: who joins it there takes no memory for that, and no time."""
+
+    worker: WorkerKey
+    num_blocks: int
+    num_tokens: int
+
+
 @dataclass(slots=True, eq=False)
 class QueuedRequest:
     """What planning needs to know of a request."""
@@ -46,12 +55,22 @@ class QueuedRequest:
     planned: asyncio.Future[TakenRoom]
     place: tuple[int, int] = (0, 0)
     """Among those that wait: priority, then turn."""
+    shared: SharedPrefix | None = None
     has_grammar: bool = False
     """Only workers that know what a grammar is may have it."""
 
     @property
     def waited_s(self) -> float:
         return time.monotonic() - self.arrived_s
+
+    @property
+    def num_own_tokens(self) -> int:
+        """What the queue counts."""
+        return self.num_tokens - (self.shared.num_tokens if self.shared is not None else 0)
+
+    def num_shared_blocks(self, worker: WorkerKey) -> int:
+        """Of the prompt, in use there by another answer to it."""
+        return self.shared.num_blocks if self.shared is not None and self.shared.worker == worker else 0
 
 
 class RequestQueue:
@@ -79,7 +98,7 @@ class RequestQueue:
 
     def num_tokens_before(self, priority: int) -> int:
         """Of those that wait, of this priority and of those that go before it."""
-        return sum(request.num_tokens for request in self._waiting if request.place[0] <= priority)
+        return sum(request.num_own_tokens for request in self._waiting if request.place[0] <= priority)
 
     async def wait_for_plan(
         self,
@@ -93,23 +112,25 @@ class RequestQueue:
         arrived_s: float = 0.0,
         give_up_s: float | None = None,
         priority: int = 0,
+        is_admitted: bool = False,
+        shared: SharedPrefix | None = None,
         has_grammar: bool = False,
     ) -> TakenRoom:
         """Wait for workers; the caller settles the room. `is_return`: at the front of its priority, it waited its turn
-        before.
+        before. `is_admitted`: the bound does not hold for it, a further answer of a request that was let in.
 
         Raises `Overloaded` where a new request would pass the bound, or still waits at `give_up_s` (of the event
         loop's clock); and `NoWorker` at once if there is none, now or while waiting. Cancelling it leaves the queue.
         """
-        if not is_return:
+        if not (is_return or is_admitted):
             self._refuse_if_full(num_tokens, priority)
         future: asyncio.Future[TakenRoom] = asyncio.get_running_loop().create_future()
         request = QueuedRequest(num_tokens, num_cached_blocks, avoid, compat_digest, answer_s, arrived_s, future)
-        request.has_grammar = has_grammar
+        request.has_grammar, request.shared = has_grammar, shared
         self._num_turns += 1
         request.place = (priority, -self._num_turns if is_return else self._num_turns)
         insort(self._waiting, request, key=attrgetter("place"))
-        self.num_tokens += num_tokens
+        self.num_tokens += request.num_own_tokens
         try:
             self.dispatch()
             async with asyncio.timeout_at(give_up_s):
@@ -164,4 +185,4 @@ class RequestQueue:
 
     def _leave(self, request: QueuedRequest) -> None:
         self._waiting.remove(request)
-        self.num_tokens -= request.num_tokens
+        self.num_tokens -= request.num_own_tokens

@@ -110,6 +110,8 @@ class RequestState:
     plan: Plan | None = None
     token_ids: list[int] = field(default_factory=list)
     """That the client has: emitted so far, or at another router."""
+    num_resumed: int = 0
+    """Of them those that came before this request."""
     num_cached_tokens: int = 0
     """Of the prompt, as the worker that prefilled it first said."""
     transfer: KVTransferStats | None = None
@@ -250,7 +252,7 @@ class RequestState:
             return self._on_nonsense(worker, f"sent token {tokens.index} where {next_index} was due")
         if len(tokens.logprobs) != (len(tokens.token_ids) if self.wants_logprobs else 0):
             return self._on_nonsense(worker, f"sent {len(tokens.logprobs)} logprobs of {len(tokens.token_ids)} tokens")
-        if next_index == 0:
+        if next_index == self.num_resumed:
             self.num_cached_tokens = tokens.num_cached_tokens
         self.token_ids.extend(tokens.token_ids)
         actions: list[Action] = [Emit(next_index, list(tokens.token_ids), tokens.logprobs)]

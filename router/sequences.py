@@ -2,11 +2,11 @@
 
     first    queue ── prefill ── decodes ─────────────────────────────────────────> its last message
                                   │ the prompt's KV lies in its worker's cache
-    others   wait ────────────────┴─> front of the queue ── there, or elsewhere ──> their last messages
+    others   wait ────────────────┴─> queue ──────── there, or elsewhere ─────────> their last messages
 
-So one prompt is prefilled once, and moved once. The others have waited their turn with the first, and are no new
-requests: neither the queue's bound nor the deadline's forecast refuses them any more. What ends one of them with an
-error ends them all.
+So one prompt is prefilled once, and moved once. The others are no new requests: neither the queue's bound nor the
+deadline's forecast refuses them any more. But they wait their turn: a request for many answers keeps nobody out for
+longer than as many requests would. What ends one of them with an error ends them all.
 """
 
 from __future__ import annotations
@@ -95,17 +95,20 @@ async def _as_one(responses: Responses) -> Responses:
     token_ids: list[int] = []
     texts: list[str] = []
     logprobs: list[pb.TokenLogprobs] = []
+    worker_kind = ""
     try:
         async for response in responses:
             token_ids += response.token_ids
             texts.append(response.text)
             logprobs += response.logprobs
+            worker_kind = worker_kind or response.worker_kind
             last = response
     finally:
         await responses.aclose()
     whole = pb.GenerateResponse()
     whole.CopyFrom(last)
-    whole.offset = 0
+    whole.offset -= len(token_ids)
+    whole.worker_kind = worker_kind
     whole.text = "".join(texts)
     del whole.token_ids[:]
     whole.token_ids.extend(token_ids)

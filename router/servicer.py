@@ -17,7 +17,7 @@ import grpc
 from protos import tandem_inference_pb2 as pb
 from protos.tandem_inference_pb2_grpc import InferenceServicer as InferenceServicerBase
 from router.chat_template import ChatTemplate
-from router.detokenizer import IncrementalDetokenizer
+from router.detokenizer import IncrementalDetokenizer, StopStrings
 from router.lifecycle import Cluster, Lifecycle, require_worker
 from router.metrics import RouterMetrics
 from router.model_info import ModelInfo
@@ -156,9 +156,10 @@ class InferenceServicer(InferenceServicerBase):  # type: ignore[misc]
         require_worker(self._cluster.pool)
         grammar = await compile_grammar(validated.sampling_params)
         params = resolve_sampling(validated.sampling_params, model, len(prompt_token_ids))
+        stops = StopStrings(params.stop)  # thousands of states: one for all answers
         lifecycles: list[Lifecycle] = []
         for index, name in enumerate(names):
-            detokenizer = self._detokenizer(prompt_token_ids, params, model)
+            detokenizer = self._detokenizer(prompt_token_ids, params, model, stops)
             lifecycle = Lifecycle(
                 self._cluster,
                 request_id=validated.request_id,
@@ -184,12 +185,12 @@ class InferenceServicer(InferenceServicerBase):  # type: ignore[misc]
                 yield response
 
     def _detokenizer(
-        self, prompt_token_ids: list[int], params: pb.SamplingParams, model: ModelInfo
+        self, prompt_token_ids: list[int], params: pb.SamplingParams, model: ModelInfo, stops: StopStrings
     ) -> IncrementalDetokenizer:
         return IncrementalDetokenizer(
             self._texts.tokenizer,
             prompt_token_ids=prompt_token_ids,
-            stop=list(params.stop),
+            stop=stops,
             stop_token_ids=_stop_token_ids(params, model),
             include_stop_str_in_output=params.include_stop_str_in_output,
             skip_special_tokens=params.skip_special_tokens,

@@ -100,7 +100,9 @@ def _num_bytes(value: Any) -> int:
     """Of a field's value on the wire, nearly."""
     if isinstance(value, str):
         return len(value.encode())
-    return value.ByteSize() if isinstance(value, Message) else 1
+    if isinstance(value, Message):
+        return value.ByteSize()
+    return len(value) if isinstance(value, Sequence) else 1
 
 
 def validate(request: pb.GenerateRequest, model: ModelInfo) -> ValidatedRequest:
@@ -361,6 +363,10 @@ def _check_resumption(request: pb.GenerateRequest, model: ModelInfo, violations:
         bound = f"must be at most {MAX_KIND_CHARS} characters, has {len(request.worker_kind)}"
         violations.append(("worker_kind", bound))
     if not num_tokens:
+        return
+    if num_tokens >= model.max_model_len:
+        bound = f"may hold {model.max_model_len - 1} ids (the context of {model.max_model_len}), has {num_tokens}"
+        violations.append(("output_token_ids", bound))
         return
     _check_in_vocabulary("output_token_ids", request.output_token_ids, model, violations)
     if params.n > 1:

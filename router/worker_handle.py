@@ -104,10 +104,11 @@ class TakenRoom:
         *,
         num_cached_tokens: int = 0,
         num_blocks_held: int = 0,
+        num_blocks_shared: int = 0,
         trials: Sequence[Trial] = (),
     ) -> None:
         """`num_tokens`: of the prompt, of which whoever computes it has `num_cached_tokens` already. `num_blocks_held`:
-        of the prompt's, that the decode worker has."""
+        of the prompt's, that the decode worker has; `num_blocks_shared`: of these, in use by others all along."""
         is_stay = decode.record.role == pb.Role.ROLE_PREFILL
         self.plan = Plan(decode.key, prefill.key if prefill else None, is_stay=is_stay)
         self.trials = tuple(trials)
@@ -115,8 +116,9 @@ class TakenRoom:
         self._decode: WorkerHandle | None = decode
         self._prefiller: WorkerHandle | None = prefill or decode
         self._num_tokens = max(1, num_tokens - num_cached_tokens)
+        self.num_cached_tokens = num_cached_tokens
         """To be prefilled."""
-        self._num_blocks = -(-num_tokens // decode.record.model.block_size)
+        self._num_blocks = -(-num_tokens // decode.record.model.block_size) - num_blocks_shared
         self.num_tokens_to_move = max(0, num_tokens - num_blocks_held * decode.record.model.block_size)
         """To the decode worker, where another computes the prompt."""
         decode.num_planned_blocks += self._num_blocks

@@ -208,7 +208,7 @@ class WorkerPool:
                     key=h.key,
                     compat_digest=h.record.compat_digest,
                     block_size=h.record.model.block_size,
-                    num_available_blocks=h.num_available_blocks,
+                    num_available_blocks=h.num_available_blocks + request.num_shared_blocks(h.key),
                     num_used_blocks=h.load.blocks.num_sequence + h.load.blocks.num_grant + h.num_planned_blocks,
                     num_cached_blocks=request.num_cached_blocks.get(h.key, 0),
                     is_full=h.is_full,
@@ -235,6 +235,7 @@ class WorkerPool:
             request.num_tokens,
             num_cached_tokens=_num_cached_tokens(request, prefill or decode_handle),
             num_blocks_held=request.num_cached_blocks.get(plan.decode, 0),
+            num_blocks_shared=request.num_shared_blocks(plan.decode),
             trials=trials,
         )
 

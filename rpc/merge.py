@@ -19,13 +19,16 @@ async def merged(streams: Sequence[AsyncGenerator[T, None]]) -> AsyncGenerator[t
     items: asyncio.Queue[tuple[int, T] | Exception | None] = asyncio.Queue(maxsize=1)
     """None: one stream has ended."""
 
+    is_closing = False
+
     async def read(index: int, stream: AsyncGenerator[T, None]) -> None:
         try:
             async with aclosing(stream) as open_stream:
                 async for item in open_stream:
                     await items.put((index, item))
         except Exception as error:
-            await items.put(error)
+            if not is_closing:  # else nobody takes it
+                await items.put(error)
         else:
             await items.put(None)
 
@@ -41,6 +44,7 @@ async def merged(streams: Sequence[AsyncGenerator[T, None]]) -> AsyncGenerator[t
             else:
                 yield item
     finally:
+        is_closing = True
         for reader in readers:
             reader.cancel()
         await asyncio.wait(readers)

@@ -63,22 +63,27 @@ class AnswersStream:
     """Takes the messages of a stream of `n` answers in order."""
 
     def __init__(self, n: int = 1) -> None:
-        self._streams = [AnswerStream(sequence) for sequence in range(n)]
+        self._n = n
+        self._streams: dict[int, AnswerStream] = {}
 
     def accept(self, message: GenerateResponse) -> GenerateResponse:
         """Returns `message`. Raises `StreamBroken`."""
-        if message.sequence >= len(self._streams):
+        if message.sequence >= self._n:
             raise StreamBroken(f"request {message.request_id}: sequence {message.sequence} was not asked for")
-        return self._streams[message.sequence].accept(message)
+        return self._streams.setdefault(message.sequence, AnswerStream(message.sequence)).accept(message)
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether each answer's last message has come."""
+        return len(self._streams) == self._n and all(stream.has_ended for stream in self._streams.values())
 
     def check_ended(self) -> None:
         """The stream has ended with status OK: raises `StreamBroken` unless each answer's last message has come."""
-        for stream in self._streams:
-            stream.check_ended()
+        self.answers()
 
     def answers(self) -> list[Answer]:
         """All, whole. Raises `StreamBroken` unless the last message of each has come."""
-        return [stream.answer() for stream in self._streams]
+        return [self._streams.get(sequence, AnswerStream(sequence)).answer() for sequence in range(self._n)]
 
 
 class AnswerStream:
@@ -129,6 +134,11 @@ class AnswerStream:
                 f"{message.usage.completion_tokens} were counted"
             )
         self._last = message
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether the last message has come."""
+        return self._last is not None
 
     def check_ended(self) -> None:
         """The stream has ended with status OK: raises `StreamBroken` unless its last message has come."""

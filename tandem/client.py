@@ -34,8 +34,8 @@ DEFAULT_ADDRESS = "127.0.0.1:50051"
 CONTROL_TIMEOUT_S = 10.0
 """Of calls that ask and do not generate."""
 
-RESUME_S = 10.0
-"""For how long a broken stream waits by default: longer than a router takes to start."""
+RESUME_S = 20.0
+"""For how long a broken stream waits by default: longer than a router takes to start, or to notice a cut."""
 MAX_TIMEOUT_S = 1e8
 """Three years: gRPC takes much longer ones for none at all."""
 
@@ -220,6 +220,8 @@ class Client:
                     finally:
                         call.cancel()  # without effect once it has ended
             except TandemError as error:
+                if stream.has_ended:  # all has come but the status
+                    return
                 time.sleep(stream.wait_s(error))
                 continue
             stream.answers().check_ended()
@@ -343,6 +345,8 @@ class AsyncClient:
                     finally:
                         call.cancel()  # without effect once it has ended
             except TandemError as error:
+                if stream.has_ended:
+                    return
                 await asyncio.sleep(stream.wait_s(error))
                 continue
             stream.answers().check_ended()

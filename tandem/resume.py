@@ -11,12 +11,13 @@ begun, which are not taken up again, and of a router that named no kind of worke
 
 from __future__ import annotations
 
+import random
 import secrets
 import time
 from collections.abc import Callable, Iterable
 
 from protos import tandem_inference_pb2 as pb
-from rpc.errors import Draining, NoWorker, Overloaded, RequestExists, TandemError, Unreachable
+from rpc.errors import DeadlinePassed, Draining, NoWorker, Overloaded, RequestExists, TandemError, Unreachable
 from rpc.metadata import ACCEPTED_KEY
 from tandem.answer import AnswersStream
 
@@ -25,11 +26,10 @@ LAST_WAIT_S = 1.0
 """Between two tries, without a word of the router's about it."""
 
 LOST = (Unreachable, Draining)
-"""The router is gone, or leaves."""
-BROKEN = (*LOST, NoWorker)
-"""Or it has nobody left who could go on."""
-NOT_YET = (*BROKEN, Overloaded, RequestExists)
-"""What may pass, for who has begun. RequestExists: the router has not noticed yet that the stream broke."""
+"""The router is gone, or leaves. Its word that it has given a request up (`NoWorker`) is not to be gone around."""
+NOT_YET = (*LOST, NoWorker, Overloaded, RequestExists)
+"""What may pass at the next router. NoWorker: it does not know its workers yet. RequestExists: it is the same one, and
+has not noticed yet that the stream broke."""
 
 
 class ResumableStream:
@@ -42,15 +42,18 @@ class ResumableStream:
         timeout_s: float | None,
         resume_s: float,
         now_s: Callable[[], float] = time.monotonic,
+        jitter: Callable[[], float] = lambda: random.uniform(0.5, 1.0),
     ) -> None:
         """`request` gets a seed, if it has none. `timeout_s`: for all calls together. `resume_s`: how long a broken
-        stream may stay so; 0: its error is raised at once."""
+        stream may stay so; 0: its error is raised at once. `jitter`: what a wait is multiplied with, so that not all
+        clients of a router come back at once."""
         if not request.sampling_params.HasField("seed"):
             request.sampling_params.seed = secrets.randbits(63)
         self._request = request
         self._n = max(1, request.sampling_params.n)
         self._answers = AnswersStream(self._n)
         self._now_s = now_s
+        self._jitter = jitter
         self._resume_s = resume_s
         self._deadline_s = None if timeout_s is None else now_s() + timeout_s
         self._broken_s: float | None = None
@@ -67,8 +70,13 @@ class ResumableStream:
         return self._request
 
     def timeout_s(self) -> float | None:
-        """Of the next call."""
-        return None if self._deadline_s is None else max(0.0, self._deadline_s - self._now_s())
+        """Of the next call. Raises `DeadlinePassed` where no time is left for one."""
+        if self._deadline_s is None:
+            return None
+        left_s = self._deadline_s - self._now_s()
+        if left_s <= 0:
+            raise DeadlinePassed("the request's deadline passed while its stream waited for a router")
+        return left_s
 
     def note_metadata(self, metadata: Iterable[tuple[str, str | bytes]] | None) -> None:
         """What the router says before its first message."""
@@ -95,14 +103,23 @@ class ResumableStream:
         left_s = self._broken_s + self._resume_s - self._now_s()
         if not isinstance(error, NOT_YET) or left_s <= 0:
             raise error
-        wait_s = max(self._wait_s, error.retry_after_s or 0.0)
+        wait_s = max(self._wait_s, error.retry_after_s or 0.0) * self._jitter()
         self._wait_s = min(2 * self._wait_s, LAST_WAIT_S)
+        if self._deadline_s is not None:
+            left_s = min(left_s, max(0.0, self._deadline_s - self._now_s()))
         return min(wait_s, left_s)
 
     def _may_go_on(self, error: TandemError) -> bool:
+        if not isinstance(error, LOST):
+            return False
         if not self._has_received:  # nothing is to be taken up: all of it is asked anew, of whoever answers now
-            return self.is_accepted and isinstance(error, LOST)
-        return self._n == 1 and bool(self._request.worker_kind) and isinstance(error, BROKEN)
+            return self.is_accepted
+        return self._n == 1 and bool(self._request.worker_kind)
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether the last message of each answer has come: nothing is missing then, whatever becomes of the call."""
+        return self._answers.has_ended
 
     def answers(self) -> AnswersStream:
         """All that has come."""

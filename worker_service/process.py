@@ -331,5 +331,6 @@ class WorkerProcess:
             protocol_version=PROTOCOL_VERSION,
             lease_ms=self._args.lease_ms,
             can_generate=True,
+            keeps_no_prefixes=not self._config.cache.enable_prefix_caching,
             takes_grammars=True,
         )

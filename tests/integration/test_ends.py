@@ -158,6 +158,19 @@ def test_each_of_several_answers_ends_once(cluster: RunningCluster, is_stream: b
     cluster.wait_until_at_rest()
 
 
+def test_answers_to_a_prompt_that_fills_most_of_the_pool_are_decoded_together(cluster: RunningCluster) -> None:
+    """A pool of 200 blocks, a prompt of 115: what they share is there once."""
+    prompt = [next(_fresh_ids), *LONG[1:], *SHORT, *LONG[: 1840 - len(LONG) - len(SHORT)]]
+    stream = AnswersStream(4)
+    with Client(cluster.address) as client:
+        for message in client.stream(prompt, n=4, **{**SEVERAL, "max_tokens": 40}):  # type: ignore[arg-type]
+            stream.accept(message)
+    starts = [answer.timings.time_to_first_token_ms for answer in stream.answers()]
+    ends = [answer.timings.total_ms for answer in stream.answers()]
+    assert max(starts) < min(ends), "none waits for the end of another"
+    cluster.wait_until_at_rest()
+
+
 def test_greedy_answers_are_the_same_and_may_end_at_their_first_token(cluster: RunningCluster) -> None:
     with Client(cluster.address) as client:
         first, *others = client.generate_n(SHORT, 3, max_tokens=1, temperature=0, ignore_eos=True)

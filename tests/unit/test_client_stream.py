@@ -246,6 +246,25 @@ async def test_both_clients_go_on_where_a_stream_broke(server: tuple[str, Script
         list(client.stream("hi"))
 
 
+async def test_both_clients_need_no_status_of_an_answer_that_is_whole(
+    server: tuple[str, Scripted], async_client: AsyncClient
+) -> None:
+    address, scripted = server
+    num_calls = 0
+
+    def script(request: pb.GenerateRequest, context: grpc.ServicerContext) -> Iterator[pb.GenerateResponse]:
+        nonlocal num_calls
+        num_calls += 1
+        yield from EXACT
+        context.abort(grpc.StatusCode.UNAVAILABLE, "gone")
+
+    scripted.script = script
+    with Client(address) as client:
+        assert [message.text for message in client.stream("hi")] == ["a", "bc", "d"]
+    assert [message.text async for message in async_client.stream("hi")] == ["a", "bc", "d"]
+    assert num_calls == 2
+
+
 async def test_both_clients_refuse_a_stream_with_a_gap(server: tuple[str, Scripted], async_client: AsyncClient) -> None:
     address, scripted = server
     for script, complaint in (([tokens(0, 1), tokens(2, 3)], "position 2"), ([tokens(0, 1)], "without its last")):

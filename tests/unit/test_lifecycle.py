@@ -247,7 +247,7 @@ async def test_an_answer_lets_the_next_one_through() -> None:
     assert (bench.decode.num_planned_blocks, bench.prefill.num_prefill_tokens) == (0, 0)
 
 
-async def test_further_answers_go_ahead_of_the_queue_to_who_has_the_prompt() -> None:
+async def test_further_answers_wait_their_turn_and_take_no_memory_where_the_prompt_is() -> None:
     """Also where no index says so; not before it is there; and what ends one of them ends them all."""
     bench = Bench(with_prefill=True)
     asked = bench.requests("r", 3)
@@ -263,18 +263,18 @@ async def test_further_answers_go_ahead_of_the_queue_to_who_has_the_prompt() -> 
     bench.d.say("0_r", 1, tokens=pb.Tokens(index=1, token_ids=[6]))
     await settle()
     cached = [request.num_cached_blocks for request in bench.queue._waiting]
-    assert cached == [{bench.decode.key: 60}, {bench.decode.key: 60}, {}]
-    bench.decode.set_load(load(100))
-    bench.dispatch()
+    assert cached == [{}, {bench.decode.key: 59}, {bench.decode.key: 59}]
+    assert bench.queue.num_tokens == len(PROMPT) + 2 * BLOCK, "what they share is not counted"
+    await later.leave()  # for whose prompt there is no room
     await settle()
-    assert [command.WhichOneof("command") for command in bench.d.sent] == ["reserve", "generate"]
+    assert [command.WhichOneof("command") for command in bench.d.sent] == ["reserve", "generate", "generate"]
+    assert bench.decode.num_planned_blocks == 2
     other = bench.d.sent[-1].generate
     assert other.request_id in ("1_r", "2_r")
     bench.d.say(other.request_id, other.attempt, failed=pb.Failed(code=3, message="wrong", can_retry=False))
     await asyncio.wait([asked.task])
     assert isinstance(asked.task.exception(), InvalidRequest)
     assert {command.cancel.request_id for command in bench.d.sent if command.HasField("cancel")} >= {"0_r"}
-    await later.leave()
     assert (bench.decode.num_planned_blocks, bench.prefill.num_prefill_tokens, len(bench.queue)) == (0, 0, 0)
 
 
@@ -386,6 +386,27 @@ async def test_what_a_worker_took_that_failed_is_not_held_against_the_next() -> 
     await asked.task
     assert asked.received[-1].timings.time_to_first_token_ms >= 300
     assert bench.pool.costs.prompt_s(bench.decode.key, len(PROMPT), asyncio.get_running_loop().time()) < 0.3
+
+
+@pytest.mark.parametrize("num_cached", [0, 59 * BLOCK])
+async def test_what_was_not_in_the_cache_after_all_has_been_computed(num_cached: int) -> None:
+    """Else a prompt's time would be taken for that of a few tokens, and the worker for a slow one."""
+    bench = Bench()
+    bench.cluster.prefixes.longest_match = all_cached(bench)  # type: ignore[method-assign]
+    asked = bench.request("r")
+    await settle()
+    await asyncio.sleep(0.05)
+    bench.d.say("r", 1, tokens=pb.Tokens(index=0, token_ids=[5], finish_reason=LENGTH, num_cached_tokens=num_cached))
+    await asked.task
+    expected_s = bench.pool.costs.prompt_s(bench.decode.key, len(PROMPT), bench.now_s)
+    assert (expected_s < 0.5) == (num_cached == 0)
+
+
+def all_cached(bench: Bench) -> Any:
+    async def longest_match(token_ids: list[int]) -> dict[WorkerKey, int]:
+        return {bench.decode.key: 59}
+
+    return longest_match
 
 
 async def test_a_worker_that_says_it_drains_gets_nothing_more_though_the_registry_is_silent() -> None:

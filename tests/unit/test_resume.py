@@ -8,7 +8,16 @@ from test_detokenizer import SAMPLES, byte_level_tokenizer
 from protos import tandem_inference_pb2 as pb
 from router.detokenizer import IncrementalDetokenizer
 from router.resumption import kind_name, resumption_of
-from rpc.errors import Draining, InvalidRequest, NoWorker, Overloaded, RequestExists, TandemError, Unreachable
+from rpc.errors import (
+    DeadlinePassed,
+    Draining,
+    InvalidRequest,
+    NoWorker,
+    Overloaded,
+    RequestExists,
+    TandemError,
+    Unreachable,
+)
 from rpc.metadata import ACCEPTED_KEY
 from tandem.resume import FIRST_WAIT_S, LAST_WAIT_S, ResumableStream
 
@@ -31,13 +40,13 @@ def stream_of(
     n: int = 1, *, resume_s: float = 10.0, timeout_s: float | None = None, clock: Clock | None = None
 ) -> ResumableStream:
     request = pb.GenerateRequest(text="hi", sampling_params=pb.SamplingParams(n=n))
-    return ResumableStream(request, timeout_s=timeout_s, resume_s=resume_s, now_s=clock or Clock())
+    return ResumableStream(request, timeout_s=timeout_s, resume_s=resume_s, now_s=clock or Clock(), jitter=lambda: 1.0)
 
 
 # -- the client's side ----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("error", [LOST, Draining("leaving"), NoWorker("none")])
+@pytest.mark.parametrize("error", [LOST, Draining("leaving")])
 def test_the_next_call_asks_for_what_is_missing(error: TandemError) -> None:
     stream = stream_of()
     seed = stream.request().sampling_params.seed
@@ -55,7 +64,10 @@ def test_the_next_call_asks_for_what_is_missing(error: TandemError) -> None:
 
 
 @pytest.mark.parametrize("num_tokens", [0, 2])
-@pytest.mark.parametrize("error", [Overloaded("full"), InvalidRequest([("text", "wrong")]), RequestExists("running")])
+@pytest.mark.parametrize(
+    "error",
+    [Overloaded("full"), InvalidRequest([("text", "wrong")]), RequestExists("running"), NoWorker("given up")],
+)
 def test_what_is_no_loss_is_the_callers(error: TandemError, num_tokens: int) -> None:
     stream = stream_of()
     for offset in range(num_tokens):
@@ -101,7 +113,7 @@ def test_who_is_full_or_has_not_noticed_is_asked_again_for_a_while() -> None:
     clock = Clock()
     stream = stream_of(resume_s=10, clock=clock)
     stream.accept(tokens(0, 5, kind="k"))
-    waits = [stream.wait_s(error) for error in (LOST, RequestExists("r"), LOST, LOST, LOST, LOST, LOST)]
+    waits = [stream.wait_s(error) for error in (LOST, RequestExists("r"), NoWorker("none yet"), LOST, LOST, LOST, LOST)]
     assert waits == [0.05, 0.1, 0.2, 0.4, 0.8, LAST_WAIT_S, LAST_WAIT_S]
     assert stream.wait_s(Overloaded("full", retry_after_s=3)) == 3
     clock.now_s += 9.5
@@ -128,9 +140,34 @@ def test_the_deadline_is_that_of_all_calls() -> None:
     assert stream.timeout_s() == 30
     clock.now_s += 20
     assert stream.timeout_s() == 10
-    clock.now_s += 20
-    assert stream.timeout_s() == 0
+    stream.accept(tokens(0, 5, kind="k"))
+    clock.now_s += 8
+    assert stream.wait_s(Draining("leaving", retry_after_s=5)) == 2, "a wait ends with it"
+    clock.now_s += 2
+    with pytest.raises(DeadlinePassed):
+        stream.timeout_s()
     assert stream_of().timeout_s() is None
+
+
+@pytest.mark.parametrize("n", [1, 2])
+def test_an_answer_that_lacks_only_its_status_is_whole(n: int) -> None:
+    stream = stream_of(n)
+    for sequence in range(n):
+        assert not stream.has_ended
+        usage = pb.Usage(completion_tokens=1)
+        last = pb.GenerateResponse(token_ids=[5], finish_reason=pb.FINISH_REASON_STOP, usage=usage, sequence=sequence)
+        stream.accept(last)
+    assert stream.has_ended
+
+
+def test_clients_of_a_lost_router_do_not_come_back_all_at_once() -> None:
+    waits = set()
+    for _ in range(20):
+        stream = ResumableStream(pb.GenerateRequest(text="hi"), timeout_s=None, resume_s=10)
+        stream.accept(tokens(0, 5, kind="k"))
+        waits.add(stream.wait_s(LOST))
+    assert len(waits) > 10
+    assert all(FIRST_WAIT_S / 2 <= wait <= FIRST_WAIT_S for wait in waits)
 
 
 # -- the router's side ----------------------------------------------------------------------------------------------

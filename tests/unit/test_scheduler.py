@@ -303,6 +303,32 @@ def test_a_reservation_does_not_take_what_waiting_requests_need() -> None:
     assert scheduler.block_manager.ledger().num_grant == 2
 
 
+def test_what_shares_its_prompt_with_others_needs_room_for_the_rest_alone() -> None:
+    """Also while others wait that share it, too; and not once nobody has it any more."""
+    scheduler = make(num_blocks=14)
+    first = sequence("first", 38)
+    scheduler.add(first)
+    for _ in range(6):
+        step(scheduler)  # ten blocks, and one to grow into
+    others = [sequence(f"other {i}", 38) for i in range(3)]
+    for other in others:
+        other.token_ids[:] = first.token_ids[:38]
+    assert [scheduler.block_manager.num_shared_blocks(other) for other in others] == [9, 9, 9]
+    stranger = sequence("stranger", 38)
+    assert not scheduler.has_room(stranger)
+    assert scheduler.has_room(others[0])
+    scheduler.add(others[0])
+    assert scheduler.has_room(others[1])
+    assert not scheduler.has_room(stranger)
+    step(scheduler)
+    assert {seq.request_id for seq in scheduler.running} == {"first", "other 0"}
+    for request_id in ("first", "other 0"):
+        scheduler.abort(request_id)
+    assert scheduler.block_manager.num_shared_blocks(others[1]) == 0, "cached, and nobody's"
+    assert scheduler.has_room(stranger)
+    assert scheduler.block_manager.check_integrity() == []
+
+
 def test_no_more_sequences_than_max_num_seqs() -> None:
     scheduler = make(max_num_seqs=2)
     for name in "abc":

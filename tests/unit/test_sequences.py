@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import AsyncGenerator
+
 import pytest
 
 from protos import tandem_inference_pb2 as pb
-from router.sequences import names_at_workers, params_of_sequence, seed_of_sequence
+from router.sequences import _as_one, names_at_workers, params_of_sequence, seed_of_sequence
 
 
 def test_one_answer_has_the_name_of_its_request() -> None:
@@ -22,3 +24,14 @@ def test_seeds_follow_one_another_and_fit_64_bits(seed: int, index: int, expecte
     asked = pb.SamplingParams(seed=seed, n=9, temperature=0.5, stop=["x"])
     assert params_of_sequence(asked, index) == pb.SamplingParams(seed=expected, n=1, temperature=0.5, stop=["x"])
     assert (asked.seed, asked.n) == (seed, 9)
+
+
+async def test_an_answer_in_one_message_begins_where_it_was_resumed_and_names_its_kind() -> None:
+    async def messages() -> AsyncGenerator[pb.GenerateResponse, None]:
+        yield pb.GenerateResponse(offset=3, token_ids=[7], text="a", worker_kind="k")
+        yield pb.GenerateResponse(offset=4, token_ids=[8, 9], text="b")
+        yield pb.GenerateResponse(offset=6, text="c", finish_reason=pb.FINISH_REASON_STOP)
+
+    (whole,) = [message async for message in _as_one(messages())]
+    assert (whole.offset, list(whole.token_ids), whole.text) == (3, [7, 8, 9], "abc")
+    assert (whole.worker_kind, whole.finish_reason) == ("k", pb.FINISH_REASON_STOP)

@@ -145,6 +145,11 @@ def test_bounds_themselves_are_allowed(params: dict[str, Any]) -> None:
             "ids must be below the vocabulary's size 1000, is 1000 at 1",
         ),
         (
+            {"text": "x", "sampling_params": GREEDY, "output_token_ids": [5] * 100},
+            "output_token_ids",
+            "may hold 99 ids (the context of 100), has 100",
+        ),
+        (
             {"text": "x", "sampling_params": pb.SamplingParams(seed=3, max_tokens=2), "output_token_ids": [5, 6, 7]},
             "output_token_ids",
             "may hold max_tokens=2 ids, has 3",
@@ -439,6 +444,7 @@ def test_generation_defaults_out_of_bounds_are_named(config: dict[str, Any], mes
         (pb.GenerateRequest(token_ids=pb.TokenIds(ids=[300] * 600)), "token_ids"),
         (pb.GenerateRequest(text="x", sampling_params=pb.SamplingParams(stop=["x" * 100] * 20)), "sampling_params"),
         (pb.GenerateRequest(text="x", request_id="i" * 1001), "request_id"),
+        (pb.GenerateRequest(text="x", output_token_ids=[300] * 600), "output_token_ids"),
     ],
 )
 def test_a_message_that_is_too_large_is_named_by_what_takes_most(request_: pb.GenerateRequest, field: str) -> None:

@@ -146,7 +146,7 @@ def grant_of(peers: Peers, **changes: Any) -> kv_pb.Grant:
 def connect_request(peers: Peers, **changes: Any) -> kv_pb.ConnectRequest:
     if different := changes.pop("part", ""):
         digest = peers.decode.compat_digest
-        changes["compat_digest"] = re.sub(rf"(?<={different}=)[^;]*", "other", digest)
+        changes["compat_digest"] = re.sub(rf"(?<=\b{different}=)[^;]*", "other", digest)
     layout = {
         "num_layers": 30,
         "num_blocks": NUM_BLOCKS,
