@@ -8,12 +8,14 @@ tokens needs nothing but them. No torch.
 
 Each sequence compiles its grammar for itself, also one that was compiled before: copies share what they have learned of
 the text so far, which grows with all their answers up to a limit, and then all would end. It takes a millisecond, or
-0.4 s for the worst that is let in; begins when the request comes, in a thread of its own; and is waited for when the
-first token is drawn: the prompt is computed meanwhile.
+a second for the worst that a router lets in (router/grammar_checker.py); begins when the request comes, in a thread of
+its own; and is waited for when the first token is drawn: the prompt is computed meanwhile.
 """
 
 from __future__ import annotations
 
+import threading
+import time
 from collections.abc import Sequence as Seq
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
@@ -23,9 +25,14 @@ from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 from numpy.typing import NDArray
 
 LIMITS = LLParserLimits(step_max_items=10_000, step_lexer_fuel=50_000, verbose_errors=False)
-"""Of the work for one token: 0.1 s at the most that we found, where schemas as people write them take 20 µs. A grammar
-that passes them ends its request. As the router's."""
+"""Of the work for one token, for which schemas as people write them take 20 µs. A grammar that passes them ends its
+request. As the router's."""
 MAX_REASON_CHARS = 400
+MAX_SPENT_S = 0.5
+MAX_S_PER_TOKEN = 0.002
+"""That finding out what may come next may take in one sequence: twenty times as long as a rule, and half a second."""
+STACK_BYTES = 16 << 20
+"""Of the thread that compiles: more than what a router tries a grammar on, which nests as deeply as its text says."""
 
 
 class Grammars:
@@ -44,7 +51,12 @@ class Grammars:
             raise ValueError("grammar: the model has no end-of-sequence token, so that an answer could not end")
         if not self._path.is_file():
             raise ValueError(f"grammar: {self._path.parent} has no tokenizer.json, which says what text a token is")
-        return GrammarState(self._thread.submit(self._compile, grammar), self._vocab_size)
+        before = threading.stack_size(STACK_BYTES)  # of threads that are begun now
+        try:
+            compiled = self._thread.submit(self._compile, grammar)
+        finally:
+            threading.stack_size(before)
+        return GrammarState(compiled, self._vocab_size)
 
     def _compile(self, grammar: str) -> LLMatcher:
         if self._tokenizer is None:  # a third of a second for 49 thousand tokens
@@ -59,12 +71,23 @@ class GrammarState:
     def __init__(self, compiled: Future[LLMatcher], vocab_size: int) -> None:
         self._compiled = compiled
         self._vocab_size = vocab_size
+        self._spent_s = 0.0
         self._num_taken = 0
         """Of the answer's tokens."""
         self.error = ""
         """Why `allowed` found nothing."""
 
     def allowed(self, answer: Seq[int]) -> NDArray[np.bool_] | None:
+        """As `_allowed`, and within its time: what takes a thousand times as long as others ends its request."""
+        before_s = time.thread_time()
+        allowed = self._allowed(answer)
+        self._spent_s += time.thread_time() - before_s
+        if self._spent_s > MAX_SPENT_S + MAX_S_PER_TOKEN * len(answer):
+            self.error = self.error or f"what may come next took {self._spent_s:.1f} s to find out: too ambiguous"
+            return None
+        return allowed
+
+    def _allowed(self, answer: Seq[int]) -> NDArray[np.bool_] | None:
         """Whether each token of the vocabulary may come after `answer`: [V]. End-of-sequence may where the answer is
         complete, and is alone where it cannot go on. None: nothing may, `error` says why."""
         try:

@@ -147,6 +147,7 @@ class Router:
 
     async def close(self) -> None:
         await self._server.drain(0)
+        await self._inference.close()
         if self._metrics_server is not None:
             await self._metrics_server.close()
         await self._directory.close()

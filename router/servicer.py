@@ -18,6 +18,7 @@ from protos import tandem_inference_pb2 as pb
 from protos.tandem_inference_pb2_grpc import InferenceServicer as InferenceServicerBase
 from router.chat_template import ChatTemplate
 from router.detokenizer import IncrementalDetokenizer, StopStrings
+from router.grammar_checker import GrammarChecker
 from router.lifecycle import Cluster, Lifecycle, require_worker
 from router.metrics import RouterMetrics
 from router.model_info import ModelInfo
@@ -67,6 +68,7 @@ class InferenceServicer(InferenceServicerBase):  # type: ignore[misc]
         self._known_model = texts.model
         """With the context length of the workers that were there last."""
         self._is_draining = False
+        self._grammars = GrammarChecker()
         self._is_idle = asyncio.Event()
         self._is_idle.set()
 
@@ -78,6 +80,10 @@ class InferenceServicer(InferenceServicerBase):  # type: ignore[misc]
         """Refuse new requests; return when the last running one has ended."""
         self._is_draining = True
         await self._is_idle.wait()
+
+    async def close(self) -> None:
+        """What runs is lost."""
+        await self._grammars.close()
 
     # -- RPCs ---------------------------------------------------------------------------------------------------
 
@@ -154,7 +160,7 @@ class InferenceServicer(InferenceServicerBase):  # type: ignore[misc]
         prompt_token_ids = await tokenize_prompt(validated, self._texts.tokenizer, self._texts.chat_template)
         check_prompt_length(validated, len(prompt_token_ids), model)
         require_worker(self._cluster.pool)
-        grammar = await compile_grammar(validated.sampling_params)
+        grammar = await compile_grammar(validated.sampling_params, self._grammars)
         params = resolve_sampling(validated.sampling_params, model, len(prompt_token_ids))
         stops = StopStrings(params.stop)  # thousands of states: one for all answers
         lifecycles: list[Lifecycle] = []

@@ -9,7 +9,7 @@ and less time. Owns nothing.
 from __future__ import annotations
 
 import json
-from concurrent.futures import ThreadPoolExecutor
+import re
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
@@ -31,11 +31,8 @@ ON_ONE_LINE: JsonCompileOptions = {"whitespace_flexible": False, "key_separator"
 """As Python's json writes. Free to choose, small models wander about in line breaks and indents, sometimes for ever. A
 schema may say otherwise in its "x-guidance"."""
 MAX_REASON_CHARS = 400
+BOUNDS = {"minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum"}
 KINDS = "json, json_object, regex, choice and grammar"
-
-threads = ThreadPoolExecutor(1, "grammars")
-"""Where grammars are compiled: the worst take 0.4 s, without the GIL. One thread, and nothing remembered: workers are
-sent no more than they can compile, and tokenising is not held up."""
 
 
 class _Bytes:
@@ -71,7 +68,8 @@ def problem_of(asked: pb.StructuredOutputs, n: int = 1) -> str | None:
 
 
 def grammar_of(asked: pb.StructuredOutputs) -> str:
-    """Raises `ValueError` saying why no answer can be held to it. The worst take 0.4 s: see `threads`."""
+    """Raises `ValueError` saying why no answer can be held to it. What comes from strangers may take for ever, or end
+    the process: see router/grammar_checker.py."""
     if (problem := problem_of(asked)) is not None:
         raise ValueError(problem)
     grammar = _grammar_text(asked)
@@ -98,23 +96,50 @@ def _grammar_text(asked: pb.StructuredOutputs) -> str:
         return grammar_from("regex", asked.regex)
     if kind == "choice":
         return grammar_from("choice", json.dumps(list(asked.choice.texts)))
-    return grammar_from("lark", asked.grammar)
+    return _lark_grammar(asked.grammar)
 
 
 def _schema(text: str) -> Any:
     try:
-        schema = json.loads(text)
+        schema = json.loads(text, parse_constant=_no_number)
     except (ValueError, RecursionError) as error:
         raise ValueError(f"json: is not JSON: {error}") from error
     if schema is False:
         raise ValueError("json: no text fits it")
+    _check_bounds(schema)
     if not isinstance(schema, dict | bool):
         raise ValueError(f"json: must be a schema, an object, is a {type(schema).__name__}")
     return {} if schema is True else schema
 
 
+def _no_number(name: str) -> None:
+    raise ValueError(f"{name} is no JSON number")
+
+
+def _check_bounds(schema: Any) -> None:
+    """Of integers beyond 64 bits, which would be taken for the nearest within. Raises `ValueError`."""
+    stack = [schema]
+    while stack:
+        item = stack.pop()
+        if isinstance(item, dict):
+            for name in BOUNDS & item.keys():
+                if isinstance(item[name], int) and abs(item[name]) >= 1 << 63:
+                    raise ValueError(f"json: {name} must be within 64 bits, is {str(item[name])[:40]}")
+        stack.extend(item.values() if isinstance(item, dict) else item if isinstance(item, list) else ())
+
+
 def _schema_grammar(schema: Any) -> str:
-    return LLMatcher.grammar_from_json_schema(json.dumps(schema), defaults=ON_ONE_LINE)
+    try:
+        return LLMatcher.grammar_from_json_schema(json.dumps(schema), defaults=ON_ONE_LINE)
+    except ValueError as error:
+        raise ValueError(f"json: {str(error)[:MAX_REASON_CHARS]}") from error
+
+
+def _lark_grammar(text: str) -> str:
+    outside = re.sub(r'"(\\.|[^"\\])*"|//.*|/(\\.|[^/\\])+/', "", text)
+    if re.search(r"<\[[^\]]*\]>", outside):
+        raise ValueError("grammar: token numbers (<[...]>) are not supported: they are others in each model")
+    return grammar_from("lark", text)
 
 
 def _in_words(reason: str) -> str:

@@ -19,8 +19,9 @@ from google.protobuf.message import Message
 
 from protos import tandem_inference_pb2 as pb
 from router.chat_template import ChatMessage, ChatTemplate
+from router.grammar_checker import GrammarChecker
 from router.model_info import ModelInfo
-from router.structured_outputs import grammar_of, problem_of, threads
+from router.structured_outputs import problem_of
 from router.tokenizer import Tokenizer
 from rpc.errors import InvalidRequest
 
@@ -154,15 +155,15 @@ async def tokenize_prompt(
             return await tokenizer.encode_async(text, add_special_tokens=False)
 
 
-async def compile_grammar(params: pb.SamplingParams) -> str:
-    """What workers go by for structured_outputs; empty where none are asked for. Leaves the event loop.
+async def compile_grammar(params: pb.SamplingParams, checker: GrammarChecker) -> str:
+    """What workers go by for structured_outputs; empty where none are asked for. Leaves this process.
 
     Raises `InvalidRequest` with the reason that no answer can be held to it.
     """
     if not params.HasField("structured_outputs"):
         return ""
     try:
-        return await asyncio.get_running_loop().run_in_executor(threads, grammar_of, params.structured_outputs)
+        return await checker.check(params.structured_outputs, max(1, params.n))
     except ValueError as error:
         raise InvalidRequest([("sampling_params.structured_outputs", str(error))]) from error
 

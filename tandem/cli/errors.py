@@ -35,7 +35,8 @@ def explain(error: TandemError, address: str) -> str:
 def _flag(field: str) -> str:
     """A field of the wire as the flag that sets it."""
     if field.startswith(SAMPLING_PREFIX):
-        return "--" + field.removeprefix(SAMPLING_PREFIX).split("[")[0].replace("_", "-")
+        name = field.removeprefix(SAMPLING_PREFIX).split("[")[0]
+        return "--json-schema" if name == "structured_outputs" else "--" + name.replace("_", "-")
     return {"text": "PROMPT", "chat": "PROMPT", "prompt": "PROMPT"}.get(field.split(".")[0], field)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 import time
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from engine.sequence import INVALID_TOKEN, Sequence
 from protos import tandem_inference_pb2 as pb
 from protos import tandem_worker_pb2 as worker_pb
 from router import structured_outputs
+from router.grammar_checker import GrammarChecker
 from router.model_info import GenerationDefaults, ModelInfo
 from router.structured_outputs import MAX_BYTES, grammar_of
 from router.validation import compile_grammar, resolve_sampling, validate
@@ -38,6 +40,13 @@ MODEL = ModelInfo(
 VOCAB = 300
 LIMIT_S = 5.0
 """Much more than any of these takes here, much less than for ever."""
+
+
+@pytest.fixture
+async def checker() -> AsyncIterator[GrammarChecker]:
+    checker = GrammarChecker()
+    yield checker
+    await checker.close()
 
 
 def asked(**kind: Any) -> pb.StructuredOutputs:
@@ -126,10 +135,12 @@ def test_a_model_without_an_end_is_refused() -> None:
         ({"grammar": 'start: "a" <|im_end|>'}, "unknown special token"),
     ],
 )
-async def test_what_cannot_be_read_is_refused_with_the_reason(kind: dict[str, Any], reason: str) -> None:
+async def test_what_cannot_be_read_is_refused_with_the_reason(
+    kind: dict[str, Any], reason: str, checker: GrammarChecker
+) -> None:
     start_s = time.monotonic()
     with pytest.raises(InvalidRequest) as caught:
-        await compile_grammar(pb.SamplingParams(structured_outputs=asked(**kind)))
+        await compile_grammar(pb.SamplingParams(structured_outputs=asked(**kind)), checker)
     [violation] = caught.value.violations
     assert violation.field == "sampling_params.structured_outputs"
     assert reason in violation.description
@@ -198,11 +209,11 @@ def test_limits_are_kept_to(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> 
 # -- on the way -------------------------------------------------------------------------------------------------------
 
 
-async def test_from_the_client_to_the_engine() -> None:
+async def test_from_the_client_to_the_engine(checker: GrammarChecker) -> None:
     request = generate_request("hi", structured_outputs={"choice": ["yes", "no"]})
     assert request == generate_request("hi", structured_outputs=StructuredOutputsParams(choice=["yes", "no"]))
     params = resolve_sampling(validate(request, MODEL).sampling_params, MODEL, 5)
-    grammar = await compile_grammar(params)
+    grammar = await compile_grammar(params, checker)
     engine_request = worker_pb.EngineRequest(sampling_params=params, grammar=grammar)
     assert sampling_params_of(engine_request).grammar == grammar == grammar_of(asked(choice=["yes", "no"]))
     assert "yes" in grammar
@@ -374,3 +385,13 @@ def test_a_tokenizer_that_cannot_be_read_is_the_end_of_the_request_alone(tmp_pat
 
 def test_params_of_the_cases_differ() -> None:
     assert len({params_of(number).grammar for number in range(5)}) == 5
+
+
+def test_a_grammar_that_takes_too_long_to_follow_ends_its_request(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    state = grammars(tmp_path).state(grammar_of(asked(choice=CHOICES)))
+    assert state.allowed([]) is not None
+    monkeypatch.setattr(engine_grammar, "MAX_SPENT_S", -1.0)
+    assert state.allowed([]) is None
+    assert "too ambiguous" in state.error

@@ -1,0 +1,132 @@
+"""Compiles the grammars that requests bring, in a process of its own, which may be lost: llguidance bounds the work for
+a token, but not what reading a grammar may take, and one that nests deeply enough ends the process that reads it.
+
+    Router                                     child: python -m router.grammar_checker
+    check(asked) ──length, StructuredOutputs──> compile, on a stack half as large as a worker's thread has
+          <──────length, {"grammar" | "error", "cpu_s"}──┘  └─ too long, too large, too deep: ended, and begun anew
+
+Owns the child, which is started with the first grammar and ends with the router: its input ends then, and while it
+computes, its own limit of processor time ends it. One grammar at a time, so many may wait; the next is refused.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import resource
+import signal
+import sys
+import threading
+import time
+from typing import Any
+
+from protos import tandem_inference_pb2 as pb
+from router.structured_outputs import grammar_of
+from rpc.errors import Overloaded
+
+MAX_CPU_S = 0.25
+"""For one grammar: schemas as people write them take milliseconds. A worker's step may wait for a few times as long."""
+MAX_CPU_S_OF_ALL = 2.0
+"""For one request: each of its answers compiles the grammar again, at its worker."""
+MAX_WALL_S = 10.0
+"""On a machine that is busy with other things."""
+MAX_MEMORY_BYTES = 2 << 30
+MAX_WAITING = 64
+STACK_BYTES = 4 << 20
+TOO_MUCH = "takes too much time, memory or nesting to compile; make it simpler"
+
+
+class GrammarChecker:
+    """One per router. `close` it."""
+
+    def __init__(self) -> None:
+        self._child: asyncio.subprocess.Process | None = None
+        self._turn = asyncio.Lock()
+        self._num_waiting = 0
+
+    async def check(self, asked: pb.StructuredOutputs, n: int) -> str:
+        """The grammar that workers go by, for `n` answers. Raises `ValueError` saying why there is none, and
+        `Overloaded` where too many wait."""
+        if self._num_waiting >= MAX_WAITING:
+            raise Overloaded(f"{MAX_WAITING} grammars wait to be compiled; retry later", retry_after_s=1.0)
+        self._num_waiting += 1
+        try:
+            async with self._turn:
+                answer = await self._ask(asked.SerializeToString())
+        finally:
+            self._num_waiting -= 1
+        if "error" in answer:
+            raise ValueError(answer["error"])
+        cpu_s = float(answer["cpu_s"])
+        if n * cpu_s > MAX_CPU_S_OF_ALL:
+            raise ValueError(f"takes {cpu_s:.2f} s to compile, too much for n={n}; make it simpler, or n less")
+        return str(answer["grammar"])
+
+    async def close(self) -> None:
+        """End the child, whatever it does."""
+        child, self._child = self._child, None
+        if child is not None:
+            if child.returncode is None:
+                child.kill()
+            await child.wait()
+
+    async def _ask(self, request: bytes) -> dict[str, Any]:
+        try:
+            async with asyncio.timeout(MAX_WALL_S):
+                if self._child is None or self._child.returncode is not None:
+                    self._child = await asyncio.create_subprocess_exec(
+                        sys.executable, "-P", "-m", "router.grammar_checker",
+                        stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE,
+                    )  # fmt: skip
+                stdin, stdout = self._child.stdin, self._child.stdout
+                assert stdin is not None
+                assert stdout is not None
+                stdin.write(_framed(request))
+                await stdin.drain()
+                size = int.from_bytes(await stdout.readexactly(4), "big")
+                answer: dict[str, Any] = json.loads(await stdout.readexactly(size))
+                return answer
+        except (TimeoutError, asyncio.IncompleteReadError, OSError):
+            await self.close()
+            return {"error": TOO_MUCH}
+        except asyncio.CancelledError:  # half an answer may be under way, which is not the next one's
+            await self.close()
+            raise
+
+
+def _framed(data: bytes) -> bytes:
+    return len(data).to_bytes(4, "big") + data
+
+
+def main() -> None:
+    """The child: answers until its input ends."""
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    resource.setrlimit(resource.RLIMIT_AS, (MAX_MEMORY_BYTES, MAX_MEMORY_BYTES))
+    threading.stack_size(STACK_BYTES)
+    thread = threading.Thread(target=_answer_all)
+    thread.start()
+    thread.join()
+
+
+def _answer_all() -> None:
+    stdin, stdout = sys.stdin.buffer, sys.stdout.buffer
+    grammar_of(pb.StructuredOutputs(json_object=True))  # what is made once is not the first grammar's
+    while header := stdin.read(4):
+        asked = pb.StructuredOutputs.FromString(stdin.read(int.from_bytes(header, "big")))
+        began_s = time.process_time(), time.perf_counter()
+        signal.setitimer(signal.ITIMER_PROF, MAX_CPU_S)  # so much processor time later the kernel ends this process
+        answer: dict[str, Any]
+        try:
+            grammar = grammar_of(asked)
+            # The lesser: one counts other processes, too, the other is coarse on some machines.
+            cpu_s = min(time.process_time() - began_s[0], time.perf_counter() - began_s[1])
+            answer = {"grammar": grammar, "cpu_s": cpu_s}
+        except ValueError as error:
+            answer = {"error": str(error)}
+        signal.setitimer(signal.ITIMER_PROF, 0)
+        stdout.write(_framed(json.dumps(answer).encode()))
+        stdout.flush()
+
+
+if __name__ == "__main__":
+    main()

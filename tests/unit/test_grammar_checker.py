@@ -1,0 +1,121 @@
+"""Grammars that would hold up a router, or end it: they end a process of their own, and the next one is served."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+from typing import Any
+
+import pytest
+
+from protos import tandem_inference_pb2 as pb
+from router import grammar_checker
+from router.grammar_checker import TOO_MUCH, GrammarChecker
+from rpc.errors import Overloaded
+
+FINE = {"json": '{"type": "object", "properties": {"a": {"type": "integer"}}}'}
+MULTIPLES = [{"multipleOf": number} for number in (101, 103, 107, 109)]
+CHAIN = "start: r0\n" + "".join(f"r{i}: r{i + 1}\n" for i in range(3000)) + 'r3000: "a"\n'
+
+
+@pytest.fixture
+async def checker() -> AsyncIterator[GrammarChecker]:
+    checker = GrammarChecker()
+    yield checker
+    await checker.close()
+
+
+async def check(checker: GrammarChecker, n: int = 1, **asked: Any) -> str:
+    return await checker.check(pb.StructuredOutputs(**asked), n)
+
+
+@pytest.mark.parametrize(
+    "hostile",
+    [
+        {"grammar": CHAIN},
+        {"json": json.dumps({"type": "integer", "allOf": MULTIPLES})},
+        {"regex": "((a{1000}){1000}){1000}"},
+    ],
+    ids=["ends the process that reads it", "takes for ever, and all memory", "takes long"],
+)
+async def test_what_would_end_or_hold_up_a_router_is_refused_and_the_next_one_served(
+    checker: GrammarChecker, hostile: dict[str, str]
+) -> None:
+    first = await check(checker, **FINE)
+    child = checker._child
+    assert child is not None
+    async with asyncio.timeout(8):
+        with pytest.raises(ValueError, match=TOO_MUCH):
+            await check(checker, **hostile)
+    assert child.returncode is not None
+    assert await check(checker, **FINE) == first
+    assert checker._child is not child
+
+
+async def test_why_a_grammar_is_none_is_said_and_costs_no_process(checker: GrammarChecker) -> None:
+    await check(checker, **FINE)
+    child = checker._child
+    with pytest.raises(ValueError, match="json: is not JSON: NaN is no JSON number"):
+        await check(checker, json='{"minimum": NaN}')
+    assert checker._child is child
+
+
+async def test_a_request_for_many_answers_may_not_cost_as_many_times_as_much(
+    checker: GrammarChecker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert await check(checker, 128, **FINE)
+    monkeypatch.setattr(grammar_checker, "MAX_CPU_S_OF_ALL", -1.0)  # clocks may be coarse
+    with pytest.raises(ValueError, match=r"s to compile, too much for n=128"):
+        await check(checker, 128, **FINE)
+
+
+async def test_so_many_may_wait(checker: GrammarChecker, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(grammar_checker, "MAX_WAITING", 3)
+    results = await asyncio.gather(*(check(checker, **FINE) for _ in range(5)), return_exceptions=True)
+    assert [isinstance(result, Overloaded) for result in results] == [False] * 3 + [True] * 2
+
+
+async def test_whoever_leaves_while_its_grammar_is_compiled_leaves_no_answer_for_the_next(
+    checker: GrammarChecker,
+) -> None:
+    first = await check(checker, **FINE)
+    leaving = asyncio.create_task(check(checker, regex="(ab){500}"))
+    await asyncio.sleep(0)
+    await asyncio.sleep(0)
+    leaving.cancel()
+    await asyncio.wait([leaving])
+    assert await check(checker, **FINE) == first
+
+
+async def test_closing_does_not_wait_for_what_is_compiled() -> None:
+    checker = GrammarChecker()
+    hostile = asyncio.create_task(check(checker, json=json.dumps({"type": "integer", "allOf": MULTIPLES})))
+    while checker._child is None:  # noqa: ASYNC110 - it tells nobody
+        await asyncio.sleep(0.01)
+    async with asyncio.timeout(5):
+        await checker.close()
+        with pytest.raises(ValueError, match=TOO_MUCH):
+            await hostile
+
+
+@pytest.mark.parametrize(
+    ("asked", "complaint"),
+    [
+        ({"json": '{"type": "integer", "minimum": 9223372036854775808}'}, "json: minimum must be within 64 bits"),
+        (
+            {"json": '{"items": [{"exclusiveMaximum": -9223372036854775809}]}'},
+            "exclusiveMaximum must be within 64",
+        ),
+        ({"grammar": 'start: "a" <[2]>'}, r"token numbers \(<\[...\]>\) are not supported"),
+    ],
+)
+async def test_what_would_be_taken_for_something_else_is_refused(
+    checker: GrammarChecker, asked: dict[str, str], complaint: str
+) -> None:
+    with pytest.raises(ValueError, match=complaint):
+        await check(checker, **asked)
+
+
+async def test_what_only_looks_like_a_token_number_is_text(checker: GrammarChecker) -> None:
+    assert await check(checker, grammar='start: "<[2]>" /<[a-z]>/  // <[5]>')
