@@ -19,12 +19,15 @@ import time
 from collections.abc import Sequence as Seq
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 from numpy.typing import NDArray
 
-LIMITS = LLParserLimits(step_max_items=10_000, step_lexer_fuel=50_000, verbose_errors=False)
+if TYPE_CHECKING:  # imported with the first grammar: a machine may have none of it (benchmarks/gpu.py)
+    from llguidance import LLMatcher, LLTokenizer
+
+LIMITS: dict[str, Any] = {"step_max_items": 10_000, "step_lexer_fuel": 50_000, "verbose_errors": False}
 """Of the work for one token, for which schemas as people write them take 20 µs. A grammar that passes them ends its
 request. As the router's."""
 MAX_REASON_CHARS = 400
@@ -59,10 +62,12 @@ class Grammars:
         return GrammarState(compiled, self._vocab_size)
 
     def _compile(self, grammar: str) -> LLMatcher:
+        from llguidance import LLMatcher, LLParserLimits, LLTokenizer
+
         if self._tokenizer is None:  # a third of a second for 49 thousand tokens
             text = self._path.read_text(encoding="utf-8")
             self._tokenizer = LLTokenizer(text, eos_token=sorted(self._eos_token_ids))
-        return LLMatcher(self._tokenizer, grammar, log_level=0, limits=LIMITS)
+        return LLMatcher(self._tokenizer, grammar, log_level=0, limits=LLParserLimits(**LIMITS))
 
 
 class GrammarState:

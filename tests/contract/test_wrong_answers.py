@@ -56,9 +56,9 @@ async def test_a_session_with_a_worker_that_talks_nonsense_is_lost(
     has_ended = asyncio.Event()
 
     async def talk(commands: AsyncIterator[bytes], context: Any) -> None:
-        await context.write(pb.WorkerEvents().SerializeToString())
-        await context.write(nonsense)
-        try:
+        try:  # it may be told before its word is out
+            await context.write(pb.WorkerEvents().SerializeToString())
+            await context.write(nonsense)
             await asyncio.sleep(DEADLINE_S)
         finally:
             has_ended.set()

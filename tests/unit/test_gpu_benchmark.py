@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import math
 import os
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -33,6 +35,19 @@ LIMIT_S = 20.0
 @pytest.fixture
 def setting(tmp_path: Path) -> Setting:
     return Setting(device="cpu", is_tiny=True, results=tmp_path)
+
+
+def test_what_measures_engines_needs_no_package_that_a_bare_machine_lacks() -> None:
+    """Wheels are carried for transfers and servers alone (docs/gpu.md)."""
+    code = """
+import sys
+for name in ("grpc", "google", "redis", "llguidance", "nixl"):
+    sys.modules[name] = None
+import benchmarks.gpu_parts.attention, benchmarks.gpu_parts.kernels, benchmarks.gpu_parts.model
+import benchmarks.gpu_parts.steps, engine.llm_engine
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]
 
 
 # -- what is counted ------------------------------------------------------------------------------------------------

@@ -191,13 +191,13 @@ def test_what_is_expensive_is_bounded(name: str, tmp_path: Path) -> None:
 
 def test_the_engine_has_the_limits_of_the_door() -> None:
     names = ("step_max_items", "step_lexer_fuel", "max_items_in_row", "initial_lexer_fuel", "max_grammar_size")
-    ours, engines = structured_outputs.LIMITS, engine_grammar.LIMITS
+    ours, engines = structured_outputs.LIMITS, LLParserLimits(**engine_grammar.LIMITS)
     assert [getattr(ours, name) for name in names] == [getattr(engines, name) for name in names]
 
 
 def test_limits_are_kept_to(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     grammar = grammar_of(asked(regex="ab|ac"))
-    monkeypatch.setattr(engine_grammar, "LIMITS", LLParserLimits(initial_lexer_fuel=2, verbose_errors=False))
+    monkeypatch.setattr(engine_grammar, "LIMITS", {"initial_lexer_fuel": 2, "verbose_errors": False})
     state = grammars(tmp_path).state(grammar)
     assert state.allowed([]) is None
     assert "limit for this grammar: 2" in state.error
@@ -308,8 +308,7 @@ def test_masks_are_a_function_of_the_tokens_alone(kind: str, tmp_path: Path) -> 
 
 def test_what_one_answer_takes_is_not_missing_to_others(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Answers that look at ever other states of one grammar, which has too many for a limit that holds for each."""
-    limits = LLParserLimits(max_lexer_states=500, verbose_errors=False)
-    monkeypatch.setattr(engine_grammar, "LIMITS", limits)
+    monkeypatch.setattr(engine_grammar, "LIMITS", {"max_lexer_states": 500, "verbose_errors": False})
     state_of = grammars(tmp_path)
     grammar = grammar_of(asked(regex="(a|b)*a(a|b){30}"))
     for seed in range(6):
