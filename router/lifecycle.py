@@ -17,6 +17,7 @@ from protos import tandem_inference_pb2 as inference_pb
 from protos import tandem_worker_pb2 as pb
 from router.account import Account
 from router.answer_messages import AnswerMessages
+from router.deadline import Deadline
 from router.detokenizer import IncrementalDetokenizer
 from router.forecast import Forecast
 from router.metrics import RouterMetrics
@@ -48,16 +49,11 @@ from router.retry_budget import RetryBudget
 from router.timings import timings_of
 from router.worker_handle import TakenRoom
 from router.worker_pool import WorkerPool
-from rpc.errors import DeadlinePassed, NoWorker, Overloaded
+from rpc.errors import NoWorker
 
 MAX_ATTEMPTS = 6
 """A request is given up when so many attempts in a row have failed without a new token: one that kills workers must not
 go through all of them, while a long stream may lose any number of workers, one after the other."""
-CAUTION = 1.25
-"""A request is let in that would be in time even if it took so many times longer than is to be expected. What is let in
-and comes too late has cost others their time."""
-MIN_ANSWER_S = 0.1
-"""What a request that still waits for workers needs at least, so that it is refused before its time is up."""
 ACCOUNT_S = 1.0
 """How long a complete answer waits for the prefill worker to say what its transfer took."""
 
@@ -136,7 +132,7 @@ class Lifecycle:
         """Of the decode worker, when the running attempt was sent to it (see `WorkerHandle.note_busy`)."""
         self._num_failures = 0
         """That have been counted."""
-        self._deadline_s = deadline_s
+        self._deadline = Deadline(deadline_s, cluster.forecast, sampling_params, len(prompt_token_ids))
         self._cached: dict[WorkerKey, int] = {}
         """Leading blocks of the prompt that workers have, as the index said."""
         self._begun_s = arrived_s
@@ -153,7 +149,10 @@ class Lifecycle:
             yield self._last_response(self._resumption.finish_reason)
             return
         if self._after is None:
-            self._refuse_if_late()
+            self._deadline.refuse_if_late(
+                self._cluster.queue.num_tokens_before(self._sampling_params.priority),
+                self._cluster.pool.num_tokens_ahead_of(len(self._prompt_token_ids)),
+            )
         self._begun_s = time.monotonic()
         self._cluster.forecast.num_running += 1
         try:
@@ -176,40 +175,6 @@ class Lifecycle:
             return None
         num_blocks = (len(self._prompt_token_ids) - 1) // handle.record.model.block_size
         return SharedPrefix(handle.key, num_blocks, num_blocks * handle.record.model.block_size)
-
-    # -- the client's deadline ----------------------------------------------------------------------------------
-
-    def _refuse_if_late(self) -> None:
-        """Raise `Overloaded` where the answer could not be complete in time, before anything is done for it."""
-        if self._deadline_s is None:
-            return
-        left_s = self._deadline_s - time.monotonic()
-        if left_s <= 0:
-            raise DeadlinePassed("the request's deadline passed before it was begun")
-        params, queue, num_tokens = self._sampling_params, self._cluster.queue, len(self._prompt_token_ids)
-        needed_s = CAUTION * self._cluster.forecast.needed_s(
-            queue.num_tokens_before(params.priority),
-            self._cluster.pool.num_tokens_ahead_of(num_tokens),
-            num_tokens,
-            _min_tokens(params),
-            params.max_tokens,
-        )
-        if needed_s > left_s:
-            raise Overloaded(
-                f"the answer may take {needed_s:.1f} s, beside {self._cluster.forecast.num_running} other requests, "
-                f"and the deadline is in {left_s:.1f} s",
-                retry_after_s=needed_s - left_s,
-            )
-
-    def _give_up_s(self) -> float | None:
-        """Until when waiting for workers makes sense: what comes then still takes its time. None: for ever."""
-        if self._deadline_s is None or self._state.token_ids:
-            return None
-        return self._deadline_s - max(MIN_ANSWER_S, self._answer_s())
-
-    def _answer_s(self) -> float:
-        """What the answer may take from its first token on."""
-        return self._cluster.forecast.answer_s(_min_tokens(self._sampling_params), self._sampling_params.max_tokens)
 
     # -- doing what the state decides ---------------------------------------------------------------------------
 
@@ -284,9 +249,9 @@ class Lifecycle:
                 is_admitted=self._after is not None,
                 shared=shared,
                 compat_digest=self._compat_digest if self._state.token_ids else "",
-                answer_s=self._answer_s(),
+                answer_s=self._deadline.answer_s(),
                 arrived_s=self._begun_s,
-                give_up_s=self._give_up_s(),
+                give_up_s=None if self._state.token_ids else self._deadline.give_up_s(),
                 priority=self._sampling_params.priority,
                 has_grammar=bool(self._grammar),
             )
@@ -404,11 +369,6 @@ class Lifecycle:
         # Where it began in the middle, more than the prompt may have been.
         num_cached_tokens = min(self._state.num_cached_tokens, len(self._prompt_token_ids))
         return self._messages.last(finish_reason, num_cached_tokens=num_cached_tokens, timings=timings)
-
-
-def _min_tokens(params: inference_pb.SamplingParams) -> int:
-    """The least that an answer can have."""
-    return params.max_tokens if params.ignore_eos and not (params.stop or params.stop_token_ids) else params.min_tokens
 
 
 def require_worker(pool: WorkerPool) -> None:

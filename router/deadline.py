@@ -1,0 +1,65 @@
+"""A request's deadline, held against what its answer may take: refused at the door where it could not be kept, given up
+in the queue while there is still time to say so. Decides; does nothing.
+"""
+
+from __future__ import annotations
+
+import time
+
+from protos import tandem_inference_pb2 as pb
+from router.forecast import Forecast
+from rpc.errors import DeadlinePassed, Overloaded
+
+CAUTION = 1.25
+"""A request is let in that would be in time even if it took so many times longer than is to be expected. What is let in
+and comes too late has cost others their time."""
+MIN_ANSWER_S = 0.1
+"""What a request that still waits for workers needs at least, so that it is refused before its time is up."""
+
+
+class Deadline:
+    """Of one answer of `num_tokens` prompt tokens."""
+
+    def __init__(
+        self, deadline_s: float | None, forecast: Forecast, params: pb.SamplingParams, num_tokens: int
+    ) -> None:
+        """`deadline_s`: when the client's time is up, on this process' monotonic clock. None: never."""
+        self._deadline_s = deadline_s
+        self._forecast = forecast
+        self._params = params
+        self._num_tokens = num_tokens
+
+    def refuse_if_late(self, num_queued_tokens: int, num_tokens_ahead: float) -> None:
+        """Raise `Overloaded` where the answer could not be complete in time, before anything is done for it.
+
+        `num_queued_tokens`: that wait for room before it. `num_tokens_ahead`: to be computed before it at its worker.
+        """
+        if self._deadline_s is None:
+            return
+        left_s = self._deadline_s - time.monotonic()
+        if left_s <= 0:
+            raise DeadlinePassed("the request's deadline passed before it was begun")
+        needed_s = CAUTION * self._forecast.needed_s(
+            num_queued_tokens, num_tokens_ahead, self._num_tokens, _min_tokens(self._params), self._params.max_tokens
+        )
+        if needed_s > left_s:
+            raise Overloaded(
+                f"the answer may take {needed_s:.1f} s, beside {self._forecast.num_running} other requests, "
+                f"and the deadline is in {left_s:.1f} s",
+                retry_after_s=needed_s - left_s,
+            )
+
+    def give_up_s(self) -> float | None:
+        """Until when waiting for workers makes sense: what comes then still takes its time. None: for ever."""
+        if self._deadline_s is None:
+            return None
+        return self._deadline_s - max(MIN_ANSWER_S, self.answer_s())
+
+    def answer_s(self) -> float:
+        """What the answer may take from its first token on."""
+        return self._forecast.answer_s(_min_tokens(self._params), self._params.max_tokens)
+
+
+def _min_tokens(params: pb.SamplingParams) -> int:
+    """The least that an answer can have."""
+    return params.max_tokens if params.ignore_eos and not (params.stop or params.stop_token_ids) else params.min_tokens
