@@ -2,6 +2,7 @@
 a token, but not what reading a grammar may take, and one that nests deeply enough ends the process that reads it.
 
     Router                                     child: python -m router.grammar_checker
+    (first) <──────────────────────────ready──┐
     check(asked) ──length, StructuredOutputs──> compile, on a stack half as large as a worker's thread has
           <──────length, {"grammar" | "error", "cpu_s"}──┘  └─ too long, too large, too deep: ended, and begun anew
 
@@ -13,6 +14,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 import resource
 import signal
 import sys
@@ -22,7 +24,12 @@ from typing import Any
 
 from protos import tandem_inference_pb2 as pb
 from router.structured_outputs import grammar_of
-from rpc.errors import Overloaded
+from rpc.errors import InternalError, Overloaded
+
+_log = logging.getLogger(__name__)
+
+COMMAND = (sys.executable, "-P", "-m", "router.grammar_checker")
+START_S = 30.0
 
 MAX_CPU_S = 0.25
 """For one grammar: schemas as people write them take milliseconds. A worker's step may wait for a few times as long."""
@@ -71,27 +78,45 @@ class GrammarChecker:
             await child.wait()
 
     async def _ask(self, request: bytes) -> dict[str, Any]:
+        child = await self._running_child()
+        assert child.stdin is not None
         try:
             async with asyncio.timeout(MAX_WALL_S):
-                if self._child is None or self._child.returncode is not None:
-                    self._child = await asyncio.create_subprocess_exec(
-                        sys.executable, "-P", "-m", "router.grammar_checker",
-                        stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE,
-                    )  # fmt: skip
-                stdin, stdout = self._child.stdin, self._child.stdout
-                assert stdin is not None
-                assert stdout is not None
-                stdin.write(_framed(request))
-                await stdin.drain()
-                size = int.from_bytes(await stdout.readexactly(4), "big")
-                answer: dict[str, Any] = json.loads(await stdout.readexactly(size))
+                child.stdin.write(_framed(request))
+                await child.stdin.drain()
+                answer: dict[str, Any] = json.loads(await _read_frame(child))
                 return answer
-        except (TimeoutError, asyncio.IncompleteReadError, OSError):
+        except (TimeoutError, asyncio.IncompleteReadError, ConnectionError):
             await self.close()
+            _log.warning("a grammar was given up", extra={"exit_code": child.returncode})
             return {"error": TOO_MUCH}
         except asyncio.CancelledError:  # half an answer may be under way, which is not the next one's
             await self.close()
             raise
+
+    async def _running_child(self) -> asyncio.subprocess.Process:
+        """Raises `InternalError` where there can be none: that is no grammar's fault."""
+        if self._child is not None and self._child.returncode is None:
+            return self._child
+        self._child = child = await asyncio.create_subprocess_exec(
+            *COMMAND, stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE
+        )
+        try:
+            async with asyncio.timeout(START_S):
+                await _read_frame(child)
+        except (TimeoutError, asyncio.IncompleteReadError) as error:
+            await self.close()
+            raise InternalError("the process that compiles grammars did not start") from error
+        except asyncio.CancelledError:
+            await self.close()
+            raise
+        return child
+
+
+async def _read_frame(child: asyncio.subprocess.Process) -> bytes:
+    assert child.stdout is not None
+    size = int.from_bytes(await child.stdout.readexactly(4), "big")
+    return await child.stdout.readexactly(size)
 
 
 def _framed(data: bytes) -> bytes:
@@ -111,6 +136,8 @@ def main() -> None:
 def _answer_all() -> None:
     stdin, stdout = sys.stdin.buffer, sys.stdout.buffer
     grammar_of(pb.StructuredOutputs(json_object=True))  # what is made once is not the first grammar's
+    stdout.write(_framed(b"ready"))
+    stdout.flush()
     while header := stdin.read(4):
         asked = pb.StructuredOutputs.FromString(stdin.read(int.from_bytes(header, "big")))
         began_s = time.process_time(), time.perf_counter()

@@ -408,3 +408,13 @@ def test_offsets_of_a_stop_string_held_back() -> None:
     detokenizer = IncrementalDetokenizer(BYTE_LEVEL, stop=["XYZ"])
     assert detokenizer.push(ids).offsets == [0, 1, 2, 3, 4]
     assert IncrementalDetokenizer(BYTE_LEVEL, stop=["XY"]).push(ids).offsets == [0, 1, 2, 3]
+
+
+def test_several_answers_may_share_their_stop_strings() -> None:
+    """Thousands of states, which nothing changes: each answer stands where its own text has come to."""
+    tokenizer, stops = byte_level_tokenizer(), StopStrings(["abcd", "bx"])
+    one, other = (IncrementalDetokenizer(tokenizer, stop=stops) for _ in range(2))
+    assert one._stops is other._stops is stops
+    assert [one.push(tokenizer.encode("zab")).text, other.push(tokenizer.encode("ya")).text] == ["z", "y"]
+    assert one.push(tokenizer.encode("cd")).stop == "abcd"
+    assert other.push(tokenizer.encode("bx")).stop == "bx"

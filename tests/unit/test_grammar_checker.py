@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import sys
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -12,7 +13,7 @@ import pytest
 from protos import tandem_inference_pb2 as pb
 from router import grammar_checker
 from router.grammar_checker import TOO_MUCH, GrammarChecker
-from rpc.errors import Overloaded
+from rpc.errors import InternalError, Overloaded
 
 FINE = {"json": '{"type": "object", "properties": {"a": {"type": "integer"}}}'}
 MULTIPLES = [{"multipleOf": number} for number in (101, 103, 107, 109)]
@@ -53,6 +54,16 @@ async def test_what_would_end_or_hold_up_a_router_is_refused_and_the_next_one_se
     assert checker._child is not child
 
 
+async def test_a_process_that_does_not_start_is_no_grammars_fault(
+    checker: GrammarChecker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(grammar_checker, "COMMAND", (sys.executable, "-c", "raise SystemExit(3)"))
+    with pytest.raises(InternalError, match="did not start"):
+        await check(checker, **FINE)
+    monkeypatch.undo()
+    assert await check(checker, **FINE)
+
+
 async def test_why_a_grammar_is_none_is_said_and_costs_no_process(checker: GrammarChecker) -> None:
     await check(checker, **FINE)
     child = checker._child
@@ -90,9 +101,10 @@ async def test_whoever_leaves_while_its_grammar_is_compiled_leaves_no_answer_for
 
 async def test_closing_does_not_wait_for_what_is_compiled() -> None:
     checker = GrammarChecker()
+    await check(checker, **FINE)
     hostile = asyncio.create_task(check(checker, json=json.dumps({"type": "integer", "allOf": MULTIPLES})))
-    while checker._child is None:  # noqa: ASYNC110 - it tells nobody
-        await asyncio.sleep(0.01)
+    while not checker._turn.locked():  # noqa: ASYNC110 - it tells nobody
+        await asyncio.sleep(0)
     async with asyncio.timeout(5):
         await checker.close()
         with pytest.raises(ValueError, match=TOO_MUCH):

@@ -1,0 +1,199 @@
+"""A router's pool and queue over workers that say what a test tells them to, and clients of it. No network."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator
+from typing import Any, cast
+
+from protos import tandem_inference_pb2 as inference_pb
+from protos import tandem_worker_pb2 as pb
+from router.detokenizer import IncrementalDetokenizer, TextDelta
+from router.forecast import Forecast
+from router.lifecycle import Cluster, Lifecycle
+from router.metrics import RouterMetrics
+from router.policy import PolicyConfig
+from router.prefix_lookup import PrefixLookup
+from router.queue import RequestQueue
+from router.request_events import Event, WorkerKey, WorkerLost, WorkerSaid
+from router.request_state import AttemptNumbers
+from router.retry_budget import RetryBudget
+from router.sequences import Sequences, names_at_workers
+from router.worker_handle import WorkerHandle
+from router.worker_pool import WorkerPool
+from router.worker_session import Inbox
+
+BLOCK = 16
+PROMPT = list(range(60 * BLOCK))
+LENGTH = inference_pb.FINISH_REASON_LENGTH
+
+
+class ScriptedSession:
+    """A session whose worker says what the test tells it to."""
+
+    is_open = True
+    is_lost = False
+
+    def __init__(self, key: WorkerKey) -> None:
+        self.key = key
+        self.sent: list[Any] = []
+        self.inboxes: dict[str, Inbox] = {}
+
+    @property
+    def num_requests(self) -> int:
+        return len(self.inboxes)
+
+    def attach(self, request_id: str, inbox: Inbox) -> None:
+        self.inboxes[request_id] = inbox
+
+    def detach(self, request_id: str) -> None:
+        self.inboxes.pop(request_id, None)
+
+    def send(self, command: Any) -> None:
+        self.sent.append(command)
+
+    def say(self, request_id: str, attempt: int, **event: Any) -> None:
+        said: Event = WorkerSaid(self.key, pb.WorkerEvent(request_id=request_id, attempt=attempt, **event))
+        self.inboxes[request_id](said)
+
+
+METRICS = RouterMetrics("m", 2048, good_ttft_ms=1000, good_tpot_ms=50)
+
+
+class NoText:
+    def push(self, token_ids: list[int]) -> TextDelta:
+        return TextDelta("", None, len(token_ids), [])
+
+    def finish(self) -> str:
+        return ""
+
+
+class NothingCached:
+    async def longest_match(self, token_ids: list[int]) -> dict[WorkerKey, int]:
+        return {}
+
+
+def load(num_free: int, *, num_running: int = 0, is_draining: bool = False) -> pb.WorkerLoad:
+    blocks = pb.BlockLedger(num_blocks=max(100, num_free), num_free=num_free, num_sequence=max(0, 100 - num_free))
+    return pb.WorkerLoad(num_running=num_running, blocks=blocks, is_draining=is_draining)
+
+
+class Bench:
+    """A pool with one decode worker of 100 blocks and, if asked for, one prefill worker."""
+
+    def __init__(self, *, with_prefill: bool = False, prefill_max_model_len: int = 2048) -> None:
+        self.now_s = 1000.0
+        """Of ejections."""
+        self.pool = WorkerPool(
+            router_id="r",
+            policy=PolicyConfig(),
+            serves=lambda _: True,
+            on_change=self.dispatch,
+            now_s=lambda: self.now_s,
+        )
+        self.queue = RequestQueue(
+            max_tokens=10**6,
+            choose=self.pool.choose,
+            has_workers=self.pool.has_decode_worker_for,
+        )
+        prefixes = cast(PrefixLookup, NothingCached())
+        self.cluster = Cluster(self.pool, self.queue, prefixes, RetryBudget(), Forecast(), METRICS)
+        self.decode = self.add("d", pb.Role.ROLE_DECODE, 2048)
+        self.d = cast(ScriptedSession, self.decode.session)
+        if with_prefill:
+            self.prefill = self.add("p", pb.Role.ROLE_PREFILL, prefill_max_model_len)
+            self.p = cast(ScriptedSession, self.prefill.session)
+
+    def dispatch(self) -> None:
+        self.queue.dispatch()
+
+    def add(self, name: str, role: pb.Role, max_model_len: int) -> WorkerHandle:
+        model = inference_pb.GetModelInfoResponse(block_size=BLOCK, max_model_len=max_model_len)
+        record = pb.WorkerRecord(worker_id=name, incarnation="1", role=role, model=model, load=load(100))
+        handle = WorkerHandle(record, channel=None, load=record.load)
+        handle.session = cast(Any, ScriptedSession(handle.key))
+        self.pool._handles[handle.key] = handle
+        return handle
+
+    def lose_decode_session(self, *, num_lost: int) -> None:
+        """As WorkerSession and WorkerPool do when `num_lost` sessions in a row were lost."""
+        session, self.d.is_open, self.d.is_lost = self.d, False, True
+        self.decode.num_lost = num_lost
+        inboxes, session.inboxes = session.inboxes, {}
+        for inbox in inboxes.values():
+            inbox(WorkerLost(session.key))
+        self.dispatch()
+
+    def reopen_decode_session(self) -> ScriptedSession:
+        self.d = ScriptedSession(self.decode.key)
+        self.decode.session = cast(Any, self.d)
+        self.decode.num_lost = 0
+        return self.d
+
+    def request(
+        self,
+        request_id: str,
+        *,
+        deadline_s: float | None = None,
+        numbers: AttemptNumbers | None = None,
+        grammar: str = "",
+    ) -> Asked:
+        return Asked(self.lifecycle(request_id, deadline_s=deadline_s, numbers=numbers, grammar=grammar).run())
+
+    def requests(self, request_id: str, n: int) -> Asked:
+        """For several answers."""
+        names = names_at_workers(request_id, n)
+        first = self.lifecycle(request_id, name=names[0])
+        others = [
+            self.lifecycle(request_id, name=name, sequence=i + 1, after=first) for i, name in enumerate(names[1:])
+        ]
+        return Asked(Sequences([first, *others], is_streaming=True).run())
+
+    def lifecycle(
+        self,
+        request_id: str,
+        *,
+        deadline_s: float | None = None,
+        numbers: AttemptNumbers | None = None,
+        grammar: str = "",
+        **of_several: Any,
+    ) -> Lifecycle:
+        params = inference_pb.SamplingParams(max_tokens=8)
+        if grammar:
+            params.structured_outputs.regex = grammar
+        return Lifecycle(
+            self.cluster,
+            request_id=request_id,
+            prompt_token_ids=PROMPT,
+            sampling_params=params,
+            grammar=grammar,
+            detokenizer=cast(IncrementalDetokenizer, NoText()),
+            arrived_s=asyncio.get_running_loop().time(),
+            deadline_s=deadline_s,
+            numbers=numbers,
+            **of_several,
+        )
+
+
+class Asked:
+    """A client that reads all of an answer, or leaves."""
+
+    def __init__(self, responses: AsyncGenerator[inference_pb.GenerateResponse, None]) -> None:
+        self.received: list[inference_pb.GenerateResponse] = []
+        self.task = asyncio.create_task(self._read(responses))
+
+    async def _read(self, responses: AsyncGenerator[inference_pb.GenerateResponse, None]) -> None:
+        try:
+            async for response in responses:
+                self.received.append(response)
+        finally:
+            await responses.aclose()
+
+    async def leave(self) -> None:
+        self.task.cancel()
+        await asyncio.wait([self.task])
+
+
+async def settle() -> None:
+    for _ in range(30):
+        await asyncio.sleep(0)
