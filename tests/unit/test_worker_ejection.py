@@ -9,7 +9,7 @@ from typing import Any, cast
 
 import grpc
 import pytest
-from test_lifecycle import LENGTH, Asked, Bench, NoText, ScriptedSession, load, settle
+from lifecycle_bench import LENGTH, Asked, Bench, NoText, ScriptedSession, load, settle
 
 from protos import tandem_inference_pb2 as inference_pb
 from protos import tandem_worker_pb2 as pb
