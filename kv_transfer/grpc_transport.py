@@ -111,8 +111,9 @@ class ControlLink:
 
     async def wait_connected(self, timeout_s: float) -> None:
         try:
-            with errors_of_peer():
-                await asyncio.wait_for(self._channel.channel_ready(), timeout_s)
+            async with asyncio.timeout(timeout_s):
+                with errors_of_peer():
+                    await self._channel.channel_ready()
         except TimeoutError:
             raise PeerUnreachable(f"no connection for {timeout_s:g} s") from None
 

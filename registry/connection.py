@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from typing import Any
 
 from redis.asyncio import BlockingConnectionPool, Redis
 from redis.asyncio.retry import Retry
@@ -33,7 +34,25 @@ def open_redis(url: str, *, timeout_s: float, max_connections: int = 4) -> Redis
         decode_responses=False,
         protocol=2,  # no pushes from the server: an answer is the next thing on the wire
     )
+    pool.connection_class = type("Connection", (_HeedsCancel, pool.connection_class), {})
     return Redis.from_pool(pool)
+
+
+class _HeedsCancel:
+    """A connection (mixed into the one that the URL asks for) on which who is cancelled is cancelled.
+
+    redis-py sends within `asyncio.wait_for`, which before Python 3.12 forgets a cancellation that comes when what it
+    waits for is just done (CPython issue 86296): the call returns, and its caller goes on though nobody waits for it.
+    """
+
+    async def send_packed_command(self, *args: Any, **kwargs: Any) -> None:
+        task = asyncio.current_task()
+        assert task is not None
+        num_before = task.cancelling()
+        await super().send_packed_command(*args, **kwargs)  # type: ignore[misc]
+        if task.cancelling() > num_before:
+            await self.disconnect(nowait=True)  # type: ignore[attr-defined]  # an answer is on its way here
+            raise asyncio.CancelledError
 
 
 class Outage:

@@ -134,9 +134,11 @@ class WorkerSession:
         yield command_type(hello=self._hello)
         while True:
             try:
-                yield await asyncio.wait_for(self._commands.get(), self._beat_s)
+                async with asyncio.timeout(self._beat_s):
+                    command = await self._commands.get()
             except TimeoutError:
-                yield command_type(beat=pb.Beat())
+                command = command_type(beat=pb.Beat())
+            yield command
 
     def _complaint(self, message: pb.WorkerEvents | None) -> str | None:
         """What is wrong with a message whatever it answers; order and place are the business of `RequestState`."""

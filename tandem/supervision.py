@@ -200,7 +200,8 @@ class SupervisedProcess:
             what = f"ended with {describe_exit(run.returncode)}; starting it again {again}{last}"
             self._tell(what, run.tail, is_bad=True)
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._stop_requested.wait(), delay_s)
+                async with asyncio.timeout(delay_s):
+                    await self._stop_requested.wait()
         await self._set(ProcessState.STOPPED)
 
     async def _start_run(self) -> _Run:

@@ -159,6 +159,21 @@ async def test_heartbeats_keep_the_set_and_death_expires_it(redis_url: str) -> N
     await reporter.close()
 
 
+@pytest.mark.parametrize("num_steps", range(12))
+async def test_who_is_cancelled_while_asking_is_cancelled(redis_url: str, num_steps: int) -> None:
+    """At whatever step of the loop. A lookup that went on would plan a request that nobody waits for any more."""
+    async with index_of(redis_url) as index:
+        await index.longest_match([h(1)], W1)  # connected
+        asking = asyncio.create_task(index.longest_match([h(1)], W1))
+        for _ in range(num_steps):
+            await asyncio.sleep(0)
+        is_over = asking.done()
+        asking.cancel()
+        await asyncio.wait([asking])
+        assert asking.cancelled() != is_over
+        assert await index.longest_match([h(1)], W1) == {"w1": 0}, "the answer to the one before is not taken for ours"
+
+
 async def test_close_deletes(redis_url: str) -> None:
     cache = Cache()
     cache.store(1)
