@@ -279,7 +279,7 @@ class GetClusterStatusRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class ClusterStatus(_message.Message):
-    __slots__ = ("router_id", "num_queued_requests", "num_queued_tokens", "num_running_requests", "is_registry_reachable", "workers", "unreachable", "ejected", "of_another_kind", "apart")
+    __slots__ = ("router_id", "num_queued_requests", "num_queued_tokens", "num_running_requests", "is_registry_reachable", "workers", "unreachable", "ejected", "of_another_kind", "apart", "not_connected")
     ROUTER_ID_FIELD_NUMBER: _ClassVar[int]
     NUM_QUEUED_REQUESTS_FIELD_NUMBER: _ClassVar[int]
     NUM_QUEUED_TOKENS_FIELD_NUMBER: _ClassVar[int]
@@ -290,6 +290,7 @@ class ClusterStatus(_message.Message):
     EJECTED_FIELD_NUMBER: _ClassVar[int]
     OF_ANOTHER_KIND_FIELD_NUMBER: _ClassVar[int]
     APART_FIELD_NUMBER: _ClassVar[int]
+    NOT_CONNECTED_FIELD_NUMBER: _ClassVar[int]
     router_id: str
     num_queued_requests: int
     num_queued_tokens: int
@@ -300,7 +301,8 @@ class ClusterStatus(_message.Message):
     ejected: _containers.RepeatedScalarFieldContainer[str]
     of_another_kind: _containers.RepeatedScalarFieldContainer[str]
     apart: _containers.RepeatedCompositeFieldContainer[WorkerPair]
-    def __init__(self, router_id: _Optional[str] = ..., num_queued_requests: _Optional[int] = ..., num_queued_tokens: _Optional[int] = ..., num_running_requests: _Optional[int] = ..., is_registry_reachable: _Optional[bool] = ..., workers: _Optional[_Iterable[_Union[WorkerStatus, _Mapping]]] = ..., unreachable: _Optional[_Iterable[str]] = ..., ejected: _Optional[_Iterable[str]] = ..., of_another_kind: _Optional[_Iterable[str]] = ..., apart: _Optional[_Iterable[_Union[WorkerPair, _Mapping]]] = ...) -> None: ...
+    not_connected: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, router_id: _Optional[str] = ..., num_queued_requests: _Optional[int] = ..., num_queued_tokens: _Optional[int] = ..., num_running_requests: _Optional[int] = ..., is_registry_reachable: _Optional[bool] = ..., workers: _Optional[_Iterable[_Union[WorkerStatus, _Mapping]]] = ..., unreachable: _Optional[_Iterable[str]] = ..., ejected: _Optional[_Iterable[str]] = ..., of_another_kind: _Optional[_Iterable[str]] = ..., apart: _Optional[_Iterable[_Union[WorkerPair, _Mapping]]] = ..., not_connected: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class WorkerPair(_message.Message):
     __slots__ = ("prefill_worker", "decode_worker")

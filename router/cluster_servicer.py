@@ -51,6 +51,7 @@ class ClusterServicer(ClusterServicerBase):  # type: ignore[misc]
             unreachable=unreachable,
             ejected=self._cluster.pool.ejected,
             of_another_kind=self._cluster.pool.of_another_kind,
+            not_connected=self._cluster.pool.not_connected,
             apart=[
                 pb.WorkerPair(prefill_worker=pair.prefill.worker_id, decode_worker=pair.decode.worker_id)
                 for pair in self._cluster.pool.apart

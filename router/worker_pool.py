@@ -113,6 +113,12 @@ class WorkerPool:
         )
 
     @property
+    def not_connected(self) -> list[str]:
+        """Ids of workers that get no requests, since no session to them is open: just found, or lost."""
+        connected = {h.record.worker_id for h in self._handles.values() if h.session is not None and h.session.is_open}
+        return sorted({h.record.worker_id for h in self._handles.values()} - connected)
+
+    @property
     def of_another_kind(self) -> list[str]:
         """Ids of workers that get no new requests, since most decode workers are of another kind."""
         kind = self._choose_kind()

@@ -4,7 +4,7 @@ Owns the processes (through `tandem.supervision`) and the moment when requests c
 own their settings (`tandem.cluster_args`), nor requests: `tandem.client` talks to `router_address`.
 
     Cluster(args) ── start() ──> model resolved ─> Redis answers ─> router and workers start together
-                                  ─> router is SERVING and knows every worker, the gateway listens ─> ready
+                                  ─> router is SERVING and has every worker, the gateway listens ─> ready
                   ── stop() ───> gateway and router drain (streams finish) ─> workers drain ─> Redis ends
 
 A process that dies is started again, the router on the port it had and Redis on its socket. A worker keeps its id and
@@ -238,7 +238,7 @@ class Cluster:
             stub = tandem_worker_pb2_grpc.ClusterStub(channel)
             wanted = {self.args.worker_id(name) for name in self.args.worker_names}
             # The router offers a list of workers, and no news of it.
-            while wanted - await _known_workers(stub):  # noqa: ASYNC110
+            while wanted - await _connected_workers(stub):  # noqa: ASYNC110
                 await asyncio.sleep(STATUS_INTERVAL_S)
 
     async def _resolve_model(self) -> Path:
@@ -318,11 +318,12 @@ async def _wait_serving(channel: grpc.aio.Channel) -> None:
             await channel.channel_ready()  # it died and is being started again on the same port
 
 
-async def _known_workers(stub: tandem_worker_pb2_grpc.ClusterStub) -> set[str]:
+async def _connected_workers(stub: tandem_worker_pb2_grpc.ClusterStub) -> set[str]:
+    """Ids of those that get requests. One that the router only knows would be left out by the first of them."""
     try:
         status = await stub.GetStatus(tandem_worker_pb2.GetClusterStatusRequest(), wait_for_ready=True, timeout=10)
     except grpc.aio.AioRpcError as error:
         if error.code() in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED):
             return set()
         raise
-    return {worker.record.worker_id for worker in status.workers}
+    return {worker.record.worker_id for worker in status.workers} - set(status.not_connected)

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from protos.tandem_inference_pb2 import Logprob, TokenLogprobs
-from protos.tandem_worker_pb2 import BlockLedger, ClusterAudit, ClusterStatus, Role, WorkerStatus
+from protos.tandem_worker_pb2 import BlockLedger, ClusterAudit, ClusterStatus, Role, WorkerRecord, WorkerStatus
 from tandem.answer import short_name
 
 
@@ -48,10 +48,6 @@ def status_table(status: ClusterStatus) -> Table:
 
 def _status_row(worker: WorkerStatus, status: ClusterStatus) -> tuple[str, ...]:
     record, load = worker.record, worker.record.load
-    remarks = {"draining": record.is_draining, "ejected": record.worker_id in status.ejected}
-    remarks["of another kind: no new requests"] = record.worker_id in status.of_another_kind
-    for pair in status.apart:
-        remarks[f"no transfers to {pair.decode_worker}"] = record.worker_id == pair.prefill_worker
     return (
         record.worker_id,
         short_name(Role.DESCRIPTOR, record.role),
@@ -61,8 +57,21 @@ def _status_row(worker: WorkerStatus, status: ClusterStatus) -> tuple[str, ...]:
         str(load.num_waiting),
         pool_text(load.blocks),
         hit_rate_text(worker.num_prefix_hits_tokens, worker.num_prefix_queries_tokens),
-        ", ".join(remark for remark, applies in remarks.items() if applies),
+        ", ".join(why_set_back(record, status)),
     )
+
+
+def why_set_back(record: WorkerRecord, status: ClusterStatus) -> list[str]:
+    """What keeps requests from a worker, in a few words each."""
+    remarks = {
+        "draining": record.is_draining,
+        "ejected": record.worker_id in status.ejected,
+        "not connected": record.worker_id in status.not_connected,
+        "of another kind: no new requests": record.worker_id in status.of_another_kind,
+    }
+    for pair in status.apart:
+        remarks[f"no transfers to {pair.decode_worker}"] = record.worker_id == pair.prefill_worker
+    return [remark for remark, applies in remarks.items() if applies]
 
 
 def pool_text(blocks: BlockLedger) -> str:

@@ -11,7 +11,7 @@ from rich.text import Text
 
 from protos.tandem_worker_pb2 import ClusterStatus, Role, WorkerStatus
 from tandem.answer import short_name
-from tandem.tables import router_line
+from tandem.tables import router_line, why_set_back
 
 BAR_WIDTH = 16
 
@@ -110,11 +110,9 @@ def _pool(worker: WorkerStatus) -> RenderableType:
 
 
 def _remarks(worker: WorkerStatus, status: ClusterStatus) -> str:
-    remarks = {
-        "draining": worker.record.is_draining,
-        "ejected": worker.record.worker_id in status.ejected,
+    counts = {
         f"{worker.num_preemptions} preempted": worker.num_preemptions,
         f"{worker.num_repairs} blocks repaired": worker.num_repairs,
         f"{worker.num_late_writes} late writes dropped": worker.num_late_writes,
     }
-    return ", ".join(remark for remark, applies in remarks.items() if applies)
+    return ", ".join(why_set_back(worker.record, status) + [remark for remark, count in counts.items() if count])

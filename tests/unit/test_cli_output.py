@@ -67,6 +67,13 @@ def test_status_lists_prefill_workers_first_with_their_pools() -> None:
     rows = status_table(worker_pb.ClusterStatus(workers=[decode, prefill], ejected=["z"], apart=apart)).rows
     assert [row[0] for row in rows] == ["z", "decode-1"]
     assert [row[-1] for row in rows] == ["ejected", "draining"]
+    status = worker_pb.ClusterStatus(
+        workers=[prefill],
+        not_connected=["z"],
+        of_another_kind=["z"],
+        apart=[worker_pb.WorkerPair(prefill_worker="z", decode_worker="d")],
+    )
+    assert status_table(status).rows[0][-1] == "not connected, of another kind: no new requests, no transfers to d"
     assert rows[1] == ("decode-1", "decode", "10.0.0.2:1", "7", "3", "2", "60/20/20 of 100", "25 %", "draining")
 
 

@@ -15,13 +15,17 @@ from pathlib import Path
 from typing import Any
 
 import click
+import grpc
 import pytest
 from click.testing import CliRunner
 
 from engine.config import EngineArgs
+from protos import tandem_worker_pb2 as worker_pb
+from protos.tandem_worker_pb2_grpc import ClusterServicer, ClusterStub, add_ClusterServicer_to_server
 from router.policy import PolicyConfig
+from rpc.channel import open_channel
 from rpc.entrypoint import build, options_of
-from tandem.cluster import connect_address
+from tandem.cluster import _connected_workers, connect_address
 from tandem.cluster_args import ClusterArgs, flags_of, gateway_spec, router_spec, worker_spec
 from tandem.local_redis import MAX_SOCKET_PATH_BYTES, LocalRedis
 from tandem.supervision import (
@@ -395,6 +399,27 @@ def test_workers_have_names_and_ids_of_their_own() -> None:
     assert ClusterArgs().worker_id("decode-1") == "decode-1"
     shared = ClusterArgs(redis_url="redis://somewhere").worker_id("decode-1")
     assert str(os.getpid()) in shared, "several clusters may share that Redis"
+
+
+async def test_a_worker_is_there_once_the_router_is_connected_to_it() -> None:
+    workers = [worker_pb.WorkerStatus(record=worker_pb.WorkerRecord(worker_id=name)) for name in ("p", "d")]
+
+    class Router(ClusterServicer):  # type: ignore[misc]
+        not_connected = ("p",)
+
+        async def GetStatus(self, request: object, context: object) -> worker_pb.ClusterStatus:  # noqa: N802
+            return worker_pb.ClusterStatus(workers=workers, not_connected=self.not_connected)
+
+    router, server = Router(), grpc.aio.server()
+    add_ClusterServicer_to_server(router, server)
+    port = server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+    async with open_channel(f"127.0.0.1:{port}") as channel:
+        stub = ClusterStub(channel)
+        assert await _connected_workers(stub) == {"d"}
+        router.not_connected = ()
+        assert await _connected_workers(stub) == {"p", "d"}
+    await server.stop(0)
 
 
 def test_a_wildcard_address_is_reached_over_loopback() -> None:

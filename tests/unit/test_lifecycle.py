@@ -363,6 +363,19 @@ async def test_a_request_that_has_not_begun_may_go_to_any_model() -> None:
     await asked.leave()
 
 
+async def test_a_worker_is_not_connected_before_its_session_is_open() -> None:
+    """`tandem up` waits for that: the first request would be planned without it."""
+    bench = Bench()
+    found = bench.add("found", pb.Role.ROLE_PREFILL, 2048)
+    assert bench.pool.not_connected == []
+    cast(Any, found.session).is_open = False
+    assert bench.pool.not_connected == ["found"]
+    found.session = None
+    assert bench.pool.not_connected == ["found"]
+    bench.lose_decode_session(num_lost=1)
+    assert bench.pool.not_connected == ["d", "found"]
+
+
 async def test_new_requests_go_to_workers_of_one_kind() -> None:
     """Other weights would give other answers. The kind is that of most decode workers, also when they change."""
     bench = Bench()
