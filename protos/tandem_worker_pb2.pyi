@@ -313,9 +313,13 @@ class WorkerPair(_message.Message):
     def __init__(self, prefill_worker: _Optional[str] = ..., decode_worker: _Optional[str] = ...) -> None: ...
 
 class ClusterAudit(_message.Message):
-    __slots__ = ("workers", "unreachable")
+    __slots__ = ("workers", "unreachable", "router_id", "problems")
     WORKERS_FIELD_NUMBER: _ClassVar[int]
     UNREACHABLE_FIELD_NUMBER: _ClassVar[int]
+    ROUTER_ID_FIELD_NUMBER: _ClassVar[int]
+    PROBLEMS_FIELD_NUMBER: _ClassVar[int]
     workers: _containers.RepeatedCompositeFieldContainer[WorkerAudit]
     unreachable: _containers.RepeatedScalarFieldContainer[str]
-    def __init__(self, workers: _Optional[_Iterable[_Union[WorkerAudit, _Mapping]]] = ..., unreachable: _Optional[_Iterable[str]] = ...) -> None: ...
+    router_id: str
+    problems: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, workers: _Optional[_Iterable[_Union[WorkerAudit, _Mapping]]] = ..., unreachable: _Optional[_Iterable[str]] = ..., router_id: _Optional[str] = ..., problems: _Optional[_Iterable[str]] = ...) -> None: ...

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Hashable
 from typing import TypeVar
 
 import grpc
@@ -11,7 +11,8 @@ import grpc
 from protos import tandem_worker_pb2 as pb
 from protos.tandem_worker_pb2_grpc import ClusterServicer as ClusterServicerBase
 from protos.tandem_worker_pb2_grpc import WorkerStub
-from router.lifecycle import Cluster
+from router.audit import find_ownerless
+from router.lifecycle import Cluster, Lifecycle
 from router.worker_handle import WorkerHandle
 from rpc.errors import TandemError, rpc_errors_as_tandem_errors
 
@@ -28,11 +29,13 @@ class ClusterServicer(ClusterServicerBase):  # type: ignore[misc]
         router_id: str,
         cluster: Cluster,
         num_running: Callable[[], int],
+        running: Callable[[], list[Lifecycle]],
         is_registry_reachable: Callable[[], bool],
     ) -> None:
         self._router_id = router_id
         self._cluster = cluster
         self._num_running = num_running
+        self._running = running
         self._is_registry_reachable = is_registry_reachable
 
     async def GetStatus(  # noqa: N802
@@ -60,8 +63,13 @@ class ClusterServicer(ClusterServicerBase):  # type: ignore[misc]
         )
 
     async def Audit(self, request: pb.AuditRequest, context: grpc.aio.ServicerContext) -> pb.ClusterAudit:  # noqa: N802
+        before = self._ownerless()
         workers, unreachable = await self._ask_all(lambda stub: stub.Audit(pb.AuditRequest(), timeout=WORKER_TIMEOUT_S))
-        return pb.ClusterAudit(workers=workers, unreachable=unreachable)
+        problems = [sentence for what, sentence in self._ownerless().items() if what in before]
+        return pb.ClusterAudit(workers=workers, unreachable=unreachable, router_id=self._router_id, problems=problems)
+
+    def _ownerless(self) -> dict[Hashable, str]:
+        return find_ownerless(self._cluster.pool, self._cluster.queue, self._running())
 
     async def _ask_all(self, ask: Callable[[WorkerStub], Awaitable[_T]]) -> tuple[list[_T], list[str]]:
         """What every known worker answers, and the ids of those that do not, with why."""

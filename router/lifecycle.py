@@ -95,7 +95,8 @@ class Lifecycle:
         come again. `name`: what workers call it, where that is not the request's id. `after`: the first of the answers
         to this prompt, where this is answer `sequence`, not to be run before that one is prefilled. `resumption`: where
         it begins, and `detokenizer` is."""
-        self._name = name or request_id
+        self.name = name or request_id
+        """To workers."""
         self._after = after
         self._cluster = cluster
         self._prompt_token_ids = prompt_token_ids
@@ -126,7 +127,7 @@ class Lifecycle:
         self._last_plan: Plan | None = None
         self._compat_digest = resumption.compat_digest
         """Of the decode worker of the last plan."""
-        self._room: TakenRoom | None = None
+        self.room: TakenRoom | None = None
         """Of the running attempt."""
         self._num_frees_when_asked = 0
         """Of the decode worker, when the running attempt was sent to it (see `WorkerHandle.note_busy`)."""
@@ -216,17 +217,17 @@ class Lifecycle:
             match action:
                 case SendCancel(worker, attempt):
                     self._send_cancel(worker, attempt)
-                case NoteSuccess(who) if self._room is not None:
-                    self._cluster.pool.note_success(who, self._room)
-                case NoteFault(who) if self._room is not None:
-                    self._cluster.pool.note_fault(who, self._room)
+                case NoteSuccess(who) if self.room is not None:
+                    self._cluster.pool.note_success(who, self.room)
+                case NoteFault(who) if self.room is not None:
+                    self._cluster.pool.note_fault(who, self.room)
 
     def _enter_queue(self, action: EnterQueue) -> None:
         if self._state.num_failures > self._num_failures:
             self._num_failures = self._state.num_failures
             self._cluster.metrics.retried(has_begun=bool(self._state.token_ids))
-        if self._room is not None:
-            self._room.end()
+        if self.room is not None:
+            self.room.end()
         self._waiting = asyncio.create_task(self._wait_for_plan(action))
 
     async def _wait_for_plan(self, action: EnterQueue) -> None:
@@ -241,7 +242,7 @@ class Lifecycle:
             else:
                 self._cached = self._after._cached
             forecast.queued(time.monotonic())
-            self._room = await queue.wait_for_plan(
+            self.room = await queue.wait_for_plan(
                 num_tokens=len(token_ids),
                 num_cached_blocks=self._cached,
                 avoid=action.avoid,
@@ -259,9 +260,9 @@ class Lifecycle:
             self._events.put_nowait(Stopped(inference_pb.FINISH_REASON_ERROR, error))
             return
         forecast.planned(len(token_ids), time.monotonic(), is_last=not len(queue))
-        self._last_plan = self._room.plan
-        self._compat_digest = self._room.compat_digest
-        self._events.put_nowait(Planned(self._room.plan))
+        self._last_plan = self.room.plan
+        self._compat_digest = self.room.compat_digest
+        self._events.put_nowait(Planned(self.room.plan))
 
     def _command_to(self, key: WorkerKey, **command: Any) -> pb.PrefillCommand | pb.DecodeCommand:
         """In the words of the worker's role. One that is gone hears none."""
@@ -280,20 +281,20 @@ class Lifecycle:
         if handle is None or handle.session is None or handle.session.is_lost:
             self._events.put_nowait(WorkerLost(key))
             return
-        handle.session.attach(self._name, self._events.put_nowait)
+        handle.session.attach(self.name, self._events.put_nowait)
         handle.session.send(command)
 
     def _send_cancel(self, key: WorkerKey, attempt: int) -> None:
         handle = self._cluster.pool.get(key)
         if handle is None or handle.session is None:
             return
-        handle.session.detach(self._name)
-        cancel = pb.Cancel(request_id=self._name, attempt=attempt)
+        handle.session.detach(self.name)
+        cancel = pb.Cancel(request_id=self.name, attempt=attempt)
         handle.session.send(self._command_to(key, cancel=cancel))
 
     def _engine_request(self) -> pb.EngineRequest:
         return pb.EngineRequest(
-            request_id=self._name,
+            request_id=self.name,
             attempt=self._state.attempt,
             prompt_token_ids=self._prompt_token_ids,
             output_token_ids=self._state.token_ids,
@@ -315,7 +316,7 @@ class Lifecycle:
 
     def _note(self, said: WorkerSaid) -> None:
         """What workers' room and the account have to know: nothing here decides what happens to the request."""
-        plan, room = self._state.plan, self._room
+        plan, room = self._state.plan, self.room
         if plan is None or room is None or said.event.attempt != self._state.attempt:
             return  # of an attempt that is over
         match said.event.WhichOneof("event"):
@@ -338,14 +339,14 @@ class Lifecycle:
             self._waiting.cancel()
         if not len(self._cluster.queue):
             forecast.nobody_waits()
-        if self._room is not None:
-            was_settled = self._room.is_settled
-            self._room.end()
+        if self.room is not None:
+            was_settled = self.room.is_settled
+            self.room.end()
             if not was_settled:
                 self._cluster.queue.dispatch()  # what was counted as taken is free, though no worker says so
         for handle in self._cluster.pool.handles:
             if handle.session is not None:
-                handle.session.detach(self._name)
+                handle.session.detach(self.name)
 
     # -- what the client gets -----------------------------------------------------------------------------------
 

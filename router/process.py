@@ -109,6 +109,7 @@ class Router:
             router_id=router_id,
             cluster=cluster,
             num_running=lambda: self._inference.num_running,
+            running=lambda: self._inference.running,
             is_registry_reachable=lambda: self._directory.is_reachable,
         )
         self._server.add(add_ClusterServicer_to_server, cluster_servicer, CLUSTER_SERVICE)

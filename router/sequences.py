@@ -49,18 +49,18 @@ class Sequences:
 
     def __init__(self, lifecycles: Sequence[Lifecycle], *, is_streaming: bool) -> None:
         """`lifecycles`: the first, and those that follow it. Not streaming: one message for each."""
-        self._lifecycles = lifecycles
+        self.lifecycles = lifecycles
         self._is_streaming = is_streaming
         self._is_prefilled = asyncio.Event()
 
     def stop(self, stopped: Stopped) -> None:
         """End them from outside: Abort."""
-        for lifecycle in self._lifecycles:
+        for lifecycle in self.lifecycles:
             lifecycle.stop(stopped)
 
     def run(self) -> Responses:
         """The messages of all, as they come. Raises the first error that ends one of them."""
-        first, *others = self._lifecycles
+        first, *others = self.lifecycles
         if not others:
             return self._messages(first.run())
         streams = [self._messages(self._first(first)), *(self._messages(self._other(each)) for each in others)]

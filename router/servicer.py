@@ -76,6 +76,11 @@ class InferenceServicer(InferenceServicerBase):  # type: ignore[misc]
     def num_running(self) -> int:
         return len(self._running)
 
+    @property
+    def running(self) -> list[Lifecycle]:
+        """Life cycles of the answers that are being made."""
+        return [each for sequences in self._running.values() if sequences is not None for each in sequences.lifecycles]
+
     async def drain(self) -> None:
         """Refuse new requests; return when the last running one has ended."""
         self._is_draining = True

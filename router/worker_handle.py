@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import grpc
@@ -106,12 +106,15 @@ class TakenRoom:
         num_blocks_held: int = 0,
         num_blocks_shared: int = 0,
         trials: Sequence[Trial] = (),
+        on_end: Callable[[TakenRoom], None] = lambda _: None,
     ) -> None:
         """`num_tokens`: of the prompt, of which whoever computes it has `num_cached_tokens` already. `num_blocks_held`:
         of the prompt's, that the decode worker has; `num_blocks_shared`: of these, in use by others all along."""
         is_stay = decode.record.role == pb.Role.ROLE_PREFILL
         self.plan = Plan(decode.key, prefill.key if prefill else None, is_stay=is_stay)
+        self.num_tokens = num_tokens
         self.trials = tuple(trials)
+        self._on_end = on_end
         self.compat_digest = decode.record.compat_digest
         self._decode: WorkerHandle | None = decode
         self._prefiller: WorkerHandle | None = prefill or decode
@@ -125,6 +128,14 @@ class TakenRoom:
         self._prefiller.num_prefill_tokens += self._num_tokens
         self.num_tokens_to_compute = self._prefiller.num_queued_tokens
         """At the worker that computes the prompt, with what is before it there."""
+
+    def num_blocks_at(self, handle: WorkerHandle) -> int:
+        """Counted as taken there by this plan."""
+        return self._num_blocks if self._decode is handle else 0
+
+    def num_tokens_at(self, handle: WorkerHandle) -> int:
+        """Counted as to be prefilled there by this plan."""
+        return self._num_tokens if self._prefiller is handle else 0
 
     @property
     def is_settled(self) -> bool:
@@ -148,3 +159,4 @@ class TakenRoom:
         self.settle()
         for trial in self.trials:
             trial.end()
+        self._on_end(self)

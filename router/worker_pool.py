@@ -80,6 +80,8 @@ class WorkerPool:
         self._kind: str | None = None
         """The compat digest of those that new requests went to last."""
         self._handles: dict[WorkerKey, WorkerHandle] = {}
+        self.rooms: set[TakenRoom] = set()
+        """Of the attempts that are under way."""
         self._tasks: set[asyncio.Task[None]] = set()
         self._is_closed = False
 
@@ -235,7 +237,7 @@ class WorkerPool:
             names += [plan.prefill.worker_id, _name_of(plan)]
         trials = [self._ejections.begin(name, now_s) for name in names]
         decode_handle = self._handles[plan.decode]
-        return TakenRoom(
+        room = TakenRoom(
             decode_handle,
             prefill,
             request.num_tokens,
@@ -243,7 +245,10 @@ class WorkerPool:
             num_blocks_held=request.num_cached_blocks.get(plan.decode, 0),
             num_blocks_shared=request.num_shared_blocks(plan.decode),
             trials=trials,
+            on_end=self.rooms.discard,
         )
+        self.rooms.add(room)
+        return room
 
     def _is_set_aside(self, handle: WorkerHandle, now_s: float) -> bool:
         return self._ejections.is_set_aside(handle.record.worker_id, now_s)

@@ -74,6 +74,11 @@ class WorkerSession:
     def num_requests(self) -> int:
         return len(self._inboxes)
 
+    @property
+    def names(self) -> set[str]:
+        """Of the requests whose events are waited for."""
+        return set(self._inboxes)
+
     def attach(self, request_id: str, inbox: Inbox) -> None:
         """From now on the worker's events of `request_id` go to `inbox`."""
         self._inboxes[request_id] = inbox

@@ -120,6 +120,7 @@ def audit_problems(audit: ClusterAudit) -> list[str]:
                 f"{worker.worker_id}: {num_owned} blocks have an owner, the pool has {worker.blocks.num_blocks}"
             )
         problems += [f"{worker.worker_id}: {problem}" for problem in worker.problems]
+    problems += [f"{audit.router_id}: {problem}" for problem in audit.problems]
     problems += [f"unreachable: {line}" for line in audit.unreachable]
     if not audit.workers and not audit.unreachable:
         problems.append("the router knows no worker")

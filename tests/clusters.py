@@ -37,7 +37,7 @@ class RunningCluster:
         """What an audit finds: books that do not balance, workers that do not answer, blocks that are not at rest."""
         with Client(self.address) as client:
             audit = client.audit()
-        problems = list(audit.unreachable)
+        problems = [*audit.unreachable, *audit.problems]
         for worker in audit.workers:
             blocks = worker.blocks
             problems += [f"{worker.worker_id}: {problem}" for problem in worker.problems]

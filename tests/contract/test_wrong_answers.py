@@ -92,10 +92,13 @@ async def test_a_worker_that_talks_nonsense_is_unreachable_for_operators() -> No
     server, address = await serving("tandem.v1.Worker", GetStatus=garbage, Audit=garbage)
     async with open_channel(address) as channel:
         handle = SimpleNamespace(channel=channel, record=pb.WorkerRecord(worker_id="w", address="a"))
-        pool = SimpleNamespace(handles=[handle], ejected=[], apart=[], of_another_kind=[], not_connected=[])
+        handle.session, handle.num_planned_blocks, handle.num_prefill_tokens = None, 0, 0
+        pool = SimpleNamespace(
+            handles=[handle], rooms=set(), ejected=[], apart=[], of_another_kind=[], not_connected=[]
+        )
         cluster: Any = SimpleNamespace(pool=pool, queue=_EmptyQueue())
         servicer = ClusterServicer(
-            router_id="r", cluster=cluster, num_running=lambda: 0, is_registry_reachable=lambda: True
+            router_id="r", cluster=cluster, num_running=lambda: 0, running=list, is_registry_reachable=lambda: True
         )
         context: Any = None
         for answer in (

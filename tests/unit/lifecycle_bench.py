@@ -43,6 +43,10 @@ class ScriptedSession:
     def num_requests(self) -> int:
         return len(self.inboxes)
 
+    @property
+    def names(self) -> set[str]:
+        return set(self.inboxes)
+
     def attach(self, request_id: str, inbox: Inbox) -> None:
         self.inboxes[request_id] = inbox
 

@@ -123,6 +123,10 @@ def test_an_audit_that_balances_has_no_problems() -> None:
             worker_pb.ClusterAudit(workers=[worker_pb.WorkerAudit(worker_id="w", problems=["block 7 is free twice"])]),
             "w: block 7 is free twice",
         ),
+        (
+            worker_pb.ClusterAudit(workers=[audit_of()], router_id="r", problems=["room on w is nobody's"]),
+            "r: room on w is nobody's",
+        ),
         (worker_pb.ClusterAudit(workers=[audit_of()], unreachable=["w2: UNAVAILABLE"]), "unreachable: w2: UNAVAILABLE"),
         (worker_pb.ClusterAudit(), "the router knows no worker"),
     ],

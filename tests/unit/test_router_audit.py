@@ -1,0 +1,109 @@
+"""What a router counts as taken, or listens for, belongs to a request that runs."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any, cast
+
+import pytest
+from lifecycle_bench import PROMPT, Bench, load, settle
+
+from protos import tandem_worker_pb2 as pb
+from router.audit import find_ownerless
+from router.cluster_servicer import ClusterServicer
+from router.lifecycle import Cluster, Lifecycle
+from router.prefix_lookup import PrefixLookup
+from router.request_events import WorkerKey
+
+
+def ownerless(bench: Bench, *running: Lifecycle) -> list[str]:
+    return list(find_ownerless(bench.pool, bench.queue, running).values())
+
+
+async def read(lifecycle: Lifecycle) -> None:
+    async for _ in lifecycle.run():
+        pass
+
+
+async def test_all_that_a_request_holds_is_its_own_and_nothing_is_left() -> None:
+    bench = Bench(with_prefill=True)
+    lifecycle = bench.lifecycle("r")
+    task = asyncio.create_task(read(lifecycle))
+    await settle()
+    assert bench.pool.rooms == {lifecycle.room}
+    assert ownerless(bench, lifecycle) == []
+    assert sorted(ownerless(bench)) == [
+        "events of 'r' at d are waited for by nobody",
+        f"room on d for a prompt of {len(PROMPT)} tokens is nobody's",
+    ]
+    task.cancel()
+    await asyncio.wait([task])
+    assert ownerless(bench) == []
+    assert not bench.pool.rooms
+
+
+class ForgetsCancels:
+    """As a lookup in Redis did, on Python 3.11: whoever is cancelled meanwhile goes on."""
+
+    async def longest_match(self, token_ids: list[int]) -> dict[WorkerKey, int]:
+        try:
+            await asyncio.sleep(60)
+        except asyncio.CancelledError:
+            return {}
+        raise AssertionError("not cancelled")
+
+
+async def test_room_that_is_taken_for_a_client_that_has_left_is_found() -> None:
+    bench = Bench()
+    shared = bench.cluster
+    bench.cluster = Cluster(
+        shared.pool, shared.queue, cast(PrefixLookup, ForgetsCancels()), shared.budget, shared.forecast, shared.metrics
+    )
+    asked = bench.request("r")
+    await settle()
+    await asked.leave()
+    await settle()
+    assert ownerless(bench) == [f"room on d for a prompt of {len(PROMPT)} tokens is nobody's"]
+
+
+@pytest.mark.parametrize("slip", ["num_planned_blocks", "num_prefill_tokens"])
+async def test_counts_that_do_not_add_up_are_found(slip: str) -> None:
+    bench = Bench()
+    setattr(bench.decode, slip, 3)
+    (problem,) = ownerless(bench)
+    assert problem.startswith("d is counted as having ")
+    bench = Bench()
+    bench.queue.num_tokens += 7
+    assert ownerless(bench) == ["the queue is empty and counts 7 tokens"]
+
+
+async def test_who_waits_in_the_queue_holds_nothing() -> None:
+    bench = Bench()
+    bench.decode.set_load(load(0))
+    asked = bench.request("r")
+    await settle()
+    assert len(bench.queue) == 1
+    assert ownerless(bench) == []
+    await asked.leave()
+    assert ownerless(bench) == []
+
+
+async def test_an_audit_tells_what_it_finds_twice() -> None:
+    """Once may be between two steps of the loop: planned, and its request has not heard of it yet."""
+    bench = Bench()
+    servicer = ClusterServicer(
+        router_id="r", cluster=bench.cluster, num_running=lambda: 0, running=list, is_registry_reachable=lambda: True
+    )
+
+    async def audit(*, and_meanwhile: Any = lambda: None) -> list[str]:
+        async def ask_all(ask: Any) -> tuple[list[pb.WorkerAudit], list[str]]:
+            and_meanwhile()
+            return [], []
+
+        servicer._ask_all = ask_all  # type: ignore[method-assign,assignment]
+        return list((await servicer.Audit(pb.AuditRequest(), cast(Any, None))).problems)
+
+    assert await audit() == []
+    bench.queue.num_tokens = 5
+    assert await audit() == ["the queue is empty and counts 5 tokens"]
+    assert await audit(and_meanwhile=lambda: setattr(bench.queue, "num_tokens", 0)) == []
