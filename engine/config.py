@@ -36,7 +36,7 @@ class ModelConfig:
     dtype: str
     """"float32", "bfloat16" or "float16", resolved."""
     quantization: str
-    """Of the weights of layers' products: "none", "fp8" or "int8", resolved (engine/quantization.py)."""
+    """Of the weights of layers' products: "none", "fp8", "int8" or "stored", resolved (engine/quantization.py)."""
     max_model_len: int
     """Prompt and answer together, in tokens."""
     vocab_size: int
@@ -139,10 +139,9 @@ class EngineArgs:
     quantization: str = field(
         default="auto",
         metadata={
-            "help": "Weights of the layers' products: auto (as the checkpoint has them; on a CPU, and with scales of "
-            "blocks, none), none (those in 8 bits are widened when loaded), int8 (weights alone, anywhere) or fp8 "
-            "(activations too; GPUs of compute capability 8.9 or later). What is not so in the checkpoint is quantised "
-            "when loaded."
+            "help": "Weights of the layers' products: auto (each as the checkpoint has it; on a CPU none), none (those "
+            "in 8 bits are widened when loaded), int8 (weights alone, anywhere) or fp8 (activations too; GPUs of "
+            "compute capability 8.9 or later). What is not so in the checkpoint is quantised when loaded."
         },
     )
     kv_cache_dtype: str = field(

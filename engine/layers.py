@@ -8,43 +8,14 @@ Shapes: T tokens, N heads, H head dim.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F  # noqa: N812
 
 from engine.models.rope_config import RopeConfig
-
-
-@dataclass(frozen=True, slots=True)
-class RowScaled:
-    """A weight in 8 bits as a checkpoint has it: `weight * scale` of each output. Products in the same take it so."""
-
-    weight: torch.Tensor
-    """[outputs, inputs], int8 or float8_e4m3fn."""
-    scale: torch.Tensor
-    """[outputs], float32."""
-    dtype: torch.dtype
-    """Of the model: what the weight stands for."""
-
-    def dequantized(self) -> torch.Tensor:
-        return (self.weight.float() * self.scale[:, None]).to(self.dtype)
-
-
-Weight = torch.Tensor | RowScaled
-"""[outputs, inputs]. `RowScaled` where the products to be made are in 8 bits, and nowhere else."""
-
-
-def stacked(weights: Sequence[Weight]) -> Weight:
-    """Weights of the same inputs, one below the other: in 8 bits where all are."""
-    scaled = [weight for weight in weights if isinstance(weight, RowScaled)]
-    if len(scaled) < len(weights):
-        return torch.cat([weight.dequantized() if isinstance(weight, RowScaled) else weight for weight in weights])
-    # As bytes: not every device can put 8-bit floats together.
-    as_bytes = torch.cat([each.weight.view(torch.uint8) for each in scaled])
-    scale = torch.cat([each.scale for each in scaled])
-    return RowScaled(as_bytes.view(scaled[0].weight.dtype), scale, scaled[0].dtype)
+from engine.scaled_weight import Weight, stacked
 
 
 class Linear:
@@ -68,6 +39,8 @@ class Linear:
         return F.linear(x, self._weight, self._bias)
 
 
+MakeLinear = Callable[..., Linear]
+"""Makes the product with a weight and, where there is one, a bias. Called as `Linear` is."""
 _packed_linear = torch.ops.mkldnn._linear_pointwise
 
 
@@ -102,7 +75,7 @@ class GatedLinear:
         up: Weight,
         gate_bias: torch.Tensor | None,
         up_bias: torch.Tensor | None,
-        linear: type[Linear] = Linear,
+        linear: MakeLinear = Linear,
     ) -> None:
         """Either both have a bias or neither. `linear`: what makes the product."""
         bias = None if gate_bias is None or up_bias is None else torch.cat((gate_bias, up_bias))

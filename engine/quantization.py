@@ -1,11 +1,13 @@
 """Weights in 8 bits: what they are, where they can be, and the layers that multiply with them.
 
-Quantised when loaded, with one scale per output channel, or taken as the checkpoint has them in such a form
-(`RowScaled`). Products of layers alone: embeddings, norms and the logits' product keep the model's dtype, as in vLLM.
+Quantised when loaded, with one scale per output channel, or taken as the checkpoint has them (`ScaledWeight`).
+Products of layers alone: embeddings, norms and the logits' product keep the model's dtype, as in vLLM.
 `Parts.with_products` puts them into a decoder.
 
-    int8   weights alone, on any device: activations keep their dtype
-    fp8    weights, and activations, per token, as they come: float8_e4m3fn (engine/float8.py) on a GPU's tensor cores
+    int8     weights alone, on any device: activations keep their dtype
+    fp8      weights, and activations, per token, as they come: float8_e4m3fn (engine/float8.py) on tensor cores
+    stored   each weight as it is in the checkpoint: one of these, or 8 bits with a scale for each group of inputs
+             (weights alone), or plain where the checkpoint has left it so
 
 What is stored depends on the weights and nothing else, so that two engines with equal weights compute with equal ones.
 
@@ -14,18 +16,23 @@ Shapes: T tokens, N outputs, K inputs of a product.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 import torch.nn.functional as F  # noqa: N812
 
 from engine.cache_dir import report
 from engine.float8 import MAX_FLOAT8, saturated_float8, why_no_float8
-from engine.layers import Linear, RowScaled, Weight
+from engine.layers import Linear, MakeLinear
 from engine.models.decoder_config import DecoderConfig
-from engine.models.stored_weights import StoredWeights
+from engine.models.stored_weights import AS_STORED, StoredWeights
+from engine.scaled_weight import ScaledWeight, Weight
 
 MAX_INT8 = 127
 FLOAT8_GRAIN = 16
 """Divides both sides of a weight that tensor cores multiply in 8 bits: `torch._scaled_mm` asks for it."""
+GROUP_GRAIN = 16
+"""Divides what a kernel for groups of inputs takes at once: as few as tensor cores multiply."""
 MAX_PACKED_ROWS = 16
 """Of `torch._weight_int8pack_mm` on a CPU: with more, widening the whole weight first takes less. On a GPU it computes
 an output per thread or warp, and is not used."""
@@ -45,8 +52,9 @@ def resolve_quantization(
     dtype: str,
     model: DecoderConfig,
 ) -> str:
-    """What layers multiply with: "none", "int8" or "fp8". "auto" is what the checkpoint has, where its numbers can stay
-    what they are; where they cannot, or a CPU computes, they are widened, and that is said.
+    """What layers multiply with: "none", "int8", "fp8" or "stored". "auto" is the last, where a checkpoint has
+    weights in 8 bits and its numbers can stay what they are; where they cannot, or a CPU computes, all are widened, and
+    that is said.
 
     `capability`: of the GPU, None where the device has none. Raises `ValueError` where what is asked for by name cannot
     work.
@@ -59,16 +67,14 @@ def resolve_quantization(
         return asked
     if not stored.quantizations:
         return "none"
-    own = stored.quantizations[0]
     why_not = "a CPU computes faster so" if device == "cpu" else ""
-    why_not = why_not or why_no_quantization(own, capability=capability, dtype=dtype, model=model)
-    if not why_not and len(stored.quantizations) > 1:
-        why_not = "all products of an engine are in one form"
-    if not why_not and stored.block is not None:
-        why_not = f"products take a scale for each output; give {own} to have weights rounded once more"
+    for own in stored.quantizations:
+        why_not = why_not or why_no_quantization(own, capability=capability, dtype=dtype, model=model)
+    if not why_not and stored.block is not None and stored.block[1] % GROUP_GRAIN:
+        why_not = f"inputs that share a scale must be a multiple of {GROUP_GRAIN}, are {stored.block[1]}"
     if why_not:
         report(f"weights in {stored.name} are widened to {dtype}: {why_not}")
-    return "none" if why_not else own
+    return "none" if why_not else AS_STORED
 
 
 def why_no_quantization(
@@ -133,8 +139,9 @@ class Int8Linear(Linear):
     """`x @ (weight * scale).T + bias`, the weight in int8, everything else in x's dtype."""
 
     def __init__(self, weight: Weight, bias: torch.Tensor | None = None) -> None:
-        if isinstance(weight, RowScaled):
-            self.weight_NK, self.scale_N = weight.weight, _narrowed(weight.scale, weight.dtype)
+        if isinstance(weight, ScaledWeight):
+            assert not weight.has_groups
+            self.weight_NK, self.scale_N = weight.weight, _narrowed(weight.scale[:, 0], weight.dtype)
         else:
             self.weight_NK, self.scale_N = quantize_int8(weight)
         self.bias = bias
@@ -161,8 +168,9 @@ class Float8Linear(Linear):
     """`(x8 @ weight8.T) * scale of row * scale of output + bias`: both operands in 8 bits, added up in float32."""
 
     def __init__(self, weight: Weight, bias: torch.Tensor | None = None) -> None:
-        if isinstance(weight, RowScaled):
-            self.weight_NK, self.scale_1N = weight.weight, weight.scale[None, :]
+        if isinstance(weight, ScaledWeight):
+            assert not weight.has_groups
+            self.weight_NK, self.scale_1N = weight.weight, weight.scale.T.contiguous()
         else:
             _check_finite(weight.abs().amax(dim=1))
             self.weight_NK, scale_N1 = quantize_float8(weight)
@@ -181,4 +189,37 @@ class Float8Linear(Linear):
         return quantize_float8(x_TK)
 
 
-QUANTIZED_LINEARS: dict[str, type[Linear]] = {"int8": Int8Linear, "fp8": Float8Linear}
+class GroupScaledLinear(Linear):
+    """`x @ (weight * scale).T + bias`, a scale for each output and group of inputs; all but the weight in x's dtype."""
+
+    def __init__(self, weight: Weight, bias: torch.Tensor | None = None) -> None:
+        assert isinstance(weight, ScaledWeight)
+        self.weight = weight
+        self.bias = bias
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        return F.linear(x, self.weight.dequantized(), self.bias)
+
+
+@dataclass(frozen=True, slots=True)
+class QuantizedLinears:
+    """What multiplies with weights in 8 bits on some device."""
+
+    int8: type[Int8Linear] = Int8Linear
+    fp8: type[Float8Linear] = Float8Linear
+    groups: type[GroupScaledLinear] = GroupScaledLinear
+
+    def of(self, quantization: str) -> MakeLinear:
+        """For all products of layers. `quantization`: resolved, and not "none"."""
+        makers: dict[str, MakeLinear] = {"int8": self.int8, "fp8": self.fp8, AS_STORED: self.as_stored}
+        return makers[quantization]
+
+    def as_stored(self, weight: Weight, bias: torch.Tensor | None = None) -> Linear:
+        if isinstance(weight, torch.Tensor):
+            return Linear(weight, bias)
+        if weight.has_groups:
+            return self.groups(weight, bias)
+        return self.int8(weight, bias) if weight.weight.dtype == torch.int8 else self.fp8(weight, bias)
+
+
+QUANTIZED_LINEARS = QuantizedLinears()

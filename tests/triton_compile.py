@@ -33,7 +33,7 @@ from engine.attention.triton_latents import TritonLatentAttention
 from engine.kernels.gpu.copy_rows import copy_rows
 from engine.kernels.gpu.digest import block_digests
 from engine.kernels.gpu.draw import draw
-from engine.kernels.gpu.eight_bits import int8_product, quantize_rows
+from engine.kernels.gpu.eight_bits import quantize_rows, scaled_product, widen
 from engine.kernels.gpu.pointwise import add_rms_norm, silu_multiply
 from engine.kernels.gpu.rotate import rotate_and_store
 from engine.layers import LatentProjection, RMSNorm, RotaryEmbedding
@@ -144,7 +144,15 @@ def compile_rest(dtype: torch.dtype) -> None:
 def compile_int8_products(num_rows: int) -> None:
     """Of a decoding step of Llama-3.1-8B: q, k and v."""
     x, scale = torch.zeros(num_rows, 4096, dtype=torch.bfloat16), torch.ones(6144, dtype=torch.bfloat16)
-    int8_product(x, torch.zeros(6144, 4096, dtype=torch.int8), scale, None)
+    scaled_product(x, torch.zeros(6144, 4096, dtype=torch.int8), scale, None)
+
+
+def compile_products_of_groups(num_rows: int) -> None:
+    """The same in 8-bit floats, blocks of 128 inputs."""
+    x, scale = torch.zeros(num_rows, 4096, dtype=torch.bfloat16), torch.ones(6144, 32)
+    weight = torch.zeros(6144, 4096, dtype=torch.float8_e4m3fn)
+    scaled_product(x, weight, scale, None, 128)
+    widen(weight, scale, 128, torch.bfloat16)
 
 
 def compile_draws(dtype: torch.dtype) -> None:
@@ -192,6 +200,7 @@ def main() -> None:
     cases["8-bit pool"] = lambda: compile_rotation(128, torch.bfloat16, True, torch.float8_e4m3fn)
     for num_rows in (16, 32, 64, 256):
         cases[f"{num_rows} rows"] = lambda num_rows=num_rows: compile_int8_products(num_rows)  # type: ignore[misc]
+        cases[f"{num_rows} rows, groups"] = lambda num_rows=num_rows: compile_products_of_groups(num_rows)  # type: ignore[misc]
     cases["bfloat16"] = lambda: compile_rest(torch.bfloat16)
     for dtype in (torch.bfloat16, torch.float32):
         cases[f"draws {name_of(dtype)}"] = lambda dtype=dtype: compile_draws(dtype)  # type: ignore[misc]

@@ -2,7 +2,8 @@
 
 torch's (cuBLAS) in bfloat16, as engines use it, and with cuBLASLt; our kernel over the same weight, to see whether it
 would be better; our kernel over int8, as engines with int8 weights use it, and the launch configurations to choose
-among; torch's in fp8; and of one row by a kernel that is not in use (`one_row.py`).
+among; the same over fp8 with a scale for each group of inputs; torch's in fp8; and of one row by a kernel that is not
+in use (`one_row.py`).
 """
 
 from __future__ import annotations
@@ -19,12 +20,15 @@ from benchmarks.gpu_parts.rows import Row
 from benchmarks.gpu_parts.runner import NotRun, Setting
 from benchmarks.gpu_parts.timing import cache_bytes, num_sets, seconds_of
 from benchmarks.gpu_parts.variants import Job, timed_row, variant_rows
+from engine.float8 import why_no_float8
 from engine.kernels.gpu import why_no_triton
 from engine.quantization import Float8Linear, quantize_int8
 
 if TYPE_CHECKING:
-    from engine.kernels.gpu.eight_bits import Int8Config
+    from engine.kernels.gpu.eight_bits import ProductConfig
 
+GROUP_SIZE = 128
+"""Inputs that share a scale in checkpoints of DeepSeek-V3 and Qwen3. Each is a float32: 3 % more bytes than counted."""
 TARGET = 0.85
 """Share of the copy: what the whole step aims at."""
 INT8_VARIANTS: tuple[dict[str, int], ...] = (
@@ -50,14 +54,14 @@ def measure(setting: Setting) -> Iterator[Row]:
         raise NotRun(f"the rest is not: {why_not}")
     from benchmarks.gpu_parts.one_row import VARIANTS as ONE_ROW_VARIANTS
     from benchmarks.gpu_parts.one_row import OneRowConfig, one_row_job
-    from engine.kernels.gpu.eight_bits import Int8Config
+    from engine.kernels.gpu.eight_bits import ProductConfig
 
     # Triton's interpreter does not compute bfloat16.
     dtype = torch.bfloat16 if setting.device == "cuda" else torch.float32
-    jobs: list[tuple[Job, Int8Config]] = []
+    jobs: list[tuple[Job, ProductConfig]] = []
     for name, num_outputs, num_inputs in sizes.model.products:
         for num_rows in sizes.product_rows:
-            config = Int8Config.of(num_rows, dtype.itemsize)
+            config = ProductConfig.of(num_rows, dtype.itemsize)
             size = num_rows, num_outputs, num_inputs
             what = f"{name} {num_outputs} x {num_inputs}, {num_rows} rows"
             yield timed_row(kernel_job(f"{what}, our kernel", size, dtype, dtype, setting), config, setting)[0]
@@ -66,6 +70,9 @@ def measure(setting: Setting) -> Iterator[Row]:
             job = kernel_job(f"{what}, int8", size, torch.int8, dtype, setting)
             yield timed_row(job, config, setting)[0]
             jobs.append((job, config))
+            if num_inputs % GROUP_SIZE == 0 and not _why_no_float8(setting):
+                job = kernel_job(f"{what}, fp8, groups", size, torch.float8_e4m3fn, dtype, setting)
+                yield timed_row(job, config, setting)[0]
     one_row_jobs = [
         one_row_job(f"{name} {n} x {k}, 1 rows, row by row", n, k, dtype, setting.known.get(floors.COPY), setting)
         for name, n, k in sizes.model.products
@@ -77,6 +84,10 @@ def measure(setting: Setting) -> Iterator[Row]:
         yield from variant_rows(job, OneRowConfig(), ONE_ROW_VARIANTS[: sizes.num_variants], setting)
     for job, config in jobs:
         yield from variant_rows(job, config, INT8_VARIANTS[: sizes.num_variants], setting)
+
+
+def _why_no_float8(setting: Setting) -> str:
+    return why_no_float8(torch.cuda.get_device_capability()) if setting.device == "cuda" else ""
 
 
 def other_library_row(what: str, num_rows: int, num_outputs: int, num_inputs: int, setting: Setting) -> Row:
@@ -96,12 +107,13 @@ def kernel_job(
     what: str, size: tuple[int, int, int], weight_dtype: torch.dtype, dtype: torch.dtype, setting: Setting
 ) -> Job:
     """`size`: rows, outputs, inputs. The kernel widens whatever a weight is in: bfloat16 becomes itself."""
-    from engine.kernels.gpu.eight_bits import int8_product
+    from engine.kernels.gpu.eight_bits import scaled_product
 
     num_rows, num_outputs, num_inputs = size
     num_bytes = num_outputs * num_inputs * weight_dtype.itemsize
+    group_size = GROUP_SIZE if weight_dtype == torch.float8_e4m3fn else None
 
-    def launches(config: Int8Config) -> tuple[list[Callable[[], object]], torch.Tensor]:
+    def launches(config: ProductConfig) -> tuple[list[Callable[[], object]], torch.Tensor]:
         torch.manual_seed(1)
         x = torch.randn(num_rows, num_inputs, device=setting.device).to(dtype)
         works: list[Callable[[], object]] = []
@@ -109,8 +121,10 @@ def kernel_job(
         for _ in range(num_sets(num_bytes, cache_bytes(setting.device))):
             weight, scale = random_weight(num_outputs, num_inputs, weight_dtype, dtype, setting)
             if not works:
-                result = int8_product(x, weight, scale, None, config)
-            works.append(lambda weight=weight, scale=scale: int8_product(x, weight, scale, None, config))  # type: ignore[misc]
+                result = scaled_product(x, weight, scale, None, group_size, config)
+            works.append(
+                lambda weight=weight, scale=scale: scaled_product(x, weight, scale, None, group_size, config)  # type: ignore[misc]
+            )
         return works, result
 
     return Job(
@@ -126,6 +140,8 @@ def random_weight(
     weight = torch.randn(num_outputs, num_inputs, device=setting.device).to(dtype)
     if weight_dtype == torch.int8:
         return quantize_int8(weight)
+    if weight_dtype == torch.float8_e4m3fn:
+        return weight.to(weight_dtype), torch.rand(num_outputs, num_inputs // GROUP_SIZE, device=setting.device)
     return weight, torch.ones(num_outputs, device=setting.device, dtype=dtype)
 
 

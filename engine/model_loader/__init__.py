@@ -97,14 +97,16 @@ def load_model(config: EngineConfig, backend: PagedBackend[Any]) -> Decoder:
 
 
 def _weights_of(config: EngineConfig) -> Weights:
-    from engine.model_loader.eight_bit_weights import EightBitWeights
+    from engine.model_loader.eight_bit_weights import DummyEightBitWeights, EightBitWeights
     from engine.model_loader.weights import DummyWeights, SafetensorsWeights
-    from engine.models.stored_weights import StoredWeights
+    from engine.models.stored_weights import AS_STORED, StoredWeights
 
     model, device = config.model, config.device.device
-    if config.load.load_format == "dummy":
-        return DummyWeights(config.load.seed, model.dtype, device)
     stored = StoredWeights.from_hf(model.hf_config)
+    if config.load.load_format == "dummy":
+        if model.quantization == AS_STORED:
+            return DummyEightBitWeights(config.load.seed, model.dtype, device, stored)
+        return DummyWeights(config.load.seed, model.dtype, device)
     if not stored.quantizations:
         return SafetensorsWeights(model.path, model.dtype, device)
     return EightBitWeights(model.path, model.dtype, device, stored, model.quantization)
@@ -126,4 +128,4 @@ def _parts_of(config: EngineConfig) -> Parts:
         from engine.kernels.gpu.parts import TRITON_PARTS, TRITON_QUANTIZED_LINEARS
 
         parts, linears = TRITON_PARTS, TRITON_QUANTIZED_LINEARS
-    return parts if quantization == "none" else parts.with_products(linears[quantization])
+    return parts if quantization == "none" else parts.with_products(linears.of(quantization))

@@ -1,8 +1,9 @@
 """Weights of a checkpoint that has them in 8 bits already, with scales beside them: `weight * scale`.
 
 Widened to the engine's dtype while they are read, a tensor at a time, so that every family computes with them as with
-plain ones: in float32, then rounded. Or kept as they are (`RowScaled`) for products in the same 8 bits, which take a
-scale for each output: a scale for a tensor is that of all its outputs, one for a block of inputs is not.
+plain ones: in float32, then rounded. Or kept as they are (`ScaledWeight`): for products in what the checkpoint has, all
+of them; for products in 8 bits that were asked for by name, which take a scale for each output, those that have one: a
+scale for a tensor is that of all its outputs, one for a block of inputs is not.
 
     name             in 8 bits: int8 or float8_e4m3fn [N, K]; in any other type it is a plain weight, without a scale
     name_scale       or name_scale_inv, which is the same: one number, [N], [N, 1], or [blocks of N, blocks of K]
@@ -15,12 +16,14 @@ from __future__ import annotations
 from pathlib import Path
 
 import torch
+import torch.nn.functional as F  # noqa: N812
 
-from engine.layers import RowScaled, Weight
-from engine.model_loader.weights import PLAIN_DTYPES, SafetensorsWeights
-from engine.models.stored_weights import StoredWeights
+from engine.model_loader.weights import PLAIN_DTYPES, DummyWeights, SafetensorsWeights
+from engine.models.stored_weights import AS_STORED, StoredWeights
+from engine.scaled_weight import ScaledWeight, Weight
 
 DTYPES = {"fp8": torch.float8_e4m3fn, "int8": torch.int8}
+LARGEST = {torch.float8_e4m3fn: 448.0, torch.int8: 127.0}
 SCALE_ENDINGS = ("_scale", "_scale_inv")
 NOT_NEEDED = (
     ".input_scale", ".activation_scale", ".input_zero_point", ".q_scale", ".k_scale", ".v_scale", ".kv_scale",
@@ -30,37 +33,38 @@ NOT_NEEDED = (
 one: neither changes a weight."""
 FLOAT8_NAN = 0x7F
 """But for the sign; float8_e4m3fn has no other."""
-MAX_FLOATS = 1 << 22
-"""Widened at once, 16 MiB beside the tensor and what becomes of it. Four times as many take a CPU twice the time."""
 
 
 class EightBitWeights(SafetensorsWeights):
     def __init__(self, folder: Path, dtype: str, device: str, stored: StoredWeights, quantization: str) -> None:
-        """`quantization`: of the engine's products; weights in another form are widened."""
+        """`quantization`: of the engine's products, resolved; weights in another form are widened."""
         super().__init__(folder, dtype, device)
         self._block = stored.block
         self._dtypes = [DTYPES[each] for each in stored.quantizations]
-        self._kept_dtype = DTYPES[quantization] if quantization in stored.quantizations else None
+        self._quantization = quantization
         for suffix in NOT_NEEDED:
             super().ignore(suffix)
 
     def take_product(self, name: str, shape: tuple[int, int]) -> Weight:
-        stored = self._read_stored(name, shape)
-        if stored.dtype == self._kept_dtype:
-            scale = self._scale_of(name, stored)
-            if scale.shape[1] > 1:
-                return self._widened(stored, scale)
-            return RowScaled(stored.contiguous(), scale.expand(len(stored), 1)[:, 0].contiguous(), self.dtype)
-        return self._plain(name, stored).to(self.dtype).contiguous()
+        weight = self._weight_of(name, self._read_stored(name, shape))
+        if isinstance(weight, torch.Tensor):
+            return weight.to(self.dtype).contiguous()
+        return weight if self._is_kept(weight) else weight.dequantized()
 
     def ignore(self, suffix: str) -> None:
         for ending in ("", *SCALE_ENDINGS):
             super().ignore(suffix + ending)
 
     def _read(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
-        return self._plain(name, self._read_stored(name, shape))
+        weight = self._weight_of(name, self._read_stored(name, shape))
+        return weight if isinstance(weight, torch.Tensor) else weight.dequantized()
 
-    def _plain(self, name: str, stored: torch.Tensor) -> torch.Tensor:
+    def _is_kept(self, weight: ScaledWeight) -> bool:
+        if self._quantization == AS_STORED:
+            return True
+        return weight.weight.dtype == DTYPES.get(self._quantization) and not weight.has_groups
+
+    def _weight_of(self, name: str, stored: torch.Tensor) -> Weight:
         if stored.dtype in PLAIN_DTYPES:
             return stored
         if stored.dtype not in self._dtypes or stored.ndim != 2:
@@ -69,21 +73,10 @@ class EightBitWeights(SafetensorsWeights):
                 f"{self._file_of[name]}: {name} is in {stored.dtype} with {stored.ndim} axes; by config.json weights "
                 f"are in {named}, with two"
             )
-        return self._widened(stored, self._scale_of(name, stored))
-
-    def _widened(self, stored_NK: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
-        """[N, K] in the engine's dtype. `scale`: as of `_scale_of`."""
-        num_outputs, num_inputs = stored_NK.shape
-        wide_NK = torch.empty(num_outputs, num_inputs, dtype=self.dtype, device=stored_NK.device)
-        num_rows = max(MAX_FLOATS // max(num_inputs, 1), 1)
-        for start in range(0, num_outputs, num_rows):
-            rows = slice(start, start + num_rows)
-            piece = scale if len(scale) == 1 else scale[rows]
-            if piece.shape[1] > 1:
-                assert self._block is not None
-                piece = piece.repeat_interleave(self._block[1], dim=1)[:, :num_inputs]
-            wide_NK[rows] = stored_NK[rows].float() * piece
-        return wide_NK
+        scale = self._scale_of(name, stored)
+        num_outputs, num_inputs = stored.shape
+        group_size = self._block[1] if self._block is not None and scale.shape[1] > 1 else num_inputs
+        return ScaledWeight(stored.contiguous(), scale.expand(num_outputs, -1).contiguous(), group_size, self.dtype)
 
     def _scale_of(self, name: str, stored_NK: torch.Tensor) -> torch.Tensor:
         """In float32, for each output or all of them, and for each block of inputs or all of them. Raises `ValueError`
@@ -121,6 +114,25 @@ class EightBitWeights(SafetensorsWeights):
         scale: torch.Tensor = self._handle_of[names[0]].get_tensor(names[0])
         self._left.discard(names[0])
         return names[0], scale
+
+
+class DummyEightBitWeights(DummyWeights):
+    """As a checkpoint that has all products of its layers in 8 bits, in the first form that config.json names."""
+
+    def __init__(self, seed: int, dtype: str, device: str, stored: StoredWeights) -> None:
+        super().__init__(seed, dtype, device)
+        self._stored_dtype = DTYPES[stored.quantizations[0]]
+        self._block = stored.block
+
+    def take_product(self, name: str, shape: tuple[int, int]) -> Weight:
+        noise_NK = self._read(name, shape)
+        num_outputs, num_inputs = shape
+        group_size = num_inputs if self._block is None else min(self._block[1], num_inputs)
+        whole = F.pad(noise_NK, (0, -num_inputs % group_size)).view(num_outputs, -1, group_size)
+        scale_NG = whole.abs().amax(dim=2) / LARGEST[self._stored_dtype]
+        quotient_NK = (whole / scale_NG[:, :, None]).view(num_outputs, -1)[:, :num_inputs]
+        stored_NK = quotient_NK.round() if self._stored_dtype == torch.int8 else quotient_NK
+        return ScaledWeight(stored_NK.to(self._stored_dtype).contiguous(), scale_NG, group_size, self.dtype)
 
 
 def _has_nan(float8: torch.Tensor) -> bool:

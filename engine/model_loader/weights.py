@@ -20,7 +20,7 @@ import xxhash
 from safetensors import safe_open
 
 from engine.kv_cache import TORCH_DTYPES
-from engine.layers import Weight
+from engine.scaled_weight import Weight
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"

@@ -12,24 +12,25 @@ from functools import partial
 
 import torch
 
-from engine.layers import GatedLinear, Linear, RMSNorm, Weight, stacked
+from engine.layers import GatedLinear, Linear, MakeLinear, RMSNorm
 from engine.model_loader.weights import Weights
 from engine.models.layer import DecoderLayer, LayerStack, PlainLayers
+from engine.scaled_weight import Weight, stacked
 
 
 @dataclass(frozen=True, slots=True)
 class Parts:
     """What a decoder is made of: plain torch, or what computes the same faster on some device."""
 
-    linear: type[Linear] = Linear
+    linear: MakeLinear = Linear
     gated_linear: Callable[..., GatedLinear] = GatedLinear
     """Called as `GatedLinear` is, without its last argument."""
-    lm_head: type[Linear] = Linear
+    lm_head: MakeLinear = Linear
     rms_norm: type[RMSNorm] = RMSNorm
     stack: Callable[[list[DecoderLayer]], LayerStack] = PlainLayers
     """Makes of the layers what computes them one after the other."""
 
-    def with_products(self, linear: type[Linear]) -> Parts:
+    def with_products(self, linear: MakeLinear) -> Parts:
         """The same parts, but for the products of layers: not that of the logits. Of parts whose `gated_linear` takes
         a `linear`."""
         return replace(self, linear=linear, gated_linear=partial(self.gated_linear, linear=linear))

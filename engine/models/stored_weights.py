@@ -16,6 +16,8 @@ KNOWN = (
 )
 CT_FORMATS = ("float-quantized", "int-quantized", "naive-quantized")
 CT_STRATEGIES = ("tensor", "channel", "block")
+AS_STORED = "stored"
+"""Products in what the checkpoint has, each weight for itself: 8 bits, or plain."""
 QUANTIZATION_OF_TYPE = {"float": "fp8", "int": "int8"}
 
 

@@ -95,23 +95,29 @@ def test_one_prefills_and_another_decodes(
 
 
 @pytest.mark.parametrize(
-    ("form", "quantization"),
-    [("float channel", "fp8"), ("int channel", "int8"), ("fp8 blocks", "none")],
+    "form", ["float channel", "int channel", "fp8 blocks, powers of two", "fp8 blocks", "float block"]
 )
-def test_a_checkpoint_in_8_bits_stays_as_it_is(gpu: PretendGpu, tmp_path: Path, form: str, quantization: str) -> None:
-    """On a GPU, unless its scales are those of blocks: what is multiplied with is what is stored, q, k and v below each
-    other. One prefills and another decodes."""
+def test_a_checkpoint_in_8_bits_stays_as_it_is(gpu: PretendGpu, tmp_path: Path, form: str) -> None:
+    """On a GPU, unless groups are none that kernels take: what is multiplied with is what is stored, q, k and v below
+    each other; a product that was left plain is. One prefills and another decodes."""
     stored, plain = quantized(llama_tensors(WIDE, torch.bfloat16), FORMS[form])
+    name = "model.layers.0.self_attn.o_proj.weight"
+    stored[name] = plain[name] = llama_tensors(WIDE, torch.bfloat16)[name]
+    stored = {each: tensor for each, tensor in stored.items() if not each.startswith(f"{name}_")}
     config = WIDE | {"quantization_config": FORMS[form].quantization_config}
     save_checkpoint(tmp_path, config, stored)
     settings = {"load_format": "auto", "dtype": "bfloat16"}
     one, prefill, decode = (make_engine(tmp_path, config, **settings) for _ in range(3))
-    assert one.config.model.quantization == quantization
-    qkv = one.executor._worker._runner._model._layers._layers[1].attention.qkv  # type: ignore[attr-defined]
-    held = qkv._weight if quantization == "none" else qkv.weight_NK
-    tensors = plain if quantization == "none" else stored
+    block = FORMS[form].block
+    is_kept = block is None or block[1] % 16 == 0
+    assert one.config.model.quantization == ("stored" if is_kept else "none")
+    attention = [layer.attention for layer in one.executor._worker._runner._model._layers._layers]  # type: ignore[attr-defined]
+    qkv: Any = attention[1].qkv
+    held = qkv.weight_NK if hasattr(qkv, "weight_NK") else qkv.weight.weight if is_kept else qkv._weight
+    tensors = stored if is_kept else plain
     expected = torch.cat([tensors[f"model.layers.1.self_attn.{name}_proj.weight"].float() for name in "qkv"])
-    assert held.dtype == (torch.bfloat16 if quantization == "none" else FORMS[form].dtype)
+    assert held.dtype == (FORMS[form].dtype if is_kept else torch.bfloat16)
     assert torch.equal(held.cpu().float(), expected.to(held.dtype).float())
+    assert torch.equal(attention[0].output._weight.cpu(), plain[name])
     prompt = prompt_of(16)
     assert handed_over(prefill, decode, prompt, GREEDY) == alone(one, prompt, GREEDY)

@@ -30,6 +30,7 @@ ROOT = Path(__file__).resolve().parents[2]
 NUMBERS = range(5)
 WIDE = CONFIG | {"hidden_size": 64}
 """As products in 8 bits want it."""
+BLOCKS = WIDE | {"quantization_config": {"quant_method": "fp8", "weight_block_size": [16, 32]}}
 EXPERTS = V3 | {"hidden_size": 64, "intermediate_size": 64, "moe_intermediate_size": 64, "vocab_size": 60}
 
 SMALL: dict[str, Any] = {"attention_backend": "triton", "max_num_batched_tokens": 64}
@@ -52,9 +53,10 @@ def gpu() -> Iterator[PretendGpu]:
         (WIDE, {"dtype": "float16", "block_size": 16}, {"attention_backend": "torch"}),
         (WIDE, {"dtype": "bfloat16", "quantization": "int8"}, IN_TURN),
         (WIDE, {"dtype": "bfloat16", "quantization": "fp8", "kv_cache_dtype": "fp8"}, IN_TURN),
+        (BLOCKS, {"dtype": "bfloat16"}, IN_TURN),
         (EXPERTS, {"dtype": "bfloat16"}, IN_TURN),
     ],
-    ids=["float32", "float16", "int8", "fp8", "deepseek"],
+    ids=["float32", "float16", "int8", "fp8", "blocks", "deepseek"],
 )
 def test_recorded_steps_a_step_ahead(
     gpu: PretendGpu, tmp_path: Path, config: dict[str, Any], settings: dict[str, Any], other: dict[str, Any]
@@ -106,11 +108,11 @@ def test_every_launch_can_be_compiled(tmp_path: Path) -> None:
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=280, env=environment)
     assert done.returncode == 0, done.stderr[-4000:]
     found: dict[str, dict[str, dict[str, int]]] = json.loads(done.stdout)
-    for name in ("llama", "qwen", "int8", "fp8", "deepseek"):
+    for name in ("llama", "qwen", "int8", "fp8", "blocks", "deepseek"):
         assert found[name]["at start"]
         assert found[name]["later"] == {}, "requests would wait for the compiler"
     assert {kernel for program in found.values() for part in program.values() for kernel in part} == {
         "_split_kernel", "reduce_kernel", "_prefill_kernel", "_rotate_kernel", "_norm_kernel", "_silu_kernel",
-        "_digest_kernel", "_int8_kernel", "_quantize_kernel", "_latent_decode_kernel", "_latent_prefill_kernel",
-        "_latent_project_kernel", "_bounds_kernel", "_race_kernel", "_one_row_kernel",
+        "_digest_kernel", "_product_kernel", "_widen_kernel", "_quantize_kernel", "_latent_decode_kernel",
+        "_latent_prefill_kernel", "_latent_project_kernel", "_bounds_kernel", "_race_kernel", "_one_row_kernel",
     }  # fmt: skip

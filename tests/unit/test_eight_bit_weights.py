@@ -16,14 +16,15 @@ from engine_steps import arguments, logits_of_steps
 from quantized_checkpoints import FORMS, quantized, save_checkpoint
 from safetensors.torch import load_file
 
+from engine import scaled_weight
 from engine.config import EngineArgs
 from engine.executor import Executor
-from engine.layers import RowScaled
-from engine.model_loader import create_engine_config, eight_bit_weights
-from engine.model_loader.eight_bit_weights import EightBitWeights
-from engine.model_loader.weights import SafetensorsWeights
+from engine.model_loader import create_engine_config
+from engine.model_loader.eight_bit_weights import DummyEightBitWeights, EightBitWeights
+from engine.model_loader.weights import DummyWeights, SafetensorsWeights
 from engine.models.stored_weights import StoredWeights
 from engine.sampling_params import SamplingParams
+from engine.scaled_weight import ScaledWeight
 from engine.sequence import ScheduledSequence, SchedulerOutput, Sequence
 
 NAME = "layer.proj.weight"
@@ -74,7 +75,7 @@ def test_widened_weights_are_what_was_stored_to_the_bit(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, form: str, dtype: torch.dtype, max_floats: int
 ) -> None:
     """Whole, and in pieces whose ends are no block's."""
-    monkeypatch.setattr(eight_bit_weights, "MAX_FLOATS", max_floats)
+    monkeypatch.setattr(scaled_weight, "MAX_FLOATS", max_floats)
     expected = one_tensor(tmp_path, form).to(dtype)
     weights = weights_of(tmp_path, str(dtype).removeprefix("torch."))
     assert torch.equal(weights.take(NAME, SHAPE), expected)
@@ -97,18 +98,47 @@ def test_weights_stay_in_8_bits_for_products_in_the_same(tmp_path: Path, form: s
         assert isinstance(kept, torch.Tensor)
         assert torch.equal(kept, expected)
     else:
-        assert isinstance(kept, RowScaled)
+        assert isinstance(kept, ScaledWeight)
         assert kept.weight.dtype == FORMS[form].dtype
-        assert (kept.scale.shape, kept.scale.dtype, kept.dtype) == ((50,), torch.float32, torch.float32)
-        assert torch.equal((kept.weight.double() * kept.scale.double()[:, None]).float(), expected)
+        assert (kept.scale.shape, kept.scale.dtype, kept.dtype) == ((50, 1), torch.float32, torch.float32)
+        assert torch.equal((kept.weight.double() * kept.scale.double()).float(), expected)
         assert torch.equal(kept.dequantized(), expected)
     assert torch.equal(weights_of(tmp_path, quantization=own).take(NAME, SHAPE), expected)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_weights_as_stored_stay_in_8_bits_whatever_their_scales_are_of(tmp_path: Path, form: str) -> None:
+    expected = one_tensor(tmp_path, form)
+    kept = weights_of(tmp_path, quantization="stored").take_product(NAME, SHAPE)
+    assert isinstance(kept, ScaledWeight)
+    size = (FORMS[form].block or SHAPE)[1]
+    assert (kept.weight.dtype, kept.group_size) == (FORMS[form].dtype, size)
+    assert (kept.scale.shape, kept.scale.dtype) == ((50, -(-36 // size)), torch.float32)
+    assert kept.scale.is_contiguous()
+    whole = kept.scale.double()[:, torch.arange(36) // size]
+    assert torch.equal((kept.weight.double() * whole).float(), expected)
+    assert torch.equal(kept.dequantized(), expected)
+    plain = weights_of(tmp_path, quantization="stored").take(NAME, SHAPE)
+    assert torch.equal(plain, expected)
+
+
+@pytest.mark.parametrize("form", ["fp8 blocks", "fp8 tensor", "int channel", "float block"])
+def test_made_up_weights_are_in_the_same_form(form: str) -> None:
+    stored = StoredWeights.from_hf({"quantization_config": FORMS[form].quantization_config})
+    shape = (50, 200)
+    plain = DummyWeights(5, "float32", "cpu").take(NAME, shape)
+    weight = DummyEightBitWeights(5, "bfloat16", "cpu", stored).take_product(NAME, shape)
+    assert isinstance(weight, ScaledWeight)
+    size = (FORMS[form].block or shape)[1]
+    assert (weight.weight.dtype, weight.group_size, weight.dtype) == (FORMS[form].dtype, size, torch.bfloat16)
+    assert weight.scale.shape == (50, -(-200 // size))
+    assert (weight.dequantized().double() - plain.double()).norm() < 0.04 * plain.double().norm()
 
 
 def test_plain_weights_among_them_are_read_as_they_are(tmp_path: Path) -> None:
     plain = torch.randn(SHAPE)
     one_tensor(tmp_path, "fp8 tensor", weight=plain, weight_scale=None)
-    for quantization in ("none", "fp8"):
+    for quantization in ("none", "fp8", "stored"):
         product = weights_of(tmp_path, quantization=quantization).take_product(NAME, SHAPE)
         assert isinstance(product, torch.Tensor)
         assert torch.equal(product, plain)
@@ -261,7 +291,7 @@ NAN = torch.tensor(float("nan"))
         ("int channel", {"weight": torch.ones(SHAPE, dtype=torch.uint8)}, " is in torch.uint8 with 2 axes"),
     ],
 )  # fmt: skip
-@pytest.mark.parametrize("quantization", ["none", "fp8"])
+@pytest.mark.parametrize("quantization", ["none", "fp8", "stored"])
 def test_weights_that_cannot_be_read(
     tmp_path: Path, form: str, changes: dict[str, torch.Tensor | None], message: str, quantization: str
 ) -> None:

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from engine.float8 import why_no_float8
-from engine.layers import GatedLinear, Linear, RowScaled, stacked
+from engine.layers import GatedLinear, Linear
 from engine.models import load_decoder_config
 from engine.models.decoder import PLAIN_PARTS
 from engine.models.stored_weights import StoredWeights
@@ -18,11 +18,13 @@ from engine.quantization import (
     MAX_PACKED_ROWS,
     QUANTIZED_LINEARS,
     Float8Linear,
+    GroupScaledLinear,
     Int8Linear,
     quantize_float8,
     quantize_int8,
     resolve_quantization,
 )
+from engine.scaled_weight import ScaledWeight, stacked
 
 BFLOAT16 = torch.bfloat16
 UNIT = {torch.float32: 2**-20, torch.float16: 2**-10, BFLOAT16: 2**-7}
@@ -78,7 +80,7 @@ def test_rows_of_zeros_stay_zeros(dtype: torch.dtype) -> None:
         assert (scale > 0).all()
 
 
-@pytest.mark.parametrize("linear", QUANTIZED_LINEARS.values(), ids=QUANTIZED_LINEARS.keys())
+@pytest.mark.parametrize("linear", [Int8Linear, Float8Linear])
 @pytest.mark.parametrize("wrong", [float("nan"), float("inf")])
 def test_weights_that_are_no_numbers_are_refused(linear: type[Linear], wrong: float) -> None:
     weight = randn(16, 16, dtype=BFLOAT16)
@@ -154,10 +156,17 @@ def test_parts_of_quantised_products_leave_logits_and_norms_alone() -> None:
 # -- weights that a checkpoint has in 8 bits --------------------------------------------------------------------------
 
 
-def row_scaled(dtype: torch.dtype, form: torch.dtype, scale: torch.Tensor, seed: int = 0) -> RowScaled:
-    """A weight [outputs, 80]."""
+def row_scaled(dtype: torch.dtype, form: torch.dtype, scale: torch.Tensor, seed: int = 0) -> ScaledWeight:
+    """A weight [outputs, 80]. `scale`: of outputs, or of each and groups of 32 inputs."""
     numbers = randn(len(scale), 80, seed=seed) * 30
-    return RowScaled(numbers.round().to(form) if form == torch.int8 else numbers.to(form), scale, dtype)
+    stored = numbers.round().to(form) if form == torch.int8 else numbers.to(form)
+    return ScaledWeight(stored, scale.view(len(scale), -1), 80 if scale.ndim == 1 else 32, dtype)
+
+
+def exactly(weight: ScaledWeight) -> torch.Tensor:
+    """What it stands for, in float64."""
+    inputs = torch.arange(weight.weight.shape[1])
+    return weight.weight.double() * weight.scale.double()[:, inputs // weight.group_size]
 
 
 @pytest.mark.parametrize("dtype", UNIT)
@@ -168,10 +177,10 @@ def test_int8_products_take_a_checkpoints_weight_as_it_is(dtype: torch.dtype, is
     weight = row_scaled(dtype, torch.int8, scale.bfloat16().float() if is_narrow else scale)
     linear = Int8Linear(weight)
     assert linear.weight_NK is weight.weight
-    assert torch.equal(linear.scale_N.double(), weight.scale.double())
+    assert torch.equal(linear.scale_N.double(), weight.scale.double()[:, 0])
     assert linear.scale_N.dtype == (dtype if is_narrow and dtype != torch.float16 else torch.float32)
     assert torch.equal(linear.dequantized(), weight.dequantized())
-    stored = weight.weight.double() * weight.scale.double()[:, None]
+    stored = exactly(weight)
     for num_rows in (1, MAX_PACKED_ROWS + 1):
         x = randn(num_rows, 80, dtype=dtype, seed=1)
         error = (linear(x).double() - x.double() @ stored.T).abs()
@@ -185,7 +194,7 @@ def test_8_bit_float_products_take_a_checkpoints_weight_as_it_is(num_rows: int) 
     linear = Float8Linear(weight, bias)
     assert linear.weight_NK is weight.weight
     x8, x_scale = quantize_float8(x)
-    stored = weight.weight.double() * weight.scale.double()[:, None]
+    stored = exactly(weight)
     expected = (x8.double() * x_scale.double()) @ stored.T + bias.double()
     torch.testing.assert_close(linear(x).double(), expected, rtol=2**-7, atol=1e-4)
 
@@ -194,13 +203,53 @@ def test_8_bit_float_products_take_a_checkpoints_weight_as_it_is(num_rows: int) 
 def test_fused_products_keep_the_scales_of_each(form: torch.dtype) -> None:
     parts = [row_scaled(BFLOAT16, form, torch.full((16 * (i + 1),), 10.0**-i), seed=i) for i in range(3)]
     whole = stacked(parts)
-    assert isinstance(whole, RowScaled)
+    assert isinstance(whole, ScaledWeight)
     assert whole.weight.dtype == form
     assert torch.equal(whole.dequantized(), torch.cat([part.dequantized() for part in parts]))
     plain = randn(16, 80, dtype=BFLOAT16)
     mixed = stacked([parts[0], plain])
     assert isinstance(mixed, torch.Tensor)
     assert torch.equal(mixed, torch.cat((parts[0].dequantized(), plain)))
+
+
+def test_weights_with_scales_of_other_groups_are_fused_widened() -> None:
+    rows, groups = (row_scaled(BFLOAT16, torch.int8, torch.rand(shape) + 0.1) for shape in ((16,), (16, 3)))
+    whole = stacked([groups, groups])
+    assert isinstance(whole, ScaledWeight)
+    assert (whole.group_size, whole.scale.shape) == (32, (32, 3))
+    for mixed in ([rows, groups], [groups, row_scaled(BFLOAT16, torch.float8_e4m3fn, torch.rand(16, 3) + 0.1)]):
+        widened = stacked(mixed)
+        assert isinstance(widened, torch.Tensor)
+        assert torch.equal(widened, torch.cat([part.dequantized() for part in mixed]))
+
+
+@pytest.mark.parametrize("form", [torch.int8, torch.float8_e4m3fn])
+@pytest.mark.parametrize("dtype", UNIT)
+def test_products_with_scales_of_groups_against_float64(dtype: torch.dtype, form: torch.dtype) -> None:
+    weight = row_scaled(dtype, form, torch.logspace(-4, -1, 48)[:, None] * torch.tensor([1.0, 30.0, 0.1]))
+    bias, x = randn(48, dtype=dtype, seed=2), randn(5, 80, dtype=dtype, seed=1)
+    size = x.double().abs() @ exactly(weight).abs().T + bias.double().abs()
+    error = (GroupScaledLinear(weight, bias)(x).double() - x.double() @ exactly(weight).T - bias.double()).abs()
+    assert (error <= 2 * UNIT[dtype] * size).all()
+
+
+def test_each_product_is_in_what_its_weight_is_stored_in() -> None:
+    """What the checkpoint has left plain stays plain."""
+    make = QUANTIZED_LINEARS.of("stored")
+    one = torch.ones(48)
+    weights = [
+        randn(48, 80, dtype=BFLOAT16),
+        row_scaled(BFLOAT16, torch.int8, one),
+        row_scaled(BFLOAT16, torch.float8_e4m3fn, one),
+        row_scaled(BFLOAT16, torch.float8_e4m3fn, torch.ones(48, 3)),
+        row_scaled(BFLOAT16, torch.int8, torch.ones(48, 3)),
+    ]
+    made = [Linear, Int8Linear, Float8Linear, GroupScaledLinear, GroupScaledLinear]
+    assert [type(make(weight, None)) for weight in weights] == made
+    parts = PLAIN_PARTS.with_products(make)
+    gated = parts.gated_linear(weights[1], weights[1], None, None)
+    assert type(gated._gate_up) is Int8Linear
+    assert type(parts.gated_linear(weights[0], weights[1], None, None)._gate_up) is Linear
 
 
 # -- which, and where they cannot be --------------------------------------------------------------------------------
@@ -224,8 +273,10 @@ def test_what_is_asked_for_by_name_is_whatever_the_checkpoint_has(asked: str, st
 
 
 def test_auto_is_what_the_checkpoint_has(capsys: pytest.CaptureFixture[str]) -> None:
-    assert [resolved("auto", stored) for stored in (PLAIN, INT8, FP8)] == ["none", "int8", "fp8"]
-    assert resolved("auto", INT8, capability=(8, 0), dtype="float16", intermediate_size=40) == "int8"
+    both = StoredWeights(quantizations=("fp8", "int8"), block=(128, 128))
+    assert resolved("auto", PLAIN) == "none"
+    assert [resolved("auto", stored) for stored in (INT8, FP8, BLOCKS, both)] == ["stored"] * 4
+    assert resolved("auto", INT8, capability=(8, 0), dtype="float16", intermediate_size=40) == "stored"
     assert resolved("auto", PLAIN, capability=None) == "none"
     assert capsys.readouterr().err == ""
 
@@ -235,14 +286,18 @@ def test_auto_is_what_the_checkpoint_has(capsys: pytest.CaptureFixture[str]) -> 
     [
         (INT8, {"capability": None}, "weights in int8 are widened to bfloat16: a CPU computes faster so"),
         (FP8, {"capability": None, "dtype": "float32"}, "weights in fp8 are widened to float32: a CPU computes faster"),
-        (BLOCKS, {}, "in blocks of 128x128 .*: products take a scale for each output; give fp8 to have"),
+        (
+            StoredWeights(quantizations=("fp8",), block=(128, 100)), {},
+            "in blocks of 128x100 .*: inputs that share a scale must be a multiple of 16, are 100",
+        ),
+        (BLOCKS, {"capability": (8, 6)}, "8.9 or later, and this one has 8.6$"),
         (FP8, {"capability": (8, 6)}, "8.9 or later, and this one has 8.6$"),
         (FP8, {"dtype": "float16"}, "it computes bfloat16, and dtype is float16"),
         (FP8, {"intermediate_size": 40}, r"must be multiples of 16, are \(64, 64, 128, 40\)"),
         (BLOCKS, {"capability": None}, "blocks of 128x128 are widened to bfloat16: a CPU computes faster so"),
         (BLOCKS, {"mla": object()}, "128x128 are widened to bfloat16: it is not supported with latent attention"),
         (INT8, {"mla": object()}, "it is not supported with latent attention"),
-        (StoredWeights(quantizations=("fp8", "int8")), {}, "fp8 and int8 are .*: all products of an engine are in"),
+        (StoredWeights(quantizations=("fp8", "int8")), {"dtype": "float16"}, "fp8 and int8 are .*: it computes bfloat"),
     ],
 )  # fmt: skip
 def test_auto_widens_what_cannot_stay_as_it_is_and_says_why(

@@ -17,8 +17,8 @@ SHARED_BYTES = 227 * 1024
 """What a program may have on a Hopper GPU."""
 KERNELS = {
     "split_kernel", "reduce_kernel", "prefill_kernel", "rotate_kernel", "norm_kernel", "silu_kernel", "digest_kernel",
-    "int8_kernel", "quantize_kernel", "latent_decode_kernel", "latent_prefill_kernel", "latent_project_kernel",
-    "bounds_kernel", "race_kernel", "copy_kernel",
+    "product_kernel", "widen_kernel", "quantize_kernel", "latent_decode_kernel", "latent_prefill_kernel",
+    "latent_project_kernel", "bounds_kernel", "race_kernel", "copy_kernel",
 }  # fmt: skip
 
 

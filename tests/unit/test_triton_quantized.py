@@ -8,15 +8,17 @@ from triton_device import DEVICE
 
 from engine.float8 import why_no_float8
 from engine.kernels.gpu import parts
-from engine.kernels.gpu.eight_bits import MAX_ROWS, Int8Config, quantize_rows
+from engine.kernels.gpu.eight_bits import MAX_ROWS, ProductConfig, quantize_rows, widen
 from engine.kernels.gpu.parts import (
     TRITON_PARTS,
     TRITON_QUANTIZED_LINEARS,
     TritonFloat8Linear,
     TritonGatedLinear,
+    TritonGroupScaledLinear,
     TritonInt8Linear,
 )
 from engine.quantization import SMALLEST_AMAX, quantize_float8
+from engine.scaled_weight import ScaledWeight
 
 BFLOAT16 = torch.bfloat16
 CAPABILITY = torch.cuda.get_device_capability() if DEVICE == "cuda" else None
@@ -50,14 +52,70 @@ def test_more_rows_than_the_kernel_takes_go_with_a_widened_weight(monkeypatch: p
     linear, size = TritonInt8Linear(weight), x.abs().double() @ weight.abs().double().T
     few = linear(x[None, :20])
     assert few.shape == (1, 20, 32)
-    monkeypatch.setattr(parts, "int8_product", None)
+    monkeypatch.setattr(parts, "scaled_product", None)
     # There a weight is rounded to bfloat16; in the kernel it is not.
     assert ((linear(x)[:20] - few[0]).abs() <= 2**-7 * size[:20]).all()
 
 
 def test_configurations_grow_with_the_rows() -> None:
-    tiles = [Int8Config.of(num_rows, 2).block_t for num_rows in (1, 16, 17, 32, 33, 64, 65, MAX_ROWS)]
+    tiles = [ProductConfig.of(num_rows, 2).block_t for num_rows in (1, 16, 17, 32, 33, 64, 65, MAX_ROWS)]
     assert tiles == [16, 16, 32, 32, 64, 64, 128, 128]
+    few = ProductConfig.of(1, 2)
+    assert [few.within(size).block_k for size in (128, 64, 48, 16, 256, 4096)] == [128, 64, 16, 16, 256, 256]
+    assert [few.within(size).num_stages for size in (256, 128, 16)] == [few.num_stages, 7, 7]
+
+
+def in_groups(num_outputs: int, num_inputs: int, size: int, form: torch.dtype, dtype: torch.dtype) -> ScaledWeight:
+    """Whose groups differ in size by thousands."""
+    numbers = randn(num_outputs, num_inputs, dtype=torch.float32) * 30
+    stored = numbers.round().clamp(-127, 127).to(form) if form == torch.int8 else numbers.to(form)
+    num_groups = -(-num_inputs // size)
+    scale = torch.logspace(-4, -1, num_outputs * num_groups, device=DEVICE).view(num_outputs, num_groups)
+    return ScaledWeight(stored, scale.flip(0).contiguous(), size, dtype)
+
+
+@pytest.mark.skipif(CAPABILITY is not None and why_no_float8(CAPABILITY) != "", reason="a GPU without 8-bit floats")
+@pytest.mark.parametrize("form", [torch.float8_e4m3fn, torch.int8])
+@pytest.mark.parametrize("dtype", UNIT)
+@pytest.mark.parametrize(
+    ("num_rows", "num_outputs", "num_inputs", "size"),
+    [
+        (1, 96, 512, 128),
+        (16, 33, 576, 128),
+        (17, 64, 48, 16),
+        (33, 100, 200, 48),
+        (65, 130, 256, 64),
+        (99, 16, 90, 32),
+    ],
+)
+def test_products_with_scales_of_groups_against_float64(
+    num_rows: int, num_outputs: int, num_inputs: int, size: int, dtype: torch.dtype, form: torch.dtype
+) -> None:
+    """Groups that divide the inputs, and those whose last has fewer; tiles as large as groups, and smaller."""
+    weight = in_groups(num_outputs, num_inputs, size, form, dtype)
+    stored = weight.weight.double() * weight.scale.double()[:, torch.arange(num_inputs, device=DEVICE) // size]
+    x, bias = randn(num_rows, num_inputs, dtype=dtype, seed=1), randn(num_outputs, dtype=dtype, seed=2)
+    y = TritonGroupScaledLinear(weight, bias)(x[None])
+    assert (y.dtype, y.shape) == (dtype, (1, num_rows, num_outputs))
+    bound = UNIT[dtype] * (x.double().abs() @ stored.abs().T + bias.double().abs())
+    assert ((y[0].double() - x.double() @ stored.T - bias.double()).abs() <= bound).all()
+
+
+@pytest.mark.skipif(CAPABILITY is not None and why_no_float8(CAPABILITY) != "", reason="a GPU without 8-bit floats")
+@pytest.mark.parametrize("form", [torch.float8_e4m3fn, torch.int8])
+@pytest.mark.parametrize("dtype", UNIT)
+@pytest.mark.parametrize(("num_inputs", "size"), [(256, 128), (2500, 128), (90, 32), (17, 16)])
+def test_weights_with_scales_of_groups_are_widened_as_by_plain_torch(
+    num_inputs: int, size: int, dtype: torch.dtype, form: torch.dtype
+) -> None:
+    weight = in_groups(9, num_inputs, size, form, dtype)
+    assert torch.equal(widen(weight.weight, weight.scale, size, dtype), weight.dequantized())
+
+
+def test_many_rows_go_with_a_widened_weight_of_groups(monkeypatch: pytest.MonkeyPatch) -> None:
+    weight, x = in_groups(32, 64, 16, torch.int8, BFLOAT16), randn(MAX_ROWS + 1, 64, dtype=BFLOAT16, seed=1)
+    monkeypatch.setattr(parts, "scaled_product", None)
+    assert torch.equal(TritonGroupScaledLinear(weight)(x), torch.nn.functional.linear(x, weight.dequantized()))
 
 
 @pytest.mark.parametrize(("num_rows", "size"), [(1, 64), (9, 576), (3, 1000)])
@@ -97,7 +155,7 @@ def test_a_row_of_zeros_stays_zeros_and_one_with_nan_does_not_hide_it() -> None:
 
 def test_a_decoder_of_them_keeps_the_other_kernels() -> None:
     gate, up, x = (randn(*shape, dtype=BFLOAT16, seed=seed) for seed, shape in enumerate([(24, 32), (24, 32), (3, 32)]))
-    gated = TRITON_PARTS.with_products(TRITON_QUANTIZED_LINEARS["int8"]).gated_linear(gate, up, None, None)
+    gated = TRITON_PARTS.with_products(TRITON_QUANTIZED_LINEARS.of("int8")).gated_linear(gate, up, None, None)
     assert isinstance(gated, TritonGatedLinear)
     plain = TRITON_PARTS.gated_linear(gate, up, None, None)(x).double()
     assert 0 < (gated(x).double() - plain).norm() < 0.03 * plain.norm()

@@ -1,18 +1,19 @@
-"""Products with int8 weights, and rows of activations in 8-bit floats.
+"""Products with weights in 8 bits, and rows of activations in 8-bit floats.
 
-`int8_product`: a step that decodes is bound by the bytes of its weights, and int8 are half of them; so they are widened
-after they are loaded, in registers, and multiplied on the tensor cores as 16-bit numbers (each int8 is one exactly).
-The scale of an output is applied to its sum. The product is computed transposed, since tensor cores take their first
-operand from registers.
+`scaled_product`: a step that decodes is bound by the bytes of its weights, and 8 bits are half of them; so they are
+widened after they are loaded, in registers, and multiplied on the tensor cores as 16-bit numbers (each int8 or
+float8_e4m3fn is one exactly). The scale of an output is applied to its sum; that of a group of inputs, to the sum over
+the group. The product is computed transposed, since tensor cores take their first operand from registers.
 
 Each output's sum runs over all inputs in one program, in tiles at fixed places.
 
-Shapes: T rows (tokens), N outputs, K inputs.
+Shapes: T rows (tokens), N outputs, K inputs, G groups of inputs.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import math
+from dataclasses import dataclass, replace
 
 import torch
 import triton
@@ -25,8 +26,13 @@ MAX_ROWS = 256
 it makes more, and not by the 4 bytes more that each weight then costs. A guess: no GPU has measured it."""
 
 
+MAX_STAGES = 7
+WIDENED_AT_ONCE = 2048
+"""Inputs of an output, by a program of `widen`: 16 for each thread."""
+
+
 @dataclass(frozen=True, slots=True)
-class Int8Config:
+class ProductConfig:
     """Sizes of a launch. Fixed: nothing is tuned at run time."""
 
     block_t: int
@@ -36,36 +42,50 @@ class Int8Config:
     num_stages: int
 
     @staticmethod
-    def of(num_rows: int, itemsize: int) -> Int8Config:
+    def of(num_rows: int, itemsize: int) -> ProductConfig:
         """By what fits: few rows in many small programs, since a weight of 4096 outputs is to keep 132 multiprocessors
         reading; many rows in large tiles."""
         if itemsize == 4:  # no tensor cores: right, not fast
-            return Int8Config(block_t=16, block_n=32, block_k=32, num_warps=4, num_stages=2)
+            return ProductConfig(block_t=16, block_n=32, block_k=32, num_warps=4, num_stages=2)
         if num_rows <= 16:
-            return Int8Config(block_t=16, block_n=32, block_k=256, num_warps=4, num_stages=4)
+            return ProductConfig(block_t=16, block_n=32, block_k=256, num_warps=4, num_stages=4)
         if num_rows <= 32:
-            return Int8Config(block_t=32, block_n=32, block_k=128, num_warps=4, num_stages=5)
+            return ProductConfig(block_t=32, block_n=32, block_k=128, num_warps=4, num_stages=5)
         if num_rows <= 64:
-            return Int8Config(block_t=64, block_n=64, block_k=128, num_warps=4, num_stages=4)
-        return Int8Config(block_t=128, block_n=128, block_k=64, num_warps=8, num_stages=4)
+            return ProductConfig(block_t=64, block_n=64, block_k=128, num_warps=4, num_stages=4)
+        return ProductConfig(block_t=128, block_n=128, block_k=64, num_warps=8, num_stages=4)
+
+    def within(self, group_size: int) -> ProductConfig:
+        """The same with tiles that no end of a group cuts, and as many bytes in flight, within reason."""
+        block_k = math.gcd(self.block_k, group_size)
+        num_in_flight = (self.num_stages - 1) * (self.block_k // block_k)
+        return replace(self, block_k=block_k, num_stages=min(num_in_flight + 1, MAX_STAGES))
 
 
-def int8_product(
+def scaled_product(
     x_TK: torch.Tensor,
     weight_NK: torch.Tensor,
-    scale_N: torch.Tensor,
+    scale: torch.Tensor,
     bias_N: torch.Tensor | None,
-    config: Int8Config | None = None,
+    group_size: int | None = None,
+    config: ProductConfig | None = None,
 ) -> torch.Tensor:
-    """`x @ (weight * scale).T + bias` of up to MAX_ROWS rows: [T, N] in x's dtype. `weight_NK`: int8. Contiguous."""
+    """`x @ (weight * scale).T + bias` of up to MAX_ROWS rows: [T, N] in x's dtype.
+
+    `weight_NK`: int8 or float8_e4m3fn. `scale`: [N], or [N, G] of groups of `group_size` inputs, a multiple of 16; the
+    last may have fewer. All contiguous.
+    """
     num_rows, size_k = x_TK.shape
     size_n = len(weight_NK)
-    config = config or Int8Config.of(num_rows, x_TK.itemsize)
+    config = config or ProductConfig.of(num_rows, x_TK.itemsize)
+    if group_size is not None:
+        config = config.within(group_size)
     out_TN = x_TK.new_empty(num_rows, size_n)
     # Programs that share a tile of the weight are neighbours.
-    _int8_kernel[(triton.cdiv(num_rows, config.block_t), triton.cdiv(size_n, config.block_n))](
-        x_TK, weight_NK, scale_N, scale_N if bias_N is None else bias_N, out_TN, num_rows,
-        SIZE_N=size_n, SIZE_K=size_k, HAS_BIAS=bias_N is not None,
+    _product_kernel[(triton.cdiv(num_rows, config.block_t), triton.cdiv(size_n, config.block_n))](
+        x_TK, weight_NK, scale, scale if bias_N is None else bias_N, out_TN, num_rows,
+        SIZE_N=size_n, SIZE_K=size_k, GROUP_SIZE=group_size or 0, ZERO=_zero_of(weight_NK),
+        HAS_BIAS=bias_N is not None,
         BLOCK_T=config.block_t, BLOCK_N=config.block_n, BLOCK_K=config.block_k,
         num_warps=config.num_warps, num_stages=config.num_stages,
     )  # fmt: skip
@@ -73,7 +93,7 @@ def int8_product(
 
 
 @triton.jit(do_not_specialize=["num_rows"])
-def _int8_kernel(
+def _product_kernel(
     x_ptr,
     weight_ptr,
     scale_ptr,
@@ -82,6 +102,8 @@ def _int8_kernel(
     num_rows,
     SIZE_N: tl.constexpr,
     SIZE_K: tl.constexpr,
+    GROUP_SIZE: tl.constexpr,  # 0: a scale for all inputs
+    ZERO: tl.constexpr,  # of the weight's kind
     HAS_BIAS: tl.constexpr,
     BLOCK_T: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -96,6 +118,7 @@ def _int8_kernel(
     is_row_T = rows_T < num_rows
     x_ptrs = x_ptr + rows_T[None, :].to(tl.int64) * SIZE_K + ins_K[:, None]
     weight_ptrs = weight_ptr + tl.minimum(outs_N, SIZE_N - 1)[:, None].to(tl.int64) * SIZE_K + ins_K[None, :]
+    scale_ptrs = scale_ptr + tl.minimum(outs_N, SIZE_N - 1) * (tl.cdiv(SIZE_K, GROUP_SIZE) if GROUP_SIZE else 1)
     acc_NT = tl.zeros([BLOCK_N, BLOCK_T], dtype=tl.float32)
     for start in range(0, SIZE_K, BLOCK_K):
         if SIZE_K % BLOCK_K == 0:
@@ -103,15 +126,56 @@ def _int8_kernel(
             x_KT = tl.load(x_ptrs + start, mask=is_row_T[None, :], other=0.0)
         else:
             is_in_K = start + ins_K < SIZE_K
-            weight_NK = tl.load(weight_ptrs + start, mask=is_in_K[None, :], other=0)
+            weight_NK = tl.load(weight_ptrs + start, mask=is_in_K[None, :], other=ZERO)
             x_KT = tl.load(x_ptrs + start, mask=is_in_K[:, None] & is_row_T[None, :], other=0.0)
-        acc_NT = tl.dot(weight_NK.to(x_KT.dtype), x_KT, acc_NT, input_precision="ieee")
+        if GROUP_SIZE:
+            sum_NT = tl.dot(weight_NK.to(x_KT.dtype), x_KT, input_precision="ieee")
+            acc_NT += sum_NT * tl.load(scale_ptrs + start // GROUP_SIZE).to(tl.float32)[:, None]
+        else:
+            acc_NT = tl.dot(weight_NK.to(x_KT.dtype), x_KT, acc_NT, input_precision="ieee")
     is_out_N = outs_N < SIZE_N
-    y_NT = acc_NT * tl.load(scale_ptr + outs_N, mask=is_out_N, other=0.0).to(tl.float32)[:, None]
+    y_NT = acc_NT
+    if not GROUP_SIZE:
+        y_NT = acc_NT * tl.load(scale_ptrs).to(tl.float32)[:, None]
     if HAS_BIAS:
         y_NT += tl.load(bias_ptr + outs_N, mask=is_out_N, other=0.0).to(tl.float32)[:, None]
     out_ptrs = out_ptr + rows_T[None, :].to(tl.int64) * SIZE_N + outs_N[:, None]
     tl.store(out_ptrs, y_NT.to(out_ptr.dtype.element_ty), mask=is_out_N[:, None] & is_row_T[None, :])
+
+
+def widen(weight_NK: torch.Tensor, scale_NG: torch.Tensor, group_size: int, dtype: torch.dtype) -> torch.Tensor:
+    """`ScaledWeight.dequantized` in one pass: [N, K] in `dtype`. As `scaled_product` takes them."""
+    size_n, size_k = weight_NK.shape
+    out_NK = torch.empty_like(weight_NK, dtype=dtype)
+    _widen_kernel[(size_n, triton.cdiv(size_k, WIDENED_AT_ONCE))](
+        weight_NK, scale_NG, out_NK, SIZE_K=size_k, GROUP_SIZE=group_size, ZERO=_zero_of(weight_NK),
+        BLOCK=WIDENED_AT_ONCE, num_warps=4,
+    )  # fmt: skip
+    return out_NK
+
+
+def _zero_of(weight: torch.Tensor) -> float:
+    """0 or 0.0: Triton makes no 8-bit float of an integer."""
+    return 0.0 if weight.is_floating_point() else 0
+
+
+@triton.jit
+def _widen_kernel(
+    weight_ptr,
+    scale_ptr,
+    out_ptr,
+    SIZE_K: tl.constexpr,
+    GROUP_SIZE: tl.constexpr,
+    ZERO: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Program (output, piece of its inputs)."""
+    out = tl.program_id(0).to(tl.int64)
+    ins = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    is_in = ins < SIZE_K
+    weight = tl.load(weight_ptr + out * SIZE_K + ins, mask=is_in, other=ZERO).to(tl.float32)
+    scale = tl.load(scale_ptr + out * tl.cdiv(SIZE_K, GROUP_SIZE) + ins // GROUP_SIZE, mask=is_in, other=0.0)
+    tl.store(out_ptr + out * SIZE_K + ins, (weight * scale).to(out_ptr.dtype.element_ty), mask=is_in)
 
 
 def quantize_rows(x_TK: torch.Tensor, smallest_amax: float) -> tuple[torch.Tensor, torch.Tensor]:

@@ -5,11 +5,11 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F  # noqa: N812
 
-from engine.kernels.gpu.eight_bits import MAX_ROWS, int8_product, quantize_rows
+from engine.kernels.gpu.eight_bits import MAX_ROWS, quantize_rows, scaled_product, widen
 from engine.kernels.gpu.pointwise import add_rms_norm, silu_multiply
-from engine.layers import GatedLinear, Linear, RMSNorm
+from engine.layers import GatedLinear, RMSNorm
 from engine.models.parts import Parts
-from engine.quantization import SMALLEST_AMAX, Float8Linear, Int8Linear
+from engine.quantization import SMALLEST_AMAX, Float8Linear, GroupScaledLinear, Int8Linear, QuantizedLinears
 
 
 class TritonRMSNorm(RMSNorm):
@@ -31,7 +31,7 @@ class TritonInt8Linear(Int8Linear):
         x_TK = x.reshape(-1, x.shape[-1]).contiguous()
         if len(x_TK) > MAX_ROWS:
             return F.linear(x, self.dequantized(), self.bias)
-        return int8_product(x_TK, self.weight_NK, self.scale_N, self.bias).view(*x.shape[:-1], -1)
+        return scaled_product(x_TK, self.weight_NK, self.scale_N, self.bias).view(*x.shape[:-1], -1)
 
 
 class TritonFloat8Linear(Float8Linear):
@@ -39,5 +39,18 @@ class TritonFloat8Linear(Float8Linear):
         return quantize_rows(x_TK.contiguous(), SMALLEST_AMAX)
 
 
+class TritonGroupScaledLinear(GroupScaledLinear):
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        weight = self.weight
+        x_TK = x.reshape(-1, x.shape[-1]).contiguous()
+        if len(x_TK) > MAX_ROWS:
+            wide_NK = widen(weight.weight, weight.scale, weight.group_size, weight.dtype)
+            return F.linear(x, wide_NK, self.bias)
+        y_TN = scaled_product(x_TK, weight.weight, weight.scale, self.bias, weight.group_size)
+        return y_TN.view(*x.shape[:-1], -1)
+
+
 TRITON_PARTS = Parts(gated_linear=TritonGatedLinear, rms_norm=TritonRMSNorm)
-TRITON_QUANTIZED_LINEARS: dict[str, type[Linear]] = {"int8": TritonInt8Linear, "fp8": TritonFloat8Linear}
+TRITON_QUANTIZED_LINEARS = QuantizedLinears(
+    int8=TritonInt8Linear, fp8=TritonFloat8Linear, groups=TritonGroupScaledLinear
+)
