@@ -107,3 +107,4 @@ async def test_an_audit_tells_what_it_finds_twice() -> None:
     bench.queue.num_tokens = 5
     assert await audit() == ["the queue is empty and counts 5 tokens"]
     assert await audit(and_meanwhile=lambda: setattr(bench.queue, "num_tokens", 0)) == []
+    assert await audit(and_meanwhile=lambda: setattr(bench.queue, "num_tokens", 5)) == []
