@@ -256,9 +256,12 @@ class Run:
         self, streams: list[AsyncGenerator[GenerateResponse, None]]
     ) -> AsyncGenerator[tuple[int, GenerateResponse], None]:
         """Of one stream for each prompt."""
-        async with aclosing(merged(streams)) as messages:
-            async for prompt, message in messages:
-                yield prompt * self._n + message.sequence, message
+        try:
+            async with aclosing(merged(streams)) as messages:
+                async for prompt, message in messages:
+                    yield prompt * self._n + message.sequence, message
+        except InvalidRequest as error:
+            raise self._body.in_its_words(error) from error
 
     async def events(self, messages: AsyncGenerator[tuple[int, GenerateResponse], None]) -> AsyncGenerator[bytes, None]:
         """Of `messages`, which it closes."""

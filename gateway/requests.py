@@ -21,6 +21,7 @@ from pydantic import (
     field_validator,
 )
 
+from rpc.errors import InvalidRequest
 from tandem.client import Prompt, Sampling
 from tandem.structured_outputs import StructuredOutputsParams
 
@@ -167,6 +168,14 @@ class Asked(BaseModel, ABC):
         given = {name: getattr(self, name) for name in self.DIRECT}
         given["structured_outputs"] = self.structured_outputs or self.response_format
         return cast(Sampling, {name: value for name, value in given.items() if value is not None})
+
+    def in_its_words(self, error: InvalidRequest) -> InvalidRequest:
+        """What a router says of this request: who gave a response_format has not heard of structured_outputs."""
+        if self.response_format is None:
+            return error
+        ours, theirs = "structured_outputs", "response_format"
+        wrongs = [(wrong.field.replace(ours, theirs), wrong.description) for wrong in error.violations]
+        return InvalidRequest([(name, description.replace(ours, theirs)) for name, description in wrongs])
 
     @field_validator("response_format")
     @classmethod

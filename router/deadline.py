@@ -21,13 +21,21 @@ class Deadline:
     """Of one answer of `num_tokens` prompt tokens."""
 
     def __init__(
-        self, deadline_s: float | None, forecast: Forecast, params: pb.SamplingParams, num_tokens: int
+        self,
+        deadline_s: float | None,
+        forecast: Forecast,
+        params: pb.SamplingParams,
+        num_tokens: int,
+        *,
+        num_answers: int = 1,
     ) -> None:
-        """`deadline_s`: when the client's time is up, on this process' monotonic clock. None: never."""
+        """`deadline_s`: when the client's time is up, on this process' monotonic clock. None: never. `num_answers`: to
+        the same prompt, once this one has begun."""
         self._deadline_s = deadline_s
         self._forecast = forecast
         self._params = params
         self._num_tokens = num_tokens
+        self._num_answers = num_answers
 
     def refuse_if_late(self, num_queued_tokens: int, num_tokens_ahead: float) -> None:
         """Raise `Overloaded` where the answer could not be complete in time, before anything is done for it.
@@ -40,7 +48,12 @@ class Deadline:
         if left_s <= 0:
             raise DeadlinePassed("the request's deadline passed before it was begun")
         needed_s = CAUTION * self._forecast.needed_s(
-            num_queued_tokens, num_tokens_ahead, self._num_tokens, _min_tokens(self._params), self._params.max_tokens
+            num_queued_tokens,
+            num_tokens_ahead,
+            self._num_tokens,
+            _min_tokens(self._params),
+            self._params.max_tokens,
+            self._num_answers,
         )
         if needed_s > left_s:
             raise Overloaded(
@@ -57,7 +70,7 @@ class Deadline:
 
     def answer_s(self) -> float:
         """What the answer may take from its first token on."""
-        return self._forecast.answer_s(_min_tokens(self._params), self._params.max_tokens)
+        return self._forecast.answer_s(_min_tokens(self._params), self._params.max_tokens, self._num_answers)
 
 
 def _min_tokens(params: pb.SamplingParams) -> int:

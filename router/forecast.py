@@ -117,14 +117,21 @@ class Forecast:
         """Of an answer, among those that there are."""
         return self._seconds_per_answer_token.value
 
-    def answer_s(self, min_tokens: int, max_tokens: int) -> float:
-        """From an answer's first token to its last. It is as long as answers are, within its bounds."""
+    def answer_s(self, min_tokens: int, max_tokens: int, num_answers: int = 1) -> float:
+        """From the first token to the last of so many answers at once. Each is as long as answers are, within its
+        bounds."""
         num_tokens = min(max(min_tokens, self._tokens_per_answer.value), max_tokens)
-        crowd = (self.num_running + 1 + FREE_BATCH) / (self._answers_at_once.value + FREE_BATCH)
+        crowd = (self.num_running + num_answers + FREE_BATCH) / (self._answers_at_once.value + FREE_BATCH)
         return num_tokens * self._seconds_per_answer_token.value * max(1.0, crowd)
 
     def needed_s(
-        self, num_queued_tokens: int, num_tokens_ahead: float, num_prompt_tokens: int, min_tokens: int, max_tokens: int
+        self,
+        num_queued_tokens: int,
+        num_tokens_ahead: float,
+        num_prompt_tokens: int,
+        min_tokens: int,
+        max_tokens: int,
+        num_answers: int = 1,
     ) -> float:
         """From now to the last token of a request that would enter now; 0 where nothing runs.
 
@@ -136,7 +143,7 @@ class Forecast:
         return (
             num_queued_tokens * self._seconds_per_queued_token.value
             + num_tokens * self._seconds_per_prompt_token.value
-            + self.answer_s(min_tokens, max_tokens)
+            + self.answer_s(min_tokens, max_tokens, num_answers)
         )
 
 

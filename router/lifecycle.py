@@ -87,14 +87,15 @@ class Lifecycle:
         numbers: AttemptNumbers | None = None,
         name: str = "",
         sequence: int = 0,
+        num_answers: int = 1,
         after: Lifecycle | None = None,
         resumption: Resumption = NOTHING,
     ) -> None:
         """`grammar`: what came of structured_outputs. `deadline_s`: when the client's time is up, on this process'
         monotonic clock. `numbers`: those that all requests of the router share, where ids come from clients and may
-        come again. `name`: what workers call it, where that is not the request's id. `after`: the first of the answers
-        to this prompt, where this is answer `sequence`, not to be run before that one is prefilled. `resumption`: where
-        it begins, and `detokenizer` is."""
+        come again. `name`: what workers call it, where that is not the request's id. `num_answers`: that begin
+        with this one. `after`: the first of the answers to this prompt, where this is answer `sequence`, not to be run
+        before that one is prefilled. `resumption`: where it begins, and `detokenizer` is."""
         self.name = name or request_id
         """To workers."""
         self._after = after
@@ -133,7 +134,9 @@ class Lifecycle:
         """Of the decode worker, when the running attempt was sent to it (see `WorkerHandle.note_busy`)."""
         self._num_failures = 0
         """That have been counted."""
-        self._deadline = Deadline(deadline_s, cluster.forecast, sampling_params, len(prompt_token_ids))
+        self._deadline = Deadline(
+            deadline_s, cluster.forecast, sampling_params, len(prompt_token_ids), num_answers=num_answers
+        )
         self._cached: dict[WorkerKey, int] = {}
         """Leading blocks of the prompt that workers have, as the index said."""
         self._begun_s = arrived_s

@@ -176,6 +176,7 @@ class InferenceServicer(InferenceServicerBase):  # type: ignore[misc]
                 request_id=validated.request_id,
                 name=name,
                 sequence=index,
+                num_answers=1 if lifecycles else len(names),
                 after=lifecycles[0] if lifecycles else None,
                 prompt_token_ids=prompt_token_ids,
                 sampling_params=params_of_sequence(params, index),

@@ -6,7 +6,8 @@ import json
 import math
 import signal
 import sys
-from typing import Any, TextIO
+from pathlib import Path
+from typing import Any
 
 import click
 
@@ -61,7 +62,7 @@ def no_nan(context: click.Context, parameter: click.Parameter, value: float | No
 )
 @click.option(
     "--json-schema",
-    type=click.File(encoding="utf-8"),
+    type=click.Path(exists=True, dir_okay=False, allow_dash=True),
     help="The answer is JSON that fits the schema in this file; `-` reads it from stdin.",
 )
 @click.option("--ignore-eos", is_flag=True, help="Go on to --max-tokens, whatever the model says.")
@@ -83,18 +84,20 @@ def generate(
     tls: ClientTLS | None,
     timeout_s: float | None,
     ignore_eos: bool,
-    json_schema: TextIO | None,
+    json_schema: str | None,
     **options: Any,
 ) -> None:
     """Stream the answer to PROMPT to stdout as it comes. PROMPT `-` reads stdin.
 
     Ctrl-C cancels the request on every worker.
     """
-    text = _read_stdin() if prompt == "-" else prompt
+    text = _text_of(sys.stdin.buffer.read(), "PROMPT: what stdin gives") if prompt == "-" else prompt
     sampling = Sampling(**{name: value for name, value in options.items() if value is not None})  # type: ignore[typeddict-item]
     if ignore_eos:
         sampling["ignore_eos"] = True
     if json_schema is not None:
+        if prompt == json_schema == "-":
+            raise click.UsageError("--json-schema: stdin is PROMPT already; give a file, or PROMPT in words")
         sampling["structured_outputs"] = {"json": _read_schema(json_schema)}
     asked = _as_chat(text, system) if is_chat or system is not None else text
     try:
@@ -113,21 +116,17 @@ def generate(
         sys.exit(INTERRUPTED)
 
 
-def _read_schema(file: TextIO) -> str:
-    try:
-        return file.read()
-    except UnicodeDecodeError as error:
-        raise click.UsageError(f"--json-schema: is not UTF-8 text: {error.reason} at {error.start}") from error
+def _read_schema(path: str) -> str:
+    data = sys.stdin.buffer.read() if path == "-" else Path(path).read_bytes()
+    return _text_of(data, f"--json-schema: {path}").removeprefix("\ufeff")  # which editors of Windows put first
 
 
-def _read_stdin() -> str:
-    data = sys.stdin.buffer.read()
+def _text_of(data: bytes, what: str) -> str:
     try:
         return data.decode()
     except UnicodeDecodeError as error:
-        raise click.UsageError(
-            f"PROMPT: what stdin gives is not UTF-8 text: byte 0x{data[error.start]:02x} at position {error.start}"
-        ) from error
+        where = f"byte 0x{data[error.start]:02x} at position {error.start}"
+        raise click.UsageError(f"{what} is not UTF-8 text: {where}") from error
 
 
 def _as_chat(text: str, system: str | None) -> Prompt:

@@ -253,9 +253,14 @@ def test_answers_in_the_form_that_was_asked_for(cluster: RunningCluster, client:
 
 def test_a_form_that_cannot_be_read_is_a_bad_request(client: openai.OpenAI, model: str) -> None:
     form: Any = {"type": "json_schema", "json_schema": {"name": "n", "schema": {"type": "objekt"}}}
-    with pytest.raises(openai.BadRequestError, match="structured_outputs: json: Invalid type: objekt"):
+    with pytest.raises(openai.BadRequestError, match="response_format: json: Invalid type: objekt") as wrong:
         client.chat.completions.create(model=model, messages=MESSAGES, response_format=form)
-    with pytest.raises(openai.BadRequestError, match="min_tokens: cannot be had with structured_outputs, is 2"):
+    assert wrong.value.param == "response_format"
+    with pytest.raises(openai.BadRequestError, match="structured_outputs: json: Invalid type: objekt"):
+        client.chat.completions.create(
+            model=model, messages=MESSAGES, extra_body={"structured_outputs": {"json": {"type": "objekt"}}}
+        )
+    with pytest.raises(openai.BadRequestError, match="min_tokens: cannot be had with response_format, is 2"):
         client.chat.completions.create(
             model=model, messages=MESSAGES, response_format={"type": "json_object"}, extra_body={"min_tokens": 2}
         )

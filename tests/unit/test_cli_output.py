@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import re
 import socket
+from pathlib import Path
+from typing import Any
 
 import click
 import pytest
@@ -206,6 +209,7 @@ def test_without_a_router_there_is_one_readable_line(command: list[str]) -> None
         (["generate", "x", "--max-tokens", "-3"], "'--max-tokens': -3 is not in the range"),
         (["generate", "x", "--seed", "9" * 30], "'--seed': 9999"),
         (["generate", "x", "--timeout-s", "0"], "--timeout-s"),
+        (["generate", "-", "--json-schema", "-"], "--json-schema: stdin is PROMPT already"),
         (["generate", "x", "--timeout-s", "nan"], "'--timeout-s': nan is no number"),
         (["up", "--decode", "0"], "--decode must be at least 1, is 0"),
         (["up", "--aggregated", "--prefill", "2"], "--aggregated starts no prefill workers"),
@@ -231,6 +235,20 @@ def test_stdin_that_is_no_text_is_refused_with_the_place() -> None:
     result = CliRunner().invoke(main, ["generate", "-"], input=b"text \xff\xfe")
     assert result.exit_code == 2
     assert "PROMPT: what stdin gives is not UTF-8 text: byte 0xff at position 5" in result.stderr
+
+
+def test_a_schema_may_begin_with_a_mark_of_its_bytes_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As editors of Windows write it."""
+    asked: list[Any] = []
+
+    def look(prompt: object, **sampling: Any) -> None:
+        asked.append(sampling["structured_outputs"])
+        raise ValueError("seen")
+
+    monkeypatch.setattr(importlib.import_module("tandem.cli.generate"), "generate_request", look)
+    (tmp_path / "schema.json").write_text('{"type": "null"}', encoding="utf-8-sig")
+    CliRunner().invoke(main, ["generate", "hi", "--json-schema", str(tmp_path / "schema.json")])
+    assert asked == [{"json": '{"type": "null"}'}]
 
 
 def test_settings_come_from_the_environment_too(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -40,6 +40,9 @@ def test_more_answers_than_were_seen_take_longer() -> None:
     alone_s = forecast.answer_s(10, 10)
     forecast.num_running = 100
     assert forecast.answer_s(10, 10) == pytest.approx(alone_s * (101 + FREE_BATCH) / (2 + FREE_BATCH), rel=0.05)
+    many_s = forecast.answer_s(10, 10, num_answers=51)
+    assert many_s == pytest.approx(alone_s * (151 + FREE_BATCH) / (2 + FREE_BATCH), rel=0.05)
+    assert forecast.needed_s(0, 0, 0, 10, 10, 51) == pytest.approx(many_s)
 
 
 def test_it_learns_from_answers_that_never_end() -> None:

@@ -295,6 +295,23 @@ async def test_a_deadline_that_has_passed_is_called_so() -> None:
     assert isinstance(asked.task.exception(), DeadlinePassed)
 
 
+async def test_many_answers_are_thought_to_take_longer_than_one() -> None:
+    bench = Bench()
+    forecast, now_s = bench.cluster.forecast, asyncio.get_running_loop().time()
+    forecast.num_running = 1
+    forecast.answering(now_s - 8)
+    forecast.emitted(80, now_s)  # 0.1 s a token: 8 of them take a second, alone
+    forecast.ended(80, now_s, is_complete=True)
+    one = bench.lifecycle("one", deadline_s=now_s + 3)
+    asked = Asked(one.run())
+    await settle()
+    assert not asked.task.done()
+    many = Asked(bench.lifecycle("many", deadline_s=now_s + 3, num_answers=60).run())
+    await settle()
+    assert isinstance(many.task.exception(), Overloaded)
+    await asked.leave()
+
+
 async def test_what_runs_is_counted_until_its_end() -> None:
     bench = Bench()
     forecast = bench.cluster.forecast
