@@ -15,13 +15,13 @@ from engine.attention.base import LatentBackend
 from engine.attention.triton_plans import TritonPlan, TritonPlans, WithTritonPlans
 from engine.float8 import FLOAT8, why_no_float8
 from engine.kernels.gpu.decode import partial_size
+from engine.kernels.gpu.latent_project import rotate_and_store_latents
 from engine.kernels.gpu.latents import (
     MAX_LATENT,
     MAX_ROTATED,
     LatentTileConfig,
     decode_latents,
     prefill_latents,
-    rotate_and_store_latents,
 )
 from engine.kernels.gpu.pointwise import MAX_HIDDEN_SIZE
 from engine.kv_cache import KV_DTYPES, TORCH_DTYPES

@@ -1,11 +1,12 @@
 """Kernels for GPUs, in Triton: compiled for the device when first called, or run by Triton's interpreter on a CPU.
 
     decode.py, prefill.py   paged attention; tile.py is what both do with a tile of keys
-    latents.py              paged attention to latents (DeepSeek), and their write into the pool
+    latents.py              paged attention to latents (DeepSeek)
+    latent_project.py       their norm, rotation and write into the pool, as one pass
     rotate.py               norms of heads, rotary positions and the write into the pool, as one pass
     draw.py                 the sampler's draws, with and without filters
     pointwise.py            residual + RMS norm, SiLU * up
-    eight_bits.py           products with int8 weights, rows of activations to 8-bit floats
+    eight_bits.py           products with weights in 8 bits, rows of activations to 8-bit floats
     digest.py               xxh3_64 of blocks in the pool
     parts.py                a decoder's parts by these kernels
 

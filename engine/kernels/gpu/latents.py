@@ -1,6 +1,5 @@
 """Paged attention to latents: all query heads share one key of C + P numbers, whose first C are also the value.
 
-    project    norm and rotation of the step's latents and keys, and their write into the pool; rotation of its queries
     decode     sequences that compute one token each, contexts split among programs; `decode.py` puts pieces together
     prefill    whole prompts and chunks of any lengths in one launch
 
@@ -22,9 +21,7 @@ import torch
 import triton
 import triton.language as tl
 
-from engine.float8 import MAX_FLOAT8
 from engine.kernels.gpu.decode import MAX_PIECES, DecodeConfig, num_pieces, piece_of, reduce_kernel
-from engine.kernels.gpu.rotate import VALUES_PER_PROGRAM
 from engine.kernels.gpu.tile import MIN_SIDE
 
 MAX_LATENT, MAX_ROTATED = 512, 64
@@ -64,36 +61,6 @@ class LatentTileConfig(DecodeConfig):
 
     def tokens_per_tile(self, num_heads: int) -> int:
         return max(self.block_m // num_heads, 1)
-
-
-def rotate_and_store_latents(
-    q_TX: torch.Tensor,
-    latent_TR: torch.Tensor,
-    cos_sin: tuple[torch.Tensor, torch.Tensor],
-    norm_weight: torch.Tensor,
-    eps: float,
-    kv: torch.Tensor,
-    slot_mapping: torch.Tensor,
-    out_TNR: torch.Tensor,
-) -> None:
-    """Latents, normed, and their keys, rotated, into the pool; queries, rotated, to the last P numbers of `out_TNR`.
-
-    `q_TX`: [T, N * (Q + P)], contiguous. `latent_TR`: rows contiguous. `cos_sin`: [T, 1, P] each, contiguous, the sines
-    with the sign of `RotaryEmbedding`. `norm_weight`: [C]. `kv`: a layer of the pool; of 8-bit floats, what is too
-    large for them is saturated. `slot_mapping`: [T] int64; below 0 nothing is written. In float32, rounded as in
-    `rotate.py`.
-    """
-    num_tokens, num_heads, size = out_TNR.shape
-    latent_dim = len(norm_weight)
-    rotated = size - latent_dim
-    block_p = triton.next_power_of_2(rotated)
-    heads_per_program = max(VALUES_PER_PROGRAM // block_p, 1)
-    _latent_project_kernel[(num_tokens, triton.cdiv(num_heads, heads_per_program) + 1)](
-        q_TX, latent_TR, *cos_sin, norm_weight, kv, slot_mapping, out_TNR, latent_TR.stride(0), eps,
-        NUM_HEADS=num_heads, QUERY=q_TX.shape[1] // num_heads, LATENT=latent_dim, ROTATED=rotated,
-        MAX_FLOAT8=MAX_FLOAT8, BLOCK_A=heads_per_program, BLOCK_C=triton.next_power_of_2(latent_dim), BLOCK_P=block_p,
-        num_warps=4,
-    )  # fmt: skip
 
 
 def decode_latents(
@@ -164,74 +131,6 @@ def prefill_latents(
         BLOCK_P=max(triton.next_power_of_2(size - latent_dim), MIN_SIDE),
         num_warps=config.num_warps, num_stages=config.num_stages,
     )  # fmt: skip
-
-
-@triton.jit(do_not_specialize=["latent_stride"])
-def _latent_project_kernel(
-    q_ptr,
-    latent_ptr,
-    cos_ptr,
-    sin_ptr,
-    weight_ptr,
-    kv_ptr,
-    slots_ptr,
-    out_ptr,
-    latent_stride,
-    eps,
-    NUM_HEADS: tl.constexpr,
-    QUERY: tl.constexpr,
-    LATENT: tl.constexpr,
-    ROTATED: tl.constexpr,
-    MAX_FLOAT8: tl.constexpr,
-    BLOCK_A: tl.constexpr,
-    BLOCK_C: tl.constexpr,
-    BLOCK_P: tl.constexpr,
-):
-    """Program (token, tile of A of its N heads; the last one: its latent and key)."""
-    token = tl.program_id(0).to(tl.int64)
-    dims_P = tl.arange(0, BLOCK_P)
-    # A rotation takes each number together with the one half a head further on.
-    others_P = (dims_P + ROTATED // 2) % ROTATED
-    is_dim_P = dims_P < ROTATED
-    cos_P = tl.load(cos_ptr + token * ROTATED + dims_P, mask=is_dim_P, other=0.0).to(tl.float32)
-    sin_P = tl.load(sin_ptr + token * ROTATED + dims_P, mask=is_dim_P, other=0.0).to(tl.float32)
-    if tl.program_id(1) * BLOCK_A < NUM_HEADS:
-        heads_A = tl.program_id(1) * BLOCK_A + tl.arange(0, BLOCK_A)
-        is_real_AP = (heads_A < NUM_HEADS)[:, None] & is_dim_P[None, :]
-        head_ptrs = q_ptr + (token * NUM_HEADS + heads_A)[:, None] * QUERY + (QUERY - ROTATED)
-        a_AP = tl.load(head_ptrs + dims_P[None, :], mask=is_real_AP, other=0.0)
-        b_AP = tl.load(head_ptrs + others_P[None, :], mask=is_real_AP, other=0.0)
-        y_AP = a_AP.to(tl.float32) * cos_P[None, :] + b_AP.to(tl.float32) * sin_P[None, :]
-        out_ptrs = out_ptr + (token * NUM_HEADS + heads_A)[:, None] * (LATENT + ROTATED) + LATENT + dims_P[None, :]
-        tl.store(out_ptrs, y_AP.to(a_AP.dtype), mask=is_real_AP)
-        return
-    slot = tl.load(slots_ptr + token)
-    if slot < 0:
-        return
-    row_ptr, kv_row_ptr = latent_ptr + token * latent_stride, kv_ptr + slot * (LATENT + ROTATED)
-    dims_C = tl.arange(0, BLOCK_C)
-    is_dim_C = dims_C < LATENT
-    x_C = tl.load(row_ptr + dims_C, mask=is_dim_C, other=0.0)
-    h_C = x_C.to(tl.float32)
-    h_C = (h_C * tl.rsqrt(tl.sum(h_C * h_C, 0) / LATENT + eps)).to(x_C.dtype).to(tl.float32)
-    weight_C = tl.load(weight_ptr + dims_C, mask=is_dim_C, other=0.0).to(tl.float32)
-    tl.store(kv_row_ptr + dims_C, _for_pool((h_C * weight_C).to(x_C.dtype), kv_ptr, MAX_FLOAT8), mask=is_dim_C)
-    a_P = tl.load(row_ptr + LATENT + dims_P, mask=is_dim_P, other=0.0)
-    b_P = tl.load(row_ptr + LATENT + others_P, mask=is_dim_P, other=0.0)
-    y_P = (a_P.to(tl.float32) * cos_P + b_P.to(tl.float32) * sin_P).to(a_P.dtype)
-    tl.store(kv_row_ptr + LATENT + dims_P, _for_pool(y_P, kv_ptr, MAX_FLOAT8), mask=is_dim_P)
-
-
-@triton.jit
-def _for_pool(x, kv_ptr, MAX_FLOAT8: tl.constexpr):
-    """As the pool holds it."""
-    if kv_ptr.dtype.element_ty == tl.float8e4nv:
-        # A comparison with NaN is false: NaN stays what it is, as in plain torch.
-        z = x.to(tl.float32)
-        z = tl.where(z > MAX_FLOAT8, MAX_FLOAT8, tl.where(z < -MAX_FLOAT8, -MAX_FLOAT8, z))
-        return z.to(tl.float8e4nv)
-    else:
-        return x
 
 
 @triton.jit

@@ -113,17 +113,11 @@ def _rotate_kernel(
 
     q_ptrs = q_ptr + (token * NUM_HEADS + heads_A)[:, None] * HEAD_DIM + dims_H[None, :]
     tl.store(q_ptrs, y_AH, mask=is_real_AH & is_q_A[:, None])
-    stored_AH = y_AH
-    if kv_ptr.dtype.element_ty == tl.float8e4nv:
-        # A comparison with NaN is false: NaN stays what it is, as in plain torch.
-        z_AH = y_AH.to(tl.float32)
-        z_AH = tl.where(z_AH > MAX_FLOAT8, MAX_FLOAT8, tl.where(z_AH < -MAX_FLOAT8, -MAX_FLOAT8, z_AH))
-        stored_AH = z_AH.to(tl.float8e4nv)
     if slot >= 0:
         # Key heads of a block and then its value heads lie as they do in the product.
         rows_A = (slot // SLOTS * 2 * NUM_KV_HEADS + heads_A - NUM_HEADS) * SLOTS + slot % SLOTS
         kv_ptrs = kv_ptr + rows_A[:, None] * HEAD_DIM + dims_H[None, :]
-        tl.store(kv_ptrs, stored_AH, mask=is_real_AH & (heads_A >= NUM_HEADS)[:, None])
+        tl.store(kv_ptrs, for_pool(y_AH, kv_ptr, MAX_FLOAT8), mask=is_real_AH & (heads_A >= NUM_HEADS)[:, None])
 
 
 @triton.jit
@@ -133,3 +127,15 @@ def _weigh(x_AH, scale_A, q_weight_ptr, k_weight_ptr, dims_H, is_dim_H, is_q_A, 
     k_weight_H = tl.load(k_weight_ptr + dims_H, mask=is_dim_H, other=0.0).to(tl.float32)
     weight_AH = tl.where(is_q_A[:, None], q_weight_H[None, :], k_weight_H[None, :])
     return ((x_AH * scale_A[:, None]).to(dtype).to(tl.float32) * weight_AH).to(dtype).to(tl.float32)
+
+
+@triton.jit
+def for_pool(x, kv_ptr, MAX_FLOAT8: tl.constexpr):
+    """As the pool holds it."""
+    if kv_ptr.dtype.element_ty == tl.float8e4nv:
+        # A comparison with NaN is false: NaN stays what it is, as in plain torch.
+        z = x.to(tl.float32)
+        z = tl.where(z > MAX_FLOAT8, MAX_FLOAT8, tl.where(z < -MAX_FLOAT8, -MAX_FLOAT8, z))
+        return z.to(tl.float8e4nv)
+    else:
+        return x
