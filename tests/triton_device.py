@@ -5,7 +5,8 @@ skipped.
 
 Triton's interpreter keeps bfloat16 as 16-bit integers, and its makers say that it does not compute with them: a product
 takes the bit patterns for numbers (triton-lang/triton issue 11584), and a conversion cuts off where a GPU rounds to
-nearest. `_teach_bfloat16` mends these two, and int8 to bfloat16, which are all that the kernels use.
+nearest. `_teach_bfloat16` mends these two, and int8 to bfloat16, which are all that the kernels use; and it has products
+added up in one way, whatever their shape.
 
 Its rounding to 8-bit floats loses the carry from the fraction into the exponent. `_teach_float8` leaves it to torch,
 but makes NaN of what is too large, where a GPU saturates: a kernel that relies on that is found out.
@@ -36,7 +37,7 @@ def _teach_bfloat16() -> None:
     import triton.language as tl
     from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
 
-    dot, cast = InterpreterBuilder.create_dot, InterpreterBuilder.cast_impl
+    cast = InterpreterBuilder.cast_impl
 
     def widened(x: Any) -> Any:
         if x.dtype.scalar != tl.bfloat16:
@@ -47,8 +48,11 @@ def _teach_bfloat16() -> None:
         bits = torch.from_numpy(np.ascontiguousarray(data)).bfloat16().view(torch.int16)
         return bits.numpy().view(np.uint16).reshape(data.shape)
 
-    def create_dot(self: Any, a: Any, b: Any, *rest: Any) -> Any:
-        return dot(self, widened(a), widened(b), *rest)
+    def create_dot(self: Any, a: Any, b: Any, d: Any, *rest: Any) -> Any:
+        # In float64: numpy's products in float32 add in an order that depends on the shape and on its threads, so that
+        # equal rows would differ in their last bits.
+        product = np.matmul(widened(a).data, widened(b).data, dtype=np.float64)
+        return TensorHandle(product.astype(d.data.dtype) + d.data, d.dtype.scalar)
 
     def cast_impl(self: Any, source: Any, to: Any) -> Any:
         if source.dtype.scalar == tl.bfloat16 and to.scalar == tl.float32:
