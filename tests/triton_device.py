@@ -5,7 +5,7 @@ skipped.
 
 Triton's interpreter keeps bfloat16 as 16-bit integers, and its makers say that it does not compute with them: a product
 takes the bit patterns for numbers (triton-lang/triton issue 11584), and a conversion cuts off where a GPU rounds to
-nearest. `_teach_bfloat16` mends these two, and int8 to bfloat16, which are all that the kernels use; and it has products
+nearest. `_teach_bfloat16` mends these two, and int8 to bfloat16, which are all that the kernels use; and products are
 added up in one way, whatever their shape.
 
 Its rounding to 8-bit floats loses the carry from the fraction into the exponent. `_teach_float8` leaves it to torch,
