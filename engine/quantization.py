@@ -51,13 +51,14 @@ def resolve_quantization(
     capability: tuple[int, int] | None,
     dtype: str,
     model: DecoderConfig,
+    has_kernels: bool,
 ) -> str:
     """What layers multiply with: "none", "int8", "fp8" or "stored". "auto" is the last, where a checkpoint has
     weights in 8 bits and its numbers can stay what they are; where they cannot, or a CPU computes, all are widened, and
     that is said.
 
-    `capability`: of the GPU, None where the device has none. Raises `ValueError` where what is asked for by name cannot
-    work.
+    `capability`: of the GPU, None where the device has none. `has_kernels`: whether our kernels for GPUs serve. Raises
+    `ValueError` where what is asked for by name cannot work.
     """
     if asked != "auto":
         why_not = why_no_quantization(asked, capability=capability, dtype=dtype, model=model)
@@ -70,6 +71,8 @@ def resolve_quantization(
     why_not = "a CPU computes faster so" if device == "cpu" else ""
     for own in stored.quantizations:
         why_not = why_not or why_no_quantization(own, capability=capability, dtype=dtype, model=model)
+    if not why_not and not has_kernels and (stored.block is not None or "int8" in stored.quantizations):
+        why_not = "without Triton's kernels each step would widen them anew"
     if not why_not and stored.block is not None and stored.block[1] % GROUP_GRAIN:
         why_not = f"inputs that share a scale must be a multiple of {GROUP_GRAIN}, are {stored.block[1]}"
     if why_not:
@@ -203,8 +206,9 @@ class GroupScaledLinear(Linear):
 
 @dataclass(frozen=True, slots=True)
 class QuantizedLinears:
-    """What multiplies with weights in 8 bits on some device."""
+    """What multiplies with weights in 8 bits, and those left plain beside them, on some device."""
 
+    plain: MakeLinear = Linear
     int8: type[Int8Linear] = Int8Linear
     fp8: type[Float8Linear] = Float8Linear
     groups: type[GroupScaledLinear] = GroupScaledLinear
@@ -216,7 +220,7 @@ class QuantizedLinears:
 
     def as_stored(self, weight: Weight, bias: torch.Tensor | None = None) -> Linear:
         if isinstance(weight, torch.Tensor):
-            return Linear(weight, bias)
+            return self.plain(weight, bias)
         if weight.has_groups:
             return self.groups(weight, bias)
         return self.int8(weight, bias) if weight.weight.dtype == torch.int8 else self.fp8(weight, bias)

@@ -42,17 +42,19 @@ class _HeedsCancel:
     """A connection (mixed into the one that the URL asks for) on which who is cancelled is cancelled.
 
     redis-py sends within `asyncio.wait_for`, which before Python 3.12 forgets a cancellation that comes when what it
-    waits for is just done (CPython issue 86296): the call returns, and its caller goes on though nobody waits for it.
+    waits for is just done, or has failed (CPython issue 86296): its caller goes on though nobody waits for it.
     """
 
     async def send_packed_command(self, *args: Any, **kwargs: Any) -> None:
         task = asyncio.current_task()
         assert task is not None
         num_before = task.cancelling()
-        await super().send_packed_command(*args, **kwargs)  # type: ignore[misc]
-        if task.cancelling() > num_before:
-            await self.disconnect(nowait=True)  # type: ignore[attr-defined]  # an answer is on its way here
-            raise asyncio.CancelledError
+        try:
+            await super().send_packed_command(*args, **kwargs)  # type: ignore[misc]
+        finally:
+            if task.cancelling() > num_before:
+                await self.disconnect(nowait=True)  # type: ignore[attr-defined]  # an answer is on its way here
+                raise asyncio.CancelledError
 
 
 class Outage:

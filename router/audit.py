@@ -11,6 +11,7 @@ from collections.abc import Hashable, Iterable
 
 from router.lifecycle import Lifecycle
 from router.queue import RequestQueue
+from router.worker_handle import WorkerHandle
 from router.worker_pool import WorkerPool
 
 
@@ -18,6 +19,12 @@ def find_ownerless(pool: WorkerPool, queue: RequestQueue, running: Iterable[Life
     """What belongs to none of the `running` requests just now: what it is -> a sentence."""
     running = list(running)
     found: dict[Hashable, str] = {}
+    planned: dict[WorkerHandle, list[int]] = {handle: [0, 0] for handle in pool.handles}
+    for room in pool.rooms:
+        for handle, num_blocks, num_tokens in room.taken():
+            sums = planned.setdefault(handle, [0, 0])
+            sums[0] += num_blocks
+            sums[1] += num_tokens
     for room in pool.rooms - {lifecycle.room for lifecycle in running}:
         found[room] = f"room on {room.plan.decode.worker_id} for a prompt of {room.num_tokens} tokens is nobody's"
     names = {lifecycle.name for lifecycle in running}
@@ -25,8 +32,7 @@ def find_ownerless(pool: WorkerPool, queue: RequestQueue, running: Iterable[Life
         worker_id = handle.record.worker_id
         for name in handle.session.names - names if handle.session is not None else ():
             found[handle.key, name] = f"events of {name!r} at {worker_id} are waited for by nobody"
-        num_blocks = sum(room.num_blocks_at(handle) for room in pool.rooms)
-        num_tokens = sum(room.num_tokens_at(handle) for room in pool.rooms)
+        num_blocks, num_tokens = planned[handle]
         if (num_blocks, num_tokens) != (handle.num_planned_blocks, handle.num_prefill_tokens):
             found[handle.key] = (
                 f"{worker_id} is counted as having {handle.num_planned_blocks} blocks and {handle.num_prefill_tokens} "

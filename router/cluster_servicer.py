@@ -22,6 +22,10 @@ WORKER_TIMEOUT_S = 5.0
 """A worker that does not answer within this time is listed as unreachable."""
 
 
+TURNS_S = 0.01
+"""Between the two looks of an audit, where no worker is waited for: some turns of the event loop."""
+
+
 class ClusterServicer(ClusterServicerBase):  # type: ignore[misc]
     def __init__(
         self,
@@ -65,6 +69,7 @@ class ClusterServicer(ClusterServicerBase):  # type: ignore[misc]
     async def Audit(self, request: pb.AuditRequest, context: grpc.aio.ServicerContext) -> pb.ClusterAudit:  # noqa: N802
         before = self._ownerless()
         workers, unreachable = await self._ask_all(lambda stub: stub.Audit(pb.AuditRequest(), timeout=WORKER_TIMEOUT_S))
+        await asyncio.sleep(TURNS_S)
         problems = [sentence for what, sentence in self._ownerless().items() if what in before]
         return pb.ClusterAudit(workers=workers, unreachable=unreachable, router_id=self._router_id, problems=problems)
 

@@ -129,13 +129,14 @@ class TakenRoom:
         self.num_tokens_to_compute = self._prefiller.num_queued_tokens
         """At the worker that computes the prompt, with what is before it there."""
 
-    def num_blocks_at(self, handle: WorkerHandle) -> int:
-        """Counted as taken there by this plan."""
-        return self._num_blocks if self._decode is handle else 0
-
-    def num_tokens_at(self, handle: WorkerHandle) -> int:
-        """Counted as to be prefilled there by this plan."""
-        return self._num_tokens if self._prefiller is handle else 0
+    def taken(self) -> list[tuple[WorkerHandle, int, int]]:
+        """What this plan still counts as taken: worker, blocks, and tokens to be prefilled."""
+        taken = []
+        if self._decode is not None:
+            taken.append((self._decode, self._num_blocks, 0))
+        if self._prefiller is not None:
+            taken.append((self._prefiller, 0, self._num_tokens))
+        return taken
 
     @property
     def is_settled(self) -> bool:

@@ -116,9 +116,10 @@ class WorkerPool:
 
     @property
     def not_connected(self) -> list[str]:
-        """Ids of workers that get no requests, since no session to them is open: just found, or lost."""
-        connected = {h.record.worker_id for h in self._handles.values() if h.session is not None and h.session.is_open}
-        return sorted({h.record.worker_id for h in self._handles.values()} - connected)
+        """Ids of workers that get no requests, since no session to them is open: just found, or lost. Of one that was
+        started again under its id the newer counts."""
+        known = [h for h in self._handles.values() if not h.is_leaving]
+        return sorted({h.record.worker_id for h in known if h.session is None or not h.session.is_open})
 
     @property
     def of_another_kind(self) -> list[str]:

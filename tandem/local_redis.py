@@ -14,8 +14,7 @@ import shutil
 import tempfile
 from pathlib import Path
 
-import redis.asyncio
-
+from registry.connection import open_redis
 from tandem.supervision import ProcessSpec
 
 MAX_SOCKET_PATH_BYTES = 100
@@ -59,10 +58,7 @@ class LocalRedis:
 
     async def ping(self) -> None:
         """Raises `redis.RedisError` if it does not answer within `PING_TIMEOUT_S`."""
-        client = redis.asyncio.Redis.from_url(
-            self.url, socket_timeout=PING_TIMEOUT_S, socket_connect_timeout=PING_TIMEOUT_S
-        )
-        async with client:
+        async with open_redis(self.url, timeout_s=PING_TIMEOUT_S) as client:
             await client.ping()
 
     def remove(self) -> None:

@@ -127,6 +127,19 @@ def audit_problems(audit: ClusterAudit) -> list[str]:
     return problems
 
 
+def not_at_rest(audit: ClusterAudit) -> list[str]:
+    """What an audit found wrong, and whose blocks are neither free nor cached though nothing runs."""
+    problems = audit_problems(audit)
+    for worker in audit.workers:
+        blocks = worker.blocks
+        if blocks.num_free + blocks.num_cached != blocks.num_blocks:
+            problems.append(
+                f"{worker.worker_id}: {blocks.num_sequence} blocks of sequences, {blocks.num_grant} granted, "
+                f"{blocks.num_held} held"
+            )
+    return problems
+
+
 def logprobs_table(logprobs: Sequence[TokenLogprobs]) -> Table:
     """One row per token of an answer: how likely it was, and what else was likely."""
     num_top = max(len(each.top) for each in logprobs)

@@ -15,6 +15,7 @@ from pathlib import Path
 
 from protos import tandem_worker_pb2 as pb
 from tandem.client import Client
+from tandem.tables import not_at_rest
 
 START_TIMEOUT_S = 120.0
 STOP_TIMEOUT_S = 60.0
@@ -36,14 +37,7 @@ class RunningCluster:
     def audit_problems(self) -> list[str]:
         """What an audit finds: books that do not balance, workers that do not answer, blocks that are not at rest."""
         with Client(self.address) as client:
-            audit = client.audit()
-        problems = [*audit.unreachable, *audit.problems]
-        for worker in audit.workers:
-            blocks = worker.blocks
-            problems += [f"{worker.worker_id}: {problem}" for problem in worker.problems]
-            if blocks.num_free + blocks.num_cached != blocks.num_blocks:
-                problems.append(f"{worker.worker_id} is not at rest: {blocks}")
-        return problems
+            return not_at_rest(client.audit())
 
     def wait_until_at_rest(self, timeout_s: float = 15.0) -> None:
         """Until every block of every worker is free or cached and the books balance."""

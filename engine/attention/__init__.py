@@ -5,7 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 from engine.attention.base import AttentionBackend, LatentBackend, PagedBackend, StepLayout
-from engine.attention.choice import Needs, choose_attention_backend, uses_triton_kernels, why_no_graphs
+from engine.attention.choice import (
+    Needs,
+    choose_attention_backend,
+    uses_triton_kernels,
+    why_no_graphs,
+    why_no_triton_kernels,
+)
 from engine.attention.cpu_backend import CpuAttention
 from engine.attention.flash_backend import FlashAttention
 from engine.attention.flash_calls import load_flash_calls
@@ -27,6 +33,7 @@ __all__ = [
     "kv_order_of",
     "uses_triton_kernels",
     "why_no_graphs",
+    "why_no_triton_kernels",
 ]
 
 

@@ -7,13 +7,20 @@ from __future__ import annotations
 
 import hashlib
 import json
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from engine.attention import Needs, choose_attention_backend, kv_order_of, uses_triton_kernels, why_no_graphs
+from engine.attention import (
+    Needs,
+    choose_attention_backend,
+    kv_order_of,
+    uses_triton_kernels,
+    why_no_graphs,
+    why_no_triton_kernels,
+)
 from engine.cache_dir import report
 from engine.config import (
     GIB,
@@ -46,21 +53,22 @@ def make_engine_config(args: EngineArgs, folder: Path) -> EngineConfig:
     stored = StoredWeights.from_hf(hf_config)
     device, dtype = _device(args), _dtype(args, hf_config)
     capability = torch.cuda.get_device_capability() if device == "cuda" else None
-    quantization = resolve_quantization(
-        args.quantization, stored, device=device, capability=capability, dtype=dtype, model=decoder
-    )
-    model = _model_config(args, folder, hf_config, decoder, device, dtype=dtype, quantization=quantization)
-    kv_dtype = kv_dtype_of(args.kv_cache_dtype, model.dtype)
-    num_blocks = _num_blocks(args, model, device, kv_dtype)
+    kv_dtype = kv_dtype_of(args.kv_cache_dtype, dtype)
     needs = Needs(
-        model=decoder,
+        model=decoder, device=device, capability=capability, dtype=dtype, kv_dtype=kv_dtype, block_size=args.block_size
+    )
+    quantization = resolve_quantization(
+        args.quantization,
+        stored,
         device=device,
         capability=capability,
-        dtype=model.dtype,
-        kv_dtype=kv_dtype,
-        block_size=args.block_size,
-        quantization=quantization,
+        dtype=dtype,
+        model=decoder,
+        has_kernels=device == "cuda" and args.attention_backend != "torch" and not why_no_triton_kernels(needs),
     )
+    model = _model_config(args, folder, hf_config, decoder, device, dtype=dtype, quantization=quantization)
+    num_blocks = _num_blocks(args, model, device, kv_dtype)
+    needs = replace(needs, quantization=quantization)
     backend = choose_attention_backend(args.attention_backend, needs)
     no_graphs = why_no_graphs(backend, needs)
     if no_graphs and device == "cuda" and backend in ("flash_attn", "triton") and not args.enforce_eager:

@@ -32,7 +32,7 @@ from tandem.client import AsyncClient
 from tandem.cluster import Cluster
 from tandem.cluster_args import ROUTER, ClusterArgs
 from tandem.supervision import RestartPolicy
-from tandem.tables import audit_problems
+from tandem.tables import not_at_rest
 
 LEASE_MS = 2000
 MAX_QUEUE_TOKENS = 5000
@@ -256,14 +256,7 @@ assert DEADLINE_S > REST_TIMEOUT_S, "a request that hangs is seen before its blo
 
 async def _what_is_not_at_rest(client: AsyncClient, num_workers: int) -> list[str]:
     audit = await client.audit()
-    problems = audit_problems(audit)
+    problems = not_at_rest(audit)
     if len(audit.workers) < num_workers:
         problems.append(f"{len(audit.workers)} of {num_workers} workers are there")
-    for worker in audit.workers:
-        blocks = worker.blocks
-        if blocks.num_free + blocks.num_cached != blocks.num_blocks:
-            problems.append(
-                f"{worker.worker_id}: {blocks.num_sequence} blocks of sequences, {blocks.num_grant} granted, "
-                f"{blocks.num_held} held"
-            )
     return problems

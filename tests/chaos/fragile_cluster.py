@@ -27,6 +27,7 @@ from ports import lasting_port
 from protos import tandem_worker_pb2 as pb
 from tandem.chaos.proxy import FaultyProxy
 from tandem.client import Client
+from tandem.tables import not_at_rest
 
 LEASE_MS = 2000
 SAMPLING: dict[str, Any] = {
@@ -208,13 +209,7 @@ class FragileCluster:
     def problems(self) -> list[str]:
         """What an audit finds: books that do not balance, workers that do not answer, blocks that are not at rest."""
         with self.client() as client:
-            audit = client.audit()
-        problems = list(audit.unreachable)
-        for worker in audit.workers:
-            problems += [f"{worker.worker_id}: {problem}" for problem in worker.problems]
-            if worker.blocks.num_free + worker.blocks.num_cached != worker.blocks.num_blocks:
-                problems.append(f"{worker.worker_id} is not at rest: {worker.blocks}")
-        return problems
+            return not_at_rest(client.audit())
 
     def wait_until_at_rest(self, timeout_s: float = 30.0) -> None:
         wait_until(lambda: not self.problems(), timeout_s, "every block free or cached", self.problems)

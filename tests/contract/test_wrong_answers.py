@@ -17,6 +17,7 @@ from protos import tandem_worker_pb2 as pb
 from protos.tandem_inference_pb2 import GetModelInfoResponse
 from router.cluster_servicer import ClusterServicer
 from router.request_events import Event, WorkerKey, WorkerLost
+from router.worker_handle import WorkerHandle
 from router.worker_session import WorkerSession
 from rpc.channel import open_channel
 
@@ -91,8 +92,7 @@ async def test_a_worker_that_talks_nonsense_is_unreachable_for_operators() -> No
     garbage = grpc.unary_unary_rpc_method_handler(say_garbage)
     server, address = await serving("tandem.v1.Worker", GetStatus=garbage, Audit=garbage)
     async with open_channel(address) as channel:
-        handle = SimpleNamespace(channel=channel, record=pb.WorkerRecord(worker_id="w", address="a"))
-        handle.session, handle.num_planned_blocks, handle.num_prefill_tokens = None, 0, 0
+        handle = WorkerHandle(pb.WorkerRecord(worker_id="w", address="a"), channel)
         pool = SimpleNamespace(
             handles=[handle], rooms=set(), ejected=[], apart=[], of_another_kind=[], not_connected=[]
         )

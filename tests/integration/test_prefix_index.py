@@ -6,6 +6,8 @@ import asyncio
 import os
 import random
 import signal
+import socket
+import struct
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
@@ -172,6 +174,50 @@ async def test_who_is_cancelled_while_asking_is_cancelled(redis_url: str, num_st
         await asyncio.wait([asking])
         assert asking.cancelled() != is_over
         assert await index.longest_match([h(1)], W1) == {"w1": 0}, "the answer to the one before is not taken for ours"
+
+
+@pytest.mark.parametrize("num_steps", range(12))
+async def test_who_is_cancelled_while_a_connection_breaks_is_cancelled(redis_url: str, num_steps: int) -> None:
+    async with resetting(redis_url) as (url, reset), index_of(url) as index:
+        await index.longest_match([h(1)], W1)  # connected
+        reset()
+        await asyncio.sleep(0.001)
+        asking = asyncio.create_task(index.longest_match([h(1)], W1))
+        for _ in range(num_steps):
+            await asyncio.sleep(0)
+        is_over = asking.done()
+        asking.cancel()
+        await asyncio.wait([asking])
+        assert asking.cancelled() != is_over
+
+
+@asynccontextmanager
+async def resetting(redis_url: str) -> AsyncIterator[tuple[str, Callable[[], None]]]:
+    """A way to Redis over TCP, and what resets all connections on it (RST, where Redis itself would say goodbye)."""
+    path, writers, relays = redis_url.removeprefix("unix://"), list[asyncio.StreamWriter](), set[asyncio.Task[None]]()
+
+    async def relay(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        while data := await reader.read(1 << 16):
+            writer.write(data)
+
+    async def accept(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        redis_reader, redis_writer = await asyncio.open_unix_connection(path)
+        writers.extend((writer, redis_writer))
+        relays.update(asyncio.create_task(relay(*ends)) for ends in ((reader, redis_writer), (redis_reader, writer)))
+
+    def reset() -> None:
+        for writer in writers:
+            writer.transport.abort()
+
+    async with await asyncio.start_server(accept, "127.0.0.1", 0) as server:
+        try:
+            yield f"redis://127.0.0.1:{server.sockets[0].getsockname()[1]}", reset
+        finally:
+            reset()
+            for task in relays:
+                task.cancel()
+            await asyncio.gather(*relays, return_exceptions=True)
 
 
 async def test_close_deletes(redis_url: str) -> None:

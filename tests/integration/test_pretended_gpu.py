@@ -17,7 +17,7 @@ from handover import alone, bytes_of, handed_over
 from many_endings import CONFIG, Answers, answers_alone, answers_of, prompt_of
 from pretend_gpu import PretendGpu, pretend_gpu
 from pretend_gpu.engines import make_engine
-from quantized_checkpoints import FORMS, llama_tensors, quantized, save_checkpoint
+from quantized_on_gpu import check_checkpoint
 
 from engine.pool_size import largest_step
 
@@ -25,8 +25,6 @@ pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GP
 NUMBERS = range(8)
 TOTAL_BYTES = 64 << 20
 UTILIZATION = 0.5
-WIDE = CONFIG | {"hidden_size": 64}
-"""As products in 8 bits want it."""
 
 
 @pytest.fixture
@@ -94,30 +92,7 @@ def test_one_prefills_and_another_decodes(
         assert engine.audit()[1] == []
 
 
-@pytest.mark.parametrize(
-    "form", ["float channel", "int channel", "fp8 blocks, powers of two", "fp8 blocks", "float block"]
-)
+@pytest.mark.parametrize("form", ["float channel", "int channel", "fp8 blocks, powers of two"])
 def test_a_checkpoint_in_8_bits_stays_as_it_is(gpu: PretendGpu, tmp_path: Path, form: str) -> None:
-    """On a GPU, unless groups are none that kernels take: what is multiplied with is what is stored, q, k and v below
-    each other; a product that was left plain is. One prefills and another decodes."""
-    stored, plain = quantized(llama_tensors(WIDE, torch.bfloat16), FORMS[form])
-    name = "model.layers.0.self_attn.o_proj.weight"
-    stored[name] = plain[name] = llama_tensors(WIDE, torch.bfloat16)[name]
-    stored = {each: tensor for each, tensor in stored.items() if not each.startswith(f"{name}_")}
-    config = WIDE | {"quantization_config": FORMS[form].quantization_config}
-    save_checkpoint(tmp_path, config, stored)
-    settings = {"load_format": "auto", "dtype": "bfloat16"}
-    one, prefill, decode = (make_engine(tmp_path, config, **settings) for _ in range(3))
-    block = FORMS[form].block
-    is_kept = block is None or block[1] % 16 == 0
-    assert one.config.model.quantization == ("stored" if is_kept else "none")
-    attention = [layer.attention for layer in one.executor._worker._runner._model._layers._layers]  # type: ignore[attr-defined]
-    qkv: Any = attention[1].qkv
-    held = qkv.weight_NK if hasattr(qkv, "weight_NK") else qkv.weight.weight if is_kept else qkv._weight
-    tensors = stored if is_kept else plain
-    expected = torch.cat([tensors[f"model.layers.1.self_attn.{name}_proj.weight"].float() for name in "qkv"])
-    assert held.dtype == (FORMS[form].dtype if is_kept else torch.bfloat16)
-    assert torch.equal(held.cpu().float(), expected.to(held.dtype).float())
-    assert torch.equal(attention[0].output._weight.cpu(), plain[name])
-    prompt = prompt_of(16)
-    assert handed_over(prefill, decode, prompt, GREEDY) == alone(one, prompt, GREEDY)
+    """On a GPU, where plain torch has a product for it."""
+    check_checkpoint(tmp_path, form, is_kept=form == "float channel")

@@ -21,6 +21,7 @@ from many_endings import CONFIG, answers_of, prompt_of
 from pretend_gpu import PretendGpu, pretend_gpu
 from pretend_gpu.engines import make_engine
 from pretend_gpu.triton import triton_interprets
+from quantized_on_gpu import WIDE, check_checkpoint
 from triton_device import DEVICE
 
 from engine.decode_graphs import RECORDING_BYTES
@@ -28,8 +29,6 @@ from engine.pool_size import largest_step
 
 ROOT = Path(__file__).resolve().parents[2]
 NUMBERS = range(5)
-WIDE = CONFIG | {"hidden_size": 64}
-"""As products in 8 bits want it."""
 BLOCKS = WIDE | {"quantization_config": {"quant_method": "fp8", "weight_block_size": [16, 32]}}
 EXPERTS = V3 | {"hidden_size": 64, "intermediate_size": 64, "moe_intermediate_size": 64, "vocab_size": 60}
 
@@ -69,6 +68,13 @@ def test_recorded_steps_a_step_ahead(
     plain = make_engine(tmp_path, config, **settings | other)
     assert not plain.config.device.uses_graphs
     assert answers_of(engine, NUMBERS) == answers_of(plain, NUMBERS)
+
+
+@pytest.mark.parametrize("form", ["int channel", "fp8 blocks, powers of two", "fp8 blocks", "float block"])
+def test_a_checkpoint_in_8_bits_stays_as_it_is(gpu: PretendGpu, tmp_path: Path, form: str) -> None:
+    """Unless its groups are none that kernels take."""
+    settings = SMALL | {"max_num_seqs": 2, "max_model_len": 64}
+    check_checkpoint(tmp_path, form, is_kept=form in ("int channel", "fp8 blocks, powers of two"), **settings)
 
 
 @pytest.mark.parametrize("kv_cache_dtype", ["auto", "fp8"])  # in 8 bits, blocks too small for the kernel of digests

@@ -111,9 +111,9 @@ class Bench:
     def dispatch(self) -> None:
         self.queue.dispatch()
 
-    def add(self, name: str, role: pb.Role, max_model_len: int) -> WorkerHandle:
+    def add(self, name: str, role: pb.Role, max_model_len: int, *, incarnation: str = "1") -> WorkerHandle:
         model = inference_pb.GetModelInfoResponse(block_size=BLOCK, max_model_len=max_model_len)
-        record = pb.WorkerRecord(worker_id=name, incarnation="1", role=role, model=model, load=load(100))
+        record = pb.WorkerRecord(worker_id=name, incarnation=incarnation, role=role, model=model, load=load(100))
         handle = WorkerHandle(record, channel=None, load=record.load)
         handle.session = cast(Any, ScriptedSession(handle.key))
         self.pool._handles[handle.key] = handle

@@ -393,6 +393,14 @@ async def test_a_worker_is_not_connected_before_its_session_is_open() -> None:
     assert bench.pool.not_connected == ["d", "found"]
 
 
+async def test_of_a_worker_that_was_started_again_the_newer_is_connected_or_not() -> None:
+    bench = Bench()
+    newer = bench.add("d", pb.Role.ROLE_DECODE, 2048, incarnation="2")
+    newer.session = None
+    bench.decode.is_leaving = True  # gone from the registry; its session is open, and what runs there goes on
+    assert bench.pool.not_connected == ["d"]
+
+
 async def test_new_requests_go_to_workers_of_one_kind() -> None:
     """Other weights would give other answers. The kind is that of most decode workers, also when they change."""
     bench = Bench()

@@ -261,9 +261,11 @@ BLOCKS = StoredWeights(quantizations=("fp8",), block=(128, 128))
 def resolved(asked: str, stored: StoredWeights = PLAIN, **changes: Any) -> str:
     capability = changes.pop("capability", HOPPER)
     device = "cpu" if capability is None else "cuda"
-    dtype = changes.pop("dtype", "bfloat16")
+    dtype, has_kernels = changes.pop("dtype", "bfloat16"), changes.pop("has_kernels", device == "cuda")
     model = replace(MODEL, **changes)
-    return resolve_quantization(asked, stored, device=device, capability=capability, dtype=dtype, model=model)
+    return resolve_quantization(
+        asked, stored, device=device, capability=capability, dtype=dtype, model=model, has_kernels=has_kernels
+    )
 
 
 @pytest.mark.parametrize("stored", [PLAIN, INT8, FP8, BLOCKS])
@@ -278,6 +280,7 @@ def test_auto_is_what_the_checkpoint_has(capsys: pytest.CaptureFixture[str]) -> 
     assert [resolved("auto", stored) for stored in (INT8, FP8, BLOCKS, both)] == ["stored"] * 4
     assert resolved("auto", INT8, capability=(8, 0), dtype="float16", intermediate_size=40) == "stored"
     assert resolved("auto", PLAIN, capability=None) == "none"
+    assert resolved("auto", FP8, has_kernels=False) == "stored", "torch's own product takes it"
     assert capsys.readouterr().err == ""
 
 
@@ -291,6 +294,8 @@ def test_auto_is_what_the_checkpoint_has(capsys: pytest.CaptureFixture[str]) -> 
             "in blocks of 128x100 .*: inputs that share a scale must be a multiple of 16, are 100",
         ),
         (BLOCKS, {"capability": (8, 6)}, "8.9 or later, and this one has 8.6$"),
+        (BLOCKS, {"has_kernels": False}, "128x128 .*: without Triton's kernels each step would widen them anew"),
+        (INT8, {"has_kernels": False}, "int8 .*: without Triton's kernels each step would widen them anew"),
         (FP8, {"capability": (8, 6)}, "8.9 or later, and this one has 8.6$"),
         (FP8, {"dtype": "float16"}, "it computes bfloat16, and dtype is float16"),
         (FP8, {"intermediate_size": 40}, r"must be multiples of 16, are \(64, 64, 128, 40\)"),

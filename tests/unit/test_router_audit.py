@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
-from lifecycle_bench import PROMPT, Bench, load, settle
+from lifecycle_bench import PROMPT, Asked, Bench, load, settle
 
 from protos import tandem_worker_pb2 as pb
 from router.audit import find_ownerless
@@ -14,6 +15,8 @@ from router.cluster_servicer import ClusterServicer
 from router.lifecycle import Cluster, Lifecycle
 from router.prefix_lookup import PrefixLookup
 from router.request_events import WorkerKey
+from router.sequences import Sequences
+from router.servicer import InferenceServicer
 
 
 def ownerless(bench: Bench, *running: Lifecycle) -> list[str]:
@@ -40,6 +43,38 @@ async def test_all_that_a_request_holds_is_its_own_and_nothing_is_left() -> None
     await asyncio.wait([task])
     assert ownerless(bench) == []
     assert not bench.pool.rooms
+
+
+async def test_several_answers_hold_each_their_own() -> None:
+    """Also once their prompts are computed, when their room is settled."""
+    bench = Bench()
+    first = bench.lifecycle("r", name="0_r")
+    others = [bench.lifecycle("r", name=f"{i}_r", sequence=i, after=first) for i in (1, 2)]
+    sequences = Sequences([first, *others], is_streaming=True)
+    asked = Asked(sequences.run())
+    await settle()
+    bench.d.say("0_r", 1, tokens=pb.Tokens(index=0, token_ids=[5, 6]))
+    await settle()
+    bench.d.say("1_r", 1, tokens=pb.Tokens(index=0, token_ids=[5]))
+    await settle()
+    assert len(bench.pool.rooms) == 3
+    assert [room.is_settled for room in (first.room, others[0].room, others[1].room) if room] == [True, True, False]
+    assert ownerless(bench, *sequences.lifecycles) == []
+    assert len(ownerless(bench, first, others[1])) == 2, "the room of the second, though settled, and its events"
+    await asked.leave()
+    assert ownerless(bench) == []
+
+
+async def test_a_router_knows_the_life_cycles_of_all_answers() -> None:
+    bench = Bench()
+    first = bench.lifecycle("r", name="0_r")
+    sequences = Sequences([first, bench.lifecycle("r", name="1_r", sequence=1, after=first)], is_streaming=True)
+    servicer = InferenceServicer(
+        texts=cast(Any, SimpleNamespace(model=None)), cluster=bench.cluster, max_request_bytes=1
+    )
+    servicer._running = {"r": sequences, "being tokenised": None}
+    assert [lifecycle.name for lifecycle in servicer.running] == ["0_r", "1_r"]
+    await servicer.close()
 
 
 class ForgetsCancels:
@@ -108,3 +143,5 @@ async def test_an_audit_tells_what_it_finds_twice() -> None:
     assert await audit() == ["the queue is empty and counts 5 tokens"]
     assert await audit(and_meanwhile=lambda: setattr(bench.queue, "num_tokens", 0)) == []
     assert await audit(and_meanwhile=lambda: setattr(bench.queue, "num_tokens", 5)) == []
+    asyncio.get_running_loop().call_soon(setattr, bench.queue, "num_tokens", 0)
+    assert await audit() == [], "no worker is waited for here, and yet there is time for it"

@@ -52,5 +52,5 @@ class TritonGroupScaledLinear(GroupScaledLinear):
 
 TRITON_PARTS = Parts(gated_linear=TritonGatedLinear, rms_norm=TritonRMSNorm)
 TRITON_QUANTIZED_LINEARS = QuantizedLinears(
-    int8=TritonInt8Linear, fp8=TritonFloat8Linear, groups=TritonGroupScaledLinear
+    plain=TRITON_PARTS.linear, int8=TritonInt8Linear, fp8=TritonFloat8Linear, groups=TritonGroupScaledLinear
 )

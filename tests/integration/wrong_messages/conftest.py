@@ -16,6 +16,7 @@ from clusters import RunningCluster, run_cluster, wait_until
 
 from protos import tandem_kv_transfer_pb2 as kv_pb
 from tandem.client import Client
+from tandem.tables import not_at_rest
 from wrong_messages.saying import (
     BLOCK_SIZE,
     MAX_MODEL_LEN,
@@ -64,10 +65,7 @@ def all_is_as_before(peers: Peers) -> Iterator[None]:
 
 
 def is_at_rest(peers: Peers) -> bool:
-    audit = peers.client.audit()
-    assert not audit.unreachable
-    assert not any(worker.problems for worker in audit.workers)
-    return all(w.blocks.num_free + w.blocks.num_cached == w.blocks.num_blocks for w in audit.workers)
+    return not not_at_rest(peers.client.audit())
 
 
 @pytest.fixture
