@@ -8,6 +8,7 @@ its deadline passed) cancels it on every worker, in the one `finally` below.
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from collections.abc import AsyncGenerator
 from dataclasses import dataclass
@@ -50,6 +51,8 @@ from router.timings import timings_of
 from router.worker_handle import TakenRoom
 from router.worker_pool import WorkerPool
 from rpc.errors import NoWorker
+
+_log = logging.getLogger(__name__)
 
 MAX_ATTEMPTS = 6
 """A request is given up when so many attempts in a row have failed without a new token: one that kills workers must not
@@ -228,6 +231,8 @@ class Lifecycle:
     def _enter_queue(self, action: EnterQueue) -> None:
         if self._state.num_failures > self._num_failures:
             self._num_failures = self._state.num_failures
+            facts = {"request_id": self.name, "num_failures": self._num_failures, "why": self._state.last_failure}
+            _log.warning("attempt failed, another is made", extra=facts)
             self._cluster.metrics.retried(has_begun=bool(self._state.token_ids))
         if self.room is not None:
             self.room.end()

@@ -105,6 +105,8 @@ class RequestState:
     """Number of the running attempt; 0 before the first."""
     num_failures: int = 0
     """Of attempts, in all."""
+    last_failure: str = ""
+    """Why the last of them failed."""
     num_futile: int = 0
     """Of them the last ones in a row that brought the client no token."""
     plan: Plan | None = None
@@ -122,7 +124,6 @@ class RequestState:
     _finish_reason: FinishReason = FinishReason.FINISH_REASON_UNSPECIFIED
     """While SETTLING."""
     _avoid: frozenset[WorkerKey] = frozenset()
-    _last_failure: str = ""
 
     def start(self) -> list[Action]:
         return [EnterQueue(is_return=False)]
@@ -161,7 +162,7 @@ class RequestState:
         """Give up this attempt, and start another if there may be one."""
         self.num_failures += 1
         self.num_futile = 1 if len(self.token_ids) > self._first_index else self.num_futile + 1
-        self._last_failure = error.message
+        self.last_failure = error.message
         self._avoid |= {avoid}
         notes: list[Action] = [NoteFault(at_fault)] if at_fault is not None else []
         if self.num_futile >= self.max_attempts:
@@ -175,8 +176,8 @@ class RequestState:
 
     def _with_last_failure(self, error: Exception | None) -> Exception | None:
         """Where nobody is left to try, or had room in time: why the last one who tried did not succeed."""
-        if isinstance(error, NoWorker | Overloaded) and self._last_failure:
-            return type(error)(f"{self._last_failure}; {error.message}", retry_after_s=error.retry_after_s)
+        if isinstance(error, NoWorker | Overloaded) and self.last_failure:
+            return type(error)(f"{self.last_failure}; {error.message}", retry_after_s=error.retry_after_s)
         return error
 
     def _cancel_attempt(self) -> list[Action]:

@@ -312,6 +312,18 @@ async def test_many_answers_are_thought_to_take_longer_than_one() -> None:
     await asked.leave()
 
 
+async def test_the_log_says_why_an_attempt_failed(caplog: pytest.LogCaptureFixture) -> None:
+    bench = Bench()
+    asked = bench.request("r")
+    await settle()
+    bench.d.say("r", 1, failed=pb.Failed(code=8, message="out of cups", can_retry=True))
+    await settle()
+    (record,) = [record for record in caplog.records if record.message.startswith("attempt failed")]
+    told = record.__dict__
+    assert (told["request_id"], told["num_failures"], told["why"]) == ("r", 1, "worker d: out of cups")
+    await asked.leave()
+
+
 async def test_what_runs_is_counted_until_its_end() -> None:
     bench = Bench()
     forecast = bench.cluster.forecast
