@@ -202,6 +202,11 @@ class FragileCluster:
             if service.proxy is not None:
                 service.proxy.heal()
 
+    def failed_attempts(self) -> list[str]:
+        """What routers' logs say of them, the last ones last."""
+        logs = [service.log.read_text() for name, service in self.services.items() if name.startswith("router")]
+        return [line for log in logs for line in log.splitlines() if "attempt failed" in line]
+
     def workers(self) -> dict[str, pb.WorkerStatus]:
         with self.client() as client:
             return {worker.record.worker_id: worker for worker in client.status().workers}
