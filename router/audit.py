@@ -7,7 +7,8 @@ twice, with a wait between.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable
+from collections import defaultdict
+from collections.abc import Hashable, Sequence
 
 from router.lifecycle import Lifecycle
 from router.queue import RequestQueue
@@ -15,29 +16,42 @@ from router.worker_handle import WorkerHandle
 from router.worker_pool import WorkerPool
 
 
-def find_ownerless(pool: WorkerPool, queue: RequestQueue, running: Iterable[Lifecycle]) -> dict[Hashable, str]:
+def find_ownerless(pool: WorkerPool, queue: RequestQueue, running: Sequence[Lifecycle]) -> dict[Hashable, str]:
     """What belongs to none of the `running` requests just now: what it is -> a sentence."""
-    running = list(running)
-    found: dict[Hashable, str] = {}
-    planned: dict[WorkerHandle, list[int]] = {handle: [0, 0] for handle in pool.handles}
-    for room in pool.rooms:
-        for handle, num_blocks, num_tokens in room.taken():
-            sums = planned.setdefault(handle, [0, 0])
-            sums[0] += num_blocks
-            sums[1] += num_tokens
-    for room in pool.rooms - {lifecycle.room for lifecycle in running}:
-        found[room] = f"room on {room.plan.decode.worker_id} for a prompt of {room.num_tokens} tokens is nobody's"
-    names = {lifecycle.name for lifecycle in running}
-    for handle in pool.handles:
-        worker_id = handle.record.worker_id
-        for name in handle.session.names - names if handle.session is not None else ():
-            found[handle.key, name] = f"events of {name!r} at {worker_id} are waited for by nobody"
-        num_blocks, num_tokens = planned[handle]
-        if (num_blocks, num_tokens) != (handle.num_planned_blocks, handle.num_prefill_tokens):
-            found[handle.key] = (
-                f"{worker_id} is counted as having {handle.num_planned_blocks} blocks and {handle.num_prefill_tokens} "
-                f"tokens planned, its requests have {num_blocks} and {num_tokens}"
-            )
+    found = {**_rooms(pool, running), **_names(pool, running), **_miscounted(pool)}
     if not len(queue) and queue.num_tokens:
         found["queue"] = f"the queue is empty and counts {queue.num_tokens} tokens"
     return found
+
+
+def _rooms(pool: WorkerPool, running: Sequence[Lifecycle]) -> dict[Hashable, str]:
+    ownerless = pool.rooms - {lifecycle.room for lifecycle in running}
+    return {
+        room: f"room on {room.plan.decode.worker_id} for a prompt of {room.num_tokens} tokens is nobody's"
+        for room in ownerless
+    }
+
+
+def _names(pool: WorkerPool, running: Sequence[Lifecycle]) -> dict[Hashable, str]:
+    names = {lifecycle.name for lifecycle in running}
+    return {
+        (handle.key, name): f"events of {name!r} at {handle.record.worker_id} are waited for by nobody"
+        for handle in pool.handles
+        if handle.session is not None
+        for name in handle.session.names - names
+    }
+
+
+def _miscounted(pool: WorkerPool) -> dict[Hashable, str]:
+    """Workers at which more or less is counted as planned than all rooms together have."""
+    planned: defaultdict[WorkerHandle, list[int]] = defaultdict(lambda: [0, 0])
+    for room in pool.rooms:
+        for handle, num_blocks, num_tokens in room.taken():
+            planned[handle][0] += num_blocks
+            planned[handle][1] += num_tokens
+    return {
+        handle.key: f"{handle.record.worker_id} is counted as having {handle.num_planned_blocks} blocks and "
+        f"{handle.num_prefill_tokens} tokens planned, its requests have {planned[handle][0]} and {planned[handle][1]}"
+        for handle in pool.handles
+        if [handle.num_planned_blocks, handle.num_prefill_tokens] != planned[handle]
+    }
