@@ -186,7 +186,7 @@ async def test_who_is_cancelled_while_a_connection_breaks_is_cancelled(redis_url
     async with resetting(redis_url) as (url, reset), index_of(url) as index:
         await index.longest_match([h(1)], W1)  # connected
         reset()
-        await asyncio.sleep(0.001)  # it arrives; what is asserted holds whether it is noticed before the lookup or by it
+        await asyncio.sleep(0.001)  # noticed before the lookup or by it: what is asserted holds
         await cancel_after(num_steps, index)
 
 
