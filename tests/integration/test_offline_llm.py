@@ -128,8 +128,11 @@ def test_several_answers_to_a_prompt(llm: LLM) -> None:
         expected = llm.generate([prompt] * 3, alone)
         assert [answer.text for answer in output.outputs] == [one.outputs[0].text for one in expected]
         assert [answer.index for answer in output.outputs] == [0, 1, 2]
-    (unseeded,) = llm.generate("Once upon a time", SamplingParams(max_tokens=12, n=4, stop=["the"]))
-    assert len({answer.text for answer in unseeded.outputs}) == 4
+    (unseeded,) = llm.generate("Once upon a time", SamplingParams(max_tokens=16, n=4))
+    assert len({answer.text for answer in unseeded.outputs}) == 4, "two in 10^5 would begin with the same 8 tokens"
+    (stopped,) = llm.generate("Once upon a time", SamplingParams(max_tokens=60, n=4, stop=["e"], seed=7))
+    assert {answer.finish_reason for answer in stopped.outputs} == {"stop"}
+    assert all("e" not in answer.text for answer in stopped.outputs)
     with pytest.raises(ValueError, match=r"n must be an integer in \[1, 128\], is 0"):
         SamplingParams(n=0)
     assert at_rest(llm)
