@@ -17,18 +17,27 @@ TLS_CONNECT_MS = 5_000
 KEEPALIVE_TIME_MS = 10_000
 KEEPALIVE_TIMEOUT_MS = 5_000
 """A peer that answers no ping within time + timeout is taken for dead: its streams end UNAVAILABLE."""
+KV_PING_TIMEOUT_MS = 20_000
+"""For connections that carry KV, at both ends: there an answer waits behind megabytes in the sockets' buffers, for many
+seconds where the link is slow, and slow is not dead (above 0.2 MB/s). A machine that is gone is noticed as soon as
+elsewhere (TCP_USER_TIMEOUT, which gRPC sets to the keepalive's), and a process that hangs by leases; later is noticed
+a connection that both ends keep and understand no more, as after a damaged frame."""
 
 
 def channel_options(
-    max_message_bytes: int = DEFAULT_MAX_MESSAGE_BYTES, *, connect_ms: int = CONNECT_MS
+    max_message_bytes: int = DEFAULT_MAX_MESSAGE_BYTES,
+    *,
+    connect_ms: int = CONNECT_MS,
+    ping_timeout_ms: int | None = None,
 ) -> list[tuple[str, int]]:
-    """What every channel of ours is opened with."""
+    """What every channel of ours is opened with. `ping_timeout_ms`: `KEEPALIVE_TIMEOUT_MS` unless given."""
     return [
         ("grpc.max_send_message_length", max_message_bytes),
         ("grpc.max_receive_message_length", max_message_bytes),
         ("grpc.keepalive_time_ms", KEEPALIVE_TIME_MS),
         ("grpc.keepalive_timeout_ms", KEEPALIVE_TIMEOUT_MS),
-        ("grpc.http2.ping_timeout_ms", KEEPALIVE_TIMEOUT_MS),  # else a peer that hangs is noticed after a minute
+        # Else a peer that hangs is noticed after a minute.
+        ("grpc.http2.ping_timeout_ms", ping_timeout_ms or KEEPALIVE_TIMEOUT_MS),
         ("grpc.keepalive_permit_without_calls", 1),
         ("grpc.http2.max_pings_without_data", 0),
         # Workers are addressed directly; an http_proxy in the environment is not meant for them.
@@ -49,11 +58,18 @@ def open_channel(
     *,
     max_message_bytes: int = DEFAULT_MAX_MESSAGE_BYTES,
     tls: ClientTLS | None = None,
+    ping_timeout_ms: int | None = None,
 ) -> grpc.aio.Channel:
-    """A channel to `address` ("host:port"). Connects at the first call; the caller closes it."""
+    """A channel to `address` ("host:port"). Connects at the first call; the caller closes it.
+
+    `ping_timeout_ms`: how long a ping may stay unanswered; `KV_PING_TIMEOUT_MS` where KV travels,
+    `KEEPALIVE_TIMEOUT_MS` unless given.
+    """
     if tls is None:
-        return grpc.aio.insecure_channel(address, options=channel_options(max_message_bytes))
-    options = channel_options(max_message_bytes, connect_ms=TLS_CONNECT_MS)
+        return grpc.aio.insecure_channel(
+            address, options=channel_options(max_message_bytes, ping_timeout_ms=ping_timeout_ms)
+        )
+    options = channel_options(max_message_bytes, connect_ms=TLS_CONNECT_MS, ping_timeout_ms=ping_timeout_ms)
     return grpc.aio.secure_channel(address, tls.credentials(), options=options)
 
 

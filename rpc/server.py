@@ -40,13 +40,16 @@ class Server:
         *,
         max_message_bytes: int = DEFAULT_MAX_MESSAGE_BYTES,
         tls: ServerTLS | None = None,
+        ping_timeout_ms: int | None = None,
     ) -> None:
-        """`listen` is "host:port". Raises `ValueError` where it is not."""
+        """`listen` is "host:port". `ping_timeout_ms` as `rpc.channel.open_channel` has it. Raises `ValueError`."""
         self._listen = listen
         self._host, self._port = split_address(listen)
         self._tls = tls
         self._names = [health.SERVICE_NAME, reflection.SERVICE_NAME]
-        self._server = grpc.aio.server(interceptors=[ErrorInterceptor()], options=_options(max_message_bytes))
+        self._server = grpc.aio.server(
+            interceptors=[ErrorInterceptor()], options=_options(max_message_bytes, ping_timeout_ms)
+        )
         self._health = health.HealthServicer()
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
         self._is_draining = False
@@ -102,7 +105,7 @@ class Server:
         await self._server.wait_for_termination()
 
 
-def _options(max_message_bytes: int) -> list[tuple[str, int]]:
+def _options(max_message_bytes: int, ping_timeout_ms: int | None) -> list[tuple[str, int]]:
     return [
         ("grpc.max_send_message_length", max_message_bytes),
         ("grpc.max_receive_message_length", max_message_bytes),
@@ -111,7 +114,8 @@ def _options(max_message_bytes: int) -> list[tuple[str, int]]:
         # Pings of ours find clients whose machine is gone, so that what their streams own is freed.
         ("grpc.keepalive_time_ms", KEEPALIVE_TIME_MS),
         ("grpc.keepalive_timeout_ms", KEEPALIVE_TIMEOUT_MS),
-        ("grpc.http2.ping_timeout_ms", KEEPALIVE_TIMEOUT_MS),  # else a peer that hangs is noticed after a minute
+        # Else a peer that hangs is noticed after a minute.
+        ("grpc.http2.ping_timeout_ms", ping_timeout_ms or KEEPALIVE_TIMEOUT_MS),
         ("grpc.keepalive_permit_without_calls", 1),
         ("grpc.http2.max_pings_without_data", 0),
         # Clients ping every KEEPALIVE_TIME_MS; by default a server takes that for an attack (GOAWAY too_many_pings).

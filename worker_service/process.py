@@ -36,6 +36,7 @@ from protos import tandem_worker_pb2 as pb
 from protos.tandem_worker_pb2_grpc import add_WorkerServicer_to_server
 from registry.prefix_index import PrefixReporter
 from registry.workers import WorkerRegistration
+from rpc.channel import KV_PING_TIMEOUT_MS
 from rpc.entrypoint import METRICS_FLAG, announce
 from rpc.http import HttpServer, metrics_app
 from rpc.server import CannotListen, Server
@@ -174,7 +175,7 @@ class WorkerProcess:
             raise CannotLoad(str(error)) from error
         self._load = load_message(self.engine.first_load)
         pool = memory.as_pool(self.engine.kv_pool, self.engine.kv_shape, config.cache.kv_order)
-        self.server = Server(args.listen, tls=args.server_tls(asks_callers=True))
+        self.server = Server(args.listen, tls=args.server_tls(asks_callers=True), ping_timeout_ms=KV_PING_TIMEOUT_MS)
         parts = WorkerParts(args, self.identity, self.engine, pool, self.host, self.server, self._listeners)
         self.role = add_role(parts)
         servicer = WorkerServicer(

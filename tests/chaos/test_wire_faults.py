@@ -127,16 +127,17 @@ class Reader:
 
 
 def test_kv_that_drips(cluster: FragileCluster) -> None:
-    """Slow is not dead: the push goes on for seconds, and the first token has come long before."""
+    """Slow is not dead, though pings, too, take longer than a peer that hangs is given: the push goes on for seconds,
+    and the first token has come long before."""
     (prompt,) = fresh_prompts(1)
     for name in ("decode-1", "decode-2"):
-        cluster.proxy(name).drip(700_000)
+        cluster.proxy(name).drip(450_000)
     answer = Reader(cluster, prompt)
     timings = answer.timings()
     first_s, second_s = (came_s - answer.asked_s for came_s in answer.came_s[:2])
     assert timings.attempts == 1, cluster.failed_attempts()
     assert timings.kv_transfer.num_bytes > 3_000_000
-    assert second_s > 4, "it did not drip"  # the second token comes from where the KV is by then
+    assert second_s > 6, "it did not drip"  # the second token comes from where the KV is by then
     assert first_s < second_s / 4, "the first token waited for the transfer"
     check(cluster, [prompt], [answer.token_ids])
 
