@@ -28,7 +28,6 @@ def draw(logits_RV: torch.Tensor, seqs: Seq[Sequence]) -> torch.Tensor:
     weights_RV = filtered_weights(logits_RV, seqs)
     clocks_RV = exponentials(
         _column([seq.sampling_params.seed for seq in seqs], torch.int64, device),
-        _column([seq.sequence_index for seq in seqs], torch.int64, device),
         _column([seq.num_output_tokens for seq in seqs], torch.int64, device),
         weights_RV.shape[1],
     )
@@ -74,13 +73,11 @@ def _cut(weights_KV: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor) -> 
     return weights_KV.masked_fill_(weights_KV < least, 0)
 
 
-def exponentials(
-    seeds: torch.Tensor, sequence_indices: torch.Tensor, positions: torch.Tensor, vocab_size: int
-) -> torch.Tensor:
+def exponentials(seeds: torch.Tensor, positions: torch.Tensor, vocab_size: int) -> torch.Tensor:
     """`engine.random.exponentials` of all token ids: [R, V] float64. Arguments [R, 1] int64; seeds as their bits."""
     blocks_1B = torch.arange(-(-vocab_size // 4), device=seeds.device).unsqueeze(0)
     zeros_RB = torch.zeros_like(seeds) + torch.zeros_like(blocks_1B)
-    c0, c1, c2, c3 = zeros_RB + blocks_1B, zeros_RB + sequence_indices, zeros_RB + positions, zeros_RB
+    c0, c1, c2, c3 = zeros_RB + blocks_1B, zeros_RB, zeros_RB + positions, zeros_RB
     k0, k1 = seeds & _LOW_32, (seeds >> 32) & _LOW_32
     for _ in range(NUM_ROUNDS):
         # 64-bit products wrap around into the sign: the same bits, of which the upper ones are masked after the shift.

@@ -260,7 +260,7 @@ class LLMEngine:
         stats = self._scheduler.stats
         stats.num_steps += 1
         stats.num_prompt_tokens += num_prefill_tokens
-        stats.num_generation_tokens += sum(len(o.outputs[0].token_ids) for o in outputs)
+        stats.num_generation_tokens += sum(len(o.token_ids) for o in outputs)
         stats.seconds_in_steps += seconds
 
     def _is_held(self, request_id: str) -> bool:

@@ -35,31 +35,26 @@ class TokenLogprobs:
 
 
 @dataclass(frozen=True, slots=True)
-class CompletionOutput:
-    """New tokens of one sequence of a request."""
+class RequestOutput:
+    """What one step added to a request, which is one sequence: several answers to a prompt are as many requests."""
 
-    index: int
-    """Which of the request's n sequences."""
+    request_id: str
     offset: int
     """Position of `token_ids[0]` in the answer."""
     token_ids: list[int]
     finish_reason: FinishReason | None
+    """None: it goes on, or is held."""
+    num_cached_tokens: int
+    """Of the prompt, found in the prefix cache."""
+    waited_s: float
+    """From the request's arrival until its first step."""
     logprobs: list[TokenLogprobs] | None = None
     """For each of `token_ids`. None where the request does not ask."""
     grammar_error: str = ""
     """Why it could not, with `FinishReason.ERROR`. Empty: it was not that."""
-
-
-@dataclass(frozen=True, slots=True)
-class RequestOutput:
-    """What one step added to a request."""
-
-    request_id: str
-    outputs: list[CompletionOutput]
-    num_cached_tokens: int
-    """Of the prompt, found in the prefix cache."""
-    is_finished: bool
-    waited_s: float
-    """From the request's arrival until its first step."""
     held_block_ids: tuple[int, ...] = ()
     """Of a prefill-only request: the blocks of its tokens, kept until released."""
+
+    @property
+    def is_finished(self) -> bool:
+        return self.finish_reason is not None

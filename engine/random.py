@@ -1,7 +1,8 @@
 """Counter-based random numbers: a draw is a function of what it is for, not of what was drawn before.
 
-Any worker that knows a request's seed, the sequence's index and the token's position computes the same draw, so a
-sequence that was preempted, moved or started over goes on with the tokens it would have had.
+Any worker that knows a sequence's seed and the token's position computes the same draw, so a sequence that was
+preempted, moved or started over goes on with the tokens it would have had. Several answers to one prompt have
+a seed each.
 
 Philox4x32-10 from J. Salmon, M. Moraes, R. Dror, D. Shaw, "Parallel random numbers: as easy as 1, 2, 3", SC 2011.
 """
@@ -34,19 +35,19 @@ def philox4x32(counters: NDArray[np.uint32], keys: NDArray[np.uint32]) -> NDArra
     return np.stack((c0, c1, c2, c3), axis=1).astype(np.uint32)
 
 
-def exponentials(seed: int, sequence_index: int, position: int, token_ids: NDArray[np.int64]) -> NDArray[np.float64]:
+def exponentials(seed: int, position: int, token_ids: NDArray[np.int64]) -> NDArray[np.float64]:
     """One exponentially distributed number (mean 1) for each of the ascending `token_ids` (at least one), a function of
-    the id and the three integers alone.
+    the id and the two integers alone.
 
-    `seed` is 64-bit, signed or not; the others are at least 0 and below 2**32. Four ids share a block of Philox. Of 32
+    `seed` is 64-bit, signed or not; `position` is at least 0 and below 2**32. Four ids share a block of Philox. Of 32
     random bits each: between 1.2e-10 and 22.9.
     """
     block_of_token = token_ids >> 2
     blocks = np.arange(block_of_token[-1] + 1)
     if len(blocks) > len(token_ids):  # few of many: not all blocks between them
         blocks, block_of_token = np.unique(block_of_token, return_inverse=True)
-    counters = np.empty((len(blocks), 4), dtype=np.uint32)
-    counters[:, 0], counters[:, 1], counters[:, 2], counters[:, 3] = blocks, sequence_index, position, 0
+    counters = np.zeros((len(blocks), 4), dtype=np.uint32)
+    counters[:, 0], counters[:, 2] = blocks, position
     keys = np.array([seed & 0xFFFFFFFFFFFFFFFF], dtype="<u8").view("<u4").reshape(1, 2)
     words = philox4x32(counters, keys)[block_of_token, token_ids & 3]
     numbers: NDArray[np.float64] = -np.log((words + 0.5) * 2.0**-32)

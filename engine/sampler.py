@@ -147,7 +147,7 @@ def race(weights_V: NDArray[np.float64], seq: Sequence) -> int:
     if np.isnan(weights_V.max()):
         return INVALID_TOKEN
     candidates = np.flatnonzero(weights_V > HOPELESS)
-    clocks = exponentials(seq.sampling_params.seed, seq.sequence_index, seq.num_output_tokens, candidates)
+    clocks = exponentials(seq.sampling_params.seed, seq.num_output_tokens, candidates)
     return int(candidates[(clocks / weights_V[candidates]).argmin()])
 
 

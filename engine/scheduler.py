@@ -32,7 +32,7 @@ from types import MappingProxyType
 
 from engine.block_manager import BlockManager, BlockOwner
 from engine.config import SchedulerConfig
-from engine.outputs import CompletionOutput, FinishReason, RequestOutput, TokenLogprobs
+from engine.outputs import FinishReason, RequestOutput, TokenLogprobs
 from engine.sequence import (
     INVALID_TOKEN,
     PENDING_TOKEN,
@@ -314,14 +314,14 @@ class Scheduler:
         elif finish_reason is not None:
             self._remove_active(seq)
             self._end(seq, _STATUS_OF[finish_reason])
-        token_logprobs = None if logprobs is None else [logprobs]
-        completion = CompletionOutput(seq.sequence_index, offset, [token_id], finish_reason, token_logprobs)
         return RequestOutput(
             request_id=seq.request_id,
-            outputs=[completion],
+            offset=offset,
+            token_ids=[token_id],
+            finish_reason=finish_reason,
             num_cached_tokens=seq.num_cached_tokens,
-            is_finished=finish_reason is not None,
             waited_s=max(0.0, seq.first_scheduled_s - seq.arrived_s),
+            logprobs=None if logprobs is None else [logprobs],
             held_block_ids=tuple(seq.block_table) if seq.is_prefill_only else (),
         )
 
@@ -331,9 +331,15 @@ class Scheduler:
             self._hold(seq)  # a transfer may be reading what was computed before
         else:
             self._end(seq, SequenceStatus.FINISHED_ABORTED)
-        why = "" if seq.grammar is None else seq.grammar.error
-        completion = CompletionOutput(seq.sequence_index, offset, [], FinishReason.ERROR, grammar_error=why)
-        return RequestOutput(seq.request_id, [completion], seq.num_cached_tokens, is_finished=True, waited_s=0.0)
+        return RequestOutput(
+            request_id=seq.request_id,
+            offset=offset,
+            token_ids=[],
+            finish_reason=FinishReason.ERROR,
+            num_cached_tokens=seq.num_cached_tokens,
+            waited_s=0.0,
+            grammar_error="" if seq.grammar is None else seq.grammar.error,
+        )
 
     def _finish_reason(self, seq: Sequence, length: int) -> FinishReason | None:
         """Whether the sequence ends with the last of its first `length` tokens."""

@@ -58,8 +58,6 @@ class Sequence:
     sampling_params: SamplingParams
     is_prefill_only: bool = False
     """Ends as HELD at its first sampled token instead of decoding on."""
-    sequence_index: int = 0
-    """Which of the request's n sequences: part of the key of its random draws."""
     status: SequenceStatus = SequenceStatus.WAITING
     num_computed_tokens: int = 0
     """Tokens whose KV is in this engine's pool, or will be when the launched steps are done."""

@@ -151,7 +151,7 @@ class PrefillRole:
                 await reach("prefill.before_commit")
                 stats = await push.commit(
                     num_prompt_tokens=num_tokens,
-                    first_token_id=output.outputs[0].token_ids[-1],
+                    first_token_id=output.token_ids[-1],
                     # The first token was sampled after the prompt: a block for it, if any, holds nothing yet.
                     src_block_ids=output.held_block_ids[: len(command.grant.block_ids)],
                 )

@@ -282,22 +282,21 @@ class _Answer:
 
     def take(self, output: StepOutput) -> None:
         """A step's new tokens."""
-        (completion,) = output.outputs
-        assert completion.offset == len(self.token_ids), "the engine's tokens are contiguous"
+        assert output.offset == len(self.token_ids), "the engine's tokens are contiguous"
         if not self.token_ids:
             self.num_cached_tokens = output.num_cached_tokens
-        is_silent = completion.finish_reason is FinishReason.STOP and not self._includes_stop
-        delta = self._detokenizer.push(completion.token_ids[:-1] if is_silent else completion.token_ids)
+        is_silent = output.finish_reason is FinishReason.STOP and not self._includes_stop
+        delta = self._detokenizer.push(output.token_ids[:-1] if is_silent else output.token_ids)
         self._texts.append(delta.text)
-        num_tokens = len(completion.token_ids) if delta.stop is None else delta.num_tokens
-        self.token_ids += completion.token_ids[:num_tokens]
+        num_tokens = len(output.token_ids) if delta.stop is None else delta.num_tokens
+        self.token_ids += output.token_ids[:num_tokens]
         if self._logprobs is not None:
-            self._logprobs += (completion.logprobs or [])[:num_tokens]
+            self._logprobs += (output.logprobs or [])[:num_tokens]
         if delta.stop is not None:
             self._finish("stop", delta.stop)
             return
-        if completion.finish_reason is not None:
-            self._finish(completion.finish_reason.value, None)
+        if output.finish_reason is not None:
+            self._finish(output.finish_reason.value, None)
 
     def _finish(self, reason: str, stop: str | None) -> None:
         self._texts.append(self._detokenizer.finish())

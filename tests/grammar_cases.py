@@ -107,10 +107,9 @@ def answers_of(
         engine.add_request(str(number), prompt_of(number), params(number), output_token_ids=begun)
     while engine.has_unfinished_requests():
         for output in engine.step():
-            [completion] = output.outputs
             tokens, _ = answers[output.request_id]
-            assert completion.offset == len(tokens)
-            answers[output.request_id] = tokens + completion.token_ids, completion.finish_reason
+            assert output.offset == len(tokens)
+            answers[output.request_id] = tokens + output.token_ids, output.finish_reason
     ledger, problems = engine.audit()
     assert not problems
     assert ledger.num_free + ledger.num_cached == ledger.num_blocks

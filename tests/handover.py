@@ -65,7 +65,7 @@ def handed_over(prefill: LLMEngine, decode: LLMEngine, prompt: list[int], params
     while not outputs:  # a step late, where steps are launched ahead
         outputs = prefill.step()
     [output] = outputs
-    first_token_id = output.outputs[0].token_ids[0]
+    first_token_id = output.token_ids[0]
     received = list(reservation.block_ids)
     sent = output.held_block_ids[: len(received)]
     asyncio.run(transfer(bytes_of(prefill), bytes_of(decode), sent, received, len(prompt)))
@@ -80,7 +80,7 @@ def finish(engine: LLMEngine) -> list[int]:
     tokens: list[int] = []
     while engine.has_unfinished_requests():
         for output in engine.step():
-            tokens.extend(output.outputs[0].token_ids)
+            tokens.extend(output.token_ids)
     return tokens
 
 

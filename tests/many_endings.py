@@ -40,15 +40,14 @@ def answers_of(engine: LLMEngine, numbers: range) -> Answers:
     answers: Answers = {}
     while engine.has_unfinished_requests():
         for output in engine.step():
-            [completion] = output.outputs
             tokens, _ = answers.setdefault(output.request_id, ([], None))
-            assert completion.offset == len(tokens)
-            asked, told = params_of(int(output.request_id)).logprobs, completion.logprobs
+            assert output.offset == len(tokens)
+            asked, told = params_of(int(output.request_id)).logprobs, output.logprobs
             assert (told is None) == (asked is None)
             assert [(each.sampled.token_id, len(each.top)) for each in told or ()] == [
-                (token_id, asked) for token_id in completion.token_ids if asked is not None
+                (token_id, asked) for token_id in output.token_ids if asked is not None
             ]
-            answers[output.request_id] = tokens + completion.token_ids, completion.finish_reason
+            answers[output.request_id] = tokens + output.token_ids, output.finish_reason
         assert engine.audit()[1] == []
     ledger, _ = engine.audit()
     assert ledger.num_free + ledger.num_cached == ledger.num_blocks

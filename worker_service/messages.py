@@ -68,14 +68,13 @@ def load_message(load: EngineLoad, *, is_draining: bool = False) -> pb.WorkerLoa
 
 
 def tokens_message(output: RequestOutput) -> pb.Tokens:
-    completion = output.outputs[0]
     return pb.Tokens(
-        index=completion.offset,
-        token_ids=completion.token_ids,
-        finish_reason=_FINISH_REASONS[completion.finish_reason],
+        index=output.offset,
+        token_ids=output.token_ids,
+        finish_reason=_FINISH_REASONS[output.finish_reason],
         num_cached_tokens=output.num_cached_tokens,
         waited_ms=1e3 * output.waited_s,
-        logprobs=map(_logprobs_message, completion.logprobs or ()),
+        logprobs=map(_logprobs_message, output.logprobs or ()),
     )
 
 

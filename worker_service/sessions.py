@@ -18,7 +18,7 @@ from typing import Any, Protocol
 import grpc
 
 from engine.async_llm_engine import EngineDeadError
-from engine.outputs import CompletionOutput, FinishReason, RequestOutput
+from engine.outputs import FinishReason, RequestOutput
 from protos import tandem_worker_pb2 as pb
 from rpc.errors import (
     Draining,
@@ -269,8 +269,8 @@ class SessionHost:
             stream = self._streams.get(output.request_id)
             if stream is None:
                 continue  # cancelled while the step ran
-            if output.outputs[0].finish_reason is FinishReason.ERROR:
-                self._fail_for_good(stream, _error_of(output.outputs[0]))
+            if output.finish_reason is FinishReason.ERROR:
+                self._fail_for_good(stream, _error_of(output))
                 continue
             events.setdefault(stream.session, []).append(stream.event(tokens=tokens_message(output)))
             if stream.first_token is not None:
@@ -294,8 +294,8 @@ class SessionHost:
             session.outbox.post()
 
 
-def _error_of(completion: CompletionOutput) -> TandemError:
+def _error_of(output: RequestOutput) -> TandemError:
     """Why there is no next token."""
-    if completion.grammar_error:
-        return InvalidRequest([("sampling_params.structured_outputs", completion.grammar_error)])
+    if output.grammar_error:
+        return InvalidRequest([("sampling_params.structured_outputs", output.grammar_error)])
     return InternalError("the model's numbers for the next token are not numbers")

@@ -106,7 +106,7 @@ def compare_answers(
     tokens: dict[str, list[int]] = {str(number): [] for number in range(len(sequences))}
     while engine.has_unfinished_requests():
         for output in engine.step():
-            tokens[output.request_id].extend(output.outputs[0].token_ids)
+            tokens[output.request_id].extend(output.token_ids)
     num_other = sum(tokens[str(number)] != answer for number, answer in enumerate(answers))
     return Row(
         what=f"{name}, float32, greedy answers unlike", value=num_other, unit=f"of {len(answers)}", at_most=0,

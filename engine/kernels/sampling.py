@@ -18,7 +18,6 @@ def draw_unfiltered(logits_RV: torch.Tensor, seqs: Seq[Sequence]) -> torch.Tenso
         logits_RV,
         torch.tensor([p.temperature for p in params], dtype=torch.float64),
         torch.tensor(seeds, dtype=torch.int64),
-        torch.tensor([seq.sequence_index for seq in seqs], dtype=torch.int64),
         torch.tensor([seq.num_output_tokens for seq in seqs], dtype=torch.int64),
     )
     return token_ids

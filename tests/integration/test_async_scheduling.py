@@ -104,18 +104,18 @@ def test_disaggregated(folder: Path, expected: Answers, runs_ahead: bool) -> Non
         while not outputs:
             outputs = prefill.step()
         [output] = outputs
-        answers[name] = output.outputs[0].token_ids, output.outputs[0].finish_reason
+        answers[name] = output.token_ids, output.finish_reason
         if not output.is_finished:
             reservation = decode.reserve(name, prompt, params_of(number))
             assert reservation is not None
             first = reservation.num_cached_blocks
             destination[:, reservation.block_ids[first:]] = source[:, list(output.held_block_ids)[first:]]
-            decode.commit(name, output.outputs[0].token_ids[0], len(prompt))
+            decode.commit(name, output.token_ids[0], len(prompt))
         prefill.release(name)
     while decode.has_unfinished_requests():
         for output in decode.step():
             tokens, _ = answers[output.request_id]
-            answers[output.request_id] = tokens + output.outputs[0].token_ids, output.outputs[0].finish_reason
+            answers[output.request_id] = tokens + output.token_ids, output.finish_reason
     assert answers == expected
     for engine in (prefill, decode):
         ledger, problems = engine.audit()

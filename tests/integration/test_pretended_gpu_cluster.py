@@ -59,7 +59,7 @@ def answers_of_a_cpu(folder: Path) -> dict[int, list[int]]:
     answers: dict[int, list[int]] = {length: [] for length in LENGTHS}
     while engine.has_unfinished_requests():
         for output in engine.step():
-            answers[int(output.request_id)] += output.outputs[0].token_ids
+            answers[int(output.request_id)] += output.token_ids
     return answers
 
 

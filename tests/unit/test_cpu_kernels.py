@@ -266,11 +266,10 @@ def test_draws_are_those_of_the_sampler_to_the_token(vocab_size: int, temperatur
     logits = 4 * torch.randn(40, vocab_size, generator=torch.Generator().manual_seed(1))
     seqs = [
         Sequence(
-            0, "r", [1, 2, *[3] * (i % 7)], 2, SamplingParams(temperature=temperature, seed=(-1) ** i * i * 7919**4),
-            sequence_index=i % 3,
+            0, "r", [1, 2, *[3] * (i % 7)], 2, SamplingParams(temperature=temperature, seed=(-1) ** i * i * 7919**4)
         )
         for i in range(40)
-    ]  # fmt: skip
+    ]
     assert draw_unfiltered(logits, seqs).tolist() == draw(logits, seqs).tolist()
 
 

@@ -315,7 +315,7 @@ def tokens_of(args: EngineArgs) -> dict[str, list[int]]:
     tokens: dict[str, list[int]] = {}
     while engine.has_unfinished_requests():
         for output in engine.step():
-            tokens.setdefault(output.request_id, []).extend(output.outputs[0].token_ids)
+            tokens.setdefault(output.request_id, []).extend(output.token_ids)
     return tokens
 
 

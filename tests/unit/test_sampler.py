@@ -19,9 +19,9 @@ EOS = 7
 
 
 def sequence(prompt: list[int] | None = None, output: list[int] | None = None, **params: Any) -> Sequence:
-    prompt, output, index = prompt or [1, 2, 3], output or [], params.pop("sequence_index", 0)
+    prompt, output = prompt or [1, 2, 3], output or []
     settings = {"max_tokens": 100} | params
-    return Sequence(0, "r", prompt + output, len(prompt), SamplingParams(**settings), sequence_index=index)
+    return Sequence(0, "r", prompt + output, len(prompt), SamplingParams(**settings))
 
 
 def logits(num_rows: int = 1, vocab_size: int = VOCAB_SIZE, seed: int = 0) -> torch.Tensor:
@@ -68,15 +68,15 @@ def test_philox_known_answers(counter: str, key: str, expected: str) -> None:
 
 def test_exponentials_are_exponential_and_each_argument_matters() -> None:
     ids = np.arange(20_000)
-    values = exponentials(5, 0, 7, ids)
+    values = exponentials(5, 7, ids)
     counts, _ = np.histogram(np.exp(-values), bins=20, range=(0, 1))
     assert ((counts - 1000) ** 2 / 1000).sum() < 43.8  # chi squared, 19 degrees of freedom, p = 0.001
     assert 0 < values.min() < values.max() < 23
     assert len(set(values.tolist())) > 19_990
     some = np.array([3, 17, 18, 19_999])
-    np.testing.assert_array_equal(exponentials(5, 0, 7, some), values[some])  # whoever else is in the race
-    arguments = [(6, 0, 7), (5, 1, 7), (5, 0, 8), (-5, 0, 7), (5 + 2**32, 0, 7), (-(2**63), 0, 7), (2**63 - 1, 0, 7)]
-    assert len({exponentials(*a, some)[0] for a in [(5, 0, 7), *arguments]}) == 8
+    np.testing.assert_array_equal(exponentials(5, 7, some), values[some])  # whoever else is in the race
+    arguments = [(6, 7), (5, 8), (-5, 7), (5 + 2**32, 7), (-(2**63), 7), (2**63 - 1, 7)]
+    assert len({exponentials(*a, some)[0] for a in [(5, 7), *arguments]}) == 7
 
 
 # --- greedy
@@ -126,7 +126,7 @@ def test_draws_depend_on_seed_sequence_and_position() -> None:
     flat = torch.zeros(100_000)
     base = sample_one(flat, sequence(seed=1))
     assert base == sample_one(flat, sequence(prompt=[9] * 40, seed=1))  # the prompt's length does not matter
-    others = [sequence(seed=2), sequence(seed=1, sequence_index=1), sequence(seed=1, output=[5])]
+    others = [sequence(seed=2), sequence(seed=1, output=[5])]
     assert base not in [sample_one(flat, seq) for seq in others]
 
 

@@ -95,11 +95,11 @@ def test_a_sequence_without_a_next_token_fails_alone() -> None:
         scheduler.add(sequence(name, 3))
     output = scheduler.schedule()
     outputs = compute(scheduler, output, [INVALID_TOKEN if s.seq.request_id == "bad" else 7 for s in output.scheduled])
-    assert [(o.request_id, o.is_finished, o.outputs[0].token_ids) for o in outputs] == [
+    assert [(o.request_id, o.is_finished, o.token_ids) for o in outputs] == [
         ("good", False, [7]),
         ("bad", True, []),
     ]
-    assert outputs[1].outputs[0].finish_reason is FinishReason.ERROR
+    assert outputs[1].finish_reason is FinishReason.ERROR
     assert plan(step(scheduler)) == [("good", 1)]
     assert scheduler.abort("good")
     assert not scheduler.block_manager.check_integrity()
@@ -115,7 +115,7 @@ def test_a_prompt_without_a_next_token_keeps_its_blocks() -> None:
     scheduler.add(prompt)
     step(scheduler)
     (output,) = compute(scheduler, scheduler.schedule(), [INVALID_TOKEN])
-    assert output.outputs[0].finish_reason is FinishReason.ERROR
+    assert output.finish_reason is FinishReason.ERROR
     assert scheduler.block_manager.ledger().num_held == 2
     assert scheduler.abort("bad")
     assert scheduler.block_manager.ledger().num_held == 0
@@ -178,7 +178,7 @@ def test_ends_by_eos_stop_token_and_length() -> None:
         scheduler.add(sequence("r", 4, **params))
         output = scheduler.schedule()
         (result,) = compute(scheduler, output, [token])
-        assert result.outputs[0].finish_reason is reason, params
+        assert result.finish_reason is reason, params
         assert result.is_finished == (reason is not None)
 
 
@@ -199,7 +199,7 @@ def test_a_sequence_goes_on_from_a_token_that_is_still_to_come() -> None:
     tokens = []
     for output, token in ((first, 21), (second, 22)):
         [result] = scheduler.apply(output, [token])
-        tokens.append((result.outputs[0].offset, result.outputs[0].token_ids))
+        tokens.append((result.offset, result.token_ids))
     assert tokens == [(0, [21]), (1, [22])]
     assert list(second.scheduled[0].seq.token_ids[3:]) == [21, 22]
 
@@ -292,7 +292,7 @@ def test_the_context_ends_an_answer() -> None:
     scheduler.add(sequence("r", 99))
     output = scheduler.schedule()
     (result,) = compute(scheduler, output, [9])
-    assert result.outputs[0].finish_reason is FinishReason.LENGTH
+    assert result.finish_reason is FinishReason.LENGTH
 
 
 def test_a_reservation_does_not_take_what_waiting_requests_need() -> None:

@@ -201,7 +201,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         outputs = self.scheduler.apply(launched.output, [token if item.samples else None for item in scheduled])
         for output in outputs:
             seq = self.seqs[output.request_id]
-            position = seq.num_prompt_tokens + output.outputs[0].offset
+            position = seq.num_prompt_tokens + output.offset
             assert seq.token_ids[position] == token
             assert PENDING_TOKEN not in seq.token_ids[: position + 1]
 

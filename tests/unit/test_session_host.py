@@ -10,7 +10,7 @@ import pytest
 
 from engine.block_manager import BlockLedger
 from engine.llm_engine import EngineLoad
-from engine.outputs import CompletionOutput, FinishReason, RequestOutput
+from engine.outputs import FinishReason, RequestOutput
 from protos import tandem_worker_pb2 as pb
 from rpc.errors import Draining, LeaseGone
 from rpc.session import PROTOCOL_VERSION
@@ -81,8 +81,7 @@ async def settle() -> None:
 
 
 def finished(engine_id: str) -> RequestOutput:
-    completion = CompletionOutput(0, 0, [5], FinishReason.LENGTH)
-    return RequestOutput(engine_id, [completion], num_cached_tokens=0, is_finished=True, waited_s=0)
+    return RequestOutput(engine_id, 0, [5], FinishReason.LENGTH, num_cached_tokens=0, waited_s=0)
 
 
 async def test_a_name_that_comes_back_names_something_new_in_the_engine() -> None:
@@ -129,8 +128,8 @@ async def test_what_the_engine_could_not_compute_is_not_tried_elsewhere(
     (stream,) = bench.role.streams
     if is_prefill:
         stream.first_token = asyncio.get_running_loop().create_future()
-    completion = CompletionOutput(0, 0, [], FinishReason.ERROR, grammar_error=error)
-    bench.host.deliver([RequestOutput(stream.engine_id, [completion], 0, is_finished=True, waited_s=0)])
+    failed = RequestOutput(stream.engine_id, 0, [], FinishReason.ERROR, 0, waited_s=0, grammar_error=error)
+    bench.host.deliver([failed])
     await settle()
     failed = router.messages[-1].events[0].failed
     assert (failed.code, failed.can_retry) == (code, False)

@@ -27,10 +27,10 @@ def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kernels, "BOUNDS_TILE", 1024)
 
 
-def sequence(num_output_tokens: int = 0, sequence_index: int = 0, **params: Any) -> Sequence:
+def sequence(num_output_tokens: int = 0, **params: Any) -> Sequence:
     settings = {"max_tokens": 100_000} | params
     tokens = [1, 2, 3] + [5] * num_output_tokens
-    return Sequence(0, "r", tokens, 3, SamplingParams(**settings), sequence_index=sequence_index)
+    return Sequence(0, "r", tokens, 3, SamplingParams(**settings))
 
 
 def logits(num_rows: int, seed: int, *, vocab_size: int = 1003, scale: float = 3.0) -> torch.Tensor:
@@ -46,9 +46,7 @@ def drawn(values: torch.Tensor, seqs: list[Sequence]) -> list[int]:
 def test_tokens_are_the_same_whatever_rows_ask_for(dtype: torch.dtype) -> None:
     for step in (0, 3):
         seqs = [
-            sequence(
-                step, index % 3, temperature=0.3 + 0.2 * index, seed=(1000 * step + index) * (-1) ** step, **params
-            )
+            sequence(step, temperature=0.3 + 0.2 * index, seed=(1000 * step + index) * (-1) ** step, **params)
             for index, params in enumerate(FILTERS)
         ]
         values = logits(len(seqs), seed=step).to(dtype)

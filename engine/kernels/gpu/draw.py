@@ -42,13 +42,14 @@ def draw(logits_RV: torch.Tensor, seqs: Seq[Sequence]) -> torch.Tensor:
     device, params = logits_RV.device, [seq.sampling_params for seq in seqs]
     integers = np.array(
         [
-            (p.seed, seq.sequence_index, seq.num_output_tokens, p.top_k if 0 < p.top_k < vocab_size else 0)
+            (p.seed, seq.num_output_tokens, p.top_k if 0 < p.top_k < vocab_size else 0, 0)
             for p, seq in zip(params, seqs, strict=True)
         ],
         dtype=np.int64,
     )
     floats = np.array([(p.temperature, p.min_p, p.top_p) for p in params], dtype=np.float64)
     packed = to_device(np.concatenate((integers.reshape(-1), floats.reshape(-1).view(np.int64))), device)
+    # Rows of four, or the floats would be aligned for some numbers of rows alone, and compiled for twice.
     integers_R4 = packed[: 4 * num_rows]
     floats_R3 = packed[4 * num_rows :].view(torch.float64)
     # Largest and smallest kept logit; NaN for the first where the row has one.
@@ -106,7 +107,7 @@ def _bounds_kernel(
     largest = tl.max(largest_B, 0)
     # A row of -inf alone has no token, either, nor one whose largest is inf.
     has_none = (tl.max(is_nan_B, 0) > 0) | (tl.abs(largest) == float("inf"))
-    top_k = tl.load(integers_ptr + 4 * row + 3)
+    top_k = tl.load(integers_ptr + 4 * row + 2)
     # In float32 the smallest temperature would be 0, and 0 / 0 no number.
     temperature = tl.maximum(tl.load(floats_ptr + 3 * row).to(tl.float32), 1e-30)
     min_p = tl.load(floats_ptr + 3 * row + 1).to(tl.float32)
@@ -168,8 +169,7 @@ def _race_kernel(
     piece = tl.program_id(1)
     row_ptr = logits_ptr + row * VOCAB_SIZE
     seed = tl.load(integers_ptr + 4 * row)
-    sequence_index = tl.load(integers_ptr + 4 * row + 1).to(tl.uint32)
-    position = tl.load(integers_ptr + 4 * row + 2).to(tl.uint32)
+    position = tl.load(integers_ptr + 4 * row + 1).to(tl.uint32)
     temperature = tl.load(floats_ptr + 3 * row)
     min_p = tl.load(floats_ptr + 3 * row + 1)
     largest = tl.load(bounds_ptr + 2 * row).to(tl.float64)
@@ -182,7 +182,7 @@ def _race_kernel(
     first = piece * PIECE
     for start in range(first, first + PIECE, 4 * BLOCKS):
         philox_B = start // 4 + blocks_B
-        words = tl.philox(seed, philox_B.to(tl.uint32), zeros_B + sequence_index, zeros_B + position, zeros_B)
+        words = tl.philox(seed, philox_B.to(tl.uint32), zeros_B, zeros_B + position, zeros_B)
         for i in tl.static_range(4):
             ids_B = start + 4 * blocks_B + i
             x_B = _load(row_ptr, ids_B, VOCAB_SIZE)

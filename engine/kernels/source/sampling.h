@@ -11,7 +11,7 @@ namespace tandem {
 
 typedef uint64_t W16 __attribute__((vector_size(128)));
 
-// Philox4x32-10 (engine/random.py) of 16 counters (block.., sequence_index, position, 0): word j of lane i is of token
+// Philox4x32-10 (engine/random.py) of 16 counters (block.., 0, position, 0): word j of lane i is of token
 // 4 * (block + i) + j.
 inline void philox(U16 c[4], uint64_t seed) {
   uint32_t k0 = uint32_t(seed), k1 = uint32_t(seed >> 32);
@@ -42,8 +42,7 @@ inline F16 log_of(F16 x) {
 
 // One token of a row at random: engine/sampler.py, step 9, without filters. Scores of all in float32, of those that come
 // near the best in float64. -1 where a logit is a NaN.
-int64_t race(const float* logits, int64_t V, double temperature, uint64_t seed, uint32_t sequence_index, uint32_t position,
-             std::vector<float>& scores) {
+int64_t race(const float* logits, int64_t V, double temperature, uint64_t seed, uint32_t position, std::vector<float>& scores) {
   float largest = -INFINITY;
   bool has_nan = false;
   for (int64_t i = 0; i < V; i++) {
@@ -57,7 +56,7 @@ int64_t race(const float* logits, int64_t V, double temperature, uint64_t seed, 
   scores.resize(V + 4 * LANES);
   float best = -INFINITY;
   for (int64_t first = 0; first < V; first += 4 * LANES) {
-    U16 words[4] = {lane + uint32_t(first / 4), U16{} + sequence_index, U16{} + position, U16{}};
+    U16 words[4] = {lane + uint32_t(first / 4), U16{}, U16{} + position, U16{}};
     philox(words, seed);
     float* score = scores.data() + first;
     for (int j = 0; j < 4; j++) {
@@ -81,7 +80,7 @@ int64_t race(const float* logits, int64_t V, double temperature, uint64_t seed, 
   double best_exact = -INFINITY;
   for (int64_t i = 0; i < V; i++) {
     if (!(scores[i] > best - 1e-3f)) continue;
-    U16 words[4] = {U16{} + uint32_t(i / 4), U16{} + sequence_index, U16{} + position, U16{}};
+    U16 words[4] = {U16{} + uint32_t(i / 4), U16{}, U16{} + position, U16{}};
     philox(words, seed);
     double clock = -std::log((double(words[i & 3][0]) + 0.5) * scale);
     double exact = (double(logits[i]) - double(largest)) / temperature - std::log(clock);
@@ -113,8 +112,7 @@ at::Tensor largest(const at::Tensor& logits) {
 
 // logits [R, V] in float32; the others [R]. Returns token ids [R].
 at::Tensor sample(
-    const at::Tensor& logits, const at::Tensor& temperatures, const at::Tensor& seeds, const at::Tensor& sequence_indices,
-    const at::Tensor& positions) {
+    const at::Tensor& logits, const at::Tensor& temperatures, const at::Tensor& seeds, const at::Tensor& positions) {
   int64_t R = logits.size(0), V = logits.size(1);
   TORCH_CHECK(logits.is_contiguous() && V < (int64_t(1) << 32), "logits [R, V], contiguous");
   at::Tensor out = at::empty({R}, seeds.options());
@@ -124,7 +122,7 @@ at::Tensor sample(
     std::vector<float> scores;
     token_ids[r] = race(
         in + r * V, V, temperatures.data_ptr<double>()[r], uint64_t(seeds.data_ptr<int64_t>()[r]),
-        uint32_t(sequence_indices.data_ptr<int64_t>()[r]), uint32_t(positions.data_ptr<int64_t>()[r]), scores);
+        uint32_t(positions.data_ptr<int64_t>()[r]), scores);
   });
   return out;
 }

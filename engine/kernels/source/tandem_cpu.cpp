@@ -57,6 +57,6 @@ TORCH_LIBRARY(tandem_cpu, m) {
       "int window) -> Tensor",
       &paged_attention);
   m.def("largest(Tensor logits) -> Tensor", &largest);
-  m.def("sample(Tensor logits, Tensor temperatures, Tensor seeds, Tensor sequence_indices, Tensor positions) -> Tensor", &sample);
+  m.def("sample(Tensor logits, Tensor temperatures, Tensor seeds, Tensor positions) -> Tensor", &sample);
   m.def("keep_freed_memory() -> ()", &keep_freed_memory);
 }
