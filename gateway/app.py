@@ -14,12 +14,13 @@ import logging
 import re
 import secrets
 import time
-from collections.abc import AsyncGenerator, Awaitable, Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from contextlib import aclosing
 from pathlib import Path
 from typing import Any, TypeVar
 
 from fastapi import FastAPI, Request
+from fastapi.middleware.cors import CORSMiddleware
 from fastapi.responses import FileResponse, JSONResponse, Response
 from pydantic import ValidationError
 from starlette.exceptions import HTTPException
@@ -59,11 +60,12 @@ def create_app(
     client: AsyncClient,
     *,
     api_key: str = "",
+    allowed_origins: Sequence[str] = (),
     max_body_bytes: int = 4 * 1024 * 1024,
     leaving: asyncio.Event | None = None,
 ) -> FastAPI:
-    """The gateway's ASGI application over `client`, which its caller closes. `leaving`: set when answers that still run
-    are to end, and say why."""
+    """The gateway's ASGI application over `client`, which its caller closes. `allowed_origins`: whose pages may read
+    the answers in a browser. `leaving`: set when answers that still run are to end, and say why."""
     gateway = Gateway(client, api_key=api_key, max_body_bytes=max_body_bytes, leaving=leaving or asyncio.Event())
     app = FastAPI(title="Tandem", version=__version__, docs_url=None, redoc_url=None)
     generating: list[tuple[str, Any, type[Asked]]] = [
@@ -84,6 +86,14 @@ def create_app(
         app.add_api_route(path, handler, response_model=None, include_in_schema=path != "/")
         app.add_api_route(path, handler, methods=["HEAD"], response_model=None, include_in_schema=False)
     app.add_exception_handler(HTTPException, _on_http_exception)  # type: ignore[arg-type]
+    if allowed_origins:
+        app.add_middleware(
+            CORSMiddleware,
+            allow_origins=allowed_origins,
+            allow_methods=["GET", "POST"],
+            allow_headers=["*"],
+            expose_headers=[REQUEST_ID_HEADER, "retry-after"],
+        )
     return app
 
 

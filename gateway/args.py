@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from dataclasses import dataclass, field
 
@@ -22,6 +23,12 @@ class GatewayArgs(SslArgs):
     api_key: str = field(
         default="",
         metadata={"help": "If given, /v1 needs it: Authorization: Bearer KEY."},
+    )
+    allowed_origins: str = field(
+        default="[]",
+        metadata={
+            "help": 'JSON list of the origins whose pages may call from a browser: ["https://chat.example"], or ["*"].'
+        },
     )
     max_body_bytes: int = field(default=4 * 1024 * 1024, metadata={"help": "Largest request body, in bytes."})
     resume_s: float = field(
@@ -45,6 +52,11 @@ class GatewayArgs(SslArgs):
             raise ValueError("router must be the address of a router, is empty")
         if not re.fullmatch(r"[\x21-\x7e]*", self.api_key):
             raise ValueError("api_key must be of visible ASCII characters: HTTP headers carry no others safely")
+        if not _is_list_of_origins(self.allowed_origins):
+            raise ValueError(
+                'allowed_origins must be a JSON list of origins such as "https://chat.example" or '
+                f'"http://localhost:3000" (no path, no last slash), or ["*"], is {self.allowed_origins}'
+            )
         if not 1024 <= self.max_body_bytes <= 1 << 28:
             raise ValueError(f"max_body_bytes must be in [1024, {1 << 28}], is {self.max_body_bytes}")
         if not 0 <= self.drain_grace_s < float("inf"):
@@ -53,3 +65,22 @@ class GatewayArgs(SslArgs):
             raise ValueError(f"resume_s must be at least 0 and finite, is {self.resume_s}")
         if self.log_level not in LOG_LEVELS:
             raise ValueError(f"log_level must be one of {', '.join(LOG_LEVELS)}, is {self.log_level!r}")
+
+    @property
+    def origins(self) -> list[str]:
+        """Of `allowed_origins`."""
+        origins: list[str] = json.loads(self.allowed_origins)
+        return origins
+
+
+def _is_list_of_origins(text: str) -> bool:
+    """As browsers send them: other spellings would never be met, and nobody would know why."""
+    try:
+        origins = json.loads(text)
+    except ValueError:
+        return False
+    if not isinstance(origins, list):
+        return False
+    return origins == ["*"] or all(
+        isinstance(origin, str) and re.fullmatch(r"[a-z][a-z0-9+.-]*://[a-z0-9.\-\[\]:]+", origin) for origin in origins
+    )

@@ -31,7 +31,13 @@ async def run_gateway(args: GatewayArgs, stop: asyncio.Event, *, announce: Calla
     """Serve until `stop` is set. `announce` is told where it listens. Returns the exit code. Raises `CannotListen`."""
     async with AsyncClient(args.router, tls=args.client_tls, resume_s=args.resume_s) as client:
         leaving = asyncio.Event()
-        app = create_app(client, api_key=args.api_key, max_body_bytes=args.max_body_bytes, leaving=leaving)
+        app = create_app(
+            client,
+            api_key=args.api_key,
+            allowed_origins=args.origins,
+            max_body_bytes=args.max_body_bytes,
+            leaving=leaving,
+        )
         server = HttpServer(app, tls=args.server_tls())
         address = server.start(args.listen, flag="--listen (tandem up: --http-port)")
         announce(address)

@@ -56,6 +56,8 @@ class ClusterArgs:
     """How long running streams may go on after `stop`."""
     api_key: str = ""
     """That HTTP requests need. Empty: none."""
+    allowed_origins: str = "[]"
+    """Whose pages may call over HTTP from a browser: a JSON list."""
     metrics_port: int | None = None
     """Where the router shows its metrics, on its host; workers take the ports after it. 0: each a free one. None:
     nobody does. The gateway's are on its own port."""
@@ -154,6 +156,7 @@ def gateway_spec(args: ClusterArgs, router_address: str) -> ProcessSpec:
             sys.executable, "-P", "-m", "gateway",
             "--listen", announced or f"{host}:{args.http_port}",
             "--router", router_address,
+            "--allowed-origins", args.allowed_origins,
             "--max-body-bytes", str(MAX_BODY_BYTES),
             "--drain-grace-s", str(args.drain_grace_s),
             "--log-level", args.log_level,

@@ -48,6 +48,9 @@ def _option(flag: str, *names: str, **settings: Any) -> Callable[[Command], Comm
          help="Port of OpenAI's HTTP API and the chat page, on the host of --listen. 0 takes a free one.")  # fmt: skip
 @_option("--no-http", "has_no_http", is_flag=True, help="No HTTP: gRPC alone.")
 @_option("--api-key", default="", help="If given, HTTP requests need it: Authorization: Bearer KEY.")
+@_option("--allowed-origins", default="[]", metavar="LIST",
+         help="JSON list of the origins whose pages may call over HTTP from a browser: "
+         '["https://chat.example"], or ["*"].')  # fmt: skip
 @_option("--metrics-port", type=int, default=None,
          help="Where the router shows its Prometheus metrics; workers take the ports after it, in the order of their "
          "names. 0: free ports, which the logs name. Default: nowhere. The gateway has its own /metrics.")  # fmt: skip

@@ -391,6 +391,37 @@ async def test_a_key_where_one_is_asked_for() -> None:
         assert (await http.get("/health")).status_code == 200
 
 
+async def test_pages_of_other_origins_where_they_are_allowed() -> None:
+    asked = {"access-control-request-method": "POST", "access-control-request-headers": "authorization,content-type"}
+    ours, another = {"origin": "https://chat.example"}, {"origin": "https://another.example"}
+    key, prompt = {"authorization": "Bearer secret"}, {"prompt": "a", "stream": True}
+    async with gateway(allowed_origins='["https://chat.example"]', api_key="secret") as (_, http):
+        may = await http.options("/v1/chat/completions", headers=ours | asked)
+        assert (may.status_code, may.headers["access-control-allow-origin"]) == (200, "https://chat.example")
+        assert may.headers["access-control-allow-headers"] == "authorization,content-type"
+        answer = await http.post("/v1/completions", headers=ours | key, json=prompt)
+        assert events_of(answer.text)[-1] == "[DONE]"
+        assert answer.headers["access-control-allow-origin"] == "https://chat.example"
+        refused = await http.post("/v1/completions", headers=ours, json=prompt)
+        assert (refused.status_code, refused.headers["access-control-allow-origin"]) == (401, "https://chat.example")
+        assert (await http.options("/v1/chat/completions", headers=another | asked)).status_code == 400
+        unseen = await http.post("/v1/completions", headers=another | key, json=prompt)
+        assert "access-control-allow-origin" not in unseen.headers
+    async with gateway() as (_, http):
+        assert (await http.options("/v1/chat/completions", headers=ours | asked)).status_code == 405
+        unseen = await http.post("/v1/completions", headers=ours, json=prompt)
+        assert "access-control-allow-origin" not in unseen.headers
+
+
+@pytest.mark.parametrize(
+    "origins",
+    ["", "*", '"*"', "https://a.b", '["https://a.b/"]', '["a.b"]', '["https://A.b"]', "[1]", '["*", "a"]', "{}"],
+)
+def test_origins_that_no_browser_sends_are_refused(origins: str) -> None:
+    with pytest.raises(ValueError, match="allowed_origins must be a JSON list of origins such as"):
+        GatewayArgs(allowed_origins=origins)
+
+
 FORMS: list[tuple[dict[str, Any], pb.StructuredOutputs | None]] = [
     ({"response_format": {"type": "text"}}, None),
     ({"response_format": {"type": "json_object"}}, pb.StructuredOutputs(json_object=True)),

@@ -216,7 +216,7 @@ def test_a_killed_worker_is_noticed_said_and_started_again(cluster: RunningClust
     wait_until(is_replaced, 60, f"{name} runs again", cluster.log.read_text)
     assert f"tandem: {name} ended with SIGKILL; starting it again" in cluster.log.read_text()
     prompt = f"{name}. {LONG_PROMPT}"  # one that no cache holds
-    answer = tandem("generate", prompt, "--json", "--max-tokens", "2", router=cluster.address)
+    answer = tandem("generate", prompt, "--json", "--max-tokens", "2", "--ignore-eos", router=cluster.address)
     assert answer.returncode == 0, answer.stderr
     assert json.loads(answer.stdout)["timings"]["mode"] == "disaggregated", "it serves again"
 
@@ -237,7 +237,9 @@ def test_requests_are_served_while_redis_does_not_answer(cluster: RunningCluster
     redis_process.suspend()
     try:
         with Client(cluster.address) as client:
-            answers = [client.generate(f"{i}. {LONG_PROMPT}", max_tokens=4, timeout_s=20) for i in range(3)]
+            answers = [
+                client.generate(f"{i}. {LONG_PROMPT}", max_tokens=4, ignore_eos=True, timeout_s=20) for i in range(3)
+            ]
         assert [len(answer.token_ids) for answer in answers] == [4, 4, 4]
     finally:
         redis_process.resume()
@@ -258,7 +260,7 @@ def test_a_killed_redis_comes_back_on_its_socket_and_is_filled_again(cluster: Ru
 
     wait_until(knows_the_workers, 30, "the workers are in Redis again", cluster.log.read_text)
     with Client(cluster.address) as client:
-        assert len(client.generate("hello", max_tokens=2).token_ids) == 2
+        assert len(client.generate("hello", max_tokens=2, ignore_eos=True).token_ids) == 2
 
 
 # -- up: the end ------------------------------------------------------------------------------------------------
