@@ -3,7 +3,7 @@
 A process of its own: where Triton interprets, it does not compile.
 
 Prints a JSON object: per kernel and case, what a program takes: registers of a thread, bytes of stack (registers that
-did not fit), bytes of shared memory.
+did not fit), bytes of shared memory. With names of cases, of those alone.
 """
 
 from __future__ import annotations
@@ -164,7 +164,8 @@ def name_of(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def main() -> None:
+def main(chosen: list[str]) -> None:
+    """`chosen`: names of cases. Empty: all."""
     global case
     JITFunction.run = compile_instead
     cases: dict[str, Callable[[], None]] = {}
@@ -204,10 +205,10 @@ def main() -> None:
     cases["bfloat16"] = lambda: compile_rest(torch.bfloat16)
     for dtype in (torch.bfloat16, torch.float32):
         cases[f"draws {name_of(dtype)}"] = lambda dtype=dtype: compile_draws(dtype)  # type: ignore[misc]
-    for case, compile_case in cases.items():  # noqa: B007
-        compile_case()
+    for case in chosen or cases:
+        cases[case]()
     json.dump(found, sys.stdout)
 
 
 if __name__ == "__main__":
-    main()
+    main(sys.argv[1:])

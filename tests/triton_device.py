@@ -21,6 +21,7 @@ import numpy as np
 import pytest
 import torch
 from numpy.typing import NDArray
+from triton_accesses import watch_launches
 
 LARGEST_ROUNDED = 464.0
 """What is nearer to the largest 8-bit float than to the next one, if there was one."""
@@ -98,3 +99,4 @@ def _numpy_type(scalar: Any) -> Any:
 if DEVICE == "cpu":
     _teach_bfloat16()
     _teach_float8()
+    watch_launches()

@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
+from triton_accesses import races_allowed
 
 from pretend_gpu.device import PretendGpu
 from pretend_gpu.memory import device_tensors_in, on_host, tensors_in
@@ -39,7 +40,7 @@ def triton_interprets(gpu: PretendGpu) -> Iterator[None]:
 
         gpu.launch(launch, tensors_in((args, kwargs)))
 
-    with pytest.MonkeyPatch.context() as patch:
+    with pytest.MonkeyPatch.context() as patch, races_allowed():
         patch.setattr(InterpretedFunction, "run", run_on_gpu)
         yield
 

@@ -1,0 +1,237 @@
+"""What Triton's interpreter lets pass and a GPU would not: each launch of a kernel is watched.
+
+    launch ──> arguments are moved apart, rubbish around each (small ones) ──> programs run, one after another
+                                                                                   │ each load and store is
+           <── what they stored is copied back, if nothing raced               <───┘ checked, and written down
+
+`InvalidAccess` says which kernel did what:
+- an address outside the tensors it was given (of each no more than the view);
+- programs that store to one address, or load what another one stores: on a GPU they run in no order;
+- a program that loads what it stored before: its threads do not wait for each other.
+
+A load whose mask leaves elements out and that says nothing of them (no `other`) has zeros there in the interpreter,
+anything on a GPU: here NaN, or the largest integer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+PAD_BYTES = 64 * 1024
+MAX_MOVED_BYTES = 16 << 20
+"""A larger allocation is a mapping of its own: nothing lies right behind it as it is."""
+RUBBISH = 0xFF
+"""In each byte: a NaN, or the largest integer, or -1."""
+
+
+class InvalidAccess(Exception):  # noqa: N818
+    """A kernel would do on a GPU what it must not."""
+
+
+_by_address: list[torch.Tensor] = []
+"""What kernels may touch though it is not among their arguments."""
+
+
+@contextmanager
+def known_by_address(*tensors: torch.Tensor) -> Iterator[None]:
+    """Kernels are told addresses within `tensors`, as integers."""
+    _by_address.extend(tensors)
+    try:
+        yield
+    finally:
+        del _by_address[len(_by_address) - len(tensors) :]
+
+
+_looks_for_races = True
+
+
+@contextmanager
+def races_allowed() -> Iterator[None]:
+    """Where what is stored twice is never read, as by steps that only warm up: all their tokens lie in one slot."""
+    global _looks_for_races
+    _looks_for_races = False
+    try:
+        yield
+    finally:
+        _looks_for_races = True
+
+
+class Launch:
+    """What the programs of one launch may touch, and have."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._ranges: list[tuple[int, int]] = []
+        self._loads: list[_Access] = []
+        self._stores: list[_Access] = []
+        self._num_accesses = 0
+        self.program = 0
+        for tensor in _by_address:
+            self.allow(tensor)
+
+    def allow(self, tensor: torch.Tensor) -> None:
+        if tensor.numel():
+            last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+            begin = tensor.data_ptr()
+            self._ranges.append((begin, begin + (last + 1) * tensor.element_size()))
+
+    def load(self, addresses: NDArray[np.uint64], num_bytes: int) -> None:
+        self._check_bounds("load", addresses, num_bytes)
+        self._loads.append(self._access(addresses))
+
+    def store(self, addresses: NDArray[np.uint64], num_bytes: int) -> None:
+        self._check_bounds("store", addresses, num_bytes)
+        self._stores.append(self._access(addresses))
+
+    def _access(self, addresses: NDArray[np.uint64]) -> _Access:
+        self._num_accesses += 1
+        return addresses, self.program, self._num_accesses
+
+    def _check_bounds(self, verb: str, addresses: NDArray[np.uint64], num_bytes: int) -> None:
+        is_inside = np.zeros(addresses.shape, dtype=bool)
+        for begin, end in self._ranges:
+            is_inside |= (addresses >= np.uint64(begin)) & (addresses <= np.uint64(max(end - num_bytes, 0)))
+        if not is_inside.all():
+            outside = int(addresses[~is_inside][0])
+            near = min(self._ranges, key=lambda each: max(each[0] - outside, outside - each[1]), default=(0, 0))
+            raise InvalidAccess(
+                f"{self._name}: program {self.program} would {verb} {num_bytes} bytes at {outside - near[1]:+} of an "
+                f"argument's end, which has {near[1] - near[0]}"
+            )
+
+    def end(self) -> None:
+        """All programs have run. Raises `InvalidAccess` where their order mattered."""
+        if not self._stores or not _looks_for_races:
+            return
+        stored, by, when = _joined(self._stores)
+        order = np.lexsort((when, stored))
+        stored, by, when = stored[order], by[order], when[order]
+        is_twice = (stored[1:] == stored[:-1]) & (by[1:] != by[:-1])
+        if is_twice.any():
+            at = int(is_twice.argmax())
+            raise InvalidAccess(f"{self._name}: programs {by[at]} and {by[at + 1]} store to the same address")
+        if not self._loads:
+            return
+        loaded, reader, read = _joined(self._loads)
+        at = np.searchsorted(stored, loaded).clip(max=len(stored) - 1)  # the first store to that address
+        is_raced = (stored[at] == loaded) & ((by[at] != reader) | (when[at] < read))
+        if is_raced.any():
+            first = int(is_raced.argmax())
+            raise InvalidAccess(
+                f"{self._name}: program {reader[first]} loads what program {by[at[first]]} stores in the same launch"
+            )
+
+
+_Access = tuple[NDArray[np.uint64], int, int]
+"""Addresses, the program, and the how manieth access of the launch it was."""
+
+
+def _joined(accesses: list[_Access]) -> tuple[NDArray[np.uint64], NDArray[np.int64], NDArray[np.int64]]:
+    lens = [len(addresses) for addresses, _, _ in accesses]
+    return (
+        np.concatenate([addresses for addresses, _, _ in accesses]),
+        np.repeat([program for _, program, _ in accesses], lens),
+        np.repeat([when for _, _, when in accesses], lens),
+    )
+
+
+class _Moved:
+    """The storages of a launch's arguments, each with rubbish around it."""
+
+    def __init__(self) -> None:
+        self._storages: dict[int, tuple[torch.UntypedStorage, torch.Tensor]] = {}
+
+    def move(self, tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        if storage.nbytes() > MAX_MOVED_BYTES:
+            return tensor
+        if storage.data_ptr() not in self._storages:
+            padded = torch.full((storage.nbytes() + 2 * PAD_BYTES,), RUBBISH, dtype=torch.uint8)
+            padded[PAD_BYTES : PAD_BYTES + storage.nbytes()] = _bytes_of(storage)
+            self._storages[storage.data_ptr()] = storage, padded
+        _, padded = self._storages[storage.data_ptr()]
+        offset = PAD_BYTES // tensor.element_size() + tensor.storage_offset()
+        return tensor.new_empty(0).set_(padded.untyped_storage(), offset, tensor.size(), tensor.stride())
+
+    def restore(self) -> None:
+        for storage, padded in self._storages.values():
+            _bytes_of(storage).copy_(padded[PAD_BYTES : PAD_BYTES + storage.nbytes()])
+
+
+def _bytes_of(storage: torch.UntypedStorage) -> torch.Tensor:
+    return torch.empty(0, dtype=torch.uint8).set_(storage)
+
+
+def watch_launches() -> None:
+    """From now on, in this process."""
+    from triton.runtime.interpreter import GridExecutor, InterpreterBuilder, TensorHandle
+
+    load, store = InterpreterBuilder.create_masked_load, InterpreterBuilder.create_masked_store
+    call, set_grid_idx = GridExecutor.__call__, InterpreterBuilder.set_grid_idx
+    launches: list[tuple[Launch, _Moved]] = []
+
+    def _init_args_hst(self: Any, args: Any, kwargs: Any) -> tuple[list[Any], dict[str, Any]]:
+        launch, moved = launches[-1]
+
+        def moved_and_allowed(arg: Any) -> Any:
+            if not isinstance(arg, torch.Tensor):
+                if isinstance(arg, tuple) or hasattr(arg, "data_ptr") or hasattr(arg, "base"):
+                    raise NotImplementedError(f"an argument that is a {type(arg).__name__} is not watched yet")
+                return arg
+            tensor = moved.move(arg)
+            launch.allow(tensor)
+            return tensor
+
+        return [moved_and_allowed(arg) for arg in args], {name: moved_and_allowed(arg) for name, arg in kwargs.items()}
+
+    def _restore_args_dev(self: Any, *_: Any) -> None:
+        launch, moved = launches[-1]
+        launch.end()
+        moved.restore()
+
+    def watched_call(self: Any, *args: Any, **kwargs: Any) -> None:
+        launches.append((Launch(self.fn.__name__), _Moved()))
+        try:
+            call(self, *args, **kwargs)
+        finally:
+            launches.pop()
+
+    def watched_set_grid_idx(self: Any, x: int, y: int, z: int) -> None:
+        _, num_y, num_z = self.grid_dim
+        launches[-1][0].program = (x * num_y + y) * num_z + z
+        set_grid_idx(self, x, y, z)
+
+    def create_masked_load(self: Any, ptrs: Any, mask: Any, other: Any, *rest: Any) -> Any:
+        is_loaded = np.broadcast_to(mask.data, ptrs.data.shape)
+        element = ptrs.get_element_ty()
+        launches[-1][0].load(ptrs.data[is_loaded], _num_bytes(element))
+        if other is None and not is_loaded.all():
+            dtype = load(self, ptrs, TensorHandle(np.zeros_like(is_loaded), mask.dtype), None, *rest).data.dtype
+            rubbish = np.full(ptrs.data.nbytes // 8 * dtype.itemsize, RUBBISH, dtype=np.uint8).view(dtype)
+            other = TensorHandle(rubbish.reshape(ptrs.data.shape), element)
+        return load(self, ptrs, mask, other, *rest)
+
+    def create_masked_store(self: Any, ptrs: Any, value: Any, mask: Any, *rest: Any) -> Any:
+        is_stored = np.broadcast_to(mask.data, ptrs.data.shape)
+        launches[-1][0].store(ptrs.data[is_stored], _num_bytes(ptrs.get_element_ty()))
+        return store(self, ptrs, value, mask, *rest)
+
+    def not_watched(self: Any, *_: Any) -> Any:
+        raise NotImplementedError("atomic operations are not watched yet")
+
+    GridExecutor._init_args_hst, GridExecutor._restore_args_dev = _init_args_hst, _restore_args_dev
+    GridExecutor.__call__ = watched_call
+    InterpreterBuilder.set_grid_idx = watched_set_grid_idx
+    InterpreterBuilder.create_masked_load = create_masked_load
+    InterpreterBuilder.create_masked_store = create_masked_store
+    InterpreterBuilder.create_atomic_rmw = InterpreterBuilder.create_atomic_cas = not_watched
+
+
+def _num_bytes(element: Any) -> int:
+    return max(1, int(element.primitive_bitwidth) // 8)

@@ -1,0 +1,125 @@
+"""Pools of more than 2**31 numbers, or words: what a kernel counts in 32 bits would lie elsewhere.
+
+Memory that nobody touches is none: of the pool only the blocks of the case are ever real. The interpreter says where an
+address is outside the pool, and where a sum or product of 32 bits overflows.
+"""
+
+from __future__ import annotations
+
+import math
+import mmap
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from attention_cases import LENS, Case
+from latent_cases import LatentCase
+from triton_accesses import known_by_address
+from triton_device import DEVICE  # before the kernels
+
+from engine.attention import StepLayout
+from engine.attention.triton_backend import TritonAttention
+from engine.attention.triton_latents import TritonLatentAttention
+from engine.kernels.gpu.copy_rows import copy_rows
+from engine.kernels.gpu.digest import block_digests
+from engine.kernels.gpu.rotate import rotate_and_store
+from engine.layers import LatentProjection, RMSNorm, RotaryEmbedding
+from engine.models.rope_config import RopeConfig
+
+FAR = 2**31
+BLOCK_SIZE = 16
+MAP_NORESERVE = 0x4000
+"""Of Linux: nobody asks whether there is so much memory. Python names it from 3.13 on."""
+
+
+def untouched(*shape: int, dtype: torch.dtype) -> torch.Tensor:
+    if DEVICE != "cpu":
+        return torch.empty(*shape, dtype=dtype, device=DEVICE)
+    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | MAP_NORESERVE
+    memory = mmap.mmap(-1, math.prod(shape) * dtype.itemsize, flags=flags)
+    return torch.frombuffer(memory, dtype=dtype).view(shape)
+
+
+def with_far_blocks(near: torch.Tensor, layout: StepLayout) -> tuple[torch.Tensor, StepLayout, int]:
+    """The blocks of a pool behind 2**31 numbers of others, the step that goes there, and how many those others are."""
+    num_before = FAR // near[0].numel() + 1
+    far = untouched(num_before + len(near), *near.shape[1:], dtype=near.dtype)
+    far[num_before:] = near.to(DEVICE)
+    far_layout = replace(
+        layout,
+        block_tables=layout.block_tables + num_before,
+        slot_mapping=layout.slot_mapping + num_before * BLOCK_SIZE,
+    )
+    return far, far_layout, num_before
+
+
+def assert_same(actual: torch.Tensor, expected: torch.Tensor) -> None:
+    torch.testing.assert_close(actual.cpu(), expected.cpu(), rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize("lens", [LENS["decodes of very different lengths"], LENS["mixed"]], ids=["decode", "mixed"])
+def test_keys_and_values_are_written_and_read(lens: list[tuple[int, int]]) -> None:
+    case = Case(lens, num_heads=6, num_kv_heads=2, head_dim=64, block_size=BLOCK_SIZE, dtype=torch.float16)
+    qkv = torch.cat((case.q, case.k, case.v), dim=1).flatten(1).to(DEVICE)
+    positions = torch.cat([torch.arange(before, before + new) for before, new in lens])
+    rotary = RotaryEmbedding(RopeConfig(rope_type="default", theta=10_000.0), 64, 4096, torch.float16, DEVICE)
+
+    def attended(kv: torch.Tensor, layout: StepLayout) -> torch.Tensor:
+        slots = torch.from_numpy(layout.slot_mapping).to(DEVICE)
+        q = rotate_and_store(qkv, rotary.select(positions.to(DEVICE)), None, 1e-6, kv, slots, num_heads=case.num_heads)
+        backend = TritonAttention(
+            num_heads=6, num_kv_heads=2, head_dim=64, block_size=BLOCK_SIZE, dtype="float16", kv_dtype="float16",
+            device=DEVICE, soft_cap=0.0,
+        )  # fmt: skip
+        return backend.attend(q, kv, backend.prepare(layout), 0)
+
+    near = case.kv.clone().to(DEVICE)
+    expected = attended(near, case.layout)
+    far, far_layout, num_before = with_far_blocks(case.kv, case.layout)
+    assert_same(attended(far, far_layout), expected)
+    assert_same(far[num_before:], near)
+
+
+@pytest.mark.parametrize("lens", [LENS["decodes of very different lengths"], LENS["mixed"]], ids=["decode", "mixed"])
+def test_latents_are_written_and_read(lens: list[tuple[int, int]]) -> None:
+    case = LatentCase(lens, num_heads=4, latent_dim=48, rotated_dim=16, dtype=torch.float16)
+    q, wide, weight, up_key = (
+        torch.randn(*shape, generator=torch.Generator().manual_seed(3)).half().to(DEVICE)
+        for shape in ((len(case.q), 4 * 28), (len(case.q), 64), (48,), (4, 12, 48))
+    )
+    rotary = RotaryEmbedding(RopeConfig(theta=100.0, rope_type="default"), 16, 128, torch.float16, DEVICE)
+    heads = LatentProjection(rotary, RMSNorm(weight, 1e-3), up_key)
+    cos_sin = rotary.select(torch.arange(len(q), device=DEVICE))
+
+    def attended(kv: torch.Tensor, layout: StepLayout) -> torch.Tensor:
+        backend = TritonLatentAttention(
+            num_heads=4, kv_lora_rank=48, block_size=BLOCK_SIZE, dtype="float16", kv_dtype="float16", device=DEVICE
+        )
+        plan = backend.prepare(layout)
+        return backend.attend(backend.project(q, wide, kv, plan, heads, cos_sin), kv, plan, case.scale)
+
+    near = case.kv.clone().to(DEVICE)
+    expected = attended(near, case.layout)
+    far, far_layout, num_before = with_far_blocks(case.kv, case.layout)
+    assert_same(attended(far, far_layout), expected)
+    assert_same(far[num_before:], near)
+
+
+def test_digests_of_far_layers() -> None:
+    num_blocks = FAR // 512 + 3  # of 4 KB: words of 8 bytes
+    pool = untouched(2, num_blocks, 1, 1, 1, 4096, dtype=torch.uint8)
+    near = torch.randint(0, 256, (2, 2, 1, 1, 1, 4096), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
+    pool[:, -2:] = near.to(DEVICE)
+    far = [num_blocks - 2, num_blocks - 1]
+    np.testing.assert_array_equal(block_digests(pool, far), block_digests(near.to(DEVICE), [0, 1]))
+
+
+def test_rows_are_copied_from_far_to_far() -> None:
+    num_rows = FAR // 4096 + 3
+    source, target = (untouched(num_rows, 4096, dtype=torch.int64) for _ in range(2))
+    source[-1] = torch.arange(4096)
+    with known_by_address(target):
+        copy_rows(source, target.data_ptr(), np.array([num_rows - 1]), np.array([num_rows - 2]))
+    assert_same(target[-2], source[-1])
+    assert not target[-1].any()
