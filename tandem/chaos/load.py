@@ -83,7 +83,7 @@ class Load:
         """So many at once."""
         async with asyncio.TaskGroup() as group:
             for _ in range(num_requests):
-                group.create_task(self._ask(self._invent(max_prompt_tokens=800)))
+                group.create_task(self._ask(self._invent(max_prompt_tokens=500)))
 
     def end(self) -> None:
         """Ask nothing new."""

@@ -35,8 +35,8 @@ from tandem.supervision import RestartPolicy
 from tandem.tables import not_at_rest
 
 LEASE_MS = 2000
-MAX_QUEUE_TOKENS = 5000
-BURST_REQUESTS = 24
+MAX_QUEUE_TOKENS = 2000
+BURST_REQUESTS = 16
 NUM_CLIENTS = 4
 DAMAGED_PIECES = 3
 SLOW_S = 0.05

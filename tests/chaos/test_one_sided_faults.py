@@ -25,7 +25,7 @@ SOON_S = 3.0
 needs_nixl = pytest.mark.skipif(importlib.util.find_spec("nixl") is None, reason="NIXL is not installed")
 
 
-@pytest.fixture(scope="module", params=["ipc", pytest.param("nixl", marks=needs_nixl)])
+@pytest.fixture(scope="module", params=["ipc", pytest.param("nixl", marks=[needs_nixl, pytest.mark.slow])])
 def cluster(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, redis_server: Any, model_folder: Path
 ) -> Iterator[FragileCluster]:

@@ -167,7 +167,7 @@ def test_a_worker_dies_where_its_peers_do_not_know_yet_what_has_happened(cluster
         num_before = len(prompts)
         while service.process.poll() is None:  # whoever is chosen; it is reached within a few requests
             assert len(prompts) < num_before + 60, f"{point} is not reached"
-            more = fresh_prompts()
+            more = fresh_prompts()  # six at once, or nobody decodes a prompt for itself
             prompts += more
             answers += ask(cluster, more)
         assert service.process.returncode == EXIT_CODE

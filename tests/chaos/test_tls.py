@@ -56,7 +56,7 @@ def test_prompts_are_handed_over_and_streams_go_on_when_a_worker_dies(cluster: F
         received += [token_id for chunk in rest for token_id in chunk.token_ids]
         assert received == client.generate(prompts[0], max_tokens=60, temperature=0, ignore_eos=True).token_ids
         assert last.timings.attempts == 2
-        again = client.generate(fresh_prompts(1)[0], max_tokens=4)
+        again = client.generate(fresh_prompts(1)[0], max_tokens=4, ignore_eos=True)
     assert again.timings.mode == pb.MODE_DISAGGREGATED
     assert again.timings.kv_transfer.num_bytes > 0
     cluster.services[serving.worker_id].restart()

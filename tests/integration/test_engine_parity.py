@@ -27,7 +27,7 @@ def run(engine: LLMEngine) -> dict[str, list[int]]:
     answers: dict[str, list[int]] = {}
     while engine.has_unfinished_requests():
         for output in engine.step():
-            answers.setdefault(output.request_id, []).extend(output.outputs[0].token_ids)
+            answers.setdefault(output.request_id, []).extend(output.token_ids)
         ledger, problems = engine.audit()
         assert not problems
         assert ledger.is_balanced

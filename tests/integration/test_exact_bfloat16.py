@@ -67,9 +67,8 @@ def finish(engine: LLMEngine) -> Answers:
     answers: Answers = {}
     while engine.has_unfinished_requests():
         for output in engine.step():
-            completion = output.outputs[0]
-            answer = [told(each) for each in completion.logprobs or ()]
-            assert [token_id for token_id, _, _ in answer] == completion.token_ids
+            answer = [told(each) for each in output.logprobs or ()]
+            assert [token_id for token_id, _, _ in answer] == output.token_ids
             answers.setdefault(output.request_id, []).extend(answer)
     return answers
 
@@ -93,7 +92,7 @@ def differing(answers: Answers, expected: Answers) -> list[str]:
     "changes",
     [
         {},
-        {"prefill_chunk_tokens": 64, "num_threads": 2},
+        pytest.param({"prefill_chunk_tokens": 64, "num_threads": 2}, marks=pytest.mark.slow),
         {"prefill_chunk_tokens": 17, "block_size": 32, "num_kv_blocks": 320},
         {"enable_prefix_caching": True, "max_num_seqs": 3},
     ],
@@ -116,7 +115,9 @@ def test_same_tokens_after_preemption(model_folder: Path, references: list[Refer
     assert engine.stats.num_preemptions > 0
 
 
-@pytest.mark.parametrize("flags", [(), ("--aggregated",)], ids=["disaggregated", "aggregated"])
+@pytest.mark.parametrize(
+    "flags", [(), pytest.param(("--aggregated",), marks=pytest.mark.slow)], ids=["disaggregated", "aggregated"]
+)
 def test_same_tokens_of_a_cluster(
     flags: tuple[str, ...], references: list[Reference], alone: Answers, start_cluster: Callable[..., RunningCluster]
 ) -> None:

@@ -36,7 +36,7 @@ SMALL: dict[str, Any] = {"attention_backend": "triton", "max_num_batched_tokens"
 """Or prompts of 2,048 tokens would be interpreted to warm up."""
 IN_TURN = {"enforce_eager": True, "async_scheduling": False}
 
-pytestmark = pytest.mark.skipif(DEVICE == "cuda", reason="there is a GPU")
+pytestmark = [pytest.mark.skipif(DEVICE == "cuda", reason="there is a GPU"), pytest.mark.slow]
 
 
 @pytest.fixture
