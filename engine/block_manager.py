@@ -103,7 +103,7 @@ class BlockManager:
         """How many blocks of a prefix of `seq`, which has none yet, others have: it would take no new ones for them."""
         table = _Table(BlockOwner.SEQUENCE, [])
         self._extend_hashes(table, seq.token_ids)
-        reusable = table.hashes[: (len(seq) - 1) // self.block_size]  # the last token is computed in any case
+        reusable = table.hashes[: seq.num_reusable_tokens // self.block_size]
         return sum(block_id not in self._evictor for block_id in self._match(reusable))
 
     def ledger(self) -> BlockLedger:

@@ -150,6 +150,7 @@ class LLMEngine:
     ) -> Reservation | None:
         """Reserve blocks for a request that another engine prefills. None if there are too few now."""
         seq = self._new_sequence(request_id, prompt_token_ids, sampling_params, output_token_ids)
+        seq.prompt_logprobs = None  # that one tells them
         if not self._scheduler.reserve(seq):
             self._live.discard(request_id)
             return None
@@ -209,7 +210,8 @@ class LLMEngine:
         sampled = step.tokens.wait()
         # A step that was launched early began when the one before it was done.
         began_s, self._last_done_s = max(step.start_s, self._last_done_s), time.monotonic()
-        outputs = self._scheduler.apply(step.scheduled, sampled, step.tokens.logprobs())
+        told = step.tokens.logprobs(), step.tokens.prompt_logprobs()
+        outputs = self._scheduler.apply(step.scheduled, sampled, *told)
         self._note(step.scheduled, outputs, self._last_done_s - began_s)
         self._live.difference_update(o.request_id for o in outputs if o.is_finished and not self._is_held(o.request_id))
         return outputs
@@ -296,6 +298,8 @@ class LLMEngine:
             num_prompt_tokens=len(prompt_token_ids),
             sampling_params=params,
             grammar=grammar,
+            # Where an answer has begun, they came with its first token.
+            prompt_logprobs=None if params.prompt_logprobs is None or output_token_ids else [],
             arrived_s=time.monotonic(),
         )
 

@@ -1,7 +1,10 @@
-"""How likely the model found the tokens of a step: the numbers behind `SamplingParams.logprobs`, vLLM's `raw_logprobs`.
+"""How likely the model found the tokens of a step: the numbers behind `SamplingParams.logprobs`, vLLM's `raw_logprobs`,
+and behind `prompt_logprobs`.
 
     logits ──RawLogits.of──> copied, of rows that ask ──(the sampler changes the logits and chooses)──> `logprobs`
-           ──> LogprobTensors, on the device ──> SampledTokens copies them to the host ──> `read` ──> outputs
+           ──> SampledLogprobs, on the device ──> SampledTokens copies them to the host ──> `read` ──> outputs
+    what comes out of the last layer for a prompt's tokens ──> `prompt_logprobs`, from logits of some rows at a time
+           ──> PromptLogprobs, on the device ──> the same way
 
 Owns nothing. Nothing is read back from a device before `read`, which is for tensors on the host.
 
@@ -21,21 +24,25 @@ import numpy as np
 import torch
 
 from engine.outputs import Logprob, TokenLogprobs
-from engine.sequence import Sequence
+from engine.sequence import SchedulerOutput, Sequence
 from engine.to_device import integers
 
 ROWS_AT_A_TIME = 16
 """A row takes some 20 bytes of scratch for each token of the vocabulary: 40 MB for 16 rows of 128 thousand."""
+PROMPT_ROWS_AT_A_TIME = 256
+"""That have logits at once: they are 64 MB in bfloat16 for a vocabulary of 128 thousand, whose weights would be read again
+and again for fewer."""
+
+MapTensor = Callable[[torch.Tensor], torch.Tensor]
 
 
 @dataclass(frozen=True, slots=True)
 class LogprobTensors:
-    """Of rows in the order of `seqs`."""
+    """Of R tokens, and what might have stood in their places."""
 
-    seqs: list[Sequence]
-    sampled_ids: torch.Tensor
-    """[R] int64: what the sampler chose."""
-    sampled: torch.Tensor
+    token_ids: torch.Tensor
+    """[R] int64: those that stand there."""
+    logprobs: torch.Tensor
     """[R] float32: natural logarithms of the probabilities of these."""
     ranks: torch.Tensor
     """[R] int64: of these; 1 is the likeliest."""
@@ -44,22 +51,54 @@ class LogprobTensors:
     top: torch.Tensor
     """[R, K] float32."""
 
-    def map(self, function: Callable[[torch.Tensor], torch.Tensor]) -> LogprobTensors:
-        """With what `function` makes of each tensor."""
-        return LogprobTensors(self.seqs, *map(function, self._tensors()))
+    def map(self, function: MapTensor) -> LogprobTensors:
+        return LogprobTensors(*map(function, self._tensors()))
 
-    def read(self) -> dict[int, TokenLogprobs]:
-        """By `Sequence.seq_id`, as plain numbers."""
-        read = {}
-        rows = zip(self.seqs, *(tensor.tolist() for tensor in self._tensors()), strict=True)
-        for seq, token_id, logprob, rank, top_ids, top in rows:
+    def read(self) -> list[TokenLogprobs]:
+        """As plain numbers, with all K alternatives."""
+        read = []
+        for token_id, logprob, rank, top_ids, top in zip(*(t.tolist() for t in self._tensors()), strict=True):
             alternatives = [Logprob(*each) for each in zip(top_ids, top, range(1, len(top) + 1), strict=True)]
-            sampled = Logprob(token_id, logprob, rank)
-            read[seq.seq_id] = TokenLogprobs(sampled, alternatives[: seq.sampling_params.logprobs])
+            read.append(TokenLogprobs(Logprob(token_id, logprob, rank), alternatives))
         return read
 
     def _tensors(self) -> tuple[torch.Tensor, ...]:
-        return self.sampled_ids, self.sampled, self.ranks, self.top_ids, self.top
+        return self.token_ids, self.logprobs, self.ranks, self.top_ids, self.top
+
+
+@dataclass(frozen=True, slots=True)
+class SampledLogprobs:
+    """Of what was sampled for some sequences of a step."""
+
+    seqs: list[Sequence]
+    tensors: LogprobTensors
+    """Of one token each."""
+
+    def map(self, function: MapTensor) -> SampledLogprobs:
+        """With what `function` makes of each tensor."""
+        return SampledLogprobs(self.seqs, self.tensors.map(function))
+
+    def read(self) -> dict[int, TokenLogprobs]:
+        """By `Sequence.seq_id`, each with as many alternatives as it asks for."""
+        return {
+            seq.seq_id: TokenLogprobs(each.sampled, each.top[: seq.sampling_params.logprobs])
+            for seq, each in zip(self.seqs, self.tensors.read(), strict=True)
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class PromptLogprobs:
+    """Of consecutive tokens of a prompt."""
+
+    seq: Sequence
+    tensors: LogprobTensors
+
+    def map(self, function: MapTensor) -> PromptLogprobs:
+        """With what `function` makes of each tensor."""
+        return PromptLogprobs(self.seq, self.tensors.map(function))
+
+    def read(self) -> list[TokenLogprobs]:
+        return self.tensors.read()
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,14 +120,46 @@ class RawLogits:
         rows_R = integers(rows, logits_SV.device)
         return cls([seqs[row] for row in rows], rows_R, logits_SV.index_select(0, rows_R))
 
-    def logprobs(self, token_ids_S: torch.Tensor) -> LogprobTensors:
+    def logprobs(self, token_ids_S: torch.Tensor) -> SampledLogprobs:
         """Of what was sampled in the whole step. Of rows without a next token (INVALID_TOKEN) they mean nothing."""
-        num_top = min(self.logits.shape[1], max(seq.sampling_params.logprobs or 0 for seq in self.seqs))
-        sampled_ids_R = token_ids_S.index_select(0, self.rows)
-        numbers = _numbers_on_host if self.logits.device.type == "cpu" else _numbers_on_device
-        pieces = zip(torch.split(self.logits, ROWS_AT_A_TIME), torch.split(sampled_ids_R, ROWS_AT_A_TIME), strict=True)
-        parts = [numbers(logits_RV, ids_R, num_top) for logits_RV, ids_R in pieces]
-        return LogprobTensors(self.seqs, sampled_ids_R, *map(torch.cat, zip(*parts, strict=True)))
+        num_top = max(seq.sampling_params.logprobs or 0 for seq in self.seqs)
+        return SampledLogprobs(self.seqs, _tensors(self.logits, token_ids_S.index_select(0, self.rows), num_top))
+
+
+def prompt_logprobs(
+    output: SchedulerOutput, x_TD: torch.Tensor, compute_logits: Callable[[torch.Tensor], torch.Tensor]
+) -> list[PromptLogprobs]:
+    """Of the prompts in `output` that ask: after the positions in `ScheduledSequence.told`.
+
+    `x_TD`: for all tokens of the step, in order, what `compute_logits` makes logits of.
+    """
+    found = []
+    first_row = 0
+    for item in output.scheduled:
+        if item.told:
+            row, num_rows = first_row + item.told.start - item.first, len(item.told)
+            next_ids_R = integers(item.seq.token_ids[item.told.start + 1 : item.told.stop + 1], x_TD.device)
+            pieces = zip(
+                torch.split(x_TD[row : row + num_rows], PROMPT_ROWS_AT_A_TIME),
+                torch.split(next_ids_R, PROMPT_ROWS_AT_A_TIME),
+                strict=True,
+            )
+            num_top = item.seq.sampling_params.prompt_logprobs or 0
+            parts = [_tensors(compute_logits(x_RD), ids_R, num_top) for x_RD, ids_R in pieces]
+            found.append(PromptLogprobs(item.seq, _joined(parts)))
+        first_row += item.num_new_tokens
+    return found
+
+
+def _tensors(logits_RV: torch.Tensor, token_ids_R: torch.Tensor, num_top: int) -> LogprobTensors:
+    num_top = min(logits_RV.shape[1], num_top)
+    numbers = _numbers_on_host if logits_RV.device.type == "cpu" else _numbers_on_device
+    pieces = zip(torch.split(logits_RV, ROWS_AT_A_TIME), torch.split(token_ids_R, ROWS_AT_A_TIME), strict=True)
+    return _joined([LogprobTensors(ids_R, *numbers(piece_RV, ids_R, num_top)) for piece_RV, ids_R in pieces])
+
+
+def _joined(parts: list[LogprobTensors]) -> LogprobTensors:
+    return LogprobTensors(*map(torch.cat, zip(*(part._tensors() for part in parts), strict=True)))
 
 
 Numbers = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]

@@ -6,7 +6,7 @@ Owns nothing but references: the pool is the worker's, sequences are the schedul
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -17,11 +17,22 @@ from engine.decode_graphs import RECORDING_BYTES, CudaRecorder, DecodeGraphs
 from engine.input_batch import InputBatch, build_input_batch
 from engine.kernels.sampling import choose_largest, draw_unfiltered
 from engine.kv_cache import clear_blocks, copy_blocks
-from engine.logprobs import RawLogits
+from engine.logprobs import PromptLogprobs, RawLogits, prompt_logprobs
 from engine.models.decoder import Decoder
 from engine.sampled_tokens import SampledTokens
 from engine.sampler import ChooseRows, Sampler
 from engine.sequence import BlockExport, OnLayerWritten, SchedulerOutput
+
+
+class Forward(NamedTuple):
+    """What the model makes of a step."""
+
+    batch: InputBatch | None
+    """None: nothing was scheduled."""
+    logits: torch.Tensor | None
+    """[sampling sequences, vocabulary] in the model's dtype or wider. None: nothing is sampled."""
+    prompt_logprobs: list[PromptLogprobs]
+    """Of prompts that ask."""
 
 
 class ModelRunner:
@@ -48,40 +59,37 @@ class ModelRunner:
     @torch.inference_mode()
     def launch(self, output: SchedulerOutput) -> SampledTokens:
         """Begin to compute a step. The one before may still be under way, and this one go on from its tokens."""
-        batch, logits = self.forward(output)
+        batch, logits, told = self.forward(output)
         token_ids = logprobs = None
         if batch is not None and logits is not None:
             raw_logits = RawLogits.of(logits, batch.sampling_seqs)
             token_ids = self._sampler.sample(logits, batch.sampling_seqs, batch.last_token_ids)
             logprobs = None if raw_logits is None else raw_logits.logprobs(token_ids)
-        self._last = SampledTokens(output, token_ids, logprobs, self._device)
+        self._last = SampledTokens(output, token_ids, logprobs, told, self._device)
         return self._last
 
     @torch.inference_mode()
-    def forward(self, output: SchedulerOutput) -> tuple[InputBatch | None, torch.Tensor | None]:
-        """The step without sampling: its arrays, and logits [sampling sequences, vocabulary] in the model's dtype
-        or wider.
-
-        None for both if nothing is scheduled, for the logits if nothing is sampled.
-        """
+    def forward(self, output: SchedulerOutput) -> Forward:
+        """The step without sampling."""
         if output.blocks_to_copy:
             copy_blocks(self._kv_pool, output.blocks_to_copy)
         if not output.scheduled:
-            return None, None
+            return Forward(None, None, [])
         batch = build_input_batch(output, self._block_size, self._device, self._last)
         if batch.begun_blocks:
             clear_blocks(self._kv_pool, batch.begun_blocks)
         if self._graphs is not None and not output.exports and self._graphs.can_run(batch):
-            return batch, self._graphs.run(batch)
+            return Forward(batch, self._graphs.run(batch), [])
         plan = self._backend.prepare(batch.layout)
         x_TD = self._model.forward(
             batch.token_ids, batch.positions, plan, self._kv_pool, self._layer_callback(output.exports)
         )
+        told = prompt_logprobs(output, x_TD, self._model.compute_logits)
         if not batch.sampling_seqs:
-            return batch, None
+            return Forward(batch, None, told)
         if batch.sample_rows is not None:
             x_TD = x_TD[batch.sample_rows]
-        return batch, self._model.compute_logits(x_TD)
+        return Forward(batch, self._model.compute_logits(x_TD), told)
 
     def record_decode_steps(self, on_recorded: Callable[[int, int], None]) -> int:
         """Before the first request. `on_recorded`: so many, of so many. Returns how many there are: none without a

@@ -27,11 +27,12 @@ class Logprob:
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprobs:
-    """Of one position of an answer."""
+    """Of one position of an answer, or of a prompt."""
 
     sampled: Logprob
+    """Of the token that stands there."""
     top: list[Logprob]
-    """The likeliest ones, in order, as many as were asked for; the sampled one is not always among them."""
+    """The likeliest ones, in order, as many as were asked for; that one is not always among them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +51,8 @@ class RequestOutput:
     """From the request's arrival until its first step."""
     logprobs: list[TokenLogprobs] | None = None
     """For each of `token_ids`. None where the request does not ask."""
+    prompt_logprobs: list[TokenLogprobs] | None = None
+    """For each token of the prompt but the first. With the answer's first token, where the request asks."""
     grammar_error: str = ""
     """Why it could not, with `FinishReason.ERROR`. Empty: it was not that."""
     held_block_ids: tuple[int, ...] = ()

@@ -22,6 +22,7 @@ from engine.sequence import ScheduledSequence, SchedulerOutput, Sequence
 ASKS_FOR_ALL = SamplingParams(
     temperature=1, top_p=0.9, top_k=50, min_p=0.01, repetition_penalty=1.1, frequency_penalty=0.1,
     presence_penalty=0.1, min_tokens=1, stop_token_ids=frozenset({0}), logit_bias={0: 1.0}, logprobs=20,
+    prompt_logprobs=20,
 )  # fmt: skip
 """What a sampler takes most memory and most launches for."""
 
@@ -39,7 +40,7 @@ def largest_step(config: EngineConfig) -> tuple[int, SchedulerOutput]:
     blocks_each = -(-length // block_size)
     scheduled = []
     for number in range(num_seqs):
-        seq = Sequence(number, f"largest-{number}", [0] * length, length, ASKS_FOR_ALL)
+        seq = Sequence(number, f"largest-{number}", [0] * length, length, ASKS_FOR_ALL, prompt_logprobs=[])
         seq.block_table = list(range(number * blocks_each, (number + 1) * blocks_each))
         scheduled.append(ScheduledSequence(seq, length))
     return num_seqs * blocks_each, SchedulerOutput(scheduled, [], [])

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import torch
 
-from engine.logprobs import LogprobTensors
+from engine.logprobs import PromptLogprobs, SampledLogprobs
 from engine.outputs import TokenLogprobs
 from engine.sequence import SchedulerOutput
 
@@ -24,17 +24,19 @@ class SampledTokens:
         self,
         output: SchedulerOutput,
         token_ids_S: torch.Tensor | None,
-        logprobs: LogprobTensors | None,
+        logprobs: SampledLogprobs | None,
+        prompt_logprobs: list[PromptLogprobs],
         device: str,
     ) -> None:
         """`token_ids_S`: int64, of those of `output.scheduled` that sample, in their order; None where none does.
-        `logprobs`: None where none asks for them."""
+        `logprobs`: None where none asks for them. `prompt_logprobs`: of prompts that ask."""
         self.on_device = token_ids_S
         self.row_of = {item.seq.seq_id: row for row, item in enumerate(i for i in output.scheduled if i.samples)}
         """Where a sequence's token lies in `on_device`."""
         self._samples = [item.samples for item in output.scheduled]
         self._on_host = token_ids_S
         self._logprobs = logprobs
+        self._prompt_logprobs = prompt_logprobs
         self._done: torch.cuda.Event | None = None
         if device != "cpu":
             self._copy_to_host()
@@ -44,6 +46,7 @@ class SampledTokens:
             self._on_host = _begin_copy(self.on_device)
         if self._logprobs is not None:
             self._logprobs = self._logprobs.map(_begin_copy)
+        self._prompt_logprobs = [each.map(_begin_copy) for each in self._prompt_logprobs]
         self._done = torch.cuda.Event()  # type: ignore[no-untyped-call]
         self._done.record()
 
@@ -60,6 +63,10 @@ class SampledTokens:
     def logprobs(self) -> dict[int, TokenLogprobs]:
         """Of sequences that ask for them, by `seq_id`. After `wait`."""
         return {} if self._logprobs is None else self._logprobs.read()
+
+    def prompt_logprobs(self) -> dict[int, list[TokenLogprobs]]:
+        """Of prompts that ask, by `seq_id`: after the positions in `ScheduledSequence.told`. After `wait`."""
+        return {each.seq.seq_id: each.read() for each in self._prompt_logprobs}
 
 
 def _begin_copy(tensor: torch.Tensor) -> torch.Tensor:

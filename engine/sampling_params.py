@@ -42,6 +42,8 @@ class SamplingParams:
     logit_bias: Mapping[int, float] = field(default_factory=lambda: MappingProxyType({}))
     logprobs: int | None = None
     """How likely each token of the answer was, and so many of the likeliest ones. None: nothing of it."""
+    prompt_logprobs: int | None = None
+    """The same of the prompt's tokens, all but the first. They are computed, whatever a cache has of them."""
     grammar: str | None = None
     """What the answer's text must be: structured outputs, in llguidance's words (`engine.grammar`). None: any text."""
 
@@ -73,10 +75,12 @@ class SamplingParams:
         )
         for token_id, bias in self.logit_bias.items():
             check(-100 <= bias <= 100, f"logit_bias must be in [-100, 100], is {bias} for token {token_id}")
-        check(
-            self.logprobs is None or (type(self.logprobs) is int and 0 <= self.logprobs <= MAX_LOGPROBS),
-            f"logprobs must be an integer in [0, {MAX_LOGPROBS}], is {self.logprobs!r}",
-        )
+        for name in ("logprobs", "prompt_logprobs"):
+            value = getattr(self, name)
+            check(
+                value is None or (type(value) is int and 0 <= value <= MAX_LOGPROBS),
+                f"{name} must be an integer in [0, {MAX_LOGPROBS}], is {value!r}",
+            )
         # An answer that is complete, and cannot go on, has to end.
         for name in ("min_tokens", "ignore_eos"):
             check(

@@ -229,11 +229,10 @@ class Scheduler:
         yield from [seq for seq in self.running if seq.num_uncomputed_tokens > 1]
         while self.waiting and len(self.running) < self._config.max_num_seqs:
             seq = self.waiting[0]
-            # The last token is always computed, since its logits give the next one.
             is_allocated = self.block_manager.allocate(
                 seq,
                 BlockOwner.SEQUENCE,
-                num_reusable_tokens=len(seq) - 1,
+                num_reusable_tokens=seq.num_reusable_tokens,
                 num_spare_blocks=self._num_spare(),
             )
             if not is_allocated:
@@ -283,10 +282,12 @@ class Scheduler:
         output: SchedulerOutput,
         sampled: list[int | None],
         logprobs: Mapping[int, TokenLogprobs] = MappingProxyType({}),
+        prompt_logprobs: Mapping[int, list[TokenLogprobs]] = MappingProxyType({}),
     ) -> list[RequestOutput]:
         """Take in what the oldest launched step computed: one sampled token, or None, per scheduled sequence.
 
-        `logprobs`: of sequences that ask, by `seq_id`; passed on as they are.
+        `logprobs`: of sequences that ask, by `seq_id`; passed on as they are. `prompt_logprobs`: after the positions in
+        `ScheduledSequence.told`; passed on with the first token.
         """
         self._num_steps_in_flight -= 1
         outputs = []
@@ -297,6 +298,8 @@ class Scheduler:
                 self._free_ended(seq)  # it ended, or was held, while this was computed
                 continue
             self.block_manager.register_computed(seq, scheduled.end)
+            if seq.prompt_logprobs is not None:
+                seq.prompt_logprobs += prompt_logprobs.get(seq.seq_id, ())
             if token_id is not None:
                 outputs.append(self._put_token(seq, scheduled.end, token_id, logprobs.get(seq.seq_id)))
         return outputs
@@ -307,6 +310,7 @@ class Scheduler:
         if token_id == INVALID_TOKEN:
             return self._fail(seq, offset)
         seq.token_ids[position] = token_id
+        prompt_logprobs, seq.prompt_logprobs = seq.prompt_logprobs, None
         finish_reason = self._finish_reason(seq, position + 1)
         if seq.is_prefill_only:
             self._remove_active(seq)
@@ -322,6 +326,7 @@ class Scheduler:
             num_cached_tokens=seq.num_cached_tokens,
             waited_s=max(0.0, seq.first_scheduled_s - seq.arrived_s),
             logprobs=None if logprobs is None else [logprobs],
+            prompt_logprobs=prompt_logprobs,
             held_block_ids=tuple(seq.block_table) if seq.is_prefill_only else (),
         )
 

@@ -19,6 +19,7 @@ from enum import Enum, auto
 from typing import TypeAlias
 
 from engine.grammar import GrammarState
+from engine.outputs import TokenLogprobs
 from engine.sampling_params import SamplingParams
 
 INVALID_TOKEN = -1
@@ -72,6 +73,8 @@ class Sequence:
     num_preemptions: int = 0
     grammar: GrammarState | None = None
     """What may come next, where the request has a grammar: follows the tokens, and only the sampler asks it."""
+    prompt_logprobs: list[TokenLogprobs] | None = None
+    """Of the prompt's tokens from the second on, as far as they are computed. None: nobody asks, or has been told."""
     arrived_s: float = 0.0
     first_scheduled_s: float = 0.0
 
@@ -90,6 +93,14 @@ class Sequence:
         """1 is what a decoding sequence has: the token sampled last. More are still to be prefilled."""
         return len(self.token_ids) - self.num_computed_tokens
 
+    @property
+    def num_reusable_tokens(self) -> int:
+        """So many leading tokens need not be computed where a cache has their KV. The last one is in any case, since
+        its logits give the next one; and each one's of a prompt that give what is asked for."""
+        if self.prompt_logprobs is None:
+            return len(self.token_ids) - 1
+        return min(len(self.token_ids) - 1, len(self.prompt_logprobs))
+
 
 @dataclass(frozen=True, slots=True)
 class ScheduledSequence:
@@ -101,10 +112,17 @@ class ScheduledSequence:
     """Position of the first of them."""
     samples: bool = field(init=False)
     """Whether they reach the last token, so that the next one is sampled."""
+    told: range = field(init=False)
+    """Positions among them whose logits are to tell how likely the prompt's next token was."""
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "first", self.seq.num_computed_tokens)
-        object.__setattr__(self, "samples", self.num_new_tokens == self.seq.num_uncomputed_tokens)
+        seq = self.seq
+        object.__setattr__(self, "first", seq.num_computed_tokens)
+        object.__setattr__(self, "samples", self.num_new_tokens == seq.num_uncomputed_tokens)
+        told = range(0)
+        if seq.prompt_logprobs is not None:
+            told = range(max(self.first, len(seq.prompt_logprobs)), min(self.end, seq.num_prompt_tokens - 1))
+        object.__setattr__(self, "told", told)
 
     @property
     def end(self) -> int:

@@ -56,6 +56,7 @@ def warm_up_steps(config: EngineConfig, first_block: int, second_block: int) -> 
     def scheduled(number: int, length: int, num_new: int, block: int, params: SamplingParams) -> ScheduledSequence:
         table = [block] * -(-length // block_size)
         seq = Sequence(number, f"warm-up-{number}", [0] * length, length, params, block_table=table)
+        seq.prompt_logprobs = None if params.prompt_logprobs is None else []
         seq.num_computed_tokens = length - num_new
         return ScheduledSequence(seq, num_new)
 

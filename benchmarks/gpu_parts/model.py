@@ -229,7 +229,7 @@ class Driver:
     def _step(self, chunks: list[tuple[EngineSequence, int]], found: list[list[torch.Tensor]]) -> None:
         chunks.sort(key=lambda item: item[1] > 1)  # as the scheduler does: those of one token first
         output = SchedulerOutput([ScheduledSequence(*item) for item in chunks], [], [])
-        batch, logits = self._executor._worker._runner.forward(output)
+        batch, logits, _ = self._executor._worker._runner.forward(output)
         for seq, num_new_tokens in chunks:
             seq.num_computed_tokens += num_new_tokens
         if batch is not None and logits is not None:

@@ -36,7 +36,8 @@ def params_of(index: int) -> SamplingParams:
             temperature=0.8, top_p=0.95, top_k=200, repetition_penalty=1.1, presence_penalty=0.3, seed=index
         ),
     )
-    return replace(kinds[index % 3], max_tokens=NUM_TOKENS, ignore_eos=True, logprobs=2)
+    of_prompt = 1 if index % 4 == 1 else None
+    return replace(kinds[index % 3], max_tokens=NUM_TOKENS, ignore_eos=True, logprobs=2, prompt_logprobs=of_prompt)
 
 
 def told(logprobs: Any) -> Told:
@@ -69,7 +70,8 @@ def finish(engine: LLMEngine) -> Answers:
         for output in engine.step():
             answer = [told(each) for each in output.logprobs or ()]
             assert [token_id for token_id, _, _ in answer] == output.token_ids
-            answers.setdefault(output.request_id, []).extend(answer)
+            of_prompt = [told(each) for each in output.prompt_logprobs or ()]
+            answers.setdefault(output.request_id, of_prompt).extend(answer)
     return answers
 
 

@@ -136,7 +136,7 @@ class Bench:
 
     def logits(self, *chunks: tuple[Sequence, int]) -> torch.Tensor | None:
         """One step; returns the logits of the sequences whose end it reached."""
-        _, logits = self.runner.forward(SchedulerOutput([ScheduledSequence(*c) for c in chunks], [], []))
+        logits = self.runner.forward(SchedulerOutput([ScheduledSequence(*c) for c in chunks], [], [])).logits
         for seq, num_new_tokens in chunks:
             seq.num_computed_tokens += num_new_tokens
         return logits
@@ -222,7 +222,7 @@ def test_blocks_are_copied_before_the_step(tmp_path: Path) -> None:
     own_block = fork.block_table[3]
     fork.block_table[:3], fork.num_computed_tokens = original.block_table[:3], 14
     output = SchedulerOutput([ScheduledSequence(fork, 1)], [(original.block_table[3], own_block)], [])
-    _, logits = bench.runner.forward(output)
+    logits = bench.runner.forward(output).logits
     assert_close(logits, reference(model, [*tokens, 5]).unsqueeze(0))
     original.token_ids.append(9)  # untouched by what the fork wrote
     assert_close(bench.logits((original, 1)), reference(model, [*tokens, 9]).unsqueeze(0))
