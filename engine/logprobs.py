@@ -30,8 +30,7 @@ from engine.to_device import integers
 ROWS_AT_A_TIME = 16
 """A row takes some 20 bytes of scratch for each token of the vocabulary: 40 MB for 16 rows of 128 thousand."""
 PROMPT_ROWS_AT_A_TIME = 256
-"""That have logits at once: they are 64 MB in bfloat16 for a vocabulary of 128 thousand, whose weights would be read again
-and again for fewer."""
+"""Have logits at once: 64 MB in bfloat16 for a vocabulary of 128 thousand, whose weights are read once for so many."""
 
 MapTensor = Callable[[torch.Tensor], torch.Tensor]
 

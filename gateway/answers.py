@@ -8,7 +8,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from gateway.logprobs import of_chat, of_completion
+from gateway.echo import Echo
+from gateway.logprobs import of_chat, of_completion, of_prompt
 from protos.tandem_inference_pb2 import (
     FinishReason,
     GenerateResponse,
@@ -23,29 +24,40 @@ from tandem.answer import Answer, message_to_dict, short_name
 class Style:
     """How the objects of one request look; `of_completion` and `of_chat` make them."""
 
-    def __init__(self, *, is_chat: bool, answer_id: str, created_s: int, model: str) -> None:
+    def __init__(self, *, is_chat: bool, answer_id: str, created_s: int, model: str, echo: Echo | None = None) -> None:
+        """`echo`: of a completion that begins with its prompt."""
         self.is_chat = is_chat
+        self._echo = echo
         self._head = {"id": answer_id, "created": created_s, "model": model}
 
     # -- a whole answer -----------------------------------------------------------------------------------------
 
-    def whole(self, answers: list[Answer], n: int) -> dict[str, Any]:
-        """All choices at once, `n` to each prompt."""
+    def whole(self, answers: list[Answer], n: int, *, tells_prompt: bool = False) -> dict[str, Any]:
+        """All choices at once, `n` to each prompt. `tells_prompt`: how likely its tokens were, as vLLM does."""
         name = "chat.completion" if self.is_chat else "text_completion"
-        return {
+        choices = [self._whole_choice(index, answer) for index, answer in enumerate(answers)]
+        whole = {
             **self._head,
             "object": name,
-            "choices": [self._whole_choice(index, answer) for index, answer in enumerate(answers)],
+            "choices": choices,
             "usage": usage_of([answer.usage for answer in answers], n),
             "timings": timings_of([answer.timings for answer in answers]),
         }
+        if tells_prompt:
+            of_prompts = [of_prompt(answer.prompt_logprobs) for answer in answers[::n]]
+            if self.is_chat:
+                whole["prompt_logprobs"] = of_prompts[0]
+            else:
+                for index, choice in enumerate(choices):
+                    choice["prompt_logprobs"] = of_prompts[index // n]
+        return whole
 
     def _whole_choice(self, index: int, answer: Answer) -> dict[str, Any]:
-        text: dict[str, Any] = {"text": answer.text}
+        said, told = self._said(index, answer.text, answer.logprobs, answer.prompt_logprobs)
+        text: dict[str, Any] = {"text": said}
         if self.is_chat:
-            text = {"message": {"role": "assistant", "content": answer.text, "refusal": None}}
-        logprobs = self._logprobs(answer.logprobs)
-        return {"index": index, **text, "logprobs": logprobs, "finish_reason": answer.finish_reason}
+            text = {"message": {"role": "assistant", "content": said, "refusal": None}}
+        return {"index": index, **text, "logprobs": self._logprobs(told), "finish_reason": answer.finish_reason}
 
     # -- a stream's events --------------------------------------------------------------------------------------
 
@@ -58,9 +70,9 @@ class Style:
         finish_reason = None
         if message.finish_reason != FinishReason.FINISH_REASON_UNSPECIFIED:
             finish_reason = short_name(FinishReason.DESCRIPTOR, message.finish_reason)
-        delta = {"content": message.text} if message.text or finish_reason is None else {}
-        logprobs = self._logprobs(message.logprobs)
-        event = self._event([self._piece(index, delta, finish_reason, logprobs)])
+        text, told = self._said(index, message.text, message.logprobs, message.prompt_logprobs)
+        delta = {"content": text} if text or finish_reason is None else {}
+        event = self._event([self._piece(index, delta, finish_reason, self._logprobs(told))])
         if message.HasField("timings"):
             event["timings"] = message_to_dict(message.timings)
         return event
@@ -74,6 +86,15 @@ class Style:
     ) -> dict[str, Any]:
         text: dict[str, Any] = {"delta": delta} if self.is_chat else {"text": delta.get("content", "")}
         return {"index": index, **text, "logprobs": logprobs, "finish_reason": finish_reason}
+
+    def _said(
+        self,
+        index: int,
+        text: str,
+        logprobs: Sequence[TokenLogprobs],
+        prompt_logprobs: Sequence[TokenLogprobs],
+    ) -> tuple[str, Sequence[TokenLogprobs]]:
+        return (text, logprobs) if self._echo is None else self._echo.before(index, text, logprobs, prompt_logprobs)
 
     def _logprobs(self, logprobs: Sequence[TokenLogprobs]) -> dict[str, Any] | None:
         return of_chat(logprobs) if self.is_chat else of_completion(logprobs)

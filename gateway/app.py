@@ -16,6 +16,7 @@ import secrets
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from contextlib import aclosing
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -27,6 +28,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 
 from gateway.answers import Style, models_of, usage_of
+from gateway.echo import Echo, without_answer
 from gateway.errors import BUG, KINDS, NO_KEY, NO_ROUTE, TOO_LARGE, Kind, Refusal, refusal_of, refusal_of_body
 from gateway.metrics import Metrics
 from gateway.requests import MAX_CHOICES, Asked, ChatRequest, CompletionRequest
@@ -45,7 +47,7 @@ from rpc.errors import Draining, InvalidRequest, TandemError
 from rpc.merge import merged
 from tandem import __version__
 from tandem.answer import AnswersStream, StreamBroken
-from tandem.client import AsyncClient
+from tandem.client import AsyncClient, Prompt
 
 _log = logging.getLogger(__name__)
 _Body = TypeVar("_Body", bound=Asked)
@@ -223,6 +225,7 @@ class Run:
         self._prompts = body.prompts()
         self._n = body.n or 1
         """Choices to each prompt. Those to the first come first."""
+        self._is_echo_alone = isinstance(body, CompletionRequest) and body.is_echo_alone
         self._num_choices = len(self._prompts) * self._n
         if self._num_choices > MAX_CHOICES:
             bound = f"may be {MAX_CHOICES} choices in all, is {self._n} to each of {len(self._prompts)} prompts"
@@ -235,6 +238,7 @@ class Run:
             answer_id=f"{prefix}-{self._request_id}",
             created_s=int(time.time()),
             model=body.model or model,
+            echo=_echo_of(body, self._prompts),
         )
         self.headers = {REQUEST_ID_HEADER: self._request_id}
 
@@ -244,9 +248,11 @@ class Run:
         async for choice, message in self.messages():
             streams[choice // self._n].accept(message)
         answers = [answer for stream in streams for answer in stream.answers()]
-        if any(answer.logprobs for answer in answers):  # milliseconds for every hundred tokens: others go on meanwhile
-            return await asyncio.to_thread(self._style.whole, answers, self._n)
-        return self._style.whole(answers, self._n)
+        whole = partial(self._style.whole, answers, self._n, tells_prompt=self._body.prompt_logprobs is not None)
+        # Logprobs take milliseconds for every hundred tokens: others go on meanwhile.
+        if any(answer.logprobs or answer.prompt_logprobs for answer in answers):
+            return await asyncio.to_thread(whole)
+        return whole()
 
     def messages(self) -> AsyncGenerator[tuple[int, GenerateResponse], None]:
         """Of all choices, by number, as they come. Checked by the client: contiguous, and ended once."""
@@ -269,7 +275,8 @@ class Run:
         try:
             async with aclosing(merged(streams)) as messages:
                 async for prompt, message in messages:
-                    yield prompt * self._n + message.sequence, message
+                    choice = prompt * self._n + message.sequence
+                    yield choice, without_answer(message) if self._is_echo_alone else message
         except InvalidRequest as error:
             raise self._body.in_its_words(error) from error
 
@@ -287,7 +294,8 @@ class Run:
                 usage.completion_tokens += len(message.token_ids)
                 if message.HasField("usage"):
                     usage.CopyFrom(message.usage)
-                if message.text or message.finish_reason or message.logprobs or self._body.includes_usage_always:
+                is_news = message.text or message.finish_reason or message.logprobs or message.prompt_logprobs
+                if is_news or self._body.includes_usage_always:
                     piece = self._style.piece(index, message)
                     if self._body.includes_usage_always:
                         piece["usage"] = usage_of([usage])
@@ -300,6 +308,12 @@ class Run:
         if self._body.includes_usage:
             yield event(self._style.usage(usages, self._n))
         yield DONE
+
+
+def _echo_of(body: Asked, prompts: Sequence[Prompt]) -> Echo | None:
+    if isinstance(body, CompletionRequest) and body.echo:
+        return Echo(prompts, body.n or 1, body.logprobs)
+    return None
 
 
 def refusal_of_any(error: Exception, request_id: str) -> Refusal:

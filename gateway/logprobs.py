@@ -1,4 +1,4 @@
-"""How likely tokens were, in OpenAI's two ways of saying it. Pure.
+"""How likely tokens were, in OpenAI's two ways of saying it, and in vLLM's for a prompt's. Pure.
 
 A token's text is what it stands for by itself, also where the answer leaves it out (special tokens, a stop string). Of
 a part of a character it is U+FFFD in chats, whose `bytes` have it exactly, and "bytes:\\xe4\\xbd" in completions.
@@ -24,15 +24,29 @@ def of_chat(logprobs: Sequence[TokenLogprobs]) -> dict[str, Any] | None:
 
 
 def of_completion(logprobs: Sequence[TokenLogprobs]) -> dict[str, Any] | None:
-    """`choices[].logprobs` of a completion."""
+    """`choices[].logprobs` of a completion. A prompt's first token, where it is echoed, has no numbers."""
     if not logprobs:
         return None
     return {
         "tokens": [_text_or_bytes(each.sampled) for each in logprobs],
-        "token_logprobs": [_number(each.sampled) for each in logprobs],
-        "top_logprobs": [_alternatives(each) for each in logprobs],
+        "token_logprobs": [_number(each.sampled) if each.sampled.rank else None for each in logprobs],
+        "top_logprobs": [_alternatives(each) if each.sampled.rank else None for each in logprobs],
         "text_offset": [each.text_offset for each in logprobs],
     }
+
+
+def of_prompt(prompt_logprobs: Sequence[TokenLogprobs]) -> list[dict[str, Any] | None]:
+    """vLLM's `prompt_logprobs`: for each token of the prompt what stands there, and the likeliest, by id. None for the
+    first."""
+    return [
+        {str(each.token_id): _with_rank(each) for each in (told.sampled, *told.top)} if told.sampled.rank else None
+        for told in prompt_logprobs
+    ]
+
+
+def _with_rank(logprob: Logprob) -> dict[str, Any]:
+    decoded = logprob.token.decode(errors="replace")
+    return {"logprob": _number(logprob), "rank": logprob.rank, "decoded_token": decoded}
 
 
 def _alternatives(logprobs: TokenLogprobs) -> dict[str, float]:

@@ -141,6 +141,7 @@ class Asked(BaseModel, ABC):
     include_stop_str_in_output: bool | None = None
     skip_special_tokens: bool | None = None
     priority: Annotated[int, Field(ge=-(1 << 31), lt=1 << 31)] | None = None
+    prompt_logprobs: NumAlternatives | None = None
     request_id: Annotated[str, Field(pattern=r"^[\x21-\x7e]{0,100}$")] = ""
     structured_outputs: Annotated[Any, AfterValidator(_structured_outputs)] = None
     # After it: the form of the answer in OpenAI's words, of which there is no second one.
@@ -167,6 +168,7 @@ class Asked(BaseModel, ABC):
         """By the names of the wire; what was not given takes the model's default."""
         given = {name: getattr(self, name) for name in self.DIRECT}
         given["structured_outputs"] = self.structured_outputs or self.response_format
+        given["prompt_logprobs"] = self.prompt_logprobs
         return cast(Sampling, {name: value for name, value in given.items() if value is not None})
 
     def in_its_words(self, error: InvalidRequest) -> InvalidRequest:
@@ -182,6 +184,13 @@ class Asked(BaseModel, ABC):
     def _check_response_format(cls, value: Any, info: ValidationInfo) -> Any:
         if value is not None and info.data.get("structured_outputs") is not None:
             raise ValueError("cannot be had with structured_outputs, which says the same in other words")
+        return value
+
+    @field_validator("prompt_logprobs")
+    @classmethod
+    def _check_prompt_logprobs(cls, value: int | None, info: ValidationInfo) -> int | None:
+        if value is not None and info.data.get("stream"):
+            raise ValueError("cannot be had with stream: true, whose events have no place for them")
         return value
 
     @abstractmethod
@@ -202,7 +211,8 @@ class CompletionRequest(Asked):
 
     prompt: Annotated[list[Prompt], PlainValidator(_prompts, json_schema_input_type=str | list[Any])]
     logprobs: NumAlternativesOrNo = None
-    echo: _only(False) = None  # type: ignore[valid-type]
+    echo: bool | None = None
+    """The prompt stands before each choice, in its text and in its logprobs."""
     suffix: _only("") = None  # type: ignore[valid-type]
 
     def prompts(self) -> list[Prompt]:
@@ -212,7 +222,16 @@ class CompletionRequest(Asked):
         sampling: Sampling = {"max_tokens": max(DEFAULT_COMPLETION_TOKENS, self.min_tokens or 0), **super().sampling()}
         if self.logprobs is not None:
             sampling["logprobs"] = self.logprobs
+        if self.echo:  # the text of its tokens comes with their numbers
+            sampling["prompt_logprobs"] = max(self.prompt_logprobs or 0, self.logprobs or 0)
+        if self.is_echo_alone:
+            sampling["max_tokens"] = 1
         return sampling
+
+    @property
+    def is_echo_alone(self) -> bool:
+        """No answer is asked for. One token is computed, as of any prompt, and left out."""
+        return bool(self.echo) and self.max_tokens == 0
 
 
 class TextPart(BaseModel):

@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1dprotos/tandem_inference.proto\x12\ttandem.v1\"\x9c\x02\n\x0fGenerateRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0e\n\x04text\x18\x02 \x01(\tH\x00\x12(\n\ttoken_ids\x18\x03 \x01(\x0b\x32\x13.tandem.v1.TokenIdsH\x00\x12\x1f\n\x04\x63hat\x18\x04 \x01(\x0b\x32\x0f.tandem.v1.ChatH\x00\x12\x32\n\x0fsampling_params\x18\x05 \x01(\x0b\x32\x19.tandem.v1.SamplingParams\x12\r\n\x05model\x18\x06 \x01(\t\x12\x13\n\x06stream\x18\x07 \x01(\x08H\x01\x88\x01\x01\x12\x18\n\x10output_token_ids\x18\x08 \x03(\r\x12\x13\n\x0bworker_kind\x18\t \x01(\tB\x08\n\x06promptB\t\n\x07_stream\"\x17\n\x08TokenIds\x12\x0b\n\x03ids\x18\x01 \x03(\r\"0\n\x04\x43hat\x12(\n\x08messages\x18\x01 \x03(\x0b\x32\x16.tandem.v1.ChatMessage\",\n\x0b\x43hatMessage\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\x0f\n\x07\x63ontent\x18\x02 \x01(\t\"\xcf\x07\n\x0eSamplingParams\x12\x17\n\nmax_tokens\x18\x01 \x01(\rH\x00\x88\x01\x01\x12\x17\n\nmin_tokens\x18\x02 \x01(\rH\x01\x88\x01\x01\x12\x18\n\x0btemperature\x18\x03 \x01(\x02H\x02\x88\x01\x01\x12\x12\n\x05top_p\x18\x04 \x01(\x02H\x03\x88\x01\x01\x12\x12\n\x05top_k\x18\x05 \x01(\x05H\x04\x88\x01\x01\x12\x12\n\x05min_p\x18\x06 \x01(\x02H\x05\x88\x01\x01\x12\x1d\n\x10presence_penalty\x18\x07 \x01(\x02H\x06\x88\x01\x01\x12\x1e\n\x11\x66requency_penalty\x18\x08 \x01(\x02H\x07\x88\x01\x01\x12\x1f\n\x12repetition_penalty\x18\t \x01(\x02H\x08\x88\x01\x01\x12\x0c\n\x04stop\x18\n \x03(\t\x12\x16\n\x0estop_token_ids\x18\x0b \x03(\r\x12\'\n\x1ainclude_stop_str_in_output\x18\x0c \x01(\x08H\t\x88\x01\x01\x12\x17\n\nignore_eos\x18\r \x01(\x08H\n\x88\x01\x01\x12\x11\n\x04seed\x18\x0e \x01(\x03H\x0b\x88\x01\x01\x12 \n\x13skip_special_tokens\x18\x0f \x01(\x08H\x0c\x88\x01\x01\x12<\n\nlogit_bias\x18\x10 \x03(\x0b\x32(.tandem.v1.SamplingParams.LogitBiasEntry\x12\x0e\n\x01n\x18\x11 \x01(\rH\r\x88\x01\x01\x12\x15\n\x08logprobs\x18\x12 \x01(\rH\x0e\x88\x01\x01\x12\x15\n\x08priority\x18\x14 \x01(\x05H\x0f\x88\x01\x01\x12\x38\n\x12structured_outputs\x18\x15 \x01(\x0b\x32\x1c.tandem.v1.StructuredOutputs\x1a\x30\n\x0eLogitBiasEntry\x12\x0b\n\x03key\x18\x01 \x01(\r\x12\r\n\x05value\x18\x02 \x01(\x02:\x02\x38\x01\x42\r\n\x0b_max_tokensB\r\n\x0b_min_tokensB\x0e\n\x0c_temperatureB\x08\n\x06_top_pB\x08\n\x06_top_kB\x08\n\x06_min_pB\x13\n\x11_presence_penaltyB\x14\n\x12_frequency_penaltyB\x15\n\x13_repetition_penaltyB\x1d\n\x1b_include_stop_str_in_outputB\r\n\x0b_ignore_eosB\x07\n\x05_seedB\x16\n\x14_skip_special_tokensB\x04\n\x02_nB\x0b\n\t_logprobsB\x0b\n\t_priorityJ\x04\x08\x13\x10\x14J\x04\x08\x16\x10\x19R\x07\x62\x65st_ofR\x0fprompt_logprobsR\x0fguided_decodingR\tbad_wordsR\x11\x61llowed_token_ids\"\x8c\x01\n\x11StructuredOutputs\x12\x0e\n\x04json\x18\x01 \x01(\tH\x00\x12\x15\n\x0bjson_object\x18\x02 \x01(\x08H\x00\x12\x0f\n\x05regex\x18\x03 \x01(\tH\x00\x12$\n\x06\x63hoice\x18\x04 \x01(\x0b\x32\x12.tandem.v1.ChoicesH\x00\x12\x11\n\x07grammar\x18\x05 \x01(\tH\x00\x42\x06\n\x04kind\"\x18\n\x07\x43hoices\x12\r\n\x05texts\x18\x01 \x03(\t\"I\n\x07Logprob\x12\x10\n\x08token_id\x18\x01 \x01(\r\x12\x0f\n\x07logprob\x18\x02 \x01(\x02\x12\x0c\n\x04rank\x18\x03 \x01(\r\x12\r\n\x05token\x18\x04 \x01(\x0c\"j\n\rTokenLogprobs\x12#\n\x07sampled\x18\x01 \x01(\x0b\x32\x12.tandem.v1.Logprob\x12\x1f\n\x03top\x18\x02 \x03(\x0b\x32\x12.tandem.v1.Logprob\x12\x13\n\x0btext_offset\x18\x03 \x01(\r\"\xa0\x02\n\x10GenerateResponse\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x10\n\x08sequence\x18\x02 \x01(\r\x12\x0e\n\x06offset\x18\x03 \x01(\r\x12\x11\n\ttoken_ids\x18\x04 \x03(\r\x12\x0c\n\x04text\x18\x05 \x01(\t\x12.\n\rfinish_reason\x18\x06 \x01(\x0e\x32\x17.tandem.v1.FinishReason\x12\x1f\n\x05usage\x18\x07 \x01(\x0b\x32\x10.tandem.v1.Usage\x12#\n\x07timings\x18\x08 \x01(\x0b\x32\x12.tandem.v1.Timings\x12*\n\x08logprobs\x18\t \x03(\x0b\x32\x18.tandem.v1.TokenLogprobs\x12\x13\n\x0bworker_kind\x18\n \x01(\t\"P\n\x05Usage\x12\x15\n\rprompt_tokens\x18\x01 \x01(\r\x12\x15\n\rcached_tokens\x18\x02 \x01(\r\x12\x19\n\x11\x63ompletion_tokens\x18\x03 \x01(\r\"\xbc\x02\n\x07Timings\x12\x10\n\x08queue_ms\x18\x01 \x01(\x01\x12\x12\n\nprefill_ms\x18\x02 \x01(\x01\x12\x13\n\x0btransfer_ms\x18\x03 \x01(\x01\x12\x11\n\tdecode_ms\x18\x04 \x01(\x01\x12\x10\n\x08total_ms\x18\x05 \x01(\x01\x12\x1e\n\x16time_to_first_token_ms\x18\x06 \x01(\x01\x12 \n\x18time_per_output_token_ms\x18\x07 \x01(\x01\x12\x1d\n\x04mode\x18\x08 \x01(\x0e\x32\x0f.tandem.v1.Mode\x12\x16\n\x0eprefill_worker\x18\t \x01(\t\x12\x15\n\rdecode_worker\x18\n \x01(\t\x12/\n\x0bkv_transfer\x18\x0b \x01(\x0b\x32\x1a.tandem.v1.KVTransferStats\x12\x10\n\x08\x61ttempts\x18\x0c \x01(\r\"w\n\x0fKVTransferStats\x12\x11\n\ttransport\x18\x01 \x01(\t\x12\x11\n\tnum_bytes\x18\x02 \x01(\x04\x12\x12\n\nnum_blocks\x18\x03 \x01(\r\x12\x19\n\x11num_cached_blocks\x18\x04 \x01(\r\x12\x0f\n\x07push_ms\x18\x05 \x01(\x01\"\"\n\x0c\x41\x62ortRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\"$\n\rAbortResponse\x12\x13\n\x0bwas_running\x18\x01 \x01(\x08\"\x15\n\x13GetModelInfoRequest\"\xe1\x01\n\x14GetModelInfoResponse\x12\r\n\x05model\x18\x01 \x01(\t\x12\x15\n\rmax_model_len\x18\x02 \x01(\r\x12\x12\n\nvocab_size\x18\x03 \x01(\r\x12\x12\n\nblock_size\x18\x04 \x01(\r\x12\r\n\x05\x64type\x18\x05 \x01(\t\x12\x15\n\reos_token_ids\x18\x06 \x03(\r\x12\x19\n\x11has_chat_template\x18\x07 \x01(\x08\x12:\n\x17\x64\x65\x66\x61ult_sampling_params\x18\x08 \x01(\x0b\x32\x19.tandem.v1.SamplingParams*\x91\x01\n\x0c\x46inishReason\x12\x1d\n\x19\x46INISH_REASON_UNSPECIFIED\x10\x00\x12\x16\n\x12\x46INISH_REASON_STOP\x10\x01\x12\x18\n\x14\x46INISH_REASON_LENGTH\x10\x02\x12\x17\n\x13\x46INISH_REASON_ABORT\x10\x03\x12\x17\n\x13\x46INISH_REASON_ERROR\x10\x04*S\n\x04Mode\x12\x14\n\x10MODE_UNSPECIFIED\x10\x00\x12\x16\n\x12MODE_DISAGGREGATED\x10\x01\x12\x0e\n\nMODE_LOCAL\x10\x02\x12\r\n\tMODE_STAY\x10\x03\x32\xdf\x01\n\tInference\x12\x45\n\x08Generate\x12\x1a.tandem.v1.GenerateRequest\x1a\x1b.tandem.v1.GenerateResponse0\x01\x12:\n\x05\x41\x62ort\x12\x17.tandem.v1.AbortRequest\x1a\x18.tandem.v1.AbortResponse\x12O\n\x0cGetModelInfo\x12\x1e.tandem.v1.GetModelInfoRequest\x1a\x1f.tandem.v1.GetModelInfoResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1dprotos/tandem_inference.proto\x12\ttandem.v1\"\x9c\x02\n\x0fGenerateRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0e\n\x04text\x18\x02 \x01(\tH\x00\x12(\n\ttoken_ids\x18\x03 \x01(\x0b\x32\x13.tandem.v1.TokenIdsH\x00\x12\x1f\n\x04\x63hat\x18\x04 \x01(\x0b\x32\x0f.tandem.v1.ChatH\x00\x12\x32\n\x0fsampling_params\x18\x05 \x01(\x0b\x32\x19.tandem.v1.SamplingParams\x12\r\n\x05model\x18\x06 \x01(\t\x12\x13\n\x06stream\x18\x07 \x01(\x08H\x01\x88\x01\x01\x12\x18\n\x10output_token_ids\x18\x08 \x03(\r\x12\x13\n\x0bworker_kind\x18\t \x01(\tB\x08\n\x06promptB\t\n\x07_stream\"\x17\n\x08TokenIds\x12\x0b\n\x03ids\x18\x01 \x03(\r\"0\n\x04\x43hat\x12(\n\x08messages\x18\x01 \x03(\x0b\x32\x16.tandem.v1.ChatMessage\",\n\x0b\x43hatMessage\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\x0f\n\x07\x63ontent\x18\x02 \x01(\t\"\xf0\x07\n\x0eSamplingParams\x12\x17\n\nmax_tokens\x18\x01 \x01(\rH\x00\x88\x01\x01\x12\x17\n\nmin_tokens\x18\x02 \x01(\rH\x01\x88\x01\x01\x12\x18\n\x0btemperature\x18\x03 \x01(\x02H\x02\x88\x01\x01\x12\x12\n\x05top_p\x18\x04 \x01(\x02H\x03\x88\x01\x01\x12\x12\n\x05top_k\x18\x05 \x01(\x05H\x04\x88\x01\x01\x12\x12\n\x05min_p\x18\x06 \x01(\x02H\x05\x88\x01\x01\x12\x1d\n\x10presence_penalty\x18\x07 \x01(\x02H\x06\x88\x01\x01\x12\x1e\n\x11\x66requency_penalty\x18\x08 \x01(\x02H\x07\x88\x01\x01\x12\x1f\n\x12repetition_penalty\x18\t \x01(\x02H\x08\x88\x01\x01\x12\x0c\n\x04stop\x18\n \x03(\t\x12\x16\n\x0estop_token_ids\x18\x0b \x03(\r\x12\'\n\x1ainclude_stop_str_in_output\x18\x0c \x01(\x08H\t\x88\x01\x01\x12\x17\n\nignore_eos\x18\r \x01(\x08H\n\x88\x01\x01\x12\x11\n\x04seed\x18\x0e \x01(\x03H\x0b\x88\x01\x01\x12 \n\x13skip_special_tokens\x18\x0f \x01(\x08H\x0c\x88\x01\x01\x12<\n\nlogit_bias\x18\x10 \x03(\x0b\x32(.tandem.v1.SamplingParams.LogitBiasEntry\x12\x0e\n\x01n\x18\x11 \x01(\rH\r\x88\x01\x01\x12\x15\n\x08logprobs\x18\x12 \x01(\rH\x0e\x88\x01\x01\x12\x15\n\x08priority\x18\x14 \x01(\x05H\x0f\x88\x01\x01\x12\x38\n\x12structured_outputs\x18\x15 \x01(\x0b\x32\x1c.tandem.v1.StructuredOutputs\x12\x1c\n\x0fprompt_logprobs\x18\x16 \x01(\rH\x10\x88\x01\x01\x1a\x30\n\x0eLogitBiasEntry\x12\x0b\n\x03key\x18\x01 \x01(\r\x12\r\n\x05value\x18\x02 \x01(\x02:\x02\x38\x01\x42\r\n\x0b_max_tokensB\r\n\x0b_min_tokensB\x0e\n\x0c_temperatureB\x08\n\x06_top_pB\x08\n\x06_top_kB\x08\n\x06_min_pB\x13\n\x11_presence_penaltyB\x14\n\x12_frequency_penaltyB\x15\n\x13_repetition_penaltyB\x1d\n\x1b_include_stop_str_in_outputB\r\n\x0b_ignore_eosB\x07\n\x05_seedB\x16\n\x14_skip_special_tokensB\x04\n\x02_nB\x0b\n\t_logprobsB\x0b\n\t_priorityB\x12\n\x10_prompt_logprobsJ\x04\x08\x13\x10\x14J\x04\x08\x17\x10\x19R\x07\x62\x65st_ofR\x0fguided_decodingR\tbad_wordsR\x11\x61llowed_token_ids\"\x8c\x01\n\x11StructuredOutputs\x12\x0e\n\x04json\x18\x01 \x01(\tH\x00\x12\x15\n\x0bjson_object\x18\x02 \x01(\x08H\x00\x12\x0f\n\x05regex\x18\x03 \x01(\tH\x00\x12$\n\x06\x63hoice\x18\x04 \x01(\x0b\x32\x12.tandem.v1.ChoicesH\x00\x12\x11\n\x07grammar\x18\x05 \x01(\tH\x00\x42\x06\n\x04kind\"\x18\n\x07\x43hoices\x12\r\n\x05texts\x18\x01 \x03(\t\"I\n\x07Logprob\x12\x10\n\x08token_id\x18\x01 \x01(\r\x12\x0f\n\x07logprob\x18\x02 \x01(\x02\x12\x0c\n\x04rank\x18\x03 \x01(\r\x12\r\n\x05token\x18\x04 \x01(\x0c\"j\n\rTokenLogprobs\x12#\n\x07sampled\x18\x01 \x01(\x0b\x32\x12.tandem.v1.Logprob\x12\x1f\n\x03top\x18\x02 \x03(\x0b\x32\x12.tandem.v1.Logprob\x12\x13\n\x0btext_offset\x18\x03 \x01(\r\"\xd3\x02\n\x10GenerateResponse\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x10\n\x08sequence\x18\x02 \x01(\r\x12\x0e\n\x06offset\x18\x03 \x01(\r\x12\x11\n\ttoken_ids\x18\x04 \x03(\r\x12\x0c\n\x04text\x18\x05 \x01(\t\x12.\n\rfinish_reason\x18\x06 \x01(\x0e\x32\x17.tandem.v1.FinishReason\x12\x1f\n\x05usage\x18\x07 \x01(\x0b\x32\x10.tandem.v1.Usage\x12#\n\x07timings\x18\x08 \x01(\x0b\x32\x12.tandem.v1.Timings\x12*\n\x08logprobs\x18\t \x03(\x0b\x32\x18.tandem.v1.TokenLogprobs\x12\x13\n\x0bworker_kind\x18\n \x01(\t\x12\x31\n\x0fprompt_logprobs\x18\x0b \x03(\x0b\x32\x18.tandem.v1.TokenLogprobs\"P\n\x05Usage\x12\x15\n\rprompt_tokens\x18\x01 \x01(\r\x12\x15\n\rcached_tokens\x18\x02 \x01(\r\x12\x19\n\x11\x63ompletion_tokens\x18\x03 \x01(\r\"\xbc\x02\n\x07Timings\x12\x10\n\x08queue_ms\x18\x01 \x01(\x01\x12\x12\n\nprefill_ms\x18\x02 \x01(\x01\x12\x13\n\x0btransfer_ms\x18\x03 \x01(\x01\x12\x11\n\tdecode_ms\x18\x04 \x01(\x01\x12\x10\n\x08total_ms\x18\x05 \x01(\x01\x12\x1e\n\x16time_to_first_token_ms\x18\x06 \x01(\x01\x12 \n\x18time_per_output_token_ms\x18\x07 \x01(\x01\x12\x1d\n\x04mode\x18\x08 \x01(\x0e\x32\x0f.tandem.v1.Mode\x12\x16\n\x0eprefill_worker\x18\t \x01(\t\x12\x15\n\rdecode_worker\x18\n \x01(\t\x12/\n\x0bkv_transfer\x18\x0b \x01(\x0b\x32\x1a.tandem.v1.KVTransferStats\x12\x10\n\x08\x61ttempts\x18\x0c \x01(\r\"w\n\x0fKVTransferStats\x12\x11\n\ttransport\x18\x01 \x01(\t\x12\x11\n\tnum_bytes\x18\x02 \x01(\x04\x12\x12\n\nnum_blocks\x18\x03 \x01(\r\x12\x19\n\x11num_cached_blocks\x18\x04 \x01(\r\x12\x0f\n\x07push_ms\x18\x05 \x01(\x01\"\"\n\x0c\x41\x62ortRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\"$\n\rAbortResponse\x12\x13\n\x0bwas_running\x18\x01 \x01(\x08\"\x15\n\x13GetModelInfoRequest\"\xe1\x01\n\x14GetModelInfoResponse\x12\r\n\x05model\x18\x01 \x01(\t\x12\x15\n\rmax_model_len\x18\x02 \x01(\r\x12\x12\n\nvocab_size\x18\x03 \x01(\r\x12\x12\n\nblock_size\x18\x04 \x01(\r\x12\r\n\x05\x64type\x18\x05 \x01(\t\x12\x15\n\reos_token_ids\x18\x06 \x03(\r\x12\x19\n\x11has_chat_template\x18\x07 \x01(\x08\x12:\n\x17\x64\x65\x66\x61ult_sampling_params\x18\x08 \x01(\x0b\x32\x19.tandem.v1.SamplingParams*\x91\x01\n\x0c\x46inishReason\x12\x1d\n\x19\x46INISH_REASON_UNSPECIFIED\x10\x00\x12\x16\n\x12\x46INISH_REASON_STOP\x10\x01\x12\x18\n\x14\x46INISH_REASON_LENGTH\x10\x02\x12\x17\n\x13\x46INISH_REASON_ABORT\x10\x03\x12\x17\n\x13\x46INISH_REASON_ERROR\x10\x04*S\n\x04Mode\x12\x14\n\x10MODE_UNSPECIFIED\x10\x00\x12\x16\n\x12MODE_DISAGGREGATED\x10\x01\x12\x0e\n\nMODE_LOCAL\x10\x02\x12\r\n\tMODE_STAY\x10\x03\x32\xdf\x01\n\tInference\x12\x45\n\x08Generate\x12\x1a.tandem.v1.GenerateRequest\x1a\x1b.tandem.v1.GenerateResponse0\x01\x12:\n\x05\x41\x62ort\x12\x17.tandem.v1.AbortRequest\x1a\x18.tandem.v1.AbortResponse\x12O\n\x0cGetModelInfo\x12\x1e.tandem.v1.GetModelInfoRequest\x1a\x1f.tandem.v1.GetModelInfoResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -33,10 +33,10 @@ if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_SAMPLINGPARAMS_LOGITBIASENTRY']._loaded_options = None
   _globals['_SAMPLINGPARAMS_LOGITBIASENTRY']._serialized_options = b'8\001'
-  _globals['_FINISHREASON']._serialized_start=2921
-  _globals['_FINISHREASON']._serialized_end=3066
-  _globals['_MODE']._serialized_start=3068
-  _globals['_MODE']._serialized_end=3151
+  _globals['_FINISHREASON']._serialized_start=3005
+  _globals['_FINISHREASON']._serialized_end=3150
+  _globals['_MODE']._serialized_start=3152
+  _globals['_MODE']._serialized_end=3235
   _globals['_GENERATEREQUEST']._serialized_start=45
   _globals['_GENERATEREQUEST']._serialized_end=329
   _globals['_TOKENIDS']._serialized_start=331
@@ -46,33 +46,33 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_CHATMESSAGE']._serialized_start=406
   _globals['_CHATMESSAGE']._serialized_end=450
   _globals['_SAMPLINGPARAMS']._serialized_start=453
-  _globals['_SAMPLINGPARAMS']._serialized_end=1428
-  _globals['_SAMPLINGPARAMS_LOGITBIASENTRY']._serialized_start=1042
-  _globals['_SAMPLINGPARAMS_LOGITBIASENTRY']._serialized_end=1090
-  _globals['_STRUCTUREDOUTPUTS']._serialized_start=1431
-  _globals['_STRUCTUREDOUTPUTS']._serialized_end=1571
-  _globals['_CHOICES']._serialized_start=1573
-  _globals['_CHOICES']._serialized_end=1597
-  _globals['_LOGPROB']._serialized_start=1599
-  _globals['_LOGPROB']._serialized_end=1672
-  _globals['_TOKENLOGPROBS']._serialized_start=1674
-  _globals['_TOKENLOGPROBS']._serialized_end=1780
-  _globals['_GENERATERESPONSE']._serialized_start=1783
-  _globals['_GENERATERESPONSE']._serialized_end=2071
-  _globals['_USAGE']._serialized_start=2073
-  _globals['_USAGE']._serialized_end=2153
-  _globals['_TIMINGS']._serialized_start=2156
-  _globals['_TIMINGS']._serialized_end=2472
-  _globals['_KVTRANSFERSTATS']._serialized_start=2474
-  _globals['_KVTRANSFERSTATS']._serialized_end=2593
-  _globals['_ABORTREQUEST']._serialized_start=2595
-  _globals['_ABORTREQUEST']._serialized_end=2629
-  _globals['_ABORTRESPONSE']._serialized_start=2631
-  _globals['_ABORTRESPONSE']._serialized_end=2667
-  _globals['_GETMODELINFOREQUEST']._serialized_start=2669
-  _globals['_GETMODELINFOREQUEST']._serialized_end=2690
-  _globals['_GETMODELINFORESPONSE']._serialized_start=2693
-  _globals['_GETMODELINFORESPONSE']._serialized_end=2918
-  _globals['_INFERENCE']._serialized_start=3154
-  _globals['_INFERENCE']._serialized_end=3377
+  _globals['_SAMPLINGPARAMS']._serialized_end=1461
+  _globals['_SAMPLINGPARAMS_LOGITBIASENTRY']._serialized_start=1072
+  _globals['_SAMPLINGPARAMS_LOGITBIASENTRY']._serialized_end=1120
+  _globals['_STRUCTUREDOUTPUTS']._serialized_start=1464
+  _globals['_STRUCTUREDOUTPUTS']._serialized_end=1604
+  _globals['_CHOICES']._serialized_start=1606
+  _globals['_CHOICES']._serialized_end=1630
+  _globals['_LOGPROB']._serialized_start=1632
+  _globals['_LOGPROB']._serialized_end=1705
+  _globals['_TOKENLOGPROBS']._serialized_start=1707
+  _globals['_TOKENLOGPROBS']._serialized_end=1813
+  _globals['_GENERATERESPONSE']._serialized_start=1816
+  _globals['_GENERATERESPONSE']._serialized_end=2155
+  _globals['_USAGE']._serialized_start=2157
+  _globals['_USAGE']._serialized_end=2237
+  _globals['_TIMINGS']._serialized_start=2240
+  _globals['_TIMINGS']._serialized_end=2556
+  _globals['_KVTRANSFERSTATS']._serialized_start=2558
+  _globals['_KVTRANSFERSTATS']._serialized_end=2677
+  _globals['_ABORTREQUEST']._serialized_start=2679
+  _globals['_ABORTREQUEST']._serialized_end=2713
+  _globals['_ABORTRESPONSE']._serialized_start=2715
+  _globals['_ABORTRESPONSE']._serialized_end=2751
+  _globals['_GETMODELINFOREQUEST']._serialized_start=2753
+  _globals['_GETMODELINFOREQUEST']._serialized_end=2774
+  _globals['_GETMODELINFORESPONSE']._serialized_start=2777
+  _globals['_GETMODELINFORESPONSE']._serialized_end=3002
+  _globals['_INFERENCE']._serialized_start=3238
+  _globals['_INFERENCE']._serialized_end=3461
 # @@protoc_insertion_point(module_scope)

@@ -26,15 +26,15 @@ from protos import tandem_inference_pb2 as protos_dot_tandem__inference__pb2
 from protos import tandem_kv_transfer_pb2 as protos_dot_tandem__kv__transfer__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1aprotos/tandem_worker.proto\x12\ttandem.v1\x1a\x1dprotos/tandem_inference.proto\x1a\x1fprotos/tandem_kv_transfer.proto\"\xe0\x01\n\x0ePrefillCommand\x12!\n\x05hello\x18\x01 \x01(\x0b\x32\x10.tandem.v1.HelloH\x00\x12,\n\x07prefill\x18\x02 \x01(\x0b\x32\x19.tandem.v1.PrefillRequestH\x00\x12#\n\x06\x63\x61ncel\x18\x03 \x01(\x0b\x32\x11.tandem.v1.CancelH\x00\x12\x1f\n\x04\x62\x65\x61t\x18\x04 \x01(\x0b\x32\x0f.tandem.v1.BeatH\x00\x12,\n\x08generate\x18\x05 \x01(\x0b\x32\x18.tandem.v1.EngineRequestH\x00\x42\t\n\x07\x63ommand\"\xde\x01\n\rDecodeCommand\x12!\n\x05hello\x18\x01 \x01(\x0b\x32\x10.tandem.v1.HelloH\x00\x12+\n\x07reserve\x18\x02 \x01(\x0b\x32\x18.tandem.v1.EngineRequestH\x00\x12,\n\x08generate\x18\x03 \x01(\x0b\x32\x18.tandem.v1.EngineRequestH\x00\x12#\n\x06\x63\x61ncel\x18\x04 \x01(\x0b\x32\x11.tandem.v1.CancelH\x00\x12\x1f\n\x04\x62\x65\x61t\x18\x05 \x01(\x0b\x32\x0f.tandem.v1.BeatH\x00\x42\t\n\x07\x63ommand\"I\n\x05Hello\x12\x18\n\x10protocol_version\x18\x01 \x01(\r\x12\x11\n\trouter_id\x18\x02 \x01(\t\x12\x13\n\x0bincarnation\x18\x03 \x01(\t\"\x06\n\x04\x42\x65\x61t\"\xad\x01\n\rEngineRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\r\x12\x18\n\x10prompt_token_ids\x18\x03 \x03(\r\x12\x18\n\x10output_token_ids\x18\x04 \x03(\r\x12\x32\n\x0fsampling_params\x18\x05 \x01(\x0b\x32\x19.tandem.v1.SamplingParams\x12\x0f\n\x07grammar\x18\x07 \x01(\t\"\\\n\x0ePrefillRequest\x12)\n\x07request\x18\x01 \x01(\x0b\x32\x18.tandem.v1.EngineRequest\x12\x1f\n\x05grant\x18\x02 \x01(\x0b\x32\x10.tandem.v1.Grant\"-\n\x06\x43\x61ncel\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\r\"[\n\x0cWorkerEvents\x12&\n\x06\x65vents\x18\x01 \x03(\x0b\x32\x16.tandem.v1.WorkerEvent\x12#\n\x04load\x18\x02 \x01(\x0b\x32\x15.tandem.v1.WorkerLoad\"\xf9\x01\n\x0bWorkerEvent\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\r\x12#\n\x07granted\x18\x03 \x01(\x0b\x32\x10.tandem.v1.GrantH\x00\x12\x1f\n\x04\x62usy\x18\x04 \x01(\x0b\x32\x0f.tandem.v1.BusyH\x00\x12#\n\x06tokens\x18\x05 \x01(\x0b\x32\x11.tandem.v1.TokensH\x00\x12,\n\x0bhanded_over\x18\x06 \x01(\x0b\x32\x15.tandem.v1.HandedOverH\x00\x12#\n\x06\x66\x61iled\x18\x07 \x01(\x0b\x32\x11.tandem.v1.FailedH\x00\x42\x07\n\x05\x65vent\"\x06\n\x04\x42usy\"\xb4\x01\n\x06Tokens\x12\r\n\x05index\x18\x01 \x01(\r\x12\x11\n\ttoken_ids\x18\x02 \x03(\r\x12.\n\rfinish_reason\x18\x03 \x01(\x0e\x32\x17.tandem.v1.FinishReason\x12\x19\n\x11num_cached_tokens\x18\x04 \x01(\r\x12\x11\n\twaited_ms\x18\x05 \x01(\x01\x12*\n\x08logprobs\x18\x06 \x03(\x0b\x32\x18.tandem.v1.TokenLogprobs\"7\n\nHandedOver\x12)\n\x05stats\x18\x01 \x01(\x0b\x32\x1a.tandem.v1.KVTransferStats\":\n\x06\x46\x61iled\x12\x0c\n\x04\x63ode\x18\x01 \x01(\r\x12\x0f\n\x07message\x18\x02 \x01(\t\x12\x11\n\tcan_retry\x18\x03 \x01(\x08\"\x8f\x01\n\nWorkerLoad\x12\x13\n\x0bnum_running\x18\x01 \x01(\r\x12\x13\n\x0bnum_waiting\x18\x02 \x01(\r\x12\x1a\n\x12num_waiting_tokens\x18\x03 \x01(\x04\x12&\n\x06\x62locks\x18\x04 \x01(\x0b\x32\x16.tandem.v1.BlockLedger\x12\x13\n\x0bis_draining\x18\x05 \x01(\x08\"\x82\x01\n\x0b\x42lockLedger\x12\x12\n\nnum_blocks\x18\x01 \x01(\r\x12\x10\n\x08num_free\x18\x02 \x01(\r\x12\x12\n\nnum_cached\x18\x03 \x01(\r\x12\x14\n\x0cnum_sequence\x18\x04 \x01(\r\x12\x11\n\tnum_grant\x18\x05 \x01(\r\x12\x10\n\x08num_held\x18\x06 \x01(\r\"\xfd\x02\n\x0cWorkerRecord\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x13\n\x0bincarnation\x18\x02 \x01(\t\x12\x1d\n\x04role\x18\x03 \x01(\x0e\x32\x0f.tandem.v1.Role\x12\x0f\n\x07\x61\x64\x64ress\x18\x04 \x01(\t\x12\x0b\n\x03pid\x18\x05 \x01(\r\x12\x15\n\rcompat_digest\x18\x06 \x01(\t\x12\x12\n\nprefix_key\x18\x07 \x01(\x0c\x12\x13\n\x0bis_draining\x18\x08 \x01(\x08\x12#\n\x04load\x18\t \x01(\x0b\x32\x15.tandem.v1.WorkerLoad\x12.\n\x05model\x18\n \x01(\x0b\x32\x1f.tandem.v1.GetModelInfoResponse\x12\x18\n\x10protocol_version\x18\x0b \x01(\r\x12\x10\n\x08lease_ms\x18\x0c \x01(\r\x12\x14\n\x0c\x63\x61n_generate\x18\r \x01(\x08\x12\x19\n\x11keeps_no_prefixes\x18\x0f \x01(\x08\x12\x16\n\x0etakes_grammars\x18\x0e \x01(\x08\"\x18\n\x16GetWorkerStatusRequest\"\xbf\x02\n\x0cWorkerStatus\x12\'\n\x06record\x18\x01 \x01(\x0b\x32\x17.tandem.v1.WorkerRecord\x12\x10\n\x08uptime_s\x18\x02 \x01(\x01\x12!\n\x19num_prefix_queries_tokens\x18\x03 \x01(\x04\x12\x1e\n\x16num_prefix_hits_tokens\x18\x04 \x01(\x04\x12\x17\n\x0fnum_preemptions\x18\x05 \x01(\x04\x12\x17\n\x0fnum_late_writes\x18\x06 \x01(\x04\x12\x13\n\x0bnum_repairs\x18\x07 \x01(\x04\x12\x1a\n\x12num_expired_leases\x18\x08 \x01(\x04\x12\x14\n\x0cnum_sessions\x18\t \x01(\r\x12\x19\n\x11num_prompt_tokens\x18\n \x01(\x04\x12\x1d\n\x15num_generation_tokens\x18\x0b \x01(\x04\"\x0e\n\x0c\x44rainRequest\"\x0f\n\rDrainResponse\"\x0e\n\x0c\x41uditRequest\"\x8a\x01\n\x0bWorkerAudit\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61\x64\x64ress\x18\x02 \x01(\t\x12\x1d\n\x04role\x18\x03 \x01(\x0e\x32\x0f.tandem.v1.Role\x12&\n\x06\x62locks\x18\x04 \x01(\x0b\x32\x16.tandem.v1.BlockLedger\x12\x10\n\x08problems\x18\x05 \x03(\t\"\x19\n\x17GetClusterStatusRequest\"\xbd\x02\n\rClusterStatus\x12\x11\n\trouter_id\x18\x01 \x01(\t\x12\x1b\n\x13num_queued_requests\x18\x02 \x01(\r\x12\x19\n\x11num_queued_tokens\x18\x03 \x01(\x04\x12\x1c\n\x14num_running_requests\x18\x04 \x01(\r\x12\x1d\n\x15is_registry_reachable\x18\x05 \x01(\x08\x12(\n\x07workers\x18\x06 \x03(\x0b\x32\x17.tandem.v1.WorkerStatus\x12\x13\n\x0bunreachable\x18\x07 \x03(\t\x12\x0f\n\x07\x65jected\x18\x08 \x03(\t\x12\x17\n\x0fof_another_kind\x18\n \x03(\t\x12$\n\x05\x61part\x18\t \x03(\x0b\x32\x15.tandem.v1.WorkerPair\x12\x15\n\rnot_connected\x18\x0b \x03(\t\";\n\nWorkerPair\x12\x16\n\x0eprefill_worker\x18\x01 \x01(\t\x12\x15\n\rdecode_worker\x18\x02 \x01(\t\"q\n\x0c\x43lusterAudit\x12\'\n\x07workers\x18\x01 \x03(\x0b\x32\x16.tandem.v1.WorkerAudit\x12\x13\n\x0bunreachable\x18\x02 \x03(\t\x12\x11\n\trouter_id\x18\x03 \x01(\t\x12\x10\n\x08problems\x18\x04 \x03(\t*?\n\x04Role\x12\x14\n\x10ROLE_UNSPECIFIED\x10\x00\x12\x10\n\x0cROLE_PREFILL\x10\x01\x12\x0f\n\x0bROLE_DECODE\x10\x02\x32L\n\x07Prefill\x12\x41\n\x07Session\x12\x19.tandem.v1.PrefillCommand\x1a\x17.tandem.v1.WorkerEvents(\x01\x30\x01\x32J\n\x06\x44\x65\x63ode\x12@\n\x07Session\x12\x18.tandem.v1.DecodeCommand\x1a\x17.tandem.v1.WorkerEvents(\x01\x30\x01\x32\xc7\x01\n\x06Worker\x12G\n\tGetStatus\x12!.tandem.v1.GetWorkerStatusRequest\x1a\x17.tandem.v1.WorkerStatus\x12:\n\x05\x44rain\x12\x17.tandem.v1.DrainRequest\x1a\x18.tandem.v1.DrainResponse\x12\x38\n\x05\x41udit\x12\x17.tandem.v1.AuditRequest\x1a\x16.tandem.v1.WorkerAudit2\x8f\x01\n\x07\x43luster\x12I\n\tGetStatus\x12\".tandem.v1.GetClusterStatusRequest\x1a\x18.tandem.v1.ClusterStatus\x12\x39\n\x05\x41udit\x12\x17.tandem.v1.AuditRequest\x1a\x17.tandem.v1.ClusterAuditb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1aprotos/tandem_worker.proto\x12\ttandem.v1\x1a\x1dprotos/tandem_inference.proto\x1a\x1fprotos/tandem_kv_transfer.proto\"\xe0\x01\n\x0ePrefillCommand\x12!\n\x05hello\x18\x01 \x01(\x0b\x32\x10.tandem.v1.HelloH\x00\x12,\n\x07prefill\x18\x02 \x01(\x0b\x32\x19.tandem.v1.PrefillRequestH\x00\x12#\n\x06\x63\x61ncel\x18\x03 \x01(\x0b\x32\x11.tandem.v1.CancelH\x00\x12\x1f\n\x04\x62\x65\x61t\x18\x04 \x01(\x0b\x32\x0f.tandem.v1.BeatH\x00\x12,\n\x08generate\x18\x05 \x01(\x0b\x32\x18.tandem.v1.EngineRequestH\x00\x42\t\n\x07\x63ommand\"\xde\x01\n\rDecodeCommand\x12!\n\x05hello\x18\x01 \x01(\x0b\x32\x10.tandem.v1.HelloH\x00\x12+\n\x07reserve\x18\x02 \x01(\x0b\x32\x18.tandem.v1.EngineRequestH\x00\x12,\n\x08generate\x18\x03 \x01(\x0b\x32\x18.tandem.v1.EngineRequestH\x00\x12#\n\x06\x63\x61ncel\x18\x04 \x01(\x0b\x32\x11.tandem.v1.CancelH\x00\x12\x1f\n\x04\x62\x65\x61t\x18\x05 \x01(\x0b\x32\x0f.tandem.v1.BeatH\x00\x42\t\n\x07\x63ommand\"I\n\x05Hello\x12\x18\n\x10protocol_version\x18\x01 \x01(\r\x12\x11\n\trouter_id\x18\x02 \x01(\t\x12\x13\n\x0bincarnation\x18\x03 \x01(\t\"\x06\n\x04\x42\x65\x61t\"\xad\x01\n\rEngineRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\r\x12\x18\n\x10prompt_token_ids\x18\x03 \x03(\r\x12\x18\n\x10output_token_ids\x18\x04 \x03(\r\x12\x32\n\x0fsampling_params\x18\x05 \x01(\x0b\x32\x19.tandem.v1.SamplingParams\x12\x0f\n\x07grammar\x18\x07 \x01(\t\"\\\n\x0ePrefillRequest\x12)\n\x07request\x18\x01 \x01(\x0b\x32\x18.tandem.v1.EngineRequest\x12\x1f\n\x05grant\x18\x02 \x01(\x0b\x32\x10.tandem.v1.Grant\"-\n\x06\x43\x61ncel\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\r\"[\n\x0cWorkerEvents\x12&\n\x06\x65vents\x18\x01 \x03(\x0b\x32\x16.tandem.v1.WorkerEvent\x12#\n\x04load\x18\x02 \x01(\x0b\x32\x15.tandem.v1.WorkerLoad\"\xf9\x01\n\x0bWorkerEvent\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\r\x12#\n\x07granted\x18\x03 \x01(\x0b\x32\x10.tandem.v1.GrantH\x00\x12\x1f\n\x04\x62usy\x18\x04 \x01(\x0b\x32\x0f.tandem.v1.BusyH\x00\x12#\n\x06tokens\x18\x05 \x01(\x0b\x32\x11.tandem.v1.TokensH\x00\x12,\n\x0bhanded_over\x18\x06 \x01(\x0b\x32\x15.tandem.v1.HandedOverH\x00\x12#\n\x06\x66\x61iled\x18\x07 \x01(\x0b\x32\x11.tandem.v1.FailedH\x00\x42\x07\n\x05\x65vent\"\x06\n\x04\x42usy\"\xe7\x01\n\x06Tokens\x12\r\n\x05index\x18\x01 \x01(\r\x12\x11\n\ttoken_ids\x18\x02 \x03(\r\x12.\n\rfinish_reason\x18\x03 \x01(\x0e\x32\x17.tandem.v1.FinishReason\x12\x19\n\x11num_cached_tokens\x18\x04 \x01(\r\x12\x11\n\twaited_ms\x18\x05 \x01(\x01\x12*\n\x08logprobs\x18\x06 \x03(\x0b\x32\x18.tandem.v1.TokenLogprobs\x12\x31\n\x0fprompt_logprobs\x18\x07 \x03(\x0b\x32\x18.tandem.v1.TokenLogprobs\"7\n\nHandedOver\x12)\n\x05stats\x18\x01 \x01(\x0b\x32\x1a.tandem.v1.KVTransferStats\":\n\x06\x46\x61iled\x12\x0c\n\x04\x63ode\x18\x01 \x01(\r\x12\x0f\n\x07message\x18\x02 \x01(\t\x12\x11\n\tcan_retry\x18\x03 \x01(\x08\"\x8f\x01\n\nWorkerLoad\x12\x13\n\x0bnum_running\x18\x01 \x01(\r\x12\x13\n\x0bnum_waiting\x18\x02 \x01(\r\x12\x1a\n\x12num_waiting_tokens\x18\x03 \x01(\x04\x12&\n\x06\x62locks\x18\x04 \x01(\x0b\x32\x16.tandem.v1.BlockLedger\x12\x13\n\x0bis_draining\x18\x05 \x01(\x08\"\x82\x01\n\x0b\x42lockLedger\x12\x12\n\nnum_blocks\x18\x01 \x01(\r\x12\x10\n\x08num_free\x18\x02 \x01(\r\x12\x12\n\nnum_cached\x18\x03 \x01(\r\x12\x14\n\x0cnum_sequence\x18\x04 \x01(\r\x12\x11\n\tnum_grant\x18\x05 \x01(\r\x12\x10\n\x08num_held\x18\x06 \x01(\r\"\xfd\x02\n\x0cWorkerRecord\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x13\n\x0bincarnation\x18\x02 \x01(\t\x12\x1d\n\x04role\x18\x03 \x01(\x0e\x32\x0f.tandem.v1.Role\x12\x0f\n\x07\x61\x64\x64ress\x18\x04 \x01(\t\x12\x0b\n\x03pid\x18\x05 \x01(\r\x12\x15\n\rcompat_digest\x18\x06 \x01(\t\x12\x12\n\nprefix_key\x18\x07 \x01(\x0c\x12\x13\n\x0bis_draining\x18\x08 \x01(\x08\x12#\n\x04load\x18\t \x01(\x0b\x32\x15.tandem.v1.WorkerLoad\x12.\n\x05model\x18\n \x01(\x0b\x32\x1f.tandem.v1.GetModelInfoResponse\x12\x18\n\x10protocol_version\x18\x0b \x01(\r\x12\x10\n\x08lease_ms\x18\x0c \x01(\r\x12\x14\n\x0c\x63\x61n_generate\x18\r \x01(\x08\x12\x19\n\x11keeps_no_prefixes\x18\x0f \x01(\x08\x12\x16\n\x0etakes_grammars\x18\x0e \x01(\x08\"\x18\n\x16GetWorkerStatusRequest\"\xbf\x02\n\x0cWorkerStatus\x12\'\n\x06record\x18\x01 \x01(\x0b\x32\x17.tandem.v1.WorkerRecord\x12\x10\n\x08uptime_s\x18\x02 \x01(\x01\x12!\n\x19num_prefix_queries_tokens\x18\x03 \x01(\x04\x12\x1e\n\x16num_prefix_hits_tokens\x18\x04 \x01(\x04\x12\x17\n\x0fnum_preemptions\x18\x05 \x01(\x04\x12\x17\n\x0fnum_late_writes\x18\x06 \x01(\x04\x12\x13\n\x0bnum_repairs\x18\x07 \x01(\x04\x12\x1a\n\x12num_expired_leases\x18\x08 \x01(\x04\x12\x14\n\x0cnum_sessions\x18\t \x01(\r\x12\x19\n\x11num_prompt_tokens\x18\n \x01(\x04\x12\x1d\n\x15num_generation_tokens\x18\x0b \x01(\x04\"\x0e\n\x0c\x44rainRequest\"\x0f\n\rDrainResponse\"\x0e\n\x0c\x41uditRequest\"\x8a\x01\n\x0bWorkerAudit\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61\x64\x64ress\x18\x02 \x01(\t\x12\x1d\n\x04role\x18\x03 \x01(\x0e\x32\x0f.tandem.v1.Role\x12&\n\x06\x62locks\x18\x04 \x01(\x0b\x32\x16.tandem.v1.BlockLedger\x12\x10\n\x08problems\x18\x05 \x03(\t\"\x19\n\x17GetClusterStatusRequest\"\xbd\x02\n\rClusterStatus\x12\x11\n\trouter_id\x18\x01 \x01(\t\x12\x1b\n\x13num_queued_requests\x18\x02 \x01(\r\x12\x19\n\x11num_queued_tokens\x18\x03 \x01(\x04\x12\x1c\n\x14num_running_requests\x18\x04 \x01(\r\x12\x1d\n\x15is_registry_reachable\x18\x05 \x01(\x08\x12(\n\x07workers\x18\x06 \x03(\x0b\x32\x17.tandem.v1.WorkerStatus\x12\x13\n\x0bunreachable\x18\x07 \x03(\t\x12\x0f\n\x07\x65jected\x18\x08 \x03(\t\x12\x17\n\x0fof_another_kind\x18\n \x03(\t\x12$\n\x05\x61part\x18\t \x03(\x0b\x32\x15.tandem.v1.WorkerPair\x12\x15\n\rnot_connected\x18\x0b \x03(\t\";\n\nWorkerPair\x12\x16\n\x0eprefill_worker\x18\x01 \x01(\t\x12\x15\n\rdecode_worker\x18\x02 \x01(\t\"q\n\x0c\x43lusterAudit\x12\'\n\x07workers\x18\x01 \x03(\x0b\x32\x16.tandem.v1.WorkerAudit\x12\x13\n\x0bunreachable\x18\x02 \x03(\t\x12\x11\n\trouter_id\x18\x03 \x01(\t\x12\x10\n\x08problems\x18\x04 \x03(\t*?\n\x04Role\x12\x14\n\x10ROLE_UNSPECIFIED\x10\x00\x12\x10\n\x0cROLE_PREFILL\x10\x01\x12\x0f\n\x0bROLE_DECODE\x10\x02\x32L\n\x07Prefill\x12\x41\n\x07Session\x12\x19.tandem.v1.PrefillCommand\x1a\x17.tandem.v1.WorkerEvents(\x01\x30\x01\x32J\n\x06\x44\x65\x63ode\x12@\n\x07Session\x12\x18.tandem.v1.DecodeCommand\x1a\x17.tandem.v1.WorkerEvents(\x01\x30\x01\x32\xc7\x01\n\x06Worker\x12G\n\tGetStatus\x12!.tandem.v1.GetWorkerStatusRequest\x1a\x17.tandem.v1.WorkerStatus\x12:\n\x05\x44rain\x12\x17.tandem.v1.DrainRequest\x1a\x18.tandem.v1.DrainResponse\x12\x38\n\x05\x41udit\x12\x17.tandem.v1.AuditRequest\x1a\x16.tandem.v1.WorkerAudit2\x8f\x01\n\x07\x43luster\x12I\n\tGetStatus\x12\".tandem.v1.GetClusterStatusRequest\x1a\x18.tandem.v1.ClusterStatus\x12\x39\n\x05\x41udit\x12\x17.tandem.v1.AuditRequest\x1a\x17.tandem.v1.ClusterAuditb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'protos.tandem_worker_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_ROLE']._serialized_start=3334
-  _globals['_ROLE']._serialized_end=3397
+  _globals['_ROLE']._serialized_start=3385
+  _globals['_ROLE']._serialized_end=3448
   _globals['_PREFILLCOMMAND']._serialized_start=106
   _globals['_PREFILLCOMMAND']._serialized_end=330
   _globals['_DECODECOMMAND']._serialized_start=333
@@ -56,43 +56,43 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_BUSY']._serialized_start=1302
   _globals['_BUSY']._serialized_end=1308
   _globals['_TOKENS']._serialized_start=1311
-  _globals['_TOKENS']._serialized_end=1491
-  _globals['_HANDEDOVER']._serialized_start=1493
-  _globals['_HANDEDOVER']._serialized_end=1548
-  _globals['_FAILED']._serialized_start=1550
-  _globals['_FAILED']._serialized_end=1608
-  _globals['_WORKERLOAD']._serialized_start=1611
-  _globals['_WORKERLOAD']._serialized_end=1754
-  _globals['_BLOCKLEDGER']._serialized_start=1757
-  _globals['_BLOCKLEDGER']._serialized_end=1887
-  _globals['_WORKERRECORD']._serialized_start=1890
-  _globals['_WORKERRECORD']._serialized_end=2271
-  _globals['_GETWORKERSTATUSREQUEST']._serialized_start=2273
-  _globals['_GETWORKERSTATUSREQUEST']._serialized_end=2297
-  _globals['_WORKERSTATUS']._serialized_start=2300
-  _globals['_WORKERSTATUS']._serialized_end=2619
-  _globals['_DRAINREQUEST']._serialized_start=2621
-  _globals['_DRAINREQUEST']._serialized_end=2635
-  _globals['_DRAINRESPONSE']._serialized_start=2637
-  _globals['_DRAINRESPONSE']._serialized_end=2652
-  _globals['_AUDITREQUEST']._serialized_start=2654
-  _globals['_AUDITREQUEST']._serialized_end=2668
-  _globals['_WORKERAUDIT']._serialized_start=2671
-  _globals['_WORKERAUDIT']._serialized_end=2809
-  _globals['_GETCLUSTERSTATUSREQUEST']._serialized_start=2811
-  _globals['_GETCLUSTERSTATUSREQUEST']._serialized_end=2836
-  _globals['_CLUSTERSTATUS']._serialized_start=2839
-  _globals['_CLUSTERSTATUS']._serialized_end=3156
-  _globals['_WORKERPAIR']._serialized_start=3158
-  _globals['_WORKERPAIR']._serialized_end=3217
-  _globals['_CLUSTERAUDIT']._serialized_start=3219
-  _globals['_CLUSTERAUDIT']._serialized_end=3332
-  _globals['_PREFILL']._serialized_start=3399
-  _globals['_PREFILL']._serialized_end=3475
-  _globals['_DECODE']._serialized_start=3477
-  _globals['_DECODE']._serialized_end=3551
-  _globals['_WORKER']._serialized_start=3554
-  _globals['_WORKER']._serialized_end=3753
-  _globals['_CLUSTER']._serialized_start=3756
-  _globals['_CLUSTER']._serialized_end=3899
+  _globals['_TOKENS']._serialized_end=1542
+  _globals['_HANDEDOVER']._serialized_start=1544
+  _globals['_HANDEDOVER']._serialized_end=1599
+  _globals['_FAILED']._serialized_start=1601
+  _globals['_FAILED']._serialized_end=1659
+  _globals['_WORKERLOAD']._serialized_start=1662
+  _globals['_WORKERLOAD']._serialized_end=1805
+  _globals['_BLOCKLEDGER']._serialized_start=1808
+  _globals['_BLOCKLEDGER']._serialized_end=1938
+  _globals['_WORKERRECORD']._serialized_start=1941
+  _globals['_WORKERRECORD']._serialized_end=2322
+  _globals['_GETWORKERSTATUSREQUEST']._serialized_start=2324
+  _globals['_GETWORKERSTATUSREQUEST']._serialized_end=2348
+  _globals['_WORKERSTATUS']._serialized_start=2351
+  _globals['_WORKERSTATUS']._serialized_end=2670
+  _globals['_DRAINREQUEST']._serialized_start=2672
+  _globals['_DRAINREQUEST']._serialized_end=2686
+  _globals['_DRAINRESPONSE']._serialized_start=2688
+  _globals['_DRAINRESPONSE']._serialized_end=2703
+  _globals['_AUDITREQUEST']._serialized_start=2705
+  _globals['_AUDITREQUEST']._serialized_end=2719
+  _globals['_WORKERAUDIT']._serialized_start=2722
+  _globals['_WORKERAUDIT']._serialized_end=2860
+  _globals['_GETCLUSTERSTATUSREQUEST']._serialized_start=2862
+  _globals['_GETCLUSTERSTATUSREQUEST']._serialized_end=2887
+  _globals['_CLUSTERSTATUS']._serialized_start=2890
+  _globals['_CLUSTERSTATUS']._serialized_end=3207
+  _globals['_WORKERPAIR']._serialized_start=3209
+  _globals['_WORKERPAIR']._serialized_end=3268
+  _globals['_CLUSTERAUDIT']._serialized_start=3270
+  _globals['_CLUSTERAUDIT']._serialized_end=3383
+  _globals['_PREFILL']._serialized_start=3450
+  _globals['_PREFILL']._serialized_end=3526
+  _globals['_DECODE']._serialized_start=3528
+  _globals['_DECODE']._serialized_end=3602
+  _globals['_WORKER']._serialized_start=3605
+  _globals['_WORKER']._serialized_end=3804
+  _globals['_CLUSTER']._serialized_start=3807
+  _globals['_CLUSTER']._serialized_end=3950
 # @@protoc_insertion_point(module_scope)

@@ -123,20 +123,22 @@ class Busy(_message.Message):
     def __init__(self) -> None: ...
 
 class Tokens(_message.Message):
-    __slots__ = ("index", "token_ids", "finish_reason", "num_cached_tokens", "waited_ms", "logprobs")
+    __slots__ = ("index", "token_ids", "finish_reason", "num_cached_tokens", "waited_ms", "logprobs", "prompt_logprobs")
     INDEX_FIELD_NUMBER: _ClassVar[int]
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     FINISH_REASON_FIELD_NUMBER: _ClassVar[int]
     NUM_CACHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     WAITED_MS_FIELD_NUMBER: _ClassVar[int]
     LOGPROBS_FIELD_NUMBER: _ClassVar[int]
+    PROMPT_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
     index: int
     token_ids: _containers.RepeatedScalarFieldContainer[int]
     finish_reason: _tandem_inference_pb2.FinishReason
     num_cached_tokens: int
     waited_ms: float
     logprobs: _containers.RepeatedCompositeFieldContainer[_tandem_inference_pb2.TokenLogprobs]
-    def __init__(self, index: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., finish_reason: _Optional[_Union[_tandem_inference_pb2.FinishReason, str]] = ..., num_cached_tokens: _Optional[int] = ..., waited_ms: _Optional[float] = ..., logprobs: _Optional[_Iterable[_Union[_tandem_inference_pb2.TokenLogprobs, _Mapping]]] = ...) -> None: ...
+    prompt_logprobs: _containers.RepeatedCompositeFieldContainer[_tandem_inference_pb2.TokenLogprobs]
+    def __init__(self, index: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., finish_reason: _Optional[_Union[_tandem_inference_pb2.FinishReason, str]] = ..., num_cached_tokens: _Optional[int] = ..., waited_ms: _Optional[float] = ..., logprobs: _Optional[_Iterable[_Union[_tandem_inference_pb2.TokenLogprobs, _Mapping]]] = ..., prompt_logprobs: _Optional[_Iterable[_Union[_tandem_inference_pb2.TokenLogprobs, _Mapping]]] = ...) -> None: ...
 
 class HandedOver(_message.Message):
     __slots__ = ("stats",)

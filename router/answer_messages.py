@@ -5,6 +5,8 @@ delta ── delta ── … ──> last
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from protos import tandem_inference_pb2 as pb
 from router.detokenizer import IncrementalDetokenizer
 from router.request_events import Emit
@@ -18,15 +20,18 @@ class AnswerMessages:
         *,
         request_id: str,
         sequence: int,
-        num_prompt_tokens: int,
+        prompt_token_ids: list[int],
         detokenizer: IncrementalDetokenizer,
         num_tokens: int = 0,
+        tells_prompt: bool = False,
     ) -> None:
-        """`num_tokens` of the answer the client has, and `detokenizer` has taken in."""
+        """`num_tokens` of the answer the client has, and `detokenizer` has taken in. `tells_prompt`: with the answer's
+        first token, how likely the prompt's were."""
         self._request_id = request_id
         self._sequence = sequence
-        self._num_prompt_tokens = num_prompt_tokens
+        self._prompt_token_ids = prompt_token_ids
         self._detokenizer = detokenizer
+        self._tells_prompt = tells_prompt
         self.num_tokens = num_tokens
         """Of the answer, up to the last message."""
 
@@ -45,16 +50,31 @@ class AnswerMessages:
         )
         for logprobs, offset in zip(response.logprobs, delta.offsets, strict=False):
             logprobs.text_offset = offset
-            for each in (logprobs.sampled, *logprobs.top):
-                each.token = self._detokenizer.token_bytes(each.token_id)
+            self._name_tokens(logprobs)
+        if self._tells_prompt and not emit.offset:
+            first = pb.TokenLogprobs(sampled=pb.Logprob(token_id=self._prompt_token_ids[0]))
+            response.prompt_logprobs.extend((first, *emit.prompt_logprobs))
+            self._name_prompt(response.prompt_logprobs)
         return response, delta.is_stopped
+
+    def _name_prompt(self, prompt_logprobs: Iterable[pb.TokenLogprobs]) -> None:
+        """What the prompt's tokens stand for, and where that begins."""
+        num_chars = 0
+        for logprobs in prompt_logprobs:
+            logprobs.text_offset = num_chars
+            self._name_tokens(logprobs)
+            num_chars += sum(byte & 0xC0 != 0x80 for byte in logprobs.sampled.token)  # a character's first byte
+
+    def _name_tokens(self, logprobs: pb.TokenLogprobs) -> None:
+        for each in (logprobs.sampled, *logprobs.top):
+            each.token = self._detokenizer.token_bytes(each.token_id)
 
     def last(
         self, finish_reason: pb.FinishReason, *, num_cached_tokens: int, timings: pb.Timings
     ) -> pb.GenerateResponse:
         """The message that ends the answer. `num_cached_tokens`: of the prompt."""
         usage = pb.Usage(
-            prompt_tokens=self._num_prompt_tokens,
+            prompt_tokens=len(self._prompt_token_ids),
             cached_tokens=num_cached_tokens,
             completion_tokens=self.num_tokens,
         )

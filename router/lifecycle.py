@@ -113,9 +113,10 @@ class Lifecycle:
         self._messages = AnswerMessages(
             request_id=request_id,
             sequence=sequence,
-            num_prompt_tokens=len(prompt_token_ids),
+            prompt_token_ids=prompt_token_ids,
             detokenizer=detokenizer,
             num_tokens=len(resumption.token_ids),
+            tells_prompt=sampling_params.HasField("prompt_logprobs"),
         )
         self._resumption = resumption
         self._state = RequestState(
@@ -123,6 +124,7 @@ class Lifecycle:
             cluster.budget,
             numbers or AttemptNumbers(),
             wants_logprobs=sampling_params.HasField("logprobs"),
+            num_prompt_logprobs=len(prompt_token_ids) - 1 if sampling_params.HasField("prompt_logprobs") else 0,
             token_ids=list(resumption.token_ids),
             num_resumed=len(resumption.token_ids),
         )
@@ -243,7 +245,9 @@ class Lifecycle:
         forecast, queue = self._cluster.forecast, self._cluster.queue
         try:
             shared = None
-            if self._after is None:
+            if self._state.num_prompt_logprobs and not self._state.token_ids:
+                self._cached = {}  # all of it will be computed
+            elif self._after is None:
                 self._cached = await self._cluster.prefixes.longest_match(token_ids)
             elif (shared := self._after.shared_prefix()) is not None:
                 self._cached = self._after._cached | {shared.worker: shared.num_blocks}

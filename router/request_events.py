@@ -128,6 +128,8 @@ class Emit:
     token_ids: list[int]
     logprobs: Sequence[TokenLogprobs] = ()
     """One for each token, where the request asks."""
+    prompt_logprobs: Sequence[TokenLogprobs] = ()
+    """One for each token of the prompt but the first, where the request asks: with the answer's first."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -100,6 +100,8 @@ class RequestState:
     """Those of the router."""
     wants_logprobs: bool = False
     """Whether each token comes with its own."""
+    num_prompt_logprobs: int = 0
+    """That come with the answer's first token."""
     phase: Phase = Phase.QUEUED
     attempt: int = 0
     """Number of the running attempt; 0 before the first."""
@@ -253,10 +255,14 @@ class RequestState:
             return self._on_nonsense(worker, f"sent token {tokens.index} where {next_index} was due")
         if len(tokens.logprobs) != (len(tokens.token_ids) if self.wants_logprobs else 0):
             return self._on_nonsense(worker, f"sent {len(tokens.logprobs)} logprobs of {len(tokens.token_ids)} tokens")
+        num_due = 0 if next_index else self.num_prompt_logprobs
+        if len(tokens.prompt_logprobs) != num_due:
+            what = f"sent {len(tokens.prompt_logprobs)} logprobs of the prompt where {num_due} were due"
+            return self._on_nonsense(worker, what)
         if next_index == self.num_resumed:
             self.num_cached_tokens = tokens.num_cached_tokens
         self.token_ids.extend(tokens.token_ids)
-        actions: list[Action] = [Emit(next_index, list(tokens.token_ids), tokens.logprobs)]
+        actions: list[Action] = [Emit(next_index, list(tokens.token_ids), tokens.logprobs, tokens.prompt_logprobs)]
         if tokens.finish_reason:
             return actions + self._on_last_token(tokens.finish_reason, is_transfer_open=is_decode)
         early, self._early = self._early, []

@@ -40,6 +40,8 @@ def params_of_sequence(params: pb.SamplingParams, index: int) -> pb.SamplingPara
     own = pb.SamplingParams()
     own.CopyFrom(params)
     own.n = 1
+    if index:
+        own.ClearField("prompt_logprobs")  # the first one tells them
     own.seed = seed_of_sequence(params.seed, index)
     return own
 
@@ -95,12 +97,14 @@ async def _as_one(responses: Responses) -> Responses:
     token_ids: list[int] = []
     texts: list[str] = []
     logprobs: list[pb.TokenLogprobs] = []
+    prompt_logprobs: list[pb.TokenLogprobs] = []
     worker_kind = ""
     try:
         async for response in responses:
             token_ids += response.token_ids
             texts.append(response.text)
             logprobs += response.logprobs
+            prompt_logprobs += response.prompt_logprobs
             worker_kind = worker_kind or response.worker_kind
             last = response
     finally:
@@ -114,4 +118,6 @@ async def _as_one(responses: Responses) -> Responses:
     whole.token_ids.extend(token_ids)
     del whole.logprobs[:]
     whole.logprobs.extend(logprobs)
+    del whole.prompt_logprobs[:]
+    whole.prompt_logprobs.extend(prompt_logprobs)
     yield whole

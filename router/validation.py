@@ -31,6 +31,8 @@ MAX_STOP_CHARS = 256
 MAX_STOP_TOKEN_IDS = 64
 MAX_LOGIT_BIAS = 1024
 MAX_LOGPROBS = 20
+MAX_PROMPT_LOGPROBS = 131_072
+"""In one answer: 2 MB from a worker to a router, 3 MB to the client."""
 MAX_KIND_CHARS = 64
 MAX_N = 128
 """OpenAI's."""
@@ -186,6 +188,11 @@ def check_prompt_length(validated: ValidatedRequest, num_prompt_tokens: int, mod
             bound = f"may hold {num_left} ids beside a prompt of {num_prompt_tokens} tokens (the context is "
             bound += f"{model.max_model_len}), has {len(validated.output_token_ids)}"
             violations.append(("output_token_ids", bound))
+        num_numbers = num_prompt_tokens * (1 + params.prompt_logprobs)
+        if params.HasField("prompt_logprobs") and num_numbers > MAX_PROMPT_LOGPROBS:
+            bound = f"times tokens of the prompt must be at most {MAX_PROMPT_LOGPROBS} numbers, is {num_numbers} "
+            bound += f"({num_prompt_tokens} tokens, each with {params.prompt_logprobs} alternatives)"
+            violations.append(("sampling_params.prompt_logprobs", bound))
         for name in ("max_tokens", "min_tokens"):
             value = getattr(params, name)
             if params.HasField(name) and value > num_left:
@@ -204,7 +211,8 @@ def resolve_sampling(params: pb.SamplingParams, model: ModelInfo, num_prompt_tok
     """`params` with every field set: by the request, else the model's generation_config, else the proto's default.
 
     An absent max_tokens becomes what is left of the context (at most the model's max_new_tokens, at least min_tokens);
-    an absent seed is drawn, so that any worker can go on with the same random stream; absent logprobs stay absent.
+    an absent seed is drawn, so that any worker can go on with the same random stream; absent logprobs, of answer or
+    prompt, stay absent.
     `stop` is kept: the router applies it, workers need not see it.
     """
     defaults = model.defaults
@@ -309,6 +317,7 @@ def _check_sampling(params: pb.SamplingParams, violations: Violations) -> None:
         ("max_tokens", params.max_tokens >= 1, "at least 1"),
         ("n", 1 <= params.n <= MAX_N, f"in [1, {MAX_N}]"),
         ("logprobs", params.logprobs <= MAX_LOGPROBS, f"in [0, {MAX_LOGPROBS}]"),
+        ("prompt_logprobs", params.prompt_logprobs <= MAX_LOGPROBS, f"in [0, {MAX_LOGPROBS}]"),
     )
     for name, is_ok, bound in bounds:
         if params.HasField(name) and not is_ok:

@@ -36,6 +36,8 @@ class Answer:
     timings: Timings
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     """One for each token, where they were asked for."""
+    prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
+    """One for each token of the prompt, the first of them without a number (rank 0), where they were asked for."""
 
     def to_dict(self) -> dict[str, Any]:
         """For JSON: plain values, with the names of the wire."""
@@ -47,6 +49,7 @@ class Answer:
             "usage": message_to_dict(self.usage),
             "timings": message_to_dict(self.timings),
             "logprobs": [_readable(each) for each in self.logprobs] or None,
+            "prompt_logprobs": [_readable(each) for each in self.prompt_logprobs] or None,
         }
 
 
@@ -94,6 +97,7 @@ class AnswerStream:
         self._texts: list[str] = []
         self._token_ids: list[int] = []
         self._logprobs: list[TokenLogprobs] = []
+        self._prompt_logprobs: list[TokenLogprobs] = []
         self._last: GenerateResponse | None = None
 
     def accept(self, message: GenerateResponse) -> GenerateResponse:
@@ -108,9 +112,12 @@ class AnswerStream:
                 f"{len(self._token_ids)} was to come"
             )
         self._check_logprobs(message)
+        if message.prompt_logprobs and self._token_ids:
+            raise StreamBroken(f"request {message.request_id}: logprobs of the prompt came after the first token")
         self._token_ids += message.token_ids
         self._texts.append(message.text)
         self._logprobs += message.logprobs
+        self._prompt_logprobs += message.prompt_logprobs
         if message.HasField("usage"):
             self._end(message)
         elif message.finish_reason != FinishReason.FINISH_REASON_UNSPECIFIED:
@@ -158,6 +165,7 @@ class AnswerStream:
             usage=self._last.usage,
             timings=self._last.timings,
             logprobs=list(self._logprobs),
+            prompt_logprobs=list(self._prompt_logprobs),
         )
 
 

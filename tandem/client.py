@@ -65,6 +65,7 @@ class Sampling(TypedDict, total=False):
     skip_special_tokens: bool
     logit_bias: Mapping[int, float]
     logprobs: int
+    prompt_logprobs: int
     priority: int
     structured_outputs: StructuredOutputsParams | Mapping[str, Any]
 

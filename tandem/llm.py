@@ -13,7 +13,7 @@ from __future__ import annotations
 import secrets
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import count
 from typing import Any
 
@@ -79,6 +79,8 @@ class RequestOutput:
     finished: bool
     num_cached_tokens: int
     """Of the prompt, found in the prefix cache."""
+    prompt_logprobs: list[dict[int, Logprob] | None] | None
+    """For each of the prompt's tokens, as `CompletionOutput.logprobs`; None for the first. None: not asked for."""
 
 
 class LLM:
@@ -241,6 +243,7 @@ class _Request:
             outputs=[answer.output() for answer in self.answers],
             finished=True,
             num_cached_tokens=self.answers[0].num_cached_tokens,
+            prompt_logprobs=self.answers[0].prompt_logprobs,
         )
 
 
@@ -260,11 +263,14 @@ class _Answer:
         self.name = name
         self.prompt_token_ids = prompt_token_ids
         self.engine_params = params.for_engine(drawn_seed, index)
+        if index:  # the first one tells them
+            self.engine_params = replace(self.engine_params, prompt_logprobs=None)
         self.others: list[_Answer] = []
         """Those that wait until this one has its first token."""
         self.is_finished = False
         self.token_ids: list[int] = []
         self.num_cached_tokens = 0
+        self.prompt_logprobs: list[dict[int, Logprob] | None] | None = None
         self._index = index
         self._includes_stop = params.include_stop_str_in_output
         self._texts: list[str] = []
@@ -285,6 +291,8 @@ class _Answer:
         assert output.offset == len(self.token_ids), "the engine's tokens are contiguous"
         if not self.token_ids:
             self.num_cached_tokens = output.num_cached_tokens
+            if output.prompt_logprobs is not None:
+                self.prompt_logprobs = [None, *map(self._by_token_id, output.prompt_logprobs)]
         is_silent = output.finish_reason is FinishReason.STOP and not self._includes_stop
         delta = self._detokenizer.push(output.token_ids[:-1] if is_silent else output.token_ids)
         self._texts.append(delta.text)

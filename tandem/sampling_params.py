@@ -47,6 +47,8 @@ class SamplingParams:
     logit_bias: Mapping[int, float] = field(default_factory=dict)
     logprobs: int | None = None
     """How likely each token was, and so many of the likeliest ones. None: nothing of it."""
+    prompt_logprobs: int | None = None
+    """The same of the prompt's tokens. All of it is computed for that, whatever is cached."""
     structured_outputs: StructuredOutputsParams | None = None
     """The form that the answer must have. None: any text."""
 

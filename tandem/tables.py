@@ -140,14 +140,16 @@ def not_at_rest(audit: ClusterAudit) -> list[str]:
     return problems
 
 
-def logprobs_table(logprobs: Sequence[TokenLogprobs]) -> Table:
-    """One row per token of an answer: how likely it was, and what else was likely."""
+def logprobs_table(logprobs: Sequence[TokenLogprobs], heading: str = "token") -> Table:
+    """One row per token of an answer, or of a prompt: how likely it was, and what else was likely."""
     num_top = max(len(each.top) for each in logprobs)
-    headers = ("token", ">probability", ">rank", *("likeliest" if n == 0 else "" for n in range(num_top)))
+    headers = (heading, ">probability", ">rank", *("likeliest" if n == 0 else "" for n in range(num_top)))
     rows = []
     for each in logprobs:
         top = (f"{_token_text(one)} {_percent(one)}" for one in each.top)
-        told = (_token_text(each.sampled), _percent(each.sampled), str(each.sampled.rank), *top)
+        # Before a prompt's first token is nothing that it was likely after.
+        numbers = (_percent(each.sampled), str(each.sampled.rank)) if each.sampled.rank else ("", "")
+        told = (_token_text(each.sampled), *numbers, *top)
         rows.append(told + ("",) * (len(headers) - len(told)))
     return Table(headers=headers, rows=rows)
 

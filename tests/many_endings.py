@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from engine.llm_engine import LLMEngine
-from engine.outputs import FinishReason
+from engine.outputs import FinishReason, RequestOutput
 from engine.sampling_params import SamplingParams
 
 Answers = dict[str, tuple[list[int], FinishReason | None]]
@@ -29,7 +29,7 @@ def params_of(number: int) -> SamplingParams:
         temperature=0.0 if number % 4 == 0 else 1.0, seed=number, top_p=0.9 if number % 3 == 0 else 1.0,
         max_tokens=1 + number * 5 % 40, min_tokens=number % 2, ignore_eos=number % 5 == 0,
         stop_token_ids=frozenset({5, 17}) if number % 2 else frozenset(), logprobs=(None, 0, 3)[number % 3],
-        **(penalties if number % 3 else {}),
+        prompt_logprobs=(2, None, None, None, 0, None, None)[number % 7], **(penalties if number % 3 else {}),
     )  # fmt: skip
 
 
@@ -47,11 +47,22 @@ def answers_of(engine: LLMEngine, numbers: range) -> Answers:
             assert [(each.sampled.token_id, len(each.top)) for each in told or ()] == [
                 (token_id, asked) for token_id in output.token_ids if asked is not None
             ]
+            check_told(output)
             answers[output.request_id] = tokens + output.token_ids, output.finish_reason
         assert engine.audit()[1] == []
     ledger, _ = engine.audit()
     assert ledger.num_free + ledger.num_cached == ledger.num_blocks
     return answers
+
+
+def check_told(output: RequestOutput) -> None:
+    """The prompt's logprobs come with the first token alone."""
+    number, told = int(output.request_id), output.prompt_logprobs
+    asked = params_of(number).prompt_logprobs
+    assert (told is not None) == (asked is not None and output.offset == 0)
+    if told is not None:
+        expected = [(token_id, asked) for token_id in prompt_of(number)[1:]]
+        assert [(each.sampled.token_id, len(each.top)) for each in told] == expected
 
 
 def answers_alone(engine: LLMEngine, numbers: range) -> Answers:

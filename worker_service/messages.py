@@ -42,6 +42,7 @@ def sampling_params_of(request: pb.EngineRequest) -> SamplingParams:
         seed=params.seed,
         logit_bias=MappingProxyType(dict(params.logit_bias)),
         logprobs=params.logprobs if params.HasField("logprobs") else None,
+        prompt_logprobs=params.prompt_logprobs if params.HasField("prompt_logprobs") else None,
         grammar=request.grammar or None,
     )
 
@@ -75,6 +76,7 @@ def tokens_message(output: RequestOutput) -> pb.Tokens:
         num_cached_tokens=output.num_cached_tokens,
         waited_ms=1e3 * output.waited_s,
         logprobs=map(_logprobs_message, output.logprobs or ()),
+        prompt_logprobs=map(_logprobs_message, output.prompt_logprobs or ()),
     )
 
 

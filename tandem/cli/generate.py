@@ -61,6 +61,11 @@ def no_nan(context: click.Context, parameter: click.Parameter, value: float | No
     help="Show how likely each token was, and so many of the likeliest ones.",
 )
 @click.option(
+    "--prompt-logprobs",
+    type=click.IntRange(0, 20),
+    help="The same of the prompt's tokens.",
+)
+@click.option(
     "--json-schema",
     type=click.Path(exists=True, dir_okay=False, allow_dash=True),
     help="The answer is JSON that fits the schema in this file; `-` reads it from stdin.",
@@ -137,14 +142,19 @@ def _as_chat(text: str, system: str | None) -> Prompt:
 def _stream(client: Client, prompt: Prompt, timeout_s: float | None, sampling: Sampling) -> None:
     has_printed = False
     logprobs: list[TokenLogprobs] = []
+    prompt_logprobs: list[TokenLogprobs] = []
     try:
         for message in client.stream(prompt, timeout_s=timeout_s, **sampling):
             click.echo(message.text, nl=False)
             has_printed = has_printed or bool(message.text)
             logprobs += message.logprobs
+            prompt_logprobs += message.prompt_logprobs
     finally:
         if has_printed:  # an error's line then starts on a line of its own
             click.echo()
+    if prompt_logprobs:
+        click.echo()
+        print_table(logprobs_table(prompt_logprobs, "token of the prompt"))
     if logprobs:
         click.echo()
         print_table(logprobs_table(logprobs))

@@ -85,3 +85,129 @@ async def test_alternatives_without_logprobs_are_refused() -> None:
         response = await http.post("/v1/chat/completions", json=body)
     assert (response.status_code, response.json()["error"]["param"]) == (400, "top_logprobs")
     assert "is of no use without logprobs: true" in response.json()["error"]["message"]
+
+
+# -- the prompt's ---------------------------------------------------------------------------------------------------
+
+PROMPT = "<s> \u00e9t"
+
+
+def of_prompt() -> list[pb.TokenLogprobs]:
+    """Its beginning, then a character in two parts, then a letter: each with two alternatives."""
+    tokens = [b"<s>", b" \xc3", b"\xa9", b"t"]
+    told = []
+    for number, (token, offset) in enumerate(zip(tokens, (0, 3, 5, 5), strict=True)):
+        sampled = pb.Logprob(token_id=40 + number, token=token)
+        told.append(pb.TokenLogprobs(sampled=sampled, text_offset=offset))
+        if number:
+            sampled.logprob, sampled.rank = -float(number), 3
+            x = pb.Logprob(token_id=91, logprob=-0.5, rank=1, token=b"x")
+            y = pb.Logprob(token_id=92, logprob=-1.0, rank=2, token=b"y")
+            told[-1] = pb.TokenLogprobs(sampled=sampled, top=[x, y], text_offset=offset)
+    return told
+
+
+async def tell_prompt_too(request: pb.GenerateRequest) -> AsyncIterator[pb.GenerateResponse]:
+    async for message in tell(request):
+        if not message.offset and request.sampling_params.HasField("prompt_logprobs"):
+            message.prompt_logprobs.extend(of_prompt())
+        if request.sampling_params.max_tokens != 1:
+            yield message
+    if request.sampling_params.max_tokens == 1:
+        message = tokens(0, 0, text=" h")
+        message.prompt_logprobs.extend(of_prompt())
+        yield message
+        yield last(1)
+
+
+X = {"x": -0.5}
+ECHOED: dict[str, list[Any]] = {
+    "tokens": ["<s>", "bytes:\\x20\\xc3", "bytes:\\xa9", "t"],
+    "token_logprobs": [None, -1.0, -2.0, -3.0],
+    "top_logprobs": [None, X | {"bytes:\\x20\\xc3": -1.0}, X | {"bytes:\\xa9": -2.0}, X | {"t": -3.0}],
+}
+
+
+@pytest.mark.parametrize(
+    ("prompt", "hidden"), [(PROMPT, 0), ([40, 41, 42, 43], 0), (" \u00e9t", 3)], ids=["text", "ids", "no beginning"]
+)
+async def test_an_echo_begins_with_the_prompt(prompt: str | list[int], hidden: int) -> None:
+    body = {"prompt": prompt, "echo": True, "logprobs": 1}
+    async with gateway() as (router, http):
+        router.script = tell_prompt_too
+        [choice] = (await http.post("/v1/completions", json=body)).json()["choices"]
+        *events, _ = events_of((await http.post("/v1/completions", json=body | {"stream": True})).text)
+        [alone] = (await http.post("/v1/completions", json=body | {"max_tokens": 0})).json()["choices"]
+        whole = (await http.post("/v1/completions", json={"prompt": prompt, "echo": True, "max_tokens": 0})).json()
+    text = PROMPT[hidden:]
+    assert choice["text"] == text + " h\u00e9"
+    told = choice["logprobs"]
+    assert told["tokens"] == [*ECHOED["tokens"], " h", "bytes:\\xc3", "bytes:\\xa9"]
+    assert told["token_logprobs"] == [*ECHOED["token_logprobs"], -1.5, -2.5, -9999.0]
+    assert told["top_logprobs"][:4] == ECHOED["top_logprobs"]
+    offsets = [max(0, offset - hidden) for offset in (0, 3, 5, 5)]
+    assert told["text_offset"] == [*offsets, len(text), len(text) + 7, len(text) + 14]
+    pieces = [event["choices"][0] for event in events]
+    assert "".join(piece["text"] for piece in pieces) == choice["text"]
+    streamed = [piece["logprobs"] for piece in pieces if piece["logprobs"]]
+    assert {name: [item for each in streamed for item in each[name]] for name in told} == told
+    assert (alone["text"], alone["finish_reason"]) == (text, "length")
+    assert alone["logprobs"] == {name: values[:4] for name, values in told.items()}
+    assert whole["choices"][0]["text"] == text
+    assert whole["choices"][0]["logprobs"] is None
+    assert whole["usage"]["completion_tokens"] == 0
+    asked = [request.sampling_params for request in router.requests]
+    assert [(params.prompt_logprobs, params.max_tokens) for params in asked] == [(1, 16), (1, 16), (1, 1), (0, 1)]
+
+
+async def test_an_echo_stands_before_each_of_several_choices() -> None:
+    """The prompt's numbers come with the first one alone."""
+
+    async def tell_two(request: pb.GenerateRequest) -> AsyncIterator[pb.GenerateResponse]:
+        for sequence in (0, 1):
+            message = tokens(0, 7 + sequence, text="ab"[sequence])
+            message.sequence = sequence
+            if not sequence:
+                message.prompt_logprobs.extend(of_prompt())
+            yield message
+        for sequence in (0, 1):
+            end = last(1)
+            end.sequence = sequence
+            yield end
+
+    body = {"prompt": PROMPT, "echo": True, "n": 2, "prompt_logprobs": 2}
+    async with gateway() as (router, http):
+        router.script = tell_two
+        choices = (await http.post("/v1/completions", json=body)).json()["choices"]
+        del body["prompt_logprobs"]
+        *events, _ = events_of((await http.post("/v1/completions", json=body | {"stream": True})).text)
+    assert [choice["text"] for choice in choices] == [PROMPT + "a", PROMPT + "b"]
+    assert choices[0]["prompt_logprobs"] == choices[1]["prompt_logprobs"]
+    texts = ["", ""]
+    for event in events:
+        for piece in event["choices"]:
+            texts[piece["index"]] += piece["text"]
+    assert texts == [PROMPT + "a", PROMPT + "b"]
+
+
+async def test_prompt_logprobs_in_vllms_words() -> None:
+    def entry(logprob: float, rank: int, text: str) -> dict[str, Any]:
+        return {"logprob": logprob, "rank": rank, "decoded_token": text}
+
+    top = {"91": entry(-0.5, 1, "x"), "92": entry(-1.0, 2, "y")}
+    expected = [
+        None,
+        {"41": entry(-1.0, 3, " \ufffd"), **top},
+        {"42": entry(-2.0, 3, "\ufffd"), **top},
+        {"43": entry(-3.0, 3, "t"), **top},
+    ]
+    chat = {"messages": [{"role": "user", "content": "hi"}], "prompt_logprobs": 2}
+    async with gateway() as (router, http):
+        router.script = tell_prompt_too
+        whole = (await http.post("/v1/chat/completions", json=chat)).json()
+        completion = (await http.post("/v1/completions", json={"prompt": "a", "prompt_logprobs": 2})).json()
+        refused = await http.post("/v1/chat/completions", json=chat | {"stream": True})
+    assert whole["prompt_logprobs"] == completion["choices"][0]["prompt_logprobs"] == expected
+    assert "prompt_logprobs" not in completion
+    assert [request.sampling_params.prompt_logprobs for request in router.requests] == [2, 2]
+    assert (refused.status_code, refused.json()["error"]["param"]) == (400, "prompt_logprobs")

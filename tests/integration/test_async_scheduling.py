@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from many_endings import CONFIG, Answers, answers_alone, answers_of, params_of, prompt_of
+from many_endings import CONFIG, Answers, answers_alone, answers_of, check_told, params_of, prompt_of
 
 from engine.config import EngineArgs
 from engine.input_batch import build_input_batch
@@ -93,8 +93,8 @@ def test_an_abort_between_two_steps_frees_its_blocks_after_them(folder: Path) ->
 
 @EITHER
 def test_disaggregated(folder: Path, expected: Answers, runs_ahead: bool) -> None:
-    """Prefilled by one engine, block by block copied to another, and decoded there on its own."""
-    prefill, decode = make(folder, runs_ahead), make(folder, runs_ahead)
+    """Prefilled by one engine, block by block copied to another, and decoded there on its own: preempted, too."""
+    prefill, decode = make(folder, runs_ahead), make(folder, runs_ahead, num_kv_blocks=120)
     source, destination = prefill.executor.kv_pool, decode.executor.kv_pool
     answers: Answers = {}
     for number in range(24):
@@ -104,6 +104,7 @@ def test_disaggregated(folder: Path, expected: Answers, runs_ahead: bool) -> Non
         while not outputs:
             outputs = prefill.step()
         [output] = outputs
+        check_told(output)
         answers[name] = output.token_ids, output.finish_reason
         if not output.is_finished:
             reservation = decode.reserve(name, prompt, params_of(number))
@@ -114,9 +115,11 @@ def test_disaggregated(folder: Path, expected: Answers, runs_ahead: bool) -> Non
         prefill.release(name)
     while decode.has_unfinished_requests():
         for output in decode.step():
+            check_told(output)
             tokens, _ = answers[output.request_id]
             answers[output.request_id] = tokens + output.token_ids, output.finish_reason
     assert answers == expected
+    assert decode.stats.num_preemptions > 0
     for engine in (prefill, decode):
         ledger, problems = engine.audit()
         assert not problems
@@ -132,7 +135,7 @@ def test_a_step_reads_pending_tokens_where_the_step_before_left_them() -> None:
     seqs = [sequence(0, [11], 0), sequence(1, [12, 13], 0), sequence(2, [14], 0)]
     launched = SchedulerOutput([ScheduledSequence(seqs[0], 1), ScheduledSequence(seqs[1], 1),
                                 ScheduledSequence(seqs[2], 1)], [], [])  # fmt: skip
-    before = SampledTokens(launched, torch.tensor([31, INVALID_TOKEN]), None, "cpu")  # the second one samples none
+    before = SampledTokens(launched, torch.tensor([31, INVALID_TOKEN]), None, [], "cpu")  # the second one samples none
     assert before.wait() == [31, None, INVALID_TOKEN]
     following = [sequence(2, [14, PENDING_TOKEN], 1), sequence(0, [11, PENDING_TOKEN], 1), sequence(1, [12, 13], 1)]
     output = SchedulerOutput([ScheduledSequence(seq, 1) for seq in following], [], [])

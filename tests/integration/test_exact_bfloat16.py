@@ -131,7 +131,7 @@ def test_same_tokens_of_a_cluster(
             changed = {name: value for name, value in params.items() if value != getattr(SamplingParams(), name)}
             answer = client.generate(list(references[index].prompt_token_ids), **changed)
             assert len(answer.logprobs) == len(answer.token_ids)
-            return [told(each) for each in answer.logprobs]
+            return [told(each) for each in (*answer.prompt_logprobs[1:], *answer.logprobs)]
 
         answers = list(threads.map(ask_cluster, range(len(references))))
     assert differing(dict(zip((r.name for r in references), answers, strict=True)), alone) == []

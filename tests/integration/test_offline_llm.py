@@ -102,6 +102,36 @@ def test_how_likely_tokens_were_is_as_transformers_sees_it(exact_llm: LLM, model
     assert max(told[t].rank for t, told in zip(answer.token_ids, answer.logprobs, strict=True)) > 1, "one was drawn"
 
 
+def test_how_likely_a_prompt_was_is_as_transformers_sees_it(model_folder: Path) -> None:
+    """In chunks, and again where all of it is cached."""
+    llm = LLM(
+        model=str(model_folder), dtype="float32", max_model_len=256, kv_cache_gib=0.1, num_threads=1,
+        prefill_chunk_tokens=24,
+    )  # fmt: skip
+    prompt = "The capital of France is Paris, and the capital of Japan is Tokyo. " * 4
+    asked = SamplingParams(max_tokens=2, temperature=0, prompt_logprobs=2, logprobs=0, n=2)
+    (output,) = llm.generate(prompt, asked)
+    (again,) = llm.generate(prompt, asked)
+    (cached,) = llm.generate(prompt, dataclasses.replace(asked, prompt_logprobs=None))
+    assert output.prompt_logprobs is not None
+    assert output.prompt_logprobs == again.prompt_logprobs
+    assert (again.num_cached_tokens, cached.prompt_logprobs) == (0, None)
+    assert cached.num_cached_tokens > 0
+    model = AutoModelForCausalLM.from_pretrained(model_folder, dtype=torch.float32)
+    with torch.inference_mode():
+        rows = model(torch.tensor([output.prompt_token_ids])).logits[0].double().log_softmax(dim=-1)
+    nothing, *told = output.prompt_logprobs
+    assert nothing is None
+    assert len(told) == len(output.prompt_token_ids) - 1 > 48
+    for row, token_id, each in zip(rows[:-1], output.prompt_token_ids[1:], told, strict=True):
+        assert each is not None
+        assert set(each) == {token_id, *row.topk(2).indices.tolist()}
+        for alternative, logprob in each.items():
+            assert logprob.logprob == pytest.approx(float(row[alternative]), abs=2e-4)
+            assert logprob.rank == int((row > row[alternative]).sum()) + 1
+    assert at_rest(llm)
+
+
 def test_a_stop_string_ends_logprobs_with_the_tokens(llm: LLM) -> None:
     (output,) = llm.generate("Count: one, two, three,", dataclasses.replace(GREEDY, stop="six", logprobs=0))
     answer = output.outputs[0]

@@ -113,6 +113,42 @@ def test_logprobs_are_those_of_grpc(cluster: RunningCluster, client: openai.Open
     assert [top for each in streamed for top in each.top_logprobs or ()] == told.top_logprobs
 
 
+def test_texts_are_scored_as_evaluations_do(client: openai.OpenAI, model: str) -> None:
+    """Of each continuation of a context: its probability, and whether it is what the model itself would have said. By
+    `echo`, as lm-evaluation-harness asks; what is cached of the context is computed again."""
+    context, texts = "The capital of France is", [" Paris", " Rome", " the city of lights"]
+    asked: dict[str, Any] = {"model": model, "logprobs": 1, "echo": True, "temperature": 0}
+    whole = client.completions.create(prompt=[context + text for text in texts], max_tokens=1, **asked)
+    sums, is_greedy = [], []
+    for choice, text in zip(whole.choices, texts, strict=True):
+        told = choice.logprobs
+        assert told is not None
+        assert told.tokens is not None
+        assert told.token_logprobs is not None
+        assert told.top_logprobs is not None
+        assert told.text_offset is not None
+        begin = told.text_offset.index(len(context))
+        assert "".join(told.tokens[begin:-1]) == text
+        assert choice.text.startswith(context + text)
+        assert told.token_logprobs[0] is None
+        sums.append(sum(told.token_logprobs[begin:-1]))
+        tops = zip(told.tokens[begin:-1], told.top_logprobs[begin:-1], strict=True)
+        is_greedy.append(all(top[token] == max(top.values()) for token, top in tops))
+    assert is_greedy == [True, False, False]
+    assert sums[0] == max(sums)
+    said = client.completions.create(model=model, prompt=context, max_tokens=1, logprobs=1, temperature=0)
+    assert said.choices[0].logprobs is not None
+    assert said.choices[0].logprobs.token_logprobs == [pytest.approx(sums[0], abs=0)], "to the bit"
+    alone = client.completions.create(prompt=context + texts[0], max_tokens=0, **asked)
+    assert alone.choices[0].text == context + texts[0]
+    assert alone.choices[0].logprobs is not None
+    [first, *_] = whole.choices
+    assert first.logprobs is not None
+    assert alone.choices[0].logprobs.token_logprobs == (first.logprobs.token_logprobs or [])[:-1]
+    streamed = list(client.completions.create(prompt=context, max_tokens=4, stream=True, **asked))
+    assert streamed[0].choices[0].text.startswith(context)
+
+
 def test_token_ids_and_many_prompts(cluster: RunningCluster, client: openai.OpenAI, model: str) -> None:
     prompts = [[504, 3575, 282], [1057, 2306]]
     answer = client.completions.create(model=model, prompt=prompts, max_tokens=8, temperature=0)

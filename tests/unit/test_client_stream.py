@@ -118,6 +118,17 @@ def test_logprobs_come_with_all_tokens() -> None:
     assert add_up([tokens(0, 1), last(1, 1)]).to_dict()["logprobs"] is None
 
 
+def test_logprobs_of_the_prompt_come_with_the_first_token() -> None:
+    first, second = tokens(0, 1), tokens(1, 2)
+    first.prompt_logprobs.add(sampled=pb.Logprob(token_id=9, token=b"a"))
+    answer = add_up([first, second, last(2, 2)])
+    [told] = answer.to_dict()["prompt_logprobs"]
+    assert (told["sampled"]["token"], told["sampled"]["rank"]) == ("a", 0)
+    second.prompt_logprobs.extend(first.prompt_logprobs)
+    with pytest.raises(StreamBroken, match="logprobs of the prompt came after the first token"):
+        add_up([first, second, last(2, 2)])
+
+
 @pytest.mark.parametrize(
     "messages",
     [

@@ -91,6 +91,33 @@ def test_a_worker_that_leaves_out_logprobs_is_not_believed(wants: bool, come: tu
     assert state.phase is Phase.QUEUED
 
 
+def with_prompt_logprobs(event: WorkerSaid, num: int) -> WorkerSaid:
+    for _ in range(num):
+        event.event.tokens.prompt_logprobs.add()
+    return event
+
+
+@pytest.mark.parametrize(("num_due", "num_come"), [(3, 0), (3, 2), (0, 3), (3, 4)])
+def test_a_worker_that_leaves_out_logprobs_of_the_prompt_is_not_believed(num_due: int, num_come: int) -> None:
+    state = prefilling()
+    state.num_prompt_logprobs = num_due
+    actions = state.on(with_prompt_logprobs(tokens(P, 1, 0, 5), num_come))
+    assert NoteFault(P) in actions
+    assert not emitted(actions)
+
+
+def test_logprobs_of_the_prompt_come_with_the_first_token_alone() -> None:
+    state = prefilling()
+    state.num_prompt_logprobs = 3
+    assert state.on(tokens(D, 1, 1, 6)) == []
+    emits = [a for a in state.on(with_prompt_logprobs(tokens(P, 1, 0, 5), 3)) if isinstance(a, Emit)]
+    assert [len(emit.prompt_logprobs) for emit in emits] == [3, 0]
+    assert NoteFault(D) in state.on(with_prompt_logprobs(tokens(D, 1, 2, 7), 3))
+    state.on(Planned(Plan(D, None)))
+    actions = state.on(tokens(D, 2, 2, 7))
+    assert emitted(actions) == [(2, [7])], "the next worker goes on after them"
+
+
 def test_disaggregated_from_queue_to_end() -> None:
     state = prefilling()
     assert emitted(state.on(tokens(P, 1, 0, 5))) == [(0, [5])]

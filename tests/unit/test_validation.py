@@ -88,6 +88,7 @@ def text_request(**params: Any) -> pb.GenerateRequest:
         ({"logit_bias": {5: NAN}}, "logit_bias[5]", "must be in [-100, 100], is nan"),
         ({"logit_bias": {1000: 1.0}}, "logit_bias", "ids must be below the vocabulary's size 1000, is 1000 at 0"),
         ({"logprobs": 21}, "logprobs", "must be in [0, 20], is 21"),
+        ({"prompt_logprobs": 21}, "prompt_logprobs", "must be in [0, 20], is 21"),
     ],
 )
 def test_sampling_parameters_out_of_bounds(params: dict[str, Any], field: str, description: str) -> None:
@@ -289,6 +290,18 @@ def test_prompt_and_answer_share_the_context(
     assert dict(caught.value.violations) == expected
 
 
+def test_logprobs_of_a_long_prompt_are_bounded_in_all() -> None:
+    model = replace(MODEL, max_model_len=200_000)
+    for num_tokens, num_each, is_too_many in ((6241, 20, False), (6242, 20, True), (131_072, 0, False)):
+        validated = validate(text_request(prompt_logprobs=num_each), model)
+        if not is_too_many:
+            check_prompt_length(validated, num_tokens, model)
+            continue
+        bound = r"must be at most 131072 numbers, is 131082 \(6242 tokens, each with 20 alternatives\)"
+        with pytest.raises(InvalidRequest, match=bound):
+            check_prompt_length(validated, num_tokens, model)
+
+
 def test_what_an_answer_has_already_shares_the_context() -> None:
     for num_tokens, is_too_many in ((60, False), (61, True)):
         request = pb.GenerateRequest(text="x", sampling_params=GREEDY, output_token_ids=[5] * num_tokens)
@@ -307,7 +320,7 @@ OPTIONAL_FIELDS = [field.name for field in pb.SamplingParams.DESCRIPTOR.fields i
 
 def test_every_optional_field_is_set() -> None:
     resolved = resolve_sampling(pb.SamplingParams(), MODEL, 40)
-    absent = ["logprobs", "structured_outputs"]
+    absent = ["logprobs", "prompt_logprobs", "structured_outputs"]
     assert sorted(name for name in OPTIONAL_FIELDS if not resolved.HasField(name)) == absent, "nothing stands for none"
     given = pb.SamplingParams(
         **{name: getattr(resolved, name) for name in OPTIONAL_FIELDS if name not in ("seed", *absent)}

@@ -1,0 +1,119 @@
+"""How likely a prompt's tokens were: each position is told once, whatever is cached, in flight or preempted, and the
+numbers are those of its logits."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from engine import logprobs as module
+from engine.block_manager import BlockManager
+from engine.config import SchedulerConfig
+from engine.logprobs import prompt_logprobs
+from engine.outputs import Logprob, RequestOutput, TokenLogprobs
+from engine.sampling_params import SamplingParams
+from engine.scheduler import Scheduler
+from engine.sequence import ScheduledSequence, SchedulerOutput, Sequence
+
+PROMPT = list(range(100, 120))
+VOCAB_SIZE = 300
+
+
+def make(*, num_blocks: int = 64, chunk: int = 8) -> Scheduler:
+    manager = BlockManager(num_blocks=num_blocks, block_size=4, prefix_key=b"k" * 32, enable_prefix_caching=True)
+    config = SchedulerConfig(
+        max_num_seqs=8, max_num_batched_tokens=16, prefill_chunk_tokens=chunk, prefill_batch_tokens=chunk,
+        max_itl_ms=0, async_scheduling=False,
+    )  # fmt: skip
+    return Scheduler(config, manager, max_model_len=100, eos_token_ids=frozenset())
+
+
+def sequence(seq_id: int, token_ids: list[int], *, asks: bool, max_tokens: int = 30, num_top: int = 0) -> Sequence:
+    params = SamplingParams(max_tokens=max_tokens, prompt_logprobs=num_top if asks else None)
+    told: list[TokenLogprobs] | None = [] if asks else None
+    return Sequence(seq_id, str(seq_id), token_ids, len(token_ids), params, prompt_logprobs=told)
+
+
+def take_in(scheduler: Scheduler, output: SchedulerOutput) -> list[RequestOutput]:
+    """What is told of a position is its number."""
+    told = {s.seq.seq_id: [TokenLogprobs(Logprob(p, 0.0, 1), []) for p in s.told] for s in output.scheduled}
+    return scheduler.apply(output, [7 if s.samples else None for s in output.scheduled], {}, told)
+
+
+def positions(output: RequestOutput) -> list[int]:
+    return [each.sampled.token_id for each in output.prompt_logprobs or ()]
+
+
+@pytest.mark.parametrize("runs_ahead", [False, True])
+def test_each_position_is_told_once_and_with_the_first_token(runs_ahead: bool) -> None:
+    scheduler = make()
+    for seq_id in (1, 2):  # the second finds all its blocks in the cache, and may not take them
+        scheduler.add(sequence(seq_id, PROMPT, asks=True))
+        launched: list[SchedulerOutput] = []
+        outputs: list[RequestOutput] = []
+        while len(outputs) < 2:
+            launched.append(scheduler.schedule())
+            scheduler.begin(launched[-1])
+            if len(launched) > runs_ahead:
+                outputs += take_in(scheduler, launched.pop(0))
+        assert positions(outputs[0]) == list(range(19))
+        assert outputs[0].num_cached_tokens == 0
+        assert outputs[1].prompt_logprobs is None
+        scheduler.abort(str(seq_id))
+        for output in launched:
+            assert take_in(scheduler, output) == []
+    scheduler.add(sequence(3, [*PROMPT, 5], asks=False))
+    output = scheduler.schedule()
+    assert output.scheduled[0].first == 20, "who does not ask takes them from the cache"
+    assert not output.scheduled[0].told
+
+
+def test_after_a_preemption_it_goes_on_where_it_was() -> None:
+    scheduler = make(num_blocks=8, chunk=1)
+    scheduler.add(sequence(1, list(range(8)), asks=False, max_tokens=20))
+    while not scheduler.running or scheduler.running[0].num_uncomputed_tokens > 1:
+        output = scheduler.schedule()
+        scheduler.begin(output)
+        take_in(scheduler, output)
+    young = sequence(2, PROMPT[:13], asks=True)
+    scheduler.add(young)
+    told: list[int] = []
+    at_preemption: list[int] = []
+    firsts: list[int] = []
+    while young.prompt_logprobs is not None:
+        output = scheduler.schedule()
+        scheduler.begin(output)
+        mine = [s for s in output.scheduled if s.seq is young]
+        told += [position for s in mine for position in s.told]
+        firsts += [s.first for s in mine if young.num_preemptions]
+        at_preemption = at_preemption or (list(told) if young.num_preemptions else [])
+        outputs = take_in(scheduler, output)
+    assert young.num_preemptions == 1
+    assert 0 < len(at_preemption) < 12
+    assert told == list(range(12))
+    assert positions(next(each for each in outputs if each.request_id == "2")) == told
+    assert firsts[0] <= len(at_preemption), "no position is skipped"
+    assert firsts[0] > 0, "what was told of need not be computed again where it is cached"
+
+
+@pytest.mark.parametrize("rows_at_a_time", [1, 3, 256])
+def test_the_numbers_are_those_of_the_logits(rows_at_a_time: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the second and third of three in a step, one of which is in the middle of its prompt."""
+    monkeypatch.setattr(module, "PROMPT_ROWS_AT_A_TIME", rows_at_a_time)
+    seqs = [sequence(n, PROMPT, asks=n > 0, num_top=n) for n in range(3)]
+    seqs[1].num_computed_tokens = 5
+    seqs[1].prompt_logprobs = [TokenLogprobs(Logprob(0, 0.0, 1), [])] * 6  # one more than computed: it was preempted
+    scheduled = [ScheduledSequence(seq, num_new) for seq, num_new in zip(seqs, (20, 7, 20), strict=True)]
+    logits_TV = torch.randn(47, VOCAB_SIZE, generator=torch.Generator().manual_seed(1)) * 3
+    found = prompt_logprobs(SchedulerOutput(scheduled, [], []), logits_TV, lambda x_TD: x_TD)
+    assert [each.seq for each in found] == seqs[1:]
+    for each, positions_told, first_row in zip(found, (range(6, 12), range(19)), (20 - 5, 27), strict=True):
+        told = each.read()
+        assert [one.sampled.token_id for one in told] == [PROMPT[position + 1] for position in positions_told]
+        for one, position in zip(told, positions_told, strict=True):
+            row = logits_TV[first_row + position].double().log_softmax(dim=-1)
+            assert math.isclose(one.sampled.logprob, float(row[one.sampled.token_id]), rel_tol=1e-5)
+            assert one.sampled.rank == 1 + int((row > row[one.sampled.token_id]).sum())
+            assert [top.token_id for top in one.top] == row.topk(each.seq.seq_id).indices.tolist()
