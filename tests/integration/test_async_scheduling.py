@@ -92,6 +92,19 @@ def test_an_abort_between_two_steps_frees_its_blocks_after_them(folder: Path) ->
 
 
 @EITHER
+def test_an_answer_that_has_begun_tells_nothing_of_its_prompt(folder: Path, runs_ahead: bool) -> None:
+    """It came with the first token."""
+    engine = make(folder, runs_ahead)
+    params = SamplingParams(max_tokens=6, temperature=0, ignore_eos=True, prompt_logprobs=1)
+    engine.add_request("r", [9, 8, 7], params, output_token_ids=[11, 12])
+    outputs = []
+    while engine.has_unfinished_requests():
+        outputs += engine.step()
+    assert [output.offset for output in outputs] == [2, 3, 4, 5]
+    assert all(output.prompt_logprobs is None for output in outputs)
+
+
+@EITHER
 def test_disaggregated(folder: Path, expected: Answers, runs_ahead: bool) -> None:
     """Prefilled by one engine, block by block copied to another, and decoded there on its own: preempted, too."""
     prefill, decode = make(folder, runs_ahead), make(folder, runs_ahead, num_kv_blocks=120)

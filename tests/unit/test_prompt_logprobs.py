@@ -16,6 +16,8 @@ from engine.outputs import Logprob, RequestOutput, TokenLogprobs
 from engine.sampling_params import SamplingParams
 from engine.scheduler import Scheduler
 from engine.sequence import ScheduledSequence, SchedulerOutput, Sequence
+from protos import tandem_inference_pb2 as pb
+from router.sequences import params_of_sequence
 
 PROMPT = list(range(100, 120))
 VOCAB_SIZE = 300
@@ -117,3 +119,22 @@ def test_the_numbers_are_those_of_the_logits(rows_at_a_time: int, monkeypatch: p
             assert math.isclose(one.sampled.logprob, float(row[one.sampled.token_id]), rel_tol=1e-5)
             assert one.sampled.rank == 1 + int((row > row[one.sampled.token_id]).sum())
             assert [top.token_id for top in one.top] == row.topk(each.seq.seq_id).indices.tolist()
+
+
+def test_who_is_told_of_a_prompt_shares_no_blocks_of_it() -> None:
+    scheduler = make(num_blocks=9)
+    scheduler.add(sequence(1, PROMPT, asks=False))
+    for _ in range(4):
+        output = scheduler.schedule()
+        scheduler.begin(output)
+        take_in(scheduler, output)
+    assert scheduler.has_room(sequence(2, PROMPT, asks=False)), "five of its blocks are there"
+    assert not scheduler.has_room(sequence(3, PROMPT, asks=True))
+
+
+def test_the_first_of_several_answers_tells_the_prompts() -> None:
+    asked = pb.SamplingParams(prompt_logprobs=2, logprobs=1, seed=1)
+    first, second = (params_of_sequence(asked, index) for index in (0, 1))
+    assert (first.prompt_logprobs, first.logprobs) == (2, 1)
+    assert not second.HasField("prompt_logprobs")
+    assert second.logprobs == 1
