@@ -115,11 +115,11 @@ def test_same_draws_everywhere(
     assert len({tuple(answer) for answer in first}) == len(chosen)
 
 
-def test_same_tokens_with_32_at_once_from_caches(
+def test_same_tokens_with_many_at_once_from_caches(
     cluster: RunningCluster, references: list[Reference], request: pytest.FixtureRequest
 ) -> None:
     arrangement = arrangement_of(request)
-    wanted = (fitting(references, arrangement) * 2)[:32]
+    wanted = (fitting(references, arrangement) * 2)[: 32 if arrangement in ("grpc", "preempted") else 14]
     answers = ask_all(cluster, wanted, num_at_once=32)
     for _ in range(5):  # whether the pool runs out while they grow is a matter of moments
         if arrangement == "preempted" and not num_preemptions(cluster):
