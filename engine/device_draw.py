@@ -1,6 +1,6 @@
 """The sampler's draws where the logits are: `engine.sampler.draw`, and nothing waits for the device.
 
-The same race with the same clocks: Philox over (seed, sequence index, position, token id), in 64-bit integers, so that
+The same race with the same clocks: Philox over (seed, position, token id), in 64-bit integers, so that
 a sequence goes on with the same tokens on a CPU. Filters cut at the same weights; sums are made in another order, so
 that a token at the very edge of `top_p` may fall on the other side of it.
 

@@ -18,8 +18,8 @@ Per row, in this order:
  8. `top_k` keeps those at least as probable as the k-th,
  9. `top_p` keeps the smallest set of most probable ones that holds `top_p` of what is left by then.
     Tokens exactly as probable as the last one kept are kept with it: the outcome does not hang on a sorting order.
-10. Each token left gets an exponentially distributed number, a function of (seed, sequence index, position in the
-    answer, token id) alone. Divided by the token's probability, the smallest one picks.
+10. Each token left gets an exponentially distributed number, a function of (seed, position in the answer,
+    token id) alone. Divided by the token's probability, the smallest one picks.
 
 Step 10 is a race of exponential clocks: a token wins with its probability, as in inverting the cumulative distribution
 with one uniform number. But it forgives rounding. Two workers, or two batches, do not compute the same logits to the

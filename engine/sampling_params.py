@@ -38,7 +38,7 @@ class SamplingParams:
     stop_token_ids: frozenset[int] = frozenset()
     ignore_eos: bool = False
     seed: int = 0
-    """Draws depend on (seed, sequence, position) alone: any worker continues the same stream."""
+    """Draws depend on (seed, position) alone: any worker continues the same stream."""
     logit_bias: Mapping[int, float] = field(default_factory=lambda: MappingProxyType({}))
     logprobs: int | None = None
     """How likely each token of the answer was, and so many of the likeliest ones. None: nothing of it."""

@@ -3,7 +3,6 @@ the run without faults, balanced books, and all blocks free or cached, those inc
 
 from __future__ import annotations
 
-import importlib.util
 import signal
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -14,15 +13,13 @@ import grpc
 import pytest
 from clusters import wait_until
 from fragile_cluster import SAMPLING, FragileCluster, ask, fresh_prompts
+from nixl_marks import needs_nixl
 
 from protos import tandem_worker_pb2 as pb
 from protos.tandem_inference_pb2_grpc import InferenceStub
 from tandem.client import Client, generate_request
 
 SOON_S = 3.0
-
-
-needs_nixl = pytest.mark.skipif(importlib.util.find_spec("nixl") is None, reason="NIXL is not installed")
 
 
 @pytest.fixture(scope="module", params=["ipc", pytest.param("nixl", marks=[needs_nixl, pytest.mark.slow])])

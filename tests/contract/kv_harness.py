@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import importlib.util
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from typing import Any
@@ -11,6 +10,7 @@ from typing import Any
 import grpc
 import numpy as np
 import pytest
+from nixl_marks import needs_nixl
 
 import kv_transfer
 from kv_transfer import (
@@ -27,7 +27,6 @@ from kv_transfer import (
 from protos import tandem_kv_transfer_pb2 as pb
 from protos import tandem_kv_transfer_pb2_grpc as pb_grpc
 
-needs_nixl = pytest.mark.skipif(importlib.util.find_spec("nixl") is None, reason="NIXL is not installed")
 NIXL = pytest.param("nixl", marks=needs_nixl)
 TRANSPORTS = ["grpc", "ipc", NIXL, "local"]
 

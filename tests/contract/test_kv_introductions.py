@@ -7,7 +7,8 @@ import sys
 from typing import Any
 
 import pytest
-from kv_harness import DEADLINE_S, Cluster, Receiving, assert_moved, make_pool, needs_nixl, over
+from kv_harness import DEADLINE_S, Cluster, Receiving, assert_moved, make_pool, over
+from nixl_marks import needs_nixl
 from ports import lasting_port
 
 from kv_transfer import (

@@ -122,7 +122,7 @@ def test_draws_do_not_depend_on_the_batch() -> None:
     assert sample(values[order].clone(), [seqs[i] for i in order], sampler) == alone[::-1]
 
 
-def test_draws_depend_on_seed_sequence_and_position() -> None:
+def test_draws_depend_on_seed_and_position() -> None:
     flat = torch.zeros(100_000)
     base = sample_one(flat, sequence(seed=1))
     assert base == sample_one(flat, sequence(prompt=[9] * 40, seed=1))  # the prompt's length does not matter

@@ -7,7 +7,7 @@ Plain torch (`engine.device_draw`) makes some two hundred passes over [R, V] num
 them for `top_k` and `top_p`: with 64 rows and 128k tokens longer than the rest of a step. Here each logit is read once,
 or once for each bit where a row asks for filters.
 
-Clocks are Philox over (seed, sequence index, position, token id), in float64 from there on, as on a CPU. Weights that
+Clocks are Philox over (seed, position, token id), in float64 from there on, as on a CPU. Weights that
 decide what `top_p` keeps are summed in float32 and float64: a token at the very edge may fall on the other side of it.
 A row's outcome depends on nothing but the row.
 
