@@ -32,8 +32,9 @@ class Style:
 
     # -- a whole answer -----------------------------------------------------------------------------------------
 
-    def whole(self, answers: list[Answer], n: int, *, tells_prompt: bool = False) -> dict[str, Any]:
-        """All choices at once, `n` to each prompt. `tells_prompt`: how likely its tokens were, as vLLM does."""
+    def whole(self, answers: list[Answer], n: int, num_prompt_top: int | None = None) -> dict[str, Any]:
+        """All choices at once, `n` to each prompt. `num_prompt_top`: how likely the prompt's tokens were, too, with so
+        many alternatives, as vLLM says it."""
         name = "chat.completion" if self.is_chat else "text_completion"
         choices = [self._whole_choice(index, answer) for index, answer in enumerate(answers)]
         whole = {
@@ -43,8 +44,8 @@ class Style:
             "usage": usage_of([answer.usage for answer in answers], n),
             "timings": timings_of([answer.timings for answer in answers]),
         }
-        if tells_prompt:
-            of_prompts = [of_prompt(answer.prompt_logprobs) for answer in answers[::n]]
+        if num_prompt_top is not None:
+            of_prompts = [of_prompt(answer.prompt_logprobs, num_prompt_top) for answer in answers[::n]]
             if self.is_chat:
                 whole["prompt_logprobs"] = of_prompts[0]
             else:

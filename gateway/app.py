@@ -38,11 +38,12 @@ from gateway.streams import (
     EventStream,
     Leaving,
     event,
+    to_json,
     until_leaving,
     while_connected,
     with_first,
 )
-from protos.tandem_inference_pb2 import GenerateResponse, Usage
+from protos.tandem_inference_pb2 import GenerateResponse, TokenLogprobs, Usage
 from rpc.errors import Draining, InvalidRequest, TandemError
 from rpc.merge import merged
 from tandem import __version__
@@ -54,6 +55,8 @@ _Body = TypeVar("_Body", bound=Asked)
 
 PAGE = Path(__file__).with_name("chat.html")
 REQUEST_ID_HEADER = "x-request-id"
+MAX_PROMPT_NUMBERS = 262_144
+"""How likely tokens of prompts were, in all choices of a request: as JSON 16 MB, half a second of a thread."""
 TIMEOUT_HEADER = "x-request-timeout-ms"
 """The request's deadline, which OpenAI's API has no word for."""
 
@@ -135,7 +138,8 @@ class Gateway:
         model = body.model or (await self._client.model_info()).model
         run = Run(self._client, body, model, request, self._leaving)
         if not body.stream:
-            return JSONResponse(await while_connected(request.receive, run.whole()), headers=run.headers)
+            content = await while_connected(request.receive, run.whole())
+            return Response(content, headers=run.headers, media_type="application/json")
         messages = run.messages()
         try:
             first = await while_connected(request.receive, anext(messages))
@@ -225,6 +229,9 @@ class Run:
         self._prompts = body.prompts()
         self._n = body.n or 1
         """Choices to each prompt. Those to the first come first."""
+        self._sampling = body.sampling()
+        self._num_told = 0
+        """Numbers of prompts' tokens, in all choices."""
         self._is_echo_alone = isinstance(body, CompletionRequest) and body.is_echo_alone
         self._num_choices = len(self._prompts) * self._n
         if self._num_choices > MAX_CHOICES:
@@ -242,27 +249,34 @@ class Run:
         )
         self.headers = {REQUEST_ID_HEADER: self._request_id}
 
-    async def whole(self) -> dict[str, Any]:
-        """All answers as one object."""
+    async def whole(self) -> bytes:
+        """All answers as one object, in JSON."""
         streams = [AnswersStream(self._n) for _ in self._prompts]
         async for choice, message in self.messages():
             streams[choice // self._n].accept(message)
         answers = [answer for stream in streams for answer in stream.answers()]
-        whole = partial(self._style.whole, answers, self._n, tells_prompt=self._body.prompt_logprobs is not None)
+
+        def render() -> bytes:
+            return to_json(self._style.whole(answers, self._n, self._body.prompt_logprobs))
+
         # Logprobs take milliseconds for every hundred tokens: others go on meanwhile.
         if any(answer.logprobs or answer.prompt_logprobs for answer in answers):
-            return await asyncio.to_thread(whole)
-        return whole()
+            return await asyncio.to_thread(render)
+        return render()
 
     def messages(self) -> AsyncGenerator[tuple[int, GenerateResponse], None]:
         """Of all choices, by number, as they come. Checked by the client: contiguous, and ended once."""
-        sampling = self._body.sampling()
         ids = [self._request_id]
         if len(self._prompts) > 1:
             ids = [f"{self._request_id}-{index}" for index in range(len(self._prompts))]
         streams = [
             self._client.stream(
-                prompt, request_id=request_id, model=self._body.model, timeout_s=self._timeout_s, n=self._n, **sampling
+                prompt,
+                request_id=request_id,
+                model=self._body.model,
+                timeout_s=self._timeout_s,
+                n=self._n,
+                **self._sampling,
             )
             for prompt, request_id in zip(self._prompts, ids, strict=True)
         ]
@@ -276,9 +290,19 @@ class Run:
             async with aclosing(merged(streams)) as messages:
                 async for prompt, message in messages:
                     choice = prompt * self._n + message.sequence
+                    self._count(message.prompt_logprobs)
                     yield choice, without_answer(message) if self._is_echo_alone else message
         except InvalidRequest as error:
             raise self._body.in_its_words(error) from error
+
+    def _count(self, prompt_logprobs: Sequence[TokenLogprobs]) -> None:
+        """Raises `InvalidRequest` where an object, or its events, would be larger than anybody wants to wait for."""
+        self._num_told += self._n * sum(1 + len(each.top) for each in prompt_logprobs)
+        if self._num_told > MAX_PROMPT_NUMBERS:
+            bound = (
+                f"may be {MAX_PROMPT_NUMBERS} numbers of prompts' tokens in all choices, is more: ask for fewer at once"
+            )
+            raise InvalidRequest([("prompt_logprobs", bound)])
 
     async def events(self, messages: AsyncGenerator[tuple[int, GenerateResponse], None]) -> AsyncGenerator[bytes, None]:
         """Of `messages`, which it closes."""
@@ -287,8 +311,9 @@ class Run:
         opened: set[int] = set()
         try:
             async for index, message in messages:
-                if is_chat and index not in opened:
-                    opened.add(index)
+                is_first = index not in opened
+                opened.add(index)
+                if is_chat and is_first:
                     yield event(self._style.opening(index))
                 usage = usages[index]
                 usage.completion_tokens += len(message.token_ids)
@@ -296,10 +321,13 @@ class Run:
                     usage.CopyFrom(message.usage)
                 is_news = message.text or message.finish_reason or message.logprobs or message.prompt_logprobs
                 if is_news or self._body.includes_usage_always:
-                    piece = self._style.piece(index, message)
-                    if self._body.includes_usage_always:
-                        piece["usage"] = usage_of([usage])
-                    yield event(piece)
+                    render = partial(self._event, index, message, usage)
+                    # A prompt's numbers, in front of each choice, may take long.
+                    yield (
+                        await asyncio.to_thread(render)
+                        if is_first and "prompt_logprobs" in self._sampling
+                        else render()
+                    )
         except Exception as error:
             yield event(refusal_of_any(error, self._request_id).body)
             return
@@ -308,6 +336,12 @@ class Run:
         if self._body.includes_usage:
             yield event(self._style.usage(usages, self._n))
         yield DONE
+
+    def _event(self, choice: int, message: GenerateResponse, usage: Usage) -> bytes:
+        piece = self._style.piece(choice, message)
+        if self._body.includes_usage_always:
+            piece["usage"] = usage_of([usage])
+        return event(piece)
 
 
 def _echo_of(body: Asked, prompts: Sequence[Prompt]) -> Echo | None:

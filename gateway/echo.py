@@ -9,6 +9,7 @@ Owns what is known of each prompt, for its other choices: their messages come la
 
 from __future__ import annotations
 
+import codecs
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -33,6 +34,8 @@ class Echo:
         self._n = n
         self._num_top = num_top
         self._echoed: dict[int, _Echoed] = {}
+        if num_top is None:
+            self._echoed = {i: _Echoed(prompt, []) for i, prompt in enumerate(prompts) if isinstance(prompt, str)}
         self._begun: set[int] = set()
 
     def before(
@@ -45,7 +48,7 @@ class Echo:
         """The next `text` and `logprobs` of a choice, as they are after its prompt, and the first time with it.
         `prompt_logprobs`: what came with them."""
         number = choice // self._n
-        if prompt_logprobs:
+        if prompt_logprobs and number not in self._echoed:
             self._echoed[number] = self._echo(self._prompts[number], prompt_logprobs)
         echoed = self._echoed.get(number)
         if echoed is None:  # it has ended before anything was computed
@@ -57,7 +60,9 @@ class Echo:
         return echoed.text + text, echoed.logprobs + told
 
     def _echo(self, prompt: Prompt, prompt_logprobs: Sequence[TokenLogprobs]) -> _Echoed:
-        text = b"".join(each.sampled.token for each in prompt_logprobs).decode(errors="replace")
+        # Without a character that its end cuts off, which the answer begins with.
+        data = b"".join(each.sampled.token for each in prompt_logprobs)
+        text = codecs.getincrementaldecoder("utf-8")("replace").decode(data)
         num_hidden = 0
         if isinstance(prompt, str):
             # Before it may be what no text says: a token for its beginning, a space of the tokenizer's own.

@@ -35,11 +35,13 @@ def of_completion(logprobs: Sequence[TokenLogprobs]) -> dict[str, Any] | None:
     }
 
 
-def of_prompt(prompt_logprobs: Sequence[TokenLogprobs]) -> list[dict[str, Any] | None]:
-    """vLLM's `prompt_logprobs`: for each token of the prompt what stands there, and the likeliest, by id. None for the
-    first."""
+def of_prompt(prompt_logprobs: Sequence[TokenLogprobs], num_top: int) -> list[dict[str, Any] | None]:
+    """vLLM's `prompt_logprobs`: for each token of the prompt what stands there, and the `num_top` likeliest, by id.
+    None for the first."""
     return [
-        {str(each.token_id): _with_rank(each) for each in (told.sampled, *told.top)} if told.sampled.rank else None
+        {str(each.token_id): _with_rank(each) for each in (told.sampled, *told.top[:num_top])}
+        if told.sampled.rank
+        else None
         for told in prompt_logprobs
     ]
 

@@ -173,11 +173,9 @@ class Asked(BaseModel, ABC):
 
     def in_its_words(self, error: InvalidRequest) -> InvalidRequest:
         """What a router says of this request: who gave a response_format has not heard of structured_outputs."""
-        if self.response_format is None:
-            return error
-        ours, theirs = "structured_outputs", "response_format"
-        wrongs = [(wrong.field.replace(ours, theirs), wrong.description) for wrong in error.violations]
-        return InvalidRequest([(name, description.replace(ours, theirs)) for name, description in wrongs])
+        if self.response_format is not None:
+            error = _renamed(error, "structured_outputs", "response_format")
+        return error
 
     @field_validator("response_format")
     @classmethod
@@ -206,6 +204,11 @@ class Asked(BaseModel, ABC):
         return self.includes_usage and self.stream_options is not None and self.stream_options.continuous_usage_stats
 
 
+def _renamed(error: InvalidRequest, ours: str, theirs: str) -> InvalidRequest:
+    wrongs = [(wrong.field.replace(ours, theirs), wrong.description) for wrong in error.violations]
+    return InvalidRequest([(name, description.replace(ours, theirs)) for name, description in wrongs])
+
+
 class CompletionRequest(Asked):
     """POST /v1/completions."""
 
@@ -222,11 +225,16 @@ class CompletionRequest(Asked):
         sampling: Sampling = {"max_tokens": max(DEFAULT_COMPLETION_TOKENS, self.min_tokens or 0), **super().sampling()}
         if self.logprobs is not None:
             sampling["logprobs"] = self.logprobs
-        if self.echo:  # the text of its tokens comes with their numbers
+        # What token ids stand for comes with their numbers; a text is known.
+        if self.echo and (self.logprobs is not None or not all(isinstance(prompt, str) for prompt in self.prompt)):
             sampling["prompt_logprobs"] = max(self.prompt_logprobs or 0, self.logprobs or 0)
         if self.is_echo_alone:
-            sampling["max_tokens"] = 1
+            sampling |= {"max_tokens": 1, "min_tokens": 0}
         return sampling
+
+    def in_its_words(self, error: InvalidRequest) -> InvalidRequest:
+        error = super().in_its_words(error)
+        return error if self.prompt_logprobs is not None else _renamed(error, "prompt_logprobs", "logprobs")
 
     @property
     def is_echo_alone(self) -> bool:

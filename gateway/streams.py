@@ -56,7 +56,11 @@ async def _wait_disconnected(receive: Receive) -> None:
 
 def event(value: dict[str, Any]) -> bytes:
     """One server-sent event."""
-    return b"data: " + json.dumps(value, ensure_ascii=False, separators=(",", ":")).encode() + b"\n\n"
+    return b"data: " + to_json(value) + b"\n\n"
+
+
+def to_json(value: dict[str, Any]) -> bytes:
+    return json.dumps(value, ensure_ascii=False, separators=(",", ":")).encode()
 
 
 class EventStream(Response):

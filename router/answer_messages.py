@@ -5,6 +5,7 @@ delta ── delta ── … ──> last
 
 from __future__ import annotations
 
+import codecs
 from collections.abc import Iterable
 
 from protos import tandem_inference_pb2 as pb
@@ -59,11 +60,12 @@ class AnswerMessages:
 
     def _name_prompt(self, prompt_logprobs: Iterable[pb.TokenLogprobs]) -> None:
         """What the prompt's tokens stand for, and where that begins."""
+        decoder = codecs.getincrementaldecoder("utf-8")("replace")  # a character counts once it is whole
         num_chars = 0
         for logprobs in prompt_logprobs:
             logprobs.text_offset = num_chars
             self._name_tokens(logprobs)
-            num_chars += sum(byte & 0xC0 != 0x80 for byte in logprobs.sampled.token)  # a character's first byte
+            num_chars += len(decoder.decode(logprobs.sampled.token))
 
     def _name_tokens(self, logprobs: pb.TokenLogprobs) -> None:
         for each in (logprobs.sampled, *logprobs.top):

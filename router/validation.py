@@ -190,8 +190,8 @@ def check_prompt_length(validated: ValidatedRequest, num_prompt_tokens: int, mod
             violations.append(("output_token_ids", bound))
         num_numbers = num_prompt_tokens * (1 + params.prompt_logprobs)
         if params.HasField("prompt_logprobs") and num_numbers > MAX_PROMPT_LOGPROBS:
-            bound = f"times tokens of the prompt must be at most {MAX_PROMPT_LOGPROBS} numbers, is {num_numbers} "
-            bound += f"({num_prompt_tokens} tokens, each with {params.prompt_logprobs} alternatives)"
+            bound = f"is too much for {num_prompt_tokens} tokens of the prompt: each with {params.prompt_logprobs} "
+            bound += f"alternatives and itself makes {num_numbers} numbers, there may be {MAX_PROMPT_LOGPROBS}"
             violations.append(("sampling_params.prompt_logprobs", bound))
         for name in ("max_tokens", "min_tokens"):
             value = getattr(params, name)

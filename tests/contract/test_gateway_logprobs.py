@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from gateway_harness import events_of, gateway, last, tokens
 
+from gateway import app
 from protos import tandem_inference_pb2 as pb
 
 
@@ -96,7 +97,7 @@ def of_prompt() -> list[pb.TokenLogprobs]:
     """Its beginning, then a character in two parts, then a letter: each with two alternatives."""
     tokens = [b"<s>", b" \xc3", b"\xa9", b"t"]
     told = []
-    for number, (token, offset) in enumerate(zip(tokens, (0, 3, 5, 5), strict=True)):
+    for number, (token, offset) in enumerate(zip(tokens, (0, 3, 4, 5), strict=True)):
         sampled = pb.Logprob(token_id=40 + number, token=token)
         told.append(pb.TokenLogprobs(sampled=sampled, text_offset=offset))
         if number:
@@ -145,7 +146,7 @@ async def test_an_echo_begins_with_the_prompt(prompt: str | list[int], hidden: i
     assert told["tokens"] == [*ECHOED["tokens"], " h", "bytes:\\xc3", "bytes:\\xa9"]
     assert told["token_logprobs"] == [*ECHOED["token_logprobs"], -1.5, -2.5, -9999.0]
     assert told["top_logprobs"][:4] == ECHOED["top_logprobs"]
-    offsets = [max(0, offset - hidden) for offset in (0, 3, 5, 5)]
+    offsets = [max(0, offset - hidden) for offset in (0, 3, 4, 5)]
     assert told["text_offset"] == [*offsets, len(text), len(text) + 7, len(text) + 14]
     pieces = [event["choices"][0] for event in events]
     assert "".join(piece["text"] for piece in pieces) == choice["text"]
@@ -158,6 +159,7 @@ async def test_an_echo_begins_with_the_prompt(prompt: str | list[int], hidden: i
     assert whole["usage"]["completion_tokens"] == 0
     asked = [request.sampling_params for request in router.requests]
     assert [(params.prompt_logprobs, params.max_tokens) for params in asked] == [(1, 16), (1, 16), (1, 1), (0, 1)]
+    assert asked[-1].HasField("prompt_logprobs") == isinstance(prompt, list), "a text is known"
 
 
 async def test_an_echo_stands_before_each_of_several_choices() -> None:
@@ -211,3 +213,46 @@ async def test_prompt_logprobs_in_vllms_words() -> None:
     assert "prompt_logprobs" not in completion
     assert [request.sampling_params.prompt_logprobs for request in router.requests] == [2, 2]
     assert (refused.status_code, refused.json()["error"]["param"]) == (400, "prompt_logprobs")
+
+
+async def test_what_an_echo_asks_for_is_not_told_of_prompt_logprobs() -> None:
+    body = {"prompt": PROMPT, "echo": True, "logprobs": 2, "prompt_logprobs": 1}
+    async with gateway() as (router, http):
+        router.script = tell_prompt_too
+        [choice] = (await http.post("/v1/completions", json=body)).json()["choices"]
+        body |= {"logprobs": 1, "prompt_logprobs": 2}
+        [other] = (await http.post("/v1/completions", json=body)).json()["choices"]
+    assert [len(each) for each in choice["prompt_logprobs"][1:]] == [2, 2, 2]
+    assert [len(each) for each in choice["logprobs"]["top_logprobs"][1:4]] == [3, 3, 3]
+    assert [len(each) for each in other["prompt_logprobs"][1:]] == [3, 3, 3]
+    assert other["logprobs"]["top_logprobs"][:4] == ECHOED["top_logprobs"]
+    assert [request.sampling_params.prompt_logprobs for request in router.requests] == [2, 2]
+
+
+async def test_all_that_is_told_of_prompts_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each choice would have it: 4 tokens, 3 of them with 2 alternatives, are 10 numbers."""
+    monkeypatch.setattr(app, "MAX_PROMPT_NUMBERS", 19)
+    body = {"prompt": PROMPT, "echo": True, "logprobs": 2, "max_tokens": 0}
+    async with gateway() as (router, http):
+        router.script = tell_prompt_too
+        assert (await http.post("/v1/completions", json=body)).status_code == 200
+        refused = [
+            await http.post("/v1/completions", json=body | more)
+            for more in ({"n": 2}, {"prompt": [PROMPT, PROMPT]}, {"n": 2, "stream": True})
+        ]
+    for answer in refused:
+        assert (answer.status_code, answer.json()["error"]["param"]) == (400, "logprobs")
+        assert "may be 19 numbers of prompts' tokens in all choices" in answer.json()["error"]["message"]
+
+
+async def test_a_prompts_last_half_of_a_character_is_the_answers() -> None:
+    async def finish_it(request: pb.GenerateRequest) -> AsyncIterator[pb.GenerateResponse]:
+        message = tokens(0, 7, text="\u00e9")
+        message.prompt_logprobs.add(sampled=pb.Logprob(token_id=5, token=b"caf\xc3"))
+        yield message
+        yield last(1)
+
+    async with gateway() as (router, http):
+        router.script = finish_it
+        [choice] = (await http.post("/v1/completions", json={"prompt": [5], "echo": True})).json()["choices"]
+    assert choice["text"] == "caf\u00e9"
