@@ -299,9 +299,7 @@ class Run:
         """Raises `InvalidRequest` where an object, or its events, would be larger than anybody wants to wait for."""
         self._num_told += self._n * sum(1 + len(each.top) for each in prompt_logprobs)
         if self._num_told > MAX_PROMPT_NUMBERS:
-            bound = (
-                f"may be {MAX_PROMPT_NUMBERS} numbers of prompts' tokens in all choices, is more: ask for fewer at once"
-            )
+            bound = f"may be {MAX_PROMPT_NUMBERS} numbers of prompts' tokens in all choices, is more: ask for fewer"
             raise InvalidRequest([("prompt_logprobs", bound)])
 
     async def events(self, messages: AsyncGenerator[tuple[int, GenerateResponse], None]) -> AsyncGenerator[bytes, None]:
