@@ -10,7 +10,6 @@ from typing import Any
 import grpc
 import numpy as np
 import pytest
-from nixl_marks import needs_nixl
 
 import kv_transfer
 from kv_transfer import (
@@ -26,9 +25,6 @@ from kv_transfer import (
 )
 from protos import tandem_kv_transfer_pb2 as pb
 from protos import tandem_kv_transfer_pb2_grpc as pb_grpc
-
-NIXL = pytest.param("nixl", marks=needs_nixl)
-TRANSPORTS = ["grpc", "ipc", NIXL, "local"]
 
 SHAPE: dict[str, Any] = {
     "num_layers": 3, "block_size": 4, "num_kv_heads": 2, "head_dim": 8, "dtype": "bfloat16",

@@ -10,7 +10,8 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
-from kv_harness import NIXL, Receiving, make_pool
+from kv_harness import Receiving, make_pool
+from nixl_marks import NIXL
 
 import kv_transfer
 from kv_transfer import Identity, TransferError

@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 import torch
 from device_peers import peers_in_one_process
-from kv_harness import DEADLINE_S, LEASE_S, NIXL, Cluster, Receiving, assert_moved, make_pool, over, until
+from kv_harness import DEADLINE_S, LEASE_S, Cluster, Receiving, assert_moved, make_pool, over, until
+from nixl_marks import NIXL
 
 from kv_transfer import (
     CorruptTransfer,
