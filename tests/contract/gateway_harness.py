@@ -25,11 +25,13 @@ def tokens(offset: int, *token_ids: int, text: str = "") -> pb.GenerateResponse:
     return pb.GenerateResponse(request_id="r", offset=offset, token_ids=token_ids, text=text)
 
 
-def last(offset: int, num_prompt: int = 3) -> pb.GenerateResponse:
+def last(
+    offset: int, num_prompt: int = 3, finish_reason: pb.FinishReason = pb.FINISH_REASON_STOP
+) -> pb.GenerateResponse:
     return pb.GenerateResponse(
         request_id="r",
         offset=offset,
-        finish_reason=pb.FINISH_REASON_STOP,
+        finish_reason=finish_reason,
         usage=pb.Usage(prompt_tokens=num_prompt, cached_tokens=1, completion_tokens=offset),
         timings=pb.Timings(total_ms=5, decode_worker="d"),
     )

@@ -138,7 +138,7 @@ async def test_an_echo_begins_with_the_prompt(prompt: str | list[int], hidden: i
         router.script = tell_prompt_too
         [choice] = (await http.post("/v1/completions", json=body)).json()["choices"]
         *events, _ = events_of((await http.post("/v1/completions", json=body | {"stream": True})).text)
-        [alone] = (await http.post("/v1/completions", json=body | {"max_tokens": 0})).json()["choices"]
+        [alone] = (await http.post("/v1/completions", json=body | {"max_tokens": 0, "min_tokens": 2})).json()["choices"]
         whole = (await http.post("/v1/completions", json={"prompt": prompt, "echo": True, "max_tokens": 0})).json()
     text = PROMPT[hidden:]
     assert choice["text"] == text + " h\u00e9"
@@ -159,6 +159,7 @@ async def test_an_echo_begins_with_the_prompt(prompt: str | list[int], hidden: i
     assert whole["usage"]["completion_tokens"] == 0
     asked = [request.sampling_params for request in router.requests]
     assert [(params.prompt_logprobs, params.max_tokens) for params in asked] == [(1, 16), (1, 16), (1, 1), (0, 1)]
+    assert not any(params.min_tokens for params in asked)
     assert asked[-1].HasField("prompt_logprobs") == isinstance(prompt, list), "a text is known"
 
 
@@ -256,3 +257,16 @@ async def test_a_prompts_last_half_of_a_character_is_the_answers() -> None:
         router.script = finish_it
         [choice] = (await http.post("/v1/completions", json={"prompt": [5], "echo": True})).json()["choices"]
     assert choice["text"] == "caf\u00e9"
+
+
+async def test_an_echo_that_was_aborted_before_it_was_computed_has_an_end() -> None:
+    async def abort(request: pb.GenerateRequest) -> AsyncIterator[pb.GenerateResponse]:
+        yield last(0, finish_reason=pb.FINISH_REASON_ABORT)
+
+    async with gateway() as (router, http):
+        router.script = abort
+        body = {"prompt": [5, 6], "echo": True, "logprobs": 1}
+        [choice] = (await http.post("/v1/completions", json=body)).json()["choices"]
+        *events, _ = events_of((await http.post("/v1/completions", json=body | {"stream": True})).text)
+    assert (choice["text"], choice["logprobs"], choice["finish_reason"]) == ("", None, "abort")
+    assert events[-1]["choices"][0]["finish_reason"] == "abort"

@@ -41,7 +41,12 @@ def expected(tmp_path_factory: pytest.TempPathFactory) -> Answers:
 
 @pytest.mark.parametrize(
     "settings",
-    [{"prefill_chunk_tokens": 8}, {"num_kv_blocks": 24, "max_model_len": 64, "enable_prefix_caching": False}],
+    [
+        {"prefill_chunk_tokens": 8},
+        pytest.param(
+            {"num_kv_blocks": 24, "max_model_len": 64, "enable_prefix_caching": False}, marks=pytest.mark.slow
+        ),
+    ],
     ids=["chunked", "preempted"],
 )
 def test_the_answers_of_a_cpu(gpu: PretendGpu, tmp_path: Path, expected: Answers, settings: dict[str, Any]) -> None:
