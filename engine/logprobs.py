@@ -51,17 +51,19 @@ class LogprobTensors:
     """[R, K] float32."""
 
     def map(self, function: MapTensor) -> LogprobTensors:
-        return LogprobTensors(*map(function, self._tensors()))
+        """With what `function` makes of each tensor."""
+        return LogprobTensors(*map(function, self.tensors()))
 
     def read(self) -> list[TokenLogprobs]:
         """As plain numbers, with all K alternatives."""
         read = []
-        for token_id, logprob, rank, top_ids, top in zip(*(t.tolist() for t in self._tensors()), strict=True):
+        for token_id, logprob, rank, top_ids, top in zip(*(t.tolist() for t in self.tensors()), strict=True):
             alternatives = [Logprob(*each) for each in zip(top_ids, top, range(1, len(top) + 1), strict=True)]
             read.append(TokenLogprobs(Logprob(token_id, logprob, rank), alternatives))
         return read
 
-    def _tensors(self) -> tuple[torch.Tensor, ...]:
+    def tensors(self) -> tuple[torch.Tensor, ...]:
+        """All, in the order of the fields."""
         return self.token_ids, self.logprobs, self.ranks, self.top_ids, self.top
 
 
@@ -122,7 +124,7 @@ class RawLogits:
     def logprobs(self, token_ids_S: torch.Tensor) -> SampledLogprobs:
         """Of what was sampled in the whole step. Of rows without a next token (INVALID_TOKEN) they mean nothing."""
         num_top = max(seq.sampling_params.logprobs or 0 for seq in self.seqs)
-        return SampledLogprobs(self.seqs, _tensors(self.logits, token_ids_S.index_select(0, self.rows), num_top))
+        return SampledLogprobs(self.seqs, _look_up(self.logits, token_ids_S.index_select(0, self.rows), num_top))
 
 
 def prompt_logprobs(
@@ -144,13 +146,14 @@ def prompt_logprobs(
                 strict=True,
             )
             num_top = item.seq.sampling_params.prompt_logprobs or 0
-            parts = [_tensors(compute_logits(x_RD), ids_R, num_top) for x_RD, ids_R in pieces]
+            parts = [_look_up(compute_logits(x_RD), ids_R, num_top) for x_RD, ids_R in pieces]
             found.append(PromptLogprobs(item.seq, _joined(parts)))
         first_row += item.num_new_tokens
     return found
 
 
-def _tensors(logits_RV: torch.Tensor, token_ids_R: torch.Tensor, num_top: int) -> LogprobTensors:
+def _look_up(logits_RV: torch.Tensor, token_ids_R: torch.Tensor, num_top: int) -> LogprobTensors:
+    """How likely each row's token was, and its `num_top` likeliest ones, where the logits are."""
     num_top = min(logits_RV.shape[1], num_top)
     numbers = _numbers_on_host if logits_RV.device.type == "cpu" else _numbers_on_device
     pieces = zip(torch.split(logits_RV, ROWS_AT_A_TIME), torch.split(token_ids_R, ROWS_AT_A_TIME), strict=True)
@@ -158,7 +161,7 @@ def _tensors(logits_RV: torch.Tensor, token_ids_R: torch.Tensor, num_top: int) -
 
 
 def _joined(parts: list[LogprobTensors]) -> LogprobTensors:
-    return LogprobTensors(*map(torch.cat, zip(*(part._tensors() for part in parts), strict=True)))
+    return LogprobTensors(*map(torch.cat, zip(*(part.tensors() for part in parts), strict=True)))
 
 
 Numbers = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
