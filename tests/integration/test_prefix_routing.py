@@ -80,3 +80,18 @@ def test_a_prompt_that_the_decode_worker_has_stays_there(cluster: RunningCluster
 def test_prefix_hits_are_counted(cluster: RunningCluster) -> None:
     assert sum(worker.num_prefix_hits_tokens for worker in cluster.workers()) > 0
     assert sum(worker.num_prefix_queries_tokens for worker in cluster.workers()) > 0
+
+
+def test_a_prompt_whose_logprobs_are_asked_for_is_moved_though_it_is_cached(cluster: RunningCluster) -> None:
+    """All of it is computed: what the decode worker has of it saves nothing but the way."""
+    prompt = tokens(77, 320)
+    ask(cluster, prompt)
+    cached = ask_until_found(cluster, lambda _: prompt)
+    assert cached.timings.mode == pb.MODE_LOCAL
+    with Client(cluster.address) as client:
+        told = client.generate(prompt, max_tokens=4, temperature=0, ignore_eos=True, prompt_logprobs=0)
+    assert told.timings.mode == pb.MODE_DISAGGREGATED
+    assert (told.usage.cached_tokens, len(told.prompt_logprobs)) == (0, 320)
+    assert told.timings.kv_transfer.num_cached_blocks > 0
+    assert told.token_ids == cached.token_ids
+    cluster.wait_until_at_rest()
