@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import numpy as np
 import torch
 
 from engine.attention import StepLayout
+from engine.models.scores import Scores
 
 NUM_BLOCKS = 160
 
@@ -77,7 +79,11 @@ class Case:
     def randn(self, *shape: int) -> torch.Tensor:
         return torch.randn(*shape, self.head_dim, generator=self.generator)
 
-    def expected(self, window: int, soft_cap: float = 0.0) -> torch.Tensor:
+    def scores(self, window: int = 0, soft_cap: float = 0.0, scale: float | None = None) -> Scores:
+        return replace(Scores.of(self.head_dim, window, soft_cap), **({} if scale is None else {"scale": scale}))
+
+    def expected(self, window: int, soft_cap: float = 0.0, scale: float | None = None) -> torch.Tensor:
+        scale = 1 / math.sqrt(self.head_dim) if scale is None else scale
         rows, row = [], 0
         for (k, v), (before, new) in zip(self.history, self.lens, strict=True):
             for position in range(before, before + new):
@@ -85,7 +91,7 @@ class Case:
                 for head in range(self.num_heads):
                     kv_head = head * self.num_kv_heads // self.num_heads
                     scores = k[first : position + 1, kv_head].double() @ self.q[row, head].double()
-                    scores /= math.sqrt(self.head_dim)
+                    scores *= scale
                     if soft_cap:
                         scores = soft_cap * torch.tanh(scores / soft_cap)
                     weights = torch.softmax(scores, dim=0)

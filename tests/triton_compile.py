@@ -38,6 +38,7 @@ from engine.kernels.gpu.pointwise import add_rms_norm, silu_multiply
 from engine.kernels.gpu.rotate import rotate_and_store
 from engine.layers import LatentProjection, RMSNorm, RotaryEmbedding
 from engine.models.rope_config import RopeConfig
+from engine.models.scores import Scores
 from engine.sampling_params import SamplingParams
 from engine.sequence import Sequence
 
@@ -92,10 +93,15 @@ def compile_attention(
     kv_dtype = kv_dtype or dtype
     backend = TritonAttention(
         num_heads=NUM_HEADS, num_kv_heads=NUM_KV_HEADS, head_dim=head_dim, block_size=BLOCK_SIZE,
-        dtype=name_of(dtype), kv_dtype=name_of(kv_dtype), device="cpu", soft_cap=soft_cap,
+        dtype=name_of(dtype), kv_dtype=name_of(kv_dtype), device="cpu",
     )  # fmt: skip
     kv = torch.zeros(1, 2, NUM_KV_HEADS, BLOCK_SIZE, head_dim, dtype=kv_dtype)
-    backend.attend(torch.zeros(4, NUM_HEADS, head_dim, dtype=dtype), kv, backend.prepare(mixed_layout()), window)
+    backend.attend(
+        torch.zeros(4, NUM_HEADS, head_dim, dtype=dtype),
+        kv,
+        backend.prepare(mixed_layout()),
+        Scores.of(head_dim, window, soft_cap),
+    )
 
 
 def compile_latents(num_heads: int, dtype: torch.dtype, kv_dtype: torch.dtype) -> None:

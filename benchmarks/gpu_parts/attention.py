@@ -20,6 +20,7 @@ from benchmarks.gpu_parts.shapes import attention_bytes, attention_flop
 from benchmarks.gpu_parts.timing import cache_bytes, num_sets, seconds_of
 from benchmarks.gpu_parts.variants import Job, timed_row, variant_rows
 from engine.kernels.gpu import why_no_triton
+from engine.models.scores import Scores
 
 if TYPE_CHECKING:
     from engine.kernels.gpu.decode import DecodeConfig
@@ -84,6 +85,7 @@ def decode_job(setting: Setting, dtype: torch.dtype, num_seqs: int, context: int
 
     device = setting.device
     num_heads, num_kv_heads, head_dim = setting.sizes.attention_heads
+    scores = Scores.of(head_dim)
     num_bytes = num_seqs * attention_bytes(num_kv_heads, head_dim, context, dtype.itemsize)
 
     def launches(config: DecodeConfig) -> tuple[list[Callable[[], object]], torch.Tensor]:
@@ -98,9 +100,7 @@ def decode_job(setting: Setting, dtype: torch.dtype, num_seqs: int, context: int
             outs.append(torch.full_like(q, float("nan")))
 
             def work(q: Any = q, kv: Any = kv, tables: Any = tables, out: Any = outs[-1]) -> None:
-                paged_decode(
-                    q, kv, tables, lens, out, scratch, max_context_len=longest, window=0, soft_cap=0.0, config=config
-                )
+                paged_decode(q, kv, tables, lens, out, scratch, max_context_len=longest, scores=scores, config=config)
 
             works.append(work)
         return works, outs[0]
@@ -130,7 +130,7 @@ def prefill_job(setting: Setting, dtype: torch.dtype, num_prompts: int, length: 
         tiles_on_device = torch.from_numpy(tiles).to(device)
 
         def work() -> None:
-            paged_prefill(q, kv, tables, lens, starts, tiles_on_device, out, window=0, soft_cap=0.0, config=config)
+            paged_prefill(q, kv, tables, lens, starts, tiles_on_device, out, scores=Scores.of(head_dim), config=config)
 
         return [work], out
 

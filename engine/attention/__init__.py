@@ -20,7 +20,7 @@ from engine.attention.torch_latents import TorchLatentAttention
 from engine.config import EngineConfig
 from engine.kernels.build import load_cpu_kernels
 from engine.kv_cache import KV_ORDER, LATENT_KV_ORDER, PAIRED_KV_ORDER
-from engine.models.decoder_config import DecoderConfig
+from engine.models.model_shape import ModelShape
 
 __all__ = [
     "AttentionBackend",
@@ -37,7 +37,7 @@ __all__ = [
 ]
 
 
-def kv_order_of(backend: str, model: DecoderConfig) -> str:
+def kv_order_of(backend: str, model: ModelShape) -> str:
     if model.mla is not None:
         return LATENT_KV_ORDER
     return PAIRED_KV_ORDER if backend == "cpu" else KV_ORDER
@@ -49,7 +49,7 @@ def create_attention_backend(config: EngineConfig) -> PagedBackend[Any]:
         return _create_latent_backend(config)
     if config.device.attention_backend == "cpu":
         load_cpu_kernels()
-        return CpuAttention(head_dim=config.model.head_dim)
+        return CpuAttention()
     if config.device.attention_backend == "triton":
         from engine.attention.triton_backend import TritonAttention
 

@@ -4,7 +4,7 @@ A backend owns what it derives from one step's layout (its plan) and its scratch
 the block tables.
 
     once a step     plan = backend.prepare(layout)
-    every layer     q = backend.project(qkv, kv, plan, heads, cos_sin); o = backend.attend(q, kv, plan, window)
+    every layer     q = backend.project(qkv, kv, plan, heads, cos_sin); o = backend.attend(q, kv, plan, scores)
     with latents    q = backend.project(q, latent, kv, plan, heads, cos_sin); o = backend.attend(q, kv, plan, scale)
 
 Shapes: T tokens of the step, S sequences of the step, N query heads, K key/value heads, H head dim; a layer of the pool
@@ -22,6 +22,7 @@ import torch
 from numpy.typing import NDArray
 
 from engine.layers import HeadProjection, LatentProjection
+from engine.models.scores import Scores
 
 Plan = TypeVar("Plan")
 
@@ -67,10 +68,10 @@ class AttentionBackend(PagedBackend[Plan]):
         queries [T, N, H] are returned."""
 
     @abstractmethod
-    def attend(self, q_TNH: torch.Tensor, kv: torch.Tensor, plan: Plan, sliding_window: int) -> torch.Tensor:
+    def attend(self, q_TNH: torch.Tensor, kv: torch.Tensor, plan: Plan, scores: Scores) -> torch.Tensor:
         """Attention of every token to its own sequence's tokens up to itself, this step's included: [T, N * H].
 
-        `sliding_window` > 0: only to the last so many, itself counted. Query heads N * i / K .. share key head i.
+        Query heads N * i / K .. share key head i.
         Reads whole blocks: slots of a sequence's last block beyond its end must hold finite numbers.
         """
 

@@ -15,7 +15,7 @@ from engine.attention.flash_calls import FlashCalls, FlashUnavailable, load_flas
 from engine.cache_dir import report
 from engine.kernels.build import KernelsUnavailable, load_cpu_kernels
 from engine.kernels.gpu import why_no_triton
-from engine.models.decoder_config import DecoderConfig
+from engine.models.model_shape import ModelShape
 
 GROUPED_MAJORS = (9, 10)
 """Compute capabilities of GPUs for which torch has one kernel for all experts: elsewhere it loops over them, and reads
@@ -26,7 +26,7 @@ their sizes back."""
 class Needs:
     """What a backend has to serve."""
 
-    model: DecoderConfig
+    model: ModelShape
     device: str
     capability: tuple[int, int] | None
     """The GPU's, None without one."""
@@ -59,11 +59,11 @@ def _for_a_cpu(name: str, needs: Needs) -> str:
         block_size=needs.block_size,
         head_dim=needs.model.head_dim,
         num_groups=needs.num_groups,
-        hidden_size=needs.model.hidden_size,
-        intermediate_size=needs.model.intermediate_size,
+        product_inputs=needs.model.product_inputs,
         quantization=needs.quantization,
         kv_dtype=needs.kv_dtype,
         has_latents=needs.model.mla is not None,
+        has_soft_cap=needs.model.has_soft_cap,
     )
     if not why_not:
         try:

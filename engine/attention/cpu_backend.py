@@ -12,6 +12,7 @@ import torch
 
 from engine.attention.base import AttentionBackend, StepLayout
 from engine.layers import HeadProjection
+from engine.models.scores import Scores
 
 GRAIN = 16
 """Lanes of the kernels' vectors: divides block sizes and head sizes."""
@@ -35,9 +36,6 @@ class CpuPlan:
 class CpuAttention(AttentionBackend[CpuPlan]):
     """`why_not` says whether it can serve a model. `load_cpu_kernels` comes before the first step."""
 
-    def __init__(self, *, head_dim: int) -> None:
-        self._scale = head_dim**-0.5
-
     @staticmethod
     def why_not(
         *,
@@ -45,18 +43,20 @@ class CpuAttention(AttentionBackend[CpuPlan]):
         dtype: str,
         head_dim: int,
         num_groups: int,
-        hidden_size: int,
-        intermediate_size: int,
+        product_inputs: tuple[int, ...],
         block_size: int,
         quantization: str,
         kv_dtype: str,
         has_latents: bool,
+        has_soft_cap: bool,
     ) -> str:
         """What is in the way, as a clause; empty if nothing is. `num_groups`: query heads per key head."""
         if device != "cpu":
             return f"the device is {device}"
         if has_latents:
             return "it knows keys and values of heads, and the model's attention is latent"
+        if has_soft_cap:
+            return "the model caps its scores"
         if dtype != "bfloat16":
             return f"it computes bfloat16, and dtype is {dtype}"
         if quantization != "none":
@@ -69,8 +69,9 @@ class CpuAttention(AttentionBackend[CpuPlan]):
             return f"the model's head size must be a multiple of {GRAIN} up to {MAX_HEAD_DIM}, is {head_dim}"
         if num_groups > MAX_GROUPS:
             return f"at most {MAX_GROUPS} query heads may share a key head, and {num_groups} do"
-        if hidden_size % 2 or intermediate_size % 2:
-            return f"the model's hidden and intermediate size must be even, are {hidden_size} and {intermediate_size}"
+        if any(size % 2 for size in product_inputs):
+            sizes = " and ".join(map(str, product_inputs))
+            return f"the model's hidden and intermediate size must be even, are {sizes}"
         return ""
 
     def prepare(self, layout: StepLayout) -> CpuPlan:
@@ -101,8 +102,15 @@ class CpuAttention(AttentionBackend[CpuPlan]):
         )
         return q_TNH
 
-    def attend(self, q_TNH: torch.Tensor, kv: torch.Tensor, plan: CpuPlan, sliding_window: int) -> torch.Tensor:
+    def attend(self, q_TNH: torch.Tensor, kv: torch.Tensor, plan: CpuPlan, scores: Scores) -> torch.Tensor:
+        assert not scores.soft_cap, "the configuration has seen to it"
         o_TD: torch.Tensor = torch.ops.tandem_cpu.paged_attention(
-            q_TNH, kv, plan.block_tables, plan.query_lens, plan.context_lens, self._scale, sliding_window
+            q_TNH,
+            kv,
+            plan.block_tables,
+            plan.query_lens,
+            plan.context_lens,
+            scores.scale,
+            scores.sliding_window,
         )
         return o_TD

@@ -26,6 +26,7 @@ from engine.attention.paged_groups import TorchPlan
 from engine.attention.step_arrays import IntArray, empty_decodes, fill_up_decodes, pack, unpack
 from engine.attention.torch_backend import TorchAttention
 from engine.layers import HeadProjection
+from engine.models.scores import Scores
 from engine.to_device import fill, to_device
 
 
@@ -102,17 +103,17 @@ class FlashAttention(AttentionBackend[FlashPlan]):
 
         return project_heads(qkv_TX, kv, plan.slot_mapping, heads, cos_sin)
 
-    def attend(self, q_TNH: torch.Tensor, kv: torch.Tensor, plan: FlashPlan, sliding_window: int) -> torch.Tensor:
+    def attend(self, q_TNH: torch.Tensor, kv: torch.Tensor, plan: FlashPlan, scores: Scores) -> torch.Tensor:
         q_TNH = q_TNH.contiguous()
         k_pages, v_pages = (kv[:, i].transpose(1, 2) for i in (0, 1))  # [block, slot, K, H], of another order in memory
         num_decodes = 0 if plan.decodes is None else len(plan.decodes.context_lens)
         outputs = []
         if plan.decodes is not None:
             q_SNH = q_TNH[:num_decodes]
-            outputs.append(self._calls.decode(q_SNH, k_pages, v_pages, plan.decodes, sliding_window))
+            outputs.append(self._calls.decode(q_SNH, k_pages, v_pages, plan.decodes, scores))
         if plan.prefills is not None:
             rest_TNH = q_TNH[num_decodes:]
-            outputs.append(self._calls.prefill(rest_TNH, k_pages, v_pages, plan.prefills, sliding_window))
+            outputs.append(self._calls.prefill(rest_TNH, k_pages, v_pages, plan.prefills, scores))
         o_TNH = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
         return o_TNH.reshape(len(q_TNH), -1)
 

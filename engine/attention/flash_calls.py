@@ -28,6 +28,8 @@ from typing import Any
 
 import torch
 
+from engine.models.scores import Scores
+
 MAX_HEAD_DIM = 256
 HEAD_DIM_MULTIPLE = 8
 """16 bytes. FlashAttention-2 would copy, padded, a pool whose head size is no multiple of it."""
@@ -60,8 +62,8 @@ class PagedBatch:
     """No context is longer; shorter ones may all be."""
 
 
-Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, PagedBatch, int], torch.Tensor]
-"""(q [T, N, H], keys and values [page, slot, K, H], batch, sliding window or 0) -> [T, N, H]. Causal, aligned at the
+Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, PagedBatch, Scores], torch.Tensor]
+"""(q [T, N, H], keys and values [page, slot, K, H], batch, scores without a cap) -> [T, N, H]. Causal, aligned at the
 end: a sequence's last query sees its whole context. A sequence without a context gets zeros."""
 
 
@@ -131,21 +133,21 @@ def load_flash_attn_3(capability: tuple[int, int]) -> FlashCalls | str:
 
 def flash_attn_3_calls(with_kvcache: Callable[..., Any]) -> FlashCalls:
     def decode(
-        q_SNH: torch.Tensor, k_pages: torch.Tensor, v_pages: torch.Tensor, batch: PagedBatch, sliding_window: int
+        q_SNH: torch.Tensor, k_pages: torch.Tensor, v_pages: torch.Tensor, batch: PagedBatch, scores: Scores
     ) -> torch.Tensor:
         o_S1NH: torch.Tensor = with_kvcache(
             q_SNH.unsqueeze(1), k_pages, v_pages, cache_seqlens=batch.context_lens, page_table=batch.block_tables,
-            causal=True, window_size=_window(sliding_window), num_splits=1,
+            causal=True, softmax_scale=scores.scale, window_size=_window(scores), num_splits=1,
         )  # fmt: skip
         return o_S1NH.squeeze(1)
 
     def prefill(
-        q_TNH: torch.Tensor, k_pages: torch.Tensor, v_pages: torch.Tensor, batch: PagedBatch, sliding_window: int
+        q_TNH: torch.Tensor, k_pages: torch.Tensor, v_pages: torch.Tensor, batch: PagedBatch, scores: Scores
     ) -> torch.Tensor:
         o_TNH: torch.Tensor = with_kvcache(
             q_TNH, k_pages, v_pages, cache_seqlens=batch.context_lens, page_table=batch.block_tables,
             cu_seqlens_q=batch.query_starts, max_seqlen_q=batch.max_query_len, causal=True,
-            window_size=_window(sliding_window), num_splits=1,
+            softmax_scale=scores.scale, window_size=_window(scores), num_splits=1,
         )  # fmt: skip
         return o_TNH
 
@@ -170,21 +172,22 @@ def flash_attn_2_calls(
     varlen_func: Callable[..., Any], with_kvcache: Callable[..., Any], version: tuple[int, ...]
 ) -> FlashCalls:
     def decode(
-        q_SNH: torch.Tensor, k_pages: torch.Tensor, v_pages: torch.Tensor, batch: PagedBatch, sliding_window: int
+        q_SNH: torch.Tensor, k_pages: torch.Tensor, v_pages: torch.Tensor, batch: PagedBatch, scores: Scores
     ) -> torch.Tensor:
         o_S1NH: torch.Tensor = with_kvcache(
             q_SNH.unsqueeze(1), k_pages, v_pages, cache_seqlens=batch.context_lens, block_table=batch.block_tables,
-            causal=True, window_size=_window(sliding_window), num_splits=1,
+            causal=True, softmax_scale=scores.scale, window_size=_window(scores), num_splits=1,
         )  # fmt: skip
         return o_S1NH.squeeze(1)
 
     def prefill(
-        q_TNH: torch.Tensor, k_pages: torch.Tensor, v_pages: torch.Tensor, batch: PagedBatch, sliding_window: int
+        q_TNH: torch.Tensor, k_pages: torch.Tensor, v_pages: torch.Tensor, batch: PagedBatch, scores: Scores
     ) -> torch.Tensor:
         # Told that no sequence has more than one query, it would split contexts as it likes.
         o_TNH: torch.Tensor = varlen_func(
             q_TNH, k_pages, v_pages, batch.query_starts, batch.context_starts, max(batch.max_query_len, 2),
-            batch.max_context_len, causal=True, window_size=_window(sliding_window), block_table=batch.block_tables,
+            batch.max_context_len, causal=True, softmax_scale=scores.scale, window_size=_window(scores),
+            block_table=batch.block_tables,
         )  # fmt: skip
         return o_TNH
 
@@ -213,26 +216,28 @@ def load_torch(capability: tuple[int, int]) -> FlashCalls | str:
 
 def torch_calls(varlen_attn: Callable[..., Any]) -> FlashCalls:
     def call(
-        q_TNH: torch.Tensor, k_pages: torch.Tensor, v_pages: torch.Tensor, batch: PagedBatch, window: tuple[int, int]
-    ) -> torch.Tensor:
+        q_TNH: torch.Tensor, k_pages: torch.Tensor, v_pages: torch.Tensor, batch: PagedBatch, scale: float,
+        window: tuple[int, int],
+    ) -> torch.Tensor:  # fmt: skip
         o_TNH: torch.Tensor = varlen_attn(
             q_TNH, k_pages, v_pages, batch.query_starts, batch.context_starts, batch.max_query_len,
-            batch.max_context_len, window_size=window, enable_gqa=True, seqused_k=batch.context_lens,
+            batch.max_context_len, scale=scale, window_size=window, enable_gqa=True, seqused_k=batch.context_lens,
             block_table=batch.block_tables, num_splits=1,
         )  # fmt: skip
         return o_TNH
 
     def decode(
-        q_SNH: torch.Tensor, k_pages: torch.Tensor, v_pages: torch.Tensor, batch: PagedBatch, sliding_window: int
+        q_SNH: torch.Tensor, k_pages: torch.Tensor, v_pages: torch.Tensor, batch: PagedBatch, scores: Scores
     ) -> torch.Tensor:
         # One query sees all: only where it is told no bound on the right are the query heads of a key head put into
         # one product.
-        return call(q_SNH, k_pages, v_pages, batch, _window(sliding_window))
+        return call(q_SNH, k_pages, v_pages, batch, scores.scale, _window(scores))
 
     def prefill(
-        q_TNH: torch.Tensor, k_pages: torch.Tensor, v_pages: torch.Tensor, batch: PagedBatch, sliding_window: int
+        q_TNH: torch.Tensor, k_pages: torch.Tensor, v_pages: torch.Tensor, batch: PagedBatch, scores: Scores
     ) -> torch.Tensor:
-        return call(q_TNH, k_pages, v_pages, batch, _window(sliding_window) if sliding_window else (-1, 0))
+        window = _window(scores) if scores.sliding_window else (-1, 0)
+        return call(q_TNH, k_pages, v_pages, batch, scores.scale, window)
 
     return FlashCalls(
         name="torch's FlashAttention-2",
@@ -243,9 +248,9 @@ def torch_calls(varlen_attn: Callable[..., Any]) -> FlashCalls:
     )
 
 
-def _window(sliding_window: int) -> tuple[int, int]:
+def _window(scores: Scores) -> tuple[int, int]:
     """How many tokens before and after its own a query sees; -1: no bound. A window of ours counts the token itself."""
-    return (sliding_window - 1, 0) if sliding_window else (-1, -1)
+    return (scores.sliding_window - 1, 0) if scores.sliding_window else (-1, -1)
 
 
 def version_numbers(version: str) -> tuple[int, ...]:

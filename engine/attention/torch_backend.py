@@ -17,6 +17,7 @@ import torch.nn.functional as F  # noqa: N812
 from engine.attention.base import AttentionBackend, StepLayout
 from engine.attention.paged_groups import Group, PagedGroups, TorchPlan, in_token_order
 from engine.layers import HeadProjection
+from engine.models.scores import Scores
 
 
 class TorchAttention(AttentionBackend[TorchPlan]):
@@ -46,25 +47,57 @@ class TorchAttention(AttentionBackend[TorchPlan]):
     def write_kv(self, kv: torch.Tensor, k_TKH: torch.Tensor, v_TKH: torch.Tensor, plan: TorchPlan) -> None:
         self._groups.write(kv, (k_TKH, v_TKH), plan)
 
-    def attend(self, q_TNH: torch.Tensor, kv: torch.Tensor, plan: TorchPlan, sliding_window: int) -> torch.Tensor:
-        groups = self._groups.of(plan, sliding_window, q_TNH.dtype)
-        o_TNH = in_token_order(groups, len(q_TNH), lambda group: self._attend_group(q_TNH, kv, group))
+    def attend(self, q_TNH: torch.Tensor, kv: torch.Tensor, plan: TorchPlan, scores: Scores) -> torch.Tensor:
+        groups = self._groups.of(plan, scores.sliding_window, q_TNH.dtype)
+        o_TNH = in_token_order(groups, len(q_TNH), lambda group: self._attend_group(q_TNH, kv, group, scores))
         return o_TNH.reshape(len(q_TNH), -1)
 
-    def _attend_group(self, q_TNH: torch.Tensor, kv: torch.Tensor, group: Group) -> torch.Tensor:
+    def _attend_group(self, q_TNH: torch.Tensor, kv: torch.Tensor, group: Group, scores: Scores) -> torch.Tensor:
         """[tokens of the group, N, H]"""
         B, L = group.num_seqs, group.query_len
         N, K, H = self._num_heads, self._num_kv_heads, self._head_dim
         k_BKCH, v_BKCH = self._groups.gather(kv, group, q_TNH.dtype).unbind(0)
         if L == 1:
             q_BKGH = q_TNH[group.token_rows].reshape(B, K, N // K, H)
-            return F.scaled_dot_product_attention(q_BKGH, k_BKCH, v_BKCH, attn_mask=group.mask).reshape(B, N, H)
+            return _weighted_values(q_BKGH, k_BKCH, v_BKCH, group.mask, scores).reshape(B, N, H)
         q = q_TNH[group.token_rows] if group.padded_rows is None else q_TNH[group.padded_rows]
         q_BNLH = q.view(B, L, N, H).transpose(1, 2)
         if group.mask is None:
             k_BKCH, v_BKCH = k_BKCH[:, :, :L], v_BKCH[:, :, :L]
-        o_BNLH = F.scaled_dot_product_attention(
-            q_BNLH, k_BKCH, v_BKCH, attn_mask=group.mask, is_causal=group.mask is None, enable_gqa=N != K
-        )
+        o_BNLH = _weighted_values(q_BNLH, k_BKCH, v_BKCH, group.mask, scores)
         o = o_BNLH.transpose(1, 2).reshape(B * L, N, H)
         return o if group.valid_rows is None else o[group.valid_rows]
+
+
+def _weighted_values(
+    q_BNLH: torch.Tensor, k_BKCH: torch.Tensor, v_BKCH: torch.Tensor, mask: torch.Tensor | None, scores: Scores
+) -> torch.Tensor:
+    """[B, N, L, H]. `mask` [B, 1, L, C] is added to the scores; None: causal from the first token, L = C."""
+    if scores.soft_cap:
+        return _weighted_values_under_cap(q_BNLH, k_BKCH, v_BKCH, mask, scores)
+    return F.scaled_dot_product_attention(
+        q_BNLH,
+        k_BKCH,
+        v_BKCH,
+        attn_mask=mask,
+        is_causal=mask is None,
+        scale=scores.scale,
+        enable_gqa=q_BNLH.shape[1] != k_BKCH.shape[1],
+    )
+
+
+def _weighted_values_under_cap(
+    q_BNLH: torch.Tensor, k_BKCH: torch.Tensor, v_BKCH: torch.Tensor, mask: torch.Tensor | None, scores: Scores
+) -> torch.Tensor:
+    """Which torch has no call for."""
+    B, N, L, H = q_BNLH.shape
+    K, C = k_BKCH.shape[1:3]
+    q_BKRH = q_BNLH.reshape(B, K, N // K * L, H)  # the query heads of a key head side by side
+    s = (q_BKRH @ k_BKCH.mT).mul_(scores.scale / scores.soft_cap).tanh_().mul_(scores.soft_cap)
+    s_BNLC = s.view(B, N, L, C)
+    if mask is None:
+        s_BNLC.masked_fill_(torch.ones(L, C, dtype=torch.bool, device=s.device).triu_(1), float("-inf"))
+    else:
+        s_BNLC += mask
+    weights = s_BNLC.softmax(-1, dtype=torch.float32).to(v_BKCH.dtype)
+    return (weights.view(B, K, N // K * L, C) @ v_BKCH).view(B, N, L, H)

@@ -22,6 +22,7 @@ from engine.kernels.gpu.rotate import project_heads
 from engine.kernels.gpu.tile import MAX_HEAD_DIM
 from engine.kv_cache import KV_DTYPES, TORCH_DTYPES
 from engine.layers import HeadProjection
+from engine.models.scores import Scores
 
 
 class TritonAttention(WithTritonPlans, AttentionBackend[TritonPlan]):
@@ -37,11 +38,10 @@ class TritonAttention(WithTritonPlans, AttentionBackend[TritonPlan]):
         dtype: str,
         device: str,
         kv_dtype: str = "",
-        soft_cap: float = 0.0,
     ) -> None:
-        """`kv_dtype`: of the pool, where it is not the queries' `dtype`. `soft_cap`: of the scores, 0 for none."""
+        """`kv_dtype`: of the pool, where it is not the queries' `dtype`."""
         self._num_heads, self._head_dim = num_heads, head_dim
-        self._device, self._soft_cap = device, soft_cap
+        self._device = device
         itemsize, kv_itemsize = TORCH_DTYPES[dtype].itemsize, KV_DTYPES[kv_dtype or dtype].itemsize
         num_groups = num_heads // num_kv_heads
         self._decode_config = DecodeConfig.of(head_dim, itemsize, kv_itemsize)
@@ -79,20 +79,19 @@ class TritonAttention(WithTritonPlans, AttentionBackend[TritonPlan]):
     ) -> torch.Tensor:
         return project_heads(qkv_TX, kv, plan.slot_mapping, heads, cos_sin)
 
-    def attend(self, q_TNH: torch.Tensor, kv: torch.Tensor, plan: TritonPlan, sliding_window: int) -> torch.Tensor:
+    def attend(self, q_TNH: torch.Tensor, kv: torch.Tensor, plan: TritonPlan, scores: Scores) -> torch.Tensor:
         q_TNH = q_TNH.contiguous()
         o_TNH = torch.empty_like(q_TNH)
         decodes = plan.num_decodes
         if decodes:
             paged_decode(
                 q_TNH[:decodes], kv, plan.block_tables, plan.context_lens, o_TNH[:decodes], plan.scratch,
-                max_context_len=plan.max_context_len, window=sliding_window, soft_cap=self._soft_cap,
-                config=self._decode_config,
+                max_context_len=plan.max_context_len, scores=scores, config=self._decode_config,
             )  # fmt: skip
         if len(plan.prefill_tiles):
             paged_prefill(
                 q_TNH, kv, plan.block_tables, plan.context_lens, plan.query_starts, plan.prefill_tiles, o_TNH,
-                window=sliding_window, soft_cap=self._soft_cap, config=self._prefill_config,
+                scores=scores, config=self._prefill_config,
             )  # fmt: skip
         return o_TNH.view(len(o_TNH), -1)
 

@@ -126,8 +126,8 @@ def fused(layer: DecoderLayer) -> Any:
         None if heads.q_norm is None else heads.q_norm.weight,
         None if heads.k_norm is None else heads.k_norm.weight,
         layer.input_norm.eps,
-        heads.head_dim**-0.5,
-        attention.sliding_window,
+        attention.scores.scale,
+        attention.scores.sliding_window,
     )
 
 

@@ -11,6 +11,7 @@ from typing import Any
 
 from engine.models.deepseek_config import V2_DEFAULTS, V3_DEFAULTS, ExpertsConfig, LatentConfig
 from engine.models.hf_fields import integer
+from engine.models.model_shape import ModelShape
 from engine.models.rope_config import RopeConfig
 
 __all__ = ["ARCHITECTURES", "DecoderConfig", "RopeConfig"]
@@ -57,20 +58,11 @@ ARCHITECTURES = {
 
 
 @dataclass(frozen=True, kw_only=True)
-class DecoderConfig:
-    """The canonical form: equal for two config.json exactly where the same computation is meant."""
+class DecoderConfig(ModelShape):
+    """The canonical form of config.json."""
 
-    vocab_size: int
-    hidden_size: int
     intermediate_size: int
-    num_layers: int
-    num_heads: int
-    num_kv_heads: int
-    """In the pool: 1 with latent attention."""
-    head_dim: int
-    """Of a key in the pool: with latent attention, all that a token has there."""
     rms_norm_eps: float
-    max_positions: int
     has_qkv_bias: bool
     """With latent attention: of the products that yield latents."""
     has_output_bias: bool
@@ -81,11 +73,12 @@ class DecoderConfig:
     rope: RopeConfig
     sliding_windows: tuple[int, ...]
     """Per layer: a token sees itself and this many minus one before it; 0 means all."""
-    mla: LatentConfig | None = None
-    """None: the pool holds keys and values of heads."""
-    moe: ExpertsConfig | None = None
     num_nextn_predict_layers: int = 0
     """Further layers of the checkpoint, which predict tokens ahead: not computed."""
+
+    @property
+    def product_inputs(self) -> tuple[int, ...]:
+        return self.hidden_size, self.intermediate_size
 
     @property
     def rotary_dim(self) -> int:

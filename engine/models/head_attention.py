@@ -14,6 +14,7 @@ from engine.layers import HeadProjection, RotaryEmbedding
 from engine.models.decoder_config import DecoderConfig
 from engine.models.layer import CosSin
 from engine.models.parts import PartsFactory
+from engine.models.scores import Scores
 
 
 class HeadAttention:
@@ -28,7 +29,7 @@ class HeadAttention:
         rotary: RotaryEmbedding,
     ) -> None:
         self._backend = backend
-        self.sliding_window = config.sliding_windows[layer]
+        self.scores = Scores.of(config.head_dim, config.sliding_windows[layer])
         D, H = config.hidden_size, config.head_dim
         q_size, kv_size = config.num_heads * H, config.num_kv_heads * H
         at = f"model.layers.{layer}.self_attn"
@@ -46,4 +47,4 @@ class HeadAttention:
 
     def __call__(self, h_TD: torch.Tensor, kv: torch.Tensor, plan: Any, cos_sin: CosSin) -> torch.Tensor:
         q_TNH = self._backend.project(self.qkv(h_TD), kv, plan, self.heads, cos_sin)
-        return self.output(self._backend.attend(q_TNH, kv, plan, self.sliding_window))
+        return self.output(self._backend.attend(q_TNH, kv, plan, self.scores))

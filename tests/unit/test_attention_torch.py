@@ -13,7 +13,7 @@ from engine.attention.paged_groups import MAX_PADDING, split_by_padding
 from engine.attention.torch_backend import TorchAttention
 
 
-def run(case: Case, window: int) -> torch.Tensor:
+def run(case: Case, window: int, soft_cap: float = 0.0, scale: float | None = None) -> torch.Tensor:
     backend = TorchAttention(
         num_heads=case.num_heads,
         num_kv_heads=case.num_kv_heads,
@@ -23,7 +23,7 @@ def run(case: Case, window: int) -> torch.Tensor:
     )
     plan = backend.prepare(case.layout)
     backend.write_kv(case.kv, case.k, case.v, plan)
-    return backend.attend(case.q, case.kv, plan, window)
+    return backend.attend(case.q, case.kv, plan, case.scores(window, soft_cap, scale))
 
 
 @pytest.mark.parametrize("window", [0, 1, 5, 16, 1000])
@@ -34,6 +34,20 @@ def test_against_float64(
 ) -> None:
     case = Case(lens, num_heads=num_heads, num_kv_heads=num_kv_heads, head_dim=head_dim, block_size=block_size)
     torch.testing.assert_close(run(case, window).double(), case.expected(window), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(("soft_cap", "scale"), [(20.0, None), (0.0, 0.5), (20.0, 0.5)])
+@pytest.mark.parametrize("window", [0, 9])
+@pytest.mark.parametrize("lens", LENS.values(), ids=LENS.keys())
+def test_a_soft_cap_and_another_scale(
+    lens: list[tuple[int, int]], window: int, soft_cap: float, scale: float | None
+) -> None:
+    case = Case(lens, num_heads=6, num_kv_heads=2, head_dim=8, block_size=4)
+    case.q *= 15  # scores of some dozens: the cap bends them
+    expected = case.expected(window, soft_cap, scale)
+    torch.testing.assert_close(run(case, window, soft_cap, scale).double(), expected, rtol=1e-4, atol=1e-4)
+    if len(case.q) > 1:
+        assert not torch.allclose(run(case, window).double(), expected, rtol=1e-2, atol=1e-2)
 
 
 @settings(max_examples=40, deadline=None)

@@ -52,16 +52,16 @@ def heads_of(num_heads: int, num_kv_heads: int, head_dim: int, norms: tuple[RMSN
     return HeadProjection(num_heads, num_kv_heads, head_dim, rotary, q_norm, k_norm)
 
 
-def attend(case: Case, window: int) -> torch.Tensor:
+def attend(case: Case, window: int, scale: float | None = None) -> torch.Tensor:
     """Through the backend, with a rotation that does nothing: what is written is what is read."""
-    backend, kv = CpuAttention(head_dim=case.head_dim), to_paired(case.kv)
+    backend, kv = CpuAttention(), to_paired(case.kv)
     plan = backend.prepare(case.layout)
     qkv = torch.cat((case.q, case.k, case.v), dim=1).flatten(1)
     one = torch.ones(len(case.q), 1, case.head_dim, dtype=BFLOAT16)
     heads = heads_of(case.num_heads, case.num_kv_heads, case.head_dim)
     q = backend.project(qkv, kv, plan, heads, (one, one * 0))
     torch.testing.assert_close(q, case.q, rtol=0, atol=0)
-    return backend.attend(q, kv, plan, window)
+    return backend.attend(q, kv, plan, case.scores(window, scale=scale))
 
 
 def case_of(
@@ -87,6 +87,12 @@ def assert_close(case: Case, window: int = 0) -> None:
 @pytest.mark.parametrize("lens", LENS.values(), ids=LENS.keys())
 def test_attention_against_float64(lens: list[tuple[int, int]], window: int) -> None:
     assert_close(case_of(lens), window)
+
+
+def test_attention_with_another_scale() -> None:
+    case = case_of([(70, 1), (15, 1), (0, 19), (30, 35)])
+    actual, expected = attend(case, 0, scale=0.2).double(), case.expected(0, scale=0.2)
+    torch.testing.assert_close(actual, expected, rtol=1e-2, atol=1e-2)
 
 
 @pytest.mark.parametrize("num_groups", [1, 3, 4, 8])
@@ -140,7 +146,7 @@ def test_only_its_slots_are_written() -> None:
     case = case_of(LENS["mixed"])
     kv = to_paired(case.kv.nan_to_num(7.0))
     before = kv.clone()
-    backend = CpuAttention(head_dim=case.head_dim)
+    backend = CpuAttention()
     qkv = torch.cat((case.q, case.k, case.v), dim=1).flatten(1)
     one = torch.ones(len(case.q), 1, case.head_dim, dtype=BFLOAT16)
     backend.project(qkv, kv, backend.prepare(case.layout), heads_of(6, 2, 64), (one, one * 0))
@@ -164,7 +170,7 @@ def test_rotation_against_plain_torch(head_dim: int, has_norms: bool) -> None:
     qkv = torch.cat((case.q, case.k, case.v), dim=1).flatten(1)
     cos_sin = heads.rotary.select(torch.tensor([33, *range(40)]))
     q, k, v = heads(qkv, cos_sin)
-    backend, kv = CpuAttention(head_dim=head_dim), to_paired(case.kv)
+    backend, kv = CpuAttention(), to_paired(case.kv)
     # Plain torch rounds both products and their sum, the kernel only the sum.
     torch.testing.assert_close(
         backend.project(qkv, kv, backend.prepare(case.layout), heads, cos_sin), q, rtol=2e-2, atol=2e-2
@@ -312,8 +318,8 @@ def test_rows_with_filters_and_greedy_ones_are_not_for_the_kernel() -> None:
 # -- where they cannot be had ---------------------------------------------------------------------------------------
 
 SHAPE = {
-    "device": "cpu", "dtype": "bfloat16", "head_dim": 64, "block_size": 16, "num_groups": 3, "hidden_size": 576,
-    "intermediate_size": 1536,
+    "device": "cpu", "dtype": "bfloat16", "head_dim": 64, "block_size": 16, "num_groups": 3,
+    "product_inputs": (576, 1536), "has_soft_cap": False,
 }  # fmt: skip
 
 
@@ -337,8 +343,9 @@ def choose(name: str, **change: object) -> str:
         ({"block_size": 8}, "block_size must be a multiple of 16, is 8"),
         ({"head_dim": 72}, "head size must be a multiple of 16 up to 256, is 72"),
         ({"num_groups": 97}, "at most 96 query heads may share a key head, and 97 do"),
-        ({"hidden_size": 161}, "must be even, are 161 and 1536"),
-        ({"intermediate_size": 203}, "must be even, are 576 and 203"),
+        ({"product_inputs": (161, 1536)}, "must be even, are 161 and 1536"),
+        ({"product_inputs": (576, 203)}, "must be even, are 576 and 203"),
+        ({"has_soft_cap": True}, "the model caps its scores"),
         ({"quantization": "int8"}, "it multiplies with bfloat16 weights, and quantization is int8"),
         ({"kv_dtype": "float8_e4m3fn"}, "its pool holds bfloat16, and kv_cache_dtype makes it float8_e4m3fn"),
     ],
@@ -419,6 +426,6 @@ def test_a_cache_that_cannot_be_written_is_no_reason_to_fail(monkeypatch: pytest
 
 def test_rows_are_laid_out_by_the_plan() -> None:
     case = case_of(LENS["mixed"])
-    plan = CpuAttention(head_dim=64).prepare(case.layout)
+    plan = CpuAttention().prepare(case.layout)
     assert plan.block_tables.dtype == torch.int32
     np.testing.assert_array_equal(plan.slot_mapping.numpy(), case.layout.slot_mapping)

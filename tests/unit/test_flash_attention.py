@@ -109,10 +109,12 @@ def written_pool(case: Case) -> torch.Tensor:
     return kv
 
 
-def attend(case: Case, calls: FlashCalls, window: int = 0, device: str = "cpu") -> torch.Tensor:
+def attend(
+    case: Case, calls: FlashCalls, window: int = 0, device: str = "cpu", scale: float | None = None
+) -> torch.Tensor:
     backend = backend_of(case, calls, device)
     kv = written_pool(case).to(device)
-    return backend.attend(case.q.to(device), kv, backend.prepare(case.layout), window).cpu()
+    return backend.attend(case.q.to(device), kv, backend.prepare(case.layout), case.scores(window, scale=scale)).cpu()
 
 
 def assert_close(case: Case, calls: FlashCalls, window: int = 0, device: str = "cpu") -> None:
@@ -129,6 +131,13 @@ def assert_close(case: Case, calls: FlashCalls, window: int = 0, device: str = "
 @pytest.mark.parametrize("kind", KINDS)
 def test_against_float64(kind: str, lens: list[tuple[int, int]], window: int) -> None:
     assert_close(case_of(lens, num_kv_heads=1), calls_of(kind), window)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_another_scale(kind: str) -> None:
+    case = case_of(LENS["mixed"])
+    actual = attend(case, calls_of(kind), scale=0.4).double()
+    torch.testing.assert_close(actual, case.expected(0, scale=0.4), rtol=5e-3, atol=5e-3)
 
 
 @pytest.mark.parametrize("window", [0, 260])
@@ -153,7 +162,7 @@ def test_flash_attention_3_takes_pages_of_any_size(block_size: int) -> None:
 def test_agrees_with_plain_torch(kind: str) -> None:
     case = case_of(LENS["mixed"])
     plain = plain_backend_of(case)
-    expected = plain.attend(case.q, written_pool(case), plain.prepare(case.layout), 11)
+    expected = plain.attend(case.q, written_pool(case), plain.prepare(case.layout), case.scores(11))
     torch.testing.assert_close(attend(case, calls_of(kind), 11), expected, rtol=2e-3, atol=2e-3)
 
 
@@ -176,7 +185,7 @@ def test_the_pool_is_read_where_it_lies(kind: str, monkeypatch: pytest.MonkeyPat
         return real(q, k, v, **rest)  # type: ignore[arg-type]
 
     monkeypatch.setattr(flash_reference, "_attend", watching)
-    backend.attend(case.q, kv, backend.prepare(case.layout), 0)
+    backend.attend(case.q, kv, backend.prepare(case.layout), case.scores())
     assert seen == [kv[:, 0].data_ptr(), kv[:, 1].data_ptr()] * 2  # of decodes, of prefills
 
 
@@ -212,7 +221,7 @@ def check_reserved_plan(calls: FlashCalls, device: str, run: Callable[..., Calla
     plan = backend.reserve_decode_plan(3, 520)
     address = plan.buffer.data_ptr()
     q, kv = torch.zeros(3, 6, 64, device=device).half(), torch.zeros_like(cases[0].kv, device=device)
-    again = run(lambda: backend.attend(q, kv, plan, 0))
+    again = run(lambda: backend.attend(q, kv, plan, cases[0].scores()))
     for case in cases:
         backend.refill(plan, case.layout)
         q[: len(case.q)] = case.q.to(device)

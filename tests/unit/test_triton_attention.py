@@ -37,11 +37,11 @@ def case_of(
     )  # fmt: skip
 
 
-def backend_of(case: Case, soft_cap: float = 0.0) -> TritonAttention:
+def backend_of(case: Case) -> TritonAttention:
     return TritonAttention(
         num_heads=case.num_heads, num_kv_heads=case.num_kv_heads, head_dim=case.head_dim, block_size=case.block_size,
         dtype=str(case.q.dtype).removeprefix("torch."), kv_dtype=str(case.kv.dtype).removeprefix("torch."),
-        device=DEVICE, soft_cap=soft_cap,
+        device=DEVICE,
     )  # fmt: skip
 
 
@@ -56,15 +56,17 @@ def written_pool(case: Case) -> torch.Tensor:
     return kv
 
 
-def attend(case: Case, window: int = 0, soft_cap: float = 0.0) -> torch.Tensor:
-    backend = backend_of(case, soft_cap)
+def attend(case: Case, window: int = 0, soft_cap: float = 0.0, scale: float | None = None) -> torch.Tensor:
+    backend = backend_of(case)
     kv = written_pool(case).to(DEVICE)
-    return backend.attend(case.q.to(DEVICE), kv, backend.prepare(case.layout), window).cpu()
+    return backend.attend(
+        case.q.to(DEVICE), kv, backend.prepare(case.layout), case.scores(window, soft_cap, scale)
+    ).cpu()
 
 
-def assert_close(case: Case, window: int = 0, soft_cap: float = 0.0) -> None:
+def assert_close(case: Case, window: int = 0, soft_cap: float = 0.0, scale: float | None = None) -> None:
     tolerance = TOLERANCES[case.q.dtype]
-    actual, expected = attend(case, window, soft_cap).double(), case.expected(window, soft_cap)
+    actual, expected = attend(case, window, soft_cap, scale).double(), case.expected(window, soft_cap, scale)
     torch.testing.assert_close(actual, expected, rtol=tolerance, atol=tolerance)
 
 
@@ -112,6 +114,13 @@ def test_soft_cap(window: int) -> None:
     assert_close(case, window, 20.0)
 
 
+@pytest.mark.parametrize("soft_cap", [0.0, 20.0])
+def test_another_scale(soft_cap: float) -> None:
+    case = case_of([(70, 1), (0, 1), (20, 19)], num_kv_heads=1)
+    case.q *= 5
+    assert_close(case, 0, soft_cap, scale=0.9)
+
+
 def test_scores_of_any_size_stay_finite() -> None:
     case = case_of([(40, 1), (0, 20)], dtype=torch.bfloat16)
     case.q *= 300
@@ -138,7 +147,7 @@ def test_a_head_reads_nothing_of_the_next_one() -> None:
 def test_agrees_with_plain_torch() -> None:
     case = case_of(LENS["mixed"])
     plain = TorchAttention(num_heads=6, num_kv_heads=2, head_dim=64, block_size=16, device="cpu")
-    expected = plain.attend(case.q, written_pool(case), plain.prepare(case.layout), 11)
+    expected = plain.attend(case.q, written_pool(case), plain.prepare(case.layout), case.scores(11))
     torch.testing.assert_close(attend(case, 11), expected, rtol=1e-5, atol=1e-5)
 
 
@@ -152,7 +161,7 @@ def decode(case: Case, window: int, max_context_len: int, config: DecodeConfig) 
     size = partial_size(len(q), case.num_heads, case.head_dim, max_context_len, config)
     paged_decode(
         q, written_pool(case).to(DEVICE), plan.block_tables, plan.context_lens, out,
-        torch.full((size,), float("nan"), device=DEVICE), max_context_len=max_context_len, window=window, soft_cap=0.0,
+        torch.full((size,), float("nan"), device=DEVICE), max_context_len=max_context_len, scores=case.scores(window),
         config=config,
     )  # fmt: skip
     return out.flatten(1).cpu()
@@ -245,7 +254,7 @@ def test_a_reserved_plan_serves_any_step_that_fits() -> None:
         backend.refill(plan, case.layout)
         q = torch.zeros(3, 6, 64, device=DEVICE)
         q[: len(case.q)] = case.q
-        out = backend.attend(q, written_pool(case).to(DEVICE), plan, 0).cpu()
+        out = backend.attend(q, written_pool(case).to(DEVICE), plan, case.scores()).cpu()
         torch.testing.assert_close(out[: len(case.q)].double(), case.expected(0), rtol=1e-5, atol=1e-5)
         assert (out[len(case.q) :] == 0).all()
         assert (plan.slot_mapping[len(case.q) :] == -1).all()
@@ -270,10 +279,10 @@ def test_a_cuda_graph_replays_other_steps() -> None:
     backend = backend_of(cases[0])
     plan = backend.reserve_decode_plan(3, 320)
     q, kv = torch.zeros(3, 6, 64, device=DEVICE), torch.zeros_like(cases[0].kv, device=DEVICE)
-    backend.attend(q, kv, plan, 0)  # compiles, which cannot be captured
+    backend.attend(q, kv, plan, cases[0].scores())  # compiles, which cannot be captured
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        out = backend.attend(q, kv, plan, 0)
+        out = backend.attend(q, kv, plan, cases[0].scores())
     for case in cases:
         backend.refill(plan, case.layout)
         q[: len(case.q)] = case.q.to(DEVICE)
@@ -305,8 +314,8 @@ def choose(
     name: str, device: str, *, kv_dtype: str = "", capability: tuple[int, int] | None = None, **change: int
 ) -> str:
     """float32, so that no CPU kernels are compiled."""
-    shape = {"num_heads": 32, "num_kv_heads": 8, "head_dim": 128, "hidden_size": 4096, "intermediate_size": 64} | change
-    model: Any = SimpleNamespace(mla=None, moe=None, **shape)
+    shape = {"num_heads": 32, "num_kv_heads": 8, "head_dim": 128, "hidden_size": 4096} | change
+    model: Any = SimpleNamespace(mla=None, moe=None, product_inputs=(), has_soft_cap=False, **shape)
     needs = Needs(
         model=model,
         device=device,

@@ -26,6 +26,7 @@ from engine.kernels.gpu.digest import block_digests
 from engine.kernels.gpu.rotate import rotate_and_store
 from engine.layers import LatentProjection, RMSNorm, RotaryEmbedding
 from engine.models.rope_config import RopeConfig
+from engine.models.scores import Scores
 
 FAR = 2**31
 BLOCK_SIZE = 16
@@ -70,9 +71,9 @@ def test_keys_and_values_are_written_and_read(lens: list[tuple[int, int]]) -> No
         q = rotate_and_store(qkv, rotary.select(positions.to(DEVICE)), None, 1e-6, kv, slots, num_heads=case.num_heads)
         backend = TritonAttention(
             num_heads=6, num_kv_heads=2, head_dim=64, block_size=BLOCK_SIZE, dtype="float16", kv_dtype="float16",
-            device=DEVICE, soft_cap=0.0,
+            device=DEVICE,
         )  # fmt: skip
-        return backend.attend(q, kv, backend.prepare(layout), 0)
+        return backend.attend(q, kv, backend.prepare(layout), Scores.of(case.head_dim))
 
     near = case.kv.clone().to(DEVICE)
     expected = attended(near, case.layout)

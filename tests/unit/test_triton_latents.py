@@ -247,7 +247,7 @@ def needs_of(dtype: str = "bfloat16", capability: tuple[int, int] = (9, 0), **ch
     sizes = {"kv_lora_rank": 512, "qk_rope_head_dim": 64} | change
     hidden_size = sizes.pop("hidden_size", 2048)
     model: Any = SimpleNamespace(
-        num_heads=128, num_kv_heads=1, head_dim=576, hidden_size=hidden_size, intermediate_size=64,
+        num_heads=128, num_kv_heads=1, head_dim=576, hidden_size=hidden_size,
         mla=SimpleNamespace(**sizes), moe=SimpleNamespace(),
     )  # fmt: skip
     return Needs(model=model, device="cuda", capability=capability, dtype=dtype, kv_dtype=dtype, block_size=16)

@@ -23,6 +23,7 @@ import triton
 import triton.language as tl
 
 from engine.kernels.gpu.tile import MIN_SIDE, attend_tile, padded_head_dim, score_scales
+from engine.models.scores import Scores
 
 MAX_PIECES = 32
 """A power of two: the reduction holds a row of each in registers."""
@@ -72,28 +73,27 @@ def paged_decode(
     scratch: torch.Tensor,
     *,
     max_context_len: int,
-    window: int,
-    soft_cap: float,
+    scores: Scores,
     config: DecodeConfig | None = None,
 ) -> None:
     """Attention of each sequence's last token to all of it: written to `out_SNH`.
 
     `q_SNH`, `out_SNH`: contiguous, of one dtype. `kv`: a layer of the pool, contiguous, of that dtype or 8-bit floats.
     `block_tables` [S, blocks] and `context_lens` [S]: int32; a context of 0 gives zeros. `scratch`: float32,
-    `partial_size` numbers. `max_context_len`: no context is longer. `window`, `soft_cap`: 0 for none.
+    `partial_size` numbers. `max_context_len`: no context is longer.
     """
     num_seqs, num_heads, head_dim = q_SNH.shape
     num_kv_heads, block_size = kv.shape[2:4]
     config = config or DecodeConfig.of(head_dim, q_SNH.itemsize, kv.itemsize)
     num_groups = num_heads // num_kv_heads
     block_m = max(triton.next_power_of_2(num_groups), MIN_SIDE)
-    pieces = num_pieces(max_context_len, window, config)
-    scale_in, scale_out = score_scales(head_dim, soft_cap)
+    pieces = num_pieces(max_context_len, scores.sliding_window, config)
+    scale_in, scale_out = score_scales(scores)
     num_partials = num_seqs * num_heads * pieces
     partial, weight = scratch[: num_partials * head_dim], scratch[num_partials * head_dim :]
     shared = {
         "HEAD_DIM": head_dim,
-        "WINDOW": window,
+        "WINDOW": scores.sliding_window,
         "BLOCK_H": padded_head_dim(head_dim),
         "MIN_PIECE": config.min_piece,
         "MAX_PIECES": MAX_PIECES,
@@ -102,7 +102,7 @@ def paged_decode(
     _split_kernel[(pieces, num_kv_heads, num_seqs)](
         q_SNH, kv, block_tables, context_lens, out_SNH, partial, weight, block_tables.stride(0), pieces,
         scale_in, scale_out,
-        NUM_KV_HEADS=num_kv_heads, NUM_GROUPS=num_groups, SLOTS=block_size, HAS_SOFT_CAP=soft_cap > 0,
+        NUM_KV_HEADS=num_kv_heads, NUM_GROUPS=num_groups, SLOTS=block_size, HAS_SOFT_CAP=scores.soft_cap > 0,
         BLOCK_M=block_m, BLOCK_N=config.block_n, IS_SPLIT=pieces > 1, **shared,
         num_warps=config.num_warps, num_stages=config.num_stages,
     )  # fmt: skip

@@ -22,6 +22,7 @@ import triton.language as tl
 from numpy.typing import NDArray
 
 from engine.kernels.gpu.tile import attend_tile, padded_head_dim, score_scales
+from engine.models.scores import Scores
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,25 +77,23 @@ def paged_prefill(
     tiles: torch.Tensor,
     out_TNH: torch.Tensor,
     *,
-    window: int,
-    soft_cap: float,
+    scores: Scores,
     config: PrefillConfig,
 ) -> None:
     """Causal attention of the tokens in `tiles` to their sequences: written to their rows of `out_TNH`.
 
     `q_TNH`, `out_TNH`: contiguous, of one dtype. `kv`: a layer of the pool, contiguous, of that dtype or 8-bit floats.
     int32: `block_tables` [S, blocks], `context_lens` [S] with this step's tokens, `query_starts` [S + 1] where each
-    sequence's tokens begin among T, `tiles` as `list_tiles` made them for block_m // G tokens. `window`, `soft_cap`: 0
-    for none.
+    sequence's tokens begin among T, `tiles` as `list_tiles` made them for block_m // G tokens.
     """
     _, num_heads, head_dim = q_TNH.shape
     num_kv_heads, block_size = kv.shape[2:4]
-    scale_in, scale_out = score_scales(head_dim, soft_cap)
+    scale_in, scale_out = score_scales(scores)
     _prefill_kernel[(len(tiles), num_kv_heads)](
         q_TNH, kv, block_tables, context_lens, query_starts, tiles, out_TNH, block_tables.stride(0),
         scale_in, scale_out,
         NUM_KV_HEADS=num_kv_heads, NUM_GROUPS=num_heads // num_kv_heads, HEAD_DIM=head_dim, SLOTS=block_size,
-        WINDOW=window, HAS_SOFT_CAP=soft_cap > 0, BLOCK_M=config.block_m, BLOCK_N=config.block_n,
+        WINDOW=scores.sliding_window, HAS_SOFT_CAP=scores.soft_cap > 0, BLOCK_M=config.block_m, BLOCK_N=config.block_n,
         BLOCK_H=padded_head_dim(head_dim), num_warps=config.num_warps, num_stages=config.num_stages,
     )  # fmt: skip
 

@@ -4,7 +4,7 @@ The softmax is that of M. Milakov, N. Gimelshein, "Online normalizer calculation
 in "FlashAttention-2", 2023 (algorithm 1): a running maximum and sum per query, old sums scaled down when the maximum
 grows, division at the end. Exponents are to base 2, which is what the hardware has.
 
-Scores arrive at the softmax in units of log2(e): `score_scales` folds that, 1 / sqrt(H) and the soft cap into two
+Scores arrive at the softmax in units of log2(e): `score_scales` folds that, the scale and the soft cap into two
 factors. A soft cap c replaces a score s by c * tanh(s / c) (Gemma 2, 2024).
 
 Shapes: M query rows of a tile, N keys of a tile, H head dim, padded to a power of two; K key/value heads. A layer of
@@ -18,6 +18,8 @@ import math
 import triton
 import triton.language as tl
 
+from engine.models.scores import Scores
+
 MAX_HEAD_DIM = 256
 MIN_SIDE = 16
 """Of what tensor cores multiply."""
@@ -28,12 +30,12 @@ def padded_head_dim(head_dim: int) -> int:
     return max(int(triton.next_power_of_2(head_dim)), MIN_SIDE)
 
 
-def score_scales(head_dim: int, soft_cap: float) -> tuple[float, float]:
+def score_scales(scores: Scores) -> tuple[float, float]:
     """What products of q and k are multiplied with before and after tanh; without a cap, before alone."""
     log2_e = 1 / math.log(2)
-    if soft_cap:
-        return head_dim**-0.5 / soft_cap, soft_cap * log2_e
-    return head_dim**-0.5 * log2_e, 1.0
+    if scores.soft_cap:
+        return scores.scale / scores.soft_cap, scores.soft_cap * log2_e
+    return scores.scale * log2_e, 1.0
 
 
 @triton.jit
