@@ -12,6 +12,8 @@ from typing import Any
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 LOAD_FORMATS = ("auto", "safetensors", "gguf", "dummy")
 ATTENTION_BACKENDS = ("auto", "cpu", "triton", "flash_attn", "torch")
+MODEL_IMPLS = ("auto", "tandem", "transformers")
+"""Who computes a model: our decoder, transformers' code over our attention, or the first of them that can."""
 QUANTIZATIONS = ("auto", "none", "fp8", "int8")
 KV_CACHE_DTYPES = ("auto", "fp8", "fp8_e4m3")
 GIB = 1024**3
@@ -37,6 +39,8 @@ class ModelConfig:
     """"float32", "bfloat16" or "float16", resolved."""
     quantization: str
     """Of the weights of layers' products: "none", "fp8", "int8" or "stored", resolved (engine/quantization.py)."""
+    model_impl: str
+    """Who computes it: "tandem" or "transformers"."""
     max_model_len: int
     """Prompt and answer together, in tokens."""
     vocab_size: int
@@ -148,6 +152,13 @@ class EngineArgs:
         default="auto",
         metadata={"help": "What the KV pool holds: auto (the model's dtype) or fp8 (float8_e4m3fn), half the bytes."},
     )
+    model_impl: str = field(
+        default="auto",
+        metadata={
+            "help": "Who computes the model: tandem (our decoder), transformers (its code over our attention: causal "
+            "language models of most other families) or auto (the first of them that knows the architecture)."
+        },
+    )
     load_format: str = field(
         default="auto", metadata={"help": "auto, safetensors, gguf, or dummy (random weights of the config's shapes)."}
     )
@@ -235,6 +246,10 @@ class EngineArgs:
         _check(
             self.load_format in LOAD_FORMATS,
             f"load_format must be one of {', '.join(LOAD_FORMATS)}, is {self.load_format!r}",
+        )
+        _check(
+            self.model_impl in MODEL_IMPLS,
+            f"model_impl must be one of {', '.join(MODEL_IMPLS)}, is {self.model_impl!r}",
         )
         _check(
             self.max_model_len == 0 or self.max_model_len >= 2,

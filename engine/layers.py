@@ -113,6 +113,19 @@ class RotaryEmbedding:
         return (x_TNH * cos).add_(x_TNH.roll(self._half, -1).mul_(sin))
 
 
+class Unrotated:
+    """In the place of `RotaryEmbedding` where queries and keys come with their positions in them."""
+
+    def select(self, x_TNH: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """For kernels that rotate: by nothing. [T, 1, H] each."""
+        one = torch.ones_like(x_TNH[:, :1], memory_format=torch.contiguous_format)
+        return one, torch.zeros_like(one)
+
+    def rotate(self, x_TNH: torch.Tensor, cos_sin: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+        del cos_sin
+        return x_TNH
+
+
 @dataclass(frozen=True, slots=True)
 class HeadProjection:
     """What a layer's q, k, v go through between their product and attention."""
@@ -120,7 +133,7 @@ class HeadProjection:
     num_heads: int
     num_kv_heads: int
     head_dim: int
-    rotary: RotaryEmbedding
+    rotary: RotaryEmbedding | Unrotated
     q_norm: RMSNorm | None
     k_norm: RMSNorm | None
 

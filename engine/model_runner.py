@@ -18,7 +18,7 @@ from engine.input_batch import InputBatch, build_input_batch
 from engine.kernels.sampling import choose_largest, draw_unfiltered
 from engine.kv_cache import clear_blocks, copy_blocks
 from engine.logprobs import PromptLogprobs, RawLogits, prompt_logprobs
-from engine.models.decoder import Decoder
+from engine.models.model import Model
 from engine.sampled_tokens import SampledTokens
 from engine.sampler import ChooseRows, Sampler
 from engine.sequence import BlockExport, OnLayerWritten, SchedulerOutput
@@ -41,7 +41,7 @@ class ModelRunner:
     def __init__(
         self,
         config: EngineConfig,
-        model: Decoder,
+        model: Model,
         backend: PagedBackend[Any],
         kv_pool: torch.Tensor,
         on_layer_written: OnLayerWritten | None,

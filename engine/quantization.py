@@ -24,7 +24,7 @@ import torch.nn.functional as F  # noqa: N812
 from engine.cache_dir import report
 from engine.float8 import MAX_FLOAT8, saturated_float8, why_no_float8
 from engine.layers import Linear, MakeLinear
-from engine.models.decoder_config import DecoderConfig
+from engine.models.model_shape import ModelShape
 from engine.models.stored_weights import AS_STORED, StoredWeights
 from engine.scaled_weight import ScaledWeight, Weight
 
@@ -50,7 +50,7 @@ def resolve_quantization(
     device: str,
     capability: tuple[int, int] | None,
     dtype: str,
-    model: DecoderConfig,
+    model: ModelShape,
     has_kernels: bool,
 ) -> str:
     """What layers multiply with: "none", "int8", "fp8" or "stored". "auto" is the last, where a checkpoint has
@@ -63,7 +63,8 @@ def resolve_quantization(
     if asked != "auto":
         why_not = why_no_quantization(asked, capability=capability, dtype=dtype, model=model)
         if why_not:
-            advice = "none" if model.mla is not None else "int8 or none"
+            is_plain = model.mla is not None or model.model_impl == "transformers"
+            advice = "none" if is_plain else "int8 or none"
             raise ValueError(f"quantization {asked} cannot work here: {why_not}; give {advice}")
         return asked
     if not stored.quantizations:
@@ -80,19 +81,20 @@ def resolve_quantization(
     return "none" if why_not else AS_STORED
 
 
-def why_no_quantization(
-    quantization: str, *, capability: tuple[int, int] | None, dtype: str, model: DecoderConfig
-) -> str:
+def why_no_quantization(quantization: str, *, capability: tuple[int, int] | None, dtype: str, model: ModelShape) -> str:
     """What keeps products from being in these 8 bits, as a clause; empty if nothing does."""
     if quantization == "none":
         return ""
     if model.mla is not None:
         return "it is not supported with latent attention"
+    if model.model_impl == "transformers":
+        return "the model is computed by transformers' code"
     if quantization != "fp8":
         return ""
     why_not = why_no_float8(capability)
     q_size, kv_size = model.num_heads * model.head_dim, model.num_kv_heads * model.head_dim
-    sizes = (model.hidden_size, q_size, q_size + 2 * kv_size, model.intermediate_size)
+    hidden_size, intermediate_size = model.product_inputs
+    sizes = (hidden_size, q_size, q_size + 2 * kv_size, intermediate_size)
     if not why_not and dtype != "bfloat16":
         why_not = f"it computes bfloat16, and dtype is {dtype}"
     if not why_not and any(size % FLOAT8_GRAIN for size in sizes):

@@ -151,6 +151,8 @@ def why_no_graphs(backend: str, needs: Needs) -> str:
         calls = _flash_calls(needs)
         if not calls.is_capturable:
             return f"this version of {calls.name} waits for the device in every call"
+    if needs.model.model_impl == "transformers":
+        return "the model is computed by transformers' code, which may wait for the device"
     return "" if needs.model.moe is None else _why_no_grouped_products(needs)
 
 
@@ -167,6 +169,8 @@ def _why_no_grouped_products(needs: Needs) -> str:
 def _flash_calls(needs: Needs) -> FlashCalls:
     if needs.model.mla is not None:
         raise FlashUnavailable("it is called for keys and values of heads, and the model's attention is latent")
+    if needs.model.has_soft_cap:
+        raise FlashUnavailable("it is called without a soft cap, and the model caps its scores")
     return load_flash_calls(
         device=needs.device,
         dtype=needs.dtype,

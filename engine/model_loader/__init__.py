@@ -1,7 +1,7 @@
 """Finds a model, describes it, loads it.
 
     name, folder, .gguf file or hub id ──resolve_model──> folder
-    EngineArgs ──create_engine_config──> EngineConfig ──load_model──> Decoder
+    EngineArgs ──create_engine_config──> EngineConfig ──load_model──> Model
 
 A folder is in Hugging Face's layout: config.json, safetensors (one file or sharded), tokenizer.json. Finding a
 model needs no torch, which takes a second to import, and only a conversion needs transformers.
@@ -19,7 +19,10 @@ from engine.config import EngineArgs, EngineConfig
 if TYPE_CHECKING:
     from engine.attention import PagedBackend
     from engine.model_loader.weights import Weights
-    from engine.models.decoder import Decoder, Parts
+    from engine.models import ModelShape
+    from engine.models.model import Model
+    from engine.models.parts import Parts
+    from engine.models.transformers_model import TransformersModel
 
 __all__ = ["create_engine_config", "load_model", "resolve_model"]
 
@@ -83,17 +86,32 @@ def _fetch_from_hub(model: str) -> Path:
         ) from error
 
 
-def load_model(config: EngineConfig, backend: PagedBackend[Any]) -> Decoder:
+def load_model(config: EngineConfig, backend: PagedBackend[Any]) -> Model:
     """The model with its weights on the device, and its attention done by `backend`.
 
     Raises `ValueError` where weights and config.json do not fit.
     """
-    from engine.models import load_decoder_config
+    from engine.models import DecoderConfig, load_model_shape
     from engine.models.decoder import Decoder
 
-    decoder_config = load_decoder_config(config.model.hf_config)
+    shape = load_model_shape(config.model.hf_config, config.model.model_impl)
     parts = _parts_of(config)
-    return Decoder(decoder_config, _weights_of(config), backend, config.model.max_model_len, parts)
+    if isinstance(shape, DecoderConfig):
+        return Decoder(shape, _weights_of(config), backend, config.model.max_model_len, parts)
+    return _load_transformers_model(config, shape, backend, parts)
+
+
+def _load_transformers_model(
+    config: EngineConfig, shape: ModelShape, backend: PagedBackend[Any], parts: Parts
+) -> TransformersModel:
+    from engine.attention import AttentionBackend
+    from engine.model_loader.transformers_weights import load_causal_lm
+    from engine.models.transformers_config import TransformersConfig
+    from engine.models.transformers_model import TransformersModel
+
+    assert isinstance(shape, TransformersConfig)
+    assert isinstance(backend, AttentionBackend)
+    return TransformersModel(shape, load_causal_lm(config), backend, parts)
 
 
 def _weights_of(config: EngineConfig) -> Weights:

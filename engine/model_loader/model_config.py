@@ -35,7 +35,7 @@ from engine.config import (
 from engine.kv_cache import KV_FORMAT_VERSION, TORCH_DTYPES, kv_cache_shape, kv_dtype_of
 from engine.memory import memory_bytes
 from engine.model_loader.weights import digest_files, dummy_digest, safetensors_files
-from engine.models import DecoderConfig, load_decoder_config
+from engine.models import ModelShape, load_model_shape
 from engine.models.stored_weights import StoredWeights
 from engine.quantization import resolve_quantization
 from prefix_hash import prefix_key
@@ -49,13 +49,13 @@ CPU_PREFILL_BATCH_TOKENS = 256
 def make_engine_config(args: EngineArgs, folder: Path) -> EngineConfig:
     """Raises `ValueError` naming the field and its bound, or what config.json lacks."""
     hf_config = _read_json(folder / "config.json")
-    decoder = load_decoder_config(hf_config)
+    shape = load_model_shape(hf_config, args.model_impl)
     stored = StoredWeights.from_hf(hf_config)
     device, dtype = _device(args), _dtype(args, hf_config)
     capability = torch.cuda.get_device_capability() if device == "cuda" else None
     kv_dtype = kv_dtype_of(args.kv_cache_dtype, dtype)
     needs = Needs(
-        model=decoder, device=device, capability=capability, dtype=dtype, kv_dtype=kv_dtype, block_size=args.block_size
+        model=shape, device=device, capability=capability, dtype=dtype, kv_dtype=kv_dtype, block_size=args.block_size
     )
     quantization = resolve_quantization(
         args.quantization,
@@ -63,18 +63,18 @@ def make_engine_config(args: EngineArgs, folder: Path) -> EngineConfig:
         device=device,
         capability=capability,
         dtype=dtype,
-        model=decoder,
+        model=shape,
         has_kernels=device == "cuda" and args.attention_backend != "torch" and not why_no_triton_kernels(needs),
     )
-    model = _model_config(args, folder, hf_config, decoder, device, dtype=dtype, quantization=quantization)
+    model = _model_config(args, folder, hf_config, shape, device, dtype=dtype, quantization=quantization)
     num_blocks = _num_blocks(args, model, device, kv_dtype)
     needs = replace(needs, quantization=quantization)
     backend = choose_attention_backend(args.attention_backend, needs)
     no_graphs = why_no_graphs(backend, needs)
     if no_graphs and device == "cuda" and backend in ("flash_attn", "triton") and not args.enforce_eager:
         report(f"decoding steps are not recorded as CUDA graphs: {no_graphs}")
-    kv_order = kv_order_of(backend, decoder)
-    digest = compat_digest(decoder, stored, model, args.block_size, kv_dtype, kv_order)
+    kv_order = kv_order_of(backend, shape)
+    digest = compat_digest(shape, stored, model, args.block_size, kv_dtype, kv_order)
     return EngineConfig(
         model=model,
         cache=CacheConfig(
@@ -109,11 +109,11 @@ def make_engine_config(args: EngineArgs, folder: Path) -> EngineConfig:
 
 
 def compat_digest(
-    decoder: DecoderConfig, stored: StoredWeights, model: ModelConfig, block_size: int, kv_dtype: str, kv_order: str
+    shape: ModelShape, stored: StoredWeights, model: ModelConfig, block_size: int, kv_dtype: str, kv_order: str
 ) -> str:
     """Of architecture, weights, dtypes, the bytes' order and the ends. Not of the pool's size or the length limit."""
     # How many positions the checkpoint allows changes no KV, and RoPE keeps its own copy where it matters.
-    architecture = {k: v for k, v in asdict(decoder).items() if k != "max_positions"}
+    architecture = {k: v for k, v in asdict(shape).items() if k not in ("max_positions", "why_no_more_positions")}
     return join_parts(
         {
             "kv_format_version": KV_FORMAT_VERSION,
@@ -140,18 +140,18 @@ def _model_config(
     args: EngineArgs,
     folder: Path,
     hf_config: dict[str, Any],
-    decoder: DecoderConfig,
+    shape: ModelShape,
     device: str,
     *,
     dtype: str,
     quantization: str,
 ) -> ModelConfig:
-    max_model_len = args.max_model_len or decoder.max_positions
-    if max_model_len > decoder.max_positions:
-        raise ValueError(
-            f"max_model_len must be at most the model's max_position_embeddings={decoder.max_positions}, "
-            f"is {max_model_len}"
-        )
+    max_model_len = args.max_model_len or shape.max_positions
+    if max_model_len > shape.max_positions:
+        bound = f"the model's max_position_embeddings={shape.max_positions}"
+        if shape.why_no_more_positions:
+            bound = f"{shape.max_positions}, {shape.why_no_more_positions}"
+        raise ValueError(f"max_model_len must be at most {bound}, is {max_model_len}")
     is_dummy = args.load_format == "dummy"
     weights_digest = dummy_digest(args.seed, device) if is_dummy else digest_files(safetensors_files(folder))
     return ModelConfig(
@@ -161,15 +161,16 @@ def _model_config(
         hf_config=hf_config,
         dtype=dtype,
         quantization=quantization,
+        model_impl=shape.model_impl,
         max_model_len=max_model_len,
-        vocab_size=decoder.vocab_size,
-        num_layers=decoder.num_layers,
-        num_heads=decoder.num_heads,
-        num_kv_heads=decoder.num_kv_heads,
-        head_dim=decoder.head_dim,
-        kv_lora_rank=decoder.mla.kv_lora_rank if decoder.mla is not None else 0,
-        hidden_size=decoder.hidden_size,
-        eos_token_ids=_eos_token_ids(folder, hf_config, decoder.vocab_size),
+        vocab_size=shape.vocab_size,
+        num_layers=shape.num_layers,
+        num_heads=shape.num_heads,
+        num_kv_heads=shape.num_kv_heads,
+        head_dim=shape.head_dim,
+        kv_lora_rank=shape.mla.kv_lora_rank if shape.mla is not None else 0,
+        hidden_size=shape.hidden_size,
+        eos_token_ids=_eos_token_ids(folder, hf_config, shape.vocab_size),
         weights_digest=weights_digest,
     )
 

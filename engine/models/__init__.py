@@ -5,8 +5,22 @@ from __future__ import annotations
 from typing import Any
 
 from engine.models.decoder_config import ARCHITECTURES, DecoderConfig
+from engine.models.model_shape import ModelShape
 
-__all__ = ["ARCHITECTURES", "DecoderConfig", "load_decoder_config"]
+__all__ = ["ARCHITECTURES", "DecoderConfig", "ModelShape", "load_decoder_config", "load_model_shape"]
+
+
+def load_model_shape(hf_config: dict[str, Any], model_impl: str) -> ModelShape:
+    """What the engine has to know of the model of a Hugging Face config.json. `model_impl`: of `EngineArgs`.
+
+    Raises `ValueError` that says what cannot be served.
+    """
+    is_known = any(name in ARCHITECTURES for name in hf_config.get("architectures") or [])
+    if model_impl == "tandem" or (model_impl == "auto" and is_known):
+        return load_decoder_config(hf_config)
+    from engine.models.transformers_config import TransformersConfig  # imports transformers, a second
+
+    return TransformersConfig.from_hf(hf_config)
 
 
 def load_decoder_config(hf_config: dict[str, Any]) -> DecoderConfig:

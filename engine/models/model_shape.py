@@ -20,9 +20,16 @@ class ModelShape:
     head_dim: int
     """Of a key in the pool: with latent attention, all that a token has there."""
     max_positions: int
+    why_no_more_positions: str = ""
+    """As a clause; empty where that is config.json's `max_position_embeddings`."""
     mla: LatentConfig | None = None
     """None: the pool holds keys and values of heads."""
     moe: ExpertsConfig | None = None
+
+    @property
+    def model_impl(self) -> str:
+        """Who computes it: "tandem" or "transformers"."""
+        return "tandem"
 
     @property
     def product_inputs(self) -> tuple[int, ...]:

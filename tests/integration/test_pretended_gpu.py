@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from deepseek_cases import GREEDY, V3
+from gemma2_case import GEMMA2
 from handover import alone, bytes_of, handed_over
 from many_endings import CONFIG, Answers, answers_alone, answers_of, prompt_of
 from pretend_gpu import PretendGpu, pretend_gpu
@@ -77,8 +78,8 @@ def test_too_large_a_model_is_said_to_be(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("config", "settings"),
-    [(CONFIG, {}), (CONFIG, {"kv_cache_dtype": "fp8", "quantization": "int8"}), (V3, {})],
-    ids=["llama", "8 bits", "deepseek"],
+    [(CONFIG, {}), (CONFIG, {"kv_cache_dtype": "fp8", "quantization": "int8"}), (V3, {}), (GEMMA2, {})],
+    ids=["llama", "8 bits", "deepseek", "by transformers' code"],
 )
 def test_one_prefills_and_another_decodes(
     gpu: PretendGpu, tmp_path: Path, config: dict[str, Any], settings: dict[str, Any]

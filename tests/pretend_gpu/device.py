@@ -97,6 +97,8 @@ class PretendGpu:
             "CUDAGraph": Graph,
             "graph": self.graph,
             "graph_pool_handle": list,
+            "get_rng_state": lambda device=None: torch.get_rng_state(),
+            "set_rng_state": lambda state, device=None: torch.set_rng_state(state),
         }
 
 

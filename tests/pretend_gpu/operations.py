@@ -48,6 +48,8 @@ class Operations:
         packet, tensors = func.overloadpacket, device_tensors_in((args, kwargs))
         if packet in PINNING:
             return self._pin(args[0].clone())
+        if not tensors and any(tensor.is_meta for tensor in tensors_in((args, kwargs))):
+            return func(*args, **kwargs)
         if packet is aten.is_pinned:
             return storage_of(args[0]) in self._pinned
         if packet is aten.to:

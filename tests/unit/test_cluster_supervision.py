@@ -336,7 +336,7 @@ def test_every_engine_setting_reaches_the_worker(monkeypatch: pytest.MonkeyPatch
         max_num_batched_tokens=7, prefill_chunk_tokens=8, prefill_batch_tokens=6, max_itl_ms=3.0,
         async_scheduling=False, device="cpu", num_threads=9, attention_backend="torch", enforce_eager=True,
         max_seq_len_to_capture=77,
-        quantization="int8", kv_cache_dtype="fp8",
+        quantization="int8", kv_cache_dtype="fp8", model_impl="tandem",
     )  # fmt: skip
     default = EngineArgs()
     unlike = [name for name in vars(given) if getattr(given, name) == getattr(default, name)]

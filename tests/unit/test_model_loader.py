@@ -223,9 +223,9 @@ def test_linear_rope_divides_every_frequency() -> None:
     [
         (
             {"architectures": ["FalconForCausalLM"]},
-            "FalconForCausalLM is not supported; known are DeepseekV2",
+            "FalconForCausalLM with model_type None is not supported: transformers",
         ),
-        ({"architectures": None}, r"\(none given\) is not supported"),
+        ({"architectures": None}, r"\(none given\) with model_type None is not supported"),
         ({"rope_scaling": {"rope_type": "longrope", "factor": 2.0}}, "rope type 'longrope' is not supported"),
         ({"rope_scaling": {"rope_type": "yarn"}}, "'yarn' needs the field factor"),
         ({"rope_scaling": {"rope_type": "yarn", "factor": 0.5}}, "factor .* 'yarn' must be at least 1, is 0.5"),

@@ -1,0 +1,207 @@
+"""A model that transformers' own code computes, over our paged pool.
+
+Owns the weights, as modules of transformers'. Tokens of all sequences lie flat, as one text; where that code attends,
+it calls us, and we attend by sequence. Nowhere else may a token see another: they may be two users'. And where a token
+stands in its text must come from its position alone. Both are tried when a model is made (`_check_tokens_are_apart`).
+
+    forward(tokens) ──> transformers' body ──(layer i: q, k, v)──> AttentionBackend.project, attend ──> … ──> [T, D]
+    compute_logits  ──> the rest of its causal language model (`Head`)
+
+Shapes: T tokens, D hidden, V vocabulary, N query heads, K key/value heads, H head dim.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+from transformers import AttentionInterface
+
+from engine.attention import AttentionBackend
+from engine.layers import HeadProjection, Linear, Unrotated
+from engine.models.layer import CosSin, OnLayer
+from engine.models.parts import Parts
+from engine.models.scores import Scores
+from engine.models.transformers_config import TransformersConfig
+from engine.models.transformers_probe import Head
+
+PAGED = "tandem_paged"
+"""What transformers calls our attention. No mask is registered under this name, so that none is made."""
+
+
+SAME = 1e-2
+"""As a share of the largest number: rounding is less, in bfloat16 too, and another position more."""
+
+
+class TransformersModel:
+    """Raises `ValueError` at construction where tokens see each other outside of attention."""
+
+    def __init__(
+        self, config: TransformersConfig, causal_lm: Any, backend: AttentionBackend[Any], parts: Parts
+    ) -> None:
+        """`causal_lm`: transformers', with weights on the device and `PAGED` for its attention. It is taken apart."""
+        replace_products(causal_lm, parts)
+        self._embedding = causal_lm.get_input_embeddings()
+        self._body = causal_lm.get_submodule(config.body)
+        attending = [causal_lm.get_submodule(module.name) for module in config.attention]
+        self._head = Head(causal_lm, config.body)
+        self._check_tokens_are_apart(attending, min(config.max_positions - 1, 7))
+        heads = HeadProjection(
+            config.num_heads, config.num_kv_heads, config.head_dim, Unrotated(), q_norm=None, k_norm=None
+        )
+        self._step = _Step()
+        for i, (module, of) in enumerate(zip(attending, config.attention, strict=True)):
+            module.tandem_attention = _PagedAttention(i, of.scores, backend, heads, self._step)
+        self._num_layers = config.num_layers
+
+    def forward(
+        self,
+        token_ids: torch.Tensor,
+        positions: torch.Tensor,
+        plan: Any,
+        kv_pool: torch.Tensor,
+        on_layer: OnLayer | None,
+    ) -> torch.Tensor:
+        """What `compute_logits` takes, of each token: [T, D].
+
+        `on_layer(i)` is called when layer i's KV of this step is in the pool.
+        """
+        step = self._step
+        step.begin(plan, kv_pool, on_layer)
+        x_TD = self._hidden(token_ids, positions)
+        assert step.num_attended == self._num_layers, "transformers' code took another way than it was seen to take"
+        step.end()
+        return x_TD
+
+    def compute_logits(self, x_TD: torch.Tensor) -> torch.Tensor:
+        """[T, D] -> [T, V], in the model's dtype or wider."""
+        return self._head.logits(x_TD.unsqueeze(0)).squeeze(0)
+
+    def _hidden(self, token_ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        output = self._body(input_ids=token_ids.unsqueeze(0), position_ids=positions.unsqueeze(0), use_cache=False)
+        x_TD: torch.Tensor = output.last_hidden_state.squeeze(0)
+        return x_TD
+
+    def _check_tokens_are_apart(self, attending: list[nn.Module], position: int) -> None:
+        """Three tokens, each attending to itself alone. The second is NaN; the first and the third are the same token
+        at the same position, and must stay the same."""
+        for module in attending:
+            module.tandem_attention = _ToItself()  # type: ignore[assignment]
+        device = self._embedding.weight.device
+        hook = self._embedding.register_forward_hook(_poison_the_second)
+        try:
+            x_TD = self._hidden(
+                torch.tensor([1, 0, 1], device=device), torch.tensor([position, 0, position], device=device)
+            ).float()
+        finally:
+            hook.remove()
+        if x_TD.isfinite().all(dim=1).tolist() != [True, False, True]:
+            raise ValueError(
+                "the model cannot be served: its tokens see each other outside of attention, or its numbers are not "
+                "finite"
+            )
+        if (x_TD[0] - x_TD[2]).abs().max() > SAME * x_TD[0].abs().max():
+            raise ValueError(
+                "the model cannot be served: in transformers' code a token's place in the step counts, not its position"
+            )
+
+
+class _Attention(Protocol):
+    """What `tandem_attention` of a module that attends is."""
+
+    def attend(self, q_1NTH: torch.Tensor, k_1KTH: torch.Tensor, v_1KTH: torch.Tensor) -> torch.Tensor:
+        """[1, T, N, H]"""
+
+
+def _attend(
+    module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, _mask: None, **_arguments: object
+) -> tuple[torch.Tensor, None]:
+    attention: _Attention = module.tandem_attention
+    return attention.attend(query, key, value), None
+
+
+AttentionInterface.register(PAGED, _attend)
+
+
+@dataclass(slots=True)
+class _Step:
+    """What the layers of a step share."""
+
+    plan: Any = None
+    kv_pool: torch.Tensor | None = None
+    on_layer: OnLayer | None = None
+    cos_sin: CosSin | None = None
+    num_attended: int = 0
+
+    def begin(self, plan: Any, kv_pool: torch.Tensor, on_layer: OnLayer | None) -> None:
+        self.plan, self.kv_pool, self.on_layer, self.num_attended = plan, kv_pool, on_layer, 0
+
+    def end(self) -> None:
+        self.plan = self.kv_pool = self.on_layer = self.cos_sin = None
+
+
+@dataclass(frozen=True, slots=True)
+class _PagedAttention:
+    layer: int
+    scores: Scores
+    backend: AttentionBackend[Any]
+    heads: HeadProjection
+    step: _Step
+
+    def attend(self, q_1NTH: torch.Tensor, k_1KTH: torch.Tensor, v_1KTH: torch.Tensor) -> torch.Tensor:
+        step = self.step
+        assert step.kv_pool is not None
+        assert step.num_attended == self.layer, "transformers' code took another way than it was seen to take"
+        qkv_TXH = torch.cat((q_1NTH[0], k_1KTH[0], v_1KTH[0])).transpose(0, 1)
+        kv = step.kv_pool[self.layer]
+        if step.cos_sin is None:
+            step.cos_sin = self.heads.rotary.select(qkv_TXH)
+        q_TNH = self.backend.project(qkv_TXH.flatten(1), kv, step.plan, self.heads, step.cos_sin)
+        o_TX = self.backend.attend(q_TNH, kv, step.plan, self.scores)
+        step.num_attended += 1
+        if step.on_layer is not None:
+            step.on_layer(self.layer)
+        return o_TX.view(1, *q_TNH.shape)
+
+
+class _ToItself:
+    """Lets no token see another. What comes out hangs on queries and keys too, which positions went into."""
+
+    def attend(self, q_1NTH: torch.Tensor, k_1KTH: torch.Tensor, v_1KTH: torch.Tensor) -> torch.Tensor:
+        num_groups = q_1NTH.shape[1] // k_1KTH.shape[1]
+        return (q_1NTH + (k_1KTH + v_1KTH).repeat_interleave(num_groups, dim=1)).transpose(1, 2)
+
+
+def _poison_the_second(_module: nn.Module, _inputs: Any, output: torch.Tensor) -> torch.Tensor:
+    """[1, T, D]"""
+    output = output.clone()
+    output[:, 1] = float("nan")
+    return output
+
+
+class _Product(nn.Module):
+    """A part of ours in the place of a linear layer of torch's."""
+
+    def __init__(self, linear: Linear) -> None:
+        super().__init__()
+        self._linear = linear
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self._linear(x.reshape(-1, x.shape[-1]).contiguous()).view(*x.shape[:-1], -1)
+
+
+def replace_products(causal_lm: Any, parts: Parts) -> None:
+    """Put `parts` in the places of linear layers, as far as they are more than torch's own."""
+    head = causal_lm.get_output_embeddings()
+    for parent in list(causal_lm.modules()):
+        for name, module in list(parent.named_children()):
+            make = parts.lm_head if module is head else parts.linear
+            if type(module) is not nn.Linear or make is Linear or module.in_features % 2:
+                continue
+            if module is head and module.bias is not None:
+                continue  # the logits' product has none
+            bias = None if module.bias is None else module.bias.data
+            product = make(module.weight.data, bias) if module is not head else make(module.weight.data)
+            setattr(parent, name, _Product(product))

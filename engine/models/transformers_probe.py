@@ -1,0 +1,279 @@
+"""Watches transformers' code take a step of a model without weights, to see what it computes.
+
+    config.json ──causal_lm_config──> transformers' config ──watch_a_step──> Step, or ValueError that says why not
+
+The model lies on torch's meta device: shapes without numbers, so that 70 billion parameters take a second and no
+memory. Its attention is ours, by transformers' `AttentionInterface`, and so are its masks, by `AttentionMaskInterface`:
+both note what they are asked for and compute nothing.
+
+What can be served: tokens that meet in attention alone, in each layer once, causal, in full or in a sliding window,
+with keys and values of one size. That no token sees another on any other way takes numbers to find out:
+engine/models/transformers_model.py does, once there are weights.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import transformers
+from torch import nn
+from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.modeling_outputs import BaseModelOutputWithPast
+
+from engine.models.scores import Scores
+from engine.models.transformers_config import AttentionModule
+
+WATCHED = "tandem_watched"
+"""What transformers calls the attention that notes and does not compute."""
+NUM_TOKENS = 5
+MOST_POSITIONS = 1 << 18
+"""That a mask is looked at for."""
+HARMLESS = frozenset({
+    "scaling", "softcap", "sliding_window", "dropout", "position_ids", "use_cache", "output_attentions", "is_causal",
+})  # fmt: skip
+"""Arguments of an attention that are read here, or that the masks say once more, or that change nothing."""
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    attention: tuple[AttentionModule, ...]
+    """In the order of their calls."""
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    hidden_size: int
+    vocab_size: int
+    body: str
+
+
+def causal_lm_config(hf_config: dict[str, Any]) -> Any:
+    """transformers' own, of a causal language model that it has code for. Raises `ValueError` where it has none."""
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    names, model_type = hf_config.get("architectures") or [], hf_config.get("model_type")
+    name = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(model_type) if isinstance(model_type, str) else None
+    if name is None or name not in names:
+        raise ValueError(
+            f"config.json: architecture {', '.join(names) or '(none given)'} with model_type {model_type!r} is not "
+            f"supported: transformers {transformers.__version__} has no causal language model of that name"
+        )
+    try:
+        return CONFIG_MAPPING[model_type].from_dict(hf_config)
+    except Exception as error:  # whatever its checks raise
+        raise ValueError(f"config.json: transformers {transformers.__version__} refuses it: {error}") from error
+
+
+def watch_a_step(config: Any, max_positions: int) -> Step:
+    """Raises `ValueError` that says what of the model cannot be served."""
+    name = type(config).__name__.removesuffix("Config")
+    calls: list[_Call] = []
+    try:
+        model = _model_without_weights(config)
+        body = _body_of(model)
+        for module_name, module in model.named_modules():
+            module.tandem_watcher = _Watcher(module_name, calls, max_positions)
+        hidden_1TD = _hidden_states(model, body)
+        logits_1TV = Head(model, body).logits(hidden_1TD)
+    except _CannotServeError as error:
+        raise ValueError(f"config.json: {name} models cannot be served: {error}") from error
+    except Exception as error:  # whatever somebody else's code raises
+        raise ValueError(
+            f"config.json: {name} models cannot be served: transformers' code, without weights, ends with "
+            f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
+        ) from error
+    why_not = _why_not(calls, getattr(config, "num_hidden_layers", 0))
+    if why_not:
+        raise ValueError(f"config.json: {name} models cannot be served: {why_not}")
+    return Step(
+        attention=tuple(AttentionModule(name=call.name, scores=call.scores) for call in calls),
+        num_heads=calls[0].num_heads,
+        num_kv_heads=calls[0].num_kv_heads,
+        head_dim=calls[0].head_dim,
+        hidden_size=hidden_1TD.shape[-1],
+        vocab_size=logits_1TV.shape[-1],
+        body=body,
+    )
+
+
+class Head:
+    """Makes logits of hidden states: all of a causal language model that comes after its body, whatever that is (a cap,
+    a scale, a bias). The body is taken out of it."""
+
+    def __init__(self, model: Any, body: str) -> None:
+        self._model = model
+        self._handed_over = _HandedOver()
+        parent, _, attribute = body.rpartition(".")
+        setattr(model.get_submodule(parent), attribute, self._handed_over)
+
+    def logits(self, x_1TD: torch.Tensor) -> torch.Tensor:
+        """[1, T, D] -> [1, T, V]"""
+        self._handed_over.x_1TD = x_1TD
+        logits_1TV: torch.Tensor = self._model(inputs_embeds=x_1TD, use_cache=False).logits
+        self._handed_over.x_1TD = None
+        return logits_1TV
+
+
+class _Hidden(BaseModelOutputWithPast):  # type: ignore[misc]  # transformers has no types
+    """A body's output. Heads ask it for more (router logits, cross attentions), to pass it on: that is not there."""
+
+    def __getattr__(self, name: str) -> None:
+        if name.startswith("__"):
+            raise AttributeError(name)
+
+
+class _HandedOver(nn.Module):
+    """In place of a body: what it would have computed is there already."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.x_1TD: torch.Tensor | None = None
+
+    def forward(self, *_args: object, **_kwargs: object) -> _Hidden:
+        assert self.x_1TD is not None
+        return _Hidden(last_hidden_state=self.x_1TD)
+
+
+class _CannotServeError(Exception):
+    """The message is a clause."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Call:
+    name: str
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    scores: Scores
+
+
+@dataclass(frozen=True, slots=True)
+class _Watcher:
+    """What every module carries, so that the attention's function, which is told of a module, knows which."""
+
+    name: str
+    calls: list[_Call]
+    max_positions: int
+
+    def note(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: Any, arguments: dict[str, Any]) -> None:
+        """q [1, N, T, H], k and v [1, K, T, H]"""
+        further = sorted(
+            name
+            for name, value in arguments.items()
+            if name not in HARMLESS and value is not None and value is not False
+        )
+        if further:
+            raise _CannotServeError(f"its attention asks for {', '.join(further)}, which our backends do not have")
+        if arguments.get("is_causal") is False:
+            raise _CannotServeError("its attention is not causal")
+        if k.shape != v.shape or q.shape[2:] != k.shape[2:] or q.shape[2] != NUM_TOKENS:
+            shapes = ", ".join(str(list(x.shape)) for x in (q, k, v))
+            raise _CannotServeError(f"queries, keys and values must have heads of one size, are {shapes}")
+        mask_function = getattr(mask, "function", None)
+        if mask_function is None:
+            raise _CannotServeError("it makes its masks by itself")
+        head_dim, scale = q.shape[3], arguments.get("scaling")
+        self.calls.append(
+            _Call(
+                name=self.name,
+                num_heads=q.shape[1],
+                num_kv_heads=k.shape[1],
+                head_dim=head_dim,
+                scores=Scores(
+                    scale=head_dim**-0.5 if scale is None else float(scale),
+                    sliding_window=_window_of(mask_function, min(self.max_positions, MOST_POSITIONS)),
+                    soft_cap=float(arguments.get("softcap") or 0.0),
+                ),
+            )
+        )
+
+
+def _watched_attention(
+    module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attention_mask: Any, **arguments: Any
+) -> tuple[torch.Tensor, None]:
+    module.tandem_watcher.note(query, key, value, attention_mask, arguments)
+    return torch.empty_like(query).transpose(1, 2), None
+
+
+def _watched_mask(*, batch_size: int, q_length: int, kv_length: int, mask_function: Any, **_rest: Any) -> torch.Tensor:
+    mask = torch.empty(batch_size, 1, q_length, kv_length, dtype=torch.bool, device="meta")
+    mask.function = mask_function  # type: ignore[attr-defined]
+    return mask
+
+
+AttentionInterface.register(WATCHED, _watched_attention)
+AttentionMaskInterface.register(WATCHED, _watched_mask)
+
+
+def _window_of(mask_function: Callable[..., Any], num_positions: int) -> int:
+    """Of a mask, as transformers describes it: a function of (sequence, head, query's position, key's position).
+
+    0: a token sees all before it. Looked at where a window would show, not everywhere. Raises `_CannotServeError` where
+    it is neither that nor a sliding window.
+    """
+    keys = torch.arange(num_positions)
+    zero = torch.tensor(0)
+
+    def seen(query: int) -> torch.Tensor:
+        return torch.as_tensor(mask_function(zero, zero, torch.tensor(query), keys)).expand(num_positions)
+
+    last = num_positions - 1
+    num_seen = int(seen(last).sum())
+    window = 0 if num_seen == num_positions else num_seen
+    first_seen = window or num_positions
+    for query in {0, 1, first_seen - 1, min(first_seen, last), min(first_seen + 1, last), num_positions // 2, last}:
+        expected = keys <= query
+        if window:
+            expected &= keys > query - window
+        if not torch.equal(seen(query), expected):
+            raise _CannotServeError("a token sees others than those before it, all or the last so many")
+    return window
+
+
+def _model_without_weights(config: Any) -> Any:
+    # bfloat16: what experts are multiplied by knows no other type on a device without numbers.
+    with torch.device("meta"):
+        model = transformers.AutoModelForCausalLM.from_config(
+            config, attn_implementation=WATCHED, dtype=torch.bfloat16, trust_remote_code=False
+        )
+    return model.eval()
+
+
+def _body_of(model: Any) -> str:
+    """Name of the module whose last hidden state the head takes."""
+    decoder = model.get_decoder()
+    names = [name for name, module in model.named_modules() if module is decoder]
+    if not names or not names[0]:
+        raise _CannotServeError("it has no part that makes hidden states alone")
+    return str(names[0])
+
+
+def _hidden_states(model: Any, body: str) -> torch.Tensor:
+    tokens = torch.zeros(1, NUM_TOKENS, dtype=torch.long, device="meta")
+    hidden_1TD: torch.Tensor = model.get_submodule(body)(
+        input_ids=tokens, position_ids=tokens, attention_mask=tokens, use_cache=False
+    ).last_hidden_state
+    if hidden_1TD.ndim != 3 or hidden_1TD.shape[:2] != tokens.shape:
+        raise _CannotServeError(f"hidden states have shape {list(hidden_1TD.shape)}")
+    return hidden_1TD
+
+
+def _why_not(calls: list[_Call], num_layers: int) -> str:
+    """As a clause; empty if all is well."""
+    names = [call.name for call in calls]
+    if not calls:
+        return "none of its layers attends by transformers' attention interface"
+    if len(set(names)) != len(names):
+        return "a layer attends more than once in a step"
+    if len(calls) != num_layers:
+        return f"{len(calls)} attentions in {num_layers} layers: the others keep something else than keys and values"
+    shapes = {(call.num_heads, call.num_kv_heads, call.head_dim) for call in calls}
+    if len(shapes) > 1:
+        return f"its layers have heads of several shapes (query heads, key heads, size): {sorted(shapes)}"
+    num_heads, num_kv_heads, head_dim = shapes.pop()
+    if num_heads % num_kv_heads or head_dim % 2:
+        return f"{num_heads} query heads, {num_kv_heads} key heads of size {head_dim}"
+    return ""

@@ -1,0 +1,14 @@
+"""A small config.json that transformers' code computes: scores with a cap and a scale of their own, sliding windows in
+every second layer, logits with a cap."""
+
+from __future__ import annotations
+
+from typing import Any
+
+GEMMA2: dict[str, Any] = {
+    "architectures": ["Gemma2ForCausalLM"], "model_type": "gemma2", "vocab_size": 97, "hidden_size": 48,
+    "intermediate_size": 80, "num_hidden_layers": 3, "num_attention_heads": 6, "num_key_value_heads": 2, "head_dim": 16,
+    "query_pre_attn_scalar": 24, "sliding_window": 8, "attn_logit_softcapping": 2.0, "final_logit_softcapping": 5.0,
+    "max_position_embeddings": 128, "initializer_range": 0.3, "eos_token_id": 96, "bos_token_id": 1, "pad_token_id": 0,
+    "dtype": "float32",
+}  # fmt: skip

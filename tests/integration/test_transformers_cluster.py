@@ -1,0 +1,80 @@
+"""A model that transformers' code computes, through the whole path: its tokens are those of transformers alone, and in
+bfloat16, with the CPU kernels, the same bits whoever shares the step."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+from clusters import RunningCluster
+from gemma2_case import GEMMA2
+from model_bench import save_model
+
+from engine.config import EngineArgs
+from engine.llm_engine import LLMEngine
+from engine.model_loader import create_engine_config
+from engine.sampling_params import SamplingParams
+from protos import tandem_inference_pb2 as pb
+from tandem.client import Client
+
+NUM_TOKENS = 10
+
+
+def test_tokens_of_a_cluster(model_folder: Path, tmp_path: Path, start_cluster: Callable[..., RunningCluster]) -> None:
+    """Prefilled here and decoded there: sliding windows, and scores with a cap and a scale of their own."""
+    vocab_size = transformers.AutoTokenizer.from_pretrained(model_folder).vocab_size
+    model = save_model(transformers.Gemma2Config(**GEMMA2 | {"vocab_size": vocab_size}), tmp_path)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(model_folder / name, tmp_path)
+    generator = torch.Generator().manual_seed(1)
+    prompts = [torch.randint(0, vocab_size, (n,), generator=generator).tolist() for n in (40, 3, 17, 64, 90)]
+    expected = [
+        model.generate(
+            torch.tensor([prompt]), max_new_tokens=NUM_TOKENS, min_new_tokens=NUM_TOKENS, do_sample=False,
+            eos_token_id=None, pad_token_id=0,
+        )[0, len(prompt):].tolist()
+        for prompt in prompts
+    ]  # fmt: skip
+    running = start_cluster("--model", str(tmp_path), "--dtype", "float32", "--kv-cache-gib", "0.1")
+    with Client(running.address) as client, ThreadPoolExecutor(len(prompts)) as threads:
+        answers = list(
+            threads.map(
+                lambda prompt: client.generate(prompt, temperature=0, max_tokens=NUM_TOKENS, ignore_eos=True), prompts
+            )
+        )
+    assert [answer.token_ids for answer in answers] == expected
+    assert answers[-1].timings.mode == pb.MODE_DISAGGREGATED  # the longest
+    running.wait_until_at_rest()
+
+
+def test_the_same_bits_alone_together_and_in_chunks(model_folder: Path) -> None:
+    generator = torch.Generator().manual_seed(1)
+    prompts = [torch.randint(10, 300, (n,), generator=generator).tolist() for n in (5, 40, 130)]
+    params = [SamplingParams(temperature=t, seed=7, max_tokens=8, ignore_eos=True, logprobs=1) for t in (0.0, 1.0, 0.7)]
+    requests = list(zip(prompts, params, strict=True))
+
+    def answers(requests: list[tuple[list[int], SamplingParams]], **settings: int) -> list[list[object]]:
+        args = EngineArgs(
+            model=str(model_folder), dtype="bfloat16", model_impl="transformers", num_kv_blocks=64, max_model_len=512,
+            num_threads=2, max_num_batched_tokens=128, max_num_seqs=8, **settings,
+        )  # fmt: skip
+        engine = LLMEngine(create_engine_config(args))
+        if engine.config.device.attention_backend != "cpu":
+            pytest.skip("no CPU kernels here")
+        found: dict[str, list[object]] = {str(i): [] for i in range(len(requests))}
+        for i, (prompt, sampling_params) in enumerate(requests):
+            engine.add_request(str(i), prompt, sampling_params)
+        while engine.has_unfinished_requests():
+            for output in engine.step():
+                assert output.logprobs is not None
+                found[output.request_id] += zip(output.token_ids, output.logprobs, strict=True)
+        return list(found.values())
+
+    together = answers(requests)
+    assert [answers([request])[0] for request in requests] == together
+    assert answers(requests, prefill_chunk_tokens=17) == together

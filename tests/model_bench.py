@@ -1,0 +1,102 @@
+"""A small model of transformers' and an engine with the same weights, step by step: what both of them compute."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+
+from engine.config import EngineArgs, EngineConfig
+from engine.executor import Executor
+from engine.model_loader import create_engine_config
+from engine.sampling_params import SamplingParams
+from engine.sequence import ScheduledSequence, SchedulerOutput, Sequence
+
+VOCAB_SIZE = 307
+BLOCK_SIZE = 4
+SMALL: dict[str, Any] = {
+    "vocab_size": VOCAB_SIZE,
+    "hidden_size": 48,
+    "intermediate_size": 80,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 128,
+    "initializer_range": 0.3,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+GREEDY = SamplingParams(temperature=0, max_tokens=64, ignore_eos=True)
+
+
+def save_model(config: Any, folder: Path) -> transformers.PreTrainedModel:
+    """Of random weights, with transformers' own attention."""
+    torch.manual_seed(7)
+    model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
+    with torch.no_grad():  # biases and norms start as 0 and 1, where forgetting them would not be noticed
+        for parameter_name, parameter in model.named_parameters():
+            if parameter_name.endswith("bias"):
+                parameter.normal_(std=0.5)
+            elif "norm" in parameter_name:
+                parameter.add_(torch.randn_like(parameter) * 0.2)
+        for buffer_name, buffer in model.named_buffers():
+            if buffer_name.endswith("e_score_correction_bias"):
+                buffer.normal_(std=0.2)
+    model.save_pretrained(folder)
+    return model
+
+
+def engine_config(folder: Path, **overrides: Any) -> EngineConfig:
+    settings = {"dtype": "float32", "block_size": BLOCK_SIZE, "num_kv_blocks": 200, "num_threads": 1} | overrides
+    return create_engine_config(EngineArgs(model=str(folder), **settings))
+
+
+class Bench:
+    """Drives an executor with sequences whose blocks lie scattered in the pool."""
+
+    def __init__(self, config: EngineConfig, on_layer_written: Any = None) -> None:
+        self.executor = Executor(config, on_layer_written)
+        self.executor.kv_pool.fill_(float("nan"))  # nothing that was not written may be read
+        self.runner = self.executor._worker._runner
+        order = torch.randperm(config.cache.num_blocks, generator=torch.Generator().manual_seed(3))
+        self.free: list[int] = order.tolist()
+
+    def sequence(self, token_ids: list[int], num_blocks: int = 16) -> Sequence:
+        seq = Sequence(0, "r", list(token_ids), len(token_ids), GREEDY)
+        seq.block_table = [self.free.pop() for _ in range(num_blocks)]
+        return seq
+
+    def continued(self, prompt: list[int], num_tokens: int) -> list[int]:
+        """The prompt and the likeliest tokens after it, so many in all."""
+        seq = self.sequence(prompt)
+        while len(seq) < num_tokens:
+            num_new_tokens = seq.num_uncomputed_tokens
+            [token_id] = self.executor.launch(SchedulerOutput([ScheduledSequence(seq, num_new_tokens)], [], [])).wait()
+            assert token_id is not None
+            seq.num_computed_tokens += num_new_tokens
+            seq.token_ids.append(token_id)
+        return list(seq.token_ids)
+
+    def logits(self, *chunks: tuple[Sequence, int]) -> torch.Tensor | None:
+        """One step; returns the logits of the sequences whose end it reached."""
+        logits = self.runner.forward(SchedulerOutput([ScheduledSequence(*c) for c in chunks], [], [])).logits
+        for seq, num_new_tokens in chunks:
+            seq.num_computed_tokens += num_new_tokens
+        return logits
+
+
+def reference(model: Any, token_ids: list[int]) -> torch.Tensor:
+    with torch.no_grad():
+        logits: torch.Tensor = model(torch.tensor([token_ids])).logits[0, -1]
+    return logits
+
+
+def random_tokens(count: int, seed: int) -> list[int]:
+    return torch.randint(0, VOCAB_SIZE, (count,), generator=torch.Generator().manual_seed(seed)).tolist()
+
+
+def assert_close(ours: torch.Tensor | None, expected: torch.Tensor) -> None:
+    assert ours is not None
+    torch.testing.assert_close(ours, expected, rtol=1e-4, atol=1e-4)

@@ -1,0 +1,326 @@
+"""Models that transformers' own code computes, over our attention: their logits are those of transformers alone. What
+cannot be served so is refused, by what its code does."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from model_bench import (
+    SMALL,
+    VOCAB_SIZE,
+    Bench,
+    assert_close,
+    engine_config,
+    random_tokens,
+    reference,
+    save_model,
+)  # fmt: skip
+from safetensors.torch import load_file, save_file
+from torch import nn
+
+from engine.attention import Needs, choose_attention_backend, why_no_graphs
+from engine.models import load_model_shape
+from engine.models.scores import Scores
+from engine.models.transformers_config import TransformersConfig
+from engine.sequence import BlockExport, ScheduledSequence, SchedulerOutput
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+NO_GROUPS = {name: value for name, value in SMALL.items() if name != "num_key_value_heads"}
+GPT2 = {
+    "vocab_size": VOCAB_SIZE, "n_embd": 48, "n_layer": 3, "n_head": 6, "n_positions": 128, "initializer_range": 0.3,
+    "bos_token_id": 1, "eos_token_id": 2,
+}  # fmt: skip
+EXPERTS = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
+LONGROPE = {"rope_type": "longrope", "rope_theta": 1000.0, "short_factor": [1.0, 1.1, 1.2, 1.3], "long_factor": [2] * 4}
+CONFIGS: dict[str, Any] = {
+    "cohere2": lambda: transformers.Cohere2Config(**SMALL, logit_scale=0.25, sliding_window=8, pad_token_id=0),
+    "gemma": lambda: transformers.GemmaConfig(**SMALL, head_dim=16),
+    "gemma2": lambda: transformers.Gemma2Config(**SMALL, head_dim=16, sliding_window=8, query_pre_attn_scalar=24),
+    "gemma3": lambda: transformers.Gemma3TextConfig(
+        **SMALL, head_dim=16, sliding_window=8, query_pre_attn_scalar=24, pad_token_id=0
+    ),
+    "glm4-moe": lambda: transformers.Glm4MoeConfig(
+        **SMALL, head_dim=16, n_routed_experts=8, moe_intermediate_size=24, num_experts_per_tok=2, pad_token_id=0
+    ),
+    "gpt2": lambda: transformers.GPT2Config(**GPT2),
+    "gpt-neox": lambda: transformers.GPTNeoXConfig(**NO_GROUPS),
+    "granite": lambda: transformers.GraniteConfig(
+        **SMALL, attention_multiplier=0.2, logits_scaling=3.0, residual_multiplier=0.7, embedding_multiplier=2.0
+    ),
+    "mixtral": lambda: transformers.MixtralConfig(**SMALL, num_local_experts=4, num_experts_per_tok=2),
+    "olmo2": lambda: transformers.Olmo2Config(**SMALL),
+    "opt": lambda: transformers.OPTConfig(
+        vocab_size=VOCAB_SIZE, hidden_size=48, word_embed_proj_dim=48, ffn_dim=80, num_hidden_layers=3,
+        num_attention_heads=6, max_position_embeddings=128, init_std=0.3,
+    ),
+    "phi": lambda: transformers.PhiConfig(**SMALL),
+    "phi3-longrope": lambda: transformers.Phi3Config(
+        **SMALL, pad_token_id=0, original_max_position_embeddings=64, rope_parameters=LONGROPE
+    ),
+    "qwen2-moe": lambda: transformers.Qwen2MoeConfig(**SMALL, **EXPERTS, shared_expert_intermediate_size=24),
+    "qwen3-moe": lambda: transformers.Qwen3MoeConfig(**SMALL, **EXPERTS, head_dim=16),
+    "starcoder2": lambda: transformers.Starcoder2Config(**SMALL, sliding_window=8),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", sorted(CONFIGS))
+def test_logits_are_those_of_transformers(name: str, tmp_path: Path) -> None:
+    """Chunks beside decodes, contexts beyond a sliding window, and tokens decoded."""
+    model = save_model(CONFIGS[name](), tmp_path)
+    bench = Bench(engine_config(tmp_path))
+    running, late = [bench.sequence(random_tokens(n, seed=n)) for n in (3, 31)], bench.sequence(random_tokens(29, 99))
+    bench.logits(*[(seq, len(seq)) for seq in running])
+    for num_late_tokens in (5, 23, 1):
+        for seq in running:
+            seq.token_ids.append(random_tokens(1, seed=len(seq))[0])
+        logits = bench.logits(*[(seq, 1) for seq in running], (late, num_late_tokens))
+    assert_close(logits, torch.stack([reference(model, seq.token_ids) for seq in (*running, late)]))
+
+
+@pytest.mark.parametrize("name", ["gemma2", "gpt2", "qwen3-moe"])
+def test_greedy_tokens_equal(name: str, tmp_path: Path) -> None:
+    model = save_model(CONFIGS[name](), tmp_path)
+    prompt = random_tokens(11, seed=1)
+    expected = model.generate(
+        torch.tensor([prompt]), max_new_tokens=24, min_new_tokens=24, do_sample=False, eos_token_id=None, pad_token_id=0
+    )[0].tolist()
+    assert Bench(engine_config(tmp_path)).continued(prompt, len(expected)) == expected
+
+
+def test_a_family_of_our_own_computed_by_transformers(tmp_path: Path) -> None:
+    """The same logits, and yet another engine: peers of the two are not paired."""
+    save_model(transformers.Qwen3Config(**SMALL, head_dim=16), tmp_path)
+    configs = [engine_config(tmp_path, model_impl=impl) for impl in ("auto", "tandem", "transformers")]
+    assert [config.model.model_impl for config in configs] == ["tandem", "tandem", "transformers"]
+    logits = []
+    for config in configs[1:]:
+        bench = Bench(config)
+        seq = bench.sequence(random_tokens(20, seed=4))
+        bench.logits((seq, 8))
+        logits.append(bench.logits((seq, 12)))
+    assert_close(logits[0], logits[1])
+    assert configs[0].compat_digest == configs[1].compat_digest != configs[2].compat_digest
+    assert configs[2].compat_digest == engine_config(tmp_path, model_impl="transformers").compat_digest
+
+
+@pytest.mark.parametrize("name", ["gemma", "gemma3", "glm4-moe"])
+def test_with_the_cpu_kernels(name: str, tmp_path: Path) -> None:
+    """Attention, linear layers and the logits' product are theirs: as near as bfloat16 allows."""
+    save_model(CONFIGS[name](), tmp_path)
+    results = []
+    for backend, dtype in (("cpu", "bfloat16"), ("torch", "bfloat16"), ("torch", "float32")):
+        bench = Bench(engine_config(tmp_path, dtype=dtype, block_size=16, attention_backend=backend))
+        late, running = bench.sequence(random_tokens(40, seed=4)), bench.sequence(random_tokens(30, seed=5))
+        bench.logits((late, 20))
+        bench.logits((running, 29), (late, 10))
+        logits = bench.logits((running, 1), (late, 10))
+        assert logits is not None
+        results.append(logits.float())
+    ours, plain, exact = results
+    assert (ours - exact).norm() < 2 * (plain - exact).norm()
+    assert (ours - exact).norm() < 0.1 * exact.norm()
+
+
+def test_layers_are_announced_in_order_with_their_kv_in_the_pool(tmp_path: Path) -> None:
+    save_model(CONFIGS["gemma2"](), tmp_path)
+    seen: list[int] = []
+
+    def on_layer_written(layer: int, exports: list[BlockExport]) -> None:
+        [export] = exports
+        pool = bench.executor.kv_pool
+        assert not pool[layer, list(export.block_ids)].isnan().any()
+        assert pool[layer + 1 :, list(export.block_ids), :, :, 0].isnan().all()
+        seen.append(layer)
+
+    bench = Bench(engine_config(tmp_path), on_layer_written)
+    seq = bench.sequence(random_tokens(8, seed=1))
+    export = BlockExport("r", 0, 2, tuple(seq.block_table[:2]), True)
+    bench.executor.launch(SchedulerOutput([ScheduledSequence(seq, 8)], [], [export])).wait()
+    assert seen == [0, 1, 2]
+
+
+# -- what is seen of a model ----------------------------------------------------------------------------------------
+
+
+def shape_of(config: Any) -> TransformersConfig:
+    """As its config.json would say it."""
+    shape = load_model_shape(json.loads(config.to_json_string()), "transformers")
+    assert isinstance(shape, TransformersConfig)
+    return shape
+
+
+def hf(config: Any, architecture: str) -> Any:
+    config.architectures = [architecture]
+    return config
+
+
+def test_scores_are_those_that_the_code_asks_for() -> None:
+    shape = shape_of(hf(CONFIGS["gemma2"](), "Gemma2ForCausalLM"))
+    windows = [8, 0, 8]
+    assert [module.scores for module in shape.attention] == [Scores(24**-0.5, window, 50.0) for window in windows]
+    assert shape.has_soft_cap
+    assert (shape.num_heads, shape.num_kv_heads, shape.head_dim, shape.hidden_size) == (6, 2, 16, 48)
+    assert (shape.vocab_size, shape.max_positions, shape.num_layers) == (VOCAB_SIZE, 128, 3)
+
+
+def test_what_is_computed_otherwise_is_another_model() -> None:
+    """Fields that nothing of ours reads count, too: the rotation's base; those that change no KV do not."""
+    base = shape_of(hf(CONFIGS["olmo2"](), "Olmo2ForCausalLM"))
+    theta = {"rope_parameters": {"rope_type": "default", "rope_theta": 77.0}}
+    other = shape_of(hf(transformers.Olmo2Config(**SMALL, **theta), "Olmo2ForCausalLM"))
+    longer = shape_of(hf(transformers.Olmo2Config(**SMALL | {"eos_token_id": 9}), "Olmo2ForCausalLM"))
+    assert base.computation != other.computation
+    assert base == longer
+
+
+def test_what_of_an_engine_is_not_there_for_such_models() -> None:
+    shape = shape_of(hf(CONFIGS["gemma2"](), "Gemma2ForCausalLM"))
+
+    def needs(dtype: str = "bfloat16", device: str = "cpu") -> Needs:
+        return Needs(model=shape, device=device, capability=None, dtype=dtype, kv_dtype=dtype, block_size=16)
+
+    assert choose_attention_backend("auto", needs()) == "torch"
+    with pytest.raises(ValueError, match="cpu cannot work here: the model caps its scores"):
+        choose_attention_backend("cpu", needs())
+    with pytest.raises(ValueError, match="flash_attn cannot work here: it is called without a soft cap"):
+        choose_attention_backend("flash_attn", needs("float16", "cuda"))
+    assert why_no_graphs("torch", needs("float16", "cuda"))
+
+
+@pytest.mark.parametrize("quantization", ["int8", "fp8"])
+def test_eight_bits_are_refused(quantization: str, tmp_path: Path) -> None:
+    save_model(CONFIGS["olmo2"](), tmp_path)
+    with pytest.raises(ValueError, match=f"quantization {quantization} cannot work here: the model is computed by"):
+        engine_config(tmp_path, quantization=quantization)
+
+
+def test_positions_beyond_which_neighbours_would_count(tmp_path: Path) -> None:
+    save_model(CONFIGS["phi3-longrope"](), tmp_path)
+    assert engine_config(tmp_path).model.max_model_len == 64
+    with pytest.raises(ValueError, match=r"max_model_len must be at most 64, beyond which rope_type longrope would"):
+        engine_config(tmp_path, max_model_len=65)
+
+
+@pytest.mark.parametrize(
+    ("config", "architecture", "why"),
+    [
+        (lambda: transformers.BertConfig(**NO_GROUPS), "BertLMHeadModel", "a token sees others than those before it"),
+        (
+            lambda: transformers.GptOssConfig(**SMALL, head_dim=16, num_local_experts=4, num_experts_per_tok=2),
+            "GptOssForCausalLM", "its attention asks for s_aux",
+        ),
+        (lambda: transformers.DiffLlamaConfig(**SMALL), "DiffLlamaForCausalLM", "attends more than once in a step"),
+        (
+            lambda: transformers.RecurrentGemmaConfig(**SMALL, lru_width=48, block_types=["recurrent", "attention"]),
+            "RecurrentGemmaForCausalLM", "max_position_embeddings|1 attentions in 3 layers",
+        ),
+        (
+            lambda: transformers.YoutuConfig(**SMALL, kv_lora_rank=24, q_lora_rank=None, qk_nope_head_dim=8),
+            "YoutuForCausalLM", "keys and values must have heads of one size",
+        ),
+        (lambda: transformers.BloomConfig(hidden_size=48, n_head=6), "BloomForCausalLM", "max_position_embeddings"),
+        (lambda: transformers.GPTJConfig(n_embd=48, n_head=6, rotary_dim=8), "GPTJForCausalLM", "KeyError"),
+        (transformers.Gemma3Config, "Gemma3ForConditionalGeneration", "models of more than text"),
+        (lambda: transformers.OlmoConfig(**SMALL), "LlamaForCausalLM", "has no causal language model of that name"),
+        (
+            lambda: transformers.OlmoConfig(**SMALL, quantization_config={"quant_method": "fp8"}), "OlmoForCausalLM",
+            "quantization_config is supported in models of our own decoders alone",
+        ),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_served_is_refused_before_weights_are_read(config: Any, architecture: str, why: str) -> None:
+    with pytest.raises(ValueError, match=why):
+        shape_of(hf(config(), architecture))
+
+
+def test_an_unknown_architecture_is_named() -> None:
+    with pytest.raises(ValueError, match="architecture NewForCausalLM with model_type 'new' is not supported"):
+        load_model_shape({"architectures": ["NewForCausalLM"], "model_type": "new"}, "auto")
+    with pytest.raises(ValueError, match="NewForCausalLM is not supported; known are"):
+        load_model_shape({"architectures": ["NewForCausalLM"], "model_type": "new"}, "tandem")
+
+
+# -- weights --------------------------------------------------------------------------------------------------------
+
+
+def test_tokens_that_see_each_other_outside_of_attention(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A feed-forward that looks one token back: its logits would be those of whoever lies before it in the batch."""
+    save_model(CONFIGS["olmo2"](), tmp_path)
+    from transformers.models.olmo2.modeling_olmo2 import Olmo2MLP
+
+    forward = Olmo2MLP.forward
+    monkeypatch.setattr(Olmo2MLP, "forward", lambda self, x: forward(self, x + x.roll(1, 1)))
+    with pytest.raises(ValueError, match="its tokens see each other outside of attention"):
+        Bench(engine_config(tmp_path))
+
+
+def test_a_place_in_the_step_instead_of_a_position(tmp_path: Path) -> None:
+    """BART's decoder counts its positions by itself, from what its own cache holds."""
+    config = transformers.BartConfig(
+        vocab_size=VOCAB_SIZE, d_model=48, decoder_layers=3, encoder_layers=3, num_hidden_layers=3,
+        decoder_attention_heads=6, decoder_ffn_dim=80, max_position_embeddings=128, init_std=0.3, is_decoder=True,
+    )  # fmt: skip
+    save_model(config, tmp_path)
+    with pytest.raises(ValueError, match="a token's place in the step counts, not its position"):
+        Bench(engine_config(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("change", "why"),
+    [
+        (lambda tensors: tensors.pop("model.layers.1.mlp.up_proj.weight"), "lack tensors: model.layers.1.mlp.up_proj"),
+        (
+            lambda tensors: tensors.update(extra=torch.zeros(2)),
+            "hold tensors that the architecture does not use: extra",
+        ),
+        (
+            lambda tensors: tensors.update({"model.norm.weight": torch.zeros(7)}),
+            "do not fit config.json in the shapes of: model.norm.weight",
+        ),
+    ],
+)
+def test_weights_that_do_not_fit_are_refused(change: Any, why: str, tmp_path: Path) -> None:
+    """transformers itself would make up what is missing, with a warning."""
+    save_model(CONFIGS["olmo2"](), tmp_path)
+    path = tmp_path / "model.safetensors"
+    tensors = load_file(path)
+    change(tensors)
+    save_file(tensors, path, metadata={"format": "pt"})
+    with pytest.raises(ValueError, match=why):
+        Bench(engine_config(tmp_path))
+
+
+def test_weights_that_have_to_be_unpickled_are_not_read(tmp_path: Path) -> None:
+    model = save_model(CONFIGS["olmo2"](), tmp_path)
+    (tmp_path / "model.safetensors").unlink()
+    torch.save(model.state_dict(), tmp_path / "pytorch_model.bin")
+    with pytest.raises(ValueError, match=r"has neither model\.safetensors nor"):
+        engine_config(tmp_path)
+
+
+def test_dummy_weights_follow_the_seed_and_disturb_no_other_draws(tmp_path: Path) -> None:
+    config = hf(CONFIGS["qwen3-moe"](), "Qwen3MoeForCausalLM")
+    (tmp_path / "config.json").write_text(config.to_json_string())
+    torch.manual_seed(3)
+    expected = torch.rand(4)
+    torch.manual_seed(3)
+    logits = []
+    for seed in (1, 1, 2):
+        bench = Bench(engine_config(tmp_path, load_format="dummy", seed=seed))
+        logits.append(bench.logits((bench.sequence([5, 6, 7]), 3)))
+    assert torch.equal(logits[0], logits[1])
+    assert not torch.equal(logits[0], logits[2])
+    assert torch.equal(torch.rand(4), expected)
+
+
+def test_our_products_are_where_linear_layers_were(tmp_path: Path) -> None:
+    save_model(CONFIGS["gemma"](), tmp_path)
+    runner = Bench(engine_config(tmp_path, dtype="bfloat16", block_size=16)).runner
+    modules = runner._model._body.modules()  # type: ignore[attr-defined]
+    assert not [module for module in modules if isinstance(module, nn.Linear)]
