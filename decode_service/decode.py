@@ -89,6 +89,7 @@ class DecodeRole:
                 request.prompt_token_ids,
                 sampling_params_of(request),
                 output_token_ids=request.output_token_ids,
+                cache_salt=request.cache_salt,
             )
 
         reservation = await self._engine.call(reserve)

@@ -22,7 +22,7 @@ from enum import IntEnum
 
 from engine.evictor import LRUEvictor
 from engine.sequence import Sequence
-from prefix_hash import extend_block_hashes
+from prefix_hash import extend_block_hashes, salted_key
 
 
 class BlockOwner(IntEnum):
@@ -102,7 +102,7 @@ class BlockManager:
     def num_shared_blocks(self, seq: Sequence) -> int:
         """How many blocks of a prefix of `seq`, which has none yet, others have: it would take no new ones for them."""
         table = _Table(BlockOwner.SEQUENCE, [])
-        self._extend_hashes(table, seq.token_ids)
+        self._extend_hashes(table, seq.token_ids, seq.cache_salt)
         reusable = table.hashes[: seq.num_reusable_tokens // self.block_size]
         return sum(block_id not in self._evictor for block_id in self._match(reusable))
 
@@ -129,7 +129,7 @@ class BlockManager:
         """
         assert seq.seq_id not in self._tables, f"sequence {seq.seq_id} has blocks already"
         table = _Table(owner, [])
-        self._extend_hashes(table, seq.token_ids)
+        self._extend_hashes(table, seq.token_ids, seq.cache_salt)
         cached = self._match(table.hashes[: num_reusable_tokens // self.block_size])
         num_new = self.num_blocks_for(len(seq)) - len(cached)
         num_pinned_evictable = sum(block_id in self._evictor for block_id in cached)
@@ -185,7 +185,7 @@ class BlockManager:
         num_full = num_tokens // self.block_size
         if num_full <= table.num_registered:
             return
-        self._extend_hashes(table, seq.token_ids[: num_full * self.block_size])
+        self._extend_hashes(table, seq.token_ids[: num_full * self.block_size], seq.cache_salt)
         for index in range(table.num_registered, num_full):
             block_id, block_hash = table.block_ids[index], table.hashes[index]
             if block_hash not in self._block_of and block_id not in self._hash_of:
@@ -211,9 +211,10 @@ class BlockManager:
 
     # -- the prefix cache ---------------------------------------------------------------------------------------
 
-    def _extend_hashes(self, table: _Table, token_ids: Seq[int]) -> None:
+    def _extend_hashes(self, table: _Table, token_ids: Seq[int], cache_salt: str) -> None:
         if self._enable_prefix_caching:
-            extend_block_hashes(table.hashes, token_ids, self.block_size, self._prefix_key)
+            key = salted_key(self._prefix_key, cache_salt)
+            extend_block_hashes(table.hashes, token_ids, self.block_size, key)
 
     def _match(self, hashes: list[bytes]) -> list[int]:
         blocks = []

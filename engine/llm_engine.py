@@ -108,14 +108,15 @@ class LLMEngine:
         sampling_params: SamplingParams,
         *,
         output_token_ids: Seq[int] = (),
+        cache_salt: str = "",
         may_wait: bool = True,
     ) -> bool:
         """Queue a request to be prefilled and decoded here. False if it would have to wait and may not.
 
-        `output_token_ids`: the part of the answer that exists already; the engine goes on after it. Raises
-        `ValueError` for a request that could never run.
+        `output_token_ids`: the part of the answer that exists already; the engine goes on after it. `cache_salt`: it
+        shares blocks with requests of the same salt alone. Raises `ValueError` for a request that could never run.
         """
-        seq = self._new_sequence(request_id, prompt_token_ids, sampling_params, output_token_ids)
+        seq = self._new_sequence(request_id, prompt_token_ids, sampling_params, output_token_ids, cache_salt)
         if not may_wait and not self._scheduler.has_room(seq):
             self._live.discard(request_id)
             return False
@@ -129,13 +130,14 @@ class LLMEngine:
         sampling_params: SamplingParams,
         *,
         output_token_ids: Seq[int] = (),
+        cache_salt: str = "",
         num_receiver_blocks: int = 0,
     ) -> None:
         """Queue a request to be prefilled here; after its first token its blocks are held until `release`.
 
         `num_receiver_blocks` leading blocks are not offered to `on_layer_written`: the receiver has them.
         """
-        seq = self._new_sequence(request_id, prompt_token_ids, sampling_params, output_token_ids)
+        seq = self._new_sequence(request_id, prompt_token_ids, sampling_params, output_token_ids, cache_salt)
         seq.is_prefill_only = True
         seq.num_exported_blocks = num_receiver_blocks
         self._scheduler.add(seq)
@@ -147,9 +149,10 @@ class LLMEngine:
         sampling_params: SamplingParams,
         *,
         output_token_ids: Seq[int] = (),
+        cache_salt: str = "",
     ) -> Reservation | None:
         """Reserve blocks for a request that another engine prefills. None if there are too few now."""
-        seq = self._new_sequence(request_id, prompt_token_ids, sampling_params, output_token_ids)
+        seq = self._new_sequence(request_id, prompt_token_ids, sampling_params, output_token_ids, cache_salt)
         seq.prompt_logprobs = None  # that one tells them
         if not self._scheduler.reserve(seq):
             self._live.discard(request_id)
@@ -269,7 +272,12 @@ class LLMEngine:
         return request_id in self._scheduler.held
 
     def _new_sequence(
-        self, request_id: str, prompt_token_ids: Seq[int], params: SamplingParams, output_token_ids: Seq[int]
+        self,
+        request_id: str,
+        prompt_token_ids: Seq[int],
+        params: SamplingParams,
+        output_token_ids: Seq[int],
+        cache_salt: str,
     ) -> Sequence:
         model = self.config.model
         token_ids = [*prompt_token_ids, *output_token_ids]
@@ -297,6 +305,7 @@ class LLMEngine:
             token_ids=token_ids,
             num_prompt_tokens=len(prompt_token_ids),
             sampling_params=params,
+            cache_salt=cache_salt,
             grammar=grammar,
             # Where an answer has begun, they came with its first token.
             prompt_logprobs=None if params.prompt_logprobs is None or output_token_ids else [],

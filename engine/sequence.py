@@ -57,6 +57,8 @@ class Sequence:
     """Prompt, then answer. Kept as an array of machine words, which numpy reads as it lies."""
     num_prompt_tokens: int
     sampling_params: SamplingParams
+    cache_salt: str = ""
+    """Its blocks are shared with sequences of the same salt alone."""
     is_prefill_only: bool = False
     """Ends as HELD at its first sampled token instead of decoding on."""
     status: SequenceStatus = SequenceStatus.WAITING

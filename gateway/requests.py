@@ -142,6 +142,7 @@ class Asked(BaseModel, ABC):
     skip_special_tokens: bool | None = None
     priority: Annotated[int, Field(ge=-(1 << 31), lt=1 << 31)] | None = None
     prompt_logprobs: NumAlternatives | None = None
+    cache_salt: Annotated[str, Field(min_length=1, max_length=128)] | None = None
     request_id: Annotated[str, Field(pattern=r"^[\x21-\x7e]{0,100}$")] = ""
     structured_outputs: Annotated[Any, AfterValidator(_structured_outputs)] = None
     # After it: the form of the answer in OpenAI's words, of which there is no second one.
@@ -161,7 +162,7 @@ class Asked(BaseModel, ABC):
     DIRECT: ClassVar[tuple[str, ...]] = (
         "max_tokens", "min_tokens", "temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty",
         "repetition_penalty", "stop", "stop_token_ids", "include_stop_str_in_output", "ignore_eos", "seed",
-        "skip_special_tokens", "logit_bias", "priority",
+        "skip_special_tokens", "logit_bias", "priority", "cache_salt",
     )  # fmt: skip
 
     def sampling(self) -> Sampling:

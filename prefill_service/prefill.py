@@ -143,6 +143,7 @@ class PrefillRole:
                     command.request.prompt_token_ids,
                     params,
                     output_token_ids=command.request.output_token_ids,
+                    cache_salt=command.request.cache_salt,
                     num_receiver_blocks=command.grant.num_cached_blocks,
                 )
             )

@@ -5,8 +5,8 @@ Engine, registry and router must agree on it bit for bit, so it lives alone here
     hash(block i) = BLAKE2b-128(key, hash(block i-1) || token ids of block i as little-endian uint32)
 
 Two blocks have equal hashes only if all tokens up to their ends are equal *and* they were made under the same key.
-The key stands for everything else that KV depends on (weights, dtype, adapter, tenant), see `prefix_key`. A
-cryptographic hash, because a tenant who could make two prompts collide would be served another's KV.
+The key stands for everything else that KV depends on (weights, dtype), see `prefix_key`, and for who may share it, see
+`salted_key`. A cryptographic hash, because a tenant who could make two prompts collide would be served another's KV.
 """
 
 from __future__ import annotations
@@ -20,9 +20,14 @@ HASH_BYTES = 16
 """Size of one block's hash."""
 
 
-def prefix_key(compat_digest: str, salt: str = "") -> bytes:
-    """The 32-byte key of all prefix hashes of one model (`compat_digest`) and one tenant or adapter (`salt`)."""
-    return blake2b(f"tandem-prefix\0{compat_digest}\0{salt}".encode(), digest_size=32).digest()
+def prefix_key(compat_digest: str) -> bytes:
+    """The 32-byte key of all prefix hashes of one model (`compat_digest`)."""
+    return blake2b(f"tandem-prefix\0{compat_digest}\0".encode(), digest_size=32).digest()
+
+
+def salted_key(key: bytes, cache_salt: str) -> bytes:
+    """The key of requests with this salt, which share no block with those of another; `key` itself without one."""
+    return blake2b(cache_salt.encode(), digest_size=32, key=key).digest() if cache_salt else key
 
 
 def extend_block_hashes(hashes: list[bytes], token_ids: Sequence[int], block_size: int, key: bytes) -> None:

@@ -84,6 +84,7 @@ class Lifecycle:
         prompt_token_ids: list[int],
         sampling_params: inference_pb.SamplingParams,
         grammar: str = "",
+        cache_salt: str = "",
         detokenizer: IncrementalDetokenizer,
         arrived_s: float,
         deadline_s: float | None = None,
@@ -110,6 +111,7 @@ class Lifecycle:
         for ours in ("stop", "n", "structured_outputs", "priority"):  # text and turns are the router's business
             self._worker_params.ClearField(ours)
         self._grammar = grammar
+        self._cache_salt = cache_salt
         self._messages = AnswerMessages(
             request_id=request_id,
             sequence=sequence,
@@ -248,7 +250,7 @@ class Lifecycle:
             if self._state.num_prompt_logprobs and not self._state.token_ids:
                 self._cached = {}  # all of it will be computed
             elif self._after is None:
-                self._cached = await self._cluster.prefixes.longest_match(token_ids)
+                self._cached = await self._cluster.prefixes.longest_match(token_ids, self._cache_salt)
             elif (shared := self._after.shared_prefix()) is not None:
                 self._cached = self._after._cached | {shared.worker: shared.num_blocks}
             else:
@@ -267,6 +269,7 @@ class Lifecycle:
                 give_up_s=None if self._state.token_ids else self._deadline.give_up_s(),
                 priority=self._sampling_params.priority,
                 has_grammar=bool(self._grammar),
+                has_cache_salt=bool(self._cache_salt),
             )
         except Exception as error:  # whatever it is, it is the request's end: nobody else would hear of it
             self._events.put_nowait(Stopped(inference_pb.FINISH_REASON_ERROR, error))
@@ -312,6 +315,7 @@ class Lifecycle:
             output_token_ids=self._state.token_ids,
             sampling_params=self._worker_params,
             grammar=self._grammar,
+            cache_salt=self._cache_salt,
         )
 
     # -- taking in what happens ---------------------------------------------------------------------------------

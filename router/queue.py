@@ -58,6 +58,8 @@ class QueuedRequest:
     shared: SharedPrefix | None = None
     has_grammar: bool = False
     """Only workers that know what a grammar is may have it."""
+    has_cache_salt: bool = False
+    """Only workers that keep its prefixes apart may have it."""
 
     @property
     def waited_s(self) -> float:
@@ -115,6 +117,7 @@ class RequestQueue:
         is_admitted: bool = False,
         shared: SharedPrefix | None = None,
         has_grammar: bool = False,
+        has_cache_salt: bool = False,
     ) -> TakenRoom:
         """Wait for workers; the caller settles the room. `is_return`: at the front of its priority, it waited its turn
         before. `is_admitted`: the bound does not hold for it, a further answer of a request that was let in.
@@ -126,7 +129,7 @@ class RequestQueue:
             self._refuse_if_full(num_tokens, priority)
         future: asyncio.Future[TakenRoom] = asyncio.get_running_loop().create_future()
         request = QueuedRequest(num_tokens, num_cached_blocks, avoid, compat_digest, answer_s, arrived_s, future)
-        request.has_grammar, request.shared = has_grammar, shared
+        request.has_grammar, request.has_cache_salt, request.shared = has_grammar, has_cache_salt, shared
         self._num_turns += 1
         request.place = (priority, -self._num_turns if is_return else self._num_turns)
         insort(self._waiting, request, key=attrgetter("place"))
@@ -166,7 +169,9 @@ class RequestQueue:
     def _plan(self, request: QueuedRequest) -> bool:
         """Whether `request` waits no more."""
         if not self._has_workers(request):
-            what = " that takes structured_outputs" if request.has_grammar else ""
+            needs = [("structured_outputs", request.has_grammar), ("cache_salt", request.has_cache_salt)]
+            asked = " and ".join(field for field, is_asked in needs if is_asked)
+            what = f" that takes {asked}" if asked else ""
             raise NoWorker(f"no decode worker{what} is available", retry_after_s=2.0)
         room = self._choose(request)
         if room is not None:

@@ -181,6 +181,7 @@ class InferenceServicer(InferenceServicerBase):  # type: ignore[misc]
                 prompt_token_ids=prompt_token_ids,
                 sampling_params=params_of_sequence(params, index),
                 grammar=grammar,
+                cache_salt=validated.cache_salt,
                 detokenizer=detokenizer,
                 resumption=await self._resumption(validated, params, model, len(prompt_token_ids), detokenizer),
                 arrived_s=arrived_s,

@@ -34,6 +34,7 @@ MAX_LOGPROBS = 20
 MAX_PROMPT_LOGPROBS = 131_072
 """In one answer: 2 MB from a worker to a router, 3 MB to the client."""
 MAX_KIND_CHARS = 64
+MAX_CACHE_SALT_CHARS = 128
 MAX_N = 128
 """OpenAI's."""
 MAX_CHAT_MESSAGES = 8192
@@ -76,6 +77,7 @@ class ValidatedRequest:
     """Of an answer that has begun elsewhere."""
     worker_kind: str
     """Of those that began it, as clients know it. Empty: any may go on with it."""
+    cache_salt: str
     is_streaming: bool
 
     @property
@@ -114,6 +116,9 @@ def validate(request: pb.GenerateRequest, model: ModelInfo) -> ValidatedRequest:
     _check_request_id(request.request_id, violations)
     if request.model not in ("", model.served_model_name):
         violations.append(("model", f"must be {model.served_model_name!r} or empty, is {request.model[:128]!r}"))
+    if len(request.cache_salt) > MAX_CACHE_SALT_CHARS:
+        bound = f"must be at most {MAX_CACHE_SALT_CHARS} characters, has {len(request.cache_salt)}"
+        violations.append(("cache_salt", bound))
     prompt = _check_prompt(request, model, violations)
     _check_sampling(request.sampling_params, violations)
     _check_lengths(request.sampling_params, model, violations)
@@ -129,6 +134,7 @@ def validate(request: pb.GenerateRequest, model: ModelInfo) -> ValidatedRequest:
         sampling_params=request.sampling_params,
         output_token_ids=tuple(request.output_token_ids),
         worker_kind=request.worker_kind,
+        cache_salt=request.cache_salt,
         is_streaming=request.stream if request.HasField("stream") else True,
     )
 

@@ -352,8 +352,10 @@ class WorkerPool:
 
 
 def _knows(record: pb.WorkerRecord, request: QueuedRequest) -> bool:
-    """Whether the worker understands all that the request asks for; an older one would leave out the grammar."""
-    return record.takes_grammars or not request.has_grammar
+    """Whether the worker understands all that the request asks for: an older one would leave it out."""
+    return (record.takes_grammars or not request.has_grammar) and (
+        record.takes_cache_salts or not request.has_cache_salt
+    )
 
 
 def _num_cached_tokens(request: QueuedRequest, handle: WorkerHandle) -> int:

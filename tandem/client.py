@@ -46,7 +46,7 @@ Prompt = str | Sequence[int] | Sequence[Mapping[str, str]]
 
 
 class Sampling(TypedDict, total=False):
-    """Sampling parameters by the wire's names; what is absent takes the model's default."""
+    """Sampling parameters by the wire's names, and `cache_salt`; what is absent takes the model's default."""
 
     max_tokens: int
     min_tokens: int
@@ -68,6 +68,8 @@ class Sampling(TypedDict, total=False):
     prompt_logprobs: int
     priority: int
     structured_outputs: StructuredOutputsParams | Mapping[str, Any]
+    cache_salt: str
+    """Cached prefixes are shared with requests of the same one alone."""
 
 
 def generate_request(
@@ -80,10 +82,14 @@ def generate_request(
     **sampling: Unpack[Sampling],
 ) -> pb.GenerateRequest:
     """The message of one request, for `n` answers. Raises `ValueError` naming what the wire cannot carry."""
+    cache_salt = sampling.pop("cache_salt", None)
+    if not isinstance(cache_salt, str | None):
+        raise ValueError(f"cache_salt: must be a text, is {cache_salt!r}")
     request = pb.GenerateRequest(
         request_id=request_id,
         model=model,
         stream=stream,
+        cache_salt=cache_salt or "",
         sampling_params=_sampling_params({**sampling, **({} if n == 1 else {"n": n})}),
     )
     if isinstance(prompt, str):

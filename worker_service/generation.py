@@ -24,6 +24,7 @@ async def generate(engine: AsyncLLMEngine, stream: Stream, request: pb.EngineReq
             request.prompt_token_ids,
             sampling_params_of(request),
             output_token_ids=request.output_token_ids,
+            cache_salt=request.cache_salt,
             may_wait=False,
         )
 

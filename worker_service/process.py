@@ -334,4 +334,5 @@ class WorkerProcess:
             can_generate=True,
             keeps_no_prefixes=not self._config.cache.enable_prefix_caching,
             takes_grammars=True,
+            takes_cache_salts=True,
         )

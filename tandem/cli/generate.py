@@ -65,6 +65,7 @@ def no_nan(context: click.Context, parameter: click.Parameter, value: float | No
     type=click.IntRange(0, 20),
     help="The same of the prompt's tokens.",
 )
+@click.option("--cache-salt", help="Share cached prefixes with requests that give the same one alone.")
 @click.option(
     "--json-schema",
     type=click.Path(exists=True, dir_okay=False, allow_dash=True),

@@ -163,10 +163,13 @@ async def test_neutral_values_and_what_has_no_effect_are_let_through() -> None:
 async def test_numbers_may_be_whole_ones_and_biases_have_names() -> None:
     async with gateway() as (router, http):
         body = {"prompt": "a", "temperature": 1, "logit_bias": {"7": 2}, "stop": ["x"], "prompt_cache_key": "k"}
-        body["priority"] = -3
+        body |= {"priority": -3, "cache_salt": "tenant 1"}
         assert (await http.post("/v1/completions", json=body)).status_code == 200
+        refused = await http.post("/v1/completions", json=body | {"cache_salt": ""})
+        assert (refused.status_code, refused.json()["error"]["param"]) == (400, "cache_salt")
     assert router.requests[0].sampling_params.logit_bias == {7: 2.0}
     assert router.requests[0].sampling_params.priority == -3
+    assert router.requests[0].cache_salt == "tenant 1"
 
 
 async def test_a_head_without_end_is_not_read() -> None:

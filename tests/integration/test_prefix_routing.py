@@ -23,17 +23,17 @@ def tokens(seed: int, count: int) -> list[int]:
     return [(seed * 1009 + 37 * i) % 40_000 + 60 for i in range(count)]
 
 
-def ask(cluster: RunningCluster, prompt: list[int]) -> Answer:
+def ask(cluster: RunningCluster, prompt: list[int], cache_salt: str = "") -> Answer:
     with Client(cluster.address) as client:
-        return client.generate(prompt, max_tokens=4, temperature=0, ignore_eos=True)
+        return client.generate(prompt, max_tokens=4, temperature=0, ignore_eos=True, cache_salt=cache_salt)
 
 
-def ask_until_found(cluster: RunningCluster, make_prompt: Callable[[int], list[int]]) -> Answer:
+def ask_until_found(cluster: RunningCluster, make_prompt: Callable[[int], list[int]], cache_salt: str = "") -> Answer:
     """The index is written behind the engine's back: ask (each time anew) until what it says has arrived."""
     answers: list[Answer] = []
 
     def is_found() -> bool:
-        answers.append(ask(cluster, make_prompt(len(answers))))
+        answers.append(ask(cluster, make_prompt(len(answers)), cache_salt))
         return answers[-1].usage.cached_tokens > 0
 
     wait_until(is_found, 10, "a cached prefix is found", lambda: answers[-1])
@@ -74,6 +74,21 @@ def test_a_prompt_that_the_decode_worker_has_stays_there(cluster: RunningCluster
     wait_until(is_local, 10, "the decode worker's prefix is used", lambda: answers[-1])
     assert answers[-1].usage.cached_tokens == 192
     assert not answers[-1].timings.HasField("kv_transfer")
+    cluster.wait_until_at_rest()
+
+
+def test_prefixes_are_shared_by_those_of_one_salt_alone(cluster: RunningCluster) -> None:
+    """Asked for by one tenant, a prompt takes another as long as if nobody had, and both find their own again."""
+    prompt = tokens(60, 320)
+    ask(cluster, prompt, "one")
+    mine = ask_until_found(cluster, lambda _: prompt, "one")
+    assert mine.timings.mode == pb.MODE_LOCAL
+    for salt in ("two", ""):
+        theirs = ask(cluster, prompt, salt)
+        assert (theirs.usage.cached_tokens, theirs.timings.mode) == (0, pb.MODE_DISAGGREGATED)
+        assert theirs.timings.kv_transfer.num_cached_blocks == 0
+        assert theirs.token_ids == mine.token_ids
+    assert ask_until_found(cluster, lambda _: prompt, "two").usage.cached_tokens == mine.usage.cached_tokens
     cluster.wait_until_at_rest()
 
 

@@ -220,6 +220,7 @@ class Engine:
         params: SamplingParams,
         *,
         output_token_ids: Sequence[int],
+        cache_salt: str,
         num_receiver_blocks: int,
     ) -> None:
         if self.is_refusing:

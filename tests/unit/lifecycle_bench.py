@@ -73,7 +73,7 @@ class NoText:
 
 
 class NothingCached:
-    async def longest_match(self, token_ids: list[int]) -> dict[WorkerKey, int]:
+    async def longest_match(self, token_ids: list[int], cache_salt: str) -> dict[WorkerKey, int]:
         return {}
 
 
@@ -141,8 +141,12 @@ class Bench:
         deadline_s: float | None = None,
         numbers: AttemptNumbers | None = None,
         grammar: str = "",
+        cache_salt: str = "",
     ) -> Asked:
-        return Asked(self.lifecycle(request_id, deadline_s=deadline_s, numbers=numbers, grammar=grammar).run())
+        lifecycle = self.lifecycle(
+            request_id, deadline_s=deadline_s, numbers=numbers, grammar=grammar, cache_salt=cache_salt
+        )
+        return Asked(lifecycle.run())
 
     def requests(self, request_id: str, n: int) -> Asked:
         """For several answers."""

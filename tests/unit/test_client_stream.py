@@ -162,7 +162,8 @@ def test_only_what_is_given_travels() -> None:
 
 
 def test_every_parameter_of_the_wire_can_be_given() -> None:
-    assert {*Sampling.__annotations__, "n"} == {field.name for field in pb.SamplingParams.DESCRIPTOR.fields}
+    of_sampling = {field.name for field in pb.SamplingParams.DESCRIPTOR.fields}
+    assert {*Sampling.__annotations__, "n"} == of_sampling | {"cache_salt"}
 
 
 @pytest.mark.parametrize(
@@ -172,6 +173,7 @@ def test_every_parameter_of_the_wire_can_be_given() -> None:
         ("hi", {"temperature": "hot"}, "temperature: "),
         ("hi", {"temprature": 1}, "temprature: no such sampling parameter"),
         ("hi", {"stop_token_ids": ["a"]}, "stop_token_ids: "),
+        ("hi", {"cache_salt": 5}, "cache_salt: must be a text, is 5"),
         ([-1], {}, "prompt: "),
         (["a", "b"], {}, "prompt: "),
         ([{"role": "user"}], {}, "prompt: a message has a role and a content"),

@@ -218,7 +218,7 @@ async def test_what_was_not_in_the_cache_after_all_has_been_computed(num_cached:
 
 
 def all_cached(bench: Bench) -> Any:
-    async def longest_match(token_ids: list[int]) -> dict[WorkerKey, int]:
+    async def longest_match(token_ids: list[int], cache_salt: str) -> dict[WorkerKey, int]:
         return {bench.decode.key: 59}
 
     return longest_match
@@ -474,4 +474,21 @@ async def test_workers_that_would_leave_out_a_grammar_do_not_get_it() -> None:
     asked = bench.request("c", grammar="g")
     await settle()
     assert bench.d.sent[-1].reserve.grammar == "g"
+    await asked.leave()
+
+
+async def test_workers_that_would_share_prefixes_with_everybody_get_no_salted_requests() -> None:
+    bench = Bench(with_prefill=True)
+    with pytest.raises(NoWorker, match="no decode worker that takes cache_salt is available"):
+        await bench.request("a", cache_salt="s").task
+    bench.decode.record.takes_cache_salts = True
+    asked = bench.request("b", cache_salt="s")
+    await settle()
+    [command] = bench.d.sent
+    assert command.generate.cache_salt == "s", "prompt and answer: the prefill worker would share its prefix"
+    await asked.leave()
+    bench.prefill.record.takes_cache_salts = True
+    asked = bench.request("c", cache_salt="s")
+    await settle()
+    assert bench.d.sent[-1].reserve.cache_salt == "s"
     await asked.leave()

@@ -139,6 +139,7 @@ def test_bounds_themselves_are_allowed(params: dict[str, Any]) -> None:
             "must hold printable characters only, has U+000A at 1",
         ),
         ({"text": "x", "request_id": "\u202e"}, "request_id", "must hold printable characters only, has U+202E at 0"),
+        ({"text": "x", "cache_salt": "s" * 129}, "cache_salt", "must be at most 128 characters, has 129"),
         ({"text": "x", "worker_kind": "k" * 65}, "worker_kind", "must be at most 64 characters, has 65"),
         (
             {"text": "x", "sampling_params": GREEDY, "output_token_ids": [5, 1000]},
