@@ -9,7 +9,7 @@ on the event loop, once per step.
                    <─call_soon_threadsafe─  made, or why not
     call(function) ──commands queue──────>  function(engine)
                    <─call_soon_threadsafe─  its result
-                                            step()
+                                            step(), watched while somebody profiles
     on_step(news)  <─call_soon_threadsafe─  outputs, cache events, load
 
 With nothing to compute the thread blocks on its queue; nothing polls. If a step raises, the engine is lost:
@@ -24,6 +24,7 @@ import logging
 import queue
 import threading
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -35,6 +36,7 @@ from engine.kv_cache import KVCacheShape
 from engine.llm_engine import EngineLoad, LLMEngine
 from engine.outputs import RequestOutput
 from engine.scheduler import SchedulerStats
+from engine.step_profiler import StepProfile, StepProfiler
 
 _log = logging.getLogger(__name__)
 _T = TypeVar("_T")
@@ -42,6 +44,10 @@ _T = TypeVar("_T")
 
 class EngineDeadError(RuntimeError):
     """The stepping thread has ended; its engine cannot be used any more."""
+
+
+class ProfilingError(RuntimeError):
+    """Somebody else is profiling."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,6 +92,8 @@ class AsyncLLMEngine:
         self._num_begun = 0
         """Steps and commands, ever."""
         self._is_waiting = True
+        self._profiler: StepProfiler | None = None
+        """The stepping thread's."""
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self._thread.start()
 
@@ -152,6 +160,40 @@ class AsyncLLMEngine:
         """Run `function` on the stepping thread between two steps, without waiting. It must not raise."""
         self._commands.put(_Command(function, None))
 
+    async def profile(self, num_steps: int, *, timeout_s: float, with_trace: bool) -> StepProfile:
+        """What the next `num_steps` steps take, or as many as there are within `timeout_s`: 0, if nobody asks for
+        anything.
+
+        Steps are slower meanwhile. Raises `ProfilingError` where that is being done, `ValueError` for a number out of
+        bounds, `EngineDeadError`.
+        """
+        is_done = asyncio.Event()
+
+        def on_done() -> None:
+            self._loop.call_soon_threadsafe(is_done.set)
+
+        profiler = StepProfiler(num_steps, on_done)
+
+        def begin(engine: LLMEngine) -> None:
+            if self._profiler is not None:
+                raise ProfilingError("another profile is being taken")
+            self._profiler = profiler
+
+        def end(engine: LLMEngine) -> None:
+            if self._profiler is profiler:
+                profiler.stop()
+                self._profiler = None
+
+        try:
+            await self.call(begin)
+            with suppress(TimeoutError):
+                async with asyncio.timeout(timeout_s):
+                    await is_done.wait()
+        finally:
+            self.post(end)
+        await self.call(lambda engine: None)  # what ends it has come before
+        return await asyncio.to_thread(profiler.profile, with_trace=with_trace)
+
     async def close(self) -> None:
         """End the thread after the running step. Requests that are not finished are dropped."""
         self._is_dead = True
@@ -173,7 +215,8 @@ class AsyncLLMEngine:
             is_blocked = True
             while self._run_commands(is_blocked):
                 self._num_begun += 1
-                outputs = self._engine.step()
+                profiler = self._profiler
+                outputs = self._engine.step() if profiler is None or profiler.is_done else profiler.step(self._engine)
                 self._before_report()
                 self._report(outputs)
                 # Work that gets no memory waits for a command that frees some.

@@ -280,6 +280,44 @@ class WorkerAudit(_message.Message):
     problems: _containers.RepeatedScalarFieldContainer[str]
     def __init__(self, worker_id: _Optional[str] = ..., address: _Optional[str] = ..., role: _Optional[_Union[Role, str]] = ..., blocks: _Optional[_Union[BlockLedger, _Mapping]] = ..., problems: _Optional[_Iterable[str]] = ...) -> None: ...
 
+class ProfileRequest(_message.Message):
+    __slots__ = ("worker_id", "num_steps", "timeout_ms", "with_trace")
+    WORKER_ID_FIELD_NUMBER: _ClassVar[int]
+    NUM_STEPS_FIELD_NUMBER: _ClassVar[int]
+    TIMEOUT_MS_FIELD_NUMBER: _ClassVar[int]
+    WITH_TRACE_FIELD_NUMBER: _ClassVar[int]
+    worker_id: str
+    num_steps: int
+    timeout_ms: int
+    with_trace: bool
+    def __init__(self, worker_id: _Optional[str] = ..., num_steps: _Optional[int] = ..., timeout_ms: _Optional[int] = ..., with_trace: _Optional[bool] = ...) -> None: ...
+
+class WorkerProfile(_message.Message):
+    __slots__ = ("worker_id", "num_steps", "step_ms", "ops", "trace_gz")
+    WORKER_ID_FIELD_NUMBER: _ClassVar[int]
+    NUM_STEPS_FIELD_NUMBER: _ClassVar[int]
+    STEP_MS_FIELD_NUMBER: _ClassVar[int]
+    OPS_FIELD_NUMBER: _ClassVar[int]
+    TRACE_GZ_FIELD_NUMBER: _ClassVar[int]
+    worker_id: str
+    num_steps: int
+    step_ms: float
+    ops: _containers.RepeatedCompositeFieldContainer[OpTime]
+    trace_gz: bytes
+    def __init__(self, worker_id: _Optional[str] = ..., num_steps: _Optional[int] = ..., step_ms: _Optional[float] = ..., ops: _Optional[_Iterable[_Union[OpTime, _Mapping]]] = ..., trace_gz: _Optional[bytes] = ...) -> None: ...
+
+class OpTime(_message.Message):
+    __slots__ = ("name", "num_calls", "host_ms", "device_ms")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    NUM_CALLS_FIELD_NUMBER: _ClassVar[int]
+    HOST_MS_FIELD_NUMBER: _ClassVar[int]
+    DEVICE_MS_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    num_calls: int
+    host_ms: float
+    device_ms: float
+    def __init__(self, name: _Optional[str] = ..., num_calls: _Optional[int] = ..., host_ms: _Optional[float] = ..., device_ms: _Optional[float] = ...) -> None: ...
+
 class GetClusterStatusRequest(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...

@@ -194,6 +194,11 @@ class WorkerStub:
                 request_serializer=protos_dot_tandem__worker__pb2.AuditRequest.SerializeToString,
                 response_deserializer=protos_dot_tandem__worker__pb2.WorkerAudit.FromString,
                 _registered_method=True)
+        self.Profile = channel.unary_unary(
+                '/tandem.v1.Worker/Profile',
+                request_serializer=protos_dot_tandem__worker__pb2.ProfileRequest.SerializeToString,
+                response_deserializer=protos_dot_tandem__worker__pb2.WorkerProfile.FromString,
+                _registered_method=True)
 
 
 class WorkerServicer:
@@ -220,6 +225,13 @@ class WorkerServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Profile(self, request, context):
+        """Watches the next steps and says what took how long; steps are slower meanwhile. One at a time: FAILED_PRECONDITION.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_WorkerServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -237,6 +249,11 @@ def add_WorkerServicer_to_server(servicer, server):
                     servicer.Audit,
                     request_deserializer=protos_dot_tandem__worker__pb2.AuditRequest.FromString,
                     response_serializer=protos_dot_tandem__worker__pb2.WorkerAudit.SerializeToString,
+            ),
+            'Profile': grpc.unary_unary_rpc_method_handler(
+                    servicer.Profile,
+                    request_deserializer=protos_dot_tandem__worker__pb2.ProfileRequest.FromString,
+                    response_serializer=protos_dot_tandem__worker__pb2.WorkerProfile.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -331,6 +348,33 @@ class Worker:
             metadata,
             _registered_method=True)
 
+    @staticmethod
+    def Profile(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/tandem.v1.Worker/Profile',
+            protos_dot_tandem__worker__pb2.ProfileRequest.SerializeToString,
+            protos_dot_tandem__worker__pb2.WorkerProfile.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
 
 class ClusterStub:
     """Served by routers, for operators.
@@ -352,6 +396,11 @@ class ClusterStub:
                 request_serializer=protos_dot_tandem__worker__pb2.AuditRequest.SerializeToString,
                 response_deserializer=protos_dot_tandem__worker__pb2.ClusterAudit.FromString,
                 _registered_method=True)
+        self.Profile = channel.unary_unary(
+                '/tandem.v1.Cluster/Profile',
+                request_serializer=protos_dot_tandem__worker__pb2.ProfileRequest.SerializeToString,
+                response_deserializer=protos_dot_tandem__worker__pb2.WorkerProfile.FromString,
+                _registered_method=True)
 
 
 class ClusterServicer:
@@ -370,6 +419,13 @@ class ClusterServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Profile(self, request, context):
+        """Of one worker. NOT_FOUND: this router knows none of that id.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_ClusterServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -382,6 +438,11 @@ def add_ClusterServicer_to_server(servicer, server):
                     servicer.Audit,
                     request_deserializer=protos_dot_tandem__worker__pb2.AuditRequest.FromString,
                     response_serializer=protos_dot_tandem__worker__pb2.ClusterAudit.SerializeToString,
+            ),
+            'Profile': grpc.unary_unary_rpc_method_handler(
+                    servicer.Profile,
+                    request_deserializer=protos_dot_tandem__worker__pb2.ProfileRequest.FromString,
+                    response_serializer=protos_dot_tandem__worker__pb2.WorkerProfile.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -439,6 +500,33 @@ class Cluster:
             '/tandem.v1.Cluster/Audit',
             protos_dot_tandem__worker__pb2.AuditRequest.SerializeToString,
             protos_dot_tandem__worker__pb2.ClusterAudit.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Profile(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/tandem.v1.Cluster/Profile',
+            protos_dot_tandem__worker__pb2.ProfileRequest.SerializeToString,
+            protos_dot_tandem__worker__pb2.WorkerProfile.FromString,
             options,
             channel_credentials,
             insecure,

@@ -14,13 +14,16 @@ from protos.tandem_worker_pb2_grpc import WorkerStub
 from router.audit import find_ownerless
 from router.lifecycle import Cluster, Lifecycle
 from router.worker_handle import WorkerHandle
-from rpc.errors import TandemError, rpc_errors_as_tandem_errors
+from rpc.errors import InternalError, NotFound, TandemError, rpc_errors_as_tandem_errors
 
 _T = TypeVar("_T")
 
 WORKER_TIMEOUT_S = 5.0
 """A worker that does not answer within this time is listed as unreachable."""
 
+PROFILE_READ_S = 60.0
+"""What a worker may take to read what it saw."""
+MAX_ID_CHARS = 128
 
 TURNS_S = 0.01
 """Between the two looks of an audit, where no worker is waited for: some turns of the event loop."""
@@ -72,6 +75,19 @@ class ClusterServicer(ClusterServicerBase):  # type: ignore[misc]
         await asyncio.sleep(TURNS_S)
         problems = [sentence for what, sentence in self._ownerless().items() if what in before]
         return pb.ClusterAudit(workers=workers, unreachable=unreachable, router_id=self._router_id, problems=problems)
+
+    async def Profile(self, request: pb.ProfileRequest, context: grpc.aio.ServicerContext) -> pb.WorkerProfile:  # noqa: N802
+        handles = {handle.record.worker_id: handle for handle in self._cluster.pool.handles}
+        handle = handles.get(request.worker_id)
+        if handle is None:
+            known = ", ".join(sorted(handles)) or "none"
+            raise NotFound(f"no worker {request.worker_id[:MAX_ID_CHARS]!r}; there are: {known}")
+        timeout_s = request.timeout_ms / 1e3 + PROFILE_READ_S
+        with rpc_errors_as_tandem_errors():
+            profile: pb.WorkerProfile | None = await WorkerStub(handle.channel).Profile(request, timeout=timeout_s)
+        if profile is None:
+            raise InternalError(f"worker {request.worker_id} answers with bytes that are no message")
+        return profile
 
     def _ownerless(self) -> dict[Hashable, str]:
         return find_ownerless(self._cluster.pool, self._cluster.queue, self._running())

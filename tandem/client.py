@@ -32,6 +32,8 @@ from tandem.structured_outputs import StructuredOutputsParams
 
 DEFAULT_ADDRESS = "127.0.0.1:50051"
 CONTROL_TIMEOUT_S = 10.0
+PROFILE_READ_S = 70.0
+"""What a router and a worker may take, once it is profiled, to say what was seen."""
 """Of calls that ask and do not generate."""
 
 RESUME_S = 20.0
@@ -104,6 +106,15 @@ def generate_request(
         except (TypeError, ValueError) as error:
             raise ValueError(f"prompt: must be a text, token ids or messages: {error}") from error
     return request
+
+
+def _profile_request(
+    worker_id: str, num_steps: int, timeout_s: float, with_trace: bool
+) -> tandem_worker_pb2.ProfileRequest:
+    """Raises `ValueError` for what the wire cannot carry."""
+    return tandem_worker_pb2.ProfileRequest(
+        worker_id=worker_id, num_steps=num_steps, timeout_ms=round(1e3 * timeout_s), with_trace=with_trace
+    )
 
 
 def _chat_message(message: Any) -> pb.ChatMessage:
@@ -269,6 +280,17 @@ class Client:
             )
         return audit
 
+    def profile(
+        self, worker_id: str, *, num_steps: int = 20, timeout_s: float = 30.0, with_trace: bool = False
+    ) -> tandem_worker_pb2.WorkerProfile:
+        """What the next steps of a worker take, operation by operation; as many as there are within `timeout_s`."""
+        request = _profile_request(worker_id, num_steps, timeout_s, with_trace)
+        with _errors_of_ours():
+            profile: tandem_worker_pb2.WorkerProfile = self._cluster.Profile(
+                request, timeout=timeout_s + PROFILE_READ_S
+            )
+        return profile
+
     def close(self) -> None:
         self._channel.close()
 
@@ -393,6 +415,17 @@ class AsyncClient:
                 tandem_worker_pb2.AuditRequest(), timeout=CONTROL_TIMEOUT_S
             )
         return audit
+
+    async def profile(
+        self, worker_id: str, *, num_steps: int = 20, timeout_s: float = 30.0, with_trace: bool = False
+    ) -> tandem_worker_pb2.WorkerProfile:
+        """As `Client.profile`."""
+        request = _profile_request(worker_id, num_steps, timeout_s, with_trace)
+        with _errors_of_ours():
+            profile: tandem_worker_pb2.WorkerProfile = await self._cluster.Profile(
+                request, timeout=timeout_s + PROFILE_READ_S
+            )
+        return profile
 
     async def close(self) -> None:
         await self._channel.close()

@@ -8,7 +8,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from protos.tandem_inference_pb2 import Logprob, TokenLogprobs
-from protos.tandem_worker_pb2 import BlockLedger, ClusterAudit, ClusterStatus, Role, WorkerRecord, WorkerStatus
+from protos.tandem_worker_pb2 import (
+    BlockLedger,
+    ClusterAudit,
+    ClusterStatus,
+    Role,
+    WorkerProfile,
+    WorkerRecord,
+    WorkerStatus,
+)  # fmt: skip
 from tandem.answer import short_name
 
 
@@ -180,6 +188,28 @@ def _format_line(cells: Sequence[str], widths: Sequence[int], is_number: Sequenc
         for cell, width, right in zip(cells, widths, is_number, strict=True)
     )
     return "  ".join(padded).rstrip()
+
+
+def profile_line(profile: WorkerProfile) -> str:
+    if not profile.num_steps:
+        return f"{profile.worker_id}: it took no step in this time; ask something meanwhile"
+    each_ms = profile.step_ms / profile.num_steps
+    share = sum(op.host_ms for op in profile.ops) / profile.step_ms
+    steps = "1 step" if profile.num_steps == 1 else f"{profile.num_steps} steps"
+    return f"{profile.worker_id}: {steps} of {each_ms:.2f} ms, {share:.0%} of them in the host's part of operations"
+
+
+def profile_table(profile: WorkerProfile, num_rows: int) -> Table:
+    """Of each operation, in a step; without what it calls itself."""
+    has_device = any(op.device_ms for op in profile.ops)
+    headers = ("operation", ">calls", ">host ms", ">of a step", *((">device ms",) if has_device else ()))
+    num_steps = profile.num_steps
+    rows: list[tuple[str, ...]] = []
+    for op in profile.ops[:num_rows]:
+        times = f"{op.host_ms / num_steps:.3f}", f"{op.host_ms / profile.step_ms:.1%}"
+        on_device = (f"{op.device_ms / num_steps:.3f}",) if has_device else ()
+        rows.append((op.name[:60], f"{op.num_calls / num_steps:.1f}", *times, *on_device))
+    return Table(headers=headers, rows=rows)
 
 
 def print_table(table: Table) -> None:

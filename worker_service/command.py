@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import sys
 from typing import Any
 
@@ -28,6 +29,7 @@ def worker_command(role: pb.Role, name: str, add_role: AddRole) -> click.Command
     @options_of(WorkerArgs)
     @options_of(EngineArgs)
     def main(**flags: Any) -> None:
+        os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # torch's profiler says on stderr when it starts and stops
         args, engine_args = build(WorkerArgs, flags), build(EngineArgs, flags)
         setup_logging(args.log_level, args.worker_id or name)
         failpoints.arm(args.failpoints)

@@ -8,11 +8,17 @@ from dataclasses import dataclass
 
 import grpc
 
-from engine.async_llm_engine import AsyncLLMEngine
+from engine.async_llm_engine import AsyncLLMEngine, ProfilingError
 from protos import tandem_worker_pb2 as pb
 from protos.tandem_worker_pb2_grpc import WorkerServicer as WorkerServicerBase
+from rpc.errors import Incompatible, InvalidRequest
 from worker_service.messages import ledger_message
 from worker_service.sessions import SessionHost
+
+MAX_PROFILE_MS = 600_000
+MAX_OPS, MAX_OP_CHARS = 200, 256
+MAX_TRACE_BYTES = 12 << 20
+"""Of a message's 16 MiB."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -91,6 +97,33 @@ class WorkerServicer(WorkerServicerBase):  # type: ignore[misc]
             role=record.role,
             blocks=ledger_message(ledger),
             problems=problems,
+        )
+
+    async def Profile(self, request: pb.ProfileRequest, context: grpc.aio.ServicerContext) -> pb.WorkerProfile:  # noqa: N802
+        if not 1 <= request.timeout_ms <= MAX_PROFILE_MS:
+            raise InvalidRequest([("timeout_ms", f"must be in [1, {MAX_PROFILE_MS}], is {request.timeout_ms}")])
+        try:
+            profile = await self._engine.profile(
+                request.num_steps, timeout_s=request.timeout_ms / 1e3, with_trace=request.with_trace
+            )
+        except ValueError as error:
+            raise InvalidRequest([("num_steps", str(error).removeprefix("num_steps "))]) from error
+        except ProfilingError as error:
+            raise Incompatible(f"{error} of this worker; try again when it is done") from error
+        if len(profile.trace_gz) > MAX_TRACE_BYTES:
+            why = f"fewer are needed: the trace of {request.num_steps} has {len(profile.trace_gz)} bytes"
+            raise InvalidRequest([("num_steps", f"{why}, and at most {MAX_TRACE_BYTES} are sent")])
+        return pb.WorkerProfile(
+            worker_id=self._record().worker_id,
+            num_steps=profile.num_steps,
+            step_ms=profile.step_ms,
+            ops=[
+                pb.OpTime(
+                    name=op.name[:MAX_OP_CHARS], num_calls=op.num_calls, host_ms=op.host_ms, device_ms=op.device_ms
+                )
+                for op in profile.ops[:MAX_OPS]
+            ],
+            trace_gz=profile.trace_gz,
         )
 
 

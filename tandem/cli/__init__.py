@@ -19,6 +19,7 @@ from tandem.cli.chaos import chaos
 from tandem.cli.demo import demo
 from tandem.cli.fetch import fetch
 from tandem.cli.generate import generate
+from tandem.cli.profile import profile
 from tandem.cli.status import audit, status
 from tandem.cli.top import top
 from tandem.cli.up import up
@@ -36,5 +37,5 @@ def main() -> None:
     """Serve large language models with prefill and decode on different machines."""
 
 
-for _command in (demo, up, generate, status, top, audit, bench, fetch, chaos):
+for _command in (demo, up, generate, status, top, audit, profile, bench, fetch, chaos):
     main.add_command(_command)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import signal
 import sys
 from pathlib import Path
@@ -14,19 +13,12 @@ import click
 from protos.tandem_inference_pb2 import TokenLogprobs
 from rpc.tls import ClientTLS
 from tandem.cli.errors import readable_errors
-from tandem.cli.options import examples, json_option, router_option, tls_option
+from tandem.cli.options import examples, json_option, no_nan, router_option, tls_option
 from tandem.client import Client, Prompt, Sampling, generate_request
 from tandem.tables import logprobs_table, print_table
 
 INTERRUPTED = 128 + signal.SIGINT
 MAX_TIMEOUT_S = 30 * 86_400.0
-
-
-def no_nan(context: click.Context, parameter: click.Parameter, value: float | None) -> float | None:
-    """A range lets NaN through: it is neither below nor above."""
-    if value is not None and math.isnan(value):
-        raise click.BadParameter("nan is no number")
-    return value
 
 
 @click.command(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import click
 
 from rpc.tls import ClientTLS
@@ -43,3 +45,10 @@ json_option = click.option("--json", "is_json", is_flag=True, help="One JSON obj
 def examples(*lines: str) -> str:
     """A command's epilog: one example per line, as they are typed."""
     return "\b\nExamples:\n" + "\n".join(f"  {line}" for line in lines)
+
+
+def no_nan(context: click.Context, parameter: click.Parameter, value: float | None) -> float | None:
+    """A range lets NaN through: it is neither below nor above."""
+    if value is not None and math.isnan(value):
+        raise click.BadParameter("nan is no number")
+    return value

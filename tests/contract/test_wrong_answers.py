@@ -20,6 +20,7 @@ from router.request_events import Event, WorkerKey, WorkerLost
 from router.worker_handle import WorkerHandle
 from router.worker_session import WorkerSession
 from rpc.channel import open_channel
+from rpc.errors import InternalError
 
 GARBAGE = b"\xff\xff\xff\xff junk"
 
@@ -90,7 +91,7 @@ async def test_a_session_with_a_worker_that_talks_nonsense_is_lost(
 
 async def test_a_worker_that_talks_nonsense_is_unreachable_for_operators() -> None:
     garbage = grpc.unary_unary_rpc_method_handler(say_garbage)
-    server, address = await serving("tandem.v1.Worker", GetStatus=garbage, Audit=garbage)
+    server, address = await serving("tandem.v1.Worker", GetStatus=garbage, Audit=garbage, Profile=garbage)
     async with open_channel(address) as channel:
         handle = WorkerHandle(pb.WorkerRecord(worker_id="w", address="a"), channel)
         pool = SimpleNamespace(
@@ -107,6 +108,8 @@ async def test_a_worker_that_talks_nonsense_is_unreachable_for_operators() -> No
         ):
             assert list(answer.workers) == []
             assert list(answer.unreachable) == ["w (a): it answers with bytes that are no message"]
+        with pytest.raises(InternalError, match="worker w answers with bytes that are no message"):
+            await servicer.Profile(pb.ProfileRequest(worker_id="w", num_steps=1, timeout_ms=1), context)
     await server.stop(0)
 
 

@@ -3,8 +3,11 @@ and alerts ask for."""
 
 from __future__ import annotations
 
+import gzip
 import json
 import re
+import subprocess
+import sys
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,7 +17,7 @@ import yaml
 from clusters import RunningCluster, run_cluster, wait_until
 from prometheus_client.parser import text_string_to_metric_families
 
-from rpc.errors import InvalidRequest
+from rpc.errors import InvalidRequest, NotFound
 from tandem.client import Client
 
 DEPLOY = Path(__file__).parents[2] / "deploy"
@@ -116,6 +119,35 @@ def test_workers_count_what_they_computed(scraped: dict[str, Samples]) -> None:
         num_iterations = total(worker, "tandem:iteration_tokens_total_count")
         assert 0 < num_iterations <= total(worker, "tandem:engine_steps_total")
         assert total(worker, "tandem:engine_seconds_total") > 0
+
+
+def test_a_workers_steps_are_profiled_through_the_router(cluster: RunningCluster, tmp_path: Path) -> None:
+    """By the command, while somebody asks."""
+    trace = tmp_path / "trace.json.gz"
+    command = [sys.executable, "-m", "tandem", "profile", "--router", cluster.address]
+    with Client(cluster.address) as client:
+        stream = client.stream("once", max_tokens=1500, temperature=0, ignore_eos=True)
+        next(stream)
+        result = subprocess.run(
+            [*command, "decode-1", "--steps", "5", "--trace", str(trace)], capture_output=True, text=True, timeout=60,
+            check=False,
+        )  # fmt: skip
+        stream.close()
+        assert result.returncode == 0, result.stderr
+        first, header, _, *rows = result.stdout.splitlines()
+        assert re.fullmatch(r"decode-1: 5 steps of [\d.]+ ms, \d+% of them in the host's part of operations", first)
+        assert header.split() == ["operation", "calls", "host", "ms", "of", "a", "step"]
+        assert any("tandem_cpu::" in row or "aten::" in row for row in rows)
+        assert json.loads(gzip.decompress(trace.read_bytes()))["traceEvents"]
+        with pytest.raises(NotFound, match=r"no worker 'decode-7'; there are: decode-1, prefill-1"):
+            client.profile("decode-7")
+        with pytest.raises(InvalidRequest, match=r"num_steps.*must be in \[1, 64\], is 65"):
+            client.profile("decode-1", num_steps=65)
+        with pytest.raises(InvalidRequest, match="timeout_ms"):
+            client.profile("decode-1", timeout_s=0)
+        idle = client.profile("prefill-1", timeout_s=0.2)
+        assert (idle.worker_id, idle.num_steps, len(idle.ops)) == ("prefill-1", 0, 0)
+    assert "USDT" not in cluster.log.read_text()
 
 
 def test_the_gateway_counts_requests(scraped: dict[str, Samples]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gzip
 import json
 import threading
 from pathlib import Path
@@ -10,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from engine.async_llm_engine import AsyncLLMEngine, EngineDeadError, StepNews
+from engine.async_llm_engine import AsyncLLMEngine, EngineDeadError, ProfilingError, StepNews
 from engine.config import EngineArgs
 from engine.llm_engine import LLMEngine
 from engine.model_loader import create_engine_config
@@ -118,3 +119,69 @@ async def test_only_who_decodes_records_decoding_steps(
     add_role: Any = None
     code = await process.run_worker(role, WorkerArgs(), EngineArgs(), add_role, asyncio.Event())
     assert (code, asked) == (2, [is_eager])
+
+
+async def started(tmp_path: Path) -> AsyncLLMEngine:
+    return await AsyncLLMEngine.start(
+        lambda: make_engine(tmp_path), on_step=lambda _: None, on_failure=lambda error: pytest.fail(str(error))
+    )
+
+
+async def ask(engine: AsyncLLMEngine, name: str, num_tokens: int) -> None:
+    params = SamplingParams(temperature=0, max_tokens=num_tokens, ignore_eos=True)
+    await engine.call(lambda inner: inner.add_request(name, [1, 2, 3], params))
+
+
+async def begun(engine: AsyncLLMEngine) -> None:
+    """The task made last has given its command to the engine's thread, and that has taken it."""
+    await asyncio.sleep(0)
+    await engine.call(lambda _: None)
+
+
+async def test_steps_are_profiled_as_they_come(tmp_path: Path) -> None:
+    engine = await started(tmp_path)
+    profiling = asyncio.create_task(engine.profile(4, timeout_s=20, with_trace=True))
+    await begun(engine)
+    with pytest.raises(ProfilingError, match="another profile is being taken"):
+        await engine.profile(4, timeout_s=20, with_trace=False)
+    await ask(engine, "r", 30)
+    profile = await asyncio.wait_for(profiling, 20)
+    assert profile.num_steps == 4
+    products = [op for op in profile.ops if op.name == "aten::addmm" or op.name == "aten::mm"]
+    assert sum(op.num_calls for op in products) >= 4 * 2, "two layers, of which each has some"
+    assert 0 < sum(op.host_ms for op in profile.ops) <= profile.step_ms
+    assert profile.ops[0].host_ms == max(op.host_ms for op in profile.ops)
+    trace = json.loads(gzip.decompress(profile.trace_gz))
+    assert any(event.get("name") == products[0].name for event in trace["traceEvents"])
+    await engine.close()
+
+
+async def test_a_profile_of_an_engine_with_nothing_to_do_ends_too(tmp_path: Path) -> None:
+    engine = await started(tmp_path)
+    profile = await engine.profile(5, timeout_s=0.05, with_trace=True)
+    assert (profile.num_steps, profile.ops, profile.trace_gz) == (0, [], b"")
+    # With fewer steps than were asked for, it ends with those; and another may follow.
+    profiling = asyncio.create_task(engine.profile(60, timeout_s=1.0, with_trace=False))
+    await begun(engine)
+    await ask(engine, "r", 3)
+    assert (await profiling).num_steps == 3
+    await engine.close()
+
+
+async def test_who_leaves_stops_being_profiled(tmp_path: Path) -> None:
+    engine = await started(tmp_path)
+    profiling = asyncio.create_task(engine.profile(5, timeout_s=60, with_trace=False))
+    await begun(engine)
+    profiling.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await profiling
+    assert await engine.call(lambda inner: engine._profiler) is None
+    await engine.close()
+
+
+@pytest.mark.parametrize("num_steps", [0, 65])
+async def test_a_profile_of_too_few_or_too_many_steps(num_steps: int, tmp_path: Path) -> None:
+    engine = await started(tmp_path)
+    with pytest.raises(ValueError, match=rf"num_steps must be in \[1, 64\], is {num_steps}"):
+        await engine.profile(num_steps, timeout_s=1, with_trace=False)
+    await engine.close()

@@ -1,0 +1,65 @@
+"""`tandem profile`: what the steps of a worker take, operation by operation."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import click
+
+from rpc.tls import ClientTLS
+from tandem.answer import message_to_dict
+from tandem.cli.errors import readable_errors
+from tandem.cli.options import examples, json_option, no_nan, router_option, tls_option
+from tandem.client import Client
+from tandem.tables import print_table, profile_line, profile_table
+
+
+@click.command(
+    short_help="What a worker's steps take.",
+    epilog=examples("tandem profile decode-1", "tandem profile prefill-1 --steps 5 --trace trace.json.gz"),
+)
+@click.argument("worker_id")
+@click.option("--steps", type=click.IntRange(1, 64), default=20, show_default=True, help="How many are watched.")
+@click.option("--top", type=click.IntRange(1, 200), default=15, show_default=True, help="Operations shown.")
+@click.option(
+    "--trace",
+    type=click.Path(dir_okay=False, writable=True, path_type=Path),
+    help="Write a trace here, gzipped, for chrome://tracing or ui.perfetto.dev.",
+)
+@click.option(
+    "--timeout-s",
+    type=click.FloatRange(0.001, 600),
+    callback=no_nan,
+    default=30.0,
+    show_default=True,
+    help="Then it ends, with the steps there were.",
+)
+@json_option
+@router_option
+@tls_option
+def profile(
+    worker_id: str,
+    steps: int,
+    top: int,
+    trace: Path | None,
+    timeout_s: float,
+    is_json: bool,
+    address: str,
+    tls: ClientTLS | None,
+) -> None:
+    """Watch the next steps of a worker (its id: `tandem status`) and say which operations took how long.
+
+    Steps come from requests: ask something meanwhile. They are slower while they are watched.
+    """
+    with readable_errors(address), Client(address, tls=tls) as client:
+        seen = client.profile(worker_id, num_steps=steps, timeout_s=timeout_s, with_trace=trace is not None)
+    if trace is not None and seen.num_steps:
+        trace.write_bytes(seen.trace_gz)
+        seen.trace_gz = b""
+    if is_json:
+        click.echo(json.dumps(message_to_dict(seen), indent=2))
+        return
+    click.echo(profile_line(seen))
+    if seen.num_steps:
+        print_table(profile_table(seen, top))
