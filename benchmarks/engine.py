@@ -115,6 +115,8 @@ def _result(phase: str, batch_size: int, prompt_tokens: int, seconds: list[float
 @click.option("--model", default=EngineArgs.model, show_default=True, help="Model folder, GGUF file or name.")
 @click.option("--dtype", default="bfloat16", show_default=True)
 @click.option("--load-format", default="auto", show_default=True, help="dummy needs no weights.")
+@click.option("--model-impl", default=EngineArgs.model_impl, show_default=True, help="auto, tandem or transformers.")
+@click.option("--attention-backend", default=EngineArgs.attention_backend, show_default=True)
 @click.option("--num-threads", default=0, show_default=True, help="Compute threads. 0: torch's default.")
 @click.option("--batch-sizes", default="1,8,32,64", show_default=True, help="Of decode, with commas.")
 @click.option("--prompt-tokens", default="128,1024", show_default=True, help="Of prefill, with commas.")
@@ -129,6 +131,8 @@ def main(
     model: str,
     dtype: str,
     load_format: str,
+    model_impl: str,
+    attention_backend: str,
     num_threads: int,
     batch_sizes: str,
     prompt_tokens: str,
@@ -154,7 +158,8 @@ def main(
         return
     try:
         args = EngineArgs(
-            model=model, dtype=dtype, load_format=load_format, num_threads=num_threads, kv_cache_gib=kv_cache_gib,
+            model=model, dtype=dtype, load_format=load_format, model_impl=model_impl,
+            attention_backend=attention_backend, num_threads=num_threads, kv_cache_gib=kv_cache_gib,
             max_itl_ms=0,  # prefill or decode, never both
         )  # fmt: skip
         engine = LLMEngine(create_engine_config(args))
