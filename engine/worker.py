@@ -56,7 +56,7 @@ class Worker:
             runner.launch(step).wait()
             return kept_bytes
 
-        with _saying_what_is_too_large():
+        with _saying_what_is_too_large(), _saying_what_cannot_be_recorded(config):
             if not shape.num_blocks:
                 shape = replace(shape, num_blocks=measure_num_blocks(config, shape, run_step))
             self.kv_shape = shape
@@ -70,6 +70,23 @@ class Worker:
 
     def launch(self, output: SchedulerOutput) -> SampledTokens:
         return self._runner.launch(output)
+
+
+@contextmanager
+def _saying_what_cannot_be_recorded(config: EngineConfig) -> Iterator[None]:
+    """Raises `ValueError` where somebody else's code does in a step what a recording cannot hold: a copy from the
+    host, say. That it asks for no number of the device was seen when it was watched."""
+    try:
+        yield
+    except torch.OutOfMemoryError:
+        raise
+    except RuntimeError as error:
+        if not config.device.uses_graphs or config.model.model_impl != "transformers":
+            raise
+        raise ValueError(
+            "a decoding step by transformers' code could not be recorded as a CUDA graph: give enforce_eager "
+            f"({str(error).splitlines()[0]})"
+        ) from error
 
 
 @contextmanager

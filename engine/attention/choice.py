@@ -151,9 +151,7 @@ def why_no_graphs(backend: str, needs: Needs) -> str:
         calls = _flash_calls(needs)
         if not calls.is_capturable:
             return f"this version of {calls.name} waits for the device in every call"
-    if needs.model.model_impl == "transformers":
-        return "the model is computed by transformers' code, which may wait for the device"
-    return "" if needs.model.moe is None else _why_no_grouped_products(needs)
+    return _why_no_grouped_products(needs) if needs.model.has_experts else ""
 
 
 def _why_no_grouped_products(needs: Needs) -> str:

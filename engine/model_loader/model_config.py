@@ -179,7 +179,7 @@ def _dtype(args: EngineArgs, hf_config: dict[str, Any]) -> str:
     if args.dtype != "auto":
         return args.dtype
     dtype = hf_config.get("dtype") or hf_config.get("torch_dtype") or "float32"
-    if dtype not in TORCH_DTYPES:
+    if not isinstance(dtype, str) or dtype not in TORCH_DTYPES:
         raise ValueError(
             f"config.json: dtype {dtype!r} is not supported; give dtype as one of {', '.join(TORCH_DTYPES)}"
         )
@@ -227,6 +227,9 @@ def _eos_token_ids(folder: Path, hf_config: dict[str, Any], vocab_size: int) -> 
     if generation.is_file():
         values.append(_read_json(generation).get("eos_token_id"))
     ids = frozenset(i for value in values if value is not None for i in (value if isinstance(value, list) else [value]))
+    others = [i for i in ids if type(i) is not int]
+    if others:
+        raise ValueError(f"{folder}: eos_token_id must be an integer or several, is {others[0]!r}")
     outside = sorted(i for i in ids if not 0 <= i < vocab_size)
     if outside:
         raise ValueError(f"{folder}: eos_token_id {outside} is outside the vocabulary of {vocab_size}")
@@ -238,7 +241,7 @@ def _read_json(path: Path) -> dict[str, Any]:
         content = json.loads(path.read_text())
     except FileNotFoundError as error:
         raise ValueError(f"{path.parent} is no model folder: it has no {path.name}") from error
-    except ValueError as error:
+    except (OSError, ValueError) as error:
         raise ValueError(f"{path} is not JSON: {error}") from error
     if not isinstance(content, dict):
         raise ValueError(f"{path} must hold a JSON object")

@@ -1,17 +1,26 @@
-"""A causal language model of transformers' with its weights: from safetensors files, or made up from a seed."""
+"""A causal language model of transformers' with its weights: from safetensors files, or made up from a seed.
+
+The files are read here, those that the weights' digest is of: transformers would choose by itself, and read pickled
+ones where an index names them.
+"""
 
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
+from safetensors import safe_open
 
 from engine.config import EngineConfig
 from engine.kv_cache import TORCH_DTYPES
+from engine.model_loader.weights import opening, safetensors_files
 from engine.models.transformers_model import PAGED
-from engine.models.transformers_probe import causal_lm_config
+from engine.models.transformers_probe import MAKING, causal_lm_config
 
 
 def load_causal_lm(config: EngineConfig) -> Any:
@@ -24,25 +33,33 @@ def load_causal_lm(config: EngineConfig) -> Any:
         "dtype": TORCH_DTYPES[model.dtype],
         "trust_remote_code": False,
     }
-    if config.load.load_format == "dummy":
-        with torch.random.fork_rng(), torch.device(device):
-            torch.manual_seed(config.load.seed)
-            causal_lm = transformers.AutoModelForCausalLM.from_config(hf_config, **arguments)
-    else:
-        if not sys.stderr.isatty():
-            transformers.logging.disable_progress_bar()
-        causal_lm, loaded = transformers.AutoModelForCausalLM.from_pretrained(
-            model.path,
-            config=hf_config,
-            use_safetensors=True,
-            local_files_only=True,
-            device_map=device,
-            output_loading_info=True,
-            ignore_mismatched_sizes=True,  # found out below, and said in our words
-            **arguments,
-        )
-        _check_all_fits(str(model.path), loaded)
+    with MAKING, _progress_where_it_is_seen(), _errors_as_values(str(model.path)):
+        if config.load.load_format == "dummy":
+            with torch.random.fork_rng(), torch.device(device):
+                torch.manual_seed(config.load.seed)
+                causal_lm = transformers.AutoModelForCausalLM.from_config(hf_config, **arguments)
+        else:
+            model_class = transformers.MODEL_FOR_CAUSAL_LM_MAPPING[type(hf_config)]
+            causal_lm, loaded = model_class.from_pretrained(
+                None,
+                config=hf_config,
+                state_dict=_tensors_of(model.path),
+                output_loading_info=True,
+                device_map=device,
+                ignore_mismatched_sizes=True,  # found out below, and said in our words
+                **arguments,
+            )
+            _check_all_fits(str(model.path), loaded)
     return causal_lm.eval().requires_grad_(False)
+
+
+def _tensors_of(folder: Path) -> dict[str, torch.Tensor]:
+    """As they lie in the files, which are mapped, not read."""
+    tensors: dict[str, torch.Tensor] = {}
+    for path in safetensors_files(folder):
+        with opening(path), safe_open(path, framework="pt", device="cpu") as file:
+            tensors |= {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+    return tensors
 
 
 def _check_all_fits(folder: str, loaded: dict[str, Any]) -> None:
@@ -58,3 +75,30 @@ def _check_all_fits(folder: str, loaded: dict[str, Any]) -> None:
         if found:
             some = ", ".join(sorted(str(each[0] if isinstance(each, tuple) else each) for each in found)[:5])
             raise ValueError(f"the weights in {folder} {says}: {some}")
+
+
+@contextmanager
+def _progress_where_it_is_seen() -> Iterator[None]:
+    """A bar is for terminals. The switch is transformers' own, of the whole process."""
+    is_on = transformers.logging.is_progress_bar_enabled()
+    if not sys.stderr.isatty():
+        transformers.logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if is_on:
+            transformers.logging.enable_progress_bar()
+
+
+@contextmanager
+def _errors_as_values(folder: str) -> Iterator[None]:
+    """Whatever transformers' code raises over what it is given."""
+    try:
+        yield
+    except (ValueError, torch.OutOfMemoryError):
+        raise
+    except Exception as error:
+        line = (str(error).splitlines() or [""])[0]
+        raise ValueError(
+            f"{folder}: transformers' code cannot make this model: {type(error).__name__}: {line}"
+        ) from error

@@ -11,13 +11,14 @@ import json
 import math
 import mmap
 from abc import ABC, abstractmethod
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 import xxhash
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 
 from engine.kv_cache import TORCH_DTYPES
 from engine.scaled_weight import Weight
@@ -37,11 +38,26 @@ def safetensors_files(folder: Path) -> list[Path]:
         raise ValueError(
             f"{folder} has neither {SINGLE_FILE} nor {INDEX_FILE}; for made-up weights give load_format dummy"
         )
-    names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
+    try:
+        names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f"{index} has no weight_map from tensors to files") from error
+    others = [name for name in names if not isinstance(name, str) or not name.endswith(".safetensors")]
+    if others:
+        raise ValueError(f"{index} names files that are not safetensors: {', '.join(map(str, others))}")
     missing = [name for name in names if not (folder / name).is_file()]
     if missing:
         raise ValueError(f"{index} names files that are not there: {', '.join(missing)}")
     return [folder / name for name in names]
+
+
+@contextmanager
+def opening(path: Path) -> Iterator[None]:
+    """Raises `ValueError` where what is done with this file finds it broken."""
+    try:
+        yield
+    except SafetensorError as error:
+        raise ValueError(f"{path} is no safetensors file, or not all of one: {error}") from error
 
 
 def digest_files(files: Iterable[Path]) -> str:
@@ -93,7 +109,8 @@ class SafetensorsWeights(Weights):
         self._handle_of: dict[str, Any] = {}
         self._file_of: dict[str, Path] = {}
         for path in safetensors_files(folder):
-            handle: Any = safe_open(path, framework="pt", device=device)
+            with opening(path):
+                handle: Any = safe_open(path, framework="pt", device=device)
             for name in handle.keys():  # noqa: SIM118
                 self._handle_of[name], self._file_of[name] = handle, path
         self._left = set(self._handle_of)

@@ -15,7 +15,10 @@ def load_model_shape(hf_config: dict[str, Any], model_impl: str) -> ModelShape:
 
     Raises `ValueError` that says what cannot be served.
     """
-    is_known = any(name in ARCHITECTURES for name in hf_config.get("architectures") or [])
+    names = hf_config.get("architectures") or []
+    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+        raise ValueError(f"config.json: architectures must be a list of names, is {names!r}")
+    is_known = any(name in ARCHITECTURES for name in names)
     if model_impl == "tandem" or (model_impl == "auto" and is_known):
         return load_decoder_config(hf_config)
     from engine.models.transformers_config import TransformersConfig  # imports transformers, a second

@@ -37,6 +37,11 @@ class ModelShape:
         return ()
 
     @property
+    def has_experts(self) -> bool:
+        """That are multiplied by groups of tokens."""
+        return self.moe is not None
+
+    @property
     def has_soft_cap(self) -> bool:
         """Of scores, in any layer."""
         return False

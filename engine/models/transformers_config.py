@@ -16,12 +16,16 @@ from engine.models.scores import Scores
 
 NOT_OF_THE_COMPUTATION = frozenset({
     "_name_or_path", "architectures", "auto_map", "dtype", "torch_dtype", "transformers_version", "use_cache",
-    "bos_token_id", "eos_token_id", "pad_token_id", "max_position_embeddings",
+    "bos_token_id", "eos_token_id", "pad_token_id",
 })  # fmt: skip
 """Fields of config.json by which no KV differs, or which the compatibility digest has from elsewhere."""
 ROPE_TYPES_BY_LENGTH = ("dynamic", "longrope")
 """Rotations that are chosen by the largest position of a step: beyond the length that a model was first trained for, a
 request would be computed by what else is in its batch."""
+
+
+MOST_POSITIONS = 1 << 20
+"""That masks are looked at for."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,11 +42,17 @@ class TransformersConfig(ModelShape):
     """One layer of the pool for each of `attention`, in the order in which they are called."""
 
     attention: tuple[AttentionModule, ...]
+    num_expert_tensors: int
+    """Weights of several products at once, one for each expert."""
     body: str
     """Name of the module that makes hidden states of tokens; all else of the causal language model makes logits of
     them."""
     computation: str
     """Digest of the rest of config.json and of transformers' version."""
+
+    @property
+    def has_experts(self) -> bool:
+        return self.num_expert_tensors > 0
 
     @property
     def has_soft_cap(self) -> bool:
@@ -79,6 +89,7 @@ class TransformersConfig(ModelShape):
             head_dim=step.head_dim,
             max_positions=max_positions,
             attention=step.attention,
+            num_expert_tensors=step.num_expert_tensors,
             body=step.body,
             why_no_more_positions=why_no_more,
             computation=hashlib.blake2b(meaning.encode(), digest_size=16).hexdigest(),
@@ -97,6 +108,8 @@ def _max_positions(config: Any) -> tuple[int, str]:
         original = original or getattr(config, "original_max_position_embeddings", None)
         if kind in ROPE_TYPES_BY_LENGTH and isinstance(original, int) and 0 < original < most:
             return original, f"beyond which rope_type {kind} would compute a request by the longest one beside it"
+    if most > MOST_POSITIONS:
+        return MOST_POSITIONS, "as far as is looked for windows"
     return most, ""
 
 

@@ -18,6 +18,7 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 from transformers import AttentionInterface
+from transformers.pytorch_utils import Conv1D
 
 from engine.attention import AttentionBackend
 from engine.layers import HeadProjection, Linear, Unrotated
@@ -31,8 +32,9 @@ PAGED = "tandem_paged"
 """What transformers calls our attention. No mask is registered under this name, so that none is made."""
 
 
-SAME = 1e-2
-"""As a share of the largest number: rounding is less, in bfloat16 too, and another position more."""
+NUM_TRIED = 16
+SAME = {torch.float32: 1e-4, torch.bfloat16: 1e-2, torch.float16: 1e-2}
+"""As a share of the largest number: rounding is less, another position more."""
 
 
 class TransformersModel:
@@ -47,7 +49,7 @@ class TransformersModel:
         self._body = causal_lm.get_submodule(config.body)
         attending = [causal_lm.get_submodule(module.name) for module in config.attention]
         self._head = Head(causal_lm, config.body)
-        self._check_tokens_are_apart(attending, min(config.max_positions - 1, 7))
+        self._check_tokens_are_apart(attending, config)
         heads = HeadProjection(
             config.num_heads, config.num_kv_heads, config.head_dim, Unrotated(), q_norm=None, k_norm=None
         )
@@ -84,27 +86,37 @@ class TransformersModel:
         x_TD: torch.Tensor = output.last_hidden_state.squeeze(0)
         return x_TD
 
-    def _check_tokens_are_apart(self, attending: list[nn.Module], position: int) -> None:
-        """Three tokens, each attending to itself alone. The second is NaN; the first and the third are the same token
-        at the same position, and must stay the same."""
+    def _check_tokens_are_apart(self, attending: list[nn.Module], config: TransformersConfig) -> None:
+        """Each token attends to itself alone. So a poisoned one must leave others clean, the same tokens in another
+        order must come out in that order, and where no positions are given they must be 0, 1, 2 and so on."""
         for module in attending:
             module.tandem_attention = _ToItself()  # type: ignore[assignment]
         device = self._embedding.weight.device
+        num_tokens = min(NUM_TRIED, config.max_positions)
+        positions = torch.arange(num_tokens, device=device)
+        # From the end of the vocabulary, where special tokens are rare: padding has positions of its own.
+        tokens = (len(self._embedding.weight) - 1 - 3 * positions).clamp_min(0)
+        x_TD = self._hidden(tokens, positions).float()
         hook = self._embedding.register_forward_hook(_poison_the_second)
         try:
-            x_TD = self._hidden(
-                torch.tensor([1, 0, 1], device=device), torch.tensor([position, 0, position], device=device)
-            ).float()
+            is_clean = self._hidden(tokens, positions).isfinite().all(dim=1).tolist()
         finally:
             hook.remove()
-        if x_TD.isfinite().all(dim=1).tolist() != [True, False, True]:
+        if is_clean != [place != 1 for place in range(num_tokens)]:
             raise ValueError(
                 "the model cannot be served: its tokens see each other outside of attention, or its numbers are not "
                 "finite"
             )
-        if (x_TD[0] - x_TD[2]).abs().max() > SAME * x_TD[0].abs().max():
+        backwards_TD = self._hidden(tokens.flip(0), positions.flip(0)).float().flip(0)
+        by_itself = self._body(input_ids=tokens.unsqueeze(0), use_cache=False).last_hidden_state.squeeze(0).float()
+        tolerance = SAME[self._embedding.weight.dtype] * x_TD.abs().max()
+        if (backwards_TD - x_TD).abs().max() > tolerance:
             raise ValueError(
                 "the model cannot be served: in transformers' code a token's place in the step counts, not its position"
+            )
+        if (by_itself - x_TD).abs().max() > tolerance:
+            raise ValueError(
+                "the model cannot be served: transformers' code does not count its positions from 0, by ones"
             )
 
 
@@ -116,8 +128,14 @@ class _Attention(Protocol):
 
 
 def _attend(
-    module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, _mask: None, **_arguments: object
+    module: Any,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: None = None,
+    **arguments: object,
 ) -> tuple[torch.Tensor, None]:
+    del attention_mask, arguments  # seen when the model was watched
     attention: _Attention = module.tandem_attention
     return attention.attend(query, key, value), None
 
@@ -198,10 +216,11 @@ def replace_products(causal_lm: Any, parts: Parts) -> None:
     for parent in list(causal_lm.modules()):
         for name, module in list(parent.named_children()):
             make = parts.lm_head if module is head else parts.linear
-            if type(module) is not nn.Linear or make is Linear or module.in_features % 2:
+            if type(module) not in (nn.Linear, Conv1D) or make is Linear:
                 continue
-            if module is head and module.bias is not None:
-                continue  # the logits' product has none
-            bias = None if module.bias is None else module.bias.data
-            product = make(module.weight.data, bias) if module is not head else make(module.weight.data)
-            setattr(parent, name, _Product(product))
+            # Conv1D is GPT-2's linear layer, the other way round.
+            weight = module.weight.data.T.contiguous() if type(module) is Conv1D else module.weight.data
+            bias = () if module.bias is None else (module.bias.data,)
+            if weight.shape[1] % 2 or (module is head and bias):
+                continue  # the logits' product has no bias
+            setattr(parent, name, _Product(make(weight, *bias)))

@@ -13,6 +13,10 @@ engine/models/transformers_model.py does, once there are weights.
 
 from __future__ import annotations
 
+import inspect
+import json
+import tempfile
+import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -29,8 +33,10 @@ from engine.models.transformers_config import AttentionModule
 WATCHED = "tandem_watched"
 """What transformers calls the attention that notes and does not compute."""
 NUM_TOKENS = 5
-MOST_POSITIONS = 1 << 18
-"""That a mask is looked at for."""
+MOST_LAYERS = 1024
+"""Of which making one without weights takes a millisecond or two."""
+MAKING = threading.Lock()
+"""While transformers makes a model it changes torch's default dtype, for all threads: two at once would leave it so."""
 HARMLESS = frozenset({
     "scaling", "softcap", "sliding_window", "dropout", "position_ids", "use_cache", "output_attentions", "is_causal",
 })  # fmt: skip
@@ -46,6 +52,7 @@ class Step:
     head_dim: int
     hidden_size: int
     vocab_size: int
+    num_expert_tensors: int
     body: str
 
 
@@ -62,9 +69,17 @@ def causal_lm_config(hf_config: dict[str, Any]) -> Any:
             f"supported: transformers {transformers.__version__} has no causal language model of that name"
         )
     try:
-        return CONFIG_MAPPING[model_type].from_dict(hf_config)
+        # From a file, where transformers reads what JSON has no words for, infinities.
+        with tempfile.NamedTemporaryFile("w", suffix=".json") as file:
+            file.write(json.dumps(hf_config))
+            file.flush()
+            config = CONFIG_MAPPING[model_type].from_json_file(file.name)
     except Exception as error:  # whatever its checks raise
         raise ValueError(f"config.json: transformers {transformers.__version__} refuses it: {error}") from error
+    num_layers = getattr(config, "num_hidden_layers", 0)
+    if isinstance(num_layers, int) and num_layers > MOST_LAYERS:
+        raise ValueError(f"config.json: num_hidden_layers must be at most {MOST_LAYERS}, is {num_layers}")
+    return config
 
 
 def watch_a_step(config: Any, max_positions: int) -> Step:
@@ -81,10 +96,7 @@ def watch_a_step(config: Any, max_positions: int) -> Step:
     except _CannotServeError as error:
         raise ValueError(f"config.json: {name} models cannot be served: {error}") from error
     except Exception as error:  # whatever somebody else's code raises
-        raise ValueError(
-            f"config.json: {name} models cannot be served: transformers' code, without weights, ends with "
-            f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
-        ) from error
+        raise ValueError(f"config.json: {name} models cannot be served: {_meaning_of(error)}") from error
     why_not = _why_not(calls, getattr(config, "num_hidden_layers", 0))
     if why_not:
         raise ValueError(f"config.json: {name} models cannot be served: {why_not}")
@@ -95,6 +107,7 @@ def watch_a_step(config: Any, max_positions: int) -> Step:
         head_dim=calls[0].head_dim,
         hidden_size=hidden_1TD.shape[-1],
         vocab_size=logits_1TV.shape[-1],
+        num_expert_tensors=sum(parameter.ndim == 3 for parameter in model.parameters()),
         body=body,
     )
 
@@ -184,7 +197,7 @@ class _Watcher:
                 head_dim=head_dim,
                 scores=Scores(
                     scale=head_dim**-0.5 if scale is None else float(scale),
-                    sliding_window=_window_of(mask_function, min(self.max_positions, MOST_POSITIONS)),
+                    sliding_window=_window_of(mask_function, self.max_positions),
                     soft_cap=float(arguments.get("softcap") or 0.0),
                 ),
             )
@@ -234,12 +247,12 @@ def _window_of(mask_function: Callable[..., Any], num_positions: int) -> int:
 
 
 def _model_without_weights(config: Any) -> Any:
-    # bfloat16: what experts are multiplied by knows no other type on a device without numbers.
-    with torch.device("meta"):
+    with MAKING, torch.device("meta"):
         model = transformers.AutoModelForCausalLM.from_config(
-            config, attn_implementation=WATCHED, dtype=torch.bfloat16, trust_remote_code=False
+            config, attn_implementation=WATCHED, dtype=torch.get_default_dtype(), trust_remote_code=False
         )
-    return model.eval()
+    # What experts are multiplied by knows no other type on a device without numbers.
+    return model.eval().to(torch.bfloat16)
 
 
 def _body_of(model: Any) -> str:
@@ -248,6 +261,8 @@ def _body_of(model: Any) -> str:
     names = [name for name, module in model.named_modules() if module is decoder]
     if not names or not names[0]:
         raise _CannotServeError("it has no part that makes hidden states alone")
+    if "position_ids" not in inspect.signature(decoder.forward).parameters:
+        raise _CannotServeError("its code counts positions by itself, and is told none")
     return str(names[0])
 
 
@@ -259,6 +274,19 @@ def _hidden_states(model: Any, body: str) -> torch.Tensor:
     if hidden_1TD.ndim != 3 or hidden_1TD.shape[:2] != tokens.shape:
         raise _CannotServeError(f"hidden states have shape {list(hidden_1TD.shape)}")
     return hidden_1TD
+
+
+def _meaning_of(error: Exception) -> str:
+    """Of what ended a step without weights, as a clause."""
+    if isinstance(error, KeyError) and WATCHED in str(error):
+        return "their code takes no attention but its own"
+    if "meta tensor" in str(error):
+        return (
+            "in the middle of a step their code has to know numbers, as it does where layers keep a state, or where "
+            "rotations hang on the longest text of a batch"
+        )
+    line = (str(error).splitlines() or [""])[0]
+    return f"transformers' code, without weights, ends with {type(error).__name__}: {line}"
 
 
 def _why_not(calls: list[_Call], num_layers: int) -> str:

@@ -13,12 +13,12 @@ from typing import Any
 import pytest
 import torch
 from deepseek_cases import GREEDY, V3
-from gemma2_case import GEMMA2
 from handover import alone, bytes_of, handed_over
 from many_endings import CONFIG, Answers, answers_alone, answers_of, prompt_of
 from pretend_gpu import PretendGpu, pretend_gpu
 from pretend_gpu.engines import make_engine
 from quantized_on_gpu import check_checkpoint
+from transformers_cases import GEMMA2
 
 from engine.pool_size import largest_step
 

@@ -22,6 +22,7 @@ from pretend_gpu import PretendGpu, pretend_gpu
 from pretend_gpu.engines import make_engine
 from pretend_gpu.triton import triton_interprets
 from quantized_on_gpu import WIDE, check_checkpoint
+from transformers_cases import GEMMA2, QWEN3_MOE
 from triton_device import DEVICE
 
 from engine.decode_graphs import RECORDING_BYTES
@@ -54,8 +55,10 @@ def gpu() -> Iterator[PretendGpu]:
         (WIDE, {"dtype": "bfloat16", "quantization": "fp8", "kv_cache_dtype": "fp8"}, IN_TURN),
         (BLOCKS, {"dtype": "bfloat16"}, IN_TURN),
         (EXPERTS, {"dtype": "bfloat16"}, IN_TURN),
+        (GEMMA2, {}, {"attention_backend": "torch"}),
+        (QWEN3_MOE, {"dtype": "bfloat16"}, IN_TURN),
     ],
-    ids=["float32", "float16", "int8", "fp8", "blocks", "deepseek"],
+    ids=["float32", "float16", "int8", "fp8", "blocks", "deepseek", "gemma2", "qwen3-moe"],
 )
 def test_recorded_steps_a_step_ahead(
     gpu: PretendGpu, tmp_path: Path, config: dict[str, Any], settings: dict[str, Any], other: dict[str, Any]
@@ -68,6 +71,19 @@ def test_recorded_steps_a_step_ahead(
     plain = make_engine(tmp_path, config, **settings | other)
     assert not plain.config.device.uses_graphs
     assert answers_of(engine, NUMBERS) == answers_of(plain, NUMBERS)
+
+
+def test_steps_that_cannot_be_recorded_say_what_to_do(
+    gpu: PretendGpu, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By transformers' code, which may do what it likes as long as it asks for no numbers."""
+    from transformers.models.gemma2.modeling_gemma2 import Gemma2MLP
+
+    forward = Gemma2MLP.forward
+    monkeypatch.setattr(Gemma2MLP, "forward", lambda self, x: forward(self, x) + torch.zeros(1).to(x.device))
+    settings = SMALL | {"max_num_seqs": 2}
+    with pytest.raises(ValueError, match="could not be recorded as a CUDA graph: give enforce_eager"):
+        make_engine(tmp_path, GEMMA2, **settings)
 
 
 @pytest.mark.parametrize("form", ["int channel", "fp8 blocks, powers of two", "fp8 blocks", "float block"])

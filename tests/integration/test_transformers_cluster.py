@@ -12,8 +12,8 @@ import pytest
 import torch
 import transformers
 from clusters import RunningCluster
-from gemma2_case import GEMMA2
 from model_bench import save_model
+from transformers_cases import GEMMA2
 
 from engine.config import EngineArgs
 from engine.llm_engine import LLMEngine

@@ -24,7 +24,7 @@ INDEXED = (aten.index, aten.index_put, aten.index_put_, aten._index_put_impl_)
 MASKS = (torch.bool, torch.uint8)
 READ_BACK = (
     aten._local_scalar_dense, aten.nonzero, aten.masked_select, aten._unique2, aten.unique_dim, aten.bincount,
-    aten.unique_consecutive, aten.is_nonzero, aten.equal, aten.histc,
+    aten.unique_consecutive, aten.is_nonzero, aten.equal,
 )  # fmt: skip
 """Whose outcome, or its size, the host has to know."""
 TAKES_HOST_SCALARS = (aten.where, aten.masked_fill_, *INDEXED[1:])
@@ -48,7 +48,7 @@ class Operations:
         packet, tensors = func.overloadpacket, device_tensors_in((args, kwargs))
         if packet in PINNING:
             return self._pin(args[0].clone())
-        if not tensors and any(tensor.is_meta for tensor in tensors_in((args, kwargs))):
+        if not tensors and _is_of_shapes_alone((*args, *kwargs.values())):
             return func(*args, **kwargs)
         if packet is aten.is_pinned:
             return storage_of(args[0]) in self._pinned
@@ -86,13 +86,16 @@ class Operations:
             wait(f"{func} by a mask")
         if packet in READ_BACK or (packet is aten.repeat_interleave and kwargs.get("output_size") is None):
             wait(str(func))
+        if packet is aten.histc and (len(args) < 4 or args[2] == args[3]):
+            wait("a histogram between bounds that have to be found first")
 
     def _computed(self, func: Any, args: Any, kwargs: Any, tensors: list[DeviceTensor]) -> Any:
         args, kwargs = on_host((args, kwargs))
         if "device" in kwargs:
             kwargs["device"] = "cpu"
         kwargs.pop("pin_memory", None)
-        result = func(*args, **kwargs)
+        compute = _histogram if func.overloadpacket is aten.histc else func
+        result = compute(*args, **kwargs)
         is_new = [not any(storage_of(m) == storage_of(t.memory) for t in tensors) for m in tensors_in(result)]
         allocated = [memory for memory, new in zip(tensors_in(result), is_new, strict=True) if new]
         if func.overloadpacket in UNWRITTEN:
@@ -103,10 +106,10 @@ class Operations:
             if (tensor.shape, tensor.stride()) != (memory.shape, memory.stride()):
                 raise NotImplementedError(f"{func} gives a tensor another shape")
         if graph := current_graph():
-            graph.launch(self._again(func, args, kwargs, result), [t.memory for t in tensors], allocated)
+            graph.launch(self._again(func, compute, args, kwargs, result), [t.memory for t in tensors], allocated)
         return self.memory.wrap(result, tensors)
 
-    def _again(self, func: Any, args: Any, kwargs: Any, result: Any) -> Callable[[], None]:
+    def _again(self, func: Any, compute: Callable[..., Any], args: Any, kwargs: Any, result: Any) -> Callable[[], None]:
         """The same operation, with its results where they were."""
         if func.is_view:
             return lambda: None
@@ -114,7 +117,7 @@ class Operations:
         def again() -> None:
             if func.overloadpacket in UNWRITTEN:
                 return
-            for memory, value in zip(tensors_in(result), tensors_in(func(*args, **kwargs)), strict=True):
+            for memory, value in zip(tensors_in(result), tensors_in(compute(*args, **kwargs)), strict=True):
                 if memory is not value:
                     memory.copy_(value)
 
@@ -170,6 +173,19 @@ class Operations:
     def _pin(self, memory: torch.Tensor) -> torch.Tensor:
         self._pinned[storage_of(memory)] = memory.untyped_storage()
         return memory
+
+
+def _is_of_shapes_alone(values: tuple[Any, ...]) -> bool:
+    """On torch's meta device, or to it."""
+    meta = torch.device("meta")
+    return any(value == meta for value in values if isinstance(value, torch.device)) or any(
+        tensor.is_meta for tensor in tensors_in(values)
+    )
+
+
+def _histogram(x: torch.Tensor, *bounds: Any, **names: Any) -> torch.Tensor:
+    """Of integers, too, which a CPU does not count."""
+    return torch.histc(x.double(), *bounds, **names).to(x.dtype)
 
 
 class _Mode(TorchDispatchMode):

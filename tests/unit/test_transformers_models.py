@@ -4,6 +4,7 @@ cannot be served so is refused, by what its code does."""
 from __future__ import annotations
 
 import json
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from model_bench import (
 )  # fmt: skip
 from safetensors.torch import load_file, save_file
 from torch import nn
+from transformers.pytorch_utils import Conv1D
 
 from engine.attention import Needs, choose_attention_backend, why_no_graphs
 from engine.models import load_model_shape
@@ -39,6 +41,10 @@ GPT2 = {
 EXPERTS = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
 LONGROPE = {"rope_type": "longrope", "rope_theta": 1000.0, "short_factor": [1.0, 1.1, 1.2, 1.3], "long_factor": [2] * 4}
 CONFIGS: dict[str, Any] = {
+    "afmoe": lambda: transformers.AfmoeConfig(
+        **SMALL, head_dim=16, num_experts=8, num_experts_per_tok=2, moe_intermediate_size=24, num_dense_layers=1,
+        sliding_window=8, pad_token_id=0,
+    ),
     "cohere2": lambda: transformers.Cohere2Config(**SMALL, logit_scale=0.25, sliding_window=8, pad_token_id=0),
     "gemma": lambda: transformers.GemmaConfig(**SMALL, head_dim=16),
     "gemma2": lambda: transformers.Gemma2Config(**SMALL, head_dim=16, sliding_window=8, query_pre_attn_scalar=24),
@@ -177,6 +183,16 @@ def test_what_is_computed_otherwise_is_another_model() -> None:
     longer = shape_of(hf(transformers.Olmo2Config(**SMALL | {"eos_token_id": 9}), "Olmo2ForCausalLM"))
     assert base.computation != other.computation
     assert base == longer
+    # Some rotations are stretched by it, though it is said nowhere else.
+    wider = shape_of(hf(transformers.Olmo2Config(**SMALL | {"max_position_embeddings": 256}), "Olmo2ForCausalLM"))
+    assert base.computation != wider.computation
+
+
+def test_a_window_of_a_very_long_context() -> None:
+    long = {"max_position_embeddings": 1 << 21, "sliding_window": 300_000}
+    shape = shape_of(hf(transformers.Starcoder2Config(**SMALL | long), "Starcoder2ForCausalLM"))
+    assert {module.scores.sliding_window for module in shape.attention} == {300_000}
+    assert (shape.max_positions, shape.why_no_more_positions) == (1 << 20, "as far as is looked for windows")
 
 
 def test_what_of_an_engine_is_not_there_for_such_models() -> None:
@@ -225,7 +241,15 @@ def test_positions_beyond_which_neighbours_would_count(tmp_path: Path) -> None:
             "YoutuForCausalLM", "keys and values must have heads of one size",
         ),
         (lambda: transformers.BloomConfig(hidden_size=48, n_head=6), "BloomForCausalLM", "max_position_embeddings"),
-        (lambda: transformers.GPTJConfig(n_embd=48, n_head=6, rotary_dim=8), "GPTJForCausalLM", "KeyError"),
+        (lambda: transformers.GPTJConfig(n_embd=48, n_head=6), "GPTJForCausalLM", "takes no attention but its own"),
+        (lambda: transformers.BartConfig(is_decoder=True), "BartForCausalLM", "counts positions by itself"),
+        (
+            lambda: transformers.OlmoConfig(**SMALL, rope_parameters={
+                "rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0
+            }),
+            "OlmoForCausalLM", "their code has to know numbers",
+        ),
+        (lambda: transformers.OlmoConfig(**SMALL | {"num_hidden_layers": 5000}), "OlmoForCausalLM", "at most 1024"),
         (transformers.Gemma3Config, "Gemma3ForConditionalGeneration", "models of more than text"),
         (lambda: transformers.OlmoConfig(**SMALL), "LlamaForCausalLM", "has no causal language model of that name"),
         (
@@ -260,14 +284,25 @@ def test_tokens_that_see_each_other_outside_of_attention(tmp_path: Path, monkeyp
         Bench(engine_config(tmp_path))
 
 
-def test_a_place_in_the_step_instead_of_a_position(tmp_path: Path) -> None:
-    """BART's decoder counts its positions by itself, from what its own cache holds."""
-    config = transformers.BartConfig(
-        vocab_size=VOCAB_SIZE, d_model=48, decoder_layers=3, encoder_layers=3, num_hidden_layers=3,
-        decoder_attention_heads=6, decoder_ffn_dim=80, max_position_embeddings=128, init_std=0.3, is_decoder=True,
-    )  # fmt: skip
-    save_model(config, tmp_path)
+def test_a_place_in_the_step_instead_of_a_position(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    save_model(CONFIGS["olmo2"](), tmp_path)
+    from transformers.models.olmo2.modeling_olmo2 import Olmo2RotaryEmbedding
+
+    forward = Olmo2RotaryEmbedding.forward
+
+    def by_place(self: Any, x: torch.Tensor, position_ids: torch.Tensor) -> Any:
+        return forward(self, x, torch.arange(position_ids.shape[1], device=position_ids.device)[None])
+
+    monkeypatch.setattr(Olmo2RotaryEmbedding, "forward", by_place)
     with pytest.raises(ValueError, match="a token's place in the step counts, not its position"):
+        Bench(engine_config(tmp_path))
+
+
+def test_positions_that_begin_elsewhere(tmp_path: Path) -> None:
+    """RoBERTa's begin behind that of padding, where nobody says which: not at those that it would be given here."""
+    config = transformers.RobertaConfig(**NO_GROUPS | {"initializer_range": 0.3}, is_decoder=True, pad_token_id=1)
+    save_model(config, tmp_path)
+    with pytest.raises(ValueError, match="does not count its positions from 0, by ones"):
         Bench(engine_config(tmp_path))
 
 
@@ -302,6 +337,61 @@ def test_weights_that_have_to_be_unpickled_are_not_read(tmp_path: Path) -> None:
     torch.save(model.state_dict(), tmp_path / "pytorch_model.bin")
     with pytest.raises(ValueError, match=r"has neither model\.safetensors nor"):
         engine_config(tmp_path)
+    index = {"weight_map": dict.fromkeys(model.state_dict(), "pytorch_model.bin")}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+    with pytest.raises(ValueError, match=r"names files that are not safetensors: pytorch_model\.bin"):
+        engine_config(tmp_path)
+
+
+def test_the_weights_that_are_computed_with_are_those_of_the_digest(tmp_path: Path) -> None:
+    """Where a folder has an index and a single file, which differ, and config.json names a third."""
+    model = save_model(CONFIGS["olmo2"](), tmp_path)
+    path = tmp_path / "model.safetensors"
+    path.rename(tmp_path / "part.safetensors")
+    index = {"weight_map": dict.fromkeys(model.state_dict(), "part.safetensors")}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+    digest = engine_config(tmp_path).compat_digest
+    zeros = {name: torch.zeros_like(tensor) for name, tensor in load_file(tmp_path / "part.safetensors").items()}
+    for other in (path, tmp_path / "other.safetensors"):
+        save_file(zeros, other, metadata={"format": "pt"})
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | {"transformers_weights": "other.safetensors"}))
+    bench = Bench(engine_config(tmp_path))
+    assert_close(bench.logits((bench.sequence([5, 6, 7]), 3)), reference(model, [5, 6, 7]).unsqueeze(0))
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert engine_config(tmp_path).compat_digest == digest
+    (tmp_path / "part.safetensors").write_bytes(path.read_bytes())
+    assert engine_config(tmp_path).compat_digest != digest
+
+
+def test_files_that_are_broken_are_named(tmp_path: Path) -> None:
+    save_model(CONFIGS["qwen3-moe"](), tmp_path)
+    path = tmp_path / "model.safetensors"
+    whole = path.read_bytes()
+    path.write_bytes(whole[: len(whole) // 2])
+    with pytest.raises(ValueError, match=r"model\.safetensors is no safetensors file, or not all of one"):
+        Bench(engine_config(tmp_path))
+    path.write_bytes(whole)
+    tensors = load_file(path)
+    del tensors["model.layers.1.mlp.experts.3.up_proj.weight"]  # of those that are put together
+    save_file(tensors, path, metadata={"format": "pt"})
+    with pytest.raises(ValueError, match=r"cannot make this model|lack tensors|could not be brought"):
+        Bench(engine_config(tmp_path))
+    for content in ("{}", "{", "[]"):
+        (tmp_path / "model.safetensors.index.json").write_text(content)
+        with pytest.raises(ValueError, match="has no weight_map"):
+            engine_config(tmp_path)
+
+
+def test_what_is_the_processs_own_stays_as_it_was(tmp_path: Path) -> None:
+    """torch's default dtype, which transformers changes for all threads while it makes a model; and its bars."""
+    save_model(CONFIGS["gpt2"](), tmp_path)
+    transformers.logging.enable_progress_bar()
+    with ThreadPoolExecutor(3) as threads:
+        for _ in range(2):
+            list(threads.map(lambda dtype: Bench(engine_config(tmp_path, dtype=dtype)), ["bfloat16", "float32"] * 2))
+    assert torch.get_default_dtype() == torch.float32
+    assert transformers.logging.is_progress_bar_enabled()
 
 
 def test_dummy_weights_follow_the_seed_and_disturb_no_other_draws(tmp_path: Path) -> None:
@@ -319,8 +409,11 @@ def test_dummy_weights_follow_the_seed_and_disturb_no_other_draws(tmp_path: Path
     assert torch.equal(torch.rand(4), expected)
 
 
-def test_our_products_are_where_linear_layers_were(tmp_path: Path) -> None:
-    save_model(CONFIGS["gemma"](), tmp_path)
+@pytest.mark.parametrize(
+    "config", [CONFIGS["gemma"], lambda: transformers.GPT2Config(**GPT2 | {"n_head": 3})], ids=["gemma", "gpt2"]
+)
+def test_our_products_are_where_linear_layers_were(config: Any, tmp_path: Path) -> None:
+    save_model(config(), tmp_path)
     runner = Bench(engine_config(tmp_path, dtype="bfloat16", block_size=16)).runner
     modules = runner._model._body.modules()  # type: ignore[attr-defined]
-    assert not [module for module in modules if isinstance(module, nn.Linear)]
+    assert not [module for module in modules if isinstance(module, nn.Linear | Conv1D)]

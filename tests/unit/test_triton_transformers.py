@@ -11,7 +11,7 @@ import torch
 from triton_device import DEVICE  # isort: skip - before the kernels
 
 from engine_steps import arguments, logits_of_steps
-from gemma2_case import GEMMA2
+from transformers_cases import GEMMA2
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

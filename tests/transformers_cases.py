@@ -1,5 +1,4 @@
-"""A small config.json that transformers' code computes: scores with a cap and a scale of their own, sliding windows in
-every second layer, logits with a cap."""
+"""Small config.json of models that transformers' code computes."""
 
 from __future__ import annotations
 
@@ -11,4 +10,11 @@ GEMMA2: dict[str, Any] = {
     "query_pre_attn_scalar": 24, "sliding_window": 8, "attn_logit_softcapping": 2.0, "final_logit_softcapping": 5.0,
     "max_position_embeddings": 128, "initializer_range": 0.3, "eos_token_id": 96, "bos_token_id": 1, "pad_token_id": 0,
     "dtype": "float32",
+}  # fmt: skip
+
+QWEN3_MOE: dict[str, Any] = {
+    "architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "vocab_size": 97, "hidden_size": 64,
+    "intermediate_size": 80, "moe_intermediate_size": 64, "num_experts": 8, "num_experts_per_tok": 2,
+    "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16,
+    "max_position_embeddings": 128, "initializer_range": 0.3, "eos_token_id": 96, "bos_token_id": 1, "dtype": "float32",
 }  # fmt: skip
