@@ -5,12 +5,13 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
-from types import ModuleType, SimpleNamespace
+from types import ModuleType
 from typing import Any
 
 import flash_reference
 import pytest
 import torch
+from model_shapes import shape_of
 
 from engine.attention import Needs, choice, choose_attention_backend, flash_calls, why_no_graphs
 from engine.attention.flash_calls import FlashUnavailable, load_flash_calls, version_numbers
@@ -19,10 +20,13 @@ from engine.attention.flash_calls import FlashUnavailable, load_flash_calls, ver
 def needs(
     device: str = "cuda", block_size: int = 256, dtype: str = "bfloat16", kv_dtype: str = "", **change: int
 ) -> Needs:
-    shape = {"num_heads": 32, "num_kv_heads": 8, "head_dim": 128, "hidden_size": 4096, "intermediate_size": 64} | change
-    model: Any = SimpleNamespace(mla=None, moe=None, **shape)
     return Needs(
-        model=model, device=device, capability=(9, 0), dtype=dtype, kv_dtype=kv_dtype or dtype, block_size=block_size
+        model=shape_of(**change),
+        device=device,
+        capability=(9, 0),
+        dtype=dtype,
+        kv_dtype=kv_dtype or dtype,
+        block_size=block_size,
     )
 
 

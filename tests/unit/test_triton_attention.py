@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
-from typing import Any
-
 import numpy as np
 import pytest
 import torch
 from attention_cases import LENS, Case
+from model_shapes import shape_of
 from triton_device import DEVICE
 
 from engine.attention import Needs, StepLayout, choice, choose_attention_backend
@@ -314,10 +312,8 @@ def choose(
     name: str, device: str, *, kv_dtype: str = "", capability: tuple[int, int] | None = None, **change: int
 ) -> str:
     """float32, so that no CPU kernels are compiled."""
-    shape = {"num_heads": 32, "num_kv_heads": 8, "head_dim": 128, "hidden_size": 4096} | change
-    model: Any = SimpleNamespace(mla=None, moe=None, product_inputs=(), has_soft_cap=False, **shape)
     needs = Needs(
-        model=model,
+        model=shape_of(**change),
         device=device,
         capability=capability,
         dtype="float32",

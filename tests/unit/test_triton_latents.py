@@ -14,6 +14,7 @@ from attention_cases import LENS
 from deepseek_cases import V3
 from engine_steps import arguments, logits_of_steps
 from latent_cases import LatentCase
+from model_shapes import shape_of
 from recorder import RelaunchingRecorder
 from triton_device import DEVICE  # before the kernels
 
@@ -246,10 +247,9 @@ def test_a_cuda_graph_replays_experts_of_other_tokens() -> None:
 def needs_of(dtype: str = "bfloat16", capability: tuple[int, int] = (9, 0), **change: int) -> Needs:
     sizes = {"kv_lora_rank": 512, "qk_rope_head_dim": 64} | change
     hidden_size = sizes.pop("hidden_size", 2048)
-    model: Any = SimpleNamespace(
-        num_heads=128, num_kv_heads=1, head_dim=576, hidden_size=hidden_size,
-        mla=SimpleNamespace(**sizes), moe=SimpleNamespace(),
-    )  # fmt: skip
+    latents: Any = SimpleNamespace(**sizes)
+    experts: Any = SimpleNamespace()
+    model = shape_of(num_heads=128, num_kv_heads=1, head_dim=576, hidden_size=hidden_size, mla=latents, moe=experts)
     return Needs(model=model, device="cuda", capability=capability, dtype=dtype, kv_dtype=dtype, block_size=16)
 
 
