@@ -30,8 +30,6 @@ from engine.models.transformers_probe import Head
 
 PAGED = "tandem_paged"
 """What transformers calls our attention. No mask is registered under this name, so that none is made."""
-
-
 NUM_TRIED = 16
 SAME = {torch.float32: 1e-4, torch.bfloat16: 1e-2, torch.float16: 1e-2}
 """As a share of the largest number: rounding is less, another position more."""

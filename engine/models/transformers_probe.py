@@ -188,6 +188,8 @@ class _Watcher:
         mask_function = getattr(mask, "function", None)
         if mask_function is None:
             raise _CannotServeError("it makes its masks by itself")
+        if mask.window is None:  # layers share masks, and a million positions take some milliseconds
+            mask.window = _window_of(mask_function, self.max_positions)
         head_dim, scale = q.shape[3], arguments.get("scaling")
         self.calls.append(
             _Call(
@@ -197,7 +199,7 @@ class _Watcher:
                 head_dim=head_dim,
                 scores=Scores(
                     scale=head_dim**-0.5 if scale is None else float(scale),
-                    sliding_window=_window_of(mask_function, self.max_positions),
+                    sliding_window=mask.window,
                     soft_cap=float(arguments.get("softcap") or 0.0),
                 ),
             )
@@ -213,7 +215,7 @@ def _watched_attention(
 
 def _watched_mask(*, batch_size: int, q_length: int, kv_length: int, mask_function: Any, **_rest: Any) -> torch.Tensor:
     mask = torch.empty(batch_size, 1, q_length, kv_length, dtype=torch.bool, device="meta")
-    mask.function = mask_function  # type: ignore[attr-defined]
+    mask.function, mask.window = mask_function, None  # type: ignore[attr-defined]
     return mask
 
 
