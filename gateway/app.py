@@ -48,7 +48,8 @@ from rpc.errors import Draining, InvalidRequest, TandemError
 from rpc.merge import merged
 from tandem import __version__
 from tandem.answer import AnswersStream, StreamBroken
-from tandem.client import AsyncClient, Prompt
+from tandem.client import AsyncClient
+from tandem.messages import Prompt
 
 _log = logging.getLogger(__name__)
 _Body = TypeVar("_Body", bound=Asked)

@@ -22,7 +22,7 @@ from pydantic import (
 )
 
 from rpc.errors import InvalidRequest
-from tandem.client import Prompt, Sampling
+from tandem.messages import Prompt, Sampling
 from tandem.structured_outputs import StructuredOutputsParams
 
 MAX_PROMPTS = 256

@@ -13,10 +13,10 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, Generator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Generator
 from contextlib import contextmanager
 from types import TracebackType
-from typing import Any, Self, TypedDict, Unpack
+from typing import Self, Unpack
 
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
@@ -27,14 +27,14 @@ from rpc.channel import open_blocking_channel, open_channel
 from rpc.errors import TandemError, from_rpc_error
 from rpc.tls import ClientTLS
 from tandem.answer import Answer
+from tandem.messages import Prompt, Sampling, generate_request, profile_request
 from tandem.resume import ResumableStream
-from tandem.structured_outputs import StructuredOutputsParams
 
 DEFAULT_ADDRESS = "127.0.0.1:50051"
 CONTROL_TIMEOUT_S = 10.0
-PROFILE_READ_S = 70.0
-"""What a router and a worker may take, once it is profiled, to say what was seen."""
 """Of calls that ask and do not generate."""
+PROFILE_READ_S = 70.0
+"""What a router and a worker may take, once steps are profiled, to say what was seen."""
 
 RESUME_S = 20.0
 """For how long a broken stream waits by default: longer than a router takes to start, or to notice a cut."""
@@ -42,112 +42,6 @@ MAX_TIMEOUT_S = 1e8
 """Three years: gRPC takes much longer ones for none at all."""
 
 _READINESS = health_pb2.HealthCheckRequest(service="tandem.v1.Inference")
-
-Prompt = str | Sequence[int] | Sequence[Mapping[str, str]]
-"""A text, token ids, or messages ({"role": ..., "content": ...}) for the model's chat template."""
-
-
-class Sampling(TypedDict, total=False):
-    """Sampling parameters by the wire's names, and `cache_salt`; what is absent takes the model's default."""
-
-    max_tokens: int
-    min_tokens: int
-    temperature: float
-    top_p: float
-    top_k: int
-    min_p: float
-    presence_penalty: float
-    frequency_penalty: float
-    repetition_penalty: float
-    stop: str | Sequence[str]
-    stop_token_ids: Sequence[int]
-    include_stop_str_in_output: bool
-    ignore_eos: bool
-    seed: int
-    skip_special_tokens: bool
-    logit_bias: Mapping[int, float]
-    logprobs: int
-    prompt_logprobs: int
-    priority: int
-    structured_outputs: StructuredOutputsParams | Mapping[str, Any]
-    cache_salt: str
-    """Cached prefixes are shared with requests of the same one alone."""
-
-
-def generate_request(
-    prompt: Prompt,
-    *,
-    request_id: str = "",
-    model: str = "",
-    stream: bool = True,
-    n: int = 1,
-    **sampling: Unpack[Sampling],
-) -> pb.GenerateRequest:
-    """The message of one request, for `n` answers. Raises `ValueError` naming what the wire cannot carry."""
-    cache_salt = sampling.pop("cache_salt", None)
-    if not isinstance(cache_salt, str | None):
-        raise ValueError(f"cache_salt: must be a text, is {cache_salt!r}")
-    request = pb.GenerateRequest(
-        request_id=request_id,
-        model=model,
-        stream=stream,
-        cache_salt=cache_salt or "",
-        sampling_params=_sampling_params({**sampling, **({} if n == 1 else {"n": n})}),
-    )
-    if isinstance(prompt, str):
-        request.text = prompt
-    elif prompt and isinstance(prompt[0], Mapping):
-        for message in prompt:
-            request.chat.messages.append(_chat_message(message))
-    else:
-        request.token_ids.SetInParent()
-        try:
-            request.token_ids.ids.extend(prompt)  # type: ignore[arg-type]
-        except (TypeError, ValueError) as error:
-            raise ValueError(f"prompt: must be a text, token ids or messages: {error}") from error
-    return request
-
-
-def _profile_request(
-    worker_id: str, num_steps: int, timeout_s: float, with_trace: bool
-) -> tandem_worker_pb2.ProfileRequest:
-    """Raises `ValueError` for what the wire cannot carry."""
-    return tandem_worker_pb2.ProfileRequest(
-        worker_id=worker_id, num_steps=num_steps, timeout_ms=round(1e3 * timeout_s), with_trace=with_trace
-    )
-
-
-def _chat_message(message: Any) -> pb.ChatMessage:
-    if not isinstance(message, Mapping) or set(message) != {"role", "content"}:
-        raise ValueError(f"prompt: a message has a role and a content and nothing else, not {message!r}")
-    try:
-        return pb.ChatMessage(role=message["role"], content=message["content"])
-    except TypeError as error:
-        raise ValueError(f"prompt: role and content of a message must be texts: {error}") from error
-
-
-def _sampling_params(sampling: Mapping[str, Any]) -> pb.SamplingParams:
-    params = pb.SamplingParams()
-    for name, value in sampling.items():
-        if name not in Sampling.__annotations__ and name != "n":
-            known = ", ".join(Sampling.__annotations__)
-            raise ValueError(f"{name}: no such sampling parameter; there are {known}")
-        if value is None:
-            continue
-        try:
-            if name == "stop":
-                params.stop.extend([value] if isinstance(value, str) else value)
-            elif name == "stop_token_ids":
-                params.stop_token_ids.extend(value)
-            elif name == "logit_bias":
-                params.logit_bias.update(value)
-            elif name == "structured_outputs":
-                params.structured_outputs.CopyFrom(StructuredOutputsParams.of(value).to_proto())
-            else:
-                setattr(params, name, value)
-        except (TypeError, ValueError) as error:
-            raise ValueError(f"{name}: {error}") from error
-    return params
 
 
 def _timeout(timeout_s: float | None) -> float | None:
@@ -284,7 +178,7 @@ class Client:
         self, worker_id: str, *, num_steps: int = 20, timeout_s: float = 30.0, with_trace: bool = False
     ) -> tandem_worker_pb2.WorkerProfile:
         """What the next steps of a worker take, operation by operation; as many as there are within `timeout_s`."""
-        request = _profile_request(worker_id, num_steps, timeout_s, with_trace)
+        request = profile_request(worker_id, num_steps, timeout_s, with_trace)
         with _errors_of_ours():
             profile: tandem_worker_pb2.WorkerProfile = self._cluster.Profile(
                 request, timeout=timeout_s + PROFILE_READ_S
@@ -420,7 +314,7 @@ class AsyncClient:
         self, worker_id: str, *, num_steps: int = 20, timeout_s: float = 30.0, with_trace: bool = False
     ) -> tandem_worker_pb2.WorkerProfile:
         """As `Client.profile`."""
-        request = _profile_request(worker_id, num_steps, timeout_s, with_trace)
+        request = profile_request(worker_id, num_steps, timeout_s, with_trace)
         with _errors_of_ours():
             profile: tandem_worker_pb2.WorkerProfile = await self._cluster.Profile(
                 request, timeout=timeout_s + PROFILE_READ_S

@@ -20,3 +20,12 @@ class Scores:
     def of(head_dim: int, sliding_window: int = 0, soft_cap: float = 0.0) -> Scores:
         """With the usual scale (A. Vaswani et al., "Attention Is All You Need", 2017)."""
         return Scores(head_dim**-0.5, sliding_window, soft_cap)
+
+
+@dataclass(frozen=True, kw_only=True)
+class AttentionModule:
+    """Where a layer of somebody else's code attends, and how."""
+
+    name: str
+    """Of the module that calls transformers' attention interface, from the causal language model on."""
+    scores: Scores

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from engine.models.model_shape import ModelShape
-from engine.models.scores import Scores
+from engine.models.scores import AttentionModule
 
 NOT_OF_THE_COMPUTATION = frozenset({
     "_name_or_path", "architectures", "auto_map", "dtype", "torch_dtype", "transformers_version", "use_cache",
@@ -26,15 +26,6 @@ request would be computed by what else is in its batch."""
 
 MOST_POSITIONS = 1 << 20
 """That masks are looked at for."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class AttentionModule:
-    """Where a layer attends, and how."""
-
-    name: str
-    """Of the module that calls transformers' attention interface, from the causal language model on."""
-    scores: Scores
 
 
 @dataclass(frozen=True, kw_only=True)

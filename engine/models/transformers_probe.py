@@ -27,8 +27,7 @@ from torch import nn
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
-from engine.models.scores import Scores
-from engine.models.transformers_config import AttentionModule
+from engine.models.scores import AttentionModule, Scores
 
 WATCHED = "tandem_watched"
 """What transformers calls the attention that notes and does not compute."""

@@ -14,7 +14,8 @@ from protos.tandem_inference_pb2 import TokenLogprobs
 from rpc.tls import ClientTLS
 from tandem.cli.errors import readable_errors
 from tandem.cli.options import examples, json_option, no_nan, router_option, tls_option
-from tandem.client import Client, Prompt, Sampling, generate_request
+from tandem.client import Client
+from tandem.messages import Prompt, Sampling, generate_request
 from tandem.tables import logprobs_table, print_table
 
 INTERRUPTED = 128 + signal.SIGINT

@@ -17,7 +17,8 @@ from nixl_marks import needs_nixl
 
 from protos import tandem_worker_pb2 as pb
 from protos.tandem_inference_pb2_grpc import InferenceStub
-from tandem.client import Client, generate_request
+from tandem.client import Client
+from tandem.messages import generate_request
 
 SOON_S = 3.0
 

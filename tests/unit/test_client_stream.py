@@ -18,7 +18,8 @@ from protos import tandem_inference_pb2 as pb
 from protos import tandem_inference_pb2_grpc
 from rpc.errors import DETAILS_KEY, STATUS_CODES, InvalidRequest, Overloaded, Unreachable, to_status
 from tandem.answer import Answer, AnswersStream, AnswerStream, StreamBroken
-from tandem.client import AsyncClient, Client, Sampling, generate_request
+from tandem.client import AsyncClient, Client
+from tandem.messages import Sampling, generate_request
 
 STOP = pb.FINISH_REASON_STOP
 

@@ -30,7 +30,7 @@ from router.validation import compile_grammar, resolve_sampling, validate
 from rpc.errors import InvalidRequest
 from tandem import SamplingParams as OfflineParams
 from tandem import StructuredOutputsParams
-from tandem.client import generate_request
+from tandem.messages import generate_request
 from worker_service.messages import sampling_params_of
 
 MODEL = ModelInfo(
