@@ -25,6 +25,7 @@ from router.model_info import ModelInfo
 from router.request_events import Stopped
 from router.request_state import AttemptNumbers
 from router.resumption import NOTHING, Resumption, kind_name, resumption_of
+from router.sampling import resolve_sampling
 from router.sequences import Sequences, names_at_workers, params_of_sequence
 from router.tokenizer import Tokenizer
 from router.validation import (
@@ -32,7 +33,6 @@ from router.validation import (
     check_prompt_length,
     check_size,
     compile_grammar,
-    resolve_sampling,
     tokenize_prompt,
     validate,
 )

@@ -1,15 +1,15 @@
-"""Checks a request before anything is queued, and fills in what it leaves open.
+"""Checks a request before anything is queued.
 
-    validate -> ValidatedRequest -> tokenize_prompt -> check_prompt_length -> compile_grammar -> resolve_sampling
+    validate -> ValidatedRequest -> tokenize_prompt -> check_prompt_length -> compile_grammar -> (sampling.py) resolve
 
 Every check runs: the client learns of all wrong fields at once. Each description states the bound and what was given;
-prompts are never quoted. Bounds are those of protos/tandem_inference.proto and the engine's SamplingParams.
+prompts are never quoted. Bounds are those of protos/tandem_inference.proto; those of sampling parameters are in
+router/sampling.py.
 """
 
 from __future__ import annotations
 
 import asyncio
-import secrets
 import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -21,28 +21,18 @@ from protos import tandem_inference_pb2 as pb
 from router.chat_template import ChatMessage, ChatTemplate
 from router.grammar_checker import GrammarChecker
 from router.model_info import ModelInfo
-from router.structured_outputs import problem_of
+from router.sampling import Violations, check_in_vocabulary, check_sampling
 from router.tokenizer import Tokenizer
 from rpc.errors import InvalidRequest
 
 MAX_REQUEST_ID_CHARS = 128
-MAX_STOP_STRINGS = 16
-MAX_STOP_CHARS = 256
-MAX_STOP_TOKEN_IDS = 64
-MAX_LOGIT_BIAS = 1024
-MAX_LOGPROBS = 20
 MAX_PROMPT_LOGPROBS = 131_072
 """In one answer: 2 MB from a worker to a router, 3 MB to the client."""
 MAX_KIND_CHARS = 64
 MAX_CACHE_SALT_CHARS = 128
-MAX_N = 128
-"""OpenAI's."""
 MAX_CHAT_MESSAGES = 8192
 INLINE_RENDER_CHARS = 65_536
 """Chats longer than this (32 characters counted for what the template adds to a message) are rendered in a thread."""
-
-Violations: TypeAlias = list[tuple[str, str]]
-"""(field, description) pairs."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,12 +110,8 @@ def validate(request: pb.GenerateRequest, model: ModelInfo) -> ValidatedRequest:
         bound = f"must be at most {MAX_CACHE_SALT_CHARS} characters, has {len(request.cache_salt)}"
         violations.append(("cache_salt", bound))
     prompt = _check_prompt(request, model, violations)
-    _check_sampling(request.sampling_params, violations)
-    _check_lengths(request.sampling_params, model, violations)
-    _check_stops(request.sampling_params, model, violations)
-    _check_logit_bias(request.sampling_params, model, violations)
+    check_sampling(request.sampling_params, model, violations)
     _check_resumption(request, model, violations)
-    _check_structured_outputs(request.sampling_params, model, violations)
     if violations:
         raise InvalidRequest(violations)
     return ValidatedRequest(
@@ -213,39 +199,6 @@ def check_prompt_length(validated: ValidatedRequest, num_prompt_tokens: int, mod
         raise InvalidRequest(violations)
 
 
-def resolve_sampling(params: pb.SamplingParams, model: ModelInfo, num_prompt_tokens: int) -> pb.SamplingParams:
-    """`params` with every field set: by the request, else the model's generation_config, else the proto's default.
-
-    An absent max_tokens becomes what is left of the context (at most the model's max_new_tokens, at least min_tokens);
-    an absent seed is drawn, so that any worker can go on with the same random stream; absent logprobs, of answer or
-    prompt, stay absent.
-    `stop` is kept: the router applies it, workers need not see it.
-    """
-    defaults = model.defaults
-    num_left = model.max_model_len - num_prompt_tokens
-    assert num_left >= 1, "check_prompt_length comes first"
-    resolved = pb.SamplingParams(
-        n=1,
-        priority=0,
-        max_tokens=max(params.min_tokens, min(num_left, defaults.max_new_tokens or num_left)),
-        min_tokens=0,
-        temperature=1.0 if defaults.temperature is None else defaults.temperature,
-        top_p=1.0 if defaults.top_p is None else defaults.top_p,
-        top_k=0 if defaults.top_k is None else defaults.top_k,
-        min_p=0.0 if defaults.min_p is None else defaults.min_p,
-        presence_penalty=0.0,
-        frequency_penalty=0.0,
-        repetition_penalty=1.0 if defaults.repetition_penalty is None else defaults.repetition_penalty,
-        include_stop_str_in_output=False,
-        ignore_eos=False,
-        skip_special_tokens=True,
-    )
-    if not params.HasField("seed"):
-        resolved.seed = secrets.randbits(63)
-    resolved.MergeFrom(params)  # every field that the request sets wins; lists and the map are empty in `resolved`
-    return resolved
-
-
 def _too_long(num_tokens: int, model: ModelInfo) -> str:
     longest = model.max_model_len - 1
     return f"must be at most {longest} tokens (a context of {model.max_model_len}, 1 for the answer), has {num_tokens}"
@@ -288,16 +241,7 @@ def _check_prompt_ids(token_ids: tuple[int, ...], model: ModelInfo, violations: 
         violations.append(("token_ids", "must not be empty"))
     elif len(token_ids) >= model.max_model_len:
         violations.append(("token_ids", _too_long(len(token_ids), model)))
-    _check_in_vocabulary("token_ids", token_ids, model, violations)
-
-
-def _check_in_vocabulary(field: str, token_ids: Sequence[int], model: ModelInfo, violations: Violations) -> None:
-    if not token_ids or max(token_ids) < model.vocab_size:
-        return
-    position = next(i for i, token_id in enumerate(token_ids) if token_id >= model.vocab_size)
-    violations.append(
-        (field, f"ids must be below the vocabulary's size {model.vocab_size}, is {token_ids[position]} at {position}")
-    )
+    check_in_vocabulary("token_ids", token_ids, model, violations)
 
 
 def _check_chat(messages: tuple[ChatMessage, ...], model: ModelInfo, violations: Violations) -> None:
@@ -308,68 +252,6 @@ def _check_chat(messages: tuple[ChatMessage, ...], model: ModelInfo, violations:
     position = next((i for i, message in enumerate(messages) if not message.role), None)
     if position is not None:
         violations.append((f"chat.messages[{position}].role", "must not be empty"))
-
-
-def _check_sampling(params: pb.SamplingParams, violations: Violations) -> None:
-    # Each bound is written so that NaN fails it.
-    bounds = (
-        ("temperature", 0 <= params.temperature < float("inf"), "at least 0 and finite"),
-        ("top_p", 0 < params.top_p <= 1, "in (0, 1]"),
-        ("top_k", params.top_k >= -1, "-1 or more"),
-        ("min_p", 0 <= params.min_p <= 1, "in [0, 1]"),
-        ("presence_penalty", -2 <= params.presence_penalty <= 2, "in [-2, 2]"),
-        ("frequency_penalty", -2 <= params.frequency_penalty <= 2, "in [-2, 2]"),
-        ("repetition_penalty", 0 < params.repetition_penalty <= 2, "in (0, 2]"),
-        ("max_tokens", params.max_tokens >= 1, "at least 1"),
-        ("n", 1 <= params.n <= MAX_N, f"in [1, {MAX_N}]"),
-        ("logprobs", params.logprobs <= MAX_LOGPROBS, f"in [0, {MAX_LOGPROBS}]"),
-        ("prompt_logprobs", params.prompt_logprobs <= MAX_LOGPROBS, f"in [0, {MAX_LOGPROBS}]"),
-    )
-    for name, is_ok, bound in bounds:
-        if params.HasField(name) and not is_ok:
-            violations.append((f"sampling_params.{name}", f"must be {bound}, is {_plain(getattr(params, name))}"))
-
-
-def _plain(value: float) -> str:
-    return str(value) if isinstance(value, int) else f"{value:g}"
-
-
-def _check_lengths(params: pb.SamplingParams, model: ModelInfo, violations: Violations) -> None:
-    longest = model.max_model_len - 1
-    for name in ("max_tokens", "min_tokens"):
-        value = getattr(params, name)
-        if value > longest:
-            bound = (
-                f"must be at most {longest} (the context of {model.max_model_len} minus 1 for the prompt), is {value}"
-            )
-            violations.append((f"sampling_params.{name}", bound))
-    if params.HasField("max_tokens") and params.min_tokens > params.max_tokens:
-        bound = f"must be at most max_tokens={params.max_tokens}, is {params.min_tokens}"
-        violations.append(("sampling_params.min_tokens", bound))
-
-
-def _check_stops(params: pb.SamplingParams, model: ModelInfo, violations: Violations) -> None:
-    if len(params.stop) > MAX_STOP_STRINGS:
-        violations.append(("sampling_params.stop", f"may hold {MAX_STOP_STRINGS} strings, has {len(params.stop)}"))
-    position = next((i for i, stop in enumerate(params.stop) if not 1 <= len(stop) <= MAX_STOP_CHARS), None)
-    if position is not None:
-        bound = f"must be 1 to {MAX_STOP_CHARS} characters long, is {len(params.stop[position])}"
-        violations.append((f"sampling_params.stop[{position}]", bound))
-    if len(params.stop_token_ids) > MAX_STOP_TOKEN_IDS:
-        bound = f"may hold {MAX_STOP_TOKEN_IDS} ids, has {len(params.stop_token_ids)}"
-        violations.append(("sampling_params.stop_token_ids", bound))
-    _check_in_vocabulary("sampling_params.stop_token_ids", params.stop_token_ids, model, violations)
-
-
-def _check_logit_bias(params: pb.SamplingParams, model: ModelInfo, violations: Violations) -> None:
-    bias_of = dict(params.logit_bias)
-    if len(bias_of) > MAX_LOGIT_BIAS:
-        violations.append(("sampling_params.logit_bias", f"may hold {MAX_LOGIT_BIAS} entries, has {len(bias_of)}"))
-    _check_in_vocabulary("sampling_params.logit_bias", sorted(bias_of), model, violations)
-    wrong = next((token_id for token_id, bias in sorted(bias_of.items()) if not -100 <= bias <= 100), None)
-    if wrong is not None:
-        bound = f"must be in [-100, 100], is {bias_of[wrong]:g}"
-        violations.append((f"sampling_params.logit_bias[{wrong}]", bound))
 
 
 def _check_resumption(request: pb.GenerateRequest, model: ModelInfo, violations: Violations) -> None:
@@ -384,7 +266,7 @@ def _check_resumption(request: pb.GenerateRequest, model: ModelInfo, violations:
         bound = f"may hold {model.max_model_len - 1} ids (the context of {model.max_model_len}), has {num_tokens}"
         violations.append(("output_token_ids", bound))
         return
-    _check_in_vocabulary("output_token_ids", request.output_token_ids, model, violations)
+    check_in_vocabulary("output_token_ids", request.output_token_ids, model, violations)
     if params.n > 1:
         bound = f"must be 1 with output_token_ids, is {params.n}: each answer goes on by itself"
         violations.append(("sampling_params.n", bound))
@@ -393,19 +275,3 @@ def _check_resumption(request: pb.GenerateRequest, model: ModelInfo, violations:
     if not (params.HasField("seed") or (params.HasField("temperature") and params.temperature == 0)):
         bound = "must be given with output_token_ids, unless temperature is 0: the one that they were drawn with"
         violations.append(("sampling_params.seed", bound))
-
-
-def _check_structured_outputs(params: pb.SamplingParams, model: ModelInfo, violations: Violations) -> None:
-    if not params.HasField("structured_outputs"):
-        return
-    if (problem := problem_of(params.structured_outputs, max(1, params.n))) is not None:
-        violations.append(("sampling_params.structured_outputs", problem))
-    if not model.eos_token_ids:
-        cannot = (
-            f"cannot be had: model {model.served_model_name!r} has no end-of-sequence token, so that no answer ends"
-        )
-        violations.append(("sampling_params.structured_outputs", cannot))
-    # An answer that is complete, and cannot go on, has to end.
-    for name in ("min_tokens", "ignore_eos"):
-        if value := getattr(params, name):
-            violations.append((f"sampling_params.{name}", f"cannot be had with structured_outputs, is {value}"))

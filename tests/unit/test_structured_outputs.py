@@ -25,8 +25,9 @@ from protos import tandem_worker_pb2 as worker_pb
 from router import structured_outputs
 from router.grammar_checker import GrammarChecker
 from router.model_info import GenerationDefaults, ModelInfo
+from router.sampling import resolve_sampling
 from router.structured_outputs import MAX_BYTES, grammar_of
-from router.validation import compile_grammar, resolve_sampling, validate
+from router.validation import compile_grammar, validate
 from rpc.errors import InvalidRequest
 from tandem import SamplingParams as OfflineParams
 from tandem import StructuredOutputsParams

@@ -15,9 +15,10 @@ from tokenizers.processors import TemplateProcessing
 
 from engine import sampling_params as engine_sampling
 from protos import tandem_inference_pb2 as pb
-from router import validation
+from router import sampling, validation
 from router.chat_template import ChatMessage, ChatTemplate
 from router.model_info import GenerationDefaults, ModelInfo
+from router.sampling import resolve_sampling
 from router.tokenizer import Tokenizer
 from router.validation import (
     ChatPrompt,
@@ -25,7 +26,6 @@ from router.validation import (
     TokenIdsPrompt,
     check_prompt_length,
     check_size,
-    resolve_sampling,
     tokenize_prompt,
     validate,
 )
@@ -213,14 +213,14 @@ def test_a_valid_request_is_taken_over() -> None:
 
 
 def test_limits_are_those_of_the_engine_and_of_the_proto() -> None:
-    assert validation.MAX_STOP_TOKEN_IDS == engine_sampling.MAX_STOP_TOKEN_IDS
-    assert validation.MAX_LOGIT_BIAS == engine_sampling.MAX_LOGIT_BIAS
+    assert sampling.MAX_STOP_TOKEN_IDS == engine_sampling.MAX_STOP_TOKEN_IDS
+    assert sampling.MAX_LOGIT_BIAS == engine_sampling.MAX_LOGIT_BIAS
     proto = (Path(pb.__file__).parent / "tandem_inference.proto").read_text()
     for phrase in (
         f"At most {validation.MAX_REQUEST_ID_CHARS} characters",
-        f"at most {validation.MAX_STOP_STRINGS}, each of at most {validation.MAX_STOP_CHARS} characters",
-        f"at most {validation.MAX_STOP_TOKEN_IDS}\n",
-        f"at most {validation.MAX_LOGIT_BIAS} entries",
+        f"at most {sampling.MAX_STOP_STRINGS}, each of at most {sampling.MAX_STOP_CHARS} characters",
+        f"at most {sampling.MAX_STOP_TOKEN_IDS}\n",
+        f"at most {sampling.MAX_LOGIT_BIAS} entries",
     ):
         assert phrase in proto
 

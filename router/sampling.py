@@ -1,0 +1,154 @@
+"""Sampling parameters of a request: the bounds of each, and what takes the place of those that it leaves open.
+
+Bounds are those of protos/tandem_inference.proto and the engine's SamplingParams.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Sequence
+from typing import TypeAlias
+
+from protos import tandem_inference_pb2 as pb
+from router.model_info import ModelInfo
+from router.structured_outputs import problem_of
+
+MAX_STOP_STRINGS = 16
+MAX_STOP_CHARS = 256
+MAX_STOP_TOKEN_IDS = 64
+MAX_LOGIT_BIAS = 1024
+MAX_LOGPROBS = 20
+MAX_N = 128
+"""OpenAI's."""
+
+Violations: TypeAlias = list[tuple[str, str]]
+"""(field, description) pairs."""
+
+
+def check_sampling(params: pb.SamplingParams, model: ModelInfo, violations: Violations) -> None:
+    """Add what is wrong with them to `violations`."""
+    _check_numbers(params, violations)
+    _check_lengths(params, model, violations)
+    _check_stops(params, model, violations)
+    _check_logit_bias(params, model, violations)
+    _check_structured_outputs(params, model, violations)
+
+
+def resolve_sampling(params: pb.SamplingParams, model: ModelInfo, num_prompt_tokens: int) -> pb.SamplingParams:
+    """`params` with every field set: by the request, else the model's generation_config, else the proto's default.
+
+    An absent max_tokens becomes what is left of the context (at most the model's max_new_tokens, at least min_tokens);
+    an absent seed is drawn, so that any worker can go on with the same random stream; absent logprobs, of answer or
+    prompt, stay absent.
+    `stop` is kept: the router applies it, workers need not see it.
+    """
+    defaults = model.defaults
+    num_left = model.max_model_len - num_prompt_tokens
+    assert num_left >= 1, "check_prompt_length comes first"
+    resolved = pb.SamplingParams(
+        n=1,
+        priority=0,
+        max_tokens=max(params.min_tokens, min(num_left, defaults.max_new_tokens or num_left)),
+        min_tokens=0,
+        temperature=1.0 if defaults.temperature is None else defaults.temperature,
+        top_p=1.0 if defaults.top_p is None else defaults.top_p,
+        top_k=0 if defaults.top_k is None else defaults.top_k,
+        min_p=0.0 if defaults.min_p is None else defaults.min_p,
+        presence_penalty=0.0,
+        frequency_penalty=0.0,
+        repetition_penalty=1.0 if defaults.repetition_penalty is None else defaults.repetition_penalty,
+        include_stop_str_in_output=False,
+        ignore_eos=False,
+        skip_special_tokens=True,
+    )
+    if not params.HasField("seed"):
+        resolved.seed = secrets.randbits(63)
+    resolved.MergeFrom(params)  # every field that the request sets wins; lists and the map are empty in `resolved`
+    return resolved
+
+
+def check_in_vocabulary(field: str, token_ids: Sequence[int], model: ModelInfo, violations: Violations) -> None:
+    if not token_ids or max(token_ids) < model.vocab_size:
+        return
+    position = next(i for i, token_id in enumerate(token_ids) if token_id >= model.vocab_size)
+    violations.append(
+        (field, f"ids must be below the vocabulary's size {model.vocab_size}, is {token_ids[position]} at {position}")
+    )
+
+
+def _check_numbers(params: pb.SamplingParams, violations: Violations) -> None:
+    # Each bound is written so that NaN fails it.
+    bounds = (
+        ("temperature", 0 <= params.temperature < float("inf"), "at least 0 and finite"),
+        ("top_p", 0 < params.top_p <= 1, "in (0, 1]"),
+        ("top_k", params.top_k >= -1, "-1 or more"),
+        ("min_p", 0 <= params.min_p <= 1, "in [0, 1]"),
+        ("presence_penalty", -2 <= params.presence_penalty <= 2, "in [-2, 2]"),
+        ("frequency_penalty", -2 <= params.frequency_penalty <= 2, "in [-2, 2]"),
+        ("repetition_penalty", 0 < params.repetition_penalty <= 2, "in (0, 2]"),
+        ("max_tokens", params.max_tokens >= 1, "at least 1"),
+        ("n", 1 <= params.n <= MAX_N, f"in [1, {MAX_N}]"),
+        ("logprobs", params.logprobs <= MAX_LOGPROBS, f"in [0, {MAX_LOGPROBS}]"),
+        ("prompt_logprobs", params.prompt_logprobs <= MAX_LOGPROBS, f"in [0, {MAX_LOGPROBS}]"),
+    )
+    for name, is_ok, bound in bounds:
+        if params.HasField(name) and not is_ok:
+            violations.append((f"sampling_params.{name}", f"must be {bound}, is {_plain(getattr(params, name))}"))
+
+
+def _plain(value: float) -> str:
+    return str(value) if isinstance(value, int) else f"{value:g}"
+
+
+def _check_lengths(params: pb.SamplingParams, model: ModelInfo, violations: Violations) -> None:
+    longest = model.max_model_len - 1
+    for name in ("max_tokens", "min_tokens"):
+        value = getattr(params, name)
+        if value > longest:
+            bound = (
+                f"must be at most {longest} (the context of {model.max_model_len} minus 1 for the prompt), is {value}"
+            )
+            violations.append((f"sampling_params.{name}", bound))
+    if params.HasField("max_tokens") and params.min_tokens > params.max_tokens:
+        bound = f"must be at most max_tokens={params.max_tokens}, is {params.min_tokens}"
+        violations.append(("sampling_params.min_tokens", bound))
+
+
+def _check_stops(params: pb.SamplingParams, model: ModelInfo, violations: Violations) -> None:
+    if len(params.stop) > MAX_STOP_STRINGS:
+        violations.append(("sampling_params.stop", f"may hold {MAX_STOP_STRINGS} strings, has {len(params.stop)}"))
+    position = next((i for i, stop in enumerate(params.stop) if not 1 <= len(stop) <= MAX_STOP_CHARS), None)
+    if position is not None:
+        bound = f"must be 1 to {MAX_STOP_CHARS} characters long, is {len(params.stop[position])}"
+        violations.append((f"sampling_params.stop[{position}]", bound))
+    if len(params.stop_token_ids) > MAX_STOP_TOKEN_IDS:
+        bound = f"may hold {MAX_STOP_TOKEN_IDS} ids, has {len(params.stop_token_ids)}"
+        violations.append(("sampling_params.stop_token_ids", bound))
+    check_in_vocabulary("sampling_params.stop_token_ids", params.stop_token_ids, model, violations)
+
+
+def _check_logit_bias(params: pb.SamplingParams, model: ModelInfo, violations: Violations) -> None:
+    bias_of = dict(params.logit_bias)
+    if len(bias_of) > MAX_LOGIT_BIAS:
+        violations.append(("sampling_params.logit_bias", f"may hold {MAX_LOGIT_BIAS} entries, has {len(bias_of)}"))
+    check_in_vocabulary("sampling_params.logit_bias", sorted(bias_of), model, violations)
+    wrong = next((token_id for token_id, bias in sorted(bias_of.items()) if not -100 <= bias <= 100), None)
+    if wrong is not None:
+        bound = f"must be in [-100, 100], is {bias_of[wrong]:g}"
+        violations.append((f"sampling_params.logit_bias[{wrong}]", bound))
+
+
+def _check_structured_outputs(params: pb.SamplingParams, model: ModelInfo, violations: Violations) -> None:
+    if not params.HasField("structured_outputs"):
+        return
+    if (problem := problem_of(params.structured_outputs, max(1, params.n))) is not None:
+        violations.append(("sampling_params.structured_outputs", problem))
+    if not model.eos_token_ids:
+        cannot = (
+            f"cannot be had: model {model.served_model_name!r} has no end-of-sequence token, so that no answer ends"
+        )
+        violations.append(("sampling_params.structured_outputs", cannot))
+    # An answer that is complete, and cannot go on, has to end.
+    for name in ("min_tokens", "ignore_eos"):
+        if value := getattr(params, name):
+            violations.append((f"sampling_params.{name}", f"cannot be had with structured_outputs, is {value}"))
