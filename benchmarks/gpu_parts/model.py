@@ -28,7 +28,8 @@ from engine.sampling_params import SamplingParams
 from engine.sequence import ScheduledSequence, SchedulerOutput
 from engine.sequence import Sequence as EngineSequence
 
-MODELS = ("llama", "qwen3")
+MODELS = ("llama", "qwen3", "gemma2")
+"""The last by transformers' own code, over our attention: with its soft cap, scale and windows."""
 MAX_FLOAT32_ERROR = 5e-5
 """tf32, which is no float32, is off by 3e-4."""
 BFLOAT16_SLACK = 2.0
@@ -67,11 +68,11 @@ def measure(setting: Setting) -> Iterator[Row]:
     for name in MODELS:
         with TemporaryDirectory() as folder:
             save_model(name, plan, Path(folder))
-            model = reference(Path(folder), torch.float64, setting.device)
+            model = reference(name, Path(folder), torch.float64, setting.device)
             exact = reference_logits(model, plan, sequences)
             answers = reference_answers(model, plan, sequences)
             for dtype in ("float32", "bfloat16"):
-                model = reference(Path(folder), getattr(torch, dtype), setting.device)
+                model = reference(name, Path(folder), getattr(torch, dtype), setting.device)
                 theirs = relative_error(reference_logits(model, plan, sequences), exact)
                 yield from compare_logits(name, dtype, plan, sequences, exact, theirs, Path(folder), setting)
             yield compare_answers(name, plan, sequences, answers, Path(folder), setting)
@@ -138,7 +139,12 @@ def save_model(name: str, plan: Plan, folder: Path) -> None:
         "max_position_embeddings": 2048, "initializer_range": 1.5 * plan.hidden_size**-0.5, "bos_token_id": 1,
         "eos_token_id": 2,
     }  # fmt: skip
-    config = {"llama": transformers.LlamaConfig, "qwen3": transformers.Qwen3Config}[name](**shared)
+    config_class = {
+        "llama": transformers.LlamaConfig, "qwen3": transformers.Qwen3Config, "gemma2": transformers.Gemma2Config,
+    }[name]  # fmt: skip
+    if name == "gemma2":
+        shared |= {"sliding_window": plan.chunk, "query_pre_attn_scalar": 2 * head_dim, "attn_logit_softcapping": 5.0}
+    config = config_class(**shared)
     torch.manual_seed(7)
     model = transformers.AutoModelForCausalLM.from_config(config).float()
     with torch.no_grad():
@@ -149,12 +155,13 @@ def save_model(name: str, plan: Plan, folder: Path) -> None:
     model.save_pretrained(folder)
 
 
-def reference(folder: Path, dtype: torch.dtype, device: str) -> Any:
+def reference(name: str, folder: Path, dtype: torch.dtype, device: str) -> Any:
     """As transformers has it. Loaded anew for each type: one that is converted loses its rotary angles' precision."""
     import transformers
 
     load = transformers.AutoModelForCausalLM.from_pretrained
-    return load(folder, dtype=dtype, attn_implementation="sdpa").to(device).eval()
+    attention = "eager" if name == "gemma2" else "sdpa"  # which knows no soft cap
+    return load(folder, dtype=dtype, attn_implementation=attention).to(device).eval()
 
 
 @torch.inference_mode()
