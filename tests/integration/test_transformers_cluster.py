@@ -20,6 +20,7 @@ from engine.llm_engine import LLMEngine
 from engine.model_loader import create_engine_config
 from engine.sampling_params import SamplingParams
 from protos import tandem_inference_pb2 as pb
+from tandem.answer import Answer
 from tandem.client import Client
 
 NUM_TOKENS = 10
@@ -28,11 +29,13 @@ NUM_TOKENS = 10
 def test_tokens_of_a_cluster(model_folder: Path, tmp_path: Path, start_cluster: Callable[..., RunningCluster]) -> None:
     """Prefilled here and decoded there: sliding windows, and scores with a cap and a scale of their own."""
     vocab_size = transformers.AutoTokenizer.from_pretrained(model_folder).vocab_size
-    model = save_model(transformers.Gemma2Config(**GEMMA2 | {"vocab_size": vocab_size}), tmp_path)
+    model = save_model(
+        transformers.Gemma2Config(**GEMMA2 | {"vocab_size": vocab_size, "max_position_embeddings": 512}), tmp_path
+    )
     for name in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copy(model_folder / name, tmp_path)
     generator = torch.Generator().manual_seed(1)
-    prompts = [torch.randint(0, vocab_size, (n,), generator=generator).tolist() for n in (40, 3, 17, 64, 90)]
+    prompts = [torch.randint(0, vocab_size, (n,), generator=generator).tolist() for n in (320, 40, 3, 17, 64, 90)]
     expected = [
         model.generate(
             torch.tensor([prompt]), max_new_tokens=NUM_TOKENS, min_new_tokens=NUM_TOKENS, do_sample=False,
@@ -42,13 +45,13 @@ def test_tokens_of_a_cluster(model_folder: Path, tmp_path: Path, start_cluster: 
     ]  # fmt: skip
     running = start_cluster("--model", str(tmp_path), "--dtype", "float32", "--kv-cache-gib", "0.1")
     with Client(running.address) as client, ThreadPoolExecutor(len(prompts)) as threads:
-        answers = list(
-            threads.map(
-                lambda prompt: client.generate(prompt, temperature=0, max_tokens=NUM_TOKENS, ignore_eos=True), prompts
-            )
-        )
+
+        def ask(prompt: list[int]) -> Answer:
+            return client.generate(prompt, temperature=0, max_tokens=NUM_TOKENS, ignore_eos=True)
+
+        answers = [ask(prompts[0]), *threads.map(ask, prompts[1:])]
     assert [answer.token_ids for answer in answers] == expected
-    assert answers[-1].timings.mode == pb.MODE_DISAGGREGATED  # the longest
+    assert answers[0].timings.mode == pb.MODE_DISAGGREGATED  # long, and nobody else was there
     running.wait_until_at_rest()
 
 
