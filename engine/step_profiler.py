@@ -3,33 +3,37 @@
     made by whoever asks ──(stepping thread) step, step, … ──> done: `on_done` hears, `profile` reads what was seen
                                   └── stop ──> done with fewer
 
-Watching begins with the first step, not before: an idle engine is not watched. What was seen is read on another thread
-than the stepping one, since it takes longer than a step.
+Watching begins with the first step that there is, not before. When it ends, the engine stands still for some
+microseconds for each operation that was seen: so steps are few. What was seen is read by another process
+(engine/trace_times.py): it takes longer than the steps did.
 """
 
 from __future__ import annotations
 
-import gzip
+import json
+import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch.profiler import ProfilerActivity
 
+from engine import trace_times
 from engine.llm_engine import LLMEngine
 from engine.outputs import RequestOutput
 
-MAX_PROFILED_STEPS = 64
-"""A step has thousands of events; what they take in memory is bounded so."""
+MAX_PROFILED_STEPS = 16
+"""By transformers' code a step has some thousands of operations; 100,000 hold up an engine for half a second."""
+READING_S = 50.0
 
 
 @dataclass(frozen=True, slots=True)
 class OpTime:
-    """Of one operation, all its calls, without what it calls itself."""
+    """Of one operation, or one of a device's kernels, all its calls, without what it calls itself."""
 
     name: str
     num_calls: int
@@ -55,12 +59,9 @@ class StepProfiler:
         """Raises `ValueError` for a number out of bounds."""
         if not 1 <= num_steps <= MAX_PROFILED_STEPS:
             raise ValueError(f"num_steps must be in [1, {MAX_PROFILED_STEPS}], is {num_steps}")
-        activities = [ProfilerActivity.CPU]
-        if torch.cuda.is_available():
-            activities.append(ProfilerActivity.CUDA)
-        self._torch = torch.profiler.profile(activities=activities)
+        self._torch: torch.profiler.profile | None = None
+        """Made on the thread that it watches. None: nothing was watched."""
         self._num_wanted = num_steps
-        self._is_watching = False
         self._num_steps = 0
         self._step_ms = 0.0
         self._on_done = on_done
@@ -68,8 +69,11 @@ class StepProfiler:
 
     def step(self, engine: LLMEngine) -> list[RequestOutput]:
         """A step of the engine, watched. One that found nothing to compute does not count."""
-        if not self._is_watching:
-            self._is_watching = True
+        if self._torch is None:
+            activities = [ProfilerActivity.CPU]
+            if torch.cuda.is_available():
+                activities.append(ProfilerActivity.CUDA)
+            self._torch = torch.profiler.profile(activities=activities)
             self._torch.start()
         num_before, start_s = engine.stats.num_steps, time.perf_counter()
         outputs = engine.step()
@@ -85,26 +89,20 @@ class StepProfiler:
         if self.is_done:
             return
         self.is_done = True
-        if self._is_watching:
+        if self._torch is not None:
             self._torch.stop()
         self._on_done()
 
     def profile(self, *, with_trace: bool) -> StepProfile:
-        """What was seen, once it is done. Takes up to some seconds."""
+        """What was seen, once it is done; to be called on another thread. Takes up to some seconds."""
         assert self.is_done
-        if not self._num_steps:
+        if self._torch is None or not self._num_steps:
             return StepProfile(0, 0.0, [], b"")
-        ops = [_op_time(row) for row in self._torch.key_averages()]
-        ops.sort(key=lambda op: max(op.host_ms, op.device_ms), reverse=True)
-        return StepProfile(self._num_steps, self._step_ms, ops, self._trace() if with_trace else b"")
-
-    def _trace(self) -> bytes:
         with tempfile.TemporaryDirectory() as folder:
-            path = Path(folder) / "trace.json"
-            self._torch.export_chrome_trace(str(path))
-            return gzip.compress(path.read_bytes())
-
-
-def _op_time(row: Any) -> OpTime:
-    # In microseconds.
-    return OpTime(row.key, row.count, row.self_cpu_time_total / 1e3, row.self_device_time_total / 1e3)
+            trace, packed = Path(folder) / "trace.json", Path(folder) / "trace.json.gz"
+            self._torch.export_chrome_trace(str(trace))
+            self._torch = None
+            command = [sys.executable, "-P", trace_times.__file__, str(trace), *([str(packed)] if with_trace else [])]
+            done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=READING_S)
+            ops = [OpTime(*row) for row in json.loads(done.stdout)]
+            return StepProfile(self._num_steps, self._step_ms, ops, packed.read_bytes() if with_trace else b"")

@@ -175,7 +175,7 @@ class Client:
         return audit
 
     def profile(
-        self, worker_id: str, *, num_steps: int = 20, timeout_s: float = 30.0, with_trace: bool = False
+        self, worker_id: str, *, num_steps: int = 5, timeout_s: float = 30.0, with_trace: bool = False
     ) -> tandem_worker_pb2.WorkerProfile:
         """What the next steps of a worker take, operation by operation; as many as there are within `timeout_s`."""
         request = profile_request(worker_id, num_steps, timeout_s, with_trace)
@@ -311,7 +311,7 @@ class AsyncClient:
         return audit
 
     async def profile(
-        self, worker_id: str, *, num_steps: int = 20, timeout_s: float = 30.0, with_trace: bool = False
+        self, worker_id: str, *, num_steps: int = 5, timeout_s: float = 30.0, with_trace: bool = False
     ) -> tandem_worker_pb2.WorkerProfile:
         """As `Client.profile`."""
         request = profile_request(worker_id, num_steps, timeout_s, with_trace)

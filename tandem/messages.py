@@ -10,6 +10,8 @@ from protos import tandem_inference_pb2 as pb
 from protos import tandem_worker_pb2
 from tandem.structured_outputs import StructuredOutputsParams
 
+MAX_PROFILE_S = 600.0
+
 Prompt = str | Sequence[int] | Sequence[Mapping[str, str]]
 """A text, token ids, or messages ({"role": ..., "content": ...}) for the model's chat template."""
 
@@ -37,7 +39,7 @@ class Sampling(TypedDict, total=False):
     prompt_logprobs: int
     priority: int
     structured_outputs: StructuredOutputsParams | Mapping[str, Any]
-    cache_salt: str
+    cache_salt: str | None
     """Cached prefixes are shared with requests of the same one alone."""
 
 
@@ -52,8 +54,8 @@ def generate_request(
 ) -> pb.GenerateRequest:
     """The message of one request, for `n` answers. Raises `ValueError` naming what the wire cannot carry."""
     cache_salt = sampling.pop("cache_salt", None)
-    if not isinstance(cache_salt, str | None):
-        raise ValueError(f"cache_salt: must be a text, is {cache_salt!r}")
+    if cache_salt is not None:
+        _check_salt(cache_salt)
     request = pb.GenerateRequest(
         request_id=request_id,
         model=model,
@@ -75,12 +77,27 @@ def generate_request(
     return request
 
 
+def _check_salt(cache_salt: object) -> None:
+    if not isinstance(cache_salt, str):
+        raise ValueError(f"cache_salt: must be a text, is {cache_salt!r}")
+    if not cache_salt:
+        raise ValueError("cache_salt: must not be empty; without one, leave it out")
+    try:
+        cache_salt.encode()
+    except UnicodeEncodeError as error:
+        raise ValueError(f"cache_salt: has what is no character at {error.start}") from error
+
+
 def profile_request(
     worker_id: str, num_steps: int, timeout_s: float, with_trace: bool
 ) -> tandem_worker_pb2.ProfileRequest:
     """Raises `ValueError` for what the wire cannot carry."""
+    if type(num_steps) is not int or not 0 <= num_steps < 1 << 32:
+        raise ValueError(f"num_steps: must be a whole number of at least 1, is {num_steps!r}")
+    if not 0 < timeout_s <= MAX_PROFILE_S:
+        raise ValueError(f"timeout_s: must be in (0, {MAX_PROFILE_S:g}], is {timeout_s!r}")
     return tandem_worker_pb2.ProfileRequest(
-        worker_id=worker_id, num_steps=num_steps, timeout_ms=round(1e3 * timeout_s), with_trace=with_trace
+        worker_id=worker_id, num_steps=num_steps, timeout_ms=max(1, round(1e3 * timeout_s)), with_trace=with_trace
     )
 
 

@@ -58,7 +58,7 @@ MAX_TIMEOUT_S = 30 * 86_400.0
     type=click.IntRange(0, 20),
     help="The same of the prompt's tokens.",
 )
-@click.option("--cache-salt", help="Share cached prefixes with requests that give the same one alone.")
+@click.option("--cache-salt", help="Share cached prefixes with requests alone that give the same one, not empty.")
 @click.option(
     "--json-schema",
     type=click.Path(exists=True, dir_okay=False, allow_dash=True),

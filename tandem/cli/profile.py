@@ -15,16 +15,23 @@ from tandem.client import Client
 from tandem.tables import print_table, profile_line, profile_table
 
 
+def _in_a_folder(context: click.Context, parameter: click.Parameter, path: Path | None) -> Path | None:
+    if path is not None and not path.absolute().parent.is_dir():
+        raise click.BadParameter(f"there is no folder {path.parent}")
+    return path
+
+
 @click.command(
     short_help="What a worker's steps take.",
-    epilog=examples("tandem profile decode-1", "tandem profile prefill-1 --steps 5 --trace trace.json.gz"),
+    epilog=examples("tandem profile decode-1", "tandem profile prefill-1 --steps 1 --trace trace.json.gz"),
 )
 @click.argument("worker_id")
-@click.option("--steps", type=click.IntRange(1, 64), default=20, show_default=True, help="How many are watched.")
+@click.option("--steps", type=click.IntRange(1, 16), default=5, show_default=True, help="How many are watched.")
 @click.option("--top", type=click.IntRange(1, 200), default=15, show_default=True, help="Operations shown.")
 @click.option(
     "--trace",
     type=click.Path(dir_okay=False, writable=True, path_type=Path),
+    callback=_in_a_folder,
     help="Write a trace here, gzipped, for chrome://tracing or ui.perfetto.dev.",
 )
 @click.option(
@@ -50,12 +57,16 @@ def profile(
 ) -> None:
     """Watch the next steps of a worker (its id: `tandem status`) and say which operations took how long.
 
-    Steps come from requests: ask something meanwhile. They are slower while they are watched.
+    Steps come from requests: ask something meanwhile. They are slower while they are watched, and stand still for up to
+    half a second when that ends.
     """
     with readable_errors(address), Client(address, tls=tls) as client:
         seen = client.profile(worker_id, num_steps=steps, timeout_s=timeout_s, with_trace=trace is not None)
     if trace is not None and seen.num_steps:
-        trace.write_bytes(seen.trace_gz)
+        try:
+            trace.write_bytes(seen.trace_gz)
+        except OSError as error:
+            raise click.ClickException(f"--trace {trace}: {error.strerror}") from error
         seen.trace_gz = b""
     if is_json:
         click.echo(json.dumps(message_to_dict(seen), indent=2))

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import math
 import re
 import subprocess
 import sys
@@ -139,12 +140,16 @@ def test_a_workers_steps_are_profiled_through_the_router(cluster: RunningCluster
         assert header.split() == ["operation", "calls", "host", "ms", "of", "a", "step"]
         assert any("tandem_cpu::" in row or "aten::" in row for row in rows)
         assert json.loads(gzip.decompress(trace.read_bytes()))["traceEvents"]
+        nowhere = [*command, "decode-1", "--trace", str(tmp_path / "nowhere" / "t.gz")]
+        refused = subprocess.run(nowhere, capture_output=True, text=True, timeout=60, check=False)
+        assert (refused.returncode, "there is no folder" in refused.stderr) == (2, True)
         with pytest.raises(NotFound, match=r"no worker 'decode-7'; there are: decode-1, prefill-1"):
             client.profile("decode-7")
-        with pytest.raises(InvalidRequest, match=r"num_steps.*must be in \[1, 64\], is 65"):
-            client.profile("decode-1", num_steps=65)
-        with pytest.raises(InvalidRequest, match="timeout_ms"):
-            client.profile("decode-1", timeout_s=0)
+        with pytest.raises(InvalidRequest, match=r"num_steps.*must be in \[1, 16\], is 17"):
+            client.profile("decode-1", num_steps=17)
+        for settings in ({"timeout_s": 0}, {"timeout_s": math.nan}, {"timeout_s": 601}, {"num_steps": -1}):
+            with pytest.raises(ValueError, match=f"{next(iter(settings))}: must be"):
+                client.profile("decode-1", **settings)
         idle = client.profile("prefill-1", timeout_s=0.2)
         assert (idle.worker_id, idle.num_steps, len(idle.ops)) == ("prefill-1", 0, 0)
     assert "USDT" not in cluster.log.read_text()

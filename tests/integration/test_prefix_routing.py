@@ -23,12 +23,14 @@ def tokens(seed: int, count: int) -> list[int]:
     return [(seed * 1009 + 37 * i) % 40_000 + 60 for i in range(count)]
 
 
-def ask(cluster: RunningCluster, prompt: list[int], cache_salt: str = "") -> Answer:
+def ask(cluster: RunningCluster, prompt: list[int], cache_salt: str | None = None) -> Answer:
     with Client(cluster.address) as client:
         return client.generate(prompt, max_tokens=4, temperature=0, ignore_eos=True, cache_salt=cache_salt)
 
 
-def ask_until_found(cluster: RunningCluster, make_prompt: Callable[[int], list[int]], cache_salt: str = "") -> Answer:
+def ask_until_found(
+    cluster: RunningCluster, make_prompt: Callable[[int], list[int]], cache_salt: str | None = None
+) -> Answer:
     """The index is written behind the engine's back: ask (each time anew) until what it says has arrived."""
     answers: list[Answer] = []
 
@@ -83,7 +85,7 @@ def test_prefixes_are_shared_by_those_of_one_salt_alone(cluster: RunningCluster)
     ask(cluster, prompt, "one")
     mine = ask_until_found(cluster, lambda _: prompt, "one")
     assert mine.timings.mode == pb.MODE_LOCAL
-    for salt in ("two", ""):
+    for salt in ("two", None):
         theirs = ask(cluster, prompt, salt)
         assert (theirs.usage.cached_tokens, theirs.timings.mode) == (0, pb.MODE_DISAGGREGATED)
         assert theirs.timings.kv_transfer.num_cached_blocks == 0

@@ -175,6 +175,8 @@ def test_every_parameter_of_the_wire_can_be_given() -> None:
         ("hi", {"temprature": 1}, "temprature: no such sampling parameter"),
         ("hi", {"stop_token_ids": ["a"]}, "stop_token_ids: "),
         ("hi", {"cache_salt": 5}, "cache_salt: must be a text, is 5"),
+        ("hi", {"cache_salt": ""}, "cache_salt: must not be empty"),
+        ("hi", {"cache_salt": "a\ud800"}, "cache_salt: has what is no character at 1"),
         ([-1], {}, "prompt: "),
         (["a", "b"], {}, "prompt: "),
         ([{"role": "user"}], {}, "prompt: a message has a role and a content"),
