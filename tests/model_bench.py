@@ -12,7 +12,7 @@ from engine.config import EngineArgs, EngineConfig
 from engine.executor import Executor
 from engine.model_loader import create_engine_config
 from engine.sampling_params import SamplingParams
-from engine.sequence import ScheduledSequence, SchedulerOutput, Sequence
+from engine.sequence import BlockExport, ScheduledSequence, SchedulerOutput, Sequence
 
 VOCAB_SIZE = 307
 BLOCK_SIZE = 4
@@ -100,3 +100,25 @@ def random_tokens(count: int, seed: int) -> list[int]:
 def assert_close(ours: torch.Tensor | None, expected: torch.Tensor) -> None:
     assert ours is not None
     torch.testing.assert_close(ours, expected, rtol=1e-4, atol=1e-4)
+
+
+def check_layers_are_announced(config: EngineConfig) -> None:
+    """Of a model of three layers: each once its KV is in the pool, in order, where a block is exported."""
+    seen: list[int] = []
+
+    def on_layer_written(layer: int, exports: list[BlockExport]) -> None:
+        [export] = exports
+        pool = bench.executor.kv_pool
+        assert not pool[layer, list(export.block_ids)].isnan().any()
+        assert pool[layer + 1 :, list(export.block_ids), :, :, 0].isnan().all()
+        seen.append(layer)
+
+    bench = Bench(config, on_layer_written)
+    seq = bench.sequence(random_tokens(8, seed=1))
+    export = BlockExport("r", 0, 2, tuple(seq.block_table[:2]), True)
+    bench.executor.launch(SchedulerOutput([ScheduledSequence(seq, 8)], [], [export])).wait()
+    assert seen == [0, 1, 2]
+    seq.num_computed_tokens = 8
+    seq.token_ids.append(3)
+    bench.executor.launch(SchedulerOutput([ScheduledSequence(seq, 1)], [], [])).wait()
+    assert seen == [0, 1, 2]  # nothing exported, nothing announced

@@ -65,14 +65,11 @@ class Decoder:
         kv_pool: torch.Tensor,
         on_layer: OnLayer | None,
     ) -> torch.Tensor:
-        """The last hidden state of each token, before the final norm: [T, D].
-
-        `on_layer(i)` is called when layer i's KV of this step is in the pool.
-        """
+        """See `Model.forward`: the last hidden states, before the final norm."""
         return self._layers(self._embedding_VD[token_ids], kv_pool, plan, self._rotary.select(positions), on_layer)
 
     def compute_logits(self, x_TD: torch.Tensor) -> torch.Tensor:
-        """[T, D] -> [T, V], in the model's dtype or wider."""
+        """See `Model.compute_logits`."""
         return self._lm_head(self._norm(x_TD))
 
 

@@ -64,10 +64,7 @@ class TransformersModel:
         kv_pool: torch.Tensor,
         on_layer: OnLayer | None,
     ) -> torch.Tensor:
-        """What `compute_logits` takes, of each token: [T, D].
-
-        `on_layer(i)` is called when layer i's KV of this step is in the pool.
-        """
+        """See `Model.forward`."""
         step = self._step
         step.begin(plan, kv_pool, on_layer)
         x_TD = self._hidden(token_ids, positions)
@@ -76,7 +73,7 @@ class TransformersModel:
         return x_TD
 
     def compute_logits(self, x_TD: torch.Tensor) -> torch.Tensor:
-        """[T, D] -> [T, V], in the model's dtype or wider."""
+        """See `Model.compute_logits`."""
         return self._head.logits(x_TD.unsqueeze(0)).squeeze(0)
 
     def _hidden(self, token_ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:

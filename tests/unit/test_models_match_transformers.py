@@ -8,13 +8,21 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from model_bench import SMALL, Bench, assert_close, engine_config, random_tokens, reference
+from model_bench import (
+    SMALL,
+    Bench,
+    assert_close,
+    check_layers_are_announced,
+    engine_config,
+    random_tokens,
+    reference,
+)  # fmt: skip
 from model_bench import save_model as save
 
 from engine.config import EngineArgs, EngineConfig
 from engine.model_loader import create_engine_config
 from engine.quantization import quantize_int8
-from engine.sequence import BlockExport, ScheduledSequence, SchedulerOutput
+from engine.sequence import ScheduledSequence, SchedulerOutput
 
 LLAMA3_ROPE = {
     "rope_type": "llama3",
@@ -153,24 +161,7 @@ def test_blocks_are_copied_before_the_step(tmp_path: Path) -> None:
 
 def test_layers_are_announced_in_order_with_their_kv_in_the_pool(tmp_path: Path) -> None:
     save_model("llama", tmp_path)
-    seen: list[int] = []
-
-    def on_layer_written(layer: int, exports: list[BlockExport]) -> None:
-        [export] = exports
-        pool = bench.executor.kv_pool
-        assert not pool[layer, list(export.block_ids)].isnan().any()
-        assert pool[layer + 1 :, list(export.block_ids), :, :, 0].isnan().all()
-        seen.append(layer)
-
-    bench = Bench(engine_config(tmp_path), on_layer_written)
-    seq = bench.sequence(random_tokens(8, seed=1))
-    export = BlockExport("r", 0, 2, tuple(seq.block_table[:2]), True)
-    bench.executor.launch(SchedulerOutput([ScheduledSequence(seq, 8)], [], [export])).wait()
-    assert seen == [0, 1, 2]
-    seq.num_computed_tokens = 8
-    seq.token_ids.append(3)
-    bench.executor.launch(SchedulerOutput([ScheduledSequence(seq, 1)], [], [])).wait()
-    assert seen == [0, 1, 2]  # nothing exported, nothing announced
+    check_layers_are_announced(engine_config(tmp_path))
 
 
 def test_bfloat16_stays_near_float32(tmp_path: Path) -> None:

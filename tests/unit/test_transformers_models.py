@@ -16,6 +16,7 @@ from model_bench import (
     VOCAB_SIZE,
     Bench,
     assert_close,
+    check_layers_are_announced,
     engine_config,
     random_tokens,
     reference,
@@ -29,7 +30,6 @@ from engine.attention import Needs, choose_attention_backend, why_no_graphs
 from engine.models import load_model_shape
 from engine.models.scores import Scores
 from engine.models.transformers_config import TransformersConfig
-from engine.sequence import BlockExport, ScheduledSequence, SchedulerOutput
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -135,20 +135,7 @@ def test_with_the_cpu_kernels(name: str, tmp_path: Path) -> None:
 
 def test_layers_are_announced_in_order_with_their_kv_in_the_pool(tmp_path: Path) -> None:
     save_model(CONFIGS["gemma2"](), tmp_path)
-    seen: list[int] = []
-
-    def on_layer_written(layer: int, exports: list[BlockExport]) -> None:
-        [export] = exports
-        pool = bench.executor.kv_pool
-        assert not pool[layer, list(export.block_ids)].isnan().any()
-        assert pool[layer + 1 :, list(export.block_ids), :, :, 0].isnan().all()
-        seen.append(layer)
-
-    bench = Bench(engine_config(tmp_path), on_layer_written)
-    seq = bench.sequence(random_tokens(8, seed=1))
-    export = BlockExport("r", 0, 2, tuple(seq.block_table[:2]), True)
-    bench.executor.launch(SchedulerOutput([ScheduledSequence(seq, 8)], [], [export])).wait()
-    assert seen == [0, 1, 2]
+    check_layers_are_announced(engine_config(tmp_path))
 
 
 # -- what is seen of a model ----------------------------------------------------------------------------------------
