@@ -16,6 +16,7 @@ from protos.tandem_inference_pb2 import (
     GetModelInfoResponse,
     Timings,
     TokenLogprobs,
+    ToolCallDelta,
     Usage,
 )
 from tandem.answer import Answer, message_to_dict, short_name
@@ -24,10 +25,22 @@ from tandem.answer import Answer, message_to_dict, short_name
 class Style:
     """How the objects of one request look; `of_completion` and `of_chat` make them."""
 
-    def __init__(self, *, is_chat: bool, answer_id: str, created_s: int, model: str, echo: Echo | None = None) -> None:
-        """`echo`: of a completion that begins with its prompt."""
+    def __init__(
+        self,
+        *,
+        is_chat: bool,
+        answer_id: str,
+        created_s: int,
+        model: str,
+        echo: Echo | None = None,
+        names_tool: bool = False,
+    ) -> None:
+        """`echo`: of a completion that begins with its prompt. `names_tool`: of a chat that said which tool to call."""
         self.is_chat = is_chat
         self._echo = echo
+        self._names_tool = names_tool
+        self._calling: set[int] = set()
+        """Choices whose streams have called tools."""
         self._head = {"id": answer_id, "created": created_s, "model": model}
 
     # -- a whole answer -----------------------------------------------------------------------------------------
@@ -57,8 +70,13 @@ class Style:
         said, told = self._said(index, answer.text, answer.logprobs, answer.prompt_logprobs)
         text: dict[str, Any] = {"text": said}
         if self.is_chat:
-            text = {"message": {"role": "assistant", "content": said, "refusal": None}}
-        return {"index": index, **text, "logprobs": self._logprobs(told), "finish_reason": answer.finish_reason}
+            message: dict[str, Any] = {"role": "assistant", "content": said, "refusal": None}
+            if answer.tool_calls:
+                message["content"] = said or None
+                message["tool_calls"] = [call.to_dict() for call in answer.tool_calls]
+            text = {"message": message}
+        finish_reason = self._finish_reason(answer.finish_reason, bool(answer.tool_calls))
+        return {"index": index, **text, "logprobs": self._logprobs(told), "finish_reason": finish_reason}
 
     # -- a stream's events --------------------------------------------------------------------------------------
 
@@ -68,11 +86,16 @@ class Style:
 
     def piece(self, index: int, message: GenerateResponse) -> dict[str, Any]:
         """New text, or the end of one choice."""
+        if message.tool_calls:
+            self._calling.add(index)
         finish_reason = None
         if message.finish_reason != FinishReason.FINISH_REASON_UNSPECIFIED:
-            finish_reason = short_name(FinishReason.DESCRIPTOR, message.finish_reason)
+            reason = short_name(FinishReason.DESCRIPTOR, message.finish_reason)
+            finish_reason = self._finish_reason(reason, index in self._calling)
         text, told = self._said(index, message.text, message.logprobs, message.prompt_logprobs)
-        delta = {"content": text} if text or finish_reason is None else {}
+        delta: dict[str, Any] = {"content": text} if text or not (finish_reason or message.tool_calls) else {}
+        if message.tool_calls:
+            delta["tool_calls"] = [_piece_of_call(piece) for piece in message.tool_calls]
         event = self._event([self._piece(index, delta, finish_reason, self._logprobs(told))])
         if message.HasField("timings"):
             event["timings"] = message_to_dict(message.timings)
@@ -97,12 +120,24 @@ class Style:
     ) -> tuple[str, Sequence[TokenLogprobs]]:
         return (text, logprobs) if self._echo is None else self._echo.before(index, text, logprobs, prompt_logprobs)
 
+    def _finish_reason(self, reason: str, has_calls: bool) -> str:
+        """An answer that stops at its calls was no answer yet; one that had to be that call is one: as OpenAI says."""
+        return "tool_calls" if reason == "stop" and has_calls and not self._names_tool else reason
+
     def _logprobs(self, logprobs: Sequence[TokenLogprobs]) -> dict[str, Any] | None:
         return of_chat(logprobs) if self.is_chat else of_completion(logprobs)
 
     def _event(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
         name = "chat.completion.chunk" if self.is_chat else "text_completion"
         return {**self._head, "object": name, "choices": choices}
+
+
+def _piece_of_call(piece: ToolCallDelta) -> dict[str, Any]:
+    """The first of a call says which it is."""
+    if not piece.id:
+        return {"index": piece.index, "function": {"arguments": piece.arguments}}
+    function = {"name": piece.name, "arguments": piece.arguments}
+    return {"index": piece.index, "id": piece.id, "type": "function", "function": function}
 
 
 def usage_of(usages: list[Usage], n: int = 1) -> dict[str, Any]:

@@ -247,6 +247,7 @@ class Run:
             created_s=int(time.time()),
             model=body.model or model,
             echo=_echo_of(body, self._prompts),
+            names_tool=isinstance(body, ChatRequest) and body.names_tool,
         )
         self.headers = {REQUEST_ID_HEADER: self._request_id}
 
@@ -318,7 +319,13 @@ class Run:
                 usage.completion_tokens += len(message.token_ids)
                 if message.HasField("usage"):
                     usage.CopyFrom(message.usage)
-                is_news = message.text or message.finish_reason or message.logprobs or message.prompt_logprobs
+                is_news = (
+                    message.text
+                    or message.finish_reason
+                    or message.tool_calls
+                    or message.logprobs
+                    or message.prompt_logprobs
+                )
                 if is_news or self._body.includes_usage_always:
                     render = partial(self._event, index, message, usage)
                     # A prompt's numbers, in front of each choice, may take long.

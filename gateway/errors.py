@@ -106,7 +106,8 @@ def _name_in_body(field: str) -> str | None:
     name = field.removeprefix("sampling_params.")
     if name in ("text", "token_ids"):
         return "prompt"
-    return name.removeprefix("chat.").replace("chat", "messages") or None
+    name = name.removeprefix("chat.")
+    return "tool_choice" if name == "tool_name" else name.replace("chat", "messages") or None
 
 
 def refusal_of_body(error: ValidationError) -> Refusal:

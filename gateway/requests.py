@@ -1,6 +1,6 @@
 """What clients may ask, in OpenAI's words and vLLM's further ones. Pure: a body in, prompts and sampling out.
 
-A field that we know and cannot serve (best_of, tools …) is refused unless it says "no"; one that nobody knows is
+A field that we know and cannot serve (best_of, audio …) is refused unless it says "no"; one that nobody knows is
 refused, too: whoever asks for something and does not get it must hear of it. Bounds of the values are the router's.
 """
 
@@ -21,6 +21,7 @@ from pydantic import (
     field_validator,
 )
 
+from gateway.tools import Call, ChosenTool, ToolParam, tool_choice_of
 from rpc.errors import InvalidRequest
 from tandem.messages import Prompt, Sampling
 from tandem.structured_outputs import StructuredOutputsParams
@@ -265,17 +266,19 @@ class Message(BaseModel):
 
     role: str
     content: Annotated[str | list[TextPart] | None, BeforeValidator(_content)] = None
-    name: Any = None
-    tool_calls: _only([]) = None  # type: ignore[valid-type]
+    name: str | None = None
+    tool_calls: list[Call] | None = None
+    tool_call_id: str | None = None
     function_call: _only() = None  # type: ignore[valid-type]
-    tool_call_id: _only() = None  # type: ignore[valid-type]
     audio: _only() = None  # type: ignore[valid-type]
     refusal: Any = None
     annotations: Any = None
 
-    def to_prompt(self) -> Mapping[str, str]:
+    def to_prompt(self) -> Mapping[str, Any]:
         parts = self.content if isinstance(self.content, list) else [TextPart(type="text", text=self.content or "")]
-        return {"role": self.role, "content": "".join(part.text for part in parts)}
+        calls = [call.model_dump() for call in self.tool_calls or ()]
+        said = {"name": self.name, "tool_calls": calls, "tool_call_id": self.tool_call_id}
+        return {"role": self.role, "content": "".join(part.text for part in parts), **said}
 
 
 class ChatRequest(Asked):
@@ -285,14 +288,14 @@ class ChatRequest(Asked):
     max_completion_tokens: Annotated[int, Field(ge=0, lt=1 << 31)] | None = None
     logprobs: bool | None = None
     top_logprobs: NumAlternatives | None = None
-    tools: _only([]) = None  # type: ignore[valid-type]
-    tool_choice: _only("none", "auto") = None  # type: ignore[valid-type]
+    tools: list[ToolParam] | None = None
+    tool_choice: Annotated[Any, BeforeValidator(tool_choice_of)] = None
+    parallel_tool_calls: bool | None = None
     reasoning_effort: _only() = None  # type: ignore[valid-type]
     functions: _only([]) = None  # type: ignore[valid-type]
     function_call: _only("none", "auto") = None  # type: ignore[valid-type]
     modalities: _only(["text"]) = None  # type: ignore[valid-type]
     audio: _only() = None  # type: ignore[valid-type]
-    parallel_tool_calls: Any = None
 
     def prompts(self) -> list[Prompt]:
         return [[message.to_prompt() for message in self.messages]]
@@ -303,7 +306,24 @@ class ChatRequest(Asked):
             sampling["max_tokens"] = self.max_completion_tokens
         if self.logprobs:
             sampling["logprobs"] = self.top_logprobs or 0
+        if self.tools:
+            chosen = self.tool_choice
+            sampling["tools"] = [tool.model_dump(exclude_none=True) for tool in self.tools]
+            sampling["tool_choice"] = chosen.model_dump() if isinstance(chosen, ChosenTool) else chosen
+            sampling["parallel_tool_calls"] = self.parallel_tool_calls
         return sampling
+
+    @property
+    def names_tool(self) -> bool:
+        """The one that is to be called."""
+        return isinstance(self.tool_choice, ChosenTool)
+
+    @field_validator("tool_choice")
+    @classmethod
+    def _check_tool_choice(cls, value: Any, info: ValidationInfo) -> Any:
+        if value not in (None, "none", "auto") and not info.data.get("tools"):
+            raise ValueError("is of no use without tools")
+        return value
 
     @field_validator("top_logprobs")
     @classmethod

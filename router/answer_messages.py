@@ -11,6 +11,7 @@ from collections.abc import Iterable
 from protos import tandem_inference_pb2 as pb
 from router.detokenizer import IncrementalDetokenizer
 from router.request_events import Emit
+from router.tool_calls import ToolCallParser
 
 
 class AnswerMessages:
@@ -23,15 +24,17 @@ class AnswerMessages:
         sequence: int,
         prompt_token_ids: list[int],
         detokenizer: IncrementalDetokenizer,
+        tool_calls: ToolCallParser | None = None,
         num_tokens: int = 0,
         tells_prompt: bool = False,
     ) -> None:
-        """`num_tokens` of the answer the client has, and `detokenizer` has taken in. `tells_prompt`: with the answer's
-        first token, how likely the prompt's were."""
+        """`num_tokens` of the answer the client has, and `detokenizer` and `tool_calls` have taken in. `tells_prompt`:
+        with the answer's first token, how likely the prompt's were."""
         self._request_id = request_id
         self._sequence = sequence
         self._prompt_token_ids = prompt_token_ids
         self._detokenizer = detokenizer
+        self._tool_calls = tool_calls
         self._tells_prompt = tells_prompt
         self.num_tokens = num_tokens
         """Of the answer, up to the last message."""
@@ -46,9 +49,9 @@ class AnswerMessages:
             sequence=self._sequence,
             offset=emit.offset,
             token_ids=token_ids,
-            text=delta.text,
             logprobs=emit.logprobs[: delta.num_tokens],
         )
+        self._say(response, delta.text)
         for logprobs, offset in zip(response.logprobs, delta.offsets, strict=False):
             logprobs.text_offset = offset
             self._name_tokens(logprobs)
@@ -80,12 +83,24 @@ class AnswerMessages:
             cached_tokens=num_cached_tokens,
             completion_tokens=self.num_tokens,
         )
-        return pb.GenerateResponse(
+        response = pb.GenerateResponse(
             request_id=self._request_id,
             sequence=self._sequence,
             offset=self.num_tokens,
-            text=self._detokenizer.finish(),
             finish_reason=finish_reason,
             usage=usage,
             timings=timings,
         )
+        self._say(response, self._detokenizer.finish())
+        if self._tool_calls is not None:
+            response.text += self._tool_calls.finish().content
+        return response
+
+    def _say(self, response: pb.GenerateResponse, text: str) -> None:
+        """Of the answer's next text, what is its text and what it calls."""
+        if self._tool_calls is None:
+            response.text = text
+            return
+        told = self._tool_calls.push(text)
+        response.text = told.content
+        response.tool_calls.extend(told.calls)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from router.tool_formats import AUTO, FORMATS
 from rpc.entrypoint import ServiceArgs
 
 
@@ -19,6 +20,15 @@ class RouterArgs(ServiceArgs):
     )
     served_model_name: str = field(
         default="", metadata={"help": "Name that requests may give as `model`. Default: the folder's."}
+    )
+    chat_template: str = field(
+        default="", metadata={"help": "File with a chat template (Jinja), to be used instead of the model's own."}
+    )
+    tool_call_parser: str = field(
+        default=AUTO,
+        metadata={
+            "help": f"How the model writes calls of tools: {', '.join(FORMATS)}. auto: as its chat template teaches it."
+        },
     )
     max_queue_tokens: int = field(
         default=1_000_000,
@@ -40,6 +50,9 @@ class RouterArgs(ServiceArgs):
         super().__post_init__()
         if not self.model:
             raise ValueError("model must name a folder; `tandem fetch` prepares one and prints its path")
+        if self.tool_call_parser not in (AUTO, *FORMATS):
+            known = ", ".join((AUTO, *FORMATS))
+            raise ValueError(f"tool_call_parser must be one of {known}, is {self.tool_call_parser!r}")
         if self.max_queue_tokens < 1:
             raise ValueError(f"max_queue_tokens must be at least 1, is {self.max_queue_tokens}")
         if not 65_536 <= self.max_message_bytes <= 1 << 28:

@@ -1,4 +1,4 @@
-"""A model's chat template: messages to the prompt text that the model was trained on.
+"""A model's chat template: messages, and tools, to the prompt text that the model was trained on.
 
 Owns finding the template, its sandbox, and the names that templates may use (transformers' names). Does not own
 tokenising: a template writes bos and role markers itself, so its text is encoded with add_special_tokens=False.
@@ -9,7 +9,7 @@ tokenising: a template writes bos and role markers itself, so its text is encode
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
@@ -31,21 +31,36 @@ MAX_OUTPUT_CHARS = 16 * 1024 * 1024
 class ChatMessage:
     role: str
     content: str
+    tool_calls: tuple[Mapping[str, Any], ...] = ()
+    """That it made: {"id", "type": "function", "function": {"name", "arguments": {…}}}."""
+    tool_call_id: str = ""
+    name: str = ""
+
+    def to_template(self) -> dict[str, Any]:
+        """What was not said is not there: templates ask for that."""
+        said = {"tool_calls": list(self.tool_calls), "tool_call_id": self.tool_call_id, "name": self.name}
+        return {"role": self.role, "content": self.content, **{key: value for key, value in said.items() if value}}
 
 
 class ChatTemplate:
     """One compiled template. `variables` are what it may use besides the messages: the named special tokens.
+    `tool_source`: another one, for chats with tools.
 
     Raises `ValueError` where `source` is not a Jinja template.
     """
 
     def __init__(
-        self, source: str, *, variables: Mapping[str, str] | None = None, max_output_chars: int = MAX_OUTPUT_CHARS
+        self,
+        source: str,
+        *,
+        tool_source: str | None = None,
+        variables: Mapping[str, str] | None = None,
+        max_output_chars: int = MAX_OUTPUT_CHARS,
     ) -> None:
-        try:
-            self._template = _environment().from_string(source)
-        except jinja2.TemplateSyntaxError as error:
-            raise ValueError(f"the model's chat template is broken at line {error.lineno}: {error.message}") from error
+        self.tool_source = source if tool_source is None else tool_source
+        """Of what chats with tools are put through."""
+        self._template = _compiled(source)
+        self._tool_template = self._template if tool_source is None else _compiled(tool_source)
         self._variables = dict(variables or {})
         self._max_output_chars = max_output_chars
 
@@ -54,7 +69,8 @@ class ChatTemplate:
         """The template of a model folder, or None where it has none.
 
         chat_template.jinja, else `chat_template` of tokenizer_config.json: a string, or a list of named templates of
-        which "default" counts. Raises `ValueError` for a list without a default, and for a broken template.
+        which "default" counts, and with tools "tool_use", which may lie in additional_chat_templates, too. Raises
+        `ValueError` for a list without a default, and for a broken template.
         """
         folder = Path(folder)
         file = folder / "chat_template.jinja"
@@ -62,30 +78,51 @@ class ChatTemplate:
             source: Any = file.read_text(encoding="utf-8")
         else:
             source = read_json(folder / "tokenizer_config.json").get("chat_template")
+        tool_file = folder / "additional_chat_templates" / "tool_use.jinja"
+        tool_source = tool_file.read_text(encoding="utf-8") if tool_file.is_file() else None
         if isinstance(source, list):
             named = {entry["name"]: entry["template"] for entry in source}
             if "default" not in named:
                 raise ValueError(f"{folder} has chat templates {sorted(named)}, but none is named 'default'")
-            source = named["default"]
+            source, tool_source = named["default"], named.get("tool_use", tool_source)
         if source is None:
             return None
         if not isinstance(source, str):
             raise ValueError(f"chat_template in {folder} must be a string or a list of named ones, is {type(source)}")
-        return cls(source, variables=read_special_tokens(folder))
+        return cls(source, tool_source=tool_source, variables=read_special_tokens(folder))
 
-    def render(self, messages: Iterable[ChatMessage]) -> str:
-        """The prompt of `messages`, ending where the assistant's answer begins.
+    @classmethod
+    def from_file(cls, path: str | Path, folder: str | Path) -> ChatTemplate:
+        """The template in a file, with the special tokens of a model folder. Raises `ValueError`."""
+        try:
+            source = Path(path).read_text(encoding="utf-8")
+        except (OSError, ValueError) as error:
+            raise ValueError(f"chat_template: {path} cannot be read: {error}") from error
+        return cls(source, variables=read_special_tokens(Path(folder)))
+
+    def has_place_for_tools(self) -> bool:
+        """Whether the prompt tells the model of the tools that it is given."""
+        name = "tool_that_is_looked_for"
+        tool = {"type": "function", "function": {"name": name, "parameters": {"type": "object", "properties": {}}}}
+        try:
+            return name in self.render([ChatMessage(role="user", content="Hi")], [tool])
+        except ValueError:
+            return False
+
+    def render(self, messages: Iterable[ChatMessage], tools: Sequence[Mapping[str, Any]] = ()) -> str:
+        """The prompt of `messages`, ending where the assistant's answer begins. `tools` in OpenAI's shape.
 
         Raises `ValueError` naming `chat` where the template refuses the messages (roles in an order that the model
         does not know, say), fails on them, or writes more than `max_output_chars`.
         """
         pieces: list[str] = []
         num_chars = 0
-        stream = self._template.generate(
+        template = self._tool_template if tools else self._template
+        stream = template.generate(
             {
                 **self._variables,
-                "messages": [{"role": message.role, "content": message.content} for message in messages],
-                "tools": None,
+                "messages": [message.to_template() for message in messages],
+                "tools": list(tools) or None,
                 "documents": None,
                 "add_generation_prompt": True,
             }
@@ -104,6 +141,13 @@ class ChatTemplate:
         if num_chars > self._max_output_chars:
             raise ValueError(f"chat: the template wrote more than {self._max_output_chars} characters")
         return "".join(pieces)
+
+
+def _compiled(source: str) -> jinja2.Template:
+    try:
+        return _environment().from_string(source)
+    except jinja2.TemplateSyntaxError as error:
+        raise ValueError(f"the model's chat template is broken at line {error.lineno}: {error.message}") from error
 
 
 class _Generation(Extension):

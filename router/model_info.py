@@ -14,6 +14,7 @@ from typing import Any
 from protos import tandem_inference_pb2 as pb
 from router.chat_template import ChatTemplate
 from router.tokenizer import read_json
+from router.tool_formats import AUTO, FORMATS, format_of_template
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -85,6 +86,11 @@ class ModelInfo:
     """Of the model's embedding; the tokenizer may know fewer tokens."""
     eos_token_ids: frozenset[int]
     has_chat_template: bool
+    tool_call_parser: str = ""
+    """How the model writes calls of tools (`router.tool_formats`). Empty: it is given none, `no_tools_because`."""
+    no_tools_because: str = "it is not known how this model calls tools"
+    shows_tools: bool = False
+    """Whether its chat template has a place for them, and for calls that were made."""
     defaults: GenerationDefaults
     block_size: int = 0
     """Tokens in one KV block. 0 until a worker has said it, like `dtype`."""
@@ -114,6 +120,30 @@ class ModelInfo:
             defaults=GenerationDefaults.from_generation_config(generation),
         )
 
+    def with_chat(self, template: ChatTemplate | None, parser: str) -> ModelInfo:
+        """This model with that template. `parser`: how it writes calls of tools; "auto": as the template teaches it."""
+        calls, because = "", ""
+        shows = template is not None and template.has_place_for_tools()
+        which = f"the chat template of model {self.served_model_name!r}"
+        if template is None:
+            because = f"model {self.served_model_name!r} has no chat template"
+        elif not shows:
+            because = f"{which} has no place for tools; another may be given (--chat-template)"
+        elif parser != AUTO:
+            calls = parser
+        elif (known := format_of_template(template.tool_source)) is not None:
+            calls = known.name
+        else:
+            because = f"{which} teaches no way of calling tools that is known here; it may be named "
+            because += f"(--tool-call-parser {'|'.join(FORMATS)})"
+        return replace(
+            self,
+            has_chat_template=template is not None,
+            tool_call_parser=calls,
+            no_tools_because=because,
+            shows_tools=shows,
+        )
+
     def with_worker(self, model: pb.GetModelInfoResponse) -> ModelInfo:
         """This model as a worker serves it. `ValueError` where the worker's model cannot be the folder's."""
         if model.vocab_size != self.vocab_size:
@@ -140,6 +170,7 @@ class ModelInfo:
             dtype=self.dtype,
             eos_token_ids=sorted(self.eos_token_ids),
             has_chat_template=self.has_chat_template,
+            tool_call_parser=self.tool_call_parser,
             default_sampling_params=pb.SamplingParams(
                 temperature=defaults.temperature,
                 top_p=defaults.top_p,

@@ -32,6 +32,7 @@ from router.queue import RequestQueue
 from router.retry_budget import RetryBudget
 from router.servicer import InferenceServicer, Texts
 from router.tokenizer import Tokenizer
+from router.tool_formats import AUTO
 from router.worker_pool import WorkerPool
 from rpc.entrypoint import METRICS_FLAG, announce
 from rpc.http import HttpServer, metrics_app
@@ -50,7 +51,9 @@ TRANSPORT_MARGIN = 4
 async def run_router(args: RouterArgs, policy: PolicyConfig, stop: asyncio.Event) -> int:
     """Serve until `stop` is set. Returns the exit code."""
     try:
-        texts = await asyncio.to_thread(load_texts, args.model, args.served_model_name)
+        texts = await asyncio.to_thread(
+            load_texts, args.model, args.served_model_name, args.chat_template, args.tool_call_parser
+        )
     except ValueError as error:
         click.echo(f"Error: {error}", err=True)
         return 2
@@ -62,12 +65,15 @@ async def run_router(args: RouterArgs, policy: PolicyConfig, stop: asyncio.Event
     return 0
 
 
-def load_texts(folder: str, served_model_name: str) -> Texts:
-    """Tokenizer, chat template and defaults of a model folder. Raises `ValueError` saying what it lacks."""
+def load_texts(folder: str, served_model_name: str, chat_template: str = "", tool_call_parser: str = AUTO) -> Texts:
+    """Tokenizer, chat template and defaults of a model folder. `chat_template`: a file instead of the folder's. Raises
+    `ValueError` saying what it lacks."""
+    info = ModelInfo.from_folder(folder, served_model_name=served_model_name)
+    template = ChatTemplate.from_file(chat_template, folder) if chat_template else ChatTemplate.from_folder(folder)
     return Texts(
-        model=ModelInfo.from_folder(folder, served_model_name=served_model_name),
+        model=info.with_chat(template, tool_call_parser),
         tokenizer=Tokenizer.from_folder(folder),
-        chat_template=ChatTemplate.from_folder(folder),
+        chat_template=template,
     )
 
 

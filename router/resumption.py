@@ -1,6 +1,7 @@
 """An answer that another router began, or this one before it lost the stream: what there is of it. Pure.
 
-its tokens ──> the detokenizer takes them in, unsaid ──> goes on after them, or ends at once: it was complete
+its tokens ──> detokenizer and reader of calls take them in, unsaid ──> goes on after them, or ends at once: it was
+                                                                        complete
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from hashlib import blake2b
 
 from protos import tandem_inference_pb2 as pb
 from router.detokenizer import IncrementalDetokenizer
+from router.tool_calls import ToolCallParser
 from rpc.errors import InvalidRequest
 
 
@@ -39,17 +41,20 @@ def resumption_of(
     token_ids: Sequence[int],
     compat_digest: str,
     detokenizer: IncrementalDetokenizer,
+    tool_calls: ToolCallParser | None = None,
     *,
     max_tokens: int,
     stop_token_ids: Collection[int],
 ) -> Resumption:
-    """Of the answer whose `token_ids` the client has; `detokenizer` goes on after their text.
+    """Of the answer whose `token_ids` the client has; `detokenizer` and `tool_calls` go on after their text.
 
     `max_tokens`: what fits the context, at most. `stop_token_ids`: all that end the answer. Raises `InvalidRequest`
     for tokens that go on after a stop.
     """
     stop_position = next((i for i, token_id in enumerate(token_ids) if token_id in stop_token_ids), None)
     delta = detokenizer.push(token_ids)
+    if tool_calls is not None:
+        tool_calls.push(delta.text)
     if delta.is_stopped:
         stop_position = min(delta.num_tokens - 1, len(token_ids) if stop_position is None else stop_position)
     if stop_position is not None and stop_position < len(token_ids) - 1:

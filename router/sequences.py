@@ -98,6 +98,7 @@ async def _as_one(responses: Responses) -> Responses:
     texts: list[str] = []
     logprobs: list[pb.TokenLogprobs] = []
     prompt_logprobs: list[pb.TokenLogprobs] = []
+    tool_calls: dict[int, pb.ToolCallDelta] = {}
     worker_kind = ""
     try:
         async for response in responses:
@@ -105,6 +106,10 @@ async def _as_one(responses: Responses) -> Responses:
             texts.append(response.text)
             logprobs += response.logprobs
             prompt_logprobs += response.prompt_logprobs
+            for piece in response.tool_calls:
+                call = tool_calls.setdefault(piece.index, pb.ToolCallDelta(index=piece.index))
+                call.id, call.name = call.id or piece.id, call.name or piece.name
+                call.arguments += piece.arguments
             worker_kind = worker_kind or response.worker_kind
             last = response
     finally:
@@ -120,4 +125,6 @@ async def _as_one(responses: Responses) -> Responses:
     whole.logprobs.extend(logprobs)
     del whole.prompt_logprobs[:]
     whole.prompt_logprobs.extend(prompt_logprobs)
+    del whole.tool_calls[:]
+    whole.tool_calls.extend(tool_calls.values())
     yield whole

@@ -11,6 +11,7 @@ import time
 from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import aclosing
 from dataclasses import dataclass, field
+from functools import partial
 
 import grpc
 
@@ -28,6 +29,7 @@ from router.resumption import NOTHING, Resumption, kind_name, resumption_of
 from router.sampling import resolve_sampling
 from router.sequences import Sequences, names_at_workers, params_of_sequence
 from router.tokenizer import Tokenizer
+from router.tool_calls import ToolCallParser, call_id
 from router.validation import (
     ValidatedRequest,
     check_prompt_length,
@@ -165,12 +167,15 @@ class InferenceServicer(InferenceServicerBase):  # type: ignore[misc]
         prompt_token_ids = await tokenize_prompt(validated, self._texts.tokenizer, self._texts.chat_template)
         check_prompt_length(validated, len(prompt_token_ids), model)
         require_worker(self._cluster.pool)
-        grammar = await compile_grammar(validated.sampling_params, self._grammars)
+        asked = validated.asked_tools
+        grammar = await compile_grammar(validated.sampling_params, self._grammars, is_of_tools=bool(asked.form))
         params = resolve_sampling(validated.sampling_params, model, len(prompt_token_ids))
         stops = StopStrings(params.stop)  # thousands of states: one for all answers
         lifecycles: list[Lifecycle] = []
         for index, name in enumerate(names):
             detokenizer = self._detokenizer(prompt_token_ids, params, model, stops)
+            own = params_of_sequence(params, index)
+            tool_calls = asked.reader(partial(call_id, own.seed, prompt_token_ids))
             lifecycle = Lifecycle(
                 self._cluster,
                 request_id=validated.request_id,
@@ -179,11 +184,14 @@ class InferenceServicer(InferenceServicerBase):  # type: ignore[misc]
                 num_answers=1 if lifecycles else len(names),
                 after=lifecycles[0] if lifecycles else None,
                 prompt_token_ids=prompt_token_ids,
-                sampling_params=params_of_sequence(params, index),
+                sampling_params=own,
                 grammar=grammar,
                 cache_salt=validated.cache_salt,
                 detokenizer=detokenizer,
-                resumption=await self._resumption(validated, params, model, len(prompt_token_ids), detokenizer),
+                tool_calls=tool_calls,
+                resumption=await self._resumption(
+                    validated, params, model, len(prompt_token_ids), detokenizer, tool_calls
+                ),
                 arrived_s=arrived_s,
                 deadline_s=deadline_s,
                 numbers=self._numbers,
@@ -217,6 +225,7 @@ class InferenceServicer(InferenceServicerBase):  # type: ignore[misc]
         model: ModelInfo,
         num_prompt_tokens: int,
         detokenizer: IncrementalDetokenizer,
+        tool_calls: ToolCallParser | None,
     ) -> Resumption:
         if not validated.output_token_ids:
             return NOTHING
@@ -225,6 +234,7 @@ class InferenceServicer(InferenceServicerBase):  # type: ignore[misc]
             validated.output_token_ids,
             self._compat_digest_of(validated.worker_kind),
             detokenizer,
+            tool_calls,
             max_tokens=min(params.max_tokens, model.max_model_len - num_prompt_tokens),
             stop_token_ids=_stop_token_ids(params, model),
         )

@@ -22,7 +22,9 @@ from router.chat_template import ChatMessage, ChatTemplate
 from router.grammar_checker import GrammarChecker
 from router.model_info import ModelInfo
 from router.sampling import Violations, check_in_vocabulary, check_sampling
+from router.structured_outputs import problem_of
 from router.tokenizer import Tokenizer
+from router.tools import NO_TOOLS, AskedTools, check_calls, check_tools, problem_of_tools
 from rpc.errors import InvalidRequest
 
 MAX_REQUEST_ID_CHARS = 128
@@ -48,6 +50,7 @@ class TokenIdsPrompt:
 @dataclass(frozen=True, slots=True)
 class ChatPrompt:
     messages: tuple[ChatMessage, ...]
+    asked: AskedTools = NO_TOOLS
 
 
 Prompt: TypeAlias = TextPrompt | TokenIdsPrompt | ChatPrompt
@@ -62,7 +65,7 @@ class ValidatedRequest:
     """The client's, or one made up."""
     prompt: Prompt
     sampling_params: pb.SamplingParams
-    """As given: absent fields are still absent."""
+    """As given: absent fields are still absent. With the form that tools ask for."""
     output_token_ids: tuple[int, ...]
     """Of an answer that has begun elsewhere."""
     worker_kind: str
@@ -74,6 +77,10 @@ class ValidatedRequest:
     def num_sequences(self) -> int:
         """How many answers are asked for."""
         return self.sampling_params.n if self.sampling_params.HasField("n") else 1
+
+    @property
+    def asked_tools(self) -> AskedTools:
+        return self.prompt.asked if isinstance(self.prompt, ChatPrompt) else NO_TOOLS
 
     @property
     def prompt_field(self) -> str:
@@ -110,14 +117,17 @@ def validate(request: pb.GenerateRequest, model: ModelInfo) -> ValidatedRequest:
         bound = f"must be at most {MAX_CACHE_SALT_CHARS} characters, has {len(request.cache_salt)}"
         violations.append(("cache_salt", bound))
     prompt = _check_prompt(request, model, violations)
-    check_sampling(request.sampling_params, model, violations)
+    params = request.sampling_params
+    if isinstance(prompt, ChatPrompt):
+        params = _with_form(params, prompt.asked, violations)
+    check_sampling(params, model, violations)
     _check_resumption(request, model, violations)
     if violations:
         raise InvalidRequest(violations)
     return ValidatedRequest(
         request_id=request.request_id or uuid.uuid4().hex,
         prompt=prompt,
-        sampling_params=request.sampling_params,
+        sampling_params=params,
         output_token_ids=tuple(request.output_token_ids),
         worker_kind=request.worker_kind,
         cache_salt=request.cache_salt,
@@ -137,11 +147,12 @@ async def tokenize_prompt(
             return list(token_ids)
         case TextPrompt(text):
             return await tokenizer.encode_async(text, add_special_tokens=True)
-        case ChatPrompt(messages):
+        case ChatPrompt(messages, asked):
             assert chat_template is not None  # ModelInfo.has_chat_template
+            tools = [tool.to_template() for tool in asked.tools]
             try:
-                if sum(len(m.role) + len(m.content) + 32 for m in messages) > INLINE_RENDER_CHARS:
-                    text = await asyncio.to_thread(chat_template.render, messages)
+                if tools or sum(len(m.role) + len(m.content) + 32 for m in messages) > INLINE_RENDER_CHARS:
+                    text = await asyncio.to_thread(chat_template.render, messages, tools)
                 else:
                     text = chat_template.render(messages)
             except ValueError as error:
@@ -149,16 +160,18 @@ async def tokenize_prompt(
             return await tokenizer.encode_async(text, add_special_tokens=False)
 
 
-async def compile_grammar(params: pb.SamplingParams, checker: GrammarChecker) -> str:
+async def compile_grammar(params: pb.SamplingParams, checker: GrammarChecker, *, is_of_tools: bool = False) -> str:
     """What workers go by for structured_outputs; empty where none are asked for. Leaves this process.
 
-    Raises `InvalidRequest` with the reason that no answer can be held to it.
+    Raises `InvalidRequest` with the reason that no answer can be held to it: `is_of_tools`, which ask for it.
     """
     if not params.HasField("structured_outputs"):
         return ""
     try:
         return await checker.check(params.structured_outputs, max(1, params.n))
     except ValueError as error:
+        if is_of_tools:
+            raise InvalidRequest([problem_of_tools(str(error))]) from error
         raise InvalidRequest([("sampling_params.structured_outputs", str(error))]) from error
 
 
@@ -229,9 +242,18 @@ def _check_prompt(request: pb.GenerateRequest, model: ModelInfo, violations: Vio
             if num_messages > MAX_CHAT_MESSAGES:
                 violations.append(("chat.messages", f"may hold {MAX_CHAT_MESSAGES} messages, has {num_messages}"))
                 return ChatPrompt(())
-            messages = tuple(ChatMessage(role=m.role, content=m.content) for m in request.chat.messages)
+            messages = tuple(
+                ChatMessage(
+                    role=message.role,
+                    content=message.content,
+                    tool_calls=check_calls(message, position, model, violations),
+                    tool_call_id=message.tool_call_id,
+                    name=message.name,
+                )
+                for position, message in enumerate(request.chat.messages)
+            )
             _check_chat(messages, model, violations)
-            return ChatPrompt(messages)
+            return ChatPrompt(messages, check_tools(request.chat, model, violations))
     violations.append(("prompt", "must be given: one of text, token_ids and chat"))
     return TextPrompt("")
 
@@ -252,6 +274,25 @@ def _check_chat(messages: tuple[ChatMessage, ...], model: ModelInfo, violations:
     position = next((i for i, message in enumerate(messages) if not message.role), None)
     if position is not None:
         violations.append((f"chat.messages[{position}].role", "must not be empty"))
+
+
+def _with_form(params: pb.SamplingParams, asked: AskedTools, violations: Violations) -> pb.SamplingParams:
+    """`params`, of an answer that tools may ask to be calls."""
+    if not asked.parser:
+        return params
+    if params.HasField("structured_outputs"):
+        cannot = "cannot be had with tools that may be called: an answer has one form"
+        violations.append(("sampling_params.structured_outputs", cannot))
+    elif asked.form:
+        form = pb.StructuredOutputs(grammar=asked.form)
+        if (problem := problem_of(form, max(1, params.n))) is not None:
+            violations.append(("chat.tools", f"as a {problem}"))
+            return params
+        formed = pb.SamplingParams()
+        formed.CopyFrom(params)
+        formed.structured_outputs.CopyFrom(form)
+        return formed
+    return params
 
 
 def _check_resumption(request: pb.GenerateRequest, model: ModelInfo, violations: Violations) -> None:

@@ -17,6 +17,7 @@ from typing import Any
 from google.protobuf.message import Message
 
 from protos.tandem_inference_pb2 import FinishReason, GenerateResponse, Timings, TokenLogprobs, Usage
+from tandem.tools import CallsStream, ToolCall
 
 
 class StreamBroken(Exception):  # noqa: N818 - named as the errors of `rpc.errors` are
@@ -38,6 +39,8 @@ class Answer:
     """One for each token, where they were asked for."""
     prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
     """One for each token of the prompt, the first of them without a number (rank 0), where they were asked for."""
+    tool_calls: list[ToolCall] = field(default_factory=list)
+    """That it makes of the tools that it was given; `text` is the rest."""
 
     def to_dict(self) -> dict[str, Any]:
         """For JSON: plain values, with the names of the wire."""
@@ -50,6 +53,7 @@ class Answer:
             "timings": message_to_dict(self.timings),
             "logprobs": [_readable(each) for each in self.logprobs] or None,
             "prompt_logprobs": [_readable(each) for each in self.prompt_logprobs] or None,
+            "tool_calls": [call.to_dict() for call in self.tool_calls] or None,
         }
 
 
@@ -98,6 +102,7 @@ class AnswerStream:
         self._token_ids: list[int] = []
         self._logprobs: list[TokenLogprobs] = []
         self._prompt_logprobs: list[TokenLogprobs] = []
+        self._tool_calls = CallsStream()
         self._last: GenerateResponse | None = None
 
     def accept(self, message: GenerateResponse) -> GenerateResponse:
@@ -118,6 +123,8 @@ class AnswerStream:
         self._texts.append(message.text)
         self._logprobs += message.logprobs
         self._prompt_logprobs += message.prompt_logprobs
+        if (wrong := self._tool_calls.accept(message.tool_calls)) is not None:
+            raise StreamBroken(f"request {message.request_id}: {wrong}")
         if message.HasField("usage"):
             self._end(message)
         elif message.finish_reason != FinishReason.FINISH_REASON_UNSPECIFIED:
@@ -166,6 +173,7 @@ class AnswerStream:
             timings=self._last.timings,
             logprobs=list(self._logprobs),
             prompt_logprobs=list(self._prompt_logprobs),
+            tool_calls=self._tool_calls.calls(),
         )
 
 

@@ -58,6 +58,9 @@ class ClusterArgs:
     """That HTTP requests need. Empty: none."""
     allowed_origins: str = "[]"
     """Whose pages may call over HTTP from a browser: a JSON list."""
+    chat_template: str = ""
+    """A file. Empty: the model's own."""
+    tool_call_parser: str = RouterArgs.tool_call_parser
     metrics_port: int | None = None
     """Where the router shows its metrics, on its host; workers take the ports after it. 0: each a free one. None:
     nobody does. The gateway's are on its own port."""
@@ -83,7 +86,11 @@ class ClusterArgs:
             if port is not None and not 0 <= port <= 65536 - num:
                 raise ValueError(f"{flag} must be in [0, {65536 - num}], is {port}")
         try:
-            RouterArgs(model=self.engine.model, max_queue_tokens=self.max_queue_tokens, **shared)
+            router: dict[str, Any] = {
+                "max_queue_tokens": self.max_queue_tokens,
+                "tool_call_parser": self.tool_call_parser,
+            }
+            RouterArgs(model=self.engine.model, **router, **shared)
             WorkerArgs(transport=self.transport, lease_ms=self.lease_ms, **shared)
         except ValueError as error:
             field_name, rest = re.split(r"(?=\W)", str(error), maxsplit=1)
@@ -139,6 +146,8 @@ def router_spec(args: ClusterArgs, folder: Path, redis_url: str) -> ProcessSpec:
             "--drain-grace-s", str(args.drain_grace_s),
             "--max-queue-tokens", str(args.max_queue_tokens),
             "--served-model-name", args.served_model_name,
+            "--chat-template", args.chat_template,
+            "--tool-call-parser", args.tool_call_parser,
             "--metrics-listen", args.metrics_listen(ROUTER),
             *flags_of(args.policy),
             *NO_TLS,

@@ -130,15 +130,21 @@ class LLM:
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         use_tqdm: bool = True,
+        chat_template: str | None = None,
+        tools: Sequence[Mapping[str, Any]] | None = None,
     ) -> list[RequestOutput]:
-        """As `generate`, for one conversation or several, put through the model's chat template."""
-        if self._chat_template is None:
+        """As `generate`, for one conversation or several, put through the model's chat template, or the one given as
+        text. `tools`: what it tells the model of, in OpenAI's shape; calls of them are in the answers' text."""
+        template = self._chat_template if chat_template is None else ChatTemplate(chat_template)
+        if template is None:
             raise ValueError(f"model {self.config.model.served_model_name!r} has no chat template: use generate")
+        if tools and not template.has_place_for_tools():
+            raise ValueError("tools: the chat template has no place for them; give another one (chat_template)")
         conversations: Any = [messages] if messages and isinstance(messages[0], Mapping) else messages
         prompts: list[tuple[str | None, list[int]]] = []
         for conversation in conversations:
-            text = self._chat_template.render(
-                ChatMessage(role=message["role"], content=message["content"]) for message in conversation
+            text = template.render(
+                (ChatMessage(role=message["role"], content=message["content"]) for message in conversation), tools or ()
             )
             prompts.append((text, self._tokenizer.encode(text, add_special_tokens=False)))
         return self._generate(prompts, sampling_params, use_tqdm)

@@ -9,15 +9,18 @@ from typing import Any, TypedDict, Unpack
 from protos import tandem_inference_pb2 as pb
 from protos import tandem_worker_pb2
 from tandem.structured_outputs import StructuredOutputsParams
+from tandem.tools import add_tools, chat_message
 
 MAX_PROFILE_S = 600.0
 
-Prompt = str | Sequence[int] | Sequence[Mapping[str, str]]
-"""A text, token ids, or messages ({"role": ..., "content": ...}) for the model's chat template."""
+Prompt = str | Sequence[int] | Sequence[Mapping[str, Any]]
+"""A text, token ids, or messages ({"role": ..., "content": ...}) for the model's chat template; with tools, those that
+tell of calls ("tool_calls") and of what came of them ("tool_call_id"), as OpenAI's."""
 
 
 class Sampling(TypedDict, total=False):
-    """Sampling parameters by the wire's names, and `cache_salt`; what is absent takes the model's default."""
+    """Sampling parameters by the wire's names, and what else a request may ask; what is absent takes the model's
+    default."""
 
     max_tokens: int
     min_tokens: int
@@ -41,6 +44,13 @@ class Sampling(TypedDict, total=False):
     structured_outputs: StructuredOutputsParams | Mapping[str, Any]
     cache_salt: str | None
     """Cached prefixes are shared with requests of the same one alone."""
+    tools: Sequence[Mapping[str, Any]] | None
+    """What the model may call, in OpenAI's words: {"type": "function", "function": {"name", "description",
+    "parameters"}}. With messages."""
+    tool_choice: str | Mapping[str, Any] | None
+    """ "auto", "none", "required", or {"type": "function", "function": {"name": …}}."""
+    parallel_tool_calls: bool | None
+    """False: at most one call in an answer."""
 
 
 def generate_request(
@@ -56,6 +66,8 @@ def generate_request(
     cache_salt = sampling.pop("cache_salt", None)
     if cache_salt is not None:
         _check_salt(cache_salt)
+    tools, tool_choice = sampling.pop("tools", None), sampling.pop("tool_choice", None)
+    parallel_tool_calls = sampling.pop("parallel_tool_calls", None)
     request = pb.GenerateRequest(
         request_id=request_id,
         model=model,
@@ -67,13 +79,16 @@ def generate_request(
         request.text = prompt
     elif prompt and isinstance(prompt[0], Mapping):
         for message in prompt:
-            request.chat.messages.append(_chat_message(message))
+            request.chat.messages.append(chat_message(message))
+        add_tools(request.chat, tools or (), tool_choice, parallel_tool_calls)
     else:
         request.token_ids.SetInParent()
         try:
             request.token_ids.ids.extend(prompt)  # type: ignore[arg-type]
         except (TypeError, ValueError) as error:
             raise ValueError(f"prompt: must be a text, token ids or messages: {error}") from error
+    if tools and request.WhichOneof("prompt") != "chat":
+        raise ValueError("tools: go with messages, which the model's chat template shows with them")
     return request
 
 
@@ -99,15 +114,6 @@ def profile_request(
     return tandem_worker_pb2.ProfileRequest(
         worker_id=worker_id, num_steps=num_steps, timeout_ms=max(1, round(1e3 * timeout_s)), with_trace=with_trace
     )
-
-
-def _chat_message(message: Any) -> pb.ChatMessage:
-    if not isinstance(message, Mapping) or set(message) != {"role", "content"}:
-        raise ValueError(f"prompt: a message has a role and a content and nothing else, not {message!r}")
-    try:
-        return pb.ChatMessage(role=message["role"], content=message["content"])
-    except TypeError as error:
-        raise ValueError(f"prompt: role and content of a message must be texts: {error}") from error
 
 
 def _sampling_params(sampling: Mapping[str, Any]) -> pb.SamplingParams:

@@ -17,6 +17,7 @@ from tandem.cli.options import examples, json_option, no_nan, router_option, tls
 from tandem.client import Client
 from tandem.messages import Prompt, Sampling, generate_request
 from tandem.tables import logprobs_table, print_table
+from tandem.tools import CHOICES, CallsStream
 
 INTERRUPTED = 128 + signal.SIGINT
 MAX_TIMEOUT_S = 30 * 86_400.0
@@ -29,6 +30,7 @@ MAX_TIMEOUT_S = 30 * 86_400.0
         "tandem generate 'Once upon a time' --seed 7 --max-tokens 100",
         "tandem generate 'The capital of France is' --max-tokens 8 --logprobs 3",
         "tandem generate --chat 'Describe a person.' --json-schema person.json",
+        "tandem generate 'Weather in Oslo?' --tools tools.json --tool-choice required",
         "tandem generate - --json < prompt.txt | jq .usage",
     ),
 )
@@ -64,6 +66,12 @@ MAX_TIMEOUT_S = 30 * 86_400.0
     type=click.Path(exists=True, dir_okay=False, allow_dash=True),
     help="The answer is JSON that fits the schema in this file; `-` reads it from stdin.",
 )
+@click.option(
+    "--tools",
+    type=click.Path(exists=True, dir_okay=False),
+    help="JSON list of tools that the model may call, in OpenAI's words, in this file. Implies --chat.",
+)
+@click.option("--tool-choice", metavar="CHOICE", help="auto, none, required, or the name of the tool to call.")
 @click.option("--ignore-eos", is_flag=True, help="Go on to --max-tokens, whatever the model says.")
 @click.option(
     "--timeout-s",
@@ -84,6 +92,8 @@ def generate(
     timeout_s: float | None,
     ignore_eos: bool,
     json_schema: str | None,
+    tools: str | None,
+    tool_choice: str | None,
     **options: Any,
 ) -> None:
     """Stream the answer to PROMPT to stdout as it comes. PROMPT `-` reads stdin.
@@ -98,7 +108,12 @@ def generate(
         if prompt == json_schema == "-":
             raise click.UsageError("--json-schema: stdin is PROMPT already; give a file, or PROMPT in words")
         sampling["structured_outputs"] = {"json": _read_schema(json_schema)}
-    asked = _as_chat(text, system) if is_chat or system is not None else text
+    if tools is not None:
+        sampling["tools"] = _read_tools(tools)
+        sampling["tool_choice"] = _tool_choice(tool_choice)
+    elif tool_choice is not None:
+        raise click.UsageError("--tool-choice: is of no use without --tools")
+    asked = _as_chat(text, system) if is_chat or system is not None or tools is not None else text
     try:
         generate_request(asked, **sampling)
     except ValueError as error:
@@ -120,6 +135,22 @@ def _read_schema(path: str) -> str:
     return _text_of(data, f"--json-schema: {path}").removeprefix("\ufeff")  # which editors of Windows put first
 
 
+def _read_tools(path: str) -> list[Any]:
+    try:
+        tools = json.loads(_text_of(Path(path).read_bytes(), f"--tools: {path}").removeprefix("\ufeff"))
+    except (ValueError, RecursionError) as error:
+        raise click.UsageError(f"--tools: {path} is not JSON: {error}") from error
+    if not isinstance(tools, list) or not tools:
+        raise click.UsageError(f"--tools: {path} must hold a list of tools, not empty")
+    return tools
+
+
+def _tool_choice(choice: str | None) -> str | dict[str, Any] | None:
+    if choice is None or choice in CHOICES:
+        return choice
+    return {"type": "function", "function": {"name": choice}}
+
+
 def _text_of(data: bytes, what: str) -> str:
     try:
         return data.decode()
@@ -137,15 +168,19 @@ def _stream(client: Client, prompt: Prompt, timeout_s: float | None, sampling: S
     has_printed = False
     logprobs: list[TokenLogprobs] = []
     prompt_logprobs: list[TokenLogprobs] = []
+    calls = CallsStream()
     try:
         for message in client.stream(prompt, timeout_s=timeout_s, **sampling):
             click.echo(message.text, nl=False)
             has_printed = has_printed or bool(message.text)
             logprobs += message.logprobs
+            calls.accept(message.tool_calls)
             prompt_logprobs += message.prompt_logprobs
     finally:
         if has_printed:  # an error's line then starts on a line of its own
             click.echo()
+    for call in calls.calls():
+        click.echo(f"{call.name}({call.arguments})")
     if prompt_logprobs:
         click.echo()
         print_table(logprobs_table(prompt_logprobs, "token of the prompt"))

@@ -13,6 +13,7 @@ import click
 from engine.config import EngineArgs
 from kv_transfer import TRANSPORTS
 from router.policy import PolicyConfig
+from router.tool_formats import AUTO, FORMATS
 from rpc.entrypoint import LOG_LEVELS, build, options_of
 from tandem.cli.options import examples
 from tandem.cluster import Cluster, ClusterError
@@ -51,6 +52,10 @@ def _option(flag: str, *names: str, **settings: Any) -> Callable[[Command], Comm
 @_option("--allowed-origins", default="[]", metavar="LIST",
          help="JSON list of the origins whose pages may call over HTTP from a browser: "
          '["https://chat.example"], or ["*"].')  # fmt: skip
+@_option("--chat-template", type=click.Path(exists=True, dir_okay=False), default=None, metavar="FILE",
+         help="A chat template (Jinja) to be used instead of the model's own.")  # fmt: skip
+@_option("--tool-call-parser", type=click.Choice([AUTO, *FORMATS]), default=AUTO,
+         help="How the model writes calls of tools. auto: as its chat template teaches it.")  # fmt: skip
 @_option("--metrics-port", type=int, default=None,
          help="Where the router shows its Prometheus metrics; workers take the ports after it, in the order of their "
          "names. 0: free ports, which the logs name. Default: nowhere. The gateway has its own /metrics.")  # fmt: skip
@@ -84,6 +89,7 @@ def up(context: click.Context, /, **options: Any) -> None:
     own = {name: value for name, value in options.items() if name not in vars(engine) | vars(policy)}
     if own.pop("has_no_http"):
         own["http_port"] = None
+    own["chat_template"] = own["chat_template"] or ""
     try:
         args = ClusterArgs(engine=engine, policy=policy, **own)
     except ValueError as error:

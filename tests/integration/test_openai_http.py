@@ -7,6 +7,7 @@ import json
 import re
 from collections.abc import Iterator
 from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 import openai
@@ -15,9 +16,15 @@ import pytest
 from clusters import RunningCluster, run_cluster, wait_until
 
 from protos import tandem_inference_pb2 as inference_pb
+from router.chat_template import ChatMessage, ChatTemplate
+from router.tokenizer import Tokenizer
 from tandem.client import Client
 
-SMALL = ("--num-threads", "1", "--kv-cache-gib", "0.2", "--max-model-len", "2048", "--http-port", "0")
+TEMPLATE = Path(__file__).parents[2] / "examples" / "templates" / "chatml_tools.jinja"
+SMALL = (
+    "--num-threads", "1", "--kv-cache-gib", "0.2", "--max-model-len", "2048", "--http-port", "0",
+    "--chat-template", str(TEMPLATE),
+)  # fmt: skip
 MESSAGES: list[Any] = [{"role": "user", "content": "What is the capital of France? Answer in one sentence."}]
 
 
@@ -300,3 +307,105 @@ def test_a_form_that_cannot_be_read_is_a_bad_request(client: openai.OpenAI, mode
         client.chat.completions.create(
             model=model, messages=MESSAGES, response_format={"type": "json_object"}, extra_body={"min_tokens": 2}
         )
+
+
+# -- tools ------------------------------------------------------------------------------------------------------------
+
+TOOLS: list[Any] = [
+    {"type": "function", "function": {"name": name, "description": f"The {name} of a city", "parameters": {
+        "type": "object", "properties": {"city": {"type": "string", "maxLength": 30}, "unit": {"enum": units}},
+        "required": ["city", "unit"], "additionalProperties": False}}}
+    for name, units in (("weather", ["celsius", "fahrenheit"]), ("population", ["people", "thousands"]))
+]  # fmt: skip
+ASKING: list[Any] = [{"role": "user", "content": "How many people live in Oslo?"}]
+
+
+def added_up(events: Any) -> tuple[list[dict[str, str]], str, str | None]:
+    """Of a stream's first choice: its calls, its content, and why it ended."""
+    calls: list[dict[str, str]] = []
+    content, finish_reason = "", None
+    for event in events:
+        choice = event.choices[0]
+        content += choice.delta.content or ""
+        finish_reason = choice.finish_reason or finish_reason
+        for piece in choice.delta.tool_calls or []:
+            if piece.id:
+                assert piece.index == len(calls)
+                calls.append({"id": piece.id, "name": piece.function.name, "arguments": ""})
+            calls[piece.index]["arguments"] += piece.function.arguments
+    return calls, content, finish_reason
+
+
+def plain(calls: Any) -> list[dict[str, str]]:
+    return [{"id": call.id, "name": call.function.name, "arguments": call.function.arguments} for call in calls]
+
+
+def test_tools_are_called_as_their_schemas_say(client: openai.OpenAI, model: str, model_folder: Path) -> None:
+    """Then it is told what came of it."""
+    asked: dict[str, Any] = {"model": model, "messages": ASKING, "tools": TOOLS, "temperature": 0.9, "seed": 4}
+    required = {**asked, "tool_choice": "required", "parallel_tool_calls": False}
+    whole = client.chat.completions.create(**required).choices[0]
+    assert whole.message.tool_calls is not None
+    (call,) = whole.message.tool_calls
+    assert call.type == "function"
+    assert (whole.message.content, whole.finish_reason) == (None, "tool_calls")
+    units = {"weather": ["celsius", "fahrenheit"], "population": ["people", "thousands"]}
+    arguments = json.loads(call.function.arguments)
+    assert set(arguments) == {"city", "unit"}
+    assert arguments["unit"] in units[call.function.name]
+    assert added_up(client.chat.completions.create(**required, stream=True)) == (
+        plain(whole.message.tool_calls), "", "tool_calls",
+    )  # fmt: skip
+    result = {"role": "tool", "tool_call_id": call.id, "content": "709,000 people"}
+    asked["messages"] = [*ASKING, whole.message.model_dump(exclude_none=True), result]
+    answer = client.chat.completions.create(**asked, tool_choice="none", max_tokens=8)
+    assert answer.choices[0].message.tool_calls is None
+    said = [
+        ChatMessage(role="user", content=ASKING[0]["content"]),
+        ChatMessage(role="assistant", content="", tool_calls=(
+            {"type": "function", "function": {"name": call.function.name, "arguments": arguments}},)),
+        ChatMessage(role="tool", content="709,000 people"),
+    ]  # fmt: skip
+    prompt = ChatTemplate.from_file(TEMPLATE, model_folder).render(said, TOOLS)
+    assert "709,000 people" in prompt
+    assert answer.usage is not None
+    num_tokens = len(Tokenizer.from_folder(model_folder).encode(prompt, add_special_tokens=False))
+    assert answer.usage.prompt_tokens == num_tokens
+
+
+def test_one_tool_by_name_and_none(client: openai.OpenAI, model: str) -> None:
+    asked: dict[str, Any] = {"model": model, "messages": ASKING, "tools": TOOLS, "temperature": 0, "max_tokens": 60}
+    named = {"type": "function", "function": {"name": "weather"}}
+    both = client.chat.completions.create(**asked, tool_choice=named, n=2).choices
+    for choice in both:
+        assert choice.message.tool_calls is not None
+        assert [call.function.name for call in choice.message.tool_calls] == ["weather"]
+        assert choice.finish_reason == "stop"
+    assert both[0].message.tool_calls[0].id != both[1].message.tool_calls[0].id
+    assert client.chat.completions.create(**asked, tool_choice="none").choices[0].message.tool_calls is None
+
+
+def test_a_schema_that_cannot_be_kept_to_is_a_bad_request(client: openai.OpenAI, model: str) -> None:
+    wrong = {"type": "function", "function": {"name": "f", "parameters": {"type": "strin"}}}
+    with pytest.raises(openai.BadRequestError, match="cannot be kept to: failed to compile JSON schema") as caught:
+        client.chat.completions.create(model=model, messages=ASKING, tools=[TOOLS[0], wrong], tool_choice="required")
+    assert caught.value.param == "tools[1].parameters"
+
+
+def test_a_killed_router_is_no_end_of_a_call(cluster: RunningCluster, client: openai.OpenAI, model: str) -> None:
+    asked: dict[str, Any] = {
+        "model": model, "messages": ASKING, "tools": TOOLS, "tool_choice": "required", "temperature": 0.8, "seed": 9,
+        "max_tokens": 100,
+    }  # fmt: skip
+    expected = added_up(client.chat.completions.create(**asked, stream=True))
+    assert sum(len(call["arguments"]) for call in expected[0]) > 60, "several calls, or one that goes on and on"
+
+    def killing() -> Iterator[Any]:
+        for number, event in enumerate(client.chat.completions.create(**asked, stream=True)):
+            yield event
+            if number == 8:
+                children = psutil.Process(cluster.pid).children()
+                next(child for child in children if "router" in child.cmdline()).kill()
+
+    assert added_up(killing()) == expected
+    cluster.wait_until_at_rest()

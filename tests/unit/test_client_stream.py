@@ -162,9 +162,12 @@ def test_only_what_is_given_travels() -> None:
     assert generate_request("hi", **sampling).sampling_params == expected
 
 
+OF_TOOLS = {"tools", "tool_choice", "parallel_tool_calls"}
+
+
 def test_every_parameter_of_the_wire_can_be_given() -> None:
     of_sampling = {field.name for field in pb.SamplingParams.DESCRIPTOR.fields}
-    assert {*Sampling.__annotations__, "n"} == of_sampling | {"cache_salt"}
+    assert {*Sampling.__annotations__, "n"} == of_sampling | {"cache_salt"} | OF_TOOLS
 
 
 @pytest.mark.parametrize(
@@ -181,6 +184,11 @@ def test_every_parameter_of_the_wire_can_be_given() -> None:
         (["a", "b"], {}, "prompt: "),
         ([{"role": "user"}], {}, "prompt: a message has a role and a content"),
         ([{"role": "user", "content": 3}], {}, "prompt: role and content"),
+        ([{"role": "user", "content": "hi", "sound": "a"}], {}, "prompt: a message has a role and a content"),
+        ([{"role": "assistant", "tool_calls": [{"name": "f"}]}], {}, "prompt: a message's call is not"),
+        ("hi", {"tools": [{"function": {"name": "f"}}]}, "tools: go with messages"),
+        ([{"role": "user", "content": "hi"}], {"tools": [{"name": "f"}]}, "tools: number 0 is not"),
+        ([{"role": "user", "content": "hi"}], {"tools": [], "tool_choice": "f"}, "tool_choice: must be 'auto', "),
     ],
 )
 def test_what_the_wire_cannot_carry_is_named(prompt: object, sampling: dict[str, object], complaint: str) -> None:

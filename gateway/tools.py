@@ -1,0 +1,71 @@
+"""Tools in OpenAI's words: what a chat's body says of those that may be called, and of calls that were. Pure.
+
+Their bounds are the router's.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+
+class CalledFunction(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    name: str
+    arguments: str
+    """A JSON object, as text."""
+
+
+class Call(BaseModel):
+    """Of a tool, in an assistant's message."""
+
+    model_config = ConfigDict(extra="ignore", strict=True)
+
+    id: str = ""
+    type: Literal["function"] = "function"
+    function: CalledFunction
+
+
+class Function(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    name: str
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+    """Arguments of calls that must be made are held to their schema, strict or not."""
+
+
+class ToolParam(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    type: Literal["function"]
+    function: Function
+
+
+class ChosenFunction(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    name: str
+
+
+class ChosenTool(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    type: Literal["function"] = "function"
+    function: ChosenFunction
+
+
+def tool_choice_of(value: Any) -> Any:
+    """Said here, where it is known which of the two was meant. Raises `ValueError`."""
+    wanted = 'must be "none", "auto", "required" or {"type": "function", "function": {"name": …}}'
+    if isinstance(value, dict):
+        try:
+            return ChosenTool.model_validate(value)
+        except ValidationError as error:
+            raise ValueError(wanted) from error
+    if value not in (None, "none", "auto", "required"):
+        raise ValueError(wanted)
+    return value

@@ -1,0 +1,101 @@
+"""Tools over HTTP: OpenAI's words to the wire's, and calls back, streamed and whole."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from typing import Any
+
+import pytest
+from gateway_harness import events_of, gateway, last, tokens
+
+from protos import tandem_inference_pb2 as pb
+
+CHAT = "/v1/chat/completions"
+SCHEMA = {"type": "object", "properties": {"city": {"type": "string"}}}
+FUNCTION = {"name": "weather", "description": "Now.", "parameters": SCHEMA, "strict": True}
+ASKED: dict[str, Any] = {
+    "messages": [{"role": "user", "content": "Rain?"}], "tools": [{"type": "function", "function": FUNCTION}],
+}  # fmt: skip
+MADE = {"id": "call_1", "type": "function", "function": {"name": "weather", "arguments": '{"city": "Oslo"}'}}
+
+
+async def call(request: pb.GenerateRequest) -> AsyncIterator[pb.GenerateResponse]:
+    """One that is cut into pieces, as the router streams it."""
+    yield tokens(0, 1, text="Well")
+    pieces = [pb.ToolCallDelta(id="call_1", name="weather"), pb.ToolCallDelta(arguments='{"city":')]
+    yield pb.GenerateResponse(request_id="r", offset=1, token_ids=[2], tool_calls=pieces)
+    yield pb.GenerateResponse(
+        request_id="r", offset=2, token_ids=[3], tool_calls=[pb.ToolCallDelta(arguments=' "Oslo"}')]
+    )
+    yield last(3)
+
+
+async def test_a_call_streamed_and_whole() -> None:
+    async with gateway() as (router, http):
+        router.script = call
+        whole = (await http.post(CHAT, json=ASKED)).json()["choices"][0]
+        body = (await http.post(CHAT, json={**ASKED, "stream": True})).text
+    assert whole["message"] == {"role": "assistant", "content": "Well", "refusal": None, "tool_calls": [MADE]}
+    assert whole["finish_reason"] == "tool_calls"
+    choices = [event["choices"][0] for event in events_of(body)[:-1]]
+    assert [choice["delta"] for choice in choices] == [
+        {"role": "assistant", "content": ""}, {"content": "Well"},
+        {"tool_calls": [
+            {"index": 0, "id": "call_1", "type": "function", "function": {"name": "weather", "arguments": ""}},
+            {"index": 0, "function": {"arguments": '{"city":'}}]},
+        {"tool_calls": [{"index": 0, "function": {"arguments": ' "Oslo"}'}}]}, {},
+    ]  # fmt: skip
+    assert [choice["finish_reason"] for choice in choices] == [None] * 4 + ["tool_calls"]
+
+
+async def test_what_a_chat_says_of_tools_travels() -> None:
+    named = {"type": "function", "function": {"name": "weather"}}
+    told = [*ASKED["messages"], {"role": "assistant", "content": None, "tool_calls": [MADE]},
+            {"role": "tool", "tool_call_id": "call_1", "content": [{"type": "text", "text": "rain"}]}]  # fmt: skip
+    async with gateway() as (router, http):
+        router.script = call
+        body = {**ASKED, "messages": told, "tool_choice": named, "parallel_tool_calls": False}
+        answer = (await http.post(CHAT, json=body)).json()["choices"][0]
+        assert answer["finish_reason"] == "stop", "which tool was said: the call is the answer"
+        chat = router.requests[0].chat
+        (tool,) = chat.tools
+        assert (tool.name, tool.description) == ("weather", "Now.")
+        assert tool.parameters == '{"type": "object", "properties": {"city": {"type": "string"}}}'
+        assert (chat.tool_choice, chat.tool_name) == (pb.TOOL_CHOICE_REQUIRED, "weather")
+        assert chat.parallel_tool_calls is False
+        made, result = chat.messages[1:]
+        assert made.tool_calls[0] == pb.ToolCall(id="call_1", name="weather", arguments='{"city": "Oslo"}')
+        assert (result.role, result.tool_call_id, result.content) == ("tool", "call_1", "rain")
+        for choice in ("auto", "none", "required"):
+            await http.post(CHAT, json={**ASKED, "tool_choice": choice})
+            assert router.requests[-1].chat.tool_choice == pb.ToolChoice.Value(f"TOOL_CHOICE_{choice.upper()}")
+
+
+@pytest.mark.parametrize(
+    ("asked", "message"),
+    [
+        ({"tool_choice": "sometimes"}, 'tool_choice: must be "none", "auto", "required" or {'),
+        ({"tool_choice": {"name": "weather"}}, 'tool_choice: must be "none", "auto", "required" or {'),
+        ({"tool_choice": "required", "tools": None}, "tool_choice: is of no use without tools"),
+        ({"tools": [{"type": "function", "function": {}}]}, "tools.0.function.name: Field required"),
+        ({"tools": [{"type": "search"}]}, "tools.0.type: Input should be 'function'"),
+        ({"functions": [FUNCTION]}, "functions: is not supported; it may be []"),
+    ],
+)
+async def test_what_is_no_tool_is_refused(asked: dict[str, Any], message: str) -> None:
+    async with gateway() as (router, http):
+        refused = await http.post(CHAT, json={**ASKED, **asked})
+    assert refused.status_code == 400
+    assert message in refused.json()["error"]["message"]
+    assert not router.requests
+
+
+async def test_pieces_of_a_call_that_has_not_begun_are_no_answer() -> None:
+    async def gap(request: pb.GenerateRequest) -> AsyncIterator[pb.GenerateResponse]:
+        yield pb.GenerateResponse(request_id="r", token_ids=[1], tool_calls=[pb.ToolCallDelta(index=1, id="b")])
+        yield last(1)
+
+    async with gateway() as (router, http):
+        router.script = gap
+        answer = await http.post(CHAT, json=ASKED)
+    assert answer.status_code == 500

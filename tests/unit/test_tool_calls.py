@@ -1,0 +1,177 @@
+"""Calls of tools in answers: told as they come, the same however the text is cut, and what is none is content."""
+
+from __future__ import annotations
+
+import json
+from functools import partial
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from llguidance import LLMatcher
+
+from protos import tandem_inference_pb2 as pb
+from router.structured_outputs import LIMITS, _bytes_tokenizer, grammar_of
+from router.tool_calls import MAX_HEAD_CHARS, ToolCallParser, call_id
+from router.tool_formats import FORMATS, Tool, calls_grammar, format_of_template
+
+CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "Oslo"}}\n</tool_call>'
+LLAMA = '{"name": "weather", "parameters": {"city": "Oslo"}}'
+OSLO = ("weather", '{"city": "Oslo"}')
+Outcome = tuple[str, list[tuple[str, str]]]
+
+
+def parse(parser: str, pieces: list[str], *, is_one: bool = False, is_whole: bool = True) -> Outcome:
+    """Content, and name and arguments of each call."""
+    reader = ToolCallParser(FORMATS[parser], lambda index: f"id-{index}", is_one=is_one)
+    told = [reader.push(piece) for piece in pieces]
+    if is_whole:
+        told.append(reader.finish())
+    calls: list[tuple[str, str]] = []
+    for piece in (piece for each in told for piece in each.calls):
+        if piece.id:
+            assert (piece.id, piece.index) == (f"id-{len(calls)}", len(calls))
+            calls.append((piece.name, ""))
+        assert piece.index == len(calls) - 1
+        calls[-1] = (calls[-1][0], calls[-1][1] + piece.arguments)
+    return "".join(each.content for each in told), calls
+
+
+CASES: list[tuple[str, str, Outcome]] = [
+    ("hermes", "no call \n", ("no call \n", [])),
+    ("hermes", CALL, ("", [OSLO])),
+    ("hermes", f"I will look. \n{CALL}\n", ("I will look.", [OSLO])),
+    ("hermes", f"{CALL}\n{CALL}", ("", [OSLO, OSLO])),
+    ("hermes", f"{CALL}\nDone.", ("\nDone.", [OSLO])),
+    ("hermes", '<tool_call>{"name":"f","arguments":{}}</tool_call>', ("", [("f", "{}")])),
+    (
+        "hermes",
+        '<tool_call>{"arguments": {"a": [1, {"b": "}"}]}, "name": "f"}',
+        ("", [("f", '{"a": [1, {"b": "}"}]}')]),
+    ),
+    ("hermes", '<tool_call>{"name": "f", "arguments": {"a": "}\\"{"}, "id": 3}', ("", [("f", '{"a": "}\\"{"}')])),
+    ("hermes", '<tool_call>{"name": "f", "arguments": "{\\"a\\": 1}"}', ("", [("f", '{"a": 1}')])),
+    ("hermes", '<tool_call>{"name": "f"}</tool_call>', ("", [("f", "{}")])),
+    ("hermes", '<tool_call>{"name": "\\u00e9\\ud800", "arguments": {}}', ("", [("é?", "{}")])),
+    # cut off
+    ("hermes", '<tool_call>{"name": "f", "arguments": {"a": "b', ("", [("f", '{"a": "b')])),
+    ("hermes", f"{CALL[:-4]}", ("", [OSLO])),
+    ("hermes", '<tool_call>\n{"name": "f"', ('<tool_call>\n{"name": "f"', [])),
+    ("hermes", "a < b <tool_c", ("a < b <tool_c", [])),
+    # no calls
+    ("hermes", "<tool_call>none</tool_call>", ("<tool_call>none</tool_call>", [])),
+    ("hermes", '<tool_call>{"city": 1}</tool_call>', ('<tool_call>{"city": 1}</tool_call>', [])),
+    ("hermes", '<tool_call>{"name": 3, "arguments": {}}', ('<tool_call>{"name": 3, "arguments": {}}', [])),
+    ("hermes", f"<tool_call>{CALL}", ("<tool_call>", [OSLO])),
+    ("hermes", LLAMA, (LLAMA, [])),
+    ("llama3_json", LLAMA, ("", [OSLO])),
+    ("llama3_json", f" <|python_tag|>{LLAMA}", ("", [OSLO])),
+    ("llama3_json", f"{LLAMA}; {LLAMA}\n{LLAMA}", ("", [OSLO] * 3)),
+    ("llama3_json", f"{LLAMA} is it", (" is it", [OSLO])),
+    ("llama3_json", f"Call {LLAMA}", (f"Call {LLAMA}", [])),
+    ("llama3_json", '{"city": "Oslo"}', ('{"city": "Oslo"}', [])),
+    ("llama3_json", "<|python_tag|>print()", ("<|python_tag|>print()", [])),
+    ("llama3_json", " <|pyth", (" <|pyth", [])),
+]
+
+
+@pytest.mark.parametrize(("parser", "text", "expected"), CASES)
+def test_calls_and_what_is_none(parser: str, text: str, expected: Outcome) -> None:
+    assert parse(parser, [text]) == expected
+    assert parse(parser, list(text)) == expected
+
+
+@given(case=st.sampled_from(CASES), data=st.data())
+@settings(max_examples=300, deadline=None)
+def test_what_is_told_depends_on_the_text_so_far_alone(case: tuple[str, str, Outcome], data: st.DataObject) -> None:
+    """So an answer goes on at a router that was given its beginning at once."""
+    parser, text, _ = case
+    end = data.draw(st.integers(0, len(text)))
+    cuts = sorted(data.draw(st.lists(st.integers(0, end), max_size=6)))
+    pieces = [text[begin:until] for begin, until in zip([0, *cuts], [*cuts, end], strict=True)]
+    assert parse(parser, pieces, is_whole=False) == parse(parser, [text[:end]], is_whole=False)
+
+
+@given(st.text(alphabet='<tool_ca>{}"name:rgus, \\\n', max_size=60), st.sampled_from(sorted(FORMATS)))
+@settings(max_examples=500, deadline=None)
+def test_nothing_is_lost_of_a_text_without_calls(text: str, parser: str) -> None:
+    content, calls = parse(parser, list(text))
+    assert calls or content == text
+
+
+def test_arguments_come_as_they_are_said() -> None:
+    reader = ToolCallParser(FORMATS["hermes"], str)
+    assert not reader.push('<tool_call>{"name": "f", "arguments": ').calls
+    (opened,) = reader.push('{"a').calls[:1]
+    assert opened.name == "f"
+    assert [piece.arguments for piece in reader.push('": 1').calls] == ['": 1']
+    assert [piece.arguments for piece in reader.push("}}</tool_call>").calls] == ["}"]
+
+
+def test_one_call_and_no_other() -> None:
+    assert parse("hermes", [f"{CALL}\n{CALL}{CALL}"], is_one=True) == ("", [OSLO])
+
+
+def test_a_long_head_is_told_when_the_call_is_whole() -> None:
+    name = "n" * MAX_HEAD_CHARS
+    text = f'<tool_call>{{"name": "{name}", "arguments": {{"a": 1}}}}'
+    assert parse("hermes", [text]) == parse("hermes", list(text)) == ("", [(name, '{"a": 1}')])
+
+
+def test_ids_are_the_same_wherever_an_answer_goes_on() -> None:
+    ids = {call_id(*asked) for asked in ((1, [5, 6], 0), (1, [5, 6], 1), (2, [5, 6], 0), (1, [5, 7], 0), (1, [56], 0))}
+    assert len(ids) == 5
+    assert call_id(1, [5, 6], 0) in ids
+
+
+# -- formats ----------------------------------------------------------------------------------------------------------
+
+TAUGHT = [
+    ("... <tool_call>\\n{\\\"name\\\": <function-name>, \\\"arguments\\\": ...", "hermes"),
+    ('Respond in the format {\\"name\\": function name, \\"parameters\\": dictionary of argument name and its value}.',
+     "llama3_json"),
+    ("<tool_call><function=f>", None), ("<tool_call>f<arg_key>a</arg_key>", None), ("[TOOL_CALLS]", None),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("source", "name"), TAUGHT)
+def test_a_template_tells_how_its_model_calls(source: str, name: str | None) -> None:
+    found = format_of_template(source)
+    assert (found and found.name) == name
+
+
+TOOLS = [
+    Tool(name="weather", description="", parameters={
+        "type": "object", "properties": {"city": {"type": "string", "maxLength": 5}}, "required": ["city"],
+        "additionalProperties": False}),
+    Tool(name="now", description="The time.", parameters=None),
+]  # fmt: skip
+
+
+def is_in(grammar: str, text: str) -> bool:
+    matcher = LLMatcher(_bytes_tokenizer(), grammar, log_level=0, limits=LIMITS)
+    data = list(text.encode())
+    return matcher.try_consume_tokens(data) == len(data) and matcher.is_accepting()
+
+
+def said(parser: str, *calls: tuple[str, Any]) -> str:
+    known = FORMATS[parser]
+    each = [json.dumps({"name": name, known.arguments_key: arguments}) for name, arguments in calls]
+    return known.between.join(f"{known.begin}\n{one}\n{known.end}" if known.begin else one for one in each)
+
+
+@pytest.mark.parametrize("parser", sorted(FORMATS))
+def test_an_answer_is_held_to_calls_that_are_read_as_such(parser: str) -> None:
+    grammar = grammar_of(pb.StructuredOutputs(grammar=calls_grammar(FORMATS[parser], TOOLS, is_one=False)))
+    write = partial(said, parser)
+    two = write(("weather", {"city": "Oslo"}), ("now", {"zone": "CET"}))
+    assert is_in(grammar, two)
+    assert parse(parser, [two]) == ("", [OSLO, ("now", '{"zone": "CET"}')])
+    wrongs = ["", "Hello", write(("other", {})), write(("weather", {"city": "Reykjavik"})), write(("weather", {})),
+              write(("weather", {"city": "Oslo", "unit": "C"})), "Well: " + two, two + "."]  # fmt: skip
+    assert [wrong for wrong in wrongs if is_in(grammar, wrong)] == []
+    only = grammar_of(pb.StructuredOutputs(grammar=calls_grammar(FORMATS[parser], TOOLS[:1], is_one=True)))
+    assert is_in(only, write(("weather", {"city": "Oslo"})))
+    assert not is_in(only, two)
+    assert not is_in(only, write(("now", {})))

@@ -1,0 +1,215 @@
+"""What a chat may say of tools, and what it is told of what it may not."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import transformers
+from test_validation import MODEL
+
+from protos import tandem_inference_pb2 as pb
+from router.chat_template import ChatMessage, ChatTemplate
+from router.model_info import ModelInfo
+from router.tools import MAX_TOOL_BYTES, problem_of_tools
+from router.validation import ChatPrompt, validate
+from rpc.errors import InvalidRequest
+from tandem.messages import generate_request
+
+TEMPLATE = Path(__file__).parents[2] / "examples" / "templates" / "chatml_tools.jinja"
+KNOWING = replace(MODEL, tool_call_parser="hermes", shows_tools=True)
+SCHEMA = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
+WEATHER = {"type": "function", "function": {"name": "weather", "description": "Now.", "parameters": SCHEMA}}
+NOW = {"type": "function", "function": {"name": "now"}}
+HI: list[Any] = [{"role": "user", "content": "Hi"}]
+MADE = {"id": "call_1", "type": "function", "function": {"name": "weather", "arguments": '{"city": "Oslo"}'}}
+TOLD: list[Any] = [
+    *HI, {"role": "assistant", "content": None, "tool_calls": [MADE]},
+    {"role": "tool", "tool_call_id": "call_1", "content": "rain"},
+]  # fmt: skip
+
+
+def wrong_of(chat: Any, model: ModelInfo = KNOWING, **asked: Any) -> list[tuple[str, str]]:
+    request = chat if isinstance(chat, pb.GenerateRequest) else generate_request(chat, **asked)
+    with pytest.raises(InvalidRequest) as caught:
+        validate(request, model)
+    return [(wrong.field, wrong.description) for wrong in caught.value.violations]
+
+
+def test_tools_in_openais_words_reach_the_template_as_they_were() -> None:
+    asked = validate(generate_request(TOLD, tools=[WEATHER, NOW]), KNOWING)
+    assert isinstance(asked.prompt, ChatPrompt)
+    assert [tool.to_template() for tool in asked.asked_tools.tools] == [WEATHER, NOW]
+    call, result = asked.prompt.messages[1:]
+    assert call.to_template() == {
+        "role": "assistant", "content": "",
+        "tool_calls": [{**MADE, "function": {"name": "weather", "arguments": {"city": "Oslo"}}}],
+    }  # fmt: skip
+    assert result.to_template() == {"role": "tool", "content": "rain", "tool_call_id": "call_1"}
+
+
+@pytest.mark.parametrize(
+    ("asked", "parser", "is_one", "is_held"),
+    [
+        ({}, "hermes", False, False),
+        ({"tool_choice": "auto", "parallel_tool_calls": False}, "hermes", True, False),
+        ({"tool_choice": "none"}, "", False, False),
+        ({"tool_choice": "required"}, "hermes", False, True),
+        ({"tool_choice": "required", "parallel_tool_calls": False}, "hermes", True, True),
+        ({"tool_choice": {"type": "function", "function": {"name": "now"}}}, "hermes", True, True),
+    ],
+)
+def test_what_may_be_called(asked: dict[str, Any], parser: str, is_one: bool, is_held: bool) -> None:
+    validated = validate(generate_request(HI, tools=[WEATHER, NOW], **asked), KNOWING)
+    tools = validated.asked_tools
+    assert (tools.parser, tools.is_one, bool(tools.form)) == (parser, is_one, is_held)
+    assert len(tools.tools) == 2, "the model hears of all"
+    assert validated.sampling_params.structured_outputs.grammar == tools.form
+    assert (tools.reader(str) is None) == (not parser)
+    if is_one and is_held and isinstance(asked["tool_choice"], dict):
+        assert "weather" not in tools.form
+
+
+def function(**of: Any) -> dict[str, Any]:
+    return {"tools": [{"function": {"name": "f", **of}}]}
+
+
+FORMED = {"json_object": True}
+
+
+@pytest.mark.parametrize(
+    ("asked", "field", "reason"),
+    [
+        ({"tool_choice": "required"}, "chat.tool_choice", "is of no use without tools"),
+        ({"parallel_tool_calls": True}, "chat.parallel_tool_calls", "is of no use without tools"),
+        ({"tools": [WEATHER, WEATHER]}, "chat.tools", "must have names of their own, 'weather' is there twice"),
+        ({"tools": [NOW] * 129}, "chat.tools", "may hold 128 tools, has 129"),
+        ({"tools": [{"function": {"name": "a b"}}]}, "chat.tools[0].name", "must be 1 to 64 letters"),
+        ({"tools": [NOW, {"function": {"name": "f", "parameters": "{"}}]}, "chat.tools[1].parameters", "is no JSON"),
+        (function(parameters="[]"), "chat.tools[0].parameters", "is a list"),
+        (function(parameters='{"a": NaN}'), "chat.tools[0].parameters", "NaN is no"),
+        (function(parameters="[" * 60_000), "chat.tools[0].parameters", "no JSON"),
+        (function(description="x" * MAX_TOOL_BYTES), "chat.tools", "must have at most"),
+        ({"tools": [NOW], "tool_choice": {"function": {"name": "then"}}}, "chat.tool_name", "must be one of the tools"),
+        ({"tools": [NOW], "structured_outputs": FORMED}, "sampling_params.structured_outputs", "one form"),
+        ({**function(), "tool_choice": "required", "ignore_eos": True}, "sampling_params.ignore_eos", "cannot be had"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_had_is_named(asked: dict[str, Any], field: str, reason: str) -> None:
+    ((named, said),) = wrong_of(HI, **asked)
+    assert named == field
+    assert reason in said
+
+
+def test_what_messages_tell_of_calls_is_checked() -> None:
+    for arguments, reason in (("3", "is a int"), ("{", "is no JSON"), ("[" * 100_000, "is no JSON")):
+        call = {"function": {"name": "weather", "arguments": arguments}}
+        ((named, said),) = wrong_of([*HI, {"role": "assistant", "tool_calls": [MADE, call]}])
+        assert (named, reason in said) == ("chat.messages[1].tool_calls[1].arguments", True)
+    nameless = {"function": {"name": "", "arguments": "{}"}}
+    ((named, _),) = wrong_of([*HI, {"role": "assistant", "tool_calls": [nameless]}])
+    assert named == "chat.messages[1].tool_calls[0].name"
+
+
+def test_unknown_numbers_and_names_without_a_choice() -> None:
+    request = generate_request(HI, tools=[NOW])
+    request.chat.tool_choice = 9  # type: ignore[assignment]
+    assert wrong_of(request)[0][0] == "chat.tool_choice"
+    request.chat.tool_choice = pb.TOOL_CHOICE_AUTO
+    request.chat.tool_name = "now"
+    assert wrong_of(request) == [("chat.tool_name", "goes with TOOL_CHOICE_REQUIRED, and with no other")]
+
+
+def test_a_schema_that_cannot_be_kept_to_is_named() -> None:
+    reason = "grammar: at 6(14): failed to compile JSON schema: Invalid type: strin\n 5 | tool_1: ..."
+    assert problem_of_tools(reason) == (
+        "chat.tools[1].parameters", "cannot be kept to: failed to compile JSON schema: Invalid type: strin",
+    )  # fmt: skip
+    assert problem_of_tools("grammar: too complex") == ("chat.tools", "too complex")
+
+
+# -- templates --------------------------------------------------------------------------------------------------------
+
+
+def of_template(source: str | None, parser: str = "auto") -> ModelInfo:
+    return MODEL.with_chat(ChatTemplate(source) if source is not None else None, parser)
+
+
+@pytest.mark.parametrize(
+    ("source", "parser", "reason"),
+    [
+        (None, "auto", "has no chat template"),
+        ("{{ messages[0].content }}", "hermes", "has no place for tools; another may be given (--chat-template)"),
+        ("{{ tools | tojson }}", "auto", "may be named (--tool-call-parser hermes|llama3_json)"),
+        ("{{ tools | tojson }}{{ raise_exception('no user') }}", "hermes", "has no place for tools"),
+    ],
+)
+def test_a_model_that_is_given_no_tools_says_why(source: str | None, parser: str, reason: str) -> None:
+    model = replace(of_template(source, parser), has_chat_template=True)
+    assert model.to_proto().tool_call_parser == ""
+    ((named, said),) = wrong_of(HI, model, tools=[NOW])
+    assert named == "chat.tools"
+    assert reason in said
+    told = (
+        [] if model.shows_tools else [("chat.messages[1].tool_calls", f"cannot be told of: {model.no_tools_because}")]
+    )
+    if told:
+        assert wrong_of(TOLD, model) == told
+    else:
+        validate(generate_request(TOLD), model)
+
+
+def test_how_a_model_calls_is_what_its_template_teaches_or_what_was_said() -> None:
+    assert of_template(TEMPLATE.read_text()).to_proto().tool_call_parser == "hermes"
+    assert of_template("{{ tools | tojson }}", "llama3_json").tool_call_parser == "llama3_json"
+
+
+@pytest.mark.parametrize("tools", [None, [WEATHER, NOW]])
+def test_our_template_renders_as_in_transformers(tools: list[Any] | None, tmp_path: Path) -> None:
+    source = TEMPLATE.read_text()
+    chat = [dict(message) for message in TOLD]
+    chat[1] = {**chat[1], "content": "", "tool_calls": [{"type": "function", "function": {
+        "name": "weather", "arguments": {"city": "Oslo"}}}]}  # fmt: skip
+    messages = [
+        ChatMessage(role=each["role"], content=each["content"], tool_calls=tuple(each.get("tool_calls", ())))
+        for each in chat
+    ]
+    tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=_any_tokenizer())
+    theirs = tokenizer.apply_chat_template(
+        chat, tools=tools, chat_template=source, tokenize=False, add_generation_prompt=True
+    )
+    ours = ChatTemplate(source).render(messages, tools or [])
+    assert ours == theirs
+    assert ("<tools>" in ours) == (tools is not None)
+    assert '<tool_call>\n{"name": "weather", "arguments": {"city": "Oslo"}}\n</tool_call><|im_end|>' in ours
+    assert "<tool_response>\nrain\n</tool_response>" in ours
+
+
+def _any_tokenizer() -> Any:
+    import tokenizers
+
+    return tokenizers.Tokenizer(tokenizers.models.WordLevel({"a": 0}, unk_token="a"))
+
+
+def test_a_template_for_tools_is_found_where_transformers_looks(tmp_path: Path) -> None:
+    with_tools = "with {{ tools[0].function.name }}"
+    named = [{"name": "default", "template": "plain"}, {"name": "tool_use", "template": with_tools}]
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": named}))
+    for _ in range(2):
+        template = ChatTemplate.from_folder(tmp_path)
+        assert template is not None
+        assert template.render([], []) == "plain"
+        assert template.render([], [NOW]) == "with now"
+        assert template.has_place_for_tools()
+        (tmp_path / "tokenizer_config.json").unlink(missing_ok=True)
+        (tmp_path / "chat_template.jinja").write_text("plain")
+        (tmp_path / "additional_chat_templates").mkdir(exist_ok=True)
+        (tmp_path / "additional_chat_templates" / "tool_use.jinja").write_text(with_tools)
+
+
+def test_a_template_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"chat_template: .*missing cannot be read"):
+        ChatTemplate.from_file(tmp_path / "missing", tmp_path)
