@@ -11,21 +11,52 @@ import os
 # gRPC's core says on stderr, at INFO, what its connections do; it reads this when it is first imported.
 os.environ.setdefault("GRPC_VERBOSITY", "ERROR")
 
+import importlib
+from typing import Any
+
 import click
 
 import tandem
-from tandem.cli.bench import bench
-from tandem.cli.chaos import chaos
-from tandem.cli.demo import demo
-from tandem.cli.fetch import fetch
-from tandem.cli.generate import generate
-from tandem.cli.profile import profile
-from tandem.cli.status import audit, status
-from tandem.cli.top import top
-from tandem.cli.up import up
+
+COMMANDS = {
+    "demo": "tandem.cli.demo",
+    "up": "tandem.cli.up",
+    "generate": "tandem.cli.generate",
+    "status": "tandem.cli.status",
+    "top": "tandem.cli.top",
+    "audit": "tandem.cli.status",
+    "profile": "tandem.cli.profile",
+    "bench": "tandem.cli.bench",
+    "fetch": "tandem.cli.fetch",
+    "chaos": "tandem.cli.chaos",
+}
+"""Name of each sub-command, and of its function -> the module that it is in."""
+
+
+def command(name: str) -> click.Command:
+    """The sub-command of that name. Imports what it needs: half a second for some."""
+    found: click.Command = getattr(importlib.import_module(COMMANDS[name]), name)
+    return found
+
+
+class _Commands(click.Group):
+    """Imports the one that is run, and all for the list of them."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return list(COMMANDS)
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        return command(cmd_name) if cmd_name in COMMANDS else None
+
+    def resolve_command(self, ctx: click.Context, args: list[str]) -> Any:
+        """click looks for words like a wrong one in `commands`."""
+        if args and args[0] not in COMMANDS:
+            self.commands = {name: command(name) for name in COMMANDS}
+        return super().resolve_command(ctx, args)
 
 
 @click.group(
+    cls=_Commands,
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
     epilog="\b\nFirst steps:\n"
     "  tandem demo                                                # everything once, explained\n"
@@ -35,7 +66,3 @@ from tandem.cli.up import up
 @click.version_option(tandem.__version__, prog_name="tandem")
 def main() -> None:
     """Serve large language models with prefill and decode on different machines."""
-
-
-for _command in (demo, up, generate, status, top, audit, profile, bench, fetch, chaos):
-    main.add_command(_command)

@@ -10,6 +10,7 @@ import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, suppress
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -145,35 +146,38 @@ def test_a_rolling_restart_of_everything_loses_no_request(cluster: FragileCluste
 # -- at named points --------------------------------------------------------------------------------------------------
 
 
-def start_armed(cluster: FragileCluster, name: str, spec: str) -> None:
-    """End worker `name` if it runs, and start it with `spec` armed."""
-    service = cluster.services[name]
-    assert service.process is not None
-    if service.process.poll() is None:
-        service.signal(signal.SIGKILL)
-    service.start("--failpoints", spec)
+def start_armed(cluster: FragileCluster, specs: dict[str, str]) -> None:
+    """End those workers that run, and start them with their failpoints armed."""
+    for name, spec in specs.items():
+        service = cluster.services[name]
+        assert service.process is not None
+        if service.process.poll() is None:
+            service.signal(signal.SIGKILL)
+        service.launch("--failpoints", spec)
+    for name in specs:  # they load at the same time
+        cluster.services[name].wait_until_listening()
     for router in (1, 2):
         cluster.wait_for_workers(router)
 
 
-@pytest.mark.parametrize("name", ["prefill-1", "decode-1"])
-def test_a_worker_dies_where_its_peers_do_not_know_yet_what_has_happened(cluster: FragileCluster, name: str) -> None:
+def test_workers_die_where_their_peers_do_not_know_yet_what_has_happened(cluster: FragileCluster) -> None:
+    """A prefill worker and a decode worker, at each of their points, beside two that live on."""
     prompts: list[list[int]] = []
     answers: list[list[int]] = []
-    service, points = cluster.services[name], points_of(name)
-    for point in points:
-        start_armed(cluster, name, f"{point}=exit")
-        assert service.process is not None
+    names = ("prefill-1", "decode-1")
+    for points in zip_longest(*map(points_of, names)):
+        point_of = dict(zip(names, points, strict=True))
+        start_armed(cluster, {name: f"{point}=exit" if point else "" for name, point in point_of.items()})
+        doomed = [name for name, point in point_of.items() if point]
+        processes = [cluster.services[name].process for name in doomed]
         num_before = len(prompts)
-        while service.process.poll() is None:  # whoever is chosen; it is reached within a few requests
-            assert len(prompts) < num_before + 60, f"{point} is not reached"
+        while any(process is not None and process.poll() is None for process in processes):  # whoever is chosen
+            assert len(prompts) < num_before + 60, f"of {points} not all is reached"
             more = fresh_prompts()  # six at once, or nobody decodes a prompt for itself
             prompts += more
             answers += ask(cluster, more)
-        assert service.process.returncode == EXIT_CODE
-    service.start()
-    for router in (1, 2):
-        cluster.wait_for_workers(router)
+        assert [process and process.returncode for process in processes] == [EXIT_CODE] * len(doomed)
+    start_armed(cluster, dict.fromkeys(names, ""))
     check(cluster, prompts, answers)
 
 
@@ -186,9 +190,9 @@ def test_every_point_fails_once(cluster: FragileCluster) -> None:
         return sum(log.read_text().count(" failpoint ") for log in logs)
 
     num_before = num_reached()
-    for name in ("prefill-1", "decode-1"):
-        actions = {point: late if point == "prefill.before_commit" else "fail" for point in points_of(name)}
-        start_armed(cluster, name, ",".join(f"{point}={action}" for point, action in actions.items()))
+    actions = {point: late if point == "prefill.before_commit" else "fail" for point in POINTS}
+    names = ("prefill-1", "decode-1")
+    start_armed(cluster, {name: ",".join(f"{point}={actions[point]}" for point in points_of(name)) for name in names})
     prompts: list[list[int]] = []
     answers: list[list[int]] = []
     while num_reached() < num_before + len(POINTS):

@@ -14,7 +14,7 @@ from clusters import run_cluster
 
 from protos import tandem_inference_pb2 as pb
 from protos import tandem_worker_pb2 as worker_pb
-from tandem.cli import main
+from tandem.cli import COMMANDS, command, main
 
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text()
@@ -55,12 +55,12 @@ def test_tandem_commands_and_their_flags_exist() -> None:
     assert len(lines) >= 5
     for line in lines:
         for name, rest in re.findall(r"(?:^|[/(])tandem ([a-z]+)([^)#]*)", line):
-            known = {option for parameter in main.commands[name].params for option in parameter.opts}
+            known = {option for parameter in command(name).params for option in parameter.opts}
             assert set(re.findall(r"--[a-z][a-z-]*", rest)) <= known, line
 
 
 def test_flags_named_in_prose_are_those_of_up() -> None:
-    known = {option for command in main.commands.values() for parameter in command.params for option in parameter.opts}
+    known = {option for each in map(command, COMMANDS) for parameter in each.params for option in parameter.opts}
     named = {
         flag for text in re.findall(r"`([^`\n]+)`", PROSE) for flag in re.findall(r"(?<![\w-])--[a-z][a-z-]+", text)
     }

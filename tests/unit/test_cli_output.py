@@ -17,7 +17,7 @@ from protos import tandem_inference_pb2 as pb
 from protos import tandem_worker_pb2 as worker_pb
 from rpc.errors import DeadlinePassed, InvalidRequest, NoWorker, Overloaded, Unreachable
 from tandem.answer import Answer, message_to_dict
-from tandem.cli import main
+from tandem.cli import COMMANDS, command, main
 from tandem.cli.errors import explain
 from tandem.demo import describe
 from tandem.tables import (
@@ -260,19 +260,19 @@ def test_settings_come_from_the_environment_too(monkeypatch: pytest.MonkeyPatch)
 # -- help -------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", sorted(main.commands))
+@pytest.mark.parametrize("name", sorted(COMMANDS))
 def test_every_command_teaches_with_an_example(name: str) -> None:
     result = CliRunner().invoke(main, [name, "--help"])
     assert result.exit_code == 0
     assert "Examples:" in result.output
     assert f"  tandem {name}" in result.output.split("Examples:")[1]
-    for parameter in main.commands[name].params:
+    for parameter in command(name).params:
         if isinstance(parameter, click.Option):
             assert parameter.help, f"tandem {name} {parameter.opts[0]} has no help"
 
 
 def test_every_flag_of_up_names_its_environment_variable() -> None:
-    for parameter in main.commands["up"].params:
+    for parameter in command("up").params:
         assert isinstance(parameter, click.Option)
         assert parameter.show_envvar
         expected = (
@@ -281,13 +281,13 @@ def test_every_flag_of_up_names_its_environment_variable() -> None:
         assert parameter.envvar == expected
 
 
-@pytest.mark.parametrize("name", sorted(main.commands))
+@pytest.mark.parametrize("name", sorted(COMMANDS))
 def test_the_flags_of_the_examples_exist(name: str) -> None:
-    epilog = main.commands[name].epilog or ""
+    epilog = command(name).epilog or ""
     for line in epilog.splitlines():
         match = re.match(r"\s*tandem (\w+)(.*)", line)
         if match:
-            known = {opt for parameter in main.commands[match[1]].params for opt in parameter.opts}
+            known = {opt for parameter in command(match[1]).params for opt in parameter.opts}
             flags = set(re.findall(r"(?<=\s)--[a-z-]+", match[2].split(" | ")[0]))
             assert flags <= known, line
 

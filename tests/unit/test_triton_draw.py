@@ -81,7 +81,7 @@ def test_neighbouring_numbers_of_16_bits_are_told_apart() -> None:
         assert drawn(values.expand(8, -1), seqs) == sampler.draw(values.expand(8, -1), seqs).tolist()
 
 
-@pytest.mark.parametrize("params", FILTERS)
+@pytest.mark.parametrize("params", FILTERS[::3])
 def test_a_row_without_numbers_has_no_next_token_and_its_neighbours_have(params: dict[str, Any]) -> None:
     seqs = [sequence(temperature=1.0, seed=number, **params) for number in range(5)]
     values = logits(5, seed=1)
