@@ -30,6 +30,7 @@ from router.sampling import resolve_sampling
 from router.sequences import Sequences, names_at_workers, params_of_sequence
 from router.tokenizer import Tokenizer
 from router.tool_calls import ToolCallParser, call_id
+from router.tools import AskedTools
 from router.validation import (
     ValidatedRequest,
     check_prompt_length,
@@ -173,7 +174,7 @@ class InferenceServicer(InferenceServicerBase):  # type: ignore[misc]
         stops = StopStrings(params.stop)  # thousands of states: one for all answers
         lifecycles: list[Lifecycle] = []
         for index, name in enumerate(names):
-            detokenizer = self._detokenizer(prompt_token_ids, params, model, stops)
+            detokenizer = self._detokenizer(prompt_token_ids, params, model, stops, asked)
             own = params_of_sequence(params, index)
             tool_calls = asked.reader(partial(call_id, own.seed, prompt_token_ids))
             lifecycle = Lifecycle(
@@ -206,15 +207,21 @@ class InferenceServicer(InferenceServicerBase):  # type: ignore[misc]
                 yield response
 
     def _detokenizer(
-        self, prompt_token_ids: list[int], params: pb.SamplingParams, model: ModelInfo, stops: StopStrings
+        self,
+        prompt_token_ids: list[int],
+        params: pb.SamplingParams,
+        model: ModelInfo,
+        stops: StopStrings,
+        asked: AskedTools,
     ) -> IncrementalDetokenizer:
+        tells_calls = any(map(self._texts.tokenizer.hides, asked.words))
         return IncrementalDetokenizer(
             self._texts.tokenizer,
             prompt_token_ids=prompt_token_ids,
             stop=stops,
             stop_token_ids=_stop_token_ids(params, model),
             include_stop_str_in_output=params.include_stop_str_in_output,
-            skip_special_tokens=params.skip_special_tokens,
+            skip_special_tokens=params.skip_special_tokens and not tells_calls,
             min_tokens=params.min_tokens,
         )
 

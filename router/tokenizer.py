@@ -112,6 +112,10 @@ class Tokenizer:
         text: str = self._backend.decode(token_ids, skip_special_tokens)
         return text
 
+    def hides(self, text: str) -> bool:
+        """Whether `text` is a token that `skip_special_tokens` leaves out."""
+        return self._backend.token_to_id(text) in self.special_token_ids
+
     def token_bytes(self, token_id: int) -> bytes:
         """What a token stands for by itself, in UTF-8: a part of a character, maybe. Nothing for an id that the
         vocabulary lacks."""

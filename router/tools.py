@@ -36,6 +36,11 @@ class AskedTools:
     form: str = ""
     """The grammar of an answer that must be calls. Empty: it need not."""
 
+    @property
+    def words(self) -> tuple[str, ...]:
+        """That tell calls from other text."""
+        return (FORMATS[self.parser].begin, FORMATS[self.parser].end) if self.parser else ()
+
     def reader(self, id_of: Callable[[int], str]) -> ToolCallParser | None:
         """Of one answer. None: there are no calls in it."""
         return ToolCallParser(FORMATS[self.parser], id_of, is_one=self.is_one) if self.parser else None

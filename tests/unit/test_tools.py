@@ -8,13 +8,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import tokenizers
 import transformers
 from test_validation import MODEL
 
 from protos import tandem_inference_pb2 as pb
 from router.chat_template import ChatMessage, ChatTemplate
+from router.detokenizer import StopStrings
 from router.model_info import ModelInfo
-from router.tools import MAX_TOOL_BYTES, problem_of_tools
+from router.servicer import InferenceServicer, Texts
+from router.tokenizer import Tokenizer
+from router.tools import MAX_TOOL_BYTES, NO_TOOLS, problem_of_tools
 from router.validation import ChatPrompt, validate
 from rpc.errors import InvalidRequest
 from tandem.messages import generate_request
@@ -189,8 +193,6 @@ def test_our_template_renders_as_in_transformers(tools: list[Any] | None, tmp_pa
 
 
 def _any_tokenizer() -> Any:
-    import tokenizers
-
     return tokenizers.Tokenizer(tokenizers.models.WordLevel({"a": 0}, unk_token="a"))
 
 
@@ -213,3 +215,25 @@ def test_a_template_for_tools_is_found_where_transformers_looks(tmp_path: Path) 
 def test_a_template_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"chat_template: .*missing cannot be read"):
         ChatTemplate.from_file(tmp_path / "missing", tmp_path)
+
+
+# -- words that tell calls --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("is_special", [True, False])
+def test_a_word_that_tells_calls_is_not_hidden_for_being_special(is_special: bool) -> None:
+    """Some models' vocabularies have it among their special tokens, which are left out of text."""
+    backend = tokenizers.Tokenizer(tokenizers.models.WordLevel({"a": 0, "<tool_call>": 1, "<end>": 2}, unk_token="a"))
+    backend.add_special_tokens(["<end>", *(["<tool_call>"] if is_special else [])])
+    tokenizer = Tokenizer(backend)
+    assert tokenizer.hides("<tool_call>") == is_special
+    servicer = InferenceServicer(
+        texts=Texts(KNOWING, tokenizer, None),
+        cluster=None,  # type: ignore[arg-type]
+        max_request_bytes=1,
+    )
+    params = pb.SamplingParams(skip_special_tokens=True)
+    with_tools = validate(generate_request(HI, tools=[NOW]), KNOWING).asked_tools
+    for asked, text in ((with_tools, "<tool_call>"), (NO_TOOLS, "" if is_special else "<tool_call>")):
+        detokenizer = servicer._detokenizer([0], params, KNOWING, StopStrings([]), asked)
+        assert (detokenizer.push([1]).text + detokenizer.finish()).strip() == text
