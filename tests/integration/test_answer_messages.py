@@ -11,6 +11,8 @@ from router.answer_messages import AnswerMessages
 from router.detokenizer import IncrementalDetokenizer
 from router.request_events import Emit
 from router.tokenizer import Tokenizer
+from router.tool_calls import ToolCallParser
+from router.tool_formats import FORMATS
 
 WORD = "Hi \U0001f9ec\u4f60\u597d x"
 
@@ -51,6 +53,36 @@ def test_one_token_has_an_entry_too(tokenizer: Tokenizer) -> None:
     assert (told.sampled.token_id, told.sampled.rank, told.text_offset) == (504, 0, 0)
     assert told.sampled.token
     assert not message_of(tokenizer, [504], tells_prompt=False).prompt_logprobs
+
+
+@pytest.mark.parametrize(
+    ("text", "content", "arguments"),
+    [
+        ("Well <tool_ca", "Well <tool_ca", None),
+        ('Well <tool_call>{"name": "f", "arguments": {"a": 1}}</tool_call> ', "Well", '{"a": 1}'),
+    ],
+)
+def test_content_and_calls_add_up_to_what_was_said(
+    tokenizer: Tokenizer, text: str, content: str, arguments: str | None
+) -> None:
+    """Also of an answer that is taken up in the middle."""
+    token_ids = tokenizer.encode(text)
+    for num_before in range(len(token_ids)):
+        detokenizer, calls = IncrementalDetokenizer(tokenizer), ToolCallParser(FORMATS["hermes"], str)
+        said = []
+        if num_before:
+            told = calls.push(detokenizer.push(token_ids[:num_before]).text)
+            said.append(pb.GenerateResponse(text=told.content, tool_calls=told.calls))
+        messages = AnswerMessages(
+            request_id="r", sequence=0, prompt_token_ids=[1], detokenizer=detokenizer, tool_calls=calls,
+            num_tokens=num_before,
+        )  # fmt: skip
+        said.append(messages.delta(Emit(num_before, token_ids[num_before:], (), ()))[0])
+        said.append(messages.last(pb.FINISH_REASON_STOP, num_cached_tokens=0, timings=pb.Timings()))
+        assert "".join(each.text for each in said) == content
+        pieces = [piece for each in said for piece in each.tool_calls]
+        assert ("".join(piece.arguments for piece in pieces) or None) == arguments
+        assert [piece.name for piece in pieces if piece.id] == ([] if arguments is None else ["f"])
 
 
 def is_utf8(data: bytes) -> bool:

@@ -409,3 +409,19 @@ def test_a_killed_router_is_no_end_of_a_call(cluster: RunningCluster, client: op
 
     assert added_up(killing()) == expected
     cluster.wait_until_at_rest()
+
+
+def test_calls_over_grpc_streamed_whole_and_several(cluster: RunningCluster) -> None:
+    asked: dict[str, Any] = {
+        "tools": TOOLS,
+        "tool_choice": "required",
+        "parallel_tool_calls": False,
+        "temperature": 0.9,
+    }
+    with Client(cluster.address) as client:
+        both = client.generate_n(ASKING, 2, seed=5, **asked)
+        apart = [client.generate(ASKING, seed=5 + index, **asked) for index in range(2)]
+    assert [answer.tool_calls for answer in both] == [answer.tool_calls for answer in apart]
+    assert all(len(answer.tool_calls) == 1 and not answer.text for answer in both)
+    assert both[0].tool_calls[0].id != both[1].tool_calls[0].id
+    assert both[0].to_dict()["tool_calls"] == [both[0].tool_calls[0].to_dict()]
