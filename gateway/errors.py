@@ -7,6 +7,7 @@ OpenAI's own does so by itself for 409, 429 and 5xx.
 from __future__ import annotations
 
 import math
+import re
 from typing import Any, NamedTuple
 
 from pydantic import ValidationError
@@ -107,15 +108,18 @@ def _name_in_body(field: str) -> str | None:
     if name in ("text", "token_ids"):
         return "prompt"
     name = name.removeprefix("chat.")
-    return "tool_choice" if name == "tool_name" else name.replace("chat", "messages") or None
+    if name == "tool_name":
+        return "tool_choice"
+    name = re.sub(r"^((?:messages\[\d+\]\.)?(?:tools|tool_calls)\[\d+\])\.", r"\1.function.", name)
+    return name.replace("chat", "messages") or None
 
 
 def refusal_of_body(error: ValidationError) -> Refusal:
     """The first thing that is wrong with a body, in one sentence."""
     first = error.errors()[0]
     # Of a field that may be of several types: where in the body, not which of the types was tried.
-    place = [str(part) for part in first["loc"] if not (isinstance(part, str) and (part == "str" or "[" in part))]
-    param = ".".join(place)
+    place = [part for part in first["loc"] if not (isinstance(part, str) and (part == "str" or "[" in part))]
+    param = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in place).removeprefix(".")
     message = first["msg"].removeprefix("Value error, ")
     if first["type"] == "extra_forbidden":
         message = "is not a parameter that this server knows"

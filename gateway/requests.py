@@ -271,12 +271,16 @@ class Message(BaseModel):
     tool_call_id: str | None = None
     function_call: _only() = None  # type: ignore[valid-type]
     audio: _only() = None  # type: ignore[valid-type]
+    # what answers have beside, and clients send back with them
     refusal: Any = None
     annotations: Any = None
+    parsed: Any = None
+    reasoning: Any = None
+    reasoning_content: Any = None
 
     def to_prompt(self) -> Mapping[str, Any]:
         parts = self.content if isinstance(self.content, list) else [TextPart(type="text", text=self.content or "")]
-        calls = [call.model_dump() for call in self.tool_calls or ()]
+        calls = [call.model_dump(exclude_none=True) for call in self.tool_calls or ()]
         said = {"name": self.name, "tool_calls": calls, "tool_call_id": self.tool_call_id}
         return {"role": self.role, "content": "".join(part.text for part in parts), **said}
 

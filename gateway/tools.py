@@ -11,11 +11,13 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 
 
 class CalledFunction(BaseModel):
-    model_config = ConfigDict(extra="forbid", strict=True)
+    """With what clients have beside, and send back: what they made of the arguments."""
+
+    model_config = ConfigDict(extra="ignore", strict=True)
 
     name: str
-    arguments: str
-    """A JSON object, as text."""
+    arguments: str | dict[str, Any] | None = None
+    """A JSON object, as text, or what it says."""
 
 
 class Call(BaseModel):
@@ -23,8 +25,8 @@ class Call(BaseModel):
 
     model_config = ConfigDict(extra="ignore", strict=True)
 
-    id: str = ""
-    type: Literal["function"] = "function"
+    id: str | None = None
+    type: Literal["function"] | None = None
     function: CalledFunction
 
 

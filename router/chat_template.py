@@ -22,6 +22,7 @@ from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from router.tokenizer import read_json, read_special_tokens
+from router.tool_formats import Tool
 
 MAX_OUTPUT_CHARS = 16 * 1024 * 1024
 """A template that writes more is stopped: some repeat what they are given, some loop."""
@@ -100,14 +101,14 @@ class ChatTemplate:
             raise ValueError(f"chat_template: {path} cannot be read: {error}") from error
         return cls(source, variables=read_special_tokens(Path(folder)))
 
-    def has_place_for_tools(self) -> bool:
-        """Whether the prompt tells the model of the tools that it is given."""
-        name = "tool_that_is_looked_for"
-        tool = {"type": "function", "function": {"name": name, "parameters": {"type": "object", "properties": {}}}}
+    def problem_with_tools(self) -> str | None:
+        """Why the prompt does not tell the model of tools that it is given; None: it does."""
+        tool = Tool(name="tool_that_is_looked_for", description="One.")
         try:
-            return name in self.render([ChatMessage(role="user", content="Hi")], [tool])
-        except ValueError:
-            return False
+            prompt = self.render([ChatMessage(role="user", content="Hi")], [tool.to_template()])
+        except ValueError as error:
+            return f"fails with tools ({str(error).removeprefix('chat: ')})"
+        return None if tool.name in prompt else "has no place for tools"
 
     def render(self, messages: Iterable[ChatMessage], tools: Sequence[Mapping[str, Any]] = ()) -> str:
         """The prompt of `messages`, ending where the assistant's answer begins. `tools` in OpenAI's shape.

@@ -123,12 +123,12 @@ class ModelInfo:
     def with_chat(self, template: ChatTemplate | None, parser: str) -> ModelInfo:
         """This model with that template. `parser`: how it writes calls of tools; "auto": as the template teaches it."""
         calls, because = "", ""
-        shows = template is not None and template.has_place_for_tools()
+        problem = None if template is None else template.problem_with_tools()
         which = f"the chat template of model {self.served_model_name!r}"
         if template is None:
             because = f"model {self.served_model_name!r} has no chat template"
-        elif not shows:
-            because = f"{which} has no place for tools; another may be given (--chat-template)"
+        elif problem is not None:
+            because = f"{which} {problem}; another may be given (--chat-template)"
         elif parser != AUTO:
             calls = parser
         elif (known := format_of_template(template.tool_source)) is not None:
@@ -141,7 +141,7 @@ class ModelInfo:
             has_chat_template=template is not None,
             tool_call_parser=calls,
             no_tools_because=because,
-            shows_tools=shows,
+            shows_tools=template is not None and problem is None,
         )
 
     def with_worker(self, model: pb.GetModelInfoResponse) -> ModelInfo:

@@ -99,6 +99,7 @@ async def _as_one(responses: Responses) -> Responses:
     logprobs: list[pb.TokenLogprobs] = []
     prompt_logprobs: list[pb.TokenLogprobs] = []
     tool_calls: dict[int, pb.ToolCallDelta] = {}
+    arguments: dict[int, list[str]] = {}
     worker_kind = ""
     try:
         async for response in responses:
@@ -107,9 +108,8 @@ async def _as_one(responses: Responses) -> Responses:
             logprobs += response.logprobs
             prompt_logprobs += response.prompt_logprobs
             for piece in response.tool_calls:
-                call = tool_calls.setdefault(piece.index, pb.ToolCallDelta(index=piece.index))
-                call.id, call.name = call.id or piece.id, call.name or piece.name
-                call.arguments += piece.arguments
+                tool_calls.setdefault(piece.index, piece)
+                arguments.setdefault(piece.index, []).append(piece.arguments)
             worker_kind = worker_kind or response.worker_kind
             last = response
     finally:
@@ -126,5 +126,6 @@ async def _as_one(responses: Responses) -> Responses:
     del whole.prompt_logprobs[:]
     whole.prompt_logprobs.extend(prompt_logprobs)
     del whole.tool_calls[:]
-    whole.tool_calls.extend(tool_calls.values())
+    for index, first in tool_calls.items():
+        whole.tool_calls.add(index=index, id=first.id, name=first.name, arguments="".join(arguments[index]))
     yield whole

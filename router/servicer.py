@@ -169,7 +169,7 @@ class InferenceServicer(InferenceServicerBase):  # type: ignore[misc]
         check_prompt_length(validated, len(prompt_token_ids), model)
         require_worker(self._cluster.pool)
         asked = validated.asked_tools
-        grammar = await compile_grammar(validated.sampling_params, self._grammars, is_of_tools=bool(asked.form))
+        grammar = await compile_grammar(validated.sampling_params, self._grammars, asked)
         params = resolve_sampling(validated.sampling_params, model, len(prompt_token_ids))
         stops = StopStrings(params.stop)  # thousands of states: one for all answers
         lifecycles: list[Lifecycle] = []

@@ -89,7 +89,7 @@ def _bytes_tokenizer() -> LLTokenizer:
 def _grammar_text(asked: pb.StructuredOutputs) -> str:
     kind = asked.WhichOneof("kind")
     if kind == "json":
-        return _schema_grammar(_schema(asked.json))
+        return _schema_grammar(schema_of(asked.json))
     if kind == "json_object":
         return _schema_grammar({"type": "object"})
     if kind == "regex":
@@ -99,24 +99,27 @@ def _grammar_text(asked: pb.StructuredOutputs) -> str:
     return _lark_grammar(asked.grammar)
 
 
-def _schema(text: str) -> Any:
+def schema_of(text: str) -> dict[str, Any]:
+    """A JSON schema. Raises `ValueError`."""
     try:
         schema = json.loads(text, parse_constant=_no_number)
     except (ValueError, RecursionError) as error:
         raise ValueError(f"json: is not JSON: {error}") from error
     if schema is False:
         raise ValueError("json: no text fits it")
-    _check_bounds(schema)
-    if not isinstance(schema, dict | bool):
+    check_bounds(schema)
+    if schema is True:
+        return {}
+    if not isinstance(schema, dict):
         raise ValueError(f"json: must be a schema, an object, is a {type(schema).__name__}")
-    return {} if schema is True else schema
+    return schema
 
 
 def _no_number(name: str) -> None:
     raise ValueError(f"{name} is no JSON number")
 
 
-def _check_bounds(schema: Any) -> None:
+def check_bounds(schema: Any) -> None:
     """Of integers beyond 64 bits, which would be taken for the nearest within. Raises `ValueError`."""
     stack = [schema]
     while stack:

@@ -5,8 +5,9 @@
               └─> content                └─ is no call: it was content
 
 What is told depends on the text so far alone, however it is cut into pieces: an answer that goes on at another router
-goes on here, too. What begins like a call and is none becomes content; an answer that ends within arguments leaves them
-as they are, as OpenAI's do. White space beside a call is no content, unless text follows it.
+goes on here, too. What begins like a call and is none, or calls no tool that was given, becomes content, as it is; an
+answer that ends within arguments leaves them as they are, as OpenAI's do. White space beside a call is no content,
+unless text follows it.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from __future__ import annotations
 import enum
 import json
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from hashlib import blake2b
 
@@ -25,6 +26,8 @@ PYTHON_TAG = "<|python_tag|>"
 """What Llama may say before a call, where special tokens are shown."""
 MAX_HEAD_CHARS = 512
 """Up to a call's arguments. One that says more before is told when it is whole."""
+ARGUMENT_KEYS = ("arguments", "parameters")
+_HEAD = re.compile(r'\{\s*"name"\s*:\s*("(?:[^"\\]|\\.)+")\s*,\s*"(?:arguments|parameters)"\s*:\s*(?=\{)')
 _BRACKETS = re.compile(r'["\\{}\[\]]')
 _IN_STRING = re.compile(r'["\\]')
 
@@ -52,29 +55,36 @@ class _State(enum.Enum):
 
 
 class ToolCallParser:
-    """Of one answer. `id_of`: a call's id by its number. `is_one`: what the answer calls after its first call is left
-    out."""
+    """Of one answer. `names`: of the tools that it may call. `id_of`: a call's id by its number. `is_one`: what it
+    calls after its first call is left out. `is_held`: it is calls and nothing else: a beginning of one that an end has
+    cut off is no content."""
 
-    def __init__(self, tool_format: ToolFormat, id_of: Callable[[int], str], *, is_one: bool = False) -> None:
+    def __init__(
+        self,
+        tool_format: ToolFormat,
+        names: Collection[str],
+        id_of: Callable[[int], str],
+        *,
+        is_one: bool = False,
+        is_held: bool = False,
+    ) -> None:
         self._format = tool_format
+        self._names = names
         self._id_of = id_of
         self._is_one = is_one
-        self._head = re.compile(
-            r'\{\s*"name"\s*:\s*("(?:[^"\\]|\\.)+")\s*,\s*"' + tool_format.arguments_key + r'"\s*:\s*(?=\{)'
-        )
+        self._is_held = is_held
         self._state = _State.TEXT
-        self._text = ""
-        """Not told yet. From HEAD on, a call's object: what came before its brace is in `_begin`."""
+        self._space: list[str] = []
+        """White space before `_begin` and `_text`: content, if text follows."""
         self._begin = ""
+        """What began the call that HEAD reads."""
+        self._text = ""
+        """Not told yet. From HEAD on, a call's object."""
         self._may_begin = True
         """A call that needs no word to begin could, here."""
         self._scan = _Scan()
         self._num_calls = 0
         self._told = Told()
-
-    @property
-    def has_calls(self) -> bool:
-        return self._num_calls > 0
 
     def push(self, text: str) -> Told:
         """What is new with `text`."""
@@ -85,11 +95,13 @@ class ToolCallParser:
         return told
 
     def finish(self) -> Told:
-        """The answer is over: what is left is content, but for the end of a call that has begun, and white space
-        after one."""
+        """The answer is over: what is left is content, but for the end of a call that has begun, and what stands
+        between calls."""
         rest = self._begin + self._text if self._state in (_State.TEXT, _State.HEAD) else ""
-        self._state, self._begin, self._text = _State.TEXT, "", ""
-        return Told("" if self.has_calls and not rest.strip() else rest)
+        is_nothing = self._is_held or (self._num_calls and rest.strip() in ("", self._format.between.strip()))
+        content = "" if is_nothing else "".join(self._space) + rest
+        self._state, self._space, self._begin, self._text = _State.TEXT, [], "", ""
+        return Told(content)
 
     def _step(self) -> bool:
         """Whether there may be more to do."""
@@ -108,79 +120,93 @@ class ToolCallParser:
     # -- what is said -------------------------------------------------------------------------------------------
 
     def _read_text(self) -> bool:
-        found = self._find_begin()
-        if found is None:
+        has_begun = self._find_word() if self._format.begin else self._find_object()
+        if has_begun:
+            self._scan = _Scan()
+            self._state = _State.HEAD
+        return has_begun
+
+    def _find_word(self) -> bool:
+        """Where each call has a word to begin with: whether one is there."""
+        word = self._format.begin
+        position = self._text.find(word)
+        if position < 0:
+            num_held = _num_held(self._text, word)
+            self._tell(self._text[: len(self._text) - num_held])
+            self._text = self._text[len(self._text) - num_held :]
             return False
-        content, self._begin, self._text = found
-        self._say(content)
-        self._scan = _Scan()
-        self._state = _State.HEAD
+        self._tell(self._text[:position])
+        self._begin, self._text = word, self._text[position + len(word) :]
         return True
 
-    def _find_begin(self) -> tuple[str, str, str] | None:
-        """Content, what begins the call, and the rest. None: all is told that can be."""
-        begin = self._format.begin
-        if begin:
-            position = self._text.find(begin)
-            if position >= 0:
-                return self._text[:position].rstrip(), begin, self._text[position + len(begin) :]
-            self._tell_but(_num_held(self._text, begin))
-            return None
+    def _find_object(self) -> bool:
+        """Where a call is an object at an answer's beginning, or after another call: whether one is there."""
         if not self._may_begin:
-            self._tell_but(0)
-            return None
-        separator = self._format.between.strip() if self._num_calls else PYTHON_TAG
-        match = re.match(rf"\s*(?:{re.escape(separator)})?\s*(?=\{{)", self._text)
-        if match is not None:
-            return "", match[0], self._text[match.end() :]
-        stripped = self._text.strip()
-        if stripped and not (separator.startswith(stripped) or stripped == separator):
+            self._tell(self._text)
+            self._text = ""
+            return False
+        self._hold_space()
+        word = self._format.between.strip() if self._num_calls else PYTHON_TAG
+        word = word if self._text.startswith(word) else ""
+        rest = self._text[len(word) :].lstrip()
+        if rest.startswith("{"):
+            self._begin, self._text = self._text[: len(self._text) - len(rest)], rest
+            return True
+        if rest and not (self._num_calls == 0 and PYTHON_TAG.startswith(rest)):
             self._may_begin = False
-            self._tell_but(0)
-        return None
+            return self._find_object()
+        return False
 
-    def _tell_but(self, num_held: int) -> None:
-        """Tell what is no white space, up to the last `num_held` characters, and the white space before it."""
-        told = self._text[: len(self._text) - num_held].rstrip()
-        self._say(told)
-        self._text = self._text[len(told) :]
+    def _hold_space(self) -> None:
+        stripped = self._text.lstrip()
+        if len(stripped) < len(self._text):
+            self._space.append(self._text[: len(self._text) - len(stripped)])
+            self._text = stripped
 
-    def _say(self, content: str) -> None:
-        self._told.content += content
+    def _tell(self, content: str) -> None:
+        """All but the white space at its end, which is held."""
+        said = content.rstrip()
+        if said:
+            self._told.content += "".join(self._space) + said
+            self._space = []
+        if len(said) < len(content):
+            self._space.append(content[len(said) :])
 
     # -- a call -------------------------------------------------------------------------------------------------
 
     def _read_head(self) -> bool:
-        spaces = len(self._text) - len(self._text.lstrip())
-        if spaces:
-            self._begin += self._text[:spaces]
-            self._text = self._text[spaces:]
-        if not self._text:
+        stripped = self._text.lstrip()
+        self._begin += self._text[: len(self._text) - len(stripped)]
+        self._text = stripped
+        if not stripped:
             return False
-        if self._text[0] != "{":
+        if stripped[0] != "{":
             return self._give_up("")
-        match = self._head.match(self._text[: MAX_HEAD_CHARS + 1])
+        match = _HEAD.match(stripped[: MAX_HEAD_CHARS + 1])
         if match is not None:
-            self._open_call(_unquoted(match[1]))
-            self._text = self._text[match.end() :]
+            name = _unquoted(match[1])
+            if name not in self._names:
+                return self._give_up(match[0])
+            self._open_call(name)
+            self._text = stripped[match.end() :]
             self._scan = _Scan()
             self._state = _State.ARGUMENTS
             return True
-        end = self._scan.end_of_object(self._text)
+        end = self._scan.end_of_object(stripped)
         if end is None:
             return False
-        call = _call_of(self._text[:end], self._format.arguments_key)
-        if call is None:
-            return self._give_up(self._text[:end])
+        call = _call_of(stripped[:end])
+        if call is None or call[0] not in self._names:
+            return self._give_up(stripped[:end])
         self._open_call(call[0])
         self._tell_arguments(call[1])
-        self._text = self._text[end:]
+        self._text = stripped[end:]
         self._state = _State.END
         return True
 
     def _give_up(self, also: str) -> bool:
         """It was no call: what began it is content, and `also`, the beginning of what followed."""
-        self._say(self._begin + also)
+        self._tell(self._begin + also)
         self._text = self._text[len(also) :]
         self._begin = ""
         self._may_begin = False
@@ -211,11 +237,14 @@ class ToolCallParser:
 
     def _read_end(self) -> bool:
         """The word that ends a call, unless the model left it out."""
-        word, text = self._format.end, self._text.lstrip()
-        if word and text.startswith(word):
-            self._text = text[len(word) :]
-        elif word and word.startswith(text):
-            return False
+        word = self._format.end
+        if word:
+            self._hold_space()
+            if self._text.startswith(word):
+                self._text = self._text[len(word) :]
+                self._space = []
+            elif word.startswith(self._text):
+                return False
         self._begin = ""
         self._may_begin = True
         self._state = _State.TEXT
@@ -226,6 +255,7 @@ class ToolCallParser:
         self._text = ""
 
     def _open_call(self, name: str) -> None:
+        self._space = []
         if not (self._is_one and self._num_calls):
             delta = pb.ToolCallDelta(index=self._num_calls, id=self._id_of(self._num_calls), name=name)
             self._told.calls.append(delta)
@@ -268,16 +298,21 @@ class _Scan:
         self._position -= num_chars
 
 
-def _call_of(text: str, arguments_key: str) -> tuple[str, str] | None:
-    """Name and arguments, as JSON, of a call's whole object; None: it is none."""
+def _call_of(text: str) -> tuple[str, str] | None:
+    """Name and arguments, as JSON, of a call's whole object; None: it is none. Models mix up the two words for
+    arguments; and leave them out, where there are none."""
     try:
         call = json.loads(text, strict=False)
-        name, arguments = call["name"], call.get(arguments_key, {})
+        name = call.pop("name")
+        given = [call[key] for key in ARGUMENT_KEYS if key in call]
+        if not given and call:
+            return None
+        arguments = (given[0] if given else None) or {}
         if isinstance(arguments, str):  # some models quote them
             arguments = json.loads(arguments, strict=False)
-    except (ValueError, KeyError, TypeError, RecursionError):
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         return None
-    if not isinstance(name, str) or not name or not isinstance(arguments, dict):
+    if not isinstance(name, str) or not isinstance(arguments, dict):
         return None
     return _encodable(name), _encodable(json.dumps(arguments, ensure_ascii=False))
 

@@ -10,13 +10,15 @@ Does not own reading an answer (`tool_calls`). Pure.
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+import re
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from router.structured_outputs import ON_ONE_LINE
 
-ANY_OBJECT = {"type": "object"}
+NO_PARAMETERS: dict[str, Any] = {"type": "object", "properties": {}}
+_COMMENT = re.compile(r"\{#.*?#\}", re.DOTALL)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -59,41 +61,54 @@ class Tool:
     """What a model may call."""
 
     name: str
-    description: str
-    parameters: dict[str, Any] | None
-    """A JSON schema. None: it takes none."""
+    description: str = ""
+    parameters: dict[str, Any] | None = None
+    """A JSON schema of an object. None: it takes none."""
 
     def to_template(self) -> dict[str, Any]:
-        """As chat templates know it: OpenAI's shape, without what was not said."""
-        function: dict[str, Any] = {"name": self.name}
-        if self.description:
-            function["description"] = self.description
-        if self.parameters is not None:
-            function["parameters"] = self.parameters
+        """As chat templates know it: OpenAI's shape, and all of it, which some take for granted."""
+        parameters = NO_PARAMETERS if self.parameters is None else self.parameters
+        function = {"name": self.name, "description": self.description, "parameters": parameters}
         return {"type": "function", "function": function}
 
 
 def format_of_template(source: str) -> ToolFormat | None:
     """The format that a chat template teaches. None: none that is known here."""
-    plain = source.replace("\\", "")
+    plain = _COMMENT.sub("", source).replace("\\", "")
     for each in FORMATS.values():
         if each.known_by in plain and not any(other in plain for other in each.not_by):
             return each
     return None
 
 
-def calls_grammar(tool_format: ToolFormat, tools: Sequence[Tool], *, is_one: bool) -> str:
-    """Of an answer that is calls of some of `tools`, one or more, and nothing else. In Lark, as llguidance reads it."""
+LINES_BEFORE_TOOLS = 2
+LINES_OF_A_TOOL = 2
+"""Of a grammar: whoever reads its errors counts."""
+
+
+def calls_grammar(
+    tool_format: ToolFormat, tools: Sequence[Tool], *, is_one: bool, or_form: Mapping[str, Any] | None = None
+) -> str:
+    """Of an answer that is calls of some of `tools`, one or more, or JSON that fits the schema `or_form`, and nothing
+    else. In Lark, as llguidance reads it."""
     begin, end = (f"{tool_format.begin}\n", f"\n{tool_format.end}") if tool_format.begin else ("", "")
     more = "" if is_one else f" ({_quoted(tool_format.between)} call)*"
-    lines = [f"start: call{more}", f"call: {' | '.join(f'tool_{number}' for number in range(len(tools)))}"]
+    either = "" if or_form is None else " | form"
+    names = " | ".join(f"tool_{number}" for number in range(len(tools)))
+    lines = [f"start: call{more}{either}", f"call: {names}"]
     for number, tool in enumerate(tools):
         head = f'{begin}{{"name": {json.dumps(tool.name)}, "{tool_format.arguments_key}": '
-        schema = {**(tool.parameters or ANY_OBJECT)}
-        schema.setdefault("x-guidance", dict(ON_ONE_LINE))
         lines.append(f"tool_{number}: {_quoted(head)} arguments_{number} {_quoted('}' + end)}")
-        lines.append(f"arguments_{number}: %json {json.dumps(schema)}")
+        lines.append(f"arguments_{number}: %json {json.dumps(_guided({**(tool.parameters or {}), 'type': 'object'}))}")
+    if or_form is not None:
+        lines.append(f"form: %json {json.dumps(_guided(dict(or_form)))}")
     return "\n".join(lines) + "\n"
+
+
+def _guided(schema: dict[str, Any]) -> dict[str, Any]:
+    """On one line, which what reads calls relies on. Keywords that llguidance does not know (`uniqueItems`, formats of
+    one's own) are not held to: agents send many, and mean them for people."""
+    return {**schema, "x-guidance": {**ON_ONE_LINE, "lenient": True}}
 
 
 def _quoted(text: str) -> str:

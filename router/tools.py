@@ -5,23 +5,24 @@ from __future__ import annotations
 import json
 import re
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from protos import tandem_inference_pb2 as pb
+from router.chat_template import ChatMessage
 from router.model_info import ModelInfo
 from router.sampling import Violations
+from router.structured_outputs import check_bounds, schema_of
 from router.tool_calls import ToolCallParser
-from router.tool_formats import FORMATS, Tool, calls_grammar
+from router.tool_formats import FORMATS, LINES_BEFORE_TOOLS, LINES_OF_A_TOOL, Tool, calls_grammar
 
 MAX_TOOLS = 128
 MAX_TOOL_BYTES = 65_536
 """Of all tools: names, descriptions and schemas."""
-MAX_CALL_BYTES = 1 << 20
-"""Of the arguments of one call that a message tells of."""
 NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
 AUTO, NONE, REQUIRED = pb.TOOL_CHOICE_AUTO, pb.TOOL_CHOICE_NONE, pb.TOOL_CHOICE_REQUIRED
+_KINDS = {list: "a list", str: "a text", int: "a number", float: "a number", bool: "a truth value", type(None): "null"}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -33,17 +34,49 @@ class AskedTools:
     """How the model writes calls. Empty: nothing is taken for one."""
     is_one: bool = False
     """An answer makes one call at most."""
-    form: str = ""
-    """The grammar of an answer that must be calls. Empty: it need not."""
+    callable: tuple[int, ...] = ()
+    """Which of the tools."""
+    is_required: bool = False
+    """The answer is calls, and nothing else."""
+
+    def reader(self, id_of: Callable[[int], str]) -> ToolCallParser | None:
+        """Of one answer. None: there are no calls in it."""
+        if not self.parser:
+            return None
+        names = {self.tools[position].name for position in self.callable}
+        return ToolCallParser(FORMATS[self.parser], names, id_of, is_one=self.is_one, is_held=self.is_required)
 
     @property
     def words(self) -> tuple[str, ...]:
         """That tell calls from other text."""
         return (FORMATS[self.parser].begin, FORMATS[self.parser].end) if self.parser else ()
 
-    def reader(self, id_of: Callable[[int], str]) -> ToolCallParser | None:
-        """Of one answer. None: there are no calls in it."""
-        return ToolCallParser(FORMATS[self.parser], id_of, is_one=self.is_one) if self.parser else None
+    def form(self, params: pb.SamplingParams) -> pb.StructuredOutputs | None:
+        """Of an answer that must be calls, or one of two things: calls, or JSON. None: as `params` say. Raises
+        `ValueError` where there is none that is both."""
+        asked = params.structured_outputs.WhichOneof("kind")
+        if not self.parser or (asked is None and not self.is_required):
+            return None
+        or_form: Mapping[str, Any] | None = None
+        if asked is not None:
+            if self.is_required or asked not in ("json", "json_object"):
+                raise ValueError("cannot be had with tools that must be called, or with another form than JSON")
+            or_form = schema_of(params.structured_outputs.json) if asked == "json" else {"type": "object"}
+        tools = [self.tools[position] for position in self.callable]
+        return pb.StructuredOutputs(
+            grammar=calls_grammar(FORMATS[self.parser], tools, is_one=self.is_one, or_form=or_form)
+        )
+
+    def problem_of_form(self, reason: str) -> tuple[str, str]:
+        """The field, and what is wrong with it, of what is said of the grammar: its lines are the tools'."""
+        match = re.search(r"at (\d+)\(\d+\): (.*)", reason)
+        number = (int(match[1]) - 1 - LINES_BEFORE_TOOLS) // LINES_OF_A_TOOL if match is not None else -1
+        if match is None or number < 0:
+            return "chat.tools", f"cannot be held to: {reason.removeprefix('grammar').removeprefix(': ')}"
+        why = f"cannot be held to: {match[2]}"
+        if number < len(self.callable):
+            return f"chat.tools[{self.callable[number]}].parameters", why
+        return "sampling_params.structured_outputs", why
 
 
 NO_TOOLS = AskedTools()
@@ -61,20 +94,20 @@ def check_tools(chat: pb.Chat, model: ModelInfo, violations: Violations) -> Aske
                 violations.append((f"chat.{field}", "is of no use without tools"))
         return NO_TOOLS
     if not model.tool_call_parser:
-        cannot = f"cannot be had: {model.no_tools_because}"
-        violations.append(("chat.tools", cannot))
+        violations.append(("chat.tools", f"cannot be had: {model.no_tools_because}"))
     tools = _check_each(chat, violations)
     _check_name(chat, choice, violations)
     if len(violations) > num_before:
         return NO_TOOLS
-    is_one = bool(chat.tool_name) or (chat.HasField("parallel_tool_calls") and not chat.parallel_tool_calls)
     if choice == NONE:
         return AskedTools(tools=tools)
-    form = ""
-    if choice == REQUIRED:
-        callable_ = [tool for tool in tools if chat.tool_name in ("", tool.name)]
-        form = calls_grammar(FORMATS[model.tool_call_parser], callable_, is_one=is_one)
-    return AskedTools(tools=tools, parser=model.tool_call_parser, is_one=is_one, form=form)
+    return AskedTools(
+        tools=tools,
+        parser=model.tool_call_parser,
+        is_one=bool(chat.tool_name) or (chat.HasField("parallel_tool_calls") and not chat.parallel_tool_calls),
+        callable=tuple(position for position, tool in enumerate(tools) if chat.tool_name in ("", tool.name)),
+        is_required=choice == REQUIRED,
+    )
 
 
 def _is_given(chat: pb.Chat, field: str) -> bool:
@@ -98,11 +131,25 @@ def _check_each(chat: pb.Chat, violations: Violations) -> tuple[Tool, ...]:
         if NAME.fullmatch(tool.name) is None:
             bound = f'must be 1 to 64 letters, digits, "_" and "-", is {tool.name[:80]!r}'
             violations.append((f"{field}.name", bound))
-        schema = _object(tool.parameters, f"{field}.parameters", violations) if tool.parameters else None
+        schema = _check_schema(tool.parameters, f"{field}.parameters", violations) if tool.parameters else None
         checked.append(Tool(name=tool.name, description=tool.description, parameters=schema))
     if twice := [name for name, number in Counter(tool.name for tool in chat.tools).items() if number > 1]:
         violations.append(("chat.tools", f"must have names of their own, {twice[0][:80]!r} is there twice"))
     return tuple(checked)
+
+
+def _check_schema(text: str, field: str, violations: Violations) -> dict[str, Any] | None:
+    schema = _object(text, field, violations)
+    if schema is None:
+        return None
+    kind = schema.get("type", "object")
+    if kind != "object" and not (isinstance(kind, list) and "object" in kind):
+        violations.append((field, f"must be the schema of an object, is of type {json.dumps(kind)[:80]}"))
+    try:
+        check_bounds(schema)
+    except ValueError as error:
+        violations.append((field, str(error).removeprefix("json: ")))
+    return schema
 
 
 def _check_name(chat: pb.Chat, choice: int, violations: Violations) -> None:
@@ -114,19 +161,31 @@ def _check_name(chat: pb.Chat, choice: int, violations: Violations) -> None:
         violations.append(("chat.tool_name", f"must be one of the tools, is {chat.tool_name[:80]!r}"))
 
 
-def problem_of_tools(reason: str) -> tuple[str, str]:
-    """The field, and what is wrong with it, of what was said of the grammar of calls: which has two lines for each
-    tool, after two."""
-    match = re.search(r"at (\d+)\(\d+\): (.*)", reason)
-    if match is None or int(match[1]) < 3:
-        return "chat.tools", reason.removeprefix("grammar").removeprefix(": ")
-    return f"chat.tools[{(int(match[1]) - 3) // 2}].parameters", f"cannot be kept to: {match[2]}"
+def check_messages(
+    messages: Sequence[pb.ChatMessage], model: ModelInfo, violations: Violations
+) -> tuple[ChatMessage, ...]:
+    """As chat templates know them. What came of a call has the name of what was called."""
+    name_of: dict[str, str] = {}
+    checked = []
+    for position, message in enumerate(messages):
+        calls = _check_calls(message, position, model, violations)
+        name_of.update((call.id, call.name) for call in message.tool_calls if call.id)
+        name = message.name or (name_of.get(message.tool_call_id, "") if message.role == "tool" else "")
+        checked.append(
+            ChatMessage(
+                role=message.role,
+                content=message.content,
+                tool_calls=calls,
+                tool_call_id=message.tool_call_id,
+                name=name,
+            )
+        )
+    return tuple(checked)
 
 
-def check_calls(
+def _check_calls(
     message: pb.ChatMessage, position: int, model: ModelInfo, violations: Violations
 ) -> tuple[dict[str, Any], ...]:
-    """The calls that `message` tells of, as chat templates know them."""
     if message.tool_calls and not model.shows_tools:
         cannot = f"cannot be told of: {model.no_tools_because}"
         violations.append((f"chat.messages[{position}].tool_calls", cannot))
@@ -136,26 +195,37 @@ def check_calls(
         field = f"chat.messages[{position}].tool_calls[{number}]"
         if not call.name:
             violations.append((f"{field}.name", "must not be empty"))
-        arguments = _object(call.arguments, f"{field}.arguments", violations) if call.arguments else {}
+        arguments = _object(call.arguments, f"{field}.arguments", violations, of_a_model=True) if call.arguments else {}
         function = {"name": call.name, "arguments": arguments}
         calls.append({**({"id": call.id} if call.id else {}), "type": "function", "function": function})
     return tuple(calls)
 
 
-def _no_number(name: str) -> None:
-    raise ValueError(f"{name} is no JSON number")
-
-
-def _object(text: str, field: str, violations: Violations) -> dict[str, Any] | None:
-    if len(text) > MAX_CALL_BYTES:
-        violations.append((field, f"must have at most {MAX_CALL_BYTES} characters, has {len(text)}"))
-        return None
+def _object(text: str, field: str, violations: Violations, *, of_a_model: bool = False) -> dict[str, Any] | None:
+    """`of_a_model`: which may say NaN, and may have been cut off."""
     try:
-        value = json.loads(text, parse_constant=_no_number)
+        value = json.loads(text, parse_constant=None if of_a_model else _no_number)
+    except json.JSONDecodeError as error:
+        cut = "; of an answer that was cut off, leave the call out" if of_a_model else ""
+        violations.append((field, f"must be a JSON object, is no JSON: {error}{cut}"))
+        return None
     except (ValueError, RecursionError) as error:
-        violations.append((field, f"must be a JSON object, is no JSON: {error}"))
+        why = "nests too deeply" if isinstance(error, RecursionError) else str(error)
+        why = "has a number of too many digits" if "digits" in why else why
+        violations.append((field, f"must be a JSON object, {why}"))
         return None
     if not isinstance(value, dict):
-        violations.append((field, f"must be a JSON object, is a {type(value).__name__}"))
+        violations.append((field, f"must be a JSON object, is {_KINDS[type(value)]}"))
         return None
-    return value
+    try:
+        plain = json.dumps(value, ensure_ascii=False)
+    except RecursionError:
+        violations.append((field, "must be a JSON object, nests too deeply"))
+        return None
+    if any("\ud800" <= char <= "\udfff" for char in plain):  # half a character, which no token stands for
+        value = json.loads(plain.encode(errors="replace").decode())
+    return dict(value)
+
+
+def _no_number(name: str) -> None:
+    raise ValueError(f"{name} is no JSON number")

@@ -24,7 +24,7 @@ from router.model_info import ModelInfo
 from router.sampling import Violations, check_in_vocabulary, check_sampling
 from router.structured_outputs import problem_of
 from router.tokenizer import Tokenizer
-from router.tools import NO_TOOLS, AskedTools, check_calls, check_tools, problem_of_tools
+from router.tools import NO_TOOLS, AskedTools, check_messages, check_tools
 from rpc.errors import InvalidRequest
 
 MAX_REQUEST_ID_CHARS = 128
@@ -34,7 +34,8 @@ MAX_KIND_CHARS = 64
 MAX_CACHE_SALT_CHARS = 128
 MAX_CHAT_MESSAGES = 8192
 INLINE_RENDER_CHARS = 65_536
-"""Chats longer than this (32 characters counted for what the template adds to a message) are rendered in a thread."""
+"""Chats longer than this (32 characters counted for what the template adds to a message), and those with tools, are
+rendered in a thread."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,16 +119,19 @@ def validate(request: pb.GenerateRequest, model: ModelInfo) -> ValidatedRequest:
         violations.append(("cache_salt", bound))
     prompt = _check_prompt(request, model, violations)
     params = request.sampling_params
-    if isinstance(prompt, ChatPrompt):
-        params = _with_form(params, prompt.asked, violations)
-    check_sampling(params, model, violations)
+    formed = _with_form(params, prompt.asked, violations) if isinstance(prompt, ChatPrompt) else None
+    wrongs: Violations = []
+    check_sampling(params if formed is None else formed, model, wrongs)
+    if formed is not None:  # whoever brought tools has not heard of structured_outputs
+        wrongs = [(field, said.replace("structured_outputs", "tools that hold the answer")) for field, said in wrongs]
+    violations += wrongs
     _check_resumption(request, model, violations)
     if violations:
         raise InvalidRequest(violations)
     return ValidatedRequest(
         request_id=request.request_id or uuid.uuid4().hex,
         prompt=prompt,
-        sampling_params=params,
+        sampling_params=params if formed is None else formed,
         output_token_ids=tuple(request.output_token_ids),
         worker_kind=request.worker_kind,
         cache_salt=request.cache_salt,
@@ -151,7 +155,9 @@ async def tokenize_prompt(
             assert chat_template is not None  # ModelInfo.has_chat_template
             tools = [tool.to_template() for tool in asked.tools]
             try:
-                if tools or sum(len(m.role) + len(m.content) + 32 for m in messages) > INLINE_RENDER_CHARS:
+                num_chars = sum(len(message.role) + len(message.content) + 32 for message in messages)
+                has_tools = bool(tools) or any(message.tool_calls for message in messages)
+                if has_tools or num_chars > INLINE_RENDER_CHARS:
                     text = await asyncio.to_thread(chat_template.render, messages, tools)
                 else:
                     text = chat_template.render(messages)
@@ -160,18 +166,18 @@ async def tokenize_prompt(
             return await tokenizer.encode_async(text, add_special_tokens=False)
 
 
-async def compile_grammar(params: pb.SamplingParams, checker: GrammarChecker, *, is_of_tools: bool = False) -> str:
+async def compile_grammar(params: pb.SamplingParams, checker: GrammarChecker, asked: AskedTools = NO_TOOLS) -> str:
     """What workers go by for structured_outputs; empty where none are asked for. Leaves this process.
 
-    Raises `InvalidRequest` with the reason that no answer can be held to it: `is_of_tools`, which ask for it.
+    Raises `InvalidRequest` with the reason that no answer can be held to it: also to what `asked` tools make of it.
     """
     if not params.HasField("structured_outputs"):
         return ""
     try:
         return await checker.check(params.structured_outputs, max(1, params.n))
     except ValueError as error:
-        if is_of_tools:
-            raise InvalidRequest([problem_of_tools(str(error))]) from error
+        if asked.parser:
+            raise InvalidRequest([asked.problem_of_form(str(error))]) from error
         raise InvalidRequest([("sampling_params.structured_outputs", str(error))]) from error
 
 
@@ -242,16 +248,7 @@ def _check_prompt(request: pb.GenerateRequest, model: ModelInfo, violations: Vio
             if num_messages > MAX_CHAT_MESSAGES:
                 violations.append(("chat.messages", f"may hold {MAX_CHAT_MESSAGES} messages, has {num_messages}"))
                 return ChatPrompt(())
-            messages = tuple(
-                ChatMessage(
-                    role=message.role,
-                    content=message.content,
-                    tool_calls=check_calls(message, position, model, violations),
-                    tool_call_id=message.tool_call_id,
-                    name=message.name,
-                )
-                for position, message in enumerate(request.chat.messages)
-            )
+            messages = check_messages(request.chat.messages, model, violations)
             _check_chat(messages, model, violations)
             return ChatPrompt(messages, check_tools(request.chat, model, violations))
     violations.append(("prompt", "must be given: one of text, token_ids and chat"))
@@ -276,23 +273,22 @@ def _check_chat(messages: tuple[ChatMessage, ...], model: ModelInfo, violations:
         violations.append((f"chat.messages[{position}].role", "must not be empty"))
 
 
-def _with_form(params: pb.SamplingParams, asked: AskedTools, violations: Violations) -> pb.SamplingParams:
-    """`params`, of an answer that tools may ask to be calls."""
-    if not asked.parser:
-        return params
-    if params.HasField("structured_outputs"):
-        cannot = "cannot be had with tools that may be called: an answer has one form"
-        violations.append(("sampling_params.structured_outputs", cannot))
-    elif asked.form:
-        form = pb.StructuredOutputs(grammar=asked.form)
-        if (problem := problem_of(form, max(1, params.n))) is not None:
-            violations.append(("chat.tools", f"as a {problem}"))
-            return params
-        formed = pb.SamplingParams()
-        formed.CopyFrom(params)
-        formed.structured_outputs.CopyFrom(form)
-        return formed
-    return params
+def _with_form(params: pb.SamplingParams, asked: AskedTools, violations: Violations) -> pb.SamplingParams | None:
+    """`params` of an answer that tools hold to a form; None: they do not."""
+    try:
+        form = asked.form(params)
+    except ValueError as error:
+        violations.append(("sampling_params.structured_outputs", str(error)))
+        return None
+    if form is None:
+        return None
+    if (problem := problem_of(form, max(1, params.n))) is not None:
+        violations.append(("chat.tools", f"as a {problem}"))
+        return None
+    formed = pb.SamplingParams()
+    formed.CopyFrom(params)
+    formed.structured_outputs.CopyFrom(form)
+    return formed
 
 
 def _check_resumption(request: pb.GenerateRequest, model: ModelInfo, violations: Violations) -> None:

@@ -28,14 +28,18 @@ from engine.outputs import RequestOutput as StepOutput
 from router.chat_template import ChatMessage, ChatTemplate
 from router.detokenizer import IncrementalDetokenizer
 from router.model_info import ModelInfo
+from router.sampling import Violations
 from router.sequences import names_at_workers
 from router.tokenizer import Tokenizer
+from router.tool_formats import AUTO
+from router.tools import check_messages
 from tandem.sampling_params import SamplingParams
 from tandem.structured_outputs import StructuredOutputsParams
+from tandem.tools import chat_message
 
 __all__ = ["LLM", "CompletionOutput", "Logprob", "RequestOutput", "SamplingParams", "StructuredOutputsParams"]
 
-Message = Mapping[str, str]
+Message = Mapping[str, Any]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,7 +99,8 @@ class LLM:
         folder = self.config.model.path
         self._tokenizer = Tokenizer.from_folder(folder)
         self._chat_template = ChatTemplate.from_folder(folder)
-        self._defaults = ModelInfo.from_folder(folder).defaults
+        self._info = ModelInfo.from_folder(folder)
+        self._defaults = self._info.defaults
         self._request_ids = count()
 
     def get_default_sampling_params(self) -> SamplingParams:
@@ -135,21 +140,29 @@ class LLM:
     ) -> list[RequestOutput]:
         """As `generate`, for one conversation or several, put through the model's chat template, or the one given as
         text. `tools`: what it tells the model of, in OpenAI's shape; calls of them are in the answers' text."""
-        template = self._chat_template if chat_template is None else ChatTemplate(chat_template)
+        template = self._chat_template
+        if chat_template is not None:
+            template = ChatTemplate(chat_template, variables=self._tokenizer.special_tokens)
         if template is None:
             raise ValueError(f"model {self.config.model.served_model_name!r} has no chat template: use generate")
-        if tools and not template.has_place_for_tools():
-            raise ValueError("tools: the chat template has no place for them; give another one (chat_template)")
+        if tools and (problem := template.problem_with_tools()) is not None:
+            raise ValueError(f"tools: the chat template {problem}; give another one (chat_template)")
         conversations: Any = [messages] if messages and isinstance(messages[0], Mapping) else messages
         prompts: list[tuple[str | None, list[int]]] = []
         for conversation in conversations:
-            text = template.render(
-                (ChatMessage(role=message["role"], content=message["content"]) for message in conversation), tools or ()
-            )
+            text = template.render(self._messages(conversation, template), tools or ())
             prompts.append((text, self._tokenizer.encode(text, add_special_tokens=False)))
         return self._generate(prompts, sampling_params, use_tqdm)
 
     # -- inside -------------------------------------------------------------------------------------------------
+
+    def _messages(self, conversation: Sequence[Message], template: ChatTemplate) -> tuple[ChatMessage, ...]:
+        violations: Violations = []
+        info = self._info.with_chat(template, AUTO)
+        messages = check_messages([chat_message(message) for message in conversation], info, violations)
+        if violations:
+            raise ValueError("; ".join(f"{field.removeprefix('chat.')}: {said}" for field, said in violations))
+        return messages
 
     def _as_prompts(self, prompts: Any) -> list[tuple[str | None, list[int]]]:
         if isinstance(prompts, str) or (prompts and isinstance(prompts[0], int)):

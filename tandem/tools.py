@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from protos import tandem_inference_pb2 as pb
@@ -27,61 +27,72 @@ class ToolCall:
         return {"id": self.id, "type": "function", "function": {"name": self.name, "arguments": self.arguments}}
 
 
-@dataclass
 class CallsStream:
     """Adds up the pieces of an answer's calls."""
 
-    _calls: dict[int, pb.ToolCallDelta] = field(default_factory=dict)
+    def __init__(self) -> None:
+        self._opened: list[pb.ToolCallDelta] = []
+        self._arguments: list[list[str]] = []
 
     def accept(self, pieces: Sequence[pb.ToolCallDelta]) -> str | None:
         """What is wrong with them; None: nothing."""
         for piece in pieces:
-            if piece.index not in self._calls and (piece.index != len(self._calls) or not piece.id):
-                return f"a piece of call {piece.index} came, {len(self._calls)} had begun"
-            call = self._calls.setdefault(piece.index, pb.ToolCallDelta())
-            call.id, call.name = call.id or piece.id, call.name or piece.name
-            call.arguments += piece.arguments
+            if piece.id and piece.index == len(self._opened):
+                self._opened.append(piece)
+                self._arguments.append([])
+            elif piece.id or piece.index >= len(self._opened):
+                return f"a piece of call {piece.index} came, {len(self._opened)} had begun"
+            self._arguments[piece.index].append(piece.arguments)
         return None
 
     def calls(self) -> list[ToolCall]:
-        return [ToolCall(id=call.id, name=call.name, arguments=call.arguments) for call in self._calls.values()]
+        return [
+            ToolCall(id=call.id, name=call.name, arguments="".join(arguments))
+            for call, arguments in zip(self._opened, self._arguments, strict=True)
+        ]
+
+
+_OF_NO_USE = {"refusal", "annotations", "audio", "function_call", "parsed", "reasoning", "reasoning_content"}
+"""What answers of OpenAI's clients have beside, and is sent back with them."""
 
 
 def chat_message(message: Any) -> pb.ChatMessage:
     """Of {"role", "content"}, and "tool_calls", "tool_call_id" and "name" as OpenAI's messages have them. Raises
     `ValueError`."""
     known = "a role and a content, and may have tool_calls, a tool_call_id and a name"
-    if not isinstance(message, Mapping) or not {"role"} <= set(message) <= MESSAGE_KEYS:
-        raise ValueError(f"prompt: a message has {known}, not {message!r}")
-    calls = message.get("tool_calls") or ()
-    if message.get("content") is None and not calls:
-        raise ValueError(f"prompt: a message has {known}, not {message!r}")
+    wrong = ValueError(f"prompt: a message has {known}, not {message!r:.500}")
+    if not isinstance(message, Mapping) or not {"role"} <= set(message) <= MESSAGE_KEYS | _OF_NO_USE:
+        raise wrong
+    if "content" not in message and not message.get("tool_calls"):
+        raise wrong
     said = {key: message[key] for key in MESSAGE_KEYS - {"tool_calls"} if message.get(key) is not None}
     try:
         made = pb.ChatMessage(**said)
-    except TypeError as error:
+        calls = list(message.get("tool_calls") or ())
+    except (TypeError, ValueError) as error:
         raise ValueError(f"prompt: role and content of a message must be texts: {error}") from error
     for call in calls:
         try:
             function = call["function"]
-            made.tool_calls.add(id=call.get("id") or "", name=function["name"], arguments=_json(function["arguments"]))
+            arguments = _json(function.get("arguments"))
+            made.tool_calls.add(id=call.get("id") or "", name=function["name"], arguments=arguments)
         except (TypeError, KeyError, AttributeError, ValueError) as error:
             shape = '{"id", "type": "function", "function": {"name", "arguments"}}'
-            raise ValueError(f"prompt: a message's call is not {shape}: {call!r}") from error
+            raise ValueError(f"prompt: a message's call is not {shape}: {call!r:.500}") from error
     return made
 
 
-def add_tools(
-    chat: pb.Chat, tools: Sequence[Mapping[str, Any]], tool_choice: Any, parallel_tool_calls: bool | None
-) -> None:
+def add_tools(chat: pb.Chat, tools: Any, tool_choice: Any, parallel_tool_calls: bool | None) -> None:
     """What OpenAI's `tools`, `tool_choice` and `parallel_tool_calls` say. Raises `ValueError` naming the field."""
+    if not isinstance(tools, Sequence) or isinstance(tools, str):
+        raise ValueError(f"tools: must be a list, is {tools!r:.200}")
     for position, tool in enumerate(tools):
         try:
             function = tool["function"]
-            parameters = function.get("parameters")
-            text = "" if parameters is None else _json(parameters)
-            description = function.get("description") or ""
-            chat.tools.add(name=function["name"], description=description, parameters=text)
+            if tool.get("type", "function") != "function":
+                raise ValueError(f"type is {tool['type']!r:.80}")
+            description, parameters = function.get("description") or "", _json(function.get("parameters"))
+            chat.tools.add(name=function["name"], description=description, parameters=parameters)
         except (TypeError, KeyError, AttributeError, ValueError) as error:
             shape = '{"type": "function", "function": {"name", "description", "parameters"}}'
             raise ValueError(f"tools: number {position} is not {shape}: {error!r}") from error
@@ -90,14 +101,18 @@ def add_tools(
     elif tool_choice is not None:
         try:
             chat.tool_name = tool_choice["function"]["name"]
-        except (TypeError, KeyError) as error:
+        except (TypeError, KeyError, ValueError) as error:
             shape = ", ".join(map(repr, CHOICES)) + ' or {"type": "function", "function": {"name": …}}'
-            raise ValueError(f"tool_choice: must be {shape}, is {tool_choice!r}") from error
+            raise ValueError(f"tool_choice: must be {shape}, is {tool_choice!r:.200}") from error
+        if not chat.tool_name:
+            raise ValueError("tool_choice: names no tool")
         chat.tool_choice = pb.TOOL_CHOICE_REQUIRED
     if parallel_tool_calls is not None:
+        if not isinstance(parallel_tool_calls, bool):
+            raise ValueError(f"parallel_tool_calls: must be true or false, is {parallel_tool_calls!r:.80}")
         chat.parallel_tool_calls = parallel_tool_calls
 
 
 def _json(value: Any) -> str:
-    """A JSON text, or what it says."""
-    return value if isinstance(value, str) else json.dumps(value)
+    """A JSON text, or what it says; empty for None."""
+    return value if isinstance(value, str) else "" if value is None else json.dumps(value)

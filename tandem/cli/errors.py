@@ -37,6 +37,8 @@ def _flag(field: str) -> str:
     if field.startswith(SAMPLING_PREFIX):
         name = field.removeprefix(SAMPLING_PREFIX).split("[")[0]
         return "--json-schema" if name == "structured_outputs" else "--" + name.replace("_", "-")
+    if field.startswith("chat.tool"):
+        return "--tools" + field.removeprefix("chat.tools") if field.startswith("chat.tools") else "--tool-choice"
     return {"text": "PROMPT", "chat": "PROMPT", "prompt": "PROMPT"}.get(field.split(".")[0], field)
 
 

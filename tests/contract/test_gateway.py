@@ -141,7 +141,7 @@ async def test_what_a_message_may_be_is_said(content: Any, complaint: str) -> No
     async with gateway() as (_, http):
         body = {"messages": [{"role": "user", "content": content}]}
         error = (await http.post("/v1/chat/completions", json=body)).json()["error"]
-    assert error["param"] == "messages.0.content"
+    assert error["param"] == "messages[0].content"
     assert complaint in error["message"]
 
 

@@ -9,6 +9,7 @@ import pytest
 from gateway_harness import events_of, gateway, last, tokens
 
 from protos import tandem_inference_pb2 as pb
+from rpc.errors import InvalidRequest
 
 CHAT = "/v1/chat/completions"
 SCHEMA = {"type": "object", "properties": {"city": {"type": "string"}}}
@@ -77,8 +78,8 @@ async def test_what_a_chat_says_of_tools_travels() -> None:
         ({"tool_choice": "sometimes"}, 'tool_choice: must be "none", "auto", "required" or {'),
         ({"tool_choice": {"name": "weather"}}, 'tool_choice: must be "none", "auto", "required" or {'),
         ({"tool_choice": "required", "tools": None}, "tool_choice: is of no use without tools"),
-        ({"tools": [{"type": "function", "function": {}}]}, "tools.0.function.name: Field required"),
-        ({"tools": [{"type": "search"}]}, "tools.0.type: Input should be 'function'"),
+        ({"tools": [{"type": "function", "function": {}}]}, "tools[0].function.name: Field required"),
+        ({"tools": [{"type": "search"}]}, "tools[0].type: Input should be 'function'"),
         ({"functions": [FUNCTION]}, "functions: is not supported; it may be []"),
     ],
 )
@@ -99,3 +100,41 @@ async def test_pieces_of_a_call_that_has_not_begun_are_no_answer() -> None:
         router.script = gap
         answer = await http.post(CHAT, json=ASKED)
     assert answer.status_code == 500
+
+
+async def test_what_clients_send_back_is_taken() -> None:
+    """With what they, and others' servers, put beside."""
+    sent = [
+        {"role": "assistant", "content": None, "refusal": None, "annotations": [], "parsed": None,
+         "reasoning_content": None, "tool_calls": [{"index": 0, "id": None, "type": None, "function": {
+             "name": "weather", "arguments": {"city": "Oslo"}, "parsed_arguments": {"city": "Oslo"}}}]},
+        {"role": "assistant", "tool_calls": [{"function": {"name": "weather"}}]},
+        {"role": "assistant", "content": None},
+    ]  # fmt: skip
+    async with gateway() as (router, http):
+        router.script = call
+        answer = await http.post(CHAT, json={**ASKED, "messages": [*ASKED["messages"], *sent]})
+    assert answer.status_code == 200, answer.text
+    first, second, third = router.requests[0].chat.messages[1:]
+    assert first.tool_calls[0] == pb.ToolCall(name="weather", arguments='{"city": "Oslo"}')
+    assert second.tool_calls[0] == pb.ToolCall(name="weather")
+    assert third == pb.ChatMessage(role="assistant")
+
+
+@pytest.mark.parametrize(
+    ("field", "place"),
+    [
+        ("chat.tools[3].name", "tools[3].function.name"), ("chat.tools", "tools"), ("chat.tool_name", "tool_choice"),
+        ("chat.messages[1].tool_calls[0].arguments", "messages[1].tool_calls[0].function.arguments"),
+        ("chat.messages[1].tool_calls", "messages[1].tool_calls"),
+    ],
+)  # fmt: skip
+async def test_what_a_router_refuses_is_named_as_in_the_body(field: str, place: str) -> None:
+    async def refuse(request: pb.GenerateRequest) -> AsyncIterator[pb.GenerateResponse]:
+        raise InvalidRequest([(field, "is wrong")])
+        yield
+
+    async with gateway() as (router, http):
+        router.script = refuse
+        error = (await http.post(CHAT, json=ASKED)).json()["error"]
+    assert (error["param"], error["message"]) == (place, f"{place}: is wrong")

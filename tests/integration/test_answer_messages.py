@@ -68,7 +68,7 @@ def test_content_and_calls_add_up_to_what_was_said(
     """Also of an answer that is taken up in the middle."""
     token_ids = tokenizer.encode(text)
     for num_before in range(len(token_ids)):
-        detokenizer, calls = IncrementalDetokenizer(tokenizer), ToolCallParser(FORMATS["hermes"], str)
+        detokenizer, calls = IncrementalDetokenizer(tokenizer), ToolCallParser(FORMATS["hermes"], {"f"}, str)
         said = []
         if num_before:
             told = calls.push(detokenizer.push(token_ids[:num_before]).text)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -66,6 +67,27 @@ def test_chat_goes_through_the_template(llm: LLM) -> None:
     answer = one.outputs[0]
     assert (answer.text, answer.finish_reason) == ("The capital of France is Paris.", "stop")
     assert len(llm.chat([messages, messages], GREEDY)) == 2
+
+
+def test_a_chat_tells_of_tools_and_of_calls(llm: LLM) -> None:
+    tool = {"type": "function", "function": {"name": "weather", "description": "Now.", "parameters": {}}}
+    call = {"id": "c", "type": "function", "function": {"name": "weather", "arguments": '{"city": "Oslo"}'}}
+    messages: list[Any] = [
+        {"role": "user", "content": "Rain?"}, {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "c", "content": "yes"},
+    ]  # fmt: skip
+    template = "{{ bos_token }}{{ tools | tojson }}{% for m in messages %}{{ m }}{% endfor %}"
+    (answer,) = llm.chat(messages, GREEDY, tools=[tool], chat_template=template)
+    assert answer.prompt is not None
+    assert answer.prompt.startswith("<|im_start|>[{")
+    for shown in ("'arguments': {'city': 'Oslo'}", "'tool_call_id': 'c', 'name': 'weather'", '"description": "Now."'):
+        assert shown in answer.prompt
+    with pytest.raises(ValueError, match="tools: the chat template has no place for tools; give another one"):
+        llm.chat(messages[:1], GREEDY, tools=[tool])
+    with pytest.raises(ValueError, match=r"messages\[1\].tool_calls: cannot be told of: .* has no place for tools"):
+        llm.chat(messages, GREEDY)
+    with pytest.raises(ValueError, match="a message has a role and a content"):
+        llm.chat([{"role": "user"}], GREEDY)
 
 
 def test_a_stop_string_ends_text_and_work(llm: LLM) -> None:

@@ -12,6 +12,7 @@ from typing import Any
 
 import openai
 import psutil
+import pydantic
 import pytest
 from clusters import RunningCluster, run_cluster, wait_until
 
@@ -386,10 +387,10 @@ def test_one_tool_by_name_and_none(client: openai.OpenAI, model: str) -> None:
 
 
 def test_a_schema_that_cannot_be_kept_to_is_a_bad_request(client: openai.OpenAI, model: str) -> None:
-    wrong = {"type": "function", "function": {"name": "f", "parameters": {"type": "strin"}}}
-    with pytest.raises(openai.BadRequestError, match="cannot be kept to: failed to compile JSON schema") as caught:
+    wrong = {"type": "function", "function": {"name": "f", "parameters": {"properties": {"a": {"type": "strin"}}}}}
+    with pytest.raises(openai.BadRequestError, match="cannot be held to: failed to compile JSON schema") as caught:
         client.chat.completions.create(model=model, messages=ASKING, tools=[TOOLS[0], wrong], tool_choice="required")
-    assert caught.value.param == "tools[1].parameters"
+    assert caught.value.param == "tools[1].function.parameters"
 
 
 def test_a_killed_router_is_no_end_of_a_call(cluster: RunningCluster, client: openai.OpenAI, model: str) -> None:
@@ -425,3 +426,28 @@ def test_calls_over_grpc_streamed_whole_and_several(cluster: RunningCluster) -> 
     assert all(len(answer.tool_calls) == 1 and not answer.text for answer in both)
     assert both[0].tool_calls[0].id != both[1].tool_calls[0].id
     assert both[0].to_dict()["tool_calls"] == [both[0].tool_calls[0].to_dict()]
+
+
+def test_calls_or_an_object(client: openai.OpenAI, model: str) -> None:
+    """As OpenAI's own helper asks, and what it makes of the answer is sent back."""
+
+    class Done(pydantic.BaseModel):
+        is_right: bool
+
+    tools = [openai.pydantic_function_tool(Done, name="done")]
+    asked: dict[str, Any] = {"model": model, "tools": tools, "temperature": 1.5, "parallel_tool_calls": False}
+    ends: set[str | None] = set()
+    for seed in range(12):
+        parsed = client.chat.completions.parse(**asked, messages=ASKING, response_format=Done, seed=seed).choices[0]
+        ends.add(parsed.finish_reason)
+        if parsed.finish_reason == "tool_calls":
+            assert parsed.message.tool_calls is not None
+            assert isinstance(parsed.message.tool_calls[0].function.parsed_arguments, Done)
+            again: Any = [*ASKING, parsed.message, {"role": "tool", "content": "ok",
+                                                    "tool_call_id": parsed.message.tool_calls[0].id}]  # fmt: skip
+            assert client.chat.completions.create(**asked, messages=again, max_tokens=2).choices
+        else:
+            assert isinstance(parsed.message.parsed, Done)
+        if len(ends) == 2:
+            break
+    assert ends == {"tool_calls", "stop"}

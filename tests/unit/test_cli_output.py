@@ -175,6 +175,9 @@ def test_wrong_fields_are_named_as_the_flags_that_set_them() -> None:
         ]
     )
     assert explain(error, ADDRESS) == "--top-p: must be in (0, 1], is 3; --stop: is long; PROMPT: is empty"
+    of_tools = [("chat.tools[1].name", "is wrong"), ("chat.tool_name", "is none"), ("chat.tool_choice", "is 9")]
+    said = "--tools[1].name: is wrong; --tool-choice: is none; --tool-choice: is 9"
+    assert explain(InvalidRequest(of_tools), ADDRESS) == said
 
 
 def test_errors_say_what_to_do() -> None:

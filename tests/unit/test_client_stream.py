@@ -162,6 +162,7 @@ def test_only_what_is_given_travels() -> None:
     assert generate_request("hi", **sampling).sampling_params == expected
 
 
+CHAT = [{"role": "user", "content": "hi"}]
 OF_TOOLS = {"tools", "tool_choice", "parallel_tool_calls"}
 
 
@@ -187,8 +188,14 @@ def test_every_parameter_of_the_wire_can_be_given() -> None:
         ([{"role": "user", "content": "hi", "sound": "a"}], {}, "prompt: a message has a role and a content"),
         ([{"role": "assistant", "tool_calls": [{"name": "f"}]}], {}, "prompt: a message's call is not"),
         ("hi", {"tools": [{"function": {"name": "f"}}]}, "tools: go with messages"),
-        ([{"role": "user", "content": "hi"}], {"tools": [{"name": "f"}]}, "tools: number 0 is not"),
-        ([{"role": "user", "content": "hi"}], {"tools": [], "tool_choice": "f"}, "tool_choice: must be 'auto', "),
+        (CHAT, {"tools": [{"name": "f"}]}, "tools: number 0 is not"),
+        ([{"role": "assistant", "tool_calls": 5}], {}, "prompt: role and content"),
+        ([{"role": "user", "content": "\ud800"}], {}, "prompt: role and content"),
+        (CHAT, {"tools": 5}, "tools: must be a list"),
+        (CHAT, {"tools": [{"type": "search", "function": {"name": "f"}}]}, "tools: number 0 is not .*type is 'search'"),
+        (CHAT, {"tools": [], "tool_choice": "f"}, "tool_choice: must be 'auto', "),
+        (CHAT, {"tool_choice": {"function": {"name": ""}}}, "tool_choice: names no tool"),
+        (CHAT, {"parallel_tool_calls": "no"}, "parallel_tool_calls: must be true or false"),
     ],
 )
 def test_what_the_wire_cannot_carry_is_named(prompt: object, sampling: dict[str, object], complaint: str) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from functools import partial
 from typing import Any
 
@@ -22,9 +23,13 @@ OSLO = ("weather", '{"city": "Oslo"}')
 Outcome = tuple[str, list[tuple[str, str]]]
 
 
+LONG = "n" * MAX_HEAD_CHARS
+NAMES = {"weather", "now", "f", "g", "é?", LONG}
+
+
 def parse(parser: str, pieces: list[str], *, is_one: bool = False, is_whole: bool = True) -> Outcome:
     """Content, and name and arguments of each call."""
-    reader = ToolCallParser(FORMATS[parser], lambda index: f"id-{index}", is_one=is_one)
+    reader = ToolCallParser(FORMATS[parser], NAMES, lambda index: f"id-{index}", is_one=is_one)
     told = [reader.push(piece) for piece in pieces]
     if is_whole:
         told.append(reader.finish())
@@ -60,7 +65,14 @@ CASES: list[tuple[str, str, Outcome]] = [
     ("hermes", f"{CALL[:-4]}", ("", [OSLO])),
     ("hermes", '<tool_call>\n{"name": "f"', ('<tool_call>\n{"name": "f"', [])),
     ("hermes", "a < b <tool_c", ("a < b <tool_c", [])),
+    ("hermes", '<tool_call>{"name": "f", "parameters": {"a": 1}}', ("", [("f", '{"a": 1}')])),
+    ("hermes", '<tool_call>{"name": "f", "arguments": null}', ("", [("f", "{}")])),
     # no calls
+    ("hermes", "Hello  <tool_call>foo", ("Hello  <tool_call>foo", [])),
+    ("hermes", f"Hello\n\n<tool_call> it {CALL}", ("Hello\n\n<tool_call> it", [OSLO])),
+    ("hermes", '<tool_call>{"name": "f", "args": {}}', ('<tool_call>{"name": "f", "args": {}}', [])),
+    ("hermes", CALL.replace("weather", "other"), (CALL.replace("weather", "other"), [])),
+    ("hermes", '<tool_call>{"name": "f", "arguments": [{}]}', ('<tool_call>{"name": "f", "arguments": [{}]}', [])),
     ("hermes", "<tool_call>none</tool_call>", ("<tool_call>none</tool_call>", [])),
     ("hermes", '<tool_call>{"city": 1}</tool_call>', ('<tool_call>{"city": 1}</tool_call>', [])),
     ("hermes", '<tool_call>{"name": 3, "arguments": {}}', ('<tool_call>{"name": 3, "arguments": {}}', [])),
@@ -69,6 +81,11 @@ CASES: list[tuple[str, str, Outcome]] = [
     ("llama3_json", LLAMA, ("", [OSLO])),
     ("llama3_json", f" <|python_tag|>{LLAMA}", ("", [OSLO])),
     ("llama3_json", f"{LLAMA}; {LLAMA}\n{LLAMA}", ("", [OSLO] * 3)),
+    ("llama3_json", f"{LLAMA}; ", ("", [OSLO])),
+    ("llama3_json", f"{LLAMA};{LLAMA} ;", ("", [OSLO, OSLO])),
+    ("llama3_json", '{"name": "f", "arguments": {"a": 1}}', ("", [("f", '{"a": 1}')])),
+    ("llama3_json", '{"name": "f", "age": 3}', ('{"name": "f", "age": 3}', [])),
+    ("llama3_json", '{"name": "Bob", "parameters": {}}', ('{"name": "Bob", "parameters": {}}', [])),
     ("llama3_json", f"{LLAMA} is it", (" is it", [OSLO])),
     ("llama3_json", f"Call {LLAMA}", (f"Call {LLAMA}", [])),
     ("llama3_json", f'{{"city": 1}}; {LLAMA}', (f'{{"city": 1}}; {LLAMA}', [])),
@@ -103,7 +120,7 @@ def test_nothing_is_lost_of_a_text_without_calls(text: str, parser: str) -> None
 
 
 def test_arguments_come_as_they_are_said() -> None:
-    reader = ToolCallParser(FORMATS["hermes"], str)
+    reader = ToolCallParser(FORMATS["hermes"], NAMES, str)
     assert not reader.push('<tool_call>{"name": "f", "arguments": ').calls
     (opened,) = reader.push('{"a').calls[:1]
     assert opened.name == "f"
@@ -116,9 +133,26 @@ def test_one_call_and_no_other() -> None:
 
 
 def test_a_long_head_is_told_when_the_call_is_whole() -> None:
-    name = "n" * MAX_HEAD_CHARS
-    text = f'<tool_call>{{"name": "{name}", "arguments": {{"a":1}}}}'
-    assert parse("hermes", [text]) == parse("hermes", list(text)) == ("", [(name, '{"a": 1}')])
+    text = f'<tool_call>{{"name": "{LONG}", "arguments": {{"a":1}}}}'
+    assert parse("hermes", [text]) == parse("hermes", list(text)) == ("", [(LONG, '{"a": 1}')])
+
+
+def test_what_is_held_to_calls_has_no_content_though_it_is_cut_off() -> None:
+    reader = ToolCallParser(FORMATS["hermes"], NAMES, str, is_held=True)
+    assert (reader.push('<tool_call>\n{"na').content, reader.finish().content) == ("", "")
+
+
+@pytest.mark.parametrize("parser", sorted(FORMATS))
+@pytest.mark.parametrize("piece", [" " * 80, "{" * 80, "<tool_call>", '{"name": "', "\\"])
+def test_no_text_takes_long(parser: str, piece: str) -> None:
+    """Whatever a request makes the model say, others wait for the router meanwhile."""
+    reader = ToolCallParser(FORMATS[parser], NAMES, str)
+    reader.push(LLAMA if parser == "llama3_json" else "")
+    began_s = time.process_time()
+    for _ in range(4000):
+        reader.push(piece)
+    reader.finish()
+    assert time.process_time() - began_s < 2
 
 
 def test_ids_are_the_same_wherever_an_answer_goes_on() -> None:
@@ -144,10 +178,12 @@ def test_a_template_tells_how_its_model_calls(source: str, name: str | None) -> 
 
 
 TOOLS = [
-    Tool(name="weather", description="", parameters={
+    Tool(name="weather", parameters={
         "type": "object", "properties": {"city": {"type": "string", "maxLength": 5}}, "required": ["city"],
         "additionalProperties": False}),
-    Tool(name="now", description="The time.", parameters=None),
+    Tool(name="now", parameters={
+        "anyOf": [{"type": "integer"}, {"type": "object"}], "uniqueItems": True,
+        "x-guidance": {"item_separator": "X"}}),
 ]  # fmt: skip
 
 
@@ -174,6 +210,10 @@ def test_an_answer_is_held_to_calls_that_are_read_as_such(parser: str) -> None:
                    ("weather", {"city": "Oslo", "unit": "C"})]  # fmt: skip
     wrongs = ["", "Hello", "Well: " + two, two + ".", *map(write, wrong_calls)]
     assert [wrong for wrong in wrongs if is_in(grammar, wrong)] == []
+    either = grammar_of(
+        pb.StructuredOutputs(grammar=calls_grammar(FORMATS[parser], TOOLS, is_one=True, or_form={"type": "array"}))
+    )
+    assert [is_in(either, text) for text in (write(("now", {})), "[1]", "1", two)] == [True, True, False, False]
     only = grammar_of(pb.StructuredOutputs(grammar=calls_grammar(FORMATS[parser], TOOLS[:1], is_one=True)))
     assert is_in(only, write(("weather", {"city": "Oslo"})))
     assert not is_in(only, write(*[("weather", {"city": "Oslo"})] * 2))

@@ -18,7 +18,7 @@ from router.detokenizer import StopStrings
 from router.model_info import ModelInfo
 from router.servicer import InferenceServicer, Texts
 from router.tokenizer import Tokenizer
-from router.tools import MAX_TOOL_BYTES, NO_TOOLS, problem_of_tools
+from router.tools import MAX_TOOL_BYTES, NO_TOOLS, AskedTools
 from router.validation import ChatPrompt, validate
 from rpc.errors import InvalidRequest
 from tandem.messages import generate_request
@@ -46,13 +46,15 @@ def wrong_of(chat: Any, model: ModelInfo = KNOWING, **asked: Any) -> list[tuple[
 def test_tools_in_openais_words_reach_the_template_as_they_were() -> None:
     asked = validate(generate_request(TOLD, tools=[WEATHER, NOW]), KNOWING)
     assert isinstance(asked.prompt, ChatPrompt)
-    assert [tool.to_template() for tool in asked.asked_tools.tools] == [WEATHER, NOW]
+    nothing = {"name": "now", "description": "", "parameters": {"type": "object", "properties": {}}}
+    shown = [WEATHER, {"type": "function", "function": nothing}]
+    assert [tool.to_template() for tool in asked.asked_tools.tools] == shown
     call, result = asked.prompt.messages[1:]
     assert call.to_template() == {
         "role": "assistant", "content": "",
         "tool_calls": [{**MADE, "function": {"name": "weather", "arguments": {"city": "Oslo"}}}],
     }  # fmt: skip
-    assert result.to_template() == {"role": "tool", "content": "rain", "tool_call_id": "call_1"}
+    assert result.to_template() == {"role": "tool", "content": "rain", "tool_call_id": "call_1", "name": "weather"}
 
 
 @pytest.mark.parametrize(
@@ -68,20 +70,35 @@ def test_tools_in_openais_words_reach_the_template_as_they_were() -> None:
 )
 def test_what_may_be_called(asked: dict[str, Any], parser: str, is_one: bool, is_held: bool) -> None:
     validated = validate(generate_request(HI, tools=[WEATHER, NOW], **asked), KNOWING)
-    tools = validated.asked_tools
-    assert (tools.parser, tools.is_one, bool(tools.form)) == (parser, is_one, is_held)
+    tools, form = validated.asked_tools, validated.sampling_params.structured_outputs.grammar
+    assert (tools.parser, tools.is_one, bool(form)) == (parser, is_one, is_held)
     assert len(tools.tools) == 2, "the model hears of all"
-    assert validated.sampling_params.structured_outputs.grammar == tools.form
     assert (tools.reader(str) is None) == (not parser)
-    if is_one and is_held and isinstance(asked["tool_choice"], dict):
-        assert "weather" not in tools.form
+    if is_held:
+        assert ("weather" in form) == (asked["tool_choice"] == "required")
+
+
+def test_an_answer_may_be_calls_or_have_a_form() -> None:
+    """As agents ask that answer with an object when they are done."""
+    forms: list[Any] = [{"json": {"type": "object", "title": "done"}}, {"json_object": True}]
+    for form in forms:
+        asked = generate_request(HI, tools=[WEATHER], structured_outputs=form)
+        grammar = validate(asked, KNOWING).sampling_params.structured_outputs.grammar
+        assert "start: call" in grammar
+        assert "| form" in grammar
+        assert ("done" in grammar) == ("json" in form)
+    for form, choice in (({"regex": "a"}, "auto"), (forms[0], "required")):
+        ((named, said),) = wrong_of(HI, tools=[WEATHER], tool_choice=choice, structured_outputs=form)
+        assert named == "sampling_params.structured_outputs"
+        assert "with another form than JSON" in said
+    untouched = validate(
+        generate_request(HI, tools=[WEATHER], tool_choice="none", structured_outputs=forms[0]), KNOWING
+    )
+    assert untouched.sampling_params.structured_outputs.json
 
 
 def function(**of: Any) -> dict[str, Any]:
     return {"tools": [{"function": {"name": "f", **of}}]}
-
-
-FORMED = {"json_object": True}
 
 
 @pytest.mark.parametrize(
@@ -95,11 +112,16 @@ FORMED = {"json_object": True}
         ({"tools": [NOW, {"function": {"name": "f", "parameters": "{"}}]}, "chat.tools[1].parameters", "is no JSON"),
         (function(parameters="[]"), "chat.tools[0].parameters", "is a list"),
         (function(parameters='{"a": NaN}'), "chat.tools[0].parameters", "NaN is no"),
-        (function(parameters="[" * 60_000), "chat.tools[0].parameters", "no JSON"),
+        (function(parameters="[" * 60_000), "chat.tools[0].parameters", "nests too deeply"),
         (function(description="x" * MAX_TOOL_BYTES), "chat.tools", "must have at most"),
         ({"tools": [NOW], "tool_choice": {"function": {"name": "then"}}}, "chat.tool_name", "must be one of the tools"),
-        ({"tools": [NOW], "structured_outputs": FORMED}, "sampling_params.structured_outputs", "one form"),
-        ({**function(), "tool_choice": "required", "ignore_eos": True}, "sampling_params.ignore_eos", "cannot be had"),
+        (function(parameters={"type": "string"}), "chat.tools[0].parameters", 'an object, is of type "string"'),
+        (function(parameters={"minimum": 10**20}), "chat.tools[0].parameters", "minimum must be within 64 bits"),
+        (function(parameters='{"a": ' + "9" * 5000 + "}"), "chat.tools[0].parameters", "of too many digits"),
+        (
+            {**function(), "tool_choice": "required", "ignore_eos": True}, "sampling_params.ignore_eos",
+            "cannot be had with tools that hold the answer",
+        ),
     ],
 )  # fmt: skip
 def test_what_cannot_be_had_is_named(asked: dict[str, Any], field: str, reason: str) -> None:
@@ -109,7 +131,10 @@ def test_what_cannot_be_had_is_named(asked: dict[str, Any], field: str, reason: 
 
 
 def test_what_messages_tell_of_calls_is_checked() -> None:
-    for arguments, reason in (("3", "is a int"), ("{", "is no JSON"), ("[" * 100_000, "is no JSON")):
+    for arguments, reason in (
+        ("3", "is a number"), ("null", "is null"), ('{"a": 1', "was cut off, leave the call out"),
+        ("[" * 100_000, "nests too deeply"),
+    ):  # fmt: skip
         call = {"function": {"name": "weather", "arguments": arguments}}
         ((named, said),) = wrong_of([*HI, {"role": "assistant", "tool_calls": [MADE, call]}])
         assert (named, reason in said) == ("chat.messages[1].tool_calls[1].arguments", True)
@@ -127,12 +152,24 @@ def test_unknown_numbers_and_names_without_a_choice() -> None:
     assert wrong_of(request) == [("chat.tool_name", "goes with TOOL_CHOICE_REQUIRED, and with no other")]
 
 
-def test_a_schema_that_cannot_be_kept_to_is_named() -> None:
-    reason = "grammar: at 6(14): failed to compile JSON schema: Invalid type: strin\n 5 | tool_1: ..."
-    assert problem_of_tools(reason) == (
-        "chat.tools[1].parameters", "cannot be kept to: failed to compile JSON schema: Invalid type: strin",
-    )  # fmt: skip
-    assert problem_of_tools("grammar: too complex") == ("chat.tools", "too complex")
+def test_half_a_character_in_what_a_model_said_is_none() -> None:
+    call = {"function": {"name": "weather", "arguments": '{"a": "\\ud83d", "b": NaN}'}}
+    request = generate_request([*HI, {"role": "assistant", "tool_calls": [call]}])
+    prompt = validate(request, KNOWING).prompt
+    assert isinstance(prompt, ChatPrompt)
+    arguments = prompt.messages[1].tool_calls[0]["function"]["arguments"]
+    assert arguments["a"] == "?"
+
+
+def test_a_schema_that_cannot_be_held_to_is_named() -> None:
+    tools = validate(generate_request(HI, tools=[NOW, WEATHER]), KNOWING).asked_tools
+    reason = "grammar: at {}(14): failed to compile JSON schema: Invalid type: strin\n 5 | tool_1: ..."
+    why = "cannot be held to: failed to compile JSON schema: Invalid type: strin"
+    assert tools.problem_of_form(reason.format(6)) == ("chat.tools[1].parameters", why)
+    assert tools.problem_of_form(reason.format(7)) == ("sampling_params.structured_outputs", why)
+    named = AskedTools(tools=tools.tools, parser="hermes", callable=(1,))
+    assert named.problem_of_form(reason.format(4)) == ("chat.tools[1].parameters", why)
+    assert tools.problem_of_form("grammar: too complex") == ("chat.tools", "cannot be held to: too complex")
 
 
 # -- templates --------------------------------------------------------------------------------------------------------
@@ -148,7 +185,8 @@ def of_template(source: str | None, parser: str = "auto") -> ModelInfo:
         (None, "auto", "has no chat template"),
         ("{{ messages[0].content }}", "hermes", "has no place for tools; another may be given (--chat-template)"),
         ("{{ tools | tojson }}", "auto", "may be named (--tool-call-parser hermes|llama3_json)"),
-        ("{{ tools | tojson }}{{ raise_exception('no user') }}", "hermes", "has no place for tools"),
+        ("{{ tools | tojson }}{{ raise_exception('never') }}", "hermes", "refuses these messages: never)"),
+        ("{# <tool_call> #}{{ tools | tojson }}", "auto", "teaches no way of calling tools that is known here"),
     ],
 )
 def test_a_model_that_is_given_no_tools_says_why(source: str | None, parser: str, reason: str) -> None:
@@ -169,6 +207,19 @@ def test_a_model_that_is_given_no_tools_says_why(source: str | None, parser: str
 def test_how_a_model_calls_is_what_its_template_teaches_or_what_was_said() -> None:
     assert of_template(TEMPLATE.read_text()).to_proto().tool_call_parser == "hermes"
     assert of_template("{{ tools | tojson }}", "llama3_json").tool_call_parser == "llama3_json"
+
+
+def test_a_template_may_take_a_tool_to_be_whole() -> None:
+    """As Hermes' own do, and those that name what came of a call."""
+    source = "{% for t in tools %}{{ t.function.name + ': ' + t.function.description }}{% endfor %}<tool_call>"
+    source += "{% for m in messages %}{% if m.role == 'tool' %}{{ m.name + ': ' + m.content }}{% endif %}{% endfor %}"
+    template = ChatTemplate(source)
+    model = MODEL.with_chat(template, "auto")
+    assert model.tool_call_parser == "hermes"
+    validated = validate(generate_request(TOLD, tools=[NOW]), model)
+    assert isinstance(validated.prompt, ChatPrompt)
+    shown = [tool.to_template() for tool in validated.asked_tools.tools]
+    assert template.render(validated.prompt.messages, shown) == "now: <tool_call>weather: rain"
 
 
 @pytest.mark.parametrize("tools", [None, [WEATHER, NOW]])
@@ -205,7 +256,7 @@ def test_a_template_for_tools_is_found_where_transformers_looks(tmp_path: Path) 
         assert template is not None
         assert template.render([], []) == "plain"
         assert template.render([], [NOW]) == "with now"
-        assert template.has_place_for_tools()
+        assert template.problem_with_tools() is None
         (tmp_path / "tokenizer_config.json").unlink(missing_ok=True)
         (tmp_path / "chat_template.jinja").write_text("plain")
         (tmp_path / "additional_chat_templates").mkdir(exist_ok=True)
