@@ -48,6 +48,8 @@ CASES: list[tuple[str, str, Outcome]] = [
     ("hermes", CALL, ("", [OSLO])),
     ("hermes", f"I will look. \n{CALL}\n", ("I will look.", [OSLO])),
     ("hermes", f"{CALL}\n{CALL}", ("", [OSLO, OSLO])),
+    ("hermes", f"A \n{CALL}\nB", ("A\nB", [OSLO])),
+    ("hermes", '<tool_call>{"arguments": {}, "name": "other"}', ('<tool_call>{"arguments": {}, "name": "other"}', [])),
     ("hermes", f"{CALL}\nDone.", ("\nDone.", [OSLO])),
     ("hermes", '<tool_call>{"name":"f","arguments":{}}</tool_call>', ("", [("f", "{}")])),
     (
@@ -65,7 +67,7 @@ CASES: list[tuple[str, str, Outcome]] = [
     ("hermes", f"{CALL[:-4]}", ("", [OSLO])),
     ("hermes", '<tool_call>\n{"name": "f"', ('<tool_call>\n{"name": "f"', [])),
     ("hermes", "a < b <tool_c", ("a < b <tool_c", [])),
-    ("hermes", '<tool_call>{"name": "f", "parameters": {"a": 1}}', ("", [("f", '{"a": 1}')])),
+    ("hermes", '<tool_call>{"name": "f", "parameters": {"a":1}}', ("", [("f", '{"a":1}')])),
     ("hermes", '<tool_call>{"name": "f", "arguments": null}', ("", [("f", "{}")])),
     # no calls
     ("hermes", "Hello  <tool_call>foo", ("Hello  <tool_call>foo", [])),
@@ -88,6 +90,7 @@ CASES: list[tuple[str, str, Outcome]] = [
     ("llama3_json", '{"name": "Bob", "parameters": {}}', ('{"name": "Bob", "parameters": {}}', [])),
     ("llama3_json", f"{LLAMA} is it", (" is it", [OSLO])),
     ("llama3_json", f"Call {LLAMA}", (f"Call {LLAMA}", [])),
+    ("llama3_json", f'{{"city": 1}}{LLAMA}', (f'{{"city": 1}}{LLAMA}', [])),
     ("llama3_json", f'{{"city": 1}}; {LLAMA}', (f'{{"city": 1}}; {LLAMA}', [])),
     ("llama3_json", '{"city": "Oslo"}', ('{"city": "Oslo"}', [])),
     ("llama3_json", "<|python_tag|>print()", ("<|python_tag|>print()", [])),

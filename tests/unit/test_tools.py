@@ -22,6 +22,7 @@ from router.tools import MAX_TOOL_BYTES, NO_TOOLS, AskedTools
 from router.validation import ChatPrompt, validate
 from rpc.errors import InvalidRequest
 from tandem.messages import generate_request
+from tandem.tools import CallsStream
 
 TEMPLATE = Path(__file__).parents[2] / "examples" / "templates" / "chatml_tools.jinja"
 KNOWING = replace(MODEL, tool_call_parser="hermes", shows_tools=True)
@@ -170,6 +171,16 @@ def test_a_schema_that_cannot_be_held_to_is_named() -> None:
     named = AskedTools(tools=tools.tools, parser="hermes", callable=(1,))
     assert named.problem_of_form(reason.format(4)) == ("chat.tools[1].parameters", why)
     assert tools.problem_of_form("grammar: too complex") == ("chat.tools", "cannot be held to: too complex")
+
+
+@pytest.mark.parametrize(
+    "pieces", [[(1, "b")], [(0, "")], [(0, "a"), (0, "a")], [(0, "a"), (2, "c")], [(0, "a"), (1, "")]]
+)
+def test_pieces_of_calls_come_in_order(pieces: list[tuple[int, str]]) -> None:
+    stream = CallsStream()
+    *rights, wrong = [pb.ToolCallDelta(index=index, id=call_id) for index, call_id in pieces]
+    assert stream.accept(rights) is None
+    assert "had begun" in (stream.accept([wrong]) or "")
 
 
 # -- templates --------------------------------------------------------------------------------------------------------
