@@ -88,6 +88,7 @@ CASES: list[tuple[str, str, Outcome]] = [
     ("llama3_json", '{"name": "f", "arguments": {"a": 1}}', ("", [("f", '{"a": 1}')])),
     ("llama3_json", '{"name": "f", "age": 3}', ('{"name": "f", "age": 3}', [])),
     ("llama3_json", '{"name": "Bob", "parameters": {}}', ('{"name": "Bob", "parameters": {}}', [])),
+    ("llama3_json", f"  {LLAMA} is it", (" is it", [OSLO])),
     ("llama3_json", f"{LLAMA} is it", (" is it", [OSLO])),
     ("llama3_json", f"Call {LLAMA}", (f"Call {LLAMA}", [])),
     ("llama3_json", f'{{"city": 1}}{LLAMA}', (f'{{"city": 1}}{LLAMA}', [])),
