@@ -277,6 +277,12 @@ class Message(BaseModel):
     parsed: Any = None
     reasoning: Any = None
     reasoning_content: Any = None
+    reasoning_details: Any = None
+    provider_specific_fields: Any = None
+    thinking_blocks: Any = None
+    id: Any = None
+    status: Any = None
+    is_error: Any = None
 
     def to_prompt(self) -> Mapping[str, Any]:
         parts = self.content if isinstance(self.content, list) else [TextPart(type="text", text=self.content or "")]
@@ -300,6 +306,9 @@ class ChatRequest(Asked):
     function_call: _only("none", "auto") = None  # type: ignore[valid-type]
     modalities: _only(["text"]) = None  # type: ignore[valid-type]
     audio: _only() = None  # type: ignore[valid-type]
+    prediction: _only() = None  # type: ignore[valid-type]
+    web_search_options: _only() = None  # type: ignore[valid-type]
+    verbosity: _only() = None  # type: ignore[valid-type]
 
     def prompts(self) -> list[Prompt]:
         return [[message.to_prompt() for message in self.messages]]

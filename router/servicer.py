@@ -176,7 +176,7 @@ class InferenceServicer(InferenceServicerBase):  # type: ignore[misc]
         for index, name in enumerate(names):
             detokenizer = self._detokenizer(prompt_token_ids, params, model, stops, asked)
             own = params_of_sequence(params, index)
-            tool_calls = asked.reader(partial(call_id, own.seed, prompt_token_ids))
+            tool_calls = asked.reader(partial(call_id, own.seed, prompt_token_ids), has_form=bool(grammar))
             lifecycle = Lifecycle(
                 self._cluster,
                 request_id=validated.request_id,

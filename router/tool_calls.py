@@ -28,7 +28,7 @@ MAX_HEAD_CHARS = 512
 """Up to a call's arguments. One that says more before is told when it is whole."""
 ARGUMENT_KEYS = ("arguments", "parameters")
 _HEAD = re.compile(r'\{\s*"name"\s*:\s*("(?:[^"\\]|\\.)+")\s*,\s*"(?:arguments|parameters)"\s*:\s*(?=\{)')
-_BRACKETS = re.compile(r'["\\{}\[\]]')
+_BRACKETS = re.compile(r'["\\{}\[\]<]')
 _IN_STRING = re.compile(r'["\\]')
 
 
@@ -267,7 +267,8 @@ class ToolCallParser:
 
 
 class _Scan:
-    """Looks for the end of a JSON object in a text that grows."""
+    """Looks for the end of a JSON object in a text that grows. One that is broken ends before a `<` outside its texts,
+    which JSON does not know: there the model has gone on, to the word that ends a call or to the next one."""
 
     __slots__ = ("_depth", "_is_in_string", "_position")
 
@@ -277,13 +278,15 @@ class _Scan:
         self._position = 0
 
     def end_of_object(self, text: str) -> int | None:
-        """Behind the bracket that closes it. `text` is what it was, and more."""
+        """Behind the bracket that closes it, or where it breaks off. `text` is what it was, and more."""
         while match := (_IN_STRING if self._is_in_string else _BRACKETS).search(text, self._position):
             char, self._position = match[0], match.end()
             if char == "\\":
                 self._position += 1  # whatever it is that comes then
             elif char == '"':
                 self._is_in_string = not self._is_in_string
+            elif char == "<":
+                return match.start()
             elif char in "{[":
                 self._depth += 1
             else:
@@ -307,7 +310,9 @@ def _call_of(text: str) -> tuple[str, str] | None:
         given = [call[key] for key in ARGUMENT_KEYS if key in call]
         if not given and call:
             return None
-        arguments = (given[0] if given else None) or {}
+        arguments = given[0] if given else None
+        if arguments is None or arguments == "":
+            arguments = {}
         if isinstance(arguments, str):  # some models quote them
             arguments = json.loads(arguments, strict=False)
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError):

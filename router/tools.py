@@ -39,12 +39,15 @@ class AskedTools:
     is_required: bool = False
     """The answer is calls, and nothing else."""
 
-    def reader(self, id_of: Callable[[int], str]) -> ToolCallParser | None:
-        """Of one answer. None: there are no calls in it."""
+    def reader(self, id_of: Callable[[int], str], *, has_form: bool = False) -> ToolCallParser | None:
+        """Of one answer, which `form` may have given one. None: there are no calls in it."""
         if not self.parser:
             return None
         names = {self.tools[position].name for position in self.callable}
-        return ToolCallParser(FORMATS[self.parser], names, id_of, is_one=self.is_one, is_held=self.is_required)
+        known = FORMATS[self.parser]
+        # Where an object may be meant as a call or as the answer, what is cut off is the answer's.
+        is_held = self.is_required or (has_form and bool(known.begin))
+        return ToolCallParser(known, names, id_of, is_one=self.is_one, is_held=is_held)
 
     @property
     def words(self) -> tuple[str, ...]:
@@ -59,8 +62,10 @@ class AskedTools:
             return None
         or_form: Mapping[str, Any] | None = None
         if asked is not None:
-            if self.is_required or asked not in ("json", "json_object"):
-                raise ValueError("cannot be had with tools that must be called, or with another form than JSON")
+            if self.is_required:
+                raise ValueError("cannot be had with tools that must be called: an answer has one form")
+            if asked not in ("json", "json_object"):
+                raise ValueError(f"must be JSON (json, json_object) where tools may be called, is {asked}")
             or_form = schema_of(params.structured_outputs.json) if asked == "json" else {"type": "object"}
         tools = [self.tools[position] for position in self.callable]
         return pb.StructuredOutputs(
@@ -95,7 +100,7 @@ def check_tools(chat: pb.Chat, model: ModelInfo, violations: Violations) -> Aske
         return NO_TOOLS
     if not model.tool_call_parser:
         violations.append(("chat.tools", f"cannot be had: {model.no_tools_because}"))
-    tools = _check_each(chat, violations)
+    tools = tools_of(chat, violations)
     _check_name(chat, choice, violations)
     if len(violations) > num_before:
         return NO_TOOLS
@@ -117,7 +122,8 @@ def _is_given(chat: pb.Chat, field: str) -> bool:
     return bool(value) and value not in (AUTO, NONE)  # which ask for nothing
 
 
-def _check_each(chat: pb.Chat, violations: Violations) -> tuple[Tool, ...]:
+def tools_of(chat: pb.Chat, violations: Violations) -> tuple[Tool, ...]:
+    """Those that `chat` brings."""
     if len(chat.tools) > MAX_TOOLS:
         violations.append(("chat.tools", f"may hold {MAX_TOOLS} tools, has {len(chat.tools)}"))
         return ()
@@ -195,18 +201,21 @@ def _check_calls(
         field = f"chat.messages[{position}].tool_calls[{number}]"
         if not call.name:
             violations.append((f"{field}.name", "must not be empty"))
-        arguments = _object(call.arguments, f"{field}.arguments", violations, of_a_model=True) if call.arguments else {}
+        said = call.arguments.strip() or "{}"
+        arguments = _object(said, f"{field}.arguments", violations, of_a_model=True)
         function = {"name": call.name, "arguments": arguments}
         calls.append({**({"id": call.id} if call.id else {}), "type": "function", "function": function})
     return tuple(calls)
 
 
 def _object(text: str, field: str, violations: Violations, *, of_a_model: bool = False) -> dict[str, Any] | None:
-    """`of_a_model`: which may say NaN, and may have been cut off."""
+    """`of_a_model`: which may say NaN, null and line breaks within texts, and may have been cut off."""
     try:
-        value = json.loads(text, parse_constant=None if of_a_model else _no_number)
+        value = json.loads(text, strict=not of_a_model, parse_constant=None if of_a_model else _no_number)
+        value = {} if value is None and of_a_model else value
     except json.JSONDecodeError as error:
-        cut = "; of an answer that was cut off, leave the call out" if of_a_model else ""
+        is_cut = (of_a_model and error.pos >= len(text.rstrip())) or "Unterminated" in error.msg
+        cut = "; of an answer that was cut off, leave the call out" if is_cut else ""
         violations.append((field, f"must be a JSON object, is no JSON: {error}{cut}"))
         return None
     except (ValueError, RecursionError) as error:

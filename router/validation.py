@@ -282,8 +282,10 @@ def _with_form(params: pb.SamplingParams, asked: AskedTools, violations: Violati
         return None
     if form is None:
         return None
-    if (problem := problem_of(form, max(1, params.n))) is not None:
-        violations.append(("chat.tools", f"as a {problem}"))
+    n = max(1, params.n)
+    if (problem := problem_of(form, n)) is not None:
+        if not (params.HasField("structured_outputs") and problem_of(params.structured_outputs, n)):
+            violations.append(("chat.tools", f"as a {problem}"))
         return None
     formed = pb.SamplingParams()
     formed.CopyFrom(params)

@@ -25,6 +25,7 @@ from engine.llm_engine import LLMEngine
 from engine.model_loader import create_engine_config
 from engine.outputs import FinishReason, TokenLogprobs
 from engine.outputs import RequestOutput as StepOutput
+from protos import tandem_inference_pb2 as pb
 from router.chat_template import ChatMessage, ChatTemplate
 from router.detokenizer import IncrementalDetokenizer
 from router.model_info import ModelInfo
@@ -32,10 +33,10 @@ from router.sampling import Violations
 from router.sequences import names_at_workers
 from router.tokenizer import Tokenizer
 from router.tool_formats import AUTO
-from router.tools import check_messages
+from router.tools import check_messages, tools_of
 from tandem.sampling_params import SamplingParams
 from tandem.structured_outputs import StructuredOutputsParams
-from tandem.tools import chat_message
+from tandem.tools import add_tools, chat_message
 
 __all__ = ["LLM", "CompletionOutput", "Logprob", "RequestOutput", "SamplingParams", "StructuredOutputsParams"]
 
@@ -145,23 +146,31 @@ class LLM:
             template = ChatTemplate(chat_template, variables=self._tokenizer.special_tokens)
         if template is None:
             raise ValueError(f"model {self.config.model.served_model_name!r} has no chat template: use generate")
-        if tools and (problem := template.problem_with_tools()) is not None:
-            raise ValueError(f"tools: the chat template {problem}; give another one (chat_template)")
+        shown = self._tools(tools or (), template)
         conversations: Any = [messages] if messages and isinstance(messages[0], Mapping) else messages
         prompts: list[tuple[str | None, list[int]]] = []
         for conversation in conversations:
-            text = template.render(self._messages(conversation, template), tools or ())
+            text = template.render(self._messages(conversation, template), shown)
             prompts.append((text, self._tokenizer.encode(text, add_special_tokens=False)))
         return self._generate(prompts, sampling_params, use_tqdm)
 
     # -- inside -------------------------------------------------------------------------------------------------
 
+    def _tools(self, tools: Any, template: ChatTemplate) -> list[dict[str, Any]]:
+        """As the template shows them, to the same model the same as a router's."""
+        chat, violations = pb.Chat(), Violations()
+        add_tools(chat, tools, None, None)
+        checked = tools_of(chat, violations)
+        if not violations and checked and (problem := template.problem_with_tools()) is not None:
+            violations.append(("tools", f"the chat template {problem}; give another one (chat_template)"))
+        _raise(violations)
+        return [tool.to_template() for tool in checked]
+
     def _messages(self, conversation: Sequence[Message], template: ChatTemplate) -> tuple[ChatMessage, ...]:
-        violations: Violations = []
+        violations = Violations()
         info = self._info.with_chat(template, AUTO)
         messages = check_messages([chat_message(message) for message in conversation], info, violations)
-        if violations:
-            raise ValueError("; ".join(f"{field.removeprefix('chat.')}: {said}" for field, said in violations))
+        _raise(violations)
         return messages
 
     def _as_prompts(self, prompts: Any) -> list[tuple[str | None, list[int]]]:
@@ -351,6 +360,11 @@ class _Answer:
             )
             for each in (logprobs.sampled, *logprobs.top)
         }
+
+
+def _raise(violations: Violations) -> None:
+    if violations:
+        raise ValueError("; ".join(f"{field.removeprefix('chat.')}: {said}" for field, said in violations))
 
 
 def _progress() -> Progress:

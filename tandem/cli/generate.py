@@ -141,7 +141,7 @@ def _read_tools(path: str) -> list[Any]:
     except (ValueError, RecursionError) as error:
         raise click.UsageError(f"--tools: {path} is not JSON: {error}") from error
     if not isinstance(tools, list) or not tools:
-        raise click.UsageError(f"--tools: {path} must hold a list of tools, not empty")
+        raise click.UsageError(f"--tools: {path} must hold a list of tools, [{{...}}, ...], holds {tools!s:.60}")
     return tools
 
 

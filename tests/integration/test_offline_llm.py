@@ -84,6 +84,9 @@ def test_a_chat_tells_of_tools_and_of_calls(llm: LLM) -> None:
         assert shown in answer.prompt
     with pytest.raises(ValueError, match="tools: the chat template has no place for tools; give another one"):
         llm.chat(messages[:1], GREEDY, tools=[tool])
+    for wrong in ("abc", tool, [{"x": 1}], [{"function": {"name": "f", "parameters": {1, 2}}}]):
+        with pytest.raises(ValueError, match="tools: "):
+            llm.chat(messages[:1], GREEDY, tools=wrong, chat_template=template)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=r"messages\[1\].tool_calls: cannot be told of: .* has no place for tools"):
         llm.chat(messages, GREEDY)
     with pytest.raises(ValueError, match="a message has a role and a content"):

@@ -19,6 +19,7 @@ from router.tool_formats import FORMATS, Tool, calls_grammar, format_of_template
 
 CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "Oslo"}}\n</tool_call>'
 LLAMA = '{"name": "weather", "parameters": {"city": "Oslo"}}'
+F = '<tool_call>{"name": "f", "arguments": '
 OSLO = ("weather", '{"city": "Oslo"}')
 Outcome = tuple[str, list[tuple[str, str]]]
 
@@ -62,6 +63,14 @@ CASES: list[tuple[str, str, Outcome]] = [
     ("hermes", '<tool_call>{"name": "f"}</tool_call>', ("", [("f", "{}")])),
     ("hermes", '<tool_call>{"name": "\\u00e9\\ud800", "arguments": {}}', ("", [("é?", "{}")])),
     ("hermes", '<tool_call>{"name": "f", "arguments": {}, "x": {"y": "}"}, "z": 1} ', ("", [("f", "{}")])),
+    # broken, and gone on from
+    ("hermes", f"{F}{{}}\n</tool_call> b {CALL} c", (" b c", [("f", "{}"), OSLO])),
+    ("hermes", f'{F}{{"a": 1\n</tool_call>{CALL}', ("", [("f", '{"a": 1\n'), OSLO])),
+    ("hermes", f'{F}"a\n</tool_call>{CALL}', (f'{F}"a\n</tool_call>{CALL}', [])),
+    ("hermes", f'<tool_call>{{"name": 1\n</tool_call>{CALL}', ('<tool_call>{"name": 1\n</tool_call>', [OSLO])),
+    ("hermes", '<tool_call>{"name": "f", "arguments": {"a": "<b>"}}', ("", [("f", '{"a": "<b>"}')])),
+    ("hermes", '<tool_call>{"name": "f", "arguments": []}', ('<tool_call>{"name": "f", "arguments": []}', [])),
+    ("hermes", '<tool_call>{"name": "f", "arguments": ""}', ("", [("f", "{}")])),
     # cut off
     ("hermes", '<tool_call>{"name": "f", "arguments": {"a": "b', ("", [("f", '{"a": "b')])),
     ("hermes", f"{CALL[:-4]}", ("", [OSLO])),

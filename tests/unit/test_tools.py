@@ -88,14 +88,32 @@ def test_an_answer_may_be_calls_or_have_a_form() -> None:
         assert "start: call" in grammar
         assert "| form" in grammar
         assert ("done" in grammar) == ("json" in form)
-    for form, choice in (({"regex": "a"}, "auto"), (forms[0], "required")):
+    for form, choice, reason in (
+        ({"regex": "a"}, "auto", "must be JSON (json, json_object) where tools may be called, is regex"),
+        (forms[0], "required", "cannot be had with tools that must be called: an answer has one form"),
+        ({"json": {"title": "x" * 70_000}}, "auto", "json must have at most 65536 bytes"),
+    ):
         ((named, said),) = wrong_of(HI, tools=[WEATHER], tool_choice=choice, structured_outputs=form)
         assert named == "sampling_params.structured_outputs"
-        assert "with another form than JSON" in said
+        assert reason in said
     untouched = validate(
         generate_request(HI, tools=[WEATHER], tool_choice="none", structured_outputs=forms[0]), KNOWING
     )
     assert untouched.sampling_params.structured_outputs.json
+
+
+def test_what_an_end_cuts_off_of_a_call_is_content_only_where_it_might_have_been() -> None:
+    begun = '<tool_call>{"na'
+    for parser, choice, form, content in (
+        ("hermes", "auto", False, begun), ("hermes", "auto", True, ""), ("hermes", "required", True, ""),
+        ("llama3_json", "auto", True, '{"na'),
+    ):  # fmt: skip
+        model = replace(KNOWING, tool_call_parser=parser)
+        asked = validate(generate_request(HI, tools=[NOW], tool_choice=choice), model).asked_tools
+        reader = asked.reader(str, has_form=form)
+        assert reader is not None
+        text = begun if parser == "hermes" else '{"na'
+        assert reader.push(text).content + reader.finish().content == content
 
 
 def function(**of: Any) -> dict[str, Any]:
@@ -133,9 +151,12 @@ def test_what_cannot_be_had_is_named(asked: dict[str, Any], field: str, reason: 
 
 def test_what_messages_tell_of_calls_is_checked() -> None:
     for arguments, reason in (
-        ("3", "is a number"), ("null", "is null"), ('{"a": 1', "was cut off, leave the call out"),
+        ("3", "is a number"),
+        ("[]", "is a list"),
+        ("{a: 1}", "Expecting property name"),
+        ('{"a": 1', "was cut off, leave the call out"),
         ("[" * 100_000, "nests too deeply"),
-    ):  # fmt: skip
+    ):
         call = {"function": {"name": "weather", "arguments": arguments}}
         ((named, said),) = wrong_of([*HI, {"role": "assistant", "tool_calls": [MADE, call]}])
         assert (named, reason in said) == ("chat.messages[1].tool_calls[1].arguments", True)
@@ -160,6 +181,14 @@ def test_half_a_character_in_what_a_model_said_is_none() -> None:
     assert isinstance(prompt, ChatPrompt)
     arguments = prompt.messages[1].tool_calls[0]["function"]["arguments"]
     assert arguments["a"] == "?"
+
+
+@pytest.mark.parametrize(("text", "expected"), [("null", {}), (" ", {}), ('{"a": "b\n"}', {"a": "b\n"})])
+def test_what_a_model_said_and_is_nearly_json_is_taken_back(text: str, expected: dict[str, Any]) -> None:
+    call = {"function": {"name": "weather", "arguments": text}}
+    prompt = validate(generate_request([*HI, {"role": "assistant", "tool_calls": [call]}]), KNOWING).prompt
+    assert isinstance(prompt, ChatPrompt)
+    assert prompt.messages[1].tool_calls[0]["function"]["arguments"] == expected
 
 
 def test_a_schema_that_cannot_be_held_to_is_named() -> None:
