@@ -99,7 +99,10 @@ class ChatTemplate:
             source = Path(path).read_text(encoding="utf-8")
         except (OSError, ValueError) as error:
             raise ValueError(f"chat_template: {path} cannot be read: {error}") from error
-        return cls(source, variables=read_special_tokens(Path(folder)))
+        try:
+            return cls(source, variables=read_special_tokens(Path(folder)))
+        except ValueError as error:
+            raise ValueError(f"chat_template: {path}: {error}") from error
 
     def problem_with_tools(self) -> str | None:
         """Why the prompt does not tell the model of tools that it is given; None: it does."""

@@ -214,7 +214,7 @@ def _object(text: str, field: str, violations: Violations, *, of_a_model: bool =
         value = json.loads(text, strict=not of_a_model, parse_constant=None if of_a_model else _no_number)
         value = {} if value is None and of_a_model else value
     except json.JSONDecodeError as error:
-        is_cut = (of_a_model and error.pos >= len(text.rstrip())) or "Unterminated" in error.msg
+        is_cut = of_a_model and (error.pos >= len(text.rstrip()) or "Unterminated" in error.msg)
         cut = "; of an answer that was cut off, leave the call out" if is_cut else ""
         violations.append((field, f"must be a JSON object, is no JSON: {error}{cut}"))
         return None

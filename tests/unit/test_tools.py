@@ -303,6 +303,19 @@ def test_a_template_for_tools_is_found_where_transformers_looks(tmp_path: Path) 
         (tmp_path / "additional_chat_templates" / "tool_use.jinja").write_text(with_tools)
 
 
+def test_a_template_file_that_is_none_is_named(tmp_path: Path) -> None:
+    (tmp_path / "broken").write_text("{% if %}")
+    with pytest.raises(ValueError, match=r"chat_template: .*broken: the model's chat template is broken at line 1"):
+        ChatTemplate.from_file(tmp_path / "broken", tmp_path)
+
+
+def test_a_schema_that_is_no_json_is_no_answer_that_was_cut_off() -> None:
+    ((named, said),) = wrong_of(HI, **function(parameters='{"a": "b'))
+    assert named == "chat.tools[0].parameters"
+    assert "Unterminated string" in said
+    assert "cut off" not in said
+
+
 def test_a_template_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"chat_template: .*missing cannot be read"):
         ChatTemplate.from_file(tmp_path / "missing", tmp_path)
