@@ -35,7 +35,7 @@ from engine.config import EngineConfig
 from engine.kv_cache import KVCacheShape
 from engine.llm_engine import EngineLoad, LLMEngine
 from engine.outputs import RequestOutput
-from engine.scheduler import SchedulerStats
+from engine.stats import SchedulerStats
 from engine.step_profiler import StepProfile, StepProfiler
 
 _log = logging.getLogger(__name__)

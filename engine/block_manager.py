@@ -145,25 +145,27 @@ class BlockManager:
         seq.num_computed_tokens = len(cached) * self.block_size
         return True
 
-    def can_append(self, *seqs: Sequence) -> bool:
-        """Whether `append` would succeed for all of these."""
-        return sum(self._num_blocks_to_append(self._tables[seq.seq_id], seq) for seq in seqs) <= self.num_available
+    def can_append(self, *seqs: Sequence, num_drafts: int = 0) -> bool:
+        """Whether `append` would succeed for all of these, with so many drafts each."""
+        needed = (self._num_blocks_to_append(self._tables[seq.seq_id], seq, num_drafts) for seq in seqs)
+        return sum(needed) <= self.num_available
 
-    def append(self, seq: Sequence) -> list[tuple[int, int]]:
-        """Make room for every token of `seq`, in blocks that it alone may write from `num_computed_tokens` on.
+    def append(self, seq: Sequence, num_drafts: int = 0) -> list[tuple[int, int]]:
+        """Make room for every token of `seq` and `num_drafts` behind them, in blocks that it alone may write from
+        `num_computed_tokens` on.
 
         Returns (source, destination) blocks to be copied before the next write: copy on write after a fork.
         """
         table = self._tables[seq.seq_id]
-        assert self._num_blocks_to_append(table, seq) <= self.num_available, "ask can_append first"
+        assert self._num_blocks_to_append(table, seq, num_drafts) <= self.num_available, "ask can_append first"
         copies = []
-        for index in self._shared_writable(table, seq):
+        for index in self._shared_writable(table, seq, num_drafts):
             source, destination = table.block_ids[index], self._take()
             self._pin(destination, table.owner)
             table.block_ids[index] = destination
             self._unpin(source, table.owner)
             copies.append((source, destination))
-        while len(table.block_ids) < self.num_blocks_for(len(seq)):
+        while len(table.block_ids) < self.num_blocks_for(len(seq) + num_drafts):
             self._add(table, self._take())
         return copies
 
@@ -227,15 +229,15 @@ class BlockManager:
 
     # -- blocks -------------------------------------------------------------------------------------------------
 
-    def _shared_writable(self, table: _Table, seq: Sequence) -> list[int]:
+    def _shared_writable(self, table: _Table, seq: Sequence, num_drafts: int) -> list[int]:
         """Indices of blocks that the next step of `seq` writes and that another table holds too."""
         first = seq.num_computed_tokens // self.block_size
-        last = min(len(table.block_ids), self.num_blocks_for(len(seq)))
+        last = min(len(table.block_ids), self.num_blocks_for(len(seq) + num_drafts))
         return [i for i in range(first, last) if self._num_refs(table.block_ids[i]) > 1]
 
-    def _num_blocks_to_append(self, table: _Table, seq: Sequence) -> int:
-        num_missing = max(0, self.num_blocks_for(len(seq)) - len(table.block_ids))
-        return num_missing + len(self._shared_writable(table, seq))
+    def _num_blocks_to_append(self, table: _Table, seq: Sequence, num_drafts: int) -> int:
+        num_missing = max(0, self.num_blocks_for(len(seq) + num_drafts) - len(table.block_ids))
+        return num_missing + len(self._shared_writable(table, seq, num_drafts))
 
     def _num_refs(self, block_id: int) -> int:
         return sum(refs[block_id] for refs in self._refs)

@@ -9,6 +9,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from engine.speculation import EXAMPLE, SpeculativeConfig
+
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 LOAD_FORMATS = ("auto", "safetensors", "gguf", "dummy")
 ATTENTION_BACKENDS = ("auto", "cpu", "triton", "flash_attn", "torch")
@@ -88,6 +90,10 @@ class SchedulerConfig:
     """Aim for a step that decodes and prefills (engine/pace.py); 0: none."""
     async_scheduling: bool
     """A step is scheduled and launched while the one before is computed (engine/llm_engine.py)."""
+    speculation: SpeculativeConfig | None
+    """What is guessed ahead (engine/speculation.py). None: nothing."""
+    draft_batch_tokens: int
+    """A step takes in no further draft once it has this many rows for sequences that decode."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -210,6 +216,13 @@ class EngineArgs:
             "help": "On a GPU, schedule and launch a step while the one before is computed. A CPU computes at once."
         },
     )
+    speculative_config: str = field(
+        default="",
+        metadata={
+            "help": "Guess ahead, and compute several tokens of an answer in one step: the same tokens, sooner where "
+            f"texts repeat themselves. JSON, such as {EXAMPLE}."
+        },
+    )
     device: str = field(default="auto", metadata={"help": "auto, cpu or cuda."})
     num_threads: int = field(default=0, metadata={"help": "Compute threads. 0: torch's default."})
     attention_backend: str = field(
@@ -292,6 +305,7 @@ class EngineArgs:
             f"max_seq_len_to_capture must be at least 1, is {self.max_seq_len_to_capture}; for no CUDA graphs at all "
             "there is enforce_eager",
         )
+        SpeculativeConfig.parse(self.speculative_config)
         _check(self.num_threads >= 0, f"num_threads must be at least 0, is {self.num_threads}")
         _check(
             self.attention_backend in ATTENTION_BACKENDS,

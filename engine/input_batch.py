@@ -59,7 +59,7 @@ def build_input_batch(
     for i, item in enumerate(scheduled):
         seq, first, end = item.seq, item.first, item.end
         computed[i], query_lens[i] = first, item.num_new_tokens
-        token_ids += seq.token_ids[first:end]
+        token_ids += item.token_ids
         if token_ids[-1] == PENDING_TOKEN:
             assert before is not None
             pending_rows.append(len(token_ids) - 1)
@@ -67,9 +67,8 @@ def build_input_batch(
         tables.append(seq.block_table[: -(-end // block_size)])
         if end % block_size and first <= end - end % block_size:
             begun_blocks.append(seq.block_table[end // block_size])
-        if item.samples:
-            sampling_seqs.append(seq)
-            sample_rows.append(len(token_ids) - 1)
+        sampling_seqs += item.sampled_seqs
+        sample_rows += range(len(token_ids) - item.num_sampled, len(token_ids))
 
     num_tokens = len(token_ids)
     seq_of_token = np.repeat(np.arange(num_seqs), query_lens)

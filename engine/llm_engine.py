@@ -29,8 +29,9 @@ from engine.outputs import RequestOutput
 from engine.pace import StepPace
 from engine.sampled_tokens import SampledTokens
 from engine.sampling_params import SamplingParams
-from engine.scheduler import Scheduler, SchedulerStats
+from engine.scheduler import Scheduler
 from engine.sequence import OnLayerWritten, SchedulerOutput, Sequence
+from engine.stats import SchedulerStats
 
 
 @dataclass(frozen=True, slots=True)
@@ -258,7 +259,7 @@ class LLMEngine:
 
     def _note(self, scheduled: SchedulerOutput, outputs: list[RequestOutput], seconds: float) -> None:
         """What a step computed, and how long that took: for the pace of the next ones, and for whoever asks."""
-        nums_tokens = [s.num_new_tokens for s in scheduled.scheduled]
+        nums_tokens = [s.num_new_tokens - len(s.draft_token_ids) for s in scheduled.scheduled]
         num_decoding = nums_tokens.count(1)
         num_prefill_tokens = sum(nums_tokens) - num_decoding
         self._pace.note(num_decoding=num_decoding, num_prefill_tokens=num_prefill_tokens, seconds=seconds)

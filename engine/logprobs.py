@@ -79,12 +79,13 @@ class SampledLogprobs:
         """With what `function` makes of each tensor."""
         return SampledLogprobs(self.seqs, self.tensors.map(function))
 
-    def read(self) -> dict[int, TokenLogprobs]:
+    def read(self) -> dict[int, list[TokenLogprobs]]:
         """By `Sequence.seq_id`, each with as many alternatives as it asks for."""
-        return {
-            seq.seq_id: TokenLogprobs(each.sampled, each.top[: seq.sampling_params.logprobs])
-            for seq, each in zip(self.seqs, self.tensors.read(), strict=True)
-        }
+        read: dict[int, list[TokenLogprobs]] = {}
+        for seq, each in zip(self.seqs, self.tensors.read(), strict=True):
+            top = each.top[: seq.sampling_params.logprobs]
+            read.setdefault(seq.seq_id, []).append(TokenLogprobs(each.sampled, top))
+        return read
 
 
 @dataclass(frozen=True, slots=True)

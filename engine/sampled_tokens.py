@@ -10,6 +10,8 @@ Shapes: S sampling sequences.
 
 from __future__ import annotations
 
+from itertools import accumulate, islice
+
 import torch
 
 from engine.logprobs import PromptLogprobs, SampledLogprobs
@@ -28,12 +30,14 @@ class SampledTokens:
         prompt_logprobs: list[PromptLogprobs],
         device: str,
     ) -> None:
-        """`token_ids_S`: int64, of those of `output.scheduled` that sample, in their order; None where none does.
+        """`token_ids_S`: int64, of those of `output.scheduled` that sample, in their order, one after each draft of one
+        before the next; None where none does.
         `logprobs`: None where none asks for them. `prompt_logprobs`: of prompts that ask."""
         self.on_device = token_ids_S
-        self.row_of = {item.seq.seq_id: row for row, item in enumerate(i for i in output.scheduled if i.samples)}
-        """Where a sequence's token lies in `on_device`."""
-        self._samples = [item.samples for item in output.scheduled]
+        self._nums_sampled = [item.num_sampled for item in output.scheduled]
+        ends = accumulate(self._nums_sampled)
+        self.row_of = {item.seq.seq_id: end - 1 for item, end in zip(output.scheduled, ends, strict=True)}
+        """Where the last token of a sequence that samples lies in `on_device`."""
         self._on_host = token_ids_S
         self._logprobs = logprobs
         self._prompt_logprobs = prompt_logprobs
@@ -50,18 +54,16 @@ class SampledTokens:
         self._done = torch.cuda.Event()  # type: ignore[no-untyped-call]
         self._done.record()
 
-    def wait(self) -> list[int | None]:
-        """Per scheduled sequence the sampled token id (or INVALID_TOKEN), None where its chunk ends before its end. The
-        step's KV is in the pool by then."""
+    def wait(self) -> list[list[int]]:
+        """Per scheduled sequence the sampled token ids (or INVALID_TOKEN), as many as its `num_sampled`. The step's KV
+        is in the pool by then."""
         if self._done is not None:
             self._done.synchronize()
-        if self._on_host is None:
-            return [None] * len(self._samples)
-        sampled = iter(self._on_host.tolist())
-        return [next(sampled) if samples else None for samples in self._samples]
+        sampled = iter([] if self._on_host is None else self._on_host.tolist())
+        return [list(islice(sampled, num_sampled)) for num_sampled in self._nums_sampled]
 
-    def logprobs(self) -> dict[int, TokenLogprobs]:
-        """Of sequences that ask for them, by `seq_id`. After `wait`."""
+    def logprobs(self) -> dict[int, list[TokenLogprobs]]:
+        """Of sequences that ask for them, by `seq_id`: of each sampled token. After `wait`."""
         return {} if self._logprobs is None else self._logprobs.read()
 
     def prompt_logprobs(self) -> dict[int, list[TokenLogprobs]]:

@@ -27,7 +27,6 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from types import MappingProxyType
 
 from engine.block_manager import BlockManager, BlockOwner
@@ -42,25 +41,13 @@ from engine.sequence import (
     Sequence,
     SequenceStatus,
 )
+from engine.speculation import max_drafts_after, propose
+from engine.stats import SchedulerStats
 
 _STATUS_OF = {
     FinishReason.STOP: SequenceStatus.FINISHED_STOPPED,
     FinishReason.LENGTH: SequenceStatus.FINISHED_LENGTH,
 }
-
-
-@dataclass(slots=True)
-class SchedulerStats:
-    """Counted since the engine started."""
-
-    num_prefix_queries_tokens: int = 0
-    num_prefix_hits_tokens: int = 0
-    num_preemptions: int = 0
-    num_steps: int = 0
-    num_prompt_tokens: int = 0
-    """Computed: those found in the prefix cache are not among them, those computed again are."""
-    num_generation_tokens: int = 0
-    seconds_in_steps: float = 0.0
 
 
 class Scheduler:
@@ -197,15 +184,16 @@ class Scheduler:
             prefilling.append(ScheduledSequence(seq, num_new_tokens))
             budget -= num_new_tokens
             num_wanted_tokens -= num_new_tokens
-        scheduled = decoding + prefilling
+        scheduled = self._with_drafts(decoding, budget, copies) + prefilling
         return SchedulerOutput(scheduled, copies, [e for s in scheduled if (e := self._export(s)) is not None])
 
     def _waits(self, seq: Sequence) -> bool:
         """For the token that a launched step samples: because it is the last one, whatever it is; or because a grammar
-        says by it what may come next, and that is asked on the host."""
+        says by it what may come next, and that is asked on the host; or drafts are looked up by it."""
         if seq.token_ids[-1] != PENDING_TOKEN:
             return False
-        return seq.grammar is not None or seq.is_prefill_only or self._is_full(seq, len(seq))
+        needs_token = seq.grammar is not None or self._config.speculation is not None
+        return needs_token or seq.is_prefill_only or self._num_left(seq, len(seq)) <= 0
 
     def _grow(self, growing: list[Sequence], copies: list[tuple[int, int]]) -> list[ScheduledSequence]:
         """Room for one more token of each of these, oldest first, preempting the youngest where needed. Not one whose
@@ -223,6 +211,28 @@ class Scheduler:
                 copies += self.block_manager.append(seq)
                 decoding.append(ScheduledSequence(seq, 1))
         return decoding
+
+    def _with_drafts(
+        self, decoding: list[ScheduledSequence], budget: int, copies: list[tuple[int, int]]
+    ) -> list[ScheduledSequence]:
+        """With drafts behind those for which something is found, and there is room; these come last. No drafts where a
+        grammar says what may come next: it cannot take back what was wrong."""
+        config = self._config.speculation
+        if config is None:
+            return decoding
+        budget = min(budget, self._config.draft_batch_tokens - len(decoding))
+        plain, guessed = [], []
+        for scheduled in decoding:
+            seq = scheduled.seq
+            most = min(config.num_speculative_tokens, seq.max_drafts, budget, self._num_left(seq, len(seq)) - 1)
+            drafts = propose(seq.token_ids, config, most) if most > 0 and seq.grammar is None else []
+            if drafts and self.block_manager.can_append(seq, num_drafts=len(drafts)):
+                copies += self.block_manager.append(seq, len(drafts))
+                guessed.append(ScheduledSequence(seq, 1 + len(drafts), drafts))
+                budget -= len(drafts)
+            else:
+                plain.append(scheduled)
+        return plain + guessed
 
     def _prefill_candidates(self) -> Iterator[Sequence]:
         """Running sequences that still prefill, then newly admitted ones: each is admitted as it is taken."""
@@ -275,41 +285,65 @@ class Scheduler:
             seq.num_steps_in_flight += 1
             seq.num_computed_tokens = scheduled.end
             if scheduled.samples:
+                seq.token_ids.extend(scheduled.draft_token_ids)
                 seq.token_ids.append(PENDING_TOKEN)
 
     def apply(
         self,
         output: SchedulerOutput,
-        sampled: list[int | None],
-        logprobs: Mapping[int, TokenLogprobs] = MappingProxyType({}),
+        sampled: list[list[int]],
+        logprobs: Mapping[int, list[TokenLogprobs]] = MappingProxyType({}),
         prompt_logprobs: Mapping[int, list[TokenLogprobs]] = MappingProxyType({}),
     ) -> list[RequestOutput]:
-        """Take in what the oldest launched step computed: one sampled token, or None, per scheduled sequence.
+        """Take in what the oldest launched step computed: so many tokens per scheduled sequence as it samples.
 
         `logprobs`: of sequences that ask, by `seq_id`; passed on as they are. `prompt_logprobs`: after the positions in
         `ScheduledSequence.told`; passed on with the first token.
         """
         self._num_steps_in_flight -= 1
         outputs = []
-        for scheduled, token_id in zip(output.scheduled, sampled, strict=True):
+        for scheduled, sampled_ids in zip(output.scheduled, sampled, strict=True):
             seq = scheduled.seq
             seq.num_steps_in_flight -= 1
             if seq.status is not SequenceStatus.RUNNING:
                 self._free_ended(seq)  # it ended, or was held, while this was computed
                 continue
-            self.block_manager.register_computed(seq, scheduled.end)
             if seq.prompt_logprobs is not None:
                 seq.prompt_logprobs += prompt_logprobs.get(seq.seq_id, ())
-            if token_id is not None:
-                outputs.append(self._put_token(seq, scheduled.end, token_id, logprobs.get(seq.seq_id)))
+            num_wrong = self._drop_wrong_drafts(scheduled, sampled_ids) if scheduled.draft_token_ids else 0
+            end, token_ids = scheduled.end - num_wrong, sampled_ids[: len(sampled_ids) - num_wrong]
+            self.block_manager.register_computed(seq, end)
+            if token_ids:
+                outputs.append(self._put_tokens(seq, end, token_ids, logprobs.get(seq.seq_id)))
         return outputs
 
-    def _put_token(self, seq: Sequence, position: int, token_id: int, logprobs: TokenLogprobs | None) -> RequestOutput:
-        """Where a token was pending."""
-        offset = position - seq.num_prompt_tokens
-        if token_id == INVALID_TOKEN:
+    def _drop_wrong_drafts(self, scheduled: ScheduledSequence, sampled: list[int]) -> int:
+        """As if they had not been computed: all from the first that was not sampled in its place, or comes after the
+        answer's end, or has no token after it. Returns how many."""
+        seq, drafts = scheduled.seq, scheduled.draft_token_ids
+        num_right, length = 0, scheduled.end - len(drafts)
+        for draft, token_id, following in zip(drafts, sampled[:-1], sampled[1:], strict=True):
+            length += 1
+            if token_id != draft or following == INVALID_TOKEN or self._finish_reason(seq, length) is not None:
+                break
+            num_right += 1
+        num_wrong = len(drafts) - num_right
+        seq.num_computed_tokens -= num_wrong
+        del seq.token_ids[len(seq) - num_wrong :]
+        seq.max_drafts = max_drafts_after(len(drafts), num_right)
+        self.stats.num_drafts += 1
+        self.stats.num_draft_tokens += len(drafts)
+        self.stats.num_accepted_tokens += num_right
+        return num_wrong
+
+    def _put_tokens(
+        self, seq: Sequence, position: int, token_ids: list[int], logprobs: list[TokenLogprobs] | None
+    ) -> RequestOutput:
+        """The last of them where a token was pending, at `position`; the others stand before it as drafts."""
+        offset = position + 1 - len(token_ids) - seq.num_prompt_tokens
+        if token_ids == [INVALID_TOKEN]:
             return self._fail(seq, offset)
-        seq.token_ids[position] = token_id
+        seq.token_ids[position] = token_ids[-1]
         prompt_logprobs, seq.prompt_logprobs = seq.prompt_logprobs, None
         finish_reason = self._finish_reason(seq, position + 1)
         if seq.is_prefill_only:
@@ -321,11 +355,11 @@ class Scheduler:
         return RequestOutput(
             request_id=seq.request_id,
             offset=offset,
-            token_ids=[token_id],
+            token_ids=token_ids,
             finish_reason=finish_reason,
             num_cached_tokens=seq.num_cached_tokens,
             waited_s=max(0.0, seq.first_scheduled_s - seq.arrived_s),
-            logprobs=None if logprobs is None else [logprobs],
+            logprobs=None if logprobs is None else logprobs[: len(token_ids)],
             prompt_logprobs=prompt_logprobs,
             held_block_ids=tuple(seq.block_table) if seq.is_prefill_only else (),
         )
@@ -353,10 +387,11 @@ class Scheduler:
             is_eos = token_id in self._eos_token_ids and not params.ignore_eos
             if is_eos or token_id in params.stop_token_ids:
                 return FinishReason.STOP
-        return FinishReason.LENGTH if self._is_full(seq, length) else None
+        return FinishReason.LENGTH if self._num_left(seq, length) <= 0 else None
 
-    def _is_full(self, seq: Sequence, length: int) -> bool:
-        return length - seq.num_prompt_tokens >= seq.sampling_params.max_tokens or length >= self._max_model_len
+    def _num_left(self, seq: Sequence, length: int) -> int:
+        """Tokens that may come after its first `length` ones."""
+        return min(seq.num_prompt_tokens + seq.sampling_params.max_tokens, self._max_model_len) - length
 
     # -- ends ---------------------------------------------------------------------------------------------------
 

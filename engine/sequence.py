@@ -14,13 +14,15 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Callable, MutableSequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass, field, replace
 from enum import Enum, auto
 from typing import TypeAlias
 
 from engine.grammar import GrammarState
 from engine.outputs import TokenLogprobs
 from engine.sampling_params import SamplingParams
+from engine.speculation import MAX_DRAFTS
 
 INVALID_TOKEN = -1
 """Sampled for a sequence whose logits hold a NaN: it fails, and its neighbours go on."""
@@ -73,6 +75,8 @@ class Sequence:
     num_exported_blocks: int = 0
     """Blocks already offered to `on_layer_written`, or that the receiver needs no more (prefill-only sequences)."""
     num_preemptions: int = 0
+    max_drafts: int = MAX_DRAFTS
+    """So many guesses at what comes next are worth their time, by how the last ones went."""
     grammar: GrammarState | None = None
     """What may come next, where the request has a grammar: follows the tokens, and only the sampler asks it."""
     prompt_logprobs: list[TokenLogprobs] | None = None
@@ -95,6 +99,10 @@ class Sequence:
         """1 is what a decoding sequence has: the token sampled last. More are still to be prefilled."""
         return len(self.token_ids) - self.num_computed_tokens
 
+    def followed_by(self, token_ids: Seq[int]) -> Sequence:
+        """What it would be with these tokens at its end, for a sampler to look at."""
+        return replace(self, token_ids=[*self.token_ids, *token_ids]) if token_ids else self
+
     @property
     def num_reusable_tokens(self) -> int:
         """So many leading tokens need not be computed where a cache has their KV. The last one is in any case, since
@@ -106,21 +114,26 @@ class Sequence:
 
 @dataclass(frozen=True, slots=True)
 class ScheduledSequence:
-    """The next `num_new_tokens` uncomputed tokens of `seq`, as it is when this is made, are computed in this step."""
+    """The next `num_new_tokens` tokens of `seq`, as it is when this is made, are computed in this step: those that it
+    has, and drafts behind them."""
 
     seq: Sequence
     num_new_tokens: int
+    """Drafts included."""
+    draft_token_ids: Seq[int] = ()
+    """Guesses at the tokens after its last one (engine/speculation.py)."""
     first: int = field(init=False)
     """Position of the first of them."""
     samples: bool = field(init=False)
-    """Whether they reach the last token, so that the next one is sampled."""
+    """Whether they reach the last token, so that the next one is sampled, and one after each draft."""
     told: range = field(init=False)
     """Positions among them whose logits are to tell how likely the prompt's next token was."""
 
     def __post_init__(self) -> None:
         seq = self.seq
         object.__setattr__(self, "first", seq.num_computed_tokens)
-        object.__setattr__(self, "samples", self.num_new_tokens == seq.num_uncomputed_tokens)
+        num_known = self.num_new_tokens - len(self.draft_token_ids)
+        object.__setattr__(self, "samples", num_known == seq.num_uncomputed_tokens)
         told = range(0)
         if seq.prompt_logprobs is not None:
             told = range(max(self.first, len(seq.prompt_logprobs)), min(self.end, seq.num_prompt_tokens - 1))
@@ -128,8 +141,23 @@ class ScheduledSequence:
 
     @property
     def end(self) -> int:
-        """Position after the last of them: of the sampled token, where one is."""
+        """Position after the last of them: of the last sampled token, where one is."""
         return self.first + self.num_new_tokens
+
+    @property
+    def num_sampled(self) -> int:
+        """Tokens that are sampled, in consecutive positions up to `end`."""
+        return 1 + len(self.draft_token_ids) if self.samples else 0
+
+    @property
+    def token_ids(self) -> list[int]:
+        """Those that are computed."""
+        return [*self.seq.token_ids[self.first : self.end], *self.draft_token_ids]
+
+    @property
+    def sampled_seqs(self) -> list[Sequence]:
+        """As each sampled token finds its sequence: with the drafts before it."""
+        return [self.seq.followed_by(self.draft_token_ids[:i]) for i in range(self.num_sampled)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,7 +180,7 @@ OnLayerWritten: TypeAlias = Callable[[int, list[BlockExport]], None]
 class SchedulerOutput:
     """What one step computes: decided by the scheduler, done by the executor.
 
-    `scheduled` has decoding sequences (one new token) before prefilling ones.
+    `scheduled` has decoding sequences (one new token) before ones with drafts, and these before prefilling ones.
     """
 
     scheduled: list[ScheduledSequence]

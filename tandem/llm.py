@@ -10,6 +10,7 @@ detokenizer serve requests behind a router: the same seed gives the same answer.
 
 from __future__ import annotations
 
+import json
 import secrets
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
@@ -89,14 +90,18 @@ class RequestOutput:
 
 
 class LLM:
-    """A model in this process. `engine_args` are the fields of `EngineArgs` by name.
+    """A model in this process. `engine_args` are the fields of `EngineArgs` by name; `speculative_config` may also be a
+    dict.
 
     Raises `ValueError` naming the field and its bound, or saying what the model lacks. Not thread-safe.
     """
 
     def __init__(self, model: str = EngineArgs.model, **engine_args: Any) -> None:
+        if isinstance(engine_args.get("speculative_config"), dict):
+            engine_args["speculative_config"] = json.dumps(engine_args["speculative_config"])
         self.config = create_engine_config(EngineArgs(model=model, **engine_args))
-        self._engine = LLMEngine(self.config)
+        self.llm_engine = LLMEngine(self.config)
+        """What computes; `stats` and `audit` may be asked of it."""
         folder = self.config.model.path
         self._tokenizer = Tokenizer.from_folder(folder)
         self._chat_template = ChatTemplate.from_folder(folder)
@@ -200,11 +205,11 @@ class LLM:
         finally:
             for name, answer in answers.items():
                 if not answer.is_finished:
-                    self._engine.abort(name)
+                    self.llm_engine.abort(name)
         return [request.output() for request in requests]
 
     def _add(self, answer: _Answer) -> None:
-        self._engine.add_request(answer.name, answer.prompt_token_ids, answer.engine_params)
+        self.llm_engine.add_request(answer.name, answer.prompt_token_ids, answer.engine_params)
 
     def _params_of_each(
         self, sampling_params: SamplingParams | Sequence[SamplingParams] | None, num_prompts: int
@@ -221,9 +226,9 @@ class LLM:
         with ExitStack() as stack:
             progress = stack.enter_context(_progress()) if use_tqdm else None
             task = progress.add_task("answers", total=len(answers), num_tokens=0) if progress else None
-            while self._engine.has_unfinished_requests():
-                outputs = self._engine.step()
-                assert not self._engine.is_idle, "requests wait and none can run: the pool holds any single one"
+            while self.llm_engine.has_unfinished_requests():
+                outputs = self.llm_engine.step()
+                assert not self.llm_engine.is_idle, "requests wait and none can run: the pool holds any single one"
                 self._take(outputs, answers)
                 if progress is not None and task is not None:
                     num_done = sum(answer.is_finished for answer in answers.values())
@@ -239,7 +244,7 @@ class LLM:
                 for other in answer.others:
                     self._add(other)
             if answer.is_finished and not output.is_finished:  # a stop string, which the engine knows nothing of
-                self._engine.abort(output.request_id)
+                self.llm_engine.abort(output.request_id)
 
 
 class _Request:

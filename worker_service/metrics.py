@@ -12,7 +12,7 @@ from prometheus_client import CollectorRegistry, Histogram
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from engine.scheduler import SchedulerStats
+from engine.stats import SchedulerStats
 from protos import tandem_worker_pb2 as pb
 from worker_service.servicer import TransferCounters
 
@@ -77,6 +77,9 @@ class WorkerMetrics(Collector):
             ("engine_seconds", "Seconds in steps of the engine.", stats.seconds_in_steps),
             ("computed_prompt_tokens", "Prompt tokens computed here.", stats.num_prompt_tokens),
             ("computed_generation_tokens", "Tokens generated here.", stats.num_generation_tokens),
+            ("spec_decode_num_drafts", "Times that tokens were guessed ahead.", stats.num_drafts),
+            ("spec_decode_num_draft_tokens", "Tokens guessed ahead.", stats.num_draft_tokens),
+            ("spec_decode_num_accepted_tokens", "Tokens guessed rightly.", stats.num_accepted_tokens),
             ("kv_transfers", "Prompts whose KV another worker has taken over.", counters.num_transfers),
             ("kv_transfer_bytes", "Bytes of KV pushed.", counters.num_transferred_bytes),
             ("kv_transfer_seconds", "Seconds from first pushes to commits.", counters.seconds_in_transfers),

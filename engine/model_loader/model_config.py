@@ -38,12 +38,18 @@ from engine.model_loader.weights import digest_files, dummy_digest, safetensors_
 from engine.models import ModelShape, load_model_shape
 from engine.models.stored_weights import StoredWeights
 from engine.quantization import resolve_quantization
+from engine.speculation import SpeculativeConfig
 from prefix_hash import prefix_key
 from prefix_hash.compat import join_parts
 
 CPU_KV_CACHE_GIB = 1.0
 CPU_PREFILL_BATCH_TOKENS = 256
 """So many rows keep a core's products at its limit; twice as many take twice as long."""
+CPU_DRAFT_BATCH_TOKENS = 16
+"""Up to eight rows take hardly longer than one, which is the time to read the weights; from sixteen on each takes its
+own (docs/performance.md)."""
+GPU_DRAFT_BATCH_TOKENS = 256
+"""A guess: not measured."""
 
 
 def make_engine_config(args: EngineArgs, folder: Path) -> EngineConfig:
@@ -74,6 +80,7 @@ def make_engine_config(args: EngineArgs, folder: Path) -> EngineConfig:
     if no_graphs and device == "cuda" and backend in ("flash_attn", "triton") and not args.enforce_eager:
         report(f"decoding steps are not recorded as CUDA graphs: {no_graphs}")
     kv_order = kv_order_of(backend, shape)
+    speculation = SpeculativeConfig.parse(args.speculative_config)
     digest = compat_digest(shape, stored, model, args.block_size, kv_dtype, kv_order)
     return EngineConfig(
         model=model,
@@ -92,7 +99,10 @@ def make_engine_config(args: EngineArgs, folder: Path) -> EngineConfig:
             prefill_batch_tokens=args.prefill_batch_tokens
             or (CPU_PREFILL_BATCH_TOKENS if device == "cpu" else args.max_num_batched_tokens),
             max_itl_ms=args.max_itl_ms,
-            async_scheduling=args.async_scheduling and device != "cpu",
+            # What follows a token can be guessed once it is known.
+            async_scheduling=args.async_scheduling and device != "cpu" and speculation is None,
+            speculation=speculation,
+            draft_batch_tokens=CPU_DRAFT_BATCH_TOKENS if device == "cpu" else GPU_DRAFT_BATCH_TOKENS,
         ),
         device=DeviceConfig(
             device=device,

@@ -149,7 +149,7 @@ def test_a_step_reads_pending_tokens_where_the_step_before_left_them() -> None:
     launched = SchedulerOutput([ScheduledSequence(seqs[0], 1), ScheduledSequence(seqs[1], 1),
                                 ScheduledSequence(seqs[2], 1)], [], [])  # fmt: skip
     before = SampledTokens(launched, torch.tensor([31, INVALID_TOKEN]), None, [], "cpu")  # the second one samples none
-    assert before.wait() == [31, None, INVALID_TOKEN]
+    assert before.wait() == [[31], [], [INVALID_TOKEN]]
     following = [sequence(2, [14, PENDING_TOKEN], 1), sequence(0, [11, PENDING_TOKEN], 1), sequence(1, [12, 13], 1)]
     output = SchedulerOutput([ScheduledSequence(seq, 1) for seq in following], [], [])
     batch = build_input_batch(output, 4, "cpu", before)

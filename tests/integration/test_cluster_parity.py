@@ -16,7 +16,7 @@ FLOAT32 = ("--dtype", "float32", "--max-model-len", "2048", "--kv-cache-gib", "0
 NUM_SHORT_TOKENS = 64
 ARRANGEMENTS = {
     "grpc": ("--transport", "grpc"),
-    "aggregated": ("--aggregated",),
+    "aggregated": ("--aggregated", "--speculative-config", '{"num_speculative_tokens": 4, "prompt_lookup_min": 1}'),
     "chunked": ("--transport", "nixl", "--prefill-chunk-tokens", "64", "--no-enable-prefix-caching"),
     # So few blocks that what runs cannot grow: only short prompts fit.
     "preempted": ("--transport", "ipc", "--num-kv-blocks", "33", "--max-model-len", "512"),

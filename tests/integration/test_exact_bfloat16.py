@@ -26,6 +26,8 @@ Told = tuple[int, float, tuple[tuple[int, float], ...]]
 """A token and its logarithmic probability, and those of the two likeliest ones."""
 Answers = dict[str, list[Told]]
 
+GUESSING = '{"num_speculative_tokens": 4, "prompt_lookup_min": 1}'
+
 
 def params_of(index: int) -> SamplingParams:
     """Greedy, seeded, and seeded with penalties and filters, in turn."""
@@ -96,14 +98,16 @@ def differing(answers: Answers, expected: Answers) -> list[str]:
         {},
         pytest.param({"prefill_chunk_tokens": 64, "num_threads": 2}, marks=pytest.mark.slow),
         {"prefill_chunk_tokens": 17, "block_size": 32, "num_kv_blocks": 320},
-        {"enable_prefix_caching": True, "max_num_seqs": 3},
+        {"enable_prefix_caching": True, "max_num_seqs": 3, "speculative_config": GUESSING},
     ],
-    ids=["together", "chunks of 64, 2 threads", "chunks of 17, larger blocks", "cached prefixes"],
+    ids=["together", "chunks of 64, 2 threads", "chunks of 17, larger blocks", "cached prefixes, guessed ahead"],
 )
 def test_same_tokens(
     changes: dict[str, object], model_folder: Path, references: list[Reference], alone: Answers
 ) -> None:
-    assert differing(ask(make_engine(model_folder, **changes), references), alone) == []
+    engine = make_engine(model_folder, **changes)
+    assert differing(ask(engine, references), alone) == []
+    assert (engine.stats.num_accepted_tokens > 20) == ("speculative_config" in changes)
     torch.set_num_threads(1)
 
 

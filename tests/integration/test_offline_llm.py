@@ -31,7 +31,7 @@ def exact_llm(model_folder: Path) -> LLM:
 
 def at_rest(llm: LLM) -> bool:
     """Every block is free or cached, and the books balance."""
-    blocks, problems = llm._engine.audit()
+    blocks, problems = llm.llm_engine.audit()
     return problems == [] and blocks.num_free + blocks.num_cached == blocks.num_blocks
 
 
@@ -219,7 +219,7 @@ def test_a_prompt_that_cannot_be_served_is_refused_and_leaves_nothing(
     with pytest.raises(ValueError, match=message):
         llm.generate(prompts, params)
     assert at_rest(llm)
-    assert not llm._engine.has_unfinished_requests()
+    assert not llm.llm_engine.has_unfinished_requests()
 
 
 def test_an_absent_seed_is_drawn() -> None:

@@ -169,6 +169,8 @@ class Engine:
             prefill_batch_tokens=64,
             max_itl_ms=0,
             async_scheduling=False,
+            speculation=None,
+            draft_batch_tokens=0,
         )
         self.scheduler = Scheduler(config, self.blocks, max_model_len=100, eos_token_ids=frozenset())
         self.commands: list[tuple[Callable[[Engine], Any], asyncio.Future[Any] | None]] = []
@@ -205,7 +207,7 @@ class Engine:
     def step(self, token_id: int) -> None:
         scheduled = self.scheduler.schedule()
         self.scheduler.begin(scheduled)
-        outputs = self.scheduler.apply(scheduled, [token_id if s.samples else None for s in scheduled.scheduled])
+        outputs = self.scheduler.apply(scheduled, [[token_id] * s.num_sampled for s in scheduled.scheduled])
         loop, world = self.world.loop, self.world
         if scheduled.exports:
             loop.call_soon(world.role.on_layer_written, 0, scheduled.exports)

@@ -337,6 +337,7 @@ def test_every_engine_setting_reaches_the_worker(monkeypatch: pytest.MonkeyPatch
         async_scheduling=False, device="cpu", num_threads=9, attention_backend="torch", enforce_eager=True,
         max_seq_len_to_capture=77,
         quantization="int8", kv_cache_dtype="fp8", model_impl="tandem",
+        speculative_config='{"num_speculative_tokens": 4}',
     )  # fmt: skip
     default = EngineArgs()
     unlike = [name for name in vars(given) if getattr(given, name) == getattr(default, name)]

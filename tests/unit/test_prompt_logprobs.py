@@ -27,7 +27,7 @@ def make(*, num_blocks: int = 64, chunk: int = 8) -> Scheduler:
     manager = BlockManager(num_blocks=num_blocks, block_size=4, prefix_key=b"k" * 32, enable_prefix_caching=True)
     config = SchedulerConfig(
         max_num_seqs=8, max_num_batched_tokens=16, prefill_chunk_tokens=chunk, prefill_batch_tokens=chunk,
-        max_itl_ms=0, async_scheduling=False,
+        max_itl_ms=0, async_scheduling=False, speculation=None, draft_batch_tokens=0,
     )  # fmt: skip
     return Scheduler(config, manager, max_model_len=100, eos_token_ids=frozenset())
 
@@ -41,7 +41,7 @@ def sequence(seq_id: int, token_ids: list[int], *, asks: bool, max_tokens: int =
 def take_in(scheduler: Scheduler, output: SchedulerOutput) -> list[RequestOutput]:
     """What is told of a position is its number."""
     told = {s.seq.seq_id: [TokenLogprobs(Logprob(p, 0.0, 1), []) for p in s.told] for s in output.scheduled}
-    return scheduler.apply(output, [7 if s.samples else None for s in output.scheduled], {}, told)
+    return scheduler.apply(output, [[7] * s.num_sampled for s in output.scheduled], {}, told)
 
 
 def positions(output: RequestOutput) -> list[int]:

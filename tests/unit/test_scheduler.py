@@ -10,17 +10,25 @@ from engine.outputs import FinishReason, RequestOutput
 from engine.sampling_params import SamplingParams
 from engine.scheduler import Scheduler
 from engine.sequence import INVALID_TOKEN, SchedulerOutput, Sequence, SequenceStatus
+from engine.speculation import SpeculativeConfig
 
 EOS = 1
 
 
 def make(
-    *, num_blocks: int = 64, budget: int = 16, chunk: int = 8, batch: int = 64, max_num_seqs: int = 8
+    *,
+    num_blocks: int = 64,
+    budget: int = 16,
+    chunk: int = 8,
+    batch: int = 64,
+    max_num_seqs: int = 8,
+    speculation: SpeculativeConfig | None = None,
 ) -> Scheduler:
     manager = BlockManager(num_blocks=num_blocks, block_size=4, prefix_key=b"k" * 32, enable_prefix_caching=True)
     config = SchedulerConfig(
         max_num_seqs=max_num_seqs, max_num_batched_tokens=budget, prefill_chunk_tokens=chunk,
         prefill_batch_tokens=batch, max_itl_ms=0, async_scheduling=False,
+        speculation=speculation, draft_batch_tokens=12,
     )  # fmt: skip
     return Scheduler(config, manager, max_model_len=100, eos_token_ids=frozenset({EOS}))
 
@@ -39,8 +47,13 @@ def sequence(name: str, length: int, **params: object) -> Sequence:
 
 
 def compute(scheduler: Scheduler, output: SchedulerOutput, sampled: list[int | None]) -> list[RequestOutput]:
+    """`sampled`: one token each, or None."""
     scheduler.begin(output)
-    return scheduler.apply(output, sampled)
+    return apply(scheduler, output, sampled)
+
+
+def apply(scheduler: Scheduler, output: SchedulerOutput, sampled: list[int | None]) -> list[RequestOutput]:
+    return scheduler.apply(output, [[] if token is None else [token] for token in sampled])
 
 
 def step(scheduler: Scheduler, token: int = 7) -> SchedulerOutput:
@@ -198,7 +211,7 @@ def test_a_sequence_goes_on_from_a_token_that_is_still_to_come() -> None:
     assert [(s.first, s.end, s.samples) for s in (*first.scheduled, *second.scheduled)] == [(0, 3, True), (3, 4, True)]
     tokens = []
     for output, token in ((first, 21), (second, 22)):
-        [result] = scheduler.apply(output, [token])
+        [result] = apply(scheduler, output, [token])
         tokens.append((result.offset, result.token_ids))
     assert tokens == [(0, [21]), (1, [22])]
     assert list(second.scheduled[0].seq.token_ids[3:]) == [21, 22]
@@ -209,13 +222,13 @@ def test_what_is_computed_beyond_a_stop_token_is_thrown_away_and_its_blocks_wait
     seq = sequence("r", 3, max_tokens=5, stop_token_ids=frozenset({9}))
     scheduler.add(seq)
     first, second = launch(scheduler), launch(scheduler)
-    [result] = scheduler.apply(first, [9])
+    [result] = apply(scheduler, first, [9])
     assert result.is_finished
     assert not scheduler.has_work
     ledger = scheduler.block_manager.ledger()
     assert ledger.num_sequence == 1, "the second step still writes there"
     assert not launch_of_nothing(scheduler)
-    assert scheduler.apply(second, [22]) == []
+    assert apply(scheduler, second, [22]) == []
     assert scheduler.block_manager.ledger().num_sequence == 0
 
 
@@ -237,7 +250,7 @@ def test_blocks_of_what_ends_from_outside_wait_for_the_steps_that_write_them(end
         scheduler.release("r")
     ledger = scheduler.block_manager.ledger()
     assert ledger.num_sequence + ledger.num_held == len(seq.block_table) > 0
-    assert scheduler.apply(output, [None]) == []
+    assert apply(scheduler, output, [None]) == []
     ledger = scheduler.block_manager.ledger()
     assert ledger.num_free + ledger.num_cached == ledger.num_blocks
 
@@ -282,7 +295,7 @@ def test_nobody_is_preempted_while_a_step_is_in_flight() -> None:
     first = launch(scheduler)
     assert len(first.scheduled) == 2
     assert scheduler.schedule().scheduled == []  # each needs a block more, and one is left
-    scheduler.apply(first, [7, 7])
+    apply(scheduler, first, [7, 7])
     assert plan(scheduler.schedule()) == [("old", 1)]
     assert scheduler.stats.num_preemptions == 1
 

@@ -24,6 +24,7 @@ from engine.config import SchedulerConfig
 from engine.sampling_params import SamplingParams
 from engine.scheduler import Scheduler
 from engine.sequence import PENDING_TOKEN, SchedulerOutput, Sequence, SequenceStatus
+from engine.speculation import SpeculativeConfig
 
 EOS = 1
 MAX_MODEL_LEN = 40
@@ -75,13 +76,15 @@ class SchedulerMachine(RuleBasedStateMachine):
         block_size=st.sampled_from([1, 2, 4]),
         budget=st.integers(8, 20),
         caching=st.booleans(),
+        num_drafts=st.integers(0, 6),
     )
-    def make(self, num_blocks: int, block_size: int, budget: int, caching: bool) -> None:
+    def make(self, num_blocks: int, block_size: int, budget: int, caching: bool, num_drafts: int) -> None:
         # One sequence of full length must fit, as the engine's configuration demands.
         num_blocks = max(num_blocks, -(-MAX_MODEL_LEN // block_size) + 1)
         self.manager = BlockManager(
             num_blocks=num_blocks, block_size=block_size, prefix_key=b"k" * 32, enable_prefix_caching=caching
         )
+        speculation = SpeculativeConfig(num_speculative_tokens=max(1, num_drafts), prompt_lookup_min=1)
         config = SchedulerConfig(
             max_num_seqs=8,
             max_num_batched_tokens=budget,
@@ -89,6 +92,8 @@ class SchedulerMachine(RuleBasedStateMachine):
             prefill_batch_tokens=64,
             max_itl_ms=0,
             async_scheduling=False,
+            speculation=speculation if num_drafts else None,
+            draft_batch_tokens=12,
         )
         self.scheduler = Scheduler(config, self.manager, max_model_len=MAX_MODEL_LEN, eos_token_ids=frozenset({EOS}))
         self.pool = Pool(num_blocks, block_size)
@@ -198,12 +203,16 @@ class SchedulerMachine(RuleBasedStateMachine):
         for item, table in zip(scheduled, launched.tables, strict=True):
             if item.seq.status is SequenceStatus.RUNNING:
                 self.pool.check(table, item.seq.token_ids, item.end)
-        outputs = self.scheduler.apply(launched.output, [token if item.samples else None for item in scheduled])
+        drafts = {item.seq.request_id: item.draft_token_ids for item in scheduled}
+        outputs = self.scheduler.apply(launched.output, [[token] * item.num_sampled for item in scheduled])
         for output in outputs:
             seq = self.seqs[output.request_id]
             position = seq.num_prompt_tokens + output.offset
-            assert seq.token_ids[position] == token
-            assert PENDING_TOKEN not in seq.token_ids[: position + 1]
+            end = position + len(output.token_ids)
+            assert list(seq.token_ids[position:end]) == output.token_ids == [token] * len(output.token_ids)
+            assert list(drafts[output.request_id][: len(output.token_ids) - 1]) == output.token_ids[:-1]
+            assert PENDING_TOKEN not in seq.token_ids[:end]
+            assert output.offset + len(output.token_ids) <= seq.sampling_params.max_tokens
 
     @invariant()
     def books_balance(self) -> None:

@@ -1,0 +1,139 @@
+"""What guessing ahead gains: the same requests with and without it, in turn.
+
+    python benchmarks/speculation.py
+    python benchmarks/speculation.py --speculative-config '{"num_speculative_tokens": 8}' --num-rounds 5 --json
+
+Two engines in one process, each with all threads, one after the other; answers of 128 tokens, which must be equal.
+Ratios are taken round by round. The last line is one JSON object.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+import sys
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import click
+
+if __name__ == "__main__":
+    # Run as a file, this folder comes first on the path, and in it `engine.py` would pass for the package `engine`.
+    sys.path[0] = str(Path(__file__).resolve().parent.parent)
+
+from benchmarks.machine import machine
+from benchmarks.report import keep, path_of
+from tandem import LLM, SamplingParams
+
+NUM_TOKENS = 128
+ROOT = Path(__file__).resolve().parent.parent
+
+
+@dataclass(frozen=True)
+class Row:
+    texts: str
+    temperature: float
+    num_requests: int
+    plain_tokens_per_s: float
+    """Medians over the rounds, of all requests together."""
+    guessing_tokens_per_s: float
+    ratio: float
+    """Median of the rounds' ratios."""
+    tokens_per_step: float
+    """Of each request, guessing."""
+    share_right: float
+    """Of the drafts."""
+
+
+def prompts(llm: LLM) -> dict[str, list[list[int]]]:
+    """By kind of text, as token ids: conversations of one question each, and a file that is to be written again."""
+    file = (ROOT / "engine" / "pace.py").read_text()[:1500]
+    readme = (ROOT / "README.md").read_text()[:1200]
+    questions = {
+        "code edited": [f"Write this file again, with `StepPace` renamed to `Pace`:\n\n{file}"],
+        "text summed up": [f"Sum this up:\n\n{readme}"],
+        "questions": [
+            "Write a Python function that reverses a string, with tests.",
+            "Explain how photosynthesis works.",
+            "Write a letter to a landlord about a broken heater.",
+        ],
+    }
+    found = {}
+    for kind, texts in questions.items():
+        params = SamplingParams(max_tokens=1, temperature=0)
+        chats = [[{"role": "user", "content": text}] for text in texts]
+        found[kind] = [output.prompt_token_ids for output in llm.chat(chats, params, use_tqdm=False)]
+    return found
+
+
+def answer(llm: LLM, asked: list[list[int]], temperature: float) -> tuple[list[list[int]], float]:
+    """The answers, all together, and the seconds they took."""
+    params = SamplingParams(max_tokens=NUM_TOKENS, temperature=temperature, seed=1, ignore_eos=True)
+    start_s = time.perf_counter()
+    outputs = llm.generate(asked, params, use_tqdm=False)
+    return [output.outputs[0].token_ids for output in outputs], time.perf_counter() - start_s
+
+
+def measure(plain: LLM, guessing: LLM, texts: str, asked: list[list[int]], temperature: float, num_rounds: int) -> Row:
+    """Raises `AssertionError` where answers differ."""
+    seconds: list[tuple[float, float]] = []
+    num_tokens = NUM_TOKENS * len(asked)
+    stats = guessing.llm_engine.stats
+    before = stats.num_drafts, stats.num_draft_tokens, stats.num_accepted_tokens
+    for _ in range(num_rounds):
+        (expected, plain_s), (found, guessing_s) = (answer(llm, asked, temperature) for llm in (plain, guessing))
+        assert found == expected, f"{texts}: other tokens with guesses than without"
+        seconds.append((plain_s, guessing_s))
+    num_drafts, num_draft_tokens, num_right = (
+        now - then
+        for now, then in zip((stats.num_drafts, stats.num_draft_tokens, stats.num_accepted_tokens), before, strict=True)
+    )
+    num_all = num_tokens * num_rounds
+    return Row(
+        texts=texts,
+        temperature=temperature,
+        num_requests=len(asked),
+        plain_tokens_per_s=num_tokens / statistics.median(s for s, _ in seconds),
+        guessing_tokens_per_s=num_tokens / statistics.median(s for _, s in seconds),
+        ratio=statistics.median(plain_s / guessing_s for plain_s, guessing_s in seconds),
+        tokens_per_step=num_all / (num_all - num_right),
+        share_right=num_right / num_draft_tokens if num_drafts else 0.0,
+    )
+
+
+@click.command(context_settings={"help_option_names": ["-h", "--help"]})
+@click.option("--model", default="smollm2-135m-instruct", show_default=True)
+@click.option("--speculative-config", default='{"num_speculative_tokens": 4}', show_default=True)
+@click.option("--num-rounds", default=3, show_default=True, help="Of both in turn.")
+@click.option("--json", "as_json", is_flag=True, help="The last line alone.")
+def main(model: str, speculative_config: str, num_rounds: int, as_json: bool) -> None:
+    """What guessing ahead gains: the same requests with and without it, in turn."""
+    plain = LLM(model=model, enable_prefix_caching=False)
+    guessing = LLM(model=model, enable_prefix_caching=False, speculative_config=speculative_config)
+    asked = prompts(plain)
+    cases = [(kind, ids, temperature) for kind, ids in asked.items() for temperature in (0.0, 0.8)]
+    mixed = [ids for kind in asked.values() for ids in kind]
+    cases += [("all of these", mixed, 0.0), ("all of these, 4 times", mixed * 4, 0.0)]
+    rows = []
+    if not as_json:
+        print(f"{'texts':24}{'temperature':>12}{'requests':>10}{'plain':>9}{'guessing':>10}{'ratio':>7}", end="")
+        print(f"{'a step':>8}{'right':>7}     (plain, guessing: tokens/s)")
+    for kind, ids, temperature in cases:
+        row = measure(plain, guessing, kind, ids, temperature, num_rounds)
+        rows.append(row)
+        if not as_json:
+            print(
+                f"{row.texts:24}{row.temperature:12.1f}{row.num_requests:10}{row.plain_tokens_per_s:9.1f}"
+                f"{row.guessing_tokens_per_s:10.1f}{row.ratio:7.2f}{row.tokens_per_step:8.2f}{row.share_right:7.0%}",
+                flush=True,
+            )
+    summary = machine() | {"speculative_config": json.loads(speculative_config), "rows": [asdict(row) for row in rows]}
+    path = path_of("speculation", summary.get("commit"))
+    keep(path, summary)
+    print(f"kept in {path.parent.name}/{path.name}", file=sys.stderr)
+    print(json.dumps(summary))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,109 @@
+"""Guesses at what comes next in an answer, so that one step may compute several of its tokens: vLLM's words for them,
+`speculative_config` with the method `ngram`.
+
+    the tokens so far ──propose──> drafts ──a step computes them behind the last token, and samples after each
+    ──those up to the first that was not sampled in its place, and the token after them, are the answer's next ones
+
+What is sampled after a draft hangs on the tokens before it and its position alone, as everywhere (engine/sampler.py): a
+draft decides when a token is computed and never which. Wrong ones cost the time to compute them.
+
+Drafts are looked up: the last few tokens stood somewhere before, and what followed them there may follow again, as in
+code that is edited, texts that are quoted or summed up, and wherever somebody repeats himself. After A. Saxena, Prompt
+lookup decoding (2023). Owns nothing. No torch.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import MutableSequence
+from dataclasses import dataclass, fields
+from typing import Any
+
+import numpy as np
+
+MAX_DRAFTS = 16
+"""Of one sequence in one step, at most."""
+MAX_LOOKUP = 64
+"""Tokens that have to be found again, at most."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SpeculativeConfig:
+    """Raises `ValueError` naming the field and its bound, behind the name that the whole goes by."""
+
+    num_speculative_tokens: int
+    """Drafts of one sequence in one step, at most."""
+    method: str = "ngram"
+    prompt_lookup_max: int = 5
+    """So many last tokens are looked up first, then fewer."""
+    prompt_lookup_min: int = 2
+    """No fewer than these."""
+
+    def __post_init__(self) -> None:
+        _check(self.method == "ngram", f"method must be 'ngram', is {self.method!r}")
+        most_of = {
+            "num_speculative_tokens": MAX_DRAFTS,
+            "prompt_lookup_max": MAX_LOOKUP,
+            "prompt_lookup_min": MAX_LOOKUP,
+        }
+        for name, most in most_of.items():
+            value = getattr(self, name)
+            is_whole = isinstance(value, int) and not isinstance(value, bool)
+            _check(is_whole and 1 <= value <= most, f"{name} must be a whole number in [1, {most}], is {value!r}")
+        least, most = self.prompt_lookup_min, self.prompt_lookup_max
+        _check(least <= most, f"prompt_lookup_min must be at most prompt_lookup_max={most}, is {least}")
+
+    @classmethod
+    def parse(cls, text: str) -> SpeculativeConfig | None:
+        """From JSON, as a flag has it. Empty: None, no speculation."""
+        if not text:
+            return None
+        try:
+            given: Any = json.loads(text)
+        except ValueError:
+            given = None
+        _check(isinstance(given, dict), f"must be a JSON object, such as {EXAMPLE}, is {text!r}")
+        names = [field.name for field in fields(cls)]
+        unknown = sorted(set(given) - set(names))
+        _check(not unknown, f"has no {', '.join(unknown)}; there are {', '.join(names)}")
+        _check("num_speculative_tokens" in given, f"must have num_speculative_tokens, such as {EXAMPLE}")
+        if given.get("prompt_lookup_max") == 1:
+            given.setdefault("prompt_lookup_min", 1)
+        return cls(**given)
+
+
+EXAMPLE = '{"method": "ngram", "num_speculative_tokens": 4}'
+
+
+def _check(ok: bool, message: str) -> None:
+    if not ok:
+        raise ValueError(f"speculative_config {message}")
+
+
+def propose(token_ids: MutableSequence[int], config: SpeculativeConfig, num_wanted: int) -> list[int]:
+    """What may follow `token_ids`: what followed the last `prompt_lookup_max` of them where they stood before, or fewer
+    down to `prompt_lookup_min`, and there the last time. At most `num_wanted`; none where nothing is found.
+
+    What is found reaches into the end itself where a text goes round in circles: then it is gone round again.
+    """
+    tokens = np.asarray(token_ids)  # no view of it may outlive this: the array could not grow
+    places = np.flatnonzero(tokens[:-1] == tokens[-1])
+    found = None
+    for length in range(1, config.prompt_lookup_max + 1):
+        if length > 1:
+            places = places[places >= length - 1]
+            places = places[tokens[places - (length - 1)] == tokens[-length]]
+        if not len(places):
+            break
+        if length >= config.prompt_lookup_min:
+            found = int(places[-1]) + 1
+    if found is None:
+        return []
+    period = len(tokens) - found
+    drafts: list[int] = tokens[found + np.arange(num_wanted) % period].tolist()
+    return drafts
+
+
+def max_drafts_after(num_drafts: int, num_right: int) -> int:
+    """How many are worth their time next: twice as many where all were right, else those that were; at least one."""
+    return min(MAX_DRAFTS, 2 * num_drafts) if num_right == num_drafts else max(1, num_right)

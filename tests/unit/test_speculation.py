@@ -1,0 +1,251 @@
+"""Tokens guessed ahead: what is guessed, how many, and what becomes of right and wrong ones in the scheduler."""
+
+from __future__ import annotations
+
+import json
+from array import array
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from engine.block_manager import BlockManager
+from engine.config import EngineArgs, SchedulerConfig
+from engine.outputs import FinishReason, RequestOutput
+from engine.sampling_params import SamplingParams
+from engine.scheduler import Scheduler
+from engine.sequence import INVALID_TOKEN, ScheduledSequence, SchedulerOutput, Sequence
+from engine.speculation import MAX_DRAFTS, SpeculativeConfig, max_drafts_after, propose
+
+CONFIG = SpeculativeConfig(num_speculative_tokens=4)
+EOS = 1
+
+
+# -- what is guessed --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("tokens", "drafts"),
+    [
+        ([5, 6, 7, 8, 9, 5, 6], [7, 8, 9, 5]),
+        ([1, 2, 3, 4, 1, 2, 9, 9, 1, 2], [9, 9, 1, 2]),  # where it stood last
+        ([1, 2, 3, 7, 9, 2, 3, 8, 9, 1, 2, 3], [7, 9, 2, 3]),  # more that is equal goes before later
+        ([1, 2, 3, 1, 2, 3], [1, 2, 3, 1]),  # round in circles
+        ([8, 8, 8], [8, 8, 8, 8]),
+        ([5, 6, 7, 9, 6], []),  # one token alone is not enough
+        ([5, 6, 7, 8], []),
+        ([5], []),
+    ],
+)
+def test_what_followed_the_last_tokens_before(tokens: list[int], drafts: list[int]) -> None:
+    assert propose(array("q", tokens), CONFIG, 4) == drafts
+
+
+def test_how_many_tokens_must_be_found_again() -> None:
+    tokens = array("q", [1, 2, 3, 4, 9, 3, 4, 7, 2, 3, 4])
+
+    def drafts(least: int, most: int) -> list[int]:
+        config = SpeculativeConfig(num_speculative_tokens=1, prompt_lookup_min=least, prompt_lookup_max=most)
+        return propose(tokens, config, 1)
+
+    assert drafts(1, 2) == [7]
+    assert drafts(1, 3) == [9]
+    assert drafts(3, 3) == [9]
+    assert drafts(4, 5) == []
+
+
+@given(st.lists(st.integers(0, 2), min_size=1, max_size=40), st.integers(1, 6))
+def test_a_draft_follows_a_copy_of_the_end(tokens: list[int], num_wanted: int) -> None:
+    words = array("q", tokens)
+    drafts = propose(words, CONFIG, num_wanted)
+    words.append(0)  # nothing looks at it any more
+    if not drafts:
+        ends = [tuple(tokens[i - 2 : i]) for i in range(2, len(tokens))]
+        assert tuple(tokens[-2:]) not in ends or len(tokens) < 2
+        return
+    assert len(drafts) == num_wanted
+    text = tokens + drafts
+    # Somewhere before stands what ends the tokens, and what follows there follows here.
+    assert any(
+        text[i : i + 2 + num_wanted] == text[len(tokens) - 2 : len(tokens) + num_wanted] for i in range(len(tokens) - 2)
+    )
+
+
+def test_more_where_all_were_right_and_fewer_where_not() -> None:
+    assert max_drafts_after(2, 2) == 4
+    assert max_drafts_after(4, 2) == 2
+    assert max_drafts_after(4, 0) == 1
+    assert max_drafts_after(MAX_DRAFTS, MAX_DRAFTS) == MAX_DRAFTS
+
+
+# -- the setting ------------------------------------------------------------------------------------------------
+
+
+def test_the_setting_is_json_with_vllms_words() -> None:
+    text = '{"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 4, "prompt_lookup_min": 4}'
+    assert SpeculativeConfig.parse(text) == SpeculativeConfig(
+        num_speculative_tokens=3, prompt_lookup_max=4, prompt_lookup_min=4
+    )
+    assert SpeculativeConfig.parse("") is None
+    only_one = SpeculativeConfig.parse('{"num_speculative_tokens": 3, "prompt_lookup_max": 1}')
+    assert only_one is not None
+    assert only_one.prompt_lookup_min == 1
+
+
+@pytest.mark.parametrize(
+    ("given_config", "sentence"),
+    [
+        ("ngram", "must be a JSON object"),
+        ("[4]", "must be a JSON object"),
+        ("{}", "must have num_speculative_tokens"),
+        ({"num_speculative_tokens": 0}, r"num_speculative_tokens must be a whole number in \[1, 16\], is 0"),
+        ({"num_speculative_tokens": 17}, r"in \[1, 16\], is 17"),
+        ({"num_speculative_tokens": True}, "is True"),
+        ({"num_speculative_tokens": 2.5}, "is 2.5"),
+        ({"num_speculative_tokens": 2, "method": "eagle"}, "method must be 'ngram', is 'eagle'"),
+        ({"num_speculative_tokens": 2, "prompt_lookup_max": "4"}, r"prompt_lookup_max .* is '4'"),
+        ({"num_speculative_tokens": 2, "prompt_lookup_max": 65}, r"in \[1, 64\], is 65"),
+        ({"num_speculative_tokens": 2, "prompt_lookup_min": 6}, "at most prompt_lookup_max=5, is 6"),
+        ({"num_speculative_tokens": 2, "model": "x"}, "has no model; there are num_speculative_tokens, method"),
+    ],
+)
+def test_a_wrong_setting_is_named(given_config: object, sentence: str) -> None:
+    text = given_config if isinstance(given_config, str) else json.dumps(given_config)
+    with pytest.raises(ValueError, match=f"^speculative_config .*{sentence}"):
+        EngineArgs(speculative_config=text)
+
+
+# -- in the scheduler -------------------------------------------------------------------------------------------
+
+
+def make(*, num_blocks: int = 64, budget: int = 64, draft_batch: int = 16, num_drafts: int = 4) -> Scheduler:
+    manager = BlockManager(num_blocks=num_blocks, block_size=4, prefix_key=b"k" * 32, enable_prefix_caching=True)
+    config = SchedulerConfig(
+        max_num_seqs=8, max_num_batched_tokens=budget, prefill_chunk_tokens=budget, prefill_batch_tokens=64,
+        max_itl_ms=0, async_scheduling=False, draft_batch_tokens=draft_batch,
+        speculation=SpeculativeConfig(num_speculative_tokens=num_drafts),
+    )  # fmt: skip
+    return Scheduler(config, manager, max_model_len=30, eos_token_ids=frozenset({EOS}))
+
+
+def repeating(number: int = 0, **params: object) -> Sequence:
+    """Ten tokens; after a 10 drafts are 11, 12, 13, 14."""
+    tokens = [10, 11, 12, 13, 14, 15, 16, 17, 18, 9]
+    sampling = SamplingParams(**{"max_tokens": 20, **params})  # type: ignore[arg-type]
+    return Sequence(number, f"r{number}", tokens, len(tokens), sampling)
+
+
+def begin(scheduler: Scheduler, *seqs: Sequence) -> None:
+    """All prompts are computed, and each goes on with 10 and 11: drafts are 12, 13, 14, 15."""
+    for seq in seqs:
+        scheduler.add(seq)
+    for token_id in (10, 11):
+        run(scheduler, [token_id])
+
+
+def run(scheduler: Scheduler, sampled: list[int]) -> tuple[SchedulerOutput, list[RequestOutput]]:
+    """One step, in which each sequence samples these, as far as it samples so many."""
+    output = scheduler.schedule()
+    scheduler.begin(output)
+    return output, scheduler.apply(output, [sampled[: s.num_sampled] for s in output.scheduled])
+
+
+def test_right_drafts_and_the_token_after_them_come_in_one_step() -> None:
+    scheduler, seq = make(), repeating()
+    begin(scheduler, seq)
+    output, [result] = run(scheduler, [12, 13, 14, 15, 99])
+    [scheduled] = output.scheduled
+    assert list(scheduled.draft_token_ids) == [12, 13, 14, 15]
+    assert (result.offset, result.token_ids, result.finish_reason) == (2, [12, 13, 14, 15, 99], None)
+    assert list(seq.token_ids[10:]) == [10, 11, 12, 13, 14, 15, 99]
+    assert seq.num_uncomputed_tokens == 1
+    stats = scheduler.stats
+    assert (stats.num_drafts, stats.num_draft_tokens, stats.num_accepted_tokens) == (1, 4, 4)
+
+
+@pytest.mark.parametrize(
+    ("sampled", "told"),
+    [
+        ([99, 13, 14, 15, 16], [99]),
+        ([12, 99, 14, 15, 16], [12, 99]),
+        ([12, 13, 14, 99, 16], [12, 13, 14, 99]),
+        ([12, 13, INVALID_TOKEN, 15, 16], [12, 13]),  # said when it is computed again, alone
+    ],
+)
+def test_what_comes_after_a_wrong_draft_was_never_computed(sampled: list[int], told: list[int]) -> None:
+    scheduler, seq = make(), repeating()
+    begin(scheduler, seq)
+    _, [result] = run(scheduler, sampled)
+    assert (result.token_ids, result.finish_reason) == (told, None)
+    assert list(seq.token_ids[12:]) == told
+    assert seq.num_uncomputed_tokens == 1
+    assert seq.max_drafts == max(1, len(told) - 1)
+    # Whose KV is wrong is not found by others.
+    assert len(scheduler.block_manager.cached_hashes()) == seq.num_computed_tokens // 4
+
+
+def test_no_next_token_ends_a_sequence_also_behind_a_draft_that_was_right() -> None:
+    scheduler, seq = make(), repeating()
+    begin(scheduler, seq)
+    run(scheduler, [12, 13, INVALID_TOKEN, 15, 16])
+    _, [result] = run(scheduler, [INVALID_TOKEN] * 5)
+    assert (result.offset, result.token_ids, result.finish_reason) == (4, [], FinishReason.ERROR)
+
+
+@pytest.mark.parametrize(
+    ("params", "told", "reason"),
+    [
+        ({"stop_token_ids": frozenset({13})}, [12, 13], FinishReason.STOP),
+        ({"max_tokens": 5}, [12, 13, 14], FinishReason.LENGTH),
+        ({}, [12, 13, 14, 15, 99], None),
+    ],
+)
+def test_an_answer_ends_at_its_end(params: dict[str, object], told: list[int], reason: FinishReason | None) -> None:
+    scheduler, seq = make(), repeating(**params)
+    begin(scheduler, seq)
+    _, [result] = run(scheduler, [12, 13, 14, 15, 99])
+    assert (result.token_ids, result.finish_reason) == (told, reason)
+    if reason is not None:
+        assert scheduler.block_manager.ledger().num_sequence == 0
+
+
+def test_no_more_drafts_than_tokens_that_may_come() -> None:
+    scheduler, seq = make(), repeating(max_tokens=4)
+    begin(scheduler, seq)
+    output, [result] = run(scheduler, [12, 13])
+    assert list(output.scheduled[0].draft_token_ids) == [12]
+    assert (result.token_ids, result.finish_reason) == ([12, 13], FinishReason.LENGTH)
+
+
+def test_sequences_without_drafts_come_first_and_prompts_last() -> None:
+    scheduler, seq, other = make(), repeating(0), repeating(1)
+    other.token_ids[0] = other.token_ids[1] = 77  # in which nothing is found
+    begin(scheduler, seq, other)
+    scheduler.add(repeating(2))
+    output = scheduler.schedule()
+    assert [(s.seq.request_id, s.num_new_tokens) for s in output.scheduled] == [("r1", 1), ("r0", 5), ("r2", 2)]
+
+
+@pytest.mark.parametrize(("draft_batch", "nums"), [(16, [5, 5]), (8, [5, 3]), (6, [1, 5]), (2, [1, 1])])
+def test_a_step_of_many_rows_takes_no_more_drafts(draft_batch: int, nums: list[int]) -> None:
+    scheduler = make(draft_batch=draft_batch)
+    begin(scheduler, repeating(0), repeating(1))
+    assert [s.num_new_tokens for s in scheduler.schedule().scheduled] == nums
+
+
+def test_nothing_is_preempted_for_drafts() -> None:
+    # 10 tokens and 2 are 3 blocks for each; drafts take a fourth, and there is one.
+    scheduler = make(num_blocks=7)
+    begin(scheduler, repeating(0), repeating(1))
+    output = scheduler.schedule()
+    assert {s.seq.request_id: s.num_new_tokens for s in output.scheduled} == {"r0": 5, "r1": 1}
+    assert scheduler.stats.num_preemptions == 0
+
+
+def test_a_draft_finds_its_sequence_with_the_drafts_before_it() -> None:
+    scheduler, seq = make(), repeating()
+    begin(scheduler, seq)
+    scheduled = ScheduledSequence(seq, 3, [12, 13])
+    assert scheduled.token_ids == [11, 12, 13]
+    assert [list(each.token_ids[10:]) for each in scheduled.sampled_seqs] == [[10, 11], [10, 11, 12], [10, 11, 12, 13]]
+    assert list(seq.token_ids[10:]) == [10, 11]
