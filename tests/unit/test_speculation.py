@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 from array import array
+from concurrent.futures import Future
+from pathlib import Path
 
 import pytest
 from hypothesis import given
@@ -11,6 +13,9 @@ from hypothesis import strategies as st
 
 from engine.block_manager import BlockManager
 from engine.config import EngineArgs, SchedulerConfig
+from engine.grammar import GrammarState
+from engine.llm_engine import LLMEngine
+from engine.model_loader import create_engine_config
 from engine.outputs import FinishReason, RequestOutput
 from engine.sampling_params import SamplingParams
 from engine.scheduler import Scheduler
@@ -19,6 +24,11 @@ from engine.speculation import MAX_DRAFTS, SpeculativeConfig, max_drafts_after, 
 
 CONFIG = SpeculativeConfig(num_speculative_tokens=4)
 EOS = 1
+TOY = {
+    "architectures": ["LlamaForCausalLM"], "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2,
+    "num_key_value_heads": 1, "vocab_size": 64, "max_position_embeddings": 128, "rms_norm_eps": 1e-5,
+    "rope_theta": 10000.0, "eos_token_id": 1,
+}  # fmt: skip
 
 
 # -- what is guessed --------------------------------------------------------------------------------------------
@@ -240,6 +250,45 @@ def test_nothing_is_preempted_for_drafts() -> None:
     output = scheduler.schedule()
     assert {s.seq.request_id: s.num_new_tokens for s in output.scheduled} == {"r0": 5, "r1": 1}
     assert scheduler.stats.num_preemptions == 0
+
+
+def test_nothing_is_guessed_where_a_grammar_says_what_may_come() -> None:
+    scheduler, seq = make(), repeating()
+    begin(scheduler, seq)
+    seq.grammar = GrammarState(Future(), 100)
+    assert [s.num_new_tokens for s in scheduler.schedule().scheduled] == [1]
+
+
+def test_drafts_are_not_written_into_blocks_of_others() -> None:
+    scheduler, seq = make(), repeating()
+    begin(scheduler, seq)
+    run(scheduler, [99] * 5)  # all wrong; the block that they took stays its
+    seq.token_ids[12:] = array("q", [12])
+    child = repeating(1)
+    child.token_ids = array("q", seq.token_ids)
+    child.num_prompt_tokens = 10
+    scheduler.fork(seq, child)
+    seq.max_drafts = 4
+    output = scheduler.schedule()
+    written = [s.seq.block_table[s.first // 4 : -(-s.end // 4)] for s in output.scheduled]
+    assert [s.num_new_tokens for s in output.scheduled] == [5, 5]
+    assert not set(written[0]) & set(written[1])
+
+
+def test_drafts_are_no_prompts(tmp_path: Path, one_thread: None) -> None:
+    """Neither counted as such, nor taken for them by the pace."""
+    (tmp_path / "config.json").write_text(json.dumps(TOY))
+    args = EngineArgs(
+        model=str(tmp_path), load_format="dummy", device="cpu", dtype="float32", num_kv_blocks=16,
+        speculative_config='{"num_speculative_tokens": 4, "prompt_lookup_min": 1}',
+    )  # fmt: skip
+    engine = LLMEngine(create_engine_config(args))
+    engine.add_request("r", [5, 6, 7] * 4, SamplingParams(temperature=0, max_tokens=40, ignore_eos=True))
+    num_tokens = 0
+    while engine.has_unfinished_requests():
+        num_tokens += sum(len(output.token_ids) for output in engine.step())
+    assert engine.stats.num_accepted_tokens > 0
+    assert (num_tokens, engine.stats.num_generation_tokens, engine.stats.num_prompt_tokens) == (40, 40, 12)
 
 
 def test_a_draft_finds_its_sequence_with_the_drafts_before_it() -> None:
