@@ -25,9 +25,9 @@ from engine.speculation import MAX_DRAFTS, SpeculativeConfig, max_drafts_after, 
 CONFIG = SpeculativeConfig(num_speculative_tokens=4)
 EOS = 1
 TOY = {
-    "architectures": ["LlamaForCausalLM"], "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2,
-    "num_key_value_heads": 1, "vocab_size": 64, "max_position_embeddings": 128, "rms_norm_eps": 1e-5,
-    "rope_theta": 10000.0, "eos_token_id": 1,
+    "architectures": ["LlamaForCausalLM"], "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1,
+    "num_attention_heads": 2, "num_key_value_heads": 1, "vocab_size": 64, "max_position_embeddings": 128,
+    "rms_norm_eps": 1e-5, "rope_theta": 10000.0, "eos_token_id": 1,
 }  # fmt: skip
 
 
@@ -260,9 +260,9 @@ def test_nothing_is_guessed_where_a_grammar_says_what_may_come() -> None:
 
 
 def test_drafts_are_not_written_into_blocks_of_others() -> None:
-    scheduler, seq = make(), repeating()
+    scheduler, seq = make(num_drafts=8), repeating()
     begin(scheduler, seq)
-    run(scheduler, [99] * 5)  # all wrong; the block that they took stays its
+    run(scheduler, [99] * 9)  # all wrong; the block that they took beyond its last token stays its
     seq.token_ids[12:] = array("q", [12])
     child = repeating(1)
     child.token_ids = array("q", seq.token_ids)
@@ -271,7 +271,7 @@ def test_drafts_are_not_written_into_blocks_of_others() -> None:
     seq.max_drafts = 4
     output = scheduler.schedule()
     written = [s.seq.block_table[s.first // 4 : -(-s.end // 4)] for s in output.scheduled]
-    assert [s.num_new_tokens for s in output.scheduled] == [5, 5]
+    assert [s.num_new_tokens for s in output.scheduled] == [5, 9]
     assert not set(written[0]) & set(written[1])
 
 
