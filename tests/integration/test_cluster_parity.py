@@ -70,7 +70,7 @@ def ask_all(cluster: RunningCluster, references: list[Reference], *, num_at_once
 def test_same_tokens(cluster: RunningCluster, references: list[Reference], request: pytest.FixtureRequest) -> None:
     arrangement = arrangement_of(request)
     # Some here, and all of them together below.
-    chosen = fitting(references, arrangement)[:: 2 if arrangement == "grpc" else 5]
+    chosen = fitting(references, arrangement)[::5]
     answers = ask_all(cluster, chosen, num_at_once=4)
     modes = {answer.timings.mode for answer in answers}  # type: ignore[attr-defined]
     if arrangement == "aggregated":

@@ -34,12 +34,16 @@ SAMPLINGS: dict[str, dict[str, Any]] = {
 SMALL = ("--decode", "2", "--max-model-len", "1024", "--kv-cache-gib", "0.2", "--lease-ms", "2000")
 
 
+# Greedy is the simplest of them: whoever draws rightly at a position chooses rightly there.
+KINDS = [pytest.param(name, marks=pytest.mark.slow if name == "greedy" else ()) for name in SAMPLINGS]
+
+
 @pytest.fixture(scope="module")
 def cluster(start_cluster: Callable[..., RunningCluster]) -> RunningCluster:
     return start_cluster(*SMALL)
 
 
-@pytest.mark.parametrize("name", list(SAMPLINGS))
+@pytest.mark.parametrize("name", KINDS)
 def test_the_stream_goes_on_at_the_next_position(cluster: RunningCluster, name: str) -> None:
     sampling = {"max_tokens": 60, "ignore_eos": True, "logprobs": 2, **SAMPLINGS[name]}
     with Client(cluster.address) as client:
@@ -97,7 +101,7 @@ def test_a_router_that_is_held_up_for_longer_than_a_lease_loses_no_stream(cluste
     cluster.wait_until_at_rest(60)
 
 
-@pytest.mark.parametrize("name", list(SAMPLINGS))
+@pytest.mark.parametrize("name", KINDS)
 def test_a_killed_router_is_no_end_of_a_stream(cluster: RunningCluster, name: str) -> None:
     """The next one at its address goes on; the client that reads sees nothing of it."""
     sampling = {"max_tokens": 60, "ignore_eos": True, "logprobs": 2, **SAMPLINGS[name]}

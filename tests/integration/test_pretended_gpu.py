@@ -98,7 +98,9 @@ def test_one_prefills_and_another_decodes(
         assert engine.audit()[1] == []
 
 
-@pytest.mark.parametrize("form", ["float channel", "int channel", "fp8 blocks, powers of two"])
+@pytest.mark.parametrize(
+    "form", ["float channel", pytest.param("int channel", marks=pytest.mark.slow), "fp8 blocks, powers of two"]
+)
 def test_a_checkpoint_in_8_bits_stays_as_it_is(gpu: PretendGpu, tmp_path: Path, form: str) -> None:
     """On a GPU, where plain torch has a product for it."""
     check_checkpoint(tmp_path, form, is_kept=form == "float channel")

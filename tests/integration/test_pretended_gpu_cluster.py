@@ -63,6 +63,7 @@ def answers_of_a_cpu(folder: Path) -> dict[int, list[int]]:
     return answers
 
 
+@pytest.mark.slow  # engines alone: test_pretended_gpu.py
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_the_answers_of_a_cpu(tiny_model: Path, tmp_path: Path) -> None:
     flags = (
