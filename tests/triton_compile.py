@@ -3,7 +3,8 @@
 A process of its own: where Triton interprets, it does not compile.
 
 Prints a JSON object: per kernel and case, what a program takes: registers of a thread, bytes of stack (registers that
-did not fit), bytes of shared memory. With names of cases, of those alone.
+did not fit), bytes of shared memory; products of tensor cores whose first operand lies in registers, and instructions
+that write to such registers too early (`machine_code.py`). With names of cases, of those alone.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ os.environ.pop("TRITON_INTERPRET", None)
 import numpy as np
 import torch
 import triton
+from machine_code import early_writes, num_from_registers
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction
@@ -66,8 +68,11 @@ def compile_instead(kernel: Any, *args: Any, grid: Any, warmup: bool, **kwargs: 
         if types.get(name, "").startswith("*")
     }
     compiled = triton.compile(ASTSource(kernel, signature, kwargs, aligned), target=H200, options=options)
-    usage = resources_of(compiled.asm["cubin"])
-    found[f"{kernel.__name__.strip('_')} {case}"] = usage | {"shared": compiled.metadata.shared}
+    usage = resources_of(compiled.asm["cubin"]) | {"shared": compiled.metadata.shared}
+    if "wgmma" in compiled.asm["ptx"]:
+        code = output_of("nvdisasm", "-c", compiled.asm["cubin"])
+        usage |= {"operands": num_from_registers(code), "early_writes": len(early_writes(code))}
+    found[f"{kernel.__name__.strip('_')} {case}"] = usage
 
 
 def type_of(value: Any) -> str:
@@ -79,12 +84,16 @@ def type_of(value: Any) -> str:
 
 
 def resources_of(cubin: bytes) -> dict[str, int]:
+    text = output_of("cuobjdump", "-res-usage", cubin)
+    return {name.lower(): int(re.search(rf"{name}:(\d+)", text)[1]) for name in ("REG", "STACK")}  # type: ignore[index]
+
+
+def output_of(tool: str, option: str, cubin: bytes) -> str:
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
         file.flush()
-        tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
-        text = subprocess.run([tool, "-res-usage", file.name], capture_output=True, text=True, check=True).stdout
-    return {name.lower(): int(re.search(rf"{name}:(\d+)", text)[1]) for name in ("REG", "STACK")}  # type: ignore[index]
+        command = [Path(triton.__file__).parent / "backends/nvidia/bin" / tool, option, file.name]
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout
 
 
 def compile_attention(

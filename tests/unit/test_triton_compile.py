@@ -9,8 +9,9 @@ import sys
 from pathlib import Path
 
 import pytest
+from machine_code import early_writes
 
-pytest.importorskip("triton", reason="Triton is not installed")
+triton = pytest.importorskip("triton", reason="Triton is not installed")
 
 ROOT = Path(__file__).parents[2]
 SHARED_BYTES = 227 * 1024
@@ -24,10 +25,17 @@ KERNELS = {
 
 ONE_OF_EACH = [
     "128 bfloat16", "128 bfloat16, 8-bit pool", "16 heads bfloat16, pool of bfloat16", "normed", "16 rows",
-    "16 rows, groups", "bfloat16", "draws bfloat16",
+    "16 rows, groups", "64 rows", "bfloat16", "draws bfloat16",
 ]  # fmt: skip
 
 
+TOOLS = Path(triton.__file__).parent / "backends/nvidia/bin"
+
+
+@pytest.mark.skipif(
+    not all((TOOLS / tool).exists() for tool in ("cuobjdump", "nvdisasm")),
+    reason="this Triton brings no disassembler for GPUs",
+)
 @pytest.mark.parametrize("cases", [ONE_OF_EACH, pytest.param([], marks=pytest.mark.slow)], ids=["one of each", "all"])
 def test_kernels_compile_for_an_h200_and_spill_no_registers(cases: list[str], tmp_path: Path) -> None:
     environment = os.environ | {
@@ -44,6 +52,34 @@ def test_kernels_compile_for_an_h200_and_spill_no_registers(cases: list[str], tm
     assert {name.split()[0] for name in usage} == KERNELS
     assert [name for name, used in usage.items() if used["stack"]] == []
     assert [name for name, used in usage.items() if used["shared"] > SHARED_BYTES] == []
+    assert [name for name, used in usage.items() if used.get("early_writes")] == []
+    assert usage["prefill_kernel 128 bfloat16"]["operands"] > 0  # products are recognised
     # Three programs of the decode kernel find room on a multiprocessor: it lives from loads in flight.
     for case in ("128 bfloat16", "128 bfloat16, 8-bit pool"):
         assert 3 * usage[f"split_kernel {case}"]["shared"] <= SHARED_BYTES
+
+
+PRODUCTS = """
+.L_x_0:
+        /*0000*/                   LDS.64 R10, [R2] ;
+        /*0010*/                   LDS.128 R4, [R2+0x10] ;
+        /*0020*/                   WARPGROUP.ARRIVE ;
+        /*0030*/                   HGMMA.64x64x16.F32.BF16 R24, R8, gdesc[UR4], R24, gsb0 ;
+        /*0040*/                   HGMMA.64x64x16.F32.BF16 R24, gdesc[UR8], R24, gsb0 ;
+        /*0050*/                   WARPGROUP.DEPBAR.LE gsb0, {groups} ;
+        /*0060*/              @!P0 BRA `({target}) ;
+        /*0070*/                   WARPGROUP.DEPBAR.LE gsb0, 0x0 ;
+        /*0080*/                   STG.E desc[UR4][R2.64], R24 ;
+        /*0090*/                   EXIT ;
+.L_x_1:
+        /*00a0*/                   ISETP.GE.AND P0, PT, R8, R9, PT ;
+        /*00b0*/                   EXIT ;
+"""
+
+
+@pytest.mark.parametrize(
+    ("groups", "target", "expected"),
+    [("0x2", ".L_x_0", ["LDS.64 R10, [R2]"]), ("0x1", ".L_x_0", []), ("0x0", ".L_x_0", []), ("0x2", ".L_x_1", [])],
+)
+def test_a_write_to_what_tensor_cores_still_read_is_found(groups: str, target: str, expected: list[str]) -> None:
+    assert early_writes(PRODUCTS.format(groups=groups, target=target)) == expected

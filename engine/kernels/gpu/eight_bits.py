@@ -2,8 +2,8 @@
 
 `scaled_product`: a step that decodes is bound by the bytes of its weights, and 8 bits are half of them; so they are
 widened after they are loaded, in registers, and multiplied on the tensor cores as 16-bit numbers (each int8 or
-float8_e4m3fn is one exactly). The scale of an output is applied to its sum; that of a group of inputs, to the sum over
-the group. The product is computed transposed, since tensor cores take their first operand from registers.
+float8_e4m3fn is one exactly). The scale of an output, or of a group of its inputs, is applied to the sum over each tile
+of inputs. The product is computed transposed, since tensor cores take their first operand from registers.
 
 Each output's sum runs over all inputs in one program, in tiles at fixed places.
 
@@ -119,6 +119,8 @@ def _product_kernel(
     x_ptrs = x_ptr + rows_T[None, :].to(tl.int64) * SIZE_K + ins_K[:, None]
     weight_ptrs = weight_ptr + tl.minimum(outs_N, SIZE_N - 1)[:, None].to(tl.int64) * SIZE_K + ins_K[None, :]
     scale_ptrs = scale_ptr + tl.minimum(outs_N, SIZE_N - 1) * (tl.cdiv(SIZE_K, GROUP_SIZE) if GROUP_SIZE else 1)
+    if not GROUP_SIZE:
+        scale_N = tl.load(scale_ptrs).to(tl.float32)
     acc_NT = tl.zeros([BLOCK_N, BLOCK_T], dtype=tl.float32)
     for start in range(0, SIZE_K, BLOCK_K):
         if SIZE_K % BLOCK_K == 0:
@@ -129,14 +131,14 @@ def _product_kernel(
             weight_NK = tl.load(weight_ptrs + start, mask=is_in_K[None, :], other=ZERO)
             x_KT = tl.load(x_ptrs + start, mask=is_in_K[:, None] & is_row_T[None, :], other=0.0)
         if GROUP_SIZE:
-            sum_NT = tl.dot(weight_NK.to(x_KT.dtype), x_KT, input_precision="ieee")
-            acc_NT += sum_NT * tl.load(scale_ptrs + start // GROUP_SIZE).to(tl.float32)[:, None]
-        else:
-            acc_NT = tl.dot(weight_NK.to(x_KT.dtype), x_KT, acc_NT, input_precision="ieee")
+            scale_N = tl.load(scale_ptrs + start // GROUP_SIZE).to(tl.float32)
+        # Scaled tile by tile, though a scale for all inputs could wait for the end: so a tile's sum is needed before
+        # the next weight is widened. Hopper's tensor cores add up beside the program, and Triton lets one product run
+        # on while the loop goes round: into the registers that it still reads comes the next weight (triton issue
+        # 9433; tests/machine_code.py looks for it in what this compiles to).
+        acc_NT += tl.dot(weight_NK.to(x_KT.dtype), x_KT, input_precision="ieee") * scale_N[:, None]
     is_out_N = outs_N < SIZE_N
     y_NT = acc_NT
-    if not GROUP_SIZE:
-        y_NT = acc_NT * tl.load(scale_ptrs).to(tl.float32)[:, None]
     if HAS_BIAS:
         y_NT += tl.load(bias_ptr + outs_N, mask=is_out_N, other=0.0).to(tl.float32)[:, None]
     out_ptrs = out_ptr + rows_T[None, :].to(tl.int64) * SIZE_N + outs_N[:, None]
