@@ -3,8 +3,9 @@
 A process of its own: where Triton interprets, it does not compile.
 
 Prints a JSON object: per kernel and case, what a program takes: registers of a thread, bytes of stack (registers that
-did not fit), bytes of shared memory; products of tensor cores whose first operand lies in registers, and instructions
-that write to such registers too early (`machine_code.py`). With names of cases, of those alone.
+did not fit), bytes of shared memory; how it stores to the device's; and of Hopper's tensor cores, products whose first
+operand lies in registers, and instructions that write to such registers too early (`machine_code.py`). With names of
+cases, of those alone.
 """
 
 from __future__ import annotations
@@ -53,7 +54,7 @@ POINTERS = {
 }  # fmt: skip
 NUM_HEADS, NUM_KV_HEADS, BLOCK_SIZE, MAX_CONTEXT = 32, 8, 16, 8192
 
-found: dict[str, dict[str, int]] = {}
+found: dict[str, dict[str, Any]] = {}
 case = ""
 
 
@@ -64,11 +65,13 @@ def compile_instead(kernel: Any, *args: Any, grid: Any, warmup: bool, **kwargs: 
     signature = {name: types.get(name, "constexpr") for name in kernel.arg_names}
     aligned = {
         (i,): [["tt.divisibility", 16]]
-        for i, name in enumerate(kernel.arg_names)
-        if types.get(name, "").startswith("*")
+        for i, (parameter, value) in enumerate(zip(kernel.params, args, strict=False))
+        if isinstance(value, torch.Tensor)
+        or (isinstance(value, int) and value % 16 == 0 and not parameter.do_not_specialize)
     }
     compiled = triton.compile(ASTSource(kernel, signature, kwargs, aligned), target=H200, options=options)
-    usage = resources_of(compiled.asm["cubin"]) | {"shared": compiled.metadata.shared}
+    stores = sorted(set(re.findall(r"\bst\.global\S*", compiled.asm["ptx"])))
+    usage = resources_of(compiled.asm["cubin"]) | {"shared": compiled.metadata.shared, "stores": stores}
     if "wgmma" in compiled.asm["ptx"]:
         code = output_of("nvdisasm", "-c", compiled.asm["cubin"])
         usage |= {"operands": num_from_registers(code), "early_writes": len(early_writes(code))}
@@ -83,7 +86,7 @@ def type_of(value: Any) -> str:
     return "i32" if abs(value) < 2**31 else "i64"
 
 
-def resources_of(cubin: bytes) -> dict[str, int]:
+def resources_of(cubin: bytes) -> dict[str, Any]:
     text = output_of("cuobjdump", "-res-usage", cubin)
     return {name.lower(): int(re.search(rf"{name}:(\d+)", text)[1]) for name in ("REG", "STACK")}  # type: ignore[index]
 
@@ -153,7 +156,11 @@ def compile_rest(dtype: torch.dtype) -> None:
     silu_multiply(x)
     quantize_rows(x, 1e-12)
     block_digests(torch.zeros(1, 1, 2, NUM_KV_HEADS, BLOCK_SIZE, 128, dtype=dtype), [0])
-    copy_rows(torch.zeros(1, 8192, dtype=torch.int64), 1 << 40, np.array([0]), np.array([0]))
+    compile_copy(1 << 40)
+
+
+def compile_copy(target_address: int) -> None:
+    copy_rows(torch.zeros(1, 8192, dtype=torch.int64), target_address, np.array([0]), np.array([0]))
 
 
 def compile_int8_products(num_rows: int) -> None:
@@ -218,6 +225,7 @@ def main(chosen: list[str]) -> None:
         cases[f"{num_rows} rows"] = lambda num_rows=num_rows: compile_int8_products(num_rows)  # type: ignore[misc]
         cases[f"{num_rows} rows, groups"] = lambda num_rows=num_rows: compile_products_of_groups(num_rows)  # type: ignore[misc]
     cases["bfloat16"] = lambda: compile_rest(torch.bfloat16)
+    cases["at 8"] = lambda: compile_copy((1 << 40) + 8)
     for dtype in (torch.bfloat16, torch.float32):
         cases[f"draws {name_of(dtype)}"] = lambda dtype=dtype: compile_draws(dtype)  # type: ignore[misc]
     for case in chosen or cases:

@@ -25,7 +25,7 @@ KERNELS = {
 
 ONE_OF_EACH = [
     "128 bfloat16", "128 bfloat16, 8-bit pool", "16 heads bfloat16, pool of bfloat16", "normed", "16 rows",
-    "16 rows, groups", "64 rows", "bfloat16", "draws bfloat16",
+    "16 rows, groups", "64 rows", "bfloat16", "at 8", "draws bfloat16",
 ]  # fmt: skip
 
 
@@ -54,6 +54,9 @@ def test_kernels_compile_for_an_h200_and_spill_no_registers(cases: list[str], tm
     assert [name for name, used in usage.items() if used["shared"] > SHARED_BYTES] == []
     assert [name for name, used in usage.items() if used.get("early_writes")] == []
     assert usage["prefill_kernel 128 bfloat16"]["operands"] > 0  # products are recognised
+    # 16 bytes at a time, and 8 where the address is no multiple of 16.
+    assert usage["copy_kernel bfloat16"]["stores"] == ["st.global.v2.b64"]
+    assert usage["copy_kernel at 8"]["stores"] == ["st.global.b64"]
     # Three programs of the decode kernel find room on a multiprocessor: it lives from loads in flight.
     for case in ("128 bfloat16", "128 bfloat16, 8-bit pool"):
         assert 3 * usage[f"split_kernel {case}"]["shared"] <= SHARED_BYTES

@@ -15,6 +15,8 @@ from numpy.typing import NDArray
 from engine.to_device import to_device
 
 TILE_WORDS = 2048
+ACCESS_BYTES = 16
+"""The most that a thread stores at a time."""
 
 
 def copy_rows(
@@ -33,18 +35,24 @@ def copy_rows(
         to_device(np.stack([src_rows, dst_rows]), source.device),
         len(src_rows),
         num_words,
+        IS_ALIGNED=target_address % ACCESS_BYTES == 0,
         TILE_WORDS=TILE_WORDS,
         num_warps=4,
     )
 
 
 @triton.jit(do_not_specialize=["num_rows"])
-def _copy_kernel(src_ptr, dst_address, rows_ptr, num_rows, num_words, TILE_WORDS: tl.constexpr):
+def _copy_kernel(
+    src_ptr, dst_address, rows_ptr, num_rows, num_words, IS_ALIGNED: tl.constexpr, TILE_WORDS: tl.constexpr
+):
     """Program (row, piece of it)."""
     index = tl.program_id(0)
     words = tl.program_id(1) * TILE_WORDS + tl.arange(0, TILE_WORDS)
     is_inside = words < num_words
     dst_ptr = dst_address.to(tl.pointer_type(tl.int64))
+    # What Triton knows of a number it does not know of the pointer made of it, and stores 8 bytes at a time.
+    if IS_ALIGNED:
+        dst_ptr = tl.multiple_of(dst_ptr, 16)
     src_row = tl.load(rows_ptr + index)
     dst_row = tl.load(rows_ptr + num_rows + index)
     moved = tl.load(src_ptr + src_row * num_words + words, mask=is_inside)
