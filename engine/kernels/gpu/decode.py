@@ -154,6 +154,13 @@ def _split_kernel(
     piece = tl.program_id(0)
     kv_head = tl.program_id(1)
     seq = tl.program_id(2).to(tl.int64)
+    groups_M = tl.arange(0, BLOCK_M)
+    dims_H = tl.arange(0, BLOCK_H)
+    rows_M = (seq * NUM_KV_HEADS + kv_head) * NUM_GROUPS + groups_M
+    is_row_M = groups_M < NUM_GROUPS
+    is_real_MH = is_row_M[:, None] & (dims_H < HEAD_DIM)[None, :]
+    # Before it is known whether there is anything to do: both loads are then under way at once.
+    q_MH = tl.load(q_ptr + rows_M[:, None] * HEAD_DIM + dims_H[None, :], mask=is_real_MH, other=0.0)
     context_len = tl.load(context_lens_ptr + seq)
     first, piece_len = piece_of(context_len, WINDOW, MIN_PIECE, MAX_PIECES)
     begin = first + piece * piece_len
@@ -161,13 +168,6 @@ def _split_kernel(
     if IS_SPLIT:  # noqa: SIM102, one is known when this is compiled, the other is not
         if begin >= context_len:
             return
-
-    groups_M = tl.arange(0, BLOCK_M)
-    dims_H = tl.arange(0, BLOCK_H)
-    rows_M = (seq * NUM_KV_HEADS + kv_head) * NUM_GROUPS + groups_M
-    is_row_M = groups_M < NUM_GROUPS
-    is_real_MH = is_row_M[:, None] & (dims_H < HEAD_DIM)[None, :]
-    q_MH = tl.load(q_ptr + rows_M[:, None] * HEAD_DIM + dims_H[None, :], mask=is_real_MH, other=0.0)
 
     acc_MH = tl.zeros([BLOCK_M, BLOCK_H], dtype=tl.float32)
     max_M = tl.full([BLOCK_M], float("-inf"), dtype=tl.float32)
@@ -216,13 +216,14 @@ def reduce_kernel(
     is_piece_P = pieces_P < tl.cdiv(context_len - first, piece_len)
     partials_P = row * num_pieces + pieces_P
     weights_P = tl.load(weight_ptr + partials_P, mask=is_piece_P, other=float("-inf"))
-    largest = tl.max(weights_P, 0)
-    shares_P = tl.exp2(weights_P - tl.where(largest == float("-inf"), 0.0, largest))
+    # Before what waits for the weights: the machine code then asks for some of both at once.
     partial_PH = tl.load(
         partial_ptr + partials_P[:, None] * HEAD_DIM + dims_H[None, :],
         mask=is_piece_P[:, None] & (dims_H < HEAD_DIM)[None, :],
         other=0.0,
     )
+    largest = tl.max(weights_P, 0)
+    shares_P = tl.exp2(weights_P - tl.where(largest == float("-inf"), 0.0, largest))
     total = tl.sum(shares_P, 0)
     o_H = tl.sum(partial_PH * shares_P[:, None], 0) / tl.where(total > 0, total, 1.0)
     tl.store(out_ptr + row * HEAD_DIM + dims_H, o_H.to(out_ptr.dtype.element_ty), mask=dims_H < HEAD_DIM)

@@ -33,14 +33,14 @@ def _norm_kernel(
     dims = tl.arange(0, BLOCK)
     is_dim = dims < SIZE
     offsets = tl.program_id(0).to(tl.int64) * SIZE + dims
+    weight = tl.load(weight_ptr + dims, mask=is_dim, other=0.0)  # not after the sum, which a load would wait for
     x = tl.load(x_ptr + offsets, mask=is_dim, other=0.0)
     if HAS_DELTA:
         x = (x.to(tl.float32) + tl.load(delta_ptr + offsets, mask=is_dim, other=0.0).to(tl.float32)).to(x.dtype)
         tl.store(x_ptr + offsets, x, mask=is_dim)
     h = x.to(tl.float32)
     scale = tl.rsqrt(tl.sum(h * h, 0) / SIZE + eps)
-    weight = tl.load(weight_ptr + dims, mask=is_dim, other=0.0).to(tl.float32)
-    y = (h * scale).to(x.dtype).to(tl.float32) * weight
+    y = (h * scale).to(x.dtype).to(tl.float32) * weight.to(tl.float32)
     tl.store(out_ptr + offsets, y.to(x.dtype), mask=is_dim)
 
 
