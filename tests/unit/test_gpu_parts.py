@@ -191,6 +191,15 @@ def test_attention_and_digests_interpreted(setting: Setting) -> None:
     assert not any(row.is_wrong for row in digests.measure(setting))
 
 
+def test_a_share_of_the_copy_is_aimed_at_where_there_is_enough_to_read(setting: Setting) -> None:
+    full = replace(setting, is_tiny=False)
+    jobs = [attention.decode_job(full, torch.bfloat16, *size) for size in FULL.decode_attention]
+    assert {job.what: job.target for job in jobs} == {
+        "decode attention 64 x 4096": 0.8, "decode attention 1 x 8192": 0.8, "decode attention 64 x 2100": 0.8,
+        "decode attention 1 x 1100": None,
+    }  # fmt: skip
+
+
 @dataclass(frozen=True)
 class Config:
     size: int
