@@ -8,10 +8,10 @@
     (each a module of gpu_parts/)
 
 Each part is a process of its own with a time of its own: what goes wrong in one is written into the table, and the
-others go on. Every number stands beside the limit that the same run measured, or beside its aim. The last line is one
-JSON object, kept in `benchmarks/results/` from the first part on, with a plot at the end (a toy's is not kept). The
-exit code is 1 where a check or a part failed, or the budget ended before a part began. docs/gpu.md says what to carry
-to a bare machine.
+others go on. Every number stands beside the limit that the same run measured, or beside its aim. Results are one JSON
+object, kept in `benchmarks/results/` from the first part on, with a plot at the end: the last line says where. A toy's
+are not kept, and the last line is the object itself. The exit code is 1 where a check or a part failed, or the budget
+ended. docs/gpu.md says what to carry to a bare machine.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ if __name__ == "__main__":
 from benchmarks.gpu_parts import attention, digests, floors, kernels, model, products, push, servers, steps
 from benchmarks.gpu_parts.rows import Row, table
 from benchmarks.gpu_parts.runner import Part, PartResult, Setting, run_parts
-from benchmarks.machine import machine
-from benchmarks.report import RESULTS, keep, path_of, save
+from benchmarks.machine import compilers, machine
+from benchmarks.report import RESULTS, keep, path_of, plot
 
 PARTS = (
     Part(name="floors", about="what the device can do", measure=floors.measure, limit_s=60),
@@ -73,7 +73,7 @@ def chosen_parts(only: str) -> list[Part]:
 @click.option("--tiny", is_flag=True, help="A toy, on a CPU where there is no GPU: only to see the script run.")
 @click.option("--only", default="", help=f"Parts, with commas, of: {', '.join(part.name for part in PARTS)}.")
 @click.option("--budget-s", default=480.0, show_default=True, type=click.FloatRange(min=0, min_open=True),
-              help="Parts that would begin later are not run, and none runs beyond it.")  # fmt: skip
+              help="None runs beyond it, and none begins with less than a third of its time left.")  # fmt: skip
 @click.option("--results-dir", default=None, type=click.Path(file_okay=False, path_type=Path),
               help="Where results and logs are kept. Default: benchmarks/results; a toy's are not kept.")  # fmt: skip
 def main(tiny: bool, only: str, budget_s: float, results_dir: Path | None) -> None:
@@ -91,7 +91,9 @@ def main(tiny: bool, only: str, budget_s: float, results_dir: Path | None) -> No
 
 
 def run(parts: list[Part], setting: Setting, budget_s: float, *, is_kept: bool) -> list[PartResult]:
-    about = {"benchmark": "gpu", "is_tiny": setting.is_tiny} | machine()
+    made_by = compilers()
+    about = {"benchmark": "gpu", "is_tiny": setting.is_tiny} | machine() | made_by
+    click.echo(", ".join(f"{name} {about[name]}" for name in ("commit", "torch", *made_by)))
     path = path_of("gpu", about["commit"], setting.results)
     found: list[PartResult] = []
     start_s = time.monotonic()
@@ -113,7 +115,9 @@ def run(parts: list[Part], setting: Setting, budget_s: float, *, is_kept: bool) 
         about["gpu"] = torch.cuda.get_device_name()
     summary = summary_of(found, about | {"seconds": round(time.monotonic() - start_s, 1)})
     if is_kept:
-        save("gpu", summary, lambda figure: draw(figure, [row for result in found for row in result.rows]), path)
+        keep(path, summary)
+        plot(path, "gpu", summary, lambda figure: draw(figure, [row for result in found for row in result.rows]))
+        click.echo(f"kept in {path}")  # not all of it once more: who sees the end alone should see the table
     else:
         click.echo(json.dumps(summary))
     return found

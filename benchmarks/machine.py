@@ -5,6 +5,7 @@ from __future__ import annotations
 import platform
 import shutil
 import subprocess
+from importlib.util import find_spec
 from pathlib import Path
 
 import torch
@@ -20,6 +21,26 @@ def machine() -> dict[str, object]:
         "cpu": f"{cpu_name()}, {torch.backends.cpu.get_cpu_capability()}",
         "machine": platform.machine(),
     }
+
+
+def compilers() -> dict[str, str]:
+    """What makes the GPU's code: Triton, and the assemblers that it takes, of which it brings two. Which one: by the
+    GPU's compute capability. Where from: only if it is not Triton's own."""
+    if find_spec("triton") is None:
+        return {"triton": "not installed"}
+    import triton
+    from triton import knobs
+
+    found = {"triton": triton.__version__}
+    for name, since in (("ptxas", ""), ("ptxas_blackwell", " (from 10.0 on)")):
+        try:
+            tool = getattr(knobs.nvidia, name)
+        except RuntimeError as error:
+            found[name] = str(error)
+            continue
+        is_own = Path(triton.__file__).parent in Path(tool.path).parents
+        found[name] = f"{tool.version}{'' if is_own else f' of {tool.path}'}{since}"
+    return found
 
 
 def commit() -> str | None:

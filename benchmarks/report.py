@@ -2,7 +2,7 @@
 
 save(name, summary, draw) ──> benchmarks/results/<name>-<date>-<time>-<commit>.json and .png
 
-Who measures for long keeps what there is so far: `path_of` once, `keep` again and again, `save` there at the end.
+Who measures for long keeps what there is so far: `path_of` once, `keep` again and again, `plot` at the end.
 """
 
 from __future__ import annotations
@@ -27,11 +27,17 @@ def keep(path: Path, summary: dict[str, Any]) -> None:
     path.write_text(json.dumps(summary, indent=1) + "\n")
 
 
-def save(name: str, summary: dict[str, Any], draw: Callable[[Any], None], path: Path | None = None) -> None:
-    """`draw` gets matplotlib's empty figure. Without matplotlib there is no picture, which is said. `path`: of the
-    JSON file, where it is there already."""
-    path = path or path_of(name, summary.get("commit"))
+def save(name: str, summary: dict[str, Any], draw: Callable[[Any], None]) -> None:
+    """`draw` gets matplotlib's empty figure."""
+    path = path_of(name, summary.get("commit"))
     keep(path, summary)
+    plot(path, name, summary, draw)
+    print(f"kept in {path.parent.name}/{path.name}", file=sys.stderr)
+    print(json.dumps(summary))
+
+
+def plot(path: Path, name: str, summary: dict[str, Any], draw: Callable[[Any], None]) -> None:
+    """Beside the results at `path`. Without matplotlib there is no picture, which is said."""
     try:
         import matplotlib
 
@@ -39,11 +45,9 @@ def save(name: str, summary: dict[str, Any], draw: Callable[[Any], None], path: 
         from matplotlib import pyplot
     except ImportError:
         print("no plot: pip install matplotlib draws one", file=sys.stderr)
-    else:
-        figure = pyplot.figure(figsize=(10, 4), layout="constrained")
-        draw(figure)
-        device = summary.get("gpu") or summary.get("cpu", "")
-        figure.supxlabel(f"{name}, {device}, commit {summary.get('commit')}", fontsize=8)
-        figure.savefig(path.with_suffix(".png"), dpi=120)
-    print(f"kept in {path.parent.name}/{path.name}", file=sys.stderr)
-    print(json.dumps(summary))
+        return
+    figure = pyplot.figure(figsize=(10, 4), layout="constrained")
+    draw(figure)
+    device = summary.get("gpu") or summary.get("cpu", "")
+    figure.supxlabel(f"{name}, {device}, commit {summary.get('commit')}", fontsize=8)
+    figure.savefig(path.with_suffix(".png"), dpi=120)

@@ -4,48 +4,82 @@ from __future__ import annotations
 
 import os
 import re
+import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from importlib.util import find_spec
 from pathlib import Path
 
 from benchmarks.gpu_parts.rows import Row
-from benchmarks.gpu_parts.runner import NotRun, Setting
+from benchmarks.gpu_parts.runner import NotRun, OutOfTime, Setting, require
 
 ROOT = Path(__file__).resolve().parents[2]
 NUM_PROCESSES = 12
 """Most of the time goes into compiling."""
 SHOWN_LINES = 40
+LOG = "gpu-kernel-tests.log"
+SUMMARY_S = 20.0
+"""Of the part's time: for pytest to say what it has found, when the rest is over. xdist waits 10 s for its workers."""
+
+
+TEST_LINE = re.compile(r"^\[gw\d+\] \[ *(\d+%)\] ([A-Z]+) | ([A-Z]+)(?: \(.*\))? +\[ *(\d+%)\]$")
+"""What xdist, or pytest alone, says of each test: how it ended, and the share of all that has."""
 
 
 def measure(setting: Setting) -> Iterator[Row]:
-    """The number of tests that fail; what they say is kept in gpu-kernel-tests.log, also where time runs out."""
+    """The number of tests that fail; what they say is kept in a log, also where time runs out."""
     if setting.device != "cuda":
         raise NotRun("no GPU; interpreted they are among the project's own tests")
-    path = setting.results / "gpu-kernel-tests.log"
-    with path.open("w") as log:
-        done = subprocess.run(command(), cwd=ROOT, env=environment(), stdout=log, stderr=subprocess.STDOUT, check=False)
+    require("pytest")
+    path = setting.results / LOG
+    exit_code = run_tests(path, setting.limit_s - SUMMARY_S)
     lines = path.read_text().strip().splitlines() or ["pytest said nothing"]
-    summary = lines[-1].strip("= ")
-    if done.returncode != 0:
+    if exit_code != 0:
         print("\n".join(lines[-SHOWN_LINES:]), flush=True)
-    if done.returncode not in (0, 1):  # pytest did not run the tests
-        raise RuntimeError(f"pytest ended with {done.returncode}: {summary}")
-    yield Row(
-        what="kernels' tests that fail", value=num_failed(summary), unit="tests", at_most=0, is_check=True, note=summary
-    )
+    if exit_code is None:
+        count, share = so_far(lines)
+        yield row_of(count, f"out of time after {share} of the tests", lines)
+        raise OutOfTime
+    summary = lines[-1].strip("= ")
+    if exit_code not in (0, 1):  # pytest did not run the tests
+        raise RuntimeError(f"pytest ended with {exit_code}: {summary}")
+    yield row_of(num_failed(summary), summary, lines)
+
+
+def row_of(count: int, note: str, lines: Sequence[str]) -> Row:
+    if count and (access := first_illegal_access(lines)):
+        note = f"{note}; {access}"
+    return Row(what="kernels' tests that fail", value=count, unit="tests", at_most=0, is_check=True, note=note)
+
+
+def run_tests(path: Path, limit_s: float) -> int | None:
+    """Into a log. Returns pytest's exit code, None where it was ended for want of time."""
+    with path.open("w") as log:
+        tests = subprocess.Popen(command(), cwd=ROOT, env=environment(), stdout=log, stderr=subprocess.STDOUT)
+        try:
+            return tests.wait(limit_s)
+        except subprocess.TimeoutExpired:
+            tests.send_signal(signal.SIGINT)  # it then tells what has failed, unless it hangs itself
+            with suppress(subprocess.TimeoutExpired):
+                tests.wait(SUMMARY_S - 5)
+            return None
+        finally:
+            tests.kill()  # its workers end with the part's session
+            tests.wait()
 
 
 def command() -> list[str]:
     folder = ROOT / "tests/unit"
     names = [str(path) for kind in ("triton", "flash") for path in sorted(folder.glob(f"test_{kind}_*.py"))]
     parallel = ["-n", str(min(NUM_PROCESSES, os.cpu_count() or 1))] if find_spec("xdist") else []
-    # Without tests/conftest.py, which starts a Redis, and without the plugins that the project's own settings name.
-    # A file that cannot be imported, for want of a package, must not keep the others from running.
+    # With the fixtures of tests/unit/conftest.py, without tests/conftest.py, which starts a Redis, and without the
+    # plugins that the project's own settings name. A file that cannot be imported, for want of a package, must not keep
+    # the others from running. A line for each test: what has failed so far is in the log at any moment.
     options = [
-        "-q", "-rfE", "--noconftest", "--continue-on-collection-errors", "-p", "no:cacheprovider", "-o", "addopts=",
-        *parallel,
+        "-v", "-rfE", f"--confcutdir={folder}", "--continue-on-collection-errors", "-p", "no:cacheprovider",
+        "-o", "addopts=", "-m", "not slow", *parallel,
     ]  # fmt: skip
     return [sys.executable, "-m", "pytest", *options, *names]
 
@@ -61,3 +95,21 @@ def num_failed(summary: str) -> int:
     if not re.search(r"\d+ (passed|failed|error|skipped)", summary):
         raise ValueError(f"this is no summary of pytest's: {summary!r}")
     return sum(int(number) for number in re.findall(r"(\d+) (?:failed|errors?)\b", summary))
+
+
+def so_far(lines: Sequence[str]) -> tuple[int, str]:
+    """Of a run that did not come to its end: how many tests failed, and the share of all that ended."""
+    ended = [match for match in map(TEST_LINE.search, lines) if match]
+    num_bad = sum((match[2] or match[3]) in ("FAILED", "ERROR") for match in ended)
+    return num_bad, (ended[-1][1] or ended[-1][4]) if ended else "0%"
+
+
+def first_illegal_access(lines: Sequence[str]) -> str:
+    """The first error that tells of one, and whose it is: all that comes later in its process fails, too."""
+    test = ""
+    for line in lines:
+        if match := re.fullmatch(r"_{2,} (.+) _{2,}", line.strip()):
+            test = f"{match[1]}: "
+        elif line.startswith("E ") and "illegal memory access" in line:
+            return f"{test}{line[1:].strip()}"
+    return ""

@@ -1,8 +1,8 @@
 """Parts in turn, each in a process of its own and within its time: what one breaks or holds is gone with it.
 
-    run_parts ──> for each part: budget left? ── no ──> "not run: out of time"
-                                      │ yes
-                                      v
+    run_parts ──> for each part: enough of the budget left? ── no ──> "not run: out of time"
+                                        │ yes
+                                        v
                   a process (own session) ──rows, as they are measured──> kept
                        ended, raised, died, took too long ──> "", "failed: why", "not run: why"; its session is killed
 
@@ -11,6 +11,7 @@ An illegal access of one kernel takes down all of a process' work on a GPU, and 
 
 from __future__ import annotations
 
+import math
 import multiprocessing
 import os
 import signal
@@ -28,6 +29,8 @@ from benchmarks.gpu_parts.rows import Row
 from benchmarks.gpu_parts.shapes import FULL, TINY, Sizes
 
 OUT_OF_TIME = "not run: out of time"
+MIN_SHARE = 1 / 3
+"""Of a part's time: with less of the budget left it is not begun. Most need a tenth of it to begin at all."""
 EXIT_S = 5.0
 """How long a part's process may take to end after its last word."""
 
@@ -36,14 +39,18 @@ class NotRun(Exception):  # noqa: N818 - named for what happened
     """A part cannot run here, and that is no failure. The message is a clause that says why."""
 
 
+class OutOfTime(Exception):  # noqa: N818 - named for what happened
+    """A part has ended its work itself, with its time, to say in its rows how far it came."""
+
+
 def require(*modules: str) -> None:
     """Raises `NotRun` where some of `modules` are not installed."""
-    missing = [name for name in modules if not _is_installed(name)]
+    missing = [name for name in modules if not is_installed(name)]
     if missing:
         raise NotRun(f"not installed: {', '.join(missing)} (docs/gpu.md says what to carry)")
 
 
-def _is_installed(name: str) -> bool:
+def is_installed(name: str) -> bool:
     try:
         return find_spec(name) is not None
     except ModuleNotFoundError:  # of the package that it would be in
@@ -61,6 +68,10 @@ class Setting:
     """Folder for what is to be kept beside the table: logs."""
     known: Mapping[str, float] = field(default_factory=dict)
     """Numbers of parts before, by the names of their rows: what the device can do, above all (`floors.py`)."""
+    parts_before: tuple[str, ...] = ()
+    """Of this run: what they could not measure is not in `known`, either."""
+    limit_s: float = math.inf
+    """What is left to the part, from its beginning."""
 
     @property
     def sizes(self) -> Sizes:
@@ -72,7 +83,8 @@ class Part:
     name: str
     about: str
     measure: Callable[[Setting], Iterator[Row]]
-    """Of a module's top level: another process finds it by its name. Raises `NotRun`, and whatever else goes wrong."""
+    """Of a module's top level: another process finds it by its name. Raises `NotRun`, `OutOfTime`, and whatever else
+    goes wrong."""
     limit_s: float
     """It is ended after so long."""
 
@@ -104,6 +116,7 @@ def in_process(part: Part, setting: Setting, limit_s: float, on_row: Callable[[R
     """Run a part in a process of its own. Returns its problem, "" if there is none."""
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe(duplex=False)
+    setting = replace(setting, limit_s=limit_s)
     process = context.Process(target=_serve, args=(theirs, part, setting), name=part.name)
     process.start()
     theirs.close()
@@ -119,10 +132,16 @@ def in_process(part: Part, setting: Setting, limit_s: float, on_row: Callable[[R
                 process.join(EXIT_S)
                 return str(message)
             on_row(message)
-        return f"failed: took more than {limit_s:.0f} s"
+        return _too_long(part, limit_s)
     finally:
         _kill_session(process)
         ours.close()
+
+
+def _too_long(part: Part, limit_s: float) -> str:
+    if limit_s < part.limit_s:
+        return f"failed: the budget ended {limit_s:.0f} s after its beginning"
+    return f"failed: took more than {limit_s:.0f} s"
 
 
 def _serve(pipe: Connection, part: Part, setting: Setting) -> None:
@@ -133,6 +152,8 @@ def _serve(pipe: Connection, part: Part, setting: Setting) -> None:
             pipe.send(row)
     except NotRun as why:
         pipe.send(f"not run: {why}")
+    except OutOfTime:
+        pipe.send(_too_long(part, setting.limit_s))
     except BaseException as error:
         traceback.print_exc()
         pipe.send(f"failed: {type(error).__name__}: {' '.join(str(error).split())[:300]}")
@@ -169,7 +190,7 @@ def run_parts(
         start_s = clock()
         left_s = budget_s - (start_s - begun_s)
         rows: list[Row] = []
-        if left_s <= 0:
+        if left_s < MIN_SHARE * part.limit_s:
             problem = OUT_OF_TIME
         else:
             say(f"{part.name}: {part.about}")
@@ -178,7 +199,8 @@ def run_parts(
         say(f"{part.name}: {_said_of(result)}")
         results.append(result)
         on_result(result)
-        setting = replace(setting, known={**setting.known, **known_of(rows)})
+        known = {**setting.known, **known_of(rows)}
+        setting = replace(setting, known=known, parts_before=(*setting.parts_before, part.name))
     return results
 
 

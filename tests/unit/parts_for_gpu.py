@@ -10,7 +10,7 @@ import time
 from collections.abc import Iterator
 
 from benchmarks.gpu_parts.rows import Row
-from benchmarks.gpu_parts.runner import NotRun, Setting
+from benchmarks.gpu_parts.runner import NotRun, OutOfTime, Setting
 
 
 def row(value: float = 1.0) -> Row:
@@ -51,3 +51,9 @@ def hanging(setting: Setting) -> Iterator[Row]:
     child = subprocess.Popen([sys.executable, "-S", "-c", "import time; time.sleep(60)"])
     yield row(child.pid)
     time.sleep(60)
+
+
+def stopping(setting: Setting) -> Iterator[Row]:
+    """Knows when to."""
+    yield row(setting.limit_s)
+    raise OutOfTime

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import math
 import os
+import re
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
+from importlib.metadata import PackageNotFoundError, distribution, files, requires
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -18,18 +21,18 @@ import parts_for_gpu as parts
 import pytest
 import torch
 from click.testing import CliRunner
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 
 from benchmarks import gpu
-from benchmarks.gpu_parts import (
-    kernels,
-    steps,
-    timing,
-)
+from benchmarks.gpu_parts import kernels, runner, servers, steps, timing
 from benchmarks.gpu_parts.rows import Row, table
-from benchmarks.gpu_parts.runner import OUT_OF_TIME, Part, Setting, in_process, run_parts
+from benchmarks.gpu_parts.runner import OUT_OF_TIME, NotRun, OutOfTime, Part, Setting, in_process, run_parts
 from benchmarks.gpu_parts.shapes import FULL, ModelShape, attention_bytes, attention_flop
+from benchmarks.machine import compilers
 
 LIMIT_S = 20.0
+ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.fixture
@@ -37,17 +40,86 @@ def setting(tmp_path: Path) -> Setting:
     return Setting(device="cpu", is_tiny=True, results=tmp_path)
 
 
-def test_what_measures_engines_needs_no_package_that_a_bare_machine_lacks() -> None:
-    """Wheels are carried for transfers and servers alone (docs/gpu.md)."""
-    code = """
-import sys
-for name in ("grpc", "google", "redis", "llguidance", "nixl"):
-    sys.modules[name] = None
-import benchmarks.gpu_parts.attention, benchmarks.gpu_parts.kernels, benchmarks.gpu_parts.model
-import benchmarks.gpu_parts.steps, engine.llm_engine
-"""
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
+# -- what a bare machine has, and what is carried to it --------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def carry(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int | None], Path]:
+    """A folder of packages as a bare machine has them: torch, Triton and transformers, what they need, and so many
+    lines, or all, of what docs/gpu.md carries there."""
+    text = (ROOT / "docs/gpu.md").read_text()
+    (listed,) = re.findall(r"-d wheels \\\n(.*?)\nzip", text, re.DOTALL)
+    lines = [line.split() for line in listed.replace("\\", "").splitlines()]
+
+    def make(num_lines: int | None) -> Path:
+        folder = tmp_path_factory.mktemp("site")
+        carried = {canonicalize_name(name) for line in lines[:num_lines] for name in line}
+        for name in with_needs(["torch", "triton", "transformers"]) | carried:
+            for top in tops_of(name):
+                if not (folder / top).exists():  # several packages share one: google
+                    (folder / top).symlink_to(str(distribution(name).locate_file(top)))
+        return folder
+
+    return make
+
+
+def tops_of(name: str) -> set[str]:
+    """What a package has in the folder of packages; nothing where it is not installed here, as `nixl-cu13`."""
+    try:
+        return {path.parts[0] for path in files(name) or []} - {".."}
+    except PackageNotFoundError:
+        return set()
+
+
+def with_needs(names: Iterable[str]) -> set[str]:
+    found: set[str] = set()
+    todo = list(names)
+    while todo:
+        name = canonicalize_name(todo.pop())
+        if name in found or not tops_of(name):
+            continue
+        found.add(name)
+        needed = [Requirement(text) for text in requires(name) or []]
+        todo += [one.name for one in needed if one.marker is None or one.marker.evaluate({"extra": ""})]
+    return found
+
+
+def run_bare(site: Path, *arguments: str, path: str = str(ROOT)) -> subprocess.CompletedProcess[str]:
+    """Python with these packages and no others."""
+    return subprocess.run(
+        [sys.executable, "-S", *arguments], env=os.environ | {"PYTHONPATH": f"{path}{os.pathsep}{site}"}, cwd=ROOT,
+        capture_output=True, text=True, timeout=120, check=False,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("num_lines", "modules"),
+    [
+        (1, ("benchmarks.gpu", "benchmarks.gpu_parts.products", "engine.llm_engine")),
+        (2, ("benchmarks.transfer", "worker_service.device_pool", "worker_service.cuda_ipc")),
+        (None, (
+            "benchmarks.gpu_parts.servers", "tandem.bench.backends", "tandem.bench.run", "tandem.bench.summary",
+            "tandem.bench.workload", "tandem.cluster", "tandem.__main__", "router.__main__",
+            "prefill_service.__main__", "decode_service.__main__", *servers.NEEDED,
+        )),
+    ],
+    ids=["engines", "pushes", "servers"],
+)  # fmt: skip
+def test_what_is_carried_to_a_bare_machine_is_all_that_is_imported(
+    carry: Callable[[int | None], Path], num_lines: int | None, modules: tuple[str, ...]
+) -> None:
+    done = run_bare(carry(num_lines), "-c", f"import {', '.join(modules)}")
     assert done.returncode == 0, done.stderr[-2000:]
+
+
+def test_the_kernels_tests_find_all_that_they_ask_for_on_a_bare_machine(carry: Callable[[int | None], Path]) -> None:
+    """Their fixtures are looked up, and no test is run."""
+    _, *arguments = kernels.command()
+    path = os.pathsep.join([str(ROOT), str(ROOT / "tests")])
+    done = run_bare(carry(2), *arguments, "-n", "0", "--setup-plan", path=path)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-2000:]
+    assert "SETUP    F one_thread" in done.stdout
+    assert re.search(r"\d+ deselected", done.stdout), "what takes minutes was not left out"
 
 
 # -- what is counted ------------------------------------------------------------------------------------------------
@@ -130,6 +202,71 @@ def test_carried_packages_stay_on_the_path_of_the_kernels_tests(monkeypatch: pyt
     assert sum("test_triton_" in part for part in kernels.command()) >= 4
 
 
+KERNEL_TESTS = """
+import threading, pytest
+def test_well(): pass
+@pytest.mark.skip(reason="for (this) reason")
+def test_left_out(): pass
+def test_lost(): raise RuntimeError("CUDA error: an illegal memory access was encountered")
+def test_long(): assert not {hangs} or threading.Event().wait(60)
+"""
+
+
+@pytest.fixture
+def kernels_rows(setting: Setting, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., list[Row]]:
+    """Of tests of our own, one of which may hang, and so many seconds."""
+
+    def rows_of(*, hangs: bool, limit_s: float) -> list[Row]:
+        tests = tmp_path / "test_of_kernels.py"
+        tests.write_text(KERNEL_TESTS.format(hangs=hangs))
+        _, *options = [one for one in kernels.command() if not one.endswith(".py")]
+        monkeypatch.setattr(kernels, "command", lambda: [sys.executable, *options, "-n", "0", str(tests)])
+        rows: list[Row] = []
+        limit_s += kernels.SUMMARY_S
+        try:
+            for row in kernels.measure(replace(setting, device="cuda", limit_s=limit_s)):
+                rows.append(row)
+        except OutOfTime:
+            assert hangs
+        return rows
+
+    return rows_of
+
+
+LOST = "test_lost: RuntimeError: CUDA error: an illegal memory access was encountered"
+
+
+def test_kernels_tests_that_fail_are_counted_and_the_first_illegal_access_is_named(kernels_rows: Any) -> None:
+    (row,) = kernels_rows(hangs=False, limit_s=LIMIT_S)
+    assert (row.value, row.is_wrong) == (1, True)
+    assert re.fullmatch(f"1 failed, 2 passed, 1 skipped in .*; {re.escape(LOST)}", row.note)
+
+
+def test_kernels_tests_that_hang_are_ended_and_what_failed_before_is_told(kernels_rows: Any) -> None:
+    (row,) = kernels_rows(hangs=True, limit_s=4.0)
+    assert (row.value, row.is_wrong) == (1, True)
+    assert row.note == f"out of time after 75% of the tests; {LOST}"
+
+
+def test_lines_of_tests_by_xdist() -> None:
+    lines = [
+        "tests/unit/test_a.py::test_b ",
+        "[gw0] [  1%] ERROR tests/unit/test_a.py::test_b ",
+        "[gw11] [ 50%] PASSED tests/unit/test_a.py::test_c[1-FAILED] ",
+        "[gw0] [ 75%] FAILED tests/unit/test_a.py::test_d ",
+    ]
+    assert kernels.so_far(lines) == (2, "75%")
+    assert kernels.so_far(["pytest said nothing"]) == (0, "0%")
+    assert kernels.first_illegal_access(["12 passed"]) == ""
+
+
+def test_without_pytest_the_kernels_tests_are_not_run(setting: Setting, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(runner, "find_spec", lambda name: None if name == "pytest" else importlib.util.find_spec(name))
+    monkeypatch.setattr(kernels, "run_tests", lambda *_: pytest.fail("they are run"))
+    with pytest.raises(NotRun, match="not installed: pytest"):
+        next(kernels.measure(replace(setting, device="cuda")))
+
+
 # -- rows -----------------------------------------------------------------------------------------------------------
 
 
@@ -198,14 +335,16 @@ def test_no_part_begins_after_the_budget_or_runs_beyond_it(setting: Setting) -> 
         clock.now_s += 40
         return ""
 
+    # Of "c" a third of its time is left, of "d" less.
+
     said: list[str] = []
     results = run_parts(
-        [part(name, parts.well, 60) for name in "abcd"], setting, budget_s=100, say=said.append,
+        [part(name, parts.well, 60) for name in "abcd"], setting, budget_s=101, say=said.append,
         on_result=lambda _: None, run_part=run_part, clock=clock,
         known_of=lambda rows: {f"seen {len(allowed)}": row.value or 0.0 for row in rows},
     )  # fmt: skip
     assert allowed == [
-        ("a", 60, {}), ("b", 60, {"seen 1": 60}), ("c", 20, {"seen 1": 60, "seen 2": 60}),
+        ("a", 60, {}), ("b", 60, {"seen 1": 60}), ("c", 21, {"seen 1": 60, "seen 2": 60}),
     ]  # fmt: skip
     assert [result.problem for result in results] == ["", "", "", OUT_OF_TIME]
     assert [result.is_bad for result in results] == [False, False, False, True]
@@ -230,13 +369,22 @@ def test_a_part_in_a_process_of_its_own(setting: Setting, measure: Any, num_rows
 
 def test_a_part_that_hangs_is_ended_with_its_children_and_its_rows_are_kept(setting: Setting) -> None:
     rows: list[Row] = []
-    assert in_process(part("p", parts.hanging), setting, 3.0, rows.append) == "failed: took more than 3 s"
+    assert in_process(part("p", parts.hanging, 3.0), setting, 3.0, rows.append) == "failed: took more than 3 s"
     (row,) = rows
     assert row.value is not None
     deadline_s = time.monotonic() + 5
     while is_running(int(row.value)):
         assert time.monotonic() < deadline_s, "the child of a part that was ended goes on"
         time.sleep(0.01)
+
+
+@pytest.mark.parametrize(
+    ("limit_s", "problem"),
+    [(1.0, "failed: took more than 1 s"), (LIMIT_S, "failed: the budget ended 1 s after its beginning")],
+)
+@pytest.mark.parametrize("measure", [parts.hanging, parts.stopping])
+def test_who_ended_a_part_is_said(setting: Setting, measure: Any, limit_s: float, problem: str) -> None:
+    assert in_process(part("p", measure, limit_s), setting, 1.0, lambda _: None) == problem
 
 
 def is_running(pid: int) -> bool:
@@ -260,7 +408,8 @@ def test_one_part_fails_and_the_others_are_measured_and_kept(monkeypatch: pytest
         ("missing", "not run: nothing is installed", 0),
     ]
     shown = result.stdout.strip().splitlines()
-    assert json.loads(shown[-1])["parts"] == summary["parts"]
+    assert shown[-1] == f"kept in {kept}"
+    assert len(shown[-2]) < 200, "the table is not what stands at the end"
     assert "raising  failed: RuntimeError: an illegal access" in shown
     assert any(line.startswith("looking  first") for line in shown)
     assert summary["parts"][1]["rows"][0]["value"] == 1, "nothing is kept before the end"
@@ -273,7 +422,28 @@ def test_the_exit_code_is_of_what_was_found(
     monkeypatch: pytest.MonkeyPatch, chosen: list[tuple[str, Any]], exit_code: int
 ) -> None:
     monkeypatch.setattr(gpu, "PARTS", [part(*each) for each in chosen])
-    assert CliRunner().invoke(gpu.main, ["--tiny"]).exit_code == exit_code
+    result = CliRunner().invoke(gpu.main, ["--tiny"])
+    assert result.exit_code == exit_code
+    # What is not kept is printed.
+    assert [found["part"] for found in json.loads(result.stdout.splitlines()[-1])["parts"]] == [c[0] for c in chosen]
+
+
+@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
+def test_results_say_what_made_the_code(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    import triton
+
+    assembler = tmp_path / "ptxas"
+    assembler.write_text("#!/bin/sh\necho Cuda compilation tools, release 77.5, V77.5.1\n")
+    assembler.chmod(0o755)
+    own = compilers()
+    assert own["triton"] == triton.__version__
+    assert re.fullmatch(r"\d+\.\d+", own["ptxas"])
+    monkeypatch.setenv("TRITON_PTXAS_PATH", str(assembler))
+    assert compilers() == own | {"ptxas": f"77.5 of {assembler}"}
+    monkeypatch.setattr(gpu, "PARTS", [part("w", parts.well)])
+    shown = CliRunner().invoke(gpu.main, ["--tiny"]).stdout.splitlines()
+    assert f"triton {triton.__version__}, ptxas 77.5 of {assembler}" in shown[0]
+    assert json.loads(shown[-1])["ptxas"] == f"77.5 of {assembler}"
 
 
 def test_parts_are_chosen_by_name_in_their_order_and_floors_go_along() -> None:
