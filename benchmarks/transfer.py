@@ -20,6 +20,7 @@ import multiprocessing
 import statistics
 import sys
 import time
+import traceback
 from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
@@ -40,6 +41,8 @@ from worker_service.pool_memory import PoolMemory
 
 MIB = 1 << 20
 NUM_LATENCY_PUSHES = 200
+LEASE_S = 20.0
+"""Of a push that stands still the transport says so after this long: before whoever waits for all of it gives up."""
 TRANSPORTS = (*kv_transfer.TRANSPORTS, "local")
 
 PoolArguments = tuple[str, int, int, int, str]
@@ -78,7 +81,7 @@ class BenchReceiver:
         self.receiver = KVReceiver(
             pool=pool,
             identity=identity,
-            lease_s=60,
+            lease_s=LEASE_S,
             endpoints=[kv_transfer.create_endpoint(transport, pool=pool, identity=identity)],
             on_commit=self._on_commit,
             on_freed=lambda _: None,
@@ -92,8 +95,14 @@ class BenchReceiver:
 
 
 def serve(pipe: Connection, transport: str, pool_arguments: PoolArguments) -> None:
-    """The receiving process: answers ("grant" or "digests", block ids), until None."""
-    asyncio.run(_serve(pipe, transport, make_pool(*pool_arguments, seed=2)))
+    """The receiving process: answers ("grant" or "digests", block ids), until None. An answer is bytes, or the text of
+    what went wrong, which is the last one."""
+    try:
+        asyncio.run(_serve(pipe, transport, make_pool(*pool_arguments, seed=2)))
+    except Exception as error:
+        traceback.print_exc()
+        with contextlib.suppress(BrokenPipeError):  # the other side has gone, which its own error explains
+            pipe.send(f"{type(error).__name__}: {error}")
 
 
 async def _serve(pipe: Connection, transport: str, pool: KVPool) -> None:
@@ -103,13 +112,13 @@ async def _serve(pipe: Connection, transport: str, pool: KVPool) -> None:
     address = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
     await server.start()
     await bench.receiver.start(address)
-    pipe.send_bytes(b"ready")
+    pipe.send(b"ready")
     while asked := await asyncio.to_thread(pipe.recv):
         what, block_ids = asked
         if what == "grant":
-            pipe.send_bytes(bench.grant(block_ids).SerializeToString())
+            pipe.send(bench.grant(block_ids).SerializeToString())
         else:
-            pipe.send_bytes(pool.digests(block_ids).tobytes())
+            pipe.send(pool.digests(block_ids).tobytes())
     await server.stop(0)
     await bench.receiver.close()
 
@@ -133,18 +142,27 @@ async def running(transport: str, pool_arguments: PoolArguments) -> AsyncIterato
     arguments = (theirs, transport, pool_arguments)
     process = multiprocessing.get_context("spawn").Process(target=serve, args=arguments, daemon=True)
     process.start()
-
     theirs.close()  # so that its end is an EOFError here
+
+    def answer() -> bytes:
+        try:
+            found: bytes | str = ours.recv()
+        except EOFError:
+            process.join(10)
+            raise RuntimeError(f"the receiving process ended with {process.exitcode}") from None
+        if isinstance(found, str):
+            raise RuntimeError(f"the receiving process failed: {found}")
+        return found
 
     def grant(block_ids: list[int]) -> pb.Grant:
         ours.send(("grant", block_ids))
-        return pb.Grant.FromString(ours.recv_bytes())
+        return pb.Grant.FromString(answer())
 
     def digests(block_ids: list[int]) -> Digests:
         ours.send(("digests", block_ids))
-        return np.frombuffer(ours.recv_bytes(), dtype=np.uint64).reshape(-1, len(block_ids))
+        return np.frombuffer(answer(), dtype=np.uint64).reshape(-1, len(block_ids))
 
-    assert ours.recv_bytes() == b"ready"
+    assert answer() == b"ready"
     sender = kv_transfer.create_sender(transport, pool=pool, identity=identity)
     yield sender, FarSide(grant, digests)
     await sender.close()

@@ -64,11 +64,12 @@ def measure(setting: Setting) -> Iterator[Row]:
     for config, group in zip(in_use, jobs, strict=True):
         for job in group:
             yield timed_row(job, config, setting)[0]
+    if setting.device == "cuda":
+        yield from (plain_prefill(setting, *size) for size in setting.sizes.prefill_attention)
+    # Last: one of these may take the device down with it, and all others their time.
     for config, group, variants in zip(in_use, jobs, (DECODE_VARIANTS, PREFILL_VARIANTS), strict=True):
         for job in group:
             yield from variant_rows(job, config, variants[: setting.sizes.num_variants], setting)
-    if setting.device == "cuda":
-        yield from (plain_prefill(setting, *size) for size in setting.sizes.prefill_attention)
 
 
 def random_pool(num_seqs: int, length: int, setting: Setting, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:

@@ -19,7 +19,7 @@ from benchmarks.gpu_parts import floors
 from benchmarks.gpu_parts.rows import Row
 from benchmarks.gpu_parts.runner import NotRun, Setting
 from benchmarks.gpu_parts.timing import cache_bytes, num_sets, seconds_of
-from benchmarks.gpu_parts.variants import Job, timed_row, variant_rows
+from benchmarks.gpu_parts.variants import Job, short, timed_row, variant_rows
 from engine.float8 import why_no_float8
 from engine.kernels.gpu import why_no_triton
 from engine.quantization import Float8Linear, quantize_int8
@@ -160,11 +160,14 @@ def float8_row(what: str, num_rows: int, num_outputs: int, num_inputs: int, sett
     """With the rows' own way into 8 bits."""
     num_bytes = num_outputs * num_inputs
     x = torch.randn(num_rows, num_inputs, device=setting.device).bfloat16()
-    linears = [
-        Float8Linear(torch.randn(num_outputs, num_inputs, device=setting.device).bfloat16())
-        for _ in range(num_sets(num_bytes, cache_bytes(setting.device)))
-    ]
-    return rate_row(what, num_bytes, [lambda linear=linear: linear(x) for linear in linears], setting)  # type: ignore[misc]
+    try:
+        linears = [
+            Float8Linear(torch.randn(num_outputs, num_inputs, device=setting.device).bfloat16())
+            for _ in range(num_sets(num_bytes, cache_bytes(setting.device)))
+        ]
+        return rate_row(what, num_bytes, [lambda linear=linear: linear(x) for linear in linears], setting)  # type: ignore[misc]
+    except Exception as error:  # of a library that does not take this size: all other rows are none of its
+        return Row(what=what, value=None, unit="GB/s", note=f"failed: {short(error)}")
 
 
 def rate_row(what: str, num_bytes: int, works: list[Callable[[], Any]], setting: Setting) -> Row:

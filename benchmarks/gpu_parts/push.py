@@ -15,6 +15,7 @@ from collections.abc import Iterator
 from benchmarks.gpu_parts import floors
 from benchmarks.gpu_parts.rows import Row
 from benchmarks.gpu_parts.runner import Setting, require
+from benchmarks.gpu_parts.variants import short
 
 BLOCK_KIB = 64
 """16 tokens of one layer of Llama-3.1-8B."""
@@ -59,8 +60,7 @@ def pushed_as_lists(setting: Setting, limit: float | None) -> Iterator[Row]:
     try:
         yield from pushed("nixl", NIXL_LISTS, setting, repeats=5, limit=limit, at_least=None)
     except Exception as error:  # a UCX that has no such call
-        note = f"does not run: {type(error).__name__}: {' '.join(str(error).split())[:80]}"
-        yield Row(what=NIXL_LISTS, value=None, unit="GB/s", note=note)
+        yield Row(what=NIXL_LISTS, value=None, unit="GB/s", note=f"does not run: {short(error)}")
     finally:
         del os.environ[LISTS_VARIABLE]
 

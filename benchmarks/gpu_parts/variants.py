@@ -47,7 +47,7 @@ def variant_rows(job: Job, in_use: Any, variants: tuple[dict[str, int], ...], se
         try:
             row, ours = timed_row(job, replace(in_use, **changes), setting)
         except Exception as error:  # of the compiler or the launch: this configuration cannot be had
-            yield Row(what=what, value=None, unit=job.unit, note=f"does not run: {_short(error)}")
+            yield Row(what=what, value=None, unit=job.unit, note=f"does not run: {short(error)}")
             continue
         difference = float((ours - expected).norm() / expected.norm())
         if not difference <= MAX_DIFFERENCE:
@@ -56,5 +56,5 @@ def variant_rows(job: Job, in_use: Any, variants: tuple[dict[str, int], ...], se
             yield replace(row, what=what, target=None)
 
 
-def _short(error: Exception) -> str:
+def short(error: Exception) -> str:
     return f"{type(error).__name__}: {' '.join(str(error).split())[:80]}"

@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import receivers_for_gpu as receivers
 import torch
 
 from benchmarks import gpu, transfer
@@ -84,6 +85,21 @@ def test_products_of_a_step(setting: Setting) -> None:
     assert all(row.value for row in rows)
 
 
+def test_a_size_that_a_library_refuses_costs_its_own_row_alone(
+    setting: Setting, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(weight: torch.Tensor) -> Callable[[torch.Tensor], torch.Tensor]:
+        def product(x: torch.Tensor) -> torch.Tensor:
+            raise RuntimeError("CUBLAS_STATUS_NOT_SUPPORTED when\ncalling cublasLtMatmul")
+
+        return product
+
+    monkeypatch.setattr(products, "Float8Linear", refuse)
+    row = products.float8_row("qkv, torch, fp8", 1, 16, 32, setting)
+    assert row.value is None
+    assert row.note == "failed: RuntimeError: CUBLAS_STATUS_NOT_SUPPORTED when calling cublasLtMatmul"
+
+
 @pytest.mark.skipif(bool(why_no_triton("cpu")), reason="Triton is not installed, or not interpreted")
 @pytest.mark.parametrize(("num_outputs", "num_inputs"), [(7, 1024), (64, 2100), (5, 96)])
 def test_a_product_of_one_row(num_outputs: int, num_inputs: int) -> None:
@@ -149,6 +165,35 @@ def test_what_is_pushed_arrives_and_a_receiver_that_lies_is_noticed(monkeypatch:
     assert large["num_wrong_digests"] == 4 * 64
 
 
+async def ask_a_receiver(block_id: int) -> None:
+    async with transfer.running("grpc", ("grpc", transfer.MIB, 4, 4, "cpu")) as (_, far):
+        far.grant([0])
+        far.digests([block_id])
+
+
+@pytest.mark.parametrize(
+    ("serves", "block_id", "problem"),
+    [
+        (receivers.well, 10**6, "the receiving process failed: IndexError: index 1000000 is out of bounds"),
+        (receivers.without_memory, 0, "the receiving process failed: RuntimeError: no memory"),
+        (receivers.dying, 0, "the receiving process ended with -9"),
+    ],
+    ids=["asked for what is not there", "at its start", "killed"],
+)
+def test_what_a_receiving_process_died_of_is_said(
+    monkeypatch: pytest.MonkeyPatch, serves: Callable[..., None], block_id: int, problem: str
+) -> None:
+    monkeypatch.setattr(transfer, "serve", serves)
+    with pytest.raises(RuntimeError, match=problem):
+        asyncio.run(ask_a_receiver(block_id))
+
+
+def test_a_push_that_stands_still_is_told_before_its_part_is_ended() -> None:
+    limits_s = [part.limit_s for part in gpu.PARTS if part.name.startswith("push")]
+    assert len(limits_s) == 3
+    assert transfer.LEASE_S <= min(limits_s) / 3
+
+
 def test_pushes_as_lists_are_tried_and_may_be_refused(setting: Setting, monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[tuple[str, str | None]] = []
 
@@ -200,6 +245,19 @@ def test_a_share_of_the_copy_is_aimed_at_where_there_is_enough_to_read(setting: 
     }  # fmt: skip
 
 
+@pytest.mark.skipif(bool(why_no_triton("cpu")), reason="Triton is not installed, or not interpreted")
+def test_what_attention_is_compared_with_comes_before_configurations_that_may_not_run(
+    setting: Setting, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(attention, "why_no_triton", lambda _: "")
+    monkeypatch.setattr(attention, "timed_row", lambda *_: (Row(what="in use", value=1.0, unit=""), None))
+    monkeypatch.setattr(attention, "plain_prefill", lambda *_: Row(what="torch's", value=1.0, unit=""))
+    monkeypatch.setattr(attention, "variant_rows", lambda *_: iter([Row(what="another", value=1.0, unit="")]))
+    found = [row.what for row in attention.measure(replace(setting, device="cuda"))]
+    assert list(dict.fromkeys(found)) == ["in use", "torch's", "another"]
+    assert found == sorted(found, key=["in use", "torch's", "another"].index)
+
+
 @dataclass(frozen=True)
 class Config:
     size: int
@@ -239,21 +297,46 @@ def test_streams_and_long_prompts() -> None:
 def test_one_arrangement_beside_the_other() -> None:
     apart = servers.Found(ttft_p50=110.0, gap_p99=20.0, gap_p50=9.0, prefilled_share=0.9)
     together = servers.Found(ttft_p50=100.0, gap_p99=50.0, gap_p50=8.0, prefilled_share=0.0)
-    ttft, gap = servers.compared(apart, together, is_tiny=False)
+    ttft, gap = servers.compared(apart, together, "ipc", is_tiny=False)
     assert (ttft.value, ttft.is_met) == (pytest.approx(1.1), True)
     assert (gap.value, gap.is_met) == (2.5, False)
-    assert [row.is_met for row in servers.compared(apart, together, is_tiny=True)] == [None, None]
+    assert [row.is_met for row in servers.compared(apart, together, "ipc", is_tiny=True)] == [None, None]
     assert servers.prefilled_share([(True, 900), (False, 60), (False, 40)]) == 0.9
     assert servers.prefilled_share([(False, 0)]) == 0.0
 
 
 @pytest.mark.parametrize(
-    ("measured", "expected"),
-    [({}, "grpc"), ({push.NIXL_PUSH: 20.0}, "nixl"), ({push.NIXL_PUSH: 20.0, push.IPC_PUSH: 700.0}, "ipc"),
-     ({push.NIXL_PUSH: 800.0, push.IPC_PUSH: 700.0, "copy": 4300.0}, "nixl")],
-)  # fmt: skip
-def test_servers_send_kv_by_what_was_fastest(measured: dict[str, float], expected: str) -> None:
-    assert servers.best_transport(measured) == expected
+    ("measured", "parts_before", "expected"),
+    [
+        ({"copy": 4300.0}, ("floors", "push-ipc", "push-nixl"), "grpc"),
+        ({"copy": 4300.0}, ("floors", "push-grpc"), "ipc"),
+        ({push.NIXL_PUSH: 20.0}, ("push-ipc", "push-nixl"), "nixl"),
+        ({push.NIXL_PUSH: 20.0, push.IPC_PUSH: 700.0}, ("push-ipc", "push-nixl"), "ipc"),
+        ({push.NIXL_PUSH: 800.0, push.IPC_PUSH: 700.0, "copy": 4300.0}, ("push-ipc", "push-nixl"), "nixl"),
+    ],
+)
+def test_servers_send_kv_by_what_was_fastest(
+    setting: Setting, measured: dict[str, float], parts_before: tuple[str, ...], expected: str
+) -> None:
+    assert servers.best_transport(replace(setting, known=measured, parts_before=parts_before)) == expected
+
+
+@pytest.mark.parametrize(
+    ("why_no_kernels", "has_bindings", "expected"),
+    [("", True, "ipc"), ("", False, "grpc"), ("no compiler", True, "grpc")],
+)
+def test_servers_alone_send_kv_by_ipc_where_a_gpu_has_what_it_needs(
+    setting: Setting, monkeypatch: pytest.MonkeyPatch, why_no_kernels: str, has_bindings: bool, expected: str
+) -> None:
+    monkeypatch.setattr(servers, "why_no_triton", lambda _: why_no_kernels)
+    monkeypatch.setattr(servers, "is_installed", lambda name: has_bindings and name == "cuda.bindings")
+    assert servers.best_transport(replace(setting, device="cuda")) == expected
+
+
+def test_each_row_of_servers_names_how_kv_travels() -> None:
+    found = servers.Found(ttft_p50=110.0, gap_p99=20.0, gap_p50=9.0, prefilled_share=0.9)
+    rows = [*servers.rows_of("1p1d", found, "ipc", servers.TINY), *servers.compared(found, found, "ipc", is_tiny=True)]
+    assert ["KV by ipc" in row.note for row in rows] == [True] * 4
 
 
 def test_requests_that_were_not_answered_are_no_measurement() -> None:
