@@ -126,12 +126,14 @@ class HostMemory(_message.Message):
     def __init__(self, pid: _Optional[int] = ..., fd: _Optional[int] = ..., name: _Optional[str] = ...) -> None: ...
 
 class CudaMemory(_message.Message):
-    __slots__ = ("handle", "offset")
+    __slots__ = ("handle", "offset", "num_bytes")
     HANDLE_FIELD_NUMBER: _ClassVar[int]
     OFFSET_FIELD_NUMBER: _ClassVar[int]
+    NUM_BYTES_FIELD_NUMBER: _ClassVar[int]
     handle: bytes
     offset: int
-    def __init__(self, handle: _Optional[bytes] = ..., offset: _Optional[int] = ...) -> None: ...
+    num_bytes: int
+    def __init__(self, handle: _Optional[bytes] = ..., offset: _Optional[int] = ..., num_bytes: _Optional[int] = ...) -> None: ...
 
 class PushChunk(_message.Message):
     __slots__ = ("grant_id", "epoch", "incarnation", "layer", "block_ids", "data")

@@ -21,12 +21,12 @@ class OneProcess:
         self.allocation_bytes = allocation_bytes
         self.opened: list[int] = []
 
-    def export(self, address: int) -> tuple[bytes, int]:
-        return (address - OFFSET).to_bytes(64, "little"), OFFSET
+    def export(self, address: int) -> tuple[bytes, int, int]:
+        return (address - OFFSET).to_bytes(64, "little"), OFFSET, self.allocation_bytes
 
-    def open(self, handle: bytes) -> tuple[int, int]:
+    def open(self, handle: bytes) -> int:
         self.opened.append(int.from_bytes(handle, "little"))
-        return self.opened[-1], self.allocation_bytes
+        return self.opened[-1]
 
     def close(self, address: int) -> None:
         self.opened.remove(address)

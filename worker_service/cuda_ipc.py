@@ -32,11 +32,11 @@ CopyRows = Callable[[torch.Tensor, int, NDArray[np.int64], NDArray[np.int64]], N
 class IpcDriver(Protocol):
     """What we need of CUDA's driver. Its errors are `RuntimeError`s."""
 
-    def export(self, address: int) -> tuple[bytes, int]:
-        """The handle of the allocation that holds `address`, and how far into it that is."""
+    def export(self, address: int) -> tuple[bytes, int, int]:
+        """The handle of the allocation that holds `address`, how far into it that is, and the allocation's bytes."""
 
-    def open(self, handle: bytes) -> tuple[int, int]:
-        """Where that allocation begins in this process, and its bytes. As often as one likes; closed as often."""
+    def open(self, handle: bytes) -> int:
+        """Where that allocation begins in this process. As often as one likes; closed as often."""
 
     def close(self, address: int) -> None: ...
 
@@ -53,18 +53,18 @@ class CudaDriver:
             ) from error
         self._driver: Any = driver
 
-    def export(self, address: int) -> tuple[bytes, int]:
-        base, _ = self._call("cuMemGetAddressRange", address)
+    def export(self, address: int) -> tuple[bytes, int, int]:
+        base, num_bytes = self._call("cuMemGetAddressRange", address)
         (handle,) = self._call("cuIpcGetMemHandle", int(base))
-        return bytes(handle.reserved), address - int(base)
+        return bytes(handle.reserved), address - int(base), int(num_bytes)
 
-    def open(self, handle: bytes) -> tuple[int, int]:
+    def open(self, handle: bytes) -> int:
         exported = self._driver.CUipcMemHandle()
         exported.reserved = handle
         flags = self._driver.CUipcMem_flags.CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS
+        # CUDA does not say that it knows the size of what is opened so: whoever exports it says it.
         (address,) = self._call("cuIpcOpenMemHandle", exported, int(flags))
-        _, num_bytes = self._call("cuMemGetAddressRange", int(address))
-        return int(address), int(num_bytes)
+        return int(address)
 
     def close(self, address: int) -> None:
         self._call("cuIpcCloseMemHandle", address)
@@ -97,29 +97,31 @@ class DevicePeers:
     def export(self, address: int) -> pb.CudaMemory:
         """Raises `TransportMissing` where CUDA exports no handle of that memory."""
         try:
-            handle, offset = self._driver.export(address)
+            handle, offset, num_bytes = self._driver.export(address)
         except RuntimeError as error:
             raise TransportMissing(
                 f"other processes cannot open this GPU's memory ({error}). PYTORCH_CUDA_ALLOC_CONF must not ask for "
                 "expandable_segments or cudaMallocAsync"
             ) from error
-        return pb.CudaMemory(handle=handle, offset=offset)
+        return pb.CudaMemory(handle=handle, offset=offset, num_bytes=num_bytes)
 
     def open(self, memory: pb.CudaMemory, source: torch.Tensor, num_rows: int) -> PeerPool:
         """source: our pool, int64 `[row, words]`; the peer has `num_rows` rows of the same length. Raises as
         `KVPool.open_peer`."""
         if len(memory.handle) != HANDLE_BYTES:
             raise InvalidTransfer(f"a handle of CUDA's has {HANDLE_BYTES} bytes, not {len(memory.handle)}")
+        end = memory.offset + num_rows * source.shape[1] * source.itemsize
+        if memory.HasField("num_bytes") and end > memory.num_bytes:
+            raise InvalidTransfer(
+                f"a pool of {num_rows} rows at {memory.offset} does not fit its {memory.num_bytes} bytes"
+            )
         try:
-            base, num_bytes = self._driver.open(memory.handle)
+            base = self._driver.open(memory.handle)
         except RuntimeError as error:
             raise PeerUnreachable(
                 f"cannot open the peer's GPU memory ({error}). The ipc transport needs both workers on one GPU, or on "
                 "two with peer access, and containers to share the host's IPC and PID namespaces"
             ) from error
-        if memory.offset + num_rows * source.shape[1] * source.itemsize > num_bytes:
-            self._driver.close(base)
-            raise InvalidTransfer(f"a pool of {num_rows} rows at {memory.offset} does not fit its {num_bytes} bytes")
         return DevicePeerPool(self, source, base, memory.offset)
 
     def copy(self, source: torch.Tensor, address: int, src_rows: Rows, dst_rows: Rows) -> Copying:

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import sys
+from enum import Enum
+from types import ModuleType, SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -54,6 +57,16 @@ def test_a_pool_that_is_larger_than_its_allocation_is_refused(allocation_bytes: 
     assert driver.opened == []
 
 
+def test_a_pool_of_a_worker_that_does_not_say_the_size_is_opened() -> None:
+    driver = OneProcess()
+    peers = peers_in_one_process(driver)
+    theirs = rows(9, seed=2)
+    memory = peers.export(theirs.data_ptr())
+    memory.ClearField("num_bytes")
+    peers.open(memory, rows(6, seed=1), 9)
+    assert driver.opened == [theirs.data_ptr() - OFFSET]
+
+
 @pytest.mark.parametrize("handle", [b"", bytes(63), bytes(65)])
 def test_a_handle_of_another_length_is_not_shown_to_cuda(handle: bytes) -> None:
     driver = OneProcess()
@@ -63,10 +76,10 @@ def test_a_handle_of_another_length_is_not_shown_to_cuda(handle: bytes) -> None:
 
 
 class Refusing(OneProcess):
-    def export(self, address: int) -> tuple[bytes, int]:
+    def export(self, address: int) -> tuple[bytes, int, int]:
         raise RuntimeError("cuIpcGetMemHandle: CUDA_ERROR_INVALID_VALUE")
 
-    def open(self, handle: bytes) -> tuple[int, int]:
+    def open(self, handle: bytes) -> int:
         raise RuntimeError("cuIpcOpenMemHandle: CUDA_ERROR_INVALID_CONTEXT")
 
 
@@ -76,6 +89,61 @@ def test_what_cuda_refuses_is_said_with_what_to_do() -> None:
         peers.export(4096)
     with pytest.raises(PeerUnreachable, match=r"CUDA_ERROR_INVALID_CONTEXT.*one GPU, or on two with peer access"):
         peers.open(pb.CudaMemory(handle=bytes(64)), rows(6, seed=1), 9)
+
+
+class Result(Enum):
+    CUDA_SUCCESS = 0
+    CUDA_ERROR_INVALID_VALUE = 1
+
+
+class Bindings(ModuleType):
+    """CUDA's, of one allocation at 0x10000, which is seen at 0x90000 where it is opened. It knows the size of its own
+    memory alone: nothing that is documented promises more."""
+
+    CUresult = Result
+    CUipcMem_flags = SimpleNamespace(CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS=1)
+
+    class CUipcMemHandle:
+        reserved = bytes(64)
+
+    def __init__(self) -> None:
+        super().__init__("cuda.bindings.driver")
+        self.opened: list[bytes] = []
+
+    def cuMemGetAddressRange(self, address: int) -> tuple[Any, ...]:  # noqa: N802
+        is_own = 0x10000 <= address < 0x10000 + 4096
+        return (Result.CUDA_SUCCESS, 0x10000, 4096) if is_own else (Result.CUDA_ERROR_INVALID_VALUE, 0, 0)
+
+    def cuIpcGetMemHandle(self, base: int) -> tuple[Any, ...]:  # noqa: N802
+        assert base == 0x10000
+        handle = self.CUipcMemHandle()
+        handle.reserved = bytes(range(64))
+        return Result.CUDA_SUCCESS, handle
+
+    def cuIpcOpenMemHandle(self, handle: Any, flags: int) -> tuple[Any, ...]:  # noqa: N802
+        assert flags == 1
+        self.opened.append(handle.reserved)
+        return Result.CUDA_SUCCESS, 0x90000
+
+    def cuIpcCloseMemHandle(self, address: int) -> tuple[Any, ...]:  # noqa: N802
+        assert address == 0x90000
+        self.opened.pop()
+        return (Result.CUDA_SUCCESS,)
+
+
+def test_the_drivers_calls(monkeypatch: pytest.MonkeyPatch) -> None:
+    bindings = ModuleType("cuda.bindings")
+    bindings.driver = calls = Bindings()  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "cuda.bindings", bindings)
+    driver = CudaDriver()
+    handle, offset, num_bytes = driver.export(0x10000 + 256)
+    assert (handle, offset, num_bytes) == (bytes(range(64)), 256, 4096)
+    assert driver.open(handle) == 0x90000
+    assert calls.opened == [handle]
+    driver.close(0x90000)
+    assert calls.opened == []
+    with pytest.raises(RuntimeError, match="cuMemGetAddressRange: CUDA_ERROR_INVALID_VALUE"):
+        driver.export(0x90000)
 
 
 def test_missing_bindings_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
