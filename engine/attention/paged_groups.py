@@ -64,6 +64,11 @@ class PagedGroups:
         self._block_size = block_size
         self._device = device
         self._scratch: dict[torch.dtype, torch.Tensor] = {}
+        if torch.device(device).type == "cuda":
+            # On newer GPUs torch asks cuDNN first, which makes a plan for each new shape, some tenths of a second, and
+            # keeps it: here shapes are others in each step. For the whole process, since torch knows no smaller scope:
+            # its context managers set the same switch, under other threads' feet.
+            torch.backends.cuda.enable_cudnn_sdp(False)
 
     def prepare(self, layout: StepLayout) -> TorchPlan:
         slots = layout.slot_mapping
@@ -168,10 +173,11 @@ class PagedGroups:
         window: int,
         dtype: torch.dtype,
     ) -> torch.Tensor:
-        distance_BLC = self._tensor(positions_BL)[:, :, None] - self._tensor(slot_positions_BC)[:, None, :]
-        is_hidden = distance_BLC < 0
+        # Compared, not subtracted: distances would be 8 bytes for each pair of a long context.
+        last_BL1, slot_B1C = self._tensor(positions_BL)[:, :, None], self._tensor(slot_positions_BC)[:, None, :]
+        is_hidden = slot_B1C > last_BL1
         if window:
-            is_hidden |= distance_BLC >= window
+            is_hidden |= slot_B1C <= last_BL1 - window
         mask = torch.zeros(is_hidden.shape, dtype=dtype, device=self._device)
         return mask.masked_fill_(is_hidden, float("-inf")).unsqueeze(1)
 

@@ -75,6 +75,9 @@ def _weighted_values(
     """[B, N, L, H]. `mask` [B, 1, L, C] is added to the scores; None: causal from the first token, L = C."""
     if scores.soft_cap:
         return _weighted_values_under_cap(q_BNLH, k_BKCH, v_BKCH, mask, scores)
+    shares_keys = q_BNLH.shape[1] != k_BKCH.shape[1]
+    if shares_keys and q_BNLH.is_cuda and (mask is not None or q_BNLH.dtype == torch.float32):
+        return weighted_values_head_by_head(q_BNLH, k_BKCH, v_BKCH, mask, scores.scale)
     return F.scaled_dot_product_attention(
         q_BNLH,
         k_BKCH,
@@ -82,8 +85,29 @@ def _weighted_values(
         attn_mask=mask,
         is_causal=mask is None,
         scale=scores.scale,
-        enable_gqa=q_BNLH.shape[1] != k_BKCH.shape[1],
+        enable_gqa=shares_keys,
     )
+
+
+def weighted_values_head_by_head(
+    q_BNLH: torch.Tensor, k_BKCH: torch.Tensor, v_BKCH: torch.Tensor, mask: torch.Tensor | None, scale: float
+) -> torch.Tensor:
+    """The same, each call with a key head for every query head. On a GPU torch's flash kernel takes neither masks nor
+    float32, and the memory-efficient one no shared keys: it would write all scores into memory, gigabytes for a chunk
+    of a long context. Nothing is repeated here."""
+
+    def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None, scale=scale)
+
+    B, N, L, H = q_BNLH.shape
+    K = k_BKCH.shape[1]
+    q_BKGLH = q_BNLH.view(B, K, N // K, L, H)
+    if B == 1:
+        # In one call: the query heads of a key head as sequences over the same keys.
+        q_GKLH = q_BKGLH[0].transpose(0, 1)
+        o_GKLH = attend(q_GKLH, k_BKCH.expand(N // K, -1, -1, -1), v_BKCH.expand(N // K, -1, -1, -1))
+        return o_GKLH.transpose(0, 1).reshape(B, N, L, H)
+    return torch.stack([attend(q_BKLH, k_BKCH, v_BKCH) for q_BKLH in q_BKGLH.unbind(2)], 2).flatten(1, 2)
 
 
 def _weighted_values_under_cap(

@@ -66,6 +66,23 @@ def test_the_pool_is_what_the_largest_step_leaves(gpu: PretendGpu, tmp_path: Pat
     assert 0.98 * UTILIZATION * TOTAL_BYTES < torch.cuda.max_memory_allocated() <= UTILIZATION * TOTAL_BYTES
 
 
+def test_no_scores_of_a_chunk_are_kept(
+    gpu: PretendGpu, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, expected: Answers
+) -> None:
+    """As torch would keep them on a GPU, where heads that share keys meet a mask, or float32."""
+    attend, with_mask = torch.nn.functional.scaled_dot_product_attention, []
+
+    def watched(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **settings: Any) -> torch.Tensor:
+        assert q.shape[1] == k.shape[1]
+        assert not settings.get("enable_gqa")
+        with_mask.append(settings["attn_mask"] is not None and q.shape[2] > 2)
+        return attend(q, k, v, **settings)
+
+    monkeypatch.setattr("torch.nn.functional.scaled_dot_product_attention", watched)
+    assert answers_of(make_engine(tmp_path, CONFIG, prefill_chunk_tokens=8), NUMBERS) == expected
+    assert set(with_mask) == {True, False}
+
+
 def test_too_large_a_pool_is_said_to_be(gpu: PretendGpu, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"the GPU has not enough memory: lower kv_cache_gib, .*Tried to allocate"):
         make_engine(tmp_path, CONFIG, num_kv_blocks=TOTAL_BYTES // 1024 - 10)

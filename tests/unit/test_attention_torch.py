@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import numpy as np
 import pytest
 import torch
@@ -10,7 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine.attention.paged_groups import MAX_PADDING, split_by_padding
-from engine.attention.torch_backend import TorchAttention
+from engine.attention.torch_backend import TorchAttention, weighted_values_head_by_head
+from engine.attention.torch_latents import TorchLatentAttention
 
 
 def run(case: Case, window: int, soft_cap: float = 0.0, scale: float | None = None) -> torch.Tensor:
@@ -109,3 +112,38 @@ def test_padding_stays_bounded(shapes: list[tuple[int, int]]) -> None:
     for group in groups:
         padded = len(group) * query_lens[group].max() * num_blocks[group].max()
         assert padded <= MAX_PADDING * (query_lens[group] * num_blocks[group]).sum()
+
+
+@pytest.mark.parametrize("num_seqs", [1, 3])
+@pytest.mark.parametrize("is_masked", [True, False])
+def test_heads_that_share_keys_without_torch_knowing(num_seqs: int, is_masked: bool) -> None:
+    """As it is done on a GPU."""
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = (
+        torch.randn(num_seqs, heads, length, 8, dtype=torch.float64, generator=generator)
+        for heads, length in ((6, 5), (2, 12 if is_masked else 5), (2, 12 if is_masked else 5))
+    )
+    mask = torch.randn(num_seqs, 1, 5, 12, dtype=torch.float64, generator=generator) if is_masked else None
+    expected = torch.nn.functional.scaled_dot_product_attention(
+        q, k, v, attn_mask=mask, is_causal=not is_masked, scale=0.3, enable_gqa=True
+    )
+    torch.testing.assert_close(weighted_values_head_by_head(q, k, v, mask, 0.3), expected)
+
+
+@pytest.fixture
+def cudnn_is_as_before() -> Iterator[None]:
+    before = torch.backends.cuda.cudnn_sdp_enabled()
+    torch.backends.cuda.enable_cudnn_sdp(True)
+    yield
+    torch.backends.cuda.enable_cudnn_sdp(before)
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+@pytest.mark.parametrize("has_latents", [False, True])
+@pytest.mark.usefixtures("cudnn_is_as_before")
+def test_cudnn_which_plans_for_each_shape_is_not_asked_on_a_gpu(device: str, has_latents: bool) -> None:
+    if has_latents:
+        TorchLatentAttention(kv_lora_rank=8, latent_dim=12, block_size=4, device=device)
+    else:
+        TorchAttention(num_heads=2, num_kv_heads=1, head_dim=4, block_size=4, device=device)
+    assert torch.backends.cuda.cudnn_sdp_enabled() == (device == "cpu")
