@@ -1,6 +1,6 @@
-"""How many KV blocks a GPU has room for, beside the weights and what a step needs: measured, by the largest step.
+"""How many KV blocks a GPU has room for, beside the weights and what a step needs: measured, by the largest steps.
 
-    weights loaded ──> largest_step over a pool just large enough ──> peak known ──> num_blocks_left ──> the real pool
+    weights loaded ──> measured_steps over a pool just large enough ──> peak known ──> num_blocks_left ──> the real pool
 
 The same way as vLLM's (`gpu_memory_utilization`): a share of the device's memory is this process', whoever has the
 rest.
@@ -26,8 +26,10 @@ ASKS_FOR_ALL = SamplingParams(
 )  # fmt: skip
 """What a sampler takes most memory and most launches for."""
 
-RunStep = Callable[[KVCacheShape, SchedulerOutput], int]
-"""Computes a step over a pool of that shape, beside what else an engine holds while it serves, and lets all go. Returns
+_GREEDY = SamplingParams(temperature=0)
+
+RunSteps = Callable[[KVCacheShape, list[SchedulerOutput]], int]
+"""Computes steps over a pool of that shape, beside what else an engine holds while it serves, and lets all go. Returns
 how many bytes of that torch does not count as allocated."""
 
 
@@ -46,12 +48,30 @@ def largest_step(config: EngineConfig) -> tuple[int, SchedulerOutput]:
     return num_seqs * blocks_each, SchedulerOutput(scheduled, [], [])
 
 
-def measure_num_blocks(config: EngineConfig, shape: KVCacheShape, run_step: RunStep) -> int:
+def longest_step(config: EngineConfig) -> SchedulerOutput:
+    """As much as one sequence may compute in a step, at the end of as long a context as there can be. All its blocks
+    are the first one: nobody looks at what it computes."""
+    scheduler, longest = config.scheduler, config.model.max_model_len
+    num_new = max(1, min(scheduler.prefill_chunk_tokens, scheduler.max_num_batched_tokens, longest - 1))
+    seq = Sequence(0, "longest", [0] * longest, longest, _GREEDY)
+    seq.block_table = [0] * -(-longest // config.cache.block_size)
+    seq.num_computed_tokens = longest - num_new
+    return SchedulerOutput([ScheduledSequence(seq, num_new)], [], [])
+
+
+def measured_steps(config: EngineConfig) -> tuple[int, list[SchedulerOutput]]:
+    """And how many blocks they take."""
+    num_blocks, step = largest_step(config)
+    # Plain torch gathers what a step attends to, and keeps the room for it.
+    return num_blocks, [longest_step(config), step] if config.device.attention_backend == "torch" else [step]
+
+
+def measure_num_blocks(config: EngineConfig, shape: KVCacheShape, run_steps: RunSteps) -> int:
     """For a pool of `shape` but for its number of blocks. Raises `ValueError` where one request would not fit."""
-    num_step_blocks, step = largest_step(config)
+    num_step_blocks, steps = measured_steps(config)
     step_shape = replace(shape, num_blocks=num_step_blocks)
     torch.cuda.reset_peak_memory_stats()
-    kept_bytes = run_step(step_shape, step)
+    kept_bytes = run_steps(step_shape, steps)
     peak = torch.cuda.max_memory_allocated() + kept_bytes - step_shape.pool_bytes
     gc.collect()
     torch.cuda.empty_cache()

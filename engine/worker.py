@@ -50,15 +50,16 @@ class Worker:
         if load_s > REPORT_AFTER_S:
             print(f"tandem: loaded {config.model.model} in {load_s:.0f} s", file=sys.stderr, flush=True)  # noqa: T201
 
-        def run_step(shape: KVCacheShape, step: SchedulerOutput) -> int:
+        def run_steps(shape: KVCacheShape, steps: list[SchedulerOutput]) -> int:
             runner = ModelRunner(config, model, backend, allocate_kv_pool(shape, config.device.device), None)
             kept_bytes = runner.record_largest_decode_step()
-            runner.launch(step).wait()
+            for step in steps:
+                runner.launch(step).wait()
             return kept_bytes
 
         with _saying_what_is_too_large(), _saying_what_cannot_be_recorded(config):
             if not shape.num_blocks:
-                shape = replace(shape, num_blocks=measure_num_blocks(config, shape, run_step))
+                shape = replace(shape, num_blocks=measure_num_blocks(config, shape, run_steps))
             self.kv_shape = shape
             self.kv_pool = allocate_pool(shape, config.device.device)
             self._runner = ModelRunner(config, model, backend, self.kv_pool, on_layer_written)

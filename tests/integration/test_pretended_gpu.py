@@ -20,7 +20,7 @@ from pretend_gpu.engines import make_engine
 from quantized_on_gpu import check_checkpoint
 from transformers_cases import GEMMA2
 
-from engine.pool_size import largest_step
+from engine.pool_size import longest_step, measured_steps
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 NUMBERS = range(8)
@@ -60,10 +60,21 @@ def test_the_answers_of_a_cpu(gpu: PretendGpu, tmp_path: Path, expected: Answers
 def test_the_pool_is_what_the_largest_step_leaves(gpu: PretendGpu, tmp_path: Path, expected: Answers) -> None:
     engine = make_engine(tmp_path, CONFIG, num_kv_blocks=0, gpu_memory_utilization=UTILIZATION, max_num_seqs=16)
     assert answers_of(engine, NUMBERS) == expected
-    _, step = largest_step(engine.config)
+    _, steps = measured_steps(engine.config)
     torch.cuda.reset_peak_memory_stats()
-    engine.executor.launch(step).wait()
+    for step in steps:
+        engine.executor.launch(step).wait()
     assert 0.98 * UTILIZATION * TOTAL_BYTES < torch.cuda.max_memory_allocated() <= UTILIZATION * TOTAL_BYTES
+
+
+def test_a_long_context_is_in_the_measurement(gpu: PretendGpu, tmp_path: Path) -> None:
+    """Gathered by plain torch, it takes more than all that a step of few tokens does."""
+    settings = {"max_num_seqs": 2, "max_num_batched_tokens": 16, "max_model_len": 8192, "num_kv_blocks": 0}
+    config = CONFIG | {"max_position_embeddings": 8192}
+    engine = make_engine(tmp_path, config, gpu_memory_utilization=UTILIZATION, **settings)
+    torch.cuda.reset_peak_memory_stats()
+    engine.executor.launch(longest_step(engine.config)).wait()
+    assert torch.cuda.max_memory_allocated() <= UTILIZATION * TOTAL_BYTES
 
 
 def test_no_scores_of_a_chunk_are_kept(
