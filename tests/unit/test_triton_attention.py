@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import sys
+from pathlib import Path
+
 import numpy as np
 import pytest
 import torch
@@ -12,6 +15,7 @@ from triton_device import DEVICE
 from engine.attention import Needs, StepLayout, choice, choose_attention_backend
 from engine.attention.torch_backend import TorchAttention
 from engine.attention.triton_backend import TritonAttention
+from engine.kernels.gpu import why_no_triton
 from engine.kernels.gpu.decode import MAX_PIECES, DecodeConfig, num_pieces, paged_decode, partial_size
 from engine.kernels.gpu.prefill import list_tiles
 
@@ -337,6 +341,42 @@ def test_without_a_c_compiler_a_gpu_gets_plain_torch(
     monkeypatch.setenv("PATH", "/nowhere")
     assert choose("auto", "cuda") == "torch"
     assert "Triton needs a C compiler, and there is none" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("programs", "compiler", "why_not"),
+    [
+        (["gcc"], None, ""),
+        (["clang"], None, ""),
+        (["cc"], None, "Triton needs a C compiler, and there is none"),
+        (["mine", "gcc"], "mine", ""),
+        (["gcc"], "gcc -O2", "Triton compiles with CC, which is 'gcc -O2', and there is no such program"),
+        (["gcc"], "", "Triton compiles with CC, which is '', and there is no such program"),
+    ],
+)
+def test_the_compiler_is_the_one_that_triton_takes(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, programs: list[str], compiler: str | None, why_not: str
+) -> None:
+    for name in programs:
+        (tmp_path / name).touch(mode=0o755)
+    (tmp_path / "Python.h").touch()
+    monkeypatch.setattr("sysconfig.get_paths", lambda scheme: {"include": str(tmp_path)})
+    monkeypatch.setenv("PATH", str(tmp_path))
+    if compiler is None:
+        monkeypatch.delenv("CC", raising=False)
+    else:
+        monkeypatch.setenv("CC", compiler)
+    assert why_no_triton("cuda").startswith(why_not)
+    assert bool(why_no_triton("cuda")) == bool(why_not)
+
+
+def test_without_pythons_headers_a_gpu_gets_plain_torch(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("sysconfig.get_paths", lambda scheme: {"include": str(tmp_path)})
+    monkeypatch.setenv("CC", sys.executable)
+    assert choose("auto", "cuda") == "torch"
+    assert f"there is no Python.h in {tmp_path}" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -17,13 +17,25 @@ and what has never run: docs/gpu.md.
 from __future__ import annotations
 
 import os
+import sysconfig
 from importlib.util import find_spec
+from pathlib import Path
 from shutil import which
 
 
-def has_c_compiler() -> bool:
-    """Triton compiles a small library for the driver on a machine's first start."""
-    return any(which(name) for name in (os.environ.get("CC", ""), "cc", "gcc", "clang") if name)
+def why_no_c_compiler() -> str:
+    """What keeps Triton from compiling its small libraries for the driver and for launches, as a clause; empty if
+    nothing does. Looks where Triton looks (its runtime/build.py): it takes CC as it is, and never asks for `cc`."""
+    compiler = os.environ.get("CC")
+    if compiler is not None and not which(compiler):
+        return f"Triton compiles with CC, which is {compiler!r}, and there is no such program"
+    if compiler is None and not (which("gcc") or which("clang")):
+        return "Triton needs a C compiler, and there is none (gcc or clang, or CC)"
+    scheme = sysconfig.get_default_scheme()
+    headers = sysconfig.get_paths("posix_prefix" if scheme == "posix_local" else scheme)["include"]
+    if not Path(headers, "Python.h").is_file():
+        return f"Triton compiles C with Python's headers, and there is no Python.h in {headers} (python3-dev)"
+    return ""
 
 
 def why_no_triton(device: str) -> str:
@@ -34,7 +46,7 @@ def why_no_triton(device: str) -> str:
     if find_spec("triton") is None:
         return "triton is not installed"
     if device == "cuda":
-        return "" if has_c_compiler() else "Triton needs a C compiler, and there is none (cc, gcc or clang, or CC)"
+        return why_no_c_compiler()
     import triton
 
     return "" if triton.knobs.runtime.interpret else f"the device is {device}"
