@@ -35,8 +35,12 @@ def warm_up(config: EngineConfig, runner: ModelRunner, kv_pool: torch.Tensor) ->
     block_ids = 0, min(1, kv_pool.shape[1] - 1)
     # First, as each recording begins by giving back all memory that is free, and steps are to find some when they come.
     num_recordings = runner.record_decode_steps(_report_recordings)
+    # With a step ahead two are in flight, each with pinned memory of its own: to ask the driver for it later would wait
+    # for the device.
+    num_ahead = 2 if config.scheduler.async_scheduling else 1
     for step in warm_up_steps(config, *block_ids):
-        runner.launch(step).wait()
+        for launched in [runner.launch(step) for _ in range(num_ahead)]:
+            launched.wait()
     clear_blocks(kv_pool, sorted(set(block_ids)))
     recorded = f"; decoding steps of {num_recordings} sizes are recorded" if num_recordings else ""
     report(f"warmed up in {time.monotonic() - start_s:.1f} s{recorded}")
@@ -49,7 +53,9 @@ def _report_recordings(num_recorded: int, num_all: int) -> None:
 
 def warm_up_steps(config: EngineConfig, first_block: int, second_block: int) -> Iterator[SchedulerOutput]:
     """Prompts of as many tokens together as another kernel may be chosen for; then one that asks for all that a sampler
-    can do, beside a sequence that decodes, over the shortest context and over the longest that there can be."""
+    can do, beside a sequence that decodes, over the longest context that there can be and over the shortest.
+
+    The largest first: what smaller ones need fits into the memory that torch keeps of them."""
     block_size, longest = config.cache.block_size, config.model.max_model_len
     most, max_num_seqs = config.scheduler.max_num_batched_tokens, config.scheduler.max_num_seqs
 
@@ -66,15 +72,15 @@ def warm_up_steps(config: EngineConfig, first_block: int, second_block: int) -> 
         prompts = [scheduled(number, n, n, first_block, _GREEDY) for number, n in enumerate(lengths)]
         yield SchedulerOutput(prompts, [], [])
     length = max(1, min(most - 1, longest, block_size))
-    for context_len in (1, longest):
+    for context_len in (longest, 1):
         decoding = scheduled(0, context_len, 1, first_block, _GREEDY)
         yield SchedulerOutput([decoding, scheduled(1, length, length, second_block, ASKS_FOR_ALL)], [], [])
 
 
 def prompt_lengths(most: int) -> list[int]:
-    """1, 16, doubled until there are `most`: libraries and our kernels for weights in 8 bits choose by the number of
-    rows, and what they choose is loaded, or compiled, when it is first launched."""
+    """1, 16, doubled until there are `most`, the largest first: libraries and our kernels for weights in 8 bits choose
+    by the number of rows, and what they choose is loaded, or compiled, when it is first launched."""
     lengths = [1, 16]
     while lengths[-1] < most:
         lengths.append(2 * lengths[-1])
-    return sorted({min(length, most) for length in lengths})
+    return sorted({min(length, most) for length in lengths}, reverse=True)

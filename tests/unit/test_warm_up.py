@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -47,7 +48,7 @@ def test_prompts_and_decoding_steps_are_computed_and_the_pool_is_as_before(
 
     runner: Any = SimpleNamespace(launch=launch, record_decode_steps=worker._runner.record_decode_steps)
     warm_up(config, runner, worker.kv_pool)
-    *prompts, shortest, [decoding, prompt] = launched
+    *prompts, [decoding, prompt], shortest = launched
     longest, most = config.model.max_model_len, config.scheduler.max_num_batched_tokens
     assert {first for step in prompts for first, _ in step} == {0}
     assert [sum(num_new for _, num_new in step) for step in prompts] == [
@@ -60,9 +61,29 @@ def test_prompts_and_decoding_steps_are_computed_and_the_pool_is_as_before(
     assert worker.kv_pool.equal(torch.zeros_like(worker.kv_pool))
 
 
+@pytest.mark.parametrize("num_ahead", [1, 2])
+def test_with_a_step_ahead_two_are_under_way(tmp_path: Path, num_ahead: int) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
+    config = create_engine_config(EngineArgs(model=str(tmp_path), load_format="dummy", device="cpu", num_kv_blocks=20))
+    kv_pool = Executor(config)._worker.kv_pool
+    config = replace(config, scheduler=replace(config.scheduler, async_scheduling=num_ahead == 2))
+    under_way: list[SchedulerOutput] = []
+    most_under_way: list[int] = []
+
+    def launch(step: SchedulerOutput) -> Any:
+        assert all(other is step for other in under_way)
+        under_way.append(step)
+        most_under_way.append(len(under_way))
+        return SimpleNamespace(wait=under_way.pop)
+
+    runner: Any = SimpleNamespace(launch=launch, record_decode_steps=lambda on_recorded: 0)
+    warm_up(config, runner, kv_pool)
+    assert most_under_way == list(range(1, num_ahead + 1)) * (len(most_under_way) // num_ahead)
+
+
 def test_lengths_of_prompts() -> None:
     assert prompt_lengths(1) == [1]
-    assert prompt_lengths(2) == [1, 2]
-    assert prompt_lengths(16) == [1, 16]
-    assert prompt_lengths(100) == [1, 16, 32, 64, 100]
-    assert prompt_lengths(2048) == [1, 16, 32, 64, 128, 256, 512, 1024, 2048]
+    assert prompt_lengths(2) == [2, 1]
+    assert prompt_lengths(16) == [16, 1]
+    assert prompt_lengths(100) == [100, 64, 32, 16, 1]
+    assert prompt_lengths(2048) == [2048, 1024, 512, 256, 128, 64, 32, 16, 1]
