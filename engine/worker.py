@@ -79,10 +79,8 @@ def _saying_what_cannot_be_recorded(config: EngineConfig) -> Iterator[None]:
     host, say. That it asks for no number of the device was seen when it was watched."""
     try:
         yield
-    except torch.OutOfMemoryError:
-        raise
     except RuntimeError as error:
-        if not config.device.uses_graphs or config.model.model_impl != "transformers":
+        if _is_out_of_memory(error) or not config.device.uses_graphs or config.model.model_impl != "transformers":
             raise
         raise ValueError(
             "a decoding step by transformers' code could not be recorded as a CUDA graph: give enforce_eager "
@@ -95,9 +93,16 @@ def _saying_what_is_too_large() -> Iterator[None]:
     """Raises `ValueError` where a GPU's memory is not enough."""
     try:
         yield
-    except torch.OutOfMemoryError as error:
+    except RuntimeError as error:
+        if not _is_out_of_memory(error):
+            raise
         raise ValueError(
             "the GPU has not enough memory: lower kv_cache_gib, num_kv_blocks or gpu_memory_utilization, or "
             "max_num_seqs, max_num_batched_tokens or max_seq_len_to_capture, or take a smaller model "
             f"({str(error).splitlines()[0]})"
         ) from error
+
+
+def _is_out_of_memory(error: RuntimeError) -> bool:
+    """torch's allocator has an error of its own; Triton, which loads kernels, and the driver have a message alone."""
+    return isinstance(error, torch.OutOfMemoryError) or "out of memory" in str(error).lower()

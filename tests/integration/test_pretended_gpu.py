@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -21,6 +22,7 @@ from quantized_on_gpu import check_checkpoint
 from transformers_cases import GEMMA2
 
 from engine.pool_size import longest_step, measured_steps
+from engine.worker import _saying_what_cannot_be_recorded, _saying_what_is_too_large
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 NUMBERS = range(8)
@@ -92,6 +94,40 @@ def test_no_scores_of_a_chunk_are_kept(
     monkeypatch.setattr("torch.nn.functional.scaled_dot_product_attention", watched)
     assert answers_of(make_engine(tmp_path, CONFIG, prefill_chunk_tokens=8), NUMBERS) == expected
     assert set(with_mask) == {True, False}
+
+
+def test_a_kernel_that_cannot_be_loaded_for_want_of_memory_is_said_to_be(
+    gpu: PretendGpu, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object) -> None:
+        raise RuntimeError("Triton Error [CUDA]: out of memory")
+
+    monkeypatch.setattr("engine.worker.warm_up", fail)
+    with pytest.raises(ValueError, match=r"the GPU has not enough memory: lower .*Triton Error"):
+        make_engine(tmp_path, CONFIG)
+
+
+def test_want_of_memory_is_no_fault_of_recording() -> None:
+    """Where transformers' code is recorded, whose other errors are."""
+    device, model = SimpleNamespace(uses_graphs=True), SimpleNamespace(model_impl="transformers")
+    config: Any = SimpleNamespace(device=device, model=model)
+    with (
+        pytest.raises(ValueError, match="not enough memory"),
+        _saying_what_is_too_large(),
+        _saying_what_cannot_be_recorded(config),
+    ):
+        raise RuntimeError("CUDA error: out of memory")
+
+
+def test_another_error_of_the_driver_stays_what_it_is(
+    gpu: PretendGpu, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object) -> None:
+        raise RuntimeError("Triton Error [CUDA]: an illegal memory access was encountered")
+
+    monkeypatch.setattr("engine.worker.warm_up", fail)
+    with pytest.raises(RuntimeError, match="illegal"):
+        make_engine(tmp_path, CONFIG)
 
 
 def test_too_large_a_pool_is_said_to_be(gpu: PretendGpu, tmp_path: Path) -> None:
