@@ -46,6 +46,9 @@ class Worker:
         backend = create_attention_backend(config)
         with _saying_what_is_too_large(), torch.inference_mode():
             model = load_model(config, backend)
+            if config.device.device != "cpu":
+                # Weights came through it, a gigabyte and more, and nothing later needs so much at once.
+                _release_pinned_memory()
         load_s = time.monotonic() - start_s
         if load_s > REPORT_AFTER_S:
             print(f"tandem: loaded {config.model.model} in {load_s:.0f} s", file=sys.stderr, flush=True)  # noqa: T201
@@ -106,3 +109,11 @@ def _saying_what_is_too_large() -> Iterator[None]:
 def _is_out_of_memory(error: RuntimeError) -> bool:
     """torch's allocator has an error of its own; Triton, which loads kernels, and the driver have a message alone."""
     return isinstance(error, torch.OutOfMemoryError) or "out of memory" in str(error).lower()
+
+
+def _release_pinned_memory() -> None:
+    """Gives back what host memory torch keeps pinned for later copies. torch itself calls this before it records."""
+    torch.cuda.synchronize()
+    empty_cache = getattr(torch._C, "_host_emptyCache", None)
+    if empty_cache is not None:
+        empty_cache()

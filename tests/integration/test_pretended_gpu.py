@@ -96,6 +96,19 @@ def test_no_scores_of_a_chunk_are_kept(
     assert set(with_mask) == {True, False}
 
 
+def test_pinned_memory_of_weights_is_given_back(
+    gpu: PretendGpu, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where torch, which has it, can be told so."""
+    given_back: list[int] = []
+    monkeypatch.setattr(
+        torch._C, "_host_emptyCache", lambda: given_back.append(torch.cuda.memory_allocated()), raising=False
+    )
+    make_engine(tmp_path, CONFIG)
+    [with_weights] = given_back
+    assert with_weights > 0
+
+
 def test_a_kernel_that_cannot_be_loaded_for_want_of_memory_is_said_to_be(
     gpu: PretendGpu, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
