@@ -111,7 +111,7 @@ class DevicePeers:
         if len(memory.handle) != HANDLE_BYTES:
             raise InvalidTransfer(f"a handle of CUDA's has {HANDLE_BYTES} bytes, not {len(memory.handle)}")
         end = memory.offset + num_rows * source.shape[1] * source.itemsize
-        if memory.HasField("num_bytes") and end > memory.num_bytes:
+        if end > memory.num_bytes:
             raise InvalidTransfer(
                 f"a pool of {num_rows} rows at {memory.offset} does not fit its {memory.num_bytes} bytes"
             )

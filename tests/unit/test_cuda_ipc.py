@@ -57,14 +57,14 @@ def test_a_pool_that_is_larger_than_its_allocation_is_refused(allocation_bytes: 
     assert driver.opened == []
 
 
-def test_a_pool_of_a_worker_that_does_not_say_the_size_is_opened() -> None:
+def test_a_pool_whose_size_nobody_says_is_refused() -> None:
     driver = OneProcess()
     peers = peers_in_one_process(driver)
-    theirs = rows(9, seed=2)
-    memory = peers.export(theirs.data_ptr())
+    memory = peers.export(rows(9, seed=2).data_ptr())
     memory.ClearField("num_bytes")
-    peers.open(memory, rows(6, seed=1), 9)
-    assert driver.opened == [theirs.data_ptr() - OFFSET]
+    with pytest.raises(InvalidTransfer, match="does not fit its 0 bytes"):
+        peers.open(memory, rows(6, seed=1), 9)
+    assert driver.opened == []
 
 
 @pytest.mark.parametrize("handle", [b"", bytes(63), bytes(65)])
@@ -88,7 +88,7 @@ def test_what_cuda_refuses_is_said_with_what_to_do() -> None:
     with pytest.raises(TransportMissing, match=r"CUDA_ERROR_INVALID_VALUE.*expandable_segments"):
         peers.export(4096)
     with pytest.raises(PeerUnreachable, match=r"CUDA_ERROR_INVALID_CONTEXT.*one GPU, or on two with peer access"):
-        peers.open(pb.CudaMemory(handle=bytes(64)), rows(6, seed=1), 9)
+        peers.open(pb.CudaMemory(handle=bytes(64), num_bytes=4096), rows(6, seed=1), 9)
 
 
 class Result(Enum):
