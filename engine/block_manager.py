@@ -159,7 +159,7 @@ class BlockManager:
         table = self._tables[seq.seq_id]
         assert self._num_blocks_to_append(table, seq, num_drafts) <= self.num_available, "ask can_append first"
         copies = []
-        for index in self._shared_writable(table, seq, num_drafts):
+        for index in self._shared_writable(table, seq):
             source, destination = table.block_ids[index], self._take()
             self._pin(destination, table.owner)
             table.block_ids[index] = destination
@@ -168,6 +168,12 @@ class BlockManager:
         while len(table.block_ids) < self.num_blocks_for(len(seq) + num_drafts):
             self._add(table, self._take())
         return copies
+
+    def give_back(self, seq: Sequence) -> None:
+        """The blocks behind the last token of `seq`, which were for drafts."""
+        table = self._tables[seq.seq_id]
+        while len(table.block_ids) > self.num_blocks_for(len(seq)):
+            self._unpin(table.block_ids.pop(), table.owner)
 
     def fork(self, parent: Sequence, child: Sequence) -> None:
         """Let `child` share all blocks of `parent`. Whoever writes first gets a copy (see `append`)."""
@@ -229,15 +235,15 @@ class BlockManager:
 
     # -- blocks -------------------------------------------------------------------------------------------------
 
-    def _shared_writable(self, table: _Table, seq: Sequence, num_drafts: int) -> list[int]:
+    def _shared_writable(self, table: _Table, seq: Sequence) -> list[int]:
         """Indices of blocks that the next step of `seq` writes and that another table holds too."""
         first = seq.num_computed_tokens // self.block_size
-        last = min(len(table.block_ids), self.num_blocks_for(len(seq) + num_drafts))
+        last = min(len(table.block_ids), self.num_blocks_for(len(seq)))
         return [i for i in range(first, last) if self._num_refs(table.block_ids[i]) > 1]
 
     def _num_blocks_to_append(self, table: _Table, seq: Sequence, num_drafts: int) -> int:
         num_missing = max(0, self.num_blocks_for(len(seq) + num_drafts) - len(table.block_ids))
-        return num_missing + len(self._shared_writable(table, seq, num_drafts))
+        return num_missing + len(self._shared_writable(table, seq))
 
     def _num_refs(self, block_id: int) -> int:
         return sum(refs[block_id] for refs in self._refs)

@@ -41,7 +41,7 @@ from engine.sequence import (
     Sequence,
     SequenceStatus,
 )
-from engine.speculation import max_drafts_after, propose
+from engine.speculation import propose
 from engine.stats import SchedulerStats
 
 _STATUS_OF = {
@@ -184,6 +184,8 @@ class Scheduler:
             prefilling.append(ScheduledSequence(seq, num_new_tokens))
             budget -= num_new_tokens
             num_wanted_tokens -= num_new_tokens
+        num_rows = len(decoding) + sum(each.num_new_tokens for each in prefilling)
+        budget = self._config.max_num_batched_tokens - num_rows
         scheduled = self._with_drafts(decoding, budget, copies) + prefilling
         return SchedulerOutput(scheduled, copies, [e for s in scheduled if (e := self._export(s)) is not None])
 
@@ -216,7 +218,8 @@ class Scheduler:
         self, decoding: list[ScheduledSequence], budget: int, copies: list[tuple[int, int]]
     ) -> list[ScheduledSequence]:
         """With drafts behind those for which something is found, and there is room; these come last. No drafts where a
-        grammar says what may come next: it cannot take back what was wrong."""
+        grammar says what may come next, which cannot take back what was wrong; nor where a prompt ends with one token,
+        if only that is to be computed here."""
         config = self._config.speculation
         if config is None:
             return decoding
@@ -224,8 +227,9 @@ class Scheduler:
         plain, guessed = [], []
         for scheduled in decoding:
             seq = scheduled.seq
-            most = min(config.num_speculative_tokens, seq.max_drafts, budget, self._num_left(seq, len(seq)) - 1)
-            drafts = propose(seq.token_ids, config, most) if most > 0 and seq.grammar is None else []
+            num_wanted = seq.drafts.num_wanted(len(seq)) if seq.grammar is None and not seq.is_prefill_only else 0
+            most = min(config.num_speculative_tokens, num_wanted, budget, self._num_left(seq, len(seq)) - 1)
+            drafts = propose(seq.token_ids, config, most) if most > 0 else []
             if drafts and self.block_manager.can_append(seq, num_drafts=len(drafts)):
                 copies += self.block_manager.append(seq, len(drafts))
                 guessed.append(ScheduledSequence(seq, 1 + len(drafts), drafts))
@@ -330,7 +334,8 @@ class Scheduler:
         num_wrong = len(drafts) - num_right
         seq.num_computed_tokens -= num_wrong
         del seq.token_ids[len(seq) - num_wrong :]
-        seq.max_drafts = max_drafts_after(len(drafts), num_right)
+        self.block_manager.give_back(seq)
+        seq.drafts.note(len(drafts), num_right, len(seq))
         self.stats.num_drafts += 1
         self.stats.num_draft_tokens += len(drafts)
         self.stats.num_accepted_tokens += num_right

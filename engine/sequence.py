@@ -22,7 +22,7 @@ from typing import TypeAlias
 from engine.grammar import GrammarState
 from engine.outputs import TokenLogprobs
 from engine.sampling_params import SamplingParams
-from engine.speculation import MAX_DRAFTS
+from engine.speculation import DraftHistory
 
 INVALID_TOKEN = -1
 """Sampled for a sequence whose logits hold a NaN: it fails, and its neighbours go on."""
@@ -75,8 +75,8 @@ class Sequence:
     num_exported_blocks: int = 0
     """Blocks already offered to `on_layer_written`, or that the receiver needs no more (prefill-only sequences)."""
     num_preemptions: int = 0
-    max_drafts: int = MAX_DRAFTS
-    """So many guesses at what comes next are worth their time, by how the last ones went."""
+    drafts: DraftHistory = field(default_factory=DraftHistory)
+    """How guessing what comes next went so far."""
     grammar: GrammarState | None = None
     """What may come next, where the request has a grammar: follows the tokens, and only the sampler asks it."""
     prompt_logprobs: list[TokenLogprobs] | None = None

@@ -23,6 +23,8 @@ import numpy as np
 
 MAX_DRAFTS = 16
 """Of one sequence in one step, at most."""
+MAX_PAUSE = 32
+"""Tokens without drafts after some that were wrong, at most."""
 MAX_LOOKUP = 64
 """Tokens that have to be found again, at most."""
 
@@ -60,9 +62,9 @@ class SpeculativeConfig:
             return None
         try:
             given: Any = json.loads(text)
-        except ValueError:
+        except (ValueError, TypeError, RecursionError):
             given = None
-        _check(isinstance(given, dict), f"must be a JSON object, such as {EXAMPLE}, is {text!r}")
+        _check(isinstance(given, dict), f"must be a JSON object, such as {EXAMPLE}, is {str(text)[:80]!r}")
         names = [field.name for field in fields(cls)]
         unknown = sorted(set(given) - set(names))
         _check(not unknown, f"has no {', '.join(unknown)}; there are {', '.join(names)}")
@@ -104,6 +106,28 @@ def propose(token_ids: MutableSequence[int], config: SpeculativeConfig, num_want
     return drafts
 
 
-def max_drafts_after(num_drafts: int, num_right: int) -> int:
-    """How many are worth their time next: twice as many where all were right, else those that were; at least one."""
-    return min(MAX_DRAFTS, 2 * num_drafts) if num_right == num_drafts else max(1, num_right)
+@dataclass(slots=True)
+class DraftHistory:
+    """How guessing went in one sequence, and so how much of it is worth its time next: twice as many drafts where all
+    were right, else as many as were; and where not even one alone was, none for a while, each time twice as long."""
+
+    max_drafts: int = MAX_DRAFTS
+    pause: int = 0
+    """In tokens; 0: none since a draft was right."""
+    next_length: int = 0
+    """Of the sequence, from which on there is a next try."""
+
+    def num_wanted(self, length: int) -> int:
+        """For a sequence that has so many tokens."""
+        return self.max_drafts if length >= self.next_length else 0
+
+    def note(self, num_drafts: int, num_right: int, length: int) -> None:
+        """`length`: of the sequence, with the token behind the drafts that were right."""
+        if num_right:
+            self.max_drafts = min(MAX_DRAFTS, 2 * num_drafts) if num_right == num_drafts else num_right
+            self.pause = 0
+        else:
+            self.max_drafts = 1
+            if num_drafts == 1:
+                self.pause = min(MAX_PAUSE, 2 * self.pause or 1)
+        self.next_length = length + self.pause

@@ -97,8 +97,8 @@ class LLM:
     """
 
     def __init__(self, model: str = EngineArgs.model, **engine_args: Any) -> None:
-        if isinstance(engine_args.get("speculative_config"), dict):
-            engine_args["speculative_config"] = json.dumps(engine_args["speculative_config"])
+        if isinstance(engine_args.get("speculative_config", ""), dict):
+            engine_args["speculative_config"] = json.dumps(engine_args["speculative_config"], default=repr)
         self.config = create_engine_config(EngineArgs(model=model, **engine_args))
         self.llm_engine = LLMEngine(self.config)
         """What computes; `stats` and `audit` may be asked of it."""

@@ -20,7 +20,8 @@ from engine.outputs import FinishReason, RequestOutput
 from engine.sampling_params import SamplingParams
 from engine.scheduler import Scheduler
 from engine.sequence import INVALID_TOKEN, ScheduledSequence, SchedulerOutput, Sequence
-from engine.speculation import MAX_DRAFTS, SpeculativeConfig, max_drafts_after, propose
+from engine.speculation import MAX_DRAFTS, DraftHistory, SpeculativeConfig, propose
+from tandem import LLM
 
 CONFIG = SpeculativeConfig(num_speculative_tokens=4)
 EOS = 1
@@ -82,10 +83,26 @@ def test_a_draft_follows_a_copy_of_the_end(tokens: list[int], num_wanted: int) -
 
 
 def test_more_where_all_were_right_and_fewer_where_not() -> None:
-    assert max_drafts_after(2, 2) == 4
-    assert max_drafts_after(4, 2) == 2
-    assert max_drafts_after(4, 0) == 1
-    assert max_drafts_after(MAX_DRAFTS, MAX_DRAFTS) == MAX_DRAFTS
+    history = DraftHistory()
+    assert history.num_wanted(10) == MAX_DRAFTS
+    for num_drafts, num_right, wanted in ((4, 2, 2), (2, 2, 4), (4, 4, 8), (16, 16, MAX_DRAFTS), (8, 0, 1), (1, 1, 2)):
+        history.note(num_drafts, num_right, 20)
+        assert history.num_wanted(20) == wanted
+
+
+def test_a_while_without_where_not_even_one_was_right() -> None:
+    history = DraftHistory()
+    length = 20
+    pauses = []
+    for _ in range(7):
+        history.note(1, 0, length)
+        pauses.append(next(n for n in range(100) if history.num_wanted(length + n)))
+        length += pauses[-1]
+    assert pauses == [1, 2, 4, 8, 16, 32, 32]
+    history.note(1, 1, length)
+    assert history.num_wanted(length) == 2
+    history.note(2, 0, length)
+    assert history.num_wanted(length) == 1
 
 
 # -- the setting ------------------------------------------------------------------------------------------------
@@ -107,6 +124,7 @@ def test_the_setting_is_json_with_vllms_words() -> None:
     [
         ("ngram", "must be a JSON object"),
         ("[4]", "must be a JSON object"),
+        ("[" * 100_000, "must be a JSON object"),
         ("{}", "must have num_speculative_tokens"),
         ({"num_speculative_tokens": 0}, r"num_speculative_tokens must be a whole number in \[1, 16\], is 0"),
         ({"num_speculative_tokens": 17}, r"in \[1, 16\], is 17"),
@@ -116,13 +134,20 @@ def test_the_setting_is_json_with_vllms_words() -> None:
         ({"num_speculative_tokens": 2, "prompt_lookup_max": "4"}, r"prompt_lookup_max .* is '4'"),
         ({"num_speculative_tokens": 2, "prompt_lookup_max": 65}, r"in \[1, 64\], is 65"),
         ({"num_speculative_tokens": 2, "prompt_lookup_min": 6}, "at most prompt_lookup_max=5, is 6"),
+        (5, "must be a JSON object"),
         ({"num_speculative_tokens": 2, "model": "x"}, "has no model; there are num_speculative_tokens, method"),
     ],
 )
 def test_a_wrong_setting_is_named(given_config: object, sentence: str) -> None:
-    text = given_config if isinstance(given_config, str) else json.dumps(given_config)
+    text = json.dumps(given_config) if isinstance(given_config, dict) else given_config
     with pytest.raises(ValueError, match=f"^speculative_config .*{sentence}"):
-        EngineArgs(speculative_config=text)
+        EngineArgs(speculative_config=text)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("wrong", [0, {1}])
+def test_offline_it_may_be_a_dict(wrong: object) -> None:
+    with pytest.raises(ValueError, match="^speculative_config num_speculative_tokens must be a whole number"):
+        LLM(speculative_config={"num_speculative_tokens": wrong})
 
 
 # -- in the scheduler -------------------------------------------------------------------------------------------
@@ -189,7 +214,7 @@ def test_what_comes_after_a_wrong_draft_was_never_computed(sampled: list[int], t
     assert (result.token_ids, result.finish_reason) == (told, None)
     assert list(seq.token_ids[12:]) == told
     assert seq.num_uncomputed_tokens == 1
-    assert seq.max_drafts == max(1, len(told) - 1)
+    assert seq.drafts.max_drafts == max(1, len(told) - 1)
     # Whose KV is wrong is not found by others.
     assert len(scheduler.block_manager.cached_hashes()) == seq.num_computed_tokens // 4
 
@@ -259,20 +284,37 @@ def test_nothing_is_guessed_where_a_grammar_says_what_may_come() -> None:
     assert [s.num_new_tokens for s in scheduler.schedule().scheduled] == [1]
 
 
-def test_drafts_are_not_written_into_blocks_of_others() -> None:
+def test_blocks_of_wrong_drafts_are_given_back() -> None:
     scheduler, seq = make(num_drafts=8), repeating()
-    begin(scheduler, seq)
-    run(scheduler, [99] * 9)  # all wrong; the block that they took beyond its last token stays its
-    seq.token_ids[12:] = array("q", [12])
-    child = repeating(1)
-    child.token_ids = array("q", seq.token_ids)
-    child.num_prompt_tokens = 10
-    scheduler.fork(seq, child)
-    seq.max_drafts = 4
+    begin(scheduler, seq)  # 12 tokens: 3 blocks
     output = scheduler.schedule()
-    written = [s.seq.block_table[s.first // 4 : -(-s.end // 4)] for s in output.scheduled]
-    assert [s.num_new_tokens for s in output.scheduled] == [5, 9]
-    assert not set(written[0]) & set(written[1])
+    assert len(output.scheduled[0].draft_token_ids) == 8
+    assert scheduler.block_manager.ledger().num_sequence == len(seq.block_table) == 5
+    scheduler.begin(output)
+    scheduler.apply(output, [[12, 99, 0, 0, 0, 0, 0, 0, 0]])
+    assert len(seq) == 14
+    assert scheduler.block_manager.ledger().num_sequence == len(seq.block_table) == 4
+    assert scheduler.block_manager.check_integrity() == []
+
+
+def test_a_prompt_for_another_engine_ends_with_one_token_though_its_last_chunk_is_one() -> None:
+    scheduler = make(budget=11)
+    seq = repeating()
+    seq.token_ids = array("q", [*seq.token_ids, 10, 11])
+    seq.num_prompt_tokens = 12
+    seq.is_prefill_only = True
+    scheduler.add(seq)
+    assert run(scheduler, [])[1] == []
+    output, [result] = run(scheduler, [12, 13, 14])
+    assert [s.num_new_tokens for s in output.scheduled] == [1]
+    assert result.token_ids == [12]
+
+
+def test_prompts_beside_them_are_cut_without_drafts() -> None:
+    scheduler, seq = make(), repeating()
+    begin(scheduler, seq)
+    scheduler.add(repeating(1))
+    assert [s.num_new_tokens for s in scheduler.schedule(1).scheduled] == [5, 1]
 
 
 def test_drafts_are_no_prompts(tmp_path: Path, one_thread: None) -> None:
