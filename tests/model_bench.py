@@ -73,8 +73,8 @@ class Bench:
         seq = self.sequence(prompt)
         while len(seq) < num_tokens:
             num_new_tokens = seq.num_uncomputed_tokens
-            [token_id] = self.executor.launch(SchedulerOutput([ScheduledSequence(seq, num_new_tokens)], [], [])).wait()
-            assert token_id is not None
+            step = SchedulerOutput([ScheduledSequence(seq, num_new_tokens)], [], [])
+            [[token_id]] = self.executor.launch(step).wait()
             seq.num_computed_tokens += num_new_tokens
             seq.token_ids.append(token_id)
         return list(seq.token_ids)

@@ -37,7 +37,8 @@ def logprobs(values: torch.Tensor, seqs: list[Sequence], token_ids: list[int]) -
     raw = RawLogits.of(values, seqs)
     assert raw is not None
     values.zero_()  # what a sampler does to them is no concern
-    return raw.logprobs(torch.tensor(token_ids)).read()
+    told = raw.logprobs(torch.tensor(token_ids)).read()
+    return {seq_id: only for seq_id, [only] in told.items()}
 
 
 def by_definition(values_V: torch.Tensor, token_id: int, num_top: int) -> TokenLogprobs:
