@@ -3,8 +3,8 @@
     python benchmarks/speculation.py
     python benchmarks/speculation.py --speculative-config '{"num_speculative_tokens": 8}' --num-rounds 5 --json
 
-Two engines in one process, each with all threads, one after the other; answers of 128 tokens, which must be equal.
-Ratios are taken round by round. The last line is one JSON object.
+Two engines in one process, each with all threads, one after the other; answers of 128 tokens, objects by a schema until
+they are complete, which must be equal. Ratios are taken round by round. The last line is one JSON object.
 """
 
 from __future__ import annotations
@@ -25,9 +25,45 @@ if __name__ == "__main__":
 from benchmarks.machine import machine
 from benchmarks.report import keep, path_of
 from tandem import LLM, SamplingParams
+from tandem.structured_outputs import StructuredOutputsParams
 
 NUM_TOKENS = 128
 ROOT = Path(__file__).resolve().parent.parent
+PERSON = {
+    "type": "object",
+    "properties": {
+        "first_name": {"type": "string", "maxLength": 20},
+        "last_name": {"type": "string", "maxLength": 20},
+        "occupation": {"type": "string", "maxLength": 40},
+        "address": {
+            "type": "object",
+            "properties": {"city": {"type": "string", "maxLength": 20}, "country": {"enum": ["Norway", "Denmark"]}},
+            "required": ["city", "country"],
+            "additionalProperties": False,
+        },
+        "age": {"type": "integer", "minimum": 1, "maximum": 99},
+        "is_married": {"type": "boolean"},
+    },
+    "required": ["first_name", "last_name", "occupation", "address", "age", "is_married"],
+    "additionalProperties": False,
+}
+PEOPLE = {"type": "array", "items": PERSON, "minItems": 4, "maxItems": 4}
+
+
+@dataclass(frozen=True)
+class Case:
+    texts: str
+    asked: list[list[int]]
+    """Prompts, answered together."""
+    temperature: float
+    schema: dict[str, object] | None = None
+
+    @property
+    def params(self) -> SamplingParams:
+        if self.schema is None:
+            return SamplingParams(max_tokens=NUM_TOKENS, temperature=self.temperature, seed=1, ignore_eos=True)
+        form = StructuredOutputsParams(json=self.schema)
+        return SamplingParams(max_tokens=1000, temperature=self.temperature, seed=1, structured_outputs=form)
 
 
 @dataclass(frozen=True)
@@ -35,6 +71,8 @@ class Row:
     texts: str
     temperature: float
     num_requests: int
+    num_tokens: int
+    """Of all answers together."""
     plain_tokens_per_s: float
     """Medians over the rounds, of all requests together."""
     guessing_tokens_per_s: float
@@ -58,6 +96,8 @@ def prompts(llm: LLM) -> dict[str, list[list[int]]]:
             "Explain how photosynthesis works.",
             "Write a letter to a landlord about a broken heater.",
         ],
+        "an object by a schema": ["Make up a person, as JSON."],
+        "four objects by a schema": ["Make up four persons, as JSON."],
     }
     found = {}
     for kind, texts in questions.items():
@@ -67,23 +107,33 @@ def prompts(llm: LLM) -> dict[str, list[list[int]]]:
     return found
 
 
-def answer(llm: LLM, asked: list[list[int]], temperature: float) -> tuple[list[list[int]], float]:
+def cases_of(llm: LLM) -> list[Case]:
+    asked = prompts(llm)
+    schema_of = {"an object by a schema": PERSON, "four objects by a schema": PEOPLE}
+    cases = [
+        Case(kind, ids, temperature, schema_of.get(kind)) for kind, ids in asked.items() for temperature in (0.0, 0.8)
+    ]
+    mixed = [ids for kind, texts in asked.items() if kind not in schema_of for ids in texts]
+    return [*cases, Case("all texts", mixed, 0.0), Case("all texts, 4 times", mixed * 4, 0.0)]
+
+
+def answer(llm: LLM, case: Case) -> tuple[list[list[int]], float]:
     """The answers, all together, and the seconds they took."""
-    params = SamplingParams(max_tokens=NUM_TOKENS, temperature=temperature, seed=1, ignore_eos=True)
     start_s = time.perf_counter()
-    outputs = llm.generate(asked, params, use_tqdm=False)
+    outputs = llm.generate(case.asked, case.params, use_tqdm=False)
     return [output.outputs[0].token_ids for output in outputs], time.perf_counter() - start_s
 
 
-def measure(plain: LLM, guessing: LLM, texts: str, asked: list[list[int]], temperature: float, num_rounds: int) -> Row:
+def measure(plain: LLM, guessing: LLM, case: Case, num_rounds: int) -> Row:
     """Raises `AssertionError` where answers differ."""
     seconds: list[tuple[float, float]] = []
-    num_tokens = NUM_TOKENS * len(asked)
+    num_tokens = 0
     stats = guessing.llm_engine.stats
     before = stats.num_drafts, stats.num_draft_tokens, stats.num_accepted_tokens
     for _ in range(num_rounds):
-        (expected, plain_s), (found, guessing_s) = (answer(llm, asked, temperature) for llm in (plain, guessing))
-        assert found == expected, f"{texts}: other tokens with guesses than without"
+        (expected, plain_s), (found, guessing_s) = (answer(llm, case) for llm in (plain, guessing))
+        assert found == expected, f"{case.texts}: other tokens with guesses than without"
+        num_tokens = sum(map(len, found))
         seconds.append((plain_s, guessing_s))
     num_drafts, num_draft_tokens, num_right = (
         now - then
@@ -91,9 +141,10 @@ def measure(plain: LLM, guessing: LLM, texts: str, asked: list[list[int]], tempe
     )
     num_all = num_tokens * num_rounds
     return Row(
-        texts=texts,
-        temperature=temperature,
-        num_requests=len(asked),
+        texts=case.texts,
+        temperature=case.temperature,
+        num_requests=len(case.asked),
+        num_tokens=num_tokens,
         plain_tokens_per_s=num_tokens / statistics.median(s for s, _ in seconds),
         guessing_tokens_per_s=num_tokens / statistics.median(s for _, s in seconds),
         ratio=statistics.median(plain_s / guessing_s for plain_s, guessing_s in seconds),
@@ -111,20 +162,16 @@ def main(model: str, speculative_config: str, num_rounds: int, as_json: bool) ->
     """What guessing ahead gains: the same requests with and without it, in turn."""
     plain = LLM(model=model, enable_prefix_caching=False)
     guessing = LLM(model=model, enable_prefix_caching=False, speculative_config=speculative_config)
-    asked = prompts(plain)
-    cases = [(kind, ids, temperature) for kind, ids in asked.items() for temperature in (0.0, 0.8)]
-    mixed = [ids for kind in asked.values() for ids in kind]
-    cases += [("all of these", mixed, 0.0), ("all of these, 4 times", mixed * 4, 0.0)]
     rows = []
     if not as_json:
-        print(f"{'texts':24}{'temperature':>12}{'requests':>10}{'plain':>9}{'guessing':>10}{'ratio':>7}", end="")
+        print(f"{'texts':26}{'temperature':>12}{'requests':>10}{'plain':>9}{'guessing':>10}{'ratio':>7}", end="")
         print(f"{'a step':>8}{'right':>7}     (plain, guessing: tokens/s)")
-    for kind, ids, temperature in cases:
-        row = measure(plain, guessing, kind, ids, temperature, num_rounds)
+    for case in cases_of(plain):
+        row = measure(plain, guessing, case, num_rounds)
         rows.append(row)
         if not as_json:
             print(
-                f"{row.texts:24}{row.temperature:12.1f}{row.num_requests:10}{row.plain_tokens_per_s:9.1f}"
+                f"{row.texts:26}{row.temperature:12.1f}{row.num_requests:10}{row.plain_tokens_per_s:9.1f}"
                 f"{row.guessing_tokens_per_s:10.1f}{row.ratio:7.2f}{row.tokens_per_step:8.2f}{row.share_right:7.0%}",
                 flush=True,
             )

@@ -1,10 +1,15 @@
 """What may come next in an answer that a grammar constrains: structured outputs.
 
     SamplingParams.grammar ──Grammars.state──> GrammarState of one sequence ──allowed(its answer so far)──> a mask [V]
+                                                                           └──drafts(its answer so far)───> guesses
 
 Owns the tokenizer that grammars are read with, made from the model's folder when the first one comes. What may come
 next is a function of the answer's tokens alone: a sequence that is preempted, handed over or goes on elsewhere after k
 tokens needs nothing but them. No torch.
+
+Much of such an answer is no choice: the names in an object, and all between them. What alone may come is a good guess
+at what comes (engine/speculation.py), if none of the tokens themselves, as a text may be cut into tokens in several
+ways. What a grammar has been asked about tokens that turn out to be wrong is taken back.
 
 Each sequence compiles its grammar for itself, also one that was compiled before: copies share what they have learned of
 the text so far, which grows with all their answers up to a limit, and then all would end. It takes a millisecond, or
@@ -16,8 +21,10 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from concurrent.futures import Future, ThreadPoolExecutor
+from itertools import takewhile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -34,6 +41,8 @@ MAX_REASON_CHARS = 400
 MAX_SPENT_S = 0.5
 MAX_S_PER_TOKEN = 0.002
 """That finding out what may come next may take in one sequence: twenty times as long as a rule, and half a second."""
+MAX_SPENT_ON_DRAFTS_S = 0.05
+"""That guesses may take, and MAX_S_PER_TOKEN beside it. Past it nothing is guessed, and nothing ends for it."""
 STACK_BYTES = 16 << 20
 """Of the thread that compiles: more than what a router tries a grammar on, which nests as deeply as its text says."""
 
@@ -54,12 +63,14 @@ class Grammars:
             raise ValueError("grammar: the model has no end-of-sequence token, so that an answer could not end")
         if not self._path.is_file():
             raise ValueError(f"grammar: {self._path.parent} has no tokenizer.json, which says what text a token is")
+        return GrammarState(lambda: self._begin_to_compile(grammar), self._vocab_size, self._eos_token_ids)
+
+    def _begin_to_compile(self, grammar: str) -> Future[LLMatcher]:
         before = threading.stack_size(STACK_BYTES)  # of threads that are begun now
         try:
-            compiled = self._thread.submit(self._compile, grammar)
+            return self._thread.submit(self._compile, grammar)
         finally:
             threading.stack_size(before)
-        return GrammarState(compiled, self._vocab_size)
 
     def _compile(self, grammar: str) -> LLMatcher:
         from llguidance import LLMatcher, LLParserLimits, LLTokenizer
@@ -71,37 +82,72 @@ class Grammars:
 
 
 class GrammarState:
-    """Of one sequence: follows its answer."""
+    """Of one sequence: follows its answer, and drafts behind it for as long as they are not known to be wrong."""
 
-    def __init__(self, compiled: Future[LLMatcher], vocab_size: int) -> None:
-        self._compiled = compiled
+    def __init__(
+        self, compile_anew: Callable[[], Future[LLMatcher]], vocab_size: int, eos_token_ids: frozenset[int]
+    ) -> None:
+        self._compile_anew = compile_anew
+        self._compiled = compile_anew()
         self._vocab_size = vocab_size
+        self._eos_token_ids = eos_token_ids
+        self._num_known = 0
+        """Tokens of the answer that the matcher has taken, and that are no drafts."""
+        self._drafts: list[int] = []
+        """What it has taken behind them."""
         self._spent_s = 0.0
-        self._num_taken = 0
-        """Of the answer's tokens."""
+        self._spent_on_drafts_s = 0.0
         self.error = ""
         """Why `allowed` found nothing."""
 
-    def allowed(self, answer: Seq[int]) -> NDArray[np.bool_] | None:
-        """As `_allowed`, and within its time: what takes a thousand times as long as others ends its request."""
+    def drafts(self, answer: Seq[int], look_up: Callable[[list[int]], list[int]], most: int) -> list[int]:
+        """Guesses at what follows `answer`, at most so many, of which each may come behind those before it: what alone
+        may come, as the tokenizer cuts its text, and behind it what `look_up` knows to follow it. No ends. None while
+        the grammar is being compiled, nor where guessing has taken its time."""
+        if not self._compiled.done() or not self._may_guess(len(answer)):
+            return []
         before_s = time.thread_time()
-        allowed = self._allowed(answer)
+        matcher = self._at(answer, 0)
+        if matcher is None or matcher.is_error():
+            return []  # said when the next token is drawn
+        forced = matcher.compute_ff_tokens()[:most]
+        drafts = (forced + look_up(forced))[:most]
+        num_drafts = next((i for i, token_id in enumerate(drafts) if token_id in self._eos_token_ids), len(drafts))
+        num_drafts = matcher.validate_tokens(drafts[:num_drafts])
+        self._spent_on_drafts_s += time.thread_time() - before_s
+        if matcher.is_error():
+            self._forget_drafts()
+            return []
+        return drafts[:num_drafts]
+
+    def allowed(self, answer: Seq[int], num_drafts: int = 0) -> NDArray[np.bool_] | None:
+        """Whether each token of the vocabulary may come after `answer`: [V]. End-of-sequence may where the answer is
+        complete, and is alone where it cannot go on. None: nothing may, and `error` says why; or with drafts, the last
+        `num_drafts` of `answer`, what may is not worth finding out.
+
+        Within its time: what takes a thousand times as long as others ends its request."""
+        before_s = time.thread_time()
+        if num_drafts:
+            allowed = self._allowed(answer, num_drafts) if self._may_guess(len(answer)) else None
+            self._spent_on_drafts_s += time.thread_time() - before_s
+            if self.error:
+                self._forget_drafts()
+            return allowed
+        allowed = self._allowed(answer, 0)
         self._spent_s += time.thread_time() - before_s
         if self._spent_s > MAX_SPENT_S + MAX_S_PER_TOKEN * len(answer):
             self.error = self.error or f"what may come next took {self._spent_s:.1f} s to find out: too ambiguous"
             return None
         return allowed
 
-    def _allowed(self, answer: Seq[int]) -> NDArray[np.bool_] | None:
-        """Whether each token of the vocabulary may come after `answer`: [V]. End-of-sequence may where the answer is
-        complete, and is alone where it cannot go on. None: nothing may, `error` says why."""
-        try:
-            matcher = self._compiled.result()
-        except Exception as error:  # of the tokenizer: bare ones of a library, and the request's end
-            self.error = f"the model's tokenizer.json cannot be read: {error}"[:MAX_REASON_CHARS]
+    def _may_guess(self, num_tokens: int) -> bool:
+        return self._spent_on_drafts_s <= MAX_SPENT_ON_DRAFTS_S + MAX_S_PER_TOKEN * num_tokens
+
+    def _allowed(self, answer: Seq[int], num_drafts: int) -> NDArray[np.bool_] | None:
+        """Sets `error` where it is None."""
+        matcher = self._at(answer, num_drafts)
+        if matcher is None:
             return None
-        new, self._num_taken = list(answer[self._num_taken :]), len(answer)
-        matcher.consume_tokens(new)
         words = np.frombuffer(matcher.compute_bitmask(), dtype=np.uint8)
         if matcher.is_error():
             self.error = matcher.get_error().removesuffix("<non-verbose/>").strip()[:MAX_REASON_CHARS]
@@ -113,3 +159,28 @@ class GrammarState:
             self.error = "no token of the model can come next"
             return None
         return allowed
+
+    def _at(self, answer: Seq[int], num_drafts: int) -> LLMatcher | None:
+        """The matcher when it has taken `answer` and nothing else. None: there is none, `error` says why."""
+        try:
+            matcher = self._compiled.result()
+        except Exception as error:  # of the tokenizer: bare ones of a library, and the request's end
+            self.error = f"the model's tokenizer.json cannot be read: {error}"[:MAX_REASON_CHARS]
+            return None
+        behind = list(answer[self._num_known :])
+        num_same = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(self._drafts, behind, strict=False)))
+        if num_same < len(self._drafts):
+            matcher.rollback(len(self._drafts) - num_same)
+        matcher.consume_tokens(behind[num_same:])
+        self._num_known = len(answer) - num_drafts
+        self._drafts = list(answer[self._num_known :])
+        return matcher
+
+    def _forget_drafts(self) -> None:
+        """What came to an error over them is of no use any more. The answer is read anew when its next token is drawn,
+        and nothing is guessed in it any more."""
+        self._compiled = self._compile_anew()
+        self._num_known = 0
+        self._drafts = []
+        self._spent_on_drafts_s = float("inf")
+        self.error = ""

@@ -115,7 +115,7 @@ def _add_bias(logits_V: torch.Tensor, seq: Sequence) -> None:
 
 
 def _forbid_ungrammatical(logits_V: torch.Tensor, seq: Sequence, grammar: GrammarState) -> None:
-    allowed = grammar.allowed(seq.token_ids[seq.num_prompt_tokens :])
+    allowed = grammar.allowed(seq.token_ids[seq.num_prompt_tokens :], seq.num_drafts)
     if allowed is None:
         logits_V.fill_(float("nan"))
         return

@@ -41,7 +41,7 @@ from engine.sequence import (
     Sequence,
     SequenceStatus,
 )
-from engine.speculation import propose
+from engine.speculation import SpeculativeConfig, propose
 from engine.stats import SchedulerStats
 
 _STATUS_OF = {
@@ -218,8 +218,7 @@ class Scheduler:
         self, decoding: list[ScheduledSequence], budget: int, copies: list[tuple[int, int]]
     ) -> list[ScheduledSequence]:
         """With drafts behind those for which something is found, and there is room; these come last. No drafts where a
-        grammar says what may come next, which cannot take back what was wrong; nor where a prompt ends with one token,
-        if only that is to be computed here."""
+        prompt ends with one token, if only that is to be computed here."""
         config = self._config.speculation
         if config is None:
             return decoding
@@ -227,9 +226,8 @@ class Scheduler:
         plain, guessed = [], []
         for scheduled in decoding:
             seq = scheduled.seq
-            num_wanted = seq.drafts.num_wanted(len(seq)) if seq.grammar is None and not seq.is_prefill_only else 0
-            most = min(config.num_speculative_tokens, num_wanted, budget, self._num_left(seq, len(seq)) - 1)
-            drafts = propose(seq.token_ids, config, most) if most > 0 else []
+            most = min(config.num_speculative_tokens, budget, self._num_left(seq, len(seq)) - 1)
+            drafts = [] if seq.is_prefill_only else _drafts(seq, config, most)
             if drafts and self.block_manager.can_append(seq, num_drafts=len(drafts)):
                 copies += self.block_manager.append(seq, len(drafts))
                 guessed.append(ScheduledSequence(seq, 1 + len(drafts), drafts))
@@ -434,3 +432,16 @@ class Scheduler:
     def _free_ended(self, seq: Sequence) -> None:
         if seq.status.is_finished and not seq.num_steps_in_flight and seq.block_table:
             self.block_manager.free(seq)
+
+
+def _drafts(seq: Sequence, config: SpeculativeConfig, most: int) -> list[int]:
+    """At most so many guesses at what comes next: looked up if that went well, and of those that a grammar lets come,
+    behind what it says has to."""
+    num_wanted = min(most, seq.drafts.num_wanted(len(seq)))
+    if seq.grammar is None:
+        return propose(seq.token_ids, config, num_wanted)
+
+    def look_up(forced: list[int]) -> list[int]:
+        return propose(seq.followed_by(forced).token_ids, config, num_wanted - len(forced))
+
+    return seq.grammar.drafts(seq.token_ids[seq.num_prompt_tokens :], look_up, most) if most > 0 else []

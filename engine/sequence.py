@@ -75,6 +75,8 @@ class Sequence:
     num_exported_blocks: int = 0
     """Blocks already offered to `on_layer_written`, or that the receiver needs no more (prefill-only sequences)."""
     num_preemptions: int = 0
+    num_drafts: int = 0
+    """Of its last tokens, in what a sampler looks at: they may be wrong."""
     drafts: DraftHistory = field(default_factory=DraftHistory)
     """How guessing what comes next went so far."""
     grammar: GrammarState | None = None
@@ -100,8 +102,8 @@ class Sequence:
         return len(self.token_ids) - self.num_computed_tokens
 
     def followed_by(self, token_ids: Seq[int]) -> Sequence:
-        """What it would be with these tokens at its end, for a sampler to look at."""
-        return replace(self, token_ids=[*self.token_ids, *token_ids]) if token_ids else self
+        """What it would be with these drafts at its end, for a sampler to look at."""
+        return replace(self, token_ids=[*self.token_ids, *token_ids], num_drafts=len(token_ids)) if token_ids else self
 
     @property
     def num_reusable_tokens(self) -> int:

@@ -88,6 +88,8 @@ def propose(token_ids: MutableSequence[int], config: SpeculativeConfig, num_want
 
     What is found reaches into the end itself where a text goes round in circles: then it is gone round again.
     """
+    if num_wanted < 1:
+        return []
     tokens = np.asarray(token_ids)  # no view of it may outlive this: the array could not grow
     places = np.flatnonzero(tokens[:-1] == tokens[-1])
     found = None

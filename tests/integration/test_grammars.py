@@ -19,6 +19,7 @@ from engine.config import EngineArgs
 from engine.llm_engine import LLMEngine
 from engine.model_loader import create_engine_config
 from engine.outputs import FinishReason
+from engine.sampling_params import SamplingParams
 from router.structured_outputs import grammar_of
 from tandem.structured_outputs import StructuredOutputsParams
 
@@ -84,6 +85,60 @@ def has_form(kind: str, text: str) -> bool:
             and len(value["name"]) <= 6
         )
     )
+
+
+GUESSING = {"speculative_config": '{"num_speculative_tokens": 4, "prompt_lookup_min": 1}'}
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [{}, {"prefill_chunk_tokens": 8}, {"num_kv_blocks": 80, "max_num_seqs": 9, "enable_prefix_caching": False}],
+    ids=["batched", "chunked", "preempted"],
+)
+def test_same_tokens_guessed_ahead(folder: Path, expected: Answers, settings: dict[str, object]) -> None:
+    """What has to come, and what stood before: many are right, and some are not."""
+    engine = make(folder, **settings, **GUESSING)
+    assert answers_of(engine, NUMBERS) == expected
+    assert (engine.stats.num_preemptions > 0) == ("num_kv_blocks" in settings)
+    assert 0 < engine.stats.num_accepted_tokens < engine.stats.num_draft_tokens
+
+
+def test_same_tokens_guessed_ahead_after_those_of_another_worker(folder: Path, expected: Answers) -> None:
+    assert answers_of(make(folder, **GUESSING), NUMBERS, num_given=4, given=expected) == expected
+
+
+def test_same_tokens_guessed_ahead_and_handed_over(folder: Path, expected: Answers) -> None:
+    prefill, decode = make(folder), make(folder, **GUESSING)
+    for number in NUMBERS[:10]:
+        assert handed_over(prefill, decode, prompt_of(number), params_of(number)) == expected[str(number)][0]
+    assert decode.stats.num_accepted_tokens > 0
+
+
+def test_what_alone_may_come_takes_no_steps_of_its_own(folder: Path) -> None:
+    """Names of an object and what stands between them: a step for all that, and one for each choice."""
+    names = ["abcabc", "greenred", "trueabc"]
+    schema = {
+        "properties": {name: {"enum": [1, 2]} for name in names},
+        "required": names,
+        "additionalProperties": False,
+    }
+    grammar = grammar_of(StructuredOutputsParams(json={"type": "object", **schema}).to_proto())
+    params = SamplingParams(temperature=0, max_tokens=60, grammar=grammar)
+
+    def run(**settings: object) -> tuple[list[int], int]:
+        engine = make(folder, **settings)
+        engine.add_request("r", [5, 6, 7], params)
+        steps = []
+        while engine.has_unfinished_requests():
+            steps.append([token_id for output in engine.step() for token_id in output.token_ids])
+        return [token_id for step in steps for token_id in step], len(steps)
+
+    plain, num_steps = run()
+    assert json.loads(text_of(plain)).keys() == set(names)
+    guessed, num_fewer = run(speculative_config='{"num_speculative_tokens": 16, "prompt_lookup_min": 5}')
+    assert guessed == plain
+    assert num_steps == len(plain) > 25
+    assert num_fewer <= 10
 
 
 @EITHER

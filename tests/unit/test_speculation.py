@@ -277,10 +277,10 @@ def test_nothing_is_preempted_for_drafts() -> None:
     assert scheduler.stats.num_preemptions == 0
 
 
-def test_nothing_is_guessed_where_a_grammar_says_what_may_come() -> None:
+def test_nothing_waits_for_a_grammar_that_is_being_compiled() -> None:
     scheduler, seq = make(), repeating()
     begin(scheduler, seq)
-    seq.grammar = GrammarState(Future(), 100)
+    seq.grammar = GrammarState(Future, 100, frozenset({EOS}))
     assert [s.num_new_tokens for s in scheduler.schedule().scheduled] == [1]
 
 
