@@ -220,7 +220,7 @@ class EngineArgs:
         default="",
         metadata={
             "help": "Guess ahead, and compute several tokens of an answer in one step: the same tokens, sooner where "
-            f"texts repeat themselves. JSON, such as {EXAMPLE}."
+            f"texts repeat themselves or have a form. JSON, such as {EXAMPLE}."
         },
     )
     device: str = field(default="auto", metadata={"help": "auto, cpu or cuda."})

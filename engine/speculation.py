@@ -9,7 +9,8 @@ draft decides when a token is computed and never which. Wrong ones cost the time
 
 Drafts are looked up: the last few tokens stood somewhere before, and what followed them there may follow again, as in
 code that is edited, texts that are quoted or summed up, and wherever somebody repeats himself. After A. Saxena, Prompt
-lookup decoding (2023). Owns nothing. No torch.
+lookup decoding (2023). In an answer that is held to a grammar what alone may come goes first (engine/grammar.py). Owns
+nothing. No torch.
 """
 
 from __future__ import annotations

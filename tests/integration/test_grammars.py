@@ -211,11 +211,14 @@ def test_a_model_that_cannot_be_held_to_a_grammar_says_so(tmp_path: Path) -> Non
         make(endless).add_request("r", [5], params_of(0))
 
 
-def test_a_grammar_that_takes_too_much_ends_its_request_and_no_other(folder: Path, expected: Answers) -> None:
+@pytest.mark.parametrize("settings", [{}, GUESSING], ids=["token by token", "guessing"])
+def test_a_grammar_that_takes_too_much_ends_its_request_and_no_other(
+    folder: Path, expected: Answers, settings: dict[str, object]
+) -> None:
     """After the first bracket any of a thousand names may come, with whatever may follow each."""
     schema = {"type": "object", "properties": {f"p{i}": {} for i in range(1000)}, "required": ["p999"]}
     grammar = grammar_of(StructuredOutputsParams(json=schema).to_proto())
-    engine = make(folder)
+    engine = make(folder, **settings)
     engine.add_request("large", prompt_of(2), replace(params_of(2), grammar=grammar))
     engine.add_request("5", prompt_of(5), params_of(5))
     answers: dict[str, list[int]] = {}
