@@ -110,7 +110,7 @@ class GrammarState:
         matcher = self._at(answer, 0)
         if matcher is None or matcher.is_error():
             return []  # said when the next token is drawn
-        forced = matcher.compute_ff_tokens()[:most]
+        forced = matcher.compute_ff_tokens()
         drafts = (forced + look_up(forced))[:most]
         num_drafts = next((i for i, token_id in enumerate(drafts) if token_id in self._eos_token_ids), len(drafts))
         num_drafts = matcher.validate_tokens(drafts[:num_drafts])

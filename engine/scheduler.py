@@ -437,6 +437,8 @@ class Scheduler:
 def _drafts(seq: Sequence, config: SpeculativeConfig, most: int) -> list[int]:
     """At most so many guesses at what comes next: looked up if that went well, and of those that a grammar lets come,
     behind what it says has to."""
+    if most < 1:
+        return []
     num_wanted = min(most, seq.drafts.num_wanted(len(seq)))
     if seq.grammar is None:
         return propose(seq.token_ids, config, num_wanted)
@@ -444,4 +446,4 @@ def _drafts(seq: Sequence, config: SpeculativeConfig, most: int) -> list[int]:
     def look_up(forced: list[int]) -> list[int]:
         return propose(seq.followed_by(forced).token_ids, config, num_wanted - len(forced))
 
-    return seq.grammar.drafts(seq.token_ids[seq.num_prompt_tokens :], look_up, most) if most > 0 else []
+    return seq.grammar.drafts(seq.token_ids[seq.num_prompt_tokens :], look_up, most)

@@ -3,8 +3,12 @@ if it had never been."""
 
 from __future__ import annotations
 
+import itertools
 import random
+from concurrent.futures import Future
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,7 +17,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine import grammar as module
+from engine.block_manager import BlockManager
+from engine.config import SchedulerConfig
 from engine.grammar import Grammars, GrammarState
+from engine.sampling_params import SamplingParams
+from engine.scheduler import Scheduler
+from engine.sequence import Sequence
+from engine.speculation import SpeculativeConfig
 from router.structured_outputs import grammar_of
 from tandem.structured_outputs import StructuredOutputsParams
 
@@ -80,9 +90,8 @@ def test_what_may_come_is_the_same_whatever_was_guessed(grammars: Grammars, kind
 
 
 def test_what_alone_may_come_and_behind_it_what_is_looked_up(grammars: Grammars) -> None:
-    state = compiled(
-        grammars, schema({"type": "object", "properties": {"abc": {"enum": [12, 123]}}, "required": ["abc"]})
-    )
+    value = {"type": "object", "properties": {"abc": {"enum": [12, 123]}}, "required": ["abc"]}
+    state = compiled(grammars, schema(value))
     forced = tokens_of('{"abc": ')
     assert state.drafts([], nothing, 16) == forced
     assert state.drafts([], nothing, 2) == forced[:2]
@@ -95,7 +104,11 @@ def test_what_alone_may_come_and_behind_it_what_is_looked_up(grammars: Grammars)
     assert state.drafts([], look_up, 16) == forced + tokens_of("12}")
     assert asked == [forced]
     assert state.drafts([], lambda _: [*tokens_of("12"), *tokens_of("red")], 16) == forced + tokens_of("12")
-    assert state.drafts(forced + tokens_of("12}"), lambda _: [EOS, 5], 16) == []
+
+
+def test_no_end_is_guessed(grammars: Grammars) -> None:
+    state = compiled(grammars, grammar_of(StructuredOutputsParams(regex="a+b*").to_proto()))
+    assert state.drafts(tokens_of("aa"), lambda _: [*tokens_of("b"), EOS, *tokens_of("b")], 16) == tokens_of("b")
 
 
 def test_an_error_over_drafts_is_none_of_the_answer(grammars: Grammars) -> None:
@@ -112,6 +125,95 @@ def test_an_error_over_drafts_is_none_of_the_answer(grammars: Grammars) -> None:
     other = compiled(grammars, schema(EITHER))
     assert other.allowed(drafts) is None
     assert "max is 2000" in other.error
+
+
+def test_no_more_masks_of_drafts_than_there_is_time_for(grammars: Grammars, monkeypatch: pytest.MonkeyPatch) -> None:
+    state = compiled(grammars, grammar_text("json"))
+    seconds = itertools.count(step=0.04)
+    monkeypatch.setattr(module, "time", SimpleNamespace(thread_time=lambda: next(seconds)))
+    drafts = state.drafts([], nothing, 4)
+    assert state.allowed(drafts[:1], 1) is not None
+    assert state.allowed(drafts[:2], 2) is None
+    assert state.allowed([]) is not None
+
+
+class ErringMatcher:
+    """Whose limits are passed when it is asked about drafts."""
+
+    num_made = 0
+
+    def __init__(self) -> None:
+        self.errs = False
+        ErringMatcher.num_made += 1
+
+    def is_error(self) -> bool:
+        return self.errs
+
+    def consume_tokens(self, tokens: list[int]) -> None:
+        assert not self.errs
+
+    def compute_ff_tokens(self) -> list[int]:
+        return [7, 8]
+
+    def validate_tokens(self, tokens: list[int]) -> int:
+        self.errs = True
+        return 0
+
+    def compute_bitmask(self) -> bytes:
+        return b"\xff" * 40
+
+
+def test_an_error_over_guesses_is_none_of_the_answer() -> None:
+    def compile_anew() -> Future[Any]:
+        made: Future[Any] = Future()
+        made.set_result(ErringMatcher())
+        return made
+
+    state = GrammarState(compile_anew, VOCAB_SIZE, frozenset({EOS}))
+    assert state.drafts([5], nothing, 4) == []
+    assert state.allowed([5]) is not None
+    assert state.drafts([5, 6], nothing, 4) == []
+    assert state.allowed([5, 6]) is not None
+    assert ErringMatcher.num_made == 2
+
+
+def one_sequence(
+    grammars: Grammars, prompt: list[int], draft_batch: int = 16, **params: int
+) -> tuple[Scheduler, Sequence]:
+    """Its answer has begun: {" """
+    manager = BlockManager(num_blocks=64, block_size=4, prefix_key=b"k" * 32, enable_prefix_caching=True)
+    config = SchedulerConfig(
+        max_num_seqs=8, max_num_batched_tokens=64, prefill_chunk_tokens=64, prefill_batch_tokens=64, max_itl_ms=0,
+        async_scheduling=False, draft_batch_tokens=draft_batch, speculation=SpeculativeConfig(num_speculative_tokens=8),
+    )  # fmt: skip
+    scheduler = Scheduler(config, manager, max_model_len=60, eos_token_ids=frozenset({EOS}))
+    value = {"type": "object", "properties": {"abc": {"enum": ["red", "green"]}}, "required": ["abc"]}
+    seq = Sequence(0, "r", prompt, len(prompt), SamplingParams(**{"max_tokens": 40, **params}))
+    seq.grammar = compiled(grammars, schema(value))
+    scheduler.add(seq)
+    output = scheduler.schedule()
+    scheduler.begin(output)
+    scheduler.apply(output, [tokens_of('{"')])
+    return scheduler, seq
+
+
+@pytest.mark.parametrize(
+    ("draft_batch", "max_tokens", "num_drafts"),
+    [(16, 40, 4), (3, 40, 2), (1, 40, 0), (-2, 40, 0), (16, 4, 2), (16, 2, 0)],
+)
+def test_no_more_than_there_is_room_for(grammars: Grammars, draft_batch: int, max_tokens: int, num_drafts: int) -> None:
+    scheduler, _ = one_sequence(grammars, [5, 6], draft_batch, max_tokens=max_tokens)
+    [scheduled] = scheduler.schedule().scheduled
+    assert list(scheduled.draft_token_ids) == tokens_of('abc": "')[:num_drafts]
+
+
+@pytest.mark.parametrize(("num_wanted", "num_looked_up"), [(8, 3), (5, 1), (4, 0), (1, 0)])
+def test_looked_up_is_what_followed_what_has_to_come(grammars: Grammars, num_wanted: int, num_looked_up: int) -> None:
+    """As far as it may come here, and that went well."""
+    scheduler, seq = one_sequence(grammars, [*tokens_of('"abc": "red"}'), 5])
+    seq.drafts.max_drafts = num_wanted
+    [scheduled] = scheduler.schedule().scheduled
+    assert list(scheduled.draft_token_ids) == tokens_of('abc": "') + tokens_of('red"}')[:num_looked_up]
 
 
 def test_guessing_has_its_time_and_takes_none_of_the_answers(
