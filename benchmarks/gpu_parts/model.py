@@ -74,6 +74,8 @@ def measure(setting: Setting) -> Iterator[Row]:
             for dtype in ("float32", "bfloat16"):
                 model = reference(name, Path(folder), getattr(torch, dtype), setting.device)
                 theirs = relative_error(reference_logits(model, plan, sequences), exact)
+                if dtype == "float32" and not theirs < MAX_FLOAT32_ERROR:
+                    raise RuntimeError(f"{name}: transformers' float32 is off by {theirs:.1e} from its own float64")
                 yield from compare_logits(name, dtype, plan, sequences, exact, theirs, Path(folder), setting)
             yield compare_answers(name, plan, sequences, answers, Path(folder), setting)
 

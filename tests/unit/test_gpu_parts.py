@@ -133,7 +133,8 @@ def test_the_model_against_transformers(setting: Setting, monkeypatch: pytest.Mo
           for how in ("prompts whole", "prompts in chunks", "decoding")),
         "qwen3, float32, greedy answers unlike",
     ]  # fmt: skip
-    assert [row.is_wrong for row in rows[:6]] == [is_damaged] * 6
+    numbers = [(row.what, row.value, row.at_most, row.note) for row in rows]
+    assert [row.is_wrong for row in rows[:6]] == [is_damaged] * 6, numbers
     assert is_damaged or not rows[6].is_wrong
 
 
