@@ -6,6 +6,7 @@ import asyncio
 import signal
 import sys
 from collections.abc import Callable
+from types import FrameType
 from typing import Any, TypeVar
 
 import click
@@ -110,7 +111,7 @@ def _is_given(context: click.Context, name: str) -> bool:
 async def _serve(args: ClusterArgs) -> list[str]:
     """Until a signal. Returns what did not end well. Raises `ClusterError`."""
     cluster = Cluster(args)
-    stop = asyncio.Event()
+    loop, stop = asyncio.get_running_loop(), asyncio.Event()
 
     def on_signal(number: int) -> None:
         if not stop.is_set():
@@ -119,8 +120,22 @@ async def _serve(args: ClusterArgs) -> list[str]:
         elif number == signal.SIGINT:  # whoever repeats SIGTERM means the same thing twice
             cluster.hurry()
 
+    def on_any(number: int, _: FrameType | None) -> None:
+        loop.call_soon_threadsafe(on_signal, number)
+
     for number in (signal.SIGINT, signal.SIGTERM):
-        asyncio.get_running_loop().add_signal_handler(number, on_signal, number)
+        signal.signal(number, on_any)
+    try:
+        return await _run(cluster, stop)
+    finally:
+        # What comes now finds nothing left to stop, and this process has ended well. (A loop's own handlers would have
+        # it killed.)
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, signal.SIG_IGN)
+
+
+async def _run(cluster: Cluster, stop: asyncio.Event) -> list[str]:
+    """Returns what did not end well, when all has ended."""
     if not await _before(stop, cluster.start()):
         return []
     http = f" http={cluster.http_address}" if cluster.http_address else ""
