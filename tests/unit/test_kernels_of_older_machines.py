@@ -1,9 +1,11 @@
-"""The same source, compiled for machines that lack this one's instructions, passes the same tests."""
+"""The same source, compiled for machines that lack this one's instructions, passes the same tests; and so it does where
+each access to memory is watched."""
 
 from __future__ import annotations
 
 import os
 import platform
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -22,12 +24,32 @@ ALL = "two-threads and (product or gates or attention or row_does or rotation or
 @pytest.mark.slow
 def test_kernels_compiled_for(kind: str, chosen: str) -> None:
     """v3: AVX2, without AVX-512. v4: AVX-512, without its bfloat16, which products alone would use."""
+    run_tests(chosen, {"CXXFLAGS": f"-march={kind}"})
+
+
+def run_tests(chosen: str, variables: dict[str, str]) -> None:
     done = subprocess.run(
         [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(TESTS), "-k", chosen],
-        env=os.environ | {"CXXFLAGS": f"-march={kind}"},
+        env=os.environ | variables,
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=600,
         check=False,
     )
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="there is no g++, whose sanitizer it is")
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_nothing_beside_a_tensor_is_read_or_written() -> None:
+    """Torch's own memory is watched too, as it comes from the C library: a tensor ends where it ends."""
+    variables = {"CXX": "g++", "CXXFLAGS": "-fsanitize=address -g"}
+    # Without the sanitizer under it: the compiler would take minutes.
+    code = "from engine.kernels.build import cpu_library, kernels_dir; cpu_library(kernels_dir())"
+    subprocess.run([sys.executable, "-c", code], env=os.environ | variables, timeout=300, check=True)
+    libraries = [
+        subprocess.run(["g++", f"-print-file-name={name}"], capture_output=True, text=True, check=True).stdout.strip()
+        for name in ("libasan.so", "libstdc++.so.6")
+    ]
+    run_tests("", variables | {"LD_PRELOAD": " ".join(libraries), "ASAN_OPTIONS": "detect_leaks=0"})
