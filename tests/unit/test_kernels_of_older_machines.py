@@ -29,14 +29,14 @@ def test_kernels_compiled_for(kind: str, chosen: str) -> None:
 
 def run_tests(chosen: str, variables: dict[str, str]) -> None:
     done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(TESTS), "-k", chosen],
+        [sys.executable, "-m", "pytest", "-q", "-s", "-p", "no:cacheprovider", str(TESTS), "-k", chosen],
         env=os.environ | variables,
         capture_output=True,
         text=True,
         timeout=600,
         check=False,
     )
-    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
+    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[:4000]
 
 
 @pytest.mark.skipif(shutil.which("g++") is None, reason="there is no g++, whose sanitizer it is")
