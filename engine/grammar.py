@@ -101,9 +101,9 @@ class GrammarState:
         """Why `allowed` found nothing."""
 
     def drafts(self, answer: Seq[int], look_up: Callable[[list[int]], list[int]], most: int) -> list[int]:
-        """Guesses at what follows `answer`, at most so many, of which each may come behind those before it: what alone
-        may come, as the tokenizer cuts its text, and behind it what `look_up` knows to follow it. No ends. None while
-        the grammar is being compiled, nor where guessing has taken its time."""
+        """Guesses at what follows `answer`, at most so many: what alone may come, as the tokenizer cuts its text, and
+        behind it what `look_up` knows to follow it, up to what may not come (not all that may not: that would take
+        masks). No ends. None while the grammar is being compiled, nor where guessing has taken its time."""
         if not self._compiled.done() or not self._may_guess(len(answer)):
             return []
         before_s = time.thread_time()
@@ -169,16 +169,17 @@ class GrammarState:
             return None
         behind = list(answer[self._num_known :])
         num_same = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(self._drafts, behind, strict=False)))
-        if num_same < len(self._drafts):
-            matcher.rollback(len(self._drafts) - num_same)
+        if num_same < len(self._drafts) and not matcher.rollback(len(self._drafts) - num_same):
+            self._forget_drafts()  # some grammars know no way back, such as ones with "stop="
+            return self._at(answer, num_drafts)
         matcher.consume_tokens(behind[num_same:])
         self._num_known = len(answer) - num_drafts
         self._drafts = list(answer[self._num_known :])
         return matcher
 
     def _forget_drafts(self) -> None:
-        """What came to an error over them is of no use any more. The answer is read anew when its next token is drawn,
-        and nothing is guessed in it any more."""
+        """What came to an error over them is of no use any more. The answer is read anew, and nothing is guessed in it
+        any more."""
         self._compiled = self._compile_anew()
         self._num_known = 0
         self._drafts = []

@@ -106,6 +106,22 @@ def test_what_alone_may_come_and_behind_it_what_is_looked_up(grammars: Grammars)
     assert state.drafts([], lambda _: [*tokens_of("12"), *tokens_of("red")], 16) == forced + tokens_of("12")
 
 
+@pytest.mark.parametrize("limit", ['stop="]"', "max_tokens=9"])
+def test_what_cannot_be_taken_back_is_read_anew(grammars: Grammars, limit: str) -> None:
+    grammar = grammar_of(StructuredOutputsParams(grammar=f"start: a\na[{limit}]: /[a-e]*/").to_proto())
+    state, plain = compiled(grammars, grammar), compiled(grammars, grammar)
+    answer = tokens_of("abc")
+    drafts = state.drafts(answer, lambda _: tokens_of("eee"), 4)
+    assert drafts
+    assert state.allowed(answer + drafts, len(drafts)) is not None
+    answer += tokens_of("d")
+    np.testing.assert_array_equal(state.allowed(answer), plain.allowed(answer))
+    assert state.drafts(answer, lambda _: tokens_of("eee"), 4) == []
+    answer += tokens_of("e")
+    np.testing.assert_array_equal(state.allowed(answer), plain.allowed(answer))
+    assert state.error == plain.error == ""
+
+
 def test_no_end_is_guessed(grammars: Grammars) -> None:
     state = compiled(grammars, grammar_of(StructuredOutputsParams(regex="a+b*").to_proto()))
     assert state.drafts(tokens_of("aa"), lambda _: [*tokens_of("b"), EOS, *tokens_of("b")], 16) == tokens_of("b")
