@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.utils._device import _device_constructors
 from torch.utils._pytree import tree_map_only
 
 import engine.kernels.gpu
@@ -107,6 +108,9 @@ def pretend_gpu(
     *, total_bytes: int = 1 << 30, capability: tuple[int, int] = (9, 0), has_triton: bool = False
 ) -> Iterator[PretendGpu]:
     """`has_triton`: whether Triton is to be found beside it, where it is installed (triton.py launches its kernels)."""
+    # What `with torch.device` applies to is looked up once for all: not while `torch.tensor` is another, or else
+    # transformers, which finds out by it where it makes a model, would leave rotary angles to chance ever after.
+    _device_constructors()
     gpu = PretendGpu(total_bytes, capability)
     run = threading.Thread.run
 

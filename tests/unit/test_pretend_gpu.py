@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 import pytest
 import torch
 from pretend_gpu import PretendGpu, pretend_gpu, without_waiting
+from torch.utils._device import _device_constructors
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 
@@ -246,3 +247,15 @@ def test_nothing_waits_while_a_graph_is_recorded(gpu: PretendGpu, how: str) -> N
     with pytest.raises(RuntimeError, match=r"captur|graph is recorded"):
         recorded(lambda: WAITING[how](x))  # type: ignore[arg-type,return-value]
     recorded(lambda: x + 1)  # the next one can be
+
+
+# -- afterwards -----------------------------------------------------------------------------------------------------
+
+
+def test_torch_is_as_before() -> None:
+    """Also where nobody had said where tensors are to be made until then."""
+    _device_constructors.cache_clear()
+    with pretend_gpu(total_bytes=1 << 20), torch.device("meta"):
+        torch.empty(1)
+    with torch.device("meta"):
+        assert torch.tensor([]).device.type == "meta"
