@@ -1,7 +1,7 @@
 """What may come next in an answer that a grammar constrains: structured outputs.
 
     SamplingParams.grammar ──Grammars.state──> GrammarState of one sequence ──allowed(its answer so far)──> a mask [V]
-                                                                           └──drafts(its answer so far)───> guesses
+                                                                           └──propose(its answer so far)──> guesses
 
 Owns the tokenizer that grammars are read with, made from the model's folder when the first one comes. What may come
 next is a function of the answer's tokens alone: a sequence that is preempted, handed over or goes on elsewhere after k
@@ -100,7 +100,7 @@ class GrammarState:
         self.error = ""
         """Why `allowed` found nothing."""
 
-    def drafts(self, answer: Seq[int], look_up: Callable[[list[int]], list[int]], most: int) -> list[int]:
+    def propose(self, answer: Seq[int], look_up: Callable[[list[int]], list[int]], most: int) -> list[int]:
         """Guesses at what follows `answer`, at most so many: what alone may come, as the tokenizer cuts its text, and
         behind it what `look_up` knows to follow it, up to what may not come (not all that may not: that would take
         masks). No ends. None while the grammar is being compiled, nor where guessing has taken its time."""

@@ -227,7 +227,7 @@ class Scheduler:
         for scheduled in decoding:
             seq = scheduled.seq
             most = min(config.num_speculative_tokens, budget, self._num_left(seq, len(seq)) - 1)
-            drafts = [] if seq.is_prefill_only else _drafts(seq, config, most)
+            drafts = [] if seq.is_prefill_only else _propose(seq, config, most)
             if drafts and self.block_manager.can_append(seq, num_drafts=len(drafts)):
                 copies += self.block_manager.append(seq, len(drafts))
                 guessed.append(ScheduledSequence(seq, 1 + len(drafts), drafts))
@@ -434,7 +434,7 @@ class Scheduler:
             self.block_manager.free(seq)
 
 
-def _drafts(seq: Sequence, config: SpeculativeConfig, most: int) -> list[int]:
+def _propose(seq: Sequence, config: SpeculativeConfig, most: int) -> list[int]:
     """At most so many guesses at what comes next: looked up if that went well, and of those that a grammar lets come,
     behind what it says has to."""
     if most < 1:
@@ -446,4 +446,4 @@ def _drafts(seq: Sequence, config: SpeculativeConfig, most: int) -> list[int]:
     def look_up(forced: list[int]) -> list[int]:
         return propose(seq.followed_by(forced).token_ids, config, num_wanted - len(forced))
 
-    return seq.grammar.drafts(seq.token_ids[seq.num_prompt_tokens :], look_up, most)
+    return seq.grammar.propose(seq.token_ids[seq.num_prompt_tokens :], look_up, most)

@@ -68,7 +68,7 @@ def test_what_may_come_is_the_same_whatever_was_guessed(grammars: Grammars, kind
         # Of what was looked up some may come, or nothing does.
         looked_up = [rng.choice(answer or [5]) for _ in range(rng.randrange(4))]
         most = rng.randrange(8)
-        drafts = state.drafts(answer, lambda _, found=looked_up: found, most)  # type: ignore[misc]
+        drafts = state.propose(answer, lambda _, found=looked_up: found, most)  # type: ignore[misc]
         assert len(drafts) <= most
         assert EOS not in drafts
         followed = compiled(grammars, grammar_text(kind))
@@ -93,17 +93,17 @@ def test_what_alone_may_come_and_behind_it_what_is_looked_up(grammars: Grammars)
     value = {"type": "object", "properties": {"abc": {"enum": [12, 123]}}, "required": ["abc"]}
     state = compiled(grammars, schema(value))
     forced = tokens_of('{"abc": ')
-    assert state.drafts([], nothing, 16) == forced
-    assert state.drafts([], nothing, 2) == forced[:2]
+    assert state.propose([], nothing, 16) == forced
+    assert state.propose([], nothing, 2) == forced[:2]
     asked = []
 
     def look_up(known: list[int]) -> list[int]:
         asked.append(known)
         return tokens_of("12}")
 
-    assert state.drafts([], look_up, 16) == forced + tokens_of("12}")
+    assert state.propose([], look_up, 16) == forced + tokens_of("12}")
     assert asked == [forced]
-    assert state.drafts([], lambda _: [*tokens_of("12"), *tokens_of("red")], 16) == forced + tokens_of("12")
+    assert state.propose([], lambda _: [*tokens_of("12"), *tokens_of("red")], 16) == forced + tokens_of("12")
 
 
 @pytest.mark.parametrize("limit", ['stop="]"', "max_tokens=9"])
@@ -111,12 +111,12 @@ def test_what_cannot_be_taken_back_is_read_anew(grammars: Grammars, limit: str) 
     grammar = grammar_of(StructuredOutputsParams(grammar=f"start: a\na[{limit}]: /[a-e]*/").to_proto())
     state, plain = compiled(grammars, grammar), compiled(grammars, grammar)
     answer = tokens_of("abc")
-    drafts = state.drafts(answer, lambda _: tokens_of("eee"), 4)
+    drafts = state.propose(answer, lambda _: tokens_of("eee"), 4)
     assert drafts
     assert state.allowed(answer + drafts, len(drafts)) is not None
     answer += tokens_of("d")
     np.testing.assert_array_equal(state.allowed(answer), plain.allowed(answer))
-    assert state.drafts(answer, lambda _: tokens_of("eee"), 4) == []
+    assert state.propose(answer, lambda _: tokens_of("eee"), 4) == []
     answer += tokens_of("e")
     np.testing.assert_array_equal(state.allowed(answer), plain.allowed(answer))
     assert state.error == plain.error == ""
@@ -124,19 +124,19 @@ def test_what_cannot_be_taken_back_is_read_anew(grammars: Grammars, limit: str) 
 
 def test_no_end_is_guessed(grammars: Grammars) -> None:
     state = compiled(grammars, grammar_of(StructuredOutputsParams(regex="a+b*").to_proto()))
-    assert state.drafts(tokens_of("aa"), lambda _: [*tokens_of("b"), EOS, *tokens_of("b")], 16) == tokens_of("b")
+    assert state.propose(tokens_of("aa"), lambda _: [*tokens_of("b"), EOS, *tokens_of("b")], 16) == tokens_of("b")
 
 
 def test_an_error_over_drafts_is_none_of_the_answer(grammars: Grammars) -> None:
     state = compiled(grammars, schema(EITHER))
-    drafts = state.drafts([], lambda _: tokens_of('{"p'), 4)
+    drafts = state.propose([], lambda _: tokens_of('{"p'), 4)
     assert drafts
     masks = [state.allowed(drafts[:i], i) for i in range(1, len(drafts) + 1)]
     assert masks[-1] is None
     assert state.error == ""
     answer = tokens_of('"')
     np.testing.assert_array_equal(state.allowed(answer), compiled(grammars, schema(EITHER)).allowed(answer))
-    assert state.drafts(answer, nothing, 4) == []  # enough of it
+    assert state.propose(answer, nothing, 4) == []  # enough of it
     # Of an answer that goes there it is one.
     other = compiled(grammars, schema(EITHER))
     assert other.allowed(drafts) is None
@@ -147,7 +147,7 @@ def test_no_more_masks_of_drafts_than_there_is_time_for(grammars: Grammars, monk
     state = compiled(grammars, grammar_text("json"))
     seconds = itertools.count(step=0.04)
     monkeypatch.setattr(module, "time", SimpleNamespace(thread_time=lambda: next(seconds)))
-    drafts = state.drafts([], nothing, 4)
+    drafts = state.propose([], nothing, 4)
     assert state.allowed(drafts[:1], 1) is not None
     assert state.allowed(drafts[:2], 2) is None
     assert state.allowed([]) is not None
@@ -186,9 +186,9 @@ def test_an_error_over_guesses_is_none_of_the_answer() -> None:
         return made
 
     state = GrammarState(compile_anew, VOCAB_SIZE, frozenset({EOS}))
-    assert state.drafts([5], nothing, 4) == []
+    assert state.propose([5], nothing, 4) == []
     assert state.allowed([5]) is not None
-    assert state.drafts([5, 6], nothing, 4) == []
+    assert state.propose([5, 6], nothing, 4) == []
     assert state.allowed([5, 6]) is not None
     assert ErringMatcher.num_made == 2
 
@@ -239,9 +239,9 @@ def test_guessing_has_its_time_and_takes_none_of_the_answers(
     monkeypatch.setattr(module, "MAX_SPENT_ON_DRAFTS_S", 0.0)
     monkeypatch.setattr(module, "MAX_S_PER_TOKEN", 0.0)
     state = compiled(grammars, grammar_text("json"))
-    drafts = state.drafts([], nothing, 4)
+    drafts = state.propose([], nothing, 4)
     assert len(drafts) == 4
     assert state.allowed(drafts[:1], 1) is None
-    assert state.drafts([], nothing, 4) == []
+    assert state.propose([], nothing, 4) == []
     np.testing.assert_array_equal(state.allowed([]), compiled(grammars, grammar_text("json")).allowed([]))
     assert state.error == ""
