@@ -1,4 +1,6 @@
-"""An answer that another router began, or this one before it lost the stream: what there is of it. Pure.
+"""Answers that another router began, or this one before it lost the stream: what there is of them. Pure.
+
+    begun_answers ──> a BegunAnswer for each that the client has something of, within bounds
 
 its tokens ──> detokenizer and reader of calls take them in, unsaid ──> goes on after them, or ends at once: it was
                                                                         complete
@@ -12,8 +14,25 @@ from hashlib import blake2b
 
 from protos import tandem_inference_pb2 as pb
 from router.detokenizer import IncrementalDetokenizer
+from router.model_info import ModelInfo
+from router.sampling import Violations, check_in_vocabulary
 from router.tool_calls import ToolCallParser
 from rpc.errors import InvalidRequest
+
+MAX_KIND_CHARS = 64
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BegunAnswer:
+    """One answer as far as its client has it."""
+
+    token_ids: tuple[int, ...]
+    worker_kind: str = ""
+    """Of those that began it, as clients know it. Empty: any may go on with it."""
+    is_complete: bool = False
+    """The client has its last message, too."""
+    field: str = "output_token_ids"
+    """Where the request has its tokens, for violations."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -37,8 +56,72 @@ def kind_name(compat_digest: str) -> str:
     return blake2b(compat_digest.encode(), digest_size=16).hexdigest()
 
 
+def begun_answers(request: pb.GenerateRequest, model: ModelInfo, violations: Violations) -> dict[int, BegunAnswer]:
+    """By sequence. Adds to `violations` what is wrong with them: what follows must be what would have followed."""
+    params, n = request.sampling_params, max(1, request.sampling_params.n)
+    begun: dict[int, BegunAnswer] = {}
+    if request.output_token_ids or request.worker_kind:
+        begun[0] = BegunAnswer(token_ids=tuple(request.output_token_ids), worker_kind=request.worker_kind)
+        _check(begun[0], "worker_kind", params, model, violations)
+        if begun[0].token_ids and n > 1:
+            bound = f"must be 1 with output_token_ids, is {n}: several answers go on by answers_so_far"
+            violations.append(("sampling_params.n", bound))
+        if request.answers_so_far:
+            bound = "must be empty beside output_token_ids and worker_kind, which are those of one answer"
+            violations.append(("answers_so_far", bound))
+    elif len(request.answers_so_far) > n:
+        violations.append(("answers_so_far", f"may hold n={n} answers, has {len(request.answers_so_far)}"))
+    else:
+        begun = _several(request.answers_so_far, n, params, model, violations)
+    has_seed = params.HasField("seed") or (params.HasField("temperature") and params.temperature == 0)
+    if not has_seed and (of := next((each for each in begun.values() if each.token_ids or each.is_complete), None)):
+        what = of.field.partition("[")[0]
+        bound = f"must be given with {what}, unless temperature is 0: the one that they were drawn with"
+        violations.append(("sampling_params.seed", bound))
+    return begun
+
+
+def _several(
+    answers: Sequence[pb.AnswerSoFar], n: int, params: pb.SamplingParams, model: ModelInfo, violations: Violations
+) -> dict[int, BegunAnswer]:
+    begun: dict[int, BegunAnswer] = {}
+    for position, answer in enumerate(answers):
+        name = f"answers_so_far[{position}]"
+        if answer.sequence >= n:
+            violations.append((f"{name}.sequence", f"must be less than n={n}, is {answer.sequence}"))
+        elif answer.sequence in begun:
+            violations.append((f"{name}.sequence", f"must be another than those before, is {answer.sequence} again"))
+        each = BegunAnswer(
+            token_ids=tuple(answer.token_ids),
+            worker_kind=answer.worker_kind,
+            is_complete=answer.is_complete,
+            field=f"{name}.token_ids",
+        )
+        _check(each, f"{name}.worker_kind", params, model, violations)
+        begun[answer.sequence] = each
+    if sum(each.is_complete for each in begun.values()) == n:
+        violations.append(("answers_so_far", f"must leave something to go on with: all {n} answers are complete"))
+    return begun
+
+
+def _check(
+    begun: BegunAnswer, kind_field: str, params: pb.SamplingParams, model: ModelInfo, violations: Violations
+) -> None:
+    num_tokens = len(begun.token_ids)
+    if len(begun.worker_kind) > MAX_KIND_CHARS:
+        bound = f"must be at most {MAX_KIND_CHARS} characters, has {len(begun.worker_kind)}"
+        violations.append((kind_field, bound))
+    if num_tokens >= model.max_model_len:
+        bound = f"may hold {model.max_model_len - 1} ids (the context of {model.max_model_len}), has {num_tokens}"
+        violations.append((begun.field, bound))
+        return
+    check_in_vocabulary(begun.field, begun.token_ids, model, violations)
+    if params.HasField("max_tokens") and num_tokens > params.max_tokens:
+        violations.append((begun.field, f"may hold max_tokens={params.max_tokens} ids, has {num_tokens}"))
+
+
 def resumption_of(
-    token_ids: Sequence[int],
+    begun: BegunAnswer,
     compat_digest: str,
     detokenizer: IncrementalDetokenizer,
     tool_calls: ToolCallParser | None = None,
@@ -46,11 +129,12 @@ def resumption_of(
     max_tokens: int,
     stop_token_ids: Collection[int],
 ) -> Resumption:
-    """Of the answer whose `token_ids` the client has; `detokenizer` and `tool_calls` go on after their text.
+    """Of the answer that has `begun`; `detokenizer` and `tool_calls` go on after its text.
 
     `max_tokens`: what fits the context, at most. `stop_token_ids`: all that end the answer. Raises `InvalidRequest`
     for tokens that go on after a stop.
     """
+    token_ids = begun.token_ids
     stop_position = next((i for i, token_id in enumerate(token_ids) if token_id in stop_token_ids), None)
     delta = detokenizer.push(token_ids)
     if tool_calls is not None:
@@ -58,7 +142,7 @@ def resumption_of(
     if delta.is_stopped:
         stop_position = min(delta.num_tokens - 1, len(token_ids) if stop_position is None else stop_position)
     if stop_position is not None and stop_position < len(token_ids) - 1:
-        raise InvalidRequest([("output_token_ids", f"goes on after the answer's end at {stop_position}")])
+        raise InvalidRequest([(begun.field, f"goes on after the answer's end at {stop_position}")])
     finish_reason = pb.FINISH_REASON_UNSPECIFIED
     if stop_position is not None:
         finish_reason = pb.FINISH_REASON_STOP

@@ -72,10 +72,12 @@ class Sequences:
         return responses if self._is_streaming else _as_one(responses)
 
     async def _first(self, lifecycle: Lifecycle) -> Responses:
+        num_tokens = 0
         async with aclosing(lifecycle.run()) as responses:
             async for response in responses:
+                num_tokens += len(response.token_ids)
                 # The second token comes from who has the KV of the whole prompt, wherever the first came from.
-                if response.offset + len(response.token_ids) > 1 or response.finish_reason:
+                if num_tokens > 1 or response.finish_reason:
                     self._is_prefilled.set()
                 yield response
 

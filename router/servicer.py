@@ -25,7 +25,7 @@ from router.metrics import RouterMetrics
 from router.model_info import ModelInfo
 from router.request_events import Stopped
 from router.request_state import AttemptNumbers
-from router.resumption import NOTHING, Resumption, kind_name, resumption_of
+from router.resumption import NOTHING, BegunAnswer, Resumption, kind_name, resumption_of
 from router.sampling import resolve_sampling
 from router.sequences import Sequences, names_at_workers, params_of_sequence
 from router.tokenizer import Tokenizer
@@ -109,7 +109,7 @@ class InferenceServicer(InferenceServicerBase):  # type: ignore[misc]
         self._running[request_id] = None
         self._names.update(names)
         self._is_idle.clear()
-        outcome = _Outcome(request_id, arrived_s, len(names))
+        outcome = _Outcome(request_id, arrived_s, len(validated.open_sequences))
         try:
             await context.send_initial_metadata(((ACCEPTED_KEY, "1"),))
             remaining_s = context.time_remaining()
@@ -173,16 +173,16 @@ class InferenceServicer(InferenceServicerBase):  # type: ignore[misc]
         params = resolve_sampling(validated.sampling_params, model, len(prompt_token_ids))
         stops = StopStrings(params.stop)  # thousands of states: one for all answers
         lifecycles: list[Lifecycle] = []
-        for index, name in enumerate(names):
+        for index in validated.open_sequences:
             detokenizer = self._detokenizer(prompt_token_ids, params, model, stops, asked)
             own = params_of_sequence(params, index)
             tool_calls = asked.reader(partial(call_id, own.seed, prompt_token_ids), has_form=bool(grammar))
             lifecycle = Lifecycle(
                 self._cluster,
                 request_id=validated.request_id,
-                name=name,
+                name=names[index],
                 sequence=index,
-                num_answers=1 if lifecycles else len(names),
+                num_answers=1 if lifecycles else len(validated.open_sequences),
                 after=lifecycles[0] if lifecycles else None,
                 prompt_token_ids=prompt_token_ids,
                 sampling_params=own,
@@ -191,7 +191,7 @@ class InferenceServicer(InferenceServicerBase):  # type: ignore[misc]
                 detokenizer=detokenizer,
                 tool_calls=tool_calls,
                 resumption=await self._resumption(
-                    validated, params, model, len(prompt_token_ids), detokenizer, tool_calls
+                    validated.begun.get(index), params, model, len(prompt_token_ids), detokenizer, tool_calls
                 ),
                 arrived_s=arrived_s,
                 deadline_s=deadline_s,
@@ -227,19 +227,19 @@ class InferenceServicer(InferenceServicerBase):  # type: ignore[misc]
 
     async def _resumption(
         self,
-        validated: ValidatedRequest,
+        begun: BegunAnswer | None,
         params: pb.SamplingParams,
         model: ModelInfo,
         num_prompt_tokens: int,
         detokenizer: IncrementalDetokenizer,
         tool_calls: ToolCallParser | None,
     ) -> Resumption:
-        if not validated.output_token_ids:
+        if begun is None or not begun.token_ids:
             return NOTHING
         return await asyncio.to_thread(  # milliseconds for every hundred tokens
             resumption_of,
-            validated.output_token_ids,
-            self._compat_digest_of(validated.worker_kind),
+            begun,
+            self._compat_digest_of(begun.worker_kind),
             detokenizer,
             tool_calls,
             max_tokens=min(params.max_tokens, model.max_model_len - num_prompt_tokens),

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import uuid
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -21,6 +21,7 @@ from protos import tandem_inference_pb2 as pb
 from router.chat_template import ChatMessage, ChatTemplate
 from router.grammar_checker import GrammarChecker
 from router.model_info import ModelInfo
+from router.resumption import BegunAnswer, begun_answers
 from router.sampling import Violations, check_in_vocabulary, check_sampling
 from router.structured_outputs import problem_of
 from router.tokenizer import Tokenizer
@@ -30,7 +31,6 @@ from rpc.errors import InvalidRequest
 MAX_REQUEST_ID_CHARS = 128
 MAX_PROMPT_LOGPROBS = 131_072
 """In one answer: 2 MB from a worker to a router, 3 MB to the client."""
-MAX_KIND_CHARS = 64
 MAX_CACHE_SALT_CHARS = 128
 MAX_CHAT_MESSAGES = 8192
 INLINE_RENDER_CHARS = 65_536
@@ -67,10 +67,8 @@ class ValidatedRequest:
     prompt: Prompt
     sampling_params: pb.SamplingParams
     """As given: absent fields are still absent. With the form that tools ask for."""
-    output_token_ids: tuple[int, ...]
-    """Of an answer that has begun elsewhere."""
-    worker_kind: str
-    """Of those that began it, as clients know it. Empty: any may go on with it."""
+    begun: Mapping[int, BegunAnswer]
+    """By sequence: those that the client has something of already."""
     cache_salt: str
     is_streaming: bool
 
@@ -78,6 +76,11 @@ class ValidatedRequest:
     def num_sequences(self) -> int:
         """How many answers are asked for."""
         return self.sampling_params.n if self.sampling_params.HasField("n") else 1
+
+    @property
+    def open_sequences(self) -> list[int]:
+        """Of them those whose end the client does not have."""
+        return [i for i in range(self.num_sequences) if i not in self.begun or not self.begun[i].is_complete]
 
     @property
     def asked_tools(self) -> AskedTools:
@@ -125,15 +128,14 @@ def validate(request: pb.GenerateRequest, model: ModelInfo) -> ValidatedRequest:
     if formed is not None:  # whoever brought tools has not heard of structured_outputs
         wrongs = [(field, said.replace("structured_outputs", "tools that hold the answer")) for field, said in wrongs]
     violations += wrongs
-    _check_resumption(request, model, violations)
+    begun = begun_answers(request, model, violations)
     if violations:
         raise InvalidRequest(violations)
     return ValidatedRequest(
         request_id=request.request_id or uuid.uuid4().hex,
         prompt=prompt,
         sampling_params=params if formed is None else formed,
-        output_token_ids=tuple(request.output_token_ids),
-        worker_kind=request.worker_kind,
+        begun=begun,
         cache_salt=request.cache_salt,
         is_streaming=request.stream if request.HasField("stream") else True,
     )
@@ -195,10 +197,11 @@ def check_prompt_length(validated: ValidatedRequest, num_prompt_tokens: int, mod
     elif num_left < 1:
         violations.append((validated.prompt_field, _too_long(num_prompt_tokens, model)))
     else:
-        if len(validated.output_token_ids) > num_left:
-            bound = f"may hold {num_left} ids beside a prompt of {num_prompt_tokens} tokens (the context is "
-            bound += f"{model.max_model_len}), has {len(validated.output_token_ids)}"
-            violations.append(("output_token_ids", bound))
+        for begun in validated.begun.values():
+            if len(begun.token_ids) > num_left:
+                bound = f"may hold {num_left} ids beside a prompt of {num_prompt_tokens} tokens (the context is "
+                bound += f"{model.max_model_len}), has {len(begun.token_ids)}"
+                violations.append((begun.field, bound))
         num_numbers = num_prompt_tokens * (1 + params.prompt_logprobs)
         if params.HasField("prompt_logprobs") and num_numbers > MAX_PROMPT_LOGPROBS:
             bound = f"is too much for {num_prompt_tokens} tokens of the prompt: each with {params.prompt_logprobs} "
@@ -291,26 +294,3 @@ def _with_form(params: pb.SamplingParams, asked: AskedTools, violations: Violati
     formed.CopyFrom(params)
     formed.structured_outputs.CopyFrom(form)
     return formed
-
-
-def _check_resumption(request: pb.GenerateRequest, model: ModelInfo, violations: Violations) -> None:
-    """Of an answer that has begun elsewhere: what follows must be what would have followed."""
-    params, num_tokens = request.sampling_params, len(request.output_token_ids)
-    if len(request.worker_kind) > MAX_KIND_CHARS:
-        bound = f"must be at most {MAX_KIND_CHARS} characters, has {len(request.worker_kind)}"
-        violations.append(("worker_kind", bound))
-    if not num_tokens:
-        return
-    if num_tokens >= model.max_model_len:
-        bound = f"may hold {model.max_model_len - 1} ids (the context of {model.max_model_len}), has {num_tokens}"
-        violations.append(("output_token_ids", bound))
-        return
-    check_in_vocabulary("output_token_ids", request.output_token_ids, model, violations)
-    if params.n > 1:
-        bound = f"must be 1 with output_token_ids, is {params.n}: each answer goes on by itself"
-        violations.append(("sampling_params.n", bound))
-    if params.HasField("max_tokens") and num_tokens > params.max_tokens:
-        violations.append(("output_token_ids", f"may hold max_tokens={params.max_tokens} ids, has {num_tokens}"))
-    if not (params.HasField("seed") or (params.HasField("temperature") and params.temperature == 0)):
-        bound = "must be given with output_token_ids, unless temperature is 0: the one that they were drawn with"
-        violations.append(("sampling_params.seed", bound))

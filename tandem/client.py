@@ -99,8 +99,8 @@ class Client:
         **sampling: Unpack[Sampling],
     ) -> list[Answer]:
         """`n` whole answers to one prompt, which is prefilled once. To a seed, answer i is the one to seed + i."""
-        # One answer comes as a stream, which can be taken up again.
-        request = generate_request(prompt, request_id=request_id, model=model, stream=n == 1, n=n, **sampling)
+        # As a stream, which can be taken up again.
+        request = generate_request(prompt, request_id=request_id, model=model, n=n, **sampling)
         stream = ResumableStream(request, timeout_s=_timeout(timeout_s), resume_s=self._resume_s)
         for _ in self._read(stream):
             pass
@@ -236,7 +236,7 @@ class AsyncClient:
         **sampling: Unpack[Sampling],
     ) -> list[Answer]:
         """As `Client.generate_n`."""
-        request = generate_request(prompt, request_id=request_id, model=model, stream=n == 1, n=n, **sampling)
+        request = generate_request(prompt, request_id=request_id, model=model, n=n, **sampling)
         stream = ResumableStream(request, timeout_s=_timeout(timeout_s), resume_s=self._resume_s)
         async for _ in self._read(stream):
             pass

@@ -58,7 +58,6 @@ def generate_request(
     *,
     request_id: str = "",
     model: str = "",
-    stream: bool = True,
     n: int = 1,
     **sampling: Unpack[Sampling],
 ) -> pb.GenerateRequest:
@@ -71,7 +70,6 @@ def generate_request(
     request = pb.GenerateRequest(
         request_id=request_id,
         model=model,
-        stream=stream,
         cache_salt=cache_salt or "",
         sampling_params=_sampling_params({**sampling, **({} if n == 1 else {"n": n})}),
     )

@@ -5,8 +5,9 @@
 
 What has been received is handed to the router as the beginning of the answer; with the seed and the kind of workers
 that it began with, what follows is what would have followed. Where nothing has been received yet, all of it is asked
-again, if a router had taken it on: else its error is the caller's, at once. So is that of several answers that have
-begun, which are not taken up again, and of a router that named no kind of workers: it is older than all this.
+again, if a router had taken it on: else its error is the caller's, at once. So is that of a router that named no kind
+of workers: it is older than all this. Of several answers, each goes on where it was; those that are complete are not
+asked for again.
 """
 
 from __future__ import annotations
@@ -52,6 +53,8 @@ class ResumableStream:
         self._request = request
         self._n = max(1, request.sampling_params.n)
         self._answers = AnswersStream(self._n)
+        self._begun: dict[int, pb.AnswerSoFar] = {}
+        """Of several, by sequence: parts of `_request`."""
         self._now_s = now_s
         self._jitter = jitter
         self._resume_s = resume_s
@@ -86,13 +89,26 @@ class ResumableStream:
         """Returns `message`. Raises `StreamBroken` where it is not what was to come."""
         self._answers.accept(message)
         self._has_received = True
-        if self._n == 1:
-            self._request.output_token_ids.extend(message.token_ids)
-            self._request.worker_kind = self._request.worker_kind or message.worker_kind
+        self._take_down(message)
         if self._broken_s is not None:
             self._broken_s, self._wait_s = None, FIRST_WAIT_S
             self.num_resumed += 1
         return message
+
+    def _take_down(self, message: pb.GenerateResponse) -> None:
+        """What the next call begins with."""
+        if self._n == 1:
+            self._request.output_token_ids.extend(message.token_ids)
+            self._request.worker_kind = self._request.worker_kind or message.worker_kind
+            return
+        if message.sequence not in self._begun:
+            self._begun[message.sequence] = self._request.answers_so_far.add(sequence=message.sequence)
+        answer = self._begun[message.sequence]
+        answer.token_ids.extend(message.token_ids)
+        answer.worker_kind = answer.worker_kind or message.worker_kind
+        if message.HasField("usage"):
+            answer.is_complete = True
+            answer.ClearField("token_ids")
 
     def wait_s(self, error: TandemError) -> float:
         """How long to wait before the next call, after one ended with `error`. Raises it where there is none."""
@@ -114,7 +130,9 @@ class ResumableStream:
             return False
         if not self._has_received:  # nothing is to be taken up: all of it is asked anew, of whoever answers now
             return self.is_accepted
-        return self._n == 1 and bool(self._request.worker_kind)
+        if self._n == 1:
+            return bool(self._request.worker_kind)
+        return all(answer.worker_kind or answer.is_complete for answer in self._begun.values())
 
     @property
     def has_ended(self) -> bool:

@@ -26,6 +26,8 @@ PAUSE_S = 0.3
 RESUME_S = 30.0
 """For how long a stream waits for a router: longer than one takes to be started again."""
 LEAVING_SHARE = 0.1
+SEVERAL_SHARE = 0.15
+"""Of the requests: those for several answers."""
 
 
 class Ending(Enum):
@@ -51,16 +53,23 @@ class Asked:
     number: int
     prompt: list[int]
     sampling: dict[str, Any]
-    token_ids: list[int] = field(default_factory=list)
+    n: int = 1
+    answers: dict[int, list[int]] = field(default_factory=dict)
+    """Tokens of those of its `n` answers that have begun."""
     ending: Ending | None = None
     """None: it has none, which is worse than any."""
     error: str = ""
     num_attempts: int = 0
-    """As the last message says."""
+    """As the last messages say, at most."""
     num_resumed: int = 0
-    """How often the client asked for the rest of it, since its stream broke."""
+    """How often the client asked for the rest of an answer, since the stream broke."""
     began_s: float = field(default_factory=time.monotonic)
     ended_s: float = 0.0
+
+    @property
+    def num_tokens(self) -> int:
+        """Of all that has come."""
+        return sum(map(len, self.answers.values()))
 
 
 class Load:
@@ -89,10 +98,10 @@ class Load:
         """Ask nothing new."""
         self._is_over.set()
 
-    async def again(self, asked: Asked) -> list[int]:
-        """The answer to the same request now. Raises what the client raises."""
-        answer = await self._client.generate(asked.prompt, **asked.sampling, timeout_s=DEADLINE_S)
-        return answer.token_ids
+    async def again(self, asked: Asked) -> list[list[int]]:
+        """The answers to the same request now. Raises what the client raises."""
+        answers = await self._client.generate_n(asked.prompt, asked.n, **asked.sampling, timeout_s=DEADLINE_S)
+        return [answer.token_ids for answer in answers]
 
     async def close(self) -> None:
         await self._client.close()
@@ -117,7 +126,7 @@ class Load:
             sampling |= {"repetition_penalty": 1.1, "presence_penalty": 0.4}
         if dice.random() < 0.2:
             sampling |= {"stop": ["e", "a"], "min_tokens": 4}
-        asked = Asked(len(self.history), prompt, sampling)
+        asked = Asked(len(self.history), prompt, sampling, n=3 if dice.random() < SEVERAL_SHARE else 1)
         self.history.append(asked)
         return asked
 
@@ -131,20 +140,20 @@ class Load:
         except TimeoutError:
             asked.ending = Ending.LEFT
         except (TandemError, StreamBroken) as error:
-            asked.ending, asked.error = ending_of(error, len(asked.token_ids)), repr(error)
+            asked.ending, asked.error = ending_of(error, asked.num_tokens), repr(error)
         finally:
             asked.ended_s = time.monotonic()
             self.num_running -= 1
 
     async def _read(self, asked: Asked) -> None:
         stream = self._client.stream(
-            asked.prompt, request_id=f"soak-{asked.number}", **asked.sampling, timeout_s=DEADLINE_S
+            asked.prompt, request_id=f"soak-{asked.number}", n=asked.n, **asked.sampling, timeout_s=DEADLINE_S
         )
         async with aclosing(stream) as messages:
             async for message in messages:
-                asked.num_resumed += bool(message.offset and message.worker_kind)  # of a stream's first message
-                asked.token_ids += message.token_ids
-                asked.num_attempts = message.timings.attempts
+                asked.num_resumed += bool(message.offset and message.worker_kind)  # of an answer's first message
+                asked.answers.setdefault(message.sequence, []).extend(message.token_ids)
+                asked.num_attempts = max(asked.num_attempts, message.timings.attempts)
 
 
 def ending_of(error: Exception, num_tokens: int) -> Ending:

@@ -238,11 +238,11 @@ class _Soak:
                     return waited_s, leaks
                 await asyncio.sleep(0.1)  # an audit is asked for, nobody tells
 
-    async def _run_again(self) -> dict[int, list[int]]:
-        """By number: the tokens of every request of which something came, now that nothing fails."""
+    async def _run_again(self) -> dict[int, list[list[int]]]:
+        """By number: the tokens of each answer to every request of which something came, now that nothing fails."""
         turns = asyncio.Semaphore(CHECKS_AT_ONCE)
 
-        async def again(asked: Asked) -> tuple[int, list[int]]:
+        async def again(asked: Asked) -> tuple[int, list[list[int]]]:
             async with turns:
                 return asked.number, await self._load.again(asked)
 

@@ -47,11 +47,13 @@ class Verdict:
 
 def needs_check(asked: Asked) -> bool:
     """Whether anything came that can be compared."""
-    return bool(asked.token_ids)
+    return asked.num_tokens > 0
 
 
-def judge(history: Iterable[Asked], expected: Mapping[int, list[int]], router_deaths_s: Sequence[float]) -> Verdict:
-    """`expected`: by number, the tokens of a run without faults, for every request that `needs_check`.
+def judge(
+    history: Iterable[Asked], expected: Mapping[int, list[list[int]]], router_deaths_s: Sequence[float]
+) -> Verdict:
+    """`expected`: by number, the tokens of each answer in a run without faults, for every request that `needs_check`.
 
     No stream may break off. A client may have to ask for the rest of one, and a request be refused with nobody to
     serve, only by a death of the router (`router_deaths_s`, on the history's clock): of each kind of worker one is
@@ -65,12 +67,12 @@ def judge(history: Iterable[Asked], expected: Mapping[int, list[int]], router_de
         counts["retried"] += asked.num_attempts > 1
         counts["resumed"] += asked.num_resumed > 0
         if needs_check(asked):
-            counts["checked"] += len(asked.token_ids)
+            counts["checked"] += asked.num_tokens
         wanted = expected[asked.number] if needs_check(asked) else []
         if fault := _fault_of(asked, wanted, router_deaths_s):
             what, why = fault
             counts[what] += 1
-            findings.append(f"request {asked.number}, {len(asked.token_ids)} tokens: {why}")
+            findings.append(f"request {asked.number}, {asked.num_tokens} tokens: {why}")
     return Verdict(
         num_by_ending=by_ending,
         num_tokens_checked=counts["checked"],
@@ -83,7 +85,7 @@ def judge(history: Iterable[Asked], expected: Mapping[int, list[int]], router_de
     )
 
 
-def _fault_of(asked: Asked, wanted: list[int], router_deaths_s: Sequence[float]) -> tuple[str, str] | None:
+def _fault_of(asked: Asked, wanted: list[list[int]], router_deaths_s: Sequence[float]) -> tuple[str, str] | None:
     """Of which kind, and in words, is what is wrong with one request, if anything is."""
     match asked.ending:
         case None:
@@ -99,10 +101,12 @@ def _fault_of(asked: Asked, wanted: list[int], router_deaths_s: Sequence[float])
     num_deaths = sum(asked.began_s <= death_s <= asked.ended_s for death_s in router_deaths_s)
     if asked.num_resumed and not num_deaths:
         return "lost", "its stream broke, though its router lived"
-    if asked.token_ids != wanted[: len(asked.token_ids)]:
-        return "wrong", _first_difference(asked.token_ids, wanted)
-    if asked.ending is Ending.ANSWERED and len(asked.token_ids) < len(wanted):
-        return "lost", f"without faults it has {len(wanted)}"
+    for sequence, whole in enumerate(wanted):
+        token_ids = asked.answers.get(sequence, [])
+        if token_ids != whole[: len(token_ids)]:
+            return "wrong", _first_difference(token_ids, whole)
+        if asked.ending is Ending.ANSWERED and len(token_ids) < len(whole):
+            return "lost", f"of answer {sequence} there are {len(token_ids)}, without faults {len(whole)}"
     return None
 
 

@@ -252,6 +252,57 @@ def test_an_answer_goes_on_from_any_of_its_tokens(
     cluster.wait_until_at_rest()
 
 
+def test_several_answers_go_on_each_from_its_own_token(cluster: RunningCluster, stub: InferenceStub) -> None:
+    """Cut after any message: some may be complete, some in the middle, some not begun."""
+    request = pb.GenerateRequest(
+        text="Once upon a time there was a",
+        sampling_params=pb.SamplingParams(n=3, max_tokens=20, temperature=0.9, seed=7, logprobs=1, stop=[" the"]),
+    )
+    messages = list(stub.Generate(request))
+    expected = [whole(messages, sequence) for sequence in range(3)]
+    assert len({len(token_ids) for token_ids, *_ in expected}) > 1, "some end before others"
+    kinds = {message.sequence: message.worker_kind for message in reversed(messages) if message.worker_kind}
+    states = set()
+    for cut in range(1, len(messages), 3):
+        del request.answers_so_far[:]
+        for sequence in {message.sequence for message in messages[:cut]}:
+            said = [message for message in messages[:cut] if message.sequence == sequence]
+            so_far = request.answers_so_far.add(sequence=sequence, worker_kind=kinds[sequence])
+            so_far.is_complete = bool(said[-1].finish_reason)
+            if not so_far.is_complete:
+                so_far.token_ids.extend(token_id for message in said for token_id in message.token_ids)
+        complete = sum(so_far.is_complete for so_far in request.answers_so_far)
+        states.add((len(request.answers_so_far) - complete, complete))
+        later = list(stub.Generate(request))
+        assert [whole([*messages[:cut], *later], sequence) for sequence in range(3)] == expected
+    assert {began for began, _ in states} >= {1, 2, 3}
+    assert {ended for _, ended in states} >= {0, 1, 2}
+    request.answers_so_far[0].worker_kind = "another"
+    del request.answers_so_far[1:]
+    request.answers_so_far[0].is_complete = False
+    request.answers_so_far[0].token_ids.append(5)
+    assert code_of_call(stub.Generate(request)) == grpc.StatusCode.UNAVAILABLE
+    cluster.wait_until_at_rest()
+
+
+def whole(
+    messages: list[pb.GenerateResponse], sequence: int
+) -> tuple[list[int], str, list[pb.TokenLogprobs], int, list[int]]:
+    """Of one answer: tokens, text, logprobs, why and where it ended. All of them contiguous, and ended once."""
+    own = [message for message in messages if message.sequence == sequence]
+    assert [message.offset for message in own] == [
+        sum(len(each.token_ids) for each in own[:index]) for index in range(len(own))
+    ]
+    ends = [message.usage.completion_tokens for message in own if message.HasField("usage")]
+    return (
+        [token_id for message in own for token_id in message.token_ids],
+        "".join(message.text for message in own),
+        [each for message in own for each in message.logprobs],
+        own[-1].finish_reason,
+        ends,
+    )
+
+
 def test_a_deadline_that_passes(cluster: RunningCluster, stub: InferenceStub) -> None:
     assert code_of_call(stub.Generate(request_of(LONG, 800), timeout=1.5)) == grpc.StatusCode.DEADLINE_EXCEEDED
     cluster.wait_until_at_rest()

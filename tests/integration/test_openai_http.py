@@ -248,6 +248,24 @@ def test_a_killed_router_is_no_end_of_an_answer(cluster: RunningCluster, client:
     cluster.wait_until_at_rest()
 
 
+def test_a_killed_router_is_no_end_of_several_answers(
+    cluster: RunningCluster, client: openai.OpenAI, model: str
+) -> None:
+    asked: dict[str, Any] = {
+        "model": model, "messages": MESSAGES, "max_tokens": 60, "temperature": 0.8, "seed": 9, "n": 3,
+        "extra_body": {"ignore_eos": True},
+    }  # fmt: skip
+    expected = [choice.message.content for choice in client.chat.completions.create(**asked).choices]
+    texts = [""] * 3
+    for number, event in enumerate(client.chat.completions.create(**asked, stream=True)):
+        texts[event.choices[0].index] += event.choices[0].delta.content or ""
+        if number == 40:
+            children = psutil.Process(cluster.pid).children()
+            next(child for child in children if "router" in child.cmdline()).kill()
+    assert texts == expected
+    cluster.wait_until_at_rest()
+
+
 def test_the_gateway_comes_back_where_it_was(cluster: RunningCluster, client: openai.OpenAI, model: str) -> None:
     def gateway() -> psutil.Process | None:
         children = psutil.Process(cluster.pid).children()

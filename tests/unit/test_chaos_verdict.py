@@ -15,8 +15,8 @@ WANTED = [1, 2, 3]
 
 def verdict_of(ending: Ending | None, token_ids: list[int], *, router_deaths_s: tuple[float, ...] = ()) -> Verdict:
     """Of one request that ran from second 100 to second 110."""
-    asked = Asked(0, [5], {}, token_ids, ending, "why", began_s=100.0, ended_s=110.0)
-    return judge([asked], {0: WANTED}, router_deaths_s)
+    asked = Asked(0, [5], {}, 1, {0: token_ids}, ending, "why", began_s=100.0, ended_s=110.0)
+    return judge([asked], {0: [WANTED]}, router_deaths_s)
 
 
 @pytest.mark.parametrize(
@@ -62,15 +62,31 @@ def test_what_may_not(
 
 @pytest.mark.parametrize(("death_s", "num_lost"), [(105.0, 0), (95.0, 1), (115.0, 1)])
 def test_a_stream_is_taken_up_again_only_where_its_router_died(death_s: float, num_lost: int) -> None:
-    asked = Asked(0, [5], {}, WANTED, Ending.ANSWERED, num_resumed=1, began_s=100.0, ended_s=110.0)
-    verdict = judge([asked], {0: WANTED}, [death_s])
+    asked = Asked(0, [5], {}, 1, {0: WANTED}, Ending.ANSWERED, num_resumed=1, began_s=100.0, ended_s=110.0)
+    verdict = judge([asked], {0: [WANTED]}, [death_s])
     assert (verdict.num_resumed, verdict.num_lost) == (1, num_lost)
 
 
 def test_a_stream_that_its_client_refused_is_counted_as_repeated() -> None:
     error = repr(StreamBroken("a gap"))
-    asked = Asked(0, [5], {}, [1], ending_of(StreamBroken("a gap"), 1), error, began_s=0.0, ended_s=1.0)
-    assert judge([asked], {0: WANTED}, ()).num_repeated == 1
+    asked = Asked(0, [5], {}, 1, {0: [1]}, ending_of(StreamBroken("a gap"), 1), error, began_s=0.0, ended_s=1.0)
+    assert judge([asked], {0: [WANTED]}, ()).num_repeated == 1
+
+
+@pytest.mark.parametrize(
+    ("answers", "counted"),
+    [
+        ({0: [1, 2, 3], 1: [4, 5]}, None),
+        ({0: [1, 2, 3], 1: [4]}, "num_lost"),
+        ({0: [1, 2, 3]}, "num_lost"),
+        ({0: [1, 2, 3], 1: [1, 2]}, "num_wrong"),
+    ],
+)
+def test_each_of_several_answers_is_compared(answers: dict[int, list[int]], counted: str | None) -> None:
+    asked = Asked(0, [5], {}, 2, answers, Ending.ANSWERED, began_s=0.0, ended_s=1.0)
+    verdict = judge([asked], {0: [WANTED, [4, 5]]}, ())
+    assert verdict.num_tokens_checked == sum(map(len, answers.values()))
+    assert (verdict.num_lost, verdict.num_wrong) == (int(counted == "num_lost"), int(counted == "num_wrong"))
 
 
 @pytest.mark.parametrize(

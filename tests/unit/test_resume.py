@@ -7,7 +7,7 @@ from test_detokenizer import SAMPLES, byte_level_tokenizer
 
 from protos import tandem_inference_pb2 as pb
 from router.detokenizer import IncrementalDetokenizer
-from router.resumption import kind_name, resumption_of
+from router.resumption import BegunAnswer, kind_name, resumption_of
 from rpc.errors import (
     DeadlinePassed,
     Draining,
@@ -63,6 +63,35 @@ def test_the_next_call_asks_for_what_is_missing(error: TandemError) -> None:
     assert list(stream.request().output_token_ids) == [5, 6, 7, 8]
 
 
+def test_of_several_answers_each_goes_on_where_it_was() -> None:
+    stream = stream_of(n=4)
+    seed = stream.request().sampling_params.seed
+    for message in (
+        tokens(0, 5, kind="k"),
+        pb.GenerateResponse(sequence=2, token_ids=[7], worker_kind="l"),
+        pb.GenerateResponse(sequence=3, token_ids=[9], worker_kind="k"),
+        pb.GenerateResponse(sequence=2, offset=1, token_ids=[8]),
+        pb.GenerateResponse(
+            sequence=3, offset=1, finish_reason=pb.FINISH_REASON_STOP, usage=pb.Usage(completion_tokens=1)
+        ),
+    ):
+        stream.accept(message)
+    assert stream.wait_s(LOST) == FIRST_WAIT_S
+    expected = pb.GenerateRequest(
+        text="hi",
+        sampling_params=pb.SamplingParams(n=4, seed=seed),
+        answers_so_far=[
+            pb.AnswerSoFar(sequence=0, token_ids=[5], worker_kind="k"),
+            pb.AnswerSoFar(sequence=2, token_ids=[7, 8], worker_kind="l"),
+            pb.AnswerSoFar(sequence=3, is_complete=True, worker_kind="k"),
+        ],
+    )
+    assert stream.request() == expected
+    stream.accept(pb.GenerateResponse(sequence=2, offset=2, token_ids=[6], worker_kind="l"))
+    assert stream.num_resumed == 1
+    assert list(stream.request().answers_so_far[1].token_ids) == [7, 8, 6]
+
+
 @pytest.mark.parametrize("num_tokens", [0, 2])
 @pytest.mark.parametrize(
     "error",
@@ -81,6 +110,7 @@ def test_what_has_shown_nothing_is_the_callers_to_ask_again() -> None:
         stream_of().wait_s(LOST)
     several = stream_of(n=2)
     several.accept(tokens(0, 5, kind="k"))
+    several.accept(pb.GenerateResponse(sequence=1, token_ids=[6]))  # by an older router
     with pytest.raises(Unreachable):
         several.wait_s(LOST)
     never = stream_of(resume_s=0)
@@ -176,6 +206,10 @@ TOKENIZER = byte_level_tokenizer()
 EOS = 2
 
 
+def begun(token_ids: list[int]) -> BegunAnswer:
+    return BegunAnswer(token_ids=tuple(token_ids))
+
+
 def detokenizer(**settings: object) -> IncrementalDetokenizer:
     return IncrementalDetokenizer(TOKENIZER, **settings)  # type: ignore[arg-type]
 
@@ -195,7 +229,7 @@ def test_the_text_goes_on_wherever_the_stream_broke(stop: tuple[str, ...]) -> No
     text = "".join(pieces) + whole.finish()
     for cut in range(1, num_tokens):
         later = detokenizer(stop=stop)
-        resumption = resumption_of(token_ids[:cut], "", later, max_tokens=10**6, stop_token_ids=())
+        resumption = resumption_of(begun(token_ids[:cut]), "", later, max_tokens=10**6, stop_token_ids=())
         assert not resumption.finish_reason
         rest = later.push(token_ids[cut:num_tokens]).text + later.finish()
         assert "".join(pieces[:cut]) + rest == text
@@ -211,13 +245,13 @@ def test_the_text_goes_on_wherever_the_stream_broke(stop: tuple[str, ...]) -> No
     ],
 )
 def test_what_was_complete_ends(token_ids: list[int], finish_reason: pb.FinishReason) -> None:
-    resumption = resumption_of(token_ids, "d", detokenizer(), max_tokens=4, stop_token_ids={EOS})
-    assert (resumption.finish_reason, resumption.token_ids) == (finish_reason, token_ids)
+    resumption = resumption_of(begun(token_ids), "d", detokenizer(), max_tokens=4, stop_token_ids={EOS})
+    assert (resumption.finish_reason, resumption.token_ids) == (finish_reason, tuple(token_ids))
 
 
 def test_a_stop_string_was_the_end() -> None:
     token_ids = TOKENIZER.encode("one two")
-    at_end = resumption_of(token_ids, "", detokenizer(stop=["two"]), max_tokens=99, stop_token_ids=())
+    at_end = resumption_of(begun(token_ids), "", detokenizer(stop=["two"]), max_tokens=99, stop_token_ids=())
     assert at_end.finish_reason == pb.FINISH_REASON_STOP
 
 
@@ -227,7 +261,7 @@ def test_a_stop_string_was_the_end() -> None:
 )
 def test_tokens_after_the_end_are_refused(token_ids: list[int], stop: list[str], position: int) -> None:
     with pytest.raises(InvalidRequest, match=f"output_token_ids: goes on after the answer's end at {position}"):
-        resumption_of(token_ids, "", detokenizer(stop=stop), max_tokens=99, stop_token_ids={EOS})
+        resumption_of(begun(token_ids), "", detokenizer(stop=stop), max_tokens=99, stop_token_ids={EOS})
 
 
 def test_clients_learn_nothing_of_what_a_kind_is() -> None:
