@@ -6,7 +6,7 @@ BIN   := $(VENV)/bin
 PIP   := $(BIN)/python -m pip --disable-pip-version-check
 # What our programs import, compiled, whatever the environment says of bytecode: a tenth of what is installed. pip would
 # compile all of it, for a minute. The rest, Python compiles when it is imported.
-COMPILE = @PYTHONDONTWRITEBYTECODE= $(BIN)/python -c 'import engine.model_loader.gguf, engine.worker, gateway.process, \
+COMPILE = PYTHONDONTWRITEBYTECODE= $(BIN)/python -c 'import engine.model_loader.gguf, engine.worker, gateway.process, \
 	router.process, tandem.cli.bench, tandem.cli.up, transformers as t, worker_service.command; \
 	t.AutoModelForCausalLM, t.AutoTokenizer, t.LlamaForCausalLM'
 # On a terminal pip shows its progress; elsewhere (-qq) only its errors.
@@ -62,7 +62,7 @@ install-test: $(VENV)/installed-test
 $(VENV)/installed: pyproject.toml constraints.txt | $(VENV)/bin/python
 	$(SAY) 'installing Tandem and what it needs, torch above all (one to five minutes, once)'
 	@$(PIP) install $(QUIET) --no-compile -c constraints.txt -e .
-	$(COMPILE)
+	@$(COMPILE)
 	@touch $@
 
 $(VENV)/installed-test: pyproject.toml constraints.txt | $(VENV)/bin/python
@@ -70,8 +70,8 @@ $(VENV)/installed-test: pyproject.toml constraints.txt | $(VENV)/bin/python
 	@$(PIP) install $(QUIET) --no-compile -c constraints.txt -e '.[test]'
 	@if [ "$$(uname -s)" = Linux ]; then \
 	  printf 'tandem: %s\n' 'installing the nixl transport (half a minute, once)'; \
-	  $(PIP) install $(QUIET) --no-compile --no-deps -c constraints.txt nixl nixl-cu12; fi
-	$(COMPILE)
+	  $(PIP) install $(QUIET) --no-compile --no-deps -c constraints.txt nixl nixl-cu12; fi & \
+	nixl=$$!; $(COMPILE); is_compiled=$$?; wait $$nixl && exit $$is_compiled
 	@touch $(VENV)/installed $@
 
 $(VENV)/bin/python:

@@ -1,4 +1,4 @@
-"""Twenty seconds of everything at once: `tandem chaos`."""
+"""Fifteen seconds of everything at once: `tandem chaos`."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ import subprocess
 import sys
 
 
-def test_twenty_seconds_of_chaos() -> None:
-    command = [sys.executable, "-m", "tandem", "chaos", "--seconds", "20", "--seed", "12", "--json"]
+def test_fifteen_seconds_of_chaos() -> None:
+    command = [sys.executable, "-m", "tandem", "chaos", "--seconds", "15", "--seed", "12", "--json"]
     result = subprocess.run(command, check=False, capture_output=True, text=True, timeout=300)
     assert result.returncode == 0, f"{result.stdout}\n{result.stderr[-6000:]}"
     report = json.loads(result.stdout)
     assert report["passed"]
-    assert sum(report["faults"].values()) > 10
-    assert report["requests"]["answered"] > 15
-    assert report["tokens_checked"] > 250
+    assert sum(report["faults"].values()) > 6
+    assert report["requests"]["answered"] > 10
+    assert report["tokens_checked"] > 200
     assert report["resumed"] > 0, "the router was killed under streams that went on"

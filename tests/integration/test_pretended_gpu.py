@@ -155,8 +155,12 @@ def test_too_large_a_model_is_said_to_be(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("config", "settings"),
-    [(CONFIG, {}), (CONFIG, {"kv_cache_dtype": "fp8", "quantization": "int8"}), (V3, {}), (GEMMA2, {})],
-    ids=["llama", "8 bits", "deepseek", "by transformers' code"],
+    [
+        pytest.param(CONFIG, {}, id="llama"),
+        pytest.param(CONFIG, {"kv_cache_dtype": "fp8", "quantization": "int8"}, id="8 bits"),
+        pytest.param(V3, {}, id="deepseek"),
+        pytest.param(GEMMA2, {}, id="by transformers' code", marks=pytest.mark.slow),  # blocks as llama's
+    ],
 )
 def test_one_prefills_and_another_decodes(
     gpu: PretendGpu, tmp_path: Path, config: dict[str, Any], settings: dict[str, Any]
