@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncGenerator
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from protos import tandem_inference_pb2 as pb
-from router.sequences import _as_one, names_at_workers, params_of_sequence, seed_of_sequence
+from router.sequences import Sequences, _as_one, names_at_workers, params_of_sequence, seed_of_sequence
 
 
 def test_one_answer_has_the_name_of_its_request() -> None:
@@ -35,3 +38,29 @@ async def test_an_answer_in_one_message_begins_where_it_was_resumed_and_names_it
     (whole,) = [message async for message in _as_one(messages())]
     assert (whole.offset, list(whole.token_ids), whole.text) == (3, [7, 8, 9], "abc")
     assert (whole.worker_kind, whole.finish_reason) == ("k", pb.FINISH_REASON_STOP)
+
+
+@pytest.mark.parametrize("num_before", [0, 3])
+async def test_the_others_wait_for_the_second_token_that_comes_now(num_before: int) -> None:
+    """Then the prompt lies in a decode worker's cache. What a client has from another router says nothing of that."""
+    begun: list[str] = []
+    goes_on = asyncio.Event()
+
+    async def first() -> AsyncGenerator[pb.GenerateResponse, None]:
+        yield pb.GenerateResponse(offset=num_before, token_ids=[7])
+        await goes_on.wait()
+        begun.append("second token")
+        yield pb.GenerateResponse(offset=num_before + 1, token_ids=[8], finish_reason=pb.FINISH_REASON_LENGTH)
+
+    async def other() -> AsyncGenerator[pb.GenerateResponse, None]:
+        begun.append("other")
+        yield pb.GenerateResponse(sequence=1, finish_reason=pb.FINISH_REASON_LENGTH)
+
+    lifecycles: Any = [SimpleNamespace(run=first), SimpleNamespace(run=other)]
+    messages = Sequences(lifecycles, is_streaming=True).run()
+    assert (await anext(messages)).token_ids == [7]
+    for _ in range(5):  # whoever may run has run
+        await asyncio.sleep(0)
+    goes_on.set()
+    assert [list(message.token_ids) async for message in messages] == [[8], []]
+    assert begun == ["second token", "other"]
