@@ -74,6 +74,8 @@ class Style:
             if answer.tool_calls:
                 message["content"] = said or None
                 message["tool_calls"] = [call.to_dict() for call in answer.tool_calls]
+            if answer.reasoning:
+                message["reasoning"] = answer.reasoning
             text = {"message": message}
         finish_reason = self._finish_reason(answer.finish_reason, bool(answer.tool_calls))
         return {"index": index, **text, "logprobs": self._logprobs(told), "finish_reason": finish_reason}
@@ -93,7 +95,10 @@ class Style:
             reason = short_name(FinishReason.DESCRIPTOR, message.finish_reason)
             finish_reason = self._finish_reason(reason, index in self._calling)
         text, told = self._said(index, message.text, message.logprobs, message.prompt_logprobs)
-        delta: dict[str, Any] = {"content": text} if text or not (finish_reason or message.tool_calls) else {}
+        is_other_news = finish_reason or message.tool_calls or message.reasoning
+        delta: dict[str, Any] = {"reasoning": message.reasoning} if message.reasoning else {}
+        if text or not is_other_news:
+            delta["content"] = text
         if message.tool_calls:
             delta["tool_calls"] = [_piece_of_call(piece) for piece in message.tool_calls]
         event = self._event([self._piece(index, delta, finish_reason, self._logprobs(told))])

@@ -321,6 +321,7 @@ class Run:
                     usage.CopyFrom(message.usage)
                 is_news = (
                     message.text
+                    or message.reasoning
                     or message.finish_reason
                     or message.tool_calls
                     or message.logprobs

@@ -103,13 +103,16 @@ def refusal_of(error: TandemError) -> Refusal:
     return Refusal(kind, message, param=param, retry_after_s=retry_after_s)
 
 
+_IN_BODY = {"tool_name": "tool_choice", "template_kwargs": "chat_template_kwargs"}
+
+
 def _name_in_body(field: str) -> str | None:
     name = field.removeprefix("sampling_params.")
     if name in ("text", "token_ids"):
         return "prompt"
     name = name.removeprefix("chat.")
-    if name == "tool_name":
-        return "tool_choice"
+    if name in _IN_BODY:
+        return _IN_BODY[name]
     name = re.sub(r"^((?:messages\[\d+\]\.)?(?:tools|tool_calls)\[\d+\])\.", r"\1.function.", name)
     return name.replace("chat", "messages") or None
 

@@ -269,14 +269,15 @@ class Message(BaseModel):
     name: str | None = None
     tool_calls: list[Call] | None = None
     tool_call_id: str | None = None
+    # an assistant's: what it thought before, where that is a text
+    reasoning: Any = None
+    reasoning_content: Any = None
     function_call: _only() = None  # type: ignore[valid-type]
     audio: _only() = None  # type: ignore[valid-type]
     # what answers have beside, and clients send back with them
     refusal: Any = None
     annotations: Any = None
     parsed: Any = None
-    reasoning: Any = None
-    reasoning_content: Any = None
     reasoning_details: Any = None
     provider_specific_fields: Any = None
     thinking_blocks: Any = None
@@ -288,6 +289,7 @@ class Message(BaseModel):
         parts = self.content if isinstance(self.content, list) else [TextPart(type="text", text=self.content or "")]
         calls = [call.model_dump(exclude_none=True) for call in self.tool_calls or ()]
         said = {"name": self.name, "tool_calls": calls, "tool_call_id": self.tool_call_id}
+        said |= {"reasoning": self.reasoning, "reasoning_content": self.reasoning_content}
         return {"role": self.role, "content": "".join(part.text for part in parts), **said}
 
 
@@ -301,6 +303,7 @@ class ChatRequest(Asked):
     tools: list[ToolParam] | None = None
     tool_choice: Annotated[Any, BeforeValidator(tool_choice_of)] = None
     parallel_tool_calls: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
     reasoning_effort: _only() = None  # type: ignore[valid-type]
     functions: _only([]) = None  # type: ignore[valid-type]
     function_call: _only("none", "auto") = None  # type: ignore[valid-type]
@@ -324,6 +327,8 @@ class ChatRequest(Asked):
             sampling["tools"] = [tool.model_dump(exclude_none=True) for tool in self.tools]
             sampling["tool_choice"] = chosen.model_dump() if isinstance(chosen, ChosenTool) else chosen
             sampling["parallel_tool_calls"] = self.parallel_tool_calls
+        if self.chat_template_kwargs:
+            sampling["chat_template_kwargs"] = self.chat_template_kwargs
         return sampling
 
     @property

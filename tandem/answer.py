@@ -41,12 +41,15 @@ class Answer:
     """One for each token of the prompt, the first of them without a number (rank 0), where they were asked for."""
     tool_calls: list[ToolCall] = field(default_factory=list)
     """That it makes of the tools that it was given; `text` is the rest."""
+    reasoning: str = ""
+    """What a model that thinks thought, in a chat, before it said `text`."""
 
     def to_dict(self) -> dict[str, Any]:
         """For JSON: plain values, with the names of the wire."""
         return {
             "request_id": self.request_id,
             "text": self.text,
+            "reasoning": self.reasoning or None,
             "token_ids": self.token_ids,
             "finish_reason": self.finish_reason,
             "usage": message_to_dict(self.usage),
@@ -99,6 +102,7 @@ class AnswerStream:
     def __init__(self, sequence: int = 0) -> None:
         self._sequence = sequence
         self._texts: list[str] = []
+        self._thoughts: list[str] = []
         self._token_ids: list[int] = []
         self._logprobs: list[TokenLogprobs] = []
         self._prompt_logprobs: list[TokenLogprobs] = []
@@ -121,6 +125,7 @@ class AnswerStream:
             raise StreamBroken(f"request {message.request_id}: logprobs of the prompt came after the first token")
         self._token_ids += message.token_ids
         self._texts.append(message.text)
+        self._thoughts.append(message.reasoning)
         self._logprobs += message.logprobs
         self._prompt_logprobs += message.prompt_logprobs
         if (wrong := self._tool_calls.accept(message.tool_calls)) is not None:
@@ -174,6 +179,7 @@ class AnswerStream:
             logprobs=list(self._logprobs),
             prompt_logprobs=list(self._prompt_logprobs),
             tool_calls=self._tool_calls.calls(),
+            reasoning="".join(self._thoughts),
         )
 
 

@@ -3,6 +3,7 @@ what the wire cannot carry."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from typing import Any, TypedDict, Unpack
 
@@ -51,6 +52,8 @@ class Sampling(TypedDict, total=False):
     """ "auto", "none", "required", or {"type": "function", "function": {"name": …}}."""
     parallel_tool_calls: bool | None
     """False: at most one call in an answer."""
+    chat_template_kwargs: Mapping[str, Any] | None
+    """Variables for the model's chat template, such as {"enable_thinking": False}. With messages."""
 
 
 def generate_request(
@@ -67,6 +70,7 @@ def generate_request(
         _check_salt(cache_salt)
     tools, tool_choice = sampling.pop("tools", None), sampling.pop("tool_choice", None)
     parallel_tool_calls = sampling.pop("parallel_tool_calls", None)
+    template_kwargs = _template_kwargs(sampling.pop("chat_template_kwargs", None))
     request = pb.GenerateRequest(
         request_id=request_id,
         model=model,
@@ -79,6 +83,7 @@ def generate_request(
         for message in prompt:
             request.chat.messages.append(chat_message(message))
         add_tools(request.chat, tools or (), tool_choice, parallel_tool_calls)
+        request.chat.template_kwargs = template_kwargs
     else:
         request.token_ids.SetInParent()
         try:
@@ -87,7 +92,20 @@ def generate_request(
             raise ValueError(f"prompt: must be a text, token ids or messages: {error}") from error
     if tools and request.WhichOneof("prompt") != "chat":
         raise ValueError("tools: go with messages, which the model's chat template shows with them")
+    if template_kwargs and request.WhichOneof("prompt") != "chat":
+        raise ValueError("chat_template_kwargs: go with messages, which the model's chat template is for")
     return request
+
+
+def _template_kwargs(given: object) -> str:
+    if not given:
+        return ""
+    try:
+        if not isinstance(given, Mapping):
+            raise TypeError(f"is {given!r:.200}")
+        return json.dumps(dict(given))
+    except (TypeError, ValueError, RecursionError) as error:
+        raise ValueError(f"chat_template_kwargs: must be a JSON object: {error}") from error
 
 
 def _check_salt(cache_salt: object) -> None:

@@ -11,6 +11,8 @@ from protos import tandem_inference_pb2 as pb
 
 CHOICES = {"auto": pb.TOOL_CHOICE_AUTO, "none": pb.TOOL_CHOICE_NONE, "required": pb.TOOL_CHOICE_REQUIRED}
 MESSAGE_KEYS = {"role", "content", "tool_calls", "tool_call_id", "name"}
+REASONING_KEYS = ("reasoning", "reasoning_content")
+"""What an assistant thought before, in vLLM's word of today and of before."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,20 +54,27 @@ class CallsStream:
         ]
 
 
-_OF_NO_USE = {"refusal", "annotations", "audio", "function_call", "parsed", "reasoning", "reasoning_content"}
+_OF_NO_USE = {"refusal", "annotations", "audio", "function_call", "parsed"}
 """What answers of OpenAI's clients have beside, and is sent back with them."""
 
 
 def chat_message(message: Any) -> pb.ChatMessage:
-    """Of {"role", "content"}, and "tool_calls", "tool_call_id" and "name" as OpenAI's messages have them. Raises
-    `ValueError`."""
+    """Of {"role", "content"}, and "tool_calls", "tool_call_id" and "name" as OpenAI's messages have them; an
+    assistant's with its "reasoning", where that is a text. Raises `ValueError`."""
     known = "a role and a content, and may have tool_calls, a tool_call_id and a name"
     wrong = ValueError(f"prompt: a message has {known}, not {message!r:.500}")
-    if not isinstance(message, Mapping) or not {"role"} <= set(message) <= MESSAGE_KEYS | _OF_NO_USE:
+    if not isinstance(message, Mapping) or not {"role"} <= set(message) <= {
+        *MESSAGE_KEYS,
+        *REASONING_KEYS,
+        *_OF_NO_USE,
+    }:
         raise wrong
     if "content" not in message and not message.get("tool_calls"):
         raise wrong
     said = {key: message[key] for key in MESSAGE_KEYS - {"tool_calls"} if message.get(key) is not None}
+    if message["role"] == "assistant":
+        thoughts = (message.get(key) for key in REASONING_KEYS)
+        said["reasoning"] = next((each for each in thoughts if each and isinstance(each, str)), "")
     try:
         made = pb.ChatMessage(**said)
         calls = list(message.get("tool_calls") or ())

@@ -72,6 +72,11 @@ MAX_TIMEOUT_S = 30 * 86_400.0
     help="JSON list of tools that the model may call, in OpenAI's words, in this file. Implies --chat.",
 )
 @click.option("--tool-choice", metavar="CHOICE", help="auto, none, required, or the name of the tool to call.")
+@click.option(
+    "--chat-template-kwargs",
+    metavar="JSON",
+    help="Variables for the model's chat template, such as '{\"enable_thinking\": false}'. Implies --chat.",
+)
 @click.option("--ignore-eos", is_flag=True, help="Go on to --max-tokens, whatever the model says.")
 @click.option(
     "--timeout-s",
@@ -94,9 +99,11 @@ def generate(
     json_schema: str | None,
     tools: str | None,
     tool_choice: str | None,
+    chat_template_kwargs: str | None,
     **options: Any,
 ) -> None:
-    """Stream the answer to PROMPT to stdout as it comes. PROMPT `-` reads stdin.
+    """Stream the answer to PROMPT to stdout as it comes. PROMPT `-` reads stdin. What a model thinks before it answers
+    a chat goes to stderr.
 
     Ctrl-C cancels the request on every worker.
     """
@@ -113,7 +120,10 @@ def generate(
         sampling["tool_choice"] = _tool_choice(tool_choice)
     elif tool_choice is not None:
         raise click.UsageError("--tool-choice: is of no use without --tools")
-    asked = _as_chat(text, system) if is_chat or system is not None or tools is not None else text
+    if chat_template_kwargs is not None:
+        sampling["chat_template_kwargs"] = _read_template_kwargs(chat_template_kwargs)
+    is_chat = is_chat or any(given is not None for given in (system, tools, chat_template_kwargs))
+    asked = _as_chat(text, system) if is_chat else text
     try:
         generate_request(asked, **sampling)
     except ValueError as error:
@@ -145,6 +155,16 @@ def _read_tools(path: str) -> list[Any]:
     return tools
 
 
+def _read_template_kwargs(text: str) -> dict[str, Any]:
+    try:
+        variables = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise click.UsageError(f"--chat-template-kwargs: is not JSON: {error}") from error
+    if not isinstance(variables, dict):
+        raise click.UsageError(f"--chat-template-kwargs: must be a JSON object, is {text:.60}")
+    return variables
+
+
 def _tool_choice(choice: str | None) -> str | dict[str, Any] | None:
     if choice is None or choice in CHOICES:
         return choice
@@ -165,12 +185,17 @@ def _as_chat(text: str, system: str | None) -> Prompt:
 
 
 def _stream(client: Client, prompt: Prompt, timeout_s: float | None, sampling: Sampling) -> None:
-    has_printed = False
+    has_printed = has_thought = False
     logprobs: list[TokenLogprobs] = []
     prompt_logprobs: list[TokenLogprobs] = []
     calls = CallsStream()
     try:
         for message in client.stream(prompt, timeout_s=timeout_s, **sampling):
+            if message.reasoning:
+                click.secho(message.reasoning, dim=True, nl=False, err=True)
+                has_thought = True
+            if message.text and has_thought and not has_printed:
+                click.echo("\n", err=True)
             click.echo(message.text, nl=False)
             has_printed = has_printed or bool(message.text)
             logprobs += message.logprobs
@@ -179,6 +204,8 @@ def _stream(client: Client, prompt: Prompt, timeout_s: float | None, sampling: S
     finally:
         if has_printed:  # an error's line then starts on a line of its own
             click.echo()
+        elif has_thought:
+            click.echo(err=True)
     for call in calls.calls():
         click.echo(f"{call.name}({call.arguments})")
     if prompt_logprobs:

@@ -163,12 +163,12 @@ def test_only_what_is_given_travels() -> None:
 
 
 CHAT = [{"role": "user", "content": "hi"}]
-OF_TOOLS = {"tools", "tool_choice", "parallel_tool_calls"}
+OF_CHATS = {"tools", "tool_choice", "parallel_tool_calls", "chat_template_kwargs"}
 
 
 def test_every_parameter_of_the_wire_can_be_given() -> None:
     of_sampling = {field.name for field in pb.SamplingParams.DESCRIPTOR.fields}
-    assert {*Sampling.__annotations__, "n"} == of_sampling | {"cache_salt"} | OF_TOOLS
+    assert {*Sampling.__annotations__, "n"} == of_sampling | {"cache_salt"} | OF_CHATS
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,107 @@
+"""What a model thinks, over HTTP: in vLLM's words, streamed and whole, and sent back."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from typing import Any
+
+import pytest
+from gateway_harness import events_of, gateway, last, tokens
+
+from protos import tandem_inference_pb2 as pb
+from rpc.errors import InvalidRequest
+
+CHAT = "/v1/chat/completions"
+ASKED: dict[str, Any] = {"messages": [{"role": "user", "content": "1+1?"}]}
+
+
+async def thinking(request: pb.GenerateRequest) -> AsyncIterator[pb.GenerateResponse]:
+    yield pb.GenerateResponse(request_id="r", token_ids=[1], reasoning="So")
+    yield pb.GenerateResponse(request_id="r", offset=1, token_ids=[2])
+    yield pb.GenerateResponse(request_id="r", offset=2, token_ids=[3], reasoning=" then.", text="Two")
+    yield tokens(3, 4, text=".")
+    yield last(4)
+
+
+async def test_a_thought_streamed_and_whole() -> None:
+    async with gateway() as (router, http):
+        router.script = thinking
+        whole = (await http.post(CHAT, json=ASKED)).json()
+        body = (await http.post(CHAT, json={**ASKED, "stream": True})).text
+    (choice,) = whole["choices"]
+    said = {"role": "assistant", "content": "Two.", "refusal": None, "reasoning": "So then."}
+    assert (choice["message"], choice["finish_reason"]) == (said, "stop")
+    assert whole["usage"]["completion_tokens"] == 4, "those of the thought as well"
+    assert [event["choices"][0]["delta"] for event in events_of(body)[:-1]] == [
+        {"role": "assistant", "content": ""}, {"reasoning": "So"}, {"reasoning": " then.", "content": "Two"},
+        {"content": "."}, {},
+    ]  # fmt: skip
+
+
+async def test_an_answer_that_ends_within_its_thought_has_no_content() -> None:
+    async def endless(request: pb.GenerateRequest) -> AsyncIterator[pb.GenerateResponse]:
+        yield pb.GenerateResponse(request_id="r", token_ids=[1], reasoning="Well")
+        end = last(1, finish_reason=pb.FINISH_REASON_LENGTH)
+        end.reasoning = " <"
+        yield end
+
+    async with gateway() as (router, http):
+        router.script = endless
+        (choice,) = (await http.post(CHAT, json=ASKED)).json()["choices"]
+        body = (await http.post(CHAT, json={**ASKED, "stream": True})).text
+    assert (choice["message"]["reasoning"], choice["message"]["content"]) == ("Well <", "")
+    assert choice["finish_reason"] == "length"
+    assert [event["choices"][0]["delta"] for event in events_of(body)[1:-1]] == [
+        {"reasoning": "Well"}, {"reasoning": " <"},
+    ]  # fmt: skip
+
+
+async def test_one_who_does_not_think_has_no_such_field() -> None:
+    async with gateway() as (_, http):
+        (choice,) = (await http.post(CHAT, json=ASKED)).json()["choices"]
+        body = (await http.post(CHAT, json={**ASKED, "stream": True})).text
+    assert "reasoning" not in choice["message"]
+    assert "reasoning" not in body
+
+
+async def test_what_a_chat_says_of_thoughts_travels() -> None:
+    sent = [
+        {"role": "assistant", "content": "a", "reasoning": "first"},
+        {"role": "assistant", "content": "b", "reasoning_content": "second"},
+        {"role": "assistant", "content": "c", "reasoning": {"no": "text"}, "reasoning_content": 3},
+        {"role": "user", "content": "d", "reasoning": "of nobody"},
+    ]
+    async with gateway() as (router, http):
+        router.script = thinking
+        body = {**ASKED, "messages": [*ASKED["messages"], *sent], "chat_template_kwargs": {"enable_thinking": False}}
+        answer = await http.post(CHAT, json=body)
+        assert answer.status_code == 200, answer.text
+        await http.post(CHAT, json={**ASKED, "chat_template_kwargs": None})
+        first, second = router.requests
+    assert first.chat.template_kwargs == '{"enable_thinking": false}'
+    assert [message.reasoning for message in first.chat.messages] == ["", "first", "second", "", ""]
+    assert second.chat.template_kwargs == ""
+
+
+@pytest.mark.parametrize("wrong", ["no", [1]])
+async def test_variables_that_are_no_object_are_refused(wrong: Any) -> None:
+    async with gateway() as (router, http):
+        refused = await http.post(CHAT, json={**ASKED, "chat_template_kwargs": wrong})
+        completion = await http.post("/v1/completions", json={"prompt": "a", "chat_template_kwargs": {"a": 1}})
+    assert (refused.status_code, completion.status_code) == (400, 400)
+    assert refused.json()["error"]["param"] == completion.json()["error"]["param"] == "chat_template_kwargs"
+    assert not router.requests
+
+
+async def test_what_a_router_refuses_is_named_as_in_the_body() -> None:
+    async def refuse(request: pb.GenerateRequest) -> AsyncIterator[pb.GenerateResponse]:
+        raise InvalidRequest([("chat.template_kwargs", "may not say what tools is")])
+        yield
+
+    async with gateway() as (router, http):
+        router.script = refuse
+        error = (await http.post(CHAT, json={**ASKED, "chat_template_kwargs": {"tools": 1}})).json()["error"]
+    assert (error["param"], error["message"]) == (
+        "chat_template_kwargs",
+        "chat_template_kwargs: may not say what tools is",
+    )
