@@ -10,8 +10,9 @@ from collections.abc import Iterable
 
 from protos import tandem_inference_pb2 as pb
 from router.detokenizer import IncrementalDetokenizer
+from router.reasoning import AnswerReader
 from router.request_events import Emit
-from router.tool_calls import ToolCallParser
+from router.tool_calls import Told
 
 
 class AnswerMessages:
@@ -24,17 +25,17 @@ class AnswerMessages:
         sequence: int,
         prompt_token_ids: list[int],
         detokenizer: IncrementalDetokenizer,
-        tool_calls: ToolCallParser | None = None,
+        reader: AnswerReader | None = None,
         num_tokens: int = 0,
         tells_prompt: bool = False,
     ) -> None:
-        """`num_tokens` of the answer the client has, and `detokenizer` and `tool_calls` have taken in. `tells_prompt`:
-        with the answer's first token, how likely the prompt's were."""
+        """`num_tokens` of the answer the client has, and `detokenizer` and `reader` have taken in. `tells_prompt`: with
+        the answer's first token, how likely the prompt's were."""
         self._request_id = request_id
         self._sequence = sequence
         self._prompt_token_ids = prompt_token_ids
         self._detokenizer = detokenizer
-        self._tool_calls = tool_calls
+        self._reader = reader
         self._tells_prompt = tells_prompt
         self.num_tokens = num_tokens
         """Of the answer, up to the last message."""
@@ -92,15 +93,16 @@ class AnswerMessages:
             timings=timings,
         )
         self._say(response, self._detokenizer.finish())
-        if self._tool_calls is not None:
-            response.text += self._tool_calls.finish().content
+        if self._reader is not None:
+            _add(response, self._reader.finish())
         return response
 
     def _say(self, response: pb.GenerateResponse, text: str) -> None:
-        """Of the answer's next text, what is its text and what it calls."""
-        if self._tool_calls is None:
-            response.text = text
-            return
-        told = self._tool_calls.push(text)
-        response.text = told.content
-        response.tool_calls.extend(told.calls)
+        """Of the answer's next text, what is its text, what it calls, and what was thought before."""
+        _add(response, Told(text) if self._reader is None else self._reader.push(text))
+
+
+def _add(response: pb.GenerateResponse, told: Told) -> None:
+    response.text += told.content
+    response.reasoning += told.reasoning
+    response.tool_calls.extend(told.calls)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from router.reasoning import NONE, PARSERS
 from router.tool_formats import AUTO, FORMATS
 from rpc.entrypoint import ServiceArgs
 
@@ -30,6 +31,13 @@ class RouterArgs(ServiceArgs):
             "help": f"How the model writes calls of tools: {', '.join(FORMATS)}. auto: as its chat template teaches it."
         },
     )
+    reasoning_parser: str = field(
+        default=AUTO,
+        metadata={
+            "help": f"How the model tells what it thinks from what it answers: {', '.join(PARSERS)}; none: not at all. "
+            "auto: as its chat template knows it."
+        },
+    )
     max_queue_tokens: int = field(
         default=1_000_000,
         metadata={"help": "Prompt tokens that may wait for a worker; beyond, requests get RESOURCE_EXHAUSTED."},
@@ -53,6 +61,9 @@ class RouterArgs(ServiceArgs):
         if self.tool_call_parser not in (AUTO, *FORMATS):
             known = ", ".join((AUTO, *FORMATS))
             raise ValueError(f"tool_call_parser must be one of {known}, is {self.tool_call_parser!r}")
+        if self.reasoning_parser not in (AUTO, *PARSERS, NONE):
+            known = ", ".join((AUTO, *PARSERS, NONE))
+            raise ValueError(f"reasoning_parser must be one of {known}, is {self.reasoning_parser!r}")
         if self.max_queue_tokens < 1:
             raise ValueError(f"max_queue_tokens must be at least 1, is {self.max_queue_tokens}")
         if not 65_536 <= self.max_message_bytes <= 1 << 28:

@@ -13,6 +13,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import jinja2
@@ -21,11 +22,15 @@ from jinja2.ext import Extension
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from router.tokenizer import read_json, read_special_tokens
+from router.tokenizer import SPECIAL_TOKEN_NAMES, read_json, read_special_tokens
 from router.tool_formats import Tool
 
 MAX_OUTPUT_CHARS = 16 * 1024 * 1024
 """A template that writes more is stopped: some repeat what they are given, some loop."""
+GIVEN_NAMES = frozenset(
+    {"messages", "tools", "documents", "add_generation_prompt", "raise_exception", "strftime_now", *SPECIAL_TOKEN_NAMES}
+)
+"""Variables that every template is given, or that a model's folder gives it."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -36,10 +41,13 @@ class ChatMessage:
     """That it made: {"id", "type": "function", "function": {"name", "arguments": {…}}}."""
     tool_call_id: str = ""
     name: str = ""
+    reasoning: str = ""
+    """What an assistant thought before."""
 
     def to_template(self) -> dict[str, Any]:
         """What was not said is not there: templates ask for that."""
         said = {"tool_calls": list(self.tool_calls), "tool_call_id": self.tool_call_id, "name": self.name}
+        said |= {"reasoning_content": self.reasoning, "reasoning": self.reasoning}  # by either name templates know it
         return {"role": self.role, "content": self.content, **{key: value for key, value in said.items() if value}}
 
 
@@ -58,6 +66,7 @@ class ChatTemplate:
         variables: Mapping[str, str] | None = None,
         max_output_chars: int = MAX_OUTPUT_CHARS,
     ) -> None:
+        self.source = source
         self.tool_source = source if tool_source is None else tool_source
         """Of what chats with tools are put through."""
         self._template = _compiled(source)
@@ -113,8 +122,14 @@ class ChatTemplate:
             return f"fails with tools ({str(error).removeprefix('chat: ')})"
         return None if tool.name in prompt else "has no place for tools"
 
-    def render(self, messages: Iterable[ChatMessage], tools: Sequence[Mapping[str, Any]] = ()) -> str:
-        """The prompt of `messages`, ending where the assistant's answer begins. `tools` in OpenAI's shape.
+    def render(
+        self,
+        messages: Iterable[ChatMessage],
+        tools: Sequence[Mapping[str, Any]] = (),
+        variables: Mapping[str, Any] = MappingProxyType({}),
+    ) -> str:
+        """The prompt of `messages`, ending where the assistant's answer begins. `tools` in OpenAI's shape. `variables`:
+        further ones for the template, none of `GIVEN_NAMES`.
 
         Raises `ValueError` naming `chat` where the template refuses the messages (roles in an order that the model
         does not know, say), fails on them, or writes more than `max_output_chars`.
@@ -124,6 +139,7 @@ class ChatTemplate:
         template = self._tool_template if tools else self._template
         stream = template.generate(
             {
+                **variables,
                 **self._variables,
                 "messages": [message.to_template() for message in messages],
                 "tools": list(tools) or None,

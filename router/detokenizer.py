@@ -60,7 +60,8 @@ class IncrementalDetokenizer:
     `include_stop_str_in_output`, so `stop_token_ids` should be all of them: the request's and, unless ignore_eos, the
     model's.
 
-    `stop` must not hold empty strings (`ValueError`). Several answers may share one `StopStrings`.
+    `shown_token_ids` are text also where special tokens are skipped. `stop` must not hold empty strings (`ValueError`).
+    Several answers may share one `StopStrings`.
     """
 
     def __init__(
@@ -72,12 +73,13 @@ class IncrementalDetokenizer:
         stop_token_ids: Collection[int] = (),
         include_stop_str_in_output: bool = False,
         skip_special_tokens: bool = True,
+        shown_token_ids: Collection[int] = (),
         min_tokens: int = 0,
     ) -> None:
         unsaid = () if include_stop_str_in_output else stop_token_ids
         self.token_bytes = tokenizer.token_bytes
         """What a token stands for by itself, whatever the answer makes of it."""
-        self._window = _TextWindow(tokenizer, prompt_token_ids, skip_special_tokens, unsaid)
+        self._window = _TextWindow(tokenizer, prompt_token_ids, skip_special_tokens, shown_token_ids, unsaid)
         if not isinstance(stop, StopStrings):
             stop = StopStrings(stop)
         self._stops = stop if stop.first_chars else None
@@ -219,11 +221,12 @@ class _TextWindow:
         tokenizer: Tokenizer,
         prompt_token_ids: Sequence[int],
         skip_special_tokens: bool,
+        shown_token_ids: Collection[int],
         unsaid_token_ids: Collection[int],
     ) -> None:
         self._decode = tokenizer.decode
-        self._skip = skip_special_tokens
-        self._skipped = tokenizer.special_token_ids if skip_special_tokens else frozenset[int]()
+        self._skip = skip_special_tokens and not shown_token_ids
+        self._skipped = tokenizer.special_token_ids.difference(shown_token_ids) if skip_special_tokens else frozenset()
         self._num_owed = 0
         """U+FFFD that left the window unsaid. They are said before the next text, or at the answer's end."""
         self._ids, self._shown = self._prompt_tail(prompt_token_ids)

@@ -24,6 +24,7 @@ from router.forecast import Forecast
 from router.metrics import RouterMetrics
 from router.prefix_lookup import PrefixLookup
 from router.queue import RequestQueue, SharedPrefix
+from router.reasoning import AnswerReader
 from router.request_events import (
     AccountOverdue,
     Action,
@@ -48,7 +49,6 @@ from router.request_state import AttemptNumbers, Phase, RequestState
 from router.resumption import NOTHING, Resumption, kind_name
 from router.retry_budget import RetryBudget
 from router.timings import timings_of
-from router.tool_calls import ToolCallParser
 from router.worker_handle import TakenRoom
 from router.worker_pool import WorkerPool
 from rpc.errors import NoWorker
@@ -87,7 +87,7 @@ class Lifecycle:
         grammar: str = "",
         cache_salt: str = "",
         detokenizer: IncrementalDetokenizer,
-        tool_calls: ToolCallParser | None = None,
+        reader: AnswerReader | None = None,
         arrived_s: float,
         deadline_s: float | None = None,
         numbers: AttemptNumbers | None = None,
@@ -101,7 +101,7 @@ class Lifecycle:
         monotonic clock. `numbers`: those that all requests of the router share, where ids come from clients and may
         come again. `name`: what workers call it, where that is not the request's id. `num_answers`: that begin
         with this one. `after`: the first of the answers to this prompt, where this is answer `sequence`, not to be run
-        before that one is prefilled. `resumption`: where it begins, and `detokenizer` and `tool_calls` are."""
+        before that one is prefilled. `resumption`: where it begins, and `detokenizer` and `reader` are."""
         self.name = name or request_id
         """To workers."""
         self._after = after
@@ -119,7 +119,7 @@ class Lifecycle:
             sequence=sequence,
             prompt_token_ids=prompt_token_ids,
             detokenizer=detokenizer,
-            tool_calls=tool_calls,
+            reader=reader,
             num_tokens=len(resumption.token_ids),
             tells_prompt=sampling_params.HasField("prompt_logprobs"),
         )

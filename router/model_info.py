@@ -13,6 +13,7 @@ from typing import Any
 
 from protos import tandem_inference_pb2 as pb
 from router.chat_template import ChatTemplate
+from router.reasoning import NONE, parser_of_template
 from router.tokenizer import read_json
 from router.tool_formats import AUTO, FORMATS, format_of_template
 
@@ -91,6 +92,8 @@ class ModelInfo:
     no_tools_because: str = "it is not known how this model calls tools"
     shows_tools: bool = False
     """Whether its chat template has a place for them, and for calls that were made."""
+    reasoning_parser: str = ""
+    """How it tells what it thinks from what it answers (`router.reasoning`). Empty: it does not think."""
     defaults: GenerationDefaults
     block_size: int = 0
     """Tokens in one KV block. 0 until a worker has said it, like `dtype`."""
@@ -120,8 +123,9 @@ class ModelInfo:
             defaults=GenerationDefaults.from_generation_config(generation),
         )
 
-    def with_chat(self, template: ChatTemplate | None, parser: str) -> ModelInfo:
-        """This model with that template. `parser`: how it writes calls of tools; "auto": as the template teaches it."""
+    def with_chat(self, template: ChatTemplate | None, parser: str, reasoning_parser: str = AUTO) -> ModelInfo:
+        """This model with that template. `parser`: how it writes calls of tools; "auto": as the template teaches it.
+        `reasoning_parser`: how it writes what it thinks; "auto": as the template knows it; "none": not at all."""
         calls, because = "", ""
         problem = None if template is None else template.problem_with_tools()
         which = f"the chat template of model {self.served_model_name!r}"
@@ -142,6 +146,7 @@ class ModelInfo:
             tool_call_parser=calls,
             no_tools_because=because,
             shows_tools=template is not None and problem is None,
+            reasoning_parser=_reasoning_parser(template, reasoning_parser),
         )
 
     def with_worker(self, model: pb.GetModelInfoResponse) -> ModelInfo:
@@ -171,6 +176,7 @@ class ModelInfo:
             eos_token_ids=sorted(self.eos_token_ids),
             has_chat_template=self.has_chat_template,
             tool_call_parser=self.tool_call_parser,
+            reasoning_parser=self.reasoning_parser,
             default_sampling_params=pb.SamplingParams(
                 temperature=defaults.temperature,
                 top_p=defaults.top_p,
@@ -180,6 +186,12 @@ class ModelInfo:
                 max_tokens=defaults.max_new_tokens,
             ),
         )
+
+
+def _reasoning_parser(template: ChatTemplate | None, parser: str) -> str:
+    if template is None or parser == NONE:
+        return ""
+    return parser_of_template(template.source + template.tool_source) if parser == AUTO else parser
 
 
 def _token_ids(value: Any) -> frozenset[int]:

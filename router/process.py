@@ -52,7 +52,12 @@ async def run_router(args: RouterArgs, policy: PolicyConfig, stop: asyncio.Event
     """Serve until `stop` is set. Returns the exit code."""
     try:
         texts = await asyncio.to_thread(
-            load_texts, args.model, args.served_model_name, args.chat_template, args.tool_call_parser
+            load_texts,
+            args.model,
+            args.served_model_name,
+            args.chat_template,
+            args.tool_call_parser,
+            args.reasoning_parser,
         )
     except ValueError as error:
         click.echo(f"Error: {error}", err=True)
@@ -65,13 +70,19 @@ async def run_router(args: RouterArgs, policy: PolicyConfig, stop: asyncio.Event
     return 0
 
 
-def load_texts(folder: str, served_model_name: str, chat_template: str = "", tool_call_parser: str = AUTO) -> Texts:
+def load_texts(
+    folder: str,
+    served_model_name: str,
+    chat_template: str = "",
+    tool_call_parser: str = AUTO,
+    reasoning_parser: str = AUTO,
+) -> Texts:
     """Tokenizer, chat template and defaults of a model folder. `chat_template`: a file instead of the folder's. Raises
     `ValueError` saying what it lacks."""
     info = ModelInfo.from_folder(folder, served_model_name=served_model_name)
     template = ChatTemplate.from_file(chat_template, folder) if chat_template else ChatTemplate.from_folder(folder)
     return Texts(
-        model=info.with_chat(template, tool_call_parser),
+        model=info.with_chat(template, tool_call_parser, reasoning_parser),
         tokenizer=Tokenizer.from_folder(folder),
         chat_template=template,
     )

@@ -2,8 +2,7 @@
 
     begun_answers ──> a BegunAnswer for each that the client has something of, within bounds
 
-its tokens ──> detokenizer and reader of calls take them in, unsaid ──> goes on after them, or ends at once: it was
-                                                                        complete
+its tokens ──> detokenizer and reader take them in, unsaid ──> goes on after them, or ends at once: it was complete
 """
 
 from __future__ import annotations
@@ -15,8 +14,8 @@ from hashlib import blake2b
 from protos import tandem_inference_pb2 as pb
 from router.detokenizer import IncrementalDetokenizer
 from router.model_info import ModelInfo
+from router.reasoning import AnswerReader
 from router.sampling import Violations, check_in_vocabulary
-from router.tool_calls import ToolCallParser
 from rpc.errors import InvalidRequest
 
 MAX_KIND_CHARS = 64
@@ -124,12 +123,12 @@ def resumption_of(
     begun: BegunAnswer,
     compat_digest: str,
     detokenizer: IncrementalDetokenizer,
-    tool_calls: ToolCallParser | None = None,
+    reader: AnswerReader | None = None,
     *,
     max_tokens: int,
     stop_token_ids: Collection[int],
 ) -> Resumption:
-    """Of the answer that has `begun`; `detokenizer` and `tool_calls` go on after its text.
+    """Of the answer that has `begun`; `detokenizer` and `reader` go on after its text.
 
     `max_tokens`: what fits the context, at most. `stop_token_ids`: all that end the answer. Raises `InvalidRequest`
     for tokens that go on after a stop.
@@ -137,8 +136,8 @@ def resumption_of(
     token_ids = begun.token_ids
     stop_position = next((i for i, token_id in enumerate(token_ids) if token_id in stop_token_ids), None)
     delta = detokenizer.push(token_ids)
-    if tool_calls is not None:
-        tool_calls.push(delta.text)
+    if reader is not None:
+        reader.push(delta.text)
     if delta.is_stopped:
         stop_position = min(delta.num_tokens - 1, len(token_ids) if stop_position is None else stop_position)
     if stop_position is not None and stop_position < len(token_ids) - 1:

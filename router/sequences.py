@@ -98,6 +98,7 @@ async def _as_one(responses: Responses) -> Responses:
     """All messages of an answer as one."""
     token_ids: list[int] = []
     texts: list[str] = []
+    thoughts: list[str] = []
     logprobs: list[pb.TokenLogprobs] = []
     prompt_logprobs: list[pb.TokenLogprobs] = []
     tool_calls: dict[int, pb.ToolCallDelta] = {}
@@ -107,6 +108,7 @@ async def _as_one(responses: Responses) -> Responses:
         async for response in responses:
             token_ids += response.token_ids
             texts.append(response.text)
+            thoughts.append(response.reasoning)
             logprobs += response.logprobs
             prompt_logprobs += response.prompt_logprobs
             for piece in response.tool_calls:
@@ -121,6 +123,7 @@ async def _as_one(responses: Responses) -> Responses:
     whole.offset -= len(token_ids)
     whole.worker_kind = worker_kind
     whole.text = "".join(texts)
+    whole.reasoning = "".join(thoughts)
     del whole.token_ids[:]
     whole.token_ids.extend(token_ids)
     del whole.logprobs[:]

@@ -23,13 +23,14 @@ from router.grammar_checker import GrammarChecker
 from router.lifecycle import Cluster, Lifecycle, require_worker
 from router.metrics import RouterMetrics
 from router.model_info import ModelInfo
+from router.reasoning import END, NO_REASONING, AnswerReader, Reasoning, reasoning_of
 from router.request_events import Stopped
 from router.request_state import AttemptNumbers
 from router.resumption import NOTHING, BegunAnswer, Resumption, kind_name, resumption_of
 from router.sampling import resolve_sampling
 from router.sequences import Sequences, names_at_workers, params_of_sequence
 from router.tokenizer import Tokenizer
-from router.tool_calls import ToolCallParser, call_id
+from router.tool_calls import call_id
 from router.tools import AskedTools
 from router.validation import (
     ValidatedRequest,
@@ -165,18 +166,23 @@ class InferenceServicer(InferenceServicerBase):  # type: ignore[misc]
         self, validated: ValidatedRequest, names: list[str], arrived_s: float, deadline_s: float | None
     ) -> AsyncGenerator[pb.GenerateResponse, None]:
         model = self._model()
-        prompt_token_ids = await tokenize_prompt(validated, self._texts.tokenizer, self._texts.chat_template)
+        prompt = await tokenize_prompt(validated, self._texts.tokenizer, self._texts.chat_template)
+        prompt_token_ids = prompt.token_ids
         check_prompt_length(validated, len(prompt_token_ids), model)
         require_worker(self._cluster.pool)
         asked = validated.asked_tools
         grammar = await compile_grammar(validated.sampling_params, self._grammars, asked)
+        reads_reasoning = validated.is_chat and bool(model.reasoning_parser)
+        reasoning = reasoning_of(reads_reasoning, prompt.opens_reasoning, has_form=bool(grammar))
+        grammar = reasoning.grammar(grammar, is_end_added=self._texts.tokenizer.is_added(END))
         params = resolve_sampling(validated.sampling_params, model, len(prompt_token_ids))
         stops = StopStrings(params.stop)  # thousands of states: one for all answers
         lifecycles: list[Lifecycle] = []
         for index in validated.open_sequences:
-            detokenizer = self._detokenizer(prompt_token_ids, params, model, stops, asked)
+            detokenizer = self._detokenizer(prompt_token_ids, params, model, stops, asked, reasoning)
             own = params_of_sequence(params, index)
-            tool_calls = asked.reader(partial(call_id, own.seed, prompt_token_ids), has_form=bool(grammar))
+            calls = asked.reader(partial(call_id, own.seed, prompt_token_ids), has_form=bool(grammar))
+            reader = reasoning.reader(calls)
             lifecycle = Lifecycle(
                 self._cluster,
                 request_id=validated.request_id,
@@ -189,9 +195,9 @@ class InferenceServicer(InferenceServicerBase):  # type: ignore[misc]
                 grammar=grammar,
                 cache_salt=validated.cache_salt,
                 detokenizer=detokenizer,
-                tool_calls=tool_calls,
+                reader=reader,
                 resumption=await self._resumption(
-                    validated.begun.get(index), params, model, len(prompt_token_ids), detokenizer, tool_calls
+                    validated.begun.get(index), params, model, len(prompt_token_ids), detokenizer, reader
                 ),
                 arrived_s=arrived_s,
                 deadline_s=deadline_s,
@@ -213,15 +219,16 @@ class InferenceServicer(InferenceServicerBase):  # type: ignore[misc]
         model: ModelInfo,
         stops: StopStrings,
         asked: AskedTools,
+        reasoning: Reasoning = NO_REASONING,
     ) -> IncrementalDetokenizer:
-        tells_calls = any(map(self._texts.tokenizer.hides, asked.words))
         return IncrementalDetokenizer(
             self._texts.tokenizer,
             prompt_token_ids=prompt_token_ids,
             stop=stops,
             stop_token_ids=_stop_token_ids(params, model),
             include_stop_str_in_output=params.include_stop_str_in_output,
-            skip_special_tokens=params.skip_special_tokens and not tells_calls,
+            skip_special_tokens=params.skip_special_tokens,
+            shown_token_ids=self._texts.tokenizer.hidden_ids((*asked.words, *reasoning.words)),
             min_tokens=params.min_tokens,
         )
 
@@ -232,7 +239,7 @@ class InferenceServicer(InferenceServicerBase):  # type: ignore[misc]
         model: ModelInfo,
         num_prompt_tokens: int,
         detokenizer: IncrementalDetokenizer,
-        tool_calls: ToolCallParser | None,
+        reader: AnswerReader | None,
     ) -> Resumption:
         if begun is None or not begun.token_ids:
             return NOTHING
@@ -241,7 +248,7 @@ class InferenceServicer(InferenceServicerBase):  # type: ignore[misc]
             begun,
             self._compat_digest_of(begun.worker_kind),
             detokenizer,
-            tool_calls,
+            reader,
             max_tokens=min(params.max_tokens, model.max_model_len - num_prompt_tokens),
             stop_token_ids=_stop_token_ids(params, model),
         )

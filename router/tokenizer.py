@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -65,6 +65,7 @@ class Tokenizer:
         self.special_token_ids: frozenset[int] = frozenset(
             token_id for token_id, token in backend.get_added_tokens_decoder().items() if token.special
         )
+        self._added = frozenset(token.content for token in backend.get_added_tokens_decoder().values())
         self.vocab_size: int = backend.get_vocab_size(with_added_tokens=True)
         self._token_bytes = TokenBytes(backend)
 
@@ -115,6 +116,14 @@ class Tokenizer:
     def hides(self, text: str) -> bool:
         """Whether `text` is a token that `skip_special_tokens` leaves out."""
         return self._backend.token_to_id(text) in self.special_token_ids
+
+    def is_added(self, text: str) -> bool:
+        """Whether `text` is one token, added to those that other texts are cut into, special or not."""
+        return text in self._added
+
+    def hidden_ids(self, texts: Iterable[str]) -> frozenset[int]:
+        """Of those of `texts` that are such tokens."""
+        return self.special_token_ids.intersection(map(self._backend.token_to_id, texts))
 
     def token_bytes(self, token_id: int) -> bytes:
         """What a token stands for by itself, in UTF-8: a part of a character, maybe. Nothing for an id that the

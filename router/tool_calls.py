@@ -44,6 +44,7 @@ class Told:
 
     content: str = ""
     calls: list[pb.ToolCallDelta] = field(default_factory=list)
+    reasoning: str = ""
 
 
 class _State(enum.Enum):
@@ -131,9 +132,9 @@ class ToolCallParser:
         word = self._format.begin
         position = self._text.find(word)
         if position < 0:
-            num_held = _num_held(self._text, word)
-            self._tell(self._text[: len(self._text) - num_held])
-            self._text = self._text[len(self._text) - num_held :]
+            num_told = len(self._text) - num_held(self._text, word)
+            self._tell(self._text[:num_told])
+            self._text = self._text[num_told:]
             return False
         self._tell(self._text[:position])
         self._begin, self._text = word, self._text[position + len(word) :]
@@ -334,6 +335,6 @@ def _encodable(text: str) -> str:
     return text.encode(errors="replace").decode()
 
 
-def _num_held(text: str, word: str) -> int:
+def num_held(text: str, word: str) -> int:
     """How many characters at the end of `text` may be the beginning of `word`."""
     return next((n for n in range(min(len(text), len(word) - 1), 0, -1) if word.startswith(text[-n:])), 0)

@@ -74,11 +74,16 @@ class Tool:
 
 def format_of_template(source: str) -> ToolFormat | None:
     """The format that a chat template teaches. None: none that is known here."""
-    plain = _COMMENT.sub("", source).replace("\\", "")
+    plain = without_comments(source).replace("\\", "")
     for each in FORMATS.values():
         if each.known_by in plain and not any(other in plain for other in each.not_by):
             return each
     return None
+
+
+def without_comments(source: str) -> str:
+    """A chat template without what it says to people."""
+    return _COMMENT.sub("", source)
 
 
 LINES_BEFORE_TOOLS = 2

@@ -145,7 +145,7 @@ def tools_of(chat: pb.Chat, violations: Violations) -> tuple[Tool, ...]:
 
 
 def _check_schema(text: str, field: str, violations: Violations) -> dict[str, Any] | None:
-    schema = _object(text, field, violations)
+    schema = object_of(text, field, violations)
     if schema is None:
         return None
     kind = schema.get("type", "object")
@@ -184,6 +184,7 @@ def check_messages(
                 tool_calls=calls,
                 tool_call_id=message.tool_call_id,
                 name=name,
+                reasoning=message.reasoning,
             )
         )
     return tuple(checked)
@@ -202,14 +203,14 @@ def _check_calls(
         if not call.name:
             violations.append((f"{field}.name", "must not be empty"))
         said = call.arguments.strip() or "{}"
-        arguments = _object(said, f"{field}.arguments", violations, of_a_model=True)
+        arguments = object_of(said, f"{field}.arguments", violations, of_a_model=True)
         function = {"name": call.name, "arguments": arguments}
         calls.append({**({"id": call.id} if call.id else {}), "type": "function", "function": function})
     return tuple(calls)
 
 
-def _object(text: str, field: str, violations: Violations, *, of_a_model: bool = False) -> dict[str, Any] | None:
-    """`of_a_model`: which may say NaN, null and line breaks within texts, and may have been cut off."""
+def object_of(text: str, field: str, violations: Violations, *, of_a_model: bool = False) -> dict[str, Any] | None:
+    """Of a JSON text. `of_a_model`: which may say NaN, null and line breaks within texts, and may have been cut off."""
     try:
         value = json.loads(text, strict=not of_a_model, parse_constant=None if of_a_model else _no_number)
         value = {} if value is None and of_a_model else value

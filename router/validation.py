@@ -12,20 +12,21 @@ from __future__ import annotations
 import asyncio
 import uuid
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
 from google.protobuf.message import Message
 
 from protos import tandem_inference_pb2 as pb
-from router.chat_template import ChatMessage, ChatTemplate
+from router.chat_template import GIVEN_NAMES, ChatMessage, ChatTemplate
 from router.grammar_checker import GrammarChecker
 from router.model_info import ModelInfo
+from router.reasoning import opens_reasoning
 from router.resumption import BegunAnswer, begun_answers
 from router.sampling import Violations, check_in_vocabulary, check_sampling
 from router.structured_outputs import problem_of
 from router.tokenizer import Tokenizer
-from router.tools import NO_TOOLS, AskedTools, check_messages, check_tools
+from router.tools import NO_TOOLS, AskedTools, check_messages, check_tools, object_of
 from rpc.errors import InvalidRequest
 
 MAX_REQUEST_ID_CHARS = 128
@@ -33,9 +34,10 @@ MAX_PROMPT_LOGPROBS = 131_072
 """In one answer: 2 MB from a worker to a router, 3 MB to the client."""
 MAX_CACHE_SALT_CHARS = 128
 MAX_CHAT_MESSAGES = 8192
+MAX_TEMPLATE_KWARGS_BYTES = 65_536
 INLINE_RENDER_CHARS = 65_536
-"""Chats longer than this (32 characters counted for what the template adds to a message), and those with tools, are
-rendered in a thread."""
+"""Chats longer than this (32 characters counted for what the template adds to a message), and those with tools or
+variables for the template, are rendered in a thread."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +54,15 @@ class TokenIdsPrompt:
 class ChatPrompt:
     messages: tuple[ChatMessage, ...]
     asked: AskedTools = NO_TOOLS
+    variables: Mapping[str, Any] = field(default_factory=dict)
+    """For the template."""
+
+
+@dataclass(frozen=True, slots=True)
+class TokenizedPrompt:
+    token_ids: list[int]
+    opens_reasoning: bool = False
+    """A chat's template has begun what the model thinks."""
 
 
 Prompt: TypeAlias = TextPrompt | TokenIdsPrompt | ChatPrompt
@@ -85,6 +96,10 @@ class ValidatedRequest:
     @property
     def asked_tools(self) -> AskedTools:
         return self.prompt.asked if isinstance(self.prompt, ChatPrompt) else NO_TOOLS
+
+    @property
+    def is_chat(self) -> bool:
+        return isinstance(self.prompt, ChatPrompt)
 
     @property
     def prompt_field(self) -> str:
@@ -143,29 +158,33 @@ def validate(request: pb.GenerateRequest, model: ModelInfo) -> ValidatedRequest:
 
 async def tokenize_prompt(
     validated: ValidatedRequest, tokenizer: Tokenizer, chat_template: ChatTemplate | None
-) -> list[int]:
+) -> TokenizedPrompt:
     """Token ids of the prompt. Text gets the model's special tokens (bos); chats get those of the template alone.
 
     Raises `InvalidRequest` naming `chat` where the template refuses the messages. Long prompts leave the event loop.
     """
     match validated.prompt:
         case TokenIdsPrompt(token_ids):
-            return list(token_ids)
+            return TokenizedPrompt(list(token_ids))
         case TextPrompt(text):
-            return await tokenizer.encode_async(text, add_special_tokens=True)
-        case ChatPrompt(messages, asked):
+            return TokenizedPrompt(await tokenizer.encode_async(text, add_special_tokens=True))
+        case ChatPrompt(messages, asked, variables):
             assert chat_template is not None  # ModelInfo.has_chat_template
             tools = [tool.to_template() for tool in asked.tools]
             try:
-                num_chars = sum(len(message.role) + len(message.content) + 32 for message in messages)
-                has_tools = bool(tools) or any(message.tool_calls for message in messages)
-                if has_tools or num_chars > INLINE_RENDER_CHARS:
-                    text = await asyncio.to_thread(chat_template.render, messages, tools)
+                num_chars = sum(map(_num_chars, messages))
+                has_objects = bool(tools or variables) or any(message.tool_calls for message in messages)
+                if has_objects or num_chars > INLINE_RENDER_CHARS:
+                    text = await asyncio.to_thread(chat_template.render, messages, tools, variables)
                 else:
                     text = chat_template.render(messages)
             except ValueError as error:
                 raise InvalidRequest([("chat", str(error).removeprefix("chat: "))]) from error
-            return await tokenizer.encode_async(text, add_special_tokens=False)
+            return TokenizedPrompt(await tokenizer.encode_async(text, add_special_tokens=False), opens_reasoning(text))
+
+
+def _num_chars(message: ChatMessage) -> int:
+    return len(message.role) + len(message.content) + len(message.reasoning) + 32
 
 
 async def compile_grammar(params: pb.SamplingParams, checker: GrammarChecker, asked: AskedTools = NO_TOOLS) -> str:
@@ -253,7 +272,8 @@ def _check_prompt(request: pb.GenerateRequest, model: ModelInfo, violations: Vio
                 return ChatPrompt(())
             messages = check_messages(request.chat.messages, model, violations)
             _check_chat(messages, model, violations)
-            return ChatPrompt(messages, check_tools(request.chat, model, violations))
+            variables = _check_template_kwargs(request.chat.template_kwargs, violations)
+            return ChatPrompt(messages, check_tools(request.chat, model, violations), variables)
     violations.append(("prompt", "must be given: one of text, token_ids and chat"))
     return TextPrompt("")
 
@@ -274,6 +294,18 @@ def _check_chat(messages: tuple[ChatMessage, ...], model: ModelInfo, violations:
     position = next((i for i, message in enumerate(messages) if not message.role), None)
     if position is not None:
         violations.append((f"chat.messages[{position}].role", "must not be empty"))
+
+
+def _check_template_kwargs(text: str, violations: Violations) -> dict[str, Any]:
+    name = "chat.template_kwargs"
+    num_bytes = len(text.encode())
+    if num_bytes > MAX_TEMPLATE_KWARGS_BYTES:
+        violations.append((name, f"must have at most {MAX_TEMPLATE_KWARGS_BYTES} bytes, has {num_bytes}"))
+        return {}
+    variables = (object_of(text, name, violations) if text else None) or {}
+    if given := GIVEN_NAMES & variables.keys():
+        violations.append((name, f"may not say what {', '.join(sorted(given))} is: the template is given that"))
+    return variables
 
 
 def _with_form(params: pb.SamplingParams, asked: AskedTools, violations: Violations) -> pb.SamplingParams | None:

@@ -61,6 +61,7 @@ class ClusterArgs:
     chat_template: str = ""
     """A file. Empty: the model's own."""
     tool_call_parser: str = RouterArgs.tool_call_parser
+    reasoning_parser: str = RouterArgs.reasoning_parser
     metrics_port: int | None = None
     """Where the router shows its metrics, on its host; workers take the ports after it. 0: each a free one. None:
     nobody does. The gateway's are on its own port."""
@@ -89,6 +90,7 @@ class ClusterArgs:
             router: dict[str, Any] = {
                 "max_queue_tokens": self.max_queue_tokens,
                 "tool_call_parser": self.tool_call_parser,
+                "reasoning_parser": self.reasoning_parser,
             }
             RouterArgs(model=self.engine.model, **router, **shared)
             WorkerArgs(transport=self.transport, lease_ms=self.lease_ms, **shared)
@@ -148,6 +150,7 @@ def router_spec(args: ClusterArgs, folder: Path, redis_url: str) -> ProcessSpec:
             "--served-model-name", args.served_model_name,
             "--chat-template", args.chat_template,
             "--tool-call-parser", args.tool_call_parser,
+            "--reasoning-parser", args.reasoning_parser,
             "--metrics-listen", args.metrics_listen(ROUTER),
             *flags_of(args.policy),
             *NO_TLS,

@@ -27,7 +27,7 @@ from engine.model_loader import create_engine_config
 from engine.outputs import FinishReason, TokenLogprobs
 from engine.outputs import RequestOutput as StepOutput
 from protos import tandem_inference_pb2 as pb
-from router.chat_template import ChatMessage, ChatTemplate
+from router.chat_template import GIVEN_NAMES, ChatMessage, ChatTemplate
 from router.detokenizer import IncrementalDetokenizer
 from router.model_info import ModelInfo
 from router.sampling import Violations
@@ -143,19 +143,24 @@ class LLM:
         use_tqdm: bool = True,
         chat_template: str | None = None,
         tools: Sequence[Mapping[str, Any]] | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> list[RequestOutput]:
         """As `generate`, for one conversation or several, put through the model's chat template, or the one given as
-        text. `tools`: what it tells the model of, in OpenAI's shape; calls of them are in the answers' text."""
+        text. `tools`: what it tells the model of, in OpenAI's shape; calls of them are in the answers' text, and so is
+        what the model thinks. `chat_template_kwargs`: variables for the template."""
         template = self._chat_template
         if chat_template is not None:
             template = ChatTemplate(chat_template, variables=self._tokenizer.special_tokens)
         if template is None:
             raise ValueError(f"model {self.config.model.served_model_name!r} has no chat template: use generate")
         shown = self._tools(tools or (), template)
+        variables = dict(chat_template_kwargs or {})
+        if given := GIVEN_NAMES & variables.keys():
+            raise ValueError(f"chat_template_kwargs: may not say what {', '.join(sorted(given))} is")
         conversations: Any = [messages] if messages and isinstance(messages[0], Mapping) else messages
         prompts: list[tuple[str | None, list[int]]] = []
         for conversation in conversations:
-            text = template.render(self._messages(conversation, template), shown)
+            text = template.render(self._messages(conversation, template), shown, variables)
             prompts.append((text, self._tokenizer.encode(text, add_special_tokens=False)))
         return self._generate(prompts, sampling_params, use_tqdm)
 

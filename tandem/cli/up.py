@@ -14,6 +14,7 @@ import click
 from engine.config import EngineArgs
 from kv_transfer import TRANSPORTS
 from router.policy import PolicyConfig
+from router.reasoning import NONE, PARSERS
 from router.tool_formats import AUTO, FORMATS
 from rpc.entrypoint import LOG_LEVELS, build, options_of
 from tandem.cli.options import examples
@@ -57,6 +58,9 @@ def _option(flag: str, *names: str, **settings: Any) -> Callable[[Command], Comm
          help="A chat template (Jinja) to be used instead of the model's own.")  # fmt: skip
 @_option("--tool-call-parser", type=click.Choice([AUTO, *FORMATS]), default=AUTO,
          help="How the model writes calls of tools. auto: as its chat template teaches it.")  # fmt: skip
+@_option("--reasoning-parser", type=click.Choice([AUTO, *PARSERS, NONE]), default=AUTO,
+         help="How the model tells what it thinks from what it answers; none: not at all. auto: as its chat template "
+         "knows it.")  # fmt: skip
 @_option("--metrics-port", type=int, default=None,
          help="Where the router shows its Prometheus metrics; workers take the ports after it, in the order of their "
          "names. 0: free ports, which the logs name. Default: nowhere. The gateway has its own /metrics.")  # fmt: skip

@@ -74,7 +74,7 @@ def test_content_and_calls_add_up_to_what_was_said(
             told = calls.push(detokenizer.push(token_ids[:num_before]).text)
             said.append(pb.GenerateResponse(text=told.content, tool_calls=told.calls))
         messages = AnswerMessages(
-            request_id="r", sequence=0, prompt_token_ids=[1], detokenizer=detokenizer, tool_calls=calls,
+            request_id="r", sequence=0, prompt_token_ids=[1], detokenizer=detokenizer, reader=calls,
             num_tokens=num_before,
         )  # fmt: skip
         said.append(messages.delta(Emit(num_before, token_ids[num_before:], (), ()))[0])

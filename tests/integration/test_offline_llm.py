@@ -93,6 +93,16 @@ def test_a_chat_tells_of_tools_and_of_calls(llm: LLM) -> None:
         llm.chat([{"role": "user"}], GREEDY)
 
 
+def test_a_chat_has_variables_for_its_template(llm: LLM) -> None:
+    messages = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Yes.", "reasoning": "So."}]
+    template = "{{ style }}{% for m in messages %}{{ m.reasoning_content }}{{ m.content }}{% endfor %}"
+    asked: dict[str, Any] = {"chat_template": template, "chat_template_kwargs": {"style": "Dry:"}}
+    (answer,) = llm.chat(messages, GREEDY, **asked)
+    assert answer.prompt == "Dry:HiSo.Yes."
+    with pytest.raises(ValueError, match="chat_template_kwargs: may not say what messages, tools is"):
+        llm.chat(messages, GREEDY, chat_template_kwargs={"tools": [], "messages": []})
+
+
 def test_a_stop_string_ends_text_and_work(llm: LLM) -> None:
     prompt = "Count: one, two, three,"
     (free,) = llm.generate(prompt, GREEDY)

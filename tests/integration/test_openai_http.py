@@ -22,16 +22,16 @@ from router.tokenizer import Tokenizer
 from tandem.client import Client
 
 TEMPLATE = Path(__file__).parents[2] / "examples" / "templates" / "chatml_tools.jinja"
-SMALL = (
-    "--num-threads", "1", "--kv-cache-gib", "0.2", "--max-model-len", "2048", "--http-port", "0",
-    "--chat-template", str(TEMPLATE),
-)  # fmt: skip
+THINKING = "{{ {true: '<think>\n', false: '<think>\n\n</think>\n\n'}[enable_thinking] if enable_thinking is defined }}"
+SMALL = ("--num-threads", "1", "--kv-cache-gib", "0.2", "--max-model-len", "2048", "--http-port", "0")
 MESSAGES: list[Any] = [{"role": "user", "content": "What is the capital of France? Answer in one sentence."}]
 
 
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningCluster]:
-    with run_cluster(tmp_path_factory.mktemp("openai") / "log", *SMALL) as running:
+    folder = tmp_path_factory.mktemp("openai")
+    (folder / "template").write_text(TEMPLATE.read_text().rstrip("\n") + THINKING)
+    with run_cluster(folder / "log", *SMALL, "--chat-template", str(folder / "template")) as running:
         yield running
 
 
@@ -429,6 +429,61 @@ def test_calls_over_grpc_streamed_whole_and_several(cluster: RunningCluster) -> 
     assert all(len(answer.tool_calls) == 1 and not answer.text for answer in both)
     assert both[0].tool_calls[0].id != both[1].tool_calls[0].id
     assert both[0].to_dict()["tool_calls"] == [both[0].tool_calls[0].to_dict()]
+
+
+def test_a_model_thinks_before_it_answers_in_a_form(
+    cluster: RunningCluster, client: openai.OpenAI, model: str, model_folder: Path
+) -> None:
+    """One that was never taught to: it is pushed to say some words, and then the one that ends a thought."""
+    tokenizer = Tokenizer.from_folder(model_folder)
+    bias = dict.fromkeys(tokenizer.encode("Well so let us see"), 34) | dict.fromkeys(tokenizer.encode("</think>"), 30)
+    asked: dict[str, Any] = {
+        "model": model, "messages": ASKING, "seed": 3, "temperature": 1, "max_tokens": 500,
+        "frequency_penalty": 2, "logit_bias": {str(token_id): by for token_id, by in bias.items()},
+    }  # fmt: skip
+    form = {"regex": "(yes|no), [a-z]{3,20}"}
+    thinks = {"chat_template_kwargs": {"enable_thinking": True}}
+
+    def streamed(**body: Any) -> tuple[str, str, Any]:
+        thought, content, calls = "", "", []
+        for event in client.chat.completions.create(**asked, **body, stream=True):
+            delta = event.choices[0].delta
+            thought += getattr(delta, "reasoning", None) or ""
+            content += delta.content or ""
+            calls += delta.tool_calls or []
+        return thought, content, "".join(piece.function.arguments for piece in calls)
+
+    held = {"extra_body": {**thinks, "structured_outputs": form}}
+    message = client.chat.completions.create(**asked, **held).choices[0].message
+    assert re.fullmatch(form["regex"], message.content or "")
+    assert message.model_extra is not None
+    assert message.model_extra["reasoning"]
+    assert streamed(**held) == (message.model_extra["reasoning"], message.content, "")
+    thought, content, arguments = streamed(tools=TOOLS, tool_choice="required", parallel_tool_calls=False, **{
+        "extra_body": thinks})  # fmt: skip
+    assert (bool(thought), content) == (True, "")
+    assert set(json.loads(arguments)) == {"city", "unit"}
+    for body in ({"structured_outputs": form, "chat_template_kwargs": {"enable_thinking": False}},
+                 {"structured_outputs": form}):  # fmt: skip
+        told = streamed(extra_body=body)
+        assert not told[0]
+        assert re.fullmatch(form["regex"], told[1])
+    with Client(cluster.address) as grpc_client:
+        assert grpc_client.model_info().reasoning_parser == "qwen3"
+        answer = grpc_client.generate(
+            ASKING,
+            seed=3,
+            temperature=1,
+            max_tokens=500,
+            frequency_penalty=2,
+            logit_bias=bias,
+            structured_outputs=form,
+            **thinks,
+        )
+        assert (answer.reasoning, answer.text) == (message.model_extra["reasoning"], message.content)
+        assert answer.to_dict()["reasoning"] == answer.reasoning
+        # What was thought is no part of a completion, which is as it is.
+        assert not grpc_client.generate("<think>", max_tokens=3, temperature=0).reasoning
 
 
 def test_calls_or_an_object(client: openai.OpenAI, model: str) -> None:

@@ -19,6 +19,7 @@ from rpc.errors import DeadlinePassed, InvalidRequest, NoWorker, Overloaded, Unr
 from tandem.answer import Answer, message_to_dict
 from tandem.cli import COMMANDS, command, main
 from tandem.cli.errors import explain
+from tandem.client import Client
 from tandem.demo import describe
 from tandem.tables import (
     Table,
@@ -214,6 +215,9 @@ def test_without_a_router_there_is_one_readable_line(command: list[str]) -> None
         (["generate", "x", "--timeout-s", "0"], "--timeout-s"),
         (["generate", "-", "--json-schema", "-"], "--json-schema: stdin is PROMPT already"),
         (["generate", "x", "--timeout-s", "nan"], "'--timeout-s': nan is no number"),
+        (["generate", "x", "--chat-template-kwargs", "{"], "--chat-template-kwargs: is not JSON"),
+        (["generate", "x", "--chat-template-kwargs", "[1]"], "--chat-template-kwargs: must be a JSON object, is [1]"),
+        (["up", "--reasoning-parser", "r1"], "'r1' is not one of 'auto', 'qwen3', 'deepseek_r1', 'none'"),
         (["up", "--decode", "0"], "--decode must be at least 1, is 0"),
         (["up", "--aggregated", "--prefill", "2"], "--aggregated starts no prefill workers"),
         (["up", "--max-model-len", "1"], "--max-model-len must be at least 2"),
@@ -252,6 +256,29 @@ def test_a_schema_may_begin_with_a_mark_of_its_bytes_order(tmp_path: Path, monke
     (tmp_path / "schema.json").write_text('{"type": "null"}', encoding="utf-8-sig")
     CliRunner().invoke(main, ["generate", "hi", "--json-schema", str(tmp_path / "schema.json")])
     assert asked == [{"json": '{"type": "null"}'}]
+
+
+@pytest.mark.parametrize(("text", "shown"), [("Two.", "So then.\n\n"), ("", "So then.\n")])
+def test_what_is_thought_is_shown_and_is_no_output(monkeypatch: pytest.MonkeyPatch, text: str, shown: str) -> None:
+    asked: list[tuple[Any, dict[str, Any]]] = []
+
+    class Answering(Client):
+        def stream(self, prompt: Any, **sampling: Any) -> Any:
+            asked.append((prompt, sampling))
+            yield pb.GenerateResponse(reasoning="So")
+            yield pb.GenerateResponse(reasoning=" then.", text=text[:1])
+            yield pb.GenerateResponse(text=text[1:])
+
+    monkeypatch.setattr(importlib.import_module("tandem.cli.generate"), "Client", Answering)
+    command = ["generate", "1+1?", "--chat-template-kwargs", '{"enable_thinking": true}']
+    result = CliRunner().invoke(main, command)
+    assert (result.exit_code, result.stdout) == (0, f"{text}\n" if text else "")
+    assert result.stderr == shown, "plain where it is no terminal"
+    ((prompt, sampling),) = asked
+    assert prompt == [{"role": "user", "content": "1+1?"}]
+    assert sampling["chat_template_kwargs"] == {"enable_thinking": True}
+    coloured = CliRunner().invoke(main, command, color=True)
+    assert coloured.stderr.startswith("\x1b[2mSo\x1b[0m")
 
 
 def test_settings_come_from_the_environment_too(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -301,14 +301,18 @@ async def test_text_gets_bos_and_chats_get_what_the_template_writes() -> None:
     template = ChatTemplate("<s>{% for m in messages %}{{ m.role }}:{{ m.content }}{% endfor %}")
     text = validate(pb.GenerateRequest(text="hi"), MODEL)
     assert (
-        await tokenize_prompt(text, tokenizer, None) == tokenizer.encode("hi") == [256, *tokenizer.encode("hi", False)]
+        (await tokenize_prompt(text, tokenizer, None)).token_ids
+        == tokenizer.encode("hi")
+        == [256, *tokenizer.encode("hi", False)]
     )
     ids = validate(pb.GenerateRequest(token_ids=pb.TokenIds(ids=[7, 8])), MODEL)
-    assert await tokenize_prompt(ids, tokenizer, None) == [7, 8]
+    assert (await tokenize_prompt(ids, tokenizer, None)).token_ids == [7, 8]
     chat = validate(pb.GenerateRequest(chat=pb.Chat(messages=[pb.ChatMessage(role="u", content="x")])), MODEL)
-    assert await tokenize_prompt(chat, tokenizer, template) == [256, *tokenizer.encode("u:x", False)]
+    assert (await tokenize_prompt(chat, tokenizer, template)).token_ids == [256, *tokenizer.encode("u:x", False)]
     long = pb.Chat(messages=[pb.ChatMessage(role="u", content="x" * (validation.INLINE_RENDER_CHARS + 1))])
-    num_tokens = len(await tokenize_prompt(validate(pb.GenerateRequest(chat=long), MODEL), tokenizer, template))
+    num_tokens = len(
+        (await tokenize_prompt(validate(pb.GenerateRequest(chat=long), MODEL), tokenizer, template)).token_ids
+    )
     assert num_tokens == validation.INLINE_RENDER_CHARS + 1 + len("u:") + 1
 
 

@@ -1,0 +1,202 @@
+"""What a model thinks before it answers, told apart from the answer as it comes: `<think>…</think>answer`. Pure.
+
+    text ──> START ── <think> ──> THOUGHT ── </think> ──> GAP ── text ──> ANSWER ──> calls of tools, and content
+               └─ anything else ─────────────────────────────────────────────^
+
+Where the prompt's text ends with an opened `<think>`, as some chat templates have it, an answer begins in THOUGHT. What
+is told depends on the text so far alone, however it is cut into pieces: an answer that goes on at another router goes
+on here, too. White space at the edges of what is thought, and before what follows it, is neither. Only the first block
+counts; an answer that ends within it is all thought.
+"""
+
+from __future__ import annotations
+
+import enum
+import json
+from dataclasses import dataclass
+
+from router.tool_calls import Told, ToolCallParser, num_held
+from router.tool_formats import without_comments
+
+BEGIN, END = "<think>", "</think>"
+PARSERS = ("qwen3", "deepseek_r1")
+"""vLLM's names. Here both are read alike: how an answer begins is seen, not known by the name."""
+NONE = "none"
+THOUGHT_ENDED_BY_TEXT = r"""start: THOUGHT GAP @form
+THOUGHT: /(?s:.*)<\/think>/ & ~/(?s:.*)<\/think>(?s:.+)/
+GAP: /\n{0,2}/
+"""
+THOUGHT_ENDED_BY_TOKEN = r"""start: THOUGHT </think> GAP @form
+THOUGHT: /(?s:.*)/ & ~/(?s:.*)<\/think>(?s:.*)/
+GAP: /\n{0,2}/
+"""
+"""llguidance knows a token that was added to a vocabulary by its name alone. Spelled in other tokens it would end the
+thought for whoever reads the text, and not for the grammar: so it may not be."""
+
+
+def parser_of_template(source: str) -> str:
+    """The one of the models that a chat template is for. Empty: it knows nothing of thoughts."""
+    plain = without_comments(source)
+    if END not in plain:
+        return ""
+    return "qwen3" if "enable_thinking" in plain else "deepseek_r1"
+
+
+def opens_reasoning(prompt: str) -> bool:
+    """Whether an answer to `prompt` begins with what the model thinks."""
+    return prompt.rstrip().endswith(BEGIN)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Reasoning:
+    """Of the answers to one prompt."""
+
+    is_read: bool = False
+    """What is thought is told apart. Not so: all is content."""
+    is_open: bool = False
+    """The prompt has begun it."""
+
+    def grammar(self, form: str, *, is_end_added: bool) -> str:
+        """Of answers whose content `form` holds to one (as workers go by it), and which may think before, where the
+        prompt has begun that. `is_end_added`: the word that ends it is a token by itself. In Lark, as llguidance reads
+        it. No lazy rules, so that guesses can be taken back."""
+        if not form or not self.is_open:
+            return form
+        known = json.loads(form)["grammars"] if form.startswith("{") else [{"lark_grammar": form}]
+        (held,) = known
+        lines = THOUGHT_ENDED_BY_TOKEN if is_end_added else THOUGHT_ENDED_BY_TEXT
+        return json.dumps({"grammars": [{"lark_grammar": lines}, {**held, "name": "form"}]})
+
+    @property
+    def words(self) -> tuple[str, ...]:
+        """That tell it from other text."""
+        return (BEGIN, END) if self.is_read else ()
+
+    def reader(self, calls: ToolCallParser | None) -> AnswerReader | None:
+        """Of one answer, which `calls` are read in. None: there is nothing to be read in it."""
+        return ReasoningParser(is_open=self.is_open, calls=calls) if self.is_read else calls
+
+
+NO_REASONING = Reasoning()
+
+
+def reasoning_of(is_read: bool, is_open: bool, *, has_form: bool) -> Reasoning:
+    """`has_form`: the answers are held to one, which is all that they say, unless the prompt has begun a thought."""
+    if not is_read or (has_form and not is_open):
+        return NO_REASONING
+    return Reasoning(is_read=True, is_open=is_open)
+
+
+class _State(enum.Enum):
+    START = enum.auto()
+    THOUGHT = enum.auto()
+    GAP = enum.auto()
+    ANSWER = enum.auto()
+
+
+class ReasoningParser:
+    """Of one answer. `is_open`: it begins with what is thought. `calls`: reads what follows."""
+
+    def __init__(self, *, is_open: bool, calls: ToolCallParser | None = None) -> None:
+        self._calls = calls
+        self._state = _State.THOUGHT if is_open else _State.START
+        self._space: list[str] = []
+        """White space before `_text`: told, if text follows that is of the same kind."""
+        self._text = ""
+        """Not told yet."""
+        self._has_thought = False
+        self._reasoning: list[str] = []
+        self._answer: list[str] = []
+
+    def push(self, text: str) -> Told:
+        """What is new with `text`."""
+        self._text += text
+        while self._step():
+            pass
+        return self._told()
+
+    def finish(self) -> Told:
+        """The answer is over: what looked like the beginning of a word was none."""
+        rest = "".join((*self._space, self._text))
+        if self._state is _State.START:
+            self._answer.append(rest)
+        elif self._state is _State.THOUGHT and self._text:
+            self._reasoning.append(rest)
+        self._space, self._text = [], ""
+        told = self._told()
+        if self._calls is not None:
+            last = self._calls.finish()
+            told = Told(told.content + last.content, [*told.calls, *last.calls], told.reasoning)
+        return told
+
+    def _told(self) -> Told:
+        reasoning, answer = "".join(self._reasoning), "".join(self._answer)
+        self._reasoning, self._answer = [], []
+        told = Told(answer) if self._calls is None else self._calls.push(answer)
+        told.reasoning = reasoning
+        return told
+
+    def _step(self) -> bool:
+        """Whether there may be more to do."""
+        match self._state:
+            case _State.START:
+                return self._read_start()
+            case _State.THOUGHT:
+                return self._read_thought()
+            case _State.GAP:
+                return self._read_gap()
+            case _State.ANSWER:
+                self._answer.append(self._text)
+                self._text = ""
+                return False
+
+    def _read_start(self) -> bool:
+        stripped = self._text.lstrip()
+        if len(stripped) < len(self._text):
+            self._space.append(self._text[: len(self._text) - len(stripped)])
+            self._text = stripped
+        if stripped.startswith(BEGIN):
+            self._text = stripped[len(BEGIN) :]
+            self._state = _State.THOUGHT
+        elif BEGIN.startswith(stripped):
+            return False
+        else:
+            self._answer += self._space
+            self._state = _State.ANSWER
+        self._space = []
+        return True
+
+    def _read_thought(self) -> bool:
+        position = self._text.find(END)
+        if position < 0:
+            position = len(self._text) - num_held(self._text, END)
+            self._think(self._text[:position])
+            self._text = self._text[position:]
+            return False
+        self._think(self._text[:position])
+        self._space = []
+        self._text = self._text[position + len(END) :]
+        self._state = _State.GAP
+        return True
+
+    def _think(self, text: str) -> None:
+        """All but the white space at its end, which is held, and at the very beginning."""
+        if not self._has_thought:
+            text = text.lstrip()
+        said = text.rstrip()
+        if said:
+            self._reasoning += [*self._space, said]
+            self._space = []
+            self._has_thought = True
+        if len(said) < len(text):
+            self._space.append(text[len(said) :])
+
+    def _read_gap(self) -> bool:
+        self._text = self._text.lstrip()
+        if self._text:
+            self._state = _State.ANSWER
+        return bool(self._text)
+
+
+AnswerReader = ToolCallParser | ReasoningParser
+"""Takes an answer's text; tells what of it is of which kind."""
