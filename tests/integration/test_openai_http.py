@@ -23,7 +23,10 @@ from tandem.client import Client
 
 TEMPLATE = Path(__file__).parents[2] / "examples" / "templates" / "chatml_tools.jinja"
 THINKING = "{{ {true: '<think>\n', false: '<think>\n\n</think>\n\n'}[enable_thinking] if enable_thinking is defined }}"
-SMALL = ("--num-threads", "1", "--kv-cache-gib", "0.2", "--max-model-len", "2048", "--http-port", "0")
+SMALL = (
+    "--num-threads", "1", "--kv-cache-gib", "0.2", "--max-model-len", "2048", "--http-port", "0",
+    "--reasoning-parser", "deepseek_r1",
+)  # fmt: skip
 MESSAGES: list[Any] = [{"role": "user", "content": "What is the capital of France? Answer in one sentence."}]
 
 
@@ -469,7 +472,7 @@ def test_a_model_thinks_before_it_answers_in_a_form(
         assert not told[0]
         assert re.fullmatch(form["regex"], told[1])
     with Client(cluster.address) as grpc_client:
-        assert grpc_client.model_info().reasoning_parser == "qwen3"
+        assert grpc_client.model_info().reasoning_parser == "deepseek_r1"
         answer = grpc_client.generate(
             ASKING,
             seed=3,

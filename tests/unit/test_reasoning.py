@@ -30,6 +30,7 @@ from router.tokenizer import Tokenizer
 from router.tool_calls import ToolCallParser
 from router.tool_formats import FORMATS
 from router.validation import MAX_TEMPLATE_KWARGS_BYTES, ChatPrompt, tokenize_prompt, validate
+from tandem.cluster_args import ClusterArgs
 from tandem.messages import generate_request
 
 Outcome = tuple[str, str, list[str]]
@@ -155,7 +156,7 @@ def message_of(reader: ReasoningParser, detokenizer: IncrementalDetokenizer, num
 
 
 def test_an_answer_is_taken_up_at_any_token() -> None:
-    tokenizer, text = Tokenizer(grammar_cases.tokenizer()), f"<think>\nSo é.\n</think>\n{CALL} Yes </"
+    tokenizer, text = Tokenizer(grammar_cases.tokenizer()), f"<think>\nSo é.\n</think>\n{CALL} Yes <tool"
     token_ids = tokenizer.encode(text, False)
     whole = parse(False, [text], has_tools=True)
     assert whole[0] == "So é."
@@ -176,6 +177,14 @@ def test_an_answer_is_taken_up_at_any_token() -> None:
         pieces = [piece for each in parts for piece in each.tool_calls]
         assert "".join(piece.arguments for piece in pieces) == whole[2][0]
         assert last.usage.completion_tokens == len(token_ids)
+
+
+def test_what_an_end_cuts_off_comes_with_the_last_message() -> None:
+    tokenizer = Tokenizer(grammar_cases.tokenizer())
+    messages = message_of(parser(True), IncrementalDetokenizer(tokenizer), 0)
+    said, _ = messages.delta(Emit(0, tokenizer.encode("So </th", False), (), ()))
+    last = messages.last(pb.FINISH_REASON_LENGTH, num_cached_tokens=0, timings=pb.Timings())
+    assert (said.reasoning, last.reasoning, last.text) == ("So", " </th", "")
 
 
 async def test_an_answer_in_one_message_has_all_of_the_thought() -> None:
@@ -302,6 +311,8 @@ def test_another_parser_is_named_with_those_there_are() -> None:
         assert RouterArgs(model="m", reasoning_parser=known).reasoning_parser == known
     with pytest.raises(ValueError, match="reasoning_parser must be one of auto, qwen3, deepseek_r1, none, is 'r1'"):
         RouterArgs(model="m", reasoning_parser="r1")
+    with pytest.raises(ValueError, match="--reasoning-parser must be one of auto, qwen3, deepseek_r1, none, is 'r1'"):
+        ClusterArgs(reasoning_parser="r1")
 
 
 # -- variables for templates ------------------------------------------------------------------------------------------
@@ -352,7 +363,7 @@ def test_variables_reach_the_template_and_no_other_request() -> None:
     assert not validate(generate_request(HI), MODEL).prompt.variables  # type: ignore[union-attr]
 
 
-@pytest.mark.parametrize("given", [[1], "a", {"a": {1}}, {"a": object()}])
+@pytest.mark.parametrize("given", [[1], [["a", 1]], "a", {"a": {1}}, {"a": object()}])
 def test_variables_that_are_no_json_are_refused_by_the_client(given: Any) -> None:
     with pytest.raises(ValueError, match="chat_template_kwargs: must be a JSON object"):
         generate_request(HI, chat_template_kwargs=given)
