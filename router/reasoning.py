@@ -58,8 +58,7 @@ class Reasoning:
 
     def grammar(self, form: str, *, is_end_added: bool) -> str:
         """Of answers whose content `form` holds to one (as workers go by it), and which may think before, where the
-        prompt has begun that. `is_end_added`: the word that ends it is a token by itself. In Lark, as llguidance reads
-        it. No lazy rules, so that guesses can be taken back."""
+        prompt has begun that. `is_end_added`: the word that ends it is a token by itself. As llguidance reads it."""
         if not form or not self.is_open:
             return form
         known = json.loads(form)["grammars"] if form.startswith("{") else [{"lark_grammar": form}]
