@@ -103,7 +103,9 @@ def _template_kwargs(given: object) -> str:
     try:
         if not isinstance(given, Mapping):
             raise TypeError(f"is {given!r:.200}")
-        return json.dumps(dict(given))
+        text = json.dumps(dict(given), ensure_ascii=False)  # its bytes are counted
+        text.encode()
+        return text
     except (TypeError, ValueError, RecursionError) as error:
         raise ValueError(f"chat_template_kwargs: must be a JSON object: {error}") from error
 

@@ -363,6 +363,13 @@ def test_variables_reach_the_template_and_no_other_request() -> None:
     assert not validate(generate_request(HI), MODEL).prompt.variables  # type: ignore[union-attr]
 
 
+def test_variables_are_counted_in_the_bytes_of_their_characters() -> None:
+    given = {"a": "é" * 12_000}
+    template_kwargs = generate_request(HI, chat_template_kwargs=given).chat.template_kwargs
+    assert json.loads(template_kwargs) == given
+    assert len(template_kwargs.encode()) < 25_000
+
+
 @pytest.mark.parametrize("given", [[1], [["a", 1]], "a", {"a": {1}}, {"a": object()}])
 def test_variables_that_are_no_json_are_refused_by_the_client(given: Any) -> None:
     with pytest.raises(ValueError, match="chat_template_kwargs: must be a JSON object"):
