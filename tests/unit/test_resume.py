@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 from test_detokenizer import SAMPLES, byte_level_tokenizer
+from test_validation import MODEL, violations_of
 
 from protos import tandem_inference_pb2 as pb
 from router.detokenizer import IncrementalDetokenizer
 from router.resumption import BegunAnswer, kind_name, resumption_of
+from router.validation import check_prompt_length, validate
 from rpc.errors import (
     DeadlinePassed,
     Draining,
@@ -201,6 +205,90 @@ def test_clients_of_a_lost_router_do_not_come_back_all_at_once() -> None:
 
 
 # -- the router's side ----------------------------------------------------------------------------------------------
+
+SEVERAL = pb.SamplingParams(temperature=0, n=2)
+COMPLETE = [pb.AnswerSoFar(sequence=sequence, is_complete=True) for sequence in range(2)]
+
+
+@pytest.mark.parametrize(
+    ("request_fields", "field", "description"),
+    [
+        (
+            {"text": "x", "sampling_params": SEVERAL, "answers_so_far": [pb.AnswerSoFar(sequence=2, token_ids=[5])]},
+            "answers_so_far[0].sequence",
+            "must be less than n=2, is 2",
+        ),
+        (
+            {"text": "x", "sampling_params": SEVERAL, "answers_so_far": [pb.AnswerSoFar(token_ids=[5])] * 2},
+            "answers_so_far[1].sequence",
+            "must be another than those before, is 0 again",
+        ),
+        (
+            {"text": "x", "sampling_params": SEVERAL, "answers_so_far": [pb.AnswerSoFar(sequence=9)] * 3},
+            "answers_so_far",
+            "may hold n=2 answers, has 3",
+        ),
+        (
+            {"text": "x", "sampling_params": SEVERAL, "answers_so_far": COMPLETE},
+            "answers_so_far",
+            "must leave something to go on with: all 2 answers are complete",
+        ),
+        (
+            {"text": "x", "sampling_params": SEVERAL, "answers_so_far": COMPLETE[:1], "worker_kind": "k"},
+            "answers_so_far",
+            "must be empty beside output_token_ids and worker_kind, which are those of one answer",
+        ),
+        (
+            {
+                "text": "x",
+                "sampling_params": SEVERAL,
+                "answers_so_far": [COMPLETE[0], pb.AnswerSoFar(sequence=1, token_ids=[5, 1000])],
+            },
+            "answers_so_far[1].token_ids",
+            "ids must be below the vocabulary's size 1000, is 1000 at 1",
+        ),
+        (
+            {
+                "text": "x",
+                "sampling_params": SEVERAL,
+                "answers_so_far": [pb.AnswerSoFar(token_ids=[5] * 100, worker_kind="k")],
+            },
+            "answers_so_far[0].token_ids",
+            "may hold 99 ids (the context of 100), has 100",
+        ),
+        (
+            {
+                "text": "x",
+                "sampling_params": SEVERAL,
+                "answers_so_far": [pb.AnswerSoFar(token_ids=[5], worker_kind="k" * 65)],
+            },
+            "answers_so_far[0].worker_kind",
+            "must be at most 64 characters, has 65",
+        ),
+        (
+            {"text": "x", "sampling_params": pb.SamplingParams(n=2), "answers_so_far": COMPLETE[:1]},
+            "sampling_params.seed",
+            "must be given with answers_so_far, unless temperature is 0: the one that they were drawn with",
+        ),
+    ],
+)
+def test_several_answers_that_cannot_go_on(request_fields: dict[str, Any], field: str, description: str) -> None:
+    assert violations_of(pb.GenerateRequest(**request_fields)) == {field: description}
+
+
+def test_several_answers_go_on_those_that_are_complete_do_not() -> None:
+    so_far = [
+        pb.AnswerSoFar(sequence=2, token_ids=[5, 6], worker_kind="k"),
+        pb.AnswerSoFar(sequence=0, is_complete=True),
+    ]
+    request = pb.GenerateRequest(text="x", sampling_params=pb.SamplingParams(n=4, temperature=0), answers_so_far=so_far)
+    validated = validate(request, MODEL)
+    assert validated.open_sequences == [1, 2, 3]
+    assert (validated.begun[2].token_ids, validated.begun[2].worker_kind) == ((5, 6), "k")
+    check_prompt_length(validated, 98, MODEL)
+    with pytest.raises(InvalidRequest, match=r"answers_so_far\[0\].token_ids: may hold 1 ids beside a prompt of 99"):
+        check_prompt_length(validated, 99, MODEL)
+
 
 TOKENIZER = byte_level_tokenizer()
 EOS = 2

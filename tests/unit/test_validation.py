@@ -49,8 +49,6 @@ def violations_of(request: pb.GenerateRequest, model: ModelInfo = MODEL) -> dict
 
 
 GREEDY = pb.SamplingParams(temperature=0)
-SEVERAL = pb.SamplingParams(temperature=0, n=2)
-COMPLETE = [pb.AnswerSoFar(sequence=sequence, is_complete=True) for sequence in range(2)]
 
 
 def text_request(**params: Any) -> pb.GenerateRequest:
@@ -162,63 +160,6 @@ def test_bounds_themselves_are_allowed(params: dict[str, Any]) -> None:
             {"text": "x", "sampling_params": pb.SamplingParams(seed=3, n=2), "output_token_ids": [5]},
             "sampling_params.n",
             "must be 1 with output_token_ids, is 2: several answers go on by answers_so_far",
-        ),
-        (
-            {"text": "x", "sampling_params": SEVERAL, "answers_so_far": [pb.AnswerSoFar(sequence=2, token_ids=[5])]},
-            "answers_so_far[0].sequence",
-            "must be less than n=2, is 2",
-        ),
-        (
-            {"text": "x", "sampling_params": SEVERAL, "answers_so_far": [pb.AnswerSoFar(token_ids=[5])] * 2},
-            "answers_so_far[1].sequence",
-            "must be another than those before, is 0 again",
-        ),
-        (
-            {"text": "x", "sampling_params": SEVERAL, "answers_so_far": [pb.AnswerSoFar(sequence=9)] * 3},
-            "answers_so_far",
-            "may hold n=2 answers, has 3",
-        ),
-        (
-            {"text": "x", "sampling_params": SEVERAL, "answers_so_far": COMPLETE},
-            "answers_so_far",
-            "must leave something to go on with: all 2 answers are complete",
-        ),
-        (
-            {"text": "x", "sampling_params": SEVERAL, "answers_so_far": COMPLETE[:1], "worker_kind": "k"},
-            "answers_so_far",
-            "must be empty beside output_token_ids and worker_kind, which are those of one answer",
-        ),
-        (
-            {
-                "text": "x",
-                "sampling_params": SEVERAL,
-                "answers_so_far": [COMPLETE[0], pb.AnswerSoFar(sequence=1, token_ids=[5, 1000])],
-            },
-            "answers_so_far[1].token_ids",
-            "ids must be below the vocabulary's size 1000, is 1000 at 1",
-        ),
-        (
-            {
-                "text": "x",
-                "sampling_params": SEVERAL,
-                "answers_so_far": [pb.AnswerSoFar(token_ids=[5] * 100, worker_kind="k")],
-            },
-            "answers_so_far[0].token_ids",
-            "may hold 99 ids (the context of 100), has 100",
-        ),
-        (
-            {
-                "text": "x",
-                "sampling_params": SEVERAL,
-                "answers_so_far": [pb.AnswerSoFar(token_ids=[5], worker_kind="k" * 65)],
-            },
-            "answers_so_far[0].worker_kind",
-            "must be at most 64 characters, has 65",
-        ),
-        (
-            {"text": "x", "sampling_params": pb.SamplingParams(n=2), "answers_so_far": COMPLETE[:1]},
-            "sampling_params.seed",
-            "must be given with answers_so_far, unless temperature is 0: the one that they were drawn with",
         ),
         (
             {"text": "x", "output_token_ids": [5]},
@@ -364,20 +305,6 @@ def test_logprobs_of_a_long_prompt_are_bounded_in_all() -> None:
         bound = "each with 20 alternatives and itself makes 131082 numbers, there may be 131072"
         with pytest.raises(InvalidRequest, match=bound):
             check_prompt_length(validated, num_tokens, model)
-
-
-def test_several_answers_go_on_those_that_are_complete_do_not() -> None:
-    so_far = [
-        pb.AnswerSoFar(sequence=2, token_ids=[5, 6], worker_kind="k"),
-        pb.AnswerSoFar(sequence=0, is_complete=True),
-    ]
-    request = pb.GenerateRequest(text="x", sampling_params=pb.SamplingParams(n=4, temperature=0), answers_so_far=so_far)
-    validated = validate(request, MODEL)
-    assert validated.open_sequences == [1, 2, 3]
-    assert (validated.begun[2].token_ids, validated.begun[2].worker_kind) == ((5, 6), "k")
-    check_prompt_length(validated, 98, MODEL)
-    with pytest.raises(InvalidRequest, match=r"answers_so_far\[0\].token_ids: may hold 1 ids beside a prompt of 99"):
-        check_prompt_length(validated, 99, MODEL)
 
 
 def test_what_an_answer_has_already_shares_the_context() -> None:
