@@ -37,4 +37,4 @@ class Executor:
 
     def launch(self, output: SchedulerOutput) -> SampledTokens:
         """Begin to compute one step, before `Scheduler.begin` counts it; after it at most one other is in flight."""
-        return self._worker.launch(output)
+        return self._worker.launch(output, self._worker.prepare(output))

@@ -18,16 +18,17 @@ from __future__ import annotations
 
 import mmap
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from engine.config import ModelConfig
 from engine.float8 import FLOAT8, saturated_float8
-from engine.to_device import integers, to_device
+from engine.to_device import to_device
 
 KV_ORDER = "layer block kv head slot dim"
 """The pool's axes, outermost first, in the words of `KVLayout.order`."""
@@ -151,15 +152,16 @@ def as_movable(pool: torch.Tensor) -> torch.Tensor:
     return pool.view(torch.uint8) if pool.dtype == torch.float8_e4m3fn else pool
 
 
-def copy_blocks(pool: torch.Tensor, pairs: Sequence[tuple[int, int]]) -> None:
-    """Copy, in all layers, each pair's first block over its second. All are read before any is written."""
-    sources, destinations = zip(*pairs, strict=True)
+def copy_blocks(pool: torch.Tensor, pairs: npt.ArrayLike) -> None:
+    """Copy, in all layers, each pair's first block over its second. All are read before any is written.
+    `pairs`: [pairs, 2] integers."""
+    sources, destinations = np.array(pairs, dtype=np.int64).T.copy()
     pool = as_movable(pool)
-    copied = pool.index_select(1, integers(sources, pool.device))
-    pool.index_copy_(1, integers(destinations, pool.device), copied)
+    copied = pool.index_select(1, to_device(sources, pool.device))
+    pool.index_copy_(1, to_device(destinations, pool.device), copied)
 
 
-def clear_blocks(pool: torch.Tensor, block_ids: Sequence[int]) -> None:
+def clear_blocks(pool: torch.Tensor, block_ids: npt.ArrayLike) -> None:
     """Zero these blocks in all layers."""
     num_layers, num_blocks = pool.shape[:2]
     # As rows: across layers, torch would split a pool of tens of gigabytes into as many launches as it has times 2**31.

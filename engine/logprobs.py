@@ -3,8 +3,8 @@ and behind `prompt_logprobs`.
 
     logits ──RawLogits.of──> copied, of rows that ask ──(the sampler changes the logits and chooses)──> `logprobs`
            ──> SampledLogprobs, on the device ──> SampledTokens copies them to the host ──> `read` ──> outputs
-    what comes out of the last layer for a prompt's tokens ──> `prompt_logprobs`, from logits of some rows at a time
-           ──> PromptLogprobs, on the device ──> the same way
+    what comes out of the last layer for a prompt's tokens ──> `told_logits`, of some rows at a time
+           ──> `prompt_logprobs` ──> PromptLogprobs, on the device ──> the same way
 
 Owns nothing. Nothing is read back from a device before `read`, which is for tensors on the host.
 
@@ -16,7 +16,7 @@ Shapes: S sampling sequences, R of them that ask, K the most alternatives that o
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 
@@ -25,6 +25,7 @@ import torch
 
 from engine.outputs import Logprob, TokenLogprobs
 from engine.sequence import SchedulerOutput, Sequence
+from engine.step_input import StepInput
 from engine.to_device import integers
 
 ROWS_AT_A_TIME = 16
@@ -128,28 +129,32 @@ class RawLogits:
         return SampledLogprobs(self.seqs, _look_up(self.logits, token_ids_S.index_select(0, self.rows), num_top))
 
 
-def prompt_logprobs(
-    output: SchedulerOutput, x_TD: torch.Tensor, compute_logits: Callable[[torch.Tensor], torch.Tensor]
-) -> list[PromptLogprobs]:
-    """Of the prompts in `output` that ask: after the positions in `ScheduledSequence.told`.
+def told_logits(
+    step: StepInput, x_TD: torch.Tensor, compute_logits: Callable[[torch.Tensor], torch.Tensor]
+) -> Iterator[torch.Tensor]:
+    """Of the rows in `StepInput.told_rows`, in order, at most so many at a time.
 
-    `x_TD`: for all tokens of the step, in order, what `compute_logits` makes logits of.
+    `x_TD`: for all tokens of the step, what `compute_logits` makes logits of.
     """
+    for row, num_rows in step.told_rows.tolist():
+        for x_RD in torch.split(x_TD[row : row + num_rows], PROMPT_ROWS_AT_A_TIME):
+            yield compute_logits(x_RD)
+
+
+def prompt_logprobs(output: SchedulerOutput, told: Iterator[torch.Tensor]) -> list[PromptLogprobs]:
+    """Of the prompts in `output` that ask: after the positions in `ScheduledSequence.told`. `told`: `told_logits`."""
     found = []
-    first_row = 0
     for item in output.scheduled:
         if item.told:
-            row, num_rows = first_row + item.told.start - item.first, len(item.told)
-            next_ids_R = integers(item.seq.token_ids[item.told.start + 1 : item.told.stop + 1], x_TD.device)
-            pieces = zip(
-                torch.split(x_TD[row : row + num_rows], PROMPT_ROWS_AT_A_TIME),
-                torch.split(next_ids_R, PROMPT_ROWS_AT_A_TIME),
-                strict=True,
-            )
+            next_ids = item.seq.token_ids[item.told.start + 1 : item.told.stop + 1]
             num_top = item.seq.sampling_params.prompt_logprobs or 0
-            parts = [_look_up(compute_logits(x_RD), ids_R, num_top) for x_RD, ids_R in pieces]
+            parts, start = [], 0
+            while start < len(next_ids):
+                logits_RV = next(told)
+                ids_R = integers(next_ids[start : start + len(logits_RV)], logits_RV.device)
+                parts.append(_look_up(logits_RV, ids_R, num_top))
+                start += len(logits_RV)
             found.append(PromptLogprobs(item.seq, _joined(parts)))
-        first_row += item.num_new_tokens
     return found
 
 

@@ -5,7 +5,7 @@ Owns nothing but references: the pool is the worker's, sequences are the schedul
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -17,11 +17,13 @@ from engine.decode_graphs import RECORDING_BYTES, CudaRecorder, DecodeGraphs
 from engine.input_batch import InputBatch, build_input_batch
 from engine.kernels.sampling import choose_largest, draw_unfiltered
 from engine.kv_cache import clear_blocks, copy_blocks
-from engine.logprobs import PromptLogprobs, RawLogits, prompt_logprobs
+from engine.logprobs import PromptLogprobs, RawLogits, prompt_logprobs, told_logits
+from engine.models.layer import OnLayer
 from engine.models.model import Model
 from engine.sampled_tokens import SampledTokens
 from engine.sampler import ChooseRows, Sampler
-from engine.sequence import BlockExport, OnLayerWritten, SchedulerOutput
+from engine.sequence import OnLayerWritten, SchedulerOutput
+from engine.step_input import StepInput
 
 
 class Forward(NamedTuple):
@@ -30,13 +32,25 @@ class Forward(NamedTuple):
     batch: InputBatch | None
     """None: nothing was scheduled."""
     logits: torch.Tensor | None
-    """[sampling sequences, vocabulary] in the model's dtype or wider. None: nothing is sampled."""
+    """[sampled rows, vocabulary] in the model's dtype or wider. None: nothing is sampled."""
     prompt_logprobs: list[PromptLogprobs]
     """Of prompts that ask."""
 
 
+class Computed(NamedTuple):
+    """The same, of a step without its sequences."""
+
+    batch: InputBatch | None
+    logits: torch.Tensor | None
+    told_logits: Iterator[torch.Tensor]
+    """Of prompts that ask: some rows at a time, computed as they are taken. To be taken before the next step."""
+
+
 class ModelRunner:
-    """Used by the stepping thread alone."""
+    """Used by the stepping thread alone.
+
+    prepare ──StepInput──> launch = compute, then sample
+    """
 
     def __init__(
         self,
@@ -56,40 +70,52 @@ class ModelRunner:
         self._sampler = make_sampler(config)
         self._last: SampledTokens | None = None
 
+    def prepare(self, output: SchedulerOutput) -> StepInput:
+        """Of the step that is launched next."""
+        return StepInput.of(output, self._block_size, {} if self._last is None else self._last.row_of)
+
     @torch.inference_mode()
-    def launch(self, output: SchedulerOutput) -> SampledTokens:
-        """Begin to compute a step. The one before may still be under way, and this one go on from its tokens."""
-        batch, logits, told = self.forward(output)
+    def launch(self, output: SchedulerOutput, step: StepInput) -> SampledTokens:
+        """Begin to compute a step. The one before may still be under way, and this one go on from its tokens.
+        `step`: what `prepare` made of `output`."""
+        batch, logits, told = self._forward(output, step)
         token_ids = logprobs = None
         if batch is not None and logits is not None:
-            raw_logits = RawLogits.of(logits, batch.sampling_seqs)
-            token_ids = self._sampler.sample(logits, batch.sampling_seqs, batch.last_token_ids)
+            seqs = output.sampled_seqs
+            raw_logits = RawLogits.of(logits, seqs)
+            token_ids = self._sampler.sample(logits, seqs, batch.last_token_ids)
             logprobs = None if raw_logits is None else raw_logits.logprobs(token_ids)
         self._last = SampledTokens(output, token_ids, logprobs, told, self._device)
         return self._last
 
     @torch.inference_mode()
     def forward(self, output: SchedulerOutput) -> Forward:
-        """The step without sampling."""
-        if output.blocks_to_copy:
-            copy_blocks(self._kv_pool, output.blocks_to_copy)
-        if not output.scheduled:
-            return Forward(None, None, [])
-        batch = build_input_batch(output, self._block_size, self._device, self._last)
-        if batch.begun_blocks:
-            clear_blocks(self._kv_pool, batch.begun_blocks)
-        if self._graphs is not None and not output.exports and self._graphs.can_run(batch):
-            return Forward(batch, self._graphs.run(batch), [])
+        """A step without sampling."""
+        return self._forward(output, self.prepare(output))
+
+    @torch.inference_mode()
+    def compute(self, step: StepInput, on_layer: OnLayer | None = None) -> Computed:
+        """Blocks copied and cleared, and the model."""
+        if len(step.blocks_to_copy):
+            copy_blocks(self._kv_pool, step.blocks_to_copy)
+        if not len(step.token_ids):
+            return Computed(None, None, iter(()))
+        batch = build_input_batch(step, self._device, None if self._last is None else self._last.on_device)
+        if len(step.begun_blocks):
+            clear_blocks(self._kv_pool, step.begun_blocks)
+        if self._graphs is not None and not step.has_exports and self._graphs.can_run(batch):
+            return Computed(batch, self._graphs.run(batch), iter(()))
         plan = self._backend.prepare(batch.layout)
-        x_TD = self._model.forward(
-            batch.token_ids, batch.positions, plan, self._kv_pool, self._layer_callback(output.exports)
-        )
-        told = prompt_logprobs(output, x_TD, self._model.compute_logits)
-        if not batch.sampling_seqs:
-            return Forward(batch, None, told)
-        if batch.sample_rows is not None:
-            x_TD = x_TD[batch.sample_rows]
-        return Forward(batch, self._model.compute_logits(x_TD), told)
+        x_TD = self._model.forward(batch.token_ids, batch.positions, plan, self._kv_pool, on_layer)
+        told = told_logits(step, x_TD, self._model.compute_logits)
+        if not len(step.sample_rows):
+            return Computed(batch, None, told)
+        x_RD = x_TD if batch.sample_rows is None else x_TD[batch.sample_rows]
+        return Computed(batch, self._model.compute_logits(x_RD), told)
+
+    def _forward(self, output: SchedulerOutput, step: StepInput) -> Forward:
+        batch, logits, told = self.compute(step, self._layer_callback(output))
+        return Forward(batch, logits, prompt_logprobs(output, told))
 
     def record_decode_steps(self, on_recorded: Callable[[int, int], None]) -> int:
         """Before the first request. `on_recorded`: so many, of so many. Returns how many there are: none without a
@@ -132,8 +158,8 @@ class ModelRunner:
             device=config.device.device,
         )
 
-    def _layer_callback(self, exports: list[BlockExport]) -> Any:
-        on_layer_written = self._on_layer_written
+    def _layer_callback(self, output: SchedulerOutput) -> OnLayer | None:
+        on_layer_written, exports = self._on_layer_written, output.exports
         if on_layer_written is None or not exports:
             return None
         return lambda layer: on_layer_written(layer, exports)

@@ -193,3 +193,8 @@ class SchedulerOutput:
     @property
     def num_tokens(self) -> int:
         return sum(s.num_new_tokens for s in self.scheduled)
+
+    @property
+    def sampled_seqs(self) -> list[Sequence]:
+        """Of each token that is sampled, in order: see `ScheduledSequence.sampled_seqs`."""
+        return [seq for item in self.scheduled for seq in item.sampled_seqs]

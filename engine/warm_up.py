@@ -39,7 +39,7 @@ def warm_up(config: EngineConfig, runner: ModelRunner, kv_pool: torch.Tensor) ->
     # for the device.
     num_ahead = 2 if config.scheduler.async_scheduling else 1
     for step in warm_up_steps(config, *block_ids):
-        for launched in [runner.launch(step) for _ in range(num_ahead)]:
+        for launched in [runner.launch(step, runner.prepare(step)) for _ in range(num_ahead)]:
             launched.wait()
     clear_blocks(kv_pool, sorted(set(block_ids)))
     recorded = f"; decoding steps of {num_recordings} sizes are recorded" if num_recordings else ""

@@ -25,6 +25,7 @@ from engine.model_runner import ModelRunner
 from engine.pool_size import measure_num_blocks
 from engine.sampled_tokens import SampledTokens
 from engine.sequence import OnLayerWritten, SchedulerOutput
+from engine.step_input import StepInput
 from engine.warm_up import warm_up
 
 REPORT_AFTER_S = 5.0
@@ -57,7 +58,7 @@ class Worker:
             runner = ModelRunner(config, model, backend, allocate_kv_pool(shape, config.device.device), None)
             kept_bytes = runner.record_largest_decode_step()
             for step in steps:
-                runner.launch(step).wait()
+                runner.launch(step, runner.prepare(step)).wait()
             return kept_bytes
 
         with _saying_what_is_too_large(), _saying_what_cannot_be_recorded(config):
@@ -72,8 +73,13 @@ class Worker:
         gc.collect()
         gc.freeze()
 
-    def launch(self, output: SchedulerOutput) -> SampledTokens:
-        return self._runner.launch(output)
+    def prepare(self, output: SchedulerOutput) -> StepInput:
+        """See `ModelRunner.prepare`."""
+        return self._runner.prepare(output)
+
+    def launch(self, output: SchedulerOutput, step: StepInput) -> SampledTokens:
+        """See `ModelRunner.launch`."""
+        return self._runner.launch(output, step)
 
 
 @contextmanager

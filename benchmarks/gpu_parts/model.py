@@ -238,9 +238,9 @@ class Driver:
     def _step(self, chunks: list[tuple[EngineSequence, int]], found: list[list[torch.Tensor]]) -> None:
         chunks.sort(key=lambda item: item[1] > 1)  # as the scheduler does: those of one token first
         output = SchedulerOutput([ScheduledSequence(*item) for item in chunks], [], [])
-        batch, logits, _ = self._executor._worker._runner.forward(output)
+        logits = self._executor._worker._runner.forward(output).logits
         for seq, num_new_tokens in chunks:
             seq.num_computed_tokens += num_new_tokens
-        if batch is not None and logits is not None:
-            for seq, row in zip(batch.sampling_seqs, logits, strict=True):
+        if logits is not None:
+            for seq, row in zip(output.sampled_seqs, logits, strict=True):
                 found[seq.seq_id].append(row.double().clone())  # the next replay writes over it

@@ -18,6 +18,7 @@ from engine.outputs import FinishReason
 from engine.sampled_tokens import SampledTokens
 from engine.sampling_params import SamplingParams
 from engine.sequence import INVALID_TOKEN, PENDING_TOKEN, ScheduledSequence, SchedulerOutput, Sequence
+from engine.step_input import StepInput
 
 EITHER = pytest.mark.parametrize("runs_ahead", [False, True], ids=["in-turn", "ahead"])
 
@@ -152,7 +153,7 @@ def test_a_step_reads_pending_tokens_where_the_step_before_left_them() -> None:
     assert before.wait() == [[31], [], [INVALID_TOKEN]]
     following = [sequence(2, [14, PENDING_TOKEN], 1), sequence(0, [11, PENDING_TOKEN], 1), sequence(1, [12, 13], 1)]
     output = SchedulerOutput([ScheduledSequence(seq, 1) for seq in following], [], [])
-    batch = build_input_batch(output, 4, "cpu", before)
+    batch = build_input_batch(StepInput.of(output, 4, before.row_of), "cpu", before.on_device)
     # A sequence whose token is none fails when the host hears of it; until then it must not be looked up as one.
     assert batch.token_ids.tolist() == [0, 31, 13]
     assert batch.last_token_ids.tolist() == [0, 31, 13]

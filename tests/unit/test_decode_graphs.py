@@ -35,8 +35,6 @@ def step_of(context_lens: list[int], *, num_decodes: int | None = None, samples_
         positions=positions,
         layout=layout,
         sample_rows=None if samples_all else torch.tensor([0]),
-        sampling_seqs=[],
-        begun_blocks=[],
     )
 
 

@@ -11,11 +11,12 @@ import torch
 from engine import logprobs as module
 from engine.block_manager import BlockManager
 from engine.config import SchedulerConfig
-from engine.logprobs import prompt_logprobs
+from engine.logprobs import prompt_logprobs, told_logits
 from engine.outputs import Logprob, RequestOutput, TokenLogprobs
 from engine.sampling_params import SamplingParams
 from engine.scheduler import Scheduler
 from engine.sequence import ScheduledSequence, SchedulerOutput, Sequence
+from engine.step_input import StepInput
 from protos import tandem_inference_pb2 as pb
 from router.sequences import params_of_sequence
 
@@ -109,7 +110,11 @@ def test_the_numbers_are_those_of_the_logits(rows_at_a_time: int, monkeypatch: p
     seqs[1].prompt_logprobs = [TokenLogprobs(Logprob(0, 0.0, 1), [])] * 6  # one more than computed: it was preempted
     scheduled = [ScheduledSequence(seq, num_new) for seq, num_new in zip(seqs, (20, 7, 20), strict=True)]
     logits_TV = torch.randn(47, VOCAB_SIZE, generator=torch.Generator().manual_seed(1)) * 3
-    found = prompt_logprobs(SchedulerOutput(scheduled, [], []), logits_TV, lambda x_TD: x_TD)
+    output = SchedulerOutput(scheduled, [], [])
+    for seq in seqs:
+        seq.block_table = [0]
+    step = StepInput.of(output, 64, {})
+    found = prompt_logprobs(output, told_logits(step, logits_TV, lambda x_TD: x_TD))
     assert [each.seq for each in found] == seqs[1:]
     for each, positions_told, first_row in zip(found, (range(6, 12), range(19)), (20 - 5, 27), strict=True):
         told = each.read()

@@ -1,0 +1,114 @@
+"""One step in integers: all that a device needs to know of what the scheduler decided.
+
+    SchedulerOutput ──StepInput.of──> StepInput ──build_input_batch──> InputBatch, on the device
+
+Owns its arrays, on the host. Made from sequences, which it only reads, and knows none of them after: whoever computes
+the model needs no sequence, only whoever samples does.
+
+Shapes: T tokens, S sequences, R rows that are sampled.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from engine.attention import StepLayout
+from engine.sequence import PENDING_TOKEN, SchedulerOutput
+
+Integers = NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True)
+class StepInput:
+    """Where T is 0, blocks are copied and nothing is computed."""
+
+    token_ids: Integers
+    """[T] PENDING_TOKEN where the step before samples it, and only the device knows."""
+    positions: Integers
+    """[T] each token's place in its own sequence"""
+    layout: StepLayout
+    sample_rows: Integers
+    """[R] rows of T whose logits are sampled, in the order of `SchedulerOutput.sampled_seqs`."""
+    pending_rows: Integers
+    """Rows of T whose tokens are pending."""
+    rows_before: Integers
+    """As many: where each of these stands among what the step before sampled."""
+    told_rows: Integers
+    """[prompts that ask, 2] the first of a prompt's rows whose logits are looked at, and how many these are."""
+    begun_blocks: Integers
+    """Blocks that this step begins to fill and leaves partly empty."""
+    blocks_to_copy: Integers
+    """[pairs, 2] see `SchedulerOutput`"""
+    has_exports: bool
+    """Somebody is told of each layer as it is written."""
+
+    @staticmethod
+    def of(output: SchedulerOutput, block_size: int, row_of: Mapping[int, int]) -> StepInput:
+        """Each block table must cover its sequence's new tokens. `row_of`: of the step launched last, which samples the
+        tokens that are still pending: by `seq_id`, where."""
+        token_ids: list[int] = []
+        begun_blocks: list[int] = []
+        sample_rows: list[int] = []
+        pending_rows: list[int] = []
+        rows_before: list[int] = []
+        told_rows: list[tuple[int, int]] = []
+        tables: list[list[int]] = []
+        for item in output.scheduled:
+            seq, first, end = item.seq, item.first, item.end
+            if item.told:
+                told_rows.append((len(token_ids) + item.told.start - first, len(item.told)))
+            token_ids += item.token_ids
+            if token_ids[-1] == PENDING_TOKEN:
+                pending_rows.append(len(token_ids) - 1)
+                rows_before.append(row_of[seq.seq_id])
+            tables.append(seq.block_table[: -(-end // block_size)])
+            if end % block_size and first <= end - end % block_size:
+                begun_blocks.append(seq.block_table[end // block_size])
+            sample_rows += range(len(token_ids) - item.num_sampled, len(token_ids))
+        firsts = _integers([item.first for item in output.scheduled])
+        query_lens = _integers([item.num_new_tokens for item in output.scheduled])
+        positions, layout = _lay_out(firsts, query_lens, tables, block_size)
+        return StepInput(
+            token_ids=_integers(token_ids),
+            positions=positions,
+            layout=layout,
+            sample_rows=_integers(sample_rows),
+            pending_rows=_integers(pending_rows),
+            rows_before=_integers(rows_before),
+            told_rows=_integers(told_rows).reshape(-1, 2),
+            begun_blocks=_integers(begun_blocks),
+            blocks_to_copy=_integers(output.blocks_to_copy).reshape(-1, 2),
+            has_exports=bool(output.exports),
+        )
+
+
+def _lay_out(
+    firsts: Integers, query_lens: Integers, tables: Sequence[Sequence[int]], block_size: int
+) -> tuple[Integers, StepLayout]:
+    """Each token's position, and where sequences lie that compute so many tokens from those positions on."""
+    num_seqs = len(tables)
+    seq_of_token = np.repeat(np.arange(num_seqs), query_lens)
+    positions = np.arange(len(seq_of_token)) + (firsts - np.cumsum(query_lens) + query_lens)[seq_of_token]
+    block_tables = np.empty((num_seqs, max(map(len, tables), default=0)), dtype=np.int64)
+    for row, table in zip(block_tables, tables, strict=True):
+        row[: len(table)] = table
+        row[len(table) :] = table[0]
+    slot_mapping = block_tables[seq_of_token, positions // block_size] * block_size + positions % block_size
+    # A prefilling sequence's single-token chunk is one query too, but only the leading run may be batched as decodes.
+    is_longer = query_lens > 1
+    layout = StepLayout(
+        query_lens=query_lens,
+        context_lens=firsts + query_lens,
+        block_tables=block_tables,
+        slot_mapping=slot_mapping,
+        num_decodes=int(is_longer.argmax()) if is_longer.any() else num_seqs,
+    )
+    return positions, layout
+
+
+def _integers(values: Sequence[object]) -> Integers:
+    return np.array(values, dtype=np.int64)
