@@ -136,6 +136,11 @@ class AsyncLLMEngine:
         return self._engine.executor.kv_shape
 
     @property
+    def rank_pids(self) -> list[int]:
+        """See `Executor.rank_pids`."""
+        return self._engine.executor.rank_pids
+
+    @property
     def stats(self) -> SchedulerStats:
         """Counted by the stepping thread; to be read."""
         return self._engine.stats
@@ -228,6 +233,7 @@ class AsyncLLMEngine:
             self._is_dead = True
             self._is_waiting = True
             self._refuse_commands()
+            self._engine.close()
 
     def _run_commands(self, is_blocked: bool) -> bool:
         """Run what is queued, waiting for something if there is nothing else to do. False: the end."""

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from engine.speculation import EXAMPLE, SpeculativeConfig
+from prefix_hash import prefix_key
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 LOAD_FORMATS = ("auto", "safetensors", "gguf", "dummy")
@@ -18,6 +19,7 @@ MODEL_IMPLS = ("auto", "tandem", "transformers")
 """Who computes a model: our decoder, transformers' code over our attention, or the first of them that can."""
 QUANTIZATIONS = ("auto", "none", "fp8", "int8")
 KV_CACHE_DTYPES = ("auto", "fp8", "fp8_e4m3")
+MAX_RANKS = 64
 GIB = 1024**3
 
 
@@ -48,6 +50,7 @@ class ModelConfig:
     vocab_size: int
     num_layers: int
     num_heads: int
+    """Of those that one rank computes, as `num_kv_heads`."""
     num_kv_heads: int
     head_dim: int
     """Of a key in the pool."""
@@ -78,6 +81,12 @@ class CacheConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class ParallelConfig:
+    tensor_parallel_size: int
+    """Processes, each with a device of its own, that compute every step together (engine/tensor_parallel)."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class SchedulerConfig:
     max_num_seqs: int
     max_num_batched_tokens: int
@@ -100,7 +109,7 @@ class SchedulerConfig:
 class DeviceConfig:
     device: str
     num_threads: int
-    """Compute threads of this engine; 0 leaves torch's default."""
+    """Compute threads of one rank; 0 leaves torch's default."""
     attention_backend: str
     """Resolved: "cpu", "triton", "flash_attn" or "torch"."""
     uses_triton: bool
@@ -122,13 +131,17 @@ class LoadConfig:
 class EngineConfig:
     model: ModelConfig
     cache: CacheConfig
+    parallel: ParallelConfig
     scheduler: SchedulerConfig
     device: DeviceConfig
     load: LoadConfig
     compat_digest: str
     """Of everything that must be equal for two engines to exchange KV: config, weights, dtypes, block size, order."""
-    prefix_key: bytes
-    """Key of the prefix hashes: of `compat_digest`."""
+
+    @property
+    def prefix_key(self) -> bytes:
+        """Key of the prefix hashes."""
+        return prefix_key(self.compat_digest)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -172,12 +185,19 @@ class EngineArgs:
     max_model_len: int = field(
         default=0, metadata={"help": "Longest prompt and answer together, in tokens. 0: what the model allows."}
     )
+    tensor_parallel_size: int = field(
+        default=1,
+        metadata={
+            "help": "Share the model out among so many processes, each with a GPU of its own, or with its part of a "
+            "CPU's cores. Divides the model's heads, key heads and intermediate size."
+        },
+    )
     block_size: int = field(default=16, metadata={"help": "Tokens in one KV block: a power of two from 1 to 256."})
     num_kv_blocks: int = field(default=0, metadata={"help": "Size of the KV pool in blocks. 0: by kv-cache-gib."})
     kv_cache_gib: float = field(
         default=0.0,
         metadata={
-            "help": "Size of the KV pool in GiB, where num-kv-blocks is 0. 0: 1 on a CPU; on a GPU, what "
+            "help": "Size of the KV pool in GiB, on each GPU, where num-kv-blocks is 0. 0: 1 on a CPU; on a GPU, what "
             "gpu-memory-utilization leaves."
         },
     )
@@ -224,7 +244,7 @@ class EngineArgs:
         },
     )
     device: str = field(default="auto", metadata={"help": "auto, cpu or cuda."})
-    num_threads: int = field(default=0, metadata={"help": "Compute threads. 0: torch's default."})
+    num_threads: int = field(default=0, metadata={"help": "Compute threads of each process. 0: all cores."})
     attention_backend: str = field(
         default="auto",
         metadata={
@@ -276,6 +296,10 @@ class EngineArgs:
         _check(
             1 <= self.block_size <= 256 and self.block_size & (self.block_size - 1) == 0,
             f"block_size must be a power of two from 1 to 256, is {self.block_size}",
+        )
+        _check(
+            1 <= self.tensor_parallel_size <= MAX_RANKS,
+            f"tensor_parallel_size must be in [1, {MAX_RANKS}], is {self.tensor_parallel_size}",
         )
         _check(self.num_kv_blocks >= 0, f"num_kv_blocks must be at least 0, is {self.num_kv_blocks}")
         _check(self.kv_cache_gib >= 0, f"kv_cache_gib must be at least 0, is {self.kv_cache_gib}")

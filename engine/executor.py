@@ -1,4 +1,4 @@
-"""Runs steps on the devices of one engine: today one worker in this process.
+"""Runs steps on the devices of one engine: one worker in this process, or more in others (engine/tensor_parallel).
 
 Owns the worker. The engine decides, this does: `launch` returns when the step is in the device's queue (a CPU has done
 it by then), and its tokens can be waited for.
@@ -9,22 +9,23 @@ from __future__ import annotations
 import torch
 
 from engine.config import EngineConfig
-from engine.kv_cache import AllocateKVPool, KVCacheShape, allocate_kv_pool
+from engine.kv_cache import KVCacheShape, KVMemory
 from engine.sampled_tokens import SampledTokens
 from engine.sequence import OnLayerWritten, SchedulerOutput
 from engine.worker import Worker
 
 
+class RankLost(RuntimeError):  # noqa: N818 - named for what happened
+    """A process that computes with this one has ended, and with it what this one can do."""
+
+
 class Executor:
-    """Used by the stepping thread alone. The constructor loads the model: seconds."""
+    """Used by the stepping thread alone, but for `rank_pids`. The constructor loads the model: seconds."""
 
     def __init__(
-        self,
-        config: EngineConfig,
-        on_layer_written: OnLayerWritten | None = None,
-        allocate_pool: AllocateKVPool = allocate_kv_pool,
+        self, config: EngineConfig, on_layer_written: OnLayerWritten | None = None, memory: KVMemory | None = None
     ) -> None:
-        self._worker = Worker(config, on_layer_written, allocate_pool)
+        self._worker = Worker(config, on_layer_written, (memory or KVMemory()).allocate)
 
     @property
     def kv_pool(self) -> torch.Tensor:
@@ -35,6 +36,23 @@ class Executor:
     def kv_shape(self) -> KVCacheShape:
         return self._worker.kv_shape
 
+    @property
+    def rank_pids(self) -> list[int]:
+        """Of other processes that compute with this one, and without which it cannot."""
+        return []
+
     def launch(self, output: SchedulerOutput) -> SampledTokens:
         """Begin to compute one step, before `Scheduler.begin` counts it; after it at most one other is in flight."""
         return self._worker.launch(output, self._worker.prepare(output))
+
+    def close(self) -> None:
+        """Nothing is launched any more. To be called by an engine that is to end before its process does."""
+
+
+def create_executor(config: EngineConfig, on_layer_written: OnLayerWritten | None, memory: KVMemory) -> Executor:
+    """Raises `ValueError` where weights do not fit the config, or the device is not there, or too small."""
+    if config.parallel.tensor_parallel_size == 1:
+        return Executor(config, on_layer_written, memory)
+    from engine.tensor_parallel.executor import TensorParallelExecutor  # imports torch.distributed
+
+    return TensorParallelExecutor(config, on_layer_written, memory)

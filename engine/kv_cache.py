@@ -17,8 +17,9 @@ its first slot is about to be written, and whatever travels or is copied has bee
 from __future__ import annotations
 
 import mmap
+import os
 import time
-from collections.abc import Callable
+import weakref
 from contextlib import suppress
 from dataclasses import dataclass
 
@@ -133,8 +134,20 @@ def _ask_for_huge_pages(memory: mmap.mmap, first: int, num_bytes: int) -> None:
         memory.madvise(mmap.MADV_HUGEPAGE, first, num_bytes)
 
 
-AllocateKVPool = Callable[[KVCacheShape, str], torch.Tensor]
-"""What stands for `allocate_kv_pool` where others are to reach the pool's memory."""
+class KVMemory:
+    """Where a pool's memory comes from: here this process' own. Who lets others reach it brings a class of its own."""
+
+    def allocate(self, shape: KVCacheShape, device: str) -> torch.Tensor:
+        """The pool, contiguous and zeroed. Raises `ValueError` where a CPU has not so much memory."""
+        return allocate_kv_pool(shape, device)
+
+    def allocate_shared(self, shape: KVCacheShape) -> tuple[torch.Tensor, int]:
+        """The same on a CPU, in memory that other processes may map; and its file descriptor, open as long as this
+        object lives."""
+        fd = os.memfd_create("tandem-kv")
+        weakref.finalize(self, os.close, fd)
+        os.ftruncate(fd, shape.pool_bytes)
+        return kv_pool_in(mmap.mmap(fd, shape.pool_bytes), shape), fd
 
 
 def kv_dtype_of(kv_cache_dtype: str, dtype: str) -> str:

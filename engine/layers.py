@@ -41,11 +41,24 @@ class Linear:
 
 MakeLinear = Callable[..., Linear]
 """Makes the product with a weight and, where there is one, a bias. Called as `Linear` is."""
+SumOverRanks = Callable[[torch.Tensor], torch.Tensor]
+"""Of what each rank has, on all of them. What is given may be overwritten."""
 _packed_linear = torch.ops.mkldnn._linear_pointwise
 
 
 def _has_onednn_bf16() -> bool:
     return torch._C._has_mkldnn and bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+
+
+class RowParallelLinear(Linear):
+    """A product whose inputs ranks have parts of: what each makes of its own, summed over all."""
+
+    def __init__(self, linear: Linear, sum_over_ranks: SumOverRanks) -> None:
+        self._linear = linear
+        self._sum_over_ranks = sum_over_ranks
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        return self._sum_over_ranks(self._linear(x))
 
 
 class RMSNorm:

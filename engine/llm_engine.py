@@ -22,9 +22,9 @@ from itertools import count
 
 from engine.block_manager import BlockLedger, BlockManager, CacheEvent
 from engine.config import EngineConfig
-from engine.executor import Executor
+from engine.executor import create_executor
 from engine.grammar import Grammars
-from engine.kv_cache import AllocateKVPool, allocate_kv_pool
+from engine.kv_cache import KVMemory
 from engine.outputs import RequestOutput
 from engine.pace import StepPace
 from engine.sampled_tokens import SampledTokens
@@ -68,15 +68,15 @@ class LLMEngine:
         self,
         config: EngineConfig,
         on_layer_written: OnLayerWritten | None = None,
-        allocate_pool: AllocateKVPool = allocate_kv_pool,
+        memory: KVMemory | None = None,
     ) -> None:
-        """Load the model and allocate the pool.
+        """Load the model and allocate the pool, from `memory` where that is not this process' own.
 
         `on_layer_written` is called within `step`, once per layer, with the blocks of prefill-only requests that hold
         their final KV in that layer from then on.
         """
         self.config = config
-        self.executor = Executor(config, on_layer_written, allocate_pool)
+        self.executor = create_executor(config, on_layer_written, memory or KVMemory())
         self.block_manager = BlockManager(
             num_blocks=self.executor.kv_shape.num_blocks,
             block_size=config.cache.block_size,
@@ -223,6 +223,10 @@ class LLMEngine:
     def has_unfinished_requests(self) -> bool:
         """Whether some request waits or runs, or a step is in flight. Granted and held ones wait for others."""
         return self._scheduler.has_work or self._in_flight is not None
+
+    def close(self) -> None:
+        """Let go of processes that compute with this one. No other call comes after it."""
+        self.executor.close()
 
     # -- questions ----------------------------------------------------------------------------------------------
 

@@ -6,7 +6,7 @@ Owns nothing but references: the pool is the worker's, sequences are the schedul
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
@@ -24,6 +24,9 @@ from engine.sampled_tokens import SampledTokens
 from engine.sampler import ChooseRows, Sampler
 from engine.sequence import OnLayerWritten, SchedulerOutput
 from engine.step_input import StepInput
+
+if TYPE_CHECKING:
+    from engine.tensor_parallel.group import RankGroup
 
 
 class Forward(NamedTuple):
@@ -59,7 +62,9 @@ class ModelRunner:
         backend: PagedBackend[Any],
         kv_pool: torch.Tensor,
         on_layer_written: OnLayerWritten | None,
+        group: RankGroup | None = None,
     ) -> None:
+        """`group`: see `Worker`."""
         self._model = model
         self._backend = backend
         self._kv_pool = kv_pool
@@ -68,11 +73,16 @@ class ModelRunner:
         self._device = config.device.device
         self._graphs = self._make_graphs(config)
         self._sampler = make_sampler(config)
-        self._last: SampledTokens | None = None
+        # Without a step ahead, nobody but the sampler needs to know what was sampled.
+        self._sharing_group = group if config.scheduler.async_scheduling else None
+        self._sampled: torch.Tensor | None = None
+        """What the step launched last samples, on the device: where the next one goes on from."""
+        self._row_of: dict[int, int] = {}
+        """By `seq_id`, where."""
 
     def prepare(self, output: SchedulerOutput) -> StepInput:
         """Of the step that is launched next."""
-        return StepInput.of(output, self._block_size, {} if self._last is None else self._last.row_of)
+        return StepInput.of(output, self._block_size, self._row_of)
 
     @torch.inference_mode()
     def launch(self, output: SchedulerOutput, step: StepInput) -> SampledTokens:
@@ -85,8 +95,19 @@ class ModelRunner:
             raw_logits = RawLogits.of(logits, seqs)
             token_ids = self._sampler.sample(logits, seqs, batch.last_token_ids)
             logprobs = None if raw_logits is None else raw_logits.logprobs(token_ids)
-        self._last = SampledTokens(output, token_ids, logprobs, told, self._device)
-        return self._last
+        self._sampled = self._shared(token_ids)
+        sampled = SampledTokens(output, token_ids, logprobs, told, self._device)
+        self._row_of = sampled.row_of
+        return sampled
+
+    @torch.inference_mode()
+    def follow(self, step: StepInput) -> None:
+        """What `launch` does, on a rank that does not sample."""
+        batch, _, told = self.compute(step)
+        for _ in told:  # computed as they are taken
+            pass
+        num_sampled = 0 if batch is None else len(step.sample_rows)
+        self._sampled = self._shared(torch.empty(num_sampled, dtype=torch.int64, device=self._device))
 
     @torch.inference_mode()
     def forward(self, output: SchedulerOutput) -> Forward:
@@ -100,7 +121,7 @@ class ModelRunner:
             copy_blocks(self._kv_pool, step.blocks_to_copy)
         if not len(step.token_ids):
             return Computed(None, None, iter(()))
-        batch = build_input_batch(step, self._device, None if self._last is None else self._last.on_device)
+        batch = build_input_batch(step, self._device, self._sampled)
         if len(step.begun_blocks):
             clear_blocks(self._kv_pool, step.begun_blocks)
         if self._graphs is not None and not step.has_exports and self._graphs.can_run(batch):
@@ -157,6 +178,12 @@ class ModelRunner:
             max_context_len=min(config.device.max_seq_len_to_capture, config.model.max_model_len),
             device=config.device.device,
         )
+
+    def _shared(self, token_ids: torch.Tensor | None) -> torch.Tensor | None:
+        """Rank 0's, where the next step may be launched before the host knows them."""
+        if self._sharing_group is None or token_ids is None or not len(token_ids):
+            return token_ids
+        return self._sharing_group.share_first(token_ids)
 
     def _layer_callback(self, output: SchedulerOutput) -> OnLayer | None:
         on_layer_written, exports = self._on_layer_written, output.exports

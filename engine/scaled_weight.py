@@ -61,3 +61,22 @@ def stacked(weights: Sequence[Weight]) -> Weight:
     scale_NG = torch.cat([each.scale for each in scaled])
     ((dtype, group_size),) = kinds
     return ScaledWeight(as_bytes.view(dtype), scale_NG, group_size, scaled[0].dtype)
+
+
+def part_of(weight: Weight, axis: int, part: range) -> Weight:
+    """A copy of those outputs (axis 0) or inputs (axis 1), or of those elements of a bias. Raises `ValueError` where
+    inputs that share a scale would be cut."""
+    if isinstance(weight, torch.Tensor):
+        return weight.narrow(axis, part.start, len(part)).clone(memory_format=torch.contiguous_format)
+    # As bytes: not every device can copy 8-bit floats.
+    as_bytes = weight.weight.view(torch.uint8).narrow(axis, part.start, len(part))
+    cut = as_bytes.clone(memory_format=torch.contiguous_format).view(weight.weight.dtype)
+    group_size, scale_NG = weight.group_size, weight.scale
+    if axis == 0:
+        return ScaledWeight(cut, scale_NG[part.start : part.stop].clone(), group_size, weight.dtype)
+    if not weight.has_groups:
+        return ScaledWeight(cut, scale_NG, len(part), weight.dtype)
+    if part.start % group_size or len(part) % group_size:
+        raise ValueError(f"tensor_parallel_size cuts a weight at input {part.start}, where {group_size} share a scale")
+    groups = slice(part.start // group_size, part.stop // group_size)
+    return ScaledWeight(cut, scale_NG[:, groups].clone(), group_size, weight.dtype)

@@ -10,8 +10,11 @@ Shapes: T tokens, S sequences, R rows that are sampled.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,6 +23,8 @@ from engine.attention import StepLayout
 from engine.sequence import PENDING_TOKEN, SchedulerOutput
 
 Integers = NDArray[np.int64]
+_NUM_ARRAYS = 12
+_HAS_ONE_AXIS = -1
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,6 +89,39 @@ class StepInput:
             blocks_to_copy=_integers(output.blocks_to_copy).reshape(-1, 2),
             has_exports=bool(output.exports),
         )
+
+    def to_bytes(self) -> bytes:
+        """For a process that runs the same code: see `from_bytes`."""
+        arrays = self._arrays()
+        shapes = [array.shape if array.ndim == 2 else (len(array), _HAS_ONE_AXIS) for array in arrays]
+        header = [self.layout.num_decodes, self.has_exports, *chain.from_iterable(shapes)]
+        return np.concatenate([_integers(header), *map(np.ravel, arrays)]).tobytes()
+
+    @staticmethod
+    def from_bytes(data: bytes) -> StepInput:
+        """What `to_bytes` was called on. Nothing is checked."""
+        numbers = np.frombuffer(bytearray(data), dtype=np.int64)
+        num_decodes, has_exports, *sizes = numbers[: 2 + 2 * _NUM_ARRAYS].tolist()
+        arrays: list[Any] = []
+        start = 2 + 2 * _NUM_ARRAYS
+        for length, width in zip(sizes[::2], sizes[1::2], strict=True):
+            shape = (length,) if width == _HAS_ONE_AXIS else (length, width)
+            end = start + math.prod(shape)
+            arrays.append(numbers[start:end].reshape(shape))
+            start = end
+        query_lens, context_lens, tables, slots, token_ids, positions, *lists = arrays
+        layout = StepLayout(query_lens, context_lens, tables, slots, num_decodes)
+        sampled, pending, before, told, begun, copied = lists
+        return StepInput(token_ids, positions, layout, sampled, pending, before, told, begun, copied, bool(has_exports))
+
+    def _arrays(self) -> tuple[Integers, ...]:
+        """The layout's and its own, each in the order of the fields."""
+        layout = self.layout
+        return (
+            layout.query_lens, layout.context_lens, layout.block_tables, layout.slot_mapping,
+            self.token_ids, self.positions, self.sample_rows, self.pending_rows, self.rows_before, self.told_rows,
+            self.begun_blocks, self.blocks_to_copy,
+        )  # fmt: skip
 
 
 def _lay_out(

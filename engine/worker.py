@@ -11,15 +11,16 @@ from __future__ import annotations
 import gc
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 import torch
 
 from engine.attention import create_attention_backend
 from engine.config import EngineConfig
-from engine.kv_cache import AllocateKVPool, KVCacheShape, allocate_kv_pool, kv_cache_shape
+from engine.kv_cache import KVCacheShape, allocate_kv_pool, kv_cache_shape
 from engine.model_loader import load_model
 from engine.model_runner import ModelRunner
 from engine.pool_size import measure_num_blocks
@@ -28,6 +29,9 @@ from engine.sequence import OnLayerWritten, SchedulerOutput
 from engine.step_input import StepInput
 from engine.warm_up import warm_up
 
+if TYPE_CHECKING:
+    from engine.tensor_parallel.group import RankGroup
+
 REPORT_AFTER_S = 5.0
 
 
@@ -35,8 +39,14 @@ class Worker:
     """Raises `ValueError` where weights do not fit the config, or the device is not there, or too small."""
 
     def __init__(
-        self, config: EngineConfig, on_layer_written: OnLayerWritten | None, allocate_pool: AllocateKVPool
+        self,
+        config: EngineConfig,
+        on_layer_written: OnLayerWritten | None,
+        allocate_pool: Callable[[KVCacheShape, str], torch.Tensor],
+        group: RankGroup | None = None,
     ) -> None:
+        """`allocate_pool`: as `KVMemory.allocate`. `group`: of the ranks that compute with this one; None: it is
+        alone."""
         if config.device.num_threads > 0:
             torch.set_num_threads(config.device.num_threads)
         cache = config.cache
@@ -46,7 +56,7 @@ class Worker:
         start_s = time.monotonic()
         backend = create_attention_backend(config)
         with _saying_what_is_too_large(), torch.inference_mode():
-            model = load_model(config, backend)
+            model = load_model(config, backend, group)
             if config.device.device != "cpu":
                 # Weights came through it, a gigabyte and more, and nothing later needs so much at once.
                 _release_pinned_memory()
@@ -55,7 +65,7 @@ class Worker:
             print(f"tandem: loaded {config.model.model} in {load_s:.0f} s", file=sys.stderr, flush=True)  # noqa: T201
 
         def run_steps(shape: KVCacheShape, steps: list[SchedulerOutput]) -> int:
-            runner = ModelRunner(config, model, backend, allocate_kv_pool(shape, config.device.device), None)
+            runner = ModelRunner(config, model, backend, allocate_kv_pool(shape, config.device.device), None, group)
             kept_bytes = runner.record_largest_decode_step()
             for step in steps:
                 runner.launch(step, runner.prepare(step)).wait()
@@ -63,10 +73,11 @@ class Worker:
 
         with _saying_what_is_too_large(), _saying_what_cannot_be_recorded(config):
             if not shape.num_blocks:
-                shape = replace(shape, num_blocks=measure_num_blocks(config, shape, run_steps))
+                num_blocks = measure_num_blocks(config, shape, run_steps)
+                shape = replace(shape, num_blocks=num_blocks if group is None else group.smallest(num_blocks))
             self.kv_shape = shape
             self.kv_pool = allocate_pool(shape, config.device.device)
-            self._runner = ModelRunner(config, model, backend, self.kv_pool, on_layer_written)
+            self._runner = ModelRunner(config, model, backend, self.kv_pool, on_layer_written, group)
             if config.device.device != "cpu":
                 warm_up(config, self._runner, self.kv_pool)
         # What is there now stays: the garbage collector need not look at it again and again, 1.5 % of a decode step.
@@ -80,6 +91,10 @@ class Worker:
     def launch(self, output: SchedulerOutput, step: StepInput) -> SampledTokens:
         """See `ModelRunner.launch`."""
         return self._runner.launch(output, step)
+
+    def follow(self, step: StepInput) -> None:
+        """See `ModelRunner.follow`."""
+        self._runner.follow(step)
 
 
 @contextmanager

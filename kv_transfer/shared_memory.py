@@ -49,6 +49,10 @@ class SharedMemory:
         if hasattr(self, "_fd"):
             os.close(self._fd)
 
+    @property
+    def fd(self) -> int:
+        return self._fd
+
     def describe(self) -> pb.HostMemory:
         return pb.HostMemory(pid=os.getpid(), fd=self._fd, name=self._name)
 

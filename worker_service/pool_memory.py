@@ -12,13 +12,13 @@ import numpy.typing as npt
 import torch
 
 from engine.kernels.gpu import why_no_triton
-from engine.kv_cache import KVCacheShape, allocate_kv_pool, kv_pool_in
+from engine.kv_cache import KVCacheShape, KVMemory, kv_pool_in
 from kv_transfer import HostPool, KVLayout, KVPool, SharedMemory
 from worker_service.cuda_ipc import cuda_peers
 from worker_service.device_pool import DevicePool, DigestBlocks, cuda_stream_beside, digest_on_host
 
 
-class PoolMemory:
+class PoolMemory(KVMemory):
     """Of the one pool of a worker, which the tensor owns. is_received: peers write into it."""
 
     def __init__(self, transport: str, *, is_received: bool) -> None:
@@ -27,11 +27,14 @@ class PoolMemory:
         self._shared: SharedMemory | None = None
 
     def allocate(self, shape: KVCacheShape, device: str) -> torch.Tensor:
-        """As `engine.kv_cache.allocate_kv_pool`. Raises `TransportMissing` where the system has no shared memory."""
+        """Raises `TransportMissing`, too, where the system has no shared memory."""
         if self._transport != "ipc" or not self._is_received or device != "cpu":
-            return allocate_kv_pool(shape, device)
+            return super().allocate(shape, device)
+        return self.allocate_shared(shape)[0]
+
+    def allocate_shared(self, shape: KVCacheShape) -> tuple[torch.Tensor, int]:
         self._shared = SharedMemory(shape.pool_bytes)
-        return kv_pool_in(self._shared.buffer, shape)
+        return kv_pool_in(self._shared.buffer, shape), self._shared.fd
 
     def as_pool(self, tensor: torch.Tensor, shape: KVCacheShape, order: str) -> KVPool:
         """What was allocated, as bytes. Raises `TransportMissing` where nobody else could open it."""

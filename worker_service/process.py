@@ -28,6 +28,7 @@ import click
 
 from engine.async_llm_engine import AsyncLLMEngine, StepNews
 from engine.config import EngineArgs, EngineConfig
+from engine.executor import RankLost
 from engine.llm_engine import LLMEngine
 from engine.model_loader import create_engine_config
 from engine.sequence import BlockExport, OnLayerWritten
@@ -109,6 +110,7 @@ async def run_worker(
         engine_args = replace(engine_args, enforce_eager=True)
     try:
         config = await asyncio.to_thread(create_engine_config, engine_args)
+        check_role_fits(role, config)
     except ValueError as error:
         click.echo(f"Error: {error}", err=True)
         return 2
@@ -127,6 +129,15 @@ async def run_worker(
         await process.drain(args.drain_grace_s)
     await process.close()
     return 1 if process.failed.is_set() else 0
+
+
+def check_role_fits(role: pb.Role, config: EngineConfig) -> None:
+    """Raises `ValueError` where an engine cannot do what the role asks of it."""
+    if role == pb.Role.ROLE_PREFILL and config.device.device != "cpu" and config.parallel.tensor_parallel_size > 1:
+        raise ValueError(
+            "tensor_parallel_size must be 1 for a prefill worker on GPUs: KV is not sent from several of them yet; "
+            "decode workers alone (tandem up --aggregated) may have more"
+        )
 
 
 class WorkerProcess:
@@ -156,6 +167,7 @@ class WorkerProcess:
         self._registration: WorkerRegistration
         self._reporter: PrefixReporter
         self._watchdog: asyncio.Task[None] | None = None
+        self._rank_fds: list[int] = []
         self._metrics: WorkerMetrics | None = None
         self._metrics_server: HttpServer | None = None
 
@@ -166,13 +178,15 @@ class WorkerProcess:
         memory = PoolMemory(args.transport, is_received=role == pb.Role.ROLE_DECODE)
         try:
             self.engine = await AsyncLLMEngine.start(
-                lambda: LLMEngine(config, self._on_layer_written, memory.allocate),
+                lambda: LLMEngine(config, self._on_layer_written, memory),
                 on_step=self._on_step,
                 on_failure=self._on_failure,
                 before_report=self._catch_up,
             )
         except ValueError as error:
             raise CannotLoad(str(error)) from error
+        for pid in self.engine.rank_pids:
+            self._watch_rank(pid)
         self._load = load_message(self.engine.first_load)
         pool = memory.as_pool(self.engine.kv_pool, self.engine.kv_shape, config.cache.kv_order)
         self.server = Server(args.listen, tls=args.server_tls(asks_callers=True), ping_timeout_ms=KV_PING_TIMEOUT_MS)
@@ -258,11 +272,28 @@ class WorkerProcess:
         await self.role.close()
         if self._metrics_server is not None:
             await self._metrics_server.close()
+        self._forget_ranks()
         await self.engine.close()  # for a running step that never ends the watchdog is still there
         if self._device_watch is not None:
             await asyncio.to_thread(self._device_watch.close)
         if self._watchdog is not None:
             self._watchdog.cancel()
+
+    def _watch_rank(self, pid: int) -> None:
+        """It ends before its engine: a step would fail for it, and requests that wait for none need not come first."""
+        fd = os.pidfd_open(pid)
+        self._rank_fds.append(fd)
+        self._loop.add_reader(fd, self._on_rank_end, fd)
+
+    def _on_rank_end(self, fd: int) -> None:
+        self._loop.remove_reader(fd)
+        self._on_failure(RankLost("a rank of the engine has ended"))
+
+    def _forget_ranks(self) -> None:
+        while self._rank_fds:
+            fd = self._rank_fds.pop()
+            self._loop.remove_reader(fd)
+            os.close(fd)
 
     async def _end_when_stuck(self, timeout_s: float) -> None:
         """The stepping thread cannot be ended, so neither can this process in good order: peers see it die."""

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from engine.models.model import Model
     from engine.models.parts import Parts
     from engine.models.transformers_model import TransformersModel
+    from engine.tensor_parallel.group import RankGroup
 
 __all__ = ["create_engine_config", "load_model", "resolve_model"]
 
@@ -86,8 +87,8 @@ def _fetch_from_hub(model: str) -> Path:
         ) from error
 
 
-def load_model(config: EngineConfig, backend: PagedBackend[Any]) -> Model:
-    """The model with its weights on the device, and its attention done by `backend`.
+def load_model(config: EngineConfig, backend: PagedBackend[Any], group: RankGroup | None = None) -> Model:
+    """The model with its weights on the device, and its attention done by `backend`; of several ranks, one's share.
 
     Raises `ValueError` where weights and config.json do not fit.
     """
@@ -97,7 +98,12 @@ def load_model(config: EngineConfig, backend: PagedBackend[Any]) -> Model:
     shape = load_model_shape(config.model.hf_config, config.model.model_impl)
     parts = _parts_of(config)
     if isinstance(shape, DecoderConfig):
-        return Decoder(shape, _weights_of(config), backend, config.model.max_model_len, parts)
+        weights = _weights_of(config)
+        if group is not None:
+            from engine.tensor_parallel.sharing import shared_out
+
+            shape, weights, parts = shared_out(shape, weights, parts, group)
+        return Decoder(shape, weights, backend, config.model.max_model_len, parts)
     return _load_transformers_model(config, shape, backend, parts)
 
 

@@ -30,6 +30,7 @@ from engine.config import (
     EngineConfig,
     LoadConfig,
     ModelConfig,
+    ParallelConfig,
     SchedulerConfig,
 )
 from engine.kv_cache import KV_FORMAT_VERSION, TORCH_DTYPES, kv_cache_shape, kv_dtype_of
@@ -39,7 +40,7 @@ from engine.models import ModelShape, load_model_shape
 from engine.models.stored_weights import StoredWeights
 from engine.quantization import resolve_quantization
 from engine.speculation import SpeculativeConfig
-from prefix_hash import prefix_key
+from engine.tensor_parallel.shares import share_of
 from prefix_hash.compat import join_parts
 
 CPU_KV_CACHE_GIB = 1.0
@@ -55,11 +56,13 @@ GPU_DRAFT_BATCH_TOKENS = 256
 def make_engine_config(args: EngineArgs, folder: Path) -> EngineConfig:
     """Raises `ValueError` naming the field and its bound, or what config.json lacks."""
     hf_config = _read_json(folder / "config.json")
-    shape = load_model_shape(hf_config, args.model_impl)
+    num_ranks = args.tensor_parallel_size
+    shape = share_of(load_model_shape(hf_config, args.model_impl), num_ranks)
     stored = StoredWeights.from_hf(hf_config)
     device, dtype = _device(args), _dtype(args, hf_config)
     capability = torch.cuda.get_device_capability() if device == "cuda" else None
     kv_dtype = kv_dtype_of(args.kv_cache_dtype, dtype)
+    _check_devices(device, num_ranks)
     needs = Needs(
         model=shape, device=device, capability=capability, dtype=dtype, kv_dtype=kv_dtype, block_size=args.block_size
     )
@@ -81,7 +84,7 @@ def make_engine_config(args: EngineArgs, folder: Path) -> EngineConfig:
         report(f"decoding steps are not recorded as CUDA graphs: {no_graphs}")
     kv_order = kv_order_of(backend, shape)
     speculation = SpeculativeConfig.parse(args.speculative_config)
-    digest = compat_digest(shape, stored, model, args.block_size, kv_dtype, kv_order)
+    digest = compat_digest(shape, stored, model, args.block_size, kv_dtype, kv_order, num_ranks)
     return EngineConfig(
         model=model,
         cache=CacheConfig(
@@ -92,6 +95,7 @@ def make_engine_config(args: EngineArgs, folder: Path) -> EngineConfig:
             enable_prefix_caching=args.enable_prefix_caching,
             kv_order=kv_order,
         ),
+        parallel=ParallelConfig(tensor_parallel_size=num_ranks),
         scheduler=SchedulerConfig(
             max_num_seqs=args.max_num_seqs,
             max_num_batched_tokens=args.max_num_batched_tokens,
@@ -106,7 +110,7 @@ def make_engine_config(args: EngineArgs, folder: Path) -> EngineConfig:
         ),
         device=DeviceConfig(
             device=device,
-            num_threads=args.num_threads,
+            num_threads=args.num_threads or _num_threads(num_ranks),
             attention_backend=backend,
             uses_triton=uses_triton_kernels(backend, needs),
             uses_graphs=not no_graphs and not args.enforce_eager,
@@ -114,18 +118,26 @@ def make_engine_config(args: EngineArgs, folder: Path) -> EngineConfig:
         ),
         load=LoadConfig(load_format="dummy" if args.load_format == "dummy" else "safetensors", seed=args.seed),
         compat_digest=digest,
-        prefix_key=prefix_key(digest),
     )
 
 
 def compat_digest(
-    shape: ModelShape, stored: StoredWeights, model: ModelConfig, block_size: int, kv_dtype: str, kv_order: str
+    shape: ModelShape,
+    stored: StoredWeights,
+    model: ModelConfig,
+    block_size: int,
+    kv_dtype: str,
+    kv_order: str,
+    num_ranks: int,
 ) -> str:
     """Of architecture, weights, dtypes, the bytes' order and the ends. Not of the pool's size or the length limit."""
     # How many positions the checkpoint allows changes no KV, and RoPE keeps its own copy where it matters.
     architecture = {k: v for k, v in asdict(shape).items() if k not in ("max_positions", "why_no_more_positions")}
+    # Ranks sum up in another order than one device does, and a block of theirs has other heads in it.
+    ranks = {} if num_ranks == 1 else {"tensor_parallel_size": num_ranks}
     return join_parts(
-        {
+        ranks
+        | {
             "kv_format_version": KV_FORMAT_VERSION,
             "dtype": model.dtype,
             "quantization": model.quantization,
@@ -206,22 +218,35 @@ def _device(args: EngineArgs) -> str:
     return args.device
 
 
+def _check_devices(device: str, num_ranks: int) -> None:
+    num_gpus = torch.cuda.device_count()
+    if device == "cuda" and num_ranks > num_gpus:
+        raise ValueError(f"tensor_parallel_size must be at most {num_gpus}, the GPUs that torch finds, is {num_ranks}")
+
+
+def _num_threads(num_ranks: int) -> int:
+    """Each rank's part of the cores; 0: all."""
+    return 0 if num_ranks == 1 else max(1, torch.get_num_threads() // num_ranks)
+
+
 def _num_blocks(args: EngineArgs, model: ModelConfig, device: str, kv_dtype: str) -> int:
     """0: to be measured."""
     if device == "cuda" and not args.num_kv_blocks and not args.kv_cache_gib:
         return 0
     shape = kv_cache_shape(model, num_blocks=1, block_size=args.block_size, kv_dtype=kv_dtype)
     needed = -(-model.max_model_len // args.block_size)
-    most = memory_bytes(device) // shape.pool_bytes
+    # On a CPU the pools of all ranks come out of the same memory.
+    block_bytes = shape.pool_bytes * (args.tensor_parallel_size if device == "cpu" else 1)
+    most = memory_bytes(device) // block_bytes
     if args.num_kv_blocks:
         num_blocks, setting = args.num_kv_blocks, f"is {args.num_kv_blocks}"
         bounds = f"num_kv_blocks must be at least {needed}", f"num_kv_blocks must be at most {most}"
     else:
         gib = args.kv_cache_gib or CPU_KV_CACHE_GIB
-        num_blocks, setting = int(gib * GIB) // shape.pool_bytes, f"is {gib:g}"
+        num_blocks, setting = int(gib * GIB) // block_bytes, f"is {gib:g}"
         bounds = (
-            f"kv_cache_gib must be at least {needed * shape.pool_bytes / GIB:.3f}",
-            f"kv_cache_gib must be at most {most * shape.pool_bytes / GIB:.1f}",
+            f"kv_cache_gib must be at least {needed * block_bytes / GIB:.3f}",
+            f"kv_cache_gib must be at most {most * block_bytes / GIB:.1f}",
         )
     if num_blocks < needed:
         why = f"what max_model_len={model.max_model_len} needs"

@@ -35,7 +35,7 @@ class HeadAttention:
         at = f"model.layers.{layer}.self_attn"
         qkv = {f"{at}.q_proj": q_size, f"{at}.k_proj": kv_size, f"{at}.v_proj": kv_size}
         self.qkv = factory.linear(qkv, D, config.has_qkv_bias)
-        self.output = factory.linear({f"{at}.o_proj": D}, q_size, config.has_output_bias)
+        self.output = factory.row_parallel_linear(f"{at}.o_proj", D, q_size, config.has_output_bias)
         self.heads = HeadProjection(
             config.num_heads,
             config.num_kv_heads,

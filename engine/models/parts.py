@@ -12,7 +12,7 @@ from functools import partial
 
 import torch
 
-from engine.layers import GatedLinear, Linear, MakeLinear, RMSNorm
+from engine.layers import GatedLinear, Linear, MakeLinear, RMSNorm, RowParallelLinear, SumOverRanks
 from engine.model_loader.weights import Weights
 from engine.models.layer import DecoderLayer, LayerStack, PlainLayers
 from engine.scaled_weight import Weight, stacked
@@ -29,6 +29,8 @@ class Parts:
     rms_norm: type[RMSNorm] = RMSNorm
     stack: Callable[[list[DecoderLayer]], LayerStack] = PlainLayers
     """Makes of the layers what computes them one after the other."""
+    sum_over_ranks: SumOverRanks | None = None
+    """None: one rank computes the whole model."""
 
     def with_products(self, linear: MakeLinear) -> Parts:
         """The same parts, but for the products of layers: not that of the logits. Of parts whose `gated_linear` takes
@@ -53,6 +55,12 @@ class PartsFactory:
     def linear(self, outputs: dict[str, int], inputs: int, has_bias: bool) -> Linear:
         """The products of those names as one, one below the other; sizes in numbers."""
         return self.fused([self._as_stored(name, size, inputs, has_bias) for name, size in outputs.items()])
+
+    def row_parallel_linear(self, name: str, outputs: int, inputs: int, has_bias: bool) -> Linear:
+        """A product whose inputs are a rank's own."""
+        linear = self.linear({name: outputs}, inputs, has_bias)
+        sum_over_ranks = self.parts.sum_over_ranks
+        return linear if sum_over_ranks is None else RowParallelLinear(linear, sum_over_ranks)
 
     def fused(self, products: Sequence[tuple[Weight, torch.Tensor | None]]) -> Linear:
         """Products of the same inputs as one. Either all have a bias or none."""

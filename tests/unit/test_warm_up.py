@@ -15,6 +15,7 @@ from engine.config import EngineArgs
 from engine.executor import Executor
 from engine.model_loader import create_engine_config
 from engine.sequence import SchedulerOutput
+from engine.step_input import StepInput
 from engine.warm_up import prompt_lengths, warm_up
 
 CONFIG = {
@@ -40,13 +41,15 @@ def test_prompts_and_decoding_steps_are_computed_and_the_pool_is_as_before(
     launched: list[list[tuple[int, int]]] = []
     nonzero: list[int] = []
 
-    def launch(step: SchedulerOutput) -> Any:
-        launched.append([(item.first, item.num_new_tokens) for item in step.scheduled])
-        tokens = worker.launch(step)
+    def launch(output: SchedulerOutput, step: StepInput) -> Any:
+        launched.append([(item.first, item.num_new_tokens) for item in output.scheduled])
+        tokens = worker.launch(output, step)
         nonzero.append(int(worker.kv_pool.count_nonzero()))
         return tokens
 
-    runner: Any = SimpleNamespace(launch=launch, record_decode_steps=worker._runner.record_decode_steps)
+    runner: Any = SimpleNamespace(
+        prepare=worker.prepare, launch=launch, record_decode_steps=worker._runner.record_decode_steps
+    )
     warm_up(config, runner, worker.kv_pool)
     *prompts, [decoding, prompt], shortest = launched
     longest, most = config.model.max_model_len, config.scheduler.max_num_batched_tokens
@@ -70,13 +73,16 @@ def test_with_a_step_ahead_two_are_under_way(tmp_path: Path, num_ahead: int) -> 
     under_way: list[SchedulerOutput] = []
     most_under_way: list[int] = []
 
-    def launch(step: SchedulerOutput) -> Any:
+    def launch(output: SchedulerOutput, step: SchedulerOutput) -> Any:
+        assert output is step
         assert all(other is step for other in under_way)
         under_way.append(step)
         most_under_way.append(len(under_way))
         return SimpleNamespace(wait=under_way.pop)
 
-    runner: Any = SimpleNamespace(launch=launch, record_decode_steps=lambda on_recorded: 0)
+    runner: Any = SimpleNamespace(
+        prepare=lambda output: output, launch=launch, record_decode_steps=lambda on_recorded: 0
+    )
     warm_up(config, runner, kv_pool)
     assert most_under_way == list(range(1, num_ahead + 1)) * (len(most_under_way) // num_ahead)
 

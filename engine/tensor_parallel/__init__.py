@@ -1,0 +1,17 @@
+"""One model, shared out among several processes of a machine, its ranks: M. Shoeybi et al., "Megatron-LM", 2019.
+
+    rank 0: the engine's own process             rank r: `python -m engine.tensor_parallel`
+    ---------------------------------            ---------------------------------------
+    TensorParallelExecutor starts them ───────>  the configuration; loads its share (shares.py, sharded_weights.py)
+    schedule, prepare ──StepInput──────────────> compute            the same kernels, in the same order
+      attention of its heads            sum      attention of its heads
+      its part of the feed-forward      sum      its part of the feed-forward          (group.py)
+      its part of the vocabulary       gather    its part of the vocabulary
+    sample, apply
+
+Every rank has the KV of its own heads: a pool of its own on its own device. On a CPU these lie side by side in memory
+that all of them map, so that blocks travel to other workers as if the model had as many more layers.
+
+Ranks live and die together. One that ends breaks the connections of all others, whose step fails; the engine's process
+then ends, as for any failed step, and answers go on elsewhere. When that process ends, in whatever way, so do they.
+"""

@@ -1,0 +1,83 @@
+"""Runs steps on several ranks: rank 0 in this process, each other one in a process of its own.
+
+Owns the other ranks' processes. See `engine.tensor_parallel` for what they do.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+
+from engine.config import EngineConfig
+from engine.executor import Executor
+from engine.kv_cache import KVCacheShape, KVMemory
+from engine.sampled_tokens import SampledTokens
+from engine.sequence import BlockExport, OnLayerWritten, SchedulerOutput
+from engine.tensor_parallel.group import RankGroup
+from engine.tensor_parallel.rank_processes import RankProcesses
+from engine.worker import Worker
+
+
+class TensorParallelExecutor(Executor):
+    """Used by the stepping thread alone, but for `rank_pids`. The constructor loads the model, on all ranks at once."""
+
+    def __init__(self, config: EngineConfig, on_layer_written: OnLayerWritten | None, memory: KVMemory) -> None:
+        self._num_ranks = config.parallel.tensor_parallel_size
+        self._memory = memory
+        self._ranks = RankProcesses(config)
+        self._pool: torch.Tensor | None = None
+        """Of all ranks, on a CPU."""
+        try:
+            self._ranks.wait_until_here()
+            device = config.device.device
+            group = RankGroup(0, self._num_ranks, device, self._ranks.meeting_file)
+            told = None if on_layer_written is None else self._of_all_ranks(on_layer_written, config.model.num_layers)
+            self._worker = Worker(config, told, self._allocate, group)
+        except BaseException as error:
+            if not isinstance(error, ValueError):
+                self._ranks.check()  # whoever ended first says why
+            self._ranks.close()
+            raise
+
+    @property
+    def kv_pool(self) -> torch.Tensor:
+        """[layer, block, part, kv_head, slot, head_dim]: on a CPU all layers of rank 0, all of rank 1, and so on. On
+        GPUs those of rank 0 alone."""
+        return super().kv_pool if self._pool is None else self._pool
+
+    @property
+    def kv_shape(self) -> KVCacheShape:
+        return super().kv_shape if self._pool is None else self._shape_of_all(super().kv_shape)
+
+    @property
+    def rank_pids(self) -> list[int]:
+        return self._ranks.pids
+
+    def launch(self, output: SchedulerOutput) -> SampledTokens:
+        """Raises `RankLost` where a rank has ended, `RuntimeError` where one ends meanwhile."""
+        step = self._worker.prepare(output)
+        self._ranks.tell(step)
+        return self._worker.launch(output, step)
+
+    def close(self) -> None:
+        self._ranks.close()
+
+    def _allocate(self, shape: KVCacheShape, device: str) -> torch.Tensor:
+        if device != "cpu":
+            return self._memory.allocate(shape, device)
+        self._pool, fd = self._memory.allocate_shared(self._shape_of_all(shape))
+        self._ranks.tell_pool(fd, shape.num_blocks)
+        return self._pool[: shape.num_layers]
+
+    def _shape_of_all(self, shape: KVCacheShape) -> KVCacheShape:
+        return replace(shape, num_layers=self._num_ranks * shape.num_layers)
+
+    def _of_all_ranks(self, on_layer_written: OnLayerWritten, num_layers: int) -> OnLayerWritten:
+        """When rank 0 has done a layer, every rank has written its part of it: they have summed up since."""
+
+        def tell(layer: int, exports: list[BlockExport]) -> None:
+            for rank in range(self._num_ranks):
+                on_layer_written(rank * num_layers + layer, exports)
+
+        return tell

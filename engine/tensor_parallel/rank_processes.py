@@ -1,0 +1,108 @@
+"""The processes of ranks other than 0, as rank 0 has them: started, told of each step, ended.
+
+    RankProcesses(config) ──start, configuration──> "here" ──> all meet (group.py), and load
+           └── tell_pool, then tell once a step ──> … ── close, or this process' end, whatever it is ──> they end
+
+Owns the processes and a connection to each, which carries bytes, never pickles.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import weakref
+from collections.abc import Sequence
+from multiprocessing.connection import Connection, Pipe
+from pathlib import Path
+
+from pydantic import TypeAdapter
+
+from engine.config import EngineConfig
+from engine.executor import RankLost
+from engine.step_input import StepInput
+
+HERE = b"here"
+START_S = 300.0
+"""Until a rank says that it is there: what it imports takes seconds."""
+END_S = 10.0
+"""A rank ends at once when its connection does; one that does not, on a device that hangs, is killed after so long."""
+CONFIG = TypeAdapter(EngineConfig)
+
+
+class RankProcesses:
+    """Made and used by the stepping thread. `close` may be called again, and is where nobody calls it."""
+
+    def __init__(self, config: EngineConfig) -> None:
+        self._folder = tempfile.TemporaryDirectory(prefix="tandem-ranks-")
+        self.meeting_file = Path(self._folder.name) / "meeting"
+        self._processes: list[subprocess.Popen[bytes]] = []
+        self._connections: list[Connection[bytes, bytes]] = []
+        self._close = weakref.finalize(self, _close, self._processes, self._connections, self._folder)
+        for rank in range(1, config.parallel.tensor_parallel_size):
+            self._start(rank)
+        self._send(CONFIG.dump_json(config))
+
+    def wait_until_here(self) -> None:
+        """Until all have begun, so that nobody waits at the meeting for one that never comes. Raises `RankLost`."""
+        for rank, connection in enumerate(self._connections, start=1):
+            try:
+                if not connection.poll(START_S) or connection.recv_bytes() != HERE:
+                    raise RankLost(f"rank {rank} of the engine did not start within {START_S:g} s")
+            except (EOFError, OSError) as error:
+                raise RankLost(f"rank {rank} of the engine has ended; what it said stands above") from error
+
+    @property
+    def pids(self) -> list[int]:
+        return [process.pid for process in self._processes]
+
+    def tell_pool(self, fd: int, num_blocks: int) -> None:
+        """Of the memory that all ranks' pools lie in, on a CPU: a file descriptor of this process."""
+        self._send(json.dumps({"path": f"/proc/{os.getpid()}/fd/{fd}", "num_blocks": num_blocks}).encode())
+
+    def tell(self, step: StepInput) -> None:
+        """What they are to compute next. Raises `RankLost`."""
+        self._send(step.to_bytes())
+
+    def check(self) -> None:
+        """Raises `RankLost` where one has ended."""
+        for rank, process in enumerate(self._processes, start=1):
+            if process.poll() is not None:
+                raise RankLost(f"rank {rank} of the engine has ended with {process.returncode}")
+
+    def close(self) -> None:
+        """End them; returns when they have ended."""
+        self._close()
+
+    def _start(self, rank: int) -> None:
+        ours, theirs = Pipe()
+        with theirs:
+            self._connections.append(ours)
+            command = [sys.executable, "-m", "engine.tensor_parallel", str(theirs.fileno()), str(rank)]
+            command.append(str(self.meeting_file))
+            self._processes.append(subprocess.Popen(command, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL))
+
+    def _send(self, message: bytes) -> None:
+        try:
+            for connection in self._connections:
+                connection.send_bytes(message)
+        except OSError as error:
+            raise RankLost("a rank of the engine has ended; what it said stands above") from error
+
+
+def _close(
+    processes: Sequence[subprocess.Popen[bytes]],
+    connections: Sequence[Connection[bytes, bytes]],
+    folder: tempfile.TemporaryDirectory[str],
+) -> None:
+    for connection in connections:
+        connection.close()
+    for process in processes:
+        try:
+            process.wait(END_S)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+    folder.cleanup()

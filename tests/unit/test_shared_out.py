@@ -1,0 +1,143 @@
+"""What each rank of several has of a model: all parts together are the whole, and nothing is in two of them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F  # noqa: N812
+
+from engine.config import EngineArgs
+from engine.layers import Linear
+from engine.model_loader import create_engine_config
+from engine.model_loader.eight_bit_weights import DummyEightBitWeights
+from engine.model_loader.weights import DummyWeights
+from engine.models import load_model_shape
+from engine.models.decoder_config import DecoderConfig
+from engine.models.stored_weights import StoredWeights
+from engine.scaled_weight import ScaledWeight, part_of
+from engine.tensor_parallel.sharded_weights import ShardedWeights
+from engine.tensor_parallel.shares import share_of
+from engine.tensor_parallel.sharing import VocabParallelLinear
+
+LLAMA: dict[str, Any] = {
+    "architectures": ["LlamaForCausalLM"], "vocab_size": 101, "hidden_size": 24, "intermediate_size": 36,
+    "num_hidden_layers": 2, "num_attention_heads": 12, "num_key_value_heads": 6, "head_dim": 4,
+    "max_position_embeddings": 64,
+}  # fmt: skip
+DEEPSEEK = {
+    "architectures": ["DeepseekV2ForCausalLM"], "kv_lora_rank": 16, "qk_nope_head_dim": 8, "qk_rope_head_dim": 4,
+    "v_head_dim": 8, "num_attention_heads": 4, "num_key_value_heads": 4, "n_routed_experts": None,
+    "first_k_dense_replace": 2, "moe_intermediate_size": 8, "n_shared_experts": None, "num_experts_per_tok": None,
+}  # fmt: skip
+
+
+def test_heads_and_the_feed_forward_are_shared_out() -> None:
+    share = share_of(load_model_shape(LLAMA, "auto"), 3)
+    assert isinstance(share, DecoderConfig)
+    assert (share.num_heads, share.num_kv_heads, share.intermediate_size) == (4, 2, 12)
+    assert (share.hidden_size, share.head_dim, share.vocab_size) == (24, 4, 101)
+
+
+@pytest.mark.parametrize(
+    ("change", "num_ranks", "message"),
+    [
+        ({}, 5, "tensor_parallel_size must divide the model's num_attention_heads=12, is 5"),
+        ({}, 4, "tensor_parallel_size must divide the model's num_key_value_heads=6, is 4"),
+        ({"intermediate_size": 37}, 2, "tensor_parallel_size must divide the model's intermediate_size=37, is 2"),
+        (DEEPSEEK, 2, "tensor_parallel_size must be 1 for models with latent attention"),
+        ({}, 65, r"tensor_parallel_size must be in \[1, 64\], is 65"),
+        ({}, 0, r"tensor_parallel_size must be in \[1, 64\], is 0"),
+    ],
+)
+def test_what_cannot_be_shared_out_is_refused(
+    change: dict[str, Any], num_ranks: int, message: str, tmp_path: Path
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA | change))
+    with pytest.raises(ValueError, match=message):
+        create_engine_config(
+            EngineArgs(model=str(tmp_path), load_format="dummy", device="cpu", tensor_parallel_size=num_ranks)
+        )
+
+
+def test_models_of_transformers_are_refused() -> None:
+    shape = load_model_shape(LLAMA | {"model_type": "llama"}, "transformers")
+    assert share_of(shape, 1) is shape
+    with pytest.raises(ValueError, match="must be 1 for models that transformers' code computes"):
+        share_of(shape, 2)
+
+
+@pytest.mark.parametrize(
+    ("product", "shape", "axis"),
+    [("self_attn.q_proj", (48, 24), 0), ("self_attn.k_proj", (24, 24), 0), ("self_attn.v_proj", (24, 24), 0),
+     ("mlp.gate_proj", (36, 24), 0), ("mlp.up_proj", (36, 24), 0), ("self_attn.o_proj", (24, 48), 1),
+     ("mlp.down_proj", (24, 36), 1)],
+)  # fmt: skip
+def test_parts_of_a_weight_are_the_weight(product: str, shape: tuple[int, int], axis: int) -> None:
+    name = f"model.layers.0.{product}"
+    whole = DummyWeights(3, "float32", "cpu")
+    ranks = [ShardedWeights(whole, rank, 3) for rank in range(3)]
+    part_shape = (shape[0] // 3, shape[1]) if axis == 0 else (shape[0], shape[1] // 3)
+    parts = [rank.take_product(f"{name}.weight", part_shape) for rank in ranks]
+    assert all(isinstance(part, torch.Tensor) and part.is_contiguous() for part in parts)
+    assert torch.equal(torch.cat(parts, dim=axis), whole.take(f"{name}.weight", shape))  # type: ignore[arg-type]
+    biases = [rank.take(f"{name}.bias", (shape[0] // 3 if axis == 0 else shape[0],)) for rank in ranks]
+    expected = whole.take(f"{name}.bias", (shape[0],))
+    assert torch.equal(torch.cat(biases) if axis == 0 else torch.stack(biases).sum(dim=0), expected)
+
+
+def test_other_weights_are_whole_on_every_rank() -> None:
+    whole = DummyWeights(3, "float32", "cpu")
+    for name, shape in (("model.embed_tokens.weight", (101, 24)), ("model.layers.0.self_attn.q_norm.weight", (4,))):
+        assert torch.equal(ShardedWeights(whole, 1, 3).take(name, shape), whole.take(name, shape))
+
+
+@pytest.mark.parametrize("block", [None, (8, 12)], ids=["a scale for each output", "scales for groups"])
+@pytest.mark.parametrize("axis", [0, 1])
+@pytest.mark.parametrize("quantization", ["int8", "fp8"])
+def test_parts_of_a_weight_in_8_bits_are_the_weight(
+    quantization: str, axis: int, block: tuple[int, int] | None
+) -> None:
+    stored = StoredWeights(quantizations=(quantization,), block=block)
+    whole = DummyEightBitWeights(1, "float32", "cpu", stored).take_product("x.weight", (24, 36))
+    assert isinstance(whole, ScaledWeight)
+    assert whole.has_groups == (block is not None)
+    size = whole.weight.shape[axis] // 3
+    parts = [part_of(whole, axis, range(rank * size, (rank + 1) * size)) for rank in range(3)]
+    wide = [part.dequantized() for part in parts if isinstance(part, ScaledWeight)]
+    assert torch.equal(torch.cat(wide, dim=axis), whole.dequantized())
+    assert all(isinstance(part, ScaledWeight) and part.weight.dtype == whole.weight.dtype for part in parts)
+
+
+def test_inputs_that_share_a_scale_are_not_cut() -> None:
+    stored = StoredWeights(quantizations=("int8",), block=(8, 8))
+    whole = DummyEightBitWeights(1, "float32", "cpu", stored).take_product("x.weight", (24, 36))
+    with pytest.raises(ValueError, match="cuts a weight at input 12, where 8 share a scale"):
+        part_of(whole, 1, range(12, 24))
+
+
+class Collecting:
+    """In the place of a group: keeps each rank's logits, padded as they are."""
+
+    def __init__(self, rank: int, parts: list[torch.Tensor]) -> None:
+        self.rank, self.num_ranks = rank, 3
+        self._parts = parts
+
+    def gather_outputs(self, y_TP: torch.Tensor, num_outputs: int) -> torch.Tensor:
+        self._parts.append(y_TP)
+        return torch.cat(self._parts, dim=1)[:, :num_outputs]
+
+
+@pytest.mark.parametrize("vocab_size", [9, 10, 11, 7, 4])
+def test_parts_of_the_vocabulary_are_the_vocabulary(vocab_size: int) -> None:
+    """Also where the last ranks have fewer rows, or none."""
+    weight, x = torch.randn(vocab_size, 8), torch.randn(2, 8)
+    parts: list[torch.Tensor] = []
+    for rank in range(3):
+        linear = VocabParallelLinear(weight, Linear, Collecting(rank, parts))  # type: ignore[arg-type]
+        logits = linear(x)
+    assert len({part.shape for part in parts}) == 1
+    torch.testing.assert_close(logits, F.linear(x, weight))
