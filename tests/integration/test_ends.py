@@ -253,7 +253,7 @@ def test_an_answer_goes_on_from_any_of_its_tokens(
 
 
 def test_several_answers_go_on_each_from_its_own_token(cluster: RunningCluster, stub: InferenceStub) -> None:
-    """Cut after any message: some may be complete, some in the middle, some not begun."""
+    """Cut after every third message and every end: some may be complete, some in the middle, some not begun."""
     request = pb.GenerateRequest(
         text="Once upon a time there was a",
         sampling_params=pb.SamplingParams(n=3, max_tokens=20, temperature=0.9, seed=7, logprobs=1, stop=[" the"]),
@@ -263,7 +263,8 @@ def test_several_answers_go_on_each_from_its_own_token(cluster: RunningCluster, 
     assert len({len(token_ids) for token_ids, *_ in expected}) > 1, "some end before others"
     kinds = {message.sequence: message.worker_kind for message in reversed(messages) if message.worker_kind}
     states = set()
-    for cut in range(1, len(messages), 3):
+    ends = {i for i, message in enumerate(messages, start=1) if message.finish_reason and i < len(messages)}
+    for cut in sorted({*range(1, len(messages), 3), *ends}):
         del request.answers_so_far[:]
         for sequence in {message.sequence for message in messages[:cut]}:
             said = [message for message in messages[:cut] if message.sequence == sequence]
