@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import mmap
+
 import numpy as np
 import pytest
 import torch
@@ -43,3 +45,16 @@ def test_a_worker_whose_memory_nobody_can_open_does_not_start_with_ipc() -> None
     memory = PoolMemory("ipc", is_received=True)
     with pytest.raises(TransportMissing):
         memory.as_pool(torch.zeros(SHAPE.axes, dtype=torch.bfloat16), SHAPE, KV_ORDER)
+
+
+@pytest.mark.parametrize("transport", ["grpc", "ipc"])
+def test_what_other_processes_of_an_engine_write_is_what_travels(transport: str) -> None:
+    memory = PoolMemory(transport, is_received=True)
+    tensor, fd = memory.allocate_shared(SHAPE)
+    pool = memory.as_pool(tensor, SHAPE, KV_ORDER)
+    with mmap.mmap(fd, SHAPE.pool_bytes) as theirs:
+        theirs[-2:] = b"xy"
+        assert pool.read(1, [4]).endswith(b"xy")
+        if transport == "ipc":
+            opened = open_peers_memory(pool.describe_memory().host, SHAPE.pool_bytes)
+            assert opened[-2:] == b"xy"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,8 @@ from engine.scaled_weight import ScaledWeight, part_of
 from engine.tensor_parallel.sharded_weights import ShardedWeights
 from engine.tensor_parallel.shares import share_of
 from engine.tensor_parallel.sharing import VocabParallelLinear
+from protos import tandem_worker_pb2 as pb
+from worker_service.process import check_role_fits
 
 LLAMA: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"], "vocab_size": 101, "hidden_size": 24, "intermediate_size": 36,
@@ -141,3 +144,16 @@ def test_parts_of_the_vocabulary_are_the_vocabulary(vocab_size: int) -> None:
         logits = linear(x)
     assert len({part.shape for part in parts}) == 1
     torch.testing.assert_close(logits, F.linear(x, weight))
+
+
+def test_prefill_workers_of_several_gpus_are_refused(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA))
+    args = EngineArgs(model=str(tmp_path), load_format="dummy", device="cpu", tensor_parallel_size=2)
+    on_cpu = create_engine_config(args)
+    on_gpus = replace(on_cpu, device=replace(on_cpu.device, device="cuda"))
+    on_one = replace(on_gpus, parallel=replace(on_gpus.parallel, tensor_parallel_size=1))
+    with pytest.raises(ValueError, match="tensor_parallel_size must be 1 for a prefill worker on GPUs"):
+        check_role_fits(pb.ROLE_PREFILL, on_gpus)
+    for config in (on_cpu, on_one):
+        check_role_fits(pb.ROLE_PREFILL, config)
+    check_role_fits(pb.ROLE_DECODE, on_gpus)
