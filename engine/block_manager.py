@@ -102,7 +102,7 @@ class BlockManager:
     def num_shared_blocks(self, seq: Sequence) -> int:
         """How many blocks of a prefix of `seq`, which has none yet, others have: it would take no new ones for them."""
         table = _Table(BlockOwner.SEQUENCE, [])
-        self._extend_hashes(table, seq.token_ids, seq.cache_salt)
+        self._extend_hashes(table, seq.token_ids, seq)
         reusable = table.hashes[: seq.num_reusable_tokens // self.block_size]
         return sum(block_id not in self._evictor for block_id in self._match(reusable))
 
@@ -129,7 +129,7 @@ class BlockManager:
         """
         assert seq.seq_id not in self._tables, f"sequence {seq.seq_id} has blocks already"
         table = _Table(owner, [])
-        self._extend_hashes(table, seq.token_ids, seq.cache_salt)
+        self._extend_hashes(table, seq.token_ids, seq)
         cached = self._match(table.hashes[: num_reusable_tokens // self.block_size])
         num_new = self.num_blocks_for(len(seq)) - len(cached)
         num_pinned_evictable = sum(block_id in self._evictor for block_id in cached)
@@ -193,7 +193,7 @@ class BlockManager:
         num_full = num_tokens // self.block_size
         if num_full <= table.num_registered:
             return
-        self._extend_hashes(table, seq.token_ids[: num_full * self.block_size], seq.cache_salt)
+        self._extend_hashes(table, seq.token_ids[: num_full * self.block_size], seq)
         for index in range(table.num_registered, num_full):
             block_id, block_hash = table.block_ids[index], table.hashes[index]
             if block_hash not in self._block_of and block_id not in self._hash_of:
@@ -219,9 +219,9 @@ class BlockManager:
 
     # -- the prefix cache ---------------------------------------------------------------------------------------
 
-    def _extend_hashes(self, table: _Table, token_ids: Seq[int], cache_salt: str) -> None:
+    def _extend_hashes(self, table: _Table, token_ids: Seq[int], seq: Sequence) -> None:
         if self._enable_prefix_caching:
-            key = salted_key(self._prefix_key, cache_salt)
+            key = salted_key(self._prefix_key, seq.cache_salt, seq.lora_name)
             extend_block_hashes(table.hashes, token_ids, self.block_size, key)
 
     def _match(self, hashes: list[bytes]) -> list[int]:

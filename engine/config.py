@@ -9,6 +9,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from engine.lora.modules import EXAMPLE as LORA_EXAMPLE
+from engine.lora.modules import LoRAModule, parse_lora_modules
 from engine.speculation import EXAMPLE, SpeculativeConfig
 from prefix_hash import prefix_key
 
@@ -135,6 +137,8 @@ class EngineConfig:
     scheduler: SchedulerConfig
     device: DeviceConfig
     load: LoadConfig
+    lora_modules: tuple[LoRAModule, ...]
+    """Adapters beside the model, in the order of their names."""
     compat_digest: str
     """Of everything that must be equal for two engines to exchange KV: config, weights, dtypes, block size, order."""
 
@@ -190,6 +194,13 @@ class EngineArgs:
         metadata={
             "help": "Share the model out among so many processes, each with a GPU of its own, or with its part of a "
             "CPU's cores. Divides the model's heads, key heads and intermediate size."
+        },
+    )
+    lora_modules: str = field(
+        default="",
+        metadata={
+            "help": "LoRA adapters beside the model, folders in PEFT's layout, each by the name that requests give as "
+            f"their model: {LORA_EXAMPLE} and further ones behind commas, or a JSON object. Empty: none."
         },
     )
     block_size: int = field(default=16, metadata={"help": "Tokens in one KV block: a power of two from 1 to 256."})
@@ -301,6 +312,7 @@ class EngineArgs:
             1 <= self.tensor_parallel_size <= MAX_RANKS,
             f"tensor_parallel_size must be in [1, {MAX_RANKS}], is {self.tensor_parallel_size}",
         )
+        parse_lora_modules(self.lora_modules)
         _check(self.num_kv_blocks >= 0, f"num_kv_blocks must be at least 0, is {self.num_kv_blocks}")
         _check(self.kv_cache_gib >= 0, f"kv_cache_gib must be at least 0, is {self.kv_cache_gib}")
         _check(

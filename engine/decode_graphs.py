@@ -122,11 +122,13 @@ class DecodeGraphs:
         return len(self._recordings)
 
     def can_run(self, batch: InputBatch) -> bool:
-        """Whether every sequence decodes and is sampled, and there is a recording that the step fits."""
+        """Whether every sequence decodes, by the model alone, and is sampled, and there is a recording that the step
+        fits."""
         context_lens = batch.layout.context_lens
         return (
             bool(self._recordings)
             and batch.sample_rows is None
+            and not batch.adapter_rows
             and batch.layout.num_decodes == len(context_lens) <= self._batch_sizes[-1]
             and int(context_lens.max()) <= self._context_lens[-1]
         )

@@ -26,6 +26,8 @@ class InputBatch:
     layout: StepLayout
     sample_rows: torch.Tensor | None
     """[R] rows of T whose logits are sampled; None: all, in order."""
+    adapter_rows: list[tuple[int, torch.Tensor]]
+    """For each adapter in the step its id and its rows of T."""
 
     @property
     def last_token_ids(self) -> torch.Tensor:
@@ -37,9 +39,12 @@ def build_input_batch(step: StepInput, device: str, sampled_before: torch.Tensor
     """Of a step with tokens. `sampled_before`: what the step launched last samples, on the device; there where tokens
     are pending."""
     # As one array: each copy to a device takes its time there.
-    parts = step.token_ids, step.positions, step.sample_rows, step.pending_rows, step.rows_before
+    adapter_ids = np.unique(step.adapter_ids)
+    adapter_ids = adapter_ids[adapter_ids > 0]
+    parts = [step.token_ids, step.positions, step.sample_rows, step.pending_rows, step.rows_before]
+    parts += [np.flatnonzero(step.adapter_ids == adapter_id) for adapter_id in adapter_ids]
     on_device = torch.split(to_device(np.concatenate(parts), device), [len(part) for part in parts])
-    ids_T, positions_T, sample_rows_R, pending_rows_P, rows_before_P = on_device
+    ids_T, positions_T, sample_rows_R, pending_rows_P, rows_before_P, *adapter_rows = on_device
     if len(step.pending_rows):
         assert sampled_before is not None
         # A sequence whose token turns out to be none fails, whatever is computed for it here: any id will do.
@@ -49,4 +54,5 @@ def build_input_batch(step: StepInput, device: str, sampled_before: torch.Tensor
         positions=positions_T,
         layout=step.layout,
         sample_rows=None if len(step.sample_rows) == len(step.token_ids) else sample_rows_R,
+        adapter_rows=list(zip(adapter_ids.tolist(), adapter_rows, strict=True)),
     )

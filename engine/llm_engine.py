@@ -110,14 +110,16 @@ class LLMEngine:
         *,
         output_token_ids: Seq[int] = (),
         cache_salt: str = "",
+        lora_name: str = "",
         may_wait: bool = True,
     ) -> bool:
         """Queue a request to be prefilled and decoded here. False if it would have to wait and may not.
 
         `output_token_ids`: the part of the answer that exists already; the engine goes on after it. `cache_salt`: it
-        shares blocks with requests of the same salt alone. Raises `ValueError` for a request that could never run.
+        shares blocks with requests of the same salt alone. `lora_name`: the adapter to compute it. Raises `ValueError`
+        for a request that could never run.
         """
-        seq = self._new_sequence(request_id, prompt_token_ids, sampling_params, output_token_ids, cache_salt)
+        seq = self._new_sequence(request_id, prompt_token_ids, sampling_params, output_token_ids, cache_salt, lora_name)
         if not may_wait and not self._scheduler.has_room(seq):
             self._live.discard(request_id)
             return False
@@ -132,13 +134,14 @@ class LLMEngine:
         *,
         output_token_ids: Seq[int] = (),
         cache_salt: str = "",
+        lora_name: str = "",
         num_receiver_blocks: int = 0,
     ) -> None:
         """Queue a request to be prefilled here; after its first token its blocks are held until `release`.
 
         `num_receiver_blocks` leading blocks are not offered to `on_layer_written`: the receiver has them.
         """
-        seq = self._new_sequence(request_id, prompt_token_ids, sampling_params, output_token_ids, cache_salt)
+        seq = self._new_sequence(request_id, prompt_token_ids, sampling_params, output_token_ids, cache_salt, lora_name)
         seq.is_prefill_only = True
         seq.num_exported_blocks = num_receiver_blocks
         self._scheduler.add(seq)
@@ -151,9 +154,10 @@ class LLMEngine:
         *,
         output_token_ids: Seq[int] = (),
         cache_salt: str = "",
+        lora_name: str = "",
     ) -> Reservation | None:
         """Reserve blocks for a request that another engine prefills. None if there are too few now."""
-        seq = self._new_sequence(request_id, prompt_token_ids, sampling_params, output_token_ids, cache_salt)
+        seq = self._new_sequence(request_id, prompt_token_ids, sampling_params, output_token_ids, cache_salt, lora_name)
         seq.prompt_logprobs = None  # that one tells them
         if not self._scheduler.reserve(seq):
             self._live.discard(request_id)
@@ -276,6 +280,15 @@ class LLMEngine:
     def _is_held(self, request_id: str) -> bool:
         return request_id in self._scheduler.held
 
+    def _lora_id(self, lora_name: str) -> int:
+        if not lora_name:
+            return 0
+        names = [module.name for module in self.config.lora_modules]
+        if lora_name not in names:
+            there = f"are {', '.join(names)}" if names else "there are none"
+            raise ValueError(f"lora_name must be an adapter's of lora_modules ({there}), is {lora_name!r}")
+        return names.index(lora_name) + 1
+
     def _new_sequence(
         self,
         request_id: str,
@@ -283,6 +296,7 @@ class LLMEngine:
         params: SamplingParams,
         output_token_ids: Seq[int],
         cache_salt: str,
+        lora_name: str,
     ) -> Sequence:
         model = self.config.model
         token_ids = [*prompt_token_ids, *output_token_ids]
@@ -302,6 +316,7 @@ class LLMEngine:
                 raise ValueError(f"{name} must be in [0, {model.vocab_size})")
         if len(output_token_ids) >= params.max_tokens:
             raise ValueError(f"output_token_ids has {len(output_token_ids)} tokens, max_tokens is {params.max_tokens}")
+        lora_id = self._lora_id(lora_name)
         grammar = None if params.grammar is None else self._grammars.state(params.grammar)
         self._live.add(request_id)
         return Sequence(
@@ -311,6 +326,8 @@ class LLMEngine:
             num_prompt_tokens=len(prompt_token_ids),
             sampling_params=params,
             cache_salt=cache_salt,
+            lora_name=lora_name,
+            lora_id=lora_id,
             grammar=grammar,
             # Where an answer has begun, they came with its first token.
             prompt_logprobs=None if params.prompt_logprobs is None or output_token_ids else [],

@@ -124,6 +124,8 @@ class ModelRunner:
         batch = build_input_batch(step, self._device, self._sampled)
         if len(step.begun_blocks):
             clear_blocks(self._kv_pool, step.begun_blocks)
+        if self._model.adapters is not None:
+            self._model.adapters.assign(batch.adapter_rows)
         if self._graphs is not None and not step.has_exports and self._graphs.can_run(batch):
             return Computed(batch, self._graphs.run(batch), iter(()))
         plan = self._backend.prepare(batch.layout)

@@ -23,7 +23,7 @@ from engine.attention import StepLayout
 from engine.sequence import PENDING_TOKEN, SchedulerOutput
 
 Integers = NDArray[np.int64]
-_NUM_ARRAYS = 12
+_NUM_ARRAYS = 13
 _HAS_ONE_AXIS = -1
 
 
@@ -48,6 +48,8 @@ class StepInput:
     """Blocks that this step begins to fill and leaves partly empty."""
     blocks_to_copy: Integers
     """[pairs, 2] see `SchedulerOutput`"""
+    adapter_ids: Integers
+    """[T] the adapter that computes each, 0 where none does; [0] where none computes any."""
     has_exports: bool
     """Somebody is told of each layer as it is written."""
 
@@ -76,6 +78,7 @@ class StepInput:
             sample_rows += range(len(token_ids) - item.num_sampled, len(token_ids))
         firsts = _integers([item.first for item in output.scheduled])
         query_lens = _integers([item.num_new_tokens for item in output.scheduled])
+        lora_ids = _integers([item.seq.lora_id for item in output.scheduled])
         positions, layout = _lay_out(firsts, query_lens, tables, block_size)
         return StepInput(
             token_ids=_integers(token_ids),
@@ -87,6 +90,7 @@ class StepInput:
             told_rows=_integers(told_rows).reshape(-1, 2),
             begun_blocks=_integers(begun_blocks),
             blocks_to_copy=_integers(output.blocks_to_copy).reshape(-1, 2),
+            adapter_ids=np.repeat(lora_ids, query_lens) if lora_ids.any() else lora_ids[:0],
             has_exports=bool(output.exports),
         )
 
@@ -111,8 +115,10 @@ class StepInput:
             start = end
         query_lens, context_lens, tables, slots, token_ids, positions, *lists = arrays
         layout = StepLayout(query_lens, context_lens, tables, slots, num_decodes)
-        sampled, pending, before, told, begun, copied = lists
-        return StepInput(token_ids, positions, layout, sampled, pending, before, told, begun, copied, bool(has_exports))
+        sampled, pending, before, told, begun, copied, adapters = lists
+        return StepInput(
+            token_ids, positions, layout, sampled, pending, before, told, begun, copied, adapters, bool(has_exports)
+        )
 
     def _arrays(self) -> tuple[Integers, ...]:
         """The layout's and its own, each in the order of the fields."""
@@ -120,7 +126,7 @@ class StepInput:
         return (
             layout.query_lens, layout.context_lens, layout.block_tables, layout.slot_mapping,
             self.token_ids, self.positions, self.sample_rows, self.pending_rows, self.rows_before, self.told_rows,
-            self.begun_blocks, self.blocks_to_copy,
+            self.begun_blocks, self.blocks_to_copy, self.adapter_ids,
         )  # fmt: skip
 
 

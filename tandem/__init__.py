@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from tandem.client import AsyncClient, Client
     from tandem.cluster import Cluster, ClusterError
     from tandem.cluster_args import ClusterArgs
-    from tandem.llm import LLM, CompletionOutput, Logprob, RequestOutput
+    from tandem.llm import LLM, CompletionOutput, Logprob, LoRARequest, RequestOutput
     from tandem.structured_outputs import StructuredOutputsParams
 
 _HOME = {
@@ -37,6 +37,7 @@ _HOME = {
     "ClusterError": "tandem.cluster",
     "LLM": "tandem.llm",
     "CompletionOutput": "tandem.llm",
+    "LoRARequest": "tandem.llm",
     "Logprob": "tandem.llm",
     "RequestOutput": "tandem.llm",
     "StructuredOutputsParams": "tandem.structured_outputs",
@@ -53,6 +54,7 @@ __all__ = [
     "ClusterError",
     "CompletionOutput",
     "EngineArgs",
+    "LoRARequest",
     "Logprob",
     "RequestOutput",
     "SamplingParams",

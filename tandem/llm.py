@@ -39,9 +39,21 @@ from tandem.sampling_params import SamplingParams
 from tandem.structured_outputs import StructuredOutputsParams
 from tandem.tools import add_tools, chat_message
 
-__all__ = ["LLM", "CompletionOutput", "Logprob", "RequestOutput", "SamplingParams", "StructuredOutputsParams"]
+__all__ = [
+    "LLM", "CompletionOutput", "LoRARequest", "Logprob", "RequestOutput", "SamplingParams", "StructuredOutputsParams",
+]  # fmt: skip
 
 Message = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class LoRARequest:
+    """The adapter that answers a prompt, by its name in `lora_modules`. The other fields are vLLM's: all adapters are
+    there from the start on, and have their numbers then."""
+
+    lora_name: str
+    lora_int_id: int = 0
+    lora_path: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,15 +102,16 @@ class RequestOutput:
 
 
 class LLM:
-    """A model in this process. `engine_args` are the fields of `EngineArgs` by name; `speculative_config` may also be a
-    dict.
+    """A model in this process. `engine_args` are the fields of `EngineArgs` by name; `speculative_config` and
+    `lora_modules` may also be dicts.
 
     Raises `ValueError` naming the field and its bound, or saying what the model lacks. Not thread-safe.
     """
 
     def __init__(self, model: str = EngineArgs.model, **engine_args: Any) -> None:
-        if isinstance(engine_args.get("speculative_config", ""), dict):
-            engine_args["speculative_config"] = json.dumps(engine_args["speculative_config"], default=repr)
+        for name in ("speculative_config", "lora_modules"):
+            if isinstance(engine_args.get(name, ""), dict):
+                engine_args[name] = json.dumps(engine_args[name], default=str)
         self.config = create_engine_config(EngineArgs(model=model, **engine_args))
         self.llm_engine = LLMEngine(self.config)
         """What computes; `stats` and `audit` may be asked of it."""
@@ -127,13 +140,15 @@ class LLM:
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         use_tqdm: bool = True,
+        lora_request: LoRARequest | Sequence[LoRARequest | None] | None = None,
     ) -> list[RequestOutput]:
         """Answers in the order of `prompts`: one text, one list of token ids, or several of either.
 
         `sampling_params`: one for all, one for each, or None for the model's. `use_tqdm` shows progress on stderr.
+        `lora_request`: the adapter for all, or one or none for each.
         Raises `ValueError` for a prompt or parameter that cannot be served; nothing is generated then.
         """
-        return self._generate(self._as_prompts(prompts), sampling_params, use_tqdm)
+        return self._generate(self._as_prompts(prompts), sampling_params, use_tqdm, lora_request)
 
     def chat(
         self,
@@ -144,6 +159,7 @@ class LLM:
         chat_template: str | None = None,
         tools: Sequence[Mapping[str, Any]] | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
+        lora_request: LoRARequest | Sequence[LoRARequest | None] | None = None,
     ) -> list[RequestOutput]:
         """As `generate`, for one conversation or several, put through the model's chat template, or the one given as
         text. `tools`: what it tells the model of, in OpenAI's shape; calls of them are in the answers' text, and so is
@@ -162,7 +178,7 @@ class LLM:
         for conversation in conversations:
             text = template.render(self._messages(conversation, template), shown, variables)
             prompts.append((text, self._tokenizer.encode(text, add_special_tokens=False)))
-        return self._generate(prompts, sampling_params, use_tqdm)
+        return self._generate(prompts, sampling_params, use_tqdm, lora_request)
 
     # -- inside -------------------------------------------------------------------------------------------------
 
@@ -196,13 +212,16 @@ class LLM:
         prompts: list[tuple[str | None, list[int]]],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None,
         use_tqdm: bool,
+        lora_request: LoRARequest | Sequence[LoRARequest | None] | None,
     ) -> list[RequestOutput]:
         params = self._params_of_each(sampling_params, len(prompts))
+        lora_names = self._lora_names_of_each(lora_request, len(prompts))
         requests: list[_Request] = []
         answers: dict[str, _Answer] = {}
         try:
-            for (text, token_ids), prompt_params in zip(prompts, params, strict=True):
-                request = _Request(str(next(self._request_ids)), text, token_ids, prompt_params, self._tokenizer)
+            for (text, token_ids), prompt_params, lora_name in zip(prompts, params, lora_names, strict=True):
+                name = str(next(self._request_ids))
+                request = _Request(name, text, token_ids, prompt_params, lora_name, self._tokenizer)
                 self._add(request.answers[0])
                 requests.append(request)
                 answers |= {answer.name: answer for answer in request.answers}
@@ -214,7 +233,9 @@ class LLM:
         return [request.output() for request in requests]
 
     def _add(self, answer: _Answer) -> None:
-        self.llm_engine.add_request(answer.name, answer.prompt_token_ids, answer.engine_params)
+        self.llm_engine.add_request(
+            answer.name, answer.prompt_token_ids, answer.engine_params, lora_name=answer.lora_name
+        )
 
     def _params_of_each(
         self, sampling_params: SamplingParams | Sequence[SamplingParams] | None, num_prompts: int
@@ -226,6 +247,22 @@ class LLM:
         if len(sampling_params) != num_prompts:
             raise ValueError(f"sampling_params has {len(sampling_params)} entries for {num_prompts} prompts")
         return sampling_params
+
+    def _lora_names_of_each(
+        self, lora_request: LoRARequest | Sequence[LoRARequest | None] | None, num_prompts: int
+    ) -> list[str]:
+        if lora_request is None or isinstance(lora_request, LoRARequest):
+            lora_request = [lora_request] * num_prompts
+        if len(lora_request) != num_prompts:
+            raise ValueError(f"lora_request has {len(lora_request)} entries for {num_prompts} prompts")
+        there = [module.name for module in self.config.lora_modules]
+        for request in lora_request:
+            if request is not None and request.lora_name not in there:
+                raise ValueError(
+                    f"lora_request names {request.lora_name!r}, lora_modules has {', '.join(there) or 'none'}; "
+                    "give LLM the folders of all adapters: lora_modules={name: folder}"
+                )
+        return ["" if request is None else request.lora_name for request in lora_request]
 
     def _step_until_done(self, answers: Mapping[str, _Answer], use_tqdm: bool) -> None:
         with ExitStack() as stack:
@@ -261,6 +298,7 @@ class _Request:
         prompt: str | None,
         prompt_token_ids: list[int],
         params: SamplingParams,
+        lora_name: str,
         tokenizer: Tokenizer,
     ) -> None:
         self._request_id = request_id
@@ -269,7 +307,8 @@ class _Request:
         drawn_seed = secrets.randbits(63)
         names = names_at_workers(request_id, params.n)
         self.answers = [
-            _Answer(name, index, prompt_token_ids, params, drawn_seed, tokenizer) for index, name in enumerate(names)
+            _Answer(name, index, prompt_token_ids, params, drawn_seed, lora_name, tokenizer)
+            for index, name in enumerate(names)
         ]
         self.answers[0].others = self.answers[1:]
 
@@ -295,9 +334,11 @@ class _Answer:
         prompt_token_ids: list[int],
         params: SamplingParams,
         drawn_seed: int,
+        lora_name: str,
         tokenizer: Tokenizer,
     ) -> None:
         """`name`: the engine's for it."""
+        self.lora_name = lora_name
         self.name = name
         self.prompt_token_ids = prompt_token_ids
         self.engine_params = params.for_engine(drawn_seed, index)

@@ -56,11 +56,13 @@ async def transfer(
     assert committed == [num_tokens]
 
 
-def handed_over(prefill: LLMEngine, decode: LLMEngine, prompt: list[int], params: SamplingParams) -> list[int]:
+def handed_over(
+    prefill: LLMEngine, decode: LLMEngine, prompt: list[int], params: SamplingParams, lora_name: str = ""
+) -> list[int]:
     """The tokens of both."""
-    reservation = decode.reserve("r", prompt, params)
+    reservation = decode.reserve("r", prompt, params, lora_name=lora_name)
     assert reservation is not None
-    prefill.add_prefill("r", prompt, params)
+    prefill.add_prefill("r", prompt, params, lora_name=lora_name)
     outputs: list[RequestOutput] = []
     while not outputs:  # a step late, where steps are launched ahead
         outputs = prefill.step()
@@ -84,6 +86,6 @@ def finish(engine: LLMEngine) -> list[int]:
     return tokens
 
 
-def alone(engine: LLMEngine, prompt: list[int], params: SamplingParams) -> list[int]:
-    engine.add_request("r", prompt, params)
+def alone(engine: LLMEngine, prompt: list[int], params: SamplingParams, lora_name: str = "") -> list[int]:
+    engine.add_request("r", prompt, params, lora_name=lora_name)
     return finish(engine)

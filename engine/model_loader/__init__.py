@@ -10,6 +10,7 @@ model needs no torch, which takes a second to import, and only a conversion need
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -99,12 +100,26 @@ def load_model(config: EngineConfig, backend: PagedBackend[Any], group: RankGrou
     parts = _parts_of(config)
     if isinstance(shape, DecoderConfig):
         weights = _weights_of(config)
+        if config.lora_modules:
+            parts = _adapted(config, parts)
         if group is not None:
             from engine.tensor_parallel.sharing import shared_out
 
             shape, weights, parts = shared_out(shape, weights, parts, group)
         return Decoder(shape, weights, backend, config.model.max_model_len, parts)
     return _load_transformers_model(config, shape, backend, parts)
+
+
+def _adapted(config: EngineConfig, parts: Parts) -> Parts:
+    """These, with the engine's adapters."""
+    from engine.lora.adapters import Adapters
+    from engine.models.layer import PlainLayers
+
+    # What adapters' weights are multiplied by is never in 8 bits.
+    linear = replace(config, model=replace(config.model, quantization="none"))
+    adapters = Adapters(config.lora_modules, config.model.dtype, config.device.device, _parts_of(linear).linear)
+    # One layer after the other: what computes all in one call knows no adapters.
+    return replace(parts, stack=PlainLayers, adapters=adapters)
 
 
 def _load_transformers_model(

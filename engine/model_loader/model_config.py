@@ -34,9 +34,11 @@ from engine.config import (
     SchedulerConfig,
 )
 from engine.kv_cache import KV_FORMAT_VERSION, TORCH_DTYPES, kv_cache_shape, kv_dtype_of
+from engine.lora.modules import WEIGHTS_FILE, LoRAModule, parse_lora_modules, read_lora_module
 from engine.memory import memory_bytes
 from engine.model_loader.weights import digest_files, dummy_digest, safetensors_files
 from engine.models import ModelShape, load_model_shape
+from engine.models.decoder_config import DecoderConfig
 from engine.models.stored_weights import StoredWeights
 from engine.quantization import resolve_quantization
 from engine.speculation import SpeculativeConfig
@@ -84,7 +86,8 @@ def make_engine_config(args: EngineArgs, folder: Path) -> EngineConfig:
         report(f"decoding steps are not recorded as CUDA graphs: {no_graphs}")
     kv_order = kv_order_of(backend, shape)
     speculation = SpeculativeConfig.parse(args.speculative_config)
-    digest = compat_digest(shape, stored, model, args.block_size, kv_dtype, kv_order, num_ranks)
+    lora_modules = _lora_modules(args, shape, model.served_model_name)
+    digest = compat_digest(shape, stored, model, args.block_size, kv_dtype, kv_order, num_ranks, lora_modules)
     return EngineConfig(
         model=model,
         cache=CacheConfig(
@@ -117,6 +120,7 @@ def make_engine_config(args: EngineArgs, folder: Path) -> EngineConfig:
             max_seq_len_to_capture=args.max_seq_len_to_capture,
         ),
         load=LoadConfig(load_format="dummy" if args.load_format == "dummy" else "safetensors", seed=args.seed),
+        lora_modules=lora_modules,
         compat_digest=digest,
     )
 
@@ -129,14 +133,17 @@ def compat_digest(
     kv_dtype: str,
     kv_order: str,
     num_ranks: int,
+    lora_modules: tuple[LoRAModule, ...] = (),
 ) -> str:
     """Of architecture, weights, dtypes, the bytes' order and the ends. Not of the pool's size or the length limit."""
     # How many positions the checkpoint allows changes no KV, and RoPE keeps its own copy where it matters.
     architecture = {k: v for k, v in asdict(shape).items() if k not in ("max_positions", "why_no_more_positions")}
     # Ranks sum up in another order than one device does, and a block of theirs has other heads in it.
     ranks = {} if num_ranks == 1 else {"tensor_parallel_size": num_ranks}
+    adapters = {"lora_modules": _digest_of([[each.name, each.digest] for each in lora_modules])} if lora_modules else {}
     return join_parts(
         ranks
+        | adapters
         | {
             "kv_format_version": KV_FORMAT_VERSION,
             "dtype": model.dtype,
@@ -195,6 +202,22 @@ def _model_config(
         eos_token_ids=_eos_token_ids(folder, hf_config, shape.vocab_size),
         weights_digest=weights_digest,
     )
+
+
+def _lora_modules(args: EngineArgs, shape: ModelShape, served_model_name: str) -> tuple[LoRAModule, ...]:
+    folders = parse_lora_modules(args.lora_modules)
+    if folders and args.tensor_parallel_size > 1:
+        raise ValueError("tensor_parallel_size must be 1 with lora_modules: adapters are not shared out among ranks")
+    if folders and not isinstance(shape, DecoderConfig):
+        raise ValueError("lora_modules must be empty for models that transformers' code computes")
+    if served_model_name in folders:
+        raise ValueError(f"lora_modules: {served_model_name!r} is the model's own name; give the adapter another")
+    modules = []
+    for name, path in sorted(folders.items()):
+        if not (path / WEIGHTS_FILE).is_file():
+            raise ValueError(f"adapter {name!r}: {path} is no adapter's folder: it has no {WEIGHTS_FILE}")
+        modules.append(read_lora_module(name, path.resolve(), digest_files([path / WEIGHTS_FILE])))
+    return tuple(modules)
 
 
 def _dtype(args: EngineArgs, hf_config: dict[str, Any]) -> str:

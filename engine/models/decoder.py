@@ -56,6 +56,9 @@ class Decoder:
         for further in range(config.num_nextn_predict_layers):
             weights.ignore_layer(config.num_layers + further)
         weights.check_all_taken()
+        self.adapters = parts.adapters
+        if parts.adapters is not None:
+            parts.adapters.check_all_taken()
 
     def forward(
         self,

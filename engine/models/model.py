@@ -3,11 +3,14 @@
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
 from engine.models.layer import OnLayer
+
+if TYPE_CHECKING:
+    from engine.lora.adapters import Adapters
 
 
 class Model(Protocol):
@@ -15,6 +18,9 @@ class Model(Protocol):
 
     Shapes: T tokens, D hidden, V vocabulary.
     """
+
+    adapters: Adapters | None
+    """Of the engine. Who calls `forward` has told them whose rows are whose."""
 
     def forward(
         self,

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -16,6 +17,9 @@ from engine.layers import GatedLinear, Linear, MakeLinear, RMSNorm, RowParallelL
 from engine.model_loader.weights import Weights
 from engine.models.layer import DecoderLayer, LayerStack, PlainLayers
 from engine.scaled_weight import Weight, stacked
+
+if TYPE_CHECKING:
+    from engine.lora.adapters import Adapters
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +35,8 @@ class Parts:
     """Makes of the layers what computes them one after the other."""
     sum_over_ranks: SumOverRanks | None = None
     """None: one rank computes the whole model."""
+    adapters: Adapters | None = None
+    """What some requests' products are changed by."""
 
     def with_products(self, linear: MakeLinear) -> Parts:
         """The same parts, but for the products of layers: not that of the logits. Of parts whose `gated_linear` takes
@@ -54,7 +60,8 @@ class PartsFactory:
 
     def linear(self, outputs: dict[str, int], inputs: int, has_bias: bool) -> Linear:
         """The products of those names as one, one below the other; sizes in numbers."""
-        return self.fused([self._as_stored(name, size, inputs, has_bias) for name, size in outputs.items()])
+        linear = self.fused([self._as_stored(name, size, inputs, has_bias) for name, size in outputs.items()])
+        return self._adapted(linear, outputs, inputs)
 
     def row_parallel_linear(self, name: str, outputs: int, inputs: int, has_bias: bool) -> Linear:
         """A product whose inputs are a rank's own."""
@@ -71,7 +78,14 @@ class PartsFactory:
     def gated_linear(self, gate: str, up: str, outputs: int, inputs: int, has_bias: bool) -> GatedLinear:
         gate_weight, gate_bias = self._as_stored(gate, outputs, inputs, has_bias)
         up_weight, up_bias = self._as_stored(up, outputs, inputs, has_bias)
-        return self.parts.gated_linear(gate_weight, up_weight, gate_bias, up_bias)
+        if self.parts.adapters is None:
+            return self.parts.gated_linear(gate_weight, up_weight, gate_bias, up_bias)
+
+        def adapted(weight: Weight, bias: torch.Tensor | None) -> Linear:
+            return self._adapted(self.parts.linear(weight, bias), {gate: outputs, up: outputs}, inputs)
+
+        # What adapters add comes before one is applied to the other, so these are two steps.
+        return GatedLinear(gate_weight, up_weight, gate_bias, up_bias, adapted)
 
     def rms_norm(self, name: str, size: int, eps: float | None = None) -> RMSNorm:
         """`eps`: where it is not the model's."""
@@ -81,6 +95,10 @@ class PartsFactory:
     def weight_and_bias(self, name: str, outputs: int, inputs: int, has_bias: bool) -> WeightAndBias:
         weight = self.weights.take(f"{name}.weight", (outputs, inputs))
         return weight, self._bias(name, outputs, has_bias)
+
+    def _adapted(self, linear: Linear, outputs: dict[str, int], inputs: int) -> Linear:
+        adapters = self.parts.adapters
+        return linear if adapters is None else adapters.adapt(linear, outputs, inputs)
 
     def _as_stored(self, name: str, outputs: int, inputs: int, has_bias: bool) -> tuple[Weight, torch.Tensor | None]:
         weight = self.weights.take_product(f"{name}.weight", (outputs, inputs))

@@ -13,7 +13,7 @@ Shapes: T tokens, D hidden, V vocabulary, N query heads, K key/value heads, H he
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import nn
@@ -27,6 +27,9 @@ from engine.models.parts import Parts
 from engine.models.scores import Scores
 from engine.models.transformers_config import TransformersConfig
 from engine.models.transformers_probe import Head
+
+if TYPE_CHECKING:
+    from engine.lora.adapters import Adapters
 
 PAGED = "tandem_paged"
 """What transformers calls our attention. No mask is registered under this name, so that none is made."""
@@ -42,6 +45,7 @@ class TransformersModel:
         self, config: TransformersConfig, causal_lm: Any, backend: AttentionBackend[Any], parts: Parts
     ) -> None:
         """`causal_lm`: transformers', with weights on the device and `PAGED` for its attention. It is taken apart."""
+        self.adapters: Adapters | None = None
         replace_products(causal_lm, parts)
         self._embedding = causal_lm.get_input_embeddings()
         self._body = causal_lm.get_submodule(config.body)

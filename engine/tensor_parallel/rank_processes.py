@@ -13,8 +13,10 @@ import os
 import subprocess
 import sys
 import tempfile
+import time
 import weakref
 from collections.abc import Sequence
+from contextlib import suppress
 from multiprocessing.connection import Connection, Pipe
 from pathlib import Path
 
@@ -67,10 +69,12 @@ class RankProcesses:
         self._send(step.to_bytes())
 
     def check(self) -> None:
-        """Raises `RankLost` where one has ended."""
+        """Raises `RankLost` where one has ended, or does within a second: its connections break before."""
+        until_s = time.monotonic() + 1.0
         for rank, process in enumerate(self._processes, start=1):
-            if process.poll() is not None:
-                raise RankLost(f"rank {rank} of the engine has ended with {process.returncode}")
+            with suppress(subprocess.TimeoutExpired):
+                status = process.wait(max(0.0, until_s - time.monotonic()))
+                raise RankLost(f"rank {rank} of the engine has ended with {status}; what it said stands above")
 
     def close(self) -> None:
         """End them; returns when they have ended."""

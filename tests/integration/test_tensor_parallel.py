@@ -12,6 +12,8 @@ import textwrap
 from collections.abc import Callable, Iterator
 from contextlib import closing
 from dataclasses import replace
+from datetime import timedelta
+from multiprocessing.connection import Pipe
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +29,8 @@ from engine.llm_engine import LLMEngine
 from engine.model_loader import create_engine_config
 from engine.outputs import RequestOutput
 from engine.sampling_params import SamplingParams
+from engine.tensor_parallel import group
+from engine.tensor_parallel.rank_processes import CONFIG, HERE
 from prefix_hash.compat import compat_difference
 from protos import tandem_inference_pb2 as pb
 from protos import tandem_worker_pb2 as worker_pb
@@ -216,6 +220,32 @@ def test_no_rank_outlives_its_engine(tmp_path: Path) -> None:
         wait_until(lambda: not is_running(pids[0]), 10.0, "the rank ends")
 
 
+def test_a_rank_ends_with_its_engine_while_it_waits_for_others(tmp_path: Path) -> None:
+    ours, theirs = Pipe()
+    with ours, theirs:
+        command = [sys.executable, "-m", "engine.tensor_parallel", str(theirs.fileno()), "1", str(tmp_path / "meeting")]
+        process = subprocess.Popen(command, pass_fds=[theirs.fileno()])
+        theirs.close()
+        ours.send_bytes(CONFIG.dump_json(engine_config(tmp_path, LLAMA, 2)))
+        assert ours.poll(60.0)
+        assert ours.recv_bytes() == HERE
+    assert process.wait(10.0) == 0
+
+
+def test_a_rank_that_never_comes_to_the_meeting(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "sitecustomize.py").write_text(
+        "import os, sys\n"
+        "if 'engine.tensor_parallel' in sys.orig_argv:\n"
+        "    from multiprocessing.connection import Connection\n"
+        "    send = Connection.send_bytes\n"
+        "    Connection.send_bytes = lambda self, data: (send(self, data), os._exit(3))\n"
+    )
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{os.environ.get('PYTHONPATH', '')}")
+    monkeypatch.setattr(group, "MEETING", timedelta(seconds=0.5))
+    with pytest.raises(RankLost, match="rank 1 of the engine has ended with 3; what it said stands above"):
+        engine_of(tmp_path, LLAMA, 2)
+
+
 def test_a_rank_that_cannot_load_says_why(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -247,6 +277,8 @@ def test_a_worker_ends_with_its_rank_and_answers_go_on(
         answer = client.generate(PROMPTS[3], temperature=0, max_tokens=300, ignore_eos=True)
         assert answer.token_ids == expected
         assert answer.timings.mode == pb.MODE_DISAGGREGATED
+        assert answer.timings.kv_transfer.num_bytes == 5 * 2 * 3 * (2 * 16 * 2 * 16 * 4), "each layer of each rank"
+        assert not any(worker.num_repairs for worker in running.workers()), "pushed once they were written"
         stream = client.stream(PROMPTS[3], temperature=0, max_tokens=300, ignore_eos=True)
         tokens = [token for _ in range(20) for token in next(stream).token_ids]
         workers = [each.record for each in running.workers() if each.record.role == worker_pb.ROLE_DECODE]

@@ -1,0 +1,142 @@
+"""The adapters' weights, and products with what they add.
+
+    Adapters(modules) ──adapt(product)──> AdaptedLinear, one for each product that some adapter changes
+          └── assign, before each step: which of its rows are whose
+
+Owns the weights: in the model's dtype, `s` multiplied into B. Read at load, whole and checked, read-only afterwards.
+What is assigned holds until the next time.
+
+Shapes: T tokens of a step, n those of one adapter, R ranks of a product's adapters side by side.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F  # noqa: N812
+from safetensors import safe_open
+
+from engine.kv_cache import TORCH_DTYPES
+from engine.layers import Linear, MakeLinear
+from engine.lora.modules import WEIGHTS_FILE, LoRAModule
+from engine.model_loader.weights import PLAIN_DTYPES, opening
+
+PREFIX = "base_model.model."
+"""Of all names in PEFT's files: its wrappers around the model."""
+RANK_GRAIN = 16
+"""Ranks are filled up with zeros to a multiple: kernels take inputs in pairs, and more at once."""
+
+AdapterRows = Sequence[tuple[int, torch.Tensor]]
+"""For each adapter in a step its id, from 1 on in the order of the modules, and its rows of T."""
+
+
+class Adapters:
+    """Of one engine. Raises `ValueError` where a file is no adapter's; where one does not fit the model, `adapt` and
+    `check_all_taken` do."""
+
+    def __init__(self, modules: Sequence[LoRAModule], dtype: str, device: str, linear: MakeLinear) -> None:
+        """`linear`: what multiplies with an adapter's weights."""
+        self.rows: AdapterRows = ()
+        self._linear = linear
+        self._files = [_AdapterFile(module, TORCH_DTYPES[dtype], device) for module in modules]
+
+    def assign(self, rows: AdapterRows) -> None:
+        """In what is computed from now on these rows are those adapters', and all others nobody's."""
+        self.rows = rows
+
+    def adapt(self, linear: Linear, outputs: Mapping[str, int], inputs: int) -> Linear:
+        """`linear` and what adapters add to it: it computes the products of those names, one below the other."""
+        added: dict[int, AddedProduct] = {}
+        for adapter_id, file in enumerate(self._files, start=1):
+            parts, start = [], 0
+            for name, size in outputs.items():
+                pair = file.take(name, size, inputs)
+                if pair is not None:
+                    parts.append((start, *pair))
+                start += size
+            if parts:
+                added[adapter_id] = AddedProduct(parts, self._linear)
+        return AdaptedLinear(linear, added, self) if added else linear
+
+    def check_all_taken(self) -> None:
+        """Raises `ValueError` where an adapter changes what it cannot change here."""
+        for file in self._files:
+            file.check_all_taken()
+
+
+class AdaptedLinear(Linear):
+    """A product of all rows, and for the rows of each adapter what it adds."""
+
+    def __init__(self, linear: Linear, added: Mapping[int, AddedProduct], adapters: Adapters) -> None:
+        self._linear = linear
+        self._added = added
+        self._adapters = adapters
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """[T, in] -> [T, out]"""
+        y = self._linear(x)
+        for adapter_id, rows_n in self._adapters.rows:
+            added = self._added.get(adapter_id)
+            if added is not None:
+                added.add(x, rows_n, y)
+        return y
+
+
+class AddedProduct:
+    """What one adapter adds to a product, which may be several side by side: A once for all, B for each."""
+
+    def __init__(self, parts: Sequence[tuple[int, torch.Tensor, torch.Tensor]], linear: MakeLinear) -> None:
+        """`parts`: of each the first output that it adds to, A and B."""
+        self._down = linear(torch.cat([down for _, down, _ in parts]))
+        self._ups = [(slice(start, start + len(up)), linear(up)) for start, _, up in parts]
+        self._ranks = [len(down) for _, down, _ in parts]
+
+    def add(self, x: torch.Tensor, rows_n: torch.Tensor, y: torch.Tensor) -> None:
+        """To those rows of y: [T, out], of those of x: [T, in]."""
+        a_nR = self._down(x[rows_n])
+        for a, (columns, up) in zip(torch.split(a_nR, self._ranks, dim=1), self._ups, strict=True):
+            y[:, columns].index_add_(0, rows_n, up(a.contiguous()))
+
+
+class _AdapterFile:
+    """One adapter's tensors, each handed out once."""
+
+    def __init__(self, module: LoRAModule, dtype: torch.dtype, device: str) -> None:
+        self._module = module
+        self._dtype, self._device = dtype, device
+        path = module.path / WEIGHTS_FILE
+        with opening(path):
+            self._handle: Any = safe_open(path, framework="pt", device=device)
+            self._left = set(self._handle.keys())  # type: ignore[no-untyped-call]
+
+    def take(self, product: str, outputs: int, inputs: int) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """A [R, inputs] and s B [outputs, R] of the product of that name, R filled up; None: it is left as it is."""
+        names = [f"{PREFIX}{product}.lora_{which}.weight" for which in "AB"]
+        if not self._left.intersection(names):
+            return None
+        rank = self._module.rank
+        down, up = self._read(names[0], (rank, inputs)), self._read(names[1], (outputs, rank))
+        missing = -rank % RANK_GRAIN
+        up = (up.float() * self._module.scale).to(self._dtype)
+        return F.pad(down.to(self._dtype), (0, 0, 0, missing)), F.pad(up, (0, missing))
+
+    def check_all_taken(self) -> None:
+        if self._left:
+            some = ", ".join(sorted(self._left)[:3])
+            raise ValueError(
+                f"adapter {self._module.name!r} changes what cannot be changed in this model: {some}; it may have q, "
+                "k, v, o, gate, up and down projections of layers that the model has"
+            )
+
+    def _read(self, name: str, shape: tuple[int, int]) -> torch.Tensor:
+        who = f"adapter {self._module.name!r}"
+        if name not in self._left:
+            raise ValueError(f"{who} lacks the tensor {name}")
+        tensor: torch.Tensor = self._handle.get_tensor(name)
+        if tuple(tensor.shape) != shape or tensor.dtype not in PLAIN_DTYPES:
+            found = f"{tuple(tensor.shape)} in {tensor.dtype}"
+            raise ValueError(f"{who} does not fit the model: {name} has shape {found}, expected {shape}")
+        self._left.discard(name)
+        return tensor

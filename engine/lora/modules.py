@@ -1,0 +1,105 @@
+"""What adapters there are: names, folders, what their adapter_config.json says. Reads no weights, imports no torch."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+CONFIG_FILE = "adapter_config.json"
+WEIGHTS_FILE = "adapter_model.safetensors"
+MAX_MODULES = 256
+MAX_RANK = 512
+EXAMPLE = "sql=/models/sql-adapter"
+_NAME = re.compile(r"[\w./:-]{1,128}")
+_UNSUPPORTED: dict[str, tuple[object, ...]] = {
+    "use_dora": (None, False),
+    "bias": (None, "none"),
+    "lora_bias": (None, False),
+    "fan_in_fan_out": (None, False),
+    "modules_to_save": (None, []),
+    "rank_pattern": (None, {}),
+    "alpha_pattern": (None, {}),
+    "layer_replication": (None, []),
+    "trainable_token_indices": (None, [], {}),
+    "target_parameters": (None, []),
+    "alora_invocation_tokens": (None,),
+    "kasa_config": (None,),
+    "monteclora_config": (None,),
+    "use_bdlora": (None, False),
+    "use_qalora": (None, False),
+    "velora_config": (None,),
+}
+"""Fields that change what an adapter means, with the values that leave it as it is."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoRAModule:
+    """One adapter, as its folder describes it."""
+
+    name: str
+    path: Path
+    rank: int
+    scale: float
+    """What is added is multiplied by it."""
+    digest: str
+    """Of all that its numbers depend on."""
+
+
+def parse_lora_modules(text: str) -> dict[str, Path]:
+    """`name=folder,name=folder` or a JSON object. Raises `ValueError` that begins with the field's name."""
+    pairs: list[tuple[Any, Any]]
+    if text.lstrip().startswith("{"):
+        try:
+            pairs = json.loads(text, object_pairs_hook=list)
+        except ValueError as error:
+            raise ValueError(f"lora_modules is not JSON: {error}") from error
+    else:
+        parts = [part.strip().partition("=") for part in text.split(",") if part.strip()]
+        pairs = [(name, folder) for name, _, folder in parts]
+    folders: dict[str, Path] = {}
+    for name, folder in pairs:
+        if not isinstance(folder, str) or not folder or not name:
+            raise ValueError(f"lora_modules must name each adapter's folder, as in {EXAMPLE}, is {text!r}")
+        if not _NAME.fullmatch(name):
+            raise ValueError(
+                f"lora_modules: a name must be of 1 to 128 letters, digits and any of . / : _ -, is {name!r}"
+            )
+        if name in folders:
+            raise ValueError(f"lora_modules names {name!r} twice")
+        folders[name] = Path(folder).expanduser()
+    if len(folders) > MAX_MODULES:
+        raise ValueError(f"lora_modules must name at most {MAX_MODULES} adapters, names {len(folders)}")
+    return folders
+
+
+def read_lora_module(name: str, path: Path, digest_of_weights: str) -> LoRAModule:
+    """Raises `ValueError` where the folder's adapter_config.json is no description of an adapter that can be served."""
+    config = _read_config(name, path / CONFIG_FILE)
+    if config.get("peft_type") != "LORA":
+        raise ValueError(f"adapter {name!r}: peft_type must be 'LORA', is {config.get('peft_type')!r}")
+    for field, values in _UNSUPPORTED.items():
+        if config.get(field) not in values:
+            raise ValueError(f"adapter {name!r}: {field} is not supported, is {config[field]!r}")
+    rank, alpha = config.get("r"), config.get("lora_alpha")
+    if type(rank) is not int or not 1 <= rank <= MAX_RANK:
+        raise ValueError(f"adapter {name!r}: r must be a whole number in [1, {MAX_RANK}], is {rank!r}")
+    if isinstance(alpha, bool) or not isinstance(alpha, int | float) or not math.isfinite(alpha):
+        raise ValueError(f"adapter {name!r}: lora_alpha must be a number, is {alpha!r}")
+    scale = alpha / (math.sqrt(rank) if config.get("use_rslora") else rank)
+    return LoRAModule(name=name, path=path, rank=rank, scale=scale, digest=f"{digest_of_weights}:{scale!r}")
+
+
+def _read_config(name: str, path: Path) -> dict[str, Any]:
+    try:
+        config = json.loads(path.read_text())
+    except FileNotFoundError as error:
+        raise ValueError(f"adapter {name!r}: {path.parent} is no adapter's folder: it has no {path.name}") from error
+    except (OSError, ValueError) as error:
+        raise ValueError(f"adapter {name!r}: {path} is not JSON: {error}") from error
+    if not isinstance(config, dict):
+        raise ValueError(f"adapter {name!r}: {path} must hold a JSON object")
+    return config

@@ -1,0 +1,186 @@
+"""Adapters beside a model: each request has the tokens of its own, whoever is computed beside it and wherever."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import closing
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from handover import alone, handed_over
+from lora_folders import ALPHA, CONFIG, PRODUCTS, merge, write_adapter
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from engine.config import EngineArgs, EngineConfig
+from engine.llm_engine import LLMEngine
+from engine.model_loader import create_engine_config
+from engine.outputs import RequestOutput
+from engine.sampling_params import SamplingParams
+from tandem import LLM, LoRARequest
+from tandem import SamplingParams as ClientSamplingParams
+
+PROMPTS = [[(37 * number + 11 * i) % 290 + 5 for i in range(length)] for number, length in enumerate((5, 33, 70, 18))]
+NAMES = ["", "a", "b", "some"]
+"""Adapters: `some` changes two products alone."""
+GREEDY = SamplingParams(temperature=0.0, max_tokens=30, ignore_eos=True, logprobs=1)
+SEEDED = replace(GREEDY, temperature=0.9, seed=4)
+Asked = tuple[int, str, bool]
+"""A prompt, an adapter, and whether it is answered at random."""
+ASKED: list[Asked] = [(number, name, is_seeded) for number in range(4) for name in NAMES for is_seeded in (False, True)]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model, adapters, and of each adapter the model with it in its weights."""
+    folder = tmp_path_factory.mktemp("lora")
+    torch.manual_seed(3)
+    LlamaForCausalLM(LlamaConfig(**CONFIG)).save_pretrained(folder / "model")
+    write_adapter(folder / "a", rank=4, seed=1)
+    write_adapter(folder / "b", rank=3, seed=2)
+    write_adapter(
+        folder / "some",
+        rank=16,
+        seed=3,
+        products={name: PRODUCTS[name] for name in ("self_attn.v_proj", "mlp.up_proj")},
+    )
+    for name, rank in (("a", 4), ("b", 3), ("some", 16)):
+        merged = folder / f"merged-{name}"
+        merged.mkdir()
+        (merged / "config.json").write_text((folder / "model" / "config.json").read_text())
+        merge(folder / "model" / "model.safetensors", folder / name, ALPHA / rank, merged)
+    return folder
+
+
+def config_of(folder: Path, model: str = "model", **settings: Any) -> EngineConfig:
+    adapters = ",".join(f"{name}={folder / name}" for name in NAMES[1:]) if model == "model" else ""
+    args = {"dtype": "float32", "num_kv_blocks": 60, "block_size": 16, "num_threads": 1, "device": "cpu"} | settings
+    return create_engine_config(EngineArgs(model=str(folder / model), lora_modules=adapters, **args))
+
+
+def ask(engine: LLMEngine, asked: list[Asked]) -> list[list[RequestOutput]]:
+    """All at once."""
+    for i, (number, name, is_seeded) in enumerate(asked):
+        engine.add_request(str(i), PROMPTS[number], SEEDED if is_seeded else GREEDY, lora_name=name)
+    answers: list[list[RequestOutput]] = [[] for _ in asked]
+    while engine.has_unfinished_requests():
+        for output in engine.step():
+            answers[int(output.request_id)].append(output)
+    _, problems = engine.audit()
+    assert not problems
+    return answers
+
+
+def tokens_of(answer: list[RequestOutput]) -> list[int]:
+    return [token for output in answer for token in output.token_ids]
+
+
+@pytest.fixture(scope="module")
+def expected(folder: Path) -> dict[Asked, list[int]]:
+    """As engines say that know no adapters, of models with theirs in their weights."""
+    answers = {}
+    for name in NAMES:
+        config = config_of(folder, f"merged-{name}" if name else "model")
+        engine = LLMEngine(replace(config, lora_modules=()))
+        asked = [each for each in ASKED if each[1] == name]
+        told = ask(engine, [(number, "", is_seeded) for number, _, is_seeded in asked])
+        answers |= {key: tokens_of(answer) for key, answer in zip(asked, told, strict=True)}
+    assert len({tuple(answers[2, name, False]) for name in NAMES}) == len(NAMES), "all say something else"
+    return answers
+
+
+@pytest.mark.parametrize("is_ahead", [False, True], ids=["a step at a time", "a step ahead"])
+def test_tokens_are_those_of_the_model_with_the_adapter_in_its_weights(
+    folder: Path, expected: dict[Asked, list[int]], is_ahead: bool
+) -> None:
+    """All in one batch, prompts in pieces, and with blocks so few that some are preempted."""
+    config = config_of(folder, max_num_batched_tokens=48, max_num_seqs=20, num_kv_blocks=17)
+    engine = LLMEngine(replace(config, scheduler=replace(config.scheduler, async_scheduling=is_ahead)))
+    answers = ask(engine, ASKED)
+    assert {key: tokens_of(answer) for key, answer in zip(ASKED, answers, strict=True)} == expected
+    assert engine.stats.num_preemptions > 0
+
+
+@pytest.fixture(scope="module")
+def served(folder: Path) -> Iterator[tuple[LLMEngine, LLMEngine]]:
+    """Two engines as the CPU kernels compute them."""
+    config = config_of(folder, dtype="bfloat16")
+    if config.device.attention_backend != "cpu":
+        pytest.skip("no CPU kernels here")
+    with closing(LLMEngine(config)) as engine, closing(LLMEngine(config)) as other:
+        yield engine, other
+
+
+def test_the_same_bits_alone_and_together(served: tuple[LLMEngine, LLMEngine]) -> None:
+    """Those of requests without an adapter, too."""
+    together, by_itself = served
+    for key, answer in zip(ASKED, ask(together, ASKED), strict=True):
+        [own] = ask(by_itself, [key])
+        assert [(o.token_ids, o.logprobs) for o in answer] == [(o.token_ids, o.logprobs) for o in own]
+
+
+def test_blocks_are_shared_within_an_adapter_alone(folder: Path) -> None:
+    engine = LLMEngine(config_of(folder))
+    for name in NAMES:
+        [first] = ask(engine, [(2, name, False)])
+        [second] = ask(engine, [(2, name, False)])
+        assert first[0].num_cached_tokens == 0
+        assert second[0].num_cached_tokens == 64
+        assert tokens_of(first) == tokens_of(second)
+
+
+def test_one_prefills_and_another_decodes(served: tuple[LLMEngine, LLMEngine]) -> None:
+    prefill, decode = served
+    for name in NAMES:
+        for params in (GREEDY, SEEDED):
+            expected = alone(prefill, PROMPTS[1], params, lora_name=name)
+            assert handed_over(prefill, decode, PROMPTS[1], params, lora_name=name) == expected
+
+
+def test_a_model_in_8_bits_has_adapters_too(folder: Path) -> None:
+    """What they add is in the model's own dtype: as far from the merged model as the model in 8 bits is from itself."""
+    engine = LLMEngine(config_of(folder, quantization="int8"))
+
+    def likeliest(engine: LLMEngine, name: str) -> float:
+        [answer] = ask(engine, [(2, name, False)])
+        assert answer[0].logprobs is not None
+        return answer[0].logprobs[0].top[0].logprob
+
+    for name in NAMES[1:]:
+        plain = LLMEngine(config_of(folder, f"merged-{name}"))
+        assert likeliest(engine, name) == pytest.approx(likeliest(plain, ""), abs=0.05)
+
+
+def test_unknown_adapters_are_refused(folder: Path) -> None:
+    engine = LLMEngine(config_of(folder))
+    with pytest.raises(ValueError, match=r"lora_name must be an adapter's of lora_modules \(are a, b, some\), is 'c'"):
+        engine.add_request("r", PROMPTS[0], GREEDY, lora_name="c")
+    assert not engine.has_unfinished_requests()
+    engine.add_request("r", PROMPTS[0], GREEDY, lora_name="b")  # the name is not taken
+    without = LLMEngine(replace(config_of(folder), lora_modules=()))
+    with pytest.raises(ValueError, match="there are none"):
+        without.add_request("r", PROMPTS[0], GREEDY, lora_name="a")
+
+
+def test_offline(model_folder: Path, tmp_path: Path) -> None:
+    write_adapter(tmp_path, rank=8, products={"self_attn.v_proj": (192, 576)}, config={"lora_alpha": 40})
+    llm = LLM(str(model_folder), lora_modules={"poet": tmp_path}, max_model_len=256, kv_cache_gib=0.1, num_threads=1)
+    params = ClientSamplingParams(temperature=0, max_tokens=8)
+    poet = LoRARequest("poet", 1, str(tmp_path))
+    prompt = "The capital of France is"
+    texts = [
+        [
+            output.outputs[0].text
+            for output in llm.generate([prompt, prompt], params, use_tqdm=False, lora_request=whose)
+        ]
+        for whose in (None, poet, [poet, None])
+    ]
+    plain, other = texts[0][0], texts[1][0]
+    assert texts == [[plain, plain], [other, other], [other, plain]]
+    assert plain != other
+    with pytest.raises(ValueError, match="lora_request names 'painter', lora_modules has poet; give LLM the folders"):
+        llm.generate(prompt, params, use_tqdm=False, lora_request=LoRARequest("painter"))
+    with pytest.raises(ValueError, match="lora_request has 1 entries for 2 prompts"):
+        llm.generate([prompt, prompt], params, use_tqdm=False, lora_request=[poet])

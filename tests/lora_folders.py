@@ -1,0 +1,63 @@
+"""Folders of small adapters, in PEFT's layout, and of a model that they change."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+
+CONFIG: dict[str, Any] = {
+    "architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": 307, "hidden_size": 64,
+    "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16,
+    "max_position_embeddings": 256, "attention_bias": True,
+}  # fmt: skip
+PRODUCTS = {
+    "self_attn.q_proj": (64, 64), "self_attn.k_proj": (32, 64), "self_attn.v_proj": (32, 64),
+    "self_attn.o_proj": (64, 64), "mlp.gate_proj": (96, 64), "mlp.up_proj": (96, 64), "mlp.down_proj": (64, 96),
+}  # fmt: skip
+"""Outputs and inputs."""
+ALPHA = 8
+
+
+def write_model(folder: Path, config: dict[str, Any] = CONFIG) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(config))
+
+
+def write_adapter(
+    folder: Path,
+    *,
+    rank: int = 4,
+    seed: int = 1,
+    products: Mapping[str, tuple[int, int]] = PRODUCTS,
+    config: dict[str, Any] | None = None,
+    tensors: dict[str, Any] | None = None,
+) -> None:
+    """`tensors`: beside or instead of the drawn ones; None takes one away."""
+    folder.mkdir(parents=True, exist_ok=True)
+    meaning = {"peft_type": "LORA", "r": rank, "lora_alpha": ALPHA, "bias": "none", "use_rslora": False}
+    (folder / "adapter_config.json").write_text(json.dumps(meaning | (config or {})))
+    generator = torch.Generator().manual_seed(seed)
+    drawn: dict[str, Any] = {}
+    for layer in range(CONFIG["num_hidden_layers"]):
+        for product, (outputs, inputs) in products.items():
+            name = f"base_model.model.model.layers.{layer}.{product}"
+            drawn[f"{name}.lora_A.weight"] = torch.randn(rank, inputs, generator=generator) * 0.2
+            drawn[f"{name}.lora_B.weight"] = torch.randn(outputs, rank, generator=generator) * 0.2
+    drawn |= tensors or {}
+    save_file({name: value for name, value in drawn.items() if value is not None}, folder / "adapter_model.safetensors")
+
+
+def merge(weights: Path, adapter: Path, scale: float, folder: Path) -> None:
+    """A model's file with what the adapter adds in its weights: W + s B A, in float32."""
+    merged, added = load_file(weights), load_file(adapter / "adapter_model.safetensors")
+    for name, down in added.items():
+        if ".lora_A." in name:
+            product = name.removeprefix("base_model.model.").replace(".lora_A", "")
+            up = added[name.replace("lora_A", "lora_B")]
+            merged[product] = merged[product].float() + scale * (up.float() @ down.float())
+    save_file(merged, folder / "model.safetensors")

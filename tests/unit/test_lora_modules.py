@@ -1,0 +1,164 @@
+"""What may be an adapter, and what is refused with which sentence."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lora_folders import write_adapter, write_model
+
+from engine.attention import create_attention_backend
+from engine.config import EngineArgs
+from engine.lora.modules import parse_lora_modules, read_lora_module
+from engine.model_loader import create_engine_config, load_model
+from prefix_hash import prefix_key, salted_key
+from prefix_hash.compat import compat_difference
+
+
+def test_names_and_folders() -> None:
+    expected = {"sql": Path("/a"), "team/chat:1": Path("b")}
+    assert parse_lora_modules("sql=/a, team/chat:1=b") == expected
+    assert parse_lora_modules('{"sql": "/a", "team/chat:1": "b"}') == expected
+    assert parse_lora_modules("") == parse_lora_modules(" ,") == {}
+    assert parse_lora_modules('{"a": "/with, comma=x"}') == {"a": Path("/with, comma=x")}
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("sql", "lora_modules must name each adapter's folder, as in sql=/models/sql-adapter, is 'sql'"),
+        ("sql=", "lora_modules must name each adapter's folder"),
+        ("=/a", "lora_modules must name each adapter's folder"),
+        ('{"sql": 3}', "lora_modules must name each adapter's folder"),
+        ('{"sql"', "lora_modules is not JSON"),
+        ("s l=/a", "lora_modules: a name must be of 1 to 128 letters, digits and any of . / : _ -, is 's l'"),
+        (f"{'s' * 129}=/a", "lora_modules: a name must be of 1 to 128"),
+        ("a=/a,a=/b", "lora_modules names 'a' twice"),
+        ('{"a": "/a", "a": "/b"}', "lora_modules names 'a' twice"),
+        (",".join(f"a{i}=/a" for i in range(257)), "lora_modules must name at most 256 adapters, names 257"),
+    ],
+)
+def test_what_is_no_list_of_adapters(text: str, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        EngineArgs(model="x", lora_modules=text)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"peft_type": "IA3"}, "adapter 'a': peft_type must be 'LORA', is 'IA3'"),
+        ({"use_dora": True}, "adapter 'a': use_dora is not supported, is True"),
+        ({"bias": "all"}, "adapter 'a': bias is not supported, is 'all'"),
+        ({"modules_to_save": ["lm_head"]}, "adapter 'a': modules_to_save is not supported"),
+        ({"rank_pattern": {"q_proj": 2}}, "adapter 'a': rank_pattern is not supported"),
+        ({"r": 0}, r"adapter 'a': r must be a whole number in \[1, 512\], is 0"),
+        ({"r": True}, r"adapter 'a': r must be a whole number"),
+        ({"lora_alpha": "8"}, "adapter 'a': lora_alpha must be a number, is '8'"),
+        ({"lora_alpha": float("nan")}, "adapter 'a': lora_alpha must be a number, is nan"),
+    ],
+)
+def test_what_an_adapter_may_not_say(change: dict[str, Any], message: str, tmp_path: Path) -> None:
+    write_adapter(tmp_path, config=change)
+    with pytest.raises(ValueError, match=message):
+        read_lora_module("a", tmp_path, "")
+
+
+def test_scales(tmp_path: Path) -> None:
+    write_adapter(tmp_path, rank=4, config={"lora_alpha": 6})
+    assert read_lora_module("a", tmp_path, "x").scale == 1.5
+    write_adapter(tmp_path, rank=4, config={"lora_alpha": 6, "use_rslora": True})
+    assert read_lora_module("a", tmp_path, "x").scale == 3.0
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (None, "is no adapter's folder: it has no adapter_config.json"),
+        ("{", "adapter_config.json is not JSON"),
+        ("[]", "adapter_config.json must hold a JSON object"),
+    ],
+)
+def test_a_folder_without_a_description(content: str | None, message: str, tmp_path: Path) -> None:
+    if content is not None:
+        (tmp_path / "adapter_config.json").write_text(content)
+    with pytest.raises(ValueError, match=f"adapter 'a': .*{message}"):
+        read_lora_module("a", tmp_path, "")
+
+
+def config_with(folder: Path, lora_modules: str, **settings: Any) -> Any:
+    return create_engine_config(
+        EngineArgs(model=str(folder), load_format="dummy", device="cpu", lora_modules=lora_modules, **settings)
+    )
+
+
+def test_an_engine_takes_them_where_its_model_can(tmp_path: Path) -> None:
+    write_model(tmp_path / "model")
+    write_adapter(tmp_path / "a")
+    with pytest.raises(ValueError, match="tensor_parallel_size must be 1 with lora_modules"):
+        config_with(tmp_path / "model", f"a={tmp_path / 'a'}", tensor_parallel_size=2)
+    with pytest.raises(ValueError, match="lora_modules must be empty for models that transformers' code computes"):
+        config_with(tmp_path / "model", f"a={tmp_path / 'a'}", model_impl="transformers")
+    with pytest.raises(ValueError, match="lora_modules: 'model' is the model's own name; give the adapter another"):
+        config_with(tmp_path / "model", f"model={tmp_path / 'a'}")
+    with pytest.raises(ValueError, match=r"adapter 'b': .* it has no adapter_model.safetensors"):
+        config_with(tmp_path / "model", f"b={tmp_path}")
+    modules = config_with(tmp_path / "model", f"b={tmp_path / 'a'},a={tmp_path / 'a'}").lora_modules
+    assert [module.name for module in modules] == ["a", "b"]
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"lm_head.lora_A.weight": (4, 64)}, "adapter 'a' changes what cannot be changed in this model: .*lm_head"),
+        ({"model.layers.9.mlp.up_proj.lora_A.weight": (4, 64)}, "changes what cannot be changed .*layers.9"),
+        ({"model.layers.0.mlp.up_proj.lora_A.weight": (4, 65)},
+         r"adapter 'a' does not fit the model: .*up_proj.lora_A.weight has shape \(4, 65\) in torch.float32, expected"),
+        ({"model.layers.0.mlp.up_proj.lora_B.weight": None}, "adapter 'a' lacks the tensor .*up_proj.lora_B.weight"),
+    ],
+)  # fmt: skip
+def test_weights_that_do_not_fit(change: dict[str, tuple[int, int] | None], message: str, tmp_path: Path) -> None:
+    write_model(tmp_path / "model")
+    tensors = {f"base_model.model.{name}": shape and torch.zeros(shape) for name, shape in change.items()}
+    write_adapter(tmp_path / "a", tensors=tensors)
+    config = config_with(tmp_path / "model", f"a={tmp_path / 'a'}", dtype="float32", attention_backend="torch")
+    with pytest.raises(ValueError, match=message):
+        load_model(config, create_attention_backend(config))
+
+
+def test_a_file_that_is_cut_off(tmp_path: Path) -> None:
+    write_model(tmp_path / "model")
+    write_adapter(tmp_path / "a")
+    weights = tmp_path / "a" / "adapter_model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:100])
+    config = config_with(tmp_path / "model", f"a={tmp_path / 'a'}", dtype="float32", attention_backend="torch")
+    with pytest.raises(ValueError, match=r"adapter_model.safetensors is no safetensors file, or not all of one"):
+        load_model(config, create_attention_backend(config))
+
+
+def test_engines_with_other_adapters_are_no_peers(tmp_path: Path) -> None:
+    write_model(tmp_path / "model")
+    for name, seed in (("a", 1), ("same", 1), ("other", 2)):
+        write_adapter(tmp_path / name, seed=seed)
+
+    def digest(*adapters: str) -> str:
+        return config_with(
+            tmp_path / "model", ",".join(f"{name}={tmp_path / folder}" for name, folder in map(str.split, adapters))
+        ).compat_digest
+
+    assert "lora_modules" not in digest()
+    assert digest("x a") == digest("x same")
+    assert digest("x a", "y other") == digest("y other", "x a")
+    for other in (digest(), digest("y a"), digest("x other"), digest("x a", "y a")):
+        assert "lora_modules" in compat_difference(digest("x a"), other)
+    write_adapter(tmp_path / "same", seed=1, config={"lora_alpha": 9})
+    assert digest("x a") != digest("x same")
+
+
+def test_blocks_of_adapters_are_apart() -> None:
+    key = prefix_key("digest")
+    pairs = [("", ""), ("a", ""), ("", "a"), ("a", "a"), ("b", "a"), ("a", "b"), ("a\0b", ""), ("", "a\0b")]
+    keys = [salted_key(key, salt, name) for salt, name in pairs]
+    assert len(set(keys)) == len(keys)
+    assert salted_key(key, "", "") == key
