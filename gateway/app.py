@@ -31,7 +31,7 @@ from gateway.answers import Style, models_of, usage_of
 from gateway.echo import Echo, without_answer
 from gateway.errors import BUG, KINDS, NO_KEY, NO_ROUTE, TOO_LARGE, Kind, Refusal, refusal_of, refusal_of_body
 from gateway.metrics import Metrics
-from gateway.requests import MAX_CHOICES, Asked, ChatRequest, CompletionRequest
+from gateway.requests import MAX_CHOICES, Asked, ChatRequest, CompletionRequest, check_fairness_id
 from gateway.streams import (
     DONE,
     ClientGone,
@@ -60,6 +60,9 @@ MAX_PROMPT_NUMBERS = 262_144
 """How likely tokens of prompts were, in all choices of a request: as JSON 16 MB, half a second of a thread."""
 TIMEOUT_HEADER = "x-request-timeout-ms"
 """The request's deadline, which OpenAI's API has no word for."""
+FAIRNESS_HEADER = "x-gateway-inference-fairness-id"
+"""Whose request it is, as the Kubernetes Gateway API Inference Extension names it: before what the body says, since a
+proxy that knows who asks can set it, and leaves bodies alone."""
 
 
 def create_app(
@@ -231,6 +234,7 @@ class Run:
         self._n = body.n or 1
         """Choices to each prompt. Those to the first come first."""
         self._sampling = body.sampling()
+        self._sampling["fairness_id"] = _fairness_id_of(request) or body.fairness_id
         self._num_told = 0
         """Numbers of prompts' tokens, in all choices."""
         self._is_echo_alone = isinstance(body, CompletionRequest) and body.is_echo_alone
@@ -392,6 +396,14 @@ def _timeout_of(request: Request) -> float | None:
     if not re.fullmatch(r"[1-9]\d{0,11}", given):
         raise InvalidRequest([(TIMEOUT_HEADER, f"must be a whole number of milliseconds above 0, is {given[:40]!r}")])
     return int(given) / 1000
+
+
+def _fairness_id_of(request: Request) -> str:
+    """Empty: no header says."""
+    try:
+        return check_fairness_id(request.headers.get(FAIRNESS_HEADER, ""))
+    except ValueError as error:
+        raise InvalidRequest([(FAIRNESS_HEADER, str(error))]) from error
 
 
 def _refuse(refusal: Refusal, headers: dict[str, str]) -> JSONResponse:

@@ -31,6 +31,8 @@ MAX_PROMPTS = 256
 MAX_N = 128
 MAX_CHOICES = 256
 """In one request: of all prompts together."""
+MAX_FAIRNESS_ID_BYTES = 256
+"""Of the name of whoever asks."""
 DEFAULT_COMPLETION_TOKENS = 16
 """OpenAI's, for /v1/completions. A chat's answer may fill the context."""
 
@@ -79,6 +81,15 @@ def _response_format(value: Any) -> StructuredOutputsParams | None:
     return StructuredOutputsParams(json_object=True) if asked.type == "json_object" else None
 
 
+def check_fairness_id(value: str) -> str:
+    """Raises `ValueError` for a name that no router takes."""
+    num_bytes = len(value.encode())
+    if num_bytes > MAX_FAIRNESS_ID_BYTES:
+        raise ValueError(f"must have at most {MAX_FAIRNESS_ID_BYTES} bytes, has {num_bytes}")
+    return value
+
+
+FairnessId = Annotated[str, AfterValidator(check_fairness_id)]
 TokenId = Annotated[int, Field(strict=True, ge=0, lt=1 << 32)]
 NumAlternatives = Annotated[int, Field(strict=True, ge=0, le=20)]
 NumAlternativesOrNo = Annotated[
@@ -149,15 +160,17 @@ class Asked(BaseModel, ABC):
     # After it: the form of the answer in OpenAI's words, of which there is no second one.
     response_format: Annotated[Any, AfterValidator(_response_format)] = None
 
+    # whose request it is: OpenAI's word of today, and the one before
+    safety_identifier: FairnessId | None = None
+    user: FairnessId | None = None
+
     # known, and refused unless they ask for nothing
     best_of: _only(1) = None  # type: ignore[valid-type]
 
     # of no effect here, whatever they say
-    user: Any = None
     metadata: Any = None
     store: Any = None
     service_tier: Any = None
-    safety_identifier: Any = None
     prompt_cache_key: Any = None
 
     DIRECT: ClassVar[tuple[str, ...]] = (
@@ -172,6 +185,11 @@ class Asked(BaseModel, ABC):
         given["structured_outputs"] = self.structured_outputs or self.response_format
         given["prompt_logprobs"] = self.prompt_logprobs
         return cast(Sampling, {name: value for name, value in given.items() if value is not None})
+
+    @property
+    def fairness_id(self) -> str:
+        """Whose request it is; empty: it does not say."""
+        return self.safety_identifier or self.user or ""
 
     def in_its_words(self, error: InvalidRequest) -> InvalidRequest:
         """What a router says of this request: who gave a response_format has not heard of structured_outputs."""

@@ -43,7 +43,7 @@ MODE_LOCAL: Mode
 MODE_STAY: Mode
 
 class GenerateRequest(_message.Message):
-    __slots__ = ("request_id", "text", "token_ids", "chat", "sampling_params", "model", "stream", "output_token_ids", "worker_kind", "answers_so_far", "cache_salt")
+    __slots__ = ("request_id", "text", "token_ids", "chat", "sampling_params", "model", "stream", "output_token_ids", "worker_kind", "answers_so_far", "cache_salt", "fairness_id")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     TEXT_FIELD_NUMBER: _ClassVar[int]
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
@@ -55,6 +55,7 @@ class GenerateRequest(_message.Message):
     WORKER_KIND_FIELD_NUMBER: _ClassVar[int]
     ANSWERS_SO_FAR_FIELD_NUMBER: _ClassVar[int]
     CACHE_SALT_FIELD_NUMBER: _ClassVar[int]
+    FAIRNESS_ID_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     text: str
     token_ids: TokenIds
@@ -66,7 +67,8 @@ class GenerateRequest(_message.Message):
     worker_kind: str
     answers_so_far: _containers.RepeatedCompositeFieldContainer[AnswerSoFar]
     cache_salt: str
-    def __init__(self, request_id: _Optional[str] = ..., text: _Optional[str] = ..., token_ids: _Optional[_Union[TokenIds, _Mapping]] = ..., chat: _Optional[_Union[Chat, _Mapping]] = ..., sampling_params: _Optional[_Union[SamplingParams, _Mapping]] = ..., model: _Optional[str] = ..., stream: _Optional[bool] = ..., output_token_ids: _Optional[_Iterable[int]] = ..., worker_kind: _Optional[str] = ..., answers_so_far: _Optional[_Iterable[_Union[AnswerSoFar, _Mapping]]] = ..., cache_salt: _Optional[str] = ...) -> None: ...
+    fairness_id: str
+    def __init__(self, request_id: _Optional[str] = ..., text: _Optional[str] = ..., token_ids: _Optional[_Union[TokenIds, _Mapping]] = ..., chat: _Optional[_Union[Chat, _Mapping]] = ..., sampling_params: _Optional[_Union[SamplingParams, _Mapping]] = ..., model: _Optional[str] = ..., stream: _Optional[bool] = ..., output_token_ids: _Optional[_Iterable[int]] = ..., worker_kind: _Optional[str] = ..., answers_so_far: _Optional[_Iterable[_Union[AnswerSoFar, _Mapping]]] = ..., cache_salt: _Optional[str] = ..., fairness_id: _Optional[str] = ...) -> None: ...
 
 class AnswerSoFar(_message.Message):
     __slots__ = ("sequence", "token_ids", "worker_kind", "is_complete")

@@ -23,7 +23,7 @@ from router.detokenizer import IncrementalDetokenizer
 from router.forecast import Forecast
 from router.metrics import RouterMetrics
 from router.prefix_lookup import PrefixLookup
-from router.queue import RequestQueue, SharedPrefix
+from router.queue import ClientShare, RequestQueue, SharedPrefix
 from router.reasoning import AnswerReader
 from router.request_events import (
     AccountOverdue,
@@ -86,6 +86,7 @@ class Lifecycle:
         sampling_params: inference_pb.SamplingParams,
         grammar: str = "",
         cache_salt: str = "",
+        fairness_id: str = "",
         detokenizer: IncrementalDetokenizer,
         reader: AnswerReader | None = None,
         arrived_s: float,
@@ -97,11 +98,12 @@ class Lifecycle:
         after: Lifecycle | None = None,
         resumption: Resumption = NOTHING,
     ) -> None:
-        """`grammar`: what came of structured_outputs. `deadline_s`: when the client's time is up, on this process'
-        monotonic clock. `numbers`: those that all requests of the router share, where ids come from clients and may
-        come again. `name`: what workers call it, where that is not the request's id. `num_answers`: that begin
-        with this one. `after`: the first of the answers to this prompt, where this is answer `sequence`, not to be run
-        before that one is prefilled. `resumption`: where it begins, and `detokenizer` and `reader` are."""
+        """`grammar`: what came of structured_outputs. `fairness_id`: its client. `deadline_s`: when the client's time
+        is up, on this process' monotonic clock. `numbers`: those that all requests of the router share, where ids come
+        from clients and may come again. `name`: what workers call it, where that is not the request's id.
+        `num_answers`: that begin with this one. `after`: the first of the answers to this prompt, where this is answer
+        `sequence`, not to be run before that one is prefilled. `resumption`: where it begins, and `detokenizer` and
+        `reader` are."""
         self.name = name or request_id
         """To workers."""
         self._after = after
@@ -114,6 +116,9 @@ class Lifecycle:
             self._worker_params.ClearField(ours)
         self._grammar = grammar
         self._cache_salt = cache_salt
+        self._fairness_id = fairness_id
+        self._share: ClientShare | None = None
+        """Of its client, while it runs."""
         self._messages = AnswerMessages(
             request_id=request_id,
             sequence=sequence,
@@ -164,11 +169,12 @@ class Lifecycle:
             return
         if self._after is None:
             self._deadline.refuse_if_late(
-                self._cluster.queue.num_tokens_before(self._sampling_params.priority),
+                self._cluster.queue.num_tokens_before(self._sampling_params.priority, self._fairness_id),
                 self._cluster.pool.num_tokens_ahead_of(len(self._prompt_token_ids)),
             )
         self._begun_s = time.monotonic()
         self._cluster.forecast.num_running += 1
+        self._share = self._cluster.queue.enter(self._sampling_params.priority, self._fairness_id)
         try:
             actions = self._state.start()
             while True:
@@ -271,6 +277,7 @@ class Lifecycle:
                 arrived_s=self._begun_s,
                 give_up_s=None if self._state.token_ids else self._deadline.give_up_s(),
                 priority=self._sampling_params.priority,
+                fairness_id=self._fairness_id,
                 has_grammar=bool(self._grammar),
                 has_cache_salt=bool(self._cache_salt),
             )
@@ -354,6 +361,8 @@ class Lifecycle:
         forecast = self._cluster.forecast
         forecast.num_running -= 1
         self._account.left(self._messages.num_tokens)
+        if self._share is not None:
+            self._cluster.queue.leave(self._share)
         if self._waiting is not None:
             self._waiting.cancel()
         if not len(self._cluster.queue):
@@ -371,6 +380,8 @@ class Lifecycle:
 
     def _emit(self, emit: Emit) -> tuple[inference_pb.GenerateResponse, bool]:
         is_first = emit.offset == self._state.num_resumed
+        if self._share is not None:
+            self._share.charge_answer(len(emit.token_ids))
         self._account.emitted(len(emit.token_ids), is_resumed=is_first and emit.offset > 0)
         response, is_stopped = self._messages.delta(emit)
         if is_first:

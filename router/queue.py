@@ -1,12 +1,16 @@
-"""Where requests wait until workers have room: by priority, then first come, first served; bounded in tokens.
+"""Where requests wait until workers have room: by priority, then in fair shares among clients, then first come, first
+served; bounded in tokens.
 
 Owns the waiting requests, not the workers. `dispatch` is called whenever something changed (a request came, a worker
 freed memory, joined or left); it plans from the head on, and stops at the first request that no worker has room for,
 so that a long prompt is not overtaken for ever. No timer of ours ends the waiting: the client's deadline does, early
 enough to say so.
 
-What is bounded is what goes before a request: others of a lower priority (a higher number) do not keep it out. All
-together may be twice as much.
+Shares (`fair_shares`) are of one priority each: what a client was served at another one is not counted. Its counter is
+kept from when its first request enters until its last one has left.
+
+What is bounded is what goes before a request: others of a lower priority (a higher number) do not keep it out, and of
+another client's line no more than is served before it. All together may be twice as much.
 
     wait_for_plan ──> waiting ──dispatch──> TakenRoom
        └─ full: Overloaded └── no worker left: NoWorker; too late to begin: Overloaded; the caller cancelled: gone
@@ -19,8 +23,9 @@ import time
 from bisect import insort
 from collections.abc import Callable
 from dataclasses import dataclass
-from operator import attrgetter
+from typing import TypeAlias
 
+from router.fair_shares import FairShares, Share
 from router.request_events import WorkerKey
 from router.worker_handle import TakenRoom
 from rpc.errors import NoWorker, Overloaded
@@ -53,8 +58,11 @@ class QueuedRequest:
     arrived_s: float
     """At the router: whoever finds a worker busy comes back here, and has waited before."""
     planned: asyncio.Future[TakenRoom]
-    place: tuple[int, int] = (0, 0)
-    """Among those that wait: priority, then turn."""
+    share: ClientShare
+    """Its client's."""
+    is_return: bool = False
+    """It waited its turn before, and was charged for its prompt."""
+    is_waiting: bool = False
     shared: SharedPrefix | None = None
     has_grammar: bool = False
     """Only workers that know what a grammar is may have it."""
@@ -75,6 +83,10 @@ class QueuedRequest:
         return self.shared.num_blocks if self.shared is not None and self.shared.worker == worker else 0
 
 
+ClientShare: TypeAlias = Share[QueuedRequest]
+"""Of the requests of one client and one priority."""
+
+
 class RequestQueue:
     """Requests that wait for workers."""
 
@@ -90,17 +102,41 @@ class RequestQueue:
         self._max_tokens = max_tokens
         self._choose = choose
         self._has_workers = has_workers
-        self._waiting: list[QueuedRequest] = []
-        """By place."""
-        self._num_turns = 0
+        self._shares: dict[int, FairShares[QueuedRequest]] = {}
+        """By priority, of those of which something has entered."""
+        self._priorities: list[int] = []
+        """At which somebody waits, in order."""
+        self._num_waiting = 0
         self.num_tokens = 0
 
     def __len__(self) -> int:
-        return len(self._waiting)
+        return self._num_waiting
 
-    def num_tokens_before(self, priority: int) -> int:
-        """Of those that wait, of this priority and of those that go before it."""
-        return sum(request.num_own_tokens for request in self._waiting if request.place[0] <= priority)
+    @property
+    def num_clients(self) -> int:
+        """Whose counters are kept because something of theirs has entered, once for each priority."""
+        return sum(shares.num_open_clients for shares in self._shares.values())
+
+    def num_tokens_before(self, priority: int, fairness_id: str = "") -> int:
+        """Of those that wait, what is expected to go before a further request of this client: all of the priorities
+        that go before its own, and of its own what its share leaves (`FairShares.num_tokens_before`)."""
+        num_urgent = sum(self._shares[other].num_tokens for other in self._priorities if other < priority)
+        shares = self._shares.get(priority)
+        return num_urgent + (0 if shares is None else shares.num_tokens_before(fairness_id))
+
+    def enter(self, priority: int, fairness_id: str) -> ClientShare:
+        """A request of the client begins: what it is served is charged to the share, until it leaves."""
+        shares = self._shares.get(priority)
+        if shares is None:
+            shares = self._shares[priority] = FairShares(priority)
+        return shares.enter(fairness_id)
+
+    def leave(self, share: ClientShare) -> None:
+        """The request that entered has ended."""
+        shares = share.owner
+        shares.leave(share)
+        if not shares.num_open_clients:
+            del self._shares[shares.priority]
 
     async def wait_for_plan(
         self,
@@ -114,26 +150,27 @@ class RequestQueue:
         arrived_s: float = 0.0,
         give_up_s: float | None = None,
         priority: int = 0,
+        fairness_id: str = "",
         is_admitted: bool = False,
         shared: SharedPrefix | None = None,
         has_grammar: bool = False,
         has_cache_salt: bool = False,
     ) -> TakenRoom:
         """Wait for workers; the caller settles the room. `is_return`: at the front of its priority, it waited its turn
-        before. `is_admitted`: the bound does not hold for it, a further answer of a request that was let in.
+        before. `fairness_id`: whose request it is. `is_admitted`: the bound does not hold for it, a further answer of a
+        request that was let in.
 
         Raises `Overloaded` where a new request would pass the bound, or still waits at `give_up_s` (of the event
         loop's clock); and `NoWorker` at once if there is none, now or while waiting. Cancelling it leaves the queue.
         """
         if not (is_return or is_admitted):
-            self._refuse_if_full(num_tokens, priority)
+            self._refuse_if_full(num_tokens, priority, fairness_id)
         future: asyncio.Future[TakenRoom] = asyncio.get_running_loop().create_future()
-        request = QueuedRequest(num_tokens, num_cached_blocks, avoid, compat_digest, answer_s, arrived_s, future)
+        share = self.enter(priority, fairness_id)
+        request = QueuedRequest(num_tokens, num_cached_blocks, avoid, compat_digest, answer_s, arrived_s, future, share)
         request.has_grammar, request.has_cache_salt, request.shared = has_grammar, has_cache_salt, shared
-        self._num_turns += 1
-        request.place = (priority, -self._num_turns if is_return else self._num_turns)
-        insort(self._waiting, request, key=attrgetter("place"))
-        self.num_tokens += request.num_own_tokens
+        request.is_return = is_return
+        self._wait(request)
         try:
             self.dispatch()
             async with asyncio.timeout_at(give_up_s):
@@ -150,21 +187,24 @@ class RequestQueue:
                 self.dispatch()
             raise
         finally:
-            if request in self._waiting:
-                self._leave(request)
+            if request.is_waiting:
+                self._wait_no_more(request)
                 self.dispatch()
+            self.leave(share)
 
     def dispatch(self) -> None:
         """Plan as many requests as workers have room for."""
-        while self._waiting:
-            request = self._waiting[0]
+        while (request := self._first()) is not None:
             if not request.planned.done():
                 try:
                     if not self._plan(request):
                         return
                 except Exception as error:  # its own end, and not that of whoever happens to call
                     request.planned.set_exception(error)
-            self._leave(request)
+            self._wait_no_more(request)
+
+    def _first(self) -> QueuedRequest | None:
+        return self._shares[self._priorities[0]].first() if self._priorities else None
 
     def _plan(self, request: QueuedRequest) -> bool:
         """Whether `request` waits no more."""
@@ -176,18 +216,36 @@ class RequestQueue:
         room = self._choose(request)
         if room is not None:
             request.planned.set_result(room)
+            if not request.is_return:  # what fails, or finds a worker busy after all, is not the client's to pay for
+                request.share.charge_prompt(room.num_tokens_to_prefill)
         return room is not None
 
-    def _refuse_if_full(self, num_tokens: int, priority: int) -> None:
-        num_before = self.num_tokens_before(priority)
+    def _refuse_if_full(self, num_tokens: int, priority: int, fairness_id: str) -> None:
+        if self.num_tokens + num_tokens <= self._max_tokens:
+            return  # whatever goes before it
+        num_before = self.num_tokens_before(priority, fairness_id)
         is_full = num_before and num_before + num_tokens > self._max_tokens
-        if is_full or (self._waiting and self.num_tokens + num_tokens > 2 * self._max_tokens):
+        if is_full or (self._num_waiting and self.num_tokens + num_tokens > 2 * self._max_tokens):
             held = num_before if is_full else self.num_tokens
             bound = self._max_tokens if is_full else 2 * self._max_tokens
             raise Overloaded(
                 f"the queue holds {held} tokens of at most {bound}; retry later", retry_after_s=RETRY_AFTER_S
             )
 
-    def _leave(self, request: QueuedRequest) -> None:
-        self._waiting.remove(request)
+    def _wait(self, request: QueuedRequest) -> None:
+        shares = request.share.owner
+        if not shares.num_waiting:
+            insort(self._priorities, shares.priority)
+        shares.push(request.share, request, request.num_own_tokens, is_return=request.is_return)
+        request.is_waiting = True
+        self._num_waiting += 1
+        self.num_tokens += request.num_own_tokens
+
+    def _wait_no_more(self, request: QueuedRequest) -> None:
+        shares = request.share.owner
+        shares.remove(request.share, request)
+        if not shares.num_waiting:
+            self._priorities.remove(shares.priority)
+        request.is_waiting = False
+        self._num_waiting -= 1
         self.num_tokens -= request.num_own_tokens

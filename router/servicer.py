@@ -194,6 +194,7 @@ class InferenceServicer(InferenceServicerBase):  # type: ignore[misc]
                 sampling_params=own,
                 grammar=grammar,
                 cache_salt=validated.cache_salt,
+                fairness_id=validated.fairness_id,
                 detokenizer=detokenizer,
                 reader=reader,
                 resumption=await self._resumption(

@@ -33,6 +33,7 @@ MAX_REQUEST_ID_CHARS = 128
 MAX_PROMPT_LOGPROBS = 131_072
 """In one answer: 2 MB from a worker to a router, 3 MB to the client."""
 MAX_CACHE_SALT_CHARS = 128
+MAX_FAIRNESS_ID_BYTES = 256
 MAX_CHAT_MESSAGES = 8192
 MAX_TEMPLATE_KWARGS_BYTES = 65_536
 INLINE_RENDER_CHARS = 65_536
@@ -81,6 +82,7 @@ class ValidatedRequest:
     begun: Mapping[int, BegunAnswer]
     """By sequence: those that the client has something of already."""
     cache_salt: str
+    fairness_id: str
     is_streaming: bool
 
     @property
@@ -135,6 +137,8 @@ def validate(request: pb.GenerateRequest, model: ModelInfo) -> ValidatedRequest:
     if len(request.cache_salt) > MAX_CACHE_SALT_CHARS:
         bound = f"must be at most {MAX_CACHE_SALT_CHARS} characters, has {len(request.cache_salt)}"
         violations.append(("cache_salt", bound))
+    if (num_bytes := len(request.fairness_id.encode())) > MAX_FAIRNESS_ID_BYTES:
+        violations.append(("fairness_id", f"must have at most {MAX_FAIRNESS_ID_BYTES} bytes, has {num_bytes}"))
     prompt = _check_prompt(request, model, violations)
     params = request.sampling_params
     formed = _with_form(params, prompt.asked, violations) if isinstance(prompt, ChatPrompt) else None
@@ -152,6 +156,7 @@ def validate(request: pb.GenerateRequest, model: ModelInfo) -> ValidatedRequest:
         sampling_params=params if formed is None else formed,
         begun=begun,
         cache_salt=request.cache_salt,
+        fairness_id=request.fairness_id,
         is_streaming=request.stream if request.HasField("stream") else True,
     )
 

@@ -118,14 +118,14 @@ class TakenRoom:
         self.compat_digest = decode.record.compat_digest
         self._decode: WorkerHandle | None = decode
         self._prefiller: WorkerHandle | None = prefill or decode
-        self._num_tokens = max(1, num_tokens - num_cached_tokens)
+        self.num_tokens_to_prefill = max(1, num_tokens - num_cached_tokens)
+        """Of the prompt."""
         self.num_cached_tokens = num_cached_tokens
-        """To be prefilled."""
         self._num_blocks = -(-num_tokens // decode.record.model.block_size) - num_blocks_shared
         self.num_tokens_to_move = max(0, num_tokens - num_blocks_held * decode.record.model.block_size)
         """To the decode worker, where another computes the prompt."""
         decode.num_planned_blocks += self._num_blocks
-        self._prefiller.num_prefill_tokens += self._num_tokens
+        self._prefiller.num_prefill_tokens += self.num_tokens_to_prefill
         self.num_tokens_to_compute = self._prefiller.num_queued_tokens
         """At the worker that computes the prompt, with what is before it there."""
 
@@ -135,7 +135,7 @@ class TakenRoom:
         if self._decode is not None:
             taken.append((self._decode, self._num_blocks, 0))
         if self._prefiller is not None:
-            taken.append((self._prefiller, 0, self._num_tokens))
+            taken.append((self._prefiller, 0, self.num_tokens_to_prefill))
         return taken
 
     @property
@@ -152,7 +152,7 @@ class TakenRoom:
         """The prompt is computed, or will not be."""
         self.settle_decode()
         if self._prefiller is not None:
-            self._prefiller.num_prefill_tokens -= self._num_tokens
+            self._prefiller.num_prefill_tokens -= self.num_tokens_to_prefill
             self._prefiller = None
 
     def end(self) -> None:

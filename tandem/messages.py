@@ -45,6 +45,8 @@ class Sampling(TypedDict, total=False):
     structured_outputs: StructuredOutputsParams | Mapping[str, Any]
     cache_salt: str | None
     """Cached prefixes are shared with requests of the same one alone."""
+    fairness_id: str | None
+    """Whose request it is: clients of equal priority that wait are served equally many tokens."""
     tools: Sequence[Mapping[str, Any]] | None
     """What the model may call, in OpenAI's words: {"type": "function", "function": {"name", "description",
     "parameters"}}. With messages."""
@@ -68,6 +70,9 @@ def generate_request(
     cache_salt = sampling.pop("cache_salt", None)
     if cache_salt is not None:
         _check_salt(cache_salt)
+    fairness_id = sampling.pop("fairness_id", None)
+    if fairness_id is not None:
+        _check_text("fairness_id", fairness_id)
     tools, tool_choice = sampling.pop("tools", None), sampling.pop("tool_choice", None)
     parallel_tool_calls = sampling.pop("parallel_tool_calls", None)
     template_kwargs = _template_kwargs(sampling.pop("chat_template_kwargs", None))
@@ -75,6 +80,7 @@ def generate_request(
         request_id=request_id,
         model=model,
         cache_salt=cache_salt or "",
+        fairness_id=fairness_id or "",
         sampling_params=_sampling_params({**sampling, **({} if n == 1 else {"n": n})}),
     )
     if isinstance(prompt, str):
@@ -111,14 +117,18 @@ def _template_kwargs(given: object) -> str:
 
 
 def _check_salt(cache_salt: object) -> None:
-    if not isinstance(cache_salt, str):
-        raise ValueError(f"cache_salt: must be a text, is {cache_salt!r}")
+    _check_text("cache_salt", cache_salt)
     if not cache_salt:
         raise ValueError("cache_salt: must not be empty; without one, leave it out")
+
+
+def _check_text(name: str, text: object) -> None:
+    if not isinstance(text, str):
+        raise ValueError(f"{name}: must be a text, is {text!r}")
     try:
-        cache_salt.encode()
+        text.encode()
     except UnicodeEncodeError as error:
-        raise ValueError(f"cache_salt: has what is no character at {error.start}") from error
+        raise ValueError(f"{name}: has what is no character at {error.start}") from error
 
 
 def profile_request(

@@ -172,6 +172,42 @@ async def test_numbers_may_be_whole_ones_and_biases_have_names() -> None:
     assert router.requests[0].cache_salt == "tenant 1"
 
 
+async def test_whose_request_it_is_says_the_header_or_else_the_body() -> None:
+    header = {"x-gateway-inference-fairness-id": "tenant 1"}
+    bodies: list[tuple[dict[str, Any], dict[str, str], str]] = [
+        ({}, {}, ""),
+        ({"user": "u"}, {}, "u"),
+        ({"user": "u", "safety_identifier": ""}, {}, "u"),
+        ({"user": "u", "safety_identifier": "s"}, {}, "s"),
+        ({"user": "u", "safety_identifier": "s"}, header, "tenant 1"),
+    ]
+    async with gateway() as (router, http):
+        for body, headers, _ in bodies:
+            response = await http.post("/v1/completions", json={"prompt": ["a", "b"], **body}, headers=headers)
+            assert response.status_code == 200
+        chat = {"messages": [{"role": "user", "content": "hi"}], "user": "u"}
+        assert (await http.post("/v1/chat/completions", json=chat)).status_code == 200
+    got = [request.fairness_id for request in router.requests]
+    assert got == [name for _, _, name in bodies for _ in range(2)] + ["u"]
+
+
+async def test_a_name_of_a_client_that_is_too_long_is_refused_where_it_stands() -> None:
+    long = 128 * "\u00e9" + "x"
+    async with gateway() as (router, http):
+        for body, headers, param in (
+            ({"user": long}, {}, "user"),
+            ({"safety_identifier": long}, {}, "safety_identifier"),
+            ({}, {"x-gateway-inference-fairness-id": 257 * "x"}, "x-gateway-inference-fairness-id"),
+        ):
+            response = await http.post("/v1/completions", json={"prompt": "a", **body}, headers=headers)
+            error = response.json()["error"]
+            assert (response.status_code, error["param"]) == (400, param)
+            assert "must have at most 256 bytes, has 257" in error["message"]
+        no_text = await http.post("/v1/completions", json={"prompt": "a", "user": 5})
+        assert (no_text.status_code, no_text.json()["error"]["param"]) == (400, "user")
+    assert router.requests == []
+
+
 async def test_a_head_without_end_is_not_read() -> None:
     async with gateway() as (_, http):
         reader, writer = await asyncio.open_connection(http.base_url.host, http.base_url.port)

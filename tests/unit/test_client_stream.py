@@ -166,9 +166,15 @@ CHAT = [{"role": "user", "content": "hi"}]
 OF_CHATS = {"tools", "tool_choice", "parallel_tool_calls", "chat_template_kwargs"}
 
 
+def test_a_request_says_whose_it_is() -> None:
+    assert generate_request("hi", fairness_id="tenant 1").fairness_id == "tenant 1"
+    assert not generate_request("hi", fairness_id="").fairness_id
+    assert not generate_request("hi", fairness_id=None).fairness_id
+
+
 def test_every_parameter_of_the_wire_can_be_given() -> None:
     of_sampling = {field.name for field in pb.SamplingParams.DESCRIPTOR.fields}
-    assert {*Sampling.__annotations__, "n"} == of_sampling | {"cache_salt"} | OF_CHATS
+    assert {*Sampling.__annotations__, "n"} == of_sampling | {"cache_salt", "fairness_id"} | OF_CHATS
 
 
 @pytest.mark.parametrize(
@@ -181,6 +187,8 @@ def test_every_parameter_of_the_wire_can_be_given() -> None:
         ("hi", {"cache_salt": 5}, "cache_salt: must be a text, is 5"),
         ("hi", {"cache_salt": ""}, "cache_salt: must not be empty"),
         ("hi", {"cache_salt": "a\ud800"}, "cache_salt: has what is no character at 1"),
+        ("hi", {"fairness_id": 0}, "fairness_id: must be a text, is 0"),
+        ("hi", {"fairness_id": "ab\ud800"}, "fairness_id: has what is no character at 2"),
         ([-1], {}, "prompt: "),
         (["a", "b"], {}, "prompt: "),
         ([{"role": "user"}], {}, "prompt: a message has a role and a content"),

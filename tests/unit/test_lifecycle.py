@@ -77,7 +77,7 @@ async def test_further_answers_wait_their_turn_and_take_no_memory_where_the_prom
     assert len(bench.queue) == 1, "only the later one: the first token does not say that the decode worker has the KV"
     bench.d.say("0_r", 1, tokens=pb.Tokens(index=1, token_ids=[6]))
     await settle()
-    cached = [request.num_cached_blocks for request in bench.queue._waiting]
+    cached = [request.num_cached_blocks for request in bench.queue._shares[0].enter("").waiting]
     assert cached == [{}, {bench.decode.key: 59}, {bench.decode.key: 59}]
     assert bench.queue.num_tokens == len(PROMPT) + 2 * BLOCK, "what they share is not counted"
     await later.leave()  # for whose prompt there is no room
@@ -102,7 +102,7 @@ async def test_the_priority_that_a_request_gives_is_its_place_in_the_queue() -> 
         lifecycle._sampling_params.priority = priority
         asked.append(Asked(lifecycle.run()))
         await settle()
-    assert [request.place[0] for request in bench.queue._waiting] == [-2, 0, 2]
+    assert bench.queue._priorities == [-2, 0, 2]
     bench.decode.set_load(load(60))
     bench.dispatch()
     await settle()

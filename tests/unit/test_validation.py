@@ -140,6 +140,7 @@ def test_bounds_themselves_are_allowed(params: dict[str, Any]) -> None:
         ),
         ({"text": "x", "request_id": "\u202e"}, "request_id", "must hold printable characters only, has U+202E at 0"),
         ({"text": "x", "cache_salt": "s" * 129}, "cache_salt", "must be at most 128 characters, has 129"),
+        ({"text": "x", "fairness_id": "é" * 128 + "x"}, "fairness_id", "must have at most 256 bytes, has 257"),
         ({"text": "x", "worker_kind": "k" * 65}, "worker_kind", "must be at most 64 characters, has 65"),
         (
             {"text": "x", "sampling_params": GREEDY, "output_token_ids": [5, 1000]},
