@@ -21,6 +21,8 @@ def find_ownerless(pool: WorkerPool, queue: RequestQueue, running: Sequence[Life
     found = {**_rooms(pool, running), **_names(pool, running), **_miscounted(pool)}
     if not len(queue) and queue.num_tokens:
         found["queue"] = f"the queue is empty and counts {queue.num_tokens} tokens"
+    if not running and not len(queue) and queue.num_clients:
+        found["clients"] = f"counters of {queue.num_clients} clients are kept, and nothing of theirs runs"
     return found
 
 

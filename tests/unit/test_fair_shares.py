@@ -1,4 +1,4 @@
-"""Whose turn it is: under random histories, against a model that compares all counters each time; and who earns what."""
+"""Whose turn it is, under random histories against a model that compares all counters each time; who earns what."""
 
 from __future__ import annotations
 
@@ -133,7 +133,7 @@ deeds = st.one_of(
 )
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=150, deadline=None)
 @given(st.lists(deeds, min_size=20, max_size=80))
 def test_under_any_history_the_least_served_goes_first_and_nobody_goes_short(history: list[tuple]) -> None:  # type: ignore[type-arg]
     world = World()
@@ -149,6 +149,7 @@ def test_under_any_history_the_least_served_goes_first_and_nobody_goes_short(his
         world.end(request)
     assert world.shares.first() is None
     assert (world.shares.num_tokens, world.shares.num_waiting, world.shares.num_known_clients) == (0, 0, 0)
+    assert not world.shares.with_rest
 
 
 @given(st.lists(st.tuples(st.booleans(), st.integers(1, 9)), max_size=30))
@@ -234,7 +235,7 @@ def test_names_without_end_take_no_memory_without_end() -> None:
         served_in_order(world, 1)
         assert world.shares.num_known_clients <= len(world.waiting) + fair_shares.MAX_REMEMBERED
     request = world.come("new", 1)
-    assert request.share.counter <= AT_MOST, "nobody is put further behind for it than one who was served"
+    assert request.share.counter <= 1 + ANSWER_WEIGHT * MAX_ANSWER, "not behind those who were served"
     for _ in range(2):
         served_in_order(world, 1)
     assert world.shares.num_known_clients == 0

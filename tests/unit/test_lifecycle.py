@@ -112,6 +112,66 @@ async def test_the_priority_that_a_request_gives_is_its_place_in_the_queue() -> 
         await each.leave()
 
 
+async def test_a_client_is_charged_for_what_is_computed_and_for_each_token_of_the_answer() -> None:
+    """And workers are not told whose request it is."""
+    bench = Bench(with_prefill=True)
+    share = bench.queue.enter(0, "whose it is")
+    asked = Asked(bench.lifecycle("r", fairness_id="whose it is").run())
+    await settle()
+    assert share.counter == len(PROMPT)
+    bench.d.say("r", 1, busy=pb.Busy())
+    await settle()
+    bench.decode.set_load(load(100, num_running=1))
+    bench.decode.set_load(load(100))  # it has freed something
+    bench.dispatch()
+    await settle()
+    bench.d.say("r", 2, granted=Grant(grant_id=1))
+    await settle()
+    bench.p.say("r", 2, tokens=pb.Tokens(index=0, token_ids=[5]))
+    await settle()
+    assert (share.counter, share.num_open) == (len(PROMPT) + 2, 2), "for its prompt once, though it was planned twice"
+    bench.p.say("r", 2, handed_over=pb.HandedOver())
+    bench.d.say("r", 2, tokens=pb.Tokens(index=1, token_ids=[6, 7, 8]))
+    await settle()
+    assert share.counter == len(PROMPT) + 2 * 4
+    assert not any(b"whose" in command.SerializeToString() for command in bench.d.sent + bench.p.sent)
+    await asked.leave()
+    assert share.num_open == 1
+    bench.queue.leave(share)
+    assert bench.queue.num_clients == 0
+
+
+async def test_a_prompt_that_is_cached_costs_its_client_what_is_left_of_it() -> None:
+    bench = Bench()
+
+    async def longest_match(token_ids: list[int], cache_salt: str) -> dict[WorkerKey, int]:
+        return {bench.decode.key: 50}
+
+    bench.cluster.prefixes.longest_match = longest_match  # type: ignore[method-assign]
+    share = bench.queue.enter(0, "a")
+    asked = Asked(bench.lifecycle("r", fairness_id="a").run())
+    await settle()
+    assert share.counter == 10 * BLOCK
+    await asked.leave()
+
+
+async def test_who_sends_many_is_refused_for_its_deadline_and_others_are_not() -> None:
+    bench = Bench()
+    bench.decode.set_load(load(0))
+    forecast, now_s = bench.cluster.forecast, asyncio.get_running_loop().time()
+    asked = [Asked(bench.lifecycle(f"flood-{number}", fairness_id="a").run()) for number in range(5)]
+    await settle()
+    forecast._seconds_per_queued_token.add(1.0, len(PROMPT), 1.0)  # a second for each prompt that goes before
+    refused = Asked(bench.lifecycle("more", fairness_id="a", deadline_s=now_s + 4).run())
+    other = Asked(bench.lifecycle("other", fairness_id="b", deadline_s=now_s + 4).run())
+    await settle()
+    assert isinstance(refused.task.exception(), Overloaded)
+    assert not other.task.done()
+    for each in [*asked, other]:
+        await each.leave()
+    assert bench.queue.num_clients == 0
+
+
 async def test_a_refusal_that_was_overtaken_by_the_last_freeing_is_asked_again() -> None:
     bench = Bench()
     bench.decode.set_load(load(70, num_running=1))

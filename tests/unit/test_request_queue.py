@@ -38,7 +38,13 @@ class Room:
         self.queue.dispatch()
 
     async def wait(
-        self, num_tokens: int, *, is_return: bool = False, give_up_s: float | None = None, priority: int = 0
+        self,
+        num_tokens: int,
+        fairness_id: str = "",
+        *,
+        is_return: bool = False,
+        give_up_s: float | None = None,
+        priority: int = 0,
     ) -> TakenRoom:
         return await self.queue.wait_for_plan(
             num_tokens=num_tokens,
@@ -47,6 +53,7 @@ class Room:
             is_return=is_return,
             give_up_s=give_up_s,
             priority=priority,
+            fairness_id=fairness_id,
         )
 
 
@@ -91,6 +98,83 @@ async def test_the_lower_number_goes_first_and_who_waited_before_only_among_its_
     room.add(100)
     await asyncio.gather(*tasks)
     assert room.order == [3, 7, 6, 1, 4, 5, 2]
+
+
+async def test_clients_of_one_priority_are_served_equally_much_each_in_turn() -> None:
+    room = Room(0)
+    flood = [asyncio.create_task(room.wait(10 + number, "a")) for number in range(4)]
+    await settle()
+    others = [asyncio.create_task(room.wait(20 + number, "b")) for number in range(2)]
+    others += [asyncio.create_task(room.wait(30, "c", priority=-1)), asyncio.create_task(room.wait(31, "c"))]
+    await settle()
+    assert (len(room.queue), room.queue.num_clients) == (8, 4), "a client is another one at another priority"
+    room.add(1000)
+    await asyncio.gather(*flood, *others)
+    assert room.order == [30, 10, 20, 31, 11, 20 + 1, 12, 13]
+    assert (len(room.queue), room.queue.num_tokens, room.queue.num_clients) == (0, 0, 0)
+
+
+async def test_who_waited_before_goes_first_whoever_it_is_and_pays_once() -> None:
+    room = Room(0)
+    share = room.queue.enter(0, "a")
+    share.charge_answer(50)
+    waiting = asyncio.create_task(room.wait(5, "b"))
+    returning = asyncio.create_task(room.wait(7, "a", is_return=True))
+    await settle()
+    room.add(100)
+    await asyncio.gather(waiting, returning)
+    assert room.order == [7, 5]
+    assert share.counter == 100
+    room.queue.leave(share)
+    assert room.queue.num_clients == 0
+
+
+async def test_nobody_overtakes_the_first_but_who_was_served_less_becomes_it() -> None:
+    room = Room(20)
+    share = room.queue.enter(0, "a")
+    flood = [asyncio.create_task(room.wait(num_tokens, "a")) for num_tokens in (50, 6)]
+    await settle()
+    waiting = asyncio.create_task(room.wait(7, "b"))
+    await settle()
+    assert room.order == [], "both had as much, and a came first"
+    share.charge_answer(1)
+    room.queue.dispatch()
+    await waiting
+    assert room.order == [7]
+    for task in flood:
+        task.cancel()
+    await asyncio.wait(flood)
+    room.queue.leave(share)
+    assert (len(room.queue), room.queue.num_tokens, room.queue.num_clients) == (0, 0, 0)
+
+
+async def test_a_client_that_fills_the_queue_keeps_no_other_out() -> None:
+    """The bound is for what goes before a request: of another's line as much as of one's own, and its first."""
+    room = Room(0)
+    tasks = []
+
+    async def let_in(*clients: str) -> None:
+        for client in clients:
+            tasks.append(asyncio.create_task(room.wait(20, client)))
+            await settle()
+            assert not tasks[-1].done()
+
+    await let_in(*"aaaaa")
+    assert [room.queue.num_tokens_before(0, client) for client in "ab"] == [100, 20]
+    with pytest.raises(Overloaded, match="holds 100 tokens of at most 100"):
+        await room.wait(20, "a")
+    await let_in(*"bb")
+    assert [room.queue.num_tokens_before(0, client) for client in "abc"] == [140, 100, 40]
+    with pytest.raises(Overloaded, match="holds 100 tokens of at most 100"):
+        await room.wait(20, "b")
+    await let_in(*"cde")
+    assert room.queue.num_tokens == 200
+    with pytest.raises(Overloaded, match="holds 100 tokens of at most 100"):
+        await room.wait(1, "f")  # five others go before it
+    for task in tasks:
+        task.cancel()
+    await asyncio.wait(tasks)
+    assert (len(room.queue), room.queue.num_tokens, room.queue.num_clients) == (0, 0, 0)
 
 
 async def test_a_queue_full_of_those_behind_it_keeps_nobody_out_until_it_is_twice_full() -> None:

@@ -36,6 +36,7 @@ async def test_all_that_a_request_holds_is_its_own_and_nothing_is_left() -> None
     assert bench.pool.rooms == {lifecycle.room}
     assert ownerless(bench, lifecycle) == []
     assert sorted(ownerless(bench)) == [
+        "counters of 1 clients are kept, and nothing of theirs runs",
         "events of 'r' at d are waited for by nobody",
         f"room on d for a prompt of {len(PROMPT)} tokens is nobody's",
     ]

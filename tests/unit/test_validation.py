@@ -211,6 +211,8 @@ def test_a_valid_request_is_taken_over() -> None:
     assert (chat.prompt, chat.prompt_field) == (ChatPrompt((ChatMessage(role="user", content="x"),)), "chat")
     assert len({text.request_id, ids.request_id, chat.request_id}) == 3
     assert re.fullmatch("[0-9a-f]{32}", ids.request_id)
+    whose = [validate(pb.GenerateRequest(text="hi", fairness_id=name), MODEL).fairness_id for name in ("", "é" * 128)]
+    assert whose == ["", "é" * 128]
 
 
 def test_limits_are_those_of_the_engine_and_of_the_proto() -> None:
