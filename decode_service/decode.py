@@ -90,6 +90,7 @@ class DecodeRole:
                 sampling_params_of(request),
                 output_token_ids=request.output_token_ids,
                 cache_salt=request.cache_salt,
+                lora_name=request.lora_name,
             )
 
         reservation = await self._engine.call(reserve)

@@ -286,7 +286,7 @@ class LLMEngine:
         names = [module.name for module in self.config.lora_modules]
         if lora_name not in names:
             there = f"are {', '.join(names)}" if names else "there are none"
-            raise ValueError(f"lora_name must be an adapter's of lora_modules ({there}), is {lora_name!r}")
+            raise ValueError(f"lora_name must be an adapter's of lora_modules ({there}), is {lora_name[:128]!r}")
         return names.index(lora_name) + 1
 
     def _new_sequence(

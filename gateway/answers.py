@@ -164,14 +164,17 @@ def timings_of(timings: list[Timings]) -> dict[str, Any] | list[dict[str, Any]]:
 
 
 def models_of(info: GetModelInfoResponse, created_s: int) -> dict[str, Any]:
-    """The one model that the router serves."""
-    model = {
-        "id": info.model,
-        "object": "model",
-        "created": created_s,
-        "owned_by": "tandem",
-        "root": info.model,
-        "parent": None,
-        "max_model_len": info.max_model_len,
-    }
-    return {"object": "list", "data": [model]}
+    """The one model that the router serves, and its adapters."""
+    data = [
+        {
+            "id": name,
+            "object": "model",
+            "created": created_s,
+            "owned_by": "tandem",
+            "root": name,
+            "parent": None if name == info.model else info.model,
+            "max_model_len": info.max_model_len,
+        }
+        for name in (info.model, *info.lora_names)
+    ]
+    return {"object": "list", "data": data}

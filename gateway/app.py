@@ -171,10 +171,12 @@ class Gateway:
 
     async def model(self, request: Request, model: str) -> Any:
         async def answer() -> Response:
-            known = models_of(await self._client.model_info(), self._started_s)["data"][0]
-            if model != known["id"]:
-                raise InvalidRequest([("model", f"there is no model {model[:128]!r}; there is {known['id']!r}")])
-            return JSONResponse(known, headers={REQUEST_ID_HEADER: request_id_of(request)})
+            known = models_of(await self._client.model_info(), self._started_s)["data"]
+            described = next((each for each in known if each["id"] == model), None)
+            if described is None:
+                names = ", ".join(repr(each["id"]) for each in known)
+                raise InvalidRequest([("model", f"there is no model {model[:128]!r}; there is {names}")])
+            return JSONResponse(described, headers={REQUEST_ID_HEADER: request_id_of(request)})
 
         return await self._answer(request, "models", answer)
 

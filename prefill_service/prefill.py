@@ -144,6 +144,7 @@ class PrefillRole:
                     params,
                     output_token_ids=command.request.output_token_ids,
                     cache_salt=command.request.cache_salt,
+                    lora_name=command.request.lora_name,
                     num_receiver_blocks=command.grant.num_cached_blocks,
                 )
             )

@@ -86,6 +86,7 @@ class Lifecycle:
         sampling_params: inference_pb.SamplingParams,
         grammar: str = "",
         cache_salt: str = "",
+        lora_name: str = "",
         fairness_id: str = "",
         detokenizer: IncrementalDetokenizer,
         reader: AnswerReader | None = None,
@@ -116,6 +117,7 @@ class Lifecycle:
             self._worker_params.ClearField(ours)
         self._grammar = grammar
         self._cache_salt = cache_salt
+        self._lora_name = lora_name
         self._fairness_id = fairness_id
         self._share: ClientShare | None = None
         """Of its client, while it runs."""
@@ -259,7 +261,7 @@ class Lifecycle:
             if self._state.num_prompt_logprobs and not self._state.token_ids:
                 self._cached = {}  # all of it will be computed
             elif self._after is None:
-                self._cached = await self._cluster.prefixes.longest_match(token_ids, self._cache_salt)
+                self._cached = await self._cluster.prefixes.longest_match(token_ids, self._cache_salt, self._lora_name)
             elif (shared := self._after.shared_prefix()) is not None:
                 self._cached = self._after._cached | {shared.worker: shared.num_blocks}
             else:
@@ -280,6 +282,7 @@ class Lifecycle:
                 fairness_id=self._fairness_id,
                 has_grammar=bool(self._grammar),
                 has_cache_salt=bool(self._cache_salt),
+                lora_name=self._lora_name,
             )
         except Exception as error:  # whatever it is, it is the request's end: nobody else would hear of it
             self._events.put_nowait(Stopped(inference_pb.FINISH_REASON_ERROR, error))
@@ -326,6 +329,7 @@ class Lifecycle:
             sampling_params=self._worker_params,
             grammar=self._grammar,
             cache_salt=self._cache_salt,
+            lora_name=self._lora_name,
         )
 
     # -- taking in what happens ---------------------------------------------------------------------------------

@@ -6,7 +6,7 @@ depends on how it was started: context length, block size, dtype.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -98,6 +98,8 @@ class ModelInfo:
     block_size: int = 0
     """Tokens in one KV block. 0 until a worker has said it, like `dtype`."""
     dtype: str = ""
+    lora_names: tuple[str, ...] = ()
+    """Adapters that workers have, which a request may ask for as its model."""
 
     @classmethod
     def from_folder(cls, folder: str | Path, *, served_model_name: str = "") -> ModelInfo:
@@ -149,8 +151,9 @@ class ModelInfo:
             reasoning_parser=_reasoning_parser(template, reasoning_parser),
         )
 
-    def with_worker(self, model: pb.GetModelInfoResponse) -> ModelInfo:
-        """This model as a worker serves it. `ValueError` where the worker's model cannot be the folder's."""
+    def with_worker(self, model: pb.GetModelInfoResponse, lora_names: Iterable[str] = ()) -> ModelInfo:
+        """This model as a worker serves it, with the adapters of all. `ValueError` where the worker's model cannot be
+        the folder's."""
         if model.vocab_size != self.vocab_size:
             raise ValueError(
                 f"the worker's model {model.model!r} has a vocabulary of {model.vocab_size} tokens, "
@@ -161,6 +164,7 @@ class ModelInfo:
             max_model_len=model.max_model_len,
             block_size=model.block_size,
             dtype=model.dtype,
+            lora_names=tuple(sorted(set(lora_names) - {self.served_model_name})),
             eos_token_ids=frozenset(model.eos_token_ids),
         )
 
@@ -174,6 +178,7 @@ class ModelInfo:
             block_size=self.block_size,
             dtype=self.dtype,
             eos_token_ids=sorted(self.eos_token_ids),
+            lora_names=self.lora_names,
             has_chat_template=self.has_chat_template,
             tool_call_parser=self.tool_call_parser,
             reasoning_parser=self.reasoning_parser,

@@ -15,9 +15,9 @@ class PrefixLookup:
         self._index = index
         self._pool = pool
 
-    async def longest_match(self, token_ids: list[int], cache_salt: str) -> dict[WorkerKey, int]:
-        """Number of leading blocks of `token_ids` that each worker has, for requests with that salt; a worker with none
-        is left out.
+    async def longest_match(self, token_ids: list[int], cache_salt: str, lora_name: str = "") -> dict[WorkerKey, int]:
+        """Number of leading blocks of `token_ids` that each worker has, for requests with that salt to that adapter; a
+        worker with none is left out.
 
         One round trip per prefix key (that is: one, unless workers of several models share the registry), within a
         bounded time. Empty where Redis does not answer.
@@ -29,7 +29,7 @@ class PrefixLookup:
                 keys_by_hash.setdefault(group, []).append(handle.key)
         found: dict[WorkerKey, int] = {}
         for (prefix_key, block_size), keys in keys_by_hash.items():
-            hashes = block_hashes(token_ids, block_size, salted_key(prefix_key, cache_salt))
+            hashes = block_hashes(token_ids, block_size, salted_key(prefix_key, cache_salt, lora_name))
             if hashes:
                 match = await self._index.longest_match(hashes, [(k.worker_id, k.incarnation) for k in keys])
                 found |= {k: match[k.worker_id] for k in keys if match.get(k.worker_id)}

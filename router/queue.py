@@ -68,6 +68,8 @@ class QueuedRequest:
     """Only workers that know what a grammar is may have it."""
     has_cache_salt: bool = False
     """Only workers that keep its prefixes apart may have it."""
+    lora_name: str = ""
+    """Only workers that have this adapter may have it. Empty: it asks for none."""
 
     @property
     def waited_s(self) -> float:
@@ -155,6 +157,7 @@ class RequestQueue:
         shared: SharedPrefix | None = None,
         has_grammar: bool = False,
         has_cache_salt: bool = False,
+        lora_name: str = "",
     ) -> TakenRoom:
         """Wait for workers; the caller settles the room. `is_return`: at the front of its priority, it waited its turn
         before. `fairness_id`: whose request it is. `is_admitted`: the bound does not hold for it, a further answer of a
@@ -169,7 +172,7 @@ class RequestQueue:
         share = self.enter(priority, fairness_id)
         request = QueuedRequest(num_tokens, num_cached_blocks, avoid, compat_digest, answer_s, arrived_s, future, share)
         request.has_grammar, request.has_cache_salt, request.shared = has_grammar, has_cache_salt, shared
-        request.is_return = is_return
+        request.is_return, request.lora_name = is_return, lora_name
         self._wait(request)
         try:
             self.dispatch()
@@ -212,7 +215,8 @@ class RequestQueue:
             needs = [("structured_outputs", request.has_grammar), ("cache_salt", request.has_cache_salt)]
             asked = " and ".join(field for field, is_asked in needs if is_asked)
             what = f" that takes {asked}" if asked else ""
-            raise NoWorker(f"no decode worker{what} is available", retry_after_s=2.0)
+            which = f" with the adapter {request.lora_name!r}" if request.lora_name else ""
+            raise NoWorker(f"no decode worker{which}{what} is available", retry_after_s=2.0)
         room = self._choose(request)
         if room is not None:
             request.planned.set_result(room)

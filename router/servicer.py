@@ -194,6 +194,7 @@ class InferenceServicer(InferenceServicerBase):  # type: ignore[misc]
                 sampling_params=own,
                 grammar=grammar,
                 cache_salt=validated.cache_salt,
+                lora_name=validated.lora_name,
                 fairness_id=validated.fairness_id,
                 detokenizer=detokenizer,
                 reader=reader,
@@ -264,10 +265,11 @@ class InferenceServicer(InferenceServicerBase):  # type: ignore[misc]
         raise NoWorker("no worker of the kind that began this answer is available", retry_after_s=1.0)
 
     def _model(self) -> ModelInfo:
-        """The model, with the context length of the decode workers that are there, or were last."""
+        """The model, with the context length and the adapters of the decode workers that are there, or were last."""
         if workers := self._cluster.pool.decode_records():
             shortest = min(workers, key=lambda record: record.model.max_model_len)
-            self._known_model = self._texts.model.with_worker(shortest.model)
+            lora_names = {name for record in workers for name in record.model.lora_names}
+            self._known_model = self._texts.model.with_worker(shortest.model, lora_names)
         return self._known_model
 
 

@@ -33,6 +33,8 @@ MAX_REQUEST_ID_CHARS = 128
 MAX_PROMPT_LOGPROBS = 131_072
 """In one answer: 2 MB from a worker to a router, 3 MB to the client."""
 MAX_CACHE_SALT_CHARS = 128
+MAX_NAMES_TOLD = 8
+"""Of adapters, in an error."""
 MAX_FAIRNESS_ID_BYTES = 256
 MAX_CHAT_MESSAGES = 8192
 MAX_TEMPLATE_KWARGS_BYTES = 65_536
@@ -82,6 +84,8 @@ class ValidatedRequest:
     begun: Mapping[int, BegunAnswer]
     """By sequence: those that the client has something of already."""
     cache_salt: str
+    lora_name: str
+    """The adapter that is asked for. Empty: the model by itself."""
     fairness_id: str
     is_streaming: bool
 
@@ -109,6 +113,10 @@ class ValidatedRequest:
         return _FIELD_OF_PROMPT[type(self.prompt)]
 
 
+def _some(names: Sequence[str]) -> str:
+    return ", ".join(map(repr, names[:MAX_NAMES_TOLD])) + (", …" if len(names) > MAX_NAMES_TOLD else "")
+
+
 def check_size(request: pb.GenerateRequest, max_bytes: int) -> None:
     """Refuse a message of more than `max_bytes` bytes. Raises `InvalidRequest` naming the field that takes most."""
     num_bytes = request.ByteSize()
@@ -132,8 +140,11 @@ def validate(request: pb.GenerateRequest, model: ModelInfo) -> ValidatedRequest:
     """Check all that can be checked before tokenising. Raises `InvalidRequest` with every violation."""
     violations: Violations = []
     _check_request_id(request.request_id, violations)
-    if request.model not in ("", model.served_model_name):
-        violations.append(("model", f"must be {model.served_model_name!r} or empty, is {request.model[:128]!r}"))
+    is_adapter = request.model in model.lora_names
+    if not is_adapter and request.model not in ("", model.served_model_name):
+        adapters = f", an adapter of it ({_some(model.lora_names)})" if model.lora_names else ""
+        known = f"{model.served_model_name!r}{adapters}"
+        violations.append(("model", f"must be {known} or empty, is {request.model[:128]!r}"))
     if len(request.cache_salt) > MAX_CACHE_SALT_CHARS:
         bound = f"must be at most {MAX_CACHE_SALT_CHARS} characters, has {len(request.cache_salt)}"
         violations.append(("cache_salt", bound))
@@ -156,6 +167,7 @@ def validate(request: pb.GenerateRequest, model: ModelInfo) -> ValidatedRequest:
         sampling_params=params if formed is None else formed,
         begun=begun,
         cache_salt=request.cache_salt,
+        lora_name=request.model if is_adapter else "",
         fairness_id=request.fairness_id,
         is_streaming=request.stream if request.HasField("stream") else True,
     )

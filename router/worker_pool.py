@@ -352,9 +352,11 @@ class WorkerPool:
 
 
 def _knows(record: pb.WorkerRecord, request: QueuedRequest) -> bool:
-    """Whether the worker understands all that the request asks for: an older one would leave it out."""
-    return (record.takes_grammars or not request.has_grammar) and (
-        record.takes_cache_salts or not request.has_cache_salt
+    """Whether the worker has and understands all that the request asks for: an older one would leave it out."""
+    return (
+        (record.takes_grammars or not request.has_grammar)
+        and (record.takes_cache_salts or not request.has_cache_salt)
+        and (not request.lora_name or request.lora_name in record.model.lora_names)
     )
 
 

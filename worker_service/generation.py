@@ -25,6 +25,7 @@ async def generate(engine: AsyncLLMEngine, stream: Stream, request: pb.EngineReq
             sampling_params_of(request),
             output_token_ids=request.output_token_ids,
             cache_salt=request.cache_salt,
+            lora_name=request.lora_name,
             may_wait=False,
         )
 

@@ -98,4 +98,5 @@ def model_message(config: EngineConfig) -> inference_pb.GetModelInfoResponse:
         block_size=config.cache.block_size,
         dtype=config.model.dtype,
         eos_token_ids=sorted(config.model.eos_token_ids),
+        lora_names=[module.name for module in config.lora_modules],
     )

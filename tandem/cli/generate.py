@@ -35,6 +35,7 @@ MAX_TIMEOUT_S = 30 * 86_400.0
     ),
 )
 @click.argument("prompt")
+@click.option("--model", default="", help="An adapter's name (--lora-modules), or the model's own. Default: the model.")
 @click.option("--chat", "is_chat", is_flag=True, help="PROMPT is what a user says: it goes through the chat template.")
 @click.option("--system", help="What the system message says. Implies --chat.")
 @click.option(
@@ -89,6 +90,7 @@ MAX_TIMEOUT_S = 30 * 86_400.0
 @tls_option
 def generate(
     prompt: str,
+    model: str,
     is_chat: bool,
     system: str | None,
     is_json: bool,
@@ -131,10 +133,10 @@ def generate(
     try:
         with readable_errors(address), Client(address, tls=tls) as client:
             if is_json:
-                answer = client.generate(asked, timeout_s=timeout_s, **sampling)
+                answer = client.generate(asked, model=model, timeout_s=timeout_s, **sampling)
                 click.echo(json.dumps(answer.to_dict(), ensure_ascii=False, indent=2))
             else:
-                _stream(client, asked, timeout_s, sampling)
+                _stream(client, asked, model, timeout_s, sampling)
     except KeyboardInterrupt:
         click.echo("cancelled", err=True)
         sys.exit(INTERRUPTED)
@@ -184,13 +186,13 @@ def _as_chat(text: str, system: str | None) -> Prompt:
     return messages if system is None else [{"role": "system", "content": system}, *messages]
 
 
-def _stream(client: Client, prompt: Prompt, timeout_s: float | None, sampling: Sampling) -> None:
+def _stream(client: Client, prompt: Prompt, model: str, timeout_s: float | None, sampling: Sampling) -> None:
     has_printed = has_thought = False
     logprobs: list[TokenLogprobs] = []
     prompt_logprobs: list[TokenLogprobs] = []
     calls = CallsStream()
     try:
-        for message in client.stream(prompt, timeout_s=timeout_s, **sampling):
+        for message in client.stream(prompt, model=model, timeout_s=timeout_s, **sampling):
             if message.reasoning:
                 click.secho(message.reasoning, dim=True, nl=False, err=True)
                 has_thought = True

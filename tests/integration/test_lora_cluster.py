@@ -1,0 +1,123 @@
+"""Adapters of a cluster, which requests name as their model: over gRPC, over HTTP, and through a worker's death."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import httpx2 as httpx
+import pytest
+from clusters import RunningCluster, wait_until
+from handover import alone
+from lora_folders import CONFIG, write_adapter, write_model
+
+from engine.config import EngineArgs
+from engine.llm_engine import LLMEngine
+from engine.model_loader import create_engine_config
+from engine.sampling_params import SamplingParams
+from protos import tandem_inference_pb2 as pb
+from protos import tandem_worker_pb2 as worker_pb
+from rpc.errors import InvalidRequest
+from tandem.client import Client
+
+PROMPT = [(11 * i) % 290 + 5 for i in range(70)]
+NAMES = ["", "a", "b"]
+NUM_TOKENS = 150
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory, model_folder: Path) -> Path:
+    folder = tmp_path_factory.mktemp("lora")
+    write_model(folder / "base", CONFIG | {"vocab_size": 49152, "max_position_embeddings": 512})
+    shutil.copy(model_folder / "tokenizer.json", folder / "base")
+    write_adapter(folder / "a", seed=1)
+    write_adapter(folder / "b", seed=2)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def expected(folder: Path) -> dict[str, list[int]]:
+    """By one engine that does it all."""
+    args = EngineArgs(
+        model=str(folder / "base"), load_format="dummy", dtype="float32", num_kv_blocks=64, num_threads=1, device="cpu",
+        lora_modules=f"a={folder / 'a'},b={folder / 'b'}",
+    )  # fmt: skip
+    engine = LLMEngine(create_engine_config(args))
+    params = SamplingParams(temperature=0.0, max_tokens=NUM_TOKENS, ignore_eos=True)
+    answers = {name: alone(engine, PROMPT, params, lora_name=name) for name in NAMES}
+    assert len({tuple(tokens) for tokens in answers.values()}) == len(NAMES)
+    return answers
+
+
+@pytest.fixture(scope="module")
+def cluster(folder: Path, start_cluster: Callable[..., RunningCluster]) -> RunningCluster:
+    return start_cluster(
+        "--model", str(folder / "base"), "--load-format", "dummy", "--dtype", "float32", "--kv-cache-gib", "0.05",
+        "--lora-modules", f"a={folder / 'a'},b={folder / 'b'}", "--num-threads", "1", "--decode", "2",
+        "--http-port", "0",
+    )  # fmt: skip
+
+
+def ask(client: Client, name: str) -> pb.GenerateResponse | Any:
+    return client.generate(PROMPT, model=name, temperature=0, max_tokens=NUM_TOKENS, ignore_eos=True)
+
+
+def test_each_adapter_answers_as_itself(cluster: RunningCluster, expected: dict[str, list[int]]) -> None:
+    """Prefilled by one, decoded by another; and from caches, which no adapter shares with another."""
+    with Client(cluster.address) as client:
+        for name in NAMES:
+            first, second = ask(client, name), ask(client, name)
+            assert first.token_ids == second.token_ids == expected[name]
+            assert first.timings.mode == pb.MODE_DISAGGREGATED
+            assert (first.usage.cached_tokens, second.usage.cached_tokens) == (0, 64)
+        assert ask(client, "base").token_ids == expected[""]
+        assert list(client.model_info().lora_names) == ["a", "b"]
+        with pytest.raises(
+            InvalidRequest, match="model: must be 'base', an adapter of it \\('a', 'b'\\) or empty, is 'c'"
+        ):
+            ask(client, "c")
+
+
+def test_a_stream_goes_on_with_its_adapter(cluster: RunningCluster, expected: dict[str, list[int]]) -> None:
+    with Client(cluster.address) as client:
+        stream = client.stream(PROMPT, model="b", temperature=0, max_tokens=NUM_TOKENS, ignore_eos=True)
+        tokens = [token for _ in range(20) for token in next(stream).token_ids]
+        workers = [each.record for each in cluster.workers() if each.record.role == worker_pb.ROLE_DECODE]
+        [decode] = [worker for worker in workers if worker.load.num_running]
+        os.kill(decode.pid, signal.SIGKILL)
+        tokens += [token for chunk in stream for token in chunk.token_ids]
+    assert tokens == expected["b"]
+    wait_until(lambda: len(cluster.workers()) == 3, 30.0, "the worker is started again")
+    cluster.wait_until_at_rest()
+
+
+def test_over_http(cluster: RunningCluster, expected: dict[str, list[int]]) -> None:
+    with httpx.Client(base_url=f"http://{cluster.http_address}") as http:
+        models = http.get("/v1/models").json()["data"]
+        assert [(model["id"], model["parent"]) for model in models] == [("base", None), ("a", "base"), ("b", "base")]
+        assert http.get("/v1/models/b").json() == models[2]
+        unknown = http.get("/v1/models/c")
+        assert unknown.status_code == 404
+        assert "there is no model 'c'; there is 'base', 'a', 'b'" in unknown.json()["error"]["message"]
+        body = {"prompt": PROMPT, "max_tokens": NUM_TOKENS, "temperature": 0, "ignore_eos": True, "model": "a"}
+        answer = http.post("/v1/completions", json=body).json()
+        assert answer["model"] == "a"
+        with Client(cluster.address) as client:
+            assert answer["choices"][0]["text"] == ask(client, "a").text
+        refused = http.post("/v1/completions", json=body | {"model": "c"})
+        assert refused.status_code == 404
+        assert "'a', 'b'" in refused.json()["error"]["message"]
+
+
+def test_from_the_command_line(cluster: RunningCluster) -> None:
+    command = [sys.executable, "-m", "tandem", "generate", "Once", "--router", cluster.address, "--max-tokens", "3"]
+    subprocess.run([*command, "--model", "a", "--ignore-eos"], check=True, capture_output=True, timeout=60)
+    refused = subprocess.run([*command, "--model", "c"], check=False, capture_output=True, text=True, timeout=60)
+    assert refused.returncode != 0
+    assert "model: must be 'base', an adapter of it ('a', 'b') or empty, is 'c'" in refused.stderr
