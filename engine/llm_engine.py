@@ -50,6 +50,7 @@ class EngineLoad:
     num_running: int
     num_waiting: int
     num_waiting_tokens: int
+    num_free_seqs: int
     blocks: BlockLedger
 
 
@@ -244,6 +245,7 @@ class LLMEngine:
             num_running=len(scheduler.running),
             num_waiting=len(scheduler.waiting),
             num_waiting_tokens=scheduler.num_waiting_tokens,
+            num_free_seqs=scheduler.num_free_seqs,
             blocks=self.block_manager.ledger(),
         )
 

@@ -82,10 +82,15 @@ class Scheduler:
             seq.num_uncomputed_tokens for seq in self.running if seq.num_uncomputed_tokens > 1
         )
 
+    @property
+    def num_free_seqs(self) -> int:
+        """How many more there may be, whatever their blocks."""
+        return max(0, self._config.max_num_seqs - len(self.running) - len(self.waiting) - len(self.granted))
+
     def has_room(self, newcomer: Sequence) -> bool:
         """Whether it would get its blocks at once, after all that wait already. What it shares with others that have
         blocks, a prompt with several answers, takes none."""
-        if len(self.running) + len(self.waiting) + len(self.granted) >= self._config.max_num_seqs:
+        if not self.num_free_seqs:
             return False
         seqs = [newcomer, *self.waiting]
         num_needed = sum(self.block_manager.num_blocks_for(len(seq)) for seq in seqs) + self._num_spare()

@@ -87,7 +87,7 @@ class DecodeCandidate:
     num_cached_blocks: int
     """Of this prompt."""
     is_full: bool
-    """It refused a request, and has not freed anything since."""
+    """It runs as many requests as it may, or refused one and has not freed anything since."""
     num_queued_tokens: int
     """Of prompts that it prefills itself."""
     num_running: int

@@ -26,6 +26,8 @@ class WorkerHandle:
     load: pb.WorkerLoad = field(default_factory=pb.WorkerLoad)
     num_planned_blocks: int = 0
     """Of requests planned here whose Granted or Busy has not come yet."""
+    num_planned_seqs: int = 0
+    """These requests."""
     num_prefill_tokens: int = 0
     """Of this router's requests that are being prefilled here."""
     is_full: bool = False
@@ -64,6 +66,12 @@ class WorkerHandle:
     @property
     def num_available_blocks(self) -> int:
         return _num_available(self.load) - self.num_planned_blocks
+
+    @property
+    def has_free_seqs(self) -> bool:
+        """Whether it takes another sequence, as far as their number goes. One that is asked for more says Busy, and who
+        was planned there comes back before those that wait: a client's flood would have waited its turn at once."""
+        return not self.load.HasField("num_free_seqs") or self.load.num_free_seqs > self.num_planned_seqs
 
     def set_load(self, load: pb.WorkerLoad) -> None:
         before, self.load = self.load, load
@@ -125,6 +133,7 @@ class TakenRoom:
         self.num_tokens_to_move = max(0, num_tokens - num_blocks_held * decode.record.model.block_size)
         """To the decode worker, where another computes the prompt."""
         decode.num_planned_blocks += self._num_blocks
+        decode.num_planned_seqs += 1
         self._prefiller.num_prefill_tokens += self.num_tokens_to_prefill
         self.num_tokens_to_compute = self._prefiller.num_queued_tokens
         """At the worker that computes the prompt, with what is before it there."""
@@ -146,6 +155,7 @@ class TakenRoom:
         """The decode worker has answered."""
         if self._decode is not None:
             self._decode.num_planned_blocks -= self._num_blocks
+            self._decode.num_planned_seqs -= 1
             self._decode = None
 
     def settle(self) -> None:

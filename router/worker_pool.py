@@ -220,7 +220,7 @@ class WorkerPool:
                     num_available_blocks=h.num_available_blocks + request.num_shared_blocks(h.key),
                     num_used_blocks=h.load.blocks.num_sequence + h.load.blocks.num_grant + h.num_planned_blocks,
                     num_cached_blocks=request.num_cached_blocks.get(h.key, 0),
-                    is_full=h.is_full,
+                    is_full=h.is_full or not h.has_free_seqs,
                     num_queued_tokens=h.num_queued_tokens,
                     num_running=h.load.num_running,
                 )

@@ -63,6 +63,7 @@ def load_message(load: EngineLoad, *, is_draining: bool = False) -> pb.WorkerLoa
         num_running=load.num_running,
         num_waiting=load.num_waiting,
         num_waiting_tokens=load.num_waiting_tokens,
+        num_free_seqs=load.num_free_seqs,
         blocks=ledger_message(load.blocks),
         is_draining=is_draining,
     )

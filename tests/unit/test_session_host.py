@@ -168,7 +168,7 @@ async def test_a_router_that_says_no_hello_is_told_why_its_session_ends() -> Non
 
 
 async def test_draining_is_part_of_the_load() -> None:
-    load = EngineLoad(0, 0, 0, BlockLedger(1, 1, 0, 0, 0, 0))
+    load = EngineLoad(0, 0, 0, 0, BlockLedger(1, 1, 0, 0, 0, 0))
     assert not load_message(load).is_draining
     assert load_message(load, is_draining=True).is_draining
 
