@@ -73,7 +73,7 @@ class NoText:
 
 
 class NothingCached:
-    async def longest_match(self, token_ids: list[int], cache_salt: str) -> dict[WorkerKey, int]:
+    async def longest_match(self, token_ids: list[int], cache_salt: str, lora_name: str = "") -> dict[WorkerKey, int]:
         return {}
 
 

@@ -144,7 +144,7 @@ async def test_a_client_is_charged_for_what_is_computed_and_for_each_token_of_th
 async def test_a_prompt_that_is_cached_costs_its_client_what_is_left_of_it() -> None:
     bench = Bench()
 
-    async def longest_match(token_ids: list[int], cache_salt: str) -> dict[WorkerKey, int]:
+    async def longest_match(token_ids: list[int], cache_salt: str, lora_name: str = "") -> dict[WorkerKey, int]:
         return {bench.decode.key: 50}
 
     bench.cluster.prefixes.longest_match = longest_match  # type: ignore[method-assign]
@@ -278,7 +278,7 @@ async def test_what_was_not_in_the_cache_after_all_has_been_computed(num_cached:
 
 
 def all_cached(bench: Bench) -> Any:
-    async def longest_match(token_ids: list[int], cache_salt: str) -> dict[WorkerKey, int]:
+    async def longest_match(token_ids: list[int], cache_salt: str, lora_name: str = "") -> dict[WorkerKey, int]:
         return {bench.decode.key: 59}
 
     return longest_match
@@ -552,3 +552,29 @@ async def test_workers_that_would_share_prefixes_with_everybody_get_no_salted_re
     await settle()
     assert bench.d.sent[-1].reserve.cache_salt == "s"
     await asked.leave()
+
+
+async def test_workers_without_an_adapter_get_none_of_its_requests() -> None:
+    bench = Bench(with_prefill=True)
+    looked_up: list[str] = []
+
+    async def longest_match(token_ids: list[int], cache_salt: str, lora_name: str = "") -> dict[WorkerKey, int]:
+        looked_up.append(lora_name)
+        return {}
+
+    bench.cluster.prefixes.longest_match = longest_match  # type: ignore[method-assign]
+    bench.prefill.record.model.lora_names.append("sql")
+    bench.decode.record.model.lora_names.append("poet")
+    with pytest.raises(NoWorker, match="no decode worker with the adapter 'sql' is available"):
+        await Asked(bench.lifecycle("a", lora_name="sql").run()).task
+    asked = Asked(bench.lifecycle("b", lora_name="poet").run())
+    await settle()
+    [command] = bench.d.sent
+    assert command.generate.lora_name == "poet", "prompt and answer: the prefill worker has another"
+    await asked.leave()
+    bench.prefill.record.model.lora_names.append("poet")
+    asked = Asked(bench.lifecycle("c", lora_name="poet").run())
+    await settle()
+    assert bench.d.sent[-1].reserve.lora_name == "poet"
+    await asked.leave()
+    assert looked_up == ["sql", "poet", "poet"]

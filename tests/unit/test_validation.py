@@ -413,6 +413,10 @@ def test_model_info_is_read_from_the_folder_and_completed_by_a_worker(tmp_path: 
     worker.has_chat_template = True
     worker.default_sampling_params.CopyFrom(pb.SamplingParams(temperature=0.6, top_k=50, max_tokens=64))
     assert served.to_proto() == worker
+    worker.lora_names.extend(["poet", "smol", "sql"])
+    served = info.with_worker(worker, ["sql", "smol", "poet", "sql"])
+    assert served.lora_names == ("poet", "sql"), "nobody takes the model's own name from it"
+    assert list(served.to_proto().lora_names) == ["poet", "sql"]
     worker.vocab_size = 999
     with pytest.raises(ValueError, match="vocabulary of 999 tokens"):
         info.with_worker(worker)
@@ -479,3 +483,19 @@ def test_too_many_chat_messages_are_refused_unread() -> None:
     message = pb.ChatMessage(role="user", content="x")
     request = pb.GenerateRequest(chat=pb.Chat(messages=[message] * (validation.MAX_CHAT_MESSAGES + 1)))
     assert violations_of(request) == {"chat.messages": "may hold 8192 messages, has 8193"}
+
+
+def test_a_model_is_asked_for_by_its_name_or_its_adapters() -> None:
+    served = replace(MODEL, lora_names=("poet", "sql"))
+    name = MODEL.served_model_name
+    for asked, adapter in (("", ""), (name, ""), ("poet", "poet"), ("sql", "sql")):
+        assert validate(pb.GenerateRequest(text="x", model=asked), served).lora_name == adapter
+    expected = f"must be {name!r}, an adapter of it ('poet', 'sql') or empty, is 'x'"
+    assert violations_of(pb.GenerateRequest(text="x", model="x"), served) == {"model": expected}
+    assert violations_of(pb.GenerateRequest(text="x", model="sql"), MODEL) == {
+        "model": f"must be {name!r} or empty, is 'sql'"
+    }
+    many = replace(MODEL, lora_names=tuple(f"a{i}" for i in range(9)))
+    [said] = violations_of(pb.GenerateRequest(text="x", model="y" * 300), many).values()
+    assert "'a7', …) or empty" in said
+    assert said.endswith("y" * 128 + "'")

@@ -46,6 +46,8 @@ WORK: dict[str, dict[str, Any]] = {
         "sampling_params": sampling(max_tokens=9),
     },
     "output_token_ids: as many as there may be": {"output_token_ids": [5] * 4},
+    "lora_name: none that is there": {"lora_name": "poet"},
+    "lora_name: a megabyte": {"lora_name": "x" * 1_000_000},
     "max_tokens: no parameters": {"sampling_params": None},
     **{
         f"{name}: {value}": {"sampling_params": sampling(**{name: value})}
