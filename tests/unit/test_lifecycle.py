@@ -141,6 +141,31 @@ async def test_a_client_is_charged_for_what_is_computed_and_for_each_token_of_th
     assert bench.queue.num_clients == 0
 
 
+async def test_a_worker_is_asked_for_as_many_sequences_as_it_takes_and_others_wait_in_fair_order() -> None:
+    """Whoever were planned there and refused would go before all who come later."""
+    bench = Bench()
+    told = load(600)
+
+    async def planned(num_free_seqs: int) -> list[str]:
+        told.num_free_seqs = num_free_seqs
+        bench.decode.set_load(told)
+        bench.dispatch()
+        await settle()
+        return [command.generate.request_id for command in bench.d.sent]
+
+    assert await planned(1) == []
+    asked = [Asked(bench.lifecycle(name, fairness_id=name[0]).run()) for name in ("a-0", "a-1", "a-2", "b")]
+    await settle()
+    assert await planned(1) == ["a-0"], "it is counted before the worker tells"
+    bench.d.say("a-0", 1, tokens=pb.Tokens(index=0, token_ids=[5]))
+    assert await planned(0) == ["a-0"]
+    assert await planned(1) == ["a-0", "b"]
+    assert await planned(2) == ["a-0", "b", "a-1"]
+    for each in asked:
+        await each.leave()
+    assert bench.decode.num_planned_seqs == 0
+
+
 async def test_a_prompt_that_is_cached_costs_its_client_what_is_left_of_it() -> None:
     bench = Bench()
 

@@ -94,6 +94,7 @@ def test_prompts_are_cut_for_what_may_begin_to_decode_at_any_moment() -> None:
     scheduler.add(sequence("prompt", 8))
     granted = sequence("granted", 5)
     assert scheduler.reserve(granted)
+    assert scheduler.num_free_seqs == 8 - len(scheduler.running) - len(scheduler.waiting) - 1
     output = scheduler.schedule(3)
     assert plan(output) == [("prompt", 3)]
     compute(scheduler, output, [None])
@@ -347,6 +348,7 @@ def test_no_more_sequences_than_max_num_seqs() -> None:
     for name in "abc":
         scheduler.add(sequence(name, 2))
     assert [name for name, _ in plan(step(scheduler))] == ["a", "b"]
+    assert not scheduler.num_free_seqs
     assert not scheduler.reserve(sequence("granted", 2))
 
 

@@ -1,0 +1,41 @@
+"""A client that sends forty requests at once, and one that sends two, which wait for a few of them, not for all."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+
+from clusters import RunningCluster
+
+from engine.config import EngineArgs
+from tandem.client import AsyncClient
+
+NUM_FLOOD = 40
+
+
+async def test_a_flood_of_one_client_keeps_another_waiting_for_a_few_of_it_alone(
+    start_cluster: Callable[..., RunningCluster],
+) -> None:
+    """The worker has memory for two at a time."""
+    cluster = start_cluster("--aggregated", "--decode", "1", "--max-model-len", "128", "--num-kv-blocks", "20")
+    assert [worker.record.load.num_free_seqs for worker in cluster.workers()] == [EngineArgs.max_num_seqs]
+    answered: list[str] = []
+    is_under_way = asyncio.Event()
+    async with AsyncClient(cluster.address) as client:
+
+        async def ask(number: int, fairness_id: str) -> None:
+            prompt = [(number * 131 + 17 * i) % 40_000 + 50 for i in range(100)]
+            await client.generate(prompt, max_tokens=8, temperature=0, ignore_eos=True, fairness_id=fairness_id)
+            answered.append(fairness_id)
+            is_under_way.set()
+
+        flood = [asyncio.create_task(ask(number, "many")) for number in range(NUM_FLOOD)]
+        await is_under_way.wait()  # all of the others wait
+        await asyncio.gather(ask(NUM_FLOOD, "two"), ask(NUM_FLOOD + 1, "two"))
+        # Those that were answered before the two came, or ran then, and one for each of the two: four or five, if
+        # nothing is held up on its way.
+        assert answered.count("many") <= NUM_FLOOD // 4, answered
+        for task in flood:
+            task.cancel()
+        await asyncio.wait(flood)
+    cluster.wait_until_at_rest()
