@@ -40,7 +40,7 @@ class RouterArgs(ServiceArgs):
     )
     max_queue_tokens: int = field(
         default=1_000_000,
-        metadata={"help": "Prompt tokens that may wait for a worker; beyond, requests get RESOURCE_EXHAUSTED."},
+        metadata={"help": "Prompt tokens that may wait before a request; beyond, it gets RESOURCE_EXHAUSTED."},
     )
     max_message_bytes: int = field(default=4 * 1024 * 1024, metadata={"help": "Largest request message, in bytes."})
     drain_grace_s: float = field(

@@ -74,7 +74,7 @@ def _option(flag: str, *names: str, **settings: Any) -> Callable[[Command], Comm
 @_option("--drain-grace-s", type=float, default=ClusterArgs.drain_grace_s,
          help="How long running streams may go on after Ctrl-C or SIGTERM.")  # fmt: skip
 @_option("--max-queue-tokens", type=int, default=ClusterArgs.max_queue_tokens,
-         help="Prompt tokens that may wait; beyond, requests are refused.")  # fmt: skip
+         help="Prompt tokens that may wait before a request; beyond, it is refused.")  # fmt: skip
 @_option("--lease-ms", type=int, default=ClusterArgs.lease_ms,
          help="A router that is silent for this long is taken for dead by the workers.")  # fmt: skip
 @options_of(PolicyConfig)

@@ -112,6 +112,7 @@ async def test_clients_of_one_priority_are_served_equally_much_each_in_turn() ->
     await asyncio.gather(*flood, *others)
     assert room.order == [30, 10, 20, 31, 11, 20 + 1, 12, 13]
     assert (len(room.queue), room.queue.num_tokens, room.queue.num_clients) == (0, 0, 0)
+    assert not room.queue._shares, "no priority is kept that nobody uses"
 
 
 async def test_who_waited_before_goes_first_whoever_it_is_and_pays_once() -> None:
