@@ -114,7 +114,7 @@ async def test_a_worker_that_talks_nonsense_is_unreachable_for_operators() -> No
 
 
 class _EmptyQueue:
-    num_tokens = 0
+    num_tokens = num_clients = 0
 
     def __len__(self) -> int:
         return 0

@@ -223,6 +223,7 @@ class Engine:
         *,
         output_token_ids: Sequence[int],
         cache_salt: str,
+        lora_name: str,
         num_receiver_blocks: int,
     ) -> None:
         if self.is_refusing:
