@@ -70,7 +70,7 @@ class WorkerHandle:
     @property
     def has_free_seqs(self) -> bool:
         """Whether it takes another sequence, as far as their number goes. One that is asked for more says Busy, and who
-        was planned there comes back before those that wait: a client's flood would have waited its turn at once."""
+        was planned there comes back to go before all that wait: nobody's share would be asked any more."""
         return not self.load.HasField("num_free_seqs") or self.load.num_free_seqs > self.num_planned_seqs
 
     def set_load(self, load: pb.WorkerLoad) -> None:
