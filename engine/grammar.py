@@ -13,8 +13,8 @@ ways. What a grammar has been asked about tokens that turn out to be wrong is ta
 
 Each sequence compiles its grammar for itself, also one that was compiled before: copies share what they have learned of
 the text so far, which grows with all their answers up to a limit, and then all would end. It takes a millisecond, or
-a second for the worst that a router lets in (router/grammar_checker.py); begins when the request comes, in a thread of
-its own; and is waited for when the first token is drawn: the prompt is computed meanwhile.
+a second for the worst that a router lets in (router/validation/grammar_checker.py); begins when the request comes, in a
+thread of its own; and is waited for when the first token is drawn: the prompt is computed meanwhile.
 """
 
 from __future__ import annotations

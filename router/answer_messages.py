@@ -9,10 +9,10 @@ import codecs
 from collections.abc import Iterable
 
 from protos import tandem_inference_pb2 as pb
-from router.detokenizer import IncrementalDetokenizer
-from router.reasoning import AnswerReader
 from router.request_events import Emit
-from router.tool_calls import Told
+from router.text.detokenizer import IncrementalDetokenizer
+from router.text.reasoning import AnswerReader
+from router.text.tool_calls import Told
 
 
 class AnswerMessages:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from router.reasoning import NONE, PARSERS
-from router.tool_formats import AUTO, FORMATS
+from router.text.reasoning import NONE, PARSERS
+from router.text.tool_formats import AUTO, FORMATS
 from rpc.entrypoint import ServiceArgs
 
 

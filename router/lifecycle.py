@@ -19,12 +19,10 @@ from protos import tandem_worker_pb2 as pb
 from router.account import Account
 from router.answer_messages import AnswerMessages
 from router.deadline import Deadline
-from router.detokenizer import IncrementalDetokenizer
 from router.forecast import Forecast
 from router.metrics import RouterMetrics
 from router.prefix_lookup import PrefixLookup
 from router.queue import ClientShare, RequestQueue, SharedPrefix
-from router.reasoning import AnswerReader
 from router.request_events import (
     AccountOverdue,
     Action,
@@ -46,9 +44,11 @@ from router.request_events import (
     WorkerSaid,
 )
 from router.request_state import AttemptNumbers, Phase, RequestState
-from router.resumption import NOTHING, Resumption, kind_name
 from router.retry_budget import RetryBudget
+from router.text.detokenizer import IncrementalDetokenizer
+from router.text.reasoning import AnswerReader
 from router.timings import timings_of
+from router.validation.resumption import NOTHING, Resumption, kind_name
 from router.worker_handle import TakenRoom
 from router.worker_pool import WorkerPool
 from rpc.errors import NoWorker

@@ -12,10 +12,10 @@ from pathlib import Path
 from typing import Any
 
 from protos import tandem_inference_pb2 as pb
-from router.chat_template import ChatTemplate
-from router.reasoning import NONE, parser_of_template
-from router.tokenizer import read_json
-from router.tool_formats import AUTO, FORMATS, format_of_template
+from router.text.chat_template import ChatTemplate
+from router.text.reasoning import NONE, parser_of_template
+from router.text.tokenizer import read_json
+from router.text.tool_formats import AUTO, FORMATS, format_of_template
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -88,12 +88,12 @@ class ModelInfo:
     eos_token_ids: frozenset[int]
     has_chat_template: bool
     tool_call_parser: str = ""
-    """How the model writes calls of tools (`router.tool_formats`). Empty: it is given none, `no_tools_because`."""
+    """How the model writes calls of tools (`router.text.tool_formats`). Empty: it is given none, `no_tools_because`."""
     no_tools_because: str = "it is not known how this model calls tools"
     shows_tools: bool = False
     """Whether its chat template has a place for them, and for calls that were made."""
     reasoning_parser: str = ""
-    """How it tells what it thinks from what it answers (`router.reasoning`). Empty: it does not think."""
+    """How it tells what it thinks from what it answers (`router.text.reasoning`). Empty: it does not think."""
     defaults: GenerationDefaults
     block_size: int = 0
     """Tokens in one KV block. 0 until a worker has said it, like `dtype`."""

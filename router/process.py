@@ -19,7 +19,6 @@ from protos.tandem_worker_pb2_grpc import add_ClusterServicer_to_server
 from registry.prefix_index import PrefixIndex
 from registry.workers import WorkerDirectory
 from router.args import RouterArgs
-from router.chat_template import ChatTemplate
 from router.cluster_servicer import ClusterServicer
 from router.forecast import Forecast
 from router.lifecycle import Cluster
@@ -31,8 +30,9 @@ from router.prefix_lookup import PrefixLookup
 from router.queue import RequestQueue
 from router.retry_budget import RetryBudget
 from router.servicer import InferenceServicer, Texts
-from router.tokenizer import Tokenizer
-from router.tool_formats import AUTO
+from router.text.chat_template import ChatTemplate
+from router.text.tokenizer import Tokenizer
+from router.text.tool_formats import AUTO
 from router.worker_pool import WorkerPool
 from rpc.entrypoint import METRICS_FLAG, announce
 from rpc.http import HttpServer, metrics_app

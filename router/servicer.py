@@ -17,22 +17,19 @@ import grpc
 
 from protos import tandem_inference_pb2 as pb
 from protos.tandem_inference_pb2_grpc import InferenceServicer as InferenceServicerBase
-from router.chat_template import ChatTemplate
-from router.detokenizer import IncrementalDetokenizer, StopStrings
-from router.grammar_checker import GrammarChecker
 from router.lifecycle import Cluster, Lifecycle, require_worker
 from router.metrics import RouterMetrics
 from router.model_info import ModelInfo
-from router.reasoning import END, NO_REASONING, AnswerReader, Reasoning, reasoning_of
 from router.request_events import Stopped
 from router.request_state import AttemptNumbers
-from router.resumption import NOTHING, BegunAnswer, Resumption, kind_name, resumption_of
-from router.sampling import resolve_sampling
 from router.sequences import Sequences, names_at_workers, params_of_sequence
-from router.tokenizer import Tokenizer
-from router.tool_calls import call_id
-from router.tools import AskedTools
-from router.validation import (
+from router.text.chat_template import ChatTemplate
+from router.text.detokenizer import IncrementalDetokenizer, StopStrings
+from router.text.reasoning import END, NO_REASONING, AnswerReader, Reasoning, reasoning_of
+from router.text.tokenizer import Tokenizer
+from router.text.tool_calls import call_id
+from router.validation.grammar_checker import GrammarChecker
+from router.validation.request import (
     ValidatedRequest,
     check_prompt_length,
     check_size,
@@ -40,6 +37,9 @@ from router.validation import (
     tokenize_prompt,
     validate,
 )
+from router.validation.resumption import NOTHING, BegunAnswer, Resumption, kind_name, resumption_of
+from router.validation.sampling import resolve_sampling
+from router.validation.tools import AskedTools
 from rpc.errors import STATUS_CODES, DeadlinePassed, Draining, NoWorker, RequestExists, TandemError, code_of
 from rpc.metadata import ACCEPTED_KEY
 

@@ -27,14 +27,14 @@ from engine.model_loader import create_engine_config
 from engine.outputs import FinishReason, TokenLogprobs
 from engine.outputs import RequestOutput as StepOutput
 from protos import tandem_inference_pb2 as pb
-from router.chat_template import GIVEN_NAMES, ChatMessage, ChatTemplate
-from router.detokenizer import IncrementalDetokenizer
 from router.model_info import ModelInfo
-from router.sampling import Violations
 from router.sequences import names_at_workers
-from router.tokenizer import Tokenizer
-from router.tool_formats import AUTO
-from router.tools import check_messages, tools_of
+from router.text.chat_template import GIVEN_NAMES, ChatMessage, ChatTemplate
+from router.text.detokenizer import IncrementalDetokenizer
+from router.text.tokenizer import Tokenizer
+from router.text.tool_formats import AUTO
+from router.validation.sampling import Violations
+from router.validation.tools import check_messages, tools_of
 from tandem.sampling_params import SamplingParams
 from tandem.structured_outputs import StructuredOutputsParams
 from tandem.tools import add_tools, chat_message

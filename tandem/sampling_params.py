@@ -12,9 +12,9 @@ from functools import lru_cache
 
 from engine import sampling_params as engine_params
 from protos import tandem_inference_pb2 as pb
-from router.sampling import MAX_N
 from router.sequences import seed_of_sequence
-from router.structured_outputs import grammar_of
+from router.text.structured_outputs import grammar_of
+from router.validation.sampling import MAX_N
 from tandem.structured_outputs import StructuredOutputsParams
 
 

@@ -16,7 +16,7 @@ from tokenizers import decoders, models, pre_tokenizers
 from engine.llm_engine import LLMEngine
 from engine.outputs import FinishReason
 from engine.sampling_params import SamplingParams
-from router.structured_outputs import grammar_of
+from router.text.structured_outputs import grammar_of
 from tandem.structured_outputs import StructuredOutputsParams
 
 EOS = 1

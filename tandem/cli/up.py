@@ -14,8 +14,8 @@ import click
 from engine.config import EngineArgs
 from kv_transfer import TRANSPORTS
 from router.policy import PolicyConfig
-from router.reasoning import NONE, PARSERS
-from router.tool_formats import AUTO, FORMATS
+from router.text.reasoning import NONE, PARSERS
+from router.text.tool_formats import AUTO, FORMATS
 from rpc.entrypoint import LOG_LEVELS, build, options_of
 from tandem.cli.options import examples
 from tandem.cluster import Cluster, ClusterError

@@ -8,11 +8,11 @@ import pytest
 
 from protos import tandem_inference_pb2 as pb
 from router.answer_messages import AnswerMessages
-from router.detokenizer import IncrementalDetokenizer
 from router.request_events import Emit
-from router.tokenizer import Tokenizer
-from router.tool_calls import ToolCallParser
-from router.tool_formats import FORMATS
+from router.text.detokenizer import IncrementalDetokenizer
+from router.text.tokenizer import Tokenizer
+from router.text.tool_calls import ToolCallParser
+from router.text.tool_formats import FORMATS
 
 WORD = "Hi \U0001f9ec\u4f60\u597d x"
 

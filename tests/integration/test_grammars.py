@@ -20,7 +20,7 @@ from engine.llm_engine import LLMEngine
 from engine.model_loader import create_engine_config
 from engine.outputs import FinishReason
 from engine.sampling_params import SamplingParams
-from router.structured_outputs import grammar_of
+from router.text.structured_outputs import grammar_of
 from tandem.structured_outputs import StructuredOutputsParams
 
 NUMBERS = range(30)

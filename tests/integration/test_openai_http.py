@@ -17,8 +17,8 @@ import pytest
 from clusters import RunningCluster, run_cluster, wait_until
 
 from protos import tandem_inference_pb2 as inference_pb
-from router.chat_template import ChatMessage, ChatTemplate
-from router.tokenizer import Tokenizer
+from router.text.chat_template import ChatMessage, ChatTemplate
+from router.text.tokenizer import Tokenizer
 from tandem.client import Client
 
 TEMPLATE = Path(__file__).parents[2] / "examples" / "templates" / "chatml_tools.jinja"

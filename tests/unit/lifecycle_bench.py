@@ -8,7 +8,6 @@ from typing import Any, cast
 
 from protos import tandem_inference_pb2 as inference_pb
 from protos import tandem_worker_pb2 as pb
-from router.detokenizer import IncrementalDetokenizer, TextDelta
 from router.forecast import Forecast
 from router.lifecycle import Cluster, Lifecycle
 from router.metrics import RouterMetrics
@@ -19,6 +18,7 @@ from router.request_events import Event, WorkerKey, WorkerLost, WorkerSaid
 from router.request_state import AttemptNumbers
 from router.retry_budget import RetryBudget
 from router.sequences import Sequences, names_at_workers
+from router.text.detokenizer import IncrementalDetokenizer, TextDelta
 from router.worker_handle import WorkerHandle
 from router.worker_pool import WorkerPool
 from router.worker_session import Inbox

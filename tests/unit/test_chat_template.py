@@ -11,8 +11,8 @@ from transformers import AutoTokenizer
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from engine.model_loader import resolve_model
-from router.chat_template import ChatMessage, ChatTemplate
-from router.tokenizer import Tokenizer
+from router.text.chat_template import ChatMessage, ChatTemplate
+from router.text.tokenizer import Tokenizer
 
 CHATS = [
     [("user", "Hello")],

@@ -13,8 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers
 
-from router.detokenizer import KEPT_TOKENS, MAX_PENDING_TOKENS, IncrementalDetokenizer, StopStrings
-from router.tokenizer import Tokenizer
+from router.text.detokenizer import KEPT_TOKENS, MAX_PENDING_TOKENS, IncrementalDetokenizer, StopStrings
+from router.text.tokenizer import Tokenizer
 
 REPLACEMENT = "\ufffd"
 SAMPLES = [

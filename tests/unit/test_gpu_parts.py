@@ -354,7 +354,7 @@ def test_servers_say_what_they_miss(setting: Setting, monkeypatch: pytest.Monkey
 
 
 def test_a_router_reads_the_tokenizer_of_a_model_that_is_made_up(tmp_path: Path) -> None:
-    from router.tokenizer import Tokenizer
+    from router.text.tokenizer import Tokenizer
 
     tokenizer = Tokenizer.from_folder(write_model(tmp_path / "m", {"vocab_size": 12}, with_tokenizer=True))
     assert tokenizer.vocab_size == 12

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from protos import tandem_inference_pb2 as pb
-from router import grammar_checker
-from router.grammar_checker import TOO_MUCH, GrammarChecker
+from router.validation import grammar_checker
+from router.validation.grammar_checker import TOO_MUCH, GrammarChecker
 from rpc.errors import InternalError, Overloaded
 
 FINE = {"json": '{"type": "object", "properties": {"a": {"type": "integer"}}}'}

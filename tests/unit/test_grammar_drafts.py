@@ -24,7 +24,7 @@ from engine.sampling_params import SamplingParams
 from engine.scheduler import Scheduler
 from engine.sequence import Sequence
 from engine.speculation import SpeculativeConfig
-from router.structured_outputs import grammar_of
+from router.text.structured_outputs import grammar_of
 from tandem.structured_outputs import StructuredOutputsParams
 
 VOCAB_SIZE = 300

@@ -19,17 +19,17 @@ from test_validation import MODEL, byte_tokenizer
 from protos import tandem_inference_pb2 as pb
 from router.answer_messages import AnswerMessages
 from router.args import RouterArgs
-from router.chat_template import GIVEN_NAMES, ChatMessage, ChatTemplate
-from router.detokenizer import IncrementalDetokenizer, StopStrings
-from router.reasoning import NO_REASONING, PARSERS, Reasoning, ReasoningParser, opens_reasoning, reasoning_of
 from router.request_events import Emit
-from router.resumption import BegunAnswer, resumption_of
 from router.sequences import _as_one
 from router.servicer import InferenceServicer, Texts
-from router.tokenizer import Tokenizer
-from router.tool_calls import ToolCallParser
-from router.tool_formats import FORMATS
-from router.validation import MAX_TEMPLATE_KWARGS_BYTES, ChatPrompt, tokenize_prompt, validate
+from router.text.chat_template import GIVEN_NAMES, ChatMessage, ChatTemplate
+from router.text.detokenizer import IncrementalDetokenizer, StopStrings
+from router.text.reasoning import NO_REASONING, PARSERS, Reasoning, ReasoningParser, opens_reasoning, reasoning_of
+from router.text.tokenizer import Tokenizer
+from router.text.tool_calls import ToolCallParser
+from router.text.tool_formats import FORMATS
+from router.validation.request import MAX_TEMPLATE_KWARGS_BYTES, ChatPrompt, tokenize_prompt, validate
+from router.validation.resumption import BegunAnswer, resumption_of
 from tandem.cluster_args import ClusterArgs
 from tandem.messages import generate_request
 

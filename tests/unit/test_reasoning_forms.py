@@ -15,10 +15,10 @@ from hypothesis import strategies as st
 
 from engine.grammar import Grammars, GrammarState
 from protos import tandem_inference_pb2 as pb
-from router.reasoning import NO_REASONING, ReasoningParser, reasoning_of
-from router.structured_outputs import grammar_of
-from router.tokenizer import Tokenizer
-from router.tool_formats import FORMATS, Tool, calls_grammar
+from router.text.reasoning import NO_REASONING, ReasoningParser, reasoning_of
+from router.text.structured_outputs import grammar_of
+from router.text.tokenizer import Tokenizer
+from router.text.tool_formats import FORMATS, Tool, calls_grammar
 
 VOCAB_SIZE = 300
 OPEN = reasoning_of(True, True, has_form=True)

@@ -1,4 +1,4 @@
-"""Streams that break: when they are taken up again (`tandem.resume`), and where (`router.resumption`)."""
+"""Streams that break: when they are taken up again (`tandem.resume`), and where (`router.validation.resumption`)."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from test_detokenizer import SAMPLES, byte_level_tokenizer
 from test_validation import MODEL, violations_of
 
 from protos import tandem_inference_pb2 as pb
-from router.detokenizer import IncrementalDetokenizer
-from router.resumption import BegunAnswer, kind_name, resumption_of
-from router.validation import check_prompt_length, validate
+from router.text.detokenizer import IncrementalDetokenizer
+from router.validation.request import check_prompt_length, validate
+from router.validation.resumption import BegunAnswer, kind_name, resumption_of
 from rpc.errors import (
     DeadlinePassed,
     Draining,

@@ -15,8 +15,8 @@ from tokenizers.processors import TemplateProcessing
 from transformers import AutoTokenizer
 
 from engine.model_loader import resolve_model
-from router import tokenizer as tokenizer_module
-from router.tokenizer import ASYNC_ENCODE_CHARS, Tokenizer, read_special_tokens
+from router.text import tokenizer as tokenizer_module
+from router.text.tokenizer import ASYNC_ENCODE_CHARS, Tokenizer, read_special_tokens
 
 TEXTS = [
     "",

@@ -22,12 +22,12 @@ from engine.sampling_params import SamplingParams
 from engine.sequence import INVALID_TOKEN, Sequence
 from protos import tandem_inference_pb2 as pb
 from protos import tandem_worker_pb2 as worker_pb
-from router import structured_outputs
-from router.grammar_checker import GrammarChecker
 from router.model_info import GenerationDefaults, ModelInfo
-from router.sampling import resolve_sampling
-from router.structured_outputs import MAX_BYTES, grammar_of
-from router.validation import compile_grammar, validate
+from router.text import structured_outputs
+from router.text.structured_outputs import MAX_BYTES, grammar_of
+from router.validation.grammar_checker import GrammarChecker
+from router.validation.request import compile_grammar, validate
+from router.validation.sampling import resolve_sampling
 from rpc.errors import InvalidRequest
 from tandem import SamplingParams as OfflineParams
 from tandem import StructuredOutputsParams

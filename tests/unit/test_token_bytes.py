@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from router.token_bytes import TokenBytes, byte_of_char
+from router.text.token_bytes import TokenBytes, byte_of_char
 
 TEXTS = ["Hello wörld, 你好 🙂", "\n\t x  y\r\n", "naïve — “café” ▁ <0x41>", "\x00\x7f\xa0\xad"]
 

@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 from llguidance import LLMatcher
 
 from protos import tandem_inference_pb2 as pb
-from router.structured_outputs import LIMITS, _bytes_tokenizer, grammar_of
-from router.tool_calls import MAX_HEAD_CHARS, ToolCallParser, call_id
-from router.tool_formats import FORMATS, Tool, calls_grammar, format_of_template
+from router.text.structured_outputs import LIMITS, _bytes_tokenizer, grammar_of
+from router.text.tool_calls import MAX_HEAD_CHARS, ToolCallParser, call_id
+from router.text.tool_formats import FORMATS, Tool, calls_grammar, format_of_template
 
 CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "Oslo"}}\n</tool_call>'
 LLAMA = '{"name": "weather", "parameters": {"city": "Oslo"}}'

@@ -13,13 +13,13 @@ import transformers
 from test_validation import MODEL
 
 from protos import tandem_inference_pb2 as pb
-from router.chat_template import ChatMessage, ChatTemplate
-from router.detokenizer import StopStrings
 from router.model_info import ModelInfo
 from router.servicer import InferenceServicer, Texts
-from router.tokenizer import Tokenizer
-from router.tools import MAX_TOOL_BYTES, NO_TOOLS, AskedTools
-from router.validation import ChatPrompt, validate
+from router.text.chat_template import ChatMessage, ChatTemplate
+from router.text.detokenizer import StopStrings
+from router.text.tokenizer import Tokenizer
+from router.validation.request import ChatPrompt, validate
+from router.validation.tools import MAX_TOOL_BYTES, NO_TOOLS, AskedTools
 from rpc.errors import InvalidRequest
 from tandem.messages import generate_request
 from tandem.tools import CallsStream

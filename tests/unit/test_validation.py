@@ -15,12 +15,12 @@ from tokenizers.processors import TemplateProcessing
 
 from engine import sampling_params as engine_sampling
 from protos import tandem_inference_pb2 as pb
-from router import sampling, validation
-from router.chat_template import ChatMessage, ChatTemplate
 from router.model_info import GenerationDefaults, ModelInfo
-from router.sampling import resolve_sampling
-from router.tokenizer import Tokenizer
-from router.validation import (
+from router.text.chat_template import ChatMessage, ChatTemplate
+from router.text.tokenizer import Tokenizer
+from router.validation import request as validation_of_requests
+from router.validation import sampling
+from router.validation.request import (
     ChatPrompt,
     TextPrompt,
     TokenIdsPrompt,
@@ -29,6 +29,7 @@ from router.validation import (
     tokenize_prompt,
     validate,
 )
+from router.validation.sampling import resolve_sampling
 from rpc.errors import InvalidRequest
 
 MODEL = ModelInfo(
@@ -220,7 +221,7 @@ def test_limits_are_those_of_the_engine_and_of_the_proto() -> None:
     assert sampling.MAX_LOGIT_BIAS == engine_sampling.MAX_LOGIT_BIAS
     proto = (Path(pb.__file__).parent / "tandem_inference.proto").read_text()
     for phrase in (
-        f"At most {validation.MAX_REQUEST_ID_CHARS} characters",
+        f"At most {validation_of_requests.MAX_REQUEST_ID_CHARS} characters",
         f"at most {sampling.MAX_STOP_STRINGS}, each of at most {sampling.MAX_STOP_CHARS} characters",
         f"at most {sampling.MAX_STOP_TOKEN_IDS}\n",
         f"at most {sampling.MAX_LOGIT_BIAS} entries",
@@ -253,11 +254,11 @@ async def test_text_gets_bos_and_chats_get_what_the_template_writes() -> None:
     assert (await tokenize_prompt(ids, tokenizer, None)).token_ids == [7, 8]
     chat = validate(pb.GenerateRequest(chat=pb.Chat(messages=[pb.ChatMessage(role="u", content="x")])), MODEL)
     assert (await tokenize_prompt(chat, tokenizer, template)).token_ids == [256, *tokenizer.encode("u:x", False)]
-    long = pb.Chat(messages=[pb.ChatMessage(role="u", content="x" * (validation.INLINE_RENDER_CHARS + 1))])
+    long = pb.Chat(messages=[pb.ChatMessage(role="u", content="x" * (validation_of_requests.INLINE_RENDER_CHARS + 1))])
     num_tokens = len(
         (await tokenize_prompt(validate(pb.GenerateRequest(chat=long), MODEL), tokenizer, template)).token_ids
     )
-    assert num_tokens == validation.INLINE_RENDER_CHARS + 1 + len("u:") + 1
+    assert num_tokens == validation_of_requests.INLINE_RENDER_CHARS + 1 + len("u:") + 1
 
 
 async def test_a_chat_that_the_template_refuses_names_the_chat() -> None:
@@ -481,7 +482,7 @@ def test_a_message_that_is_too_large_is_named_by_what_takes_most(request_: pb.Ge
 
 def test_too_many_chat_messages_are_refused_unread() -> None:
     message = pb.ChatMessage(role="user", content="x")
-    request = pb.GenerateRequest(chat=pb.Chat(messages=[message] * (validation.MAX_CHAT_MESSAGES + 1)))
+    request = pb.GenerateRequest(chat=pb.Chat(messages=[message] * (validation_of_requests.MAX_CHAT_MESSAGES + 1)))
     assert violations_of(request) == {"chat.messages": "may hold 8192 messages, has 8193"}
 
 

@@ -14,11 +14,11 @@ from lifecycle_bench import LENGTH, Asked, Bench, NoText, ScriptedSession, load,
 from protos import tandem_inference_pb2 as inference_pb
 from protos import tandem_worker_pb2 as pb
 from protos.tandem_kv_transfer_pb2 import Grant
-from router.detokenizer import TextDelta
 from router.ejection import FAILURES_TO_EJECT, PROBE_S, pause_of
 from router.policy import PolicyConfig
 from router.request_events import Plan
 from router.retry_budget import CAPACITY
+from router.text.detokenizer import TextDelta
 from router.worker_handle import WorkerHandle
 from router.worker_pool import WorkerPool
 from rpc.errors import NoWorker

@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from hashlib import blake2b
 
 from protos import tandem_inference_pb2 as pb
-from router.tool_formats import ToolFormat
+from router.text.tool_formats import ToolFormat
 
 PYTHON_TAG = "<|python_tag|>"
 """What Llama may say before a call, where special tokens are shown."""

@@ -15,7 +15,7 @@ from typing import Any
 
 import tokenizers
 
-from router.token_bytes import TokenBytes
+from router.text.token_bytes import TokenBytes
 
 ASYNC_ENCODE_CHARS = 2048
 """Texts longer than this are encoded in a thread: at about 0.5 µs a character that is 1 ms of the event loop."""

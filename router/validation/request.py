@@ -4,7 +4,7 @@
 
 Every check runs: the client learns of all wrong fields at once. Each description states the bound and what was given;
 prompts are never quoted. Bounds are those of protos/tandem_inference.proto; those of sampling parameters are in
-router/sampling.py.
+router/validation/sampling.py.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ from typing import Any, TypeAlias
 from google.protobuf.message import Message
 
 from protos import tandem_inference_pb2 as pb
-from router.chat_template import GIVEN_NAMES, ChatMessage, ChatTemplate
-from router.grammar_checker import GrammarChecker
 from router.model_info import ModelInfo
-from router.reasoning import opens_reasoning
-from router.resumption import BegunAnswer, begun_answers
-from router.sampling import Violations, check_in_vocabulary, check_sampling
-from router.structured_outputs import problem_of
-from router.tokenizer import Tokenizer
-from router.tools import NO_TOOLS, AskedTools, check_messages, check_tools, object_of
+from router.text.chat_template import GIVEN_NAMES, ChatMessage, ChatTemplate
+from router.text.reasoning import opens_reasoning
+from router.text.structured_outputs import problem_of
+from router.text.tokenizer import Tokenizer
+from router.validation.grammar_checker import GrammarChecker
+from router.validation.resumption import BegunAnswer, begun_answers
+from router.validation.sampling import Violations, check_in_vocabulary, check_sampling
+from router.validation.tools import NO_TOOLS, AskedTools, check_messages, check_tools, object_of
 from rpc.errors import InvalidRequest
 
 MAX_REQUEST_ID_CHARS = 128

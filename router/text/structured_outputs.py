@@ -69,7 +69,7 @@ def problem_of(asked: pb.StructuredOutputs, n: int = 1) -> str | None:
 
 def grammar_of(asked: pb.StructuredOutputs) -> str:
     """Raises `ValueError` saying why no answer can be held to it. What comes from strangers may take for ever, or end
-    the process: see router/grammar_checker.py."""
+    the process: see router/validation/grammar_checker.py."""
     if (problem := problem_of(asked)) is not None:
         raise ValueError(problem)
     grammar = _grammar_text(asked)

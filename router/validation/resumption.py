@@ -12,10 +12,10 @@ from dataclasses import dataclass
 from hashlib import blake2b
 
 from protos import tandem_inference_pb2 as pb
-from router.detokenizer import IncrementalDetokenizer
 from router.model_info import ModelInfo
-from router.reasoning import AnswerReader
-from router.sampling import Violations, check_in_vocabulary
+from router.text.detokenizer import IncrementalDetokenizer
+from router.text.reasoning import AnswerReader
+from router.validation.sampling import Violations, check_in_vocabulary
 from rpc.errors import InvalidRequest
 
 MAX_KIND_CHARS = 64

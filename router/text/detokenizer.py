@@ -16,7 +16,7 @@ from collections import deque
 from collections.abc import Collection, Sequence
 from typing import NamedTuple
 
-from router.tokenizer import Tokenizer
+from router.text.tokenizer import Tokenizer
 
 REPLACEMENT = "\ufffd"
 """What decoding makes of bytes that are no UTF-8. At the end of a text it may yet become a character."""

@@ -10,12 +10,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from protos import tandem_inference_pb2 as pb
-from router.chat_template import ChatMessage
 from router.model_info import ModelInfo
-from router.sampling import Violations
-from router.structured_outputs import check_bounds, schema_of
-from router.tool_calls import ToolCallParser
-from router.tool_formats import FORMATS, LINES_BEFORE_TOOLS, LINES_OF_A_TOOL, Tool, calls_grammar
+from router.text.chat_template import ChatMessage
+from router.text.structured_outputs import check_bounds, schema_of
+from router.text.tool_calls import ToolCallParser
+from router.text.tool_formats import FORMATS, LINES_BEFORE_TOOLS, LINES_OF_A_TOOL, Tool, calls_grammar
+from router.validation.sampling import Violations
 
 MAX_TOOLS = 128
 MAX_TOOL_BYTES = 65_536

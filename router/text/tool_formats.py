@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from router.structured_outputs import ON_ONE_LINE
+from router.text.structured_outputs import ON_ONE_LINE
 
 NO_PARAMETERS: dict[str, Any] = {"type": "object", "properties": {}}
 _COMMENT = re.compile(r"\{#.*?#\}", re.DOTALL)

@@ -11,7 +11,7 @@ from typing import TypeAlias
 
 from protos import tandem_inference_pb2 as pb
 from router.model_info import ModelInfo
-from router.structured_outputs import problem_of
+from router.text.structured_outputs import problem_of
 
 MAX_STOP_STRINGS = 16
 MAX_STOP_CHARS = 256

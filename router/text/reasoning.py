@@ -15,8 +15,8 @@ import enum
 import json
 from dataclasses import dataclass
 
-from router.tool_calls import Told, ToolCallParser, num_held
-from router.tool_formats import without_comments
+from router.text.tool_calls import Told, ToolCallParser, num_held
+from router.text.tool_formats import without_comments
 
 BEGIN, END = "<think>", "</think>"
 PARSERS = ("qwen3", "deepseek_r1")

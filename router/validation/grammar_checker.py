@@ -1,7 +1,7 @@
 """Compiles the grammars that requests bring, in a process of its own, which may be lost: llguidance bounds the work for
 a token, but not what reading a grammar may take, and one that nests deeply enough ends the process that reads it.
 
-    Router                                     child: python -m router.grammar_checker
+    Router                                     child: python -m router.validation.grammar_checker
     (first) <──────────────────────────ready──┐
     check(asked) ──length, StructuredOutputs──> compile, on a stack half as large as a worker's thread has
           <──────length, {"grammar" | "error", "cpu_s"}──┘  └─ too long, too large, too deep: ended, and begun anew
@@ -23,12 +23,12 @@ import time
 from typing import Any
 
 from protos import tandem_inference_pb2 as pb
-from router.structured_outputs import grammar_of
+from router.text.structured_outputs import grammar_of
 from rpc.errors import InternalError, Overloaded
 
 _log = logging.getLogger(__name__)
 
-COMMAND = (sys.executable, "-P", "-m", "router.grammar_checker")
+COMMAND = (sys.executable, "-P", "-m", "router.validation.grammar_checker")
 START_S = 30.0
 
 MAX_CPU_S = 0.25

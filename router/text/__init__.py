@@ -1,0 +1,11 @@
+"""Between texts and token ids: what prompts are made of, and what is read out of answers.
+
+    messages ──chat_template──> text ──tokenizer──> token ids        token ids ──detokenizer──> text
+                                                     text ──reasoning──> what was thought │ said ──tool_calls──> calls
+
+    tool_formats          how models write calls, and how templates teach it
+    structured_outputs    forms that answers are held to, as grammars
+    token_bytes           what each token stands for
+
+Knows no worker, and of the wire the shapes of forms and calls alone. No torch.
+"""
