@@ -110,7 +110,7 @@ class InferenceServicer(InferenceServicerBase):  # type: ignore[misc]
         self._running[request_id] = None
         self._names.update(names)
         self._is_idle.clear()
-        outcome = _Outcome(request_id, arrived_s, len(validated.open_sequences))
+        outcome = _Outcome(request_id, arrived_s, len(validated.open_sequences), validated.lora_name)
         try:
             await context.send_initial_metadata(((ACCEPTED_KEY, "1"),))
             remaining_s = context.time_remaining()
@@ -284,6 +284,7 @@ class _Outcome:
     request_id: str
     arrived_s: float
     num_sequences: int
+    lora_name: str
     error: Exception | None = None
     lasts: list[pb.GenerateResponse] = field(default_factory=list)
     """The last message of each answer that has ended."""
@@ -298,6 +299,8 @@ class _Outcome:
 
     def log(self) -> None:
         facts: dict[str, object] = {"request_id": self.request_id}
+        if self.lora_name:
+            facts["lora_name"] = self.lora_name
         if self.error is not None:
             code = code_of(self.error) if isinstance(self.error, TandemError) else "bug"
             facts |= {"code": code, "error": str(self.error)}

@@ -12,7 +12,6 @@ import pytest
 import torch
 from handover import alone, handed_over
 from lora_folders import ALPHA, CONFIG, PRODUCTS, merge, write_adapter
-from transformers import LlamaConfig, LlamaForCausalLM
 
 from engine.config import EngineArgs, EngineConfig
 from engine.llm_engine import LLMEngine
@@ -35,6 +34,8 @@ ASKED: list[Asked] = [(number, name, is_seeded) for number in range(4) for name 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A model, adapters, and of each adapter the model with it in its weights."""
+    from transformers import LlamaConfig, LlamaForCausalLM  # not above: Triton comes with them, see tests/unit/conftest
+
     folder = tmp_path_factory.mktemp("lora")
     torch.manual_seed(3)
     LlamaForCausalLM(LlamaConfig(**CONFIG)).save_pretrained(folder / "model")
