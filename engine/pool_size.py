@@ -35,7 +35,7 @@ how many bytes of that torch does not count as allocated."""
 
 def largest_step(config: EngineConfig) -> tuple[int, SchedulerOutput]:
     """As many prompt tokens as a step may have, in as many sequences as may run, all of them sampled with
-    all that can be asked for; and how many blocks they take."""
+    all that can be asked for, and computed by an adapter; and how many blocks they take."""
     scheduler, block_size = config.scheduler, config.cache.block_size
     num_seqs = min(scheduler.max_num_seqs, scheduler.max_num_batched_tokens)
     length = min(scheduler.max_num_batched_tokens // num_seqs, config.model.max_model_len)
@@ -44,6 +44,7 @@ def largest_step(config: EngineConfig) -> tuple[int, SchedulerOutput]:
     for number in range(num_seqs):
         seq = Sequence(number, f"largest-{number}", [0] * length, length, ASKS_FOR_ALL, prompt_logprobs=[])
         seq.block_table = list(range(number * blocks_each, (number + 1) * blocks_each))
+        seq.lora_id = _largest_adapter(config)
         scheduled.append(ScheduledSequence(seq, length))
     return num_seqs * blocks_each, SchedulerOutput(scheduled, [], [])
 
@@ -56,7 +57,14 @@ def longest_step(config: EngineConfig) -> SchedulerOutput:
     seq = Sequence(0, "longest", [0] * longest, longest, _GREEDY)
     seq.block_table = [0] * -(-longest // config.cache.block_size)
     seq.num_computed_tokens = longest - num_new
+    seq.lora_id = _largest_adapter(config)
     return SchedulerOutput([ScheduledSequence(seq, num_new)], [], [])
+
+
+def _largest_adapter(config: EngineConfig) -> int:
+    """By its rank; 0 where there is none. Of several in a step each takes the memory of its own rows."""
+    ranks = [0, *(module.rank for module in config.lora_modules)]
+    return ranks.index(max(ranks))
 
 
 def measured_steps(config: EngineConfig) -> tuple[int, list[SchedulerOutput]]:

@@ -15,12 +15,15 @@ import pytest
 import torch
 from deepseek_cases import GREEDY, V3
 from handover import alone, bytes_of, handed_over
+from lora_folders import CONFIG as LORA_CONFIG
+from lora_folders import write_adapter
 from many_endings import CONFIG, Answers, answers_alone, answers_of, prompt_of
 from pretend_gpu import PretendGpu, pretend_gpu
 from pretend_gpu.engines import make_engine
 from quantized_on_gpu import check_checkpoint
 from transformers_cases import GEMMA2
 
+from engine.llm_engine import LLMEngine
 from engine.pool_size import longest_step, measured_steps
 from engine.worker import _saying_what_cannot_be_recorded, _saying_what_is_too_large
 
@@ -185,3 +188,31 @@ def test_one_prefills_and_another_decodes(
 def test_a_checkpoint_in_8_bits_stays_as_it_is(gpu: PretendGpu, tmp_path: Path, form: str) -> None:
     """On a GPU, where plain torch has a product for it."""
     check_checkpoint(tmp_path, form, is_kept=form == "float channel")
+
+
+def test_adapters(gpu: PretendGpu, tmp_path: Path) -> None:
+    """Rows are sent to the device without a wait, and what they add is in the measurement."""
+    write_adapter(tmp_path / "a", seed=1)
+    write_adapter(tmp_path / "b", rank=40, seed=2)
+    settings = {"lora_modules": f"a={tmp_path / 'a'},b={tmp_path / 'b'}", "max_num_seqs": 16}
+    config = LORA_CONFIG | {"eos_token_id": 1}
+
+    def answers(engine: LLMEngine) -> dict[str, list[int]]:
+        for number in range(9):
+            prompt = [5 + (7 * number + 3 * i) % 300 for i in range(3 + 5 * number)]
+            engine.add_request(str(number), prompt, GREEDY, lora_name=("", "a", "b")[number % 3])
+        told: dict[str, list[int]] = {}
+        while engine.has_unfinished_requests():
+            for output in engine.step():
+                told.setdefault(output.request_id, []).extend(output.token_ids)
+        return told
+
+    engine = make_engine(tmp_path, config, num_kv_blocks=0, gpu_memory_utilization=UTILIZATION, **settings)
+    assert engine.config.scheduler.async_scheduling
+    assert answers(engine) == answers(make_engine(tmp_path, config, device="cpu", **settings))
+    _, steps = measured_steps(engine.config)
+    torch.cuda.reset_peak_memory_stats()
+    for step in steps:
+        engine.executor.launch(step).wait()
+    assert 0.98 * UTILIZATION * TOTAL_BYTES < torch.cuda.max_memory_allocated() <= UTILIZATION * TOTAL_BYTES
+    assert all(item.seq.lora_id == 2 for step in steps for item in step.scheduled)
