@@ -402,8 +402,10 @@ def _timeout_of(request: Request) -> float | None:
 
 def _fairness_id_of(request: Request) -> str:
     """Empty: no header says."""
-    try:
-        return check_fairness_id(request.headers.get(FAIRNESS_HEADER, ""))
+    try:  # the bytes of a header are read as Latin-1
+        return check_fairness_id(request.headers.get(FAIRNESS_HEADER, "").encode("latin-1").decode())
+    except UnicodeDecodeError as error:
+        raise InvalidRequest([(FAIRNESS_HEADER, "must be UTF-8")]) from error
     except ValueError as error:
         raise InvalidRequest([(FAIRNESS_HEADER, str(error))]) from error
 

@@ -16,6 +16,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from itertools import count
+from pathlib import Path
 from typing import Any
 
 from rich.console import Console
@@ -251,13 +252,20 @@ class LLM:
     def _lora_names_of_each(
         self, lora_request: LoRARequest | Sequence[LoRARequest | None] | None, num_prompts: int
     ) -> list[str]:
-        if lora_request is None or isinstance(lora_request, LoRARequest):
+        if lora_request is None or isinstance(lora_request, LoRARequest | str):
             lora_request = [lora_request] * num_prompts
         if len(lora_request) != num_prompts:
             raise ValueError(f"lora_request has {len(lora_request)} entries for {num_prompts} prompts")
-        there = [module.name for module in self.config.lora_modules]
+        there = {module.name: module.path for module in self.config.lora_modules}
         for request in lora_request:
-            if request is not None and request.lora_name not in there:
+            if request is None:
+                continue
+            if not isinstance(request, LoRARequest):
+                raise ValueError(f"lora_request must be a LoRARequest, as LoRARequest('name'), is {request!r:.60}")
+            path = there.get(request.lora_name)
+            if path is not None and request.lora_path and Path(request.lora_path).expanduser().resolve() != path:
+                raise ValueError(f"lora_request: {request.lora_name!r} was loaded from {path}, not {request.lora_path}")
+            if path is None:
                 raise ValueError(
                     f"lora_request names {request.lora_name!r}, lora_modules has {', '.join(there) or 'none'}; "
                     "give LLM the folders of all adapters: lora_modules={name: folder}"

@@ -57,7 +57,7 @@ class Adapters:
                     parts.append((start, *pair))
                 start += size
             if parts:
-                added[adapter_id] = AddedProduct(parts, self._linear)
+                added[adapter_id] = AddedProduct(parts, start, self._linear)
         return AdaptedLinear(linear, added, self) if added else linear
 
     def check_all_taken(self) -> None:
@@ -85,19 +85,27 @@ class AdaptedLinear(Linear):
 
 
 class AddedProduct:
-    """What one adapter adds to a product, which may be several side by side: A once for all, B for each."""
+    """What one adapter adds to a product. Of several side by side it is one product, too: their A below one another,
+    and of B each has its own outputs and its own ranks, with zeros elsewhere, which change no sum."""
 
-    def __init__(self, parts: Sequence[tuple[int, torch.Tensor, torch.Tensor]], linear: MakeLinear) -> None:
+    def __init__(
+        self, parts: Sequence[tuple[int, torch.Tensor, torch.Tensor]], num_outputs: int, linear: MakeLinear
+    ) -> None:
         """`parts`: of each the first output that it adds to, A and B."""
-        self._down = linear(torch.cat([down for _, down, _ in parts]))
-        self._ups = [(slice(start, start + len(up)), linear(up)) for start, _, up in parts]
-        self._ranks = [len(down) for _, down, _ in parts]
+        whole_down = torch.cat([down for _, down, _ in parts])
+        whole_up = whole_down.new_zeros(num_outputs, len(whole_down))
+        rank = 0
+        for start, down, up in parts:
+            whole_up[start : start + len(up), rank : rank + len(down)] = up
+            rank += len(down)
+        self._down, self._up = linear(whole_down), linear(whole_up)
 
     def add(self, x: torch.Tensor, rows_n: torch.Tensor, y: torch.Tensor) -> None:
         """To those rows of y: [T, out], of those of x: [T, in]."""
-        a_nR = self._down(x[rows_n])
-        for a, (columns, up) in zip(torch.split(a_nR, self._ranks, dim=1), self._ups, strict=True):
-            y[:, columns].index_add_(0, rows_n, up(a.contiguous()))
+        if len(rows_n) == len(x):
+            y += self._up(self._down(x))
+        else:
+            y.index_add_(0, rows_n, self._up(self._down(x[rows_n])))
 
 
 class _AdapterFile:
@@ -106,10 +114,13 @@ class _AdapterFile:
     def __init__(self, module: LoRAModule, dtype: torch.dtype, device: str) -> None:
         self._module = module
         self._dtype, self._device = dtype, device
+        self._who = f"adapter {module.name!r}"
         path = module.path / WEIGHTS_FILE
-        with opening(path):
+        with opening(path, self._who):
             self._handle: Any = safe_open(path, framework="pt", device=device)
             self._left = set(self._handle.keys())  # type: ignore[no-untyped-call]
+        if not self._left:
+            raise ValueError(f"{self._who}: {path} holds no tensors: it would change nothing")
 
     def take(self, product: str, outputs: int, inputs: int) -> tuple[torch.Tensor, torch.Tensor] | None:
         """A [R, inputs] and s B [outputs, R] of the product of that name, R filled up; None: it is left as it is."""
@@ -119,24 +130,27 @@ class _AdapterFile:
         rank = self._module.rank
         down, up = self._read(names[0], (rank, inputs)), self._read(names[1], (outputs, rank))
         missing = -rank % RANK_GRAIN
-        up = (up.float() * self._module.scale).to(self._dtype)
-        return F.pad(down.to(self._dtype), (0, 0, 0, missing)), F.pad(up, (0, missing))
+        down, up = down.to(self._dtype), (up.float() * self._module.scale).to(self._dtype)
+        if not (torch.isfinite(down).all() and torch.isfinite(up).all()):
+            raise ValueError(
+                f"{self._who}: what it adds to {product} is no number in {self._dtype}, or too large for it"
+            )
+        return F.pad(down, (0, 0, 0, missing)), F.pad(up, (0, missing))
 
     def check_all_taken(self) -> None:
         if self._left:
-            some = ", ".join(sorted(self._left)[:3])
+            some = ", ".join(f"{name!r:.120}" for name in sorted(self._left)[:3])
             raise ValueError(
-                f"adapter {self._module.name!r} changes what cannot be changed in this model: {some}; it may have q, "
+                f"{self._who} changes what cannot be changed in this model: {some}; it may have q, "
                 "k, v, o, gate, up and down projections of layers that the model has"
             )
 
     def _read(self, name: str, shape: tuple[int, int]) -> torch.Tensor:
-        who = f"adapter {self._module.name!r}"
         if name not in self._left:
-            raise ValueError(f"{who} lacks the tensor {name}")
+            raise ValueError(f"{self._who} lacks the tensor {name}")
         tensor: torch.Tensor = self._handle.get_tensor(name)
         if tuple(tensor.shape) != shape or tensor.dtype not in PLAIN_DTYPES:
             found = f"{tuple(tensor.shape)} in {tensor.dtype}"
-            raise ValueError(f"{who} does not fit the model: {name} has shape {found}, expected {shape}")
+            raise ValueError(f"{self._who} does not fit the model: {name} has shape {found}, expected {shape}")
         self._left.discard(name)
         return tensor

@@ -13,6 +13,8 @@ CONFIG_FILE = "adapter_config.json"
 WEIGHTS_FILE = "adapter_model.safetensors"
 MAX_MODULES = 256
 MAX_RANK = 512
+MAX_ALPHA = 1_000_000
+MAX_CONFIG_BYTES = 1 << 20
 EXAMPLE = "sql=/models/sql-adapter"
 _NAME = re.compile(r"[\w./:-]{1,128}")
 _UNSUPPORTED: dict[str, tuple[object, ...]] = {
@@ -55,7 +57,7 @@ def parse_lora_modules(text: str) -> dict[str, Path]:
     if text.lstrip().startswith("{"):
         try:
             pairs = json.loads(text, object_pairs_hook=list)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise ValueError(f"lora_modules is not JSON: {error}") from error
     else:
         parts = [part.strip().partition("=") for part in text.split(",") if part.strip()]
@@ -76,8 +78,20 @@ def parse_lora_modules(text: str) -> dict[str, Path]:
     return folders
 
 
+def check_lora_folder(name: str, path: Path) -> None:
+    """Raises `ValueError` where it is none, or lacks a file: one that can be read to its end, no pipe and no device."""
+    if not path.is_dir():
+        raise ValueError(f"adapter {name!r}: there is no folder {path}")
+    for file in (path / CONFIG_FILE, path / WEIGHTS_FILE):
+        if not file.is_file():
+            raise ValueError(f"adapter {name!r}: {path} is no adapter's folder: it has no file {file.name}")
+        if not file.stat().st_size:
+            raise ValueError(f"adapter {name!r}: {file} is empty")
+
+
 def read_lora_module(name: str, path: Path, digest_of_weights: str) -> LoRAModule:
-    """Raises `ValueError` where the folder's adapter_config.json is no description of an adapter that can be served."""
+    """Of a folder that `check_lora_folder` has seen. Raises `ValueError` where its adapter_config.json describes no
+    adapter that can be served."""
     config = _read_config(name, path / CONFIG_FILE)
     if config.get("peft_type") != "LORA":
         raise ValueError(f"adapter {name!r}: peft_type must be 'LORA', is {config.get('peft_type')!r}")
@@ -87,18 +101,21 @@ def read_lora_module(name: str, path: Path, digest_of_weights: str) -> LoRAModul
     rank, alpha = config.get("r"), config.get("lora_alpha")
     if type(rank) is not int or not 1 <= rank <= MAX_RANK:
         raise ValueError(f"adapter {name!r}: r must be a whole number in [1, {MAX_RANK}], is {rank!r}")
-    if isinstance(alpha, bool) or not isinstance(alpha, int | float) or not math.isfinite(alpha):
-        raise ValueError(f"adapter {name!r}: lora_alpha must be a number, is {alpha!r}")
+    if isinstance(alpha, bool) or not isinstance(alpha, int | float) or not -MAX_ALPHA <= alpha <= MAX_ALPHA:
+        raise ValueError(
+            f"adapter {name!r}: lora_alpha must be a number in [{-MAX_ALPHA}, {MAX_ALPHA}], is {alpha!r:.40}"
+        )
     scale = alpha / (math.sqrt(rank) if config.get("use_rslora") else rank)
     return LoRAModule(name=name, path=path, rank=rank, scale=scale, digest=f"{digest_of_weights}:{scale!r}")
 
 
 def _read_config(name: str, path: Path) -> dict[str, Any]:
+    size = path.stat().st_size
+    if size > MAX_CONFIG_BYTES:
+        raise ValueError(f"adapter {name!r}: {path} must have at most {MAX_CONFIG_BYTES} bytes, has {size}")
     try:
         config = json.loads(path.read_text())
-    except FileNotFoundError as error:
-        raise ValueError(f"adapter {name!r}: {path.parent} is no adapter's folder: it has no {path.name}") from error
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ValueError(f"adapter {name!r}: {path} is not JSON: {error}") from error
     if not isinstance(config, dict):
         raise ValueError(f"adapter {name!r}: {path} must hold a JSON object")

@@ -34,7 +34,7 @@ from engine.config import (
     SchedulerConfig,
 )
 from engine.kv_cache import KV_FORMAT_VERSION, TORCH_DTYPES, kv_cache_shape, kv_dtype_of
-from engine.lora.modules import WEIGHTS_FILE, LoRAModule, parse_lora_modules, read_lora_module
+from engine.lora.modules import WEIGHTS_FILE, LoRAModule, check_lora_folder, parse_lora_modules, read_lora_module
 from engine.memory import memory_bytes
 from engine.model_loader.weights import digest_files, dummy_digest, safetensors_files
 from engine.models import ModelShape, load_model_shape
@@ -214,8 +214,7 @@ def _lora_modules(args: EngineArgs, shape: ModelShape, served_model_name: str) -
         raise ValueError(f"lora_modules: {served_model_name!r} is the model's own name; give the adapter another")
     modules = []
     for name, path in sorted(folders.items()):
-        if not (path / WEIGHTS_FILE).is_file():
-            raise ValueError(f"adapter {name!r}: {path} is no adapter's folder: it has no {WEIGHTS_FILE}")
+        check_lora_folder(name, path)
         modules.append(read_lora_module(name, path.resolve(), digest_files([path / WEIGHTS_FILE])))
     return tuple(modules)
 

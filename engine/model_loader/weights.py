@@ -52,12 +52,13 @@ def safetensors_files(folder: Path) -> list[Path]:
 
 
 @contextmanager
-def opening(path: Path) -> Iterator[None]:
+def opening(path: Path, whose: str = "") -> Iterator[None]:
     """Raises `ValueError` where what is done with this file finds it broken."""
     try:
         yield
     except SafetensorError as error:
-        raise ValueError(f"{path} is no safetensors file, or not all of one: {error}") from error
+        of = f"{whose}: " if whose else ""
+        raise ValueError(f"{of}{path} is no safetensors file, or not all of one: {error}") from error
 
 
 def digest_files(files: Iterable[Path]) -> str:

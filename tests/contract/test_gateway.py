@@ -174,12 +174,13 @@ async def test_numbers_may_be_whole_ones_and_biases_have_names() -> None:
 
 async def test_whose_request_it_is_says_the_header_or_else_the_body() -> None:
     header = {"x-gateway-inference-fairness-id": "tenant 1"}
-    bodies: list[tuple[dict[str, Any], dict[str, str], str]] = [
+    bodies: list[tuple[dict[str, Any], dict[str, Any], str]] = [
         ({}, {}, ""),
         ({"user": "u"}, {}, "u"),
         ({"user": "u", "safety_identifier": ""}, {}, "u"),
         ({"user": "u", "safety_identifier": "s"}, {}, "s"),
         ({"user": "u", "safety_identifier": "s"}, header, "tenant 1"),
+        ({"user": "u"}, {"x-gateway-inference-fairness-id": (100 * "é").encode()}, 100 * "é"),
     ]
     async with gateway() as (router, http):
         for body, headers, _ in bodies:
@@ -198,11 +199,15 @@ async def test_a_name_of_a_client_that_is_too_long_is_refused_where_it_stands() 
             ({"user": long}, {}, "user"),
             ({"safety_identifier": long}, {}, "safety_identifier"),
             ({}, {"x-gateway-inference-fairness-id": 257 * "x"}, "x-gateway-inference-fairness-id"),
+            ({}, {"x-gateway-inference-fairness-id": long.encode()}, "x-gateway-inference-fairness-id"),
         ):
             response = await http.post("/v1/completions", json={"prompt": "a", **body}, headers=headers)
             error = response.json()["error"]
             assert (response.status_code, error["param"]) == (400, param)
             assert "must have at most 256 bytes, has 257" in error["message"]
+        headers = {"x-gateway-inference-fairness-id": b"\xff"}
+        no_text = await http.post("/v1/completions", json={"prompt": "a"}, headers=headers)
+        assert (no_text.status_code, no_text.json()["error"]["param"]) == (400, "x-gateway-inference-fairness-id")
         no_text = await http.post("/v1/completions", json={"prompt": "a", "user": 5})
         assert (no_text.status_code, no_text.json()["error"]["param"]) == (400, "user")
     assert router.requests == []

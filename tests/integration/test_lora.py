@@ -183,5 +183,9 @@ def test_offline(model_folder: Path, tmp_path: Path) -> None:
     assert plain != other
     with pytest.raises(ValueError, match="lora_request names 'painter', lora_modules has poet; give LLM the folders"):
         llm.generate(prompt, params, use_tqdm=False, lora_request=LoRARequest("painter"))
+    with pytest.raises(ValueError, match=f"'poet' was loaded from {tmp_path}, not /elsewhere"):
+        llm.generate(prompt, params, use_tqdm=False, lora_request=LoRARequest("poet", 1, "/elsewhere"))
+    with pytest.raises(ValueError, match=r"lora_request must be a LoRARequest, as LoRARequest\('name'\), is 'poet'"):
+        llm.generate(prompt, params, use_tqdm=False, lora_request="poet")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="lora_request has 1 entries for 2 prompts"):
         llm.generate([prompt, prompt], params, use_tqdm=False, lora_request=[poet])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ from lora_folders import write_adapter, write_model
 
 from engine.attention import create_attention_backend
 from engine.config import EngineArgs
-from engine.lora.modules import parse_lora_modules, read_lora_module
+from engine.lora.modules import check_lora_folder, parse_lora_modules, read_lora_module
 from engine.model_loader import create_engine_config, load_model
 from prefix_hash import prefix_key, salted_key
 from prefix_hash.compat import compat_difference
@@ -55,8 +56,10 @@ def test_what_is_no_list_of_adapters(text: str, message: str) -> None:
         ({"rank_pattern": {"q_proj": 2}}, "adapter 'a': rank_pattern is not supported"),
         ({"r": 0}, r"adapter 'a': r must be a whole number in \[1, 512\], is 0"),
         ({"r": True}, r"adapter 'a': r must be a whole number"),
-        ({"lora_alpha": "8"}, "adapter 'a': lora_alpha must be a number, is '8'"),
-        ({"lora_alpha": float("nan")}, "adapter 'a': lora_alpha must be a number, is nan"),
+        ({"lora_alpha": "8"}, r"adapter 'a': lora_alpha must be a number in \[-1000000, 1000000\], is '8'"),
+        ({"lora_alpha": float("nan")}, "adapter 'a': lora_alpha must be a number .* is nan"),
+        ({"lora_alpha": float("inf")}, "adapter 'a': lora_alpha must be a number .* is inf"),
+        ({"lora_alpha": 10**400}, "adapter 'a': lora_alpha must be a number .* is 10000"),
     ],
 )
 def test_what_an_adapter_may_not_say(change: dict[str, Any], message: str, tmp_path: Path) -> None:
@@ -75,16 +78,38 @@ def test_scales(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        (None, "is no adapter's folder: it has no adapter_config.json"),
         ("{", "adapter_config.json is not JSON"),
+        ("[" * 200_000, "adapter_config.json is not JSON"),
+        (" " * (1 << 20) + "{}", "adapter_config.json must have at most 1048576 bytes, has 1048578"),
         ("[]", "adapter_config.json must hold a JSON object"),
     ],
 )
-def test_a_folder_without_a_description(content: str | None, message: str, tmp_path: Path) -> None:
-    if content is not None:
-        (tmp_path / "adapter_config.json").write_text(content)
+def test_a_folder_without_a_description(content: str, message: str, tmp_path: Path) -> None:
+    (tmp_path / "adapter_config.json").write_text(content)
     with pytest.raises(ValueError, match=f"adapter 'a': .*{message}"):
         read_lora_module("a", tmp_path, "")
+
+
+def test_what_is_no_folder_of_an_adapter(tmp_path: Path) -> None:
+    """Nothing is read of a pipe or a device, which would have no end."""
+    with pytest.raises(ValueError, match=r"adapter 'a': there is no folder .*/nothing"):
+        check_lora_folder("a", tmp_path / "nothing")
+    for name in ("adapter_config.json", "adapter_model.safetensors"):
+        write_adapter(tmp_path)
+        (tmp_path / name).write_bytes(b"")
+        with pytest.raises(ValueError, match=f"adapter 'a': .*{name} is empty"):
+            check_lora_folder("a", tmp_path)
+        (tmp_path / name).unlink()
+        with pytest.raises(ValueError, match=f"adapter 'a': .* is no adapter's folder: it has no file {name}"):
+            check_lora_folder("a", tmp_path)
+        os.mkfifo(tmp_path / name)
+        with pytest.raises(ValueError, match=f"it has no file {name}"):
+            check_lora_folder("a", tmp_path)
+        (tmp_path / name).unlink()
+        (tmp_path / name).symlink_to("/dev/zero")
+        with pytest.raises(ValueError, match=f"it has no file {name}"):
+            check_lora_folder("a", tmp_path)
+        (tmp_path / name).unlink()
 
 
 def config_with(folder: Path, lora_modules: str, **settings: Any) -> Any:
@@ -102,7 +127,7 @@ def test_an_engine_takes_them_where_its_model_can(tmp_path: Path) -> None:
         config_with(tmp_path / "model", f"a={tmp_path / 'a'}", model_impl="transformers")
     with pytest.raises(ValueError, match="lora_modules: 'model' is the model's own name; give the adapter another"):
         config_with(tmp_path / "model", f"model={tmp_path / 'a'}")
-    with pytest.raises(ValueError, match=r"adapter 'b': .* it has no adapter_model.safetensors"):
+    with pytest.raises(ValueError, match=r"adapter 'b': .* it has no file adapter_config.json"):
         config_with(tmp_path / "model", f"b={tmp_path}")
     modules = config_with(tmp_path / "model", f"b={tmp_path / 'a'},a={tmp_path / 'a'}").lora_modules
     assert [module.name for module in modules] == ["a", "b"]
@@ -127,13 +152,39 @@ def test_weights_that_do_not_fit(change: dict[str, tuple[int, int] | None], mess
         load_model(config, create_attention_backend(config))
 
 
+@pytest.mark.parametrize(
+    ("number", "dtype", "alpha"),
+    [(float("nan"), "float32", 8), (float("inf"), "float32", 8), (1e30, "float16", 8), (3e4, "float16", 64)],
+)
+def test_what_is_no_number(number: float, dtype: str, alpha: int, tmp_path: Path) -> None:
+    """Or becomes none in the dtype that is served, with its scale."""
+    write_model(tmp_path / "model")
+    up = torch.zeros(96, 4)
+    up[3, 2] = number
+    tensors = {"base_model.model.model.layers.1.mlp.up_proj.lora_B.weight": up}
+    write_adapter(tmp_path / "a", tensors=tensors, config={"lora_alpha": alpha})
+    config = config_with(tmp_path / "model", f"a={tmp_path / 'a'}", dtype=dtype, attention_backend="torch")
+    with pytest.raises(ValueError, match=r"adapter 'a': what it adds to model.layers.1.mlp.up_proj is no number in"):
+        load_model(config, create_attention_backend(config))
+
+
+def test_an_adapter_of_nothing(tmp_path: Path) -> None:
+    write_model(tmp_path / "model")
+    write_adapter(tmp_path / "a", products={})
+    config = config_with(tmp_path / "model", f"a={tmp_path / 'a'}", attention_backend="torch")
+    with pytest.raises(ValueError, match=r"adapter 'a': .* holds no tensors: it would change nothing"):
+        load_model(config, create_attention_backend(config))
+
+
 def test_a_file_that_is_cut_off(tmp_path: Path) -> None:
     write_model(tmp_path / "model")
     write_adapter(tmp_path / "a")
     weights = tmp_path / "a" / "adapter_model.safetensors"
     weights.write_bytes(weights.read_bytes()[:100])
     config = config_with(tmp_path / "model", f"a={tmp_path / 'a'}", dtype="float32", attention_backend="torch")
-    with pytest.raises(ValueError, match=r"adapter_model.safetensors is no safetensors file, or not all of one"):
+    with pytest.raises(
+        ValueError, match=r"adapter 'a': .*adapter_model.safetensors is no safetensors file, or not all of one"
+    ):
         load_model(config, create_attention_backend(config))
 
 
