@@ -47,12 +47,3 @@ class Executor:
 
     def close(self) -> None:
         """Nothing is launched any more. To be called by an engine that is to end before its process does."""
-
-
-def create_executor(config: EngineConfig, on_layer_written: OnLayerWritten | None, memory: KVMemory) -> Executor:
-    """Raises `ValueError` where weights do not fit the config, or the device is not there, or too small."""
-    if config.parallel.tensor_parallel_size == 1:
-        return Executor(config, on_layer_written, memory)
-    from engine.tensor_parallel.executor import TensorParallelExecutor  # imports torch.distributed
-
-    return TensorParallelExecutor(config, on_layer_written, memory)

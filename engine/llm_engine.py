@@ -22,7 +22,7 @@ from itertools import count
 
 from engine.block_manager import BlockLedger, BlockManager, CacheEvent
 from engine.config import EngineConfig
-from engine.executor import create_executor
+from engine.executor import Executor
 from engine.grammar import Grammars
 from engine.kv_cache import KVMemory
 from engine.outputs import RequestOutput
@@ -77,7 +77,7 @@ class LLMEngine:
         their final KV in that layer from then on.
         """
         self.config = config
-        self.executor = create_executor(config, on_layer_written, memory or KVMemory())
+        self.executor = _create_executor(config, on_layer_written, memory or KVMemory())
         self.block_manager = BlockManager(
             num_blocks=self.executor.kv_shape.num_blocks,
             block_size=config.cache.block_size,
@@ -339,3 +339,12 @@ class LLMEngine:
 
 def _are_within(token_ids: Seq[int], vocab_size: int) -> bool:
     return min(token_ids) >= 0 and max(token_ids) < vocab_size
+
+
+def _create_executor(config: EngineConfig, on_layer_written: OnLayerWritten | None, memory: KVMemory) -> Executor:
+    """Raises `ValueError` where weights do not fit the config, or the device is not there, or too small."""
+    if config.parallel.tensor_parallel_size == 1:
+        return Executor(config, on_layer_written, memory)
+    from engine.tensor_parallel.executor import TensorParallelExecutor  # imports torch.distributed
+
+    return TensorParallelExecutor(config, on_layer_written, memory)
