@@ -26,7 +26,12 @@ TRANSPORTS = {"chunked": "nixl", "preempted": "ipc"}
 """Of arrangements whose KV travels otherwise than by grpc."""
 
 
-@pytest.fixture(scope="module", params=list(ARRANGEMENTS))
+SLOW = ("chunked",)
+"""Chunks are tested with engines (test_engine_parity.py), KV by NIXL through faults (test_one_sided_faults.py)."""
+KINDS = [pytest.param(name, marks=pytest.mark.slow if name in SLOW else ()) for name in ARRANGEMENTS]
+
+
+@pytest.fixture(scope="module", params=KINDS)
 def cluster(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningCluster]:
     with run_cluster(tmp_path_factory.mktemp("cluster") / "log", *FLOAT32, *ARRANGEMENTS[request.param]) as running:
         yield running

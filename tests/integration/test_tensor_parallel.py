@@ -274,8 +274,8 @@ def test_a_worker_ends_with_its_rank_and_answers_go_on(
         "--tensor-parallel-size", "2", "--num-threads", "1", "--decode", "2",
     )  # fmt: skip
     with Client(running.address) as client:
-        answer = client.generate(PROMPTS[3], temperature=0, max_tokens=300, ignore_eos=True)
-        assert answer.token_ids == expected
+        answer = client.generate(PROMPTS[3], temperature=0, max_tokens=40, ignore_eos=True)
+        assert answer.token_ids == expected[:40]
         assert answer.timings.mode == pb.MODE_DISAGGREGATED
         assert answer.timings.kv_transfer.num_bytes == 5 * 2 * 3 * (2 * 16 * 2 * 16 * 4), "each layer of each rank"
         assert not any(worker.num_repairs for worker in running.workers()), "pushed once they were written"
