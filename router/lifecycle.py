@@ -21,8 +21,9 @@ from router.answer_messages import AnswerMessages
 from router.deadline import Deadline
 from router.forecast import Forecast
 from router.metrics import RouterMetrics
+from router.needs import Needs
 from router.prefix_lookup import PrefixLookup
-from router.queue import ClientShare, RequestQueue, SharedPrefix
+from router.queue import ClientShare, QueuedRequest, RequestQueue, SharedPrefix
 from router.request_events import (
     AccountOverdue,
     Action,
@@ -267,22 +268,22 @@ class Lifecycle:
             else:
                 self._cached = self._after._cached
             forecast.queued(time.monotonic())
-            self.room = await queue.wait_for_plan(
+            request = QueuedRequest(
                 num_tokens=len(token_ids),
                 num_cached_blocks=self._cached,
+                needs=self._needs(),
                 avoid=action.avoid,
-                is_return=action.is_return,
-                is_admitted=self._after is not None,
                 shared=shared,
-                compat_digest=self._compat_digest if self._state.token_ids else "",
                 answer_s=self._deadline.answer_s(),
                 arrived_s=self._begun_s,
-                give_up_s=None if self._state.token_ids else self._deadline.give_up_s(),
+                is_return=action.is_return,
+            )
+            self.room = await queue.wait_for_plan(
+                request,
                 priority=self._sampling_params.priority,
                 fairness_id=self._fairness_id,
-                has_grammar=bool(self._grammar),
-                has_cache_salt=bool(self._cache_salt),
-                lora_name=self._lora_name,
+                is_admitted=self._after is not None,
+                give_up_s=None if self._state.token_ids else self._deadline.give_up_s(),
             )
         except Exception as error:  # whatever it is, it is the request's end: nobody else would hear of it
             self._events.put_nowait(Stopped(inference_pb.FINISH_REASON_ERROR, error))
@@ -291,6 +292,14 @@ class Lifecycle:
         self._last_plan = self.room.plan
         self._compat_digest = self.room.compat_digest
         self._events.put_nowait(Planned(self.room.plan))
+
+    def _needs(self) -> Needs:
+        return Needs(
+            compat_digest=self._compat_digest if self._state.token_ids else "",
+            has_grammar=bool(self._grammar),
+            has_cache_salt=bool(self._cache_salt),
+            lora_name=self._lora_name,
+        )
 
     def _command_to(self, key: WorkerKey, **command: Any) -> pb.PrefillCommand | pb.DecodeCommand:
         """In the words of the worker's role. One that is gone hears none."""

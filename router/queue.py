@@ -22,10 +22,11 @@ import asyncio
 import time
 from bisect import insort
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TypeAlias
 
 from router.fair_shares import FairShares, Share
+from router.needs import NO_NEEDS, Needs
 from router.request_events import WorkerKey
 from router.worker_handle import TakenRoom
 from rpc.errors import NoWorker, Overloaded
@@ -42,34 +43,29 @@ class SharedPrefix:
     num_tokens: int
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(slots=True, eq=False, kw_only=True)
 class QueuedRequest:
-    """What planning needs to know of a request."""
+    """What planning needs to know of a request. Made by whoever waits; `planned`, `share` and `is_waiting` are the
+    queue's."""
 
     num_tokens: int
     """To be prefilled: the prompt, and what of the answer exists already."""
-    num_cached_blocks: dict[WorkerKey, int]
+    num_cached_blocks: dict[WorkerKey, int] = field(default_factory=dict)
     """Longest cached prefix on each worker, as the index said."""
-    avoid: frozenset[WorkerKey]
-    compat_digest: str
-    """Of the worker that its answer has begun on: another model must not go on with it. Empty: it has not begun."""
-    answer_s: float
-    """What its answer may take, from its first token on."""
-    arrived_s: float
-    """At the router: whoever finds a worker busy comes back here, and has waited before."""
-    planned: asyncio.Future[TakenRoom]
-    share: ClientShare
-    """Its client's."""
-    is_return: bool = False
-    """It waited its turn before, and was charged for its prompt."""
-    is_waiting: bool = False
+    needs: Needs = NO_NEEDS
+    avoid: frozenset[WorkerKey] = frozenset()
+    """Workers that have failed it."""
     shared: SharedPrefix | None = None
-    has_grammar: bool = False
-    """Only workers that know what a grammar is may have it."""
-    has_cache_salt: bool = False
-    """Only workers that keep its prefixes apart may have it."""
-    lora_name: str = ""
-    """Only workers that have this adapter may have it. Empty: it asks for none."""
+    answer_s: float = 0.0
+    """What its answer may take, from its first token on."""
+    arrived_s: float = 0.0
+    """At the router: whoever finds a worker busy comes back here, and has waited before."""
+    is_return: bool = False
+    """It waited its turn before, and was charged for its prompt: it goes to the front of its priority."""
+    planned: asyncio.Future[TakenRoom] = field(init=False)
+    share: ClientShare = field(init=False)
+    """Its client's."""
+    is_waiting: bool = field(default=False, init=False)
 
     @property
     def waited_s(self) -> float:
@@ -142,37 +138,24 @@ class RequestQueue:
 
     async def wait_for_plan(
         self,
+        request: QueuedRequest,
         *,
-        num_tokens: int,
-        num_cached_blocks: dict[WorkerKey, int],
-        avoid: frozenset[WorkerKey],
-        is_return: bool,
-        compat_digest: str = "",
-        answer_s: float = 0.0,
-        arrived_s: float = 0.0,
-        give_up_s: float | None = None,
         priority: int = 0,
         fairness_id: str = "",
         is_admitted: bool = False,
-        shared: SharedPrefix | None = None,
-        has_grammar: bool = False,
-        has_cache_salt: bool = False,
-        lora_name: str = "",
+        give_up_s: float | None = None,
     ) -> TakenRoom:
-        """Wait for workers; the caller settles the room. `is_return`: at the front of its priority, it waited its turn
-        before. `fairness_id`: whose request it is. `is_admitted`: the bound does not hold for it, a further answer of a
-        request that was let in.
+        """Wait for workers; the caller settles the room. `fairness_id`: whose request it is. `is_admitted`: the bound
+        does not hold for it, a further answer of a request that was let in.
 
         Raises `Overloaded` where a new request would pass the bound, or still waits at `give_up_s` (of the event
         loop's clock); and `NoWorker` at once if there is none, now or while waiting. Cancelling it leaves the queue.
         """
-        if not (is_return or is_admitted):
-            self._refuse_if_full(num_tokens, priority, fairness_id)
+        if not (request.is_return or is_admitted):
+            self._refuse_if_full(request.num_tokens, priority, fairness_id)
         future: asyncio.Future[TakenRoom] = asyncio.get_running_loop().create_future()
-        share = self.enter(priority, fairness_id)
-        request = QueuedRequest(num_tokens, num_cached_blocks, avoid, compat_digest, answer_s, arrived_s, future, share)
-        request.has_grammar, request.has_cache_salt, request.shared = has_grammar, has_cache_salt, shared
-        request.is_return, request.lora_name = is_return, lora_name
+        request.planned = future
+        request.share = share = self.enter(priority, fairness_id)
         self._wait(request)
         try:
             self.dispatch()
@@ -212,11 +195,7 @@ class RequestQueue:
     def _plan(self, request: QueuedRequest) -> bool:
         """Whether `request` waits no more."""
         if not self._has_workers(request):
-            needs = [("structured_outputs", request.has_grammar), ("cache_salt", request.has_cache_salt)]
-            asked = " and ".join(field for field, is_asked in needs if is_asked)
-            what = f" that takes {asked}" if asked else ""
-            which = f" with the adapter {request.lora_name!r}" if request.lora_name else ""
-            raise NoWorker(f"no decode worker{which}{what} is available", retry_after_s=2.0)
+            raise NoWorker(f"no decode worker{request.needs} is available", retry_after_s=2.0)
         room = self._choose(request)
         if room is not None:
             request.planned.set_result(room)

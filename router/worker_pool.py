@@ -31,6 +31,7 @@ from collections.abc import Callable, Iterable
 from protos import tandem_worker_pb2 as pb
 from router.costs import Costs
 from router.ejection import Ejections, Trial
+from router.needs import Needs
 from router.policy import (
     STALL_WEIGHT,
     STAY_SHARE,
@@ -109,9 +110,10 @@ class WorkerPool:
 
     def has_decode_worker_for(self, request: QueuedRequest) -> bool:
         """Whether waiting makes sense for `request`."""
-        kind = request.compat_digest or self._choose_kind()
+        kind = request.needs.compat_digest or self._choose_kind()
         return any(
-            record.compat_digest == kind and _knows(record, request) for record in self._expected_decode_records()
+            record.compat_digest == kind and request.needs.are_met_by(record)
+            for record in self._expected_decode_records()
         )
 
     @property
@@ -183,10 +185,7 @@ class WorkerPool:
     def choose(self, request: QueuedRequest) -> TakenRoom | None:
         """Plan `request` on the workers as they are now, and take the room for it. None: there is none now."""
         now_s = self._now_s()
-        kind = request.compat_digest or self._choose_kind()
-        decode = [
-            h for h in self.usable(pb.Role.ROLE_DECODE) if h.record.compat_digest == kind and _knows(h.record, request)
-        ]
+        decode = self._usable_decode_workers(request.needs)
         if not decode:
             return None
         # What requests were admitted by. A prefill worker with a shorter context would end some of them early.
@@ -210,7 +209,7 @@ class WorkerPool:
                 for h in self.usable(pb.Role.ROLE_PREFILL)
                 if h.record.model.max_model_len >= max_model_len
                 and not self._is_set_aside(h, now_s)
-                and _knows(h.record, request)
+                and request.needs.are_met_by(h.record)
             ],
             decode=[
                 DecodeCandidate(
@@ -250,6 +249,11 @@ class WorkerPool:
         )
         self.rooms.add(room)
         return room
+
+    def _usable_decode_workers(self, needs: Needs) -> list[WorkerHandle]:
+        kind = needs.compat_digest or self._choose_kind()
+        decode = self.usable(pb.Role.ROLE_DECODE)
+        return [h for h in decode if h.record.compat_digest == kind and needs.are_met_by(h.record)]
 
     def _is_set_aside(self, handle: WorkerHandle, now_s: float) -> bool:
         return self._ejections.is_set_aside(handle.record.worker_id, now_s)
@@ -349,15 +353,6 @@ class WorkerPool:
         if handle.session is not None:
             await handle.session.close()
         await handle.channel.close()
-
-
-def _knows(record: pb.WorkerRecord, request: QueuedRequest) -> bool:
-    """Whether the worker has and understands all that the request asks for: an older one would leave it out."""
-    return (
-        (record.takes_grammars or not request.has_grammar)
-        and (record.takes_cache_salts or not request.has_cache_salt)
-        and (not request.lora_name or request.lora_name in record.model.lora_names)
-    )
 
 
 def _num_cached_tokens(request: QueuedRequest, handle: WorkerHandle) -> int:

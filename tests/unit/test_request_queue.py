@@ -47,13 +47,10 @@ class Room:
         priority: int = 0,
     ) -> TakenRoom:
         return await self.queue.wait_for_plan(
-            num_tokens=num_tokens,
-            num_cached_blocks={},
-            avoid=frozenset(),
-            is_return=is_return,
-            give_up_s=give_up_s,
+            QueuedRequest(num_tokens=num_tokens, is_return=is_return),
             priority=priority,
             fairness_id=fairness_id,
+            give_up_s=give_up_s,
         )
 
 

@@ -16,6 +16,7 @@ from protos import tandem_worker_pb2 as pb
 from protos.tandem_kv_transfer_pb2 import Grant
 from router.ejection import FAILURES_TO_EJECT, PROBE_S, pause_of
 from router.policy import PolicyConfig
+from router.queue import QueuedRequest
 from router.request_events import Plan
 from router.retry_budget import CAPACITY
 from router.text.detokenizer import TextDelta
@@ -162,9 +163,7 @@ async def test_a_probe_that_nobody_hears_of_is_followed_by_another() -> None:
     bench.now_s += pause_of(1)
     for handle in (bench.decode, bench.other_handle):
         handle.is_full = True
-    waiting = asyncio.create_task(
-        bench.queue.wait_for_plan(num_tokens=16, num_cached_blocks={}, avoid=frozenset(), is_return=False)
-    )
+    waiting = asyncio.create_task(bench.queue.wait_for_plan(QueuedRequest(num_tokens=16)))
     await settle()
     bench.decode.is_full = False
     bench.dispatch()  # planned now

@@ -1,0 +1,41 @@
+"""What a request asks of whoever computes it, and who has that. Pure."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from protos import tandem_worker_pb2 as pb
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Needs:
+    """An older worker would leave out what it does not know, and answer all the same: it may not have the request."""
+
+    compat_digest: str = ""
+    """Of the worker that its answer has begun on: another model must not go on with it. Empty: it has not begun."""
+    has_grammar: bool = False
+    """Only workers that know what a grammar is may have it."""
+    has_cache_salt: bool = False
+    """Only workers that keep its prefixes apart may have it."""
+    lora_name: str = ""
+    """Only workers that have this adapter may have it. Empty: it asks for none."""
+
+    def are_met_by(self, record: pb.WorkerRecord) -> bool:
+        """Whether the worker has and understands all that is asked for. Of its kind (`compat_digest`) nothing is said
+        here: of those that have not begun the pool chooses it."""
+        return (
+            (record.takes_grammars or not self.has_grammar)
+            and (record.takes_cache_salts or not self.has_cache_salt)
+            and (not self.lora_name or self.lora_name in record.model.lora_names)
+        )
+
+    def __str__(self) -> str:
+        """For an error that says whom there is none of: "no decode worker{needs} is available"."""
+        fields = [("structured_outputs", self.has_grammar), ("cache_salt", self.has_cache_salt)]
+        asked = " and ".join(field for field, is_asked in fields if is_asked)
+        which = f" with the adapter {self.lora_name!r}" if self.lora_name else ""
+        return which + (f" that takes {asked}" if asked else "")
+
+
+NO_NEEDS = Needs()
+"""Any worker will do."""
