@@ -161,20 +161,22 @@ class Failed(_message.Message):
     def __init__(self, code: _Optional[int] = ..., message: _Optional[str] = ..., can_retry: _Optional[bool] = ...) -> None: ...
 
 class WorkerLoad(_message.Message):
-    __slots__ = ("num_running", "num_waiting", "num_waiting_tokens", "blocks", "is_draining", "num_free_seqs")
+    __slots__ = ("num_running", "num_waiting", "num_waiting_tokens", "blocks", "is_draining", "num_free_seqs", "is_stalled")
     NUM_RUNNING_FIELD_NUMBER: _ClassVar[int]
     NUM_WAITING_FIELD_NUMBER: _ClassVar[int]
     NUM_WAITING_TOKENS_FIELD_NUMBER: _ClassVar[int]
     BLOCKS_FIELD_NUMBER: _ClassVar[int]
     IS_DRAINING_FIELD_NUMBER: _ClassVar[int]
     NUM_FREE_SEQS_FIELD_NUMBER: _ClassVar[int]
+    IS_STALLED_FIELD_NUMBER: _ClassVar[int]
     num_running: int
     num_waiting: int
     num_waiting_tokens: int
     blocks: BlockLedger
     is_draining: bool
     num_free_seqs: int
-    def __init__(self, num_running: _Optional[int] = ..., num_waiting: _Optional[int] = ..., num_waiting_tokens: _Optional[int] = ..., blocks: _Optional[_Union[BlockLedger, _Mapping]] = ..., is_draining: _Optional[bool] = ..., num_free_seqs: _Optional[int] = ...) -> None: ...
+    is_stalled: bool
+    def __init__(self, num_running: _Optional[int] = ..., num_waiting: _Optional[int] = ..., num_waiting_tokens: _Optional[int] = ..., blocks: _Optional[_Union[BlockLedger, _Mapping]] = ..., is_draining: _Optional[bool] = ..., num_free_seqs: _Optional[int] = ..., is_stalled: _Optional[bool] = ...) -> None: ...
 
 class BlockLedger(_message.Message):
     __slots__ = ("num_blocks", "num_free", "num_cached", "num_sequence", "num_grant", "num_held")

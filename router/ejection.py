@@ -9,7 +9,8 @@ again. Pure: times are passed in, nothing is sent.
   and a decode worker between which transfers fail: nobody can tell from here which of them is to blame, so they are
   kept apart, and both serve with others. What is said here of a worker goes for a pair.
 - A failure is what is the worker's own fault: an attempt that it failed, nonsense that it said, a session lost with
-  requests on it. Whoever calls decides that (`RequestState`, `WorkerPool`).
+  requests on it, an engine that stands still with requests in it. Whoever calls decides that
+  (`RequestState`, `WorkerPool`).
 - One event counts once. Attempts that were under way when a failure was counted may have ended by the same cause: that
   they fail too does not count. A session that is lost is one failure, however many requests it had.
 - A success is a prompt computed and handed over, or an answer completed. One that began before the ejection says

@@ -43,6 +43,7 @@ from router.request_events import (
     WorkerKey,
     WorkerLost,
     WorkerSaid,
+    WorkerStalled,
 )
 from router.request_state import AttemptNumbers, Phase, RequestState
 from router.retry_budget import RetryBudget
@@ -347,11 +348,18 @@ class Lifecycle:
         try:
             async with asyncio.timeout(ACCOUNT_S if self._state.phase is Phase.SETTLING else None):
                 event = await self._events.get()
+                while isinstance(event, WorkerStalled) and not self._is_better_off_without(event.worker):
+                    event = await self._events.get()
         except TimeoutError:
             return AccountOverdue()
         if isinstance(event, WorkerSaid):
             self._note(event)
         return event
+
+    def _is_better_off_without(self, worker: WorkerKey) -> bool:
+        """Whether the worker still stands still, and somebody else can compute the request. Where nobody can, it waits:
+        the worker may go on. It is told of the stall again with each beat."""
+        return self._cluster.pool.is_stalled(worker) and self._cluster.pool.is_anybody_usable_for(self._needs())
 
     def _note(self, said: WorkerSaid) -> None:
         """What workers' room and the account have to know: nothing here decides what happens to the request."""

@@ -55,6 +55,14 @@ class WorkerLost:
 
 
 @dataclass(frozen=True, slots=True)
+class WorkerStalled:
+    """A worker's engine stands still, and there is another that can go on. What it still says may be believed until it
+    is cancelled there."""
+
+    worker: WorkerKey
+
+
+@dataclass(frozen=True, slots=True)
 class Stopped:
     """The answer is not wanted any more, or is complete by a stop string (`finish_reason`), or failed (`error`)."""
 
@@ -67,7 +75,7 @@ class AccountOverdue:
     """While SETTLING: the prefill worker did not say in time what the transfer took."""
 
 
-Event: TypeAlias = Planned | WorkerSaid | WorkerLost | Stopped | AccountOverdue
+Event: TypeAlias = Planned | WorkerSaid | WorkerLost | WorkerStalled | Stopped | AccountOverdue
 
 
 # -- actions --------------------------------------------------------------------------------------------------------
@@ -115,7 +123,7 @@ class NoteSuccess:
 @dataclass(frozen=True, slots=True)
 class NoteFault:
     """The running attempt failed, and that is the worker's own fault, or that of the two workers of a plan together.
-    Of lost sessions the pool knows by itself."""
+    Of lost sessions and stalled engines the pool knows by itself."""
 
     who: WorkerKey | Plan
 

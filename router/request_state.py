@@ -2,7 +2,7 @@
 
     QUEUED ──Planned, disaggregated──> RESERVING ──Granted──> PREFILLING ──HandedOver──> DECODING ──last token──> DONE
       │ ^                                  │                      │  └─last token─> SETTLING ─┼─HandedOver, or overdue─┘
-      │ └──Busy, WorkerLost, Failed ───────┴──────────────────────┴──────────────────────────┤ (a new attempt)
+      │ └──Busy, Failed, WorkerLost or Stalled ───────┴───────────┴──────────────────────────┤ (a new attempt)
       └──Planned, local────────────────────────────────────────────────────────> DECODING ───┘
     Stopped (client gone, abort, stop string, deadline), no attempts left, or no budget: from anywhere ──> DONE
 
@@ -41,6 +41,7 @@ from router.request_events import (
     WorkerKey,
     WorkerLost,
     WorkerSaid,
+    WorkerStalled,
 )
 from router.retry_budget import RetryBudget
 from rpc.errors import (
@@ -140,7 +141,9 @@ class RequestState:
             case WorkerSaid(worker, said):
                 return self._on_worker(worker, said)
             case WorkerLost(worker):
-                return self._on_lost(worker)
+                return self._on_lost(worker, "was lost")
+            case WorkerStalled(worker):
+                return self._on_lost(worker, "stands still")
             case Stopped(finish_reason, error):
                 return self._end(finish_reason, self._with_last_failure(error))
             case AccountOverdue():
@@ -202,14 +205,14 @@ class RequestState:
 
     # -- what workers say ---------------------------------------------------------------------------------------
 
-    def _on_lost(self, worker: WorkerKey) -> list[Action]:
+    def _on_lost(self, worker: WorkerKey, how: str) -> list[Action]:
         if self.plan is None or worker not in (self.plan.decode, self.plan.prefill):
             return []
         if self.phase is Phase.SETTLING:
             return self._end(self._finish_reason)
         if worker == self.plan.prefill and self.phase is Phase.DECODING:
             return []  # its part was done
-        return self._retry(NoWorker(f"worker {worker.worker_id} was lost"), avoid=worker, at_fault=None)
+        return self._retry(NoWorker(f"worker {worker.worker_id} {how}"), avoid=worker, at_fault=None)
 
     def _on_worker(self, worker: WorkerKey, said: WorkerEvent) -> list[Action]:
         plan = self.plan

@@ -46,7 +46,7 @@ class WorkerHandle:
     @property
     def is_usable(self) -> bool:
         """It takes new work now."""
-        return self.session is not None and self.session.is_open and not self.is_going
+        return self.session is not None and self.session.is_open and not self.is_going and not self.load.is_stalled
 
     @property
     def is_expected(self) -> bool:

@@ -15,6 +15,9 @@ New requests go to decode workers of one kind (weights, dtype, layout: their com
 equal requests would get unlike answers. Workers of another kind finish what they have begun, and take over when they
 are more, as in an upgrade.
 
+A worker whose engine stands still, as it says, gets nothing new until it goes on, and its requests are told with each
+beat, so that they leave it where another can go on (`Lifecycle`).
+
 A worker that fails again and again is set aside, and probed before it is used again (`ejection`). It prefills nothing
 then, and decodes only where no other decode worker is there; that the others are full is no reason: it has room because
 it fails. Two workers between which transfers fail again and again are not paired, as long and as often.
@@ -115,6 +118,14 @@ class WorkerPool:
             record.compat_digest == kind and request.needs.are_met_by(record)
             for record in self._expected_decode_records()
         )
+
+    def is_anybody_usable_for(self, needs: Needs) -> bool:
+        """Whether somebody takes such a request now, full or not."""
+        return bool(self._usable_decode_workers(needs))
+
+    def is_stalled(self, key: WorkerKey) -> bool:
+        handle = self._handles.get(key)
+        return handle is not None and handle.load.is_stalled
 
     @property
     def not_connected(self) -> list[str]:
@@ -296,11 +307,6 @@ class WorkerPool:
     # -- sessions -----------------------------------------------------------------------------------------------
 
     def _connect(self, handle: WorkerHandle) -> None:
-        def on_load(load: pb.WorkerLoad) -> None:
-            handle.set_load(load)
-            self._forget_if_done(handle)
-            self._on_change()
-
         def on_open() -> None:
             handle.num_lost = 0
             _log.info("worker joined", extra={"worker": handle.record.worker_id, "address": handle.record.address})
@@ -309,11 +315,27 @@ class WorkerPool:
             record=handle.record,
             router_id=self._router_id,
             channel=handle.channel,
-            on_load=on_load,
+            on_load=lambda load: self._on_load(handle, load),
             on_open=on_open,
             on_lost=lambda: self._on_session_lost(handle),
         )
         handle.is_full = False
+
+    def _on_load(self, handle: WorkerHandle, load: pb.WorkerLoad) -> None:
+        was_stalled = handle.load.is_stalled
+        handle.set_load(load)
+        if load.is_stalled:
+            self._on_stalled(handle, is_news=not was_stalled)
+        self._forget_if_done(handle)
+        self._on_change()
+
+    def _on_stalled(self, handle: WorkerHandle, *, is_news: bool) -> None:
+        assert handle.session is not None
+        if is_news and handle.session.num_requests and not handle.is_going:
+            _log.warning("worker stands still", extra={"worker": handle.record.worker_id})
+            pause_s = self._ejections.count_failure(handle.record.worker_id, self._now_s())
+            self._log_ejection(handle.key, pause_s)
+        handle.session.tell_stalled()
 
     def _on_session_lost(self, handle: WorkerHandle) -> None:
         if self._is_closed:

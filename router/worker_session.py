@@ -23,7 +23,7 @@ import grpc
 from protos import tandem_worker_pb2 as pb
 from protos.tandem_inference_pb2 import FinishReason
 from protos.tandem_worker_pb2_grpc import DecodeStub, PrefillStub
-from router.request_events import Event, WorkerKey, WorkerLost, WorkerSaid
+from router.request_events import Event, WorkerKey, WorkerLost, WorkerSaid, WorkerStalled
 from rpc.session import BEATS_PER_LEASE, PROTOCOL_VERSION
 
 _log = logging.getLogger(__name__)
@@ -82,6 +82,11 @@ class WorkerSession:
     def attach(self, request_id: str, inbox: Inbox) -> None:
         """From now on the worker's events of `request_id` go to `inbox`."""
         self._inboxes[request_id] = inbox
+
+    def tell_stalled(self) -> None:
+        """All requests here, that the worker's engine stands still."""
+        for inbox in list(self._inboxes.values()):
+            inbox(WorkerStalled(self.key))
 
     def detach(self, request_id: str) -> None:
         """The request has ended; what the worker still says of it is dropped."""

@@ -73,6 +73,7 @@ def why_set_back(record: WorkerRecord, status: ClusterStatus) -> list[str]:
     """What keeps requests from a worker, in a few words each."""
     remarks = {
         "draining": record.is_draining,
+        "stands still": record.load.is_stalled,
         "ejected": record.worker_id in status.ejected,
         "not connected": record.worker_id in status.not_connected,
         "of another kind: no new requests": record.worker_id in status.of_another_kind,

@@ -59,6 +59,7 @@ def ledger_message(ledger: BlockLedger) -> pb.BlockLedger:
 
 
 def load_message(load: EngineLoad, *, is_draining: bool = False) -> pb.WorkerLoad:
+    """After a step or before any: an engine that has something to say is not stalled."""
     return pb.WorkerLoad(
         num_running=load.num_running,
         num_waiting=load.num_waiting,

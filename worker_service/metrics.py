@@ -69,6 +69,7 @@ class WorkerMetrics(Collector):
         yield self._gauge("num_sessions", "Routers that are connected.", self._num_sessions())
         yield self._gauge("num_grants", "Promises of memory that are open.", counters.num_grants)
         yield self._gauge("is_draining", "1 while it leaves.", load.is_draining)
+        yield self._gauge("is_stalled", "1 while the engine stands still within a step.", load.is_stalled)
         for name, help_text, value in (
             ("prefix_cache_queries", "Prompt tokens looked up in the prefix cache.", stats.num_prefix_queries_tokens),
             ("prefix_cache_hits", "Prompt tokens found there.", stats.num_prefix_hits_tokens),

@@ -207,8 +207,7 @@ class WorkerProcess:
         await self.role.start(self._address)
         self._register()
         self.server.set_serving(SERVICE_NAME, True)
-        if args.engine_iteration_timeout_s:
-            self._watchdog = asyncio.create_task(self._end_when_stuck(args.engine_iteration_timeout_s))
+        self._watchdog = asyncio.create_task(self._end_when_stuck())
         announce(listening)
         blocks = self.engine.kv_shape.num_blocks
         _log.info("serving %s", config.model.served_model_name, extra={"address": self._address, "num_blocks": blocks})
@@ -255,7 +254,7 @@ class WorkerProcess:
         _log.info("draining", extra={"grace_s": grace_s})
         self._is_draining = True
         self.server.enter_drain()
-        self._tell_draining()
+        self._tell_all(is_draining=True)
         try:
             async with asyncio.timeout(grace_s):
                 await self.role.drain()
@@ -295,18 +294,29 @@ class WorkerProcess:
             self._loop.remove_reader(fd)
             os.close(fd)
 
-    async def _end_when_stuck(self, timeout_s: float) -> None:
+    async def _end_when_stuck(self) -> None:
         """The stepping thread cannot be ended, so neither can this process in good order: peers see it die."""
-        await wait_until_stuck(self.engine, timeout_s)
+        timeout_s = self._args.engine_iteration_timeout_s
+        await wait_until_stuck(
+            self.engine, stall_s=self._args.lease_ms / 1000, timeout_s=timeout_s, on_stall=self._on_stall
+        )
         _log.critical("the engine stands still; this process ends", extra={"engine_iteration_timeout_s": timeout_s})
         faulthandler.dump_traceback()  # where each thread is: in which call the engine hangs
         os._exit(1)
 
-    def _tell_draining(self) -> None:
+    def _on_stall(self, is_stalled: bool) -> None:
+        if is_stalled:
+            _log.warning("the engine stands still; routers go elsewhere", extra={"lease_ms": self._args.lease_ms})
+        else:
+            _log.info("the engine goes on")
+        self._tell_all(is_stalled=is_stalled)
+
+    def _tell_all(self, **states: bool) -> None:
         """Over the sessions at once, and through the registry to whoever has none: neither may depend on the other."""
         load = pb.WorkerLoad()
         load.CopyFrom(self._load)
-        load.is_draining = True
+        for name, is_so in states.items():
+            setattr(load, name, is_so)
         self._load = load
         self.host.announce_load()
         self._registration.beat_now()

@@ -64,8 +64,7 @@ class WorkerServicer(WorkerServicerBase):  # type: ignore[misc]
     async def GetStatus(  # noqa: N802
         self, request: pb.GetWorkerStatusRequest, context: grpc.aio.ServicerContext
     ) -> pb.WorkerStatus:
-        stats = await self._engine.call(lambda engine: engine.stats)
-        counters = self._counters()
+        stats, counters = self._engine.stats, self._counters()  # an engine that hangs does not keep them to itself
         return pb.WorkerStatus(
             record=self._record(),
             uptime_s=time.monotonic() - self._started_s,
@@ -85,6 +84,7 @@ class WorkerServicer(WorkerServicerBase):  # type: ignore[misc]
         return pb.DrainResponse()
 
     async def Audit(self, request: pb.AuditRequest, context: grpc.aio.ServicerContext) -> pb.WorkerAudit:  # noqa: N802
+        self._require_going()
         before = self._open_grants()
         (ledger, problems), reserved = await self._engine.call(
             lambda engine: (engine.audit(), engine.granted_block_ids())
@@ -102,6 +102,7 @@ class WorkerServicer(WorkerServicerBase):  # type: ignore[misc]
     async def Profile(self, request: pb.ProfileRequest, context: grpc.aio.ServicerContext) -> pb.WorkerProfile:  # noqa: N802
         if not 1 <= request.timeout_ms <= MAX_PROFILE_MS:
             raise InvalidRequest([("timeout_ms", f"must be in [1, {MAX_PROFILE_MS}], is {request.timeout_ms}")])
+        self._require_going()
         try:
             profile = await self._engine.profile(
                 request.num_steps, timeout_s=request.timeout_ms / 1e3, with_trace=request.with_trace
@@ -125,6 +126,11 @@ class WorkerServicer(WorkerServicerBase):  # type: ignore[misc]
             ],
             trace_gz=profile.trace_gz,
         )
+
+    def _require_going(self) -> None:
+        """Of an engine that stands still nobody hears anything, however long they wait. Raises `Incompatible`."""
+        if self._record().load.is_stalled:
+            raise Incompatible("the engine stands still within a step; try again when it goes on")
 
 
 def stale_grants(

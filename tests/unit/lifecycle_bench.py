@@ -14,7 +14,7 @@ from router.metrics import RouterMetrics
 from router.policy import PolicyConfig
 from router.prefix_lookup import PrefixLookup
 from router.queue import RequestQueue
-from router.request_events import Event, WorkerKey, WorkerLost, WorkerSaid
+from router.request_events import Event, WorkerKey, WorkerLost, WorkerSaid, WorkerStalled
 from router.request_state import AttemptNumbers
 from router.retry_budget import RetryBudget
 from router.sequences import Sequences, names_at_workers
@@ -50,6 +50,10 @@ class ScriptedSession:
     def attach(self, request_id: str, inbox: Inbox) -> None:
         self.inboxes[request_id] = inbox
 
+    def tell_stalled(self) -> None:
+        for inbox in list(self.inboxes.values()):
+            inbox(WorkerStalled(self.key))
+
     def detach(self, request_id: str) -> None:
         self.inboxes.pop(request_id, None)
 
@@ -77,9 +81,9 @@ class NothingCached:
         return {}
 
 
-def load(num_free: int, *, num_running: int = 0, is_draining: bool = False) -> pb.WorkerLoad:
+def load(num_free: int, *, num_running: int = 0, is_draining: bool = False, is_stalled: bool = False) -> pb.WorkerLoad:
     blocks = pb.BlockLedger(num_blocks=max(100, num_free), num_free=num_free, num_sequence=max(0, 100 - num_free))
-    return pb.WorkerLoad(num_running=num_running, blocks=blocks, is_draining=is_draining)
+    return pb.WorkerLoad(num_running=num_running, blocks=blocks, is_draining=is_draining, is_stalled=is_stalled)
 
 
 class Bench:
@@ -118,6 +122,10 @@ class Bench:
         handle.session = cast(Any, ScriptedSession(handle.key))
         self.pool._handles[handle.key] = handle
         return handle
+
+    def hear_load(self, handle: WorkerHandle, load: pb.WorkerLoad) -> None:
+        """As a message of the worker brings it."""
+        self.pool._on_load(handle, load)
 
     def lose_decode_session(self, *, num_lost: int) -> None:
         """As WorkerSession and WorkerPool do when `num_lost` sessions in a row were lost."""

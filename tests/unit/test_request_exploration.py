@@ -1,10 +1,11 @@
 """Every interleaving of one request with its workers, with up to two faults, through the code that the router runs.
 
 The model is a prefill and a decode worker, each with a stream of messages on its way to the router. From every state
-all that could happen next is tried: a worker does its next step, is busy, fails or dies; a message arrives; the client
-leaves. Checked in each state: positions are contiguous and tokens right, the end comes once, nothing that was begun on
-a worker is left there at the end, there is always something that can still happen, a worker is praised only for what it
-did and blamed only for what it failed itself, once an attempt, and retries are as many as the budget allows.
+all that could happen next is tried: a worker does its next step, is busy, fails, dies or stands still; a message
+arrives; the client leaves. Checked in each state: positions are contiguous and tokens right, the end comes once,
+nothing that was begun on a worker is left there at the end, there is always something that can still happen, a worker
+is praised only for what it did and blamed only for what it failed itself, once an attempt, and retries are as many as
+the budget allows.
 """
 
 from __future__ import annotations
@@ -39,6 +40,7 @@ from router.request_events import (
     WorkerKey,
     WorkerLost,
     WorkerSaid,
+    WorkerStalled,
 )
 from router.request_state import Phase, RequestState
 from router.retry_budget import RetryBudget
@@ -229,13 +231,14 @@ def faults(world: World) -> Iterator[World]:
         after.work.pop(worker, None)
         after.inbox[worker] = []
         yield deliver(after, WorkerLost(worker))
+        yield deliver(fork(), WorkerStalled(worker))  # it may go on any time, and what it said is still to come
 
 
 def nothing_follows(ended: World) -> None:
     """Whatever is still on its way to a request that has ended, or comes once more, does nothing."""
     late: list[Event] = [event for events in ended.inbox.values() for event in events]
     key = ended.key()
-    for event in [*late, Planned(PAIR), Stopped(), WorkerLost(P), WorkerLost(D), AccountOverdue()]:
+    for event in [*late, Planned(PAIR), Stopped(), WorkerLost(P), WorkerLost(D), WorkerStalled(D), AccountOverdue()]:
         do(ended, ended.state.on(event))
         assert ended.key() == key, f"{event} after the end"
 

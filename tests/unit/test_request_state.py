@@ -29,6 +29,7 @@ from router.request_events import (
     WorkerKey,
     WorkerLost,
     WorkerSaid,
+    WorkerStalled,
 )
 from router.request_state import Phase, RequestState
 from router.retry_budget import ANSWERS_PER_TOKEN, RetryBudget
@@ -171,10 +172,20 @@ def settling() -> RequestState:
         AccountOverdue(),
         WorkerLost(P),
         WorkerLost(D),
+        WorkerStalled(P),
+        WorkerStalled(D),
         failed(P, 1, can_retry=True),
         tokens(D, 1, 2, 7),
     ],
-    ids=["overdue", "prefill worker lost", "decode worker lost", "transfer failed", "nonsense"],
+    ids=[
+        "overdue",
+        "prefill worker lost",
+        "decode worker lost",
+        "p stalled",
+        "d stalled",
+        "transfer failed",
+        "nonsense",
+    ],
 )
 def test_a_complete_answer_ends_well_whatever_becomes_of_its_account(event: Event) -> None:
     actions = settling().on(event)
@@ -223,9 +234,10 @@ def test_busy_returns_to_the_front_and_costs_no_attempt() -> None:
         assert state.on(said(D, state.attempt, busy=pb.Busy())) == [EnterQueue(is_return=True)]
 
 
-def test_prefill_worker_lost_before_commit_starts_again_elsewhere() -> None:
+@pytest.mark.parametrize("how", [WorkerLost, WorkerStalled])
+def test_prefill_worker_lost_before_commit_starts_again_elsewhere(how: type[WorkerLost | WorkerStalled]) -> None:
     state = prefilling()
-    assert state.on(WorkerLost(P)) == [
+    assert state.on(how(P)) == [
         SendCancel(D, 1),
         SendCancel(P, 1),
         EnterQueue(is_return=True, avoid=frozenset({P})),
@@ -234,19 +246,21 @@ def test_prefill_worker_lost_before_commit_starts_again_elsewhere() -> None:
     assert emitted(state.on(tokens(D, 2, 0, 5))) == [(0, [5])]
 
 
-def test_prefill_worker_lost_after_commit_does_not_matter() -> None:
+@pytest.mark.parametrize("how", [WorkerLost, WorkerStalled])
+def test_prefill_worker_lost_after_commit_does_not_matter(how: type[WorkerLost | WorkerStalled]) -> None:
     state = prefilling()
     state.on(tokens(P, 1, 0, 5))
     state.on(said(P, 1, handed_over=pb.HandedOver()))
-    assert state.on(WorkerLost(P)) == []
+    assert state.on(how(P)) == []
 
 
-def test_decode_worker_lost_goes_on_at_the_next_index() -> None:
+@pytest.mark.parametrize("how", [WorkerLost, WorkerStalled])
+def test_decode_worker_lost_goes_on_at_the_next_index(how: type[WorkerLost | WorkerStalled]) -> None:
     state = prefilling()
     state.on(tokens(P, 1, 0, 5))
     state.on(said(P, 1, handed_over=pb.HandedOver()))
     state.on(tokens(D, 1, 1, 6))
-    assert EnterQueue(is_return=True, avoid=frozenset({D})) in state.on(WorkerLost(D))
+    assert EnterQueue(is_return=True, avoid=frozenset({D})) in state.on(how(D))
     state.on(Planned(Plan(D2, None)))
     assert state.on(tokens(D, 1, 2, 99)) == []  # a ghost of the first attempt
     assert emitted(state.on(tokens(D2, 2, 2, 7))) == [(2, [7])]
@@ -339,7 +353,11 @@ def test_the_last_failure_counts_too() -> None:
     assert isinstance(actions[-1], End)
 
 
-@pytest.mark.parametrize("event", [WorkerLost(D), Stopped(), said(D, 1, busy=pb.Busy())], ids=["lost", "gone", "busy"])
+@pytest.mark.parametrize(
+    "event",
+    [WorkerLost(D), WorkerStalled(D), Stopped(), said(D, 1, busy=pb.Busy())],
+    ids=["lost", "stalled", "gone", "busy"],
+)
 def test_a_lost_session_a_client_that_leaves_and_a_full_worker_are_nobodys_fault(event: Event) -> None:
     state = RequestState(max_attempts=3, budget=RetryBudget())
     state.start()
