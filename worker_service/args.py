@@ -31,7 +31,10 @@ class WorkerArgs(ServiceArgs):
     )
     lease_ms: int = field(
         default=10_000,
-        metadata={"help": "A router that is silent for this long is taken for dead; what it owns here is freed."},
+        metadata={
+            "help": "A router that is silent for this long is taken for dead; what it owns here is freed. An engine that "
+            "stands still within a step for this long is left by routers that have another worker."
+        },
     )
     drain_grace_s: float = field(
         default=30.0, metadata={"help": "On SIGTERM, how long running requests may take to finish."}
