@@ -12,10 +12,8 @@ import logging
 import time
 from collections.abc import AsyncGenerator
 from dataclasses import dataclass
-from typing import Any
 
 from protos import tandem_inference_pb2 as inference_pb
-from protos import tandem_worker_pb2 as pb
 from router.account import Account
 from router.answer_messages import AnswerMessages
 from router.deadline import Deadline
@@ -41,7 +39,6 @@ from router.request_events import (
     SendReserve,
     Stopped,
     WorkerKey,
-    WorkerLost,
     WorkerSaid,
     WorkerStalled,
 )
@@ -51,6 +48,7 @@ from router.text.detokenizer import IncrementalDetokenizer
 from router.text.reasoning import AnswerReader
 from router.timings import timings_of
 from router.validation.resumption import NOTHING, Resumption, kind_name
+from router.worker_commands import WorkerCommands
 from router.worker_handle import TakenRoom
 from router.worker_pool import WorkerPool
 from rpc.errors import NoWorker
@@ -113,11 +111,6 @@ class Lifecycle:
         self._cluster = cluster
         self._prompt_token_ids = prompt_token_ids
         self._sampling_params = sampling_params
-        self._worker_params = inference_pb.SamplingParams()
-        self._worker_params.CopyFrom(sampling_params)
-        for ours in ("stop", "n", "structured_outputs", "priority"):  # text and turns are the router's business
-            self._worker_params.ClearField(ours)
-        self._grammar = grammar
         self._cache_salt = cache_salt
         self._lora_name = lora_name
         self._fairness_id = fairness_id
@@ -143,14 +136,22 @@ class Lifecycle:
             num_resumed=len(resumption.token_ids),
         )
         self._events: asyncio.Queue[Event] = asyncio.Queue()
+        self._commands = WorkerCommands(
+            cluster.pool,
+            self._events.put_nowait,
+            name=self.name,
+            prompt_token_ids=prompt_token_ids,
+            sampling_params=sampling_params,
+            grammar=grammar,
+            cache_salt=cache_salt,
+            lora_name=lora_name,
+        )
         self._waiting: asyncio.Task[None] | None = None
         self._last_plan: Plan | None = None
         self._compat_digest = resumption.compat_digest
         """Of the decode worker of the last plan."""
         self.room: TakenRoom | None = None
         """Of the running attempt."""
-        self._num_frees_when_asked = 0
-        """Of the decode worker, when the running attempt was sent to it (see `WorkerHandle.note_busy`)."""
         self._num_failures = 0
         """That have been counted."""
         self._deadline = Deadline(
@@ -211,14 +212,13 @@ class Lifecycle:
                     self._enter_queue(action)
                 case SendReserve(worker):
                     self._account.room_asked()
-                    self._ask(worker, pb.DecodeCommand(reserve=self._engine_request()))
+                    self._commands.reserve(worker, self._state.attempt, self._state.token_ids)
                 case SendGenerate(worker):
                     self._account.prompt_sent()
-                    self._ask(worker, self._command_to(worker, generate=self._engine_request()))
+                    self._commands.generate(worker, self._state.attempt, self._state.token_ids)
                 case SendPrefill(worker, grant):
                     self._account.prompt_sent()
-                    prefill = pb.PrefillRequest(request=self._engine_request(), grant=grant)
-                    self._send(worker, pb.PrefillCommand(prefill=prefill))
+                    self._commands.prefill(worker, grant)
                 case SendCancel() | NoteSuccess() | NoteFault():
                     self._wind_up([action])
                 case Emit():
@@ -239,7 +239,7 @@ class Lifecycle:
         for action in actions:
             match action:
                 case SendCancel(worker, attempt):
-                    self._send_cancel(worker, attempt)
+                    self._commands.cancel(worker, attempt)
                 case NoteSuccess(who) if self.room is not None:
                     self._cluster.pool.note_success(who, self.room)
                 case NoteFault(who) if self.room is not None:
@@ -295,52 +295,7 @@ class Lifecycle:
         self._events.put_nowait(Planned(self.room.plan))
 
     def _needs(self) -> Needs:
-        return Needs(
-            compat_digest=self._compat_digest if self._state.token_ids else "",
-            has_grammar=bool(self._grammar),
-            has_cache_salt=bool(self._cache_salt),
-            lora_name=self._lora_name,
-        )
-
-    def _command_to(self, key: WorkerKey, **command: Any) -> pb.PrefillCommand | pb.DecodeCommand:
-        """In the words of the worker's role. One that is gone hears none."""
-        handle = self._cluster.pool.get(key)
-        is_prefill = handle is not None and handle.record.role == pb.Role.ROLE_PREFILL
-        return pb.PrefillCommand(**command) if is_prefill else pb.DecodeCommand(**command)
-
-    def _ask(self, key: WorkerKey, command: pb.PrefillCommand | pb.DecodeCommand) -> None:
-        """Send what a worker may answer with Busy."""
-        if (handle := self._cluster.pool.get(key)) is not None:
-            self._num_frees_when_asked = handle.num_frees
-        self._send(key, command)
-
-    def _send(self, key: WorkerKey, command: pb.PrefillCommand | pb.DecodeCommand) -> None:
-        handle = self._cluster.pool.get(key)
-        if handle is None or handle.session is None or handle.session.is_lost:
-            self._events.put_nowait(WorkerLost(key))
-            return
-        handle.session.attach(self.name, self._events.put_nowait)
-        handle.session.send(command)
-
-    def _send_cancel(self, key: WorkerKey, attempt: int) -> None:
-        handle = self._cluster.pool.get(key)
-        if handle is None or handle.session is None:
-            return
-        handle.session.detach(self.name)
-        cancel = pb.Cancel(request_id=self.name, attempt=attempt)
-        handle.session.send(self._command_to(key, cancel=cancel))
-
-    def _engine_request(self) -> pb.EngineRequest:
-        return pb.EngineRequest(
-            request_id=self.name,
-            attempt=self._state.attempt,
-            prompt_token_ids=self._prompt_token_ids,
-            output_token_ids=self._state.token_ids,
-            sampling_params=self._worker_params,
-            grammar=self._grammar,
-            cache_salt=self._cache_salt,
-            lora_name=self._lora_name,
-        )
+        return self._commands.needs(self._compat_digest if self._state.token_ids else "")
 
     # -- taking in what happens ---------------------------------------------------------------------------------
 
@@ -370,8 +325,8 @@ class Lifecycle:
             case "granted":
                 room.settle_decode()
                 self._cluster.queue.dispatch()
-            case "busy" if (handle := self._cluster.pool.get(said.worker)) is not None:
-                handle.note_busy(self._num_frees_when_asked)
+            case "busy":
+                self._commands.note_busy(said.worker)
             case "tokens" if said.worker == (plan.prefill or plan.decode) and not room.is_settled:
                 room.settle()
                 self._cluster.queue.dispatch()
@@ -393,9 +348,7 @@ class Lifecycle:
             self.room.end()
             if not was_settled:
                 self._cluster.queue.dispatch()  # what was counted as taken is free, though no worker says so
-        for handle in self._cluster.pool.handles:
-            if handle.session is not None:
-                handle.session.detach(self.name)
+        self._commands.hang_up()
 
     # -- what the client gets -----------------------------------------------------------------------------------
 

@@ -32,18 +32,11 @@ from collections import Counter
 from collections.abc import Callable, Iterable
 
 from protos import tandem_worker_pb2 as pb
+from router.candidates import decode_candidate, num_cached_tokens, prefill_candidate
 from router.costs import Costs
 from router.ejection import Ejections, Trial
 from router.needs import Needs
-from router.policy import (
-    STALL_WEIGHT,
-    STAY_SHARE,
-    UNKNOWN_ANSWER_S,
-    DecodeCandidate,
-    PolicyConfig,
-    PrefillCandidate,
-    choose_plan,
-)
+from router.policy import STALL_WEIGHT, STAY_SHARE, UNKNOWN_ANSWER_S, PolicyConfig, choose_plan
 from router.queue import QueuedRequest
 from router.request_events import Plan, WorkerKey
 from router.worker_handle import TakenRoom, WorkerHandle
@@ -202,46 +195,27 @@ class WorkerPool:
         # What requests were admitted by. A prefill worker with a shorter context would end some of them early.
         max_model_len = min(h.record.model.max_model_len for h in decode)
         decode = [h for h in decode if not self._is_set_aside(h, now_s)] or decode
+        prefill = [
+            h
+            for h in self.usable(pb.Role.ROLE_PREFILL)
+            if h.record.model.max_model_len >= max_model_len
+            and not self._is_set_aside(h, now_s)
+            and request.needs.are_met_by(h.record)
+        ]
         plan = choose_plan(
             self._policy,
             self.costs,
             now_s=now_s,
             num_tokens=request.num_tokens,
-            prefill=[
-                PrefillCandidate(
-                    key=h.key,
-                    compat_digest=h.record.compat_digest,
-                    num_queued_tokens=h.num_queued_tokens,
-                    num_cached_tokens=_num_cached_tokens(request, h),
-                    num_blocks=h.load.blocks.num_blocks,
-                    num_available_blocks=h.num_available_blocks,
-                    is_full=h.is_full or not h.record.can_generate,
-                )
-                for h in self.usable(pb.Role.ROLE_PREFILL)
-                if h.record.model.max_model_len >= max_model_len
-                and not self._is_set_aside(h, now_s)
-                and request.needs.are_met_by(h.record)
-            ],
-            decode=[
-                DecodeCandidate(
-                    key=h.key,
-                    compat_digest=h.record.compat_digest,
-                    block_size=h.record.model.block_size,
-                    num_available_blocks=h.num_available_blocks + request.num_shared_blocks(h.key),
-                    num_used_blocks=h.load.blocks.num_sequence + h.load.blocks.num_grant + h.num_planned_blocks,
-                    num_cached_blocks=request.num_cached_blocks.get(h.key, 0),
-                    is_full=h.is_full or not h.has_free_seqs,
-                    num_queued_tokens=h.num_queued_tokens,
-                    num_running=h.load.num_running,
-                )
-                for h in decode
-            ],
+            prefill=[prefill_candidate(h, request) for h in prefill],
+            decode=[decode_candidate(h, request) for h in decode],
             avoid=request.avoid,
             are_apart=lambda plan: self._ejections.is_set_aside(_name_of(plan), now_s),
             may_stay=request.waited_s >= STAY_SHARE * (request.answer_s or UNKNOWN_ANSWER_S),
         )
-        if plan is None:
-            return None
+        return None if plan is None else self._take_room(plan, request, now_s)
+
+    def _take_room(self, plan: Plan, request: QueuedRequest, now_s: float) -> TakenRoom:
         prefill = self._handles[plan.prefill] if plan.prefill is not None else None
         names = [plan.decode.worker_id]
         if plan.prefill is not None:
@@ -252,7 +226,7 @@ class WorkerPool:
             decode_handle,
             prefill,
             request.num_tokens,
-            num_cached_tokens=_num_cached_tokens(request, prefill or decode_handle),
+            num_cached_tokens=num_cached_tokens(prefill or decode_handle, request),
             num_blocks_held=request.num_cached_blocks.get(plan.decode, 0),
             num_blocks_shared=request.num_shared_blocks(plan.decode),
             trials=trials,
@@ -375,10 +349,6 @@ class WorkerPool:
         if handle.session is not None:
             await handle.session.close()
         await handle.channel.close()
-
-
-def _num_cached_tokens(request: QueuedRequest, handle: WorkerHandle) -> int:
-    return request.num_cached_blocks.get(handle.key, 0) * handle.record.model.block_size
 
 
 def _keys_of(who: WorkerKey | Plan) -> list[WorkerKey]:

@@ -1,0 +1,40 @@
+"""What the policy is told of a worker, for one request: numbers of the load that it said last, and of what this router
+has planned on it since."""
+
+from __future__ import annotations
+
+from router.policy import DecodeCandidate, PrefillCandidate
+from router.queue import QueuedRequest
+from router.worker_handle import WorkerHandle
+
+
+def prefill_candidate(handle: WorkerHandle, request: QueuedRequest) -> PrefillCandidate:
+    return PrefillCandidate(
+        key=handle.key,
+        compat_digest=handle.record.compat_digest,
+        num_queued_tokens=handle.num_queued_tokens,
+        num_cached_tokens=num_cached_tokens(handle, request),
+        num_blocks=handle.load.blocks.num_blocks,
+        num_available_blocks=handle.num_available_blocks,
+        is_full=handle.is_full or not handle.record.can_generate,
+    )
+
+
+def decode_candidate(handle: WorkerHandle, request: QueuedRequest) -> DecodeCandidate:
+    blocks = handle.load.blocks
+    return DecodeCandidate(
+        key=handle.key,
+        compat_digest=handle.record.compat_digest,
+        block_size=handle.record.model.block_size,
+        num_available_blocks=handle.num_available_blocks + request.num_shared_blocks(handle.key),
+        num_used_blocks=blocks.num_sequence + blocks.num_grant + handle.num_planned_blocks,
+        num_cached_blocks=request.num_cached_blocks.get(handle.key, 0),
+        is_full=handle.is_full or not handle.has_free_seqs,
+        num_queued_tokens=handle.num_queued_tokens,
+        num_running=handle.load.num_running,
+    )
+
+
+def num_cached_tokens(handle: WorkerHandle, request: QueuedRequest) -> int:
+    """Of its prompt, that the worker has, as the index said."""
+    return request.num_cached_blocks.get(handle.key, 0) * handle.record.model.block_size

@@ -1,0 +1,120 @@
+"""One request's commands to workers, and whom it listens to.
+
+Says what is to be computed in the worker's own words; decides nothing. From the first command to a worker on, what it
+says of the request goes to the request's inbox, until it is cancelled there or `hang_up`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from protos import tandem_inference_pb2 as inference_pb
+from protos import tandem_worker_pb2 as pb
+from protos.tandem_kv_transfer_pb2 import Grant
+from router.needs import Needs
+from router.request_events import WorkerKey, WorkerLost
+from router.worker_pool import WorkerPool
+from router.worker_session import Inbox
+
+_ROUTERS_OWN = ("stop", "n", "structured_outputs", "priority")
+"""Sampling parameters that are no business of workers: texts and turns."""
+
+
+class WorkerCommands:
+    """Of one request. Attempts follow one another, each with a number and the tokens that exist before it."""
+
+    def __init__(
+        self,
+        pool: WorkerPool,
+        inbox: Inbox,
+        *,
+        name: str,
+        prompt_token_ids: list[int],
+        sampling_params: inference_pb.SamplingParams,
+        grammar: str,
+        cache_salt: str,
+        lora_name: str,
+    ) -> None:
+        """`name`: what workers call the request. `grammar`: what came of structured_outputs."""
+        self.name = name
+        self._pool = pool
+        self._inbox = inbox
+        self._request = pb.EngineRequest(
+            request_id=name,
+            prompt_token_ids=prompt_token_ids,
+            sampling_params=sampling_params,
+            grammar=grammar,
+            cache_salt=cache_salt,
+            lora_name=lora_name,
+        )
+        for field in _ROUTERS_OWN:
+            self._request.sampling_params.ClearField(field)
+        self._num_frees_when_asked = 0
+        """Of the decode worker, when the running attempt was sent to it (see `WorkerHandle.note_busy`)."""
+
+    def needs(self, compat_digest: str) -> Needs:
+        """`compat_digest`: of the worker that the answer has begun on, or empty."""
+        return Needs(
+            compat_digest=compat_digest,
+            has_grammar=bool(self._request.grammar),
+            has_cache_salt=bool(self._request.cache_salt),
+            lora_name=self._request.lora_name,
+        )
+
+    def reserve(self, worker: WorkerKey, attempt: int, output_token_ids: list[int]) -> None:
+        """Begin an attempt, which goes on after these tokens, with its memory."""
+        self._begin(attempt, output_token_ids)
+        self._ask(worker, pb.DecodeCommand(reserve=self._request))
+
+    def generate(self, worker: WorkerKey, attempt: int, output_token_ids: list[int]) -> None:
+        """Begin an attempt that one worker computes all of."""
+        self._begin(attempt, output_token_ids)
+        self._ask(worker, self._in_words_of(worker, generate=self._request))
+
+    def prefill(self, worker: WorkerKey, grant: Grant) -> None:
+        """Of the attempt that has begun: the memory is there."""
+        self._send(worker, pb.PrefillCommand(prefill=pb.PrefillRequest(request=self._request, grant=grant)))
+
+    def cancel(self, worker: WorkerKey, attempt: int) -> None:
+        """Nothing more is heard of the attempt."""
+        handle = self._pool.get(worker)
+        if handle is None or handle.session is None:
+            return
+        handle.session.detach(self.name)
+        cancel = pb.Cancel(request_id=self.name, attempt=attempt)
+        handle.session.send(self._in_words_of(worker, cancel=cancel))
+
+    def note_busy(self, worker: WorkerKey) -> None:
+        """The worker has refused what it was asked for last."""
+        if (handle := self._pool.get(worker)) is not None:
+            handle.note_busy(self._num_frees_when_asked)
+
+    def hang_up(self) -> None:
+        """The request is over: it listens to nobody any more."""
+        for handle in self._pool.handles:
+            if handle.session is not None:
+                handle.session.detach(self.name)
+
+    def _begin(self, attempt: int, output_token_ids: list[int]) -> None:
+        self._request.attempt = attempt
+        self._request.output_token_ids[:] = output_token_ids
+
+    def _in_words_of(self, key: WorkerKey, **command: Any) -> pb.PrefillCommand | pb.DecodeCommand:
+        """Of the worker's role. One that is gone hears none."""
+        handle = self._pool.get(key)
+        is_prefill = handle is not None and handle.record.role == pb.Role.ROLE_PREFILL
+        return pb.PrefillCommand(**command) if is_prefill else pb.DecodeCommand(**command)
+
+    def _ask(self, key: WorkerKey, command: pb.PrefillCommand | pb.DecodeCommand) -> None:
+        """Send what a worker may answer with Busy."""
+        if (handle := self._pool.get(key)) is not None:
+            self._num_frees_when_asked = handle.num_frees
+        self._send(key, command)
+
+    def _send(self, key: WorkerKey, command: pb.PrefillCommand | pb.DecodeCommand) -> None:
+        handle = self._pool.get(key)
+        if handle is None or handle.session is None or handle.session.is_lost:
+            self._inbox(WorkerLost(key))
+            return
+        handle.session.attach(self.name, self._inbox)
+        handle.session.send(command)
