@@ -82,7 +82,13 @@ class Case:
     def scores(self, window: int = 0, soft_cap: float = 0.0, scale: float | None = None) -> Scores:
         return replace(Scores.of(self.head_dim, window, soft_cap), **({} if scale is None else {"scale": scale}))
 
-    def expected(self, window: int, soft_cap: float = 0.0, scale: float | None = None) -> torch.Tensor:
+    def sinks(self) -> torch.Tensor:
+        """Of some query heads they take most of the weight, of others hardly any."""
+        return torch.linspace(-4.0, 6.0, self.num_heads)
+
+    def expected(
+        self, window: int, soft_cap: float = 0.0, scale: float | None = None, sinks_N: torch.Tensor | None = None
+    ) -> torch.Tensor:
         scale = 1 / math.sqrt(self.head_dim) if scale is None else scale
         rows, row = [], 0
         for (k, v), (before, new) in zip(self.history, self.lens, strict=True):
@@ -94,7 +100,9 @@ class Case:
                     scores *= scale
                     if soft_cap:
                         scores = soft_cap * torch.tanh(scores / soft_cap)
-                    weights = torch.softmax(scores, dim=0)
+                    if sinks_N is not None:
+                        scores = torch.cat((scores, sinks_N[head : head + 1].double()))
+                    weights = torch.softmax(scores, dim=0)[: position + 1 - first]
                     rows.append(weights @ v[first : position + 1, kv_head].double())
                 row += 1
         return torch.stack(rows).view(row, -1)

@@ -18,3 +18,11 @@ QWEN3_MOE: dict[str, Any] = {
     "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16,
     "max_position_embeddings": 128, "initializer_range": 0.3, "eos_token_id": 96, "bos_token_id": 1, "dtype": "float32",
 }  # fmt: skip
+
+GPT_OSS: dict[str, Any] = {
+    "architectures": ["GptOssForCausalLM"], "model_type": "gpt_oss", "vocab_size": 97, "hidden_size": 64,
+    "intermediate_size": 64, "num_local_experts": 8, "num_experts_per_tok": 2, "num_hidden_layers": 2,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "sliding_window": 8,
+    "max_position_embeddings": 128, "initializer_range": 0.3, "eos_token_id": 96, "bos_token_id": 1, "pad_token_id": 0,
+    "dtype": "float32",
+}  # fmt: skip

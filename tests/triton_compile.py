@@ -61,7 +61,9 @@ case = ""
 def compile_instead(kernel: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> None:
     """Takes the place of a launch."""
     options = {name: kwargs.pop(name) for name in OPTIONS if name in kwargs}
-    types = {name: type_of(value) for name, value in zip(kernel.arg_names, args, strict=False)}
+    given = dict(zip(kernel.arg_names, args, strict=False))
+    absent = {name: None for name, value in given.items() if value is None}  # known when it is compiled
+    types = {name: type_of(value) for name, value in given.items() if name not in absent}
     signature = {name: types.get(name, "constexpr") for name in kernel.arg_names}
     aligned = {
         (i,): [["tt.divisibility", 16]]
@@ -69,7 +71,7 @@ def compile_instead(kernel: Any, *args: Any, grid: Any, warmup: bool, **kwargs: 
         if isinstance(value, torch.Tensor)
         or (isinstance(value, int) and value % 16 == 0 and not parameter.do_not_specialize)
     }
-    compiled = triton.compile(ASTSource(kernel, signature, kwargs, aligned), target=H200, options=options)
+    compiled = triton.compile(ASTSource(kernel, signature, kwargs | absent, aligned), target=H200, options=options)
     stores = sorted(set(re.findall(r"\bst\.global\S*", compiled.asm["ptx"])))
     usage = resources_of(compiled.asm["cubin"]) | {"shared": compiled.metadata.shared, "stores": stores}
     if "wgmma" in compiled.asm["ptx"]:
@@ -100,7 +102,12 @@ def output_of(tool: str, option: str, cubin: bytes) -> str:
 
 
 def compile_attention(
-    head_dim: int, dtype: torch.dtype, window: int, soft_cap: float, kv_dtype: torch.dtype | None = None
+    head_dim: int,
+    dtype: torch.dtype,
+    window: int,
+    soft_cap: float,
+    kv_dtype: torch.dtype | None = None,
+    has_sinks: bool = False,
 ) -> None:
     kv_dtype = kv_dtype or dtype
     backend = TritonAttention(
@@ -113,6 +120,7 @@ def compile_attention(
         kv,
         backend.prepare(mixed_layout()),
         Scores.of(head_dim, window, soft_cap),
+        torch.zeros(NUM_HEADS) if has_sinks else None,
     )
 
 
@@ -206,6 +214,7 @@ def main(chosen: list[str]) -> None:
             head_dim, torch.bfloat16, 0, 0.0, torch.float8_e4m3fn
         )
     bfloat16 = torch.bfloat16
+    cases["64 bfloat16 sinks"] = lambda: compile_attention(64, bfloat16, 0, 0.0, has_sinks=True)  # gpt-oss's
     for num_heads, dtype, kv_dtype in (
         (16, bfloat16, bfloat16),
         (20, bfloat16, bfloat16),

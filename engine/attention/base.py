@@ -4,7 +4,7 @@ A backend owns what it derives from one step's layout (its plan) and its scratch
 the block tables.
 
     once a step     plan = backend.prepare(layout)
-    every layer     q = backend.project(qkv, kv, plan, heads, cos_sin); o = backend.attend(q, kv, plan, scores)
+    every layer     q = backend.project(qkv, kv, plan, heads, cos_sin); o = backend.attend(q, kv, plan, scores, sinks)
     with latents    q = backend.project(q, latent, kv, plan, heads, cos_sin); o = backend.attend(q, kv, plan, scale)
 
 Shapes: T tokens of the step, S sequences of the step, N query heads, K key/value heads, H head dim; a layer of the pool
@@ -68,10 +68,19 @@ class AttentionBackend(PagedBackend[Plan]):
         queries [T, N, H] are returned."""
 
     @abstractmethod
-    def attend(self, q_TNH: torch.Tensor, kv: torch.Tensor, plan: Plan, scores: Scores) -> torch.Tensor:
+    def attend(
+        self,
+        q_TNH: torch.Tensor,
+        kv: torch.Tensor,
+        plan: Plan,
+        scores: Scores,
+        sinks_N: torch.Tensor | None = None,
+    ) -> torch.Tensor:
         """Attention of every token to its own sequence's tokens up to itself, this step's included: [T, N * H].
 
-        Query heads N * i / K .. share key head i.
+        Query heads N * i / K .. share key head i. `sinks_N`: float32, of each query head a score that takes part in
+        every softmax and has no value, so that weights sum up to less than one (gpt-oss); for models that have them
+        (`ModelShape.has_sinks`).
         Reads whole blocks: slots of a sequence's last block beyond its end must hold finite numbers.
         """
 

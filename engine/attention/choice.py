@@ -169,6 +169,8 @@ def _flash_calls(needs: Needs) -> FlashCalls:
         raise FlashUnavailable("it is called for keys and values of heads, and the model's attention is latent")
     if needs.model.has_soft_cap:
         raise FlashUnavailable("it is called without a soft cap, and the model caps its scores")
+    if needs.model.has_sinks:
+        raise FlashUnavailable("it is called without attention sinks, and the model has them")
     return load_flash_calls(
         device=needs.device,
         dtype=needs.dtype,

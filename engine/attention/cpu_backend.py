@@ -102,7 +102,14 @@ class CpuAttention(AttentionBackend[CpuPlan]):
         )
         return q_TNH
 
-    def attend(self, q_TNH: torch.Tensor, kv: torch.Tensor, plan: CpuPlan, scores: Scores) -> torch.Tensor:
+    def attend(
+        self,
+        q_TNH: torch.Tensor,
+        kv: torch.Tensor,
+        plan: CpuPlan,
+        scores: Scores,
+        sinks_N: torch.Tensor | None = None,
+    ) -> torch.Tensor:
         assert not scores.soft_cap, "the configuration has seen to it"
         o_TD: torch.Tensor = torch.ops.tandem_cpu.paged_attention(
             q_TNH,
@@ -112,5 +119,6 @@ class CpuAttention(AttentionBackend[CpuPlan]):
             plan.context_lens,
             scores.scale,
             scores.sliding_window,
+            sinks_N,
         )
         return o_TD

@@ -103,7 +103,15 @@ class FlashAttention(AttentionBackend[FlashPlan]):
 
         return project_heads(qkv_TX, kv, plan.slot_mapping, heads, cos_sin)
 
-    def attend(self, q_TNH: torch.Tensor, kv: torch.Tensor, plan: FlashPlan, scores: Scores) -> torch.Tensor:
+    def attend(
+        self,
+        q_TNH: torch.Tensor,
+        kv: torch.Tensor,
+        plan: FlashPlan,
+        scores: Scores,
+        sinks_N: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        assert sinks_N is None, "the configuration has seen to it"
         q_TNH = q_TNH.contiguous()
         k_pages, v_pages = (kv[:, i].transpose(1, 2) for i in (0, 1))  # [block, slot, K, H], of another order in memory
         num_decodes = 0 if plan.decodes is None else len(plan.decodes.context_lens)

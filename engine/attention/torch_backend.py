@@ -47,34 +47,51 @@ class TorchAttention(AttentionBackend[TorchPlan]):
     def write_kv(self, kv: torch.Tensor, k_TKH: torch.Tensor, v_TKH: torch.Tensor, plan: TorchPlan) -> None:
         self._groups.write(kv, (k_TKH, v_TKH), plan)
 
-    def attend(self, q_TNH: torch.Tensor, kv: torch.Tensor, plan: TorchPlan, scores: Scores) -> torch.Tensor:
+    def attend(
+        self,
+        q_TNH: torch.Tensor,
+        kv: torch.Tensor,
+        plan: TorchPlan,
+        scores: Scores,
+        sinks_N: torch.Tensor | None = None,
+    ) -> torch.Tensor:
         groups = self._groups.of(plan, scores.sliding_window, q_TNH.dtype)
-        o_TNH = in_token_order(groups, len(q_TNH), lambda group: self._attend_group(q_TNH, kv, group, scores))
+        o_TNH = in_token_order(groups, len(q_TNH), lambda group: self._attend_group(q_TNH, kv, group, scores, sinks_N))
         return o_TNH.reshape(len(q_TNH), -1)
 
-    def _attend_group(self, q_TNH: torch.Tensor, kv: torch.Tensor, group: Group, scores: Scores) -> torch.Tensor:
+    def _attend_group(
+        self, q_TNH: torch.Tensor, kv: torch.Tensor, group: Group, scores: Scores, sinks_N: torch.Tensor | None
+    ) -> torch.Tensor:
         """[tokens of the group, N, H]"""
         B, L = group.num_seqs, group.query_len
         N, K, H = self._num_heads, self._num_kv_heads, self._head_dim
         k_BKCH, v_BKCH = self._groups.gather(kv, group, q_TNH.dtype).unbind(0)
         if L == 1:
             q_BKGH = q_TNH[group.token_rows].reshape(B, K, N // K, H)
-            return _weighted_values(q_BKGH, k_BKCH, v_BKCH, group.mask, scores).reshape(B, N, H)
+            sinks_KG = None if sinks_N is None else sinks_N.view(K, N // K)
+            return _weighted_values(q_BKGH, k_BKCH, v_BKCH, group.mask, scores, sinks_KG).reshape(B, N, H)
         q = q_TNH[group.token_rows] if group.padded_rows is None else q_TNH[group.padded_rows]
         q_BNLH = q.view(B, L, N, H).transpose(1, 2)
         if group.mask is None:
             k_BKCH, v_BKCH = k_BKCH[:, :, :L], v_BKCH[:, :, :L]
-        o_BNLH = _weighted_values(q_BNLH, k_BKCH, v_BKCH, group.mask, scores)
+        sinks_N1 = None if sinks_N is None else sinks_N.view(N, 1)
+        o_BNLH = _weighted_values(q_BNLH, k_BKCH, v_BKCH, group.mask, scores, sinks_N1)
         o = o_BNLH.transpose(1, 2).reshape(B * L, N, H)
         return o if group.valid_rows is None else o[group.valid_rows]
 
 
 def _weighted_values(
-    q_BNLH: torch.Tensor, k_BKCH: torch.Tensor, v_BKCH: torch.Tensor, mask: torch.Tensor | None, scores: Scores
+    q_BNLH: torch.Tensor,
+    k_BKCH: torch.Tensor,
+    v_BKCH: torch.Tensor,
+    mask: torch.Tensor | None,
+    scores: Scores,
+    sinks_NL: torch.Tensor | None,
 ) -> torch.Tensor:
-    """[B, N, L, H]. `mask` [B, 1, L, C] is added to the scores; None: causal from the first token, L = C."""
-    if scores.soft_cap:
-        return _weighted_values_under_cap(q_BNLH, k_BKCH, v_BKCH, mask, scores)
+    """[B, N, L, H]. `mask` [B, 1, L, C] is added to the scores; None: causal from the first token, L = C. `sinks_NL`:
+    or [N, 1]."""
+    if scores.soft_cap or sinks_NL is not None:
+        return _weighted_values_by_hand(q_BNLH, k_BKCH, v_BKCH, mask, scores, sinks_NL)
     shares_keys = q_BNLH.shape[1] != k_BKCH.shape[1]
     if shares_keys and q_BNLH.is_cuda and (mask is not None or q_BNLH.dtype == torch.float32):
         return weighted_values_head_by_head(q_BNLH, k_BKCH, v_BKCH, mask, scores.scale)
@@ -110,18 +127,27 @@ def weighted_values_head_by_head(
     return torch.stack([attend(q_BKLH, k_BKCH, v_BKCH) for q_BKLH in q_BKGLH.unbind(2)], 2).flatten(1, 2)
 
 
-def _weighted_values_under_cap(
-    q_BNLH: torch.Tensor, k_BKCH: torch.Tensor, v_BKCH: torch.Tensor, mask: torch.Tensor | None, scores: Scores
+def _weighted_values_by_hand(
+    q_BNLH: torch.Tensor,
+    k_BKCH: torch.Tensor,
+    v_BKCH: torch.Tensor,
+    mask: torch.Tensor | None,
+    scores: Scores,
+    sinks_NL: torch.Tensor | None,
 ) -> torch.Tensor:
-    """Which torch has no call for."""
+    """Under a cap, or with sinks, which torch has no call for."""
     B, N, L, H = q_BNLH.shape
     K, C = k_BKCH.shape[1:3]
     q_BKRH = q_BNLH.reshape(B, K, N // K * L, H)  # the query heads of a key head side by side
-    s = (q_BKRH @ k_BKCH.mT).mul_(scores.scale / scores.soft_cap).tanh_().mul_(scores.soft_cap)
+    s = (q_BKRH @ k_BKCH.mT).mul_(scores.scale / (scores.soft_cap or 1.0))
+    if scores.soft_cap:
+        s = s.tanh_().mul_(scores.soft_cap)
     s_BNLC = s.view(B, N, L, C)
     if mask is None:
         s_BNLC.masked_fill_(torch.ones(L, C, dtype=torch.bool, device=s.device).triu_(1), float("-inf"))
     else:
         s_BNLC += mask
-    weights = s_BNLC.softmax(-1, dtype=torch.float32).to(v_BKCH.dtype)
-    return (weights.view(B, K, N // K * L, C) @ v_BKCH).view(B, N, L, H)
+    if sinks_NL is not None:
+        s_BNLC = torch.cat((s_BNLC, sinks_NL.to(s.dtype).expand(B, N, L).unsqueeze(-1)), -1)
+    weights = s_BNLC.softmax(-1, dtype=torch.float32)[..., :C].to(v_BKCH.dtype)
+    return (weights.reshape(B, K, N // K * L, C) @ v_BKCH).view(B, N, L, H)

@@ -79,19 +79,26 @@ class TritonAttention(WithTritonPlans, AttentionBackend[TritonPlan]):
     ) -> torch.Tensor:
         return project_heads(qkv_TX, kv, plan.slot_mapping, heads, cos_sin)
 
-    def attend(self, q_TNH: torch.Tensor, kv: torch.Tensor, plan: TritonPlan, scores: Scores) -> torch.Tensor:
+    def attend(
+        self,
+        q_TNH: torch.Tensor,
+        kv: torch.Tensor,
+        plan: TritonPlan,
+        scores: Scores,
+        sinks_N: torch.Tensor | None = None,
+    ) -> torch.Tensor:
         q_TNH = q_TNH.contiguous()
         o_TNH = torch.empty_like(q_TNH)
         decodes = plan.num_decodes
         if decodes:
             paged_decode(
                 q_TNH[:decodes], kv, plan.block_tables, plan.context_lens, o_TNH[:decodes], plan.scratch,
-                max_context_len=plan.max_context_len, scores=scores, config=self._decode_config,
+                max_context_len=plan.max_context_len, scores=scores, sinks_N=sinks_N, config=self._decode_config,
             )  # fmt: skip
         if len(plan.prefill_tiles):
             paged_prefill(
                 q_TNH, kv, plan.block_tables, plan.context_lens, plan.query_starts, plan.prefill_tiles, o_TNH,
-                scores=scores, config=self._prefill_config,
+                scores=scores, sinks_N=sinks_N, config=self._prefill_config,
             )  # fmt: skip
         return o_TNH.view(len(o_TNH), -1)
 

@@ -60,7 +60,8 @@ def make_engine_config(args: EngineArgs, folder: Path) -> EngineConfig:
     hf_config = _read_json(folder / "config.json")
     num_ranks = args.tensor_parallel_size
     shape = share_of(load_model_shape(hf_config, args.model_impl), num_ranks)
-    stored = StoredWeights.from_hf(hf_config)
+    # Of models by transformers' code it has been looked at: what they compute with is plain.
+    stored = StoredWeights.from_hf(hf_config) if shape.model_impl == "tandem" else StoredWeights()
     device, dtype = _device(args), _dtype(args, hf_config)
     capability = torch.cuda.get_device_capability() if device == "cuda" else None
     kv_dtype = kv_dtype_of(args.kv_cache_dtype, dtype)

@@ -18,7 +18,9 @@ from safetensors import safe_open
 
 from engine.config import EngineConfig
 from engine.kv_cache import TORCH_DTYPES
+from engine.model_loader.mxfp4 import widen_all
 from engine.model_loader.weights import opening, safetensors_files
+from engine.models.stored_weights import is_mxfp4
 from engine.models.transformers_model import PAGED
 from engine.models.transformers_probe import MAKING, causal_lm_config
 
@@ -39,11 +41,14 @@ def load_causal_lm(config: EngineConfig) -> Any:
                 torch.manual_seed(config.load.seed)
                 causal_lm = transformers.AutoModelForCausalLM.from_config(hf_config, **arguments)
         else:
+            tensors = _tensors_of(model.path)
+            if is_mxfp4(model.hf_config):
+                tensors = widen_all(tensors, dtype=TORCH_DTYPES[model.dtype], device=device)
             model_class = transformers.MODEL_FOR_CAUSAL_LM_MAPPING[type(hf_config)]
             causal_lm, loaded = model_class.from_pretrained(
                 None,
                 config=hf_config,
-                state_dict=_tensors_of(model.path),
+                state_dict=tensors,
                 output_loading_info=True,
                 device_map=device,
                 ignore_mismatched_sizes=True,  # found out below, and said in our words

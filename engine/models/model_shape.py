@@ -45,3 +45,8 @@ class ModelShape:
     def has_soft_cap(self) -> bool:
         """Of scores, in any layer."""
         return False
+
+    @property
+    def has_sinks(self) -> bool:
+        """Scores without values, in any layer."""
+        return False

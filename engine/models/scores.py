@@ -29,3 +29,5 @@ class AttentionModule:
     name: str
     """Of the module that calls transformers' attention interface, from the causal language model on."""
     scores: Scores
+    has_sinks: bool = False
+    """It hands over a score for each query head that has no value (`AttentionBackend.attend`)."""

@@ -52,6 +52,12 @@ class StoredWeights:
         raise _unsupported("quant_method", method)
 
 
+def is_mxfp4(hf_config: dict[str, Any]) -> bool:
+    """Experts in 4 bits, as gpt-oss has them (engine/model_loader/mxfp4.py): widened when they are loaded."""
+    config = hf_config.get("quantization_config")
+    return isinstance(config, dict) and config.get("quant_method") == "mxfp4"
+
+
 def _of_fp8(config: dict[str, Any]) -> StoredWeights:
     """DeepSeek-V3's and Qwen3's own (blocks), and that of AutoFP8 and Mistral (a scale for each tensor)."""
     _expect(config, "fmt", (None, "e4m3"))

@@ -13,6 +13,7 @@ from typing import Any
 
 from engine.models.model_shape import ModelShape
 from engine.models.scores import AttentionModule
+from engine.models.stored_weights import is_mxfp4
 
 NOT_OF_THE_COMPUTATION = frozenset({
     "_name_or_path", "architectures", "auto_map", "dtype", "torch_dtype", "transformers_version", "use_cache",
@@ -50,6 +51,10 @@ class TransformersConfig(ModelShape):
         return any(module.scores.soft_cap for module in self.attention)
 
     @property
+    def has_sinks(self) -> bool:
+        return any(module.has_sinks for module in self.attention)
+
+    @property
     def model_impl(self) -> str:
         return "transformers"
 
@@ -61,10 +66,10 @@ class TransformersConfig(ModelShape):
 
         from engine.models.transformers_probe import causal_lm_config, watch_a_step
 
-        if hf_config.get("quantization_config") or hf_config.get("compression_config"):
+        if (hf_config.get("quantization_config") or hf_config.get("compression_config")) and not is_mxfp4(hf_config):
             raise ValueError(
-                "config.json: quantization_config is supported in models of our own decoders alone, and "
-                f"{hf_config.get('architectures')} is computed by transformers' code"
+                "config.json: quantization_config, but for quant_method mxfp4, is supported in models of our own "
+                f"decoders alone, and {hf_config.get('architectures')} is computed by transformers' code"
             )
         config = causal_lm_config(hf_config)
         max_positions, why_no_more = _max_positions(config)

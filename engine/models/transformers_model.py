@@ -26,7 +26,7 @@ from engine.models.layer import CosSin, OnLayer
 from engine.models.parts import Parts
 from engine.models.scores import Scores
 from engine.models.transformers_config import TransformersConfig
-from engine.models.transformers_probe import Head
+from engine.models.transformers_probe import SINKS, Head
 
 if TYPE_CHECKING:
     from engine.lora.adapters import Adapters
@@ -122,7 +122,9 @@ class TransformersModel:
 class _Attention(Protocol):
     """What `tandem_attention` of a module that attends is."""
 
-    def attend(self, q_1NTH: torch.Tensor, k_1KTH: torch.Tensor, v_1KTH: torch.Tensor) -> torch.Tensor:
+    def attend(
+        self, q_1NTH: torch.Tensor, k_1KTH: torch.Tensor, v_1KTH: torch.Tensor, sinks_N: torch.Tensor | None
+    ) -> torch.Tensor:
         """[1, T, N, H]"""
 
 
@@ -134,9 +136,10 @@ def _attend(
     attention_mask: None = None,
     **arguments: object,
 ) -> tuple[torch.Tensor, None]:
-    del attention_mask, arguments  # seen when the model was watched
+    del attention_mask  # it, and all other arguments, were seen when the model was watched
     attention: _Attention = module.tandem_attention
-    return attention.attend(query, key, value), None
+    sinks: Any = arguments.get(SINKS)
+    return attention.attend(query, key, value, sinks), None
 
 
 AttentionInterface.register(PAGED, _attend)
@@ -167,7 +170,9 @@ class _PagedAttention:
     heads: HeadProjection
     step: _Step
 
-    def attend(self, q_1NTH: torch.Tensor, k_1KTH: torch.Tensor, v_1KTH: torch.Tensor) -> torch.Tensor:
+    def attend(
+        self, q_1NTH: torch.Tensor, k_1KTH: torch.Tensor, v_1KTH: torch.Tensor, sinks_N: torch.Tensor | None
+    ) -> torch.Tensor:
         step = self.step
         assert step.kv_pool is not None
         assert step.num_attended == self.layer, "transformers' code took another way than it was seen to take"
@@ -176,7 +181,8 @@ class _PagedAttention:
         if step.cos_sin is None:
             step.cos_sin = self.heads.rotary.select(qkv_TXH)
         q_TNH = self.backend.project(qkv_TXH.flatten(1), kv, step.plan, self.heads, step.cos_sin)
-        o_TX = self.backend.attend(q_TNH, kv, step.plan, self.scores)
+        sinks_N = None if sinks_N is None else sinks_N.float()
+        o_TX = self.backend.attend(q_TNH, kv, step.plan, self.scores, sinks_N)
         step.num_attended += 1
         if step.on_layer is not None:
             step.on_layer(self.layer)
@@ -186,7 +192,10 @@ class _PagedAttention:
 class _ToItself:
     """Lets no token see another. What comes out hangs on queries and keys too, which positions went into."""
 
-    def attend(self, q_1NTH: torch.Tensor, k_1KTH: torch.Tensor, v_1KTH: torch.Tensor) -> torch.Tensor:
+    def attend(
+        self, q_1NTH: torch.Tensor, k_1KTH: torch.Tensor, v_1KTH: torch.Tensor, sinks_N: torch.Tensor | None
+    ) -> torch.Tensor:
+        del sinks_N
         num_groups = q_1NTH.shape[1] // k_1KTH.shape[1]
         return (q_1NTH + (k_1KTH + v_1KTH).repeat_interleave(num_groups, dim=1)).transpose(1, 2)
 

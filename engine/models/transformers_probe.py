@@ -36,8 +36,11 @@ MOST_LAYERS = 1024
 """Of which making one without weights takes a millisecond or two."""
 MAKING = threading.Lock()
 """While transformers makes a model it changes torch's default dtype, for all threads: two at once would leave it so."""
+SINKS = "s_aux"
+"""What transformers calls scores without values, one for each query head."""
 HARMLESS = frozenset({
     "scaling", "softcap", "sliding_window", "dropout", "position_ids", "use_cache", "output_attentions", "is_causal",
+    SINKS,
 })  # fmt: skip
 """Arguments of an attention that are read here, or that the masks say once more, or that change nothing."""
 
@@ -67,10 +70,13 @@ def causal_lm_config(hf_config: dict[str, Any]) -> Any:
             f"config.json: architecture {', '.join(names) or '(none given)'} with model_type {model_type!r} is not "
             f"supported: transformers {transformers.__version__} has no causal language model of that name"
         )
+    plain = {
+        field: value for field, value in hf_config.items() if field != "quantization_config"
+    }  # seen to by ourselves
     try:
         # From a file, where transformers reads what JSON has no words for, infinities.
         with tempfile.NamedTemporaryFile("w", suffix=".json") as file:
-            file.write(json.dumps(hf_config))
+            file.write(json.dumps(plain))
             file.flush()
             config = CONFIG_MAPPING[model_type].from_json_file(file.name)
     except Exception as error:  # whatever its checks raise
@@ -100,7 +106,9 @@ def watch_a_step(config: Any, max_positions: int) -> Step:
     if why_not:
         raise ValueError(f"config.json: {name} models cannot be served: {why_not}")
     return Step(
-        attention=tuple(AttentionModule(name=call.name, scores=call.scores) for call in calls),
+        attention=tuple(
+            AttentionModule(name=call.name, scores=call.scores, has_sinks=call.has_sinks) for call in calls
+        ),
         num_heads=calls[0].num_heads,
         num_kv_heads=calls[0].num_kv_heads,
         head_dim=calls[0].head_dim,
@@ -160,6 +168,7 @@ class _Call:
     num_kv_heads: int
     head_dim: int
     scores: Scores
+    has_sinks: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,6 +193,11 @@ class _Watcher:
         if k.shape != v.shape or q.shape[2:] != k.shape[2:] or q.shape[2] != NUM_TOKENS:
             shapes = ", ".join(str(list(x.shape)) for x in (q, k, v))
             raise _CannotServeError(f"queries, keys and values must have heads of one size, are {shapes}")
+        sinks = arguments.get(SINKS)
+        if sinks is not None and sinks.shape != q.shape[1:2]:
+            raise _CannotServeError(
+                f"its attention has sinks of shape {list(sinks.shape)}, not one for each query head"
+            )
         mask_function = getattr(mask, "function", None)
         if mask_function is None:
             raise _CannotServeError("it makes its masks by itself")
@@ -201,6 +215,7 @@ class _Watcher:
                     sliding_window=mask.window,
                     soft_cap=float(arguments.get("softcap") or 0.0),
                 ),
+                has_sinks=sinks is not None,
             )
         )
 

@@ -22,7 +22,7 @@ from pretend_gpu import PretendGpu, pretend_gpu
 from pretend_gpu.engines import make_engine
 from pretend_gpu.triton import triton_interprets
 from quantized_on_gpu import WIDE, check_checkpoint
-from transformers_cases import GEMMA2, QWEN3_MOE
+from transformers_cases import GEMMA2, GPT_OSS, QWEN3_MOE
 from triton_device import DEVICE
 
 from engine.decode_graphs import RECORDING_BYTES
@@ -57,8 +57,9 @@ def gpu() -> Iterator[PretendGpu]:
         (EXPERTS, {"dtype": "bfloat16"}, IN_TURN),
         (GEMMA2, {}, {"attention_backend": "torch"}),
         (QWEN3_MOE, {"dtype": "bfloat16"}, IN_TURN),
+        (GPT_OSS, {"dtype": "bfloat16"}, IN_TURN),
     ],
-    ids=["float32", "float16", "int8", "fp8", "blocks", "deepseek", "gemma2", "qwen3-moe"],
+    ids=["float32", "float16", "int8", "fp8", "blocks", "deepseek", "gemma2", "qwen3-moe", "gpt-oss"],
 )
 def test_recorded_steps_a_step_ahead(
     gpu: PretendGpu, tmp_path: Path, config: dict[str, Any], settings: dict[str, Any], other: dict[str, Any]

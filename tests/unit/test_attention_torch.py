@@ -16,7 +16,9 @@ from engine.attention.torch_backend import TorchAttention, weighted_values_head_
 from engine.attention.torch_latents import TorchLatentAttention
 
 
-def run(case: Case, window: int, soft_cap: float = 0.0, scale: float | None = None) -> torch.Tensor:
+def run(
+    case: Case, window: int, soft_cap: float = 0.0, scale: float | None = None, sinks_N: torch.Tensor | None = None
+) -> torch.Tensor:
     backend = TorchAttention(
         num_heads=case.num_heads,
         num_kv_heads=case.num_kv_heads,
@@ -26,7 +28,7 @@ def run(case: Case, window: int, soft_cap: float = 0.0, scale: float | None = No
     )
     plan = backend.prepare(case.layout)
     backend.write_kv(case.kv, case.k, case.v, plan)
-    return backend.attend(case.q, case.kv, plan, case.scores(window, soft_cap, scale))
+    return backend.attend(case.q, case.kv, plan, case.scores(window, soft_cap, scale), sinks_N)
 
 
 @pytest.mark.parametrize("window", [0, 1, 5, 16, 1000])
@@ -51,6 +53,16 @@ def test_a_soft_cap_and_another_scale(
     torch.testing.assert_close(run(case, window, soft_cap, scale).double(), expected, rtol=1e-4, atol=1e-4)
     if len(case.q) > 1:
         assert not torch.allclose(run(case, window).double(), expected, rtol=1e-2, atol=1e-2)
+
+
+@pytest.mark.parametrize("soft_cap", [0.0, 2.0])
+@pytest.mark.parametrize("window", [0, 9])
+@pytest.mark.parametrize("lens", LENS.values(), ids=LENS.keys())
+def test_sinks(lens: list[tuple[int, int]], window: int, soft_cap: float) -> None:
+    case = Case(lens, num_heads=6, num_kv_heads=2, head_dim=8, block_size=4)
+    expected = case.expected(window, soft_cap, sinks_N=case.sinks())
+    actual = run(case, window, soft_cap, sinks_N=case.sinks())
+    torch.testing.assert_close(actual.double(), expected, rtol=1e-5, atol=1e-5)
 
 
 @settings(max_examples=40, deadline=None)

@@ -52,7 +52,7 @@ def heads_of(num_heads: int, num_kv_heads: int, head_dim: int, norms: tuple[RMSN
     return HeadProjection(num_heads, num_kv_heads, head_dim, rotary, q_norm, k_norm)
 
 
-def attend(case: Case, window: int, scale: float | None = None) -> torch.Tensor:
+def attend(case: Case, window: int, scale: float | None = None, sinks_N: torch.Tensor | None = None) -> torch.Tensor:
     """Through the backend, with a rotation that does nothing: what is written is what is read."""
     backend, kv = CpuAttention(), to_paired(case.kv)
     plan = backend.prepare(case.layout)
@@ -61,7 +61,7 @@ def attend(case: Case, window: int, scale: float | None = None) -> torch.Tensor:
     heads = heads_of(case.num_heads, case.num_kv_heads, case.head_dim)
     q = backend.project(qkv, kv, plan, heads, (one, one * 0))
     torch.testing.assert_close(q, case.q, rtol=0, atol=0)
-    return backend.attend(q, kv, plan, case.scores(window, scale=scale))
+    return backend.attend(q, kv, plan, case.scores(window, scale=scale), sinks_N)
 
 
 def case_of(
@@ -93,6 +93,15 @@ def test_attention_with_another_scale() -> None:
     case = case_of([(70, 1), (15, 1), (0, 19), (30, 35)])
     actual, expected = attend(case, 0, scale=0.2).double(), case.expected(0, scale=0.2)
     torch.testing.assert_close(actual, expected, rtol=1e-2, atol=1e-2)
+
+
+@pytest.mark.parametrize("window", [0, 9])
+def test_attention_with_sinks(window: int) -> None:
+    """Of heads one by one and together, of contexts that are split among threads, and of ones that are not."""
+    for lens in ([(70, 1), (15, 1), (0, 19), (30, 35)], [(1299, 1)], [(9, 1)] * 9):
+        case = case_of(lens)
+        actual, expected = attend(case, window, sinks_N=case.sinks()), case.expected(window, sinks_N=case.sinks())
+        torch.testing.assert_close(actual.double(), expected, rtol=1e-2, atol=1e-2)
 
 
 @pytest.mark.parametrize("num_groups", [1, 3, 4, 8])
@@ -134,11 +143,12 @@ def test_scores_of_any_size_stay_finite() -> None:
 def test_a_row_does_not_depend_on_what_is_computed_with_it(window: int) -> None:
     """The same token gives the same bits alone and in any batch or chunk: what exact streams rest on."""
     whole = case_of([(0, 1100)])
-    tokens, expected = (whole.q, whole.k, whole.v), attend(whole, window)
+    sinks_N = whole.sinks() if window == 100 else None
+    tokens, expected = (whole.q, whole.k, whole.v), attend(whole, window, sinks_N=sinks_N)
     for before, new in [(0, 1), (63, 1), (64, 1), (511, 1), (512, 1), (1099, 1), (500, 77), (1023, 40), (3, 1000)]:
         for others in ([], [(700, 1), (90, 1)]):
             case = case_of([*others, (before, new)], last=tokens)
-            rows = attend(case, window)[len(others) :]
+            rows = attend(case, window, sinks_N=sinks_N)[len(others) :]
             assert torch.equal(rows, expected[before : before + new]), (before, new, others)
 
 

@@ -56,6 +56,9 @@ CONFIGS: dict[str, Any] = {
     ),
     "gpt2": lambda: transformers.GPT2Config(**GPT2),
     "gpt-neox": lambda: transformers.GPTNeoXConfig(**NO_GROUPS),
+    "gpt-oss": lambda: transformers.GptOssConfig(
+        **SMALL, head_dim=16, num_local_experts=4, num_experts_per_tok=2, sliding_window=8, pad_token_id=0
+    ),
     "granite": lambda: transformers.GraniteConfig(
         **SMALL, attention_multiplier=0.2, logits_scaling=3.0, residual_multiplier=0.7, embedding_multiplier=2.0
     ),
@@ -89,7 +92,7 @@ def test_logits_are_those_of_transformers(name: str, tmp_path: Path) -> None:
     assert_close(logits, torch.stack([reference(model, seq.token_ids) for seq in (*running, late)]))
 
 
-@pytest.mark.parametrize("name", ["gemma2", "gpt2", "qwen3-moe"])
+@pytest.mark.parametrize("name", ["gemma2", "gpt-oss", "gpt2", "qwen3-moe"])
 def test_greedy_tokens_equal(name: str, tmp_path: Path) -> None:
     model = save_model(CONFIGS[name](), tmp_path)
     prompt = random_tokens(11, seed=1)
@@ -115,7 +118,7 @@ def test_a_family_of_our_own_computed_by_transformers(tmp_path: Path) -> None:
     assert configs[2].compat_digest == engine_config(tmp_path, model_impl="transformers").compat_digest
 
 
-@pytest.mark.parametrize("name", ["gemma", "gemma3", "glm4-moe"])
+@pytest.mark.parametrize("name", ["gemma", "gemma3", "glm4-moe", "gpt-oss"])
 def test_with_the_cpu_kernels(name: str, tmp_path: Path) -> None:
     """Attention, linear layers and the logits' product are theirs: as near as bfloat16 allows."""
     save_model(CONFIGS[name](), tmp_path)
@@ -196,6 +199,16 @@ def test_what_of_an_engine_is_not_there_for_such_models() -> None:
     assert why_no_graphs("torch", needs("float16", "cuda"))
 
 
+def test_sinks_are_seen_and_flash_attention_has_none() -> None:
+    shape = shape_of(hf(CONFIGS["gpt-oss"](), "GptOssForCausalLM"))
+    assert [module.has_sinks for module in shape.attention] == [True, True, True]
+    assert [module.scores.sliding_window for module in shape.attention] == [8, 0, 8]
+    assert not shape_of(hf(CONFIGS["gemma2"](), "Gemma2ForCausalLM")).has_sinks
+    needs = Needs(model=shape, device="cuda", capability=None, dtype="float16", kv_dtype="float16", block_size=16)
+    with pytest.raises(ValueError, match="flash_attn cannot work here: it is called without attention sinks"):
+        choose_attention_backend("flash_attn", needs)
+
+
 @pytest.mark.parametrize("quantization", ["int8", "fp8"])
 def test_eight_bits_are_refused(quantization: str, tmp_path: Path) -> None:
     save_model(CONFIGS["olmo2"](), tmp_path)
@@ -214,10 +227,6 @@ def test_positions_beyond_which_neighbours_would_count(tmp_path: Path) -> None:
     ("config", "architecture", "why"),
     [
         (lambda: transformers.BertConfig(**NO_GROUPS), "BertLMHeadModel", "a token sees others than those before it"),
-        (
-            lambda: transformers.GptOssConfig(**SMALL, head_dim=16, num_local_experts=4, num_experts_per_tok=2),
-            "GptOssForCausalLM", "its attention asks for s_aux",
-        ),
         (lambda: transformers.DiffLlamaConfig(**SMALL), "DiffLlamaForCausalLM", "attends more than once in a step"),
         (
             lambda: transformers.RecurrentGemmaConfig(**SMALL, lru_width=48, block_types=["recurrent", "attention"]),

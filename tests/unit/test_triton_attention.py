@@ -58,11 +58,18 @@ def written_pool(case: Case) -> torch.Tensor:
     return kv
 
 
-def attend(case: Case, window: int = 0, soft_cap: float = 0.0, scale: float | None = None) -> torch.Tensor:
+def attend(
+    case: Case,
+    window: int = 0,
+    soft_cap: float = 0.0,
+    scale: float | None = None,
+    sinks_N: torch.Tensor | None = None,
+) -> torch.Tensor:
     backend = backend_of(case)
     kv = written_pool(case).to(DEVICE)
+    sinks_N = None if sinks_N is None else sinks_N.to(DEVICE)
     return backend.attend(
-        case.q.to(DEVICE), kv, backend.prepare(case.layout), case.scores(window, soft_cap, scale)
+        case.q.to(DEVICE), kv, backend.prepare(case.layout), case.scores(window, soft_cap, scale), sinks_N
     ).cpu()
 
 
@@ -123,6 +130,14 @@ def test_another_scale(soft_cap: float) -> None:
     assert_close(case, 0, soft_cap, scale=0.9)
 
 
+@pytest.mark.parametrize("lens", [[(70, 1), (0, 1), (20, 19)], [(300, 1), (12, 1)]], ids=["one piece", "pieces"])
+@pytest.mark.parametrize("window", [0, 9])
+def test_sinks(window: int, lens: list[tuple[int, int]]) -> None:
+    case = case_of(lens, num_kv_heads=2)
+    actual, expected = attend(case, window, sinks_N=case.sinks()), case.expected(window, sinks_N=case.sinks())
+    torch.testing.assert_close(actual.double(), expected, rtol=1e-5, atol=1e-5)
+
+
 def test_scores_of_any_size_stay_finite() -> None:
     case = case_of([(40, 1), (0, 20)], dtype=torch.bfloat16)
     case.q *= 300
@@ -156,7 +171,9 @@ def test_agrees_with_plain_torch() -> None:
 # -- split contexts -------------------------------------------------------------------------------------------------
 
 
-def decode(case: Case, window: int, max_context_len: int, config: DecodeConfig) -> torch.Tensor:
+def decode(
+    case: Case, window: int, max_context_len: int, config: DecodeConfig, sinks_N: torch.Tensor | None = None
+) -> torch.Tensor:
     plan = backend_of(case).prepare(case.layout)
     q = case.q.to(DEVICE)
     out = torch.full_like(q, float("nan"))
@@ -164,7 +181,7 @@ def decode(case: Case, window: int, max_context_len: int, config: DecodeConfig) 
     paged_decode(
         q, written_pool(case).to(DEVICE), plan.block_tables, plan.context_lens, out,
         torch.full((size,), float("nan"), device=DEVICE), max_context_len=max_context_len, scores=case.scores(window),
-        config=config,
+        sinks_N=None if sinks_N is None else sinks_N.to(DEVICE), config=config,
     )  # fmt: skip
     return out.flatten(1).cpu()
 
@@ -177,26 +194,31 @@ def test_split_contexts_are_put_together(window: int) -> None:
     torch.testing.assert_close(actual.double(), case.expected(window), rtol=1e-5, atol=1e-5)
 
 
-def test_a_sequence_gets_the_same_bits_in_any_batch_and_from_any_graph() -> None:
-    alone = case_of([(100, 1)], dtype=torch.bfloat16, num_kv_heads=1)
+@pytest.mark.parametrize("has_sinks", [False, True])
+@pytest.mark.parametrize("before", [100, 11], ids=["pieces", "one piece"])
+def test_a_sequence_gets_the_same_bits_in_any_batch_and_from_any_graph(before: int, has_sinks: bool) -> None:
+    alone = case_of([(before, 1)], num_kv_heads=1)
+    sinks_N = alone.sinks() if has_sinks else None
     tokens = (alone.q, *alone.history[-1])
-    expected = decode(alone, 0, 101, SMALL_PIECES)
-    q_of_all = torch.zeros(101, *alone.q.shape[1:], dtype=torch.bfloat16)
-    q_of_all[100] = tokens[0][0]
+    expected = decode(alone, 0, before + 1, SMALL_PIECES, sinks_N)
+    q_of_all = torch.zeros(before + 1, *alone.q.shape[1:])
+    q_of_all[before] = tokens[0][0]
     among = Case(
-        [(300, 1), (5, 1), (100, 1)], num_heads=3, num_kv_heads=1, head_dim=64, block_size=16, dtype=torch.bfloat16,
+        [(300, 1), (5, 1), (before, 1)], num_heads=3, num_kv_heads=1, head_dim=64, block_size=16,
         last=(q_of_all, tokens[1], tokens[2]),
     )  # fmt: skip
     for max_context_len in (301, 400, 100_000):
-        assert torch.equal(decode(among, 0, max_context_len, SMALL_PIECES)[-1:], expected)
+        assert torch.equal(decode(among, 0, max_context_len, SMALL_PIECES, sinks_N)[-1:], expected)
 
 
 def test_an_empty_row_of_a_graph_attends_to_nothing() -> None:
     case = case_of([(70, 1), (3, 1)])
     case.layout.context_lens[1] = 0
     for config in (SMALL_PIECES, DecodeConfig.of(64, 4)):
-        assert (decode(case, 0, 71, config)[1] == 0).all()
-        assert decode(case, 0, 71, config)[0].isfinite().all()
+        for sinks_N in (None, case.sinks()):
+            out = decode(case, 0, 71, config, sinks_N)
+            assert (out[1] == 0).all()
+            assert out[0].isfinite().all()
 
 
 @pytest.mark.parametrize(

@@ -22,7 +22,7 @@ import torch
 import triton
 import triton.language as tl
 
-from engine.kernels.gpu.tile import MIN_SIDE, attend_tile, padded_head_dim, score_scales
+from engine.kernels.gpu.tile import LOG2_E, MIN_SIDE, attend_tile, padded_head_dim, score_scales, with_sinks
 from engine.models.scores import Scores
 
 MAX_PIECES = 32
@@ -74,13 +74,15 @@ def paged_decode(
     *,
     max_context_len: int,
     scores: Scores,
+    sinks_N: torch.Tensor | None = None,
     config: DecodeConfig | None = None,
 ) -> None:
     """Attention of each sequence's last token to all of it: written to `out_SNH`.
 
     `q_SNH`, `out_SNH`: contiguous, of one dtype. `kv`: a layer of the pool, contiguous, of that dtype or 8-bit floats.
     `block_tables` [S, blocks] and `context_lens` [S]: int32; a context of 0 gives zeros. `scratch`: float32,
-    `partial_size` numbers. `max_context_len`: no context is longer.
+    `partial_size` numbers. `max_context_len`: no context is longer. `sinks_N`: float32, of each query head a score
+    without a value.
     """
     num_seqs, num_heads, head_dim = q_SNH.shape
     num_kv_heads, block_size = kv.shape[2:4]
@@ -100,7 +102,7 @@ def paged_decode(
     }
     # Pieces side by side: those beyond a context's end, which end at once, then lie among others instead of last.
     _split_kernel[(pieces, num_kv_heads, num_seqs)](
-        q_SNH, kv, block_tables, context_lens, out_SNH, partial, weight, block_tables.stride(0), pieces,
+        q_SNH, kv, block_tables, context_lens, out_SNH, partial, weight, sinks_N, block_tables.stride(0), pieces,
         scale_in, scale_out,
         NUM_KV_HEADS=num_kv_heads, NUM_GROUPS=num_groups, SLOTS=block_size, HAS_SOFT_CAP=scores.soft_cap > 0,
         BLOCK_M=block_m, BLOCK_N=config.block_n, IS_SPLIT=pieces > 1, **shared,
@@ -108,7 +110,7 @@ def paged_decode(
     )  # fmt: skip
     if pieces > 1:
         reduce_kernel[(num_seqs, num_heads)](
-            context_lens, out_SNH, partial, weight, pieces, NUM_HEADS=num_heads, **shared, num_warps=4
+            context_lens, out_SNH, partial, weight, sinks_N, pieces, NUM_HEADS=num_heads, **shared, num_warps=4
         )
 
 
@@ -130,6 +132,7 @@ def _split_kernel(
     out_ptr,
     partial_ptr,
     weight_ptr,
+    sinks_ptr,
     table_stride,
     num_pieces,
     scale_in,
@@ -179,12 +182,19 @@ def _split_kernel(
             q_MH, acc_MH, max_M, sum_M, kv_ptr, tables_ptr + seq * table_stride, kv_head, start, end, last_M,
             scale_in, scale_out, NUM_KV_HEADS, SLOTS, HEAD_DIM, 0, HAS_SOFT_CAP, BLOCK_N, BLOCK_H, False,
         )  # fmt: skip
-    o_MH = acc_MH / tl.where(sum_M > 0, sum_M, 1.0)[:, None]
+    # Rows of empty sequences have seen nothing.
+    sum_M = tl.where(sum_M > 0, sum_M, 1.0)
+    o_MH = acc_MH / sum_M[:, None]
+    weights_M = max_M + tl.log2(sum_M)
     if IS_SPLIT:
         partials_M = rows_M * num_pieces + piece
         tl.store(partial_ptr + partials_M[:, None] * HEAD_DIM + dims_H[None, :], o_MH, mask=is_real_MH)
-        tl.store(weight_ptr + partials_M, max_M + tl.log2(sum_M), mask=is_row_M)
+        tl.store(weight_ptr + partials_M, weights_M, mask=is_row_M)
     else:
+        if sinks_ptr is not None:
+            # As `reduce_kernel` does it with one piece, for the same bits.
+            sinks_M = tl.load(sinks_ptr + kv_head * NUM_GROUPS + groups_M, mask=is_row_M, other=0.0) * LOG2_E
+            o_MH = o_MH / with_sinks(1.0, weights_M, sinks_M)[:, None]
         out_ptrs = out_ptr + rows_M[:, None] * HEAD_DIM + dims_H[None, :]
         tl.store(out_ptrs, o_MH.to(out_ptr.dtype.element_ty), mask=is_real_MH)
 
@@ -195,6 +205,7 @@ def reduce_kernel(
     out_ptr,
     partial_ptr,
     weight_ptr,
+    sinks_ptr,
     num_pieces,
     NUM_HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
@@ -225,5 +236,7 @@ def reduce_kernel(
     largest = tl.max(weights_P, 0)
     shares_P = tl.exp2(weights_P - tl.where(largest == float("-inf"), 0.0, largest))
     total = tl.sum(shares_P, 0)
+    if sinks_ptr is not None:
+        total = with_sinks(total, largest, tl.load(sinks_ptr + tl.program_id(1)) * LOG2_E)
     o_H = tl.sum(partial_PH * shares_P[:, None], 0) / tl.where(total > 0, total, 1.0)
     tl.store(out_ptr + row * HEAD_DIM + dims_H, o_H.to(out_ptr.dtype.element_ty), mask=dims_H < HEAD_DIM)

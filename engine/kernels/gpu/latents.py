@@ -98,7 +98,7 @@ def decode_latents(
     )  # fmt: skip
     if pieces > 1:
         reduce_kernel[(num_seqs, num_heads)](
-            context_lens, out_SNC, partial, weight, pieces,
+            context_lens, out_SNC, partial, weight, None, pieces,
             NUM_HEADS=num_heads, HEAD_DIM=latent_dim, WINDOW=0, **cut, BLOCK_H=block_c, num_warps=8,
         )  # fmt: skip
 

@@ -21,7 +21,7 @@ import triton
 import triton.language as tl
 from numpy.typing import NDArray
 
-from engine.kernels.gpu.tile import attend_tile, padded_head_dim, score_scales
+from engine.kernels.gpu.tile import LOG2_E, attend_tile, padded_head_dim, score_scales, with_sinks
 from engine.models.scores import Scores
 
 
@@ -79,18 +79,20 @@ def paged_prefill(
     *,
     scores: Scores,
     config: PrefillConfig,
+    sinks_N: torch.Tensor | None = None,
 ) -> None:
     """Causal attention of the tokens in `tiles` to their sequences: written to their rows of `out_TNH`.
 
     `q_TNH`, `out_TNH`: contiguous, of one dtype. `kv`: a layer of the pool, contiguous, of that dtype or 8-bit floats.
     int32: `block_tables` [S, blocks], `context_lens` [S] with this step's tokens, `query_starts` [S + 1] where each
-    sequence's tokens begin among T, `tiles` as `list_tiles` made them for block_m // G tokens.
+    sequence's tokens begin among T, `tiles` as `list_tiles` made them for block_m // G tokens. `sinks_N`: float32, of
+    each query head a score without a value.
     """
     _, num_heads, head_dim = q_TNH.shape
     num_kv_heads, block_size = kv.shape[2:4]
     scale_in, scale_out = score_scales(scores)
     _prefill_kernel[(len(tiles), num_kv_heads)](
-        q_TNH, kv, block_tables, context_lens, query_starts, tiles, out_TNH, block_tables.stride(0),
+        q_TNH, kv, block_tables, context_lens, query_starts, tiles, out_TNH, sinks_N, block_tables.stride(0),
         scale_in, scale_out,
         NUM_KV_HEADS=num_kv_heads, NUM_GROUPS=num_heads // num_kv_heads, HEAD_DIM=head_dim, SLOTS=block_size,
         WINDOW=scores.sliding_window, HAS_SOFT_CAP=scores.soft_cap > 0, BLOCK_M=config.block_m, BLOCK_N=config.block_n,
@@ -107,6 +109,7 @@ def _prefill_kernel(
     query_starts_ptr,
     tiles_ptr,
     out_ptr,
+    sinks_ptr,
     table_stride,
     scale_in,
     scale_out,
@@ -164,6 +167,9 @@ def _prefill_kernel(
             q_MH, acc_MH, max_M, sum_M, kv_ptr, table_ptr, kv_head, start, end, last_M,
             scale_in, scale_out, NUM_KV_HEADS, SLOTS, HEAD_DIM, WINDOW, HAS_SOFT_CAP, BLOCK_N, BLOCK_H, False,
         )  # fmt: skip
+    if sinks_ptr is not None:
+        sinks_M = tl.load(sinks_ptr + heads_M, mask=is_row_M, other=0.0) * LOG2_E
+        sum_M = with_sinks(sum_M, max_M, sinks_M)
     # Rows that are no tokens may have seen nothing.
     o_MH = acc_MH / tl.where(sum_M > 0, sum_M, 1.0)[:, None]
     tl.store(out_ptr + offsets_MH, o_MH.to(out_ptr.dtype.element_ty), mask=is_real_MH)

@@ -20,6 +20,7 @@ import triton.language as tl
 
 from engine.models.scores import Scores
 
+LOG2_E: tl.constexpr = tl.constexpr(1 / math.log(2))
 MAX_HEAD_DIM = 256
 MIN_SIDE = 16
 """Of what tensor cores multiply."""
@@ -32,10 +33,17 @@ def padded_head_dim(head_dim: int) -> int:
 
 def score_scales(scores: Scores) -> tuple[float, float]:
     """What products of q and k are multiplied with before and after tanh; without a cap, before alone."""
-    log2_e = 1 / math.log(2)
     if scores.soft_cap:
-        return scores.scale / scores.soft_cap, scores.soft_cap * log2_e
-    return scores.scale * log2_e, 1.0
+        return scores.scale / scores.soft_cap, scores.soft_cap * LOG2_E.value
+    return scores.scale * LOG2_E.value, 1.0
+
+
+@triton.jit
+def with_sinks(sum_M, max_M, sinks_M):
+    """Sums of online softmax with one more score each, which has no value. All three in units of log2(e)."""
+    # A row that has seen nothing: -inf - -inf would be NaN. What it gets is divided by more than nothing.
+    base_M = tl.where(max_M == float("-inf"), 0.0, max_M)
+    return sum_M + tl.exp2(sinks_M - base_M)
 
 
 @triton.jit

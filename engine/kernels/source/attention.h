@@ -122,6 +122,11 @@ __attribute__((noinline)) void put_together(Rows& to, int64_t at, const Rows& fr
   for (int64_t d = 0; d < H; d++) out[d] = out[d] * keep + more[d] * add;
 }
 
+// Not inlined: everywhere the same bits.
+__attribute__((noinline)) inline float sum_with(float sink, float sum, float largest) {
+  return sum + exp_of(sink - largest);
+}
+
 // Per thread. Online softmax: M. Milakov, N. Gimelshein, 2018; tiled as in T. Dao, "FlashAttention-2", 2023.
 struct Scratch {
   std::vector<uint32_t> q, p;
@@ -138,6 +143,7 @@ struct Attention {
   const int32_t* tables;   // [S, max_blocks]
   int64_t N, K, H, block_size, max_blocks, window;
   float scale;
+  const float* sinks;      // [N] scores without values, or null
   bf16* out;               // [T, N * H]
 
   int64_t num_rows(const Item& item) const { return item.num_kv_heads * item.num_tokens * (N / K); }
@@ -232,27 +238,30 @@ struct Attention {
 
   // Row r of an item is row `at` of `rows`.
   void finish(const Item& item, int64_t r, const Rows& rows, int64_t at) const {
-    float inverse = 1.0f / rows.sum[at];
+    int64_t head = head_of_row(item, r);
+    float sum = sinks ? sum_with(sinks[head % N], rows.sum[at], rows.largest[at]) : rows.sum[at], inverse = 1.0f / sum;
     const float* row = rows.out.data() + at * H;
-    bf16* to = out + head_of_row(item, r) * H;
+    bf16* to = out + head * H;
 #pragma omp simd
     for (int64_t d = 0; d < H; d++) to[d] = to_bf16(row[d] * inverse);
   }
 };
 
 // q [T, N, H] -> [T, N * H]. Sequence i computes query_lens[i] tokens, the last ones of its context_lens[i]; its blocks
-// are block_tables[i]. All three int32. window > 0: only the last so many keys, the token's own counted.
+// are block_tables[i]. All three int32. window > 0: only the last so many keys, the token's own counted. sinks [N] float32.
 at::Tensor paged_attention(
     const at::Tensor& q, const at::Tensor& kv, const at::Tensor& block_tables, const at::Tensor& query_lens,
-    const at::Tensor& context_lens, double scale, int64_t window) {
+    const at::Tensor& context_lens, double scale, int64_t window, const std::optional<at::Tensor>& sinks) {
   int64_t T = q.size(0), N = q.size(1), H = q.size(2), S = block_tables.size(0);
   int64_t K = kv.size(2), block_size = kv.size(3), G = N / K;
   TORCH_CHECK(q.is_contiguous() && kv.is_contiguous() && block_tables.is_contiguous(), "contiguous");
   TORCH_CHECK(block_size % LANES == 0 && H % LANES == 0 && H == kv.size(4), "16 must divide block and head size");
   TORCH_CHECK(N % K == 0 && G <= MAX_ROWS, "query heads must share key heads evenly");
+  TORCH_CHECK(!sinks || (sinks->is_contiguous() && sinks->numel() == N), "a sink for each query head");
   at::Tensor out = at::empty({T, N * H}, q.options());
   Attention attention{data_of(q), reinterpret_cast<const uint32_t*>(data_of(kv)), block_tables.data_ptr<int32_t>(),
-                      N, K, H, block_size, block_tables.size(1), window, float(scale), data_of(out)};
+                      N, K, H, block_size, block_tables.size(1), window, float(scale),
+                      sinks ? sinks->data_ptr<float>() : nullptr, data_of(out)};
   const int32_t *lens = query_lens.data_ptr<int32_t>(), *contexts = context_lens.data_ptr<int32_t>();
 
   // A single token's pieces are items of their own, so that all threads have work; they are put together below.

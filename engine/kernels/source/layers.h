@@ -52,7 +52,7 @@ struct DecoderLayer : torch::CustomClassHolder {
     at::Tensor normed = add_rms_norm(x, delta, input_norm, eps);
     at::Tensor projected = linear_ahead(normed, qkv.weight, qkv.bias, qkv.num_outputs, own);
     at::Tensor q = rotate_and_store(projected, cos, sin, q_norm, k_norm, eps, kv, slot_mapping);
-    at::Tensor attended = paged_attention(q, kv, block_tables, query_lens, context_lens, scale, window);
+    at::Tensor attended = paged_attention(q, kv, block_tables, query_lens, context_lens, scale, window, std::nullopt);
     at::Tensor h = add_rms_norm(
         x, linear_ahead(attended, output.weight, output.bias, output.num_outputs, next), post_attention_norm, eps);
     at::Tensor active = gated_linear_ahead(h, gated.weight, gated.bias, gated.num_outputs, next);

@@ -54,7 +54,7 @@ TORCH_LIBRARY(tandem_cpu, m) {
       &rotate_and_store);
   m.def(
       "paged_attention(Tensor q, Tensor kv, Tensor block_tables, Tensor query_lens, Tensor context_lens, float scale, "
-      "int window) -> Tensor",
+      "int window, Tensor? sinks=None) -> Tensor",
       &paged_attention);
   m.def("largest(Tensor logits) -> Tensor", &largest);
   m.def("sample(Tensor logits, Tensor temperatures, Tensor seeds, Tensor positions) -> Tensor", &sample);
