@@ -32,8 +32,8 @@ class WorkerArgs(ServiceArgs):
     lease_ms: int = field(
         default=10_000,
         metadata={
-            "help": "A router that is silent for this long is taken for dead; what it owns here is freed. An engine that "
-            "stands still within a step for this long is left by routers that have another worker."
+            "help": "A router that is silent for this long is taken for dead; what it owns here is freed. An engine "
+            "that stands still within a step for this long is left by routers that have another worker."
         },
     )
     drain_grace_s: float = field(
