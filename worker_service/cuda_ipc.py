@@ -142,7 +142,7 @@ class DevicePeerPool:
         self._base = base
         self._offset = offset
 
-    def copy(self, src_rows: Rows, dst_rows: Rows, is_late: Callable[[], bool]) -> Copying:
+    def copy(self, src_rows: Rows, dst_rows: Rows, late_at_s: Callable[[], float]) -> Copying:
         """Once launched it is done within microseconds, whether this process stands still or not."""
         return self._peers.copy(self._source, self._base + self._offset, src_rows, dst_rows)
 
