@@ -1,7 +1,7 @@
 """One model, shared out among several processes of a machine, its ranks: M. Shoeybi et al., "Megatron-LM", 2019.
 
-    rank 0: the engine's own process             rank r: `python -m engine.tensor_parallel`
-    ---------------------------------            ---------------------------------------
+    rank 0: the engine's own process             rank r: `python -m engine.tensor_parallel` (rank.py)
+    ---------------------------------            -------------------------------------------------
     TensorParallelExecutor starts them ───────>  the configuration; loads its share (shares.py, sharded_weights.py)
     schedule, prepare ──StepInput──────────────> compute            the same kernels, in the same order
       attention of its heads            sum      attention of its heads

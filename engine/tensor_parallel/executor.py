@@ -25,7 +25,7 @@ class TensorParallelExecutor(Executor):
     def __init__(self, config: EngineConfig, on_layer_written: OnLayerWritten | None, memory: KVMemory) -> None:
         self._num_ranks = config.parallel.tensor_parallel_size
         self._memory = memory
-        self._ranks = RankProcesses(config)
+        self._ranks = RankProcesses(config, memory)
         self._pool: torch.Tensor | None = None
         """Of all ranks, on a CPU."""
         try:
