@@ -46,18 +46,22 @@ class PeerPool(Protocol):
 
 
 class KVPool(ABC):
-    """Blocks `[layer, block, block_bytes]`, one after another in memory."""
+    """Blocks `[layer, block, block_bytes]`, one after another in memory, or in several memories.
+
+    base_address: where the first one begins; None: they do not lie in one piece of this process' memory.
+    """
 
     memory = "DRAM"
     """Where the bytes live, in NIXL's words: DRAM or VRAM."""
     device_id = 0
 
-    def __init__(self, layout: KVLayout, base_address: int) -> None:
+    def __init__(self, layout: KVLayout, base_address: int | None) -> None:
         self.layout = layout
         self.base_address = base_address
 
     def address(self, layer: int, block_id: int) -> int:
-        """Where block `block_id` of `layer` begins."""
+        """Where block `block_id` of `layer` begins, in a pool with a `base_address`."""
+        assert self.base_address is not None
         return self.base_address + (layer * self.layout.num_blocks + block_id) * self.layout.block_bytes
 
     @abstractmethod
