@@ -3,7 +3,7 @@
     rank 0: RankPool ──call, until when, data──> PoolServer: what rank 0 does to its own pool, on a thread of the rank's
                      <──result, data | error───
 
-Owns one end of a connection each, which carries JSON and bytes, never pickles. One call at a time: who has several
+Owns one end of a line each, which carries JSON and bytes, never pickles. One call at a time: who has several
 asks them of several ranks (pool_of_ranks.py). The calls are `KVPool`'s, and the other end has a pool like any worker's:
 nothing is asked of CUDA that a worker of one GPU does not ask.
 
@@ -28,8 +28,9 @@ from typing import Any
 import numpy as np
 
 from engine.executor import RankLost
-from kv_transfer import InvalidTransfer, KVLayout, KVPool, PeerUnreachable, TransportMissing
+from kv_transfer import InvalidTransfer, KVLayout, KVPool, PeerUnreachable, SharedMemory, TransportMissing
 from kv_transfer.pool import Copying, Digests, PeerPool, Rows
+from kv_transfer.shared_memory import open_peers_memory
 from protos import tandem_kv_transfer_pb2 as pb
 
 _log = logging.getLogger(__name__)
@@ -38,6 +39,8 @@ BEGIN_S = 30.0
 """Within which a rank begins what it is asked: the thread that does it has nothing else to do."""
 END_S = 30.0
 """Within which what was begun ends."""
+SHARED_BYTES = 2 << 20
+"""For what comes with a call: two of the largest messages of the "grpc" transport, unless a single block is larger."""
 MADE_S = 600.0
 """Until a rank's pool is made, once rank 0's is: they load at the same time, and what digests compiles there, too."""
 _ERRORS: dict[str, type[Exception]] = {
@@ -55,12 +58,15 @@ class RankPool(KVPool):
     def __init__(self, rank: int, connection: Connection[bytes, bytes], on_lost: OnLost) -> None:
         """Waits until that rank has a pool."""
         self._rank = rank
-        self._connection = connection
+        self._line = Line(connection)
         self._on_lost = on_lost
         self._lost: RankLost | None = None
         self._lock = threading.Lock()
         _bound_waiting(connection, BEGIN_S + END_S)
-        self.memory, layout = self._ask("hello", patience_s=MADE_S)
+        self._memory = SharedMemory(SHARED_BYTES)
+        self._ask("share", self._memory.describe().SerializeToString(), patience_s=MADE_S)
+        self._line.shared = memoryview(self._memory.buffer)
+        self.memory, layout = self._ask("describe_layout")
         super().__init__(KVLayout.from_proto(pb.KVLayout.FromString(layout)), None)
 
     def describe_memory(self) -> pb.IpcEndpoint:
@@ -105,10 +111,11 @@ class RankPool(KVPool):
                 raise self._lost
             must_begin_s = min(until_s, time.monotonic() + patience_s - END_S)
             try:
-                _send(self._connection, {"call": call, "until_s": must_begin_s} | arguments, data)
-                if not self._connection.poll(patience_s):
+                self._line.send({"call": call, "until_s": must_begin_s} | arguments, data)
+                if not self._line.connection.poll(patience_s):
                     raise TimeoutError(f"no answer within {patience_s:g} s")
-                answer, data = _receive(self._connection)
+                answer, told = self._line.receive()
+                data = bytes(told)
             except (EOFError, OSError) as error:
                 self._lost = RankLost(f"rank {self._rank} of the engine does not answer: {error or 'it has ended'}")
                 self._on_lost(self._lost)
@@ -146,15 +153,15 @@ class PoolServer:
 
     def __init__(self, pool: KVPool, connection: Connection[bytes, bytes]) -> None:
         self._pool = pool
-        self._connection = connection
+        self._line = Line(connection)
         self._numbers = count()
         self._peers: dict[int, PeerPool] = {}
         self._copies: dict[int, Copying] = {}
         self._calls: dict[str, Callable[..., tuple[object, bytes]]] = {
             call.__name__.removeprefix("_"): call
             for call in (
-                self._hello, self._describe_memory, self._open_peer, self._read, self._write, self._digests,
-                self._copy, self._finish, self._close_peer,
+                self._share, self._describe_layout, self._describe_memory, self._open_peer, self._read, self._write,
+                self._digests, self._copy, self._finish, self._close_peer,
             )
         }  # fmt: skip
 
@@ -166,70 +173,86 @@ class PoolServer:
         try:
             self._pool.bind_thread()
             while True:
-                asked, data = _receive(self._connection)
-                answer, data = self._answer(asked, data)
-                _send(self._connection, answer, data)
+                self.answer_one()
         except (EOFError, OSError):
             return  # rank 0 has ended, and so does this process
 
-    def _answer(self, asked: dict[str, Any], data: bytes) -> tuple[dict[str, Any], bytes]:
+    def answer_one(self) -> None:
+        self._line.send(*self._answer(*self._line.receive()))
+
+    def _answer(self, asked: dict[str, Any], data: memoryview) -> tuple[dict[str, Any], bytes]:
         call, until_s = self._calls[asked.pop("call")], asked.pop("until_s")
         try:
             if time.monotonic() > until_s:
                 raise PeerUnreachable("this rank stood still, and what it was asked to do is too late")
-            result, data = call(data, **asked)
+            result, told = call(data, **asked)
         except tuple(_ERRORS.values()) as error:
             return {"error": type(error).__name__, "message": str(error)}, b""
         except Exception as error:
             _log.exception("a transfer of this rank failed")
             return {"error": type(error).__name__, "message": str(error)}, b""
-        return {"result": result}, data
+        return {"result": result}, told
 
-    def _hello(self, _: bytes) -> tuple[str, bytes]:
+    def _share(self, data: memoryview) -> tuple[None, bytes]:
+        self._line.shared = memoryview(open_peers_memory(pb.HostMemory.FromString(bytes(data)), SHARED_BYTES))
+        return None, b""
+
+    def _describe_layout(self, _: memoryview) -> tuple[str, bytes]:
         return self._pool.memory, self._pool.layout.to_proto().SerializeToString()
 
-    def _describe_memory(self, _: bytes) -> tuple[None, bytes]:
+    def _describe_memory(self, _: memoryview) -> tuple[None, bytes]:
         return None, self._pool.describe_memory().SerializeToString()
 
-    def _open_peer(self, data: bytes, num_blocks: int) -> tuple[int, bytes]:
-        opened = self._pool.open_peer(pb.IpcEndpoint.FromString(data), num_blocks)
+    def _open_peer(self, data: memoryview, num_blocks: int) -> tuple[int, bytes]:
+        opened = self._pool.open_peer(pb.IpcEndpoint.FromString(bytes(data)), num_blocks)
         self._peers[number := next(self._numbers)] = opened
         return number, b""
 
-    def _copy(self, data: bytes, peer: int) -> tuple[int, bytes]:
+    def _copy(self, data: memoryview, peer: int) -> tuple[int, bytes]:
         src_rows, dst_rows = np.frombuffer(data, dtype=np.int64).reshape(2, -1)
         copying = self._peers[peer].copy(src_rows, dst_rows, lambda: math.inf)  # it is just being looked whether it is
         self._copies[number := next(self._numbers)] = copying
         return number, b""
 
-    def _finish(self, _: bytes, copy: int) -> tuple[None, bytes]:
+    def _finish(self, _: memoryview, copy: int) -> tuple[None, bytes]:
         self._copies.pop(copy).synchronize()
         return None, b""
 
-    def _close_peer(self, _: bytes, peer: int) -> tuple[None, bytes]:
+    def _close_peer(self, _: memoryview, peer: int) -> tuple[None, bytes]:
         self._peers.pop(peer).close()
         return None, b""
 
-    def _read(self, prefix: bytes, layer: int, block_ids: list[int]) -> tuple[None, bytes]:
-        return None, self._pool.read(layer, block_ids, prefix=prefix)
+    def _read(self, prefix: memoryview, layer: int, block_ids: list[int]) -> tuple[None, bytes]:
+        return None, self._pool.read(layer, block_ids, prefix=bytes(prefix))
 
-    def _write(self, data: bytes, layer: int, block_ids: list[int]) -> tuple[None, bytes]:
+    def _write(self, data: memoryview, layer: int, block_ids: list[int]) -> tuple[None, bytes]:
         self._pool.write(layer, block_ids, data)
         return None, b""
 
-    def _digests(self, _: bytes, block_ids: list[int]) -> tuple[None, bytes]:
+    def _digests(self, _: memoryview, block_ids: list[int]) -> tuple[None, bytes]:
         return None, self._pool.digests(block_ids).tobytes()
 
 
-def _send(connection: Connection[bytes, bytes], message: dict[str, Any], data: bytes | memoryview) -> None:
-    connection.send_bytes(json.dumps(message | {"has_data": len(data) > 0}).encode())
-    if len(data):
-        connection.send_bytes(data)
+class Line:
+    """One end of what rank 0 and another rank talk over. What comes with a message lies in memory that both have, where
+    it is small enough: through a pipe a megabyte takes twenty times as long. It is good until the next message."""
 
+    def __init__(self, connection: Connection[bytes, bytes]) -> None:
+        self.connection = connection
+        self.shared = memoryview(b"")
 
-def _receive(connection: Connection[bytes, bytes]) -> tuple[dict[str, Any], bytes]:
-    message: dict[str, Any] = json.loads(connection.recv_bytes())
-    return message, connection.recv_bytes() if message.pop("has_data") else b""
+    def send(self, message: dict[str, Any], data: bytes | memoryview) -> None:
+        is_shared = len(data) <= len(self.shared)
+        if is_shared:
+            self.shared[: len(data)] = data
+        self.connection.send_bytes(json.dumps(message | {"num_bytes": len(data), "is_shared": is_shared}).encode())
+        if not is_shared:
+            self.connection.send_bytes(data)
+
+    def receive(self) -> tuple[dict[str, Any], memoryview]:
+        message: dict[str, Any] = json.loads(self.connection.recv_bytes())
+        num_bytes, is_shared = message.pop("num_bytes"), message.pop("is_shared")
+        return message, self.shared[:num_bytes] if is_shared else memoryview(self.connection.recv_bytes())
 
 
 def _bound_waiting(connection: Connection[bytes, bytes], seconds: float) -> None:

@@ -6,8 +6,7 @@ import math
 import threading
 import time
 from collections.abc import Callable, Sequence
-from multiprocessing.connection import Connection, Pipe
-from typing import Any
+from multiprocessing.connection import Pipe
 
 import numpy as np
 import pytest
@@ -43,13 +42,18 @@ def host_pool(num_blocks: int = LAYOUT.num_blocks, *, seed: int = 1, num_layers:
     return HostPool(layout, np.random.default_rng(seed).integers(0, 256, size, dtype=np.uint8))
 
 
-@pytest.mark.parametrize("num_ranks", [2, 3])
-def test_it_is_the_same_bytes(num_ranks: int) -> None:
+@pytest.mark.parametrize(("num_ranks", "shared_bytes"), [(2, 2 << 20), (3, 2 << 20), (3, 100)])
+def test_it_is_the_same_bytes(num_ranks: int, shared_bytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also those that are too many for the memory that ranks share."""
+    monkeypatch.setattr(module, "SHARED_BYTES", shared_bytes)
     host = host_pool()
     pool = on_devices(host, num_ranks)
     assert pool.layout == host.layout
     for layer in range(LAYOUT.num_layers):
         assert pool.read(layer, [6, 2, 3], prefix=b"head") == host.read(layer, [6, 2, 3], prefix=b"head")
+        host.array[layer, 5] ^= 0xFF
+        pool.write(layer, [1, 4], changed := host.read(layer, [5, 0]))
+        assert host.read(layer, [1, 4]) == changed
     np.testing.assert_array_equal(pool.digests([6, 2, 3]), host.digests([6, 2, 3]))
 
 
@@ -246,7 +250,7 @@ def test_a_rank_that_ended_is_lost_once_and_for_all() -> None:
     lost: list[RankLost] = []
     ours, theirs = Pipe()
     server = PoolServer(part(), theirs)
-    answering = threading.Thread(target=lambda: answer_one(server, theirs))
+    answering = threading.Thread(target=lambda: [server.answer_one() for _ in range(2)])
     answering.start()
     pool = RankPool(1, ours, lost.append)
     answering.join(PATIENCE_S)
@@ -257,10 +261,6 @@ def test_a_rank_that_ended_is_lost_once_and_for_all() -> None:
     assert len(lost) == 1
 
 
-def answer_one(server: PoolServer, connection: Connection[Any, Any]) -> None:
-    module._send(connection, *server._answer(*module._receive(connection)))
-
-
 def test_what_a_rank_was_asked_before_it_stood_still_it_does_not_do_after(monkeypatch: pytest.MonkeyPatch) -> None:
     """Who asked has given it up, and the blocks may be somebody else's."""
     lost: list[RankLost] = []
@@ -268,7 +268,7 @@ def test_what_a_rank_was_asked_before_it_stood_still_it_does_not_do_after(monkey
     before = host.array.copy()
     ours, theirs = Pipe()
     server = PoolServer(host, theirs)
-    answering = threading.Thread(target=lambda: answer_one(server, theirs))
+    answering = threading.Thread(target=lambda: [server.answer_one() for _ in range(2)])
     answering.start()
     pool = RankPool(1, ours, lost.append)
     answering.join(PATIENCE_S)
