@@ -10,7 +10,8 @@
     sample, apply
 
 Every rank has the KV of its own heads: a pool of its own on its own device. On a CPU these lie side by side in memory
-that all of them map, so that blocks travel to other workers as if the model had as many more layers.
+that all of them map; on GPUs whoever sends blocks asks each rank's process for its own (`KVMemory.rank_program`).
+Either way blocks travel to other workers as if the model had as many more layers.
 
 Ranks live and die together. One that ends breaks the connections of all others, whose step fails; the engine's process
 then ends, as for any failed step, and answers go on elsewhere. When that process ends, in whatever way, so do they.
