@@ -37,7 +37,7 @@ class OnTwoGpus(NamedTuple):
 def on_two_gpus(folder: Path, *, is_received: bool) -> OnTwoGpus:
     memory = PoolMemory("ipc", is_received=is_received)
     engine = make_engine(
-        folder, CONFIG, memory, tensor_parallel_size=2, max_num_batched_tokens=64, max_num_seqs=4, max_model_len=96
+        folder, CONFIG, memory, tensor_parallel_size=2, max_num_batched_tokens=16, max_num_seqs=2, max_model_len=96
     )
     executor = engine.executor
     return OnTwoGpus(engine, memory.as_pool(executor.kv_pool, executor.kv_shape, engine.config.cache.kv_order))
