@@ -22,6 +22,7 @@ import time
 import weakref
 from contextlib import suppress
 from dataclasses import dataclass
+from multiprocessing.connection import Connection
 
 import numpy as np
 import numpy.typing as npt
@@ -134,12 +135,26 @@ def _ask_for_huge_pages(memory: mmap.mmap, first: int, num_bytes: int) -> None:
         memory.madvise(mmap.MADV_HUGEPAGE, first, num_bytes)
 
 
+@dataclass(frozen=True, kw_only=True)
+class RankProgram:
+    """What the process of an engine's other rank runs (engine/tensor_parallel)."""
+
+    module: str = "engine.tensor_parallel"
+    connection: Connection[bytes, bytes] | None = None
+    """Its to have, beside the engine's: who starts it hands it over, and closes it here."""
+
+
 class KVMemory:
     """Where a pool's memory comes from: here this process' own. Who lets others reach it brings a class of its own."""
 
     def allocate(self, shape: KVCacheShape, device: str) -> torch.Tensor:
         """The pool, contiguous and zeroed. Raises `ValueError` where a CPU has not so much memory."""
         return allocate_kv_pool(shape, device)
+
+    def rank_program(self, device: str) -> RankProgram:
+        """For the next one of several ranks, which allocates a pool of its own on a GPU. Asked in their order."""
+        del device
+        return RankProgram()
 
     def allocate_shared(self, shape: KVCacheShape) -> tuple[torch.Tensor, int]:
         """The same on a CPU, in memory that other processes may map; and its file descriptor, open as long as this

@@ -130,7 +130,7 @@ class IpcAgent:
         ours, theirs = self._pool.layout.num_blocks, opened.num_blocks
         src_rows = np.concatenate([self._src_ids.array(t.src_block_ids) + t.layer * ours for t in transfers])
         dst_rows = np.concatenate([self._dst_ids.array(t.dst_block_ids) + t.layer * theirs for t in transfers])
-        return opened.pool.copy(src_rows, dst_rows, lambda: any(transfer.is_late() for transfer in transfers))
+        return opened.pool.copy(src_rows, dst_rows, lambda: min(transfer.late_at_s() for transfer in transfers))
 
     def _pop_wanted(self) -> list[Transfer]:
         """The first of those waiting, and more to the same pool, as many as one copy takes. They may be wanted no

@@ -57,11 +57,15 @@ class InFlight:
 
 
 class NixlAgent:
-    """Raises `TransportMissing` where NIXL is not installed or has no UCX. `close` must be called."""
+    """Raises `TransportMissing` where NIXL is not installed or has no UCX, or the pool has no address. `close` must be
+    called."""
 
     def __init__(self, name: str, pool: KVPool) -> None:
+        if pool.base_address is None:
+            raise TransportMissing("the nixl transport does not carry KV of several GPUs: take grpc or ipc")
         api = _import_nixl()
         self.name = name
+        self.base_address = pool.base_address
         self._pool = pool
         self._errors = tuple(
             kind for kind in vars(api.nixlBind).values() if isinstance(kind, type) and issubclass(kind, Exception)
@@ -254,10 +258,10 @@ class NixlAgent:
     def _set_up(self, api: Any, config: Any) -> None:
         self._pool.bind_thread()  # UCX asks for this thread's CUDA context, now and in every call
         self._agent = api.nixl_agent(self.name, config)
-        region = (self._pool.base_address, self._pool.layout.pool_bytes, self._pool.device_id, "")
+        region = (self.base_address, self._pool.layout.pool_bytes, self._pool.device_id, "")
         self._registration = self._agent.register_memory([region], self._pool.memory)
         self._metadata: bytes = self._agent.get_agent_metadata()
-        local = (self._pool.base_address, self._pool.device_id, self._pool.memory, self._pool.layout.num_blocks)
+        local = (self.base_address, self._pool.device_id, self._pool.memory, self._pool.layout.num_blocks)
         self._local = self._describe("NIXL_INIT_AGENT", *local)
 
     def _tear_down(self) -> None:

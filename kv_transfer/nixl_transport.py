@@ -37,7 +37,7 @@ class NixlEndpoint:
 
     def describe(self, response: pb.ConnectResponse) -> None:
         response.nixl.agent_metadata = self._agent.metadata()
-        response.nixl.base_address = self._pool.base_address
+        response.nixl.base_address = self._agent.base_address
         response.nixl.pool_bytes = self._pool.layout.pool_bytes
         response.nixl.device_id = self._pool.device_id
         response.nixl.memory = self._pool.memory

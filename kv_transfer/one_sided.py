@@ -15,6 +15,7 @@ whose last beat is three quarters of a lease ago writes no more, whatever it kno
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -47,12 +48,16 @@ class Transfer:
     dst_block_ids: Sequence[int]
     is_cancelled: Callable[[], bool]
     """Asked before the writes begin; true: nobody wants them any more, and they must not be made."""
-    is_late: Callable[[], bool]
-    """Asked while the host makes them; true: the blocks may be somebody else's by now, and no more may be written."""
+    late_at_s: Callable[[], float]
+    """Asked while the writes are made: from when on, by `time.monotonic`, the blocks may be somebody else's, so that no
+    more may be written. Asked again it may be later, but only as long as it has not passed."""
     on_end: Callable[[TransferError | None], None]
     """To be called once, on any thread, when all is written, or nothing will be any more."""
     patience_s: float
     """How long it may be under way before it is given up, by a transport that can."""
+
+    def is_late(self) -> bool:
+        return time.monotonic() > self.late_at_s()
 
 
 class Writer(Protocol):
@@ -129,7 +134,7 @@ class OneSidedWriter:
                     src_block_ids=src_block_ids[start : start + self._max_blocks],
                     dst_block_ids=dst_block_ids[start : start + self._max_blocks],
                     is_cancelled=self._must_not_write,
-                    is_late=self._has_stood_still,
+                    late_at_s=self._late_at_s,
                     on_end=self._report_end,
                     patience_s=self._lease_s,
                 )
@@ -176,6 +181,10 @@ class OneSidedWriter:
         if time.monotonic() - self._beat_s > STANDSTILL * self._lease_s:
             self._stood_still = True
         return self._stood_still
+
+    def _late_at_s(self) -> float:
+        """On any thread. Of a process that stands still in between, it is the clock of whoever writes that tells."""
+        return -math.inf if self._has_stood_still() else self._beat_s + STANDSTILL * self._lease_s
 
     def _note_standstill(self) -> None:
         if self._has_stood_still() and self._error is None:

@@ -9,6 +9,7 @@ The memory must outlive the pool and every transfer that uses it.
 
 from __future__ import annotations
 
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from typing import Protocol
@@ -37,26 +38,30 @@ class Copying(Protocol):
 class PeerPool(Protocol):
     """A peer's pool, opened by this process. Whoever opened it closes it, when nothing is copied any more."""
 
-    def copy(self, src_rows: Rows, dst_rows: Rows, is_late: Callable[[], bool]) -> Copying:
+    def copy(self, src_rows: Rows, dst_rows: Rows, late_at_s: Callable[[], float]) -> Copying:
         """Begin to copy rows of our pool over as many of theirs, in the order of earlier calls. Called by one thread.
-        Where the host copies, it stops as soon as `is_late`. Raises `RuntimeError` where the device failed."""
+        Where the host copies, it stops when `late_at_s` has passed. Raises `RuntimeError` where the device failed."""
 
     def close(self) -> None: ...
 
 
 class KVPool(ABC):
-    """Blocks `[layer, block, block_bytes]`, one after another in memory."""
+    """Blocks `[layer, block, block_bytes]`, one after another in memory, or in several memories.
+
+    base_address: where the first one begins; None: they do not lie in one piece of this process' memory.
+    """
 
     memory = "DRAM"
     """Where the bytes live, in NIXL's words: DRAM or VRAM."""
     device_id = 0
 
-    def __init__(self, layout: KVLayout, base_address: int) -> None:
+    def __init__(self, layout: KVLayout, base_address: int | None) -> None:
         self.layout = layout
         self.base_address = base_address
 
     def address(self, layer: int, block_id: int) -> int:
-        """Where block `block_id` of `layer` begins."""
+        """Where block `block_id` of `layer` begins, in a pool with a `base_address`."""
+        assert self.base_address is not None
         return self.base_address + (layer * self.layout.num_blocks + block_id) * self.layout.block_bytes
 
     @abstractmethod
@@ -154,9 +159,9 @@ class HostPeerPool:
         self._target: npt.NDArray[np.uint8] | None = target
         self._max_rows = max(1, MAX_PIECE_BYTES // source.shape[1])
 
-    def copy(self, src_rows: Rows, dst_rows: Rows, is_late: Callable[[], bool]) -> Copying:
+    def copy(self, src_rows: Rows, dst_rows: Rows, late_at_s: Callable[[], float]) -> Copying:
         for first in range(0, len(src_rows), self._max_rows):
-            if is_late():
+            if time.monotonic() > late_at_s():
                 break
             self._copy_piece(src_rows[first : first + self._max_rows], dst_rows[first : first + self._max_rows])
         return _Copied()

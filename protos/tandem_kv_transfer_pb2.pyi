@@ -104,16 +104,18 @@ class NixlEndpoint(_message.Message):
     def __init__(self, agent_metadata: _Optional[bytes] = ..., base_address: _Optional[int] = ..., pool_bytes: _Optional[int] = ..., device_id: _Optional[int] = ..., memory: _Optional[str] = ...) -> None: ...
 
 class IpcEndpoint(_message.Message):
-    __slots__ = ("machine", "pool_bytes", "host", "cuda")
+    __slots__ = ("machine", "pool_bytes", "host", "cuda", "ranks")
     MACHINE_FIELD_NUMBER: _ClassVar[int]
     POOL_BYTES_FIELD_NUMBER: _ClassVar[int]
     HOST_FIELD_NUMBER: _ClassVar[int]
     CUDA_FIELD_NUMBER: _ClassVar[int]
+    RANKS_FIELD_NUMBER: _ClassVar[int]
     machine: str
     pool_bytes: int
     host: HostMemory
     cuda: CudaMemory
-    def __init__(self, machine: _Optional[str] = ..., pool_bytes: _Optional[int] = ..., host: _Optional[_Union[HostMemory, _Mapping]] = ..., cuda: _Optional[_Union[CudaMemory, _Mapping]] = ...) -> None: ...
+    ranks: MemoryOfRanks
+    def __init__(self, machine: _Optional[str] = ..., pool_bytes: _Optional[int] = ..., host: _Optional[_Union[HostMemory, _Mapping]] = ..., cuda: _Optional[_Union[CudaMemory, _Mapping]] = ..., ranks: _Optional[_Union[MemoryOfRanks, _Mapping]] = ...) -> None: ...
 
 class HostMemory(_message.Message):
     __slots__ = ("pid", "fd", "name")
@@ -134,6 +136,12 @@ class CudaMemory(_message.Message):
     offset: int
     num_bytes: int
     def __init__(self, handle: _Optional[bytes] = ..., offset: _Optional[int] = ..., num_bytes: _Optional[int] = ...) -> None: ...
+
+class MemoryOfRanks(_message.Message):
+    __slots__ = ("cuda",)
+    CUDA_FIELD_NUMBER: _ClassVar[int]
+    cuda: _containers.RepeatedCompositeFieldContainer[CudaMemory]
+    def __init__(self, cuda: _Optional[_Iterable[_Union[CudaMemory, _Mapping]]] = ...) -> None: ...
 
 class PushChunk(_message.Message):
     __slots__ = ("grant_id", "epoch", "incarnation", "layer", "block_ids", "data")

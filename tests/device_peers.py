@@ -1,14 +1,23 @@
-"""What opens peers' pools in a device's memory, where the device is a CPU and both pools are in this process."""
+"""What opens peers' pools in a device's memory, where the device is a CPU and both pools are in this process; and the
+pools of several such devices, each asked for by a connection of its own as if it were another process'."""
 
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
+from dataclasses import replace
+from multiprocessing.connection import Pipe
 
 import torch
 
-from kv_transfer.pool import Rows
+from engine.executor import RankLost
+from kv_transfer import HostPool, KVPool
+from kv_transfer.pool import Digests, Rows
 from worker_service.cuda_ipc import DevicePeers
+from worker_service.device_pool import DevicePool
+from worker_service.pool_of_ranks import PoolOfRanks
+from worker_service.rank_pool import PoolServer, RankPool
 
 OFFSET = 64
 """Of an address in the allocation that is said to hold it."""
@@ -45,3 +54,34 @@ def copy_rows_of_host(source: torch.Tensor, address: int, src_rows: Rows, dst_ro
 
 def peers_in_one_process(driver: OneProcess | None = None) -> DevicePeers:
     return DevicePeers(driver or OneProcess(), copy_rows_of_host, nullcontext, Done)
+
+
+def on_a_device(host: HostPool, driver: OneProcess | None = None) -> DevicePool:
+    """The same bytes, as numbers in the memory of a device that is a CPU."""
+    numbers = torch.from_numpy(host.array).view(getattr(torch, host.layout.dtype))
+
+    def digest_blocks(tensor: torch.Tensor, block_ids: Sequence[int]) -> Digests:
+        assert tensor is numbers
+        return host.digests(block_ids)
+
+    return DevicePool(host.layout, numbers, digest_blocks, make_peers=lambda: peers_in_one_process(driver))
+
+
+def parts_of(host: HostPool, num_ranks: int) -> list[HostPool]:
+    """The same bytes, so many layers for each rank."""
+    layout = replace(host.layout, num_layers=host.layout.num_layers // num_ranks)
+    firsts = range(0, host.layout.num_layers, layout.num_layers)
+    return [HostPool(layout, host.array[first : first + layout.num_layers]) for first in firsts]
+
+
+def served(pool: KVPool, rank: int = 1, on_lost: Callable[[RankLost], None] = lambda error: None) -> RankPool:
+    """As if another process had it."""
+    ours, theirs = Pipe()
+    PoolServer(pool, theirs).start()
+    return RankPool(rank, ours, on_lost)
+
+
+def on_devices(host: HostPool, num_ranks: int = 3, driver: OneProcess | None = None) -> PoolOfRanks:
+    """The same bytes, in the memories of so many devices."""
+    own, *others = (on_a_device(part, driver) for part in parts_of(host, num_ranks))
+    return PoolOfRanks([own, *(served(pool, rank) for rank, pool in enumerate(others, start=1))])

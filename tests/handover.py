@@ -21,7 +21,12 @@ def bytes_of(engine: LLMEngine) -> KVPool:
 
 
 async def transfer(
-    source: KVPool, destination: KVPool, src_block_ids: list[int], dst_block_ids: list[int], num_tokens: int
+    source: KVPool,
+    destination: KVPool,
+    src_block_ids: list[int],
+    dst_block_ids: list[int],
+    num_tokens: int,
+    transport: str = "grpc",
 ) -> None:
     """As two workers do it; raises what the sender hears."""
     committed: list[int] = []
@@ -31,7 +36,7 @@ async def transfer(
         return True
 
     identity = Identity(worker_id="decode", incarnation="d", compat_digest="same")
-    endpoint = kv_transfer.create_endpoint("grpc", pool=destination, identity=identity)
+    endpoint = kv_transfer.create_endpoint(transport, pool=destination, identity=identity)
     receiver = KVReceiver(
         pool=destination, identity=identity, lease_s=5.0, endpoints=[endpoint], on_commit=on_commit,
         on_freed=lambda grants: None,
@@ -40,7 +45,10 @@ async def transfer(
     pb_grpc.add_KVTransferServicer_to_server(KVTransferServicer(receiver), server)
     address = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
     sender = kv_transfer.create_sender(
-        "grpc", pool=source, identity=Identity(worker_id="prefill", incarnation="p", compat_digest="same"), receivers={}
+        transport,
+        pool=source,
+        identity=Identity(worker_id="prefill", incarnation="p", compat_digest="same"),
+        receivers={},
     )
     await server.start()
     await receiver.start(address)
@@ -57,9 +65,17 @@ async def transfer(
 
 
 def handed_over(
-    prefill: LLMEngine, decode: LLMEngine, prompt: list[int], params: SamplingParams, lora_name: str = ""
+    prefill: LLMEngine,
+    decode: LLMEngine,
+    prompt: list[int],
+    params: SamplingParams,
+    lora_name: str = "",
+    *,
+    pools: tuple[KVPool, KVPool] | None = None,
+    transport: str = "grpc",
 ) -> list[int]:
-    """The tokens of both."""
+    """The tokens of both. `pools`: of both, where they are not their tensors alone."""
+    source, destination = pools or (bytes_of(prefill), bytes_of(decode))
     reservation = decode.reserve("r", prompt, params, lora_name=lora_name)
     assert reservation is not None
     prefill.add_prefill("r", prompt, params, lora_name=lora_name)
@@ -70,8 +86,8 @@ def handed_over(
     first_token_id = output.token_ids[0]
     received = list(reservation.block_ids)
     sent = output.held_block_ids[: len(received)]
-    asyncio.run(transfer(bytes_of(prefill), bytes_of(decode), sent, received, len(prompt)))
-    np.testing.assert_array_equal(bytes_of(prefill).digests(sent), bytes_of(decode).digests(received))
+    asyncio.run(transfer(source, destination, sent, received, len(prompt), transport))
+    np.testing.assert_array_equal(source.digests(sent), destination.digests(received))
     decode.commit("r", first_token_id, len(prompt))
     prefill.release("r")
     return [first_token_id, *finish(decode)]

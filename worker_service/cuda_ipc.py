@@ -76,6 +76,14 @@ class CudaDriver:
         return tuple(values)
 
 
+def check_memory(memory: pb.CudaMemory, num_rows: int, row_bytes: int) -> None:
+    """Raises `InvalidTransfer` for a description that cannot be of a pool of so many rows."""
+    if len(memory.handle) != HANDLE_BYTES:
+        raise InvalidTransfer(f"a handle of CUDA's has {HANDLE_BYTES} bytes, not {len(memory.handle)}")
+    if memory.offset + num_rows * row_bytes > memory.num_bytes:
+        raise InvalidTransfer(f"a pool of {num_rows} rows at {memory.offset} does not fit its {memory.num_bytes} bytes")
+
+
 class DevicePeers:
     """Opens peers' pools for the one of this process.
 
@@ -108,13 +116,7 @@ class DevicePeers:
     def open(self, memory: pb.CudaMemory, source: torch.Tensor, num_rows: int) -> PeerPool:
         """source: our pool, int64 `[row, words]`; the peer has `num_rows` rows of the same length. Raises as
         `KVPool.open_peer`."""
-        if len(memory.handle) != HANDLE_BYTES:
-            raise InvalidTransfer(f"a handle of CUDA's has {HANDLE_BYTES} bytes, not {len(memory.handle)}")
-        end = memory.offset + num_rows * source.shape[1] * source.itemsize
-        if end > memory.num_bytes:
-            raise InvalidTransfer(
-                f"a pool of {num_rows} rows at {memory.offset} does not fit its {memory.num_bytes} bytes"
-            )
+        check_memory(memory, num_rows, source.shape[1] * source.itemsize)
         try:
             base = self._driver.open(memory.handle)
         except RuntimeError as error:
@@ -142,7 +144,7 @@ class DevicePeerPool:
         self._base = base
         self._offset = offset
 
-    def copy(self, src_rows: Rows, dst_rows: Rows, is_late: Callable[[], bool]) -> Copying:
+    def copy(self, src_rows: Rows, dst_rows: Rows, late_at_s: Callable[[], float]) -> Copying:
         """Once launched it is done within microseconds, whether this process stands still or not."""
         return self._peers.copy(self._source, self._base + self._offset, src_rows, dst_rows)
 

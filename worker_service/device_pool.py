@@ -167,7 +167,8 @@ class DevicePool(KVPool):
             )
         if not tensor.is_contiguous():
             raise ValueError("the pool must be contiguous")
-        super().__init__(layout, tensor.data_ptr())
+        self._address = tensor.data_ptr()
+        super().__init__(layout, self._address)
         self.memory = "DRAM" if tensor.device.type == "cpu" else "VRAM"
         self.device_id = tensor.device.index or 0
         self._tensor = tensor
@@ -179,7 +180,7 @@ class DevicePool(KVPool):
 
     def describe_memory(self) -> pb.IpcEndpoint:
         self.bind_thread()
-        return pb.IpcEndpoint(pool_bytes=self.layout.pool_bytes, cuda=self._peers().export(self.base_address))
+        return pb.IpcEndpoint(pool_bytes=self.layout.pool_bytes, cuda=self._peers().export(self._address))
 
     def open_peer(self, endpoint: pb.IpcEndpoint, num_blocks: int) -> PeerPool:
         if endpoint.WhichOneof("memory") != "cuda":
@@ -187,9 +188,10 @@ class DevicePool(KVPool):
         return self._peers().open(endpoint.cuda, self._rows(), self.layout.num_layers * num_blocks)
 
     def bind_thread(self) -> None:
-        """A new thread has no CUDA context before it calls CUDA's runtime, which torch's `set_device` does not where
-        the device is the current one already."""
+        """A new thread uses the first device, and has no CUDA context before it calls CUDA's runtime, which torch's
+        `set_device` does not where the device is the current one already."""
         if self._tensor.device.type == "cuda":
+            torch.cuda.set_device(self._tensor.device)
             torch.cuda.synchronize(self._tensor.device)
 
     def read(self, layer: int, block_ids: Sequence[int], *, prefix: bytes = b"") -> bytes:
@@ -216,7 +218,7 @@ class DevicePool(KVPool):
             self._made_peers = self._make_peers()
             # A row onto itself: what this compiles, the first transfer need not wait for.
             first = np.zeros(1, dtype=np.int64)
-            self._made_peers.copy(self._rows(), self.base_address, first, first).synchronize()
+            self._made_peers.copy(self._rows(), self._address, first, first).synchronize()
         return self._made_peers
 
     def _rows(self) -> torch.Tensor:

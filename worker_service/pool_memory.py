@@ -1,30 +1,45 @@
 """The memory of an engine's KV pool: taken so that the worker's transport can reach it, and as transfers see it.
 
     PoolMemory(…) ──allocate──> the engine's tensor ──engine made──> as_pool: the same bytes, for transfers
+        └─ rank_program: of each other rank on a GPU, which serves its own pool ──────┘
 
 Over "ipc" senders open a receiver's: a CPU's pool then lies in shared memory, a GPU's needs nothing for it.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from multiprocessing.connection import Connection, Pipe
+
 import numpy as np
 import numpy.typing as npt
 import torch
 
+from engine.executor import RankLost
 from engine.kernels.gpu import why_no_triton
-from engine.kv_cache import KVCacheShape, KVMemory, kv_pool_in
+from engine.kv_cache import KVCacheShape, KVMemory, RankProgram, kv_pool_in
 from kv_transfer import HostPool, KVLayout, KVPool, SharedMemory
 from worker_service.cuda_ipc import cuda_peers
 from worker_service.device_pool import DevicePool, DigestBlocks, cuda_stream_beside, digest_on_host
+from worker_service.pool_of_ranks import PoolOfRanks
+from worker_service.rank_pool import RankPool
 
 
 class PoolMemory(KVMemory):
-    """Of the one pool of a worker, which the tensor owns. is_received: peers write into it."""
+    """Of the one pool of a worker, which the tensor owns; of several ranks on GPUs each has its own.
 
-    def __init__(self, transport: str, *, is_received: bool) -> None:
+    is_received: peers write into it. on_rank_lost: told, on any thread, when a rank's pool cannot be reached any more:
+    the worker must end."""
+
+    def __init__(
+        self, transport: str, *, is_received: bool, on_rank_lost: Callable[[RankLost], None] = lambda error: None
+    ) -> None:
         self._transport = transport
         self._is_received = is_received
+        self._on_rank_lost = on_rank_lost
         self._shared: SharedMemory | None = None
+        self._ranks: list[Connection[bytes, bytes]] = []
+        """To each but rank 0, in their order."""
 
     def allocate(self, shape: KVCacheShape, device: str) -> torch.Tensor:
         """Raises `TransportMissing`, too, where the system has no shared memory."""
@@ -36,9 +51,20 @@ class PoolMemory(KVMemory):
         self._shared = SharedMemory(shape.pool_bytes)
         return kv_pool_in(self._shared.buffer, shape), self._shared.fd
 
+    def rank_program(self, device: str) -> RankProgram:
+        if device == "cpu":
+            return super().rank_program(device)
+        ours, theirs = Pipe()
+        self._ranks.append(ours)
+        return RankProgram(module="worker_service.rank", connection=theirs)
+
     def as_pool(self, tensor: torch.Tensor, shape: KVCacheShape, order: str) -> KVPool:
-        """What was allocated, as bytes. Raises `TransportMissing` where nobody else could open it."""
+        """What was allocated, as bytes. Raises `TransportMissing` where nobody else could open it, `RankLost` where a
+        rank does not say what it has allocated."""
         pool = transfer_pool(tensor, shape, order, self._shared)
+        if self._ranks:
+            others = [RankPool(rank, ours, self._on_rank_lost) for rank, ours in enumerate(self._ranks, start=1)]
+            pool = PoolOfRanks([pool, *others])
         if self._transport == "ipc" and (self._is_received or tensor.device.type != "cpu"):
             pool.describe_memory()  # what the first request would meet, a worker learns at its start
         return pool

@@ -110,7 +110,7 @@ async def run_worker(
         engine_args = replace(engine_args, enforce_eager=True)
     try:
         config = await asyncio.to_thread(create_engine_config, engine_args)
-        check_role_fits(role, config)
+        check_transport_fits(args.transport, config)
     except ValueError as error:
         click.echo(f"Error: {error}", err=True)
         return 2
@@ -131,12 +131,12 @@ async def run_worker(
     return 1 if process.failed.is_set() else 0
 
 
-def check_role_fits(role: pb.Role, config: EngineConfig) -> None:
-    """Raises `ValueError` where an engine cannot do what the role asks of it."""
-    if role == pb.Role.ROLE_PREFILL and config.device.device != "cpu" and config.parallel.tensor_parallel_size > 1:
+def check_transport_fits(transport: str, config: EngineConfig) -> None:
+    """Raises `ValueError` where KV of such an engine does not travel by it: before minutes of loading."""
+    if transport == "nixl" and config.device.device != "cpu" and config.parallel.tensor_parallel_size > 1:
         raise ValueError(
-            "tensor_parallel_size must be 1 for a prefill worker on GPUs: KV is not sent from several of them yet; "
-            "decode workers alone (tandem up --aggregated) may have more"
+            f"transport must be grpc or ipc where tensor_parallel_size is {config.parallel.tensor_parallel_size} on "
+            "GPUs: nixl does not carry KV of several GPUs yet"
         )
 
 
@@ -175,7 +175,7 @@ class WorkerProcess:
     async def start(cls, role: pb.Role, args: WorkerArgs, config: EngineConfig, add_role: AddRole) -> WorkerProcess:
         """Load the model, listen, register. Raises `CannotLoad`, `CannotListen`, `TransportMissing`."""
         self = cls(role, args, config)
-        memory = PoolMemory(args.transport, is_received=role == pb.Role.ROLE_DECODE)
+        memory = PoolMemory(args.transport, is_received=role == pb.Role.ROLE_DECODE, on_rank_lost=self._on_rank_lost)
         try:
             self.engine = await AsyncLLMEngine.start(
                 lambda: LLMEngine(config, self._on_layer_written, memory),
@@ -287,6 +287,10 @@ class WorkerProcess:
     def _on_rank_end(self, fd: int) -> None:
         self._loop.remove_reader(fd)
         self._on_failure(RankLost("a rank of the engine has ended"))
+
+    def _on_rank_lost(self, error: RankLost) -> None:
+        """On any thread: its part of the pool cannot be reached any more."""
+        self._loop.call_soon_threadsafe(self._on_failure, error)
 
     def _forget_ranks(self) -> None:
         while self._rank_fds:

@@ -1,7 +1,7 @@
 """One model, shared out among several processes of a machine, its ranks: M. Shoeybi et al., "Megatron-LM", 2019.
 
-    rank 0: the engine's own process             rank r: `python -m engine.tensor_parallel`
-    ---------------------------------            ---------------------------------------
+    rank 0: the engine's own process             rank r: `python -m engine.tensor_parallel` (rank.py)
+    ---------------------------------            -------------------------------------------------
     TensorParallelExecutor starts them ───────>  the configuration; loads its share (shares.py, sharded_weights.py)
     schedule, prepare ──StepInput──────────────> compute            the same kernels, in the same order
       attention of its heads            sum      attention of its heads
@@ -10,7 +10,8 @@
     sample, apply
 
 Every rank has the KV of its own heads: a pool of its own on its own device. On a CPU these lie side by side in memory
-that all of them map, so that blocks travel to other workers as if the model had as many more layers.
+that all of them map; on GPUs whoever sends blocks asks each rank's process for its own (`KVMemory.rank_program`).
+Either way blocks travel to other workers as if the model had as many more layers.
 
 Ranks live and die together. One that ends breaks the connections of all others, whose step fails; the engine's process
 then ends, as for any failed step, and answers go on elsewhere. When that process ends, in whatever way, so do they.

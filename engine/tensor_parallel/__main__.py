@@ -1,81 +1,11 @@
-"""`python -m engine.tensor_parallel FD RANK MEETING_FILE`: one rank other than 0, started by `RankProcesses`.
-
-Computes what it is told, step by step, until its connection ends: then its engine has, and so does this process at
-once, wherever it is.
-"""
+"""`python -m engine.tensor_parallel FD RANK MEETING_FILE`: one rank other than 0 (rank.py)."""
 
 from __future__ import annotations
 
-import json
-import mmap
-import os
-import select
-import signal
 import sys
-import threading
-from dataclasses import replace
-from multiprocessing.connection import Connection
 from pathlib import Path
 
-import torch
-
-from engine.config import EngineConfig
-from engine.kv_cache import KV_DTYPES, KVCacheShape, KVMemory
-from engine.step_input import StepInput
-from engine.tensor_parallel.group import RankGroup
-from engine.tensor_parallel.rank_processes import CONFIG, HERE
-from engine.worker import Worker
-
-
-def main(fd: int, rank: int, meeting_file: Path) -> int:
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, signal.SIG_IGN)  # meant for the engine's process, which lets running answers finish
-    connection: Connection[bytes, bytes] = Connection(fd)
-    threading.Thread(target=_end_with, args=(fd,), name="engine-watch", daemon=True).start()
-    config = CONFIG.validate_json(connection.recv_bytes())
-    if config.device.device != "cpu":
-        torch.cuda.set_device(rank)
-
-    def allocate(shape: KVCacheShape, device: str) -> torch.Tensor:
-        return KVMemory().allocate(shape, device) if device != "cpu" else _map_pool(config, shape, rank, connection)
-
-    connection.send_bytes(HERE)
-    group = RankGroup(rank, config.parallel.tensor_parallel_size, config.device.device, meeting_file)
-    try:
-        worker = Worker(config, None, allocate, group)
-    except ValueError as error:
-        print(f"tandem: rank {rank}: {error}", file=sys.stderr, flush=True)  # noqa: T201
-        return 2
-    while True:
-        try:
-            message = connection.recv_bytes()
-        except EOFError:
-            return 0
-        worker.follow(StepInput.from_bytes(message))
-
-
-def _map_pool(
-    config: EngineConfig, shape: KVCacheShape, rank: int, connection: Connection[bytes, bytes]
-) -> torch.Tensor:
-    """This rank's part of what rank 0 allocates for all."""
-    told = json.loads(connection.recv_bytes())
-    shape = replace(shape, num_blocks=told["num_blocks"])
-    fd = os.open(told["path"], os.O_RDWR | os.O_CLOEXEC)
-    try:
-        memory = mmap.mmap(fd, config.parallel.tensor_parallel_size * shape.pool_bytes)
-    finally:
-        os.close(fd)
-    part = torch.frombuffer(memory, dtype=torch.uint8)[rank * shape.pool_bytes : (rank + 1) * shape.pool_bytes]
-    return part.view(KV_DTYPES[shape.dtype]).view(shape.axes)
-
-
-def _end_with(fd: int) -> None:
-    """When the other end is closed. A rank that waits for the others in the middle of a step would not look."""
-    connection = select.poll()
-    connection.register(fd, select.POLLRDHUP)
-    connection.poll()
-    os._exit(0)
-
+from engine.tensor_parallel.rank import run_rank
 
 if __name__ == "__main__":
-    sys.exit(main(int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3])))
+    sys.exit(run_rank(int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3])))

@@ -25,7 +25,7 @@ class TensorParallelExecutor(Executor):
     def __init__(self, config: EngineConfig, on_layer_written: OnLayerWritten | None, memory: KVMemory) -> None:
         self._num_ranks = config.parallel.tensor_parallel_size
         self._memory = memory
-        self._ranks = RankProcesses(config)
+        self._ranks = RankProcesses(config, memory)
         self._pool: torch.Tensor | None = None
         """Of all ranks, on a CPU."""
         try:
@@ -43,7 +43,7 @@ class TensorParallelExecutor(Executor):
     @property
     def kv_pool(self) -> torch.Tensor:
         """[layer, block, part, kv_head, slot, head_dim]: on a CPU all layers of rank 0, all of rank 1, and so on. On
-        GPUs those of rank 0 alone."""
+        GPUs those of rank 0 alone: others have theirs."""
         return super().kv_pool if self._pool is None else self._pool
 
     @property
@@ -74,7 +74,8 @@ class TensorParallelExecutor(Executor):
         return replace(shape, num_layers=self._num_ranks * shape.num_layers)
 
     def _of_all_ranks(self, on_layer_written: OnLayerWritten, num_layers: int) -> OnLayerWritten:
-        """When rank 0 has done a layer, every rank has written its part of it: they have summed up since."""
+        """When rank 0 has done a layer (its device, where that is a GPU), every rank has written its part of it: they
+        have summed up since, and no sum ends before all have come to it, each behind what it wrote."""
 
         def tell(layer: int, exports: list[BlockExport]) -> None:
             for rank in range(self._num_ranks):

@@ -1,6 +1,6 @@
 """The processes of ranks other than 0, as rank 0 has them: started, told of each step, ended.
 
-    RankProcesses(config) ──start, configuration──> "here" ──> all meet (group.py), and load
+    RankProcesses(config, …) ──start, configuration──> "here" ──> all meet (group.py), and load
            └── tell_pool, then tell once a step ──> … ── close, or this process' end, whatever it is ──> they end
 
 Owns the processes and a connection to each, which carries bytes, never pickles.
@@ -16,7 +16,7 @@ import tempfile
 import time
 import weakref
 from collections.abc import Sequence
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from multiprocessing.connection import Connection, Pipe
 from pathlib import Path
 
@@ -24,6 +24,7 @@ from pydantic import TypeAdapter
 
 from engine.config import EngineConfig
 from engine.executor import RankLost
+from engine.kv_cache import KVMemory, RankProgram
 from engine.step_input import StepInput
 
 HERE = b"here"
@@ -37,14 +38,14 @@ CONFIG = TypeAdapter(EngineConfig)
 class RankProcesses:
     """Made and used by the stepping thread. `close` may be called again, and is where nobody calls it."""
 
-    def __init__(self, config: EngineConfig) -> None:
+    def __init__(self, config: EngineConfig, memory: KVMemory) -> None:
         self._folder = tempfile.TemporaryDirectory(prefix="tandem-ranks-")
         self.meeting_file = Path(self._folder.name) / "meeting"
         self._processes: list[subprocess.Popen[bytes]] = []
         self._connections: list[Connection[bytes, bytes]] = []
         self._close = weakref.finalize(self, _close, self._processes, self._connections, self._folder)
         for rank in range(1, config.parallel.tensor_parallel_size):
-            self._start(rank)
+            self._start(rank, memory.rank_program(config.device.device))
         self._send(CONFIG.dump_json(config))
 
     def wait_until_here(self) -> None:
@@ -80,13 +81,14 @@ class RankProcesses:
         """End them; returns when they have ended."""
         self._close()
 
-    def _start(self, rank: int) -> None:
+    def _start(self, rank: int, program: RankProgram) -> None:
         ours, theirs = Pipe()
-        with theirs:
-            self._connections.append(ours)
-            command = [sys.executable, "-m", "engine.tensor_parallel", str(theirs.fileno()), str(rank)]
-            command.append(str(self.meeting_file))
-            self._processes.append(subprocess.Popen(command, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL))
+        self._connections.append(ours)
+        with theirs, program.connection or nullcontext():
+            fds = [each.fileno() for each in (theirs, program.connection) if each is not None]
+            arguments = [str(fds[0]), str(rank), str(self.meeting_file), *map(str, fds[1:])]
+            command = [sys.executable, "-m", program.module, *arguments]
+            self._processes.append(subprocess.Popen(command, pass_fds=fds, stdin=subprocess.DEVNULL))
 
     def _send(self, message: bytes) -> None:
         try:

@@ -9,20 +9,17 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
-from device_peers import peers_in_one_process
+from device_peers import on_a_device, on_devices
 from kv_harness import DEADLINE_S, LEASE_S, Cluster, Receiving, assert_moved, make_pool, over, until
 from nixl_marks import NIXL
 
 from kv_transfer import (
     CorruptTransfer,
     GrantGone,
-    HostPool,
     PeerUnreachable,
     TransferError,
 )
 from protos import tandem_kv_transfer_pb2 as pb
-from worker_service.device_pool import DevicePool
 
 
 @pytest.mark.parametrize(
@@ -52,14 +49,6 @@ async def test_blocks_arrive(cluster: Cluster, receiving: Receiving, src: list[i
     assert stats.push_ms > 0
 
 
-def on_a_device(host: HostPool) -> DevicePool:
-    """The same bytes, as numbers in the memory of a device that is a CPU."""
-    numbers = torch.from_numpy(host.array).view(getattr(torch, host.layout.dtype))
-    return DevicePool(
-        host.layout, numbers, lambda _, block_ids: host.digests(block_ids), make_peers=peers_in_one_process
-    )
-
-
 @pytest.mark.parametrize("dtype", ["bfloat16", "float8_e4m3fn"])
 async def test_blocks_travel_between_devices(cluster: Cluster, dtype: str) -> None:
     cluster.source = make_pool(30, seed=7, dtype=dtype)
@@ -68,6 +57,23 @@ async def test_blocks_travel_between_devices(cluster: Cluster, dtype: str) -> No
     for layer in range(cluster.source.layout.num_layers):
         push.write(layer, 0, [3, 7])
     await push.commit(8, 42, [3, 7])
+    assert_moved(cluster, receiving, [3, 7], [9, 4])
+
+
+@over("grpc", "ipc", "local")
+async def test_blocks_travel_between_as_many_devices(cluster: Cluster) -> None:
+    """Two layers on each of three. What is damaged in a block of the second one is noticed, and pushed again."""
+    cluster.source = make_pool(30, seed=7, num_layers=6)
+    receiving = await cluster.add_receiving(wrap=on_devices, num_layers=6)
+    sender = cluster.make_sender(on_devices(cluster.source))
+    push = await sender.open(receiving.receiver.issue("router", [9, 4], 0))
+    for layer in range(6):
+        push.write(layer, 0, [3, 7])
+    await push._writer.drain()
+    assert_moved(cluster, receiving, [3, 7], [9, 4])
+    receiving.pool.array[3, 4, 17] ^= 1
+    await push.commit(8, 42, [3, 7])
+    assert sender.num_repaired_blocks == 1
     assert_moved(cluster, receiving, [3, 7], [9, 4])
 
 

@@ -1,4 +1,4 @@
-"""Worker processes with a GPU that is not there, each with its own: KV from one's memory to the other's, over gRPC."""
+"""Worker processes with a GPU that is not there, each with its own, or with two: KV from memory to memory."""
 
 from __future__ import annotations
 
@@ -65,12 +65,14 @@ def answers_of_a_cpu(folder: Path) -> dict[int, list[int]]:
 
 @pytest.mark.slow  # engines alone: test_pretended_gpu.py
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-def test_the_answers_of_a_cpu(tiny_model: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("num_ranks", "transport"), [(1, "grpc"), (2, "grpc"), (2, "ipc")])
+def test_the_answers_of_a_cpu(tiny_model: Path, tmp_path: Path, num_ranks: int, transport: str) -> None:
     flags = (
         "--model", str(tiny_model), "--load-format", "dummy", "--dtype", "float32", "--device", "cuda",
         "--attention-backend", "torch", "--num-kv-blocks", "128", "--prefill-chunk-tokens", "128",
+        "--tensor-parallel-size", str(num_ranks), "--transport", transport,
     )  # fmt: skip
-    with run_cluster(tmp_path / "log", *flags, python=write_python(tmp_path / "python")) as cluster:
+    with run_cluster(tmp_path / "log", *flags, python=write_python(tmp_path / "python", num_ranks)) as cluster:
         with Client(cluster.address) as client, ThreadPoolExecutor(len(LENGTHS)) as threads:
 
             def ask(length: int) -> Answer:
@@ -79,7 +81,9 @@ def test_the_answers_of_a_cpu(tiny_model: Path, tmp_path: Path) -> None:
             # Alone: beside others a decode worker may rather compute it itself.
             answers = {LENGTHS[-1]: ask(LENGTHS[-1])}
             answers |= dict(zip(LENGTHS[:-1], threads.map(ask, LENGTHS[:-1]), strict=True))
+        assert not any(worker.num_repairs for worker in cluster.workers()), "pushed once they were written"
         cluster.wait_until_at_rest()
-    assert (tmp_path / "log").read_text().count("warmed up in") == 2, "each has a GPU"
+    assert (tmp_path / "log").read_text().count("warmed up in") == 2 * num_ranks, "each has a GPU"
     assert answers[LENGTHS[-1]].timings.mode == pb.MODE_DISAGGREGATED
+    assert answers[LENGTHS[-1]].timings.kv_transfer.num_bytes == 26 * 2 * (2 * 16 * 2 * 8 * 4), "of all ranks"
     assert {length: answer.token_ids for length, answer in answers.items()} == answers_of_a_cpu(tiny_model)

@@ -8,10 +8,12 @@
 Its tensors say that they are on `cuda:0`; their numbers lie in memory of the CPU, which computes them, so that tokens
 can be compared. What a GPU would refuse, or would get wrong now and then, is an error here, or rubbish, every time:
 
+    devices.py       which of several GPUs, where a process uses one and others the others
     memory.py        tensors, and who holds how much memory
     operations.py    an operation across devices; what makes the host wait; copies between host and device
     streams.py       streams, events, graphs: copies arrive as late as they may, a recording has no values
     triton.py        launches of Triton kernels: interpreted, or compiled as a launch would compile them
+    nccl.py, ipc.py  what processes do together, and open of each other, where there are several
     __main__.py      a worker process with such a GPU
 
 Not seen here: what one stream reads while another still writes it, what a real device computes, and how fast.

@@ -1,4 +1,5 @@
-"""Stands for `python` in a cluster whose workers have a pretended GPU each: `PRETENDED_PYTHON [-P] -m MODULE …`.
+"""Stands for `python` in a cluster whose workers, and their ranks, have a pretended GPU each:
+`PRETENDED_PYTHON [-P] -m MODULE …`.
 
 PRETENDED_PYTHON: a program that calls this (`write_python`), and what the processes so started start others with.
 """
@@ -10,14 +11,15 @@ import runpy
 import sys
 from pathlib import Path
 
-WORKERS = ("prefill_service", "decode_service")
+WORKERS = ("prefill_service", "decode_service", "worker_service.rank", "engine.tensor_parallel")
 
 
-def write_python(path: Path) -> str:
-    """That program. Returns where it is."""
+def write_python(path: Path, num_devices: int = 1) -> str:
+    """That program, on a machine with so many GPUs. Returns where it is."""
     folders = [str(folder) for folder in Path(__file__).resolve().parents[1:3]]
     path.write_text(
-        f"#!/bin/sh\nexport PRETENDED_PYTHON='{path}' PYTHONPATH='{os.pathsep.join([*folders, *sys.path])}'\n"
+        f"#!/bin/sh\nexport PRETENDED_PYTHON='{path}' PRETENDED_GPUS={num_devices} "
+        f"PYTHONPATH='{os.pathsep.join([*folders, *sys.path])}'\n"
         f"exec '{sys.executable}' -m pretend_gpu \"$@\"\n"
     )
     path.chmod(0o700)
@@ -35,7 +37,7 @@ def main() -> None:
         return
     from pretend_gpu import pretend_gpu  # with torch, which nobody else needs
 
-    with pretend_gpu():
+    with pretend_gpu(num_devices=int(os.environ["PRETENDED_GPUS"])):
         runpy.run_module(module, run_name="__main__", alter_sys=True)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,7 +15,7 @@ from torch.utils._device import _device_constructors
 from torch.utils._pytree import tree_map_only
 
 import engine.kernels.gpu
-from pretend_gpu.memory import DEVICE
+from pretend_gpu import devices
 from pretend_gpu.operations import Operations
 from pretend_gpu.streams import (
     Event,
@@ -39,6 +40,7 @@ class PretendGpu:
 
     def launch(self, action: Callable[[], object], touched: list[torch.Tensor]) -> None:
         """Something that is no operation of torch, on memory of the device (a tensor of the host each)."""
+        devices.used()
         action()
         if graph := current_graph():
             graph.launch(action, touched, [])
@@ -79,8 +81,9 @@ class PretendGpu:
         return {
             "_lazy_init": lambda: None,
             "is_available": lambda: True,
-            "device_count": lambda: 1,
-            "current_device": lambda: 0,
+            "device_count": devices.device_count,
+            "current_device": devices.current_index,
+            "set_device": devices.set_device,
             "get_device_capability": lambda device=None: self.capability,
             "get_device_name": lambda device=None: "pretended",
             "get_device_properties": self.properties,
@@ -105,9 +108,14 @@ class PretendGpu:
 
 @contextmanager
 def pretend_gpu(
-    *, total_bytes: int = 1 << 30, capability: tuple[int, int] = (9, 0), has_triton: bool = False
+    *,
+    total_bytes: int = 1 << 30,
+    capability: tuple[int, int] = (9, 0),
+    has_triton: bool = False,
+    num_devices: int = 1,
 ) -> Iterator[PretendGpu]:
-    """`has_triton`: whether Triton is to be found beside it, where it is installed (triton.py launches its kernels)."""
+    """`has_triton`: whether Triton is to be found beside it, where it is installed (triton.py launches its kernels).
+    num_devices: of which this process uses one, and other processes the others."""
     # What `with torch.device` applies to is looked up once for all: not while `torch.tensor` is another, or else
     # transformers, which finds out by it where it makes a model, would leave rotary angles to chance ever after.
     _device_constructors()
@@ -118,7 +126,7 @@ def pretend_gpu(
         with gpu.entered():
             run(thread)
 
-    with pytest.MonkeyPatch.context() as patch:
+    with pytest.MonkeyPatch.context() as patch, devices.so_many(num_devices):
         for name, said in gpu.as_torch_cuda().items():
             patch.setattr(torch.cuda, name, said)
         patch.setattr(threading.Thread, "run", run_on_gpu)
@@ -127,8 +135,21 @@ def pretend_gpu(
         patch.setattr(torch, "Generator", _HostGenerator)
         if not has_triton:
             patch.setattr(engine.kernels.gpu, "find_spec", lambda _: None)
+        if num_devices > 1:
+            _connect(gpu, patch)
         with gpu.entered():
             yield gpu
+
+
+def _connect(gpu: PretendGpu, patch: pytest.MonkeyPatch) -> None:
+    """With the GPUs of other processes."""
+    from pretend_gpu.ipc import PretendDriver  # who has one alone needs none of these
+    from pretend_gpu.nccl import PretendNccl
+
+    driver = PretendDriver(gpu)
+    patch.setattr("engine.kv_cache.allocate_kv_pool", driver.allocate_kv_pool)
+    patch.setattr("worker_service.pool_memory.cuda_peers", driver.peers)
+    patch.setattr("engine.tensor_parallel.group._nccl", partial(PretendNccl, gpu))
 
 
 class _HostGenerator(torch.Generator):
@@ -150,4 +171,4 @@ def _with_numbers(function: Callable[..., torch.Tensor]) -> Callable[..., torch.
 
 
 def _with_number(device: str | torch.device) -> str | torch.device:
-    return DEVICE if str(device) == "cuda" else device
+    return devices.used() if str(device) == "cuda" else device

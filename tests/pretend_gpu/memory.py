@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-DEVICE = torch.device("cuda", 0)
+from pretend_gpu.devices import of_process
 
 Dispatch = Callable[[Any, Any, Any], Any]
 
@@ -26,7 +26,7 @@ class DeviceTensor(torch.Tensor):
     def __new__(cls, memory: torch.Tensor, gpu_memory: DeviceMemory) -> DeviceTensor:
         self: DeviceTensor = torch.Tensor._make_wrapper_subclass(
             cls, memory.size(), strides=memory.stride(), storage_offset=memory.storage_offset(), dtype=memory.dtype,
-            device=DEVICE,
+            device=of_process(),
         )  # fmt: skip
         self.memory = memory
         self._gpu_memory = gpu_memory
@@ -73,7 +73,9 @@ class DeviceTensor(torch.Tensor):
 
     def __setitem__(self, index: Any, value: Any) -> None:
         picked, tensors = _basic(self, index if isinstance(index, tuple) else (index,))
-        value = value if isinstance(value, torch.Tensor) else torch.full((), value, dtype=self.dtype, device=DEVICE)
+        value = (
+            value if isinstance(value, torch.Tensor) else torch.full((), value, dtype=self.dtype, device=self.device)
+        )
         if tensors:
             torch.ops.aten.index_put_(picked, tensors, value)
         else:

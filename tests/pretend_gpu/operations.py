@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from pretend_gpu.devices import used
 from pretend_gpu.memory import DeviceMemory, DeviceTensor, device_tensors_in, on_host, storage_of, tensors_in
 from pretend_gpu.streams import current_graph, current_stream, wait
 
@@ -62,6 +63,9 @@ class Operations:
             is_pinned = kwargs.get("pin_memory")
             result = func(*args, **{**kwargs, "pin_memory": False} if is_pinned else kwargs)
             return self._pin(result) if is_pinned else result
+        for device in (*args, *kwargs.values()):
+            if isinstance(device, torch.device) and device.type == "cuda":
+                used(device)
         if func._can_decompose():
             with self.mode:
                 result = func.decompose(*args, **kwargs)
@@ -136,6 +140,8 @@ class Operations:
     ) -> torch.Tensor:
         names = {name: value for name, value in names.items() if name in ("dtype", "memory_format")}
         to = source.device if device is None else torch.device(device)
+        if to.type == "cuda":
+            used(to)
         if to.type == source.device.type:
             if to.type == "cpu":
                 return aten._to_copy(source, **names)  # type: ignore[no-any-return]
@@ -171,6 +177,7 @@ class Operations:
         return target
 
     def _pin(self, memory: torch.Tensor) -> torch.Tensor:
+        used()  # pinned in the context of the current device
         self._pinned[storage_of(memory)] = memory.untyped_storage()
         return memory
 

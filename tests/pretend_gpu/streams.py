@@ -18,9 +18,12 @@ from contextlib import contextmanager
 
 import torch
 
-from pretend_gpu.memory import DEVICE, DeviceMemory, storage_of
+from pretend_gpu.devices import current, of_process, used
+from pretend_gpu.memory import DeviceMemory, storage_of
 
 Action = Callable[[], object]
+_ANY = object()
+"""The default stream is there before the process has a device."""
 
 
 class _Here(threading.local):
@@ -52,13 +55,18 @@ def without_waiting(why_not: str = "the host waits for the device") -> Iterator[
 
 class Stream:
     def __init__(self, device: object = None, priority: int = 0) -> None:
-        del device, priority
-        self.device = DEVICE
+        del priority
+        if device is not _ANY:
+            used(device)
         self._num_launched = 0
         self._num_done = 0
         self._late: deque[tuple[int, Action]] = deque()
         self._lock = threading.RLock()
         _streams.add(self)
+
+    @property
+    def device(self) -> torch.device:
+        return of_process()
 
     def later(self, action: Action) -> int:
         """For when the host waits for this, or for what is launched after it. Returns its number."""
@@ -91,11 +99,11 @@ class Stream:
 
 
 _streams: weakref.WeakSet[Stream] = weakref.WeakSet()
-_default_stream = Stream()
+_default_stream = Stream(_ANY)
 
 
 def current_stream(device: object = None) -> Stream:
-    del device
+    used(device)
     return _here.stream or _default_stream
 
 
@@ -104,13 +112,14 @@ def stream_context(stream: Stream) -> Iterator[None]:
     """`torch.cuda.stream`"""
     before, _here.stream = _here.stream, stream
     try:
-        yield
+        with current(stream.device):
+            yield
     finally:
         _here.stream = before
 
 
 def synchronize(device: object = None) -> None:
-    del device
+    used(device)
     wait("torch.cuda.synchronize")
     for stream in list(_streams):
         stream.finish()

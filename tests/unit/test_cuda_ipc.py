@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 from enum import Enum
 from types import ModuleType, SimpleNamespace
@@ -32,7 +33,7 @@ def test_rows_are_copied_where_the_peer_says_its_pool_is() -> None:
     memory = peers.export(theirs.data_ptr())
     assert memory.offset == OFFSET
     opened = peers.open(memory, ours, 9)
-    opened.copy(np.array([5, 0, 1]), np.array([2, 8, 4]), lambda: False).synchronize()
+    opened.copy(np.array([5, 0, 1]), np.array([2, 8, 4]), lambda: math.inf).synchronize()
     assert theirs[[2, 8, 4]].equal(ours[[5, 0, 1]])
     assert theirs[[0, 1, 3, 5, 6, 7]].equal(before[[0, 1, 3, 5, 6, 7]])
     assert driver.opened == [theirs.data_ptr() - OFFSET]

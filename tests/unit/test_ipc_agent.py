@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -45,7 +46,7 @@ class Peer:
     fails: Exception | None = None
     is_closed: threading.Event = field(default_factory=threading.Event)
 
-    def copy(self, src_rows: Rows, dst_rows: Rows, is_late: Callable[[], bool]) -> Copy:
+    def copy(self, src_rows: Rows, dst_rows: Rows, late_at_s: Callable[[], float]) -> Copy:
         if self.refuses is not None:
             raise self.refuses
         self.copies.append((src_rows.tolist(), dst_rows.tolist()))
@@ -113,7 +114,7 @@ class Stage:
                 src_block_ids=src,
                 dst_block_ids=dst,
                 is_cancelled=self.is_cancelled.is_set,
-                is_late=lambda: False,
+                late_at_s=lambda: math.inf,
                 on_end=lambda error: self.ends.tell(name, error),
                 patience_s=1.0,
             )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 from types import SimpleNamespace
 from typing import Any
@@ -86,7 +87,8 @@ def test_a_write_under_way_that_is_late_is_released_before_nixl_can_go_on_with_i
     agent.post(
         Transfer(
             remote=RemotePool("receiver", None, 2), layer=0, src_block_ids=[0], dst_block_ids=[1],
-            is_cancelled=lambda: False, is_late=is_late.is_set, on_end=end, patience_s=5.0,
+            is_cancelled=lambda: False, late_at_s=lambda: -math.inf if is_late.is_set() else math.inf, on_end=end,
+            patience_s=5.0,
         )
     )  # fmt: skip
     assert has_ended.wait(5)

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import mmap
+import os
+import socket
 
 import numpy as np
 import pytest
 import torch
 
-from engine.kv_cache import KV_ORDER, KVCacheShape
+from engine.executor import RankLost
+from engine.kv_cache import KV_ORDER, KVCacheShape, RankProgram
 from kv_transfer import TransportMissing
 from kv_transfer.shared_memory import open_peers_memory
-from worker_service.pool_memory import PoolMemory
+from worker_service.pool_memory import PoolMemory, transfer_pool
+from worker_service.rank_pool import PoolServer
 
 SHAPE = KVCacheShape(num_layers=2, num_blocks=5, block_size=4, num_kv_heads=3, head_dim=8, dtype="bfloat16")
 
@@ -58,3 +62,28 @@ def test_what_other_processes_of_an_engine_write_is_what_travels(transport: str)
         if transport == "ipc":
             opened = open_peers_memory(pool.describe_memory().host, SHAPE.pool_bytes)
             assert opened[-2:] == b"xy"
+
+
+def test_ranks_on_gpus_have_theirs_and_the_worker_hears_of_one_that_is_lost() -> None:
+    """One that has ended, here; on a CPU all lie in one memory."""
+    lost: list[RankLost] = []
+    memory = PoolMemory("grpc", is_received=True, on_rank_lost=lost.append)
+    assert memory.rank_program("cpu") == RankProgram()
+    programs = [memory.rank_program("cuda") for _ in range(2)]
+    own, *others = (torch.full(SHAPE.axes, float(rank), dtype=torch.bfloat16) for rank in range(3))
+    for program, tensor in zip(programs, others, strict=True):
+        assert program.module == "worker_service.rank"
+        assert program.connection is not None
+        PoolServer(transfer_pool(tensor, SHAPE, KV_ORDER), program.connection).start()
+    pool = memory.as_pool(own, SHAPE, KV_ORDER)
+    assert pool.layout.num_layers == 6
+    tensors = (own, *others)
+    for layer in range(6):
+        assert pool.read(layer, [3]) == tensors[layer // 2][layer % 2, 3].view(torch.uint8).numpy().tobytes()
+    assert programs[1].connection is not None
+    assert lost == []
+    with socket.socket(fileno=os.dup(programs[1].connection.fileno())) as theirs:
+        theirs.shutdown(socket.SHUT_RDWR)
+    with pytest.raises(RankLost, match="rank 2 of the engine does not answer"):
+        pool.digests([3])
+    assert len(lost) == 1

@@ -259,3 +259,41 @@ def test_torch_is_as_before() -> None:
         torch.empty(1)
     with torch.device("meta"):
         assert torch.tensor([]).device.type == "meta"
+
+
+# -- several --------------------------------------------------------------------------------------------------------
+
+
+def test_a_process_uses_one_of_several_and_every_thread_begins_with_the_first() -> None:
+    """What a thread makes without naming a device is made on that thread's own."""
+    errors: list[str] = []
+
+    def try_all() -> None:
+        for touch in (
+            lambda: torch.zeros(1, device="cuda"),
+            lambda: torch.zeros(1).pin_memory(),
+            lambda: torch.empty(1, pin_memory=True),
+            lambda: torch.ones(1).to("cuda"),
+            torch.cuda.Stream,
+            lambda: torch.cuda.Event().record(),  # type: ignore[no-untyped-call]
+            lambda: torch.zeros(1, device="cuda:0"),
+            torch.cuda.synchronize,
+        ):
+            try:
+                touch()
+            except RuntimeError as error:
+                errors.append(str(error))
+
+    with pretend_gpu(num_devices=2):
+        assert torch.cuda.device_count() == 2
+        torch.cuda.set_device(1)
+        x = torch.zeros(2, device="cuda")
+        assert (x.device.index, (x + 1).device.index, torch.cuda.current_device()) == (1, 1, 1)
+        thread = threading.Thread(target=try_all)
+        thread.start()
+        thread.join()
+        assert errors == ["cuda:0 is another process', this one uses cuda:1"] * 8
+        with torch.cuda.stream(torch.cuda.Stream("cuda:1")):  # type: ignore[no-untyped-call]
+            assert torch.cuda.current_device() == 1
+        with pytest.raises(RuntimeError, match="invalid device ordinal 2 of 2"):
+            torch.cuda.set_device(2)

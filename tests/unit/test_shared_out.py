@@ -23,8 +23,7 @@ from engine.scaled_weight import ScaledWeight, part_of
 from engine.tensor_parallel.sharded_weights import ShardedWeights
 from engine.tensor_parallel.shares import share_of
 from engine.tensor_parallel.sharing import VocabParallelLinear
-from protos import tandem_worker_pb2 as pb
-from worker_service.process import check_role_fits
+from worker_service.process import check_transport_fits
 
 LLAMA: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"], "vocab_size": 101, "hidden_size": 24, "intermediate_size": 36,
@@ -146,14 +145,15 @@ def test_parts_of_the_vocabulary_are_the_vocabulary(vocab_size: int) -> None:
     torch.testing.assert_close(logits, F.linear(x, weight))
 
 
-def test_prefill_workers_of_several_gpus_are_refused(tmp_path: Path) -> None:
+def test_nixl_is_refused_on_several_gpus(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(LLAMA))
     args = EngineArgs(model=str(tmp_path), load_format="dummy", device="cpu", tensor_parallel_size=2)
     on_cpu = create_engine_config(args)
     on_gpus = replace(on_cpu, device=replace(on_cpu.device, device="cuda"))
     on_one = replace(on_gpus, parallel=replace(on_gpus.parallel, tensor_parallel_size=1))
-    with pytest.raises(ValueError, match="tensor_parallel_size must be 1 for a prefill worker on GPUs"):
-        check_role_fits(pb.ROLE_PREFILL, on_gpus)
+    with pytest.raises(ValueError, match="transport must be grpc or ipc where tensor_parallel_size is 2 on GPUs"):
+        check_transport_fits("nixl", on_gpus)
     for config in (on_cpu, on_one):
-        check_role_fits(pb.ROLE_PREFILL, config)
-    check_role_fits(pb.ROLE_DECODE, on_gpus)
+        check_transport_fits("nixl", config)
+    for transport in ("grpc", "ipc"):
+        check_transport_fits(transport, on_gpus)

@@ -1,0 +1,70 @@
+"""Models on several GPUs that are not there, each rank with one, in processes of their own: KV of all of them travels.
+
+Sums go over gloo between the ranks, and pools lie in memory that processes open for real; all else is as on one
+pretended GPU (test_pretended_gpu.py).
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from contextlib import closing
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+import torch
+from deepseek_cases import GREEDY
+from handover import alone, handed_over
+from many_endings import CONFIG, prompt_of
+from pretend_gpu import pretend_gpu
+from pretend_gpu.__main__ import write_python
+from pretend_gpu.engines import make_engine
+
+from engine.llm_engine import LLMEngine
+from kv_transfer import KVPool
+from worker_service.pool_memory import PoolMemory
+
+pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+
+
+class OnTwoGpus(NamedTuple):
+    engine: LLMEngine
+    pool: KVPool
+    """Of both ranks."""
+
+
+def on_two_gpus(folder: Path, *, is_received: bool) -> OnTwoGpus:
+    memory = PoolMemory("ipc", is_received=is_received)
+    engine = make_engine(
+        folder, CONFIG, memory, tensor_parallel_size=2, max_num_batched_tokens=16, max_num_seqs=2, max_model_len=96
+    )
+    executor = engine.executor
+    return OnTwoGpus(engine, memory.as_pool(executor.kv_pool, executor.kv_shape, engine.config.cache.kv_order))
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[OnTwoGpus, OnTwoGpus]]:
+    """Prefill, decode."""
+    folder = tmp_path_factory.mktemp("model")
+    with pretend_gpu(num_devices=2), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "executable", write_python(folder / "python", num_devices=2))
+        prefill = on_two_gpus(folder, is_received=False)
+        with closing(prefill.engine):
+            decode = on_two_gpus(folder, is_received=True)
+            with closing(decode.engine):
+                yield prefill, decode
+
+
+@pytest.mark.parametrize("transport", ["grpc", "ipc"])
+def test_two_prefill_and_two_others_decode(pair: tuple[OnTwoGpus, OnTwoGpus], tmp_path: Path, transport: str) -> None:
+    prefill, decode = pair
+    assert decode.pool.layout.num_layers == 2 * CONFIG["num_hidden_layers"]
+    assert decode.pool.memory == "VRAM"
+    prompt = prompt_of(16)[:: 1 if transport == "grpc" else -1]  # one that nobody has cached
+    tokens = handed_over(
+        prefill.engine, decode.engine, prompt, GREEDY, pools=(prefill.pool, decode.pool), transport=transport
+    )
+    assert tokens == alone(make_engine(tmp_path, CONFIG, device="cpu"), prompt, GREEDY)
+    for each in pair:
+        assert each.engine.audit()[1] == []

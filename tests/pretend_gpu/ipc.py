@@ -1,0 +1,76 @@
+"""CUDA's interprocess handles, of pools in the memory of pretended GPUs: it is shared memory, which processes open for
+real, and the process itself, too, which CUDA does not. The copies between them are the host's."""
+
+from __future__ import annotations
+
+import ctypes
+
+import torch
+from device_peers import copy_rows_of_host
+
+from engine import kv_cache
+from engine.kv_cache import KVCacheShape, kv_pool_in
+from kv_transfer import SharedMemory
+from kv_transfer.pool import Rows
+from kv_transfer.shared_memory import open_peers_memory
+from pretend_gpu.device import PretendGpu
+from pretend_gpu.devices import current, used
+from pretend_gpu.memory import DeviceTensor
+from pretend_gpu.streams import Event, Stream, stream_context
+from protos import tandem_kv_transfer_pb2 as pb
+from worker_service.cuda_ipc import DevicePeers
+
+HANDLE_BYTES = 64
+
+
+class PretendDriver:
+    """See `worker_service.cuda_ipc.IpcDriver`. A handle says which shared memory it is, and of which size."""
+
+    def __init__(self, gpu: PretendGpu) -> None:
+        self._gpu = gpu
+        self._allocate_on_host = kv_cache.allocate_kv_pool
+        self._allocations: dict[int, SharedMemory] = {}
+        self._opened: dict[int, memoryview] = {}
+
+    def allocate_kv_pool(self, shape: KVCacheShape, device: str) -> torch.Tensor:
+        """In the place of `engine.kv_cache.allocate_kv_pool`."""
+        if device == "cpu":
+            return self._allocate_on_host(shape, device)
+        shared = SharedMemory(shape.pool_bytes)
+        pool = DeviceTensor(kv_pool_in(shared.buffer, shape), self._gpu.memory)
+        self._allocations[pool.data_ptr()] = shared
+        return pool
+
+    def export(self, address: int) -> tuple[bytes, int, int]:
+        used()  # in the calling thread's context
+        shared = self._allocations[address]
+        num_bytes = len(shared.buffer)
+        described = num_bytes.to_bytes(8, "little") + shared.describe().SerializeToString()
+        return described.ljust(HANDLE_BYTES, b"\xff"), 0, num_bytes
+
+    def open(self, handle: bytes) -> int:
+        used()
+        memory = pb.HostMemory.FromString(handle[8:].rstrip(b"\xff"))
+        view = memoryview(open_peers_memory(memory, int.from_bytes(handle[:8], "little")))
+        address = ctypes.addressof(ctypes.c_char.from_buffer(view))
+        self._opened[address] = view
+        return address
+
+    def close(self, address: int) -> None:
+        used()
+        del self._opened[address]
+
+    def peers(self, device: torch.device) -> DevicePeers:
+        """In the place of `worker_service.cuda_ipc.cuda_peers`."""
+        stream = Stream(device, priority=-1)
+
+        def copy_rows(source: torch.Tensor, address: int, src_rows: Rows, dst_rows: Rows) -> None:
+            with current(used()):  # a launch goes to the current device
+                copy_rows_of_host(source, address, src_rows, dst_rows)
+
+        def record() -> Event:
+            event = Event(blocking=True)
+            event.record()
+            return event
+
+        return DevicePeers(self, copy_rows, lambda: stream_context(stream), record)

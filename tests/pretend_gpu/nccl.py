@@ -1,0 +1,62 @@
+"""What ranks do together between pretended GPUs: by gloo, on the memory of their tensors. Takes tensors of the device
+alone, as NCCL does; a graph that is recorded does it again."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.distributed.distributed_c10d import AllgatherOptions, AllToAllOptions, BroadcastOptions
+from torch.utils._python_dispatch import _disable_current_modes
+
+from engine.tensor_parallel.group import Store, _gloo
+from pretend_gpu.device import PretendGpu
+from pretend_gpu.devices import used
+from pretend_gpu.memory import DeviceTensor
+
+
+class PretendNccl:
+    """`ProcessGroupNCCL`, as far as `RankGroup` uses it. Launched at once: this thread waits for the other ranks'."""
+
+    def __init__(self, gpu: PretendGpu, store: Store, rank: int, num_ranks: int) -> None:
+        self._gpu = gpu
+        with _disable_current_modes():
+            self._gloo = _gloo(store, rank, num_ranks)
+            indices = torch.empty(num_ranks, dtype=torch.int64)
+            self._gloo._allgather_base(indices, torch.tensor([used().index]), AllgatherOptions()).wait()
+            if len(set(indices.tolist())) < num_ranks:
+                raise RuntimeError(f"Duplicate GPU detected: ranks use {indices.tolist()}")
+
+    def _set_default_timeout(self, timeout: Any) -> None:
+        self._gloo._set_default_timeout(timeout)
+
+    def _allgather_base(self, gathered: torch.Tensor, x: torch.Tensor, options: AllgatherOptions) -> None:
+        out, part = self._memory_of(gathered, x, options)
+        self._launch(lambda: self._gloo._allgather_base(out, part, AllgatherOptions()), out, part)
+
+    def alltoall_base(
+        self, mine: torch.Tensor, parts: torch.Tensor, out_sizes: list[int], sizes: list[int], options: AllToAllOptions
+    ) -> None:
+        out, part = self._memory_of(mine, parts, options)
+        self._launch(lambda: self._gloo.alltoall_base(out, part, out_sizes, sizes, AllToAllOptions()), out, part)
+
+    def broadcast(self, tensors: list[torch.Tensor], options: BroadcastOptions) -> None:
+        memories = self._memory_of(*tensors, options)
+        self._launch(lambda: self._gloo.broadcast(memories, BroadcastOptions()), *memories)
+
+    def _memory_of(self, *arguments: Any) -> list[torch.Tensor]:
+        *tensors, options = arguments
+        assert not options.asyncOp, "beside the current stream"
+        for tensor in tensors:
+            if not isinstance(tensor, DeviceTensor):
+                raise RuntimeError("No backend type associated with device type cpu")
+            assert tensor.device == used(), "NCCL communicates over the current device"
+            assert tensor.is_contiguous()
+        return [tensor.memory for tensor in tensors]
+
+    def _launch(self, call: Any, *touched: torch.Tensor) -> None:
+        def do() -> None:
+            with _disable_current_modes(), torch.inference_mode(False):
+                call().wait()
+
+        self._gpu.launch(do, list(touched))

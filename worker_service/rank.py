@@ -1,0 +1,27 @@
+"""`python -m worker_service.rank FD RANK MEETING_FILE POOL_FD`: another rank of a worker on several GPUs. Computes as
+`engine.tensor_parallel` does, and does with the blocks of its pool what rank 0 asks over POOL_FD (rank_pool.py)."""
+
+from __future__ import annotations
+
+import sys
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+from engine.config import EngineConfig
+from engine.tensor_parallel.rank import run_rank
+from engine.worker import Worker
+from worker_service.pool_memory import transfer_pool
+from worker_service.rank_pool import PoolServer
+
+
+def main(fd: int, rank: int, meeting_file: Path, pool_fd: int) -> int:
+    connection: Connection[bytes, bytes] = Connection(pool_fd)
+
+    def serve_pool(config: EngineConfig, worker: Worker) -> None:
+        PoolServer(transfer_pool(worker.kv_pool, worker.kv_shape, config.cache.kv_order), connection).start()
+
+    return run_rank(fd, rank, meeting_file, serve_pool)
+
+
+if __name__ == "__main__":
+    sys.exit(main(int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3]), int(sys.argv[4])))

@@ -1,0 +1,263 @@
+"""The KV pool of another rank, whose GPU is another process' own: asked of that process, call by call.
+
+    rank 0: RankPool ──call, until when, data──> PoolServer: what rank 0 does to its own pool, on a thread of the rank's
+                     <──result, data | error───
+
+Owns one end of a line each, which carries JSON and bytes, never pickles. One call at a time: who has several
+asks them of several ranks (pool_of_ranks.py). The calls are `KVPool`'s, and the other end has a pool like any worker's:
+nothing is asked of CUDA that a worker of one GPU does not ask.
+
+A call has a time by which it must have begun. A rank that stood still does not begin it later, when the blocks may be
+somebody else's; and whoever waited for it in vain has lost the rank, and with it the worker.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import socket
+import struct
+import threading
+import time
+from collections.abc import Callable, Sequence
+from itertools import count
+from multiprocessing.connection import Connection
+from typing import Any
+
+import numpy as np
+
+from engine.executor import RankLost
+from kv_transfer import InvalidTransfer, KVLayout, KVPool, PeerUnreachable, SharedMemory, TransportMissing
+from kv_transfer.pool import Copying, Digests, PeerPool, Rows
+from kv_transfer.shared_memory import open_peers_memory
+from protos import tandem_kv_transfer_pb2 as pb
+
+_log = logging.getLogger(__name__)
+
+BEGIN_S = 30.0
+"""Within which a rank begins what it is asked: the thread that does it has nothing else to do."""
+END_S = 30.0
+"""Within which what was begun ends."""
+SHARED_BYTES = 2 << 20
+"""For what comes with a call: two of the largest messages of the "grpc" transport, unless a single block is larger."""
+MADE_S = 600.0
+"""Until a rank's pool is made, once rank 0's is: they load at the same time, and what digests compiles there, too."""
+_ERRORS: dict[str, type[Exception]] = {
+    kind.__name__: kind for kind in (InvalidTransfer, PeerUnreachable, TransportMissing)
+}
+"""What a call may raise, by name; all else is a `RuntimeError`."""
+
+OnLost = Callable[[RankLost], None]
+
+
+class RankPool(KVPool):
+    """Used by any thread. Every method raises `RankLost` where the rank has ended, or stands still; `on_lost` is told,
+    once."""
+
+    def __init__(self, rank: int, connection: Connection[bytes, bytes], on_lost: OnLost) -> None:
+        """Waits until that rank has a pool."""
+        self._rank = rank
+        self._line = Line(connection)
+        self._on_lost = on_lost
+        self._lost: RankLost | None = None
+        self._lock = threading.Lock()
+        _bound_waiting(connection, BEGIN_S + END_S)
+        self._memory = SharedMemory(SHARED_BYTES)
+        self._ask("share", self._memory.describe().SerializeToString(), patience_s=MADE_S)
+        self._line.shared = memoryview(self._memory.buffer)
+        self.memory, layout = self._ask("describe_layout")
+        super().__init__(KVLayout.from_proto(pb.KVLayout.FromString(layout)), None)
+
+    def describe_memory(self) -> pb.IpcEndpoint:
+        return pb.IpcEndpoint.FromString(self._ask("describe_memory")[1])
+
+    def open_peer(self, endpoint: pb.IpcEndpoint, num_blocks: int) -> PeerPool:
+        peer, _ = self._ask("open_peer", endpoint.SerializeToString(), num_blocks=num_blocks)
+        return _Peer(self, peer)
+
+    def read(self, layer: int, block_ids: Sequence[int], *, prefix: bytes = b"") -> bytes:
+        return self._ask("read", prefix, layer=layer, block_ids=list(block_ids))[1]
+
+    def write(self, layer: int, block_ids: Sequence[int], data: bytes | memoryview) -> None:
+        self._ask("write", data, layer=layer, block_ids=list(block_ids))
+
+    def digests(self, block_ids: Sequence[int]) -> Digests:
+        _, data = self._ask("digests", block_ids=list(block_ids))
+        return np.frombuffer(data, dtype=np.uint64).reshape(self.layout.num_layers, len(block_ids))
+
+    def copy(self, peer: int, src_rows: Rows, dst_rows: Rows, late_at_s: float) -> int:
+        """Returns what `finish` is told. Raises `PeerUnreachable` where it would begin too late."""
+        return int(self._ask("copy", np.stack([src_rows, dst_rows]).tobytes(), until_s=late_at_s, peer=peer)[0])
+
+    def finish(self, copy: int) -> None:
+        self._ask("finish", copy=copy)
+
+    def close_peer(self, peer: int) -> None:
+        self._ask("close_peer", peer=peer)
+
+    def _ask(
+        self,
+        call: str,
+        data: bytes | memoryview = b"",
+        *,
+        until_s: float = math.inf,
+        patience_s: float = BEGIN_S + END_S,
+        **arguments: object,
+    ) -> tuple[Any, bytes]:
+        """Its result and the data that came with it. Raises what the call raised."""
+        with self._lock:
+            if self._lost is not None:
+                raise self._lost
+            must_begin_s = min(until_s, time.monotonic() + patience_s - END_S)
+            try:
+                self._line.send({"call": call, "until_s": must_begin_s} | arguments, data)
+                if not self._line.connection.poll(patience_s):
+                    raise TimeoutError(f"no answer within {patience_s:g} s")
+                answer, told = self._line.receive()
+                data = bytes(told)
+            except (EOFError, OSError) as error:
+                self._lost = RankLost(f"rank {self._rank} of the engine does not answer: {error or 'it has ended'}")
+                self._on_lost(self._lost)
+                raise self._lost from error
+        if "error" in answer:
+            raise _ERRORS.get(answer["error"], RuntimeError)(f"rank {self._rank}: {answer['message']}")
+        return answer["result"], data
+
+
+class _Peer:
+    """See `kv_transfer.pool.PeerPool`: one that a rank has opened."""
+
+    def __init__(self, pool: RankPool, peer: int) -> None:
+        self._pool = pool
+        self._peer = peer
+
+    def copy(self, src_rows: Rows, dst_rows: Rows, late_at_s: Callable[[], float]) -> Copying:
+        return _Copying(self._pool, self._pool.copy(self._peer, src_rows, dst_rows, late_at_s()))
+
+    def close(self) -> None:
+        self._pool.close_peer(self._peer)
+
+
+class _Copying:
+    def __init__(self, pool: RankPool, copy: int) -> None:
+        self._pool = pool
+        self._copy = copy
+
+    def synchronize(self) -> None:
+        self._pool.finish(self._copy)
+
+
+class PoolServer:
+    """The other end, in the process of a rank: does to `pool` what it is asked, until the connection ends."""
+
+    def __init__(self, pool: KVPool, connection: Connection[bytes, bytes]) -> None:
+        self._pool = pool
+        self._line = Line(connection)
+        self._numbers = count()
+        self._peers: dict[int, PeerPool] = {}
+        self._copies: dict[int, Copying] = {}
+        self._calls: dict[str, Callable[..., tuple[object, bytes]]] = {
+            call.__name__.removeprefix("_"): call
+            for call in (
+                self._share, self._describe_layout, self._describe_memory, self._open_peer, self._read, self._write,
+                self._digests, self._copy, self._finish, self._close_peer,
+            )
+        }  # fmt: skip
+
+    def start(self) -> None:
+        """On a thread of its own."""
+        threading.Thread(target=self.run, name="kv-rank", daemon=True).start()
+
+    def run(self) -> None:
+        try:
+            self._pool.bind_thread()
+            while True:
+                self.answer_one()
+        except (EOFError, OSError):
+            return  # rank 0 has ended, and so does this process
+
+    def answer_one(self) -> None:
+        self._line.send(*self._answer(*self._line.receive()))
+
+    def _answer(self, asked: dict[str, Any], data: memoryview) -> tuple[dict[str, Any], bytes]:
+        call, until_s = self._calls[asked.pop("call")], asked.pop("until_s")
+        try:
+            if time.monotonic() > until_s:
+                raise PeerUnreachable("this rank stood still, and what it was asked to do is too late")
+            result, told = call(data, **asked)
+        except tuple(_ERRORS.values()) as error:
+            return {"error": type(error).__name__, "message": str(error)}, b""
+        except Exception as error:
+            _log.exception("a transfer of this rank failed")
+            return {"error": type(error).__name__, "message": str(error)}, b""
+        return {"result": result}, told
+
+    def _share(self, data: memoryview) -> tuple[None, bytes]:
+        self._line.shared = memoryview(open_peers_memory(pb.HostMemory.FromString(bytes(data)), SHARED_BYTES))
+        return None, b""
+
+    def _describe_layout(self, _: memoryview) -> tuple[str, bytes]:
+        return self._pool.memory, self._pool.layout.to_proto().SerializeToString()
+
+    def _describe_memory(self, _: memoryview) -> tuple[None, bytes]:
+        return None, self._pool.describe_memory().SerializeToString()
+
+    def _open_peer(self, data: memoryview, num_blocks: int) -> tuple[int, bytes]:
+        opened = self._pool.open_peer(pb.IpcEndpoint.FromString(bytes(data)), num_blocks)
+        self._peers[number := next(self._numbers)] = opened
+        return number, b""
+
+    def _copy(self, data: memoryview, peer: int) -> tuple[int, bytes]:
+        src_rows, dst_rows = np.frombuffer(data, dtype=np.int64).reshape(2, -1)
+        copying = self._peers[peer].copy(src_rows, dst_rows, lambda: math.inf)  # it is just being looked whether it is
+        self._copies[number := next(self._numbers)] = copying
+        return number, b""
+
+    def _finish(self, _: memoryview, copy: int) -> tuple[None, bytes]:
+        self._copies.pop(copy).synchronize()
+        return None, b""
+
+    def _close_peer(self, _: memoryview, peer: int) -> tuple[None, bytes]:
+        self._peers.pop(peer).close()
+        return None, b""
+
+    def _read(self, prefix: memoryview, layer: int, block_ids: list[int]) -> tuple[None, bytes]:
+        return None, self._pool.read(layer, block_ids, prefix=bytes(prefix))
+
+    def _write(self, data: memoryview, layer: int, block_ids: list[int]) -> tuple[None, bytes]:
+        self._pool.write(layer, block_ids, data)
+        return None, b""
+
+    def _digests(self, _: memoryview, block_ids: list[int]) -> tuple[None, bytes]:
+        return None, self._pool.digests(block_ids).tobytes()
+
+
+class Line:
+    """One end of what rank 0 and another rank talk over. What comes with a message lies in memory that both have, where
+    it is small enough: through a pipe a megabyte takes twenty times as long. It is good until the next message."""
+
+    def __init__(self, connection: Connection[bytes, bytes]) -> None:
+        self.connection = connection
+        self.shared = memoryview(b"")
+
+    def send(self, message: dict[str, Any], data: bytes | memoryview) -> None:
+        is_shared = len(data) <= len(self.shared)
+        if is_shared:
+            self.shared[: len(data)] = data
+        self.connection.send_bytes(json.dumps(message | {"num_bytes": len(data), "is_shared": is_shared}).encode())
+        if not is_shared:
+            self.connection.send_bytes(data)
+
+    def receive(self) -> tuple[dict[str, Any], memoryview]:
+        message: dict[str, Any] = json.loads(self.connection.recv_bytes())
+        num_bytes, is_shared = message.pop("num_bytes"), message.pop("is_shared")
+        return message, self.shared[:num_bytes] if is_shared else memoryview(self.connection.recv_bytes())
+
+
+def _bound_waiting(connection: Connection[bytes, bytes], seconds: float) -> None:
+    """For a piece of a message: then `OSError` is raised. The other end may have been stopped in the middle of one."""
+    with socket.socket(fileno=connection.fileno()) as ours:
+        for option in (socket.SO_SNDTIMEO, socket.SO_RCVTIMEO):
+            ours.setsockopt(socket.SOL_SOCKET, option, struct.pack("ll", int(seconds), 0))
+        ours.detach()
