@@ -22,8 +22,8 @@ from jinja2.ext import Extension
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
+from router.text.calls.call_format import Tool
 from router.text.tokenizer import SPECIAL_TOKEN_NAMES, read_json, read_special_tokens
-from router.text.tool_formats import Tool
 
 MAX_OUTPUT_CHARS = 16 * 1024 * 1024
 """A template that writes more is stopped: some repeat what they are given, some loop."""

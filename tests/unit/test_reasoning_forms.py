@@ -15,10 +15,11 @@ from hypothesis import strategies as st
 
 from engine.grammar import Grammars, GrammarState
 from protos import tandem_inference_pb2 as pb
+from router.text.calls.call_format import Tool
 from router.text.reasoning import NO_REASONING, ReasoningParser, reasoning_of
 from router.text.structured_outputs import grammar_of
 from router.text.tokenizer import Tokenizer
-from router.text.tool_formats import FORMATS, Tool, calls_grammar
+from router.text.tool_formats import FORMATS, calls_grammar
 
 VOCAB_SIZE = 300
 OPEN = reasoning_of(True, True, has_form=True)
@@ -118,7 +119,7 @@ def test_guesses_are_taken_back_within_a_thought_and_over_its_end(
 
 def test_calls_that_must_be_made_come_after_the_thought(model: tuple[Grammars, bool]) -> None:
     tools = [Tool(name="f", parameters={"type": "object", "properties": {"a": {"type": "integer"}}})]
-    form = grammar_of(pb.StructuredOutputs(grammar=calls_grammar(FORMATS["hermes"], tools, is_one=True)))
+    form = grammar_of(pb.StructuredOutputs(grammar=calls_grammar(FORMATS["hermes"], tools, is_one=True).text))
     call = '<tool_call>\n{"name": "f", "arguments": {"a": 1}}\n</tool_call>'
     assert may_be(model, form, f"I call {call}.</think>\n\n{call}")
     assert not may_be(model, form, f"I call.</think>\n\nNow {call}")

@@ -13,9 +13,11 @@ from hypothesis import strategies as st
 from llguidance import LLMatcher
 
 from protos import tandem_inference_pb2 as pb
+from router.text.calls.call_format import Tool
+from router.text.calls.object_calls import MAX_HEAD_CHARS, ObjectFormat
 from router.text.structured_outputs import LIMITS, _bytes_tokenizer, grammar_of
-from router.text.tool_calls import MAX_HEAD_CHARS, ToolCallParser, call_id
-from router.text.tool_formats import FORMATS, Tool, calls_grammar, format_of_template
+from router.text.tool_calls import ToolCallParser, call_id
+from router.text.tool_formats import FORMATS, calls_grammar, format_of_template
 
 CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "Oslo"}}\n</tool_call>'
 LLAMA = '{"name": "weather", "parameters": {"city": "Oslo"}}'
@@ -206,15 +208,21 @@ def is_in(grammar: str, text: str) -> bool:
     return matcher.try_consume_tokens(data) == len(data) and matcher.is_accepting()
 
 
+def held(*asked: Any, **how: Any) -> str:
+    return grammar_of(pb.StructuredOutputs(grammar=calls_grammar(*asked, **how).text))
+
+
 def said(parser: str, *calls: tuple[str, Any]) -> str:
+    """As models of that format say it."""
     known = FORMATS[parser]
+    assert isinstance(known, ObjectFormat)
     each = [json.dumps({"name": name, known.arguments_key: arguments}) for name, arguments in calls]
-    return known.between.join(f"{known.begin}\n{one}\n{known.end}" if known.begin else one for one in each)
+    return known.between.join(f"{known.begins[0]}\n{one}\n{known.ends[0]}" if known.begins else one for one in each)
 
 
 @pytest.mark.parametrize("parser", sorted(FORMATS))
 def test_an_answer_is_held_to_calls_that_are_read_as_such(parser: str) -> None:
-    grammar = grammar_of(pb.StructuredOutputs(grammar=calls_grammar(FORMATS[parser], TOOLS, is_one=False)))
+    grammar = held(FORMATS[parser], TOOLS, is_one=False)
     write = partial(said, parser)
     two = write(("weather", {"city": "Oslo"}), ("now", {"zone": "CET"}))
     assert is_in(grammar, two)
@@ -223,11 +231,9 @@ def test_an_answer_is_held_to_calls_that_are_read_as_such(parser: str) -> None:
                    ("weather", {"city": "Oslo", "unit": "C"})]  # fmt: skip
     wrongs = ["", "Hello", "Well: " + two, two + ".", *map(write, wrong_calls)]
     assert [wrong for wrong in wrongs if is_in(grammar, wrong)] == []
-    either = grammar_of(
-        pb.StructuredOutputs(grammar=calls_grammar(FORMATS[parser], TOOLS, is_one=True, or_form={"type": "array"}))
-    )
+    either = held(FORMATS[parser], TOOLS, is_one=True, or_form={"type": "array"})
     assert [is_in(either, text) for text in (write(("now", {})), "[1]", "1", two)] == [True, True, False, False]
-    only = grammar_of(pb.StructuredOutputs(grammar=calls_grammar(FORMATS[parser], TOOLS[:1], is_one=True)))
+    only = held(FORMATS[parser], TOOLS[:1], is_one=True)
     assert is_in(only, write(("weather", {"city": "Oslo"})))
     assert not is_in(only, write(*[("weather", {"city": "Oslo"})] * 2))
     assert not is_in(only, write(("now", {})))

@@ -192,7 +192,8 @@ def test_what_a_model_said_and_is_nearly_json_is_taken_back(text: str, expected:
 
 
 def test_a_schema_that_cannot_be_held_to_is_named() -> None:
-    tools = validate(generate_request(HI, tools=[NOW, WEATHER]), KNOWING).asked_tools
+    asked = generate_request(HI, tools=[NOW, WEATHER], structured_outputs={"json_object": True})
+    tools = validate(asked, KNOWING).asked_tools
     reason = "grammar: at {}(14): failed to compile JSON schema: Invalid type: strin\n 5 | tool_1: ..."
     why = "cannot be held to: failed to compile JSON schema: Invalid type: strin"
     assert tools.problem_of_form(reason.format(6)) == ("chat.tools[1].parameters", why)

@@ -1,0 +1,99 @@
+"""Calls that are JSON objects.
+
+hermes        <tool_call>\\n{"name": "get_weather", "arguments": {"city": "Oslo"}}\\n</tool_call>    Qwen, Hermes …
+llama3_json   {"name": "get_weather", "parameters": {"city": "Oslo"}}                               Llama 3
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from router.text.calls.call_format import (
+    Body,
+    CallReader,
+    GrammarLines,
+    Head,
+    Tool,
+    ToolFormat,
+    arguments_of,
+    json_of,
+    literal,
+)
+from router.text.calls.objects import ObjectScan, call_of, unquoted
+
+MAX_HEAD_CHARS = 512
+"""Up to a call's arguments. One that says more before is told when it is whole."""
+_HEAD = re.compile(r'\{\s*"name"\s*:\s*("(?:[^"\\]|\\.)+")\s*,\s*"(?:arguments|parameters)"\s*:\s*(?=\{)')
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ObjectFormat(ToolFormat):
+    arguments_key: str
+
+    def reader(self, begin: str) -> CallReader:
+        return ObjectReader()
+
+    def answer(self, lines: GrammarLines, tools: Sequence[Tool], *, is_one: bool) -> str:
+        begin = f"{self.begins[0]}\n" if self.begins else ""
+        end = f"\n{self.ends[0]}" if self.ends else ""
+        lines.add("call", " | ".join(f"tool_{number}" for number in range(len(tools))))
+        for number, tool in enumerate(tools):
+            head = literal(f'{begin}{{"name": {json.dumps(tool.name)}, "{self.arguments_key}": ')
+            lines.add(f"tool_{number}", f"{head} arguments_{number} {literal('}' + end)}", place=number)
+            lines.add(f"arguments_{number}", json_of(arguments_of(tool)), place=number)
+        return "call" if is_one else f"call ({literal(self.between)} call)*"
+
+
+class ObjectReader:
+    """HEAD up to the arguments ── ARGUMENTS ── the rest of the object, which is nothing that anybody asks for."""
+
+    def __init__(self) -> None:
+        self._scan = ObjectScan()
+        self._is_behind = False
+        """The arguments."""
+
+    def head(self, text: str) -> Head | None:
+        if text[0] != "{":
+            return Head(0)
+        match = _HEAD.match(text[: MAX_HEAD_CHARS + 1])
+        if match is not None:
+            self._scan = ObjectScan()
+            return Head(match.end(), unquoted(match[1]))
+        end = self._scan.end_of_object(text)
+        if end is None:
+            return None
+        call = call_of(text[:end])
+        return Head(end) if call is None else Head(end, *call)
+
+    def body(self, text: str) -> Body:
+        end = self._scan.end_of_object(text)
+        num_chars = len(text) if end is None else end
+        arguments = "" if self._is_behind else text[:num_chars]
+        if end is None:
+            self._scan.rebase(num_chars)
+            return Body(num_chars, arguments)
+        if self._is_behind:
+            return Body(num_chars, is_over=True)
+        self._is_behind, self._scan = True, ObjectScan(depth=1)
+        rest = self.body(text[num_chars:])
+        return Body(num_chars + rest.num_chars, arguments, rest.is_over)
+
+
+HERMES = ObjectFormat(
+    name="hermes",
+    begins=("<tool_call>",),
+    ends=("</tool_call>",),
+    between="\n",
+    arguments_key="arguments",
+    known_by=("<tool_call>",),
+    not_by=("<function=", "<arg_key>"),
+)
+LLAMA3_JSON = ObjectFormat(
+    name="llama3_json",
+    between="; ",
+    arguments_key="parameters",
+    known_by=('"parameters": dictionary of argument name and its value',),
+)
