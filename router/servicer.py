@@ -172,9 +172,11 @@ class InferenceServicer(InferenceServicerBase):  # type: ignore[misc]
         require_worker(self._cluster.pool)
         asked = validated.asked_tools
         grammar = await compile_grammar(validated.sampling_params, self._grammars, asked)
+        if asked.holds:  # checked as text: of tokens by number nothing is known there
+            grammar = asked.grammar(self._texts.tokenizer.added_ids(asked.words)).text
         reads_reasoning = validated.is_chat and bool(model.reasoning_parser)
         reasoning = reasoning_of(reads_reasoning, prompt.opens_reasoning, has_form=bool(grammar))
-        grammar = reasoning.grammar(grammar, is_end_added=self._texts.tokenizer.is_added(END))
+        grammar = reasoning.grammar(grammar, is_end_added=END in self._texts.tokenizer.added_ids([END]))
         params = resolve_sampling(validated.sampling_params, model, len(prompt_token_ids))
         stops = StopStrings(params.stop)  # thousands of states: one for all answers
         lifecycles: list[Lifecycle] = []

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 from router.text.calls.call_format import FORM, GrammarLines, Tool, ToolFormat, json_of
@@ -30,11 +31,16 @@ def without_comments(source: str) -> str:
 
 
 def calls_grammar(
-    tool_format: ToolFormat, tools: Sequence[Tool], *, is_one: bool, or_form: Mapping[str, Any] | None = None
+    tool_format: ToolFormat,
+    tools: Sequence[Tool],
+    *,
+    is_one: bool,
+    or_form: Mapping[str, Any] | None = None,
+    tokens: Mapping[str, int] = MappingProxyType({}),
 ) -> GrammarLines:
     """Of an answer that is calls of some of `tools`, one or more, or JSON that fits the schema `or_form`, and nothing
-    else."""
-    lines = GrammarLines()
+    else. `tokens`: ids of those of the format's words that are tokens by themselves."""
+    lines = GrammarLines(tokens)
     calls = tool_format.answer(lines, tools, is_one=is_one)
     if or_form is not None:
         calls = f"{calls} | {lines.add('form', json_of(or_form), place=FORM)}"

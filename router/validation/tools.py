@@ -7,6 +7,7 @@ import re
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 from typing import Any
 
 from protos import tandem_inference_pb2 as pb
@@ -76,10 +77,11 @@ class AskedTools:
         """Whether answers have a form for tools: they must be calls, or one of two things: calls, or JSON."""
         return bool(self.parser) and (self.is_required or self.or_form is not None)
 
-    def grammar(self) -> GrammarLines:
-        """Of answers that have a form."""
+    def grammar(self, tokens: Mapping[str, int] = MappingProxyType({})) -> GrammarLines:
+        """Of answers that have a form. `tokens`: ids of those of `words` that are tokens by themselves."""
         tools = [self.tools[position] for position in self.callable]
-        return calls_grammar(FORMATS[self.parser], tools, is_one=self.is_one, or_form=self.or_form)
+        known = FORMATS[self.parser]
+        return calls_grammar(known, tools, is_one=self.is_one, or_form=self.or_form, tokens=tokens)
 
     def problem_of_form(self, reason: str) -> tuple[str, str]:
         """The field, and what is wrong with it, of what is said of the grammar: its lines are the tools'."""

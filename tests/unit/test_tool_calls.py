@@ -2,28 +2,23 @@
 
 from __future__ import annotations
 
-import json
 import time
 from functools import partial
-from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from llguidance import LLMatcher
+from tool_call_cases import Outcome, held, is_in, outcome, said
 
-from protos import tandem_inference_pb2 as pb
 from router.text.calls.call_format import Tool
-from router.text.calls.object_calls import MAX_HEAD_CHARS, ObjectFormat
-from router.text.structured_outputs import LIMITS, _bytes_tokenizer, grammar_of
+from router.text.calls.object_calls import MAX_HEAD_CHARS
 from router.text.tool_calls import ToolCallParser, call_id
-from router.text.tool_formats import FORMATS, calls_grammar, format_of_template
+from router.text.tool_formats import FORMATS, format_of_template
 
 CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "Oslo"}}\n</tool_call>'
 LLAMA = '{"name": "weather", "parameters": {"city": "Oslo"}}'
 F = '<tool_call>{"name": "f", "arguments": '
 OSLO = ("weather", '{"city": "Oslo"}')
-Outcome = tuple[str, list[tuple[str, str]]]
 
 
 LONG = "n" * MAX_HEAD_CHARS
@@ -36,14 +31,7 @@ def parse(parser: str, pieces: list[str], *, is_one: bool = False, is_whole: boo
     told = [reader.push(piece) for piece in pieces]
     if is_whole:
         told.append(reader.finish())
-    calls: list[tuple[str, str]] = []
-    for piece in (piece for each in told for piece in each.calls):
-        if piece.id:
-            assert (piece.id, piece.index) == (f"id-{len(calls)}", len(calls))
-            calls.append((piece.name, ""))
-        assert piece.index == len(calls) - 1
-        calls[-1] = (calls[-1][0], calls[-1][1] + piece.arguments)
-    return "".join(each.content for each in told), calls
+    return outcome(told)
 
 
 CASES: list[tuple[str, str, Outcome]] = [
@@ -202,27 +190,9 @@ TOOLS = [
 ]  # fmt: skip
 
 
-def is_in(grammar: str, text: str) -> bool:
-    matcher = LLMatcher(_bytes_tokenizer(), grammar, log_level=0, limits=LIMITS)
-    data = list(text.encode())
-    return matcher.try_consume_tokens(data) == len(data) and matcher.is_accepting()
-
-
-def held(*asked: Any, **how: Any) -> str:
-    return grammar_of(pb.StructuredOutputs(grammar=calls_grammar(*asked, **how).text))
-
-
-def said(parser: str, *calls: tuple[str, Any]) -> str:
-    """As models of that format say it."""
-    known = FORMATS[parser]
-    assert isinstance(known, ObjectFormat)
-    each = [json.dumps({"name": name, known.arguments_key: arguments}) for name, arguments in calls]
-    return known.between.join(f"{known.begins[0]}\n{one}\n{known.ends[0]}" if known.begins else one for one in each)
-
-
 @pytest.mark.parametrize("parser", sorted(FORMATS))
 def test_an_answer_is_held_to_calls_that_are_read_as_such(parser: str) -> None:
-    grammar = held(FORMATS[parser], TOOLS, is_one=False)
+    grammar = held(parser, TOOLS, is_one=False)
     write = partial(said, parser)
     two = write(("weather", {"city": "Oslo"}), ("now", {"zone": "CET"}))
     assert is_in(grammar, two)
@@ -231,9 +201,9 @@ def test_an_answer_is_held_to_calls_that_are_read_as_such(parser: str) -> None:
                    ("weather", {"city": "Oslo", "unit": "C"})]  # fmt: skip
     wrongs = ["", "Hello", "Well: " + two, two + ".", *map(write, wrong_calls)]
     assert [wrong for wrong in wrongs if is_in(grammar, wrong)] == []
-    either = held(FORMATS[parser], TOOLS, is_one=True, or_form={"type": "array"})
+    either = held(parser, TOOLS, is_one=True, or_form={"type": "array"})
     assert [is_in(either, text) for text in (write(("now", {})), "[1]", "1", two)] == [True, True, False, False]
-    only = held(FORMATS[parser], TOOLS[:1], is_one=True)
+    only = held(parser, TOOLS[:1], is_one=True)
     assert is_in(only, write(("weather", {"city": "Oslo"})))
     assert not is_in(only, write(*[("weather", {"city": "Oslo"})] * 2))
     assert not is_in(only, write(("now", {})))

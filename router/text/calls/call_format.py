@@ -7,9 +7,11 @@ calls. Pure.
 from __future__ import annotations
 
 import json
+import re
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any, NamedTuple, Protocol
 
 from router.text.structured_outputs import ON_ONE_LINE
@@ -102,9 +104,15 @@ class ToolFormat(ABC):
 
 
 class GrammarLines:
-    """Of a grammar in Lark, as llguidance reads it: a rule on each. Whoever reads its errors counts them."""
+    """Of a grammar in Lark, as llguidance reads it: a rule on each. Whoever reads its errors counts them.
 
-    def __init__(self) -> None:
+    `tokens`: ids of the words that are tokens by themselves, added to a vocabulary. llguidance takes such a token for
+    its text only where nothing else may come; elsewhere it would have the model spell the word in other tokens.
+    """
+
+    def __init__(self, tokens: Mapping[str, int] = MappingProxyType({})) -> None:
+        self._tokens = tokens
+        self._word = re.compile(f"({'|'.join(map(re.escape, tokens))})") if tokens else None
         self._lines = ["start: "]
         self._places: list[int | None] = [None]
 
@@ -118,6 +126,12 @@ class GrammarLines:
         """The rule of all."""
         self._lines[0] = f"start: {said}"
 
+    def literal(self, text: str) -> str:
+        """These characters, with the words among them."""
+        parts = [text] if self._word is None else self._word.split(text)
+        known = self._tokens
+        return " ".join(f"<[{known[part]}]>" if part in known else _quoted(part) for part in parts if part)
+
     @property
     def text(self) -> str:
         return "\n".join(self._lines) + "\n"
@@ -127,15 +141,14 @@ class GrammarLines:
         return self._places[line - 1] if 1 <= line <= len(self._places) else None
 
 
-def literal(text: str) -> str:
-    """Of a grammar: these characters."""
-    return json.dumps(text, ensure_ascii=False)
-
-
 def json_of(schema: Mapping[str, Any]) -> str:
     """Of a grammar: JSON that fits `schema`. On one line, which what reads calls relies on. Keywords that llguidance
     does not know (`uniqueItems`, formats of one's own) are not held to: agents send many, and mean them for people."""
     return f"%json {json.dumps({**schema, 'x-guidance': {**ON_ONE_LINE, 'lenient': True}})}"
+
+
+def _quoted(text: str) -> str:
+    return json.dumps(text, ensure_ascii=False)
 
 
 def arguments_of(tool: Tool) -> dict[str, Any]:

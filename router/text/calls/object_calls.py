@@ -20,7 +20,6 @@ from router.text.calls.call_format import (
     ToolFormat,
     arguments_of,
     json_of,
-    literal,
 )
 from router.text.calls.objects import ObjectScan, call_of, unquoted
 
@@ -41,10 +40,10 @@ class ObjectFormat(ToolFormat):
         end = f"\n{self.ends[0]}" if self.ends else ""
         lines.add("call", " | ".join(f"tool_{number}" for number in range(len(tools))))
         for number, tool in enumerate(tools):
-            head = literal(f'{begin}{{"name": {json.dumps(tool.name)}, "{self.arguments_key}": ')
-            lines.add(f"tool_{number}", f"{head} arguments_{number} {literal('}' + end)}", place=number)
+            head = lines.literal(f'{begin}{{"name": {json.dumps(tool.name)}, "{self.arguments_key}": ')
+            lines.add(f"tool_{number}", f"{head} arguments_{number} {lines.literal('}' + end)}", place=number)
             lines.add(f"arguments_{number}", json_of(arguments_of(tool)), place=number)
-        return "call" if is_one else f"call ({literal(self.between)} call)*"
+        return "call" if is_one else f"call ({lines.literal(self.between)} call)*"
 
 
 class ObjectReader:

@@ -1,0 +1,59 @@
+"""Calls as models of each format write them, and how they are read."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from typing import Any
+
+from llguidance import LLMatcher
+
+from protos import tandem_inference_pb2 as pb
+from router.text.structured_outputs import LIMITS, _bytes_tokenizer, grammar_of
+from router.text.tool_calls import Told
+from router.text.tool_formats import FORMATS, calls_grammar
+
+Outcome = tuple[str, list[tuple[str, str]]]
+"""Content, and name and arguments of each call."""
+Call = tuple[str, Any]
+
+
+def outcome(told: Iterable[Told]) -> Outcome:
+    """Of all that was told of an answer, whose calls have the ids id-0, id-1 …"""
+    told = list(told)
+    calls: list[tuple[str, str]] = []
+    for piece in (piece for each in told for piece in each.calls):
+        if piece.id:
+            assert (piece.id, piece.index) == (f"id-{len(calls)}", len(calls))
+            calls.append((piece.name, ""))
+        assert piece.index == len(calls) - 1
+        calls[-1] = (calls[-1][0], calls[-1][1] + piece.arguments)
+    return "".join(each.content for each in told), calls
+
+
+def said(parser: str, *calls: Call) -> str:
+    """As models of that format say it."""
+    return WRITERS[parser](calls)
+
+
+def _hermes(calls: Iterable[Call]) -> str:
+    each = (json.dumps({"name": name, "arguments": arguments}) for name, arguments in calls)
+    return "\n".join(f"<tool_call>\n{one}\n</tool_call>" for one in each)
+
+
+def _llama3(calls: Iterable[Call]) -> str:
+    return "; ".join(json.dumps({"name": name, "parameters": arguments}) for name, arguments in calls)
+
+
+WRITERS = {"hermes": _hermes, "llama3_json": _llama3}
+
+
+def held(parser: str, tools: Any, **how: Any) -> str:
+    """The grammar of answers that are calls."""
+    return grammar_of(pb.StructuredOutputs(grammar=calls_grammar(FORMATS[parser], tools, **how).text))
+
+
+def is_in(grammar: str, text: str) -> bool:
+    matcher = LLMatcher(_bytes_tokenizer(), grammar, log_level=0, limits=LIMITS)
+    data = list(text.encode())
+    return matcher.try_consume_tokens(data) == len(data) and matcher.is_accepting()
