@@ -183,7 +183,8 @@ class InferenceServicer(InferenceServicerBase):  # type: ignore[misc]
         for index in validated.open_sequences:
             detokenizer = self._detokenizer(prompt_token_ids, params, model, stops, asked, reasoning)
             own = params_of_sequence(params, index)
-            calls = asked.reader(partial(call_id, own.seed, prompt_token_ids), has_form=bool(grammar))
+            ids = partial(call_id, own.seed, prompt_token_ids, is_short=asked.has_short_ids)
+            calls = asked.reader(ids, has_form=bool(grammar))
             reader = reasoning.reader(calls)
             lifecycle = Lifecycle(
                 self._cluster,

@@ -45,7 +45,36 @@ def _llama3(calls: Iterable[Call]) -> str:
     return "; ".join(json.dumps({"name": name, "parameters": arguments}) for name, arguments in calls)
 
 
-WRITERS = {"hermes": _hermes, "llama3_json": _llama3}
+def _mistral(calls: Iterable[Call]) -> str:
+    return "".join(f"[TOOL_CALLS]{name}[ARGS]{json.dumps(arguments)}" for name, arguments in calls)
+
+
+def mistral_list(*calls: Call) -> str:
+    """As tokenizers before v11 have it."""
+    each = (json.dumps({"name": name, "arguments": arguments}) for name, arguments in calls)
+    return f"[TOOL_CALLS] [{', '.join(each)}]"
+
+
+def _deepseek(calls: Iterable[Call], head: str, begin: str, end: str, between: str) -> str:
+    each = (
+        f"<｜tool▁call▁begin｜>{head.format(name=name)}{begin}{json.dumps(arguments)}{end}<｜tool▁call▁end｜>"
+        for name, arguments in calls
+    )
+    return f"<｜tool▁calls▁begin｜>{between.join(each)}<｜tool▁calls▁end｜>"
+
+
+def _deepseek_v3(calls: Iterable[Call]) -> str:
+    return _deepseek(calls, "function<｜tool▁sep｜>{name}", "\n```json\n", "\n```", "\n")
+
+
+def _deepseek_v31(calls: Iterable[Call]) -> str:
+    return _deepseek(calls, "{name}<｜tool▁sep｜>", "", "", "")
+
+
+WRITERS = {
+    "hermes": _hermes, "llama3_json": _llama3, "mistral": _mistral, "deepseek_v3": _deepseek_v3,
+    "deepseek_v31": _deepseek_v31,
+}  # fmt: skip
 
 
 def held(parser: str, tools: Any, **how: Any) -> str:

@@ -13,6 +13,7 @@ OpenAI's do. White space beside a call is no content, unless text follows it.
 from __future__ import annotations
 
 import enum
+import string
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from hashlib import blake2b
@@ -22,12 +23,16 @@ from router.text.calls.call_format import CallReader, ToolFormat
 
 PYTHON_TAG = "<|python_tag|>"
 """What Llama may say before a call, where special tokens are shown."""
+_ALPHANUMERIC = string.digits + string.ascii_letters
 
 
-def call_id(seed: int, prompt_token_ids: list[int], index: int) -> str:
+def call_id(seed: int, prompt_token_ids: list[int], index: int, *, is_short: bool = False) -> str:
     """The name of an answer's call `index`: the same wherever the answer goes on, another one in each turn."""
-    digest = blake2b(f"{seed} {index} {prompt_token_ids}".encode(), digest_size=12)
-    return f"call_{digest.hexdigest()}"
+    digest = blake2b(f"{seed} {index} {prompt_token_ids}".encode(), digest_size=12).digest()
+    if not is_short:
+        return f"call_{digest.hex()}"
+    number = int.from_bytes(digest)
+    return "".join(_ALPHANUMERIC[number // 62**place % 62] for place in range(9))
 
 
 @dataclass(slots=True)
@@ -209,8 +214,11 @@ class ToolCallParser:
 
     def _read_end(self) -> bool:
         """The words that end a call, unless the model left them out."""
-        while self._num_ends < len(self._format.ends):
-            word = self._format.ends[self._num_ends]
+        assert self._call is not None
+        if self._num_ends == 0 and self._call.joint and (may_go_on := self._find_joint(self._call.joint)) is not None:
+            return may_go_on
+        while self._num_ends < len(self._call.ends):
+            word = self._call.ends[self._num_ends]
             self._hold_space()
             if self._text.startswith(word):
                 self._text = self._text[len(word) :]
@@ -221,6 +229,20 @@ class ToolCallParser:
         self._begin = ""
         self._may_begin = True
         self._state = _State.TEXT
+        return True
+
+    def _find_joint(self, joint: str) -> bool | None:
+        """Whether another call of a list begins. None: none does. False: it is too early to tell."""
+        self._hold_space()
+        if not self._text.startswith(joint):
+            return None if self._text else False
+        rest = self._text[len(joint) :].lstrip()
+        if not rest:
+            return False
+        if rest[0] != "{":
+            return None
+        begin, self._text = self._text[: len(self._text) - len(rest)], rest
+        self._begin_call(begin)
         return True
 
     def _open_call(self, name: str) -> None:

@@ -12,9 +12,11 @@ from types import MappingProxyType
 from typing import Any
 
 from router.text.calls.call_format import FORM, GrammarLines, Tool, ToolFormat, json_of
+from router.text.calls.deepseek import DEEPSEEK_V3, DEEPSEEK_V31
+from router.text.calls.mistral import MISTRAL
 from router.text.calls.object_calls import HERMES, LLAMA3_JSON
 
-FORMATS: dict[str, ToolFormat] = {each.name: each for each in (HERMES, LLAMA3_JSON)}
+FORMATS: dict[str, ToolFormat] = {each.name: each for each in (HERMES, LLAMA3_JSON, MISTRAL, DEEPSEEK_V3, DEEPSEEK_V31)}
 AUTO = "auto"
 _COMMENT = re.compile(r"\{#.*?#\}", re.DOTALL)
 

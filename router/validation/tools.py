@@ -58,6 +58,11 @@ class AskedTools:
         """That tell calls from other text."""
         return FORMATS[self.parser].words if self.parser else ()
 
+    @property
+    def has_short_ids(self) -> bool:
+        """The model's template takes ids of calls of nine letters and digits alone."""
+        return bool(self.parser) and FORMATS[self.parser].has_short_ids
+
     def with_form(self, params: pb.SamplingParams) -> AskedTools:
         """With the form that `params` ask for, which an answer may have instead of calls. Raises `ValueError` where
         there is none that is both."""

@@ -14,6 +14,7 @@ from router.text.calls.call_format import Tool
 from router.text.calls.object_calls import MAX_HEAD_CHARS
 from router.text.tool_calls import ToolCallParser, call_id
 from router.text.tool_formats import FORMATS, format_of_template
+from router.validation.tools import AskedTools
 
 CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "Oslo"}}\n</tool_call>'
 LLAMA = '{"name": "weather", "parameters": {"city": "Oslo"}}'
@@ -162,6 +163,16 @@ def test_ids_are_the_same_wherever_an_answer_goes_on() -> None:
     ids = {call_id(*asked) for asked in ((1, [5, 6], 0), (1, [5, 6], 1), (2, [5, 6], 0), (1, [5, 7], 0), (1, [56], 0))}
     assert len(ids) == 5
     assert call_id(1, [5, 6], 0) in ids
+    short = [call_id(1, [5, 6], index, is_short=True) for index in range(100)]
+    assert len(set(short)) == 100
+    assert all(len(each) == 9 and each.isascii() and each.isalnum() for each in short)
+
+
+@pytest.mark.parametrize("parser", sorted(FORMATS))
+def test_ids_are_such_as_the_models_template_takes(parser: str) -> None:
+    """Mistral's raise an error where others come back."""
+    assert AskedTools(parser=parser).has_short_ids == (parser == "mistral")
+    assert not AskedTools().has_short_ids
 
 
 # -- formats ----------------------------------------------------------------------------------------------------------
@@ -170,7 +181,9 @@ TAUGHT = [
     ("... <tool_call>\\n{\\\"name\\\": <function-name>, \\\"arguments\\\": ...", "hermes"),
     ('Respond in the format {\\"name\\": function name, \\"parameters\\": dictionary of argument name and its value}.',
      "llama3_json"),
-    ("<tool_call><function=f>", None), ("<tool_call>f<arg_key>a</arg_key>", None), ("[TOOL_CALLS]", None),
+    ("<tool_call><function=f>", None), ("<tool_call>f<arg_key>a</arg_key>", None), ("[TOOL_CALL]", None),
+    ("'[TOOL_CALLS]' + name", "mistral"), ("<｜tool▁call▁begin｜>function\\n```json\\n", "deepseek_v3"),
+    ("<｜tool▁call▁begin｜>name", "deepseek_v31"),
 ]  # fmt: skip
 
 

@@ -225,7 +225,7 @@ def of_template(source: str | None, parser: str = "auto") -> ModelInfo:
     [
         (None, "auto", "has no chat template"),
         ("{{ messages[0].content }}", "hermes", "has no place for tools; another may be given (--chat-template)"),
-        ("{{ tools | tojson }}", "auto", "may be named (--tool-call-parser hermes|llama3_json)"),
+        ("{{ tools | tojson }}", "auto", "may be named (--tool-call-parser hermes|llama3_json|mistral|"),
         ("{{ tools | tojson }}{{ raise_exception('never') }}", "hermes", "refuses these messages: never)"),
         ("{# <tool_call> #}{{ tools | tojson }}", "auto", "teaches no way of calling tools that is known here"),
     ],

@@ -1,6 +1,12 @@
 """How families of models write calls of tools: one file for each way of writing.
 
-call_format      what a format is: its words, what reads one call, the grammar of an answer that is calls
-objects          JSON that comes in pieces: where an object ends, what a whole one calls
-object_calls     {"name": …, "arguments": …}, with words around it or none: hermes, llama3_json
+    mistral          [TOOL_CALLS], in both ways of saying what is called
+    deepseek         <｜tool▁call▁begin｜> …: deepseek_v3, deepseek_v31
+    object_calls     {"name": …, "arguments": …}, with words around it or none: hermes, llama3_json
+
+    call_format      what a format is: its words, what reads one call, the grammar of an answer that is calls
+    heads            what stands before arguments, read a piece at a time
+    objects          JSON that comes in pieces: where an object ends, what a whole one calls
+
+`tool_formats` knows which there are.
 """

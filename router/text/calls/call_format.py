@@ -61,6 +61,14 @@ class Body(NamedTuple):
 class CallReader(Protocol):
     """Of one call, behind the word that began it. What it tells of a text is the same in whatever pieces it comes."""
 
+    @property
+    def joint(self) -> str:
+        """What stands before another call that has no word to begin with: in a list. Empty: nothing does."""
+
+    @property
+    def ends(self) -> tuple[str, ...]:
+        """Words behind the call, in this order. Models leave them out."""
+
     def head(self, text: str) -> Head | None:
         """`text`: all so far, without white space before it, never empty. None: it ends too early to tell."""
 
@@ -75,8 +83,6 @@ class ToolFormat(ABC):
     name: str
     begins: tuple[str, ...] = ()
     """Words that a call begins with. None: one is an object, where an answer begins and after another call."""
-    ends: tuple[str, ...] = ()
-    """Words behind a call, in this order. Models leave them out."""
     between: str = ""
     """What stands between calls."""
     known_by: tuple[str, ...]
@@ -88,10 +94,13 @@ class ToolFormat(ABC):
         """`template`: without backslashes, and without what it says to people."""
         return all(word in template for word in self.known_by) and not any(word in template for word in self.not_by)
 
+    has_short_ids: bool = False
+    """Its templates take ids of calls of nine letters and digits alone."""
+
     @property
+    @abstractmethod
     def words(self) -> tuple[str, ...]:
         """That tell calls from other text."""
-        return (*self.begins, *self.ends)
 
     @abstractmethod
     def reader(self, begin: str) -> CallReader:

@@ -21,19 +21,23 @@ from router.text.calls.call_format import (
     arguments_of,
     json_of,
 )
-from router.text.calls.objects import ObjectScan, call_of, unquoted
+from router.text.calls.heads import MAX_HEAD_CHARS
+from router.text.calls.objects import BROKEN_BY, ObjectScan, call_of, unquoted
 
-MAX_HEAD_CHARS = 512
-"""Up to a call's arguments. One that says more before is told when it is whole."""
 _HEAD = re.compile(r'\{\s*"name"\s*:\s*("(?:[^"\\]|\\.)+")\s*,\s*"(?:arguments|parameters)"\s*:\s*(?=\{)')
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ObjectFormat(ToolFormat):
+    ends: tuple[str, ...] = ()
     arguments_key: str
 
+    @property
+    def words(self) -> tuple[str, ...]:
+        return (*self.begins, *self.ends)
+
     def reader(self, begin: str) -> CallReader:
-        return ObjectReader()
+        return ObjectReader(ends=self.ends)
 
     def answer(self, lines: GrammarLines, tools: Sequence[Tool], *, is_one: bool) -> str:
         begin = f"{self.begins[0]}\n" if self.begins else ""
@@ -47,10 +51,16 @@ class ObjectFormat(ToolFormat):
 
 
 class ObjectReader:
-    """HEAD up to the arguments ── ARGUMENTS ── the rest of the object, which is nothing that anybody asks for."""
+    """A head that says more than MAX_HEAD_CHARS is told when the call is whole.
 
-    def __init__(self) -> None:
-        self._scan = ObjectScan()
+    HEAD up to the arguments ── ARGUMENTS ── the rest of the object, which is nothing that anybody asks for."""
+
+    joint = ""
+
+    def __init__(self, broken_by: str = BROKEN_BY, ends: tuple[str, ...] = ()) -> None:
+        self._broken_by = broken_by
+        self.ends = ends
+        self._scan = ObjectScan(broken_by)
         self._is_behind = False
         """The arguments."""
 
@@ -59,7 +69,7 @@ class ObjectReader:
             return Head(0)
         match = _HEAD.match(text[: MAX_HEAD_CHARS + 1])
         if match is not None:
-            self._scan = ObjectScan()
+            self._scan = ObjectScan(self._broken_by)
             return Head(match.end(), unquoted(match[1]))
         end = self._scan.end_of_object(text)
         if end is None:
@@ -69,14 +79,14 @@ class ObjectReader:
 
     def body(self, text: str) -> Body:
         end = self._scan.end_of_object(text)
-        num_chars = len(text) if end is None else end
+        num_chars = min(self._scan.num_seen, len(text)) if end is None else end
         arguments = "" if self._is_behind else text[:num_chars]
         if end is None:
             self._scan.rebase(num_chars)
             return Body(num_chars, arguments)
         if self._is_behind:
             return Body(num_chars, is_over=True)
-        self._is_behind, self._scan = True, ObjectScan(depth=1)
+        self._is_behind, self._scan = True, ObjectScan(self._broken_by, depth=1)
         rest = self.body(text[num_chars:])
         return Body(num_chars + rest.num_chars, arguments, rest.is_over)
 
