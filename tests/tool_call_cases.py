@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable
+from itertools import chain
 from typing import Any
 
 from llguidance import LLMatcher
@@ -71,9 +72,32 @@ def _deepseek_v31(calls: Iterable[Call]) -> str:
     return _deepseek(calls, "{name}<｜tool▁sep｜>", "", "", "")
 
 
+def text_of(value: Any) -> str:
+    return value if isinstance(value, str) else json.dumps(value)
+
+
+def _qwen3_coder(calls: Iterable[Call]) -> str:
+    each = []
+    for name, arguments in calls:
+        values = arguments.items() if isinstance(arguments, dict) else [("", arguments)]
+        said = "".join(f"<parameter={key}>\n{text_of(value)}\n</parameter>\n" for key, value in values)
+        each.append(f"<tool_call>\n<function={name}>\n{said}</function>\n</tool_call>")
+    return "\n".join(each)
+
+
+def _glm(calls: Iterable[Call], space: str) -> str:
+    each = []
+    for name, arguments in calls:
+        values = arguments.items() if isinstance(arguments, dict) else [("", arguments)]
+        tags = ((f"<arg_key>{key}</arg_key>", f"<arg_value>{text_of(value)}</arg_value>") for key, value in values)
+        each.append(space.join([f"<tool_call>{name}", *chain.from_iterable(tags), "</tool_call>"]))
+    return space.join(each)
+
+
 WRITERS = {
     "hermes": _hermes, "llama3_json": _llama3, "mistral": _mistral, "deepseek_v3": _deepseek_v3,
-    "deepseek_v31": _deepseek_v31,
+    "deepseek_v31": _deepseek_v31, "qwen3_coder": _qwen3_coder, "qwen3_xml": _qwen3_coder,
+    "glm45": lambda calls: _glm(calls, "\n"), "glm47": lambda calls: _glm(calls, ""),
 }  # fmt: skip
 
 

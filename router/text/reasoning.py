@@ -15,8 +15,9 @@ import enum
 import json
 from dataclasses import dataclass
 
-from router.text.tool_calls import Told, ToolCallParser, num_held
+from router.text.tool_calls import Told, ToolCallParser
 from router.text.tool_formats import without_comments
+from router.text.words import num_held
 
 BEGIN, END = "<think>", "</think>"
 PARSERS = ("qwen3", "deepseek_r1")
@@ -168,7 +169,7 @@ class ReasoningParser:
     def _read_thought(self) -> bool:
         position = self._text.find(END)
         if position < 0:
-            position = len(self._text) - num_held(self._text, END)
+            position = len(self._text) - num_held(self._text, [END])
             self._think(self._text[:position])
             self._text = self._text[position:]
             return False

@@ -14,12 +14,15 @@ from __future__ import annotations
 
 import enum
 import string
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from hashlib import blake2b
+from types import MappingProxyType
 
 from protos import tandem_inference_pb2 as pb
 from router.text.calls.call_format import CallReader, ToolFormat
+from router.text.calls.text_values import Schema
+from router.text.words import first_of, num_held
 
 PYTHON_TAG = "<|python_tag|>"
 """What Llama may say before a call, where special tokens are shown."""
@@ -54,7 +57,7 @@ class _State(enum.Enum):
 class ToolCallParser:
     """Of one answer. `names`: of the tools that it may call. `id_of`: a call's id by its number. `is_one`: what it
     calls after its first call is left out. `is_held`: it is calls and nothing else: a beginning of one that an end has
-    cut off is no content."""
+    cut off is no content. `schemas`: of the tools' arguments, by name, for formats that need them."""
 
     def __init__(
         self,
@@ -64,12 +67,14 @@ class ToolCallParser:
         *,
         is_one: bool = False,
         is_held: bool = False,
+        schemas: Mapping[str, Schema] = MappingProxyType({}),
     ) -> None:
         self._format = tool_format
         self._names = names
         self._id_of = id_of
         self._is_one = is_one
         self._is_held = is_held
+        self._schemas = schemas
         self._state = _State.TEXT
         self._space: list[str] = []
         """White space before `_begin` and `_text`: content, if text follows."""
@@ -123,13 +128,13 @@ class ToolCallParser:
     def _find_word(self) -> bool:
         """Where each call has a word to begin with: whether one is there."""
         words = self._format.begins
-        found = [(position, word) for word in words if (position := self._text.find(word)) >= 0]
-        if not found:
-            num_told = len(self._text) - max(num_held(self._text, word) for word in words)
+        found = first_of(self._text, words)
+        if found is None:
+            num_told = len(self._text) - num_held(self._text, words)
             self._tell(self._text[:num_told])
             self._text = self._text[num_told:]
             return False
-        position, word = min(found)
+        position, word = found
         self._tell(self._text[:position])
         self._text = self._text[position + len(word) :]
         self._begin_call(word)
@@ -173,7 +178,7 @@ class ToolCallParser:
 
     def _begin_call(self, begin: str) -> None:
         self._begin = begin
-        self._call = self._format.reader(begin)
+        self._call = self._format.reader(begin, self._schemas)
         self._state = _State.HEAD
 
     def _read_head(self) -> bool:
@@ -255,8 +260,3 @@ class ToolCallParser:
     def _tell_arguments(self, text: str) -> None:
         if text and not (self._is_one and self._num_calls > 1):
             self._told.calls.append(pb.ToolCallDelta(index=self._num_calls - 1, arguments=text))
-
-
-def num_held(text: str, word: str) -> int:
-    """How many characters at the end of `text` may be the beginning of `word`."""
-    return next((n for n in range(min(len(text), len(word) - 1), 0, -1) if word.startswith(text[-n:])), 0)

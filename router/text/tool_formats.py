@@ -15,8 +15,12 @@ from router.text.calls.call_format import FORM, GrammarLines, Tool, ToolFormat, 
 from router.text.calls.deepseek import DEEPSEEK_V3, DEEPSEEK_V31
 from router.text.calls.mistral import MISTRAL
 from router.text.calls.object_calls import HERMES, LLAMA3_JSON
+from router.text.calls.tagged import GLM45, GLM47, QWEN3_CODER, QWEN3_XML
 
-FORMATS: dict[str, ToolFormat] = {each.name: each for each in (HERMES, LLAMA3_JSON, MISTRAL, DEEPSEEK_V3, DEEPSEEK_V31)}
+_KNOWN: tuple[ToolFormat, ...] = (
+    HERMES, LLAMA3_JSON, MISTRAL, DEEPSEEK_V3, DEEPSEEK_V31, QWEN3_CODER, QWEN3_XML, GLM45, GLM47
+)  # fmt: skip
+FORMATS = {each.name: each for each in _KNOWN}
 AUTO = "auto"
 _COMMENT = re.compile(r"\{#.*?#\}", re.DOTALL)
 

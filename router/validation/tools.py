@@ -13,6 +13,7 @@ from typing import Any
 from protos import tandem_inference_pb2 as pb
 from router.model_info import ModelInfo
 from router.text.calls.call_format import FORM, GrammarLines, Tool
+from router.text.calls.text_values import Schema
 from router.text.chat_template import ChatMessage
 from router.text.structured_outputs import check_bounds, schema_of
 from router.text.tool_calls import ToolCallParser
@@ -47,11 +48,11 @@ class AskedTools:
         """Of one answer, which `form` may have given one. None: there are no calls in it."""
         if not self.parser:
             return None
-        names = {self.tools[position].name for position in self.callable}
+        schemas = {self.tools[position].name: Schema(self.tools[position].parameters) for position in self.callable}
         known = FORMATS[self.parser]
         # Where an object may be meant as a call or as the answer, what is cut off is the answer's.
         is_held = self.is_required or (has_form and bool(known.begins))
-        return ToolCallParser(known, names, id_of, is_one=self.is_one, is_held=is_held)
+        return ToolCallParser(known, schemas, id_of, is_one=self.is_one, is_held=is_held, schemas=schemas)
 
     @property
     def words(self) -> tuple[str, ...]:

@@ -181,7 +181,8 @@ TAUGHT = [
     ("... <tool_call>\\n{\\\"name\\\": <function-name>, \\\"arguments\\\": ...", "hermes"),
     ('Respond in the format {\\"name\\": function name, \\"parameters\\": dictionary of argument name and its value}.',
      "llama3_json"),
-    ("<tool_call><function=f>", None), ("<tool_call>f<arg_key>a</arg_key>", None), ("[TOOL_CALL]", None),
+    ("<tool_call><function=f>", "qwen3_coder"), ("<tool_call>f\\n<arg_key>a</arg_key>\\n<arg_value>", "glm45"),
+    ("<tool_call>f<arg_key>a</arg_key><arg_value>", "glm47"), ("[TOOL_CALL]", None),
     ("'[TOOL_CALLS]' + name", "mistral"), ("<｜tool▁call▁begin｜>function\\n```json\\n", "deepseek_v3"),
     ("<｜tool▁call▁begin｜>name", "deepseek_v31"),
 ]  # fmt: skip

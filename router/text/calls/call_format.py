@@ -14,6 +14,8 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, NamedTuple, Protocol
 
+from router.text.calls.free_text import pattern, text_without
+from router.text.calls.text_values import Schema
 from router.text.structured_outputs import ON_ONE_LINE
 
 FORM = -1
@@ -103,8 +105,8 @@ class ToolFormat(ABC):
         """That tell calls from other text."""
 
     @abstractmethod
-    def reader(self, begin: str) -> CallReader:
-        """Of a call that began with that word."""
+    def reader(self, begin: str, schemas: Mapping[str, Schema]) -> CallReader:
+        """Of a call that began with that word. `schemas`: of the tools' arguments, by name."""
 
     @abstractmethod
     def answer(self, lines: GrammarLines, tools: Sequence[Tool], *, is_one: bool) -> str:
@@ -122,6 +124,8 @@ class GrammarLines:
     def __init__(self, tokens: Mapping[str, int] = MappingProxyType({})) -> None:
         self._tokens = tokens
         self._word = re.compile(f"({'|'.join(map(re.escape, tokens))})") if tokens else None
+        self._terminals: dict[str, str] = {}
+        """Names of texts, by what they are."""
         self._lines = ["start: "]
         self._places: list[int | None] = [None]
 
@@ -140,6 +144,19 @@ class GrammarLines:
         parts = [text] if self._word is None else self._word.split(text)
         known = self._tokens
         return " ".join(f"<[{known[part]}]>" if part in known else _quoted(part) for part in parts if part)
+
+    def text_until(self, end: str, bounds: tuple[int, int | None], *, without: Sequence[str]) -> str:
+        """A text of so many characters, at least and at most, in which none of the words `without` is; and `end`."""
+        position = min((at for word in self._tokens if (at := end.find(word)) >= 0), default=len(end))
+        plain, rest = pattern(end[:position]), end[position:]  # a lexeme has no tokens in it
+        said = f"/{text_without(without)}{plain}/"
+        least, most = bounds
+        if bounds != (0, None):
+            said += f" & /(?s:.{{{least},{'' if most is None else most}}}){plain}/"
+        if said not in self._terminals:
+            self._terminals[said] = self.add(f"TEXT_{len(self._terminals)}", said)
+        name = self._terminals[said]
+        return f"{name} {self.literal(rest)}" if rest else name
 
     @property
     def text(self) -> str:

@@ -11,12 +11,13 @@ Both are read as either: what follows the word in the middle tells them apart.
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from router.text.calls.call_format import CallReader, GrammarLines, Head, Tool, ToolFormat, arguments_of, json_of
 from router.text.calls.heads import Cursor, head_of
 from router.text.calls.objects import ArgumentsReader
+from router.text.calls.text_values import Schema
 
 CALLS_BEGIN, CALLS_END = "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"
 CALL_BEGIN, CALL_END = "<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>"
@@ -34,7 +35,7 @@ class DeepSeekFormat(ToolFormat):
     def words(self) -> tuple[str, ...]:
         return (CALLS_BEGIN, CALL_BEGIN, SEPARATOR, CALL_END, CALLS_END)
 
-    def reader(self, begin: str) -> CallReader:
+    def reader(self, begin: str, schemas: Mapping[str, Schema]) -> CallReader:
         return DeepSeekReader(begin)
 
     def answer(self, lines: GrammarLines, tools: Sequence[Tool], *, is_one: bool) -> str:

@@ -11,13 +11,14 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from router.text.calls.call_format import Body, CallReader, GrammarLines, Head, Tool, ToolFormat, arguments_of, json_of
 from router.text.calls.heads import NAME, Cursor, head_of
 from router.text.calls.object_calls import ObjectReader
 from router.text.calls.objects import ArgumentsReader
+from router.text.calls.text_values import Schema
 
 BEGIN, ARGUMENTS, CALL_ID = "[TOOL_CALLS]", "[ARGS]", "[CALL_ID]"
 _LIST = re.compile(r"\[\s*")
@@ -29,7 +30,7 @@ class MistralFormat(ToolFormat):
     def words(self) -> tuple[str, ...]:
         return (BEGIN, ARGUMENTS, CALL_ID)
 
-    def reader(self, begin: str) -> CallReader:
+    def reader(self, begin: str, schemas: Mapping[str, Schema]) -> CallReader:
         return MistralReader()
 
     def answer(self, lines: GrammarLines, tools: Sequence[Tool], *, is_one: bool) -> str:

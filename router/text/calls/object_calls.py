@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from router.text.calls.call_format import (
@@ -23,6 +23,7 @@ from router.text.calls.call_format import (
 )
 from router.text.calls.heads import MAX_HEAD_CHARS
 from router.text.calls.objects import BROKEN_BY, ObjectScan, call_of, unquoted
+from router.text.calls.text_values import Schema
 
 _HEAD = re.compile(r'\{\s*"name"\s*:\s*("(?:[^"\\]|\\.)+")\s*,\s*"(?:arguments|parameters)"\s*:\s*(?=\{)')
 
@@ -36,7 +37,7 @@ class ObjectFormat(ToolFormat):
     def words(self) -> tuple[str, ...]:
         return (*self.begins, *self.ends)
 
-    def reader(self, begin: str) -> CallReader:
+    def reader(self, begin: str, schemas: Mapping[str, Schema]) -> CallReader:
         return ObjectReader(ends=self.ends)
 
     def answer(self, lines: GrammarLines, tools: Sequence[Tool], *, is_one: bool) -> str:
