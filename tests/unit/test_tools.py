@@ -342,3 +342,25 @@ def test_a_word_that_tells_calls_is_not_hidden_for_being_special(is_special: boo
     for asked, text in ((with_tools, "<tool_call>"), (NO_TOOLS, "" if is_special else "<tool_call>")):
         detokenizer = servicer._detokenizer([0], params, KNOWING, StopStrings([]), asked)
         assert (detokenizer.push([1]).text + detokenizer.finish()).strip() == text
+
+
+CALLS_SHOWN = "{% for m in messages %}{% for c in m.tool_calls %}{{ SAID }}{% endfor %}{{ m.content }}{% endfor %}"
+
+
+@pytest.mark.parametrize(
+    ("said", "shown"),
+    [
+        ("'<' + c.function.arguments + '>'", '<{"city": "Oslo"}>'),
+        ("'<' ~ c.function.arguments ~ '>'", '<{"city": "Oslo"}>'),
+        ("'<' + (c.function.arguments | tojson) + '>'", '<{"city": "Oslo"}>'),
+        ("c.function.arguments.keys() | join", "city"),
+        ("c.function.arguments | items | list", "[('city', 'Oslo')]"),
+    ],
+)
+def test_arguments_of_calls_that_were_made_are_what_the_template_takes(said: str, shown: str) -> None:
+    """Objects, as most do. DeepSeek's add them to their text: they take JSON."""
+    prompt = validate(generate_request(TOLD), KNOWING).prompt
+    assert isinstance(prompt, ChatPrompt)
+    template = ChatTemplate(CALLS_SHOWN.replace("SAID", said), tool_source="{{ messages[1].tool_calls }}")
+    for _ in range(2):
+        assert template.render(prompt.messages) == f"Hi{shown}rain"
