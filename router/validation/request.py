@@ -20,7 +20,7 @@ from google.protobuf.message import Message
 from protos import tandem_inference_pb2 as pb
 from router.model_info import ModelInfo
 from router.text.chat_template import GIVEN_NAMES, ChatMessage, ChatTemplate
-from router.text.reasoning import opens_reasoning
+from router.text.reasoning import opened_by
 from router.text.structured_outputs import problem_of
 from router.text.tokenizer import Tokenizer
 from router.validation.grammar_checker import GrammarChecker
@@ -64,8 +64,8 @@ class ChatPrompt:
 @dataclass(frozen=True, slots=True)
 class TokenizedPrompt:
     token_ids: list[int]
-    opens_reasoning: bool = False
-    """A chat's template has begun what the model thinks."""
+    thought_opened_by: str = ""
+    """The word with which a chat's template has begun what the model thinks, if it has."""
 
 
 Prompt: TypeAlias = TextPrompt | TokenIdsPrompt | ChatPrompt
@@ -199,7 +199,7 @@ async def tokenize_prompt(
                     text = chat_template.render(messages)
             except ValueError as error:
                 raise InvalidRequest([("chat", str(error).removeprefix("chat: "))]) from error
-            return TokenizedPrompt(await tokenizer.encode_async(text, add_special_tokens=False), opens_reasoning(text))
+            return TokenizedPrompt(await tokenizer.encode_async(text, add_special_tokens=False), opened_by(text))
 
 
 def _num_chars(message: ChatMessage) -> int:
