@@ -119,6 +119,7 @@ QWEN: list[tuple[str, Outcome]] = [
     (f"{Q}a\n</parameter>\n</function>\n<function=now></function></tool_call>", ("", [A, NOW])),
     (f"{Q}a\n</parameter>\n</tool_call>.", (".", [A])),
     (f"{Q}a\n</function>\n</tool_call>.", (".", [A])),
+    (f"{Q}a</function></tool_call>.", (".", [A])),
     (f"{Q}a</tool_call>{Q}a\n</parameter></function></tool_call>", ("", [A, A])),
     (f"{Q}a\n</parameter>\n{Q}a\n</parameter></function></tool_call>", ("", [A, A])),
     (f"{Q}</function> a\n</function>\n</pa\n</parameter>", ("", [("f", TEXT_OF_TAGS)])),
@@ -233,6 +234,10 @@ def test_an_answer_is_held_to_the_schemas(parser: str) -> None:
     assert not is_in(
         held(parser, [Tool(name="f", parameters={"additionalProperties": False})], is_one=True), call(parser, a=1)
     )
+    long = {"text": {"type": "string", "minLength": True, "maxLength": 20_000}}
+    uncounted = held(parser, [Tool(name="f", parameters={"properties": long})], is_one=True)
+    assert is_in(uncounted, call(parser, text="a"))
+    assert "20000" not in uncounted, "which no worker could hold an answer to"
 
 
 @pytest.mark.parametrize("parser", PARSERS)
