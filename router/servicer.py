@@ -25,7 +25,7 @@ from router.request_state import AttemptNumbers
 from router.sequences import Sequences, names_at_workers, params_of_sequence
 from router.text.chat_template import ChatTemplate
 from router.text.detokenizer import IncrementalDetokenizer, StopStrings
-from router.text.reasoning import END, NO_REASONING, AnswerReader, Reasoning, reasoning_of
+from router.text.reasoning import NO_REASONING, AnswerReader, Reasoning, reasoning_of
 from router.text.tokenizer import Tokenizer
 from router.text.tool_calls import call_id
 from router.validation.grammar_checker import GrammarChecker
@@ -172,16 +172,19 @@ class InferenceServicer(InferenceServicerBase):  # type: ignore[misc]
         require_worker(self._cluster.pool)
         asked = validated.asked_tools
         grammar = await compile_grammar(validated.sampling_params, self._grammars, asked)
-        reads_reasoning = validated.is_chat and bool(model.reasoning_parser)
-        reasoning = reasoning_of(reads_reasoning, prompt.opens_reasoning, has_form=bool(grammar))
-        grammar = reasoning.grammar(grammar, is_end_added=self._texts.tokenizer.is_added(END))
+        if asked.holds:  # checked as text: of tokens by number nothing is known there
+            grammar = asked.grammar(self._texts.tokenizer.added_ids(asked.words)).text
+        thinks = model.reasoning_parser if validated.is_chat else ""
+        reasoning = reasoning_of(thinks, prompt.thought_opened_by, has_form=bool(grammar))
+        grammar = reasoning.grammar(grammar, tokens=self._texts.tokenizer.added_ids(reasoning.words))
         params = resolve_sampling(validated.sampling_params, model, len(prompt_token_ids))
         stops = StopStrings(params.stop)  # thousands of states: one for all answers
         lifecycles: list[Lifecycle] = []
         for index in validated.open_sequences:
             detokenizer = self._detokenizer(prompt_token_ids, params, model, stops, asked, reasoning)
             own = params_of_sequence(params, index)
-            calls = asked.reader(partial(call_id, own.seed, prompt_token_ids), has_form=bool(grammar))
+            ids = partial(call_id, own.seed, prompt_token_ids, is_short=asked.has_short_ids)
+            calls = asked.reader(ids, has_form=bool(grammar))
             reader = reasoning.reader(calls)
             lifecycle = Lifecycle(
                 self._cluster,

@@ -3,8 +3,10 @@
     messages ──chat_template──> text ──tokenizer──> token ids        token ids ──detokenizer──> text
                                                      text ──reasoning──> what was thought │ said ──tool_calls──> calls
 
-    tool_formats          how models write calls, and how templates teach it
+    tool_formats          which way of writing calls a template teaches
+    calls                 those ways
     structured_outputs    forms that answers are held to, as grammars
+    words                 words in a text that comes in pieces
     token_bytes           what each token stands for
 
 Knows no worker, and of the wire the shapes of forms and calls alone. No torch.

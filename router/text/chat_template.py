@@ -22,8 +22,8 @@ from jinja2.ext import Extension
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
+from router.text.calls.call_format import Tool
 from router.text.tokenizer import SPECIAL_TOKEN_NAMES, read_json, read_special_tokens
-from router.text.tool_formats import Tool
 
 MAX_OUTPUT_CHARS = 16 * 1024 * 1024
 """A template that writes more is stopped: some repeat what they are given, some loop."""
@@ -73,6 +73,7 @@ class ChatTemplate:
         self._tool_template = self._template if tool_source is None else _compiled(tool_source)
         self._variables = dict(variables or {})
         self._max_output_chars = max_output_chars
+        self._takes_text_arguments: dict[jinja2.Template, bool] = {}
 
     @classmethod
     def from_folder(cls, folder: str | Path) -> ChatTemplate | None:
@@ -134,14 +135,43 @@ class ChatTemplate:
         Raises `ValueError` naming `chat` where the template refuses the messages (roles in an order that the model
         does not know, say), fails on them, or writes more than `max_output_chars`.
         """
+        template = self._tool_template if tools else self._template
+        shown = [message.to_template() for message in messages]
+        if any("tool_calls" in message for message in shown) and self._takes_text(template):
+            shown = [_with_text_arguments(message) for message in shown]
+        return self._rendered(template, shown, tools, variables)
+
+    def _takes_text(self, template: jinja2.Template) -> bool:
+        """Whether it takes the arguments of calls that were made as JSON, in a text, and not as objects: it fails on
+        those, or shows them as Python does. DeepSeek's do."""
+        if template not in self._takes_text_arguments:
+            self._takes_text_arguments[template] = not self._shows(template, _MADE) and self._shows(
+                template, [_with_text_arguments(message) for message in _MADE]
+            )
+        return self._takes_text_arguments[template]
+
+    def _shows(self, template: jinja2.Template, messages: list[dict[str, Any]]) -> bool:
+        """Whether arguments are in the prompt, not in Python's words."""
+        try:
+            prompt = self._rendered(template, messages)
+        except ValueError:
+            return False
+        return _LOOKED_FOR in prompt and f"{{'{_LOOKED_FOR}'" not in prompt
+
+    def _rendered(
+        self,
+        template: jinja2.Template,
+        messages: list[dict[str, Any]],
+        tools: Sequence[Mapping[str, Any]] = (),
+        variables: Mapping[str, Any] = MappingProxyType({}),
+    ) -> str:
         pieces: list[str] = []
         num_chars = 0
-        template = self._tool_template if tools else self._template
         stream = template.generate(
             {
                 **variables,
                 **self._variables,
-                "messages": [message.to_template() for message in messages],
+                "messages": messages,
                 "tools": list(tools) or None,
                 "documents": None,
                 "add_generation_prompt": True,
@@ -161,6 +191,29 @@ class ChatTemplate:
         if num_chars > self._max_output_chars:
             raise ValueError(f"chat: the template wrote more than {self._max_output_chars} characters")
         return "".join(pieces)
+
+
+def _with_text_arguments(message: dict[str, Any]) -> dict[str, Any]:
+    calls = [
+        {**call, "function": {**call["function"], "arguments": _tojson(call["function"]["arguments"])}}
+        for call in message.get("tool_calls", ())
+    ]
+    return {**message, "tool_calls": calls} if calls else message
+
+
+_LOOKED_FOR = "argument_that_is_looked_for"
+_MADE: list[dict[str, Any]] = [
+    {"role": "user", "content": "Hi"},
+    {
+        "role": "assistant",
+        "content": "",
+        "tool_calls": [
+            {"id": "abcdefgh1", "type": "function", "function": {"name": "f", "arguments": {_LOOKED_FOR: "1"}}}
+        ],
+    },
+    {"role": "tool", "content": "1", "tool_call_id": "abcdefgh1", "name": "f"},
+]
+"""Of a chat in which a call was made."""
 
 
 def _compiled(source: str) -> jinja2.Template:

@@ -13,77 +13,101 @@ from __future__ import annotations
 
 import enum
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 
-from router.text.tool_calls import Told, ToolCallParser, num_held
+from router.text.calls.free_text import pattern, text_without
+from router.text.tool_calls import Told, ToolCallParser
 from router.text.tool_formats import without_comments
+from router.text.words import first_of, num_held
 
-BEGIN, END = "<think>", "</think>"
-PARSERS = ("qwen3", "deepseek_r1")
-"""vLLM's names. Here both are read alike: how an answer begins is seen, not known by the name."""
+
+@dataclass(frozen=True, slots=True)
+class Marks:
+    """Words that what is thought stands between, one of each. All ends begin with the same character, which is nowhere
+    else in them."""
+
+    begins: tuple[str, ...]
+    ends: tuple[str, ...]
+
+
+THINK = Marks(("<think>",), ("</think>",))
+MARKS = {
+    "qwen3": THINK,
+    "deepseek_r1": THINK,
+    "mistral": Marks(("[THINK]",), ("[/THINK]",)),
+    "granite": Marks(
+        ("Here is my thought process:", "Here's my thought process:"), ("Here is my response:", "Here's my response:")
+    ),
+}
+"""By vLLM's names. Two are read alike: how an answer begins is seen, not known by the name."""
+PARSERS = tuple(MARKS)
 NONE = "none"
-THOUGHT_ENDED_BY_TEXT = r"""start: THOUGHT GAP @form
-THOUGHT: /(?s:.*)<\/think>/ & ~/(?s:.*)<\/think>(?s:.+)/
-GAP: /\n{0,2}/
-"""
-THOUGHT_ENDED_BY_TOKEN = r"""start: THOUGHT </think> GAP @form
-THOUGHT: /(?s:.*)/ & ~/(?s:.*)<\/think>(?s:.*)/
-GAP: /\n{0,2}/
-"""
-"""llguidance knows a token that was added to a vocabulary by its name alone. Spelled in other tokens it would end the
-thought for whoever reads the text, and not for the grammar: so it may not be."""
 
 
 def parser_of_template(source: str) -> str:
     """The one of the models that a chat template is for. Empty: it knows nothing of thoughts."""
     plain = without_comments(source)
-    if END not in plain:
-        return ""
-    return "qwen3" if "enable_thinking" in plain else "deepseek_r1"
+    if THINK.ends[0] in plain:
+        return "qwen3" if "enable_thinking" in plain else "deepseek_r1"
+    known = (("mistral", MARKS["mistral"].ends), ("granite", MARKS["granite"].begins))
+    return next((name for name, words in known if any(word in plain for word in words)), "")
 
 
-def opens_reasoning(prompt: str) -> bool:
-    """Whether an answer to `prompt` begins with what the model thinks."""
-    return prompt.rstrip().endswith(BEGIN)
+def opened_by(prompt: str) -> str:
+    """The word at the prompt's end with which it has begun what the model thinks. Empty: it has not."""
+    said = prompt.rstrip()
+    return next((word for marks in MARKS.values() for word in marks.begins if said.endswith(word)), "")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Reasoning:
     """Of the answers to one prompt."""
 
-    is_read: bool = False
-    """What is thought is told apart. Not so: all is content."""
+    marks: Marks | None = None
+    """What is thought is told apart by these. None: all is content."""
     is_open: bool = False
     """The prompt has begun it."""
 
-    def grammar(self, form: str, *, is_end_added: bool) -> str:
+    def grammar(self, form: str, *, tokens: Mapping[str, int] = MappingProxyType({})) -> str:
         """Of answers whose content `form` holds to one (as workers go by it), and which may think before, where the
-        prompt has begun that. `is_end_added`: the word that ends it is a token by itself. As llguidance reads it."""
-        if not form or not self.is_open:
+        prompt has begun that. `tokens`: ids of those of `words` that are tokens by themselves. As llguidance reads it.
+
+        A token that was added to a vocabulary it knows by its number alone. Spelled in other tokens the word would end
+        the thought for whoever reads the text, and not for the grammar: so it may not be."""
+        if not form or not self.is_open or self.marks is None:
             return form
         known = json.loads(form)["grammars"] if form.startswith("{") else [{"lark_grammar": form}]
         (held,) = known
-        lines = THOUGHT_ENDED_BY_TOKEN if is_end_added else THOUGHT_ENDED_BY_TEXT
+        ends = self.marks.ends
+        added = " | ".join(f"<[{tokens[word]}]>" for word in ends if word in tokens)
+        spelled = "" if added else f"({'|'.join(map(pattern, ends))})"
+        lines = f"start: THOUGHT {f'({added}) ' if added else ''}GAP @form\n"
+        lines += f"THOUGHT: /{text_without(ends)}{spelled}/\nGAP: /\\n{{0,2}}/\n"
         return json.dumps({"grammars": [{"lark_grammar": lines}, {**held, "name": "form"}]})
 
     @property
     def words(self) -> tuple[str, ...]:
         """That tell it from other text."""
-        return (BEGIN, END) if self.is_read else ()
+        return () if self.marks is None else (*self.marks.begins, *self.marks.ends)
 
     def reader(self, calls: ToolCallParser | None) -> AnswerReader | None:
         """Of one answer, which `calls` are read in. None: there is nothing to be read in it."""
-        return ReasoningParser(is_open=self.is_open, calls=calls) if self.is_read else calls
+        return calls if self.marks is None else ReasoningParser(self.marks, is_open=self.is_open, calls=calls)
 
 
 NO_REASONING = Reasoning()
 
 
-def reasoning_of(is_read: bool, is_open: bool, *, has_form: bool) -> Reasoning:
-    """`has_form`: the answers are held to one, which is all that they say, unless the prompt has begun a thought."""
-    if not is_read or (has_form and not is_open):
+def reasoning_of(parser: str, opened: str, *, has_form: bool) -> Reasoning:
+    """Of a model's `parser`, empty for none, and the word with which the prompt has begun a thought, if it has.
+    `has_form`: the answers are held to one, which is all that they say, unless the prompt has begun a thought."""
+    marks = MARKS.get(parser)
+    is_open = marks is not None and opened in marks.begins
+    if marks is None or (has_form and not is_open):
         return NO_REASONING
-    return Reasoning(is_read=True, is_open=is_open)
+    return Reasoning(marks=marks, is_open=is_open)
 
 
 class _State(enum.Enum):
@@ -96,7 +120,8 @@ class _State(enum.Enum):
 class ReasoningParser:
     """Of one answer. `is_open`: it begins with what is thought. `calls`: reads what follows."""
 
-    def __init__(self, *, is_open: bool, calls: ToolCallParser | None = None) -> None:
+    def __init__(self, marks: Marks, *, is_open: bool, calls: ToolCallParser | None = None) -> None:
+        self._marks = marks
         self._calls = calls
         self._state = _State.THOUGHT if is_open else _State.START
         self._space: list[str] = []
@@ -154,10 +179,11 @@ class ReasoningParser:
         if len(stripped) < len(self._text):
             self._space.append(self._text[: len(self._text) - len(stripped)])
             self._text = stripped
-        if stripped.startswith(BEGIN):
-            self._text = stripped[len(BEGIN) :]
+        begun = next((word for word in self._marks.begins if stripped.startswith(word)), None)
+        if begun is not None:
+            self._text = stripped[len(begun) :]
             self._state = _State.THOUGHT
-        elif BEGIN.startswith(stripped):
+        elif any(word.startswith(stripped) for word in self._marks.begins):
             return False
         else:
             self._answer += self._space
@@ -166,15 +192,16 @@ class ReasoningParser:
         return True
 
     def _read_thought(self) -> bool:
-        position = self._text.find(END)
-        if position < 0:
-            position = len(self._text) - num_held(self._text, END)
+        found = first_of(self._text, self._marks.ends)
+        if found is None:
+            position = len(self._text) - num_held(self._text, self._marks.ends)
             self._think(self._text[:position])
             self._text = self._text[position:]
             return False
+        position, end = found
         self._think(self._text[:position])
         self._space = []
-        self._text = self._text[position + len(END) :]
+        self._text = self._text[position + len(end) :]
         self._state = _State.GAP
         return True
 

@@ -65,7 +65,7 @@ class Tokenizer:
         self.special_token_ids: frozenset[int] = frozenset(
             token_id for token_id, token in backend.get_added_tokens_decoder().items() if token.special
         )
-        self._added = frozenset(token.content for token in backend.get_added_tokens_decoder().values())
+        self._added = {token.content: token_id for token_id, token in backend.get_added_tokens_decoder().items()}
         self.vocab_size: int = backend.get_vocab_size(with_added_tokens=True)
         self._token_bytes = TokenBytes(backend)
 
@@ -117,9 +117,9 @@ class Tokenizer:
         """Whether `text` is a token that `skip_special_tokens` leaves out."""
         return self._backend.token_to_id(text) in self.special_token_ids
 
-    def is_added(self, text: str) -> bool:
-        """Whether `text` is one token, added to those that other texts are cut into, special or not."""
-        return text in self._added
+    def added_ids(self, texts: Iterable[str]) -> dict[str, int]:
+        """Ids of those of `texts` that are one token, added to those that other texts are cut into, special or not."""
+        return {text: self._added[text] for text in texts if text in self._added}
 
     def hidden_ids(self, texts: Iterable[str]) -> frozenset[int]:
         """Of those of `texts` that are such tokens."""

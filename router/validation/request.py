@@ -12,7 +12,7 @@ from __future__ import annotations
 import asyncio
 import uuid
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeAlias
 
 from google.protobuf.message import Message
@@ -20,7 +20,7 @@ from google.protobuf.message import Message
 from protos import tandem_inference_pb2 as pb
 from router.model_info import ModelInfo
 from router.text.chat_template import GIVEN_NAMES, ChatMessage, ChatTemplate
-from router.text.reasoning import opens_reasoning
+from router.text.reasoning import opened_by
 from router.text.structured_outputs import problem_of
 from router.text.tokenizer import Tokenizer
 from router.validation.grammar_checker import GrammarChecker
@@ -64,8 +64,8 @@ class ChatPrompt:
 @dataclass(frozen=True, slots=True)
 class TokenizedPrompt:
     token_ids: list[int]
-    opens_reasoning: bool = False
-    """A chat's template has begun what the model thinks."""
+    thought_opened_by: str = ""
+    """The word with which a chat's template has begun what the model thinks, if it has."""
 
 
 Prompt: TypeAlias = TextPrompt | TokenIdsPrompt | ChatPrompt
@@ -152,7 +152,9 @@ def validate(request: pb.GenerateRequest, model: ModelInfo) -> ValidatedRequest:
         violations.append(("fairness_id", f"must have at most {MAX_FAIRNESS_ID_BYTES} bytes, has {num_bytes}"))
     prompt = _check_prompt(request, model, violations)
     params = request.sampling_params
-    formed = _with_form(params, prompt.asked, violations) if isinstance(prompt, ChatPrompt) else None
+    formed = None
+    if isinstance(prompt, ChatPrompt):
+        prompt, formed = _with_form(prompt, params, violations)
     wrongs: Violations = []
     check_sampling(params if formed is None else formed, model, wrongs)
     if formed is not None:  # whoever brought tools has not heard of structured_outputs
@@ -197,7 +199,7 @@ async def tokenize_prompt(
                     text = chat_template.render(messages)
             except ValueError as error:
                 raise InvalidRequest([("chat", str(error).removeprefix("chat: "))]) from error
-            return TokenizedPrompt(await tokenizer.encode_async(text, add_special_tokens=False), opens_reasoning(text))
+            return TokenizedPrompt(await tokenizer.encode_async(text, add_special_tokens=False), opened_by(text))
 
 
 def _num_chars(message: ChatMessage) -> int:
@@ -325,21 +327,24 @@ def _check_template_kwargs(text: str, violations: Violations) -> dict[str, Any]:
     return variables
 
 
-def _with_form(params: pb.SamplingParams, asked: AskedTools, violations: Violations) -> pb.SamplingParams | None:
-    """`params` of an answer that tools hold to a form; None: they do not."""
+def _with_form(
+    prompt: ChatPrompt, params: pb.SamplingParams, violations: Violations
+) -> tuple[ChatPrompt, pb.SamplingParams | None]:
+    """`prompt`, which knows what its tools hold answers to, and `params` with that; None: they do not."""
     try:
-        form = asked.form(params)
+        prompt = replace(prompt, asked=prompt.asked.with_form(params))
     except ValueError as error:
         violations.append(("sampling_params.structured_outputs", str(error)))
-        return None
-    if form is None:
-        return None
+        return prompt, None
+    if not prompt.asked.holds:
+        return prompt, None
+    form = pb.StructuredOutputs(grammar=prompt.asked.grammar().text)
     n = max(1, params.n)
     if (problem := problem_of(form, n)) is not None:
         if not (params.HasField("structured_outputs") and problem_of(params.structured_outputs, n)):
             violations.append(("chat.tools", f"as a {problem}"))
-        return None
+        return prompt, None
     formed = pb.SamplingParams()
     formed.CopyFrom(params)
     formed.structured_outputs.CopyFrom(form)
-    return formed
+    return prompt, formed

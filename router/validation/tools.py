@@ -6,15 +6,18 @@ import json
 import re
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from types import MappingProxyType
 from typing import Any
 
 from protos import tandem_inference_pb2 as pb
 from router.model_info import ModelInfo
+from router.text.calls.call_format import FORM, GrammarLines, Tool
+from router.text.calls.text_values import Schema
 from router.text.chat_template import ChatMessage
 from router.text.structured_outputs import check_bounds, schema_of
 from router.text.tool_calls import ToolCallParser
-from router.text.tool_formats import FORMATS, LINES_BEFORE_TOOLS, LINES_OF_A_TOOL, Tool, calls_grammar
+from router.text.tool_formats import FORMATS, calls_grammar
 from router.validation.sampling import Violations
 
 MAX_TOOLS = 128
@@ -38,50 +41,64 @@ class AskedTools:
     """Which of the tools."""
     is_required: bool = False
     """The answer is calls, and nothing else."""
+    or_form: Mapping[str, Any] | None = None
+    """The answer is calls, or JSON that fits this schema."""
 
     def reader(self, id_of: Callable[[int], str], *, has_form: bool = False) -> ToolCallParser | None:
         """Of one answer, which `form` may have given one. None: there are no calls in it."""
         if not self.parser:
             return None
-        names = {self.tools[position].name for position in self.callable}
+        schemas = {self.tools[position].name: Schema(self.tools[position].parameters) for position in self.callable}
         known = FORMATS[self.parser]
         # Where an object may be meant as a call or as the answer, what is cut off is the answer's.
-        is_held = self.is_required or (has_form and bool(known.begin))
-        return ToolCallParser(known, names, id_of, is_one=self.is_one, is_held=is_held)
+        is_held = self.is_required or (has_form and bool(known.begins))
+        return ToolCallParser(known, schemas, id_of, is_one=self.is_one, is_held=is_held, schemas=schemas)
 
     @property
     def words(self) -> tuple[str, ...]:
         """That tell calls from other text."""
-        return (FORMATS[self.parser].begin, FORMATS[self.parser].end) if self.parser else ()
+        return FORMATS[self.parser].words if self.parser else ()
 
-    def form(self, params: pb.SamplingParams) -> pb.StructuredOutputs | None:
-        """Of an answer that must be calls, or one of two things: calls, or JSON. None: as `params` say. Raises
-        `ValueError` where there is none that is both."""
+    @property
+    def has_short_ids(self) -> bool:
+        """The model's template takes ids of calls of nine letters and digits alone."""
+        return bool(self.parser) and FORMATS[self.parser].has_short_ids
+
+    def with_form(self, params: pb.SamplingParams) -> AskedTools:
+        """With the form that `params` ask for, which an answer may have instead of calls. Raises `ValueError` where
+        there is none that is both."""
         asked = params.structured_outputs.WhichOneof("kind")
-        if not self.parser or (asked is None and not self.is_required):
-            return None
-        or_form: Mapping[str, Any] | None = None
-        if asked is not None:
-            if self.is_required:
-                raise ValueError("cannot be had with tools that must be called: an answer has one form")
-            if asked not in ("json", "json_object"):
-                raise ValueError(f"must be JSON (json, json_object) where tools may be called, is {asked}")
-            or_form = schema_of(params.structured_outputs.json) if asked == "json" else {"type": "object"}
-        tools = [self.tools[position] for position in self.callable]
-        return pb.StructuredOutputs(
-            grammar=calls_grammar(FORMATS[self.parser], tools, is_one=self.is_one, or_form=or_form)
+        if not self.parser or asked is None:
+            return self
+        if self.is_required:
+            raise ValueError("cannot be had with tools that must be called: an answer has one form")
+        if asked not in ("json", "json_object"):
+            raise ValueError(f"must be JSON (json, json_object) where tools may be called, is {asked}")
+        return replace(
+            self, or_form=schema_of(params.structured_outputs.json) if asked == "json" else {"type": "object"}
         )
+
+    @property
+    def holds(self) -> bool:
+        """Whether answers have a form for tools: they must be calls, or one of two things: calls, or JSON."""
+        return bool(self.parser) and (self.is_required or self.or_form is not None)
+
+    def grammar(self, tokens: Mapping[str, int] = MappingProxyType({})) -> GrammarLines:
+        """Of answers that have a form. `tokens`: ids of those of `words` that are tokens by themselves."""
+        tools = [self.tools[position] for position in self.callable]
+        known = FORMATS[self.parser]
+        return calls_grammar(known, tools, is_one=self.is_one, or_form=self.or_form, tokens=tokens)
 
     def problem_of_form(self, reason: str) -> tuple[str, str]:
         """The field, and what is wrong with it, of what is said of the grammar: its lines are the tools'."""
         match = re.search(r"at (\d+)\(\d+\): (.*)", reason)
-        number = (int(match[1]) - 1 - LINES_BEFORE_TOOLS) // LINES_OF_A_TOOL if match is not None else -1
-        if match is None or number < 0:
+        place = self.grammar().place_of(int(match[1])) if match is not None else None
+        if match is None or place is None:
             return "chat.tools", f"cannot be held to: {reason.removeprefix('grammar').removeprefix(': ')}"
         why = f"cannot be held to: {match[2]}"
-        if number < len(self.callable):
-            return f"chat.tools[{self.callable[number]}].parameters", why
-        return "sampling_params.structured_outputs", why
+        if place == FORM:
+            return "sampling_params.structured_outputs", why
+        return f"chat.tools[{self.callable[place]}].parameters", why
 
 
 NO_TOOLS = AskedTools()

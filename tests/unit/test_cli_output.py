@@ -217,7 +217,10 @@ def test_without_a_router_there_is_one_readable_line(command: list[str]) -> None
         (["generate", "x", "--timeout-s", "nan"], "'--timeout-s': nan is no number"),
         (["generate", "x", "--chat-template-kwargs", "{"], "--chat-template-kwargs: is not JSON"),
         (["generate", "x", "--chat-template-kwargs", "[1]"], "--chat-template-kwargs: must be a JSON object, is [1]"),
-        (["up", "--reasoning-parser", "r1"], "'r1' is not one of 'auto', 'qwen3', 'deepseek_r1', 'none'"),
+        (
+            ["up", "--reasoning-parser", "r1"],
+            "'r1' is not one of 'auto', 'qwen3', 'deepseek_r1', 'mistral', 'granite', 'none'",
+        ),
         (["up", "--decode", "0"], "--decode must be at least 1, is 0"),
         (["up", "--aggregated", "--prefill", "2"], "--aggregated starts no prefill workers"),
         (["up", "--max-model-len", "1"], "--max-model-len must be at least 2"),

@@ -24,7 +24,7 @@ from router.sequences import _as_one
 from router.servicer import InferenceServicer, Texts
 from router.text.chat_template import GIVEN_NAMES, ChatMessage, ChatTemplate
 from router.text.detokenizer import IncrementalDetokenizer, StopStrings
-from router.text.reasoning import NO_REASONING, PARSERS, Reasoning, ReasoningParser, opens_reasoning, reasoning_of
+from router.text.reasoning import NO_REASONING, PARSERS, THINK, Reasoning, ReasoningParser, opened_by, reasoning_of
 from router.text.tokenizer import Tokenizer
 from router.text.tool_calls import ToolCallParser
 from router.text.tool_formats import FORMATS
@@ -40,7 +40,7 @@ HI: list[Any] = [{"role": "user", "content": "Hi"}]
 
 def parser(is_open: bool, has_tools: bool = False) -> ReasoningParser:
     calls = ToolCallParser(FORMATS["hermes"], {"f"}, str) if has_tools else None
-    return ReasoningParser(is_open=is_open, calls=calls)
+    return ReasoningParser(THINK, is_open=is_open, calls=calls)
 
 
 def parse(is_open: bool, pieces: list[str], *, has_tools: bool = False, is_whole: bool = True) -> Outcome:
@@ -214,7 +214,7 @@ def test_a_word_that_ends_a_thought_is_not_hidden_for_being_special(is_special: 
     params = pb.SamplingParams(skip_special_tokens=True)
     asked = validate(generate_request(HI), MODEL).asked_tools
     for reasoning, text in (
-        (Reasoning(is_read=True), "a</think>a"),
+        (Reasoning(marks=THINK), "a</think>a"),
         (NO_REASONING, "aa" if is_special else "a</think>a"),
     ):
         detokenizer = servicer._detokenizer([0, 1], params, model, StopStrings([]), asked, reasoning)
@@ -223,10 +223,10 @@ def test_a_word_that_ends_a_thought_is_not_hidden_for_being_special(is_special: 
 
 
 def test_what_is_read() -> None:
-    assert reasoning_of(False, True, has_form=False) == NO_REASONING
-    assert reasoning_of(True, False, has_form=True) == NO_REASONING, "a form is all that is said"
-    assert reasoning_of(True, True, has_form=True) == Reasoning(is_read=True, is_open=True)
-    assert reasoning_of(True, False, has_form=False) == Reasoning(is_read=True)
+    assert reasoning_of("", "<think>", has_form=False) == NO_REASONING
+    assert reasoning_of("qwen3", "", has_form=True) == NO_REASONING, "a form is all that is said"
+    assert reasoning_of("qwen3", "<think>", has_form=True) == Reasoning(marks=THINK, is_open=True)
+    assert reasoning_of("qwen3", "", has_form=False) == Reasoning(marks=THINK)
     calls = ToolCallParser(FORMATS["hermes"], {"f"}, str)
     assert NO_REASONING.reader(calls) is calls
     assert NO_REASONING.reader(None) is None
@@ -248,7 +248,7 @@ async def opened(source: str, **asked: Any) -> tuple[bool, str]:
     """Whether the prompt begins a thought, and the prompt."""
     tokenizer = Tokenizer(grammar_cases.tokenizer())
     prompt = await tokenize_prompt(validate(generate_request(HI, **asked), MODEL), tokenizer, ChatTemplate(source))
-    return prompt.opens_reasoning, tokenizer.decode(prompt.token_ids, False)
+    return bool(prompt.thought_opened_by), tokenizer.decode(prompt.token_ids, False)
 
 
 async def test_a_prompt_tells_whether_an_answer_begins_with_a_thought() -> None:
@@ -257,10 +257,10 @@ async def test_a_prompt_tells_whether_an_answer_begins_with_a_thought() -> None:
     assert await opened(THINKING, chat_template_kwargs={"enable_thinking": False}) == (False, closed)
     assert (await opened(THINKING, chat_template_kwargs={"enable_thinking": True}))[1] == (await opened(THINKING))[1]
     assert await opened(OPENED) == (True, "Hi<think>\n")
-    assert [opens_reasoning(text) for text in ("<think>", "<think> \n", "<think>.", "")] == [True, True, False, False]
+    assert [bool(opened_by(text)) for text in ("<think>", "<think> \n", "<think>.", "")] == [True, True, False, False]
     tokenizer = byte_tokenizer()
     text = validate(generate_request("Hi <think>"), MODEL)
-    assert not (await tokenize_prompt(text, tokenizer, None)).opens_reasoning
+    assert not (await tokenize_prompt(text, tokenizer, None)).thought_opened_by
     assert not text.is_chat
 
 
@@ -309,9 +309,13 @@ def test_a_template_for_tools_may_be_the_one_that_knows() -> None:
 def test_another_parser_is_named_with_those_there_are() -> None:
     for known in ("auto", *PARSERS, "none"):
         assert RouterArgs(model="m", reasoning_parser=known).reasoning_parser == known
-    with pytest.raises(ValueError, match="reasoning_parser must be one of auto, qwen3, deepseek_r1, none, is 'r1'"):
+    with pytest.raises(
+        ValueError, match="reasoning_parser must be one of auto, qwen3, deepseek_r1, mistral, granite, none, is 'r1'"
+    ):
         RouterArgs(model="m", reasoning_parser="r1")
-    with pytest.raises(ValueError, match="--reasoning-parser must be one of auto, qwen3, deepseek_r1, none, is 'r1'"):
+    with pytest.raises(
+        ValueError, match="--reasoning-parser must be one of auto, qwen3, deepseek_r1, mistral, granite, none, is 'r1'"
+    ):
         ClusterArgs(reasoning_parser="r1")
 
 

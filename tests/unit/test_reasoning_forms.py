@@ -15,13 +15,14 @@ from hypothesis import strategies as st
 
 from engine.grammar import Grammars, GrammarState
 from protos import tandem_inference_pb2 as pb
-from router.text.reasoning import NO_REASONING, ReasoningParser, reasoning_of
+from router.text.calls.call_format import Tool
+from router.text.reasoning import NO_REASONING, THINK, ReasoningParser, reasoning_of
 from router.text.structured_outputs import grammar_of
 from router.text.tokenizer import Tokenizer
-from router.text.tool_formats import FORMATS, Tool, calls_grammar
+from router.text.tool_formats import FORMATS, calls_grammar
 
 VOCAB_SIZE = 300
-OPEN = reasoning_of(True, True, has_form=True)
+OPEN = reasoning_of("qwen3", "<think>", has_form=True)
 RIGHT = {
     "json": '{"name": "a", "size": 12, "list": []}', "json_object": "{}", "regex": "abcé", "choice": "reddish",
     "grammar": "((ab))",
@@ -44,7 +45,7 @@ def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 
 def state_of(model: tuple[Grammars, bool], form: str) -> GrammarState:
     grammars, is_end_added = model
-    state = grammars.state(OPEN.grammar(form, is_end_added=is_end_added))
+    state = grammars.state(OPEN.grammar(form, tokens=Tokenizer(words(is_end_added)).added_ids(OPEN.words)))
     assert state.allowed([]) is not None, state.error
     return state
 
@@ -92,7 +93,7 @@ def test_what_is_read_as_content_has_the_form(model: tuple[Grammars, bool]) -> N
                 token_id, wanted = rng.choice(np.flatnonzero(allowed).tolist()), []
             answer.append(token_id)
             assert len(answer) < 1000
-        reader = ReasoningParser(is_open=True)
+        reader = ReasoningParser(THINK, is_open=True)
         text = Tokenizer(made).decode(answer[:-1], False)
         content = reader.push(text).content + reader.finish().content
         assert content in KINDS["choice"]["choice"]
@@ -118,7 +119,7 @@ def test_guesses_are_taken_back_within_a_thought_and_over_its_end(
 
 def test_calls_that_must_be_made_come_after_the_thought(model: tuple[Grammars, bool]) -> None:
     tools = [Tool(name="f", parameters={"type": "object", "properties": {"a": {"type": "integer"}}})]
-    form = grammar_of(pb.StructuredOutputs(grammar=calls_grammar(FORMATS["hermes"], tools, is_one=True)))
+    form = grammar_of(pb.StructuredOutputs(grammar=calls_grammar(FORMATS["hermes"], tools, is_one=True).text))
     call = '<tool_call>\n{"name": "f", "arguments": {"a": 1}}\n</tool_call>'
     assert may_be(model, form, f"I call {call}.</think>\n\n{call}")
     assert not may_be(model, form, f"I call.</think>\n\nNow {call}")
@@ -126,13 +127,17 @@ def test_calls_that_must_be_made_come_after_the_thought(model: tuple[Grammars, b
 
 def test_what_does_not_begin_with_a_thought_is_held_from_its_first_token() -> None:
     form = grammar_text("choice")
-    for reasoning in (NO_REASONING, reasoning_of(True, False, has_form=True), reasoning_of(False, True, has_form=True)):
-        assert reasoning.grammar(form, is_end_added=True) == form
-    assert OPEN.grammar("", is_end_added=True) == ""
-    assert json.loads(OPEN.grammar(form, is_end_added=False))["grammars"][1]["name"] == "form"
+    for reasoning in (
+        NO_REASONING,
+        reasoning_of("qwen3", "", has_form=True),
+        reasoning_of("", "<think>", has_form=True),
+    ):
+        assert reasoning.grammar(form, tokens={"</think>": 7}) == form
+    assert OPEN.grammar("", tokens={"</think>": 7}) == ""
+    assert json.loads(OPEN.grammar(form, tokens={}))["grammars"][1]["name"] == "form"
 
 
 def test_a_token_that_was_added_is_told_from_a_text() -> None:
     for is_end_added in (False, True):
-        assert Tokenizer(words(is_end_added)).is_added("</think>") == is_end_added
-    assert not Tokenizer(words(True)).is_added("ab")
+        added = Tokenizer(words(is_end_added)).added_ids(["</think>", "ab"])
+        assert list(added) == (["</think>"] if is_end_added else [])

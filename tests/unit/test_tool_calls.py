@@ -2,26 +2,24 @@
 
 from __future__ import annotations
 
-import json
 import time
 from functools import partial
-from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from llguidance import LLMatcher
+from tool_call_cases import Outcome, held, is_in, outcome, said
 
-from protos import tandem_inference_pb2 as pb
-from router.text.structured_outputs import LIMITS, _bytes_tokenizer, grammar_of
-from router.text.tool_calls import MAX_HEAD_CHARS, ToolCallParser, call_id
-from router.text.tool_formats import FORMATS, Tool, calls_grammar, format_of_template
+from router.text.calls.call_format import Tool
+from router.text.calls.object_calls import MAX_HEAD_CHARS
+from router.text.tool_calls import ToolCallParser, call_id
+from router.text.tool_formats import FORMATS, format_of_template
+from router.validation.tools import AskedTools
 
 CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "Oslo"}}\n</tool_call>'
 LLAMA = '{"name": "weather", "parameters": {"city": "Oslo"}}'
 F = '<tool_call>{"name": "f", "arguments": '
 OSLO = ("weather", '{"city": "Oslo"}')
-Outcome = tuple[str, list[tuple[str, str]]]
 
 
 LONG = "n" * MAX_HEAD_CHARS
@@ -34,14 +32,7 @@ def parse(parser: str, pieces: list[str], *, is_one: bool = False, is_whole: boo
     told = [reader.push(piece) for piece in pieces]
     if is_whole:
         told.append(reader.finish())
-    calls: list[tuple[str, str]] = []
-    for piece in (piece for each in told for piece in each.calls):
-        if piece.id:
-            assert (piece.id, piece.index) == (f"id-{len(calls)}", len(calls))
-            calls.append((piece.name, ""))
-        assert piece.index == len(calls) - 1
-        calls[-1] = (calls[-1][0], calls[-1][1] + piece.arguments)
-    return "".join(each.content for each in told), calls
+    return outcome(told)
 
 
 CASES: list[tuple[str, str, Outcome]] = [
@@ -172,6 +163,16 @@ def test_ids_are_the_same_wherever_an_answer_goes_on() -> None:
     ids = {call_id(*asked) for asked in ((1, [5, 6], 0), (1, [5, 6], 1), (2, [5, 6], 0), (1, [5, 7], 0), (1, [56], 0))}
     assert len(ids) == 5
     assert call_id(1, [5, 6], 0) in ids
+    short = [call_id(1, [5, 6], index, is_short=True) for index in range(100)]
+    assert len(set(short)) == 100
+    assert all(len(each) == 9 and each.isascii() and each.isalnum() for each in short)
+
+
+@pytest.mark.parametrize("parser", sorted(FORMATS))
+def test_ids_are_such_as_the_models_template_takes(parser: str) -> None:
+    """Mistral's raise an error where others come back."""
+    assert AskedTools(parser=parser).has_short_ids == (parser == "mistral")
+    assert not AskedTools().has_short_ids
 
 
 # -- formats ----------------------------------------------------------------------------------------------------------
@@ -180,7 +181,10 @@ TAUGHT = [
     ("... <tool_call>\\n{\\\"name\\\": <function-name>, \\\"arguments\\\": ...", "hermes"),
     ('Respond in the format {\\"name\\": function name, \\"parameters\\": dictionary of argument name and its value}.',
      "llama3_json"),
-    ("<tool_call><function=f>", None), ("<tool_call>f<arg_key>a</arg_key>", None), ("[TOOL_CALLS]", None),
+    ("<tool_call><function=f>", "qwen3_coder"), ("<tool_call>f\\n<arg_key>a</arg_key>\\n<arg_value>", "glm45"),
+    ("<tool_call>f<arg_key>a</arg_key><arg_value>", "glm47"), ("[TOOL_CALL]", None),
+    ("'[TOOL_CALLS]' + name", "mistral"), ("<｜tool▁call▁begin｜>function\\n```json\\n", "deepseek_v3"),
+    ("<｜tool▁call▁begin｜>name", "deepseek_v31"),
 ]  # fmt: skip
 
 
@@ -200,21 +204,9 @@ TOOLS = [
 ]  # fmt: skip
 
 
-def is_in(grammar: str, text: str) -> bool:
-    matcher = LLMatcher(_bytes_tokenizer(), grammar, log_level=0, limits=LIMITS)
-    data = list(text.encode())
-    return matcher.try_consume_tokens(data) == len(data) and matcher.is_accepting()
-
-
-def said(parser: str, *calls: tuple[str, Any]) -> str:
-    known = FORMATS[parser]
-    each = [json.dumps({"name": name, known.arguments_key: arguments}) for name, arguments in calls]
-    return known.between.join(f"{known.begin}\n{one}\n{known.end}" if known.begin else one for one in each)
-
-
 @pytest.mark.parametrize("parser", sorted(FORMATS))
 def test_an_answer_is_held_to_calls_that_are_read_as_such(parser: str) -> None:
-    grammar = grammar_of(pb.StructuredOutputs(grammar=calls_grammar(FORMATS[parser], TOOLS, is_one=False)))
+    grammar = held(parser, TOOLS, is_one=False)
     write = partial(said, parser)
     two = write(("weather", {"city": "Oslo"}), ("now", {"zone": "CET"}))
     assert is_in(grammar, two)
@@ -223,11 +215,9 @@ def test_an_answer_is_held_to_calls_that_are_read_as_such(parser: str) -> None:
                    ("weather", {"city": "Oslo", "unit": "C"})]  # fmt: skip
     wrongs = ["", "Hello", "Well: " + two, two + ".", *map(write, wrong_calls)]
     assert [wrong for wrong in wrongs if is_in(grammar, wrong)] == []
-    either = grammar_of(
-        pb.StructuredOutputs(grammar=calls_grammar(FORMATS[parser], TOOLS, is_one=True, or_form={"type": "array"}))
-    )
+    either = held(parser, TOOLS, is_one=True, or_form={"type": "array"})
     assert [is_in(either, text) for text in (write(("now", {})), "[1]", "1", two)] == [True, True, False, False]
-    only = grammar_of(pb.StructuredOutputs(grammar=calls_grammar(FORMATS[parser], TOOLS[:1], is_one=True)))
+    only = held(parser, TOOLS[:1], is_one=True)
     assert is_in(only, write(("weather", {"city": "Oslo"})))
     assert not is_in(only, write(*[("weather", {"city": "Oslo"})] * 2))
     assert not is_in(only, write(("now", {})))

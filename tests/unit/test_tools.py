@@ -18,6 +18,7 @@ from router.servicer import InferenceServicer, Texts
 from router.text.chat_template import ChatMessage, ChatTemplate
 from router.text.detokenizer import StopStrings
 from router.text.tokenizer import Tokenizer
+from router.text.tool_formats import FORMATS
 from router.validation.request import ChatPrompt, validate
 from router.validation.tools import MAX_TOOL_BYTES, NO_TOOLS, AskedTools
 from rpc.errors import InvalidRequest
@@ -192,7 +193,8 @@ def test_what_a_model_said_and_is_nearly_json_is_taken_back(text: str, expected:
 
 
 def test_a_schema_that_cannot_be_held_to_is_named() -> None:
-    tools = validate(generate_request(HI, tools=[NOW, WEATHER]), KNOWING).asked_tools
+    asked = generate_request(HI, tools=[NOW, WEATHER], structured_outputs={"json_object": True})
+    tools = validate(asked, KNOWING).asked_tools
     reason = "grammar: at {}(14): failed to compile JSON schema: Invalid type: strin\n 5 | tool_1: ..."
     why = "cannot be held to: failed to compile JSON schema: Invalid type: strin"
     assert tools.problem_of_form(reason.format(6)) == ("chat.tools[1].parameters", why)
@@ -224,7 +226,7 @@ def of_template(source: str | None, parser: str = "auto") -> ModelInfo:
     [
         (None, "auto", "has no chat template"),
         ("{{ messages[0].content }}", "hermes", "has no place for tools; another may be given (--chat-template)"),
-        ("{{ tools | tojson }}", "auto", "may be named (--tool-call-parser hermes|llama3_json)"),
+        ("{{ tools | tojson }}", "auto", "may be named (--tool-call-parser hermes|llama3_json|mistral|"),
         ("{{ tools | tojson }}{{ raise_exception('never') }}", "hermes", "refuses these messages: never)"),
         ("{# <tool_call> #}{{ tools | tojson }}", "auto", "teaches no way of calling tools that is known here"),
     ],
@@ -325,19 +327,48 @@ def test_a_template_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("is_special", [True, False])
-def test_a_word_that_tells_calls_is_not_hidden_for_being_special(is_special: bool) -> None:
-    """Some models' vocabularies have it among their special tokens, which are left out of text."""
-    backend = tokenizers.Tokenizer(tokenizers.models.WordLevel({"a": 0, "<tool_call>": 1, "<end>": 2}, unk_token="a"))
-    backend.add_special_tokens(["<end>", *(["<tool_call>"] if is_special else [])])
+@pytest.mark.parametrize("parser", sorted(FORMATS.keys() - {"llama3_json"}))
+def test_words_that_tell_calls_are_not_hidden_for_being_special(parser: str, is_special: bool) -> None:
+    """Some models' vocabularies have them among their special tokens, which are left out of text."""
+    words = FORMATS[parser].words
+    assert words
+    vocabulary = {word: number for number, word in enumerate(["a", *words, "<end>"])}
+    backend = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocabulary, unk_token="a"))
+    backend.add_special_tokens(["<end>", *(words if is_special else [])])
     tokenizer = Tokenizer(backend)
-    assert tokenizer.hides("<tool_call>") == is_special
+    assert all(tokenizer.hides(word) == is_special for word in words)
+    model = replace(KNOWING, tool_call_parser=parser, eos_token_ids=frozenset({vocabulary["<end>"]}))
     servicer = InferenceServicer(
-        texts=Texts(KNOWING, tokenizer, None),
+        texts=Texts(model, tokenizer, None),
         cluster=None,  # type: ignore[arg-type]
         max_request_bytes=1,
     )
     params = pb.SamplingParams(skip_special_tokens=True)
-    with_tools = validate(generate_request(HI, tools=[NOW]), KNOWING).asked_tools
-    for asked, text in ((with_tools, "<tool_call>"), (NO_TOOLS, "" if is_special else "<tool_call>")):
-        detokenizer = servicer._detokenizer([0], params, KNOWING, StopStrings([]), asked)
-        assert (detokenizer.push([1]).text + detokenizer.finish()).strip() == text
+    with_tools = validate(generate_request(HI, tools=[NOW]), model).asked_tools
+    said = "".join(words)
+    for asked, text in ((with_tools, said), (NO_TOOLS, "" if is_special else said)):
+        detokenizer = servicer._detokenizer([0], params, model, StopStrings([]), asked)
+        ids = [vocabulary[word] for word in (*words, "<end>")]
+        assert (detokenizer.push(ids).text + detokenizer.finish()).replace(" ", "") == text
+
+
+CALLS_SHOWN = "{% for m in messages %}{% for c in m.tool_calls %}{{ SAID }}{% endfor %}{{ m.content }}{% endfor %}"
+
+
+@pytest.mark.parametrize(
+    ("said", "shown"),
+    [
+        ("'<' + c.function.arguments + '>'", '<{"city": "Oslo"}>'),
+        ("'<' ~ c.function.arguments ~ '>'", '<{"city": "Oslo"}>'),
+        ("'<' + (c.function.arguments | tojson) + '>'", '<{"city": "Oslo"}>'),
+        ("c.function.arguments.keys() | join", "city"),
+        ("c.function.arguments | items | list", "[('city', 'Oslo')]"),
+    ],
+)
+def test_arguments_of_calls_that_were_made_are_what_the_template_takes(said: str, shown: str) -> None:
+    """Objects, as most do. DeepSeek's add them to their text: they take JSON."""
+    prompt = validate(generate_request(TOLD), KNOWING).prompt
+    assert isinstance(prompt, ChatPrompt)
+    template = ChatTemplate(CALLS_SHOWN.replace("SAID", said), tool_source="{{ messages[1].tool_calls }}")
+    for _ in range(2):
+        assert template.render(prompt.messages) == f"Hi{shown}rain"

@@ -1,0 +1,91 @@
+"""Calls as DeepSeek's models write them: names and JSON between words that are tokens by themselves.
+
+    deepseek_v31   <｜tool▁calls▁begin｜><｜tool▁call▁begin｜>get_weather<｜tool▁sep｜>{"city": "Oslo"}
+                   <｜tool▁call▁end｜><｜tool▁calls▁end｜>                                    (on one line)  V3.1
+    deepseek_v3    … <｜tool▁call▁begin｜>function<｜tool▁sep｜>get_weather\\n```json\\n{"city": "Oslo"}\\n```
+                   <｜tool▁call▁end｜> …                                                      (on one line)  V3, R1
+
+Both are read as either: what follows the word in the middle tells them apart.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from router.text.calls.call_format import CallReader, GrammarLines, Head, Tool, ToolFormat, arguments_of, json_of
+from router.text.calls.heads import Cursor, head_of
+from router.text.calls.objects import ArgumentsReader
+from router.text.calls.text_values import Schema
+
+CALLS_BEGIN, CALLS_END = "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"
+CALL_BEGIN, CALL_END = "<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>"
+SEPARATOR = "<｜tool▁sep｜>"
+FENCE = "```"
+_NAME = re.compile(r"[^\s<`{]*")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DeepSeekFormat(ToolFormat):
+    is_fenced: bool
+    begins: tuple[str, ...] = (CALLS_BEGIN, CALL_BEGIN)
+
+    @property
+    def words(self) -> tuple[str, ...]:
+        return (CALLS_BEGIN, CALL_BEGIN, SEPARATOR, CALL_END, CALLS_END)
+
+    def reader(self, begin: str, schemas: Mapping[str, Schema]) -> CallReader:
+        return DeepSeekReader(begin)
+
+    def answer(self, lines: GrammarLines, tools: Sequence[Tool], *, is_one: bool) -> str:
+        lines.add("call", " | ".join(f"tool_{number}" for number in range(len(tools))))
+        for number, tool in enumerate(tools):
+            if self.is_fenced:
+                begin, end = f"function{SEPARATOR}{tool.name}\n{FENCE}json\n", f"\n{FENCE}{CALL_END}"
+            else:
+                begin, end = f"{tool.name}{SEPARATOR}", CALL_END
+            begin, end = lines.literal(CALL_BEGIN + begin), lines.literal(end)
+            lines.add(f"tool_{number}", f"{begin} arguments_{number} {end}", place=number)
+            lines.add(f"arguments_{number}", json_of(arguments_of(tool)), place=number)
+        between = lines.literal(self.between) if self.between else ""
+        more = "" if is_one else f" ({between} call)*"
+        return f"{lines.literal(CALLS_BEGIN)} call{more} {lines.literal(CALLS_END)}"
+
+
+class DeepSeekReader(ArgumentsReader):
+    ends = (FENCE, CALL_END, CALLS_END)
+
+    def __init__(self, begin: str) -> None:
+        super().__init__()
+        self._is_of_many = begin == CALLS_BEGIN
+
+    def head(self, text: str) -> Head | None:
+        return head_of(text, self._head)
+
+    def _head(self, cursor: Cursor) -> Head:
+        if self._is_of_many and not cursor.take(CALL_BEGIN):
+            return Head(0)
+        cursor.space()
+        name = cursor.run(_NAME)
+        cursor.space()
+        if not cursor.take(SEPARATOR):
+            return Head(0)
+        cursor.space()
+        if cursor.is_at(CALL_END):  # V3.1's models, where there are no arguments
+            return Head(cursor.position, name, "{}")
+        if not cursor.is_at("{"):
+            name = cursor.run(_NAME)
+            cursor.space()
+            if cursor.take(FENCE):
+                cursor.take("json")
+                cursor.space()
+        return Head(cursor.position, name) if cursor.is_at("{") else Head(0)
+
+
+DEEPSEEK_V3 = DeepSeekFormat(
+    name="deepseek_v3", is_fenced=True, between="\n", known_by=(CALL_BEGIN, f"{FENCE}json")
+)  # fmt: skip
+DEEPSEEK_V31 = DeepSeekFormat(
+    name="deepseek_v31", is_fenced=False, known_by=(CALL_BEGIN,), not_by=(f"{FENCE}json",)
+)  # fmt: skip

@@ -1,0 +1,109 @@
+"""Calls that are JSON objects.
+
+hermes        <tool_call>\\n{"name": "get_weather", "arguments": {"city": "Oslo"}}\\n</tool_call>    Qwen, Hermes …
+llama3_json   {"name": "get_weather", "parameters": {"city": "Oslo"}}                               Llama 3
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from router.text.calls.call_format import (
+    Body,
+    CallReader,
+    GrammarLines,
+    Head,
+    Tool,
+    ToolFormat,
+    arguments_of,
+    json_of,
+)
+from router.text.calls.heads import MAX_HEAD_CHARS
+from router.text.calls.objects import BROKEN_BY, ObjectScan, call_of, unquoted
+from router.text.calls.text_values import Schema
+
+_HEAD = re.compile(r'\{\s*"name"\s*:\s*("(?:[^"\\]|\\.)+")\s*,\s*"(?:arguments|parameters)"\s*:\s*(?=\{)')
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ObjectFormat(ToolFormat):
+    ends: tuple[str, ...] = ()
+    arguments_key: str
+
+    @property
+    def words(self) -> tuple[str, ...]:
+        return (*self.begins, *self.ends)
+
+    def reader(self, begin: str, schemas: Mapping[str, Schema]) -> CallReader:
+        return ObjectReader(ends=self.ends)
+
+    def answer(self, lines: GrammarLines, tools: Sequence[Tool], *, is_one: bool) -> str:
+        begin = f"{self.begins[0]}\n" if self.begins else ""
+        end = f"\n{self.ends[0]}" if self.ends else ""
+        lines.add("call", " | ".join(f"tool_{number}" for number in range(len(tools))))
+        for number, tool in enumerate(tools):
+            head = lines.literal(f'{begin}{{"name": {json.dumps(tool.name)}, "{self.arguments_key}": ')
+            lines.add(f"tool_{number}", f"{head} arguments_{number} {lines.literal('}' + end)}", place=number)
+            lines.add(f"arguments_{number}", json_of(arguments_of(tool)), place=number)
+        return "call" if is_one else f"call ({lines.literal(self.between)} call)*"
+
+
+class ObjectReader:
+    """A head that says more than MAX_HEAD_CHARS is told when the call is whole.
+
+    HEAD up to the arguments ── ARGUMENTS ── the rest of the object, which is nothing that anybody asks for."""
+
+    joint = ""
+
+    def __init__(self, broken_by: str = BROKEN_BY, ends: tuple[str, ...] = ()) -> None:
+        self._broken_by = broken_by
+        self.ends = ends
+        self._scan = ObjectScan(broken_by)
+        self._is_behind = False
+        """The arguments."""
+
+    def head(self, text: str) -> Head | None:
+        if text[0] != "{":
+            return Head(0)
+        match = _HEAD.match(text[: MAX_HEAD_CHARS + 1])
+        if match is not None:
+            self._scan = ObjectScan(self._broken_by)
+            return Head(match.end(), unquoted(match[1]))
+        end = self._scan.end_of_object(text)
+        if end is None:
+            return None
+        call = call_of(text[:end])
+        return Head(end) if call is None else Head(end, *call)
+
+    def body(self, text: str) -> Body:
+        end = self._scan.end_of_object(text)
+        num_chars = min(self._scan.num_seen, len(text)) if end is None else end
+        arguments = "" if self._is_behind else text[:num_chars]
+        if end is None:
+            self._scan.rebase(num_chars)
+            return Body(num_chars, arguments)
+        if self._is_behind:
+            return Body(num_chars, is_over=True)
+        self._is_behind, self._scan = True, ObjectScan(self._broken_by, depth=1)
+        rest = self.body(text[num_chars:])
+        return Body(num_chars + rest.num_chars, arguments, rest.is_over)
+
+
+HERMES = ObjectFormat(
+    name="hermes",
+    begins=("<tool_call>",),
+    ends=("</tool_call>",),
+    between="\n",
+    arguments_key="arguments",
+    known_by=("<tool_call>",),
+    not_by=("<function=", "<arg_key>"),
+)
+LLAMA3_JSON = ObjectFormat(
+    name="llama3_json",
+    between="; ",
+    arguments_key="parameters",
+    known_by=('"parameters": dictionary of argument name and its value',),
+)

@@ -1,0 +1,318 @@
+"""Calls whose arguments are plain texts between tags: what they are as JSON, the tool's schema says (`text_values`).
+
+    qwen3_coder   <tool_call>\\n<function=get_weather>\\n<parameter=city>\\nOslo\\n</parameter>\\n</function>\\n
+                  </tool_call>
+    glm45         <tool_call>get_weather\\n<arg_key>city</arg_key>\\n<arg_value>Oslo</arg_value>\\n</tool_call>
+    glm47         <tool_call>get_weather<arg_key>city</arg_key><arg_value>Oslo</arg_value></tool_call>
+
+    a call ──> BETWEEN ── a tag ──> KEY ──> VALUE ── its end ──> BETWEEN ── the function's end, or what begins the next
+                  └─ anything else is nothing
+
+A value goes to the first tag that ends it, so one that has such a tag in it cannot be said. One that is text is told as
+it comes, others when they are whole. Models leave out the end of a value: it ends where the call does, too.
+"""
+
+from __future__ import annotations
+
+import enum
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from router.text.calls.call_format import Body, CallReader, GrammarLines, Head, Tool, ToolFormat, json_of
+from router.text.calls.heads import NAME, Cursor, head_of
+from router.text.calls.text_values import STRING, Schema, escaped, json_of_text
+from router.text.words import first_of, num_held
+
+CALL, CALL_END = "<tool_call>", "</tool_call>"
+FUNCTION, FUNCTION_END = "<function=", "</function>"
+MAX_KEY_CHARS = 256
+"""Of an argument's name. One that is longer is none."""
+MAX_COUNT = 1000
+"""Of a text's characters, that a grammar counts. Longer bounds are not held to: it would take them one by one."""
+MAX_END_CHARS = 64
+"""Of the longest tag that ends a value."""
+_SPACE = re.compile(r"\s*")
+_UNSAYABLE = re.compile(r"[<>\n]")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TaggedFormat(ToolFormat):
+    is_in_function: bool = False
+    """Names stand in a tag of their own, within the call's."""
+    key: str
+    key_end: str
+    value: str = ""
+    """Before a value, behind the end of its key. Empty: it follows at once."""
+    value_end: str
+    space: str
+    """Between tags, as models are taught."""
+    is_wrapped: bool = False
+    """Line breaks around a value are not the value's."""
+
+    @property
+    def words(self) -> tuple[str, ...]:
+        function = (FUNCTION, FUNCTION_END) if self.is_in_function else ()
+        value = (self.key_end, self.value) if self.value else ()
+        return (CALL, CALL_END, *function, self.key, *value, self.value_end)
+
+    @property
+    def ends_of_value(self) -> tuple[str, ...]:
+        """The first of them ends one."""
+        if not self.is_in_function:
+            return (self.value_end, CALL_END)
+        return (self.value_end, CALL_END, FUNCTION_END + CALL_END, f"{FUNCTION_END}\n{CALL_END}")
+
+    def reader(self, begin: str, schemas: Mapping[str, Schema]) -> CallReader:
+        return TaggedReader(self, begin, schemas)
+
+    def answer(self, lines: GrammarLines, tools: Sequence[Tool], *, is_one: bool) -> str:
+        lines.add("call", " | ".join(f"tool_{number}" for number in range(len(tools))))
+        for number, tool in enumerate(tools):
+            function = f"\n{FUNCTION}{tool.name}>\n" if self.is_in_function else f"{tool.name}{self.space}"
+            end = f"{FUNCTION_END}\n{CALL_END}" if self.is_in_function else CALL_END
+            said = [lines.literal(CALL + function), *self._arguments(lines, tool), lines.literal(end)]
+            lines.add(f"tool_{number}", " ".join(said), place=number)
+        return "call" if is_one else f"call ({lines.literal(self.between)} call)*"
+
+    def _arguments(self, lines: GrammarLines, tool: Tool) -> list[str]:
+        """In the schema's order, those that must be among them."""
+        schema = Schema(tool.parameters)
+        required = (tool.parameters or {}).get("required")
+        required = [name for name in required if isinstance(name, str)] if isinstance(required, list) else []
+        said = []
+        for name in dict.fromkeys([*schema.properties, *required]):
+            if _UNSAYABLE.search(name):
+                continue
+            value = self._value(lines, schema, schema.properties.get(name, True))
+            argument = f"{lines.literal(f'{self.key}{name}{self.key_end}{self._before_value}')} {value}"
+            said.append(argument if name in required else f"({argument})?")
+        if not said and tool.parameters and tool.parameters.get("additionalProperties", True) is not False:
+            before, value = lines.literal(self.key_end + self._before_value), self._text(lines)
+            said.append(f"({lines.literal(self.key)} /[\\w.-]{{1,64}}/ {before} {value})*")
+        return said
+
+    @property
+    def _before_value(self) -> str:
+        return "\n" if self.is_wrapped else f"{self.space}{self.value}"
+
+    @property
+    def _behind_value(self) -> str:
+        return ("\n" if self.is_wrapped else "") + self.value_end + self.space
+
+    def _value(self, lines: GrammarLines, schema: Schema, of: Any) -> str:
+        """Of `of`, a part of `schema`: what it may be, and its end."""
+        end = lines.literal(self._behind_value)
+        known = schema.resolved(of)
+        if "const" in known or isinstance(known.get("enum"), list):
+            values = [known["const"]] if "const" in known else known["enum"]
+            texts = (each if isinstance(each, str) else json.dumps(each, ensure_ascii=False) for each in values)
+            said = [lines.literal(each + self._behind_value) for each in texts]
+            return f"({' | '.join(said)})" if said else end
+        types = schema.types(of)
+        if "string" not in types:
+            return f"{json_of(schema.whole(of))} {end}"
+        least, most = (known.get(key) if types == STRING else None for key in ("minLength", "maxLength"))
+        return self._text(lines, least, most)
+
+    def _text(self, lines: GrammarLines, least: Any = None, most: Any = None) -> str:
+        """Of a value that is text, and its end."""
+        bounds = (least if _is_count(least) else 0, most if _is_count(most) else None)
+        return lines.text_until(self._behind_value, bounds, without=(self.value_end, CALL_END))
+
+
+def _is_count(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= MAX_COUNT
+
+
+class _State(enum.Enum):
+    BETWEEN = enum.auto()
+    BEFORE_VALUE = enum.auto()
+    VALUE = enum.auto()
+    OVER = enum.auto()
+
+
+class TaggedReader:
+    joint = ""
+    ends = (CALL_END,)
+
+    def __init__(self, tags: TaggedFormat, begin: str, schemas: Mapping[str, Schema]) -> None:
+        self._tags = tags
+        self._begin = begin
+        self._schemas = schemas
+        self._schema = Schema(None)
+        self._state = _State.BETWEEN
+        self._at = 0
+        """In the text that is read."""
+        self._num_arguments = 0
+        self._key = ""
+        """Of the argument whose value is read, or comes next."""
+        self._types = STRING
+        """That the value may have. One that can only be text is told as it comes."""
+        self._is_at_value = False
+        """Nothing of it was taken yet."""
+        self._value: list[str] = []
+        """Of one that is told when it is whole."""
+        self._told: list[str] = []
+
+    # -- the head -----------------------------------------------------------------------------------------------
+
+    def head(self, text: str) -> Head | None:
+        head = head_of(text, self._head_in_function if self._tags.is_in_function else self._head)
+        if head is not None and head.name:
+            self._schema = self._schemas.get(head.name, self._schema)
+        return head
+
+    def _head_in_function(self, cursor: Cursor) -> Head:
+        if self._begin != FUNCTION and not cursor.take(FUNCTION):
+            return Head(0)
+        name = cursor.run(NAME)
+        return Head(cursor.position, name) if cursor.take(">") else Head(0)
+
+    def _head(self, cursor: Cursor) -> Head:
+        name = cursor.run(NAME)
+        cursor.space()
+        is_call = cursor.is_at(self._tags.key) or cursor.is_at(CALL_END)
+        return Head(cursor.position, name) if is_call else Head(0)
+
+    # -- arguments ----------------------------------------------------------------------------------------------
+
+    def body(self, text: str) -> Body:
+        self._at = 0
+        while self._step(text):
+            pass
+        told, self._told = "".join(self._told), []
+        return Body(self._at, told, is_over=self._state is _State.OVER)
+
+    def _step(self, text: str) -> bool:
+        """Whether there may be more to do."""
+        match self._state:
+            case _State.BETWEEN:
+                return self._read_between(text)
+            case _State.BEFORE_VALUE:
+                return self._read_before_value(text)
+            case _State.VALUE:
+                return self._read_value(text)
+            case _State.OVER:
+                return False
+
+    def _read_between(self, text: str) -> bool:
+        self._skip_space(text)
+        at, tags = self._at, self._tags
+        if text.startswith(tags.key, at):
+            return self._read_key(text, at + len(tags.key))
+        over = [CALL_END, CALL, *([FUNCTION_END, FUNCTION] if tags.is_in_function else [])]
+        for word in over:
+            if text.startswith(word, at):
+                self._at += len(word) if word == FUNCTION_END else 0
+                self._told.append("}" if self._num_arguments else "{}")
+                self._state = _State.OVER
+                return False
+        if any(word.startswith(text[at : at + len(word)]) for word in (tags.key, *over)):
+            return False
+        following = text.find("<", at + 1)
+        self._at = len(text) if following < 0 else following
+        return True
+
+    def _read_key(self, text: str, start: int) -> bool:
+        most = start + MAX_KEY_CHARS + len(self._tags.key_end)
+        end = text.find(self._tags.key_end, start, most)
+        if end >= 0:
+            self._key = text[start:end].strip()
+            self._at = end + len(self._tags.key_end)
+            self._state = _State.BEFORE_VALUE
+        elif len(text) >= most:
+            self._at = start
+        return end >= 0 or len(text) >= most
+
+    def _read_before_value(self, text: str) -> bool:
+        word = self._tags.value
+        if word:
+            self._skip_space(text)
+            if not text.startswith(word, self._at):
+                if word.startswith(text[self._at :]):
+                    return False
+                self._state = _State.BETWEEN
+                return True
+        self._at += len(word)
+        self._types = self._schema.types_of(self._key)
+        self._tell_key()
+        self._state = _State.VALUE
+        self._is_at_value = True
+        return True
+
+    def _read_value(self, text: str) -> bool:
+        ends, is_wrapped = self._tags.ends_of_value, self._tags.is_wrapped
+        if self._is_at_value and is_wrapped:
+            if self._at == len(text):
+                return False
+            self._at += text[self._at] == "\n"
+        self._is_at_value = False
+        found = first_of(text, ends, self._at)
+        if found is None:
+            words = (*ends, *(f"\n{word}" for word in ends)) if is_wrapped else ends
+            end = len(text) - num_held(text[max(self._at, len(text) - MAX_END_CHARS) :], words)
+            self._take(text[self._at : end])
+            self._at = end
+            return False
+        position, word = found
+        value = text[self._at : position]
+        self._take(value.removesuffix("\n") if is_wrapped else value)
+        self._tell_end()
+        self._at = position + (len(word) if word == self._tags.value_end else 0)
+        self._state = _State.BETWEEN
+        return True
+
+    def _skip_space(self, text: str) -> None:
+        match = _SPACE.match(text, self._at)
+        assert match is not None
+        self._at = match.end()
+
+    # -- what is told -------------------------------------------------------------------------------------------
+
+    def _tell_key(self) -> None:
+        self._told.append(", " if self._num_arguments else "{")
+        self._told.append(f"{json.dumps(self._key, ensure_ascii=False)}: ")
+        self._num_arguments += 1
+        if self._types == STRING:
+            self._told.append('"')
+
+    def _take(self, value: str) -> None:
+        """A piece of it."""
+        if self._types == STRING:
+            self._told.append(escaped(value))
+        else:
+            self._value.append(value)
+
+    def _tell_end(self) -> None:
+        self._told.append('"' if self._types == STRING else json_of_text("".join(self._value), self._types))
+        self._value = []
+
+
+_TAGS_IN_FUNCTION: dict[str, Any] = {
+    "begins": (CALL, FUNCTION),
+    "is_in_function": True,
+    "key": "<parameter=",
+    "key_end": ">",
+    "value_end": "</parameter>",
+    "is_wrapped": True,
+    "space": "\n",
+    "between": "\n",
+    "known_by": (CALL, FUNCTION),
+}
+_TAGS: dict[str, Any] = {
+    "begins": (CALL,),
+    "key": "<arg_key>",
+    "key_end": "</arg_key>",
+    "value": "<arg_value>",
+    "value_end": "</arg_value>",
+}
+QWEN3_CODER = TaggedFormat(name="qwen3_coder", **_TAGS_IN_FUNCTION)
+QWEN3_XML = TaggedFormat(name="qwen3_xml", **_TAGS_IN_FUNCTION)
+"""Another of vLLM's names for it."""
+GLM47 = TaggedFormat(name="glm47", **_TAGS, space="", known_by=(CALL, "</arg_key><arg_value>"))
+GLM45 = TaggedFormat(
+    name="glm45", **_TAGS, space="\n", between="\n", known_by=(CALL, "<arg_key>"), not_by=("</arg_key><arg_value>",)
+)

@@ -1,0 +1,23 @@
+"""Words that are looked for in a text that comes in pieces. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+
+def first_of(text: str, words: Iterable[str], start: int = 0) -> tuple[int, str] | None:
+    """Where the first of `words` in `text` is, and which it is; of several there, the longest. None: none is there."""
+    found = [(position, -len(word), word) for word in words if (position := text.find(word, start)) >= 0]
+    if not found:
+        return None
+    position, _, word = min(found)
+    return position, word
+
+
+def num_held(text: str, words: Iterable[str]) -> int:
+    """How many characters at the end of `text` may be the beginning of one of `words`."""
+    return max((_num_held(text, word) for word in words), default=0)
+
+
+def _num_held(text: str, word: str) -> int:
+    return next((n for n in range(min(len(text), len(word) - 1), 0, -1) if word.startswith(text[-n:])), 0)

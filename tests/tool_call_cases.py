@@ -1,0 +1,112 @@
+"""Calls as models of each format write them, and how they are read."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from itertools import chain
+from typing import Any
+
+from llguidance import LLMatcher
+
+from protos import tandem_inference_pb2 as pb
+from router.text.structured_outputs import LIMITS, _bytes_tokenizer, grammar_of
+from router.text.tool_calls import Told
+from router.text.tool_formats import FORMATS, calls_grammar
+
+Outcome = tuple[str, list[tuple[str, str]]]
+"""Content, and name and arguments of each call."""
+Call = tuple[str, Any]
+
+
+def outcome(told: Iterable[Told]) -> Outcome:
+    """Of all that was told of an answer, whose calls have the ids id-0, id-1 …"""
+    told = list(told)
+    calls: list[tuple[str, str]] = []
+    for piece in (piece for each in told for piece in each.calls):
+        if piece.id:
+            assert (piece.id, piece.index) == (f"id-{len(calls)}", len(calls))
+            calls.append((piece.name, ""))
+        assert piece.index == len(calls) - 1
+        calls[-1] = (calls[-1][0], calls[-1][1] + piece.arguments)
+    return "".join(each.content for each in told), calls
+
+
+def said(parser: str, *calls: Call) -> str:
+    """As models of that format say it."""
+    return WRITERS[parser](calls)
+
+
+def _hermes(calls: Iterable[Call]) -> str:
+    each = (json.dumps({"name": name, "arguments": arguments}) for name, arguments in calls)
+    return "\n".join(f"<tool_call>\n{one}\n</tool_call>" for one in each)
+
+
+def _llama3(calls: Iterable[Call]) -> str:
+    return "; ".join(json.dumps({"name": name, "parameters": arguments}) for name, arguments in calls)
+
+
+def _mistral(calls: Iterable[Call]) -> str:
+    return "".join(f"[TOOL_CALLS]{name}[ARGS]{json.dumps(arguments)}" for name, arguments in calls)
+
+
+def mistral_list(*calls: Call) -> str:
+    """As tokenizers before v11 have it."""
+    each = (json.dumps({"name": name, "arguments": arguments}) for name, arguments in calls)
+    return f"[TOOL_CALLS] [{', '.join(each)}]"
+
+
+def _deepseek(calls: Iterable[Call], head: str, begin: str, end: str, between: str) -> str:
+    each = (
+        f"<｜tool▁call▁begin｜>{head.format(name=name)}{begin}{json.dumps(arguments)}{end}<｜tool▁call▁end｜>"
+        for name, arguments in calls
+    )
+    return f"<｜tool▁calls▁begin｜>{between.join(each)}<｜tool▁calls▁end｜>"
+
+
+def _deepseek_v3(calls: Iterable[Call]) -> str:
+    return _deepseek(calls, "function<｜tool▁sep｜>{name}", "\n```json\n", "\n```", "\n")
+
+
+def _deepseek_v31(calls: Iterable[Call]) -> str:
+    return _deepseek(calls, "{name}<｜tool▁sep｜>", "", "", "")
+
+
+def text_of(value: Any) -> str:
+    return value if isinstance(value, str) else json.dumps(value)
+
+
+def _qwen3_coder(calls: Iterable[Call]) -> str:
+    each = []
+    for name, arguments in calls:
+        values = arguments.items() if isinstance(arguments, dict) else [("", arguments)]
+        said = "".join(f"<parameter={key}>\n{text_of(value)}\n</parameter>\n" for key, value in values)
+        each.append(f"<tool_call>\n<function={name}>\n{said}</function>\n</tool_call>")
+    return "\n".join(each)
+
+
+def _glm(calls: Iterable[Call], space: str) -> str:
+    each = []
+    for name, arguments in calls:
+        values = arguments.items() if isinstance(arguments, dict) else [("", arguments)]
+        tags = ((f"<arg_key>{key}</arg_key>", f"<arg_value>{text_of(value)}</arg_value>") for key, value in values)
+        each.append(space.join([f"<tool_call>{name}", *chain.from_iterable(tags), "</tool_call>"]))
+    return space.join(each)
+
+
+WRITERS = {
+    "hermes": _hermes, "llama3_json": _llama3, "mistral": _mistral, "deepseek_v3": _deepseek_v3,
+    "deepseek_v31": _deepseek_v31, "qwen3_coder": _qwen3_coder, "qwen3_xml": _qwen3_coder,
+    "glm45": lambda calls: _glm(calls, "\n"), "glm47": lambda calls: _glm(calls, ""),
+}  # fmt: skip
+
+
+def held(parser: str, tools: Any, **how: Any) -> str:
+    """The grammar of answers that are calls."""
+    return grammar_of(pb.StructuredOutputs(grammar=calls_grammar(FORMATS[parser], tools, **how).text))
+
+
+def is_in(grammar: str, text: str) -> bool:
+    matcher = LLMatcher(_bytes_tokenizer(), grammar, log_level=0, limits=LIMITS)
+    data = list(text.encode())
+    return matcher.try_consume_tokens(data) == len(data) and matcher.is_accepting()

@@ -1,0 +1,107 @@
+"""What families put around what their models think: told apart alike, wherever the text is cut, and before forms."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import tokenizers
+from grammar_cases import EOS, grammar_text, tokenizer, write_model
+
+from engine.grammar import Grammars
+from router.text.reasoning import MARKS, PARSERS, ReasoningParser, opened_by, parser_of_template, reasoning_of
+from router.text.tokenizer import Tokenizer
+from router.text.tool_calls import ToolCallParser
+from router.text.tool_formats import FORMATS
+
+CALL = '[TOOL_CALLS]f[ARGS]{"a": 1}'
+G, R = "Here is my thought process:", "Here is my response:"
+CASES: list[tuple[str, str, str, str]] = [
+    # parser, the text, what is thought, what is said
+    ("mistral", "[THINK]So. [1]\n[/THINK]\n\nYes.", "So. [1]", "Yes."),
+    ("mistral", "[THINK]a[/THIN[/THINK]b[/THINK]", "a[/THIN", "b[/THINK]"),
+    ("mistral", "[THIN] Yes.", "", "[THIN] Yes."),
+    ("mistral", "[THINK]cut [/TH", "cut [/TH", ""),
+    ("mistral", "<think>a</think>b", "", "<think>a</think>b"),
+    ("granite", f"{G} So.\n\n{R} Yes.", "So.", "Yes."),
+    ("granite", "\nHere's my thought process: So. Here's my response:\nYes.", "So.", "Yes."),
+    ("granite", f"{G} Here is my idea. Here{R}Yes. {R}", "Here is my idea. Here", f"Yes. {R}"),
+    ("granite", "Here is my answer: no.", "", "Here is my answer: no."),
+    ("granite", f"Well. {G} So. {R} Yes.", "", f"Well. {G} So. {R} Yes."),
+    ("granite", f"{G} cut. Here's my resp", "cut. Here's my resp", ""),
+    ("granite", "Here", "", "Here"),
+]
+
+
+def parse(parser: str, pieces: list[str], *, is_whole: bool = True) -> tuple[str, str]:
+    reader = ReasoningParser(MARKS[parser], is_open=False)
+    told = [reader.push(piece) for piece in pieces]
+    if is_whole:
+        told.append(reader.finish())
+    return "".join(each.reasoning for each in told), "".join(each.content for each in told)
+
+
+@pytest.mark.parametrize(("parser", "text", "thought", "said"), CASES)
+def test_what_is_thought_and_what_is_said(parser: str, text: str, thought: str, said: str) -> None:
+    assert parse(parser, [text]) == (thought, said)
+    for position in range(len(text)):
+        begun = text[:position]
+        assert parse(parser, list(begun), is_whole=False) == parse(parser, [begun], is_whole=False)
+        assert parse(parser, [begun, text[position:]]) == (thought, said)
+
+
+def test_calls_follow_what_was_thought() -> None:
+    calls = ToolCallParser(FORMATS["mistral"], {"f"}, str)
+    reader = ReasoningParser(MARKS["mistral"], is_open=False, calls=calls)
+    told = [reader.push(char) for char in f"[THINK]I call {CALL}.[/THINK]{CALL}"]
+    assert "".join(each.reasoning for each in told) == f"I call {CALL}."
+    assert "".join(piece.arguments for each in told for piece in each.calls) == '{"a": 1}'
+    assert "".join(each.content for each in [*told, reader.finish()]) == ""
+
+
+@pytest.mark.parametrize(
+    ("source", "known"),
+    [
+        ("'[THINK]' + m.reasoning + '[/THINK]'", "mistral"), ("{# [/THINK] #}", ""), ("[THINKING]", ""),
+        ("Write your thoughts after 'Here is my thought process:'", "granite"), ("Here is my response:", ""),
+        ("</think> [/THINK]", "deepseek_r1"),
+    ],
+)  # fmt: skip
+def test_a_template_tells_how_its_model_thinks(source: str, known: str) -> None:
+    assert parser_of_template(source) == known
+
+
+@pytest.mark.parametrize("parser", PARSERS)
+def test_a_thought_that_the_prompt_began_is_one_to_its_own_model_alone(parser: str) -> None:
+    begin = MARKS[parser].begins[0]
+    assert opened_by(f"Hi {begin}\n") == begin
+    for other in PARSERS:
+        reasoning = reasoning_of(other, opened_by(begin), has_form=False)
+        assert reasoning.is_open == (MARKS[other] == MARKS[parser])
+
+
+@pytest.mark.parametrize("is_added", [False, True])
+@pytest.mark.parametrize("parser", ["qwen3", "mistral", "granite"])
+def test_a_form_holds_what_follows_the_thought(parser: str, is_added: bool, tmp_path: Path) -> None:
+    made, marks = tokenizer(), MARKS[parser]
+    if is_added:
+        made.add_tokens([tokenizers.AddedToken(word, normalized=False, special=True) for word in marks.ends])
+    write_model(tmp_path)
+    made.save(str(tmp_path / "tokenizer.json"))
+    grammars = Grammars(tmp_path, vocab_size=300, eos_token_ids=frozenset({EOS}))
+    reasoning = reasoning_of(parser, marks.begins[0], has_form=True)
+    grammar = reasoning.grammar(grammar_text("choice"), tokens=Tokenizer(made).added_ids(reasoning.words))
+
+    def may_be(ids: list[int]) -> bool:
+        state = grammars.state(grammar)
+        masks = (state.allowed(ids[:position]) for position in range(len(ids)))
+        return all(mask is not None and mask[token_id] for mask, token_id in zip(masks, ids, strict=True))
+
+    for end in marks.ends:
+        begun = f"a < b [/ Here is {end[:-1]}. "
+        assert may_be([*made.encode(f"{begun}{end}\nred").ids, EOS])
+        assert not may_be(made.encode(f"{begun}{end}\n?").ids)
+        assert not may_be([*made.encode(f"{begun}{end}").ids, EOS])
+        spelled = [part for char in end for part in made.encode(char).ids]
+        assert may_be([*made.encode(begun).ids, *spelled, *made.encode("red").ids, EOS]) == (not is_added)
+    assert not may_be([*made.encode("red").ids, EOS])
