@@ -7,6 +7,7 @@ import asyncio
 import random
 import signal
 import threading
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, suppress
@@ -21,6 +22,9 @@ from fragile_cluster import LEASE_MS, SAMPLING, FragileCluster, ask, fresh_promp
 from rpc.errors import Draining, TandemError, Unreachable
 from rpc.failpoints import EXIT_CODE, POINTS
 from tandem.client import AsyncClient
+
+TIMEOUT_S = 2.0
+"""Of a step, where one hangs."""
 
 
 @pytest.fixture(scope="module")
@@ -78,6 +82,37 @@ def test_a_router_is_killed_beside_another(cluster: FragileCluster) -> None:
     check(cluster, prompts, answers)
 
 
+def test_streams_leave_a_worker_whose_engine_hangs(cluster: FragileCluster, tmp_path: Path) -> None:
+    """Within a step, in a process that beats on as if nothing were: it ends, its streams go on."""
+    hangs, service = tmp_path / "hangs", cluster.services["decode-1"]
+    service.signal(signal.SIGKILL)
+    command, module = service.command, service.command.index("decode_service")
+    hanging = [str(Path(__file__).with_name("hanging_worker.py")), str(hangs)]
+    service.command = [*command[: module - 1], *hanging, *command[module:]]  # for -m
+    service.start("--engine-iteration-timeout-s", str(TIMEOUT_S))
+    service.command = command
+    for router in (1, 2):
+        cluster.wait_for_workers(router)
+
+    prompts = fresh_prompts()
+    with ThreadPoolExecutor(1) as thread:
+        asked = thread.submit(ask, cluster, prompts)
+        wait_until(lambda: with_load(cluster, "decode-1"), 20, "decode-1 works")
+        hangs.touch()
+        before_s = time.monotonic()
+        assert service.process is not None
+        assert service.process.wait(10 * TIMEOUT_S) == 1
+        assert time.monotonic() - before_s > 0.8 * TIMEOUT_S
+        answers = asked.result(100)
+    log = service.log.read_text()
+    assert "the engine stands still" in log
+    assert "hanging_step" in log, "no word of where it hangs"
+    service.start()
+    for router in (1, 2):
+        cluster.wait_for_workers(router)
+    check(cluster, prompts, answers)
+
+
 def test_clients_that_leave_at_any_moment(cluster: FragileCluster) -> None:
     """Queued, granted, prefilling, pushing, decoding: whenever it is, nothing stays behind."""
     moments, places = random.Random(9), asyncio.Semaphore(8)
@@ -111,7 +146,7 @@ def test_a_rolling_restart_of_everything_loses_no_request(cluster: FragileCluste
                 for chunk in both[router].stream(prompt, **SAMPLING, timeout_s=60):
                     received += chunk.token_ids
                 answers.append((prompt, received))
-                is_over.wait(0.2)  # what leaves and comes back needs a core, too
+                is_over.wait(0.4)  # what leaves and comes back needs a core, too
             except TandemError as error:
                 # A router that leaves refuses new requests: then another one is asked, as a load balancer would.
                 if received or not isinstance(error, Draining | Unreachable):
@@ -148,15 +183,20 @@ def test_a_rolling_restart_of_everything_loses_no_request(cluster: FragileCluste
 
 
 def start_armed(cluster: FragileCluster, specs: dict[str, str]) -> None:
-    """End those workers that run, and start them with their failpoints armed."""
+    """Start these workers with their failpoints armed, those that run anew. Who runs, and is to have none, runs on:
+    those that it had are behind it."""
+    started = []
     for name, spec in specs.items():
         service = cluster.services[name]
         assert service.process is not None
-        if service.process.poll() is None:
+        is_running = service.process.poll() is None
+        if is_running and spec:
             service.signal(signal.SIGKILL)
-        service.launch("--failpoints", spec)
-    for name in specs:  # they load at the same time
-        cluster.services[name].wait_until_listening()
+        if spec or not is_running:
+            service.launch("--failpoints", spec)
+            started.append(service)
+    for service in started:  # they load at the same time
+        service.wait_until_listening()
     for router in (1, 2):
         cluster.wait_for_workers(router)
 
@@ -174,7 +214,7 @@ def test_workers_die_where_their_peers_do_not_know_yet_what_has_happened(cluster
         num_before = len(prompts)
         while any(process is not None and process.poll() is None for process in processes):  # whoever is chosen
             assert len(prompts) < num_before + 60, f"of {points} not all is reached"
-            more = fresh_prompts()  # six at once, or nobody decodes a prompt for itself
+            more = fresh_prompts(6)  # at once, or nobody decodes a prompt for itself
             prompts += more
             answers += ask(cluster, more)
         assert [process and process.returncode for process in processes] == [EXIT_CODE] * len(doomed)
@@ -198,7 +238,7 @@ def test_every_point_fails_once(cluster: FragileCluster) -> None:
     answers: list[list[int]] = []
     while num_reached() < num_before + len(POINTS):
         assert len(prompts) < 90, "not all points are reached"
-        more = fresh_prompts()
+        more = fresh_prompts(6)
         prompts += more
         answers += ask(cluster, more)
     check(cluster, prompts, answers)
