@@ -101,7 +101,10 @@ def test_streams_leave_a_worker_whose_engine_hangs(cluster: FragileCluster, tmp_
         hangs.touch()
         before_s = time.monotonic()
         assert service.process is not None
-        assert service.process.wait(10 * TIMEOUT_S) == 1
+        try:
+            assert service.process.wait(10 * TIMEOUT_S) == 1
+        finally:
+            hangs.unlink()  # or those who ask would wait on
         assert time.monotonic() - before_s > 0.8 * TIMEOUT_S
         answers = asked.result(100)
     log = service.log.read_text()
