@@ -8,6 +8,9 @@ takes the bit patterns for numbers (triton-lang/triton issue 11584), and a conve
 nearest. `_teach_bfloat16` mends these two, and int8 to bfloat16, which are all that the kernels use; and products are
 added up in one way, whatever their shape.
 
+It puts its own operations into Triton's language anew at each call of a function by a kernel, though they are there
+since the launch: half of the time. `_patch_language_once` leaves that out.
+
 Its rounding to 8-bit floats loses the carry from the fraction into the exponent. `_teach_float8` leaves it to torch,
 but makes NaN of what is too large, where a GPU saturates: a kernel that relies on that is found out.
 """
@@ -15,6 +18,7 @@ but makes NaN of what is too large, where a GPU saturates: a kernel that relies 
 from __future__ import annotations
 
 import os
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -89,6 +93,33 @@ def _teach_float8() -> None:
     InterpreterBuilder.create_fp_to_fp = create_fp_to_fp
 
 
+def _patch_language_once() -> None:
+    import triton.language as tl
+    from triton.runtime import interpreter
+
+    patch, scope_type = interpreter._patch_lang, interpreter._LangPatchScope
+
+    def is_patched(namespace: Any) -> bool:
+        return not (tl.core.is_builtin(namespace.load) or tl.core.is_builtin(tl.tensor.__add__))
+
+    @cache
+    def namespaces_of(function: Any) -> list[Any]:
+        return [value for value in function.__globals__.values() if value is tl or value is tl.core]
+
+    def _patch_lang(function: Any) -> Any:
+        namespaces = namespaces_of(function)
+        return scope_type() if namespaces and all(map(is_patched, namespaces)) else patch(function)
+
+    kept_as = interpreter._get_np_dtype  # makes a table of 18 types at each call
+    of_scalar = cache(kept_as)
+
+    def _get_np_dtype(of: Any) -> Any:
+        return of_scalar(of) if type(of) is tl.dtype else kept_as(of)
+
+    interpreter._patch_lang = _patch_lang
+    interpreter._get_np_dtype = lambda of: _get_np_dtype(of.element_ty if type(of) is tl.block_type else of)
+
+
 def _numpy_type(scalar: Any) -> Any:
     """What the interpreter keeps numbers of a type as."""
     from triton.runtime.interpreter import _get_np_dtype
@@ -99,4 +130,5 @@ def _numpy_type(scalar: Any) -> Any:
 if DEVICE == "cpu":
     _teach_bfloat16()
     _teach_float8()
+    _patch_language_once()
     watch_launches()

@@ -6,7 +6,9 @@ from __future__ import annotations
 import asyncio
 import random
 import signal
+import subprocess
 import threading
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, suppress
@@ -18,9 +20,13 @@ import pytest
 from clusters import wait_until
 from fragile_cluster import LEASE_MS, SAMPLING, FragileCluster, ask, fresh_prompts
 
+from protos import tandem_worker_pb2 as pb
 from rpc.errors import Draining, TandemError, Unreachable
 from rpc.failpoints import EXIT_CODE, POINTS
 from tandem.client import AsyncClient
+
+TIMEOUT_S = 2.0
+"""Of a step, where one hangs."""
 
 
 @pytest.fixture(scope="module")
@@ -78,6 +84,85 @@ def test_a_router_is_killed_beside_another(cluster: FragileCluster) -> None:
     check(cluster, prompts, answers)
 
 
+class Hanging:
+    """A decode worker whose engine hangs within a step while a file exists, in a process that beats on."""
+
+    def __init__(self, cluster: FragileCluster, file: Path, *flags: str) -> None:
+        self.cluster = cluster
+        self.file = file
+        self.service = cluster.services["decode-1"]
+        self.service.signal(signal.SIGKILL)
+        command, module = self.service.command, self.service.command.index("decode_service")
+        script = [str(Path(__file__).with_name("hanging_worker.py")), str(file)]
+        self.service.command = [*command[: module - 1], *script, *command[module:]]  # for -m
+        self.service.start(*flags)
+        self.service.command = command
+        self._wait_for_routers()
+
+    @property
+    def process(self) -> subprocess.Popen[str]:
+        assert self.service.process is not None
+        return self.service.process
+
+    def hang_when_it_works(self) -> None:
+        wait_until(lambda: with_load(self.cluster, "decode-1"), 20, "decode-1 works")
+        self.file.touch()
+
+    def load(self) -> pb.WorkerLoad:
+        return self.cluster.workers()["decode-1"].record.load
+
+    def replace(self) -> None:
+        """By one that does not hang."""
+        if self.process.poll() is None:
+            self.service.signal(signal.SIGKILL)
+        self.service.start()
+        self._wait_for_routers()
+
+    def _wait_for_routers(self) -> None:
+        for router in (1, 2):
+            self.cluster.wait_for_workers(router)
+
+
+def test_streams_leave_an_engine_that_hangs_until_it_goes_on(cluster: FragileCluster, tmp_path: Path) -> None:
+    hanging, prompts, others = Hanging(cluster, tmp_path / "hangs"), fresh_prompts(), fresh_prompts()
+    with ThreadPoolExecutor(1) as thread:
+        asked = thread.submit(ask, cluster, prompts)
+        hanging.hang_when_it_works()
+        before_s = time.monotonic()
+        try:
+            answers = asked.result(60)
+            assert time.monotonic() - before_s > 0.8 * LEASE_MS / 1000
+            assert hanging.load().is_stalled
+            answers += ask(cluster, others)  # which do not wait for it
+            assert any("decode-1" in problem and "stands still" in problem for problem in cluster.problems())
+            assert hanging.load().is_stalled
+        finally:
+            hanging.file.unlink()  # or those who ask would wait on
+    wait_until(lambda: not hanging.load().is_stalled, 10, "decode-1 goes on")
+    assert hanging.process.poll() is None
+    check(cluster, prompts + others, answers)
+
+
+def test_an_engine_that_hangs_for_too_long_ends_and_says_where(cluster: FragileCluster, tmp_path: Path) -> None:
+    hanging = Hanging(cluster, tmp_path / "hangs", "--engine-iteration-timeout-s", str(TIMEOUT_S))
+    prompts = fresh_prompts()
+    with ThreadPoolExecutor(1) as thread:
+        asked = thread.submit(ask, cluster, prompts)
+        hanging.hang_when_it_works()
+        before_s = time.monotonic()
+        try:
+            assert hanging.process.wait(10 * TIMEOUT_S) == 1
+        finally:
+            hanging.file.unlink()  # or those who ask would wait on
+        assert time.monotonic() - before_s > 0.8 * TIMEOUT_S
+        answers = asked.result(100)
+    log = hanging.service.log.read_text()
+    assert "the engine stands still" in log
+    assert "hanging_step" in log, "no word of where it hangs"
+    hanging.replace()
+    check(cluster, prompts, answers)
+
+
 def test_clients_that_leave_at_any_moment(cluster: FragileCluster) -> None:
     """Queued, granted, prefilling, pushing, decoding: whenever it is, nothing stays behind."""
     moments, places = random.Random(9), asyncio.Semaphore(8)
@@ -111,7 +196,7 @@ def test_a_rolling_restart_of_everything_loses_no_request(cluster: FragileCluste
                 for chunk in both[router].stream(prompt, **SAMPLING, timeout_s=60):
                     received += chunk.token_ids
                 answers.append((prompt, received))
-                is_over.wait(0.2)  # what leaves and comes back needs a core, too
+                is_over.wait(0.4)  # what leaves and comes back needs a core, too
             except TandemError as error:
                 # A router that leaves refuses new requests: then another one is asked, as a load balancer would.
                 if received or not isinstance(error, Draining | Unreachable):
@@ -148,15 +233,20 @@ def test_a_rolling_restart_of_everything_loses_no_request(cluster: FragileCluste
 
 
 def start_armed(cluster: FragileCluster, specs: dict[str, str]) -> None:
-    """End those workers that run, and start them with their failpoints armed."""
+    """Start these workers with their failpoints armed, those that run anew. Who runs, and is to have none, runs on:
+    those that it had are behind it."""
+    started = []
     for name, spec in specs.items():
         service = cluster.services[name]
         assert service.process is not None
-        if service.process.poll() is None:
+        is_running = service.process.poll() is None
+        if is_running and spec:
             service.signal(signal.SIGKILL)
-        service.launch("--failpoints", spec)
-    for name in specs:  # they load at the same time
-        cluster.services[name].wait_until_listening()
+        if spec or not is_running:
+            service.launch("--failpoints", spec)
+            started.append(service)
+    for service in started:  # they load at the same time
+        service.wait_until_listening()
     for router in (1, 2):
         cluster.wait_for_workers(router)
 
@@ -174,7 +264,7 @@ def test_workers_die_where_their_peers_do_not_know_yet_what_has_happened(cluster
         num_before = len(prompts)
         while any(process is not None and process.poll() is None for process in processes):  # whoever is chosen
             assert len(prompts) < num_before + 60, f"of {points} not all is reached"
-            more = fresh_prompts()  # six at once, or nobody decodes a prompt for itself
+            more = fresh_prompts(6)  # at once, or nobody decodes a prompt for itself
             prompts += more
             answers += ask(cluster, more)
         assert [process and process.returncode for process in processes] == [EXIT_CODE] * len(doomed)
@@ -198,7 +288,7 @@ def test_every_point_fails_once(cluster: FragileCluster) -> None:
     answers: list[list[int]] = []
     while num_reached() < num_before + len(POINTS):
         assert len(prompts) < 90, "not all points are reached"
-        more = fresh_prompts()
+        more = fresh_prompts(6)
         prompts += more
         answers += ask(cluster, more)
     check(cluster, prompts, answers)

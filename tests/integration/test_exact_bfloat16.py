@@ -20,7 +20,7 @@ from engine.model_loader import create_engine_config
 from engine.sampling_params import SamplingParams
 from tandem.client import Client
 
-NUM_TOKENS = 20
+NUM_TOKENS = 13
 """Another number than the default, or it would not travel."""
 Told = tuple[int, float, tuple[tuple[int, float], ...]]
 """A token and its logarithmic probability, and those of the two likeliest ones."""

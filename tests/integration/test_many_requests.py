@@ -1,4 +1,4 @@
-"""Eighty requests at once on one prefill and two decode workers: each ends once, with an exact stream."""
+"""Fifty requests at once on one prefill and two decode workers: each ends once, with an exact stream."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from clusters import RunningCluster
 from protos import tandem_inference_pb2 as pb
 from tandem.client import AsyncClient
 
-NUM_REQUESTS = 80
+NUM_REQUESTS = 50
 
 
 async def test_requests_of_mixed_lengths(start_cluster: Callable[..., RunningCluster]) -> None:

@@ -31,7 +31,9 @@ SAMPLINGS: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
-SMALL = ("--decode", "2", "--max-model-len", "1024", "--kv-cache-gib", "0.2", "--lease-ms", "2000")
+SMALL = (
+    "--decode", "2", "--max-model-len", "1024", "--kv-cache-gib", "0.2", "--lease-ms", "2000", "--drain-grace-s", "0.2",
+)  # fmt: skip
 
 
 # Greedy is the simplest of them: whoever draws rightly at a position chooses rightly there.
@@ -146,10 +148,7 @@ def test_what_a_killed_router_had_not_begun_to_answer_is_asked_of_the_next(clust
     cluster.wait_until_at_rest(60)
 
 
-def test_a_worker_that_leaves_hands_its_streams_over_when_its_grace_is_over(
-    start_cluster: Callable[..., RunningCluster],
-) -> None:
-    cluster = start_cluster(*SMALL, "--drain-grace-s", "0.2")
+def test_a_worker_that_leaves_hands_its_streams_over_when_its_grace_is_over(cluster: RunningCluster) -> None:
     sampling = {**SAMPLINGS["seeded"], "max_tokens": 120, "ignore_eos": True}
     with Client(cluster.address) as client:
         expected = client.generate(PROMPT, **sampling)  # type: ignore[arg-type]

@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 import torch
 from torch.utils._device import _device_constructors
-from torch.utils._pytree import tree_map_only
 
 import engine.kernels.gpu
 from pretend_gpu import devices
+from pretend_gpu.memory import mapped
 from pretend_gpu.operations import Operations
 from pretend_gpu.streams import (
     Event,
@@ -164,7 +164,7 @@ def _with_numbers(function: Callable[..., torch.Tensor]) -> Callable[..., torch.
     """Which device `cuda` is, without a number, torch asks the device's library."""
 
     def numbered(*args: Any, **kwargs: Any) -> torch.Tensor:
-        args, kwargs = tree_map_only((str, torch.device), _with_number, (args, kwargs))
+        args, kwargs = mapped((str, torch.device), _with_number, (args, kwargs))
         return function(*args, **kwargs)
 
     return numbered

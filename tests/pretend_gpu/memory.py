@@ -7,11 +7,10 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_leaves, tree_map_only
 
 from pretend_gpu.devices import of_process
 
@@ -131,7 +130,7 @@ class DeviceMemory:
             tensor = of_memory.get(id(memory))
             return DeviceTensor(memory, self) if tensor is None else tensor
 
-        return tree_map_only(torch.Tensor, outside, tree)
+        return mapped(torch.Tensor, outside, tree)
 
     def spoil(self, memory: torch.Tensor) -> None:
         """The whole of its storage."""
@@ -170,14 +169,41 @@ def _basic(x: torch.Tensor, index: tuple[Any, ...]) -> tuple[torch.Tensor, list[
     return x, tensors
 
 
+# What operations take and give are tuples, lists and dicts of numbers and tensors. Torch's own walks through trees
+# know more kinds, and took half of the time of a step.
+
+
+def mapped(kind: type | tuple[type, ...], function: Callable[[Any], Any], tree: Any) -> Any:
+    """The same tree, with what `function` makes of each leaf of that kind."""
+    if isinstance(tree, kind):
+        return function(tree)
+    if isinstance(tree, (tuple, list)):
+        items = [mapped(kind, function, item) for item in tree]
+        return items if type(tree) is list else type(tree)(items)
+    if isinstance(tree, dict):
+        return {name: mapped(kind, function, item) for name, item in tree.items()}
+    return tree
+
+
+def leaves(tree: Any) -> Iterator[Any]:
+    if isinstance(tree, (tuple, list)):
+        for item in tree:
+            yield from leaves(item)
+    elif isinstance(tree, dict):
+        for item in tree.values():
+            yield from leaves(item)
+    else:
+        yield tree
+
+
 def on_host(tree: Any) -> Any:
     """The same with the memory of its tensors."""
-    return tree_map_only(DeviceTensor, lambda tensor: tensor.memory, tree)
+    return mapped(DeviceTensor, lambda tensor: tensor.memory, tree)
 
 
 def tensors_in(tree: Any) -> list[torch.Tensor]:
-    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
+    return [leaf for leaf in leaves(tree) if isinstance(leaf, torch.Tensor)]
 
 
 def device_tensors_in(tree: Any) -> list[DeviceTensor]:
-    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, DeviceTensor)]
+    return [leaf for leaf in leaves(tree) if isinstance(leaf, DeviceTensor)]

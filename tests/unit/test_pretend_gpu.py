@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 import pytest
 import torch
 from pretend_gpu import PretendGpu, pretend_gpu, without_waiting
+from pretend_gpu.memory import on_host, tensors_in
 from torch.utils._device import _device_constructors
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
@@ -21,6 +22,17 @@ def gpu() -> Iterator[PretendGpu]:
 
 def on_gpu(*numbers: float, dtype: torch.dtype = torch.float32) -> torch.Tensor:
     return torch.tensor(numbers, dtype=dtype, device="cuda")
+
+
+def test_tensors_are_found_wherever_an_operation_takes_them(gpu: PretendGpu) -> None:
+    a, b, c, d = (on_gpu(number) for number in range(4))
+    largest = torch.return_types.max((c, d))
+    tree = ((a, [None, b], 3), {"out": largest, "dim": 1})
+    assert [id(tensor) for tensor in tensors_in(tree)] == [id(tensor) for tensor in (a, b, c, d)]
+    args, names = on_host(tree)
+    assert [tensor.device.type for tensor in tensors_in((args, names))] == ["cpu"] * 4
+    assert (type(args), type(args[1]), args[1][0], args[2]) == (tuple, list, None, 3)
+    assert (type(names["out"]), names["dim"]) == (torch.return_types.max, 1)
 
 
 # -- numbers --------------------------------------------------------------------------------------------------------

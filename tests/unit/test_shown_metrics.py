@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import re
 from pathlib import Path
 
@@ -67,6 +68,18 @@ async def test_a_busy_port_is_said_with_the_flag_that_asked_for_it() -> None:
     with pytest.raises(CannotListen, match=f"cannot listen on {address}: .* in use; take another port with --that"):
         second.start(address, flag="--that")
     await first.close()
+
+
+async def test_a_server_ends_when_it_is_told_and_not_at_the_next_look_at_its_clock(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("rpc.http.CLOCK_S", 3600.0)
+    server = HttpServer(metrics_app(router_registry()))
+    address = server.start("127.0.0.1:0", flag="--this")
+    async with httpx.AsyncClient(base_url=f"http://{address}", trust_env=False, verify=False) as http:
+        assert (await http.get("/metrics")).headers["date"]
+    async with asyncio.timeout(20):
+        await server.close()
 
 
 def test_counters_that_alerts_compare_are_zero_from_the_start() -> None:
