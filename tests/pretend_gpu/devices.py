@@ -32,11 +32,13 @@ _current, _used = _Current(), _Used()
 @contextmanager
 def so_many(num_devices: int) -> Iterator[None]:
     """Of which this process will use one."""
+    before, _current.index = _current.index, 0
     _used.device, _used.num_devices = None, num_devices
     try:
         yield
     finally:
         _used.device, _used.num_devices = None, 1
+        _current.index = before  # of this thread: others end with what they are for
 
 
 def device_count() -> int:
