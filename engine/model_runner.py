@@ -125,7 +125,7 @@ class ModelRunner:
         if len(step.begun_blocks):
             clear_blocks(self._kv_pool, step.begun_blocks)
         if self._model.adapters is not None:
-            self._model.adapters.assign(batch.adapter_rows)
+            self._model.adapters.assign(batch.adapter_ids)
         if self._graphs is not None and not step.has_exports and self._graphs.can_run(batch):
             return Computed(batch, self._graphs.run(batch), iter(()))
         plan = self._backend.prepare(batch.layout)

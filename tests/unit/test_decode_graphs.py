@@ -24,7 +24,7 @@ def step_of(
     *,
     num_decodes: int | None = None,
     samples_all: bool = True,
-    adapter_rows: list[tuple[int, torch.Tensor]] | None = None,
+    adapter_ids: list[int] | None = None,
 ) -> InputBatch:
     """Every sequence computes its last token, whose id is 100 times its position."""
     lens = np.array(context_lens, dtype=np.int64)
@@ -41,7 +41,7 @@ def step_of(
         positions=positions,
         layout=layout,
         sample_rows=None if samples_all else torch.tensor([0]),
-        adapter_rows=adapter_rows or [],
+        adapter_ids=np.array(adapter_ids or [], dtype=np.int64),
     )
 
 
@@ -148,7 +148,7 @@ def test_steps_that_can_be_replayed(recorded: DecodeGraphs) -> None:
     assert not recorded.can_run(step_of([5] * 21))
     assert not recorded.can_run(step_of([5, 9], num_decodes=1))
     assert not recorded.can_run(step_of([5, 9], samples_all=False))
-    assert not recorded.can_run(step_of([5, 9], adapter_rows=[(1, torch.tensor([1]))]))
+    assert not recorded.can_run(step_of([5, 9], adapter_ids=[0, 1]))
 
 
 def test_nothing_is_recorded_while_requests_run(graphs: DecodeGraphs) -> None:
