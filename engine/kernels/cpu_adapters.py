@@ -56,9 +56,10 @@ class PanelAdapters(Adapters):
         assert isinstance(gated, PanelGatedLinear)
         return AdaptedPanelGatedLinear(gated, packed(added, inputs, gated_sixteens(gated)), self)
 
-    def _adapted(self, linear: Linear, added: Added, num_outputs: int) -> Linear:
+    def _adapted(self, linear: Linear, added: Added, outputs: Mapping[str, int], inputs: int) -> Linear:
+        del outputs
         assert isinstance(linear, PanelLinear)
-        return AdaptedPanelLinear(linear, packed(added, 2 * linear.panels.shape[1], sixteens_of(linear)), self)
+        return AdaptedPanelLinear(linear, packed(added, inputs, sixteens_of(linear)), self)
 
 
 class AdaptedPanelLinear(PanelLinear):

@@ -58,7 +58,7 @@ Added = Mapping[int, Sequence[AddedPart]]
 
 class Adapters:
     """Of one engine. These compute with plain products, two for each adapter in a step; kernels have their own, which
-    take all at once (`engine.kernels.cpu_adapters`).
+    take all at once (`engine.kernels.cpu_adapters`, `engine.kernels.gpu.adapters`).
 
     Raises `ValueError` where a file is no adapter's; where one does not fit the model, `adapt` and `check_all_taken`
     do."""
@@ -84,7 +84,7 @@ class Adapters:
     def adapt(self, linear: Linear, outputs: Mapping[str, int], inputs: int) -> Linear:
         """`linear` and what adapters add to it: it computes the products of those names, one below the other."""
         added = self._take(outputs, inputs)
-        return self._adapted(linear, added, sum(outputs.values())) if added else linear
+        return self._adapted(linear, added, outputs, inputs) if added else linear
 
     def adapt_gated(
         self,
@@ -99,7 +99,7 @@ class Adapters:
             return parts.gated_linear(*product)
 
         def adapted(weight: Weight, bias: torch.Tensor | None) -> Linear:
-            return self._adapted(parts.linear(weight, bias), added, sum(outputs.values()))
+            return self._adapted(parts.linear(weight, bias), added, outputs, inputs)
 
         # What adapters add comes before one is applied to the other, so these are two steps.
         return parts.gated_linear(*product, linear=adapted)
@@ -120,7 +120,9 @@ class Adapters:
                 start += size
         return added
 
-    def _adapted(self, linear: Linear, added: Added, num_outputs: int) -> Linear:
+    def _adapted(self, linear: Linear, added: Added, outputs: Mapping[str, int], inputs: int) -> Linear:
+        del inputs
+        num_outputs = sum(outputs.values())
         products = {number: AddedProduct(parts, num_outputs, self._linear) for number, parts in added.items()}
         return AdaptedLinear(linear, products, self)
 

@@ -117,6 +117,10 @@ def _adapted(config: EngineConfig, parts: Parts) -> Parts:
         from engine.kernels.cpu_adapters import with_adapters
 
         return with_adapters(parts, modules)
+    if config.device.uses_triton:
+        from engine.kernels.gpu.adapters import TritonAdapters
+
+        return replace(parts, adapters=TritonAdapters(modules, dtype, device))
     from engine.lora.adapters import Adapters
 
     # What adapters' weights are multiplied by is never in 8 bits.
