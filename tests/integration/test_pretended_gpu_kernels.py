@@ -81,7 +81,7 @@ def test_adapters_in_recorded_steps(gpu: PretendGpu, tmp_path: Path, monkeypatch
     their rows are, and those of nobody launch nothing of adapters."""
     for seed, (name, rank) in enumerate({"a": 4, "b": 20}.items()):
         write_adapter(tmp_path / name, rank=rank, seed=seed)
-    settings = SMALL | {"lora_modules": f"a={tmp_path / 'a'},b={tmp_path / 'b'}", "max_num_seqs": 4}
+    settings = SMALL | {"lora_modules": f"a={tmp_path / 'a'},b={tmp_path / 'b'}", "max_num_seqs": 2}
     config = LORA_CONFIG | {"eos_token_id": 1}
     replayed: list[bool] = []
     run = DecodeGraphs.run
@@ -90,9 +90,9 @@ def test_adapters_in_recorded_steps(gpu: PretendGpu, tmp_path: Path, monkeypatch
     )
 
     def answers(engine: LLMEngine) -> dict[str, list[int]]:
-        for number in range(6):
+        for number, name in enumerate(("a", "b", "", "")):
             prompt = [5 + (7 * number + 3 * i) % 300 for i in range(3 + 3 * number)]
-            engine.add_request(str(number), prompt, GREEDY, lora_name=("", "a", "b", "a", "", "")[number])
+            engine.add_request(str(number), prompt, GREEDY, lora_name=name)
         told: dict[str, list[int]] = {}
         while engine.has_unfinished_requests():
             for output in engine.step():
@@ -162,7 +162,7 @@ def test_every_launch_can_be_compiled(tmp_path: Path) -> None:
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=280, env=environment)
     assert done.returncode == 0, done.stderr[-4000:]
     found: dict[str, dict[str, dict[str, int]]] = json.loads(done.stdout)
-    for name in ("llama", "qwen", "int8", "fp8", "blocks", "deepseek", "adapters", "adapters, unrecorded"):
+    for name in ("llama", "qwen", "int8", "fp8", "blocks", "deepseek", "adapters"):
         assert found[name]["at start"]
         assert found[name]["later"] == {}, "requests would wait for the compiler"
     assert {kernel for program in found.values() for part in program.values() for kernel in part} == {

@@ -48,8 +48,7 @@ ENGINES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "fp8": (QWEN, {"quantization": "fp8", "kv_cache_dtype": "fp8"}),
     "blocks": (LLAMA | {"quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]}}, {}),
     "deepseek": (DEEPSEEK, {}),
-    "adapters": (LLAMA, {"lora_modules": "a"}),
-    "adapters, unrecorded": (LLAMA, {"lora_modules": "a", "enforce_eager": True}),
+    "adapters": (LLAMA, {"lora_modules": "a", "enforce_eager": True}),
 }
 PARTS = {part.__name__.rpartition(".")[2]: part for part in (floors, attention, digests, steps, products)}
 PROMPTS = (1, 17, 300, 2500, 40, 100, 20, 600)
