@@ -16,6 +16,7 @@ of a part.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -70,6 +71,8 @@ class StackedAdapters:
     """[adapters + 1, 3] int64: by id, where A and B begin, and R; 0: it adds nothing."""
     blocks: torch.Tensor
     """[blocks, 3] int32: of outputs, the first, the end, and which part they are of."""
+    align: int
+    """What divides where parts begin and end, at most 16."""
     num_parts: int
     num_inputs: int
     num_outputs: int
@@ -107,6 +110,7 @@ class StackedAdapters:
             weights=torch.cat(weights),
             table=torch.from_numpy(table).to(device),
             blocks=torch.tensor(blocks, dtype=torch.int32).to(device),
+            align=math.gcd(16, *sizes),
             num_parts=len(sizes),
             num_inputs=num_inputs,
             num_outputs=starts[-1],
@@ -120,7 +124,7 @@ def add_adapters(x_TK: torch.Tensor, adapters: StackedAdapters, tiles_GI: torch.
     num_slots, num_pieces = num_tiles * TILE_ROWS, triton.cdiv(size_k, PIECE)
     partial = x_TK.new_empty(num_pieces * num_slots * ranks, dtype=torch.float32)
     block_r = min(2 * RANK_GRAIN, ranks)
-    shared = {"RANKS": ranks, "TILE_ROWS": TILE_ROWS, "num_warps": 4}
+    shared = {"RANKS": ranks, "TILE_ROWS": TILE_ROWS, "GRAIN": RANK_GRAIN, "num_warps": 4}
     _shrink_kernel[(triton.cdiv(ranks, block_r), num_pieces, num_tiles)](
         x_TK, adapters.weights, adapters.table, tiles_GI, partial, num_slots,
         NUM_PARTS=adapters.num_parts, SIZE_K=size_k, PIECE=PIECE, BLOCK_K=BLOCK_K, BLOCK_R=block_r, **shared,
@@ -128,7 +132,7 @@ def add_adapters(x_TK: torch.Tensor, adapters: StackedAdapters, tiles_GI: torch.
     )  # fmt: skip
     _expand_kernel[(len(adapters.blocks), num_tiles)](
         partial, adapters.weights, adapters.table, adapters.blocks, tiles_GI, y_TN, num_slots,
-        SIZE_N=adapters.num_outputs, NUM_PIECES=num_pieces, BLOCK_N=BLOCK_N, GRAIN=RANK_GRAIN, **shared,
+        SIZE_N=adapters.num_outputs, NUM_PIECES=num_pieces, BLOCK_N=BLOCK_N, ALIGN=adapters.align, **shared,
         num_stages=2,
     )  # fmt: skip
 
@@ -148,6 +152,7 @@ def _shrink_kernel(
     PIECE: tl.constexpr,
     BLOCK_K: tl.constexpr,
     BLOCK_R: tl.constexpr,
+    GRAIN: tl.constexpr,
 ):
     """Program (block of ranks, piece of the inputs, tile): `partial` [pieces, slots, ranks]."""
     tile = tl.program_id(2)
@@ -158,7 +163,7 @@ def _shrink_kernel(
     num_ranks = tl.load(table_ptr + number * 3 + 2).to(tl.int32) * NUM_PARTS
     if tl.program_id(0) * BLOCK_R >= num_ranks:
         return
-    down_ptr = weights_ptr + tl.load(table_ptr + number * 3)
+    down_ptr = weights_ptr + tl.multiple_of(tl.load(table_ptr + number * 3), GRAIN)
     is_row_I = rows_I >= 0
     is_rank_R = ranks_R < num_ranks
     begin = tl.program_id(1) * PIECE
@@ -189,6 +194,7 @@ def _expand_kernel(
     SIZE_N: tl.constexpr,
     NUM_PIECES: tl.constexpr,
     BLOCK_N: tl.constexpr,
+    ALIGN: tl.constexpr,  # divides where parts begin and end
     GRAIN: tl.constexpr,
 ):
     """Program (block of outputs, tile)."""
@@ -197,13 +203,15 @@ def _expand_kernel(
     rank = tl.load(table_ptr + number * 3 + 2).to(tl.int32)
     if rank == 0:
         return
+    rank = tl.multiple_of(rank, GRAIN)
     slots_I = tl.arange(0, TILE_ROWS)
     rows_I = tl.load(tiles_ptr + tile * (1 + TILE_ROWS) + 1 + slots_I)
     block_ptr = blocks_ptr + tl.program_id(0) * 3
-    outs_N = tl.load(block_ptr) + tl.arange(0, BLOCK_N)
-    is_out_N = outs_N < tl.load(block_ptr + 1)
+    # Several numbers are loaded at once where they are known to lie together.
+    outs_N = tl.multiple_of(tl.load(block_ptr), ALIGN) + tl.arange(0, BLOCK_N)
+    is_out_N = outs_N < tl.multiple_of(tl.load(block_ptr + 1), ALIGN)
     first_rank = tl.load(block_ptr + 2) * rank
-    up_ptr = weights_ptr + tl.load(table_ptr + number * 3 + 1)
+    up_ptr = weights_ptr + tl.multiple_of(tl.load(table_ptr + number * 3 + 1), GRAIN)
     is_real_IN = (rows_I >= 0)[:, None] & is_out_N[None, :]
     y_ptrs = y_ptr + rows_I[:, None].to(tl.int64) * SIZE_N + outs_N[None, :]
     y_IN = tl.load(y_ptrs, mask=is_real_IN, other=0.0)
