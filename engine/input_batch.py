@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from engine.attention import StepLayout
-from engine.step_input import StepInput
+from engine.step_input import Integers, StepInput
 from engine.to_device import to_device
 
 
@@ -26,8 +26,8 @@ class InputBatch:
     layout: StepLayout
     sample_rows: torch.Tensor | None
     """[R] rows of T whose logits are sampled; None: all, in order."""
-    adapter_rows: list[tuple[int, torch.Tensor]]
-    """For each adapter in the step its id and its rows of T."""
+    adapter_ids: Integers
+    """On the host, see `StepInput`."""
 
     @property
     def last_token_ids(self) -> torch.Tensor:
@@ -39,12 +39,9 @@ def build_input_batch(step: StepInput, device: str, sampled_before: torch.Tensor
     """Of a step with tokens. `sampled_before`: what the step launched last samples, on the device; there where tokens
     are pending."""
     # As one array: each copy to a device takes its time there.
-    adapter_ids = np.unique(step.adapter_ids)
-    adapter_ids = adapter_ids[adapter_ids > 0]
     parts = [step.token_ids, step.positions, step.sample_rows, step.pending_rows, step.rows_before]
-    parts += [np.flatnonzero(step.adapter_ids == adapter_id) for adapter_id in adapter_ids]
     on_device = torch.split(to_device(np.concatenate(parts), device), [len(part) for part in parts])
-    ids_T, positions_T, sample_rows_R, pending_rows_P, rows_before_P, *adapter_rows = on_device
+    ids_T, positions_T, sample_rows_R, pending_rows_P, rows_before_P = on_device
     if len(step.pending_rows):
         assert sampled_before is not None
         # A sequence whose token turns out to be none fails, whatever is computed for it here: any id will do.
@@ -54,5 +51,5 @@ def build_input_batch(step: StepInput, device: str, sampled_before: torch.Tensor
         positions=positions_T,
         layout=step.layout,
         sample_rows=None if len(step.sample_rows) == len(step.token_ids) else sample_rows_R,
-        adapter_rows=list(zip(adapter_ids.tolist(), adapter_rows, strict=True)),
+        adapter_ids=step.adapter_ids,
     )

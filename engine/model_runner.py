@@ -124,10 +124,10 @@ class ModelRunner:
         batch = build_input_batch(step, self._device, self._sampled)
         if len(step.begun_blocks):
             clear_blocks(self._kv_pool, step.begun_blocks)
-        if self._model.adapters is not None:
-            self._model.adapters.assign(batch.adapter_rows)
         if self._graphs is not None and not step.has_exports and self._graphs.can_run(batch):
             return Computed(batch, self._graphs.run(batch), iter(()))
+        if self._model.adapters is not None:
+            self._model.adapters.assign(batch.adapter_ids)
         plan = self._backend.prepare(batch.layout)
         x_TD = self._model.forward(batch.token_ids, batch.positions, plan, self._kv_pool, on_layer)
         told = told_logits(step, x_TD, self._model.compute_logits)
@@ -176,6 +176,7 @@ class ModelRunner:
             forward=forward,
             backend=self._backend,  # type: ignore[arg-type]  # the configuration has seen to it
             recorder=CudaRecorder(),
+            adapters=model.adapters,  # type: ignore[arg-type]  # these are Triton's, as all else that is recorded
             max_num_seqs=config.scheduler.max_num_seqs,
             max_context_len=min(config.device.max_seq_len_to_capture, config.model.max_model_len),
             device=config.device.device,

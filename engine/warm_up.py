@@ -64,6 +64,7 @@ def warm_up_steps(config: EngineConfig, first_block: int, second_block: int) -> 
         seq = Sequence(number, f"warm-up-{number}", [0] * length, length, params, block_table=table)
         seq.prompt_logprobs = None if params.prompt_logprobs is None else []
         seq.num_computed_tokens = length - num_new
+        seq.lora_id = min(1, len(config.lora_modules))  # what is launched for any of them is launched for all
         return ScheduledSequence(seq, num_new)
 
     for num_tokens in prompt_lengths(most):

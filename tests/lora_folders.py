@@ -15,11 +15,20 @@ CONFIG: dict[str, Any] = {
     "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16,
     "max_position_embeddings": 256, "attention_bias": True,
 }  # fmt: skip
-PRODUCTS = {
-    "self_attn.q_proj": (64, 64), "self_attn.k_proj": (32, 64), "self_attn.v_proj": (32, 64),
-    "self_attn.o_proj": (64, 64), "mlp.gate_proj": (96, 64), "mlp.up_proj": (96, 64), "mlp.down_proj": (64, 96),
-}  # fmt: skip
-"""Outputs and inputs."""
+
+
+def products_of(config: dict[str, Any]) -> dict[str, tuple[int, int]]:
+    """Outputs and inputs."""
+    hidden, inner, size = config["hidden_size"], config["intermediate_size"], config["head_dim"]
+    q, kv = config["num_attention_heads"] * size, config["num_key_value_heads"] * size
+    return {
+        "self_attn.q_proj": (q, hidden), "self_attn.k_proj": (kv, hidden), "self_attn.v_proj": (kv, hidden),
+        "self_attn.o_proj": (hidden, q), "mlp.gate_proj": (inner, hidden), "mlp.up_proj": (inner, hidden),
+        "mlp.down_proj": (hidden, inner),
+    }  # fmt: skip
+
+
+PRODUCTS = products_of(CONFIG)
 ALPHA = 8
 
 

@@ -37,9 +37,11 @@ from engine.kernels.gpu.copy_rows import copy_rows
 from engine.kernels.gpu.digest import block_digests
 from engine.kernels.gpu.draw import draw
 from engine.kernels.gpu.eight_bits import quantize_rows, scaled_product, widen
+from engine.kernels.gpu.lora import StackedAdapters, add_adapters
 from engine.kernels.gpu.pointwise import add_rms_norm, silu_multiply
 from engine.kernels.gpu.rotate import rotate_and_store
 from engine.layers import LatentProjection, RMSNorm, RotaryEmbedding
+from engine.lora.adapters import AddedPart
 from engine.models.rope_config import RopeConfig
 from engine.models.scores import Scores
 from engine.sampling_params import SamplingParams
@@ -185,6 +187,18 @@ def compile_products_of_groups(num_rows: int) -> None:
     widen(weight, scale, 128, torch.bfloat16)
 
 
+def compile_adapters(rank: int, dtype: torch.dtype) -> None:
+    """What is added to q, k and v of Llama-3.1-8B."""
+    sizes, starts = [4096, 1024, 1024], [0, 4096, 5120]
+    parts = [
+        AddedPart(start, torch.zeros(rank, 4096, dtype=dtype), torch.zeros(size, rank, dtype=dtype))
+        for start, size in zip(starts, sizes, strict=True)
+    ]
+    tiles = torch.zeros(3, 17, dtype=torch.int32)
+    stacked = StackedAdapters.of({1: parts}, sizes, 4096, 1)
+    add_adapters(torch.zeros(4, 4096, dtype=dtype), stacked, tiles, torch.zeros(4, 6144, dtype=dtype))
+
+
 def compile_draws(dtype: torch.dtype) -> None:
     params = SamplingParams(top_k=50, top_p=0.9)
     draw(torch.zeros(1, 128256, dtype=dtype), [Sequence(0, "r", [1], 1, params)])
@@ -235,6 +249,8 @@ def main(chosen: list[str]) -> None:
         cases[f"{num_rows} rows, groups"] = lambda num_rows=num_rows: compile_products_of_groups(num_rows)  # type: ignore[misc]
     cases["bfloat16"] = lambda: compile_rest(torch.bfloat16)
     cases["at 8"] = lambda: compile_copy((1 << 40) + 8)
+    for rank, dtype in ((16, bfloat16), (64, bfloat16), (16, torch.float16), (16, torch.float32)):
+        cases[f"rank {rank} {name_of(dtype)}"] = lambda a=(rank, dtype): compile_adapters(*a)  # type: ignore[misc]
     for dtype in (torch.bfloat16, torch.float32):
         cases[f"draws {name_of(dtype)}"] = lambda dtype=dtype: compile_draws(dtype)  # type: ignore[misc]
     for case in chosen or cases:

@@ -8,6 +8,7 @@ Shapes: T tokens, D hidden.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -27,6 +28,9 @@ PANEL = 2 * LANES
 
 class PanelLinear(Linear):
     """Keeps the weight in panels, and not as it was given."""
+
+    added: Any = None
+    """By adapters: see cpu_adapters.py."""
 
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> None:
         self.num_outputs = len(weight)
@@ -48,6 +52,8 @@ class PanelLogits(PanelLinear):
 
 class PanelGatedLinear(GatedLinear):
     """Each panel holds 16 outputs of the gate and the same 16 of `up`, so that one is applied to the other at once."""
+
+    added: Any = None
 
     def __init__(
         self, gate: torch.Tensor, up: torch.Tensor, gate_bias: torch.Tensor | None, up_bias: torch.Tensor | None
@@ -78,7 +84,11 @@ class KernelRMSNorm(RMSNorm):
 class FusedLayers:
     """All layers as one call, or one each where somebody listens."""
 
-    def __init__(self, layers: list[DecoderLayer]) -> None:
+    def __init__(
+        self, layers: list[DecoderLayer], adapter_ids: Callable[[], torch.Tensor | None] = lambda: None
+    ) -> None:
+        """`adapter_ids`: of a step's rows, [T] int32; None: nobody asks for one."""
+        self._adapter_ids = adapter_ids
         self._layers = [fused(layer) for layer in layers]
         self._all = torch.classes.tandem_cpu.DecoderLayers()
         for layer in self._layers:
@@ -92,7 +102,7 @@ class FusedLayers:
         cos_sin: tuple[torch.Tensor, torch.Tensor],
         on_layer: OnLayer | None,
     ) -> torch.Tensor:
-        step = (*cos_sin, plan.slot_mapping, plan.block_tables, plan.query_lens, plan.context_lens)
+        step = (*cos_sin, plan.slot_mapping, plan.block_tables, plan.query_lens, plan.context_lens, self._adapter_ids())
         if on_layer is None:
             h_TD: torch.Tensor = self._all.forward(x_TD, kv_pool, *step)
             return h_TD
@@ -116,8 +126,8 @@ def fused(layer: DecoderLayer) -> Any:
     assert isinstance(output, PanelLinear)
     assert isinstance(gated, PanelGatedLinear)
     assert isinstance(down, PanelLinear)
-    products = (qkv, output, gated, down)
-    return torch.classes.tandem_cpu.DecoderLayer(
+    products: tuple[PanelLinear | PanelGatedLinear, ...] = (qkv, output, gated, down)
+    made = torch.classes.tandem_cpu.DecoderLayer(
         [product.panels for product in products],
         [product.bias for product in products],
         [product.num_outputs for product in products],
@@ -129,6 +139,10 @@ def fused(layer: DecoderLayer) -> Any:
         attention.scores.scale,
         attention.scores.sliding_window,
     )
+    for number, product in enumerate(products):
+        if product.added is not None:
+            made.adapt(number, product.added)
+    return made
 
 
 KERNEL_PARTS = Parts(PanelLinear, PanelGatedLinear, PanelLogits, KernelRMSNorm, FusedLayers)

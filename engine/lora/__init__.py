@@ -4,6 +4,7 @@
 
     --lora-modules ──modules.py──> LoRAModule: a name, a folder in PEFT's layout, its digest   (no torch)
                    ──adapters.py─> Adapters: the weights, and the products they are added to
+                   ──engine/kernels: cpu_adapters.py, gpu/adapters.py──> the same, for rows of all adapters at once
     a step ──StepInput.adapter_ids──> Adapters.assign: which rows are whose, before the model is computed
 
 All adapters are in memory from the start on. A step may hold requests of any of them and of none: each product of the

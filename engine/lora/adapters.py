@@ -1,6 +1,6 @@
 """The adapters' weights, and products with what they add.
 
-    Adapters(modules) ──adapt(product)──> AdaptedLinear, one for each product that some adapter changes
+    Adapters(modules) ──adapt(product)──> one for each product that some adapter changes
           └── assign, before each step: which of its rows are whose
 
 Owns the weights: in the model's dtype, `s` multiplied into B. Read at load, whole and checked, read-only afterwards.
@@ -12,58 +12,119 @@ Shapes: T tokens of a step, n those of one adapter, R ranks of a product's adapt
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 import torch.nn.functional as F  # noqa: N812
+from numpy.typing import NDArray
 from safetensors import safe_open
 
 from engine.kv_cache import TORCH_DTYPES
-from engine.layers import Linear, MakeLinear
+from engine.layers import GatedLinear, Linear, MakeLinear
 from engine.lora.modules import WEIGHTS_FILE, LoRAModule
 from engine.model_loader.weights import PLAIN_DTYPES, opening
+from engine.scaled_weight import Weight
+from engine.to_device import to_device
+
+if TYPE_CHECKING:
+    from engine.models.parts import Parts
 
 PREFIX = "base_model.model."
 """Of all names in PEFT's files: its wrappers around the model."""
 RANK_GRAIN = 16
 """Ranks are filled up with zeros to a multiple: kernels take inputs in pairs, and more at once."""
 
-AdapterRows = Sequence[tuple[int, torch.Tensor]]
-"""For each adapter in a step its id, from 1 on in the order of the modules, and its rows of T."""
+AdapterIds = NDArray[np.int64]
+"""[T] the adapter of each row of a step, from 1 on in the order of the modules, 0 for none; [0] where nobody asks."""
+
+
+@dataclass(frozen=True, slots=True)
+class AddedPart:
+    """What one adapter adds to some of a product's outputs."""
+
+    start: int
+    """The first of these."""
+    down: torch.Tensor
+    """[R, inputs]"""
+    up: torch.Tensor
+    """[outputs, R], multiplied by the scale"""
+
+
+Added = Mapping[int, Sequence[AddedPart]]
+"""To one product, by the adapters' ids; of those alone that change it."""
 
 
 class Adapters:
-    """Of one engine. Raises `ValueError` where a file is no adapter's; where one does not fit the model, `adapt` and
-    `check_all_taken` do."""
+    """Of one engine. These compute with plain products, two for each adapter in a step; kernels have their own, which
+    take all at once (`engine.kernels.cpu_adapters`, `engine.kernels.gpu.adapters`).
 
-    def __init__(self, modules: Sequence[LoRAModule], dtype: str, device: str, linear: MakeLinear) -> None:
+    Raises `ValueError` where a file is no adapter's; where one does not fit the model, `adapt` and `check_all_taken`
+    do."""
+
+    def __init__(self, modules: Sequence[LoRAModule], dtype: str, device: str, linear: MakeLinear = Linear) -> None:
         """`linear`: what multiplies with an adapter's weights."""
-        self.rows: AdapterRows = ()
+        self.rows: Sequence[tuple[int, torch.Tensor]] = ()
+        """For each adapter in the step its id and its rows."""
         self._linear = linear
+        self._device = device
         self._files = [_AdapterFile(module, TORCH_DTYPES[dtype], device) for module in modules]
 
-    def assign(self, rows: AdapterRows) -> None:
+    def assign(self, adapter_ids: AdapterIds) -> None:
         """In what is computed from now on these rows are those adapters', and all others nobody's."""
-        self.rows = rows
+        ids = [number for number in np.unique(adapter_ids).tolist() if number]
+        rows = [np.flatnonzero(adapter_ids == number) for number in ids]
+        if not ids:
+            self.rows = ()
+            return
+        on_device = torch.split(to_device(np.concatenate(rows), self._device), [len(part) for part in rows])
+        self.rows = list(zip(ids, on_device, strict=True))
 
     def adapt(self, linear: Linear, outputs: Mapping[str, int], inputs: int) -> Linear:
         """`linear` and what adapters add to it: it computes the products of those names, one below the other."""
-        added: dict[int, AddedProduct] = {}
-        for adapter_id, file in enumerate(self._files, start=1):
-            parts, start = [], 0
-            for name, size in outputs.items():
-                pair = file.take(name, size, inputs)
-                if pair is not None:
-                    parts.append((start, *pair))
-                start += size
-            if parts:
-                added[adapter_id] = AddedProduct(parts, start, self._linear)
-        return AdaptedLinear(linear, added, self) if added else linear
+        added = self._take(outputs, inputs)
+        return self._adapted(linear, added, outputs, inputs) if added else linear
+
+    def adapt_gated(
+        self,
+        parts: Parts,
+        product: tuple[Weight, Weight, torch.Tensor | None, torch.Tensor | None],
+        outputs: Mapping[str, int],
+        inputs: int,
+    ) -> GatedLinear:
+        """The same of a gate and what it is applied to: `parts.gated_linear(*product)`."""
+        added = self._take(outputs, inputs)
+        if not added:
+            return parts.gated_linear(*product)
+
+        def adapted(weight: Weight, bias: torch.Tensor | None) -> Linear:
+            return self._adapted(parts.linear(weight, bias), added, outputs, inputs)
+
+        # What adapters add comes before one is applied to the other, so these are two steps.
+        return parts.gated_linear(*product, linear=adapted)
 
     def check_all_taken(self) -> None:
         """Raises `ValueError` where an adapter changes what it cannot change here."""
         for file in self._files:
             file.check_all_taken()
+
+    def _take(self, outputs: Mapping[str, int], inputs: int) -> Added:
+        added: dict[int, list[AddedPart]] = {}
+        for adapter_id, file in enumerate(self._files, start=1):
+            start = 0
+            for name, size in outputs.items():
+                pair = file.take(name, size, inputs)
+                if pair is not None:
+                    added.setdefault(adapter_id, []).append(AddedPart(start, *pair))
+                start += size
+        return added
+
+    def _adapted(self, linear: Linear, added: Added, outputs: Mapping[str, int], inputs: int) -> Linear:
+        del inputs
+        num_outputs = sum(outputs.values())
+        products = {number: AddedProduct(parts, num_outputs, self._linear) for number, parts in added.items()}
+        return AdaptedLinear(linear, products, self)
 
 
 class AdaptedLinear(Linear):
@@ -88,16 +149,15 @@ class AddedProduct:
     """What one adapter adds to a product. Of several side by side it is one product, too: their A below one another,
     and of B each has its own outputs and its own ranks, with zeros elsewhere, which change no sum."""
 
-    def __init__(
-        self, parts: Sequence[tuple[int, torch.Tensor, torch.Tensor]], num_outputs: int, linear: MakeLinear
-    ) -> None:
-        """`parts`: of each the first output that it adds to, A and B."""
-        whole_down = torch.cat([down for _, down, _ in parts])
+    def __init__(self, parts: Sequence[AddedPart], num_outputs: int, linear: MakeLinear) -> None:
+        downs = [F.pad(part.down, (0, 0, 0, -len(part.down) % RANK_GRAIN)) for part in parts]
+        whole_down = torch.cat(downs)
         whole_up = whole_down.new_zeros(num_outputs, len(whole_down))
-        rank = 0
-        for start, down, up in parts:
-            whole_up[start : start + len(up), rank : rank + len(down)] = up
-            rank += len(down)
+        first = 0
+        for part, down in zip(parts, downs, strict=True):
+            size, rank = part.up.shape
+            whole_up[part.start : part.start + size, first : first + rank] = part.up
+            first += len(down)
         self._down, self._up = linear(whole_down), linear(whole_up)
 
     def add(self, x: torch.Tensor, rows_n: torch.Tensor, y: torch.Tensor) -> None:
@@ -123,19 +183,18 @@ class _AdapterFile:
             raise ValueError(f"{self._who}: {path} holds no tensors: it would change nothing")
 
     def take(self, product: str, outputs: int, inputs: int) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """A [R, inputs] and s B [outputs, R] of the product of that name, R filled up; None: it is left as it is."""
+        """A [R, inputs] and s B [outputs, R] of the product of that name; None: it is left as it is."""
         names = [f"{PREFIX}{product}.lora_{which}.weight" for which in "AB"]
         if not self._left.intersection(names):
             return None
         rank = self._module.rank
         down, up = self._read(names[0], (rank, inputs)), self._read(names[1], (outputs, rank))
-        missing = -rank % RANK_GRAIN
         down, up = down.to(self._dtype), (up.float() * self._module.scale).to(self._dtype)
         if not (torch.isfinite(down).all() and torch.isfinite(up).all()):
             raise ValueError(
                 f"{self._who}: what it adds to {product} is no number in {self._dtype}, or too large for it"
             )
-        return F.pad(down, (0, 0, 0, missing)), F.pad(up, (0, missing))
+        return down, up
 
     def check_all_taken(self) -> None:
         if self._left:

@@ -112,14 +112,20 @@ def load_model(config: EngineConfig, backend: PagedBackend[Any], group: RankGrou
 
 def _adapted(config: EngineConfig, parts: Parts) -> Parts:
     """These, with the engine's adapters."""
+    modules, dtype, device = config.lora_modules, config.model.dtype, config.device.device
+    if config.device.attention_backend == "cpu":
+        from engine.kernels.cpu_adapters import with_adapters
+
+        return with_adapters(parts, modules)
+    if config.device.uses_triton:
+        from engine.kernels.gpu.adapters import TritonAdapters
+
+        return replace(parts, adapters=TritonAdapters(modules, dtype, device))
     from engine.lora.adapters import Adapters
-    from engine.models.layer import PlainLayers
 
     # What adapters' weights are multiplied by is never in 8 bits.
     linear = replace(config, model=replace(config.model, quantization="none"))
-    adapters = Adapters(config.lora_modules, config.model.dtype, config.device.device, _parts_of(linear).linear)
-    # One layer after the other: what computes all in one call knows no adapters.
-    return replace(parts, stack=PlainLayers, adapters=adapters)
+    return replace(parts, adapters=Adapters(modules, dtype, device, _parts_of(linear).linear))
 
 
 def _load_transformers_model(

@@ -28,7 +28,7 @@ class Parts:
 
     linear: MakeLinear = Linear
     gated_linear: Callable[..., GatedLinear] = GatedLinear
-    """Called as `GatedLinear` is, without its last argument."""
+    """Called as `GatedLinear` is; with a `linear` by `with_products` and plain adapters alone."""
     lm_head: MakeLinear = Linear
     rms_norm: type[RMSNorm] = RMSNorm
     stack: Callable[[list[DecoderLayer]], LayerStack] = PlainLayers
@@ -78,14 +78,11 @@ class PartsFactory:
     def gated_linear(self, gate: str, up: str, outputs: int, inputs: int, has_bias: bool) -> GatedLinear:
         gate_weight, gate_bias = self._as_stored(gate, outputs, inputs, has_bias)
         up_weight, up_bias = self._as_stored(up, outputs, inputs, has_bias)
-        if self.parts.adapters is None:
-            return self.parts.gated_linear(gate_weight, up_weight, gate_bias, up_bias)
-
-        def adapted(weight: Weight, bias: torch.Tensor | None) -> Linear:
-            return self._adapted(self.parts.linear(weight, bias), {gate: outputs, up: outputs}, inputs)
-
-        # What adapters add comes before one is applied to the other, so these are two steps.
-        return GatedLinear(gate_weight, up_weight, gate_bias, up_bias, adapted)
+        product = (gate_weight, up_weight, gate_bias, up_bias)
+        adapters = self.parts.adapters
+        if adapters is None:
+            return self.parts.gated_linear(*product)
+        return adapters.adapt_gated(self.parts, product, {gate: outputs, up: outputs}, inputs)
 
     def rms_norm(self, name: str, size: int, eps: float | None = None) -> RMSNorm:
         """`eps`: where it is not the model's."""

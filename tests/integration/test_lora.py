@@ -16,6 +16,7 @@ from lora_folders import ALPHA, CONFIG, PRODUCTS, merge, write_adapter
 from engine.config import EngineArgs, EngineConfig
 from engine.llm_engine import LLMEngine
 from engine.model_loader import create_engine_config
+from engine.models.layer import PlainLayers
 from engine.outputs import RequestOutput
 from engine.sampling_params import SamplingParams
 from tandem import LLM, LoRARequest
@@ -120,6 +121,21 @@ def test_the_same_bits_alone_and_together(served: tuple[LLMEngine, LLMEngine]) -
     for key, answer in zip(ASKED, ask(together, ASKED), strict=True):
         [own] = ask(by_itself, [key])
         assert [(o.token_ids, o.logprobs) for o in answer] == [(o.token_ids, o.logprobs) for o in own]
+
+
+def test_fused_layers_add_what_their_products_add(
+    served: tuple[LLMEngine, LLMEngine], folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """To the bit, which the products are held to one by one (tests/unit/test_cpu_adapters.py)."""
+    from engine.kernels import cpu_adapters
+
+    monkeypatch.setattr(cpu_adapters, "FusedLayers", lambda layers, adapter_ids: PlainLayers(layers))
+    with closing(LLMEngine(config_of(folder, dtype="bfloat16"))) as engine:
+        asked = ASKED[:8]
+        plain, fused = ask(engine, asked), ask(served[0], asked)
+    assert [[(o.token_ids, o.logprobs) for o in answer] for answer in fused] == [
+        [(o.token_ids, o.logprobs) for o in answer] for answer in plain
+    ]
 
 
 def test_blocks_are_shared_within_an_adapter_alone(folder: Path) -> None:

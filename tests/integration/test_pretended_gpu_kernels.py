@@ -17,6 +17,8 @@ import pytest
 import torch
 from deepseek_cases import GREEDY, V3
 from handover import alone, bytes_of, handed_over
+from lora_folders import CONFIG as LORA_CONFIG
+from lora_folders import write_adapter
 from many_endings import CONFIG, answers_of, prompt_of
 from pretend_gpu import PretendGpu, pretend_gpu
 from pretend_gpu.engines import make_engine
@@ -25,7 +27,8 @@ from quantized_on_gpu import WIDE, check_checkpoint
 from transformers_cases import GEMMA2, GPT_OSS, QWEN3_MOE
 from triton_device import DEVICE
 
-from engine.decode_graphs import RECORDING_BYTES
+from engine.decode_graphs import RECORDING_BYTES, DecodeGraphs
+from engine.llm_engine import LLMEngine
 from engine.pool_size import largest_step
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -72,6 +75,35 @@ def test_recorded_steps_a_step_ahead(
     plain = make_engine(tmp_path, config, **settings | other)
     assert not plain.config.device.uses_graphs
     assert answers_of(engine, NUMBERS) == answers_of(plain, NUMBERS)
+
+
+def test_adapters_in_recorded_steps(gpu: PretendGpu, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The answers of plain torch, whose steps are launched one by one; here steps that decode are replayed, whoever's
+    their rows are, and those of nobody launch nothing of adapters."""
+    for seed, (name, rank) in enumerate({"a": 4, "b": 20}.items()):
+        write_adapter(tmp_path / name, rank=rank, seed=seed)
+    settings = SMALL | {"lora_modules": f"a={tmp_path / 'a'},b={tmp_path / 'b'}", "max_num_seqs": 2}
+    config = LORA_CONFIG | {"eos_token_id": 1}
+    replayed: list[bool] = []
+    run = DecodeGraphs.run
+    monkeypatch.setattr(
+        DecodeGraphs, "run", lambda self, batch: replayed.append(bool(len(batch.adapter_ids))) or run(self, batch)
+    )
+
+    def answers(engine: LLMEngine) -> dict[str, list[int]]:
+        for number, name in enumerate(("a", "b", "", "")):
+            prompt = [5 + (7 * number + 3 * i) % 300 for i in range(3 + 3 * number)]
+            engine.add_request(str(number), prompt, GREEDY, lora_name=name)
+        told: dict[str, list[int]] = {}
+        while engine.has_unfinished_requests():
+            for output in engine.step():
+                told.setdefault(output.request_id, []).extend(output.token_ids)
+        return told
+
+    engine = make_engine(tmp_path, config, **settings)
+    told = answers(engine)
+    assert set(replayed) == {True, False}
+    assert told == answers(make_engine(tmp_path, config, **settings | {"attention_backend": "torch"}))
 
 
 def test_steps_that_cannot_be_recorded_say_what_to_do(
@@ -131,11 +163,12 @@ def test_every_launch_can_be_compiled(tmp_path: Path) -> None:
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=280, env=environment)
     assert done.returncode == 0, done.stderr[-4000:]
     found: dict[str, dict[str, dict[str, int]]] = json.loads(done.stdout)
-    for name in ("llama", "qwen", "int8", "fp8", "blocks", "deepseek"):
+    for name in ("llama", "qwen", "int8", "fp8", "blocks", "deepseek", "adapters"):
         assert found[name]["at start"]
         assert found[name]["later"] == {}, "requests would wait for the compiler"
     assert {kernel for program in found.values() for part in program.values() for kernel in part} == {
         "_split_kernel", "reduce_kernel", "_prefill_kernel", "_rotate_kernel", "_norm_kernel", "_silu_kernel",
         "_digest_kernel", "_product_kernel", "_widen_kernel", "_quantize_kernel", "_latent_decode_kernel",
         "_latent_prefill_kernel", "_latent_project_kernel", "_bounds_kernel", "_race_kernel", "_one_row_kernel",
+        "_shrink_kernel", "_expand_kernel",
     }  # fmt: skip

@@ -19,6 +19,7 @@ from typing import Any
 os.environ.pop("TRITON_INTERPRET", None)
 
 import torch
+from lora_folders import products_of, write_adapter
 
 from benchmarks.gpu_parts import attention, digests, floors, products, steps
 from benchmarks.gpu_parts.runner import Setting
@@ -47,6 +48,7 @@ ENGINES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "fp8": (QWEN, {"quantization": "fp8", "kv_cache_dtype": "fp8"}),
     "blocks": (LLAMA | {"quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]}}, {}),
     "deepseek": (DEEPSEEK, {}),
+    "adapters": (LLAMA, {"lora_modules": "a", "enforce_eager": True}),
 }
 PARTS = {part.__name__.rpartition(".")[2]: part for part in (floors, attention, digests, steps, products)}
 PROMPTS = (1, 17, 300, 2500, 40, 100, 20, 600)
@@ -63,13 +65,17 @@ Variants = Counter[str]
 def serve(config: dict[str, Any], settings: dict[str, Any], compiled: Variants) -> Variants:
     """Prompts and answers of several lengths, contexts of one piece and of many. What was compiled at the start."""
     with TemporaryDirectory() as folder:
+        if "lora_modules" in settings:
+            write_adapter(Path(folder) / "a", products=products_of(config))
+            settings = settings | {"lora_modules": f"a={folder}/a"}
         engine = make_engine(
             Path(folder), config, attention_backend="triton", max_num_seqs=4, num_kv_blocks=400,
             **{"block_size": 16, "dtype": "bfloat16"} | settings,
         )  # fmt: skip
         at_start = compiled.copy()
         for number, length in enumerate(PROMPTS):
-            engine.add_request(str(number), [5] * length, PARAMS[number % len(PARAMS)])
+            lora_name = "a" if engine.config.lora_modules and number % 4 else ""
+            engine.add_request(str(number), [5] * length, PARAMS[number % len(PARAMS)], lora_name=lora_name)
             if number % 2:
                 finish(engine)
         return at_start

@@ -24,7 +24,7 @@ def step_of(
     *,
     num_decodes: int | None = None,
     samples_all: bool = True,
-    adapter_rows: list[tuple[int, torch.Tensor]] | None = None,
+    adapter_ids: list[int] | None = None,
 ) -> InputBatch:
     """Every sequence computes its last token, whose id is 100 times its position."""
     lens = np.array(context_lens, dtype=np.int64)
@@ -41,7 +41,7 @@ def step_of(
         positions=positions,
         layout=layout,
         sample_rows=None if samples_all else torch.tensor([0]),
-        adapter_rows=adapter_rows or [],
+        adapter_ids=np.array(adapter_ids or [], dtype=np.int64),
     )
 
 
@@ -148,7 +148,75 @@ def test_steps_that_can_be_replayed(recorded: DecodeGraphs) -> None:
     assert not recorded.can_run(step_of([5] * 21))
     assert not recorded.can_run(step_of([5, 9], num_decodes=1))
     assert not recorded.can_run(step_of([5, 9], samples_all=False))
-    assert not recorded.can_run(step_of([5, 9], adapter_rows=[(1, torch.tensor([1]))]))
+    assert not recorded.can_run(step_of([5, 9], adapter_ids=[0, 1]))
+
+
+class Adapters:
+    """That add a row's adapter to its token's id, and count how often they do."""
+
+    def __init__(self) -> None:
+        self.current: torch.Tensor | None = None
+        self.num_launched = 0
+
+    def assign(self, adapter_ids: Any) -> None:
+        assert not len(adapter_ids)
+        self.current = None
+
+    def reserve_decodes(self, num_rows: int) -> torch.Tensor:
+        self.current = torch.zeros(num_rows, dtype=torch.int64)
+        return self.current
+
+    def refill(self, reserved: torch.Tensor, adapter_ids: Any) -> None:
+        reserved.zero_()
+        reserved[: len(adapter_ids)] = torch.from_numpy(adapter_ids)
+
+
+def test_steps_with_adapters_have_recordings_of_their_own(backend: Backend) -> None:
+    """Whose rows are whose is read where it was when they were recorded; steps without adapters launch none."""
+    adapters = Adapters()
+
+    class KeepingRecorder:
+        """A recording knows the tensor that was there when it was made, not the one that is now."""
+
+        def record(self, launch: Callable[[], None]) -> Callable[[], None]:
+            tensor = adapters.current
+
+            def replay() -> None:
+                adapters.current = tensor
+                launch()
+
+            replay()
+            return replay
+
+    def adapted(token_ids: torch.Tensor, positions: torch.Tensor, plan: Any) -> torch.Tensor:
+        rows = forward(token_ids, positions, plan)
+        if adapters.current is not None:
+            adapters.num_launched += 1
+            rows[:, 0] += adapters.current
+        return rows
+
+    graphs = DecodeGraphs(
+        forward=adapted,
+        backend=backend,
+        recorder=KeepingRecorder(),
+        max_num_seqs=4,
+        max_context_len=2048,
+        device="cpu",
+        adapters=adapters,
+    )
+    assert graphs.record_largest() == 12
+    assert backend.reserved == [(4, 2048)]
+    assert adapters.num_launched == 1, "the largest is one with adapters"
+    graphs.record_all(lambda *_: None)
+    assert graphs.num_recordings == 12
+    adapters.num_launched = 0
+    for ids in ([0, 7, 3], [9, 0, 0], [1, 1, 1]):
+        assert graphs.can_run(step_of([5, 9, 2000], adapter_ids=ids))
+        logits = graphs.run(step_of([5, 9, 2000], adapter_ids=ids))
+        assert logits.tolist() == [[100 * (n - 1) + i, n - 1, n] for n, i in zip([5, 9, 2000], ids, strict=True)]
+    assert adapters.num_launched == 3
+    assert graphs.run(step_of([5, 9])).tolist() == [[400, 4, 5], [800, 8, 9]]
+    assert adapters.num_launched == 3
 
 
 def test_nothing_is_recorded_while_requests_run(graphs: DecodeGraphs) -> None:
@@ -159,6 +227,7 @@ def test_an_engine_is_let_go_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without a collector, which would not look at what was there when the engine was made."""
     monkeypatch.setattr(model_runner, "CudaRecorder", RelaunchingRecorder)
     model: Any = SimpleNamespace(
+        adapters=None,
         forward=lambda token_ids, positions, plan, pool, _: forward(token_ids, positions, plan) + pool,
         compute_logits=lambda x: x,
     )

@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-TESTS = Path(__file__).with_name("test_cpu_kernels.py")
-ALL = "two-threads and (product or gates or attention or row_does or rotation or norms or draws)"
+TESTS = [str(Path(__file__).with_name(name)) for name in ("test_cpu_kernels.py", "test_cpu_adapters.py")]
+ALL = "two-threads and (product or gates or attention or row_does or rotation or norms or draws or added)"
 
 
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="names kinds of x86")
@@ -29,7 +29,7 @@ def test_kernels_compiled_for(kind: str, chosen: str) -> None:
 
 def run_tests(chosen: str, variables: dict[str, str]) -> None:
     done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-s", "-p", "no:cacheprovider", str(TESTS), "-k", chosen],
+        [sys.executable, "-m", "pytest", "-q", "-s", "-p", "no:cacheprovider", *TESTS, "-k", chosen],
         env=os.environ | variables,
         capture_output=True,
         text=True,

@@ -20,12 +20,13 @@ KERNELS = {
     "split_kernel", "reduce_kernel", "prefill_kernel", "rotate_kernel", "norm_kernel", "silu_kernel", "digest_kernel",
     "product_kernel", "widen_kernel", "quantize_kernel", "latent_decode_kernel", "latent_prefill_kernel",
     "latent_project_kernel", "bounds_kernel", "race_kernel", "copy_kernel",
+    "shrink_kernel", "expand_kernel",
 }  # fmt: skip
 
 
 ONE_OF_EACH = [
     "128 bfloat16", "128 bfloat16, 8-bit pool", "16 heads bfloat16, pool of bfloat16", "normed", "16 rows",
-    "16 rows, groups", "64 rows", "bfloat16", "at 8", "draws bfloat16",
+    "16 rows, groups", "64 rows", "bfloat16", "at 8", "draws bfloat16", "rank 16 bfloat16",
 ]  # fmt: skip
 
 
@@ -57,6 +58,7 @@ def test_kernels_compile_for_an_h200_and_spill_no_registers(cases: list[str], tm
     # 16 bytes at a time, and 8 where the address is no multiple of 16.
     assert usage["copy_kernel bfloat16"]["stores"] == ["st.global.v2.b64"]
     assert usage["copy_kernel at 8"]["stores"] == ["st.global.b64"]
+    assert usage["expand_kernel rank 16 bfloat16"]["stores"] == ["st.global.v4.b32"]
     # Three programs of the decode kernel find room on a multiprocessor: it lives from loads in flight.
     for case in ("128 bfloat16", "128 bfloat16, 8-bit pool"):
         assert 3 * usage[f"split_kernel {case}"]["shared"] <= SHARED_BYTES

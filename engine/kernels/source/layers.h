@@ -19,6 +19,7 @@ struct DecoderLayer : torch::CustomClassHolder {
     at::Tensor weight;
     std::optional<at::Tensor> bias;
     int64_t num_outputs;
+    c10::intrusive_ptr<AddedProduct> added;  // by adapters; null: none changes it
   };
   Product qkv, output, gated, down;
   at::Tensor input_norm, post_attention_norm;
@@ -36,27 +37,47 @@ struct DecoderLayer : torch::CustomClassHolder {
         input_norm(std::move(input_norm)), post_attention_norm(std::move(post_attention_norm)),
         q_norm(std::move(q_norm)), k_norm(std::move(k_norm)), eps(eps), scale(scale), window(window) {}
 
+  // What adapters add to one of these four, in their order.
+  void adapt(int64_t product, const c10::intrusive_ptr<AddedProduct>& added) {
+    Product* products[] = {&qkv, &output, &gated, &down};
+    TORCH_CHECK(product >= 0 && product < 4, "product must be in [0, 3]");
+    TORCH_CHECK(added->num_inputs == 2 * products[product]->weight.size(1), "what is added must have the product's inputs");
+    products[product]->added = added;
+  }
+
   // x [T, D] becomes x + delta and what attention adds to it; returns what the feed-forward adds, still to be added.
+  // adapter_ids [T] int32: each row's, 0 for none; null where nobody asks for one.
   at::Tensor forward(
       const at::Tensor& x, const std::optional<at::Tensor>& delta, const at::Tensor& kv, const at::Tensor& cos,
       const at::Tensor& sin, const at::Tensor& slot_mapping, const at::Tensor& block_tables,
-      const at::Tensor& query_lens, const at::Tensor& context_lens) const {
-    return run(x, delta, kv, cos, sin, slot_mapping, block_tables, query_lens, context_lens, nullptr, nullptr);
+      const at::Tensor& query_lens, const at::Tensor& context_lens, const std::optional<at::Tensor>& adapter_ids) const {
+    const auto rows = rows_of(adapter_ids);
+    return run(
+        x, delta, kv, cos, sin, slot_mapping, block_tables, query_lens, context_lens, rows ? &*rows : nullptr, nullptr,
+        nullptr);
   }
 
   // Its products ask for `own`, the KV of this layer's attention, and for `next`, that of the layer after it.
   at::Tensor run(
       const at::Tensor& x, const std::optional<at::Tensor>& delta, const at::Tensor& kv, const at::Tensor& cos,
       const at::Tensor& sin, const at::Tensor& slot_mapping, const at::Tensor& block_tables,
-      const at::Tensor& query_lens, const at::Tensor& context_lens, ReadAhead* own, ReadAhead* next) const {
+      const at::Tensor& query_lens, const at::Tensor& context_lens, const AdapterRows* rows, ReadAhead* own,
+      ReadAhead* next) const {
     at::Tensor normed = add_rms_norm(x, delta, input_norm, eps);
-    at::Tensor projected = linear_ahead(normed, qkv.weight, qkv.bias, qkv.num_outputs, own);
+    at::Tensor projected = multiplied(qkv, normed, own, rows);
     at::Tensor q = rotate_and_store(projected, cos, sin, q_norm, k_norm, eps, kv, slot_mapping);
     at::Tensor attended = paged_attention(q, kv, block_tables, query_lens, context_lens, scale, window, std::nullopt);
-    at::Tensor h = add_rms_norm(
-        x, linear_ahead(attended, output.weight, output.bias, output.num_outputs, next), post_attention_norm, eps);
-    at::Tensor active = gated_linear_ahead(h, gated.weight, gated.bias, gated.num_outputs, next);
-    return linear_ahead(active, down.weight, down.bias, down.num_outputs, next);
+    at::Tensor h = add_rms_norm(x, multiplied(output, attended, next, rows), post_attention_norm, eps);
+    at::Tensor active = gated_linear_ahead(h, gated.weight, gated.bias, gated.num_outputs, next, gated.added.get(), rows);
+    return multiplied(down, active, next, rows);
+  }
+
+  static at::Tensor multiplied(const Product& p, const at::Tensor& x, ReadAhead* ahead, const AdapterRows* rows) {
+    return linear_ahead(x, p.weight, p.bias, p.num_outputs, ahead, p.added.get(), rows);
+  }
+
+  static std::optional<AdapterRows> rows_of(const std::optional<at::Tensor>& adapter_ids) {
+    return adapter_ids ? std::optional<AdapterRows>(*adapter_ids) : std::nullopt;
   }
 };
 
@@ -70,15 +91,16 @@ struct DecoderLayers : torch::CustomClassHolder {
   at::Tensor forward(
       const at::Tensor& x, const at::Tensor& kv_pool, const at::Tensor& cos, const at::Tensor& sin,
       const at::Tensor& slot_mapping, const at::Tensor& block_tables, const at::Tensor& query_lens,
-      const at::Tensor& context_lens) const {
+      const at::Tensor& context_lens, const std::optional<at::Tensor>& adapter_ids) const {
+    const auto rows = DecoderLayer::rows_of(adapter_ids);
     std::optional<at::Tensor> delta;
     std::vector<ReadAhead> kv(layers.size() + 1);  // nothing comes after the last one
     for (size_t i = 0; i < layers.size(); i++) {
       if (i == 0) kv[i].pieces = kv_pieces(kv_pool.select(0, 0), block_tables, context_lens);
       if (i + 1 < layers.size()) kv[i + 1].pieces = kv_pieces(kv_pool.select(0, int64_t(i + 1)), block_tables, context_lens);
       delta = layers[i]->run(
-          x, delta, kv_pool.select(0, int64_t(i)), cos, sin, slot_mapping, block_tables, query_lens, context_lens, &kv[i],
-          &kv[i + 1]);
+          x, delta, kv_pool.select(0, int64_t(i)), cos, sin, slot_mapping, block_tables, query_lens, context_lens,
+          rows ? &*rows : nullptr, &kv[i], &kv[i + 1]);
     }
     return delta ? at::add(x, *delta) : x;
   }

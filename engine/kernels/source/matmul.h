@@ -15,6 +15,7 @@
 #include <optional>
 #include <vector>
 
+#include "adapters.h"
 #include "vectors.h"
 
 namespace tandem {
@@ -142,18 +143,26 @@ inline void check_product(const at::Tensor& x, const at::Tensor& weight, const s
   TORCH_CHECK(!bias || (bias->is_contiguous() && bias->numel() == weight.size(0) * PANEL), "bias: one number an output of a panel");
 }
 
+inline void check_added(const AddedProduct* added, const at::Tensor& weight) {
+  TORCH_CHECK(!added || added->num_sixteens == 2 * weight.size(0), "what is added must have the product's panels");
+}
+
 // x [T, K], weight in panels, bias [panels * 32] -> [T, num_outputs], which leaves out what fills up the last panel.
+// `added` of `rows`: what adapters add, where there are some.
 at::Tensor linear_ahead(
     const at::Tensor& x, const at::Tensor& weight, const std::optional<at::Tensor>& bias, int64_t num_outputs,
-    ReadAhead* ahead) {
+    ReadAhead* ahead, const AddedProduct* added = nullptr, const AdapterRows* rows = nullptr) {
   check_product(x, weight, bias);
   TORCH_CHECK((num_outputs + PANEL - 1) / PANEL == weight.size(0), "num_outputs must end in the last panel");
+  check_added(added, weight);
+  const Adding adding(added, rows, x);
   at::Tensor out = at::empty({x.size(0), num_outputs}, x.options());
   bf16* to = data_of(out);
   const bf16* b = bias ? data_of(*bias) : nullptr;
   multiply(data_of(x), x.size(0), x.size(1), data_of(weight), weight.size(0), ahead, [&](int64_t row, int64_t panel, F16* sums) {
     int64_t at = panel * PANEL, left = num_outputs - at;
     for (int i = 0; b && i < 2; i++) sums[i] += to_float(b + at + i * LANES);
+    if (adding) adding.add(row, panel, sums);
     bf16 rounded[PANEL];
     bf16* y = left < PANEL ? rounded : to + row * num_outputs + at;
     store_bf16(y, sums[0]);
@@ -184,15 +193,18 @@ at::Tensor linear_float(const at::Tensor& x, const at::Tensor& weight, int64_t n
 // silu(x @ gate.T) * (x @ up.T), where each panel holds 16 outputs of the gate and the 16 of `up` beside them.
 at::Tensor gated_linear_ahead(
     const at::Tensor& x, const at::Tensor& weight, const std::optional<at::Tensor>& bias, int64_t num_outputs,
-    ReadAhead* ahead) {
+    ReadAhead* ahead, const AddedProduct* added = nullptr, const AdapterRows* rows = nullptr) {
   check_product(x, weight, bias);
   TORCH_CHECK((num_outputs + LANES - 1) / LANES == weight.size(0), "num_outputs must end in the last panel");
+  check_added(added, weight);
+  const Adding adding(added, rows, x);
   at::Tensor out = at::empty({x.size(0), num_outputs}, x.options());
   bf16* to = data_of(out);
   const bf16* b = bias ? data_of(*bias) : nullptr;
   multiply(data_of(x), x.size(0), x.size(1), data_of(weight), weight.size(0), ahead, [&](int64_t row, int64_t panel, F16* sums) {
     int64_t at = panel * LANES, left = num_outputs - at;
     for (int i = 0; b && i < 2; i++) sums[i] += to_float(b + panel * PANEL + i * LANES);
+    if (adding) adding.add(row, panel, sums);
     F16 gate = rounded(sums[0]), up = rounded(sums[1]);
     F16 shrinking = exp_of(gate < 0.0f ? gate : -gate);  // exp(-|gate|)
     F16 at_low = gate < -87.0f ? F16{} : shrinking;
@@ -206,6 +218,21 @@ at::Tensor gated_linear_ahead(
 
 at::Tensor gated_linear(const at::Tensor& x, const at::Tensor& weight, const std::optional<at::Tensor>& bias, int64_t num_outputs) {
   return gated_linear_ahead(x, weight, bias, num_outputs, nullptr);
+}
+
+// `linear` and `gated_linear` with what adapters add. adapter_ids [T] int32: each row's, 0 for none.
+at::Tensor adapted_linear(
+    const c10::intrusive_ptr<AddedProduct>& added, const at::Tensor& x, const at::Tensor& weight,
+    const std::optional<at::Tensor>& bias, int64_t num_outputs, const at::Tensor& adapter_ids) {
+  const AdapterRows rows(adapter_ids);
+  return linear_ahead(x, weight, bias, num_outputs, nullptr, added.get(), &rows);
+}
+
+at::Tensor adapted_gated_linear(
+    const c10::intrusive_ptr<AddedProduct>& added, const at::Tensor& x, const at::Tensor& weight,
+    const std::optional<at::Tensor>& bias, int64_t num_outputs, const at::Tensor& adapter_ids) {
+  const AdapterRows rows(adapter_ids);
+  return gated_linear_ahead(x, weight, bias, num_outputs, nullptr, added.get(), &rows);
 }
 
 }  // namespace tandem

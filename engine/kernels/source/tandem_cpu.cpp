@@ -1,11 +1,13 @@
 // What PyTorch has no fused CPU operation for, in bfloat16, as torch.ops.tandem_cpu.* and torch.classes.tandem_cpu.*;
 // compiled by engine/kernels/build.py for the machine it runs on. One source for all machines.
 //
-//   vectors.h  <-  rows.h, matmul.h, attention.h  <-  layers.h  <-  this file
-//              <-  sampling.h                                <-
+//   vectors.h  <-  adapters.h  <-  matmul.h                <-  layers.h  <-  this file
+//              <-  rows.h, attention.h                    <-
+//              <-  sampling.h                                           <-
 
 #include <torch/library.h>
 
+#include "adapters.h"
 #include "attention.h"
 #include "layers.h"
 #include "matmul.h"
@@ -34,10 +36,16 @@ using namespace tandem;
 TORCH_LIBRARY(tandem_cpu, m) {
   using Tensors = std::vector<at::Tensor>;
   using Biases = std::vector<std::optional<at::Tensor>>;
+  m.class_<AddedProduct>("AddedProduct")
+      .def(torch::init<int64_t, int64_t>())
+      .def("add", &AddedProduct::add)
+      .def("linear", &adapted_linear)
+      .def("gated_linear", &adapted_gated_linear);
   m.class_<DecoderLayer>("DecoderLayer")
       .def(torch::init<
            const Tensors&, const Biases&, const std::vector<int64_t>&, at::Tensor, at::Tensor, std::optional<at::Tensor>,
            std::optional<at::Tensor>, double, double, int64_t>())
+      .def("adapt", &DecoderLayer::adapt)
       .def("forward", &DecoderLayer::forward);
   m.class_<DecoderLayers>("DecoderLayers")
       .def(torch::init<>())

@@ -1,0 +1,141 @@
+"""Adapters by the CPU kernels: what all of a step's adapters add to a product is in the call that computes it
+(source/adapters.h), and a step in which nobody asks for one is as if there were none.
+
+    with_adapters(KERNEL_PARTS, modules) ──> parts whose products are AdaptedPanelLinear or AdaptedPanelGatedLinear
+                                             where some adapter changes them; their layers know whose rows are whose
+
+Owns the adapters' weights, packed at load, read-only afterwards.
+
+Shapes: T tokens, R ranks of an adapter's products side by side.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F  # noqa: N812
+
+from engine.kernels.cpu import LANES, PANEL, FusedLayers, PanelGatedLinear, PanelLinear
+from engine.layers import GatedLinear, Linear
+from engine.lora.adapters import AdapterIds, Adapters, Added, AddedPart
+from engine.lora.modules import LoRAModule
+from engine.models.parts import Parts
+from engine.scaled_weight import Weight
+
+
+def with_adapters(parts: Parts, modules: Sequence[LoRAModule]) -> Parts:
+    """`parts`: the kernels', whose layers are `FusedLayers`."""
+    adapters = PanelAdapters(modules)
+    return replace(parts, stack=partial(FusedLayers, adapter_ids=lambda: adapters.ids_T), adapters=adapters)
+
+
+class PanelAdapters(Adapters):
+    def __init__(self, modules: Sequence[LoRAModule]) -> None:
+        super().__init__(modules, "bfloat16", "cpu")
+        self.ids_T: torch.Tensor | None = None
+        """[T] int32, each row's adapter, 0 for none; None: nobody asks for one."""
+
+    def assign(self, adapter_ids: AdapterIds) -> None:
+        self.ids_T = torch.from_numpy(adapter_ids).int() if adapter_ids.any() else None
+
+    def adapt_gated(
+        self,
+        parts: Parts,
+        product: tuple[Weight, Weight, torch.Tensor | None, torch.Tensor | None],
+        outputs: Mapping[str, int],
+        inputs: int,
+    ) -> GatedLinear:
+        gated = parts.gated_linear(*product)
+        added = self._take(outputs, inputs)
+        if not added:
+            return gated
+        assert isinstance(gated, PanelGatedLinear)
+        return AdaptedPanelGatedLinear(gated, packed(added, inputs, gated_sixteens(gated)), self)
+
+    def _adapted(self, linear: Linear, added: Added, outputs: Mapping[str, int], inputs: int) -> Linear:
+        del outputs
+        assert isinstance(linear, PanelLinear)
+        return AdaptedPanelLinear(linear, packed(added, inputs, sixteens_of(linear)), self)
+
+
+class AdaptedPanelLinear(PanelLinear):
+    def __init__(self, linear: PanelLinear, added: Any, adapters: PanelAdapters) -> None:
+        """`added`: see `packed`."""
+        self.num_outputs, self.panels, self.bias = linear.num_outputs, linear.panels, linear.bias
+        self.added = added
+        self._adapters = adapters
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        if self._adapters.ids_T is None:
+            return super().__call__(x)
+        y: torch.Tensor = self.added.linear(x, self.panels, self.bias, self.num_outputs, self._adapters.ids_T)
+        return y
+
+
+class AdaptedPanelGatedLinear(PanelGatedLinear):
+    def __init__(self, gated: PanelGatedLinear, added: Any, adapters: PanelAdapters) -> None:
+        self.num_outputs, self.panels, self.bias = gated.num_outputs, gated.panels, gated.bias
+        self.added = added
+        self._adapters = adapters
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        if self._adapters.ids_T is None:
+            return super().__call__(x)
+        y: torch.Tensor = self.added.gated_linear(x, self.panels, self.bias, self.num_outputs, self._adapters.ids_T)
+        return y
+
+
+Sixteens = Sequence[tuple[int, int]]
+"""Where a product's panels take their outputs from, 16 by 16: the first, and where those end that may be taken."""
+
+
+def sixteens_of(linear: PanelLinear) -> Sixteens:
+    return [(first, linear.num_outputs) for first in range(0, PANEL * len(linear.panels), LANES)]
+
+
+def gated_sixteens(gated: PanelGatedLinear) -> Sixteens:
+    """16 of the gate and 16 of what it is applied to, in turn."""
+    size = gated.num_outputs
+    return [(start + first, start + size) for first in range(0, size, LANES) for start in (0, size)]
+
+
+def packed(added: Added, inputs: int, sixteens: Sixteens) -> Any:
+    """torch.classes.tandem_cpu.AddedProduct. No sixteen may have outputs of two parts."""
+    product = torch.classes.tandem_cpu.AddedProduct(inputs, len(sixteens))
+    for adapter_id, parts in added.items():
+        # Each part's ranks are filled up to a pair, and all of them together to sixteens.
+        downs = [F.pad(part.down, (0, 0, 0, len(part.down) % 2)) for part in parts]
+        down_RK = torch.cat(downs)
+        down_RK = F.pad(down_RK, (0, 0, 0, -len(down_RK) % LANES))
+        first_pairs = [sum(len(down) for down in downs[:i]) // 2 for i in range(len(downs))]
+        ups, pairs = [], []
+        for first, end in sixteens:
+            assert not any(first < part.start < min(first + LANES, end) for part in parts), "outputs of two parts"
+            owner = next((i for i, part in enumerate(parts) if part.start <= first < _end(part)), None)
+            if owner is None or first >= end:
+                pairs.append((0, 0))
+                continue
+            ups.append(_of_sixteen(parts[owner], first))
+            pairs.append((first_pairs[owner], len(ups[-1])))
+        product.add(
+            adapter_id,
+            down_RK.view(-1, LANES, inputs // 2, 2).transpose(1, 2).contiguous(),
+            torch.cat(ups),
+            torch.tensor(pairs),
+        )
+    return product
+
+
+def _end(part: AddedPart) -> int:
+    return part.start + len(part.up)
+
+
+def _of_sixteen(part: AddedPart, first: int) -> torch.Tensor:
+    """[pairs, 16, 2] what the part adds to the 16 outputs from there on."""
+    up = part.up[first - part.start : first - part.start + LANES]
+    up = F.pad(up, (0, up.shape[1] % 2, 0, LANES - len(up)))
+    return up.view(LANES, -1, 2).transpose(0, 1).contiguous()

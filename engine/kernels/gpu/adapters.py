@@ -1,0 +1,70 @@
+"""Adapters by the Triton kernels (lora.py): `TritonAdapters` in the place of `Adapters`.
+
+    assign ──tiles, on the device──> each product with adapters: two launches more; none where nobody asks for one
+    reserve_decodes ──tiles at an address that stays──> recorded with the launches that read them
+          └── refill, before each replay
+
+Shapes: T rows (tokens), G tiles, I rows of a tile.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+import torch
+
+from engine.kernels.gpu.lora import StackedAdapters, add_adapters, max_tiles, tiles_of
+from engine.layers import Linear
+from engine.lora.adapters import AdapterIds, Adapters, Added
+from engine.lora.modules import LoRAModule
+from engine.to_device import fill, to_device
+
+
+class TritonAdapters(Adapters):
+    """They keep addresses, as `engine.decode_graphs.AdapterKeeper` has it."""
+
+    def __init__(self, modules: Sequence[LoRAModule], dtype: str, device: str) -> None:
+        super().__init__(modules, dtype, device)
+        self._num_adapters = len(modules)
+        self.tiles_GI: torch.Tensor | None = None
+        """Of the step that is computed; None: nobody asks for an adapter."""
+
+    def assign(self, adapter_ids: AdapterIds) -> None:
+        if not adapter_ids.any():
+            self.tiles_GI = None
+            return
+        # As many as there may be of so many rows: what a step takes does not depend on whose they are.
+        tiles = tiles_of(adapter_ids, max_tiles(len(adapter_ids), self._num_adapters))
+        self.tiles_GI = to_device(tiles, self._device)
+
+    def reserve_decodes(self, num_rows: int) -> torch.Tensor:
+        """Tiles for so many rows, of nobody yet, which is what is computed from now on reads."""
+        tiles = tiles_of(np.zeros(num_rows, dtype=np.int64), max_tiles(num_rows, self._num_adapters))
+        self.tiles_GI = to_device(tiles, self._device)
+        return self.tiles_GI
+
+    def refill(self, tiles_GI: torch.Tensor, adapter_ids: AdapterIds) -> None:
+        """Put a step's rows into what `reserve_decodes` returned."""
+        fill(tiles_GI, tiles_of(adapter_ids, len(tiles_GI)))
+
+    def _adapted(self, linear: Linear, added: Added, outputs: Mapping[str, int], inputs: int) -> Linear:
+        return AdaptedLinear(
+            linear, StackedAdapters.of(added, list(outputs.values()), inputs, self._num_adapters), self
+        )
+
+
+class AdaptedLinear(Linear):
+    """A product of all rows, and what adapters add to it."""
+
+    def __init__(self, linear: Linear, stacked: StackedAdapters, adapters: TritonAdapters) -> None:
+        self._linear = linear
+        self._stacked = stacked
+        self._adapters = adapters
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """[T, in] -> [T, out]"""
+        y = self._linear(x)
+        if self._adapters.tiles_GI is not None:
+            add_adapters(x.contiguous(), self._stacked, self._adapters.tiles_GI, y)
+        return y

@@ -1,0 +1,177 @@
+"""What adapters add to a product, by the CPU kernels: against float64, and whatever is computed beside a row."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F  # noqa: N812
+
+from engine.kernels.build import load_cpu_kernels
+from engine.kernels.cpu import PanelGatedLinear, PanelLinear
+from engine.kernels.cpu_adapters import (
+    AdaptedPanelGatedLinear,
+    AdaptedPanelLinear,
+    PanelAdapters,
+    gated_sixteens,
+    packed,
+    sixteens_of,
+)
+from engine.lora.adapters import AddedPart
+
+BFLOAT16 = torch.bfloat16
+Added = dict[int, list[AddedPart]]
+
+
+@pytest.fixture(autouse=True, params=[1, 2], ids=["one-thread", "two-threads"])
+def threads(request: pytest.FixtureRequest) -> Iterator[None]:
+    load_cpu_kernels()
+    before = torch.get_num_threads()
+    torch.set_num_threads(request.param)
+    yield
+    torch.set_num_threads(before)
+
+
+def drawn(*shape: int, seed: int) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(BFLOAT16)
+
+
+def added_of(inputs: int, sizes: list[int], ranks: dict[int, list[int]]) -> Added:
+    """`ranks`: by adapter, one for each of the products below one another; 0: it leaves this one as it is."""
+    starts = np.cumsum([0, *sizes]).tolist()
+    return {
+        number: [
+            AddedPart(
+                start,
+                drawn(rank, inputs, seed=100 * number + rank + start) / inputs**0.5,
+                drawn(size, rank, seed=7 * number + rank + start),
+            )
+            for start, size, rank in zip(starts, sizes, ranks_of_one, strict=False)
+            if rank
+        ]
+        for number, ranks_of_one in ranks.items()
+    }
+
+
+def expected_of(x: torch.Tensor, weight: torch.Tensor, added: Added, ids: list[int]) -> torch.Tensor:
+    """In float64, but for what is rounded between an adapter's two products."""
+    y = x.double() @ weight.double().T
+    for number, parts in added.items():
+        rows = np.flatnonzero(np.array(ids) == number)
+        for part in parts:
+            shrunk = (x[rows].double() @ part.down.double().T).to(BFLOAT16)
+            y[rows, part.start : part.start + len(part.up)] += shrunk.double() @ part.up.double().T
+    return y
+
+
+SHAPES: list[tuple[int, list[int]]] = [(576, [576, 192, 192]), (64, [31]), (130, [48, 16, 1]), (2, [1]), (1536, [576])]
+RANKS: dict[int, list[int]] = {1: [16, 16, 16], 2: [3, 0, 5], 4: [40, 1, 16], 7: [0, 8, 0]}
+"""Of adapters 3, 5 and 6 there is nothing; ranks that end within a pair, within 16, and beyond."""
+IDS = [1, 0, 2, 1, 4, 3, 7, 0, 1, 2, 4, 4, 9, 1]
+"""Of rows: some of adapters that change nothing, one that nobody knows."""
+
+
+def rows_of(num_rows: int) -> list[int]:
+    return [IDS[i % len(IDS)] for i in range(num_rows)]
+
+
+def linear_of(inputs: int, sizes: list[int], added: Added) -> tuple[torch.Tensor, AdaptedPanelLinear, PanelAdapters]:
+    weight = drawn(sum(sizes), inputs, seed=1)
+    plain, adapters = PanelLinear(weight), PanelAdapters(())
+    return weight, AdaptedPanelLinear(plain, packed(added, inputs, sixteens_of(plain)), adapters), adapters
+
+
+@pytest.mark.parametrize(("inputs", "sizes"), SHAPES)
+@pytest.mark.parametrize("num_rows", [1, 14, 37, 300])
+def test_added_products_against_float64(num_rows: int, inputs: int, sizes: list[int]) -> None:
+    added = added_of(inputs, sizes, {number: ranks[: len(sizes)] for number, ranks in RANKS.items()})
+    added = {number: parts for number, parts in added.items() if parts}
+    weight, product, adapters = linear_of(inputs, sizes, added)
+    x, ids = drawn(num_rows, inputs, seed=2), rows_of(num_rows)
+    adapters.assign(np.array(ids))
+    expected = expected_of(x, weight, added, ids)
+    # A sum between two neighbours in bfloat16 may be rounded to the other one, and is multiplied then.
+    torch.testing.assert_close(product(x).double(), expected, rtol=2**-7, atol=2e-2 * inputs**0.5 * 2**-3)
+
+
+@pytest.mark.parametrize(("inputs", "size"), [(576, 1536), (64, 24), (130, 1)])
+@pytest.mark.parametrize("num_rows", [1, 14, 300])
+def test_added_to_a_gate_and_what_it_is_applied_to(num_rows: int, inputs: int, size: int) -> None:
+    added = {key: parts for key, parts in added_of(inputs, [size, size], RANKS).items() if parts}
+    weight, adapters = drawn(2 * size, inputs, seed=1) / inputs**0.5, PanelAdapters(())
+    gated = PanelGatedLinear(*weight.chunk(2), None, None)
+    product = AdaptedPanelGatedLinear(gated, packed(added, inputs, gated_sixteens(gated)), adapters)
+    x, ids = drawn(num_rows, inputs, seed=2), rows_of(num_rows)
+    adapters.assign(np.array(ids))
+    gate, up = expected_of(x, weight, added, ids).chunk(2, dim=1)
+    torch.testing.assert_close(product(x).double(), F.silu(gate) * up, rtol=2**-4, atol=0.15)
+    adapters.assign(np.array([], dtype=np.int64))
+    assert torch.equal(product(x), gated(x))
+
+
+def test_rows_without_an_adapter_have_the_bits_of_the_product_by_itself() -> None:
+    added = added_of(576, [96], {1: [16], 2: [8]})
+    weight, product, adapters = linear_of(576, [96], added)
+    x, ids = drawn(300, 576, seed=2), np.array(rows_of(300))
+    plain = PanelLinear(weight)(x)
+    adapters.assign(ids)
+    y = product(x)
+    is_changed = np.isin(ids, [1, 2])
+    assert torch.equal(y[~is_changed], plain[~is_changed])
+    assert (y[is_changed] != plain[is_changed]).any(dim=1).all()
+    adapters.assign(ids * 0)
+    assert torch.equal(product(x), plain)
+
+
+@pytest.mark.parametrize("is_gated", [False, True])
+def test_a_row_does_not_depend_on_the_rows_beside_it(is_gated: bool) -> None:
+    """Nor on their adapters, whether there are few of its own adapter or many, or the number of threads."""
+    added = added_of(576, [96, 96], {1: [16, 16], 2: [3, 40], 3: [0, 64]})
+    for part in (part for parts in added.values() for part in parts):
+        part.down[:, 288:] = -part.down[:, :288]
+    weight = drawn(192, 576, seed=1) / 24
+    adapters = PanelAdapters(())
+    product: Callable[[torch.Tensor], torch.Tensor]
+    if is_gated:
+        gated = PanelGatedLinear(*weight.chunk(2), None, None)
+        product = AdaptedPanelGatedLinear(gated, packed(added, 576, gated_sixteens(gated)), adapters)
+    else:
+        plain = PanelLinear(weight)
+        product = AdaptedPanelLinear(plain, packed(added, 576, sixteens_of(plain)), adapters)
+    x, ids = drawn(400, 576, seed=2), np.array([(i * i) % 4 for i in range(200)] + [1] * 200)
+    # Large numbers that nearly take each other away: added up in another order, what is left of them is another.
+    x[:, 288:] = 100 * x[:, :288] + x[:, 288:]
+    x[:, :288] *= 100
+    adapters.assign(ids)
+    whole = product(x)
+    for num_threads in (1, 2):
+        torch.set_num_threads(num_threads)
+        for num_rows in (1, 12, 13, 150):
+            for first in range(0, 400, max(num_rows, 11)):
+                some = slice(first, first + num_rows)
+                adapters.assign(ids[some])
+                assert torch.equal(product(x[some].contiguous()), whole[some]), (num_threads, num_rows, first)
+
+
+def test_what_does_not_fit_is_refused() -> None:
+    weight, product, adapters = linear_of(64, [32], added_of(64, [32], {1: [4]}))
+    del weight
+    x = drawn(3, 64, seed=1)
+    adapters.assign(np.array([1, 1]))
+    with pytest.raises(RuntimeError, match="one row for each adapter id"):
+        product(x)
+    adapters.assign(np.array([1, -1, 1]))
+    with pytest.raises(RuntimeError, match="adapter ids must be in"):
+        product(x)
+    down, up, pairs = torch.zeros(1, 32, 16, 2, dtype=BFLOAT16), torch.zeros(4, 16, 2, dtype=BFLOAT16), [(0, 2), (6, 2)]
+    made = torch.classes.tandem_cpu.AddedProduct(64, 2)
+    made.add(1, down, up, torch.tensor(pairs))
+    for change in ([(0, 2), (7, 2)], [(-1, 2), (0, 2)], [(0, 2), (0, 3)], [(0, 2), (0, 2), (0, 0)]):
+        with pytest.raises(RuntimeError, match="pairs"):
+            made.add(1, down, up, torch.tensor(change))
+    with pytest.raises(RuntimeError, match="of the product's inputs"):
+        made.add(1, torch.zeros(1, 31, 16, 2, dtype=BFLOAT16), up, torch.tensor(pairs))
+    with pytest.raises(RuntimeError, match="id must be in"):
+        made.add(0, down, up, torch.tensor(pairs))
