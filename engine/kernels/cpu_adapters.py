@@ -11,7 +11,7 @@ Shapes: T tokens, R ranks of an adapter's products side by side.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -20,11 +20,10 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 
 from engine.kernels.cpu import LANES, PANEL, FusedLayers, PanelGatedLinear, PanelLinear
-from engine.layers import GatedLinear, Linear
+from engine.layers import GatedLinear, Linear, MakeLinear
 from engine.lora.adapters import AdapterIds, Adapters, Added, AddedPart
 from engine.lora.modules import LoRAModule
 from engine.models.parts import Parts
-from engine.scaled_weight import Weight
 
 
 def with_adapters(parts: Parts, modules: Sequence[LoRAModule]) -> Parts:
@@ -43,13 +42,10 @@ class PanelAdapters(Adapters):
         self.ids_T = torch.from_numpy(adapter_ids).int() if adapter_ids.any() else None
 
     def adapt_gated(
-        self,
-        parts: Parts,
-        product: tuple[Weight, Weight, torch.Tensor | None, torch.Tensor | None],
-        outputs: Mapping[str, int],
-        inputs: int,
+        self, gated_linear: Callable[..., GatedLinear], linear: MakeLinear, outputs: Mapping[str, int], inputs: int
     ) -> GatedLinear:
-        gated = parts.gated_linear(*product)
+        del linear
+        gated = gated_linear()
         added = self._take(outputs, inputs)
         if not added:
             return gated

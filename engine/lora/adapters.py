@@ -11,9 +11,9 @@ Shapes: T tokens of a step, n those of one adapter, R ranks of a product's adapt
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -27,9 +27,6 @@ from engine.lora.modules import WEIGHTS_FILE, LoRAModule
 from engine.model_loader.weights import PLAIN_DTYPES, opening
 from engine.scaled_weight import Weight
 from engine.to_device import to_device
-
-if TYPE_CHECKING:
-    from engine.models.parts import Parts
 
 PREFIX = "base_model.model."
 """Of all names in PEFT's files: its wrappers around the model."""
@@ -87,22 +84,18 @@ class Adapters:
         return self._adapted(linear, added, outputs, inputs) if added else linear
 
     def adapt_gated(
-        self,
-        parts: Parts,
-        product: tuple[Weight, Weight, torch.Tensor | None, torch.Tensor | None],
-        outputs: Mapping[str, int],
-        inputs: int,
+        self, gated_linear: Callable[..., GatedLinear], linear: MakeLinear, outputs: Mapping[str, int], inputs: int
     ) -> GatedLinear:
-        """The same of a gate and what it is applied to: `parts.gated_linear(*product)`."""
+        """The same of a gate and what it is applied to: what `gated_linear` makes, of products that `linear` makes."""
         added = self._take(outputs, inputs)
         if not added:
-            return parts.gated_linear(*product)
+            return gated_linear()
 
         def adapted(weight: Weight, bias: torch.Tensor | None) -> Linear:
-            return self._adapted(parts.linear(weight, bias), added, outputs, inputs)
+            return self._adapted(linear(weight, bias), added, outputs, inputs)
 
         # What adapters add comes before one is applied to the other, so these are two steps.
-        return parts.gated_linear(*product, linear=adapted)
+        return gated_linear(linear=adapted)
 
     def check_all_taken(self) -> None:
         """Raises `ValueError` where an adapter changes what it cannot change here."""

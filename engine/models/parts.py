@@ -9,17 +9,14 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING
 
 import torch
 
 from engine.layers import GatedLinear, Linear, MakeLinear, RMSNorm, RowParallelLinear, SumOverRanks
+from engine.lora.adapters import Adapters
 from engine.model_loader.weights import Weights
 from engine.models.layer import DecoderLayer, LayerStack, PlainLayers
 from engine.scaled_weight import Weight, stacked
-
-if TYPE_CHECKING:
-    from engine.lora.adapters import Adapters
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,11 +75,11 @@ class PartsFactory:
     def gated_linear(self, gate: str, up: str, outputs: int, inputs: int, has_bias: bool) -> GatedLinear:
         gate_weight, gate_bias = self._as_stored(gate, outputs, inputs, has_bias)
         up_weight, up_bias = self._as_stored(up, outputs, inputs, has_bias)
-        product = (gate_weight, up_weight, gate_bias, up_bias)
+        gated_linear = partial(self.parts.gated_linear, gate_weight, up_weight, gate_bias, up_bias)
         adapters = self.parts.adapters
         if adapters is None:
-            return self.parts.gated_linear(*product)
-        return adapters.adapt_gated(self.parts, product, {gate: outputs, up: outputs}, inputs)
+            return gated_linear()
+        return adapters.adapt_gated(gated_linear, self.parts.linear, {gate: outputs, up: outputs}, inputs)
 
     def rms_norm(self, name: str, size: int, eps: float | None = None) -> RMSNorm:
         """`eps`: where it is not the model's."""
