@@ -25,6 +25,7 @@ from router.request_state import AttemptNumbers
 from router.sequences import Sequences, names_at_workers, params_of_sequence
 from router.text.chat_template import ChatTemplate
 from router.text.detokenizer import IncrementalDetokenizer, StopStrings
+from router.text.harmony import Harmony
 from router.text.reasoning import NO_REASONING, AnswerReader, Reasoning, reasoning_of
 from router.text.tokenizer import Tokenizer
 from router.text.tool_calls import call_id
@@ -176,7 +177,8 @@ class InferenceServicer(InferenceServicerBase):  # type: ignore[misc]
             grammar = asked.grammar(self._texts.tokenizer.added_ids(asked.words)).text
         thinks = model.reasoning_parser if validated.is_chat else ""
         reasoning = reasoning_of(thinks, prompt.thought_opened_by, has_form=bool(grammar))
-        grammar = reasoning.grammar(grammar, tokens=self._texts.tokenizer.added_ids(reasoning.words))
+        words = self._texts.tokenizer.added_ids(reasoning.words)
+        grammar = reasoning.grammar(grammar, tokens=words, is_calls=asked.holds)
         params = resolve_sampling(validated.sampling_params, model, len(prompt_token_ids))
         stops = StopStrings(params.stop)  # thousands of states: one for all answers
         lifecycles: list[Lifecycle] = []
@@ -224,7 +226,7 @@ class InferenceServicer(InferenceServicerBase):  # type: ignore[misc]
         model: ModelInfo,
         stops: StopStrings,
         asked: AskedTools,
-        reasoning: Reasoning = NO_REASONING,
+        reasoning: Reasoning | Harmony = NO_REASONING,
     ) -> IncrementalDetokenizer:
         return IncrementalDetokenizer(
             self._texts.tokenizer,
