@@ -42,7 +42,6 @@ from router.text.calls.heads import MAX_HEAD_CHARS
 from router.text.tool_calls import Told, ToolCallParser
 from router.text.words import first_of, num_held
 
-MAX_WORD_CHARS = max(map(len, WORDS))
 MIN_PART_CHARS = 3
 """Of a word, at an answer's end: fewer may be meant as they are, `<` and `<|` are operators."""
 BETWEEN = "\n\n"
@@ -175,10 +174,9 @@ class HarmonyParser:
         if self._is_first and not _may_be_first(self._text):
             self._begin(_Kind.CONTENT)
             return True
-        # A word that begins within the bound is whole here: what is found is the same in whatever pieces it came.
-        found = first_of(self._text[: MAX_HEAD_CHARS + MAX_WORD_CHARS], HEADER_ENDS)
-        if found is None or found[0] > MAX_HEAD_CHARS:
-            if found is None and len(self._text) < MAX_HEAD_CHARS + MAX_WORD_CHARS:
+        found = first_of(self._text[:MAX_HEAD_CHARS], HEADER_ENDS)
+        if found is None:
+            if len(self._text) < MAX_HEAD_CHARS:
                 return False
             self._text = self._text.removeprefix(CHANNEL)  # which would begin another header
             self._begin(_Kind.CONTENT)

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tool_call_cases import outcome
 
-from router.text.calls.harmony import WORDS
+from router.text.calls.harmony import WORDS, Header, header_of
 from router.text.calls.heads import MAX_HEAD_CHARS
 from router.text.harmony import HarmonyParser, header_at_end_of
 from router.text.reasoning import Harmony, opened_by, reasoning_of
@@ -190,6 +190,11 @@ def test_no_text_takes_long(opened: str, piece: str) -> None:
         reader.push(piece)
     reader.finish()
     assert time.process_time() - began_s < 2
+
+
+def test_whom_a_message_is_to_is_its_own_models_to_say() -> None:
+    assert header_of("assistant to=functions.f<|channel|>commentary json") == Header("commentary", "f")
+    assert header_of("functions.f to=assistant<|channel|>commentary") == Header("commentary", "")
 
 
 # -- what the prompt has begun ----------------------------------------------------------------------------------------
