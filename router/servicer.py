@@ -173,12 +173,9 @@ class InferenceServicer(InferenceServicerBase):  # type: ignore[misc]
         require_worker(self._cluster.pool)
         asked = validated.asked_tools
         grammar = await compile_grammar(validated.sampling_params, self._grammars, asked)
-        if asked.holds:  # checked as text: of tokens by number nothing is known there
-            grammar = asked.grammar(self._texts.tokenizer.added_ids(asked.words)).text
         thinks = model.reasoning_parser if validated.is_chat else ""
         reasoning = reasoning_of(thinks, prompt.thought_opened_by, has_form=bool(grammar))
-        words = self._texts.tokenizer.added_ids(reasoning.words)
-        grammar = reasoning.grammar(grammar, tokens=words, is_calls=asked.holds)
+        grammar = self._grammar(grammar, asked, reasoning)
         params = resolve_sampling(validated.sampling_params, model, len(prompt_token_ids))
         stops = StopStrings(params.stop)  # thousands of states: one for all answers
         lifecycles: list[Lifecycle] = []
@@ -218,6 +215,14 @@ class InferenceServicer(InferenceServicerBase):  # type: ignore[misc]
         async with aclosing(sequences.run()) as responses:
             async for response in responses:
                 yield response
+
+    def _grammar(self, form: str, asked: AskedTools, reasoning: Reasoning | Harmony) -> str:
+        """Of all that an answer says whose calls, or content, `form` holds. Empty: no form. `form` was checked as text:
+        of tokens by number nothing is known there."""
+        added_ids = self._texts.tokenizer.added_ids
+        if asked.holds:
+            form = asked.grammar(added_ids(asked.words)).text
+        return reasoning.grammar(form, tokens=added_ids(reasoning.words), is_calls=asked.holds)
 
     def _detokenizer(
         self,

@@ -28,6 +28,7 @@ from router.text.chat_template import ChatTemplate
 from router.text.detokenizer import StopStrings
 from router.text.harmony import Harmony
 from router.text.reasoning import reasoning_of
+from router.text.structured_outputs import grammar_of
 from router.text.tokenizer import Tokenizer
 from router.text.tool_calls import ToolCallParser
 from router.text.tool_formats import FORMATS, calls_grammar
@@ -41,6 +42,8 @@ TOOLS = [
     Tool(name="weather", parameters={"properties": {"city": {"type": "string", "maxLength": 5}}, "required": ["city"]}),
     Tool(name="now"),
 ]
+NOW = [{"function": {"name": "now"}}]
+CALL, FINAL = f"{TO}now{JSON}{{}}", f"{F}{{}}"
 HI: list[Any] = [{"role": "user", "content": "Hi"}]
 
 
@@ -244,6 +247,35 @@ def test_an_answer_is_taken_up_at_any_token_and_tells_no_word(
         last = cut_off.last(pb.FINISH_REASON_LENGTH, num_cached_tokens=0, timings=pb.Timings())
         assert whole[0].startswith(first.reasoning + last.reasoning)
         assert whole[1].startswith(first.text + last.text), "no word, nor a header that a limit cuts off"
+
+
+@pytest.mark.parametrize(
+    ("asked", "opened", "right", "wrong"),
+    [
+        ({"structured_outputs": {"json_object": True}}, "", [FINAL], [CALL]),
+        ({"structured_outputs": {"json_object": True}}, F, ["{}"], [CALL, FINAL]),
+        ({"structured_outputs": {"json_object": True}, "tools": NOW}, "", [CALL, FINAL], [f"{F}[]"]),
+        ({"tools": NOW, "tool_choice": "required"}, "", [CALL], [FINAL]),
+        ({"tools": NOW, "tool_choice": "required"}, F, [f"{NEXT}{CALL}"], [CALL, FINAL]),
+    ],
+)
+def test_what_is_asked_is_what_an_answer_is_held_to(
+    asked: dict[str, Any],
+    opened: str,
+    right: list[str],
+    wrong: list[str],
+    grammars: Grammars,
+    made: tokenizers.Tokenizer,
+    ends: frozenset[int],
+) -> None:
+    servicer = harmony_model(made, ends)
+    validated = validate(generate_request(HI, **asked), servicer._texts.model)
+    reasoning = reasoning_of("openai_gptoss", opened, has_form=True)
+    form = grammar_of(validated.sampling_params.structured_outputs)
+    grammar = servicer._grammar(form, validated.asked_tools, reasoning)
+    assert [may_be(grammars, made, grammar, each) for each in right] == [True] * len(right)
+    assert [may_be(grammars, made, grammar, each) for each in wrong] == [False] * len(wrong)
+    assert may_be(grammars, made, grammar, f"{A}So.{NEXT}{right[0]}") == (not opened)
 
 
 # -- templates --------------------------------------------------------------------------------------------------------
