@@ -44,6 +44,8 @@ from router.text.words import first_of, num_held
 
 MIN_PART_CHARS = 3
 """Of a word, at an answer's end: fewer may be meant as they are, `<` and `<|` are operators."""
+MAX_PIECE_CHARS = 4096
+"""That are looked through at once: what follows a word is looked through again."""
 BETWEEN = "\n\n"
 """Messages of one kind."""
 _OPENED = re.compile(
@@ -132,10 +134,13 @@ class HarmonyParser:
 
     def push(self, text: str) -> Told:
         """What is new with `text`."""
-        self._text += text
-        while self._step():
-            pass
-        return self._told()
+        told = Told()
+        for begin in range(0, len(text), MAX_PIECE_CHARS):
+            self._text += text[begin : begin + MAX_PIECE_CHARS]
+            while self._step():
+                pass
+            told = _joined(told, self._told())
+        return told
 
     def finish(self) -> Told:
         """The answer is over: a header that it breaks off in is nothing, nor is a part of a word."""
@@ -146,10 +151,7 @@ class HarmonyParser:
         if self._state is not _State.GAP and not is_header:
             self._tell(rest)
         told = self._told()
-        if self._calls is not None:
-            last = self._calls.finish()
-            told = Told(told.content + last.content, [*told.calls, *last.calls], told.reasoning)
-        return told
+        return told if self._calls is None else _joined(told, self._calls.finish())
 
     def _told(self) -> Told:
         reasoning, answer = "".join(self._reasoning), "".join(self._answer)
@@ -238,6 +240,13 @@ class HarmonyParser:
         told.append(text)
         self._is_new = False
         self._has_told.add(self._kind)
+
+
+def _joined(told: Told, more: Told) -> Told:
+    told.content += more.content
+    told.reasoning += more.reasoning
+    told.calls += more.calls
+    return told
 
 
 def _may_be_first(text: str, *, is_whole: bool = False) -> bool:

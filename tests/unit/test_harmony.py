@@ -192,6 +192,14 @@ def test_no_text_takes_long(opened: str, piece: str) -> None:
     assert time.process_time() - began_s < 2
 
 
+@pytest.mark.parametrize("piece", ["<|end|>", f"{TO}now{JSON}", f"{F}a"])
+def test_no_text_that_comes_at_once_takes_long(piece: str) -> None:
+    """An answer that goes on at another router."""
+    began_s = time.process_time()
+    parser().push(piece * 10_000)
+    assert time.process_time() - began_s < 2
+
+
 def test_whom_a_message_is_to_is_its_own_models_to_say() -> None:
     assert header_of("assistant to=functions.f<|channel|>commentary json") == Header("commentary", "f")
     assert header_of("functions.f to=assistant<|channel|>commentary") == Header("commentary", "")
