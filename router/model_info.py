@@ -12,8 +12,9 @@ from pathlib import Path
 from typing import Any
 
 from protos import tandem_inference_pb2 as pb
+from router.text.calls.harmony import OPENAI
 from router.text.chat_template import ChatTemplate
-from router.text.reasoning import NONE, parser_of_template
+from router.text.reasoning import HARMONY, NONE, parser_of_template
 from router.text.tokenizer import read_json
 from router.text.tool_formats import AUTO, FORMATS, format_of_template
 
@@ -142,13 +143,18 @@ class ModelInfo:
         else:
             because = f"{which} teaches no way of calling tools that is known here; it may be named "
             because += f"(--tool-call-parser {'|'.join(FORMATS)})"
+        thinks = _reasoning_parser(template, reasoning_parser, calls)
+        if calls and (calls == OPENAI.name) != (thinks == HARMONY):
+            because = f"calls in the format {calls!r} cannot be read with --reasoning-parser {thinks or NONE}: "
+            because += f"--tool-call-parser {OPENAI.name} and --reasoning-parser {HARMONY} go together"
+            calls = ""
         return replace(
             self,
             has_chat_template=template is not None,
             tool_call_parser=calls,
             no_tools_because=because,
             shows_tools=template is not None and problem is None,
-            reasoning_parser=_reasoning_parser(template, reasoning_parser),
+            reasoning_parser=thinks,
         )
 
     def with_worker(self, model: pb.GetModelInfoResponse, lora_names: Iterable[str] = ()) -> ModelInfo:
@@ -193,9 +199,12 @@ class ModelInfo:
         )
 
 
-def _reasoning_parser(template: ChatTemplate | None, parser: str) -> str:
+def _reasoning_parser(template: ChatTemplate | None, parser: str, calls: str) -> str:
+    """`calls`: how the model writes those, which may tell it."""
     if template is None or parser == NONE:
         return ""
+    if parser == AUTO and calls == OPENAI.name:
+        return HARMONY
     return parser_of_template(template.source + template.tool_source) if parser == AUTO else parser
 
 

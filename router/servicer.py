@@ -25,6 +25,7 @@ from router.request_state import AttemptNumbers
 from router.sequences import Sequences, names_at_workers, params_of_sequence
 from router.text.chat_template import ChatTemplate
 from router.text.detokenizer import IncrementalDetokenizer, StopStrings
+from router.text.harmony import Harmony
 from router.text.reasoning import NO_REASONING, AnswerReader, Reasoning, reasoning_of
 from router.text.tokenizer import Tokenizer
 from router.text.tool_calls import call_id
@@ -172,11 +173,9 @@ class InferenceServicer(InferenceServicerBase):  # type: ignore[misc]
         require_worker(self._cluster.pool)
         asked = validated.asked_tools
         grammar = await compile_grammar(validated.sampling_params, self._grammars, asked)
-        if asked.holds:  # checked as text: of tokens by number nothing is known there
-            grammar = asked.grammar(self._texts.tokenizer.added_ids(asked.words)).text
         thinks = model.reasoning_parser if validated.is_chat else ""
         reasoning = reasoning_of(thinks, prompt.thought_opened_by, has_form=bool(grammar))
-        grammar = reasoning.grammar(grammar, tokens=self._texts.tokenizer.added_ids(reasoning.words))
+        grammar = self._grammar(grammar, asked, reasoning)
         params = resolve_sampling(validated.sampling_params, model, len(prompt_token_ids))
         stops = StopStrings(params.stop)  # thousands of states: one for all answers
         lifecycles: list[Lifecycle] = []
@@ -217,6 +216,14 @@ class InferenceServicer(InferenceServicerBase):  # type: ignore[misc]
             async for response in responses:
                 yield response
 
+    def _grammar(self, form: str, asked: AskedTools, reasoning: Reasoning | Harmony) -> str:
+        """Of all that an answer says whose calls, or content, `form` holds. Empty: no form. `form` was checked as text:
+        of tokens by number nothing is known there."""
+        added_ids = self._texts.tokenizer.added_ids
+        if asked.holds:
+            form = asked.grammar(added_ids(asked.words)).text
+        return reasoning.grammar(form, tokens=added_ids(reasoning.words), is_calls=asked.holds)
+
     def _detokenizer(
         self,
         prompt_token_ids: list[int],
@@ -224,7 +231,7 @@ class InferenceServicer(InferenceServicerBase):  # type: ignore[misc]
         model: ModelInfo,
         stops: StopStrings,
         asked: AskedTools,
-        reasoning: Reasoning = NO_REASONING,
+        reasoning: Reasoning | Harmony = NO_REASONING,
     ) -> IncrementalDetokenizer:
         return IncrementalDetokenizer(
             self._texts.tokenizer,

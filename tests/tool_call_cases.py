@@ -94,10 +94,18 @@ def _glm(calls: Iterable[Call], space: str) -> str:
     return space.join(each)
 
 
+def _openai(calls: Iterable[Call]) -> str:
+    """Behind the START of the first message, which is in the prompt."""
+    return "<|end|><|start|>assistant".join(
+        f"<|channel|>commentary to=functions.{name} <|constrain|>json<|message|>{json.dumps(arguments)}"
+        for name, arguments in calls
+    )
+
+
 WRITERS = {
     "hermes": _hermes, "llama3_json": _llama3, "mistral": _mistral, "deepseek_v3": _deepseek_v3,
     "deepseek_v31": _deepseek_v31, "qwen3_coder": _qwen3_coder, "qwen3_xml": _qwen3_coder,
-    "glm45": lambda calls: _glm(calls, "\n"), "glm47": lambda calls: _glm(calls, ""),
+    "glm45": lambda calls: _glm(calls, "\n"), "glm47": lambda calls: _glm(calls, ""), "openai": _openai,
 }  # fmt: skip
 
 

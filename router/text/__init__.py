@@ -3,6 +3,7 @@
     messages ──chat_template──> text ──tokenizer──> token ids        token ids ──detokenizer──> text
                                                      text ──reasoning──> what was thought │ said ──tool_calls──> calls
 
+    harmony               answers of messages (gpt-oss), in which both take turns
     tool_formats          which way of writing calls a template teaches
     calls                 those ways
     structured_outputs    forms that answers are held to, as grammars

@@ -48,6 +48,8 @@ class ChatMessage:
         """What was not said is not there: templates ask for that."""
         said = {"tool_calls": list(self.tool_calls), "tool_call_id": self.tool_call_id, "name": self.name}
         said |= {"reasoning_content": self.reasoning, "reasoning": self.reasoning}  # by either name templates know it
+        if self.tool_calls and not self.content:  # gpt-oss' shows it nowhere else, and refuses it beside content
+            said["thinking"] = self.reasoning
         return {"role": self.role, "content": self.content, **{key: value for key, value in said.items() if value}}
 
 

@@ -18,6 +18,8 @@ from dataclasses import dataclass
 from types import MappingProxyType
 
 from router.text.calls.free_text import pattern, text_without
+from router.text.calls.harmony import CHANNEL
+from router.text.harmony import Harmony, HarmonyParser, header_at_end_of
 from router.text.tool_calls import Told, ToolCallParser
 from router.text.tool_formats import without_comments
 from router.text.words import first_of, num_held
@@ -42,13 +44,17 @@ MARKS = {
     ),
 }
 """By vLLM's names. Two are read alike: how an answer begins is seen, not known by the name."""
-PARSERS = tuple(MARKS)
+HARMONY = "openai_gptoss"
+"""Answers of messages: what is thought stands between others (`router.text.harmony`)."""
+PARSERS = (*MARKS, HARMONY)
 NONE = "none"
 
 
 def parser_of_template(source: str) -> str:
     """The one of the models that a chat template is for. Empty: it knows nothing of thoughts."""
     plain = without_comments(source)
+    if CHANNEL in plain:
+        return HARMONY
     if THINK.ends[0] in plain:
         return "qwen3" if "enable_thinking" in plain else "deepseek_r1"
     known = (("mistral", MARKS["mistral"].ends), ("granite", MARKS["granite"].begins))
@@ -56,9 +62,11 @@ def parser_of_template(source: str) -> str:
 
 
 def opened_by(prompt: str) -> str:
-    """The word at the prompt's end with which it has begun what the model thinks. Empty: it has not."""
+    """The word at the prompt's end with which it has begun what the model thinks; of messages, with what it has begun
+    one. Empty: it has not."""
     said = prompt.rstrip()
-    return next((word for marks in MARKS.values() for word in marks.begins if said.endswith(word)), "")
+    word = next((word for marks in MARKS.values() for word in marks.begins if said.endswith(word)), "")
+    return word or header_at_end_of(prompt)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -70,9 +78,10 @@ class Reasoning:
     is_open: bool = False
     """The prompt has begun it."""
 
-    def grammar(self, form: str, *, tokens: Mapping[str, int] = MappingProxyType({})) -> str:
+    def grammar(self, form: str, *, tokens: Mapping[str, int] = MappingProxyType({}), is_calls: bool = False) -> str:
         """Of answers whose content `form` holds to one (as workers go by it), and which may think before, where the
-        prompt has begun that. `tokens`: ids of those of `words` that are tokens by themselves. As llguidance reads it.
+        prompt has begun that. `tokens`: ids of those of `words` that are tokens by themselves. `is_calls`: it is calls
+        that the form holds. As llguidance reads it.
 
         A token that was added to a vocabulary it knows by its number alone. Spelled in other tokens the word would end
         the thought for whoever reads the text, and not for the grammar: so it may not be."""
@@ -100,9 +109,12 @@ class Reasoning:
 NO_REASONING = Reasoning()
 
 
-def reasoning_of(parser: str, opened: str, *, has_form: bool) -> Reasoning:
+def reasoning_of(parser: str, opened: str, *, has_form: bool) -> Reasoning | Harmony:
     """Of a model's `parser`, empty for none, and the word with which the prompt has begun a thought, if it has.
-    `has_form`: the answers are held to one, which is all that they say, unless the prompt has begun a thought."""
+    `has_form`: the answers are held to one, which is all that they say, unless the prompt has begun a thought, or
+    answers are messages."""
+    if parser == HARMONY:
+        return Harmony(opened=opened if opened.startswith(CHANNEL) else "")
     marks = MARKS.get(parser)
     is_open = marks is not None and opened in marks.begins
     if marks is None or (has_form and not is_open):
@@ -224,5 +236,5 @@ class ReasoningParser:
         return bool(self._text)
 
 
-AnswerReader = ToolCallParser | ReasoningParser
+AnswerReader = ToolCallParser | ReasoningParser | HarmonyParser
 """Takes an answer's text; tells what of it is of which kind."""

@@ -91,6 +91,10 @@ class ToolCallParser:
         self._num_calls = 0
         self._told = Told()
 
+    def may_call(self, name: str) -> bool:
+        """Whether there is such a tool."""
+        return name in self._names
+
     def push(self, text: str) -> Told:
         """What is new with `text`."""
         self._text += text

@@ -13,12 +13,13 @@ from typing import Any
 
 from router.text.calls.call_format import FORM, GrammarLines, Tool, ToolFormat, json_of
 from router.text.calls.deepseek import DEEPSEEK_V3, DEEPSEEK_V31
+from router.text.calls.harmony import OPENAI
 from router.text.calls.mistral import MISTRAL
 from router.text.calls.object_calls import HERMES, LLAMA3_JSON
 from router.text.calls.tagged import GLM45, GLM47, QWEN3_CODER, QWEN3_XML
 
 _KNOWN: tuple[ToolFormat, ...] = (
-    HERMES, LLAMA3_JSON, MISTRAL, DEEPSEEK_V3, DEEPSEEK_V31, QWEN3_CODER, QWEN3_XML, GLM45, GLM47
+    HERMES, LLAMA3_JSON, MISTRAL, DEEPSEEK_V3, DEEPSEEK_V31, QWEN3_CODER, QWEN3_XML, GLM45, GLM47, OPENAI
 )  # fmt: skip
 FORMATS = {each.name: each for each in _KNOWN}
 AUTO = "auto"
@@ -49,6 +50,8 @@ def calls_grammar(
     lines = GrammarLines(tokens)
     calls = tool_format.answer(lines, tools, is_one=is_one)
     if or_form is not None:
-        calls = f"{calls} | {lines.add('form', json_of(or_form), place=FORM)}"
+        form = lines.add("form", json_of(or_form), place=FORM)
+        begin = f"{lines.literal(tool_format.form_begins)} " if tool_format.form_begins else ""
+        calls = f"{calls} | {begin}{form}"
     lines.begin_with(calls)
     return lines

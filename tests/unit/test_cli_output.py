@@ -219,7 +219,7 @@ def test_without_a_router_there_is_one_readable_line(command: list[str]) -> None
         (["generate", "x", "--chat-template-kwargs", "[1]"], "--chat-template-kwargs: must be a JSON object, is [1]"),
         (
             ["up", "--reasoning-parser", "r1"],
-            "'r1' is not one of 'auto', 'qwen3', 'deepseek_r1', 'mistral', 'granite', 'none'",
+            "'r1' is not one of 'auto', 'qwen3', 'deepseek_r1', 'mistral', 'granite', 'openai_gptoss', 'none'",
         ),
         (["up", "--decode", "0"], "--decode must be at least 1, is 0"),
         (["up", "--aggregated", "--prefill", "2"], "--aggregated starts no prefill workers"),

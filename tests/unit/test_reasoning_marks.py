@@ -9,7 +9,8 @@ import tokenizers
 from grammar_cases import EOS, grammar_text, tokenizer, write_model
 
 from engine.grammar import Grammars
-from router.text.reasoning import MARKS, PARSERS, ReasoningParser, opened_by, parser_of_template, reasoning_of
+from router.text.harmony import Harmony
+from router.text.reasoning import MARKS, Reasoning, ReasoningParser, opened_by, parser_of_template, reasoning_of
 from router.text.tokenizer import Tokenizer
 from router.text.tool_calls import ToolCallParser
 from router.text.tool_formats import FORMATS
@@ -64,20 +65,22 @@ def test_calls_follow_what_was_thought() -> None:
     [
         ("'[THINK]' + m.reasoning + '[/THINK]'", "mistral"), ("{# [/THINK] #}", ""), ("[THINKING]", ""),
         ("Write your thoughts after 'Here is my thought process:'", "granite"), ("Here is my response:", ""),
-        ("</think> [/THINK]", "deepseek_r1"),
+        ("</think> [/THINK]", "deepseek_r1"), ("'<|start|>assistant<|channel|>final<|message|>'", "openai_gptoss"),
     ],
 )  # fmt: skip
 def test_a_template_tells_how_its_model_thinks(source: str, known: str) -> None:
     assert parser_of_template(source) == known
 
 
-@pytest.mark.parametrize("parser", PARSERS)
+@pytest.mark.parametrize("parser", MARKS)
 def test_a_thought_that_the_prompt_began_is_one_to_its_own_model_alone(parser: str) -> None:
     begin = MARKS[parser].begins[0]
     assert opened_by(f"Hi {begin}\n") == begin
-    for other in PARSERS:
+    for other in MARKS:
         reasoning = reasoning_of(other, opened_by(begin), has_form=False)
+        assert isinstance(reasoning, Reasoning)
         assert reasoning.is_open == (MARKS[other] == MARKS[parser])
+    assert reasoning_of("openai_gptoss", opened_by(begin), has_form=False) == Harmony()
 
 
 @pytest.mark.parametrize("is_added", [False, True])

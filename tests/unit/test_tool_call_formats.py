@@ -100,7 +100,26 @@ DEEPSEEK: list[tuple[str, Outcome]] = [
     )),
     (f"{D}{said('deepseek_v31', CITY)}", (D, [OSLO])),
 ]  # fmt: skip
+OPENAI: list[tuple[str, Outcome]] = [
+    (said("openai", CITY), ("", [OSLO])),
+    (said("openai", CITY, ("f", {})), ("", [OSLO, F])),
+    (f"I look. {said('openai', CITY)}<|call|> Done.", ("I look. Done.", [OSLO])),
+    ('<|start|>assistant to=functions.weather<|channel|>commentary json<|message|>{"city": "Oslo"}', ("", [OSLO])),
+    # an end left out, and what is no object
+    (f"{said('openai', CITY)}<|start|>assistant{said('openai', CITY)}", ("", [OSLO, OSLO])),
+    (said("openai", CITY) * 2, ("", [OSLO, OSLO])),
+    ("<|channel|>commentary to=functions.f<|message|>Oslo<|call|>", ("", [("f", "Oslo")])),
+    # cut off
+    (said("openai", CITY)[:-4], ("", [("weather", '{"city": "Os')])),
+    # none
+    *((text, none(text)) for text in (
+        "<|channel|>final<|message|>So.", "<|start|>assistant", "<|channel|>commentary to=functions.f", "<|channel",
+        "<|channel|>commentary to=functions.other<|message|>{}", "<|channel|>commentary to=functions.f<|end|>{}",
+        f"<|channel|>commentary to=functions.{'f' * MAX_HEAD_CHARS}<|message|>{{}}",
+    )),
+]  # fmt: skip
 CASES = [
+    *(("openai", *case) for case in OPENAI),
     *(("mistral", *case) for case in MISTRAL),
     *((parser, *case) for parser in ("deepseek_v3", "deepseek_v31") for case in DEEPSEEK),
 ]

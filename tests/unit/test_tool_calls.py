@@ -185,6 +185,8 @@ TAUGHT = [
     ("<tool_call>f<arg_key>a</arg_key><arg_value>", "glm47"), ("[TOOL_CALL]", None),
     ("'[TOOL_CALLS]' + name", "mistral"), ("<｜tool▁call▁begin｜>function\\n```json\\n", "deepseek_v3"),
     ("<｜tool▁call▁begin｜>name", "deepseek_v31"),
+    ("'<|start|>assistant to=functions.' + name + '<|channel|>commentary json<|message|>' + … + '<|call|>'", "openai"),
+    ("<|channel|>final<|message|>", None),
 ]  # fmt: skip
 
 
@@ -216,7 +218,13 @@ def test_an_answer_is_held_to_calls_that_are_read_as_such(parser: str) -> None:
     wrongs = ["", "Hello", "Well: " + two, two + ".", *map(write, wrong_calls)]
     assert [wrong for wrong in wrongs if is_in(grammar, wrong)] == []
     either = held(parser, TOOLS, is_one=True, or_form={"type": "array"})
-    assert [is_in(either, text) for text in (write(("now", {})), "[1]", "1", two)] == [True, True, False, False]
+    begin = FORMATS[parser].form_begins
+    assert [is_in(either, text) for text in (write(("now", {})), f"{begin}[1]", f"{begin}1", two)] == [
+        True,
+        True,
+        False,
+        False,
+    ]
     only = held(parser, TOOLS[:1], is_one=True)
     assert is_in(only, write(("weather", {"city": "Oslo"})))
     assert not is_in(only, write(*[("weather", {"city": "Oslo"})] * 2))

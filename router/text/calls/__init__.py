@@ -3,6 +3,7 @@
     mistral          [TOOL_CALLS], in both ways of saying what is called
     deepseek         <｜tool▁call▁begin｜> …: deepseek_v3, deepseek_v31
     object_calls     {"name": …, "arguments": …}, with words around it or none: hermes, llama3_json
+    harmony          messages to functions, of gpt-oss: openai
     tagged           values between tags: qwen3_coder, qwen3_xml, glm45, glm47
 
     call_format      what a format is: its words, what reads one call, the grammar of an answer that is calls

@@ -87,6 +87,8 @@ class ToolFormat(ABC):
     """Words that a call begins with. None: one is an object, where an answer begins and after another call."""
     between: str = ""
     """What stands between calls."""
+    form_begins: str = ""
+    """What stands before a form that an answer has instead of calls."""
     known_by: tuple[str, ...]
     """What a chat template says that teaches it, without backslashes."""
     not_by: tuple[str, ...] = ()

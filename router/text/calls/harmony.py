@@ -1,0 +1,117 @@
+"""Messages as gpt-oss writes them, in OpenAI's "harmony" format, and its calls, which are messages to a function.
+
+    <|start|>assistant <|channel|>analysis <|message|> what is thought <|end|>
+    <|start|>assistant <|channel|>commentary to=functions.weather <|constrain|>json <|message|> {"city": …} <|call|>
+    <|start|>assistant <|channel|>final <|message|> the answer <|return|>
+
+(without the spaces between words). To whom a message is may also stand before its channel, as the chat template has it.
+Knows one message: its words, its header, the call that it is. `router.text.harmony` reads a whole answer. Pure.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from router.text.calls.call_format import Body, CallReader, GrammarLines, Head, Tool, ToolFormat, arguments_of, json_of
+from router.text.calls.heads import MAX_HEAD_CHARS
+from router.text.calls.text_values import Schema
+from router.text.words import first_of, num_held
+
+START, CHANNEL, CONSTRAIN, MESSAGE = "<|start|>", "<|channel|>", "<|constrain|>", "<|message|>"
+END, CALL, RETURN = "<|end|>", "<|call|>", "<|return|>"
+"""A message ends with one of these; an answer with one of the last two, which are stop tokens of the model."""
+ENDS = (END, CALL, RETURN)
+WORDS = (START, CHANNEL, CONSTRAIN, MESSAGE, *ENDS)
+HEADER_ENDS = (MESSAGE, START, *ENDS)
+"""Whichever comes first. It was a header if that is the first of them."""
+_BODY_ENDS = (*ENDS, START, CHANNEL)
+ROLE = "assistant"
+TO = "to="
+ANALYSIS, COMMENTARY, FINAL = "analysis", "commentary", "final"
+_NAMESPACE = "functions."
+_CHANNEL = re.compile(re.escape(CHANNEL) + r"\s*(\w+)")
+_RECIPIENT = re.compile(r"(?:^|[\s>])to=([^\s<]+)")
+_ROLE = re.compile(r"\s*([^\s<]*)")
+
+
+class Header(NamedTuple):
+    """What stands before a message."""
+
+    channel: str
+    """Empty: none."""
+    function: str
+    """Whom it is to, without the functions' namespace. Empty: the user, or nobody."""
+
+
+def header_of(text: str) -> Header:
+    """`text`: between START, or the beginning of an answer, and MESSAGE; whatever it is."""
+    channel, recipient, role = _CHANNEL.search(text), _RECIPIENT.search(text), _ROLE.match(text)
+    assert role is not None
+    is_own = role[1] in ("", ROLE) or role[1].startswith(TO)
+    function = recipient[1].removeprefix(_NAMESPACE) if recipient is not None and is_own else ""
+    return Header(channel[1] if channel is not None else "", function)
+
+
+def head_of_call(function: str) -> str:
+    """Of a message that calls it, its START with it."""
+    return f"{START}{ROLE} {TO}{_NAMESPACE}{function}{CHANNEL}{COMMENTARY} json{MESSAGE}"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class HarmonyFormat(ToolFormat):
+    @property
+    def words(self) -> tuple[str, ...]:
+        return WORDS
+
+    def reader(self, begin: str, schemas: Mapping[str, Schema]) -> CallReader:
+        return HarmonyCallReader(begin.removeprefix(START))
+
+    def answer(self, lines: GrammarLines, tools: Sequence[Tool], *, is_one: bool) -> str:
+        """The first message has its START in the prompt. What ends the last one is a stop token, which may come
+        wherever an answer may end."""
+        lines.add("call", " | ".join(f"tool_{number}" for number in range(len(tools))))
+        for number, tool in enumerate(tools):
+            head = f"{CHANNEL}{COMMENTARY} {TO}{_NAMESPACE}{tool.name} {CONSTRAIN}json{MESSAGE}"
+            lines.add(f"tool_{number}", f"{lines.literal(head)} arguments_{number}", place=number)
+            lines.add(f"arguments_{number}", json_of(arguments_of(tool)), place=number)
+        return "call" if is_one else f"call ({lines.literal(END + START + ROLE)} call)*"
+
+
+class HarmonyCallReader:
+    """All of a message is arguments, whatever it says."""
+
+    joint = ""
+    ends: tuple[str, ...] = ()
+
+    def __init__(self, begin: str) -> None:
+        self._begin = begin
+        """Of the header."""
+
+    def head(self, text: str) -> Head | None:
+        found = first_of(text[:MAX_HEAD_CHARS], HEADER_ENDS)
+        if found is None:
+            return None if len(text) < MAX_HEAD_CHARS else Head(0)
+        position, word = found
+        if word != MESSAGE:
+            return Head(position)
+        function = header_of(f"{self._begin} {text[:position]}").function
+        return Head(position + len(word), function) if function else Head(position)
+
+    def body(self, text: str) -> Body:
+        found = first_of(text, _BODY_ENDS)
+        if found is None:
+            num_chars = len(text) - num_held(text, _BODY_ENDS)
+            return Body(num_chars, text[:num_chars])
+        position, word = found
+        return Body(position + (len(word) if word in ENDS else 0), text[:position], is_over=True)
+
+
+OPENAI = HarmonyFormat(
+    name="openai",
+    begins=(START + ROLE, CHANNEL),
+    known_by=(CHANNEL, CALL),
+    form_begins=f"{CHANNEL}{FINAL}{MESSAGE}",
+)
