@@ -10,7 +10,7 @@ import subprocess
 import threading
 import time
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from contextlib import ExitStack, suppress
 from itertools import zip_longest
 from pathlib import Path
@@ -25,8 +25,8 @@ from rpc.errors import Draining, TandemError, Unreachable
 from rpc.failpoints import EXIT_CODE, POINTS
 from tandem.client import AsyncClient
 
-TIMEOUT_S = 2.0
-"""Of a step, where one hangs."""
+TIMEOUT_S = 4.0
+"""Of a step, where one hangs: no other takes as long, whatever runs beside."""
 
 
 @pytest.fixture(scope="module")
@@ -104,9 +104,16 @@ class Hanging:
         assert self.service.process is not None
         return self.service.process
 
-    def hang_when_it_works(self) -> None:
-        wait_until(lambda: with_load(self.cluster, "decode-1"), 20, "decode-1 works")
-        self.file.touch()
+    def ask_until_it_hangs(self, thread: Executor) -> tuple[list[list[int]], Future[list[list[int]]]]:
+        """Prompts of which some are decoded there, in the middle of their answers."""
+        while True:
+            prompts = fresh_prompts()
+            asked = thread.submit(ask, self.cluster, prompts)
+            while not asked.done():
+                if with_load(self.cluster, "decode-1"):
+                    self.file.touch()
+                    return prompts, asked
+            asked.result()
 
     def load(self) -> pb.WorkerLoad:
         return self.cluster.workers()["decode-1"].record.load
@@ -124,10 +131,9 @@ class Hanging:
 
 
 def test_streams_leave_an_engine_that_hangs_until_it_goes_on(cluster: FragileCluster, tmp_path: Path) -> None:
-    hanging, prompts, others = Hanging(cluster, tmp_path / "hangs"), fresh_prompts(), fresh_prompts()
+    hanging, others = Hanging(cluster, tmp_path / "hangs"), fresh_prompts()
     with ThreadPoolExecutor(1) as thread:
-        asked = thread.submit(ask, cluster, prompts)
-        hanging.hang_when_it_works()
+        prompts, asked = hanging.ask_until_it_hangs(thread)
         before_s = time.monotonic()
         try:
             answers = asked.result(60)
@@ -145,10 +151,8 @@ def test_streams_leave_an_engine_that_hangs_until_it_goes_on(cluster: FragileClu
 
 def test_an_engine_that_hangs_for_too_long_ends_and_says_where(cluster: FragileCluster, tmp_path: Path) -> None:
     hanging = Hanging(cluster, tmp_path / "hangs", "--engine-iteration-timeout-s", str(TIMEOUT_S))
-    prompts = fresh_prompts()
     with ThreadPoolExecutor(1) as thread:
-        asked = thread.submit(ask, cluster, prompts)
-        hanging.hang_when_it_works()
+        prompts, asked = hanging.ask_until_it_hangs(thread)
         before_s = time.monotonic()
         try:
             assert hanging.process.wait(10 * TIMEOUT_S) == 1

@@ -250,7 +250,7 @@ def test_positions_beyond_which_neighbours_would_count(tmp_path: Path) -> None:
         (lambda: transformers.OlmoConfig(**SMALL), "LlamaForCausalLM", "has no causal language model of that name"),
         (
             lambda: transformers.OlmoConfig(**SMALL, quantization_config={"quant_method": "fp8"}), "OlmoForCausalLM",
-            "quantization_config is supported in models of our own decoders alone",
+            "quantization_config, but for quant_method mxfp4, is supported in models of our own decoders alone",
         ),
     ],
 )  # fmt: skip
