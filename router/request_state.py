@@ -127,6 +127,8 @@ class RequestState:
     _finish_reason: FinishReason = FinishReason.FINISH_REASON_UNSPECIFIED
     """While SETTLING."""
     _avoid: frozenset[WorkerKey] = frozenset()
+    _has_left_stalled: bool = False
+    """A worker that stood still, and has brought the client nothing since."""
 
     def start(self) -> list[Action]:
         return [EnterQueue(is_return=False)]
@@ -143,7 +145,7 @@ class RequestState:
             case WorkerLost(worker):
                 return self._on_lost(worker, "was lost")
             case WorkerStalled(worker):
-                return self._on_lost(worker, "stands still")
+                return self._on_stalled(worker)
             case Stopped(finish_reason, error):
                 return self._end(finish_reason, self._with_last_failure(error))
             case AccountOverdue():
@@ -214,6 +216,14 @@ class RequestState:
             return []  # its part was done
         return self._retry(NoWorker(f"worker {worker.worker_id} {how}"), avoid=worker, at_fault=None)
 
+    def _on_stalled(self, worker: WorkerKey) -> list[Action]:
+        """Leave it for another, once: where that one stands still, too, this request may be what takes so long."""
+        if self._has_left_stalled:
+            return []
+        actions = self._on_lost(worker, "stands still")
+        self._has_left_stalled = self.phase is Phase.QUEUED and bool(actions)
+        return actions
+
     def _on_worker(self, worker: WorkerKey, said: WorkerEvent) -> list[Action]:
         plan = self.plan
         if plan is None or said.attempt != self.attempt or worker not in (plan.decode, plan.prefill):
@@ -265,6 +275,7 @@ class RequestState:
         if next_index == self.num_resumed:
             self.num_cached_tokens = tokens.num_cached_tokens
         self.token_ids.extend(tokens.token_ids)
+        self._has_left_stalled = False
         actions: list[Action] = [Emit(next_index, list(tokens.token_ids), tokens.logprobs, tokens.prompt_logprobs)]
         if tokens.finish_reason:
             return actions + self._on_last_token(tokens.finish_reason, is_transfer_open=is_decode)

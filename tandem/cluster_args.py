@@ -67,6 +67,7 @@ class ClusterArgs:
     nobody does. The gateway's are on its own port."""
     max_queue_tokens: int = RouterArgs.max_queue_tokens
     lease_ms: int = WorkerArgs.lease_ms
+    engine_iteration_timeout_s: float = WorkerArgs.engine_iteration_timeout_s
 
     def __post_init__(self) -> None:
         if self.num_decode < 1:
@@ -93,7 +94,12 @@ class ClusterArgs:
                 "reasoning_parser": self.reasoning_parser,
             }
             RouterArgs(model=self.engine.model, **router, **shared)
-            WorkerArgs(transport=self.transport, lease_ms=self.lease_ms, **shared)
+            WorkerArgs(
+                transport=self.transport,
+                lease_ms=self.lease_ms,
+                engine_iteration_timeout_s=self.engine_iteration_timeout_s,
+                **shared,
+            )
         except ValueError as error:
             field_name, rest = re.split(r"(?=\W)", str(error), maxsplit=1)
             raise ValueError(f"--{field_name.replace('_', '-')}{rest}") from error
@@ -206,7 +212,7 @@ def worker_spec(args: ClusterArgs, name: str, folder: Path, redis_url: str, adve
         "--advertise", advertise,
         "--failpoints", "",
         "--metrics-listen", args.metrics_listen(name),
-        "--engine-iteration-timeout-s", str(WorkerArgs.engine_iteration_timeout_s),
+        "--engine-iteration-timeout-s", str(args.engine_iteration_timeout_s),
         *NO_TLS,
     ]  # fmt: skip
     env = {

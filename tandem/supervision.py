@@ -29,6 +29,8 @@ USAGE_EXIT_CODE = 2
 """What our commands exit with for a wrong flag or setting: starting them again cannot help."""
 TAIL_LINES = 8
 MAX_LINE_BYTES = 64 * 1024
+HELD_PIPES_S = 0.2
+"""Until it is seen that a process has ended whose pipes something else holds open."""
 
 _DIE_WITH_PARENT = str(Path(__file__).with_name("die_with_parent.py"))
 
@@ -347,7 +349,10 @@ class _Run:
 
     async def wait_exited(self) -> None:
         """Until it has exited and its last lines are read."""
-        await self._process.wait()
+        exited = asyncio.create_task(self._process.wait())
+        while self._process.returncode is None:  # asyncio wakes who waits for it only when its pipes are closed, too
+            await asyncio.wait([exited], timeout=HELD_PIPES_S)
+        exited.cancel()
         # A process that it left behind may hold the pipes open: that is no reason to wait for ever.
         _, pending = await asyncio.wait(self._readers, timeout=1.0)
         for reader in pending:

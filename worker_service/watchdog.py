@@ -5,9 +5,9 @@
       └──────────── progress ──────────┘     └──for `timeout_s`──> STUCK: who watches ends the process; peers and
                                                                    routers know what to do
 
-A stall must also be three times as long as any that came to an end here: a machine that takes long for its longest
-prompts is slow, and is told so about once. Silence is counted in looks of this event loop, not by the clock: a process
-that was stopped and goes on is not stuck.
+A stall must also be three times as long as any that came to an end here, up to three leases: a machine that takes long
+for its longest prompts is slow, and is told so about once; one that hung once may hang again. Silence is counted in
+looks of this event loop, not by the clock: a process that was stopped and goes on is not stuck.
 """
 
 from __future__ import annotations
@@ -19,7 +19,9 @@ from typing import Protocol
 LOOKS_PER_STALL = 10
 """In the shorter of a lease and the timeout."""
 LONGEST_TIMES = 3
-"""What a stall must last, of the longest that ended by itself."""
+"""What a stall must last, of the longest that ended by itself,"""
+MOST_STALLS = 3
+"""and at most so many times what any must."""
 
 
 class Progressing(Protocol):
@@ -39,7 +41,8 @@ class Stalls:
 
     @property
     def is_stalled(self) -> bool:
-        return self.num_same >= max(LOOKS_PER_STALL, LONGEST_TIMES * self._num_longest)
+        num_due = max(LOOKS_PER_STALL, LONGEST_TIMES * self._num_longest)
+        return self.num_same >= min(num_due, MOST_STALLS * LOOKS_PER_STALL)
 
     def look(self, progress: int | None) -> None:
         """`progress`: see `AsyncLLMEngine.progress`."""

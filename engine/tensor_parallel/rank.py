@@ -6,6 +6,7 @@ run_rank ──"here"──> all meet ──> loaded ──on_loaded──> comp
 
 from __future__ import annotations
 
+import ctypes
 import json
 import mmap
 import os
@@ -27,6 +28,9 @@ from engine.tensor_parallel.group import RankGroup
 from engine.tensor_parallel.rank_processes import CONFIG, HERE
 from engine.worker import Worker
 
+PR_SET_PDEATHSIG = 1
+"""Of linux/prctl.h."""
+
 
 def run_rank(
     fd: int,
@@ -35,6 +39,7 @@ def run_rank(
     on_loaded: Callable[[EngineConfig, Worker], None] = lambda config, worker: None,
 ) -> int:
     """Until its engine ends. Returns the exit code. `on_loaded`: called before the first step."""
+    _be_killed_with_engine()
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)  # meant for the engine's process, which lets running answers finish
     connection: Connection[bytes, bytes] = Connection(fd)
@@ -75,6 +80,13 @@ def _map_pool(
         os.close(fd)
     part = torch.frombuffer(memory, dtype=torch.uint8)[rank * shape.pool_bytes : (rank + 1) * shape.pool_bytes]
     return part.view(KV_DTYPES[shape.dtype]).view(shape.axes)
+
+
+def _be_killed_with_engine() -> None:
+    """When the engine's thread ends, whatever it is, also where this process is stopped or hangs: it would keep its
+    device's memory, and the worker's pipes. Where the system has no such thing, `_end_with` is all there is."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
 
 
 def _end_with(fd: int) -> None:

@@ -76,7 +76,11 @@ def _option(flag: str, *names: str, **settings: Any) -> Callable[[Command], Comm
 @_option("--max-queue-tokens", type=int, default=ClusterArgs.max_queue_tokens,
          help="Prompt tokens that may wait before a request; beyond, it is refused.")  # fmt: skip
 @_option("--lease-ms", type=int, default=ClusterArgs.lease_ms,
-         help="A router that is silent for this long is taken for dead by the workers.")  # fmt: skip
+         help="A router that is silent for this long is taken for dead by the workers; an engine that stands still "
+         "within a step for this long is left by the router, where there is another.")  # fmt: skip
+@_option("--engine-iteration-timeout-s", type=float, default=ClusterArgs.engine_iteration_timeout_s,
+         help="A worker whose engine stands still within a step for longer ends and is started again. 0: never.",
+         )  # fmt: skip
 @options_of(PolicyConfig)
 @options_of(EngineArgs)
 @click.pass_context

@@ -192,7 +192,7 @@ def test_a_rank_that_ends_is_noticed_in_the_next_step(tmp_path: Path) -> None:
 
 
 def test_no_rank_outlives_its_engine(tmp_path: Path) -> None:
-    """Killed in the middle of a step, or of loading, its process takes them along."""
+    """Killed in the middle of a step, its process takes them along, also one that hangs."""
     (tmp_path / "config.json").write_text(json.dumps(LLAMA))
     script = textwrap.dedent(
         f"""
@@ -215,6 +215,7 @@ def test_no_rank_outlives_its_engine(tmp_path: Path) -> None:
         pids = [int(pid) for pid in process.stdout.readline().split()]
         assert len(pids) == 1
         assert is_running(pids[0])
+        os.kill(pids[0], signal.SIGSTOP)
         process.kill()
         process.wait()
         wait_until(lambda: not is_running(pids[0]), 10.0, "the rank ends")

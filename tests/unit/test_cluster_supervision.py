@@ -247,6 +247,24 @@ async def test_a_process_that_ran_well_is_started_at_once(supervise: Make, heard
     assert "at once" in heard.deaths[0].what
 
 
+async def test_a_process_whose_child_holds_its_pipes_is_started_again_all_the_same(supervise: Make) -> None:
+    """A rank that hangs on its device may outlive its worker."""
+    process = supervise(
+        "import subprocess; child = subprocess.Popen([sys.executable, '-c', 'import signal; signal.pause()']);"
+        "print(f'listening grpc={child.pid}', flush=True); signal.pause()"
+    )
+    children = []
+    try:
+        pid = await within(10, process.wait_running())
+        children.append(int(process.announced))
+        os.kill(pid, signal.SIGKILL)
+        await within(10, process.wait_running(unlike_pid=pid))
+        children.append(int(process.announced))
+    finally:
+        for child in children:
+            os.kill(child, signal.SIGKILL)
+
+
 @pytest.mark.skipif(sys.platform != "linux", reason="PR_SET_PDEATHSIG is Linux's")
 def test_no_orphan_survives_a_sigkill_of_its_supervisor() -> None:
     source = textwrap.dedent("""

@@ -86,6 +86,7 @@ class World:
         inbox = [[said.event.SerializeToString(deterministic=True) for said in line] for line in self.inbox.values()]
         early = [(t.index, t.finish_reason) for t in state._early]
         mind = (state.phase, state.attempt, state.num_futile, state.plan, state._first_index, early)
+        mind += (state._has_left_stalled,)
         deeds = [sorted((repr(who), n) for who, n in each) for each in (self.at_fault, self.did_well, self.noted)]
         budget = state.budget.num_tokens
         return repr(

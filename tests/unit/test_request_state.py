@@ -267,6 +267,19 @@ def test_decode_worker_lost_goes_on_at_the_next_index(how: type[WorkerLost | Wor
     assert state.token_ids == [5, 6, 7]
 
 
+def test_who_meets_a_second_stall_stays_until_it_has_got_something() -> None:
+    """Its own prompt may be what takes so long: it would go round for ever."""
+    state = RequestState(max_attempts=6, budget=RetryBudget())
+    state.start()
+    state.on(Planned(Plan(D, None)))
+    assert EnterQueue(is_return=True, avoid=frozenset({D})) in state.on(WorkerStalled(D))
+    assert state.on(WorkerStalled(D)) == []
+    state.on(Planned(Plan(D2, None)))
+    assert state.on(WorkerStalled(D2)) == []
+    assert emitted(state.on(tokens(D2, 2, 0, 5))) == [(0, [5])]
+    assert EnterQueue(is_return=True, avoid=frozenset({D, D2})) in state.on(WorkerStalled(D2))
+
+
 @pytest.mark.parametrize("index", [0, 3])
 def test_gap_or_repetition_ends_the_attempt_and_is_not_emitted(index: int) -> None:
     state = prefilling()
