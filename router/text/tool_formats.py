@@ -46,7 +46,7 @@ def calls_grammar(
     tokens: Mapping[str, int] = MappingProxyType({}),
 ) -> GrammarLines:
     """Of an answer that is calls of some of `tools`, one or more, or JSON that fits the schema `or_form`, and nothing
-    else. `tokens`: ids of those of the format's words that are tokens by themselves."""
+    else. `tokens`: ids of those of the format's words that are tokens by themselves. Raises `CannotBeHeld`."""
     lines = GrammarLines(tokens)
     calls = tool_format.answer(lines, tools, is_one=is_one)
     if or_form is not None:

@@ -19,6 +19,7 @@ from google.protobuf.message import Message
 
 from protos import tandem_inference_pb2 as pb
 from router.model_info import ModelInfo
+from router.text.calls.call_format import CannotBeHeld
 from router.text.chat_template import GIVEN_NAMES, ChatMessage, ChatTemplate
 from router.text.reasoning import opened_by
 from router.text.structured_outputs import problem_of
@@ -338,7 +339,11 @@ def _with_form(
         return prompt, None
     if not prompt.asked.holds:
         return prompt, None
-    form = pb.StructuredOutputs(grammar=prompt.asked.grammar().text)
+    try:
+        form = pb.StructuredOutputs(grammar=prompt.asked.grammar().text)
+    except CannotBeHeld as error:
+        violations.append((prompt.asked.field_of(error.tool), f"cannot be held to: {error}"))
+        return prompt, None
     n = max(1, params.n)
     if (problem := problem_of(form, n)) is not None:
         if not (params.HasField("structured_outputs") and problem_of(params.structured_outputs, n)):

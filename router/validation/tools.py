@@ -84,7 +84,8 @@ class AskedTools:
         return bool(self.parser) and (self.is_required or self.or_form is not None)
 
     def grammar(self, tokens: Mapping[str, int] = MappingProxyType({})) -> GrammarLines:
-        """Of answers that have a form. `tokens`: ids of those of `words` that are tokens by themselves."""
+        """Of answers that have a form. `tokens`: ids of those of `words` that are tokens by themselves. Raises
+        `CannotBeHeld`."""
         tools = [self.tools[position] for position in self.callable]
         known = FORMATS[self.parser]
         return calls_grammar(known, tools, is_one=self.is_one, or_form=self.or_form, tokens=tokens)
@@ -98,7 +99,11 @@ class AskedTools:
         why = f"cannot be held to: {match[2]}"
         if place == FORM:
             return "sampling_params.structured_outputs", why
-        return f"chat.tools[{self.callable[place]}].parameters", why
+        return self.field_of(place), why
+
+    def field_of(self, number: int) -> str:
+        """Of a schema: of the tool with that number among those that may be called."""
+        return f"chat.tools[{self.callable[number]}].parameters"
 
 
 NO_TOOLS = AskedTools()

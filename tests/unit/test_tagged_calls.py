@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tool_call_cases import Outcome, held, is_in, outcome, said, text_of
 
-from router.text.calls.call_format import Tool
+from router.text.calls.call_format import CannotBeHeld, Tool
 from router.text.calls.free_text import text_without
 from router.text.calls.tagged import MAX_KEY_CHARS
 from router.text.calls.text_values import MAX_DEPTH, TYPES, Schema, json_of_text
@@ -238,6 +238,59 @@ def test_an_answer_is_held_to_the_schemas(parser: str) -> None:
     uncounted = held(parser, [Tool(name="f", parameters={"properties": long})], is_one=True)
     assert is_in(uncounted, call(parser, text="a"))
     assert "20000" not in uncounted, "which no worker could hold an answer to"
+
+
+def _held_to(parser: str, *required: str, **properties: Any) -> str:
+    parameters = {"type": "object", "properties": properties, "required": list(required)}
+    return held(parser, [Tool(name="now"), Tool(name="f", parameters=parameters)], is_one=True)
+
+
+@pytest.mark.parametrize("parser", PARSERS)
+def test_what_cannot_be_said_between_tags_is_refused(parser: str) -> None:
+    end = FORMATS[parser].words[-1]
+    cannot_be_said, names = "would be told as another value", "cannot be an argument's name"
+    cases: list[tuple[dict[str, Any], tuple[str, ...], str]] = [
+        ({"a": {"const": f"x{end}"}}, (), cannot_be_said),
+        ({"a": {"type": "string", "enum": ["x", "</tool_call>"]}}, ("a",), cannot_be_said),
+        ({"a": {"$ref": "#/properties/b"}, "b": {"const": [end]}}, (), cannot_be_said),
+        ({"a": {"enum": ["True", False]}}, (), cannot_be_said),
+        ({"a": {"enum": []}}, ("a",), "nothing fits"),
+        ({"a": False}, ("a",), "nothing fits"),
+        ({"a": {"$ref": "#/properties/b"}, "b": False}, ("a",), "nothing fits"),
+        ({"a": {"type": "string", "const": 3}}, ("a",), "nothing fits"),
+        *(({name: {}}, (), names) for name in ("a<b", "a>", "a\nb", " a", "a\t", "k" * (MAX_KEY_CHARS + 1), f"a{end}")),
+        ({}, ("a>b",), names),
+    ]
+    for properties, required, reason in cases:
+        with pytest.raises(CannotBeHeld, match=reason) as caught:
+            _held_to(parser, *required, **properties)
+        assert caught.value.tool == 1
+
+
+@pytest.mark.parametrize("parser", PARSERS)
+def test_what_fits_nothing_and_need_not_be_there_is_left_out(parser: str) -> None:
+    grammar = _held_to(parser, never=False, none={"enum": []}, a={"type": "string"}, **{"<": False})
+    assert is_in(grammar, call(parser, a="x"))
+    assert not is_in(grammar, call(parser, never="x"))
+    assert not is_in(grammar, call(parser, none=""))
+    nothing = _held_to(parser, never=False)
+    assert is_in(nothing, call(parser))
+    assert [name for name in ("never", "made_up") if is_in(nothing, call(parser, **{name: "x"}))] == []
+
+
+@pytest.mark.parametrize("parser", PARSERS)
+def test_whatever_an_enum_lets_a_model_say_is_told_as_one_of_its_values(parser: str) -> None:
+    values = ["", "\n", "\na\n", " a ", "</arg", "</function>", "1", 1, "null", None, [1, "\n"], {"a": "<"}, 1e30]
+    grammar = _held_to(parser, any={"enum": values}, text={"type": "string", "enum": ["a", 3]})
+    schemas = {"f": Schema({"properties": {"any": {"enum": values}}})}
+    for value in values:
+        text = call(parser, any=value)
+        assert is_in(grammar, text), value
+        reader = ToolCallParser(FORMATS[parser], schemas, lambda index: f"id-{index}", schemas=schemas)
+        _, [(_, told)] = outcome([reader.push(text), reader.finish()])
+        assert json.loads(told)["any"] in values
+    assert is_in(grammar, call(parser, text="a"))
+    assert not is_in(grammar, call(parser, text=3)), "which would be told as a string"
 
 
 @pytest.mark.parametrize("parser", PARSERS)

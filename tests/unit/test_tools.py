@@ -204,6 +204,20 @@ def test_a_schema_that_cannot_be_held_to_is_named() -> None:
     assert tools.problem_of_form("grammar: too complex") == ("chat.tools", "cannot be held to: too complex")
 
 
+def test_a_schema_that_cannot_be_said_between_tags_is_named() -> None:
+    model = replace(KNOWING, tool_call_parser="glm45")
+    asked = {
+        "tools": [NOW, {"function": {"name": "f", "parameters": {"properties": {"a": {"const": "</arg_value>"}}}}}]
+    }
+    ((named, said),) = wrong_of(HI, model, tool_choice="required", **asked)
+    assert named == "chat.tools[1].parameters"
+    assert said == 'cannot be held to: properties.a: "</arg_value>" would be told as another value'
+    ((named, _),) = wrong_of(HI, model, tool_choice={"function": {"name": "f"}}, **asked)
+    assert named == "chat.tools[1].parameters"
+    validate(generate_request(HI, **asked), model)
+    validate(generate_request(HI, tool_choice={"function": {"name": "now"}}, **asked), model)
+
+
 @pytest.mark.parametrize(
     "pieces", [[(1, "b")], [(0, "")], [(0, "a"), (0, "a")], [(0, "a"), (2, "c")], [(0, "a"), (1, "")]]
 )

@@ -39,6 +39,14 @@ class Tool:
         return {"type": "function", "function": function}
 
 
+class CannotBeHeld(ValueError):  # noqa: N818 (as `rpc.errors` names them)
+    """No answer of the format can be held to a tool's schema, and why. `tool`: its number, of those given."""
+
+    def __init__(self, tool: int, why: str) -> None:
+        super().__init__(why)
+        self.tool = tool
+
+
 class Head(NamedTuple):
     """What stands at a call's beginning."""
 
@@ -113,7 +121,7 @@ class ToolFormat(ABC):
     @abstractmethod
     def answer(self, lines: GrammarLines, tools: Sequence[Tool], *, is_one: bool) -> str:
         """The rule of an answer that is calls of some of `tools`, one or more. The rules that it takes are added to
-        `lines`."""
+        `lines`. Raises `CannotBeHeld`."""
 
 
 class GrammarLines:

@@ -21,9 +21,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from router.text.calls.call_format import Body, CallReader, GrammarLines, Head, Tool, ToolFormat, json_of
+from router.text.calls.call_format import Body, CallReader, CannotBeHeld, GrammarLines, Head, Tool, ToolFormat, json_of
 from router.text.calls.heads import NAME, Cursor, head_of
-from router.text.calls.text_values import STRING, Schema, escaped, json_of_text
+from router.text.calls.text_values import STRING, Schema, escaped, json_of_text, type_of
 from router.text.words import first_of, num_held
 
 CALL, CALL_END = "<tool_call>", "</tool_call>"
@@ -34,6 +34,8 @@ MAX_COUNT = 1000
 """Of a text's characters, that a grammar counts. Longer bounds are not held to: it would take them one by one."""
 MAX_END_CHARS = 64
 """Of the longest tag that ends a value."""
+MAX_SHOWN_CHARS = 80
+"""Of a name or a value, in an error."""
 _SPACE = re.compile(r"\s*")
 _UNSAYABLE = re.compile(r"[<>\n]")
 
@@ -73,23 +75,36 @@ class TaggedFormat(ToolFormat):
         for number, tool in enumerate(tools):
             function = f"\n{FUNCTION}{tool.name}>\n" if self.is_in_function else f"{tool.name}{self.space}"
             end = f"{FUNCTION_END}\n{CALL_END}" if self.is_in_function else CALL_END
-            said = [lines.literal(CALL + function), *self._arguments(lines, tool), lines.literal(end)]
+            try:
+                arguments = self._arguments(lines, tool)
+            except ValueError as error:
+                raise CannotBeHeld(number, str(error)) from error
+            said = [lines.literal(CALL + function), *arguments, lines.literal(end)]
             lines.add(f"tool_{number}", " ".join(said), place=number)
         return "call" if is_one else f"call ({lines.literal(self.between)} call)*"
 
     def _arguments(self, lines: GrammarLines, tool: Tool) -> list[str]:
-        """In the schema's order, those that must be among them."""
+        """In the schema's order. Raises `ValueError` where there are none that fit it, or that can be said."""
         schema = Schema(tool.parameters)
         required = (tool.parameters or {}).get("required")
         required = [name for name in required if isinstance(name, str)] if isinstance(required, list) else []
         said = []
-        for name in dict.fromkeys([*schema.properties, *required]):
-            if _UNSAYABLE.search(name):
+        names = dict.fromkeys([*schema.properties, *required])
+        for name in names:
+            of = schema.properties.get(name, True)
+            if not schema.types(of):
+                if name in required:
+                    raise ValueError(f"properties.{name[:MAX_SHOWN_CHARS]}: nothing fits it, and it is required")
                 continue
-            value = self._value(lines, schema, schema.properties.get(name, True))
+            if _UNSAYABLE.search(name) or name != name.strip() or len(name) > MAX_KEY_CHARS:
+                raise ValueError(f"properties: {name[:MAX_SHOWN_CHARS]!r} cannot be an argument's name between tags")
+            try:
+                value = self._value(lines, schema, of)
+            except ValueError as error:
+                raise ValueError(f"properties.{name[:MAX_SHOWN_CHARS]}: {error}") from error
             argument = f"{lines.literal(f'{self.key}{name}{self.key_end}{self._before_value}')} {value}"
             said.append(argument if name in required else f"({argument})?")
-        if not said and tool.parameters and tool.parameters.get("additionalProperties", True) is not False:
+        if not names and tool.parameters and tool.parameters.get("additionalProperties", True) is not False:
             before, value = lines.literal(self.key_end + self._before_value), self._text(lines)
             said.append(f"({lines.literal(self.key)} /[\\w.-]{{1,64}}/ {before} {value})*")
         return said
@@ -105,17 +120,30 @@ class TaggedFormat(ToolFormat):
     def _value(self, lines: GrammarLines, schema: Schema, of: Any) -> str:
         """Of `of`, a part of `schema`: what it may be, and its end."""
         end = lines.literal(self._behind_value)
-        known = schema.resolved(of)
+        known, types = schema.resolved(of), schema.types(of)
         if "const" in known or isinstance(known.get("enum"), list):
             values = [known["const"]] if "const" in known else known["enum"]
-            texts = (each if isinstance(each, str) else json.dumps(each, ensure_ascii=False) for each in values)
-            said = [lines.literal(each + self._behind_value) for each in texts]
-            return f"({' | '.join(said)})" if said else end
-        types = schema.types(of)
+            texts = self._texts_of([each for each in values if type_of(each) in types], types)
+            return f"({' | '.join(lines.literal(each + self._behind_value) for each in texts)})"
         if "string" not in types:
             return f"{json_of(schema.whole(of))} {end}"
         least, most = (known.get(key) if types == STRING else None for key in ("minLength", "maxLength"))
         return self._text(lines, least, most)
+
+    def _texts_of(self, values: Sequence[Any], types: frozenset[str]) -> list[str]:
+        """As the model says them. Raises `ValueError` where one would not be told as one of them."""
+        if not values:
+            raise ValueError("nothing fits it")
+        known = {json.dumps(each, sort_keys=True) for each in values}
+        texts = [each if isinstance(each, str) else json.dumps(each, ensure_ascii=False) for each in values]
+        for text in texts:
+            found = first_of(text + self._behind_value, self.ends_of_value, 0)
+            is_whole = found is not None and found[0] == len(text) + self._behind_value.index(self.value_end)
+            told = text if types == STRING else json.loads(json_of_text(text, types))
+            if not is_whole or json.dumps(told, sort_keys=True) not in known:
+                shown = json.dumps(text, ensure_ascii=False)[:MAX_SHOWN_CHARS]
+                raise ValueError(f"{shown} would be told as another value")
+        return texts
 
     def _text(self, lines: GrammarLines, least: Any = None, most: Any = None) -> str:
         """Of a value that is text, and its end."""

@@ -37,7 +37,9 @@ class Schema:
         return self._types[name]
 
     def types(self, schema: Any, depth: int = 0) -> frozenset[str]:
-        """What fits `schema`, a part of this one."""
+        """What fits `schema`, a part of this one. Empty: nothing does."""
+        if schema is False:
+            return frozenset()
         if not isinstance(schema, dict) or depth > MAX_DEPTH:
             return TYPES
         found = TYPES
