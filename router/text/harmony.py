@@ -39,6 +39,7 @@ from router.text.calls.harmony import (
     header_of,
 )
 from router.text.calls.heads import MAX_HEAD_CHARS
+from router.text.said import Said
 from router.text.tool_calls import Told, ToolCallParser
 from router.text.words import first_of, num_held
 
@@ -129,8 +130,7 @@ class HarmonyParser:
         """Kinds of messages that there were."""
         self._text = opened
         """Not told yet."""
-        self._reasoning: list[str] = []
-        self._answer: list[str] = []
+        self._said = Said(calls)
 
     def push(self, text: str) -> Told:
         """What is new with `text`."""
@@ -139,7 +139,7 @@ class HarmonyParser:
             self._text += text[begin : begin + MAX_PIECE_CHARS]
             while self._step():
                 pass
-            told = _joined(told, self._told())
+            told.add(self._said.take())
         return told
 
     def finish(self) -> Told:
@@ -150,15 +150,7 @@ class HarmonyParser:
         is_header = self._state is _State.HEAD and (not self._is_first or _may_be_first(rest, is_whole=True))
         if self._state is not _State.GAP and not is_header:
             self._tell(rest)
-        told = self._told()
-        return told if self._calls is None else _joined(told, self._calls.finish())
-
-    def _told(self) -> Told:
-        reasoning, answer = "".join(self._reasoning), "".join(self._answer)
-        self._reasoning, self._answer = [], []
-        told = Told(answer) if self._calls is None else self._calls.push(answer)
-        told.reasoning = reasoning
-        return told
+        return self._said.take_last()
 
     def _step(self) -> bool:
         """Whether there may be more to do."""
@@ -193,7 +185,7 @@ class HarmonyParser:
         channel, function = header_of(header)
         if function and self._calls is not None and self._calls.may_call(function):
             self._begin(_Kind.CALL)
-            self._answer.append(head_of_call(function))
+            self._said.answer.append(head_of_call(function))
         else:
             self._begin(_Kind.THOUGHT if channel == ANALYSIS else _Kind.CONTENT)
         return True
@@ -216,7 +208,7 @@ class HarmonyParser:
         if word in (MESSAGE, CONSTRAIN):  # of no meaning here
             return True
         if self._kind is _Kind.CALL:
-            self._answer.append(CALL)
+            self._said.answer.append(CALL)
         self._begin(_Kind.CONTENT)
         self._state = _State.GAP if word in ENDS else _State.HEAD
         if word == CHANNEL:
@@ -234,19 +226,12 @@ class HarmonyParser:
     def _tell(self, text: str) -> None:
         if not text:
             return
-        told = self._reasoning if self._kind is _Kind.THOUGHT else self._answer
+        told = self._said.reasoning if self._kind is _Kind.THOUGHT else self._said.answer
         if self._is_new and self._kind in self._has_told and self._kind is not _Kind.CALL:
             told.append(BETWEEN)
         told.append(text)
         self._is_new = False
         self._has_told.add(self._kind)
-
-
-def _joined(told: Told, more: Told) -> Told:
-    told.content += more.content
-    told.reasoning += more.reasoning
-    told.calls += more.calls
-    return told
 
 
 def _may_be_first(text: str, *, is_whole: bool = False) -> bool:

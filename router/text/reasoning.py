@@ -20,6 +20,7 @@ from types import MappingProxyType
 from router.text.calls.free_text import pattern, text_without
 from router.text.calls.harmony import CHANNEL
 from router.text.harmony import Harmony, HarmonyParser, header_at_end_of
+from router.text.said import Said
 from router.text.tool_calls import Told, ToolCallParser
 from router.text.tool_formats import without_comments
 from router.text.words import first_of, num_held
@@ -134,43 +135,30 @@ class ReasoningParser:
 
     def __init__(self, marks: Marks, *, is_open: bool, calls: ToolCallParser | None = None) -> None:
         self._marks = marks
-        self._calls = calls
         self._state = _State.THOUGHT if is_open else _State.START
         self._space: list[str] = []
         """White space before `_text`: told, if text follows that is of the same kind."""
         self._text = ""
         """Not told yet."""
         self._has_thought = False
-        self._reasoning: list[str] = []
-        self._answer: list[str] = []
+        self._said = Said(calls)
 
     def push(self, text: str) -> Told:
         """What is new with `text`."""
         self._text += text
         while self._step():
             pass
-        return self._told()
+        return self._said.take()
 
     def finish(self) -> Told:
         """The answer is over: what looked like the beginning of a word was none."""
         rest = "".join((*self._space, self._text))
         if self._state is _State.START:
-            self._answer.append(rest)
+            self._said.answer.append(rest)
         elif self._state is _State.THOUGHT and self._text:
-            self._reasoning.append(rest)
+            self._said.reasoning.append(rest)
         self._space, self._text = [], ""
-        told = self._told()
-        if self._calls is not None:
-            last = self._calls.finish()
-            told = Told(told.content + last.content, [*told.calls, *last.calls], told.reasoning)
-        return told
-
-    def _told(self) -> Told:
-        reasoning, answer = "".join(self._reasoning), "".join(self._answer)
-        self._reasoning, self._answer = [], []
-        told = Told(answer) if self._calls is None else self._calls.push(answer)
-        told.reasoning = reasoning
-        return told
+        return self._said.take_last()
 
     def _step(self) -> bool:
         """Whether there may be more to do."""
@@ -182,7 +170,7 @@ class ReasoningParser:
             case _State.GAP:
                 return self._read_gap()
             case _State.ANSWER:
-                self._answer.append(self._text)
+                self._said.answer.append(self._text)
                 self._text = ""
                 return False
 
@@ -198,7 +186,7 @@ class ReasoningParser:
         elif any(word.startswith(stripped) for word in self._marks.begins):
             return False
         else:
-            self._answer += self._space
+            self._said.answer += self._space
             self._state = _State.ANSWER
         self._space = []
         return True
@@ -223,7 +211,7 @@ class ReasoningParser:
             text = text.lstrip()
         said = text.rstrip()
         if said:
-            self._reasoning += [*self._space, said]
+            self._said.reasoning += [*self._space, said]
             self._space = []
             self._has_thought = True
         if len(said) < len(text):

@@ -46,6 +46,12 @@ class Told:
     calls: list[pb.ToolCallDelta] = field(default_factory=list)
     reasoning: str = ""
 
+    def add(self, more: Told) -> None:
+        """What was told after it."""
+        self.content += more.content
+        self.reasoning += more.reasoning
+        self.calls += more.calls
+
 
 class _State(enum.Enum):
     TEXT = enum.auto()
