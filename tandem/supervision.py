@@ -29,8 +29,6 @@ USAGE_EXIT_CODE = 2
 """What our commands exit with for a wrong flag or setting: starting them again cannot help."""
 TAIL_LINES = 8
 MAX_LINE_BYTES = 64 * 1024
-HELD_PIPES_S = 0.2
-"""Until it is seen that a process has ended whose pipes something else holds open."""
 
 _DIE_WITH_PARENT = str(Path(__file__).with_name("die_with_parent.py"))
 
@@ -299,11 +297,27 @@ class SupervisedProcess:
             self._changed.notify_all()
 
 
+class _Streams(asyncio.subprocess.SubprocessStreamProtocol):
+    """A process' pipes. `Process.wait` ends when they are closed, too, and something else may hold them open."""
+
+    def __init__(self) -> None:
+        super().__init__(limit=MAX_LINE_BYTES, loop=asyncio.get_running_loop())
+        self.has_exited = asyncio.Event()
+
+    def process_exited(self) -> None:
+        super().process_exited()
+        self.has_exited.set()
+
+
 class _Run:
     """One run of the process."""
 
     def __init__(
-        self, process: asyncio.subprocess.Process, spec: ProcessSpec, on_line: Callable[[str, str], None]
+        self,
+        process: asyncio.subprocess.Process,
+        streams: _Streams,
+        spec: ProcessSpec,
+        on_line: Callable[[str, str], None],
     ) -> None:
         self.pid = process.pid
         self.started_at_s = time.monotonic()
@@ -312,6 +326,7 @@ class _Run:
         self.announced = ""
         self.tail: deque[str] = deque(maxlen=TAIL_LINES)
         self._process = process
+        self._streams = streams
         self._spec = spec
         self._on_line = on_line
         assert process.stdout is not None
@@ -323,7 +338,9 @@ class _Run:
 
     @classmethod
     async def start(cls, spec: ProcessSpec, announced: str, on_line: Callable[[str, str], None]) -> _Run:
-        process = await asyncio.create_subprocess_exec(
+        loop = asyncio.get_running_loop()
+        transport, streams = await loop.subprocess_exec(
+            _Streams,
             sys.executable,
             "-I",
             "-S",
@@ -336,7 +353,7 @@ class _Run:
             env={**os.environ, **spec.env},
             start_new_session=True,  # Ctrl-C reaches only us: we decide who ends when
         )
-        return cls(process, spec, on_line)
+        return cls(asyncio.subprocess.Process(transport, streams, loop), streams, spec, on_line)
 
     @property
     def returncode(self) -> int:
@@ -349,10 +366,7 @@ class _Run:
 
     async def wait_exited(self) -> None:
         """Until it has exited and its last lines are read."""
-        exited = asyncio.create_task(self._process.wait())
-        while self._process.returncode is None:  # asyncio wakes who waits for it only when its pipes are closed, too
-            await asyncio.wait([exited], timeout=HELD_PIPES_S)
-        exited.cancel()
+        await self._streams.has_exited.wait()
         # A process that it left behind may hold the pipes open: that is no reason to wait for ever.
         _, pending = await asyncio.wait(self._readers, timeout=1.0)
         for reader in pending:
