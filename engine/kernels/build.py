@@ -34,8 +34,13 @@ BUILT_FROM = "built-from"
 """Beside a prebuilt library: the digest of what it was compiled from."""
 V3 = frozenset(["abm", "avx", "avx2", "bmi1", "bmi2", "f16c", "fma", "movbe"])
 V4 = V3 | frozenset(["avx512bw", "avx512cd", "avx512dq", "avx512f", "avx512vl"])
+BF16 = V4 | {"avx512_bf16"}
 KINDS: dict[str, tuple[tuple[str, ...], frozenset[str]]] = {
-    "x86-64-v4-bf16": (("-march=x86-64-v4", "-mavx512bf16"), V4 | {"avx512_bf16"}),
+    "x86-64-v4-amx": (
+        ("-march=x86-64-v4", "-mavx512bf16", "-mamx-tile", "-mamx-bf16"),
+        BF16 | {"amx_tile", "amx_bf16"},
+    ),
+    "x86-64-v4-bf16": (("-march=x86-64-v4", "-mavx512bf16"), BF16),
     "x86-64-v4": (("-march=x86-64-v4",), V4),
     "x86-64-v3": (("-march=x86-64-v3",), V3),
 }
@@ -65,6 +70,12 @@ def load_cpu_kernels() -> None:
     except OSError as error:
         raise KernelsUnavailable(f"{library} cannot be loaded: {error}") from error
     torch.ops.tandem_cpu.keep_freed_memory()
+
+
+def cpu_arithmetic() -> str:
+    """How the kernels add up here, once they are loaded: "tiles" (AMX), "pairs" (AVX512-BF16) or "floats"."""
+    name: str = torch.ops.tandem_cpu.arithmetic()
+    return name
 
 
 def cpu_library(directory: Path) -> Path:
@@ -196,7 +207,9 @@ def _build(command: list[str], folder: Path, what_for: str = "for this machine")
         except (OSError, subprocess.TimeoutExpired) as error:
             raise KernelsUnavailable(f"{command[0]} did not compile them: {error}") from error
         if done.returncode != 0:
-            first = next((line for line in done.stderr.splitlines() if "error" in line), done.stderr.strip()[:500])
+            first = next(
+                (line for line in done.stderr.splitlines() if "error" in line.lower()), done.stderr.strip()[:500]
+            )
             raise KernelsUnavailable(f"{command[0]} cannot compile them: {first}")
         if not output.is_file():
             raise KernelsUnavailable(f"{command[0]} says that it has compiled them, but has written nothing")

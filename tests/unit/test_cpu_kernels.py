@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Sequence_
@@ -271,6 +272,32 @@ def test_a_product_does_not_depend_on_the_rows_beside_it(linear: Callable[[torch
     for num_rows in NUM_ROWS:
         for part, expected in zip(x.split(num_rows), whole.split(num_rows), strict=True):
             assert torch.equal(product(part.contiguous()), expected)
+
+
+def test_inputs_that_no_cache_holds_are_added_up_as_those_of_one_row() -> None:
+    """With the matrix unit, in parts: 520 rows of 5,000 inputs are 5 MB."""
+    x, weight, bias = product_case(520, 5000, 300)
+    product = PanelLinear(weight, bias)
+    whole = product(x)
+    torch.testing.assert_close(whole.double(), (x.double() @ weight.double().T) + bias, rtol=2**-8, atol=1e-2)
+    for row in (0, 31, 32, 259, 260, 300, 519):
+        assert torch.equal(product(x[row : row + 1].contiguous()), whole[row : row + 1])
+
+
+def test_no_rows_are_no_products() -> None:
+    weight = torch.ones(40, 64, dtype=BFLOAT16)
+    assert PanelLinear(weight)(torch.empty(0, 64, dtype=BFLOAT16)).shape == (0, 40)
+    assert PanelLogits(weight)(torch.empty(0, 64, dtype=BFLOAT16)).shape == (0, 40)
+
+
+def test_how_it_adds_up_is_said() -> None:
+    cpuinfo = Path("/proc/cpuinfo")
+    features = cpuinfo.read_text().split() if cpuinfo.is_file() else []
+    flags = os.environ.get("CXXFLAGS", "")
+    if "amx_bf16" in features and "-march" not in flags and "-mno-amx" not in flags:
+        assert build.cpu_arithmetic() == "tiles"
+    else:
+        assert build.cpu_arithmetic() in ("pairs", "floats")
 
 
 # -- sampling -------------------------------------------------------------------------------------------------------

@@ -19,11 +19,16 @@ ALL = "two-threads and (product or gates or attention or row_does or rotation or
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="names kinds of x86")
 @pytest.mark.parametrize(
     ("kind", "chosen"),
-    [("x86-64-v3", ALL), ("x86-64-v4", "two-threads and (product or row_does)")],
+    [
+        ("x86-64-v3", ALL),
+        ("x86-64-v4", "two-threads and (product or row_does)"),
+        ("x86-64-v4 -mavx512bf16", "two-threads and (product or row_does)"),
+    ],
 )
 @pytest.mark.slow
 def test_kernels_compiled_for(kind: str, chosen: str) -> None:
-    """v3: AVX2, without AVX-512. v4: AVX-512, without its bfloat16, which products alone would use."""
+    """v3: AVX2, without AVX-512. v4: AVX-512, without its bfloat16, and with it, but without a matrix
+    unit (AMX): which products alone would use."""
     run_tests(chosen, {"CXXFLAGS": f"-march={kind}"})
 
 

@@ -13,7 +13,7 @@ from engine.kernels.build import KINDS, KernelsUnavailable
 
 pytestmark = pytest.mark.skipif(platform.machine() != "x86_64", reason="prebuilt for kinds of x86")
 
-BF16, V4, V3 = KINDS
+AMX, BF16, V4, V3 = KINDS
 
 
 @pytest.fixture

@@ -11,8 +11,10 @@
 
 #include <ATen/ops/empty.h>
 
+#include <optional>
 #include <vector>
 
+#include "attention_tiles.h"
 #include "vectors.h"
 
 namespace tandem {
@@ -129,12 +131,12 @@ __attribute__((noinline)) inline float sum_with(float sink, float sum, float lar
 
 // Per thread. Online softmax: M. Milakov, N. Gimelshein, 2018; tiled as in T. Dao, "FlashAttention-2", 2023.
 struct Scratch {
-  std::vector<uint32_t> q, p;
+  std::vector<uint32_t> q, p, values;
   std::vector<float> score, rescale;
   Rows piece, whole;
   explicit Scratch(int64_t H)
-      : q(MAX_ROWS * H / 2), p(MAX_ROWS * KEYS / 2), score(MAX_ROWS * KEYS), rescale(MAX_ROWS), piece(MAX_ROWS, H),
-        whole(MAX_ROWS, H) {}
+      : q((MAX_ROWS + TILE_ROWS) * H / 2), p((MAX_ROWS + TILE_ROWS) * KEYS / 2), values(KEYS / 2 * H),
+        score((MAX_ROWS + TILE_ROWS) * KEYS), rescale(MAX_ROWS), piece(MAX_ROWS + TILE_ROWS, H), whole(MAX_ROWS, H) {}
 };
 
 struct Attention {
@@ -183,6 +185,12 @@ struct Attention {
         keys[j] = block + item.kv_head * plane + slot;
         values[j] = block + (K + item.kv_head) * plane + slot / 2 * H;
       }
+#if TANDEM_TILES
+      if (has_tiles()) {
+        run_keys_by_tiles(item, key, num_tiles, keys, values, scratch);
+        continue;
+      }
+#endif
       for_each_row_tile(item, per_kv_head, plane, num_tiles, keys, [&](int64_t r, int64_t n) {
         SCORE_ROWS[n - 1](num_tiles, scratch.q.data() + r * pairs, pairs, keys, block_size, scratch.score.data() + r * KEYS);
       });
@@ -194,6 +202,58 @@ struct Attention {
     }
     return piece;
   }
+
+#if TANDEM_TILES
+  // Up to 64 keys from `key` on, whose shapes are set (attention_shapes).
+  void run_keys_by_tiles(
+      const Item& item, int64_t key, int num_tiles, const uint32_t** keys, const uint32_t** values, Scratch& scratch) const {
+    int64_t G = N / K, per_kv_head = item.num_tokens * G, rows = num_rows(item), pairs = H / 2, plane = block_size * pairs;
+    int64_t tile_rows = tile_rows_of(per_kv_head);
+    for (int64_t k = 0; k < item.num_kv_heads; k++) {
+      for (int64_t r = k * per_kv_head; r < (k + 1) * per_kv_head; r += tile_rows)
+        with_count(num_tiles, [&](auto count) {
+          score_rows_by_tiles(count, scratch.q.data() + r * pairs, pairs, keys, block_size, scratch.score.data() + r * KEYS, KEYS);
+        });
+      for (int j = 0; j < num_tiles; j++) keys[j] += plane;
+    }
+    int num_steps = (num_tiles + 1) / 2;
+    for (int64_t r = 0; r < rows; r++) {
+      soften(scratch, r, key, num_tiles, item.position + r % per_kv_head / G);
+      if (num_tiles % 2) std::memset(scratch.p.data() + r * (KEYS / 2) + num_tiles * (LANES / 2), 0, LANES * sizeof(bf16));
+      rescale_row(scratch.piece.out.data() + r * H, scratch.rescale[r]);
+    }
+    for (int64_t k = 0; k < item.num_kv_heads; k++) {
+      const uint32_t* steps[KEY_TILES / 2];
+      for (int h = 0; h < num_steps; h++) steps[h] = values_of_step(values, h, num_tiles, scratch);
+      for (int64_t r = k * per_kv_head; r < (k + 1) * per_kv_head; r += tile_rows)
+        for (int64_t d = 0; d < H; d += 4 * LANES)
+          with_count(int(std::min<int64_t>(4, (H - d) / LANES)), [&](auto count) {
+            weigh_rows_by_tiles(
+                count, scratch.p.data() + r * (KEYS / 2), KEYS / 2, steps, num_steps, H, d, scratch.piece.out.data() + r * H);
+          });
+      for (int j = 0; j < num_tiles; j++) values[j] += plane;
+    }
+  }
+
+  // 32 keys' values one after the other: where they lie, or copied together; zeros for a tile that is not there.
+  const uint32_t* values_of_step(const uint32_t* const* values, int step, int num_tiles, Scratch& scratch) const {
+    const uint32_t* first = values[2 * step];
+    const int64_t numbers = LANES / 2 * H;
+    bool has_both = 2 * step + 1 < num_tiles;
+    if (has_both && values[2 * step + 1] == first + numbers) return first;
+    uint32_t* to = scratch.values.data() + step * 2 * numbers;
+    std::memcpy(to, first, numbers * sizeof(uint32_t));
+    if (has_both) std::memcpy(to + numbers, values[2 * step + 1], numbers * sizeof(uint32_t));
+    else std::memset(to + numbers, 0, numbers * sizeof(uint32_t));
+    return to;
+  }
+
+  void rescale_row(float* row, float by) const {
+    if (by == 1.0f) return;
+#pragma omp simd
+    for (int64_t d = 0; d < H; d++) row[d] *= by;
+  }
+#endif
 
   // Calls work(first row, number of rows) key head by key head, with `tiles` moved on from one head's plane to the next's.
   template <class Work>
@@ -267,7 +327,7 @@ at::Tensor paged_attention(
   // A single token's pieces are items of their own, so that all threads have work; they are put together below.
   int64_t tile = std::max<int64_t>(1, std::min<int64_t>(32, MAX_ROWS / G));
   // All heads of a sequence together, unless that leaves threads without work.
-  int64_t heads_together = S >= 4 * at::get_num_threads() ? std::min(K, MAX_ROWS / G) : 1;
+  int64_t heads_together = S >= 4 * at::get_num_threads() && G <= TILE_ROWS ? std::min(K, MAX_ROWS / G) : 1;
   std::vector<Item> items;
   int64_t num_partials = 0, first_token = 0;
   for (int64_t seq = 0; seq < S; first_token += lens[seq++])
@@ -289,8 +349,17 @@ at::Tensor paged_attention(
   std::atomic<int64_t> next{0};
   auto work_until_done = [&](int64_t, int64_t) {
     Scratch scratch(H);
+#if TANDEM_TILES
+    std::optional<TileShapes> shapes;
+    if (has_tiles()) shapes.emplace();
+    int64_t shaped_rows = 0;
+#endif
     for (int64_t i = num_items - 1 - next++; i >= 0; i = num_items - 1 - next++) {  // from the end: the longest first
       const Item& item = items[i];
+#if TANDEM_TILES
+      if (int64_t tile_rows = tile_rows_of(item.num_tokens * G); shapes && tile_rows != shaped_rows)
+        TileShapes::use(attention_shapes(shaped_rows = tile_rows));
+#endif
       const Rows& rows = attention.run(item, scratch);
       for (int64_t r = 0; r < attention.num_rows(item); r++)
         if (item.partial < 0) attention.finish(item, r, rows, r);

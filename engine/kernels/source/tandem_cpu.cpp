@@ -1,9 +1,10 @@
 // What PyTorch has no fused CPU operation for, in bfloat16, as torch.ops.tandem_cpu.* and torch.classes.tandem_cpu.*;
 // compiled by engine/kernels/build.py for the machine it runs on. One source for all machines.
 //
-//   vectors.h  <-  adapters.h  <-  matmul.h                <-  layers.h  <-  this file
-//              <-  rows.h, attention.h                    <-
-//              <-  sampling.h                                           <-
+//   vectors.h  <-  panels.h, read_ahead.h, tiles.h  <-  product_pairs.h, product_tiles.h  <-  matmul.h  <-  layers.h  <-  this file
+//              <-  adapters.h                                                            <-
+//              <-  rows.h, attention.h                                                               <-
+//              <-  sampling.h                                                                                      <-
 
 #include <torch/library.h>
 
@@ -26,6 +27,16 @@ void keep_freed_memory() {
 #if defined(__GLIBC__)
   mallopt(M_MMAP_THRESHOLD, 32 << 20);
   mallopt(M_TRIM_THRESHOLD, 1 << 30);
+#endif
+}
+
+// How products are added up, by what this machine has: the same sums have other bits in another of these.
+std::string arithmetic() {
+  if (has_tiles()) return "tiles";
+#if defined(__AVX512BF16__)
+  return "pairs";
+#else
+  return "floats";
 #endif
 }
 
@@ -67,4 +78,5 @@ TORCH_LIBRARY(tandem_cpu, m) {
   m.def("largest(Tensor logits) -> Tensor", &largest);
   m.def("sample(Tensor logits, Tensor temperatures, Tensor seeds, Tensor positions) -> Tensor", &sample);
   m.def("keep_freed_memory() -> ()", &keep_freed_memory);
+  m.def("arithmetic() -> str", &arithmetic);
 }

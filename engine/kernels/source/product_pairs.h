@@ -1,0 +1,75 @@
+// x @ weight.T by dot products of pairs: vector operations, for machines without a matrix unit. Each sum runs through its
+// inputs in their order, pair by pair.
+#pragma once
+
+#include "panels.h"
+#include "read_ahead.h"
+#include "vectors.h"
+
+namespace tandem {
+
+#if defined(__AVX512F__)
+constexpr int MATMUL_ROWS = 12;  // rows that share a load of weights: their sums fill the registers
+#else
+constexpr int MATMUL_ROWS = 3;
+#endif
+constexpr int64_t ROWS_OF_ITEM = 16 * MATMUL_ROWS;
+
+// Sums of R rows and one panel. Meanwhile memory is asked for, LINES cache lines a pair: `ahead[i]` is its piece i.
+template <int R, int LINES>
+void multiply_rows(const uint32_t* x, int64_t pairs, const uint32_t* panel, const char* const* ahead, F16 (*sums)[2]) {
+  constexpr int64_t PAIRS_OF_PIECE = LINES ? ReadAhead::PIECE / ReadAhead::LINE / LINES : INT64_MAX / 2;
+  F16 acc[R][2];
+  for (int r = 0; r < R; r++) acc[r][0] = acc[r][1] = F16{};
+  for (int64_t k = 0; k < pairs;) {
+    const char* line = LINES ? *ahead++ : nullptr;
+    for (int64_t end = std::min(pairs, k + PAIRS_OF_PIECE); k < end; k++) {
+      U16 low = load<U16>(panel + k * PANEL), high = load<U16>(panel + k * PANEL + LANES);
+      for (int i = 0; i < LINES; i++, line += ReadAhead::LINE) __builtin_prefetch(line, 0, 2);
+      for (int r = 0; r < R; r++) {
+        uint32_t pair = x[r * pairs + k];
+        acc[r][0] = dot_pairs(acc[r][0], low, pair);
+        acc[r][1] = dot_pairs(acc[r][1], high, pair);
+      }
+    }
+  }
+  for (int r = 0; r < R; r++) sums[r][0] = acc[r][0], sums[r][1] = acc[r][1];
+}
+
+using MultiplyRows = void (*)(const uint32_t*, int64_t, const uint32_t*, const char* const*, F16 (*)[2]);
+
+template <int LINES, int... R>
+constexpr std::array<MultiplyRows, sizeof...(R)> pairs_of_rows(std::integer_sequence<int, R...>) {
+  return {multiply_rows<R + 1, LINES>...};
+}
+
+// Calls finish(row, panel, two vectors of sums) for all rows and panels.
+template <class Finish>
+void multiply_pairs(
+    const bf16* x, int64_t T, int64_t K, const bf16* weight, int64_t num_panels, ReadAhead* other, const Finish& finish) {
+  static constexpr auto ROW_COUNTS = std::make_integer_sequence<int, MATMUL_ROWS>();
+  static constexpr std::array MULTIPLY = {pairs_of_rows<0>(ROW_COUNTS), pairs_of_rows<1>(ROW_COUNTS), pairs_of_rows<2>(ROW_COUNTS)};
+  const int64_t pairs = K / 2, panel_bytes = pairs * PANEL * 4;
+  const uint32_t* xp = reinterpret_cast<const uint32_t*>(x);
+  int64_t row_blocks = (T + ROWS_OF_ITEM - 1) / ROWS_OF_ITEM;
+  for_each_range(num_panels * row_blocks, [&](int64_t begin, int64_t end) {
+    F16 sums[MATMUL_ROWS][2];
+    Asking asking;
+    for (int64_t item = begin; item < end; item++) {
+      int64_t p = item / row_blocks, first = item % row_blocks * ROWS_OF_ITEM, rows = std::min(ROWS_OF_ITEM, T - first);
+      int64_t num_tiles = (rows + MATMUL_ROWS - 1) / MATMUL_ROWS;
+      const char* panel = reinterpret_cast<const char*>(weight) + p * panel_bytes;
+      bool is_next_ours = (item + 1) / row_blocks != p && item + 1 < end;
+      for (int64_t i = 0; i < num_tiles; i++) {
+        int64_t from = first + rows * i / num_tiles, to = first + rows * (i + 1) / num_tiles;
+        if (is_next_ours && i < 2) asking.next_panel(panel + panel_bytes, panel_bytes, i, num_tiles);
+        else asking.others(num_tiles > 2 ? other : nullptr, pairs);
+        MULTIPLY[asking.lines][to - from - 1](
+            xp + from * pairs, pairs, reinterpret_cast<const uint32_t*>(panel), asking.pieces.data(), sums);
+        for (int64_t r = from; r < to; r++) finish(r, p, sums[r - from]);
+      }
+    }
+  });
+}
+
+}  // namespace tandem

@@ -1,0 +1,154 @@
+// x @ weight.T by the matrix unit (tiles.h).
+//
+//   item    up to 256 rows and some panels: its rows' inputs stay in the L2 cache
+//   part    of the inputs, where those of its rows would not fit; sums wait in memory for the next one
+//   tile    up to 32 rows and one panel of 32 outputs: four products share two loads of inputs and two of weights
+//
+// All tiles of an item have as many rows, so that their shapes are set once; the last one begins earlier for it, and its
+// first rows have been there already. However rows are shared out, each has the same sums: whole steps of 16 pairs, in
+// their order, and the pairs that are left one after the other.
+#pragma once
+
+#include <array>
+#include <vector>
+
+#include "panels.h"
+#include "read_ahead.h"
+#include "tiles.h"
+
+#if TANDEM_TILES
+
+namespace tandem {
+
+constexpr int64_t TILE_ITEM_ROWS = 256, TILE_PAIR_ROWS = 2 * TILE_ROWS;
+constexpr int64_t PART_BYTES = 1 << 20;   // of inputs, beside panels, in a cache of 2 MB
+constexpr int64_t PART_PANELS = 8;        // which share a part once it is there
+
+// The sums of one tile's rows: 0 and 1 of its first half, 2 and 3 of its second; 4 and 5 inputs, 6 and 7 weights.
+inline TileShapes::Shapes product_shapes(int64_t num_rows) {
+  TileShapes::Shapes shapes;
+  int first = int(num_rows > TILE_ROWS ? (num_rows + 1) / 2 : num_rows), second = int(num_rows) - first;
+  for (int tile : {0, 1, 4}) shapes.set(tile, first, 64);
+  for (int tile : {2, 3, 5}) shapes.set(tile, second ? second : 1, 64);
+  for (int tile : {6, 7}) shapes.set(tile, TILE_PAIRS, 64);
+  return shapes;
+}
+
+// Sums [rows, 32] of `steps` steps, beginning with what is there if `goes_on`. `second`: the rows before the second half.
+// Meanwhile memory is asked for, LINES cache lines a pair: `ahead[i]` is its piece i.
+template <bool HAS_SECOND, int LINES>
+void multiply_steps(
+    const uint32_t* x, int64_t row_pairs, int64_t second, int64_t steps, const uint32_t* panel, const char* const* ahead,
+    bool goes_on, float* sums) {
+  constexpr int64_t STEPS_OF_PIECE = LINES ? ReadAhead::PIECE / ReadAhead::LINE / LINES / TILE_PAIRS : INT64_MAX / 2;
+  constexpr int64_t SUMS_STRIDE = PANEL * sizeof(float), PANEL_STRIDE = PANEL * sizeof(uint32_t);
+  const int64_t x_stride = row_pairs * int64_t(sizeof(uint32_t));
+  const uint32_t* x_second = x + second * row_pairs;
+  float* sums_second = sums + second * PANEL;
+  if (goes_on) {
+    load_tile<0>(sums, SUMS_STRIDE), load_tile<1>(sums + LANES, SUMS_STRIDE);
+    if (HAS_SECOND) load_tile<2>(sums_second, SUMS_STRIDE), load_tile<3>(sums_second + LANES, SUMS_STRIDE);
+  } else {
+    clear_tile<0>(), clear_tile<1>(), clear_tile<2>(), clear_tile<3>();
+  }
+  for (int64_t i = 0; i < steps;) {
+    const char* line = LINES ? *ahead++ : nullptr;
+    for (int64_t end = std::min(steps, i + STEPS_OF_PIECE); i < end; i++) {
+      const uint32_t* weights = panel + i * TILE_PAIRS * PANEL;
+      for (int j = 0; j < LINES * TILE_PAIRS; j++, line += ReadAhead::LINE) __builtin_prefetch(line, 0, 2);
+      load_tile<6>(weights, PANEL_STRIDE), load_tile<4>(x + i * TILE_PAIRS, x_stride);
+      multiply_tiles<0, 4, 6>();
+      load_tile<7>(weights + LANES, PANEL_STRIDE);
+      multiply_tiles<1, 4, 7>();
+      if (HAS_SECOND) {
+        load_tile<5>(x_second + i * TILE_PAIRS, x_stride);
+        multiply_tiles<2, 5, 6>();
+        multiply_tiles<3, 5, 7>();
+      }
+    }
+  }
+  store_tile<0>(sums, SUMS_STRIDE), store_tile<1>(sums + LANES, SUMS_STRIDE);
+  if (HAS_SECOND) store_tile<2>(sums_second, SUMS_STRIDE), store_tile<3>(sums_second + LANES, SUMS_STRIDE);
+}
+
+using MultiplySteps = void (*)(const uint32_t*, int64_t, int64_t, int64_t, const uint32_t*, const char* const*, bool, float*);
+constexpr std::array<std::array<MultiplySteps, 3>, 2> MULTIPLY_STEPS = {{
+    {multiply_steps<false, 0>, multiply_steps<false, 1>, multiply_steps<false, 2>},
+    {multiply_steps<true, 0>, multiply_steps<true, 1>, multiply_steps<true, 2>},
+}};
+
+// Two vectors of sums += one row's pairs from `begin` to `end`, which fill no step.
+inline void add_pairs(const uint32_t* x, const uint32_t* panel, int64_t begin, int64_t end, F16* sums) {
+  for (int64_t k = begin; k < end; k++)
+    for (int i = 0; i < 2; i++) sums[i] = dot_pairs(sums[i], load<U16>(panel + k * PANEL + i * LANES), x[k]);
+}
+
+// How T rows of so many pairs, of which `steps` steps, are shared out.
+struct TileSplit {
+  int64_t num_row_blocks, steps_of_part, num_parts, panels_of_item;
+
+  TileSplit(int64_t T, int64_t steps) {
+    num_row_blocks = (T + TILE_ITEM_ROWS - 1) / TILE_ITEM_ROWS;
+    int64_t step_bytes = (T + num_row_blocks - 1) / num_row_blocks * TILE_PAIRS * int64_t(sizeof(uint32_t));
+    int64_t fewest = std::max<int64_t>(1, (steps * step_bytes + PART_BYTES - 1) / PART_BYTES);
+    steps_of_part = std::max<int64_t>(1, (steps + fewest - 1) / fewest);
+    num_parts = std::max<int64_t>(1, (steps + steps_of_part - 1) / steps_of_part);
+    panels_of_item = num_parts > 1 ? PART_PANELS : 1;
+  }
+};
+
+// Calls finish(row, panel, two vectors of sums) for all rows and panels.
+template <class Finish>
+void multiply_by_tiles(
+    const bf16* x, int64_t T, int64_t K, const bf16* weight, int64_t num_panels, ReadAhead* other, const Finish& finish) {
+  if (T == 0) return;
+  const int64_t pairs = K / 2, steps = pairs / TILE_PAIRS;
+  const uint32_t *xp = reinterpret_cast<const uint32_t*>(x), *panels = reinterpret_cast<const uint32_t*>(weight);
+  const TileSplit split(T, steps);
+  const int64_t num_groups = (num_panels + split.panels_of_item - 1) / split.panels_of_item;
+  for_each_range(split.num_row_blocks * num_groups, [&](int64_t begin, int64_t end) {
+    std::vector<std::array<F16, 2>> all_sums((split.num_parts > 1 ? split.panels_of_item * TILE_ITEM_ROWS : 0) + 2 * TILE_PAIR_ROWS);
+    Asking asking;
+    TileShapes shapes;
+    int64_t shaped_rows = 0;
+    for (int64_t item = begin; item < end; item++) {
+      int64_t block = item / num_groups, group = item % num_groups;
+      int64_t first_row = T * block / split.num_row_blocks, rows = T * (block + 1) / split.num_row_blocks - first_row;
+      int64_t num_tiles = (rows + TILE_PAIR_ROWS - 1) / TILE_PAIR_ROWS, tile_rows = (rows + num_tiles - 1) / num_tiles;
+      int64_t second = tile_rows > TILE_ROWS ? (tile_rows + 1) / 2 : 0;
+      if (tile_rows != shaped_rows) TileShapes::use(product_shapes(shaped_rows = tile_rows));
+      int64_t first_panel = group * split.panels_of_item, end_panel = std::min(num_panels, first_panel + split.panels_of_item);
+      for (int64_t part = 0; part < split.num_parts; part++) {
+        int64_t first_step = part * split.steps_of_part, num_steps = std::min(split.steps_of_part, steps - first_step);
+        for (int64_t p = first_panel; p < end_panel; p++) {
+          const uint32_t* panel = panels + (p * pairs + first_step * TILE_PAIRS) * PANEL;
+          bool is_next_ours = p + 1 < end_panel || (split.num_parts == 1 && item + 1 < end && group + 1 < num_groups);
+          for (int64_t i = 0; i < num_tiles; i++) {
+            int64_t from = std::min(i * tile_rows, rows - tile_rows);
+            int64_t place = split.num_parts > 1 ? (p - first_panel) * TILE_ITEM_ROWS + i * TILE_PAIR_ROWS : 0;
+            std::array<F16, 2>* sums = all_sums.data() + place;
+            if (is_next_ours && i < 2) {
+              const char* next = reinterpret_cast<const char*>(panel + pairs * PANEL);
+              asking.next_panel(next, num_steps * TILE_PAIRS * PANEL * int64_t(sizeof(uint32_t)), i, num_tiles);
+            } else {
+              asking.others(num_tiles > 2 ? other : nullptr, num_steps * TILE_PAIRS);
+            }
+            MULTIPLY_STEPS[second > 0][asking.lines](
+                xp + (first_row + from) * pairs + first_step * TILE_PAIRS, pairs, second, num_steps, panel,
+                asking.pieces.data(), part > 0, reinterpret_cast<float*>(sums));
+            if (part + 1 < split.num_parts) continue;
+            for (int64_t r = i * tile_rows; r < std::min(rows, (i + 1) * tile_rows); r++) {
+              F16* of_row = sums[r - from].data();
+              add_pairs(xp + (first_row + r) * pairs, panels + p * pairs * PANEL, steps * TILE_PAIRS, pairs, of_row);
+              finish(first_row + r, p, of_row);
+            }
+          }
+        }
+      }
+    }
+  });
+}
+
+}  // namespace tandem
+
+#endif
