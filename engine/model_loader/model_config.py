@@ -33,6 +33,7 @@ from engine.config import (
     ParallelConfig,
     SchedulerConfig,
 )
+from engine.kernels.build import cpu_arithmetic
 from engine.kv_cache import KV_FORMAT_VERSION, TORCH_DTYPES, kv_cache_shape, kv_dtype_of
 from engine.lora.modules import WEIGHTS_FILE, LoRAModule, check_lora_folder, parse_lora_modules, read_lora_module
 from engine.memory import memory_bytes
@@ -88,7 +89,10 @@ def make_engine_config(args: EngineArgs, folder: Path) -> EngineConfig:
     kv_order = kv_order_of(backend, shape)
     speculation = SpeculativeConfig.parse(args.speculative_config)
     lora_modules = _lora_modules(args, shape, model.served_model_name)
-    digest = compat_digest(shape, stored, model, args.block_size, kv_dtype, kv_order, num_ranks, lora_modules)
+    arithmetic = cpu_arithmetic() if backend == "cpu" else ""
+    digest = compat_digest(
+        shape, stored, model, args.block_size, kv_dtype, kv_order, num_ranks, lora_modules, arithmetic
+    )
     return EngineConfig(
         model=model,
         cache=CacheConfig(
@@ -135,16 +139,23 @@ def compat_digest(
     kv_order: str,
     num_ranks: int,
     lora_modules: tuple[LoRAModule, ...] = (),
+    arithmetic: str = "",
 ) -> str:
-    """Of architecture, weights, dtypes, the bytes' order and the ends. Not of the pool's size or the length limit."""
+    """Of architecture, weights, dtypes, the bytes' order and the ends. Not of the pool's size or the length limit.
+
+    `arithmetic`: how the CPU kernels add up, empty without them. An answer that moves to a machine of another kind
+    would go on with other tokens where two are nearly as likely.
+    """
     # How many positions the checkpoint allows changes no KV, and RoPE keeps its own copy where it matters.
     architecture = {k: v for k, v in asdict(shape).items() if k not in ("max_positions", "why_no_more_positions")}
     # Ranks sum up in another order than one device does, and a block of theirs has other heads in it.
     ranks = {} if num_ranks == 1 else {"tensor_parallel_size": num_ranks}
     adapters = {"lora_modules": _digest_of([[each.name, each.digest] for each in lora_modules])} if lora_modules else {}
+    kernels = {"cpu_arithmetic": arithmetic} if arithmetic else {}
     return join_parts(
         ranks
         | adapters
+        | kernels
         | {
             "kv_format_version": KV_FORMAT_VERSION,
             "dtype": model.dtype,

@@ -18,7 +18,7 @@ from engine.cache_dir import build_once
 from engine.config import EngineArgs, EngineConfig
 from engine.executor import Executor
 from engine.layers import inverse_frequencies
-from engine.model_loader import create_engine_config, resolve_model
+from engine.model_loader import create_engine_config, model_config, resolve_model
 from engine.model_loader.default_model import DEFAULT_MODEL, fetch_default_model
 from engine.models import load_decoder_config
 from engine.models.decoder_config import RopeConfig
@@ -161,6 +161,15 @@ def test_digests(tmp_path: Path) -> None:
 
 
 # --- config.json
+
+
+def test_workers_whose_kernels_add_up_otherwise_are_not_paired(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = folder_with(tmp_path / "m", hidden_size=64, num_attention_heads=4, num_key_value_heads=2)
+    settings = {"dtype": "bfloat16", "attention_backend": "cpu", "block_size": 16}
+    own = config_of(folder, **settings).compat_digest
+    monkeypatch.setattr(model_config, "cpu_arithmetic", lambda: "abacus")
+    assert config_of(folder, **settings).compat_digest != own
+    assert config_of(folder, **settings | {"attention_backend": "torch"}).compat_digest != own
 
 
 def test_fields_are_read(tmp_path: Path) -> None:
