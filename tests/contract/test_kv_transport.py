@@ -88,8 +88,8 @@ async def test_cached_prefix_stays_untouched(cluster: Cluster, receiving: Receiv
 
 async def test_a_receiver_with_much_to_do_is_late_and_not_dead(cluster: Cluster) -> None:
     """It takes over after three leases: the sender waits as long as the connection lives."""
-    receiving = await cluster.add_receiving(lease_s=0.2)
-    receiving.taking_s = 0.6
+    receiving = await cluster.add_receiving(lease_s=0.5)
+    receiving.taking_s = 1.5
     await cluster.push_and_commit(receiving.receiver.issue("router", [4, 9], 0), [3, 1])
     assert [grant.block_ids for grant, _, _ in receiving.committed] == [(4, 9)]
 
@@ -456,11 +456,12 @@ async def test_a_receiver_that_is_gone_is_forgotten_though_nobody_pushes(
 
 @over("ipc", NIXL)
 async def test_a_push_may_last_longer_than_a_lease(cluster: Cluster) -> None:
-    receiving = await cluster.add_receiving(lease_s=0.4)
+    """A lease long enough that a busy machine does not stand still for three quarters of it."""
+    receiving = await cluster.add_receiving(lease_s=1.6)
     push = await cluster.sender.open(receiving.receiver.issue("router", [6, 7], 0))
     for layer in range(3):
         push.write(layer, 0, [3, 4])
-        await asyncio.sleep(0.2)  # the prompt's next layer is computed
+        await asyncio.sleep(0.6)  # the prompt's next layer is computed
         receiving.receiver.renew("router")
     await push.commit(8, 1, [3, 4])
     assert_moved(cluster, receiving, [3, 4], [6, 7])
