@@ -1,5 +1,5 @@
-"""The same source, compiled for machines that lack this one's instructions, passes the same tests; and so it does where
-each access to memory is watched."""
+"""The same source, compiled for machines that lack this one's instructions, or as if there were a matrix unit, passes
+the same tests; and so it does where each access to memory is watched."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 TESTS = [str(Path(__file__).with_name(name)) for name in ("test_cpu_kernels.py", "test_cpu_adapters.py")]
+PRETEND_TILES = "-DTANDEM_PRETEND_TILES"
 ALL = "two-threads and (product or gates or attention or row_does or rotation or norms or draws or added)"
 
 
@@ -32,6 +33,12 @@ def test_kernels_compiled_for(kind: str, chosen: str) -> None:
     run_tests(chosen, {"CXXFLAGS": f"-march={kind}"})
 
 
+@pytest.mark.timeout(300)
+def test_what_is_made_of_tiles_where_there_are_none() -> None:
+    """Without AMX: the compiler's code in its place (tiles_pretended.h), which refuses what the unit would refuse."""
+    run_tests("two-threads and (product or attention or inputs)", {"CXXFLAGS": PRETEND_TILES})
+
+
 def run_tests(chosen: str, variables: dict[str, str]) -> None:
     done = subprocess.run(
         [sys.executable, "-m", "pytest", "-q", "-s", "-p", "no:cacheprovider", *TESTS, "-k", chosen],
@@ -47,9 +54,10 @@ def run_tests(chosen: str, variables: dict[str, str]) -> None:
 @pytest.mark.skipif(shutil.which("g++") is None, reason="there is no g++, whose sanitizer it is")
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_nothing_beside_a_tensor_is_read_or_written() -> None:
+@pytest.mark.parametrize("machine", ["-mno-amx-tile", PRETEND_TILES])
+def test_nothing_beside_a_tensor_is_read_or_written(machine: str) -> None:
     """Torch's own memory is watched too, as it comes from the C library: a tensor ends where it ends."""
-    variables = {"CXX": "g++", "CXXFLAGS": "-fsanitize=address -g"}
+    variables = {"CXX": "g++", "CXXFLAGS": f"-fsanitize=address -g {machine}"}
     # Without the sanitizer under it: the compiler would take minutes.
     code = "from engine.kernels.build import cpu_library, kernels_dir; cpu_library(kernels_dir())"
     subprocess.run([sys.executable, "-c", code], env=os.environ | variables, timeout=300, check=True)

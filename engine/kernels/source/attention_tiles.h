@@ -10,8 +10,8 @@
 namespace tandem {
 
 // 0 to 3 sums, 4 and 5 a whole step's rows and keys or values, 6 and 7 those of half a step.
-inline TileShapes::Shapes attention_shapes(int64_t tile_rows) {
-  TileShapes::Shapes shapes;
+inline Shapes attention_shapes(int64_t tile_rows) {
+  Shapes shapes;
   for (int tile : {0, 1, 2, 3, 4}) shapes.set(tile, int(tile_rows), 64);
   shapes.set(5, TILE_PAIRS, 64);
   shapes.set(6, int(tile_rows), 32);

@@ -25,8 +25,8 @@ constexpr int64_t PART_BYTES = 1 << 20;   // of inputs, beside panels, in a cach
 constexpr int64_t PART_PANELS = 8;        // which share a part once it is there
 
 // The sums of one tile's rows: 0 and 1 of its first half, 2 and 3 of its second; 4 and 5 inputs, 6 and 7 weights.
-inline TileShapes::Shapes product_shapes(int64_t num_rows) {
-  TileShapes::Shapes shapes;
+inline Shapes product_shapes(int64_t num_rows) {
+  Shapes shapes;
   int first = int(num_rows > TILE_ROWS ? (num_rows + 1) / 2 : num_rows), second = int(num_rows) - first;
   for (int tile : {0, 1, 4}) shapes.set(tile, first, 64);
   for (int tile : {2, 3, 5}) shapes.set(tile, second ? second : 1, 64);
@@ -97,54 +97,88 @@ struct TileSplit {
   }
 };
 
+// An item's rows, in tiles of equal height; `second`: how many stand before a tile's second half, 0 if it has none.
+struct TileRows {
+  int64_t first, num, num_tiles, height, second;
+
+  TileRows(int64_t begin, int64_t end) : first(begin), num(end - begin) {
+    num_tiles = (num + TILE_PAIR_ROWS - 1) / TILE_PAIR_ROWS;
+    height = (num + num_tiles - 1) / num_tiles;
+    second = height > TILE_ROWS ? (height + 1) / 2 : 0;
+  }
+
+  int64_t begin_of(int64_t tile) const { return std::min(tile * height, num - height); }
+};
+
+// One thread's part of a product.
+template <class Finish>
+class TileMultiplier {
+ public:
+  TileMultiplier(const bf16* x, int64_t K, const bf16* weight, const TileSplit& split, ReadAhead* other, const Finish& finish)
+      : x_(reinterpret_cast<const uint32_t*>(x)), panels_(reinterpret_cast<const uint32_t*>(weight)), pairs_(K / 2),
+        steps_(K / 2 / TILE_PAIRS), split_(split), other_(other), finish_(finish),
+        sums_((split.num_parts > 1 ? split.panels_of_item * TILE_ITEM_ROWS : 0) + 2 * TILE_PAIR_ROWS) {}
+
+  // `is_next_ours`: whether the panel after the last of these is multiplied by this thread, too.
+  void run_item(const TileRows& rows, int64_t first_panel, int64_t end_panel, bool is_next_ours) {
+    if (rows.height != shaped_height_) TileShapes::use(product_shapes(shaped_height_ = rows.height));
+    for (int64_t part = 0; part < split_.num_parts; part++)
+      for (int64_t p = first_panel; p < end_panel; p++)
+        multiply_panel(rows, p, p - first_panel, part, p + 1 < end_panel || (split_.num_parts == 1 && is_next_ours));
+  }
+
+ private:
+  void multiply_panel(const TileRows& rows, int64_t p, int64_t place, int64_t part, bool is_next_ours) {
+    const int64_t first_step = part * split_.steps_of_part, num_steps = std::min(split_.steps_of_part, steps_ - first_step);
+    const uint32_t* panel = panels_ + (p * pairs_ + first_step * TILE_PAIRS) * PANEL;
+    for (int64_t i = 0; i < rows.num_tiles; i++) {
+      std::array<F16, 2>* sums = sums_.data() + (split_.num_parts > 1 ? place * TILE_ITEM_ROWS + i * TILE_PAIR_ROWS : 0);
+      if (is_next_ours && i < 2) {
+        const char* next = reinterpret_cast<const char*>(panel + pairs_ * PANEL);
+        asking_.next_panel(next, num_steps * TILE_PAIRS * PANEL * int64_t(sizeof(uint32_t)), i, rows.num_tiles);
+      } else {
+        asking_.others(rows.num_tiles > 2 ? other_ : nullptr, num_steps * TILE_PAIRS);
+      }
+      MULTIPLY_STEPS[rows.second > 0][asking_.lines](
+          x_ + (rows.first + rows.begin_of(i)) * pairs_ + first_step * TILE_PAIRS, pairs_, rows.second, num_steps, panel,
+          asking_.pieces.data(), part > 0, reinterpret_cast<float*>(sums));
+      if (part + 1 == split_.num_parts) finish_tile(rows, i, p, sums);
+    }
+  }
+
+  void finish_tile(const TileRows& rows, int64_t tile, int64_t p, std::array<F16, 2>* sums) {
+    for (int64_t r = tile * rows.height; r < std::min(rows.num, (tile + 1) * rows.height); r++) {
+      F16* of_row = sums[r - rows.begin_of(tile)].data();
+      add_pairs(x_ + (rows.first + r) * pairs_, panels_ + p * pairs_ * PANEL, steps_ * TILE_PAIRS, pairs_, of_row);
+      finish_(rows.first + r, p, of_row);
+    }
+  }
+
+  const uint32_t *const x_, *const panels_;
+  const int64_t pairs_, steps_;
+  const TileSplit& split_;
+  ReadAhead* const other_;
+  const Finish& finish_;
+  std::vector<std::array<F16, 2>> sums_;
+  Asking asking_;
+  TileShapes shapes_;
+  int64_t shaped_height_ = 0;
+};
+
 // Calls finish(row, panel, two vectors of sums) for all rows and panels.
 template <class Finish>
 void multiply_by_tiles(
     const bf16* x, int64_t T, int64_t K, const bf16* weight, int64_t num_panels, ReadAhead* other, const Finish& finish) {
   if (T == 0) return;
-  const int64_t pairs = K / 2, steps = pairs / TILE_PAIRS;
-  const uint32_t *xp = reinterpret_cast<const uint32_t*>(x), *panels = reinterpret_cast<const uint32_t*>(weight);
-  const TileSplit split(T, steps);
+  const TileSplit split(T, K / 2 / TILE_PAIRS);
   const int64_t num_groups = (num_panels + split.panels_of_item - 1) / split.panels_of_item;
   for_each_range(split.num_row_blocks * num_groups, [&](int64_t begin, int64_t end) {
-    std::vector<std::array<F16, 2>> all_sums((split.num_parts > 1 ? split.panels_of_item * TILE_ITEM_ROWS : 0) + 2 * TILE_PAIR_ROWS);
-    Asking asking;
-    TileShapes shapes;
-    int64_t shaped_rows = 0;
+    TileMultiplier<Finish> multiplier(x, K, weight, split, other, finish);
     for (int64_t item = begin; item < end; item++) {
       int64_t block = item / num_groups, group = item % num_groups;
-      int64_t first_row = T * block / split.num_row_blocks, rows = T * (block + 1) / split.num_row_blocks - first_row;
-      int64_t num_tiles = (rows + TILE_PAIR_ROWS - 1) / TILE_PAIR_ROWS, tile_rows = (rows + num_tiles - 1) / num_tiles;
-      int64_t second = tile_rows > TILE_ROWS ? (tile_rows + 1) / 2 : 0;
-      if (tile_rows != shaped_rows) TileShapes::use(product_shapes(shaped_rows = tile_rows));
+      TileRows rows(T * block / split.num_row_blocks, T * (block + 1) / split.num_row_blocks);
       int64_t first_panel = group * split.panels_of_item, end_panel = std::min(num_panels, first_panel + split.panels_of_item);
-      for (int64_t part = 0; part < split.num_parts; part++) {
-        int64_t first_step = part * split.steps_of_part, num_steps = std::min(split.steps_of_part, steps - first_step);
-        for (int64_t p = first_panel; p < end_panel; p++) {
-          const uint32_t* panel = panels + (p * pairs + first_step * TILE_PAIRS) * PANEL;
-          bool is_next_ours = p + 1 < end_panel || (split.num_parts == 1 && item + 1 < end && group + 1 < num_groups);
-          for (int64_t i = 0; i < num_tiles; i++) {
-            int64_t from = std::min(i * tile_rows, rows - tile_rows);
-            int64_t place = split.num_parts > 1 ? (p - first_panel) * TILE_ITEM_ROWS + i * TILE_PAIR_ROWS : 0;
-            std::array<F16, 2>* sums = all_sums.data() + place;
-            if (is_next_ours && i < 2) {
-              const char* next = reinterpret_cast<const char*>(panel + pairs * PANEL);
-              asking.next_panel(next, num_steps * TILE_PAIRS * PANEL * int64_t(sizeof(uint32_t)), i, num_tiles);
-            } else {
-              asking.others(num_tiles > 2 ? other : nullptr, num_steps * TILE_PAIRS);
-            }
-            MULTIPLY_STEPS[second > 0][asking.lines](
-                xp + (first_row + from) * pairs + first_step * TILE_PAIRS, pairs, second, num_steps, panel,
-                asking.pieces.data(), part > 0, reinterpret_cast<float*>(sums));
-            if (part + 1 < split.num_parts) continue;
-            for (int64_t r = i * tile_rows; r < std::min(rows, (i + 1) * tile_rows); r++) {
-              F16* of_row = sums[r - from].data();
-              add_pairs(xp + (first_row + r) * pairs, panels + p * pairs * PANEL, steps * TILE_PAIRS, pairs, of_row);
-              finish(first_row + r, p, of_row);
-            }
-          }
-        }
-      }
+      multiplier.run_item(rows, first_panel, end_panel, item + 1 < end && group + 1 < num_groups);
     }
   });
 }

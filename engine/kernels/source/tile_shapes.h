@@ -1,0 +1,21 @@
+// What a tile of the matrix unit holds, and which part of it is in use.
+#pragma once
+
+#include <cstdint>
+
+namespace tandem {
+
+constexpr int TILE_ROWS = 16;
+constexpr int TILE_PAIRS = 16;  // of inputs: as many rows has a tile of weights, each of 16 outputs' pairs
+constexpr int TILE_ROW_BYTES = 64;
+constexpr int NUM_TILES = 8;
+
+// Rows, and bytes of each row, of the eight tile registers: as the instruction that sets them wants it.
+struct alignas(64) Shapes {
+  uint8_t palette = 1, start_row = 0, reserved[14] = {};
+  uint16_t row_bytes[16] = {};
+  uint8_t rows[16] = {};
+  void set(int tile, int num_rows, int num_bytes) { rows[tile] = uint8_t(num_rows), row_bytes[tile] = uint16_t(num_bytes); }
+};
+
+}  // namespace tandem
