@@ -193,7 +193,7 @@ class EngineArgs:
         default=1,
         metadata={
             "help": "Share the model out among so many processes, each with a GPU of its own, or with its part of a "
-            "CPU's cores. Divides the model's heads, key heads and intermediate size."
+            "CPU's cores. Divides the model's heads and intermediate size, and its key heads or is a multiple of them."
         },
     )
     lora_modules: str = field(

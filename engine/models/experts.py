@@ -8,10 +8,15 @@ nothing is padded, and no length goes back to the host, so that a CUDA graph can
 expert is a row of a product, and its experts are added up in the order in which they were chosen: it depends on who
 else is in the step as rows of products do, and no more.
 
+Of several ranks each has a part of every expert, and of the shared ones: all choose alike, and one sum over ranks makes
+the whole of both.
+
 Shapes: T tokens, D hidden, E experts, G groups, A experts of a token, I intermediate, padded to `EXPERT_GRAIN`.
 """
 
 from __future__ import annotations
+
+from dataclasses import replace
 
 import torch
 import torch.nn.functional as F  # noqa: N812
@@ -65,7 +70,10 @@ class ExpertsFeedForward:
         self._shared = None
         if config.num_shared_experts:
             size = config.num_shared_experts * config.intermediate_size
-            self._shared = GatedFeedForward(factory, f"{name}.shared_experts", hidden_size, size, has_bias)
+            parts = replace(factory.parts, sum_over_ranks=None)  # summed with the others below
+            alone = replace(factory, parts=parts)
+            self._shared = GatedFeedForward(alone, f"{name}.shared_experts", hidden_size, size, has_bias)
+        self._sum_over_ranks = factory.parts.sum_over_ranks
         self._load_experts(config, factory, f"{name}.experts", hidden_size)
 
     def _load_experts(self, config: ExpertsConfig, factory: PartsFactory, name: str, hidden_size: int) -> None:
@@ -90,4 +98,6 @@ class ExpertsFeedForward:
         y = F.grouped_mm(F.silu(gate) * up, self._down_EID, offs=ends_E)
         y_TAD = torch.empty_like(y).index_copy_(0, order, y).view(*experts_TA.shape, -1)
         o_TD = (y_TAD * weights_TA.unsqueeze(-1)).sum(dim=1).to(h_TD.dtype)
-        return o_TD if self._shared is None else o_TD + self._shared(h_TD)
+        if self._shared is not None:
+            o_TD = o_TD + self._shared(h_TD)
+        return o_TD if self._sum_over_ranks is None else self._sum_over_ranks(o_TD)

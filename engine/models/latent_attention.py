@@ -6,6 +6,8 @@ value's (`up_value`). So attention is that of N query heads to one key of C + P 
 the value, and nothing but latents is ever kept or read. Prompts are computed in the same way, which takes about 3.4
 times the arithmetic of attention to keys and values of 192 and 128 numbers, and makes none of them.
 
+Of several ranks each has some of the heads, and all of the latents.
+
 Shapes: T tokens, D hidden, N heads; C numbers of a latent (kv_lora_rank), P of a rotated key, R = C + P; Q numbers of a
 head's query without positions, V of its value.
 """
@@ -59,7 +61,7 @@ class LatentAttention:
         self._up_value_NCV = up_value.transpose(1, 2).contiguous()
         latent_norm = factory.rms_norm(f"{at}.kv_a_layernorm", C, LATENT_NORM_EPS)
         self._heads = LatentProjection(rotary, latent_norm, up_key.contiguous())
-        self._output = factory.linear({f"{at}.o_proj": D}, N * V, config.has_output_bias)
+        self._output = factory.row_parallel_linear(f"{at}.o_proj", D, N * V, config.has_output_bias)
 
     def __call__(self, h_TD: torch.Tensor, kv: torch.Tensor, plan: Any, cos_sin: CosSin) -> torch.Tensor:
         mla = self._mla

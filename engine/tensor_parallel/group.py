@@ -14,6 +14,7 @@ Shapes: T tokens, R ranks, V vocabulary.
 
 from __future__ import annotations
 
+import hashlib
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -70,6 +71,12 @@ class RankGroup:
     def smallest(self, number: int) -> int:
         """Of all ranks' numbers."""
         return int(self._gathered(torch.tensor([number], device=self._device)).min())
+
+    def check_alike(self, name: str, what: str) -> None:
+        """Raises `ValueError`, on every rank, where one has another `name` of `what`."""
+        number = int.from_bytes(hashlib.blake2b(name.encode(), digest_size=7).digest(), "little")
+        if self.smallest(number) != -self.smallest(-number):
+            raise ValueError(f"tensor_parallel_size: {what} must be alike on all ranks; rank {self.rank} has {name}")
 
     def share_first(self, x: torch.Tensor) -> torch.Tensor:
         """Rank 0's `x`; of the others it is overwritten."""

@@ -1,4 +1,8 @@
-"""What one rank computes of a model: some of the heads, some of the feed-forward. Integers only, no torch."""
+"""What one rank computes of a model: some of the heads, some of the feed-forward. Integers only, no torch.
+
+Ranks that have query heads of the same key head each have that key head. Latents are for all heads: every rank has
+them, and keeps them in its own pool.
+"""
 
 from __future__ import annotations
 
@@ -14,19 +18,32 @@ def share_of(shape: ModelShape, num_ranks: int) -> ModelShape:
         return shape
     if not isinstance(shape, DecoderConfig):
         raise ValueError("tensor_parallel_size must be 1 for models that transformers' code computes")
-    if shape.mla is not None:
-        raise ValueError("tensor_parallel_size must be 1 for models with latent attention")
-    sizes = {
-        "num_attention_heads": shape.num_heads,
-        "num_key_value_heads": shape.num_kv_heads,
-        "intermediate_size": shape.intermediate_size,
-    }
+    moe = shape.moe
+    sizes = {"num_attention_heads": shape.num_heads}
+    if moe is None or moe.first_layer > 0:
+        sizes["intermediate_size"] = shape.intermediate_size
+    if moe is not None:
+        sizes["moe_intermediate_size"] = moe.intermediate_size
     for name, size in sizes.items():
         if size % num_ranks:
             raise ValueError(f"tensor_parallel_size must divide the model's {name}={size}, is {num_ranks}")
     return replace(
         shape,
         num_heads=shape.num_heads // num_ranks,
-        num_kv_heads=shape.num_kv_heads // num_ranks,
+        num_kv_heads=shape.num_kv_heads // num_key_parts(shape, num_ranks),
         intermediate_size=shape.intermediate_size // num_ranks,
+        moe=None if moe is None else replace(moe, intermediate_size=moe.intermediate_size // num_ranks),
     )
+
+
+def num_key_parts(shape: DecoderConfig, num_ranks: int) -> int:
+    """How many parts the key heads are cut into, each of which as many ranks have. Raises `ValueError`."""
+    if shape.mla is not None:
+        return 1
+    num_heads = shape.num_kv_heads
+    if num_heads % num_ranks and num_ranks % num_heads:
+        raise ValueError(
+            f"tensor_parallel_size must divide the model's num_key_value_heads={num_heads}, or be a multiple of it, "
+            f"is {num_ranks}"
+        )
+    return min(num_heads, num_ranks)

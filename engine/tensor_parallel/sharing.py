@@ -17,7 +17,7 @@ from engine.models.layer import PlainLayers
 from engine.models.parts import Parts
 from engine.tensor_parallel.group import RankGroup
 from engine.tensor_parallel.sharded_weights import ShardedWeights
-from engine.tensor_parallel.shares import share_of
+from engine.tensor_parallel.shares import num_key_parts, share_of
 
 
 def shared_out(
@@ -26,6 +26,9 @@ def shared_out(
     """Of a whole model's. Raises `ValueError` as `share_of`."""
     share = share_of(shape, group.num_ranks)
     assert isinstance(share, DecoderConfig)
+    if share.moe is not None and weights.device != "cpu":
+        # Ranks that compute scores otherwise would add up parts of different experts.
+        group.check_alike(torch.cuda.get_device_name(), "GPUs that choose experts")
 
     linear = parts.lm_head
 
@@ -34,7 +37,8 @@ def shared_out(
 
     # One layer after the other: what computes all in one call could not sum up between them.
     parts = replace(parts, stack=PlainLayers, lm_head=lm_head, sum_over_ranks=group.sum)
-    return share, ShardedWeights(weights, group.rank, group.num_ranks), parts
+    key_parts = num_key_parts(shape, group.num_ranks)
+    return share, ShardedWeights(weights, group.rank, group.num_ranks, key_parts), parts
 
 
 class VocabParallelLinear(Linear):

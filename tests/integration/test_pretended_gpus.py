@@ -10,11 +10,11 @@ import sys
 from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 import torch
-from deepseek_cases import GREEDY
+from deepseek_cases import GREEDY, V3
 from handover import alone, handed_over
 from many_endings import CONFIG, prompt_of
 from pretend_gpu import pretend_gpu
@@ -34,37 +34,45 @@ class OnTwoGpus(NamedTuple):
     """Of both ranks."""
 
 
-def on_two_gpus(folder: Path, *, is_received: bool) -> OnTwoGpus:
+class Pair(NamedTuple):
+    config: dict[str, Any]
+    prefill: OnTwoGpus
+    decode: OnTwoGpus
+
+
+CONFIGS = {"heads": CONFIG, "latents and experts": V3 | {"vocab_size": CONFIG["vocab_size"]}}
+
+
+def on_two_gpus(folder: Path, config: dict[str, Any], *, is_received: bool) -> OnTwoGpus:
     memory = PoolMemory("ipc", is_received=is_received)
     engine = make_engine(
-        folder, CONFIG, memory, tensor_parallel_size=2, max_num_batched_tokens=16, max_num_seqs=2, max_model_len=96
+        folder, config, memory, tensor_parallel_size=2, max_num_batched_tokens=16, max_num_seqs=2, max_model_len=96
     )
     executor = engine.executor
     return OnTwoGpus(engine, memory.as_pool(executor.kv_pool, executor.kv_shape, engine.config.cache.kv_order))
 
 
-@pytest.fixture(scope="module")
-def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[OnTwoGpus, OnTwoGpus]]:
-    """Prefill, decode."""
-    folder = tmp_path_factory.mktemp("model")
+@pytest.fixture(scope="module", params=CONFIGS)
+def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
+    folder, config = tmp_path_factory.mktemp("model"), CONFIGS[request.param]
     with pretend_gpu(num_devices=2), pytest.MonkeyPatch.context() as patch:
         patch.setattr(sys, "executable", write_python(folder / "python", num_devices=2))
-        prefill = on_two_gpus(folder, is_received=False)
+        prefill = on_two_gpus(folder, config, is_received=False)
         with closing(prefill.engine):
-            decode = on_two_gpus(folder, is_received=True)
+            decode = on_two_gpus(folder, config, is_received=True)
             with closing(decode.engine):
-                yield prefill, decode
+                yield Pair(config, prefill, decode)
 
 
 @pytest.mark.parametrize("transport", ["grpc", "ipc"])
-def test_two_prefill_and_two_others_decode(pair: tuple[OnTwoGpus, OnTwoGpus], tmp_path: Path, transport: str) -> None:
-    prefill, decode = pair
-    assert decode.pool.layout.num_layers == 2 * CONFIG["num_hidden_layers"]
+def test_two_prefill_and_two_others_decode(pair: Pair, tmp_path: Path, transport: str) -> None:
+    config, prefill, decode = pair
+    assert decode.pool.layout.num_layers == 2 * config["num_hidden_layers"]
     assert decode.pool.memory == "VRAM"
     prompt = prompt_of(16)[:: 1 if transport == "grpc" else -1]  # one that nobody has cached
     tokens = handed_over(
         prefill.engine, decode.engine, prompt, GREEDY, pools=(prefill.pool, decode.pool), transport=transport
     )
-    assert tokens == alone(make_engine(tmp_path, CONFIG, device="cpu"), prompt, GREEDY)
-    for each in pair:
+    assert tokens == alone(make_engine(tmp_path, config, device="cpu"), prompt, GREEDY)
+    for each in (prefill, decode):
         assert each.engine.audit()[1] == []

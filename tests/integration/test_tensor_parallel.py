@@ -17,6 +17,7 @@ from multiprocessing.connection import Pipe
 from pathlib import Path
 from typing import Any
 
+import deepseek_cases
 import numpy as np
 import pytest
 from clusters import RunningCluster, wait_until
@@ -42,6 +43,8 @@ LLAMA: dict[str, Any] = {
     "max_position_embeddings": 256, "attention_bias": True, "mlp_bias": True,
 }  # fmt: skip
 QWEN3 = LLAMA | {"architectures": ["Qwen3ForCausalLM"], "tie_word_embeddings": True, "vocab_size": 300}
+DEEPSEEK = {"vocab_size": 301, "max_position_embeddings": 256, "attention_bias": True, "n_shared_experts": 1}
+DEEPSEEK_V2, DEEPSEEK_V3 = deepseek_cases.V2 | DEEPSEEK, deepseek_cases.V3 | DEEPSEEK
 PROMPTS = [[(37 * number + 11 * i) % 290 + 5 for i in range(length)] for number, length in enumerate((5, 16, 49, 80))]
 PARAMS = [
     SamplingParams(temperature=0.0),
@@ -101,7 +104,9 @@ def test_tokens_are_those_of_transformers(model_folder: Path, references: list[R
 
 
 @pytest.mark.parametrize(
-    "config", [LLAMA, QWEN3], ids=["biases, a vocabulary of odd size", "norms of heads, tied embeddings"]
+    "config",
+    [LLAMA, QWEN3 | {"num_key_value_heads": 1}, DEEPSEEK_V2, DEEPSEEK_V3],
+    ids=["biases, a vocabulary of odd size", "norms of heads, tied embeddings, one key head", "DeepSeek-V2", "-V3"],
 )
 def test_two_ranks_compute_what_one_does(config: dict[str, Any], tmp_path: Path) -> None:
     """Alone, and with blocks so few that some are preempted."""
@@ -169,6 +174,18 @@ def test_blocks_of_all_ranks_travel(two_pairs: tuple[LLMEngine, LLMEngine]) -> N
         params = replace(PARAMS[number], max_tokens=12, ignore_eos=True, prompt_logprobs=None)
         prompt = [token + 1 for token in PROMPTS[number]]
         assert handed_over(prefill, decode, prompt, params) == alone(prefill, prompt, params)
+
+
+def test_latents_of_all_ranks_travel(tmp_path: Path) -> None:
+    """Each rank has them all, and sends its own."""
+    with (
+        closing(engine_of(tmp_path, DEEPSEEK_V3, 2)) as prefill,
+        closing(engine_of(tmp_path, DEEPSEEK_V3, 2)) as decode,
+    ):
+        layout = bytes_of(decode).layout
+        assert (layout.num_layers, layout.num_kv_heads, layout.head_dim) == (2 * 3, 1, 24 + 8)
+        params = replace(PARAMS[1], max_tokens=12, ignore_eos=True)
+        assert handed_over(prefill, decode, PROMPTS[2], params) == alone(prefill, PROMPTS[2], params)
 
 
 def test_engines_of_other_numbers_of_ranks_are_no_peers(tmp_path: Path) -> None:

@@ -75,6 +75,23 @@ def test_outputs_are_laid_side_by_side(tmp_path: Path) -> None:
         assert whole.is_contiguous()
 
 
+def test_ranks_that_must_be_alike(tmp_path: Path) -> None:
+    def problem(group: RankGroup, name: str) -> str:
+        try:
+            group.check_alike(name, "GPUs")
+        except ValueError as error:
+            return str(error)
+        return ""
+
+    (tmp_path / "other").mkdir()
+    assert together(3, tmp_path, lambda group: problem(group, "H200")) == ["", "", ""]
+    problems = together(3, tmp_path / "other", lambda group: problem(group, "H100" if group.rank == 1 else "H200"))
+    assert problems == [
+        f"tensor_parallel_size: GPUs must be alike on all ranks; rank {rank} has {name}"
+        for rank, name in enumerate(("H200", "H100", "H200"))
+    ]
+
+
 def test_the_smallest_number_and_what_the_first_has(tmp_path: Path) -> None:
     def call(group: RankGroup) -> tuple[int, list[int]]:
         return group.smallest(7 - group.rank), group.share_first(

@@ -21,7 +21,7 @@ from engine.models.decoder_config import DecoderConfig
 from engine.models.stored_weights import StoredWeights
 from engine.scaled_weight import ScaledWeight, part_of
 from engine.tensor_parallel.sharded_weights import ShardedWeights
-from engine.tensor_parallel.shares import share_of
+from engine.tensor_parallel.shares import num_key_parts, share_of
 from engine.tensor_parallel.sharing import VocabParallelLinear
 from worker_service.process import check_transport_fits
 
@@ -30,10 +30,10 @@ LLAMA: dict[str, Any] = {
     "num_hidden_layers": 2, "num_attention_heads": 12, "num_key_value_heads": 6, "head_dim": 4,
     "max_position_embeddings": 64,
 }  # fmt: skip
-DEEPSEEK = {
+DEEPSEEK = LLAMA | {
     "architectures": ["DeepseekV2ForCausalLM"], "kv_lora_rank": 16, "qk_nope_head_dim": 8, "qk_rope_head_dim": 4,
-    "v_head_dim": 8, "num_attention_heads": 4, "num_key_value_heads": 4, "n_routed_experts": None,
-    "first_k_dense_replace": 2, "moe_intermediate_size": 8, "n_shared_experts": None, "num_experts_per_tok": None,
+    "v_head_dim": 8, "num_key_value_heads": 12, "n_routed_experts": 4, "num_experts_per_tok": 2, "topk_group": 1,
+    "first_k_dense_replace": 1, "moe_intermediate_size": 18, "n_group": 1,
 }  # fmt: skip
 
 
@@ -44,13 +44,39 @@ def test_heads_and_the_feed_forward_are_shared_out() -> None:
     assert (share.hidden_size, share.head_dim, share.vocab_size) == (24, 4, 101)
 
 
+def test_heads_of_latents_and_every_expert_are_shared_out() -> None:
+    share = share_of(load_model_shape(DEEPSEEK, "auto"), 3)
+    assert isinstance(share, DecoderConfig)
+    assert share.moe is not None
+    assert (share.num_heads, share.intermediate_size, share.moe.intermediate_size) == (4, 12, 6)
+    assert (share.num_kv_heads, share.head_dim, share.moe.num_experts) == (1, 16 + 4, 4)
+
+
+def test_ranks_may_share_a_key_head() -> None:
+    """Each query head finds its own."""
+    shape = load_model_shape(LLAMA | {"num_key_value_heads": 2}, "auto")
+    share = share_of(shape, 6)
+    assert isinstance(shape, DecoderConfig)
+    assert isinstance(share, DecoderConfig)
+    assert (share.num_heads, share.num_kv_heads, num_key_parts(shape, 6)) == (2, 1, 2)
+    name, whole = "model.layers.0.self_attn.v_proj", DummyWeights(3, "float32", "cpu")
+    heads = whole.take(f"{name}.weight", (2 * 4, 24)).view(2, 4, 24)
+    biases = whole.take(f"{name}.bias", (2 * 4,)).view(2, 4)
+    for rank in range(6):
+        weights = ShardedWeights(whole, rank, 6, 2)
+        of_query_heads = {query // (12 // 2) for query in range(2 * rank, 2 * rank + 2)}
+        assert of_query_heads == {rank // 3}
+        assert torch.equal(weights.take(f"{name}.weight", (4, 24)), heads[rank // 3])
+        assert torch.equal(weights.take(f"{name}.bias", (4,)), biases[rank // 3])
+
+
 @pytest.mark.parametrize(
     ("change", "num_ranks", "message"),
     [
         ({}, 5, "tensor_parallel_size must divide the model's num_attention_heads=12, is 5"),
-        ({}, 4, "tensor_parallel_size must divide the model's num_key_value_heads=6, is 4"),
+        ({}, 4, "must divide the model's num_key_value_heads=6, or be a multiple of it, is 4"),
         ({"intermediate_size": 37}, 2, "tensor_parallel_size must divide the model's intermediate_size=37, is 2"),
-        (DEEPSEEK, 2, "tensor_parallel_size must be 1 for models with latent attention"),
+        (DEEPSEEK, 4, "tensor_parallel_size must divide the model's moe_intermediate_size=18, is 4"),
         ({}, 65, r"tensor_parallel_size must be in \[1, 64\], is 65"),
         ({}, 0, r"tensor_parallel_size must be in \[1, 64\], is 0"),
     ],
@@ -76,12 +102,14 @@ def test_models_of_transformers_are_refused() -> None:
     ("product", "shape", "axis"),
     [("self_attn.q_proj", (48, 24), 0), ("self_attn.k_proj", (24, 24), 0), ("self_attn.v_proj", (24, 24), 0),
      ("mlp.gate_proj", (36, 24), 0), ("mlp.up_proj", (36, 24), 0), ("self_attn.o_proj", (24, 48), 1),
-     ("mlp.down_proj", (24, 36), 1)],
+     ("mlp.down_proj", (24, 36), 1), ("self_attn.q_b_proj", (48, 24), 0), ("self_attn.kv_b_proj", (48, 24), 0),
+     ("mlp.experts.2.gate_proj", (36, 24), 0), ("mlp.experts.2.down_proj", (24, 36), 1),
+     ("mlp.shared_experts.up_proj", (36, 24), 0)],
 )  # fmt: skip
 def test_parts_of_a_weight_are_the_weight(product: str, shape: tuple[int, int], axis: int) -> None:
     name = f"model.layers.0.{product}"
     whole = DummyWeights(3, "float32", "cpu")
-    ranks = [ShardedWeights(whole, rank, 3) for rank in range(3)]
+    ranks = [ShardedWeights(whole, rank, 3, 3) for rank in range(3)]
     part_shape = (shape[0] // 3, shape[1]) if axis == 0 else (shape[0], shape[1] // 3)
     parts = [rank.take_product(f"{name}.weight", part_shape) for rank in ranks]
     assert all(isinstance(part, torch.Tensor) and part.is_contiguous() for part in parts)
@@ -93,8 +121,13 @@ def test_parts_of_a_weight_are_the_weight(product: str, shape: tuple[int, int], 
 
 def test_other_weights_are_whole_on_every_rank() -> None:
     whole = DummyWeights(3, "float32", "cpu")
-    for name, shape in (("model.embed_tokens.weight", (101, 24)), ("model.layers.0.self_attn.q_norm.weight", (4,))):
-        assert torch.equal(ShardedWeights(whole, 1, 3).take(name, shape), whole.take(name, shape))
+    shapes = {
+        "model.embed_tokens.weight": (101, 24), "model.layers.0.self_attn.q_norm.weight": (4,),
+        "model.layers.0.self_attn.q_a_proj.weight": (16, 24), "model.layers.0.self_attn.kv_a_proj_with_mqa.bias": (20,),
+        "model.layers.0.mlp.gate.weight": (4, 24), "model.layers.0.mlp.gate.e_score_correction_bias": (4,),
+    }  # fmt: skip
+    for name, shape in shapes.items():
+        assert torch.equal(ShardedWeights(whole, 1, 3, 3).take(name, shape), whole.take(name, shape))
 
 
 @pytest.mark.parametrize("block", [None, (8, 12)], ids=["a scale for each output", "scales for groups"])
