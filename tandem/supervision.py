@@ -314,11 +314,12 @@ class _Run:
 
     def __init__(
         self,
-        process: asyncio.subprocess.Process,
+        transport: asyncio.SubprocessTransport,
         streams: _Streams,
         spec: ProcessSpec,
         on_line: Callable[[str, str], None],
     ) -> None:
+        process = asyncio.subprocess.Process(transport, streams, asyncio.get_running_loop())
         self.pid = process.pid
         self.started_at_s = time.monotonic()
         self.ready_at_s: float | None = None
@@ -326,6 +327,7 @@ class _Run:
         self.announced = ""
         self.tail: deque[str] = deque(maxlen=TAIL_LINES)
         self._process = process
+        self._transport = transport
         self._streams = streams
         self._spec = spec
         self._on_line = on_line
@@ -353,7 +355,7 @@ class _Run:
             env={**os.environ, **spec.env},
             start_new_session=True,  # Ctrl-C reaches only us: we decide who ends when
         )
-        return cls(asyncio.subprocess.Process(transport, streams, loop), streams, spec, on_line)
+        return cls(transport, streams, spec, on_line)
 
     @property
     def returncode(self) -> int:
@@ -367,10 +369,11 @@ class _Run:
     async def wait_exited(self) -> None:
         """Until it has exited and its last lines are read."""
         await self._streams.has_exited.wait()
-        # A process that it left behind may hold the pipes open: that is no reason to wait for ever.
+        # A process that it left behind may hold the pipes open: no reason to wait for ever, nor to keep our ends.
         _, pending = await asyncio.wait(self._readers, timeout=1.0)
         for reader in pending:
             reader.cancel()
+        self._transport.close()
 
     async def _read(self, stream: asyncio.StreamReader) -> None:
         async for line in _lines(stream):

@@ -248,7 +248,7 @@ async def test_a_process_that_ran_well_is_started_at_once(supervise: Make, heard
 
 
 async def test_a_process_whose_child_holds_its_pipes_is_started_again_all_the_same(supervise: Make) -> None:
-    """A rank that hangs on its device may outlive its worker."""
+    """A rank that hangs on its device may outlive its worker. Our ends of its pipes are not kept for it."""
     process = supervise(
         "import subprocess; child = subprocess.Popen([sys.executable, '-c', 'import signal; signal.pause()']);"
         "print(f'listening grpc={child.pid}', flush=True); signal.pause()"
@@ -257,9 +257,11 @@ async def test_a_process_whose_child_holds_its_pipes_is_started_again_all_the_sa
     try:
         pid = await within(10, process.wait_running())
         children.append(int(process.announced))
+        num_open = len(os.listdir("/dev/fd"))
         os.kill(pid, signal.SIGKILL)
         await within(10, process.wait_running(unlike_pid=pid))
         children.append(int(process.announced))
+        assert len(os.listdir("/dev/fd")) == num_open
     finally:
         for child in children:
             os.kill(child, signal.SIGKILL)
