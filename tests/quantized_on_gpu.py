@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from deepseek_cases import GREEDY
+from engine_steps import arguments, logits_of_steps
 from handover import alone, handed_over
 from many_endings import CONFIG, prompt_of
 from pretend_gpu.engines import make_engine
-from quantized_checkpoints import FORMS, llama_tensors, quantized, save_checkpoint
+from quantized_checkpoints import FORMS, deepseek_tensors, llama_tensors, quantized, save_checkpoint
+
+from engine.models.expert_products import ScaledExperts
 
 WIDE = CONFIG | {"hidden_size": 64}
 """As products in 8 bits want it."""
@@ -38,3 +42,33 @@ def check_checkpoint(folder: Path, form: str, *, is_kept: bool, **settings: Any)
     assert torch.equal(attention[0].output._weight.cpu(), plain[name])
     prompt = prompt_of(16)
     assert handed_over(prefill, decode, prompt, GREEDY) == alone(one, prompt, GREEDY)
+
+
+def check_experts(folder: Path, config: dict[str, Any], form: str, dtype: str, *, error: float) -> None:
+    """All experts of a layer are in the bytes of the file, and logits are those of the weights widened, but for an
+    `error` of their norm. Prompts and steps that decode, recorded ones too."""
+    stored, _ = quantized(deepseek_tensors(config, torch.bfloat16), FORMS[form])
+    config = config | {"quantization_config": FORMS[form].quantization_config}
+    save_checkpoint(folder, config, stored)
+    settings = {"load_format": "auto", "dtype": dtype, "max_num_batched_tokens": 64, "max_num_seqs": 4}
+    engine = make_engine(folder, config, attention_backend="triton", **settings)
+    assert engine.config.model.quantization == "stored"
+    experts = experts_of(engine)
+    assert isinstance(experts, ScaledExperts)
+    for e in range(config["n_routed_experts"]):
+        gate, up, down = (
+            stored[f"model.layers.2.mlp.experts.{e}.{kind}_proj.weight"].float() for kind in ("gate", "up", "down")
+        )
+        assert torch.equal(experts.gate_up.weight[e].cpu().float(), torch.cat((gate, up)))
+        assert torch.equal(experts.down.weight[e].cpu().float(), down)
+    args = replace(arguments(folder, "triton", "cuda"), **settings)
+    kept = logits_of_steps(args, records=True)
+    widened = logits_of_steps(replace(args, quantization="none"), records=False)
+    for ours, expected_logits in zip(kept, widened, strict=True):
+        size = expected_logits.cpu().double().norm()
+        assert 0 < (ours.cpu().double() - expected_logits.cpu().double()).norm() < error * size
+
+
+def experts_of(engine: Any) -> Any:
+    """What multiplies in the last layer."""
+    return engine.executor._worker._runner._model._layers._layers[2].feed_forward._products
