@@ -142,9 +142,9 @@ def test_a_checkpoint_in_8_bits_stays_as_it_is(gpu: PretendGpu, tmp_path: Path, 
 @pytest.mark.parametrize(
     ("form", "dtype", "error"),
     [
-        ("fp8 blocks, powers of two", "bfloat16", 0.01),
-        ("float channel", "bfloat16", 0.1),  # shared experts' activations are in 8 bits, too
-        ("int channel", "float32", 1e-4),
+        ("fp8 blocks, powers of two", "bfloat16", 0.02),
+        ("float channel", "bfloat16", 0.4),  # other products' activations are in 8 bits, so that others are chosen
+        ("int channel", "float32", 1e-5),
     ],
 )
 def test_experts_in_8_bits_stay_as_they_are(

@@ -89,6 +89,15 @@ def test_products_against_float64(case: str, dtype: torch.dtype, form: torch.dty
     assert ((y.double() - expected).abs() <= UNIT[dtype] * size_of_terms).all()
 
 
+def test_tiles_without_rows_load_nothing() -> None:
+    """Not even of the expert that stands there, who is none here."""
+    stack = stack_of((2, 16, 64), 0, torch.int8, BFLOAT16, DEVICE)
+    x, config = randn(5, 64, dtype=BFLOAT16, device=DEVICE), expert_config(5, 2, 2)
+    tiles = torch.tensor([[1, 0, 5], [1 << 20, 0, 0], [1 << 20, 5, 5]], dtype=torch.int32, device=DEVICE)
+    y = expert_product(x, stack, tiles, config)
+    assert torch.equal(y, expert_product(x, stack, tiles[:1], config))
+
+
 def experts_of(num_experts: int, form: torch.dtype, dtype: torch.dtype, kind: type[ScaledExperts]) -> ScaledExperts:
     """64 hidden, 40 inner numbers."""
     gate_up = stack_of((num_experts, 80, 64), 32, form, dtype, DEVICE)
