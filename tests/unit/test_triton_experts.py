@@ -121,8 +121,9 @@ def test_a_row_has_the_same_bits_beside_any_others(dtype: torch.dtype) -> None:
     """In tiles of any size, and wherever in one."""
     if DEVICE == "cuda" and dtype != torch.float32:
         pytest.skip("tensor cores may add up larger tiles otherwise")
-    experts = experts_of(3, torch.float8_e4m3fn, dtype, TritonScaledExperts)
-    x = randn(200, 64, dtype=dtype, device=DEVICE)
+    stacks = (stack_of((3, *shape), 0, torch.int8, dtype, DEVICE) for shape in ((128, 128), (128, 64)))
+    experts = TritonScaledExperts(*stacks)
+    x = randn(200, 128, dtype=dtype, device=DEVICE)
     alone = experts(x[:1], ends_of([0, 1, 0], DEVICE))
     for before, beside in ((0, 3), (5, 9), (30, 10), (40, 30), (90, 100)):
         rows = torch.cat((x[1 : 1 + before], x[:1], x[1 : 1 + beside]))
