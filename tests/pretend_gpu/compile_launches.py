@@ -52,6 +52,7 @@ ENGINES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         DEEPSEEK
         | {
             "moe_intermediate_size": 256,
+            "n_routed_experts": 32,  # so that prompts have tiles that decoding does not, of two sizes
             "quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]},
         },
         {},

@@ -9,12 +9,13 @@ import torch
 from expert_cases import FORMS, UNIT, ends_of, exact_product, randn, stack_of
 
 from engine.model_loader.eight_bit_weights import DummyEightBitWeights
-from engine.model_loader.weights import DummyWeights
+from engine.model_loader.weights import DummyWeights, Weights
 from engine.models.decoder import PLAIN_PARTS
 from engine.models.expert_products import ExpertProducts, PlainExperts, ScaledExperts, ScaledStack
 from engine.models.parts import PartsFactory
 from engine.models.stored_weights import StoredWeights
 from engine.scaled_weight import ScaledWeight, Weight
+from engine.tensor_parallel.sharded_weights import ShardedWeights
 
 BLOCKS = StoredWeights(quantizations=("fp8",), block=(16, 16))
 BFLOAT16 = torch.bfloat16
@@ -49,9 +50,9 @@ def test_plain_experts_are_what_they_are_in_8_bits_widened() -> None:
 # -- which ----------------------------------------------------------------------------------------------------------
 
 
-def products_of(weights: DummyWeights) -> ExpertProducts:
-    """Of 48 hidden and 24 inner numbers."""
-    return PartsFactory(weights, PLAIN_PARTS, 1e-6).experts("layer.experts", 4, 48, 24)
+def products_of(weights: Weights, intermediate_size: int = 24) -> ExpertProducts:
+    """Of 48 hidden numbers."""
+    return PartsFactory(weights, PLAIN_PARTS, 1e-6).experts("layer.experts", 4, 48, intermediate_size)
 
 
 class Changed(DummyEightBitWeights):
@@ -92,6 +93,18 @@ def test_weights_in_8_bits_stay_as_they_are() -> None:
 def test_weights_that_are_not_alike_are_widened(name: str, change: Callable[[ScaledWeight], Weight]) -> None:
     assert isinstance(products_of(Changed(f"layer.experts.{name}.weight", change)), PlainExperts)
     assert isinstance(products_of(DummyWeights(3, "bfloat16", "cpu")), PlainExperts)
+
+
+def test_ranks_have_a_part_of_each_expert() -> None:
+    """Unless that would cut a group in two."""
+    counts, whole = [2, 0, 5, 1], DummyEightBitWeights(3, "bfloat16", "cpu", BLOCKS)
+    x, parts = randn(8, 48, dtype=BFLOAT16), [products_of(ShardedWeights(whole, rank, 2), 16) for rank in range(2)]
+    assert all(isinstance(part, ScaledExperts) for part in parts)
+    expected = products_of(whole, 32)(x, ends_of(counts)).double()
+    total = sum(part(x, ends_of(counts)).double() for part in parts)
+    assert (total - expected).norm() < 0.01 * expected.norm()
+    with pytest.raises(ValueError, match="cuts a weight at input 0, where 16 share a scale"):
+        products_of(ShardedWeights(whole, 0, 2), 12)
 
 
 def test_a_stack_is_of_weights_asked_for_one_after_the_other() -> None:
