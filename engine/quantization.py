@@ -7,7 +7,8 @@ Products of layers alone: embeddings, norms and the logits' product keep the mod
     int8     weights alone, on any device: activations keep their dtype
     fp8      weights, and activations, per token, as they come: float8_e4m3fn (engine/float8.py) on tensor cores
     stored   each weight as it is in the checkpoint: one of these, or 8 bits with a scale for each group of inputs
-             (weights alone), or plain where the checkpoint has left it so
+             (weights alone), or plain where the checkpoint has left it so; a mixture's experts, in whatever 8 bits,
+             weights alone (engine/models/expert_products.py)
 
 What is stored depends on the weights and nothing else, so that two engines with equal weights compute with equal ones.
 
@@ -61,10 +62,12 @@ def resolve_quantization(
     `ValueError` where what is asked for by name cannot work.
     """
     if asked != "auto":
+        advice = "none" if model.model_impl == "transformers" else "int8 or none"
         why_not = why_no_quantization(asked, capability=capability, dtype=dtype, model=model)
+        if model.mla is not None and asked != "none":
+            why_not = "models with latent attention have weights in 8 bits only where their checkpoint has them so"
+            advice = "auto or none"
         if why_not:
-            is_plain = model.mla is not None or model.model_impl == "transformers"
-            advice = "none" if is_plain else "int8 or none"
             raise ValueError(f"quantization {asked} cannot work here: {why_not}; give {advice}")
         return asked
     if not stored.quantizations:
@@ -72,7 +75,8 @@ def resolve_quantization(
     why_not = "a CPU computes faster so" if device == "cpu" else ""
     for own in stored.quantizations:
         why_not = why_not or why_no_quantization(own, capability=capability, dtype=dtype, model=model)
-    if not why_not and not has_kernels and (stored.block is not None or "int8" in stored.quantizations):
+    needs_kernels = stored.block is not None or "int8" in stored.quantizations or model.has_experts
+    if not why_not and not has_kernels and needs_kernels:
         why_not = "without Triton's kernels each step would widen them anew"
     if not why_not and stored.block is not None and stored.block[1] % GROUP_GRAIN:
         why_not = f"inputs that share a scale must be a multiple of {GROUP_GRAIN}, are {stored.block[1]}"
@@ -85,21 +89,28 @@ def why_no_quantization(quantization: str, *, capability: tuple[int, int] | None
     """What keeps products from being in these 8 bits, as a clause; empty if nothing does."""
     if quantization == "none":
         return ""
-    if model.mla is not None:
-        return "it is not supported with latent attention"
     if model.model_impl == "transformers":
         return "the model is computed by transformers' code"
     if quantization != "fp8":
         return ""
     why_not = why_no_float8(capability)
-    q_size, kv_size = model.num_heads * model.head_dim, model.num_kv_heads * model.head_dim
-    hidden_size, intermediate_size = model.product_inputs
-    sizes = (hidden_size, q_size, q_size + 2 * kv_size, intermediate_size)
+    sizes = _sizes_of_products(model)
     if not why_not and dtype != "bfloat16":
         why_not = f"it computes bfloat16, and dtype is {dtype}"
     if not why_not and any(size % FLOAT8_GRAIN for size in sizes):
         why_not = f"inputs and outputs of products must be multiples of {FLOAT8_GRAIN}, are {sizes}"
     return why_not
+
+
+def _sizes_of_products(model: ModelShape) -> tuple[int, ...]:
+    """Inputs and outputs of the products that `MakeLinear` makes: not those of latents, which are plain, nor those of
+    routed experts, whose kernel takes any."""
+    hidden_size, intermediate_size = model.product_inputs
+    if model.mla is None:
+        q_size, kv_size = model.num_heads * model.head_dim, model.num_kv_heads * model.head_dim
+        return hidden_size, q_size, q_size + 2 * kv_size, intermediate_size
+    sizes = hidden_size, model.num_heads * model.mla.v_head_dim, intermediate_size
+    return sizes if model.moe is None else (*sizes, model.moe.num_shared_experts * model.moe.intermediate_size)
 
 
 def quantize_int8(weight_NK: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -11,6 +11,7 @@ import torch
 from engine.config import EngineArgs
 from engine.executor import Executor
 from engine.model_loader import create_engine_config
+from engine.model_runner import ModelRunner
 from engine.sampling_params import SamplingParams
 from engine.sequence import ScheduledSequence, SchedulerOutput, Sequence
 
@@ -29,6 +30,13 @@ def logits_of_steps(args: EngineArgs, *, records: bool) -> list[torch.Tensor]:
     runner = Executor(config)._worker._runner
     if records and args.device == "cpu":  # others have done so at their start
         runner.record_decode_steps(lambda *_: None)
+    results = logits_of(runner)
+    assert not records or runner._graphs.num_recordings == 3  # of 1, 2 and 4
+    return results
+
+
+def logits_of(runner: ModelRunner) -> list[torch.Tensor]:
+    """Of those steps."""
     seqs = []
     for i, length in enumerate((9, 3, 21)):
         seqs.append(Sequence(0, "r", [(7 * i + j) % 97 for j in range(length)], length, SamplingParams()))
@@ -43,5 +51,4 @@ def logits_of_steps(args: EngineArgs, *, records: bool) -> list[torch.Tensor]:
                 chunk.seq.token_ids.append(5 + len(chunk.seq))
         if logits is not None:
             results.append(logits.clone())
-    assert not records or runner._graphs.num_recordings == 3  # of 1, 2 and 4
     return results

@@ -148,6 +148,43 @@ def llama_tensors(hf_config: dict[str, Any], dtype: torch.dtype) -> dict[str, to
             shapes[f"{at}.self_attn.{name}_proj"] = (size, D)
         shapes |= {f"{at}.mlp.gate_proj": (I, D), f"{at}.mlp.up_proj": (I, D), f"{at}.mlp.down_proj": (D, I)}
         shapes |= {f"{at}.input_layernorm": (D,), f"{at}.post_attention_layernorm": (D,)}
+    return _random(shapes, dtype)
+
+
+def deepseek_tensors(hf_config: dict[str, Any], dtype: torch.dtype) -> dict[str, torch.Tensor]:
+    """Random weights of a DeepSeek-V3 without biases, but for that of the choice."""
+    D, N, E = (hf_config[name] for name in ("hidden_size", "num_attention_heads", "n_routed_experts"))
+    latent, query = hf_config["kv_lora_rank"], hf_config["q_lora_rank"]
+    nope, rotated, value = (hf_config[name] for name in ("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"))
+    ends = {"model.embed_tokens": (hf_config["vocab_size"], D), "lm_head": (hf_config["vocab_size"], D)}
+    shapes: dict[str, tuple[int, ...]] = {**ends, "model.norm": (D,)}
+    for layer in range(hf_config["num_hidden_layers"]):
+        at = f"model.layers.{layer}"
+        shapes |= {f"{at}.input_layernorm": (D,), f"{at}.post_attention_layernorm": (D,)}
+        shapes |= {
+            f"{at}.self_attn.{name}": shape
+            for name, shape in {
+                "q_a_proj": (query, D), "q_a_layernorm": (query,), "q_b_proj": (N * (nope + rotated), query),
+                "kv_a_proj_with_mqa": (latent + rotated, D), "kv_a_layernorm": (latent,),
+                "kv_b_proj": (N * (nope + value), latent), "o_proj": (D, N * value),
+            }.items()
+        }  # fmt: skip
+        if layer < hf_config["first_k_dense_replace"]:
+            feed_forwards = {"mlp": hf_config["intermediate_size"]}
+        else:
+            names = ["shared_experts", *(f"experts.{e}" for e in range(E))]
+            feed_forwards = dict.fromkeys([f"mlp.{name}" for name in names], hf_config["moe_intermediate_size"])
+            shapes[f"{at}.mlp.gate"] = (E, D)
+        for name, size in feed_forwards.items():
+            products = {"gate_proj": (size, D), "up_proj": (size, D), "down_proj": (D, size)}
+            shapes |= {f"{at}.{name}.{product}": shape for product, shape in products.items()}
+    tensors = _random(shapes, dtype)
+    for name in [name for name in tensors if name.endswith("mlp.gate.weight")]:
+        tensors[name.replace(".weight", ".e_score_correction_bias")] = tensors[name][:, 0].float() / 100
+    return tensors
+
+
+def _random(shapes: dict[str, tuple[int, ...]], dtype: torch.dtype) -> dict[str, torch.Tensor]:
     generator = torch.Generator().manual_seed(11)
     return {
         f"{name}.weight": (torch.randn(shape, generator=generator) * shape[-1] ** -0.5 + (len(shape) == 1)).to(dtype)

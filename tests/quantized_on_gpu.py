@@ -7,10 +7,15 @@ from typing import Any
 
 import torch
 from deepseek_cases import GREEDY
+from engine_steps import logits_of
 from handover import alone, handed_over
 from many_endings import CONFIG, prompt_of
 from pretend_gpu.engines import make_engine
-from quantized_checkpoints import FORMS, llama_tensors, quantized, save_checkpoint
+from quantized_checkpoints import FORMS, deepseek_tensors, llama_tensors, quantized, save_checkpoint
+
+from engine.llm_engine import LLMEngine
+from engine.model_runner import ModelRunner
+from engine.models.expert_products import ScaledExperts
 
 WIDE = CONFIG | {"hidden_size": 64}
 """As products in 8 bits want it."""
@@ -38,3 +43,33 @@ def check_checkpoint(folder: Path, form: str, *, is_kept: bool, **settings: Any)
     assert torch.equal(attention[0].output._weight.cpu(), plain[name])
     prompt = prompt_of(16)
     assert handed_over(prefill, decode, prompt, GREEDY) == alone(one, prompt, GREEDY)
+
+
+def check_experts(folder: Path, config: dict[str, Any], form: str, dtype: str, *, error: float) -> None:
+    """All experts of a layer are in the bytes of the file, and logits are those of the weights widened, but for an
+    `error` of their norm: of prompts, and of steps that decode, which are recorded."""
+    stored, _ = quantized(deepseek_tensors(config, torch.bfloat16), FORMS[form])
+    config = config | {"quantization_config": FORMS[form].quantization_config}
+    save_checkpoint(folder, config, stored)
+    settings: dict[str, Any] = {"load_format": "auto", "dtype": dtype, "attention_backend": "triton"}
+    settings |= {"max_num_batched_tokens": 32, "max_num_seqs": 4, "num_kv_blocks": 32}
+    kept = make_engine(folder, config, **settings)
+    assert kept.config.model.quantization == "stored"
+    assert kept.config.device.uses_graphs
+    layers = runner_of(kept)._model._layers._layers  # type: ignore[attr-defined]
+    experts = layers[2].feed_forward._products
+    assert isinstance(experts, ScaledExperts)
+    for e in range(config["n_routed_experts"]):
+        gate, up, down = (
+            stored[f"model.layers.2.mlp.experts.{e}.{kind}_proj.weight"].float() for kind in ("gate", "up", "down")
+        )
+        assert torch.equal(experts.gate_up.weight[e].cpu().float(), torch.cat((gate, up)))
+        assert torch.equal(experts.down.weight[e].cpu().float(), down)
+    widened = make_engine(folder, config, quantization="none", enforce_eager=True, **settings)
+    for ours, theirs in zip(logits_of(runner_of(kept)), logits_of(runner_of(widened)), strict=True):
+        expected = theirs.cpu().double()
+        assert 0 < (ours.cpu().double() - expected).norm() < error * expected.norm()
+
+
+def runner_of(engine: LLMEngine) -> ModelRunner:
+    return engine.executor._worker._runner

@@ -17,6 +17,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -37,11 +38,13 @@ from engine.kernels.gpu.copy_rows import copy_rows
 from engine.kernels.gpu.digest import block_digests
 from engine.kernels.gpu.draw import draw
 from engine.kernels.gpu.eight_bits import quantize_rows, scaled_product, widen
+from engine.kernels.gpu.experts import expert_config, expert_product, tiles_of
 from engine.kernels.gpu.lora import StackedAdapters, add_adapters
 from engine.kernels.gpu.pointwise import add_rms_norm, silu_multiply
 from engine.kernels.gpu.rotate import rotate_and_store
 from engine.layers import LatentProjection, RMSNorm, RotaryEmbedding
 from engine.lora.adapters import AddedPart
+from engine.models.expert_products import ScaledStack
 from engine.models.rope_config import RopeConfig
 from engine.models.scores import Scores
 from engine.sampling_params import SamplingParams
@@ -187,6 +190,40 @@ def compile_products_of_groups(num_rows: int) -> None:
     widen(weight, scale, 128, torch.bfloat16)
 
 
+@dataclass(frozen=True, slots=True)
+class Experts:
+    """Of a model, and the form of their weights; `group_size` 0: a scale for each output."""
+
+    num_experts: int
+    num_chosen: int
+    hidden_size: int
+    intermediate_size: int
+    form: torch.dtype
+    group_size: int
+
+
+EXPERTS = {
+    "DeepSeek-V3": Experts(256, 8, 7168, 2048, torch.float8_e4m3fn, 128),
+    "DeepSeek-V2-Lite": Experts(64, 6, 2048, 1408, torch.int8, 0),
+    "DeepSeek-V2-Lite in blocks": Experts(64, 6, 2048, 1408, torch.float8_e4m3fn, 128),
+}
+
+
+def compile_experts(experts: Experts, num_tokens: int, dtype: torch.dtype) -> None:
+    """Both products of a layer's experts."""
+    global case
+    num_rows, name = num_tokens * experts.num_chosen, case
+    config = expert_config(num_rows, experts.num_experts, dtype.itemsize)
+    tiles = tiles_of(torch.zeros(experts.num_experts, dtype=torch.int32), num_rows, config.block_t)
+    down = experts.hidden_size, experts.intermediate_size
+    for product, (size_n, size_k) in {"gate_up": (2 * down[1], down[0]), "down": down}.items():
+        case = f"{name}, {product}"
+        num_groups = -(-size_k // experts.group_size) if experts.group_size else 1
+        weight = torch.zeros(1, size_n, size_k, dtype=experts.form)  # one will do
+        stack = ScaledStack(weight, torch.ones(1, size_n, num_groups), experts.group_size, dtype)
+        expert_product(torch.zeros(num_rows, size_k, dtype=dtype), stack, tiles, config)
+
+
 def compile_adapters(rank: int, dtype: torch.dtype) -> None:
     """What is added to q, k and v of Llama-3.1-8B."""
     sizes, starts = [4096, 1024, 1024], [0, 4096, 5120]
@@ -251,6 +288,13 @@ def main(chosen: list[str]) -> None:
     cases["at 8"] = lambda: compile_copy((1 << 40) + 8)
     for rank, dtype in ((16, bfloat16), (64, bfloat16), (16, torch.float16), (16, torch.float32)):
         cases[f"rank {rank} {name_of(dtype)}"] = lambda a=(rank, dtype): compile_adapters(*a)  # type: ignore[misc]
+    for model, experts in EXPERTS.items():
+        for num_tokens in (1, 500, 1000, 4096):
+            cases[f"{model}, {num_tokens} token{'s' * (num_tokens > 1)}"] = lambda a=(experts, num_tokens, bfloat16): (  # type: ignore[misc]
+                compile_experts(*a)
+            )
+    cases["DeepSeek-V2-Lite, float16"] = lambda: compile_experts(EXPERTS["DeepSeek-V2-Lite"], 1, torch.float16)
+    cases["DeepSeek-V2-Lite, float32"] = lambda: compile_experts(EXPERTS["DeepSeek-V2-Lite"], 1, torch.float32)
     for dtype in (torch.bfloat16, torch.float32):
         cases[f"draws {name_of(dtype)}"] = lambda dtype=dtype: compile_draws(dtype)  # type: ignore[misc]
     for case in chosen or cases:

@@ -16,6 +16,7 @@ from engine.cache_dir import report
 from engine.kernels.build import KernelsUnavailable, load_cpu_kernels
 from engine.kernels.gpu import why_no_triton
 from engine.models.model_shape import ModelShape
+from engine.models.stored_weights import AS_STORED
 
 GROUPED_MAJORS = (9, 10)
 """Compute capabilities of GPUs for which torch has one kernel for all experts: elsewhere it loops over them, and reads
@@ -151,11 +152,13 @@ def why_no_graphs(backend: str, needs: Needs) -> str:
         calls = _flash_calls(needs)
         if not calls.is_capturable:
             return f"this version of {calls.name} waits for the device in every call"
-    return _why_no_grouped_products(needs) if needs.model.has_experts else ""
+    # In 8 bits they are multiplied by a kernel of ours, which reads nothing back.
+    has_grouped_products = needs.model.has_experts and needs.quantization != AS_STORED
+    return _why_no_grouped_products(needs) if has_grouped_products else ""
 
 
 def _why_no_grouped_products(needs: Needs) -> str:
-    """Why `torch.nn.functional.grouped_mm`, by which experts are multiplied, cannot be recorded; empty if it can."""
+    """Why `torch.nn.functional.grouped_mm`, which multiplies plain experts, cannot be recorded; empty if it can."""
     if needs.dtype == "bfloat16" and needs.capability is not None and needs.capability[0] in GROUPED_MAJORS:
         return ""
     return (

@@ -5,7 +5,7 @@ tokens come flat, and attention is the backend's.
 
     layer.py            a layer and a stack of them        parts.py   classes that layers are made of
     head_attention.py   attention to keys and values       feed_forward.py   dense
-    latent_attention.py attention to latents               experts.py        a few of many
+    latent_attention.py attention to latents               experts.py        a few of many (expert_products.py)
 
 Shapes: T tokens, D hidden, V vocabulary.
 """

@@ -3,15 +3,15 @@
 DeepSeek-AI, "DeepSeekMoE", 2024 (arXiv 2401.06066); the choice within groups: "DeepSeek-V2", section 2.2; scores by
 themselves and the bias of the choice: "DeepSeek-V3 Technical Report", section 2.1.2.
 
-Tokens are sorted by expert and multiplied by one grouped product of all experts (`torch.nn.functional.grouped_mm`):
-nothing is padded, and no length goes back to the host, so that a CUDA graph can hold it. What a token gets from an
-expert is a row of a product, and its experts are added up in the order in which they were chosen: it depends on who
-else is in the step as rows of products do, and no more.
+Tokens are sorted by expert and multiplied with all experts' weights at once (expert_products.py): no length goes back
+to the host, so that a CUDA graph can hold it. What a token gets from an expert is a row of a product, and its experts
+are added up in the order in which they were chosen: it depends on who else is in the step as rows of products do, and
+no more.
 
 Of several ranks each has a part of every expert, and of the shared ones: all choose alike, and one sum over ranks makes
 the whole of both.
 
-Shapes: T tokens, D hidden, E experts, G groups, A experts of a token, I intermediate, padded to `EXPERT_GRAIN`.
+Shapes: T tokens, D hidden, E experts, G groups, A experts of a token.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from dataclasses import replace
 import torch
 import torch.nn.functional as F  # noqa: N812
 
-from engine.models.deepseek_config import EXPERT_GRAIN, ExpertsConfig
+from engine.models.deepseek_config import ExpertsConfig
 from engine.models.feed_forward import GatedFeedForward
 from engine.models.parts import PartsFactory
 
@@ -74,28 +74,15 @@ class ExpertsFeedForward:
             alone = replace(factory, parts=parts)
             self._shared = GatedFeedForward(alone, f"{name}.shared_experts", hidden_size, size, has_bias)
         self._sum_over_ranks = factory.parts.sum_over_ranks
-        self._load_experts(config, factory, f"{name}.experts", hidden_size)
-
-    def _load_experts(self, config: ExpertsConfig, factory: PartsFactory, name: str, hidden_size: int) -> None:
-        weights = factory.weights
-        E, D, I = config.num_experts, hidden_size, config.intermediate_size  # noqa: E741
-        padded = -(-I // EXPERT_GRAIN) * EXPERT_GRAIN  # by rows of zeros, which nothing comes out of
-        gate_up = torch.zeros(E, 2 * padded, D, dtype=weights.dtype, device=weights.device)
-        down = torch.zeros(E, D, padded, dtype=weights.dtype, device=weights.device)
-        for e in range(E):
-            gate_up[e, :I] = weights.take(f"{name}.{e}.gate_proj.weight", (I, D))
-            gate_up[e, padded : padded + I] = weights.take(f"{name}.{e}.up_proj.weight", (I, D))
-            down[e, :, :I] = weights.take(f"{name}.{e}.down_proj.weight", (D, I))
-        self._gate_up_EDX, self._down_EID = gate_up.transpose(1, 2), down.transpose(1, 2)
-        self._experts_E = torch.arange(E, device=weights.device)
+        E = config.num_experts
+        self._products = factory.experts(f"{name}.experts", E, hidden_size, config.intermediate_size)
+        self._experts_E = torch.arange(E, device=factory.weights.device)
 
     def __call__(self, h_TD: torch.Tensor) -> torch.Tensor:
         experts_TA, weights_TA = self._router(h_TD)
         sorted_experts, order = experts_TA.flatten().sort(stable=True)
         ends_E = torch.searchsorted(sorted_experts, self._experts_E, right=True, out_int32=True)
-        x = h_TD[order // self._num_experts_per_token]
-        gate, up = F.grouped_mm(x, self._gate_up_EDX, offs=ends_E).chunk(2, dim=-1)
-        y = F.grouped_mm(F.silu(gate) * up, self._down_EID, offs=ends_E)
+        y = self._products(h_TD[order // self._num_experts_per_token], ends_E)
         y_TAD = torch.empty_like(y).index_copy_(0, order, y).view(*experts_TA.shape, -1)
         o_TD = (y_TAD * weights_TA.unsqueeze(-1)).sum(dim=1).to(h_TD.dtype)
         if self._shared is not None:

@@ -23,7 +23,7 @@ from many_endings import CONFIG, answers_of, prompt_of
 from pretend_gpu import PretendGpu, pretend_gpu
 from pretend_gpu.engines import make_engine
 from pretend_gpu.triton import triton_interprets
-from quantized_on_gpu import WIDE, check_checkpoint
+from quantized_on_gpu import WIDE, check_checkpoint, check_experts
 from transformers_cases import GEMMA2, GPT_OSS, QWEN3_MOE
 from triton_device import DEVICE
 
@@ -35,6 +35,7 @@ ROOT = Path(__file__).resolve().parents[2]
 NUMBERS = range(5)
 BLOCKS = WIDE | {"quantization_config": {"quant_method": "fp8", "weight_block_size": [16, 32]}}
 EXPERTS = V3 | {"hidden_size": 64, "intermediate_size": 64, "moe_intermediate_size": 64, "vocab_size": 60}
+EXPERTS_IN_BLOCKS = EXPERTS | {"v_head_dim": 12, "quantization_config": BLOCKS["quantization_config"]}
 
 SMALL: dict[str, Any] = {"attention_backend": "triton", "max_num_batched_tokens": 64}
 """Or prompts of 2,048 tokens would be interpreted to warm up."""
@@ -58,11 +59,23 @@ def gpu() -> Iterator[PretendGpu]:
         (WIDE, {"dtype": "bfloat16", "quantization": "fp8", "kv_cache_dtype": "fp8"}, IN_TURN),
         (BLOCKS, {"dtype": "bfloat16"}, IN_TURN),
         (EXPERTS, {"dtype": "bfloat16"}, IN_TURN),
+        (EXPERTS_IN_BLOCKS, {"dtype": "bfloat16"}, IN_TURN),
         (GEMMA2, {}, {"attention_backend": "torch"}),
         (QWEN3_MOE, {"dtype": "bfloat16"}, IN_TURN),
         (GPT_OSS, {"dtype": "bfloat16"}, IN_TURN),
     ],
-    ids=["float32", "float16", "int8", "fp8", "blocks", "deepseek", "gemma2", "qwen3-moe", "gpt-oss"],
+    ids=[
+        "float32",
+        "float16",
+        "int8",
+        "fp8",
+        "blocks",
+        "deepseek",
+        "experts-in-blocks",
+        "gemma2",
+        "qwen3-moe",
+        "gpt-oss",
+    ],
 )
 def test_recorded_steps_a_step_ahead(
     gpu: PretendGpu, tmp_path: Path, config: dict[str, Any], settings: dict[str, Any], other: dict[str, Any]
@@ -126,6 +139,32 @@ def test_a_checkpoint_in_8_bits_stays_as_it_is(gpu: PretendGpu, tmp_path: Path, 
     check_checkpoint(tmp_path, form, is_kept=form in ("int channel", "fp8 blocks, powers of two"), **settings)
 
 
+@pytest.mark.parametrize(
+    ("form", "dtype", "error"),
+    [
+        ("fp8 blocks, powers of two", "bfloat16", 0.02),
+        ("float channel", "bfloat16", 0.4),  # other products' activations are in 8 bits, so that others are chosen
+        ("int channel", "float32", 1e-5),
+    ],
+)
+def test_experts_in_8_bits_stay_as_they_are(
+    gpu: PretendGpu, tmp_path: Path, form: str, dtype: str, error: float
+) -> None:
+    check_experts(tmp_path, EXPERTS | {"v_head_dim": 12}, form, dtype, error=error)
+
+
+@pytest.mark.parametrize("capability", [(8, 9), (12, 0)])
+def test_steps_with_experts_in_8_bits_are_recorded_where_those_of_plain_ones_are_not(
+    tmp_path: Path, capability: tuple[int, int]
+) -> None:
+    with pretend_gpu(has_triton=True, capability=capability) as gpu, triton_interprets(gpu):
+        settings = SMALL | {"dtype": "bfloat16", "max_num_seqs": 1, "max_num_batched_tokens": 8}
+        engine = make_engine(tmp_path, EXPERTS_IN_BLOCKS, **settings)
+        assert engine.config.device.uses_graphs
+        assert len(alone(engine, prompt_of(4), GREEDY)) == GREEDY.max_tokens
+        assert not make_engine(tmp_path, EXPERTS, **settings).config.device.uses_graphs
+
+
 @pytest.mark.parametrize("kv_cache_dtype", ["auto", "fp8"])  # in 8 bits, blocks too small for the kernel of digests
 def test_one_prefills_and_another_decodes(gpu: PretendGpu, tmp_path: Path, kv_cache_dtype: str) -> None:
     settings = SMALL | {"max_num_seqs": 2, "max_model_len": 64, "kv_cache_dtype": kv_cache_dtype}
@@ -163,12 +202,12 @@ def test_every_launch_can_be_compiled(tmp_path: Path) -> None:
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=280, env=environment)
     assert done.returncode == 0, done.stderr[-4000:]
     found: dict[str, dict[str, dict[str, int]]] = json.loads(done.stdout)
-    for name in ("llama", "qwen", "int8", "fp8", "blocks", "deepseek", "adapters"):
+    for name in ("llama", "qwen", "int8", "fp8", "blocks", "deepseek", "experts in blocks", "adapters"):
         assert found[name]["at start"]
         assert found[name]["later"] == {}, "requests would wait for the compiler"
     assert {kernel for program in found.values() for part in program.values() for kernel in part} == {
         "_split_kernel", "reduce_kernel", "_prefill_kernel", "_rotate_kernel", "_norm_kernel", "_silu_kernel",
         "_digest_kernel", "_product_kernel", "_widen_kernel", "_quantize_kernel", "_latent_decode_kernel",
         "_latent_prefill_kernel", "_latent_project_kernel", "_bounds_kernel", "_race_kernel", "_one_row_kernel",
-        "_shrink_kernel", "_expand_kernel",
+        "_shrink_kernel", "_expand_kernel", "_tiles_kernel", "_expert_kernel",
     }  # fmt: skip

@@ -48,6 +48,15 @@ ENGINES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "fp8": (QWEN, {"quantization": "fp8", "kv_cache_dtype": "fp8"}),
     "blocks": (LLAMA | {"quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]}}, {}),
     "deepseek": (DEEPSEEK, {}),
+    "experts in blocks": (
+        DEEPSEEK
+        | {
+            "moe_intermediate_size": 256,
+            "n_routed_experts": 32,  # so that prompts have tiles that decoding does not, of two sizes
+            "quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]},
+        },
+        {},
+    ),
     "adapters": (LLAMA, {"lora_modules": "a", "enforce_eager": True}),
 }
 PARTS = {part.__name__.rpartition(".")[2]: part for part in (floors, attention, digests, steps, products)}

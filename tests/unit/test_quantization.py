@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from deepseek_cases import V3
 
 from engine.float8 import why_no_float8
 from engine.layers import GatedLinear, Linear
@@ -35,6 +36,7 @@ MODEL = load_decoder_config(
         "num_hidden_layers": 1, "num_attention_heads": 4, "num_key_value_heads": 2,
     }
 )  # fmt: skip
+DEEPSEEK = load_decoder_config(V3 | {"hidden_size": 64, "v_head_dim": 12})
 
 
 def randn(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> torch.Tensor:
@@ -262,7 +264,7 @@ def resolved(asked: str, stored: StoredWeights = PLAIN, **changes: Any) -> str:
     capability = changes.pop("capability", HOPPER)
     device = "cpu" if capability is None else "cuda"
     dtype, has_kernels = changes.pop("dtype", "bfloat16"), changes.pop("has_kernels", device == "cuda")
-    model = replace(MODEL, **changes)
+    model = replace(changes.pop("model", MODEL), **changes)
     return resolve_quantization(
         asked, stored, device=device, capability=capability, dtype=dtype, model=model, has_kernels=has_kernels
     )
@@ -281,6 +283,8 @@ def test_auto_is_what_the_checkpoint_has(capsys: pytest.CaptureFixture[str]) -> 
     assert resolved("auto", INT8, capability=(8, 0), dtype="float16", intermediate_size=40) == "stored"
     assert resolved("auto", PLAIN, capability=None) == "none"
     assert resolved("auto", FP8, has_kernels=False) == "stored", "torch's own product takes it"
+    for stored in (INT8, FP8, BLOCKS, both):
+        assert resolved("auto", stored, model=DEEPSEEK) == "stored"
     assert capsys.readouterr().err == ""
 
 
@@ -300,8 +304,16 @@ def test_auto_is_what_the_checkpoint_has(capsys: pytest.CaptureFixture[str]) -> 
         (FP8, {"dtype": "float16"}, "it computes bfloat16, and dtype is float16"),
         (FP8, {"intermediate_size": 40}, r"must be multiples of 16, are \(64, 64, 128, 40\)"),
         (BLOCKS, {"capability": None}, "blocks of 128x128 are widened to bfloat16: a CPU computes faster so"),
-        (BLOCKS, {"mla": object()}, "128x128 are widened to bfloat16: it is not supported with latent attention"),
-        (INT8, {"mla": object()}, "it is not supported with latent attention"),
+        (
+            BLOCKS, {"model": DEEPSEEK, "has_kernels": False},
+            "fp8 in blocks of 128x128 are widened .*: without Triton's kernels each step would widen them anew",
+        ),
+        (
+            FP8, {"model": DEEPSEEK, "has_kernels": False},
+            "fp8 are widened .*: without Triton's kernels each step would widen them anew",
+        ),
+        (BLOCKS, {"model": DEEPSEEK, "capability": None}, "blocks of 128x128 are widened .*: a CPU computes faster so"),
+        (BLOCKS, {"model": DEEPSEEK, "dtype": "float16"}, "blocks of 128x128 .*: it computes bfloat16, and dtype is f"),
         (StoredWeights(quantizations=("fp8", "int8")), {"dtype": "float16"}, "fp8 and int8 are .*: it computes bfloat"),
     ],
 )  # fmt: skip
@@ -310,6 +322,33 @@ def test_auto_widens_what_cannot_stay_as_it_is_and_says_why(
 ) -> None:
     assert resolved("auto", stored, **changes) == "none"
     assert re.search(why, capsys.readouterr().err)
+
+
+@pytest.mark.parametrize(
+    ("changes", "sizes"),
+    [
+        ({"v_head_dim": 10}, r"\(64, 40, 48, 16\)"),
+        ({"moe_intermediate_size": 24}, r"\(64, 48, 48, 24\)"),
+        ({"intermediate_size": 50}, r"\(64, 48, 50, 16\)"),
+        ({"n_routed_experts": None, "first_k_dense_replace": 3, "hidden_size": 72}, r"\(72, 48, 48\)"),
+    ],
+)
+def test_8_bit_floats_beside_latent_attention_are_widened_where_a_product_would_not_take_them(
+    changes: dict[str, Any], sizes: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Its own ones: those of latents and of routed experts are not asked."""
+    model = load_decoder_config(V3 | {"hidden_size": 64, "v_head_dim": 12} | changes)
+    assert resolved("auto", FP8, model=model) == "none"
+    assert re.search(f"must be multiples of 16, are {sizes}", capsys.readouterr().err)
+    assert resolved("auto", INT8, model=model) == "stored"
+
+
+@pytest.mark.parametrize("stored", [PLAIN, BLOCKS])
+@pytest.mark.parametrize("quantization", ["int8", "fp8"])
+def test_weights_beside_latent_attention_are_not_quantised(quantization: str, stored: StoredWeights) -> None:
+    with pytest.raises(ValueError, match=r"only where their checkpoint has them so; give auto or none$"):
+        resolved(quantization, stored, model=DEEPSEEK)
+    assert resolved("none", stored, model=DEEPSEEK) == "none"
 
 
 @pytest.mark.parametrize("capability", [None, (8, 0), (9, 0)])

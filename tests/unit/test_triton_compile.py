@@ -20,13 +20,14 @@ KERNELS = {
     "split_kernel", "reduce_kernel", "prefill_kernel", "rotate_kernel", "norm_kernel", "silu_kernel", "digest_kernel",
     "product_kernel", "widen_kernel", "quantize_kernel", "latent_decode_kernel", "latent_prefill_kernel",
     "latent_project_kernel", "bounds_kernel", "race_kernel", "copy_kernel",
-    "shrink_kernel", "expand_kernel",
+    "shrink_kernel", "expand_kernel", "tiles_kernel", "expert_kernel",
 }  # fmt: skip
 
 
 ONE_OF_EACH = [
     "128 bfloat16", "128 bfloat16, 8-bit pool", "16 heads bfloat16, pool of bfloat16", "normed", "16 rows",
     "16 rows, groups", "64 rows", "bfloat16", "at 8", "draws bfloat16", "rank 16 bfloat16",
+    "DeepSeek-V3, 1 token",
 ]  # fmt: skip
 
 

@@ -23,8 +23,10 @@ from engine.attention.triton_backend import TritonAttention
 from engine.attention.triton_latents import TritonLatentAttention
 from engine.kernels.gpu.copy_rows import copy_rows
 from engine.kernels.gpu.digest import block_digests
+from engine.kernels.gpu.experts import expert_config, expert_product, tiles_of
 from engine.kernels.gpu.rotate import rotate_and_store
 from engine.layers import LatentProjection, RMSNorm, RotaryEmbedding
+from engine.models.expert_products import ScaledStack
 from engine.models.rope_config import RopeConfig
 from engine.models.scores import Scores
 
@@ -114,6 +116,23 @@ def test_digests_of_far_layers() -> None:
     pool[:, -2:] = near.to(DEVICE)
     far = [num_blocks - 2, num_blocks - 1]
     np.testing.assert_array_equal(block_digests(pool, far), block_digests(near.to(DEVICE), [0, 1]))
+
+
+def test_weights_of_far_experts_are_read() -> None:
+    num_experts, num_outputs, num_inputs = FAR // (64 * 4096) + 2, 64, 4096
+    config = expert_config(2, num_experts, 2)
+    x, near = (
+        torch.randint(-9, 9, shape, dtype=torch.int8, generator=torch.Generator().manual_seed(0)).to(DEVICE)
+        for shape in ((2, num_inputs), (num_outputs, num_inputs))
+    )
+    weight = untouched(num_experts, num_outputs, num_inputs, dtype=torch.int8)
+    scale = untouched(num_experts, num_outputs, 1, dtype=torch.float32)
+    weight[-1], scale[-1] = near, 0.5
+    ends = torch.zeros(num_experts, dtype=torch.int32, device=DEVICE)
+    ends[-1] = 2
+    stack = ScaledStack(weight, scale, num_inputs, torch.float16)
+    y = expert_product(x.half(), stack, tiles_of(ends, 2, config.block_t), config)
+    assert_same(y, (x.double() @ near.double().T / 2).half())
 
 
 def test_rows_are_copied_from_far_to_far() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -268,6 +269,7 @@ def test_experts_can_be_recorded_where_nothing_is_read_back() -> None:
     assert why_no_graphs("triton", needs_of()) == ""
     for other in (needs_of(dtype="float16"), needs_of(capability=(8, 9))):
         assert "in bfloat16 on GPUs of compute capability 9.x and 10.x alone" in why_no_graphs("triton", other)
+        assert why_no_graphs("triton", replace(other, quantization="stored")) == ""
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,7 @@
     draw.py                 the sampler's draws, with and without filters
     pointwise.py            residual + RMS norm, SiLU * up
     eight_bits.py           products with weights in 8 bits, rows of activations to 8-bit floats
+    experts.py              products of a mixture's experts with such weights, all experts at once
     lora.py                 what adapters add to products, rows of all adapters at once; adapters.py: an engine's
     digest.py               xxh3_64 of blocks in the pool
     parts.py                a decoder's parts by these kernels

@@ -84,12 +84,54 @@ def scaled_product(
     # Programs that share a tile of the weight are neighbours.
     _product_kernel[(triton.cdiv(num_rows, config.block_t), triton.cdiv(size_n, config.block_n))](
         x_TK, weight_NK, scale, scale if bias_N is None else bias_N, out_TN, num_rows,
-        SIZE_N=size_n, SIZE_K=size_k, GROUP_SIZE=group_size or 0, ZERO=_zero_of(weight_NK),
+        SIZE_N=size_n, SIZE_K=size_k, GROUP_SIZE=group_size or 0, ZERO=zero_of(weight_NK),
         HAS_BIAS=bias_N is not None,
         BLOCK_T=config.block_t, BLOCK_N=config.block_n, BLOCK_K=config.block_k,
         num_warps=config.num_warps, num_stages=config.num_stages,
     )  # fmt: skip
     return out_TN
+
+
+@triton.jit
+def product_tile(
+    x_ptr,
+    rows_T,
+    is_row_T,
+    weight_ptr,
+    scale_ptr,
+    outs_N,
+    SIZE_N: tl.constexpr,
+    SIZE_K: tl.constexpr,
+    GROUP_SIZE: tl.constexpr,  # 0: a scale for all inputs
+    ZERO: tl.constexpr,  # of the weight's kind
+    BLOCK_K: tl.constexpr,
+):
+    """[N, T] float32: these outputs of these rows. Beyond the last output there is anything."""
+    ins_K = tl.arange(0, BLOCK_K)
+    # Outputs beyond the last are computed from the last one: weights need no mask. Rows have one, or a single row would
+    # be read again in place of the others: as many bytes as the weights have.
+    x_ptrs = x_ptr + rows_T[None, :].to(tl.int64) * SIZE_K + ins_K[:, None]
+    weight_ptrs = weight_ptr + tl.minimum(outs_N, SIZE_N - 1)[:, None].to(tl.int64) * SIZE_K + ins_K[None, :]
+    scale_ptrs = scale_ptr + tl.minimum(outs_N, SIZE_N - 1) * (tl.cdiv(SIZE_K, GROUP_SIZE) if GROUP_SIZE else 1)
+    if not GROUP_SIZE:
+        scale_N = tl.load(scale_ptrs).to(tl.float32)
+    acc_NT = tl.zeros([outs_N.shape[0], rows_T.shape[0]], dtype=tl.float32)
+    for start in range(0, SIZE_K, BLOCK_K):
+        if SIZE_K % BLOCK_K == 0:
+            weight_NK = tl.load(weight_ptrs + start)
+            x_KT = tl.load(x_ptrs + start, mask=is_row_T[None, :], other=0.0)
+        else:
+            is_in_K = start + ins_K < SIZE_K
+            weight_NK = tl.load(weight_ptrs + start, mask=is_in_K[None, :], other=ZERO)
+            x_KT = tl.load(x_ptrs + start, mask=is_in_K[:, None] & is_row_T[None, :], other=0.0)
+        if GROUP_SIZE:
+            scale_N = tl.load(scale_ptrs + start // GROUP_SIZE).to(tl.float32)
+        # Scaled tile by tile, though a scale for all inputs could wait for the end: so a tile's sum is needed before
+        # the next weight is widened. Hopper's tensor cores add up beside the program, and Triton lets one product run
+        # on while the loop goes round: into the registers that it still reads comes the next weight (triton issue
+        # 9433; tests/machine_code.py looks for it in what this compiles to).
+        acc_NT += tl.dot(weight_NK.to(x_KT.dtype), x_KT, input_precision="ieee") * scale_N[:, None]
+    return acc_NT
 
 
 @triton.jit(do_not_specialize=["num_rows"])
@@ -112,33 +154,11 @@ def _product_kernel(
     """Program (tile of rows, tile of outputs)."""
     rows_T = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
     outs_N = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
-    ins_K = tl.arange(0, BLOCK_K)
-    # What lies beyond the last output is computed from the last one, and not stored: weights need no mask. Rows have
-    # one, or a single row would be read again in place of the others: as many bytes as the weights have.
     is_row_T = rows_T < num_rows
-    x_ptrs = x_ptr + rows_T[None, :].to(tl.int64) * SIZE_K + ins_K[:, None]
-    weight_ptrs = weight_ptr + tl.minimum(outs_N, SIZE_N - 1)[:, None].to(tl.int64) * SIZE_K + ins_K[None, :]
-    scale_ptrs = scale_ptr + tl.minimum(outs_N, SIZE_N - 1) * (tl.cdiv(SIZE_K, GROUP_SIZE) if GROUP_SIZE else 1)
-    if not GROUP_SIZE:
-        scale_N = tl.load(scale_ptrs).to(tl.float32)
-    acc_NT = tl.zeros([BLOCK_N, BLOCK_T], dtype=tl.float32)
-    for start in range(0, SIZE_K, BLOCK_K):
-        if SIZE_K % BLOCK_K == 0:
-            weight_NK = tl.load(weight_ptrs + start)
-            x_KT = tl.load(x_ptrs + start, mask=is_row_T[None, :], other=0.0)
-        else:
-            is_in_K = start + ins_K < SIZE_K
-            weight_NK = tl.load(weight_ptrs + start, mask=is_in_K[None, :], other=ZERO)
-            x_KT = tl.load(x_ptrs + start, mask=is_in_K[:, None] & is_row_T[None, :], other=0.0)
-        if GROUP_SIZE:
-            scale_N = tl.load(scale_ptrs + start // GROUP_SIZE).to(tl.float32)
-        # Scaled tile by tile, though a scale for all inputs could wait for the end: so a tile's sum is needed before
-        # the next weight is widened. Hopper's tensor cores add up beside the program, and Triton lets one product run
-        # on while the loop goes round: into the registers that it still reads comes the next weight (triton issue
-        # 9433; tests/machine_code.py looks for it in what this compiles to).
-        acc_NT += tl.dot(weight_NK.to(x_KT.dtype), x_KT, input_precision="ieee") * scale_N[:, None]
+    y_NT = product_tile(
+        x_ptr, rows_T, is_row_T, weight_ptr, scale_ptr, outs_N, SIZE_N, SIZE_K, GROUP_SIZE, ZERO, BLOCK_K
+    )
     is_out_N = outs_N < SIZE_N
-    y_NT = acc_NT
     if HAS_BIAS:
         y_NT += tl.load(bias_ptr + outs_N, mask=is_out_N, other=0.0).to(tl.float32)[:, None]
     out_ptrs = out_ptr + rows_T[None, :].to(tl.int64) * SIZE_N + outs_N[:, None]
@@ -150,13 +170,13 @@ def widen(weight_NK: torch.Tensor, scale_NG: torch.Tensor, group_size: int, dtyp
     size_n, size_k = weight_NK.shape
     out_NK = torch.empty_like(weight_NK, dtype=dtype)
     _widen_kernel[(size_n, triton.cdiv(size_k, WIDENED_AT_ONCE))](
-        weight_NK, scale_NG, out_NK, SIZE_K=size_k, GROUP_SIZE=group_size, ZERO=_zero_of(weight_NK),
+        weight_NK, scale_NG, out_NK, SIZE_K=size_k, GROUP_SIZE=group_size, ZERO=zero_of(weight_NK),
         BLOCK=WIDENED_AT_ONCE, num_warps=4,
     )  # fmt: skip
     return out_NK
 
 
-def _zero_of(weight: torch.Tensor) -> float:
+def zero_of(weight: torch.Tensor) -> float:
     """0 or 0.0: Triton makes no 8-bit float of an integer."""
     return 0.0 if weight.is_floating_point() else 0
 

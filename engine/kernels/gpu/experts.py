@@ -1,0 +1,148 @@
+"""Products of a mixture's experts with weights in 8 bits: rows sorted by expert, all experts in one launch.
+
+    ends of experts ──tiles_of──> tiles of rows, each of one expert     one launch for a layer, on the device
+    tiles           ──expert_product──> a program for each tile and block of outputs
+
+How many rows an expert has is known on the device alone: a grid has as many tiles as there can be at most, and those
+that are left without rows end at once. So nothing is read back, and a launch can be recorded. A tile is multiplied as
+`scaled_product` does it (eight_bits.py): widened in registers, a group's scale applied to its sum.
+
+Many rows of an expert have larger tiles of the same kernel. To widen a weight first, as plain products of many rows do,
+would take a launch for each expert, whose rows the host would have to know, or all experts' weights in 16 bits at once;
+and 2,048 tokens, of 8 experts each, are 64 rows for each of DeepSeek-V3's 256: to read its weights takes longer than to
+multiply them.
+
+Each output's sum runs through its inputs in one program, in tiles at places that are the same for any number of rows: a
+row's bits do not depend on those beside it, if tensor cores add up tiles of 16 rows as they do those of 128.
+
+Shapes: R rows, G tiles, E experts, N outputs, K inputs.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from engine.kernels.gpu.eight_bits import ProductConfig, product_tile, zero_of
+from engine.models.expert_products import ScaledStack
+
+TILE_FIELDS = 3
+"""Of a tile: its expert, its first row, and where its expert's rows end."""
+
+WARP_SIZE = 32
+"""Of threads: fewer experts are looked through no sooner."""
+
+
+def expert_config(num_rows: int, num_experts: int, itemsize: int) -> ProductConfig:
+    """Tiles that hold the rows of most experts, if all are chosen equally often. Nothing is tuned at run time."""
+    if itemsize == 4:  # no tensor cores: right, not fast
+        return ProductConfig(block_t=16, block_n=32, block_k=32, num_warps=4, num_stages=2)
+    if num_rows <= 8 * num_experts:
+        return ProductConfig(block_t=16, block_n=64, block_k=128, num_warps=4, num_stages=4)
+    if num_rows <= 16 * num_experts:
+        return ProductConfig(block_t=32, block_n=64, block_k=128, num_warps=4, num_stages=4)
+    if num_rows <= 48 * num_experts:
+        return ProductConfig(block_t=64, block_n=64, block_k=128, num_warps=4, num_stages=4)
+    return ProductConfig(block_t=128, block_n=128, block_k=128, num_warps=8, num_stages=3)
+
+
+def max_tiles(num_rows: int, num_experts: int, tile_rows: int) -> int:
+    """Of so many rows, whoever's they are."""
+    in_use = min(num_rows, num_experts)
+    return (num_rows - in_use) // tile_rows + in_use
+
+
+def tiles_of(ends_E: torch.Tensor, num_rows: int, tile_rows: int) -> torch.Tensor:
+    """[G, 3] int32: see `TILE_FIELDS`; without rows: all 0. `ends_E`: int32, where an expert's rows end and the next
+    one's begin."""
+    num_experts = len(ends_E)
+    num_tiles = max_tiles(num_rows, num_experts, tile_rows)
+    tiles_G3 = ends_E.new_empty(num_tiles, TILE_FIELDS)
+    _tiles_kernel[(num_tiles,)](
+        ends_E, tiles_G3, NUM_EXPERTS=num_experts, TILE_ROWS=tile_rows, FIELDS=TILE_FIELDS,
+        BLOCK_E=max(triton.next_power_of_2(num_experts), WARP_SIZE), num_warps=4,
+    )  # fmt: skip
+    return tiles_G3
+
+
+@triton.jit
+def _tiles_kernel(
+    ends_ptr,
+    tiles_ptr,
+    NUM_EXPERTS: tl.constexpr,
+    TILE_ROWS: tl.constexpr,
+    FIELDS: tl.constexpr,
+    BLOCK_E: tl.constexpr,
+):
+    """Program (tile)."""
+    tile = tl.program_id(0)
+    experts_E = tl.arange(0, BLOCK_E)
+    is_expert_E = experts_E < NUM_EXPERTS
+    ends_E = tl.load(ends_ptr + experts_E, mask=is_expert_E, other=0)
+    starts_E = tl.load(ends_ptr + experts_E - 1, mask=is_expert_E & (experts_E > 0), other=0)
+    num_tiles_E = tl.where(is_expert_E, tl.cdiv(ends_E - starts_E, TILE_ROWS), 0)
+    tile_in_expert_E = tile - (tl.cumsum(num_tiles_E, 0) - num_tiles_E)
+    is_its_own_E = (tile_in_expert_E >= 0) & (tile_in_expert_E < num_tiles_E)  # of one expert, or of none
+    first_E = starts_E + tile_in_expert_E * TILE_ROWS
+    tl.store(tiles_ptr + tile * FIELDS, tl.sum(tl.where(is_its_own_E, experts_E, 0), 0))
+    tl.store(tiles_ptr + tile * FIELDS + 1, tl.sum(tl.where(is_its_own_E, first_E, 0), 0))
+    tl.store(tiles_ptr + tile * FIELDS + 2, tl.sum(tl.where(is_its_own_E, ends_E, 0), 0))
+
+
+def expert_product(
+    x_RK: torch.Tensor, stack: ScaledStack, tiles_G3: torch.Tensor, config: ProductConfig
+) -> torch.Tensor:
+    """Each row times its expert's weight: [R, N] in x's dtype. All contiguous; groups as of `scaled_product`.
+
+    `tiles_G3`: see `tiles_of`, of tiles of `config.block_t` rows.
+    """
+    num_rows, size_k = x_RK.shape
+    size_n, num_groups = stack.scale.shape[1:]
+    group_size = stack.group_size if num_groups > 1 else 0
+    if group_size:
+        config = config.within(group_size)
+    out_RN = x_RK.new_empty(num_rows, size_n)
+    # Programs of a tile of rows are neighbours, and so are the tiles of an expert, whose weight is read once if a cache
+    # holds it; tiles without rows come last.
+    _expert_kernel[(triton.cdiv(size_n, config.block_n), len(tiles_G3))](
+        x_RK, stack.weight, stack.scale, tiles_G3, out_RN,
+        SIZE_N=size_n, SIZE_K=size_k, GROUP_SIZE=group_size, ZERO=zero_of(stack.weight), FIELDS=TILE_FIELDS,
+        TILE_ROWS=config.block_t, BLOCK_N=config.block_n, BLOCK_K=config.block_k,
+        num_warps=config.num_warps, num_stages=config.num_stages,
+    )  # fmt: skip
+    return out_RN
+
+
+@triton.jit
+def _expert_kernel(
+    x_ptr,
+    weight_ptr,
+    scale_ptr,
+    tiles_ptr,
+    out_ptr,
+    SIZE_N: tl.constexpr,
+    SIZE_K: tl.constexpr,
+    GROUP_SIZE: tl.constexpr,  # 0: a scale for all inputs
+    ZERO: tl.constexpr,  # of the weight's kind
+    FIELDS: tl.constexpr,
+    TILE_ROWS: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
+    """Program (block of outputs, tile of rows)."""
+    tile_ptr = tiles_ptr + tl.program_id(1) * FIELDS
+    first, end = tl.load(tile_ptr + 1), tl.load(tile_ptr + 2)
+    if first >= end:
+        return
+    expert = tl.load(tile_ptr).to(tl.int64)
+    rows_T = first + tl.arange(0, TILE_ROWS)
+    outs_N = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    is_row_T = rows_T < end
+    weight_ptr += expert * SIZE_N * SIZE_K
+    scale_ptr += expert * SIZE_N * (tl.cdiv(SIZE_K, GROUP_SIZE) if GROUP_SIZE else 1)
+    y_NT = product_tile(
+        x_ptr, rows_T, is_row_T, weight_ptr, scale_ptr, outs_N, SIZE_N, SIZE_K, GROUP_SIZE, ZERO, BLOCK_K
+    )
+    out_ptrs = out_ptr + rows_T[None, :].to(tl.int64) * SIZE_N + outs_N[:, None]
+    tl.store(out_ptrs, y_NT.to(out_ptr.dtype.element_ty), mask=(outs_N < SIZE_N)[:, None] & is_row_T[None, :])

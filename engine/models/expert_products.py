@@ -1,0 +1,146 @@
+"""The feed-forwards of a mixture's experts, for rows that are sorted by expert.
+
+    plain    weights in the model's dtype: one grouped product of all experts (`torch.nn.functional.grouped_mm`)
+    scaled   weights in 8 bits, as the checkpoint has them. Here one expert after the other, which reads back how many
+             rows each has: a reference, and what engine/kernels/gpu/experts.py computes in one launch for all
+
+Neither knows who chose the experts, nor what becomes of a token's several rows.
+
+Shapes: R rows (a token once for each of its experts), D hidden, E experts, I intermediate, padded to `EXPERT_GRAIN` if
+plain; of a product, N outputs, K inputs, G groups of inputs.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from itertools import pairwise
+
+import torch
+import torch.nn.functional as F  # noqa: N812
+
+from engine.model_loader.weights import Weights
+from engine.models.deepseek_config import EXPERT_GRAIN
+from engine.scaled_weight import ScaledWeight, Weight, stacked
+
+
+class ExpertProducts(ABC):
+    """`down(silu(gate(x)) * up(x))` of each row, with its expert's weights."""
+
+    @abstractmethod
+    def __call__(self, x_RD: torch.Tensor, ends_E: torch.Tensor) -> torch.Tensor:
+        """[R, D]. `ends_E`: int32, where an expert's rows end and the next one's begin."""
+
+
+class PlainExperts(ExpertProducts):
+    """Nothing is padded but weights, and where torch has one kernel for all experts no length goes back to the host."""
+
+    def __init__(self, gate_up_EXD: torch.Tensor, down_EDI: torch.Tensor) -> None:
+        """X: 2 I."""
+        self._gate_up_EDX, self._down_EID = gate_up_EXD.transpose(1, 2), down_EDI.transpose(1, 2)
+
+    def __call__(self, x_RD: torch.Tensor, ends_E: torch.Tensor) -> torch.Tensor:
+        gate, up = F.grouped_mm(x_RD, self._gate_up_EDX, offs=ends_E).chunk(2, dim=-1)
+        return F.grouped_mm(F.silu(gate) * up, self._down_EID, offs=ends_E)
+
+
+@dataclass(frozen=True, slots=True)
+class ScaledStack:
+    """One weight of every expert: each a `ScaledWeight`, all of the same form."""
+
+    weight: torch.Tensor
+    """[E, N, K] int8 or float8_e4m3fn."""
+    scale: torch.Tensor
+    """[E, N, G] float32."""
+    group_size: int
+    """As of a `ScaledWeight`."""
+    dtype: torch.dtype
+    """Of the model."""
+
+    @staticmethod
+    def of(weights: Iterable[Weight], num_experts: int) -> ScaledStack | None:
+        """None where one is plain, or in another form than the first. They are asked for one after the other."""
+        stack: ScaledStack | None = None
+        for e, weight in enumerate(weights):
+            if not isinstance(weight, ScaledWeight):
+                return None
+            stack = stack or ScaledStack._with_room(weight, num_experts)
+            if (weight.weight.dtype, weight.group_size) != (stack.weight.dtype, stack.group_size):
+                return None
+            # As bytes: not every device can copy 8-bit floats.
+            stack.weight[e].view(torch.uint8).copy_(weight.weight.view(torch.uint8))
+            stack.scale[e] = weight.scale
+        return stack
+
+    @staticmethod
+    def _with_room(first: ScaledWeight, num_experts: int) -> ScaledStack:
+        as_bytes = torch.empty(num_experts, *first.weight.shape, dtype=torch.uint8, device=first.weight.device)
+        scale = first.scale.new_empty(num_experts, *first.scale.shape)
+        return ScaledStack(as_bytes.view(first.weight.dtype), scale, first.group_size, first.dtype)
+
+    def of_expert(self, e: int) -> ScaledWeight:
+        return ScaledWeight(self.weight[e], self.scale[e], self.group_size, self.dtype)
+
+
+class ScaledExperts(ExpertProducts):
+    """Weights alone: what is multiplied with them keeps its dtype."""
+
+    def __init__(self, gate_up: ScaledStack, down: ScaledStack) -> None:
+        self.gate_up, self.down = gate_up, down
+
+    def __call__(self, x_RD: torch.Tensor, ends_E: torch.Tensor) -> torch.Tensor:
+        bounds = [0, *ends_E.tolist()]
+        gate, up = _multiplied(x_RD, self.gate_up, bounds).chunk(2, dim=-1)
+        return _multiplied(F.silu(gate) * up, self.down, bounds)
+
+
+def _multiplied(x_RK: torch.Tensor, stack: ScaledStack, bounds: list[int]) -> torch.Tensor:
+    """Each expert's weight is widened for its rows, and let go."""
+    parts = [
+        F.linear(x_RK[start:end], stack.of_expert(e).dequantized())
+        for e, (start, end) in enumerate(pairwise(bounds))
+        if start < end
+    ]
+    return torch.cat(parts)
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertWeights:
+    """The weights of a layer's experts, by their names: `name`.<expert>.{gate,up,down}_proj.weight."""
+
+    weights: Weights
+    name: str
+    num_experts: int
+    hidden_size: int
+    intermediate_size: int
+
+    def take_scaled(self) -> tuple[ScaledStack, ScaledStack] | None:
+        """(gate and up, down) as they are stored; None where they are not all in 8 bits, and alike."""
+        gate_up = ScaledStack.of(self._gate_up(), self.num_experts)
+        down = None if gate_up is None else ScaledStack.of(self._down(), self.num_experts)
+        return None if gate_up is None or down is None else (gate_up, down)
+
+    def take_plain(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """([E, 2 I, D], [E, D, I]), padded by zeros, which nothing comes out of."""
+        weights, E, D, I = self.weights, self.num_experts, self.hidden_size, self.intermediate_size  # noqa: E741
+        padded = -(-I // EXPERT_GRAIN) * EXPERT_GRAIN
+        gate_up = torch.zeros(E, 2 * padded, D, dtype=weights.dtype, device=weights.device)
+        down = torch.zeros(E, D, padded, dtype=weights.dtype, device=weights.device)
+        for e in range(E):
+            gate_up[e, :I] = weights.take(self._name(e, "gate"), (I, D))
+            gate_up[e, padded : padded + I] = weights.take(self._name(e, "up"), (I, D))
+            down[e, :, :I] = weights.take(self._name(e, "down"), (D, I))
+        return gate_up, down
+
+    def _gate_up(self) -> Iterator[Weight]:
+        shape = self.intermediate_size, self.hidden_size
+        for e in range(self.num_experts):
+            yield stacked([self.weights.take_product(self._name(e, kind), shape) for kind in ("gate", "up")])
+
+    def _down(self) -> Iterator[Weight]:
+        for e in range(self.num_experts):
+            yield self.weights.take_product(self._name(e, "down"), (self.hidden_size, self.intermediate_size))
+
+    def _name(self, e: int, kind: str) -> str:
+        return f"{self.name}.{e}.{kind}_proj.weight"

@@ -1,0 +1,145 @@
+"""The Triton kernels of a mixture's experts with weights in 8 bits, against float64 and plain torch."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+from expert_cases import FORMS, UNIT, ends_of, exact_product, randn, stack_of
+from triton_device import DEVICE  # before the kernels
+
+from engine.float8 import why_no_float8
+from engine.kernels.gpu.experts import expert_config, expert_product, max_tiles, tiles_of
+from engine.kernels.gpu.parts import TRITON_PARTS, TritonScaledExperts
+from engine.models.expert_products import ScaledExperts
+
+BFLOAT16 = torch.bfloat16
+CAPABILITY = torch.cuda.get_device_capability() if DEVICE == "cuda" else None
+NO_FLOAT8 = CAPABILITY is not None and why_no_float8(CAPABILITY) != ""
+
+pytestmark = pytest.mark.skipif(NO_FLOAT8, reason="a GPU without 8-bit floats")
+
+
+# -- tiles ----------------------------------------------------------------------------------------------------------
+
+
+def expected_tiles(counts: list[int], tile_rows: int) -> list[list[int]]:
+    ends = ends_of(counts).tolist()
+    return [
+        [expert, first, end]
+        for expert, (count, end) in enumerate(zip(counts, ends, strict=True))
+        for first in range(end - count, end, tile_rows)
+    ]
+
+
+@pytest.mark.parametrize(
+    "counts", [[1], [0, 0, 1], [16, 17, 0, 1, 0], [0, 33, 0], [1] * 40, [0] * 250 + [100, 0, 0, 5, 0, 200]]
+)
+def test_tiles_are_of_one_expert_each_and_all_rows_are_in_one(counts: list[int]) -> None:
+    expected = expected_tiles(counts, 16)
+    tiles = tiles_of(ends_of(counts, DEVICE), sum(counts), 16).tolist()
+    assert tiles[: len(expected)] == expected
+    assert tiles[len(expected) :] == [[0, 0, 0]] * (len(tiles) - len(expected))
+
+
+def test_there_are_as_many_tiles_as_there_can_be() -> None:
+    rng = random.Random(3)
+    for _ in range(200):
+        num_experts, num_rows = rng.randint(1, 9), rng.randint(1, 60)
+        counts = [0] * num_experts
+        for _ in range(num_rows):
+            counts[rng.randrange(num_experts)] += 1
+        assert len(expected_tiles(counts, 4)) <= max_tiles(num_rows, num_experts, 4)
+    assert max_tiles(23, 3, 4) == 8 == len(expected_tiles([5, 9, 9], 4))
+    assert max_tiles(2, 3, 4) == 2 == len(expected_tiles([1, 0, 1], 4))
+
+
+def test_tiles_grow_with_the_rows_of_an_expert() -> None:
+    assert [expert_config(rows * 64, 64, 2).block_t for rows in (1, 8, 9, 16, 17, 48, 49)] == [
+        16, 16, 32, 32, 64, 64, 128,
+    ]  # fmt: skip
+    assert {expert_config(rows, 64, 2).block_k for rows in (1, 999, 9999)} == {128}
+
+
+# -- products -------------------------------------------------------------------------------------------------------
+
+CASES = {
+    "one row": ([0, 0, 1, 0], 33, 200, 48),
+    "few rows": ([1, 0, 2, 0, 0, 1, 3], 96, 512, 128),
+    "tiles of 32": ([21, 0, 14], 64, 48, 16),
+    "tiles of 64": ([70, 0, 3], 100, 256, 64),
+    "tiles of 128": ([150, 0], 130, 90, 32),
+    "a scale for each output": ([5, 1, 0, 18], 40, 100, 0),
+}
+"""Rows of experts, outputs, inputs, inputs of a group: some divide, and of others the last tile or group has fewer."""
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("dtype", UNIT)
+@pytest.mark.parametrize("case", CASES)
+def test_products_against_float64(case: str, dtype: torch.dtype, form: torch.dtype) -> None:
+    counts, num_outputs, num_inputs, size = CASES[case]
+    stack = stack_of((len(counts), num_outputs, num_inputs), size, form, dtype, DEVICE)
+    x = randn(sum(counts), num_inputs, dtype=dtype, seed=1, device=DEVICE)
+    config = expert_config(len(x), len(counts), x.itemsize)
+    y = expert_product(x, stack, tiles_of(ends_of(counts, DEVICE), len(x), config.block_t), config)
+    expected, size_of_terms = exact_product(x, stack, counts)
+    assert (y.dtype, y.shape) == (dtype, expected.shape)
+    assert ((y.double() - expected).abs() <= UNIT[dtype] * size_of_terms).all()
+
+
+def test_tiles_without_rows_load_nothing() -> None:
+    """Not even of the expert that stands there, who is none here."""
+    stack = stack_of((2, 16, 64), 0, torch.int8, BFLOAT16, DEVICE)
+    x, config = randn(5, 64, dtype=BFLOAT16, device=DEVICE), expert_config(5, 2, 2)
+    tiles = torch.tensor([[1, 0, 5], [1 << 20, 0, 0], [1 << 20, 5, 5]], dtype=torch.int32, device=DEVICE)
+    y = expert_product(x, stack, tiles, config)
+    assert torch.equal(y, expert_product(x, stack, tiles[:1], config))
+
+
+def experts_of(num_experts: int, form: torch.dtype, dtype: torch.dtype, kind: type[ScaledExperts]) -> ScaledExperts:
+    """64 hidden, 40 inner numbers."""
+    gate_up = stack_of((num_experts, 80, 64), 32, form, dtype, DEVICE)
+    return kind(gate_up, stack_of((num_experts, 64, 40), 0, form, dtype, DEVICE))
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("dtype", UNIT)
+def test_a_feed_forward_is_that_of_plain_torch(dtype: torch.dtype, form: torch.dtype) -> None:
+    assert TRITON_PARTS.scaled_experts is TritonScaledExperts
+    counts = [3, 0, 18, 1, 0]
+    x, ends = randn(sum(counts), 64, dtype=dtype, device=DEVICE), ends_of(counts, DEVICE)
+    y = experts_of(5, form, dtype, TritonScaledExperts)(x, ends)
+    expected = experts_of(5, form, dtype, ScaledExperts)(x, ends).double()
+    assert (y.dtype, y.shape) == (dtype, x.shape)
+    assert (y.double() - expected).norm() <= 2 * UNIT[dtype] * expected.norm()
+
+
+@pytest.mark.parametrize("dtype", UNIT)
+def test_a_row_has_the_same_bits_beside_any_others(dtype: torch.dtype) -> None:
+    """In tiles of any size, and wherever in one."""
+    if DEVICE == "cuda" and dtype != torch.float32:
+        pytest.skip("tensor cores may add up larger tiles otherwise")
+    stacks = (stack_of((3, *shape), 0, torch.int8, dtype, DEVICE) for shape in ((128, 128), (128, 64)))
+    experts = TritonScaledExperts(*stacks)
+    x = randn(200, 128, dtype=dtype, device=DEVICE)
+    alone = experts(x[:1], ends_of([0, 1, 0], DEVICE))
+    for before, beside in ((0, 3), (5, 9), (30, 10), (40, 30), (90, 100)):
+        rows = torch.cat((x[1 : 1 + before], x[:1], x[1 : 1 + beside]))
+        y = experts(rows, ends_of([before // 2, before - before // 2 + 1 + beside, 0], DEVICE))
+        assert torch.equal(y[before], alone[0])
+
+
+@pytest.mark.skipif(DEVICE == "cpu", reason="only a GPU has CUDA graphs")
+def test_a_cuda_graph_replays_rows_of_other_experts() -> None:
+    experts = experts_of(4, torch.float8_e4m3fn, BFLOAT16, TritonScaledExperts)
+    x, ends = randn(9, 64, dtype=BFLOAT16, device=DEVICE), ends_of([9, 0, 0, 0], DEVICE)
+    experts(x, ends)
+    graph = torch.cuda.CUDAGraph()
+    with torch.inference_mode(), torch.cuda.graph(graph):
+        out = experts(x, ends)
+    for counts in ([0, 0, 0, 9], [1, 2, 0, 6], [9, 0, 0, 0]):
+        ends.copy_(ends_of(counts, DEVICE))
+        graph.replay()
+        torch.testing.assert_close(out, experts(x, ends), rtol=0, atol=0)
