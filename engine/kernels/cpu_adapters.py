@@ -24,17 +24,18 @@ from engine.layers import GatedLinear, Linear, MakeLinear
 from engine.lora.adapters import AdapterIds, Adapters, Added, AddedPart
 from engine.lora.modules import LoRAModule
 from engine.models.parts import Parts
+from engine.weight_cut import CutOf, uncut
 
 
-def with_adapters(parts: Parts, modules: Sequence[LoRAModule]) -> Parts:
-    """`parts`: the kernels', whose layers are `FusedLayers`."""
-    adapters = PanelAdapters(modules)
+def with_adapters(parts: Parts, modules: Sequence[LoRAModule], cut_of: CutOf = uncut) -> Parts:
+    """`parts`: the kernels', whose layers are `FusedLayers`. `cut_of`: see `Adapters`."""
+    adapters = PanelAdapters(modules, cut_of)
     return replace(parts, stack=partial(FusedLayers, adapter_ids=lambda: adapters.ids_T), adapters=adapters)
 
 
 class PanelAdapters(Adapters):
-    def __init__(self, modules: Sequence[LoRAModule]) -> None:
-        super().__init__(modules, "bfloat16", "cpu")
+    def __init__(self, modules: Sequence[LoRAModule], cut_of: CutOf = uncut) -> None:
+        super().__init__(modules, "bfloat16", "cpu", cut_of=cut_of)
         self.ids_T: torch.Tensor | None = None
         """[T] int32, each row's adapter, 0 for none; None: nobody asks for one."""
 

@@ -27,6 +27,7 @@ from engine.lora.modules import WEIGHTS_FILE, LoRAModule
 from engine.model_loader.weights import PLAIN_DTYPES, opening
 from engine.scaled_weight import Weight
 from engine.to_device import to_device
+from engine.weight_cut import INPUTS, OUTPUTS, Cut, CutOf, uncut
 
 PREFIX = "base_model.model."
 """Of all names in PEFT's files: its wrappers around the model."""
@@ -60,13 +61,21 @@ class Adapters:
     Raises `ValueError` where a file is no adapter's; where one does not fit the model, `adapt` and `check_all_taken`
     do."""
 
-    def __init__(self, modules: Sequence[LoRAModule], dtype: str, device: str, linear: MakeLinear = Linear) -> None:
-        """`linear`: what multiplies with an adapter's weights."""
+    def __init__(
+        self,
+        modules: Sequence[LoRAModule],
+        dtype: str,
+        device: str,
+        linear: MakeLinear = Linear,
+        cut_of: CutOf = uncut,
+    ) -> None:
+        """`linear`: what multiplies with an adapter's weights. `cut_of`: which part of the model's products is here, to
+        which a part of what adapters add belongs."""
         self.rows: Sequence[tuple[int, torch.Tensor]] = ()
         """For each adapter in the step its id and its rows."""
         self._linear = linear
         self._device = device
-        self._files = [_AdapterFile(module, TORCH_DTYPES[dtype], device) for module in modules]
+        self._files = [_AdapterFile(module, TORCH_DTYPES[dtype], device, cut_of) for module in modules]
 
     def assign(self, adapter_ids: AdapterIds) -> None:
         """In what is computed from now on these rows are those adapters', and all others nobody's."""
@@ -164,8 +173,9 @@ class AddedProduct:
 class _AdapterFile:
     """One adapter's tensors, each handed out once."""
 
-    def __init__(self, module: LoRAModule, dtype: torch.dtype, device: str) -> None:
+    def __init__(self, module: LoRAModule, dtype: torch.dtype, device: str, cut_of: CutOf) -> None:
         self._module = module
+        self._cut_of = cut_of
         self._dtype, self._device = dtype, device
         self._who = f"adapter {module.name!r}"
         path = module.path / WEIGHTS_FILE
@@ -176,12 +186,14 @@ class _AdapterFile:
             raise ValueError(f"{self._who}: {path} holds no tensors: it would change nothing")
 
     def take(self, product: str, outputs: int, inputs: int) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """A [R, inputs] and s B [outputs, R] of the product of that name; None: it is left as it is."""
+        """A [R, inputs] and s B [outputs, R] of the product of that name; None: it is left as it is. Of a part of its
+        outputs A is whole, of a part of its inputs B."""
         names = [f"{PREFIX}{product}.lora_{which}.weight" for which in "AB"]
         if not self._left.intersection(names):
             return None
-        rank = self._module.rank
-        down, up = self._read(names[0], (rank, inputs)), self._read(names[1], (outputs, rank))
+        rank, cut = self._module.rank, self._cut_of(product)
+        down = self._read(names[0], (rank, inputs), cut if cut is not None and cut.axis == INPUTS else None)
+        up = self._read(names[1], (outputs, rank), cut if cut is not None and cut.axis == OUTPUTS else None)
         down, up = down.to(self._dtype), (up.float() * self._module.scale).to(self._dtype)
         if not (torch.isfinite(down).all() and torch.isfinite(up).all()):
             raise ValueError(
@@ -197,7 +209,11 @@ class _AdapterFile:
                 "k, v, o, gate, up and down projections of layers that the model has"
             )
 
-    def _read(self, name: str, shape: tuple[int, int]) -> torch.Tensor:
+    def _read(self, name: str, shape: tuple[int, ...], cut: Cut | None) -> torch.Tensor:
+        """`shape`: of the part that `cut` says."""
+        if cut is not None:
+            part = cut.part(shape)
+            return self._read(name, cut.whole(shape), None).narrow(cut.axis, part.start, len(part))
         if name not in self._left:
             raise ValueError(f"{self._who} lacks the tensor {name}")
         tensor: torch.Tensor = self._handle.get_tensor(name)

@@ -20,11 +20,12 @@ from engine.config import EngineArgs, EngineConfig
 if TYPE_CHECKING:
     from engine.attention import PagedBackend
     from engine.model_loader.weights import Weights
-    from engine.models import ModelShape
+    from engine.models import DecoderConfig, ModelShape
     from engine.models.model import Model
     from engine.models.parts import Parts
     from engine.models.transformers_model import TransformersModel
     from engine.tensor_parallel.group import RankGroup
+    from engine.weight_cut import CutOf
 
 __all__ = ["create_engine_config", "load_model", "resolve_model"]
 
@@ -101,7 +102,7 @@ def load_model(config: EngineConfig, backend: PagedBackend[Any], group: RankGrou
     if isinstance(shape, DecoderConfig):
         weights = _weights_of(config)
         if config.lora_modules:
-            parts = _adapted(config, parts)
+            parts = _adapted(config, parts, _cuts_of(shape, group))
         if group is not None:
             from engine.tensor_parallel.sharing import shared_out
 
@@ -110,22 +111,33 @@ def load_model(config: EngineConfig, backend: PagedBackend[Any], group: RankGrou
     return _load_transformers_model(config, shape, backend, parts)
 
 
-def _adapted(config: EngineConfig, parts: Parts) -> Parts:
-    """These, with the engine's adapters."""
+def _cuts_of(shape: DecoderConfig, group: RankGroup | None) -> CutOf:
+    """Which part of the whole model's products is here."""
+    from engine.weight_cut import uncut
+
+    if group is None:
+        return uncut
+    from engine.tensor_parallel.sharing import cuts_of
+
+    return cuts_of(shape, group)
+
+
+def _adapted(config: EngineConfig, parts: Parts, cut_of: CutOf) -> Parts:
+    """These, with the engine's adapters, of which each product has the part that it has of the model's."""
     modules, dtype, device = config.lora_modules, config.model.dtype, config.device.device
     if config.device.attention_backend == "cpu":
         from engine.kernels.cpu_adapters import with_adapters
 
-        return with_adapters(parts, modules)
+        return with_adapters(parts, modules, cut_of)
     if config.device.uses_triton:
         from engine.kernels.gpu.adapters import TritonAdapters
 
-        return replace(parts, adapters=TritonAdapters(modules, dtype, device))
+        return replace(parts, adapters=TritonAdapters(modules, dtype, device, cut_of))
     from engine.lora.adapters import Adapters
 
     # What adapters' weights are multiplied by is never in 8 bits.
     linear = replace(config, model=replace(config.model, quantization="none"))
-    return replace(parts, adapters=Adapters(modules, dtype, device, _parts_of(linear).linear))
+    return replace(parts, adapters=Adapters(modules, dtype, device, _parts_of(linear).linear, cut_of))
 
 
 def _load_transformers_model(

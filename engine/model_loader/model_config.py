@@ -218,8 +218,6 @@ def _model_config(
 
 def _lora_modules(args: EngineArgs, shape: ModelShape, served_model_name: str) -> tuple[LoRAModule, ...]:
     folders = parse_lora_modules(args.lora_modules)
-    if folders and args.tensor_parallel_size > 1:
-        raise ValueError("tensor_parallel_size must be 1 with lora_modules: adapters are not shared out among ranks")
     if folders and not isinstance(shape, DecoderConfig):
         raise ValueError("lora_modules must be empty for models that transformers' code computes")
     if served_model_name in folders:

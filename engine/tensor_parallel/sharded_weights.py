@@ -10,53 +10,45 @@ Every rank reads all of a weight, one at a time, and keeps its part. Of experts 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 
 from engine.model_loader.weights import Weights
 from engine.scaled_weight import Weight, part_of
+from engine.weight_cut import INPUTS, OUTPUTS, Cut, CutOf
 
-OUTPUTS, INPUTS = 0, 1
 CUT_OUTPUTS = ("q_proj", "q_b_proj", "kv_b_proj", "gate_proj", "up_proj")
 CUT_KEY_HEADS = ("k_proj", "v_proj")
 CUT_INPUTS = ("o_proj", "down_proj")
 
 
-@dataclass(frozen=True, slots=True)
-class Cut:
-    """Part `index` of `num_parts` along an axis."""
+def cuts_of_rank(rank: int, num_ranks: int, num_key_parts: int) -> CutOf:
+    """`num_key_parts`: see engine/tensor_parallel/shares.py."""
 
-    axis: int
-    num_parts: int
-    index: int
+    def cut_of(product: str) -> Cut | None:
+        if product.endswith(CUT_KEY_HEADS):
+            return Cut(OUTPUTS, num_key_parts, rank * num_key_parts // num_ranks)
+        if product.endswith(CUT_OUTPUTS):
+            return Cut(OUTPUTS, num_ranks, rank)
+        return Cut(INPUTS, num_ranks, rank) if product.endswith(CUT_INPUTS) else None
 
-    def whole(self, shape: tuple[int, ...]) -> tuple[int, ...]:
-        """Of a part's."""
-        return tuple(size * self.num_parts if i == self.axis else size for i, size in enumerate(shape))
-
-    def part(self, shape: tuple[int, ...]) -> range:
-        """Where it lies in the whole."""
-        size = shape[self.axis]
-        return range(self.index * size, (self.index + 1) * size)
+    return cut_of
 
 
 class ShardedWeights(Weights):
-    """Asked for the shapes of a rank's part. `whole`: the model's weights; they are this object's from now on.
-    `num_key_parts`: see engine/tensor_parallel/shares.py."""
+    """Asked for the shapes of a rank's part. `whole`: the model's weights; they are this object's from now on."""
 
-    def __init__(self, whole: Weights, rank: int, num_ranks: int, num_key_parts: int) -> None:
+    def __init__(self, whole: Weights, cut_of: CutOf, *, has_biases: bool) -> None:
+        """`has_biases`: of products whose sums ranks add up, which one rank alone may have."""
         self.dtype, self.device = whole.dtype, whole.device
         self._whole = whole
-        self._rank = rank
-        self._num_ranks = num_ranks
-        self._num_key_parts = num_key_parts
+        self._cut_of = cut_of
+        self._has_biases = has_biases
 
     def take(self, name: str, shape: tuple[int, ...], dtype: torch.dtype | None = None) -> torch.Tensor:
         product, _, kind = name.rpartition(".")
         if kind == "bias" and product.endswith(CUT_INPUTS):
             bias = self._whole.take(name, shape, dtype)
-            return bias if self._rank == 0 else torch.zeros_like(bias)  # it is added once
+            return bias if self._has_biases else torch.zeros_like(bias)
         cut = self._cut_of(product)
         if cut is None:
             return self._whole.take(name, shape, dtype)
@@ -82,11 +74,3 @@ class ShardedWeights(Weights):
 
     def _read(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
         raise AssertionError("parts are cut out of what the other source has read")
-
-    def _cut_of(self, product: str) -> Cut | None:
-        """None: every rank has all of it."""
-        if product.endswith(CUT_KEY_HEADS):
-            return Cut(OUTPUTS, self._num_key_parts, self._rank * self._num_key_parts // self._num_ranks)
-        if product.endswith(CUT_OUTPUTS):
-            return Cut(OUTPUTS, self._num_ranks, self._rank)
-        return Cut(INPUTS, self._num_ranks, self._rank) if product.endswith(CUT_INPUTS) else None

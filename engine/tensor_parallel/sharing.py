@@ -16,8 +16,9 @@ from engine.models.decoder_config import DecoderConfig
 from engine.models.layer import PlainLayers
 from engine.models.parts import Parts
 from engine.tensor_parallel.group import RankGroup
-from engine.tensor_parallel.sharded_weights import ShardedWeights
+from engine.tensor_parallel.sharded_weights import ShardedWeights, cuts_of_rank
 from engine.tensor_parallel.shares import num_key_parts, share_of
+from engine.weight_cut import CutOf
 
 
 def shared_out(
@@ -37,8 +38,12 @@ def shared_out(
 
     # One layer after the other: what computes all in one call could not sum up between them.
     parts = replace(parts, stack=PlainLayers, lm_head=lm_head, sum_over_ranks=group.sum)
-    key_parts = num_key_parts(shape, group.num_ranks)
-    return share, ShardedWeights(weights, group.rank, group.num_ranks, key_parts), parts
+    return share, ShardedWeights(weights, cuts_of(shape, group), has_biases=group.rank == 0), parts
+
+
+def cuts_of(shape: DecoderConfig, group: RankGroup) -> CutOf:
+    """What this rank has of a whole model's products."""
+    return cuts_of_rank(group.rank, group.num_ranks, num_key_parts(shape, group.num_ranks))
 
 
 class VocabParallelLinear(Linear):

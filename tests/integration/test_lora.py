@@ -105,6 +105,28 @@ def test_tokens_are_those_of_the_model_with_the_adapter_in_its_weights(
     assert engine.stats.num_preemptions > 0
 
 
+def test_ranks_have_parts_of_adapters(folder: Path, expected: dict[Asked, list[int]]) -> None:
+    """Of what goes into sums over ranks, and of what does not, in one batch."""
+    with closing(
+        LLMEngine(config_of(folder, max_num_batched_tokens=48, max_num_seqs=20, tensor_parallel_size=2))
+    ) as engine:
+        answers = ask(engine, ASKED)
+    assert {key: tokens_of(answer) for key, answer in zip(ASKED, answers, strict=True)} == expected
+
+
+def test_the_same_bits_alone_and_together_on_ranks(folder: Path) -> None:
+    config = config_of(folder, dtype="bfloat16", tensor_parallel_size=2)
+    if config.device.attention_backend != "cpu":
+        pytest.skip("no CPU kernels here")
+    asked: list[Asked] = [(2, name, False) for name in NAMES]
+    with closing(LLMEngine(config)) as engine:
+        together = ask(engine, asked)
+    with closing(LLMEngine(config)) as engine:
+        for each, answer in zip(asked, together, strict=True):
+            (by_itself,) = ask(engine, [each])
+            assert [(o.token_ids, o.logprobs) for o in by_itself] == [(o.token_ids, o.logprobs) for o in answer]
+
+
 @pytest.fixture(scope="module")
 def served(folder: Path) -> Iterator[tuple[LLMEngine, LLMEngine]]:
     """Two engines as the CPU kernels compute them."""

@@ -15,7 +15,7 @@ from engine.models.expert_products import ExpertProducts, PlainExperts, ScaledEx
 from engine.models.parts import PartsFactory
 from engine.models.stored_weights import StoredWeights
 from engine.scaled_weight import ScaledWeight, Weight
-from engine.tensor_parallel.sharded_weights import ShardedWeights
+from engine.tensor_parallel.sharded_weights import ShardedWeights, cuts_of_rank
 
 BLOCKS = StoredWeights(quantizations=("fp8",), block=(16, 16))
 BFLOAT16 = torch.bfloat16
@@ -95,16 +95,20 @@ def test_weights_that_are_not_alike_are_widened(name: str, change: Callable[[Sca
     assert isinstance(products_of(DummyWeights(3, "bfloat16", "cpu")), PlainExperts)
 
 
+def rank_of(whole: Weights, rank: int) -> ShardedWeights:
+    return ShardedWeights(whole, cuts_of_rank(rank, num_ranks=2, num_key_parts=1), has_biases=rank == 0)
+
+
 def test_ranks_have_a_part_of_each_expert() -> None:
     """Unless that would cut a group in two."""
     counts, whole = [2, 0, 5, 1], DummyEightBitWeights(3, "bfloat16", "cpu", BLOCKS)
-    x, parts = randn(8, 48, dtype=BFLOAT16), [products_of(ShardedWeights(whole, rank, 2, 1), 16) for rank in range(2)]
+    x, parts = randn(8, 48, dtype=BFLOAT16), [products_of(rank_of(whole, rank), 16) for rank in range(2)]
     assert all(isinstance(part, ScaledExperts) for part in parts)
     expected = products_of(whole, 32)(x, ends_of(counts)).double()
     total = sum(part(x, ends_of(counts)).double() for part in parts)
     assert (total - expected).norm() < 0.01 * expected.norm()
     with pytest.raises(ValueError, match="cuts a weight at input 0, where 16 share a scale"):
-        products_of(ShardedWeights(whole, 0, 2, 1), 12)
+        products_of(rank_of(whole, 0), 12)
 
 
 def test_a_stack_is_of_weights_asked_for_one_after_the_other() -> None:

@@ -15,12 +15,12 @@ from engine.config import EngineArgs
 from engine.layers import Linear
 from engine.model_loader import create_engine_config
 from engine.model_loader.eight_bit_weights import DummyEightBitWeights
-from engine.model_loader.weights import DummyWeights
+from engine.model_loader.weights import DummyWeights, Weights
 from engine.models import load_model_shape
 from engine.models.decoder_config import DecoderConfig
 from engine.models.stored_weights import StoredWeights
 from engine.scaled_weight import ScaledWeight, part_of
-from engine.tensor_parallel.sharded_weights import ShardedWeights
+from engine.tensor_parallel.sharded_weights import ShardedWeights, cuts_of_rank
 from engine.tensor_parallel.shares import num_key_parts, share_of
 from engine.tensor_parallel.sharing import VocabParallelLinear
 from worker_service.process import check_transport_fits
@@ -35,6 +35,10 @@ DEEPSEEK = LLAMA | {
     "v_head_dim": 8, "num_key_value_heads": 12, "n_routed_experts": 4, "num_experts_per_tok": 2, "topk_group": 1,
     "first_k_dense_replace": 1, "moe_intermediate_size": 18, "n_group": 1,
 }  # fmt: skip
+
+
+def rank_of(whole: Weights, rank: int, num_ranks: int, num_key_parts: int) -> ShardedWeights:
+    return ShardedWeights(whole, cuts_of_rank(rank, num_ranks, num_key_parts), has_biases=rank == 0)
 
 
 def test_heads_and_the_feed_forward_are_shared_out() -> None:
@@ -63,7 +67,7 @@ def test_ranks_may_share_a_key_head() -> None:
     heads = whole.take(f"{name}.weight", (2 * 4, 24)).view(2, 4, 24)
     biases = whole.take(f"{name}.bias", (2 * 4,)).view(2, 4)
     for rank in range(6):
-        weights = ShardedWeights(whole, rank, 6, 2)
+        weights = rank_of(whole, rank, 6, 2)
         of_query_heads = {query // (12 // 2) for query in range(2 * rank, 2 * rank + 2)}
         assert of_query_heads == {rank // 3}
         assert torch.equal(weights.take(f"{name}.weight", (4, 24)), heads[rank // 3])
@@ -109,7 +113,7 @@ def test_models_of_transformers_are_refused() -> None:
 def test_parts_of_a_weight_are_the_weight(product: str, shape: tuple[int, int], axis: int) -> None:
     name = f"model.layers.0.{product}"
     whole = DummyWeights(3, "float32", "cpu")
-    ranks = [ShardedWeights(whole, rank, 3, 3) for rank in range(3)]
+    ranks = [rank_of(whole, rank, 3, 3) for rank in range(3)]
     part_shape = (shape[0] // 3, shape[1]) if axis == 0 else (shape[0], shape[1] // 3)
     parts = [rank.take_product(f"{name}.weight", part_shape) for rank in ranks]
     assert all(isinstance(part, torch.Tensor) and part.is_contiguous() for part in parts)
@@ -127,7 +131,7 @@ def test_other_weights_are_whole_on_every_rank() -> None:
         "model.layers.0.mlp.gate.weight": (4, 24), "model.layers.0.mlp.gate.e_score_correction_bias": (4,),
     }  # fmt: skip
     for name, shape in shapes.items():
-        assert torch.equal(ShardedWeights(whole, 1, 3, 3).take(name, shape), whole.take(name, shape))
+        assert torch.equal(rank_of(whole, 1, 3, 3).take(name, shape), whole.take(name, shape))
 
 
 @pytest.mark.parametrize("block", [None, (8, 12)], ids=["a scale for each output", "scales for groups"])

@@ -19,13 +19,14 @@ from engine.layers import Linear
 from engine.lora.adapters import AdapterIds, Adapters, Added
 from engine.lora.modules import LoRAModule
 from engine.to_device import fill, to_device
+from engine.weight_cut import CutOf, uncut
 
 
 class TritonAdapters(Adapters):
     """They keep addresses, as `engine.decode_graphs.AdapterKeeper` has it."""
 
-    def __init__(self, modules: Sequence[LoRAModule], dtype: str, device: str) -> None:
-        super().__init__(modules, dtype, device)
+    def __init__(self, modules: Sequence[LoRAModule], dtype: str, device: str, cut_of: CutOf = uncut) -> None:
+        super().__init__(modules, dtype, device, cut_of=cut_of)
         self._num_adapters = len(modules)
         self.tiles_GI: torch.Tensor | None = None
         """Of the step that is computed; None: nobody asks for an adapter."""
