@@ -6,10 +6,13 @@ default holds, as in transformers' configuration classes.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
-from engine.models.deepseek_config import V2_DEFAULTS, V3_DEFAULTS, ExpertsConfig, LatentConfig
+from engine.models.deepseek_config import V2_DEFAULTS, V3_DEFAULTS, LatentConfig
+from engine.models.experts_config import ExpertsConfig, deepseek_experts
 from engine.models.hf_fields import integer
 from engine.models.model_shape import ModelShape
 from engine.models.rope_config import RopeConfig
@@ -33,8 +36,10 @@ class Architecture:
     """"none"; "all": every layer, if there is a `sliding_window`; "late": `layer_types`, or layers from
     `max_window_layers` on, if `use_sliding_window`."""
     max_positions: int = 2048
-    scoring: str = ""
-    """Of experts; DeepSeek's alone have any, and latent attention (`ExpertsConfig.scoring`)."""
+    has_latents: bool = False
+    """Latent attention: DeepSeek's alone."""
+    experts: Callable[[dict[str, Any], int], ExpertsConfig | None] | None = None
+    """Reads what config.json says of them, for so many layers."""
     always_interleaves_rope: bool = False
     defaults: dict[str, Any] = field(default_factory=dict)
     """Of further fields."""
@@ -48,11 +53,13 @@ ARCHITECTURES = {
         has_attention_bias_field=True, has_qk_norm=True, head_dim=128, sliding="late", max_positions=32768
     ),
     "DeepseekV2ForCausalLM": Architecture(
-        has_attention_bias_field=True, has_mlp_bias_field=True, scoring="softmax", always_interleaves_rope=True,
+        has_attention_bias_field=True, has_mlp_bias_field=True, has_latents=True,
+        experts=partial(deepseek_experts, scoring="softmax"), always_interleaves_rope=True,
         defaults=V2_DEFAULTS,
     ),
     "DeepseekV3ForCausalLM": Architecture(
-        has_attention_bias_field=True, scoring="sigmoid", max_positions=4096, defaults=V3_DEFAULTS,
+        has_attention_bias_field=True, has_latents=True,
+        experts=partial(deepseek_experts, scoring="sigmoid"), max_positions=4096, defaults=V3_DEFAULTS,
     ),
 }  # fmt: skip
 
@@ -97,9 +104,10 @@ class DecoderConfig(ModelShape):
         max_positions = int(hf_config.get("max_position_embeddings") or arch.max_positions)
         rope = RopeConfig.from_hf(hf_config, max_positions)
         mla = moe = None
-        if arch.scoring:
+        if arch.has_latents:
             mla = LatentConfig.from_hf(hf_config, rope, always_interleaves=arch.always_interleaves_rope)
-            moe = ExpertsConfig.from_hf(hf_config, num_layers, arch.scoring)
+        if arch.experts is not None:
+            moe = arch.experts(hf_config, num_layers)
         num_kv_heads, head_dim = (1, mla.latent_dim) if mla is not None else _heads(arch, hf_config)
         has_attention_bias = arch.has_attention_bias_field and bool(hf_config.get("attention_bias", False))
         return DecoderConfig(
@@ -126,7 +134,7 @@ class DecoderConfig(ModelShape):
 
 
 def _num_nextn_predict_layers(arch: Architecture, hf_config: dict[str, Any]) -> int:
-    if not arch.scoring or hf_config.get("num_nextn_predict_layers") is None:
+    if not arch.has_latents or hf_config.get("num_nextn_predict_layers") is None:
         return 0
     return integer(hf_config, "num_nextn_predict_layers", 0)
 

@@ -21,7 +21,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 
 from engine.model_loader.weights import Weights
-from engine.models.deepseek_config import EXPERT_GRAIN
+from engine.models.experts_config import EXPERT_GRAIN
 from engine.scaled_weight import ScaledWeight, Weight, stacked
 
 

@@ -21,7 +21,7 @@ from dataclasses import replace
 import torch
 import torch.nn.functional as F  # noqa: N812
 
-from engine.models.deepseek_config import ExpertsConfig
+from engine.models.experts_config import ExpertsConfig
 from engine.models.feed_forward import GatedFeedForward
 from engine.models.parts import PartsFactory
 

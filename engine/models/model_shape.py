@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from engine.models.deepseek_config import ExpertsConfig, LatentConfig
+from engine.models.deepseek_config import LatentConfig
+from engine.models.experts_config import ExpertsConfig
 
 
 @dataclass(frozen=True, kw_only=True)

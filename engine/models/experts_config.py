@@ -1,0 +1,98 @@
+"""Mixtures of experts, as config.json describes them: each family in fields of its own. No torch.
+
+DeepSeek-AI, "DeepSeek-V2", 2024 (arXiv 2405.04434), section 2.2; "DeepSeek-V3 Technical Report", 2024
+(arXiv 2412.19437), section 2.1.2. Fields and their defaults are those of transformers' configuration classes.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from engine.models.hf_fields import integer, number, one_of
+
+EXPERT_GRAIN = 8
+"""Divides the hidden size: `torch.nn.functional.grouped_mm` wants rows of whole 16 bytes."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExpertsConfig:
+    """A mixture of experts in place of the feed-forward, from some layer on."""
+
+    first_layer: int
+    """Layers before it are dense."""
+    num_experts: int
+    num_experts_per_token: int
+    num_shared_experts: int
+    """That see every token, as one feed-forward of so many times the size."""
+    intermediate_size: int
+    num_groups: int
+    """Of as many experts each."""
+    num_chosen_groups: int
+    """A token's experts are all of so many groups."""
+    scoring: str
+    """"softmax": over all experts, a group is as good as its best (V2). "sigmoid": each by itself, chosen with a bias
+    that the weights do not see, a group is as good as its best two together (V3)."""
+    norms_weights: bool
+    """A token's weights sum up to 1 before `scaling`."""
+    scaling: float
+
+
+def deepseek_experts(hf_config: dict[str, Any], num_layers: int, scoring: str) -> ExpertsConfig | None:
+    """None where no layer has experts. Raises `ValueError` naming the field."""
+    first_layer = integer(hf_config, "first_k_dense_replace", 0)
+    if first_layer >= num_layers:
+        return None
+    one_of(hf_config, "scoring_func", (scoring,))
+    one_of(hf_config, "moe_layer_freq", (1,))
+    norms_weights = bool(hf_config.get("norm_topk_prob"))
+    if scoring == "softmax" and norms_weights:
+        # transformers does not look at it, the code beside the checkpoints does.
+        raise ValueError("config.json: norm_topk_prob is not supported with softmax scores")
+    num_groups, num_chosen = _groups(hf_config, scoring)
+    num_experts, per_token = integer(hf_config, "n_routed_experts"), integer(hf_config, "num_experts_per_tok")
+    _check_groups(num_experts, per_token, num_groups, num_chosen, least=2 if scoring == "sigmoid" else 1)
+    if integer(hf_config, "hidden_size") % EXPERT_GRAIN:
+        raise ValueError(
+            f"config.json: hidden_size must be a multiple of {EXPERT_GRAIN} where there are experts, "
+            f"is {hf_config['hidden_size']}"
+        )
+    has_shared = hf_config.get("n_shared_experts") is not None
+    return ExpertsConfig(
+        first_layer=first_layer,
+        num_experts=num_experts,
+        num_experts_per_token=per_token,
+        num_shared_experts=integer(hf_config, "n_shared_experts", 0) if has_shared else 0,
+        intermediate_size=integer(hf_config, "moe_intermediate_size"),
+        num_groups=num_groups,
+        num_chosen_groups=num_chosen,
+        scoring=scoring,
+        norms_weights=norms_weights,
+        scaling=number(hf_config, "routed_scaling_factor"),
+    )
+
+
+def _groups(hf_config: dict[str, Any], scoring: str) -> tuple[int, int]:
+    """(groups, how many of them are chosen)"""
+    if scoring == "sigmoid":
+        one_of(hf_config, "topk_method", ("noaux_tc",))
+    elif one_of(hf_config, "topk_method", ("greedy", "group_limited_greedy")) == "greedy":
+        return 1, 1
+    return integer(hf_config, "n_group"), integer(hf_config, "topk_group")
+
+
+def _check_groups(num_experts: int, per_token: int, num_groups: int, num_chosen: int, least: int) -> None:
+    """`least`: experts that a group must have."""
+    if num_experts % num_groups or num_experts // num_groups < least:
+        raise ValueError(
+            f"config.json: n_routed_experts={num_experts} must be a multiple of n_group={num_groups}, "
+            f"and a group must have at least {least}"
+        )
+    if num_chosen > num_groups:
+        raise ValueError(f"config.json: topk_group must be at most n_group={num_groups}, is {num_chosen}")
+    most = num_experts // num_groups * num_chosen
+    if per_token > most:
+        raise ValueError(
+            f"config.json: num_experts_per_tok must be at most {most}, the experts of topk_group={num_chosen} groups, "
+            f"is {per_token}"
+        )
