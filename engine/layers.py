@@ -39,6 +39,16 @@ class Linear:
         return F.linear(x, self._weight, self._bias)
 
 
+class FloatLinear(Linear):
+    """In float32, whatever comes in. Without a bias."""
+
+    def __init__(self, weight: torch.Tensor) -> None:
+        self._weight = weight.float()
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        return F.linear(x.float(), self._weight)
+
+
 MakeLinear = Callable[..., Linear]
 """Makes the product with a weight and, where there is one, a bias. Called as `Linear` is."""
 SumOverRanks = Callable[[torch.Tensor], torch.Tensor]

@@ -64,8 +64,10 @@ def resolve_quantization(
     if asked != "auto":
         advice = "none" if model.model_impl == "transformers" else "int8 or none"
         why_not = why_no_quantization(asked, capability=capability, dtype=dtype, model=model)
-        if model.mla is not None and asked != "none":
-            why_not = "models with latent attention have weights in 8 bits only where their checkpoint has them so"
+        if (model.mla is not None or model.moe is not None) and asked != "none":
+            why_not = (
+                "models with latent attention or experts have weights in 8 bits only where their checkpoint has them so"
+            )
             advice = "auto or none"
         if why_not:
             raise ValueError(f"quantization {asked} cannot work here: {why_not}; give {advice}")

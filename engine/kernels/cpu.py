@@ -9,6 +9,7 @@ Shapes: T tokens, D hidden.
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -16,9 +17,10 @@ import torch.nn.functional as F  # noqa: N812
 
 from engine.attention.cpu_backend import CpuPlan
 from engine.layers import GatedLinear, Linear, RMSNorm
+from engine.models.expert_products import ExpertProducts
 from engine.models.feed_forward import GatedFeedForward
 from engine.models.head_attention import HeadAttention
-from engine.models.layer import DecoderLayer, OnLayer
+from engine.models.layer import DecoderLayer, LayerStack, OnLayer, PlainLayers
 from engine.models.parts import Parts
 
 LANES = 16
@@ -75,6 +77,25 @@ def _side_by_side(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
     return torch.stack(sixteens, dim=1).flatten(0, 2)
 
 
+class PanelExperts(ExpertProducts):
+    """One expert after the other, each of which reads its weights once for all its rows."""
+
+    def __init__(self, gate_up_EXD: torch.Tensor, down_EDI: torch.Tensor) -> None:
+        """X: gate above up."""
+        gates_EID, ups_EID = gate_up_EXD.chunk(2, dim=1)
+        self._experts = [
+            (PanelGatedLinear(gate, up, None, None), PanelLinear(down))
+            for gate, up, down in zip(gates_EID, ups_EID, down_EDI, strict=True)
+        ]
+
+    def __call__(self, x_RD: torch.Tensor, ends_E: torch.Tensor) -> torch.Tensor:
+        y_RD = torch.empty_like(x_RD)
+        for (gated, down), (start, end) in zip(self._experts, pairwise([0, *ends_E.tolist()]), strict=True):
+            if start < end:
+                y_RD[start:end] = down(gated(x_RD[start:end]))
+        return y_RD
+
+
 class KernelRMSNorm(RMSNorm):
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         y: torch.Tensor = torch.ops.tandem_cpu.add_rms_norm(x.contiguous(), None, self.weight, self.eps)
@@ -114,6 +135,14 @@ class FusedLayers:
         return x_TD + delta_TD
 
 
+def fastest_stack(
+    layers: list[DecoderLayer], adapter_ids: Callable[[], torch.Tensor | None] = lambda: None
+) -> LayerStack:
+    """`FusedLayers`, whose arguments these are; layers with experts one after the other, part by part."""
+    is_dense = all(isinstance(layer.feed_forward, GatedFeedForward) for layer in layers)
+    return FusedLayers(layers, adapter_ids) if is_dense else PlainLayers(layers)
+
+
 def fused(layer: DecoderLayer) -> Any:
     """torch.classes.tandem_cpu.DecoderLayer with the weights of `layer`."""
     attention, feed_forward = layer.attention, layer.feed_forward
@@ -145,4 +174,12 @@ def fused(layer: DecoderLayer) -> Any:
     return made
 
 
-KERNEL_PARTS = Parts(PanelLinear, PanelGatedLinear, PanelLogits, KernelRMSNorm, FusedLayers)
+KERNEL_PARTS = Parts(
+    PanelLinear,
+    PanelGatedLinear,
+    PanelLogits,
+    KernelRMSNorm,
+    fastest_stack,
+    scores=PanelLogits,
+    plain_experts=PanelExperts,
+)

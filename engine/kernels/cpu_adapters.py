@@ -19,7 +19,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F  # noqa: N812
 
-from engine.kernels.cpu import LANES, PANEL, FusedLayers, PanelGatedLinear, PanelLinear
+from engine.kernels.cpu import LANES, PANEL, PanelGatedLinear, PanelLinear, fastest_stack
 from engine.layers import GatedLinear, Linear, MakeLinear
 from engine.lora.adapters import AdapterIds, Adapters, Added, AddedPart
 from engine.lora.modules import LoRAModule
@@ -28,9 +28,9 @@ from engine.weight_cut import CutOf, uncut
 
 
 def with_adapters(parts: Parts, modules: Sequence[LoRAModule], cut_of: CutOf = uncut) -> Parts:
-    """`parts`: the kernels', whose layers are `FusedLayers`. `cut_of`: see `Adapters`."""
+    """`parts`: the kernels'. `cut_of`: see `Adapters`."""
     adapters = PanelAdapters(modules, cut_of)
-    return replace(parts, stack=partial(FusedLayers, adapter_ids=lambda: adapters.ids_T), adapters=adapters)
+    return replace(parts, stack=partial(fastest_stack, adapter_ids=lambda: adapters.ids_T), adapters=adapters)
 
 
 class PanelAdapters(Adapters):

@@ -89,7 +89,7 @@ def _make_layer(
         attention = HeadAttention(config, layer, factory, backend, rotary)
     feed_forward: FeedForward
     if config.moe is not None and layer >= config.moe.first_layer:
-        feed_forward = ExpertsFeedForward(config.moe, factory, f"{name}.mlp", D, config.has_mlp_bias)
+        feed_forward = ExpertsFeedForward(config.moe, factory, f"{name}.{config.moe.module}", D, config.has_mlp_bias)
     else:
         feed_forward = GatedFeedForward(factory, f"{name}.mlp", D, config.intermediate_size, config.has_mlp_bias)
     return DecoderLayer(

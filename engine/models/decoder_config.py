@@ -1,7 +1,7 @@
 """What a decoder is made of, read from a Hugging Face config.json. Integers only, no torch.
 
-The Llama family, and DeepSeek's, whose own fields are in deepseek_config.py. Where a field is absent its architecture's
-default holds, as in transformers' configuration classes.
+The Llama family, and DeepSeek's, whose own fields are in deepseek_config.py; those of experts are in experts_config.py.
+Where a field is absent its architecture's default holds, as in transformers' configuration classes.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from functools import partial
 from typing import Any
 
 from engine.models.deepseek_config import V2_DEFAULTS, V3_DEFAULTS, LatentConfig
-from engine.models.experts_config import ExpertsConfig, deepseek_experts
+from engine.models.experts_config import ExpertsConfig, deepseek_experts, mixtral_experts, qwen_experts
 from engine.models.hf_fields import integer
 from engine.models.model_shape import ModelShape
 from engine.models.rope_config import RopeConfig
@@ -33,8 +33,8 @@ class Architecture:
     """Where config.json gives none; None: hidden_size / num_attention_heads."""
     num_kv_heads: int | None = None
     sliding: str = "none"
-    """"none"; "all": every layer, if there is a `sliding_window`; "late": `layer_types`, or layers from
-    `max_window_layers` on, if `use_sliding_window`."""
+    """"none"; "all": every layer, if there is a `sliding_window`; "if used": the same, if `use_sliding_window`; "late":
+    then `layer_types`, or layers from `max_window_layers` on."""
     max_positions: int = 2048
     has_latents: bool = False
     """Latent attention: DeepSeek's alone."""
@@ -51,6 +51,14 @@ ARCHITECTURES = {
     "Qwen2ForCausalLM": Architecture(has_qkv_bias=True, sliding="late", max_positions=32768),
     "Qwen3ForCausalLM": Architecture(
         has_attention_bias_field=True, has_qk_norm=True, head_dim=128, sliding="late", max_positions=32768
+    ),
+    "Qwen3MoeForCausalLM": Architecture(
+        has_attention_bias_field=True, has_qk_norm=True, sliding="if used", max_positions=32768, experts=qwen_experts,
+        defaults={"moe_intermediate_size": 768, "num_experts_per_tok": 8, "norm_topk_prob": False},
+    ),
+    "MixtralForCausalLM": Architecture(
+        num_kv_heads=8, sliding="all", max_positions=131072, experts=mixtral_experts,
+        defaults={"num_local_experts": 8, "num_experts_per_tok": 2, "sliding_window": None},
     ),
     "DeepseekV2ForCausalLM": Architecture(
         has_attention_bias_field=True, has_mlp_bias_field=True, has_latents=True,
@@ -164,6 +172,8 @@ def _sliding_windows(arch: Architecture, hf_config: dict[str, Any], num_layers: 
         return (window,) * num_layers
     if not hf_config.get("use_sliding_window", False):
         return (0,) * num_layers
+    if arch.sliding == "if used":
+        return (window,) * num_layers
     layer_types = hf_config.get("layer_types")
     if layer_types is None:
         first_sliding = hf_config.get("max_window_layers", 28)

@@ -21,7 +21,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 
 from engine.model_loader.weights import Weights
-from engine.models.experts_config import EXPERT_GRAIN
+from engine.models.experts_config import EXPERT_GRAIN, ExpertsConfig
 from engine.scaled_weight import ScaledWeight, Weight, stacked
 
 
@@ -107,40 +107,43 @@ def _multiplied(x_RK: torch.Tensor, stack: ScaledStack, bounds: list[int]) -> to
 
 @dataclass(frozen=True, slots=True)
 class ExpertWeights:
-    """The weights of a layer's experts, by their names: `name`.<expert>.{gate,up,down}_proj.weight."""
+    """The weights of a layer's experts, by their names: `name`.<expert>.<product>.weight."""
 
     weights: Weights
     name: str
-    num_experts: int
+    config: ExpertsConfig
     hidden_size: int
-    intermediate_size: int
 
     def take_scaled(self) -> tuple[ScaledStack, ScaledStack] | None:
         """(gate and up, down) as they are stored; None where they are not all in 8 bits, and alike."""
-        gate_up = ScaledStack.of(self._gate_up(), self.num_experts)
-        down = None if gate_up is None else ScaledStack.of(self._down(), self.num_experts)
+        gate_up = ScaledStack.of(self._gate_up(), self.config.num_experts)
+        down = None if gate_up is None else ScaledStack.of(self._down(), self.config.num_experts)
         return None if gate_up is None or down is None else (gate_up, down)
 
     def take_plain(self) -> tuple[torch.Tensor, torch.Tensor]:
         """([E, 2 I, D], [E, D, I]), padded by zeros, which nothing comes out of."""
-        weights, E, D, I = self.weights, self.num_experts, self.hidden_size, self.intermediate_size  # noqa: E741
+        weights, D, E, I = self.weights, self.hidden_size, self.config.num_experts, self.config.intermediate_size  # noqa: E741
+        gate, up, down = self.config.products
         padded = -(-I // EXPERT_GRAIN) * EXPERT_GRAIN
-        gate_up = torch.zeros(E, 2 * padded, D, dtype=weights.dtype, device=weights.device)
-        down = torch.zeros(E, D, padded, dtype=weights.dtype, device=weights.device)
+        gate_up_EXD = torch.zeros(E, 2 * padded, D, dtype=weights.dtype, device=weights.device)
+        down_EDI = torch.zeros(E, D, padded, dtype=weights.dtype, device=weights.device)
         for e in range(E):
-            gate_up[e, :I] = weights.take(self._name(e, "gate"), (I, D))
-            gate_up[e, padded : padded + I] = weights.take(self._name(e, "up"), (I, D))
-            down[e, :, :I] = weights.take(self._name(e, "down"), (D, I))
-        return gate_up, down
+            gate_up_EXD[e, :I] = weights.take(self._name(e, gate), (I, D))
+            gate_up_EXD[e, padded : padded + I] = weights.take(self._name(e, up), (I, D))
+            down_EDI[e, :, :I] = weights.take(self._name(e, down), (D, I))
+        return gate_up_EXD, down_EDI
 
     def _gate_up(self) -> Iterator[Weight]:
-        shape = self.intermediate_size, self.hidden_size
-        for e in range(self.num_experts):
-            yield stacked([self.weights.take_product(self._name(e, kind), shape) for kind in ("gate", "up")])
+        gate, up, _ = self.config.products
+        shape = self.config.intermediate_size, self.hidden_size
+        for e in range(self.config.num_experts):
+            yield stacked([self.weights.take_product(self._name(e, product), shape) for product in (gate, up)])
 
     def _down(self) -> Iterator[Weight]:
-        for e in range(self.num_experts):
-            yield self.weights.take_product(self._name(e, "down"), (self.hidden_size, self.intermediate_size))
+        _, _, down = self.config.products
+        shape = self.hidden_size, self.config.intermediate_size
+        for e in range(self.config.num_experts):
+            yield self.weights.take_product(self._name(e, down), shape)
 
-    def _name(self, e: int, kind: str) -> str:
-        return f"{self.name}.{e}.{kind}_proj.weight"
+    def _name(self, e: int, product: str) -> str:
+        return f"{self.name}.{e}.{product}.weight"

@@ -19,7 +19,6 @@ from __future__ import annotations
 from dataclasses import replace
 
 import torch
-import torch.nn.functional as F  # noqa: N812
 
 from engine.models.experts_config import ExpertsConfig
 from engine.models.feed_forward import GatedFeedForward
@@ -32,7 +31,7 @@ class Router:
     def __init__(self, config: ExpertsConfig, factory: PartsFactory, name: str, hidden_size: int) -> None:
         self._config = config
         E = config.num_experts
-        self._weight_ED = factory.weights.take(f"{name}.weight", (E, hidden_size)).float()
+        self._logits = factory.parts.scores(factory.weights.take(f"{name}.weight", (E, hidden_size)))
         self._bias_E = None
         if config.scoring == "sigmoid":
             # Differences between experts are far below what 16 bits keep of the sum.
@@ -41,7 +40,7 @@ class Router:
     def __call__(self, h_TD: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """(experts [T, A] int64, weights [T, A] float32)"""
         config = self._config
-        logits_TE = F.linear(h_TD.float(), self._weight_ED)
+        logits_TE = self._logits(h_TD)
         scores_TE = logits_TE.softmax(dim=-1) if self._bias_E is None else logits_TE.sigmoid()
         preference_TE = scores_TE if self._bias_E is None else scores_TE + self._bias_E
         if config.num_chosen_groups < config.num_groups:
@@ -74,9 +73,8 @@ class ExpertsFeedForward:
             alone = replace(factory, parts=parts)
             self._shared = GatedFeedForward(alone, f"{name}.shared_experts", hidden_size, size, has_bias)
         self._sum_over_ranks = factory.parts.sum_over_ranks
-        E = config.num_experts
-        self._products = factory.experts(f"{name}.experts", E, hidden_size, config.intermediate_size)
-        self._experts_E = torch.arange(E, device=factory.weights.device)
+        self._products = factory.experts(f"{name}.experts", config, hidden_size)
+        self._experts_E = torch.arange(config.num_experts, device=factory.weights.device)
 
     def __call__(self, h_TD: torch.Tensor) -> torch.Tensor:
         experts_TA, weights_TA = self._router(h_TD)

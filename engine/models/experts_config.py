@@ -6,7 +6,7 @@ DeepSeek-AI, "DeepSeek-V2", 2024 (arXiv 2405.04434), section 2.2; "DeepSeek-V3 T
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from engine.models.hf_fields import integer, number, one_of
@@ -31,11 +31,57 @@ class ExpertsConfig:
     num_chosen_groups: int
     """A token's experts are all of so many groups."""
     scoring: str
-    """"softmax": over all experts, a group is as good as its best (V2). "sigmoid": each by itself, chosen with a bias
-    that the weights do not see, a group is as good as its best two together (V3)."""
+    """"softmax": over all experts, a group is as good as its best. "sigmoid": each by itself, chosen with a bias that
+    the weights do not see, a group is as good as its best two together (DeepSeek-V3)."""
     norms_weights: bool
     """A token's weights sum up to 1 before `scaling`."""
-    scaling: float
+    scaling: float = 1.0
+    module: str = "mlp"
+    """Of a layer in a checkpoint, as are these: gate, up and down of each expert."""
+    products: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
+
+
+def qwen_experts(hf_config: dict[str, Any], num_layers: int) -> ExpertsConfig | None:
+    """Qwen3-MoE's. None where no layer has experts. Raises `ValueError` naming the field."""
+    dense = hf_config.get("mlp_only_layers") or []
+    one_of(hf_config, "decoder_sparse_step", (1,))
+    if dense != list(range(len(dense))):
+        raise ValueError(f"config.json: mlp_only_layers must be the first layers, from 0 on, is {dense!r}")
+    if len(dense) >= num_layers:
+        return None
+    # transformers writes the second name, checkpoints have the first.
+    field = "num_experts" if hf_config.get("num_experts") is not None else "num_local_experts"
+    return _without_groups(
+        hf_config, field, "moe_intermediate_size", bool(hf_config["norm_topk_prob"]), first_layer=len(dense)
+    )
+
+
+def mixtral_experts(hf_config: dict[str, Any], num_layers: int) -> ExpertsConfig:
+    """Raises `ValueError` naming the field."""
+    del num_layers
+    experts = _without_groups(hf_config, "num_local_experts", "intermediate_size", norms_weights=True, first_layer=0)
+    return replace(experts, module="block_sparse_moe", products=("w1", "w3", "w2"))
+
+
+def _without_groups(
+    hf_config: dict[str, Any], num_experts: str, intermediate_size: str, norms_weights: bool, first_layer: int
+) -> ExpertsConfig:
+    """Scores by a softmax over all experts. `num_experts`, `intermediate_size`: fields of these names."""
+    _check_hidden_size(hf_config)
+    total, per_token = integer(hf_config, num_experts), integer(hf_config, "num_experts_per_tok")
+    if per_token > total:
+        raise ValueError(f"config.json: num_experts_per_tok must be at most {num_experts}={total}, is {per_token}")
+    return ExpertsConfig(
+        first_layer=first_layer,
+        num_experts=total,
+        num_experts_per_token=per_token,
+        num_shared_experts=0,
+        intermediate_size=integer(hf_config, intermediate_size),
+        num_groups=1,
+        num_chosen_groups=1,
+        scoring="softmax",
+        norms_weights=norms_weights,
+    )
 
 
 def deepseek_experts(hf_config: dict[str, Any], num_layers: int, scoring: str) -> ExpertsConfig | None:
@@ -52,11 +98,7 @@ def deepseek_experts(hf_config: dict[str, Any], num_layers: int, scoring: str) -
     num_groups, num_chosen = _groups(hf_config, scoring)
     num_experts, per_token = integer(hf_config, "n_routed_experts"), integer(hf_config, "num_experts_per_tok")
     _check_groups(num_experts, per_token, num_groups, num_chosen, least=2 if scoring == "sigmoid" else 1)
-    if integer(hf_config, "hidden_size") % EXPERT_GRAIN:
-        raise ValueError(
-            f"config.json: hidden_size must be a multiple of {EXPERT_GRAIN} where there are experts, "
-            f"is {hf_config['hidden_size']}"
-        )
+    _check_hidden_size(hf_config)
     has_shared = hf_config.get("n_shared_experts") is not None
     return ExpertsConfig(
         first_layer=first_layer,
@@ -70,6 +112,14 @@ def deepseek_experts(hf_config: dict[str, Any], num_layers: int, scoring: str) -
         norms_weights=norms_weights,
         scaling=number(hf_config, "routed_scaling_factor"),
     )
+
+
+def _check_hidden_size(hf_config: dict[str, Any]) -> None:
+    if integer(hf_config, "hidden_size") % EXPERT_GRAIN:
+        raise ValueError(
+            f"config.json: hidden_size must be a multiple of {EXPERT_GRAIN} where there are experts, "
+            f"is {hf_config['hidden_size']}"
+        )
 
 
 def _groups(hf_config: dict[str, Any], scoring: str) -> tuple[int, int]:

@@ -12,10 +12,11 @@ from functools import partial
 
 import torch
 
-from engine.layers import GatedLinear, Linear, MakeLinear, RMSNorm, RowParallelLinear, SumOverRanks
+from engine.layers import FloatLinear, GatedLinear, Linear, MakeLinear, RMSNorm, RowParallelLinear, SumOverRanks
 from engine.lora.adapters import Adapters
 from engine.model_loader.weights import Weights
 from engine.models.expert_products import ExpertProducts, ExpertWeights, PlainExperts, ScaledExperts
+from engine.models.experts_config import ExpertsConfig
 from engine.models.layer import DecoderLayer, LayerStack, PlainLayers
 from engine.scaled_weight import Weight, stacked
 
@@ -31,6 +32,9 @@ class Parts:
     rms_norm: type[RMSNorm] = RMSNorm
     stack: Callable[[list[DecoderLayer]], LayerStack] = PlainLayers
     """Makes of the layers what computes them one after the other."""
+    scores: MakeLinear = FloatLinear
+    """Of experts, in float32."""
+    plain_experts: Callable[[torch.Tensor, torch.Tensor], ExpertProducts] = PlainExperts
     scaled_experts: type[ScaledExperts] = ScaledExperts
     """Experts whose weights are in 8 bits."""
     sum_over_ranks: SumOverRanks | None = None
@@ -84,11 +88,11 @@ class PartsFactory:
             return gated_linear()
         return adapters.adapt_gated(gated_linear, self.parts.linear, {gate: outputs, up: outputs}, inputs)
 
-    def experts(self, name: str, num_experts: int, hidden_size: int, intermediate_size: int) -> ExpertProducts:
+    def experts(self, name: str, config: ExpertsConfig, hidden_size: int) -> ExpertProducts:
         """In 8 bits where the weights of all are, and alike."""
-        weights = ExpertWeights(self.weights, name, num_experts, hidden_size, intermediate_size)
+        weights = ExpertWeights(self.weights, name, config, hidden_size)
         stacks = weights.take_scaled()
-        return PlainExperts(*weights.take_plain()) if stacks is None else self.parts.scaled_experts(*stacks)
+        return self.parts.plain_experts(*weights.take_plain()) if stacks is None else self.parts.scaled_experts(*stacks)
 
     def rms_norm(self, name: str, size: int, eps: float | None = None) -> RMSNorm:
         """`eps`: where it is not the model's."""

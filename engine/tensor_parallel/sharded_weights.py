@@ -16,9 +16,9 @@ from engine.model_loader.weights import Weights
 from engine.scaled_weight import Weight, part_of
 from engine.weight_cut import INPUTS, OUTPUTS, Cut, CutOf
 
-CUT_OUTPUTS = ("q_proj", "q_b_proj", "kv_b_proj", "gate_proj", "up_proj")
+CUT_OUTPUTS = ("q_proj", "q_b_proj", "kv_b_proj", "gate_proj", "up_proj", ".w1", ".w3")
 CUT_KEY_HEADS = ("k_proj", "v_proj")
-CUT_INPUTS = ("o_proj", "down_proj")
+CUT_INPUTS = ("o_proj", "down_proj", ".w2")
 
 
 def cuts_of_rank(rank: int, num_ranks: int, num_key_parts: int) -> CutOf:

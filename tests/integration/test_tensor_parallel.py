@@ -45,6 +45,11 @@ LLAMA: dict[str, Any] = {
 QWEN3 = LLAMA | {"architectures": ["Qwen3ForCausalLM"], "tie_word_embeddings": True, "vocab_size": 300}
 DEEPSEEK = {"vocab_size": 301, "max_position_embeddings": 256, "attention_bias": True, "n_shared_experts": 1}
 DEEPSEEK_V2, DEEPSEEK_V3 = deepseek_cases.V2 | DEEPSEEK, deepseek_cases.V3 | DEEPSEEK
+EXPERTS = {
+    "architectures": ["Qwen3MoeForCausalLM"], "num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 24,
+    "norm_topk_prob": True, "mlp_only_layers": [0],
+}  # fmt: skip
+MIXTRAL = LLAMA | {"architectures": ["MixtralForCausalLM"], "num_local_experts": 4}
 PROMPTS = [[(37 * number + 11 * i) % 290 + 5 for i in range(length)] for number, length in enumerate((5, 16, 49, 80))]
 PARAMS = [
     SamplingParams(temperature=0.0),
@@ -105,8 +110,8 @@ def test_tokens_are_those_of_transformers(model_folder: Path, references: list[R
 
 @pytest.mark.parametrize(
     "config",
-    [LLAMA, QWEN3 | {"num_key_value_heads": 1}, DEEPSEEK_V2, DEEPSEEK_V3],
-    ids=["biases, a vocabulary of odd size", "norms of heads, tied embeddings, one key head", "DeepSeek-V2", "-V3"],
+    [LLAMA, QWEN3 | {"num_key_value_heads": 1}, DEEPSEEK_V2, DEEPSEEK_V3, QWEN3 | EXPERTS, MIXTRAL],
+    ids=["biases, odd vocabulary", "norms of heads, tied, one key head", "DeepSeek-V2", "-V3", "Qwen3-MoE", "Mixtral"],
 )
 def test_two_ranks_compute_what_one_does(config: dict[str, Any], tmp_path: Path) -> None:
     """Alone, and with blocks so few that some are preempted."""

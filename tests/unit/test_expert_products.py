@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 import torch
@@ -12,11 +13,22 @@ from engine.model_loader.eight_bit_weights import DummyEightBitWeights
 from engine.model_loader.weights import DummyWeights, Weights
 from engine.models.decoder import PLAIN_PARTS
 from engine.models.expert_products import ExpertProducts, PlainExperts, ScaledExperts, ScaledStack
+from engine.models.experts_config import qwen_experts
 from engine.models.parts import PartsFactory
 from engine.models.stored_weights import StoredWeights
 from engine.scaled_weight import ScaledWeight, Weight
 from engine.tensor_parallel.sharded_weights import ShardedWeights, cuts_of_rank
 
+EXPERTS = qwen_experts(
+    {
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 24,
+        "hidden_size": 48,
+        "norm_topk_prob": True,
+    },
+    2,
+)
 BLOCKS = StoredWeights(quantizations=("fp8",), block=(16, 16))
 BFLOAT16 = torch.bfloat16
 
@@ -52,7 +64,9 @@ def test_plain_experts_are_what_they_are_in_8_bits_widened() -> None:
 
 def products_of(weights: Weights, intermediate_size: int = 24) -> ExpertProducts:
     """Of 48 hidden numbers."""
-    return PartsFactory(weights, PLAIN_PARTS, 1e-6).experts("layer.experts", 4, 48, intermediate_size)
+    assert EXPERTS is not None
+    config = replace(EXPERTS, intermediate_size=intermediate_size)
+    return PartsFactory(weights, PLAIN_PARTS, 1e-6).experts("layer.experts", config, 48)
 
 
 class Changed(DummyEightBitWeights):

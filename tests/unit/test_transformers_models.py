@@ -17,21 +17,28 @@ from model_bench import (
     Bench,
     assert_close,
     check_layers_are_announced,
-    engine_config,
     random_tokens,
     reference,
     save_model,
 )  # fmt: skip
+from model_bench import engine_config as config_of
 from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
 from engine.attention import Needs, choose_attention_backend, why_no_graphs
+from engine.config import EngineConfig
 from engine.models import load_model_shape
 from engine.models.scores import Scores
 from engine.models.transformers_config import TransformersConfig
 
 pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+def engine_config(folder: Path, **settings: Any) -> EngineConfig:
+    """Of transformers' code, also where there is a decoder of our own."""
+    return config_of(folder, **{"model_impl": "transformers"} | settings)
+
 
 NO_GROUPS = {name: value for name, value in SMALL.items() if name != "num_key_value_heads"}
 GPT2 = {
