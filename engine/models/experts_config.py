@@ -45,7 +45,7 @@ def qwen_experts(hf_config: dict[str, Any], num_layers: int) -> ExpertsConfig | 
     """Qwen3-MoE's. None where no layer has experts. Raises `ValueError` naming the field."""
     dense = hf_config.get("mlp_only_layers") or []
     one_of(hf_config, "decoder_sparse_step", (1,))
-    if dense != list(range(len(dense))):
+    if not isinstance(dense, list) or dense != list(range(len(dense))):
         raise ValueError(f"config.json: mlp_only_layers must be the first layers, from 0 on, is {dense!r}")
     if len(dense) >= num_layers:
         return None

@@ -84,11 +84,11 @@ def test_a_checkpoint_of_deepseek_v3() -> None:
     [
         (
             {"quantization": "int8"},
-            "quantization int8 cannot work here: models with latent attention have weights in 8 bits only where",
+            "quantization int8 cannot work here: models with latent attention or experts have weights in 8 bits only",
         ),
         (
             {"quantization": "fp8"},
-            "quantization fp8 cannot work here: models with latent attention .* only where .* so; give auto or none$",
+            "quantization fp8 cannot work here: models with latent .* experts .* only where .* so; give auto or none$",
         ),
         ({"attention_backend": "cpu", "dtype": "bfloat16"}, "backend cpu .* model's attention is latent; give auto"),
         (
