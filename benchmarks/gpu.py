@@ -4,8 +4,8 @@
     python benchmarks/gpu.py --only kernels,model         some parts; floors are measured with any
     python benchmarks/gpu.py --tiny                       the same script on any machine, over a toy: that it runs
 
-    floors ─> kernels ─> model ─> attention ─> digests ─> steps ─> push ─> servers ─> products, steps in 8 bits
-    (each a module of gpu_parts/)
+    floors ─> kernels ─> model ─> attention ─> digests ─> steps ─> push ─> servers ─> products ─> deepseek
+    ─> steps in 8 bits (each a module of gpu_parts/)
 
 Each part is a process of its own with a time of its own: what goes wrong in one is written into the table, and the
 others go on. Every number stands beside the limit that the same run measured, or beside its aim. Results are one JSON
@@ -30,7 +30,7 @@ import torch
 if __name__ == "__main__":
     sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
-from benchmarks.gpu_parts import attention, digests, floors, kernels, model, products, push, servers, steps
+from benchmarks.gpu_parts import attention, deepseek, digests, floors, kernels, model, products, push, servers, steps
 from benchmarks.gpu_parts.rows import Row, table
 from benchmarks.gpu_parts.runner import Part, PartResult, Setting, run_parts
 from benchmarks.machine import compilers, machine
@@ -48,6 +48,7 @@ PARTS = (
     Part(name="push-grpc", about="KV between two processes", measure=push.measure_grpc, limit_s=60),
     Part(name="servers", about="1P+1D on one card against one that does both", measure=servers.measure, limit_s=240),
     Part(name="products", about="of a decoding step, alone", measure=products.measure, limit_s=150),
+    Part(name="deepseek", about="attention to latents and experts, alone", measure=deepseek.measure, limit_s=90),
     Part(name="steps-int8", about="the same engine with int8 weights", measure=steps.measure_int8, limit_s=90),
     Part(name="steps-fp8", about="the same engine with weights and KV in fp8", measure=steps.measure_fp8, limit_s=90),
 )

@@ -91,6 +91,41 @@ def attention_bytes(num_kv_heads: int, head_dim: int, num_tokens: int, item_byte
 
 
 @dataclass(frozen=True, kw_only=True)
+class LatentSizes:
+    """Attention to latents, and experts, of one layer."""
+
+    nums_heads: tuple[int, ...]
+    kv_lora_rank: int
+    latent_dim: int
+    """With the rotated key."""
+    decode: tuple[int, int]
+    """(sequences, context)"""
+    prefill: tuple[int, int]
+    """(prompts, tokens of each)"""
+    num_experts: int
+    hidden_size: int
+    expert_size: int
+    """Inner numbers of an expert, on one rank."""
+    experts_per_token: int
+    expert_tokens: tuple[int, ...]
+
+
+def latent_flop(sizes: LatentSizes, num_heads: int) -> int:
+    """Of a token and one that it sees: a product with all that is in the pool, one with the latent."""
+    return 2 * num_heads * (sizes.latent_dim + sizes.kv_lora_rank)
+
+
+def expert_numbers(sizes: LatentSizes) -> int:
+    """Weights of all experts."""
+    return 3 * sizes.num_experts * sizes.hidden_size * sizes.expert_size
+
+
+def expert_flop(sizes: LatentSizes) -> int:
+    """Of a row: a token once for each of its experts."""
+    return 6 * sizes.hidden_size * sizes.expert_size
+
+
+@dataclass(frozen=True, kw_only=True)
 class Sizes:
     """What is measured."""
 
@@ -118,6 +153,7 @@ class Sizes:
     max_model_len: int
     push_mib: int
     push_layers: int
+    latents: LatentSizes
 
 
 FULL = Sizes(
@@ -137,7 +173,11 @@ FULL = Sizes(
     max_model_len=16384,
     push_mib=1024,
     push_layers=32,
-)
+    latents=LatentSizes(
+        nums_heads=(16, 128), kv_lora_rank=512, latent_dim=576, decode=(64, 4096), prefill=(1, 8192), num_experts=256,
+        hidden_size=7168, expert_size=256, experts_per_token=8, expert_tokens=(64, 8192),
+    ),
+)  # fmt: skip
 TINY = Sizes(
     model=ModelShape(TOY),
     copy_bytes=1 << 22,
@@ -155,7 +195,11 @@ TINY = Sizes(
     max_model_len=128,
     push_mib=4,
     push_layers=4,
-)
+    latents=LatentSizes(
+        nums_heads=(4,), kv_lora_rank=32, latent_dim=48, decode=(2, 40), prefill=(1, 24), num_experts=4,
+        hidden_size=64, expert_size=32, experts_per_token=2, expert_tokens=(3,),
+    ),
+)  # fmt: skip
 
 
 def write_model(folder: Path, config: Mapping[str, Any], *, with_tokenizer: bool = False) -> Path:

@@ -19,6 +19,7 @@ import torch
 from benchmarks import gpu, transfer
 from benchmarks.gpu_parts import (
     attention,
+    deepseek,
     digests,
     floors,
     model,
@@ -30,7 +31,7 @@ from benchmarks.gpu_parts import (
 )
 from benchmarks.gpu_parts.rows import Row
 from benchmarks.gpu_parts.runner import NotRun, Setting
-from benchmarks.gpu_parts.shapes import FULL, write_model
+from benchmarks.gpu_parts.shapes import FULL, expert_numbers, write_model
 from engine.kernels.gpu import why_no_triton
 from tandem.bench.outcome import Outcome
 from tandem.bench.workload import TokenSource
@@ -83,6 +84,21 @@ def test_products_of_a_step(setting: Setting) -> None:
         "down 64 x 128, 2 rows, torch", "logits 500 x 64, 2 rows, torch",
     ]  # fmt: skip
     assert all(row.value for row in rows)
+
+
+@pytest.mark.skipif(bool(why_no_triton("cpu")), reason="Triton is not installed, or not interpreted")
+def test_latents_and_experts(setting: Setting) -> None:
+    known = {floors.COPY: 10.0, floors.PRODUCTS: 1.0}
+    rows = list(deepseek.measure(replace(setting, known=known)))
+    assert [(row.what, row.unit) for row in rows] == [
+        ("decode attention to latents 2 x 40, 4 heads", "GB/s"),
+        ("prefill attention to latents 1 x 24, 4 heads", "TFLOP/s"),
+        ("experts 4 of 32, 3 tokens, float8_e4m3fn", "GB/s"),
+        ("experts 4 of 32, 3 tokens, float32", "GB/s"),
+    ]
+    assert all(row.value and row.limit for row in rows)
+    # Of DeepSeek-V3's 671 billion weights 58 layers of experts on eight ranks are 654.
+    assert expert_numbers(FULL.latents) * 58 * 8 == 653_908_770_816
 
 
 def test_a_size_that_a_library_refuses_costs_its_own_row_alone(

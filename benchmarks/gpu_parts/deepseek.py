@@ -1,0 +1,169 @@
+"""What DeepSeek-V3 has beside other models, alone: attention to latents, and experts.
+
+Attention reads a latent once for all heads: with 16 (DeepSeek-V2-Lite, or a rank of eight of V3) decoding is bound by
+bytes, with 128 by operations, as prompts are. Experts are a rank's part of a layer of V3, as stored in 8 bits with a
+scale for each group of inputs, and in bfloat16; tokens are spread evenly over them, so that a decoding step reads every
+weight.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from itertools import accumulate
+
+import numpy as np
+import torch
+
+from benchmarks.gpu_parts import floors
+from benchmarks.gpu_parts.rows import Row
+from benchmarks.gpu_parts.runner import NotRun, Setting
+from benchmarks.gpu_parts.shapes import LatentSizes, expert_flop, expert_numbers, latent_flop
+from benchmarks.gpu_parts.timing import cache_bytes, num_sets, seconds_of
+from engine.attention.base import StepLayout
+from engine.float8 import why_no_float8
+from engine.kernels.gpu import why_no_triton
+from engine.models.expert_products import ExpertProducts, PlainExperts, ScaledStack
+
+BLOCK_SIZE = 16
+GROUP_SIZE = 128
+DECODE_TARGET, PREFILL_TARGET = 0.8, 0.5
+"""Shares of the copy, and of the products: what the same work aims at with other models."""
+FEW_HEADS = 32
+"""Up to here a decoding token's attention reads longer than it computes."""
+
+
+def measure(setting: Setting) -> Iterator[Row]:
+    why_not = why_no_triton(setting.device)
+    if why_not:
+        raise NotRun(why_not)
+    sizes = setting.sizes.latents
+    # Triton's interpreter does not compute bfloat16.
+    dtype = torch.bfloat16 if setting.device == "cuda" else torch.float32
+    for num_heads in sizes.nums_heads:
+        yield decode_row(setting, dtype, sizes, num_heads)
+        yield prefill_row(setting, dtype, sizes, num_heads)
+    for num_tokens in sizes.expert_tokens:
+        capability = torch.cuda.get_device_capability() if setting.device == "cuda" else None
+        form = torch.int8 if why_no_float8(capability) and setting.device == "cuda" else torch.float8_e4m3fn
+        yield expert_row(setting, dtype, sizes, num_tokens, form)
+        yield expert_row(setting, dtype, sizes, num_tokens, dtype)
+
+
+def decode_row(setting: Setting, dtype: torch.dtype, sizes: LatentSizes, num_heads: int) -> Row:
+    num_seqs, context = sizes.decode
+    num_bytes = num_seqs * context * sizes.latent_dim * dtype.itemsize
+    works = [
+        attention_work(setting, dtype, sizes, num_heads, [1] * num_seqs, [context] * num_seqs)
+        for _ in range(num_sets(num_bytes, cache_bytes(setting.device)))
+    ]
+    seconds = timed(works, setting)
+    what = f"decode attention to latents {num_seqs} x {context}, {num_heads} heads"
+    if num_heads <= FEW_HEADS:
+        return rate_of_bytes(what, num_bytes, seconds, setting)
+    return rate_of_operations(what, num_seqs * context * latent_flop(sizes, num_heads), seconds, None, setting)
+
+
+def prefill_row(setting: Setting, dtype: torch.dtype, sizes: LatentSizes, num_heads: int) -> Row:
+    num_prompts, length = sizes.prefill
+    work = attention_work(setting, dtype, sizes, num_heads, [length] * num_prompts, [length] * num_prompts)
+    num_pairs = num_prompts * (length * (length + 1) // 2)
+    what = f"prefill attention to latents {num_prompts} x {length}, {num_heads} heads"
+    operations = num_pairs * latent_flop(sizes, num_heads)
+    return rate_of_operations(what, operations, timed([work], setting), PREFILL_TARGET, setting)
+
+
+def attention_work(
+    setting: Setting,
+    dtype: torch.dtype,
+    sizes: LatentSizes,
+    num_heads: int,
+    query_lens: list[int],
+    context_lens: list[int],
+) -> Callable[[], object]:
+    """One layer's attention of a step over random latents, whose blocks lie scattered."""
+    from engine.attention.triton_latents import TritonLatentAttention
+
+    blocks_each = -(-max(context_lens) // BLOCK_SIZE)
+    tables = np.random.default_rng(1).permutation(len(query_lens) * blocks_each).reshape(len(query_lens), -1)
+    backend = TritonLatentAttention(
+        num_heads=num_heads,
+        kv_lora_rank=sizes.kv_lora_rank,
+        block_size=BLOCK_SIZE,
+        dtype=str(dtype).removeprefix("torch."),
+        device=setting.device,
+    )
+    num_tokens = sum(query_lens)
+    plan = backend.prepare(
+        StepLayout(
+            query_lens=np.array(query_lens),
+            context_lens=np.array(context_lens),
+            block_tables=tables,
+            slot_mapping=np.zeros(num_tokens, dtype=np.int64),  # nothing is written
+            num_decodes=sum(length == 1 for length in query_lens),
+        )
+    )
+    kv = torch.randn(tables.size, 1, 1, BLOCK_SIZE, sizes.latent_dim, device=setting.device).to(dtype)
+    q = torch.randn(num_tokens, num_heads, sizes.latent_dim, device=setting.device).to(dtype)
+    return lambda: backend.attend(q, kv, plan, sizes.latent_dim**-0.5)
+
+
+def expert_row(
+    setting: Setting, dtype: torch.dtype, sizes: LatentSizes, num_tokens: int, weight_dtype: torch.dtype
+) -> Row:
+    """All experts of a layer: gate and up, their product, down."""
+    num_rows = num_tokens * sizes.experts_per_token
+    counts = np.full(sizes.num_experts, num_rows // sizes.num_experts)
+    counts[: num_rows % sizes.num_experts] += 1
+    ends_E = torch.tensor(list(accumulate(counts.tolist())), dtype=torch.int32, device=setting.device)
+    x_RD = torch.randn(num_rows, sizes.hidden_size, device=setting.device).to(dtype)
+    num_bytes = expert_numbers(sizes) * weight_dtype.itemsize * min(num_rows, sizes.num_experts) // sizes.num_experts
+    all_experts = [
+        random_experts(setting, dtype, sizes, weight_dtype)
+        for _ in range(num_sets(num_bytes, cache_bytes(setting.device)))
+    ]
+    works = [lambda experts=experts: experts(x_RD, ends_E) for experts in all_experts]
+    seconds = timed(works, setting)
+    kind = str(weight_dtype).removeprefix("torch.")
+    what = f"experts {sizes.num_experts} of {sizes.expert_size}, {num_tokens} tokens, {kind}"
+    if num_rows <= sizes.num_experts * FEW_HEADS:
+        return rate_of_bytes(what, num_bytes, seconds, setting)
+    return rate_of_operations(what, num_rows * expert_flop(sizes), seconds, PREFILL_TARGET, setting)
+
+
+def random_experts(
+    setting: Setting, dtype: torch.dtype, sizes: LatentSizes, weight_dtype: torch.dtype
+) -> ExpertProducts:
+    from engine.kernels.gpu.parts import TritonScaledExperts
+
+    shapes = (2 * sizes.expert_size, sizes.hidden_size), (sizes.hidden_size, sizes.expert_size)
+    weights = [
+        torch.randn(sizes.num_experts, *shape, device=setting.device, dtype=dtype).mul_(shape[1] ** -0.5)
+        for shape in shapes
+    ]
+    if weight_dtype == dtype:
+        return PlainExperts(*weights)
+    group = min(GROUP_SIZE, sizes.expert_size)
+    stacks = [
+        ScaledStack(
+            (weight * 64).to(weight_dtype),
+            torch.full((*weight.shape[:2], -(-weight.shape[2] // group)), 1 / 64, device=setting.device),
+            group,
+            dtype,
+        )
+        for weight in weights
+    ]
+    return TritonScaledExperts(*stacks)
+
+
+def timed(works: list[Callable[[], object]], setting: Setting) -> float:
+    return seconds_of(works, setting.device, num_rounds=3 if setting.is_tiny else 30)
+
+
+def rate_of_bytes(what: str, num_bytes: int, seconds: float, setting: Setting) -> Row:
+    limit = setting.known.get(floors.COPY)
+    return Row(what=what, value=num_bytes / seconds / 1e9, unit="GB/s", limit=limit, target=DECODE_TARGET)
+
+
+def rate_of_operations(what: str, operations: float, seconds: float, target: float | None, setting: Setting) -> Row:
+    limit = setting.known.get(floors.PRODUCTS)
+    return Row(what=what, value=operations / seconds / 1e12, unit="TFLOP/s", limit=limit, target=target)
