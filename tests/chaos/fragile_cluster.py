@@ -207,6 +207,11 @@ class FragileCluster:
         logs = [service.log.read_text() for name, service in self.services.items() if name.startswith("router")]
         return [line for log in logs for line in log.splitlines() if "attempt failed" in line]
 
+    def num_running(self, worker: str) -> int:
+        """What it computes; 0 where a router has lost it, as when all of a machine stands still for a moment."""
+        found = self.workers().get(worker)
+        return found.record.load.num_running if found is not None else 0
+
     def workers(self) -> dict[str, pb.WorkerStatus]:
         with self.client() as client:
             return {worker.record.worker_id: worker for worker in client.status().workers}

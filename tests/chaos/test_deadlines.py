@@ -122,7 +122,7 @@ def test_while_prefilling(cluster: FragileCluster) -> None:
     prompt = [token for prompt in fresh_prompts(12) for token in prompt]
 
     def is_prefilling(_: Asked) -> bool:
-        return cluster.workers()["prefill-1"].record.load.num_running > 0
+        return cluster.num_running("prefill-1") > 0
 
     asked = pass_deadline(cluster, is_prefilling, "prefilling", prompt=prompt, max_tokens=100)
     assert not asked.received

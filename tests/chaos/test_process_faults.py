@@ -48,7 +48,7 @@ def check(cluster: FragileCluster, prompts: list[list[int]], answers: list[list[
 
 def with_load(cluster: FragileCluster, worker: str) -> bool:
     """Whether something decodes there."""
-    return cluster.workers()[worker].record.load.num_running > 0
+    return cluster.num_running(worker) > 0
 
 
 def test_a_decode_worker_hangs_and_comes_back(cluster: FragileCluster) -> None:

@@ -151,7 +151,7 @@ def test_fused_layers_add_what_their_products_add(
     """To the bit, which the products are held to one by one (tests/unit/test_cpu_adapters.py)."""
     from engine.kernels import cpu_adapters
 
-    monkeypatch.setattr(cpu_adapters, "FusedLayers", lambda layers, adapter_ids: PlainLayers(layers))
+    monkeypatch.setattr(cpu_adapters, "fastest_stack", lambda layers, adapter_ids: PlainLayers(layers))
     with closing(LLMEngine(config_of(folder, dtype="bfloat16"))) as engine:
         asked = ASKED[:8]
         plain, fused = ask(engine, asked), ask(served[0], asked)
