@@ -39,6 +39,45 @@ def test_what_is_made_of_tiles_where_there_are_none() -> None:
     run_tests("two-threads and (product or attention or inputs)", {"CXXFLAGS": PRETEND_TILES})
 
 
+PRODUCT_S = """
+import sys, time
+import torch
+from engine.kernels.build import load_cpu_kernels
+from engine.layers import Linear
+torch.set_num_threads(1)
+make = Linear
+if sys.argv[1] == "ours":
+    load_cpu_kernels()
+    from engine.kernels.cpu import PanelLinear as make
+num_rows = int(sys.argv[2])
+product, x = make(torch.randn(3072, 576).bfloat16()), torch.randn(num_rows, 576).bfloat16()
+times = []
+for _ in range(30):
+    start_s = time.thread_time()
+    product(x)
+    times.append(time.thread_time() - start_s)
+print(min(times))
+"""
+
+
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="names kinds of x86")
+@pytest.mark.parametrize("num_rows", [1, 64])
+@pytest.mark.slow
+def test_products_without_avx512_take_no_longer_than_torchs(num_rows: int) -> None:
+    """They once took twenty times as long, all of it moving vectors between registers and the stack."""
+    limited = {"ATEN_CPU_CAPABILITY": "avx2", "ONEDNN_MAX_CPU_ISA": "AVX2", "CXXFLAGS": "-march=x86-64-v3"}
+    ours, theirs = (
+        float(
+            subprocess.run(
+                [sys.executable, "-c", PRODUCT_S, whose, str(num_rows)],
+                env=os.environ | limited, capture_output=True, text=True, timeout=300, check=True,
+            ).stdout
+        )
+        for whose in ("ours", "torch's")
+    )  # fmt: skip
+    assert ours < theirs
+
+
 def run_tests(chosen: str, variables: dict[str, str]) -> None:
     done = subprocess.run(
         [sys.executable, "-m", "pytest", "-q", "-s", "-p", "no:cacheprovider", *TESTS, "-k", chosen],

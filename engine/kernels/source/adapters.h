@@ -43,20 +43,19 @@ struct AdapterRows {
 // less for each other; in the same two however many rows there are.
 template <int R>
 void shrink_tile(const uint32_t* x, const int32_t* rows, int64_t pairs, const uint32_t* down, bf16* to, int64_t stride) {
-  F16 acc[R][2];
+  Sums acc[2][R][PARTS] = {};
   const uint32_t* from[R];
-  for (int r = 0; r < R; r++) acc[r][0] = acc[r][1] = F16{}, from[r] = x + rows[r] * pairs;
+  for (int r = 0; r < R; r++) from[r] = x + rows[r] * pairs;
+  auto add = [&](int64_t k, int turn) {
+    Pairs weights[PARTS];
+    for (int i = 0; i < PARTS; i++) weights[i] = load<Pairs>(down + k * LANES + i * REGISTER);
+    for (int r = 0; r < R; r++)
+      for (int i = 0; i < PARTS; i++) acc[turn][r][i] = dot_pairs(acc[turn][r][i], weights[i], from[r][k]);
+  };
   int64_t k = 0;
-  for (; k + 1 < pairs; k += 2) {
-    U16 first = load<U16>(down + k * LANES), second = load<U16>(down + (k + 1) * LANES);
-    for (int r = 0; r < R; r++) {
-      acc[r][0] = dot_pairs(acc[r][0], first, from[r][k]);
-      acc[r][1] = dot_pairs(acc[r][1], second, from[r][k + 1]);
-    }
-  }
-  if (k < pairs)
-    for (int r = 0; r < R; r++) acc[r][0] = dot_pairs(acc[r][0], load<U16>(down + k * LANES), from[r][k]);
-  for (int r = 0; r < R; r++) store_bf16(to + rows[r] * stride, acc[r][0] + acc[r][1]);
+  for (; k + 1 < pairs; k += 2) add(k, 0), add(k + 1, 1);
+  if (k < pairs) add(k, 0);
+  for (int r = 0; r < R; r++) store_bf16(to + rows[r] * stride, load<F16>(acc[0][r]) + load<F16>(acc[1][r]));
 }
 
 using ShrinkTile = void (*)(const uint32_t*, const int32_t*, int64_t, const uint32_t*, bf16*, int64_t);
@@ -159,9 +158,11 @@ class Adding {
     for (int i = 0; i < 2; i++) {
       const AddedProduct::Sixteen& sixteen = one->sixteens[2 * panel + i];
       const uint32_t *weights = up + sixteen.at * LANES, *shrunk = from + sixteen.first_pair;
-      F16 acc = sums[i];
-      for (int32_t k = 0; k < sixteen.num_pairs; k++) acc = dot_pairs(acc, load<U16>(weights + k * LANES), shrunk[k]);
-      sums[i] = acc;
+      Sums acc[PARTS];
+      std::memcpy(acc, sums + i, sizeof(acc));
+      for (int32_t k = 0; k < sixteen.num_pairs; k++)
+        for (int j = 0; j < PARTS; j++) acc[j] = dot_pairs(acc[j], load<Pairs>(weights + k * LANES + j * REGISTER), shrunk[k]);
+      std::memcpy(sums + i, acc, sizeof(acc));
     }
   }
 

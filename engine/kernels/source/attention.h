@@ -21,7 +21,12 @@ namespace tandem {
 
 constexpr int KEY_TILES = 4;                       // tiles of 16 keys that are scored together
 constexpr int KEYS = KEY_TILES * LANES;
+#if defined(__AVX512F__)
 constexpr int ROW_TILE = 6;                        // rows (token, query head) that share a load of keys or values
+constexpr int TOGETHER = 4;                        // tiles of keys, or of 16 dims, that share one of rows
+#else
+constexpr int ROW_TILE = 3, TOGETHER = 2;          // their sums fill 12 of 16 registers
+#endif
 constexpr int64_t MAX_ROWS = 96;                   // rows of one work item: their scores stay in the L2 cache
 constexpr int64_t PIECE_KEYS = 8 * KEYS;           // of which a softmax is made, before they are put together
 constexpr float MASKED = -1e30f;                   // not infinite: a row whose keys so far were all masked stays finite
@@ -29,37 +34,41 @@ constexpr float MASKED = -1e30f;                   // not infinite: a row whose 
 // Scores of R rows against NJ tiles of 16 keys: score[r * KEYS + 16 j ..]. `stride`: pairs from one dim pair to the next.
 template <int R, int NJ>
 void score_tile(const uint32_t* q, int64_t dim_pairs, const uint32_t* const* keys, int64_t stride, float* score) {
-  F16 acc[R][NJ] = {};
+  Sums acc[R][NJ * PARTS] = {};
   for (int64_t d = 0; d < dim_pairs; d++) {
-    U16 k[NJ];
-    for (int j = 0; j < NJ; j++) k[j] = load<U16>(keys[j] + d * stride);
+    Pairs k[NJ * PARTS];
+    for (int i = 0; i < NJ * PARTS; i++) k[i] = load<Pairs>(keys[i / PARTS] + d * stride + i % PARTS * REGISTER);
     for (int r = 0; r < R; r++)
-      for (int j = 0; j < NJ; j++) acc[r][j] = dot_pairs(acc[r][j], k[j], q[r * dim_pairs + d]);
+      for (int i = 0; i < NJ * PARTS; i++) acc[r][i] = dot_pairs(acc[r][i], k[i], q[r * dim_pairs + d]);
   }
   for (int r = 0; r < R; r++)
-    for (int j = 0; j < NJ; j++) store(score + r * KEYS + j * LANES, acc[r][j]);
+    for (int i = 0; i < NJ * PARTS; i++) store(score + r * KEYS + i * REGISTER, acc[r][i]);
 }
 
 // out[r, 16 * ND dims] = out * rescale[r] + sum over NJ tiles of p[r, key] * value[key]
 template <int R, int ND>
 void weigh_tile(
     const uint32_t* p, const uint32_t* const* values, int num_tiles, int64_t H, const float* rescale, float* out) {
-  F16 acc[R][ND];
+  constexpr int N = ND * PARTS;
+  Sums acc[R][N];
   for (int r = 0; r < R; r++)
-    for (int d = 0; d < ND; d++) acc[r][d] = load<F16>(out + r * H + d * LANES) * rescale[r];
+    for (int i = 0; i < N; i++) acc[r][i] = load<Sums>(out + r * H + i * REGISTER) * rescale[r];
   for (int j = 0; j < num_tiles; j++)
     for (int s = 0; s < LANES / 2; s++) {
-      U16 v[ND];
-      for (int d = 0; d < ND; d++) v[d] = load<U16>(values[j] + s * H + d * LANES);
+      Pairs v[N];
+      for (int i = 0; i < N; i++) v[i] = load<Pairs>(values[j] + s * H + i * REGISTER);
       for (int r = 0; r < R; r++)
-        for (int d = 0; d < ND; d++) acc[r][d] = dot_pairs(acc[r][d], v[d], p[r * (KEYS / 2) + j * (LANES / 2) + s]);
+        for (int i = 0; i < N; i++) acc[r][i] = dot_pairs(acc[r][i], v[i], p[r * (KEYS / 2) + j * (LANES / 2) + s]);
     }
   for (int r = 0; r < R; r++)
-    for (int d = 0; d < ND; d++) store(out + r * H + d * LANES, acc[r][d]);
+    for (int i = 0; i < N; i++) store(out + r * H + i * REGISTER, acc[r][i]);
 }
 
 template <int R>
 void score_rows(int num_tiles, const uint32_t* q, int64_t dim_pairs, const uint32_t* const* keys, int64_t stride, float* score) {
+  if constexpr (TOGETHER < KEY_TILES)
+    for (; num_tiles > TOGETHER; num_tiles -= TOGETHER, keys += TOGETHER, score += TOGETHER * LANES)
+      score_tile<R, TOGETHER>(q, dim_pairs, keys, stride, score);
   switch (num_tiles) {
     case 1: return score_tile<R, 1>(q, dim_pairs, keys, stride, score);
     case 2: return score_tile<R, 2>(q, dim_pairs, keys, stride, score);
@@ -75,7 +84,7 @@ void weigh_rows(
   for (int64_t d = 0; d < H;) {
     for (int j = 0; j < num_tiles; j++) at[j] = values[j] + d;
     int64_t left = (H - d) / LANES;
-    if (left >= 4) weigh_tile<R, 4>(p, at, num_tiles, H, rescale, out + d), d += 4 * LANES;
+    if (left >= 4 && TOGETHER >= 4) weigh_tile<R, 4>(p, at, num_tiles, H, rescale, out + d), d += 4 * LANES;
     else if (left >= 2) weigh_tile<R, 2>(p, at, num_tiles, H, rescale, out + d), d += 2 * LANES;
     else weigh_tile<R, 1>(p, at, num_tiles, H, rescale, out + d), d += LANES;
   }

@@ -19,21 +19,18 @@ constexpr int64_t ROWS_OF_ITEM = 16 * MATMUL_ROWS;
 template <int R, int LINES>
 void multiply_rows(const uint32_t* x, int64_t pairs, const uint32_t* panel, const char* const* ahead, F16 (*sums)[2]) {
   constexpr int64_t PAIRS_OF_PIECE = LINES ? ReadAhead::PIECE / ReadAhead::LINE / LINES : INT64_MAX / 2;
-  F16 acc[R][2];
-  for (int r = 0; r < R; r++) acc[r][0] = acc[r][1] = F16{};
+  Sums acc[R][2 * PARTS] = {};
   for (int64_t k = 0; k < pairs;) {
     const char* line = LINES ? *ahead++ : nullptr;
     for (int64_t end = std::min(pairs, k + PAIRS_OF_PIECE); k < end; k++) {
-      U16 low = load<U16>(panel + k * PANEL), high = load<U16>(panel + k * PANEL + LANES);
+      Pairs weights[2 * PARTS];
+      for (int i = 0; i < 2 * PARTS; i++) weights[i] = load<Pairs>(panel + k * PANEL + i * REGISTER);
       for (int i = 0; i < LINES; i++, line += ReadAhead::LINE) __builtin_prefetch(line, 0, 2);
-      for (int r = 0; r < R; r++) {
-        uint32_t pair = x[r * pairs + k];
-        acc[r][0] = dot_pairs(acc[r][0], low, pair);
-        acc[r][1] = dot_pairs(acc[r][1], high, pair);
-      }
+      for (int r = 0; r < R; r++)
+        for (int i = 0; i < 2 * PARTS; i++) acc[r][i] = dot_pairs(acc[r][i], weights[i], x[r * pairs + k]);
     }
   }
-  for (int r = 0; r < R; r++) sums[r][0] = acc[r][0], sums[r][1] = acc[r][1];
+  std::memcpy(sums, acc, sizeof(acc));
 }
 
 using MultiplyRows = void (*)(const uint32_t*, int64_t, const uint32_t*, const char* const*, F16 (*)[2]);

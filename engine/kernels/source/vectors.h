@@ -84,6 +84,27 @@ inline F16 dot_pairs(F16 acc, U16 pairs, uint32_t other) {
 #endif
 }
 
+// What hot loops add up in: as many sums, and pairs, as a register holds. GCC keeps variables that are wider than one in
+// memory, and moves them there and back around each operation.
+#if defined(__AVX512F__)
+constexpr int REGISTER = 16;
+#elif defined(__AVX__)
+constexpr int REGISTER = 8;
+#else
+constexpr int REGISTER = 4;
+#endif
+constexpr int PARTS = LANES / REGISTER;  // registers of 16 sums
+typedef float Sums __attribute__((vector_size(REGISTER * sizeof(float))));
+typedef uint32_t Pairs __attribute__((vector_size(REGISTER * sizeof(uint32_t))));
+
+#if !defined(__AVX512F__)
+inline Sums dot_pairs(Sums acc, Pairs pairs, uint32_t other) {
+  Pairs both = Pairs{} + other;
+  acc += (Sums)(pairs << 16) * (Sums)(both << 16);
+  return acc + (Sums)(pairs & 0xffff0000u) * (Sums)(both & 0xffff0000u);
+}
+#endif
+
 inline float max_of(F16 v) {
 #if defined(__AVX512F__)
   return _mm512_reduce_max_ps((__m512)v);
