@@ -5,7 +5,7 @@ Frozen, validated when made, never written back to. The environment is read in e
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,21 @@ QUANTIZATIONS = ("auto", "none", "fp8", "int8")
 KV_CACHE_DTYPES = ("auto", "fp8", "fp8_e4m3")
 MAX_RANKS = 64
 GIB = 1024**3
+
+
+KINDS_OF_SETTINGS: dict[str, tuple[str, tuple[type, ...]]] = {
+    "int": ("a whole number", (int,)), "float": ("a number", (int, float)), "str": ("text", (str,)),
+    "bool": ("true or false", (bool,)),
+}  # fmt: skip
+"""What a field's type is called, and what may be given for it: a boolean is no number here."""
+
+
+def _check_type(name: str, kind: str, value: object) -> None:
+    named, types = KINDS_OF_SETTINGS[kind]
+    _check(
+        isinstance(value, types) and (kind == "bool" or not isinstance(value, bool)),
+        f"{name} must be {named}, is {value!r}",
+    )
 
 
 def _check(ok: bool, message: str) -> None:
@@ -277,6 +292,8 @@ class EngineArgs:
     )
 
     def __post_init__(self) -> None:
+        for each in fields(self):
+            _check_type(each.name, str(each.type), getattr(self, each.name))
         _check(bool(self.model), "model must not be empty")
         _check(self.dtype in DTYPES, f"dtype must be one of {', '.join(DTYPES)}, is {self.dtype!r}")
         _check(

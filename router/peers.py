@@ -32,6 +32,8 @@ class Peers:
                 used.append(record)
             elif self._is_news((record.incarnation,), told):
                 _log.warning("worker not used", extra={"worker": record.worker_id, "why": why})
+        if all(each.role == pb.Role.ROLE_DECODE for each in used):  # else pairs tell
+            self._compare_decode_workers(used, told)
         for prefill in used:
             for decode in used:
                 if (prefill.role, decode.role) != (pb.Role.ROLE_PREFILL, pb.Role.ROLE_DECODE):
@@ -40,6 +42,14 @@ class Peers:
                 if why and self._is_news((prefill.incarnation, decode.incarnation), told):
                     names = {"prefill": prefill.worker_id, "decode": decode.worker_id}
                     _log.warning("workers not paired", extra={**names, "why": why})
+
+    def _compare_decode_workers(self, records: list[pb.WorkerRecord], told: set[tuple[str, ...]]) -> None:
+        """Of those that are unlike the first: requests do not move between them."""
+        for record in records[1:]:
+            why = compat_difference(record.compat_digest, records[0].compat_digest)
+            if why and self._is_news((record.incarnation, "unlike"), told):
+                names = {"worker": record.worker_id, "unlike": records[0].worker_id}
+                _log.warning("decode workers of two kinds", extra={**names, "why": why})
 
     def serves(self, record: pb.WorkerRecord) -> bool:
         """Whether the worker is one for this router."""

@@ -31,6 +31,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable
 
+from prefix_hash.compat import compat_difference
 from protos import tandem_worker_pb2 as pb
 from router.candidates import decode_candidate, num_cached_tokens, prefill_candidate
 from router.costs import Costs
@@ -142,7 +143,10 @@ class WorkerPool:
         if counts and (self._kind is None or counts[self._kind] < max(counts.values())):
             before, self._kind = self._kind, max(counts, key=lambda kind: counts[kind])
             if before is not None:
-                _log.warning("new requests go to workers of another kind", extra={"num": counts[self._kind]})
+                why = compat_difference(self._kind, before)
+                _log.warning(
+                    "new requests go to workers of another kind", extra={"num": counts[self._kind], "why": why}
+                )
         return self._kind
 
     def num_tokens_ahead_of(self, num_tokens: int) -> float:

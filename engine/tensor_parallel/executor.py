@@ -55,10 +55,14 @@ class TensorParallelExecutor(Executor):
         return self._ranks.pids
 
     def launch(self, output: SchedulerOutput) -> SampledTokens:
-        """Raises `RankLost` where a rank has ended, `RuntimeError` where one ends meanwhile."""
+        """Raises `RankLost` where a rank has ended."""
         step = self._worker.prepare(output)
         self._ranks.tell(step)
-        return self._worker.launch(output, step)
+        try:
+            return self._worker.launch(output, step)
+        except RuntimeError:
+            self._ranks.check()  # a connection that broke says less than who ended, and how
+            raise
 
     def close(self) -> None:
         self._ranks.close()

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -75,7 +76,8 @@ class RankProcesses:
         for rank, process in enumerate(self._processes, start=1):
             with suppress(subprocess.TimeoutExpired):
                 status = process.wait(max(0.0, until_s - time.monotonic()))
-                raise RankLost(f"rank {rank} of the engine has ended with {status}; what it said stands above")
+                how = signal.Signals(-status).name if status < 0 else str(status)
+                raise RankLost(f"rank {rank} of the engine has ended with {how}; what it said stands above")
 
     def close(self) -> None:
         """End them; returns when they have ended."""
@@ -95,6 +97,7 @@ class RankProcesses:
             for connection in self._connections:
                 connection.send_bytes(message)
         except OSError as error:
+            self.check()
             raise RankLost("a rank of the engine has ended; what it said stands above") from error
 
 

@@ -89,8 +89,8 @@ def up(context: click.Context, /, **options: Any) -> None:
 
     Prints one line, `ready grpc=HOST:PORT http=HOST:PORT`, to stdout once requests can be served; everything else goes
     to stderr. OpenAI's clients take http://HOST:PORT/v1 as their base URL; a browser finds a chat page at /.
-    A process that dies is started again. Ctrl-C or SIGTERM lets running streams finish and exits 0; a second Ctrl-C
-    does not wait. With --num-threads 0 the workers share the cores.
+    A process that dies is started again. Ctrl-C or SIGTERM lets running streams finish and exits 0, or 1
+    where a process had to be killed; a second Ctrl-C does not wait. With --num-threads 0 the workers share the cores.
     """
     engine, policy = build(EngineArgs, options), build(PolicyConfig, options)
     if options["is_aggregated"] and _is_given(context, "num_prefill"):

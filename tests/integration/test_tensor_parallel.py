@@ -209,7 +209,7 @@ def test_a_rank_that_ends_is_noticed_in_the_next_step(tmp_path: Path) -> None:
         engine.add_request("r", PROMPTS[0], replace(PARAMS[0], max_tokens=50, ignore_eos=True))
         assert engine.step()
         os.kill(pid, signal.SIGKILL)
-        with pytest.raises(RuntimeError):
+        with pytest.raises(RankLost, match="rank 1 of the engine has ended with SIGKILL"):
             run_to_the_end(engine)
 
 

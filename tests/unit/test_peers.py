@@ -163,3 +163,18 @@ def test_a_digest_that_is_made_otherwise_differs_as_a_whole(theirs: str) -> None
     assert compat_difference(ours, ours) == ""
     assert compat_difference(ours, theirs) == f"compat_digest: 'a=1; b=2' != {theirs[:64]!r}"
     assert compat_difference(theirs, ours).startswith("compat_digest: ")
+
+
+def test_decode_workers_of_two_kinds_are_told_apart(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Where no prefill worker is unlike either: once for each that is unlike the first, with what differs."""
+    pairs, floats = (join_parts({"dtype": "bfloat16", "cpu_arithmetic": name}) for name in ("pairs", "floats"))
+    peers = Peers(ModelInfo.from_folder(folder))
+    records = [
+        record(pb.Role.ROLE_DECODE, name, digest)
+        for name, digest in (("d-1", pairs), ("d-2", pairs), ("d-3", floats), ("d-4", floats))
+    ]
+    for _ in range(2):
+        peers.look_at(records)
+    told = [(each.worker, each.unlike, each.why) for each in caplog.records]  # type: ignore[attr-defined]
+    why = "compat_digest: cpu_arithmetic 'floats' != 'pairs'"
+    assert told == [("d-3", "d-1", why), ("d-4", "d-1", why)]
