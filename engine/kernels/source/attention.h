@@ -278,26 +278,27 @@ struct Attention {
   // One row's scores become weights, rounded to bfloat16 pairs; its sum, its largest score and its rescaling follow.
   void soften(Scratch& scratch, int64_t r, int64_t key, int num_tiles, int64_t position) const {
     float* score = scratch.score.data() + r * KEYS;
-    const I16 lane = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
-    F16 s[KEY_TILES], top = broadcast(MASKED);
+    static constexpr int32_t NUMBERS[LANES] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+    const Ints lane = load<Ints>(NUMBERS);
+    Sums s[KEY_TILES * PARTS], top = broadcast(MASKED);
     bool is_cut = key + num_tiles * LANES > position + 1 || (window && key <= position - window);
-    for (int j = 0; j < num_tiles; j++) {
-      s[j] = load<F16>(score + j * LANES) * scale;
+    for (int i = 0; i < num_tiles * PARTS; i++) {
+      s[i] = load<Sums>(score + i * REGISTER) * scale;
       if (is_cut) {
-        I16 behind = int32_t(position - key - j * LANES) - lane;  // how far before the row's own position
-        s[j] = behind < 0 ? broadcast(MASKED) : s[j];
-        if (window) s[j] = behind >= int32_t(window) ? broadcast(MASKED) : s[j];
+        Ints behind = int32_t(position - key - i * REGISTER) - lane;  // how far before the row's own position
+        s[i] = behind < 0 ? broadcast(MASKED) : s[i];
+        if (window) s[i] = behind >= int32_t(window) ? broadcast(MASKED) : s[i];
       }
-      top = s[j] > top ? s[j] : top;
+      top = s[i] > top ? s[i] : top;
     }
     float before = scratch.piece.largest[r], largest = std::max(before, max_of(top));
-    F16 sum = {};
+    Sums sum = {};
     bf16* p = reinterpret_cast<bf16*>(scratch.p.data() + r * (KEYS / 2));
-    for (int j = 0; j < num_tiles; j++) {
-      F16 weight = exp_of(s[j] - largest);
-      if (is_cut) weight = s[j] > MASKED / 2 ? weight : F16{};
+    for (int i = 0; i < num_tiles * PARTS; i++) {
+      Sums weight = exp_of(s[i] - largest);
+      if (is_cut) weight = s[i] > MASKED / 2 ? weight : Sums{};
       sum += weight;
-      store_bf16(p + j * LANES, weight);
+      store_bf16(p + i * REGISTER, weight);
     }
     float rescale = before == largest ? 1.0f : exp_of(before - largest);
     scratch.rescale[r] = rescale;

@@ -83,6 +83,13 @@ at::Tensor linear_float(const at::Tensor& x, const at::Tensor& weight, int64_t n
   return out;
 }
 
+inline Sums silu_multiply(Sums gate, Sums up) {
+  Sums shrinking = exp_of(gate < 0.0f ? gate : -gate);  // exp(-|gate|)
+  Sums at_low = gate < -87.0f ? Sums{} : shrinking;
+  Sums silu = gate * (gate < 0.0f ? at_low : broadcast(1.0f)) / (1.0f + shrinking);
+  return rounded(silu) * up;
+}
+
 // silu(x @ gate.T) * (x @ up.T), where each panel holds 16 outputs of the gate and the 16 of `up` beside them.
 at::Tensor gated_linear_ahead(
     const at::Tensor& x, const at::Tensor& weight, const std::optional<at::Tensor>& bias, int64_t num_outputs,
@@ -98,12 +105,11 @@ at::Tensor gated_linear_ahead(
     int64_t at = panel * LANES, left = num_outputs - at;
     for (int i = 0; b && i < 2; i++) sums[i] += to_float(b + panel * PANEL + i * LANES);
     if (adding) adding.add(row, panel, sums);
-    F16 gate = rounded(sums[0]), up = rounded(sums[1]);
-    F16 shrinking = exp_of(gate < 0.0f ? gate : -gate);  // exp(-|gate|)
-    F16 at_low = gate < -87.0f ? F16{} : shrinking;
-    F16 silu = gate * (gate < 0.0f ? at_low : broadcast(1.0f)) / (1.0f + shrinking);
     bf16 y[LANES];
-    store_bf16(y, rounded(silu) * up);
+    for (int i = 0; i < LANES; i += REGISTER) {
+      const float* both = reinterpret_cast<const float*>(sums) + i;
+      store_bf16(y + i, silu_multiply(rounded(load<Sums>(both)), rounded(load<Sums>(both + LANES))));
+    }
     std::memcpy(to + row * num_outputs + at, y, std::min<int64_t>(left, LANES) * sizeof(bf16));
   });
   return out;

@@ -52,7 +52,21 @@ inline void store(void* p, V v) {
   std::memcpy(p, &v, sizeof(V));
 }
 
-inline F16 broadcast(float x) { return x - F16{}; }
+// What hot loops compute with: as many sums, pairs and integers as a register holds. GCC keeps variables that are wider than
+// one in memory, and moves them there and back around each operation.
+#if defined(__AVX512F__)
+constexpr int REGISTER = 16;
+#elif defined(__AVX__)
+constexpr int REGISTER = 8;
+#else
+constexpr int REGISTER = 4;
+#endif
+constexpr int PARTS = LANES / REGISTER;  // registers of 16 sums
+typedef float Sums __attribute__((vector_size(REGISTER * sizeof(float))));
+typedef uint32_t Pairs __attribute__((vector_size(REGISTER * sizeof(uint32_t))));
+typedef int32_t Ints __attribute__((vector_size(REGISTER * sizeof(int32_t))));
+
+inline Sums broadcast(float x) { return x - Sums{}; }
 
 // 16 numbers from, and to, bfloat16 in memory.
 inline F16 to_float(const bf16* p) {
@@ -60,18 +74,31 @@ inline F16 to_float(const bf16* p) {
   return (F16)(__builtin_convertvector(load<H16>(p), U16) << 16);
 }
 
-inline void store_bf16(bf16* to, F16 v) {
+inline void store_bf16(bf16* to, Sums v) {
 #if defined(__AVX512BF16__)
   store(to, _mm512_cvtneps_pbh((__m512)v));
 #else
-  for (int i = 0; i < LANES; i++) to[i] = to_bf16(v[i]);
+  typedef uint16_t Halves __attribute__((vector_size(REGISTER * sizeof(uint16_t))));
+  Pairs bits = (Pairs)v;
+  store(to, __builtin_convertvector((bits + 0x7fff + ((bits >> 16) & 1)) >> 16, Halves));
 #endif
 }
 
-inline F16 rounded(F16 v) {
-  bf16 half[LANES];
+#if !defined(__AVX512F__)
+inline void store_bf16(bf16* to, const F16& v) {
+  for (int i = 0; i < PARTS; i++) store_bf16(to + i * REGISTER, load<Sums>(reinterpret_cast<const float*>(&v) + i * REGISTER));
+}
+#endif
+
+inline Sums rounded(Sums v) {
+#if defined(__AVX512BF16__)
+  bf16 half[REGISTER];
   store_bf16(half, v);
   return to_float(half);
+#else
+  Pairs bits = (Pairs)v;
+  return (Sums)((bits + 0x7fff + ((bits >> 16) & 1)) & 0xffff0000u);
+#endif
 }
 
 // acc[i] += pairs[i].low * other.low + pairs[i].high * other.high
@@ -84,19 +111,6 @@ inline F16 dot_pairs(F16 acc, U16 pairs, uint32_t other) {
 #endif
 }
 
-// What hot loops add up in: as many sums, and pairs, as a register holds. GCC keeps variables that are wider than one in
-// memory, and moves them there and back around each operation.
-#if defined(__AVX512F__)
-constexpr int REGISTER = 16;
-#elif defined(__AVX__)
-constexpr int REGISTER = 8;
-#else
-constexpr int REGISTER = 4;
-#endif
-constexpr int PARTS = LANES / REGISTER;  // registers of 16 sums
-typedef float Sums __attribute__((vector_size(REGISTER * sizeof(float))));
-typedef uint32_t Pairs __attribute__((vector_size(REGISTER * sizeof(uint32_t))));
-
 #if !defined(__AVX512F__)
 inline Sums dot_pairs(Sums acc, Pairs pairs, uint32_t other) {
   Pairs both = Pairs{} + other;
@@ -105,22 +119,22 @@ inline Sums dot_pairs(Sums acc, Pairs pairs, uint32_t other) {
 }
 #endif
 
-inline float max_of(F16 v) {
+inline float max_of(Sums v) {
 #if defined(__AVX512F__)
   return _mm512_reduce_max_ps((__m512)v);
 #else
   float m = v[0];
-  for (int i = 1; i < LANES; i++) m = std::max(m, v[i]);
+  for (int i = 1; i < REGISTER; i++) m = std::max(m, v[i]);
   return m;
 #endif
 }
 
-inline float sum_of(F16 v) {
+inline float sum_of(Sums v) {
 #if defined(__AVX512F__)
   return _mm512_reduce_add_ps((__m512)v);
 #else
   float s = 0;
-  for (int i = 0; i < LANES; i++) s += v[i];
+  for (int i = 0; i < REGISTER; i++) s += v[i];
   return s;
 #endif
 }
@@ -137,14 +151,14 @@ inline V two_to(V f) {
 }
 
 // exp(x) for x <= 0, to about 2 units in the last place: 2^n * 2^f.
-inline F16 exp_of(F16 x) {
+inline Sums exp_of(Sums x) {
   x = x < -87.0f ? broadcast(-87.0f) : x;
-  F16 t = x * 1.44269504f;
-  F16 shifted = t + 12582912.0f;  // 1.5 * 2^23: the sum's low bits are t rounded to an integer
-  F16 f = t - (shifted - 12582912.0f);
-  F16 p = two_to(f);
-  I16 n = (I16)shifted - 0x4b400000;
-  return (F16)((I16)p + (n << 23));
+  Sums t = x * 1.44269504f;
+  Sums shifted = t + 12582912.0f;  // 1.5 * 2^23: the sum's low bits are t rounded to an integer
+  Sums f = t - (shifted - 12582912.0f);
+  Sums p = two_to(f);
+  Ints n = (Ints)shifted - 0x4b400000;
+  return (Sums)((Ints)p + (n << 23));
 }
 
 inline float exp_of(float x) {
