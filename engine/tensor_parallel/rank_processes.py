@@ -13,13 +13,11 @@ import os
 import signal
 import subprocess
 import sys
-import tempfile
 import time
 import weakref
 from collections.abc import Sequence
 from contextlib import nullcontext, suppress
 from multiprocessing.connection import Connection, Pipe
-from pathlib import Path
 
 from pydantic import TypeAdapter
 
@@ -27,6 +25,7 @@ from engine.config import EngineConfig
 from engine.executor import RankLost
 from engine.kv_cache import KVMemory, RankProgram
 from engine.step_input import StepInput
+from engine.tensor_parallel.meeting_folder import MeetingFolder
 
 HERE = b"here"
 START_S = 300.0
@@ -40,8 +39,8 @@ class RankProcesses:
     """Made and used by the stepping thread. `close` may be called again, and is where nobody calls it."""
 
     def __init__(self, config: EngineConfig, memory: KVMemory) -> None:
-        self._folder = tempfile.TemporaryDirectory(prefix="tandem-ranks-")
-        self.meeting_file = Path(self._folder.name) / "meeting"
+        self._folder = MeetingFolder()
+        self.meeting_file = self._folder.path / "meeting"
         self._processes: list[subprocess.Popen[bytes]] = []
         self._connections: list[Connection[bytes, bytes]] = []
         self._close = weakref.finalize(self, _close, self._processes, self._connections, self._folder)
@@ -104,7 +103,7 @@ class RankProcesses:
 def _close(
     processes: Sequence[subprocess.Popen[bytes]],
     connections: Sequence[Connection[bytes, bytes]],
-    folder: tempfile.TemporaryDirectory[str],
+    folder: MeetingFolder,
 ) -> None:
     for connection in connections:
         connection.close()

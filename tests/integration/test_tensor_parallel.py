@@ -8,6 +8,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import textwrap
 from collections.abc import Callable, Iterator
 from contextlib import closing
@@ -31,6 +32,7 @@ from engine.model_loader import create_engine_config
 from engine.outputs import RequestOutput
 from engine.sampling_params import SamplingParams
 from engine.tensor_parallel import group
+from engine.tensor_parallel.meeting_folder import MeetingFolder, clear_left_behind
 from engine.tensor_parallel.rank_processes import CONFIG, HERE
 from prefix_hash.compat import compat_difference
 from protos import tandem_inference_pb2 as pb
@@ -213,8 +215,9 @@ def test_a_rank_that_ends_is_noticed_in_the_next_step(tmp_path: Path) -> None:
             run_to_the_end(engine)
 
 
-def test_no_rank_outlives_its_engine(tmp_path: Path) -> None:
-    """Killed in the middle of a step, its process takes them along, also one that hangs."""
+def test_no_rank_outlives_its_engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Killed in the middle of a step, its process takes them along, also one that hangs. The folder they met in goes
+    when the next one starts."""
     (tmp_path / "config.json").write_text(json.dumps(LLAMA))
     script = textwrap.dedent(
         f"""
@@ -231,7 +234,9 @@ def test_no_rank_outlives_its_engine(tmp_path: Path) -> None:
             engine.step()
         """
     )
-    process = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True)
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    environment = os.environ | {"TMPDIR": str(tmp_path)}
+    process = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True, env=environment)
     assert process.stdout is not None
     with process.stdout:
         pids = [int(pid) for pid in process.stdout.readline().split()]
@@ -241,6 +246,13 @@ def test_no_rank_outlives_its_engine(tmp_path: Path) -> None:
         process.kill()
         process.wait()
         wait_until(lambda: not is_running(pids[0]), 10.0, "the rank ends")
+    (left_behind,) = tmp_path.glob("tandem-ranks-*")
+    in_use = MeetingFolder()
+    assert list(tmp_path.glob("tandem-ranks-*")) == [in_use.path] != [left_behind]
+    clear_left_behind()
+    assert in_use.path.is_dir(), "its owner lives"
+    in_use.cleanup()
+    assert not in_use.path.exists()
 
 
 def test_a_rank_ends_with_its_engine_while_it_waits_for_others(tmp_path: Path) -> None:
