@@ -25,19 +25,17 @@ MAX_RANKS = 64
 GIB = 1024**3
 
 
-KINDS_OF_SETTINGS: dict[str, tuple[str, tuple[type, ...]]] = {
-    "int": ("a whole number", (int,)), "float": ("a number", (int, float)), "str": ("text", (str,)),
-    "bool": ("true or false", (bool,)),
+NUMBERS: dict[str, tuple[str, tuple[type, ...]]] = {
+    "int": ("a whole number", (int,)), "float": ("a number", (int, float)), "bool": ("true or false", (bool,)),
 }  # fmt: skip
-"""What a field's type is called, and what may be given for it: a boolean is no number here."""
+"""What a field's type is called, and what may be given for it. What a text must be, each field's own check says."""
 
 
 def _check_type(name: str, kind: str, value: object) -> None:
-    named, types = KINDS_OF_SETTINGS[kind]
-    _check(
-        isinstance(value, types) and (kind == "bool" or not isinstance(value, bool)),
-        f"{name} must be {named}, is {value!r}",
-    )
+    if kind in NUMBERS:
+        named, types = NUMBERS[kind]
+        fits = isinstance(value, types) and (kind == "bool" or not isinstance(value, bool))
+        _check(fits, f"{name} must be {named}, is {value!r}")
 
 
 def _check(ok: bool, message: str) -> None:

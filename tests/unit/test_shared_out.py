@@ -83,10 +83,13 @@ def test_ranks_may_share_a_key_head() -> None:
         (DEEPSEEK, 4, "tensor_parallel_size must divide the model's moe_intermediate_size=18, is 4"),
         ({}, 65, r"tensor_parallel_size must be in \[1, 64\], is 65"),
         ({}, 0, r"tensor_parallel_size must be in \[1, 64\], is 0"),
+        ({}, "two", "tensor_parallel_size must be a whole number, is 'two'"),
+        ({}, 2.0, "tensor_parallel_size must be a whole number, is 2.0"),
+        ({}, True, "tensor_parallel_size must be a whole number, is True"),
     ],
 )
 def test_what_cannot_be_shared_out_is_refused(
-    change: dict[str, Any], num_ranks: int, message: str, tmp_path: Path
+    change: dict[str, Any], num_ranks: Any, message: str, tmp_path: Path
 ) -> None:
     (tmp_path / "config.json").write_text(json.dumps(LLAMA | change))
     with pytest.raises(ValueError, match=message):
