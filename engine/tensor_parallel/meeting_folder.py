@@ -38,6 +38,8 @@ def clear_left_behind() -> None:
     """Remove those whose owners are gone. What is not ours to open or to remove stays."""
     for owner in Path(tempfile.gettempdir()).glob(f"{PREFIX}*/{OWNER}"):
         with suppress(OSError):
+            if owner.parent.lstat().st_uid != os.getuid():  # whoever may write there could name what is not his
+                continue
             fd = os.open(owner, os.O_RDWR | os.O_CLOEXEC)
             try:
                 fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
