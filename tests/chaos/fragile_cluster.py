@@ -43,6 +43,12 @@ def fresh_prompts(number: int = 4) -> list[list[int]]:
     return [[_random.randrange(100, 40_000) for _ in range(PROMPT_TOKENS)] for _ in range(number)]
 
 
+def slowed_by(file: Path, command: Sequence[str]) -> list[str]:
+    """A worker's command, of a worker that `file` slows down."""
+    at = command.index("-m")
+    return [*command[:at], str(Path(__file__).with_name("slowed_worker.py")), str(file), *command[at + 1 :]]
+
+
 def ask(cluster: FragileCluster, prompts: list[list[int]], router: int = 1) -> list[list[int]]:
     """All at once. The client itself refuses gaps and repetitions."""
     with cluster.client(router) as client, ThreadPoolExecutor(len(prompts)) as threads:
@@ -128,10 +134,12 @@ class FragileCluster:
         seed: int = 0,
         worker_flags: Sequence[str] = (),
         flags: Mapping[str, Sequence[str]] = MappingProxyType({}),
+        slowed: Mapping[str, Path] = MappingProxyType({}),
         tls: Certificate | None = None,
     ) -> FragileCluster:
-        """All processes, ready to serve. `worker_flags` are for all workers, `flags` for some by name. `tls`: what each
-        process shows and trusts, and clients, too."""
+        """All processes, ready to serve. `worker_flags` are for all workers, `flags` for some by name. `slowed`: the
+        files by which tests slow some down (`slowed_worker`). `tls`: what each process shows and trusts, and clients,
+        too."""
         self = cls(tls=tls)
         shared = ["--redis", redis_url, "--model", str(model), "--drain-grace-s", "5"]
         if tls is not None:
@@ -146,7 +154,7 @@ class FragileCluster:
                 module = f"{name.split('-')[0]}_service"
                 ours = ["--worker-id", name, "--advertise", service.proxy.address]
                 command = [module, *ours, *shared, "127.0.0.1:0", *engine]
-                self._launch(name, service, [*command, *worker_flags, *flags.get(name, ())])
+                self._launch(name, service, [*command, *worker_flags, *flags.get(name, ())], slowed.get(name))
             for service in self.services.values():  # they load at the same time
                 service.wait_until_listening()
             for number in range(1, num_routers + 1):
@@ -160,8 +168,10 @@ class FragileCluster:
             raise
         return self
 
-    def _launch(self, name: str, service: Service, command: Sequence[str]) -> None:
+    def _launch(self, name: str, service: Service, command: Sequence[str], slowed: Path | None = None) -> None:
         service.command = [sys.executable, "-P", "-m", *command]
+        if slowed is not None:
+            service.command = slowed_by(slowed, service.command)
         self.services[name] = service
         service.launch()
 

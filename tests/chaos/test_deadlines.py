@@ -25,11 +25,19 @@ LATE_S = 1.0
 """So much later than its deadline a client may hear of it."""
 SOON_S = 2.0
 """So much later all is free."""
+SLOW_S = 0.2
+"""What a step takes longer where prompts are to take seconds, however fast the machine is."""
+
+
+@pytest.fixture(scope="module")
+def slow(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The file by which the prefill worker is slowed down."""
+    return tmp_path_factory.mktemp("slowed") / "seconds"
 
 
 @pytest.fixture(scope="module")
 def cluster(
-    tmp_path_factory: pytest.TempPathFactory, redis_server: Any, model_folder: Path
+    tmp_path_factory: pytest.TempPathFactory, redis_server: Any, model_folder: Path, slow: Path
 ) -> Iterator[FragileCluster]:
     """The workers take one request at a time, and prompts in small chunks."""
 
@@ -39,7 +47,7 @@ def cluster(
     running = FragileCluster.start(
         tmp_path_factory.mktemp("chaos"), redis_url=redis_server.url, model=model_folder,
         worker_flags=["--max-num-seqs", "1", "--prefill-chunk-tokens", "64"],
-        flags={"prefill-1": held("prefill"), "decode-1": held("decode")},
+        flags={"prefill-1": held("prefill"), "decode-1": held("decode")}, slowed={"prefill-1": slow},
     )  # fmt: skip
     for point in POINTS:
         pass_deadline(running, lambda _, point=point: running.num_reached(point) == 1, f"held at {point}")  # type: ignore[misc]
@@ -118,13 +126,17 @@ def test_with_memory_reserved_or_the_kv_pushed_and_not_committed(cluster: Fragil
     assert [cluster.num_reached(point) for point in POINTS] == [1, 1, 1]
 
 
-def test_while_prefilling(cluster: FragileCluster) -> None:
+def test_while_prefilling(cluster: FragileCluster, slow: Path) -> None:
     prompt = [token for prompt in fresh_prompts(12) for token in prompt]
 
     def is_prefilling(_: Asked) -> bool:
         return cluster.num_running("prefill-1") > 0
 
-    asked = pass_deadline(cluster, is_prefilling, "prefilling", prompt=prompt, max_tokens=100)
+    slow.write_text(str(SLOW_S))
+    try:
+        asked = pass_deadline(cluster, is_prefilling, "prefilling", prompt=prompt, max_tokens=100)
+    finally:
+        slow.unlink()
     assert not asked.received
 
 

@@ -18,7 +18,7 @@ from typing import Any
 
 import pytest
 from clusters import wait_until
-from fragile_cluster import LEASE_MS, SAMPLING, FragileCluster, ask, fresh_prompts
+from fragile_cluster import LEASE_MS, SAMPLING, FragileCluster, ask, fresh_prompts, slowed_by
 
 from protos import tandem_worker_pb2 as pb
 from rpc.errors import Draining, TandemError, Unreachable
@@ -92,9 +92,8 @@ class Hanging:
         self.file = file
         self.service = cluster.services["decode-1"]
         self.service.signal(signal.SIGKILL)
-        command, module = self.service.command, self.service.command.index("decode_service")
-        script = [str(Path(__file__).with_name("hanging_worker.py")), str(file)]
-        self.service.command = [*command[: module - 1], *script, *command[module:]]  # for -m
+        command = self.service.command
+        self.service.command = slowed_by(file, command)
         self.service.start(*flags)
         self.service.command = command
         self._wait_for_routers()
@@ -162,7 +161,7 @@ def test_an_engine_that_hangs_for_too_long_ends_and_says_where(cluster: FragileC
         answers = asked.result(100)
     log = hanging.service.log.read_text()
     assert "the engine stands still" in log
-    assert "hanging_step" in log, "no word of where it hangs"
+    assert "slowed_step" in log, "no word of where it hangs"
     hanging.replace()
     check(cluster, prompts, answers)
 

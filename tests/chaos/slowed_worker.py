@@ -1,0 +1,44 @@
+"""A worker whose engine is slowed while a file exists: python slowed_worker.py FILE MODULE FLAGS…
+
+The file holds the seconds that each step takes longer. With nothing in it the engine stands still within a step. The
+service is the real one. Only here can a step be made to take so long: a test cannot stop one thread of a process.
+"""
+
+from __future__ import annotations
+
+import runpy
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from engine.llm_engine import LLMEngine
+
+LOOKS_PER_S = 10
+
+
+def main() -> None:
+    file, module = Path(sys.argv[1]), sys.argv[2]
+    sys.argv = [module, *sys.argv[3:]]
+    step = LLMEngine.step
+
+    def slowed_step(self: LLMEngine) -> Any:
+        start_s = time.monotonic()
+        while time.monotonic() - start_s < seconds_in(file):
+            time.sleep(1 / LOOKS_PER_S)
+        return step(self)
+
+    LLMEngine.step = slowed_step  # type: ignore[method-assign]
+    runpy.run_module(module, run_name="__main__")
+
+
+def seconds_in(file: Path) -> float:
+    """0 where there is no file, so that a step which stands still goes on when the file is gone."""
+    try:
+        return float(file.read_text() or "inf")
+    except FileNotFoundError:
+        return 0
+
+
+if __name__ == "__main__":
+    main()
