@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 from grammar_cases import EOS, KINDS, grammar_text, tokenizer, write_model
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from engine import grammar as module
@@ -59,6 +59,7 @@ def nothing(forced: list[int]) -> list[int]:
 
 
 @settings(max_examples=60)
+@example("json", 940)  # a text that alone may come, cut otherwise than the tokenizer would
 @given(st.sampled_from(list(KINDS)), st.integers(0, 2**32))
 def test_what_may_come_is_the_same_whatever_was_guessed(grammars: Grammars, kind: str, seed: int) -> None:
     rng = random.Random(seed)
@@ -72,12 +73,15 @@ def test_what_may_come_is_the_same_whatever_was_guessed(grammars: Grammars, kind
         assert len(drafts) <= most
         assert EOS not in drafts
         followed = compiled(grammars, grammar_text(kind))
+        num_possible = len(drafts)
         for i in range(len(drafts) + 1):
             expected = followed.allowed(answer + drafts[:i])
             np.testing.assert_array_equal(state.allowed(answer + drafts[:i], i), expected)
             assert expected is not None
-            assert i == len(drafts) or expected[drafts[i]]
-        num_right = rng.randrange(len(drafts) + 1)
+            if i < num_possible and not expected[drafts[i]]:
+                assert expected.sum() == 1  # it may come as text, and will not: one way to cut it is left
+                num_possible = i
+        num_right = rng.randrange(num_possible + 1)
         for draft in drafts[:num_right]:
             allowed = plain.allowed(answer)
             assert allowed is not None
