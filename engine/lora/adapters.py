@@ -13,18 +13,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import torch
 import torch.nn.functional as F  # noqa: N812
 from numpy.typing import NDArray
-from safetensors import safe_open
 
 from engine.kv_cache import TORCH_DTYPES
 from engine.layers import GatedLinear, Linear, MakeLinear
 from engine.lora.modules import WEIGHTS_FILE, LoRAModule
-from engine.model_loader.weights import PLAIN_DTYPES, opening
+from engine.model_loader.weights import PLAIN_DTYPES, open_tensors
 from engine.scaled_weight import Weight
 from engine.to_device import to_device
 from engine.weight_cut import INPUTS, OUTPUTS, Cut, CutOf, uncut
@@ -179,9 +177,8 @@ class _AdapterFile:
         self._dtype, self._device = dtype, device
         self._who = f"adapter {module.name!r}"
         path = module.path / WEIGHTS_FILE
-        with opening(path, self._who):
-            self._handle: Any = safe_open(path, framework="pt", device=device)
-            self._left = set(self._handle.keys())  # type: ignore[no-untyped-call]
+        self._handle = open_tensors(path, device, self._who)
+        self._left = set(self._handle.keys())
         if not self._left:
             raise ValueError(f"{self._who}: {path} holds no tensors: it would change nothing")
 

@@ -61,6 +61,17 @@ def opening(path: Path, whose: str = "") -> Iterator[None]:
         raise ValueError(f"{of}{path} is no safetensors file, or not all of one: {error}") from error
 
 
+def open_tensors(path: Path, device: str, whose: str = "") -> Any:
+    """A safetensors file whose tensors come to `device`: "cuda" is this thread's. `whose` it is, for errors.
+
+    The library itself takes "cuda" for the machine's first one, whichever a rank has set.
+    """
+    if device == "cuda":
+        device = f"cuda:{torch.cuda.current_device()}"
+    with opening(path, whose):
+        return safe_open(path, framework="pt", device=device)
+
+
 def digest_files(files: Iterable[Path]) -> str:
     """xxh3-128 over the files' bytes in order. Reads all of them, through the page cache."""
     digest = xxhash.xxh3_128()
@@ -110,8 +121,7 @@ class SafetensorsWeights(Weights):
         self._handle_of: dict[str, Any] = {}
         self._file_of: dict[str, Path] = {}
         for path in safetensors_files(folder):
-            with opening(path):
-                handle: Any = safe_open(path, framework="pt", device=device)
+            handle = open_tensors(path, device)
             for name in handle.keys():  # noqa: SIM118
                 self._handle_of[name], self._file_of[name] = handle, path
         self._left = set(self._handle_of)
