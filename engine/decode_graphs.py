@@ -18,6 +18,7 @@ Shapes: S sequences, V vocabulary.
 
 from __future__ import annotations
 
+import weakref
 from bisect import bisect_left
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -135,6 +136,9 @@ class DecodeGraphs:
         # With adapters and without: launches for rows of nobody would cost steps in which nobody asks for one.
         self._kinds = [True, False] if adapters is not None else [False]
         self._recordings: dict[Rung, Recording] = {}
+        # First of all that ends with this object, or with the process: NCCL waits for the recordings of its exchanges
+        # where a group of ranks ends, which the model holds.
+        weakref.finalize(self, self._recordings.clear)
         self._logits_SV: torch.Tensor | None = None
         """Of the last replay. The next one, of whatever size, writes over it."""
 

@@ -256,3 +256,33 @@ def test_ladders() -> None:
     assert context_ladder(100) == [100]
     assert context_ladder(3000) == [1024, 2048, 3000]
     assert context_ladder(4096) == [1024, 2048, 4096]
+
+
+def test_recordings_go_before_what_they_have_recorded(backend: Backend) -> None:
+    """A group of ranks, held by the model, waits for those of its exchanges."""
+    gone: list[str] = []
+
+    class Model:
+        def forward(self, token_ids: torch.Tensor, positions: torch.Tensor, plan: Any) -> torch.Tensor:
+            return forward(token_ids, positions, plan)
+
+    class Graph:
+        def __init__(self) -> None:
+            weakref.finalize(self, gone.append, "recording")
+
+        def replay(self) -> None: ...
+
+    class NotingRecorder:
+        def record(self, launch: Callable[[], None]) -> Callable[[], None]:
+            launch()
+            return Graph().replay
+
+    model = Model()
+    weakref.finalize(model, gone.append, "model")
+    graphs = DecodeGraphs(
+        forward=model.forward, backend=backend, recorder=NotingRecorder(), max_num_seqs=2, max_context_len=8,
+        device="cpu",
+    )  # fmt: skip
+    graphs.record_all(lambda *_: None)
+    del model, graphs
+    assert gone == ["recording"] * 2 + ["model"]
