@@ -20,6 +20,7 @@ from benchmarks.gpu_parts.runner import NotRun, Setting
 from benchmarks.gpu_parts.shapes import LatentSizes, expert_flop, expert_numbers, latent_flop
 from benchmarks.gpu_parts.timing import cache_bytes, num_sets, seconds_of
 from engine.attention.base import StepLayout
+from engine.attention.choice import GROUPED_MAJORS
 from engine.float8 import why_no_float8
 from engine.kernels.gpu import why_no_triton
 from engine.models.expert_products import ExpertProducts, PlainExperts, ScaledStack
@@ -42,11 +43,13 @@ def measure(setting: Setting) -> Iterator[Row]:
     for num_heads in sizes.nums_heads:
         yield decode_row(setting, dtype, sizes, num_heads)
         yield prefill_row(setting, dtype, sizes, num_heads)
+    capability = torch.cuda.get_device_capability() if setting.device == "cuda" else None
+    forms = [torch.int8 if capability is not None and why_no_float8(capability) else torch.float8_e4m3fn]
+    if capability is None or capability[0] in GROUPED_MAJORS:  # elsewhere torch waits in it, and nothing is recorded
+        forms.append(dtype)
     for num_tokens in sizes.expert_tokens:
-        capability = torch.cuda.get_device_capability() if setting.device == "cuda" else None
-        form = torch.int8 if why_no_float8(capability) and setting.device == "cuda" else torch.float8_e4m3fn
-        yield expert_row(setting, dtype, sizes, num_tokens, form)
-        yield expert_row(setting, dtype, sizes, num_tokens, dtype)
+        for form in forms:
+            yield expert_row(setting, dtype, sizes, num_tokens, form)
 
 
 def decode_row(setting: Setting, dtype: torch.dtype, sizes: LatentSizes, num_heads: int) -> Row:
