@@ -105,7 +105,7 @@ struct Item {
 
 // Softmax of some keys and the sum of values that it weighs: `out` is still to be divided by `sum`.
 struct Rows {
-  std::vector<float> out, largest, sum;
+  std::vector<float> out, largest, sum;  // `largest`: as `Attention::scale` makes it
   Rows(int64_t num_rows, int64_t H) : out(num_rows * H), largest(num_rows), sum(num_rows) {}
   void clear(int64_t num_rows, int64_t H) {
     std::fill_n(out.data(), num_rows * H, 0.0f);
@@ -124,7 +124,7 @@ inline int64_t end_of_piece(int64_t key) { return (key / PIECE_KEYS + 1) * PIECE
 // Row `at` of `to` becomes that of its keys and those of row `from_at` of `from`. Not inlined: everywhere the same bits.
 __attribute__((noinline)) void put_together(Rows& to, int64_t at, const Rows& from, int64_t from_at, int64_t H) {
   float top = std::max(to.largest[at], from.largest[from_at]);
-  float keep = exp_of(to.largest[at] - top), add = exp_of(from.largest[from_at] - top);
+  float keep = exp2_of(to.largest[at] - top), add = exp2_of(from.largest[from_at] - top);
   to.largest[at] = top;
   to.sum[at] = to.sum[at] * keep + from.sum[from_at] * add;
   float* out = to.out.data() + at * H;
@@ -135,7 +135,7 @@ __attribute__((noinline)) void put_together(Rows& to, int64_t at, const Rows& fr
 
 // Not inlined: everywhere the same bits.
 __attribute__((noinline)) inline float sum_with(float sink, float sum, float largest) {
-  return sum + exp_of(sink - largest);
+  return sum + exp2_of(sink * LOG2_E - largest);
 }
 
 // Per thread. Online softmax: M. Milakov, N. Gimelshein, 2018; tiled as in T. Dao, "FlashAttention-2", 2023.
@@ -153,7 +153,7 @@ struct Attention {
   const uint32_t* pool;    // one layer, in pairs
   const int32_t* tables;   // [S, max_blocks]
   int64_t N, K, H, block_size, max_blocks, window;
-  float scale;
+  float scale;             // of scores, times log2(e): a softmax is made of powers of 2
   const float* sinks;      // [N] scores without values, or null
   bf16* out;               // [T, N * H]
 
@@ -283,7 +283,7 @@ struct Attention {
     Sums s[KEY_TILES * PARTS], top = broadcast(MASKED);
     bool is_cut = key + num_tiles * LANES > position + 1 || (window && key <= position - window);
     for (int i = 0; i < num_tiles * PARTS; i++) {
-      s[i] = load<Sums>(score + i * REGISTER) * scale;
+      s[i] = load<Sums>(score + i * REGISTER);
       if (is_cut) {
         Ints behind = int32_t(position - key - i * REGISTER) - lane;  // how far before the row's own position
         s[i] = behind < 0 ? broadcast(MASKED) : s[i];
@@ -291,16 +291,16 @@ struct Attention {
       }
       top = s[i] > top ? s[i] : top;
     }
-    float before = scratch.piece.largest[r], largest = std::max(before, max_of(top));
+    float before = scratch.piece.largest[r], largest = std::max(before, max_of(top) * scale);
     Sums sum = {};
     bf16* p = reinterpret_cast<bf16*>(scratch.p.data() + r * (KEYS / 2));
     for (int i = 0; i < num_tiles * PARTS; i++) {
-      Sums weight = exp_of(s[i] - largest);
+      Sums weight = exp2_of(s[i] * scale - largest);
       if (is_cut) weight = s[i] > MASKED / 2 ? weight : Sums{};
       sum += weight;
       store_bf16(p + i * REGISTER, weight);
     }
-    float rescale = before == largest ? 1.0f : exp_of(before - largest);
+    float rescale = before == largest ? 1.0f : exp2_of(before - largest);
     scratch.rescale[r] = rescale;
     scratch.piece.sum[r] = scratch.piece.sum[r] * rescale + sum_of(sum);
     scratch.piece.largest[r] = largest;
@@ -330,7 +330,7 @@ at::Tensor paged_attention(
   TORCH_CHECK(!sinks || (sinks->is_contiguous() && sinks->numel() == N), "a sink for each query head");
   at::Tensor out = at::empty({T, N * H}, q.options());
   Attention attention{data_of(q), reinterpret_cast<const uint32_t*>(data_of(kv)), block_tables.data_ptr<int32_t>(),
-                      N, K, H, block_size, block_tables.size(1), window, float(scale),
+                      N, K, H, block_size, block_tables.size(1), window, float(scale) * LOG2_E,
                       sinks ? sinks->data_ptr<float>() : nullptr, data_of(out)};
   const int32_t *lens = query_lens.data_ptr<int32_t>(), *contexts = context_lens.data_ptr<int32_t>();
 

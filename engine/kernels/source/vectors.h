@@ -26,6 +26,7 @@ typedef uint32_t U16 __attribute__((vector_size(64)));
 typedef uint16_t bf16;
 
 constexpr int LANES = 16;
+constexpr float LOG2_E = 1.44269504f;
 
 inline float to_float(bf16 x) {
   uint32_t bits = uint32_t(x) << 16;
@@ -150,22 +151,22 @@ inline V two_to(V f) {
   return p * f + 1.0f;
 }
 
-// exp(x) for x <= 0, to about 2 units in the last place: 2^n * 2^f.
-inline Sums exp_of(Sums x) {
-  x = x < -87.0f ? broadcast(-87.0f) : x;
-  Sums t = x * 1.44269504f;
-  Sums shifted = t + 12582912.0f;  // 1.5 * 2^23: the sum's low bits are t rounded to an integer
-  Sums f = t - (shifted - 12582912.0f);
-  Sums p = two_to(f);
-  Ints n = (Ints)shifted - 0x4b400000;
-  return (Sums)((Ints)p + (n << 23));
+// 2^x for x <= 0, to about 2 units in the last place: 2^n * 2^f. Below -126 it is 2^-126.
+inline Sums exp2_of(Sums x) {
+  x = x < -126.0f ? broadcast(-126.0f) : x;
+  Sums shifted = x + 12582912.0f;  // 1.5 * 2^23: the sum's low bits are x rounded to an integer, those above go when shifted
+  Sums p = two_to(x - (shifted - 12582912.0f));
+  return (Sums)((Ints)p + ((Ints)shifted << 23));
 }
 
-inline float exp_of(float x) {
-  x = std::min(std::max(x, -87.0f), 88.0f);
-  float t = x * 1.44269504f;
-  float n = std::nearbyint(t), f = t - n;
-  float p = two_to(f);
+// exp(x) for x <= 0.
+inline Sums exp_of(Sums x) { return exp2_of(x * LOG2_E); }
+
+// 2^x of one number, at most 126.
+inline float exp2_of(float x) {
+  x = std::min(std::max(x, -126.0f), 126.0f);
+  float n = std::nearbyint(x);
+  float p = two_to(x - n);
   int32_t bits;
   std::memcpy(&bits, &p, 4);
   bits += int32_t(n) << 23;
