@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 import torch
 from deepseek_cases import GREEDY, V3
+from gpu_kinds import GPU_KINDS
 from handover import alone, bytes_of, handed_over
 from lora_folders import CONFIG as LORA_CONFIG
 from lora_folders import write_adapter
@@ -159,7 +160,7 @@ def test_experts_in_8_bits_stay_as_they_are(
 def test_steps_with_experts_in_8_bits_are_recorded_where_those_of_plain_ones_are_not(
     tmp_path: Path, capability: tuple[int, int]
 ) -> None:
-    with pretend_gpu(has_triton=True, capability=capability) as gpu, triton_interprets(gpu):
+    with pretend_gpu(has_triton=True, kind=GPU_KINDS[capability]) as gpu, triton_interprets(gpu):
         settings = SMALL | {"dtype": "bfloat16", "max_num_seqs": 1, "max_num_batched_tokens": 8}
         engine = make_engine(tmp_path, EXPERTS_IN_BLOCKS, **settings)
         assert engine.config.device.uses_graphs

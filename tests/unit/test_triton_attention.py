@@ -17,6 +17,7 @@ from engine.attention.torch_backend import TorchAttention
 from engine.attention.triton_backend import TritonAttention
 from engine.kernels.gpu import why_no_triton
 from engine.kernels.gpu.decode import MAX_PIECES, DecodeConfig, num_pieces, paged_decode, partial_size
+from engine.kernels.gpu.gpu_kind import H200, gpu_kind
 from engine.kernels.gpu.prefill import list_tiles
 
 TOLERANCES = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1e-2}
@@ -43,7 +44,7 @@ def backend_of(case: Case) -> TritonAttention:
     return TritonAttention(
         num_heads=case.num_heads, num_kv_heads=case.num_kv_heads, head_dim=case.head_dim, block_size=case.block_size,
         dtype=str(case.q.dtype).removeprefix("torch."), kv_dtype=str(case.kv.dtype).removeprefix("torch."),
-        device=DEVICE,
+        device=DEVICE, kind=gpu_kind(DEVICE),
     )  # fmt: skip
 
 
@@ -214,7 +215,7 @@ def test_a_sequence_gets_the_same_bits_in_any_batch_and_from_any_graph(before: i
 def test_an_empty_row_of_a_graph_attends_to_nothing() -> None:
     case = case_of([(70, 1), (3, 1)])
     case.layout.context_lens[1] = 0
-    for config in (SMALL_PIECES, DecodeConfig.of(64, 4)):
+    for config in (SMALL_PIECES, DecodeConfig.of(gpu_kind(DEVICE), 64, 4)):
         for sinks_N in (None, case.sinks()):
             out = decode(case, 0, 71, config, sinks_N)
             assert (out[1] == 0).all()
@@ -226,7 +227,7 @@ def test_an_empty_row_of_a_graph_attends_to_nothing() -> None:
     [(0, 0, 1), (1, 0, 1), (256, 0, 1), (257, 0, 2), (8192, 0, 32), (131_072, 0, 32), (131_072, 512, 2), (100, 512, 1)],
 )
 def test_how_many_pieces(max_context_len: int, window: int, expected: int) -> None:
-    assert num_pieces(max_context_len, window, DecodeConfig.of(128, 2)) == expected
+    assert num_pieces(max_context_len, window, DecodeConfig.of(H200, 128, 2)) == expected
 
 
 # -- chunks ---------------------------------------------------------------------------------------------------------
@@ -290,7 +291,7 @@ def test_reserved_plans_share_their_scratch() -> None:
     backend = backend_of(case_of([(5, 1)]))
     sizes = [(8, 256), (4, 256), (1, 512), (8, 1024), (8, 8192), (1, 8192), (7, 2048)]
     plans = [backend.reserve_decode_plan(*size) for size in sizes]
-    config = DecodeConfig.of(64, 4)
+    config = DecodeConfig.of(gpu_kind(DEVICE), 64, 4)
     needed = [partial_size(num_seqs, 6, 64, length, config) for num_seqs, length in sizes]
     assert all(len(plan.scratch) >= size for plan, size in zip(plans, needed, strict=True))
     kept = {plan.scratch.data_ptr(): len(plan.scratch) for plan in plans}

@@ -25,6 +25,7 @@ from engine.attention.choice import GROUPED_MAJORS
 from engine.attention.torch_latents import TorchLatentAttention
 from engine.attention.triton_latents import TritonLatentAttention
 from engine.kernels.gpu.decode import partial_size
+from engine.kernels.gpu.gpu_kind import H200, gpu_kind
 from engine.kernels.gpu.latents import LatentTileConfig, decode_latents
 from engine.layers import LatentProjection, RMSNorm, RotaryEmbedding
 from engine.model_loader.weights import DummyWeights
@@ -43,7 +44,7 @@ def backend_of(case: LatentCase) -> TritonLatentAttention:
     return TritonLatentAttention(
         num_heads=case.num_heads, kv_lora_rank=case.latent_dim, block_size=case.block_size,
         dtype=str(case.q.dtype).removeprefix("torch."), kv_dtype=str(case.kv.dtype).removeprefix("torch."),
-        device=DEVICE,
+        device=DEVICE, kind=gpu_kind(DEVICE),
     )  # fmt: skip
 
 
@@ -293,9 +294,9 @@ def test_what_it_cannot_do_is_done_by_plain_torch(
 
 
 def test_tiles_of_prefill_have_whole_tokens_or_a_part_of_one() -> None:
-    config = LatentTileConfig.of_prefill(2, 2)
+    config = LatentTileConfig.of_prefill(H200, 2, 2)
     assert [config.tokens_per_tile(n) for n in (1, 16, 20, 64, 128)] == [64, 4, 3, 1, 1]
-    assert np.prod(LatentTileConfig.of_decode(128, 2, 2).block_m) == 64
+    assert np.prod(LatentTileConfig.of_decode(H200, 128, 2, 2).block_m) == 64
 
 
 # -- an engine with them --------------------------------------------------------------------------------------------

@@ -22,6 +22,7 @@ import torch
 import triton
 import triton.language as tl
 
+from engine.kernels.gpu.gpu_kind import GpuKind
 from engine.kernels.gpu.tile import LOG2_E, MIN_SIDE, attend_tile, padded_head_dim, score_scales, with_sinks
 from engine.models.scores import Scores
 
@@ -31,7 +32,7 @@ MAX_PIECES = 32
 
 @dataclass(frozen=True, slots=True)
 class DecodeConfig:
-    """Sizes of a launch. Fixed: nothing is tuned at run time."""
+    """Sizes of a launch. They follow from the kind of GPU: nothing is tuned at run time."""
 
     block_n: int
     """Keys of a tile."""
@@ -43,7 +44,7 @@ class DecodeConfig:
     half as many tiles in flight."""
 
     @staticmethod
-    def of(head_dim: int, itemsize: int, kv_itemsize: int | None = None) -> DecodeConfig:
+    def of(kind: GpuKind, head_dim: int, itemsize: int, kv_itemsize: int | None = None) -> DecodeConfig:
         """Tiles in flight take 70 KB at most where there are tensor cores: three programs find room in 228 KB of shared
         memory. No registers spill (tests/unit/test_triton_compile.py). `kv_itemsize`: of the pool, where it is not that
         of the queries; of smaller numbers more tiles are in flight, and as many bytes."""
@@ -74,8 +75,8 @@ def paged_decode(
     *,
     max_context_len: int,
     scores: Scores,
+    config: DecodeConfig,
     sinks_N: torch.Tensor | None = None,
-    config: DecodeConfig | None = None,
 ) -> None:
     """Attention of each sequence's last token to all of it: written to `out_SNH`.
 
@@ -86,7 +87,6 @@ def paged_decode(
     """
     num_seqs, num_heads, head_dim = q_SNH.shape
     num_kv_heads, block_size = kv.shape[2:4]
-    config = config or DecodeConfig.of(head_dim, q_SNH.itemsize, kv.itemsize)
     num_groups = num_heads // num_kv_heads
     block_m = max(triton.next_power_of_2(num_groups), MIN_SIDE)
     pieces = num_pieces(max_context_len, scores.sliding_window, config)

@@ -25,6 +25,7 @@ import triton
 import triton.language as tl
 
 from engine.kernels.gpu.eight_bits import ProductConfig, product_tile, zero_of
+from engine.kernels.gpu.gpu_kind import GpuKind
 from engine.models.expert_products import ScaledStack
 
 TILE_FIELDS = 3
@@ -34,7 +35,7 @@ WARP_SIZE = 32
 """Of threads: fewer experts are looked through no sooner."""
 
 
-def expert_config(num_rows: int, num_experts: int, itemsize: int) -> ProductConfig:
+def expert_config(kind: GpuKind, num_rows: int, num_experts: int, itemsize: int) -> ProductConfig:
     """Tiles that hold the rows of most experts, if all are chosen equally often. Nothing is tuned at run time."""
     if itemsize == 4:  # no tensor cores: right, not fast
         return ProductConfig(block_t=16, block_n=32, block_k=32, num_warps=4, num_stages=2)

@@ -22,6 +22,7 @@ import triton
 import triton.language as tl
 
 from engine.kernels.gpu.decode import MAX_PIECES, DecodeConfig, num_pieces, piece_of, reduce_kernel
+from engine.kernels.gpu.gpu_kind import GpuKind
 from engine.kernels.gpu.tile import MIN_SIDE
 
 MAX_LATENT, MAX_ROTATED = 512, 64
@@ -32,14 +33,14 @@ MAX_ROWS = 64
 
 @dataclass(frozen=True, slots=True)
 class LatentTileConfig(DecodeConfig):
-    """Sizes of a launch. Fixed: nothing is tuned at run time. No registers spill, for latents of 512 numbers
-    (tests/unit/test_triton_compile.py)."""
+    """Sizes of a launch. They follow from the kind of GPU: nothing is tuned at run time. No registers spill, for
+    latents of 512 numbers (tests/unit/test_triton_compile.py)."""
 
     block_m: int
     """Rows of a tile of queries."""
 
     @staticmethod
-    def of_decode(num_heads: int, itemsize: int, kv_itemsize: int) -> LatentTileConfig:
+    def of_decode(kind: GpuKind, num_heads: int, itemsize: int, kv_itemsize: int) -> LatentTileConfig:
         """Rows are heads of one token. `kv_itemsize`: of the pool; what is widened takes registers."""
         rows = max(int(triton.next_power_of_2(num_heads)), MIN_SIDE)
         if itemsize == 4:  # no tensor cores: right, not fast
@@ -51,7 +52,7 @@ class LatentTileConfig(DecodeConfig):
         return LatentTileConfig(block_m=rows, block_n=block_n, min_piece=256, num_warps=8, num_stages=5)
 
     @staticmethod
-    def of_prefill(itemsize: int, kv_itemsize: int) -> LatentTileConfig:
+    def of_prefill(kind: GpuKind, itemsize: int, kv_itemsize: int) -> LatentTileConfig:
         """Rows are heads of as many whole tokens as fit, or a part of one token's."""
         if itemsize == 4:
             return LatentTileConfig(block_m=MIN_SIDE, block_n=16, min_piece=0, num_warps=8, num_stages=1)

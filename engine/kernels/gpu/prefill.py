@@ -21,13 +21,14 @@ import triton
 import triton.language as tl
 from numpy.typing import NDArray
 
+from engine.kernels.gpu.gpu_kind import GpuKind
 from engine.kernels.gpu.tile import LOG2_E, attend_tile, padded_head_dim, score_scales, with_sinks
 from engine.models.scores import Scores
 
 
 @dataclass(frozen=True, slots=True)
 class PrefillConfig:
-    """Sizes of a launch. Fixed: nothing is tuned at run time."""
+    """Sizes of a launch. They follow from the kind of GPU: nothing is tuned at run time."""
 
     block_m: int
     """Rows of a tile of queries: tokens times G, as many whole tokens as fit."""
@@ -38,7 +39,9 @@ class PrefillConfig:
     """Of the pipeline: see `DecodeConfig`."""
 
     @staticmethod
-    def of(head_dim: int, itemsize: int, num_groups: int, kv_itemsize: int | None = None) -> PrefillConfig:
+    def of(
+        kind: GpuKind, head_dim: int, itemsize: int, num_groups: int, kv_itemsize: int | None = None
+    ) -> PrefillConfig:
         """Registers hold `block_m` rows of the output and spill nothing, shared memory the queries and tiles of keys
         and values (tests/unit/test_triton_compile.py). `kv_itemsize`: of the pool, where it is not that of the queries;
         what is widened takes registers."""
