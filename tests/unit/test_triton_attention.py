@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 from attention_cases import LENS, Case
+from gpu_kinds import GPU_KINDS
 from model_shapes import shape_of
 from triton_device import DEVICE
 
@@ -17,7 +18,7 @@ from engine.attention.torch_backend import TorchAttention
 from engine.attention.triton_backend import TritonAttention
 from engine.kernels.gpu import why_no_triton
 from engine.kernels.gpu.decode import MAX_PIECES, DecodeConfig, num_pieces, paged_decode, partial_size
-from engine.kernels.gpu.gpu_kind import H200, gpu_kind
+from engine.kernels.gpu.gpu_kind import H200, GpuKind, gpu_kind
 from engine.kernels.gpu.prefill import list_tiles
 
 TOLERANCES = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1e-2}
@@ -40,11 +41,11 @@ def case_of(
     )  # fmt: skip
 
 
-def backend_of(case: Case) -> TritonAttention:
+def backend_of(case: Case, kind: GpuKind | None = None) -> TritonAttention:
     return TritonAttention(
         num_heads=case.num_heads, num_kv_heads=case.num_kv_heads, head_dim=case.head_dim, block_size=case.block_size,
         dtype=str(case.q.dtype).removeprefix("torch."), kv_dtype=str(case.kv.dtype).removeprefix("torch."),
-        device=DEVICE, kind=gpu_kind(DEVICE),
+        device=DEVICE, kind=kind or gpu_kind(DEVICE),
     )  # fmt: skip
 
 
@@ -65,8 +66,9 @@ def attend(
     soft_cap: float = 0.0,
     scale: float | None = None,
     sinks_N: torch.Tensor | None = None,
+    kind: GpuKind | None = None,
 ) -> torch.Tensor:
-    backend = backend_of(case)
+    backend = backend_of(case, kind)
     kv = written_pool(case).to(DEVICE)
     sinks_N = None if sinks_N is None else sinks_N.to(DEVICE)
     return backend.attend(
@@ -99,6 +101,14 @@ def test_all_head_shapes(num_groups: int, head_dim: int) -> None:
 @pytest.mark.parametrize("num_groups", [17, 64])
 def test_more_query_heads_than_a_tile_of_the_tensor_cores_has_rows(num_groups: int) -> None:
     assert_close(case_of([(20, 1), (7, 6)], num_groups, num_kv_heads=1))
+
+
+@pytest.mark.skipif(DEVICE == "cuda", reason="a GPU is of a kind of its own")
+@pytest.mark.parametrize(("head_dim", "num_groups"), [(96, 8), (256, 64)])
+def test_with_the_sizes_for_other_gpus(head_dim: int, num_groups: int) -> None:
+    case = case_of([(260, 1), (15, 1), (0, 4), (30, 9)], num_groups, head_dim, torch.float16, num_kv_heads=1)
+    actual, expected = attend(case, kind=GPU_KINDS[8, 9]).double(), case.expected(0)
+    torch.testing.assert_close(actual, expected, rtol=2e-3, atol=2e-3)
 
 
 @pytest.mark.parametrize("dtype", TOLERANCES)

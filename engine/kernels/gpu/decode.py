@@ -28,6 +28,10 @@ from engine.models.scores import Scores
 
 MAX_PIECES = 32
 """A power of two: the reduction holds a row of each in registers."""
+MOST_NUMBERS, MOST_KEYS = 8192, 64
+"""Of the keys of a tile; of its values there are as many."""
+MOST_BYTES = 74 << 10
+"""What a program with such tiles takes of shared memory, for up to 16 query heads of a key head."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,12 +50,15 @@ class DecodeConfig:
     @staticmethod
     def of(kind: GpuKind, head_dim: int, itemsize: int, kv_itemsize: int | None = None) -> DecodeConfig:
         """Tiles in flight take 70 KB at most where there are tensor cores: three programs find room in 228 KB of shared
-        memory. No registers spill (tests/unit/test_triton_compile.py). `kv_itemsize`: of the pool, where it is not that
-        of the queries; of smaller numbers more tiles are in flight, and as many bytes."""
+        memory, two in an A100's 164. Where two would not, tiles are half as large. No registers spill
+        (tests/unit/test_triton_compile.py). `kv_itemsize`: of the pool, where it is not that of the queries; of smaller
+        numbers more tiles are in flight, and as many bytes."""
         if itemsize == 4:  # no tensor cores: right, not fast
             return DecodeConfig(block_n=32, min_piece=256, num_warps=8, num_stages=3)
         num_stages = 9 if kv_itemsize == 1 else 5
-        return DecodeConfig(block_n=32 if head_dim > 128 else 64, min_piece=256, num_warps=4, num_stages=num_stages)
+        numbers = MOST_NUMBERS if kind.shared_bytes >= 2 * MOST_BYTES else MOST_NUMBERS // 2
+        block_n = min(numbers // padded_head_dim(head_dim), MOST_KEYS)
+        return DecodeConfig(block_n=block_n, min_piece=256, num_warps=4, num_stages=num_stages)
 
 
 def num_pieces(max_context_len: int, window: int, config: DecodeConfig) -> int:

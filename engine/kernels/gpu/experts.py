@@ -25,7 +25,7 @@ import triton
 import triton.language as tl
 
 from engine.kernels.gpu.eight_bits import ProductConfig, product_tile, zero_of
-from engine.kernels.gpu.gpu_kind import GpuKind
+from engine.kernels.gpu.gpu_kind import GpuKind, TensorCores
 from engine.models.expert_products import ScaledStack
 
 TILE_FIELDS = 3
@@ -45,7 +45,8 @@ def expert_config(kind: GpuKind, num_rows: int, num_experts: int, itemsize: int)
         return ProductConfig(block_t=32, block_n=64, block_k=128, num_warps=4, num_stages=4)
     if num_rows <= 48 * num_experts:
         return ProductConfig(block_t=64, block_n=64, block_k=128, num_warps=4, num_stages=4)
-    return ProductConfig(block_t=128, block_n=128, block_k=128, num_warps=8, num_stages=3)
+    block_n = 64 if kind.tensor_cores is TensorCores.MMA else 128  # which registers have room for
+    return ProductConfig(block_t=128, block_n=block_n, block_k=128, num_warps=8, num_stages=3)
 
 
 def max_tiles(num_rows: int, num_experts: int, tile_rows: int) -> int:
