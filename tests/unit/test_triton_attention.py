@@ -429,6 +429,15 @@ def test_what_it_cannot_do_is_done_by_plain_torch(
         choose("triton", "cuda", **change)
 
 
+def test_tensor_cores_that_triton_does_not_use_are_left_to_plain_torch(capsys: pytest.CaptureFixture[str]) -> None:
+    assert choose("auto", "cuda", capability=(8, 0)) == "triton"
+    assert choose("auto", "cuda", capability=(7, 5)) == "torch"
+    why = "need a GPU of compute capability 8.0 or later, and this one has 7.5"
+    assert why in capsys.readouterr().err
+    with pytest.raises(ValueError, match=why):
+        choose("triton", "cuda", capability=(7, 5))
+
+
 def test_8_bit_floats_need_a_gpu_that_has_them(capsys: pytest.CaptureFixture[str]) -> None:
     assert choose("triton", "cuda", kv_dtype="float8_e4m3fn", capability=(8, 9)) == "triton"
     assert choose("triton", "cuda", capability=(8, 0)) == "triton"

@@ -23,6 +23,9 @@ class TensorCores(Enum):
     """10.x: sums lie in a memory of their own, and pass through registers to be scaled."""
 
 
+MIN_CAPABILITY = (8, 0)
+"""Of GPUs whose tensor cores Triton uses. For earlier ones it still compiles, without them, and tiles of this size are
+spilled by the kilobyte."""
 WITH_THEIR_OWN = {9: TensorCores.WGMMA, 10: TensorCores.TCGEN05}
 """By the first number of the compute capability."""
 
