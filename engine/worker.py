@@ -71,7 +71,7 @@ class Worker:
                 runner.launch(step, runner.prepare(step)).wait()
             return kept_bytes
 
-        with _saying_what_is_too_large(), _saying_what_cannot_be_recorded(config):
+        with _saying_what_is_too_large(), _saying_what_cannot_be_recorded(config), _saying_what_does_not_fit(config):
             if not shape.num_blocks:
                 num_blocks = measure_num_blocks(config, shape, run_steps)
                 shape = replace(shape, num_blocks=num_blocks if group is None else group.smallest(num_blocks))
@@ -109,6 +109,23 @@ def _saying_what_cannot_be_recorded(config: EngineConfig) -> Iterator[None]:
         raise ValueError(
             "a decoding step by transformers' code could not be recorded as a CUDA graph: give enforce_eager "
             f"({str(error).splitlines()[0]})"
+        ) from error
+
+
+@contextmanager
+def _saying_what_does_not_fit(config: EngineConfig) -> Iterator[None]:
+    """Raises `ValueError` where a launch of our kernels asks for more than a program may have on this GPU, or Triton's
+    assembler does not know it: one of a kind that no sizes were chosen for."""
+    if not config.device.uses_triton:
+        yield
+        return
+    from triton.runtime.errors import OutOfResources, PTXASError
+
+    try:
+        yield
+    except (OutOfResources, PTXASError) as error:
+        raise ValueError(
+            f"the Triton kernels do not fit this GPU: give attention_backend torch ({str(error).splitlines()[0]})"
         ) from error
 
 

@@ -1,11 +1,12 @@
-"""Compiles the Triton kernels for an H200 as their callers launch them, on a machine without a GPU.
+"""Compiles the Triton kernels as their callers launch them, for GPUs of any kind, on a machine without one.
+
+    triton_compile.py 90 "128 bfloat16" normed 120     # two cases for an H200, all for an RTX 50
 
 A process of its own: where Triton interprets, it does not compile.
 
-Prints a JSON object: per kernel and case, what a program takes: registers of a thread, bytes of stack (registers that
-did not fit), bytes of shared memory; how it stores to the device's; and of Hopper's tensor cores, products whose first
-operand lies in registers, and instructions that write to such registers too early (`machine_code.py`). With names of
-cases, of those alone.
+Prints a JSON object: per kind, kernel and case, what a program takes: registers of a thread, bytes of stack (registers
+that did not fit), bytes of shared memory; how it stores to the device's; and of Hopper's tensor cores, products whose
+first operand lies in registers, and instructions that write to such registers too early (`machine_code.py`).
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import sys
 import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +28,7 @@ os.environ.pop("TRITON_INTERPRET", None)
 import numpy as np
 import torch
 import triton
+from gpu_kinds import GPU_KINDS
 from machine_code import early_writes, num_from_registers
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
@@ -34,11 +37,13 @@ from triton.runtime.jit import JITFunction
 from engine.attention.base import StepLayout
 from engine.attention.triton_backend import TritonAttention
 from engine.attention.triton_latents import TritonLatentAttention
+from engine.float8 import why_no_float8
 from engine.kernels.gpu.copy_rows import copy_rows
 from engine.kernels.gpu.digest import block_digests
 from engine.kernels.gpu.draw import draw
 from engine.kernels.gpu.eight_bits import quantize_rows, scaled_product, widen
 from engine.kernels.gpu.experts import expert_config, expert_product, tiles_of
+from engine.kernels.gpu.gpu_kind import H200
 from engine.kernels.gpu.lora import StackedAdapters, add_adapters
 from engine.kernels.gpu.pointwise import add_rms_norm, silu_multiply
 from engine.kernels.gpu.rotate import rotate_and_store
@@ -50,7 +55,6 @@ from engine.models.scores import Scores
 from engine.sampling_params import SamplingParams
 from engine.sequence import Sequence
 
-H200 = GPUTarget("cuda", 90, 32)
 OPTIONS = ("num_warps", "num_stages")
 POINTERS = {
     torch.float32: "*fp32", torch.float16: "*fp16", torch.bfloat16: "*bf16", torch.int32: "*i32", torch.int64: "*i64",
@@ -59,6 +63,7 @@ POINTERS = {
 }  # fmt: skip
 NUM_HEADS, NUM_KV_HEADS, BLOCK_SIZE, MAX_CONTEXT = 32, 8, 16, 8192
 
+kind = H200
 found: dict[str, dict[str, Any]] = {}
 case = ""
 
@@ -76,7 +81,8 @@ def compile_instead(kernel: Any, *args: Any, grid: Any, warmup: bool, **kwargs: 
         if isinstance(value, torch.Tensor)
         or (isinstance(value, int) and value % 16 == 0 and not parameter.do_not_specialize)
     }
-    compiled = triton.compile(ASTSource(kernel, signature, kwargs | absent, aligned), target=H200, options=options)
+    target = GPUTarget("cuda", 10 * kind.capability[0] + kind.capability[1], 32)
+    compiled = triton.compile(ASTSource(kernel, signature, kwargs | absent, aligned), target=target, options=options)
     stores = sorted(set(re.findall(r"\bst\.global\S*", compiled.asm["ptx"])))
     usage = resources_of(compiled.asm["cubin"]) | {"shared": compiled.metadata.shared, "stores": stores}
     if "wgmma" in compiled.asm["ptx"]:
@@ -113,19 +119,21 @@ def compile_attention(
     soft_cap: float,
     kv_dtype: torch.dtype | None = None,
     has_sinks: bool = False,
+    num_heads: int = NUM_HEADS,
+    num_kv_heads: int = NUM_KV_HEADS,
 ) -> None:
     kv_dtype = kv_dtype or dtype
     backend = TritonAttention(
-        num_heads=NUM_HEADS, num_kv_heads=NUM_KV_HEADS, head_dim=head_dim, block_size=BLOCK_SIZE,
-        dtype=name_of(dtype), kv_dtype=name_of(kv_dtype), device="cpu",
+        num_heads=num_heads, num_kv_heads=num_kv_heads, head_dim=head_dim, block_size=BLOCK_SIZE,
+        dtype=name_of(dtype), kv_dtype=name_of(kv_dtype), device="cpu", kind=kind,
     )  # fmt: skip
-    kv = torch.zeros(1, 2, NUM_KV_HEADS, BLOCK_SIZE, head_dim, dtype=kv_dtype)
+    kv = torch.zeros(1, 2, num_kv_heads, BLOCK_SIZE, head_dim, dtype=kv_dtype)
     backend.attend(
-        torch.zeros(4, NUM_HEADS, head_dim, dtype=dtype),
+        torch.zeros(4, num_heads, head_dim, dtype=dtype),
         kv,
         backend.prepare(mixed_layout()),
         Scores.of(head_dim, window, soft_cap),
-        torch.zeros(NUM_HEADS) if has_sinks else None,
+        torch.zeros(num_heads) if has_sinks else None,
     )
 
 
@@ -133,7 +141,7 @@ def compile_latents(num_heads: int, dtype: torch.dtype, kv_dtype: torch.dtype) -
     """DeepSeek's: latents of 512 numbers, rotated keys of 64."""
     backend = TritonLatentAttention(
         num_heads=num_heads, kv_lora_rank=512, block_size=BLOCK_SIZE, dtype=name_of(dtype), kv_dtype=name_of(kv_dtype),
-        device="cpu",
+        device="cpu", kind=kind,
     )  # fmt: skip
     plan = backend.prepare(mixed_layout())
     kv = torch.zeros(1, 1, 1, BLOCK_SIZE, 576, dtype=kv_dtype)
@@ -167,7 +175,8 @@ def compile_rest(dtype: torch.dtype) -> None:
     x = torch.zeros(2, 4096, dtype=dtype)
     add_rms_norm(x, x.clone(), x[0], 1e-6)
     silu_multiply(x)
-    quantize_rows(x, 1e-12)
+    if not why_no_float8(kind.capability):
+        quantize_rows(x, 1e-12)
     block_digests(torch.zeros(1, 1, 2, NUM_KV_HEADS, BLOCK_SIZE, 128, dtype=dtype), [0])
     compile_copy(1 << 40)
 
@@ -213,7 +222,7 @@ def compile_experts(experts: Experts, num_tokens: int, dtype: torch.dtype) -> No
     """Both products of a layer's experts."""
     global case
     num_rows, name = num_tokens * experts.num_chosen, case
-    config = expert_config(num_rows, experts.num_experts, dtype.itemsize)
+    config = expert_config(kind, num_rows, experts.num_experts, dtype.itemsize)
     tiles = tiles_of(torch.zeros(experts.num_experts, dtype=torch.int32), num_rows, config.block_t)
     down = experts.hidden_size, experts.intermediate_size
     for product, (size_n, size_k) in {"gate_up": (2 * down[1], down[0]), "down": down}.items():
@@ -245,61 +254,97 @@ def name_of(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def main(chosen: list[str]) -> None:
-    """`chosen`: names of cases. Empty: all."""
-    global case
-    JITFunction.run = compile_instead
+def attention_cases() -> dict[str, Callable[[], None]]:
     cases: dict[str, Callable[[], None]] = {}
     for head_dim, dtype, window, soft_cap in (
         (8, torch.bfloat16, 0, 0.0),
         (80, torch.float16, 0, 30.0),
+        (96, torch.bfloat16, 0, 0.0),
         (128, torch.bfloat16, 0, 0.0),
         (128, torch.bfloat16, 4096, 50.0),
+        (192, torch.bfloat16, 0, 0.0),
         (256, torch.bfloat16, 0, 0.0),
+        (256, torch.bfloat16, 4096, 50.0),
         (128, torch.float32, 0, 0.0),
+        (256, torch.float32, 0, 0.0),
     ):
         name = f"{head_dim} {name_of(dtype)}" + (f" window {window} cap" if window else "")
-        cases[name] = lambda a=(head_dim, dtype, window, soft_cap): compile_attention(*a)  # type: ignore[misc]
-    for head_dim in (128, 256):
-        cases[f"{head_dim} bfloat16, 8-bit pool"] = lambda head_dim=head_dim: compile_attention(  # type: ignore[misc]
-            head_dim, torch.bfloat16, 0, 0.0, torch.float8_e4m3fn
+        cases[name] = partial(compile_attention, head_dim, dtype, window, soft_cap)
+    cases["64 bfloat16 sinks"] = partial(compile_attention, 64, torch.bfloat16, 0, 0.0, has_sinks=True)  # gpt-oss's
+    for head_dim in (64, 256):
+        cases[f"{head_dim} bfloat16, 64 heads of a key's"] = partial(
+            compile_attention, head_dim, torch.bfloat16, 0, 0.0, num_heads=64, num_kv_heads=1
         )
-    bfloat16 = torch.bfloat16
-    cases["64 bfloat16 sinks"] = lambda: compile_attention(64, bfloat16, 0, 0.0, has_sinks=True)  # gpt-oss's
+    for head_dim in (64, 128, 256):
+        cases[f"{head_dim} bfloat16, 8-bit pool"] = partial(
+            compile_attention, head_dim, torch.bfloat16, 0, 0.0, torch.float8_e4m3fn
+        )
     for num_heads, dtype, kv_dtype in (
-        (16, bfloat16, bfloat16),
-        (20, bfloat16, bfloat16),
-        (128, bfloat16, bfloat16),
+        (16, torch.bfloat16, torch.bfloat16),
+        (20, torch.bfloat16, torch.bfloat16),
+        (128, torch.bfloat16, torch.bfloat16),
         (128, torch.float16, torch.float16),
         (16, torch.float32, torch.float32),
-        (16, bfloat16, torch.float8_e4m3fn),
-        (32, bfloat16, torch.float8_e4m3fn),
-        (128, bfloat16, torch.float8_e4m3fn),
+        (16, torch.bfloat16, torch.float8_e4m3fn),
+        (32, torch.bfloat16, torch.float8_e4m3fn),
+        (128, torch.bfloat16, torch.float8_e4m3fn),
     ):
         name = f"{num_heads} heads {name_of(dtype)}, pool of {name_of(kv_dtype)}"
-        cases[name] = lambda a=(num_heads, dtype, kv_dtype): compile_latents(*a)  # type: ignore[misc]
-    cases["plain"] = lambda: compile_rotation(128, torch.bfloat16, False, torch.bfloat16)
-    cases["normed"] = lambda: compile_rotation(128, torch.bfloat16, True, torch.bfloat16)
-    cases["8-bit pool"] = lambda: compile_rotation(128, torch.bfloat16, True, torch.float8_e4m3fn)
+        cases[name] = partial(compile_latents, num_heads, dtype, kv_dtype)
+    cases["plain"] = partial(compile_rotation, 128, torch.bfloat16, False, torch.bfloat16)
+    cases["normed"] = partial(compile_rotation, 128, torch.bfloat16, True, torch.bfloat16)
+    cases["8-bit pool"] = partial(compile_rotation, 128, torch.bfloat16, True, torch.float8_e4m3fn)
+    return cases
+
+
+def other_cases() -> dict[str, Callable[[], None]]:
+    cases: dict[str, Callable[[], None]] = {}
     for num_rows in (16, 32, 64, 256):
-        cases[f"{num_rows} rows"] = lambda num_rows=num_rows: compile_int8_products(num_rows)  # type: ignore[misc]
-        cases[f"{num_rows} rows, groups"] = lambda num_rows=num_rows: compile_products_of_groups(num_rows)  # type: ignore[misc]
-    cases["bfloat16"] = lambda: compile_rest(torch.bfloat16)
-    cases["at 8"] = lambda: compile_copy((1 << 40) + 8)
-    for rank, dtype in ((16, bfloat16), (64, bfloat16), (16, torch.float16), (16, torch.float32)):
-        cases[f"rank {rank} {name_of(dtype)}"] = lambda a=(rank, dtype): compile_adapters(*a)  # type: ignore[misc]
+        cases[f"{num_rows} rows"] = partial(compile_int8_products, num_rows)
+        cases[f"{num_rows} rows, groups"] = partial(compile_products_of_groups, num_rows)
+    cases["bfloat16"] = partial(compile_rest, torch.bfloat16)
+    cases["at 8"] = partial(compile_copy, (1 << 40) + 8)
+    for rank, dtype in ((16, torch.bfloat16), (64, torch.bfloat16), (16, torch.float16), (16, torch.float32)):
+        cases[f"rank {rank} {name_of(dtype)}"] = partial(compile_adapters, rank, dtype)
     for model, experts in EXPERTS.items():
         for num_tokens in (1, 500, 1000, 4096):
-            cases[f"{model}, {num_tokens} token{'s' * (num_tokens > 1)}"] = lambda a=(experts, num_tokens, bfloat16): (  # type: ignore[misc]
-                compile_experts(*a)
-            )
-    cases["DeepSeek-V2-Lite, float16"] = lambda: compile_experts(EXPERTS["DeepSeek-V2-Lite"], 1, torch.float16)
-    cases["DeepSeek-V2-Lite, float32"] = lambda: compile_experts(EXPERTS["DeepSeek-V2-Lite"], 1, torch.float32)
+            name = f"{model}, {num_tokens} token{'s' * (num_tokens > 1)}"
+            cases[name] = partial(compile_experts, experts, num_tokens, torch.bfloat16)
+    for dtype in (torch.float16, torch.float32):
+        cases[f"DeepSeek-V2-Lite, {name_of(dtype)}"] = partial(compile_experts, EXPERTS["DeepSeek-V2-Lite"], 1, dtype)
     for dtype in (torch.bfloat16, torch.float32):
-        cases[f"draws {name_of(dtype)}"] = lambda dtype=dtype: compile_draws(dtype)  # type: ignore[misc]
+        cases[f"draws {name_of(dtype)}"] = partial(compile_draws, dtype)
+    return cases
+
+
+def has_float8(name: str) -> bool:
+    marks = ("8-bit", "float8", "groups", "DeepSeek-V3", "in blocks")
+    return any(mark in name for mark in marks)
+
+
+def compile_for(capability: tuple[int, int], chosen: list[str]) -> dict[str, dict[str, Any]]:
+    """`chosen`: names of cases. Empty: all that such a GPU is given."""
+    global kind, found, case
+    kind, found = GPU_KINDS[capability], {}
+    cases = attention_cases() | other_cases()
+    if why_no_float8(capability):
+        cases = {name: compile_case for name, compile_case in cases.items() if not has_float8(name)}
     for case in chosen or cases:
         cases[case]()
-    json.dump(found, sys.stdout)
+    return found
+
+
+def main(arguments: list[str]) -> None:
+    """Numbers are kinds of GPUs, without the point; cases follow theirs."""
+    JITFunction.run = compile_instead
+    chosen: dict[str, list[str]] = {}
+    for argument in arguments:
+        if argument.isdigit():
+            chosen[argument] = cases = []
+        else:
+            cases.append(argument)
+    usage = {number: compile_for((int(number[:-1]), int(number[-1])), cases) for number, cases in chosen.items()}
+    json.dump(usage, sys.stdout)
 
 
 if __name__ == "__main__":

@@ -20,6 +20,7 @@ from benchmarks.gpu_parts.shapes import attention_bytes, attention_flop
 from benchmarks.gpu_parts.timing import cache_bytes, num_sets, seconds_of
 from benchmarks.gpu_parts.variants import Job, timed_row, variant_rows
 from engine.kernels.gpu import why_no_triton
+from engine.kernels.gpu.gpu_kind import gpu_kind
 from engine.models.scores import Scores
 
 if TYPE_CHECKING:
@@ -53,9 +54,10 @@ def measure(setting: Setting) -> Iterator[Row]:
     # Triton's interpreter does not compute bfloat16.
     dtype = torch.bfloat16 if setting.device == "cuda" else torch.float32
     num_heads, num_kv_heads, head_dim = setting.sizes.attention_heads
+    kind = gpu_kind(setting.device)
     in_use = (
-        DecodeConfig.of(head_dim, dtype.itemsize),
-        PrefillConfig.of(head_dim, dtype.itemsize, num_heads // num_kv_heads),
+        DecodeConfig.of(kind, head_dim, dtype.itemsize),
+        PrefillConfig.of(kind, head_dim, dtype.itemsize, num_heads // num_kv_heads),
     )
     jobs = (
         [decode_job(setting, dtype, *size) for size in setting.sizes.decode_attention],

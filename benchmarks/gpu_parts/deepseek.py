@@ -23,6 +23,7 @@ from engine.attention.base import StepLayout
 from engine.attention.choice import GROUPED_MAJORS
 from engine.float8 import why_no_float8
 from engine.kernels.gpu import why_no_triton
+from engine.kernels.gpu.gpu_kind import gpu_kind
 from engine.models.expert_products import ExpertProducts, PlainExperts, ScaledStack
 
 BLOCK_SIZE = 16
@@ -94,6 +95,7 @@ def attention_work(
         block_size=BLOCK_SIZE,
         dtype=str(dtype).removeprefix("torch."),
         device=setting.device,
+        kind=gpu_kind(setting.device),
     )
     num_tokens = sum(query_lens)
     plan = backend.prepare(

@@ -19,6 +19,7 @@ from engine.attention.torch_backend import TorchAttention
 from engine.attention.torch_latents import TorchLatentAttention
 from engine.config import EngineConfig
 from engine.kernels.build import load_cpu_kernels
+from engine.kernels.gpu.gpu_kind import gpu_kind
 from engine.kv_cache import KV_ORDER, LATENT_KV_ORDER, PAIRED_KV_ORDER
 from engine.models.model_shape import ModelShape
 
@@ -54,6 +55,7 @@ def create_attention_backend(config: EngineConfig) -> PagedBackend[Any]:
         from engine.attention.triton_backend import TritonAttention
 
         return TritonAttention(
+            kind=gpu_kind(config.device.device),
             num_heads=config.model.num_heads,
             num_kv_heads=config.model.num_kv_heads,
             head_dim=config.model.head_dim,
@@ -93,6 +95,7 @@ def _create_latent_backend(config: EngineConfig) -> LatentBackend[Any]:
         from engine.attention.triton_latents import TritonLatentAttention
 
         return TritonLatentAttention(
+            kind=gpu_kind(config.device.device),
             num_heads=config.model.num_heads,
             kv_lora_rank=config.model.kv_lora_rank,
             block_size=config.cache.block_size,

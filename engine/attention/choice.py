@@ -15,6 +15,7 @@ from engine.attention.flash_calls import FlashCalls, FlashUnavailable, load_flas
 from engine.cache_dir import report
 from engine.kernels.build import KernelsUnavailable, load_cpu_kernels
 from engine.kernels.gpu import why_no_triton
+from engine.kernels.gpu.gpu_kind import MIN_CAPABILITY
 from engine.models.model_shape import ModelShape
 from engine.models.stored_weights import AS_STORED
 
@@ -116,6 +117,10 @@ def why_no_triton_kernels(needs: Needs) -> str:
     why_not = why_no_triton(needs.device)
     if why_not:
         return why_not
+    if needs.capability is not None and needs.capability < MIN_CAPABILITY:
+        return "they need a GPU of compute capability {}.{} or later, and this one has {}.{}".format(
+            *MIN_CAPABILITY, *needs.capability
+        )
     # Not before it is known that Triton is there.
     if needs.model.mla is not None:
         from engine.attention.triton_latents import TritonLatentAttention

@@ -16,6 +16,7 @@ from engine.attention.base import AttentionBackend
 from engine.attention.triton_plans import TritonPlan, TritonPlans, WithTritonPlans
 from engine.float8 import FLOAT8, why_no_float8
 from engine.kernels.gpu.decode import DecodeConfig, paged_decode, partial_size
+from engine.kernels.gpu.gpu_kind import GpuKind
 from engine.kernels.gpu.pointwise import MAX_HIDDEN_SIZE
 from engine.kernels.gpu.prefill import MAX_GROUPS, PrefillConfig, paged_prefill
 from engine.kernels.gpu.rotate import project_heads
@@ -37,15 +38,16 @@ class TritonAttention(WithTritonPlans, AttentionBackend[TritonPlan]):
         block_size: int,
         dtype: str,
         device: str,
+        kind: GpuKind,
         kv_dtype: str = "",
     ) -> None:
-        """`kv_dtype`: of the pool, where it is not the queries' `dtype`."""
+        """`kind`: of the device. `kv_dtype`: of the pool, where it is not the queries' `dtype`."""
         self._num_heads, self._head_dim = num_heads, head_dim
         self._device = device
         itemsize, kv_itemsize = TORCH_DTYPES[dtype].itemsize, KV_DTYPES[kv_dtype or dtype].itemsize
         num_groups = num_heads // num_kv_heads
-        self._decode_config = DecodeConfig.of(head_dim, itemsize, kv_itemsize)
-        self._prefill_config = PrefillConfig.of(head_dim, itemsize, num_groups, kv_itemsize)
+        self._decode_config = DecodeConfig.of(kind, head_dim, itemsize, kv_itemsize)
+        self._prefill_config = PrefillConfig.of(kind, head_dim, itemsize, num_groups, kv_itemsize)
         self._plans = TritonPlans(
             block_size=block_size,
             tokens_per_tile=self._prefill_config.block_m // num_groups,

@@ -15,6 +15,7 @@ from engine.attention.base import LatentBackend
 from engine.attention.triton_plans import TritonPlan, TritonPlans, WithTritonPlans
 from engine.float8 import FLOAT8, why_no_float8
 from engine.kernels.gpu.decode import partial_size
+from engine.kernels.gpu.gpu_kind import GpuKind
 from engine.kernels.gpu.latent_project import rotate_and_store_latents
 from engine.kernels.gpu.latents import (
     MAX_LATENT,
@@ -32,13 +33,21 @@ class TritonLatentAttention(WithTritonPlans, LatentBackend[TritonPlan]):
     """`why_not` says whether it can serve a model, `engine.kernels.gpu.why_no_triton` whether it can run at all."""
 
     def __init__(
-        self, *, num_heads: int, kv_lora_rank: int, block_size: int, dtype: str, device: str, kv_dtype: str = ""
+        self,
+        *,
+        num_heads: int,
+        kv_lora_rank: int,
+        block_size: int,
+        dtype: str,
+        device: str,
+        kind: GpuKind,
+        kv_dtype: str = "",
     ) -> None:
-        """`kv_dtype`: of the pool, where it is not the queries' `dtype`."""
+        """`kind`: of the device. `kv_dtype`: of the pool, where it is not the queries' `dtype`."""
         self._num_heads, self._latent_dim, self._device = num_heads, kv_lora_rank, device
         itemsize, kv_itemsize = TORCH_DTYPES[dtype].itemsize, KV_DTYPES[kv_dtype or dtype].itemsize
-        self._decode_config = LatentTileConfig.of_decode(num_heads, itemsize, kv_itemsize)
-        self._prefill_config = LatentTileConfig.of_prefill(itemsize, kv_itemsize)
+        self._decode_config = LatentTileConfig.of_decode(kind, num_heads, itemsize, kv_itemsize)
+        self._prefill_config = LatentTileConfig.of_prefill(kind, itemsize, kv_itemsize)
         self._plans = TritonPlans(
             block_size=block_size,
             tokens_per_tile=self._prefill_config.tokens_per_tile(num_heads),

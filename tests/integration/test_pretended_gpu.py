@@ -25,7 +25,7 @@ from transformers_cases import GEMMA2
 
 from engine.llm_engine import LLMEngine
 from engine.pool_size import longest_step, measured_steps
-from engine.worker import _saying_what_cannot_be_recorded, _saying_what_is_too_large
+from engine.worker import _saying_what_cannot_be_recorded, _saying_what_does_not_fit, _saying_what_is_too_large
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 NUMBERS = range(8)
@@ -133,6 +133,19 @@ def test_want_of_memory_is_no_fault_of_recording() -> None:
         _saying_what_cannot_be_recorded(config),
     ):
         raise RuntimeError("CUDA error: out of memory")
+
+
+def test_kernels_that_ask_for_more_than_a_gpu_has_are_said_to() -> None:
+    """What Triton raises of them: test_pretended_gpu_kernels.py."""
+    errors = pytest.importorskip("triton.runtime.errors", reason="Triton is not installed")
+    config: Any = SimpleNamespace(device=SimpleNamespace(uses_triton=True))
+    for error, why in (
+        (errors.OutOfResources(106_496, 101_376, "shared memory"), "shared memory, Required: 106496"),
+        (errors.PTXASError("`ptxas` failed\nlog"), r"PTXAS error: `ptxas` failed\)$"),
+    ):
+        expected = pytest.raises(ValueError, match=f"do not fit this GPU: give attention_backend torch .*{why}")
+        with expected, _saying_what_does_not_fit(config):
+            raise error
 
 
 def test_another_error_of_the_driver_stays_what_it_is(

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -16,6 +17,7 @@ from typing import Any
 import pytest
 import torch
 from deepseek_cases import GREEDY, V3
+from gpu_kinds import GPU_KINDS
 from handover import alone, bytes_of, handed_over
 from lora_folders import CONFIG as LORA_CONFIG
 from lora_folders import write_adapter
@@ -159,7 +161,7 @@ def test_experts_in_8_bits_stay_as_they_are(
 def test_steps_with_experts_in_8_bits_are_recorded_where_those_of_plain_ones_are_not(
     tmp_path: Path, capability: tuple[int, int]
 ) -> None:
-    with pretend_gpu(has_triton=True, capability=capability) as gpu, triton_interprets(gpu):
+    with pretend_gpu(has_triton=True, kind=GPU_KINDS[capability]) as gpu, triton_interprets(gpu):
         settings = SMALL | {"dtype": "bfloat16", "max_num_seqs": 1, "max_num_batched_tokens": 8}
         engine = make_engine(tmp_path, EXPERTS_IN_BLOCKS, **settings)
         assert engine.config.device.uses_graphs
@@ -192,16 +194,29 @@ def test_the_pool_leaves_room_for_recordings(tmp_path: Path) -> None:
         assert 0.98 * at_most < torch.cuda.max_memory_allocated() <= at_most + 4096
 
 
-def test_every_launch_can_be_compiled(tmp_path: Path) -> None:
+def launches_compiled(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     """What Triton asks of the driver, it asks of ours. A process of its own: where Triton interprets, it does not
     compile."""
     environment = os.environ | {
-        "TRITON_CACHE_DIR": str(tmp_path),
+        "TRITON_CACHE_DIR": str(folder),
         "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path]),
     }
     environment.pop("TRITON_INTERPRET", None)
-    command = [sys.executable, "-m", "pretend_gpu.compile_launches"]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=280, env=environment)
+    command = [sys.executable, "-m", "pretend_gpu.compile_launches", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, check=False, timeout=280, env=environment)
+
+
+def test_a_gpu_with_too_little_shared_memory_ends_in_a_sentence(tmp_path: Path) -> None:
+    done = launches_compiled(tmp_path, "9.0", str(48 << 10))
+    assert done.returncode == 1
+    advice = "ValueError: the Triton kernels do not fit this GPU: give attention_backend torch"
+    assert re.search(rf"^{advice} \(out of resource: shared memory, .* limit: 49152", done.stderr, re.MULTILINE)
+
+
+@pytest.mark.parametrize(("capability", "shared_bytes"), [("9.0", 227 << 10), ("12.0", 99 << 10)])
+def test_every_launch_can_be_compiled(tmp_path: Path, capability: str, shared_bytes: int) -> None:
+    """And fits."""
+    done = launches_compiled(tmp_path, capability, str(shared_bytes))
     assert done.returncode == 0, done.stderr[-4000:]
     found: dict[str, dict[str, dict[str, int]]] = json.loads(done.stdout)
     for name in ("llama", "qwen", "int8", "fp8", "blocks", "deepseek", "experts in blocks", "adapters"):

@@ -1,5 +1,7 @@
 """Compiles whatever engines and the GPU benchmark launch, for the pretended GPU; nothing is computed.
 
+    python -m pretend_gpu.compile_launches 12.0 101376     # its compute capability, shared memory of a program
+
 Prints a JSON object: per program, how many variants of each kernel it compiled at its start, and later. What cannot be
 compiled ends it.
 """
@@ -23,6 +25,7 @@ from lora_folders import products_of, write_adapter
 
 from benchmarks.gpu_parts import attention, digests, floors, products, steps
 from benchmarks.gpu_parts.runner import Setting
+from engine.kernels.gpu.gpu_kind import GpuKind
 from engine.llm_engine import LLMEngine
 from engine.sampling_params import SamplingParams
 from pretend_gpu import pretend_gpu
@@ -101,7 +104,9 @@ def measure(part: Any, compiled: Variants) -> Variants:
     return compiled
 
 
-def main() -> None:
+def main(capability: str, shared_bytes: str) -> None:
+    major, minor = capability.split(".")
+    kind = GpuKind((int(major), int(minor)), int(shared_bytes))
     torch.set_num_threads(1)
     steps.device_busy_ms = lambda engine, device: 1.0  # CUDA's profiler is not pretended
     programs: dict[str, Callable[[Variants], Variants]] = {}
@@ -112,11 +117,11 @@ def main() -> None:
     found: dict[str, dict[str, Variants]] = {}
     for name, program in programs.items():
         variants: Variants = Counter()
-        with pretend_gpu(has_triton=True) as gpu, triton_compiles(gpu, variants):
+        with pretend_gpu(has_triton=True, kind=kind) as gpu, triton_compiles(gpu, variants):
             at_start = program(variants)
         found[name] = {"at start": at_start, "later": variants - at_start}
     json.dump(found, sys.stdout)
 
 
 if __name__ == "__main__":
-    main()
+    main(*sys.argv[1:])

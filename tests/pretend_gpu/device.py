@@ -14,6 +14,7 @@ import torch
 from torch.utils._device import _device_constructors
 
 import engine.kernels.gpu
+from engine.kernels.gpu.gpu_kind import H200, GpuKind
 from pretend_gpu import devices
 from pretend_gpu.memory import mapped
 from pretend_gpu.operations import Operations
@@ -32,9 +33,9 @@ from pretend_gpu.streams import (
 class PretendGpu:
     """What `torch.cuda` says of it, and does."""
 
-    def __init__(self, total_bytes: int, capability: tuple[int, int]) -> None:
+    def __init__(self, total_bytes: int, kind: GpuKind) -> None:
         self.total_bytes = total_bytes
-        self.capability = capability
+        self.kind = kind
         self._operations = Operations(total_bytes)
         self.memory = self._operations.memory
 
@@ -73,8 +74,10 @@ class PretendGpu:
     def properties(self, device: object = None) -> SimpleNamespace:
         del device
         return SimpleNamespace(
-            name="pretended", total_memory=self.total_bytes, L2_cache_size=1 << 20, multi_processor_count=132
-        )
+            name="pretended", total_memory=self.total_bytes, L2_cache_size=1 << 20, multi_processor_count=132,
+            major=self.kind.capability[0], minor=self.kind.capability[1],
+            shared_memory_per_block_optin=self.kind.shared_bytes,
+        )  # fmt: skip
 
     def as_torch_cuda(self) -> dict[str, Any]:
         """By the names in `torch.cuda`."""
@@ -84,7 +87,7 @@ class PretendGpu:
             "device_count": devices.device_count,
             "current_device": devices.current_index,
             "set_device": devices.set_device,
-            "get_device_capability": lambda device=None: self.capability,
+            "get_device_capability": lambda device=None: self.kind.capability,
             "get_device_name": lambda device=None: "pretended",
             "get_device_properties": self.properties,
             "mem_get_info": self.mem_get_info,
@@ -110,7 +113,7 @@ class PretendGpu:
 def pretend_gpu(
     *,
     total_bytes: int = 1 << 30,
-    capability: tuple[int, int] = (9, 0),
+    kind: GpuKind = H200,
     has_triton: bool = False,
     num_devices: int = 1,
 ) -> Iterator[PretendGpu]:
@@ -119,7 +122,7 @@ def pretend_gpu(
     # What `with torch.device` applies to is looked up once for all: not while `torch.tensor` is another, or else
     # transformers, which finds out by it where it makes a model, would leave rotary angles to chance ever after.
     _device_constructors()
-    gpu = PretendGpu(total_bytes, capability)
+    gpu = PretendGpu(total_bytes, kind)
     run = threading.Thread.run
 
     def run_on_gpu(thread: threading.Thread) -> None:

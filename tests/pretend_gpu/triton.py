@@ -21,9 +21,6 @@ from triton_accesses import races_allowed
 from pretend_gpu.device import PretendGpu
 from pretend_gpu.memory import device_tensors_in, on_host, tensors_in
 
-MAX_SHARED_BYTES = 232_448
-"""Of a program on an H200."""
-
 
 @contextmanager
 def triton_interprets(gpu: PretendGpu) -> Iterator[None]:
@@ -63,14 +60,14 @@ def triton_compiles(gpu: PretendGpu, variants: Counter[str]) -> Iterator[None]:
             arguments, _ = _arguments(rest, {})
             gpu.launch(lambda: None, tensors_in(arguments))
 
-    major, minor = gpu.capability
+    major, minor = gpu.kind.capability
     pretended = SimpleNamespace(
         get_current_target=lambda: GPUTarget("cuda", 10 * major + minor, 32),
         get_current_device=lambda: 0,
         get_current_stream=lambda device: 0,
         launcher_cls=Launcher,
         utils=SimpleNamespace(
-            get_device_properties=lambda device: {"max_shared_mem": MAX_SHARED_BYTES},
+            get_device_properties=lambda device: {"max_shared_mem": gpu.kind.shared_bytes},
             load_binary=lambda name, binary, shared, device: (object(), 1, 0, 0, 1024),
         ),
     )

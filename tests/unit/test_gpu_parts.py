@@ -33,6 +33,7 @@ from benchmarks.gpu_parts.rows import Row
 from benchmarks.gpu_parts.runner import NotRun, Setting
 from benchmarks.gpu_parts.shapes import FULL, expert_numbers, write_model
 from engine.kernels.gpu import why_no_triton
+from engine.kernels.gpu.gpu_kind import H200
 from tandem.bench.outcome import Outcome
 from tandem.bench.workload import TokenSource
 
@@ -267,6 +268,7 @@ def test_what_attention_is_compared_with_comes_before_configurations_that_may_no
     setting: Setting, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(attention, "why_no_triton", lambda _: "")
+    monkeypatch.setattr(attention, "gpu_kind", lambda _: H200)
     monkeypatch.setattr(attention, "timed_row", lambda *_: (Row(what="in use", value=1.0, unit=""), None))
     monkeypatch.setattr(attention, "plain_prefill", lambda *_: Row(what="torch's", value=1.0, unit=""))
     monkeypatch.setattr(attention, "variant_rows", lambda *_: iter([Row(what="another", value=1.0, unit="")]))

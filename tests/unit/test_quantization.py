@@ -313,6 +313,8 @@ def test_auto_is_what_the_checkpoint_has(capsys: pytest.CaptureFixture[str]) -> 
             "fp8 are widened .*: without Triton's kernels each step would widen them anew",
         ),
         (BLOCKS, {"model": DEEPSEEK, "capability": None}, "blocks of 128x128 are widened .*: a CPU computes faster so"),
+        (BLOCKS, {"model": DEEPSEEK, "capability": (8, 0)}, "8.9 or later, and this one has 8.0$"),
+        (FP8, {"model": DEEPSEEK, "capability": (8, 6)}, "8.9 or later, and this one has 8.6$"),
         (BLOCKS, {"model": DEEPSEEK, "dtype": "float16"}, "blocks of 128x128 .*: it computes bfloat16, and dtype is f"),
         (StoredWeights(quantizations=("fp8", "int8")), {"dtype": "float16"}, "fp8 and int8 are .*: it computes bfloat"),
     ],

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 from attention_cases import LENS, Case
+from gpu_kinds import GPU_KINDS
 from model_shapes import shape_of
 from triton_device import DEVICE
 
@@ -17,6 +18,7 @@ from engine.attention.torch_backend import TorchAttention
 from engine.attention.triton_backend import TritonAttention
 from engine.kernels.gpu import why_no_triton
 from engine.kernels.gpu.decode import MAX_PIECES, DecodeConfig, num_pieces, paged_decode, partial_size
+from engine.kernels.gpu.gpu_kind import H200, GpuKind, gpu_kind
 from engine.kernels.gpu.prefill import list_tiles
 
 TOLERANCES = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1e-2}
@@ -39,11 +41,11 @@ def case_of(
     )  # fmt: skip
 
 
-def backend_of(case: Case) -> TritonAttention:
+def backend_of(case: Case, kind: GpuKind | None = None) -> TritonAttention:
     return TritonAttention(
         num_heads=case.num_heads, num_kv_heads=case.num_kv_heads, head_dim=case.head_dim, block_size=case.block_size,
         dtype=str(case.q.dtype).removeprefix("torch."), kv_dtype=str(case.kv.dtype).removeprefix("torch."),
-        device=DEVICE,
+        device=DEVICE, kind=kind or gpu_kind(DEVICE),
     )  # fmt: skip
 
 
@@ -64,8 +66,9 @@ def attend(
     soft_cap: float = 0.0,
     scale: float | None = None,
     sinks_N: torch.Tensor | None = None,
+    kind: GpuKind | None = None,
 ) -> torch.Tensor:
-    backend = backend_of(case)
+    backend = backend_of(case, kind)
     kv = written_pool(case).to(DEVICE)
     sinks_N = None if sinks_N is None else sinks_N.to(DEVICE)
     return backend.attend(
@@ -98,6 +101,14 @@ def test_all_head_shapes(num_groups: int, head_dim: int) -> None:
 @pytest.mark.parametrize("num_groups", [17, 64])
 def test_more_query_heads_than_a_tile_of_the_tensor_cores_has_rows(num_groups: int) -> None:
     assert_close(case_of([(20, 1), (7, 6)], num_groups, num_kv_heads=1))
+
+
+@pytest.mark.skipif(DEVICE == "cuda", reason="a GPU is of a kind of its own")
+@pytest.mark.parametrize(("head_dim", "num_groups"), [(96, 8), (256, 64)])
+def test_with_the_sizes_for_other_gpus(head_dim: int, num_groups: int) -> None:
+    case = case_of([(260, 1), (15, 1), (0, 4), (30, 9)], num_groups, head_dim, torch.float16, num_kv_heads=1)
+    actual, expected = attend(case, kind=GPU_KINDS[8, 9]).double(), case.expected(0)
+    torch.testing.assert_close(actual, expected, rtol=2e-3, atol=2e-3)
 
 
 @pytest.mark.parametrize("dtype", TOLERANCES)
@@ -214,7 +225,7 @@ def test_a_sequence_gets_the_same_bits_in_any_batch_and_from_any_graph(before: i
 def test_an_empty_row_of_a_graph_attends_to_nothing() -> None:
     case = case_of([(70, 1), (3, 1)])
     case.layout.context_lens[1] = 0
-    for config in (SMALL_PIECES, DecodeConfig.of(64, 4)):
+    for config in (SMALL_PIECES, DecodeConfig.of(gpu_kind(DEVICE), 64, 4)):
         for sinks_N in (None, case.sinks()):
             out = decode(case, 0, 71, config, sinks_N)
             assert (out[1] == 0).all()
@@ -226,7 +237,7 @@ def test_an_empty_row_of_a_graph_attends_to_nothing() -> None:
     [(0, 0, 1), (1, 0, 1), (256, 0, 1), (257, 0, 2), (8192, 0, 32), (131_072, 0, 32), (131_072, 512, 2), (100, 512, 1)],
 )
 def test_how_many_pieces(max_context_len: int, window: int, expected: int) -> None:
-    assert num_pieces(max_context_len, window, DecodeConfig.of(128, 2)) == expected
+    assert num_pieces(max_context_len, window, DecodeConfig.of(H200, 128, 2)) == expected
 
 
 # -- chunks ---------------------------------------------------------------------------------------------------------
@@ -290,7 +301,7 @@ def test_reserved_plans_share_their_scratch() -> None:
     backend = backend_of(case_of([(5, 1)]))
     sizes = [(8, 256), (4, 256), (1, 512), (8, 1024), (8, 8192), (1, 8192), (7, 2048)]
     plans = [backend.reserve_decode_plan(*size) for size in sizes]
-    config = DecodeConfig.of(64, 4)
+    config = DecodeConfig.of(gpu_kind(DEVICE), 64, 4)
     needed = [partial_size(num_seqs, 6, 64, length, config) for num_seqs, length in sizes]
     assert all(len(plan.scratch) >= size for plan, size in zip(plans, needed, strict=True))
     kept = {plan.scratch.data_ptr(): len(plan.scratch) for plan in plans}
@@ -416,6 +427,15 @@ def test_what_it_cannot_do_is_done_by_plain_torch(
     assert why in capsys.readouterr().err
     with pytest.raises(ValueError, match=why):
         choose("triton", "cuda", **change)
+
+
+def test_tensor_cores_that_triton_does_not_use_are_left_to_plain_torch(capsys: pytest.CaptureFixture[str]) -> None:
+    assert choose("auto", "cuda", capability=(8, 0)) == "triton"
+    assert choose("auto", "cuda", capability=(7, 5)) == "torch"
+    why = "need a GPU of compute capability 8.0 or later, and this one has 7.5"
+    assert why in capsys.readouterr().err
+    with pytest.raises(ValueError, match=why):
+        choose("triton", "cuda", capability=(7, 5))
 
 
 def test_8_bit_floats_need_a_gpu_that_has_them(capsys: pytest.CaptureFixture[str]) -> None:

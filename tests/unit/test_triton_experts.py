@@ -11,6 +11,7 @@ from triton_device import DEVICE  # before the kernels
 
 from engine.float8 import why_no_float8
 from engine.kernels.gpu.experts import expert_config, expert_product, max_tiles, tiles_of
+from engine.kernels.gpu.gpu_kind import H200, gpu_kind
 from engine.kernels.gpu.parts import TRITON_PARTS, TritonScaledExperts
 from engine.models.expert_products import ScaledExperts
 
@@ -56,10 +57,10 @@ def test_there_are_as_many_tiles_as_there_can_be() -> None:
 
 
 def test_tiles_grow_with_the_rows_of_an_expert() -> None:
-    assert [expert_config(rows * 64, 64, 2).block_t for rows in (1, 8, 9, 16, 17, 48, 49)] == [
+    assert [expert_config(H200, rows * 64, 64, 2).block_t for rows in (1, 8, 9, 16, 17, 48, 49)] == [
         16, 16, 32, 32, 64, 64, 128,
     ]  # fmt: skip
-    assert {expert_config(rows, 64, 2).block_k for rows in (1, 999, 9999)} == {128}
+    assert {expert_config(H200, rows, 64, 2).block_k for rows in (1, 999, 9999)} == {128}
 
 
 # -- products -------------------------------------------------------------------------------------------------------
@@ -82,7 +83,7 @@ def test_products_against_float64(case: str, dtype: torch.dtype, form: torch.dty
     counts, num_outputs, num_inputs, size = CASES[case]
     stack = stack_of((len(counts), num_outputs, num_inputs), size, form, dtype, DEVICE)
     x = randn(sum(counts), num_inputs, dtype=dtype, seed=1, device=DEVICE)
-    config = expert_config(len(x), len(counts), x.itemsize)
+    config = expert_config(gpu_kind(DEVICE), len(x), len(counts), x.itemsize)
     y = expert_product(x, stack, tiles_of(ends_of(counts, DEVICE), len(x), config.block_t), config)
     expected, size_of_terms = exact_product(x, stack, counts)
     assert (y.dtype, y.shape) == (dtype, expected.shape)
@@ -92,7 +93,7 @@ def test_products_against_float64(case: str, dtype: torch.dtype, form: torch.dty
 def test_tiles_without_rows_load_nothing() -> None:
     """Not even of the expert that stands there, who is none here."""
     stack = stack_of((2, 16, 64), 0, torch.int8, BFLOAT16, DEVICE)
-    x, config = randn(5, 64, dtype=BFLOAT16, device=DEVICE), expert_config(5, 2, 2)
+    x, config = randn(5, 64, dtype=BFLOAT16, device=DEVICE), expert_config(gpu_kind(DEVICE), 5, 2, 2)
     tiles = torch.tensor([[1, 0, 5], [1 << 20, 0, 0], [1 << 20, 5, 5]], dtype=torch.int32, device=DEVICE)
     y = expert_product(x, stack, tiles, config)
     assert torch.equal(y, expert_product(x, stack, tiles[:1], config))

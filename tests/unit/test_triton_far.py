@@ -25,6 +25,7 @@ from engine.attention.triton_latents import TritonLatentAttention
 from engine.kernels.gpu.copy_rows import copy_rows
 from engine.kernels.gpu.digest import block_digests
 from engine.kernels.gpu.experts import expert_config, expert_product, tiles_of
+from engine.kernels.gpu.gpu_kind import gpu_kind
 from engine.kernels.gpu.rotate import rotate_and_store
 from engine.layers import LatentProjection, RMSNorm, RotaryEmbedding
 from engine.models.expert_products import ScaledStack
@@ -89,7 +90,7 @@ def test_keys_and_values_are_written_and_read(lens: list[tuple[int, int]]) -> No
         q = rotate_and_store(qkv, rotary.select(positions.to(DEVICE)), None, 1e-6, kv, slots, num_heads=case.num_heads)
         backend = TritonAttention(
             num_heads=6, num_kv_heads=2, head_dim=64, block_size=BLOCK_SIZE, dtype="float16", kv_dtype="float16",
-            device=DEVICE,
+            device=DEVICE, kind=gpu_kind(DEVICE),
         )  # fmt: skip
         return backend.attend(q, kv, backend.prepare(layout), Scores.of(case.head_dim))
 
@@ -113,8 +114,9 @@ def test_latents_are_written_and_read(lens: list[tuple[int, int]]) -> None:
 
     def attended(kv: torch.Tensor, layout: StepLayout) -> torch.Tensor:
         backend = TritonLatentAttention(
-            num_heads=4, kv_lora_rank=48, block_size=BLOCK_SIZE, dtype="float16", kv_dtype="float16", device=DEVICE
-        )
+            num_heads=4, kv_lora_rank=48, block_size=BLOCK_SIZE, dtype="float16", kv_dtype="float16", device=DEVICE,
+            kind=gpu_kind(DEVICE),
+        )  # fmt: skip
         plan = backend.prepare(layout)
         return backend.attend(backend.project(q, wide, kv, plan, heads, cos_sin), kv, plan, case.scale)
 
@@ -136,7 +138,7 @@ def test_digests_of_far_layers() -> None:
 
 def test_weights_of_far_experts_are_read() -> None:
     num_experts, num_outputs, num_inputs = FAR // (64 * 4096) + 2, 64, 4096
-    config = expert_config(2, num_experts, 2)
+    config = expert_config(gpu_kind(DEVICE), 2, num_experts, 2)
     x, near = (
         torch.randint(-9, 9, shape, dtype=torch.int8, generator=torch.Generator().manual_seed(0)).to(DEVICE)
         for shape in ((2, num_inputs), (num_outputs, num_inputs))

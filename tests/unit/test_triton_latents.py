@@ -14,6 +14,7 @@ import torch
 from attention_cases import LENS
 from deepseek_cases import V3
 from engine_steps import arguments, logits_of_steps
+from gpu_kinds import GPU_KINDS
 from latent_cases import LatentCase
 from model_shapes import shape_of
 from recorder import RelaunchingRecorder
@@ -25,6 +26,7 @@ from engine.attention.choice import GROUPED_MAJORS
 from engine.attention.torch_latents import TorchLatentAttention
 from engine.attention.triton_latents import TritonLatentAttention
 from engine.kernels.gpu.decode import partial_size
+from engine.kernels.gpu.gpu_kind import H200, GpuKind, gpu_kind
 from engine.kernels.gpu.latents import LatentTileConfig, decode_latents
 from engine.layers import LatentProjection, RMSNorm, RotaryEmbedding
 from engine.model_loader.weights import DummyWeights
@@ -39,16 +41,16 @@ SMALL_PIECES = LatentTileConfig(block_m=16, block_n=16, min_piece=16, num_warps=
 FLOAT8 = torch.float8_e4m3fn
 
 
-def backend_of(case: LatentCase) -> TritonLatentAttention:
+def backend_of(case: LatentCase, kind: GpuKind | None = None) -> TritonLatentAttention:
     return TritonLatentAttention(
         num_heads=case.num_heads, kv_lora_rank=case.latent_dim, block_size=case.block_size,
         dtype=str(case.q.dtype).removeprefix("torch."), kv_dtype=str(case.kv.dtype).removeprefix("torch."),
-        device=DEVICE,
+        device=DEVICE, kind=kind or gpu_kind(DEVICE),
     )  # fmt: skip
 
 
-def attend(case: LatentCase) -> torch.Tensor:
-    backend = backend_of(case)
+def attend(case: LatentCase, kind: GpuKind | None = None) -> torch.Tensor:
+    backend = backend_of(case, kind)
     plan = backend.prepare(case.layout)
     return backend.attend(case.q.to(DEVICE), case.written_pool().to(DEVICE), plan, case.scale).cpu()
 
@@ -56,6 +58,18 @@ def attend(case: LatentCase) -> torch.Tensor:
 def assert_close(case: LatentCase) -> None:
     tolerance = TOLERANCES[case.q.dtype]
     torch.testing.assert_close(attend(case).double(), case.expected(), rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.skipif(DEVICE == "cuda", reason="a GPU is of a kind of its own")
+@pytest.mark.parametrize("kv_dtype", [torch.float16, FLOAT8])
+@pytest.mark.parametrize("capability", [(8, 9), (10, 0)])
+def test_with_the_sizes_for_other_gpus(capability: tuple[int, int], kv_dtype: torch.dtype) -> None:
+    case = LatentCase(
+        [(260, 1), (15, 1), (0, 5)], num_heads=70, latent_dim=32, rotated_dim=8, dtype=torch.float16,
+        kv_dtype=kv_dtype,
+    )  # fmt: skip
+    actual = attend(case, GPU_KINDS[capability]).double()
+    torch.testing.assert_close(actual, case.expected(), rtol=2e-3, atol=2e-3)
 
 
 @pytest.mark.parametrize("lens", LENS.values(), ids=LENS.keys())
@@ -293,9 +307,9 @@ def test_what_it_cannot_do_is_done_by_plain_torch(
 
 
 def test_tiles_of_prefill_have_whole_tokens_or_a_part_of_one() -> None:
-    config = LatentTileConfig.of_prefill(2, 2)
+    config = LatentTileConfig.of_prefill(H200, 2, 2)
     assert [config.tokens_per_tile(n) for n in (1, 16, 20, 64, 128)] == [64, 4, 3, 1, 1]
-    assert np.prod(LatentTileConfig.of_decode(128, 2, 2).block_m) == 64
+    assert np.prod(LatentTileConfig.of_decode(H200, 128, 2, 2).block_m) == 64
 
 
 # -- an engine with them --------------------------------------------------------------------------------------------

@@ -22,16 +22,21 @@ import torch
 import triton
 import triton.language as tl
 
+from engine.kernels.gpu.gpu_kind import GpuKind
 from engine.kernels.gpu.tile import LOG2_E, MIN_SIDE, attend_tile, padded_head_dim, score_scales, with_sinks
 from engine.models.scores import Scores
 
 MAX_PIECES = 32
 """A power of two: the reduction holds a row of each in registers."""
+MOST_NUMBERS, MOST_KEYS = 8192, 64
+"""Of the keys of a tile; of its values there are as many."""
+MOST_BYTES = 74 << 10
+"""What a program with such tiles takes of shared memory, for up to 16 query heads of a key head."""
 
 
 @dataclass(frozen=True, slots=True)
 class DecodeConfig:
-    """Sizes of a launch. Fixed: nothing is tuned at run time."""
+    """Sizes of a launch. They follow from the kind of GPU: nothing is tuned at run time."""
 
     block_n: int
     """Keys of a tile."""
@@ -43,14 +48,17 @@ class DecodeConfig:
     half as many tiles in flight."""
 
     @staticmethod
-    def of(head_dim: int, itemsize: int, kv_itemsize: int | None = None) -> DecodeConfig:
+    def of(kind: GpuKind, head_dim: int, itemsize: int, kv_itemsize: int | None = None) -> DecodeConfig:
         """Tiles in flight take 70 KB at most where there are tensor cores: three programs find room in 228 KB of shared
-        memory. No registers spill (tests/unit/test_triton_compile.py). `kv_itemsize`: of the pool, where it is not that
-        of the queries; of smaller numbers more tiles are in flight, and as many bytes."""
+        memory, two in an A100's 164. Where two would not, tiles are half as large. No registers spill
+        (tests/unit/test_triton_compile.py). `kv_itemsize`: of the pool, where it is not that of the queries; of smaller
+        numbers more tiles are in flight, and as many bytes."""
         if itemsize == 4:  # no tensor cores: right, not fast
             return DecodeConfig(block_n=32, min_piece=256, num_warps=8, num_stages=3)
         num_stages = 9 if kv_itemsize == 1 else 5
-        return DecodeConfig(block_n=32 if head_dim > 128 else 64, min_piece=256, num_warps=4, num_stages=num_stages)
+        numbers = MOST_NUMBERS if kind.shared_bytes >= 2 * MOST_BYTES else MOST_NUMBERS // 2
+        block_n = min(numbers // padded_head_dim(head_dim), MOST_KEYS)
+        return DecodeConfig(block_n=block_n, min_piece=256, num_warps=4, num_stages=num_stages)
 
 
 def num_pieces(max_context_len: int, window: int, config: DecodeConfig) -> int:
@@ -74,8 +82,8 @@ def paged_decode(
     *,
     max_context_len: int,
     scores: Scores,
+    config: DecodeConfig,
     sinks_N: torch.Tensor | None = None,
-    config: DecodeConfig | None = None,
 ) -> None:
     """Attention of each sequence's last token to all of it: written to `out_SNH`.
 
@@ -86,7 +94,6 @@ def paged_decode(
     """
     num_seqs, num_heads, head_dim = q_SNH.shape
     num_kv_heads, block_size = kv.shape[2:4]
-    config = config or DecodeConfig.of(head_dim, q_SNH.itemsize, kv.itemsize)
     num_groups = num_heads // num_kv_heads
     block_m = max(triton.next_power_of_2(num_groups), MIN_SIDE)
     pieces = num_pieces(max_context_len, scores.sliding_window, config)

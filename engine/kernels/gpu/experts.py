@@ -25,6 +25,7 @@ import triton
 import triton.language as tl
 
 from engine.kernels.gpu.eight_bits import ProductConfig, product_tile, zero_of
+from engine.kernels.gpu.gpu_kind import GpuKind, TensorCores
 from engine.models.expert_products import ScaledStack
 
 TILE_FIELDS = 3
@@ -34,7 +35,7 @@ WARP_SIZE = 32
 """Of threads: fewer experts are looked through no sooner."""
 
 
-def expert_config(num_rows: int, num_experts: int, itemsize: int) -> ProductConfig:
+def expert_config(kind: GpuKind, num_rows: int, num_experts: int, itemsize: int) -> ProductConfig:
     """Tiles that hold the rows of most experts, if all are chosen equally often. Nothing is tuned at run time."""
     if itemsize == 4:  # no tensor cores: right, not fast
         return ProductConfig(block_t=16, block_n=32, block_k=32, num_warps=4, num_stages=2)
@@ -44,7 +45,8 @@ def expert_config(num_rows: int, num_experts: int, itemsize: int) -> ProductConf
         return ProductConfig(block_t=32, block_n=64, block_k=128, num_warps=4, num_stages=4)
     if num_rows <= 48 * num_experts:
         return ProductConfig(block_t=64, block_n=64, block_k=128, num_warps=4, num_stages=4)
-    return ProductConfig(block_t=128, block_n=128, block_k=128, num_warps=8, num_stages=3)
+    block_n = 64 if kind.tensor_cores is TensorCores.MMA else 128  # which registers have room for
+    return ProductConfig(block_t=128, block_n=block_n, block_k=128, num_warps=8, num_stages=3)
 
 
 def max_tiles(num_rows: int, num_experts: int, tile_rows: int) -> int:

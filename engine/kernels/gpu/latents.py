@@ -22,24 +22,38 @@ import triton
 import triton.language as tl
 
 from engine.kernels.gpu.decode import MAX_PIECES, DecodeConfig, num_pieces, piece_of, reduce_kernel
+from engine.kernels.gpu.gpu_kind import GpuKind, TensorCores
 from engine.kernels.gpu.tile import MIN_SIDE
 
 MAX_LATENT, MAX_ROTATED = 512, 64
 """Numbers of a latent and of a rotated key that a tile has room for."""
-MAX_ROWS = 64
-"""Of a tile: 64 rows of 512 numbers in float32 are half of a multiprocessor's registers."""
+Tiles = dict[TensorCores, tuple[tuple[int, int], tuple[int, int]]]
+"""Rows and keys, with a pool of 16-bit numbers, and with one of 8 bits, where what is widened takes registers. 64 rows
+of 512 numbers in float32 are half of a multiprocessor's registers."""
+DECODE_TILES: Tiles = {
+    TensorCores.WGMMA: ((64, 32), (64, 16)),
+    TensorCores.TCGEN05: ((64, 16), (32, 16)),
+    TensorCores.MMA: ((32, 32), (32, 16)),
+}
+PREFILL_TILES: Tiles = {
+    TensorCores.WGMMA: ((64, 32), (32, 16)),
+    TensorCores.TCGEN05: ((64, 16), (32, 32)),
+    TensorCores.MMA: ((32, 32), (32, 16)),
+}
+LARGE_BYTES = 113_152
+"""Of shared memory, that a program takes of 32 rows and 32 keys with 5 stages; of 16 keys 75,008."""
 
 
 @dataclass(frozen=True, slots=True)
 class LatentTileConfig(DecodeConfig):
-    """Sizes of a launch. Fixed: nothing is tuned at run time. No registers spill, for latents of 512 numbers
-    (tests/unit/test_triton_compile.py)."""
+    """Sizes of a launch. They follow from the kind of GPU: nothing is tuned at run time. No registers spill, for
+    latents of 512 numbers (tests/unit/test_triton_compile.py)."""
 
     block_m: int
     """Rows of a tile of queries."""
 
     @staticmethod
-    def of_decode(num_heads: int, itemsize: int, kv_itemsize: int) -> LatentTileConfig:
+    def of_decode(kind: GpuKind, num_heads: int, itemsize: int, kv_itemsize: int) -> LatentTileConfig:
         """Rows are heads of one token. `kv_itemsize`: of the pool; what is widened takes registers."""
         rows = max(int(triton.next_power_of_2(num_heads)), MIN_SIDE)
         if itemsize == 4:  # no tensor cores: right, not fast
@@ -47,20 +61,24 @@ class LatentTileConfig(DecodeConfig):
         if rows == MIN_SIDE:
             num_warps = 8 if kv_itemsize == 1 else 4
             return LatentTileConfig(block_m=rows, block_n=32, min_piece=256, num_warps=num_warps, num_stages=5)
-        rows, block_n = min(rows, MAX_ROWS), 16 if kv_itemsize == 1 else 32
-        return LatentTileConfig(block_m=rows, block_n=block_n, min_piece=256, num_warps=8, num_stages=5)
+        most_rows, block_n = _tile_of(DECODE_TILES, kind, kv_itemsize)
+        return LatentTileConfig(block_m=min(rows, most_rows), block_n=block_n, min_piece=256, num_warps=8, num_stages=5)
 
     @staticmethod
-    def of_prefill(itemsize: int, kv_itemsize: int) -> LatentTileConfig:
+    def of_prefill(kind: GpuKind, itemsize: int, kv_itemsize: int) -> LatentTileConfig:
         """Rows are heads of as many whole tokens as fit, or a part of one token's."""
         if itemsize == 4:
             return LatentTileConfig(block_m=MIN_SIDE, block_n=16, min_piece=0, num_warps=8, num_stages=1)
-        if kv_itemsize == 1:
-            return LatentTileConfig(block_m=MAX_ROWS // 2, block_n=16, min_piece=0, num_warps=8, num_stages=5)
-        return LatentTileConfig(block_m=MAX_ROWS, block_n=32, min_piece=0, num_warps=8, num_stages=5)
+        block_m, block_n = _tile_of(PREFILL_TILES, kind, kv_itemsize)
+        return LatentTileConfig(block_m=block_m, block_n=block_n, min_piece=0, num_warps=8, num_stages=5)
 
     def tokens_per_tile(self, num_heads: int) -> int:
         return max(self.block_m // num_heads, 1)
+
+
+def _tile_of(tiles: Tiles, kind: GpuKind, kv_itemsize: int) -> tuple[int, int]:
+    rows, keys = tiles[kind.tensor_cores][kv_itemsize == 1]
+    return rows, keys if kind.shared_bytes >= LARGE_BYTES else min(keys, 16)
 
 
 def decode_latents(

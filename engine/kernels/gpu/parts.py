@@ -7,9 +7,10 @@ import torch.nn.functional as F  # noqa: N812
 
 from engine.kernels.gpu.eight_bits import MAX_ROWS, quantize_rows, scaled_product, widen
 from engine.kernels.gpu.experts import expert_config, expert_product, tiles_of
+from engine.kernels.gpu.gpu_kind import gpu_kind
 from engine.kernels.gpu.pointwise import add_rms_norm, silu_multiply
 from engine.layers import GatedLinear, RMSNorm
-from engine.models.expert_products import ScaledExperts
+from engine.models.expert_products import ScaledExperts, ScaledStack
 from engine.models.parts import Parts
 from engine.quantization import SMALLEST_AMAX, Float8Linear, GroupScaledLinear, Int8Linear, QuantizedLinears
 
@@ -53,8 +54,13 @@ class TritonGroupScaledLinear(GroupScaledLinear):
 
 
 class TritonScaledExperts(ScaledExperts):
+    def __init__(self, gate_up: ScaledStack, down: ScaledStack) -> None:
+        super().__init__(gate_up, down)
+        self._kind = gpu_kind(gate_up.weight.device)
+
     def __call__(self, x_RD: torch.Tensor, ends_E: torch.Tensor) -> torch.Tensor:
-        num_rows, config = len(x_RD), expert_config(len(x_RD), len(ends_E), x_RD.itemsize)
+        num_rows = len(x_RD)
+        config = expert_config(self._kind, num_rows, len(ends_E), x_RD.itemsize)
         tiles_G3 = tiles_of(ends_E, num_rows, config.block_t)
         gate_up = expert_product(x_RD.contiguous(), self.gate_up, tiles_G3, config)
         return expert_product(silu_multiply(gate_up), self.down, tiles_G3, config)

@@ -21,13 +21,14 @@ import triton
 import triton.language as tl
 from numpy.typing import NDArray
 
+from engine.kernels.gpu.gpu_kind import GpuKind, TensorCores
 from engine.kernels.gpu.tile import LOG2_E, attend_tile, padded_head_dim, score_scales, with_sinks
 from engine.models.scores import Scores
 
 
 @dataclass(frozen=True, slots=True)
 class PrefillConfig:
-    """Sizes of a launch. Fixed: nothing is tuned at run time."""
+    """Sizes of a launch. They follow from the kind of GPU: nothing is tuned at run time."""
 
     block_m: int
     """Rows of a tile of queries: tokens times G, as many whole tokens as fit."""
@@ -38,16 +39,22 @@ class PrefillConfig:
     """Of the pipeline: see `DecodeConfig`."""
 
     @staticmethod
-    def of(head_dim: int, itemsize: int, num_groups: int, kv_itemsize: int | None = None) -> PrefillConfig:
+    def of(
+        kind: GpuKind, head_dim: int, itemsize: int, num_groups: int, kv_itemsize: int | None = None
+    ) -> PrefillConfig:
         """Registers hold `block_m` rows of the output and spill nothing, shared memory the queries and tiles of keys
         and values (tests/unit/test_triton_compile.py). `kv_itemsize`: of the pool, where it is not that of the queries;
-        what is widened takes registers."""
+        what is widened takes registers. With MMA the operands, too, pass through registers, and scores or rows must be
+        fewer."""
         if itemsize == 4:  # no tensor cores: right, not fast
             return PrefillConfig(max(32, triton.next_power_of_2(num_groups)), block_n=16, num_warps=8, num_stages=1)
+        is_mma = kind.tensor_cores is TensorCores.MMA
+        if head_dim > 128 and is_mma:
+            return PrefillConfig(block_m=64, block_n=32, num_warps=8, num_stages=2)
         if head_dim > 128:
             return PrefillConfig(block_m=128, block_n=16 if kv_itemsize == 1 else 32, num_warps=8, num_stages=2)
         # With 3 or 4 stages a tile would be waited for as soon as it is asked for: see `DecodeConfig`.
-        return PrefillConfig(block_m=128, block_n=64, num_warps=8, num_stages=5)
+        return PrefillConfig(block_m=128, block_n=32 if is_mma and head_dim > 64 else 64, num_warps=8, num_stages=5)
 
 
 MAX_GROUPS = 64
