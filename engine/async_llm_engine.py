@@ -30,12 +30,12 @@ from typing import Any, TypeVar
 
 import torch
 
-from engine.block_manager import CacheEvent
 from engine.config import EngineConfig
 from engine.kv_cache import KVCacheShape
 from engine.llm_engine import EngineLoad, LLMEngine
 from engine.outputs import RequestOutput
-from engine.stats import SchedulerStats
+from engine.scheduling.block_manager import CacheEvent
+from engine.scheduling.stats import SchedulerStats
 from engine.step_profiler import StepProfile, StepProfiler
 
 _log = logging.getLogger(__name__)

@@ -11,7 +11,7 @@ from typing import Any
 
 from engine.lora.modules import EXAMPLE as LORA_EXAMPLE
 from engine.lora.modules import LoRAModule, parse_lora_modules
-from engine.speculation import EXAMPLE, SpeculativeConfig
+from engine.scheduling.speculation import EXAMPLE, SpeculativeConfig
 from prefix_hash import prefix_key
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
@@ -88,7 +88,7 @@ class CacheConfig:
     kv_dtype: str
     """What the pool holds: the model's dtype or "float8_e4m3fn"."""
     num_blocks: int
-    """0: what a GPU has room for, measured when the model is there (engine/pool_size.py)."""
+    """0: what a GPU has room for, measured when the model is there (engine/running/pool_size.py)."""
     gpu_memory_utilization: float
     enable_prefix_caching: bool
     kv_order: str
@@ -111,11 +111,11 @@ class SchedulerConfig:
     prefill_batch_tokens: int
     """A step takes in no further prompt once it has this many tokens of prompts."""
     max_itl_ms: float
-    """Aim for a step that decodes and prefills (engine/pace.py); 0: none."""
+    """Aim for a step that decodes and prefills (engine/scheduling/pace.py); 0: none."""
     async_scheduling: bool
     """A step is scheduled and launched while the one before is computed (engine/llm_engine.py)."""
     speculation: SpeculativeConfig | None
-    """What is guessed ahead (engine/speculation.py). None: nothing."""
+    """What is guessed ahead (engine/scheduling/speculation.py). None: nothing."""
     draft_batch_tokens: int
     """A step takes in no further draft once it has this many rows for sequences that decode."""
 
@@ -130,7 +130,7 @@ class DeviceConfig:
     uses_triton: bool
     """What surrounds attention is done by the Triton kernels."""
     uses_graphs: bool
-    """Decoding steps are recorded and replayed (engine/decode_graphs.py)."""
+    """Decoding steps are recorded and replayed (engine/running/decode_graphs.py)."""
     max_seq_len_to_capture: int
     """Those over no longer contexts."""
 

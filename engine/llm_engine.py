@@ -20,18 +20,18 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from itertools import count
 
-from engine.block_manager import BlockLedger, BlockManager, CacheEvent
 from engine.config import EngineConfig
-from engine.executor import Executor
-from engine.grammar import Grammars
 from engine.kv_cache import KVMemory
 from engine.outputs import RequestOutput
-from engine.pace import StepPace
-from engine.sampled_tokens import SampledTokens
+from engine.running.executor import Executor
+from engine.sampling.sampled_tokens import SampledTokens
 from engine.sampling_params import SamplingParams
-from engine.scheduler import Scheduler
-from engine.sequence import OnLayerWritten, SchedulerOutput, Sequence
-from engine.stats import SchedulerStats
+from engine.scheduling.block_manager import BlockLedger, BlockManager, CacheEvent
+from engine.scheduling.grammar import Grammars
+from engine.scheduling.pace import StepPace
+from engine.scheduling.scheduler import Scheduler
+from engine.scheduling.sequence import OnLayerWritten, SchedulerOutput, Sequence
+from engine.scheduling.stats import SchedulerStats
 
 
 @dataclass(frozen=True, slots=True)

@@ -45,7 +45,8 @@ class SamplingParams:
     prompt_logprobs: int | None = None
     """The same of the prompt's tokens, all but the first. They are computed, whatever a cache has of them."""
     grammar: str | None = None
-    """What the answer's text must be: structured outputs, in llguidance's words (`engine.grammar`). None: any text."""
+    """What the answer's text must be: structured outputs, in llguidance's words (`engine.scheduling.grammar`). None:
+    any text."""
 
     def __post_init__(self) -> None:
         def check(ok: bool, message: str) -> None:

@@ -20,7 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from engine.attention import StepLayout
-from engine.sequence import PENDING_TOKEN, SchedulerOutput
+from engine.scheduling.sequence import PENDING_TOKEN, SchedulerOutput
 
 Integers = NDArray[np.int64]
 _NUM_ARRAYS = 13

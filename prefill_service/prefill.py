@@ -19,7 +19,7 @@ import asyncio
 import logging
 
 from engine.async_llm_engine import AsyncLLMEngine
-from engine.sequence import BlockExport
+from engine.scheduling.sequence import BlockExport
 from kv_transfer import STATUS_OF, KVSender, Push, TransferError
 from protos import tandem_worker_pb2 as pb
 from protos.tandem_inference_pb2 import KVTransferStats

@@ -29,7 +29,7 @@ from router.request_events import Plan, WorkerKey
 
 STALL_WEIGHT = 0.1
 """What a second of delay within a stream costs, of what it costs before the first token. It is hardly felt: a decode
-worker cuts prompts so that its streams go on, only slower (engine/pace.py)."""
+worker cuts prompts so that its streams go on, only slower (engine/scheduling/pace.py)."""
 
 STAY_SHARE = 0.25
 """A request waits for a decode worker's room for so much of the time that its answer takes, before a prefill worker

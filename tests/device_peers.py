@@ -11,7 +11,7 @@ from multiprocessing.connection import Pipe
 
 import torch
 
-from engine.executor import RankLost
+from engine.running.executor import RankLost
 from kv_transfer import HostPool, KVPool
 from kv_transfer.pool import Digests, Rows
 from worker_service.cuda_ipc import DevicePeers

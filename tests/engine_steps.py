@@ -9,11 +9,11 @@ from typing import Any
 import torch
 
 from engine.config import EngineArgs
-from engine.executor import Executor
 from engine.model_loader import create_engine_config
-from engine.model_runner import ModelRunner
+from engine.running.executor import Executor
+from engine.running.model_runner import ModelRunner
 from engine.sampling_params import SamplingParams
-from engine.sequence import ScheduledSequence, SchedulerOutput, Sequence
+from engine.scheduling.sequence import ScheduledSequence, SchedulerOutput, Sequence
 
 
 def arguments(folder: Path, backend: str, device: str, **settings: Any) -> EngineArgs:

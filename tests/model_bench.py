@@ -9,10 +9,10 @@ import torch
 import transformers
 
 from engine.config import EngineArgs, EngineConfig
-from engine.executor import Executor
 from engine.model_loader import create_engine_config
+from engine.running.executor import Executor
 from engine.sampling_params import SamplingParams
-from engine.sequence import BlockExport, ScheduledSequence, SchedulerOutput, Sequence
+from engine.scheduling.sequence import BlockExport, ScheduledSequence, SchedulerOutput, Sequence
 
 VOCAB_SIZE = 307
 BLOCK_SIZE = 4

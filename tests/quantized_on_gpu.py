@@ -14,8 +14,8 @@ from pretend_gpu.engines import make_engine
 from quantized_checkpoints import FORMS, deepseek_tensors, llama_tensors, quantized, save_checkpoint
 
 from engine.llm_engine import LLMEngine
-from engine.model_runner import ModelRunner
 from engine.models.expert_products import ScaledExperts
+from engine.running.model_runner import ModelRunner
 
 WIDE = CONFIG | {"hidden_size": 64}
 """As products in 8 bits want it."""

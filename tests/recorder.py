@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from engine.decode_graphs import Replay
+from engine.running.decode_graphs import Replay
 
 
 class RelaunchingRecorder:

@@ -53,7 +53,7 @@ from engine.models.expert_products import ScaledStack
 from engine.models.rope_config import RopeConfig
 from engine.models.scores import Scores
 from engine.sampling_params import SamplingParams
-from engine.sequence import Sequence
+from engine.scheduling.sequence import Sequence
 
 OPTIONS = ("num_warps", "num_stages")
 POINTERS = {

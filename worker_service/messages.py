@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from types import MappingProxyType
 
-from engine.block_manager import BlockLedger
 from engine.config import EngineConfig
 from engine.llm_engine import EngineLoad
 from engine.outputs import FinishReason, Logprob, RequestOutput, TokenLogprobs
 from engine.sampling_params import SamplingParams
+from engine.scheduling.block_manager import BlockLedger
 from protos import tandem_inference_pb2 as inference_pb
 from protos import tandem_worker_pb2 as pb
 

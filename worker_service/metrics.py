@@ -12,7 +12,7 @@ from prometheus_client import CollectorRegistry, Histogram
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from engine.stats import SchedulerStats
+from engine.scheduling.stats import SchedulerStats
 from protos import tandem_worker_pb2 as pb
 from worker_service.servicer import TransferCounters
 

@@ -15,9 +15,9 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from engine.executor import RankLost
 from engine.kernels.gpu import why_no_triton
 from engine.kv_cache import KVCacheShape, KVMemory, RankProgram, kv_pool_in
+from engine.running.executor import RankLost
 from kv_transfer import HostPool, KVLayout, KVPool, SharedMemory
 from worker_service.cuda_ipc import cuda_peers
 from worker_service.device_pool import DevicePool, DigestBlocks, cuda_stream_beside, digest_on_host

@@ -28,10 +28,10 @@ import click
 
 from engine.async_llm_engine import AsyncLLMEngine, StepNews
 from engine.config import EngineArgs, EngineConfig
-from engine.executor import RankLost
 from engine.llm_engine import LLMEngine
 from engine.model_loader import create_engine_config
-from engine.sequence import BlockExport, OnLayerWritten
+from engine.running.executor import RankLost
+from engine.scheduling.sequence import BlockExport, OnLayerWritten
 from kv_transfer import Identity, KVPool, TransportMissing
 from protos import tandem_worker_pb2 as pb
 from protos.tandem_worker_pb2_grpc import add_WorkerServicer_to_server

@@ -8,8 +8,8 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 
 from engine.config import EngineConfig
+from engine.running.worker import Worker
 from engine.tensor_parallel.rank import run_rank
-from engine.worker import Worker
 from worker_service.pool_memory import transfer_pool
 from worker_service.rank_pool import PoolServer
 

@@ -27,7 +27,7 @@ from typing import Any
 
 import numpy as np
 
-from engine.executor import RankLost
+from engine.running.executor import RankLost
 from kv_transfer import InvalidTransfer, KVLayout, KVPool, PeerUnreachable, SharedMemory, TransportMissing
 from kv_transfer.pool import Copying, Digests, PeerPool, Rows
 from kv_transfer.shared_memory import open_peers_memory

@@ -21,12 +21,12 @@ import torch
 from benchmarks.gpu_parts.rows import Row
 from benchmarks.gpu_parts.runner import Setting
 from engine.config import EngineArgs
-from engine.executor import Executor
 from engine.llm_engine import LLMEngine
 from engine.model_loader import create_engine_config
+from engine.running.executor import Executor
 from engine.sampling_params import SamplingParams
-from engine.sequence import ScheduledSequence, SchedulerOutput
-from engine.sequence import Sequence as EngineSequence
+from engine.scheduling.sequence import ScheduledSequence, SchedulerOutput
+from engine.scheduling.sequence import Sequence as EngineSequence
 
 MODELS = ("llama", "qwen3", "gemma2")
 """The last by transformers' own code, over our attention: with its soft cap, scale and windows."""

@@ -30,11 +30,11 @@ from benchmarks.gpu_parts.shapes import Sizes, write_model
 from benchmarks.gpu_parts.timing import synchronize, waiting_seconds_of
 from engine.config import EngineArgs
 from engine.llm_engine import LLMEngine
-from engine.logprobs import RawLogits
 from engine.model_loader import create_engine_config
-from engine.model_runner import make_sampler
+from engine.running.model_runner import make_sampler
+from engine.sampling.logprobs import RawLogits
 from engine.sampling_params import SamplingParams
-from engine.sequence import Sequence
+from engine.scheduling.sequence import Sequence
 
 NUM_WARM_UP_STEPS = 4
 NUM_STEPS = 40

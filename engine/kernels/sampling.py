@@ -1,4 +1,4 @@
-"""Choices of `engine.sampler` by CPU kernels, the same tokens. `load_cpu_kernels` comes first."""
+"""Choices of `engine.sampling.sampler` by CPU kernels, the same tokens. `load_cpu_kernels` comes first."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ from collections.abc import Sequence as Seq
 
 import torch
 
-from engine.sequence import Sequence
+from engine.scheduling.sequence import Sequence
 
 
 def draw_unfiltered(logits_RV: torch.Tensor, seqs: Seq[Sequence]) -> torch.Tensor:
-    """As `engine.sampler.draw`, for rows whose parameters leave no token out. float32."""
+    """As `engine.sampling.sampler.draw`, for rows whose parameters leave no token out. float32."""
     params = [seq.sampling_params for seq in seqs]
     # 64-bit seeds, signed or not, as the bits that they are.
     seeds = [(p.seed + 2**63) % 2**64 - 2**63 for p in params]
@@ -24,6 +24,6 @@ def draw_unfiltered(logits_RV: torch.Tensor, seqs: Seq[Sequence]) -> torch.Tenso
 
 
 def choose_largest(logits_SV: torch.Tensor, _: Seq[Sequence] = ()) -> torch.Tensor:
-    """As `engine.sampler.choose_largest`. float32."""
+    """As `engine.sampling.sampler.choose_largest`. float32."""
     token_ids: torch.Tensor = torch.ops.tandem_cpu.largest(logits_SV)
     return token_ids

@@ -42,7 +42,7 @@ from engine.models import ModelShape, load_model_shape
 from engine.models.decoder_config import DecoderConfig
 from engine.models.stored_weights import StoredWeights
 from engine.quantization import resolve_quantization
-from engine.speculation import SpeculativeConfig
+from engine.scheduling.speculation import SpeculativeConfig
 from engine.tensor_parallel.shares import share_of
 from prefix_hash.compat import join_parts
 

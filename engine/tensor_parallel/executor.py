@@ -10,13 +10,13 @@ from dataclasses import replace
 import torch
 
 from engine.config import EngineConfig
-from engine.executor import Executor
 from engine.kv_cache import KVCacheShape, KVMemory
-from engine.sampled_tokens import SampledTokens
-from engine.sequence import BlockExport, OnLayerWritten, SchedulerOutput
+from engine.running.executor import Executor
+from engine.running.worker import Worker
+from engine.sampling.sampled_tokens import SampledTokens
+from engine.scheduling.sequence import BlockExport, OnLayerWritten, SchedulerOutput
 from engine.tensor_parallel.group import RankGroup
 from engine.tensor_parallel.rank_processes import RankProcesses
-from engine.worker import Worker
 
 
 class TensorParallelExecutor(Executor):

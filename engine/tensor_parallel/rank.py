@@ -23,10 +23,10 @@ import torch
 
 from engine.config import EngineConfig
 from engine.kv_cache import KV_DTYPES, KVCacheShape, KVMemory
+from engine.running.worker import Worker
 from engine.step_input import StepInput
 from engine.tensor_parallel.group import RankGroup
 from engine.tensor_parallel.rank_processes import CONFIG, HERE
-from engine.worker import Worker
 
 PR_SET_PDEATHSIG = 1
 """Of linux/prctl.h."""

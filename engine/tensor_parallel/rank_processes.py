@@ -22,8 +22,8 @@ from multiprocessing.connection import Connection, Pipe
 from pydantic import TypeAdapter
 
 from engine.config import EngineConfig
-from engine.executor import RankLost
 from engine.kv_cache import KVMemory, RankProgram
+from engine.running.executor import RankLost
 from engine.step_input import StepInput
 from engine.tensor_parallel.meeting_folder import MeetingFolder
 

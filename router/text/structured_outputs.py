@@ -1,6 +1,6 @@
 """What a request asks of its answer's form, as the grammar that workers go by: llguidance's own text.
 
-    StructuredOutputs ──grammar_of──> "{"grammars": [...]}" ──EngineRequest.grammar──> engine/grammar.py masks tokens
+    StructuredOutputs ──grammar_of──> "{"grammars": [...]}" ──EngineRequest.grammar──> a worker masks tokens
 
 Compiles each grammar once, to know that it can be: against bytes instead of a model's tokens, which takes no vocabulary
 and less time. Owns nothing.

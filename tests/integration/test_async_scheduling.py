@@ -11,13 +11,13 @@ import torch
 from many_endings import CONFIG, Answers, answers_alone, answers_of, check_told, params_of, prompt_of
 
 from engine.config import EngineArgs
-from engine.input_batch import build_input_batch
 from engine.llm_engine import LLMEngine
 from engine.model_loader import create_engine_config
 from engine.outputs import FinishReason
-from engine.sampled_tokens import SampledTokens
+from engine.running.input_batch import build_input_batch
+from engine.sampling.sampled_tokens import SampledTokens
 from engine.sampling_params import SamplingParams
-from engine.sequence import INVALID_TOKEN, PENDING_TOKEN, ScheduledSequence, SchedulerOutput, Sequence
+from engine.scheduling.sequence import INVALID_TOKEN, PENDING_TOKEN, ScheduledSequence, SchedulerOutput, Sequence
 from engine.step_input import StepInput
 
 EITHER = pytest.mark.parametrize("runs_ahead", [False, True], ids=["in-turn", "ahead"])

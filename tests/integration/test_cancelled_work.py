@@ -22,10 +22,10 @@ import router.process
 import worker_service.process
 from decode_service.service import DecodeService
 from engine.config import EngineArgs
-from engine.executor import Executor
 from engine.model_loader import create_engine_config
-from engine.sampled_tokens import SampledTokens
-from engine.sequence import SchedulerOutput
+from engine.running.executor import Executor
+from engine.sampling.sampled_tokens import SampledTokens
+from engine.scheduling.sequence import SchedulerOutput
 from prefill_service.service import PrefillService
 from protos import tandem_worker_pb2 as pb
 from router.args import RouterArgs

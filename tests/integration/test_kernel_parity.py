@@ -10,10 +10,10 @@ import torch
 from reference import Reference
 
 from engine.config import EngineArgs
-from engine.executor import Executor
 from engine.model_loader import create_engine_config
+from engine.running.executor import Executor
 from engine.sampling_params import SamplingParams
-from engine.sequence import ScheduledSequence, SchedulerOutput, Sequence
+from engine.scheduling.sequence import ScheduledSequence, SchedulerOutput, Sequence
 
 NUM_LIKELIEST = 20
 GREEDY = SamplingParams(temperature=0, max_tokens=1)

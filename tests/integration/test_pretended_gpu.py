@@ -24,8 +24,8 @@ from quantized_on_gpu import check_checkpoint
 from transformers_cases import GEMMA2
 
 from engine.llm_engine import LLMEngine
-from engine.pool_size import longest_step, measured_steps
-from engine.worker import _saying_what_cannot_be_recorded, _saying_what_does_not_fit, _saying_what_is_too_large
+from engine.running.pool_size import longest_step, measured_steps
+from engine.running.worker import _saying_what_cannot_be_recorded, _saying_what_does_not_fit, _saying_what_is_too_large
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 NUMBERS = range(8)
@@ -118,7 +118,7 @@ def test_a_kernel_that_cannot_be_loaded_for_want_of_memory_is_said_to_be(
     def fail(*_: object) -> None:
         raise RuntimeError("Triton Error [CUDA]: out of memory")
 
-    monkeypatch.setattr("engine.worker.warm_up", fail)
+    monkeypatch.setattr("engine.running.worker.warm_up", fail)
     with pytest.raises(ValueError, match=r"the GPU has not enough memory: lower .*Triton Error"):
         make_engine(tmp_path, CONFIG)
 
@@ -154,7 +154,7 @@ def test_another_error_of_the_driver_stays_what_it_is(
     def fail(*_: object) -> None:
         raise RuntimeError("Triton Error [CUDA]: an illegal memory access was encountered")
 
-    monkeypatch.setattr("engine.worker.warm_up", fail)
+    monkeypatch.setattr("engine.running.worker.warm_up", fail)
     with pytest.raises(RuntimeError, match="illegal"):
         make_engine(tmp_path, CONFIG)
 

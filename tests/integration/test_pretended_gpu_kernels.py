@@ -29,9 +29,9 @@ from quantized_on_gpu import WIDE, check_checkpoint, check_experts
 from transformers_cases import GEMMA2, GPT_OSS, QWEN3_MOE
 from triton_device import DEVICE
 
-from engine.decode_graphs import RECORDING_BYTES, DecodeGraphs
 from engine.llm_engine import LLMEngine
-from engine.pool_size import largest_step
+from engine.running.decode_graphs import RECORDING_BYTES, DecodeGraphs
+from engine.running.pool_size import largest_step
 
 ROOT = Path(__file__).resolve().parents[2]
 NUMBERS = range(5)

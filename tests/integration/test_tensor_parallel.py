@@ -26,10 +26,10 @@ from handover import alone, bytes_of, handed_over
 from reference import NUM_TOKENS, Reference
 
 from engine.config import EngineArgs, EngineConfig
-from engine.executor import RankLost
 from engine.llm_engine import LLMEngine
 from engine.model_loader import create_engine_config
 from engine.outputs import RequestOutput
+from engine.running.executor import RankLost
 from engine.sampling_params import SamplingParams
 from engine.tensor_parallel import group
 from engine.tensor_parallel.meeting_folder import MeetingFolder, clear_left_behind

@@ -10,8 +10,8 @@ from engine.config import EngineArgs
 from engine.kv_cache import KVMemory
 from engine.llm_engine import LLMEngine
 from engine.model_loader import create_engine_config
-from engine.sampled_tokens import SampledTokens
-from engine.sequence import SchedulerOutput
+from engine.sampling.sampled_tokens import SampledTokens
+from engine.scheduling.sequence import SchedulerOutput
 from pretend_gpu.streams import without_waiting
 
 

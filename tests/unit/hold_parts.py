@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from engine.block_manager import BlockManager
 from engine.config import SchedulerConfig
 from engine.sampling_params import SamplingParams
-from engine.scheduler import Scheduler
-from engine.sequence import Sequence as EngineSequence
+from engine.scheduling.block_manager import BlockManager
+from engine.scheduling.scheduler import Scheduler
+from engine.scheduling.sequence import Sequence as EngineSequence
 from kv_transfer import GrantGone, HostPool, Identity, KVLayout, PeerUnreachable
 from kv_transfer.base import BlockWriter, Link
 from protos import tandem_kv_transfer_pb2 as kv_pb

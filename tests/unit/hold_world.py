@@ -27,8 +27,8 @@ from hold_parts import (
     Writer,
 )
 
-from engine.sequence import INVALID_TOKEN
-from engine.sequence import Sequence as EngineSequence
+from engine.scheduling.sequence import INVALID_TOKEN
+from engine.scheduling.sequence import Sequence as EngineSequence
 from kv_transfer import KVSender
 from prefill_service.prefill import PrefillRole
 from protos import tandem_inference_pb2 as inference_pb

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from itertools import count
 
-from engine.block_manager import BlockManager, BlockOwner
 from engine.sampling_params import SamplingParams
-from engine.sequence import Sequence
+from engine.scheduling.block_manager import BlockManager, BlockOwner
+from engine.scheduling.sequence import Sequence
 from prefix_hash import block_hashes, prefix_key, salted_key
 
 PROMPT = list(range(17))

@@ -24,9 +24,9 @@ from engine.kernels.sampling import choose_largest as kernel_largest
 from engine.kernels.sampling import draw_unfiltered
 from engine.layers import GatedLinear, HeadProjection, Linear, RMSNorm, RotaryEmbedding
 from engine.models.decoder_config import RopeConfig
-from engine.sampler import Sampler, choose_largest, draw
+from engine.sampling.sampler import Sampler, choose_largest, draw
 from engine.sampling_params import SamplingParams
-from engine.sequence import INVALID_TOKEN, Sequence
+from engine.scheduling.sequence import INVALID_TOKEN, Sequence
 
 BFLOAT16 = torch.bfloat16
 

@@ -13,10 +13,10 @@ import pytest
 import torch
 from recorder import RelaunchingRecorder
 
-from engine import model_runner
 from engine.attention import StepLayout
-from engine.decode_graphs import DecodeGraphs, batch_ladder, context_ladder
-from engine.input_batch import InputBatch
+from engine.running import model_runner
+from engine.running.decode_graphs import DecodeGraphs, batch_ladder, context_ladder
+from engine.running.input_batch import InputBatch
 
 
 def step_of(

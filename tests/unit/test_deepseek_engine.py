@@ -12,8 +12,8 @@ import transformers
 from deepseek_cases import BLOCK_SIZE, GREEDY, PROMPT, V3, alone, config_of
 from safetensors.torch import load_file, save_file
 
-from engine.executor import Executor
 from engine.llm_engine import LLMEngine
+from engine.running.executor import Executor
 
 # -- the pool -------------------------------------------------------------------------------------------------------
 

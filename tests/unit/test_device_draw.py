@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 import torch
 
-from engine import device_draw, random, sampler
+from engine.sampling import device_draw, random, sampler
 from engine.sampling_params import SamplingParams
-from engine.sequence import INVALID_TOKEN, Sequence
+from engine.scheduling.sequence import INVALID_TOKEN, Sequence
 
 VOCAB_SIZE = 1003
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"

@@ -18,14 +18,14 @@ from safetensors.torch import load_file
 
 from engine import scaled_weight
 from engine.config import EngineArgs
-from engine.executor import Executor
 from engine.model_loader import create_engine_config
 from engine.model_loader.eight_bit_weights import DummyEightBitWeights, EightBitWeights
 from engine.model_loader.weights import DummyWeights, SafetensorsWeights
 from engine.models.stored_weights import StoredWeights
+from engine.running.executor import Executor
 from engine.sampling_params import SamplingParams
 from engine.scaled_weight import ScaledWeight
-from engine.sequence import ScheduledSequence, SchedulerOutput, Sequence
+from engine.scheduling.sequence import ScheduledSequence, SchedulerOutput, Sequence
 
 NAME = "layer.proj.weight"
 SHAPE = (50, 36)

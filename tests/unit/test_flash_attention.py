@@ -22,7 +22,7 @@ from engine_steps import arguments, logits_of_steps
 from recorder import RelaunchingRecorder
 from torch.nn.attention.varlen import varlen_attn
 
-from engine import attention, model_runner
+from engine import attention
 from engine.attention import choice
 from engine.attention.flash_backend import FlashAttention, FlashPlan
 from engine.attention.flash_calls import (
@@ -40,6 +40,7 @@ from engine.attention.torch_backend import TorchAttention
 from engine.config import EngineArgs
 from engine.llm_engine import LLMEngine
 from engine.model_loader import create_engine_config
+from engine.running import model_runner
 from engine.sampling_params import SamplingParams
 
 pytestmark = pytest.mark.usefixtures("one_thread")

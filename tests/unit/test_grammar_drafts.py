@@ -16,14 +16,14 @@ from grammar_cases import EOS, KINDS, grammar_text, tokenizer, write_model
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from engine import grammar as module
-from engine.block_manager import BlockManager
 from engine.config import SchedulerConfig
-from engine.grammar import Grammars, GrammarState
 from engine.sampling_params import SamplingParams
-from engine.scheduler import Scheduler
-from engine.sequence import Sequence
-from engine.speculation import SpeculativeConfig
+from engine.scheduling import grammar as module
+from engine.scheduling.block_manager import BlockManager
+from engine.scheduling.grammar import Grammars, GrammarState
+from engine.scheduling.scheduler import Scheduler
+from engine.scheduling.sequence import Sequence
+from engine.scheduling.speculation import SpeculativeConfig
 from router.text.structured_outputs import grammar_of
 from tandem.structured_outputs import StructuredOutputsParams
 

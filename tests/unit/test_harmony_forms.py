@@ -17,7 +17,7 @@ from test_reasoning import message_of
 from test_validation import MODEL
 from tool_call_cases import outcome
 
-from engine.grammar import Grammars
+from engine.scheduling.grammar import Grammars
 from protos import tandem_inference_pb2 as pb
 from router.request_events import Emit
 from router.servicer import InferenceServicer, Texts

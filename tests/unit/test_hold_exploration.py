@@ -26,8 +26,8 @@ from hold_parts import Writer
 from hold_world import explore
 
 from engine.outputs import RequestOutput
-from engine.scheduler import Scheduler
-from engine.sequence import Sequence as EngineSequence
+from engine.scheduling.scheduler import Scheduler
+from engine.scheduling.sequence import Sequence as EngineSequence
 from kv_transfer import KVSender, Push, TransferError
 from prefill_service.prefill import PrefillRole
 from protos import tandem_kv_transfer_pb2 as kv_pb

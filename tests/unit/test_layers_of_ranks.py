@@ -18,9 +18,9 @@ from engine.attention import create_attention_backend
 from engine.config import EngineArgs
 from engine.kv_cache import allocate_kv_pool, kv_cache_shape
 from engine.model_loader import create_engine_config, load_model
-from engine.model_runner import ModelRunner
+from engine.running.model_runner import ModelRunner
 from engine.sampling_params import SamplingParams
-from engine.sequence import ScheduledSequence, SchedulerOutput, Sequence
+from engine.scheduling.sequence import ScheduledSequence, SchedulerOutput, Sequence
 from engine.step_input import StepInput
 from engine.tensor_parallel import group as group_module
 from engine.tensor_parallel.group import RankGroup

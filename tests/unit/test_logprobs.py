@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 import torch
 
-from engine import logprobs as module
-from engine.logprobs import ROWS_AT_A_TIME, RawLogits
 from engine.outputs import Logprob, TokenLogprobs
+from engine.sampling import logprobs as module
+from engine.sampling.logprobs import ROWS_AT_A_TIME, RawLogits
 from engine.sampling_params import SamplingParams
-from engine.sequence import INVALID_TOKEN, Sequence
+from engine.scheduling.sequence import INVALID_TOKEN, Sequence
 
 VOCAB_SIZE = 4096
 

@@ -16,14 +16,14 @@ from safetensors.torch import load_file, save_file
 
 from engine.cache_dir import build_once
 from engine.config import EngineArgs, EngineConfig
-from engine.executor import Executor
 from engine.layers import inverse_frequencies
 from engine.model_loader import create_engine_config, model_config, resolve_model
 from engine.model_loader.default_model import DEFAULT_MODEL, fetch_default_model
 from engine.models import load_decoder_config
 from engine.models.decoder_config import RopeConfig
+from engine.running.executor import Executor
 from engine.sampling_params import SamplingParams
-from engine.sequence import ScheduledSequence, SchedulerOutput, Sequence
+from engine.scheduling.sequence import ScheduledSequence, SchedulerOutput, Sequence
 from prefix_hash import prefix_key
 
 LLAMA: dict[str, Any] = {
@@ -359,7 +359,7 @@ def test_prints_the_folder(tmp_path: Path) -> None:
 def test_loading_imports_no_transformers(tmp_path: Path) -> None:
     folder = folder_with(tmp_path / "m")
     program = (
-        "import sys; from engine.config import EngineArgs; from engine.executor import Executor\n"
+        "import sys; from engine.config import EngineArgs; from engine.running.executor import Executor\n"
         "from engine.model_loader import create_engine_config\n"
         f"Executor(create_engine_config(EngineArgs(model={str(folder)!r}, load_format='dummy', num_kv_blocks=99)))\n"
         "print([name for name in ('transformers', 'gguf', 'huggingface_hub') if name in sys.modules])"

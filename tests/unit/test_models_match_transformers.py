@@ -22,7 +22,7 @@ from model_bench import save_model as save
 from engine.config import EngineArgs, EngineConfig
 from engine.model_loader import create_engine_config
 from engine.quantization import quantize_int8
-from engine.sequence import ScheduledSequence, SchedulerOutput
+from engine.scheduling.sequence import ScheduledSequence, SchedulerOutput
 
 LLAMA3_ROPE = {
     "rope_type": "llama3",

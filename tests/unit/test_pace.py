@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from engine.pace import MIN_BUDGET, UNKNOWN_BUDGET, StepPace
+from engine.scheduling.pace import MIN_BUDGET, UNKNOWN_BUDGET, StepPace
 
 
 def step(pace: StepPace, *, decode_s: float, token_s: float, noise: random.Random | None = None) -> float:

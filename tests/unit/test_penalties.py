@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 import torch
 
-from engine.penalties import apply_penalties
+from engine.sampling.penalties import apply_penalties
 from engine.sampling_params import SamplingParams
-from engine.sequence import Sequence
+from engine.scheduling.sequence import Sequence
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 import torch
 
-from engine.executor import RankLost
 from engine.kv_cache import KV_ORDER, KVCacheShape, RankProgram
+from engine.running.executor import RankLost
 from kv_transfer import TransportMissing
 from kv_transfer.shared_memory import open_peers_memory
 from worker_service.pool_memory import PoolMemory, transfer_pool

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from device_peers import OneProcess, on_a_device, on_devices, parts_of, served
 
-from engine.executor import RankLost
+from engine.running.executor import RankLost
 from kv_transfer import (
     HostPool,
     Identity,

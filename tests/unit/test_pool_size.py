@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from engine.config import EngineArgs
-from engine.executor import Executor
 from engine.model_loader import create_engine_config
-from engine.pool_size import largest_step, num_blocks_left
+from engine.running.executor import Executor
+from engine.running.pool_size import largest_step, num_blocks_left
 
 GIB = 1 << 30
 DEVICE = {

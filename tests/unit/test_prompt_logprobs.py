@@ -8,14 +8,14 @@ import math
 import pytest
 import torch
 
-from engine import logprobs as module
-from engine.block_manager import BlockManager
 from engine.config import SchedulerConfig
-from engine.logprobs import prompt_logprobs, told_logits
 from engine.outputs import Logprob, RequestOutput, TokenLogprobs
+from engine.sampling import logprobs as module
+from engine.sampling.logprobs import prompt_logprobs, told_logits
 from engine.sampling_params import SamplingParams
-from engine.scheduler import Scheduler
-from engine.sequence import ScheduledSequence, SchedulerOutput, Sequence
+from engine.scheduling.block_manager import BlockManager
+from engine.scheduling.scheduler import Scheduler
+from engine.scheduling.sequence import ScheduledSequence, SchedulerOutput, Sequence
 from engine.step_input import StepInput
 from protos import tandem_inference_pb2 as pb
 from router.sequences import params_of_sequence

@@ -13,7 +13,7 @@ from grammar_cases import EOS, KINDS, grammar_text, tokenizer, write_model
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.grammar import Grammars, GrammarState
+from engine.scheduling.grammar import Grammars, GrammarState
 from protos import tandem_inference_pb2 as pb
 from router.text.calls.call_format import Tool
 from router.text.reasoning import NO_REASONING, THINK, ReasoningParser, reasoning_of

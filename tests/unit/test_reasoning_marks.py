@@ -8,7 +8,7 @@ import pytest
 import tokenizers
 from grammar_cases import EOS, grammar_text, tokenizer, write_model
 
-from engine.grammar import Grammars
+from engine.scheduling.grammar import Grammars
 from router.text.harmony import Harmony
 from router.text.reasoning import MARKS, Reasoning, ReasoningParser, opened_by, parser_of_template, reasoning_of
 from router.text.tokenizer import Tokenizer

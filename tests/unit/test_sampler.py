@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 import torch
 
-from engine.random import exponentials, philox4x32
-from engine.sampler import Sampler, draw, filtered_weights, nucleus_threshold
+from engine.sampling.random import exponentials, philox4x32
+from engine.sampling.sampler import Sampler, draw, filtered_weights, nucleus_threshold
 from engine.sampling_params import SamplingParams
-from engine.sequence import INVALID_TOKEN, PENDING_TOKEN, Sequence
+from engine.scheduling.sequence import INVALID_TOKEN, PENDING_TOKEN, Sequence
 
 VOCAB_SIZE = 50
 EOS = 7
@@ -158,7 +158,7 @@ def test_a_token_without_weight_is_never_drawn() -> None:
 def test_who_cannot_win_is_left_out_of_the_race_without_changing_it(monkeypatch: pytest.MonkeyPatch) -> None:
     values, seqs = 12 * logits(vocab_size=5000)[0], [sequence(seed=seed) for seed in range(100)]
     drawn = draw(values.expand(100, -1), seqs).tolist()
-    monkeypatch.setattr("engine.sampler.HOPELESS", 0.0)
+    monkeypatch.setattr("engine.sampling.sampler.HOPELESS", 0.0)
     assert draw(values.expand(100, -1), seqs).tolist() == drawn
 
 

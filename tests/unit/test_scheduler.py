@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import pytest
 
-from engine.block_manager import BlockManager
 from engine.config import SchedulerConfig
 from engine.outputs import FinishReason, RequestOutput
 from engine.sampling_params import SamplingParams
-from engine.scheduler import Scheduler
-from engine.sequence import INVALID_TOKEN, SchedulerOutput, Sequence, SequenceStatus
-from engine.speculation import SpeculativeConfig
+from engine.scheduling.block_manager import BlockManager
+from engine.scheduling.scheduler import Scheduler
+from engine.scheduling.sequence import INVALID_TOKEN, SchedulerOutput, Sequence, SequenceStatus
+from engine.scheduling.speculation import SpeculativeConfig
 
 EOS = 1
 

@@ -19,12 +19,12 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, initialize, invariant, multiple, rule
 
-from engine.block_manager import BlockManager
 from engine.config import SchedulerConfig
 from engine.sampling_params import SamplingParams
-from engine.scheduler import Scheduler
-from engine.sequence import PENDING_TOKEN, SchedulerOutput, Sequence, SequenceStatus
-from engine.speculation import SpeculativeConfig
+from engine.scheduling.block_manager import BlockManager
+from engine.scheduling.scheduler import Scheduler
+from engine.scheduling.sequence import PENDING_TOKEN, SchedulerOutput, Sequence, SequenceStatus
+from engine.scheduling.speculation import SpeculativeConfig
 
 EOS = 1
 MAX_MODEL_LEN = 40

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from engine.block_manager import BlockLedger
 from engine.llm_engine import EngineLoad
 from engine.outputs import FinishReason, RequestOutput
+from engine.scheduling.block_manager import BlockLedger
 from protos import tandem_worker_pb2 as pb
 from rpc.errors import Draining, LeaseGone
 from rpc.session import PROTOCOL_VERSION

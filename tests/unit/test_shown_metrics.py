@@ -10,7 +10,7 @@ import httpx2 as httpx
 import pytest
 from prometheus_client import CollectorRegistry
 
-from engine.stats import SchedulerStats
+from engine.scheduling.stats import SchedulerStats
 from protos import tandem_worker_pb2 as pb
 from router.metrics import RouterMetrics
 from rpc.http import HttpServer, metrics_app

@@ -11,16 +11,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.block_manager import BlockManager
 from engine.config import EngineArgs, SchedulerConfig
-from engine.grammar import GrammarState
 from engine.llm_engine import LLMEngine
 from engine.model_loader import create_engine_config
 from engine.outputs import FinishReason, RequestOutput
 from engine.sampling_params import SamplingParams
-from engine.scheduler import Scheduler
-from engine.sequence import INVALID_TOKEN, ScheduledSequence, SchedulerOutput, Sequence
-from engine.speculation import MAX_DRAFTS, DraftHistory, SpeculativeConfig, propose
+from engine.scheduling.block_manager import BlockManager
+from engine.scheduling.grammar import GrammarState
+from engine.scheduling.scheduler import Scheduler
+from engine.scheduling.sequence import INVALID_TOKEN, ScheduledSequence, SchedulerOutput, Sequence
+from engine.scheduling.speculation import MAX_DRAFTS, DraftHistory, SpeculativeConfig, propose
 from tandem import LLM
 
 CONFIG = SpeculativeConfig(num_speculative_tokens=4)

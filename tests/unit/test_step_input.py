@@ -10,7 +10,7 @@ import pytest
 
 from engine.attention import StepLayout
 from engine.sampling_params import SamplingParams
-from engine.sequence import PENDING_TOKEN, BlockExport, ScheduledSequence, SchedulerOutput, Sequence
+from engine.scheduling.sequence import PENDING_TOKEN, BlockExport, ScheduledSequence, SchedulerOutput, Sequence
 from engine.step_input import StepInput
 
 BLOCK_SIZE = 4

@@ -15,11 +15,11 @@ import torch
 from grammar_cases import EOS, KINDS, grammar_text, params_of, text_of, tokenizer, write_model
 from llguidance import LLParserLimits
 
-from engine import grammar as engine_grammar
-from engine.grammar import Grammars
-from engine.sampler import Sampler
+from engine.sampling.sampler import Sampler
 from engine.sampling_params import SamplingParams
-from engine.sequence import INVALID_TOKEN, Sequence
+from engine.scheduling import grammar as engine_grammar
+from engine.scheduling.grammar import Grammars
+from engine.scheduling.sequence import INVALID_TOKEN, Sequence
 from protos import tandem_inference_pb2 as pb
 from protos import tandem_worker_pb2 as worker_pb
 from router.model_info import GenerationDefaults, ModelInfo

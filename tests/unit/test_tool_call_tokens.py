@@ -12,7 +12,7 @@ import tokenizers
 from grammar_cases import EOS, tokenizer, write_model
 from tool_call_cases import outcome, said
 
-from engine.grammar import Grammars
+from engine.scheduling.grammar import Grammars
 from router.text.calls.call_format import Tool
 from router.text.calls.text_values import Schema
 from router.text.tokenizer import Tokenizer

@@ -8,11 +8,11 @@ import pytest
 import torch
 from triton_device import DEVICE
 
-from engine import sampler
 from engine.kernels.gpu import draw as kernels
 from engine.kernels.gpu.draw import draw
+from engine.sampling import sampler
 from engine.sampling_params import SamplingParams
-from engine.sequence import INVALID_TOKEN, Sequence
+from engine.scheduling.sequence import INVALID_TOKEN, Sequence
 
 FILTERS = [{}, {"top_k": 1}, {"top_k": 7}, {"top_p": 0.9}, {"top_p": 0.3, "top_k": 20}, {"min_p": 0.1},
            {"min_p": 0.01, "top_p": 0.95, "top_k": 400}, {"top_k": 5000}, {"top_k": -1}, {"top_p": 1e-9},

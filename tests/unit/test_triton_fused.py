@@ -13,13 +13,13 @@ from engine_steps import arguments, logits_of_steps
 from recorder import RelaunchingRecorder
 from triton_device import DEVICE
 
-from engine import model_runner
 from engine.kernels.gpu.parts import TritonGatedLinear, TritonRMSNorm
 from engine.kernels.gpu.pointwise import silu_multiply
 from engine.kernels.gpu.rotate import rotate_and_store
 from engine.kv_cache import rounded_for_pool
 from engine.layers import GatedLinear, HeadProjection, RMSNorm, RotaryEmbedding
 from engine.models.decoder_config import RopeConfig
+from engine.running import model_runner
 
 BFLOAT16 = torch.bfloat16
 DTYPES = [torch.float32, torch.float16, BFLOAT16]

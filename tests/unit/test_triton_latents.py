@@ -20,7 +20,6 @@ from model_shapes import shape_of
 from recorder import RelaunchingRecorder
 from triton_device import DEVICE  # before the kernels
 
-from engine import model_runner
 from engine.attention import Needs, choose_attention_backend, why_no_graphs
 from engine.attention.choice import GROUPED_MAJORS
 from engine.attention.torch_latents import TorchLatentAttention
@@ -35,6 +34,7 @@ from engine.models.decoder import PLAIN_PARTS
 from engine.models.experts import ExpertsFeedForward
 from engine.models.parts import PartsFactory
 from engine.models.rope_config import RopeConfig
+from engine.running import model_runner
 
 TOLERANCES = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1e-2}
 SMALL_PIECES = LatentTileConfig(block_m=16, block_n=16, min_piece=16, num_warps=4, num_stages=2)

@@ -12,11 +12,11 @@ import pytest
 import torch
 
 from engine.config import EngineArgs
-from engine.executor import Executor
 from engine.model_loader import create_engine_config
-from engine.sequence import SchedulerOutput
+from engine.running.executor import Executor
+from engine.running.warm_up import prompt_lengths, warm_up
+from engine.scheduling.sequence import SchedulerOutput
 from engine.step_input import StepInput
-from engine.warm_up import prompt_lengths, warm_up
 
 CONFIG = {
     "architectures": ["LlamaForCausalLM"], "vocab_size": 97, "hidden_size": 48, "intermediate_size": 80,

@@ -23,7 +23,7 @@ from engine.weight_cut import CutOf, uncut
 
 
 class TritonAdapters(Adapters):
-    """They keep addresses, as `engine.decode_graphs.AdapterKeeper` has it."""
+    """They keep addresses, as `engine.running.decode_graphs.AdapterKeeper` has it."""
 
     def __init__(self, modules: Sequence[LoRAModule], dtype: str, device: str, cut_of: CutOf = uncut) -> None:
         super().__init__(modules, dtype, device, cut_of=cut_of)

@@ -1,11 +1,11 @@
-"""The sampler's draws (`engine.sampler`, steps 5 to 9) in two launches: the same race with the same clocks.
+"""The sampler's draws (`engine.sampling.sampler`, steps 5 to 9) in two launches: the same race with the same clocks.
 
     bounds   per row: its largest logit, and the smallest that `top_k` and `top_p` keep, found by bisection of its bits
     race     per row and piece of the vocabulary: the token whose clock, over its probability, rings first
 
-Plain torch (`engine.device_draw`) makes some two hundred passes over [R, V] numbers of 8 bytes for a draw, and sorts
-them for `top_k` and `top_p`: with 64 rows and 128k tokens longer than the rest of a step. Here each logit is read once,
-or once for each bit where a row asks for filters.
+Plain torch (`engine.sampling.device_draw`) makes some two hundred passes over [R, V] numbers of 8 bytes for a draw, and
+sorts them for `top_k` and `top_p`: with 64 rows and 128k tokens longer than the rest of a step. Here each logit is read
+once, or once for each bit where a row asks for filters.
 
 Clocks are Philox over (seed, position, token id), in float64 from there on, as on a CPU. Weights that
 decide what `top_p` keeps are summed in float32 and float64: a token at the very edge may fall on the other side of it.
@@ -23,8 +23,8 @@ import torch
 import triton
 import triton.language as tl
 
-from engine.sampler import HOPELESS
-from engine.sequence import INVALID_TOKEN, Sequence
+from engine.sampling.sampler import HOPELESS
+from engine.scheduling.sequence import INVALID_TOKEN, Sequence
 from engine.to_device import to_device
 
 PIECE = 8192
@@ -36,7 +36,8 @@ RACE_BLOCKS = 256
 
 
 def draw(logits_RV: torch.Tensor, seqs: Seq[Sequence]) -> torch.Tensor:
-    """As `engine.sampler.draw`: one token per row at random, temperatures above 0: [R] int64. Waits for nothing."""
+    """As `engine.sampling.sampler.draw`: one token per row at random, temperatures above 0: [R] int64. Waits for
+    nothing."""
     num_rows, vocab_size = logits_RV.shape
     logits_RV = logits_RV.contiguous()
     device, params = logits_RV.device, [seq.sampling_params for seq in seqs]

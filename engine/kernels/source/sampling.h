@@ -1,4 +1,4 @@
-// Choosing the next token: the largest logit, or a draw among all (engine/sampler.py says what a draw is).
+// Choosing the next token: the largest logit, or a draw among all (engine/sampling/sampler.py says what a draw is).
 #pragma once
 
 #include <ATen/ops/empty.h>
@@ -11,7 +11,7 @@ namespace tandem {
 
 typedef uint64_t W16 __attribute__((vector_size(128)));
 
-// Philox4x32-10 (engine/random.py) of 16 counters (block.., 0, position, 0): word j of lane i is of token
+// Philox4x32-10 (engine/sampling/random.py) of 16 counters (block.., 0, position, 0): word j of lane i is of token
 // 4 * (block + i) + j.
 inline void philox(U16 c[4], uint64_t seed) {
   uint32_t k0 = uint32_t(seed), k1 = uint32_t(seed >> 32);
@@ -40,7 +40,7 @@ inline F16 log_of(F16 x) {
   return exponent * 0.693147181f + t * series;
 }
 
-// One token of a row at random: engine/sampler.py, step 9, without filters. Scores of all in float32, of those that come
+// One token of a row at random: engine/sampling/sampler.py, step 9, without filters. Scores of all in float32, of those that come
 // near the best in float64. -1 where a logit is a NaN.
 int64_t race(const float* logits, int64_t V, double temperature, uint64_t seed, uint32_t position, std::vector<float>& scores) {
   float largest = -INFINITY;

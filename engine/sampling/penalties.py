@@ -1,4 +1,4 @@
-"""Penalties for what was said before: steps 2 and 3 of `engine.sampler`, for all rows that ask for some at once.
+"""Penalties for what was said before: steps 2 and 3 of the sampler, for all rows that ask for some at once.
 
 Each sequence's last token is taken from where the model has it: a step may be launched before the host knows it.
 
@@ -15,7 +15,7 @@ from collections.abc import Sequence as Seq
 import numpy as np
 import torch
 
-from engine.sequence import Sequence
+from engine.scheduling.sequence import Sequence
 from engine.to_device import integers, to_device
 
 _LARGEST = 1e38

@@ -1,4 +1,4 @@
-"""From logits to token ids. Semantics are vLLM's; random numbers are functions of the request (see `engine.random`).
+"""From logits to token ids. Semantics are vLLM's; random numbers are functions of the request (see `random`).
 
 Holds no state between steps: what a draw depends on is in the sequence and its logits, so that a sequence gets the same
 tokens in any batch, on any worker, after any preemption.
@@ -11,7 +11,7 @@ Per row, in this order:
  3. `frequency_penalty` f: minus f times the token's count in the answer. `presence_penalty` p: minus p if it occurs
     there.
  4. `min_tokens`: until the answer has so many, end-of-sequence (also under `ignore_eos`) and stop tokens get -inf.
- 5. A grammar: tokens that cannot come next get -inf (`engine.grammar`).
+ 5. A grammar: tokens that cannot come next get -inf (`engine.scheduling.grammar`).
  6. Greedy (temperature 0): the largest logit, the lowest id among equals. Otherwise the logits are divided by the
     temperature, and of the tokens
  7. `min_p` keeps those at least `min_p` times as probable as the most probable one,
@@ -41,10 +41,10 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from engine.grammar import GrammarState
-from engine.penalties import apply_penalties
-from engine.random import exponentials
-from engine.sequence import INVALID_TOKEN, Sequence
+from engine.sampling.penalties import apply_penalties
+from engine.sampling.random import exponentials
+from engine.scheduling.grammar import GrammarState
+from engine.scheduling.sequence import INVALID_TOKEN, Sequence
 from engine.to_device import integers, to_device
 
 HOPELESS = 5e-12

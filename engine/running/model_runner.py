@@ -10,19 +10,19 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from engine import device_draw
 from engine.attention import PagedBackend
 from engine.config import EngineConfig
-from engine.decode_graphs import RECORDING_BYTES, CudaRecorder, DecodeGraphs
-from engine.input_batch import InputBatch, build_input_batch
 from engine.kernels.sampling import choose_largest, draw_unfiltered
 from engine.kv_cache import clear_blocks, copy_blocks
-from engine.logprobs import PromptLogprobs, RawLogits, prompt_logprobs, told_logits
 from engine.models.layer import OnLayer
 from engine.models.model import Model
-from engine.sampled_tokens import SampledTokens
-from engine.sampler import ChooseRows, Sampler
-from engine.sequence import OnLayerWritten, SchedulerOutput
+from engine.running.decode_graphs import RECORDING_BYTES, CudaRecorder, DecodeGraphs
+from engine.running.input_batch import InputBatch, build_input_batch
+from engine.sampling import device_draw
+from engine.sampling.logprobs import PromptLogprobs, RawLogits, prompt_logprobs, told_logits
+from engine.sampling.sampled_tokens import SampledTokens
+from engine.sampling.sampler import ChooseRows, Sampler
+from engine.scheduling.sequence import OnLayerWritten, SchedulerOutput
 from engine.step_input import StepInput
 
 if TYPE_CHECKING:

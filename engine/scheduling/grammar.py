@@ -8,7 +8,7 @@ next is a function of the answer's tokens alone: a sequence that is preempted, h
 tokens needs nothing but them. No torch.
 
 Much of such an answer is no choice: the names in an object, and all between them. What alone may come is a good guess
-at what comes (engine/speculation.py), if none of the tokens themselves, as a text may be cut into tokens in several
+at what comes (speculation.py), if none of the tokens themselves, as a text may be cut into tokens in several
 ways. What a grammar has been asked about tokens that turn out to be wrong is taken back.
 
 Each sequence compiles its grammar for itself, also one that was compiled before: copies share what they have learned of

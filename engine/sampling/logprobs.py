@@ -24,7 +24,7 @@ import numpy as np
 import torch
 
 from engine.outputs import Logprob, TokenLogprobs
-from engine.sequence import SchedulerOutput, Sequence
+from engine.scheduling.sequence import SchedulerOutput, Sequence
 from engine.step_input import StepInput
 from engine.to_device import integers
 

@@ -14,9 +14,9 @@ from itertools import accumulate, islice
 
 import torch
 
-from engine.logprobs import PromptLogprobs, SampledLogprobs
 from engine.outputs import TokenLogprobs
-from engine.sequence import SchedulerOutput
+from engine.sampling.logprobs import PromptLogprobs, SampledLogprobs
+from engine.scheduling.sequence import SchedulerOutput
 
 
 class SampledTokens:

@@ -10,9 +10,9 @@ import torch
 
 from engine.config import EngineConfig
 from engine.kv_cache import KVCacheShape, KVMemory
-from engine.sampled_tokens import SampledTokens
-from engine.sequence import OnLayerWritten, SchedulerOutput
-from engine.worker import Worker
+from engine.running.worker import Worker
+from engine.sampling.sampled_tokens import SampledTokens
+from engine.scheduling.sequence import OnLayerWritten, SchedulerOutput
 
 
 class RankLost(RuntimeError):  # noqa: N818 - named for what happened

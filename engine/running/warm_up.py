@@ -16,10 +16,10 @@ import torch
 from engine.cache_dir import report
 from engine.config import EngineConfig
 from engine.kv_cache import clear_blocks
-from engine.model_runner import ModelRunner
-from engine.pool_size import ASKS_FOR_ALL
+from engine.running.model_runner import ModelRunner
+from engine.running.pool_size import ASKS_FOR_ALL
 from engine.sampling_params import SamplingParams
-from engine.sequence import ScheduledSequence, SchedulerOutput, Sequence
+from engine.scheduling.sequence import ScheduledSequence, SchedulerOutput, Sequence
 
 REPORT_EVERY = 10
 """Recordings."""

@@ -20,8 +20,8 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 from enum import IntEnum
 
-from engine.evictor import LRUEvictor
-from engine.sequence import Sequence
+from engine.scheduling.evictor import LRUEvictor
+from engine.scheduling.sequence import Sequence
 from prefix_hash import extend_block_hashes, salted_key
 
 

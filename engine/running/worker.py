@@ -22,12 +22,12 @@ from engine.attention import create_attention_backend
 from engine.config import EngineConfig
 from engine.kv_cache import KVCacheShape, allocate_kv_pool, kv_cache_shape
 from engine.model_loader import load_model
-from engine.model_runner import ModelRunner
-from engine.pool_size import measure_num_blocks
-from engine.sampled_tokens import SampledTokens
-from engine.sequence import OnLayerWritten, SchedulerOutput
+from engine.running.model_runner import ModelRunner
+from engine.running.pool_size import measure_num_blocks
+from engine.running.warm_up import warm_up
+from engine.sampling.sampled_tokens import SampledTokens
+from engine.scheduling.sequence import OnLayerWritten, SchedulerOutput
 from engine.step_input import StepInput
-from engine.warm_up import warm_up
 
 if TYPE_CHECKING:
     from engine.tensor_parallel.group import RankGroup

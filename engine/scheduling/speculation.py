@@ -4,12 +4,13 @@
     the tokens so far ──propose──> drafts ──a step computes them behind the last token, and samples after each
     ──those up to the first that was not sampled in its place, and the token after them, are the answer's next ones
 
-What is sampled after a draft hangs on the tokens before it and its position alone, as everywhere (engine/sampler.py): a
-draft decides when a token is computed and never which. Wrong ones cost the time to compute them.
+What is sampled after a draft hangs on the tokens before it and its position alone, as everywhere
+(engine/sampling/sampler.py): a draft decides when a token is computed and never which. Wrong ones cost the time to
+compute them.
 
 Drafts are looked up: the last few tokens stood somewhere before, and what followed them there may follow again, as in
 code that is edited, texts that are quoted or summed up, and wherever somebody repeats himself. After A. Saxena, Prompt
-lookup decoding (2023). In an answer that is held to a grammar what alone may come goes first (engine/grammar.py). Owns
+lookup decoding (2023). In an answer that is held to a grammar what alone may come goes first (grammar.py). Owns
 nothing. No torch.
 """
 

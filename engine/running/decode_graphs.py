@@ -29,7 +29,7 @@ import torch
 
 from engine.attention import StepLayout
 from engine.attention.step_arrays import empty_decodes
-from engine.input_batch import InputBatch
+from engine.running.input_batch import InputBatch
 from engine.step_input import Integers
 
 Replay = Callable[[], None]

@@ -1,6 +1,6 @@
 """Decides what each engine step computes, and takes in what it gave. Integers only, no torch.
 
-Owns every sequence of the engine, by where it is in its life (see `engine.sequence`):
+Owns every sequence of the engine, by where it is in its life (see `engine.scheduling.sequence`):
 
     waiting ──admit──> running ──finish──> gone
        ^──preempt────────┘  └─first token of a prefill-only sequence─> held ──release──> gone
@@ -29,10 +29,10 @@ from collections import deque
 from collections.abc import Iterator, Mapping
 from types import MappingProxyType
 
-from engine.block_manager import BlockManager, BlockOwner
 from engine.config import SchedulerConfig
 from engine.outputs import FinishReason, RequestOutput, TokenLogprobs
-from engine.sequence import (
+from engine.scheduling.block_manager import BlockManager, BlockOwner
+from engine.scheduling.sequence import (
     INVALID_TOKEN,
     PENDING_TOKEN,
     BlockExport,
@@ -41,8 +41,8 @@ from engine.sequence import (
     Sequence,
     SequenceStatus,
 )
-from engine.speculation import SpeculativeConfig, propose
-from engine.stats import SchedulerStats
+from engine.scheduling.speculation import SpeculativeConfig, propose
+from engine.scheduling.stats import SchedulerStats
 
 _STATUS_OF = {
     FinishReason.STOP: SequenceStatus.FINISHED_STOPPED,

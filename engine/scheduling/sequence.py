@@ -19,10 +19,10 @@ from dataclasses import dataclass, field, replace
 from enum import Enum, auto
 from typing import TypeAlias
 
-from engine.grammar import GrammarState
 from engine.outputs import TokenLogprobs
 from engine.sampling_params import SamplingParams
-from engine.speculation import DraftHistory
+from engine.scheduling.grammar import GrammarState
+from engine.scheduling.speculation import DraftHistory
 
 INVALID_TOKEN = -1
 """Sampled for a sequence whose logits hold a NaN: it fails, and its neighbours go on."""
@@ -127,7 +127,7 @@ class ScheduledSequence:
     num_new_tokens: int
     """Drafts included."""
     draft_token_ids: Seq[int] = ()
-    """Guesses at the tokens after its last one (engine/speculation.py)."""
+    """Guesses at the tokens after its last one (engine/scheduling/speculation.py)."""
     first: int = field(init=False)
     """Position of the first of them."""
     samples: bool = field(init=False)

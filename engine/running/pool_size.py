@@ -17,7 +17,7 @@ import torch
 from engine.config import EngineConfig
 from engine.kv_cache import KVCacheShape
 from engine.sampling_params import SamplingParams
-from engine.sequence import ScheduledSequence, SchedulerOutput, Sequence
+from engine.scheduling.sequence import ScheduledSequence, SchedulerOutput, Sequence
 
 ASKS_FOR_ALL = SamplingParams(
     temperature=1, top_p=0.9, top_k=50, min_p=0.01, repetition_penalty=1.1, frequency_penalty=0.1,

@@ -1,4 +1,4 @@
-"""The sampler's draws where the logits are: `engine.sampler.draw`, and nothing waits for the device.
+"""The sampler's draws where the logits are: `engine.sampling.sampler.draw`, and nothing waits for the device.
 
 The same race with the same clocks: Philox over (seed, position, token id), in 64-bit integers, so that
 a sequence goes on with the same tokens on a CPU. Filters cut at the same weights; sums are made in another order, so
@@ -14,9 +14,9 @@ from collections.abc import Sequence as Seq
 import numpy as np
 import torch
 
-from engine.random import KEY_INCREMENTS, MULTIPLIERS, NUM_ROUNDS
-from engine.sampler import HOPELESS
-from engine.sequence import INVALID_TOKEN, Sequence
+from engine.sampling.random import KEY_INCREMENTS, MULTIPLIERS, NUM_ROUNDS
+from engine.sampling.sampler import HOPELESS
+from engine.scheduling.sequence import INVALID_TOKEN, Sequence
 from engine.to_device import integers, to_device
 
 _LOW_32 = 0xFFFFFFFF
@@ -38,7 +38,7 @@ def draw(logits_RV: torch.Tensor, seqs: Seq[Sequence]) -> torch.Tensor:
 
 
 def filtered_weights(logits_RV: torch.Tensor, seqs: Seq[Sequence]) -> torch.Tensor:
-    """As `engine.sampler.filtered_weights`: [R, V] float64, the largest of each row 1."""
+    """As `engine.sampling.sampler.filtered_weights`: [R, V] float64, the largest of each row 1."""
     params = [seq.sampling_params for seq in seqs]
     device, vocab_size = logits_RV.device, logits_RV.shape[1]
     weights_RV = logits_RV.double()
@@ -74,7 +74,7 @@ def _cut(weights_KV: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor) -> 
 
 
 def exponentials(seeds: torch.Tensor, positions: torch.Tensor, vocab_size: int) -> torch.Tensor:
-    """`engine.random.exponentials` of all token ids: [R, V] float64. Arguments [R, 1] int64; seeds as their bits."""
+    """`random.exponentials` of all token ids: [R, V] float64. Arguments [R, 1] int64; seeds as their bits."""
     blocks_1B = torch.arange(-(-vocab_size // 4), device=seeds.device).unsqueeze(0)
     zeros_RB = torch.zeros_like(seeds) + torch.zeros_like(blocks_1B)
     c0, c1, c2, c3 = zeros_RB + blocks_1B, zeros_RB, zeros_RB + positions, zeros_RB

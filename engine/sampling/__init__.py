@@ -1,0 +1,1 @@
+"""From a step's logits to token ids, and what is told of them."""
