@@ -6,7 +6,7 @@ BIN   := $(VENV)/bin
 PIP   := $(BIN)/python -m pip --disable-pip-version-check
 # What our programs import, compiled, whatever the environment says of bytecode: a tenth of what is installed. pip would
 # compile all of it, for a minute. The rest, Python compiles when it is imported.
-COMPILE = PYTHONDONTWRITEBYTECODE= $(BIN)/python -c 'import engine.model_loader.gguf, engine.worker, gateway.process, \
+COMPILE = PYTHONDONTWRITEBYTECODE= $(BIN)/python -c 'import engine.model_loader.gguf, engine.running.worker, gateway.process, \
 	router.process, tandem.cli.bench, tandem.cli.up, transformers as t, worker_service.command; \
 	t.AutoModelForCausalLM, t.AutoTokenizer, t.LlamaForCausalLM'
 # On a terminal pip shows its progress; elsewhere (-qq) only its errors.
