@@ -229,7 +229,7 @@ class EngineArgs:
         default=0.9,
         metadata={
             "help": "Share of a GPU's memory for weights, KV pool and what a step needs, where the pool is given no "
-            "size. Two engines on one GPU need a smaller one each."
+            "size. Two engines on one GPU need a smaller one each; tandem up shares its default out among its workers."
         },
     )
     enable_prefix_caching: bool = field(

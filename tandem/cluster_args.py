@@ -114,6 +114,13 @@ class ClusterArgs:
         ]
 
     @property
+    def gpu_share(self) -> float:
+        """Of a GPU's memory, for each worker: they all use the machine's first one, or first ones. Its default is for
+        one engine alone, and shared out; what was asked for is what each gets."""
+        asked = self.engine.gpu_memory_utilization
+        return asked if asked != EngineArgs.gpu_memory_utilization else asked / len(self.worker_names)
+
+    @property
     def served_model_name(self) -> str:
         """What was asked for, not the cache folder that it is in."""
         return self.engine.served_model_name or Path(self.engine.model).name
@@ -196,6 +203,7 @@ def worker_spec(args: ClusterArgs, name: str, folder: Path, redis_url: str, adve
         load_format="auto" if args.engine.load_format == "gguf" else args.engine.load_format,
         served_model_name=args.served_model_name,
         num_threads=num_threads,
+        gpu_memory_utilization=args.gpu_share,
     )
     module = "prefill_service" if name.startswith("prefill") else "decode_service"
     command = [

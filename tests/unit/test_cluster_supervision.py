@@ -378,6 +378,21 @@ def test_every_engine_setting_reaches_the_worker(monkeypatch: pytest.MonkeyPatch
     assert seen == [given, default]
 
 
+@pytest.mark.parametrize(
+    ("settings", "share"),
+    [
+        ({}, 0.45),
+        ({"num_decode": 2}, 0.3),
+        ({"is_aggregated": True}, 0.9),
+        ({"engine": EngineArgs(gpu_memory_utilization=0.4)}, 0.4),
+    ],
+)
+def test_workers_share_a_gpu(settings: dict[str, Any], share: float) -> None:
+    """Nine tenths of it for each would leave nothing to whoever comes second."""
+    command = worker_spec(ClusterArgs(**settings), "decode-1", Path("model"), "redis://r").command("")
+    assert float(command[command.index("--gpu-memory-utilization") + 1]) == pytest.approx(share)
+
+
 def test_every_setting_of_the_policy_reaches_the_router(monkeypatch: pytest.MonkeyPatch) -> None:
     given = PolicyConfig(local_max_uncached_tokens=1, learn_costs=False, max_prefill_backlog_tokens=2)
     assert not [name for name in vars(given) if getattr(given, name) == getattr(PolicyConfig(), name)]
