@@ -26,6 +26,9 @@ ASKS_FOR_ALL = SamplingParams(
 )  # fmt: skip
 """What a sampler takes most memory and most launches for."""
 
+MAX_SPARE_BYTES = 1 << 30
+"""Of a full device, or a fiftieth of it: for what drivers and libraries take later, ours and a neighbour's."""
+
 _GREEDY = SamplingParams(temperature=0)
 
 RunSteps = Callable[[KVCacheShape, list[SchedulerOutput]], int]
@@ -100,7 +103,8 @@ def num_blocks_left(
     """Of a device of `total_bytes`, where weights and a step take up to `peak_bytes`, and `free_bytes` are free beside
     them: others may be there. `block_bytes`: of one block in all layers. Raises `ValueError` where these are not
     `num_needed`."""
-    num_blocks = int(min(total_bytes * utilization - peak_bytes, free_bytes)) // block_bytes
+    spare_bytes = min(MAX_SPARE_BYTES, total_bytes // 50)
+    num_blocks = int(min(total_bytes * utilization - peak_bytes, free_bytes - spare_bytes)) // block_bytes
     if num_blocks >= num_needed:
         return num_blocks
     gib = 1 << 30

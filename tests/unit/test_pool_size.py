@@ -25,7 +25,9 @@ def test_the_pool_gets_its_share_less_weights_and_a_step() -> None:
 
 
 def test_what_others_have_taken_is_not_given_away() -> None:
-    assert num_blocks_left(**{**DEVICE, "free_bytes": 10 * GIB + 5}) == 10 * 512
+    assert num_blocks_left(**{**DEVICE, "free_bytes": 11 * GIB + 5}) == 10 * 512  # a neighbour's context grows, or ours
+    small = {"total_bytes": 10 * GIB, "peak_bytes": GIB, "free_bytes": 4 * GIB}
+    assert num_blocks_left(**{**DEVICE, **small}) == int(3.8 * 512)
 
 
 @pytest.mark.parametrize(
