@@ -320,8 +320,8 @@ def test_one_arrangement_beside_the_other() -> None:
     assert (ttft.value, ttft.is_met) == (pytest.approx(1.1), True)
     assert (gap.value, gap.is_met) == (2.5, False)
     assert [row.is_met for row in servers.compared(apart, together, "ipc", is_tiny=True)] == [None, None]
-    assert servers.prefilled_share([(True, 900), (False, 60), (False, 40)]) == 0.9
-    assert servers.prefilled_share([(False, 0)]) == 0.0
+    assert servers.prefilled_share({"prefill-1": 900, "decode-1": 60, "decode-2": 40}) == 0.9
+    assert servers.prefilled_share({"decode-1": 0}) == 0.0
 
 
 @pytest.mark.parametrize(
