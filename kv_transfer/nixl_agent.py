@@ -295,7 +295,8 @@ def _import_nixl() -> Any:
         from nixl import _api
     except ImportError as error:
         raise TransportMissing(
-            f"the nixl transport needs the extra `nixl` (pip install --no-deps nixl nixl-cu12): {error}"
+            "the nixl transport needs the extra `nixl` (pip install --no-deps nixl nixl-cu12, or nixl-cu13 where torch "
+            f"is a build for CUDA 13): {error}"
         ) from error
     # NIXL sends its log to stdout, which is ours, and silences everybody's logging errors.
     logging.raiseExceptions = raise_exceptions

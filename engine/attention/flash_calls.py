@@ -165,6 +165,8 @@ def load_flash_attn_2(capability: tuple[int, int]) -> FlashCalls | str:
     version = version_numbers(module.__version__)
     if version < (2, 6):
         return f"flash_attn must be 2.6 or later, is {module.__version__}"
+    if capability[0] > 9 and version < (2, 7, 3):
+        return f"flash_attn must be 2.7.3 or later for a GPU of {_dotted(capability)}, is {module.__version__}"
     return flash_attn_2_calls(module.flash_attn_varlen_func, module.flash_attn_with_kvcache, version)
 
 

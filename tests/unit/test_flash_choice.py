@@ -125,6 +125,7 @@ def test_what_it_cannot_do_is_said(gpu: GpuMaker, change: dict[str, int], why: s
         ((7, 5), ["flash_attn_2_cuda"], {}, "needs a GPU of compute capability 8.0, and this one has 7.5"),
         ((10, 0), ["flash_attn_interface"], {}, "FlashAttention-3 is for compute capability 9, and this GPU has 10.0"),
         ((8, 0), ["flash_attn_2_cuda"], {"version": "2.5.9.post1"}, "flash_attn must be 2.6 or later, is 2.5.9.post1"),
+        ((10, 0), ["flash_attn_2_cuda"], {"version": "2.7.2"}, "must be 2.7.3 or later for a GPU of 10.0, is 2.7.2"),
         ((8, 0), [], {}, r"2 \(flash_attn\) is not installed; this build of torch has no FlashAttention"),
         ((8, 0), ["torch"], {"torch_version": "2.12.1+cu130"}, "takes pages from 2.13 on, and torch is 2.12.1"),
     ],
