@@ -29,6 +29,7 @@ from kv_transfer.base import MAX_BYTES_IN_FLIGHT
 from kv_transfer.errors import PeerUnreachable, TransferError, TransportMissing
 from kv_transfer.one_sided import Transfer
 from kv_transfer.pool import KVPool
+from protos import tandem_kv_transfer_pb2 as pb
 
 logger = logging.getLogger(__name__)
 Result = TypeVar("Result")
@@ -65,7 +66,7 @@ class NixlAgent:
             raise TransportMissing("the nixl transport does not carry KV of several GPUs: take grpc or ipc")
         api = _import_nixl()
         self.name = name
-        self.base_address = pool.base_address
+        self._base_address = pool.base_address
         self._pool = pool
         self._errors = tuple(
             kind for kind in vars(api.nixlBind).values() if isinstance(kind, type) and issubclass(kind, Exception)
@@ -107,9 +108,15 @@ class NixlAgent:
 
     # -- receiving --
 
-    def metadata(self) -> bytes:
-        """NIXL's own description of this agent and the pool's registration."""
-        return self._metadata
+    def describe(self) -> pb.NixlEndpoint:
+        """This agent and its pool, for a sender."""
+        return pb.NixlEndpoint(
+            agent_metadata=self._metadata,
+            base_address=self._base_address,
+            pool_bytes=self._pool.layout.pool_bytes,
+            device_id=self._pool.device_id,
+            memory=self._pool.memory,
+        )
 
     def enter_push(self) -> None:
         """A sender begins to write here: make progress until it leaves."""
@@ -120,11 +127,9 @@ class NixlAgent:
 
     # -- sending --
 
-    def add_remote(
-        self, agent_name: str, metadata: bytes, base_address: int, device_id: int, memory: str, num_blocks: int
-    ) -> Future[RemotePool]:
+    def add_remote(self, agent_name: str, endpoint: pb.NixlEndpoint, num_blocks: int) -> Future[RemotePool]:
         """Connect to a peer's pool. The future raises `PeerUnreachable` where NIXL refuses metadata or addresses."""
-        return self.call(lambda: self._add_remote(agent_name, metadata, base_address, device_id, memory, num_blocks))
+        return self.call(lambda: self._add_remote(agent_name, endpoint, num_blocks))
 
     def remove_remote(self, remote: RemotePool) -> None:
         self._calls.put(lambda: self._remove_remote(remote))
@@ -221,19 +226,19 @@ class NixlAgent:
     def _count_incoming(self, change: int) -> None:
         self._num_incoming_pushes += change
 
-    def _add_remote(
-        self, agent_name: str, metadata: bytes, base_address: int, device_id: int, memory: str, num_blocks: int
-    ) -> RemotePool:
+    def _add_remote(self, agent_name: str, endpoint: pb.NixlEndpoint, num_blocks: int) -> RemotePool:
         previous = self._remotes.get(agent_name)
         if previous is not None:
             self._remove_remote(previous)
         try:
-            found = self._agent.add_remote_agent(metadata)
+            found = self._agent.add_remote_agent(endpoint.agent_metadata)
             found_name = found.decode(errors="replace") if isinstance(found, bytes) else str(found)
             if found_name != agent_name:
                 self._agent.remove_remote_agent(found)
                 raise PeerUnreachable(f"NIXL metadata of {found_name[:80]!r} came instead of {agent_name!r}'s")
-            descriptors = self._describe(agent_name, base_address, device_id, memory, num_blocks)
+            descriptors = self._descriptors(
+                agent_name, endpoint.base_address, endpoint.device_id, endpoint.memory, num_blocks
+            )
         except self._errors as error:
             raise PeerUnreachable(f"NIXL cannot connect to {agent_name}: {error}") from error
         remote = self._remotes[agent_name] = RemotePool(agent_name, descriptors, num_blocks)
@@ -249,7 +254,7 @@ class NixlAgent:
         except self._errors as error:
             logger.info("NIXL cannot disconnect from %s: %s", remote.agent_name, error)
 
-    def _describe(self, agent_name: str, base_address: int, device_id: int, memory: str, num_blocks: int) -> Any:
+    def _descriptors(self, agent_name: str, base_address: int, device_id: int, memory: str, num_blocks: int) -> Any:
         layout = self._pool.layout
         # One strided descriptor stands for every block of every layer: index = layer * num_blocks + block.
         row = [base_address, layout.block_bytes, device_id, layout.block_bytes, layout.num_layers * num_blocks]
@@ -258,11 +263,11 @@ class NixlAgent:
     def _set_up(self, api: Any, config: Any) -> None:
         self._pool.bind_thread()  # UCX asks for this thread's CUDA context, now and in every call
         self._agent = api.nixl_agent(self.name, config)
-        region = (self.base_address, self._pool.layout.pool_bytes, self._pool.device_id, "")
+        region = (self._base_address, self._pool.layout.pool_bytes, self._pool.device_id, "")
         self._registration = self._agent.register_memory([region], self._pool.memory)
         self._metadata: bytes = self._agent.get_agent_metadata()
-        local = (self.base_address, self._pool.device_id, self._pool.memory, self._pool.layout.num_blocks)
-        self._local = self._describe("NIXL_INIT_AGENT", *local)
+        local = (self._base_address, self._pool.device_id, self._pool.memory, self._pool.layout.num_blocks)
+        self._local = self._descriptors("NIXL_INIT_AGENT", *local)
 
     def _tear_down(self) -> None:
         self._fail_all(PeerUnreachable("this worker is closing"))

@@ -29,18 +29,13 @@ class NixlEndpoint:
     is_one_sided = True
 
     def __init__(self, pool: KVPool, identity: Identity) -> None:
-        self._pool = pool
         self._agent = NixlAgent(_receiver_name(identity.worker_id, identity.incarnation), pool)
 
     async def start(self) -> None:
         pass
 
     def describe(self, response: pb.ConnectResponse) -> None:
-        response.nixl.agent_metadata = self._agent.metadata()
-        response.nixl.base_address = self._agent.base_address
-        response.nixl.pool_bytes = self._pool.layout.pool_bytes
-        response.nixl.device_id = self._pool.device_id
-        response.nixl.memory = self._pool.memory
+        response.nixl.CopyFrom(self._agent.describe())
 
     def enter_push(self) -> None:
         self._agent.enter_push()
@@ -81,16 +76,8 @@ class NixlLink(ControlLink):
     async def adopt(self, response: pb.ConnectResponse) -> None:
         check_endpoint(response)
         self.num_blocks = response.layout.num_blocks
-        self._remote = await asyncio.wrap_future(
-            self._agent.add_remote(
-                _receiver_name(response.worker_id, response.incarnation),
-                response.nixl.agent_metadata,
-                response.nixl.base_address,
-                response.nixl.device_id,
-                response.nixl.memory,
-                response.layout.num_blocks,
-            )
-        )
+        name = _receiver_name(response.worker_id, response.incarnation)
+        self._remote = await asyncio.wrap_future(self._agent.add_remote(name, response.nixl, self.num_blocks))
 
     def writer(self, grant: pb.Grant) -> BlockWriter:
         assert self._remote is not None

@@ -5,14 +5,15 @@ from __future__ import annotations
 import math
 import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 
 import numpy as np
 import pytest
 
 from kv_transfer import HostPool, KVLayout, PeerUnreachable, TransferError
-from kv_transfer import ipc_agent as module
-from kv_transfer.ipc_agent import IpcAgent, OpenedPool
+from kv_transfer import copy_agent as module
+from kv_transfer.copy_agent import CopyAgent, OpenedPool
 from kv_transfer.one_sided import Transfer
 from kv_transfer.pool import PeerPool, Rows
 from protos import tandem_kv_transfer_pb2 as pb
@@ -98,12 +99,16 @@ class Ends:
 class Stage:
     def __init__(self) -> None:
         self.pool = DevicePool()
-        self.agent = IpcAgent(self.pool)
+        self.agent = CopyAgent(self.pool)
         self.ends = Ends()
         self.is_cancelled = threading.Event()
 
+    def opening(self, pool_bytes: int) -> Future[OpenedPool]:
+        endpoint = pb.IpcEndpoint(pool_bytes=pool_bytes)
+        return self.agent.open(lambda: self.pool.open_peer(endpoint, NUM_PEER_BLOCKS), NUM_PEER_BLOCKS)
+
     def open(self) -> tuple[Peer, OpenedPool]:
-        opened = self.agent.open(pb.IpcEndpoint(pool_bytes=1), NUM_PEER_BLOCKS).result(DEADLINE_S)
+        opened = self.opening(1).result(DEADLINE_S)
         return self.pool.peers[-1], opened
 
     def post(self, name: str, opened: OpenedPool, layer: int, src: list[int], dst: list[int]) -> None:
@@ -207,7 +212,7 @@ def test_a_device_that_fails_ends_its_copies_alone(stage: Stage, when: str) -> N
 
 
 def test_a_pool_is_closed_when_nothing_is_copied_there_any_more(stage: Stage) -> None:
-    opening = stage.agent.open(pb.IpcEndpoint(pool_bytes=1), NUM_PEER_BLOCKS)
+    opening = stage.opening(1)
     opened = opening.result(DEADLINE_S)
     (peer,) = stage.pool.peers
     stage.post("under way", opened, 0, [1], [2])
@@ -227,9 +232,7 @@ def test_a_pool_is_closed_when_nothing_is_copied_there_any_more(stage: Stage) ->
 
 def test_a_pool_whose_opener_left_meanwhile_is_closed(stage: Stage) -> None:
     may_go_on = stage.hold_thread()
-    never, opened, failed = (
-        stage.agent.open(pb.IpcEndpoint(pool_bytes=number), NUM_PEER_BLOCKS) for number in (1, 1, 0)
-    )
+    never, opened, failed = (stage.opening(number) for number in (1, 1, 0))
     assert never.cancel()
     for opening in (never, opened, failed):
         stage.agent.release(opening)

@@ -24,7 +24,6 @@ from kv_transfer.base import MAX_BYTES_IN_FLIGHT
 from kv_transfer.errors import PeerUnreachable, TransferError
 from kv_transfer.one_sided import Transfer
 from kv_transfer.pool import Copying, KVPool, PeerPool, Rows
-from protos import tandem_kv_transfer_pb2 as pb
 
 logger = logging.getLogger(__name__)
 
@@ -43,7 +42,7 @@ class OpenedPool:
     is_released: bool = False
 
 
-class IpcAgent:
+class CopyAgent:
     """`close` must be called."""
 
     def __init__(self, pool: KVPool) -> None:
@@ -54,22 +53,23 @@ class IpcAgent:
         self._num_bytes_under_way = 0
         self._src_ids, self._dst_ids = _BlockIds(), _BlockIds()
         self._is_closing = False
-        self._thread = threading.Thread(target=self._run, name="kv-ipc", daemon=True)
+        self._thread = threading.Thread(target=self._run, name="kv-copy", daemon=True)
         self._thread.start()
 
-    def open(self, endpoint: pb.IpcEndpoint, num_blocks: int) -> Future[OpenedPool]:
-        """`KVPool.open_peer`, and its errors, on the agent's thread. Whatever becomes of it, `release` it once."""
+    def open(self, open_peer: Callable[[], PeerPool], num_blocks: int) -> Future[OpenedPool]:
+        """What `open_peer` opens or raises, called on the agent's thread: a pool with `num_blocks` blocks. Whatever
+        becomes of it, `release` it once."""
         opening: Future[OpenedPool] = Future()
 
-        def open_peer() -> None:
+        def open_it() -> None:
             if not opening.set_running_or_notify_cancel():
                 return
             try:
-                opening.set_result(OpenedPool(self._pool.open_peer(endpoint, num_blocks), num_blocks))
+                opening.set_result(OpenedPool(open_peer(), num_blocks))
             except Exception as error:
                 opening.set_exception(error)
 
-        self._calls.put(open_peer)
+        self._calls.put(open_it)
         return opening
 
     def release(self, opening: Future[OpenedPool]) -> None:
