@@ -5,7 +5,8 @@ Owns the thread and what is opened. The event loop is never blocked: it hands ca
     waiting ──(copies of one peer's pool together)──> under way, in order ──done──> on_end
         └──── nobody wants it any more, the agent or the pool is closed ────────────> on_end
 
-Where the host copies, a copy is done when it is begun; a device is given the next copies while it makes these.
+Where the host copies, a copy is done when it is begun; a device, or a network, is given the next copies while it makes
+these. One that does not end holds up the others until it is late.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from __future__ import annotations
 import logging
 import queue
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
@@ -77,8 +79,8 @@ class CopyAgent:
         self._calls.put(lambda: self._release(opening))
 
     def post(self, transfer: Transfer) -> None:
-        """Its `remote` is an `OpenedPool`. Never blocks. Nothing that was begun is given up: a copy takes microseconds,
-        and of a device that hangs the engine's own process hears."""
+        """Its `remote` is an `OpenedPool`. Never blocks. What was begun is not given up here: a copy takes
+        microseconds, of a device that hangs the engine's own process hears, and NIXL's agents give up what is late."""
         self._calls.put(lambda: self._take(transfer))
 
     def close(self) -> None:
@@ -130,7 +132,10 @@ class CopyAgent:
         ours, theirs = self._pool.layout.num_blocks, opened.num_blocks
         src_rows = np.concatenate([self._src_ids.array(t.src_block_ids) + t.layer * ours for t in transfers])
         dst_rows = np.concatenate([self._dst_ids.array(t.dst_block_ids) + t.layer * theirs for t in transfers])
-        return opened.pool.copy(src_rows, dst_rows, lambda: min(transfer.late_at_s() for transfer in transfers))
+        given_up_s = time.monotonic() + min(transfer.patience_s for transfer in transfers)
+        return opened.pool.copy(
+            src_rows, dst_rows, lambda: min(given_up_s, *(transfer.late_at_s() for transfer in transfers))
+        )
 
     def _pop_wanted(self) -> list[Transfer]:
         """The first of those waiting, and more to the same pool, as many as one copy takes. They may be wanted no

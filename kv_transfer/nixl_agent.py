@@ -9,11 +9,15 @@ it spins a whole core even when nothing moves. So every call is made by our thre
          └────────────────────────────── neither ──────────────────────────────────────────────────────┘
 
 The event loop is never blocked: it hands calls in and gets futures or callbacks. NIXL releases the GIL while it copies.
+
+What writes for the worker of one pool hands in `Transfer`s. Of a worker of several ranks each has an agent in its own
+process, which is asked for what a `PeerPool` does (kv_transfer/pool.py): `open_peer`.
 """
 
 from __future__ import annotations
 
 import logging
+import math
 import queue
 import threading
 import time
@@ -28,7 +32,7 @@ import numpy as np
 from kv_transfer.base import MAX_BYTES_IN_FLIGHT
 from kv_transfer.errors import PeerUnreachable, TransferError, TransportMissing
 from kv_transfer.one_sided import Transfer
-from kv_transfer.pool import KVPool
+from kv_transfer.pool import Copying, KVPool, PeerPool, Rows
 from protos import tandem_kv_transfer_pb2 as pb
 
 logger = logging.getLogger(__name__)
@@ -58,12 +62,11 @@ class InFlight:
 
 
 class NixlAgent:
-    """Raises `TransportMissing` where NIXL is not installed or has no UCX, or the pool has no address. `close` must be
+    """Of a pool with an address. Raises `TransportMissing` where NIXL is not installed or has no UCX. `close` must be
     called."""
 
     def __init__(self, name: str, pool: KVPool) -> None:
-        if pool.base_address is None:
-            raise TransportMissing("the nixl transport does not carry KV of several GPUs: take grpc or ipc")
+        assert pool.base_address is not None
         api = _import_nixl()
         self.name = name
         self._base_address = pool.base_address
@@ -130,6 +133,10 @@ class NixlAgent:
     def add_remote(self, agent_name: str, endpoint: pb.NixlEndpoint, num_blocks: int) -> Future[RemotePool]:
         """Connect to a peer's pool. The future raises `PeerUnreachable` where NIXL refuses metadata or addresses."""
         return self.call(lambda: self._add_remote(agent_name, endpoint, num_blocks))
+
+    def open_peer(self, name: str, endpoint: pb.NixlEndpoint, num_blocks: int) -> PeerPool:
+        """`add_remote`, waited for. See `kv_transfer.pool.PoolAgent`."""
+        return NixlPeerPool(self, self.add_remote(name, endpoint, num_blocks).result())
 
     def remove_remote(self, remote: RemotePool) -> None:
         self._calls.put(lambda: self._remove_remote(remote))
@@ -284,6 +291,63 @@ class NixlAgent:
             self._end(under_way, error)
         for transfer in waiting:
             transfer.on_end(error)
+
+
+class NixlPeerPool:
+    """See `kv_transfer.pool.PeerPool`."""
+
+    def __init__(self, agent: NixlAgent, remote: RemotePool) -> None:
+        self._agent = agent
+        self._remote = remote
+
+    def copy(self, src_rows: Rows, dst_rows: Rows, late_at_s: Callable[[], float]) -> Copying:
+        """Unlike a host's or a device's it takes its time: what has not ended when it is late is given up."""
+        copying = NixlCopying(self._remote.agent_name, late_at_s)
+        self._agent.post(
+            Transfer(
+                remote=self._remote,
+                layer=0,  # rows are counted from its first block on
+                src_block_ids=src_rows.tolist(),
+                dst_block_ids=dst_rows.tolist(),
+                is_cancelled=copying.is_late,
+                late_at_s=copying.late_at_s,
+                on_end=copying.end,
+                patience_s=math.inf,
+            )
+        )
+        return copying
+
+    def close(self) -> None:
+        self._agent.remove_remote(self._remote)
+
+
+class NixlCopying:
+    """Writes handed to an agent: `end` is told on its thread, `synchronize` waits on another."""
+
+    def __init__(self, agent_name: str, late_at_s: Callable[[], float]) -> None:
+        self._agent_name = agent_name
+        self._may_go_on_until_s = late_at_s
+        self._is_late = False
+        self._has_ended: Future[None] = Future()
+
+    def late_at_s(self) -> float:
+        if time.monotonic() > self._may_go_on_until_s():
+            self._is_late = True  # once is for ever: nobody writes on because a later time is heard of
+        return -math.inf if self._is_late else self._may_go_on_until_s()
+
+    def is_late(self) -> bool:
+        return time.monotonic() > self.late_at_s()
+
+    def end(self, error: TransferError | None) -> None:
+        if error is None and self._is_late:
+            error = PeerUnreachable(f"{self._agent_name}: a write did not end in its time")
+        if error is None:
+            self._has_ended.set_result(None)
+        else:
+            self._has_ended.set_exception(error)
+
+    def synchronize(self) -> None:
+        self._has_ended.result()
 
 
 def _error_of(transfer: Transfer, state: str) -> TransferError | None:

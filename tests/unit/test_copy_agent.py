@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import threading
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from dataclasses import dataclass, field
@@ -41,6 +42,7 @@ class Peer:
     """A peer's pool that remembers what is copied there."""
 
     copies: list[tuple[list[int], list[int]]] = field(default_factory=list)
+    late_at_s: list[Callable[[], float]] = field(default_factory=list)
     begun: list[Copy] = field(default_factory=list)
     has_begun: threading.Semaphore = field(default_factory=lambda: threading.Semaphore(0))
     refuses: Exception | None = None
@@ -51,6 +53,7 @@ class Peer:
         if self.refuses is not None:
             raise self.refuses
         self.copies.append((src_rows.tolist(), dst_rows.tolist()))
+        self.late_at_s.append(late_at_s)
         self.begun.append(Copy(self.fails))
         self.has_begun.release()
         return self.begun[-1]
@@ -257,3 +260,14 @@ def test_closing_waits_for_what_is_under_way_and_ends_the_rest() -> None:
     assert not closing.is_alive()
     assert stage.ends.of["under way"] is None
     assert isinstance(stage.ends.of["waiting"], PeerUnreachable)
+
+
+def test_a_copy_is_late_when_the_first_of_its_transfers_has_no_patience_any_more(stage: Stage) -> None:
+    """Though the process is well: over a network a copy may never end."""
+    peer, opened = stage.open()
+    before_s = time.monotonic()
+    stage.post("patient for 1 s", opened, 0, [1], [2])
+    peer.until_begun(1)
+    assert before_s + 1.0 <= peer.late_at_s[0]() <= time.monotonic() + 1.0
+    peer.begun[0].may_end.set()
+    stage.ends.until("patient for 1 s")
