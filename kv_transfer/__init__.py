@@ -93,9 +93,10 @@ def create_endpoint(transport: str, *, pool: KVPool, identity: Identity) -> Endp
         case "ipc":
             return IpcEndpoint(pool)
         case "nixl":
+            from kv_transfer.nixl_ranks import NixlEndpointOfRanks
             from kv_transfer.nixl_transport import NixlEndpoint
 
-            return NixlEndpoint(pool, identity)
+            return (NixlEndpointOfRanks if pool.base_address is None else NixlEndpoint)(pool, identity)
         case "local":
             return LocalEndpoint()
     raise ValueError(f"transport must be one of {', '.join(TRANSPORTS)}, not {transport!r}")
@@ -114,9 +115,11 @@ def _create_transport(
         case "ipc":
             return IpcTransport(pool, open_channel)
         case "nixl":
+            from kv_transfer.nixl_ranks import NixlTransportOfRanks
             from kv_transfer.nixl_transport import NixlTransport
 
-            return NixlTransport(pool, identity, open_channel)
+            is_of_ranks = pool.base_address is None
+            return (NixlTransportOfRanks if is_of_ranks else NixlTransport)(pool, identity, open_channel)
         case "local":
             return LocalTransport(pool, receivers)
     raise ValueError(f"transport must be one of {', '.join(TRANSPORTS)}, not {name!r}")

@@ -8,14 +8,15 @@ from __future__ import annotations
 
 import asyncio
 from concurrent.futures import Future
+from functools import partial
 from pathlib import Path
 
 import grpc
 
 from kv_transfer.base import BlockWriter, Link
+from kv_transfer.copy_agent import CopyAgent, OpenedPool
 from kv_transfer.errors import IncompatiblePeer, InvalidTransfer, PeerUnreachable, TransportMissing
 from kv_transfer.grpc_transport import ControlLink, OpenChannel
-from kv_transfer.ipc_agent import IpcAgent, OpenedPool
 from kv_transfer.layout import KVLayout
 from kv_transfer.one_sided import OneSidedWriter
 from kv_transfer.pool import KVPool
@@ -58,7 +59,7 @@ class IpcTransport:
     def __init__(self, pool: KVPool, open_channel: OpenChannel) -> None:
         self._pool = pool
         self._open_channel = open_channel
-        self._agent = IpcAgent(pool)
+        self._agent = CopyAgent(pool)
 
     async def dial(self, address: str) -> Link:
         return IpcLink(self._pool, self._agent, self._open_channel(address))
@@ -70,7 +71,7 @@ class IpcTransport:
 class IpcLink(ControlLink):
     is_one_sided = True
 
-    def __init__(self, pool: KVPool, agent: IpcAgent, channel: grpc.aio.Channel) -> None:
+    def __init__(self, pool: KVPool, agent: CopyAgent, channel: grpc.aio.Channel) -> None:
         super().__init__(channel)
         self._pool = pool
         self._agent = agent
@@ -78,8 +79,8 @@ class IpcLink(ControlLink):
 
     async def adopt(self, response: pb.ConnectResponse) -> None:
         check_endpoint(response)
-        self.num_blocks = response.layout.num_blocks
-        self._opening = self._agent.open(response.ipc, response.layout.num_blocks)
+        self.num_blocks = num_blocks = response.layout.num_blocks
+        self._opening = self._agent.open(partial(self._pool.open_peer, response.ipc, num_blocks), num_blocks)
         await asyncio.wrap_future(self._opening)
 
     def writer(self, grant: pb.Grant) -> BlockWriter:

@@ -9,11 +9,15 @@ it spins a whole core even when nothing moves. So every call is made by our thre
          └────────────────────────────── neither ──────────────────────────────────────────────────────┘
 
 The event loop is never blocked: it hands calls in and gets futures or callbacks. NIXL releases the GIL while it copies.
+
+What writes for the worker of one pool hands in `Transfer`s. Of a worker of several ranks each has an agent in its own
+process, which is asked for what a `PeerPool` does (kv_transfer/pool.py): `open_peer`.
 """
 
 from __future__ import annotations
 
 import logging
+import math
 import queue
 import threading
 import time
@@ -28,7 +32,8 @@ import numpy as np
 from kv_transfer.base import MAX_BYTES_IN_FLIGHT
 from kv_transfer.errors import PeerUnreachable, TransferError, TransportMissing
 from kv_transfer.one_sided import Transfer
-from kv_transfer.pool import KVPool
+from kv_transfer.pool import Copying, KVPool, PeerPool, Rows
+from protos import tandem_kv_transfer_pb2 as pb
 
 logger = logging.getLogger(__name__)
 Result = TypeVar("Result")
@@ -57,15 +62,14 @@ class InFlight:
 
 
 class NixlAgent:
-    """Raises `TransportMissing` where NIXL is not installed or has no UCX, or the pool has no address. `close` must be
+    """Of a pool with an address. Raises `TransportMissing` where NIXL is not installed or has no UCX. `close` must be
     called."""
 
     def __init__(self, name: str, pool: KVPool) -> None:
-        if pool.base_address is None:
-            raise TransportMissing("the nixl transport does not carry KV of several GPUs: take grpc or ipc")
+        assert pool.base_address is not None
         api = _import_nixl()
         self.name = name
-        self.base_address = pool.base_address
+        self._base_address = pool.base_address
         self._pool = pool
         self._errors = tuple(
             kind for kind in vars(api.nixlBind).values() if isinstance(kind, type) and issubclass(kind, Exception)
@@ -107,9 +111,15 @@ class NixlAgent:
 
     # -- receiving --
 
-    def metadata(self) -> bytes:
-        """NIXL's own description of this agent and the pool's registration."""
-        return self._metadata
+    def describe(self) -> pb.NixlEndpoint:
+        """This agent and its pool, for a sender."""
+        return pb.NixlEndpoint(
+            agent_metadata=self._metadata,
+            base_address=self._base_address,
+            pool_bytes=self._pool.layout.pool_bytes,
+            device_id=self._pool.device_id,
+            memory=self._pool.memory,
+        )
 
     def enter_push(self) -> None:
         """A sender begins to write here: make progress until it leaves."""
@@ -120,11 +130,13 @@ class NixlAgent:
 
     # -- sending --
 
-    def add_remote(
-        self, agent_name: str, metadata: bytes, base_address: int, device_id: int, memory: str, num_blocks: int
-    ) -> Future[RemotePool]:
+    def add_remote(self, agent_name: str, endpoint: pb.NixlEndpoint, num_blocks: int) -> Future[RemotePool]:
         """Connect to a peer's pool. The future raises `PeerUnreachable` where NIXL refuses metadata or addresses."""
-        return self.call(lambda: self._add_remote(agent_name, metadata, base_address, device_id, memory, num_blocks))
+        return self.call(lambda: self._add_remote(agent_name, endpoint, num_blocks))
+
+    def open_peer(self, name: str, endpoint: pb.NixlEndpoint, num_blocks: int) -> PeerPool:
+        """`add_remote`, waited for. See `kv_transfer.pool.PoolAgent`."""
+        return NixlPeerPool(self, self.add_remote(name, endpoint, num_blocks).result())
 
     def remove_remote(self, remote: RemotePool) -> None:
         self._calls.put(lambda: self._remove_remote(remote))
@@ -221,19 +233,19 @@ class NixlAgent:
     def _count_incoming(self, change: int) -> None:
         self._num_incoming_pushes += change
 
-    def _add_remote(
-        self, agent_name: str, metadata: bytes, base_address: int, device_id: int, memory: str, num_blocks: int
-    ) -> RemotePool:
+    def _add_remote(self, agent_name: str, endpoint: pb.NixlEndpoint, num_blocks: int) -> RemotePool:
         previous = self._remotes.get(agent_name)
         if previous is not None:
             self._remove_remote(previous)
         try:
-            found = self._agent.add_remote_agent(metadata)
+            found = self._agent.add_remote_agent(endpoint.agent_metadata)
             found_name = found.decode(errors="replace") if isinstance(found, bytes) else str(found)
             if found_name != agent_name:
                 self._agent.remove_remote_agent(found)
                 raise PeerUnreachable(f"NIXL metadata of {found_name[:80]!r} came instead of {agent_name!r}'s")
-            descriptors = self._describe(agent_name, base_address, device_id, memory, num_blocks)
+            descriptors = self._descriptors(
+                agent_name, endpoint.base_address, endpoint.device_id, endpoint.memory, num_blocks
+            )
         except self._errors as error:
             raise PeerUnreachable(f"NIXL cannot connect to {agent_name}: {error}") from error
         remote = self._remotes[agent_name] = RemotePool(agent_name, descriptors, num_blocks)
@@ -249,7 +261,7 @@ class NixlAgent:
         except self._errors as error:
             logger.info("NIXL cannot disconnect from %s: %s", remote.agent_name, error)
 
-    def _describe(self, agent_name: str, base_address: int, device_id: int, memory: str, num_blocks: int) -> Any:
+    def _descriptors(self, agent_name: str, base_address: int, device_id: int, memory: str, num_blocks: int) -> Any:
         layout = self._pool.layout
         # One strided descriptor stands for every block of every layer: index = layer * num_blocks + block.
         row = [base_address, layout.block_bytes, device_id, layout.block_bytes, layout.num_layers * num_blocks]
@@ -258,11 +270,11 @@ class NixlAgent:
     def _set_up(self, api: Any, config: Any) -> None:
         self._pool.bind_thread()  # UCX asks for this thread's CUDA context, now and in every call
         self._agent = api.nixl_agent(self.name, config)
-        region = (self.base_address, self._pool.layout.pool_bytes, self._pool.device_id, "")
+        region = (self._base_address, self._pool.layout.pool_bytes, self._pool.device_id, "")
         self._registration = self._agent.register_memory([region], self._pool.memory)
         self._metadata: bytes = self._agent.get_agent_metadata()
-        local = (self.base_address, self._pool.device_id, self._pool.memory, self._pool.layout.num_blocks)
-        self._local = self._describe("NIXL_INIT_AGENT", *local)
+        local = (self._base_address, self._pool.device_id, self._pool.memory, self._pool.layout.num_blocks)
+        self._local = self._descriptors("NIXL_INIT_AGENT", *local)
 
     def _tear_down(self) -> None:
         self._fail_all(PeerUnreachable("this worker is closing"))
@@ -279,6 +291,63 @@ class NixlAgent:
             self._end(under_way, error)
         for transfer in waiting:
             transfer.on_end(error)
+
+
+class NixlPeerPool:
+    """See `kv_transfer.pool.PeerPool`."""
+
+    def __init__(self, agent: NixlAgent, remote: RemotePool) -> None:
+        self._agent = agent
+        self._remote = remote
+
+    def copy(self, src_rows: Rows, dst_rows: Rows, late_at_s: Callable[[], float]) -> Copying:
+        """Unlike a host's or a device's it takes its time: what has not ended when it is late is given up."""
+        copying = NixlCopying(self._remote.agent_name, late_at_s)
+        self._agent.post(
+            Transfer(
+                remote=self._remote,
+                layer=0,  # rows are counted from its first block on
+                src_block_ids=src_rows.tolist(),
+                dst_block_ids=dst_rows.tolist(),
+                is_cancelled=copying.is_late,
+                late_at_s=copying.late_at_s,
+                on_end=copying.end,
+                patience_s=math.inf,
+            )
+        )
+        return copying
+
+    def close(self) -> None:
+        self._agent.remove_remote(self._remote)
+
+
+class NixlCopying:
+    """Writes handed to an agent: `end` is told on its thread, `synchronize` waits on another."""
+
+    def __init__(self, agent_name: str, late_at_s: Callable[[], float]) -> None:
+        self._agent_name = agent_name
+        self._may_go_on_until_s = late_at_s
+        self._is_late = False
+        self._has_ended: Future[None] = Future()
+
+    def late_at_s(self) -> float:
+        if time.monotonic() > self._may_go_on_until_s():
+            self._is_late = True  # once is for ever: nobody writes on because a later time is heard of
+        return -math.inf if self._is_late else self._may_go_on_until_s()
+
+    def is_late(self) -> bool:
+        return time.monotonic() > self.late_at_s()
+
+    def end(self, error: TransferError | None) -> None:
+        if error is None and self._is_late:
+            error = PeerUnreachable(f"{self._agent_name}: a write did not end in its time")
+        if error is None:
+            self._has_ended.set_result(None)
+        else:
+            self._has_ended.set_exception(error)
+
+    def synchronize(self) -> None:
+        self._has_ended.result()
 
 
 def _error_of(transfer: Transfer, state: str) -> TransferError | None:

@@ -29,18 +29,13 @@ class NixlEndpoint:
     is_one_sided = True
 
     def __init__(self, pool: KVPool, identity: Identity) -> None:
-        self._pool = pool
-        self._agent = NixlAgent(_receiver_name(identity.worker_id, identity.incarnation), pool)
+        self._agent = NixlAgent(receiver_name(identity.worker_id, identity.incarnation), pool)
 
     async def start(self) -> None:
         pass
 
     def describe(self, response: pb.ConnectResponse) -> None:
-        response.nixl.agent_metadata = self._agent.metadata()
-        response.nixl.base_address = self._agent.base_address
-        response.nixl.pool_bytes = self._pool.layout.pool_bytes
-        response.nixl.device_id = self._pool.device_id
-        response.nixl.memory = self._pool.memory
+        response.nixl.CopyFrom(self._agent.describe())
 
     def enter_push(self) -> None:
         self._agent.enter_push()
@@ -60,7 +55,7 @@ class NixlTransport:
     def __init__(self, pool: KVPool, identity: Identity, open_channel: OpenChannel) -> None:
         self._pool = pool
         self._open_channel = open_channel
-        self._agent = NixlAgent(f"{identity.worker_id}/{identity.incarnation}/sender", pool)
+        self._agent = NixlAgent(sender_name(identity), pool)
 
     async def dial(self, address: str) -> Link:
         return NixlLink(self._pool, self._agent, self._open_channel(address))
@@ -81,16 +76,8 @@ class NixlLink(ControlLink):
     async def adopt(self, response: pb.ConnectResponse) -> None:
         check_endpoint(response)
         self.num_blocks = response.layout.num_blocks
-        self._remote = await asyncio.wrap_future(
-            self._agent.add_remote(
-                _receiver_name(response.worker_id, response.incarnation),
-                response.nixl.agent_metadata,
-                response.nixl.base_address,
-                response.nixl.device_id,
-                response.nixl.memory,
-                response.layout.num_blocks,
-            )
-        )
+        name = receiver_name(response.worker_id, response.incarnation)
+        self._remote = await asyncio.wrap_future(self._agent.add_remote(name, response.nixl, self.num_blocks))
 
     def writer(self, grant: pb.Grant) -> BlockWriter:
         assert self._remote is not None
@@ -107,9 +94,17 @@ def check_endpoint(response: pb.ConnectResponse) -> None:
     if response.WhichOneof("endpoint") != "nixl":
         raise InvalidTransfer("the receiver described no nixl endpoint")
     nixl = response.nixl
+    if nixl.ranks:
+        raise InvalidTransfer(f"a pool in one memory cannot be copied into one in those of {len(nixl.ranks)} GPUs")
+    check_memory(nixl, KVLayout.from_proto(response.layout).pool_bytes)
+
+
+def check_memory(nixl: pb.NixlEndpoint, pool_bytes: int) -> None:
+    """Raises `InvalidTransfer` for what cannot be the description of a pool of so many bytes in one memory."""
+    if nixl.ranks:
+        raise InvalidTransfer("a rank has no ranks")
     if not 0 < len(nixl.agent_metadata) <= MAX_AGENT_METADATA_BYTES:
         raise InvalidTransfer(f"NIXL metadata has between 1 and {MAX_AGENT_METADATA_BYTES} bytes")
-    pool_bytes = KVLayout.from_proto(response.layout).pool_bytes
     if nixl.pool_bytes != pool_bytes:
         raise InvalidTransfer(f"a pool of that layout has {pool_bytes} bytes, not {nixl.pool_bytes}")
     if not 0 < nixl.base_address < 2**64 - pool_bytes:
@@ -118,5 +113,9 @@ def check_endpoint(response: pb.ConnectResponse) -> None:
         raise InvalidTransfer(f"memory {nixl.memory[:40]!r} of device {nixl.device_id} is unknown")
 
 
-def _receiver_name(worker_id: str, incarnation: str) -> str:
+def receiver_name(worker_id: str, incarnation: str) -> str:
     return f"{worker_id}/{incarnation}/receiver"
+
+
+def sender_name(identity: Identity) -> str:
+    return f"{identity.worker_id}/{identity.incarnation}/sender"

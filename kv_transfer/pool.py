@@ -1,7 +1,8 @@
 """A KV pool as bytes: addresses, copies and digests of blocks. `KVPool` is what transfers ask for; `HostPool` is one in
 this process' memory. Who has a pool in a device's memory brings a class of its own.
 
-Processes of one machine may open each other's pools: `describe_memory` says how, `open_peer` does it.
+Processes of one machine may open each other's pools: `describe_memory` says how, `open_peer` does it. Agents of NIXL's
+(`start_agent`) do it between machines, too.
 
 Does not own the memory, and does not know who owns which block: callers (receiver, transports) ask the grants first.
 The memory must outlive the pool and every transfer that uses it.
@@ -45,6 +46,26 @@ class PeerPool(Protocol):
     def close(self) -> None: ...
 
 
+class PoolAgent(Protocol):
+    """What NIXL does for one pool, in as many processes as it lies in. Whoever starts it closes it. Used by any thread;
+    all but `enter_push` and `leave_push` may wait."""
+
+    def describe(self) -> pb.NixlEndpoint:
+        """How peers reach this pool."""
+
+    def open_peer(self, name: str, endpoint: pb.NixlEndpoint, num_blocks: int) -> PeerPool:
+        """The pool of a peer with `num_blocks` blocks, whose agent `name` described it so: layout and memory are
+        checked already, but not whether it lies in as many parts. Raises `InvalidTransfer`, `PeerUnreachable`."""
+
+    def enter_push(self) -> None:
+        """A sender begins to write here: make progress until it leaves."""
+
+    def leave_push(self) -> None: ...
+
+    def close(self) -> None:
+        """The caller has closed all peers' pools."""
+
+
 class KVPool(ABC):
     """Blocks `[layer, block, block_bytes]`, one after another in memory, or in several memories.
 
@@ -81,6 +102,13 @@ class KVPool(ABC):
         """To be called by a transport's own thread before it gives this memory's addresses to a library: one that asks
         which device the calling thread uses gets this memory's. Nothing to do where the memory is a host's."""
         return
+
+    def start_agent(self, name: str) -> PoolAgent:
+        """One of NIXL's, which its peers know by `name`. Raises `TransportMissing` where NIXL is not installed or has
+        no UCX, here or in another process that has a part of the pool."""
+        from kv_transfer.nixl_agent import NixlAgent  # which imports this module
+
+        return NixlAgent(name, self)
 
     @abstractmethod
     def read(self, layer: int, block_ids: Sequence[int], *, prefix: bytes = b"") -> bytes:

@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1fprotos/tandem_kv_transfer.proto\x12\ttandem.v1\"\xaf\x01\n\x08KVLayout\x12\x12\n\nnum_layers\x18\x01 \x01(\r\x12\x12\n\nnum_blocks\x18\x02 \x01(\r\x12\x12\n\nblock_size\x18\x03 \x01(\r\x12\x14\n\x0cnum_kv_heads\x18\x04 \x01(\r\x12\x10\n\x08head_dim\x18\x05 \x01(\r\x12\r\n\x05\x64type\x18\x06 \x01(\t\x12\r\n\x05order\x18\x07 \x01(\t\x12\x0e\n\x06\x64igest\x18\x08 \x01(\t\x12\x11\n\tnum_parts\x18\t \x01(\r\"\xa4\x01\n\x05Grant\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x13\n\x0bincarnation\x18\x02 \x01(\t\x12\x12\n\nkv_address\x18\x03 \x01(\t\x12\x10\n\x08grant_id\x18\x04 \x01(\x04\x12\r\n\x05\x65poch\x18\x05 \x01(\x04\x12\x11\n\tblock_ids\x18\x06 \x03(\r\x12\x19\n\x11num_cached_blocks\x18\x07 \x01(\r\x12\x10\n\x08lease_ms\x18\x08 \x01(\r\"\xa1\x01\n\x0e\x43onnectRequest\x12\x18\n\x10protocol_version\x18\x01 \x01(\r\x12\x11\n\tworker_id\x18\x02 \x01(\t\x12\x13\n\x0bincarnation\x18\x03 \x01(\t\x12\x15\n\rcompat_digest\x18\x04 \x01(\t\x12#\n\x06layout\x18\x05 \x01(\x0b\x32\x13.tandem.v1.KVLayout\x12\x11\n\ttransport\x18\x06 \x01(\t\"\xfa\x01\n\x0f\x43onnectResponse\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x13\n\x0bincarnation\x18\x02 \x01(\t\x12\x15\n\rcompat_digest\x18\x03 \x01(\t\x12#\n\x06layout\x18\x04 \x01(\x0b\x32\x13.tandem.v1.KVLayout\x12\'\n\x04grpc\x18\x05 \x01(\x0b\x32\x17.tandem.v1.GrpcEndpointH\x00\x12\'\n\x04nixl\x18\x06 \x01(\x0b\x32\x17.tandem.v1.NixlEndpointH\x00\x12%\n\x03ipc\x18\x07 \x01(\x0b\x32\x16.tandem.v1.IpcEndpointH\x00\x42\n\n\x08\x65ndpoint\"\'\n\x0cGrpcEndpoint\x12\x17\n\x0fmax_chunk_bytes\x18\x01 \x01(\r\"s\n\x0cNixlEndpoint\x12\x16\n\x0e\x61gent_metadata\x18\x01 \x01(\x0c\x12\x14\n\x0c\x62\x61se_address\x18\x02 \x01(\x04\x12\x12\n\npool_bytes\x18\x03 \x01(\x04\x12\x11\n\tdevice_id\x18\x04 \x01(\r\x12\x0e\n\x06memory\x18\x05 \x01(\t\"\xb5\x01\n\x0bIpcEndpoint\x12\x0f\n\x07machine\x18\x01 \x01(\t\x12\x12\n\npool_bytes\x18\x02 \x01(\x04\x12%\n\x04host\x18\x03 \x01(\x0b\x32\x15.tandem.v1.HostMemoryH\x00\x12%\n\x04\x63uda\x18\x04 \x01(\x0b\x32\x15.tandem.v1.CudaMemoryH\x00\x12)\n\x05ranks\x18\x05 \x01(\x0b\x32\x18.tandem.v1.MemoryOfRanksH\x00\x42\x08\n\x06memory\"3\n\nHostMemory\x12\x0b\n\x03pid\x18\x01 \x01(\r\x12\n\n\x02\x66\x64\x18\x02 \x01(\r\x12\x0c\n\x04name\x18\x03 \x01(\t\"?\n\nCudaMemory\x12\x0e\n\x06handle\x18\x01 \x01(\x0c\x12\x0e\n\x06offset\x18\x02 \x01(\x04\x12\x11\n\tnum_bytes\x18\x03 \x01(\x04\"4\n\rMemoryOfRanks\x12#\n\x04\x63uda\x18\x01 \x03(\x0b\x32\x15.tandem.v1.CudaMemory\"q\n\tPushChunk\x12\x10\n\x08grant_id\x18\x01 \x01(\x04\x12\r\n\x05\x65poch\x18\x02 \x01(\x04\x12\x13\n\x0bincarnation\x18\x03 \x01(\t\x12\r\n\x05layer\x18\x04 \x01(\r\x12\x11\n\tblock_ids\x18\x05 \x03(\r\x12\x0c\n\x04\x64\x61ta\x18\x06 \x01(\x0c\"G\n\x0bPushSummary\x12\x11\n\tnum_bytes\x18\x01 \x01(\x04\x12\x13\n\x0bnum_written\x18\x02 \x01(\r\x12\x10\n\x08num_late\x18\x03 \x01(\r\"\x89\x01\n\rCommitRequest\x12\x10\n\x08grant_id\x18\x01 \x01(\x04\x12\r\n\x05\x65poch\x18\x02 \x01(\x04\x12\x13\n\x0bincarnation\x18\x03 \x01(\t\x12\x19\n\x11num_prompt_tokens\x18\x04 \x01(\r\x12\x0f\n\x07\x64igests\x18\x05 \x01(\x0c\x12\x16\n\x0e\x66irst_token_id\x18\x06 \x01(\r\"\xb0\x01\n\x0e\x43ommitResponse\x12\x32\n\x07outcome\x18\x01 \x01(\x0e\x32!.tandem.v1.CommitResponse.Outcome\x12\x19\n\x11mismatched_blocks\x18\x02 \x03(\r\"O\n\x07Outcome\x12\x17\n\x13OUTCOME_UNSPECIFIED\x10\x00\x12\r\n\tCOMMITTED\x10\x01\x12\x0c\n\x08MISMATCH\x10\x02\x12\x0e\n\nGRANT_GONE\x10\x03\"F\n\x0e\x41\x62\x61ndonRequest\x12\x10\n\x08grant_id\x18\x01 \x01(\x04\x12\r\n\x05\x65poch\x18\x02 \x01(\x04\x12\x13\n\x0bincarnation\x18\x03 \x01(\t\"\x11\n\x0f\x41\x62\x61ndonResponse2\x87\x02\n\nKVTransfer\x12@\n\x07\x43onnect\x12\x19.tandem.v1.ConnectRequest\x1a\x1a.tandem.v1.ConnectResponse\x12\x36\n\x04Push\x12\x14.tandem.v1.PushChunk\x1a\x16.tandem.v1.PushSummary(\x01\x12=\n\x06\x43ommit\x12\x18.tandem.v1.CommitRequest\x1a\x19.tandem.v1.CommitResponse\x12@\n\x07\x41\x62\x61ndon\x12\x19.tandem.v1.AbandonRequest\x1a\x1a.tandem.v1.AbandonResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1fprotos/tandem_kv_transfer.proto\x12\ttandem.v1\"\xaf\x01\n\x08KVLayout\x12\x12\n\nnum_layers\x18\x01 \x01(\r\x12\x12\n\nnum_blocks\x18\x02 \x01(\r\x12\x12\n\nblock_size\x18\x03 \x01(\r\x12\x14\n\x0cnum_kv_heads\x18\x04 \x01(\r\x12\x10\n\x08head_dim\x18\x05 \x01(\r\x12\r\n\x05\x64type\x18\x06 \x01(\t\x12\r\n\x05order\x18\x07 \x01(\t\x12\x0e\n\x06\x64igest\x18\x08 \x01(\t\x12\x11\n\tnum_parts\x18\t \x01(\r\"\xa4\x01\n\x05Grant\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x13\n\x0bincarnation\x18\x02 \x01(\t\x12\x12\n\nkv_address\x18\x03 \x01(\t\x12\x10\n\x08grant_id\x18\x04 \x01(\x04\x12\r\n\x05\x65poch\x18\x05 \x01(\x04\x12\x11\n\tblock_ids\x18\x06 \x03(\r\x12\x19\n\x11num_cached_blocks\x18\x07 \x01(\r\x12\x10\n\x08lease_ms\x18\x08 \x01(\r\"\xa1\x01\n\x0e\x43onnectRequest\x12\x18\n\x10protocol_version\x18\x01 \x01(\r\x12\x11\n\tworker_id\x18\x02 \x01(\t\x12\x13\n\x0bincarnation\x18\x03 \x01(\t\x12\x15\n\rcompat_digest\x18\x04 \x01(\t\x12#\n\x06layout\x18\x05 \x01(\x0b\x32\x13.tandem.v1.KVLayout\x12\x11\n\ttransport\x18\x06 \x01(\t\"\xfa\x01\n\x0f\x43onnectResponse\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x13\n\x0bincarnation\x18\x02 \x01(\t\x12\x15\n\rcompat_digest\x18\x03 \x01(\t\x12#\n\x06layout\x18\x04 \x01(\x0b\x32\x13.tandem.v1.KVLayout\x12\'\n\x04grpc\x18\x05 \x01(\x0b\x32\x17.tandem.v1.GrpcEndpointH\x00\x12\'\n\x04nixl\x18\x06 \x01(\x0b\x32\x17.tandem.v1.NixlEndpointH\x00\x12%\n\x03ipc\x18\x07 \x01(\x0b\x32\x16.tandem.v1.IpcEndpointH\x00\x42\n\n\x08\x65ndpoint\"\'\n\x0cGrpcEndpoint\x12\x17\n\x0fmax_chunk_bytes\x18\x01 \x01(\r\"\x9b\x01\n\x0cNixlEndpoint\x12\x16\n\x0e\x61gent_metadata\x18\x01 \x01(\x0c\x12\x14\n\x0c\x62\x61se_address\x18\x02 \x01(\x04\x12\x12\n\npool_bytes\x18\x03 \x01(\x04\x12\x11\n\tdevice_id\x18\x04 \x01(\r\x12\x0e\n\x06memory\x18\x05 \x01(\t\x12&\n\x05ranks\x18\x06 \x03(\x0b\x32\x17.tandem.v1.NixlEndpoint\"\xb5\x01\n\x0bIpcEndpoint\x12\x0f\n\x07machine\x18\x01 \x01(\t\x12\x12\n\npool_bytes\x18\x02 \x01(\x04\x12%\n\x04host\x18\x03 \x01(\x0b\x32\x15.tandem.v1.HostMemoryH\x00\x12%\n\x04\x63uda\x18\x04 \x01(\x0b\x32\x15.tandem.v1.CudaMemoryH\x00\x12)\n\x05ranks\x18\x05 \x01(\x0b\x32\x18.tandem.v1.MemoryOfRanksH\x00\x42\x08\n\x06memory\"3\n\nHostMemory\x12\x0b\n\x03pid\x18\x01 \x01(\r\x12\n\n\x02\x66\x64\x18\x02 \x01(\r\x12\x0c\n\x04name\x18\x03 \x01(\t\"?\n\nCudaMemory\x12\x0e\n\x06handle\x18\x01 \x01(\x0c\x12\x0e\n\x06offset\x18\x02 \x01(\x04\x12\x11\n\tnum_bytes\x18\x03 \x01(\x04\"4\n\rMemoryOfRanks\x12#\n\x04\x63uda\x18\x01 \x03(\x0b\x32\x15.tandem.v1.CudaMemory\"q\n\tPushChunk\x12\x10\n\x08grant_id\x18\x01 \x01(\x04\x12\r\n\x05\x65poch\x18\x02 \x01(\x04\x12\x13\n\x0bincarnation\x18\x03 \x01(\t\x12\r\n\x05layer\x18\x04 \x01(\r\x12\x11\n\tblock_ids\x18\x05 \x03(\r\x12\x0c\n\x04\x64\x61ta\x18\x06 \x01(\x0c\"G\n\x0bPushSummary\x12\x11\n\tnum_bytes\x18\x01 \x01(\x04\x12\x13\n\x0bnum_written\x18\x02 \x01(\r\x12\x10\n\x08num_late\x18\x03 \x01(\r\"\x89\x01\n\rCommitRequest\x12\x10\n\x08grant_id\x18\x01 \x01(\x04\x12\r\n\x05\x65poch\x18\x02 \x01(\x04\x12\x13\n\x0bincarnation\x18\x03 \x01(\t\x12\x19\n\x11num_prompt_tokens\x18\x04 \x01(\r\x12\x0f\n\x07\x64igests\x18\x05 \x01(\x0c\x12\x16\n\x0e\x66irst_token_id\x18\x06 \x01(\r\"\xb0\x01\n\x0e\x43ommitResponse\x12\x32\n\x07outcome\x18\x01 \x01(\x0e\x32!.tandem.v1.CommitResponse.Outcome\x12\x19\n\x11mismatched_blocks\x18\x02 \x03(\r\"O\n\x07Outcome\x12\x17\n\x13OUTCOME_UNSPECIFIED\x10\x00\x12\r\n\tCOMMITTED\x10\x01\x12\x0c\n\x08MISMATCH\x10\x02\x12\x0e\n\nGRANT_GONE\x10\x03\"F\n\x0e\x41\x62\x61ndonRequest\x12\x10\n\x08grant_id\x18\x01 \x01(\x04\x12\r\n\x05\x65poch\x18\x02 \x01(\x04\x12\x13\n\x0bincarnation\x18\x03 \x01(\t\"\x11\n\x0f\x41\x62\x61ndonResponse2\x87\x02\n\nKVTransfer\x12@\n\x07\x43onnect\x12\x19.tandem.v1.ConnectRequest\x1a\x1a.tandem.v1.ConnectResponse\x12\x36\n\x04Push\x12\x14.tandem.v1.PushChunk\x1a\x16.tandem.v1.PushSummary(\x01\x12=\n\x06\x43ommit\x12\x18.tandem.v1.CommitRequest\x1a\x19.tandem.v1.CommitResponse\x12@\n\x07\x41\x62\x61ndon\x12\x19.tandem.v1.AbandonRequest\x1a\x1a.tandem.v1.AbandonResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -41,30 +41,30 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_CONNECTRESPONSE']._serialized_end=806
   _globals['_GRPCENDPOINT']._serialized_start=808
   _globals['_GRPCENDPOINT']._serialized_end=847
-  _globals['_NIXLENDPOINT']._serialized_start=849
-  _globals['_NIXLENDPOINT']._serialized_end=964
-  _globals['_IPCENDPOINT']._serialized_start=967
-  _globals['_IPCENDPOINT']._serialized_end=1148
-  _globals['_HOSTMEMORY']._serialized_start=1150
-  _globals['_HOSTMEMORY']._serialized_end=1201
-  _globals['_CUDAMEMORY']._serialized_start=1203
-  _globals['_CUDAMEMORY']._serialized_end=1266
-  _globals['_MEMORYOFRANKS']._serialized_start=1268
-  _globals['_MEMORYOFRANKS']._serialized_end=1320
-  _globals['_PUSHCHUNK']._serialized_start=1322
-  _globals['_PUSHCHUNK']._serialized_end=1435
-  _globals['_PUSHSUMMARY']._serialized_start=1437
-  _globals['_PUSHSUMMARY']._serialized_end=1508
-  _globals['_COMMITREQUEST']._serialized_start=1511
-  _globals['_COMMITREQUEST']._serialized_end=1648
-  _globals['_COMMITRESPONSE']._serialized_start=1651
-  _globals['_COMMITRESPONSE']._serialized_end=1827
-  _globals['_COMMITRESPONSE_OUTCOME']._serialized_start=1748
-  _globals['_COMMITRESPONSE_OUTCOME']._serialized_end=1827
-  _globals['_ABANDONREQUEST']._serialized_start=1829
-  _globals['_ABANDONREQUEST']._serialized_end=1899
-  _globals['_ABANDONRESPONSE']._serialized_start=1901
-  _globals['_ABANDONRESPONSE']._serialized_end=1918
-  _globals['_KVTRANSFER']._serialized_start=1921
-  _globals['_KVTRANSFER']._serialized_end=2184
+  _globals['_NIXLENDPOINT']._serialized_start=850
+  _globals['_NIXLENDPOINT']._serialized_end=1005
+  _globals['_IPCENDPOINT']._serialized_start=1008
+  _globals['_IPCENDPOINT']._serialized_end=1189
+  _globals['_HOSTMEMORY']._serialized_start=1191
+  _globals['_HOSTMEMORY']._serialized_end=1242
+  _globals['_CUDAMEMORY']._serialized_start=1244
+  _globals['_CUDAMEMORY']._serialized_end=1307
+  _globals['_MEMORYOFRANKS']._serialized_start=1309
+  _globals['_MEMORYOFRANKS']._serialized_end=1361
+  _globals['_PUSHCHUNK']._serialized_start=1363
+  _globals['_PUSHCHUNK']._serialized_end=1476
+  _globals['_PUSHSUMMARY']._serialized_start=1478
+  _globals['_PUSHSUMMARY']._serialized_end=1549
+  _globals['_COMMITREQUEST']._serialized_start=1552
+  _globals['_COMMITREQUEST']._serialized_end=1689
+  _globals['_COMMITRESPONSE']._serialized_start=1692
+  _globals['_COMMITRESPONSE']._serialized_end=1868
+  _globals['_COMMITRESPONSE_OUTCOME']._serialized_start=1789
+  _globals['_COMMITRESPONSE_OUTCOME']._serialized_end=1868
+  _globals['_ABANDONREQUEST']._serialized_start=1870
+  _globals['_ABANDONREQUEST']._serialized_end=1940
+  _globals['_ABANDONRESPONSE']._serialized_start=1942
+  _globals['_ABANDONRESPONSE']._serialized_end=1959
+  _globals['_KVTRANSFER']._serialized_start=1962
+  _globals['_KVTRANSFER']._serialized_end=2225
 # @@protoc_insertion_point(module_scope)

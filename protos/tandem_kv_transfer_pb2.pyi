@@ -90,18 +90,20 @@ class GrpcEndpoint(_message.Message):
     def __init__(self, max_chunk_bytes: _Optional[int] = ...) -> None: ...
 
 class NixlEndpoint(_message.Message):
-    __slots__ = ("agent_metadata", "base_address", "pool_bytes", "device_id", "memory")
+    __slots__ = ("agent_metadata", "base_address", "pool_bytes", "device_id", "memory", "ranks")
     AGENT_METADATA_FIELD_NUMBER: _ClassVar[int]
     BASE_ADDRESS_FIELD_NUMBER: _ClassVar[int]
     POOL_BYTES_FIELD_NUMBER: _ClassVar[int]
     DEVICE_ID_FIELD_NUMBER: _ClassVar[int]
     MEMORY_FIELD_NUMBER: _ClassVar[int]
+    RANKS_FIELD_NUMBER: _ClassVar[int]
     agent_metadata: bytes
     base_address: int
     pool_bytes: int
     device_id: int
     memory: str
-    def __init__(self, agent_metadata: _Optional[bytes] = ..., base_address: _Optional[int] = ..., pool_bytes: _Optional[int] = ..., device_id: _Optional[int] = ..., memory: _Optional[str] = ...) -> None: ...
+    ranks: _containers.RepeatedCompositeFieldContainer[NixlEndpoint]
+    def __init__(self, agent_metadata: _Optional[bytes] = ..., base_address: _Optional[int] = ..., pool_bytes: _Optional[int] = ..., device_id: _Optional[int] = ..., memory: _Optional[str] = ..., ranks: _Optional[_Iterable[_Union[NixlEndpoint, _Mapping]]] = ...) -> None: ...
 
 class IpcEndpoint(_message.Message):
     __slots__ = ("machine", "pool_bytes", "host", "cuda", "ranks")

@@ -26,7 +26,7 @@ class WorkerArgs(ServiceArgs):
         default="grpc",
         metadata={
             "help": "How KV travels: grpc (anywhere), ipc (into the other worker's memory, on one machine), nixl (by "
-            "NVIDIA's NIXL: RDMA, NVLink, shared memory; not of several GPUs)."
+            "NVIDIA's NIXL: RDMA, NVLink, shared memory)."
         },
     )
     lease_ms: int = field(

@@ -18,8 +18,9 @@ from typing import TypeVar
 import numpy as np
 
 from kv_transfer import InvalidTransfer, KVPool
-from kv_transfer.pool import Copying, Digests, PeerPool, Rows
+from kv_transfer.pool import Copying, Digests, PeerPool, PoolAgent, Rows
 from protos import tandem_kv_transfer_pb2 as pb
+from worker_service.agents_of_ranks import AgentsOfRanks
 from worker_service.cuda_ipc import check_memory
 
 Result = TypeVar("Result")
@@ -52,15 +53,25 @@ class PoolOfRanks(KVPool):
         num_rows = self._pools[0].layout.num_layers * num_blocks
         for memory in memories:  # before any is opened
             check_memory(memory, num_rows, self.layout.block_bytes)
+        parts = [pb.IpcEndpoint(pool_bytes=num_rows * self.layout.block_bytes, cuda=memory) for memory in memories]
+        return self.open_each(
+            [partial(pool.open_peer, part, num_blocks) for pool, part in zip(self._pools, parts, strict=True)],
+            num_blocks,
+        )
+
+    def open_each(self, openings: Sequence[Callable[[], PeerPool]], num_blocks: int) -> PeerPool:
+        """What they open, of each rank a pool of `num_blocks` blocks, as one. Where one raises, none stays open."""
         opened: list[PeerPool] = []
         try:
-            for pool, memory in zip(self._pools, memories, strict=True):
-                part = pb.IpcEndpoint(pool_bytes=num_rows * self.layout.block_bytes, cuda=memory)
-                opened.append(pool.open_peer(part, num_blocks))
+            for opening in openings:
+                opened.append(opening())
         except BaseException:
             _close_all(opened)
             raise
         return PeerOfRanks(opened, self._pools[0].layout.num_layers, self.layout.num_blocks, num_blocks, self.at_once)
+
+    def start_agent(self, name: str) -> PoolAgent:
+        return AgentsOfRanks(name, self._pools, self.open_each)
 
     def bind_thread(self) -> None:
         self._pools[0].bind_thread()

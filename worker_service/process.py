@@ -110,7 +110,6 @@ async def run_worker(
         engine_args = replace(engine_args, enforce_eager=True)
     try:
         config = await asyncio.to_thread(create_engine_config, engine_args)
-        check_transport_fits(args.transport, config)
     except ValueError as error:
         click.echo(f"Error: {error}", err=True)
         return 2
@@ -129,15 +128,6 @@ async def run_worker(
         await process.drain(args.drain_grace_s)
     await process.close()
     return 1 if process.failed.is_set() else 0
-
-
-def check_transport_fits(transport: str, config: EngineConfig) -> None:
-    """Raises `ValueError` where KV of such an engine does not travel by it: before minutes of loading."""
-    if transport == "nixl" and config.device.device != "cpu" and config.parallel.tensor_parallel_size > 1:
-        raise ValueError(
-            f"transport must be grpc or ipc where tensor_parallel_size is {config.parallel.tensor_parallel_size} on "
-            "GPUs: nixl does not carry KV of several GPUs yet"
-        )
 
 
 class WorkerProcess:

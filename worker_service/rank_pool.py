@@ -8,7 +8,8 @@ asks them of several ranks (pool_of_ranks.py). The calls are `KVPool`'s, and the
 nothing is asked of CUDA that a worker of one GPU does not ask.
 
 A call has a time by which it must have begun. A rank that stood still does not begin it later, when the blocks may be
-somebody else's; and whoever waited for it in vain has lost the rank, and with it the worker.
+somebody else's; and whoever waited for it in vain has lost the rank, and with it the worker. Copies that take a while
+(NIXL's) are given up at that time, too.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ import numpy as np
 
 from engine.running.executor import RankLost
 from kv_transfer import InvalidTransfer, KVLayout, KVPool, PeerUnreachable, SharedMemory, TransportMissing
-from kv_transfer.pool import Copying, Digests, PeerPool, Rows
+from kv_transfer.pool import Copying, Digests, PeerPool, PoolAgent, Rows
 from kv_transfer.shared_memory import open_peers_memory
 from protos import tandem_kv_transfer_pb2 as pb
 
@@ -76,6 +77,10 @@ class RankPool(KVPool):
         peer, _ = self._ask("open_peer", endpoint.SerializeToString(), num_blocks=num_blocks)
         return _Peer(self, peer)
 
+    def start_agent(self, name: str) -> PoolAgent:
+        agent, described = self._ask("start_agent", name=name)
+        return _Agent(self, agent, pb.NixlEndpoint.FromString(described))
+
     def read(self, layer: int, block_ids: Sequence[int], *, prefix: bytes = b"") -> bytes:
         return self._ask("read", prefix, layer=layer, block_ids=list(block_ids))[1]
 
@@ -95,6 +100,16 @@ class RankPool(KVPool):
 
     def close_peer(self, peer: int) -> None:
         self._ask("close_peer", peer=peer)
+
+    def open_by_agent(self, agent: int, name: str, endpoint: pb.NixlEndpoint, num_blocks: int) -> PeerPool:
+        told = endpoint.SerializeToString()
+        return _Peer(self, self._ask("open_by_agent", told, agent=agent, name=name, num_blocks=num_blocks)[0])
+
+    def count_push(self, agent: int, is_entered: bool) -> None:
+        self._ask("count_push", agent=agent, is_entered=is_entered)
+
+    def close_agent(self, agent: int) -> None:
+        self._ask("close_agent", agent=agent)
 
     def _ask(
         self,
@@ -148,6 +163,30 @@ class _Copying:
         self._pool.finish(self._copy)
 
 
+class _Agent:
+    """See `kv_transfer.pool.PoolAgent`: one that a rank has started. Every call of it may wait."""
+
+    def __init__(self, pool: RankPool, agent: int, described: pb.NixlEndpoint) -> None:
+        self._pool = pool
+        self._agent = agent
+        self._described = described
+
+    def describe(self) -> pb.NixlEndpoint:
+        return self._described
+
+    def open_peer(self, name: str, endpoint: pb.NixlEndpoint, num_blocks: int) -> PeerPool:
+        return self._pool.open_by_agent(self._agent, name, endpoint, num_blocks)
+
+    def enter_push(self) -> None:
+        self._pool.count_push(self._agent, is_entered=True)
+
+    def leave_push(self) -> None:
+        self._pool.count_push(self._agent, is_entered=False)
+
+    def close(self) -> None:
+        self._pool.close_agent(self._agent)
+
+
 class PoolServer:
     """The other end, in the process of a rank: does to `pool` what it is asked, until the connection ends."""
 
@@ -157,11 +196,15 @@ class PoolServer:
         self._numbers = count()
         self._peers: dict[int, PeerPool] = {}
         self._copies: dict[int, Copying] = {}
+        self._agents: dict[int, PoolAgent] = {}
+        self._until_s = math.inf
+        """Of the call that is being answered."""
         self._calls: dict[str, Callable[..., tuple[object, bytes]]] = {
             call.__name__.removeprefix("_"): call
             for call in (
                 self._share, self._describe_layout, self._describe_memory, self._open_peer, self._read, self._write,
-                self._digests, self._copy, self._finish, self._close_peer,
+                self._digests, self._copy, self._finish, self._close_peer, self._start_agent, self._open_by_agent,
+                self._count_push, self._close_agent,
             )
         }  # fmt: skip
 
@@ -181,9 +224,9 @@ class PoolServer:
         self._line.send(*self._answer(*self._line.receive()))
 
     def _answer(self, asked: dict[str, Any], data: memoryview) -> tuple[dict[str, Any], bytes]:
-        call, until_s = self._calls[asked.pop("call")], asked.pop("until_s")
+        call, self._until_s = self._calls[asked.pop("call")], asked.pop("until_s")
         try:
-            if time.monotonic() > until_s:
+            if time.monotonic() > self._until_s:
                 raise PeerUnreachable("this rank stood still, and what it was asked to do is too late")
             result, told = call(data, **asked)
         except tuple(_ERRORS.values()) as error:
@@ -210,7 +253,8 @@ class PoolServer:
 
     def _copy(self, data: memoryview, peer: int) -> tuple[int, bytes]:
         src_rows, dst_rows = np.frombuffer(data, dtype=np.int64).reshape(2, -1)
-        copying = self._peers[peer].copy(src_rows, dst_rows, lambda: math.inf)  # it is just being looked whether it is
+        until_s = self._until_s  # before rank 0 gives this rank up, too
+        copying = self._peers[peer].copy(src_rows, dst_rows, lambda: until_s)
         self._copies[number := next(self._numbers)] = copying
         return number, b""
 
@@ -220,6 +264,27 @@ class PoolServer:
 
     def _close_peer(self, _: memoryview, peer: int) -> tuple[None, bytes]:
         self._peers.pop(peer).close()
+        return None, b""
+
+    def _start_agent(self, _: memoryview, name: str) -> tuple[int, bytes]:
+        self._agents[number := next(self._numbers)] = agent = self._pool.start_agent(name)
+        return number, agent.describe().SerializeToString()
+
+    def _open_by_agent(self, data: memoryview, agent: int, name: str, num_blocks: int) -> tuple[int, bytes]:
+        opened = self._agents[agent].open_peer(name, pb.NixlEndpoint.FromString(bytes(data)), num_blocks)
+        self._peers[number := next(self._numbers)] = opened
+        return number, b""
+
+    def _count_push(self, _: memoryview, agent: int, is_entered: bool) -> tuple[None, bytes]:
+        counted = self._agents[agent]
+        if is_entered:
+            counted.enter_push()
+        else:
+            counted.leave_push()
+        return None, b""
+
+    def _close_agent(self, _: memoryview, agent: int) -> tuple[None, bytes]:
+        self._agents.pop(agent).close()
         return None, b""
 
     def _read(self, prefix: memoryview, layer: int, block_ids: list[int]) -> tuple[None, bytes]:

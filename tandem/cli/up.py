@@ -66,7 +66,7 @@ def _option(flag: str, *names: str, **settings: Any) -> Callable[[Command], Comm
          "names. 0: free ports, which the logs name. Default: nowhere. The gateway has its own /metrics.")  # fmt: skip
 @_option("--transport", type=click.Choice(TRANSPORTS), default=ClusterArgs.transport,
          help="How KV moves: grpc runs anywhere, ipc and nixl write straight into the peer's memory (ipc on one "
-         "machine, nixl by shared memory, TCP, RDMA, NVLink, not of several GPUs).")  # fmt: skip
+         "machine, nixl by shared memory, TCP, RDMA, NVLink).")  # fmt: skip
 @_option("--redis", "redis_url", default="", envvar="REDIS_URL", metavar="URL",
          help="redis://HOST:PORT or unix://PATH. Default: a Redis of its own, gone with it.")  # fmt: skip
 @_option("--namespace", default=ClusterArgs.namespace, help="Prefix of all keys in Redis: two clusters may share one.")

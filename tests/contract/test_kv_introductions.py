@@ -7,6 +7,7 @@ import sys
 from typing import Any
 
 import pytest
+from device_peers import on_devices
 from kv_harness import DEADLINE_S, Cluster, Receiving, assert_moved, make_pool, over
 from nixl_marks import needs_nixl
 from ports import lasting_port
@@ -181,20 +182,20 @@ async def described(cluster: Cluster, receiving: Receiving) -> pb.ConnectRespons
     return receiving.receiver.connect(request)
 
 
+BAD_NIXL_FIELDS = [
+    ("agent_metadata", b""),
+    ("agent_metadata", b"x" * (2 << 20)),
+    ("base_address", 0),
+    ("base_address", 2**64 - 1),
+    ("pool_bytes", 1),
+    ("device_id", 2**31),
+    ("memory", "FILE"),
+]
+
+
 @needs_nixl
 @over("nixl")
-@pytest.mark.parametrize(
-    ("field", "value"),
-    [
-        ("agent_metadata", b""),
-        ("agent_metadata", b"x" * (2 << 20)),
-        ("base_address", 0),
-        ("base_address", 2**64 - 1),
-        ("pool_bytes", 1),
-        ("device_id", 2**31),
-        ("memory", "FILE"),
-    ],
-)
+@pytest.mark.parametrize(("field", "value"), BAD_NIXL_FIELDS)
 async def test_what_a_nixl_endpoint_says_is_checked(
     cluster: Cluster, receiving: Receiving, field: str, value: object
 ) -> None:
@@ -204,6 +205,39 @@ async def test_what_a_nixl_endpoint_says_is_checked(
     check_endpoint(response)
     setattr(response.nixl, field, value)
     with pytest.raises(InvalidTransfer):
+        check_endpoint(response)
+
+
+@needs_nixl
+@over("nixl")
+@pytest.mark.parametrize("rank", [0, 2])
+@pytest.mark.parametrize(("field", "value"), BAD_NIXL_FIELDS)
+async def test_what_a_nixl_endpoint_says_of_each_rank_is_checked(
+    cluster: Cluster, field: str, value: object, rank: int
+) -> None:
+    from kv_transfer.nixl_ranks import check_endpoint
+
+    cluster.source = make_pool(30, seed=7, num_layers=6)
+    response = await described(cluster, await cluster.add_receiving(wrap=on_devices, num_layers=6))
+    check_endpoint(response)
+    setattr(response.nixl.ranks[rank], field, value)
+    with pytest.raises(InvalidTransfer):
+        check_endpoint(response)
+
+
+@needs_nixl
+@over("nixl")
+async def test_what_a_nixl_endpoint_says_of_all_ranks_is_checked(cluster: Cluster) -> None:
+    from kv_transfer.nixl_ranks import check_endpoint
+
+    cluster.source = make_pool(30, seed=7, num_layers=6)
+    response = await described(cluster, await cluster.add_receiving(wrap=on_devices, num_layers=6))
+    response.nixl.pool_bytes -= 1
+    with pytest.raises(InvalidTransfer, match="a pool of that layout has"):
+        check_endpoint(response)
+    response.nixl.pool_bytes += 1
+    response.nixl.ranks[1].ranks.add()
+    with pytest.raises(InvalidTransfer, match="a rank has no ranks"):
         check_endpoint(response)
 
 

@@ -60,7 +60,7 @@ async def test_blocks_travel_between_devices(cluster: Cluster, dtype: str) -> No
     assert_moved(cluster, receiving, [3, 7], [9, 4])
 
 
-@over("grpc", "ipc", "local")
+@over("grpc", "ipc", "local", NIXL)
 async def test_blocks_travel_between_as_many_devices(cluster: Cluster) -> None:
     """Two layers on each of three. What is damaged in a block of the second one is noticed, and pushed again."""
     cluster.source = make_pool(30, seed=7, num_layers=6)

@@ -12,6 +12,7 @@ import pytest
 import torch
 from clusters import run_cluster
 from many_endings import CONFIG
+from nixl_marks import needs_nixl
 from pretend_gpu.__main__ import write_python
 
 from engine.config import EngineArgs
@@ -65,7 +66,10 @@ def answers_of_a_cpu(folder: Path) -> dict[int, list[int]]:
 
 @pytest.mark.slow  # engines alone: test_pretended_gpu.py
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-@pytest.mark.parametrize(("num_ranks", "transport"), [(1, "grpc"), (2, "grpc"), (2, "ipc")])
+@pytest.mark.parametrize(
+    ("num_ranks", "transport"),
+    [(1, "grpc"), (2, "grpc"), (2, "ipc"), pytest.param(2, "nixl", marks=needs_nixl)],
+)
 def test_the_answers_of_a_cpu(tiny_model: Path, tmp_path: Path, num_ranks: int, transport: str) -> None:
     flags = (
         "--model", str(tiny_model), "--load-format", "dummy", "--dtype", "float32", "--device", "cuda",

@@ -19,6 +19,7 @@ from handover import alone, handed_over
 from lora_folders import CONFIG as LORA_CONFIG
 from lora_folders import write_adapter
 from many_endings import CONFIG, prompt_of
+from nixl_marks import NIXL
 from pretend_gpu import pretend_gpu
 from pretend_gpu.__main__ import write_python
 from pretend_gpu.engines import make_engine
@@ -74,12 +75,16 @@ def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
                 yield Pair(config, prefill, decode)
 
 
-@pytest.mark.parametrize("transport", ["grpc", "ipc"])
+PROMPTS = {"grpc": prompt_of(16), "ipc": prompt_of(16)[::-1], "nixl": prompt_of(16)[1::2] + prompt_of(16)[::2]}
+"""Ones that nobody has cached."""
+
+
+@pytest.mark.parametrize("transport", ["grpc", "ipc", NIXL])
 def test_two_prefill_and_two_others_decode(pair: Pair, tmp_path: Path, transport: str) -> None:
     config, prefill, decode = pair
     assert decode.pool.layout.num_layers == 2 * config["num_hidden_layers"]
     assert decode.pool.memory == "VRAM"
-    prompt = prompt_of(16)[:: 1 if transport == "grpc" else -1]  # one that nobody has cached
+    prompt = PROMPTS[transport]
     tokens = handed_over(
         prefill.engine, decode.engine, prompt, GREEDY, pools=(prefill.pool, decode.pool), transport=transport
     )

@@ -148,11 +148,13 @@ def _connect(gpu: PretendGpu, patch: pytest.MonkeyPatch) -> None:
     """With the GPUs of other processes."""
     from pretend_gpu.ipc import PretendDriver  # who has one alone needs none of these
     from pretend_gpu.nccl import PretendNccl
+    from pretend_gpu.nixl import import_nixl
 
     driver = PretendDriver(gpu)
     patch.setattr("engine.kv_cache.allocate_kv_pool", driver.allocate_kv_pool)
     patch.setattr("worker_service.pool_memory.cuda_peers", driver.peers)
     patch.setattr("engine.tensor_parallel.group._nccl", partial(PretendNccl, gpu))
+    patch.setattr("kv_transfer.nixl_agent._import_nixl", import_nixl)
 
 
 class _HostGenerator(torch.Generator):

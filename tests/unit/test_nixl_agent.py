@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kv_transfer import HostPool, KVLayout, nixl_agent
-from kv_transfer.nixl_agent import NixlAgent, RemotePool
+from kv_transfer import HostPool, KVLayout, PeerUnreachable, nixl_agent
+from kv_transfer.nixl_agent import NixlAgent, NixlCopying, NixlPeerPool, RemotePool
 from kv_transfer.one_sided import Transfer
 
 LAYOUT = KVLayout(num_layers=1, num_blocks=2, block_size=4, num_kv_heads=1, head_dim=8, dtype="bfloat16")
@@ -94,3 +94,62 @@ def test_a_write_under_way_that_is_late_is_released_before_nixl_can_go_on_with_i
     assert has_ended.wait(5)
     agent.close()
     assert heard == ["released", "ended"]
+
+
+ROWS = np.array([1, 0]), np.array([3, 2])
+
+
+def test_a_copy_that_is_late_under_way_is_given_up_and_never_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    heard: list[object] = []
+    until_s = [math.inf]
+
+    class BusyAgent(Agent):
+        def make_prepped_xfer(self, _: str, _ours: object, src: Any, _theirs: object, dst: Any) -> object:
+            heard.append((src.tolist(), dst.tolist()))
+            return SimpleNamespace(release=lambda: heard.append("released"))
+
+        def transfer(self, _: object) -> str:
+            until_s[0] = -math.inf
+            return "PROC"
+
+        def check_xfer_state(self, _: object) -> str:
+            heard.append("asked")
+            return "PROC"
+
+    replace_nixl(monkeypatch, BusyAgent)
+    agent = NixlAgent("sender", WatchedPool([]))
+    copying = NixlPeerPool(agent, RemotePool("receiver", None, 4)).copy(*ROWS, lambda: until_s[0])
+    with pytest.raises(PeerUnreachable, match="receiver: a write did not end in its time"):
+        copying.synchronize()
+    agent.close()
+    assert heard == [([1, 0], [3, 2]), "released"]
+
+
+def test_a_copy_that_was_late_stays_so_whatever_is_heard_after_that() -> None:
+    until_s = [math.inf]
+    copying = NixlCopying("receiver", lambda: until_s[0])
+    assert not copying.is_late()
+    until_s[0] = -math.inf
+    assert copying.is_late()
+    until_s[0] = math.inf
+    assert copying.is_late()
+    copying.end(None)
+    with pytest.raises(PeerUnreachable):
+        copying.synchronize()
+
+
+def test_a_copy_that_is_late_before_it_begins_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    begun: list[object] = []
+
+    class HeardAgent(Agent):
+        def transfer(self, handle: object) -> str:
+            begun.append(handle)
+            return "DONE"
+
+    replace_nixl(monkeypatch, HeardAgent)
+    agent = NixlAgent("sender", WatchedPool([]))
+    copying = NixlPeerPool(agent, RemotePool("receiver", None, 4)).copy(*ROWS, lambda: -math.inf)
+    with pytest.raises(PeerUnreachable, match="did not end in its time"):
+        copying.synchronize()
+    agent.close()
+    assert begun == []

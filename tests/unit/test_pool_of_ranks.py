@@ -15,13 +15,10 @@ from device_peers import OneProcess, on_a_device, on_devices, parts_of, served
 from engine.running.executor import RankLost
 from kv_transfer import (
     HostPool,
-    Identity,
     InvalidTransfer,
     KVLayout,
     PeerUnreachable,
     TransportMissing,
-    create_endpoint,
-    create_sender,
 )
 from kv_transfer.pool import Copying, PeerPool, Rows
 from protos import tandem_kv_transfer_pb2 as pb
@@ -73,11 +70,113 @@ def test_pools_that_are_unlike_are_none() -> None:
         PoolOfRanks([on_a_device(host_pool(7)), on_a_device(host_pool(8))])
 
 
-def test_nixl_which_needs_an_address_says_what_to_take() -> None:
-    pool, identity = on_devices(host_pool()), Identity(worker_id="a", incarnation="b", compat_digest="c")
-    for create in (create_endpoint, create_sender):
-        with pytest.raises(TransportMissing, match="does not carry KV of several GPUs: take grpc or ipc"):
-            create("nixl", pool=pool, identity=identity)
+# -- agents of NIXL's -----------------------------------------------------------------------------------------------
+
+
+class Agent:
+    """Of one rank, which is told what the worker's is."""
+
+    def __init__(self, name: str, error: Exception | None) -> None:
+        self.name = name
+        self.error = error
+        self.opened: list[tuple[str, bytes, Peer]] = []
+        self.told = threading.Semaphore(0)
+        self.num_pushes = 0
+        self.is_closed = False
+
+    def describe(self) -> pb.NixlEndpoint:
+        return pb.NixlEndpoint(agent_metadata=self.name.encode(), pool_bytes=10)
+
+    def open_peer(self, name: str, endpoint: pb.NixlEndpoint, num_blocks: int) -> PeerPool:
+        assert num_blocks == NUM_PEER_BLOCKS
+        if self.error is not None:
+            raise self.error
+        self.opened.append((name, endpoint.agent_metadata, Peer()))
+        return self.opened[-1][2]
+
+    def enter_push(self) -> None:
+        self.num_pushes += 1
+        self.told.release()
+
+    def leave_push(self) -> None:
+        self.num_pushes -= 1
+        self.told.release()
+
+    def close(self) -> None:
+        self.is_closed = True
+        if self.error is not None:
+            raise self.error
+
+
+class PoolWithAgent(HostPool):
+    error: Exception | None = None
+    has_nixl = True
+
+    def start_agent(self, name: str) -> Agent:
+        if not self.has_nixl:
+            raise TransportMissing("no NIXL")
+        self.agent = Agent(name, self.error)
+        return self.agent
+
+
+def pools_with_agents() -> list[PoolWithAgent]:
+    """The other ranks' as in processes of their own."""
+    return [PoolWithAgent(part.layout, part.array) for part in parts_of(host_pool(), 3)]
+
+
+def as_one(pools: list[PoolWithAgent]) -> PoolOfRanks:
+    return PoolOfRanks([pools[0], *(served(pool, rank) for rank, pool in enumerate(pools[1:], start=1))])
+
+
+def test_each_rank_has_an_agent_that_opens_the_peers_of_the_same_number() -> None:
+    pools = pools_with_agents()
+    agent = as_one(pools).start_agent("sender")
+    assert [pool.agent.name for pool in pools] == ["sender/0", "sender/1", "sender/2"]
+    described = agent.describe()
+    assert (described.pool_bytes, len(described.ranks), described.agent_metadata) == (30, 3, b"")
+    theirs = pb.NixlEndpoint(ranks=[pb.NixlEndpoint(agent_metadata=bytes([rank])) for rank in range(3)])
+    opened = agent.open_peer("receiver", theirs, NUM_PEER_BLOCKS)
+    assert [pool.agent.opened[0][:2] for pool in pools] == [(f"receiver/{rank}", bytes([rank])) for rank in range(3)]
+    opened.close()
+    assert all(pool.agent.opened[0][2].is_closed for pool in pools)
+    agent.close()
+    assert all(pool.agent.is_closed for pool in pools)
+
+
+def test_every_rank_hears_of_a_push_and_of_its_end() -> None:
+    pools = pools_with_agents()
+    agent = as_one(pools).start_agent("receiver")
+    for change, counted in ((agent.enter_push, 1), (agent.enter_push, 2), (agent.leave_push, 1), (agent.leave_push, 0)):
+        change()
+        assert all(pool.agent.told.acquire(timeout=PATIENCE_S) for pool in pools)
+        assert [pool.agent.num_pushes for pool in pools] == [counted] * 3
+    agent.close()
+    agent.leave_push()  # of a stream that ends after all else
+
+
+def test_a_rank_without_nixl_is_heard_of_at_the_start() -> None:
+    pools = pools_with_agents()
+    pools[2].has_nixl = False
+    with pytest.raises(TransportMissing, match="rank 2: no NIXL"):
+        as_one(pools).start_agent("sender")
+    assert [pool.agent.is_closed for pool in pools[:2]] == [True, True]
+
+
+def test_a_rank_that_cannot_reach_its_peer_leaves_no_other_open() -> None:
+    pools = pools_with_agents()
+    pools[2].error = PeerUnreachable("NIXL cannot connect")
+    agent = as_one(pools).start_agent("sender")
+    theirs = pb.NixlEndpoint(ranks=[pb.NixlEndpoint()] * 3)
+    with pytest.raises(PeerUnreachable, match="rank 2: NIXL cannot connect"):
+        agent.open_peer("receiver", theirs, NUM_PEER_BLOCKS)
+    assert [pool.agent.opened[0][2].is_closed for pool in pools[:2]] == [True, True]
+
+
+def test_agents_of_a_worker_that_lost_a_rank_are_closed() -> None:
+    pools = pools_with_agents()
+    pools[0].error = RankLost("it ended")  # as who asks rank 1 would raise it
+    as_one(pools).start_agent("sender").close()
+    assert all(pool.agent.is_closed for pool in pools)
 
 
 # -- peers' pools ---------------------------------------------------------------------------------------------------

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +22,6 @@ from engine.scaled_weight import ScaledWeight, part_of
 from engine.tensor_parallel.sharded_weights import ShardedWeights, cuts_of_rank
 from engine.tensor_parallel.shares import num_key_parts, share_of
 from engine.tensor_parallel.sharing import VocabParallelLinear
-from worker_service.process import check_transport_fits
 
 LLAMA: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"], "vocab_size": 101, "hidden_size": 24, "intermediate_size": 36,
@@ -183,17 +181,3 @@ def test_parts_of_the_vocabulary_are_the_vocabulary(vocab_size: int) -> None:
         logits = linear(x)
     assert len({part.shape for part in parts}) == 1
     torch.testing.assert_close(logits, F.linear(x, weight))
-
-
-def test_nixl_is_refused_on_several_gpus(tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text(json.dumps(LLAMA))
-    args = EngineArgs(model=str(tmp_path), load_format="dummy", device="cpu", tensor_parallel_size=2)
-    on_cpu = create_engine_config(args)
-    on_gpus = replace(on_cpu, device=replace(on_cpu.device, device="cuda"))
-    on_one = replace(on_gpus, parallel=replace(on_gpus.parallel, tensor_parallel_size=1))
-    with pytest.raises(ValueError, match="transport must be grpc or ipc where tensor_parallel_size is 2 on GPUs"):
-        check_transport_fits("nixl", on_gpus)
-    for config in (on_cpu, on_one):
-        check_transport_fits("nixl", config)
-    for transport in ("grpc", "ipc"):
-        check_transport_fits(transport, on_gpus)

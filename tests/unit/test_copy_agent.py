@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import math
 import threading
+import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 
 import numpy as np
 import pytest
 
 from kv_transfer import HostPool, KVLayout, PeerUnreachable, TransferError
-from kv_transfer import ipc_agent as module
-from kv_transfer.ipc_agent import IpcAgent, OpenedPool
+from kv_transfer import copy_agent as module
+from kv_transfer.copy_agent import CopyAgent, OpenedPool
 from kv_transfer.one_sided import Transfer
 from kv_transfer.pool import PeerPool, Rows
 from protos import tandem_kv_transfer_pb2 as pb
@@ -40,6 +42,7 @@ class Peer:
     """A peer's pool that remembers what is copied there."""
 
     copies: list[tuple[list[int], list[int]]] = field(default_factory=list)
+    late_at_s: list[Callable[[], float]] = field(default_factory=list)
     begun: list[Copy] = field(default_factory=list)
     has_begun: threading.Semaphore = field(default_factory=lambda: threading.Semaphore(0))
     refuses: Exception | None = None
@@ -50,6 +53,7 @@ class Peer:
         if self.refuses is not None:
             raise self.refuses
         self.copies.append((src_rows.tolist(), dst_rows.tolist()))
+        self.late_at_s.append(late_at_s)
         self.begun.append(Copy(self.fails))
         self.has_begun.release()
         return self.begun[-1]
@@ -98,12 +102,16 @@ class Ends:
 class Stage:
     def __init__(self) -> None:
         self.pool = DevicePool()
-        self.agent = IpcAgent(self.pool)
+        self.agent = CopyAgent(self.pool)
         self.ends = Ends()
         self.is_cancelled = threading.Event()
 
+    def opening(self, pool_bytes: int) -> Future[OpenedPool]:
+        endpoint = pb.IpcEndpoint(pool_bytes=pool_bytes)
+        return self.agent.open(lambda: self.pool.open_peer(endpoint, NUM_PEER_BLOCKS), NUM_PEER_BLOCKS)
+
     def open(self) -> tuple[Peer, OpenedPool]:
-        opened = self.agent.open(pb.IpcEndpoint(pool_bytes=1), NUM_PEER_BLOCKS).result(DEADLINE_S)
+        opened = self.opening(1).result(DEADLINE_S)
         return self.pool.peers[-1], opened
 
     def post(self, name: str, opened: OpenedPool, layer: int, src: list[int], dst: list[int]) -> None:
@@ -207,7 +215,7 @@ def test_a_device_that_fails_ends_its_copies_alone(stage: Stage, when: str) -> N
 
 
 def test_a_pool_is_closed_when_nothing_is_copied_there_any_more(stage: Stage) -> None:
-    opening = stage.agent.open(pb.IpcEndpoint(pool_bytes=1), NUM_PEER_BLOCKS)
+    opening = stage.opening(1)
     opened = opening.result(DEADLINE_S)
     (peer,) = stage.pool.peers
     stage.post("under way", opened, 0, [1], [2])
@@ -227,9 +235,7 @@ def test_a_pool_is_closed_when_nothing_is_copied_there_any_more(stage: Stage) ->
 
 def test_a_pool_whose_opener_left_meanwhile_is_closed(stage: Stage) -> None:
     may_go_on = stage.hold_thread()
-    never, opened, failed = (
-        stage.agent.open(pb.IpcEndpoint(pool_bytes=number), NUM_PEER_BLOCKS) for number in (1, 1, 0)
-    )
+    never, opened, failed = (stage.opening(number) for number in (1, 1, 0))
     assert never.cancel()
     for opening in (never, opened, failed):
         stage.agent.release(opening)
@@ -254,3 +260,14 @@ def test_closing_waits_for_what_is_under_way_and_ends_the_rest() -> None:
     assert not closing.is_alive()
     assert stage.ends.of["under way"] is None
     assert isinstance(stage.ends.of["waiting"], PeerUnreachable)
+
+
+def test_a_copy_is_late_when_the_first_of_its_transfers_has_no_patience_any_more(stage: Stage) -> None:
+    """Though the process is well: over a network a copy may never end."""
+    peer, opened = stage.open()
+    before_s = time.monotonic()
+    stage.post("patient for 1 s", opened, 0, [1], [2])
+    peer.until_begun(1)
+    assert before_s + 1.0 <= peer.late_at_s[0]() <= time.monotonic() + 1.0
+    peer.begun[0].may_end.set()
+    stage.ends.until("patient for 1 s")

@@ -5,7 +5,8 @@ Owns the thread and what is opened. The event loop is never blocked: it hands ca
     waiting ──(copies of one peer's pool together)──> under way, in order ──done──> on_end
         └──── nobody wants it any more, the agent or the pool is closed ────────────> on_end
 
-Where the host copies, a copy is done when it is begun; a device is given the next copies while it makes these.
+Where the host copies, a copy is done when it is begun; a device, or a network, is given the next copies while it makes
+these. One that does not end holds up the others until it is late.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from __future__ import annotations
 import logging
 import queue
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
@@ -24,7 +26,6 @@ from kv_transfer.base import MAX_BYTES_IN_FLIGHT
 from kv_transfer.errors import PeerUnreachable, TransferError
 from kv_transfer.one_sided import Transfer
 from kv_transfer.pool import Copying, KVPool, PeerPool, Rows
-from protos import tandem_kv_transfer_pb2 as pb
 
 logger = logging.getLogger(__name__)
 
@@ -43,7 +44,7 @@ class OpenedPool:
     is_released: bool = False
 
 
-class IpcAgent:
+class CopyAgent:
     """`close` must be called."""
 
     def __init__(self, pool: KVPool) -> None:
@@ -54,22 +55,23 @@ class IpcAgent:
         self._num_bytes_under_way = 0
         self._src_ids, self._dst_ids = _BlockIds(), _BlockIds()
         self._is_closing = False
-        self._thread = threading.Thread(target=self._run, name="kv-ipc", daemon=True)
+        self._thread = threading.Thread(target=self._run, name="kv-copy", daemon=True)
         self._thread.start()
 
-    def open(self, endpoint: pb.IpcEndpoint, num_blocks: int) -> Future[OpenedPool]:
-        """`KVPool.open_peer`, and its errors, on the agent's thread. Whatever becomes of it, `release` it once."""
+    def open(self, open_peer: Callable[[], PeerPool], num_blocks: int) -> Future[OpenedPool]:
+        """What `open_peer` opens or raises, called on the agent's thread: a pool with `num_blocks` blocks. Whatever
+        becomes of it, `release` it once."""
         opening: Future[OpenedPool] = Future()
 
-        def open_peer() -> None:
+        def open_it() -> None:
             if not opening.set_running_or_notify_cancel():
                 return
             try:
-                opening.set_result(OpenedPool(self._pool.open_peer(endpoint, num_blocks), num_blocks))
+                opening.set_result(OpenedPool(open_peer(), num_blocks))
             except Exception as error:
                 opening.set_exception(error)
 
-        self._calls.put(open_peer)
+        self._calls.put(open_it)
         return opening
 
     def release(self, opening: Future[OpenedPool]) -> None:
@@ -77,8 +79,8 @@ class IpcAgent:
         self._calls.put(lambda: self._release(opening))
 
     def post(self, transfer: Transfer) -> None:
-        """Its `remote` is an `OpenedPool`. Never blocks. Nothing that was begun is given up: a copy takes microseconds,
-        and of a device that hangs the engine's own process hears."""
+        """Its `remote` is an `OpenedPool`. Never blocks. What was begun is not given up here: a copy takes
+        microseconds, of a device that hangs the engine's own process hears, and NIXL's agents give up what is late."""
         self._calls.put(lambda: self._take(transfer))
 
     def close(self) -> None:
@@ -130,7 +132,10 @@ class IpcAgent:
         ours, theirs = self._pool.layout.num_blocks, opened.num_blocks
         src_rows = np.concatenate([self._src_ids.array(t.src_block_ids) + t.layer * ours for t in transfers])
         dst_rows = np.concatenate([self._dst_ids.array(t.dst_block_ids) + t.layer * theirs for t in transfers])
-        return opened.pool.copy(src_rows, dst_rows, lambda: min(transfer.late_at_s() for transfer in transfers))
+        given_up_s = time.monotonic() + min(transfer.patience_s for transfer in transfers)
+        return opened.pool.copy(
+            src_rows, dst_rows, lambda: min(given_up_s, *(transfer.late_at_s() for transfer in transfers))
+        )
 
     def _pop_wanted(self) -> list[Transfer]:
         """The first of those waiting, and more to the same pool, as many as one copy takes. They may be wanted no
