@@ -22,6 +22,8 @@ MODEL_IMPLS = ("auto", "tandem", "transformers")
 QUANTIZATIONS = ("auto", "none", "fp8", "int8")
 KV_CACHE_DTYPES = ("auto", "fp8", "fp8_e4m3")
 MAX_RANKS = 64
+MAX_THREADS = 1024
+"""What keeps threads together has a word for each on a stack, and a system has few enough for all its processes."""
 GIB = 1024**3
 
 
@@ -357,7 +359,9 @@ class EngineArgs:
             "there is enforce_eager",
         )
         SpeculativeConfig.parse(self.speculative_config)
-        _check(self.num_threads >= 0, f"num_threads must be at least 0, is {self.num_threads}")
+        _check(
+            0 <= self.num_threads <= MAX_THREADS, f"num_threads must be in [0, {MAX_THREADS}], is {self.num_threads}"
+        )
         _check(
             self.attention_backend in ATTENTION_BACKENDS,
             f"attention_backend must be one of {', '.join(ATTENTION_BACKENDS)}, is {self.attention_backend!r}",

@@ -229,6 +229,7 @@ def test_without_a_router_there_is_one_readable_line(command: list[str]) -> None
         (["up", "--drain-grace-s", "nan"], "--drain-grace-s must be at least 0 and finite, is nan"),
         (["up", "--block-size", "17"], "--block-size must be a power of two"),
         (["up", "--local-max-uncached-tokens", "-1"], "--local-max-uncached-tokens must be at least 0, is -1"),
+        (["up", "--num-threads", "100000"], "--num-threads must be in [0, 1024], is 100000"),
         (["up", "--dtype", "int8"], "--dtype must be one of"),
         (["up", "--transport", "tcp"], "'tcp' is not one of 'grpc', 'ipc', 'nixl'"),
         (["up", "--listen", "here"], "--listen: an address is HOST:PORT"),
