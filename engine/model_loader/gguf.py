@@ -9,11 +9,13 @@ from __future__ import annotations
 import functools
 import gc
 import json
+import struct
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 import xxhash
+from safetensors import SafetensorError
 
 from engine.cache_dir import build_once, report
 
@@ -27,7 +29,10 @@ def convert_gguf_file(gguf_file: Path, download_dir: Path) -> Path:
         while chunk := file.read(1 << 24):
             digest.update(chunk)
     name = f"{gguf_file.stem}-{digest.hexdigest()}"
-    return build_once(download_dir, name, lambda folder: convert_gguf(gguf_file, folder))
+    try:
+        return build_once(download_dir, name, lambda folder: convert_gguf(gguf_file, folder))
+    except OSError as error:
+        raise ValueError(f"{gguf_file} cannot be converted: {download_dir} cannot be written: {error}") from error
 
 
 def convert_gguf(gguf_file: Path, folder: Path) -> None:
@@ -47,11 +52,14 @@ def convert_gguf(gguf_file: Path, folder: Path) -> None:
                 **place, dtype=torch.bfloat16, quantization_config=transformers.GgufConfig(dequantize=True)
             )
             tokenizer = transformers.AutoTokenizer.from_pretrained(**place)
-    except (ValueError, KeyError, NotImplementedError, RuntimeError, OSError) as error:
+    except (ValueError, KeyError, NotImplementedError, RuntimeError, OSError, struct.error) as error:
         raise ValueError(f"{gguf_file} cannot be converted: {error}") from error
     report("writing model.safetensors and tokenizer.json")
-    model.save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
+    try:
+        model.save_pretrained(folder)
+        tokenizer.save_pretrained(folder)
+    except (OSError, SafetensorError) as error:
+        raise ValueError(f"{gguf_file} cannot be converted: {folder} cannot be written: {error}") from error
     _edit_json(folder / "config.json", drop=("quantization_config", "_name_or_path", "_model_name_or_path"))
     _edit_json(folder / "tokenizer_config.json", drop=_TOKENIZER_FIELDS_OF_THIS_MACHINE)
     eos = json.loads((folder / "config.json").read_text()).get("eos_token_id")

@@ -45,6 +45,9 @@ def safetensors_files(folder: Path) -> list[Path]:
     others = [name for name in names if not isinstance(name, str) or not name.endswith(".safetensors")]
     if others:
         raise ValueError(f"{index} names files that are not safetensors: {', '.join(map(str, others))}")
+    outside = [name for name in names if Path(name).name != name]
+    if outside:
+        raise ValueError(f"{index} names files that are not beside it: {', '.join(outside)}")
     missing = [name for name in names if not (folder / name).is_file()]
     if missing:
         raise ValueError(f"{index} names files that are not there: {', '.join(missing)}")
@@ -101,6 +104,11 @@ class Weights(ABC):
     @abstractmethod
     def _read(self, name: str, shape: tuple[int, ...]) -> torch.Tensor: ...
 
+    def has(self, name: str) -> bool:
+        """Whether files hold that tensor. What is made up is made when it is asked for."""
+        del name
+        return False
+
     def ignore(self, suffix: str) -> None:
         """Tensors whose names end so need not be taken."""
         del suffix
@@ -147,6 +155,9 @@ class SafetensorsWeights(Weights):
             )
         self._left.discard(name)
         return tensor
+
+    def has(self, name: str) -> bool:
+        return name in self._handle_of
 
     def ignore(self, suffix: str) -> None:
         self._left = {name for name in self._left if not name.endswith(suffix)}

@@ -30,6 +30,9 @@ from engine.models.parts import PLAIN_PARTS, Parts, PartsFactory
 __all__ = ["PLAIN_PARTS", "Decoder", "Parts"]
 
 
+HEAD = "lm_head.weight"
+
+
 class Decoder:
     """A whole model. Raises `ValueError` at construction where the weights do not fit the config."""
 
@@ -47,11 +50,7 @@ class Decoder:
         layers = [_make_layer(config, i, factory, backend, self._rotary) for i in range(config.num_layers)]
         self._layers = parts.stack(layers)
         self._norm = parts.rms_norm(weights.take("model.norm.weight", (config.hidden_size,)), config.rms_norm_eps)
-        if config.ties_embeddings:
-            self._lm_head = parts.lm_head(self._embedding_VD)
-            weights.ignore("lm_head.weight")
-        else:
-            self._lm_head = parts.lm_head(weights.take("lm_head.weight", (config.vocab_size, config.hidden_size)))
+        self._lm_head = parts.lm_head(self._head_weight(config, weights))
         weights.ignore("rotary_emb.inv_freq")
         for further in range(config.num_nextn_predict_layers):
             weights.ignore_layer(config.num_layers + further)
@@ -59,6 +58,14 @@ class Decoder:
         self.adapters = parts.adapters
         if parts.adapters is not None:
             parts.adapters.check_all_taken()
+
+    def _head_weight(self, config: DecoderConfig, weights: Weights) -> torch.Tensor:
+        """Tied to the embedding where the configuration says so, unless the files have another one beside it: as
+        transformers has it."""
+        if config.ties_embeddings and not weights.has(HEAD):
+            return self._embedding_VD
+        own = weights.take(HEAD, (config.vocab_size, config.hidden_size))
+        return self._embedding_VD if config.ties_embeddings and torch.equal(own, self._embedding_VD) else own
 
     def forward(
         self,

@@ -100,6 +100,13 @@ def test_sharded_weights_equal_one_file(tmp_path: Path) -> None:
     (sharded / "model.safetensors.index.json").write_text(json.dumps(index))
     assert greedy(config_of(whole, load_format="auto")) == greedy(config_of(sharded, load_format="auto"))
 
+    outside = dict.fromkeys(names, "../whole/model.safetensors")
+    (tmp_path / "index").mkdir()
+    (tmp_path / "index" / "model.safetensors.index.json").write_text(json.dumps({"weight_map": outside}))
+    (tmp_path / "index" / "config.json").write_text((whole / "config.json").read_text())
+    with pytest.raises(ValueError, match=r"names files that are not beside it: \.\./whole/model\.safetensors"):
+        config_of(tmp_path / "index", load_format="auto")
+
     (sharded / "model-00002-of-00002.safetensors").unlink()
     with pytest.raises(ValueError, match="model-00002-of-00002"):
         config_of(sharded, load_format="auto")
@@ -317,9 +324,13 @@ def test_resolve(tmp_path: Path) -> None:
         resolve_model("nothing-of-that-name")
     with pytest.raises(ValueError, match="is no model folder: it has no config"):
         create_engine_config(EngineArgs(model=str(tmp_path)))
-    (tmp_path / "broken.gguf").write_bytes(b"not a gguf file")
-    with pytest.raises(ValueError, match=r"broken\.gguf cannot be converted"):
-        resolve_model(str(tmp_path / "broken.gguf"), download_dir=tmp_path / "cache")
+    for content in (b"not a gguf file", b"GGUF\x03\0\0\0"):  # of which the second says that it is one
+        (tmp_path / "broken.gguf").write_bytes(content)
+        with pytest.raises(ValueError, match=r"broken\.gguf cannot be converted"):
+            resolve_model(str(tmp_path / "broken.gguf"), download_dir=tmp_path / "cache")
+    (tmp_path / "file").touch()
+    with pytest.raises(ValueError, match="file/cache cannot be written"):
+        resolve_model(str(tmp_path / "broken.gguf"), download_dir=tmp_path / "file" / "cache")
     assert not [path for path in (tmp_path / "cache").iterdir() if path.is_dir()]
 
 

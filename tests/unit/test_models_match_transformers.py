@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -151,6 +152,19 @@ def test_greedy_tokens_equal(pair: tuple[Any, EngineConfig]) -> None:
         torch.tensor([prompt]), max_new_tokens=24, min_new_tokens=24, do_sample=False, eos_token_id=None, pad_token_id=0
     )[0].tolist()
     assert Bench(config).continued(prompt, len(expected)) == expected
+
+
+def test_a_head_of_its_own_beside_tied_embeddings_is_used(tmp_path: Path) -> None:
+    """What the files say goes before what the configuration does, as transformers has it."""
+    model = save_model("llama", tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    assert not config["tie_word_embeddings"]
+    (tmp_path / "config.json").write_text(json.dumps(config | {"tie_word_embeddings": True}))
+    told = transformers.AutoModelForCausalLM.from_pretrained(tmp_path)
+    bench, tokens = Bench(engine_config(tmp_path)), random_tokens(9, seed=4)
+    logits = bench.logits((bench.sequence(tokens), 9))
+    assert_close(logits, reference(told, tokens).unsqueeze(0))
+    assert_close(logits, reference(model, tokens).unsqueeze(0))
 
 
 def test_blocks_are_copied_before_the_step(tmp_path: Path) -> None:
