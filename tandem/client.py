@@ -12,6 +12,7 @@ exception) cancels its request on every worker.
 from __future__ import annotations
 
 import asyncio
+import re
 import time
 from collections.abc import AsyncGenerator, Generator
 from contextlib import contextmanager
@@ -25,6 +26,7 @@ from protos import tandem_inference_pb2 as pb
 from protos import tandem_inference_pb2_grpc, tandem_worker_pb2, tandem_worker_pb2_grpc
 from rpc.channel import open_blocking_channel, open_channel
 from rpc.errors import TandemError, from_rpc_error
+from rpc.server import split_address
 from rpc.tls import ClientTLS
 from tandem.answer import Answer
 from tandem.messages import Prompt, Sampling, generate_request, profile_request
@@ -53,6 +55,19 @@ def _timeout(timeout_s: float | None) -> float | None:
     return min(timeout_s, MAX_TIMEOUT_S)
 
 
+def checked_address(address: str) -> str:
+    """Raises `ValueError` for what is no address: gRPC takes a port beyond 65535 for another one. Names with a scheme
+    are gRPC's own."""
+    if not isinstance(address, str):
+        raise TypeError(f"address: must be a text, is {address!r}")
+    if not re.match(r"(?:dns|unix|ipv4|ipv6|xds)[:-]", address):
+        try:
+            split_address(address)
+        except ValueError as error:
+            raise ValueError(f"address: {error}") from error
+    return address
+
+
 @contextmanager
 def _errors_of_ours() -> Generator[None]:
     try:
@@ -70,7 +85,7 @@ class Client:
         """`tls`: for a router that is served over TLS. `resume_s`: for how long a stream that broke after its first
         token waits for a router that goes on with it; 0: not at all."""
         self._resume_s = resume_s
-        self._channel = open_blocking_channel(address, tls=tls)
+        self._channel = open_blocking_channel(checked_address(address), tls=tls)
         self._inference = tandem_inference_pb2_grpc.InferenceStub(self._channel)
         self._cluster = tandem_worker_pb2_grpc.ClusterStub(self._channel)
         self._health = health_pb2_grpc.HealthStub(self._channel)
@@ -205,7 +220,7 @@ class AsyncClient:
     ) -> None:
         """As `Client`'s."""
         self._resume_s = resume_s
-        self._channel = open_channel(address, tls=tls)
+        self._channel = open_channel(checked_address(address), tls=tls)
         self._inference = tandem_inference_pb2_grpc.InferenceStub(self._channel)
         self._cluster = tandem_worker_pb2_grpc.ClusterStub(self._channel)
         self._health = health_pb2_grpc.HealthStub(self._channel)

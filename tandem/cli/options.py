@@ -7,7 +7,15 @@ import math
 import click
 
 from rpc.tls import ClientTLS
-from tandem.client import DEFAULT_ADDRESS
+from tandem.client import DEFAULT_ADDRESS, checked_address
+
+
+def _router_of(context: click.Context, parameter: click.Parameter, value: str) -> str:
+    try:
+        return checked_address(value)
+    except ValueError as error:
+        raise click.BadParameter(str(error)) from error
+
 
 router_option = click.option(
     "--router",
@@ -17,6 +25,7 @@ router_option = click.option(
     show_default=True,
     show_envvar=True,
     metavar="HOST:PORT",
+    callback=_router_of,
     help="The router to talk to.",
 )
 

@@ -394,3 +394,16 @@ async def test_for_ever_is_a_timeout(
     with Client(server[0]) as client:
         assert client.generate("hi", timeout_s=timeout_s).text == "abcd"
     assert (await async_client.generate("hi", timeout_s=timeout_s)).text == "abcd"
+
+
+@pytest.mark.parametrize("address", ["127.0.0.1:115693", "127.0.0.1", "", "here:there", ":50051"])
+def test_what_is_no_address_is_none(address: str) -> None:
+    """gRPC would take the first for port 50157."""
+    for make in (Client, AsyncClient):
+        with pytest.raises(ValueError, match="address: an address is HOST:PORT with a port from 0 to 65535"):
+            make(address)
+
+
+def test_names_of_grpc_are_addresses() -> None:
+    for address in ("dns:///router.example:50051", "unix:/tmp/nobody", "[::1]:50051", "ipv4:127.0.0.1:50051"):
+        Client(address).close()
