@@ -75,7 +75,9 @@ class Asked:
 class Load:
     """Clients of one router."""
 
-    def __init__(self, address: str, seed: int) -> None:
+    def __init__(self, address: str, seed: int, vocab_size: int) -> None:
+        """`vocab_size`: of the model that is asked."""
+        self._token_ids = range(min(100, vocab_size // 2), min(40_000, vocab_size))
         self.history: list[Asked] = []
         self.num_running = 0
         self._client = AsyncClient(address, resume_s=RESUME_S)
@@ -118,7 +120,7 @@ class Load:
     def _invent(self, *, max_prompt_tokens: int) -> Asked:
         """A prompt that no cache has seen, so that KV travels; greedy or seeded, plain or with penalties."""
         dice = self._dice
-        prompt = [dice.randrange(100, 40_000) for _ in range(dice.randint(20, max_prompt_tokens))]
+        prompt = [dice.choice(self._token_ids) for _ in range(dice.randint(20, max_prompt_tokens))]
         sampling: dict[str, Any] = {"max_tokens": dice.randint(4, 32), "ignore_eos": True, "temperature": 0.0}
         if dice.random() < 0.7:
             sampling |= {"temperature": 0.8, "top_p": 0.95, "seed": dice.randrange(1 << 40)}

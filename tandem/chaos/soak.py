@@ -128,7 +128,10 @@ async def run_soak(
             advertise={name: proxy.address for name, proxy in proxies.items()},
         )
         async with cluster:
-            return await _Soak(args, cluster, proxies, say).run()
+            async with AsyncClient(cluster.router_address) as client:
+                vocab_size = (await client.model_info()).vocab_size
+            load = Load(cluster.router_address, args.seed, vocab_size)
+            return await _Soak(args, cluster, proxies, load, say).run()
     finally:
         for proxy in proxies.values():
             proxy.close()
@@ -136,15 +139,21 @@ async def run_soak(
 
 class _Soak:
     def __init__(
-        self, args: SoakArgs, cluster: Cluster, proxies: dict[str, FaultyProxy], say: Callable[[str], None]
+        self,
+        args: SoakArgs,
+        cluster: Cluster,
+        proxies: dict[str, FaultyProxy],
+        load: Load,
+        say: Callable[[str], None],
     ) -> None:
+        """`load`: closed here."""
         self._args = args
         self._cluster = cluster
         self._proxies = proxies
         self._say = say
         self._num_faults: Counter[str] = Counter()
         self._router_deaths_s: list[float] = []
-        self._load = Load(cluster.router_address, args.seed)
+        self._load = load
 
     async def run(self) -> Report:
         try:
