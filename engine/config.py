@@ -331,7 +331,10 @@ class EngineArgs:
         )
         parse_lora_modules(self.lora_modules)
         _check(self.num_kv_blocks >= 0, f"num_kv_blocks must be at least 0, is {self.num_kv_blocks}")
-        _check(self.kv_cache_gib >= 0, f"kv_cache_gib must be at least 0, is {self.kv_cache_gib}")
+        _check(
+            0 <= self.kv_cache_gib < float("inf"),
+            f"kv_cache_gib must be at least 0 and finite, is {self.kv_cache_gib}",
+        )
         _check(
             0 < self.gpu_memory_utilization <= 1,
             f"gpu_memory_utilization must be in (0, 1], is {self.gpu_memory_utilization}",

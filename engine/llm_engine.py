@@ -275,7 +275,11 @@ class LLMEngine:
         self._pace.note(num_decoding=num_decoding, num_prefill_tokens=num_prefill_tokens, seconds=seconds)
         stats = self._scheduler.stats
         stats.num_steps += 1
-        stats.num_prompt_tokens += num_prefill_tokens
+        # To the device a prompt's single token is as a decoding one's; in the books it is the prompt's.
+        stats.num_prompt_tokens += num_prefill_tokens + sum(
+            num_tokens == 1 and s.first < s.seq.num_prompt_tokens
+            for s, num_tokens in zip(scheduled.scheduled, nums_tokens, strict=True)
+        )
         stats.num_generation_tokens += sum(len(o.token_ids) for o in outputs)
         stats.seconds_in_steps += seconds
 

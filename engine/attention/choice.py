@@ -78,8 +78,11 @@ def _for_a_cpu(name: str, needs: Needs) -> str:
                     "no CPU kernels, so that plain torch computes, several times slower, and where two tokens are "
                     f"nearly as likely an answer may depend on the batch: {error}"
                 )
-    elif name == "auto" and (needs.quantization != "none" or needs.kv_dtype != needs.dtype):
-        report(f"plain torch computes, several times slower than the CPU kernels: {why_not}")
+    elif name == "auto" and (needs.dtype, needs.kv_dtype, needs.quantization) != ("float32", "float32", "none"):
+        report(
+            "plain torch computes, several times slower than the CPU kernels, and where two tokens are nearly as "
+            f"likely an answer may depend on the batch: {why_not}"
+        )
     if name == "auto":
         return "torch"
     raise ValueError(f"attention_backend cpu cannot work here: {why_not}; give auto or torch")

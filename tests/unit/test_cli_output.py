@@ -229,11 +229,13 @@ def test_without_a_router_there_is_one_readable_line(command: list[str]) -> None
         (["up", "--drain-grace-s", "nan"], "--drain-grace-s must be at least 0 and finite, is nan"),
         (["up", "--block-size", "17"], "--block-size must be a power of two"),
         (["up", "--local-max-uncached-tokens", "-1"], "--local-max-uncached-tokens must be at least 0, is -1"),
+        (["up", "--kv-cache-gib", "inf"], "--kv-cache-gib must be at least 0 and finite, is inf"),
         (["up", "--num-threads", "100000"], "--num-threads must be in [0, 1024], is 100000"),
         (["up", "--dtype", "int8"], "--dtype must be one of"),
         (["up", "--transport", "tcp"], "'tcp' is not one of 'grpc', 'ipc', 'nixl'"),
         (["up", "--listen", "here"], "--listen: an address is HOST:PORT"),
         (["status", "--wrong"], "No such option"),
+        (["status", "--router", "127.0.0.1:99999"], "with a port from 0 to 65535, not '127.0.0.1:99999'"),
     ],
 )
 def test_wrong_usage_exits_with_2_and_names_the_flag(command: list[str], message: str) -> None:

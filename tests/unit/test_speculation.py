@@ -333,6 +333,21 @@ def test_drafts_are_no_prompts(tmp_path: Path, one_thread: None) -> None:
     assert (num_tokens, engine.stats.num_generation_tokens, engine.stats.num_prompt_tokens) == (40, 40, 12)
 
 
+def test_a_prompt_of_one_token_is_a_prompt(tmp_path: Path, one_thread: None) -> None:
+    """In the books, whole or as the last chunk of one."""
+    (tmp_path / "config.json").write_text(json.dumps(TOY))
+    args = EngineArgs(
+        model=str(tmp_path), load_format="dummy", device="cpu", dtype="float32", num_kv_blocks=16,
+        prefill_chunk_tokens=4,
+    )  # fmt: skip
+    engine = LLMEngine(create_engine_config(args))
+    for number, length in enumerate((1, 5)):
+        engine.add_request(str(number), [5] * length, SamplingParams(temperature=0, max_tokens=3, ignore_eos=True))
+    while engine.has_unfinished_requests():
+        engine.step()
+    assert (engine.stats.num_generation_tokens, engine.stats.num_prompt_tokens) == (6, 6)
+
+
 def test_a_draft_finds_its_sequence_with_the_drafts_before_it() -> None:
     scheduler, seq = make(), repeating()
     begin(scheduler, seq)
