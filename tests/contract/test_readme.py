@@ -6,6 +6,7 @@ import ast
 import re
 import subprocess
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -123,3 +124,13 @@ def test_the_offline_example_runs() -> None:
     done = subprocess.run([sys.executable, "-c", source], capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 0, done.stderr
     assert done.stdout.strip()
+
+
+def test_what_is_compiled_at_installation_is_there() -> None:
+    """Or no `make` would install anything: modules that the Makefile imports, by name."""
+    makefile = (ROOT / "Makefile").read_text()
+    command = makefile[makefile.index("COMPILE =") : makefile.index("QUIET :=")]
+    modules = re.findall(r"\b(?:engine|gateway|router|tandem|worker_service)(?:\.\w+)+", command)
+    assert len(modules) >= 5
+    for module in modules:
+        assert find_spec(module) is not None, module
