@@ -88,8 +88,8 @@ async def test_cached_prefix_stays_untouched(cluster: Cluster, receiving: Receiv
 
 async def test_a_receiver_with_much_to_do_is_late_and_not_dead(cluster: Cluster) -> None:
     """It takes over after three leases: the sender waits as long as the connection lives."""
-    receiving = await cluster.add_receiving(lease_s=0.5)
-    receiving.taking_s = 1.5
+    receiving = await cluster.add_receiving(lease_s=1.0)
+    receiving.taking_s = 3.0
     await cluster.push_and_commit(receiving.receiver.issue("router", [4, 9], 0), [3, 1])
     assert [grant.block_ids for grant, _, _ in receiving.committed] == [(4, 9)]
 
