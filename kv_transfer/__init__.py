@@ -93,10 +93,9 @@ def create_endpoint(transport: str, *, pool: KVPool, identity: Identity) -> Endp
         case "ipc":
             return IpcEndpoint(pool)
         case "nixl":
-            from kv_transfer.nixl_ranks import NixlEndpointOfRanks
             from kv_transfer.nixl_transport import NixlEndpoint
 
-            return (NixlEndpointOfRanks if pool.base_address is None else NixlEndpoint)(pool, identity)
+            return NixlEndpoint(pool, identity)
         case "local":
             return LocalEndpoint()
     raise ValueError(f"transport must be one of {', '.join(TRANSPORTS)}, not {transport!r}")

@@ -7,18 +7,15 @@ with nothing between. Nothing has to be installed for it.
 from __future__ import annotations
 
 import asyncio
-from concurrent.futures import Future
 from functools import partial
 from pathlib import Path
 
-import grpc
-
-from kv_transfer.base import BlockWriter, Link
-from kv_transfer.copy_agent import CopyAgent, OpenedPool
-from kv_transfer.errors import IncompatiblePeer, InvalidTransfer, PeerUnreachable, TransportMissing
-from kv_transfer.grpc_transport import ControlLink, OpenChannel
+from kv_transfer.base import Link
+from kv_transfer.copy_agent import CopyAgent
+from kv_transfer.copy_link import CopyLink
+from kv_transfer.errors import IncompatiblePeer, InvalidTransfer, TransportMissing
+from kv_transfer.grpc_transport import OpenChannel
 from kv_transfer.layout import KVLayout
-from kv_transfer.one_sided import OneSidedWriter
 from kv_transfer.pool import KVPool
 from protos import tandem_kv_transfer_pb2 as pb
 
@@ -68,31 +65,11 @@ class IpcTransport:
         await asyncio.to_thread(self._agent.close)
 
 
-class IpcLink(ControlLink):
-    is_one_sided = True
-
-    def __init__(self, pool: KVPool, agent: CopyAgent, channel: grpc.aio.Channel) -> None:
-        super().__init__(channel)
-        self._pool = pool
-        self._agent = agent
-        self._opening: Future[OpenedPool] | None = None
-
+class IpcLink(CopyLink):
     async def adopt(self, response: pb.ConnectResponse) -> None:
         check_endpoint(response)
-        self.num_blocks = num_blocks = response.layout.num_blocks
-        self._opening = self._agent.open(partial(self._pool.open_peer, response.ipc, num_blocks), num_blocks)
-        await asyncio.wrap_future(self._opening)
-
-    def writer(self, grant: pb.Grant) -> BlockWriter:
-        if self._opening is None:
-            raise PeerUnreachable(f"the connection to worker {grant.worker_id} is closed")
-        return OneSidedWriter(self, self._agent, self._opening.result(), grant, self._pool)
-
-    async def close(self) -> None:
-        opening, self._opening = self._opening, None
-        if opening is not None:
-            self._agent.release(opening)
-        await super().close()
+        num_blocks = response.layout.num_blocks
+        await self.open(partial(self._pool.open_peer, response.ipc, num_blocks), num_blocks)
 
 
 def machine() -> str:

@@ -1,4 +1,5 @@
-"""The "nixl" transport of a worker of several GPUs: an agent in each rank's process, over that rank's own pool.
+"""The "nixl" transport of a worker of several GPUs that sends: an agent in each rank's process, over that rank's own
+pool. (One that receives is told apart by its pool alone: nixl_transport.py.)
 
     CopyAgent's thread ──copy──> the pool's agent ┬─ rank 0's, in this process ──NIXL──> the peer's rank 0
                                                   └─ rank 1's, which is asked ───NIXL──> the peer's rank 1
@@ -10,46 +11,19 @@ What a peer says of each of its ranks is checked like that of a worker of one GP
 from __future__ import annotations
 
 import asyncio
-from concurrent.futures import Future
 from functools import partial
 
 import grpc
 
-from kv_transfer.base import BlockWriter, Identity, Link
-from kv_transfer.copy_agent import CopyAgent, OpenedPool
-from kv_transfer.errors import InvalidTransfer, PeerUnreachable
-from kv_transfer.grpc_transport import ControlLink, OpenChannel
+from kv_transfer.base import Identity, Link
+from kv_transfer.copy_agent import CopyAgent
+from kv_transfer.copy_link import CopyLink
+from kv_transfer.errors import InvalidTransfer
+from kv_transfer.grpc_transport import OpenChannel
 from kv_transfer.layout import KVLayout
 from kv_transfer.nixl_transport import check_memory, receiver_name, sender_name
-from kv_transfer.one_sided import OneSidedWriter
 from kv_transfer.pool import KVPool, PoolAgent
 from protos import tandem_kv_transfer_pb2 as pb
-
-
-class NixlEndpointOfRanks:
-    """The receiving side: agents that know their ranks' pools, and make progress while somebody writes."""
-
-    name = "nixl"
-    is_one_sided = True
-
-    def __init__(self, pool: KVPool, identity: Identity) -> None:
-        self._agent = pool.start_agent(receiver_name(identity.worker_id, identity.incarnation))
-        self._endpoint = self._agent.describe()
-
-    async def start(self) -> None:
-        pass
-
-    def describe(self, response: pb.ConnectResponse) -> None:
-        response.nixl.CopyFrom(self._endpoint)
-
-    def enter_push(self) -> None:
-        self._agent.enter_push()
-
-    def leave_push(self) -> None:
-        self._agent.leave_push()
-
-    async def close(self) -> None:
-        await asyncio.to_thread(self._agent.close)
 
 
 class NixlTransportOfRanks:
@@ -71,34 +45,16 @@ class NixlTransportOfRanks:
         await asyncio.to_thread(self._pool_agent.close)
 
 
-class NixlLinkOfRanks(ControlLink):
-    is_one_sided = True
-
+class NixlLinkOfRanks(CopyLink):
     def __init__(self, pool: KVPool, pool_agent: PoolAgent, agent: CopyAgent, channel: grpc.aio.Channel) -> None:
-        super().__init__(channel)
-        self._pool = pool
+        super().__init__(pool, agent, channel)
         self._pool_agent = pool_agent
-        self._agent = agent
-        self._opening: Future[OpenedPool] | None = None
 
     async def adopt(self, response: pb.ConnectResponse) -> None:
         check_endpoint(response)
-        self.num_blocks = num_blocks = response.layout.num_blocks
+        num_blocks = response.layout.num_blocks
         name = receiver_name(response.worker_id, response.incarnation)
-        open_peer = partial(self._pool_agent.open_peer, name, response.nixl, num_blocks)
-        self._opening = self._agent.open(open_peer, num_blocks)
-        await asyncio.wrap_future(self._opening)
-
-    def writer(self, grant: pb.Grant) -> BlockWriter:
-        if self._opening is None:
-            raise PeerUnreachable(f"the connection to worker {grant.worker_id} is closed")
-        return OneSidedWriter(self, self._agent, self._opening.result(), grant, self._pool)
-
-    async def close(self) -> None:
-        opening, self._opening = self._opening, None
-        if opening is not None:
-            self._agent.release(opening)
-        await super().close()
+        await self.open(partial(self._pool_agent.open_peer, name, response.nixl, num_blocks), num_blocks)
 
 
 def check_endpoint(response: pb.ConnectResponse) -> None:

@@ -23,19 +23,21 @@ MAX_DEVICES = 1 << 10
 
 
 class NixlEndpoint:
-    """The receiving side: an agent that knows the pool, and makes progress while somebody writes."""
+    """The receiving side: an agent that knows the pool, or one of each rank, and makes progress while somebody
+    writes."""
 
     name = "nixl"
     is_one_sided = True
 
     def __init__(self, pool: KVPool, identity: Identity) -> None:
-        self._agent = NixlAgent(receiver_name(identity.worker_id, identity.incarnation), pool)
+        self._agent = pool.start_agent(receiver_name(identity.worker_id, identity.incarnation))
+        self._endpoint = self._agent.describe()
 
     async def start(self) -> None:
         pass
 
     def describe(self, response: pb.ConnectResponse) -> None:
-        response.nixl.CopyFrom(self._agent.describe())
+        response.nixl.CopyFrom(self._endpoint)
 
     def enter_push(self) -> None:
         self._agent.enter_push()

@@ -1,0 +1,47 @@
+"""A link to a peer whose pool is opened, and copied into by a `CopyAgent`: "ipc", and "nixl" between several GPUs.
+
+Owns the opening: `close` releases it, whatever has become of it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from concurrent.futures import Future
+
+import grpc
+
+from kv_transfer.base import BlockWriter
+from kv_transfer.copy_agent import CopyAgent, OpenedPool
+from kv_transfer.errors import PeerUnreachable
+from kv_transfer.grpc_transport import ControlLink
+from kv_transfer.one_sided import OneSidedWriter
+from kv_transfer.pool import KVPool, PeerPool
+from protos import tandem_kv_transfer_pb2 as pb
+
+
+class CopyLink(ControlLink):
+    is_one_sided = True
+
+    def __init__(self, pool: KVPool, agent: CopyAgent, channel: grpc.aio.Channel) -> None:
+        super().__init__(channel)
+        self._pool = pool
+        self._agent = agent
+        self._opening: Future[OpenedPool] | None = None
+
+    async def open(self, open_peer: Callable[[], PeerPool], num_blocks: int) -> None:
+        """Raises what `open_peer` raises, which the agent's thread calls: of a pool with `num_blocks` blocks."""
+        self.num_blocks = num_blocks
+        self._opening = self._agent.open(open_peer, num_blocks)
+        await asyncio.wrap_future(self._opening)
+
+    def writer(self, grant: pb.Grant) -> BlockWriter:
+        if self._opening is None:
+            raise PeerUnreachable(f"the connection to worker {grant.worker_id} is closed")
+        return OneSidedWriter(self, self._agent, self._opening.result(), grant, self._pool)
+
+    async def close(self) -> None:
+        opening, self._opening = self._opening, None
+        if opening is not None:
+            self._agent.release(opening)
+        await super().close()
