@@ -19,8 +19,8 @@ from collections.abc import Callable
 from concurrent.futures import Future
 
 CHUNK_BYTES = 64 * 1024
-MIN_DAMAGED_BYTES = 4 * 1024
-"""Smaller pieces are not damaged: they hold commands, larger ones hold KV."""
+MIN_DAMAGED_BYTES = 16 * 1024
+"""Smaller pieces are not damaged: they hold commands, those of a burst of requests among them; larger ones hold KV."""
 
 
 class FaultyProxy:
