@@ -33,7 +33,7 @@ def safetensors_files(folder: Path) -> list[Path]:
     """The files that hold a folder's weights, sorted by name. Raises `ValueError` where there are none or one lacks."""
     index = folder / INDEX_FILE
     if (folder / SINGLE_FILE).is_file() and not index.is_file():
-        return [folder / SINGLE_FILE]
+        return _not_empty([folder / SINGLE_FILE])
     if not index.is_file():
         raise ValueError(
             f"{folder} has neither {SINGLE_FILE} nor {INDEX_FILE}; for made-up weights give load_format dummy"
@@ -51,7 +51,14 @@ def safetensors_files(folder: Path) -> list[Path]:
     missing = [name for name in names if not (folder / name).is_file()]
     if missing:
         raise ValueError(f"{index} names files that are not there: {', '.join(missing)}")
-    return [folder / name for name in names]
+    return _not_empty([folder / name for name in names])
+
+
+def _not_empty(files: list[Path]) -> list[Path]:
+    for path in files:
+        if path.stat().st_size == 0:
+            raise ValueError(f"{path} is empty; copy or download it again")
+    return files
 
 
 @contextmanager

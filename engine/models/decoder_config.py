@@ -13,7 +13,7 @@ from typing import Any
 
 from engine.models.deepseek_config import V2_DEFAULTS, V3_DEFAULTS, LatentConfig
 from engine.models.experts_config import ExpertsConfig, deepseek_experts, mixtral_experts, qwen_experts
-from engine.models.hf_fields import integer
+from engine.models.hf_fields import flag, integer, number, one_of
 from engine.models.model_shape import ModelShape
 from engine.models.rope_config import RopeConfig
 
@@ -106,10 +106,8 @@ class DecoderConfig(ModelShape):
         hf_config = arch.defaults | hf_config
         hidden_size, num_heads = integer(hf_config, "hidden_size"), integer(hf_config, "num_attention_heads")
         num_layers = integer(hf_config, "num_hidden_layers")
-        activation = hf_config.get("hidden_act", "silu")
-        if activation != "silu":
-            raise ValueError(f"config.json: hidden_act {activation!r} is not supported; known is silu")
-        max_positions = int(hf_config.get("max_position_embeddings") or arch.max_positions)
+        one_of(hf_config, "hidden_act", ("silu",))
+        max_positions = integer(hf_config, "max_position_embeddings", default=arch.max_positions)
         rope = RopeConfig.from_hf(hf_config, max_positions)
         mla = moe = None
         if arch.has_latents:
@@ -117,7 +115,7 @@ class DecoderConfig(ModelShape):
         if arch.experts is not None:
             moe = arch.experts(hf_config, num_layers)
         num_kv_heads, head_dim = (1, mla.latent_dim) if mla is not None else _heads(arch, hf_config)
-        has_attention_bias = arch.has_attention_bias_field and bool(hf_config.get("attention_bias", False))
+        has_attention_bias = arch.has_attention_bias_field and flag(hf_config, "attention_bias")
         return DecoderConfig(
             vocab_size=integer(hf_config, "vocab_size"),
             hidden_size=hidden_size,
@@ -126,13 +124,13 @@ class DecoderConfig(ModelShape):
             num_heads=num_heads,
             num_kv_heads=num_kv_heads,
             head_dim=head_dim,
-            rms_norm_eps=float(hf_config.get("rms_norm_eps", 1e-6)),
+            rms_norm_eps=number(hf_config, "rms_norm_eps", 1e-6, least=0),
             max_positions=max_positions,
             has_qkv_bias=arch.has_qkv_bias or has_attention_bias,
             has_output_bias=has_attention_bias,
-            has_mlp_bias=arch.has_mlp_bias_field and bool(hf_config.get("mlp_bias", False)),
+            has_mlp_bias=arch.has_mlp_bias_field and flag(hf_config, "mlp_bias"),
             has_qk_norm=arch.has_qk_norm,
-            ties_embeddings=bool(hf_config.get("tie_word_embeddings", False)),
+            ties_embeddings=flag(hf_config, "tie_word_embeddings"),
             rope=rope,
             sliding_windows=_sliding_windows(arch, hf_config, num_layers),
             mla=mla,
@@ -142,20 +140,18 @@ class DecoderConfig(ModelShape):
 
 
 def _num_nextn_predict_layers(arch: Architecture, hf_config: dict[str, Any]) -> int:
-    if not arch.has_latents or hf_config.get("num_nextn_predict_layers") is None:
-        return 0
-    return integer(hf_config, "num_nextn_predict_layers", 0)
+    return integer(hf_config, "num_nextn_predict_layers", 0, default=0) if arch.has_latents else 0
 
 
 def _heads(arch: Architecture, hf_config: dict[str, Any]) -> tuple[int, int]:
     """(key heads, head dim)"""
     hidden_size, num_heads = hf_config["hidden_size"], hf_config["num_attention_heads"]
-    num_kv_heads = hf_config.get("num_key_value_heads") or arch.num_kv_heads or num_heads
+    num_kv_heads = integer(hf_config, "num_key_value_heads", default=arch.num_kv_heads or num_heads)
     if num_heads % num_kv_heads:
         raise ValueError(
             f"config.json: num_attention_heads={num_heads} must be a multiple of num_key_value_heads={num_kv_heads}"
         )
-    head_dim = hf_config.get("head_dim") or arch.head_dim or hidden_size // num_heads
+    head_dim = integer(hf_config, "head_dim", default=arch.head_dim or hidden_size // num_heads)
     if head_dim % 2:
         raise ValueError(f"config.json: head_dim must be even, is {head_dim}")
     return num_kv_heads, head_dim
@@ -170,17 +166,17 @@ def _sliding_windows(arch: Architecture, hf_config: dict[str, Any], num_layers: 
         return (0,) * num_layers
     if arch.sliding == "all":
         return (window,) * num_layers
-    if not hf_config.get("use_sliding_window", False):
+    if not flag(hf_config, "use_sliding_window"):
         return (0,) * num_layers
     if arch.sliding == "if used":
         return (window,) * num_layers
     layer_types = hf_config.get("layer_types")
     if layer_types is None:
-        first_sliding = hf_config.get("max_window_layers", 28)
+        first_sliding = integer(hf_config, "max_window_layers", 0, default=28)
         return tuple(window if layer >= first_sliding else 0 for layer in range(num_layers))
-    if len(layer_types) != num_layers:
-        raise ValueError(f"config.json: layer_types has {len(layer_types)} entries for {num_layers} layers")
-    unknown = set(layer_types) - {"full_attention", "sliding_attention"}
+    if not isinstance(layer_types, list) or len(layer_types) != num_layers:
+        raise ValueError(f"config.json: layer_types must be a list of {num_layers}, one for each layer")
+    unknown = [each for each in layer_types if each not in ("full_attention", "sliding_attention")]
     if unknown:
-        raise ValueError(f"config.json: layer_types {', '.join(sorted(unknown))} are not supported")
+        raise ValueError(f"config.json: layer_types {', '.join(map(str, unknown))} are not supported")
     return tuple(window if kind == "sliding_attention" else 0 for kind in layer_types)

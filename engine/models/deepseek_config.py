@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from engine.models.hf_fields import integer, one_of
+from engine.models.hf_fields import flag, integer, one_of
 from engine.models.rope_config import RopeConfig, yarn_scale
 
 V2_DEFAULTS: dict[str, Any] = {
@@ -69,6 +69,6 @@ class LatentConfig:
             qk_nope_head_dim=nope,
             qk_rope_head_dim=rotated,
             v_head_dim=integer(hf_config, "v_head_dim"),
-            interleaves_rope=always_interleaves or bool(hf_config.get("rope_interleave", True)),
+            interleaves_rope=always_interleaves or flag(hf_config, "rope_interleave", True),
             softmax_scale=(nope + rotated) ** -0.5 * mscale**2,
         )

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any
 
-from engine.models.hf_fields import integer, number, one_of
+from engine.models.hf_fields import flag, integer, number, one_of
 
 EXPERT_GRAIN = 8
 """Divides the hidden size: `torch.nn.functional.grouped_mm` wants rows of whole 16 bytes."""
@@ -52,7 +52,7 @@ def qwen_experts(hf_config: dict[str, Any], num_layers: int) -> ExpertsConfig | 
     # transformers writes the second name, checkpoints have the first.
     field = "num_experts" if hf_config.get("num_experts") is not None else "num_local_experts"
     return _without_groups(
-        hf_config, field, "moe_intermediate_size", bool(hf_config["norm_topk_prob"]), first_layer=len(dense)
+        hf_config, field, "moe_intermediate_size", flag(hf_config, "norm_topk_prob"), first_layer=len(dense)
     )
 
 
@@ -91,7 +91,7 @@ def deepseek_experts(hf_config: dict[str, Any], num_layers: int, scoring: str) -
         return None
     one_of(hf_config, "scoring_func", (scoring,))
     one_of(hf_config, "moe_layer_freq", (1,))
-    norms_weights = bool(hf_config.get("norm_topk_prob"))
+    norms_weights = flag(hf_config, "norm_topk_prob")
     if scoring == "softmax" and norms_weights:
         # transformers does not look at it, the code beside the checkpoints does.
         raise ValueError("config.json: norm_topk_prob is not supported with softmax scores")

@@ -1,33 +1,62 @@
-"""Reads fields of a config.json, and names the one that does not fit."""
+"""Reads fields of a config.json, and names the one that does not fit. Absent and null are one: the default holds."""
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 
-def integer(hf_config: dict[str, Any], field: str, least: int = 1) -> int:
-    """Raises `ValueError` where the field is missing, no integer, or below `least`."""
-    value = hf_config.get(field)
+def integer(hf_config: dict[str, Any], field: str, least: int = 1, default: int | None = None) -> int:
+    """Raises `ValueError` where the field, and the default, is missing, no integer, or below `least`."""
+    value = _value(hf_config, field, default)
     if not isinstance(value, int) or isinstance(value, bool) or value < least:
         raise ValueError(f"config.json: {field} must be an integer of at least {least}, is {value!r}")
     return value
 
 
-def number(hf_config: dict[str, Any], field: str, default: float | None = None) -> float:
-    """The field, or `default` where it is absent or null. Raises `ValueError` where it is no number."""
-    value = hf_config.get(field)
-    value = default if value is None else value
-    if not isinstance(value, int | float) or isinstance(value, bool):
+def number(hf_config: dict[str, Any], field: str, default: float | None = None, least: float = -math.inf) -> float:
+    """Raises `ValueError` where the field, and the default, is missing, no finite number, or below `least`."""
+    value = _value(hf_config, field, default)
+    if not isinstance(value, int | float) or isinstance(value, bool) or not math.isfinite(value):
         raise ValueError(f"config.json: {field} must be a number, is {value!r}")
+    if value < least:
+        raise ValueError(f"config.json: {field} must be at least {least:g}, is {value!r}")
     return float(value)
 
 
+def positive(hf_config: dict[str, Any], field: str, default: float | None = None) -> float:
+    """A `number` above 0. Raises `ValueError` likewise."""
+    value = number(hf_config, field, default)
+    if value <= 0:
+        raise ValueError(f"config.json: {field} must be above 0, is {value:g}")
+    return value
+
+
+def flag(hf_config: dict[str, Any], field: str, default: bool = False) -> bool:
+    """Raises `ValueError` where the field is neither true nor false."""
+    value = _value(hf_config, field, default)
+    if not isinstance(value, bool):
+        raise ValueError(f"config.json: {field} must be true or false, is {value!r}")
+    return value
+
+
+def section(hf_config: dict[str, Any], field: str) -> dict[str, Any]:
+    """The fields within the field; none where it is absent. Raises `ValueError` where it is no JSON object."""
+    value = _value(hf_config, field, {})
+    if not isinstance(value, dict):
+        raise ValueError(f"config.json: {field} must be an object of fields, is {value!r}")
+    return value
+
+
 def one_of(hf_config: dict[str, Any], field: str, known: tuple[Any, ...]) -> Any:
-    """The field, or the first of `known` where it is absent or null. Raises `ValueError` where it is another."""
-    value = hf_config.get(field)
-    if value is None:
-        return known[0]
+    """The field, or the first of `known`. Raises `ValueError` where it is another."""
+    value = _value(hf_config, field, known[0])
     if value not in known:
         names = ", ".join(str(each) for each in known)
         raise ValueError(f"config.json: {field} {value!r} is not supported; known: {names}")
     return value
+
+
+def _value(hf_config: dict[str, Any], field: str, default: Any) -> Any:
+    value = hf_config.get(field)
+    return default if value is None else value

@@ -9,7 +9,7 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
-from engine.models.hf_fields import number
+from engine.models.hf_fields import flag, integer, number, one_of, positive, section
 
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 
@@ -35,26 +35,29 @@ class RopeConfig:
 
     @staticmethod
     def from_hf(hf_config: dict[str, Any], max_positions: int) -> RopeConfig:
-        parameters: dict[str, Any] = dict(hf_config.get("rope_scaling") or {}) | dict(
-            hf_config.get("rope_parameters") or {}
-        )
-        rope_type = parameters.get("rope_type", parameters.get("type", "default"))
-        if rope_type not in ROPE_TYPES:
-            raise ValueError(
-                f"config.json: rope type {rope_type!r} is not supported; known are {', '.join(ROPE_TYPES)}"
-            )
-        if parameters.get("partial_rotary_factor", hf_config.get("partial_rotary_factor", 1.0)) != 1.0:
-            raise ValueError("config.json: partial_rotary_factor other than 1 is not supported")
-        theta = float(parameters.get("rope_theta", hf_config.get("rope_theta", 10000.0)))
-        original = int(parameters.get("original_max_position_embeddings") or max_positions)
+        parameters = section(hf_config, "rope_scaling") | section(hf_config, "rope_parameters")
+        of_either = {name: hf_config.get(name) for name in ("rope_theta", "partial_rotary_factor")} | parameters
+        rope_type = one_of(parameters, "rope_type" if "rope_type" in parameters else "type", ROPE_TYPES)
+        one_of(of_either, "partial_rotary_factor", (1.0,))
+        theta = positive(of_either, "rope_theta", 10000.0)
+        original = integer(parameters, "original_max_position_embeddings", default=max_positions)
         if rope_type == "yarn":
             return _yarn(parameters, theta, original, max_positions)
         needed = {"default": (), "linear": ("factor",), "llama3": ("factor", "low_freq_factor", "high_freq_factor")}
-        for name in needed[rope_type]:
-            if name not in parameters:
-                raise ValueError(f"config.json: rope type {rope_type!r} needs the field {name}")
-        fields: dict[str, Any] = {name: float(parameters[name]) for name in needed[rope_type]}
+        _check_has(parameters, rope_type, needed[rope_type])
+        fields: dict[str, Any] = {name: positive(parameters, name) for name in needed[rope_type]}
+        if rope_type == "llama3" and fields["high_freq_factor"] <= fields["low_freq_factor"]:
+            raise ValueError(
+                f"config.json: high_freq_factor must be above low_freq_factor={fields['low_freq_factor']:g}, "
+                f"is {fields['high_freq_factor']:g}"
+            )
         return RopeConfig(theta=theta, rope_type=rope_type, original_max_positions=original, **fields)
+
+
+def _check_has(parameters: dict[str, Any], rope_type: str, names: tuple[str, ...]) -> None:
+    for name in names:
+        if name not in parameters:
+            raise ValueError(f"config.json: rope type {rope_type!r} needs the field {name}")
 
 
 def yarn_scale(factor: float, mscale: float) -> float:
@@ -63,11 +66,8 @@ def yarn_scale(factor: float, mscale: float) -> float:
 
 
 def _yarn(parameters: dict[str, Any], theta: float, original: int, max_positions: int) -> RopeConfig:
-    if "factor" not in parameters:
-        raise ValueError("config.json: rope type 'yarn' needs the field factor")
-    factor = number(parameters, "factor", max_positions / original)
-    if factor < 1:
-        raise ValueError(f"config.json: factor of rope type 'yarn' must be at least 1, is {factor}")
+    _check_has(parameters, "yarn", ("factor",))
+    factor = number(parameters, "factor", max_positions / original, least=1)
     mscale, mscale_all_dim = (number(parameters, name, 0.0) for name in ("mscale", "mscale_all_dim"))
     attention_factor = yarn_scale(factor, 1.0)
     if mscale and mscale_all_dim:
@@ -79,7 +79,7 @@ def _yarn(parameters: dict[str, Any], theta: float, original: int, max_positions
         original_max_positions=original,
         beta_fast=number(parameters, "beta_fast", 32.0) or 32.0,
         beta_slow=number(parameters, "beta_slow", 1.0) or 1.0,
-        is_ramp_whole=bool(parameters.get("truncate", True)),
-        attention_factor=number(parameters, "attention_factor", attention_factor),
+        is_ramp_whole=flag(parameters, "truncate", True),
+        attention_factor=positive(parameters, "attention_factor", attention_factor),
         mscale_all_dim=mscale_all_dim,
     )

@@ -38,6 +38,13 @@ LLAMA: dict[str, Any] = {
     "eos_token_id": 2,
     "dtype": "float32",
 }
+LLAMA3_ROPE: dict[str, Any] = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 32,
+}
 
 
 def folder_with(path: Path, **changes: Any) -> Path:
@@ -127,6 +134,9 @@ def test_weights_that_do_not_fit_are_refused(tmp_path: Path) -> None:
         save_file(changed, folder / "model.safetensors")
         with pytest.raises(ValueError, match=message):
             Executor(config_of(folder, load_format="auto"))
+    (folder / "model.safetensors").write_bytes(b"")
+    with pytest.raises(ValueError, match=r"m/model\.safetensors is empty; copy or download it again"):
+        config_of(folder, load_format="auto")
 
 
 def test_tied_embeddings_and_old_buffers(tmp_path: Path) -> None:
@@ -191,9 +201,9 @@ def test_fields_are_read(tmp_path: Path) -> None:
 
 
 def test_both_spellings_of_rope_mean_the_same() -> None:
-    scaling = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 32}
+    scaling = {name: value for name, value in LLAMA3_ROPE.items() if name != "rope_type"}
     old = LLAMA | {"rope_theta": 77.0, "rope_scaling": scaling | {"type": "llama3"}}
-    new = LLAMA | {"rope_parameters": scaling | {"rope_type": "llama3", "rope_theta": 77.0}}
+    new = LLAMA | {"rope_parameters": LLAMA3_ROPE | {"rope_theta": 77.0}}
     assert load_decoder_config(old) == load_decoder_config(new)
     assert load_decoder_config(LLAMA | {"rope_theta": 77.0}) == load_decoder_config(
         LLAMA | {"rope_scaling": None, "rope_parameters": {"rope_type": "default", "rope_theta": 77.0}}
@@ -245,11 +255,24 @@ def test_linear_rope_divides_every_frequency() -> None:
         ({"architectures": [None]}, r"architectures must be a list of names, is \[None\]"),
         ({"dtype": {"a": 1}}, "dtype {'a': 1} is not supported"),
         ({"eos_token_id": ["a"]}, "eos_token_id must be an integer or several, is 'a'"),
-        ({"rope_scaling": {"rope_type": "longrope", "factor": 2.0}}, "rope type 'longrope' is not supported"),
+        ({"rope_scaling": {"rope_type": "longrope", "factor": 2.0}}, "rope_type 'longrope' is not supported; known:"),
         ({"rope_scaling": {"rope_type": "yarn"}}, "'yarn' needs the field factor"),
-        ({"rope_scaling": {"rope_type": "yarn", "factor": 0.5}}, "factor .* 'yarn' must be at least 1, is 0.5"),
-        ({"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1.0}}, "rope type 'dynamic' is not supported"),
+        ({"rope_scaling": {"rope_type": "yarn", "factor": 0.5}}, "factor must be at least 1, is 0.5"),
+        ({"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1.0}}, "rope_type 'dynamic' is not supported"),
         ({"rope_scaling": {"type": "linear"}}, "'linear' needs the field factor"),
+        ({"rope_scaling": {"type": "linear", "factor": 0}}, "factor must be above 0, is 0"),
+        ({"rope_scaling": LLAMA3_ROPE | {"high_freq_factor": 1.0}}, "high_freq_factor must be above low_freq_factor=1"),
+        ({"rope_scaling": LLAMA3_ROPE | {"original_max_position_embeddings": -1}}, "original_max_.* at least 1, is -1"),
+        ({"rope_parameters": "x"}, "rope_parameters must be an object of fields, is 'x'"),
+        ({"rope_theta": "a"}, "rope_theta must be a number, is 'a'"),
+        ({"rope_theta": 0}, "rope_theta must be above 0, is 0"),
+        ({"rms_norm_eps": float("nan")}, "rms_norm_eps must be a number, is nan"),
+        ({"rms_norm_eps": -1}, "rms_norm_eps must be at least 0, is -1"),
+        ({"max_position_embeddings": "many"}, "max_position_embeddings must be an integer of at least 1, is 'many'"),
+        ({"num_key_value_heads": 0}, "num_key_value_heads must be an integer of at least 1, is 0"),
+        ({"head_dim": -2}, "head_dim must be an integer of at least 1, is -2"),
+        ({"tie_word_embeddings": "no"}, "tie_word_embeddings must be true or false, is 'no'"),
+        ({"architectures": ["Qwen2ForCausalLM"], "use_sliding_window": True, "layer_types": 2}, "must be a list of 2"),
         ({"hidden_size": None}, "hidden_size must be an integer of at least 1, is None"),
         ({"num_hidden_layers": "two"}, "num_hidden_layers must be an integer"),
         ({"num_key_value_heads": 3}, "num_attention_heads=4 must be a multiple of num_key_value_heads=3"),
