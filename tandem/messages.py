@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from typing import Any, TypedDict, Unpack
+from typing import Any, TypedDict, TypeGuard, Unpack
 
 from protos import tandem_inference_pb2 as pb
 from protos import tandem_worker_pb2
@@ -67,6 +67,8 @@ def generate_request(
     **sampling: Unpack[Sampling],
 ) -> pb.GenerateRequest:
     """The message of one request, for `n` answers. Raises `ValueError` naming what the wire cannot carry."""
+    _check_text("request_id", request_id)
+    _check_text("model", model)
     cache_salt = sampling.pop("cache_salt", None)
     if cache_salt is not None:
         _check_salt(cache_salt)
@@ -84,23 +86,34 @@ def generate_request(
         sampling_params=_sampling_params({**sampling, **({} if n == 1 else {"n": n})}),
     )
     if isinstance(prompt, str):
+        _check_text("prompt", prompt)
         request.text = prompt
-    elif prompt and isinstance(prompt[0], Mapping):
+    elif _is_chat(prompt):
         for message in prompt:
             request.chat.messages.append(chat_message(message))
         add_tools(request.chat, tools or (), tool_choice, parallel_tool_calls)
         request.chat.template_kwargs = template_kwargs
     else:
-        request.token_ids.SetInParent()
-        try:
-            request.token_ids.ids.extend(prompt)  # type: ignore[arg-type]
-        except (TypeError, ValueError) as error:
-            raise ValueError(f"prompt: must be a text, token ids or messages: {error}") from error
+        _set_token_ids(request, prompt)
     if tools and request.WhichOneof("prompt") != "chat":
         raise ValueError("tools: go with messages, which the model's chat template shows with them")
     if template_kwargs and request.WhichOneof("prompt") != "chat":
         raise ValueError("chat_template_kwargs: go with messages, which the model's chat template is for")
     return request
+
+
+def _is_chat(prompt: Any) -> TypeGuard[Sequence[Mapping[str, Any]]]:
+    return isinstance(prompt, Sequence) and len(prompt) > 0 and isinstance(prompt[0], Mapping)
+
+
+def _set_token_ids(request: pb.GenerateRequest, prompt: Any) -> None:
+    request.token_ids.SetInParent()
+    try:
+        if isinstance(prompt, bytes | bytearray | Mapping):  # both would give numbers, or what look like some
+            raise TypeError(f"is {prompt!r:.200}")
+        request.token_ids.ids.extend(prompt)
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"prompt: must be a text, token ids or messages: {error}") from error
 
 
 def _template_kwargs(given: object) -> str:

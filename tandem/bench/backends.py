@@ -185,8 +185,9 @@ async def _not_answered(response: Any) -> NotAnswered:
 
 
 @asynccontextmanager
-async def open_grpc(address: str, sending: Sending) -> AsyncIterator[tuple[Backend, str]]:
-    """The router at `address`, and the model that it serves. Raises `ServerGone`."""
+async def open_grpc(address: str, sending: Sending, vocab_size: int) -> AsyncIterator[tuple[Backend, str]]:
+    """The router at `address`, and the model that it serves. Prompts have token ids below `vocab_size`. Raises
+    `ServerGone`."""
     async with AsyncClient(address) as client:
         try:
             info = await client.model_info()
@@ -195,6 +196,11 @@ async def open_grpc(address: str, sending: Sending) -> AsyncIterator[tuple[Backe
                 f"no router answers at {address} ({error.message}). Start one with `tandem up`, or name another with "
                 "--address HOST:PORT"
             ) from error
+        if vocab_size > info.vocab_size:
+            raise ServerGone(
+                f"vocab_size must be at most {info.vocab_size}, the vocabulary of {info.model}, is {vocab_size}; give "
+                f"--vocab-size {info.vocab_size}"
+            )
         yield GrpcBackend(client, sending), info.model
 
 

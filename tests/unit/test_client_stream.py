@@ -12,6 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing
 
 import grpc
+import numpy as np
 import pytest
 
 from protos import tandem_inference_pb2 as pb
@@ -150,6 +151,7 @@ def test_logprobs_of_other_tokens_break_a_stream(messages: list[pb.GenerateRespo
 def test_prompts_of_each_kind() -> None:
     assert generate_request("hi").text == "hi"
     assert list(generate_request([1, 2]).token_ids.ids) == [1, 2]
+    assert list(generate_request(np.array([1, 2])).token_ids.ids) == [1, 2]  # type: ignore[arg-type]
     assert generate_request([]).WhichOneof("prompt") == "token_ids", "the router says what is wrong with it"
     chat = generate_request([{"role": "user", "content": "hi"}]).chat
     assert [(m.role, m.content) for m in chat.messages] == [("user", "hi")]
@@ -190,6 +192,13 @@ def test_every_parameter_of_the_wire_can_be_given() -> None:
         ("hi", {"fairness_id": 0}, "fairness_id: must be a text, is 0"),
         ("hi", {"fairness_id": "ab\ud800"}, "fairness_id: has what is no character at 2"),
         ([-1], {}, "prompt: "),
+        (5, {}, "prompt: must be a text, token ids or messages: "),
+        (None, {}, "prompt: must be a text, token ids or messages: "),
+        ({"a": 1}, {}, "prompt: must be a text, token ids or messages: is {'a': 1}"),
+        (b"x", {}, "prompt: must be a text, token ids or messages: is b'x'"),
+        ("hi \ud800", {}, "prompt: has what is no character at 3"),
+        ("hi", {"request_id": 5}, "request_id: must be a text, is 5"),
+        ("hi", {"model": None}, "model: must be a text, is None"),
         (["a", "b"], {}, "prompt: "),
         ([{"role": "user"}], {}, "prompt: a message has a role and a content"),
         ([{"role": "user", "content": 3}], {}, "prompt: role and content"),
