@@ -61,3 +61,10 @@ class RequestOutput:
     @property
     def is_finished(self) -> bool:
         return self.finish_reason is not None
+
+    @property
+    def error(self) -> str:
+        """Why there is no next token, with `FinishReason.ERROR`; otherwise empty."""
+        if self.finish_reason is not FinishReason.ERROR:
+            return ""
+        return self.grammar_error or "the model's numbers for the next token are not numbers"

@@ -77,13 +77,14 @@ class CompletionOutput:
     text: str
     token_ids: list[int]
     finish_reason: str
-    """ "stop" or "length"."""
+    """ "stop", "length", or "error": there is no next token, and `error` says why."""
     stop_reason: str | None
     """The stop string that ended it, if one did."""
     logprobs: list[dict[int, Logprob]] | None
     """For each token, by id: the sampled one and as many of the likeliest as were asked for. None: not asked for."""
     cumulative_logprob: float | None
     """The sum over the sampled tokens."""
+    error: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -363,6 +364,7 @@ class _Answer:
         self._texts: list[str] = []
         self._finish_reason = ""
         self._stop_reason: str | None = None
+        self._error = ""
         self._logprobs: list[TokenLogprobs] | None = None if params.logprobs is None else []
         self._detokenizer = IncrementalDetokenizer(
             tokenizer,
@@ -391,6 +393,7 @@ class _Answer:
             self._finish("stop", delta.stop)
             return
         if output.finish_reason is not None:
+            self._error = output.error
             self._finish(output.finish_reason.value, None)
 
     def _finish(self, reason: str, stop: str | None) -> None:
@@ -408,6 +411,7 @@ class _Answer:
             stop_reason=self._stop_reason,
             logprobs=None if self._logprobs is None else [self._by_token_id(each) for each in self._logprobs],
             cumulative_logprob=None if self._logprobs is None else sum(each.sampled.logprob for each in self._logprobs),
+            error=self._error,
         )
 
     def _by_token_id(self, logprobs: TokenLogprobs) -> dict[int, Logprob]:

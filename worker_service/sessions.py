@@ -298,4 +298,4 @@ def _error_of(output: RequestOutput) -> TandemError:
     """Why there is no next token."""
     if output.grammar_error:
         return InvalidRequest([("sampling_params.structured_outputs", output.grammar_error)])
-    return InternalError("the model's numbers for the next token are not numbers")
+    return InternalError(output.error)

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import re
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from reference import Reference
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from engine import sampling_params as engine_params
@@ -214,6 +216,27 @@ def test_cached_prompts_are_counted(llm: LLM) -> None:
 def test_an_answer_ends_with_the_context(llm: LLM) -> None:
     (output,) = llm.generate([list(range(1000, 2020))], SamplingParams(temperature=0, max_tokens=50, ignore_eos=True))
     assert (len(output.outputs[0].token_ids), output.outputs[0].finish_reason) == (4, "length")
+
+
+def test_an_answer_without_a_next_token_says_why(llm: LLM, model_folder: Path, tmp_path: Path) -> None:
+    """A form that takes too much work, and weights that are no numbers; whoever is beside them goes on."""
+    schema = {"type": "object", "properties": {f"p{i}": {} for i in range(1000)}, "required": ["p999"]}
+    large = SamplingParams(temperature=0, max_tokens=12, structured_outputs=StructuredOutputsParams(json=schema))
+    failed, other = llm.generate(["Once upon a time"] * 2, [large, GREEDY])
+    assert failed.outputs[0].finish_reason == "error"
+    assert "max is 2000" in failed.outputs[0].error
+    assert (other.outputs[0].finish_reason, other.outputs[0].error) == ("length", "")
+
+    folder = Path(shutil.copytree(model_folder, tmp_path / "model"))
+    weights = load_file(folder / "model.safetensors")
+    weights["model.norm.weight"][3] = float("nan")
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    broken = LLM(model=str(folder), max_model_len=64, kv_cache_gib=0.1, num_threads=1)
+    (output,) = broken.generate(["Once upon a time"], GREEDY)
+    assert (output.outputs[0].finish_reason, output.outputs[0].token_ids) == ("error", [])
+    assert output.outputs[0].error == "the model's numbers for the next token are not numbers"
+    assert at_rest(llm)
+    assert at_rest(broken)
 
 
 @pytest.mark.parametrize(
