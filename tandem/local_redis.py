@@ -3,20 +3,20 @@
 Owns the folder and the command line. Does not own the process: `tandem.supervision` runs it, and again on the same
 socket if it dies (its content is then gone; workers write theirs anew).
 
-    LocalRedis() ── spec() ──> SupervisedProcess ... ── remove() ──> folder gone
+    LocalRedis() ── spec() ──> SupervisedProcess ... ── remove() ──> folder gone; after a kill, when the next is made
 
 Nothing is written to disk and no TCP port is opened: only this user's processes reach it.
 """
 
 from __future__ import annotations
 
-import shutil
-import tempfile
 from pathlib import Path
 
+from engine.owned_folder import OwnedFolder
 from registry.connection import open_redis
 from tandem.supervision import ProcessSpec
 
+PREFIX = "tandem-redis-"
 MAX_SOCKET_PATH_BYTES = 100
 """Of 108 on Linux and 104 on macOS, with the ending zero."""
 PING_TIMEOUT_S = 5.0
@@ -31,11 +31,11 @@ class LocalRedis:
 
     def __init__(self) -> None:
         self._server = _server_path()
-        folder = tempfile.mkdtemp(prefix="tandem-")
-        if len(folder) + len("/redis.sock") > MAX_SOCKET_PATH_BYTES:
-            shutil.rmtree(folder)
-            folder = tempfile.mkdtemp(prefix="tandem-", dir="/tmp")
-        self.folder = Path(folder)
+        self._folder = OwnedFolder(PREFIX)
+        if len(str(self._folder.path)) + len("/redis.sock") > MAX_SOCKET_PATH_BYTES:
+            self._folder.cleanup()
+            self._folder = OwnedFolder(PREFIX, "/tmp")
+        self.folder = self._folder.path
         self.socket_path = self.folder / "redis.sock"
 
     @property
@@ -63,7 +63,7 @@ class LocalRedis:
 
     def remove(self) -> None:
         """Remove the folder, once the process has ended."""
-        shutil.rmtree(self.folder, ignore_errors=True)
+        self._folder.cleanup()
 
 
 def _server_path() -> Path:

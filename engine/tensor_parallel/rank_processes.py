@@ -23,10 +23,12 @@ from pydantic import TypeAdapter
 
 from engine.config import EngineConfig
 from engine.kv_cache import KVMemory, RankProgram
+from engine.owned_folder import OwnedFolder
 from engine.running.executor import RankLost
 from engine.step_input import StepInput
-from engine.tensor_parallel.meeting_folder import MeetingFolder
 
+FOLDER_PREFIX = "tandem-ranks-"
+"""Of the folder in which ranks meet."""
 HERE = b"here"
 START_S = 300.0
 """Until a rank says that it is there: what it imports takes seconds."""
@@ -39,7 +41,7 @@ class RankProcesses:
     """Made and used by the stepping thread. `close` may be called again, and is where nobody calls it."""
 
     def __init__(self, config: EngineConfig, memory: KVMemory) -> None:
-        self._folder = MeetingFolder()
+        self._folder = OwnedFolder(FOLDER_PREFIX)
         self.meeting_file = self._folder.path / "meeting"
         self._processes: list[subprocess.Popen[bytes]] = []
         self._connections: list[Connection[bytes, bytes]] = []
@@ -103,7 +105,7 @@ class RankProcesses:
 def _close(
     processes: Sequence[subprocess.Popen[bytes]],
     connections: Sequence[Connection[bytes, bytes]],
-    folder: MeetingFolder,
+    folder: OwnedFolder,
 ) -> None:
     for connection in connections:
         connection.close()

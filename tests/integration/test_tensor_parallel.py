@@ -29,11 +29,11 @@ from engine.config import EngineArgs, EngineConfig
 from engine.llm_engine import LLMEngine
 from engine.model_loader import create_engine_config
 from engine.outputs import RequestOutput
+from engine.owned_folder import OwnedFolder, clear_left_behind
 from engine.running.executor import RankLost
 from engine.sampling_params import SamplingParams
 from engine.tensor_parallel import group
-from engine.tensor_parallel.meeting_folder import MeetingFolder, clear_left_behind
-from engine.tensor_parallel.rank_processes import CONFIG, HERE
+from engine.tensor_parallel.rank_processes import CONFIG, FOLDER_PREFIX, HERE
 from prefix_hash.compat import compat_difference
 from protos import tandem_inference_pb2 as pb
 from protos import tandem_worker_pb2 as worker_pb
@@ -247,9 +247,9 @@ def test_no_rank_outlives_its_engine(tmp_path: Path, monkeypatch: pytest.MonkeyP
         process.wait()
         wait_until(lambda: not is_running(pids[0]), 10.0, "the rank ends")
     (left_behind,) = tmp_path.glob("tandem-ranks-*")
-    in_use = MeetingFolder()
+    in_use = OwnedFolder(FOLDER_PREFIX)
     assert list(tmp_path.glob("tandem-ranks-*")) == [in_use.path] != [left_behind]
-    clear_left_behind()
+    clear_left_behind(FOLDER_PREFIX)
     assert in_use.path.is_dir(), "its owner lives"
     in_use.cleanup()
     assert not in_use.path.exists()

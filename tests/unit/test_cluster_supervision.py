@@ -321,6 +321,26 @@ async def test_redis_answers_and_comes_back_on_its_socket() -> None:
     assert not redis.folder.exists()
 
 
+def test_the_folder_of_a_redis_whose_owner_was_killed_goes_with_the_next(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    script = "import signal; from tandem.local_redis import LocalRedis; LocalRedis(); print(flush=True); signal.pause()"
+    command = [sys.executable, "-c", script]
+    environment = os.environ | {"TMPDIR": str(tmp_path)}
+    with subprocess.Popen(command, stdout=subprocess.PIPE, env=environment) as owner:
+        assert owner.stdout is not None
+        assert owner.stdout.readline()
+        beside = LocalRedis()
+        assert len(list(tmp_path.iterdir())) == 2, "the other's owner lives"
+        owner.kill()
+    after = LocalRedis()
+    assert sorted(tmp_path.iterdir()) == sorted([beside.folder, after.folder])
+    beside.remove()
+    after.remove()
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_redis_gets_a_path_that_fits_a_socket(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     long = tmp_path / ("x" * 100)
     long.mkdir()

@@ -1,4 +1,4 @@
-"""The folder in which ranks meet. It goes with its engine; that of one which was killed, when the next one starts.
+"""A temporary folder of one process: it goes with its owner; that of one which was killed, when the next one is made.
 
     made ── `OWNER` appears, locked ──> in use ── cleanup ──> gone
                                           │ its process is killed: the lock ends
@@ -16,14 +16,16 @@ import tempfile
 from contextlib import suppress
 from pathlib import Path
 
-PREFIX = "tandem-ranks-"
 OWNER = "owner"
 
 
-class MeetingFolder:
-    def __init__(self) -> None:
-        clear_left_behind()
-        self.path = Path(tempfile.mkdtemp(prefix=PREFIX))
+class OwnedFolder:
+    """`path`, in `directory` or where temporary files are; its name begins with `prefix`, as others' for the same
+    purpose do. Only this user sees into it."""
+
+    def __init__(self, prefix: str, directory: str | None = None) -> None:
+        clear_left_behind(prefix, directory)
+        self.path = Path(tempfile.mkdtemp(prefix=prefix, dir=directory))
         new = self.path / f"{OWNER}.new"
         self._lock = os.open(new, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
         fcntl.flock(self._lock, fcntl.LOCK_EX)
@@ -34,9 +36,9 @@ class MeetingFolder:
         os.close(self._lock)
 
 
-def clear_left_behind() -> None:
+def clear_left_behind(prefix: str, directory: str | None = None) -> None:
     """Remove those whose owners are gone. What is not ours to open or to remove stays."""
-    for owner in Path(tempfile.gettempdir()).glob(f"{PREFIX}*/{OWNER}"):
+    for owner in Path(directory or tempfile.gettempdir()).glob(f"{prefix}*/{OWNER}"):
         with suppress(OSError):
             if owner.parent.lstat().st_uid != os.getuid():  # whoever may write there could name what is not his
                 continue
