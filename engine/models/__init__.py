@@ -23,7 +23,12 @@ def load_model_shape(hf_config: dict[str, Any], model_impl: str) -> ModelShape:
         return load_decoder_config(hf_config)
     from engine.models.transformers_config import TransformersConfig  # imports transformers, a second
 
-    return TransformersConfig.from_hf(hf_config)
+    try:
+        return TransformersConfig.from_hf(hf_config)
+    except ValueError as error:
+        if not is_known:
+            raise
+        raise ValueError(f"{error}; give model_impl auto: our own decoder computes it") from error
 
 
 def load_decoder_config(hf_config: dict[str, Any]) -> DecoderConfig:

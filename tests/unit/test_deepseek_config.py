@@ -9,7 +9,7 @@ import pytest
 import transformers
 from deepseek_cases import V2, V3, config_of
 
-from engine.models import load_decoder_config
+from engine.models import load_decoder_config, load_model_shape
 
 
 @pytest.mark.parametrize(
@@ -42,6 +42,12 @@ from engine.models import load_decoder_config
 def test_config_json_that_cannot_be_served(base: dict[str, Any], changes: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         load_decoder_config(base | changes)
+
+
+def test_what_transformers_code_cannot_serve_our_own_decoder_can() -> None:
+    with pytest.raises(ValueError, match=r"DeepseekV3.* not supported: .*; give model_impl auto: our own decoder"):
+        load_model_shape(V3, "transformers")
+    assert load_model_shape(V3, "auto") == load_decoder_config(V3)
 
 
 def test_absent_fields_are_those_of_transformers() -> None:
