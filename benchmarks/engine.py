@@ -114,6 +114,7 @@ def _result(phase: str, batch_size: int, prompt_tokens: int, seconds: list[float
 @click.command(context_settings={"help_option_names": ["-h", "--help"]})
 @click.option("--model", default=EngineArgs.model, show_default=True, help="Model folder, GGUF file or name.")
 @click.option("--dtype", default="bfloat16", show_default=True)
+@click.option("--quantization", default="none", show_default=True, help="none or int8; llama.cpp's Q8_0 beside int8.")
 @click.option("--load-format", default="auto", show_default=True, help="dummy needs no weights.")
 @click.option("--model-impl", default=EngineArgs.model_impl, show_default=True, help="auto, tandem or transformers.")
 @click.option("--attention-backend", default=EngineArgs.attention_backend, show_default=True)
@@ -130,6 +131,7 @@ def _result(phase: str, batch_size: int, prompt_tokens: int, seconds: list[float
 def main(
     model: str,
     dtype: str,
+    quantization: str,
     load_format: str,
     model_impl: str,
     attention_backend: str,
@@ -153,12 +155,14 @@ def main(
             num_steps=num_steps,
             num_prompts=num_prompts,
             num_threads=num_threads or torch.get_num_threads(),
+            quantization=quantization,
         )
-        compare(case, [name.strip() for name in against.split(",")], rounds, ["--model", model, "--dtype", dtype])
+        flags = ["--model", model, "--dtype", dtype, "--quantization", quantization]
+        compare(case, [name.strip() for name in against.split(",")], rounds, flags)
         return
     try:
         args = EngineArgs(
-            model=model, dtype=dtype, load_format=load_format, model_impl=model_impl,
+            model=model, dtype=dtype, quantization=quantization, load_format=load_format, model_impl=model_impl,
             attention_backend=attention_backend, num_threads=num_threads, kv_cache_gib=kv_cache_gib,
             max_itl_ms=0,  # prefill or decode, never both
         )  # fmt: skip
@@ -183,6 +187,7 @@ def main(
     for batch_size in _numbers(batch_sizes):
         note(measure_decode(engine, batch_size, context_tokens, num_steps))
     summary = {"benchmark": "engine", "model": engine.config.model.served_model_name, "dtype": dtype}
+    summary["quantization"] = quantization
     click.echo(json.dumps(summary | machine() | {"results": [asdict(result) for result in results]}))
 
 

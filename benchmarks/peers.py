@@ -5,6 +5,7 @@ They are looked for in a folder, PEERS_DIR (default ~/.cache/tandem-peers):
     vllm/bin/python                                             a venv with vLLM's CPU build
     llama/vendor/llama.cpp/build/bin/llama-batched-bench        llama.cpp, built for this machine
     smollm2/, smollm2-bf16.gguf                                 the same bfloat16 weights for either
+    smollm2-q8_0.gguf                                           the same in 8 bits, beside int8
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 PEER_TIMEOUT_S = 900.0
+GGUF_OF = {"none": "smollm2-bf16.gguf", "int8": "smollm2-q8_0.gguf"}
 
 
 class PeerMissing(Exception):  # noqa: N818
@@ -38,6 +40,7 @@ class Case:
     num_prompts: int
     """Samples per prompt length."""
     num_threads: int
+    quantization: str = "none"
 
 
 Rates = dict[tuple[str, int, int], float]
@@ -58,6 +61,8 @@ def existing(name: str) -> Path:
 
 def measure_vllm(case: Case) -> Rates:
     """Raises `PeerMissing`, `RuntimeError`."""
+    if case.quantization != "none":
+        raise RuntimeError("vLLM takes weights in 8 bits on a CPU from checkpoints that have them; leave it out")
     python = existing("vllm/bin/python")
     arguments = asdict(case) | {"model": str(existing("smollm2"))}
     script = Path(__file__).with_name("vllm_engine.py")
@@ -71,7 +76,7 @@ def measure_vllm(case: Case) -> Rates:
 def measure_llama(case: Case) -> Rates:
     """llama.cpp's own batched bench. Raises `PeerMissing`, `RuntimeError`."""
     bench = str(existing("llama/vendor/llama.cpp/build/bin/llama-batched-bench"))
-    model, threads = str(existing("smollm2-bf16.gguf")), str(case.num_threads)
+    model, threads = str(existing(GGUF_OF[case.quantization])), str(case.num_threads)
 
     def run(prompts: tuple[int, ...], num_new: int, batches: tuple[int, ...]) -> list[dict[str, float]]:
         context = max(batches) * (max(prompts) + num_new)

@@ -55,11 +55,10 @@ def resolve_quantization(
     has_kernels: bool,
 ) -> str:
     """What layers multiply with: "none", "int8", "fp8" or "stored". "auto" is the last, where a checkpoint has
-    weights in 8 bits and its numbers can stay what they are; where they cannot, or a CPU computes, all are widened, and
-    that is said.
+    weights in 8 bits and its numbers can stay what they are; where they cannot, all are widened, and that is said.
 
-    `capability`: of the GPU, None where the device has none. `has_kernels`: whether our kernels for GPUs serve. Raises
-    `ValueError` where what is asked for by name cannot work.
+    `capability`: of the GPU, None where the device has none. `has_kernels`: whether our kernels for the device serve.
+    Raises `ValueError` where what is asked for by name cannot work.
     """
     if asked != "auto":
         advice = "none" if model.model_impl == "transformers" else "int8 or none"
@@ -74,7 +73,9 @@ def resolve_quantization(
         return asked
     if not stored.quantizations:
         return "none"
-    why_not = "a CPU computes faster so" if device == "cpu" else ""
+    why_not = ""
+    if device == "cpu" and not (has_kernels and _fits_cpu_kernels(stored, model)):
+        why_not = "a CPU computes faster so"
     for own in stored.quantizations:
         why_not = why_not or why_no_quantization(own, capability=capability, dtype=dtype, model=model)
     needs_kernels = stored.block is not None or "int8" in stored.quantizations or model.has_experts
@@ -85,6 +86,11 @@ def resolve_quantization(
     if why_not:
         report(f"weights in {stored.name} are widened to {dtype}: {why_not}")
     return "none" if why_not else AS_STORED
+
+
+def _fits_cpu_kernels(stored: StoredWeights, model: ModelShape) -> bool:
+    """They multiply with integers that have a scale an output."""
+    return stored.quantizations == ("int8",) and stored.block is None and not model.has_experts and model.mla is None
 
 
 def why_no_quantization(quantization: str, *, capability: tuple[int, int] | None, dtype: str, model: ModelShape) -> str:

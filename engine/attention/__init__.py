@@ -10,7 +10,7 @@ from engine.attention.choice import (
     choose_attention_backend,
     uses_triton_kernels,
     why_no_graphs,
-    why_no_triton_kernels,
+    why_no_kernels,
 )
 from engine.attention.cpu_backend import CpuAttention
 from engine.attention.flash_backend import FlashAttention
@@ -34,7 +34,7 @@ __all__ = [
     "kv_order_of",
     "uses_triton_kernels",
     "why_no_graphs",
-    "why_no_triton_kernels",
+    "why_no_kernels",
 ]
 
 

@@ -54,8 +54,8 @@ def choose_attention_backend(name: str, needs: Needs) -> str:
     return _for_a_cpu(name, needs)
 
 
-def _for_a_cpu(name: str, needs: Needs) -> str:
-    why_not = CpuAttention.why_not(
+def _why_not_on_a_cpu(needs: Needs) -> str:
+    return CpuAttention.why_not(
         device=needs.device,
         dtype=needs.dtype,
         block_size=needs.block_size,
@@ -67,6 +67,27 @@ def _for_a_cpu(name: str, needs: Needs) -> str:
         has_latents=needs.model.mla is not None,
         has_soft_cap=needs.model.has_soft_cap,
     )
+
+
+def why_no_kernels(name: str, needs: Needs) -> str:
+    """What keeps our kernels for the device from serving, as a clause; empty if nothing does. `name`: the backend that
+    is asked for. May compile those for CPUs."""
+    if name == "torch":
+        return "attention_backend is torch"
+    if needs.device != "cpu":
+        return why_no_triton_kernels(needs)
+    why_not = _why_not_on_a_cpu(needs)
+    if why_not:
+        return why_not
+    try:
+        load_cpu_kernels()
+    except KernelsUnavailable as error:
+        return str(error)
+    return ""
+
+
+def _for_a_cpu(name: str, needs: Needs) -> str:
+    why_not = _why_not_on_a_cpu(needs)
     if not why_not:
         try:
             load_cpu_kernels()

@@ -13,6 +13,7 @@ import torch
 from engine.attention.base import AttentionBackend, StepLayout
 from engine.layers import HeadProjection
 from engine.models.scores import Scores
+from engine.models.stored_weights import AS_STORED
 
 GRAIN = 16
 """Lanes of the kernels' vectors: divides block sizes and head sizes."""
@@ -59,8 +60,8 @@ class CpuAttention(AttentionBackend[CpuPlan]):
             return "the model caps its scores"
         if dtype != "bfloat16":
             return f"it computes bfloat16, and dtype is {dtype}"
-        if quantization != "none":
-            return f"it multiplies with bfloat16 weights, and quantization is {quantization}"
+        if quantization not in ("none", "int8", AS_STORED):  # which are int8, too, where a CPU takes them so
+            return f"it multiplies with weights in bfloat16 or int8, and quantization is {quantization}"
         if kv_dtype != dtype:
             return f"its pool holds bfloat16, and kv_cache_dtype makes it {kv_dtype}"
         if block_size % GRAIN:

@@ -1,7 +1,8 @@
-"""A decoder's parts, by the CPU kernels. `load_cpu_kernels` comes first. bfloat16 only.
+"""A decoder's parts, by the CPU kernels. `load_cpu_kernels` comes first. bfloat16 only, but for weights in int8.
 
     Decoder(…, KERNEL_PARTS): each part computes what its parent does, to bfloat16's precision, and in such a way that a
-    token's numbers do not depend on what else is computed in the same step
+    token's numbers do not depend on what else is computed in the same step. INT8_KERNEL_PARTS quantise the weights of
+    layers' products first; either take those that are in int8 as they are
 
 Shapes: T tokens, D hidden.
 """
@@ -9,6 +10,7 @@ Shapes: T tokens, D hidden.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
@@ -22,6 +24,8 @@ from engine.models.feed_forward import GatedFeedForward
 from engine.models.head_attention import HeadAttention
 from engine.models.layer import DecoderLayer, LayerStack, OnLayer, PlainLayers
 from engine.models.parts import Parts
+from engine.quantization import quantize_int8
+from engine.scaled_weight import ScaledWeight, Weight
 
 LANES = 16
 PANEL = 2 * LANES
@@ -34,20 +38,35 @@ class PanelLinear(Linear):
     added: Any = None
     """By adapters: see cpu_adapters.py."""
 
-    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> None:
-        self.num_outputs = len(weight)
-        self.panels: torch.Tensor = torch.ops.tandem_cpu.pack_weight(weight)
+    def __init__(self, weight: Weight, bias: torch.Tensor | None = None) -> None:
+        self.num_outputs = num_outputs_of(weight)
+        self.panels, self.scale = in_panels(weight)
         self.bias = None if bias is None else F.pad(bias, (0, -len(bias) % PANEL))
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        y: torch.Tensor = torch.ops.tandem_cpu.linear(x, self.panels, self.bias, self.num_outputs)
+        y: torch.Tensor = torch.ops.tandem_cpu.linear(x, self.panels, self.scale, self.bias, self.num_outputs)
         return y
+
+
+def in_panels(weight: Weight) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """[N, K] in bfloat16, or in int8 with a scale for each output: its panels, and the scales for them in float32."""
+    if isinstance(weight, torch.Tensor):
+        return torch.ops.tandem_cpu.pack_weight(weight), None
+    assert weight.weight.dtype == torch.int8
+    assert not weight.has_groups
+    scale_N = weight.scale[:, 0].float()
+    return torch.ops.tandem_cpu.pack_weight(weight.weight.contiguous()), F.pad(scale_N, (0, -len(scale_N) % PANEL))
+
+
+def num_outputs_of(weight: Weight) -> int:
+    return len(weight) if isinstance(weight, torch.Tensor) else len(weight.weight)
 
 
 class PanelLogits(PanelLinear):
     """[T, in] -> [T, out] in float32. Without a bias."""
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        assert self.scale is None
         y: torch.Tensor = torch.ops.tandem_cpu.linear_float(x, self.panels, self.num_outputs)
         return y
 
@@ -57,16 +76,42 @@ class PanelGatedLinear(GatedLinear):
 
     added: Any = None
 
-    def __init__(
-        self, gate: torch.Tensor, up: torch.Tensor, gate_bias: torch.Tensor | None, up_bias: torch.Tensor | None
-    ) -> None:
-        self.num_outputs = len(gate)
-        self.panels: torch.Tensor = torch.ops.tandem_cpu.pack_weight(_side_by_side(gate, up))
+    def __init__(self, gate: Weight, up: Weight, gate_bias: torch.Tensor | None, up_bias: torch.Tensor | None) -> None:
+        self.num_outputs = num_outputs_of(gate)
+        self.panels, self.scale = in_panels(_weights_side_by_side(gate, up))
         self.bias = None if gate_bias is None or up_bias is None else _side_by_side(gate_bias, up_bias)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        y: torch.Tensor = torch.ops.tandem_cpu.gated_linear(x, self.panels, self.bias, self.num_outputs)
+        y: torch.Tensor = torch.ops.tandem_cpu.gated_linear(x, self.panels, self.scale, self.bias, self.num_outputs)
         return y
+
+
+class Int8PanelLinear(PanelLinear):
+    """Weights in int8, quantised here where they are not: half the bytes to read. Sums are of the same products."""
+
+    def __init__(self, weight: Weight, bias: torch.Tensor | None = None) -> None:
+        super().__init__(as_int8(weight), bias)
+
+
+class Int8PanelGatedLinear(PanelGatedLinear):
+    def __init__(self, gate: Weight, up: Weight, gate_bias: torch.Tensor | None, up_bias: torch.Tensor | None) -> None:
+        super().__init__(as_int8(gate), as_int8(up), gate_bias, up_bias)
+
+
+def as_int8(weight: Weight) -> ScaledWeight:
+    if isinstance(weight, ScaledWeight):
+        return weight
+    int8_NK, scale_N = quantize_int8(weight)
+    return ScaledWeight(int8_NK, scale_N.float()[:, None], weight.shape[1], weight.dtype)
+
+
+def _weights_side_by_side(gate: Weight, up: Weight) -> Weight:
+    """In 8 bits where both are."""
+    if isinstance(gate, ScaledWeight) and isinstance(up, ScaledWeight):
+        weight, scale = _side_by_side(gate.weight, up.weight), _side_by_side(gate.scale, up.scale)
+        return ScaledWeight(weight, scale, gate.group_size, gate.dtype)
+    wide = (each.dequantized() if isinstance(each, ScaledWeight) else each for each in (gate, up))
+    return _side_by_side(*wide)
 
 
 def _side_by_side(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
@@ -158,6 +203,7 @@ def fused(layer: DecoderLayer) -> Any:
     products: tuple[PanelLinear | PanelGatedLinear, ...] = (qkv, output, gated, down)
     made = torch.classes.tandem_cpu.DecoderLayer(
         [product.panels for product in products],
+        [product.scale for product in products],
         [product.bias for product in products],
         [product.num_outputs for product in products],
         layer.input_norm.weight,
@@ -183,3 +229,4 @@ KERNEL_PARTS = Parts(
     scores=PanelLogits,
     plain_experts=PanelExperts,
 )
+INT8_KERNEL_PARTS = replace(KERNEL_PARTS, linear=Int8PanelLinear, gated_linear=Int8PanelGatedLinear)

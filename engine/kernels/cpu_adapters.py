@@ -62,27 +62,35 @@ class PanelAdapters(Adapters):
 class AdaptedPanelLinear(PanelLinear):
     def __init__(self, linear: PanelLinear, added: Any, adapters: PanelAdapters) -> None:
         """`added`: see `packed`."""
-        self.num_outputs, self.panels, self.bias = linear.num_outputs, linear.panels, linear.bias
+        self.num_outputs, self.panels, self.scale, self.bias = (
+            linear.num_outputs, linear.panels, linear.scale, linear.bias,
+        )  # fmt: skip
         self.added = added
         self._adapters = adapters
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         if self._adapters.ids_T is None:
             return super().__call__(x)
-        y: torch.Tensor = self.added.linear(x, self.panels, self.bias, self.num_outputs, self._adapters.ids_T)
+        y: torch.Tensor = self.added.linear(
+            x, self.panels, self.scale, self.bias, self.num_outputs, self._adapters.ids_T
+        )
         return y
 
 
 class AdaptedPanelGatedLinear(PanelGatedLinear):
     def __init__(self, gated: PanelGatedLinear, added: Any, adapters: PanelAdapters) -> None:
-        self.num_outputs, self.panels, self.bias = gated.num_outputs, gated.panels, gated.bias
+        self.num_outputs, self.panels, self.scale, self.bias = (
+            gated.num_outputs, gated.panels, gated.scale, gated.bias,
+        )  # fmt: skip
         self.added = added
         self._adapters = adapters
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         if self._adapters.ids_T is None:
             return super().__call__(x)
-        y: torch.Tensor = self.added.gated_linear(x, self.panels, self.bias, self.num_outputs, self._adapters.ids_T)
+        y: torch.Tensor = self.added.gated_linear(
+            x, self.panels, self.scale, self.bias, self.num_outputs, self._adapters.ids_T
+        )
         return y
 
 

@@ -176,10 +176,9 @@ def _parts_of(config: EngineConfig) -> Parts:
 
     quantization = config.model.quantization
     if config.device.attention_backend == "cpu":
-        from engine.kernels.cpu import KERNEL_PARTS
+        from engine.kernels.cpu import INT8_KERNEL_PARTS, KERNEL_PARTS
 
-        assert quantization == "none", quantization  # the configuration has seen to it
-        return KERNEL_PARTS
+        return INT8_KERNEL_PARTS if quantization == "int8" else KERNEL_PARTS
     parts, linears = PLAIN_PARTS, QUANTIZED_LINEARS
     if config.device.uses_triton:
         from engine.kernels.gpu.parts import TRITON_PARTS, TRITON_QUANTIZED_LINEARS

@@ -19,7 +19,7 @@ from engine.attention import (
     kv_order_of,
     uses_triton_kernels,
     why_no_graphs,
-    why_no_triton_kernels,
+    why_no_kernels,
 )
 from engine.cache_dir import report
 from engine.config import (
@@ -77,7 +77,7 @@ def make_engine_config(args: EngineArgs, folder: Path) -> EngineConfig:
         capability=capability,
         dtype=dtype,
         model=shape,
-        has_kernels=device == "cuda" and args.attention_backend != "torch" and not why_no_triton_kernels(needs),
+        has_kernels=bool(stored.quantizations) and not why_no_kernels(args.attention_backend, needs),
     )
     model = _model_config(args, folder, hf_config, shape, device, dtype=dtype, quantization=quantization)
     num_blocks = _num_blocks(args, model, device, kv_dtype)

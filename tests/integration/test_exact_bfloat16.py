@@ -121,6 +121,19 @@ def test_same_tokens_after_preemption(model_folder: Path, references: list[Refer
     assert engine.stats.num_preemptions > 0
 
 
+def test_same_tokens_with_weights_in_int8(model_folder: Path, references: list[Reference], alone: Answers) -> None:
+    """Which are other tokens than with those in bfloat16, and the same in whatever batch."""
+    short = [reference for reference in references if len(reference.prompt_token_ids) <= 64]
+    by_itself = make_engine(model_folder, quantization="int8")
+    expected: Answers = {}
+    for index, reference in enumerate(short):
+        by_itself.add_request(reference.name, reference.prompt_token_ids, params_of(index))
+        expected |= finish(by_itself)
+    together = make_engine(model_folder, quantization="int8", prefill_chunk_tokens=17, speculative_config=GUESSING)
+    assert differing(ask(together, short), expected) == []
+    assert differing({name: alone[name] for name in expected}, expected) == list(expected)
+
+
 @pytest.mark.parametrize(
     "flags", [(), pytest.param(("--aggregated",), marks=pytest.mark.slow)], ids=["disaggregated", "aggregated"]
 )

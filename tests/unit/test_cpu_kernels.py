@@ -387,19 +387,19 @@ def choose(name: str, **change: object) -> str:
         ({"product_inputs": (161, 1536)}, "must be even, are 161 and 1536"),
         ({"product_inputs": (576, 203)}, "must be even, are 576 and 203"),
         ({"has_soft_cap": True}, "the model caps its scores"),
-        ({"quantization": "int8"}, "it multiplies with bfloat16 weights, and quantization is int8"),
+        ({"quantization": "fp8"}, "it multiplies with weights in bfloat16 or int8, and quantization is fp8"),
         ({"kv_dtype": "float8_e4m3fn"}, "its pool holds bfloat16, and kv_cache_dtype makes it float8_e4m3fn"),
     ],
 )
 def test_what_they_cannot_do_is_done_by_plain_torch(change: dict[str, object], why: str) -> None:
-    assert choose("auto") == "cpu"
+    assert choose("auto") == choose("auto", quantization="int8") == "cpu"
     if "device" not in change:  # a GPU may get other kernels: tests/unit/test_triton_attention.py
         assert choose("auto", **change) == "torch"
     with pytest.raises(ValueError, match=why):
         choose("cpu", **change)
 
 
-@pytest.mark.parametrize("change", [{"quantization": "int8"}, {"kv_dtype": "float8_e4m3fn"}])
+@pytest.mark.parametrize("change", [{"quantization": "fp8"}, {"kv_dtype": "float8_e4m3fn"}])
 def test_who_asks_for_8_bits_hears_what_that_costs(
     change: dict[str, object], capsys: pytest.CaptureFixture[str]
 ) -> None:

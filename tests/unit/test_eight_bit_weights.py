@@ -42,6 +42,7 @@ FAMILIES: dict[str, Callable[[], Any]] = {
     "llama": lambda: transformers.LlamaConfig(**SMALL),
     "qwen2": lambda: transformers.Qwen2Config(**SMALL),
     "deepseek": lambda: transformers.DeepseekV3Config(**DEEPSEEK),
+    "heads of 16": lambda: transformers.Qwen2Config(**SMALL | {"hidden_size": 64}),
 }
 Saved = tuple[dict[str, Any], dict[str, torch.Tensor]]
 """config.json and tensors."""
@@ -243,6 +244,25 @@ def test_int8_products_are_those_of_the_checkpoint(
         torch.testing.assert_close(ours, expected, rtol=1e-5, atol=1e-5)
     again = logits_of(plain, dtype="float32", quantization="int8")
     assert (again[0] - kept[0]).norm() > 1e-3 * kept[0].norm()
+
+
+@pytest.mark.parametrize("form", ["int channel", "int tensor"])
+def test_the_cpu_kernels_take_int8_as_it_is_stored(
+    saved: Callable[[str], Saved], tmp_path: Path, form: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As far from the widened weights, which are rounded once more, as bfloat16 is from itself."""
+    eight, plain = pair_of(tmp_path, saved("heads of 16"), form)
+    args = replace(arguments(eight, "cpu", "cpu", dtype="bfloat16", block_size=16), load_format="auto", num_threads=1)
+    config = create_engine_config(args)
+    assert config.model.quantization == "stored"
+    with monkeypatch.context() as patch:
+        patch.setattr("engine.kernels.cpu.quantize_int8", None)  # nothing is quantised
+        patch.setattr(ScaledWeight, "dequantized", None)  # nor widened
+        kept = logits_of_steps(args, records=False)
+    expected = logits_of_steps(replace(args, model=str(plain)), records=False)
+    exact = logits_of(plain, dtype="float32", block_size=16)
+    ours, widened, truth = (torch.cat(each).flatten() for each in (kept, expected, exact))
+    assert (ours - truth).norm() < 1.5 * (widened - truth).norm()
 
 
 def test_a_tensor_is_let_go_before_the_next_is_read(

@@ -12,7 +12,9 @@ from pathlib import Path
 
 import pytest
 
-TESTS = [str(Path(__file__).with_name(name)) for name in ("test_cpu_kernels.py", "test_cpu_adapters.py")]
+TESTS = [
+    str(Path(__file__).with_name(name)) for name in ("test_cpu_kernels.py", "test_cpu_int8.py", "test_cpu_adapters.py")
+]
 PRETEND_TILES = "-DTANDEM_PRETEND_TILES"
 ALL = "two-threads and (product or gates or attention or row_does or rotation or norms or draws or added)"
 

@@ -308,8 +308,8 @@ def test_config_json_that_cannot_be_served(tmp_path: Path, changes: dict[str, An
         ({"kv_cache_dtype": "fp8_e5m2"}, "kv_cache_dtype must be one of auto, fp8, fp8_e4m3, is 'fp8_e5m2'"),
         ({"device": "cpu", "quantization": "fp8"}, "quantization fp8 .*: it needs a GPU .* 8.9 or later; give int8 or"),
         (
-            {"attention_backend": "cpu", "device": "cpu", "dtype": "bfloat16", "quantization": "int8"},
-            "attention_backend cpu cannot work here: it .* quantization is int8; give auto or torch",
+            {"attention_backend": "cpu", "device": "cpu", "dtype": "float32", "quantization": "int8"},
+            "attention_backend cpu cannot work here: it .* dtype is float32; give auto or torch",
         ),
         (
             {"attention_backend": "cpu", "device": "cpu", "dtype": "bfloat16", "kv_cache_dtype": "fp8"},

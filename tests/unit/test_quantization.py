@@ -282,6 +282,7 @@ def test_auto_is_what_the_checkpoint_has(capsys: pytest.CaptureFixture[str]) -> 
     assert [resolved("auto", stored) for stored in (INT8, FP8, BLOCKS, both)] == ["stored"] * 4
     assert resolved("auto", INT8, capability=(8, 0), dtype="float16", intermediate_size=40) == "stored"
     assert resolved("auto", PLAIN, capability=None) == "none"
+    assert resolved("auto", INT8, capability=None, has_kernels=True) == "stored", "the CPU kernels take it"
     assert resolved("auto", FP8, has_kernels=False) == "stored", "torch's own product takes it"
     for stored in (INT8, FP8, BLOCKS, both):
         assert resolved("auto", stored, model=DEEPSEEK) == "stored"
@@ -304,6 +305,11 @@ def test_auto_is_what_the_checkpoint_has(capsys: pytest.CaptureFixture[str]) -> 
         (FP8, {"dtype": "float16"}, "it computes bfloat16, and dtype is float16"),
         (FP8, {"intermediate_size": 40}, r"must be multiples of 16, are \(64, 64, 128, 40\)"),
         (BLOCKS, {"capability": None}, "blocks of 128x128 are widened to bfloat16: a CPU computes faster so"),
+        (FP8, {"capability": None, "has_kernels": True}, "fp8 are widened to bfloat16: a CPU computes faster so"),
+        (
+            StoredWeights(quantizations=("int8",), block=(128, 128)), {"capability": None, "has_kernels": True},
+            "int8 in blocks of 128x128 are widened to bfloat16: a CPU computes faster so",
+        ),
         (
             BLOCKS, {"model": DEEPSEEK, "has_kernels": False},
             "fp8 in blocks of 128x128 are widened .*: without Triton's kernels each step would widen them anew",

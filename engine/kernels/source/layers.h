@@ -17,7 +17,7 @@ namespace tandem {
 struct DecoderLayer : torch::CustomClassHolder {
   struct Product {
     at::Tensor weight;
-    std::optional<at::Tensor> bias;
+    OfOutputs scale, bias;
     int64_t num_outputs;
     c10::intrusive_ptr<AddedProduct> added;  // by adapters; null: none changes it
   };
@@ -27,14 +27,15 @@ struct DecoderLayer : torch::CustomClassHolder {
   double eps, scale;
   int64_t window;
 
-  // Weights in panels, biases and numbers of outputs of: qkv, output, gate with up, down.
+  // Weights in panels, scales, biases and numbers of outputs of: qkv, output, gate with up, down.
   DecoderLayer(
-      const std::vector<at::Tensor>& weights, const std::vector<std::optional<at::Tensor>>& biases,
+      const std::vector<at::Tensor>& weights, const std::vector<OfOutputs>& scales, const std::vector<OfOutputs>& biases,
       const std::vector<int64_t>& num_outputs, at::Tensor input_norm, at::Tensor post_attention_norm,
       std::optional<at::Tensor> q_norm, std::optional<at::Tensor> k_norm, double eps, double scale, int64_t window)
-      : qkv{weights.at(0), biases.at(0), num_outputs.at(0)}, output{weights.at(1), biases.at(1), num_outputs.at(1)},
-        gated{weights.at(2), biases.at(2), num_outputs.at(2)}, down{weights.at(3), biases.at(3), num_outputs.at(3)},
-        input_norm(std::move(input_norm)), post_attention_norm(std::move(post_attention_norm)),
+      : qkv{weights.at(0), scales.at(0), biases.at(0), num_outputs.at(0)},
+        output{weights.at(1), scales.at(1), biases.at(1), num_outputs.at(1)},
+        gated{weights.at(2), scales.at(2), biases.at(2), num_outputs.at(2)},
+        down{weights.at(3), scales.at(3), biases.at(3), num_outputs.at(3)}, input_norm(std::move(input_norm)), post_attention_norm(std::move(post_attention_norm)),
         q_norm(std::move(q_norm)), k_norm(std::move(k_norm)), eps(eps), scale(scale), window(window) {}
 
   // What adapters add to one of these four, in their order.
@@ -68,12 +69,13 @@ struct DecoderLayer : torch::CustomClassHolder {
     at::Tensor q = rotate_and_store(projected, cos, sin, q_norm, k_norm, eps, kv, slot_mapping);
     at::Tensor attended = paged_attention(q, kv, block_tables, query_lens, context_lens, scale, window, std::nullopt);
     at::Tensor h = add_rms_norm(x, multiplied(output, attended, next, rows), post_attention_norm, eps);
-    at::Tensor active = gated_linear_ahead(h, gated.weight, gated.bias, gated.num_outputs, next, gated.added.get(), rows);
+    at::Tensor active =
+        gated_linear_ahead(h, gated.weight, gated.scale, gated.bias, gated.num_outputs, next, gated.added.get(), rows);
     return multiplied(down, active, next, rows);
   }
 
   static at::Tensor multiplied(const Product& p, const at::Tensor& x, ReadAhead* ahead, const AdapterRows* rows) {
-    return linear_ahead(x, p.weight, p.bias, p.num_outputs, ahead, p.added.get(), rows);
+    return linear_ahead(x, p.weight, p.scale, p.bias, p.num_outputs, ahead, p.added.get(), rows);
   }
 
   static std::optional<AdapterRows> rows_of(const std::optional<at::Tensor>& adapter_ids) {

@@ -1,4 +1,4 @@
-// x @ weight.T + bias: bfloat16 in and out, sums in float32.
+// x @ weight.T * scale + bias: bfloat16 in and out, sums in float32. A scale an output where the weight is in 8 bits.
 //
 // Why not oneDNN's: which products it adds in which order depends on the number of rows, so that a token would depend on
 // its batch. Here each sum runs through its inputs in their order, whatever rows stand beside it. And with few rows, where
@@ -10,8 +10,6 @@
 
 #include <ATen/ops/empty.h>
 
-#include <optional>
-
 #include "adapters.h"
 #include "panels.h"
 #include "product_pairs.h"
@@ -22,39 +20,59 @@ namespace tandem {
 
 // Calls finish(row, panel, two vectors of sums) for all rows and panels.
 template <class Finish>
-void multiply(
-    const bf16* x, int64_t T, int64_t K, const bf16* weight, int64_t num_panels, ReadAhead* other, const Finish& finish) {
+void multiply(const at::Tensor& x, const at::Tensor& weight, ReadAhead* other, const Finish& finish) {
+  const Panels panels(weight);
 #if TANDEM_TILES
-  if (has_tiles()) return multiply_by_tiles(x, T, K, weight, num_panels, other, finish);
+  if (has_tiles()) return multiply_by_tiles(data_of(x), x.size(0), panels, other, finish);
 #endif
-  multiply_pairs(x, T, K, weight, num_panels, other, finish);
+  multiply_pairs(data_of(x), x.size(0), panels, other, finish);
 }
 
-inline void check_product(const at::Tensor& x, const at::Tensor& weight, const std::optional<at::Tensor>& bias) {
+// One number an output of a panel, where there are any.
+using OfOutputs = std::optional<at::Tensor>;
+
+inline void check_product(const at::Tensor& x, const at::Tensor& weight, const OfOutputs& scale, const OfOutputs& bias) {
   TORCH_CHECK(x.dim() == 2 && x.is_contiguous(), "x [T, K], contiguous");
   TORCH_CHECK(weight.dim() == 4 && weight.is_contiguous() && weight.size(1) * 2 == x.size(1), "weight in panels, of K inputs");
+  TORCH_CHECK(scale.has_value() == (weight.scalar_type() == at::kChar), "scale: for a weight of int8, and for no other");
+  TORCH_CHECK(!scale || (scale->is_contiguous() && scale->numel() == weight.size(0) * PANEL), "scale: one number an output of a panel");
   TORCH_CHECK(!bias || (bias->is_contiguous() && bias->numel() == weight.size(0) * PANEL), "bias: one number an output of a panel");
 }
+
+// A product's sums * scale + bias.
+struct ScaleAndBias {
+  const float* scale;
+  const bf16* bias;
+
+  ScaleAndBias(const OfOutputs& scale, const OfOutputs& bias)
+      : scale(scale ? scale->data_ptr<float>() : nullptr), bias(bias ? data_of(*bias) : nullptr) {}
+
+  void apply(int64_t panel, F16* sums) const {
+    int64_t at = panel * PANEL;
+    for (int i = 0; scale && i < 2; i++) sums[i] *= load<F16>(scale + at + i * LANES);
+    for (int i = 0; bias && i < 2; i++) sums[i] += to_float(bias + at + i * LANES);
+  }
+};
 
 inline void check_added(const AddedProduct* added, const at::Tensor& weight) {
   TORCH_CHECK(!added || added->num_sixteens == 2 * weight.size(0), "what is added must have the product's panels");
 }
 
-// x [T, K], weight in panels, bias [panels * 32] -> [T, num_outputs], which leaves out what fills up the last panel.
-// `added` of `rows`: what adapters add, where there are some.
+// x [T, K], weight in panels, scale and bias [panels * 32] -> [T, num_outputs], which leaves out what fills up the last
+// panel. `added` of `rows`: what adapters add, where there are some.
 at::Tensor linear_ahead(
-    const at::Tensor& x, const at::Tensor& weight, const std::optional<at::Tensor>& bias, int64_t num_outputs,
+    const at::Tensor& x, const at::Tensor& weight, const OfOutputs& scale, const OfOutputs& bias, int64_t num_outputs,
     ReadAhead* ahead, const AddedProduct* added = nullptr, const AdapterRows* rows = nullptr) {
-  check_product(x, weight, bias);
+  check_product(x, weight, scale, bias);
   TORCH_CHECK((num_outputs + PANEL - 1) / PANEL == weight.size(0), "num_outputs must end in the last panel");
   check_added(added, weight);
   const Adding adding(added, rows, x);
   at::Tensor out = at::empty({x.size(0), num_outputs}, x.options());
   bf16* to = data_of(out);
-  const bf16* b = bias ? data_of(*bias) : nullptr;
-  multiply(data_of(x), x.size(0), x.size(1), data_of(weight), weight.size(0), ahead, [&](int64_t row, int64_t panel, F16* sums) {
+  const ScaleAndBias given(scale, bias);
+  multiply(x, weight, ahead, [&](int64_t row, int64_t panel, F16* sums) {
     int64_t at = panel * PANEL, left = num_outputs - at;
-    for (int i = 0; b && i < 2; i++) sums[i] += to_float(b + at + i * LANES);
+    given.apply(panel, sums);
     if (adding) adding.add(row, panel, sums);
     bf16 rounded[PANEL];
     bf16* y = left < PANEL ? rounded : to + row * num_outputs + at;
@@ -65,18 +83,18 @@ at::Tensor linear_ahead(
   return out;
 }
 
-at::Tensor linear(const at::Tensor& x, const at::Tensor& weight, const std::optional<at::Tensor>& bias, int64_t num_outputs) {
-  return linear_ahead(x, weight, bias, num_outputs, nullptr);
+at::Tensor linear(const at::Tensor& x, const at::Tensor& weight, const OfOutputs& scale, const OfOutputs& bias, int64_t num_outputs) {
+  return linear_ahead(x, weight, scale, bias, num_outputs, nullptr);
 }
 
 // As `linear` without a bias, but not rounded: [T, num_outputs] in float32. For logits: at 25, bfloat16 knows but eighths,
 // and the likeliest two would often be equal.
 at::Tensor linear_float(const at::Tensor& x, const at::Tensor& weight, int64_t num_outputs) {
-  check_product(x, weight, std::nullopt);
+  check_product(x, weight, std::nullopt, std::nullopt);
   TORCH_CHECK((num_outputs + PANEL - 1) / PANEL == weight.size(0), "num_outputs must end in the last panel");
   at::Tensor out = at::empty({x.size(0), num_outputs}, x.options().dtype(at::kFloat));
   float* to = out.data_ptr<float>();
-  multiply(data_of(x), x.size(0), x.size(1), data_of(weight), weight.size(0), nullptr, [&](int64_t row, int64_t panel, F16* sums) {
+  multiply(x, weight, nullptr, [&](int64_t row, int64_t panel, F16* sums) {
     int64_t at = panel * PANEL;
     std::memcpy(to + row * num_outputs + at, sums, std::min(num_outputs - at, PANEL) * sizeof(float));
   });
@@ -92,18 +110,18 @@ inline Sums silu_multiply(Sums gate, Sums up) {
 
 // silu(x @ gate.T) * (x @ up.T), where each panel holds 16 outputs of the gate and the 16 of `up` beside them.
 at::Tensor gated_linear_ahead(
-    const at::Tensor& x, const at::Tensor& weight, const std::optional<at::Tensor>& bias, int64_t num_outputs,
+    const at::Tensor& x, const at::Tensor& weight, const OfOutputs& scale, const OfOutputs& bias, int64_t num_outputs,
     ReadAhead* ahead, const AddedProduct* added = nullptr, const AdapterRows* rows = nullptr) {
-  check_product(x, weight, bias);
+  check_product(x, weight, scale, bias);
   TORCH_CHECK((num_outputs + LANES - 1) / LANES == weight.size(0), "num_outputs must end in the last panel");
   check_added(added, weight);
   const Adding adding(added, rows, x);
   at::Tensor out = at::empty({x.size(0), num_outputs}, x.options());
   bf16* to = data_of(out);
-  const bf16* b = bias ? data_of(*bias) : nullptr;
-  multiply(data_of(x), x.size(0), x.size(1), data_of(weight), weight.size(0), ahead, [&](int64_t row, int64_t panel, F16* sums) {
+  const ScaleAndBias given(scale, bias);
+  multiply(x, weight, ahead, [&](int64_t row, int64_t panel, F16* sums) {
     int64_t at = panel * LANES, left = num_outputs - at;
-    for (int i = 0; b && i < 2; i++) sums[i] += to_float(b + panel * PANEL + i * LANES);
+    given.apply(panel, sums);
     if (adding) adding.add(row, panel, sums);
     bf16 y[LANES];
     for (int i = 0; i < LANES; i += REGISTER) {
@@ -115,23 +133,24 @@ at::Tensor gated_linear_ahead(
   return out;
 }
 
-at::Tensor gated_linear(const at::Tensor& x, const at::Tensor& weight, const std::optional<at::Tensor>& bias, int64_t num_outputs) {
-  return gated_linear_ahead(x, weight, bias, num_outputs, nullptr);
+at::Tensor gated_linear(
+    const at::Tensor& x, const at::Tensor& weight, const OfOutputs& scale, const OfOutputs& bias, int64_t num_outputs) {
+  return gated_linear_ahead(x, weight, scale, bias, num_outputs, nullptr);
 }
 
 // `linear` and `gated_linear` with what adapters add. adapter_ids [T] int32: each row's, 0 for none.
 at::Tensor adapted_linear(
-    const c10::intrusive_ptr<AddedProduct>& added, const at::Tensor& x, const at::Tensor& weight,
-    const std::optional<at::Tensor>& bias, int64_t num_outputs, const at::Tensor& adapter_ids) {
+    const c10::intrusive_ptr<AddedProduct>& added, const at::Tensor& x, const at::Tensor& weight, const OfOutputs& scale,
+    const OfOutputs& bias, int64_t num_outputs, const at::Tensor& adapter_ids) {
   const AdapterRows rows(adapter_ids);
-  return linear_ahead(x, weight, bias, num_outputs, nullptr, added.get(), &rows);
+  return linear_ahead(x, weight, scale, bias, num_outputs, nullptr, added.get(), &rows);
 }
 
 at::Tensor adapted_gated_linear(
-    const c10::intrusive_ptr<AddedProduct>& added, const at::Tensor& x, const at::Tensor& weight,
-    const std::optional<at::Tensor>& bias, int64_t num_outputs, const at::Tensor& adapter_ids) {
+    const c10::intrusive_ptr<AddedProduct>& added, const at::Tensor& x, const at::Tensor& weight, const OfOutputs& scale,
+    const OfOutputs& bias, int64_t num_outputs, const at::Tensor& adapter_ids) {
   const AdapterRows rows(adapter_ids);
-  return gated_linear_ahead(x, weight, bias, num_outputs, nullptr, added.get(), &rows);
+  return gated_linear_ahead(x, weight, scale, bias, num_outputs, nullptr, added.get(), &rows);
 }
 
 }  // namespace tandem

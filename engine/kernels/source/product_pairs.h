@@ -17,23 +17,26 @@ constexpr int64_t ROWS_OF_ITEM = 16 * MATMUL_ROWS;
 
 // Sums of R rows and one panel. Meanwhile memory is asked for, LINES cache lines a pair: `ahead[i]` is its piece i.
 template <int R, int LINES>
-void multiply_rows(const uint32_t* x, int64_t pairs, const uint32_t* panel, const char* const* ahead, F16 (*sums)[2]) {
+void multiply_rows(const uint32_t* x, int64_t pairs, const PairsOfPanel& panel, const char* const* ahead, F16 (*sums)[2]) {
   constexpr int64_t PAIRS_OF_PIECE = LINES ? ReadAhead::PIECE / ReadAhead::LINE / LINES : INT64_MAX / 2;
-  Sums acc[R][2 * PARTS] = {};
-  for (int64_t k = 0; k < pairs;) {
-    const char* line = LINES ? *ahead++ : nullptr;
-    for (int64_t end = std::min(pairs, k + PAIRS_OF_PIECE); k < end; k++) {
-      Pairs weights[2 * PARTS];
-      for (int i = 0; i < 2 * PARTS; i++) weights[i] = load<Pairs>(panel + k * PANEL + i * REGISTER);
-      for (int i = 0; i < LINES; i++, line += ReadAhead::LINE) __builtin_prefetch(line, 0, 2);
-      for (int r = 0; r < R; r++)
-        for (int i = 0; i < 2 * PARTS; i++) acc[r][i] = dot_pairs(acc[r][i], weights[i], x[r * pairs + k]);
+  panel.read([&](const auto& get) {
+    Sums acc[R][2 * PARTS] = {};
+    for (int64_t k = 0; k < pairs;) {
+      const char* line = LINES ? *ahead++ : nullptr;
+      for (int64_t end = std::min(pairs, k + PAIRS_OF_PIECE); k < end; k++) {
+        Pairs weights[2 * PARTS];
+        const uint32_t* pair = get(k, 1);
+        for (int i = 0; i < 2 * PARTS; i++) weights[i] = load<Pairs>(pair + i * REGISTER);
+        for (int i = 0; i < LINES; i++, line += ReadAhead::LINE) __builtin_prefetch(line, 0, 2);
+        for (int r = 0; r < R; r++)
+          for (int i = 0; i < 2 * PARTS; i++) acc[r][i] = dot_pairs(acc[r][i], weights[i], x[r * pairs + k]);
+      }
     }
-  }
-  std::memcpy(sums, acc, sizeof(acc));
+    std::memcpy(sums, acc, sizeof(acc));
+  });
 }
 
-using MultiplyRows = void (*)(const uint32_t*, int64_t, const uint32_t*, const char* const*, F16 (*)[2]);
+using MultiplyRows = void (*)(const uint32_t*, int64_t, const PairsOfPanel&, const char* const*, F16 (*)[2]);
 
 template <int LINES, int... R>
 constexpr std::array<MultiplyRows, sizeof...(R)> pairs_of_rows(std::integer_sequence<int, R...>) {
@@ -42,27 +45,27 @@ constexpr std::array<MultiplyRows, sizeof...(R)> pairs_of_rows(std::integer_sequ
 
 // Calls finish(row, panel, two vectors of sums) for all rows and panels.
 template <class Finish>
-void multiply_pairs(
-    const bf16* x, int64_t T, int64_t K, const bf16* weight, int64_t num_panels, ReadAhead* other, const Finish& finish) {
+void multiply_pairs(const bf16* x, int64_t T, const Panels& weight, ReadAhead* other, const Finish& finish) {
   static constexpr auto ROW_COUNTS = std::make_integer_sequence<int, MATMUL_ROWS>();
   static constexpr std::array MULTIPLY = {pairs_of_rows<0>(ROW_COUNTS), pairs_of_rows<1>(ROW_COUNTS), pairs_of_rows<2>(ROW_COUNTS)};
-  const int64_t pairs = K / 2, panel_bytes = pairs * PANEL * 4;
+  const int64_t pairs = weight.pairs, num_panels = weight.num_panels;
   const uint32_t* xp = reinterpret_cast<const uint32_t*>(x);
   int64_t row_blocks = (T + ROWS_OF_ITEM - 1) / ROWS_OF_ITEM;
   for_each_range(num_panels * row_blocks, [&](int64_t begin, int64_t end) {
     F16 sums[MATMUL_ROWS][2];
     Asking asking;
+    std::vector<uint32_t> room;
     for (int64_t item = begin; item < end; item++) {
       int64_t p = item / row_blocks, first = item % row_blocks * ROWS_OF_ITEM, rows = std::min(ROWS_OF_ITEM, T - first);
       int64_t num_tiles = (rows + MATMUL_ROWS - 1) / MATMUL_ROWS;
-      const char* panel = reinterpret_cast<const char*>(weight) + p * panel_bytes;
+      PairsOfPanel panel(weight, p, 0, pairs, 1, num_tiles > 1, room);
       bool is_next_ours = (item + 1) / row_blocks != p && item + 1 < end;
       for (int64_t i = 0; i < num_tiles; i++) {
         int64_t from = first + rows * i / num_tiles, to = first + rows * (i + 1) / num_tiles;
-        if (is_next_ours && i < 2) asking.next_panel(panel + panel_bytes, panel_bytes, i, num_tiles);
-        else asking.others(num_tiles > 2 ? other : nullptr, pairs);
-        MULTIPLY[asking.lines][to - from - 1](
-            xp + from * pairs, pairs, reinterpret_cast<const uint32_t*>(panel), asking.pieces.data(), sums);
+        if (!is_next_ours || !asking.next_panel(weight.at(p + 1, 0), pairs, weight.pair_bytes(), i, num_tiles))
+          asking.others(num_tiles > 2 ? other : nullptr, pairs);
+        MULTIPLY[asking.lines][to - from - 1](xp + from * pairs, pairs, panel, asking.pieces.data(), sums);
+        panel.narrow = nullptr;
         for (int64_t r = from; r < to; r++) finish(r, p, sums[r - from]);
       }
     }

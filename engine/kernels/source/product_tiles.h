@@ -38,7 +38,7 @@ inline Shapes product_shapes(int64_t num_rows) {
 // Meanwhile memory is asked for, LINES cache lines a pair: `ahead[i]` is its piece i.
 template <bool HAS_SECOND, int LINES>
 void multiply_steps(
-    const uint32_t* x, int64_t row_pairs, int64_t second, int64_t steps, const uint32_t* panel, const char* const* ahead,
+    const uint32_t* x, int64_t row_pairs, int64_t second, int64_t steps, const PairsOfPanel& panel, const char* const* ahead,
     bool goes_on, float* sums) {
   constexpr int64_t STEPS_OF_PIECE = LINES ? ReadAhead::PIECE / ReadAhead::LINE / LINES / TILE_PAIRS : INT64_MAX / 2;
   constexpr int64_t SUMS_STRIDE = PANEL * sizeof(float), PANEL_STRIDE = PANEL * sizeof(uint32_t);
@@ -51,35 +51,37 @@ void multiply_steps(
   } else {
     clear_tile<0>(), clear_tile<1>(), clear_tile<2>(), clear_tile<3>();
   }
-  for (int64_t i = 0; i < steps;) {
-    const char* line = LINES ? *ahead++ : nullptr;
-    for (int64_t end = std::min(steps, i + STEPS_OF_PIECE); i < end; i++) {
-      const uint32_t* weights = panel + i * TILE_PAIRS * PANEL;
-      for (int j = 0; j < LINES * TILE_PAIRS; j++, line += ReadAhead::LINE) __builtin_prefetch(line, 0, 2);
-      load_tile<6>(weights, PANEL_STRIDE), load_tile<4>(x + i * TILE_PAIRS, x_stride);
-      multiply_tiles<0, 4, 6>();
-      load_tile<7>(weights + LANES, PANEL_STRIDE);
-      multiply_tiles<1, 4, 7>();
-      if (HAS_SECOND) {
-        load_tile<5>(x_second + i * TILE_PAIRS, x_stride);
-        multiply_tiles<2, 5, 6>();
-        multiply_tiles<3, 5, 7>();
+  panel.read([&](const auto& get) {
+    for (int64_t i = 0; i < steps;) {
+      const char* line = LINES ? *ahead++ : nullptr;
+      for (int64_t end = std::min(steps, i + STEPS_OF_PIECE); i < end; i++) {
+        const uint32_t* weights = get(i * TILE_PAIRS, TILE_PAIRS);
+        for (int j = 0; j < LINES * TILE_PAIRS; j++, line += ReadAhead::LINE) __builtin_prefetch(line, 0, 2);
+        load_tile<6>(weights, PANEL_STRIDE), load_tile<4>(x + i * TILE_PAIRS, x_stride);
+        multiply_tiles<0, 4, 6>();
+        load_tile<7>(weights + LANES, PANEL_STRIDE);
+        multiply_tiles<1, 4, 7>();
+        if (HAS_SECOND) {
+          load_tile<5>(x_second + i * TILE_PAIRS, x_stride);
+          multiply_tiles<2, 5, 6>();
+          multiply_tiles<3, 5, 7>();
+        }
       }
     }
-  }
+  });
   store_tile<0>(sums, SUMS_STRIDE), store_tile<1>(sums + LANES, SUMS_STRIDE);
   if (HAS_SECOND) store_tile<2>(sums_second, SUMS_STRIDE), store_tile<3>(sums_second + LANES, SUMS_STRIDE);
 }
 
-using MultiplySteps = void (*)(const uint32_t*, int64_t, int64_t, int64_t, const uint32_t*, const char* const*, bool, float*);
+using MultiplySteps = void (*)(const uint32_t*, int64_t, int64_t, int64_t, const PairsOfPanel&, const char* const*, bool, float*);
 constexpr std::array<std::array<MultiplySteps, 3>, 2> MULTIPLY_STEPS = {{
     {multiply_steps<false, 0>, multiply_steps<false, 1>, multiply_steps<false, 2>},
     {multiply_steps<true, 0>, multiply_steps<true, 1>, multiply_steps<true, 2>},
 }};
 
-// Two vectors of sums += one row's pairs from `begin` to `end`, which fill no step.
-inline void add_pairs(const uint32_t* x, const uint32_t* panel, int64_t begin, int64_t end, F16* sums) {
-  for (int64_t k = begin; k < end; k++)
+// Two vectors of sums += one row's `count` pairs, which fill no step.
+inline void add_pairs(const uint32_t* x, const uint32_t* panel, int64_t count, F16* sums) {
+  for (int64_t k = 0; k < count; k++)
     for (int i = 0; i < 2; i++) sums[i] = dot_pairs(sums[i], load<U16>(panel + k * PANEL + i * LANES), x[k]);
 }
 
@@ -114,9 +116,9 @@ struct TileRows {
 template <class Finish>
 class TileMultiplier {
  public:
-  TileMultiplier(const bf16* x, int64_t K, const bf16* weight, const TileSplit& split, ReadAhead* other, const Finish& finish)
-      : x_(reinterpret_cast<const uint32_t*>(x)), panels_(reinterpret_cast<const uint32_t*>(weight)), pairs_(K / 2),
-        steps_(K / 2 / TILE_PAIRS), split_(split), other_(other), finish_(finish),
+  TileMultiplier(const bf16* x, const Panels& weight, const TileSplit& split, ReadAhead* other, const Finish& finish)
+      : x_(reinterpret_cast<const uint32_t*>(x)), weight_(weight), pairs_(weight.pairs), steps_(weight.pairs / TILE_PAIRS),
+        split_(split), other_(other), finish_(finish),
         sums_((split.num_parts > 1 ? split.panels_of_item * TILE_ITEM_ROWS : 0) + 2 * TILE_PAIR_ROWS) {}
 
   // `is_next_ours`: whether the panel after the last of these is multiplied by this thread, too.
@@ -130,36 +132,42 @@ class TileMultiplier {
  private:
   void multiply_panel(const TileRows& rows, int64_t p, int64_t place, int64_t part, bool is_next_ours) {
     const int64_t first_step = part * split_.steps_of_part, num_steps = std::min(split_.steps_of_part, steps_ - first_step);
-    const uint32_t* panel = panels_ + (p * pairs_ + first_step * TILE_PAIRS) * PANEL;
+    const int64_t first_pair = first_step * TILE_PAIRS, num_pairs = num_steps * TILE_PAIRS;
+    const bool is_last = part + 1 == split_.num_parts;
+    PairsOfPanel panel(weight_, p, first_pair, num_pairs, TILE_PAIRS, rows.num_tiles > 1, room_);
+    PairsOfPanel left(weight_, p, steps_ * TILE_PAIRS, num_left(), num_left(), true, left_room_);
     for (int64_t i = 0; i < rows.num_tiles; i++) {
       std::array<F16, 2>* sums = sums_.data() + (split_.num_parts > 1 ? place * TILE_ITEM_ROWS + i * TILE_PAIR_ROWS : 0);
-      if (is_next_ours && i < 2) {
-        const char* next = reinterpret_cast<const char*>(panel + pairs_ * PANEL);
-        asking_.next_panel(next, num_steps * TILE_PAIRS * PANEL * int64_t(sizeof(uint32_t)), i, rows.num_tiles);
-      } else {
-        asking_.others(rows.num_tiles > 2 ? other_ : nullptr, num_steps * TILE_PAIRS);
-      }
+      if (!is_next_ours ||
+          !asking_.next_panel(weight_.at(p + 1, first_pair), num_pairs, weight_.pair_bytes(), i, rows.num_tiles))
+        asking_.others(rows.num_tiles > 2 ? other_ : nullptr, num_pairs);
       MULTIPLY_STEPS[rows.second > 0][asking_.lines](
-          x_ + (rows.first + rows.begin_of(i)) * pairs_ + first_step * TILE_PAIRS, pairs_, rows.second, num_steps, panel,
+          x_ + (rows.first + rows.begin_of(i)) * pairs_ + first_pair, pairs_, rows.second, num_steps, panel,
           asking_.pieces.data(), part > 0, reinterpret_cast<float*>(sums));
-      if (part + 1 == split_.num_parts) finish_tile(rows, i, p, sums);
+      if (is_last) left.read([&](const auto& get) { finish_tile(rows, i, p, get(0, num_left()), sums); });
+      panel.narrow = left.narrow = nullptr;
     }
   }
 
-  void finish_tile(const TileRows& rows, int64_t tile, int64_t p, std::array<F16, 2>* sums) {
+  // The panel's pairs after its last step.
+  int64_t num_left() const { return pairs_ - steps_ * TILE_PAIRS; }
+
+  void finish_tile(const TileRows& rows, int64_t tile, int64_t p, const uint32_t* left, std::array<F16, 2>* sums) {
     for (int64_t r = tile * rows.height; r < std::min(rows.num, (tile + 1) * rows.height); r++) {
       F16* of_row = sums[r - rows.begin_of(tile)].data();
-      add_pairs(x_ + (rows.first + r) * pairs_, panels_ + p * pairs_ * PANEL, steps_ * TILE_PAIRS, pairs_, of_row);
+      add_pairs(x_ + (rows.first + r) * pairs_ + steps_ * TILE_PAIRS, left, num_left(), of_row);
       finish_(rows.first + r, p, of_row);
     }
   }
 
-  const uint32_t *const x_, *const panels_;
+  const uint32_t* const x_;
+  const Panels& weight_;
   const int64_t pairs_, steps_;
   const TileSplit& split_;
   ReadAhead* const other_;
   const Finish& finish_;
   std::vector<std::array<F16, 2>> sums_;
+  std::vector<uint32_t> room_, left_room_;  // of what is widened
   Asking asking_;
   TileShapes shapes_;
   int64_t shaped_height_ = 0;
@@ -168,12 +176,13 @@ class TileMultiplier {
 // Calls finish(row, panel, two vectors of sums) for all rows and panels.
 template <class Finish>
 void multiply_by_tiles(
-    const bf16* x, int64_t T, int64_t K, const bf16* weight, int64_t num_panels, ReadAhead* other, const Finish& finish) {
+    const bf16* x, int64_t T, const Panels& weight, ReadAhead* other, const Finish& finish) {
   if (T == 0) return;
-  const TileSplit split(T, K / 2 / TILE_PAIRS);
+  const int64_t num_panels = weight.num_panels;
+  const TileSplit split(T, weight.pairs / TILE_PAIRS);
   const int64_t num_groups = (num_panels + split.panels_of_item - 1) / split.panels_of_item;
   for_each_range(split.num_row_blocks * num_groups, [&](int64_t begin, int64_t end) {
-    TileMultiplier<Finish> multiplier(x, K, weight, split, other, finish);
+    TileMultiplier<Finish> multiplier(x, weight, split, other, finish);
     for (int64_t item = begin; item < end; item++) {
       int64_t block = item / num_groups, group = item % num_groups;
       TileRows rows(T * block / split.num_row_blocks, T * (block + 1) / split.num_row_blocks);

@@ -15,15 +15,19 @@ struct ReadAhead {
   std::atomic<int64_t> next{0};
 };
 
-// Which memory the tiles of one panel ask for: the next panel first, in the first two of them; then `other`, as long as
-// there is any. With few rows, where reading is all the work, only panels.
+// Which memory the tiles of one panel ask for: the next panel first, a line a pair in each of the first tiles, or all of it
+// in the only one; then `other`, as long as there is any. With few rows, where reading is all the work, only panels.
 struct Asking {
   std::vector<const char*> pieces;
   int lines = 0;
 
-  void next_panel(const char* panel, int64_t panel_bytes, int64_t tile, int64_t num_tiles) {
-    lines = num_tiles == 1 ? 2 : tile < 2 ? 1 : 0;
-    ask(panel + (lines == 1 ? tile * (panel_bytes / 2) : 0), lines * (panel_bytes / 2));
+  // Whether the next panel was asked for, of `pairs` pairs in a line or two each.
+  bool next_panel(const char* panel, int64_t pairs, int64_t pair_bytes, int64_t tile, int64_t num_tiles) {
+    const int lines_of_pair = int(pair_bytes / ReadAhead::LINE);
+    if (tile >= lines_of_pair) return false;
+    lines = num_tiles == 1 ? lines_of_pair : 1;
+    ask(panel + tile * pairs * ReadAhead::LINE, lines * pairs * ReadAhead::LINE);
+    return true;
   }
 
   void others(ReadAhead* other, int64_t pairs) {

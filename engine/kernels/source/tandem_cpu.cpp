@@ -46,7 +46,7 @@ using namespace tandem;
 
 TORCH_LIBRARY(tandem_cpu, m) {
   using Tensors = std::vector<at::Tensor>;
-  using Biases = std::vector<std::optional<at::Tensor>>;
+  using EachOfOutputs = std::vector<OfOutputs>;
   m.class_<AddedProduct>("AddedProduct")
       .def(torch::init<int64_t, int64_t>())
       .def("add", &AddedProduct::add)
@@ -54,7 +54,7 @@ TORCH_LIBRARY(tandem_cpu, m) {
       .def("gated_linear", &adapted_gated_linear);
   m.class_<DecoderLayer>("DecoderLayer")
       .def(torch::init<
-           const Tensors&, const Biases&, const std::vector<int64_t>&, at::Tensor, at::Tensor, std::optional<at::Tensor>,
+           const Tensors&, const EachOfOutputs&, const EachOfOutputs&, const std::vector<int64_t>&, at::Tensor, at::Tensor, std::optional<at::Tensor>,
            std::optional<at::Tensor>, double, double, int64_t>())
       .def("adapt", &DecoderLayer::adapt)
       .def("forward", &DecoderLayer::forward);
@@ -63,9 +63,9 @@ TORCH_LIBRARY(tandem_cpu, m) {
       .def("add", &DecoderLayers::add)
       .def("forward", &DecoderLayers::forward);
   m.def("pack_weight(Tensor weight) -> Tensor", &pack_weight);
-  m.def("linear(Tensor x, Tensor weight, Tensor? bias, int num_outputs) -> Tensor", &linear);
+  m.def("linear(Tensor x, Tensor weight, Tensor? scale, Tensor? bias, int num_outputs) -> Tensor", &linear);
   m.def("linear_float(Tensor x, Tensor weight, int num_outputs) -> Tensor", &linear_float);
-  m.def("gated_linear(Tensor x, Tensor weight, Tensor? bias, int num_outputs) -> Tensor", &gated_linear);
+  m.def("gated_linear(Tensor x, Tensor weight, Tensor? scale, Tensor? bias, int num_outputs) -> Tensor", &gated_linear);
   m.def("add_rms_norm(Tensor(a!) x, Tensor? delta, Tensor weight, float eps) -> Tensor", &add_rms_norm);
   m.def(
       "rotate_and_store(Tensor qkv, Tensor cos, Tensor sin, Tensor? q_norm, Tensor? k_norm, float eps, Tensor(a!) kv, "

@@ -91,6 +91,24 @@ inline void store_bf16(bf16* to, const F16& v) {
 }
 #endif
 
+// 64 integers of 8 bits as bfloat16, which has a place for each of them: the upper half of a float that is one.
+inline void widen(const int8_t* __restrict from, bf16* __restrict to) {
+#if defined(__AVX512BF16__)
+  for (int i = 0; i < 64; i += 32) {
+    __m512 low = _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from + i))));
+    __m512 high = _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from + i + 16))));
+    store(to + i, _mm512_cvtne2ps_pbh(high, low));
+  }
+#else
+  for (int i = 0; i < 64; i++) {
+    float f = from[i];
+    uint32_t bits;
+    std::memcpy(&bits, &f, 4);
+    to[i] = bf16(bits >> 16);
+  }
+#endif
+}
+
 inline Sums rounded(Sums v) {
 #if defined(__AVX512BF16__)
   bf16 half[REGISTER];
