@@ -56,6 +56,9 @@ _log = logging.getLogger(__name__)
 SERVICE_NAME = "tandem.v1.Worker"
 SESSIONS_END_S = 2.0
 """How long a leaving worker waits until its routers have read what it said last."""
+STEP_END_S = 5.0
+"""How long one that has lost a rank waits for the step under way. On a CPU that fails, if the rank has ended; on GPUs
+NCCL's exchanges wait on the device for it, and the step never ends."""
 
 
 class CannotLoad(Exception):  # noqa: N818 - named for what happened
@@ -158,6 +161,7 @@ class WorkerProcess:
         self._reporter: PrefixReporter
         self._watchdog: asyncio.Task[None] | None = None
         self._rank_fds: list[int] = []
+        self._has_lost_rank = False
         self._metrics: WorkerMetrics | None = None
         self._metrics_server: HttpServer | None = None
 
@@ -262,11 +266,20 @@ class WorkerProcess:
         if self._metrics_server is not None:
             await self._metrics_server.close()
         self._forget_ranks()
-        await self.engine.close()  # for a running step that never ends the watchdog is still there
+        await self._close_engine()
         if self._device_watch is not None:
             await asyncio.to_thread(self._device_watch.close)
         if self._watchdog is not None:
             self._watchdog.cancel()
+
+    async def _close_engine(self) -> None:
+        """For a running step that never ends the watchdog is still there; without all ranks nobody waits so long."""
+        try:
+            async with asyncio.timeout(STEP_END_S if self._has_lost_rank else None):
+                await self.engine.close()
+        except TimeoutError:
+            _log.critical("a step waits for a rank that has ended; this process ends")
+            os._exit(1)  # the stepping thread cannot be ended
 
     def _watch_rank(self, pid: int) -> None:
         """It ends before its engine: a step would fail for it, and requests that wait for none need not come first."""
@@ -276,11 +289,15 @@ class WorkerProcess:
 
     def _on_rank_end(self, fd: int) -> None:
         self._loop.remove_reader(fd)
-        self._on_failure(RankLost("a rank of the engine has ended"))
+        self._lose_rank(RankLost("a rank of the engine has ended"))
 
     def _on_rank_lost(self, error: RankLost) -> None:
         """On any thread: its part of the pool cannot be reached any more."""
-        self._loop.call_soon_threadsafe(self._on_failure, error)
+        self._loop.call_soon_threadsafe(self._lose_rank, error)
+
+    def _lose_rank(self, error: RankLost) -> None:
+        self._has_lost_rank = True
+        self._on_failure(error)
 
     def _forget_ranks(self) -> None:
         while self._rank_fds:

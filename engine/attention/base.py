@@ -51,6 +51,11 @@ class PagedBackend(ABC, Generic[Plan]):
     def prepare(self, layout: StepLayout) -> Plan:
         """What all layers of a step share: index tensors and masks. Valid until the next `prepare`."""
 
+    def keep_scratch(self, num_seqs: int, max_context_len: int) -> None:
+        """Have from now on what memory steps take in which so many sequences decode, none longer. Only where that
+        follows from these; else a step takes its own."""
+        del num_seqs, max_context_len
+
 
 class AttentionBackend(PagedBackend[Plan]):
     """Of models whose pool holds keys and values of heads."""

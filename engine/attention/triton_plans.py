@@ -42,11 +42,11 @@ class TritonPlan:
     max_context_len: int
     """No decoding sequence's context is longer."""
     scratch: torch.Tensor
-    """float32, at least what the pieces of decoding sequences take. Reserved plans share it."""
+    """float32, at least what the pieces of decoding sequences take. Plans share it."""
 
 
 class TritonPlans:
-    """Of one backend."""
+    """Of one backend. They share their scratch: steps run one after the other."""
 
     def __init__(
         self, *, block_size: int, tokens_per_tile: int, device: str, scratch_size: Callable[[int, int], int]
@@ -55,24 +55,27 @@ class TritonPlans:
         many tokens long."""
         self._block_size, self._tokens_per_tile, self._device = block_size, tokens_per_tile, device
         self._scratch_size = scratch_size
-        self._reserved_scratch = self._new_scratch(0)
+        self._scratch = torch.empty(0, dtype=torch.float32, device=device)
 
     def prepare(self, layout: StepLayout) -> TritonPlan:
         decodes = layout.num_decodes
         max_context_len = int(layout.context_lens[:decodes].max()) if decodes else 0
-        return self._plan(layout, max_context_len, self._new_scratch(self._scratch_size(decodes, max_context_len)))
+        return self._plan(layout, max_context_len, self.scratch(decodes, max_context_len))
 
     def reserve_decode_plan(self, num_seqs: int, max_context_len: int) -> TritonPlan:
         """A plan for steps in which up to `num_seqs` sequences decode, none longer than `max_context_len`; made by
-        `refill`. Rows that it leaves empty attend to nothing and write nothing.
-
-        Reserved plans share their scratch: their steps must run one after the other."""
-        size = self._scratch_size(num_seqs, max_context_len)
-        if len(self._reserved_scratch) < size:
-            # Twice as large at least: what earlier plans keep is together no larger than the last one.
-            self._reserved_scratch = self._new_scratch(max(size, 2 * len(self._reserved_scratch)))
+        `refill`. Rows that it leaves empty attend to nothing and write nothing."""
         layout = empty_decodes(num_seqs, -(-max_context_len // self._block_size))
-        return self._plan(layout, max_context_len, self._reserved_scratch)
+        return self._plan(layout, max_context_len, self.scratch(num_seqs, max_context_len))
+
+    def scratch(self, num_seqs: int, max_context_len: int) -> torch.Tensor:
+        """That of steps in which up to so many sequences decode, none longer; kept from then on."""
+        size = self._scratch_size(num_seqs, max_context_len)
+        if len(self._scratch) < size:
+            # Twice as large at least: what reserved plans keep of it is together no larger than the last one.
+            larger = max(size, 2 * len(self._scratch))
+            self._scratch = torch.empty(larger, dtype=torch.float32, device=self._device)
+        return self._scratch
 
     def refill(self, plan: TritonPlan, layout: StepLayout) -> None:
         """Put a decoding step into a reserved plan, in stream order. Raises `ValueError` where it does not fit."""
@@ -91,9 +94,6 @@ class TritonPlans:
             layout.block_tables.astype(np.int32),
             tiles,
         ]
-
-    def _new_scratch(self, size: int) -> torch.Tensor:
-        return torch.empty(size, dtype=torch.float32, device=self._device)
 
     def _plan(self, layout: StepLayout, max_context_len: int, scratch: torch.Tensor) -> TritonPlan:
         """`max_context_len`: of sequences that decode, in this step or in one that is put into the plan later."""
@@ -120,6 +120,9 @@ class WithTritonPlans:
 
     def prepare(self, layout: StepLayout) -> TritonPlan:
         return self._plans.prepare(layout)
+
+    def keep_scratch(self, num_seqs: int, max_context_len: int) -> None:
+        self._plans.scratch(num_seqs, max_context_len)
 
     def reserve_decode_plan(self, num_seqs: int, max_context_len: int) -> TritonPlan:
         """See `TritonPlans`."""

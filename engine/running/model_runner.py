@@ -71,6 +71,7 @@ class ModelRunner:
         self._on_layer_written = on_layer_written
         self._block_size = config.cache.block_size
         self._device = config.device.device
+        self._max_num_seqs, self._max_model_len = config.scheduler.max_num_seqs, config.model.max_model_len
         self._graphs = self._make_graphs(config)
         self._sampler = make_sampler(config)
         # Without a step ahead, nobody but the sampler needs to know what was sampled.
@@ -150,8 +151,9 @@ class ModelRunner:
         return self._graphs.num_recordings
 
     def record_largest_decode_step(self) -> int:
-        """To see what memory recordings take: returns what they will keep, all of them, beside what torch counts as
-        allocated."""
+        """To see what memory decoding takes, recorded or not: returns what recordings will keep, all of them, beside
+        what torch counts as allocated."""
+        self._backend.keep_scratch(self._max_num_seqs, self._max_model_len)
         if self._graphs is None:
             return 0
         with torch.inference_mode():
@@ -177,8 +179,8 @@ class ModelRunner:
             backend=self._backend,  # type: ignore[arg-type]  # the configuration has seen to it
             recorder=CudaRecorder(),
             adapters=model.adapters,  # type: ignore[arg-type]  # these are Triton's, as all else that is recorded
-            max_num_seqs=config.scheduler.max_num_seqs,
-            max_context_len=min(config.device.max_seq_len_to_capture, config.model.max_model_len),
+            max_num_seqs=self._max_num_seqs,
+            max_context_len=min(config.device.max_seq_len_to_capture, self._max_model_len),
             device=config.device.device,
         )
 

@@ -5,6 +5,7 @@ Owns the other ranks' processes. See `engine.tensor_parallel` for what they do.
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from dataclasses import replace
 
 import torch
@@ -28,12 +29,14 @@ class TensorParallelExecutor(Executor):
         self._ranks = RankProcesses(config, memory)
         self._pool: torch.Tensor | None = None
         """Of all ranks, on a CPU."""
+        device = config.device.device
         try:
             self._ranks.wait_until_here()
-            device = config.device.device
-            group = RankGroup(0, self._num_ranks, device, self._ranks.meeting_file)
             told = None if on_layer_written is None else self._of_all_ranks(on_layer_written, config.model.num_layers)
-            self._worker = Worker(config, told, self._allocate, group)
+            # On a CPU an exchange with a rank that is gone fails; on GPUs it waits.
+            with nullcontext() if device == "cpu" else self._ranks.ending_with_them():
+                group = RankGroup(0, self._num_ranks, device, self._ranks.meeting_file)
+                self._worker = Worker(config, told, self._allocate, group)
         except BaseException as error:
             if not isinstance(error, ValueError):
                 self._ranks.check()  # whoever ended first says why

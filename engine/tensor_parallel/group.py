@@ -3,7 +3,8 @@ between GPUs, by the same calls.
 
 Owns the connections between ranks, on this machine's loopback or between its GPUs. Every rank makes the same calls in
 the same order; a call returns on none before all have made it (on a GPU: the device waits, the host does not). Where a
-rank has ended, the calls of the others raise `RuntimeError`; where it hangs, whoever watches the engine ends it.
+rank has ended, the calls of the others raise `RuntimeError` on a CPU; on a GPU nothing does, and the device waits on.
+Whoever watches the ranks ends the engine then, and where one hangs, whoever watches the engine.
 
 A sum is made in float32 and in the order of ranks, so an element's does not depend on the batch around it, as an
 all-reduce's does: that one adds up in an order which follows from where in the message the element lies. It costs no

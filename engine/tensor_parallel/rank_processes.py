@@ -4,6 +4,10 @@
            └── tell_pool, then tell once a step ──> … ── close, or this process' end, whatever it is ──> they end
 
 Owns the processes and a connection to each, which carries bytes, never pickles.
+
+Where a rank ends, exchanges of the others fail over gloo. NCCL's do not: on the device they wait for it, and whoever
+waits for the device does, half an hour, until torch's own watch ends the process. While a worker loads, nobody else
+looks after it: `ending_with` does.
 """
 
 from __future__ import annotations
@@ -13,10 +17,11 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 import weakref
-from collections.abc import Sequence
-from contextlib import nullcontext, suppress
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from multiprocessing.connection import Connection, Pipe
 
 from pydantic import TypeAdapter
@@ -34,6 +39,10 @@ START_S = 300.0
 """Until a rank says that it is there: what it imports takes seconds."""
 END_S = 10.0
 """A rank ends at once when its connection does; one that does not, on a device that hangs, is killed after so long."""
+NOTICE_S = 30.0
+"""After a rank's end, until what waits for it, or has failed for a reason of its own, is given up with the process."""
+WATCH_S = 1.0
+"""Between two looks at the ranks, while all load."""
 CONFIG = TypeAdapter(EngineConfig)
 
 
@@ -77,8 +86,11 @@ class RankProcesses:
         for rank, process in enumerate(self._processes, start=1):
             with suppress(subprocess.TimeoutExpired):
                 status = process.wait(max(0.0, until_s - time.monotonic()))
-                how = signal.Signals(-status).name if status < 0 else str(status)
-                raise RankLost(f"rank {rank} of the engine has ended with {how}; what it said stands above")
+                raise RankLost(_what_ended(rank, status))
+
+    def ending_with_them(self) -> AbstractContextManager[None]:
+        """See `ending_with`."""
+        return ending_with(self._processes)
 
     def close(self) -> None:
         """End them; returns when they have ended."""
@@ -100,6 +112,30 @@ class RankProcesses:
         except OSError as error:
             self.check()
             raise RankLost("a rank of the engine has ended; what it said stands above") from error
+
+
+@contextmanager
+def ending_with(processes: Sequence[subprocess.Popen[bytes]]) -> Iterator[None]:
+    """Within, this process ends when a rank of these has, unless the context is left soon after."""
+    is_left = threading.Event()
+    threading.Thread(target=_watch, args=(processes, is_left), name="rank-watch", daemon=True).start()
+    try:
+        yield
+    finally:
+        is_left.set()
+
+
+def _watch(processes: Sequence[subprocess.Popen[bytes]], is_left: threading.Event) -> None:
+    while not is_left.wait(WATCH_S):
+        ended = [_what_ended(rank, p.returncode) for rank, p in enumerate(processes, start=1) if p.poll() is not None]
+        if ended and not is_left.wait(NOTICE_S):
+            print(f"tandem: {ended[0]}; this process ends, too", file=sys.stderr, flush=True)  # noqa: T201
+            os._exit(1)  # what waits for a device cannot be woken
+
+
+def _what_ended(rank: int, status: int) -> str:
+    how = signal.Signals(-status).name if status < 0 else str(status)
+    return f"rank {rank} of the engine has ended with {how}; what it said stands above"
 
 
 def _close(

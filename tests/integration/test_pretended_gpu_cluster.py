@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
+import signal
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from clusters import run_cluster
+from clusters import run_cluster, wait_until
 from many_endings import CONFIG
 from nixl_marks import needs_nixl
 from pretend_gpu.__main__ import write_python
@@ -20,6 +22,7 @@ from engine.llm_engine import LLMEngine
 from engine.model_loader import create_engine_config
 from engine.sampling_params import SamplingParams
 from protos import tandem_inference_pb2 as pb
+from protos import tandem_worker_pb2 as worker_pb
 from tandem.answer import Answer
 from tandem.client import Client
 
@@ -91,3 +94,25 @@ def test_the_answers_of_a_cpu(tiny_model: Path, tmp_path: Path, num_ranks: int, 
     assert answers[LENGTHS[-1]].timings.mode == pb.MODE_DISAGGREGATED
     assert answers[LENGTHS[-1]].timings.kv_transfer.num_bytes == 26 * 2 * (2 * 16 * 2 * 8 * 4), "of all ranks"
     assert {length: answer.token_ids for length, answer in answers.items()} == answers_of_a_cpu(tiny_model)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_a_worker_ends_with_its_rank_also_within_a_step(tiny_model: Path, tmp_path: Path) -> None:
+    """Which never ends: the device waits for the rank, as NCCL has it."""
+    flags = (
+        "--model", str(tiny_model), "--load-format", "dummy", "--dtype", "float32", "--device", "cuda",
+        "--attention-backend", "torch", "--num-kv-blocks", "128", "--tensor-parallel-size", "2", "--transport", "grpc",
+    )  # fmt: skip
+    with run_cluster(tmp_path / "log", *flags, python=write_python(tmp_path / "python", 2)) as cluster:
+        [prefill] = [each.record.pid for each in cluster.workers() if each.record.role == worker_pb.ROLE_PREFILL]
+        tasks = Path(f"/proc/{prefill}/task").iterdir()
+        [rank] = [int(pid) for task in tasks for pid in (task / "children").read_text().split()]
+        os.kill(rank, signal.SIGSTOP)
+        with Client(cluster.address) as client, ThreadPoolExecutor(1) as threads:
+            answer = threads.submit(client.generate, prompt_of(401), max_tokens=5, ignore_eos=True, temperature=0.0)
+            wait_until(lambda: "the engine stands still" in cluster.log.read_text(), 30.0, "a step waits")
+            os.kill(rank, signal.SIGKILL)
+            wait_until(lambda: not Path(f"/proc/{prefill}").exists(), 30.0, "its worker ends")
+            assert len(answer.result().token_ids) == 5, "it goes on elsewhere"
+    assert "a step waits for a rank that has ended" in (tmp_path / "log").read_text()

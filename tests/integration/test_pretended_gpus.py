@@ -6,7 +6,11 @@ pretended GPU (test_pretended_gpu.py).
 
 from __future__ import annotations
 
+import json
+import os
+import subprocess
 import sys
+import textwrap
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from pathlib import Path
@@ -112,3 +116,41 @@ def test_each_rank_reads_weights_and_adapters_to_its_own_gpu(tmp_path: Path, for
     if form == "plain":
         assert told == alone(make_engine(tmp_path, config, device="cpu", **settings), prompt, GREEDY, lora_name="a")
     assert len(told) == GREEDY.max_tokens
+
+
+def test_a_rank_that_ends_while_all_load_takes_its_engine_along(tmp_path: Path) -> None:
+    """Which waits for the device, and the device for the rank, as NCCL has it."""
+    script = textwrap.dedent(
+        f"""
+        import json, os, signal, sys
+        from pathlib import Path
+
+        from pretend_gpu import pretend_gpu
+        from pretend_gpu.__main__ import write_python
+        from pretend_gpu.engines import make_engine
+
+        from engine.tensor_parallel import executor, rank_processes
+
+        folder, ranks, make_worker = Path(sys.argv[1]), [], executor.Worker
+
+        class Ranks(rank_processes.RankProcesses):
+            def __init__(self, *arguments):
+                super().__init__(*arguments)
+                ranks.extend(self.pids)
+
+        def make_worker_alone(*arguments):
+            os.kill(ranks[0], signal.SIGKILL)
+            return make_worker(*arguments)
+
+        executor.RankProcesses, executor.Worker, rank_processes.NOTICE_S = Ranks, make_worker_alone, 5.0
+        sys.executable = write_python(folder / "python", num_devices=2)
+        with pretend_gpu(num_devices=2):
+            make_engine(folder, json.loads({json.dumps(CONFIG)!r}), tensor_parallel_size=2, max_num_seqs=2)
+        """
+    )
+    command = [sys.executable, "-c", script, str(tmp_path)]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(Path(__file__).parents[1]), *sys.path])}
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=120, env=environment)
+    assert done.returncode == 1, done.stderr
+    last = done.stderr.splitlines()[-1]
+    assert last.startswith("tandem: rank 1 of the engine has ended with SIGKILL"), done.stderr

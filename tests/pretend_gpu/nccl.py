@@ -1,8 +1,9 @@
 """What ranks do together between pretended GPUs: by gloo, on the memory of their tensors. Takes tensors of the device
-alone, as NCCL does; a graph that is recorded does it again."""
+alone, as NCCL does; a graph that is recorded does it again. Where another rank has ended, they wait for ever."""
 
 from __future__ import annotations
 
+import threading
 from typing import Any
 
 import torch
@@ -57,6 +58,9 @@ class PretendNccl:
     def _launch(self, call: Any, *touched: torch.Tensor) -> None:
         def do() -> None:
             with _disable_current_modes(), torch.inference_mode(False):
-                call().wait()
+                try:
+                    call().wait()
+                except RuntimeError:  # a rank has gone, and NCCL does not hear of it: the device waits, and who asks it
+                    threading.Event().wait()
 
         self._gpu.launch(do, list(touched))

@@ -8,6 +8,7 @@ import select
 import signal
 import subprocess
 import sys
+import tempfile
 import textwrap
 from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import replace
@@ -321,24 +322,27 @@ async def test_redis_answers_and_comes_back_on_its_socket() -> None:
     assert not redis.folder.exists()
 
 
-def test_the_folder_of_a_redis_whose_owner_was_killed_goes_with_the_next(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    script = "import signal; from tandem.local_redis import LocalRedis; LocalRedis(); print(flush=True); signal.pause()"
-    command = [sys.executable, "-c", script]
-    environment = os.environ | {"TMPDIR": str(tmp_path)}
-    with subprocess.Popen(command, stdout=subprocess.PIPE, env=environment) as owner:
-        assert owner.stdout is not None
-        assert owner.stdout.readline()
-        beside = LocalRedis()
-        assert len(list(tmp_path.iterdir())) == 2, "the other's owner lives"
-        owner.kill()
-    after = LocalRedis()
-    assert sorted(tmp_path.iterdir()) == sorted([beside.folder, after.folder])
-    beside.remove()
-    after.remove()
-    assert list(tmp_path.iterdir()) == []
+def test_the_folder_of_a_redis_whose_owner_was_killed_goes_with_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
+    with tempfile.TemporaryDirectory(dir="/tmp") as name:  # short: the folder has to be in it
+        folder = Path(name)
+        monkeypatch.setattr("tempfile.tempdir", name)
+        script = (
+            "import signal; from tandem.local_redis import LocalRedis; LocalRedis(); print(flush=True); signal.pause()"
+        )
+        environment = os.environ | {"TMPDIR": name}
+        with subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, env=environment) as owner:
+            try:
+                assert owner.stdout is not None
+                assert owner.stdout.readline()
+                beside = LocalRedis()
+                assert len(list(folder.iterdir())) == 2, "the other's owner lives"
+            finally:
+                owner.kill()
+        after = LocalRedis()
+        assert sorted(folder.iterdir()) == sorted([beside.folder, after.folder])
+        beside.remove()
+        after.remove()
+        assert list(folder.iterdir()) == []
 
 
 def test_redis_gets_a_path_that_fits_a_socket(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -306,6 +306,17 @@ def test_reserved_plans_share_their_scratch() -> None:
     assert all(len(plan.scratch) >= size for plan, size in zip(plans, needed, strict=True))
     kept = {plan.scratch.data_ptr(): len(plan.scratch) for plan in plans}
     assert sum(kept.values()) <= 2 * max(needed)
+    step = backend.prepare(case_of([(700, 1), (40, 1), (0, 9)]).layout)
+    assert step.scratch.data_ptr() == plans[-1].scratch.data_ptr(), "steps that are not recorded use it, too"
+
+
+def test_scratch_that_is_kept_is_enough_for_every_step() -> None:
+    """So that a pool may have the rest of the memory."""
+    backend = backend_of(case_of([(5, 1)]))
+    backend.keep_scratch(8, 1 << 17)
+    address = backend._plans._scratch.data_ptr()
+    for lens in ([(300, 1), (40, 1)], [(3, 1)] * 8, [(200, 1), (0, 5)]):
+        assert backend.prepare(case_of(lens).layout).scratch.data_ptr() == address
 
 
 @pytest.mark.skipif(DEVICE == "cpu", reason="only a GPU has CUDA graphs")
