@@ -17,6 +17,7 @@ def prefill_candidate(handle: WorkerHandle, request: QueuedRequest) -> PrefillCa
         num_blocks=handle.load.blocks.num_blocks,
         num_available_blocks=handle.num_available_blocks,
         is_full=handle.is_full or not handle.record.can_generate,
+        transport=handle.record.transport,
     )
 
 
@@ -32,6 +33,7 @@ def decode_candidate(handle: WorkerHandle, request: QueuedRequest) -> DecodeCand
         is_full=handle.is_full or not handle.has_free_seqs,
         num_queued_tokens=handle.num_queued_tokens,
         num_running=handle.load.num_running,
+        transport=handle.record.transport,
     )
 
 

@@ -14,8 +14,8 @@ _log = logging.getLogger(__name__)
 
 
 class Peers:
-    """What the router checks of the registry's records. `policy` pairs only workers of equal compat digests, and
-    `WorkerPool` gives new requests to one kind of them."""
+    """What the router checks of the registry's records. `policy` pairs only workers of equal compat digests and
+    transports, and `WorkerPool` gives new requests to one kind of them."""
 
     def __init__(self, model: ModelInfo) -> None:
         self._model = model
@@ -38,7 +38,7 @@ class Peers:
             for decode in used:
                 if (prefill.role, decode.role) != (pb.Role.ROLE_PREFILL, pb.Role.ROLE_DECODE):
                     continue
-                why = compat_difference(prefill.compat_digest, decode.compat_digest)
+                why = why_unpaired(prefill, decode)
                 if why and self._is_news((prefill.incarnation, decode.incarnation), told):
                     names = {"prefill": prefill.worker_id, "decode": decode.worker_id}
                     _log.warning("workers not paired", extra={**names, "why": why})
@@ -58,6 +58,13 @@ class Peers:
     def _is_news(self, key: tuple[str, ...], told: set[tuple[str, ...]]) -> bool:
         self._told.add(key)
         return key not in told
+
+
+def why_unpaired(prefill: pb.WorkerRecord, decode: pb.WorkerRecord) -> str:
+    """Why no KV goes from one to the other; empty if it does."""
+    if prefill.transport != decode.transport:
+        return f"transport {prefill.transport!r} != {decode.transport!r}"
+    return compat_difference(prefill.compat_digest, decode.compat_digest)
 
 
 def why_unused(model: ModelInfo, record: pb.WorkerRecord) -> str:

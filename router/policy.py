@@ -75,6 +75,7 @@ class PrefillCandidate:
     num_available_blocks: int
     is_full: bool
     """As of a decode worker, for what would be decoded here."""
+    transport: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,6 +93,7 @@ class DecodeCandidate:
     """Of prompts that it prefills itself."""
     num_running: int
     """Requests that decode here, and would stand still while it prefills."""
+    transport: str = ""
 
     def num_blocks(self, num_tokens: int) -> int:
         return -(-num_tokens // self.block_size)
@@ -127,7 +129,9 @@ def choose_plan(
     compatible = [
         p
         for p in prefill
-        if p.compat_digest == best.compat_digest and p.key not in avoid and not are_apart(Plan(best.key, p.key))
+        if (p.compat_digest, p.transport) == (best.compat_digest, best.transport)
+        and p.key not in avoid
+        and not are_apart(Plan(best.key, p.key))
     ]
     if num_uncached_tokens <= config.local_max_uncached_tokens or not compatible:
         return Plan(best.key, None)

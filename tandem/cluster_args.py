@@ -25,6 +25,8 @@ from worker_service.args import WorkerArgs
 ROUTER = "router"
 GATEWAY = "gateway"
 REDIS = "redis"
+MAX_WORKERS = 64
+"""Of a role, on one machine: each is a process that loads the model."""
 MAX_BODY_BYTES = 4 * 1024 * 1024
 """Of an HTTP request: as many as the router takes over gRPC."""
 NO_TLS = tuple(part for name in SSL_FIELDS for part in (f"--{name.replace('_', '-')}", ""))
@@ -70,10 +72,12 @@ class ClusterArgs:
     engine_iteration_timeout_s: float = WorkerArgs.engine_iteration_timeout_s
 
     def __post_init__(self) -> None:
-        if self.num_decode < 1:
-            raise ValueError(f"--decode must be at least 1, is {self.num_decode}")
+        if not 1 <= self.num_decode <= MAX_WORKERS:
+            raise ValueError(f"--decode must be in [1, {MAX_WORKERS}], is {self.num_decode}")
         if self.num_prefill < 1 and not self.is_aggregated:
             raise ValueError(f"--prefill must be at least 1, is {self.num_prefill}; --aggregated starts without any")
+        if self.num_prefill > MAX_WORKERS:
+            raise ValueError(f"--prefill must be at most {MAX_WORKERS}, is {self.num_prefill}")
         shared: dict[str, Any] = {
             "listen": self.listen,
             "redis": self.redis_url or ServiceArgs.redis,

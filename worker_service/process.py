@@ -387,4 +387,5 @@ class WorkerProcess:
             keeps_no_prefixes=not self._config.cache.enable_prefix_caching,
             takes_grammars=True,
             takes_cache_salts=True,
+            transport=self._args.transport,
         )

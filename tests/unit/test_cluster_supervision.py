@@ -438,7 +438,7 @@ def test_every_setting_of_the_policy_reaches_the_router(monkeypatch: pytest.Monk
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"num_decode": 0}, "--decode must be at least 1, is 0"),
+        ({"num_decode": 0}, "--decode must be in [1, 64], is 0"),
         ({"num_prefill": 0}, "--prefill must be at least 1"),
         ({"transport": "tcp"}, "--transport must be one of grpc, ipc, nixl"),
         ({"listen": "nowhere"}, "--listen: an address is HOST:PORT"),

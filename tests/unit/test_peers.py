@@ -125,6 +125,20 @@ def test_workers_that_differ_are_not_paired_and_the_log_says_in_what(
     assert lines(caplog) == [(message, why)]
 
 
+def test_workers_of_different_transports_are_not_paired(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """A transfer between them would be refused, request after request."""
+    digest = digest_of(folder)
+    prefill, decode = record(pb.ROLE_PREFILL, "p", digest), record(pb.ROLE_DECODE, "d", digest)
+    prefill.transport, decode.transport = "nixl", "grpc"
+    peers = Peers(ModelInfo.from_folder(folder))
+    peers.look_at([prefill, decode])
+    assert lines(caplog) == [("workers not paired", "transport 'nixl' != 'grpc'")]
+    assert all(peers.serves(each) for each in (prefill, decode))
+    decode.transport, decode.incarnation = "nixl", "d-2"
+    peers.look_at([prefill, decode])
+    assert lines(caplog) == []
+
+
 def test_the_order_of_the_bytes_is_part_of_it(folder: Path) -> None:
     digest = digest_of(folder)
     other = digest.replace("layer block kv head slot dim", "layer block head kv slot dim")

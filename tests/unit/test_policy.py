@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from router.costs import Costs
@@ -35,6 +37,13 @@ def decode(
     running: int = 0,
 ) -> DecodeCandidate:
     return DecodeCandidate(key(name), digest, BLOCK, available, used, cached, full, queued, running)
+
+
+def test_workers_of_different_transports_are_not_paired() -> None:
+    sends_nixl, sends_grpc = (replace(prefill(name), transport=name) for name in ("nixl", "grpc"))
+    takes_grpc = replace(decode("d"), transport="grpc")
+    assert choose(3000, [sends_nixl], [takes_grpc]) == Plan(key("d"), None)
+    assert choose(3000, [sends_nixl, sends_grpc], [takes_grpc]) == Plan(key("d"), key("grpc"))
 
 
 def choose(
