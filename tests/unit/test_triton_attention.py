@@ -78,6 +78,8 @@ def attend(
 
 def assert_close(case: Case, window: int = 0, soft_cap: float = 0.0, scale: float | None = None) -> None:
     tolerance = TOLERANCES[case.q.dtype]
+    if soft_cap and DEVICE != "cpu":
+        tolerance = max(tolerance, 3e-5)  # powers of 2 and a division that a GPU approximates, times the cap
     actual, expected = attend(case, window, soft_cap, scale).double(), case.expected(window, soft_cap, scale)
     torch.testing.assert_close(actual, expected, rtol=tolerance, atol=tolerance)
 
