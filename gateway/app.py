@@ -281,7 +281,7 @@ class Run:
             self._client.stream(
                 prompt,
                 request_id=request_id,
-                model=self._body.model,
+                model=self._body.model or "",
                 timeout_s=self._timeout_s,
                 n=self._n,
                 **self._sampling,

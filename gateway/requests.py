@@ -1,11 +1,13 @@
 """What clients may ask, in OpenAI's words and vLLM's further ones. Pure: a body in, prompts and sampling out.
 
 A field that we know and cannot serve (best_of, audio …) is refused unless it says "no"; one that nobody knows is
-refused, too: whoever asks for something and does not get it must hear of it. Bounds of the values are the router's.
+refused, too: whoever asks for something and does not get it must hear of it. An optional field that is null is absent.
+Bounds of the values are the router's.
 """
 
 from __future__ import annotations
 
+import json
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal, cast
@@ -15,8 +17,10 @@ from pydantic import (
     BaseModel,
     BeforeValidator,
     ConfigDict,
+    Discriminator,
     Field,
     PlainValidator,
+    Tag,
     ValidationInfo,
     field_validator,
 )
@@ -37,13 +41,17 @@ DEFAULT_COMPLETION_TOKENS = 16
 """OpenAI's, for /v1/completions. A chat's answer may fill the context."""
 
 
-def _only(*neutral: Any) -> Any:
-    """The type of a field that may be given, but ask for nothing."""
+ROLES = ("system", "developer", "user", "assistant", "tool", "function")
+
+
+def _only(*neutral: Any, instead: str = "") -> Any:
+    """The type of a field that may be given, but ask for nothing that is not done anyway. `instead`: what to do."""
 
     def check(value: Any) -> Any:
         # 0 and False are equal, and ask for different things.
         if value is not None and not any(value == one and type(value) is type(one) for one in neutral):
-            raise ValueError("is not supported" + (f"; it may be {neutral[0]!r}" if neutral else ""))
+            may_be = f"; it may be {json.dumps(neutral[0])}" if neutral else ""
+            raise ValueError("is not supported" + may_be + (f"; {instead}" if instead else ""))
         return value
 
     return Annotated[Any, AfterValidator(check)]
@@ -51,12 +59,15 @@ def _only(*neutral: Any) -> Any:
 
 def _prompts(value: Any) -> list[Prompt]:
     """Of a text, token ids, or a list of either."""
+    wanted = "must be a text, token ids, or a list of either"
+    if not isinstance(value, str | list):
+        raise ValueError(f"{wanted}, is {json.dumps(value):.40}")
     many = value if isinstance(value, list) and not _is_token_ids(value) else [value]
     if not 1 <= len(many) <= MAX_PROMPTS:
         raise ValueError(f"must be 1 to {MAX_PROMPTS} prompts, has {len(many)}")
     for position, prompt in enumerate(many):
         if not (isinstance(prompt, str) or (isinstance(prompt, list) and _is_token_ids(prompt))):
-            raise ValueError(f"must be a text, token ids, or a list of either; number {position} is none of them")
+            raise ValueError(f"{wanted}; number {position} is none of them, is {json.dumps(prompt):.40}")
     return many
 
 
@@ -101,16 +112,16 @@ NumAlternativesOrNo = Annotated[
 class StreamOptions(BaseModel):
     model_config = ConfigDict(extra="forbid")
 
-    include_usage: bool = False
+    include_usage: bool | None = None
     """A last event without choices and with the usage of the whole request."""
-    continuous_usage_stats: bool = False
+    continuous_usage_stats: bool | None = None
     """The usage so far in every event."""
 
 
 class JsonSchema(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True)
 
-    name: str = ""
+    name: str | None = None
     description: str | None = None
     strict: bool | None = None
     schema_: Annotated[dict[str, Any] | bool, Field(alias="schema")]
@@ -128,8 +139,8 @@ class Asked(BaseModel, ABC):
 
     model_config = ConfigDict(extra="forbid", strict=True, protected_namespaces=())
 
-    model: str = ""
-    stream: bool = False
+    model: str | None = None
+    stream: bool | None = None
     stream_options: StreamOptions | None = None
     max_tokens: Annotated[int, Field(ge=0, lt=1 << 31)] | None = None
     temperature: float | None = None
@@ -155,7 +166,7 @@ class Asked(BaseModel, ABC):
     priority: Annotated[int, Field(ge=-(1 << 31), lt=1 << 31)] | None = None
     prompt_logprobs: NumAlternatives | None = None
     cache_salt: Annotated[str, Field(min_length=1, max_length=128)] | None = None
-    request_id: Annotated[str, Field(pattern=r"^[\x21-\x7e]{0,100}$")] = ""
+    request_id: Annotated[str, Field(pattern=r"^[\x21-\x7e]{0,100}$")] | None = None
     structured_outputs: Annotated[Any, AfterValidator(_structured_outputs)] = None
     # After it: the form of the answer in OpenAI's words, of which there is no second one.
     response_format: Annotated[Any, AfterValidator(_response_format)] = None
@@ -166,6 +177,18 @@ class Asked(BaseModel, ABC):
 
     # known, and refused unless they ask for nothing
     best_of: _only(1) = None  # type: ignore[valid-type]
+
+    # the same of vLLM's: they may ask for what is done anyway
+    allowed_token_ids: _only() = None  # type: ignore[valid-type]
+    bad_words: _only([]) = None  # type: ignore[valid-type]
+    detokenize: _only(True) = None  # type: ignore[valid-type]
+    length_penalty: _only(1.0, 1) = None  # type: ignore[valid-type]
+    logits_processors: _only([]) = None  # type: ignore[valid-type]
+    return_token_ids: _only(False) = None  # type: ignore[valid-type]
+    return_tokens_as_token_ids: _only(False) = None  # type: ignore[valid-type]
+    spaces_between_special_tokens: _only(True) = None  # type: ignore[valid-type]
+    truncate_prompt_tokens: _only() = None  # type: ignore[valid-type]
+    use_beam_search: _only(False) = None  # type: ignore[valid-type]
 
     # of no effect here, whatever they say
     metadata: Any = None
@@ -217,11 +240,12 @@ class Asked(BaseModel, ABC):
 
     @property
     def includes_usage(self) -> bool:
-        return self.stream_options is not None and self.stream_options.include_usage
+        return self.stream_options is not None and bool(self.stream_options.include_usage)
 
     @property
     def includes_usage_always(self) -> bool:
-        return self.includes_usage and self.stream_options is not None and self.stream_options.continuous_usage_stats
+        asked = self.stream_options
+        return self.includes_usage and asked is not None and bool(asked.continuous_usage_stats)
 
 
 def _renamed(error: InvalidRequest, ours: str, theirs: str) -> InvalidRequest:
@@ -237,6 +261,8 @@ class CompletionRequest(Asked):
     echo: bool | None = None
     """The prompt stands before each choice, in its text and in its logprobs."""
     suffix: _only("") = None  # type: ignore[valid-type]
+    add_special_tokens: _only(True) = None  # type: ignore[valid-type]
+    prompt_embeds: _only() = None  # type: ignore[valid-type]
 
     def prompts(self) -> list[Prompt]:
         return self.prompt
@@ -279,11 +305,25 @@ def _content(value: Any) -> Any:
     return value
 
 
+_PARTS = "list[TextPart]"
+Content = Annotated[
+    Annotated[str, Tag("str")] | Annotated[list[TextPart], Tag(_PARTS)],
+    Discriminator(lambda value: "str" if isinstance(value, str) else _PARTS),
+]
+"""One of the two, so that what is wrong with a part is said of that part."""
+
+
+def _role(value: str) -> str:
+    if value not in ROLES:
+        raise ValueError(f"must be one of {', '.join(ROLES)}, is {value[:40]!r}")
+    return value
+
+
 class Message(BaseModel):
     model_config = ConfigDict(extra="forbid")
 
-    role: str
-    content: Annotated[str | list[TextPart] | None, BeforeValidator(_content)] = None
+    role: Annotated[str, AfterValidator(_role)]
+    content: Annotated[Content | None, BeforeValidator(_content), Field(validate_default=True)] = None
     name: str | None = None
     tool_calls: list[Call] | None = None
     tool_call_id: str | None = None
@@ -303,12 +343,25 @@ class Message(BaseModel):
     status: Any = None
     is_error: Any = None
 
+    @field_validator("content")
+    @classmethod
+    def _check_content(cls, value: Any, info: ValidationInfo) -> Any:
+        role = info.data.get("role")
+        # An assistant may have called tools, and said nothing; what they return may be nothing.
+        if value is None and role in ("system", "developer", "user"):
+            raise ValueError(f"must be given with role {role!r}: a text, or a list of parts of type 'text'")
+        return value
+
     def to_prompt(self) -> Mapping[str, Any]:
         parts = self.content if isinstance(self.content, list) else [TextPart(type="text", text=self.content or "")]
         calls = [call.model_dump(exclude_none=True) for call in self.tool_calls or ()]
         said = {"name": self.name, "tool_calls": calls, "tool_call_id": self.tool_call_id}
         said |= {"reasoning": self.reasoning, "reasoning_content": self.reasoning_content}
         return {"role": self.role, "content": "".join(part.text for part in parts), **said}
+
+
+_IN_TEMPLATE = 'give it to the model\'s chat template, as chat_template_kwargs: {"reasoning_effort": ...}'
+_AT_START = "the router is given one by its flag --chat-template"
 
 
 class ChatRequest(Asked):
@@ -322,7 +375,7 @@ class ChatRequest(Asked):
     tool_choice: Annotated[Any, BeforeValidator(tool_choice_of)] = None
     parallel_tool_calls: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
-    reasoning_effort: _only() = None  # type: ignore[valid-type]
+    reasoning_effort: _only(instead=_IN_TEMPLATE) = None  # type: ignore[valid-type]
     functions: _only([]) = None  # type: ignore[valid-type]
     function_call: _only("none", "auto") = None  # type: ignore[valid-type]
     modalities: _only(["text"]) = None  # type: ignore[valid-type]
@@ -330,6 +383,15 @@ class ChatRequest(Asked):
     prediction: _only() = None  # type: ignore[valid-type]
     web_search_options: _only() = None  # type: ignore[valid-type]
     verbosity: _only() = None  # type: ignore[valid-type]
+    # vLLM's: the template writes all that is special
+    add_generation_prompt: _only(True) = None  # type: ignore[valid-type]
+    add_special_tokens: _only(False) = None  # type: ignore[valid-type]
+    chat_template: _only(instead=_AT_START) = None  # type: ignore[valid-type]
+    continue_final_message: _only(False) = None  # type: ignore[valid-type]
+    documents: _only([]) = None  # type: ignore[valid-type]
+    echo: _only(False) = None  # type: ignore[valid-type]
+    include_reasoning: _only(True) = None  # type: ignore[valid-type]
+    mm_processor_kwargs: _only() = None  # type: ignore[valid-type]
 
     def prompts(self) -> list[Prompt]:
         return [[message.to_prompt() for message in self.messages]]
@@ -348,6 +410,10 @@ class ChatRequest(Asked):
         if self.chat_template_kwargs:
             sampling["chat_template_kwargs"] = self.chat_template_kwargs
         return sampling
+
+    def in_its_words(self, error: InvalidRequest) -> InvalidRequest:
+        error = super().in_its_words(error)
+        return error if self.max_completion_tokens is None else _renamed(error, "max_tokens", "max_completion_tokens")
 
     @property
     def names_tool(self) -> bool:

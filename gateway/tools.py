@@ -56,7 +56,7 @@ class ChosenFunction(BaseModel):
 class ChosenTool(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True)
 
-    type: Literal["function"] = "function"
+    type: Literal["function"] | None = None
     function: ChosenFunction
 
 

@@ -86,7 +86,8 @@ def options_of(
     """Decorator of a click command: one option per field of `dataclass_type`, in the fields' order.
 
     A field is of type str, int, float or bool (--x/--no-x); `metadata["help"]` is its help, `metadata["env"]` its
-    environment variable (else PREFIX_FIELD). `defaults` replaces fields' defaults; a field with none is required.
+    environment variable (else PREFIX_FIELD), `metadata["also"]` another flag that means the same. `defaults` replaces
+    fields' defaults; a field with none is required.
     """
     defaults = defaults or {}
     fields = dataclasses.fields(dataclass_type)
@@ -113,8 +114,10 @@ def _option_of(
     else:
         presence = {"default": default, "show_default": default != ""}
     flag = _flag(field.name)
+    also = [field.metadata["also"]] if "also" in field.metadata else []
     return click.option(
         f"{flag}/--no-{flag.removeprefix('--')}" if field_type is bool else flag,
+        *also,
         field.name,
         type=field_type,
         envvar=field.metadata.get("env", f"{env_prefix}_{field.name.upper()}"),

@@ -154,6 +154,8 @@ STATUS_CODES: dict[type[TandemError], grpc.StatusCode] = {
 }
 """The one table: error class -> gRPC status code."""
 
+_STATUS_LINE = "got frame type 80)"
+"""How gRPC words it where a frame should begin and "HTTP/1.1" does: the fourth letter is the frame's type."""
 _TOO_LARGE = "message larger than max"
 """How gRPC words RESOURCE_EXHAUSTED for a message beyond the transport's bound."""
 
@@ -267,13 +269,20 @@ def from_rpc_error(error: grpc.aio.AioRpcError) -> TandemError:
                 return ours
     error_class = FOREIGN_CODES.get(error.code(), InternalError)
     message = error.details() or str(error.code())
-    if advice := tls.hint(message):
+    if advice := tls.hint(message) or _hint_of_http(message):
         message = f"{message} ({advice})"
     if error_class is Overloaded and _TOO_LARGE in message:
         error_class = InvalidRequest  # gRPC gives both the same status, but trying again helps only one of them
     if error_class is InvalidRequest:
         return InvalidRequest((), message)
     return error_class(message)
+
+
+def _hint_of_http(details: str) -> str:
+    """What to do about a connection that failed with these words of gRPC's; "" where HTTP is no reason."""
+    if "http1.x server" in details or _STATUS_LINE in details:
+        return "an HTTP server answers there, no router: gRPC has a port of its own, by default 50051"
+    return ""
 
 
 @contextmanager

@@ -125,6 +125,8 @@ def _options(max_message_bytes: int, ping_timeout_ms: int | None) -> list[tuple[
 
 def split_address(address: str) -> tuple[str, int]:
     """("host", port) of "host:port"; an IPv6 host keeps its brackets. Raises `ValueError`."""
+    if "://" in address:
+        raise ValueError(f"an address is HOST:PORT, without a scheme such as http://, not {address!r}")
     host, colon, port = address.rpartition(":")
     if not host or not colon or not port.isascii() or not port.isdecimal() or int(port) > 65535:
         raise ValueError(f"an address is HOST:PORT with a port from 0 to 65535, not {address!r}")

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from engine.config import EngineArgs
+from gateway.args import GatewayArgs
 from router.args import RouterArgs
 from router.policy import PolicyConfig
 from rpc.entrypoint import ServiceArgs
@@ -104,6 +105,7 @@ class ClusterArgs:
                 engine_iteration_timeout_s=self.engine_iteration_timeout_s,
                 **shared,
             )
+            GatewayArgs(api_key=self.api_key, allowed_origins=self.allowed_origins)
         except ValueError as error:
             field_name, rest = re.split(r"(?=\W)", str(error), maxsplit=1)
             raise ValueError(f"--{field_name.replace('_', '-')}{rest}") from error

@@ -67,6 +67,8 @@ def make_engine_config(args: EngineArgs, folder: Path) -> EngineConfig:
     capability = torch.cuda.get_device_capability() if device == "cuda" else None
     kv_dtype = kv_dtype_of(args.kv_cache_dtype, dtype)
     _check_devices(device, num_ranks)
+    # Before weights are read and kernels compiled, which takes a while.
+    lora_modules = _lora_modules(args, shape)
     needs = Needs(
         model=shape, device=device, capability=capability, dtype=dtype, kv_dtype=kv_dtype, block_size=args.block_size
     )
@@ -88,7 +90,6 @@ def make_engine_config(args: EngineArgs, folder: Path) -> EngineConfig:
         report(f"decoding steps are not recorded as CUDA graphs: {no_graphs}")
     kv_order = kv_order_of(backend, shape)
     speculation = SpeculativeConfig.parse(args.speculative_config)
-    lora_modules = _lora_modules(args, shape, model.served_model_name)
     arithmetic = cpu_arithmetic() if backend == "cpu" else ""
     digest = compat_digest(
         shape, stored, model, args.block_size, kv_dtype, kv_order, num_ranks, lora_modules, arithmetic
@@ -197,7 +198,7 @@ def _model_config(
     weights_digest = dummy_digest(args.seed, device) if is_dummy else digest_files(safetensors_files(folder))
     return ModelConfig(
         model=args.model,
-        served_model_name=args.served_model_name or Path(args.model).name,
+        served_model_name=_served_model_name(args),
         path=folder,
         hf_config=hf_config,
         dtype=dtype,
@@ -216,7 +217,12 @@ def _model_config(
     )
 
 
-def _lora_modules(args: EngineArgs, shape: ModelShape, served_model_name: str) -> tuple[LoRAModule, ...]:
+def _served_model_name(args: EngineArgs) -> str:
+    return args.served_model_name or Path(args.model).name
+
+
+def _lora_modules(args: EngineArgs, shape: ModelShape) -> tuple[LoRAModule, ...]:
+    served_model_name = _served_model_name(args)
     folders = parse_lora_modules(args.lora_modules)
     if folders and not isinstance(shape, DecoderConfig):
         raise ValueError("lora_modules must be empty for models that transformers' code computes")
@@ -270,6 +276,12 @@ def _num_blocks(args: EngineArgs, model: ModelConfig, device: str, kv_dtype: str
     # On a CPU the pools of all ranks come out of the same memory.
     block_bytes = shape.pool_bytes * (args.tensor_parallel_size if device == "cpu" else 1)
     most = memory_bytes(device) // block_bytes
+    if most < 1:
+        raise ValueError(
+            f"block_size: one block of {args.block_size} tokens would take {block_bytes / GIB:.1f} GiB, more than "
+            f"there is for this process: the model has {model.num_layers} layers with {model.num_kv_heads} key heads "
+            f"of {model.head_dim}"
+        )
     if args.num_kv_blocks:
         num_blocks, setting = args.num_kv_blocks, f"is {args.num_kv_blocks}"
         bounds = f"num_kv_blocks must be at least {needed}", f"num_kv_blocks must be at most {most}"
@@ -293,14 +305,14 @@ def _eos_token_ids(folder: Path, hf_config: dict[str, Any], vocab_size: int) -> 
     values = [hf_config.get("eos_token_id")]
     if generation.is_file():
         values.append(_read_json(generation).get("eos_token_id"))
-    ids = frozenset(i for value in values if value is not None for i in (value if isinstance(value, list) else [value]))
+    ids = [i for value in values if value is not None for i in (value if isinstance(value, list) else [value])]
     others = [i for i in ids if type(i) is not int]
     if others:
-        raise ValueError(f"{folder}: eos_token_id must be an integer or several, is {others[0]!r}")
-    outside = sorted(i for i in ids if not 0 <= i < vocab_size)
+        raise ValueError(f"{folder}: eos_token_id must be an integer or several, is {others[0]!r:.80}")
+    outside = sorted(i for i in set(ids) if not 0 <= i < vocab_size)
     if outside:
         raise ValueError(f"{folder}: eos_token_id {outside} is outside the vocabulary of {vocab_size}")
-    return ids
+    return frozenset(ids)
 
 
 def _read_json(path: Path) -> dict[str, Any]:
@@ -308,7 +320,7 @@ def _read_json(path: Path) -> dict[str, Any]:
         content = json.loads(path.read_text())
     except FileNotFoundError as error:
         raise ValueError(f"{path.parent} is no model folder: it has no {path.name}") from error
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ValueError(f"{path} is not JSON: {error}") from error
     if not isinstance(content, dict):
         raise ValueError(f"{path} must hold a JSON object")

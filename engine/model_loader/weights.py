@@ -35,12 +35,18 @@ def safetensors_files(folder: Path) -> list[Path]:
     if (folder / SINGLE_FILE).is_file() and not index.is_file():
         return _not_empty([folder / SINGLE_FILE])
     if not index.is_file():
+        if pickled := sorted(path.name for path in folder.glob("pytorch_model*.bin*")):
+            raise ValueError(
+                f"{folder} has its weights in {pickled[0]}, pickled: convert them to safetensors, "
+                'python -c "from transformers import AutoModelForCausalLM as M; '
+                f"M.from_pretrained({str(folder)!r}, dtype='auto').save_pretrained({str(folder)!r})\""
+            )
         raise ValueError(
             f"{folder} has neither {SINGLE_FILE} nor {INDEX_FILE}; for made-up weights give load_format dummy"
         )
     try:
         names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise ValueError(f"{index} has no weight_map from tensors to files") from error
     others = [name for name in names if not isinstance(name, str) or not name.endswith(".safetensors")]
     if others:

@@ -18,6 +18,8 @@ def load_model_shape(hf_config: dict[str, Any], model_impl: str) -> ModelShape:
     names = hf_config.get("architectures") or []
     if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
         raise ValueError(f"config.json: architectures must be a list of names, is {names!r}")
+    if not names:
+        _check_architecture_of(hf_config.get("model_type"))
     is_known = any(name in ARCHITECTURES for name in names)
     if model_impl == "tandem" or (model_impl == "auto" and is_known):
         return load_decoder_config(hf_config)
@@ -29,6 +31,18 @@ def load_model_shape(hf_config: dict[str, Any], model_impl: str) -> ModelShape:
         if not is_known:
             raise
         raise ValueError(f"{error}; give model_impl auto: our own decoder computes it") from error
+
+
+def _check_architecture_of(model_type: Any) -> None:
+    """Raises `ValueError` that says what config.json has to name, where its `model_type` is a known one."""
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    name = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(model_type) if isinstance(model_type, str) else None
+    if name is not None:
+        raise ValueError(
+            f"config.json: architectures must name what the model is, and is missing or empty; "
+            f'for model_type {model_type!r} put in "architectures": ["{name}"]'
+        )
 
 
 def load_decoder_config(hf_config: dict[str, Any]) -> DecoderConfig:

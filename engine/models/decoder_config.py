@@ -19,6 +19,11 @@ from engine.models.rope_config import RopeConfig
 
 __all__ = ["ARCHITECTURES", "DecoderConfig", "RopeConfig"]
 
+MOST_LAYERS = 1024
+MOST_HEAD_DIM = 4096
+"""Several times what any model has: beyond, a number is a slip, and would be found as a pool that fits nowhere."""
+LAYER_TYPES = ("full_attention", "sliding_attention")
+
 
 @dataclass(frozen=True, kw_only=True)
 class Architecture:
@@ -105,7 +110,7 @@ class DecoderConfig(ModelShape):
         arch = ARCHITECTURES[name]
         hf_config = arch.defaults | hf_config
         hidden_size, num_heads = integer(hf_config, "hidden_size"), integer(hf_config, "num_attention_heads")
-        num_layers = integer(hf_config, "num_hidden_layers")
+        num_layers = integer(hf_config, "num_hidden_layers", most=MOST_LAYERS)
         one_of(hf_config, "hidden_act", ("silu",))
         max_positions = integer(hf_config, "max_position_embeddings", default=arch.max_positions)
         rope = RopeConfig.from_hf(hf_config, max_positions)
@@ -151,13 +156,14 @@ def _heads(arch: Architecture, hf_config: dict[str, Any]) -> tuple[int, int]:
         raise ValueError(
             f"config.json: num_attention_heads={num_heads} must be a multiple of num_key_value_heads={num_kv_heads}"
         )
-    head_dim = integer(hf_config, "head_dim", default=arch.head_dim or hidden_size // num_heads)
+    head_dim = integer(hf_config, "head_dim", default=arch.head_dim or hidden_size // num_heads, most=MOST_HEAD_DIM)
     if head_dim % 2:
         raise ValueError(f"config.json: head_dim must be even, is {head_dim}")
     return num_kv_heads, head_dim
 
 
 def _sliding_windows(arch: Architecture, hf_config: dict[str, Any], num_layers: int) -> tuple[int, ...]:
+    layer_types = _layer_types(hf_config, num_layers)
     # 4096 is what transformers assumes where config.json leaves the field out; a null turns the window off.
     window = hf_config.get("sliding_window", 4096) or 0
     if not isinstance(window, int) or not 0 <= window < 2**31:
@@ -170,13 +176,22 @@ def _sliding_windows(arch: Architecture, hf_config: dict[str, Any], num_layers: 
         return (0,) * num_layers
     if arch.sliding == "if used":
         return (window,) * num_layers
-    layer_types = hf_config.get("layer_types")
     if layer_types is None:
         first_sliding = integer(hf_config, "max_window_layers", 0, default=28)
         return tuple(window if layer >= first_sliding else 0 for layer in range(num_layers))
-    if not isinstance(layer_types, list) or len(layer_types) != num_layers:
-        raise ValueError(f"config.json: layer_types must be a list of {num_layers}, one for each layer")
-    unknown = [each for each in layer_types if each not in ("full_attention", "sliding_attention")]
-    if unknown:
-        raise ValueError(f"config.json: layer_types {', '.join(map(str, unknown))} are not supported")
     return tuple(window if kind == "sliding_attention" else 0 for kind in layer_types)
+
+
+def _layer_types(hf_config: dict[str, Any], num_layers: int) -> list[str] | None:
+    """None: there are none. They are checked where nothing hangs on them, too: what is wrong there is no such model."""
+    layer_types = hf_config.get("layer_types")
+    if layer_types is None:
+        return None
+    if not isinstance(layer_types, list) or len(layer_types) != num_layers:
+        given = f"has {len(layer_types)}" if isinstance(layer_types, list) else f"is {layer_types!r:.80}"
+        raise ValueError(f"config.json: layer_types must be a list of {num_layers}, one for each layer, {given}")
+    if unknown := [each for each in layer_types if each not in LAYER_TYPES]:
+        raise ValueError(
+            f"config.json: layer_types {unknown[0]!r:.80} is not supported; known: {', '.join(LAYER_TYPES)}"
+        )
+    return layer_types

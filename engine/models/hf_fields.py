@@ -6,11 +6,15 @@ import math
 from typing import Any
 
 
-def integer(hf_config: dict[str, Any], field: str, least: int = 1, default: int | None = None) -> int:
-    """Raises `ValueError` where the field, and the default, is missing, no integer, or below `least`."""
+def integer(
+    hf_config: dict[str, Any], field: str, least: int = 1, default: int | None = None, most: int | None = None
+) -> int:
+    """Raises `ValueError` where the field, and the default, is missing, no integer, below `least` or above `most`."""
     value = _value(hf_config, field, default)
     if not isinstance(value, int) or isinstance(value, bool) or value < least:
         raise ValueError(f"config.json: {field} must be an integer of at least {least}, is {value!r}")
+    if most is not None and value > most:
+        raise ValueError(f"config.json: {field} must be at most {most}, is {value}")
     return value
 
 

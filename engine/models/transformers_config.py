@@ -27,6 +27,8 @@ request would be computed by what else is in its batch."""
 
 MOST_POSITIONS = 1 << 20
 """That masks are looked at for."""
+POSITIONS_WITHOUT_BOUND = 2048
+"""The same, where nothing says how many there are."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,6 +74,7 @@ class TransformersConfig(ModelShape):
                 f"decoders alone, and {hf_config.get('architectures')} is computed by transformers' code"
             )
         config = causal_lm_config(hf_config)
+        _check_positions(config)
         max_positions, why_no_more = _max_positions(config)
         step = watch_a_step(config, max_positions)
         fields = {k: v for k, v in config.to_dict().items() if k not in NOT_OF_THE_COMPUTATION}
@@ -92,13 +95,24 @@ class TransformersConfig(ModelShape):
         )
 
 
-def _max_positions(config: Any) -> tuple[int, str]:
-    """Of a sequence, as far as its tokens' numbers hang on nothing else; and why not more, if config.json allows it."""
+def _check_positions(config: Any) -> None:
+    """Raises `ValueError` where config.json does not say how many there are, or that for which it does not."""
+    from engine.models.transformers_probe import watch_a_step
+
     if hasattr(config, "text_config"):
         raise ValueError("config.json: text_config: models of more than text are not supported")
     most = getattr(config, "max_position_embeddings", None)
-    if not isinstance(most, int) or most < 1:
-        raise ValueError(f"config.json: max_position_embeddings must be an integer of at least 1, is {most!r}")
+    if isinstance(most, int) and most >= 1:
+        return
+    if most is None:
+        # Models that have no such field cannot be served for other reasons, as a rule; those come first.
+        watch_a_step(config, POSITIONS_WITHOUT_BOUND)
+    raise ValueError(f"config.json: max_position_embeddings must be an integer of at least 1, is {most!r}")
+
+
+def _max_positions(config: Any) -> tuple[int, str]:
+    """Of a sequence, as far as its tokens' numbers hang on nothing else; and why not more, if config.json allows it."""
+    most: int = config.max_position_embeddings
     for rope in _ropes(getattr(config, "rope_parameters", None)):
         kind, original = rope.get("rope_type"), rope.get("original_max_position_embeddings")
         original = original or getattr(config, "original_max_position_embeddings", None)

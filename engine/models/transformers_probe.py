@@ -97,6 +97,10 @@ def watch_a_step(config: Any, max_positions: int) -> Step:
         for module_name, module in model.named_modules():
             module.tandem_watcher = _Watcher(module_name, calls, max_positions)
         hidden_1TD = _hidden_states(model, body)
+        if not calls:
+            raise _CannotServeError(_why_no_calls(model))
+        if not _takes_positions(model.get_decoder()):
+            raise _CannotServeError("its code counts positions by itself, and is told none")
         logits_1TV = Head(model, body).logits(hidden_1TD)
     except _CannotServeError as error:
         raise ValueError(f"config.json: {name} models cannot be served: {error}") from error
@@ -277,15 +281,19 @@ def _body_of(model: Any) -> str:
     names = [name for name, module in model.named_modules() if module is decoder]
     if not names or not names[0]:
         raise _CannotServeError("it has no part that makes hidden states alone")
-    if "position_ids" not in inspect.signature(decoder.forward).parameters:
-        raise _CannotServeError("its code counts positions by itself, and is told none")
     return str(names[0])
+
+
+def _takes_positions(decoder: Any) -> bool:
+    return "position_ids" in inspect.signature(decoder.forward).parameters
 
 
 def _hidden_states(model: Any, body: str) -> torch.Tensor:
     tokens = torch.zeros(1, NUM_TOKENS, dtype=torch.long, device="meta")
-    hidden_1TD: torch.Tensor = model.get_submodule(body)(
-        input_ids=tokens, position_ids=tokens, attention_mask=tokens, use_cache=False
+    decoder = model.get_submodule(body)
+    positions = {"position_ids": tokens} if _takes_positions(decoder) else {}
+    hidden_1TD: torch.Tensor = decoder(
+        input_ids=tokens, attention_mask=tokens, use_cache=False, **positions
     ).last_hidden_state
     if hidden_1TD.ndim != 3 or hidden_1TD.shape[:2] != tokens.shape:
         raise _CannotServeError(f"hidden states have shape {list(hidden_1TD.shape)}")
@@ -305,11 +313,17 @@ def _meaning_of(error: Exception) -> str:
     return f"transformers' code, without weights, ends with {type(error).__name__}: {line}"
 
 
+def _why_no_calls(model: Any) -> str:
+    """As a clause."""
+    # transformers' own word for models whose layers cannot be cut back to an earlier token.
+    if getattr(model, "_is_stateful", False):
+        return "its layers keep a state (state-space, recurrent) in place of keys and values"
+    return "its attention is its own: none of its layers attends by transformers' attention interface"
+
+
 def _why_not(calls: list[_Call], num_layers: int) -> str:
-    """As a clause; empty if all is well."""
+    """As a clause; empty if all is well. Of some calls."""
     names = [call.name for call in calls]
-    if not calls:
-        return "none of its layers attends by transformers' attention interface"
     if len(set(names)) != len(names):
         return "a layer attends more than once in a step"
     if len(calls) != num_layers:

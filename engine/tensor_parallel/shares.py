@@ -11,6 +11,9 @@ from dataclasses import replace
 from engine.models.decoder_config import DecoderConfig
 from engine.models.model_shape import ModelShape
 
+MOST_NAMED = 16
+"""Ranks, of those that would do where others do not."""
+
 
 def share_of(shape: ModelShape, num_ranks: int) -> ModelShape:
     """The shape of what each of so many ranks computes. Raises `ValueError` where the model cannot be shared out so."""
@@ -18,15 +21,12 @@ def share_of(shape: ModelShape, num_ranks: int) -> ModelShape:
         return shape
     if not isinstance(shape, DecoderConfig):
         raise ValueError("tensor_parallel_size must be 1 for models that transformers' code computes")
+    if why_not := _why_not(shape, num_ranks):
+        sizes = [str(size) for size in range(1, MOST_NAMED + 1) if not _why_not(shape, size)]
+        raise ValueError(
+            f"tensor_parallel_size must {why_not}, is {num_ranks}; up to {MOST_NAMED} these work: {', '.join(sizes)}"
+        )
     moe = shape.moe
-    sizes = {"num_attention_heads": shape.num_heads}
-    if moe is None or moe.first_layer > 0:
-        sizes["intermediate_size"] = shape.intermediate_size
-    if moe is not None:
-        sizes["moe_intermediate_size"] = moe.intermediate_size
-    for name, size in sizes.items():
-        if size % num_ranks:
-            raise ValueError(f"tensor_parallel_size must divide the model's {name}={size}, is {num_ranks}")
     return replace(
         shape,
         num_heads=shape.num_heads // num_ranks,
@@ -36,14 +36,24 @@ def share_of(shape: ModelShape, num_ranks: int) -> ModelShape:
     )
 
 
-def num_key_parts(shape: DecoderConfig, num_ranks: int) -> int:
-    """How many parts the key heads are cut into, each of which as many ranks have. Raises `ValueError`."""
-    if shape.mla is not None:
-        return 1
+def _why_not(shape: DecoderConfig, num_ranks: int) -> str:
+    """What so many ranks must do and do not, as a clause; empty if the model can be shared out so."""
+    moe = shape.moe
+    sizes = {"num_attention_heads": shape.num_heads}
+    if moe is None or moe.first_layer > 0:
+        sizes["intermediate_size"] = shape.intermediate_size
+    if moe is not None:
+        sizes["moe_intermediate_size"] = moe.intermediate_size
+    for name, size in sizes.items():
+        if size % num_ranks:
+            return f"divide the model's {name}={size}"
     num_heads = shape.num_kv_heads
-    if num_heads % num_ranks and num_ranks % num_heads:
-        raise ValueError(
-            f"tensor_parallel_size must divide the model's num_key_value_heads={num_heads}, or be a multiple of it, "
-            f"is {num_ranks}"
-        )
-    return min(num_heads, num_ranks)
+    if shape.mla is None and num_heads % num_ranks and num_ranks % num_heads:
+        return f"divide the model's num_key_value_heads={num_heads}, or be a multiple of it"
+    return ""
+
+
+def num_key_parts(shape: DecoderConfig, num_ranks: int) -> int:
+    """How many parts the key heads are cut into, each of which as many ranks have. Of a model that can be shared out
+    so."""
+    return 1 if shape.mla is not None else min(shape.num_kv_heads, num_ranks)

@@ -11,7 +11,7 @@ from typing import Any
 from tandem.bench.backends import BACKENDS, HttpServer, Sending
 from tandem.bench.summary import METRICS, parse_goodput
 from tandem.bench.workload import RandomShape, TokenSource
-from tandem.client import DEFAULT_ADDRESS
+from tandem.client import DEFAULT_ADDRESS, checked_address
 
 DATASETS = ("random", "trace")
 
@@ -25,7 +25,9 @@ class BenchArgs:
     """Flags. Raises `ValueError` naming the field."""
 
     backend: str = _flag("grpc", f"{', '.join(BACKENDS)}: a router of ours, or any server that speaks OpenAI's HTTP.")
-    address: str = _flag(DEFAULT_ADDRESS, "HOST:PORT of the router, for --backend grpc.", env="TANDEM_ROUTER")
+    address: str = _flag(
+        DEFAULT_ADDRESS, "HOST:PORT of the router, for --backend grpc.", env="TANDEM_ROUTER", also="--router"
+    )
     base_url: str = _flag("http://127.0.0.1:8000", "Of the HTTP server, with or without /v1.")
     endpoint: str = _flag("", "Path of HTTP requests, if not OpenAI's.")
     model: str = _flag("", "Model to ask an HTTP server for. Default: the first that it names.")
@@ -81,6 +83,8 @@ class BenchArgs:
                 raise ValueError(f"{name} must be one of {', '.join(known)}, is {value!r}")
         if (self.dataset_name == "trace") != bool(self.dataset_path):
             raise ValueError("dataset_path names the file of --dataset-name trace, and goes with nothing else")
+        if self.backend == "grpc":
+            checked_address(self.address)
         if not re.match(r"https?://", self.base_url):
             raise ValueError(f"base_url must begin with http:// or https://, is {self.base_url!r}")
         if self.result_filename and re.search(r"[/\\]", self.result_filename):

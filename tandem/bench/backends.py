@@ -194,7 +194,7 @@ async def open_grpc(address: str, sending: Sending, vocab_size: int) -> AsyncIte
         except TandemError as error:
             raise ServerGone(
                 f"no router answers at {address} ({error.message}). Start one with `tandem up`, or name another with "
-                "--address HOST:PORT"
+                "--router HOST:PORT"
             ) from error
         if vocab_size > info.vocab_size:
             raise ServerGone(

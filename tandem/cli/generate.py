@@ -125,6 +125,8 @@ def generate(
     if chat_template_kwargs is not None:
         sampling["chat_template_kwargs"] = _read_template_kwargs(chat_template_kwargs)
     is_chat = is_chat or any(given is not None for given in (system, tools, chat_template_kwargs))
+    if not is_chat and not text:
+        raise click.UsageError("PROMPT: must not be empty")
     asked = _as_chat(text, system) if is_chat else text
     try:
         generate_request(asked, **sampling)

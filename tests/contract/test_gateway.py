@@ -14,6 +14,7 @@ from gateway_harness import TIMEOUT_S, Script, events_of, gateway, tokens
 from gateway.args import GatewayArgs
 from gateway.errors import KINDS
 from gateway.process import run_gateway
+from gateway.requests import ChatRequest, CompletionRequest, StreamOptions
 from protos import tandem_inference_pb2 as pb
 from rpc.errors import STATUS_CODES, Draining, InternalError, InvalidRequest, Overloaded, TandemError
 
@@ -94,14 +95,18 @@ async def test_usage_in_every_event_where_asked_for() -> None:
     ("body", "param", "complaint"),
     [
         ({}, "prompt", "Field required"),
-        ({"prompt": 5}, "prompt", "must be a text, token ids, or a list of either"),
+        ({"prompt": 5}, "prompt", "must be a text, token ids, or a list of either, is 5"),
+        ({"prompt": None}, "prompt", "must be a text, token ids, or a list of either, is null"),
         ({"prompt": []}, "prompt", "must be 1 to 256 prompts, has 0"),
-        ({"prompt": [1, "a"]}, "prompt", "number 0 is none of them"),
+        ({"prompt": [1, "a"]}, "prompt", "number 0 is none of them, is 1"),
         ({"prompt": [True]}, "prompt", "none of them"),
         ({"prompt": "a", "n": 0}, "n", "greater than or equal to 1"),
         ({"prompt": "a", "n": 129}, "n", "less than or equal to 128"),
         ({"prompt": ["a", "b", "c"], "n": 100}, "n", "may be 256 choices in all, is 100 to each of 3 prompts"),
         ({"prompt": "a", "best_of": 2}, "best_of", "is not supported; it may be 1"),
+        ({"prompt": "a", "return_token_ids": True}, "return_token_ids", "is not supported; it may be false"),
+        ({"prompt": "a", "add_special_tokens": False}, "add_special_tokens", "is not supported; it may be true"),
+        ({"prompt": "a", "use_beam_search": 0}, "use_beam_search", "is not supported; it may be false"),
         ({"prompt": "a", "logprobs": True}, "logprobs", "valid integer"),
         ({"prompt": "a", "max_tokens": "many"}, "max_tokens", "valid integer"),
         ({"prompt": "a", "seed": 1 << 63}, "seed", "less than"),
@@ -145,6 +150,81 @@ async def test_what_a_message_may_be_is_said(content: Any, complaint: str) -> No
     assert complaint in error["message"]
 
 
+@pytest.mark.parametrize(
+    ("message", "param", "complaint"),
+    [
+        ({"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text"}]}, "content[1].text", "required"),
+        ({"role": "user", "content": [{"type": "text", "text": 5}]}, "content[0].text", "valid string"),
+        ({"role": "user"}, "content", "must be given with role 'user': a text, or a list of parts"),
+        ({"role": "system", "content": None}, "content", "must be given with role 'system'"),
+        ({"role": "x", "content": "a"}, "role", "must be one of system, developer, user, assistant, tool, function"),
+        ({"content": "a"}, "role", "required"),
+    ],
+)
+async def test_what_is_wrong_with_a_message_is_said_where_it_is(
+    message: dict[str, Any], param: str, complaint: str
+) -> None:
+    async with gateway() as (router, http):
+        error = (await http.post("/v1/chat/completions", json={"messages": [message]})).json()["error"]
+    assert error["param"] == f"messages[0].{param}"
+    assert complaint in error["message"]
+    assert router.requests == []
+
+
+async def test_messages_that_clients_send_may_lack_what_they_do_not_say() -> None:
+    call = {"id": "c", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+    messages = [
+        {"role": "developer", "content": "be brief"},
+        {"role": "user", "content": [{"type": "text", "text": "hi"}]},
+        {"role": "assistant", "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "c", "content": None},
+        {"role": "assistant", "content": None},
+        {"role": "user", "content": ""},
+    ]
+    async with gateway() as (router, http):
+        assert (await http.post("/v1/chat/completions", json={"messages": messages})).status_code == 200
+    assert [message.content for message in router.requests[0].chat.messages] == ["be brief", "hi", "", "", "", ""]
+
+
+@pytest.mark.parametrize("path", ["completions", "chat/completions"])
+async def test_null_is_absent_in_every_optional_field(path: str) -> None:
+    body = CompletionRequest if path == "completions" else ChatRequest
+    optional = {name: None for name, field in body.model_fields.items() if not field.is_required()}
+    needed = {"prompt": "a"} if path == "completions" else {"messages": [{"role": "user", "content": "a"}]}
+    options = dict.fromkeys(StreamOptions.model_fields)
+    async with gateway() as (router, http):
+        for nulls in (optional, {"stream": True, "stream_options": options}):
+            response = await http.post(f"/v1/{path}", json=needed | nulls)
+            assert response.status_code == 200, response.text
+        assert (await http.post(f"/v1/{path}", json=needed)).status_code == 200
+    for request in router.requests:
+        request.sampling_params.ClearField("seed")  # drawn by the client, so that a resumed answer goes on alike
+    assert router.requests[0].sampling_params == router.requests[2].sampling_params
+
+
+async def test_a_bound_of_tokens_has_the_name_that_was_given() -> None:
+    wrong = InvalidRequest([("sampling_params.max_tokens", "must be at least 1, is 0")])
+    async with gateway() as (router, http):
+        router.script = failing(wrong)
+        body = {"messages": [{"role": "user", "content": "a"}]}
+        errors = [
+            (await http.post("/v1/chat/completions", json=body | {name: 0})).json()["error"]
+            for name in ("max_completion_tokens", "max_tokens")
+        ]
+    assert [(error["param"], error["message"]) for error in errors] == [
+        ("max_completion_tokens", "max_completion_tokens: must be at least 1, is 0"),
+        ("max_tokens", "max_tokens: must be at least 1, is 0"),
+    ]
+
+
+async def test_how_long_to_think_is_the_templates() -> None:
+    async with gateway() as (_, http):
+        body = {"messages": [{"role": "user", "content": "a"}], "reasoning_effort": "low"}
+        error = (await http.post("/v1/chat/completions", json=body)).json()["error"]
+    assert error["param"] == "reasoning_effort"
+    assert 'chat_template_kwargs: {"reasoning_effort": ...}' in error["message"]
+
+
 @pytest.mark.parametrize(("data", "status"), [(b'{"prompt": "a', 400), (b"", 400), (b"x" * 5000, 413), (b"\xff", 400)])
 async def test_bytes_that_are_no_body(data: bytes, status: int) -> None:
     async with gateway(max_body_bytes=4096) as (_, http):
@@ -155,9 +235,13 @@ async def test_neutral_values_and_what_has_no_effect_are_let_through() -> None:
     body = {
         "messages": [{"role": "user", "content": "hi"}], "n": 1, "logprobs": False, "tools": [], "tool_choice": "auto",
         "response_format": {"type": "text"}, "user": "me", "metadata": {"a": "b"}, "parallel_tool_calls": True,
+        "add_generation_prompt": True, "continue_final_message": False, "add_special_tokens": False, "detokenize": True,
+        "return_token_ids": False, "length_penalty": 1.0, "use_beam_search": False, "include_reasoning": True,
     }  # fmt: skip
     async with gateway() as (_, http):
         assert (await http.post("/v1/chat/completions", json=body)).status_code == 200
+        body = {"prompt": "a", "add_special_tokens": True, "spaces_between_special_tokens": True, "bad_words": []}
+        assert (await http.post("/v1/completions", json=body)).status_code == 200
 
 
 async def test_numbers_may_be_whole_ones_and_biases_have_names() -> None:
@@ -489,7 +573,7 @@ async def test_the_form_of_an_answer_in_both_words() -> None:
         for fields, expected in FORMS:
             for path, body in (
                 ("completions", {"prompt": "a"}),
-                ("chat/completions", {"messages": [{"role": "user"}]}),
+                ("chat/completions", {"messages": [{"role": "user", "content": "a"}]}),
             ):
                 response = await http.post(f"/v1/{path}", json={**body, **fields})
                 assert response.status_code == 200, response.text

@@ -345,6 +345,7 @@ def test_numbers_of_a_server_that_sends_broken_streams_come_with_a_warning(repor
     ("flags", "said"),
     [
         (["--address", "127.0.0.1:1"], "no router answers at 127.0.0.1:1"),
+        (["--router", "127.0.0.1:1"], "no router answers at 127.0.0.1:1"),
         (["--backend", "openai", "--base-url", "http://127.0.0.1:1"], "does not say what it serves"),
         (["--dataset-name", "trace", "--dataset-path", "no/such.csv"], "No such file"),
     ],

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import importlib
 import json
 import re
@@ -12,10 +13,12 @@ from typing import Any
 import click
 import pytest
 from click.testing import CliRunner
+from prometheus_client import make_asgi_app
 
 from protos import tandem_inference_pb2 as pb
 from protos import tandem_worker_pb2 as worker_pb
 from rpc.errors import DeadlinePassed, InvalidRequest, NoWorker, Overloaded, Unreachable
+from rpc.http import HttpServer
 from tandem.answer import Answer, message_to_dict
 from tandem.cli import COMMANDS, command, main
 from tandem.cli.errors import explain
@@ -204,6 +207,16 @@ def test_without_a_router_there_is_one_readable_line(command: list[str]) -> None
     assert f"no router answers at {address}" in result.stderr
 
 
+@pytest.mark.parametrize("command", [["generate", "hello"], ["status"], ["bench", "--num-prompts", "1"]])
+async def test_a_port_of_http_is_told_from_a_router(command: list[str]) -> None:
+    server = HttpServer(make_asgi_app())
+    address = server.start("127.0.0.1:0", flag="--listen")
+    result = await asyncio.to_thread(CliRunner().invoke, main, [*command, "--router", address])
+    await server.close()
+    assert result.exit_code == 1
+    assert "an HTTP server answers there, no router: gRPC has a port of its own" in result.stderr
+
+
 @pytest.mark.parametrize(
     ("command", "message"),
     [
@@ -213,6 +226,8 @@ def test_without_a_router_there_is_one_readable_line(command: list[str]) -> None
         (["generate", "x", "--max-tokens", "-3"], "'--max-tokens': -3 is not in the range"),
         (["generate", "x", "--seed", "9" * 30], "'--seed': 9999"),
         (["generate", "x", "--timeout-s", "0"], "--timeout-s"),
+        (["generate", "", "--router", "127.0.0.1:1"], "PROMPT: must not be empty"),
+        (["generate", "-", "--router", "127.0.0.1:1"], "PROMPT: must not be empty"),
         (["generate", "-", "--json-schema", "-"], "--json-schema: stdin is PROMPT already"),
         (["generate", "x", "--timeout-s", "nan"], "'--timeout-s': nan is no number"),
         (["generate", "x", "--chat-template-kwargs", "{"], "--chat-template-kwargs: is not JSON"),
@@ -236,8 +251,12 @@ def test_without_a_router_there_is_one_readable_line(command: list[str]) -> None
         (["up", "--dtype", "int8"], "--dtype must be one of"),
         (["up", "--transport", "tcp"], "'tcp' is not one of 'grpc', 'ipc', 'nixl'"),
         (["up", "--listen", "here"], "--listen: an address is HOST:PORT"),
+        (["up", "--allowed-origins", "x"], "--allowed-origins must be a JSON list of origins"),
+        (["up", "--api-key", "\u00e9"], "--api-key must be of visible ASCII characters"),
         (["status", "--wrong"], "No such option"),
         (["status", "--router", "127.0.0.1:99999"], "with a port from 0 to 65535, not '127.0.0.1:99999'"),
+        (["status", "--router", "http://127.0.0.1:80"], "HOST:PORT, without a scheme such as http://, not 'http://127"),
+        (["bench", "--router", "http://127.0.0.1:80"], "--address: an address is HOST:PORT, without a scheme"),
     ],
 )
 def test_wrong_usage_exits_with_2_and_names_the_flag(command: list[str], message: str) -> None:

@@ -447,6 +447,7 @@ def test_every_setting_of_the_policy_reaches_the_router(monkeypatch: pytest.Monk
         ({"drain_grace_s": -1}, "--drain-grace-s must be at least 0"),
         ({"lease_ms": 1}, "--lease-ms must be in"),
         ({"max_queue_tokens": 0}, "--max-queue-tokens must be at least 1"),
+        ({"allowed_origins": '["https://a/"]'}, "--allowed-origins must be a JSON list of origins"),
     ],
 )
 def test_a_wrong_setting_names_its_flag(settings: dict[str, Any], message: str) -> None:

@@ -13,7 +13,7 @@ from lora_folders import write_adapter, write_model
 from engine.attention import create_attention_backend
 from engine.config import EngineArgs
 from engine.lora.modules import check_lora_folder, parse_lora_modules, read_lora_module
-from engine.model_loader import create_engine_config, load_model
+from engine.model_loader import create_engine_config, load_model, model_config
 from prefix_hash import prefix_key, salted_key
 from prefix_hash.compat import compat_difference
 
@@ -129,6 +129,19 @@ def test_an_engine_takes_them_where_its_model_can(tmp_path: Path) -> None:
         config_with(tmp_path / "model", f"b={tmp_path}")
     modules = config_with(tmp_path / "model", f"b={tmp_path / 'a'},a={tmp_path / 'a'}").lora_modules
     assert [module.name for module in modules] == ["a", "b"]
+
+
+def test_folders_are_looked_at_before_kernels_and_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which may take a compiler, and minutes."""
+
+    def too_late(*_args: object, **_kwargs: object) -> Any:
+        raise AssertionError
+
+    write_model(tmp_path / "model")
+    for name in ("choose_attention_backend", "resolve_quantization", "digest_files"):
+        monkeypatch.setattr(model_config, name, too_late)
+    with pytest.raises(ValueError, match=r"adapter 'a': there is no folder .*/nothing"):
+        config_with(tmp_path / "model", f"a={tmp_path / 'nothing'}")
 
 
 @pytest.mark.parametrize(

@@ -38,6 +38,7 @@ LLAMA: dict[str, Any] = {
     "eos_token_id": 2,
     "dtype": "float32",
 }
+QWEN3: dict[str, Any] = {"architectures": ["Qwen3ForCausalLM"], "use_sliding_window": False}
 LLAMA3_ROPE: dict[str, Any] = {
     "rope_type": "llama3",
     "factor": 8.0,
@@ -251,10 +252,16 @@ def test_linear_rope_divides_every_frequency() -> None:
             "FalconForCausalLM with model_type None is not supported: transformers",
         ),
         ({"architectures": None}, r"\(none given\) with model_type None is not supported"),
+        ({"architectures": None, "model_type": "qwen3"}, r'missing .* put in "architectures": \["Qwen3ForCausalLM"\]'),
+        ({"architectures": [], "model_type": "gemma2"}, r'missing .* put in "architectures": \["Gemma2ForCausalLM"\]'),
         ({"architectures": 5}, "architectures must be a list of names, is 5"),
         ({"architectures": [None]}, r"architectures must be a list of names, is \[None\]"),
         ({"dtype": {"a": 1}}, "dtype {'a': 1} is not supported"),
         ({"eos_token_id": ["a"]}, "eos_token_id must be an integer or several, is 'a'"),
+        ({"eos_token_id": {}}, "eos_token_id must be an integer or several, is {}"),
+        ({"eos_token_id": [2, [3]]}, r"eos_token_id must be an integer or several, is \[3\]"),
+        ({"num_hidden_layers": 10_000_000}, "num_hidden_layers must be at most 1024, is 10000000"),
+        ({"head_dim": 1_000_000}, "head_dim must be at most 4096, is 1000000"),
         ({"rope_scaling": {"rope_type": "longrope", "factor": 2.0}}, "rope_type 'longrope' is not supported; known:"),
         ({"rope_scaling": {"rope_type": "yarn"}}, "'yarn' needs the field factor"),
         ({"rope_scaling": {"rope_type": "yarn", "factor": 0.5}}, "factor must be at least 1, is 0.5"),
@@ -273,6 +280,9 @@ def test_linear_rope_divides_every_frequency() -> None:
         ({"head_dim": -2}, "head_dim must be an integer of at least 1, is -2"),
         ({"tie_word_embeddings": "no"}, "tie_word_embeddings must be true or false, is 'no'"),
         ({"architectures": ["Qwen2ForCausalLM"], "use_sliding_window": True, "layer_types": 2}, "must be a list of 2"),
+        (QWEN3 | {"layer_types": ["full_attention"]}, "layer_types must be a list of 2, one for each layer, has 1"),
+        (QWEN3 | {"layer_types": ["full_attention", "x"]}, "layer_types 'x' is not supported; known: full_attention"),
+        ({"layer_types": ["full_attention", ["x"]]}, r"layer_types \['x'\] is not supported"),
         ({"hidden_size": None}, "hidden_size must be an integer of at least 1, is None"),
         ({"num_hidden_layers": "two"}, "num_hidden_layers must be an integer"),
         ({"num_key_value_heads": 3}, "num_attention_heads=4 must be a multiple of num_key_value_heads=3"),
@@ -288,6 +298,30 @@ def test_linear_rope_divides_every_frequency() -> None:
 def test_config_json_that_cannot_be_served(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         config_of(folder_with(tmp_path / "m", **changes))
+
+
+@pytest.mark.parametrize("name", ["config.json", "generation_config.json"])
+def test_json_without_end_is_named(tmp_path: Path, name: str) -> None:
+    folder = folder_with(tmp_path / "m")
+    (folder / name).write_text("[" * 100_000)
+    with pytest.raises(ValueError, match=f"m/{name} is not JSON"):
+        config_of(folder)
+
+
+def test_a_block_that_fits_nowhere_is_the_reason(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = folder_with(tmp_path / "m")
+    # 2 layers x (2 x 2 heads x 4 slots x 4 dims x 4 bytes)
+    monkeypatch.setattr(model_config, "memory_bytes", lambda device: 511)
+    with pytest.raises(ValueError, match=r"one block of 4 tokens would take .* has 2 layers with 2 key heads of 4"):
+        config_of(folder)
+
+
+@pytest.mark.parametrize("name", ["pytorch_model.bin", "pytorch_model.bin.index.json"])
+def test_pickled_weights_are_to_be_converted(tmp_path: Path, name: str) -> None:
+    folder = folder_with(tmp_path / "m")
+    (folder / name).write_bytes(b"x")
+    with pytest.raises(ValueError, match=rf"m has its weights in {name}, pickled: convert .*save_pretrained\('.*m'\)"):
+        config_of(folder, load_format="auto")
 
 
 # --- EngineArgs

@@ -169,7 +169,18 @@ def test_workers_that_are_none_of_ours(
 
 @pytest.mark.parametrize(
     "theirs",
-    ["", "other", "a=1", "a=1; b=2; c=3", "b=2; a=1", "a=1; a=1; b=2", "a=1; b=2; ", "x" * 10**6, "; " * 10**6],
+    [
+        "",
+        "other",
+        "b=2; a=1",
+        "a=1; a=1; b=2",
+        "a=1; b=2; ",
+        "a=1; b=2; c d=3",
+        "x" * 10**6,
+        "; " * 10**6,
+        "; ".join(f"p{i}=1" for i in range(99)),
+        "a=" + "1" * 5000,
+    ],
     ids=lambda theirs: theirs[:20],
 )
 def test_a_digest_that_is_made_otherwise_differs_as_a_whole(theirs: str) -> None:
@@ -177,6 +188,18 @@ def test_a_digest_that_is_made_otherwise_differs_as_a_whole(theirs: str) -> None
     assert compat_difference(ours, ours) == ""
     assert compat_difference(ours, theirs) == f"compat_digest: 'a=1; b=2' != {theirs[:64]!r}"
     assert compat_difference(theirs, ours).startswith("compat_digest: ")
+
+
+def test_parts_that_one_digest_lacks_are_named() -> None:
+    """The texts would begin alike, and differ where they are cut off."""
+    ours = {"dtype": "bfloat16", "weights": "f" * 99}
+    theirs = {"lora_modules": "abc", **ours, "kv_order": "x"}
+    assert compat_difference(join_parts(ours), join_parts(theirs)) == (
+        "compat_digest: lora_modules (absent) != 'abc', kv_order (absent) != 'x'"
+    )
+    assert compat_difference(join_parts(theirs | {"dtype": "float32"}), join_parts(ours)) == (
+        "compat_digest: lora_modules 'abc' != (absent), dtype 'float32' != 'bfloat16', kv_order 'x' != (absent)"
+    )
 
 
 def test_decode_workers_of_two_kinds_are_told_apart(folder: Path, caplog: pytest.LogCaptureFixture) -> None:

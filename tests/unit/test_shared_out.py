@@ -75,7 +75,7 @@ def test_ranks_may_share_a_key_head() -> None:
 @pytest.mark.parametrize(
     ("change", "num_ranks", "message"),
     [
-        ({}, 5, "tensor_parallel_size must divide the model's num_attention_heads=12, is 5"),
+        ({}, 5, "tensor_parallel_size must divide the model's num_attention_heads=12, is 5; up to 16 these work: "),
         ({}, 4, "must divide the model's num_key_value_heads=6, or be a multiple of it, is 4"),
         ({"intermediate_size": 37}, 2, "tensor_parallel_size must divide the model's intermediate_size=37, is 2"),
         (DEEPSEEK, 4, "tensor_parallel_size must divide the model's moe_intermediate_size=18, is 4"),
@@ -94,6 +94,12 @@ def test_what_cannot_be_shared_out_is_refused(
         create_engine_config(
             EngineArgs(model=str(tmp_path), load_format="dummy", device="cpu", tensor_parallel_size=num_ranks)
         )
+
+
+def test_numbers_of_ranks_that_would_do_are_named() -> None:
+    shape = load_model_shape(LLAMA | {"num_key_value_heads": 4}, "auto")
+    with pytest.raises(ValueError, match=r"is 5; up to 16 these work: 1, 2, 4, 12$"):
+        share_of(shape, 5)
 
 
 def test_models_of_transformers_are_refused() -> None:
