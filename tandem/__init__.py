@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from tandem.cluster import Cluster, ClusterError
     from tandem.cluster_args import ClusterArgs
     from tandem.llm import LLM, CompletionOutput, Logprob, LoRARequest, RequestOutput
+    from tandem.prompts import TextPrompt, TokensPrompt
     from tandem.structured_outputs import StructuredOutputsParams
 
 _HOME = {
@@ -41,6 +42,8 @@ _HOME = {
     "Logprob": "tandem.llm",
     "RequestOutput": "tandem.llm",
     "StructuredOutputsParams": "tandem.structured_outputs",
+    "TextPrompt": "tandem.prompts",
+    "TokensPrompt": "tandem.prompts",
 }
 
 __all__ = [
@@ -60,6 +63,8 @@ __all__ = [
     "SamplingParams",
     "StreamBroken",
     "StructuredOutputsParams",
+    "TextPrompt",
+    "TokensPrompt",
     "__version__",
 ]
 
