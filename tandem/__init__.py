@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from engine.sampling_params import SamplingParams
     from rpc.tls import ClientTLS
     from tandem.answer import Answer, StreamBroken
-    from tandem.client import AsyncClient, Client
+    from tandem.client import AsyncClient, Client, ClientClosed
     from tandem.cluster import Cluster, ClusterError
     from tandem.cluster_args import ClusterArgs
     from tandem.llm import LLM, CompletionOutput, Logprob, LoRARequest, RequestOutput
@@ -33,6 +33,7 @@ _HOME = {
     "AsyncClient": "tandem.client",
     "ClientTLS": "rpc.tls",
     "Client": "tandem.client",
+    "ClientClosed": "tandem.client",
     "Cluster": "tandem.cluster",
     "ClusterArgs": "tandem.cluster_args",
     "ClusterError": "tandem.cluster",
@@ -51,6 +52,7 @@ __all__ = [
     "Answer",
     "AsyncClient",
     "Client",
+    "ClientClosed",
     "ClientTLS",
     "Cluster",
     "ClusterArgs",

@@ -9,7 +9,7 @@ from typing import Any, TypedDict, TypeGuard, Unpack
 
 from protos import tandem_inference_pb2 as pb
 from protos import tandem_worker_pb2
-from tandem.checks import check_text
+from tandem.checks import check_text, is_number
 from tandem.structured_outputs import StructuredOutputsParams
 from tandem.tools import add_tools, chat_message
 
@@ -142,7 +142,8 @@ def profile_request(
     """Raises `ValueError` for what the wire cannot carry."""
     if type(num_steps) is not int or not 0 <= num_steps < 1 << 32:
         raise ValueError(f"num_steps: must be a whole number of at least 1, is {num_steps!r}")
-    if not 0 < timeout_s <= MAX_PROFILE_S:
+    check_text("worker_id", worker_id)
+    if not is_number(timeout_s) or not 0 < timeout_s <= MAX_PROFILE_S:
         raise ValueError(f"timeout_s: must be in (0, {MAX_PROFILE_S:g}], is {timeout_s!r}")
     return tandem_worker_pb2.ProfileRequest(
         worker_id=worker_id, num_steps=num_steps, timeout_ms=max(1, round(1e3 * timeout_s)), with_trace=with_trace
