@@ -34,7 +34,7 @@ def is_list(value: object) -> bool:
 
 def without_array(value: Any) -> Any:
     """A list instead of an array or tensor, a number instead of one of its elements; all else as it is."""
-    if isinstance(value, memoryview) or not hasattr(value, "tolist"):
+    if isinstance(value, memoryview | type) or not hasattr(value, "tolist"):
         return value
     return value.tolist()
 

@@ -246,6 +246,7 @@ class LLM:
                 continue
             if not isinstance(request, LoRARequest):
                 raise ValueError(f"lora_request must be a LoRARequest, as LoRARequest('name'), is {request!r:.60}")
+            check_text("lora_request: lora_name", request.lora_name)
             path = there.get(request.lora_name)
             if path is not None and request.lora_path and Path(request.lora_path).expanduser().resolve() != path:
                 raise ValueError(f"lora_request: {request.lora_name!r} was loaded from {path}, not {request.lora_path}")

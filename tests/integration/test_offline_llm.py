@@ -18,7 +18,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from engine import sampling_params as engine_params
-from tandem import LLM, SamplingParams, StructuredOutputsParams, TextPrompt, TokensPrompt
+from tandem import LLM, LoRARequest, SamplingParams, StructuredOutputsParams, TextPrompt, TokensPrompt
 
 GREEDY = SamplingParams(temperature=0, max_tokens=12)
 
@@ -85,6 +85,7 @@ def test_prompts_in_vllms_dicts_and_in_arrays(llm: LLM) -> None:
     assert [output.prompt_token_ids for output in llm.generate(np.array([ids, ids]), GREEDY)] == [ids, ids]  # type: ignore[arg-type]
 
 
+CHAT = [{"role": "user", "content": "Hi"}]
 SHAPES = "must be a text, a list of token ids, {'prompt': text} or {'prompt_token_ids': ids}"
 
 
@@ -117,6 +118,7 @@ SHAPES = "must be a text, a list of token ids, {'prompt': text} or {'prompt_toke
         (3, f"prompts {SHAPES}, or a list of these, is 3"),
         (b"ab", f"prompts {SHAPES}, or a list of these, is b'ab'"),
         (memoryview(b"ab"), f"prompts {SHAPES}, or a list of these, is <memory"),
+        (np.ndarray, f"prompts {SHAPES}, or a list of these, is <class"),
         ((each for each in "ab"), f"prompts {SHAPES}, or a list of these, is <generator"),
     ],
 )
@@ -150,6 +152,7 @@ def test_what_are_no_sampling_params_is_told_so(llm: LLM, params: Any, complaint
         ([3], {}, "messages must be a list of messages .*, holds 3"),
         ([], {"chat_template": 3}, "chat_template: must be a text, is 3"),
         ([], {"chat_template_kwargs": 3}, "chat_template_kwargs: must be a dict, is 3"),
+        (CHAT, {"lora_request": LoRARequest([1])}, r"lora_request: lora_name: must be a text, is \[1\]"),  # type: ignore[arg-type]
         ([], {"lora_request": 3}, "lora_request must be a LoRARequest, or one or None for each prompt, is 3"),
     ],
 )
