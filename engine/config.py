@@ -27,15 +27,16 @@ MAX_THREADS = 1024
 GIB = 1024**3
 
 
-NUMBERS: dict[str, tuple[str, tuple[type, ...]]] = {
+KINDS: dict[str, tuple[str, tuple[type, ...]]] = {
     "int": ("a whole number", (int,)), "float": ("a number", (int, float)), "bool": ("true or false", (bool,)),
+    "str": ("a text", (str,)),
 }  # fmt: skip
-"""What a field's type is called, and what may be given for it. What a text must be, each field's own check says."""
+"""What a field's type is called, and what may be given for it. Which texts, each field's own check says."""
 
 
 def _check_type(name: str, kind: str, value: object) -> None:
-    if kind in NUMBERS:
-        named, types = NUMBERS[kind]
+    if kind in KINDS:
+        named, types = KINDS[kind]
         fits = isinstance(value, types) and (kind == "bool" or not isinstance(value, bool))
         _check(fits, f"{name} must be {named}, is {value!r}")
 

@@ -18,10 +18,11 @@ if TYPE_CHECKING:
     from engine.sampling_params import SamplingParams
     from rpc.tls import ClientTLS
     from tandem.answer import Answer, StreamBroken
-    from tandem.client import AsyncClient, Client
+    from tandem.client import AsyncClient, Client, ClientClosed
     from tandem.cluster import Cluster, ClusterError
     from tandem.cluster_args import ClusterArgs
     from tandem.llm import LLM, CompletionOutput, Logprob, LoRARequest, RequestOutput
+    from tandem.prompts import TextPrompt, TokensPrompt
     from tandem.structured_outputs import StructuredOutputsParams
 
 _HOME = {
@@ -32,6 +33,7 @@ _HOME = {
     "AsyncClient": "tandem.client",
     "ClientTLS": "rpc.tls",
     "Client": "tandem.client",
+    "ClientClosed": "tandem.client",
     "Cluster": "tandem.cluster",
     "ClusterArgs": "tandem.cluster_args",
     "ClusterError": "tandem.cluster",
@@ -41,6 +43,8 @@ _HOME = {
     "Logprob": "tandem.llm",
     "RequestOutput": "tandem.llm",
     "StructuredOutputsParams": "tandem.structured_outputs",
+    "TextPrompt": "tandem.prompts",
+    "TokensPrompt": "tandem.prompts",
 }
 
 __all__ = [
@@ -48,6 +52,7 @@ __all__ = [
     "Answer",
     "AsyncClient",
     "Client",
+    "ClientClosed",
     "ClientTLS",
     "Cluster",
     "ClusterArgs",
@@ -60,6 +65,8 @@ __all__ = [
     "SamplingParams",
     "StreamBroken",
     "StructuredOutputsParams",
+    "TextPrompt",
+    "TokensPrompt",
     "__version__",
 ]
 

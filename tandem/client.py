@@ -5,16 +5,18 @@
 
 Owns one channel each, closed by `close` or at the end of a `with` block. Every stream is checked while it is read (see
 `tandem.answer`), and goes on at another router where its own is lost (`tandem.resume`). Errors are those of
-`rpc.errors`; a wrong parameter is an `InvalidRequest` that names its field. Dropping a stream (break, cancel, an
-exception) cancels its request on every worker.
+`rpc.errors`; a wrong parameter is an `InvalidRequest` that names its field, or a `ValueError` where it cannot even
+travel. `ClientClosed` is the error of all calls that are made, or still run, when the client is closed. Dropping a
+stream (break, cancel, an exception) cancels its request on every worker.
 """
 
 from __future__ import annotations
 
 import asyncio
 import re
+import threading
 import time
-from collections.abc import AsyncGenerator, Generator
+from collections.abc import AsyncGenerator, Generator, Mapping
 from contextlib import contextmanager
 from types import TracebackType
 from typing import Self, Unpack
@@ -25,10 +27,11 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from protos import tandem_inference_pb2 as pb
 from protos import tandem_inference_pb2_grpc, tandem_worker_pb2, tandem_worker_pb2_grpc
 from rpc.channel import open_blocking_channel, open_channel
-from rpc.errors import TandemError, from_rpc_error
+from rpc.errors import TandemError, from_rpc_error, is_being_cancelled
 from rpc.server import split_address
 from rpc.tls import ClientTLS
 from tandem.answer import Answer
+from tandem.checks import check_text, is_number
 from tandem.messages import Prompt, Sampling, generate_request, profile_request
 from tandem.resume import ResumableStream
 
@@ -46,13 +49,36 @@ MAX_TIMEOUT_S = 1e8
 _READINESS = health_pb2.HealthCheckRequest(service="tandem.v1.Inference")
 
 
+class ClientClosed(Exception):  # noqa: N818 - named as the errors of `rpc.errors` are
+    """The client was closed before the call, or while it ran. What the router did of it is not known."""
+
+    def __init__(self) -> None:
+        super().__init__("the client is closed")
+
+
 def _timeout(timeout_s: float | None) -> float | None:
     """As gRPC takes it: None is for ever. Raises `ValueError` for what is no time."""
     if timeout_s is None or timeout_s == float("inf"):
         return None
-    if not timeout_s > 0:  # NaN, too
-        raise ValueError(f"timeout_s: must be more than 0, is {timeout_s}")
-    return min(timeout_s, MAX_TIMEOUT_S)
+    if not is_number(timeout_s) or not timeout_s > 0:  # NaN, too
+        raise ValueError(f"timeout_s: must be more than 0 (seconds), is {timeout_s!r:.80}")
+    return float(min(timeout_s, MAX_TIMEOUT_S))
+
+
+def _resume(resume_s: float) -> float:
+    if not is_number(resume_s) or not resume_s >= 0:
+        raise ValueError(f"resume_s: must be at least 0, is {resume_s!r:.80}")
+    return resume_s
+
+
+def _abort_request(request_id: str) -> pb.AbortRequest:
+    check_text("request_id", request_id)
+    return pb.AbortRequest(request_id=request_id)
+
+
+def _check_one_answer(sampling: Mapping[str, object]) -> None:
+    if "n" in sampling:
+        raise ValueError("n: generate has one answer; generate_n(prompt, n) has several")
 
 
 def checked_address(address: str) -> str:
@@ -68,15 +94,33 @@ def checked_address(address: str) -> str:
     return address
 
 
-@contextmanager
-def _errors_of_ours() -> Generator[None]:
-    try:
-        yield
-    except grpc.RpcError as error:
-        raise from_rpc_error(error) from error
+class _Closable:
+    """What both clients raise where a call fails."""
+
+    def __init__(self) -> None:
+        self._closed = threading.Event()
+
+    @contextmanager
+    def _errors_of_ours(self) -> Generator[None]:
+        if self._closed.is_set():
+            raise ClientClosed
+        try:
+            yield
+        except grpc.RpcError as error:
+            if self._closed.is_set() and error.code() is grpc.StatusCode.CANCELLED:
+                raise ClientClosed from error
+            raise from_rpc_error(error) from error
+        except (ValueError, grpc.aio.UsageError) as error:  # gRPC's of a channel that is closed
+            if self._closed.is_set():
+                raise ClientClosed from error
+            raise
+        except asyncio.CancelledError as error:  # closing a channel cancels what awaits its calls
+            if self._closed.is_set() and not is_being_cancelled():
+                raise ClientClosed from error
+            raise
 
 
-class Client:
+class Client(_Closable):
     """Blocking client of the router at `address`. Threads may share one."""
 
     def __init__(
@@ -84,7 +128,8 @@ class Client:
     ) -> None:
         """`tls`: for a router that is served over TLS. `resume_s`: for how long a stream that broke after its first
         token waits for a router that goes on with it; 0: not at all."""
-        self._resume_s = resume_s
+        super().__init__()
+        self._resume_s = _resume(resume_s)
         self._channel = open_blocking_channel(checked_address(address), tls=tls)
         self._inference = tandem_inference_pb2_grpc.InferenceStub(self._channel)
         self._cluster = tandem_worker_pb2_grpc.ClusterStub(self._channel)
@@ -100,6 +145,7 @@ class Client:
         **sampling: Unpack[Sampling],
     ) -> Answer:
         """The whole answer. `timeout_s` becomes the request's deadline everywhere; None and infinity: there is none."""
+        _check_one_answer(sampling)
         (answer,) = self.generate_n(prompt, 1, request_id=request_id, model=model, timeout_s=timeout_s, **sampling)
         return answer
 
@@ -138,7 +184,7 @@ class Client:
     def _read(self, stream: ResumableStream) -> Generator[pb.GenerateResponse]:
         while True:
             try:
-                with _errors_of_ours():
+                with self._errors_of_ours():
                     call = self._inference.Generate(stream.request(), timeout=stream.timeout_s())
                     try:
                         stream.note_metadata(call.initial_metadata())
@@ -146,9 +192,11 @@ class Client:
                             yield stream.accept(message)
                     finally:
                         call.cancel()  # without effect once it has ended
-            except TandemError as error:
+            except (TandemError, ClientClosed) as error:
                 if stream.has_ended:  # all has come but the status
                     return
+                if isinstance(error, ClientClosed):
+                    raise
                 time.sleep(stream.wait_s(error))
                 continue
             stream.answers().check_ended()
@@ -156,18 +204,18 @@ class Client:
 
     def abort(self, request_id: str) -> bool:
         """End a running request; its stream then ends with finish_reason abort. False if it was not running."""
-        with _errors_of_ours():
-            response = self._inference.Abort(pb.AbortRequest(request_id=request_id), timeout=CONTROL_TIMEOUT_S)
+        with self._errors_of_ours():
+            response = self._inference.Abort(_abort_request(request_id), timeout=CONTROL_TIMEOUT_S)
         return bool(response.was_running)
 
     def is_serving(self) -> bool:
         """Whether requests can be served now: a decode worker is there. Raises `Unreachable` without a router."""
-        with _errors_of_ours():
+        with self._errors_of_ours():
             health: health_pb2.HealthCheckResponse = self._health.Check(_READINESS, timeout=CONTROL_TIMEOUT_S)
         return bool(health.status == health_pb2.HealthCheckResponse.SERVING)
 
     def model_info(self) -> pb.GetModelInfoResponse:
-        with _errors_of_ours():
+        with self._errors_of_ours():
             info: pb.GetModelInfoResponse = self._inference.GetModelInfo(
                 pb.GetModelInfoRequest(), timeout=CONTROL_TIMEOUT_S
             )
@@ -175,7 +223,7 @@ class Client:
 
     def status(self) -> tandem_worker_pb2.ClusterStatus:
         """What the router and every worker are doing."""
-        with _errors_of_ours():
+        with self._errors_of_ours():
             status: tandem_worker_pb2.ClusterStatus = self._cluster.GetStatus(
                 tandem_worker_pb2.GetClusterStatusRequest(), timeout=CONTROL_TIMEOUT_S
             )
@@ -183,7 +231,7 @@ class Client:
 
     def audit(self) -> tandem_worker_pb2.ClusterAudit:
         """Who owns each KV block of every worker, counted anew."""
-        with _errors_of_ours():
+        with self._errors_of_ours():
             audit: tandem_worker_pb2.ClusterAudit = self._cluster.Audit(
                 tandem_worker_pb2.AuditRequest(), timeout=CONTROL_TIMEOUT_S
             )
@@ -194,13 +242,15 @@ class Client:
     ) -> tandem_worker_pb2.WorkerProfile:
         """What the next steps of a worker take, operation by operation; as many as there are within `timeout_s`."""
         request = profile_request(worker_id, num_steps, timeout_s, with_trace)
-        with _errors_of_ours():
+        with self._errors_of_ours():
             profile: tandem_worker_pb2.WorkerProfile = self._cluster.Profile(
                 request, timeout=timeout_s + PROFILE_READ_S
             )
         return profile
 
     def close(self) -> None:
+        """What still runs, in other threads too, ends with `ClientClosed`."""
+        self._closed.set()
         self._channel.close()
 
     def __enter__(self) -> Self:
@@ -212,18 +262,37 @@ class Client:
         self.close()
 
 
-class AsyncClient:
-    """asyncio client of the router at `address`. Made and used on one event loop."""
+class AsyncClient(_Closable):
+    """asyncio client of the router at `address`. May be made anywhere, and belongs to the event loop of its first use:
+    in another one, `RuntimeError`."""
 
     def __init__(
         self, address: str = DEFAULT_ADDRESS, *, tls: ClientTLS | None = None, resume_s: float = RESUME_S
     ) -> None:
         """As `Client`'s."""
-        self._resume_s = resume_s
-        self._channel = open_channel(checked_address(address), tls=tls)
-        self._inference = tandem_inference_pb2_grpc.InferenceStub(self._channel)
-        self._cluster = tandem_worker_pb2_grpc.ClusterStub(self._channel)
-        self._health = health_pb2_grpc.HealthStub(self._channel)
+        super().__init__()
+        self._resume_s = _resume(resume_s)
+        self._address = checked_address(address)
+        self._tls = tls
+        self._loop: asyncio.AbstractEventLoop | None = None
+
+    def _bind(self) -> None:
+        """gRPC's channels belong to the loop that they are opened on."""
+        loop = asyncio.get_running_loop()
+        if self._loop is None:
+            self._channel = open_channel(self._address, tls=self._tls)
+            self._inference = tandem_inference_pb2_grpc.InferenceStub(self._channel)
+            self._cluster = tandem_worker_pb2_grpc.ClusterStub(self._channel)
+            self._health = health_pb2_grpc.HealthStub(self._channel)
+            self._loop = loop
+        if self._loop is not loop:
+            raise RuntimeError("this AsyncClient was first used on another event loop: make one for each loop")
+
+    @contextmanager
+    def _errors_of_ours(self) -> Generator[None]:
+        with super()._errors_of_ours():
+            self._bind()
+            yield
 
     async def generate(
         self,
@@ -235,6 +304,7 @@ class AsyncClient:
         **sampling: Unpack[Sampling],
     ) -> Answer:
         """As `Client.generate`."""
+        _check_one_answer(sampling)
         (answer,) = await self.generate_n(
             prompt, 1, request_id=request_id, model=model, timeout_s=timeout_s, **sampling
         )
@@ -274,7 +344,7 @@ class AsyncClient:
     async def _read(self, stream: ResumableStream) -> AsyncGenerator[pb.GenerateResponse]:
         while True:
             try:
-                with _errors_of_ours():
+                with self._errors_of_ours():
                     call = self._inference.Generate(stream.request(), timeout=stream.timeout_s())
                     try:
                         stream.note_metadata(await call.initial_metadata())
@@ -282,9 +352,11 @@ class AsyncClient:
                             yield stream.accept(message)
                     finally:
                         call.cancel()  # without effect once it has ended
-            except TandemError as error:
+            except (TandemError, ClientClosed) as error:
                 if stream.has_ended:
                     return
+                if isinstance(error, ClientClosed):
+                    raise
                 await asyncio.sleep(stream.wait_s(error))
                 continue
             stream.answers().check_ended()
@@ -292,18 +364,18 @@ class AsyncClient:
 
     async def abort(self, request_id: str) -> bool:
         """As `Client.abort`."""
-        with _errors_of_ours():
-            response = await self._inference.Abort(pb.AbortRequest(request_id=request_id), timeout=CONTROL_TIMEOUT_S)
+        with self._errors_of_ours():
+            response = await self._inference.Abort(_abort_request(request_id), timeout=CONTROL_TIMEOUT_S)
         return bool(response.was_running)
 
     async def is_serving(self) -> bool:
         """As `Client.is_serving`."""
-        with _errors_of_ours():
+        with self._errors_of_ours():
             health: health_pb2.HealthCheckResponse = await self._health.Check(_READINESS, timeout=CONTROL_TIMEOUT_S)
         return bool(health.status == health_pb2.HealthCheckResponse.SERVING)
 
     async def model_info(self) -> pb.GetModelInfoResponse:
-        with _errors_of_ours():
+        with self._errors_of_ours():
             info: pb.GetModelInfoResponse = await self._inference.GetModelInfo(
                 pb.GetModelInfoRequest(), timeout=CONTROL_TIMEOUT_S
             )
@@ -311,7 +383,7 @@ class AsyncClient:
 
     async def status(self) -> tandem_worker_pb2.ClusterStatus:
         """As `Client.status`."""
-        with _errors_of_ours():
+        with self._errors_of_ours():
             status: tandem_worker_pb2.ClusterStatus = await self._cluster.GetStatus(
                 tandem_worker_pb2.GetClusterStatusRequest(), timeout=CONTROL_TIMEOUT_S
             )
@@ -319,7 +391,7 @@ class AsyncClient:
 
     async def audit(self) -> tandem_worker_pb2.ClusterAudit:
         """As `Client.audit`."""
-        with _errors_of_ours():
+        with self._errors_of_ours():
             audit: tandem_worker_pb2.ClusterAudit = await self._cluster.Audit(
                 tandem_worker_pb2.AuditRequest(), timeout=CONTROL_TIMEOUT_S
             )
@@ -330,14 +402,19 @@ class AsyncClient:
     ) -> tandem_worker_pb2.WorkerProfile:
         """As `Client.profile`."""
         request = profile_request(worker_id, num_steps, timeout_s, with_trace)
-        with _errors_of_ours():
+        with self._errors_of_ours():
             profile: tandem_worker_pb2.WorkerProfile = await self._cluster.Profile(
                 request, timeout=timeout_s + PROFILE_READ_S
             )
         return profile
 
     async def close(self) -> None:
-        await self._channel.close()
+        """What still runs, in other tasks, ends with `ClientClosed`."""
+        if self._loop is not None:
+            self._bind()
+        self._closed.set()
+        if self._loop is not None:
+            await self._channel.close()
 
     async def __aenter__(self) -> Self:
         return self

@@ -9,6 +9,7 @@ from typing import Any, TypedDict, TypeGuard, Unpack
 
 from protos import tandem_inference_pb2 as pb
 from protos import tandem_worker_pb2
+from tandem.checks import check_text, is_number
 from tandem.structured_outputs import StructuredOutputsParams
 from tandem.tools import add_tools, chat_message
 
@@ -67,14 +68,14 @@ def generate_request(
     **sampling: Unpack[Sampling],
 ) -> pb.GenerateRequest:
     """The message of one request, for `n` answers. Raises `ValueError` naming what the wire cannot carry."""
-    _check_text("request_id", request_id)
-    _check_text("model", model)
+    check_text("request_id", request_id)
+    check_text("model", model)
     cache_salt = sampling.pop("cache_salt", None)
     if cache_salt is not None:
         _check_salt(cache_salt)
     fairness_id = sampling.pop("fairness_id", None)
     if fairness_id is not None:
-        _check_text("fairness_id", fairness_id)
+        check_text("fairness_id", fairness_id)
     tools, tool_choice = sampling.pop("tools", None), sampling.pop("tool_choice", None)
     parallel_tool_calls = sampling.pop("parallel_tool_calls", None)
     template_kwargs = _template_kwargs(sampling.pop("chat_template_kwargs", None))
@@ -86,7 +87,7 @@ def generate_request(
         sampling_params=_sampling_params({**sampling, **({} if n == 1 else {"n": n})}),
     )
     if isinstance(prompt, str):
-        _check_text("prompt", prompt)
+        check_text("prompt", prompt)
         request.text = prompt
     elif _is_chat(prompt):
         for message in prompt:
@@ -130,18 +131,9 @@ def _template_kwargs(given: object) -> str:
 
 
 def _check_salt(cache_salt: object) -> None:
-    _check_text("cache_salt", cache_salt)
+    check_text("cache_salt", cache_salt)
     if not cache_salt:
         raise ValueError("cache_salt: must not be empty; without one, leave it out")
-
-
-def _check_text(name: str, text: object) -> None:
-    if not isinstance(text, str):
-        raise ValueError(f"{name}: must be a text, is {text!r}")
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:
-        raise ValueError(f"{name}: has what is no character at {error.start}") from error
 
 
 def profile_request(
@@ -150,7 +142,8 @@ def profile_request(
     """Raises `ValueError` for what the wire cannot carry."""
     if type(num_steps) is not int or not 0 <= num_steps < 1 << 32:
         raise ValueError(f"num_steps: must be a whole number of at least 1, is {num_steps!r}")
-    if not 0 < timeout_s <= MAX_PROFILE_S:
+    check_text("worker_id", worker_id)
+    if not is_number(timeout_s) or not 0 < timeout_s <= MAX_PROFILE_S:
         raise ValueError(f"timeout_s: must be in (0, {MAX_PROFILE_S:g}], is {timeout_s!r}")
     return tandem_worker_pb2.ProfileRequest(
         worker_id=worker_id, num_steps=num_steps, timeout_ms=max(1, round(1e3 * timeout_s)), with_trace=with_trace

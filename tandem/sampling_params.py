@@ -6,25 +6,40 @@ concerns text, and a seed that may be absent.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, field, fields
 from functools import lru_cache
+from numbers import Integral, Real
+from typing import Any
 
 from engine import sampling_params as engine_params
 from protos import tandem_inference_pb2 as pb
 from router.sequences import seed_of_sequence
 from router.text.structured_outputs import grammar_of
 from router.validation.sampling import MAX_N
+from tandem.checks import check_names, check_text, is_list, is_number, is_whole, without_array
 from tandem.structured_outputs import StructuredOutputsParams
+
+UNLIMITED_TOKENS = 2**31 - 1
+"""What the engine is told where there is no max_tokens: the context ends the answer before."""
+
+_KINDS: dict[str, tuple[str, Any, Any]] = {
+    "int": ("a whole number", Integral, int), "float": ("a number", Real, float), "bool": ("True or False", bool, bool),
+}  # fmt: skip
+"""A field's type: what it is called, what may be given for it, and what that is made to be."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class SamplingParams:
-    """Names, meanings and bounds are vLLM's. Raises `ValueError` naming the field and its bound."""
+    """Names, meanings and bounds are vLLM's, and so is what may be None.
+
+    Raises `ValueError` naming the field, its bound and what it is, and `TypeError` for a name that is no field.
+    """
 
     n: int = 1
     """Answers to each prompt, which is prefilled once. Answer i to a seed is the one to seed + i."""
-    max_tokens: int = 16
+    max_tokens: int | None = 16
+    """None: as many as the context has room for."""
     min_tokens: int = 0
     """Before this many tokens neither end-of-sequence, stop tokens nor stop strings end the answer."""
     temperature: float = 1.0
@@ -36,15 +51,15 @@ class SamplingParams:
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
     repetition_penalty: float = 1.0
-    stop: str | Sequence[str] = ()
+    stop: str | Sequence[str] | None = ()
     """The answer ends before any of these texts."""
-    stop_token_ids: Sequence[int] = ()
+    stop_token_ids: Sequence[int] | None = ()
     include_stop_str_in_output: bool = False
     ignore_eos: bool = False
     seed: int | None = None
     """None draws one for each request."""
     skip_special_tokens: bool = True
-    logit_bias: Mapping[int, float] = field(default_factory=dict)
+    logit_bias: Mapping[int, float] | None = field(default_factory=dict)
     logprobs: int | None = None
     """How likely each token was, and so many of the likeliest ones. None: nothing of it."""
     prompt_logprobs: int | None = None
@@ -52,34 +67,48 @@ class SamplingParams:
     structured_outputs: StructuredOutputsParams | None = None
     """The form that the answer must have. None: any text."""
 
+    def __new__(cls, *_: object, **given: object) -> SamplingParams:
+        check_names("SamplingParams", given, [entry.name for entry in fields(cls)])
+        return super().__new__(cls)
+
     def __post_init__(self) -> None:
-        if type(self.n) is not int or not 1 <= self.n <= MAX_N:
+        for entry in fields(self):
+            _plain(entry.name, str(entry.type), getattr(self, entry.name))
+        if not 1 <= self.n <= MAX_N:
             raise ValueError(f"n must be an integer in [1, {MAX_N}], is {self.n!r}")
+        if self.seed is not None and not -(2**63) <= self.seed < 2**63:
+            raise ValueError(f"seed must fit 64 bits, is {self.seed!r:.80}")
+        _check_stop(self.stop)
         self.for_engine(0)  # checks the bounds
-        if not all(self.stop_strings):
-            raise ValueError("stop must not hold empty strings")
 
     @property
     def stop_strings(self) -> tuple[str, ...]:
-        return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
+        return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
 
     def for_engine(self, drawn_seed: int, sequence: int = 0) -> engine_params.SamplingParams:
         """What the engine needs for answer `sequence`; `drawn_seed` stands in where there is no seed."""
         values = {
-            entry.name: getattr(self, entry.name)
-            for entry in fields(engine_params.SamplingParams)
-            if entry.name not in ("seed", "stop_token_ids", "grammar")
+            entry.name: _plain(entry.name, str(entry.type), getattr(self, entry.name))
+            for entry in fields(self)
+            if entry.name in _AS_THEY_ARE
         }
+        if self.max_tokens is None:
+            values["max_tokens"] = UNLIMITED_TOKENS
         return engine_params.SamplingParams(
             **values,
-            stop_token_ids=frozenset(self.stop_token_ids),
-            seed=seed_of_sequence(drawn_seed if self.seed is None else self.seed, sequence),
+            stop_token_ids=_token_ids(self.stop_token_ids),
+            logit_bias=_biases(self.logit_bias),
+            seed=seed_of_sequence(drawn_seed if self.seed is None else int(self.seed), sequence),
             grammar=self._grammar(),
         )
 
     def _grammar(self) -> str | None:
         if self.structured_outputs is None:
             return None
+        if not isinstance(self.structured_outputs, StructuredOutputsParams):
+            raise ValueError(
+                f"structured_outputs must be StructuredOutputsParams or None, is {self.structured_outputs!r:.80}"
+            )
         try:
             return _grammar_of(self.structured_outputs.to_proto().SerializeToString(deterministic=True))
         except ValueError as error:
@@ -90,3 +119,52 @@ class SamplingParams:
 def _grammar_of(message: bytes) -> str:
     """Parameters are made for each of many prompts, and say the same."""
     return grammar_of(pb.StructuredOutputs.FromString(message))
+
+
+_AS_THEY_ARE = {entry.name for entry in fields(engine_params.SamplingParams)} - {
+    "seed", "stop_token_ids", "logit_bias", "grammar",
+}  # fmt: skip
+
+
+def _plain(name: str, kind: str, value: Any) -> Any:
+    """A number or a truth in Python's own type. Raises `ValueError` where it is none."""
+    kind, _, none = kind.partition(" | ")
+    if kind not in _KINDS or (none and value is None):
+        return value
+    named, wanted, plain = _KINDS[kind]
+    wrong = f"{name} must be {named}{' or None' if none else ''}, is {value!r:.80}"
+    if not isinstance(value, wanted) or (isinstance(value, bool) and plain is not bool):
+        raise ValueError(wrong)
+    try:
+        return plain(value)
+    except OverflowError as error:
+        raise ValueError(wrong) from error
+
+
+def _check_stop(stop: Any) -> None:
+    if stop is None:
+        return
+    texts = [stop] if isinstance(stop, str) else stop
+    if not is_list(texts) or not all(isinstance(text, str) for text in texts):
+        raise ValueError(f"stop must be a text, a list of texts or None, is {stop!r:.80}")
+    for text in texts:
+        check_text("stop", text)
+    if not all(texts):
+        raise ValueError("stop must not hold empty strings")
+
+
+def _token_ids(given: Any) -> frozenset[int]:
+    ids = () if given is None else without_array(given)
+    if not (is_list(ids) or isinstance(ids, Set)) or not all(map(is_whole, ids)):
+        raise ValueError(f"stop_token_ids must be a list of whole numbers or None, is {given!r:.80}")
+    return frozenset(map(int, ids))
+
+
+def _biases(given: Any) -> dict[int, float]:
+    biases = {} if given is None else given
+    is_map = isinstance(biases, Mapping)
+    if not is_map or not all(is_whole(token_id) and is_number(bias) for token_id, bias in biases.items()):
+        raise ValueError(
+            f"logit_bias must be a dict of token ids (whole numbers) and numbers, or None, is {given!r:.80}"
+        )
+    return {int(token_id): _plain("logit_bias", "float", bias) for token_id, bias in biases.items()}

@@ -5,9 +5,12 @@ from __future__ import annotations
 import dataclasses
 import re
 import shutil
+from array import array
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from reference import Reference
@@ -15,7 +18,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from engine import sampling_params as engine_params
-from tandem import LLM, SamplingParams, StructuredOutputsParams
+from tandem import LLM, LoRARequest, SamplingParams, StructuredOutputsParams, TextPrompt, TokensPrompt
 
 GREEDY = SamplingParams(temperature=0, max_tokens=12)
 
@@ -59,6 +62,132 @@ def test_text_token_ids_and_lists_of_either(llm: LLM) -> None:
     assert from_ids.prompt is None
     several = llm.generate([from_text.prompt, "Once upon a time"], GREEDY)
     assert from_text.outputs[0] == from_ids.outputs[0] == several[0].outputs[0] != several[1].outputs[0]
+
+
+def test_prompts_in_vllms_dicts_and_in_arrays(llm: LLM) -> None:
+    text = "The capital of France is"
+    (expected,) = llm.generate(text, GREEDY)
+    ids = expected.prompt_token_ids
+    one_prompt: list[Any] = [
+        {"prompt": text}, {"prompt_token_ids": ids}, {"prompt_token_ids": ids, "prompt": "As it was written"},
+        {"prompt": text, "prompt_token_ids": None, "multi_modal_data": None}, TextPrompt(prompt=text),
+        TokensPrompt(prompt_token_ids=tuple(ids)), np.array(ids), torch.tensor(ids), list(torch.tensor(ids)),
+        {"prompt_token_ids": np.array(ids, dtype=np.uint16)}, text, ids, array("i", ids),
+    ]  # fmt: skip
+    alone = [output for prompt in one_prompt for output in llm.generate(prompt, GREEDY)]
+    together = llm.generate(one_prompt, GREEDY)
+    for output, other in zip(alone, together, strict=True):
+        assert output.outputs == other.outputs == expected.outputs
+        assert output.prompt_token_ids == other.prompt_token_ids == ids
+        assert {type(token_id) for token_id in output.prompt_token_ids} == {int}
+        assert output.prompt == other.prompt
+    assert [output.prompt for output in alone[:5]] == [text, None, "As it was written", text, text]
+    assert [output.prompt_token_ids for output in llm.generate(np.array([ids, ids]), GREEDY)] == [ids, ids]  # type: ignore[arg-type]
+
+
+CHAT = [{"role": "user", "content": "Hi"}]
+SHAPES = "must be a text, a list of token ids, {'prompt': text} or {'prompt_token_ids': ids}"
+
+
+@pytest.mark.parametrize(
+    ("prompts", "complaint"),
+    [
+        ([-1], "prompt: prompt_token_ids must be in [0, 49152), is -1 at 0"),
+        ([5, 10**20], "prompt: prompt_token_ids must be in [0, 49152), is 100000000000000000000 at 1"),
+        (["a", [1, 49152]], "prompts[1]: prompt_token_ids must be in [0, 49152), is 49152 at 1"),
+        ([1.0], "prompt: prompt_token_ids must be whole numbers, is 1.0 at 0"),
+        ([True, False], "prompt: prompt_token_ids must be whole numbers, is True at 0"),
+        ([1, "a"], "prompt: prompt_token_ids must be whole numbers, is 'a' at 1"),
+        ([[[1]]], "prompts[0]: prompt_token_ids must be whole numbers, is [1] at 0"),
+        (np.array([0.5]), "prompt: prompt_token_ids must be whole numbers, is 0.5 at 0"),
+        ({"prompt_token_ids": 3}, "prompt: prompt_token_ids must be a list of whole numbers, is 3"),
+        ({"prompt_token_ids": b"ab"}, "prompt: prompt_token_ids must be a list of whole numbers, is b'ab'"),
+        ("a\ud800b", "prompt: has what is no character at 1"),
+        (["a", {"prompt": "\ud800"}], "prompts[1]: has what is no character at 0"),
+        ({"prompt": 3}, "prompt: must be a text, is 3"),
+        (
+            {"prompt": "a", "multi_modal_data": {}},
+            "prompt has 'multi_modal_data', which is not served; a prompt may have",
+        ),
+        ([{"role": "user", "content": "a"}], "prompts[0] has 'role', which is not served"),
+        ({}, f"prompt {SHAPES}, is {{}}"),
+        (["a", None], f"prompts[1] {SHAPES}, is None"),
+        (["a", 3], f"prompts[1] {SHAPES}, is 3"),
+        ([b"ab"], f"prompts[0] {SHAPES}, is b'ab'"),
+        (None, f"prompts {SHAPES}, or a list of these, is None"),
+        (3, f"prompts {SHAPES}, or a list of these, is 3"),
+        (b"ab", f"prompts {SHAPES}, or a list of these, is b'ab'"),
+        (memoryview(b"ab"), f"prompts {SHAPES}, or a list of these, is <memory"),
+        (np.ndarray, f"prompts {SHAPES}, or a list of these, is <class"),
+        ((each for each in "ab"), f"prompts {SHAPES}, or a list of these, is <generator"),
+    ],
+)
+def test_what_is_no_prompt_is_told_what_one_is(llm: LLM, prompts: Any, complaint: str) -> None:
+    with pytest.raises(ValueError) as raised:
+        llm.generate(prompts, GREEDY)
+    assert str(raised.value).startswith(complaint)
+    assert at_rest(llm)
+
+
+@pytest.mark.parametrize(
+    ("params", "complaint"),
+    [
+        ({"max_tokens": 3}, r"sampling_params must be SamplingParams, .* is \{'max_tokens': 3\}"),
+        ([{"max_tokens": 3}], "sampling_params must be SamplingParams, .* one for all prompts or one for each, is "),
+        (engine_params.SamplingParams(), "sampling_params must be SamplingParams"),
+        (3, "sampling_params must be SamplingParams, .* is 3"),
+    ],
+)
+def test_what_are_no_sampling_params_is_told_so(llm: LLM, params: Any, complaint: str) -> None:
+    with pytest.raises(ValueError, match=complaint):
+        llm.generate("a", params)
+
+
+@pytest.mark.parametrize(
+    ("messages", "given", "complaint"),
+    [
+        (None, {}, "messages must be a list of messages .*, is None"),
+        ("hi", {}, "messages must be a list of messages .*, is 'hi'"),
+        ({"role": "user", "content": "a"}, {}, "messages must be a list of messages"),
+        ([3], {}, "messages must be a list of messages .*, holds 3"),
+        ([], {"chat_template": 3}, "chat_template: must be a text, is 3"),
+        ([], {"chat_template_kwargs": 3}, "chat_template_kwargs: must be a dict, is 3"),
+        (CHAT, {"lora_request": LoRARequest([1])}, r"lora_request: lora_name: must be a text, is \[1\]"),  # type: ignore[arg-type]
+        ([], {"lora_request": 3}, "lora_request must be a LoRARequest, or one or None for each prompt, is 3"),
+    ],
+)
+def test_what_is_no_chat_is_told_what_one_is(llm: LLM, messages: Any, given: dict[str, Any], complaint: str) -> None:
+    with pytest.raises(ValueError, match=complaint):
+        llm.chat(messages, GREEDY, **given)
+
+
+def test_without_max_tokens_the_context_ends_an_answer(llm: LLM) -> None:
+    prompt = list(range(3000, 4019))
+    (output,) = llm.generate(prompt, SamplingParams(temperature=0, max_tokens=None, ignore_eos=True))
+    assert (len(output.outputs[0].token_ids), output.outputs[0].finish_reason) == (5, "length")
+
+
+def test_a_second_thread_is_refused_and_corrupts_nothing(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    (expected,) = llm.generate("Once upon a time", GREEDY)
+    refusals = []
+    step = llm.llm_engine.step
+
+    def step_while_another_thread_calls() -> Any:
+        monkeypatch.undo()
+        with ThreadPoolExecutor(1) as other:
+            refusals.append(other.submit(llm.generate, "The capital of France is", GREEDY).exception(timeout=60))
+        return step()
+
+    monkeypatch.setattr(llm.llm_engine, "step", step_while_another_thread_calls)
+    (output,) = llm.generate("Once upon a time", GREEDY)
+    assert output.outputs == expected.outputs
+    [refusal] = refusals
+    assert isinstance(refusal, RuntimeError)
+    assert "this LLM is generating in another thread" in str(refusal)
+    with ThreadPoolExecutor(1) as other:  # one after another, threads may share it
+        (later,) = other.submit(llm.generate, "Once upon a time", GREEDY).result(60)
+    assert later.outputs == expected.outputs
+    assert at_rest(llm)
 
 
 def test_chat_goes_through_the_template(llm: LLM) -> None:
@@ -242,7 +371,7 @@ def test_an_answer_without_a_next_token_says_why(llm: LLM, model_folder: Path, t
 @pytest.mark.parametrize(
     ("prompts", "params", "message"),
     [
-        (["fine", ""], GREEDY, "prompt_token_ids must not be empty"),
+        (["fine", ""], GREEDY, r"prompts\[1\]: prompt_token_ids must not be empty"),
         (["fine", "x " * 2000], GREEDY, "max_model_len=1024"),
         ([[1], [10**6]], GREEDY, "prompt_token_ids must be in"),
         (["fine", "fine"], [GREEDY], "1 entries for 2 prompts"),

@@ -6,41 +6,20 @@ The client talks to a real gRPC server on a loopback port, whose answers are scr
 from __future__ import annotations
 
 import asyncio
-import threading
-from collections.abc import AsyncIterator, Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import AsyncIterator, Iterator
 from contextlib import aclosing
+from typing import Any
 
 import grpc
 import numpy as np
 import pytest
+from scripted_router import EXACT, STOP, Scripted, last, scripted_router, tokens
 
 from protos import tandem_inference_pb2 as pb
-from protos import tandem_inference_pb2_grpc
 from rpc.errors import DETAILS_KEY, STATUS_CODES, InvalidRequest, Overloaded, Unreachable, to_status
 from tandem.answer import Answer, AnswersStream, AnswerStream, StreamBroken
 from tandem.client import AsyncClient, Client
 from tandem.messages import Sampling, generate_request
-
-STOP = pb.FINISH_REASON_STOP
-
-
-def tokens(offset: int, *token_ids: int, text: str = "") -> pb.GenerateResponse:
-    return pb.GenerateResponse(request_id="r", offset=offset, token_ids=token_ids, text=text)
-
-
-def last(offset: int, num_tokens: int, text: str = "", finish_reason: pb.FinishReason = STOP) -> pb.GenerateResponse:
-    return pb.GenerateResponse(
-        request_id="r",
-        offset=offset,
-        text=text,
-        finish_reason=finish_reason,
-        usage=pb.Usage(prompt_tokens=3, completion_tokens=num_tokens),
-        timings=pb.Timings(total_ms=5),
-    )
-
-
-EXACT = [tokens(0, 10, text="a"), tokens(1, 11, 12, text="bc"), last(3, 3, text="d")]
 
 
 def add_up(messages: list[pb.GenerateResponse]) -> Answer:
@@ -223,32 +202,10 @@ def test_what_the_wire_cannot_carry_is_named(prompt: object, sampling: dict[str,
 # -- over a connection ------------------------------------------------------------------------------------------
 
 
-class Scripted(tandem_inference_pb2_grpc.InferenceServicer):
-    """Plays `script` for each request."""
-
-    def __init__(self) -> None:
-        self.script: Callable[[pb.GenerateRequest, grpc.ServicerContext], Iterator[pb.GenerateResponse]]
-        self.was_cancelled = threading.Event()
-
-    def Generate(self, request: pb.GenerateRequest, context: grpc.ServicerContext):  # noqa: N802
-        return self.script(request, context)
-
-    def endless(self, request: pb.GenerateRequest, context: grpc.ServicerContext) -> Iterator[pb.GenerateResponse]:
-        """One token, and then none until the client goes away."""
-        context.add_callback(self.was_cancelled.set)
-        yield tokens(0, 1, text="a")
-        self.was_cancelled.wait(20)
-
-
 @pytest.fixture
 def server() -> Iterator[tuple[str, Scripted]]:
-    grpc_server = grpc.server(ThreadPoolExecutor(4))
-    scripted = Scripted()
-    tandem_inference_pb2_grpc.add_InferenceServicer_to_server(scripted, grpc_server)
-    port = grpc_server.add_insecure_port("127.0.0.1:0")
-    grpc_server.start()
-    yield f"127.0.0.1:{port}", scripted
-    grpc_server.stop(0).wait()
+    with scripted_router() as served:
+        yield served
 
 
 @pytest.fixture
@@ -385,14 +342,32 @@ def test_a_deadline_travels(server: tuple[str, Scripted]) -> None:
     assert 0 < seen[0] < 31
 
 
-@pytest.mark.parametrize("timeout_s", [float("nan"), 0.0, -1.0, float("-inf")])
+@pytest.mark.parametrize("timeout_s", [float("nan"), 0.0, -1.0, float("-inf"), "x", True, [1]])
 async def test_what_is_no_time_is_no_timeout(
-    server: tuple[str, Scripted], async_client: AsyncClient, timeout_s: float
+    server: tuple[str, Scripted], async_client: AsyncClient, timeout_s: Any
 ) -> None:
     with Client(server[0]) as client, pytest.raises(ValueError, match="timeout_s: must be more than 0"):
         client.generate("hi", timeout_s=timeout_s)
     with pytest.raises(ValueError, match="timeout_s: must be more than 0"):
         await async_client.generate("hi", timeout_s=timeout_s)
+
+
+async def test_arguments_of_both_clients_are_named(server: tuple[str, Scripted], async_client: AsyncClient) -> None:
+    with Client(server[0]) as client:
+        for wrong, complaint in (
+            (lambda either: either.generate("hi", n=2), "n: generate has one answer; generate_n"),
+            (lambda either: either.abort(3), "request_id: must be a text, is 3"),
+            (lambda either: either.profile("w", timeout_s="x"), "timeout_s: must be in .*, is 'x'"),
+            (lambda either: either.profile(3), "worker_id: must be a text, is 3"),
+        ):
+            with pytest.raises(ValueError, match=complaint):
+                wrong(client)
+            with pytest.raises(ValueError, match=complaint):
+                await wrong(async_client)
+    for make in (Client, AsyncClient):
+        for resume_s in (-1, float("nan"), "x"):
+            with pytest.raises(ValueError, match="resume_s: must be at least 0, is "):
+                make(server[0], resume_s=resume_s)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("timeout_s", [None, float("inf"), 1e300])

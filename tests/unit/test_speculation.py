@@ -134,7 +134,7 @@ def test_the_setting_is_json_with_vllms_words() -> None:
         ({"num_speculative_tokens": 2, "prompt_lookup_max": "4"}, r"prompt_lookup_max .* is '4'"),
         ({"num_speculative_tokens": 2, "prompt_lookup_max": 65}, r"in \[1, 64\], is 65"),
         ({"num_speculative_tokens": 2, "prompt_lookup_min": 6}, "at most prompt_lookup_max=5, is 6"),
-        (5, "must be a JSON object"),
+        (5, "must be a text, is 5"),
         ({"num_speculative_tokens": 2, "model": "x"}, "has no model; there are num_speculative_tokens, method"),
     ],
 )

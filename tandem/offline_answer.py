@@ -1,0 +1,185 @@
+"""An offline caller's answers: what they are, and how each comes about from the engine's steps."""
+
+from __future__ import annotations
+
+import secrets
+from dataclasses import dataclass, replace
+
+from engine.outputs import FinishReason, TokenLogprobs
+from engine.outputs import RequestOutput as StepOutput
+from router.sequences import names_at_workers
+from router.text.detokenizer import IncrementalDetokenizer
+from router.text.tokenizer import Tokenizer
+from tandem.prompts import ReadPrompt
+from tandem.sampling_params import SamplingParams
+
+
+@dataclass(frozen=True, kw_only=True)
+class Logprob:
+    """How likely the model found a token, before bias, penalties and temperature."""
+
+    logprob: float
+    """Natural logarithm of its probability."""
+    rank: int
+    """Among the whole vocabulary; 1 is the likeliest."""
+    decoded_token: str
+    """What it stands for by itself; U+FFFD for a part of a character."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class CompletionOutput:
+    """One answer."""
+
+    index: int
+    text: str
+    token_ids: list[int]
+    finish_reason: str
+    """ "stop", "length", or "error": there is no next token, and `error` says why."""
+    stop_reason: str | None
+    """The stop string that ended it, if one did."""
+    logprobs: list[dict[int, Logprob]] | None
+    """For each token, by id: the sampled one and as many of the likeliest as were asked for. None: not asked for."""
+    cumulative_logprob: float | None
+    """The sum over the sampled tokens."""
+    error: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RequestOutput:
+    """One prompt and its answers."""
+
+    request_id: str
+    prompt: str | None
+    """None where token ids were given."""
+    prompt_token_ids: list[int]
+    outputs: list[CompletionOutput]
+    finished: bool
+    num_cached_tokens: int
+    """Of the prompt, found in the prefix cache."""
+    prompt_logprobs: list[dict[int, Logprob] | None] | None
+    """For each of the prompt's tokens, as `CompletionOutput.logprobs`; None for the first. None: not asked for."""
+
+
+class OfflineRequest:
+    """One prompt and its answers in the making."""
+
+    def __init__(
+        self,
+        request_id: str,
+        prompt: ReadPrompt,
+        params: SamplingParams,
+        lora_name: str,
+        tokenizer: Tokenizer,
+    ) -> None:
+        self._request_id = request_id
+        self.prompt = prompt
+        drawn_seed = secrets.randbits(63)
+        names = names_at_workers(request_id, params.n)
+        self.answers = [
+            OfflineAnswer(name, index, prompt.token_ids, params, drawn_seed, lora_name, tokenizer)
+            for index, name in enumerate(names)
+        ]
+        self.answers[0].others = self.answers[1:]
+
+    def output(self) -> RequestOutput:
+        return RequestOutput(
+            request_id=self._request_id,
+            prompt=self.prompt.text,
+            prompt_token_ids=self.prompt.token_ids,
+            outputs=[answer.output() for answer in self.answers],
+            finished=True,
+            num_cached_tokens=self.answers[0].num_cached_tokens,
+            prompt_logprobs=self.answers[0].prompt_logprobs,
+        )
+
+
+class OfflineAnswer:
+    """One answer in the making."""
+
+    def __init__(
+        self,
+        name: str,
+        index: int,
+        prompt_token_ids: list[int],
+        params: SamplingParams,
+        drawn_seed: int,
+        lora_name: str,
+        tokenizer: Tokenizer,
+    ) -> None:
+        """`name`: the engine's for it."""
+        self.lora_name = lora_name
+        self.name = name
+        self.prompt_token_ids = prompt_token_ids
+        self.engine_params = params.for_engine(drawn_seed, index)
+        if index:  # the first one tells them
+            self.engine_params = replace(self.engine_params, prompt_logprobs=None)
+        self.others: list[OfflineAnswer] = []
+        """Those that wait until this one has its first token."""
+        self.is_finished = False
+        self.token_ids: list[int] = []
+        self.num_cached_tokens = 0
+        self.prompt_logprobs: list[dict[int, Logprob] | None] | None = None
+        self._index = index
+        self._includes_stop = params.include_stop_str_in_output
+        self._texts: list[str] = []
+        self._finish_reason = ""
+        self._stop_reason: str | None = None
+        self._error = ""
+        self._logprobs: list[TokenLogprobs] | None = None if params.logprobs is None else []
+        self._detokenizer = IncrementalDetokenizer(
+            tokenizer,
+            prompt_token_ids=prompt_token_ids,
+            stop=params.stop_strings,
+            include_stop_str_in_output=params.include_stop_str_in_output,
+            skip_special_tokens=params.skip_special_tokens,
+            min_tokens=params.min_tokens,
+        )
+
+    def take(self, output: StepOutput) -> None:
+        """A step's new tokens."""
+        assert output.offset == len(self.token_ids), "the engine's tokens are contiguous"
+        if not self.token_ids:
+            self.num_cached_tokens = output.num_cached_tokens
+            if output.prompt_logprobs is not None:
+                self.prompt_logprobs = [None, *map(self._by_token_id, output.prompt_logprobs)]
+        is_silent = output.finish_reason is FinishReason.STOP and not self._includes_stop
+        delta = self._detokenizer.push(output.token_ids[:-1] if is_silent else output.token_ids)
+        self._texts.append(delta.text)
+        num_tokens = len(output.token_ids) if delta.stop is None else delta.num_tokens
+        self.token_ids += output.token_ids[:num_tokens]
+        if self._logprobs is not None:
+            self._logprobs += (output.logprobs or [])[:num_tokens]
+        if delta.stop is not None:
+            self._finish("stop", delta.stop)
+            return
+        if output.finish_reason is not None:
+            self._error = output.error
+            self._finish(output.finish_reason.value, None)
+
+    def _finish(self, reason: str, stop: str | None) -> None:
+        self._texts.append(self._detokenizer.finish())
+        self._finish_reason, self._stop_reason = reason, stop
+        self.is_finished = True
+
+    def output(self) -> CompletionOutput:
+        assert self.is_finished
+        return CompletionOutput(
+            index=self._index,
+            text="".join(self._texts),
+            token_ids=self.token_ids,
+            finish_reason=self._finish_reason,
+            stop_reason=self._stop_reason,
+            logprobs=None if self._logprobs is None else [self._by_token_id(each) for each in self._logprobs],
+            cumulative_logprob=None if self._logprobs is None else sum(each.sampled.logprob for each in self._logprobs),
+            error=self._error,
+        )
+
+    def _by_token_id(self, logprobs: TokenLogprobs) -> dict[int, Logprob]:
+        return {
+            each.token_id: Logprob(
+                logprob=each.logprob,
+                rank=each.rank,
+                decoded_token=self._detokenizer.token_bytes(each.token_id).decode(errors="replace"),
+            )
+            for each in (logprobs.sampled, *logprobs.top)
+        }

@@ -1,0 +1,116 @@
+"""`tandem.SamplingParams`: what vLLM's callers write is taken, and what is wrong is named."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import pickle
+from typing import Any
+
+import numpy as np
+import pytest
+
+from engine.config import EngineArgs
+from tandem import LLM, SamplingParams
+
+
+@pytest.mark.parametrize(
+    ("given", "complaint"),
+    [
+        ({"top_k": 1.0}, "top_k must be a whole number, is 1.0"),
+        ({"n": True}, "n must be a whole number, is True"),
+        ({"seed": 1.0}, "seed must be a whole number or None, is 1.0"),
+        ({"seed": "a"}, "seed must be a whole number or None, is 'a'"),
+        ({"seed": 2**63}, "seed must fit 64 bits, is 9223372036854775808"),
+        ({"max_tokens": 1.5}, "max_tokens must be a whole number or None, is 1.5"),
+        ({"max_tokens": True}, "max_tokens must be a whole number or None, is True"),
+        ({"max_tokens": "3"}, "max_tokens must be a whole number or None, is '3'"),
+        ({"max_tokens": 0}, "max_tokens must be at least 1, is 0"),
+        ({"min_tokens": None}, "min_tokens must be a whole number, is None"),
+        ({"logprobs": True}, "logprobs must be a whole number or None, is True"),
+        ({"temperature": "3"}, "temperature must be a number, is '3'"),
+        ({"temperature": 10**400}, "temperature must be a number, is 1000"),
+        ({"temperature": None}, "temperature must be a number, is None"),
+        ({"ignore_eos": "yes"}, "ignore_eos must be True or False, is 'yes'"),
+        ({"skip_special_tokens": 1}, "skip_special_tokens must be True or False, is 1"),
+        ({"stop_token_ids": [1.0]}, "stop_token_ids must be a list of whole numbers or None, is [1.0]"),
+        ({"stop_token_ids": "12"}, "stop_token_ids must be a list of whole numbers or None, is '12'"),
+        ({"stop_token_ids": iter([1])}, "stop_token_ids must be a list of whole numbers or None, is <list_it"),
+        ({"stop": 3}, "stop must be a text, a list of texts or None, is 3"),
+        ({"stop": ["a", b"b"]}, "stop must be a text, a list of texts or None, is ['a', b'b']"),
+        ({"stop": "\ud800"}, "stop: has what is no character at 0"),
+        ({"stop": ["a", ""]}, "stop must not hold empty strings"),
+        ({"logit_bias": {"1": 5}}, "logit_bias must be a dict of token ids (whole numbers) and numbers, or None"),
+        ({"logit_bias": [1]}, "logit_bias must be a dict of token ids (whole numbers) and numbers, or None, is [1]"),
+        ({"logit_bias": {1: "5"}}, "logit_bias must be a dict"),
+        ({"logit_bias": {1: 101}}, "logit_bias must be in [-100, 100], is 101"),
+        (
+            {"structured_outputs": {"regex": "a"}},
+            "structured_outputs must be StructuredOutputsParams or None, is {'regex': 'a'}",
+        ),
+    ],
+)
+def test_what_is_wrong_is_named(given: dict[str, Any], complaint: str) -> None:
+    with pytest.raises(ValueError) as raised:
+        SamplingParams(**given)
+    assert str(raised.value).startswith(complaint)
+
+
+def test_none_is_what_it_is_for_vllm() -> None:
+    may_be_none = [entry.name for entry in dataclasses.fields(SamplingParams) if "None" in str(entry.type)]
+    assert may_be_none == [
+        "max_tokens", "stop", "stop_token_ids", "seed", "logit_bias", "logprobs", "prompt_logprobs",
+        "structured_outputs",
+    ]  # fmt: skip
+    params = SamplingParams(**dict.fromkeys(may_be_none))
+    assert params.stop_strings == ()
+    asked = params.for_engine(5)
+    assert asked == dataclasses.replace(SamplingParams().for_engine(5), max_tokens=asked.max_tokens)
+    assert asked.max_tokens > 10**6, "the context ends the answer"
+
+
+def test_numbers_may_be_numpys() -> None:
+    params = SamplingParams(
+        seed=np.int64(2**63 - 1), temperature=np.float32(0.5), n=np.int32(2), stop_token_ids=np.array([3]),  # type: ignore[arg-type]
+        logit_bias={np.int64(3): np.float32(1)},  # type: ignore[dict-item]
+    )  # fmt: skip
+    asked = params.for_engine(0, 1)
+    assert (asked.seed, asked.temperature, asked.stop_token_ids, asked.logit_bias) == (-(2**63), 0.5, {3}, {3: 1.0})
+    assert {type(each) for each in (asked.seed, *asked.stop_token_ids, *asked.logit_bias)} == {int}
+
+
+def test_a_name_that_is_no_field_is_told_with_those_that_are() -> None:
+    there = ", ".join(entry.name for entry in dataclasses.fields(SamplingParams))
+    with pytest.raises(TypeError, match=f"SamplingParams has no best_of; there are {there}$"):
+        SamplingParams(best_of=2)  # type: ignore[call-arg]
+    with pytest.raises(TypeError, match="SamplingParams has no detokenize; there are n, max_tokens"):
+        SamplingParams(detokenize=False)  # type: ignore[call-arg]
+    with pytest.raises(TypeError, match="SamplingParams has no temprature; did you mean temperature"):
+        SamplingParams(temprature=1)  # type: ignore[call-arg]
+
+
+def test_copies_are_equal() -> None:
+    params = SamplingParams(seed=3, stop=["a"], max_tokens=None)
+    assert pickle.loads(pickle.dumps(params)) == copy.deepcopy(params) == dataclasses.replace(params) == params  # noqa: S301
+
+
+@pytest.mark.parametrize(
+    ("settings", "complaint"),
+    [
+        ({"lora_modules": 3}, "lora_modules must be a dict or a text, is 3"),
+        ({"lora_modules": {("a",): "b"}}, "lora_modules must be a JSON object: "),
+        ({"speculative_config": ["ngram"]}, r"speculative_config must be a dict or a text, is \['ngram'\]"),
+        ({"dtype": 3}, "dtype must be a text, is 3"),
+        ({"model": None}, "model must be a text, is None"),
+        ({"max_model_len": "10"}, "max_model_len must be a whole number, is '10'"),
+    ],
+)
+def test_settings_of_a_wrong_type_are_named(settings: dict[str, Any], complaint: str) -> None:
+    with pytest.raises(ValueError, match=complaint):
+        LLM(**settings)
+
+
+def test_a_name_that_is_no_setting_is_told_with_those_that_are() -> None:
+    there = ", ".join(entry.name for entry in dataclasses.fields(EngineArgs))
+    with pytest.raises(TypeError, match=f"LLM has no trust_remote_code; there are {there}$"):
+        LLM(trust_remote_code=True)
