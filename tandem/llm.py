@@ -11,6 +11,7 @@ detokenizer serve requests behind a router: the same seed gives the same answer.
 from __future__ import annotations
 
 import json
+import os
 import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -66,11 +67,12 @@ class LLM:
     is no field. Not thread-safe: `RuntimeError` in a thread that calls it while another one is served.
     """
 
-    def __init__(self, model: str = EngineArgs.model, **engine_args: Any) -> None:
+    def __init__(self, model: str | os.PathLike[str] = EngineArgs.model, **engine_args: Any) -> None:
         check_names("LLM", engine_args, [entry.name for entry in fields(EngineArgs)])
         for name in ("speculative_config", "lora_modules"):
             engine_args[name] = _as_text(name, engine_args.get(name, ""))
-        self.config = create_engine_config(EngineArgs(model=model, **engine_args))
+        folder_or_name = os.fspath(model) if isinstance(model, os.PathLike) else model
+        self.config = create_engine_config(EngineArgs(model=folder_or_name, **engine_args))
         self.llm_engine = LLMEngine(self.config)
         """What computes; `stats` and `audit` may be asked of it."""
         folder = self.config.model.path

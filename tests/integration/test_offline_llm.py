@@ -360,7 +360,7 @@ def test_an_answer_without_a_next_token_says_why(llm: LLM, model_folder: Path, t
     weights = load_file(folder / "model.safetensors")
     weights["model.norm.weight"][3] = float("nan")
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
-    broken = LLM(model=str(folder), max_model_len=64, kv_cache_gib=0.1, num_threads=1)
+    broken = LLM(model=folder, max_model_len=64, kv_cache_gib=0.1, num_threads=1)
     (output,) = broken.generate(["Once upon a time"], GREEDY)
     assert (output.outputs[0].finish_reason, output.outputs[0].token_ids) == ("error", [])
     assert output.outputs[0].error == "the model's numbers for the next token are not numbers"
