@@ -65,7 +65,8 @@ def resolve_quantization(
         why_not = why_no_quantization(asked, capability=capability, dtype=dtype, model=model)
         if (model.mla is not None or model.moe is not None) and asked != "none":
             why_not = (
-                "models with latent attention or experts have weights in 8 bits only where their checkpoint has them so"
+                "models with latent attention or experts have weights in 8 bits only as their checkpoint has them, "
+                "which is what auto takes"
             )
             advice = "auto or none"
         if why_not:

@@ -138,7 +138,7 @@ class Gateway:
         return await self._answer(request, "chat", lambda: self._generate(request, ChatRequest))
 
     async def _generate(self, request: Request, body_type: type[_Body]) -> Any:
-        body = body_type.model_validate_json(await self._read(request))
+        body = body_type.read(await self._read(request))
         model = body.model or (await self._client.model_info()).model
         run = Run(self._client, body, model, request, self._leaving)
         if not body.stream:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from typing import Annotated, Any, ClassVar, Literal, cast
+from typing import Annotated, Any, ClassVar, Literal, Self, cast
 
 from pydantic import (
     AfterValidator,
@@ -21,6 +21,7 @@ from pydantic import (
     Field,
     PlainValidator,
     Tag,
+    ValidationError,
     ValidationInfo,
     field_validator,
 )
@@ -112,6 +113,8 @@ NumAlternativesOrNo = Annotated[
 class StreamOptions(BaseModel):
     model_config = ConfigDict(extra="forbid")
 
+    include_obfuscation: bool | None = None
+    """OpenAI's padding against those who watch lengths: there is none."""
     include_usage: bool | None = None
     """A last event without choices and with the usage of the whole request."""
     continuous_usage_stats: bool | None = None
@@ -138,6 +141,18 @@ class Asked(BaseModel, ABC):
     """What both kinds of request share."""
 
     model_config = ConfigDict(extra="forbid", strict=True, protected_namespaces=())
+
+    @classmethod
+    def read(cls, body: bytes) -> Self:
+        """Raises `ValidationError`. A field that nobody knows and that is null asks for nothing."""
+        try:
+            return cls.model_validate_json(body)
+        except ValidationError as error:
+            unknown = [each for each in error.errors() if each["type"] == "extra_forbidden" and each["input"] is None]
+            absent = {each["loc"][0] for each in unknown if len(each["loc"]) == 1}
+            if not absent:
+                raise
+        return cls.model_validate_json(json.dumps({k: v for k, v in json.loads(body).items() if k not in absent}))
 
     model: str | None = None
     stream: bool | None = None

@@ -59,8 +59,8 @@ _OF_NO_USE = {"refusal", "annotations", "audio", "function_call", "parsed"}
 
 
 def chat_message(message: Any) -> pb.ChatMessage:
-    """Of {"role", "content"}, and "tool_calls", "tool_call_id" and "name" as OpenAI's messages have them; an
-    assistant's with its "reasoning", where that is a text. Raises `ValueError`."""
+    """Of {"role", "content"}, and "tool_calls", "tool_call_id" and "name" as OpenAI's messages have them, the content
+    a text or parts that are; an assistant's with its "reasoning", where that is a text. Raises `ValueError`."""
     known = "a role and a content, and may have tool_calls, a tool_call_id and a name"
     wrong = ValueError(f"prompt: a message has {known}, not {message!r:.500}")
     if not isinstance(message, Mapping) or not {"role"} <= set(message) <= {
@@ -72,6 +72,8 @@ def chat_message(message: Any) -> pb.ChatMessage:
     if "content" not in message and not message.get("tool_calls"):
         raise wrong
     said = {key: message[key] for key in MESSAGE_KEYS - {"tool_calls"} if message.get(key) is not None}
+    if isinstance(message.get("content"), list | tuple):
+        said["content"] = _text_of_parts(message["content"])
     if message["role"] == "assistant":
         thoughts = (message.get(key) for key in REASONING_KEYS)
         said["reasoning"] = next((each for each in thoughts if each and isinstance(each, str)), "")
@@ -89,6 +91,17 @@ def chat_message(message: Any) -> pb.ChatMessage:
             shape = '{"id", "type": "function", "function": {"name", "arguments"}}'
             raise ValueError(f"prompt: a message's call is not {shape}: {call!r:.500}") from error
     return made
+
+
+def _text_of_parts(parts: Sequence[Any]) -> str:
+    texts = []
+    for number, part in enumerate(parts):
+        text = part.get("text") if isinstance(part, Mapping) and part.get("type") == "text" else None
+        if not isinstance(text, str):
+            shape = '{"type": "text", "text": ...}'
+            raise ValueError(f"prompt: content[{number}] of a message must be {shape}, is {part!r:.200}")
+        texts.append(text)
+    return "".join(texts)
 
 
 def add_tools(chat: pb.Chat, tools: Any, tool_choice: Any, parallel_tool_calls: bool | None) -> None:

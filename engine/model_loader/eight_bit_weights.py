@@ -113,7 +113,7 @@ class EightBitWeights(SafetensorsWeights):
             )
         scale: torch.Tensor = self._handle_of[names[0]].get_tensor(names[0])
         self._left.discard(names[0])
-        return names[0], scale
+        return names[0], self._own(scale)
 
 
 class DummyEightBitWeights(DummyWeights):

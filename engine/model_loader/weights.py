@@ -167,7 +167,11 @@ class SafetensorsWeights(Weights):
                 f"expected {shape}"
             )
         self._left.discard(name)
-        return tensor
+        return self._own(tensor)
+
+    def _own(self, tensor: torch.Tensor) -> torch.Tensor:
+        """A copy, where it is a view of its file: one such would keep all of the map, and what has been read of it."""
+        return tensor.clone() if self.device == "cpu" else tensor
 
     def has(self, name: str) -> bool:
         return name in self._handle_of

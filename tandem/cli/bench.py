@@ -7,6 +7,7 @@ import json
 import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from pathlib import Path
 from typing import Any
 
 import click
@@ -46,6 +47,11 @@ def bench(is_json: bool, **flags: Any) -> None:
     from tandem.bench.traces import TraceError
     from tandem.tables import print_table
 
+    if args.save_result:  # before a curve of an hour
+        try:
+            Path(args.result_dir).mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise click.ClickException(f"--result-dir: {error}") from error
     try:
         report = asyncio.run(run_bench(args, watch=watch))
     except (ServerGone, TraceError, OSError) as error:

@@ -112,6 +112,7 @@ async def test_usage_in_every_event_where_asked_for() -> None:
         ({"prompt": "a", "seed": 1 << 63}, "seed", "less than"),
         ({"prompt": "a", "logit_bias": {"x": 1}}, "logit_bias", "integer"),
         ({"prompt": "a", "stream_options": {"include": 1}}, "stream_options.include", "knows"),
+        ({"prompt": "a", "kv_transfer_params": {}}, "kv_transfer_params", "knows"),
         ({"prompt": "a", "temperature": "NaN is none"}, "temperature", "number"),
         ({"prompt": "a", "logprobs": -1}, "logprobs", "greater than or equal to 0"),
         ({"prompt": "a", "n": True}, "n", "valid integer"),
@@ -242,6 +243,18 @@ async def test_neutral_values_and_what_has_no_effect_are_let_through() -> None:
         assert (await http.post("/v1/chat/completions", json=body)).status_code == 200
         body = {"prompt": "a", "add_special_tokens": True, "spaces_between_special_tokens": True, "bad_words": []}
         assert (await http.post("/v1/completions", json=body)).status_code == 200
+
+
+async def test_what_nobody_knows_may_be_null() -> None:
+    async with gateway() as (router, http):
+        body = {"prompt": "a", "logit_bias": {"7": 2}}
+        nulls = {"kv_transfer_params": None, "vllm_xargs": None, "guided_json": None}
+        assert (await http.post("/v1/completions", json=body | nulls)).status_code == 200
+        refused = await http.post("/v1/completions", json=body | nulls | {"max_tokens": "many"})
+        assert refused.json()["error"]["param"] == "max_tokens"
+        refused = await http.post("/v1/completions", json=body | {"stream_options": {"include": None}})
+        assert refused.json()["error"]["param"] == "stream_options.include"
+    assert router.requests[0].sampling_params.logit_bias == {7: 2.0}
 
 
 async def test_numbers_may_be_whole_ones_and_biases_have_names() -> None:

@@ -134,6 +134,8 @@ def test_prompts_of_each_kind() -> None:
     assert generate_request([]).WhichOneof("prompt") == "token_ids", "the router says what is wrong with it"
     chat = generate_request([{"role": "user", "content": "hi"}]).chat
     assert [(m.role, m.content) for m in chat.messages] == [("user", "hi")]
+    parts = [{"type": "text", "text": "h"}, {"type": "text", "text": "i"}]
+    assert generate_request([{"role": "user", "content": parts}]).chat == chat
 
 
 def test_only_what_is_given_travels() -> None:
@@ -184,6 +186,7 @@ def test_every_parameter_of_the_wire_can_be_given() -> None:
         ([{"role": "user", "content": "hi", "sound": "a"}], {}, "prompt: a message has a role and a content"),
         ([{"role": "assistant", "tool_calls": [{"name": "f"}]}], {}, "prompt: a message's call is not"),
         ("hi", {"tools": [{"function": {"name": "f"}}]}, "tools: go with messages"),
+        ([{"role": "user", "content": [{"type": "image_url"}]}], {}, r"prompt: content\[0\] of a message must be"),
         (CHAT, {"tools": [{"name": "f"}]}, "tools: number 0 is not"),
         ([{"role": "assistant", "tool_calls": 5}], {}, "prompt: role and content"),
         ([{"role": "user", "content": "\ud800"}], {}, "prompt: role and content"),

@@ -120,6 +120,24 @@ def test_sharded_weights_equal_one_file(tmp_path: Path) -> None:
         config_of(sharded, load_format="auto")
 
 
+@pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="only Linux says what is mapped")
+@pytest.mark.parametrize("ties", [False, True])
+@pytest.mark.parametrize(("dtype", "backend"), [("float32", "torch"), ("bfloat16", "torch"), ("bfloat16", "cpu")])
+def test_the_file_is_let_go_once_the_model_is_there(tmp_path: Path, dtype: str, backend: str, ties: bool) -> None:
+    """A single tensor that is a view of it would keep all of it in memory."""
+    folder = folder_with(tmp_path / "m", tie_word_embeddings=ties, dtype=dtype, head_dim=16)
+    tensors = write_weights(folder)
+    for name in [name for name in tensors if "self_attn" in name]:
+        outputs, inputs = {"q": (64, 16), "k": (32, 16), "v": (32, 16), "o": (16, 64)}[name.split(".")[-2][0]]
+        tensors[name] = torch.randn(outputs, inputs)
+    if ties:
+        del tensors["lm_head.weight"]
+    save_file({name: each.to(getattr(torch, dtype)) for name, each in tensors.items()}, folder / "model.safetensors")
+    executor = Executor(config_of(folder, load_format="auto", attention_backend=backend, block_size=16))
+    assert str(folder / "model.safetensors") not in Path("/proc/self/maps").read_text()
+    del executor
+
+
 def test_weights_that_do_not_fit_are_refused(tmp_path: Path) -> None:
     folder = folder_with(tmp_path / "m")
     tensors = write_weights(folder)

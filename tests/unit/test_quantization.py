@@ -354,7 +354,7 @@ def test_8_bit_floats_beside_latent_attention_are_widened_where_a_product_would_
 @pytest.mark.parametrize("stored", [PLAIN, BLOCKS])
 @pytest.mark.parametrize("quantization", ["int8", "fp8"])
 def test_weights_beside_latent_attention_are_not_quantised(quantization: str, stored: StoredWeights) -> None:
-    with pytest.raises(ValueError, match=r"only where their checkpoint has them so; give auto or none$"):
+    with pytest.raises(ValueError, match=r"as their checkpoint has them, which is what auto takes; give auto or none$"):
         resolved(quantization, stored, model=DEEPSEEK)
     assert resolved("none", stored, model=DEEPSEEK) == "none"
 
