@@ -396,7 +396,9 @@ def _timeout_of(request: Request) -> float | None:
     if given is None:
         return None
     if not re.fullmatch(r"[1-9]\d{0,11}", given):
-        raise InvalidRequest([(TIMEOUT_HEADER, f"must be a whole number of milliseconds above 0, is {given[:40]!r}")])
+        raise InvalidRequest(
+            [(TIMEOUT_HEADER, f"must be a whole number of milliseconds from 1 to 999999999999, is {given[:40]!r}")]
+        )
     return int(given) / 1000
 
 

@@ -269,6 +269,8 @@ def from_rpc_error(error: grpc.aio.AioRpcError) -> TandemError:
                 return ours
     error_class = FOREIGN_CODES.get(error.code(), InternalError)
     message = error.details() or str(error.code())
+    if error_class is DeadlinePassed:
+        message = "the deadline passed before the answer was complete"  # gRPC's own words tell of streams
     if advice := tls.hint(message) or _hint_of_http(message):
         message = f"{message} ({advice})"
     if error_class is Overloaded and _TOO_LARGE in message:
