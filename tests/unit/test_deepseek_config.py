@@ -94,7 +94,7 @@ def test_a_checkpoint_of_deepseek_v3() -> None:
         ),
         (
             {"quantization": "fp8"},
-            "quantization fp8 cannot work here: models with latent .* experts .* as their checkpoint .*; give auto or none$",
+            "quantization fp8 cannot work here: models with latent .* as their checkpoint .*; give auto or none$",
         ),
         ({"attention_backend": "cpu", "dtype": "bfloat16"}, "backend cpu .* model's attention is latent; give auto"),
         (
