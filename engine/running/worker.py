@@ -8,6 +8,7 @@ Owns the pool and the runner. Loading is reported on stderr, since a large model
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import sys
 import time
@@ -57,8 +58,10 @@ class Worker:
         backend = create_attention_backend(config)
         with _saying_what_is_too_large(), torch.inference_mode():
             model = load_model(config, backend, group)
-            if config.device.device != "cpu":
-                # Weights came through it, a gigabyte and more, and nothing later needs so much at once.
+            # Weights came through it, and nothing later needs so much at once.
+            if config.device.device == "cpu":
+                _release_freed_memory()
+            else:
                 _release_pinned_memory()
         load_s = time.monotonic() - start_s
         if load_s > REPORT_AFTER_S:
@@ -155,3 +158,10 @@ def _release_pinned_memory() -> None:
     empty_cache = getattr(torch._C, "_host_emptyCache", None)
     if empty_cache is not None:
         empty_cache()
+
+
+def _release_freed_memory() -> None:
+    """Gives back what the C library keeps of freed memory: kernels have copied the weights into an order of their own."""
+    malloc_trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc's
+    if malloc_trim is not None:
+        malloc_trim(0)

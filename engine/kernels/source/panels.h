@@ -11,6 +11,7 @@
 #include <optional>
 #include <vector>
 
+#include "huge_pages.h"
 #include "vectors.h"
 
 namespace tandem {
@@ -22,7 +23,7 @@ at::Tensor pack_weight(const at::Tensor& weight) {
   int64_t N = weight.size(0), K = weight.size(1), num_panels = (N + PANEL - 1) / PANEL;
   TORCH_CHECK(weight.is_contiguous() && K % 2 == 0, "weight [N, K], contiguous, K even");
   TORCH_CHECK(weight.scalar_type() == at::kBFloat16 || weight.scalar_type() == at::kChar, "weight: bfloat16 or int8");
-  at::Tensor out = at::zeros({num_panels, K / 2, PANEL, 2}, weight.options());
+  at::Tensor out = zeros_for_weights({num_panels, K / 2, PANEL, 2}, weight.options());
   const int64_t bytes = weight.element_size();
   const char* from = static_cast<const char*>(weight.data_ptr());
   char* to = static_cast<char*>(out.data_ptr());

@@ -13,7 +13,6 @@
 #include <vector>
 
 #include "panels.h"
-#include "read_ahead.h"
 #include "tiles.h"
 
 #if TANDEM_TILES
@@ -23,6 +22,7 @@ namespace tandem {
 constexpr int64_t TILE_ITEM_ROWS = 256, TILE_PAIR_ROWS = 2 * TILE_ROWS;
 constexpr int64_t PART_BYTES = 1 << 20;   // of inputs, beside panels, in a cache of 2 MB
 constexpr int64_t PART_PANELS = 8;        // which share a part once it is there
+constexpr int64_t CACHE_LINE = 64;
 
 // The sums of one tile's rows: 0 and 1 of its first half, 2 and 3 of its second; 4 and 5 inputs, 6 and 7 weights.
 inline Shapes product_shapes(int64_t num_rows) {
@@ -35,54 +35,79 @@ inline Shapes product_shapes(int64_t num_rows) {
 }
 
 // Sums [rows, 32] of `steps` steps, beginning with what is there if `goes_on`. `second`: the rows before the second half.
-// Meanwhile memory is asked for, LINES cache lines a pair: `ahead[i]` is its piece i.
-template <bool HAS_SECOND, int LINES>
+// Meanwhile memory is asked for, LINES cache lines a pair from `ahead` on, and `meanwhile()` is called once a step.
+template <bool HAS_SECOND, int LINES, class Meanwhile>
 void multiply_steps(
-    const uint32_t* x, int64_t row_pairs, int64_t second, int64_t steps, const PairsOfPanel& panel, const char* const* ahead,
-    bool goes_on, float* sums) {
-  constexpr int64_t STEPS_OF_PIECE = LINES ? ReadAhead::PIECE / ReadAhead::LINE / LINES / TILE_PAIRS : INT64_MAX / 2;
+    const uint32_t* x, int64_t row_pairs, int64_t second, int64_t steps, const PairsOfPanel& panel, const char* ahead,
+    bool goes_on, std::array<F16, 2>* to, const Meanwhile& meanwhile) {
   constexpr int64_t SUMS_STRIDE = PANEL * sizeof(float), PANEL_STRIDE = PANEL * sizeof(uint32_t);
   const int64_t x_stride = row_pairs * int64_t(sizeof(uint32_t));
   const uint32_t* x_second = x + second * row_pairs;
-  float* sums_second = sums + second * PANEL;
+  float *sums = reinterpret_cast<float*>(to), *sums_second = sums + second * PANEL;
   if (goes_on) {
     load_tile<0>(sums, SUMS_STRIDE), load_tile<1>(sums + LANES, SUMS_STRIDE);
     if (HAS_SECOND) load_tile<2>(sums_second, SUMS_STRIDE), load_tile<3>(sums_second + LANES, SUMS_STRIDE);
   } else {
     clear_tile<0>(), clear_tile<1>(), clear_tile<2>(), clear_tile<3>();
   }
+  auto ask = [&] {
+    for (int j = 0; j < LINES * TILE_PAIRS / 4; j++, ahead += CACHE_LINE) __builtin_prefetch(ahead, 0, 2);
+  };
   panel.read([&](const auto& get) {
-    for (int64_t i = 0; i < steps;) {
-      const char* line = LINES ? *ahead++ : nullptr;
-      for (int64_t end = std::min(steps, i + STEPS_OF_PIECE); i < end; i++) {
-        const uint32_t* weights = get(i * TILE_PAIRS, TILE_PAIRS);
-        for (int j = 0; j < LINES * TILE_PAIRS; j++, line += ReadAhead::LINE) __builtin_prefetch(line, 0, 2);
-        load_tile<6>(weights, PANEL_STRIDE), load_tile<4>(x + i * TILE_PAIRS, x_stride);
-        multiply_tiles<0, 4, 6>();
-        load_tile<7>(weights + LANES, PANEL_STRIDE);
-        multiply_tiles<1, 4, 7>();
-        if (HAS_SECOND) {
-          load_tile<5>(x_second + i * TILE_PAIRS, x_stride);
-          multiply_tiles<2, 5, 6>();
-          multiply_tiles<3, 5, 7>();
-        }
+    for (int64_t i = 0; i < steps; i++) {
+      const uint32_t* weights = get(i * TILE_PAIRS, TILE_PAIRS);
+      ask(), load_tile<6>(weights, PANEL_STRIDE);
+      ask(), stream_tile<4>(x + i * TILE_PAIRS, x_stride);
+      multiply_tiles<0, 4, 6>();
+      ask(), load_tile<7>(weights + LANES, PANEL_STRIDE);
+      multiply_tiles<1, 4, 7>();
+      ask();
+      if (HAS_SECOND) {
+        stream_tile<5>(x_second + i * TILE_PAIRS, x_stride);
+        multiply_tiles<2, 5, 6>();
+        multiply_tiles<3, 5, 7>();
       }
+      meanwhile();
     }
   });
   store_tile<0>(sums, SUMS_STRIDE), store_tile<1>(sums + LANES, SUMS_STRIDE);
   if (HAS_SECOND) store_tile<2>(sums_second, SUMS_STRIDE), store_tile<3>(sums_second + LANES, SUMS_STRIDE);
 }
 
-using MultiplySteps = void (*)(const uint32_t*, int64_t, int64_t, int64_t, const PairsOfPanel&, const char* const*, bool, float*);
-constexpr std::array<std::array<MultiplySteps, 3>, 2> MULTIPLY_STEPS = {{
-    {multiply_steps<false, 0>, multiply_steps<false, 1>, multiply_steps<false, 2>},
-    {multiply_steps<true, 0>, multiply_steps<true, 1>, multiply_steps<true, 2>},
-}};
-
 // Two vectors of sums += one row's `count` pairs, which fill no step.
 inline void add_pairs(const uint32_t* x, const uint32_t* panel, int64_t count, F16* sums) {
   for (int64_t k = 0; k < count; k++)
     for (int i = 0; i < 2; i++) sums[i] = dot_pairs(sums[i], load<U16>(panel + k * PANEL + i * LANES), x[k]);
+}
+
+// Which memory is asked for while the tiles of a panel are multiplied. For a panel's only tile, where reading is all the
+// work, what comes 2 KB later, within a page as a rule: these are read a quarter faster than with the next panel. Else the
+// next panel, a line a pair for each of the first tiles.
+struct Ahead {
+  static constexpr int64_t NEAR = 2048;
+  const char* first;
+  int64_t lines_of_pair, bytes_of_tile;
+  bool is_near, is_next_ours;
+
+  Ahead(const Panels& weight, int64_t panel, int64_t first_pair, int64_t num_pairs, int64_t num_tiles, bool is_next_ours)
+      : first(num_tiles == 1 ? weight.at(panel, first_pair) + NEAR : weight.at(panel + 1, first_pair)),
+        lines_of_pair(weight.pair_bytes() / CACHE_LINE), bytes_of_tile(num_pairs * CACHE_LINE), is_near(num_tiles == 1),
+        is_next_ours(is_next_ours) {}
+
+  int64_t lines(int64_t tile) const { return is_near ? lines_of_pair : is_next_ours && tile < lines_of_pair ? 1 : 0; }
+  const char* from(int64_t tile) const { return first + tile * bytes_of_tile; }
+};
+
+// Calls work(whether there is a second half, cache lines a pair) with constants.
+template <class Work>
+void with_lines(bool has_second, int64_t lines, const Work& work) {
+  auto with_second = [&](auto second) {
+    if (lines == 0) work(second, std::integral_constant<int, 0>());
+    else if (lines == 1) work(second, std::integral_constant<int, 1>());
+    else work(second, std::integral_constant<int, 2>());
+  };
+  if (has_second) with_second(std::true_type());
+  else with_second(std::false_type());
 }
 
 // How T rows of so many pairs, of which `steps` steps, are shared out.
@@ -112,13 +137,13 @@ struct TileRows {
   int64_t begin_of(int64_t tile) const { return std::min(tile * height, num - height); }
 };
 
-// One thread's part of a product.
+// One thread's part of a product. The sums of a tile are finished while the next is multiplied: vectors are another unit.
 template <class Finish>
 class TileMultiplier {
  public:
-  TileMultiplier(const bf16* x, const Panels& weight, const TileSplit& split, ReadAhead* other, const Finish& finish)
+  TileMultiplier(const bf16* x, const Panels& weight, const TileSplit& split, const Finish& finish)
       : x_(reinterpret_cast<const uint32_t*>(x)), weight_(weight), pairs_(weight.pairs), steps_(weight.pairs / TILE_PAIRS),
-        split_(split), other_(other), finish_(finish),
+        split_(split), finish_(finish),
         sums_((split.num_parts > 1 ? split.panels_of_item * TILE_ITEM_ROWS : 0) + 2 * TILE_PAIR_ROWS) {}
 
   // `is_next_ours`: whether the panel after the last of these is multiplied by this thread, too.
@@ -127,24 +152,42 @@ class TileMultiplier {
     for (int64_t part = 0; part < split_.num_parts; part++)
       for (int64_t p = first_panel; p < end_panel; p++)
         multiply_panel(rows, p, p - first_panel, part, p + 1 < end_panel || (split_.num_parts == 1 && is_next_ours));
+    if (split_.num_parts > 1) finish_last();  // the next item's sums take its place
+  }
+
+  void finish_last() {
+    while (last_.row < last_.end) finish_row();
   }
 
  private:
+  // What waits to be finished: rows of one panel.
+  struct Last {
+    int64_t row = 0, end = 0, panel = 0;
+    std::array<F16, 2>* sums = nullptr;  // of `row`
+  };
+
   void multiply_panel(const TileRows& rows, int64_t p, int64_t place, int64_t part, bool is_next_ours) {
     const int64_t first_step = part * split_.steps_of_part, num_steps = std::min(split_.steps_of_part, steps_ - first_step);
     const int64_t first_pair = first_step * TILE_PAIRS, num_pairs = num_steps * TILE_PAIRS;
     const bool is_last = part + 1 == split_.num_parts;
     PairsOfPanel panel(weight_, p, first_pair, num_pairs, TILE_PAIRS, rows.num_tiles > 1, room_);
     PairsOfPanel left(weight_, p, steps_ * TILE_PAIRS, num_left(), num_left(), true, left_room_);
+    const Ahead ahead(weight_, p, first_pair, num_pairs, rows.num_tiles, is_next_ours);
     for (int64_t i = 0; i < rows.num_tiles; i++) {
-      std::array<F16, 2>* sums = sums_.data() + (split_.num_parts > 1 ? place * TILE_ITEM_ROWS + i * TILE_PAIR_ROWS : 0);
-      if (!is_next_ours ||
-          !asking_.next_panel(weight_.at(p + 1, first_pair), num_pairs, weight_.pair_bytes(), i, rows.num_tiles))
-        asking_.others(rows.num_tiles > 2 ? other_ : nullptr, num_pairs);
-      MULTIPLY_STEPS[rows.second > 0][asking_.lines](
-          x_ + (rows.first + rows.begin_of(i)) * pairs_ + first_pair, pairs_, rows.second, num_steps, panel,
-          asking_.pieces.data(), part > 0, reinterpret_cast<float*>(sums));
-      if (is_last) left.read([&](const auto& get) { finish_tile(rows, i, p, get(0, num_left()), sums); });
+      std::array<F16, 2>* sums = sums_.data();
+      if (split_.num_parts > 1) sums += place * TILE_ITEM_ROWS + i * TILE_PAIR_ROWS;
+      else if ((is_second_buffer_ = !is_second_buffer_)) sums += TILE_PAIR_ROWS;
+      const uint32_t* x = x_ + (rows.first + rows.begin_of(i)) * pairs_ + first_pair;
+      with_lines(rows.second > 0, ahead.lines(i), [&](auto has_second, auto lines) {
+        const int64_t finished_each_step = (last_.end - last_.row + num_steps - 1) / std::max<int64_t>(1, num_steps);
+        multiply_steps<decltype(has_second)::value, decltype(lines)::value>(
+            x, pairs_, rows.second, num_steps, panel, ahead.from(i), part > 0, sums, [&] {
+              for (int64_t n = 0; n < finished_each_step && last_.row < last_.end; n++) finish_row();
+            });
+      });
+      finish_last();
+      if (is_last) last_ = last_of(rows, i, p, sums);
+      if (is_last && num_left() > 0) left.read([&](const auto& get) { add_left(get(0, num_left())); });
       panel.narrow = left.narrow = nullptr;
     }
   }
@@ -152,43 +195,48 @@ class TileMultiplier {
   // The panel's pairs after its last step.
   int64_t num_left() const { return pairs_ - steps_ * TILE_PAIRS; }
 
-  void finish_tile(const TileRows& rows, int64_t tile, int64_t p, const uint32_t* left, std::array<F16, 2>* sums) {
-    for (int64_t r = tile * rows.height; r < std::min(rows.num, (tile + 1) * rows.height); r++) {
-      F16* of_row = sums[r - rows.begin_of(tile)].data();
-      add_pairs(x_ + (rows.first + r) * pairs_ + steps_ * TILE_PAIRS, left, num_left(), of_row);
-      finish_(rows.first + r, p, of_row);
-    }
+  // Tile i's rows but those that the one before it had, too.
+  static Last last_of(const TileRows& rows, int64_t i, int64_t p, std::array<F16, 2>* sums) {
+    const int64_t begin = i * rows.height, end = std::min(rows.num, (i + 1) * rows.height);
+    return {rows.first + begin, rows.first + end, p, sums + (begin - rows.begin_of(i))};
   }
+
+  void add_left(const uint32_t* left) {
+    for (int64_t r = last_.row; r < last_.end; r++)
+      add_pairs(x_ + r * pairs_ + steps_ * TILE_PAIRS, left, num_left(), last_.sums[r - last_.row].data());
+  }
+
+  void finish_row() { finish_(last_.row++, last_.panel, (last_.sums++)->data()); }
 
   const uint32_t* const x_;
   const Panels& weight_;
   const int64_t pairs_, steps_;
   const TileSplit& split_;
-  ReadAhead* const other_;
   const Finish& finish_;
   std::vector<std::array<F16, 2>> sums_;
   std::vector<uint32_t> room_, left_room_;  // of what is widened
-  Asking asking_;
+  Last last_;
+  bool is_second_buffer_ = false;
   TileShapes shapes_;
   int64_t shaped_height_ = 0;
 };
 
 // Calls finish(row, panel, two vectors of sums) for all rows and panels.
 template <class Finish>
-void multiply_by_tiles(
-    const bf16* x, int64_t T, const Panels& weight, ReadAhead* other, const Finish& finish) {
+void multiply_by_tiles(const bf16* x, int64_t T, const Panels& weight, const Finish& finish) {
   if (T == 0) return;
   const int64_t num_panels = weight.num_panels;
   const TileSplit split(T, weight.pairs / TILE_PAIRS);
   const int64_t num_groups = (num_panels + split.panels_of_item - 1) / split.panels_of_item;
   for_each_range(split.num_row_blocks * num_groups, [&](int64_t begin, int64_t end) {
-    TileMultiplier<Finish> multiplier(x, weight, split, other, finish);
+    TileMultiplier<Finish> multiplier(x, weight, split, finish);
     for (int64_t item = begin; item < end; item++) {
       int64_t block = item / num_groups, group = item % num_groups;
       TileRows rows(T * block / split.num_row_blocks, T * (block + 1) / split.num_row_blocks);
       int64_t first_panel = group * split.panels_of_item, end_panel = std::min(num_panels, first_panel + split.panels_of_item);
       multiplier.run_item(rows, first_panel, end_panel, item + 1 < end && group + 1 < num_groups);
     }
+    multiplier.finish_last();
   });
 }
 

@@ -3,7 +3,7 @@
 //
 //   has_tiles()      whether this process may use them
 //   TileShapes       keeps the registers in shape for as long as it lives, on its own thread; use(Shapes) says which
-//   load_tile<I>, store_tile<I>, clear_tile<I>, multiply_tiles<C, A, B>
+//   load_tile<I>, store_tile<I>, clear_tile<I>, multiply_tiles<C, A, B>; stream_tile<I>: loads what is not loaded again soon
 //
 // Of every output in one step: sums of the even and of the odd inputs, each in their order, both added, and that to the
 // output's sum so far: other bits than those of dot_pairs (vectors.h).

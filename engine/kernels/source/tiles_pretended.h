@@ -63,6 +63,11 @@ inline void load_tile(const void* from, int64_t stride) {
 }
 
 template <int TILE>
+inline void stream_tile(const void* from, int64_t stride) {
+  load_tile<TILE>(from, stride);
+}
+
+template <int TILE>
 inline void store_tile(void* to, int64_t stride) {
   PretendedTiles& tiles = shaped_tiles();
   TORCH_CHECK(tiles.shapes.rows[TILE] > 0, "a tile is used that has no rows");
