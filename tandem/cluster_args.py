@@ -32,6 +32,10 @@ MAX_BODY_BYTES = 4 * 1024 * 1024
 """Of an HTTP request: as many as the router takes over gRPC."""
 NO_TLS = tuple(part for name in SSL_FIELDS for part in (f"--{name.replace('_', '-')}", ""))
 """On one machine there is nobody between the processes; and what the environment says is for others."""
+WAITING_THREADS = {"OMP_WAIT_POLICY": "PASSIVE", "GOMP_SPINCOUNT": "10000"}
+"""Of compute threads: workers share the cores, and one that spins while it waits takes them from the others. But a step
+has some two hundred parallel regions, and a thread that sleeps between them is late for each: in a virtual machine decoding
+took twice as long so. They spin for less than half a millisecond."""
 LISTENING = r"^listening (?:grpc|http)=(\S+)$"
 """The line that every service prints once it accepts requests."""
 
@@ -231,10 +235,8 @@ def worker_spec(args: ClusterArgs, name: str, folder: Path, redis_url: str, adve
     ]  # fmt: skip
     env = {
         **python_env(),
-        # Workers share the cores: a thread that spins while it waits would take them from the others.
         "OMP_NUM_THREADS": str(num_threads),
-        "OMP_WAIT_POLICY": "PASSIVE",
-        "GOMP_SPINCOUNT": "0",
+        **WAITING_THREADS,
     }
     return ProcessSpec(name=name, command=lambda _: command, ready_pattern=LISTENING, env=env)
 
