@@ -34,8 +34,8 @@ NO_TLS = tuple(part for name in SSL_FIELDS for part in (f"--{name.replace('_', '
 """On one machine there is nobody between the processes; and what the environment says is for others."""
 WAITING_THREADS = {"OMP_WAIT_POLICY": "PASSIVE", "GOMP_SPINCOUNT": "10000"}
 """Of compute threads: workers share the cores, and one that spins while it waits takes them from the others. But a step
-has some two hundred parallel regions, and a thread that sleeps between them is late for each: in a virtual machine decoding
-took twice as long so. They spin for less than half a millisecond."""
+has some two hundred parallel regions, and a thread that sleeps between them is late for each: in a virtual machine
+decoding took twice as long so. They spin for less than half a millisecond."""
 LISTENING = r"^listening (?:grpc|http)=(\S+)$"
 """The line that every service prints once it accepts requests."""
 

@@ -161,7 +161,7 @@ def _release_pinned_memory() -> None:
 
 
 def _release_freed_memory() -> None:
-    """Gives back what the C library keeps of freed memory: kernels have copied the weights into an order of their own."""
+    """Gives back what the C library keeps of freed memory: kernels have copied weights into an order of their own."""
     malloc_trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc's
     if malloc_trim is not None:
         malloc_trim(0)

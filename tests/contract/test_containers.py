@@ -27,6 +27,7 @@ from packaging.utils import canonicalize_name
 from programs import PROGRAMS, parsed
 
 from engine.model_loader import default_model
+from tandem.cluster_args import WAITING_THREADS
 
 DEPLOY = ROOT / "deploy"
 COMPOSE = yaml.safe_load((DEPLOY / "compose.yaml").read_text())
@@ -112,6 +113,14 @@ def test_what_is_copied_exists(copy: tuple[str, str, list[str], str]) -> None:
     for path in paths:
         assert path in made, f"{source} makes no {path}"
         assert destination == path  # a virtual environment cannot be moved
+
+
+def test_threads_of_a_worker_wait_as_those_of_a_local_cluster_do() -> None:
+    """A moment awake, and then asleep: see WAITING_THREADS."""
+    assert int(WAITING_THREADS["GOMP_SPINCOUNT"]) > 0
+    said = " ".join(STAGES["worker-cpu"].all("ENV"))
+    for name, value in WAITING_THREADS.items():
+        assert f"{name}={value}" in said
 
 
 @pytest.mark.parametrize("name", sorted(IMAGES))

@@ -1,0 +1,72 @@
+"""Where the CPU kernels keep weights: pieces of a few large mappings, which go with the last weight in them."""
+
+from __future__ import annotations
+
+import sys
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+import torch
+
+from engine.kernels.build import load_cpu_kernels
+
+pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="elsewhere weights are usual tensors")
+CHUNK_BYTES = 64 << 20
+
+
+@pytest.fixture(autouse=True)
+def kernels() -> None:
+    load_cpu_kernels()
+
+
+def packed(num_outputs: int, num_inputs: int) -> torch.Tensor:
+    weight = torch.full((num_outputs, num_inputs), 0.5, dtype=torch.bfloat16)
+    panels: torch.Tensor = torch.ops.tandem_cpu.pack_weight(weight)
+    return panels
+
+
+def num_bytes(panels: torch.Tensor) -> int:
+    return panels.numel() * panels.element_size()
+
+
+def is_mapped(address: int) -> bool:
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        begin, end = (int(part, 16) for part in line.split()[0].split("-"))
+        if begin <= address < end:
+            return True
+    return False
+
+
+def test_weights_stand_one_after_the_other() -> None:
+    weights = [packed(64, 600) for _ in range(4)]
+    steps = {b.data_ptr() - a.data_ptr() for a, b in pairwise(weights)}
+    assert steps == {num_bytes(weights[0])}
+    assert all(panels.data_ptr() % 64 == 0 for panels in weights)
+
+
+def test_the_last_weight_takes_its_chunk_along() -> None:
+    first, *others = (packed(4096, 2560) for _ in range(4))  # 20 MB each: no chunk holds them all
+    addresses = [panels.data_ptr() for panels in (first, *others)]
+    assert max(addresses) - min(addresses) >= CHUNK_BYTES
+    del first
+    assert all((panels == 0.5).all() for panels in others)
+    del others
+    assert not any(map(is_mapped, addresses))
+
+
+def test_a_weight_larger_than_a_chunk_has_one_of_its_own() -> None:
+    large = packed(16384, 2560)
+    address = large.data_ptr()
+    assert num_bytes(large) > CHUNK_BYTES
+    assert (large == 0.5).all()
+    del large
+    assert not is_mapped(address)
+
+
+def test_what_fills_up_the_last_panel_is_zeros_where_others_were_before() -> None:
+    for _ in range(3):  # a chunk that was let go may be mapped again
+        panels = packed(33, 64)
+        assert (panels[1, :, 1:] == 0).all()
+        assert (panels[1, :, 0] == 0.5).all()
+        del panels
