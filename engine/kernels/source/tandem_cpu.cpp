@@ -5,6 +5,7 @@
 //              <-  adapters.h                                                            <-
 //              <-  rows.h, attention.h                                                               <-
 //              <-  sampling.h                                                                                      <-
+//   huge_pages.h  <-  panels.h
 
 #include <torch/library.h>
 
