@@ -144,7 +144,7 @@ class TileMultiplier {
   TileMultiplier(const bf16* x, const Panels& weight, const TileSplit& split, const Finish& finish)
       : x_(reinterpret_cast<const uint32_t*>(x)), weight_(weight), pairs_(weight.pairs), steps_(weight.pairs / TILE_PAIRS),
         split_(split), finish_(finish),
-        sums_((split.num_parts > 1 ? split.panels_of_item * TILE_ITEM_ROWS : 0) + 2 * TILE_PAIR_ROWS) {}
+        sums_((split.num_parts > 1 ? split.panels_of_item * TILE_ITEM_ROWS : 0) + TILE_PAIR_ROWS) {}
 
   // `is_next_ours`: whether the panel after the last of these is multiplied by this thread, too.
   void run_item(const TileRows& rows, int64_t first_panel, int64_t end_panel, bool is_next_ours) {
@@ -152,7 +152,6 @@ class TileMultiplier {
     for (int64_t part = 0; part < split_.num_parts; part++)
       for (int64_t p = first_panel; p < end_panel; p++)
         multiply_panel(rows, p, p - first_panel, part, p + 1 < end_panel || (split_.num_parts == 1 && is_next_ours));
-    if (split_.num_parts > 1) finish_last();  // the next item's sums take its place
   }
 
   void finish_last() {
@@ -174,18 +173,17 @@ class TileMultiplier {
     PairsOfPanel left(weight_, p, steps_ * TILE_PAIRS, num_left(), num_left(), true, left_room_);
     const Ahead ahead(weight_, p, first_pair, num_pairs, rows.num_tiles, is_next_ours);
     for (int64_t i = 0; i < rows.num_tiles; i++) {
-      std::array<F16, 2>* sums = sums_.data();
-      if (split_.num_parts > 1) sums += place * TILE_ITEM_ROWS + i * TILE_PAIR_ROWS;
-      else if ((is_second_buffer_ = !is_second_buffer_)) sums += TILE_PAIR_ROWS;
+      std::array<F16, 2>* sums = sums_.data() + (split_.num_parts > 1 ? place * TILE_ITEM_ROWS + i * TILE_PAIR_ROWS : 0);
       const uint32_t* x = x_ + (rows.first + rows.begin_of(i)) * pairs_ + first_pair;
+      // By its last step all rows of the tile before are finished, whose place the sums of this one may take.
+      if (num_steps == 0) finish_last();
+      const int64_t finished_each_step = (last_.end - last_.row + num_steps - 1) / std::max<int64_t>(1, num_steps);
       with_lines(rows.second > 0, ahead.lines(i), [&](auto has_second, auto lines) {
-        const int64_t finished_each_step = (last_.end - last_.row + num_steps - 1) / std::max<int64_t>(1, num_steps);
         multiply_steps<decltype(has_second)::value, decltype(lines)::value>(
             x, pairs_, rows.second, num_steps, panel, ahead.from(i), part > 0, sums, [&] {
               for (int64_t n = 0; n < finished_each_step && last_.row < last_.end; n++) finish_row();
             });
       });
-      finish_last();
       if (is_last) last_ = last_of(rows, i, p, sums);
       if (is_last && num_left() > 0) left.read([&](const auto& get) { add_left(get(0, num_left())); });
       panel.narrow = left.narrow = nullptr;
@@ -216,7 +214,6 @@ class TileMultiplier {
   std::vector<std::array<F16, 2>> sums_;
   std::vector<uint32_t> room_, left_room_;  // of what is widened
   Last last_;
-  bool is_second_buffer_ = false;
   TileShapes shapes_;
   int64_t shaped_height_ = 0;
 };
