@@ -25,6 +25,17 @@ def tokens(offset: int, *token_ids: int, text: str = "") -> pb.GenerateResponse:
     return pb.GenerateResponse(request_id="r", offset=offset, token_ids=token_ids, text=text)
 
 
+def failing(error: Exception, after: int = 0) -> Script:
+    """So many tokens, and then that."""
+
+    async def script(request: pb.GenerateRequest) -> AsyncIterator[pb.GenerateResponse]:
+        for offset in range(after):
+            yield tokens(offset, 1, text="a")
+        raise error
+
+    return script
+
+
 def last(
     offset: int, num_prompt: int = 3, finish_reason: pb.FinishReason = pb.FINISH_REASON_STOP
 ) -> pb.GenerateResponse:

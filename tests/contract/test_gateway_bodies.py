@@ -1,0 +1,253 @@
+"""Bodies and headers of requests as the gateway reads them: what is refused by its name, and what is let through.
+
+Over real connections on both sides; the router's answers are scripted."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+from gateway_harness import failing, gateway
+
+from gateway.requests import ChatRequest, CompletionRequest, StreamOptions
+from rpc.errors import InvalidRequest
+
+
+@pytest.mark.parametrize(
+    ("body", "param", "complaint"),
+    [
+        ({}, "prompt", "Field required"),
+        ({"prompt": 5}, "prompt", "must be a text, token ids, or a list of either, is 5"),
+        ({"prompt": None}, "prompt", "must be a text, token ids, or a list of either, is null"),
+        ({"prompt": []}, "prompt", "must be 1 to 256 prompts, has 0"),
+        ({"prompt": [1, "a"]}, "prompt", "number 0 is none of them, is 1"),
+        ({"prompt": [True]}, "prompt", "none of them"),
+        ({"prompt": "a", "n": 0}, "n", "greater than or equal to 1"),
+        ({"prompt": "a", "n": 129}, "n", "less than or equal to 128"),
+        ({"prompt": ["a", "b", "c"], "n": 100}, "n", "may be 256 choices in all, is 100 to each of 3 prompts"),
+        ({"prompt": "a", "best_of": 2}, "best_of", "is not supported; it may be 1"),
+        ({"prompt": "a", "return_token_ids": True}, "return_token_ids", "is not supported; it may be false"),
+        ({"prompt": "a", "add_special_tokens": False}, "add_special_tokens", "is not supported; it may be true"),
+        ({"prompt": "a", "use_beam_search": 0}, "use_beam_search", "is not supported; it may be false"),
+        ({"prompt": "a", "logprobs": True}, "logprobs", "valid integer"),
+        ({"prompt": "a", "max_tokens": "many"}, "max_tokens", "valid integer"),
+        ({"prompt": "a", "seed": 1 << 63}, "seed", "less than"),
+        ({"prompt": "a", "logit_bias": {"x": 1}}, "logit_bias", "integer"),
+        ({"prompt": "a", "stream_options": {"include": 1}}, "stream_options.include", "knows"),
+        ({"prompt": "a", "kv_transfer_params": {}}, "kv_transfer_params", "knows"),
+        ({"prompt": "a", "temperature": "NaN is none"}, "temperature", "number"),
+        ({"prompt": "a", "logprobs": -1}, "logprobs", "greater than or equal to 0"),
+        ({"prompt": "a", "n": True}, "n", "valid integer"),
+        ({"prompt": "a", "max_tokens": True}, "max_tokens", "valid integer"),
+        ({"prompt": "a", "max_tokens": "5"}, "max_tokens", "valid integer"),
+        ({"prompt": "a", "stream": "yes"}, "stream", "valid boolean"),
+        ({"prompt": "a", "request_id": "\u65e5\u672c"}, "request_id", "pattern"),
+    ],
+)
+async def test_a_body_that_is_wrong_is_refused_by_name(body: dict[str, Any], param: str, complaint: str) -> None:
+    async with gateway() as (router, http):
+        response = await http.post("/v1/completions", json=body)
+    error = response.json()["error"]
+    assert response.status_code == 400
+    assert error["type"] == "invalid_request_error"
+    assert error["param"].startswith(param)
+    assert complaint in error["message"]
+    assert router.requests == []
+
+
+@pytest.mark.parametrize(
+    ("content", "complaint"),
+    [
+        (
+            [{"type": "image_url", "image_url": {"url": "x"}}],
+            "may have parts of type 'text' alone, has one of type 'image",
+        ),
+        (5, "must be a text, or a list of parts of type 'text'"),
+    ],
+)
+async def test_what_a_message_may_be_is_said(content: Any, complaint: str) -> None:
+    async with gateway() as (_, http):
+        body = {"messages": [{"role": "user", "content": content}]}
+        error = (await http.post("/v1/chat/completions", json=body)).json()["error"]
+    assert error["param"] == "messages[0].content"
+    assert complaint in error["message"]
+
+
+@pytest.mark.parametrize(
+    ("message", "param", "complaint"),
+    [
+        ({"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text"}]}, "content[1].text", "required"),
+        ({"role": "user", "content": [{"type": "text", "text": 5}]}, "content[0].text", "valid string"),
+        ({"role": "user"}, "content", "must be given with role 'user': a text, or a list of parts"),
+        ({"role": "system", "content": None}, "content", "must be given with role 'system'"),
+        ({"role": "x", "content": "a"}, "role", "must be one of system, developer, user, assistant, tool, function"),
+        ({"content": "a"}, "role", "required"),
+    ],
+)
+async def test_what_is_wrong_with_a_message_is_said_where_it_is(
+    message: dict[str, Any], param: str, complaint: str
+) -> None:
+    async with gateway() as (router, http):
+        error = (await http.post("/v1/chat/completions", json={"messages": [message]})).json()["error"]
+    assert error["param"] == f"messages[0].{param}"
+    assert complaint in error["message"]
+    assert router.requests == []
+
+
+async def test_messages_that_clients_send_may_lack_what_they_do_not_say() -> None:
+    call = {"id": "c", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+    messages = [
+        {"role": "developer", "content": "be brief"},
+        {"role": "user", "content": [{"type": "text", "text": "hi"}]},
+        {"role": "assistant", "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "c", "content": None},
+        {"role": "assistant", "content": None},
+        {"role": "user", "content": ""},
+    ]
+    async with gateway() as (router, http):
+        assert (await http.post("/v1/chat/completions", json={"messages": messages})).status_code == 200
+    assert [message.content for message in router.requests[0].chat.messages] == ["be brief", "hi", "", "", "", ""]
+
+
+@pytest.mark.parametrize("path", ["completions", "chat/completions"])
+async def test_null_is_absent_in_every_optional_field(path: str) -> None:
+    body = CompletionRequest if path == "completions" else ChatRequest
+    optional = {name: None for name, field in body.model_fields.items() if not field.is_required()}
+    needed = {"prompt": "a"} if path == "completions" else {"messages": [{"role": "user", "content": "a"}]}
+    options = dict.fromkeys(StreamOptions.model_fields)
+    async with gateway() as (router, http):
+        for nulls in (optional, {"stream": True, "stream_options": options}):
+            response = await http.post(f"/v1/{path}", json=needed | nulls)
+            assert response.status_code == 200, response.text
+        assert (await http.post(f"/v1/{path}", json=needed)).status_code == 200
+    for request in router.requests:
+        request.sampling_params.ClearField("seed")  # drawn by the client, so that a resumed answer goes on alike
+    assert router.requests[0].sampling_params == router.requests[2].sampling_params
+
+
+async def test_a_bound_of_tokens_has_the_name_that_was_given() -> None:
+    wrong = InvalidRequest([("sampling_params.max_tokens", "must be at least 1, is 0")])
+    async with gateway() as (router, http):
+        router.script = failing(wrong)
+        body = {"messages": [{"role": "user", "content": "a"}]}
+        errors = [
+            (await http.post("/v1/chat/completions", json=body | {name: 0})).json()["error"]
+            for name in ("max_completion_tokens", "max_tokens")
+        ]
+    assert [(error["param"], error["message"]) for error in errors] == [
+        ("max_completion_tokens", "max_completion_tokens: must be at least 1, is 0"),
+        ("max_tokens", "max_tokens: must be at least 1, is 0"),
+    ]
+
+
+async def test_how_long_to_think_is_the_templates() -> None:
+    async with gateway() as (_, http):
+        body = {"messages": [{"role": "user", "content": "a"}], "reasoning_effort": "low"}
+        error = (await http.post("/v1/chat/completions", json=body)).json()["error"]
+    assert error["param"] == "reasoning_effort"
+    assert 'chat_template_kwargs: {"reasoning_effort": ...}' in error["message"]
+
+
+@pytest.mark.parametrize(("data", "status"), [(b'{"prompt": "a', 400), (b"", 400), (b"x" * 5000, 413), (b"\xff", 400)])
+async def test_bytes_that_are_no_body(data: bytes, status: int) -> None:
+    async with gateway(max_body_bytes=4096) as (_, http):
+        assert (await http.post("/v1/completions", content=data)).status_code == status
+
+
+async def test_neutral_values_and_what_has_no_effect_are_let_through() -> None:
+    body = {
+        "messages": [{"role": "user", "content": "hi"}], "n": 1, "logprobs": False, "tools": [], "tool_choice": "auto",
+        "response_format": {"type": "text"}, "user": "me", "metadata": {"a": "b"}, "parallel_tool_calls": True,
+        "add_generation_prompt": True, "continue_final_message": False, "add_special_tokens": False, "detokenize": True,
+        "return_token_ids": False, "length_penalty": 1.0, "use_beam_search": False, "include_reasoning": True,
+    }  # fmt: skip
+    async with gateway() as (_, http):
+        assert (await http.post("/v1/chat/completions", json=body)).status_code == 200
+        body = {"prompt": "a", "add_special_tokens": True, "spaces_between_special_tokens": True, "bad_words": []}
+        assert (await http.post("/v1/completions", json=body)).status_code == 200
+
+
+async def test_what_nobody_knows_may_be_null() -> None:
+    async with gateway() as (router, http):
+        body = {"prompt": "a", "logit_bias": {"7": 2}}
+        nulls = {"kv_transfer_params": None, "vllm_xargs": None, "guided_json": None}
+        assert (await http.post("/v1/completions", json=body | nulls)).status_code == 200
+        refused = await http.post("/v1/completions", json=body | nulls | {"max_tokens": "many"})
+        assert refused.json()["error"]["param"] == "max_tokens"
+        refused = await http.post("/v1/completions", json=body | {"stream_options": {"include": None}})
+        assert refused.json()["error"]["param"] == "stream_options.include"
+    assert router.requests[0].sampling_params.logit_bias == {7: 2.0}
+
+
+async def test_numbers_may_be_whole_ones_and_biases_have_names() -> None:
+    async with gateway() as (router, http):
+        body = {"prompt": "a", "temperature": 1, "logit_bias": {"7": 2}, "stop": ["x"], "prompt_cache_key": "k"}
+        body |= {"priority": -3, "cache_salt": "tenant 1"}
+        assert (await http.post("/v1/completions", json=body)).status_code == 200
+        refused = await http.post("/v1/completions", json=body | {"cache_salt": ""})
+        assert (refused.status_code, refused.json()["error"]["param"]) == (400, "cache_salt")
+    assert router.requests[0].sampling_params.logit_bias == {7: 2.0}
+    assert router.requests[0].sampling_params.priority == -3
+    assert router.requests[0].cache_salt == "tenant 1"
+
+
+async def test_whose_request_it_is_says_the_header_or_else_the_body() -> None:
+    header = {"x-gateway-inference-fairness-id": "tenant 1"}
+    bodies: list[tuple[dict[str, Any], dict[str, Any], str]] = [
+        ({}, {}, ""),
+        ({"user": "u"}, {}, "u"),
+        ({"user": "u", "safety_identifier": ""}, {}, "u"),
+        ({"user": "u", "safety_identifier": "s"}, {}, "s"),
+        ({"user": "u", "safety_identifier": "s"}, header, "tenant 1"),
+        ({"user": "u"}, {"x-gateway-inference-fairness-id": (100 * "é").encode()}, 100 * "é"),
+    ]
+    async with gateway() as (router, http):
+        for body, headers, _ in bodies:
+            response = await http.post("/v1/completions", json={"prompt": ["a", "b"], **body}, headers=headers)
+            assert response.status_code == 200
+        chat = {"messages": [{"role": "user", "content": "hi"}], "user": "u"}
+        assert (await http.post("/v1/chat/completions", json=chat)).status_code == 200
+    got = [request.fairness_id for request in router.requests]
+    assert got == [name for _, _, name in bodies for _ in range(2)] + ["u"]
+
+
+async def test_a_name_of_a_client_that_is_too_long_is_refused_where_it_stands() -> None:
+    long = 128 * "\u00e9" + "x"
+    async with gateway() as (router, http):
+        for body, headers, param in (
+            ({"user": long}, {}, "user"),
+            ({"safety_identifier": long}, {}, "safety_identifier"),
+            ({}, {"x-gateway-inference-fairness-id": 257 * "x"}, "x-gateway-inference-fairness-id"),
+            ({}, {"x-gateway-inference-fairness-id": long.encode()}, "x-gateway-inference-fairness-id"),
+        ):
+            response = await http.post("/v1/completions", json={"prompt": "a", **body}, headers=headers)
+            error = response.json()["error"]
+            assert (response.status_code, error["param"]) == (400, param)
+            assert "must have at most 256 bytes, has 257" in error["message"]
+        headers = {"x-gateway-inference-fairness-id": b"\xff"}
+        no_text = await http.post("/v1/completions", json={"prompt": "a"}, headers=headers)
+        assert (no_text.status_code, no_text.json()["error"]["param"]) == (400, "x-gateway-inference-fairness-id")
+        no_text = await http.post("/v1/completions", json={"prompt": "a", "user": 5})
+        assert (no_text.status_code, no_text.json()["error"]["param"]) == (400, "user")
+    assert router.requests == []
+
+
+async def test_a_head_without_end_is_not_read() -> None:
+    async with gateway() as (_, http):
+        reader, writer = await asyncio.open_connection(http.base_url.host, http.base_url.port)
+        writer.write(b"GET /version HTTP/1.1\r\nhost: h\r\nx: " + b"a" * (1 << 20))
+        assert (await reader.readline()).split()[1] == b"400"
+        writer.close()
+
+
+async def test_headers_name_the_request_and_its_deadline() -> None:
+    async with gateway() as (router, http):
+        headers = {"x-request-id": "mine", "x-request-timeout-ms": "5000"}
+        response = await http.post("/v1/completions", json={"prompt": ["a", "b"]}, headers=headers)
+        assert response.headers["x-request-id"] == "mine"
+        assert response.json()["id"] == "cmpl-mine"
+        bad = await http.post("/v1/completions", json={"prompt": "a"}, headers={"x-request-timeout-ms": "soon"})
+        assert (bad.status_code, bad.json()["error"]["param"]) == (400, "x-request-timeout-ms")
+    assert sorted(request.request_id for request in router.requests) == ["mine-0", "mine-1"]
+    assert all(deadline_s is not None and 0 < deadline_s < 5.2 for deadline_s in router.deadlines_s)
