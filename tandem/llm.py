@@ -95,6 +95,10 @@ class LLM:
         }
         return SamplingParams(**{name: value for name, value in given.items() if value is not None})  # type: ignore[arg-type]
 
+    def get_tokenizer(self) -> Tokenizer:
+        """The one that this LLM reads prompts with and writes answers with; ours, not transformers'."""
+        return self._tokenizer
+
     def generate(
         self,
         prompts: Prompt | Sequence[Prompt],
