@@ -216,7 +216,11 @@ class LLM:
 
     def _add(self, answer: OfflineAnswer) -> None:
         self.llm_engine.add_request(
-            answer.name, answer.prompt_token_ids, answer.engine_params, lora_name=answer.lora_name
+            answer.name,
+            answer.prompt.token_ids,
+            answer.engine_params,
+            cache_salt=answer.prompt.cache_salt,
+            lora_name=answer.lora_name,
         )
 
     def _params_of_each(

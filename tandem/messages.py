@@ -9,7 +9,7 @@ from typing import Any, TypedDict, TypeGuard, Unpack
 
 from protos import tandem_inference_pb2 as pb
 from protos import tandem_worker_pb2
-from tandem.checks import check_text, is_number
+from tandem.checks import check_salt, check_text, is_number
 from tandem.structured_outputs import StructuredOutputsParams
 from tandem.tools import add_tools, chat_message
 
@@ -72,7 +72,7 @@ def generate_request(
     check_text("model", model)
     cache_salt = sampling.pop("cache_salt", None)
     if cache_salt is not None:
-        _check_salt(cache_salt)
+        check_salt("cache_salt", cache_salt)
     fairness_id = sampling.pop("fairness_id", None)
     if fairness_id is not None:
         check_text("fairness_id", fairness_id)
@@ -128,12 +128,6 @@ def _template_kwargs(given: object) -> str:
         return text
     except (TypeError, ValueError, RecursionError) as error:
         raise ValueError(f"chat_template_kwargs: must be a JSON object: {error}") from error
-
-
-def _check_salt(cache_salt: object) -> None:
-    check_text("cache_salt", cache_salt)
-    if not cache_salt:
-        raise ValueError("cache_salt: must not be empty; without one, leave it out")
 
 
 def profile_request(
