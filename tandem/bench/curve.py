@@ -16,7 +16,7 @@ from tandem.bench.outcome import Outcome, Progress
 from tandem.bench.report import Report, Run
 from tandem.bench.run import Backend, run_load
 from tandem.bench.summary import summarise
-from tandem.bench.traces import Record, read_trace, trace_workload
+from tandem.bench.traces import Record, TraceError, read_trace, trace_workload
 from tandem.bench.workload import TokenSource, Workload, random_workload, warm_up_workload
 
 Watch = Callable[[str, Progress], AbstractAsyncContextManager[object]]
@@ -28,16 +28,19 @@ def _unwatched(what: str, progress: Progress) -> AbstractAsyncContextManager[obj
 
 
 def workloads_of(args: BenchArgs) -> list[Workload]:
-    """One for each rate, with prompts of its own. Raises `TraceError`, `OSError`."""
+    """One for each rate, with prompts of its own. Raises `TraceError`."""
     records: list[Record] = []
     if args.dataset_name == "trace":
-        records = read_trace(
-            Path(args.dataset_path),
-            skip=args.trace_skip,
-            limit=args.num_prompts,
-            length_factor=args.trace_length_factor,
-            max_total_len=args.trace_max_total_len,
-        )
+        try:
+            records = read_trace(
+                Path(args.dataset_path),
+                skip=args.trace_skip,
+                limit=args.num_prompts,
+                length_factor=args.trace_length_factor,
+                max_total_len=args.trace_max_total_len,
+            )
+        except (TraceError, OSError) as error:
+            raise TraceError(f"--dataset-path: {error}") from error
     return [_workload(args, records, replace(args.source, run=number), rate) for number, rate in enumerate(args.rates)]
 
 
