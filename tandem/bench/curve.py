@@ -5,6 +5,7 @@ open the server ──> warm up ──> rate 1 ──> rate 2 ──> … ──
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable
 from contextlib import AbstractAsyncContextManager, nullcontext
 from dataclasses import replace
@@ -59,9 +60,9 @@ def _workload(args: BenchArgs, records: list[Record], source: TokenSource, rate:
 
 
 async def run_bench(
-    args: BenchArgs, *, watch: Watch = _unwatched, on_run: Callable[[Run], None] = lambda _: None
+    args: BenchArgs, *, watch: Watch = _unwatched, on_interrupt: Callable[[Report], None] = lambda _: None
 ) -> Report:
-    """Raises `ServerGone`, and what `workloads_of` does. `on_run` hears of every run that is done."""
+    """Raises `ServerGone`, and what `workloads_of` does. `on_interrupt` hears what there is where it is cancelled."""
     workloads = workloads_of(args)
     if args.backend == "grpc":
         opened = open_grpc(args.address, args.sending, args.vocab_size)
@@ -71,9 +72,14 @@ async def run_bench(
         await _warm_up(args, workloads[0], backend, watch)
         runs = []
         for workload in workloads:
-            run = await _run(args, workload, backend, watch)
-            runs.append(run)
-            on_run(run)
+            progress = Progress(len(workload.requests))
+            try:
+                outcomes = await _watched(f"{workload.request_rate:.4g}/s", workload, backend, watch, progress)
+            except asyncio.CancelledError:
+                runs.append(_run_of(args, workload, sorted(progress.ended, key=lambda outcome: outcome.due_s)))
+                on_interrupt(Report(args=args, model=model, runs=runs))
+                raise
+            runs.append(_run_of(args, workload, outcomes))
     return Report(args=args, model=model, runs=runs)
 
 
@@ -82,14 +88,13 @@ async def _warm_up(args: BenchArgs, workload: Workload, backend: Backend, watch:
     warm_up = warm_up_workload(workload, args.source, args.num_warmups)
     if not warm_up.requests:
         return
-    outcomes = await _watched("warm-up", warm_up, backend, watch)
+    outcomes = await _watched("warm-up", warm_up, backend, watch, Progress(len(warm_up.requests)))
     if not any(outcome.is_answered for outcome in outcomes):
         first = outcomes[0]
         raise ServerGone(f"the server answered no warm-up request ({first.code}: {first.message})")
 
 
-async def _run(args: BenchArgs, workload: Workload, backend: Backend, watch: Watch) -> Run:
-    outcomes = await _watched(f"{workload.request_rate:.4g}/s", workload, backend, watch)
+def _run_of(args: BenchArgs, workload: Workload, outcomes: list[Outcome]) -> Run:
     summary = summarise(
         workload.request_rate,
         outcomes,
@@ -97,10 +102,10 @@ async def _run(args: BenchArgs, workload: Workload, backend: Backend, watch: Wat
         metrics=args.metrics,
         percentiles=args.percentiles,
     )
-    return Run(summary=summary, outcomes=outcomes, about=workload.about)
+    num_unfinished = len(workload.requests) - len(outcomes)
+    return Run(summary=summary, outcomes=outcomes, about=workload.about, num_unfinished=num_unfinished)
 
 
-async def _watched(what: str, workload: Workload, backend: Backend, watch: Watch) -> list[Outcome]:
-    progress = Progress(len(workload.requests))
+async def _watched(what: str, workload: Workload, backend: Backend, watch: Watch, progress: Progress) -> list[Outcome]:
     async with watch(what, progress):
         return await run_load(workload, backend, progress)
