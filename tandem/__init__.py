@@ -4,13 +4,12 @@
     from tandem import Client, AsyncClient     # talks to a router
     from tandem import Cluster, ClusterArgs    # starts Redis, router and workers on this machine
 
-Names are imported when first used: a client needs no torch.
+Names are imported when first used: a client needs no torch, and the command can take Ctrl-C from its first moment on.
 """
 
 from __future__ import annotations
 
 from importlib import import_module
-from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -24,6 +23,8 @@ if TYPE_CHECKING:
     from tandem.llm import LLM, CompletionOutput, Logprob, LoRARequest, RequestOutput
     from tandem.prompts import TextPrompt, TokensPrompt
     from tandem.structured_outputs import StructuredOutputsParams
+
+    __version__: str
 
 _HOME = {
     "EngineArgs": "engine.config",
@@ -72,16 +73,17 @@ __all__ = [
 
 
 def _version() -> str:
+    from importlib.metadata import PackageNotFoundError, version
+
     try:
         return version("tandem-llm")
     except PackageNotFoundError:  # a checkout on the path that was never installed
         return "0.0.0+checkout"
 
 
-__version__ = _version()
-
-
 def __getattr__(name: str) -> Any:
+    if name == "__version__":
+        return _version()
     if name not in _HOME:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(import_module(_HOME[name]), name)

@@ -18,6 +18,12 @@ def check_text(name: str, text: object) -> None:
         raise ValueError(f"{name}: has what is no character at {error.start}") from error
 
 
+def check_salt(name: str, cache_salt: object) -> None:
+    check_text(name, cache_salt)
+    if not cache_salt:
+        raise ValueError(f"{name}: must not be empty; without one, leave it out")
+
+
 def is_whole(value: object) -> bool:
     """Whether it is an integer, of numpy or not. True and False are none."""
     return isinstance(value, Integral) and not isinstance(value, bool)

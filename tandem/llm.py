@@ -95,6 +95,10 @@ class LLM:
         }
         return SamplingParams(**{name: value for name, value in given.items() if value is not None})  # type: ignore[arg-type]
 
+    def get_tokenizer(self) -> Tokenizer:
+        """The one that this LLM reads prompts with and writes answers with; ours, not transformers'."""
+        return self._tokenizer
+
     def generate(
         self,
         prompts: Prompt | Sequence[Prompt],
@@ -212,7 +216,11 @@ class LLM:
 
     def _add(self, answer: OfflineAnswer) -> None:
         self.llm_engine.add_request(
-            answer.name, answer.prompt_token_ids, answer.engine_params, lora_name=answer.lora_name
+            answer.name,
+            answer.prompt.token_ids,
+            answer.engine_params,
+            cache_salt=answer.prompt.cache_salt,
+            lora_name=answer.lora_name,
         )
 
     def _params_of_each(

@@ -4,16 +4,25 @@ what the wire cannot carry."""
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, MutableSequence, Sequence
 from typing import Any, TypedDict, TypeGuard, Unpack
+
+from google.protobuf.descriptor import FieldDescriptor
 
 from protos import tandem_inference_pb2 as pb
 from protos import tandem_worker_pb2
-from tandem.checks import check_text, is_number
+from tandem.checks import check_salt, check_text, is_list, is_number, is_whole, without_array
 from tandem.structured_outputs import StructuredOutputsParams
 from tandem.tools import add_tools, chat_message
 
 MAX_PROFILE_S = 600.0
+_TOKEN_IDS = range(2**32)
+_RANGES = {
+    FieldDescriptor.CPPTYPE_UINT32: range(2**32),
+    FieldDescriptor.CPPTYPE_INT32: range(-(2**31), 2**31),
+    FieldDescriptor.CPPTYPE_INT64: range(-(2**63), 2**63),
+}
+"""What whole numbers the wire can carry, by the field's kind. What a parameter may be is the router's to say."""
 
 Prompt = str | Sequence[int] | Sequence[Mapping[str, Any]]
 """A text, token ids, or messages ({"role": ..., "content": ...}) for the model's chat template; with tools, those that
@@ -72,7 +81,7 @@ def generate_request(
     check_text("model", model)
     cache_salt = sampling.pop("cache_salt", None)
     if cache_salt is not None:
-        _check_salt(cache_salt)
+        check_salt("cache_salt", cache_salt)
     fairness_id = sampling.pop("fairness_id", None)
     if fairness_id is not None:
         check_text("fairness_id", fairness_id)
@@ -84,7 +93,7 @@ def generate_request(
         model=model,
         cache_salt=cache_salt or "",
         fairness_id=fairness_id or "",
-        sampling_params=_sampling_params({**sampling, **({} if n == 1 else {"n": n})}),
+        sampling_params=_sampling_params({**sampling, **({} if _plain("n", n) == 1 else {"n": n})}),
     )
     if isinstance(prompt, str):
         check_text("prompt", prompt)
@@ -109,12 +118,11 @@ def _is_chat(prompt: Any) -> TypeGuard[Sequence[Mapping[str, Any]]]:
 
 def _set_token_ids(request: pb.GenerateRequest, prompt: Any) -> None:
     request.token_ids.SetInParent()
-    try:
-        if isinstance(prompt, bytes | bytearray | Mapping):  # both would give numbers, or what look like some
-            raise TypeError(f"is {prompt!r:.200}")
-        request.token_ids.ids.extend(prompt)
-    except (TypeError, ValueError) as error:
-        raise ValueError(f"prompt: must be a text, token ids or messages: {error}") from error
+    prompt = without_array(prompt)
+    # Bytes and dicts would give numbers, or what look like some.
+    if isinstance(prompt, bytes | bytearray | Mapping) or not isinstance(prompt, Iterable):
+        raise ValueError(f"prompt: must be a text, token ids or messages, is {prompt!r:.80}")
+    _add_ids("prompt", request.token_ids.ids, prompt)
 
 
 def _template_kwargs(given: object) -> str:
@@ -128,12 +136,6 @@ def _template_kwargs(given: object) -> str:
         return text
     except (TypeError, ValueError, RecursionError) as error:
         raise ValueError(f"chat_template_kwargs: must be a JSON object: {error}") from error
-
-
-def _check_salt(cache_salt: object) -> None:
-    check_text("cache_salt", cache_salt)
-    if not cache_salt:
-        raise ValueError("cache_salt: must not be empty; without one, leave it out")
 
 
 def profile_request(
@@ -158,17 +160,85 @@ def _sampling_params(sampling: Mapping[str, Any]) -> pb.SamplingParams:
             raise ValueError(f"{name}: no such sampling parameter; there are {known}")
         if value is None:
             continue
-        try:
-            if name == "stop":
-                params.stop.extend([value] if isinstance(value, str) else value)
-            elif name == "stop_token_ids":
-                params.stop_token_ids.extend(value)
-            elif name == "logit_bias":
-                params.logit_bias.update(value)
-            elif name == "structured_outputs":
+        if name == "stop":
+            params.stop.extend(_texts(name, value))
+        elif name == "stop_token_ids":
+            _add_ids(name, params.stop_token_ids, value)
+        elif name == "logit_bias":
+            params.logit_bias.update(_biases(name, value))
+        elif name == "structured_outputs":
+            try:
                 params.structured_outputs.CopyFrom(StructuredOutputsParams.of(value).to_proto())
-            else:
-                setattr(params, name, value)
-        except (TypeError, ValueError) as error:
-            raise ValueError(f"{name}: {error}") from error
+            except (TypeError, ValueError) as error:
+                raise ValueError(f"{name}: {error}") from error
+        else:
+            setattr(params, name, _plain(name, value))
     return params
+
+
+def _plain(name: str, value: Any) -> bool | int | float:
+    """A number or a truth as its field takes it. protobuf takes some others too, and refuses in words of its own."""
+    kind = pb.SamplingParams.DESCRIPTOR.fields_by_name[name].cpp_type
+    value = without_array(value)
+    if kind == FieldDescriptor.CPPTYPE_FLOAT:
+        return _number(name, value)
+    if kind != FieldDescriptor.CPPTYPE_BOOL:
+        return _whole(name, value, _RANGES[kind])
+    if not isinstance(value, bool):
+        raise ValueError(f"{name}: must be True or False, is {value!r:.80}")
+    return value
+
+
+def _whole(name: str, value: Any, within: range) -> int:
+    if not is_whole(value):
+        raise ValueError(f"{name}: must be a whole number, is {value!r:.80}")
+    if int(value) not in within:
+        raise ValueError(f"{name}: must be in [{within[0]}, {within[-1]}], is {value!r:.80}")
+    return int(value)
+
+
+def _number(name: str, value: Any) -> float:
+    try:
+        if is_number(value):
+            return float(value)
+    except OverflowError:
+        pass
+    raise ValueError(f"{name}: must be a number, is {value!r:.80}")
+
+
+def _texts(name: str, given: Any) -> Sequence[str]:
+    texts = [given] if isinstance(given, str) else without_array(given)
+    if not is_list(texts) or not all(isinstance(text, str) for text in texts):
+        raise ValueError(f"{name}: must be a text or a list of texts, is {given!r:.80}")
+    for text in texts:
+        check_text(name, text)
+    return list(texts)
+
+
+def _biases(name: str, given: Any) -> dict[int, float]:
+    if not isinstance(given, Mapping):
+        raise ValueError(f"{name}: must be a dict of token ids and numbers, is {given!r:.80}")
+    pairs = [(without_array(token_id), without_array(bias)) for token_id, bias in given.items()]
+    _check_ids(name, [token_id for token_id, _ in pairs])
+    return {int(token_id): _number(name, bias) for token_id, bias in pairs}
+
+
+def _add_ids(name: str, field: MutableSequence[int], given: Any) -> None:
+    """What is wrong is looked for where protobuf finds something: prompts are long."""
+    ids = without_array(given)
+    if isinstance(ids, str | bytes | bytearray | Mapping) or not isinstance(ids, Iterable):
+        raise ValueError(f"{name}: must be a list of token ids, is {given!r:.80}")
+    ids = list(ids)
+    try:
+        field.extend(ids)
+    except (TypeError, ValueError) as error:
+        _check_ids(name, ids)
+        raise ValueError(f"{name}: {error}") from error
+
+
+def _check_ids(name: str, ids: Sequence[Any]) -> None:
+    for position, token_id in enumerate(map(without_array, ids)):
+        if not is_whole(token_id):
+            raise ValueError(f"{name}: token ids must be whole numbers, is {token_id!r:.80} at {position}")
+        if token_id not in _TOKEN_IDS:
+            raise ValueError(f"{name}: token ids must be in [0, {_TOKEN_IDS[-1]}], is {token_id!r:.80} at {position}")

@@ -76,7 +76,7 @@ class OfflineRequest:
         drawn_seed = secrets.randbits(63)
         names = names_at_workers(request_id, params.n)
         self.answers = [
-            OfflineAnswer(name, index, prompt.token_ids, params, drawn_seed, lora_name, tokenizer)
+            OfflineAnswer(name, index, prompt, params, drawn_seed, lora_name, tokenizer)
             for index, name in enumerate(names)
         ]
         self.answers[0].others = self.answers[1:]
@@ -100,7 +100,7 @@ class OfflineAnswer:
         self,
         name: str,
         index: int,
-        prompt_token_ids: list[int],
+        prompt: ReadPrompt,
         params: SamplingParams,
         drawn_seed: int,
         lora_name: str,
@@ -109,7 +109,7 @@ class OfflineAnswer:
         """`name`: the engine's for it."""
         self.lora_name = lora_name
         self.name = name
-        self.prompt_token_ids = prompt_token_ids
+        self.prompt = prompt
         self.engine_params = params.for_engine(drawn_seed, index)
         if index:  # the first one tells them
             self.engine_params = replace(self.engine_params, prompt_logprobs=None)
@@ -128,7 +128,7 @@ class OfflineAnswer:
         self._logprobs: list[TokenLogprobs] | None = None if params.logprobs is None else []
         self._detokenizer = IncrementalDetokenizer(
             tokenizer,
-            prompt_token_ids=prompt_token_ids,
+            prompt_token_ids=prompt.token_ids,
             stop=params.stop_strings,
             include_stop_str_in_output=params.include_stop_str_in_output,
             skip_special_tokens=params.skip_special_tokens,

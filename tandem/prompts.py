@@ -2,6 +2,8 @@
 
 text | token ids | {"prompt": text} | {"prompt_token_ids": ids}     one prompt
 [ any of these, ... ]                                               several
+
+A dict may also have a "cache_salt": cached prefixes are shared with prompts of the same one alone.
 """
 
 from __future__ import annotations
@@ -11,13 +13,15 @@ from dataclasses import dataclass
 from typing import Any, NotRequired, TypeAlias, TypedDict
 
 from router.text.tokenizer import Tokenizer
-from tandem.checks import check_text, is_list, is_number, is_whole, without_array
+from router.validation.request import MAX_CACHE_SALT_CHARS
+from tandem.checks import check_salt, check_text, is_list, is_number, is_whole, without_array
 
 
 class TextPrompt(TypedDict):
     """A prompt as text."""
 
     prompt: str
+    cache_salt: NotRequired[str]
 
 
 class TokensPrompt(TypedDict):
@@ -26,11 +30,12 @@ class TokensPrompt(TypedDict):
     prompt_token_ids: Sequence[int]
     prompt: NotRequired[str]
     """What they stand for: shown in the output, read by nobody."""
+    cache_salt: NotRequired[str]
 
 
 Prompt: TypeAlias = str | Sequence[int] | TextPrompt | TokensPrompt
 
-_KEYS = ("prompt", "prompt_token_ids")
+_KEYS = ("prompt", "prompt_token_ids", "cache_salt")
 _SHAPES = "a text, a list of token ids, {'prompt': text} or {'prompt_token_ids': ids}"
 
 
@@ -43,6 +48,8 @@ class ReadPrompt:
     text: str | None
     """None where token ids came alone."""
     token_ids: list[int]
+    cache_salt: str = ""
+    """Empty: none, the cache is everybody's."""
 
 
 def read_prompts(prompts: Any, tokenizer: Tokenizer, vocab_size: int) -> list[ReadPrompt]:
@@ -73,15 +80,25 @@ def _read(name: str, prompt: Any, tokenizer: Tokenizer, vocab_size: int) -> Read
         raise ValueError(f"{name} must be {_SHAPES}, is {prompt!r:.80}")
     given = {key: value for key, value in parts.items() if value is not None}
     if unknown := [key for key in given if key not in _KEYS]:
-        raise ValueError(f"{name} has {unknown[0]!r:.80}, which is not served; a prompt may have {' and '.join(_KEYS)}")
+        raise ValueError(f"{name} has {unknown[0]!r:.80}, which is not served; a prompt may have {', '.join(_KEYS)}")
+    salt = given.pop("cache_salt", None)
+    if salt is not None:
+        _check_salt(f"{name}: cache_salt", salt)
     if not given:
         raise ValueError(f"{name} must be {_SHAPES}, is {prompt!r:.80}")
     text = given.get("prompt")
     if text is not None:
         check_text(name, text)
     if "prompt_token_ids" not in given:
-        return ReadPrompt(name=name, text=text, token_ids=tokenizer.encode(given["prompt"]))
-    return ReadPrompt(name=name, text=text, token_ids=_token_ids(name, given["prompt_token_ids"], vocab_size))
+        return ReadPrompt(name=name, text=text, token_ids=tokenizer.encode(given["prompt"]), cache_salt=salt or "")
+    token_ids = _token_ids(name, given["prompt_token_ids"], vocab_size)
+    return ReadPrompt(name=name, text=text, token_ids=token_ids, cache_salt=salt or "")
+
+
+def _check_salt(name: str, salt: Any) -> None:
+    check_salt(name, salt)
+    if len(salt) > MAX_CACHE_SALT_CHARS:
+        raise ValueError(f"{name}: must be at most {MAX_CACHE_SALT_CHARS} characters, has {len(salt)}")
 
 
 def _token_ids(name: str, given: Any, vocab_size: int) -> list[int]:

@@ -6,8 +6,9 @@ concerns text, and a seed that may be absent.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping, Sequence, Set
-from dataclasses import dataclass, field, fields
+from dataclasses import InitVar, dataclass, field, fields
 from functools import lru_cache
 from numbers import Integral, Real
 from typing import Any
@@ -27,6 +28,12 @@ _KINDS: dict[str, tuple[str, Any, Any]] = {
     "int": ("a whole number", Integral, int), "float": ("a number", Real, float), "bool": ("True or False", bool, bool),
 }  # fmt: skip
 """A field's type: what it is called, what may be given for it, and what that is made to be."""
+
+_DONE_ANYWAY: dict[str, tuple[Any, ...]] = {
+    "detokenize": (True,), "spaces_between_special_tokens": (True,), "bad_words": (None, []),
+    "allowed_token_ids": (None,), "logits_processors": (None, []), "truncate_prompt_tokens": (None,),
+}  # fmt: skip
+"""vLLM's fields of which only these values can be had, in the order of the class."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,11 +74,22 @@ class SamplingParams:
     structured_outputs: StructuredOutputsParams | None = None
     """The form that the answer must have. None: any text."""
 
+    # vLLM's that may be given, and ask for what is done anyway: no fields, nobody reads them.
+    detokenize: InitVar[bool] = True
+    spaces_between_special_tokens: InitVar[bool] = True
+    bad_words: InitVar[Sequence[str] | None] = None
+    allowed_token_ids: InitVar[Sequence[int] | None] = None
+    logits_processors: InitVar[Sequence[Any] | None] = None
+    truncate_prompt_tokens: InitVar[int | None] = None
+
     def __new__(cls, *_: object, **given: object) -> SamplingParams:
-        check_names("SamplingParams", given, [entry.name for entry in fields(cls)])
+        names = [name for name in given if name not in _DONE_ANYWAY]
+        check_names("SamplingParams", names, [entry.name for entry in fields(cls)])
         return super().__new__(cls)
 
-    def __post_init__(self) -> None:
+    def __post_init__(self, *done_anyway: object) -> None:
+        for name, value in zip(_DONE_ANYWAY, done_anyway, strict=True):
+            _check_done_anyway(name, value)
         for entry in fields(self):
             _plain(entry.name, str(entry.type), getattr(self, entry.name))
         if not 1 <= self.n <= MAX_N:
@@ -80,6 +98,10 @@ class SamplingParams:
             raise ValueError(f"seed must fit 64 bits, is {self.seed!r:.80}")
         _check_stop(self.stop)
         self.for_engine(0)  # checks the bounds
+
+    def clone(self) -> SamplingParams:
+        """A copy that shares nothing with this one."""
+        return copy.deepcopy(self)
 
     @property
     def stop_strings(self) -> tuple[str, ...]:
@@ -139,6 +161,12 @@ def _plain(name: str, kind: str, value: Any) -> Any:
         return plain(value)
     except OverflowError as error:
         raise ValueError(wrong) from error
+
+
+def _check_done_anyway(name: str, value: object) -> None:
+    may_be = _DONE_ANYWAY[name]
+    if not any(value is one or (isinstance(value, list) and value == one) for one in may_be):
+        raise ValueError(f"{name} must be {' or '.join(map(repr, may_be))}, nothing else is served; is {value!r:.80}")
 
 
 def _check_stop(stop: Any) -> None:

@@ -32,7 +32,10 @@ class BenchArgs:
     endpoint: str = _flag("", "Path of HTTP requests, if not OpenAI's.")
     model: str = _flag("", "Model to ask an HTTP server for. Default: the first that it names.")
     api_key: str = _flag("", "Of an HTTP server that needs one.", env="OPENAI_API_KEY")
-    extra_body: str = _flag("", 'JSON object of further fields of HTTP bodies, such as {"return_token_ids": true}.')
+    extra_body: str = _flag(
+        "", 'JSON object of further fields of HTTP bodies, such as {"top_k": 20}. With {"return_token_ids": true}, '
+        "which vLLM takes and Tandem does not, lost tokens of a stream show."
+    )  # fmt: skip
 
     dataset_name: str = _flag("random", "random: prompts of no meaning at random moments. trace: real traffic again.")
     dataset_path: str = _flag("", "The trace: Mooncake's form (JSON lines) or Azure's (CSV).")

@@ -5,6 +5,7 @@ open the server ──> warm up ──> rate 1 ──> rate 2 ──> … ──
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable
 from contextlib import AbstractAsyncContextManager, nullcontext
 from dataclasses import replace
@@ -16,7 +17,7 @@ from tandem.bench.outcome import Outcome, Progress
 from tandem.bench.report import Report, Run
 from tandem.bench.run import Backend, run_load
 from tandem.bench.summary import summarise
-from tandem.bench.traces import Record, read_trace, trace_workload
+from tandem.bench.traces import Record, TraceError, read_trace, trace_workload
 from tandem.bench.workload import TokenSource, Workload, random_workload, warm_up_workload
 
 Watch = Callable[[str, Progress], AbstractAsyncContextManager[object]]
@@ -28,16 +29,19 @@ def _unwatched(what: str, progress: Progress) -> AbstractAsyncContextManager[obj
 
 
 def workloads_of(args: BenchArgs) -> list[Workload]:
-    """One for each rate, with prompts of its own. Raises `TraceError`, `OSError`."""
+    """One for each rate, with prompts of its own. Raises `TraceError`."""
     records: list[Record] = []
     if args.dataset_name == "trace":
-        records = read_trace(
-            Path(args.dataset_path),
-            skip=args.trace_skip,
-            limit=args.num_prompts,
-            length_factor=args.trace_length_factor,
-            max_total_len=args.trace_max_total_len,
-        )
+        try:
+            records = read_trace(
+                Path(args.dataset_path),
+                skip=args.trace_skip,
+                limit=args.num_prompts,
+                length_factor=args.trace_length_factor,
+                max_total_len=args.trace_max_total_len,
+            )
+        except (TraceError, OSError) as error:
+            raise TraceError(f"--dataset-path: {error}") from error
     return [_workload(args, records, replace(args.source, run=number), rate) for number, rate in enumerate(args.rates)]
 
 
@@ -56,9 +60,9 @@ def _workload(args: BenchArgs, records: list[Record], source: TokenSource, rate:
 
 
 async def run_bench(
-    args: BenchArgs, *, watch: Watch = _unwatched, on_run: Callable[[Run], None] = lambda _: None
+    args: BenchArgs, *, watch: Watch = _unwatched, on_interrupt: Callable[[Report], None] = lambda _: None
 ) -> Report:
-    """Raises `ServerGone`, and what `workloads_of` does. `on_run` hears of every run that is done."""
+    """Raises `ServerGone`, and what `workloads_of` does. `on_interrupt` hears what there is where it is cancelled."""
     workloads = workloads_of(args)
     if args.backend == "grpc":
         opened = open_grpc(args.address, args.sending, args.vocab_size)
@@ -68,9 +72,14 @@ async def run_bench(
         await _warm_up(args, workloads[0], backend, watch)
         runs = []
         for workload in workloads:
-            run = await _run(args, workload, backend, watch)
-            runs.append(run)
-            on_run(run)
+            progress = Progress(len(workload.requests))
+            try:
+                outcomes = await _watched(f"{workload.request_rate:.4g}/s", workload, backend, watch, progress)
+            except asyncio.CancelledError:
+                runs.append(_run_of(args, workload, sorted(progress.ended, key=lambda outcome: outcome.due_s)))
+                on_interrupt(Report(args=args, model=model, runs=runs))
+                raise
+            runs.append(_run_of(args, workload, outcomes))
     return Report(args=args, model=model, runs=runs)
 
 
@@ -79,14 +88,13 @@ async def _warm_up(args: BenchArgs, workload: Workload, backend: Backend, watch:
     warm_up = warm_up_workload(workload, args.source, args.num_warmups)
     if not warm_up.requests:
         return
-    outcomes = await _watched("warm-up", warm_up, backend, watch)
+    outcomes = await _watched("warm-up", warm_up, backend, watch, Progress(len(warm_up.requests)))
     if not any(outcome.is_answered for outcome in outcomes):
         first = outcomes[0]
         raise ServerGone(f"the server answered no warm-up request ({first.code}: {first.message})")
 
 
-async def _run(args: BenchArgs, workload: Workload, backend: Backend, watch: Watch) -> Run:
-    outcomes = await _watched(f"{workload.request_rate:.4g}/s", workload, backend, watch)
+def _run_of(args: BenchArgs, workload: Workload, outcomes: list[Outcome]) -> Run:
     summary = summarise(
         workload.request_rate,
         outcomes,
@@ -94,10 +102,10 @@ async def _run(args: BenchArgs, workload: Workload, backend: Backend, watch: Wat
         metrics=args.metrics,
         percentiles=args.percentiles,
     )
-    return Run(summary=summary, outcomes=outcomes, about=workload.about)
+    num_unfinished = len(workload.requests) - len(outcomes)
+    return Run(summary=summary, outcomes=outcomes, about=workload.about, num_unfinished=num_unfinished)
 
 
-async def _watched(what: str, workload: Workload, backend: Backend, watch: Watch) -> list[Outcome]:
-    progress = Progress(len(workload.requests))
+async def _watched(what: str, workload: Workload, backend: Backend, watch: Watch, progress: Progress) -> list[Outcome]:
     async with watch(what, progress):
         return await run_load(workload, backend, progress)

@@ -72,6 +72,7 @@ class Progress:
     num_tokens: int = 0
     now_s: float = 0.0
     last_error: str = ""
+    ended: list[Outcome] = field(default_factory=list)
 
     @property
     def num_running(self) -> int:
@@ -79,6 +80,7 @@ class Progress:
 
     def count(self, outcome: Outcome) -> None:
         """An outcome that is complete."""
+        self.ended.append(outcome)
         if outcome.is_answered:
             self.num_answered += 1
         elif outcome.is_refused:

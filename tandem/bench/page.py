@@ -10,7 +10,7 @@ from typing import Any
 
 from tandem.bench.plots import Plot
 from tandem.bench.report import NO_PLOTS, Report, table
-from tandem.bench.summary import GOOD_SHARE, max_good_rate
+from tandem.bench.summary import GOOD_SHARE
 
 STYLE = """
 :root { color-scheme: light dark; --ink: #1c1e21; --dim: #667; --line: #d8dae0; --back: #fff; }
@@ -59,7 +59,7 @@ def page(report: Report, plots: Sequence[Plot]) -> str:
 
 
 def _goodput(report: Report) -> str:
-    rate = max_good_rate(report.summaries)
+    rate = report.good_rate
     if rate is None:
         return ""
     wanted = ", ".join(f"{name.upper()} at most {bound:g} ms" for name, bound in report.args.objectives.items())

@@ -28,6 +28,8 @@ class Run:
     outcomes: list[Outcome]
     about: dict[str, Any] = field(default_factory=dict)
     """Of the workload: its factors."""
+    num_unfinished: int = 0
+    """Requests that are not among the outcomes: the bench was interrupted before they ended."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,6 +45,11 @@ class Report:
     @property
     def summaries(self) -> list[Summary]:
         return [run.summary for run in self.runs]
+
+    @property
+    def good_rate(self) -> float | None:
+        """The highest of which nearly all answers were good; an interrupted one does not count."""
+        return max_good_rate([run.summary for run in self.runs if not run.num_unfinished])
 
     @property
     def target(self) -> str:
@@ -62,6 +69,11 @@ class Report:
         num_broken = sum(summary.errors.get(BROKEN_STREAM, 0) for summary in self.summaries)
         if num_broken:
             return f"{num_broken} answers were not exact: {first_error(self.runs, BROKEN_STREAM)}"
+        for run in self.runs:
+            if run.num_unfinished:
+                total = len(run.outcomes) + run.num_unfinished
+                rate = rate_text(run.summary.request_rate)
+                return f"interrupted (requests/s: {rate}): {len(run.outcomes)} of {total} had ended, only these count"
         return ""
 
 
@@ -83,15 +95,20 @@ def to_dict(report: Report) -> dict[str, Any]:
         "target": report.target,
         "model": report.model,
         "goodput_objectives_ms": report.args.objectives,
-        "goodput_rate": max_good_rate(report.summaries),
+        "goodput_rate": report.good_rate,
         "args": flags,
-        "results": [{**run.summary.to_dict(), "workload": run.about} for run in report.runs],
+        "results": [
+            {**run.summary.to_dict(), "unfinished": run.num_unfinished, "workload": run.about} for run in report.runs
+        ],
     }
 
 
 def summary_csv(report: Report) -> str:
     """One line for each rate."""
-    rows = [run.summary.to_dict() | {"errors": json.dumps(run.summary.errors)} for run in report.runs]
+    rows = [
+        run.summary.to_dict() | {"errors": json.dumps(run.summary.errors), "unfinished": run.num_unfinished}
+        for run in report.runs
+    ]
     return _csv(rows)
 
 

@@ -12,11 +12,13 @@ import os
 os.environ.setdefault("GRPC_VERBOSITY", "ERROR")
 
 import importlib
+import sys
 from typing import Any
 
 import click
 
 import tandem
+from tandem import interrupts
 
 COMMANDS = {
     "demo": "tandem.cli.demo",
@@ -52,7 +54,17 @@ class _Commands(click.Group):
         """click looks for words like a wrong one in `commands`."""
         if args and args[0] not in COMMANDS:
             self.commands = {name: command(name) for name in COMMANDS}
-        return super().resolve_command(ctx, args)
+        found = super().resolve_command(ctx, args)
+        interrupts.raise_again()
+        return found
+
+    def invoke(self, ctx: click.Context) -> Any:
+        """Of a command that does not do so itself; click's own exit code is 1."""
+        try:
+            return super().invoke(ctx)
+        except KeyboardInterrupt:
+            click.echo("cancelled", err=True)
+            sys.exit(interrupts.INTERRUPTED)
 
 
 @click.group(

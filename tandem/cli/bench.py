@@ -8,7 +8,7 @@ import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -16,6 +16,9 @@ from rpc.entrypoint import build, options_of
 from tandem.bench.args import BenchArgs
 from tandem.bench.outcome import Progress
 from tandem.cli.options import examples, json_option
+
+if TYPE_CHECKING:
+    from tandem.bench.report import Report
 
 INTERRUPTED = 130
 REFRESHES_PER_S = 4
@@ -42,8 +45,7 @@ def bench(is_json: bool, **flags: Any) -> None:
     args = build(BenchArgs, flags)
     from tandem.bench.backends import ServerGone
     from tandem.bench.curve import run_bench
-    from tandem.bench.report import NO_PLOTS, table, to_dict
-    from tandem.bench.save import save
+    from tandem.bench.report import table, to_dict
     from tandem.bench.traces import TraceError
     from tandem.tables import print_table
 
@@ -52,27 +54,38 @@ def bench(is_json: bool, **flags: Any) -> None:
             Path(args.result_dir).mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise click.ClickException(f"--result-dir: {error}") from error
+    interrupted: list[Report] = []
     try:
-        report = asyncio.run(run_bench(args, watch=watch))
+        report = asyncio.run(run_bench(args, watch=watch, on_interrupt=interrupted.append))
     except (ServerGone, TraceError, OSError) as error:
         raise click.ClickException(str(error)) from error
     except KeyboardInterrupt:
         click.echo("cancelled", err=True)
+        if args.save_result and interrupted and any(run.outcomes for run in interrupted[0].runs):
+            _keep(interrupted[0])
+            click.echo(interrupted[0].problem, err=True)
         sys.exit(INTERRUPTED)
     if is_json:
         click.echo(json.dumps(to_dict(report)))
     else:
         print_table(table(report.runs))
     if args.save_result:
-        try:
-            paths = save(report)
-        except OSError as error:
-            raise click.ClickException(f"--result-dir: {error}") from error
-        click.echo(f"kept in {paths[0].parent}: {', '.join(path.name for path in paths)}", err=True)
-        if not any(path.suffix == ".svg" for path in paths):
-            click.echo(NO_PLOTS, err=True)
+        _keep(report)
     if report.problem:
         raise click.ClickException(report.problem)
+
+
+def _keep(report: Report) -> None:
+    from tandem.bench.report import NO_PLOTS
+    from tandem.bench.save import save
+
+    try:
+        paths = save(report)
+    except OSError as error:
+        raise click.ClickException(f"--result-dir: {error}") from error
+    click.echo(f"kept in {paths[0].parent}: {', '.join(path.name for path in paths)}", err=True)
+    if not any(path.suffix == ".svg" for path in paths):
+        click.echo(NO_PLOTS, err=True)
 
 
 def progress_line(what: str, progress: Progress, now_s: float) -> str:

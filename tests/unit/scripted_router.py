@@ -43,6 +43,11 @@ class Scripted(tandem_inference_pb2_grpc.InferenceServicer):
     def Generate(self, request: pb.GenerateRequest, context: grpc.ServicerContext):  # noqa: N802
         return self.script(request, context)
 
+    def GetModelInfo(  # noqa: N802
+        self, request: pb.GetModelInfoRequest, context: grpc.ServicerContext
+    ) -> pb.GetModelInfoResponse:
+        return pb.GetModelInfoResponse(model="m", vocab_size=32_000)
+
     def endless(self, request: pb.GenerateRequest, context: grpc.ServicerContext) -> Iterator[pb.GenerateResponse]:
         """One token, and then none until the client goes away."""
         context.add_callback(self.was_cancelled.set)

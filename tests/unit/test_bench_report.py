@@ -347,7 +347,12 @@ def test_numbers_of_a_server_that_sends_broken_streams_come_with_a_warning(repor
         (["--address", "127.0.0.1:1"], "no router answers at 127.0.0.1:1"),
         (["--router", "127.0.0.1:1"], "no router answers at 127.0.0.1:1"),
         (["--backend", "openai", "--base-url", "http://127.0.0.1:1"], "does not say what it serves"),
-        (["--dataset-name", "trace", "--dataset-path", "no/such.csv"], "No such file"),
+        (["--dataset-name", "trace", "--dataset-path", "no/such.csv"], "Error: --dataset-path: [Errno 2] No such"),
+        (["--dataset-name", "trace", "--dataset-path", "/"], "Error: --dataset-path: [Errno 21] Is a directory"),
+        (
+            ["--dataset-name", "trace", "--dataset-path", __file__],
+            "Error: --dataset-path: test_bench_report.py, line 1",
+        ),
     ],
 )
 def test_a_server_that_is_not_there_is_one_line(flags: list[str], said: str) -> None:

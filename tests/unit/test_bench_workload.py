@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
+import re
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+from gateway.requests import CompletionRequest
 from tandem.bench.args import BenchArgs
 from tandem.bench.curve import workloads_of
 from tandem.bench.traces import Record, TraceError, block_prompt, mean_rate, parse_trace, read_trace, trace_workload
@@ -262,3 +265,11 @@ def test_every_rate_of_a_curve_has_prompts_of_its_own(tmp_path: Path) -> None:
 def test_wrong_flags_are_named(flags: dict[str, object], said: str) -> None:
     with pytest.raises(ValueError, match=said):
         BenchArgs(**flags)  # type: ignore[arg-type]
+
+
+def test_the_example_of_further_fields_is_one_that_our_gateway_takes() -> None:
+    (extra_body,) = (field for field in dataclasses.fields(BenchArgs) if field.name == "extra_body")
+    taken, of_others = (json.loads(example) for example in re.findall(r"{.*?}", extra_body.metadata["help"]))
+    CompletionRequest(prompt="a", **taken)
+    with pytest.raises(ValueError, match="return_token_ids"):
+        CompletionRequest(prompt="a", **of_others)

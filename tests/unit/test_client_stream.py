@@ -143,6 +143,12 @@ def test_only_what_is_given_travels() -> None:
     sampling = Sampling(temperature=0.0, stop="x", stop_token_ids=[5], logit_bias={3: -1.0}, seed=-1)
     expected = pb.SamplingParams(temperature=0.0, stop=["x"], stop_token_ids=[5], logit_bias={3: -1.0}, seed=-1)
     assert generate_request("hi", **sampling).sampling_params == expected
+    numpys: dict[str, Any] = {
+        "temperature": np.float32(0), "stop": ("x",), "stop_token_ids": np.array([5]), "seed": np.int64(-1),
+        "logit_bias": {np.int64(3): np.float32(-1)}, "max_tokens": None, "n": np.int32(1),
+    }  # fmt: skip
+    assert generate_request("hi", **numpys).sampling_params == expected
+    assert generate_request("hi", stop_token_ids={5}).sampling_params.stop_token_ids == [5]  # type: ignore[typeddict-item]
 
 
 CHAT = [{"role": "user", "content": "hi"}]
@@ -163,8 +169,26 @@ def test_every_parameter_of_the_wire_can_be_given() -> None:
 @pytest.mark.parametrize(
     ("prompt", "sampling", "complaint"),
     [
-        ("hi", {"max_tokens": -1}, "max_tokens: "),
-        ("hi", {"temperature": "hot"}, "temperature: "),
+        ("hi", {"max_tokens": -1}, r"max_tokens: must be in \[0, 4294967295\], is -1$"),
+        ("hi", {"max_tokens": 1.5}, "max_tokens: must be a whole number, is 1.5$"),
+        ("hi", {"logprobs": True}, "logprobs: must be a whole number, is True$"),
+        ("hi", {"top_k": 2**31}, r"top_k: must be in \[-2147483648, 2147483647\], is 2147483648$"),
+        ("hi", {"seed": -(2**63) - 1}, r"seed: must be in \[-9223372036854775808, 9223372036854775807\], is -92"),
+        ("hi", {"n": None}, "n: must be a whole number, is None$"),
+        ("hi", {"n": True}, "n: must be a whole number, is True$"),
+        ("hi", {"temperature": "hot"}, "temperature: must be a number, is 'hot'$"),
+        ("hi", {"temperature": True}, "temperature: must be a number, is True$"),
+        ("hi", {"temperature": 10**400}, "temperature: must be a number, is 1000"),
+        ("hi", {"ignore_eos": 1}, "ignore_eos: must be True or False, is 1$"),
+        ("hi", {"stop": ["a", None]}, r"stop: must be a text or a list of texts, is \['a', None\]$"),
+        ("hi", {"stop": "a\ud800"}, "stop: has what is no character at 1$"),
+        ("hi", {"stop_token_ids": 5}, "stop_token_ids: must be a list of token ids, is 5$"),
+        ("hi", {"stop_token_ids": [1, None]}, "stop_token_ids: token ids must be whole numbers, is None at 1$"),
+        ("hi", {"logit_bias": [1]}, r"logit_bias: must be a dict of token ids and numbers, is \[1\]$"),
+        ("hi", {"logit_bias": {"1": 2}}, "logit_bias: token ids must be whole numbers, is '1' at 0$"),
+        ("hi", {"logit_bias": {1: None}}, "logit_bias: must be a number, is None$"),
+        ([1, 2.0], {}, "prompt: token ids must be whole numbers, is 2.0 at 1$"),
+        ([True], {}, "prompt: token ids must be whole numbers, is True at 0$"),
         ("hi", {"temprature": 1}, "temprature: no such sampling parameter"),
         ("hi", {"stop_token_ids": ["a"]}, "stop_token_ids: "),
         ("hi", {"cache_salt": 5}, "cache_salt: must be a text, is 5"),
@@ -172,11 +196,11 @@ def test_every_parameter_of_the_wire_can_be_given() -> None:
         ("hi", {"cache_salt": "a\ud800"}, "cache_salt: has what is no character at 1"),
         ("hi", {"fairness_id": 0}, "fairness_id: must be a text, is 0"),
         ("hi", {"fairness_id": "ab\ud800"}, "fairness_id: has what is no character at 2"),
-        ([-1], {}, "prompt: "),
-        (5, {}, "prompt: must be a text, token ids or messages: "),
-        (None, {}, "prompt: must be a text, token ids or messages: "),
-        ({"a": 1}, {}, "prompt: must be a text, token ids or messages: is {'a': 1}"),
-        (b"x", {}, "prompt: must be a text, token ids or messages: is b'x'"),
+        ([-1], {}, r"prompt: token ids must be in \[0, 4294967295\], is -1 at 0$"),
+        (5, {}, "prompt: must be a text, token ids or messages, is 5$"),
+        (None, {}, "prompt: must be a text, token ids or messages, is None$"),
+        ({"a": 1}, {}, "prompt: must be a text, token ids or messages, is {'a': 1}$"),
+        (b"x", {}, "prompt: must be a text, token ids or messages, is b'x'$"),
         ("hi \ud800", {}, "prompt: has what is no character at 3"),
         ("hi", {"request_id": 5}, "request_id: must be a text, is 5"),
         ("hi", {"model": None}, "model: must be a text, is None"),

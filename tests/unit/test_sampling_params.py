@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from engine.config import EngineArgs
-from tandem import LLM, SamplingParams
+from tandem import LLM, SamplingParams, StructuredOutputsParams
 
 
 @pytest.mark.parametrize(
@@ -44,6 +44,13 @@ from tandem import LLM, SamplingParams
         ({"logit_bias": [1]}, "logit_bias must be a dict of token ids (whole numbers) and numbers, or None, is [1]"),
         ({"logit_bias": {1: "5"}}, "logit_bias must be a dict"),
         ({"logit_bias": {1: 101}}, "logit_bias must be in [-100, 100], is 101"),
+        ({"detokenize": False}, "detokenize must be True, nothing else is served; is False"),
+        ({"detokenize": 1}, "detokenize must be True, nothing else is served; is 1"),
+        ({"spaces_between_special_tokens": False}, "spaces_between_special_tokens must be True, nothing else"),
+        ({"bad_words": ["a"]}, "bad_words must be None or [], nothing else is served; is ['a']"),
+        ({"allowed_token_ids": []}, "allowed_token_ids must be None, nothing else is served; is []"),
+        ({"logits_processors": [print]}, "logits_processors must be None or [], nothing else is served; is [<built"),
+        ({"truncate_prompt_tokens": -1}, "truncate_prompt_tokens must be None, nothing else is served; is -1"),
         (
             {"structured_outputs": {"regex": "a"}},
             "structured_outputs must be StructuredOutputsParams or None, is {'regex': 'a'}",
@@ -83,8 +90,6 @@ def test_a_name_that_is_no_field_is_told_with_those_that_are() -> None:
     there = ", ".join(entry.name for entry in dataclasses.fields(SamplingParams))
     with pytest.raises(TypeError, match=f"SamplingParams has no best_of; there are {there}$"):
         SamplingParams(best_of=2)  # type: ignore[call-arg]
-    with pytest.raises(TypeError, match="SamplingParams has no detokenize; there are n, max_tokens"):
-        SamplingParams(detokenize=False)  # type: ignore[call-arg]
     with pytest.raises(TypeError, match="SamplingParams has no temprature; did you mean temperature"):
         SamplingParams(temprature=1)  # type: ignore[call-arg]
 
@@ -92,6 +97,30 @@ def test_a_name_that_is_no_field_is_told_with_those_that_are() -> None:
 def test_copies_are_equal() -> None:
     params = SamplingParams(seed=3, stop=["a"], max_tokens=None)
     assert pickle.loads(pickle.dumps(params)) == copy.deepcopy(params) == dataclasses.replace(params) == params  # noqa: S301
+
+
+def test_a_clone_shares_nothing() -> None:
+    stop, bias = ["a"], {1: 2.0}
+    params = SamplingParams(stop=stop, logit_bias=bias, structured_outputs=StructuredOutputsParams(choice=["a", "b"]))
+    clone = params.clone()
+    assert clone == params
+    stop.append("b")
+    bias[2] = 3.0
+    assert (clone.stop, clone.logit_bias) == (["a"], {1: 2.0})
+
+
+def test_what_asks_for_what_is_done_anyway_is_taken_and_is_no_field() -> None:
+    params = SamplingParams(
+        detokenize=True, skip_special_tokens=True, spaces_between_special_tokens=True, bad_words=[],
+        include_stop_str_in_output=False, allowed_token_ids=None, logits_processors=[], truncate_prompt_tokens=None,
+    )  # fmt: skip
+    plain = SamplingParams()
+    assert (params, repr(params)) == (plain, repr(plain))
+    assert params.for_engine(1) == plain.for_engine(1)
+    assert SamplingParams(bad_words=None, logits_processors=None) == plain
+    names = {entry.name for entry in dataclasses.fields(params)}
+    assert not names & {"detokenize", "bad_words"}
+    assert dataclasses.replace(params, n=2) == SamplingParams(n=2)
 
 
 @pytest.mark.parametrize(

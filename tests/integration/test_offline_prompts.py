@@ -1,0 +1,70 @@
+"""`tandem.LLM`: what goes with a prompt, and the tokenizer that reads it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tandem import LLM, SamplingParams, TokensPrompt
+from tandem.prompts import Prompt
+
+GREEDY = SamplingParams(temperature=0, max_tokens=4)
+
+
+@pytest.fixture(scope="module")
+def llm(model_folder: Path) -> LLM:
+    return LLM(model=str(model_folder), max_model_len=1024, kv_cache_gib=0.1, num_threads=1)
+
+
+def test_its_tokenizer_is_the_one_that_reads_prompts_and_writes_answers(llm: LLM) -> None:
+    tokenizer = llm.get_tokenizer()
+    (output,) = llm.generate("The capital of France is", GREEDY)
+    assert tokenizer.encode("The capital of France is") == output.prompt_token_ids
+    assert tokenizer.decode(output.outputs[0].token_ids) == output.outputs[0].text
+
+
+def num_cached(llm: LLM, prompt: Prompt | list[Prompt]) -> list[int]:
+    return [output.num_cached_tokens for output in llm.generate(prompt, GREEDY)]
+
+
+def test_prefixes_are_shared_within_a_salt(llm: LLM) -> None:
+    ids = list(range(1000, 1064))
+    salted: TokensPrompt = {"prompt_token_ids": ids, "cache_salt": "tenant 1"}
+    assert num_cached(llm, salted) == [0]
+    assert num_cached(llm, salted) == [48]
+    assert num_cached(llm, ids) == [0], "not of who has no salt"
+    assert num_cached(llm, [{**salted, "cache_salt": "tenant 2"}, ids, salted]) == [0, 48, 48]
+    assert llm.generate(salted, GREEDY)[0].outputs == llm.generate(ids, GREEDY)[0].outputs
+
+
+def test_a_text_may_have_a_salt_too_and_none_is_none(llm: LLM) -> None:
+    text = "One prompt, many tenants. " * 8
+    (output,) = llm.generate({"prompt": text, "cache_salt": "tenant 1"}, GREEDY)
+    assert (output.prompt, output.num_cached_tokens) == (text, 0)
+    assert num_cached(llm, {"prompt": text, "cache_salt": None}) == [0]  # type: ignore[typeddict-item]
+    assert num_cached(llm, text)[0] > 0
+
+
+def test_several_answers_share_their_prompt_within_its_salt(llm: LLM) -> None:
+    stats = llm.llm_engine.stats
+    computed_before = stats.num_prompt_tokens
+    llm.generate({"prompt_token_ids": list(range(2000, 2064)), "cache_salt": "tenant 1"}, SamplingParams(n=3))
+    assert stats.num_prompt_tokens - computed_before == 64 + 2 * 16
+
+
+@pytest.mark.parametrize(
+    ("prompts", "complaint"),
+    [
+        ({"prompt": "a", "cache_salt": 5}, "prompt: cache_salt: must be a text, is 5"),
+        (["a", {"prompt": "a", "cache_salt": ""}], "prompts[1]: cache_salt: must not be empty; without one, leave it"),
+        ({"prompt": "a", "cache_salt": "s" * 129}, "prompt: cache_salt: must be at most 128 characters, has 129"),
+        ({"cache_salt": "s"}, "prompt must be a text, a list of token ids, {'prompt': text} or"),
+        ({"prompt": "a", "salt": "s"}, "prompt has 'salt', which is not served; a prompt may have prompt, prompt_tok"),
+    ],
+)
+def test_what_is_no_salt_is_named(llm: LLM, prompts: Any, complaint: str) -> None:
+    with pytest.raises(ValueError) as raised:
+        llm.generate(prompts, GREEDY)
+    assert str(raised.value).startswith(complaint)
