@@ -56,7 +56,7 @@ class Worker:
         )
         start_s = time.monotonic()
         backend = create_attention_backend(config)
-        with _saying_what_is_too_large(), torch.inference_mode():
+        with _saying_what_is_too_large(config.device.device), torch.inference_mode():
             model = load_model(config, backend, group)
             # Weights came through it, and nothing later needs so much at once.
             if config.device.device == "cpu":
@@ -74,7 +74,11 @@ class Worker:
                 runner.launch(step, runner.prepare(step)).wait()
             return kept_bytes
 
-        with _saying_what_is_too_large(), _saying_what_cannot_be_recorded(config), _saying_what_does_not_fit(config):
+        with (
+            _saying_what_is_too_large(config.device.device),
+            _saying_what_cannot_be_recorded(config),
+            _saying_what_does_not_fit(config),
+        ):
             if not shape.num_blocks:
                 num_blocks = measure_num_blocks(config, shape, run_steps)
                 shape = replace(shape, num_blocks=num_blocks if group is None else group.smallest(num_blocks))
@@ -133,23 +137,27 @@ def _saying_what_does_not_fit(config: EngineConfig) -> Iterator[None]:
 
 
 @contextmanager
-def _saying_what_is_too_large() -> Iterator[None]:
-    """Raises `ValueError` where a GPU's memory is not enough."""
+def _saying_what_is_too_large(device: str) -> Iterator[None]:
+    """Raises `ValueError` where the memory of `device` is not enough."""
     try:
         yield
     except RuntimeError as error:
         if not _is_out_of_memory(error):
             raise
-        raise ValueError(
-            "the GPU has not enough memory: lower kv_cache_gib, num_kv_blocks or gpu_memory_utilization, or "
-            "max_num_seqs, max_num_batched_tokens or max_seq_len_to_capture, or take a smaller model "
-            f"({str(error).splitlines()[0]})"
-        ) from error
+        what_helps = (
+            "this process may not have so much memory: lower kv_cache_gib or num_kv_blocks, or take a smaller model"
+            if device == "cpu"
+            else "the GPU has not enough memory: lower kv_cache_gib, num_kv_blocks or gpu_memory_utilization, or "
+            "max_num_seqs, max_num_batched_tokens or max_seq_len_to_capture, or take a smaller model"
+        )
+        raise ValueError(f"{what_helps} ({str(error).splitlines()[0]})") from error
 
 
 def _is_out_of_memory(error: RuntimeError) -> bool:
-    """torch's allocator has an error of its own; Triton, which loads kernels, and the driver have a message alone."""
-    return isinstance(error, torch.OutOfMemoryError) or "out of memory" in str(error).lower()
+    """torch's allocator for GPUs has an error of its own; Triton, which loads kernels, the driver, our CPU kernels and
+    torch's allocator for CPUs have a message alone."""
+    message = str(error).lower()
+    return isinstance(error, torch.OutOfMemoryError) or "out of memory" in message or "can't allocate memory" in message
 
 
 def _release_pinned_memory() -> None:

@@ -129,7 +129,7 @@ def test_want_of_memory_is_no_fault_of_recording() -> None:
     config: Any = SimpleNamespace(device=device, model=model)
     with (
         pytest.raises(ValueError, match="not enough memory"),
-        _saying_what_is_too_large(),
+        _saying_what_is_too_large("cuda"),
         _saying_what_cannot_be_recorded(config),
     ):
         raise RuntimeError("CUDA error: out of memory")

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from engine.kernels.build import load_cpu_kernels
+from engine.running.worker import _saying_what_is_too_large
 
 pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="elsewhere weights are usual tensors")
 CHUNK_BYTES = 64 << 20
@@ -70,3 +71,9 @@ def test_what_fills_up_the_last_panel_is_zeros_where_others_were_before() -> Non
         assert (panels[1, :, 1:] == 0).all()
         assert (panels[1, :, 0] == 0.5).all()
         del panels
+
+
+def test_want_of_memory_is_said_with_what_helps() -> None:
+    no_memory = pytest.raises(ValueError, match=r"^this process may not have so much memory: lower .*can't allocate")
+    with no_memory, _saying_what_is_too_large("cpu"):
+        torch.empty(2**45, dtype=torch.bfloat16)

@@ -5,15 +5,20 @@
 //   chunk   64 MB of address space, or one tensor's if that is more, handed out from its begin; pages come as they are touched
 //   tensor  keeps its chunk; the last one unmaps it
 //
-// Where the host has to find each huge page first, 2 MB take 10 ms: when that has cost a quarter of a second, small pages
-// do for the rest.
+// Where the host has to find each huge page first, 2 MB take 10 ms: when that has cost a process a quarter of a second more
+// than quick pages would have, small pages do for the rest.
 #pragma once
 
 #include <ATen/ops/from_blob.h>
 #include <ATen/ops/zeros.h>
 
+#include <algorithm>
+#include <atomic>
+#include <cstdint>
 #include <memory>
 #include <mutex>
+
+#include "vectors.h"
 
 #if defined(__linux__)
 #include <sys/mman.h>
@@ -33,37 +38,45 @@ class HugePages {
     const int64_t bytes = c10::multiply_integers(shape) * int64_t(options.dtype().itemsize());
     std::lock_guard<std::mutex> guard(mutex);
     std::shared_ptr<HugePages> chunk = current.lock();
-    if (!chunk || chunk->used_ + bytes > chunk->size_) current = chunk = std::make_shared<HugePages>(std::max(bytes, CHUNK));
+    if (!chunk || chunk->used_ + bytes > chunk->size_) {
+      chunk = std::make_shared<HugePages>(std::max(bytes, CHUNK));
+      if (bytes < CHUNK) current = chunk;
+    }
     return at::from_blob(chunk->take(bytes), shape, [chunk](void*) {}, options);
   }
 
   explicit HugePages(int64_t bytes) : size_((bytes + PAGE - 1) / PAGE * PAGE), mapped_(size_ + PAGE) {
     memory_ = mmap(nullptr, size_t(mapped_), PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
-    TORCH_CHECK(memory_ != MAP_FAILED, "no memory for ", size_, " bytes of weights");
+    TORCH_CHECK(memory_ != MAP_FAILED, "out of memory: ", mapped_, " bytes of address space for weights");
     begin_ = reinterpret_cast<char*>((reinterpret_cast<uintptr_t>(memory_) + PAGE - 1) / PAGE * PAGE);
-    if (late_s_ <= PATIENCE_S) madvise(begin_, size_t(size_), MADV_HUGEPAGE);  // a kernel without them says no, and that is all
+    ask_for_huge_pages(!has_given_up_);
   }
   HugePages(const HugePages&) = delete;
   ~HugePages() { munmap(memory_, size_t(mapped_)); }
 
  private:
   static constexpr int64_t PAGE = 2 << 20, CHUNK = 64 << 20, SMALL_PAGE = 4096, LINE = 64;
-  static constexpr double SLOWEST_BYTES_PER_S = 5e8, PATIENCE_S = 0.25;
+  static constexpr double BYTES_PER_S = 5e8, PATIENCE_S = 0.25;
 
-  // Touches a tensor's pages, which is when they come.
+  // Touches a tensor's pages, which is when they come: each thread those that it will fill, near its own core.
   char* take(int64_t bytes) {
     char* taken = begin_ + used_;
     used_ += (bytes + LINE - 1) / LINE * LINE;
-    for (int64_t at = 0; at < bytes; at += PAGE) {
-      const double start_s = thread_time_s();
-      const int64_t end = std::min(bytes, at + PAGE);
-      for (int64_t i = at; i < end; i += SMALL_PAGE) const_cast<volatile char*>(taken)[i] = 0;
-      late_s_ += thread_time_s() - start_s - double(end - at) / SLOWEST_BYTES_PER_S;
-      late_s_ = std::max(late_s_, 0.0);
-      if (late_s_ > PATIENCE_S) madvise(begin_, size_t(size_), MADV_NOHUGEPAGE);
-    }
+    for_each_range((bytes + PAGE - 1) / PAGE, [&](int64_t first, int64_t last) {
+      for (int64_t page = first; page < last; page++) touch(taken + page * PAGE, std::min(PAGE, bytes - page * PAGE));
+    });
     return taken;
   }
+
+  void touch(volatile char* from, int64_t bytes) {
+    const double start_s = thread_time_s();
+    for (int64_t i = 0; i < bytes; i += SMALL_PAGE) from[i] = 0;
+    const auto late_us = int64_t(1e6 * (thread_time_s() - start_s - double(bytes) / BYTES_PER_S));
+    if (late_us > 0 && (late_us_ += late_us) > int64_t(1e6 * PATIENCE_S) && !has_given_up_.exchange(true)) ask_for_huge_pages(false);
+  }
+
+  // A kernel without them says no, and that is all.
+  void ask_for_huge_pages(bool wanted) { madvise(begin_, size_t(size_), wanted ? MADV_HUGEPAGE : MADV_NOHUGEPAGE); }
 
   // Of this thread alone: not what others take of its core meanwhile.
   static double thread_time_s() {
@@ -72,7 +85,8 @@ class HugePages {
     return double(now.tv_sec) + 1e-9 * double(now.tv_nsec);
   }
 
-  inline static double late_s_ = 0;  // how far behind that speed this process is
+  inline static std::atomic<int64_t> late_us_{0};  // what pages slower than that have cost this process beyond
+  inline static std::atomic<bool> has_given_up_{false};
   int64_t size_, mapped_, used_ = 0;
   void* memory_;
   char* begin_;

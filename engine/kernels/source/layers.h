@@ -98,8 +98,10 @@ struct DecoderLayers : torch::CustomClassHolder {
     std::optional<at::Tensor> delta;
     std::vector<ReadAhead> kv(layers.size() + 1);  // nothing comes after the last one
     for (size_t i = 0; i < layers.size(); i++) {
-      if (i == 0) kv[i].pieces = kv_pieces(kv_pool.select(0, 0), block_tables, context_lens);
-      if (i + 1 < layers.size()) kv[i + 1].pieces = kv_pieces(kv_pool.select(0, int64_t(i + 1)), block_tables, context_lens);
+      // Products of tiles do not ask for it.
+      if (i == 0 && !has_tiles()) kv[i].pieces = kv_pieces(kv_pool.select(0, 0), block_tables, context_lens);
+      if (i + 1 < layers.size() && !has_tiles())
+        kv[i + 1].pieces = kv_pieces(kv_pool.select(0, int64_t(i + 1)), block_tables, context_lens);
       delta = layers[i]->run(
           x, delta, kv_pool.select(0, int64_t(i)), cos, sin, slot_mapping, block_tables, query_lens, context_lens,
           rows ? &*rows : nullptr, &kv[i], &kv[i + 1]);

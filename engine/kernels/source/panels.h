@@ -6,8 +6,6 @@
 // these widen it, pair by pair, and leave it so for those that follow. Sums are then multiplied by one scale an output.
 #pragma once
 
-#include <ATen/ops/zeros.h>
-
 #include <optional>
 #include <vector>
 

@@ -15,8 +15,9 @@ struct ReadAhead {
   std::atomic<int64_t> next{0};
 };
 
-// Which memory the tiles of one panel ask for: the next panel first, a line a pair in each of the first tiles, or all of it
-// in the only one; then `other`, as long as there is any. With few rows, where reading is all the work, only panels.
+// Which memory the tiles of one panel ask for, in products of pairs (product_tiles.h has a way of its own): the next panel
+// first, a line a pair in each of the first tiles, or all of it in the only one; then `other`, as long as there is any. With
+// few rows, where reading is all the work, only panels.
 struct Asking {
   std::vector<const char*> pieces;
   int lines = 0;

@@ -1,11 +1,11 @@
 // What PyTorch has no fused CPU operation for, in bfloat16, as torch.ops.tandem_cpu.* and torch.classes.tandem_cpu.*;
 // compiled by engine/kernels/build.py for the machine it runs on. One source for all machines.
 //
-//   vectors.h  <-  panels.h, read_ahead.h, tiles.h  <-  product_pairs.h, product_tiles.h  <-  matmul.h  <-  layers.h  <-  this file
-//              <-  adapters.h                                                            <-
-//              <-  rows.h, attention.h                                                               <-
-//              <-  sampling.h                                                                                      <-
-//   huge_pages.h  <-  panels.h
+//   vectors.h  <-  huge_pages.h  <-  panels.h  <-  product_pairs.h, product_tiles.h  <-  matmul.h  <-  layers.h  <-  this file
+//              <-  adapters.h                                                       <-
+//              <-  rows.h, attention.h                                                          <-
+//              <-  sampling.h                                                                                 <-
+//   tiles.h  <-  product_tiles.h, attention.h; read_ahead.h  <-  product_pairs.h, layers.h
 
 #include <torch/library.h>
 
