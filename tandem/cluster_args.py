@@ -33,9 +33,9 @@ MAX_BODY_BYTES = 4 * 1024 * 1024
 NO_TLS = tuple(part for name in SSL_FIELDS for part in (f"--{name.replace('_', '-')}", ""))
 """On one machine there is nobody between the processes; and what the environment says is for others."""
 WAITING_THREADS = {"OMP_WAIT_POLICY": "PASSIVE", "GOMP_SPINCOUNT": "2000"}
-"""Of compute threads. A step has some two hundred parallel regions, and a thread that sleeps between them is late for each:
-in a virtual machine decoding took twice as long so. But one that spins for long keeps a core from whoever else wants it,
-its own peer among them. They spin for less than a tenth of a millisecond, which is enough (docs/log.md)."""
+"""Of compute threads. A step has some two hundred parallel regions, and a thread that sleeps between them is late for
+each: in a virtual machine decoding took twice as long so. But one that spins for long keeps a core from whoever else
+wants it, its own peer among them. They spin for less than a tenth of a millisecond, which is enough (docs/log.md)."""
 LISTENING = r"^listening (?:grpc|http)=(\S+)$"
 """The line that every service prints once it accepts requests."""
 
