@@ -26,6 +26,7 @@ from tandem.answer import Answer, AnswerStream, StreamBroken
 from tandem.client import AsyncClient
 from tandem.cluster import Cluster, ClusterError
 from tandem.cluster_args import ClusterArgs
+from tandem.interrupts import INTERRUPTED
 from tandem.supervision import ProcessEvent
 from tandem.tables import audit_problems, audit_table, format_table
 
@@ -33,7 +34,7 @@ QUESTION = "Explain in a few sentences why the sky is blue."
 FOLLOW_UP = "Thank you! Now say the same in one short sentence."
 MAX_TOKENS = 160
 KEPT_LOG_LINES = 200
-FAILED, INTERRUPTED = 1, 128 + signal.SIGINT
+FAILED = 1
 
 
 @dataclass(frozen=True)

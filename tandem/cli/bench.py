@@ -16,11 +16,11 @@ from rpc.entrypoint import build, options_of
 from tandem.bench.args import BenchArgs
 from tandem.bench.outcome import Progress
 from tandem.cli.options import examples, json_option
+from tandem.interrupts import INTERRUPTED
 
 if TYPE_CHECKING:
     from tandem.bench.report import Report
 
-INTERRUPTED = 130
 REFRESHES_PER_S = 4
 
 

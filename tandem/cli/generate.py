@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import signal
 import sys
 from pathlib import Path
 from typing import Any
@@ -15,11 +14,11 @@ from rpc.tls import ClientTLS
 from tandem.cli.errors import readable_errors
 from tandem.cli.options import examples, json_option, no_nan, router_option, tls_option
 from tandem.client import Client
+from tandem.interrupts import INTERRUPTED
 from tandem.messages import Prompt, Sampling, generate_request
 from tandem.tables import logprobs_table, print_table
 from tandem.tools import CHOICES, CallsStream
 
-INTERRUPTED = 128 + signal.SIGINT
 MAX_TIMEOUT_S = 30 * 86_400.0
 
 
