@@ -71,6 +71,19 @@ class RowParallelLinear(Linear):
         return self._sum_over_ranks(self._linear(x))
 
 
+class HeadProducts:
+    """A product for each head: `x[:, n] @ weight[n]`."""
+
+    def __init__(self, weight_NKO: torch.Tensor) -> None:
+        """K inputs and O outputs of a head."""
+        self._weight_NKO = weight_NKO
+        self.shape = tuple(weight_NKO.shape)
+
+    def __call__(self, x_TNK: torch.Tensor, out_TNO: torch.Tensor) -> None:
+        """Write them to `out_TNO`. Either may be a part of a larger tensor."""
+        torch.bmm(x_TNK.transpose(0, 1), self._weight_NKO, out=out_TNO.transpose(0, 1))
+
+
 class RMSNorm:
     """B. Zhang, R. Sennrich, "Root Mean Square Layer Normalization", 2019. In float32, rounded before the weight."""
 
@@ -183,7 +196,7 @@ class LatentProjection:
     rotary: RotaryEmbedding
     norm: RMSNorm
     """Of latents."""
-    up_key: torch.Tensor
+    up_key: HeadProducts
     """[N, Q, C] each head's product from latents to keys, which its queries go through instead."""
 
     def __call__(
@@ -202,8 +215,7 @@ class LatentProjection:
     def absorb(self, q_TX: torch.Tensor, out_TNR: torch.Tensor) -> None:
         """Write the queries without positions, in the space of latents, to the first C numbers of `out_TNR`."""
         N, Q, C = self.up_key.shape
-        q_NTQ = q_TX.view(len(q_TX), N, -1)[:, :, :Q].transpose(0, 1)
-        torch.bmm(q_NTQ, self.up_key, out=out_TNR[:, :, :C].transpose(0, 1))
+        self.up_key(q_TX.view(len(q_TX), N, -1)[:, :, :Q], out_TNR[:, :, :C])
 
 
 def inverse_frequencies(config: RopeConfig, head_dim: int) -> torch.Tensor:

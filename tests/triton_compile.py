@@ -47,7 +47,7 @@ from engine.kernels.gpu.gpu_kind import H200
 from engine.kernels.gpu.lora import StackedAdapters, add_adapters
 from engine.kernels.gpu.pointwise import add_rms_norm, silu_multiply
 from engine.kernels.gpu.rotate import rotate_and_store
-from engine.layers import LatentProjection, RMSNorm, RotaryEmbedding
+from engine.layers import HeadProducts, LatentProjection, RMSNorm, RotaryEmbedding
 from engine.lora.adapters import AddedPart
 from engine.models.expert_products import ScaledStack
 from engine.models.rope_config import RopeConfig
@@ -149,7 +149,7 @@ def compile_latents(num_heads: int, dtype: torch.dtype, kv_dtype: torch.dtype) -
     rotary = RotaryEmbedding(RopeConfig(theta=10_000.0, rope_type="default"), 64, 8, dtype, "cpu")
     backend.project(
         torch.zeros(4, num_heads * 192, dtype=dtype), torch.zeros(4, 576, dtype=dtype), kv, plan,
-        LatentProjection(rotary, norm, up_key), rotary.select(torch.arange(4)),
+        LatentProjection(rotary, norm, HeadProducts(up_key)), rotary.select(torch.arange(4)),
     )  # fmt: skip
     backend.attend(torch.zeros(4, num_heads, 576, dtype=dtype), kv, plan, 0.1)
 

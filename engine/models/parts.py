@@ -12,7 +12,7 @@ from functools import partial
 
 import torch
 
-from engine.layers import FloatLinear, GatedLinear, Linear, MakeLinear, RMSNorm, RowParallelLinear, SumOverRanks
+from engine.layers import FloatLinear, GatedLinear, HeadProducts, Linear, MakeLinear, RMSNorm, RowParallelLinear, SumOverRanks
 from engine.lora.adapters import Adapters
 from engine.model_loader.weights import Weights
 from engine.models.expert_products import ExpertProducts, ExpertWeights, PlainExperts, ScaledExperts
@@ -34,6 +34,8 @@ class Parts:
     """Makes of the layers what computes them one after the other."""
     scores: MakeLinear = FloatLinear
     """Of experts, in float32."""
+    head_products: type[HeadProducts] = HeadProducts
+    """Of latent attention."""
     plain_experts: Callable[[torch.Tensor, torch.Tensor], ExpertProducts] = PlainExperts
     scaled_experts: type[ScaledExperts] = ScaledExperts
     """Experts whose weights are in 8 bits."""

@@ -27,7 +27,7 @@ from engine.kernels.gpu.digest import block_digests
 from engine.kernels.gpu.experts import expert_config, expert_product, tiles_of
 from engine.kernels.gpu.gpu_kind import gpu_kind
 from engine.kernels.gpu.rotate import rotate_and_store
-from engine.layers import LatentProjection, RMSNorm, RotaryEmbedding
+from engine.layers import HeadProducts, LatentProjection, RMSNorm, RotaryEmbedding
 from engine.models.expert_products import ScaledStack
 from engine.models.rope_config import RopeConfig
 from engine.models.scores import Scores
@@ -109,7 +109,7 @@ def test_latents_are_written_and_read(lens: list[tuple[int, int]]) -> None:
         for shape in ((len(case.q), 4 * 28), (len(case.q), 64), (48,), (4, 12, 48))
     )
     rotary = RotaryEmbedding(RopeConfig(theta=100.0, rope_type="default"), 16, 128, torch.float16, DEVICE)
-    heads = LatentProjection(rotary, RMSNorm(weight, 1e-3), up_key)
+    heads = LatentProjection(rotary, RMSNorm(weight, 1e-3), HeadProducts(up_key))
     cos_sin = rotary.select(torch.arange(len(q), device=DEVICE))
 
     def attended(kv: torch.Tensor, layout: StepLayout) -> torch.Tensor:

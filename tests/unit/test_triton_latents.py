@@ -27,7 +27,7 @@ from engine.attention.triton_latents import TritonLatentAttention
 from engine.kernels.gpu.decode import partial_size
 from engine.kernels.gpu.gpu_kind import H200, GpuKind, gpu_kind
 from engine.kernels.gpu.latents import LatentTileConfig, decode_latents
-from engine.layers import LatentProjection, RMSNorm, RotaryEmbedding
+from engine.layers import HeadProducts, LatentProjection, RMSNorm, RotaryEmbedding
 from engine.model_loader.weights import DummyWeights
 from engine.models import load_decoder_config
 from engine.models.decoder import PLAIN_PARTS
@@ -116,7 +116,7 @@ def project(case: LatentCase, *, uses_triton: bool, largest: float = 1.0) -> tup
         for shape in ((len(case.q), N * (12 + P)), (len(case.q), 7 + C + P), (C,), (N, 12, C))
     )
     rotary = RotaryEmbedding(RopeConfig(theta=100.0, rope_type="default"), P, 64, dtype, DEVICE)
-    heads = LatentProjection(rotary, RMSNorm(weight * largest, 1e-3), up_key)
+    heads = LatentProjection(rotary, RMSNorm(weight * largest, 1e-3), HeadProducts(up_key))
     plain = TorchLatentAttention(kv_lora_rank=C, latent_dim=C + P, block_size=case.block_size, device=DEVICE)
     backend: Any = backend_of(case) if uses_triton else plain
     kv = case.kv.clone().to(DEVICE)
