@@ -132,6 +132,8 @@ class DeviceConfig:
     """Resolved: "cpu", "triton", "flash_attn" or "torch"."""
     uses_triton: bool
     """What surrounds attention is done by the Triton kernels."""
+    batch_invariant: bool
+    """A token's bits depend on nothing but its sequence up to there. On a CPU that is what the kernels do anyway."""
     uses_graphs: bool
     """Decoding steps are recorded and replayed (engine/running/decode_graphs.py)."""
     max_seq_len_to_capture: int
@@ -279,7 +281,14 @@ class EngineArgs:
             "float16 or bfloat16; with FlashAttention-2 and torch's own, block-size 256) or torch."
         },
     )
-
+    batch_invariant: bool = field(
+        default=False,
+        metadata={
+            "help": "On a GPU, the same bits for a request alone, among others, in chunks, after a preemption and on "
+            "another worker with a GPU of the same kind: all products by our kernels instead of the device's library, "
+            "and attention of decoding as of prompts. Slower. On a CPU the compiled kernels always do so."
+        },
+    )
     enforce_eager: bool = field(
         default=False,
         metadata={"help": "On a GPU, launch every kernel of every step, instead of replaying CUDA graphs of them."},

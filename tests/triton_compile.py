@@ -5,8 +5,9 @@
 A process of its own: where Triton interprets, it does not compile.
 
 Prints a JSON object: per kind, kernel and case, what a program takes: registers of a thread, bytes of stack (registers
-that did not fit), bytes of shared memory; how it stores to the device's; and of Hopper's tensor cores, products whose
-first operand lies in registers, and instructions that write to such registers too early (`machine_code.py`).
+that did not fit), bytes of shared memory; how it stores to the device's; by what it multiplies, but for the number of
+columns; and of Hopper's tensor cores, products whose first operand lies in registers, and instructions that write to
+such registers too early (`machine_code.py`).
 """
 
 from __future__ import annotations
@@ -46,6 +47,13 @@ from engine.kernels.gpu.experts import expert_config, expert_product, tiles_of
 from engine.kernels.gpu.gpu_kind import H200
 from engine.kernels.gpu.lora import StackedAdapters, add_adapters
 from engine.kernels.gpu.pointwise import add_rms_norm, silu_multiply
+from engine.kernels.gpu.product import (
+    expert_row_product,
+    head_row_products,
+    row_config,
+    row_product,
+    scaled_row_config,
+)
 from engine.kernels.gpu.rotate import rotate_and_store
 from engine.layers import HeadProducts, LatentProjection, RMSNorm, RotaryEmbedding
 from engine.lora.adapters import AddedPart
@@ -61,6 +69,7 @@ POINTERS = {
     torch.float64: "*fp64",
     torch.int8: "*i8", torch.float8_e4m3fn: "*fp8e4nv",
 }  # fmt: skip
+MULTIPLIES = r"\b(?:wgmma\.mma_async|mma\.sync|tcgen05\.mma)[\w.:]*"
 NUM_HEADS, NUM_KV_HEADS, BLOCK_SIZE, MAX_CONTEXT = 32, 8, 16, 8192
 
 kind = H200
@@ -84,7 +93,9 @@ def compile_instead(kernel: Any, *args: Any, grid: Any, warmup: bool, **kwargs: 
     target = GPUTarget("cuda", 10 * kind.capability[0] + kind.capability[1], 32)
     compiled = triton.compile(ASTSource(kernel, signature, kwargs | absent, aligned), target=target, options=options)
     stores = sorted(set(re.findall(r"\bst\.global\S*", compiled.asm["ptx"])))
+    multiplies = {re.sub(r"(m64)n\d+", r"\1", each) for each in re.findall(MULTIPLIES, compiled.asm["ptx"])}
     usage = resources_of(compiled.asm["cubin"]) | {"shared": compiled.metadata.shared, "stores": stores}
+    usage["multiplies"] = sorted(multiplies)
     if "wgmma" in compiled.asm["ptx"]:
         code = output_of("nvdisasm", "-c", compiled.asm["cubin"])
         usage |= {"operands": num_from_registers(code), "early_writes": len(early_writes(code))}
@@ -121,11 +132,12 @@ def compile_attention(
     has_sinks: bool = False,
     num_heads: int = NUM_HEADS,
     num_kv_heads: int = NUM_KV_HEADS,
+    batch_invariant: bool = False,
 ) -> None:
     kv_dtype = kv_dtype or dtype
     backend = TritonAttention(
         num_heads=num_heads, num_kv_heads=num_kv_heads, head_dim=head_dim, block_size=BLOCK_SIZE,
-        dtype=name_of(dtype), kv_dtype=name_of(kv_dtype), device="cpu", kind=kind,
+        dtype=name_of(dtype), kv_dtype=name_of(kv_dtype), device="cpu", kind=kind, batch_invariant=batch_invariant,
     )  # fmt: skip
     kv = torch.zeros(1, 2, num_kv_heads, BLOCK_SIZE, head_dim, dtype=kv_dtype)
     backend.attend(
@@ -197,6 +209,27 @@ def compile_products_of_groups(num_rows: int) -> None:
     weight = torch.zeros(6144, 4096, dtype=torch.float8_e4m3fn)
     scaled_product(x, weight, scale, None, 128)
     widen(weight, scale, 128, torch.bfloat16)
+
+
+def compile_row_products(num_rows: int, dtype: torch.dtype = torch.bfloat16) -> None:
+    """Whose bits depend on no other row: of a layer, of heads, of experts, and with weights in 8 bits."""
+    global case
+    name, config = case, row_config(kind, num_rows, dtype.itemsize)
+    x, weight = torch.zeros(num_rows, 4096, dtype=dtype), torch.zeros(1, 6144, 4096, dtype=dtype)
+    row_product(x, weight[0], None, config)
+    expert_row_product(x, weight, torch.zeros(3, 3, dtype=torch.int32), config)
+    case = f"{name}, int8"
+    scaled = scaled_row_config(kind, num_rows, dtype.itemsize)
+    scaled_product(x, weight[0].to(torch.int8), torch.ones(6144, dtype=dtype), None, config=scaled)
+    case = f"{name}, logits"
+    row_product(x, weight[0], None, config, torch.float32)
+    case = f"{name}, heads"
+    head_row_products(
+        x.view(num_rows, 16, 256)[:, :, :192],
+        weight[0, :, :192].view(16, -1, 192),
+        x.new_empty(num_rows, 16, 384),
+        config,
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -279,6 +312,10 @@ def attention_cases() -> dict[str, Callable[[], None]]:
         cases[f"{head_dim} bfloat16, 8-bit pool"] = partial(
             compile_attention, head_dim, torch.bfloat16, 0, 0.0, torch.float8_e4m3fn
         )
+        for kv_dtype in (torch.bfloat16, torch.float8_e4m3fn):
+            cases[f"{head_dim} bfloat16, pool of {name_of(kv_dtype)}, batch invariant"] = partial(
+                compile_attention, head_dim, torch.bfloat16, 4096, 50.0, kv_dtype, batch_invariant=True
+            )
     for num_heads, dtype, kv_dtype in (
         (16, torch.bfloat16, torch.bfloat16),
         (20, torch.bfloat16, torch.bfloat16),
@@ -302,6 +339,9 @@ def other_cases() -> dict[str, Callable[[], None]]:
     for num_rows in (16, 32, 64, 256):
         cases[f"{num_rows} rows"] = partial(compile_int8_products, num_rows)
         cases[f"{num_rows} rows, groups"] = partial(compile_products_of_groups, num_rows)
+    for num_rows in (16, 32, 64, 256, 2048):
+        cases[f"{num_rows} rows, batch invariant"] = partial(compile_row_products, num_rows)
+    cases["float32, batch invariant"] = partial(compile_row_products, 16, torch.float32)
     cases["bfloat16"] = partial(compile_rest, torch.bfloat16)
     cases["at 8"] = partial(compile_copy, (1 << 40) + 8)
     for rank, dtype in ((16, torch.bfloat16), (64, torch.bfloat16), (16, torch.float16), (16, torch.float32)):

@@ -11,6 +11,7 @@ from engine.attention.choice import (
     uses_triton_kernels,
     why_no_graphs,
     why_no_kernels,
+    why_not_invariant,
 )
 from engine.attention.cpu_backend import CpuAttention
 from engine.attention.flash_backend import FlashAttention
@@ -35,6 +36,7 @@ __all__ = [
     "uses_triton_kernels",
     "why_no_graphs",
     "why_no_kernels",
+    "why_not_invariant",
 ]
 
 
@@ -63,6 +65,7 @@ def create_attention_backend(config: EngineConfig) -> PagedBackend[Any]:
             dtype=config.model.dtype,
             kv_dtype=config.cache.kv_dtype,
             device=config.device.device,
+            batch_invariant=config.device.batch_invariant,
         )
     if config.device.attention_backend == "flash_attn":
         model, device, block_size = config.model, config.device.device, config.cache.block_size
@@ -102,6 +105,7 @@ def _create_latent_backend(config: EngineConfig) -> LatentBackend[Any]:
             dtype=config.model.dtype,
             kv_dtype=config.cache.kv_dtype,
             device=config.device.device,
+            batch_invariant=config.device.batch_invariant,
         )
     return TorchLatentAttention(
         kv_lora_rank=config.model.kv_lora_rank,

@@ -37,6 +37,7 @@ class Needs:
     """Of the pool."""
     block_size: int
     quantization: str = "none"
+    batch_invariant: bool = False
 
     @property
     def num_groups(self) -> int:
@@ -181,9 +182,20 @@ def why_no_graphs(backend: str, needs: Needs) -> str:
         calls = _flash_calls(needs)
         if not calls.is_capturable:
             return f"this version of {calls.name} waits for the device in every call"
-    # In 8 bits they are multiplied by a kernel of ours, which reads nothing back.
-    has_grouped_products = needs.model.has_experts and needs.quantization != AS_STORED
+    # In 8 bits, and with `batch_invariant`, they are multiplied by kernels of ours, which read nothing back.
+    is_ours = needs.quantization == AS_STORED or needs.batch_invariant
+    has_grouped_products = needs.model.has_experts and not is_ours
     return _why_no_grouped_products(needs) if has_grouped_products else ""
+
+
+def why_not_invariant(backend: str, needs: Needs) -> str:
+    """Why a token's bits may depend on the batch around it under a resolved `backend`, as a clause; empty if they do
+    not."""
+    if needs.model.model_impl == "transformers":
+        return "the model is computed by transformers' code"
+    if backend in ("cpu", "triton"):
+        return ""
+    return f"that is for the kernels of the backends cpu and triton, and attention_backend is {backend}"
 
 
 def _why_no_grouped_products(needs: Needs) -> str:

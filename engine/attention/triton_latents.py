@@ -4,6 +4,8 @@ Latents are read where they lie. Plans, and what a CUDA graph asks of them, are 
 (engine/attention/triton_plans.py). Owns the scratch memory of pieces of contexts: steps run one after the other, so
 that all plans share it, where each having its own would take gigabytes.
 
+`batch_invariant` is that of the backend for keys and values.
+
 Shapes: T tokens, N query heads, C numbers of a latent, P of a rotated key, R = C + P.
 """
 
@@ -42,6 +44,7 @@ class TritonLatentAttention(WithTritonPlans, LatentBackend[TritonPlan]):
         device: str,
         kind: GpuKind,
         kv_dtype: str = "",
+        batch_invariant: bool = False,
     ) -> None:
         """`kind`: of the device. `kv_dtype`: of the pool, where it is not the queries' `dtype`."""
         self._num_heads, self._latent_dim, self._device = num_heads, kv_lora_rank, device
@@ -53,6 +56,7 @@ class TritonLatentAttention(WithTritonPlans, LatentBackend[TritonPlan]):
             tokens_per_tile=self._prefill_config.tokens_per_tile(num_heads),
             device=device,
             scratch_size=self._scratch_size,
+            splits_decodes=not batch_invariant,
         )
 
     @staticmethod

@@ -37,8 +37,9 @@ class TritonPlan:
     block_tables: torch.Tensor
     """[S, blocks of the longest] int32"""
     prefill_tiles: torch.Tensor
-    """[tiles, 2] int32: `engine.kernels.gpu.prefill.list_tiles`"""
+    """[tiles, 2] int32: `engine.kernels.gpu.prefill.list_tiles`, of the other sequences"""
     num_decodes: int
+    """The first so many sequences are left to the kernel that splits contexts."""
     max_context_len: int
     """No decoding sequence's context is longer."""
     scratch: torch.Tensor
@@ -49,16 +50,23 @@ class TritonPlans:
     """Of one backend. They share their scratch: steps run one after the other."""
 
     def __init__(
-        self, *, block_size: int, tokens_per_tile: int, device: str, scratch_size: Callable[[int, int], int]
+        self,
+        *,
+        block_size: int,
+        tokens_per_tile: int,
+        device: str,
+        scratch_size: Callable[[int, int], int],
+        splits_decodes: bool = True,
     ) -> None:
         """`tokens_per_tile`: of prefill. `scratch_size`: float32 numbers for so many decoding sequences, up to that
-        many tokens long."""
+        many tokens long. `splits_decodes`: otherwise sequences that decode have tiles as prompts have, one each."""
         self._block_size, self._tokens_per_tile, self._device = block_size, tokens_per_tile, device
+        self._splits_decodes = splits_decodes
         self._scratch_size = scratch_size
         self._scratch = torch.empty(0, dtype=torch.float32, device=device)
 
     def prepare(self, layout: StepLayout) -> TritonPlan:
-        decodes = layout.num_decodes
+        decodes = self._num_split(layout)
         max_context_len = int(layout.context_lens[:decodes].max()) if decodes else 0
         return self._plan(layout, max_context_len, self.scratch(decodes, max_context_len))
 
@@ -70,7 +78,7 @@ class TritonPlans:
 
     def scratch(self, num_seqs: int, max_context_len: int) -> torch.Tensor:
         """That of steps in which up to so many sequences decode, none longer; kept from then on."""
-        size = self._scratch_size(num_seqs, max_context_len)
+        size = self._scratch_size(num_seqs, max_context_len) if self._splits_decodes else 0
         if len(self._scratch) < size:
             # Twice as large at least: what reserved plans keep of it is together no larger than the last one.
             larger = max(size, 2 * len(self._scratch))
@@ -86,7 +94,7 @@ class TritonPlans:
     def _arrays(self, layout: StepLayout) -> list[IntArray]:
         """In the order of `TritonPlan`."""
         starts = np.concatenate(([0], np.cumsum(layout.query_lens))).astype(np.int32)
-        tiles = list_tiles(layout.query_lens, layout.context_lens, layout.num_decodes, self._tokens_per_tile)
+        tiles = list_tiles(layout.query_lens, layout.context_lens, self._num_split(layout), self._tokens_per_tile)
         return [
             layout.slot_mapping.astype(np.int64, copy=False),
             layout.context_lens.astype(np.int32),
@@ -95,9 +103,12 @@ class TritonPlans:
             tiles,
         ]
 
+    def _num_split(self, layout: StepLayout) -> int:
+        return layout.num_decodes if self._splits_decodes else 0
+
     def _plan(self, layout: StepLayout, max_context_len: int, scratch: torch.Tensor) -> TritonPlan:
         """`max_context_len`: of sequences that decode, in this step or in one that is put into the plan later."""
-        arrays, num_decodes = self._arrays(layout), layout.num_decodes
+        arrays, num_decodes = self._arrays(layout), self._num_split(layout)
         buffer = to_device(pack(arrays), self._device)
         slot_mapping, context_lens, query_starts, block_tables, prefill_tiles = unpack(buffer, arrays)
         return TritonPlan(

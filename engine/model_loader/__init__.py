@@ -184,4 +184,8 @@ def _parts_of(config: EngineConfig) -> Parts:
         from engine.kernels.gpu.parts import TRITON_PARTS, TRITON_QUANTIZED_LINEARS
 
         parts, linears = TRITON_PARTS, TRITON_QUANTIZED_LINEARS
+        if config.device.batch_invariant:
+            from engine.kernels.gpu.invariant_parts import INVARIANT_PARTS, INVARIANT_QUANTIZED_LINEARS
+
+            parts, linears = INVARIANT_PARTS, INVARIANT_QUANTIZED_LINEARS
     return parts if quantization == "none" else parts.with_products(linears.of(quantization))

@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -20,6 +22,7 @@ from engine.attention import (
     uses_triton_kernels,
     why_no_graphs,
     why_no_kernels,
+    why_not_invariant,
 )
 from engine.cache_dir import report
 from engine.config import (
@@ -70,8 +73,9 @@ def make_engine_config(args: EngineArgs, folder: Path) -> EngineConfig:
     # Before weights are read and kernels compiled, which takes a while.
     lora_modules = _lora_modules(args, shape)
     needs = Needs(
-        model=shape, device=device, capability=capability, dtype=dtype, kv_dtype=kv_dtype, block_size=args.block_size
-    )
+        model=shape, device=device, capability=capability, dtype=dtype, kv_dtype=kv_dtype, block_size=args.block_size,
+        batch_invariant=args.batch_invariant,
+    )  # fmt: skip
     quantization = resolve_quantization(
         args.quantization,
         stored,
@@ -85,12 +89,14 @@ def make_engine_config(args: EngineArgs, folder: Path) -> EngineConfig:
     num_blocks = _num_blocks(args, model, device, kv_dtype)
     needs = replace(needs, quantization=quantization)
     backend = choose_attention_backend(args.attention_backend, needs)
+    if args.batch_invariant and (why_not := why_not_invariant(backend, needs)):
+        raise ValueError(f"batch_invariant cannot be kept here: {why_not}")
     no_graphs = why_no_graphs(backend, needs)
     if no_graphs and device == "cuda" and backend in ("flash_attn", "triton") and not args.enforce_eager:
         report(f"decoding steps are not recorded as CUDA graphs: {no_graphs}")
     kv_order = kv_order_of(backend, shape)
     speculation = SpeculativeConfig.parse(args.speculative_config)
-    arithmetic = cpu_arithmetic() if backend == "cpu" else ""
+    arithmetic = _arithmetic(backend, needs)
     digest = compat_digest(
         shape, stored, model, args.block_size, kv_dtype, kv_order, num_ranks, lora_modules, arithmetic
     )
@@ -122,6 +128,7 @@ def make_engine_config(args: EngineArgs, folder: Path) -> EngineConfig:
             num_threads=args.num_threads or _num_threads(num_ranks),
             attention_backend=backend,
             uses_triton=uses_triton_kernels(backend, needs),
+            batch_invariant=args.batch_invariant,
             uses_graphs=not no_graphs and not args.enforce_eager,
             max_seq_len_to_capture=args.max_seq_len_to_capture,
         ),
@@ -129,6 +136,16 @@ def make_engine_config(args: EngineArgs, folder: Path) -> EngineConfig:
         lora_modules=lora_modules,
         compat_digest=digest,
     )
+
+
+def _arithmetic(backend: str, needs: Needs) -> dict[str, str]:
+    """How kernels add up, where that is promised: part of the compatibility digest."""
+    if backend == "cpu":
+        return {"cpu_arithmetic": cpu_arithmetic()}
+    if not needs.batch_invariant:
+        return {}
+    number = "" if needs.capability is None else " {}.{}".format(*needs.capability)
+    return {"gpu_arithmetic": f"batch invariant{number}"}
 
 
 def compat_digest(
@@ -140,23 +157,22 @@ def compat_digest(
     kv_order: str,
     num_ranks: int,
     lora_modules: tuple[LoRAModule, ...] = (),
-    arithmetic: str = "",
+    arithmetic: Mapping[str, str] = MappingProxyType({}),
 ) -> str:
     """Of architecture, weights, dtypes, the bytes' order and the ends. Not of the pool's size or the length limit.
 
-    `arithmetic`: how the CPU kernels add up, empty without them. An answer that moves to a machine of another kind
-    would go on with other tokens where two are nearly as likely.
+    `arithmetic`: how kernels add up, where that is promised. An answer that moves to a machine of another kind would go
+    on with other tokens where two are nearly as likely.
     """
     # How many positions the checkpoint allows changes no KV, and RoPE keeps its own copy where it matters.
     architecture = {k: v for k, v in asdict(shape).items() if k not in ("max_positions", "why_no_more_positions")}
     # Ranks sum up in another order than one device does, and a block of theirs has other heads in it.
     ranks = {} if num_ranks == 1 else {"tensor_parallel_size": num_ranks}
     adapters = {"lora_modules": _digest_of([[each.name, each.digest] for each in lora_modules])} if lora_modules else {}
-    kernels = {"cpu_arithmetic": arithmetic} if arithmetic else {}
     return join_parts(
         ranks
         | adapters
-        | kernels
+        | dict(arithmetic)
         | {
             "kv_format_version": KV_FORMAT_VERSION,
             "dtype": model.dtype,

@@ -12,7 +12,16 @@ from functools import partial
 
 import torch
 
-from engine.layers import FloatLinear, GatedLinear, HeadProducts, Linear, MakeLinear, RMSNorm, RowParallelLinear, SumOverRanks
+from engine.layers import (
+    FloatLinear,
+    GatedLinear,
+    HeadProducts,
+    Linear,
+    MakeLinear,
+    RMSNorm,
+    RowParallelLinear,
+    SumOverRanks,
+)
 from engine.lora.adapters import Adapters
 from engine.model_loader.weights import Weights
 from engine.models.expert_products import ExpertProducts, ExpertWeights, PlainExperts, ScaledExperts

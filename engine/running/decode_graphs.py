@@ -10,8 +10,8 @@ it fits, and rows beyond its sequences compute nothing that anybody reads, and w
 
 Nothing is recorded while requests run, as recording waits for the device.
 
-A sequence gets the same bits from any rung: see `engine.attention.triton_backend`. Only the products, which belong to
-the device's library, choose by the number of rows.
+A sequence gets the same bits from any rung: see `engine.attention.triton_backend`. The library's products choose by the
+number of rows; with `batch_invariant` they are our own.
 
 Shapes: S sequences, V vocabulary.
 """

@@ -15,7 +15,7 @@ import torch
 
 from engine.cache_dir import report
 from engine.config import EngineConfig
-from engine.kv_cache import clear_blocks
+from engine.kv_cache import TORCH_DTYPES, clear_blocks
 from engine.running.model_runner import ModelRunner
 from engine.running.pool_size import ASKS_FOR_ALL
 from engine.sampling_params import SamplingParams
@@ -27,9 +27,14 @@ _GREEDY = SamplingParams(temperature=0)
 
 
 def warm_up(config: EngineConfig, runner: ModelRunner, kv_pool: torch.Tensor) -> None:
-    """Takes seconds, and says so. Leaves a pool of zeros."""
+    """Takes seconds, and says so. Leaves a pool of zeros. Raises `ValueError` where the device does not keep
+    `batch_invariant`."""
     report("warming up (seconds)")
     start_s = time.monotonic()
+    if config.device.batch_invariant:
+        from engine.kernels.gpu.product import check_rows_agree
+
+        check_rows_agree(config.device.device, TORCH_DTYPES[config.model.dtype])
     # All blocks of a sequence are the same one, and of two sequences where there is one alone: nobody looks at what
     # they compute.
     block_ids = 0, min(1, kv_pool.shape[1] - 1)

@@ -12,6 +12,8 @@ from typing import Any
 
 import pytest
 import torch
+from gpu_kinds import GPU_KINDS
+from pretend_gpu import pretend_gpu
 from safetensors.torch import load_file, save_file
 
 from engine.cache_dir import build_once
@@ -206,6 +208,36 @@ def test_workers_whose_kernels_add_up_otherwise_are_not_paired(tmp_path: Path, m
     monkeypatch.setattr(model_config, "cpu_arithmetic", lambda: "abacus")
     assert config_of(folder, **settings).compat_digest != own
     assert config_of(folder, **settings | {"attention_backend": "torch"}).compat_digest != own
+
+
+def test_what_keeps_bits_whatever_the_batch(tmp_path: Path) -> None:
+    """The CPU kernels do so anyway: nothing differs. Of GPUs, those of other kinds are not paired."""
+    folder = folder_with(tmp_path / "m", hidden_size=64, num_attention_heads=4, num_key_value_heads=2)
+    on_cpu = {"dtype": "bfloat16", "attention_backend": "cpu", "block_size": 16}
+    assert config_of(folder, **on_cpu, batch_invariant=True).compat_digest == config_of(folder, **on_cpu).compat_digest
+    write_weights(folder_with(tmp_path / "m"))
+    digests = set()
+    for capability in ((9, 0), (8, 9)):
+        with pretend_gpu(has_triton=True, kind=GPU_KINDS[capability]):
+            configs = [
+                config_of(folder, device="cuda", load_format="auto", batch_invariant=each) for each in (False, True)
+            ]
+        assert [config.device.batch_invariant for config in configs] == [False, True]
+        digests |= {config.compat_digest for config in configs}
+    assert len(digests) == 3, "without it, those of other kinds are"
+
+
+@pytest.mark.parametrize(
+    ("settings", "why_not"),
+    [
+        ({"attention_backend": "torch"}, "that is for the kernels of the backends cpu and triton, and .* is torch"),
+        ({"model_impl": "transformers"}, "the model is computed by transformers' code"),
+    ],
+)
+def test_what_cannot_keep_bits_is_refused(tmp_path: Path, settings: dict[str, str], why_not: str) -> None:
+    folder = folder_with(tmp_path / "m", model_type="llama")
+    with pytest.raises(ValueError, match=f"batch_invariant cannot be kept here: {why_not}"):
+        config_of(folder, batch_invariant=True, **settings)
 
 
 def test_fields_are_read(tmp_path: Path) -> None:

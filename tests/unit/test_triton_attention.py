@@ -41,11 +41,11 @@ def case_of(
     )  # fmt: skip
 
 
-def backend_of(case: Case, kind: GpuKind | None = None) -> TritonAttention:
+def backend_of(case: Case, kind: GpuKind | None = None, *, batch_invariant: bool = False) -> TritonAttention:
     return TritonAttention(
         num_heads=case.num_heads, num_kv_heads=case.num_kv_heads, head_dim=case.head_dim, block_size=case.block_size,
         dtype=str(case.q.dtype).removeprefix("torch."), kv_dtype=str(case.kv.dtype).removeprefix("torch."),
-        device=DEVICE, kind=kind or gpu_kind(DEVICE),
+        device=DEVICE, kind=kind or gpu_kind(DEVICE), batch_invariant=batch_invariant,
     )  # fmt: skip
 
 
@@ -67,8 +67,10 @@ def attend(
     scale: float | None = None,
     sinks_N: torch.Tensor | None = None,
     kind: GpuKind | None = None,
+    *,
+    batch_invariant: bool = False,
 ) -> torch.Tensor:
-    backend = backend_of(case, kind)
+    backend = backend_of(case, kind, batch_invariant=batch_invariant)
     kv = written_pool(case).to(DEVICE)
     sinks_N = None if sinks_N is None else sinks_N.to(DEVICE)
     return backend.attend(
@@ -257,6 +259,30 @@ def test_a_token_gets_the_same_bits_however_its_prompt_is_cut(window: int) -> No
         assert torch.equal(attend(chunk, window)[3:], expected[before : before + new]), (before, new)
 
 
+@pytest.mark.parametrize(("head_dim", "kv_dtype"), [(64, None), (128, None), (128, torch.float8_e4m3fn), (256, None)])
+def test_batch_invariant_against_float64(head_dim: int, kv_dtype: torch.dtype | None) -> None:
+    case = case_of(
+        [(300, 1), (0, 1), (0, 19), (30, 70)], 4, head_dim, torch.bfloat16, num_kv_heads=1, kv_dtype=kv_dtype
+    )
+    actual, expected = attend(case, 50, batch_invariant=True).double(), case.expected(50)
+    torch.testing.assert_close(actual, expected, rtol=1e-2, atol=1e-2)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("window", [0, 50])
+def test_batch_invariant_a_token_gets_the_same_bits_in_a_prompt_and_while_its_sequence_decodes(
+    window: int, dtype: torch.dtype
+) -> None:
+    whole = case_of([(0, 300)], dtype=dtype, num_kv_heads=1)
+    tokens, expected = (whole.q, whole.k, whole.v), attend(whole, window, batch_invariant=True)
+    for before, new in ((0, 1), (63, 1), (64, 1), (299, 1), (290, 4)):
+        step = Case(
+            [(70, 1), (before, new)], num_heads=3, num_kv_heads=1, head_dim=64, block_size=16, dtype=dtype, last=tokens
+        )
+        assert step.layout.num_decodes == 1 + (new == 1)
+        assert torch.equal(attend(step, window, batch_invariant=True)[1:], expected[before : before + new])
+
+
 def test_tiles_cover_every_token_once_longest_context_first() -> None:
     query_lens, context_lens = np.array([1, 42, 43, 1, 100]), np.array([9, 42, 300, 2000, 100])
     tiles = list_tiles(query_lens, context_lens, 1, 42)
@@ -281,10 +307,11 @@ def test_a_plan_is_one_buffer_of_aligned_arrays() -> None:
     np.testing.assert_array_equal(plan.query_starts.cpu(), [0, *np.cumsum(case.layout.query_lens)])
 
 
-def test_a_reserved_plan_serves_any_step_that_fits() -> None:
+@pytest.mark.parametrize("batch_invariant", [False, True])
+def test_a_reserved_plan_serves_any_step_that_fits(batch_invariant: bool) -> None:
     """As a CUDA graph replays it: the same tensors and the same grid, other numbers in them."""
     cases = [case_of([(40, 1), (3, 1), (16, 1)]), case_of([(299, 1)]), case_of([(0, 1), (15, 1)])]
-    backend = backend_of(cases[0])
+    backend = backend_of(cases[0], batch_invariant=batch_invariant)
     plan = backend.reserve_decode_plan(3, 320)
     address = plan.buffer.data_ptr()
     for case in cases:

@@ -23,7 +23,8 @@ KERNELS = {
     "split_kernel", "reduce_kernel", "prefill_kernel", "rotate_kernel", "norm_kernel", "silu_kernel", "digest_kernel",
     "product_kernel", "widen_kernel", "quantize_kernel", "latent_decode_kernel", "latent_prefill_kernel",
     "latent_project_kernel", "bounds_kernel", "race_kernel", "copy_kernel",
-    "shrink_kernel", "expand_kernel", "tiles_kernel", "expert_kernel",
+    "shrink_kernel", "expand_kernel", "tiles_kernel", "expert_kernel", "row_product_kernel",
+    "expert_row_product_kernel",
 }  # fmt: skip
 FLOAT8_KERNELS = {"widen_kernel", "quantize_kernel"}
 
@@ -31,7 +32,7 @@ FLOAT8_KERNELS = {"widen_kernel", "quantize_kernel"}
 ONE_OF_EACH = [
     "128 bfloat16", "128 bfloat16, 8-bit pool", "16 heads bfloat16, pool of bfloat16", "normed", "16 rows",
     "16 rows, groups", "64 rows", "bfloat16", "at 8", "draws bfloat16", "rank 16 bfloat16",
-    "DeepSeek-V3, 1 token",
+    "DeepSeek-V3, 1 token", "2048 rows, batch invariant",
 ]  # fmt: skip
 
 
@@ -111,6 +112,34 @@ def test_kernels_compile_for_other_gpus_and_fit_into_them(cases: dict[str, list[
         for name, used in usage.items():
             if name.startswith("split_kernel") and "float32" not in name and "64 heads" not in name:
                 assert 2 * (used["shared"] + 1024) <= kind.shared_bytes + 1024
+
+
+ONE_INSTRUCTION = {
+    "80": "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32",
+    "90": "wgmma.mma_async.sync.aligned.m64k16.f32.bf16.bf16",
+    "100": "tcgen05.mma.cta_group::1.kind::f16",
+    "120": "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32",
+}
+ALL_SIZES = [f"{num_rows} rows, batch invariant" for num_rows in (16, 32, 64, 256, 2048)]
+EXPERTS_IN_8_BITS = [f"DeepSeek-V2-Lite, {num_tokens}" for num_tokens in ("1 token", "500 tokens", "4096 tokens")]
+
+
+@needs_tools
+@pytest.mark.parametrize(
+    ("kinds", "cases"),
+    [
+        pytest.param(["90", "100"], [ALL_SIZES[0], ALL_SIZES[-1]], id="least and most"),
+        pytest.param(list(ONE_INSTRUCTION), ALL_SIZES + EXPERTS_IN_8_BITS, id="all", marks=pytest.mark.slow),
+    ],
+)
+def test_rows_are_multiplied_by_one_instruction_in_tiles_of_all_sizes(
+    kinds: list[str], cases: list[str], tmp_path: Path
+) -> None:
+    """Whose sums run over 16 inputs at a time, in the order of tiles: so that bits do not depend on the batch."""
+    found = compiled(tmp_path, *(argument for number in kinds for argument in (number, *cases)))
+    for number, usage in found.items():
+        multiplies = [used["multiplies"] for name, used in usage.items() if not name.startswith("tiles_kernel")]
+        assert multiplies == [[ONE_INSTRUCTION[number]]] * len(multiplies)
 
 
 PRODUCTS = """

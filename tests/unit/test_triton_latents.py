@@ -41,16 +41,18 @@ SMALL_PIECES = LatentTileConfig(block_m=16, block_n=16, min_piece=16, num_warps=
 FLOAT8 = torch.float8_e4m3fn
 
 
-def backend_of(case: LatentCase, kind: GpuKind | None = None) -> TritonLatentAttention:
+def backend_of(
+    case: LatentCase, kind: GpuKind | None = None, *, batch_invariant: bool = False
+) -> TritonLatentAttention:
     return TritonLatentAttention(
         num_heads=case.num_heads, kv_lora_rank=case.latent_dim, block_size=case.block_size,
         dtype=str(case.q.dtype).removeprefix("torch."), kv_dtype=str(case.kv.dtype).removeprefix("torch."),
-        device=DEVICE, kind=kind or gpu_kind(DEVICE),
+        device=DEVICE, kind=kind or gpu_kind(DEVICE), batch_invariant=batch_invariant,
     )  # fmt: skip
 
 
-def attend(case: LatentCase, kind: GpuKind | None = None) -> torch.Tensor:
-    backend = backend_of(case, kind)
+def attend(case: LatentCase, kind: GpuKind | None = None, *, batch_invariant: bool = False) -> torch.Tensor:
+    backend = backend_of(case, kind, batch_invariant=batch_invariant)
     plan = backend.prepare(case.layout)
     return backend.attend(case.q.to(DEVICE), case.written_pool().to(DEVICE), plan, case.scale).cpu()
 
@@ -182,6 +184,19 @@ def test_a_sequence_gets_the_same_bits_in_any_batch_and_from_any_graph() -> None
     expected = decode(alone, 101)
     for max_context_len in (301, 400, 100_000):
         assert torch.equal(decode(among, max_context_len)[-1:], expected)
+
+
+@pytest.mark.parametrize("num_heads", [5, 70])
+def test_batch_invariant_a_token_gets_the_same_bits_in_a_prompt_and_while_its_sequence_decodes(num_heads: int) -> None:
+    shape = {"num_heads": num_heads, "latent_dim": 32, "rotated_dim": 8}
+    whole = LatentCase([(0, 300)], **shape)
+    chunk = LatentCase([(290, 10)], **shape, last=whole)
+    expected = attend(chunk, batch_invariant=True)
+    torch.testing.assert_close(expected.double(), chunk.expected(), rtol=1e-5, atol=1e-5)
+    for before, new in ((290, 1), (299, 1), (295, 3)):
+        step = LatentCase([(70, 1), (before, new)], **shape, last=whole)
+        actual = attend(step, batch_invariant=True)[1:]
+        assert torch.equal(actual, expected[before - 290 : before - 290 + new]), (before, new)
 
 
 def test_a_token_gets_the_same_bits_however_its_prompt_is_cut() -> None:
