@@ -5,7 +5,7 @@
     python benchmarks/gpu.py --tiny                       the same script on any machine, over a toy: that it runs
 
     floors ─> kernels ─> model ─> attention ─> digests ─> steps ─> push ─> servers ─> products ─> deepseek
-    ─> steps in 8 bits (each a module of gpu_parts/)
+    ─> steps in 8 bits ─> batch_invariant (each a module of gpu_parts/)
 
 Each part is a process of its own with a time of its own: what goes wrong in one is written into the table, and the
 others go on. Every number stands beside the limit that the same run measured, or beside its aim. Results are one JSON
@@ -30,7 +30,19 @@ import torch
 if __name__ == "__main__":
     sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
-from benchmarks.gpu_parts import attention, deepseek, digests, floors, kernels, model, products, push, servers, steps
+from benchmarks.gpu_parts import (
+    attention,
+    deepseek,
+    digests,
+    floors,
+    invariant,
+    kernels,
+    model,
+    products,
+    push,
+    servers,
+    steps,
+)
 from benchmarks.gpu_parts.rows import Row, table
 from benchmarks.gpu_parts.runner import Part, PartResult, Setting, run_parts
 from benchmarks.machine import compilers, machine
@@ -51,6 +63,13 @@ PARTS = (
     Part(name="deepseek", about="attention to latents and experts, alone", measure=deepseek.measure, limit_s=90),
     Part(name="steps-int8", about="the same engine with int8 weights", measure=steps.measure_int8, limit_s=90),
     Part(name="steps-fp8", about="the same engine with weights and KV in fp8", measure=steps.measure_fp8, limit_s=90),
+    Part(name="invariant", about="batch_invariant: bits, products, attention", measure=invariant.measure, limit_s=120),
+    Part(
+        name="steps-invariant",
+        about="the same engine with batch_invariant",
+        measure=steps.measure_invariant,
+        limit_s=90,
+    ),
 )
 KNOWN = (floors.COPY, floors.PRODUCTS, floors.TO_HOST, floors.TO_DEVICE, push.IPC_PUSH, push.NIXL_PUSH)
 """Rows that later parts need."""

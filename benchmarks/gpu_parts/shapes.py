@@ -37,6 +37,10 @@ class ModelShape:
         return int(self.config["hidden_size"]) // int(self.config["num_attention_heads"])
 
     @property
+    def num_layers(self) -> int:
+        return int(self.config["num_hidden_layers"])
+
+    @property
     def num_in_layers(self) -> int:
         """Weights of all layers' products."""
         layer = sum(num_outputs * num_inputs for name, num_outputs, num_inputs in self.products if name != "logits")
@@ -142,6 +146,8 @@ class Sizes:
     """(prompts, tokens of each)"""
     product_rows: tuple[int, ...]
     """Of a decoding step: its sequences."""
+    prompt_rows: int
+    """Of a product with a prompt's tokens."""
     num_variants: int
     """Launch configurations tried beside the one in use."""
     digest_blocks: int
@@ -165,6 +171,7 @@ FULL = Sizes(
     decode_attention=((64, 4096, 4096), (1, 8192, 8192), (64, 2100, 4096), (1, 1100, 2048)),
     prefill_attention=((1, 8192), (8, 2048)),
     product_rows=(1, 64),
+    prompt_rows=2048,
     num_variants=100,
     digest_blocks=1024,
     decode_steps=((1, 1024, 0.85), (64, 2048, 0.8)),
@@ -187,6 +194,7 @@ TINY = Sizes(
     decode_attention=((2, 40, 40),),
     prefill_attention=((2, 24),),
     product_rows=(2,),
+    prompt_rows=40,
     num_variants=1,
     digest_blocks=4,
     decode_steps=((1, 8, 0.85), (4, 16, 0.8)),

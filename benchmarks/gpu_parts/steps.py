@@ -62,11 +62,18 @@ def measure_fp8(setting: Setting) -> Iterator[Row]:
     return measure_with(setting, sizes, quantization="fp8", kv_cache_dtype="fp8")
 
 
-def measure_with(setting: Setting, sizes: Sizes, **settings: str) -> Iterator[Row]:
+def measure_invariant(setting: Setting) -> Iterator[Row]:
+    """With the same bits in any batch: products by our kernels, contexts that are not split."""
+    if setting.device != "cuda":
+        raise NotRun("it needs a GPU")
+    return measure_with(setting, setting.sizes, batch_invariant=True)
+
+
+def measure_with(setting: Setting, sizes: Sizes, **settings: Any) -> Iterator[Row]:
     """`settings`: of the engine. `sizes`: what is counted of it."""
     with TemporaryDirectory() as name:
         engine = open_engine(write_model(Path(name), sizes.model.config), setting, **settings)
-        label = f"{settings['quantization']}: " if settings else ""
+        label = f"{settings.get('quantization', 'batch invariant')}: " if settings else ""
         steps_ms: list[float] = []
         rows = chain(decode_rows(engine, setting, sizes, steps_ms), prefill_rows(engine, setting))
         for row in chain(rows, () if settings else sampling_rows(engine, setting)):
@@ -75,13 +82,13 @@ def measure_with(setting: Setting, sizes: Sizes, **settings: str) -> Iterator[Ro
             yield replace(row, what=label + row.what)
 
 
-def open_engine(folder: Path, setting: Setting, **settings: str) -> LLMEngine:
+def open_engine(folder: Path, setting: Setting, **settings: Any) -> LLMEngine:
     sizes = setting.sizes
     args = EngineArgs(
         model=str(folder), load_format="dummy", dtype="bfloat16", device=setting.device, enable_prefix_caching=False,
         kv_cache_gib=sizes.kv_cache_gib, max_model_len=sizes.max_model_len,
         max_num_seqs=max(batch for batch, _, _ in sizes.decode_steps),
-        max_num_batched_tokens=sizes.max_model_len, max_itl_ms=0, **settings,  # type: ignore[arg-type]
+        max_num_batched_tokens=sizes.max_model_len, max_itl_ms=0, **settings,
     )  # fmt: skip
     return LLMEngine(create_engine_config(args))
 

@@ -219,12 +219,14 @@ def test_every_launch_can_be_compiled(tmp_path: Path, capability: str, shared_by
     done = launches_compiled(tmp_path, capability, str(shared_bytes))
     assert done.returncode == 0, done.stderr[-4000:]
     found: dict[str, dict[str, dict[str, int]]] = json.loads(done.stdout)
-    for name in ("llama", "qwen", "int8", "fp8", "blocks", "deepseek", "experts in blocks", "adapters"):
+    engines = "llama", "qwen", "int8", "fp8", "blocks", "deepseek", "experts in blocks", "adapters"
+    for name in (*engines, "batch invariant", "batch invariant deepseek"):
         assert found[name]["at start"]
         assert found[name]["later"] == {}, "requests would wait for the compiler"
     assert {kernel for program in found.values() for part in program.values() for kernel in part} == {
         "_split_kernel", "reduce_kernel", "_prefill_kernel", "_rotate_kernel", "_norm_kernel", "_silu_kernel",
         "_digest_kernel", "_product_kernel", "_widen_kernel", "_quantize_kernel", "_latent_decode_kernel",
         "_latent_prefill_kernel", "_latent_project_kernel", "_bounds_kernel", "_race_kernel", "_one_row_kernel",
-        "_shrink_kernel", "_expand_kernel", "_tiles_kernel", "_expert_kernel",
+        "_shrink_kernel", "_expand_kernel", "_tiles_kernel", "_expert_kernel", "_row_product_kernel",
+        "_expert_row_product_kernel",
     }  # fmt: skip

@@ -23,7 +23,7 @@ os.environ.pop("TRITON_INTERPRET", None)
 import torch
 from lora_folders import products_of, write_adapter
 
-from benchmarks.gpu_parts import attention, digests, floors, products, steps
+from benchmarks.gpu_parts import attention, digests, floors, invariant, products, steps
 from benchmarks.gpu_parts.runner import Setting
 from engine.kernels.gpu.gpu_kind import GpuKind
 from engine.llm_engine import LLMEngine
@@ -60,9 +60,11 @@ ENGINES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         },
         {},
     ),
+    "batch invariant": (QWEN, {"batch_invariant": True, "kv_cache_dtype": "fp8"}),
+    "batch invariant deepseek": (DEEPSEEK, {"batch_invariant": True}),
     "adapters": (LLAMA, {"lora_modules": "a", "enforce_eager": True}),
 }
-PARTS = {part.__name__.rpartition(".")[2]: part for part in (floors, attention, digests, steps, products)}
+PARTS = {part.__name__.rpartition(".")[2]: part for part in (floors, attention, digests, steps, products, invariant)}
 PROMPTS = (1, 17, 300, 2500, 40, 100, 20, 600)
 PARAMS = (
     SamplingParams(temperature=0, max_tokens=4, ignore_eos=True),

@@ -22,6 +22,7 @@ from benchmarks.gpu_parts import (
     deepseek,
     digests,
     floors,
+    invariant,
     model,
     products,
     push,
@@ -100,6 +101,30 @@ def test_latents_and_experts(setting: Setting) -> None:
     assert all(row.value and row.limit for row in rows)
     # Of DeepSeek-V3's 671 billion weights 58 layers of experts on eight ranks are 654.
     assert expert_numbers(FULL.latents) * 58 * 8 == 653_908_770_816
+
+
+@pytest.mark.skipif(bool(why_no_triton("cpu")), reason="Triton is not installed, or not interpreted")
+def test_what_the_same_bits_cost(setting: Setting, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(invariant, "bits_rows", lambda setting: iter(()))  # four engines, interpreted
+    known = {floors.COPY: 10.0, floors.PRODUCTS: 1.0}
+    rows = {row.what: row for row in invariant.measure(replace(setting, known=known))}
+    units = {what: row.unit for what, row in rows.items() if "=" not in what}
+    assert units == {
+        f"invariant, {name}, {rows} rows": unit
+        for name in ("qkv 128 x 64", "output 64 x 64", "gate and up 256 x 64", "down 64 x 128")
+        for rows, unit in ((2, "GB/s"), (40, "TFLOP/s"))
+    } | {
+        "invariant, logits 500 x 64, 2 rows": "GB/s",
+        "invariant, decode attention 2 x 40": "GB/s",
+        "invariant, prefill attention 2 x 24": "TFLOP/s",
+    }  # fmt: skip
+    assert all(row.value and row.limit for row in rows.values())
+
+
+def test_other_bits_are_counted() -> None:
+    told = {"a": [(5, -0.25), (6, -1.0)], "b": [(5, -0.5)]}
+    assert invariant.differing(told, told) == (0, 3)
+    assert invariant.differing(told, {"a": [(5, -0.25), (7, -1.0)], "b": [(5, -0.5000001)]}) == (2, 3)
 
 
 def test_a_size_that_a_library_refuses_costs_its_own_row_alone(

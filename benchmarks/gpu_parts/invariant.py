@@ -1,0 +1,206 @@
+"""`batch_invariant`: whether it is kept, and what it costs.
+
+Kept: an engine with some of Llama-3.1-8B's layers gives each logprob of its answers to the bit all at once, one by one
+and in chunks. Beside it, how many differ without: a check that cannot fail would find none.
+
+Costs: its products, of decoding beside the copy and of prompts beside the library's; its attention, whose contexts are
+not split (the part `attention` has the one that splits them). Whole steps are the part `steps-invariant`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from benchmarks.engine import new_prompt
+from benchmarks.gpu_parts import attention, floors
+from benchmarks.gpu_parts.rows import Row
+from benchmarks.gpu_parts.runner import NotRun, Setting
+from benchmarks.gpu_parts.shapes import write_model
+from benchmarks.gpu_parts.timing import cache_bytes, num_sets
+from benchmarks.gpu_parts.variants import Job, timed_row, variant_rows
+from engine.config import EngineArgs
+from engine.kernels.gpu import why_no_triton
+from engine.kernels.gpu.gpu_kind import gpu_kind
+from engine.llm_engine import LLMEngine
+from engine.model_loader import create_engine_config
+from engine.sampling_params import SamplingParams
+
+if TYPE_CHECKING:
+    from engine.kernels.gpu.eight_bits import ProductConfig
+    from engine.kernels.gpu.prefill import PrefillConfig
+
+NUM_LAYERS = 4
+NUM_TOKENS = 24
+"""Of an answer."""
+PRODUCT_VARIANTS: tuple[dict[str, int], ...] = (
+    {"num_stages": 3}, {"num_stages": 6}, {"num_warps": 8}, {"num_warps": 4}, {"block_n": 128, "num_warps": 8},
+    {"block_t": 128}, {"block_t": 256, "num_stages": 3},
+)  # fmt: skip
+"""What differs from the configuration in use. Not the inputs of a tile, which the order of addition follows from."""
+
+Told = dict[str, list[tuple[int, float]]]
+"""Of each request, its tokens and their logprobs."""
+
+
+def measure(setting: Setting) -> Iterator[Row]:
+    why_not = why_no_triton(setting.device)
+    if why_not:
+        raise NotRun(why_not)
+    from engine.kernels.gpu.prefill import PrefillConfig
+    from engine.kernels.gpu.product import row_config
+
+    yield from bits_rows(setting)
+    # Triton's interpreter does not compute bfloat16.
+    dtype = torch.bfloat16 if setting.device == "cuda" else torch.float32
+    kind = gpu_kind(setting.device)
+    jobs: list[tuple[Job, ProductConfig]] = []
+    for name, num_outputs, num_inputs in setting.sizes.model.products:
+        # Logits of a prompt are those of its last token.
+        many = () if name == "logits" else (setting.sizes.prompt_rows,)
+        for num_rows in (*setting.sizes.product_rows, *many):
+            what = f"invariant, {name} {num_outputs} x {num_inputs}, {num_rows} rows"
+            job = product_job(what, num_rows, num_outputs, num_inputs, dtype, setting)
+            jobs.append((job, row_config(kind, num_rows, dtype.itemsize)))
+            yield timed_row(job, jobs[-1][1], setting)[0]
+    num_heads, num_kv_heads, head_dim = setting.sizes.attention_heads
+    config = PrefillConfig.with_decodes(kind, head_dim, dtype.itemsize, num_heads // num_kv_heads)
+    for num_seqs, context, _ in setting.sizes.decode_attention:
+        yield timed_row(decode_job(setting, dtype, num_seqs, context), config, setting)[0]
+    for size in setting.sizes.prefill_attention:
+        job = attention.prefill_job(setting, dtype, *size)
+        yield timed_row(replace(job, what=f"invariant, {job.what}"), config, setting)[0]
+    for job, in_use in jobs:
+        yield from variant_rows(job, in_use, PRODUCT_VARIANTS[: setting.sizes.num_variants], setting)
+
+
+# -- bits -----------------------------------------------------------------------------------------------------------
+
+
+def bits_rows(setting: Setting) -> Iterator[Row]:
+    """How many logprobs have other bits than those of all requests at once."""
+    config = {**setting.sizes.model.config, "num_hidden_layers": min(NUM_LAYERS, setting.sizes.model.num_layers)}
+    lengths = (30, 3, 18) if setting.is_tiny else (700, 3, 300, 65, 1500, 17)
+    prompts = {str(i): new_prompt(length, config["vocab_size"]) for i, length in enumerate(lengths)}
+    with TemporaryDirectory() as name:
+        folder = write_model(Path(name), config)
+        for is_kept in (True, False):
+            for what, (num_other, num_all) in compared(folder, prompts, setting, batch_invariant=is_kept):
+                yield Row(
+                    what=f"logprobs of other bits {what}{'' if is_kept else ', without batch_invariant'}",
+                    value=num_other, unit=f"of {num_all}", at_most=0 if is_kept else None, is_check=is_kept,
+                )  # fmt: skip
+
+
+def compared(
+    folder: Path, prompts: dict[str, list[int]], setting: Setting, *, batch_invariant: bool
+) -> Iterator[tuple[str, tuple[int, int]]]:
+    """(how, (how many differ, of how many))"""
+    settings: dict[str, Any] = {"batch_invariant": batch_invariant}
+    engine = engine_of(folder, setting, **settings)
+    together = told_by(engine, prompts)
+    one_by_one = {name: told_by(engine, {name: prompt})[name] for name, prompt in prompts.items()}
+    yield "one by one", differing(together, one_by_one)
+    del engine
+    in_chunks = engine_of(folder, setting, **settings, prefill_chunk_tokens=7 if setting.is_tiny else 100)
+    yield "in chunks", differing(together, told_by(in_chunks, prompts))
+
+
+def engine_of(folder: Path, setting: Setting, **settings: Any) -> LLMEngine:
+    args = EngineArgs(
+        model=str(folder), load_format="dummy", dtype="bfloat16" if setting.device == "cuda" else "float32",
+        device=setting.device, attention_backend="triton", kv_cache_gib=setting.sizes.kv_cache_gib,
+        max_model_len=setting.sizes.max_model_len, max_num_seqs=8, enable_prefix_caching=False, **settings,
+    )  # fmt: skip
+    return LLMEngine(create_engine_config(args))
+
+
+def told_by(engine: LLMEngine, prompts: dict[str, list[int]]) -> Told:
+    """All at once."""
+    params = SamplingParams(temperature=0, max_tokens=NUM_TOKENS, ignore_eos=True, logprobs=0)
+    for name, prompt in prompts.items():
+        engine.add_request(name, prompt, params)
+    told: Told = {}
+    while engine.has_unfinished_requests():
+        for output in engine.step():
+            told.setdefault(output.request_id, []).extend(
+                (each.sampled.token_id, each.sampled.logprob) for each in output.logprobs or ()
+            )
+    return told
+
+
+def differing(ours: Told, theirs: Told) -> tuple[int, int]:
+    """(how many, of how many)"""
+    pairs = [pair for name in ours for pair in zip(ours[name], theirs[name], strict=True)]
+    return sum(one != other for one, other in pairs), len(pairs)
+
+
+# -- speed ----------------------------------------------------------------------------------------------------------
+
+
+def product_job(
+    what: str, num_rows: int, num_outputs: int, num_inputs: int, dtype: torch.dtype, setting: Setting
+) -> Job:
+    """Of few rows the weight's bytes, of many the operations."""
+    from engine.kernels.gpu.product import row_product
+
+    num_bytes = num_outputs * num_inputs * dtype.itemsize
+
+    def launches(config: ProductConfig) -> tuple[list[Callable[[], object]], torch.Tensor]:
+        torch.manual_seed(1)
+        x = torch.randn(num_rows, num_inputs, device=setting.device).to(dtype)
+        weights = [
+            torch.randn(num_outputs, num_inputs, device=setting.device).to(dtype)
+            for _ in range(num_sets(num_bytes, cache_bytes(setting.device)))
+        ]
+        works: list[Callable[[], object]] = [
+            lambda weight=weight: row_product(x, weight, None, config)  # type: ignore[misc]
+            for weight in weights
+        ]
+        return works, row_product(x, weights[0], None, config)
+
+    if num_rows < setting.sizes.prompt_rows:
+        amount, unit, limit, target = num_bytes / 1e9, "GB/s", floors.COPY, 0.8
+    else:
+        amount, unit, limit, target = 2e-12 * num_rows * num_outputs * num_inputs, "TFLOP/s", floors.PRODUCTS, 0.6
+    return Job(
+        what=what, amount=amount, unit=unit, limit=setting.known.get(limit), target=target, launches=launches
+    )  # fmt: skip
+
+
+def decode_job(setting: Setting, dtype: torch.dtype, num_seqs: int, context: int) -> Job:
+    """As `attention.decode_job`, by the kernel for prompts."""
+    from engine.kernels.gpu.prefill import paged_prefill
+    from engine.models.scores import Scores
+
+    device = setting.device
+    num_heads, num_kv_heads, head_dim = setting.sizes.attention_heads
+    num_bytes = num_seqs * attention.attention_bytes(num_kv_heads, head_dim, context, dtype.itemsize)
+
+    def launches(config: PrefillConfig) -> tuple[list[Callable[[], object]], torch.Tensor]:
+        torch.manual_seed(1)
+        lens = torch.full((num_seqs,), context, dtype=torch.int32, device=device)
+        starts = torch.arange(num_seqs + 1, dtype=torch.int32, device=device)
+        tiles = torch.stack((starts[:-1], torch.zeros_like(starts[:-1])), dim=1).contiguous()
+        works: list[Callable[[], object]] = []
+        outs = []
+        for _ in range(num_sets(num_bytes, cache_bytes(device))):
+            kv, tables = attention.random_pool(num_seqs, context, setting, dtype)
+            q = torch.randn(num_seqs, num_heads, head_dim, device=device).to(dtype)
+            outs.append(torch.empty_like(q))
+
+            def work(q: Any = q, kv: Any = kv, tables: Any = tables, out: Any = outs[-1]) -> None:
+                paged_prefill(q, kv, tables, lens, starts, tiles, out, scores=Scores.of(head_dim), config=config)
+
+            works.append(work)
+        return works, outs[0]
+
+    return Job(
+        what=f"invariant, decode attention {num_seqs} x {context}", amount=num_bytes / 1e9, unit="GB/s",
+        limit=setting.known.get(floors.COPY), target=None, launches=launches,
+    )  # fmt: skip
