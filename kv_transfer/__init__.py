@@ -21,10 +21,11 @@ from kv_transfer.errors import (
 )
 from kv_transfer.grants import Grant, GrantCounters, GrantTable
 from kv_transfer.grpc_transport import GrpcEndpoint, GrpcTransport, OpenChannel, open_plain_channel
+from kv_transfer.host_pool import HostPool
 from kv_transfer.ipc_transport import IpcEndpoint, IpcTransport
 from kv_transfer.layout import KVLayout
 from kv_transfer.local_transport import LocalEndpoint, LocalTransport
-from kv_transfer.pool import HostPool, KVPool
+from kv_transfer.pool import KVPool
 from kv_transfer.receiver import KVReceiver, OnCommit, OnFreed
 from kv_transfer.sender import KVSender, Push
 from kv_transfer.servicer import KVTransferServicer

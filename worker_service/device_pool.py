@@ -27,7 +27,8 @@ import torch
 import xxhash
 
 from kv_transfer import InvalidTransfer, KVLayout, KVPool, TransportMissing
-from kv_transfer.pool import Digests, PeerPool
+from kv_transfer.nixl_agent import NixlAgent
+from kv_transfer.pool import Digests, PeerPool, PoolAgent
 from protos import tandem_kv_transfer_pb2 as pb
 from worker_service.cuda_ipc import DevicePeers
 
@@ -186,6 +187,9 @@ class DevicePool(KVPool):
         if endpoint.WhichOneof("memory") != "cuda":
             raise InvalidTransfer("a pool in a device's memory cannot be copied into a host's")
         return self._peers().open(endpoint.cuda, self._rows(), self.layout.num_layers * num_blocks)
+
+    def start_agent(self, name: str) -> PoolAgent:
+        return NixlAgent(name, self)
 
     def bind_thread(self) -> None:
         """A new thread uses the first device, and has no CUDA context before it calls CUDA's runtime, which torch's

@@ -471,7 +471,7 @@ async def test_a_push_may_last_longer_than_a_lease(cluster: Cluster) -> None:
 async def test_a_write_that_a_standstill_interrupts_is_not_finished(
     cluster: Cluster, receiving: Receiving, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("kv_transfer.pool.MAX_PIECE_BYTES", 1)
+    monkeypatch.setattr("kv_transfer.host_pool.MAX_PIECE_BYTES", 1)
     push = await cluster.sender.open(receiving.receiver.issue("router", [6, 20, 9], 0))
     writer = push._writer
     asked = iter([False])  # before the first of three pieces; then the clock has gone on

@@ -11,7 +11,7 @@ import xxhash
 
 from kv_transfer import HostPool, KVLayout, errors
 from kv_transfer.errors import STATUS_OF, TransferError, TransportMissing, from_status
-from kv_transfer.pool import runs
+from kv_transfer.host_pool import runs
 
 SHAPE: dict[str, Any] = {
     "num_layers": 3,

@@ -7,8 +7,8 @@ import math
 import numpy as np
 import pytest
 
-from kv_transfer import pool as module
-from kv_transfer.pool import HostPeerPool
+from kv_transfer import host_pool as module
+from kv_transfer.host_pool import HostPeerPool
 
 ROW_BYTES = 64
 

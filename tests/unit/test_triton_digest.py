@@ -8,8 +8,8 @@ import torch
 from triton_device import DEVICE
 
 from engine.kernels.gpu.digest import MIN_BLOCK_BYTES, block_digests, can_digest
+from kv_transfer.host_pool import HostPool
 from kv_transfer.layout import DIGEST, KVLayout
-from kv_transfer.pool import HostPool
 
 
 def pool_of(num_bytes: int, *, num_layers: int = 2, num_blocks: int = 5, seed: int = 0) -> torch.Tensor:
