@@ -37,13 +37,14 @@ from triton.runtime.jit import JITFunction
 
 from engine.attention.base import StepLayout
 from engine.attention.triton_backend import TritonAttention
+from engine.attention.triton_invariant import InvariantTritonAttention
 from engine.attention.triton_latents import TritonLatentAttention
 from engine.float8 import why_no_float8
 from engine.kernels.gpu.copy_rows import copy_rows
 from engine.kernels.gpu.digest import block_digests
 from engine.kernels.gpu.draw import draw
 from engine.kernels.gpu.eight_bits import quantize_rows, scaled_product, widen
-from engine.kernels.gpu.experts import expert_config, expert_product, tiles_of
+from engine.kernels.gpu.experts import expert_config, expert_product, sum_of_experts, tiles_of
 from engine.kernels.gpu.gpu_kind import H200
 from engine.kernels.gpu.lora import StackedAdapters, add_adapters
 from engine.kernels.gpu.pointwise import add_rms_norm, silu_multiply
@@ -132,12 +133,12 @@ def compile_attention(
     has_sinks: bool = False,
     num_heads: int = NUM_HEADS,
     num_kv_heads: int = NUM_KV_HEADS,
-    batch_invariant: bool = False,
+    make: type[TritonAttention | InvariantTritonAttention] = TritonAttention,
 ) -> None:
     kv_dtype = kv_dtype or dtype
-    backend = TritonAttention(
+    backend = make(
         num_heads=num_heads, num_kv_heads=num_kv_heads, head_dim=head_dim, block_size=BLOCK_SIZE,
-        dtype=name_of(dtype), kv_dtype=name_of(kv_dtype), device="cpu", kind=kind, batch_invariant=batch_invariant,
+        dtype=name_of(dtype), kv_dtype=name_of(kv_dtype), device="cpu", kind=kind,
     )  # fmt: skip
     kv = torch.zeros(1, 2, num_kv_heads, BLOCK_SIZE, head_dim, dtype=kv_dtype)
     backend.attend(
@@ -257,6 +258,8 @@ def compile_experts(experts: Experts, num_tokens: int, dtype: torch.dtype) -> No
     num_rows, name = num_tokens * experts.num_chosen, case
     config = expert_config(kind, num_rows, experts.num_experts, dtype.itemsize)
     tiles = tiles_of(torch.zeros(experts.num_experts, dtype=torch.int32), num_rows, config.block_t)
+    order = torch.zeros(num_rows, dtype=torch.int64)
+    sum_of_experts(torch.zeros(num_rows, 7168, dtype=dtype), order, torch.zeros(num_tokens, experts.num_chosen))
     down = experts.hidden_size, experts.intermediate_size
     for product, (size_n, size_k) in {"gate_up": (2 * down[1], down[0]), "down": down}.items():
         case = f"{name}, {product}"
@@ -314,7 +317,7 @@ def attention_cases() -> dict[str, Callable[[], None]]:
         )
         for kv_dtype in (torch.bfloat16, torch.float8_e4m3fn):
             cases[f"{head_dim} bfloat16, pool of {name_of(kv_dtype)}, batch invariant"] = partial(
-                compile_attention, head_dim, torch.bfloat16, 4096, 50.0, kv_dtype, batch_invariant=True
+                compile_attention, head_dim, torch.bfloat16, 4096, 50.0, kv_dtype, make=InvariantTritonAttention
             )
     for num_heads, dtype, kv_dtype in (
         (16, torch.bfloat16, torch.bfloat16),

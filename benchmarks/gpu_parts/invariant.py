@@ -3,25 +3,26 @@
 Kept: an engine with some of Llama-3.1-8B's layers gives each logprob of its answers to the bit all at once, one by one
 and in chunks. Beside it, how many differ without: a check that cannot fail would find none.
 
-Costs: its products, of decoding beside the copy and of prompts beside the library's; its attention, whose contexts are
-not split (the part `attention` has the one that splits them). Whole steps are the part `steps-invariant`.
+Costs: its products, of decoding beside the copy and of prompts beside the library's; its attention (the one without is
+in the part `attention`). Whole steps are the part `steps-invariant`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 
 from benchmarks.engine import new_prompt
-from benchmarks.gpu_parts import attention, floors
+from benchmarks.gpu_parts import floors
+from benchmarks.gpu_parts.attention import random_pool
 from benchmarks.gpu_parts.rows import Row
 from benchmarks.gpu_parts.runner import NotRun, Setting
-from benchmarks.gpu_parts.shapes import write_model
+from benchmarks.gpu_parts.shapes import attention_bytes, attention_flop, write_model
 from benchmarks.gpu_parts.timing import cache_bytes, num_sets
 from benchmarks.gpu_parts.variants import Job, timed_row, variant_rows
 from engine.config import EngineArgs
@@ -29,11 +30,12 @@ from engine.kernels.gpu import why_no_triton
 from engine.kernels.gpu.gpu_kind import gpu_kind
 from engine.llm_engine import LLMEngine
 from engine.model_loader import create_engine_config
+from engine.models.scores import Scores
 from engine.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
     from engine.kernels.gpu.eight_bits import ProductConfig
-    from engine.kernels.gpu.prefill import PrefillConfig
+    from engine.kernels.gpu.pieces import PiecesCall, PiecesConfig
 
 NUM_LAYERS = 4
 NUM_TOKENS = 24
@@ -52,7 +54,7 @@ def measure(setting: Setting) -> Iterator[Row]:
     why_not = why_no_triton(setting.device)
     if why_not:
         raise NotRun(why_not)
-    from engine.kernels.gpu.prefill import PrefillConfig
+    from engine.kernels.gpu.pieces import PiecesConfig
     from engine.kernels.gpu.product import row_config
 
     yield from bits_rows(setting)
@@ -69,12 +71,11 @@ def measure(setting: Setting) -> Iterator[Row]:
             jobs.append((job, row_config(kind, num_rows, dtype.itemsize)))
             yield timed_row(job, jobs[-1][1], setting)[0]
     num_heads, num_kv_heads, head_dim = setting.sizes.attention_heads
-    config = PrefillConfig.with_decodes(kind, head_dim, dtype.itemsize, num_heads // num_kv_heads)
+    config = PiecesConfig.of(kind, head_dim, dtype.itemsize, num_heads // num_kv_heads)
     for num_seqs, context, _ in setting.sizes.decode_attention:
         yield timed_row(decode_job(setting, dtype, num_seqs, context), config, setting)[0]
-    for size in setting.sizes.prefill_attention:
-        job = attention.prefill_job(setting, dtype, *size)
-        yield timed_row(replace(job, what=f"invariant, {job.what}"), config, setting)[0]
+    for num_prompts, length in setting.sizes.prefill_attention:
+        yield timed_row(prefill_job(setting, dtype, num_prompts, length), config, setting)[0]
     for job, in_use in jobs:
         yield from variant_rows(job, in_use, PRODUCT_VARIANTS[: setting.sizes.num_variants], setting)
 
@@ -174,33 +175,57 @@ def product_job(
 
 
 def decode_job(setting: Setting, dtype: torch.dtype, num_seqs: int, context: int) -> Job:
-    """As `attention.decode_job`, by the kernel for prompts."""
-    from engine.kernels.gpu.prefill import paged_prefill
-    from engine.models.scores import Scores
+    """As `attention.decode_job`."""
+    from engine.kernels.gpu.pieces import partial_size
 
-    device = setting.device
     num_heads, num_kv_heads, head_dim = setting.sizes.attention_heads
-    num_bytes = num_seqs * attention.attention_bytes(num_kv_heads, head_dim, context, dtype.itemsize)
+    num_bytes = num_seqs * attention_bytes(num_kv_heads, head_dim, context, dtype.itemsize)
 
-    def launches(config: PrefillConfig) -> tuple[list[Callable[[], object]], torch.Tensor]:
-        torch.manual_seed(1)
-        lens = torch.full((num_seqs,), context, dtype=torch.int32, device=device)
-        starts = torch.arange(num_seqs + 1, dtype=torch.int32, device=device)
-        tiles = torch.stack((starts[:-1], torch.zeros_like(starts[:-1])), dim=1).contiguous()
-        works: list[Callable[[], object]] = []
-        outs = []
-        for _ in range(num_sets(num_bytes, cache_bytes(device))):
-            kv, tables = attention.random_pool(num_seqs, context, setting, dtype)
-            q = torch.randn(num_seqs, num_heads, head_dim, device=device).to(dtype)
-            outs.append(torch.empty_like(q))
-
-            def work(q: Any = q, kv: Any = kv, tables: Any = tables, out: Any = outs[-1]) -> None:
-                paged_prefill(q, kv, tables, lens, starts, tiles, out, scores=Scores.of(head_dim), config=config)
-
-            works.append(work)
-        return works, outs[0]
+    def launches(config: PiecesConfig) -> tuple[list[Callable[[], object]], torch.Tensor]:
+        scratch = torch.empty(partial_size(num_seqs, num_heads, head_dim, context), device=setting.device)
+        calls = [
+            attention_call(setting, dtype, [1] * num_seqs, context, config, scratch)
+            for _ in range(num_sets(num_bytes, cache_bytes(setting.device)))
+        ]
+        return [lambda call=call: call.decode(num_seqs, context) for call in calls], calls[0].out  # type: ignore[misc]
 
     return Job(
         what=f"invariant, decode attention {num_seqs} x {context}", amount=num_bytes / 1e9, unit="GB/s",
         limit=setting.known.get(floors.COPY), target=None, launches=launches,
+    )  # fmt: skip
+
+
+def prefill_job(setting: Setting, dtype: torch.dtype, num_prompts: int, length: int) -> Job:
+    """As `attention.prefill_job`."""
+    from engine.kernels.gpu.prefill import list_tiles
+
+    num_heads, num_kv_heads, head_dim = setting.sizes.attention_heads
+
+    def launches(config: PiecesConfig) -> tuple[list[Callable[[], object]], torch.Tensor]:
+        lens = [length] * num_prompts
+        call = attention_call(setting, dtype, lens, length, config, torch.empty(0, device=setting.device))
+        tiles = list_tiles(np.array(lens), np.array(lens), 0, config.block_m // (num_heads // num_kv_heads))
+        on_device = torch.from_numpy(tiles).to(setting.device)
+        return [lambda: call.prefill(on_device)], call.out
+
+    return Job(
+        what=f"invariant, prefill attention {num_prompts} x {length}",
+        amount=num_prompts * attention_flop(num_heads, head_dim, length) / 1e12, unit="TFLOP/s",
+        limit=setting.known.get(floors.PRODUCTS), target=None, launches=launches,
+    )  # fmt: skip
+
+
+def attention_call(
+    setting: Setting, dtype: torch.dtype, lens: list[int], context: int, config: PiecesConfig, scratch: torch.Tensor
+) -> PiecesCall:
+    """`lens`: new tokens of each sequence."""
+    from engine.kernels.gpu.pieces import PiecesCall
+
+    num_heads, _, head_dim = setting.sizes.attention_heads
+    kv, tables = random_pool(len(lens), context, setting, dtype)
+    q = torch.randn(sum(lens), num_heads, head_dim, device=setting.device).to(dtype)
+    starts = torch.from_numpy(np.cumsum([0, *lens])).int().to(setting.device)
+    return PiecesCall(
+        q=q, kv=kv, block_tables=tables, context_lens=torch.full_like(starts[1:], context), query_starts=starts,
+        out=torch.empty_like(q), scratch=scratch, scores=Scores.of(head_dim), config=config,
     )  # fmt: skip

@@ -55,8 +55,10 @@ def create_attention_backend(config: EngineConfig) -> PagedBackend[Any]:
         return CpuAttention()
     if config.device.attention_backend == "triton":
         from engine.attention.triton_backend import TritonAttention
+        from engine.attention.triton_invariant import InvariantTritonAttention
 
-        return TritonAttention(
+        backend = InvariantTritonAttention if config.device.batch_invariant else TritonAttention
+        return backend(
             kind=gpu_kind(config.device.device),
             num_heads=config.model.num_heads,
             num_kv_heads=config.model.num_kv_heads,
@@ -65,7 +67,6 @@ def create_attention_backend(config: EngineConfig) -> PagedBackend[Any]:
             dtype=config.model.dtype,
             kv_dtype=config.cache.kv_dtype,
             device=config.device.device,
-            batch_invariant=config.device.batch_invariant,
         )
     if config.device.attention_backend == "flash_attn":
         model, device, block_size = config.model, config.device.device, config.cache.block_size

@@ -5,10 +5,8 @@ Keys and values are read where they lie: nothing is gathered or padded. Its pool
 A step's arrays travel to the device as one copy (engine/attention/triton_plans.py). Nothing is ever read back, and the
 grids of a decoding step depend on what the host knows: such a step can be captured as a CUDA graph.
 
-Sequences that decode have a kernel of their own, which splits their contexts among programs, and adds up otherwise than
-that for prompts. With `batch_invariant` all tokens go through the latter, in tiles of one size: a token has the same
-bits whether its sequence decodes, its prompt is computed again, or drafts are checked. With few sequences and long
-contexts much of a GPU has nothing to do then.
+Sequences that decode have a kernel of their own, which cuts contexts by their length, and adds up otherwise than that
+for prompts. Where a token is to have the same bits in both: engine/attention/triton_invariant.py.
 
 Shapes: T tokens, S sequences, N query heads, K key/value heads, H head dim.
 """
@@ -45,7 +43,6 @@ class TritonAttention(WithTritonPlans, AttentionBackend[TritonPlan]):
         device: str,
         kind: GpuKind,
         kv_dtype: str = "",
-        batch_invariant: bool = False,
     ) -> None:
         """`kind`: of the device. `kv_dtype`: of the pool, where it is not the queries' `dtype`."""
         self._num_heads, self._head_dim = num_heads, head_dim
@@ -53,14 +50,12 @@ class TritonAttention(WithTritonPlans, AttentionBackend[TritonPlan]):
         itemsize, kv_itemsize = TORCH_DTYPES[dtype].itemsize, KV_DTYPES[kv_dtype or dtype].itemsize
         num_groups = num_heads // num_kv_heads
         self._decode_config = DecodeConfig.of(kind, head_dim, itemsize, kv_itemsize)
-        prefill_config = PrefillConfig.with_decodes if batch_invariant else PrefillConfig.of
-        self._prefill_config = prefill_config(kind, head_dim, itemsize, num_groups, kv_itemsize)
+        self._prefill_config = PrefillConfig.of(kind, head_dim, itemsize, num_groups, kv_itemsize)
         self._plans = TritonPlans(
             block_size=block_size,
             tokens_per_tile=self._prefill_config.block_m // num_groups,
             device=device,
             scratch_size=self._scratch_size,
-            splits_decodes=not batch_invariant,
         )
 
     @staticmethod

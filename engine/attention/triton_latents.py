@@ -4,7 +4,10 @@ Latents are read where they lie. Plans, and what a CUDA graph asks of them, are 
 (engine/attention/triton_plans.py). Owns the scratch memory of pieces of contexts: steps run one after the other, so
 that all plans share it, where each having its own would take gigabytes.
 
-`batch_invariant` is that of the backend for keys and values.
+Sequences that decode have a kernel of their own, which cuts contexts by their length, and adds up otherwise than that
+for prompts. With `batch_invariant` all tokens go through the latter, in tiles of one size: a token has the same bits
+whether its sequence decodes, its prompt is computed again, or drafts are checked. With few sequences and long contexts
+much of a GPU has nothing to do then: registers have no room for a second sum, as pieces need (triton_invariant.py).
 
 Shapes: T tokens, N query heads, C numbers of a latent, P of a rotated key, R = C + P.
 """

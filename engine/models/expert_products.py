@@ -6,7 +6,7 @@
 
 Neither knows who chose the experts, nor what becomes of a token's several rows.
 
-Shapes: R rows (a token once for each of its experts), D hidden, E experts, I intermediate, padded to `EXPERT_GRAIN` if
+Shapes: T tokens, A experts of each, R = T * A rows, D hidden, E experts, I intermediate, padded to `EXPERT_GRAIN` if
 plain; of a product, N outputs, K inputs, G groups of inputs.
 """
 
@@ -103,6 +103,15 @@ def _multiplied(x_RK: torch.Tensor, stack: ScaledStack, bounds: list[int]) -> to
         if start < end
     ]
     return torch.cat(parts)
+
+
+def sum_of_experts(y_RD: torch.Tensor, order_R: torch.Tensor, weights_TA: torch.Tensor) -> torch.Tensor:
+    """What tokens get from their experts together, added up in float32: [T, D] in y's dtype.
+
+    `order_R`: int64, of which token and choice (t * A + a) each row is.
+    """
+    y_TAD = torch.empty_like(y_RD).index_copy_(0, order_R, y_RD).view(*weights_TA.shape, -1)
+    return (y_TAD * weights_TA.unsqueeze(-1)).sum(dim=1).to(y_RD.dtype)
 
 
 @dataclass(frozen=True, slots=True)

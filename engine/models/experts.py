@@ -11,7 +11,7 @@ no more.
 Of several ranks each has a part of every expert, and of the shared ones: all choose alike, and one sum over ranks makes
 the whole of both.
 
-Shapes: T tokens, D hidden, E experts, G groups, A experts of a token.
+Shapes: T tokens, D hidden, E experts, G groups, A experts of a token, R = T * A rows.
 """
 
 from __future__ import annotations
@@ -72,6 +72,7 @@ class ExpertsFeedForward:
             parts = replace(factory.parts, sum_over_ranks=None)  # summed with the others below
             alone = replace(factory, parts=parts)
             self._shared = GatedFeedForward(alone, f"{name}.shared_experts", hidden_size, size, has_bias)
+        self._sum_of_experts = factory.parts.sum_of_experts
         self._sum_over_ranks = factory.parts.sum_over_ranks
         self._products = factory.experts(f"{name}.experts", config, hidden_size)
         self._experts_E = torch.arange(config.num_experts, device=factory.weights.device)
@@ -80,9 +81,8 @@ class ExpertsFeedForward:
         experts_TA, weights_TA = self._router(h_TD)
         sorted_experts, order = experts_TA.flatten().sort(stable=True)
         ends_E = torch.searchsorted(sorted_experts, self._experts_E, right=True, out_int32=True)
-        y = self._products(h_TD[order // self._num_experts_per_token], ends_E)
-        y_TAD = torch.empty_like(y).index_copy_(0, order, y).view(*experts_TA.shape, -1)
-        o_TD = (y_TAD * weights_TA.unsqueeze(-1)).sum(dim=1).to(h_TD.dtype)
+        y_RD = self._products(h_TD[order // self._num_experts_per_token], ends_E)
+        o_TD = self._sum_of_experts(y_RD, order, weights_TA)
         if self._shared is not None:
             o_TD = o_TD + self._shared(h_TD)
         return o_TD if self._sum_over_ranks is None else self._sum_over_ranks(o_TD)

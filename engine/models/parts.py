@@ -24,7 +24,7 @@ from engine.layers import (
 )
 from engine.lora.adapters import Adapters
 from engine.model_loader.weights import Weights
-from engine.models.expert_products import ExpertProducts, ExpertWeights, PlainExperts, ScaledExperts
+from engine.models.expert_products import ExpertProducts, ExpertWeights, PlainExperts, ScaledExperts, sum_of_experts
 from engine.models.experts_config import ExpertsConfig
 from engine.models.layer import DecoderLayer, LayerStack, PlainLayers
 from engine.scaled_weight import Weight, stacked
@@ -48,6 +48,7 @@ class Parts:
     plain_experts: Callable[[torch.Tensor, torch.Tensor], ExpertProducts] = PlainExperts
     scaled_experts: type[ScaledExperts] = ScaledExperts
     """Experts whose weights are in 8 bits."""
+    sum_of_experts: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor] = sum_of_experts
     sum_over_ranks: SumOverRanks | None = None
     """None: one rank computes the whole model."""
     adapters: Adapters | None = None

@@ -16,9 +16,11 @@ from triton_device import DEVICE
 from engine.attention import Needs, StepLayout, choice, choose_attention_backend
 from engine.attention.torch_backend import TorchAttention
 from engine.attention.triton_backend import TritonAttention
-from engine.kernels.gpu import why_no_triton
+from engine.attention.triton_invariant import InvariantTritonAttention
+from engine.kernels.gpu import pieces, why_no_triton
 from engine.kernels.gpu.decode import MAX_PIECES, DecodeConfig, num_pieces, paged_decode, partial_size
 from engine.kernels.gpu.gpu_kind import H200, GpuKind, gpu_kind
+from engine.kernels.gpu.pieces import PiecesConfig
 from engine.kernels.gpu.prefill import list_tiles
 
 TOLERANCES = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1e-2}
@@ -41,11 +43,14 @@ def case_of(
     )  # fmt: skip
 
 
-def backend_of(case: Case, kind: GpuKind | None = None, *, batch_invariant: bool = False) -> TritonAttention:
-    return TritonAttention(
+Backend = TritonAttention | InvariantTritonAttention
+
+
+def backend_of(case: Case, kind: GpuKind | None = None, make: type[Backend] = TritonAttention) -> Backend:
+    return make(
         num_heads=case.num_heads, num_kv_heads=case.num_kv_heads, head_dim=case.head_dim, block_size=case.block_size,
         dtype=str(case.q.dtype).removeprefix("torch."), kv_dtype=str(case.kv.dtype).removeprefix("torch."),
-        device=DEVICE, kind=kind or gpu_kind(DEVICE), batch_invariant=batch_invariant,
+        device=DEVICE, kind=kind or gpu_kind(DEVICE),
     )  # fmt: skip
 
 
@@ -67,10 +72,9 @@ def attend(
     scale: float | None = None,
     sinks_N: torch.Tensor | None = None,
     kind: GpuKind | None = None,
-    *,
-    batch_invariant: bool = False,
+    make: type[Backend] = TritonAttention,
 ) -> torch.Tensor:
-    backend = backend_of(case, kind, batch_invariant=batch_invariant)
+    backend = backend_of(case, kind, make)
     kv = written_pool(case).to(DEVICE)
     sinks_N = None if sinks_N is None else sinks_N.to(DEVICE)
     return backend.attend(
@@ -259,28 +263,62 @@ def test_a_token_gets_the_same_bits_however_its_prompt_is_cut(window: int) -> No
         assert torch.equal(attend(chunk, window)[3:], expected[before : before + new]), (before, new)
 
 
-@pytest.mark.parametrize(("head_dim", "kv_dtype"), [(64, None), (128, None), (128, torch.float8_e4m3fn), (256, None)])
-def test_batch_invariant_against_float64(head_dim: int, kv_dtype: torch.dtype | None) -> None:
-    case = case_of(
-        [(300, 1), (0, 1), (0, 19), (30, 70)], 4, head_dim, torch.bfloat16, num_kv_heads=1, kv_dtype=kv_dtype
-    )
-    actual, expected = attend(case, 50, batch_invariant=True).double(), case.expected(50)
-    torch.testing.assert_close(actual, expected, rtol=1e-2, atol=1e-2)
+# -- the same bits in prompts and while decoding --------------------------------------------------------------------
 
 
+@pytest.fixture
+def short_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pieces, "PIECE", 64)
+
+
+@pytest.mark.usefixtures("short_pieces")
+@pytest.mark.parametrize("window", [0, 50, 100])
+@pytest.mark.parametrize(
+    ("head_dim", "dtype", "kv_dtype"),
+    [
+        (64, torch.bfloat16, None), (80, torch.float32, None), (128, torch.float16, None),
+        (128, torch.bfloat16, torch.float8_e4m3fn), (256, torch.bfloat16, None),
+    ],
+)  # fmt: skip
+def test_pieces_against_float64(head_dim: int, dtype: torch.dtype, kv_dtype: torch.dtype | None, window: int) -> None:
+    lens = [(300, 1), (63, 1), (64, 1), (0, 1), (0, 19), (30, 135)]
+    case = case_of(lens, 4, head_dim, dtype, num_kv_heads=1, kv_dtype=kv_dtype)
+    tolerance = TOLERANCES[dtype]
+    actual, expected = attend(case, window, make=InvariantTritonAttention).double(), case.expected(window)
+    torch.testing.assert_close(actual, expected, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.usefixtures("short_pieces")
+@pytest.mark.parametrize("window", [0, 70])
+def test_pieces_with_sinks_and_a_soft_cap(window: int) -> None:
+    case = case_of([(150, 1), (0, 1), (20, 119)], num_kv_heads=2)
+    case.q *= 10
+    actual = attend(case, window, 20.0, sinks_N=case.sinks(), make=InvariantTritonAttention)
+    expected = case.expected(window, 20.0, sinks_N=case.sinks())
+    torch.testing.assert_close(actual.double(), expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.usefixtures("short_pieces")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("window", [0, 50])
-def test_batch_invariant_a_token_gets_the_same_bits_in_a_prompt_and_while_its_sequence_decodes(
-    window: int, dtype: torch.dtype
-) -> None:
+@pytest.mark.parametrize("window", [0, 50, 130])
+def test_a_token_gets_the_same_bits_in_a_prompt_and_while_its_sequence_decodes(window: int, dtype: torch.dtype) -> None:
     whole = case_of([(0, 300)], dtype=dtype, num_kv_heads=1)
-    tokens, expected = (whole.q, whole.k, whole.v), attend(whole, window, batch_invariant=True)
-    for before, new in ((0, 1), (63, 1), (64, 1), (299, 1), (290, 4)):
+    tokens, expected = (whole.q, whole.k, whole.v), attend(whole, window, make=InvariantTritonAttention)
+    for before, new in ((0, 1), (63, 1), (64, 1), (299, 1), (290, 4), (7, 200)):
         step = Case(
             [(70, 1), (before, new)], num_heads=3, num_kv_heads=1, head_dim=64, block_size=16, dtype=dtype, last=tokens
         )
         assert step.layout.num_decodes == 1 + (new == 1)
-        assert torch.equal(attend(step, window, batch_invariant=True)[1:], expected[before : before + new])
+        actual = attend(step, window, make=InvariantTritonAttention)[1:]
+        assert torch.equal(actual, expected[before : before + new]), (before, new)
+
+
+def test_pieces_lie_where_no_tile_of_keys_is_cut() -> None:
+    for kind in GPU_KINDS.values():
+        for head_dim in HEAD_DIMS:
+            for itemsize in (2, 4):
+                assert pieces.PIECE % PiecesConfig.of(kind, head_dim, itemsize, 4).block_n == 0
+    assert [pieces.num_pieces(n) for n in (0, 1, 1024, 1025, 8192)] == [1, 1, 1, 2, 8]
 
 
 def test_tiles_cover_every_token_once_longest_context_first() -> None:
@@ -307,11 +345,11 @@ def test_a_plan_is_one_buffer_of_aligned_arrays() -> None:
     np.testing.assert_array_equal(plan.query_starts.cpu(), [0, *np.cumsum(case.layout.query_lens)])
 
 
-@pytest.mark.parametrize("batch_invariant", [False, True])
-def test_a_reserved_plan_serves_any_step_that_fits(batch_invariant: bool) -> None:
+@pytest.mark.parametrize("make", [TritonAttention, InvariantTritonAttention])
+def test_a_reserved_plan_serves_any_step_that_fits(make: type[Backend]) -> None:
     """As a CUDA graph replays it: the same tensors and the same grid, other numbers in them."""
     cases = [case_of([(40, 1), (3, 1), (16, 1)]), case_of([(299, 1)]), case_of([(0, 1), (15, 1)])]
-    backend = backend_of(cases[0], batch_invariant=batch_invariant)
+    backend = backend_of(cases[0], make=make)
     plan = backend.reserve_decode_plan(3, 320)
     address = plan.buffer.data_ptr()
     for case in cases:

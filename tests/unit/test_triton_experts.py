@@ -10,9 +10,10 @@ from expert_cases import FORMS, UNIT, ends_of, exact_product, randn, stack_of
 from triton_device import DEVICE  # before the kernels
 
 from engine.float8 import why_no_float8
-from engine.kernels.gpu.experts import expert_config, expert_product, max_tiles, tiles_of
+from engine.kernels.gpu.experts import expert_config, expert_product, max_tiles, sum_of_experts, tiles_of
 from engine.kernels.gpu.gpu_kind import H200, gpu_kind
 from engine.kernels.gpu.parts import TRITON_PARTS, TritonScaledExperts
+from engine.models import expert_products
 from engine.models.expert_products import ScaledExperts
 
 BFLOAT16 = torch.bfloat16
@@ -144,3 +145,24 @@ def test_a_cuda_graph_replays_rows_of_other_experts() -> None:
         ends.copy_(ends_of(counts, DEVICE))
         graph.replay()
         torch.testing.assert_close(out, experts(x, ends), rtol=0, atol=0)
+
+
+# -- sums -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", UNIT)
+@pytest.mark.parametrize(("num_tokens", "num_chosen", "size"), [(1, 1, 16), (5, 3, 100), (40, 8, 1500)])
+def test_sums_of_a_tokens_experts(num_tokens: int, num_chosen: int, size: int, dtype: torch.dtype) -> None:
+    y = randn(num_tokens * num_chosen, size, dtype=dtype, device=DEVICE)
+    order = torch.randperm(len(y), generator=torch.Generator().manual_seed(1)).to(DEVICE)
+    weights = randn(num_tokens, num_chosen, dtype=torch.float32, seed=2, device=DEVICE)
+    ours, theirs = (each(y, order, weights) for each in (sum_of_experts, expert_products.sum_of_experts))
+    assert ours.dtype == dtype
+    torch.testing.assert_close(ours, theirs, rtol=UNIT[dtype], atol=1e-5)
+    # In the order of choices, whoever else is there.
+    for token in (0, num_tokens - 1):
+        rows = [order.tolist().index(token * num_chosen + choice) for choice in range(num_chosen)]
+        alone = sum_of_experts(
+            y[rows].contiguous(), torch.arange(num_chosen, device=DEVICE), weights[token : token + 1]
+        )
+        assert torch.equal(alone[0], ours[token])

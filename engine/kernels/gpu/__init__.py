@@ -1,11 +1,13 @@
 """Kernels for GPUs, in Triton: compiled for the device when first called, or run by Triton's interpreter on a CPU.
 
     decode.py, prefill.py   paged attention; tile.py is what both do with a tile of keys
+    pieces.py               the same where a token has the same bits in both (`batch_invariant`)
     latents.py              paged attention to latents (DeepSeek)
     latent_project.py       their norm, rotation and write into the pool, as one pass
     rotate.py               norms of heads, rotary positions and the write into the pool, as one pass
     draw.py                 the sampler's draws, with and without filters
     pointwise.py            residual + RMS norm, SiLU * up
+    product.py              products whose rows have the same bits in any batch; invariant_parts.py: a decoder's parts
     eight_bits.py           products with weights in 8 bits, rows of activations to 8-bit floats
     experts.py              products of a mixture's experts with such weights, all experts at once
     lora.py                 what adapters add to products, rows of all adapters at once; adapters.py: an engine's

@@ -15,7 +15,9 @@ multiply them.
 Each output's sum runs through its inputs in one program, in tiles at places that are the same for any number of rows: a
 row's bits do not depend on those beside it, if tensor cores add up tiles of 16 rows as they do those of 128.
 
-Shapes: R rows, G tiles, E experts, N outputs, K inputs.
+What a token gets from its experts is added up in the order in which they were chosen, in one pass (`sum_of_experts`).
+
+Shapes: T tokens, A experts of each, R = T * A rows, G tiles, E experts, N outputs, K inputs, D hidden.
 """
 
 from __future__ import annotations
@@ -148,3 +150,33 @@ def _expert_kernel(
     )
     out_ptrs = out_ptr + rows_T[None, :].to(tl.int64) * SIZE_N + outs_N[:, None]
     tl.store(out_ptrs, y_NT.to(out_ptr.dtype.element_ty), mask=(outs_N < SIZE_N)[:, None] & is_row_T[None, :])
+
+
+def sum_of_experts(y_RD: torch.Tensor, order_R: torch.Tensor, weights_TA: torch.Tensor) -> torch.Tensor:
+    """See `engine.models.expert_products.sum_of_experts`. `y_RD` and `weights_TA`, float32, contiguous."""
+    num_tokens, num_chosen = weights_TA.shape
+    size = y_RD.shape[1]
+    places_R = torch.empty_like(order_R)
+    places_R[order_R] = torch.arange(len(order_R), device=order_R.device)
+    out_TD = y_RD.new_empty(num_tokens, size)
+    block = min(triton.next_power_of_2(size), 1024)
+    _sum_kernel[(num_tokens, triton.cdiv(size, block))](
+        y_RD, places_R, weights_TA, out_TD, SIZE=size, NUM_CHOSEN=num_chosen, BLOCK=block, num_warps=4
+    )
+    return out_TD
+
+
+@triton.jit
+def _sum_kernel(
+    y_ptr, places_ptr, weights_ptr, out_ptr, SIZE: tl.constexpr, NUM_CHOSEN: tl.constexpr, BLOCK: tl.constexpr
+):
+    """Program (token, piece of it)."""
+    token = tl.program_id(0).to(tl.int64)
+    dims = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    is_dim = dims < SIZE
+    total = tl.zeros([BLOCK], dtype=tl.float32)
+    for choice in tl.static_range(NUM_CHOSEN):
+        row = tl.load(places_ptr + token * NUM_CHOSEN + choice)
+        weight = tl.load(weights_ptr + token * NUM_CHOSEN + choice)
+        total += weight * tl.load(y_ptr + row * SIZE + dims, mask=is_dim, other=0.0).to(tl.float32)
+    tl.store(out_ptr + token * SIZE + dims, total.to(out_ptr.dtype.element_ty), mask=is_dim)

@@ -3,9 +3,6 @@
 What `TRITON_PARTS` leaves to torch's libraries, which choose how they add up by the number of rows, is here a kernel
 that does not (engine/kernels/gpu/product.py); norms and what else is computed row by row stays. Logits come out in
 float32, as they are added up: in 16 bits the two likeliest tokens are sometimes equal.
-
-The sum of a token's experts is torch's, over an axis of a few, of which each thread adds all: it does not depend on the
-number of tokens.
 """
 
 from __future__ import annotations

@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 
 from engine.kernels.gpu.eight_bits import MAX_ROWS, quantize_rows, scaled_product, widen
-from engine.kernels.gpu.experts import expert_config, expert_product, tiles_of
+from engine.kernels.gpu.experts import expert_config, expert_product, sum_of_experts, tiles_of
 from engine.kernels.gpu.gpu_kind import gpu_kind
 from engine.kernels.gpu.pointwise import add_rms_norm, silu_multiply
 from engine.layers import GatedLinear, RMSNorm
@@ -66,7 +66,12 @@ class TritonScaledExperts(ScaledExperts):
         return expert_product(silu_multiply(gate_up), self.down, tiles_G3, config)
 
 
-TRITON_PARTS = Parts(gated_linear=TritonGatedLinear, rms_norm=TritonRMSNorm, scaled_experts=TritonScaledExperts)
+TRITON_PARTS = Parts(
+    gated_linear=TritonGatedLinear,
+    rms_norm=TritonRMSNorm,
+    scaled_experts=TritonScaledExperts,
+    sum_of_experts=sum_of_experts,
+)
 TRITON_QUANTIZED_LINEARS = QuantizedLinears(
     plain=TRITON_PARTS.linear, int8=TritonInt8Linear, fp8=TritonFloat8Linear, groups=TritonGroupScaledLinear
 )

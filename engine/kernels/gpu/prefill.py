@@ -56,23 +56,6 @@ class PrefillConfig:
         # With 3 or 4 stages a tile would be waited for as soon as it is asked for: see `DecodeConfig`.
         return PrefillConfig(block_m=128, block_n=32 if is_mma and head_dim > 64 else 64, num_warps=8, num_stages=5)
 
-    @staticmethod
-    def with_decodes(
-        kind: GpuKind, head_dim: int, itemsize: int, num_groups: int, kv_itemsize: int | None = None
-    ) -> PrefillConfig:
-        """For all tokens of a step, also of sequences that decode, for the same bits in either: as few rows as Hopper's
-        tensor cores take, since most of them are nobody's there, and so little shared memory that two or three programs
-        find room on a multiprocessor. Arguments, registers and shared memory as of `of`."""
-        if itemsize == 4:
-            return PrefillConfig.of(kind, head_dim, itemsize, num_groups, kv_itemsize)
-        if head_dim > 128:
-            return PrefillConfig(block_m=64, block_n=32, num_warps=8, num_stages=2)
-        if head_dim <= 64:
-            return PrefillConfig(block_m=64, block_n=64, num_warps=4, num_stages=5)
-        if kind.tensor_cores is TensorCores.MMA:
-            return PrefillConfig(block_m=64, block_n=32, num_warps=4, num_stages=2 if kv_itemsize == 1 else 3)
-        return PrefillConfig(block_m=64, block_n=32, num_warps=4, num_stages=5)
-
 
 MAX_GROUPS = 64
 """Query heads per key head. A tile has room for one token at least."""

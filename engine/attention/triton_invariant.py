@@ -1,0 +1,84 @@
+"""Paged attention on a GPU that has the same bits for a token in any step (`batch_invariant`), by Triton kernels
+(engine/kernels/gpu/pieces.py).
+
+A token's sums are those of its own context, cut at fixed places, whoever else is in the step and however many tokens
+of its sequence are: a preempted sequence, one that moved to another worker, and one whose drafts are checked go on with
+the bits that they would have had.
+
+Plans, and what a CUDA graph asks of them, are those of `TritonAttention`, and so is what it can serve.
+
+Shapes: T tokens, N query heads, H head dim.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from engine.attention.base import AttentionBackend
+from engine.attention.triton_plans import TritonPlan, TritonPlans, WithTritonPlans
+from engine.kernels.gpu.gpu_kind import GpuKind
+from engine.kernels.gpu.pieces import PiecesCall, PiecesConfig, partial_size
+from engine.kernels.gpu.rotate import project_heads
+from engine.kv_cache import KV_DTYPES, TORCH_DTYPES
+from engine.layers import HeadProjection
+from engine.models.scores import Scores
+
+
+class InvariantTritonAttention(WithTritonPlans, AttentionBackend[TritonPlan]):
+    def __init__(
+        self,
+        *,
+        num_heads: int,
+        num_kv_heads: int,
+        head_dim: int,
+        block_size: int,
+        dtype: str,
+        device: str,
+        kind: GpuKind,
+        kv_dtype: str = "",
+    ) -> None:
+        """As of `TritonAttention`."""
+        self._num_heads, self._head_dim = num_heads, head_dim
+        itemsize, kv_itemsize = TORCH_DTYPES[dtype].itemsize, KV_DTYPES[kv_dtype or dtype].itemsize
+        num_groups = num_heads // num_kv_heads
+        self._config = PiecesConfig.of(kind, head_dim, itemsize, num_groups, kv_itemsize)
+        self._plans = TritonPlans(
+            block_size=block_size,
+            tokens_per_tile=self._config.block_m // num_groups,
+            device=device,
+            scratch_size=self._scratch_size,
+        )
+
+    def project(
+        self,
+        qkv_TX: torch.Tensor,
+        kv: torch.Tensor,
+        plan: TritonPlan,
+        heads: HeadProjection,
+        cos_sin: tuple[torch.Tensor, torch.Tensor],
+    ) -> torch.Tensor:
+        return project_heads(qkv_TX, kv, plan.slot_mapping, heads, cos_sin)
+
+    def attend(
+        self,
+        q_TNH: torch.Tensor,
+        kv: torch.Tensor,
+        plan: TritonPlan,
+        scores: Scores,
+        sinks_N: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        q_TNH = q_TNH.contiguous()
+        o_TNH = torch.empty_like(q_TNH)
+        call = PiecesCall(
+            q=q_TNH, kv=kv, block_tables=plan.block_tables, context_lens=plan.context_lens,
+            query_starts=plan.query_starts, out=o_TNH, scores=scores, config=self._config, scratch=plan.scratch,
+            sinks=sinks_N,
+        )  # fmt: skip
+        if plan.num_decodes:
+            call.decode(plan.num_decodes, plan.max_context_len)
+        if len(plan.prefill_tiles):
+            call.prefill(plan.prefill_tiles)
+        return o_TNH.view(len(o_TNH), -1)
+
+    def _scratch_size(self, num_decodes: int, max_context_len: int) -> int:
+        return partial_size(num_decodes, self._num_heads, self._head_dim, max_context_len)

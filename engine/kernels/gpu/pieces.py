@@ -1,0 +1,292 @@
+"""Paged attention that has the same bits for a token in a prompt and while its sequence decodes, and splits contexts.
+
+A context is cut at multiples of PIECE, wherever its end is. A piece has its own online softmax, from nothing; pieces
+are put together one after the other, by `merged`. Whoever computes a token, that is the order of its sums:
+
+    prompts    a program for a tile of tokens goes through all pieces that they see
+    decoding   a program for each piece; `reduce` puts them together
+
+Both are launches of one compiled kernel, so that no compiler adds up a piece otherwise for one of them; and `merged`
+leaves a compiler no choice. (That contexts be cut into pieces of one length, not into so many: H. He and Thinking
+Machines Lab, "Defeating Nondeterminism in LLM Inference", 2025.)
+
+Shapes: T tokens, S sequences, N query heads, K key/value heads, G = N / K, H head dim, P pieces, M rows of a tile.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+
+from engine.kernels.gpu.gpu_kind import GpuKind, TensorCores
+from engine.kernels.gpu.prefill import PrefillConfig
+from engine.kernels.gpu.tile import LOG2_E, attend_tile, padded_head_dim, score_scales, with_sinks
+from engine.models.scores import Scores
+
+PIECE = 1024
+"""Keys. Shorter ones keep more programs busy, where few sequences decode, and make prompts put together more often."""
+
+
+@dataclass(frozen=True, slots=True)
+class PiecesConfig(PrefillConfig):
+    """Sizes of a launch, the same for prompts and decoding."""
+
+    @staticmethod
+    def of(
+        kind: GpuKind, head_dim: int, itemsize: int, num_groups: int, kv_itemsize: int | None = None
+    ) -> PiecesConfig:
+        """As few rows as Hopper's tensor cores take, since most of them are nobody's while decoding, and so little
+        shared memory that two or three programs find room on a multiprocessor. No registers spill
+        (tests/unit/test_triton_compile.py), of which two sums take many. `kv_itemsize`: of the pool, where it is not
+        that of the queries."""
+        rows = max(32, int(triton.next_power_of_2(num_groups)))
+        if itemsize == 4:  # no tensor cores: right, not fast
+            return PiecesConfig(rows, block_n=16, num_warps=8, num_stages=1)
+        is_narrow, cores = kv_itemsize == 1, kind.tensor_cores
+        if head_dim > 128:
+            block_n = 16 if is_narrow and cores is TensorCores.WGMMA else 32
+            num_stages = 1 if not is_narrow and cores is TensorCores.TCGEN05 else 2
+            return PiecesConfig(rows if cores is TensorCores.MMA else 64, block_n, num_warps=8, num_stages=num_stages)
+        is_wide = cores is TensorCores.MMA or (cores is TensorCores.TCGEN05 and head_dim > 64 and not is_narrow)
+        num_warps = 8 if is_wide else 4
+        if head_dim <= 64:
+            return PiecesConfig(block_m=64, block_n=64, num_warps=num_warps, num_stages=5)
+        num_stages = 3 if cores is TensorCores.MMA else 5
+        return PiecesConfig(block_m=64, block_n=32, num_warps=num_warps, num_stages=num_stages)
+
+
+def num_pieces(max_context_len: int) -> int:
+    """How many the longest context has: at least 1."""
+    return max(-(-max_context_len // PIECE), 1)
+
+
+def partial_size(num_seqs: int, num_heads: int, head_dim: int, max_context_len: int) -> int:
+    """float32 numbers of scratch that sequences which decode need."""
+    return num_seqs * num_heads * num_pieces(max_context_len) * (head_dim + 2)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PiecesCall:
+    """What all launches of a layer have in common."""
+
+    q: torch.Tensor
+    """[T, N, H] contiguous."""
+    kv: torch.Tensor
+    """A layer of the pool, contiguous, of the queries' dtype or 8-bit floats."""
+    block_tables: torch.Tensor
+    """[S, blocks] int32"""
+    context_lens: torch.Tensor
+    """[S] int32, with this step's tokens; 0 gives zeros."""
+    query_starts: torch.Tensor
+    """[S + 1] int32, where each sequence's tokens begin among T."""
+    out: torch.Tensor
+    """[T, N, H], as `q` is."""
+    scores: Scores
+    config: PiecesConfig
+    scratch: torch.Tensor
+    """float32, `partial_size` numbers."""
+    sinks: torch.Tensor | None = None
+    """[N] float32, of each query head a score without a value."""
+
+    def prefill(self, tiles: torch.Tensor) -> None:
+        """Causal attention of the tokens in `tiles`, which are those of `engine.kernels.gpu.prefill.list_tiles`."""
+        self._launch(len(tiles), 0, tiles)
+
+    def decode(self, num_seqs: int, max_context_len: int) -> None:
+        """Attention of the only token of each of the first `num_seqs` sequences, of which none has a longer context."""
+        pieces = num_pieces(max_context_len)
+        _, num_heads, head_dim = self.q.shape
+        self._launch(num_seqs * pieces, pieces, self.context_lens)  # in the place of tiles, which are not looked at
+        num_kv_heads = self.kv.shape[2]
+        num_groups = num_heads // num_kv_heads
+        _reduce_pieces_kernel[(num_seqs, num_kv_heads)](
+            self.context_lens, self.out, self.scratch, self.sinks, pieces,
+            NUM_KV_HEADS=num_kv_heads, NUM_GROUPS=num_groups, HEAD_DIM=head_dim, PIECE=PIECE,
+            WINDOW=self.scores.sliding_window, BLOCK_M=triton.next_power_of_2(num_groups),
+            BLOCK_H=padded_head_dim(head_dim), num_warps=4,
+        )  # fmt: skip
+
+    def _launch(self, num_programs: int, pieces: int, tiles: torch.Tensor) -> None:
+        _, num_heads, head_dim = self.q.shape
+        num_kv_heads, block_size = self.kv.shape[2:4]
+        scale_in, scale_out = score_scales(self.scores)
+        _pieces_kernel[(num_programs, num_kv_heads)](
+            self.q, self.kv, self.block_tables, self.context_lens, self.query_starts, tiles, self.out,
+            self.scratch, self.sinks, self.block_tables.stride(0), pieces, scale_in, scale_out,
+            NUM_KV_HEADS=num_kv_heads, NUM_GROUPS=num_heads // num_kv_heads, HEAD_DIM=head_dim, SLOTS=block_size,
+            WINDOW=self.scores.sliding_window, HAS_SOFT_CAP=self.scores.soft_cap > 0, PIECE=PIECE,
+            BLOCK_M=self.config.block_m, BLOCK_N=self.config.block_n, BLOCK_H=padded_head_dim(head_dim),
+            num_warps=self.config.num_warps, num_stages=self.config.num_stages,
+        )  # fmt: skip
+
+
+@triton.jit
+def merged(acc_MH, max_M, sum_M, piece_MH, piece_max_M, piece_sum_M):
+    """Online softmax's state after a piece, from that before it and the piece's own.
+
+    From nothing it is the piece's, to the bit; and a piece of which nothing is seen changes nothing.
+    """
+    new_max_M = tl.maximum(max_M, piece_max_M)
+    # Rows that have seen nothing yet: -inf - -inf would be NaN.
+    base_M = tl.where(new_max_M == float("-inf"), 0.0, new_max_M)
+    keep_M, add_M = tl.exp2(max_M - base_M), tl.exp2(piece_max_M - base_M)
+    keep_MH, add_MH = tl.broadcast_to(keep_M[:, None], acc_MH.shape), tl.broadcast_to(add_M[:, None], acc_MH.shape)
+    # Spelt out: of two products and a sum a compiler may round either product first.
+    return (
+        tl.fma(acc_MH, keep_MH, piece_MH * add_MH),
+        new_max_M,
+        tl.fma(sum_M, keep_M, piece_sum_M * add_M),
+    )
+
+
+@triton.jit
+def _finished(acc_MH, max_M, sum_M, sinks_ptr, heads_M, is_row_M):
+    """What attention gives, of the state after all pieces."""
+    if sinks_ptr is not None:
+        sum_M = with_sinks(sum_M, max_M, tl.load(sinks_ptr + heads_M, mask=is_row_M, other=0.0) * LOG2_E)
+    # Rows that are no tokens may have seen nothing.
+    return acc_MH / tl.where(sum_M > 0, sum_M, 1.0)[:, None]
+
+
+@triton.jit(do_not_specialize=["table_stride", "num_pieces"])
+def _pieces_kernel(
+    q_ptr,
+    kv_ptr,
+    tables_ptr,
+    context_lens_ptr,
+    query_starts_ptr,
+    tiles_ptr,
+    out_ptr,
+    partial_ptr,
+    sinks_ptr,
+    table_stride,
+    num_pieces,
+    scale_in,
+    scale_out,
+    NUM_KV_HEADS: tl.constexpr,
+    NUM_GROUPS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    SLOTS: tl.constexpr,
+    WINDOW: tl.constexpr,
+    HAS_SOFT_CAP: tl.constexpr,
+    PIECE: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_H: tl.constexpr,
+):
+    """Program (tile, key head), where `num_pieces` is 0: to `out`. Otherwise program (sequence and piece, key head), of
+    sequences with one token each: to `partial` [S, N, P, H + 2], the state after that piece alone, sum and maximum
+    last."""
+    TOKENS: tl.constexpr = BLOCK_M // NUM_GROUPS
+    NUM_HEADS: tl.constexpr = NUM_KV_HEADS * NUM_GROUPS
+    place, kv_head = tl.program_id(0), tl.program_id(1)
+    if num_pieces > 0:
+        seq = (place // num_pieces).to(tl.int64)
+        first_query, first_piece = 0, place % num_pieces
+    else:
+        seq = tl.load(tiles_ptr + 2 * place).to(tl.int64)
+        first_query, first_piece = tl.load(tiles_ptr + 2 * place + 1), 0
+    query_start = tl.load(query_starts_ptr + seq)
+    query_len = tl.load(query_starts_ptr + seq + 1) - query_start
+    context_len = tl.load(context_lens_ptr + seq)
+    first_position = context_len - query_len + first_query
+    end = tl.minimum(first_position + TOKENS, context_len)
+    end_piece = tl.cdiv(end, PIECE)
+    if num_pieces > 0:
+        if first_piece >= end_piece:
+            return
+        end_piece = first_piece + 1
+
+    rows_M = tl.arange(0, BLOCK_M)
+    dims_H = tl.arange(0, BLOCK_H)
+    queries_M = first_query + rows_M // NUM_GROUPS
+    # Rows beyond the tile's last whole token would be tokens of the next tile.
+    is_row_M = (rows_M < TOKENS * NUM_GROUPS) & (queries_M < query_len)
+    heads_M = kv_head * NUM_GROUPS + rows_M % NUM_GROUPS
+    offsets_M = (query_start + queries_M).to(tl.int64) * NUM_HEADS + heads_M
+    is_real_MH = is_row_M[:, None] & (dims_H < HEAD_DIM)[None, :]
+    q_MH = tl.load(q_ptr + offsets_M[:, None] * HEAD_DIM + dims_H[None, :], mask=is_real_MH, other=0.0)
+    last_M = context_len - query_len + queries_M
+
+    acc_MH = tl.zeros([BLOCK_M, BLOCK_H], dtype=tl.float32)
+    max_M = tl.full([BLOCK_M], float("-inf"), dtype=tl.float32)
+    sum_M = tl.zeros([BLOCK_M], dtype=tl.float32)
+    seen_from = 0
+    if WINDOW > 0:
+        seen_from = tl.maximum(first_position - WINDOW + 1, 0) // BLOCK_N * BLOCK_N
+        first_piece = tl.maximum(first_piece, seen_from // PIECE)
+    # What the tile's first token sees of whole tiles of keys, all its tokens see: no mask.
+    whole_end = (first_position + 1) // BLOCK_N * BLOCK_N
+    for piece in range(first_piece, end_piece):
+        piece_MH = tl.zeros([BLOCK_M, BLOCK_H], dtype=tl.float32)
+        piece_max_M = tl.full([BLOCK_M], float("-inf"), dtype=tl.float32)
+        piece_sum_M = tl.zeros([BLOCK_M], dtype=tl.float32)
+        begin = tl.maximum(piece * PIECE, seen_from)
+        piece_end = tl.minimum(piece * PIECE + PIECE, end)
+        if WINDOW == 0:
+            for start in range(begin, tl.minimum(piece_end, whole_end), BLOCK_N):
+                piece_MH, piece_max_M, piece_sum_M = attend_tile(
+                    q_MH, piece_MH, piece_max_M, piece_sum_M, kv_ptr, tables_ptr + seq * table_stride, kv_head, start,
+                    end, last_M, scale_in, scale_out, NUM_KV_HEADS, SLOTS, HEAD_DIM, 0, HAS_SOFT_CAP, BLOCK_N, BLOCK_H,
+                    True,
+                )  # fmt: skip
+            begin = tl.maximum(begin, whole_end)
+        for start in range(begin, piece_end, BLOCK_N):
+            piece_MH, piece_max_M, piece_sum_M = attend_tile(
+                q_MH, piece_MH, piece_max_M, piece_sum_M, kv_ptr, tables_ptr + seq * table_stride, kv_head, start,
+                end, last_M, scale_in, scale_out, NUM_KV_HEADS, SLOTS, HEAD_DIM, WINDOW, HAS_SOFT_CAP, BLOCK_N, BLOCK_H,
+                False,
+            )  # fmt: skip
+        acc_MH, max_M, sum_M = merged(acc_MH, max_M, sum_M, piece_MH, piece_max_M, piece_sum_M)
+
+    if num_pieces > 0:
+        state_ptrs = partial_ptr + (offsets_M * num_pieces + place % num_pieces) * (HEAD_DIM + 2)
+        tl.store(state_ptrs[:, None] + dims_H[None, :], acc_MH, mask=is_real_MH)
+        tl.store(state_ptrs + HEAD_DIM, sum_M, mask=is_row_M)
+        tl.store(state_ptrs + HEAD_DIM + 1, max_M, mask=is_row_M)
+    else:
+        o_MH = _finished(acc_MH, max_M, sum_M, sinks_ptr, heads_M, is_row_M)
+        out_ptrs = out_ptr + offsets_M[:, None] * HEAD_DIM + dims_H[None, :]
+        tl.store(out_ptrs, o_MH.to(out_ptr.dtype.element_ty), mask=is_real_MH)
+
+
+@triton.jit(do_not_specialize=["num_pieces"])
+def _reduce_pieces_kernel(
+    context_lens_ptr,
+    out_ptr,
+    partial_ptr,
+    sinks_ptr,
+    num_pieces,
+    NUM_KV_HEADS: tl.constexpr,
+    NUM_GROUPS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    PIECE: tl.constexpr,
+    WINDOW: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_H: tl.constexpr,
+):
+    """Program (sequence, key head): what `_pieces_kernel` left in `partial`, put together in `out` [S, N, H]."""
+    seq, kv_head = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    context_len = tl.load(context_lens_ptr + seq)
+    groups_M, dims_H = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_H)
+    is_row_M = groups_M < NUM_GROUPS
+    heads_M = kv_head * NUM_GROUPS + groups_M
+    rows_M = seq * (NUM_KV_HEADS * NUM_GROUPS) + heads_M
+    is_real_MH = is_row_M[:, None] & (dims_H < HEAD_DIM)[None, :]
+    acc_MH = tl.zeros([BLOCK_M, BLOCK_H], dtype=tl.float32)
+    max_M = tl.full([BLOCK_M], float("-inf"), dtype=tl.float32)
+    sum_M = tl.zeros([BLOCK_M], dtype=tl.float32)
+    first_piece = 0
+    if WINDOW > 0:
+        first_piece = tl.maximum(context_len - WINDOW, 0) // PIECE
+    for piece in range(first_piece, tl.cdiv(context_len, PIECE)):
+        state_ptrs = partial_ptr + (rows_M * num_pieces + piece) * (HEAD_DIM + 2)
+        piece_MH = tl.load(state_ptrs[:, None] + dims_H[None, :], mask=is_real_MH, other=0.0)
+        piece_sum_M = tl.load(state_ptrs + HEAD_DIM, mask=is_row_M, other=0.0)
+        piece_max_M = tl.load(state_ptrs + HEAD_DIM + 1, mask=is_row_M, other=float("-inf"))
+        acc_MH, max_M, sum_M = merged(acc_MH, max_M, sum_M, piece_MH, piece_max_M, piece_sum_M)
+    o_MH = _finished(acc_MH, max_M, sum_M, sinks_ptr, heads_M, is_row_M)
+    tl.store(out_ptr + rows_M[:, None] * HEAD_DIM + dims_H[None, :], o_MH.to(out_ptr.dtype.element_ty), mask=is_real_MH)
