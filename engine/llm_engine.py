@@ -216,7 +216,7 @@ class LLMEngine:
 
     def _finish(self, step: _StepInFlight) -> list[RequestOutput]:
         """Wait for its tokens, and take them in."""
-        sampled = step.tokens.wait()
+        sampled = self.executor.wait(step.tokens)
         # A step that was launched early began when the one before it was done.
         began_s, self._last_done_s = max(step.start_s, self._last_done_s), time.monotonic()
         told = step.tokens.logprobs(), step.tokens.prompt_logprobs()

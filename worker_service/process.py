@@ -57,8 +57,8 @@ SERVICE_NAME = "tandem.v1.Worker"
 SESSIONS_END_S = 2.0
 """How long a leaving worker waits until its routers have read what it said last."""
 STEP_END_S = 5.0
-"""How long one that has lost a rank waits for the step under way. On a CPU that fails, if the rank has ended; on GPUs
-NCCL's exchanges wait on the device for it, and the step never ends."""
+"""How long one that has lost a rank waits for the step under way. It fails where the rank has ended; for one
+that hangs it waits, and never ends."""
 
 
 class CannotLoad(Exception):  # noqa: N818 - named for what happened

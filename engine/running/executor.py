@@ -45,5 +45,9 @@ class Executor:
         """Begin to compute one step, before `Scheduler.begin` counts it; after it at most one other is in flight."""
         return self._worker.launch(output, self._worker.prepare(output))
 
+    def wait(self, tokens: SampledTokens) -> list[list[int]]:
+        """For the tokens of a step that was launched: see `SampledTokens.wait`."""
+        return tokens.wait()
+
     def close(self) -> None:
         """Nothing is launched any more. To be called by an engine that is to end before its process does."""

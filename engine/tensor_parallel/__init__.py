@@ -13,6 +13,7 @@ Every rank has the KV of its own heads: a pool of its own on its own device. On 
 that all of them map; on GPUs whoever sends blocks asks each rank's process for its own (`KVMemory.rank_program`).
 Either way blocks travel to other workers as if the model had as many more layers.
 
-Ranks live and die together. One that ends breaks the connections of all others, whose step fails; the engine's process
-then ends, as for any failed step, and answers go on elsewhere. When that process ends, in whatever way, so do they.
+Ranks live and die together. Where one ends, the step of all others fails: its connections break, and rank 0 aborts what
+its device waits for (rank_watch.py). A worker's process then ends, as for any failed step, and answers go on elsewhere;
+`LLM` says so and lets go of the other ranks. When the engine's process ends, in whatever way, so do they.
 """

@@ -1,6 +1,7 @@
 """Runs steps on several ranks: rank 0 in this process, each other one in a process of its own.
 
-Owns the other ranks' processes. See `engine.tensor_parallel` for what they do.
+Owns the other ranks' processes, and the watch over them: once one has ended, nothing is launched any more, and no
+tokens are taken. See `engine.tensor_parallel` for what they do.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from engine.sampling.sampled_tokens import SampledTokens
 from engine.scheduling.sequence import BlockExport, OnLayerWritten, SchedulerOutput
 from engine.tensor_parallel.group import RankGroup
 from engine.tensor_parallel.rank_processes import RankProcesses
+from engine.tensor_parallel.rank_watch import RankWatch
 
 
 class TensorParallelExecutor(Executor):
@@ -27,6 +29,8 @@ class TensorParallelExecutor(Executor):
         self._num_ranks = config.parallel.tensor_parallel_size
         self._memory = memory
         self._ranks = RankProcesses(config, memory)
+        self._watch: RankWatch | None = None
+        """From when all have loaded."""
         self._pool: torch.Tensor | None = None
         """Of all ranks, on a CPU."""
         device = config.device.device
@@ -37,6 +41,7 @@ class TensorParallelExecutor(Executor):
             with nullcontext() if device == "cpu" else self._ranks.ending_with_them():
                 group = RankGroup(0, self._num_ranks, device, self._ranks.meeting_file)
                 self._worker = Worker(config, told, self._allocate, group)
+            self._watch = self._ranks.watch(group.abort)
         except BaseException as error:
             if not isinstance(error, ValueError):
                 self._ranks.check()  # whoever ended first says why
@@ -59,15 +64,21 @@ class TensorParallelExecutor(Executor):
 
     def launch(self, output: SchedulerOutput) -> SampledTokens:
         """Raises `RankLost` where a rank has ended."""
-        step = self._worker.prepare(output)
-        self._ranks.tell(step)
-        try:
+        assert self._watch is not None
+        with self._watch.launching():
+            step = self._worker.prepare(output)
+            self._ranks.tell(step)
             return self._worker.launch(output, step)
-        except RuntimeError:
-            self._ranks.check()  # a connection that broke says less than who ended, and how
-            raise
+
+    def wait(self, tokens: SampledTokens) -> list[list[int]]:
+        """Raises `RankLost` where a rank has ended."""
+        assert self._watch is not None
+        with self._watch.taking():
+            return tokens.wait()
 
     def close(self) -> None:
+        if self._watch is not None:
+            self._watch.close()
         self._ranks.close()
 
     def _allocate(self, shape: KVCacheShape, device: str) -> torch.Tensor:

@@ -3,8 +3,8 @@ between GPUs, by the same calls.
 
 Owns the connections between ranks, on this machine's loopback or between its GPUs. Every rank makes the same calls in
 the same order; a call returns on none before all have made it (on a GPU: the device waits, the host does not). Where a
-rank has ended, the calls of the others raise `RuntimeError` on a CPU; on a GPU nothing does, and the device waits on.
-Whoever watches the ranks ends the engine then, and where one hangs, whoever watches the engine.
+rank has ended, the calls of the others raise `RuntimeError` on a CPU; on a GPU nothing does, and the device waits on,
+until whoever watches the ranks aborts (rank_watch.py). Where one hangs, whoever watches the engine ends it.
 
 A sum is made in float32 and in the order of ranks, so an element's does not depend on the batch around it, as an
 all-reduce's does: that one adds up in an order which follows from where in the message the element lies. It costs no
@@ -16,6 +16,7 @@ Shapes: T tokens, R ranks, V vocabulary.
 from __future__ import annotations
 
 import hashlib
+from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -83,6 +84,13 @@ class RankGroup:
         """Rank 0's `x`; of the others it is overwritten."""
         self._wait(self._group.broadcast([x], _now(BroadcastOptions())))
         return x
+
+    def abort(self) -> None:
+        """On any thread. What a device waits for here ends, at once and with rubbish; no other call comes after it. On a
+        CPU nothing waits, and nothing changes. Returns when nothing uses the communicator, recorded steps included: NCCL
+        waits for their end before it lets go of what they use."""
+        with suppress(RuntimeError):  # it has waited for PATIENCE: the device has long gone on
+            self._group.abort()
 
     def _gathered(self, x: torch.Tensor) -> torch.Tensor:
         """[R, …]"""

@@ -6,21 +6,20 @@
 Owns the processes and a connection to each, which carries bytes, never pickles.
 
 Where a rank ends, exchanges of the others fail over gloo. NCCL's do not: on the device they wait for it, and whoever
-waits for the device does, half an hour, until torch's own watch ends the process. While a worker loads, nobody else
-looks after it: `ending_with` does.
+waits for the device does. Once all have loaded, `RankWatch` ends that wait (rank_watch.py). Before, there may be no
+communicator that could be aborted: `ending_with` ends the process.
 """
 
 from __future__ import annotations
 
 import json
 import os
-import signal
 import subprocess
 import sys
 import threading
 import time
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from multiprocessing.connection import Connection, Pipe
 
@@ -31,6 +30,7 @@ from engine.kv_cache import KVMemory, RankProgram
 from engine.owned_folder import OwnedFolder
 from engine.running.executor import RankLost
 from engine.step_input import StepInput
+from engine.tensor_parallel.rank_watch import NOTICE_S, RankWatch, what_ended
 
 FOLDER_PREFIX = "tandem-ranks-"
 """Of the folder in which ranks meet."""
@@ -39,8 +39,6 @@ START_S = 300.0
 """Until a rank says that it is there: what it imports takes seconds."""
 END_S = 10.0
 """A rank ends at once when its connection does; one that does not, on a device that hangs, is killed after so long."""
-NOTICE_S = 30.0
-"""After a rank's end, until what waits for it, or has failed for a reason of its own, is given up with the process."""
 WATCH_S = 1.0
 """Between two looks at the ranks, while all load."""
 CONFIG = TypeAdapter(EngineConfig)
@@ -86,7 +84,11 @@ class RankProcesses:
         for rank, process in enumerate(self._processes, start=1):
             with suppress(subprocess.TimeoutExpired):
                 status = process.wait(max(0.0, until_s - time.monotonic()))
-                raise RankLost(_what_ended(rank, status))
+                raise RankLost(what_ended(rank, status))
+
+    def watch(self, abort: Callable[[], None]) -> RankWatch:
+        """From now on: over ranks that have loaded. `abort`: see `RankWatch`."""
+        return RankWatch(self._processes, self._connections, abort)
 
     def ending_with_them(self) -> AbstractContextManager[None]:
         """See `ending_with`."""
@@ -127,15 +129,10 @@ def ending_with(processes: Sequence[subprocess.Popen[bytes]]) -> Iterator[None]:
 
 def _watch(processes: Sequence[subprocess.Popen[bytes]], is_left: threading.Event) -> None:
     while not is_left.wait(WATCH_S):
-        ended = [_what_ended(rank, p.returncode) for rank, p in enumerate(processes, start=1) if p.poll() is not None]
+        ended = [what_ended(rank, p.returncode) for rank, p in enumerate(processes, start=1) if p.poll() is not None]
         if ended and not is_left.wait(NOTICE_S):
             print(f"tandem: {ended[0]}; this process ends, too", file=sys.stderr, flush=True)  # noqa: T201
             os._exit(1)  # what waits for a device cannot be woken
-
-
-def _what_ended(rank: int, status: int) -> str:
-    how = signal.Signals(-status).name if status < 0 else str(status)
-    return f"rank {rank} of the engine has ended with {how}; what it said stands above"
 
 
 def _close(

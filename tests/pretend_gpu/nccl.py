@@ -1,5 +1,6 @@
 """What ranks do together between pretended GPUs: by gloo, on the memory of their tensors. Takes tensors of the device
-alone, as NCCL does; a graph that is recorded does it again. Where another rank has ended, they wait for ever."""
+alone, as NCCL does; a graph that is recorded does it again. Where another rank has ended, they wait until they are
+aborted, and what they leave behind then is rubbish."""
 
 from __future__ import annotations
 
@@ -21,12 +22,16 @@ class PretendNccl:
 
     def __init__(self, gpu: PretendGpu, store: Store, rank: int, num_ranks: int) -> None:
         self._gpu = gpu
+        self._is_aborted = threading.Event()
         with _disable_current_modes():
             self._gloo = _gloo(store, rank, num_ranks)
             indices = torch.empty(num_ranks, dtype=torch.int64)
             self._gloo._allgather_base(indices, torch.tensor([used().index]), AllgatherOptions()).wait()
             if len(set(indices.tolist())) < num_ranks:
                 raise RuntimeError(f"Duplicate GPU detected: ranks use {indices.tolist()}")
+
+    def abort(self) -> None:
+        self._is_aborted.set()
 
     def _set_default_timeout(self, timeout: Any) -> None:
         self._gloo._set_default_timeout(timeout)
@@ -61,6 +66,6 @@ class PretendNccl:
                 try:
                     call().wait()
                 except RuntimeError:  # a rank has gone, and NCCL does not hear of it: the device waits, and who asks it
-                    threading.Event().wait()
+                    self._is_aborted.wait()
 
         self._gpu.launch(do, list(touched))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -105,3 +106,30 @@ def test_nobody_waits_for_a_rank_that_never_comes(tmp_path: Path, monkeypatch: p
     monkeypatch.setattr(group_module, "MEETING", group_module.timedelta(seconds=0.2))
     with pytest.raises(RuntimeError):
         RankGroup(0, 2, "cpu", tmp_path / "meeting")
+
+
+class Nccl:
+    """What `RankGroup` uses of it to end it."""
+
+    def __init__(self, error: Exception | None = None) -> None:
+        self.num_aborts = 0
+        self._error = error
+
+    def _set_default_timeout(self, timeout: timedelta) -> None:
+        del timeout
+
+    def abort(self) -> None:
+        self.num_aborts += 1
+        if self._error is not None:
+            raise self._error
+
+
+@pytest.mark.parametrize("error", [None, RuntimeError("Future for ProcessGroup abort timed out")])
+def test_what_a_device_waits_for_is_aborted(
+    error: Exception | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nobody waits for the end of that: it may come after the device's, or never."""
+    nccl = Nccl(error)
+    monkeypatch.setattr(group_module, "_nccl", lambda store, rank, num_ranks: nccl)
+    RankGroup(0, 2, "cuda", tmp_path / "meeting").abort()
+    assert nccl.num_aborts == 1
