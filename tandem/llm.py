@@ -27,6 +27,7 @@ from engine.config import EngineArgs
 from engine.llm_engine import LLMEngine
 from engine.model_loader import create_engine_config
 from engine.outputs import RequestOutput as StepOutput
+from engine.running.executor import RankLost
 from protos import tandem_inference_pb2 as pb
 from router.model_info import ModelInfo
 from router.text.chat_template import GIVEN_NAMES, ChatMessage, ChatTemplate
@@ -82,6 +83,8 @@ class LLM:
         self._defaults = self._info.defaults
         self._request_ids = count()
         self._is_used = threading.Lock()
+        self._lost = ""
+        """Why it cannot generate any more. A text: an error would hold on to this LLM, and to a device's memory."""
 
     def get_default_sampling_params(self) -> SamplingParams:
         """Those of the model's generation_config.json. `max_tokens` is vLLM's 16 unless the model says otherwise."""
@@ -111,7 +114,8 @@ class LLM:
 
         `sampling_params`: one for all, one for each, or None for the model's. `use_tqdm` shows progress on stderr.
         `lora_request`: the adapter for all, or one or none for each.
-        Raises `ValueError` for a prompt or parameter that cannot be served; nothing is generated then.
+        Raises `ValueError` for a prompt or parameter that cannot be served; nothing is generated then. Raises
+        `RankLost`, now and ever after, where another process of `tensor_parallel_size` has ended.
         """
         read = read_prompts(prompts, self._tokenizer, self.config.model.vocab_size)
         return self._generate(read, sampling_params, use_tqdm, lora_request)
@@ -179,7 +183,7 @@ class LLM:
         lora_names = self._lora_names_of_each(lora_request, len(prompts))
         requests: list[OfflineRequest] = []
         answers: dict[str, OfflineAnswer] = {}
-        with self._alone():
+        with self._alone(), self._with_all_ranks():
             try:
                 for prompt, prompt_params, lora_name in zip(prompts, params, lora_names, strict=True):
                     request = OfflineRequest(
@@ -207,6 +211,18 @@ class LLM:
             yield
         finally:
             self._is_used.release()
+
+    @contextmanager
+    def _with_all_ranks(self) -> Iterator[None]:
+        """Without one nothing can be computed: the others end, too."""
+        if self._lost:
+            raise RankLost(self._lost)
+        try:
+            yield
+        except RankLost as error:
+            self._lost = f"{error}; this LLM cannot generate any more: let go of it and make a new one"
+            self.llm_engine.close()
+            raise RankLost(self._lost) from error
 
     def _add_first(self, request: OfflineRequest) -> None:
         try:

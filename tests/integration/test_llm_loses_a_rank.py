@@ -1,0 +1,115 @@
+"""`LLM` whose model several processes compute, one of which is killed: it says so at once, and says so again.
+
+On CPUs, where exchanges with it fail, and on pretended GPUs, where the device waits for it, as NCCL has it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
+
+import pytest
+import torch
+from clusters import wait_until
+from many_endings import CONFIG
+from pretend_gpu import pretend_gpu
+from pretend_gpu.__main__ import write_python
+
+from engine.running.executor import RankLost
+from engine.step_input import StepInput
+from engine.tensor_parallel.rank_processes import FOLDER_PREFIX, RankProcesses
+from tandem import LLM, SamplingParams
+
+pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+PROMPT = list(range(5, 23))
+PARAMS = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
+SAID = "rank 2 of the engine has ended with SIGKILL; what it said stands above; this LLM cannot generate any more: "
+SOON_S = 10.0
+"""Well below what anything here waits for by the clock alone."""
+
+
+@contextmanager
+def gpus(folder: Path) -> Iterator[None]:
+    """One for each of four ranks."""
+    with pretend_gpu(num_devices=4), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "executable", write_python(folder / "python", num_devices=4))
+        yield
+
+
+@pytest.fixture(params=["cpu", "cuda"])
+def llm(
+    request: pytest.FixtureRequest, model_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[LLM]:
+    """On three ranks, so that some are left. Its pool holds one prompt: one that a lost step kept would be missed."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    shutil.copy(model_folder / "tokenizer.json", tmp_path)
+    heads = {"num_attention_heads": 3, "num_key_value_heads": 3, "hidden_size": 48, "intermediate_size": 48}
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG | heads | {"vocab_size": 49152}))
+    with gpus(tmp_path) if request.param == "cuda" else nullcontext():
+        llm = LLM(
+            tmp_path, load_format="dummy", device=request.param, attention_backend="torch", tensor_parallel_size=3,
+            dtype="float32", num_threads=1, num_kv_blocks=2, block_size=16, max_num_seqs=1, max_model_len=32,
+        )  # fmt: skip
+        try:
+            yield llm
+        finally:
+            llm.llm_engine.close()
+
+
+def kill(pid: int) -> None:
+    """Returns when it has ended, and nobody has been told by this."""
+    os.kill(pid, signal.SIGKILL)
+    wait_until(lambda: not os.path.exists(f"/proc/{pid}/exe"), SOON_S, "the rank ends")
+
+
+@pytest.mark.parametrize("num_steps_before", [0, 1, 5], ids=["the prompt's", "the first token's", "a later one's"])
+def test_in_the_middle_of_a_step(
+    llm: LLM, num_steps_before: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pids = llm.llm_engine.executor.rank_pids
+    told: list[float] = []
+    tell = RankProcesses.tell
+
+    def tell_and_kill(self: RankProcesses, step: StepInput) -> None:
+        tell(self, step)
+        told.append(time.monotonic())
+        if len(told) == num_steps_before + 1:
+            kill(pids[1])
+
+    monkeypatch.setattr(RankProcesses, "tell", tell_and_kill)
+    # What a rank has been told may be done before it is killed; the next step is not.
+    with pytest.raises(RankLost, match=SAID):
+        llm.generate([PROMPT], PARAMS, use_tqdm=False)
+    assert time.monotonic() - told[num_steps_before] < SOON_S
+    assert len(told) <= num_steps_before + 2
+    check_that_nothing_is_left(llm, pids, tmp_path)
+
+
+def test_between_two_calls(llm: LLM, tmp_path: Path) -> None:
+    [output] = llm.generate([PROMPT], PARAMS, use_tqdm=False)
+    assert len(output.outputs[0].token_ids) == 12
+    pids = llm.llm_engine.executor.rank_pids
+    kill(pids[1])
+    begin_s = time.monotonic()
+    with pytest.raises(RankLost, match=SAID):
+        llm.generate([PROMPT], PARAMS, use_tqdm=False)
+    assert time.monotonic() - begin_s < SOON_S
+    check_that_nothing_is_left(llm, pids, tmp_path)
+
+
+def check_that_nothing_is_left(llm: LLM, pids: list[int], tmp_path: Path) -> None:
+    """No rank, and nothing that they shared; and who asks again hears the same."""
+    for pid in pids:
+        assert not Path(f"/proc/{pid}").exists(), "it is gone, and was waited for"
+    assert list(tmp_path.glob(f"{FOLDER_PREFIX}*")) == []
+    for _ in range(5):
+        with pytest.raises(RankLost, match=SAID):
+            llm.generate([PROMPT], PARAMS, use_tqdm=False)
