@@ -141,6 +141,10 @@ class ModelRunner:
         batch, logits, told = self.compute(step, self._layer_callback(output))
         return Forward(batch, logits, prompt_logprobs(output, told))
 
+    def close(self) -> None:
+        """Let go of recorded steps. Nothing is launched any more."""
+        self._graphs = None
+
     def record_decode_steps(self, on_recorded: Callable[[int, int], None]) -> int:
         """Before the first request. `on_recorded`: so many, of so many. Returns how many there are: none without a
         GPU."""

@@ -103,6 +103,10 @@ class Worker:
         """See `ModelRunner.follow`."""
         self._runner.follow(step)
 
+    def close(self) -> None:
+        """See `ModelRunner.close`."""
+        self._runner.close()
+
 
 @contextmanager
 def _saying_what_cannot_be_recorded(config: EngineConfig) -> Iterator[None]:

@@ -80,6 +80,9 @@ class TensorParallelExecutor(Executor):
         if self._watch is not None:
             self._watch.close()
         self._ranks.close()
+        # NCCL's abort waits for recorded steps, and torch would take that for a hang and end the process. Where all is
+        # well nothing is aborted: who closes must not depend on when NCCL returns.
+        self._worker.close()
 
     def _allocate(self, shape: KVCacheShape, device: str) -> torch.Tensor:
         if device != "cpu":

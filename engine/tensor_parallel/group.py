@@ -86,9 +86,9 @@ class RankGroup:
         return x
 
     def abort(self) -> None:
-        """On any thread. What a device waits for here ends, at once and with rubbish; no other call comes after it. On a
-        CPU nothing waits, and nothing changes. Returns when nothing uses the communicator, recorded steps included: NCCL
-        waits for their end before it lets go of what they use."""
+        """On any thread. What a device waits for here ends, at once and with rubbish; no other call comes after it. On
+        a CPU nothing waits, and nothing changes. Returns when nothing uses the communicator, recorded steps included:
+        NCCL waits for their end before it lets go of what they use."""
         with suppress(RuntimeError):  # it has waited for PATIENCE: the device has long gone on
             self._group.abort()
 

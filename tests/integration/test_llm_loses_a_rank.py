@@ -24,6 +24,7 @@ from pretend_gpu import pretend_gpu
 from pretend_gpu.__main__ import write_python
 
 from engine.running.executor import RankLost
+from engine.running.model_runner import ModelRunner
 from engine.step_input import StepInput
 from engine.tensor_parallel.rank_processes import FOLDER_PREFIX, RankProcesses
 from tandem import LLM, SamplingParams
@@ -93,7 +94,14 @@ def test_in_the_middle_of_a_step(
     check_that_nothing_is_left(llm, pids, tmp_path)
 
 
-def test_between_two_calls(llm: LLM, tmp_path: Path) -> None:
+def test_between_two_calls(llm: LLM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Recorded steps go, too: NCCL's abort waits for them, and torch takes a long wait for a hang."""
+    closed: list[ModelRunner] = []
+
+    def close(self: ModelRunner) -> None:
+        closed.append(self)
+
+    monkeypatch.setattr(ModelRunner, "close", close)
     [output] = llm.generate([PROMPT], PARAMS, use_tqdm=False)
     assert len(output.outputs[0].token_ids) == 12
     pids = llm.llm_engine.executor.rank_pids
@@ -102,6 +110,7 @@ def test_between_two_calls(llm: LLM, tmp_path: Path) -> None:
     with pytest.raises(RankLost, match=SAID):
         llm.generate([PROMPT], PARAMS, use_tqdm=False)
     assert time.monotonic() - begin_s < SOON_S
+    assert len(closed) == 1
     check_that_nothing_is_left(llm, pids, tmp_path)
 
 
