@@ -19,7 +19,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -40,6 +40,7 @@ from engine.attention.triton_backend import TritonAttention
 from engine.attention.triton_invariant import InvariantTritonAttention
 from engine.attention.triton_latents import TritonLatentAttention
 from engine.float8 import why_no_float8
+from engine.kernels.gpu.choose import choose_experts
 from engine.kernels.gpu.copy_rows import copy_rows
 from engine.kernels.gpu.digest import block_digests
 from engine.kernels.gpu.draw import draw
@@ -59,6 +60,7 @@ from engine.kernels.gpu.rotate import rotate_and_store
 from engine.layers import HeadProducts, LatentProjection, RMSNorm, RotaryEmbedding
 from engine.lora.adapters import AddedPart
 from engine.models.expert_products import ScaledStack
+from engine.models.experts_config import ExpertsConfig
 from engine.models.rope_config import RopeConfig
 from engine.models.scores import Scores
 from engine.sampling_params import SamplingParams
@@ -244,6 +246,14 @@ class Experts:
     form: torch.dtype
     group_size: int
 
+    @property
+    def config(self) -> ExpertsConfig:
+        return ExpertsConfig(
+            first_layer=0, num_experts=self.num_experts, num_experts_per_token=self.num_chosen, num_shared_experts=0,
+            intermediate_size=self.intermediate_size, num_groups=1, num_chosen_groups=1, scoring="softmax",
+            norms_weights=True,
+        )  # fmt: skip
+
 
 EXPERTS = {
     "DeepSeek-V3": Experts(256, 8, 7168, 2048, torch.float8_e4m3fn, 128),
@@ -258,6 +268,9 @@ def compile_experts(experts: Experts, num_tokens: int, dtype: torch.dtype) -> No
     num_rows, name = num_tokens * experts.num_chosen, case
     config = expert_config(kind, num_rows, experts.num_experts, dtype.itemsize)
     tiles = tiles_of(torch.zeros(experts.num_experts, dtype=torch.int32), num_rows, config.block_t)
+    groups = replace(experts.config, num_groups=8, num_chosen_groups=4)
+    for bias, choice in ((None, experts.config), (torch.zeros(experts.num_experts), groups)):
+        choose_experts(torch.zeros(num_tokens, experts.num_experts), bias, choice)
     order = torch.zeros(num_rows, dtype=torch.int64)
     sum_of_experts(torch.zeros(num_rows, 7168, dtype=dtype), order, torch.zeros(num_tokens, experts.num_chosen))
     down = experts.hidden_size, experts.intermediate_size

@@ -1,7 +1,6 @@
 """A mixture of experts: each token's feed-forward is that of a few experts, chosen by scores, and of the shared ones.
 
-DeepSeek-AI, "DeepSeekMoE", 2024 (arXiv 2401.06066); the choice within groups: "DeepSeek-V2", section 2.2; scores by
-themselves and the bias of the choice: "DeepSeek-V3 Technical Report", section 2.1.2.
+DeepSeek-AI, "DeepSeekMoE", 2024 (arXiv 2401.06066). Who is chosen: expert_choice.py.
 
 Tokens are sorted by expert and multiplied with all experts' weights at once (expert_products.py): no length goes back
 to the host, so that a CUDA graph can hold it. What a token gets from an expert is a row of a product, and its experts
@@ -20,6 +19,7 @@ from dataclasses import replace
 
 import torch
 
+from engine.models.expert_choice import Choice
 from engine.models.experts_config import ExpertsConfig
 from engine.models.feed_forward import GatedFeedForward
 from engine.models.parts import PartsFactory
@@ -30,6 +30,7 @@ class Router:
 
     def __init__(self, config: ExpertsConfig, factory: PartsFactory, name: str, hidden_size: int) -> None:
         self._config = config
+        self._choose_experts = factory.parts.choose_experts
         E = config.num_experts
         self._logits = factory.parts.scores(factory.weights.take(f"{name}.weight", (E, hidden_size)))
         self._bias_E = None
@@ -37,28 +38,8 @@ class Router:
             # Differences between experts are far below what 16 bits keep of the sum.
             self._bias_E = factory.weights.take(f"{name}.e_score_correction_bias", (E,), torch.float32)
 
-    def __call__(self, h_TD: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """(experts [T, A] int64, weights [T, A] float32)"""
-        config = self._config
-        logits_TE = self._logits(h_TD)
-        scores_TE = logits_TE.softmax(dim=-1) if self._bias_E is None else logits_TE.sigmoid()
-        preference_TE = scores_TE if self._bias_E is None else scores_TE + self._bias_E
-        if config.num_chosen_groups < config.num_groups:
-            preference_TE = self._of_best_groups(preference_TE)
-        experts_TA = preference_TE.topk(config.num_experts_per_token, dim=-1).indices
-        weights_TA = scores_TE.gather(1, experts_TA)
-        if config.norms_weights:
-            weights_TA = weights_TA / (weights_TA.sum(dim=-1, keepdim=True) + 1e-20)
-        return experts_TA, weights_TA * config.scaling
-
-    def _of_best_groups(self, preference_TE: torch.Tensor) -> torch.Tensor:
-        """Minus infinity where an expert's group is not among the best."""
-        config = self._config
-        in_groups = preference_TE.view(len(preference_TE), config.num_groups, -1)
-        merit_TG = in_groups.topk(1 if self._bias_E is None else 2, dim=-1).values.sum(dim=-1)
-        chosen = merit_TG.topk(config.num_chosen_groups, dim=-1).indices
-        is_out_TG = torch.ones_like(merit_TG, dtype=torch.bool).scatter_(1, chosen, False)
-        return in_groups.masked_fill(is_out_TG.unsqueeze(-1), float("-inf")).view_as(preference_TE)
+    def __call__(self, h_TD: torch.Tensor) -> Choice:
+        return self._choose_experts(self._logits(h_TD), self._bias_E, self._config)
 
 
 class ExpertsFeedForward:

@@ -24,6 +24,7 @@ from engine.layers import (
 )
 from engine.lora.adapters import Adapters
 from engine.model_loader.weights import Weights
+from engine.models.expert_choice import ChooseExperts, choose_experts
 from engine.models.expert_products import ExpertProducts, ExpertWeights, PlainExperts, ScaledExperts, sum_of_experts
 from engine.models.experts_config import ExpertsConfig
 from engine.models.layer import DecoderLayer, LayerStack, PlainLayers
@@ -43,6 +44,7 @@ class Parts:
     """Makes of the layers what computes them one after the other."""
     scores: MakeLinear = FloatLinear
     """Of experts, in float32."""
+    choose_experts: ChooseExperts = choose_experts
     head_products: type[HeadProducts] = HeadProducts
     """Of latent attention."""
     plain_experts: Callable[[torch.Tensor, torch.Tensor], ExpertProducts] = PlainExperts

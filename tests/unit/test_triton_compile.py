@@ -24,7 +24,7 @@ KERNELS = {
     "product_kernel", "widen_kernel", "quantize_kernel", "latent_decode_kernel", "latent_prefill_kernel",
     "latent_project_kernel", "bounds_kernel", "race_kernel", "copy_kernel",
     "shrink_kernel", "expand_kernel", "tiles_kernel", "expert_kernel", "row_product_kernel",
-    "expert_row_product_kernel", "sum_kernel", "pieces_kernel", "reduce_pieces_kernel",
+    "expert_row_product_kernel", "sum_kernel", "choose_kernel", "pieces_kernel", "reduce_pieces_kernel",
 }  # fmt: skip
 FLOAT8_KERNELS = {"widen_kernel", "quantize_kernel"}
 

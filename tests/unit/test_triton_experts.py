@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
 import pytest
 import torch
@@ -10,11 +11,13 @@ from expert_cases import FORMS, UNIT, ends_of, exact_product, randn, stack_of
 from triton_device import DEVICE  # before the kernels
 
 from engine.float8 import why_no_float8
+from engine.kernels.gpu.choose import choose_experts
 from engine.kernels.gpu.experts import expert_config, expert_product, max_tiles, sum_of_experts, tiles_of
 from engine.kernels.gpu.gpu_kind import H200, gpu_kind
 from engine.kernels.gpu.parts import TRITON_PARTS, TritonScaledExperts
-from engine.models import expert_products
+from engine.models import expert_choice, expert_products
 from engine.models.expert_products import ScaledExperts
+from engine.models.experts_config import ExpertsConfig
 
 BFLOAT16 = torch.bfloat16
 CAPABILITY = torch.cuda.get_device_capability() if DEVICE == "cuda" else None
@@ -145,6 +148,49 @@ def test_a_cuda_graph_replays_rows_of_other_experts() -> None:
         ends.copy_(ends_of(counts, DEVICE))
         graph.replay()
         torch.testing.assert_close(out, experts(x, ends), rtol=0, atol=0)
+
+
+# -- the choice -----------------------------------------------------------------------------------------------------
+
+DEEPSEEK_V3 = ExpertsConfig(
+    first_layer=0, num_experts=256, num_experts_per_token=8, num_shared_experts=1, intermediate_size=64, num_groups=8,
+    num_chosen_groups=4, scoring="sigmoid", norms_weights=True, scaling=2.5,
+)  # fmt: skip
+DEEPSEEK_V2 = replace(
+    DEEPSEEK_V3, num_experts=160, num_experts_per_token=6, num_chosen_groups=3, scoring="softmax", norms_weights=False
+)
+CHOICES = {
+    "DeepSeek-V3": DEEPSEEK_V3,
+    "DeepSeek-V2": DEEPSEEK_V2,
+    "DeepSeek-V2, weights normed": replace(DEEPSEEK_V2, norms_weights=True),
+    "Qwen3": replace(DEEPSEEK_V2, num_experts=128, num_experts_per_token=8, num_groups=1, num_chosen_groups=1),
+    "few": replace(DEEPSEEK_V2, num_experts=5, num_experts_per_token=5, num_groups=1, num_chosen_groups=1),
+    "groups of one": replace(DEEPSEEK_V2, num_experts=6, num_experts_per_token=2, num_groups=6, num_chosen_groups=2),
+}
+
+
+@pytest.mark.parametrize("config", CHOICES.values(), ids=CHOICES)
+def test_a_token_gets_the_experts_that_plain_torch_chooses(config: ExpertsConfig) -> None:
+    logits = randn(40, config.num_experts, dtype=torch.float32, device=DEVICE) * 3
+    bias = randn(config.num_experts, dtype=torch.float32, seed=1, device=DEVICE) * 0.1
+    bias_E = bias if config.scoring == "sigmoid" else None
+    experts, weights = choose_experts(logits, bias_E, config)
+    expected_experts, expected_weights = expert_choice.choose_experts(logits, bias_E, config)
+    assert torch.equal(experts, expected_experts)
+    torch.testing.assert_close(weights, expected_weights, rtol=1e-5, atol=1e-6)
+    alone = choose_experts(logits[7:8], bias_E, config)
+    assert torch.equal(alone[0][0], experts[7])
+    assert torch.equal(alone[1][0], weights[7])
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+def test_of_equals_the_first_is_chosen_and_of_nan_some_that_there_is() -> None:
+    logits = torch.zeros(3, 256, device=DEVICE)
+    logits[1], logits[2, 40] = float("nan"), float("nan")
+    experts, weights = choose_experts(logits, torch.zeros(256, device=DEVICE), DEEPSEEK_V3)
+    assert experts[0].tolist() == list(range(8))
+    assert ((experts >= 0) & (experts < 256)).all()
+    assert weights[1].isnan().all()
 
 
 # -- sums -----------------------------------------------------------------------------------------------------------

@@ -10,6 +10,7 @@
     product.py              products whose rows have the same bits in any batch; invariant_parts.py: a decoder's parts
     eight_bits.py           products with weights in 8 bits, rows of activations to 8-bit floats
     experts.py              products of a mixture's experts with such weights, all experts at once
+    choose.py               which experts a token gets
     lora.py                 what adapters add to products, rows of all adapters at once; adapters.py: an engine's
     digest.py               xxh3_64 of blocks in the pool
     parts.py                a decoder's parts by these kernels

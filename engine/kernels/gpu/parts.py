@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F  # noqa: N812
 
+from engine.kernels.gpu.choose import choose_experts
 from engine.kernels.gpu.eight_bits import MAX_ROWS, quantize_rows, scaled_product, widen
 from engine.kernels.gpu.experts import expert_config, expert_product, sum_of_experts, tiles_of
 from engine.kernels.gpu.gpu_kind import gpu_kind
@@ -70,6 +71,7 @@ TRITON_PARTS = Parts(
     gated_linear=TritonGatedLinear,
     rms_norm=TritonRMSNorm,
     scaled_experts=TritonScaledExperts,
+    choose_experts=choose_experts,
     sum_of_experts=sum_of_experts,
 )
 TRITON_QUANTIZED_LINEARS = QuantizedLinears(
