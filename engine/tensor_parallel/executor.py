@@ -77,8 +77,6 @@ class TensorParallelExecutor(Executor):
             return tokens.wait()
 
     def close(self) -> None:
-        if self._watch is not None:
-            self._watch.close()
         self._ranks.close()
         # NCCL's abort waits for recorded steps, and torch would take that for a hang and end the process. Where all is
         # well nothing is aborted: who closes must not depend on when NCCL returns.

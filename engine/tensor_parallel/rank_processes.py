@@ -52,7 +52,8 @@ class RankProcesses:
         self.meeting_file = self._folder.path / "meeting"
         self._processes: list[subprocess.Popen[bytes]] = []
         self._connections: list[Connection[bytes, bytes]] = []
-        self._close = weakref.finalize(self, _close, self._processes, self._connections, self._folder)
+        self._watches: list[RankWatch] = []
+        self._close = weakref.finalize(self, _close, self._watches, self._processes, self._connections, self._folder)
         for rank in range(1, config.parallel.tensor_parallel_size):
             self._start(rank, memory.rank_program(config.device.device))
         self._send(CONFIG.dump_json(config))
@@ -87,8 +88,9 @@ class RankProcesses:
                 raise RankLost(what_ended(rank, status))
 
     def watch(self, abort: Callable[[], None]) -> RankWatch:
-        """From now on: over ranks that have loaded. `abort`: see `RankWatch`."""
-        return RankWatch(self._processes, self._connections, abort)
+        """From now on: over ranks that have loaded. `abort`: see `RankWatch`. Closed before they are ended."""
+        self._watches.append(watch := RankWatch(self._processes, self._connections, abort))
+        return watch
 
     def ending_with_them(self) -> AbstractContextManager[None]:
         """See `ending_with`."""
@@ -136,10 +138,14 @@ def _watch(processes: Sequence[subprocess.Popen[bytes]], is_left: threading.Even
 
 
 def _close(
+    watches: Sequence[RankWatch],
     processes: Sequence[subprocess.Popen[bytes]],
     connections: Sequence[Connection[bytes, bytes]],
     folder: OwnedFolder,
 ) -> None:
+    # First: a connection that somebody still looks at stays open when it is closed, and its rank would not hear of it.
+    for watch in watches:
+        watch.close()
     for connection in connections:
         connection.close()
     for process in processes:

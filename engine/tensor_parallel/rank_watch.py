@@ -2,9 +2,10 @@
 
     RankWatch(…) ── a connection ends ──> lost: who, and how ──> `abort`: the device's wait ends ──> RankLost
          │                                                          └─ it does not, in NOTICE_S ──> this process ends
-         └── close, or the engine is let go of ──> it watches no more
+         └── close ──> it watches no more
 
-Owns one thread, which sleeps until a rank ends, and what it has found. A step pays for two looks at that.
+Who owns the ranks closes it before it ends them (rank_processes.py). Owns one thread, which sleeps until a rank ends,
+and what it has found. A step pays for two looks at that.
 
 Over gloo exchanges with a rank that is gone fail. NCCL's wait on the device, and whoever waits for the device does.
 Once the communicator is aborted, what waits there ends and says nothing: its numbers are rubbish. So whoever was lost
@@ -18,7 +19,6 @@ import signal
 import subprocess
 import sys
 import threading
-import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from multiprocessing.connection import Connection, Pipe, wait
@@ -29,6 +29,9 @@ STATUS_S = 1.0
 """From the end of a rank's connection until it has ended. Its connections break before."""
 LAUNCH_S = 1.0
 """What is being launched when a rank ends is let into the device's queue, unless that is full: it waits, too."""
+LEFT = b"left"
+END_S = 10.0
+"""At most, for a thread that has been told to end, and may be noting a loss."""
 NOTICE_S = 30.0
 """After a rank's end, until what waits for it, or has failed for a reason of its own, is given up with the process."""
 
@@ -44,10 +47,8 @@ class RankWatch:
     ) -> None:
         """Of ranks 1, 2, … `abort`: ends what the device waits for, on a thread of its own: it may wait itself."""
         self._state = _State(processes, connections, abort)
-        # The thread knows the state alone: who lets go of the engine need not close it.
-        thread = threading.Thread(target=self._state.watch, name="rank-watch", daemon=True)
-        thread.start()
-        self._close = weakref.finalize(self, self._state.close, thread)
+        self._thread = threading.Thread(target=self._state.watch, name="rank-watch", daemon=True)
+        self._thread.start()
 
     @contextmanager
     def launching(self) -> Iterator[None]:
@@ -63,7 +64,9 @@ class RankWatch:
 
     def close(self) -> None:
         """Before the ranks are ended, and their connections. Returns when nobody looks at these any more."""
-        self._close()
+        self._state.leave()
+        if self._thread is not threading.current_thread():
+            self._thread.join(END_S)
 
 
 class _State:
@@ -119,11 +122,10 @@ class _State:
             print(f"tandem: {self._lost}; this process ends, too", file=sys.stderr, flush=True)  # noqa: T201
             os._exit(1)  # what waits for a device that was told not to cannot be woken
 
-    def close(self, thread: threading.Thread) -> None:
+    def leave(self) -> None:
         self._is_left.set()
-        self._wakes.close()
-        thread.join()
-        self._woken.close()
+        # Said, not closed: a process that was forked off meanwhile has this end, too.
+        self._wakes.send_bytes(LEFT)
 
     def _check(self) -> None:
         if self._lost:

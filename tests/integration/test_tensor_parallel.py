@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import shutil
@@ -108,6 +109,15 @@ def test_tokens_are_those_of_transformers(model_folder: Path, references: list[R
             for output in engine.step():
                 answers.setdefault(output.request_id, []).extend(output.token_ids)
     assert answers == {reference.name: list(reference.answer_token_ids) for reference in some}
+
+
+def test_ranks_of_an_engine_that_is_let_go_of_end_by_themselves(tmp_path: Path) -> None:
+    """Not because somebody killed them in the end: nobody looks at their connections any more."""
+    engine = engine_of(tmp_path, LLAMA, 2)
+    processes = engine.executor._ranks._processes  # type: ignore[attr-defined]
+    del engine
+    gc.collect()
+    assert [process.returncode for process in processes] == [0]
 
 
 @pytest.mark.parametrize(
