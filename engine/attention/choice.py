@@ -188,14 +188,15 @@ def why_no_graphs(backend: str, needs: Needs) -> str:
     return _why_no_grouped_products(needs) if has_grouped_products else ""
 
 
-def why_not_invariant(backend: str, needs: Needs) -> str:
+def why_not_invariant(name: str, backend: str, needs: Needs) -> str:
     """Why a token's bits may depend on the batch around it under a resolved `backend`, as a clause; empty if they do
-    not."""
+    not. `name`: the backend that was asked for."""
     if needs.model.model_impl == "transformers":
         return "the model is computed by transformers' code"
     if backend in ("cpu", "triton"):
         return ""
-    return f"that is for the kernels of the backends cpu and triton, and attention_backend is {backend}"
+    why = f", as {why_no_kernels(name, needs)}" if name == "auto" else ""
+    return f"that is for the kernels of the backends cpu and triton, and attention_backend is {backend}{why}"
 
 
 def _why_no_grouped_products(needs: Needs) -> str:

@@ -49,6 +49,8 @@ from engine.scheduling.speculation import SpeculativeConfig
 from engine.tensor_parallel.shares import share_of
 from prefix_hash.compat import join_parts
 
+GPU_ARITHMETIC_VERSION = 1
+"""Of the order in which `batch_invariant` adds up: sizes of tiles of inputs and keys, and of pieces of contexts."""
 CPU_KV_CACHE_GIB = 1.0
 CPU_PREFILL_BATCH_TOKENS = 256
 """So many rows keep a core's products at its limit; twice as many take twice as long."""
@@ -89,7 +91,7 @@ def make_engine_config(args: EngineArgs, folder: Path) -> EngineConfig:
     num_blocks = _num_blocks(args, model, device, kv_dtype)
     needs = replace(needs, quantization=quantization)
     backend = choose_attention_backend(args.attention_backend, needs)
-    if args.batch_invariant and (why_not := why_not_invariant(backend, needs)):
+    if args.batch_invariant and (why_not := why_not_invariant(args.attention_backend, backend, needs)):
         raise ValueError(f"batch_invariant cannot be kept here: {why_not}")
     no_graphs = why_no_graphs(backend, needs)
     if no_graphs and device == "cuda" and backend in ("flash_attn", "triton") and not args.enforce_eager:
@@ -144,8 +146,10 @@ def _arithmetic(backend: str, needs: Needs) -> dict[str, str]:
         return {"cpu_arithmetic": cpu_arithmetic()}
     if not needs.batch_invariant:
         return {}
-    number = "" if needs.capability is None else " {}.{}".format(*needs.capability)
-    return {"gpu_arithmetic": f"batch invariant{number}"}
+    import triton
+
+    number = "" if needs.capability is None else ", compute capability {}.{}".format(*needs.capability)
+    return {"gpu_arithmetic": f"batch invariant {GPU_ARITHMETIC_VERSION}, Triton {triton.__version__}{number}"}
 
 
 def compat_digest(

@@ -42,7 +42,7 @@ class InvariantLinear(Linear):
         x_TK = x.reshape(-1, x.shape[-1]).contiguous()
         config = row_config(self._kind, len(x_TK), x.itemsize)
         y_TN = row_product(x_TK, self._weight_NK, self._bias, config, self.out_dtype)
-        return y_TN.view(*x.shape[:-1], -1)
+        return y_TN.view(*x.shape[:-1], y_TN.shape[1])
 
 
 class InvariantFloatLinear(InvariantLinear):
@@ -80,7 +80,7 @@ class InvariantInt8Linear(TritonInt8Linear):
         x_TK = x.reshape(-1, x.shape[-1]).contiguous()
         config = scaled_row_config(gpu_kind(x.device), len(x_TK), x.itemsize)
         y_TN = scaled_product(x_TK, self.weight_NK, self.scale_N, self.bias, config=config)
-        return y_TN.view(*x.shape[:-1], -1)
+        return y_TN.view(*x.shape[:-1], y_TN.shape[1])
 
 
 class InvariantFloat8Linear(Float8Linear):
@@ -90,7 +90,7 @@ class InvariantFloat8Linear(Float8Linear):
         x_TK = x.reshape(-1, x.shape[-1]).contiguous()
         config = scaled_row_config(gpu_kind(x.device), len(x_TK), x.itemsize)
         y_TN = scaled_product(x_TK, self.weight_NK, self.scale_1N, self.bias, config=config)
-        return y_TN.view(*x.shape[:-1], -1)
+        return y_TN.view(*x.shape[:-1], y_TN.shape[1])
 
 
 class InvariantGroupScaledLinear(TritonGroupScaledLinear):
@@ -98,7 +98,7 @@ class InvariantGroupScaledLinear(TritonGroupScaledLinear):
         x_TK, weight = x.reshape(-1, x.shape[-1]).contiguous(), self.weight
         config = scaled_row_config(gpu_kind(x.device), len(x_TK), x.itemsize)
         y_TN = scaled_product(x_TK, weight.weight, weight.scale, self.bias, weight.group_size, config)
-        return y_TN.view(*x.shape[:-1], -1)
+        return y_TN.view(*x.shape[:-1], y_TN.shape[1])
 
 
 INVARIANT_PARTS = replace(

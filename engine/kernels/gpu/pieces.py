@@ -23,7 +23,7 @@ import triton.language as tl
 
 from engine.kernels.gpu.gpu_kind import GpuKind, TensorCores
 from engine.kernels.gpu.prefill import PrefillConfig
-from engine.kernels.gpu.tile import LOG2_E, attend_tile, padded_head_dim, score_scales, with_sinks
+from engine.kernels.gpu.tile import LOG2_E, attend_tile, padded_head_dim, score_scales
 from engine.models.scores import Scores
 
 PIECE = 1024
@@ -146,7 +146,9 @@ def merged(acc_MH, max_M, sum_M, piece_MH, piece_max_M, piece_sum_M):
 def _finished(acc_MH, max_M, sum_M, sinks_ptr, heads_M, is_row_M):
     """What attention gives, of the state after all pieces."""
     if sinks_ptr is not None:
-        sum_M = with_sinks(sum_M, max_M, tl.load(sinks_ptr + heads_M, mask=is_row_M, other=0.0) * LOG2_E)
+        sinks_M = tl.load(sinks_ptr + heads_M, mask=is_row_M, other=0.0)
+        base_M = tl.where(max_M == float("-inf"), 0.0, max_M)
+        sum_M += tl.exp2(tl.fma(sinks_M, tl.zeros_like(sinks_M) + LOG2_E, -base_M))
     # Rows that are no tokens may have seen nothing.
     return acc_MH / tl.where(sum_M > 0, sum_M, 1.0)[:, None]
 
@@ -218,22 +220,13 @@ def _pieces_kernel(
     if WINDOW > 0:
         seen_from = tl.maximum(first_position - WINDOW + 1, 0) // BLOCK_N * BLOCK_N
         first_piece = tl.maximum(first_piece, seen_from // PIECE)
-    # What the tile's first token sees of whole tiles of keys, all its tokens see: no mask.
-    whole_end = (first_position + 1) // BLOCK_N * BLOCK_N
     for piece in range(first_piece, end_piece):
         piece_MH = tl.zeros([BLOCK_M, BLOCK_H], dtype=tl.float32)
         piece_max_M = tl.full([BLOCK_M], float("-inf"), dtype=tl.float32)
         piece_sum_M = tl.zeros([BLOCK_M], dtype=tl.float32)
         begin = tl.maximum(piece * PIECE, seen_from)
         piece_end = tl.minimum(piece * PIECE + PIECE, end)
-        if WINDOW == 0:
-            for start in range(begin, tl.minimum(piece_end, whole_end), BLOCK_N):
-                piece_MH, piece_max_M, piece_sum_M = attend_tile(
-                    q_MH, piece_MH, piece_max_M, piece_sum_M, kv_ptr, tables_ptr + seq * table_stride, kv_head, start,
-                    end, last_M, scale_in, scale_out, NUM_KV_HEADS, SLOTS, HEAD_DIM, 0, HAS_SOFT_CAP, BLOCK_N, BLOCK_H,
-                    True,
-                )  # fmt: skip
-            begin = tl.maximum(begin, whole_end)
+        # One loop for all: without a mask, where all is seen, would be another, which a compiler may add up otherwise.
         for start in range(begin, piece_end, BLOCK_N):
             piece_MH, piece_max_M, piece_sum_M = attend_tile(
                 q_MH, piece_MH, piece_max_M, piece_sum_M, kv_ptr, tables_ptr + seq * table_stride, kv_head, start,

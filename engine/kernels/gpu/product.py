@@ -21,7 +21,7 @@ import torch
 import triton
 import triton.language as tl
 
-from engine.kernels.gpu.eight_bits import ProductConfig
+from engine.kernels.gpu.eight_bits import ProductConfig, scaled_product
 from engine.kernels.gpu.experts import TILE_FIELDS
 from engine.kernels.gpu.gpu_kind import GpuKind, TensorCores, gpu_kind
 
@@ -60,25 +60,32 @@ def scaled_row_config(kind: GpuKind, num_rows: int, itemsize: int) -> ProductCon
 
 
 def check_rows_agree(device: str, dtype: torch.dtype) -> None:
-    """Raises `ValueError` where the device adds up a row otherwise in larger tiles than in the smallest."""
+    """Raises `ValueError` where the device adds up a row otherwise in larger tiles, or in another place of a tile, than
+    in the smallest ones; with weights in 8 bits, too."""
     kind = gpu_kind(device)
     numbers = torch.arange(CHECKED_ROWS * CHECKED_INPUTS, dtype=torch.float32, device=device)
     x_TK = torch.sin(numbers * 0.7).view(CHECKED_ROWS, CHECKED_INPUTS).to(dtype)
-    weight_NK = torch.cos(numbers[: CHECKED_OUTPUTS * CHECKED_INPUTS] * 1.3).view(CHECKED_OUTPUTS, -1).to(dtype)
-    few = row_config(kind, 1, dtype.itemsize)
-    expected = row_product(x_TK[: few.block_t], weight_NK, None, few, torch.float32)
-    num_rows = few.block_t
-    while num_rows < CHECKED_ROWS:
-        num_rows *= 2
-        many = row_config(kind, num_rows, dtype.itemsize)
-        if many == few:
-            continue
-        y_TN = row_product(x_TK[:num_rows], weight_NK, None, many, torch.float32)
-        if not torch.equal(y_TN[: few.block_t], expected):
-            raise ValueError(
-                f"batch_invariant cannot be kept on this GPU: its tensor cores add up products of {num_rows} rows "
-                "otherwise than those of one"
-            )
+    wide_NK = torch.cos(numbers[: CHECKED_OUTPUTS * CHECKED_INPUTS] * 1.3).view(CHECKED_OUTPUTS, -1)
+    weight_NK, narrow_NK = wide_NK.to(dtype), (127 * wide_NK).to(torch.int8)
+    scale_N = torch.ones_like(weight_NK[:, 0])
+
+    def plain(num_rows: int, config: ProductConfig) -> torch.Tensor:
+        return row_product(x_TK[:num_rows], weight_NK, None, config, torch.float32)
+
+    def scaled(num_rows: int, config: ProductConfig) -> torch.Tensor:
+        return scaled_product(x_TK[:num_rows], narrow_NK, scale_N, None, config=config)
+
+    for product, config_of in ((plain, row_config), (scaled, scaled_row_config)):
+        few = config_of(kind, 1, dtype.itemsize)
+        # The most rows that a size is for, up to so many.
+        sizes = {config_of(kind, num_rows, dtype.itemsize): num_rows for num_rows in (16, 32, 64, 512, CHECKED_ROWS)}
+        expected_TN = product(CHECKED_ROWS, few) if len(sizes) > 1 else None
+        for many, num_rows in sizes.items():
+            if expected_TN is not None and not torch.equal(product(num_rows, many), expected_TN[:num_rows]):
+                raise ValueError(
+                    f"batch_invariant cannot be kept on this GPU: its tensor cores add up products of {num_rows} rows "
+                    "otherwise than those of one"
+                )
 
 
 def row_product(
