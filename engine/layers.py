@@ -190,7 +190,8 @@ class HeadProjection:
 class LatentProjection:
     """What a layer's queries and latents go through between their products and latent attention.
 
-    Shapes: C numbers of a latent, P of a rotated key, R = C + P; Q numbers of a head's query without positions.
+    Shapes: C numbers of a latent, P of a rotated key, R = C + P; Q numbers of a head's query without positions, V of
+    its value.
     """
 
     rotary: RotaryEmbedding
@@ -198,6 +199,8 @@ class LatentProjection:
     """Of latents."""
     up_key: HeadProducts
     """[N, Q, C] each head's product from latents to keys, which its queries go through instead."""
+    up_value: HeadProducts
+    """[N, C, V] each head's product from latents to values, which its outputs go through instead."""
 
     def __call__(
         self, q_TX: torch.Tensor, latent_TR: torch.Tensor, cos_sin: tuple[torch.Tensor, torch.Tensor]
@@ -216,6 +219,12 @@ class LatentProjection:
         """Write the queries without positions, in the space of latents, to the first C numbers of `out_TNR`."""
         N, Q, C = self.up_key.shape
         self.up_key(q_TX.view(len(q_TX), N, -1)[:, :, :Q], out_TNR[:, :, :C])
+
+    def values(self, o_TNC: torch.Tensor) -> torch.Tensor:
+        """[T, N, V] of weighted sums of latents."""
+        o_TNV = o_TNC.new_empty(*o_TNC.shape[:2], self.up_value.shape[2])
+        self.up_value(o_TNC, o_TNV)
+        return o_TNV
 
 
 def inverse_frequencies(config: RopeConfig, head_dim: int) -> torch.Tensor:

@@ -161,9 +161,9 @@ def compile_latents(num_heads: int, dtype: torch.dtype, kv_dtype: torch.dtype) -
     rotary = RotaryEmbedding(RopeConfig(theta=10_000.0, rope_type="default"), 64, 8, dtype, "cpu")
     backend.project(
         torch.zeros(4, num_heads * 192, dtype=dtype), torch.zeros(4, 576, dtype=dtype), kv, plan,
-        LatentProjection(rotary, norm, HeadProducts(up_key)), rotary.select(torch.arange(4)),
+        LatentProjection(rotary, norm, HeadProducts(up_key), HeadProducts(up_key.mT)), rotary.select(torch.arange(4)),
     )  # fmt: skip
-    backend.attend(torch.zeros(4, num_heads, 576, dtype=dtype), kv, plan, 0.1)
+    backend.attend_absorbed(torch.zeros(4, num_heads, 576, dtype=dtype), kv, plan, 0.1)
 
 
 def mixed_layout() -> StepLayout:

@@ -109,7 +109,7 @@ def attention_work(
     )
     kv = torch.randn(tables.size, 1, 1, BLOCK_SIZE, sizes.latent_dim, device=setting.device).to(dtype)
     q = torch.randn(num_tokens, num_heads, sizes.latent_dim, device=setting.device).to(dtype)
-    return lambda: backend.attend(q, kv, plan, sizes.latent_dim**-0.5)
+    return lambda: backend.attend_absorbed(q, kv, plan, sizes.latent_dim**-0.5)
 
 
 def expert_row(

@@ -28,6 +28,19 @@ class TorchLatentAttention(LatentBackend[TorchPlan]):
     def prepare(self, layout: StepLayout) -> TorchPlan:
         return self._groups.prepare(layout)
 
+    def attend(
+        self,
+        q_TX: torch.Tensor,
+        latent_TR: torch.Tensor,
+        kv: torch.Tensor,
+        plan: TorchPlan,
+        heads: LatentProjection,
+        cos_sin: tuple[torch.Tensor, torch.Tensor],
+        scale: float,
+    ) -> torch.Tensor:
+        q_TNR = self.project(q_TX, latent_TR, kv, plan, heads, cos_sin)
+        return heads.values(self.attend_absorbed(q_TNR, kv, plan, scale))
+
     def project(
         self,
         q_TX: torch.Tensor,
@@ -37,6 +50,7 @@ class TorchLatentAttention(LatentBackend[TorchPlan]):
         heads: LatentProjection,
         cos_sin: tuple[torch.Tensor, torch.Tensor],
     ) -> torch.Tensor:
+        """Latents and keys into the pool; queries [T, N, R], in the space of latents."""
         q_TNR, latent_TR = heads(q_TX, latent_TR, cos_sin)
         self.store(latent_TR, kv, plan)
         return q_TNR
@@ -44,7 +58,8 @@ class TorchLatentAttention(LatentBackend[TorchPlan]):
     def store(self, latent_TR: torch.Tensor, kv: torch.Tensor, plan: TorchPlan) -> None:
         self._groups.write(kv, (latent_TR,), plan)
 
-    def attend(self, q_TNR: torch.Tensor, kv: torch.Tensor, plan: TorchPlan, scale: float) -> torch.Tensor:
+    def attend_absorbed(self, q_TNR: torch.Tensor, kv: torch.Tensor, plan: TorchPlan, scale: float) -> torch.Tensor:
+        """Weighted sums of latents: [T, N, C]."""
         groups = self._groups.of(plan, 0, q_TNR.dtype)
         return in_token_order(groups, len(q_TNR), lambda group: self._attend_group(q_TNR, kv, group, scale))
 

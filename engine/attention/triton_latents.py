@@ -75,6 +75,19 @@ class TritonLatentAttention(WithTritonPlans, LatentBackend[TritonPlan]):
             return f"the model's hidden size must be at most {MAX_HIDDEN_SIZE}, is {hidden_size}"
         return ""
 
+    def attend(
+        self,
+        q_TX: torch.Tensor,
+        latent_TR: torch.Tensor,
+        kv: torch.Tensor,
+        plan: TritonPlan,
+        heads: LatentProjection,
+        cos_sin: tuple[torch.Tensor, torch.Tensor],
+        scale: float,
+    ) -> torch.Tensor:
+        q_TNR = self.project(q_TX, latent_TR, kv, plan, heads, cos_sin)
+        return heads.values(self.attend_absorbed(q_TNR, kv, plan, scale))
+
     def project(
         self,
         q_TX: torch.Tensor,
@@ -84,6 +97,7 @@ class TritonLatentAttention(WithTritonPlans, LatentBackend[TritonPlan]):
         heads: LatentProjection,
         cos_sin: tuple[torch.Tensor, torch.Tensor],
     ) -> torch.Tensor:
+        """Latents and keys into the pool; queries [T, N, R], in the space of latents."""
         q_TNR = q_TX.new_empty(len(q_TX), self._num_heads, latent_TR.shape[1])
         heads.absorb(q_TX, q_TNR)
         rotate_and_store_latents(
@@ -91,7 +105,8 @@ class TritonLatentAttention(WithTritonPlans, LatentBackend[TritonPlan]):
         )
         return q_TNR
 
-    def attend(self, q_TNR: torch.Tensor, kv: torch.Tensor, plan: TritonPlan, scale: float) -> torch.Tensor:
+    def attend_absorbed(self, q_TNR: torch.Tensor, kv: torch.Tensor, plan: TritonPlan, scale: float) -> torch.Tensor:
+        """Weighted sums of latents: [T, N, C]."""
         q_TNR = q_TNR.contiguous()
         o_TNC = q_TNR.new_empty(*q_TNR.shape[:2], self._latent_dim)
         decodes = plan.num_decodes

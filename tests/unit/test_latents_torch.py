@@ -18,7 +18,7 @@ def attend(case: LatentCase) -> torch.Tensor:
     )
     plan = backend.prepare(case.layout)
     backend.store(case.new_latents, case.kv, plan)
-    return backend.attend(case.q, case.kv, plan, case.scale)
+    return backend.attend_absorbed(case.q, case.kv, plan, case.scale)
 
 
 @pytest.mark.parametrize(("latent_dim", "rotated_dim", "block_size"), [(24, 8, 4), (16, 2, 16)])
