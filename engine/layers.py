@@ -83,6 +83,16 @@ class HeadProducts:
         """Write them to `out_TNO`. Either may be a part of a larger tensor."""
         torch.bmm(x_TNK.transpose(0, 1), self._weight_NKO, out=out_TNO.transpose(0, 1))
 
+    def of_shared(self, x_TK: torch.Tensor, out_NTO: torch.Tensor, heads: slice = slice(None)) -> None:
+        """Of inputs that all `heads` share. What comes out lies head by head."""
+        weight = self._weight_NKO[heads]
+        torch.bmm(x_TK.expand(len(weight), -1, -1), weight, out=out_NTO)
+
+    def back_of_shared(self, x_TO: torch.Tensor, out_NTK: torch.Tensor, heads: slice = slice(None)) -> None:
+        """The same with `weight[n].T`."""
+        weight = self._weight_NKO[heads]
+        torch.bmm(x_TO.expand(len(weight), -1, -1), weight.mT, out=out_NTK)
+
 
 class RMSNorm:
     """B. Zhang, R. Sennrich, "Root Mean Square Layer Normalization", 2019. In float32, rounded before the weight."""
@@ -207,18 +217,35 @@ class LatentProjection:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """[T, N * (Q + P)] and [T, R] -> queries [T, N, R], absorbed and rotated; latents [T, R], normed, then the key
         rotated."""
-        N, Q, C = self.up_key.shape
-        q_TNP = q_TX.view(len(q_TX), N, -1)[:, :, Q:]
+        N, _, C = self.up_key.shape
         q_TNR = q_TX.new_empty(len(q_TX), N, latent_TR.shape[1])
         self.absorb(q_TX, q_TNR)
-        q_TNR[:, :, C:] = self.rotary.rotate(q_TNP, cos_sin)
+        q_TNR[:, :, C:] = self.rotated(q_TX, cos_sin)
+        return q_TNR, self.latents(latent_TR, cos_sin)
+
+    def rotated(self, q_TX: torch.Tensor, cos_sin: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+        """[T, N, P]: the part of queries that has positions."""
+        N, Q, _ = self.up_key.shape
+        return self.rotary.rotate(q_TX.view(len(q_TX), N, -1)[:, :, Q:], cos_sin)
+
+    def latents(self, latent_TR: torch.Tensor, cos_sin: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+        """[T, R]: normed, then the key rotated."""
+        C = self.up_key.shape[2]
         key_T1P = self.rotary.rotate(latent_TR[:, C:].unsqueeze(1), cos_sin)
-        return q_TNR, torch.cat((self.norm(latent_TR[:, :C]), key_T1P.squeeze(1)), dim=-1)
+        return torch.cat((self.norm(latent_TR[:, :C]), key_T1P.squeeze(1)), dim=-1)
 
     def absorb(self, q_TX: torch.Tensor, out_TNR: torch.Tensor) -> None:
         """Write the queries without positions, in the space of latents, to the first C numbers of `out_TNR`."""
         N, Q, C = self.up_key.shape
         self.up_key(q_TX.view(len(q_TX), N, -1)[:, :, :Q], out_TNR[:, :, :C])
+
+    def unfold(
+        self, latent_TC: torch.Tensor, k_NTQ: torch.Tensor, v_NTV: torch.Tensor, heads: slice = slice(None)
+    ) -> None:
+        """Write keys without positions, and values, of latents as the pool has them, for some of the heads. Either may
+        be a part of a larger tensor."""
+        self.up_key.back_of_shared(latent_TC, k_NTQ, heads)
+        self.up_value.of_shared(latent_TC, v_NTV, heads)
 
     def values(self, o_TNC: torch.Tensor) -> torch.Tensor:
         """[T, N, V] of weighted sums of latents."""

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from attention_cases import LENS
-from latent_cases import LatentCase
+from latent_cases import MIXES, HeadsCase, LatentCase
 
-from engine.attention.torch_latents import TorchLatentAttention
+from engine.attention import torch_unfolded
+from engine.attention.torch_latents import MixedTorchPlan, TorchLatentAttention
 
 FLOAT8 = torch.float8_e4m3fn
 
@@ -32,3 +35,60 @@ def test_all_kinds_of_steps(lens: list[tuple[int, int]], latent_dim: int, rotate
 def test_a_pool_of_8_bit_floats(dtype: torch.dtype, tolerance: float) -> None:
     case = LatentCase(LENS["mixed"], num_heads=4, latent_dim=24, rotated_dim=8, dtype=dtype, kv_dtype=FLOAT8)
     torch.testing.assert_close(attend(case).double(), case.expected(), rtol=tolerance, atol=tolerance)
+
+
+# -- unfolded -------------------------------------------------------------------------------------------------------
+
+
+def assert_unfolded(case: HeadsCase, tolerance: float = 1e-5, max_bytes: int = 1 << 28) -> None:
+    backend = TorchLatentAttention(
+        kv_lora_rank=case.latent_dim, latent_dim=case.q.shape[2], block_size=case.block_size, device="cpu",
+        unfolds_from=16, max_unfolded_bytes=max_bytes,
+    )  # fmt: skip
+    plan, kv = backend.prepare(case.layout), case.kv.clone()
+    assert isinstance(plan, MixedTorchPlan)
+    actual = backend.attend(case.q_TX, case.new_latents, kv, plan, case.heads, case.cos_sin, case.scale)
+    torch.testing.assert_close(actual.double(), case.expected_of(kv), rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("block_size", [4, 16])
+@pytest.mark.parametrize("lens", MIXES.values(), ids=MIXES.keys())
+def test_long_ones_are_unfolded(lens: list[tuple[int, int]], block_size: int) -> None:
+    assert_unfolded(HeadsCase(lens, block_size=block_size))
+
+
+@pytest.mark.parametrize(("query_dim", "value_dim"), [(16, 24), (7, 15), (5, 40)])
+def test_keys_and_values_of_other_sizes(query_dim: int, value_dim: int) -> None:
+    """As many numbers, less, and more."""
+    assert_unfolded(HeadsCase(MIXES["decodes, short and long ones"], query_dim=query_dim, value_dim=value_dim))
+
+
+@pytest.mark.parametrize("num_heads_at_once", [1, 2, 3])
+def test_some_heads_at_a_time(num_heads_at_once: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that keys and values of a context of 176 slots, 20 numbers each, have as many bytes as there may be."""
+    case, counts = HeadsCase([(131, 37)], num_heads=5), []
+    attend = torch_unfolded.F.scaled_dot_product_attention
+
+    def counted(q: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        counts.append(q.shape[1])
+        return attend(q, *args, **kwargs)
+
+    monkeypatch.setattr(torch_unfolded.F, "scaled_dot_product_attention", counted)
+    assert_unfolded(case, max_bytes=num_heads_at_once * 176 * 2 * 20 * 4)
+    assert max(counts) == num_heads_at_once
+    assert sum(counts) == 5
+
+
+@pytest.mark.parametrize(
+    ("dtype", "kv_dtype", "tolerance"),
+    [
+        (torch.bfloat16, torch.bfloat16, 2e-2),
+        (torch.float16, torch.float16, 4e-3),
+        (torch.float32, FLOAT8, 1e-5),
+        (torch.bfloat16, FLOAT8, 2e-2),
+    ],
+    ids=str,
+)
+def test_unfolded_in_other_types(dtype: torch.dtype, kv_dtype: torch.dtype, tolerance: float) -> None:
+    case = HeadsCase(MIXES["decodes, short and long ones"], dtype=dtype, kv_dtype=kv_dtype)
+    assert_unfolded(case, tolerance)
