@@ -130,24 +130,29 @@ class TorchLatentAttention(LatentBackend[TorchPlan | MixedTorchPlan]):
         k_B1SR = self._groups.gather(kv, group, q_TNR.dtype)[0]
         if L == 1:
             q_B1NR = q_TNR[group.token_rows].unsqueeze(1)
-            v_B1SC = k_B1SR[..., : self._value_dim]
-            o_B1NC = F.scaled_dot_product_attention(q_B1NR, k_B1SR, v_B1SC, attn_mask=group.mask, scale=scale)
-            return o_B1NC.squeeze(1)
+            v_B1SV = self._values_in(k_B1SR)
+            o_B1NV = F.scaled_dot_product_attention(q_B1NR, k_B1SR, v_B1SV, attn_mask=group.mask, scale=scale)
+            return o_B1NV.squeeze(1)[..., : self._value_dim]
         q = q_TNR[group.token_rows] if group.padded_rows is None else q_TNR[group.padded_rows]
         q_BNLR = q.view(B, L, N, -1).transpose(1, 2)
         if group.mask is None:
             k_B1SR = k_B1SR[:, :, :L]
         k_BNSR = k_B1SR.expand(-1, N, -1, -1)
-        o_BNLC = F.scaled_dot_product_attention(
+        o_BNLV = F.scaled_dot_product_attention(
             q_BNLR,
             k_BNSR,
-            k_BNSR[..., : self._value_dim],
+            self._values_in(k_BNSR),
             attn_mask=group.mask,
             is_causal=group.mask is None,
             scale=scale,
         )
-        o = o_BNLC.transpose(1, 2).reshape(B * L, N, -1)
+        o = o_BNLV[..., : self._value_dim].transpose(1, 2).reshape(B * L, N, -1)
         return o if group.valid_rows is None else o[group.valid_rows]
+
+    def _values_in(self, k_BNSR: torch.Tensor) -> torch.Tensor:
+        """Latents; on a CPU with the rotated keys behind them, whose sums nobody looks at: torch's fast kernel there
+        takes values as long as keys alone, and with others all scores are written."""
+        return k_BNSR if k_BNSR.device.type == "cpu" else k_BNSR[..., : self._value_dim]
 
 
 def _absorbed_queries(q_TX: torch.Tensor, cos_sin: CosSin, heads: LatentProjection, part: Part) -> torch.Tensor:
