@@ -103,8 +103,8 @@ class HeadsCase(LatentCase):
                 ((num_heads, latent_dim, value_dim), latent_dim**-0.5),
             )
         )
-        self.q_TX, self.query_dim = q, query_dim
-        rotary = RotaryEmbedding(RopeConfig(theta=100.0, rope_type="default"), rotated_dim, 256, dtype, device)
+        self.q_TX, self.query_dim, self.value_dim = q, query_dim, value_dim
+        rotary = RotaryEmbedding(RopeConfig(theta=100.0, rope_type="default"), rotated_dim, 1024, dtype, device)
         self.heads = LatentProjection(rotary, RMSNorm(weight.abs(), 1e-6), HeadProducts(up_key), HeadProducts(up_value))
         positions = [p for before, new in lens for p in range(before, before + new)]
         self.cos_sin = rotary.select(torch.tensor(positions, device=device))

@@ -24,14 +24,28 @@ UNFOLDED_BYTES = 256 << 20
 """Of keys and values of heads that are there at once, unless a piece of them as small as can be has more."""
 
 
-def tokens_that_unfold(kv_lora_rank: int, query_dim: int, value_dim: int) -> int | None:
-    """With so many new tokens of a sequence, unfolding what they all see takes less arithmetic than they save by it.
-    `query_dim`: Q. None: it never does.
+@dataclass(frozen=True, slots=True)
+class Unfolding:
+    """When latents are unfolded, and to what."""
 
-    A prompt without context would gain from its first token on, as its queries need not be absorbed then, nor its
-    outputs taken out of the space of latents; but with few tokens hardly anything."""
-    saved = 2 * kv_lora_rank - query_dim - value_dim
-    return -(-kv_lora_rank * (query_dim + value_dim) // saved) if saved > 0 else None
+    from_tokens: int
+    """As many new tokens of a sequence unfold what they see."""
+    query_dim: int
+    """Q."""
+    value_dim: int
+    """V."""
+    max_bytes: int = UNFOLDED_BYTES
+
+    @staticmethod
+    def of(kv_lora_rank: int, query_dim: int, value_dim: int) -> Unfolding | None:
+        """From as many tokens on as save more arithmetic than unfolding takes what they all see; None: never.
+
+        A prompt without context would gain from its first token on, as its queries need not be absorbed then, nor its
+        outputs taken out of the space of latents; but with few tokens hardly anything."""
+        saved = 2 * kv_lora_rank - query_dim - value_dim
+        if saved <= 0:
+            return None
+        return Unfolding(-(-kv_lora_rank * (query_dim + value_dim) // saved), query_dim, value_dim)
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,17 +66,19 @@ class Part:
     """Of these alone, as if the step had no others."""
     runs: list[Run]
     """All their tokens, in order. There are few: what is unfolded is long."""
+    first_tokens: NDArray[np.int64]
+    """[sequences of the part] where the tokens of each begin among the step's."""
 
     @property
     def num_tokens(self) -> int:
         return int(self.layout.query_lens.sum())
 
 
-def unfolded_seqs(layout: StepLayout, unfolds_from: int | None) -> NDArray[np.bool_]:
-    """[S] whether a sequence is unfolded: one that does not decode and has `unfolds_from` new tokens."""
-    if unfolds_from is None:
+def unfolded_seqs(layout: StepLayout, unfolding: Unfolding | None) -> NDArray[np.bool_]:
+    """[S] whether a sequence is unfolded: one that does not decode and has as many new tokens."""
+    if unfolding is None:
         return np.zeros(len(layout.query_lens), dtype=np.bool_)
-    is_long = layout.query_lens >= unfolds_from
+    is_long = layout.query_lens >= unfolding.from_tokens
     is_long[: layout.num_decodes] = False
     return is_long
 
@@ -86,4 +102,4 @@ def part_of(layout: StepLayout, is_in_S: NDArray[np.bool_]) -> Part | None:
         slot_mapping=np.concatenate([layout.slot_mapping[run.step] for run in runs]),
         num_decodes=int(is_in_S[: layout.num_decodes].sum()),
     )
-    return Part(of_part, runs)
+    return Part(of_part, runs, starts[:-1][is_in_S])

@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 
 from engine.attention.base import LatentBackend, StepLayout
-from engine.attention.latent_forms import UNFOLDED_BYTES, Part, part_of, unfolded_seqs
+from engine.attention.latent_forms import UNFOLDED_BYTES, Part, Unfolding, part_of, unfolded_seqs
 from engine.attention.paged_groups import Group, PagedGroups, TorchPlan, in_token_order
 from engine.attention.torch_unfolded import UnfoldedHeads, unfolded_queries
 from engine.layers import LatentProjection
@@ -42,19 +42,17 @@ class TorchLatentAttention(LatentBackend[TorchPlan | MixedTorchPlan]):
         latent_dim: int,
         block_size: int,
         device: str,
-        unfolds_from: int | None = None,
-        max_unfolded_bytes: int = UNFOLDED_BYTES,
+        unfolding: Unfolding | None = None,
     ) -> None:
-        """`latent_dim`: all that a token has in the pool, R. `unfolds_from`: as many new tokens of a sequence unfold
-        what they see; None: none do."""
-        self._value_dim, self._unfolds_from = kv_lora_rank, unfolds_from
+        """`latent_dim`: all that a token has in the pool, R. `unfolding`: None for none."""
+        self._value_dim, self._unfolding = kv_lora_rank, unfolding
         self._groups = PagedGroups(
             num_parts=1, num_kv_heads=1, head_dim=latent_dim, block_size=block_size, device=device
         )
-        self._unfolded_heads = UnfoldedHeads(max_unfolded_bytes)
+        self._unfolded_heads = UnfoldedHeads(UNFOLDED_BYTES if unfolding is None else unfolding.max_bytes)
 
     def prepare(self, layout: StepLayout) -> TorchPlan | MixedTorchPlan:
-        is_unfolded = unfolded_seqs(layout, self._unfolds_from)
+        is_unfolded = unfolded_seqs(layout, self._unfolding)
         step, unfolded = self._groups.prepare(layout), part_of(layout, is_unfolded)
         if unfolded is None:
             return step

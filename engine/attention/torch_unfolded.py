@@ -17,13 +17,13 @@ from collections.abc import Iterator
 import torch
 import torch.nn.functional as F  # noqa: N812
 
-from engine.attention.latent_forms import UNFOLDED_BYTES, Part
+from engine.attention.latent_forms import Part
 from engine.attention.paged_groups import Group
 from engine.layers import LatentProjection
 
 
 class UnfoldedHeads:
-    def __init__(self, max_bytes: int = UNFOLDED_BYTES) -> None:
+    def __init__(self, max_bytes: int) -> None:
         """`max_bytes`: of keys and values; one head's of a group may have more."""
         self._max_bytes = max_bytes
         self._room: torch.Tensor | None = None

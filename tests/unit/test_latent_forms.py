@@ -7,7 +7,7 @@ import pytest
 from attention_cases import Case
 
 from engine.attention.base import StepLayout
-from engine.attention.latent_forms import part_of, tokens_that_unfold, unfolded_seqs
+from engine.attention.latent_forms import Unfolding, part_of, unfolded_seqs
 
 
 def layout_of(lens: list[tuple[int, int]]) -> StepLayout:
@@ -19,7 +19,8 @@ def layout_of(lens: list[tuple[int, int]]) -> StepLayout:
     [((512, 128, 128), 171), ((24, 12, 10), 21), ((32, 12, 10), 17), ((8, 8, 8), None), ((8, 9, 8), None)],
 )
 def test_how_many_tokens_pay_for_what_they_all_see(sizes: tuple[int, int, int], expected: int | None) -> None:
-    assert tokens_that_unfold(*sizes) == expected
+    unfolding = Unfolding.of(*sizes)
+    assert (unfolding.from_tokens if unfolding else None) == expected
     if expected is not None:
         latent, query, value = sizes
         for num_new, pays in ((expected - 1, False), (expected, True)):
@@ -29,15 +30,15 @@ def test_how_many_tokens_pay_for_what_they_all_see(sizes: tuple[int, int, int], 
 
 def test_long_ones_that_do_not_decode() -> None:
     layout = layout_of([(40, 1), (7, 1), (0, 16), (90, 15), (3, 1), (5, 17)])
-    assert unfolded_seqs(layout, 16).tolist() == [False, False, True, False, False, True]
-    assert unfolded_seqs(layout, 1).tolist() == [False, False, True, True, True, True]
+    assert unfolded_seqs(layout, Unfolding(16, 12, 10)).tolist() == [False, False, True, False, False, True]
+    assert unfolded_seqs(layout, Unfolding(1, 12, 10)).tolist() == [False, False, True, True, True, True]
     assert not unfolded_seqs(layout, None).any()
 
 
 def test_parts_are_steps_of_their_own() -> None:
     lens = [(40, 1), (7, 1), (0, 16), (90, 15), (3, 1), (5, 17)]
     layout = layout_of(lens)
-    is_unfolded = unfolded_seqs(layout, 16)
+    is_unfolded = unfolded_seqs(layout, Unfolding(16, 12, 10))
     unfolded, absorbed = part_of(layout, is_unfolded), part_of(layout, ~is_unfolded)
     assert unfolded is not None
     assert absorbed is not None

@@ -10,6 +10,7 @@ from attention_cases import LENS
 from latent_cases import MIXES, HeadsCase, LatentCase
 
 from engine.attention import torch_unfolded
+from engine.attention.latent_forms import Unfolding
 from engine.attention.torch_latents import MixedTorchPlan, TorchLatentAttention
 
 FLOAT8 = torch.float8_e4m3fn
@@ -43,7 +44,7 @@ def test_a_pool_of_8_bit_floats(dtype: torch.dtype, tolerance: float) -> None:
 def assert_unfolded(case: HeadsCase, tolerance: float = 1e-5, max_bytes: int = 1 << 28) -> None:
     backend = TorchLatentAttention(
         kv_lora_rank=case.latent_dim, latent_dim=case.q.shape[2], block_size=case.block_size, device="cpu",
-        unfolds_from=16, max_unfolded_bytes=max_bytes,
+        unfolding=Unfolding(16, case.query_dim, case.value_dim, max_bytes),
     )  # fmt: skip
     plan, kv = backend.prepare(case.layout), case.kv.clone()
     assert isinstance(plan, MixedTorchPlan)
