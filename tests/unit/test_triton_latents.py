@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 from attention_cases import LENS
-from deepseek_cases import V3
+from deepseek_cases import UNFOLDS_EARLY, V3
 from engine_steps import arguments, logits_of_steps
 from gpu_kinds import GPU_KINDS
 from latent_cases import LatentCase
@@ -20,7 +20,7 @@ from model_shapes import shape_of
 from recorder import RelaunchingRecorder
 from triton_device import DEVICE  # before the kernels
 
-from engine.attention import Needs, choose_attention_backend, why_no_graphs
+from engine.attention import Needs, choose_attention_backend, triton_unfolded, why_no_graphs
 from engine.attention.choice import GROUPED_MAJORS
 from engine.attention.torch_latents import TorchLatentAttention
 from engine.attention.triton_latents import TritonLatentAttention
@@ -330,13 +330,22 @@ def test_tiles_of_prefill_have_whole_tokens_or_a_part_of_one() -> None:
 # -- an engine with them --------------------------------------------------------------------------------------------
 
 
-def test_an_engine_computes_what_it_does_with_plain_torch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("sizes", [{}, UNFOLDS_EARLY], ids=["absorbed", "unfolded"])
+def test_an_engine_computes_what_it_does_with_plain_torch(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sizes: dict[str, int]
+) -> None:
     """Prompts launched, steps that only decode replayed."""
-    (tmp_path / "config.json").write_text(json.dumps(V3))
+    (tmp_path / "config.json").write_text(json.dumps(V3 | sizes))
+    unfolded: list[int] = []
+    launch = triton_unfolded.attend_unfolded
+    monkeypatch.setattr(
+        triton_unfolded, "attend_unfolded", lambda *args, **sizes: unfolded.append(1) or launch(*args, **sizes)
+    )
     # Not on a GPU either: experts in float32 cannot be captured there.
     monkeypatch.setattr(model_runner, "CudaRecorder", RelaunchingRecorder)
     ours = logits_of_steps(arguments(tmp_path, "triton", DEVICE), records=True)
     plain = logits_of_steps(arguments(tmp_path, "torch", DEVICE), records=False)
     for triton_logits, torch_logits in zip(ours, plain, strict=True):
         assert torch_logits.std() > 1e-3
+        assert bool(unfolded) == bool(sizes)
         torch.testing.assert_close(triton_logits, torch_logits, rtol=1e-4, atol=1e-5)
