@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -41,6 +42,13 @@ def test_a_pool_of_8_bit_floats(dtype: torch.dtype, tolerance: float) -> None:
 # -- unfolded -------------------------------------------------------------------------------------------------------
 
 
+@pytest.fixture
+def _fresh_memory_is_nan() -> Iterator[None]:
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
 def assert_unfolded(case: HeadsCase, tolerance: float = 1e-5, max_bytes: int = 1 << 28) -> None:
     backend = TorchLatentAttention(
         kv_lora_rank=case.latent_dim, latent_dim=case.q.shape[2], block_size=case.block_size, device="cpu",
@@ -58,6 +66,7 @@ def test_long_ones_are_unfolded(lens: list[tuple[int, int]], block_size: int) ->
     assert_unfolded(HeadsCase(lens, block_size=block_size))
 
 
+@pytest.mark.usefixtures("_fresh_memory_is_nan")
 @pytest.mark.parametrize(("query_dim", "value_dim"), [(16, 24), (7, 15), (5, 40)])
 def test_keys_and_values_of_other_sizes(query_dim: int, value_dim: int) -> None:
     """As many numbers, less, and more."""
