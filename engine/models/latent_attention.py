@@ -1,10 +1,10 @@
 """Multi-head latent attention: DeepSeek-AI, "DeepSeek-V2", 2024 (arXiv 2405.04434), section 2.1 and appendix C.
 
-A token's KV is one latent, from which each head's key and value would be products, and one rotated key for all heads.
-The products are absorbed: a head's query goes through the key's product instead (`up_key`), its output through the
-value's (`up_value`). So attention is that of N query heads to one key of C + P numbers, of which the first C are also
-the value, and nothing but latents is ever kept or read. Prompts are computed in the same way, which takes about 3.4
-times the arithmetic of attention to keys and values of 192 and 128 numbers, and makes none of them.
+A token's KV is one latent, from which each head's key and value are products, and one rotated key for all heads.
+While a sequence decodes the products are absorbed: a head's query goes through the key's product instead (`up_key`),
+its output through the value's (`up_value`). So attention is that of N query heads to one key of C + P numbers, of which
+the first C are also the value. Prompts that are long enough attend to keys and values unfolded for them, which takes
+less arithmetic (engine/attention/latent_forms.py). Nothing but latents is ever kept.
 
 Of several ranks each has some of the heads, and all of the latents.
 
