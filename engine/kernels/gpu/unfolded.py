@@ -23,8 +23,8 @@ import triton.language as tl
 from engine.kernels.gpu.gpu_kind import GpuKind, TensorCores
 from engine.kernels.gpu.tile import MIN_SIDE
 
-MAX_QUERY, MAX_ROTATED, MAX_VALUE = 128, 64, 128
-"""Numbers that a tile has room for."""
+MAX_QUERY, MAX_VALUE = 128, 128
+"""Numbers that a tile has room for, beside rotated ones (`latents.MAX_ROTATED`)."""
 
 
 @dataclass(frozen=True, slots=True)
