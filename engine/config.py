@@ -74,6 +74,10 @@ class ModelConfig:
     """Of a key in the pool."""
     kv_lora_rank: int
     """With latent attention: numbers of a latent, the first of a key. 0: the pool holds keys and values of heads."""
+    qk_nope_head_dim: int
+    """With latent attention: numbers of a head's key without positions, when it is unfolded from a latent."""
+    v_head_dim: int
+    """With latent attention: the same of its value."""
     hidden_size: int
     eos_token_ids: frozenset[int]
     weights_digest: str

@@ -83,6 +83,16 @@ class HeadProducts:
         """Write them to `out_TNO`. Either may be a part of a larger tensor."""
         torch.bmm(x_TNK.transpose(0, 1), self._weight_NKO, out=out_TNO.transpose(0, 1))
 
+    def of_shared(self, x_TK: torch.Tensor, out_NTO: torch.Tensor, heads: slice = slice(None)) -> None:
+        """Of inputs that all `heads` share. What comes out lies head by head."""
+        weight = self._weight_NKO[heads]
+        torch.bmm(x_TK.expand(len(weight), -1, -1), weight, out=out_NTO)
+
+    def back_of_shared(self, x_TO: torch.Tensor, out_NTK: torch.Tensor, heads: slice = slice(None)) -> None:
+        """The same with `weight[n].T`."""
+        weight = self._weight_NKO[heads]
+        torch.bmm(x_TO.expand(len(weight), -1, -1), weight.mT, out=out_NTK)
+
 
 class RMSNorm:
     """B. Zhang, R. Sennrich, "Root Mean Square Layer Normalization", 2019. In float32, rounded before the weight."""
@@ -190,7 +200,8 @@ class HeadProjection:
 class LatentProjection:
     """What a layer's queries and latents go through between their products and latent attention.
 
-    Shapes: C numbers of a latent, P of a rotated key, R = C + P; Q numbers of a head's query without positions.
+    Shapes: C numbers of a latent, P of a rotated key, R = C + P; Q numbers of a head's query without positions, V of
+    its value.
     """
 
     rotary: RotaryEmbedding
@@ -198,24 +209,49 @@ class LatentProjection:
     """Of latents."""
     up_key: HeadProducts
     """[N, Q, C] each head's product from latents to keys, which its queries go through instead."""
+    up_value: HeadProducts
+    """[N, C, V] each head's product from latents to values, which its outputs go through instead."""
 
     def __call__(
         self, q_TX: torch.Tensor, latent_TR: torch.Tensor, cos_sin: tuple[torch.Tensor, torch.Tensor]
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """[T, N * (Q + P)] and [T, R] -> queries [T, N, R], absorbed and rotated; latents [T, R], normed, then the key
         rotated."""
-        N, Q, C = self.up_key.shape
-        q_TNP = q_TX.view(len(q_TX), N, -1)[:, :, Q:]
+        N, _, C = self.up_key.shape
         q_TNR = q_TX.new_empty(len(q_TX), N, latent_TR.shape[1])
         self.absorb(q_TX, q_TNR)
-        q_TNR[:, :, C:] = self.rotary.rotate(q_TNP, cos_sin)
+        q_TNR[:, :, C:] = self.rotated(q_TX, cos_sin)
+        return q_TNR, self.latents(latent_TR, cos_sin)
+
+    def rotated(self, q_TX: torch.Tensor, cos_sin: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+        """[T, N, P]: the part of queries that has positions."""
+        N, Q, _ = self.up_key.shape
+        return self.rotary.rotate(q_TX.view(len(q_TX), N, -1)[:, :, Q:], cos_sin)
+
+    def latents(self, latent_TR: torch.Tensor, cos_sin: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+        """[T, R]: normed, then the key rotated."""
+        C = self.up_key.shape[2]
         key_T1P = self.rotary.rotate(latent_TR[:, C:].unsqueeze(1), cos_sin)
-        return q_TNR, torch.cat((self.norm(latent_TR[:, :C]), key_T1P.squeeze(1)), dim=-1)
+        return torch.cat((self.norm(latent_TR[:, :C]), key_T1P.squeeze(1)), dim=-1)
 
     def absorb(self, q_TX: torch.Tensor, out_TNR: torch.Tensor) -> None:
         """Write the queries without positions, in the space of latents, to the first C numbers of `out_TNR`."""
         N, Q, C = self.up_key.shape
         self.up_key(q_TX.view(len(q_TX), N, -1)[:, :, :Q], out_TNR[:, :, :C])
+
+    def unfold(
+        self, latent_TC: torch.Tensor, k_NTQ: torch.Tensor, v_NTV: torch.Tensor, heads: slice = slice(None)
+    ) -> None:
+        """Write keys without positions, and values, of latents as the pool has them, for some of the heads. Either may
+        be a part of a larger tensor."""
+        self.up_key.back_of_shared(latent_TC, k_NTQ, heads)
+        self.up_value.of_shared(latent_TC, v_NTV, heads)
+
+    def values(self, o_TNC: torch.Tensor) -> torch.Tensor:
+        """[T, N, V] of weighted sums of latents."""
+        o_TNV = o_TNC.new_empty(*o_TNC.shape[:2], self.up_value.shape[2])
+        self.up_value(o_TNC, o_TNV)
+        return o_TNV
 
 
 def inverse_frequencies(config: RopeConfig, head_dim: int) -> torch.Tensor:

@@ -20,6 +20,8 @@ V2: dict[str, Any] = {
     "num_experts_per_tok": 3, "moe_intermediate_size": 16, "first_k_dense_replace": 1, "dtype": "float32",
 }  # fmt: skip
 V3 = V2 | {"architectures": ["DeepseekV3ForCausalLM"], "q_lora_rank": 20, "n_group": 4, "topk_group": 2}
+UNFOLDS_EARLY = {"kv_lora_rank": 40, "qk_nope_head_dim": 6, "v_head_dim": 4}
+"""Sizes with which 6 new tokens unfold what they see."""
 BLOCK_SIZE = 4
 PROMPT = [(37 * i + 11) % 90 + 5 for i in range(23)]
 GREEDY = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)

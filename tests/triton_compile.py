@@ -57,6 +57,7 @@ from engine.kernels.gpu.product import (
     scaled_row_config,
 )
 from engine.kernels.gpu.rotate import rotate_and_store
+from engine.kernels.gpu.unfolded import UnfoldedConfig, attend_unfolded
 from engine.layers import HeadProducts, LatentProjection, RMSNorm, RotaryEmbedding
 from engine.lora.adapters import AddedPart
 from engine.models.expert_products import ScaledStack
@@ -164,9 +165,24 @@ def compile_latents(num_heads: int, dtype: torch.dtype, kv_dtype: torch.dtype) -
     rotary = RotaryEmbedding(RopeConfig(theta=10_000.0, rope_type="default"), 64, 8, dtype, "cpu")
     backend.project(
         torch.zeros(4, num_heads * 192, dtype=dtype), torch.zeros(4, 576, dtype=dtype), kv, plan,
-        LatentProjection(rotary, norm, HeadProducts(up_key)), rotary.select(torch.arange(4)),
+        LatentProjection(rotary, norm, HeadProducts(up_key), HeadProducts(up_key.mT)), rotary.select(torch.arange(4)),
     )  # fmt: skip
-    backend.attend(torch.zeros(4, num_heads, 576, dtype=dtype), kv, plan, 0.1)
+    backend.attend_absorbed(torch.zeros(4, num_heads, 576, dtype=dtype), kv, plan, 0.1)
+
+
+def compile_unfolded(
+    dtype: torch.dtype, query_dim: int = 128, rotated_dim: int = 64, value_dim: int = 128, latent_dim: int = 512
+) -> None:
+    """By default DeepSeek's."""
+    num_heads = 16
+    k, v = (torch.zeros(num_heads, 128, size, dtype=dtype) for size in (query_dim, value_dim))
+    attend_unfolded(
+        torch.zeros(4, num_heads * (query_dim + rotated_dim), dtype=dtype),
+        torch.zeros(4, num_heads, rotated_dim, dtype=dtype), k, v,
+        torch.zeros(128, latent_dim + rotated_dim, dtype=dtype), torch.zeros(1, 6, dtype=torch.int32),
+        torch.zeros(4, num_heads, value_dim, dtype=dtype), torch.zeros(1), scale=0.1,
+        config=UnfoldedConfig.of(kind, dtype.itemsize),
+    )  # fmt: skip
 
 
 def mixed_layout() -> StepLayout:
@@ -344,6 +360,9 @@ def attention_cases() -> dict[str, Callable[[], None]]:
     ):
         name = f"{num_heads} heads {name_of(dtype)}, pool of {name_of(kv_dtype)}"
         cases[name] = partial(compile_latents, num_heads, dtype, kv_dtype)
+    for dtype in (torch.bfloat16, torch.float16, torch.float32):
+        cases[f"{name_of(dtype)}, unfolded"] = partial(compile_unfolded, dtype)
+    cases["bfloat16, unfolded, of other sizes"] = partial(compile_unfolded, torch.bfloat16, 96, 32, 80, 384)
     cases["plain"] = partial(compile_rotation, 128, torch.bfloat16, False, torch.bfloat16)
     cases["normed"] = partial(compile_rotation, 128, torch.bfloat16, True, torch.bfloat16)
     cases["8-bit pool"] = partial(compile_rotation, 128, torch.bfloat16, True, torch.float8_e4m3fn)

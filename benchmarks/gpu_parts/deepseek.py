@@ -1,15 +1,16 @@
 """What DeepSeek-V3 has beside other models, alone: attention to latents, and experts.
 
 Attention reads a latent once for all heads: with 16 (DeepSeek-V2-Lite, or a rank of eight of V3) decoding is bound by
-bytes, with 128 by operations, as prompts are. Experts are a rank's part of a layer of V3, as stored in 8 bits with a
-scale for each group of inputs, and in bfloat16; tokens are spread evenly over them, so that a decoding step reads every
-weight.
+bytes, with 128 by operations, as prompts are, which are computed in both forms. Experts are a rank's part of a layer of
+V3, as stored in 8 bits with a scale for each group of inputs, and in bfloat16; tokens are spread evenly over them, so
+that a decoding step reads every weight.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from itertools import accumulate
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -17,14 +18,27 @@ import torch
 from benchmarks.gpu_parts import floors
 from benchmarks.gpu_parts.rows import Row
 from benchmarks.gpu_parts.runner import NotRun, Setting
-from benchmarks.gpu_parts.shapes import LatentSizes, expert_flop, expert_numbers, latent_flop
+from benchmarks.gpu_parts.shapes import (
+    LatentSizes,
+    expert_flop,
+    expert_numbers,
+    latent_flop,
+    unfolded_flop,
+    unfolding_flop,
+)
 from benchmarks.gpu_parts.timing import cache_bytes, num_sets, seconds_of
 from engine.attention.base import StepLayout
 from engine.attention.choice import GROUPED_MAJORS
+from engine.attention.latent_forms import Unfolding
 from engine.float8 import why_no_float8
 from engine.kernels.gpu import why_no_triton
 from engine.kernels.gpu.gpu_kind import gpu_kind
+from engine.layers import HeadProducts, LatentProjection, RMSNorm, RotaryEmbedding
 from engine.models.expert_products import ExpertProducts, PlainExperts, ScaledStack
+from engine.models.rope_config import RopeConfig
+
+if TYPE_CHECKING:
+    from engine.attention.triton_latents import TritonLatentAttention
 
 BLOCK_SIZE = 16
 GROUP_SIZE = 128
@@ -44,6 +58,7 @@ def measure(setting: Setting) -> Iterator[Row]:
     for num_heads in sizes.nums_heads:
         yield decode_row(setting, dtype, sizes, num_heads)
         yield prefill_row(setting, dtype, sizes, num_heads)
+        yield unfolded_row(setting, dtype, sizes, num_heads)
     capability = torch.cuda.get_device_capability() if setting.device == "cuda" else None
     forms = [torch.int8 if capability is not None and why_no_float8(capability) else torch.float8_e4m3fn]
     if capability is None or capability[0] in GROUPED_MAJORS:  # elsewhere torch waits in it, and nothing is recorded
@@ -84,32 +99,68 @@ def attention_work(
     query_lens: list[int],
     context_lens: list[int],
 ) -> Callable[[], object]:
-    """One layer's attention of a step over random latents, whose blocks lie scattered."""
+    """One layer's attention of a step over random latents, whose blocks lie scattered, in the absorbed form."""
+    backend, layout = backend_of(setting, dtype, sizes, num_heads, None), layout_of(query_lens, context_lens)
+    kv, plan = random_pool(setting, dtype, sizes, layout), backend.prepare(layout)
+    q = torch.randn(sum(query_lens), num_heads, sizes.latent_dim, device=setting.device).to(dtype)
+    return lambda: backend.attend_absorbed(q, kv, plan, sizes.latent_dim**-0.5)
+
+
+def unfolded_row(setting: Setting, dtype: torch.dtype, sizes: LatentSizes, num_heads: int) -> Row:
+    """The same prompts, attending to keys and values of heads: with the products that make them, and what is before."""
+    num_prompts, length = sizes.prefill
+    num_tokens, Q, P = num_prompts * length, sizes.query_dim, sizes.latent_dim - sizes.kv_lora_rank
+    layout = layout_of([length] * num_prompts, [length] * num_prompts)
+    backend = backend_of(setting, dtype, sizes, num_heads, Unfolding(1, Q, sizes.value_dim))
+    kv, plan = random_pool(setting, dtype, sizes, layout), backend.prepare(layout)
+
+    def randn(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, device=setting.device).mul_(shape[-1] ** -0.5).to(dtype)
+
+    rotary = RotaryEmbedding(RopeConfig(theta=1e4, rope_type="default"), P, length, dtype, setting.device)
+    norm = RMSNorm(torch.ones(sizes.kv_lora_rank, device=setting.device, dtype=dtype), 1e-6)
+    up_key, up_value = (randn(num_heads, size, sizes.kv_lora_rank) for size in (Q, sizes.value_dim))
+    heads = LatentProjection(rotary, norm, HeadProducts(up_key), HeadProducts(up_value.mT.contiguous()))
+    q, latents = randn(num_tokens, num_heads * (Q + P)), randn(num_tokens, sizes.latent_dim)
+    cos_sin = rotary.select(torch.arange(length, device=setting.device).repeat(num_prompts))
+    seconds = timed([lambda: backend.attend(q, latents, kv, plan, heads, cos_sin, (Q + P) ** -0.5)], setting)
+    num_pairs = num_prompts * (length * (length + 1) // 2)
+    operations = num_pairs * unfolded_flop(sizes, num_heads) + num_tokens * unfolding_flop(sizes, num_heads)
+    what = f"prefill attention unfolded {num_prompts} x {length}, {num_heads} heads"
+    return rate_of_operations(what, operations, seconds, PREFILL_TARGET, setting)
+
+
+def backend_of(
+    setting: Setting, dtype: torch.dtype, sizes: LatentSizes, num_heads: int, unfolding: Unfolding | None
+) -> TritonLatentAttention:
     from engine.attention.triton_latents import TritonLatentAttention
 
-    blocks_each = -(-max(context_lens) // BLOCK_SIZE)
-    tables = np.random.default_rng(1).permutation(len(query_lens) * blocks_each).reshape(len(query_lens), -1)
-    backend = TritonLatentAttention(
+    return TritonLatentAttention(
         num_heads=num_heads,
         kv_lora_rank=sizes.kv_lora_rank,
         block_size=BLOCK_SIZE,
         dtype=str(dtype).removeprefix("torch."),
         device=setting.device,
         kind=gpu_kind(setting.device),
+        unfolding=unfolding,
     )
-    num_tokens = sum(query_lens)
-    plan = backend.prepare(
-        StepLayout(
-            query_lens=np.array(query_lens),
-            context_lens=np.array(context_lens),
-            block_tables=tables,
-            slot_mapping=np.zeros(num_tokens, dtype=np.int64),  # nothing is written
-            num_decodes=sum(length == 1 for length in query_lens),
-        )
+
+
+def layout_of(query_lens: list[int], context_lens: list[int]) -> StepLayout:
+    blocks_each = -(-max(context_lens) // BLOCK_SIZE)
+    tables = np.random.default_rng(1).permutation(len(query_lens) * blocks_each).reshape(len(query_lens), -1)
+    return StepLayout(
+        query_lens=np.array(query_lens),
+        context_lens=np.array(context_lens),
+        block_tables=tables,
+        slot_mapping=np.full(sum(query_lens), -1, dtype=np.int64),  # nothing is written
+        num_decodes=sum(length == 1 for length in query_lens),
     )
-    kv = torch.randn(tables.size, 1, 1, BLOCK_SIZE, sizes.latent_dim, device=setting.device).to(dtype)
-    q = torch.randn(num_tokens, num_heads, sizes.latent_dim, device=setting.device).to(dtype)
-    return lambda: backend.attend(q, kv, plan, sizes.latent_dim**-0.5)
+
+
+def random_pool(setting: Setting, dtype: torch.dtype, sizes: LatentSizes, layout: StepLayout) -> torch.Tensor:
+    num_blocks = layout.block_tables.size
+    return torch.randn(num_blocks, 1, 1, BLOCK_SIZE, sizes.latent_dim, device=setting.device).to(dtype)
 
 
 def expert_row(

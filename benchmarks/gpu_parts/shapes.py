@@ -102,6 +102,9 @@ class LatentSizes:
     kv_lora_rank: int
     latent_dim: int
     """With the rotated key."""
+    query_dim: int
+    """Of a head's query without positions."""
+    value_dim: int
     decode: tuple[int, int]
     """(sequences, context)"""
     prefill: tuple[int, int]
@@ -117,6 +120,17 @@ class LatentSizes:
 def latent_flop(sizes: LatentSizes, num_heads: int) -> int:
     """Of a token and one that it sees: a product with all that is in the pool, one with the latent."""
     return 2 * num_heads * (sizes.latent_dim + sizes.kv_lora_rank)
+
+
+def unfolded_flop(sizes: LatentSizes, num_heads: int) -> int:
+    """The same with keys and values of heads."""
+    rotated_dim = sizes.latent_dim - sizes.kv_lora_rank
+    return 2 * num_heads * (sizes.query_dim + rotated_dim + sizes.value_dim)
+
+
+def unfolding_flop(sizes: LatentSizes, num_heads: int) -> int:
+    """Of a token: its latent's keys and values."""
+    return 2 * num_heads * sizes.kv_lora_rank * (sizes.query_dim + sizes.value_dim)
 
 
 def expert_numbers(sizes: LatentSizes) -> int:
@@ -181,8 +195,9 @@ FULL = Sizes(
     push_mib=1024,
     push_layers=32,
     latents=LatentSizes(
-        nums_heads=(16, 128), kv_lora_rank=512, latent_dim=576, decode=(64, 4096), prefill=(1, 8192), num_experts=256,
-        hidden_size=7168, expert_size=256, experts_per_token=8, expert_tokens=(64, 8192),
+        nums_heads=(16, 128), kv_lora_rank=512, latent_dim=576, query_dim=128, value_dim=128, decode=(64, 4096),
+        prefill=(1, 8192), num_experts=256, hidden_size=7168, expert_size=256, experts_per_token=8,
+        expert_tokens=(64, 8192),
     ),
 )  # fmt: skip
 TINY = Sizes(
@@ -204,8 +219,8 @@ TINY = Sizes(
     push_mib=4,
     push_layers=4,
     latents=LatentSizes(
-        nums_heads=(4,), kv_lora_rank=32, latent_dim=48, decode=(2, 40), prefill=(1, 24), num_experts=4,
-        hidden_size=64, expert_size=32, experts_per_token=2, expert_tokens=(3,),
+        nums_heads=(4,), kv_lora_rank=32, latent_dim=48, query_dim=16, value_dim=16, decode=(2, 40), prefill=(1, 24),
+        num_experts=4, hidden_size=64, expert_size=32, experts_per_token=2, expert_tokens=(3,),
     ),
 )  # fmt: skip
 

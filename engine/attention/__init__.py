@@ -16,6 +16,7 @@ from engine.attention.choice import (
 from engine.attention.cpu_backend import CpuAttention
 from engine.attention.flash_backend import FlashAttention
 from engine.attention.flash_calls import load_flash_calls
+from engine.attention.latent_forms import Unfolding
 from engine.attention.torch_backend import TorchAttention
 from engine.attention.torch_latents import TorchLatentAttention
 from engine.config import EngineConfig
@@ -95,22 +96,26 @@ def create_attention_backend(config: EngineConfig) -> PagedBackend[Any]:
 
 
 def _create_latent_backend(config: EngineConfig) -> LatentBackend[Any]:
+    model = config.model
+    unfolding = Unfolding.of(model.kv_lora_rank, model.qk_nope_head_dim, model.v_head_dim)
     if config.device.attention_backend == "triton":
         from engine.attention.triton_latents import TritonLatentAttention
 
         return TritonLatentAttention(
             kind=gpu_kind(config.device.device),
-            num_heads=config.model.num_heads,
-            kv_lora_rank=config.model.kv_lora_rank,
+            num_heads=model.num_heads,
+            kv_lora_rank=model.kv_lora_rank,
             block_size=config.cache.block_size,
-            dtype=config.model.dtype,
+            dtype=model.dtype,
             kv_dtype=config.cache.kv_dtype,
             device=config.device.device,
             batch_invariant=config.device.batch_invariant,
+            unfolding=unfolding,
         )
     return TorchLatentAttention(
-        kv_lora_rank=config.model.kv_lora_rank,
-        latent_dim=config.model.head_dim,
+        kv_lora_rank=model.kv_lora_rank,
+        latent_dim=model.head_dim,
         block_size=config.cache.block_size,
         device=config.device.device,
+        unfolding=unfolding,
     )

@@ -5,10 +5,11 @@ the block tables.
 
     once a step     plan = backend.prepare(layout)
     every layer     q = backend.project(qkv, kv, plan, heads, cos_sin); o = backend.attend(q, kv, plan, scores, sinks)
-    with latents    q = backend.project(q, latent, kv, plan, heads, cos_sin); o = backend.attend(q, kv, plan, scale)
+    with latents    o = backend.attend(q, latent, kv, plan, heads, cos_sin, scale)
 
 Shapes: T tokens of the step, S sequences of the step, N query heads, K key/value heads, H head dim; a layer of the pool
-is `kv`: [block, 2, K, slot, H]. With latents, C numbers of one, P of a rotated key, R = C + P: [block, 1, 1, slot, R].
+is `kv`: [block, 2, K, slot, H]. With latents, C numbers of one, P of a rotated key, R = C + P: [block, 1, 1, slot, R];
+Q numbers of a head's query without positions, V of its value.
 """
 
 from __future__ import annotations
@@ -91,10 +92,10 @@ class AttentionBackend(PagedBackend[Plan]):
 
 
 class LatentBackend(PagedBackend[Plan]):
-    """Of models whose pool holds latents: one key for all query heads, whose first C numbers are also the value."""
+    """Of models whose pool holds latents, from which a head's keys and values follow by products."""
 
     @abstractmethod
-    def project(
+    def attend(
         self,
         q_TX: torch.Tensor,
         latent_TR: torch.Tensor,
@@ -102,13 +103,11 @@ class LatentBackend(PagedBackend[Plan]):
         plan: Plan,
         heads: LatentProjection,
         cos_sin: tuple[torch.Tensor, torch.Tensor],
+        scale: float,
     ) -> torch.Tensor:
-        """What `heads` makes of the step's [T, N * (Q + P)] and [T, R]: latents and keys go into one layer of the pool,
-        the queries [T, N, R] are returned."""
-
-    @abstractmethod
-    def attend(self, q_TNR: torch.Tensor, kv: torch.Tensor, plan: Plan, scale: float) -> torch.Tensor:
-        """Attention of every token to its own sequence's tokens up to itself, this step's included: [T, N, C].
+        """What `heads` makes of the step's latents and keys [T, R] goes into one layer of the pool. Then attention of
+        every token, by its heads' queries [T, N * (Q + P)], to its own sequence's tokens up to itself, this step's
+        included: [T, N, V].
 
         `scale`: what products of queries and keys are multiplied with. Reads whole blocks, as `AttentionBackend` does.
         """

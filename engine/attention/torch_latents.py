@@ -1,32 +1,93 @@
 """Paged attention to latents in plain torch: the reference of other backends, on any device.
 
-Owns nothing but its groups (engine/attention/paged_groups.py), each of which is one scaled-dot-product call: all query
-heads share one key, a decoding group's heads are its queries.
+Owns nothing but its groups (engine/attention/paged_groups.py), each of which is one scaled-dot-product call, and room
+for what is unfolded. In the absorbed form all query heads share one key, a decoding group's heads are its queries. What
+a prompt attends to is unfolded where that pays (engine/attention/latent_forms.py).
 
-Shapes: T tokens, N query heads, C numbers of a latent, P of a rotated key, R = C + P; B sequences of a group, L its
-longest query, S the slots of its gathered blocks.
+Shapes: T tokens, A of them absorbed, N query heads, C numbers of a latent, P of a rotated key, R = C + P, V of a head's
+value; B sequences of a group, L its longest query, S the slots of its gathered blocks.
 """
 
 from __future__ import annotations
+
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F  # noqa: N812
 
 from engine.attention.base import LatentBackend, StepLayout
+from engine.attention.latent_forms import UNFOLDED_BYTES, Part, Unfolding, part_of, unfolded_seqs
 from engine.attention.paged_groups import Group, PagedGroups, TorchPlan, in_token_order
+from engine.attention.torch_unfolded import UnfoldedHeads, unfolded_queries
 from engine.layers import LatentProjection
 
+CosSin = tuple[torch.Tensor, torch.Tensor]
 
-class TorchLatentAttention(LatentBackend[TorchPlan]):
-    def __init__(self, *, kv_lora_rank: int, latent_dim: int, block_size: int, device: str) -> None:
-        """`latent_dim`: all that a token has in the pool, R."""
-        self._value_dim = kv_lora_rank
+
+@dataclass(frozen=True, slots=True)
+class MixedTorchPlan:
+    """Of a step in which some sequences, or all, are unfolded."""
+
+    step: TorchPlan
+    """Where its tokens are written."""
+    absorbed: tuple[Part, TorchPlan] | None
+    unfolded: tuple[Part, TorchPlan]
+
+
+class TorchLatentAttention(LatentBackend[TorchPlan | MixedTorchPlan]):
+    def __init__(
+        self,
+        *,
+        kv_lora_rank: int,
+        latent_dim: int,
+        block_size: int,
+        device: str,
+        unfolding: Unfolding | None = None,
+    ) -> None:
+        """`latent_dim`: all that a token has in the pool, R. `unfolding`: None for none."""
+        self._value_dim, self._unfolding = kv_lora_rank, unfolding
         self._groups = PagedGroups(
             num_parts=1, num_kv_heads=1, head_dim=latent_dim, block_size=block_size, device=device
         )
+        self._unfolded_heads = UnfoldedHeads(UNFOLDED_BYTES if unfolding is None else unfolding.max_bytes)
 
-    def prepare(self, layout: StepLayout) -> TorchPlan:
-        return self._groups.prepare(layout)
+    def prepare(self, layout: StepLayout) -> TorchPlan | MixedTorchPlan:
+        is_unfolded = unfolded_seqs(layout, self._unfolding)
+        step, unfolded = self._groups.prepare(layout), part_of(layout, is_unfolded)
+        if unfolded is None:
+            return step
+        absorbed = part_of(layout, ~is_unfolded)
+        return MixedTorchPlan(
+            step,
+            None if absorbed is None else (absorbed, self._groups.prepare(absorbed.layout)),
+            (unfolded, self._groups.prepare(unfolded.layout)),
+        )
+
+    def attend(
+        self,
+        q_TX: torch.Tensor,
+        latent_TR: torch.Tensor,
+        kv: torch.Tensor,
+        plan: TorchPlan | MixedTorchPlan,
+        heads: LatentProjection,
+        cos_sin: CosSin,
+        scale: float,
+    ) -> torch.Tensor:
+        if isinstance(plan, TorchPlan):
+            q_TNR = self.project(q_TX, latent_TR, kv, plan, heads, cos_sin)
+            return heads.values(self.attend_absorbed(q_TNR, kv, plan, scale))
+        self.store(heads.latents(latent_TR, cos_sin), kv, plan.step)
+        o_TNV = q_TX.new_empty(len(q_TX), heads.up_key.shape[0], heads.up_value.shape[2])
+        if plan.absorbed is not None:
+            part, absorbed = plan.absorbed
+            o_ANC = self.attend_absorbed(_absorbed_queries(q_TX, cos_sin, heads, part), kv, absorbed, scale)
+            for run in part.runs:
+                heads.up_value(o_ANC[run.part], o_TNV[run.step])
+        part, unfolded = plan.unfolded
+        o_UNV = self._attend_unfolded(unfolded_queries(q_TX, cos_sin, heads, part), kv, unfolded, heads, scale)
+        for run in part.runs:
+            o_TNV[run.step] = o_UNV[run.part]
+        return o_TNV
 
     def project(
         self,
@@ -35,8 +96,9 @@ class TorchLatentAttention(LatentBackend[TorchPlan]):
         kv: torch.Tensor,
         plan: TorchPlan,
         heads: LatentProjection,
-        cos_sin: tuple[torch.Tensor, torch.Tensor],
+        cos_sin: CosSin,
     ) -> torch.Tensor:
+        """Latents and keys into the pool; queries [T, N, R], in the space of latents."""
         q_TNR, latent_TR = heads(q_TX, latent_TR, cos_sin)
         self.store(latent_TR, kv, plan)
         return q_TNR
@@ -44,9 +106,21 @@ class TorchLatentAttention(LatentBackend[TorchPlan]):
     def store(self, latent_TR: torch.Tensor, kv: torch.Tensor, plan: TorchPlan) -> None:
         self._groups.write(kv, (latent_TR,), plan)
 
-    def attend(self, q_TNR: torch.Tensor, kv: torch.Tensor, plan: TorchPlan, scale: float) -> torch.Tensor:
+    def attend_absorbed(self, q_TNR: torch.Tensor, kv: torch.Tensor, plan: TorchPlan, scale: float) -> torch.Tensor:
+        """Weighted sums of latents: [T, N, C]."""
         groups = self._groups.of(plan, 0, q_TNR.dtype)
         return in_token_order(groups, len(q_TNR), lambda group: self._attend_group(q_TNR, kv, group, scale))
+
+    def _attend_unfolded(
+        self, q_UNX: torch.Tensor, kv: torch.Tensor, plan: TorchPlan, heads: LatentProjection, scale: float
+    ) -> torch.Tensor:
+        """[U, N, V]"""
+
+        def attend_group(group: Group) -> torch.Tensor:
+            latent_B1SR = self._groups.gather(kv, group, q_UNX.dtype)[0]
+            return self._unfolded_heads.attend(q_UNX, latent_B1SR.squeeze(1), group, heads, scale)
+
+        return in_token_order(self._groups.of(plan, 0, q_UNX.dtype), len(q_UNX), attend_group)
 
     def _attend_group(self, q_TNR: torch.Tensor, kv: torch.Tensor, group: Group, scale: float) -> torch.Tensor:
         """[tokens of the group, N, C]"""
@@ -54,21 +128,37 @@ class TorchLatentAttention(LatentBackend[TorchPlan]):
         k_B1SR = self._groups.gather(kv, group, q_TNR.dtype)[0]
         if L == 1:
             q_B1NR = q_TNR[group.token_rows].unsqueeze(1)
-            v_B1SC = k_B1SR[..., : self._value_dim]
-            o_B1NC = F.scaled_dot_product_attention(q_B1NR, k_B1SR, v_B1SC, attn_mask=group.mask, scale=scale)
-            return o_B1NC.squeeze(1)
+            v_B1SV = self._values_in(k_B1SR)
+            o_B1NV = F.scaled_dot_product_attention(q_B1NR, k_B1SR, v_B1SV, attn_mask=group.mask, scale=scale)
+            return o_B1NV.squeeze(1)[..., : self._value_dim]
         q = q_TNR[group.token_rows] if group.padded_rows is None else q_TNR[group.padded_rows]
         q_BNLR = q.view(B, L, N, -1).transpose(1, 2)
         if group.mask is None:
             k_B1SR = k_B1SR[:, :, :L]
         k_BNSR = k_B1SR.expand(-1, N, -1, -1)
-        o_BNLC = F.scaled_dot_product_attention(
+        o_BNLV = F.scaled_dot_product_attention(
             q_BNLR,
             k_BNSR,
-            k_BNSR[..., : self._value_dim],
+            self._values_in(k_BNSR),
             attn_mask=group.mask,
             is_causal=group.mask is None,
             scale=scale,
         )
-        o = o_BNLC.transpose(1, 2).reshape(B * L, N, -1)
+        o = o_BNLV[..., : self._value_dim].transpose(1, 2).reshape(B * L, N, -1)
         return o if group.valid_rows is None else o[group.valid_rows]
+
+    def _values_in(self, k_BNSR: torch.Tensor) -> torch.Tensor:
+        """Latents; on a CPU with the rotated keys behind them, whose sums nobody looks at: torch's fast kernel there
+        takes values as long as keys alone, and with others all scores are written."""
+        return k_BNSR if k_BNSR.device.type == "cpu" else k_BNSR[..., : self._value_dim]
+
+
+def _absorbed_queries(q_TX: torch.Tensor, cos_sin: CosSin, heads: LatentProjection, part: Part) -> torch.Tensor:
+    """[A, N, R] of the part's tokens."""
+    N, Q, C = heads.up_key.shape
+    q_ANR = q_TX.new_empty(part.num_tokens, N, C + q_TX.shape[1] // N - Q)
+    cos, sin = cos_sin
+    for run in part.runs:
+        heads.absorb(q_TX[run.step], q_ANR[run.part])
+        q_ANR[run.part, :, C:] = heads.rotated(q_TX[run.step], (cos[run.step], sin[run.step]))
+    return q_ANR

@@ -4,20 +4,29 @@ Latents are read where they lie. Plans, and what a CUDA graph asks of them, are 
 (engine/attention/triton_plans.py). Owns the scratch memory of pieces of contexts: steps run one after the other, so
 that all plans share it, where each having its own would take gigabytes.
 
-Sequences that decode have a kernel of their own, which cuts contexts by their length, and adds up otherwise than that
-for prompts. With `batch_invariant` all tokens go through the latter, in tiles of one size: a token has the same bits
-whether its sequence decodes, its prompt is computed again, or drafts are checked. With few sequences and long contexts
-much of a GPU has nothing to do then: registers have no room for a second sum, as pieces need (triton_invariant.py).
+What a prompt attends to is unfolded where that pays (engine/attention/latent_forms.py, triton_unfolded.py); steps in
+which all sequences decode, and plans that are refilled, are absorbed alone.
 
-Shapes: T tokens, N query heads, C numbers of a latent, P of a rotated key, R = C + P.
+Sequences that decode have a kernel of their own, which cuts contexts by their length, and adds up otherwise than that
+for prompts. With `batch_invariant` all tokens go through the latter, absorbed, in tiles of one size: a token has the
+same bits whether its sequence decodes, its prompt is computed again, or drafts are checked. With few sequences and long
+contexts much of a GPU has nothing to do then: registers have no room for a second sum, as pieces need
+(triton_invariant.py).
+
+Shapes: T tokens, A of them absorbed, N query heads, C numbers of a latent, P of a rotated key, R = C + P, V of a head's
+value.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 
-from engine.attention.base import LatentBackend
-from engine.attention.triton_plans import TritonPlan, TritonPlans, WithTritonPlans
+from engine.attention.base import LatentBackend, StepLayout
+from engine.attention.latent_forms import Part, Unfolding, part_of, unfolded_seqs
+from engine.attention.triton_plans import TritonPlan, TritonPlans, WithReservedPlans
+from engine.attention.triton_unfolded import UnfoldedAttention, UnfoldedPlan
 from engine.float8 import FLOAT8, why_no_float8
 from engine.kernels.gpu.decode import partial_size
 from engine.kernels.gpu.gpu_kind import GpuKind
@@ -30,11 +39,20 @@ from engine.kernels.gpu.latents import (
     prefill_latents,
 )
 from engine.kernels.gpu.pointwise import MAX_HIDDEN_SIZE
+from engine.kernels.gpu.unfolded import MAX_QUERY, MAX_VALUE
 from engine.kv_cache import KV_DTYPES, TORCH_DTYPES
 from engine.layers import LatentProjection
 
 
-class TritonLatentAttention(WithTritonPlans, LatentBackend[TritonPlan]):
+@dataclass(frozen=True, slots=True)
+class MixedTritonPlan:
+    """Of a step in which some sequences, or all, are unfolded."""
+
+    unfolded: UnfoldedPlan
+    absorbed: tuple[Part, TritonPlan] | None
+
+
+class TritonLatentAttention(WithReservedPlans, LatentBackend[TritonPlan | MixedTritonPlan]):
     """`why_not` says whether it can serve a model, `engine.kernels.gpu.why_no_triton` whether it can run at all."""
 
     def __init__(
@@ -48,8 +66,10 @@ class TritonLatentAttention(WithTritonPlans, LatentBackend[TritonPlan]):
         kind: GpuKind,
         kv_dtype: str = "",
         batch_invariant: bool = False,
+        unfolding: Unfolding | None = None,
     ) -> None:
-        """`kind`: of the device. `kv_dtype`: of the pool, where it is not the queries' `dtype`."""
+        """`kind`: of the device. `kv_dtype`: of the pool, where it is not the queries' `dtype`. `unfolding`: None for
+        none; nor is there any where a tile has no room for what a head has."""
         self._num_heads, self._latent_dim, self._device = num_heads, kv_lora_rank, device
         itemsize, kv_itemsize = TORCH_DTYPES[dtype].itemsize, KV_DTYPES[kv_dtype or dtype].itemsize
         self._decode_config = LatentTileConfig.of_decode(kind, num_heads, itemsize, kv_itemsize)
@@ -61,6 +81,13 @@ class TritonLatentAttention(WithTritonPlans, LatentBackend[TritonPlan]):
             scratch_size=self._scratch_size,
             splits_decodes=not batch_invariant,
         )
+        has_room = unfolding is not None and unfolding.query_dim <= MAX_QUERY and unfolding.value_dim <= MAX_VALUE
+        self._unfolding = unfolding if has_room and not batch_invariant else None
+        if self._unfolding is not None:
+            self._unfolded = UnfoldedAttention(
+                unfolding=self._unfolding, num_heads=num_heads, block_size=block_size, dtype=dtype, device=device,
+                kind=kind,
+            )  # fmt: skip
 
     @staticmethod
     def why_not(
@@ -78,6 +105,44 @@ class TritonLatentAttention(WithTritonPlans, LatentBackend[TritonPlan]):
             return f"the model's hidden size must be at most {MAX_HIDDEN_SIZE}, is {hidden_size}"
         return ""
 
+    def prepare(self, layout: StepLayout) -> TritonPlan | MixedTritonPlan:
+        is_unfolded = unfolded_seqs(layout, self._unfolding)
+        unfolded = part_of(layout, is_unfolded)
+        if unfolded is None:
+            return self._plans.prepare(layout)
+        absorbed = part_of(layout, ~is_unfolded)
+        return MixedTritonPlan(
+            self._unfolded.prepare(layout, unfolded),
+            None if absorbed is None else (absorbed, self._plans.prepare(absorbed.layout)),
+        )
+
+    def attend(
+        self,
+        q_TX: torch.Tensor,
+        latent_TR: torch.Tensor,
+        kv: torch.Tensor,
+        plan: TritonPlan | MixedTritonPlan,
+        heads: LatentProjection,
+        cos_sin: tuple[torch.Tensor, torch.Tensor],
+        scale: float,
+    ) -> torch.Tensor:
+        if isinstance(plan, TritonPlan):
+            q_TNR = self.project(q_TX, latent_TR, kv, plan, heads, cos_sin)
+            return heads.values(self.attend_absorbed(q_TNR, kv, plan, scale))
+        (N, _, C), V = heads.up_key.shape, heads.up_value.shape[2]
+        rotated_TNP = q_TX.new_empty(len(q_TX), N, latent_TR.shape[1] - C)
+        rotate_and_store_latents(
+            q_TX, latent_TR, cos_sin, heads.norm.weight, heads.norm.eps, kv, plan.unfolded.slot_mapping, rotated_TNP
+        )
+        o_TNV = q_TX.new_empty(len(q_TX), N, V)
+        if plan.absorbed is not None:
+            part, absorbed = plan.absorbed
+            o_ANC = self.attend_absorbed(_absorbed_queries(q_TX, rotated_TNP, heads, part), kv, absorbed, scale)
+            for run in part.runs:
+                heads.up_value(o_ANC[run.part], o_TNV[run.step])
+        self._unfolded.attend(q_TX, rotated_TNP, kv, plan.unfolded, heads, o_TNV, scale)
+        return o_TNV
+
     def project(
         self,
         q_TX: torch.Tensor,
@@ -87,6 +152,7 @@ class TritonLatentAttention(WithTritonPlans, LatentBackend[TritonPlan]):
         heads: LatentProjection,
         cos_sin: tuple[torch.Tensor, torch.Tensor],
     ) -> torch.Tensor:
+        """Latents and keys into the pool; queries [T, N, R], in the space of latents."""
         q_TNR = q_TX.new_empty(len(q_TX), self._num_heads, latent_TR.shape[1])
         heads.absorb(q_TX, q_TNR)
         rotate_and_store_latents(
@@ -94,7 +160,8 @@ class TritonLatentAttention(WithTritonPlans, LatentBackend[TritonPlan]):
         )
         return q_TNR
 
-    def attend(self, q_TNR: torch.Tensor, kv: torch.Tensor, plan: TritonPlan, scale: float) -> torch.Tensor:
+    def attend_absorbed(self, q_TNR: torch.Tensor, kv: torch.Tensor, plan: TritonPlan, scale: float) -> torch.Tensor:
+        """Weighted sums of latents: [T, N, C]."""
         q_TNR = q_TNR.contiguous()
         o_TNC = q_TNR.new_empty(*q_TNR.shape[:2], self._latent_dim)
         decodes = plan.num_decodes
@@ -112,3 +179,15 @@ class TritonLatentAttention(WithTritonPlans, LatentBackend[TritonPlan]):
 
     def _scratch_size(self, num_decodes: int, max_context_len: int) -> int:
         return partial_size(num_decodes, self._num_heads, self._latent_dim, max_context_len, self._decode_config)
+
+
+def _absorbed_queries(
+    q_TX: torch.Tensor, rotated_TNP: torch.Tensor, heads: LatentProjection, part: Part
+) -> torch.Tensor:
+    """[A, N, R] of the part's tokens."""
+    N, _, C = heads.up_key.shape
+    q_ANR = q_TX.new_empty(part.num_tokens, N, C + rotated_TNP.shape[2])
+    for run in part.runs:
+        heads.absorb(q_TX[run.step], q_ANR[run.part])
+        q_ANR[run.part, :, C:] = rotated_TNP[run.step]
+    return q_ANR

@@ -124,13 +124,11 @@ class TritonPlans:
         )
 
 
-class WithTritonPlans:
-    """A backend's part of this: what it does with plans it leaves to `_plans`, which it makes."""
+class WithReservedPlans:
+    """A backend's part of this: what it does with plans that keep their addresses it leaves to `_plans`, which it
+    makes."""
 
     _plans: TritonPlans
-
-    def prepare(self, layout: StepLayout) -> TritonPlan:
-        return self._plans.prepare(layout)
 
     def keep_scratch(self, num_seqs: int, max_context_len: int) -> None:
         self._plans.scratch(num_seqs, max_context_len)
@@ -142,3 +140,10 @@ class WithTritonPlans:
     def refill(self, plan: TritonPlan, layout: StepLayout) -> None:
         """See `TritonPlans`."""
         self._plans.refill(plan, layout)
+
+
+class WithTritonPlans(WithReservedPlans):
+    """The same of all plans."""
+
+    def prepare(self, layout: StepLayout) -> TritonPlan:
+        return self._plans.prepare(layout)

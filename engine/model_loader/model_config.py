@@ -231,6 +231,8 @@ def _model_config(
         num_kv_heads=shape.num_kv_heads,
         head_dim=shape.head_dim,
         kv_lora_rank=shape.mla.kv_lora_rank if shape.mla is not None else 0,
+        qk_nope_head_dim=shape.mla.qk_nope_head_dim if shape.mla is not None else 0,
+        v_head_dim=shape.mla.v_head_dim if shape.mla is not None else 0,
         hidden_size=shape.hidden_size,
         eos_token_ids=_eos_token_ids(folder, hf_config, shape.vocab_size),
         weights_digest=weights_digest,

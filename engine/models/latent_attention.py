@@ -1,10 +1,10 @@
 """Multi-head latent attention: DeepSeek-AI, "DeepSeek-V2", 2024 (arXiv 2405.04434), section 2.1 and appendix C.
 
-A token's KV is one latent, from which each head's key and value would be products, and one rotated key for all heads.
-The products are absorbed: a head's query goes through the key's product instead (`up_key`), its output through the
-value's (`up_value`). So attention is that of N query heads to one key of C + P numbers, of which the first C are also
-the value, and nothing but latents is ever kept or read. Prompts are computed in the same way, which takes about 3.4
-times the arithmetic of attention to keys and values of 192 and 128 numbers, and makes none of them.
+A token's KV is one latent, from which each head's key and value are products, and one rotated key for all heads.
+While a sequence decodes the products are absorbed: a head's query goes through the key's product instead (`up_key`),
+its output through the value's (`up_value`). So attention is that of N query heads to one key of C + P numbers, of which
+the first C are also the value. Prompts that are long enough attend to keys and values unfolded for them, which takes
+less arithmetic (engine/attention/latent_forms.py). Nothing but latents is ever kept.
 
 Of several ranks each has some of the heads, and all of the latents.
 
@@ -30,7 +30,7 @@ LATENT_NORM_EPS = 1e-6
 
 
 class LatentAttention:
-    """q, latents and keys by products; the backend's attention; values and the product of all heads' outputs."""
+    """q, latents and keys by products; the backend's attention; the product of all heads' outputs."""
 
     def __init__(
         self,
@@ -58,19 +58,20 @@ class LatentAttention:
             self._query_norm = factory.rms_norm(f"{at}.q_a_layernorm", mla.q_lora_rank, LATENT_NORM_EPS)
         up, _ = factory.weight_and_bias(f"{at}.kv_b_proj", N * (Q + V), C, False)
         up_key, up_value = up.view(N, Q + V, C).split_with_sizes([Q, V], dim=1)
-        self._up_value = factory.parts.head_products(up_value.transpose(1, 2).contiguous())
-        latent_norm = factory.rms_norm(f"{at}.kv_a_layernorm", C, LATENT_NORM_EPS)
-        self._heads = LatentProjection(rotary, latent_norm, factory.parts.head_products(up_key.contiguous()))
+        self._heads = LatentProjection(
+            rotary,
+            factory.rms_norm(f"{at}.kv_a_layernorm", C, LATENT_NORM_EPS),
+            factory.parts.head_products(up_key.contiguous()),
+            factory.parts.head_products(up_value.transpose(1, 2).contiguous()),
+        )
         self._output = factory.row_parallel_linear(f"{at}.o_proj", D, N * V, config.has_output_bias)
 
     def __call__(self, h_TD: torch.Tensor, kv: torch.Tensor, plan: Any, cos_sin: CosSin) -> torch.Tensor:
         mla = self._mla
         query_latent, latent_TR = self._down(h_TD).split_with_sizes([mla.q_lora_rank, mla.latent_dim], dim=-1)
         query = h_TD if self._query_norm is None else self._query_norm(query_latent)
-        q_TNR = self._backend.project(self._up_query(query), latent_TR, kv, plan, self._heads, cos_sin)
-        o_TNC = self._backend.attend(q_TNR, kv, plan, mla.softmax_scale)
-        o_TNV = o_TNC.new_empty(*o_TNC.shape[:2], mla.v_head_dim)
-        self._up_value(o_TNC, o_TNV)
+        q_TX = self._up_query(query)
+        o_TNV = self._backend.attend(q_TX, latent_TR, kv, plan, self._heads, cos_sin, mla.softmax_scale)
         return self._output(o_TNV.flatten(1))
 
 

@@ -14,6 +14,7 @@ from dataclasses import replace
 
 import torch
 
+from engine.attention.latent_forms import Unfolding
 from engine.config import EngineConfig
 from engine.kv_cache import KVCacheShape
 from engine.sampling_params import SamplingParams
@@ -57,11 +58,30 @@ def longest_step(config: EngineConfig) -> SchedulerOutput:
     are the first one: nobody looks at what it computes."""
     scheduler, longest = config.scheduler, config.model.max_model_len
     num_new = max(1, min(scheduler.prefill_chunk_tokens, scheduler.max_num_batched_tokens, longest - 1))
-    seq = Sequence(0, "longest", [0] * longest, longest, _GREEDY)
+    return SchedulerOutput([_at_the_longest_end(config, 0, num_new)], [], [])
+
+
+def unfolding_step(config: EngineConfig) -> SchedulerOutput | None:
+    """As many tokens as a step may have, of as many sequences as unfold what they see, each at the end of as long a
+    context as there can be: slices are as full as they can be, and go on in others (engine/attention/latent_forms.py).
+    None where nothing is unfolded."""
+    scheduler, model = config.scheduler, config.model
+    unfolding = Unfolding.of(model.kv_lora_rank, model.qk_nope_head_dim, model.v_head_dim)
+    if unfolding is None or config.device.batch_invariant:
+        return None
+    most = scheduler.max_num_batched_tokens
+    num_seqs = max(1, min(scheduler.max_num_seqs, most // unfolding.from_tokens))
+    num_new = max(1, min(most // num_seqs, scheduler.prefill_chunk_tokens, model.max_model_len - 1))
+    return SchedulerOutput([_at_the_longest_end(config, number, num_new) for number in range(num_seqs)], [], [])
+
+
+def _at_the_longest_end(config: EngineConfig, number: int, num_new: int) -> ScheduledSequence:
+    longest = config.model.max_model_len
+    seq = Sequence(number, f"longest-{number}", [0] * longest, longest, _GREEDY)
     seq.block_table = [0] * -(-longest // config.cache.block_size)
     seq.num_computed_tokens = longest - num_new
     seq.lora_id = _largest_adapter(config)
-    return SchedulerOutput([ScheduledSequence(seq, num_new)], [], [])
+    return ScheduledSequence(seq, num_new)
 
 
 def _largest_adapter(config: EngineConfig) -> int:
@@ -73,8 +93,10 @@ def _largest_adapter(config: EngineConfig) -> int:
 def measured_steps(config: EngineConfig) -> tuple[int, list[SchedulerOutput]]:
     """And how many blocks they take."""
     num_blocks, step = largest_step(config)
-    # Plain torch gathers what a step attends to, and keeps the room for it.
-    return num_blocks, [longest_step(config), step] if config.device.attention_backend == "torch" else [step]
+    if config.device.attention_backend == "torch":  # gathers what a step attends to, and keeps the room for it
+        return num_blocks, [longest_step(config), step]
+    unfolding = unfolding_step(config) if config.model.kv_lora_rank else None
+    return num_blocks, [step] if unfolding is None else [unfolding, step]
 
 
 def measure_num_blocks(config: EngineConfig, shape: KVCacheShape, run_steps: RunSteps) -> int:

@@ -31,7 +31,7 @@ from triton_device import DEVICE
 
 from engine.llm_engine import LLMEngine
 from engine.running.decode_graphs import RECORDING_BYTES, DecodeGraphs
-from engine.running.pool_size import largest_step
+from engine.running.pool_size import largest_step, measured_steps
 
 ROOT = Path(__file__).resolve().parents[2]
 NUMBERS = range(5)
@@ -194,6 +194,22 @@ def test_the_pool_leaves_room_for_recordings(tmp_path: Path) -> None:
         assert 0.98 * at_most < torch.cuda.max_memory_allocated() <= at_most + 4096
 
 
+def test_the_pool_leaves_room_for_what_prompts_unfold(tmp_path: Path) -> None:
+    """At the end of long contexts, which the step of the most sequences does not have."""
+    total_bytes, settings = 256 << 20, {"attention_backend": "triton", "num_kv_blocks": 0, "max_num_seqs": 4}
+    config = EXPERTS | {"max_position_embeddings": 512}
+    with pretend_gpu(total_bytes=total_bytes, has_triton=True) as gpu, triton_interprets(gpu):
+        engine = make_engine(tmp_path, config, gpu_memory_utilization=0.3, max_num_batched_tokens=64, **settings)
+        peaks = []
+        for step in measured_steps(engine.config)[1]:
+            torch.cuda.reset_peak_memory_stats()
+            engine.executor.launch(step).wait()
+            peaks.append(torch.cuda.max_memory_allocated())
+        unfolding, of_most_sequences = peaks
+        assert of_most_sequences < 0.995 * unfolding
+        assert 0.98 * 0.3 * total_bytes < unfolding <= 0.3 * total_bytes
+
+
 def launches_compiled(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     """What Triton asks of the driver, it asks of ours. A process of its own: where Triton interprets, it does not
     compile."""
@@ -226,7 +242,7 @@ def test_every_launch_can_be_compiled(tmp_path: Path, capability: str, shared_by
     assert {kernel for program in found.values() for part in program.values() for kernel in part} == {
         "_split_kernel", "reduce_kernel", "_prefill_kernel", "_rotate_kernel", "_norm_kernel", "_silu_kernel",
         "_digest_kernel", "_product_kernel", "_widen_kernel", "_quantize_kernel", "_latent_decode_kernel",
-        "_latent_prefill_kernel", "_latent_project_kernel", "_bounds_kernel", "_race_kernel", "_one_row_kernel",
-        "_shrink_kernel", "_expand_kernel", "_tiles_kernel", "_expert_kernel", "_row_product_kernel",
+        "_latent_prefill_kernel", "_latent_project_kernel", "_unfolded_kernel", "_bounds_kernel", "_race_kernel",
+        "_one_row_kernel", "_shrink_kernel", "_expand_kernel", "_tiles_kernel", "_expert_kernel", "_row_product_kernel",
         "_expert_row_product_kernel", "_sum_kernel", "_choose_kernel", "_pieces_kernel", "_reduce_pieces_kernel",
     }  # fmt: skip

@@ -9,9 +9,10 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
-from deepseek_cases import BLOCK_SIZE, GREEDY, PROMPT, V3, alone, config_of
+from deepseek_cases import BLOCK_SIZE, GREEDY, PROMPT, UNFOLDS_EARLY, V3, alone, config_of
 from safetensors.torch import load_file, save_file
 
+from engine.attention.torch_unfolded import UnfoldedHeads
 from engine.llm_engine import LLMEngine
 from engine.running.executor import Executor
 
@@ -33,9 +34,12 @@ def test_a_token_has_a_latent_and_a_key_in_the_pool_and_nothing_else(tmp_path: P
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[int]]:
     """A model as transformers saves it, and its greedy answer to `PROMPT`."""
-    folder = tmp_path_factory.mktemp("deepseek")
+    return save_v3(tmp_path_factory.mktemp("deepseek"), {})
+
+
+def save_v3(folder: Path, sizes: dict[str, int]) -> tuple[Path, list[int]]:
     torch.manual_seed(5)
-    fields = {name: value for name, value in V3.items() if name not in ("architectures", "dtype")}
+    fields = {name: value for name, value in (V3 | sizes).items() if name not in ("architectures", "dtype")}
     config = transformers.DeepseekV3Config(**fields, num_key_value_heads=4, initializer_range=0.3, pad_token_id=0)
     model = transformers.AutoModelForCausalLM.from_config(config).eval()
     model.save_pretrained(folder)
@@ -47,6 +51,24 @@ def test_an_engine_answers_as_transformers_does(saved: tuple[Path, list[int]]) -
     folder, expected = saved
     assert alone(LLMEngine(config_of(folder, None))) == expected
     assert alone(LLMEngine(config_of(folder, None, prefill_chunk_tokens=5, max_num_seqs=4))) == expected
+
+
+@pytest.mark.parametrize(
+    ("settings", "num_unfolded"),
+    [({}, 3), ({"prefill_chunk_tokens": 5}, 0), ({"prefill_chunk_tokens": 6}, 9), ({"prefill_chunk_tokens": 10}, 6)],
+    ids=str,
+)
+def test_the_same_tokens_from_prompts_unfolded_and_absorbed(
+    tmp_path: Path, settings: dict[str, int], num_unfolded: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of 23 tokens in three layers, where 6 tokens unfold what they see: whole, in chunks that are too short for it,
+    and in some of which the last is."""
+    folder, expected = save_v3(tmp_path, UNFOLDS_EARLY)
+    calls: list[int] = []
+    attend = UnfoldedHeads.attend
+    monkeypatch.setattr(UnfoldedHeads, "attend", lambda *args: calls.append(1) or attend(*args))
+    assert alone(LLMEngine(config_of(folder, None, **settings))) == expected
+    assert len(calls) == num_unfolded
 
 
 def changed_copy(saved: Path, folder: Path, changes: dict[str, torch.Tensor | None]) -> Path:

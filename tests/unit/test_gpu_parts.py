@@ -95,6 +95,7 @@ def test_latents_and_experts(setting: Setting) -> None:
     assert [(row.what, row.unit) for row in rows] == [
         ("decode attention to latents 2 x 40, 4 heads", "GB/s"),
         ("prefill attention to latents 1 x 24, 4 heads", "TFLOP/s"),
+        ("prefill attention unfolded 1 x 24, 4 heads", "TFLOP/s"),
         ("experts 4 of 32, 3 tokens, float8_e4m3fn", "GB/s"),
         ("experts 4 of 32, 3 tokens, float32", "GB/s"),
     ]

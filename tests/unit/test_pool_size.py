@@ -7,11 +7,12 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from deepseek_cases import config_of
 
 from engine.config import EngineArgs
 from engine.model_loader import create_engine_config
 from engine.running.executor import Executor
-from engine.running.pool_size import largest_step, num_blocks_left
+from engine.running.pool_size import largest_step, measured_steps, num_blocks_left, unfolding_step
 
 GIB = 1 << 30
 DEVICE = {
@@ -65,3 +66,27 @@ def test_the_largest_step_is_one_that_the_engine_can_compute(tmp_path: Path) -> 
     assert all(p.has_filters and p.has_penalties and p.top_p < 1 for p in params), "a sampler may need more memory"
     executor = Executor(replace(config, cache=replace(config.cache, num_blocks=num_blocks)))
     assert all(len(token_ids) == 1 for token_ids in executor.launch(step).wait())
+
+
+@pytest.mark.parametrize(
+    ("settings", "expected"),
+    [
+        # As many as unfold what they see: 21 new tokens for latents of these sizes.
+        ({"max_num_batched_tokens": 64}, [(21, 107)] * 3),
+        ({"max_num_batched_tokens": 64, "max_num_seqs": 2}, [(32, 96)] * 2),
+        ({"max_num_batched_tokens": 500}, [(125, 3)] * 4),
+        ({"max_num_batched_tokens": 64, "prefill_chunk_tokens": 20}, [(20, 108)] * 3),
+    ],
+)
+def test_what_kernels_unfold_is_in_the_measurement(
+    tmp_path: Path, settings: dict[str, int], expected: list[tuple[int, int]]
+) -> None:
+    config = config_of(tmp_path, **{"max_num_seqs": 4} | settings)
+    step = unfolding_step(config)
+    assert step is not None
+    assert [(item.num_new_tokens, item.seq.num_computed_tokens) for item in step.scheduled] == expected
+    on_a_gpu = replace(config, device=replace(config.device, attention_backend="triton"))
+    _, [unfolding, _] = measured_steps(on_a_gpu)
+    assert len(unfolding.scheduled) == len(expected)
+    invariant = replace(on_a_gpu, device=replace(on_a_gpu.device, batch_invariant=True))
+    assert len(measured_steps(invariant)[1]) == 1

@@ -22,7 +22,7 @@ ROOT = Path(__file__).parents[2]
 KERNELS = {
     "split_kernel", "reduce_kernel", "prefill_kernel", "rotate_kernel", "norm_kernel", "silu_kernel", "digest_kernel",
     "product_kernel", "widen_kernel", "quantize_kernel", "latent_decode_kernel", "latent_prefill_kernel",
-    "latent_project_kernel", "bounds_kernel", "race_kernel", "copy_kernel",
+    "latent_project_kernel", "unfolded_kernel", "bounds_kernel", "race_kernel", "copy_kernel",
     "shrink_kernel", "expand_kernel", "tiles_kernel", "expert_kernel", "row_product_kernel",
     "expert_row_product_kernel", "sum_kernel", "choose_kernel", "pieces_kernel", "reduce_pieces_kernel",
 }  # fmt: skip
@@ -33,7 +33,7 @@ ONE_OF_EACH = [
     "128 bfloat16", "128 bfloat16, 8-bit pool", "16 heads bfloat16, pool of bfloat16", "normed", "16 rows",
     "16 rows, groups", "64 rows", "bfloat16", "at 8", "draws bfloat16", "rank 16 bfloat16",
     "DeepSeek-V3, 1 token", "2048 rows, batch invariant",
-    "128 bfloat16, pool of bfloat16, batch invariant",
+    "128 bfloat16, pool of bfloat16, batch invariant", "bfloat16, unfolded",
 ]  # fmt: skip
 
 
@@ -81,8 +81,8 @@ def test_kernels_compile_for_an_h200_and_spill_no_registers(cases: list[str], tm
 
 TELLING = {
     "80": ["128 bfloat16", "128 heads bfloat16, pool of bfloat16"],
-    "89": ["256 bfloat16", "20 heads bfloat16, pool of bfloat16"],
-    "100": ["128 heads bfloat16, pool of float8_e4m3fn"],
+    "89": ["256 bfloat16", "20 heads bfloat16, pool of bfloat16", "bfloat16, unfolded"],
+    "100": ["128 heads bfloat16, pool of float8_e4m3fn", "bfloat16, unfolded"],
     "120": ["128 bfloat16", "DeepSeek-V2-Lite, 4096 tokens"],
 }
 """What would not fit there, or spill, with the sizes for an H200."""

@@ -20,8 +20,10 @@ from triton_accesses import known_by_address
 from triton_device import DEVICE  # before the kernels
 
 from engine.attention import StepLayout
+from engine.attention.latent_forms import Unfolding
 from engine.attention.triton_backend import TritonAttention
 from engine.attention.triton_latents import TritonLatentAttention
+from engine.attention.triton_plans import TritonPlan
 from engine.kernels.gpu.copy_rows import copy_rows
 from engine.kernels.gpu.digest import block_digests
 from engine.kernels.gpu.experts import expert_config, expert_product, tiles_of
@@ -101,24 +103,33 @@ def test_keys_and_values_are_written_and_read(lens: list[tuple[int, int]]) -> No
     assert_same(far[num_before:], near)
 
 
-@pytest.mark.parametrize("lens", [LENS["decodes of very different lengths"], LENS["mixed"]], ids=["decode", "mixed"])
-def test_latents_are_written_and_read(lens: list[tuple[int, int]]) -> None:
+@pytest.mark.parametrize(
+    ("lens", "unfolding"),
+    [
+        (LENS["decodes of very different lengths"], None),
+        (LENS["mixed"], None),
+        (LENS["mixed"], Unfolding(from_tokens=16, query_dim=12, value_dim=12)),
+    ],
+    ids=["decode", "mixed", "unfolded"],
+)
+def test_latents_are_written_and_read(lens: list[tuple[int, int]], unfolding: Unfolding | None) -> None:
     case = LatentCase(lens, num_heads=4, latent_dim=48, rotated_dim=16, dtype=torch.float16)
     q, wide, weight, up_key = (
         torch.randn(*shape, generator=torch.Generator().manual_seed(3)).half().to(DEVICE)
         for shape in ((len(case.q), 4 * 28), (len(case.q), 64), (48,), (4, 12, 48))
     )
     rotary = RotaryEmbedding(RopeConfig(theta=100.0, rope_type="default"), 16, 128, torch.float16, DEVICE)
-    heads = LatentProjection(rotary, RMSNorm(weight, 1e-3), HeadProducts(up_key))
+    heads = LatentProjection(rotary, RMSNorm(weight, 1e-3), HeadProducts(up_key), HeadProducts(up_key.mT))
     cos_sin = rotary.select(torch.arange(len(q), device=DEVICE))
 
     def attended(kv: torch.Tensor, layout: StepLayout) -> torch.Tensor:
         backend = TritonLatentAttention(
             num_heads=4, kv_lora_rank=48, block_size=BLOCK_SIZE, dtype="float16", kv_dtype="float16", device=DEVICE,
-            kind=gpu_kind(DEVICE),
+            kind=gpu_kind(DEVICE), unfolding=unfolding,
         )  # fmt: skip
         plan = backend.prepare(layout)
-        return backend.attend(backend.project(q, wide, kv, plan, heads, cos_sin), kv, plan, case.scale)
+        assert isinstance(plan, TritonPlan) == (unfolding is None)
+        return backend.attend(q, wide, kv, plan, heads, cos_sin, case.scale)
 
     near = case.kv.clone().to(DEVICE)
     expected = attended(near, case.layout)

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 from attention_cases import LENS
-from deepseek_cases import V3
+from deepseek_cases import UNFOLDS_EARLY, V3
 from engine_steps import arguments, logits_of_steps
 from gpu_kinds import GPU_KINDS
 from latent_cases import LatentCase
@@ -20,7 +20,7 @@ from model_shapes import shape_of
 from recorder import RelaunchingRecorder
 from triton_device import DEVICE  # before the kernels
 
-from engine.attention import Needs, choose_attention_backend, why_no_graphs
+from engine.attention import Needs, choose_attention_backend, triton_unfolded, why_no_graphs
 from engine.attention.choice import GROUPED_MAJORS
 from engine.attention.torch_latents import TorchLatentAttention
 from engine.attention.triton_latents import TritonLatentAttention
@@ -54,7 +54,7 @@ def backend_of(
 def attend(case: LatentCase, kind: GpuKind | None = None, *, batch_invariant: bool = False) -> torch.Tensor:
     backend = backend_of(case, kind, batch_invariant=batch_invariant)
     plan = backend.prepare(case.layout)
-    return backend.attend(case.q.to(DEVICE), case.written_pool().to(DEVICE), plan, case.scale).cpu()
+    return backend.attend_absorbed(case.q.to(DEVICE), case.written_pool().to(DEVICE), plan, case.scale).cpu()
 
 
 def assert_close(case: LatentCase) -> None:
@@ -118,7 +118,7 @@ def project(case: LatentCase, *, uses_triton: bool, largest: float = 1.0) -> tup
         for shape in ((len(case.q), N * (12 + P)), (len(case.q), 7 + C + P), (C,), (N, 12, C))
     )
     rotary = RotaryEmbedding(RopeConfig(theta=100.0, rope_type="default"), P, 64, dtype, DEVICE)
-    heads = LatentProjection(rotary, RMSNorm(weight * largest, 1e-3), HeadProducts(up_key))
+    heads = LatentProjection(rotary, RMSNorm(weight * largest, 1e-3), HeadProducts(up_key), HeadProducts(up_key.mT))
     plain = TorchLatentAttention(kv_lora_rank=C, latent_dim=C + P, block_size=case.block_size, device=DEVICE)
     backend: Any = backend_of(case) if uses_triton else plain
     kv = case.kv.clone().to(DEVICE)
@@ -226,7 +226,7 @@ def test_a_reserved_plan_serves_any_step_that_fits() -> None:
         backend.refill(plan, case.layout)
         q = torch.zeros(3, 6, 40, device=DEVICE)
         q[: len(case.q)] = case.q
-        out = backend.attend(q, case.written_pool().to(DEVICE), plan, case.scale).cpu()
+        out = backend.attend_absorbed(q, case.written_pool().to(DEVICE), plan, case.scale).cpu()
         torch.testing.assert_close(out[: len(case.q)].double(), case.expected(), rtol=1e-5, atol=1e-5)
         assert (out[len(case.q) :] == 0).all()
     assert plan.buffer.data_ptr() == address
@@ -239,10 +239,10 @@ def test_a_cuda_graph_replays_other_steps() -> None:
     backend = backend_of(cases[0])
     plan = backend.reserve_decode_plan(3, 320)
     q, kv = torch.zeros(3, 6, 40, device=DEVICE), torch.zeros_like(cases[0].kv, device=DEVICE)
-    backend.attend(q, kv, plan, cases[0].scale)  # compiles, which cannot be captured
+    backend.attend_absorbed(q, kv, plan, cases[0].scale)  # compiles, which cannot be captured
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        out = backend.attend(q, kv, plan, cases[0].scale)
+        out = backend.attend_absorbed(q, kv, plan, cases[0].scale)
     for case in cases:
         backend.refill(plan, case.layout)
         q[: len(case.q)] = case.q.to(DEVICE)
@@ -330,13 +330,22 @@ def test_tiles_of_prefill_have_whole_tokens_or_a_part_of_one() -> None:
 # -- an engine with them --------------------------------------------------------------------------------------------
 
 
-def test_an_engine_computes_what_it_does_with_plain_torch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("sizes", [{}, UNFOLDS_EARLY], ids=["absorbed", "unfolded"])
+def test_an_engine_computes_what_it_does_with_plain_torch(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sizes: dict[str, int]
+) -> None:
     """Prompts launched, steps that only decode replayed."""
-    (tmp_path / "config.json").write_text(json.dumps(V3))
+    (tmp_path / "config.json").write_text(json.dumps(V3 | sizes))
+    unfolded: list[int] = []
+    launch = triton_unfolded.attend_unfolded
+    monkeypatch.setattr(
+        triton_unfolded, "attend_unfolded", lambda *args, **sizes: unfolded.append(1) or launch(*args, **sizes)
+    )
     # Not on a GPU either: experts in float32 cannot be captured there.
     monkeypatch.setattr(model_runner, "CudaRecorder", RelaunchingRecorder)
     ours = logits_of_steps(arguments(tmp_path, "triton", DEVICE), records=True)
     plain = logits_of_steps(arguments(tmp_path, "torch", DEVICE), records=False)
     for triton_logits, torch_logits in zip(ours, plain, strict=True):
         assert torch_logits.std() > 1e-3
+        assert bool(unfolded) == bool(sizes)
         torch.testing.assert_close(triton_logits, torch_logits, rtol=1e-4, atol=1e-5)

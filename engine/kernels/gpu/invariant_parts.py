@@ -52,6 +52,8 @@ class InvariantFloatLinear(InvariantLinear):
 
 
 class InvariantHeadProducts(HeadProducts):
+    """Not of inputs that heads share: latents are never unfolded, since a token's bits must be those of decoding."""
+
     def __init__(self, weight_NKO: torch.Tensor) -> None:
         self.shape = tuple(weight_NKO.shape)
         self._weight_NOK = weight_NKO.transpose(1, 2).contiguous()

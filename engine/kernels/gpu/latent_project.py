@@ -23,23 +23,24 @@ def rotate_and_store_latents(
     eps: float,
     kv: torch.Tensor,
     slot_mapping: torch.Tensor,
-    out_TNR: torch.Tensor,
+    out_TNX: torch.Tensor,
 ) -> None:
-    """Latents, normed, and their keys, rotated, into the pool; queries, rotated, to the last P numbers of `out_TNR`.
+    """Latents, normed, and their keys, rotated, into the pool; queries, rotated, to the last P numbers of `out_TNX`,
+    which may have others before them.
 
     `q_TX`: [T, N * (Q + P)], contiguous. `latent_TR`: rows contiguous. `cos_sin`: [T, 1, P] each, contiguous, the sines
     with the sign of `RotaryEmbedding`. `norm_weight`: [C]. `kv`: a layer of the pool; of 8-bit floats, what is too
     large for them is saturated. `slot_mapping`: [T] int64; below 0 nothing is written. In float32, rounded as in
     `rotate.py`.
     """
-    num_tokens, num_heads, size = out_TNR.shape
+    num_tokens, num_heads, size = out_TNX.shape
     latent_dim = len(norm_weight)
-    rotated = size - latent_dim
+    rotated = latent_TR.shape[1] - latent_dim
     block_p = triton.next_power_of_2(rotated)
     heads_per_program = max(VALUES_PER_PROGRAM // block_p, 1)
     _latent_project_kernel[(num_tokens, triton.cdiv(num_heads, heads_per_program) + 1)](
-        q_TX, latent_TR, *cos_sin, norm_weight, kv, slot_mapping, out_TNR, latent_TR.stride(0), eps,
-        NUM_HEADS=num_heads, QUERY=q_TX.shape[1] // num_heads, LATENT=latent_dim, ROTATED=rotated,
+        q_TX, latent_TR, *cos_sin, norm_weight, kv, slot_mapping, out_TNX, latent_TR.stride(0), eps,
+        NUM_HEADS=num_heads, QUERY=q_TX.shape[1] // num_heads, LATENT=latent_dim, ROTATED=rotated, OUT=size,
         MAX_FLOAT8=MAX_FLOAT8, BLOCK_A=heads_per_program, BLOCK_C=triton.next_power_of_2(latent_dim), BLOCK_P=block_p,
         num_warps=4,
     )  # fmt: skip
@@ -61,6 +62,7 @@ def _latent_project_kernel(
     QUERY: tl.constexpr,
     LATENT: tl.constexpr,
     ROTATED: tl.constexpr,
+    OUT: tl.constexpr,
     MAX_FLOAT8: tl.constexpr,
     BLOCK_A: tl.constexpr,
     BLOCK_C: tl.constexpr,
@@ -81,7 +83,7 @@ def _latent_project_kernel(
         a_AP = tl.load(head_ptrs + dims_P[None, :], mask=is_real_AP, other=0.0)
         b_AP = tl.load(head_ptrs + others_P[None, :], mask=is_real_AP, other=0.0)
         y_AP = a_AP.to(tl.float32) * cos_P[None, :] + b_AP.to(tl.float32) * sin_P[None, :]
-        out_ptrs = out_ptr + (token * NUM_HEADS + heads_A)[:, None] * (LATENT + ROTATED) + LATENT + dims_P[None, :]
+        out_ptrs = out_ptr + (token * NUM_HEADS + heads_A)[:, None] * OUT + (OUT - ROTATED) + dims_P[None, :]
         tl.store(out_ptrs, y_AP.to(a_AP.dtype), mask=is_real_AP)
         return
     slot = tl.load(slots_ptr + token)

@@ -1,0 +1,91 @@
+"""Attention in plain torch to keys and values that are unfolded from latents: some heads at a time, so that their keys
+and values have at most so many bytes. Heads know nothing of one another, so nothing is put together afterwards.
+
+Owns the room for keys and values. Values are padded to as many numbers as keys have: with fewer, torch's fast kernel
+for CPUs refuses them, and all scores would be written; what comes out of the padding is cut off.
+
+Shapes: U tokens that are attended for, N query heads, H of them at a time; C numbers of a latent, P of a rotated key,
+R = C + P; Q numbers of a head's query without positions, V of its value, X = max(Q + P, V); B sequences of a group, L
+its longest query, S the slots of its gathered blocks, Y = B * S.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+import torch
+import torch.nn.functional as F  # noqa: N812
+
+from engine.attention.latent_forms import Part
+from engine.attention.paged_groups import Group
+from engine.layers import LatentProjection
+
+
+class UnfoldedHeads:
+    def __init__(self, max_bytes: int) -> None:
+        """`max_bytes`: of keys and values; one head's of a group may have more."""
+        self._max_bytes = max_bytes
+        self._room: torch.Tensor | None = None
+
+    def attend(
+        self, q_UNX: torch.Tensor, latent_BSR: torch.Tensor, group: Group, heads: LatentProjection, scale: float
+    ) -> torch.Tensor:
+        """[tokens of the group, N, V]. `q_UNX`: as `unfolded_queries` makes them."""
+        B, L, N, V = group.num_seqs, group.query_len, q_UNX.shape[1], heads.up_value.shape[2]
+        q = q_UNX[group.token_rows] if group.padded_rows is None else q_UNX[group.padded_rows]
+        q_BNLX = q.view(B, L, N, -1).transpose(1, 2)
+        o_BLNV = q_UNX.new_empty(B, L, N, V)
+        for some, k_BHSX, v_BHSX in self._unfold(latent_BSR, heads, q_UNX.shape[2]):
+            num_keys = L if group.mask is None else k_BHSX.shape[2]
+            o_BHLX = F.scaled_dot_product_attention(
+                q_BNLX[:, some],
+                k_BHSX[:, :, :num_keys],
+                v_BHSX[:, :, :num_keys],
+                attn_mask=group.mask,
+                is_causal=group.mask is None,
+                scale=scale,
+            )
+            o_BLNV[:, :, some] = o_BHLX[..., :V].transpose(1, 2)
+        o = o_BLNV.view(B * L, N, V)
+        return o if group.valid_rows is None else o[group.valid_rows]
+
+    def _unfold(
+        self, latent_BSR: torch.Tensor, heads: LatentProjection, size: int
+    ) -> Iterator[tuple[slice, torch.Tensor, torch.Tensor]]:
+        """Which heads, and their keys and values, valid until the next ones."""
+        B, S, R = latent_BSR.shape
+        (N, Q, C), V, X = heads.up_key.shape, heads.up_value.shape[2], size
+        at_once = min(N, max(1, self._max_bytes // (2 * B * S * X * latent_BSR.itemsize)))
+        latent_YR = latent_BSR.view(B * S, R)
+        for first in range(0, N, at_once):
+            some = slice(first, min(first + at_once, N))
+            k_HYX, v_HYX = self._room_for((some.stop - first, B * S, X), latent_BSR)
+            heads.unfold(latent_YR[:, :C], k_HYX[..., :Q], v_HYX[..., :V], some)
+            k_HYX[..., Q : Q + R - C] = latent_YR[:, C:]
+            k_HYX[..., Q + R - C :] = 0
+            k_BHSX, v_BHSX = (x.view(-1, B, S, X).transpose(0, 1) for x in (k_HYX, v_HYX))
+            yield some, k_BHSX, v_BHSX
+
+    def _room_for(self, shape: tuple[int, int, int], like: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Kept: fresh memory for each layer would cost a CPU more in page faults than what is written to it."""
+        size = 2 * math.prod(shape)
+        if self._room is None or len(self._room) < size or self._room.dtype != like.dtype:
+            self._room = like.new_empty(size)
+        k, v = self._room[:size].view(2, *shape).unbind(0)
+        return k, v
+
+
+def unfolded_queries(
+    q_TX: torch.Tensor, cos_sin: tuple[torch.Tensor, torch.Tensor], heads: LatentProjection, part: Part
+) -> torch.Tensor:
+    """[U, N, X] of the part's tokens: rotated, and zeros where values are longer."""
+    (N, Q, _), V = heads.up_key.shape, heads.up_value.shape[2]
+    size = q_TX.shape[1] // N
+    q_UNX = q_TX.new_zeros(part.num_tokens, N, max(size, V))
+    cos, sin = cos_sin
+    for run in part.runs:
+        q_RX = q_TX[run.step]
+        q_UNX[run.part, :, :Q] = q_RX.view(len(q_RX), N, -1)[:, :, :Q]
+        q_UNX[run.part, :, Q:size] = heads.rotated(q_RX, (cos[run.step], sin[run.step]))
+    return q_UNX
