@@ -71,7 +71,14 @@ def kill(pid: int) -> None:
     wait_until(lambda: not os.path.exists(f"/proc/{pid}/exe"), SOON_S, "the rank ends")
 
 
-@pytest.mark.parametrize("num_steps_before", [0, 1, 5], ids=["the prompt's", "the first token's", "a later one's"])
+@pytest.mark.parametrize(
+    "num_steps_before",
+    [
+        pytest.param(0, id="the prompt's"),
+        pytest.param(1, id="the first token's", marks=pytest.mark.slow),
+        pytest.param(5, id="a later one's"),
+    ],
+)
 def test_in_the_middle_of_a_step(
     llm: LLM, num_steps_before: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -338,6 +338,13 @@ def test_a_worker_ends_with_its_rank_and_answers_go_on(
         [rank] = children_of(prefill.pid)
         os.kill(rank, signal.SIGKILL)
         wait_until(lambda: not is_running(prefill.pid), 10.0, "its worker ends, too")
+
+        def are_there_again() -> bool:
+            """Others in the place of both. Before, who stops the cluster would hear of one that has ended."""
+            pids = {each.record.pid for each in running.workers()}
+            return len(pids) == 3 and not pids & {decode.pid, prefill.pid}
+
+        wait_until(are_there_again, 60.0, "all workers serve again")
     running.wait_until_at_rest()
 
 

@@ -72,7 +72,7 @@ def test_keys_and_values_of_all_sizes(query_dim: int, rotated_dim: int, value_di
     assert_unfolded(heads_case([(9, 1), (140, 33), (0, 17), (20, 5)], **sizes), max_bytes=ONE_BLOCK)
 
 
-@pytest.mark.parametrize("block_size", [16, 24])
+@pytest.mark.parametrize("block_size", [16, pytest.param(24, marks=pytest.mark.slow)])
 def test_what_is_longer_than_a_slice_goes_on_in_the_next(block_size: int) -> None:
     """Queries that see nothing of a slice, some of it and all; tiles that begin in one and end in another."""
     lens = [(9, 1), (0, 500), (40, 3), (700, 100), (0, 30), (380, 8)]
