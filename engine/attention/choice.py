@@ -195,8 +195,9 @@ def why_not_invariant(name: str, backend: str, needs: Needs) -> str:
         return "the model is computed by transformers' code"
     if backend in ("cpu", "triton"):
         return ""
-    why = f", as {why_no_kernels(name, needs)}" if name == "auto" else ""
-    return f"that is for the kernels of the backends cpu and triton, and attention_backend is {backend}{why}"
+    device = "the CPU" if needs.device == "cpu" else "GPUs"
+    why = f"our kernels for {device} do not serve: {why_no_kernels(name, needs)}" if name == "auto" else "give auto"
+    return f"attention_backend is {backend}, which computes by the number of rows; {why}"
 
 
 def _why_no_grouped_products(needs: Needs) -> str:

@@ -112,3 +112,24 @@ def test_what_cannot_be_and_fewer_tokens_than_alternatives() -> None:
 def test_how_many_may_be_asked_for(num: Any) -> None:
     with pytest.raises(ValueError, match=r"logprobs must be an integer in \[0, 20\], is "):
         SamplingParams(logprobs=num)
+
+
+def test_where_a_row_begins_does_not_depend_on_which_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In 16 bytes: CUDA's kernel adds up by that. What fills a row up is no token, and takes nothing from those."""
+    seen: list[torch.Tensor] = []
+    log_softmax = torch.Tensor.log_softmax
+
+    def watched(x: torch.Tensor, dim: int) -> torch.Tensor:
+        seen.append(x)
+        return log_softmax(x, dim)
+
+    monkeypatch.setattr(torch.Tensor, "log_softmax", watched)
+    values, seqs = logits(3)[:, :4093].contiguous(), sequences(2, 2, 2)
+    token_ids = [1, 4092, 7]
+    told = logprobs(values.clone(), seqs, token_ids)
+    for row, seq in enumerate(seqs):
+        expected = by_definition(values[row], token_ids[row], 2)
+        assert told[seq.seq_id].sampled.logprob == pytest.approx(expected.sampled.logprob, abs=1e-5)
+        assert [each.token_id for each in told[seq.seq_id].top] == [each.token_id for each in expected.top]
+    if module._numbers_on_host is module._numbers_on_device:
+        assert {each.stride(0) * each.itemsize % 16 for each in seen} == {0}

@@ -230,7 +230,8 @@ def test_what_keeps_bits_whatever_the_batch(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("settings", "why_not"),
     [
-        ({"attention_backend": "torch"}, "that is for the kernels of the backends cpu and triton, and .* is torch"),
+        ({"attention_backend": "torch"}, "attention_backend is torch, which computes by the number of rows; give auto"),
+        ({}, ".* our kernels for the CPU do not serve: it computes bfloat16, and dtype is float32"),
         ({"model_impl": "transformers"}, "the model is computed by transformers' code"),
     ],
 )
