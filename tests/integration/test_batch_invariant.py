@@ -26,7 +26,7 @@ Told = dict[str, list[tuple[int, float]]]
 """Of each request, its tokens and their logprobs."""
 
 LATENTS = V3 | {"hidden_size": 64, "intermediate_size": 64, "moe_intermediate_size": 64, "vocab_size": 60}
-WIDE = CONFIG | {"hidden_size": 128}
+WIDE = CONFIG | {"hidden_size": 128, "num_hidden_layers": 1}
 PROMPTS = {str(i): [(7 * i + 3 * j) % 55 + 5 for j in range(length)] for i, length in enumerate((35, 3, 18))}
 SETTINGS: dict[str, Any] = {
     "attention_backend": "triton", "batch_invariant": True, "max_num_batched_tokens": 48,

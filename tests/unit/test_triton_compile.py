@@ -32,9 +32,16 @@ FLOAT8_KERNELS = {"widen_kernel", "quantize_kernel"}
 ONE_OF_EACH = [
     "128 bfloat16", "128 bfloat16, 8-bit pool", "16 heads bfloat16, pool of bfloat16", "normed", "16 rows",
     "16 rows, groups", "64 rows", "bfloat16", "at 8", "draws bfloat16", "rank 16 bfloat16",
-    "DeepSeek-V3, 1 token", "2048 rows, batch invariant",
+    "DeepSeek-V3, 1 token", "16 rows, batch invariant", "2048 rows, batch invariant",
     "128 bfloat16, pool of bfloat16, batch invariant", "bfloat16, unfolded",
 ]  # fmt: skip
+ONE_INSTRUCTION = {
+    "80": "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32",
+    "90": "wgmma.mma_async.sync.aligned.m64k16.f32.bf16.bf16",
+    "100": "tcgen05.mma.cta_group::1.kind::f16",
+    "120": "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32",
+}
+"""By which rows of `batch_invariant` are multiplied, whatever their number, but for the number of columns."""
 
 
 TOOLS = Path(triton.__file__).parent / "backends/nvidia/bin"
@@ -70,6 +77,9 @@ def test_kernels_compile_for_an_h200_and_spill_no_registers(cases: list[str], tm
     assert [name for name, used in usage.items() if used["shared"] > H200.shared_bytes] == []
     assert [name for name, used in usage.items() if used.get("early_writes")] == []
     assert usage["prefill_kernel 128 bfloat16"]["operands"] > 0  # products are recognised
+    for name, used in usage.items():
+        if "rows, batch invariant" in name:
+            assert used["multiplies"] == [ONE_INSTRUCTION["90"]], name
     # 16 bytes at a time, and 8 where the address is no multiple of 16.
     assert usage["copy_kernel bfloat16"]["stores"] == ["st.global.v2.b64"]
     assert usage["copy_kernel at 8"]["stores"] == ["st.global.b64"]
@@ -115,29 +125,16 @@ def test_kernels_compile_for_other_gpus_and_fit_into_them(cases: dict[str, list[
                 assert 2 * (used["shared"] + 1024) <= kind.shared_bytes + 1024
 
 
-ONE_INSTRUCTION = {
-    "80": "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32",
-    "90": "wgmma.mma_async.sync.aligned.m64k16.f32.bf16.bf16",
-    "100": "tcgen05.mma.cta_group::1.kind::f16",
-    "120": "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32",
-}
 ALL_SIZES = [f"{num_rows} rows, batch invariant" for num_rows in (16, 32, 64, 256, 2048)]
 EXPERTS_IN_8_BITS = [f"DeepSeek-V2-Lite, {num_tokens}" for num_tokens in ("1 token", "500 tokens", "4096 tokens")]
 
 
 @needs_tools
-@pytest.mark.parametrize(
-    ("kinds", "cases"),
-    [
-        pytest.param(["90"], [ALL_SIZES[0], ALL_SIZES[-1]], id="least and most"),
-        pytest.param(list(ONE_INSTRUCTION), ALL_SIZES + EXPERTS_IN_8_BITS, id="all", marks=pytest.mark.slow),
-    ],
-)
-def test_rows_are_multiplied_by_one_instruction_in_tiles_of_all_sizes(
-    kinds: list[str], cases: list[str], tmp_path: Path
-) -> None:
+@pytest.mark.slow
+def test_rows_are_multiplied_by_one_instruction_in_tiles_of_all_sizes(tmp_path: Path) -> None:
     """Whose sums run over 16 inputs at a time, in the order of tiles: so that bits do not depend on the batch."""
-    found = compiled(tmp_path, *(argument for number in kinds for argument in (number, *cases)))
+    cases = ALL_SIZES + EXPERTS_IN_8_BITS
+    found = compiled(tmp_path, *(argument for number in ONE_INSTRUCTION for argument in (number, *cases)))
     for number, usage in found.items():
         multiplies = [used["multiplies"] for name, used in usage.items() if not name.startswith("tiles_kernel")]
         assert multiplies == [[ONE_INSTRUCTION[number]]] * len(multiplies)
