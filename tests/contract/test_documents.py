@@ -19,12 +19,24 @@ def test_the_configuration_reference_is_current() -> None:
     assert (ROOT / "docs" / "configuration.md").read_text() == reference(), "run: make docs"
 
 
+def anchor(heading: str) -> str:
+    """What a heading is called in a link."""
+    return re.sub(r"[^\w\- ]", "", heading.lower()).strip().replace(" ", "-")
+
+
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_links_between_pages_lead_somewhere(page: Path) -> None:
     prose = re.sub(r"```.*?```", "", page.read_text(), flags=re.DOTALL)
     for link in re.findall(r"\]\(([^)\s]+)\)", prose):
-        if "://" not in link and not link.startswith("#"):
-            assert (page.parent / link.partition("#")[0]).exists(), f"{page.name}: {link}"
+        if "://" in link:
+            continue
+        path, _, heading = link.partition("#")
+        target = page.parent / path if path else page
+        assert target.exists(), f"{page.name}: {link}"
+        if heading:
+            assert heading in map(anchor, re.findall(r"^#+ (.+)$", target.read_text(), re.MULTILINE)), (
+                f"{page.name}: {link}"
+            )
 
 
 def groups_of(document: dict[str, Any]) -> dict[str, list[dict[str, Any]]]:
