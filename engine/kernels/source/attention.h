@@ -27,9 +27,10 @@ constexpr int TOGETHER = 4;                        // tiles of keys, or of 16 di
 #else
 constexpr int ROW_TILE = 3, TOGETHER = 2;          // their sums fill 12 of 16 registers
 #endif
-constexpr int64_t MAX_ROWS = 96;                   // rows of one work item: their scores stay in the L2 cache
+constexpr int64_t MAX_ROWS = 96;                   // rows of one work item, which stay in the L2 cache
 constexpr int64_t PIECE_KEYS = 8 * KEYS;           // of which a softmax is made, before they are put together
 constexpr float MASKED = -1e30f;                   // not infinite: a row whose keys so far were all masked stays finite
+constexpr float HEADROOM = 8;                      // weights are at most 2^8: `Attention::soften`
 
 // Scores of R rows against NJ tiles of 16 keys: score[r * KEYS + 16 j ..]. `stride`: pairs from one dim pair to the next.
 template <int R, int NJ>
@@ -45,14 +46,13 @@ void score_tile(const uint32_t* q, int64_t dim_pairs, const uint32_t* const* key
     for (int i = 0; i < NJ * PARTS; i++) store(score + r * KEYS + i * REGISTER, acc[r][i]);
 }
 
-// out[r, 16 * ND dims] = out * rescale[r] + sum over NJ tiles of p[r, key] * value[key]
+// out[r, 16 * ND dims] += sum over NJ tiles of p[r, key] * value[key]
 template <int R, int ND>
-void weigh_tile(
-    const uint32_t* p, const uint32_t* const* values, int num_tiles, int64_t H, const float* rescale, float* out) {
+void weigh_tile(const uint32_t* p, const uint32_t* const* values, int num_tiles, int64_t H, float* out) {
   constexpr int N = ND * PARTS;
   Sums acc[R][N];
   for (int r = 0; r < R; r++)
-    for (int i = 0; i < N; i++) acc[r][i] = load<Sums>(out + r * H + i * REGISTER) * rescale[r];
+    for (int i = 0; i < N; i++) acc[r][i] = load<Sums>(out + r * H + i * REGISTER);
   for (int j = 0; j < num_tiles; j++)
     for (int s = 0; s < LANES / 2; s++) {
       Pairs v[N];
@@ -78,20 +78,19 @@ void score_rows(int num_tiles, const uint32_t* q, int64_t dim_pairs, const uint3
 }
 
 template <int R>
-void weigh_rows(
-    const uint32_t* p, const uint32_t* const* values, int num_tiles, int64_t H, const float* rescale, float* out) {
+void weigh_rows(const uint32_t* p, const uint32_t* const* values, int num_tiles, int64_t H, float* out) {
   const uint32_t* at[KEY_TILES];
   for (int64_t d = 0; d < H;) {
     for (int j = 0; j < num_tiles; j++) at[j] = values[j] + d;
     int64_t left = (H - d) / LANES;
-    if (left >= 4 && TOGETHER >= 4) weigh_tile<R, 4>(p, at, num_tiles, H, rescale, out + d), d += 4 * LANES;
-    else if (left >= 2) weigh_tile<R, 2>(p, at, num_tiles, H, rescale, out + d), d += 2 * LANES;
-    else weigh_tile<R, 1>(p, at, num_tiles, H, rescale, out + d), d += LANES;
+    if (left >= 4 && TOGETHER >= 4) weigh_tile<R, 4>(p, at, num_tiles, H, out + d), d += 4 * LANES;
+    else if (left >= 2) weigh_tile<R, 2>(p, at, num_tiles, H, out + d), d += 2 * LANES;
+    else weigh_tile<R, 1>(p, at, num_tiles, H, out + d), d += LANES;
   }
 }
 
 using ScoreRows = void (*)(int, const uint32_t*, int64_t, const uint32_t* const*, int64_t, float*);
-using WeighRows = void (*)(const uint32_t*, const uint32_t* const*, int, int64_t, const float*, float*);
+using WeighRows = void (*)(const uint32_t*, const uint32_t* const*, int, int64_t, float*);
 constexpr ScoreRows SCORE_ROWS[] = {score_rows<1>, score_rows<2>, score_rows<3>, score_rows<4>, score_rows<5>, score_rows<6>};
 constexpr WeighRows WEIGH_ROWS[] = {weigh_rows<1>, weigh_rows<2>, weigh_rows<3>, weigh_rows<4>, weigh_rows<5>, weigh_rows<6>};
 
@@ -103,18 +102,32 @@ struct Item {
   int64_t partial;  // the first of its rows among those that are put together later; -1 if it has all of its keys
 };
 
-// Softmax of some keys and the sum of values that it weighs: `out` is still to be divided by `sum`.
+// Whose first number begins a line of the cache: a vector that lies across two takes twice as long.
+template <class T>
+struct InLines : std::allocator<T> {
+  template <class U>
+  struct rebind {
+    using other = InLines<U>;
+  };
+  T* allocate(size_t n) { return static_cast<T*>(::operator new(n * sizeof(T), std::align_val_t(64))); }
+  void deallocate(T* p, size_t) { ::operator delete(p, std::align_val_t(64)); }
+};
+template <class T>
+using Numbers = std::vector<T, InLines<T>>;
+
+// Softmax of some keys and the sum of values that it weighs: `out` is still to be divided by `sum`. A key's weight is 2 to
+// its score (as `Attention::scale` makes it) less the row's `base`.
 struct Rows {
-  std::vector<float> out, largest, sum;  // `largest`: as `Attention::scale` makes it
-  Rows(int64_t num_rows, int64_t H) : out(num_rows * H), largest(num_rows), sum(num_rows) {}
+  Numbers<float> out, base, sum;
+  Rows(int64_t num_rows, int64_t H) : out(num_rows * H), base(num_rows), sum(num_rows) {}
   void clear(int64_t num_rows, int64_t H) {
     std::fill_n(out.data(), num_rows * H, 0.0f);
-    std::fill_n(largest.data(), num_rows, MASKED);
+    std::fill_n(base.data(), num_rows, MASKED);
     std::fill_n(sum.data(), num_rows, 0.0f);
   }
   void take(int64_t at, const Rows& from, int64_t from_at, int64_t H) {
     std::memcpy(out.data() + at * H, from.out.data() + from_at * H, H * sizeof(float));
-    largest[at] = from.largest[from_at];
+    base[at] = from.base[from_at];
     sum[at] = from.sum[from_at];
   }
 };
@@ -123,9 +136,9 @@ inline int64_t end_of_piece(int64_t key) { return (key / PIECE_KEYS + 1) * PIECE
 
 // Row `at` of `to` becomes that of its keys and those of row `from_at` of `from`. Not inlined: everywhere the same bits.
 __attribute__((noinline)) void put_together(Rows& to, int64_t at, const Rows& from, int64_t from_at, int64_t H) {
-  float top = std::max(to.largest[at], from.largest[from_at]);
-  float keep = exp2_of(to.largest[at] - top), add = exp2_of(from.largest[from_at] - top);
-  to.largest[at] = top;
+  float base = std::max(to.base[at], from.base[from_at]);
+  float keep = exp2_of(to.base[at] - base), add = exp2_of(from.base[from_at] - base);
+  to.base[at] = base;
   to.sum[at] = to.sum[at] * keep + from.sum[from_at] * add;
   float* out = to.out.data() + at * H;
   const float* more = from.out.data() + from_at * H;
@@ -134,18 +147,18 @@ __attribute__((noinline)) void put_together(Rows& to, int64_t at, const Rows& fr
 }
 
 // Not inlined: everywhere the same bits.
-__attribute__((noinline)) inline float sum_with(float sink, float sum, float largest) {
-  return sum + exp2_of(sink * LOG2_E - largest);
+__attribute__((noinline)) inline float sum_with(float sink, float sum, float base) {
+  return sum + exp2_of(sink * LOG2_E - base);
 }
 
 // Per thread. Online softmax: M. Milakov, N. Gimelshein, 2018; tiled as in T. Dao, "FlashAttention-2", 2023.
 struct Scratch {
-  std::vector<uint32_t> q, p, values;
-  std::vector<float> score, rescale;
+  Numbers<uint32_t> q, p, values;
+  Numbers<float> score, sums;  // sums [row, lane] of a piece's weights
   Rows piece, whole;
   explicit Scratch(int64_t H)
       : q((MAX_ROWS + TILE_ROWS) * H / 2), p((MAX_ROWS + TILE_ROWS) * KEYS / 2), values(KEYS / 2 * H),
-        score((MAX_ROWS + TILE_ROWS) * KEYS), rescale(MAX_ROWS), piece(MAX_ROWS + TILE_ROWS, H), whole(MAX_ROWS, H) {}
+        score((MAX_ROWS + TILE_ROWS) * KEYS), sums(MAX_ROWS * REGISTER), piece(MAX_ROWS + TILE_ROWS, H), whole(MAX_ROWS, H) {}
 };
 
 struct Attention {
@@ -180,136 +193,168 @@ struct Attention {
     return scratch.whole;
   }
 
+  // By the matrix unit as many rows as fill a tile go from scores to sums, then the next: what lies between stays in the L1
+  // cache. By vectors, which are slower, all rows go through the keys and then through the values, which stay there.
   Rows& run_piece(const Item& item, int64_t first_key, int64_t end_key, Scratch& scratch) const {
-    int64_t G = N / K, per_kv_head = item.num_tokens * G, rows = num_rows(item), pairs = H / 2;
-    int64_t plane = block_size * pairs;
-    Rows& piece = scratch.piece;
-    piece.clear(rows, H);
+    const int64_t rows = num_rows(item), rows_of_head = item.num_tokens * (N / K), tile_rows = height_of_tiles(rows_of_head);
+    const int64_t tiles_together = std::max<int64_t>(1, (has_tiles() ? TILE_ROWS : MAX_ROWS) / tile_rows);
+    scratch.piece.clear(rows, H);
+    std::fill_n(scratch.sums.data(), rows * REGISTER, 0.0f);
     for (int64_t key = first_key; key < end_key; key += KEYS) {
-      int num_tiles = int(std::min<int64_t>(KEY_TILES, (end_key - key + LANES - 1) / LANES));
-      const uint32_t *keys[KEY_TILES], *values[KEY_TILES];
-      for (int j = 0; j < num_tiles; j++) {
-        int64_t at = key + j * LANES, slot = at % block_size;
-        const uint32_t* block = pool + int64_t(tables[item.seq * max_blocks + at / block_size]) * 2 * K * plane;
-        keys[j] = block + item.kv_head * plane + slot;
-        values[j] = block + (K + item.kv_head) * plane + slot / 2 * H;
+      Keys keys = keys_from(item, key, end_key);
+      for (int64_t first = 0, end; first < rows; first = end) {
+        int64_t end_of_head = tile_rows < rows_of_head ? (first / rows_of_head + 1) * rows_of_head : rows;
+        end = std::min(first + tiles_together * tile_rows, end_of_head);
+        for (int64_t r = first; r < end; r += tile_rows)
+          score(keys, r / rows_of_head, std::min(tile_rows, end - r), r, r - first, scratch);
+        soften_rows(item, first, end - first, key, keys.num_tiles, scratch);
+        for (int64_t r = first; r < end; r += tile_rows)
+          weigh(keys, r / rows_of_head, std::min(tile_rows, end - r), r, r - first, scratch);
       }
+    }
+    for (int64_t r = 0; r < rows; r++) scratch.piece.sum[r] = sum_of(load<Sums>(scratch.sums.data() + r * REGISTER));
+    return scratch.piece;
+  }
+
+  static int64_t height_of_tiles(int64_t rows_of_head) {
 #if TANDEM_TILES
-      if (has_tiles()) {
-        run_keys_by_tiles(item, key, num_tiles, keys, values, scratch);
-        continue;
-      }
+    if (has_tiles()) return tile_rows_of(rows_of_head);
 #endif
-      for_each_row_tile(item, per_kv_head, plane, num_tiles, keys, [&](int64_t r, int64_t n) {
-        SCORE_ROWS[n - 1](num_tiles, scratch.q.data() + r * pairs, pairs, keys, block_size, scratch.score.data() + r * KEYS);
-      });
-      for (int64_t r = 0; r < rows; r++) soften(scratch, r, key, num_tiles, item.position + r % per_kv_head / G);
-      for_each_row_tile(item, per_kv_head, plane, num_tiles, values, [&](int64_t r, int64_t n) {
-        WEIGH_ROWS[n - 1](
-            scratch.p.data() + r * (KEYS / 2), values, num_tiles, H, scratch.rescale.data() + r, piece.out.data() + r * H);
-      });
+    return std::min<int64_t>(rows_of_head, ROW_TILE);
+  }
+
+  // Up to 64 keys and their values, of an item's first key head, in tiles of 16.
+  struct Keys {
+    int num_tiles;
+    const uint32_t *keys[KEY_TILES], *values[KEY_TILES];
+    int64_t head_in_scratch = -1;  // whose values lie one after the other
+  };
+
+  Keys keys_from(const Item& item, int64_t key, int64_t end_key) const {
+    const int64_t plane = block_size * H / 2;
+    Keys found{int(std::min<int64_t>(KEY_TILES, (end_key - key + LANES - 1) / LANES))};
+    for (int j = 0; j < found.num_tiles; j++) {
+      int64_t at = key + j * LANES, slot = at % block_size;
+      const uint32_t* block = pool + int64_t(tables[item.seq * max_blocks + at / block_size]) * 2 * K * plane;
+      found.keys[j] = block + item.kv_head * plane + slot;
+      found.values[j] = block + (K + item.kv_head) * plane + slot / 2 * H;
     }
-    return piece;
+    return found;
+  }
+
+  // Scores of one tile of rows from `row` on, of a key head, to `place` in scratch.
+  void score(const Keys& keys, int64_t head, int64_t num_rows, int64_t row, int64_t place, Scratch& scratch) const {
+    const int64_t pairs = H / 2;
+    const uint32_t *q = scratch.q.data() + row * pairs, *of_head[KEY_TILES];
+    float* to = scratch.score.data() + place * KEYS;
+    for (int j = 0; j < keys.num_tiles; j++) of_head[j] = keys.keys[j] + head * block_size * pairs;
+#if TANDEM_TILES
+    if (has_tiles())
+      return with_count(keys.num_tiles, [&](auto count) { score_rows_by_tiles(count, q, pairs, of_head, block_size, to, KEYS); });
+#endif
+    SCORE_ROWS[num_rows - 1](keys.num_tiles, q, pairs, of_head, block_size, to);
+  }
+
+  // What the weights at `place` make of the values is added to the sums of the rows from `row` on.
+  void weigh(Keys& keys, int64_t head, int64_t num_rows, int64_t row, int64_t place, Scratch& scratch) const {
+    const int64_t offset = head * block_size * H / 2;
+    const uint32_t* p = scratch.p.data() + place * (KEYS / 2);
+    float* to = scratch.piece.out.data() + row * H;
+#if TANDEM_TILES
+    if (has_tiles()) {
+      const uint32_t* steps[KEY_TILES / 2];
+      for (int h = 0; 2 * h < keys.num_tiles; h++) steps[h] = values_of_step(keys, offset, h, head != keys.head_in_scratch, scratch);
+      keys.head_in_scratch = head;
+      for (int64_t d = 0; d < H; d += 4 * LANES)
+        with_count(int(std::min<int64_t>(4, (H - d) / LANES)), [&](auto count) {
+          weigh_rows_by_tiles(count, p, KEYS / 2, steps, (keys.num_tiles + 1) / 2, H, d, to);
+        });
+      return;
+    }
+#endif
+    const uint32_t* of_head[KEY_TILES];
+    for (int j = 0; j < keys.num_tiles; j++) of_head[j] = keys.values[j] + offset;
+    WEIGH_ROWS[num_rows - 1](p, of_head, keys.num_tiles, H, to);
   }
 
 #if TANDEM_TILES
-  // Up to 64 keys from `key` on, whose shapes are set (attention_shapes).
-  void run_keys_by_tiles(
-      const Item& item, int64_t key, int num_tiles, const uint32_t** keys, const uint32_t** values, Scratch& scratch) const {
-    int64_t G = N / K, per_kv_head = item.num_tokens * G, rows = num_rows(item), pairs = H / 2, plane = block_size * pairs;
-    int64_t tile_rows = tile_rows_of(per_kv_head);
-    for (int64_t k = 0; k < item.num_kv_heads; k++) {
-      for (int64_t r = k * per_kv_head; r < (k + 1) * per_kv_head; r += tile_rows)
-        with_count(num_tiles, [&](auto count) {
-          score_rows_by_tiles(count, scratch.q.data() + r * pairs, pairs, keys, block_size, scratch.score.data() + r * KEYS, KEYS);
-        });
-      for (int j = 0; j < num_tiles; j++) keys[j] += plane;
-    }
-    int num_steps = (num_tiles + 1) / 2;
-    for (int64_t r = 0; r < rows; r++) {
-      soften(scratch, r, key, num_tiles, item.position + r % per_kv_head / G);
-      if (num_tiles % 2) std::memset(scratch.p.data() + r * (KEYS / 2) + num_tiles * (LANES / 2), 0, LANES * sizeof(bf16));
-      rescale_row(scratch.piece.out.data() + r * H, scratch.rescale[r]);
-    }
-    for (int64_t k = 0; k < item.num_kv_heads; k++) {
-      const uint32_t* steps[KEY_TILES / 2];
-      for (int h = 0; h < num_steps; h++) steps[h] = values_of_step(values, h, num_tiles, scratch);
-      for (int64_t r = k * per_kv_head; r < (k + 1) * per_kv_head; r += tile_rows)
-        for (int64_t d = 0; d < H; d += 4 * LANES)
-          with_count(int(std::min<int64_t>(4, (H - d) / LANES)), [&](auto count) {
-            weigh_rows_by_tiles(
-                count, scratch.p.data() + r * (KEYS / 2), KEYS / 2, steps, num_steps, H, d, scratch.piece.out.data() + r * H);
-          });
-      for (int j = 0; j < num_tiles; j++) values[j] += plane;
-    }
-  }
-
   // 32 keys' values one after the other: where they lie, or copied together; zeros for a tile that is not there.
-  const uint32_t* values_of_step(const uint32_t* const* values, int step, int num_tiles, Scratch& scratch) const {
-    const uint32_t* first = values[2 * step];
+  const uint32_t* values_of_step(const Keys& keys, int64_t offset, int step, bool is_new, Scratch& scratch) const {
     const int64_t numbers = LANES / 2 * H;
-    bool has_both = 2 * step + 1 < num_tiles;
-    if (has_both && values[2 * step + 1] == first + numbers) return first;
+    const bool has_both = 2 * step + 1 < keys.num_tiles;
+    const uint32_t* first = keys.values[2 * step] + offset;
+    const uint32_t* second = has_both ? keys.values[2 * step + 1] + offset : nullptr;
+    if (second == first + numbers) return first;
     uint32_t* to = scratch.values.data() + step * 2 * numbers;
+    if (!is_new) return to;
     std::memcpy(to, first, numbers * sizeof(uint32_t));
-    if (has_both) std::memcpy(to + numbers, values[2 * step + 1], numbers * sizeof(uint32_t));
+    if (has_both) std::memcpy(to + numbers, second, numbers * sizeof(uint32_t));
     else std::memset(to + numbers, 0, numbers * sizeof(uint32_t));
     return to;
   }
-
-  void rescale_row(float* row, float by) const {
-    if (by == 1.0f) return;
-#pragma omp simd
-    for (int64_t d = 0; d < H; d++) row[d] *= by;
-  }
 #endif
 
-  // Calls work(first row, number of rows) key head by key head, with `tiles` moved on from one head's plane to the next's.
-  template <class Work>
-  static void for_each_row_tile(
-      const Item& item, int64_t per_kv_head, int64_t plane, int num_tiles, const uint32_t** tiles, const Work& work) {
-    for (int64_t k = 0; k < item.num_kv_heads; k++) {
-      for (int64_t r = 0; r < per_kv_head; r += ROW_TILE)
-        work(k * per_kv_head + r, std::min<int64_t>(ROW_TILE, per_kv_head - r));
-      for (int j = 0; j < num_tiles; j++) tiles[j] += plane;
-    }
+  // Scores of some rows and up to 64 keys from `key` on become weights: the first in scratch are those of `first_row`.
+  void soften_rows(const Item& item, int64_t first_row, int64_t num_rows, int64_t key, int num_tiles, Scratch& scratch) const {
+    int64_t G = N / K, per_kv_head = item.num_tokens * G;
+    with_count(num_tiles, [&](auto tiles) {
+      constexpr int TILES = int(decltype(tiles)::size());
+      for (int64_t i = 0; i < num_rows; i++) {
+        int64_t r = first_row + i, position = item.position + r % per_kv_head / G;
+        const float* score = scratch.score.data() + i * KEYS;
+        bf16* p = reinterpret_cast<bf16*>(scratch.p.data() + i * (KEYS / 2));
+        bool is_cut = key + TILES * LANES > position + 1 || (window && key <= position - window);
+        if (is_cut) soften<TILES, true>(score, p, scratch, r, key, position);
+        else soften<TILES, false>(score, p, scratch, r, key, position);
+      }
+    });
   }
 
-  // One row's scores become weights, rounded to bfloat16 pairs; its sum, its largest score and its rescaling follow.
-  void soften(Scratch& scratch, int64_t r, int64_t key, int num_tiles, int64_t position) const {
-    float* score = scratch.score.data() + r * KEYS;
+  // One row's scores become weights, rounded to bfloat16 pairs. Its base follows the largest score only when that is above it
+  // by more than HEADROOM: seldom after a row's first keys, so that sums rarely have to be rescaled, and largest scores need
+  // not be known. (FlashAttention-4 does so, flash_attn/cute/softmax.py: `rescale_threshold`.)
+  template <int TILES, bool IS_CUT>
+  void soften(const float* score, bf16* p, Scratch& scratch, int64_t r, int64_t key, int64_t position) const {
     static constexpr int32_t NUMBERS[LANES] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
     const Ints lane = load<Ints>(NUMBERS);
-    Sums s[KEY_TILES * PARTS], top = broadcast(MASKED);
-    bool is_cut = key + num_tiles * LANES > position + 1 || (window && key <= position - window);
-    for (int i = 0; i < num_tiles * PARTS; i++) {
+    Sums s[TILES * PARTS], top = broadcast(MASKED);
+    for (int i = 0; i < TILES * PARTS; i++) {
       s[i] = load<Sums>(score + i * REGISTER);
-      if (is_cut) {
+      if constexpr (IS_CUT) {
         Ints behind = int32_t(position - key - i * REGISTER) - lane;  // how far before the row's own position
         s[i] = behind < 0 ? broadcast(MASKED) : s[i];
         if (window) s[i] = behind >= int32_t(window) ? broadcast(MASKED) : s[i];
       }
       top = s[i] > top ? s[i] : top;
     }
-    float before = scratch.piece.largest[r], largest = std::max(before, max_of(top) * scale);
-    Sums sum = {};
-    bf16* p = reinterpret_cast<bf16*>(scratch.p.data() + r * (KEYS / 2));
-    for (int i = 0; i < num_tiles * PARTS; i++) {
-      Sums weight = exp2_of(s[i] * scale - largest);
-      if (is_cut) weight = s[i] > MASKED / 2 ? weight : Sums{};
+    if (is_any_above(top * scale, scratch.piece.base[r] + HEADROOM)) raise_base(scratch, r, max_of(top) * scale);
+    const float base = scratch.piece.base[r];
+    float* sums = scratch.sums.data() + r * REGISTER;
+    Sums sum = load<Sums>(sums);
+    for (int i = 0; i < TILES * PARTS; i++) {
+      Sums weight = exp2_of(s[i] * scale - base);
+      if constexpr (IS_CUT) weight = s[i] > MASKED / 2 ? weight : Sums{};
       sum += weight;
       store_bf16(p + i * REGISTER, weight);
     }
-    float rescale = before == largest ? 1.0f : exp2_of(before - largest);
-    scratch.rescale[r] = rescale;
-    scratch.piece.sum[r] = scratch.piece.sum[r] * rescale + sum_of(sum);
-    scratch.piece.largest[r] = largest;
+    if constexpr (TILES % 2) std::memset(p + TILES * LANES, 0, LANES * sizeof(bf16));  // the matrix unit takes 32 keys
+    store(sums, sum);
+  }
+
+  // What a row has added up so far is made anew for another base.
+  __attribute__((noinline)) void raise_base(Scratch& scratch, int64_t r, float base) const {
+    float by = exp2_of(scratch.piece.base[r] - base);
+    scratch.piece.base[r] = base;
+    float *sums = scratch.sums.data() + r * REGISTER, *out = scratch.piece.out.data() + r * H;
+    for (int i = 0; i < REGISTER; i++) sums[i] *= by;
+#pragma omp simd
+    for (int64_t d = 0; d < H; d++) out[d] *= by;
   }
 
   // Row r of an item is row `at` of `rows`.
   void finish(const Item& item, int64_t r, const Rows& rows, int64_t at) const {
     int64_t head = head_of_row(item, r);
-    float sum = sinks ? sum_with(sinks[head % N], rows.sum[at], rows.largest[at]) : rows.sum[at], inverse = 1.0f / sum;
+    float sum = sinks ? sum_with(sinks[head % N], rows.sum[at], rows.base[at]) : rows.sum[at], inverse = 1.0f / sum;
     const float* row = rows.out.data() + at * H;
     bf16* to = out + head * H;
 #pragma omp simd

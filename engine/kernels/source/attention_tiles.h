@@ -57,16 +57,6 @@ void weigh_rows_by_tiles(
   (store_tile<D>(out + first_dim + D * LANES, H * 4), ...);
 }
 
-template <class Work>
-void with_count(int count, const Work& work) {
-  switch (count) {
-    case 1: return work(std::make_integer_sequence<int, 1>());
-    case 2: return work(std::make_integer_sequence<int, 2>());
-    case 3: return work(std::make_integer_sequence<int, 3>());
-    default: return work(std::make_integer_sequence<int, 4>());
-  }
-}
-
 }  // namespace tandem
 
 #endif
