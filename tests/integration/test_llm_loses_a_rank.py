@@ -74,7 +74,7 @@ def kill(pid: int) -> None:
 @pytest.mark.parametrize(
     "num_steps_before",
     [
-        pytest.param(0, id="the prompt's"),
+        pytest.param(0, id="the prompt's", marks=pytest.mark.slow),
         pytest.param(1, id="the first token's", marks=pytest.mark.slow),
         pytest.param(5, id="a later one's"),
     ],

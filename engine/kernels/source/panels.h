@@ -25,12 +25,21 @@ at::Tensor pack_weight(const at::Tensor& weight) {
   const int64_t bytes = weight.element_size();
   const char* from = static_cast<const char*>(weight.data_ptr());
   char* to = static_cast<char*>(out.data_ptr());
+  // Some pairs of all rows of a panel after the others: a whole row's would fall into as many lines of the cache.
+  constexpr int64_t PAIRS_AT_ONCE = 16;
+  const auto pack = [&](auto pair, int64_t panel) {  // a pair's type
+    const int64_t pairs = K / 2, rows = std::min(PANEL, N - panel * PANEL);
+    const auto* rows_from = reinterpret_cast<const decltype(pair)*>(from) + panel * PANEL * pairs;
+    auto* panel_to = reinterpret_cast<decltype(pair)*>(to) + panel * PANEL * pairs;
+    for (int64_t first = 0; first < pairs; first += PAIRS_AT_ONCE)
+      for (int64_t n = 0; n < rows; n++)
+        for (int64_t k = first; k < std::min(pairs, first + PAIRS_AT_ONCE); k++)
+          panel_to[k * PANEL + n] = rows_from[n * pairs + k];
+  };
   for_each_range(num_panels, [&](int64_t begin, int64_t end) {
-    for (int64_t n = begin * PANEL; n < std::min(N, end * PANEL); n++)
-      for (int64_t k = 0; k < K; k += 2) {
-        int64_t pair = n / PANEL * (K / 2) + k / 2;
-        std::memcpy(to + (pair * PANEL + n % PANEL) * 2 * bytes, from + (n * K + k) * bytes, size_t(2 * bytes));
-      }
+    for (int64_t panel = begin; panel < end; panel++)
+      if (bytes == 1) pack(uint16_t(), panel);
+      else pack(uint32_t(), panel);
   });
   return out;
 }
