@@ -260,7 +260,8 @@ class EngineArgs:
         default=40.0,
         metadata={
             "help": "While requests decode, prompts beside them are computed in pieces so small that a step, the gap "
-            "between tokens, takes about this long at most. 0: pieces as large as the token budget."
+            "between tokens, takes about this long at most, and half as long again for each further prompt that "
+            "waits. 0: pieces as large as the token budget."
         },
     )
     async_scheduling: bool = field(

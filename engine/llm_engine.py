@@ -204,7 +204,7 @@ class LLMEngine:
         return [] if earlier is None else self._finish(earlier)
 
     def _launch(self) -> _StepInFlight | None:
-        scheduled = self._scheduler.schedule(self._pace.num_prefill_tokens)
+        scheduled = self._scheduler.schedule(self._pace.num_prefill_tokens(self._scheduler.num_waiting_prompts))
         if not scheduled.scheduled:
             return None
         start_s = time.monotonic()

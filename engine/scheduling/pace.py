@@ -1,7 +1,7 @@
 """How many prompt tokens a step may compute beside the sequences that decode in it, so that these do not stand still.
 
-    budget = pace.num_prefill_tokens        schedule with it, launch
-    pace.note(…, seconds)                   and tell what it took
+    budget = pace.num_prefill_tokens(num_waiting)        schedule with it, launch
+    pace.note(…, seconds)                                and tell what it took
 
 Learns two numbers of the machine and the model from every step, as moving averages: what a step takes that only
 decodes, and what each prompt token adds. While prompts come without end, a step in sixteen only decodes, so that the
@@ -14,6 +14,8 @@ from __future__ import annotations
 UNKNOWN_BUDGET = 64
 """Until the first prompt has been computed."""
 MIN_BUDGET = 16
+LONGER_FOR_EACH = 0.5
+"""How much longer a step may take for each prompt that waits beside the first one."""
 SHARE_OF_NEWS = 0.2
 """How much of each new measurement goes into the average."""
 MAX_MIXED_STEPS = 15
@@ -24,24 +26,27 @@ class StepPace:
     """Used by the stepping thread alone."""
 
     def __init__(self, max_itl_s: float) -> None:
-        """A step that decodes is to take at most `max_itl_s`; or half as long again as without prompts if that is more,
-        so that prompts get on where decoding alone takes that long. 0: whatever it takes."""
+        """A step that decodes is to take at most `max_itl_s`, and half as long again for each further prompt that
+        waits: many cut small would take long, one behind the other, and keep the batch that decodes small. Or half as
+        long again as without prompts if that is more, so that prompts get on where decoding alone takes that long.
+        0: whatever it takes."""
         self._max_itl_s = max_itl_s
         self._decode_s = 0.0
         self._token_s = 0.0
         self._num_mixed_steps = 0
         """Since the last one that only decoded."""
 
-    @property
-    def num_prefill_tokens(self) -> int | None:
-        """For the next step, if it decodes. None: as many as there are."""
+    def num_prefill_tokens(self, num_waiting: int) -> int | None:
+        """For the next step, if it decodes. None: as many as there are. `num_waiting`: prompts that are still to be
+        computed, or the rest of them."""
         if not self._max_itl_s:
             return None
         if not self._token_s:
             return UNKNOWN_BUDGET
         if self._num_mixed_steps >= MAX_MIXED_STEPS:
             return 0
-        return max(MIN_BUDGET, int(max(self._max_itl_s - self._decode_s, self._decode_s / 2) / self._token_s))
+        step_s = self._max_itl_s * (1 + LONGER_FOR_EACH * max(0, num_waiting - 1))
+        return max(MIN_BUDGET, int(max(step_s - self._decode_s, self._decode_s / 2) / self._token_s))
 
     def note(self, *, num_decoding: int, num_prefill_tokens: int, seconds: float) -> None:
         """What a step computed, and how long it took."""

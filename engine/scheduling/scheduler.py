@@ -83,6 +83,11 @@ class Scheduler:
         )
 
     @property
+    def num_waiting_prompts(self) -> int:
+        """Sequences that wait for their first token, or, preempted, for the next."""
+        return len(self.waiting) + sum(seq.num_uncomputed_tokens > 1 for seq in self.running)
+
+    @property
     def num_free_seqs(self) -> int:
         """How many more there may be, whatever their blocks."""
         return max(0, self._config.max_num_seqs - len(self.running) - len(self.waiting) - len(self.granted))

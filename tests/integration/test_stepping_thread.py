@@ -185,3 +185,18 @@ async def test_a_profile_of_too_few_or_too_many_steps(num_steps: int, tmp_path: 
     with pytest.raises(ValueError, match=rf"num_steps must be in \[1, 16\], is {num_steps}"):
         await engine.profile(num_steps, timeout_s=1, with_trace=False)
     await engine.close()
+
+
+def test_prompts_are_cut_larger_the_more_of_them_wait(tmp_path: Path) -> None:
+    """Beside one that decodes: two others in one step, where one at a time would have been cut."""
+    engine = make_engine(tmp_path)
+    params = SamplingParams(temperature=0, max_tokens=30, ignore_eos=True)
+    engine.add_request("decoding", [1, 2], params)
+    engine.step()
+    for _ in range(50):  # what it then knows: 1 ms to decode, 1 ms a token; so 39 tokens beside it, 59 where two wait
+        engine._pace.note(num_decoding=1, num_prefill_tokens=0, seconds=0.001)
+        engine._pace.note(num_decoding=0, num_prefill_tokens=20, seconds=0.02)
+    engine.add_request("first", list(range(25)), params)
+    engine.add_request("second", list(range(40, 65)), params)
+    answered = {output.request_id for output in engine.step()}
+    assert answered == {"decoding", "first", "second"}

@@ -9,13 +9,15 @@ import pytest
 from engine.scheduling.pace import MIN_BUDGET, UNKNOWN_BUDGET, StepPace
 
 
-def step(pace: StepPace, *, decode_s: float, token_s: float, noise: random.Random | None = None) -> float:
+def step(
+    pace: StepPace, *, decode_s: float, token_s: float, num_waiting: int = 1, noise: random.Random | None = None
+) -> float:
     """One step of a machine that decodes and has prompts without end. Returns what it took."""
-    num_tokens = pace.num_prefill_tokens
+    num_tokens = pace.num_prefill_tokens(num_waiting)
     assert num_tokens is not None
     if not num_tokens:  # now and then only decoding is measured
         pace.note(num_decoding=4, num_prefill_tokens=0, seconds=decode_s)
-        num_tokens = pace.num_prefill_tokens
+        num_tokens = pace.num_prefill_tokens(num_waiting)
         assert num_tokens
     seconds = (decode_s + token_s * num_tokens) * (noise.uniform(0.8, 1.3) if noise else 1.0)
     pace.note(num_decoding=4, num_prefill_tokens=num_tokens, seconds=seconds)
@@ -24,7 +26,7 @@ def step(pace: StepPace, *, decode_s: float, token_s: float, noise: random.Rando
 
 def warmed_up(max_itl_s: float, *, decode_s: float, token_s: float) -> StepPace:
     pace = StepPace(max_itl_s)
-    assert pace.num_prefill_tokens == UNKNOWN_BUDGET
+    assert pace.num_prefill_tokens(1) == UNKNOWN_BUDGET
     pace.note(num_decoding=0, num_prefill_tokens=512, seconds=512 * token_s)
     pace.note(num_decoding=4, num_prefill_tokens=0, seconds=decode_s)
     return pace
@@ -35,6 +37,13 @@ def test_a_step_takes_what_was_asked(decode_s: float, token_s: float) -> None:
     pace = warmed_up(0.05, decode_s=decode_s, token_s=token_s)
     for _ in range(20):
         assert 0.045 <= step(pace, decode_s=decode_s, token_s=token_s) <= 0.0501
+
+
+@pytest.mark.parametrize(("num_waiting", "expected_s"), [(0, 0.05), (1, 0.05), (2, 0.075), (9, 0.25)])
+def test_it_may_take_half_as_long_again_for_each_further_prompt(num_waiting: int, expected_s: float) -> None:
+    pace = warmed_up(0.05, decode_s=0.02, token_s=5e-4)
+    for _ in range(20):
+        assert step(pace, decode_s=0.02, token_s=5e-4, num_waiting=num_waiting) == pytest.approx(expected_s, rel=0.02)
 
 
 def test_it_follows_a_machine_that_becomes_slower_and_faster_again() -> None:
@@ -72,10 +81,10 @@ def test_prompts_get_on_where_decoding_alone_takes_too_long() -> None:
     pace = warmed_up(0.05, decode_s=0.2, token_s=1e-3)
     assert step(pace, decode_s=0.2, token_s=1e-3) == pytest.approx(0.3, rel=0.02)
     slow = warmed_up(0.05, decode_s=0.049, token_s=0.1)
-    assert slow.num_prefill_tokens == MIN_BUDGET
+    assert slow.num_prefill_tokens(1) == MIN_BUDGET
 
 
 def test_without_an_aim_there_is_no_limit() -> None:
     pace = StepPace(0)
     pace.note(num_decoding=4, num_prefill_tokens=512, seconds=9.0)
-    assert pace.num_prefill_tokens is None
+    assert pace.num_prefill_tokens(1) is None

@@ -89,6 +89,19 @@ def test_prompts_are_cut_further_where_something_decodes_beside_them() -> None:
     assert plan(output) == [("first", 1), ("of 4", 4), ("of 5", 2)]
 
 
+def test_prompts_that_wait_are_counted_until_their_first_token() -> None:
+    scheduler = make(budget=10)
+    assert scheduler.num_waiting_prompts == 0
+    for name, length in (("decoding", 3), ("begun", 12), ("not begun", 5)):
+        scheduler.add(sequence(name, length))
+    assert scheduler.num_waiting_prompts == 3
+    step(scheduler)
+    assert (len(scheduler.running), scheduler.num_waiting_prompts) == (2, 2)
+    for _ in range(3):
+        step(scheduler)
+    assert (len(scheduler.running), scheduler.num_waiting_prompts) == (3, 0)
+
+
 def test_prompts_are_cut_for_what_may_begin_to_decode_at_any_moment() -> None:
     scheduler = make()
     scheduler.add(sequence("prompt", 8))
