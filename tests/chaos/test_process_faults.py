@@ -254,6 +254,7 @@ def start_armed(cluster: FragileCluster, specs: dict[str, str]) -> None:
         cluster.wait_for_workers(router)
 
 
+@pytest.mark.slow
 def test_workers_die_where_their_peers_do_not_know_yet_what_has_happened(cluster: FragileCluster) -> None:
     """A prefill worker and a decode worker, at each of their points, beside two that live on."""
     prompts: list[list[int]] = []
@@ -275,6 +276,7 @@ def test_workers_die_where_their_peers_do_not_know_yet_what_has_happened(cluster
     check(cluster, prompts, answers)
 
 
+@pytest.mark.slow
 def test_every_point_fails_once(cluster: FragileCluster) -> None:
     """Before a commit it is only late, by more than a lease: while the router lives, so do its promises."""
     late = f"delay:{1.5 * LEASE_MS / 1000}"

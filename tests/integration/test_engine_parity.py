@@ -44,6 +44,7 @@ def check(answers: dict[str, list[int]], references: list[Reference]) -> None:
     assert not wrong
 
 
+@pytest.mark.slow
 def test_one_by_one(engine: LLMEngine, references: list[Reference]) -> None:
     assert len(references) >= 20
     answers = {}

@@ -6,6 +6,7 @@ import asyncio
 import random
 from collections.abc import Callable
 
+import pytest
 from clusters import RunningCluster
 
 from protos import tandem_inference_pb2 as pb
@@ -14,6 +15,7 @@ from tandem.client import AsyncClient
 NUM_REQUESTS = 50
 
 
+@pytest.mark.slow
 async def test_requests_of_mixed_lengths(start_cluster: Callable[..., RunningCluster]) -> None:
     cluster = start_cluster("--prefill", "1", "--decode", "2", "--max-model-len", "1024", "--num-kv-blocks", "160")
     numbers = random.Random(7)

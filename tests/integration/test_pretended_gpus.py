@@ -118,6 +118,7 @@ def test_each_rank_reads_weights_and_adapters_to_its_own_gpu(tmp_path: Path, for
     assert len(told) == GREEDY.max_tokens
 
 
+@pytest.mark.slow
 def test_a_rank_that_ends_while_all_load_takes_its_engine_along(tmp_path: Path) -> None:
     """Which waits for the device, and the device for the rank, as NCCL has it."""
     script = textwrap.dedent(

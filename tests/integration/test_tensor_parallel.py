@@ -306,6 +306,7 @@ def test_a_rank_that_cannot_load_says_why(
     assert "no room here" in capfd.readouterr().err
 
 
+@pytest.mark.slow
 def test_a_worker_ends_with_its_rank_and_answers_go_on(
     tmp_path: Path, model_folder: Path, start_cluster: Callable[..., RunningCluster]
 ) -> None:

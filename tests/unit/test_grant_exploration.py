@@ -268,7 +268,7 @@ def explore(num_faults: int) -> int:
     return len(seen)
 
 
-@pytest.mark.parametrize("num_faults", [0, 1, 2])
+@pytest.mark.parametrize("num_faults", [0, 1, pytest.param(2, marks=pytest.mark.slow)])
 def test_every_interleaving(num_faults: int) -> None:
     assert explore(num_faults) > 100
 

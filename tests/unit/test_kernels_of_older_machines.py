@@ -16,6 +16,8 @@ TESTS = [
     str(Path(__file__).with_name(name)) for name in ("test_cpu_kernels.py", "test_cpu_int8.py", "test_cpu_adapters.py")
 ]
 PRETEND_TILES = "-DTANDEM_PRETEND_TILES"
+CPUINFO = Path("/proc/cpuinfo")
+HAS_TILES = CPUINFO.exists() and "amx_bf16" in CPUINFO.read_text()
 ALL = "two-threads and (product or gates or attention or row_does or rotation or norms or draws or added)"
 
 
@@ -36,6 +38,7 @@ def test_kernels_compiled_for(kind: str, chosen: str) -> None:
 
 
 @pytest.mark.timeout(300)
+@pytest.mark.skipif(HAS_TILES, reason="there are some here: test_cpu_kernels.py")
 def test_what_is_made_of_tiles_where_there_are_none() -> None:
     """Without AMX: the compiler's code in its place (tiles_pretended.h), which refuses what the unit would refuse."""
     run_tests("two-threads and (product or attention or inputs)", {"CXXFLAGS": f"{PRETEND_TILES} -O1"})
