@@ -261,7 +261,7 @@ class EngineArgs:
         metadata={
             "help": "While requests decode, prompts beside them are computed in pieces so small that a step, the gap "
             "between tokens, takes about this long at most, and half as long again for each further prompt that "
-            "waits. 0: pieces as large as the token budget."
+            "waits, up to four times as long. 0: pieces as large as the token budget."
         },
     )
     async_scheduling: bool = field(

@@ -73,7 +73,8 @@ def load_cpu_kernels() -> None:
 
 
 def cpu_arithmetic() -> str:
-    """How the kernels add up here, once they are loaded: "tiles" (AMX), "pairs" (AVX512-BF16) or "floats"."""
+    """How the kernels add up here, once they are loaded: by "tiles" (AMX), "pairs" (AVX512-BF16) or "floats16", 8 or 4
+    (so many in a vector), and which version of ours that is."""
     name: str = torch.ops.tandem_cpu.arithmetic()
     return name
 

@@ -16,6 +16,8 @@ UNKNOWN_BUDGET = 64
 MIN_BUDGET = 16
 LONGER_FOR_EACH = 0.5
 """How much longer a step may take for each prompt that waits beside the first one."""
+AT_MOST_TIMES = 4.0
+"""As long, whatever waits."""
 SHARE_OF_NEWS = 0.2
 """How much of each new measurement goes into the average."""
 MAX_MIXED_STEPS = 15
@@ -27,7 +29,7 @@ class StepPace:
 
     def __init__(self, max_itl_s: float) -> None:
         """A step that decodes is to take at most `max_itl_s`, and half as long again for each further prompt that
-        waits: many cut small would take long, one behind the other, and keep the batch that decodes small. Or half as
+        waits, up to four times as long: many cut small would take long, one behind the other, and keep the batch that decodes small. Or half as
         long again as without prompts if that is more, so that prompts get on where decoding alone takes that long.
         0: whatever it takes."""
         self._max_itl_s = max_itl_s
@@ -45,7 +47,7 @@ class StepPace:
             return UNKNOWN_BUDGET
         if self._num_mixed_steps >= MAX_MIXED_STEPS:
             return 0
-        step_s = self._max_itl_s * (1 + LONGER_FOR_EACH * max(0, num_waiting - 1))
+        step_s = self._max_itl_s * min(AT_MOST_TIMES, 1 + LONGER_FOR_EACH * max(0, num_waiting - 1))
         return max(MIN_BUDGET, int(max(step_s - self._decode_s, self._decode_s / 2) / self._token_s))
 
     def note(self, *, num_decoding: int, num_prefill_tokens: int, seconds: float) -> None:

@@ -39,7 +39,7 @@ def test_a_step_takes_what_was_asked(decode_s: float, token_s: float) -> None:
         assert 0.045 <= step(pace, decode_s=decode_s, token_s=token_s) <= 0.0501
 
 
-@pytest.mark.parametrize(("num_waiting", "expected_s"), [(0, 0.05), (1, 0.05), (2, 0.075), (9, 0.25)])
+@pytest.mark.parametrize(("num_waiting", "expected_s"), [(0, 0.05), (1, 0.05), (2, 0.075), (7, 0.2), (100, 0.2)])
 def test_it_may_take_half_as_long_again_for_each_further_prompt(num_waiting: int, expected_s: float) -> None:
     pace = warmed_up(0.05, decode_s=0.02, token_s=5e-4)
     for _ in range(20):

@@ -14,85 +14,16 @@
 #include <optional>
 #include <vector>
 
+#include "attention_pairs.h"
 #include "attention_tiles.h"
 #include "vectors.h"
 
 namespace tandem {
 
-constexpr int KEY_TILES = 4;                       // tiles of 16 keys that are scored together
-constexpr int KEYS = KEY_TILES * LANES;
-#if defined(__AVX512F__)
-constexpr int ROW_TILE = 6;                        // rows (token, query head) that share a load of keys or values
-constexpr int TOGETHER = 4;                        // tiles of keys, or of 16 dims, that share one of rows
-#else
-constexpr int ROW_TILE = 3, TOGETHER = 2;          // their sums fill 12 of 16 registers
-#endif
 constexpr int64_t MAX_ROWS = 96;                   // rows of one work item, which stay in the L2 cache
 constexpr int64_t PIECE_KEYS = 8 * KEYS;           // of which a softmax is made, before they are put together
 constexpr float MASKED = -1e30f;                   // not infinite: a row whose keys so far were all masked stays finite
 constexpr float HEADROOM = 8;                      // weights are at most 2^8: `Attention::soften`
-
-// Scores of R rows against NJ tiles of 16 keys: score[r * KEYS + 16 j ..]. `stride`: pairs from one dim pair to the next.
-template <int R, int NJ>
-void score_tile(const uint32_t* q, int64_t dim_pairs, const uint32_t* const* keys, int64_t stride, float* score) {
-  Sums acc[R][NJ * PARTS] = {};
-  for (int64_t d = 0; d < dim_pairs; d++) {
-    Pairs k[NJ * PARTS];
-    for (int i = 0; i < NJ * PARTS; i++) k[i] = load<Pairs>(keys[i / PARTS] + d * stride + i % PARTS * REGISTER);
-    for (int r = 0; r < R; r++)
-      for (int i = 0; i < NJ * PARTS; i++) acc[r][i] = dot_pairs(acc[r][i], k[i], q[r * dim_pairs + d]);
-  }
-  for (int r = 0; r < R; r++)
-    for (int i = 0; i < NJ * PARTS; i++) store(score + r * KEYS + i * REGISTER, acc[r][i]);
-}
-
-// out[r, 16 * ND dims] += sum over NJ tiles of p[r, key] * value[key]
-template <int R, int ND>
-void weigh_tile(const uint32_t* p, const uint32_t* const* values, int num_tiles, int64_t H, float* out) {
-  constexpr int N = ND * PARTS;
-  Sums acc[R][N];
-  for (int r = 0; r < R; r++)
-    for (int i = 0; i < N; i++) acc[r][i] = load<Sums>(out + r * H + i * REGISTER);
-  for (int j = 0; j < num_tiles; j++)
-    for (int s = 0; s < LANES / 2; s++) {
-      Pairs v[N];
-      for (int i = 0; i < N; i++) v[i] = load<Pairs>(values[j] + s * H + i * REGISTER);
-      for (int r = 0; r < R; r++)
-        for (int i = 0; i < N; i++) acc[r][i] = dot_pairs(acc[r][i], v[i], p[r * (KEYS / 2) + j * (LANES / 2) + s]);
-    }
-  for (int r = 0; r < R; r++)
-    for (int i = 0; i < N; i++) store(out + r * H + i * REGISTER, acc[r][i]);
-}
-
-template <int R>
-void score_rows(int num_tiles, const uint32_t* q, int64_t dim_pairs, const uint32_t* const* keys, int64_t stride, float* score) {
-  if constexpr (TOGETHER < KEY_TILES)
-    for (; num_tiles > TOGETHER; num_tiles -= TOGETHER, keys += TOGETHER, score += TOGETHER * LANES)
-      score_tile<R, TOGETHER>(q, dim_pairs, keys, stride, score);
-  switch (num_tiles) {
-    case 1: return score_tile<R, 1>(q, dim_pairs, keys, stride, score);
-    case 2: return score_tile<R, 2>(q, dim_pairs, keys, stride, score);
-    case 3: return score_tile<R, 3>(q, dim_pairs, keys, stride, score);
-    default: return score_tile<R, 4>(q, dim_pairs, keys, stride, score);
-  }
-}
-
-template <int R>
-void weigh_rows(const uint32_t* p, const uint32_t* const* values, int num_tiles, int64_t H, float* out) {
-  const uint32_t* at[KEY_TILES];
-  for (int64_t d = 0; d < H;) {
-    for (int j = 0; j < num_tiles; j++) at[j] = values[j] + d;
-    int64_t left = (H - d) / LANES;
-    if (left >= 4 && TOGETHER >= 4) weigh_tile<R, 4>(p, at, num_tiles, H, out + d), d += 4 * LANES;
-    else if (left >= 2) weigh_tile<R, 2>(p, at, num_tiles, H, out + d), d += 2 * LANES;
-    else weigh_tile<R, 1>(p, at, num_tiles, H, out + d), d += LANES;
-  }
-}
-
-using ScoreRows = void (*)(int, const uint32_t*, int64_t, const uint32_t* const*, int64_t, float*);
-using WeighRows = void (*)(const uint32_t*, const uint32_t* const*, int, int64_t, float*);
-constexpr ScoreRows SCORE_ROWS[] = {score_rows<1>, score_rows<2>, score_rows<3>, score_rows<4>, score_rows<5>, score_rows<6>};
-constexpr WeighRows WEIGH_ROWS[] = {weigh_rows<1>, weigh_rows<2>, weigh_rows<3>, weigh_rows<4>, weigh_rows<5>, weigh_rows<6>};
 
 // Some tokens of one sequence, some key heads with all query heads that share them, and a range of keys. Either tokens or
 // key heads are one: a single token goes through all heads of a block before the next block, since memory is read faster
@@ -102,7 +33,7 @@ struct Item {
   int64_t partial;  // the first of its rows among those that are put together later; -1 if it has all of its keys
 };
 
-// Whose first number begins a line of the cache: a vector that lies across two takes twice as long.
+// Memory that begins with a line of the cache: a vector that lies across two of them takes twice as long.
 template <class T>
 struct InLines : std::allocator<T> {
   template <class U>
@@ -333,7 +264,7 @@ struct Attention {
     Sums sum = load<Sums>(sums);
     for (int i = 0; i < TILES * PARTS; i++) {
       Sums weight = exp2_of(s[i] * scale - base);
-      if constexpr (IS_CUT) weight = s[i] > MASKED / 2 ? weight : Sums{};
+      if constexpr (IS_CUT) weight = s[i] < MASKED / 2 ? Sums{} : weight;  // what is not a number stays
       sum += weight;
       store_bf16(p + i * REGISTER, weight);
     }
@@ -372,6 +303,7 @@ at::Tensor paged_attention(
   TORCH_CHECK(q.is_contiguous() && kv.is_contiguous() && block_tables.is_contiguous(), "contiguous");
   TORCH_CHECK(block_size % LANES == 0 && H % LANES == 0 && H == kv.size(4), "16 must divide block and head size");
   TORCH_CHECK(N % K == 0 && G <= MAX_ROWS, "query heads must share key heads evenly");
+  TORCH_CHECK(scale > 0, "scale must be above 0");
   TORCH_CHECK(!sinks || (sinks->is_contiguous() && sinks->numel() == N), "a sink for each query head");
   at::Tensor out = at::empty({T, N * H}, q.options());
   Attention attention{data_of(q), reinterpret_cast<const uint32_t*>(data_of(kv)), block_tables.data_ptr<int32_t>(),

@@ -5,7 +5,8 @@
 //              <-  adapters.h                                                       <-
 //              <-  rows.h, attention.h                                                          <-
 //              <-  sampling.h                                                                                 <-
-//   tiles.h  <-  product_tiles.h, attention.h; read_ahead.h  <-  product_pairs.h, layers.h
+//   attention_pairs.h, attention_tiles.h  <-  attention.h; tiles.h  <-  product_tiles.h, attention_tiles.h
+//   read_ahead.h  <-  product_pairs.h, layers.h
 
 #include <torch/library.h>
 
@@ -31,14 +32,17 @@ void keep_freed_memory() {
 #endif
 }
 
-// How products are added up, by what this machine has: the same sums have other bits in another of these.
+// To be raised with whatever gives a sum or a softmax other bits.
+constexpr int ARITHMETIC_VERSION = 2;
+
+// How products and attention add up, by what this machine has: the same sums have other bits in another of these.
 std::string arithmetic() {
-  if (has_tiles()) return "tiles";
 #if defined(__AVX512BF16__)
-  return "pairs";
+  const std::string by_vectors = "pairs";
 #else
-  return "floats";
+  const std::string by_vectors = "floats" + std::to_string(REGISTER);
 #endif
+  return (has_tiles() ? "tiles" : by_vectors) + " (version " + std::to_string(ARITHMETIC_VERSION) + ")";
 }
 
 }  // namespace tandem

@@ -179,7 +179,7 @@ inline V two_to(V f) {
   return p * f + 1.0f;
 }
 
-// 2^x for x <= 0, to about 2 units in the last place: 2^n * 2^f. Below -126 it is 2^-126.
+// 2^x for x up to 126, to about 2 units in the last place: 2^n * 2^f. Below -126 it is 2^-126.
 inline Sums exp2_of(Sums x) {
 #if defined(__AVX512DQ__)
   __m512 y = _mm512_max_ps(_mm512_set1_ps(-126.0f), (__m512)x);  // in this order it keeps what is not a number
