@@ -29,9 +29,9 @@ class StepPace:
 
     def __init__(self, max_itl_s: float) -> None:
         """A step that decodes is to take at most `max_itl_s`, and half as long again for each further prompt that
-        waits, up to four times as long: many cut small would take long, one behind the other, and keep the batch that decodes small. Or half as
-        long again as without prompts if that is more, so that prompts get on where decoding alone takes that long.
-        0: whatever it takes."""
+        waits, up to four times as long: many cut small would take long, one behind the other, and keep the batch that
+        decodes small. Or half as long again as without prompts if that is more, so that prompts get on where decoding
+        alone takes that long. 0: whatever it takes."""
         self._max_itl_s = max_itl_s
         self._decode_s = 0.0
         self._token_s = 0.0
