@@ -141,6 +141,15 @@ def test_scores_of_any_size_stay_finite() -> None:
     assert attend(case, 7).isfinite().all()
 
 
+def test_a_key_that_is_no_number_is_seen_by_all_rows_behind_it_and_by_no_other() -> None:
+    """In tiles that a row's own position cuts, too."""
+    case = case_of([(0, 90)])
+    case.k[20] = float("nan")
+    actual = attend(case, 0)
+    assert actual[:20].isfinite().all()
+    assert actual[20:].isnan().all()
+
+
 @pytest.mark.parametrize("window", [0, 100, 600])
 def test_a_row_does_not_depend_on_what_is_computed_with_it(window: int) -> None:
     """The same token gives the same bits alone and in any batch or chunk: what exact streams rest on."""
