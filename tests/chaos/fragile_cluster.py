@@ -38,9 +38,9 @@ PROMPT_TOKENS = 160
 _random = random.Random(3)
 
 
-def fresh_prompts(number: int = 4) -> list[list[int]]:
+def fresh_prompts(number: int = 4, num_tokens: int = PROMPT_TOKENS) -> list[list[int]]:
     """That no cache has seen, so that KV travels."""
-    return [[_random.randrange(100, 40_000) for _ in range(PROMPT_TOKENS)] for _ in range(number)]
+    return [[_random.randrange(100, 40_000) for _ in range(num_tokens)] for _ in range(number)]
 
 
 def slowed_by(file: Path, command: Sequence[str]) -> list[str]:

@@ -30,11 +30,9 @@ TIMEOUT_S = 4.0
 
 
 @pytest.fixture(scope="module")
-def cluster(
-    tmp_path_factory: pytest.TempPathFactory, redis_server: Any, model_folder: Path
-) -> Iterator[FragileCluster]:
+def cluster(tmp_path_factory: pytest.TempPathFactory, redis_server: Any, few_layers: Path) -> Iterator[FragileCluster]:
     running = FragileCluster.start(
-        tmp_path_factory.mktemp("chaos"), redis_url=redis_server.url, model=model_folder, num_routers=2, num_prefill=2,
+        tmp_path_factory.mktemp("chaos"), redis_url=redis_server.url, model=few_layers, num_routers=2, num_prefill=2,
         num_decode=2,
     )  # fmt: skip
     yield running

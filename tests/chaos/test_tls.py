@@ -34,12 +34,10 @@ def tls(tmp_path_factory: pytest.TempPathFactory) -> Certificate:
 
 @pytest.fixture(scope="module")
 def cluster(
-    tmp_path_factory: pytest.TempPathFactory, redis_server: Any, model_folder: Path, tls: Certificate
+    tmp_path_factory: pytest.TempPathFactory, redis_server: Any, few_layers: Path, tls: Certificate
 ) -> Iterator[FragileCluster]:
     folder = tmp_path_factory.mktemp("cluster")
-    cluster = FragileCluster.start(
-        folder, redis_url=redis_server.url, model=model_folder, num_decode=2, tls=tls, seed=2
-    )
+    cluster = FragileCluster.start(folder, redis_url=redis_server.url, model=few_layers, num_decode=2, tls=tls, seed=2)
     yield cluster
     cluster.close()
 
@@ -97,7 +95,10 @@ def test_a_gateway_serves_https(cluster: FragileCluster, tls: Certificate, tmp_p
         trusted = ssl.create_default_context(cafile=str(tls.ca))
         with httpx.Client(base_url=f"https://{gateway.address}", verify=trusted, trust_env=False) as client:
             body = {"prompt": "The capital of France is", "max_tokens": 4, "temperature": 0}
-            assert "Paris" in client.post("/v1/completions", json=body, timeout=30).json()["choices"][0]["text"]
+            choice = client.post("/v1/completions", json=body, timeout=30).json()["choices"][0]
+            with cluster.client() as grpc_client:
+                expected = grpc_client.generate("The capital of France is", max_tokens=4, temperature=0)
+            assert choice["text"] == expected.text
             with pytest.raises(httpx.HTTPError):
                 httpx.get(f"http://{gateway.address}/health", trust_env=False)
             # A client that keeps its connection, and never says goodbye, does not hold up the end.
@@ -109,13 +110,13 @@ def test_a_gateway_serves_https(cluster: FragileCluster, tls: Certificate, tmp_p
 
 
 def test_a_file_that_goes_away_changes_nothing(
-    cluster: FragileCluster, tls: Certificate, tmp_path: Path, redis_server: Any, model_folder: Path
+    cluster: FragileCluster, tls: Certificate, tmp_path: Path, redis_server: Any, few_layers: Path
 ) -> None:
     """Files are read once: whoever renews certificates does not cut off workers that join meanwhile."""
     own = Certificate(*(tmp_path / name for name in ("ca.pem", "cert.pem", "key.pem")))
     for source, copy in zip((tls.ca, tls.cert, tls.key), (own.ca, own.cert, own.key), strict=True):
         copy.write_bytes(source.read_bytes())
-    command = ["router", "--redis", redis_server.url, "--model", str(model_folder), "--listen", "127.0.0.1:0"]
+    command = ["router", "--redis", redis_server.url, "--model", str(few_layers), "--listen", "127.0.0.1:0"]
     router = Service([sys.executable, "-P", "-m", *command, *own.flags], tmp_path / "router.log")
     router.start()
     try:

@@ -20,6 +20,8 @@ from rpc.errors import TandemError
 from tandem.chaos.proxy import FaultyProxy
 
 Fault = Callable[[FaultyProxy, Any], None]
+LONG = 1200
+"""Tokens of a prompt, with 3.7 MB of KV."""
 
 
 @pytest.fixture(scope="module")
@@ -31,10 +33,10 @@ def redis_proxy(redis_server: Any) -> Iterator[FaultyProxy]:
 
 @pytest.fixture(scope="module")
 def cluster(
-    tmp_path_factory: pytest.TempPathFactory, redis_proxy: FaultyProxy, model_folder: Path
+    tmp_path_factory: pytest.TempPathFactory, redis_proxy: FaultyProxy, few_layers: Path
 ) -> Iterator[FragileCluster]:
     url = f"redis://{redis_proxy.address}/0"
-    running = FragileCluster.start(tmp_path_factory.mktemp("chaos"), redis_url=url, model=model_folder, num_decode=2)
+    running = FragileCluster.start(tmp_path_factory.mktemp("chaos"), redis_url=url, model=few_layers, num_decode=2)
     yield running
     running.close()
 
@@ -78,9 +80,9 @@ def test_kv_that_is_always_damaged_is_computed_where_it_is_needed(cluster: Fragi
 @pytest.mark.parametrize("num_bytes", [pytest.param(1, marks=pytest.mark.slow), 500_000])
 def test_connections_cut_in_the_middle(cluster: FragileCluster, num_bytes: int) -> None:
     """Early: at the commands. Later: in the middle of the KV."""
-    prompts = fresh_prompts()
+    prompts = fresh_prompts(num_tokens=LONG)
     for name in ("prefill-1", "decode-1", "decode-2"):
-        cluster.proxy(name).cut_after(num_bytes if name != "prefill-1" else min(num_bytes, 2000))
+        cluster.proxy(name).cut_after(num_bytes if name != "prefill-1" else min(num_bytes, 10_000))
     num_before = num_reset_at_decode_workers(cluster)
     answers = ask(cluster, prompts)
     assert num_reset_at_decode_workers(cluster) > num_before, "nothing was cut where KV flows"
@@ -139,7 +141,7 @@ def dripped_in_one_attempt(cluster: FragileCluster, max_tries: int = 3) -> tuple
     """Of an answer whose KV drips: what it took, when its first token came, and when its second one. Where all of a
     machine stands still, sessions are lost for that, and another is asked for; what the fault does, it does to each."""
     for _ in range(max_tries):
-        (prompt,) = fresh_prompts(1)
+        (prompt,) = fresh_prompts(1, LONG)
         for name in ("decode-1", "decode-2"):
             cluster.proxy(name).drip(450_000)
         answer = Reader(cluster, prompt)
@@ -152,7 +154,7 @@ def dripped_in_one_attempt(cluster: FragileCluster, max_tries: int = 3) -> tuple
 
 
 def test_a_prefill_worker_told_to_leave_stays_until_its_kv_has_arrived(cluster: FragileCluster) -> None:
-    (prompt,) = fresh_prompts(1)
+    (prompt,) = fresh_prompts(1, LONG)
     worker = cluster.services["prefill-1"]
     assert worker.process is not None
     for name in ("decode-1", "decode-2"):

@@ -15,8 +15,6 @@ from clusters import RunningCluster, run_cluster
 from reference import Reference
 from reference import references as make_references
 
-from engine.model_loader import resolve_model
-
 
 @pytest.fixture(scope="module")
 def start_cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., RunningCluster]]:
@@ -27,11 +25,6 @@ def start_cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable
             return stack.enter_context(run_cluster(tmp_path_factory.mktemp("cluster") / "log", *flags))
 
         yield start
-
-
-@pytest.fixture(scope="session")
-def model_folder() -> Path:
-    return resolve_model("smollm2-135m-instruct")
 
 
 @pytest.fixture(scope="session")

@@ -15,14 +15,14 @@ import pytest
 from clusters import RunningCluster, run_cluster
 
 SMALL = (
-    "--num-threads", "1", "--kv-cache-gib", "0.05", "--max-model-len", "1024", "--http-port", "0",
+    "--num-threads", "1", "--num-kv-blocks", "145", "--max-model-len", "1024", "--http-port", "0",
     "--max-queue-tokens", "1600",
 )  # fmt: skip
 
 
 @pytest.fixture(scope="module")
-def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningCluster]:
-    with run_cluster(tmp_path_factory.mktemp("bench") / "log", *SMALL) as running:
+def cluster(tmp_path_factory: pytest.TempPathFactory, few_layers: Path) -> Iterator[RunningCluster]:
+    with run_cluster(tmp_path_factory.mktemp("bench") / "log", "--model", str(few_layers), *SMALL) as running:
         yield running
 
 

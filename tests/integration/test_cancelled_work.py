@@ -171,9 +171,9 @@ async def start_cluster(redis: str, model: Path, stack: AsyncExitStack) -> Clust
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def cluster(redis_server: Any, model_folder: Path) -> AsyncIterator[Cluster]:
+async def cluster(redis_server: Any, few_layers: Path) -> AsyncIterator[Cluster]:
     async with AsyncExitStack() as stack:
-        yield await start_cluster(redis_server.url, model_folder, stack)
+        yield await start_cluster(redis_server.url, few_layers, stack)
 
 
 @pytest.fixture(autouse=True)

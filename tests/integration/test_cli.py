@@ -30,6 +30,12 @@ LONG_PROMPT = "Count from one to a thousand: one, two, three, four, five, six, s
 
 
 @pytest.fixture(scope="module")
+def small(few_layers: Path) -> tuple[str, ...]:
+    """Flags of clusters that start soon."""
+    return "--model", str(few_layers), *SMALL
+
+
+@pytest.fixture(scope="module")
 def cluster(start_cluster: Callable[..., RunningCluster]) -> RunningCluster:
     return start_cluster(*SMALL)
 
@@ -266,8 +272,8 @@ def test_a_killed_redis_comes_back_on_its_socket_and_is_filled_again(cluster: Ru
 # -- up: the end ------------------------------------------------------------------------------------------------
 
 
-def test_sigterm_lets_a_stream_finish(tmp_path: Path) -> None:
-    with run_cluster(tmp_path / "log", *SMALL, "--aggregated") as cluster:
+def test_sigterm_lets_a_stream_finish(tmp_path: Path, small: tuple[str, ...]) -> None:
+    with run_cluster(tmp_path / "log", *small, "--aggregated") as cluster:
         children = children_of(cluster.pid)
         assert set(children) == {"redis", "router", "decode-1"}, "--aggregated starts no prefill worker"
         with Client(cluster.address) as client:
@@ -285,9 +291,9 @@ def test_sigterm_lets_a_stream_finish(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="PR_SET_PDEATHSIG is Linux's")
-def test_a_sigkill_leaves_no_orphan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_sigkill_leaves_no_orphan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, small: tuple[str, ...]) -> None:
     monkeypatch.setenv("TMPDIR", str(tmp_path))  # the socket's folder, which nobody is left to remove
-    with running("up", *SMALL, "--listen", "127.0.0.1:0", "--http-port", "0") as process:
+    with running("up", *small, "--listen", "127.0.0.1:0", "--http-port", "0") as process:
         assert process.stdout is not None
         assert select.select([process.stdout], [], [], 60)[0], "no ready line"
         assert process.stdout.readline().startswith(b"ready grpc=127.0.0.1:")
@@ -328,8 +334,8 @@ def test_a_worker_whose_weights_do_not_fit_says_so_in_a_line(tmp_path: Path) -> 
     assert re.fullmatch(rf"Error: the weights in {tmp_path} lack the tensor \S+\n", done.stderr)
 
 
-def test_a_busy_port_ends_up_at_once_with_a_way_out(cluster: RunningCluster) -> None:
-    with running("up", *SMALL, "--listen", cluster.address, "--no-http") as process:
+def test_a_busy_port_ends_up_at_once_with_a_way_out(cluster: RunningCluster, small: tuple[str, ...]) -> None:
+    with running("up", *small, "--listen", cluster.address, "--no-http") as process:
         stdout, stderr = process.communicate(timeout=60)
     assert process.returncode == 1
     assert stdout == b""
@@ -337,11 +343,11 @@ def test_a_busy_port_ends_up_at_once_with_a_way_out(cluster: RunningCluster) -> 
 
 
 @pytest.mark.parametrize(("offset", "name"), [pytest.param(0, "router", marks=pytest.mark.slow), (1, "prefill-1")])
-def test_a_busy_port_of_metrics_ends_up_at_once(offset: int, name: str) -> None:
+def test_a_busy_port_of_metrics_ends_up_at_once(offset: int, name: str, small: tuple[str, ...]) -> None:
     with socket.create_server(("127.0.0.1", 0)) as busy:
         port = busy.getsockname()[1]
         flags = ("--listen", "127.0.0.1:0", "--no-http", "--metrics-port", str(port - offset))
-        with running("up", *SMALL, *flags) as process:
+        with running("up", *small, *flags) as process:
             _, stderr = process.communicate(timeout=60)
     assert process.returncode == 1
     message = stderr.decode().rpartition(f"Error: {name} ")[2]
@@ -350,10 +356,10 @@ def test_a_busy_port_of_metrics_ends_up_at_once(offset: int, name: str) -> None:
     assert "starting it again" not in stderr.decode()
 
 
-def test_a_busy_http_port_names_its_flag() -> None:
+def test_a_busy_http_port_names_its_flag(small: tuple[str, ...]) -> None:
     with socket.create_server(("127.0.0.1", 0)) as busy:
         port = busy.getsockname()[1]
-        with running("up", *SMALL, "--listen", "127.0.0.1:0", "--http-port", str(port)) as process:
+        with running("up", *small, "--listen", "127.0.0.1:0", "--http-port", str(port)) as process:
             _, stderr = process.communicate(timeout=60)
     assert process.returncode == 1
     assert f"cannot listen on 127.0.0.1:{port}: Address already in use" in stderr.decode()

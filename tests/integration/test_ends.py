@@ -9,6 +9,7 @@ import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from dataclasses import dataclass
+from pathlib import Path
 
 import grpc
 import pytest
@@ -29,8 +30,9 @@ _fresh_ids = itertools.count(10_000)
 
 
 @pytest.fixture(scope="module")
-def cluster(start_cluster: Callable[..., RunningCluster]) -> RunningCluster:
-    return start_cluster("--max-model-len", "2048", "--num-kv-blocks", "200", "--prefill-chunk-tokens", "128")
+def cluster(start_cluster: Callable[..., RunningCluster], few_layers: Path) -> RunningCluster:
+    sizes = ("--max-model-len", "2048", "--num-kv-blocks", "200", "--prefill-chunk-tokens", "128")
+    return start_cluster("--model", str(few_layers), *sizes)
 
 
 @pytest.fixture
@@ -256,7 +258,7 @@ def test_several_answers_go_on_each_from_its_own_token(cluster: RunningCluster, 
     """Cut after every fifth message and every end: some may be complete, some in the middle, some not begun."""
     request = pb.GenerateRequest(
         text="Once upon a time there was a",
-        sampling_params=pb.SamplingParams(n=3, max_tokens=20, temperature=0.9, seed=7, logprobs=1, stop=[" the"]),
+        sampling_params=pb.SamplingParams(n=3, max_tokens=20, temperature=0.9, seed=7, logprobs=1, stop=["-"]),
     )
     messages = list(stub.Generate(request))
     expected = [whole(messages, sequence) for sequence in range(3)]

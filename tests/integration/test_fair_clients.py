@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from pathlib import Path
 
 from clusters import RunningCluster
 
@@ -14,10 +15,12 @@ NUM_FLOOD = 40
 
 
 async def test_a_flood_of_one_client_keeps_another_waiting_for_a_few_of_it_alone(
-    start_cluster: Callable[..., RunningCluster],
+    start_cluster: Callable[..., RunningCluster], few_layers: Path
 ) -> None:
     """The worker has memory for two at a time."""
-    cluster = start_cluster("--aggregated", "--decode", "1", "--max-model-len", "128", "--num-kv-blocks", "20")
+    cluster = start_cluster(
+        "--model", str(few_layers), "--aggregated", "--decode", "1", "--max-model-len", "128", "--num-kv-blocks", "20"
+    )
     assert [worker.record.load.num_free_seqs for worker in cluster.workers()] == [EngineArgs.max_num_seqs]
     answered: list[str] = []
     is_under_way = asyncio.Event()

@@ -37,8 +37,8 @@ Samples = dict[str, list[tuple[dict[str, str], float]]]
 
 
 @pytest.fixture(scope="module")
-def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningCluster]:
-    with run_cluster(tmp_path_factory.mktemp("metrics") / "log", *FLAGS) as running:
+def cluster(tmp_path_factory: pytest.TempPathFactory, few_layers: Path) -> Iterator[RunningCluster]:
+    with run_cluster(tmp_path_factory.mktemp("metrics") / "log", "--model", str(few_layers), *FLAGS) as running:
         yield running
 
 
@@ -110,7 +110,7 @@ def test_workers_count_what_they_computed(scraped: dict[str, Samples]) -> None:
     assert total(prefill, "tandem:computed_generation_tokens_total") == NUM_REQUESTS
     assert total(decode, "tandem:computed_generation_tokens_total") == NUM_REQUESTS * (NUM_TOKENS - 1)
     assert total(prefill, "tandem:kv_transfers_total") == NUM_REQUESTS
-    assert total(prefill, "tandem:kv_transfer_bytes_total") > NUM_REQUESTS * 1e6
+    assert total(prefill, "tandem:kv_transfer_bytes_total") > NUM_REQUESTS * 3e5
     assert total(decode, "tandem:grants_total") == NUM_REQUESTS
     assert total(decode, "tandem:num_grants") == 0
     for worker in (prefill, decode):

@@ -8,6 +8,7 @@ import re
 import signal
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import grpc
@@ -41,8 +42,8 @@ KINDS = [pytest.param(name, marks=pytest.mark.slow if name == "greedy" else ()) 
 
 
 @pytest.fixture(scope="module")
-def cluster(start_cluster: Callable[..., RunningCluster]) -> RunningCluster:
-    return start_cluster(*SMALL)
+def cluster(start_cluster: Callable[..., RunningCluster], few_layers: Path) -> RunningCluster:
+    return start_cluster("--model", str(few_layers), *SMALL)
 
 
 @pytest.mark.parametrize("name", KINDS)

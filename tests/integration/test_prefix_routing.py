@@ -6,6 +6,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from itertools import count
+from pathlib import Path
 
 import pytest
 from clusters import RunningCluster, wait_until
@@ -16,8 +17,9 @@ from tandem.client import Client
 
 
 @pytest.fixture(scope="module")
-def cluster(start_cluster: Callable[..., RunningCluster]) -> RunningCluster:
-    return start_cluster("--prefill", "2", "--decode", "1", "--max-model-len", "2048", "--num-kv-blocks", "400")
+def cluster(start_cluster: Callable[..., RunningCluster], few_layers: Path) -> RunningCluster:
+    sizes = ("--max-model-len", "2048", "--num-kv-blocks", "400")
+    return start_cluster("--model", str(few_layers), "--prefill", "2", "--decode", "1", *sizes)
 
 
 def tokens(seed: int, count: int) -> list[int]:
