@@ -274,7 +274,6 @@ def test_workers_die_where_their_peers_do_not_know_yet_what_has_happened(cluster
     check(cluster, prompts, answers)
 
 
-@pytest.mark.slow
 def test_every_point_fails_once(cluster: FragileCluster) -> None:
     """Before a commit it is only late, by more than a lease: while the router lives, so do its promises."""
     late = f"delay:{1.5 * LEASE_MS / 1000}"

@@ -131,9 +131,7 @@ def test_abort_ends_the_stream_well(cluster: RunningCluster, stub: InferenceStub
 SEVERAL = {"max_tokens": 24, "temperature": 0.9, "seed": 5, "ignore_eos": True, "logprobs": 1}
 
 
-@pytest.mark.parametrize(
-    "is_stream", [pytest.param(True, id="streamed"), pytest.param(False, id="whole", marks=pytest.mark.slow)]
-)
+@pytest.mark.parametrize("is_stream", [pytest.param(True, id="streamed"), pytest.param(False, id="whole")])
 def test_each_of_several_answers_ends_once(cluster: RunningCluster, is_stream: bool) -> None:
     """Each is the one answer to a seed of its own, and the prompt is prefilled for the first of them alone."""
     prompt = [next(_fresh_ids), *LONG[1:]]
