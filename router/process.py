@@ -29,7 +29,8 @@ from router.policy import PolicyConfig
 from router.prefix_lookup import PrefixLookup
 from router.queue import RequestQueue
 from router.retry_budget import RetryBudget
-from router.servicer import InferenceServicer, Texts
+from router.served_model import Texts
+from router.servicer import InferenceServicer
 from router.text.chat_template import ChatTemplate
 from router.text.tokenizer import Tokenizer
 from router.text.tool_formats import AUTO

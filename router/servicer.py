@@ -23,11 +23,10 @@ from router.model_info import ModelInfo
 from router.request_events import Stopped
 from router.request_state import AttemptNumbers
 from router.sequences import Sequences, names_at_workers, params_of_sequence
-from router.text.chat_template import ChatTemplate
+from router.served_model import ServedModel, Texts
 from router.text.detokenizer import IncrementalDetokenizer, StopStrings
 from router.text.harmony import Harmony
 from router.text.reasoning import NO_REASONING, AnswerReader, Reasoning, reasoning_of
-from router.text.tokenizer import Tokenizer
 from router.text.tool_calls import call_id
 from router.validation.grammar_checker import GrammarChecker
 from router.validation.request import (
@@ -47,15 +46,6 @@ from rpc.metadata import ACCEPTED_KEY
 _log = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True, slots=True)
-class Texts:
-    """What turns text into tokens."""
-
-    model: ModelInfo
-    tokenizer: Tokenizer
-    chat_template: ChatTemplate | None
-
-
 class InferenceServicer(InferenceServicerBase):  # type: ignore[misc]
     """One per router process."""
 
@@ -70,8 +60,7 @@ class InferenceServicer(InferenceServicerBase):  # type: ignore[misc]
         self._to_abort: set[str] = set()
         """Of those being tokenised: aborted already."""
         self._numbers = AttemptNumbers()
-        self._known_model = texts.model
-        """With the context length of the workers that were there last."""
+        self._model = ServedModel(texts.model)
         self._is_draining = False
         self._grammars = GrammarChecker()
         self._is_idle = asyncio.Event()
@@ -145,7 +134,7 @@ class InferenceServicer(InferenceServicerBase):  # type: ignore[misc]
     async def GetModelInfo(  # noqa: N802
         self, request: pb.GetModelInfoRequest, context: grpc.aio.ServicerContext
     ) -> pb.GetModelInfoResponse:
-        return self._model().to_proto()
+        return self._model.now(self._cluster.pool.decode_records()).to_proto()
 
     # -- one request --------------------------------------------------------------------------------------------
 
@@ -154,7 +143,7 @@ class InferenceServicer(InferenceServicerBase):  # type: ignore[misc]
         check_size(request, self._max_request_bytes)
         if self._is_draining:
             raise Draining("this router is leaving; ask another", retry_after_s=1.0)
-        model = self._model()
+        model = self._model.now(self._cluster.pool.decode_records())
         if not model.max_model_len:
             require_worker(self._cluster.pool)  # only a worker knows how long a prompt may be
         validated = validate(request, model)
@@ -166,8 +155,8 @@ class InferenceServicer(InferenceServicerBase):  # type: ignore[misc]
     async def _answer(
         self, validated: ValidatedRequest, names: list[str], arrived_s: float, deadline_s: float | None
     ) -> AsyncGenerator[pb.GenerateResponse, None]:
-        model = self._model()
-        prompt = await tokenize_prompt(validated, self._texts.tokenizer, self._texts.chat_template)
+        model = self._model.now(self._cluster.pool.decode_records())
+        prompt = await tokenize_prompt(validated.prompt, self._texts.tokenizer, self._texts.chat_template)
         prompt_token_ids = prompt.token_ids
         check_prompt_length(validated, len(prompt_token_ids), model)
         require_worker(self._cluster.pool)
@@ -273,14 +262,6 @@ class InferenceServicer(InferenceServicerBase):  # type: ignore[misc]
             if kind_name(handle.record.compat_digest) == worker_kind:
                 return handle.record.compat_digest
         raise NoWorker("no worker of the kind that began this answer is available", retry_after_s=1.0)
-
-    def _model(self) -> ModelInfo:
-        """The model, with the context length and the adapters of the decode workers that are there, or were last."""
-        if workers := self._cluster.pool.decode_records():
-            shortest = min(workers, key=lambda record: record.model.max_model_len)
-            lora_names = {name for record in workers for name in record.model.lora_names}
-            self._known_model = self._texts.model.with_worker(shortest.model, lora_names)
-        return self._known_model
 
 
 def _stop_token_ids(params: pb.SamplingParams, model: ModelInfo) -> set[int]:

@@ -118,7 +118,7 @@ def _some(names: Sequence[str]) -> str:
     return ", ".join(map(repr, names[:MAX_NAMES_TOLD])) + (", …" if len(names) > MAX_NAMES_TOLD else "")
 
 
-def check_size(request: pb.GenerateRequest, max_bytes: int) -> None:
+def check_size(request: Message, max_bytes: int) -> None:
     """Refuse a message of more than `max_bytes` bytes. Raises `InvalidRequest` naming the field that takes most."""
     num_bytes = request.ByteSize()
     if num_bytes > max_bytes:
@@ -141,17 +141,13 @@ def validate(request: pb.GenerateRequest, model: ModelInfo) -> ValidatedRequest:
     """Check all that can be checked before tokenising. Raises `InvalidRequest` with every violation."""
     violations: Violations = []
     _check_request_id(request.request_id, violations)
-    is_adapter = request.model in model.lora_names
-    if not is_adapter and request.model not in ("", model.served_model_name):
-        adapters = f", an adapter of it ({_some(model.lora_names)})" if model.lora_names else ""
-        known = f"{model.served_model_name!r}{adapters}"
-        violations.append(("model", f"must be {known} or empty, is {request.model[:128]!r}"))
+    check_model(request.model, model, violations)
     if len(request.cache_salt) > MAX_CACHE_SALT_CHARS:
         bound = f"must be at most {MAX_CACHE_SALT_CHARS} characters, has {len(request.cache_salt)}"
         violations.append(("cache_salt", bound))
     if (num_bytes := len(request.fairness_id.encode())) > MAX_FAIRNESS_ID_BYTES:
         violations.append(("fairness_id", f"must have at most {MAX_FAIRNESS_ID_BYTES} bytes, has {num_bytes}"))
-    prompt = _check_prompt(request, model, violations)
+    prompt = check_prompt(request, model, violations)
     params = request.sampling_params
     formed = None
     if isinstance(prompt, ChatPrompt):
@@ -170,20 +166,18 @@ def validate(request: pb.GenerateRequest, model: ModelInfo) -> ValidatedRequest:
         sampling_params=params if formed is None else formed,
         begun=begun,
         cache_salt=request.cache_salt,
-        lora_name=request.model if is_adapter else "",
+        lora_name=request.model if request.model in model.lora_names else "",
         fairness_id=request.fairness_id,
         is_streaming=request.stream if request.HasField("stream") else True,
     )
 
 
-async def tokenize_prompt(
-    validated: ValidatedRequest, tokenizer: Tokenizer, chat_template: ChatTemplate | None
-) -> TokenizedPrompt:
-    """Token ids of the prompt. Text gets the model's special tokens (bos); chats get those of the template alone.
+async def tokenize_prompt(prompt: Prompt, tokenizer: Tokenizer, chat_template: ChatTemplate | None) -> TokenizedPrompt:
+    """Token ids of `prompt`. Text gets the model's special tokens (bos); chats get those of the template alone.
 
     Raises `InvalidRequest` naming `chat` where the template refuses the messages. Long prompts leave the event loop.
     """
-    match validated.prompt:
+    match prompt:
         case TokenIdsPrompt(token_ids):
             return TokenizedPrompt(list(token_ids))
         case TextPrompt(text):
@@ -275,7 +269,15 @@ def _check_request_id(request_id: str, violations: Violations) -> None:
         violations.append(("request_id", f"must hold printable characters only, has U+{code:04X} at {position}"))
 
 
-def _check_prompt(request: pb.GenerateRequest, model: ModelInfo, violations: Violations) -> Prompt:
+def check_model(name: str, model: ModelInfo, violations: Violations) -> None:
+    """Whether a request may ask for `name`."""
+    if name not in ("", model.served_model_name, *model.lora_names):
+        adapters = f", an adapter of it ({_some(model.lora_names)})" if model.lora_names else ""
+        known = f"{model.served_model_name!r}{adapters}"
+        violations.append(("model", f"must be {known} or empty, is {name[:128]!r}"))
+
+
+def check_prompt(request: pb.GenerateRequest, model: ModelInfo, violations: Violations) -> Prompt:
     match request.WhichOneof("prompt"):
         case "text":
             if not request.text:

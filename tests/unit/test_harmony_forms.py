@@ -20,7 +20,8 @@ from tool_call_cases import outcome
 from engine.scheduling.grammar import Grammars
 from protos import tandem_inference_pb2 as pb
 from router.request_events import Emit
-from router.servicer import InferenceServicer, Texts
+from router.served_model import Texts
+from router.servicer import InferenceServicer
 from router.text.calls.call_format import Tool
 from router.text.calls.harmony import WORDS
 from router.text.calls.text_values import Schema

@@ -21,7 +21,8 @@ from router.answer_messages import AnswerMessages
 from router.args import RouterArgs
 from router.request_events import Emit
 from router.sequences import _as_one
-from router.servicer import InferenceServicer, Texts
+from router.served_model import Texts
+from router.servicer import InferenceServicer
 from router.text.chat_template import GIVEN_NAMES, ChatMessage, ChatTemplate
 from router.text.detokenizer import IncrementalDetokenizer, StopStrings
 from router.text.reasoning import NO_REASONING, PARSERS, THINK, Reasoning, ReasoningParser, opened_by, reasoning_of
@@ -247,7 +248,9 @@ OPENED = "{{ messages[0].content.split('</think>')[-1] + '<think>\n' }}"
 async def opened(source: str, **asked: Any) -> tuple[bool, str]:
     """Whether the prompt begins a thought, and the prompt."""
     tokenizer = Tokenizer(grammar_cases.tokenizer())
-    prompt = await tokenize_prompt(validate(generate_request(HI, **asked), MODEL), tokenizer, ChatTemplate(source))
+    prompt = await tokenize_prompt(
+        validate(generate_request(HI, **asked), MODEL).prompt, tokenizer, ChatTemplate(source)
+    )
     return bool(prompt.thought_opened_by), tokenizer.decode(prompt.token_ids, False)
 
 
@@ -260,7 +263,7 @@ async def test_a_prompt_tells_whether_an_answer_begins_with_a_thought() -> None:
     assert [bool(opened_by(text)) for text in ("<think>", "<think> \n", "<think>.", "")] == [True, True, False, False]
     tokenizer = byte_tokenizer()
     text = validate(generate_request("Hi <think>"), MODEL)
-    assert not (await tokenize_prompt(text, tokenizer, None)).thought_opened_by
+    assert not (await tokenize_prompt(text.prompt, tokenizer, None)).thought_opened_by
     assert not text.is_chat
 
 

@@ -14,7 +14,8 @@ from test_validation import MODEL
 
 from protos import tandem_inference_pb2 as pb
 from router.model_info import ModelInfo
-from router.servicer import InferenceServicer, Texts
+from router.served_model import Texts
+from router.servicer import InferenceServicer
 from router.text.chat_template import ChatMessage, ChatTemplate
 from router.text.detokenizer import StopStrings
 from router.text.tokenizer import Tokenizer

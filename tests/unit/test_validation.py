@@ -246,17 +246,17 @@ async def test_text_gets_bos_and_chats_get_what_the_template_writes() -> None:
     template = ChatTemplate("<s>{% for m in messages %}{{ m.role }}:{{ m.content }}{% endfor %}")
     text = validate(pb.GenerateRequest(text="hi"), MODEL)
     assert (
-        (await tokenize_prompt(text, tokenizer, None)).token_ids
+        (await tokenize_prompt(text.prompt, tokenizer, None)).token_ids
         == tokenizer.encode("hi")
         == [256, *tokenizer.encode("hi", False)]
     )
     ids = validate(pb.GenerateRequest(token_ids=pb.TokenIds(ids=[7, 8])), MODEL)
-    assert (await tokenize_prompt(ids, tokenizer, None)).token_ids == [7, 8]
+    assert (await tokenize_prompt(ids.prompt, tokenizer, None)).token_ids == [7, 8]
     chat = validate(pb.GenerateRequest(chat=pb.Chat(messages=[pb.ChatMessage(role="u", content="x")])), MODEL)
-    assert (await tokenize_prompt(chat, tokenizer, template)).token_ids == [256, *tokenizer.encode("u:x", False)]
+    assert (await tokenize_prompt(chat.prompt, tokenizer, template)).token_ids == [256, *tokenizer.encode("u:x", False)]
     long = pb.Chat(messages=[pb.ChatMessage(role="u", content="x" * (validation_of_requests.INLINE_RENDER_CHARS + 1))])
     num_tokens = len(
-        (await tokenize_prompt(validate(pb.GenerateRequest(chat=long), MODEL), tokenizer, template)).token_ids
+        (await tokenize_prompt(validate(pb.GenerateRequest(chat=long), MODEL).prompt, tokenizer, template)).token_ids
     )
     assert num_tokens == validation_of_requests.INLINE_RENDER_CHARS + 1 + len("u:") + 1
 
@@ -265,7 +265,7 @@ async def test_a_chat_that_the_template_refuses_names_the_chat() -> None:
     chat = validate(pb.GenerateRequest(chat=pb.Chat(messages=[pb.ChatMessage(role="judge", content="x")])), MODEL)
     template = ChatTemplate("{{ raise_exception('unknown role ' + messages[0].role) }}")
     with pytest.raises(InvalidRequest) as caught:
-        await tokenize_prompt(chat, byte_tokenizer(), template)
+        await tokenize_prompt(chat.prompt, byte_tokenizer(), template)
     [(field, description)] = caught.value.violations
     assert (field, description) == ("chat", "the model's template refuses these messages: unknown role judge")
 
