@@ -31,7 +31,7 @@ from gateway.answers import Style, models_of, usage_of
 from gateway.echo import Echo, without_answer
 from gateway.errors import BUG, KINDS, NO_KEY, NO_ROUTE, TOO_LARGE, Kind, Refusal, refusal_of, refusal_of_body
 from gateway.metrics import Metrics
-from gateway.requests import MAX_CHOICES, Asked, ChatRequest, CompletionRequest, check_fairness_id
+from gateway.requests import MAX_CHOICES, Asked, Body, ChatRequest, CompletionRequest, check_fairness_id
 from gateway.streams import (
     DONE,
     ClientGone,
@@ -43,6 +43,7 @@ from gateway.streams import (
     while_connected,
     with_first,
 )
+from gateway.tokens import DetokenizeRequest, TokenizeRequest
 from protos.tandem_inference_pb2 import GenerateResponse, TokenLogprobs, Usage
 from rpc.errors import Draining, InvalidRequest, TandemError
 from rpc.merge import merged
@@ -77,11 +78,13 @@ def create_app(
     the answers in a browser. `leaving`: set when answers that still run are to end, and say why."""
     gateway = Gateway(client, api_key=api_key, max_body_bytes=max_body_bytes, leaving=leaving or asyncio.Event())
     app = FastAPI(title="Tandem", version=__version__, docs_url=None, redoc_url=None)
-    generating: list[tuple[str, Any, type[Asked]]] = [
+    posting: list[tuple[str, Any, type[Body]]] = [
         ("/v1/completions", gateway.completions, CompletionRequest),
         ("/v1/chat/completions", gateway.chat, ChatRequest),
+        ("/tokenize", gateway.tokenize, TokenizeRequest),
+        ("/detokenize", gateway.detokenize, DetokenizeRequest),
     ]
-    for path, handler, body in generating:
+    for path, handler, body in posting:
         app.add_api_route(path, handler, methods=["POST"], response_model=None, openapi_extra=_schema_of(body))
     asking: list[tuple[str, Any]] = [
         ("/v1/models", gateway.models),
@@ -106,7 +109,7 @@ def create_app(
     return app
 
 
-def _schema_of(body: type[Asked]) -> dict[str, Any]:
+def _schema_of(body: type[Body]) -> dict[str, Any]:
     schema = body.model_json_schema(ref_template="#/components/schemas/{model}")
     schema.pop("$defs", None)
     return {"requestBody": {"required": True, "content": {"application/json": {"schema": schema}}}}
@@ -159,6 +162,20 @@ class Gateway:
             if len(data) > self._max_body_bytes:
                 raise Refusal(TOO_LARGE, f"the body may have {self._max_body_bytes} bytes, and has more")
         return bytes(data)
+
+    # -- tokens -------------------------------------------------------------------------------------------------
+
+    async def tokenize(self, request: Request) -> Any:
+        return await self._answer(request, "tokenize", lambda: self._tokens(request, TokenizeRequest))
+
+    async def detokenize(self, request: Request) -> Any:
+        return await self._answer(request, "detokenize", lambda: self._tokens(request, DetokenizeRequest))
+
+    async def _tokens(self, request: Request, body_type: type[TokenizeRequest] | type[DetokenizeRequest]) -> Any:
+        body = body_type.read(await self._read(request))
+        answer = await while_connected(request.receive, body.answer(self._client))
+        content = await asyncio.to_thread(to_json, answer)  # a million numbers, maybe
+        return Response(content, headers={REQUEST_ID_HEADER: request_id_of(request)}, media_type="application/json")
 
     # -- asking -------------------------------------------------------------------------------------------------
 

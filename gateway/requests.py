@@ -137,8 +137,8 @@ class ResponseFormat(BaseModel):
     json_schema: JsonSchema | None = None
 
 
-class Asked(BaseModel, ABC):
-    """What both kinds of request share."""
+class Body(BaseModel):
+    """Of a request, in JSON."""
 
     model_config = ConfigDict(extra="forbid", strict=True, protected_namespaces=())
 
@@ -153,6 +153,10 @@ class Asked(BaseModel, ABC):
             if not absent:
                 raise
         return cls.model_validate_json(json.dumps({k: v for k, v in json.loads(body).items() if k not in absent}))
+
+
+class Asked(Body, ABC):
+    """What both kinds of request for an answer share."""
 
     model: str | None = None
     stream: bool | None = None

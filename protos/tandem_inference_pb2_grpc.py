@@ -185,3 +185,123 @@ class Inference:
             timeout,
             metadata,
             _registered_method=True)
+
+
+class TokenizerStub:
+    """Texts and tokens, as this router's model has them. Needs no worker.
+    """
+
+    def __init__(self, channel):
+        """Constructor.
+
+        Args:
+            channel: A grpc.Channel.
+        """
+        self.Tokenize = channel.unary_unary(
+                '/tandem.v1.Tokenizer/Tokenize',
+                request_serializer=protos_dot_tandem__inference__pb2.TokenizeRequest.SerializeToString,
+                response_deserializer=protos_dot_tandem__inference__pb2.TokenizeResponse.FromString,
+                _registered_method=True)
+        self.Detokenize = channel.unary_unary(
+                '/tandem.v1.Tokenizer/Detokenize',
+                request_serializer=protos_dot_tandem__inference__pb2.DetokenizeRequest.SerializeToString,
+                response_deserializer=protos_dot_tandem__inference__pb2.DetokenizeResponse.FromString,
+                _registered_method=True)
+
+
+class TokenizerServicer:
+    """Texts and tokens, as this router's model has them. Needs no worker.
+    """
+
+    def Tokenize(self, request, context):
+        """The tokens that a prompt is, as Generate would have it.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Detokenize(self, request, context):
+        """The text that tokens are.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+
+def add_TokenizerServicer_to_server(servicer, server):
+    rpc_method_handlers = {
+            'Tokenize': grpc.unary_unary_rpc_method_handler(
+                    servicer.Tokenize,
+                    request_deserializer=protos_dot_tandem__inference__pb2.TokenizeRequest.FromString,
+                    response_serializer=protos_dot_tandem__inference__pb2.TokenizeResponse.SerializeToString,
+            ),
+            'Detokenize': grpc.unary_unary_rpc_method_handler(
+                    servicer.Detokenize,
+                    request_deserializer=protos_dot_tandem__inference__pb2.DetokenizeRequest.FromString,
+                    response_serializer=protos_dot_tandem__inference__pb2.DetokenizeResponse.SerializeToString,
+            ),
+    }
+    generic_handler = grpc.method_handlers_generic_handler(
+            'tandem.v1.Tokenizer', rpc_method_handlers)
+    server.add_generic_rpc_handlers((generic_handler,))
+    server.add_registered_method_handlers('tandem.v1.Tokenizer', rpc_method_handlers)
+
+
+ # This class is part of an EXPERIMENTAL API.
+class Tokenizer:
+    """Texts and tokens, as this router's model has them. Needs no worker.
+    """
+
+    @staticmethod
+    def Tokenize(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/tandem.v1.Tokenizer/Tokenize',
+            protos_dot_tandem__inference__pb2.TokenizeRequest.SerializeToString,
+            protos_dot_tandem__inference__pb2.TokenizeResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Detokenize(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/tandem.v1.Tokenizer/Detokenize',
+            protos_dot_tandem__inference__pb2.DetokenizeRequest.SerializeToString,
+            protos_dot_tandem__inference__pb2.DetokenizeResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)

@@ -14,7 +14,7 @@ import secrets
 import click
 
 from protos import tandem_worker_pb2 as pb
-from protos.tandem_inference_pb2_grpc import add_InferenceServicer_to_server
+from protos.tandem_inference_pb2_grpc import add_InferenceServicer_to_server, add_TokenizerServicer_to_server
 from protos.tandem_worker_pb2_grpc import add_ClusterServicer_to_server
 from registry.prefix_index import PrefixIndex
 from registry.workers import WorkerDirectory
@@ -34,6 +34,7 @@ from router.servicer import InferenceServicer
 from router.text.chat_template import ChatTemplate
 from router.text.tokenizer import Tokenizer
 from router.text.tool_formats import AUTO
+from router.tokenizer_servicer import TokenizerServicer
 from router.worker_pool import WorkerPool
 from rpc.entrypoint import METRICS_FLAG, announce
 from rpc.http import HttpServer, metrics_app
@@ -42,6 +43,7 @@ from rpc.server import Server
 _log = logging.getLogger(__name__)
 
 INFERENCE_SERVICE = "tandem.v1.Inference"
+TOKENIZER_SERVICE = "tandem.v1.Tokenizer"
 CLUSTER_SERVICE = "tandem.v1.Cluster"
 DEFAULT_CONTEXT = 131_072
 """For the edges of histograms, where the model's own is not known."""
@@ -123,6 +125,8 @@ class Router:
         cluster = Cluster(self._pool, self._queue, prefixes, budget, Forecast(), self._metrics)
         self._inference = InferenceServicer(texts=texts, cluster=cluster, max_request_bytes=args.max_message_bytes)
         self._server.add(add_InferenceServicer_to_server, self._inference, INFERENCE_SERVICE)
+        tokenizer = TokenizerServicer(texts=texts, pool=self._pool, max_request_bytes=args.max_message_bytes)
+        self._server.add(add_TokenizerServicer_to_server, tokenizer, TOKENIZER_SERVICE)
         cluster_servicer = ClusterServicer(
             router_id=router_id,
             cluster=cluster,
@@ -150,6 +154,7 @@ class Router:
             metrics_address = self._metrics_server.start(self._metrics_listen, flag=METRICS_FLAG)
             _log.info("metrics", extra={"url": f"http://{metrics_address}/metrics"})
         address = await self._server.start()
+        self._server.set_serving(TOKENIZER_SERVICE, True)
         self._server.set_serving(CLUSTER_SERVICE, True)
         announce(address)
         _log.info("listening", extra={"address": address})

@@ -16,7 +16,7 @@ import asyncio
 import re
 import threading
 import time
-from collections.abc import AsyncGenerator, Generator, Mapping
+from collections.abc import AsyncGenerator, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from types import TracebackType
 from typing import Self, Unpack
@@ -32,7 +32,16 @@ from rpc.server import split_address
 from rpc.tls import ClientTLS
 from tandem.answer import Answer
 from tandem.checks import check_text, is_number
-from tandem.messages import Prompt, Sampling, generate_request, profile_request
+from tandem.messages import (
+    Messages,
+    Prompt,
+    Sampling,
+    Tokenizing,
+    detokenize_request,
+    generate_request,
+    profile_request,
+    tokenize_request,
+)
 from tandem.resume import ResumableStream
 
 DEFAULT_ADDRESS = "127.0.0.1:50051"
@@ -132,6 +141,7 @@ class Client(_Closable):
         self._resume_s = _resume(resume_s)
         self._channel = open_blocking_channel(checked_address(address), tls=tls)
         self._inference = tandem_inference_pb2_grpc.InferenceStub(self._channel)
+        self._tokenizer = tandem_inference_pb2_grpc.TokenizerStub(self._channel)
         self._cluster = tandem_worker_pb2_grpc.ClusterStub(self._channel)
         self._health = health_pb2_grpc.HealthStub(self._channel)
 
@@ -208,6 +218,20 @@ class Client(_Closable):
             response = self._inference.Abort(_abort_request(request_id), timeout=CONTROL_TIMEOUT_S)
         return bool(response.was_running)
 
+    def tokenize(self, prompt: str | Messages, **asked: Unpack[Tokenizing]) -> pb.TokenizeResponse:
+        """The token ids that `generate` would make of a text or of messages, and how many a context has room for."""
+        request = tokenize_request(prompt, **asked)
+        with self._errors_of_ours():
+            response: pb.TokenizeResponse = self._tokenizer.Tokenize(request, timeout=CONTROL_TIMEOUT_S)
+        return response
+
+    def detokenize(self, token_ids: Sequence[int], *, model: str = "", skip_special_tokens: bool = False) -> str:
+        """The text of `token_ids`."""
+        request = detokenize_request(token_ids, model, skip_special_tokens)
+        with self._errors_of_ours():
+            response: pb.DetokenizeResponse = self._tokenizer.Detokenize(request, timeout=CONTROL_TIMEOUT_S)
+        return response.text
+
     def is_serving(self) -> bool:
         """Whether requests can be served now: a decode worker is there. Raises `Unreachable` without a router."""
         with self._errors_of_ours():
@@ -282,6 +306,7 @@ class AsyncClient(_Closable):
         if self._loop is None:
             self._channel = open_channel(self._address, tls=self._tls)
             self._inference = tandem_inference_pb2_grpc.InferenceStub(self._channel)
+            self._tokenizer = tandem_inference_pb2_grpc.TokenizerStub(self._channel)
             self._cluster = tandem_worker_pb2_grpc.ClusterStub(self._channel)
             self._health = health_pb2_grpc.HealthStub(self._channel)
             self._loop = loop
@@ -367,6 +392,20 @@ class AsyncClient(_Closable):
         with self._errors_of_ours():
             response = await self._inference.Abort(_abort_request(request_id), timeout=CONTROL_TIMEOUT_S)
         return bool(response.was_running)
+
+    async def tokenize(self, prompt: str | Messages, **asked: Unpack[Tokenizing]) -> pb.TokenizeResponse:
+        """As `Client.tokenize`."""
+        request = tokenize_request(prompt, **asked)
+        with self._errors_of_ours():
+            response: pb.TokenizeResponse = await self._tokenizer.Tokenize(request, timeout=CONTROL_TIMEOUT_S)
+        return response
+
+    async def detokenize(self, token_ids: Sequence[int], *, model: str = "", skip_special_tokens: bool = False) -> str:
+        """As `Client.detokenize`."""
+        request = detokenize_request(token_ids, model, skip_special_tokens)
+        with self._errors_of_ours():
+            response: pb.DetokenizeResponse = await self._tokenizer.Detokenize(request, timeout=CONTROL_TIMEOUT_S)
+        return response.text
 
     async def is_serving(self) -> bool:
         """As `Client.is_serving`."""

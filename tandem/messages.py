@@ -24,7 +24,8 @@ _RANGES = {
 }
 """What whole numbers the wire can carry, by the field's kind. What a parameter may be is the router's to say."""
 
-Prompt = str | Sequence[int] | Sequence[Mapping[str, Any]]
+Messages = Sequence[Mapping[str, Any]]
+Prompt = str | Sequence[int] | Messages
 """A text, token ids, or messages ({"role": ..., "content": ...}) for the model's chat template; with tools, those that
 tell of calls ("tool_calls") and of what came of them ("tool_call_id"), as OpenAI's."""
 
@@ -99,10 +100,8 @@ def generate_request(
         check_text("prompt", prompt)
         request.text = prompt
     elif _is_chat(prompt):
-        for message in prompt:
-            request.chat.messages.append(chat_message(message))
+        _set_chat(request.chat, prompt, template_kwargs)
         add_tools(request.chat, tools or (), tool_choice, parallel_tool_calls)
-        request.chat.template_kwargs = template_kwargs
     else:
         _set_token_ids(request, prompt)
     if tools and request.WhichOneof("prompt") != "chat":
@@ -112,7 +111,56 @@ def generate_request(
     return request
 
 
-def _is_chat(prompt: Any) -> TypeGuard[Sequence[Mapping[str, Any]]]:
+class Tokenizing(TypedDict, total=False):
+    """What may be said of a prompt that is only to be turned into tokens."""
+
+    model: str
+    add_special_tokens: bool | None
+    """Of a text; None: as `generate` has it."""
+    with_tokens: bool
+    """Each token as the vocabulary writes it, too."""
+    tools: Sequence[Mapping[str, Any]] | None
+    chat_template_kwargs: Mapping[str, Any] | None
+    """Both as in `Sampling`."""
+
+
+def tokenize_request(prompt: str | Messages, **asked: Unpack[Tokenizing]) -> pb.TokenizeRequest:
+    """Raises `ValueError` naming what the wire cannot carry."""
+    tools, template_kwargs = asked.get("tools") or (), _template_kwargs(asked.get("chat_template_kwargs"))
+    check_text("model", asked.get("model", ""))
+    request = pb.TokenizeRequest(
+        model=asked.get("model", ""),
+        add_special_tokens=asked.get("add_special_tokens"),
+        with_tokens=asked.get("with_tokens", False),
+    )
+    if isinstance(prompt, str):
+        check_text("prompt", prompt)
+        request.text = prompt
+        if tools or template_kwargs:
+            raise ValueError(f"{'tools' if tools else 'chat_template_kwargs'}: go with messages")
+    elif _is_chat(prompt):
+        _set_chat(request.chat, prompt, template_kwargs)
+        add_tools(request.chat, tools, None, None)
+    else:
+        raise ValueError(f"prompt: must be a text or messages, is {prompt!r:.80}")
+    return request
+
+
+def detokenize_request(token_ids: Sequence[int], model: str, skip_special_tokens: bool) -> pb.DetokenizeRequest:
+    """Raises `ValueError` naming what the wire cannot carry."""
+    check_text("model", model)
+    request = pb.DetokenizeRequest(model=model, skip_special_tokens=skip_special_tokens)
+    _add_ids("token_ids", request.token_ids, token_ids)
+    return request
+
+
+def _set_chat(chat: pb.Chat, messages: Messages, template_kwargs: str) -> None:
+    for message in messages:
+        chat.messages.append(chat_message(message))
+    chat.template_kwargs = template_kwargs
+
+
+def _is_chat(prompt: Any) -> TypeGuard[Messages]:
     return isinstance(prompt, Sequence) and len(prompt) > 0 and isinstance(prompt[0], Mapping)
 
 

@@ -113,6 +113,10 @@ class Tokenizer:
         text: str = self._backend.decode(token_ids, skip_special_tokens)
         return text
 
+    def tokens(self, token_ids: Iterable[int]) -> list[str]:
+        """Each as the vocabulary writes it; empty for an id that it lacks."""
+        return [self._backend.id_to_token(token_id) or "" for token_id in token_ids]
+
     def hides(self, text: str) -> bool:
         """Whether `text` is a token that `skip_special_tokens` leaves out."""
         return self._backend.token_to_id(text) in self.special_token_ids

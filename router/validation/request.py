@@ -47,6 +47,7 @@ variables for the template, are rendered in a thread."""
 @dataclass(frozen=True, slots=True)
 class TextPrompt:
     text: str
+    add_special_tokens: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,8 +181,8 @@ async def tokenize_prompt(prompt: Prompt, tokenizer: Tokenizer, chat_template: C
     match prompt:
         case TokenIdsPrompt(token_ids):
             return TokenizedPrompt(list(token_ids))
-        case TextPrompt(text):
-            return TokenizedPrompt(await tokenizer.encode_async(text, add_special_tokens=True))
+        case TextPrompt(text, add_special_tokens):
+            return TokenizedPrompt(await tokenizer.encode_async(text, add_special_tokens=add_special_tokens))
         case ChatPrompt(messages, asked, variables):
             assert chat_template is not None  # ModelInfo.has_chat_template
             tools = [tool.to_template() for tool in asked.tools]
@@ -277,13 +278,13 @@ def check_model(name: str, model: ModelInfo, violations: Violations) -> None:
         violations.append(("model", f"must be {known} or empty, is {name[:128]!r}"))
 
 
-def check_prompt(request: pb.GenerateRequest, model: ModelInfo, violations: Violations) -> Prompt:
+def check_prompt(request: pb.GenerateRequest | pb.TokenizeRequest, model: ModelInfo, violations: Violations) -> Prompt:
     match request.WhichOneof("prompt"):
         case "text":
             if not request.text:
                 violations.append(("text", "must not be empty"))
             return TextPrompt(request.text)
-        case "token_ids":
+        case "token_ids" if isinstance(request, pb.GenerateRequest):
             token_ids = tuple(request.token_ids.ids)
             _check_prompt_ids(token_ids, model, violations)
             return TokenIdsPrompt(token_ids)
@@ -296,7 +297,8 @@ def check_prompt(request: pb.GenerateRequest, model: ModelInfo, violations: Viol
             _check_chat(messages, model, violations)
             variables = _check_template_kwargs(request.chat.template_kwargs, violations)
             return ChatPrompt(messages, check_tools(request.chat, model, violations), variables)
-    violations.append(("prompt", "must be given: one of text, token_ids and chat"))
+    *others, last = (kind.name for kind in request.DESCRIPTOR.oneofs_by_name["prompt"].fields)
+    violations.append(("prompt", f"must be given: one of {', '.join(others)} and {last}"))
     return TextPrompt("")
 
 

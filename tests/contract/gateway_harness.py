@@ -15,9 +15,14 @@ from gateway.args import GatewayArgs
 from gateway.process import run_gateway
 from protos import tandem_inference_pb2 as pb
 from protos import tandem_inference_pb2_grpc
+from router.policy import PolicyConfig
+from router.served_model import Texts
+from router.tokenizer_servicer import TokenizerServicer
+from router.worker_pool import WorkerPool
 from rpc.server import Server
 
 TIMEOUT_S = 10.0
+MAX_REQUEST_BYTES = 100_000
 Script = Callable[[pb.GenerateRequest], AsyncIterator[pb.GenerateResponse]]
 
 
@@ -88,10 +93,15 @@ class Router(tandem_inference_pb2_grpc.InferenceServicer):  # type: ignore[misc]
 
 
 @asynccontextmanager
-async def gateway(**args: Any) -> AsyncIterator[tuple[Router, httpx.AsyncClient]]:
+async def gateway(texts: Texts | None = None, **args: Any) -> AsyncIterator[tuple[Router, httpx.AsyncClient]]:
+    """`texts`: of the router's tokenizer, which is a real one; None: there is none."""
     router, server = Router(), Server("127.0.0.1:0")
     stop = router.stop
     server.add(tandem_inference_pb2_grpc.add_InferenceServicer_to_server, router, "tandem.v1.Inference")
+    if texts is not None:
+        pool = WorkerPool(router_id="r", policy=PolicyConfig(), serves=lambda _: True, on_change=lambda: None)
+        tokenizer = TokenizerServicer(texts=texts, pool=pool, max_request_bytes=MAX_REQUEST_BYTES)
+        server.add(tandem_inference_pb2_grpc.add_TokenizerServicer_to_server, tokenizer, "tandem.v1.Tokenizer")
     address = await server.start()
     server.set_serving("tandem.v1.Inference", True)
     announced: asyncio.Future[str] = asyncio.get_running_loop().create_future()

@@ -10,6 +10,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import httpx2 as httpx
 import openai
 import psutil
 import pydantic
@@ -19,7 +20,7 @@ from clusters import RunningCluster, run_cluster, wait_until
 from protos import tandem_inference_pb2 as inference_pb
 from router.text.chat_template import ChatMessage, ChatTemplate
 from router.text.tokenizer import Tokenizer
-from tandem.client import Client
+from tandem.client import AsyncClient, Client
 
 TEMPLATE = Path(__file__).parents[2] / "examples" / "templates" / "chatml_tools.jinja"
 THINKING = "{{ {true: '<think>\n', false: '<think>\n\n</think>\n\n'}[enable_thinking] if enable_thinking is defined }}"
@@ -122,6 +123,37 @@ def test_logprobs_are_those_of_grpc(cluster: RunningCluster, client: openai.Open
     assert [token for each in streamed for token in each.tokens or ()] == told.tokens
     assert [offset for each in streamed for offset in each.text_offset or ()] == told.text_offset
     assert [top for each in streamed for top in each.top_logprobs or ()] == told.top_logprobs
+
+
+async def test_tokens_are_those_that_an_answer_counts(cluster: RunningCluster, client: openai.OpenAI) -> None:
+    """Said over gRPC and over HTTP, of a text and of messages with tools."""
+    of_messages = {"messages": MESSAGES, "tools": TOOLS}
+    with Client(cluster.address) as grpc_client:
+        text, chat = grpc_client.tokenize("Once upon"), grpc_client.tokenize(MESSAGES, tools=TOOLS, with_tokens=True)
+        answers = [
+            grpc_client.generate("Once upon", max_tokens=1),
+            grpc_client.generate(MESSAGES, tools=TOOLS, tool_choice="auto", max_tokens=1),
+            grpc_client.generate(list(chat.token_ids), max_tokens=1),
+        ]
+        assert grpc_client.detokenize(text.token_ids) == "Once upon"
+        assert "".join(chat.tokens).replace("Ġ", " ").startswith("<|im_start|>")
+        assert not grpc_client.detokenize(chat.token_ids, skip_special_tokens=True).startswith("<|im_start|>")
+    assert [answer.usage.prompt_tokens for answer in answers] == [
+        len(text.token_ids), len(chat.token_ids), len(chat.token_ids),
+    ]  # fmt: skip
+    async with AsyncClient(cluster.address) as grpc_client:
+        assert await grpc_client.tokenize("Once upon") == text
+        assert await grpc_client.detokenize(text.token_ids) == "Once upon"
+    url = f"http://{cluster.http_address}"
+    with httpx.Client(base_url=url, trust_env=False, timeout=20) as http:
+        told = http.post("/tokenize", json=of_messages).json()
+        back = http.post("/detokenize", json={"tokens": told["tokens"]}).json()
+    assert told == {
+        "count": len(chat.token_ids), "max_model_len": 2048, "tokens": list(chat.token_ids), "token_strs": None,
+    }  # fmt: skip
+    assert MESSAGES[0]["content"] in back["prompt"]
+    with pytest.raises(openai.BadRequestError, match="must be at most 2047 tokens"):
+        client.completions.create(model="smollm2-135m-instruct", prompt=[5] * 2048)
 
 
 def test_texts_are_scored_as_evaluations_do(client: openai.OpenAI, model: str) -> None:

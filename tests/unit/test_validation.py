@@ -30,6 +30,7 @@ from router.validation.request import (
     validate,
 )
 from router.validation.sampling import resolve_sampling
+from router.validation.tokens import prompt_to_tokenize
 from rpc.errors import InvalidRequest
 
 MODEL = ModelInfo(
@@ -259,6 +260,16 @@ async def test_text_gets_bos_and_chats_get_what_the_template_writes() -> None:
         (await tokenize_prompt(validate(pb.GenerateRequest(chat=long), MODEL).prompt, tokenizer, template)).token_ids
     )
     assert num_tokens == validation_of_requests.INLINE_RENDER_CHARS + 1 + len("u:") + 1
+
+
+@pytest.mark.parametrize("add_special_tokens", [None, True, False])
+async def test_a_text_that_is_only_tokenised_gets_bos_unless_it_is_asked_for_without(
+    add_special_tokens: bool | None,
+) -> None:
+    tokenizer = byte_tokenizer()
+    request = pb.TokenizeRequest(text="hi", add_special_tokens=add_special_tokens)
+    token_ids = (await tokenize_prompt(prompt_to_tokenize(request, MODEL), tokenizer, None)).token_ids
+    assert token_ids == [*([] if add_special_tokens is False else [256]), *tokenizer.encode("hi", False)]
 
 
 async def test_a_chat_that_the_template_refuses_names_the_chat() -> None:

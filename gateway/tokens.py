@@ -1,0 +1,70 @@
+"""What prompts are in tokens, and tokens in text, as the router says: vLLM's POST /tokenize and /detokenize."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Self
+
+from pydantic import Field, model_validator
+
+from gateway.requests import _AT_START, Body, Message, TokenId, _only, _renamed
+from gateway.tools import ToolParam
+from rpc.errors import InvalidRequest
+from tandem.client import AsyncClient
+
+
+class TokenizeRequest(Body):
+    """POST /tokenize."""
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: Annotated[list[Message], Field(min_length=1)] | None = None
+    add_special_tokens: bool | None = None
+    return_token_strs: bool | None = None
+    """Each token as the vocabulary writes it, too."""
+    tools: list[ToolParam] | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    add_generation_prompt: _only(True) = None  # type: ignore[valid-type]
+    chat_template: _only(instead=_AT_START) = None  # type: ignore[valid-type]
+    continue_final_message: _only(False) = None  # type: ignore[valid-type]
+    media_io_kwargs: _only() = None  # type: ignore[valid-type]
+    mm_processor_kwargs: _only() = None  # type: ignore[valid-type]
+
+    @model_validator(mode="after")
+    def _check_prompt(self) -> Self:
+        if (self.prompt is None) == (self.messages is None):
+            raise ValueError("one of prompt and messages must be given, and not both")
+        return self
+
+    async def answer(self, client: AsyncClient) -> dict[str, Any]:
+        """Raises what `client` raises."""
+        try:
+            told = await client.tokenize(
+                self.prompt if self.prompt is not None else [message.to_prompt() for message in self.messages or ()],
+                model=self.model or "",
+                add_special_tokens=self.add_special_tokens,
+                with_tokens=bool(self.return_token_strs),
+                tools=[tool.model_dump(exclude_none=True) for tool in self.tools or ()],
+                chat_template_kwargs=self.chat_template_kwargs,
+            )
+        except InvalidRequest as error:
+            raise _renamed(error, "with_tokens", "return_token_strs") from error
+        return {
+            "count": len(told.token_ids),
+            "max_model_len": told.max_model_len or None,
+            "tokens": list(told.token_ids),
+            "token_strs": list(told.tokens) if self.return_token_strs else None,
+        }
+
+
+class DetokenizeRequest(Body):
+    """POST /detokenize."""
+
+    model: str | None = None
+    tokens: list[TokenId]
+
+    async def answer(self, client: AsyncClient) -> dict[str, Any]:
+        """Raises what `client` raises."""
+        try:
+            return {"prompt": await client.detokenize(self.tokens, model=self.model or "")}
+        except InvalidRequest as error:
+            raise _renamed(error, "token_ids", "tokens") from error

@@ -1,0 +1,50 @@
+"""`tandem.v1.Tokenizer`: what prompts are in tokens, and tokens in text. Asks no worker."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+
+import grpc
+
+from protos import tandem_inference_pb2 as pb
+from protos.tandem_inference_pb2_grpc import TokenizerServicer as TokenizerServicerBase
+from router.model_info import ModelInfo
+from router.served_model import ServedModel, Texts
+from router.validation.request import check_size, tokenize_prompt
+from router.validation.tokens import check_num_tokens, prompt_to_tokenize, token_ids_to_read
+from router.worker_pool import WorkerPool
+
+
+class TokenizerServicer(TokenizerServicerBase):  # type: ignore[misc]
+    """One per router process."""
+
+    def __init__(self, *, texts: Texts, pool: WorkerPool, max_request_bytes: int) -> None:
+        self._texts = texts
+        self._pool = pool
+        self._max_request_bytes = max_request_bytes
+        self._model = ServedModel(texts.model)
+
+    async def Tokenize(  # noqa: N802
+        self, request: pb.TokenizeRequest, context: grpc.aio.ServicerContext
+    ) -> pb.TokenizeResponse:
+        check_size(request, self._max_request_bytes)
+        model = self._model_now()
+        prompt = prompt_to_tokenize(request, model)
+        token_ids = (await tokenize_prompt(prompt, self._texts.tokenizer, self._texts.chat_template)).token_ids
+        check_num_tokens(request, len(token_ids))
+        tokens: Sequence[str] = ()
+        if request.with_tokens:  # long lists take as long as their texts did
+            tokens = await asyncio.to_thread(self._texts.tokenizer.tokens, token_ids)
+        return pb.TokenizeResponse(token_ids=token_ids, max_model_len=model.max_model_len, tokens=tokens)
+
+    async def Detokenize(  # noqa: N802
+        self, request: pb.DetokenizeRequest, context: grpc.aio.ServicerContext
+    ) -> pb.DetokenizeResponse:
+        check_size(request, self._max_request_bytes)
+        token_ids = token_ids_to_read(request, self._model_now())
+        text = await asyncio.to_thread(self._texts.tokenizer.decode, token_ids, request.skip_special_tokens)
+        return pb.DetokenizeResponse(text=text)
+
+    def _model_now(self) -> ModelInfo:
+        return self._model.now(self._pool.decode_records())

@@ -1,0 +1,51 @@
+"""Checks what is to be turned into tokens, or back. Bounds are those of protos/tandem_inference.proto."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from protos import tandem_inference_pb2 as pb
+from router.model_info import ModelInfo
+from router.validation.request import Prompt, TextPrompt, check_model, check_prompt
+from router.validation.sampling import Violations, check_in_vocabulary
+from rpc.errors import InvalidRequest
+
+MAX_TOKENS = 1_000_000
+"""That a prompt is told to be: 3 MB."""
+MAX_NAMED_TOKENS = 262_144
+"""The same, each as the vocabulary writes it."""
+
+
+def prompt_to_tokenize(request: pb.TokenizeRequest, model: ModelInfo) -> Prompt:
+    """Raises `InvalidRequest` with every violation."""
+    violations: Violations = []
+    check_model(request.model, model, violations)
+    prompt = check_prompt(request, model, violations)
+    if request.HasField("add_special_tokens"):
+        if isinstance(prompt, TextPrompt):
+            prompt = replace(prompt, add_special_tokens=request.add_special_tokens)
+        elif request.add_special_tokens:
+            violations.append(("add_special_tokens", "is of a text: a chat has those that its template writes"))
+    if violations:
+        raise InvalidRequest(violations)
+    return prompt
+
+
+def check_num_tokens(request: pb.TokenizeRequest, num_tokens: int) -> None:
+    """Raises `InvalidRequest` where `num_tokens` are more than can be told."""
+    most = MAX_NAMED_TOKENS if request.with_tokens else MAX_TOKENS
+    if num_tokens > most:
+        field = request.WhichOneof("prompt")
+        also = " with with_tokens" if request.with_tokens else ""
+        raise InvalidRequest([(field, f"must be at most {most} tokens{also}, has {num_tokens}")])
+
+
+def token_ids_to_read(request: pb.DetokenizeRequest, model: ModelInfo) -> list[int]:
+    """Raises `InvalidRequest` with every violation."""
+    violations: Violations = []
+    check_model(request.model, model, violations)
+    token_ids = list(request.token_ids)
+    check_in_vocabulary("token_ids", token_ids, model, violations)
+    if violations:
+        raise InvalidRequest(violations)
+    return token_ids

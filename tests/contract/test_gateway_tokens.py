@@ -1,0 +1,119 @@
+"""What prompts are in tokens, and back: over HTTP, from a router's real tokenizer, with no worker anywhere."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from gateway_harness import gateway
+from transformers import AutoTokenizer
+
+from router.process import load_texts
+from router.served_model import Texts
+
+TEMPLATE = Path(__file__).parents[2] / "examples" / "templates" / "chatml_tools.jinja"
+TEXT = "The capital of France is Paris. 北京 🍕 <|im_end|>"
+MESSAGES: list[dict[str, Any]] = [{"role": "system", "content": "Be short."}, {"role": "user", "content": "Why?"}]
+LOOK_UP = {"name": "look_up", "description": "Finds.", "parameters": {"type": "object"}}
+TOOLS = [{"type": "function", "function": LOOK_UP}]
+
+
+@pytest.fixture(scope="module")
+def texts(model_folder: Path) -> Texts:
+    return load_texts(str(model_folder), "small", str(TEMPLATE))
+
+
+@pytest.fixture(scope="module")
+def of_transformers(model_folder: Path) -> Any:
+    tokenizer = AutoTokenizer.from_pretrained(model_folder)
+    tokenizer.chat_template = TEMPLATE.read_text()
+    return tokenizer
+
+
+@pytest.mark.parametrize("special", [{}, {"add_special_tokens": False}, {"add_special_tokens": True}])
+async def test_a_text(texts: Texts, of_transformers: Any, special: dict[str, bool]) -> None:
+    expected = of_transformers(TEXT, **special)["input_ids"]
+    async with gateway(texts) as (_, http):
+        told = (await http.post("/tokenize", json={"prompt": TEXT, **special})).json()
+        named = (await http.post("/tokenize", json={"prompt": TEXT, **special, "return_token_strs": True})).json()
+        back = (await http.post("/detokenize", json={"tokens": expected})).json()
+    assert told == {"count": len(expected), "max_model_len": 8192, "tokens": expected, "token_strs": None}
+    assert named == {**told, "token_strs": of_transformers.convert_ids_to_tokens(expected)}
+    assert back == {"prompt": of_transformers.decode(expected)}
+    assert back["prompt"].endswith(TEXT), "special tokens are told, too"
+
+
+@pytest.mark.parametrize("further", [{}, {"tools": TOOLS}, {"chat_template_kwargs": {"date_string": "today"}}])
+async def test_messages(texts: Texts, of_transformers: Any, further: dict[str, Any]) -> None:
+    variables = further.get("chat_template_kwargs", {})
+    text = of_transformers.apply_chat_template(
+        MESSAGES, tools=further.get("tools"), add_generation_prompt=True, tokenize=False, **variables
+    )
+    async with gateway(texts) as (_, http):
+        body = {"messages": MESSAGES, "model": "small", "add_generation_prompt": True, **further}
+        told = (await http.post("/tokenize", json=body)).json()
+        back = (await http.post("/detokenize", json={"tokens": told["tokens"], "model": "small"})).json()
+    assert told["count"] == len(told["tokens"])
+    assert back == {"prompt": text}
+
+
+@pytest.mark.parametrize(
+    ("route", "body", "param", "words"),
+    [
+        ("tokenize", {}, None, "one of prompt and messages must be given"),
+        ("tokenize", {"prompt": "a", "messages": MESSAGES}, None, "and not both"),
+        ("tokenize", {"prompt": ""}, "prompt", "must not be empty"),
+        ("tokenize", {"prompt": [1, 2]}, "prompt", "valid string"),
+        ("tokenize", {"prompt": "a", "tools": TOOLS}, "tools", "go with messages"),
+        ("tokenize", {"prompt": "a", "chat_template_kwargs": {"a": 1}}, "chat_template_kwargs", "go with messages"),
+        ("tokenize", {"prompt": "a", "wrong": 1}, "wrong", "is not a parameter that this server knows"),
+        ("tokenize", {"prompt": "a", "model": "other"}, "model", "must be 'small' or empty, is 'other'"),
+        ("tokenize", {"prompt": "a" * 200_000}, "prompt", "at most 100000 are taken"),
+        ("tokenize", {"messages": MESSAGES, "add_special_tokens": True}, "add_special_tokens", "is of a text"),
+        ("tokenize", {"messages": MESSAGES, "add_generation_prompt": False}, "add_generation_prompt", "may be true"),
+        ("tokenize", {"messages": MESSAGES, "chat_template": "{{ 1 }}"}, "chat_template", "--chat-template"),
+        ("tokenize", {"messages": [{"role": "robot", "content": "a"}]}, "messages[0].role", "must be one of"),
+        ("detokenize", {}, "tokens", "required"),
+        ("detokenize", {"tokens": [5, -1]}, "tokens[1]", "greater than or equal to 0"),
+        ("detokenize", {"tokens": [5, 49_152]}, "tokens", "below the vocabulary's size 49152, is 49152 at 1"),
+        ("detokenize", {"tokens": [5], "model": "other"}, "model", "must be 'small'"),
+        ("detokenize", {"tokens": [40_000] * 50_000}, "tokens", "at most 100000 are taken"),
+    ],
+)
+async def test_what_is_wrong_is_named(
+    texts: Texts, route: str, body: dict[str, Any], param: str | None, words: str
+) -> None:
+    async with gateway(texts) as (_, http):
+        response = await http.post(f"/{route}", json=body)
+    error = response.json()["error"]
+    assert (response.status_code, error["param"]) == (404 if param == "model" else 400, param)
+    assert words in error["message"]
+
+
+@pytest.mark.parametrize(("with_names", "most"), [(False, "MAX_TOKENS"), (True, "MAX_NAMED_TOKENS")])
+async def test_more_tokens_than_can_be_told(
+    texts: Texts, monkeypatch: pytest.MonkeyPatch, with_names: bool, most: str
+) -> None:
+    monkeypatch.setattr(f"router.validation.tokens.{most}", 3)
+    async with gateway(texts) as (_, http):
+        fits = await http.post("/tokenize", json={"prompt": "one two three", "return_token_strs": with_names})
+        more = await http.post("/tokenize", json={"prompt": "one two three four", "return_token_strs": with_names})
+    assert (fits.status_code, more.status_code) == (200, 400)
+    assert more.json()["error"]["param"] == "prompt"
+    assert f"must be at most 3 tokens{' with return_token_strs' if with_names else ''}, has 4" in more.text
+
+
+async def test_no_tokens_are_no_text(texts: Texts) -> None:
+    async with gateway(texts) as (_, http):
+        assert (await http.post("/detokenize", json={"tokens": []})).json() == {"prompt": ""}
+
+
+async def test_it_is_counted_and_asks_for_the_key(texts: Texts) -> None:
+    async with gateway(texts, api_key="secret") as (_, http):
+        refused = await http.post("/tokenize", json={"prompt": "a"})
+        taken = await http.post("/tokenize", json={"prompt": "a"}, headers={"Authorization": "Bearer secret"})
+        counted = (await http.get("/metrics")).text
+    assert (refused.status_code, taken.status_code) == (401, 200)
+    for status in (401, 200):
+        assert f'tandem:gateway_requests_total{{route="tokenize",status="{status}"}} 1.0' in counted
