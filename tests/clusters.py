@@ -77,4 +77,4 @@ def wait_until(
     deadline_s = time.monotonic() + timeout_s
     while not condition():
         assert time.monotonic() < deadline_s, f"not within {timeout_s} s: {what}. {describe()}"
-        time.sleep(0.05)
+        time.sleep(0.02)

@@ -31,7 +31,7 @@ from tandem.tables import not_at_rest
 
 LEASE_MS = 2000
 SAMPLING: dict[str, Any] = {
-    "max_tokens": 32, "temperature": 0.8, "seed": 5, "repetition_penalty": 1.1, "ignore_eos": True,
+    "max_tokens": 64, "temperature": 0.8, "seed": 5, "repetition_penalty": 1.1, "ignore_eos": True,
 }  # fmt: skip
 PROMPT_TOKENS = 160
 

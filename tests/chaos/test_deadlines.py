@@ -37,7 +37,7 @@ def slow(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def cluster(
-    tmp_path_factory: pytest.TempPathFactory, redis_server: Any, few_layers: Path, slow: Path
+    tmp_path_factory: pytest.TempPathFactory, redis_server: Any, model_folder: Path, slow: Path
 ) -> Iterator[FragileCluster]:
     """The workers take one request at a time, and prompts in small chunks."""
 
@@ -45,7 +45,7 @@ def cluster(
         return ["--failpoints", ",".join(f"{point}=delay:{HELD_S}" for point in POINTS if point.startswith(role))]
 
     running = FragileCluster.start(
-        tmp_path_factory.mktemp("chaos"), redis_url=redis_server.url, model=few_layers,
+        tmp_path_factory.mktemp("chaos"), redis_url=redis_server.url, model=model_folder,
         worker_flags=["--max-num-seqs", "1", "--prefill-chunk-tokens", "64"],
         flags={"prefill-1": held("prefill"), "decode-1": held("decode")}, slowed={"prefill-1": slow},
     )  # fmt: skip

@@ -25,10 +25,10 @@ SOON_S = 3.0
 
 @pytest.fixture(scope="module", params=["ipc", pytest.param("nixl", marks=[needs_nixl, pytest.mark.slow])])
 def cluster(
-    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, redis_server: Any, few_layers: Path
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, redis_server: Any, model_folder: Path
 ) -> Iterator[FragileCluster]:
     running = FragileCluster.start(
-        tmp_path_factory.mktemp("chaos"), redis_url=redis_server.url, model=few_layers, num_decode=2,
+        tmp_path_factory.mktemp("chaos"), redis_url=redis_server.url, model=model_folder, num_decode=2,
         worker_flags=["--transport", request.param, "--prefill-chunk-tokens", "32"],
     )  # fmt: skip
     with running.client() as client:

@@ -46,13 +46,13 @@ def test_prompts_are_handed_over_and_streams_go_on_when_a_worker_dies(cluster: F
     prompts = fresh_prompts(4)
     expected = ask(cluster, prompts)
     with cluster.client() as client:
-        stream = client.stream(prompts[0], max_tokens=60, temperature=0, ignore_eos=True)
+        stream = client.stream(prompts[0], max_tokens=120, temperature=0, ignore_eos=True)
         received = [token_id for _ in range(10) for token_id in next(stream).token_ids]
         serving = next(w.record for w in client.status().workers if w.record.load.num_running)
         cluster.services[serving.worker_id].signal(signal.SIGKILL)
         *rest, last = stream
         received += [token_id for chunk in rest for token_id in chunk.token_ids]
-        assert received == client.generate(prompts[0], max_tokens=60, temperature=0, ignore_eos=True).token_ids
+        assert received == client.generate(prompts[0], max_tokens=120, temperature=0, ignore_eos=True).token_ids
         assert last.timings.attempts == 2
         again = client.generate(fresh_prompts(1)[0], max_tokens=4, ignore_eos=True)
     assert again.timings.mode == pb.MODE_DISAGGREGATED

@@ -95,7 +95,7 @@ def test_a_traces_shared_prefixes_are_found_by_the_cache(cluster: RunningCluster
 
 def test_refusals_are_counted_apart(cluster: RunningCluster) -> None:
     """More at once than memory has room for and than may wait: the router refuses what is beyond."""
-    flags = ("--num-prompts", "14", "--num-warmups", "0", "--random-input-len", "500", "--random-output-len", "2",
+    flags = ("--num-prompts", "14", "--num-warmups", "0", "--random-input-len", "500", "--random-output-len", "80",
              "--goodput", "e2el:60000")  # fmt: skip
     (result,) = bench(cluster, "openai", 8, *flags)["results"]
     assert result["refused"] > 0

@@ -33,7 +33,7 @@ SAMPLINGS: dict[str, dict[str, Any]] = {
 
 
 SMALL = (
-    "--decode", "2", "--max-model-len", "1024", "--kv-cache-gib", "0.2", "--lease-ms", "2000", "--drain-grace-s", "0.2",
+    "--decode", "2", "--max-model-len", "8192", "--kv-cache-gib", "0.2", "--lease-ms", "2000", "--drain-grace-s", "0.2",
 )  # fmt: skip
 
 
@@ -48,7 +48,7 @@ def cluster(start_cluster: Callable[..., RunningCluster], few_layers: Path) -> R
 
 @pytest.mark.parametrize("name", KINDS)
 def test_the_stream_goes_on_at_the_next_position(cluster: RunningCluster, name: str) -> None:
-    sampling = {"max_tokens": 60, "ignore_eos": True, "logprobs": 2, **SAMPLINGS[name]}
+    sampling = {"max_tokens": 120, "ignore_eos": True, "logprobs": 2, **SAMPLINGS[name]}
     with Client(cluster.address) as client:
         expected = client.generate(PROMPT, **sampling)  # type: ignore[arg-type]
         received: list[int] = []
@@ -67,7 +67,7 @@ def test_the_stream_goes_on_at_the_next_position(cluster: RunningCluster, name: 
 
 
 def test_several_answers_go_on_each_at_its_next_position(cluster: RunningCluster) -> None:
-    sampling = {**SAMPLINGS["seeded"], "max_tokens": 60, "ignore_eos": True, "n": 3}
+    sampling = {**SAMPLINGS["seeded"], "max_tokens": 120, "ignore_eos": True, "n": 3}
     with Client(cluster.address) as client:
         whole, received = AnswersStream(3), AnswersStream(3)
         for chunk in client.stream(PROMPT, **sampling):  # type: ignore[arg-type]
@@ -107,7 +107,7 @@ def test_a_router_that_is_held_up_for_longer_than_a_lease_loses_no_stream(cluste
 @pytest.mark.parametrize("name", KINDS)
 def test_a_killed_router_is_no_end_of_a_stream(cluster: RunningCluster, name: str) -> None:
     """The next one at its address goes on; the client that reads sees nothing of it."""
-    sampling = {"max_tokens": 60, "ignore_eos": True, "logprobs": 2, **SAMPLINGS[name]}
+    sampling = {"max_tokens": 120, "ignore_eos": True, "logprobs": 2, **SAMPLINGS[name]}
     with Client(cluster.address) as client:
         expected = client.generate(PROMPT, **sampling)  # type: ignore[arg-type]
         messages = []
@@ -122,7 +122,7 @@ def test_a_killed_router_is_no_end_of_a_stream(cluster: RunningCluster, name: st
 
 
 def test_a_killed_router_is_no_end_of_several_answers(cluster: RunningCluster) -> None:
-    sampling = {**SAMPLINGS["seeded"], "max_tokens": 60, "ignore_eos": True, "logprobs": 1}
+    sampling = {**SAMPLINGS["seeded"], "max_tokens": 120, "ignore_eos": True, "logprobs": 1}
     with Client(cluster.address) as client:
         expected = client.generate_n(PROMPT, 3, **sampling)  # type: ignore[arg-type]
         answers = AnswersStream(3)
@@ -137,7 +137,7 @@ def test_a_killed_router_is_no_end_of_several_answers(cluster: RunningCluster) -
 
 
 def test_what_a_killed_router_had_not_begun_to_answer_is_asked_of_the_next(cluster: RunningCluster) -> None:
-    prompt = [(17 * i) % 30_000 + 90 for i in range(900)]
+    prompt = [(17 * i) % 30_000 + 90 for i in range(7000)]  # some tenths of a second
     sampling = {**SAMPLINGS["seeded"], "max_tokens": 4, "ignore_eos": True}
     with Client(cluster.address) as client, ThreadPoolExecutor(1) as threads:
         asked = threads.submit(client.generate_n, prompt, 2, **sampling)  # type: ignore[arg-type]

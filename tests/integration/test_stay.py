@@ -7,7 +7,6 @@ import os
 import signal
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
 
 import pytest
 from clusters import RunningCluster, wait_until
@@ -24,11 +23,9 @@ SAMPLINGS = {
 
 
 @pytest.fixture(scope="module")
-def cluster(start_cluster: Callable[..., RunningCluster], few_layers: Path) -> RunningCluster:
+def cluster(start_cluster: Callable[..., RunningCluster]) -> RunningCluster:
     """Two requests fill the decode worker; half of the prefill worker's pool is for one that stays."""
-    return start_cluster(
-        "--model", str(few_layers), "--max-model-len", "512", "--num-kv-blocks", "60", "--lease-ms", "2000"
-    )
+    return start_cluster("--max-model-len", "512", "--num-kv-blocks", "60", "--lease-ms", "2000")
 
 
 @contextmanager
