@@ -24,19 +24,22 @@ def anchor(heading: str) -> str:
     return re.sub(r"[^\w\- ]", "", heading.lower()).strip().replace(" ", "-")
 
 
+def prose_of(page: Path) -> str:
+    """Without its blocks of code, whose comments begin as headings do."""
+    return re.sub(r"```.*?```", "", page.read_text(), flags=re.DOTALL)
+
+
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_links_between_pages_lead_somewhere(page: Path) -> None:
-    prose = re.sub(r"```.*?```", "", page.read_text(), flags=re.DOTALL)
-    for link in re.findall(r"\]\(([^)\s]+)\)", prose):
+    for link in re.findall(r"\]\(([^)\s]+)\)", prose_of(page)):
         if "://" in link:
             continue
         path, _, heading = link.partition("#")
         target = page.parent / path if path else page
         assert target.exists(), f"{page.name}: {link}"
         if heading:
-            assert heading in map(anchor, re.findall(r"^#+ (.+)$", target.read_text(), re.MULTILINE)), (
-                f"{page.name}: {link}"
-            )
+            headings = re.findall(r"^#+ (.+)$", prose_of(target), re.MULTILINE)
+            assert heading in map(anchor, headings), f"{page.name}: {link}"
 
 
 def groups_of(document: dict[str, Any]) -> dict[str, list[dict[str, Any]]]:
