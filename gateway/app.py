@@ -1,9 +1,9 @@
 """The HTTP routes. Each reads its body (bounded), asks the router, and answers in OpenAI's words.
 
-    body ──requests──> prompts, sampling ──client──> one stream for each prompt ──answers──> JSON, or server-sent events
+    body ──requests──> prompts, sampling ──Run──> one stream for each prompt ──Form──> JSON, or server-sent events
 
 A stream's status is known before its first byte: headers are sent with the first token, so that whoever is refused
-(429, 503 …) hears of it as of any other request. What fails later is an event {"error": …}, and no [DONE] follows.
+(429, 503 …) hears of it as of any other request. What fails later is the stream's last event, in its route's words.
 """
 
 from __future__ import annotations
@@ -27,6 +27,8 @@ from gateway.errors import NO_KEY, NO_ROUTE, TOO_LARGE, Kind, Refusal, refusal_o
 from gateway.headers import REQUEST_ID_HEADER, request_id_of
 from gateway.metrics import Metrics
 from gateway.requests import Asked, ChatRequest, CompletionRequest
+from gateway.responses.form import ResponseForm
+from gateway.responses.request import ResponseRequest
 from gateway.run import Run
 from gateway.streams import ClientGone, EventStream, while_connected, with_first
 from protos.tandem_inference_pb2 import GenerateResponse
@@ -64,6 +66,7 @@ def create_app(
     generating: list[tuple[str, Any, type[Asked]]] = [
         ("/v1/completions", gateway.completions, CompletionRequest),
         ("/v1/chat/completions", gateway.chat, ChatRequest),
+        ("/v1/responses", gateway.responses, ResponseRequest),
     ]
     for path, handler, body in generating:
         app.add_api_route(path, handler, methods=["POST"], response_model=None, openapi_extra=_schema_of(body))
@@ -120,6 +123,9 @@ class Gateway:
 
     async def chat(self, request: Request) -> Any:
         return await self._answer(request, "chat", lambda: self._generate(request, ChatRequest, Choices))
+
+    async def responses(self, request: Request) -> Any:
+        return await self._answer(request, "responses", lambda: self._generate(request, ResponseRequest, ResponseForm))
 
     async def _generate(
         self, request: Request, body_type: type[_Body], form_of: Callable[[Run, _Body, str], Form]
