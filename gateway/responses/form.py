@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncGenerator
+from contextlib import aclosing
 
 from gateway.errors import refusal_of_any
 from gateway.responses.answer import ResponseAnswer
@@ -29,8 +30,9 @@ class ResponseForm:
 
     async def whole(self) -> bytes:
         """The Response object, in JSON."""
-        async for _, message in self._run.messages():
-            self._answer.accept(message)
+        async with aclosing(self._run.messages()) as messages:
+            async for _, message in messages:
+                self._answer.accept(message)
         # Logprobs take milliseconds for every hundred tokens: others go on meanwhile.
         if self._wants_logprobs:
             return await asyncio.to_thread(to_json, self._answer.whole())

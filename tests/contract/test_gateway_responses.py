@@ -627,6 +627,7 @@ async def test_a_stream_that_is_not_exact_is_never_shown_as_an_answer() -> None:
     scripts = [
         saying(piece(0, 1, text="a"), piece(2, 3, text="c")),
         saying(piece(0, 1, tool_calls=begins(0)), piece(1, 2, text="a"), piece(2, 3, tool_calls=goes_on(0, "{"))),
+        saying(piece(0, 1, tool_calls=[*begins(0), *begins(1)]), piece(1, 2, tool_calls=goes_on(0, "{"))),
     ]
     async with gateway() as (router, http):
         for script in scripts:
