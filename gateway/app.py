@@ -1,6 +1,6 @@
 """The HTTP routes. Each reads its body (bounded), asks the router, and answers in OpenAI's words.
 
-    body ──requests──> prompts, sampling ──Run──> one stream for each prompt ──Form──> JSON, or server-sent events
+    body ──requests──> prompts, sampling ──Run──> one stream for each prompt ──Rendering──> JSON, or server-sent events
 
 A stream's status is known before its first byte: headers are sent with the first token, so that whoever is refused
 (429, 503 …) hears of it as of any other request. What fails later is the stream's last event, in its route's words.
@@ -27,7 +27,7 @@ from gateway.errors import NO_KEY, NO_ROUTE, TOO_LARGE, Kind, Refusal, refusal_o
 from gateway.headers import REQUEST_ID_HEADER, request_id_of
 from gateway.metrics import Metrics
 from gateway.requests import Asked, ChatRequest, CompletionRequest
-from gateway.responses.form import ResponseForm
+from gateway.responses.rendering import ResponseRendering
 from gateway.responses.request import ResponseRequest
 from gateway.run import Run
 from gateway.streams import ClientGone, EventStream, while_connected, with_first
@@ -41,7 +41,7 @@ _Body = TypeVar("_Body", bound=Asked)
 PAGE = Path(__file__).with_name("chat.html")
 
 
-class Form(Protocol):
+class Rendering(Protocol):
     """How a request's answer looks."""
 
     async def whole(self) -> bytes:
@@ -125,18 +125,20 @@ class Gateway:
         return await self._answer(request, "chat", lambda: self._generate(request, ChatRequest, Choices))
 
     async def responses(self, request: Request) -> Any:
-        return await self._answer(request, "responses", lambda: self._generate(request, ResponseRequest, ResponseForm))
+        return await self._answer(
+            request, "responses", lambda: self._generate(request, ResponseRequest, ResponseRendering)
+        )
 
     async def _generate(
-        self, request: Request, body_type: type[_Body], form_of: Callable[[Run, _Body, str], Form]
+        self, request: Request, body_type: type[_Body], rendering_of: Callable[[Run, _Body, str], Rendering]
     ) -> Any:
-        """`form_of` a run, its body and the model's name: how the answer looks."""
+        """`rendering_of` a run, its body and the model's name: how the answer looks."""
         body = body_type.read(await self._read(request))
         model = body.model or (await self._client.model_info()).model
         run = Run(self._client, body, request, self._leaving)
-        form = form_of(run, body, model)
+        rendering = rendering_of(run, body, model)
         if not body.stream:
-            content = await while_connected(request.receive, form.whole())
+            content = await while_connected(request.receive, rendering.whole())
             return Response(content, headers=run.headers, media_type="application/json")
         messages = run.messages()
         try:
@@ -144,7 +146,7 @@ class Gateway:
         except BaseException:
             await messages.aclose()
             raise
-        return EventStream(form.events(with_first(first, messages)), run.headers)
+        return EventStream(rendering.events(with_first(first, messages)), run.headers)
 
     async def _read(self, request: Request) -> bytes:
         data = bytearray()

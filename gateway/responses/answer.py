@@ -15,9 +15,10 @@ from gateway.errors import KINDS, Refusal
 from gateway.responses.output import Event, Output
 from gateway.responses.request import ChosenTool, ResponseRequest
 from protos.tandem_inference_pb2 import FinishReason, GenerateResponse, Usage
-from rpc.errors import Overloaded
+from rpc.errors import InvalidRequest, Overloaded
 
-RATE_LIMITS = KINDS[Overloaded].type
+_CODES = {KINDS[Overloaded].type: "rate_limit_exceeded", KINDS[InvalidRequest].type: "invalid_prompt"}
+"""Of errors, by their type on other routes; of all others "server_error"."""
 
 
 class ResponseAnswer:
@@ -127,7 +128,4 @@ def _usage_of(usage: Usage, num_thought_tokens: int) -> dict[str, Any]:
 
 def _error_of(refusal: Refusal) -> dict[str, Any]:
     """By one of the few codes that OpenAI's type has."""
-    code = "server_error"
-    if refusal.kind.status < 500:
-        code = "rate_limit_exceeded" if refusal.kind.type == RATE_LIMITS else "invalid_prompt"
-    return {"code": code, "message": refusal.message}
+    return {"code": _CODES.get(refusal.kind.type, "server_error"), "message": refusal.message}

@@ -135,9 +135,6 @@ _TAGS = {
 
 
 def _tag_of(value: Any) -> str:
-    """Of an item as it stands in the body, or as it was read."""
-    if isinstance(value, Item):
-        return _TAGS[value.model_dump(include={"type"})["type"]]
     if not isinstance(value, dict):
         return _OTHER
     kind = value.get("type") or ("message" if "role" in value else None)

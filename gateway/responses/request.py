@@ -181,8 +181,8 @@ class ResponseRequest(Asked):
         sampling = super().sampling()
         if self.max_output_tokens is not None:
             sampling["max_tokens"] = self.max_output_tokens
-        if self._form is not None:
-            sampling["structured_outputs"] = self._form
+        if self._held_to is not None:
+            sampling["structured_outputs"] = self._held_to
         if self.wants_logprobs:
             sampling["logprobs"] = self.top_logprobs or 0
         if self.tools:
@@ -198,7 +198,7 @@ class ResponseRequest(Asked):
 
     def in_its_words(self, error: InvalidRequest) -> InvalidRequest:
         error = renamed(named(error, self._name_of), "max_tokens", "max_output_tokens")
-        return error if self._form is None else renamed(error, "structured_outputs", "text.format")
+        return error if self._held_to is None else renamed(error, "structured_outputs", "text.format")
 
     def _name_of(self, field: str) -> str:
         """Here, of a field of the wire: of a message, the item that it comes from."""
@@ -221,7 +221,7 @@ class ResponseRequest(Asked):
         return LOGPROBS in (self.include or ())
 
     @property
-    def _form(self) -> StructuredOutputsParams | None:
+    def _held_to(self) -> StructuredOutputsParams | None:
         asked = self.text.format if self.text is not None else None
         return None if asked is None else asked.structured_outputs()
 

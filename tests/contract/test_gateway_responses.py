@@ -18,7 +18,7 @@ from pydantic import TypeAdapter
 
 from gateway.responses.request import ResponseRequest
 from protos import tandem_inference_pb2 as pb
-from rpc.errors import Draining, InternalError, InvalidRequest, Overloaded, TandemError
+from rpc.errors import Draining, InternalError, InvalidRequest, Overloaded, RequestCancelled, TandemError
 
 PATH = "/v1/responses"
 NAMED = {"x-request-id": "mine"}
@@ -603,6 +603,7 @@ async def test_what_fails_before_the_first_byte_is_a_status(
     [
         (Draining("leaving"), "server_error", "leaving"),
         (Overloaded("full"), "rate_limit_exceeded", "full"),
+        (RequestCancelled("aborted"), "server_error", "aborted"),
         (InvalidRequest([("chat", "is wrong")]), "invalid_prompt", "input: is wrong"),
     ],
 )

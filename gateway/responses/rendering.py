@@ -19,7 +19,7 @@ from gateway.streams import named_event, to_json
 from protos.tandem_inference_pb2 import GenerateResponse
 
 
-class ResponseForm:
+class ResponseRendering:
     """Of one request."""
 
     def __init__(self, run: Run, body: ResponseRequest, model: str) -> None:
