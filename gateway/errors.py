@@ -1,17 +1,18 @@
 """What goes wrong, as OpenAI's clients know it: an HTTP status and a body {"error": {message, type, param, code}}.
 
 Owns the one table from our errors to HTTP, and nothing else. A client that may try again is told when (Retry-After);
-OpenAI's own does so by itself for 409, 429 and 5xx.
+OpenAI's own does so by itself for 409, 429 and 5xx. What is no client's business, a bug, is logged.
 """
 
 from __future__ import annotations
 
+import logging
 import math
-import re
 from typing import Any, NamedTuple
 
 from pydantic import ValidationError
 
+from gateway.streams import Leaving
 from rpc.errors import (
     CorruptKV,
     DeadlinePassed,
@@ -28,6 +29,9 @@ from rpc.errors import (
     TandemError,
     Unreachable,
 )
+from tandem.answer import StreamBroken
+
+_log = logging.getLogger(__name__)
 
 
 class Kind(NamedTuple):
@@ -87,34 +91,40 @@ class Refusal(Exception):  # noqa: N818 - it is an answer
         return {"retry-after": str(max(1, math.ceil(self.retry_after_s)))}  # whole seconds, by RFC 9110
 
 
+def refusal_of_any(error: Exception, request_id: str) -> Refusal:
+    """What the client is told. A bug is logged, and named by the request alone."""
+    match error:
+        case Refusal():
+            return error
+        case TandemError():
+            return refusal_of(error)
+        case Leaving():
+            return refusal_of(Draining("this gateway is leaving and can wait no longer for the answer"))
+        case ValidationError():
+            return refusal_of_body(error)
+        case ValueError():  # by the client, of what the wire cannot carry: "name: what is wrong with it"
+            return Refusal(KINDS[InvalidRequest], str(error), param=str(error).partition(":")[0])
+        case StreamBroken():
+            _log.error("the router's stream is not exact", extra={"request_id": request_id, "why": str(error)})
+        case _:
+            _log.error("unexpected error", extra={"request_id": request_id}, exc_info=error)
+    return Refusal(BUG, f"a bug of the server; it has logged it with request_id={request_id}")
+
+
 def refusal_of(error: TandemError) -> Refusal:
-    """As the table says; a wrong field by the name that it has in the body."""
+    """As the table says. A wrong field has the name that it has in the body (`Asked.in_its_words`)."""
     kind, param = KINDS[type(error)], None
     message = error.message
     if isinstance(error, InvalidRequest) and error.violations:
-        param = _name_in_body(error.violations[0].field)
+        param = error.violations[0].field or None
         if param == "model":
             kind = MODEL_NOT_FOUND
-        named = [(_name_in_body(wrong.field), wrong.description) for wrong in error.violations]
+        named = [(wrong.field, wrong.description) for wrong in error.violations]
         message = "; ".join(f"{name}: {description}" if name else description for name, description in named)
     retry_after_s = error.retry_after_s
     if retry_after_s is None and kind.status == UNAVAILABLE.status:
         retry_after_s = RETRY_AFTER_S
     return Refusal(kind, message, param=param, retry_after_s=retry_after_s)
-
-
-_IN_BODY = {"tool_name": "tool_choice", "template_kwargs": "chat_template_kwargs"}
-
-
-def _name_in_body(field: str) -> str | None:
-    name = field.removeprefix("sampling_params.")
-    if name in ("text", "token_ids"):
-        return "prompt"
-    name = name.removeprefix("chat.")
-    if name in _IN_BODY:
-        return _IN_BODY[name]
-    name = re.sub(r"^((?:messages\[\d+\]\.)?(?:tools|tool_calls)\[\d+\])\.", r"\1.function.", name)
-    return name.replace("chat", "messages") or None
 
 
 def refusal_of_body(error: ValidationError) -> Refusal:

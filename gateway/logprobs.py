@@ -19,8 +19,12 @@ def of_chat(logprobs: Sequence[TokenLogprobs]) -> dict[str, Any] | None:
     """`choices[].logprobs` of a chat. None where nothing was asked for."""
     if not logprobs:
         return None
-    content = [{**_entry(each.sampled), "top_logprobs": [_entry(top) for top in each.top]} for each in logprobs]
-    return {"content": content, "refusal": None}
+    return {"content": entries_of(logprobs), "refusal": None}
+
+
+def entries_of(logprobs: Sequence[TokenLogprobs]) -> list[dict[str, Any]]:
+    """One for each token, as chats and responses have them."""
+    return [{**_entry(each.sampled), "top_logprobs": [_entry(top) for top in each.top]} for each in logprobs]
 
 
 def of_completion(logprobs: Sequence[TokenLogprobs]) -> dict[str, Any] | None:

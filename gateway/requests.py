@@ -26,6 +26,7 @@ from pydantic import (
     field_validator,
 )
 
+from gateway.names import name_in_body, named, renamed
 from gateway.tools import Call, ChosenTool, ToolParam, tool_choice_of
 from rpc.errors import InvalidRequest
 from tandem.messages import Prompt, Sampling
@@ -45,7 +46,7 @@ DEFAULT_COMPLETION_TOKENS = 16
 ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 
 
-def _only(*neutral: Any, instead: str = "") -> Any:
+def only(*neutral: Any, instead: str = "") -> Any:
     """The type of a field that may be given, but ask for nothing that is not done anyway. `instead`: what to do."""
 
     def check(value: Any) -> Any:
@@ -156,12 +157,10 @@ class Body(BaseModel):
 
 
 class Asked(Body, ABC):
-    """What both kinds of request for an answer share."""
+    """What all kinds of request for an answer share."""
 
     model: str | None = None
     stream: bool | None = None
-    stream_options: StreamOptions | None = None
-    max_tokens: Annotated[int, Field(ge=0, lt=1 << 31)] | None = None
     temperature: float | None = None
     top_p: float | None = None
     presence_penalty: float | None = None
@@ -169,9 +168,6 @@ class Asked(Body, ABC):
     logit_bias: dict[TokenId, float] | None = None
     seed: Annotated[int, Field(ge=-(1 << 63), lt=1 << 63)] | None = None
     stop: str | list[str] | None = None
-
-    n: Annotated[int, Field(ge=1, le=MAX_N)] | None = None
-    """Choices to each prompt."""
 
     # vLLM's
     min_tokens: Annotated[int, Field(ge=0, lt=1 << 31)] | None = None
@@ -183,31 +179,25 @@ class Asked(Body, ABC):
     include_stop_str_in_output: bool | None = None
     skip_special_tokens: bool | None = None
     priority: Annotated[int, Field(ge=-(1 << 31), lt=1 << 31)] | None = None
-    prompt_logprobs: NumAlternatives | None = None
     cache_salt: Annotated[str, Field(min_length=1, max_length=128)] | None = None
     request_id: Annotated[str, Field(pattern=r"^[\x21-\x7e]{0,100}$")] | None = None
     structured_outputs: Annotated[Any, AfterValidator(_structured_outputs)] = None
-    # After it: the form of the answer in OpenAI's words, of which there is no second one.
-    response_format: Annotated[Any, AfterValidator(_response_format)] = None
 
     # whose request it is: OpenAI's word of today, and the one before
     safety_identifier: FairnessId | None = None
     user: FairnessId | None = None
 
-    # known, and refused unless they ask for nothing
-    best_of: _only(1) = None  # type: ignore[valid-type]
-
-    # the same of vLLM's: they may ask for what is done anyway
-    allowed_token_ids: _only() = None  # type: ignore[valid-type]
-    bad_words: _only([]) = None  # type: ignore[valid-type]
-    detokenize: _only(True) = None  # type: ignore[valid-type]
-    length_penalty: _only(1.0, 1) = None  # type: ignore[valid-type]
-    logits_processors: _only([]) = None  # type: ignore[valid-type]
-    return_token_ids: _only(False) = None  # type: ignore[valid-type]
-    return_tokens_as_token_ids: _only(False) = None  # type: ignore[valid-type]
-    spaces_between_special_tokens: _only(True) = None  # type: ignore[valid-type]
-    truncate_prompt_tokens: _only() = None  # type: ignore[valid-type]
-    use_beam_search: _only(False) = None  # type: ignore[valid-type]
+    # vLLM's that are known, and refused unless they ask for what is done anyway
+    allowed_token_ids: only() = None  # type: ignore[valid-type]
+    bad_words: only([]) = None  # type: ignore[valid-type]
+    detokenize: only(True) = None  # type: ignore[valid-type]
+    length_penalty: only(1.0, 1) = None  # type: ignore[valid-type]
+    logits_processors: only([]) = None  # type: ignore[valid-type]
+    return_token_ids: only(False) = None  # type: ignore[valid-type]
+    return_tokens_as_token_ids: only(False) = None  # type: ignore[valid-type]
+    spaces_between_special_tokens: only(True) = None  # type: ignore[valid-type]
+    truncate_prompt_tokens: only() = None  # type: ignore[valid-type]
+    use_beam_search: only(False) = None  # type: ignore[valid-type]
 
     # of no effect here, whatever they say
     metadata: Any = None
@@ -216,16 +206,14 @@ class Asked(Body, ABC):
     prompt_cache_key: Any = None
 
     DIRECT: ClassVar[tuple[str, ...]] = (
-        "max_tokens", "min_tokens", "temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty",
+        "min_tokens", "temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty",
         "repetition_penalty", "stop", "stop_token_ids", "include_stop_str_in_output", "ignore_eos", "seed",
-        "skip_special_tokens", "logit_bias", "priority", "cache_salt",
+        "skip_special_tokens", "logit_bias", "priority", "cache_salt", "structured_outputs",
     )  # fmt: skip
 
     def sampling(self) -> Sampling:
         """By the names of the wire; what was not given takes the model's default."""
         given = {name: getattr(self, name) for name in self.DIRECT}
-        given["structured_outputs"] = self.structured_outputs or self.response_format
-        given["prompt_logprobs"] = self.prompt_logprobs
         return cast(Sampling, {name: value for name, value in given.items() if value is not None})
 
     @property
@@ -233,11 +221,62 @@ class Asked(Body, ABC):
         """Whose request it is; empty: it does not say."""
         return self.safety_identifier or self.user or ""
 
+    @abstractmethod
+    def prompts(self) -> list[Prompt]:
+        """Each of which `num_answers` answer."""
+
+    @abstractmethod
     def in_its_words(self, error: InvalidRequest) -> InvalidRequest:
-        """What a router says of this request: who gave a response_format has not heard of structured_outputs."""
+        """What a router says of this request, by the names that its fields have in this body."""
+
+    @property
+    def num_answers(self) -> int:
+        """To each prompt."""
+        return 1
+
+
+class AskedForChoices(Asked):
+    """What completions and chats share."""
+
+    stream_options: StreamOptions | None = None
+    max_tokens: Annotated[int, Field(ge=0, lt=1 << 31)] | None = None
+    n: Annotated[int, Field(ge=1, le=MAX_N)] | None = None
+    """Choices to each prompt."""
+    prompt_logprobs: NumAlternatives | None = None
+    # After structured_outputs: the form of the answer in OpenAI's words, of which there is no second one.
+    response_format: Annotated[Any, AfterValidator(_response_format)] = None
+    # known, and refused unless it asks for nothing
+    best_of: only(1) = None  # type: ignore[valid-type]
+
+    def sampling(self) -> Sampling:
+        sampling = super().sampling()
+        if self.max_tokens is not None:
+            sampling["max_tokens"] = self.max_tokens
         if self.response_format is not None:
-            error = _renamed(error, "structured_outputs", "response_format")
+            sampling["structured_outputs"] = self.response_format
+        if self.prompt_logprobs is not None:
+            sampling["prompt_logprobs"] = self.prompt_logprobs
+        return sampling
+
+    def in_its_words(self, error: InvalidRequest) -> InvalidRequest:
+        """Who gave a response_format has not heard of structured_outputs."""
+        error = named(error, name_in_body)
+        if self.response_format is not None:
+            error = renamed(error, "structured_outputs", "response_format")
         return error
+
+    @property
+    def num_answers(self) -> int:
+        return self.n or 1
+
+    @property
+    def includes_usage(self) -> bool:
+        return self.stream_options is not None and bool(self.stream_options.include_usage)
+
+    @property
+    def includes_usage_always(self) -> bool:
+        asked = self.stream_options
+        return self.includes_usage and asked is not None and bool(asked.continuous_usage_stats)
 
     @field_validator("response_format")
     @classmethod
@@ -253,35 +292,17 @@ class Asked(Body, ABC):
             raise ValueError("cannot be had with stream: true, whose events have no place for them")
         return value
 
-    @abstractmethod
-    def prompts(self) -> list[Prompt]:
-        """Each of which `n` choices answer."""
 
-    @property
-    def includes_usage(self) -> bool:
-        return self.stream_options is not None and bool(self.stream_options.include_usage)
-
-    @property
-    def includes_usage_always(self) -> bool:
-        asked = self.stream_options
-        return self.includes_usage and asked is not None and bool(asked.continuous_usage_stats)
-
-
-def _renamed(error: InvalidRequest, ours: str, theirs: str) -> InvalidRequest:
-    wrongs = [(wrong.field.replace(ours, theirs), wrong.description) for wrong in error.violations]
-    return InvalidRequest([(name, description.replace(ours, theirs)) for name, description in wrongs])
-
-
-class CompletionRequest(Asked):
+class CompletionRequest(AskedForChoices):
     """POST /v1/completions."""
 
     prompt: Annotated[list[Prompt], PlainValidator(_prompts, json_schema_input_type=str | list[Any])]
     logprobs: NumAlternativesOrNo = None
     echo: bool | None = None
     """The prompt stands before each choice, in its text and in its logprobs."""
-    suffix: _only("") = None  # type: ignore[valid-type]
-    add_special_tokens: _only(True) = None  # type: ignore[valid-type]
-    prompt_embeds: _only() = None  # type: ignore[valid-type]
+    suffix: only("") = None  # type: ignore[valid-type]
+    add_special_tokens: only(True) = None  # type: ignore[valid-type]
+    prompt_embeds: only() = None  # type: ignore[valid-type]
 
     def prompts(self) -> list[Prompt]:
         return self.prompt
@@ -299,7 +320,7 @@ class CompletionRequest(Asked):
 
     def in_its_words(self, error: InvalidRequest) -> InvalidRequest:
         error = super().in_its_words(error)
-        return error if self.prompt_logprobs is not None else _renamed(error, "prompt_logprobs", "logprobs")
+        return error if self.prompt_logprobs is not None else renamed(error, "prompt_logprobs", "logprobs")
 
     @property
     def is_echo_alone(self) -> bool:
@@ -349,8 +370,8 @@ class Message(BaseModel):
     # an assistant's: what it thought before, where that is a text
     reasoning: Any = None
     reasoning_content: Any = None
-    function_call: _only() = None  # type: ignore[valid-type]
-    audio: _only() = None  # type: ignore[valid-type]
+    function_call: only() = None  # type: ignore[valid-type]
+    audio: only() = None  # type: ignore[valid-type]
     # what answers have beside, and clients send back with them
     refusal: Any = None
     annotations: Any = None
@@ -379,11 +400,11 @@ class Message(BaseModel):
         return {"role": self.role, "content": "".join(part.text for part in parts), **said}
 
 
-_IN_TEMPLATE = 'give it to the model\'s chat template, as chat_template_kwargs: {"reasoning_effort": ...}'
-_AT_START = "the router is given one by its flag --chat-template"
+IN_TEMPLATE = 'give it to the model\'s chat template, as chat_template_kwargs: {"reasoning_effort": ...}'
+AT_START = "the router is given one by its flag --chat-template"
 
 
-class ChatRequest(Asked):
+class ChatRequest(AskedForChoices):
     """POST /v1/chat/completions."""
 
     messages: Annotated[list[Message], Field(min_length=1)]
@@ -394,23 +415,23 @@ class ChatRequest(Asked):
     tool_choice: Annotated[Any, BeforeValidator(tool_choice_of)] = None
     parallel_tool_calls: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
-    reasoning_effort: _only(instead=_IN_TEMPLATE) = None  # type: ignore[valid-type]
-    functions: _only([]) = None  # type: ignore[valid-type]
-    function_call: _only("none", "auto") = None  # type: ignore[valid-type]
-    modalities: _only(["text"]) = None  # type: ignore[valid-type]
-    audio: _only() = None  # type: ignore[valid-type]
-    prediction: _only() = None  # type: ignore[valid-type]
-    web_search_options: _only() = None  # type: ignore[valid-type]
-    verbosity: _only() = None  # type: ignore[valid-type]
+    reasoning_effort: only(instead=IN_TEMPLATE) = None  # type: ignore[valid-type]
+    functions: only([]) = None  # type: ignore[valid-type]
+    function_call: only("none", "auto") = None  # type: ignore[valid-type]
+    modalities: only(["text"]) = None  # type: ignore[valid-type]
+    audio: only() = None  # type: ignore[valid-type]
+    prediction: only() = None  # type: ignore[valid-type]
+    web_search_options: only() = None  # type: ignore[valid-type]
+    verbosity: only() = None  # type: ignore[valid-type]
     # vLLM's: the template writes all that is special
-    add_generation_prompt: _only(True) = None  # type: ignore[valid-type]
-    add_special_tokens: _only(False) = None  # type: ignore[valid-type]
-    chat_template: _only(instead=_AT_START) = None  # type: ignore[valid-type]
-    continue_final_message: _only(False) = None  # type: ignore[valid-type]
-    documents: _only([]) = None  # type: ignore[valid-type]
-    echo: _only(False) = None  # type: ignore[valid-type]
-    include_reasoning: _only(True) = None  # type: ignore[valid-type]
-    mm_processor_kwargs: _only() = None  # type: ignore[valid-type]
+    add_generation_prompt: only(True) = None  # type: ignore[valid-type]
+    add_special_tokens: only(False) = None  # type: ignore[valid-type]
+    chat_template: only(instead=AT_START) = None  # type: ignore[valid-type]
+    continue_final_message: only(False) = None  # type: ignore[valid-type]
+    documents: only([]) = None  # type: ignore[valid-type]
+    echo: only(False) = None  # type: ignore[valid-type]
+    include_reasoning: only(True) = None  # type: ignore[valid-type]
+    mm_processor_kwargs: only() = None  # type: ignore[valid-type]
 
     def prompts(self) -> list[Prompt]:
         return [[message.to_prompt() for message in self.messages]]
@@ -432,7 +453,7 @@ class ChatRequest(Asked):
 
     def in_its_words(self, error: InvalidRequest) -> InvalidRequest:
         error = super().in_its_words(error)
-        return error if self.max_completion_tokens is None else _renamed(error, "max_tokens", "max_completion_tokens")
+        return error if self.max_completion_tokens is None else renamed(error, "max_tokens", "max_completion_tokens")
 
     @property
     def names_tool(self) -> bool:

@@ -59,6 +59,12 @@ def event(value: dict[str, Any]) -> bytes:
     return b"data: " + to_json(value) + b"\n\n"
 
 
+def named_event(value: dict[str, Any]) -> bytes:
+    """One whose name its `type` says."""
+    name: str = value["type"]
+    return f"event: {name}\n".encode() + event(value)
+
+
 def to_json(value: dict[str, Any]) -> bytes:
     return json.dumps(value, ensure_ascii=False, separators=(",", ":")).encode()
 

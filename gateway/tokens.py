@@ -6,7 +6,8 @@ from typing import Annotated, Any, Self
 
 from pydantic import Field, model_validator
 
-from gateway.requests import _AT_START, Body, Message, TokenId, _only, _renamed
+from gateway.names import name_in_body, named, renamed
+from gateway.requests import AT_START, Body, Message, TokenId, only
 from gateway.tools import ToolParam
 from rpc.errors import InvalidRequest
 from tandem.client import AsyncClient
@@ -23,11 +24,11 @@ class TokenizeRequest(Body):
     """Each token as the vocabulary writes it, too."""
     tools: list[ToolParam] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
-    add_generation_prompt: _only(True) = None  # type: ignore[valid-type]
-    chat_template: _only(instead=_AT_START) = None  # type: ignore[valid-type]
-    continue_final_message: _only(False) = None  # type: ignore[valid-type]
-    media_io_kwargs: _only() = None  # type: ignore[valid-type]
-    mm_processor_kwargs: _only() = None  # type: ignore[valid-type]
+    add_generation_prompt: only(True) = None  # type: ignore[valid-type]
+    chat_template: only(instead=AT_START) = None  # type: ignore[valid-type]
+    continue_final_message: only(False) = None  # type: ignore[valid-type]
+    media_io_kwargs: only() = None  # type: ignore[valid-type]
+    mm_processor_kwargs: only() = None  # type: ignore[valid-type]
 
     @model_validator(mode="after")
     def _check_prompt(self) -> Self:
@@ -47,7 +48,7 @@ class TokenizeRequest(Body):
                 chat_template_kwargs=self.chat_template_kwargs,
             )
         except InvalidRequest as error:
-            raise _renamed(error, "with_tokens", "return_token_strs") from error
+            raise renamed(named(error, name_in_body), "with_tokens", "return_token_strs") from error
         return {
             "count": len(told.token_ids),
             "max_model_len": told.max_model_len or None,
@@ -67,4 +68,4 @@ class DetokenizeRequest(Body):
         try:
             return {"prompt": await client.detokenize(self.tokens, model=self.model or "")}
         except InvalidRequest as error:
-            raise _renamed(error, "token_ids", "tokens") from error
+            raise renamed(error, "token_ids", "tokens") from error

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from gateway_harness import events_of, gateway, last, tokens
 
-from gateway import app
+from gateway import run
 from protos import tandem_inference_pb2 as pb
 
 
@@ -232,7 +232,7 @@ async def test_what_an_echo_asks_for_is_not_told_of_prompt_logprobs() -> None:
 
 async def test_all_that_is_told_of_prompts_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each choice would have it: 4 tokens, 3 of them with 2 alternatives, are 10 numbers."""
-    monkeypatch.setattr(app, "MAX_PROMPT_NUMBERS", 19)
+    monkeypatch.setattr(run, "MAX_PROMPT_NUMBERS", 19)
     body = {"prompt": PROMPT, "echo": True, "logprobs": 2, "max_tokens": 0}
     async with gateway() as (router, http):
         router.script = tell_prompt_too

@@ -1,0 +1,104 @@
+"""Completions and chats on their way out: a run's messages as one object of choices, or as server-sent events.
+
+What fails after the first event is an event {"error": …}, and no [DONE] follows.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncGenerator
+from functools import partial
+
+from gateway.answers import Style, usage_of
+from gateway.echo import Echo
+from gateway.errors import refusal_of_any
+from gateway.requests import AskedForChoices, ChatRequest, CompletionRequest
+from gateway.run import Run
+from gateway.streams import DONE, event, to_json
+from protos.tandem_inference_pb2 import GenerateResponse, Usage
+from tandem.answer import AnswersStream
+
+
+class Choices:
+    """Of one request."""
+
+    def __init__(self, run: Run, body: AskedForChoices, model: str) -> None:
+        """`model`: its name in what is answered."""
+        self._run = run
+        self._body = body
+        self._is_chat = isinstance(body, ChatRequest)
+        self._style = Style(
+            is_chat=self._is_chat,
+            answer_id=f"{'chatcmpl' if self._is_chat else 'cmpl'}-{run.request_id}",
+            created_s=int(time.time()),
+            model=model,
+            echo=_echo_of(run, body),
+            names_tool=isinstance(body, ChatRequest) and body.names_tool,
+        )
+
+    async def whole(self) -> bytes:
+        """All answers as one object, in JSON."""
+        streams = [AnswersStream(self._run.n) for _ in self._run.prompts]
+        async for choice, message in self._run.messages():
+            streams[choice // self._run.n].accept(message)
+        answers = [answer for stream in streams for answer in stream.answers()]
+
+        def render() -> bytes:
+            return to_json(self._style.whole(answers, self._run.n, self._body.prompt_logprobs))
+
+        # Logprobs take milliseconds for every hundred tokens: others go on meanwhile.
+        if any(answer.logprobs or answer.prompt_logprobs for answer in answers):
+            return await asyncio.to_thread(render)
+        return render()
+
+    async def events(self, messages: AsyncGenerator[tuple[int, GenerateResponse], None]) -> AsyncGenerator[bytes, None]:
+        """Of the run's `messages`, which it closes."""
+        usages = [Usage() for _ in range(len(self._run.prompts) * self._run.n)]
+        opened: set[int] = set()
+        try:
+            async for index, message in messages:
+                is_first = index not in opened
+                opened.add(index)
+                if self._is_chat and is_first:
+                    yield event(self._style.opening(index))
+                usage = usages[index]
+                usage.completion_tokens += len(message.token_ids)
+                if message.HasField("usage"):
+                    usage.CopyFrom(message.usage)
+                is_news = (
+                    message.text
+                    or message.reasoning
+                    or message.finish_reason
+                    or message.tool_calls
+                    or message.logprobs
+                    or message.prompt_logprobs
+                )
+                if is_news or self._body.includes_usage_always:
+                    render = partial(self._event, index, message, usage)
+                    # A prompt's numbers, in front of each choice, may take long.
+                    yield (
+                        await asyncio.to_thread(render)
+                        if is_first and "prompt_logprobs" in self._run.sampling
+                        else render()
+                    )
+        except Exception as error:
+            yield event(refusal_of_any(error, self._run.request_id).body)
+            return
+        finally:
+            await messages.aclose()
+        if self._body.includes_usage:
+            yield event(self._style.usage(usages, self._run.n))
+        yield DONE
+
+    def _event(self, choice: int, message: GenerateResponse, usage: Usage) -> bytes:
+        piece = self._style.piece(choice, message)
+        if self._body.includes_usage_always:
+            piece["usage"] = usage_of([usage])
+        return event(piece)
+
+
+def _echo_of(run: Run, body: AskedForChoices) -> Echo | None:
+    if isinstance(body, CompletionRequest) and body.echo:
+        return Echo(run.prompts, run.n, body.logprobs)
+    return None

@@ -1,0 +1,48 @@
+"""What a request's headers say: its name, its deadline, whose it is."""
+
+from __future__ import annotations
+
+import re
+import secrets
+
+from starlette.requests import Request
+
+from gateway.requests import check_fairness_id
+from rpc.errors import InvalidRequest
+
+REQUEST_ID_HEADER = "x-request-id"
+TIMEOUT_HEADER = "x-request-timeout-ms"
+"""The request's deadline, which OpenAI's API has no word for."""
+FAIRNESS_HEADER = "x-gateway-inference-fairness-id"
+"""Whose request it is, as the Kubernetes Gateway API Inference Extension names it: before what the body says, since a
+proxy that knows who asks can set it, and leaves bodies alone."""
+
+
+def request_id_of(request: Request) -> str:
+    """As the client named it, or a new name, the same for one request."""
+    if not hasattr(request.state, "request_id"):
+        given = request.headers.get(REQUEST_ID_HEADER, "")
+        request.state.request_id = given if re.fullmatch(r"[\x21-\x7e]{1,100}", given) else secrets.token_hex(12)
+    return str(request.state.request_id)
+
+
+def timeout_of(request: Request) -> float | None:
+    """In seconds; None: the request has no deadline. Raises `InvalidRequest`."""
+    given = request.headers.get(TIMEOUT_HEADER)
+    if given is None:
+        return None
+    if not re.fullmatch(r"[1-9]\d{0,11}", given):
+        raise InvalidRequest(
+            [(TIMEOUT_HEADER, f"must be a whole number of milliseconds from 1 to 999999999999, is {given[:40]!r}")]
+        )
+    return int(given) / 1000
+
+
+def fairness_id_of(request: Request) -> str:
+    """Whose request it is; empty: no header says. Raises `InvalidRequest`."""
+    try:  # the bytes of a header are read as Latin-1
+        return check_fairness_id(request.headers.get(FAIRNESS_HEADER, "").encode("latin-1").decode())
+    except UnicodeDecodeError as error:
+        raise InvalidRequest([(FAIRNESS_HEADER, "must be UTF-8")]) from error
+    except ValueError as error:
+        raise InvalidRequest([(FAIRNESS_HEADER, str(error))]) from error

@@ -1,0 +1,4 @@
+"""OpenAI's Responses API, stateless: POST /v1/responses. One idea a file:
+
+request (with input) ──> Run ── messages ──> output ──> answer ──> rendering: JSON, or server-sent events
+"""

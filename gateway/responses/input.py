@@ -1,0 +1,238 @@
+"""What a request to /v1/responses says as `input`: a text, or items, and the messages of a chat that they are. Pure.
+
+    message of a user, system, developer ──────────────> a message
+    reasoning, message of an assistant, function_call ──> one assistant's message, for all that one answer said
+    function_call_output ───────────────────────────────> a message of a tool
+
+Items may be those that answers have in their `output`: what those say of themselves (id, status, annotations …) is left
+out. A field that is null is absent.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Annotated, Any, Literal
+
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Discriminator,
+    Field,
+    Tag,
+    model_validator,
+)
+
+from gateway.requests import only
+
+ROLES = ("system", "developer", "user", "assistant")
+_NOT_READ = "it cannot be read here; what was thought is in content"
+
+
+class WithoutNulls(BaseModel):
+    """An object whose fields of value null are absent."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _drop_nulls(cls, value: Any) -> Any:
+        return {name: each for name, each in value.items() if each is not None} if isinstance(value, dict) else value
+
+
+# -- texts ----------------------------------------------------------------------------------------------------------
+
+
+class Part(BaseModel):
+    """Of a text, with what answers have beside it."""
+
+    model_config = ConfigDict(extra="ignore", strict=True)
+
+    type: Literal["input_text", "output_text", "reasoning_text"]
+    text: str
+
+
+def _text_or_parts(*types: str) -> Any:
+    """The type of a text, or of a list of parts of these types."""
+    names = " or ".join(f"'{each}'" for each in types)
+
+    def check(value: Any) -> Any:
+        if isinstance(value, list) and all(isinstance(part, dict) for part in value):
+            if others := [part.get("type") for part in value if part.get("type") not in types]:
+                raise ValueError(f"may have parts of type {names} alone, has one of type {others[0]!r:.60}")
+        elif not isinstance(value, str):
+            raise ValueError(f"must be a text, or a list of parts of type {names}")
+        return value
+
+    return Annotated[
+        Annotated[str, Tag("str")] | Annotated[list[Part], Tag("[parts]")],
+        Discriminator(lambda value: "str" if isinstance(value, str) else "[parts]"),
+        BeforeValidator(check),
+    ]
+
+
+def _text_of(content: str | Sequence[Part]) -> str:
+    return content if isinstance(content, str) else "".join(part.text for part in content)
+
+
+# -- items ----------------------------------------------------------------------------------------------------------
+
+
+def _role(value: str) -> str:
+    if value not in ROLES:
+        raise ValueError(f"must be one of {', '.join(ROLES)}, is {value[:40]!r}")
+    return value
+
+
+class Item(WithoutNulls):
+    """What answers say of their items, and clients send back with them."""
+
+    id: Any = None
+    status: Any = None
+
+
+class MessageItem(Item):
+    type: Literal["message"] = "message"
+    role: Annotated[str, AfterValidator(_role)]
+    content: _text_or_parts("input_text", "output_text")  # type: ignore[valid-type]
+    phase: Any = None
+
+
+class ReasoningItem(Item):
+    type: Literal["reasoning"]
+    content: _text_or_parts("reasoning_text") = ""  # type: ignore[valid-type]
+    summary: Any = None
+    """Is not what was thought."""
+    encrypted_content: only(instead=_NOT_READ) = None  # type: ignore[valid-type]
+
+
+class CallItem(Item):
+    type: Literal["function_call"]
+    call_id: str
+    name: str
+    arguments: str
+    """A JSON object, as text."""
+    parsed_arguments: Any = None
+
+
+class CallOutputItem(Item):
+    type: Literal["function_call_output"]
+    call_id: str
+    output: _text_or_parts("input_text")  # type: ignore[valid-type]
+    name: str | None = None
+
+
+_OTHER = "[other]"
+_TAGS = {
+    "message": "[message]",
+    "reasoning": "[reasoning]",
+    "function_call": "[call]",
+    "function_call_output": "[output]",
+}
+
+
+def _tag_of(value: Any) -> str:
+    if not isinstance(value, dict):
+        return _OTHER
+    kind = value.get("type") or ("message" if "role" in value else None)
+    return _TAGS.get(kind, _OTHER) if isinstance(kind, str) else _OTHER
+
+
+def _refuse_item(value: Any) -> Any:
+    kinds = ", ".join(_TAGS)
+    is_one = (
+        f"is of type {json.dumps(value.get('type')):.60}" if isinstance(value, dict) else f"is {json.dumps(value):.60}"
+    )
+    raise ValueError(f"must be an item of one of the types {kinds}, {is_one}")
+
+
+AnyItem = Annotated[
+    Annotated[MessageItem, Tag("[message]")]
+    | Annotated[ReasoningItem, Tag("[reasoning]")]
+    | Annotated[CallItem, Tag("[call]")]
+    | Annotated[CallOutputItem, Tag("[output]")]
+    | Annotated[Any, BeforeValidator(_refuse_item), Tag(_OTHER)],
+    Discriminator(_tag_of),
+]
+
+
+def _check_input(value: Any) -> Any:
+    if not isinstance(value, str | list):
+        raise ValueError(f"must be a text, or a list of items, is {json.dumps(value):.40}")
+    return value
+
+
+Input = Annotated[
+    Annotated[str, Tag("str")] | Annotated[list[AnyItem], Field(min_length=1), Tag("[items]")],
+    Discriminator(lambda value: "str" if isinstance(value, str) else "[items]"),
+    BeforeValidator(_check_input),
+]
+
+
+# -- messages -------------------------------------------------------------------------------------------------------
+
+
+@dataclass(slots=True)
+class PlacedMessage:
+    """A message as a chat has it, and where in the body it comes from."""
+
+    place: str
+    """The first of its items."""
+    role: str
+    content: str = ""
+    reasoning: str = ""
+    tool_call_id: str | None = None
+    name: str | None = None
+    tool_calls: list[dict[str, Any]] = field(default_factory=list)
+    places_of_calls: list[str] = field(default_factory=list)
+    is_spoken: bool = False
+    """It has content, be it empty."""
+
+    def to_prompt(self) -> dict[str, Any]:
+        said = {"role": self.role, "content": self.content, "reasoning": self.reasoning or None}
+        return {**said, "tool_calls": self.tool_calls, "tool_call_id": self.tool_call_id, "name": self.name}
+
+    def takes(self, item: Item) -> bool:
+        """Whether `item` is of the answer that the message is made of: an answer that calls goes on until it hears what
+        came of it."""
+        return self.role == "assistant" and (
+            isinstance(item, CallItem) or bool(self.tool_calls) or (_is_answer(item) and not self.is_spoken)
+        )
+
+    def take(self, item: Item, place: str) -> None:
+        match item:
+            case MessageItem():
+                self.content += _text_of(item.content)
+                self.is_spoken = True
+            case ReasoningItem():
+                self.reasoning += _text_of(item.content)
+            case CallItem():
+                function = {"name": item.name, "arguments": item.arguments}
+                self.tool_calls.append({"id": item.call_id, "type": "function", "function": function})
+                self.places_of_calls.append(place)
+
+
+def messages_of(instructions: str | None, said: str | Sequence[Item]) -> list[PlacedMessage]:
+    """The chat that they are. Empty where `said` has nothing but thoughts that are not told."""
+    messages = [] if instructions is None else [PlacedMessage("instructions", "system", instructions)]
+    if isinstance(said, str):
+        return [*messages, PlacedMessage("input", "user", said)]
+    for number, item in enumerate(said):
+        place = f"input[{number}]"
+        if isinstance(item, CallOutputItem):
+            output = _text_of(item.output)
+            messages.append(PlacedMessage(place, "tool", output, tool_call_id=item.call_id, name=item.name))
+        elif isinstance(item, MessageItem) and item.role != "assistant":
+            messages.append(PlacedMessage(place, item.role, _text_of(item.content)))
+        elif not (isinstance(item, ReasoningItem) and not item.content):  # nothing is known of it
+            if not messages or not messages[-1].takes(item):
+                messages.append(PlacedMessage(place, "assistant"))
+            messages[-1].take(item, place)
+    return messages
+
+
+def _is_answer(item: Item) -> bool:
+    return isinstance(item, MessageItem | ReasoningItem)

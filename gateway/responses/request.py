@@ -1,0 +1,255 @@
+"""What clients may ask of /v1/responses, in OpenAI's words and vLLM's further ones. Pure: as `gateway.requests`."""
+
+from __future__ import annotations
+
+import re
+from functools import cached_property
+from typing import Annotated, Any, Literal
+
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    ValidationError,
+    ValidationInfo,
+    field_validator,
+    model_validator,
+)
+
+from gateway.names import name_in_body, named, renamed
+from gateway.requests import AT_START, IN_TEMPLATE, Asked, NumAlternatives, only
+from gateway.responses.input import Input, PlacedMessage, WithoutNulls, messages_of
+from rpc.errors import InvalidRequest
+from tandem.messages import Prompt, Sampling
+from tandem.structured_outputs import StructuredOutputsParams
+
+LOGPROBS = "message.output_text.logprobs"
+INCLUDABLE = (LOGPROBS, "reasoning.encrypted_content")
+"""The second is how others keep a thought for whoever keeps nothing else: here all of it is in the answer's reasoning
+item, and is taken from there where it is sent back."""
+_NOTHING_KEPT = "nothing is kept"
+_SAY_AGAIN = "nothing is kept: give what was said before in input"
+
+
+class FunctionTool(WithoutNulls):
+    type: str
+    name: str
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+    """Arguments of calls that must be made are held to their schema, strict or not."""
+    defer_loading: only(False) = None  # type: ignore[valid-type]
+
+    @field_validator("type")
+    @classmethod
+    def _check_type(cls, value: str) -> str:
+        if value != "function":
+            raise ValueError(f"may be 'function' alone, is {value[:60]!r}")
+        return value
+
+    def to_chat(self) -> dict[str, Any]:
+        """As a chat has it."""
+        function = self.model_dump(include={"name", "description", "parameters", "strict"}, exclude_none=True)
+        return {"type": "function", "function": function}
+
+    def to_response(self) -> dict[str, Any]:
+        """As the answer repeats it."""
+        return self.model_dump(include={"type", "name", "description", "parameters", "strict"})
+
+
+class ChosenTool(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    type: Literal["function"]
+    name: str
+
+
+def _tool_choice(value: Any) -> Any:
+    """Said here, where it is known which of the two was meant."""
+    wanted = 'must be "none", "auto", "required" or {"type": "function", "name": …}'
+    if isinstance(value, dict):
+        try:
+            return ChosenTool.model_validate(value)
+        except ValidationError as error:
+            raise ValueError(wanted) from error
+    if value not in (None, "none", "auto", "required"):
+        raise ValueError(wanted)
+    return value
+
+
+class TextFormat(WithoutNulls):
+    """The form of the answer. A schema is kept to, strict or not."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    name: str | None = None
+    description: str | None = None
+    strict: bool | None = None
+    schema_: Annotated[dict[str, Any] | None, Field(alias="schema")] = None
+
+    @model_validator(mode="after")
+    def _check(self) -> TextFormat:
+        if (self.type == "json_schema") != (self.schema_ is not None):
+            raise ValueError("a schema goes with type 'json_schema', and with no other")
+        return self
+
+    def structured_outputs(self) -> StructuredOutputsParams | None:
+        """None: any text."""
+        if self.schema_ is not None:
+            return StructuredOutputsParams(json=self.schema_)
+        return StructuredOutputsParams(json_object=True) if self.type == "json_object" else None
+
+
+class TextConfig(WithoutNulls):
+    format: TextFormat | None = None
+    verbosity: only() = None  # type: ignore[valid-type]
+
+
+class StreamOptions(WithoutNulls):
+    include_obfuscation: bool | None = None
+    """OpenAI's padding against those who watch lengths: there is none."""
+
+
+def _include(values: list[str]) -> list[str]:
+    if unknown := [each for each in values if each not in INCLUDABLE]:
+        raise ValueError(f"may have {' and '.join(INCLUDABLE)} alone, has {unknown[0][:80]!r}")
+    return values
+
+
+def _reasoning(value: Any) -> Any:
+    """An object of nulls says nothing."""
+    return {k: v for k, v in value.items() if v is not None} if isinstance(value, dict) else value
+
+
+_MESSAGE = re.compile(r"chat\.messages\[(\d+)\](\.tool_calls(?:\[(\d+)\])?)?")
+_TOOL = re.compile(r"chat\.(tools\[\d+\].*)")
+
+
+class ResponseRequest(Asked):
+    """POST /v1/responses."""
+
+    input: Input
+    instructions: str | None = None
+    max_output_tokens: Annotated[int, Field(ge=0, lt=1 << 31)] | None = None
+    stream_options: StreamOptions | None = None
+    text: TextConfig | None = None
+    """After structured_outputs, which says the same in vLLM's words."""
+    tools: list[FunctionTool] | None = None
+    tool_choice: Annotated[Any, BeforeValidator(_tool_choice)] = None
+    parallel_tool_calls: bool | None = None
+    include: Annotated[list[str], AfterValidator(_include)] | None = None
+    top_logprobs: NumAlternatives | None = None
+    metadata: dict[str, str] | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+
+    # known, and refused unless they ask for what is done anyway
+    reasoning: Annotated[only({}, instead=IN_TEMPLATE), BeforeValidator(_reasoning)] = None  # type: ignore[valid-type]
+    store: only(False, instead=_NOTHING_KEPT) = None  # type: ignore[valid-type]
+    previous_response_id: only(instead=_SAY_AGAIN) = None  # type: ignore[valid-type]
+    conversation: only(instead=_SAY_AGAIN) = None  # type: ignore[valid-type]
+    background: only(False, instead=_NOTHING_KEPT) = None  # type: ignore[valid-type]
+    background_options: only() = None  # type: ignore[valid-type]
+    prompt: only() = None  # type: ignore[valid-type]
+    truncation: only("disabled") = None  # type: ignore[valid-type]
+    max_tool_calls: only() = None  # type: ignore[valid-type]
+    context_management: only([]) = None  # type: ignore[valid-type]
+    moderation: only() = None  # type: ignore[valid-type]
+    image: only() = None  # type: ignore[valid-type]
+    access_programs: only() = None  # type: ignore[valid-type]
+    prompt_cache_options: only() = None  # type: ignore[valid-type]
+    prompt_cache_retention: only("in_memory") = None  # type: ignore[valid-type]
+    chat_template: only(instead=AT_START) = None  # type: ignore[valid-type]
+    include_reasoning: only(True) = None  # type: ignore[valid-type]
+    # other routes' words
+    n: only(1) = None  # type: ignore[valid-type]
+    messages: only(instead="what is said is input") = None  # type: ignore[valid-type]
+    max_tokens: only(instead="the bound is max_output_tokens") = None  # type: ignore[valid-type]
+    max_completion_tokens: only(instead="the bound is max_output_tokens") = None  # type: ignore[valid-type]
+    response_format: only(instead="it is text.format") = None  # type: ignore[valid-type]
+    reasoning_effort: only(instead=IN_TEMPLATE) = None  # type: ignore[valid-type]
+    prompt_logprobs: only() = None  # type: ignore[valid-type]
+
+    @cached_property
+    def _messages(self) -> list[PlacedMessage]:
+        return messages_of(self.instructions, self.input)
+
+    def prompts(self) -> list[Prompt]:
+        return [[message.to_prompt() for message in self._messages]]
+
+    def sampling(self) -> Sampling:
+        sampling = super().sampling()
+        if self.max_output_tokens is not None:
+            sampling["max_tokens"] = self.max_output_tokens
+        if self._held_to is not None:
+            sampling["structured_outputs"] = self._held_to
+        if self.wants_logprobs:
+            sampling["logprobs"] = self.top_logprobs or 0
+        if self.tools:
+            chosen = self.tool_choice
+            sampling["tools"] = [tool.to_chat() for tool in self.tools]
+            if isinstance(chosen, ChosenTool):
+                chosen = {"type": "function", "function": {"name": chosen.name}}
+            sampling["tool_choice"] = chosen
+            sampling["parallel_tool_calls"] = self.parallel_tool_calls
+        if self.chat_template_kwargs:
+            sampling["chat_template_kwargs"] = self.chat_template_kwargs
+        return sampling
+
+    def in_its_words(self, error: InvalidRequest) -> InvalidRequest:
+        error = renamed(named(error, self._name_of), "max_tokens", "max_output_tokens")
+        return error if self._held_to is None else renamed(error, "structured_outputs", "text.format")
+
+    def _name_of(self, field: str) -> str:
+        """Here, of a field of the wire: of a message, the item that it comes from."""
+        if field in ("chat", "chat.messages"):
+            return "input"
+        if field == "sampling_params.logprobs":
+            return "top_logprobs"
+        if (tool := _TOOL.fullmatch(field)) is not None:
+            return tool[1]
+        if (found := _MESSAGE.match(field)) is None or int(found[1]) >= len(self._messages):
+            return name_in_body(field)
+        message = self._messages[int(found[1])]
+        if found[2] is None:
+            return message.place + field[found.end() :]
+        number = int(found[3] or 0)
+        return message.places_of_calls[number] + field[found.end() :]
+
+    @property
+    def wants_logprobs(self) -> bool:
+        return LOGPROBS in (self.include or ())
+
+    @property
+    def _held_to(self) -> StructuredOutputsParams | None:
+        asked = self.text.format if self.text is not None else None
+        return None if asked is None else asked.structured_outputs()
+
+    @field_validator("input")
+    @classmethod
+    def _check_input(cls, value: Any) -> Any:
+        if not messages_of(None, value):
+            raise ValueError("must have an item that says something")
+        return value
+
+    @field_validator("text")
+    @classmethod
+    def _check_text(cls, value: TextConfig | None, info: ValidationInfo) -> TextConfig | None:
+        is_form = value is not None and value.format is not None and value.format.type != "text"
+        if is_form and info.data.get("structured_outputs") is not None:
+            raise ValueError("format cannot be had with structured_outputs, which says the same in other words")
+        return value
+
+    @field_validator("tool_choice")
+    @classmethod
+    def _check_tool_choice(cls, value: Any, info: ValidationInfo) -> Any:
+        if value not in (None, "none", "auto") and not info.data.get("tools"):
+            raise ValueError("is of no use without tools")
+        return value
+
+    @field_validator("top_logprobs")
+    @classmethod
+    def _check_top_logprobs(cls, value: int | None, info: ValidationInfo) -> int | None:
+        if value and LOGPROBS not in (info.data.get("include") or ()):
+            raise ValueError(f'is of no use without include: ["{LOGPROBS}"]')
+        return value

@@ -1,0 +1,86 @@
+"""One HTTP request at the router: its prompts asked, and what comes of them, as the router says it.
+
+body, headers ──> Run ── messages() ──> of all prompts, as they come ── until the gateway leaves
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing
+
+from starlette.requests import Request
+
+from gateway.echo import without_answer
+from gateway.headers import REQUEST_ID_HEADER, fairness_id_of, request_id_of, timeout_of
+from gateway.requests import MAX_CHOICES, Asked, CompletionRequest
+from gateway.streams import until_leaving
+from protos.tandem_inference_pb2 import GenerateResponse, TokenLogprobs
+from rpc.errors import InvalidRequest
+from rpc.merge import merged
+from tandem.client import AsyncClient
+
+MAX_PROMPT_NUMBERS = 262_144
+"""How likely tokens of prompts were, in all choices of a request: as JSON 16 MB, half a second of a thread."""
+
+
+class Run:
+    """One HTTP request's prompts at the router. Raises what the client raises."""
+
+    def __init__(self, client: AsyncClient, body: Asked, request: Request, leaving: asyncio.Event) -> None:
+        """Raises `InvalidRequest` for a useless header, and for too many choices."""
+        self._client = client
+        self._leaving = leaving
+        self._body = body
+        self.prompts = body.prompts()
+        self.n = body.num_answers
+        """Answers to each prompt. Those to the first come first."""
+        self.sampling = body.sampling()
+        self.sampling["fairness_id"] = fairness_id_of(request) or body.fairness_id
+        self._num_told = 0
+        """Numbers of prompts' tokens, in all choices."""
+        self._is_echo_alone = isinstance(body, CompletionRequest) and body.is_echo_alone
+        if len(self.prompts) * self.n > MAX_CHOICES:
+            bound = f"may be {MAX_CHOICES} choices in all, is {self.n} to each of {len(self.prompts)} prompts"
+            raise InvalidRequest([("n", bound)])
+        self.request_id = body.request_id or request_id_of(request)
+        self._timeout_s = timeout_of(request)
+        self.headers = {REQUEST_ID_HEADER: self.request_id}
+
+    def messages(self) -> AsyncGenerator[tuple[int, GenerateResponse], None]:
+        """Of all choices, by number, as they come. Checked by the client: contiguous, and ended once."""
+        ids = [self.request_id]
+        if len(self.prompts) > 1:
+            ids = [f"{self.request_id}-{index}" for index in range(len(self.prompts))]
+        streams = [
+            self._client.stream(
+                prompt,
+                request_id=request_id,
+                model=self._body.model or "",
+                timeout_s=self._timeout_s,
+                n=self.n,
+                **self.sampling,
+            )
+            for prompt, request_id in zip(self.prompts, ids, strict=True)
+        ]
+        return until_leaving(self._by_choice(streams), self._leaving)
+
+    async def _by_choice(
+        self, streams: list[AsyncGenerator[GenerateResponse, None]]
+    ) -> AsyncGenerator[tuple[int, GenerateResponse], None]:
+        """Of one stream for each prompt."""
+        try:
+            async with aclosing(merged(streams)) as messages:
+                async for prompt, message in messages:
+                    choice = prompt * self.n + message.sequence
+                    self._count(message.prompt_logprobs)
+                    yield choice, without_answer(message) if self._is_echo_alone else message
+        except InvalidRequest as error:
+            raise self._body.in_its_words(error) from error
+
+    def _count(self, prompt_logprobs: Sequence[TokenLogprobs]) -> None:
+        """Raises `InvalidRequest` where an object, or its events, would be larger than anybody wants to wait for."""
+        self._num_told += self.n * sum(1 + len(each.top) for each in prompt_logprobs)
+        if self._num_told > MAX_PROMPT_NUMBERS:
+            bound = f"may be {MAX_PROMPT_NUMBERS} numbers of prompts' tokens in all choices, is more: ask for fewer"
+            raise InvalidRequest([("prompt_logprobs", bound)])
