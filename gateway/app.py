@@ -22,11 +22,12 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 
 from gateway.answers import models_of
+from gateway.asked import Asked, Body
 from gateway.choices import Choices
 from gateway.errors import NO_KEY, NO_ROUTE, TOO_LARGE, Kind, Refusal, refusal_of, refusal_of_any
 from gateway.headers import REQUEST_ID_HEADER, request_id_of
 from gateway.metrics import Metrics
-from gateway.requests import Asked, Body, ChatRequest, CompletionRequest
+from gateway.requests import ChatRequest, CompletionRequest
 from gateway.responses.rendering import ResponseRendering
 from gateway.responses.request import ResponseRequest
 from gateway.run import Run

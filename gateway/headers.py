@@ -7,7 +7,7 @@ import secrets
 
 from starlette.requests import Request
 
-from gateway.requests import check_fairness_id
+from gateway.asked import check_fairness_id
 from rpc.errors import InvalidRequest
 
 REQUEST_ID_HEADER = "x-request-id"

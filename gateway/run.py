@@ -11,9 +11,10 @@ from contextlib import aclosing
 
 from starlette.requests import Request
 
+from gateway.asked import Asked
 from gateway.echo import without_answer
 from gateway.headers import REQUEST_ID_HEADER, fairness_id_of, request_id_of, timeout_of
-from gateway.requests import MAX_CHOICES, Asked, CompletionRequest
+from gateway.requests import MAX_CHOICES, CompletionRequest
 from gateway.streams import until_leaving
 from protos.tandem_inference_pb2 import GenerateResponse, TokenLogprobs
 from rpc.errors import InvalidRequest

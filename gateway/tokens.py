@@ -6,8 +6,9 @@ from typing import Annotated, Any, Self
 
 from pydantic import Field, model_validator
 
+from gateway.asked import AT_START, Body, TokenId, only
 from gateway.names import name_in_body, named, renamed
-from gateway.requests import AT_START, Body, Message, TokenId, only
+from gateway.requests import Message
 from gateway.tools import ToolParam
 from rpc.errors import InvalidRequest
 from tandem.client import AsyncClient

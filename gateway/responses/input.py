@@ -26,7 +26,7 @@ from pydantic import (
     model_validator,
 )
 
-from gateway.requests import only
+from gateway.asked import only
 
 ROLES = ("system", "developer", "user", "assistant")
 _NOT_READ = "it cannot be read here; what was thought is in content"

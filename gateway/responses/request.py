@@ -18,8 +18,8 @@ from pydantic import (
     model_validator,
 )
 
+from gateway.asked import AT_START, IN_TEMPLATE, Asked, NumAlternatives, only
 from gateway.names import name_in_body, named, renamed
-from gateway.requests import AT_START, IN_TEMPLATE, Asked, NumAlternatives, only
 from gateway.responses.input import Input, PlacedMessage, WithoutNulls, messages_of
 from rpc.errors import InvalidRequest
 from tandem.messages import Prompt, Sampling

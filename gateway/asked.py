@@ -1,0 +1,153 @@
+"""What all requests share: bodies that are read, and what may be asked of any answer. Pure.
+
+A field that we know and cannot serve (best_of, audio …) is refused unless it says "no"; one that nobody knows is
+refused, too: whoever asks for something and does not get it must hear of it. An optional field that is null is absent.
+Bounds of the values are the router's.
+"""
+
+from __future__ import annotations
+
+import json
+from abc import ABC, abstractmethod
+from typing import Annotated, Any, ClassVar, Self, cast
+
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
+
+from rpc.errors import InvalidRequest
+from tandem.messages import Prompt, Sampling
+from tandem.structured_outputs import StructuredOutputsParams
+
+MAX_FAIRNESS_ID_BYTES = 256
+"""Of the name of whoever asks."""
+IN_TEMPLATE = 'give it to the model\'s chat template, as chat_template_kwargs: {"reasoning_effort": ...}'
+AT_START = "the router is given one by its flag --chat-template"
+"""What to do instead of saying it in a body."""
+
+
+def only(*neutral: Any, instead: str = "") -> Any:
+    """The type of a field that may be given, but ask for nothing that is not done anyway. `instead`: what to do."""
+
+    def check(value: Any) -> Any:
+        # 0 and False are equal, and ask for different things.
+        if value is not None and not any(value == one and type(value) is type(one) for one in neutral):
+            may_be = f"; it may be {json.dumps(neutral[0])}" if neutral else ""
+            raise ValueError("is not supported" + may_be + (f"; {instead}" if instead else ""))
+        return value
+
+    return Annotated[Any, AfterValidator(check)]
+
+
+def _structured_outputs(value: Any) -> StructuredOutputsParams | None:
+    """vLLM's words for the form of an answer."""
+    return None if value is None else StructuredOutputsParams.of(value)
+
+
+def check_fairness_id(value: str) -> str:
+    """Raises `ValueError` for a name that no router takes."""
+    num_bytes = len(value.encode())
+    if num_bytes > MAX_FAIRNESS_ID_BYTES:
+        raise ValueError(f"must have at most {MAX_FAIRNESS_ID_BYTES} bytes, has {num_bytes}")
+    return value
+
+
+FairnessId = Annotated[str, AfterValidator(check_fairness_id)]
+TokenId = Annotated[int, Field(strict=True, ge=0, lt=1 << 32)]
+NumAlternatives = Annotated[int, Field(strict=True, ge=0, le=20)]
+"""How many of the likeliest tokens come with each one of the answer."""
+
+
+class Body(BaseModel):
+    """Of a request, in JSON."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, protected_namespaces=())
+
+    @classmethod
+    def read(cls, body: bytes) -> Self:
+        """Raises `ValidationError`. A field that nobody knows and that is null asks for nothing."""
+        try:
+            return cls.model_validate_json(body)
+        except ValidationError as error:
+            unknown = [each for each in error.errors() if each["type"] == "extra_forbidden" and each["input"] is None]
+            absent = {each["loc"][0] for each in unknown if len(each["loc"]) == 1}
+            if not absent:
+                raise
+        return cls.model_validate_json(json.dumps({k: v for k, v in json.loads(body).items() if k not in absent}))
+
+
+class Asked(Body, ABC):
+    """What all kinds of request for an answer share."""
+
+    model: str | None = None
+    stream: bool | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    logit_bias: dict[TokenId, float] | None = None
+    seed: Annotated[int, Field(ge=-(1 << 63), lt=1 << 63)] | None = None
+    stop: str | list[str] | None = None
+
+    # vLLM's
+    min_tokens: Annotated[int, Field(ge=0, lt=1 << 31)] | None = None
+    top_k: Annotated[int, Field(ge=-(1 << 31), lt=1 << 31)] | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+    stop_token_ids: list[TokenId] | None = None
+    ignore_eos: bool | None = None
+    include_stop_str_in_output: bool | None = None
+    skip_special_tokens: bool | None = None
+    priority: Annotated[int, Field(ge=-(1 << 31), lt=1 << 31)] | None = None
+    cache_salt: Annotated[str, Field(min_length=1, max_length=128)] | None = None
+    request_id: Annotated[str, Field(pattern=r"^[\x21-\x7e]{0,100}$")] | None = None
+    structured_outputs: Annotated[Any, AfterValidator(_structured_outputs)] = None
+
+    # whose request it is: OpenAI's word of today, and the one before
+    safety_identifier: FairnessId | None = None
+    user: FairnessId | None = None
+
+    # vLLM's that are known, and refused unless they ask for what is done anyway
+    allowed_token_ids: only() = None  # type: ignore[valid-type]
+    bad_words: only([]) = None  # type: ignore[valid-type]
+    detokenize: only(True) = None  # type: ignore[valid-type]
+    length_penalty: only(1.0, 1) = None  # type: ignore[valid-type]
+    logits_processors: only([]) = None  # type: ignore[valid-type]
+    return_token_ids: only(False) = None  # type: ignore[valid-type]
+    return_tokens_as_token_ids: only(False) = None  # type: ignore[valid-type]
+    spaces_between_special_tokens: only(True) = None  # type: ignore[valid-type]
+    truncate_prompt_tokens: only() = None  # type: ignore[valid-type]
+    use_beam_search: only(False) = None  # type: ignore[valid-type]
+
+    # of no effect here, whatever they say
+    metadata: Any = None
+    store: Any = None
+    service_tier: Any = None
+    prompt_cache_key: Any = None
+
+    DIRECT: ClassVar[tuple[str, ...]] = (
+        "min_tokens", "temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty",
+        "repetition_penalty", "stop", "stop_token_ids", "include_stop_str_in_output", "ignore_eos", "seed",
+        "skip_special_tokens", "logit_bias", "priority", "cache_salt", "structured_outputs",
+    )  # fmt: skip
+
+    def sampling(self) -> Sampling:
+        """By the names of the wire; what was not given takes the model's default."""
+        given = {name: getattr(self, name) for name in self.DIRECT}
+        return cast(Sampling, {name: value for name, value in given.items() if value is not None})
+
+    @property
+    def fairness_id(self) -> str:
+        """Whose request it is; empty: it does not say."""
+        return self.safety_identifier or self.user or ""
+
+    @abstractmethod
+    def prompts(self) -> list[Prompt]:
+        """Each of which `num_answers` answer."""
+
+    @abstractmethod
+    def in_its_words(self, error: InvalidRequest) -> InvalidRequest:
+        """What a router says of this request, by the names that its fields have in this body."""
+
+    @property
+    def num_answers(self) -> int:
+        """To each prompt."""
+        return 1
