@@ -17,7 +17,9 @@ from typing import Any, Protocol, TypeVar
 
 from fastapi import FastAPI, Request
 from fastapi.middleware.cors import CORSMiddleware
+from fastapi.openapi.utils import get_openapi
 from fastapi.responses import FileResponse, JSONResponse, Response
+from pydantic.json_schema import models_json_schema
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 
@@ -41,6 +43,7 @@ from tandem.client import AsyncClient
 _Body = TypeVar("_Body", bound=Asked)
 
 PAGE = Path(__file__).with_name("chat.html")
+_REF = "#/components/schemas/{model}"
 
 
 class Rendering(Protocol):
@@ -73,7 +76,8 @@ def create_app(
         ("/detokenize", gateway.detokenize, DetokenizeRequest),
     ]
     for path, handler, body in posting:
-        app.add_api_route(path, handler, methods=["POST"], response_model=None, openapi_extra=_schema_of(body))
+        app.add_api_route(path, handler, methods=["POST"], response_model=None, openapi_extra=_takes(body))
+    _describe(app, [body for _, _, body in posting])
     asking: list[tuple[str, Any]] = [
         ("/v1/models", gateway.models),
         ("/v1/models/{model:path}", gateway.model),
@@ -97,10 +101,24 @@ def create_app(
     return app
 
 
-def _schema_of(body: type[Body]) -> dict[str, Any]:
-    schema = body.model_json_schema(ref_template="#/components/schemas/{model}")
-    schema.pop("$defs", None)
+def _takes(body: type[Body]) -> dict[str, Any]:
+    """In /openapi.json, of a route."""
+    schema = {"$ref": _REF.format(model=body.__name__)}
     return {"requestBody": {"required": True, "content": {"application/json": {"schema": schema}}}}
+
+
+def _describe(app: FastAPI, bodies: Sequence[type[Body]]) -> None:
+    """What /openapi.json says of `bodies`, which handlers read by themselves."""
+    _, schemas = models_json_schema([(body, "validation") for body in bodies], ref_template=_REF)
+
+    def openapi() -> dict[str, Any]:
+        if app.openapi_schema is None:
+            described = get_openapi(title=app.title, version=app.version, routes=app.routes)
+            described.setdefault("components", {}).setdefault("schemas", {}).update(schemas["$defs"])
+            app.openapi_schema = described
+        return app.openapi_schema
+
+    app.openapi = openapi  # type: ignore[method-assign]
 
 
 async def _on_http_exception(request: Request, error: HTTPException) -> Response:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncGenerator
+from contextlib import aclosing
 from functools import partial
 
 from gateway.answers import Style, usage_of
@@ -40,8 +41,9 @@ class Choices:
     async def whole(self) -> bytes:
         """All answers as one object, in JSON."""
         streams = [AnswersStream(self._run.n) for _ in self._run.prompts]
-        async for choice, message in self._run.messages():
-            streams[choice // self._run.n].accept(message)
+        async with aclosing(self._run.messages()) as messages:
+            async for choice, message in messages:
+                streams[choice // self._run.n].accept(message)
         answers = [answer for stream in streams for answer in stream.answers()]
 
         def render() -> bytes:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -250,7 +251,12 @@ async def test_models_health_version_page_and_metrics() -> None:
         assert (no_method.status_code, no_method.headers["allow"]) == (405, "POST")
         assert [(await http.head(path)).status_code for path in ("/", "/health", "/metrics", "/v1/models")] == [200] * 4
         assert (await http.get("/v1/models")).headers["x-request-id"]
-        assert set((await http.get("/openapi.json")).json()["paths"]) >= {"/v1/completions", "/v1/chat/completions"}
+        described = (await http.get("/openapi.json")).json()
+        posted = [path for path, of in described["paths"].items() if "post" in of]
+        assert posted == ["/v1/completions", "/v1/chat/completions", "/v1/responses", "/tokenize", "/detokenize"]
+        named = set(re.findall(r'"#/components/schemas/(\w+)"', json.dumps(described)))
+        assert {"ChatRequest", "Message", "ResponseRequest", "CallItem"} <= named
+        assert named <= described["components"]["schemas"].keys()
 
 
 async def test_without_a_router_it_says_so() -> None:
