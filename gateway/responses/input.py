@@ -23,6 +23,7 @@ from pydantic import (
     Discriminator,
     Field,
     Tag,
+    WithJsonSchema,
     model_validator,
 )
 
@@ -154,7 +155,7 @@ AnyItem = Annotated[
     | Annotated[ReasoningItem, Tag("[reasoning]")]
     | Annotated[CallItem, Tag("[call]")]
     | Annotated[CallOutputItem, Tag("[output]")]
-    | Annotated[Any, BeforeValidator(_refuse_item), Tag(_OTHER)],
+    | Annotated[Any, BeforeValidator(_refuse_item), WithJsonSchema({"not": {}}), Tag(_OTHER)],
     Discriminator(_tag_of),
 ]
 

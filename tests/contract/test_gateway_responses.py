@@ -595,6 +595,15 @@ async def test_what_a_router_says_of_other_fields_is_in_the_bodys_words() -> Non
     assert (of_none["param"], of_none["message"]) == (None, "of no field")
 
 
+async def test_an_item_is_one_of_the_kinds_that_are_described() -> None:
+    """In JSON's schemas a kind that is anything would be a second one of each, of which there may be one alone."""
+    async with gateway() as (_, http):
+        described = (await http.get("/openapi.json")).json()
+    [_, items] = described["components"]["schemas"]["ResponseRequest"]["properties"]["input"]["oneOf"]
+    kinds = [f"#/components/schemas/{name}" for name in ("MessageItem", "ReasoningItem", "CallItem", "CallOutputItem")]
+    assert items["items"]["oneOf"] == [*({"$ref": kind} for kind in kinds), {"not": {}}]
+
+
 # -- what goes wrong --------------------------------------------------------------------------------------------------
 
 
