@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 from abc import ABC, abstractmethod
-from typing import Annotated, Any, ClassVar, Self, cast
+from typing import Annotated, Any, ClassVar, Self, TypeVar, cast
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
 
@@ -51,6 +51,9 @@ def check_fairness_id(value: str) -> str:
 
 
 FairnessId = Annotated[str, AfterValidator(check_fairness_id)]
+_T = TypeVar("_T")
+Listed = Annotated[list[_T], Field(fail_fast=True)]
+"""Read until something in it is wrong, which is what is said: of a million wrong things, all would take minutes."""
 TokenId = Annotated[int, Field(strict=True, ge=0, lt=1 << 32)]
 NumAlternatives = Annotated[int, Field(strict=True, ge=0, le=20)]
 """How many of the likeliest tokens come with each one of the answer."""
@@ -85,14 +88,14 @@ class Asked(Body, ABC):
     frequency_penalty: float | None = None
     logit_bias: dict[TokenId, float] | None = None
     seed: Annotated[int, Field(ge=-(1 << 63), lt=1 << 63)] | None = None
-    stop: str | list[str] | None = None
+    stop: str | Listed[str] | None = None
 
     # vLLM's
     min_tokens: Annotated[int, Field(ge=0, lt=1 << 31)] | None = None
     top_k: Annotated[int, Field(ge=-(1 << 31), lt=1 << 31)] | None = None
     min_p: float | None = None
     repetition_penalty: float | None = None
-    stop_token_ids: list[TokenId] | None = None
+    stop_token_ids: Listed[TokenId] | None = None
     ignore_eos: bool | None = None
     include_stop_str_in_output: bool | None = None
     skip_special_tokens: bool | None = None

@@ -130,11 +130,15 @@ def refusal_of(error: TandemError) -> Refusal:
 def refusal_of_body(error: ValidationError) -> Refusal:
     """The first thing that is wrong with a body, in one sentence."""
     first = error.errors()[0]
+    # A name that nobody knows may read like a type.
+    unknown = first["loc"][-1:] if first["type"] == "extra_forbidden" else ()
+    known = first["loc"][: len(first["loc"]) - len(unknown)]
     # Of a field that may be of several types: where in the body, not which of the types was tried.
-    place = [part for part in first["loc"] if not (isinstance(part, str) and (part == "str" or "[" in part))]
+    place = [part for part in known if not (isinstance(part, str) and (part == "str" or "[" in part))]
+    place += unknown
     param = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in place).removeprefix(".")
     message = first["msg"].removeprefix("Value error, ")
-    if first["type"] == "extra_forbidden":
+    if unknown:
         message = "is not a parameter that this server knows"
         if param in _GUIDED:
             message = f'is now structured_outputs: {{"{param.removeprefix("guided_")}": ...}}'

@@ -20,7 +20,7 @@ from pydantic import (
     field_validator,
 )
 
-from gateway.asked import AT_START, IN_TEMPLATE, Asked, NumAlternatives, only
+from gateway.asked import AT_START, IN_TEMPLATE, Asked, Listed, NumAlternatives, only
 from gateway.names import name_in_body, named, renamed
 from gateway.tools import Call, ChosenTool, ToolParam, tool_choice_of
 from rpc.errors import InvalidRequest
@@ -213,7 +213,7 @@ def _content(value: Any) -> Any:
 
 _PARTS = "list[TextPart]"
 Content = Annotated[
-    Annotated[str, Tag("str")] | Annotated[list[TextPart], Tag(_PARTS)],
+    Annotated[str, Tag("str")] | Annotated[Listed[TextPart], Tag(_PARTS)],
     Discriminator(lambda value: "str" if isinstance(value, str) else _PARTS),
 ]
 """One of the two, so that what is wrong with a part is said of that part."""
@@ -231,7 +231,7 @@ class Message(BaseModel):
     role: Annotated[str, AfterValidator(_role)]
     content: Annotated[Content | None, BeforeValidator(_content), Field(validate_default=True)] = None
     name: str | None = None
-    tool_calls: list[Call] | None = None
+    tool_calls: Listed[Call] | None = None
     tool_call_id: str | None = None
     # an assistant's: what it thought before, where that is a text
     reasoning: Any = None
@@ -269,11 +269,11 @@ class Message(BaseModel):
 class ChatRequest(AskedForChoices):
     """POST /v1/chat/completions."""
 
-    messages: Annotated[list[Message], Field(min_length=1)]
+    messages: Annotated[Listed[Message], Field(min_length=1)]
     max_completion_tokens: Annotated[int, Field(ge=0, lt=1 << 31)] | None = None
     logprobs: bool | None = None
     top_logprobs: NumAlternatives | None = None
-    tools: list[ToolParam] | None = None
+    tools: Listed[ToolParam] | None = None
     tool_choice: Annotated[Any, BeforeValidator(tool_choice_of)] = None
     parallel_tool_calls: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None

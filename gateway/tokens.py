@@ -6,7 +6,7 @@ from typing import Annotated, Any, Self
 
 from pydantic import Field, model_validator
 
-from gateway.asked import AT_START, Body, TokenId, only
+from gateway.asked import AT_START, Body, Listed, TokenId, only
 from gateway.names import name_in_body, named, renamed
 from gateway.requests import Message
 from gateway.tools import ToolParam
@@ -19,11 +19,11 @@ class TokenizeRequest(Body):
 
     model: str | None = None
     prompt: str | None = None
-    messages: Annotated[list[Message], Field(min_length=1)] | None = None
+    messages: Annotated[Listed[Message], Field(min_length=1)] | None = None
     add_special_tokens: bool | None = None
     return_token_strs: bool | None = None
     """Each token as the vocabulary writes it, too."""
-    tools: list[ToolParam] | None = None
+    tools: Listed[ToolParam] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     add_generation_prompt: only(True) = None  # type: ignore[valid-type]
     chat_template: only(instead=AT_START) = None  # type: ignore[valid-type]
@@ -62,7 +62,7 @@ class DetokenizeRequest(Body):
     """POST /detokenize."""
 
     model: str | None = None
-    tokens: list[TokenId]
+    tokens: Listed[TokenId]
 
     async def answer(self, client: AsyncClient) -> dict[str, Any]:
         """Raises what `client` raises."""

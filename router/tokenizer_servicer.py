@@ -12,7 +12,7 @@ from protos.tandem_inference_pb2_grpc import TokenizerServicer as TokenizerServi
 from router.model_info import ModelInfo
 from router.served_model import ServedModel, Texts
 from router.validation.request import check_size, tokenize_prompt
-from router.validation.tokens import check_num_tokens, prompt_to_tokenize, token_ids_to_read
+from router.validation.tokens import check_num_bytes, check_num_tokens, prompt_to_tokenize, token_ids_to_read
 from router.worker_pool import WorkerPool
 
 
@@ -44,6 +44,7 @@ class TokenizerServicer(TokenizerServicerBase):  # type: ignore[misc]
         check_size(request, self._max_request_bytes)
         token_ids = token_ids_to_read(request, self._model_now())
         text = await asyncio.to_thread(self._texts.tokenizer.decode, token_ids, request.skip_special_tokens)
+        check_num_bytes(text)
         return pb.DetokenizeResponse(text=text)
 
     def _model_now(self) -> ModelInfo:

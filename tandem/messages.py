@@ -126,13 +126,16 @@ class Tokenizing(TypedDict, total=False):
 
 def tokenize_request(prompt: str | Messages, **asked: Unpack[Tokenizing]) -> pb.TokenizeRequest:
     """Raises `ValueError` naming what the wire cannot carry."""
+    if unknown := [name for name in asked if name not in Tokenizing.__annotations__]:
+        known = ", ".join(Tokenizing.__annotations__)
+        raise ValueError(f"{unknown[0]}: there is no such thing to ask for; there are {known}")
     tools, template_kwargs = asked.get("tools") or (), _template_kwargs(asked.get("chat_template_kwargs"))
     check_text("model", asked.get("model", ""))
     request = pb.TokenizeRequest(
-        model=asked.get("model", ""),
-        add_special_tokens=asked.get("add_special_tokens"),
-        with_tokens=asked.get("with_tokens", False),
+        model=asked.get("model", ""), with_tokens=_truth("with_tokens", asked.get("with_tokens", False))
     )
+    if (adds := asked.get("add_special_tokens")) is not None:
+        request.add_special_tokens = _truth("add_special_tokens", adds)
     if isinstance(prompt, str):
         check_text("prompt", prompt)
         request.text = prompt
@@ -149,7 +152,8 @@ def tokenize_request(prompt: str | Messages, **asked: Unpack[Tokenizing]) -> pb.
 def detokenize_request(token_ids: Sequence[int], model: str, skip_special_tokens: bool) -> pb.DetokenizeRequest:
     """Raises `ValueError` naming what the wire cannot carry."""
     check_text("model", model)
-    request = pb.DetokenizeRequest(model=model, skip_special_tokens=skip_special_tokens)
+    skips = _truth("skip_special_tokens", skip_special_tokens)
+    request = pb.DetokenizeRequest(model=model, skip_special_tokens=skips)
     _add_ids("token_ids", request.token_ids, token_ids)
     return request
 
@@ -232,6 +236,11 @@ def _plain(name: str, value: Any) -> bool | int | float:
         return _number(name, value)
     if kind != FieldDescriptor.CPPTYPE_BOOL:
         return _whole(name, value, _RANGES[kind])
+    return _truth(name, value)
+
+
+def _truth(name: str, value: Any) -> bool:
+    value = without_array(value)
     if not isinstance(value, bool):
         raise ValueError(f"{name}: must be True or False, is {value!r:.80}")
     return value

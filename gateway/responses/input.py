@@ -23,10 +23,11 @@ from pydantic import (
     Discriminator,
     Field,
     Tag,
+    WithJsonSchema,
     model_validator,
 )
 
-from gateway.asked import only
+from gateway.asked import Listed, only
 
 ROLES = ("system", "developer", "user", "assistant")
 _NOT_READ = "it cannot be read here; what was thought is in content"
@@ -68,7 +69,7 @@ def _text_or_parts(*types: str) -> Any:
         return value
 
     return Annotated[
-        Annotated[str, Tag("str")] | Annotated[list[Part], Tag("[parts]")],
+        Annotated[str, Tag("str")] | Annotated[Listed[Part], Tag("[parts]")],
         Discriminator(lambda value: "str" if isinstance(value, str) else "[parts]"),
         BeforeValidator(check),
     ]
@@ -154,7 +155,7 @@ AnyItem = Annotated[
     | Annotated[ReasoningItem, Tag("[reasoning]")]
     | Annotated[CallItem, Tag("[call]")]
     | Annotated[CallOutputItem, Tag("[output]")]
-    | Annotated[Any, BeforeValidator(_refuse_item), Tag(_OTHER)],
+    | Annotated[Any, BeforeValidator(_refuse_item), WithJsonSchema({"not": {}}), Tag(_OTHER)],
     Discriminator(_tag_of),
 ]
 
@@ -166,7 +167,7 @@ def _check_input(value: Any) -> Any:
 
 
 Input = Annotated[
-    Annotated[str, Tag("str")] | Annotated[list[AnyItem], Field(min_length=1), Tag("[items]")],
+    Annotated[str, Tag("str")] | Annotated[Listed[AnyItem], Field(min_length=1), Tag("[items]")],
     Discriminator(lambda value: "str" if isinstance(value, str) else "[items]"),
     BeforeValidator(_check_input),
 ]
@@ -182,8 +183,9 @@ class PlacedMessage:
     place: str
     """The first of its items."""
     role: str
-    content: str = ""
-    reasoning: str = ""
+    contents: list[str] = field(default_factory=list)
+    """Its text, in pieces: there may be thousands."""
+    thoughts: list[str] = field(default_factory=list)
     tool_call_id: str | None = None
     name: str | None = None
     tool_calls: list[dict[str, Any]] = field(default_factory=list)
@@ -192,7 +194,7 @@ class PlacedMessage:
     """It has content, be it empty."""
 
     def to_prompt(self) -> dict[str, Any]:
-        said = {"role": self.role, "content": self.content, "reasoning": self.reasoning or None}
+        said = {"role": self.role, "content": "".join(self.contents), "reasoning": "".join(self.thoughts) or None}
         return {**said, "tool_calls": self.tool_calls, "tool_call_id": self.tool_call_id, "name": self.name}
 
     def takes(self, item: Item) -> bool:
@@ -205,10 +207,10 @@ class PlacedMessage:
     def take(self, item: Item, place: str) -> None:
         match item:
             case MessageItem():
-                self.content += _text_of(item.content)
+                self.contents.append(_text_of(item.content))
                 self.is_spoken = True
             case ReasoningItem():
-                self.reasoning += _text_of(item.content)
+                self.thoughts.append(_text_of(item.content))
             case CallItem():
                 function = {"name": item.name, "arguments": item.arguments}
                 self.tool_calls.append({"id": item.call_id, "type": "function", "function": function})
@@ -217,16 +219,16 @@ class PlacedMessage:
 
 def messages_of(instructions: str | None, said: str | Sequence[Item]) -> list[PlacedMessage]:
     """The chat that they are. Empty where `said` has nothing but thoughts that are not told."""
-    messages = [] if instructions is None else [PlacedMessage("instructions", "system", instructions)]
+    messages = [] if instructions is None else [PlacedMessage("instructions", "system", [instructions])]
     if isinstance(said, str):
-        return [*messages, PlacedMessage("input", "user", said)]
+        return [*messages, PlacedMessage("input", "user", [said])]
     for number, item in enumerate(said):
         place = f"input[{number}]"
         if isinstance(item, CallOutputItem):
             output = _text_of(item.output)
-            messages.append(PlacedMessage(place, "tool", output, tool_call_id=item.call_id, name=item.name))
+            messages.append(PlacedMessage(place, "tool", [output], tool_call_id=item.call_id, name=item.name))
         elif isinstance(item, MessageItem) and item.role != "assistant":
-            messages.append(PlacedMessage(place, item.role, _text_of(item.content)))
+            messages.append(PlacedMessage(place, item.role, [_text_of(item.content)]))
         elif not (isinstance(item, ReasoningItem) and not item.content):  # nothing is known of it
             if not messages or not messages[-1].takes(item):
                 messages.append(PlacedMessage(place, "assistant"))

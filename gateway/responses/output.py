@@ -178,10 +178,10 @@ class Output:
     def end(self, status: Status) -> list[Event]:
         """There is no more. `status`: of the item that is open; an answer without any is an empty message."""
         events: list[Event] = []
+        if self._open is None:
+            events += self._begin(_Message(self._request_id, 0))
         if isinstance(self._open, _Message) and self._logprobs:
             events.append(self._open.say("", self._logprobs))
-        elif self._open is None:
-            events += self._begin(_Message(self._request_id, 0))
         assert self._open is not None
         return [*events, *self._open.end(status)]
 

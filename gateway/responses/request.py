@@ -18,7 +18,7 @@ from pydantic import (
     model_validator,
 )
 
-from gateway.asked import AT_START, IN_TEMPLATE, Asked, NumAlternatives, only
+from gateway.asked import AT_START, IN_TEMPLATE, Asked, Listed, NumAlternatives, only
 from gateway.names import name_in_body, named, renamed
 from gateway.responses.input import Input, PlacedMessage, WithoutNulls, messages_of
 from rpc.errors import InvalidRequest
@@ -135,10 +135,10 @@ class ResponseRequest(Asked):
     stream_options: StreamOptions | None = None
     text: TextConfig | None = None
     """After structured_outputs, which says the same in vLLM's words."""
-    tools: list[FunctionTool] | None = None
+    tools: Listed[FunctionTool] | None = None
     tool_choice: Annotated[Any, BeforeValidator(_tool_choice)] = None
     parallel_tool_calls: bool | None = None
-    include: Annotated[list[str], AfterValidator(_include)] | None = None
+    include: Annotated[Listed[str], AfterValidator(_include)] | None = None
     top_logprobs: NumAlternatives | None = None
     metadata: dict[str, str] | None = None
     chat_template_kwargs: dict[str, Any] | None = None

@@ -14,6 +14,8 @@ MAX_TOKENS = 1_000_000
 """That a prompt is told to be: 3 MB."""
 MAX_NAMED_TOKENS = 262_144
 """The same, each as the vocabulary writes it."""
+MAX_TEXT_BYTES = 16_000_000
+"""That tokens are told to be: a message holds little more."""
 
 
 def prompt_to_tokenize(request: pb.TokenizeRequest, model: ModelInfo) -> Prompt:
@@ -38,6 +40,12 @@ def check_num_tokens(request: pb.TokenizeRequest, num_tokens: int) -> None:
         field = request.WhichOneof("prompt")
         also = " with with_tokens" if request.with_tokens else ""
         raise InvalidRequest([(field, f"must be at most {most} tokens{also}, has {num_tokens}")])
+
+
+def check_num_bytes(text: str) -> None:
+    """Raises `InvalidRequest` where `text` is more than can be told."""
+    if (num_bytes := len(text.encode())) > MAX_TEXT_BYTES:
+        raise InvalidRequest([("token_ids", f"must be at most {MAX_TEXT_BYTES} bytes of text, are {num_bytes}")])
 
 
 def token_ids_to_read(request: pb.DetokenizeRequest, model: ModelInfo) -> list[int]:

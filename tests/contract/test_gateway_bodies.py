@@ -5,12 +5,17 @@ Over real connections on both sides; the router's answers are scripted."""
 from __future__ import annotations
 
 import asyncio
+import json
 from typing import Any
 
 import pytest
 from gateway_harness import failing, gateway
+from pydantic import ValidationError
 
+from gateway.asked import Body
 from gateway.requests import ChatRequest, CompletionRequest, StreamOptions
+from gateway.responses.request import ResponseRequest
+from gateway.tokens import DetokenizeRequest, TokenizeRequest
 from rpc.errors import InvalidRequest
 
 
@@ -36,6 +41,7 @@ from rpc.errors import InvalidRequest
         ({"prompt": "a", "logit_bias": {"x": 1}}, "logit_bias", "integer"),
         ({"prompt": "a", "stream_options": {"include": 1}}, "stream_options.include", "knows"),
         ({"prompt": "a", "kv_transfer_params": {}}, "kv_transfer_params", "knows"),
+        ({"prompt": "a", "stop[]": "b"}, "stop[]", "stop[]: is not a parameter that this server knows"),
         ({"prompt": "a", "temperature": "NaN is none"}, "temperature", "number"),
         ({"prompt": "a", "logprobs": -1}, "logprobs", "greater than or equal to 0"),
         ({"prompt": "a", "n": True}, "n", "valid integer"),
@@ -54,6 +60,32 @@ async def test_a_body_that_is_wrong_is_refused_by_name(body: dict[str, Any], par
     assert error["param"].startswith(param)
     assert complaint in error["message"]
     assert router.requests == []
+
+
+@pytest.mark.parametrize(
+    ("kind", "body"),
+    [
+        (ResponseRequest, {"input": [1, 2, 3]}),
+        (ResponseRequest, {"input": [{"role": "user", "content": [{"type": "input_text"}] * 3}]}),
+        (ResponseRequest, {"input": "a", "tools": [1, 2, 3]}),
+        (ResponseRequest, {"input": "a", "include": [1, 2, 3]}),
+        (ChatRequest, {"messages": [1, 2, 3]}),
+        (ChatRequest, {"messages": [{"role": "user", "content": [{"type": "text"}] * 3}]}),
+        (ChatRequest, {"messages": [{"role": "assistant", "tool_calls": [1, 2, 3]}]}),
+        (ChatRequest, {"messages": [{"role": "user", "content": "a"}], "tools": [1, 2, 3]}),
+        (CompletionRequest, {"prompt": "a", "stop_token_ids": [-1, -2, -3]}),
+        (CompletionRequest, {"prompt": "a", "stop": [1, 2, 3]}),
+        (TokenizeRequest, {"messages": [1, 2, 3]}),
+        (TokenizeRequest, {"prompt": "a", "tools": [1, 2, 3]}),
+        (DetokenizeRequest, {"tokens": [-1, -2, -3]}),
+    ],
+)
+def test_a_list_is_read_until_something_in_it_is_wrong(kind: type[Body], body: dict[str, Any]) -> None:
+    """To say all that is wrong with a million of them would take minutes, and gigabytes."""
+    with pytest.raises(ValidationError) as caught:
+        kind.read(json.dumps(body).encode())
+    wrong = [error for error in caught.value.errors() if error["loc"] != ("stop", "str")]  # it might be a text
+    assert len(wrong) == 1
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import time
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -16,6 +17,7 @@ from openai.lib.streaming.responses import ResponseStreamState
 from openai.types.responses import Response, ResponseStreamEvent
 from pydantic import TypeAdapter
 
+from gateway.responses.input import CallItem, MessageItem, messages_of
 from gateway.responses.request import ResponseRequest
 from protos import tandem_inference_pb2 as pb
 from rpc.errors import Draining, InternalError, InvalidRequest, Overloaded, RequestCancelled, TandemError
@@ -315,6 +317,16 @@ async def test_logprobs_of_what_a_text_is_made_of() -> None:
     assert [each["token"] for each in called["output"][0]["content"][0]["logprobs"]] == ["a"]
 
 
+async def test_an_answer_that_ends_at_once_has_the_logprobs_of_its_end() -> None:
+    """As a chat's."""
+    async with gateway() as (router, http):
+        router.script = saying(told(0, b"<end>"))
+        whole, events = await ask(http, input="Hi", include=LOGPROBS)
+    [message] = whole["output"]
+    assert [(part["text"], len(part["logprobs"])) for part in message["content"]] == [("", 1)]
+    assert kinds_of(events)[2:5] == ["output_item.added", "content_part.added", "output_text.delta"]
+
+
 # -- what is asked ----------------------------------------------------------------------------------------------------
 
 
@@ -377,6 +389,15 @@ async def test_items_are_messages() -> None:
             assert await messages_sent(http, router, input=items) == messages
             instructed = await messages_sent(http, router, input=items, instructions="First.")
             assert instructed == [pb.ChatMessage(role="system", content="First."), *messages]
+
+
+def test_thousands_of_items_that_are_one_message_are_added_up_in_a_moment() -> None:
+    said = MessageItem(role="assistant", content=42 * "a")
+    items = [CallItem(type="function_call", call_id="c", name="f", arguments="{}"), *[said] * 40_000]
+    begun_s = time.process_time()
+    [message] = messages_of(None, items)
+    assert time.process_time() - begun_s < 1, "each text is copied once"
+    assert len(message.to_prompt()["content"]) == 42 * 40_000
 
 
 async def test_what_was_answered_can_be_sent_back_as_clients_do() -> None:
@@ -572,6 +593,15 @@ async def test_what_a_router_says_of_other_fields_is_in_the_bodys_words() -> Non
         of_none = (await http.post(PATH, json={"input": "a"})).json()["error"]
     assert error["message"] == "min_tokens: must be at most max_output_tokens (5), is 9"
     assert (of_none["param"], of_none["message"]) == (None, "of no field")
+
+
+async def test_an_item_is_one_of_the_kinds_that_are_described() -> None:
+    """In JSON's schemas a kind that is anything would be a second one of each, of which there may be one alone."""
+    async with gateway() as (_, http):
+        described = (await http.get("/openapi.json")).json()
+    [_, items] = described["components"]["schemas"]["ResponseRequest"]["properties"]["input"]["oneOf"]
+    kinds = [f"#/components/schemas/{name}" for name in ("MessageItem", "ReasoningItem", "CallItem", "CallOutputItem")]
+    assert items["items"]["oneOf"] == [*({"$ref": kind} for kind in kinds), {"not": {}}]
 
 
 # -- what goes wrong --------------------------------------------------------------------------------------------------

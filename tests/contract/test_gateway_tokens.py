@@ -104,6 +104,17 @@ async def test_more_tokens_than_can_be_told(
     assert f"must be at most 3 tokens{' with return_token_strs' if with_names else ''}, has 4" in more.text
 
 
+async def test_more_text_than_can_be_told(texts: Texts, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An id may stand for more bytes than it takes itself."""
+    async with gateway(texts) as (_, http):
+        answers = [await http.post("/detokenize", json={"tokens": [0] * number}) for number in (1, 99_000)]
+        monkeypatch.setattr("router.validation.tokens.MAX_TEXT_BYTES", 26)
+        answers += [await http.post("/detokenize", json={"tokens": [0] * number}) for number in (2, 3)]
+    assert [answer.status_code for answer in answers] == [200, 200, 200, 400]
+    error = answers[-1].json()["error"]
+    assert (error["param"], error["message"]) == ("tokens", "tokens: must be at most 26 bytes of text, are 39")
+
+
 async def test_no_tokens_are_no_text(texts: Texts) -> None:
     async with gateway(texts) as (_, http):
         assert (await http.post("/detokenize", json={"tokens": []})).json() == {"prompt": ""}

@@ -19,7 +19,7 @@ from protos import tandem_inference_pb2 as pb
 from rpc.errors import DETAILS_KEY, STATUS_CODES, InvalidRequest, Overloaded, Unreachable, to_status
 from tandem.answer import Answer, AnswersStream, AnswerStream, StreamBroken
 from tandem.client import AsyncClient, Client
-from tandem.messages import Sampling, generate_request
+from tandem.messages import Sampling, detokenize_request, generate_request, tokenize_request
 
 
 def add_up(messages: list[pb.GenerateResponse]) -> Answer:
@@ -224,6 +224,31 @@ def test_every_parameter_of_the_wire_can_be_given() -> None:
 def test_what_the_wire_cannot_carry_is_named(prompt: object, sampling: dict[str, object], complaint: str) -> None:
     with pytest.raises(ValueError, match=complaint):
         generate_request(prompt, **sampling)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("prompt", "asked", "complaint"),
+    [
+        (5, {}, "prompt: must be a text or messages, is 5$"),
+        ([1, 2], {}, r"prompt: must be a text or messages, is \[1, 2\]$"),
+        ("hi", {"model": None}, "model: must be a text, is None$"),
+        ("hi", {"add_special_token": False}, "add_special_token: there is no such thing to ask for; there are model, "),
+        ("hi", {"tool_choice": "none"}, "tool_choice: there is no such thing to ask for"),
+        ("hi", {"add_special_tokens": "no"}, "add_special_tokens: must be True or False, is 'no'$"),
+        ("hi", {"add_special_tokens": 0}, "add_special_tokens: must be True or False, is 0$"),
+        ("hi", {"with_tokens": "yes"}, "with_tokens: must be True or False, is 'yes'$"),
+        ("hi", {"chat_template_kwargs": {"a": 1}}, "chat_template_kwargs: go with messages$"),
+        (CHAT, {"tools": 5}, "tools: must be a list"),
+    ],
+)
+def test_what_cannot_be_asked_of_a_tokenizer_is_named(prompt: object, asked: dict[str, object], complaint: str) -> None:
+    with pytest.raises(ValueError, match=complaint):
+        tokenize_request(prompt, **asked)  # type: ignore[arg-type]
+
+
+def test_what_cannot_be_asked_of_tokens_is_named() -> None:
+    with pytest.raises(ValueError, match="skip_special_tokens: must be True or False, is 'no'"):
+        detokenize_request([1], "", "no")  # type: ignore[arg-type]
 
 
 # -- over a connection ------------------------------------------------------------------------------------------
