@@ -8,6 +8,7 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from protos import tandem_inference_pb2 as pb
+from tandem.checks import is_list
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,9 +52,13 @@ class StructuredOutputsParams:
             if name == "choice":
                 if isinstance(value, str):
                     raise ValueError("must be a list of texts, is a text")
+                if not is_list(value) or not all(isinstance(text, str) for text in value):
+                    raise ValueError(f"must be a list of texts, is {value!r:.80}")
                 return pb.StructuredOutputs(choice=pb.Choices(texts=value))
             if name == "json" and not isinstance(value, str):
                 value = json_text.dumps(value)
+            if name in ("regex", "grammar") and not isinstance(value, str):
+                raise ValueError(f"must be a text, is {value!r:.80}")
             return pb.StructuredOutputs(**{name: value})
         except (TypeError, ValueError, RecursionError) as error:
             raise ValueError(f"{name}: {error}") from error
