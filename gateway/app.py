@@ -34,7 +34,7 @@ from gateway.responses.rendering import ResponseRendering
 from gateway.responses.request import ResponseRequest
 from gateway.run import Run
 from gateway.streams import ClientGone, EventStream, to_json, while_connected, with_first
-from gateway.tokens import DetokenizeRequest, TokenizeRequest
+from gateway.tokens import CountRequest, DetokenizeRequest, TokenizeRequest
 from protos.tandem_inference_pb2 import GenerateResponse
 from rpc.errors import InvalidRequest, TandemError
 from tandem import __version__
@@ -72,6 +72,7 @@ def create_app(
         ("/v1/completions", gateway.completions, CompletionRequest),
         ("/v1/chat/completions", gateway.chat, ChatRequest),
         ("/v1/responses", gateway.responses, ResponseRequest),
+        ("/v1/responses/input_tokens", gateway.input_tokens, CountRequest),
         ("/tokenize", gateway.tokenize, TokenizeRequest),
         ("/detokenize", gateway.detokenize, DetokenizeRequest),
     ]
@@ -186,7 +187,12 @@ class Gateway:
     async def detokenize(self, request: Request) -> Any:
         return await self._answer(request, "detokenize", lambda: self._tokens(request, DetokenizeRequest))
 
-    async def _tokens(self, request: Request, body_type: type[TokenizeRequest] | type[DetokenizeRequest]) -> Any:
+    async def input_tokens(self, request: Request) -> Any:
+        return await self._answer(request, "input_tokens", lambda: self._tokens(request, CountRequest))
+
+    async def _tokens(
+        self, request: Request, body_type: type[TokenizeRequest] | type[DetokenizeRequest] | type[CountRequest]
+    ) -> Any:
         body = body_type.read(await self._read(request))
         answer = await while_connected(request.receive, body.answer(self._client))
         content = await asyncio.to_thread(to_json, answer)  # a million numbers, maybe

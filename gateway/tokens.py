@@ -1,17 +1,20 @@
-"""What prompts are in tokens, and tokens in text, as the router says: vLLM's POST /tokenize and /detokenize."""
+"""What prompts are in tokens, and tokens in text, as the router says: vLLM's POST /tokenize and /detokenize, and
+OpenAI's /v1/responses/input_tokens."""
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Self
+from typing import Annotated, Any, Self, cast
 
 from pydantic import Field, model_validator
 
 from gateway.asked import AT_START, Body, Listed, TokenId, only
 from gateway.names import name_in_body, named, renamed
 from gateway.requests import Message
+from gateway.responses.request import ResponseRequest
 from gateway.tools import ToolParam
 from rpc.errors import InvalidRequest
 from tandem.client import AsyncClient
+from tandem.messages import Messages
 
 
 class TokenizeRequest(Body):
@@ -70,3 +73,21 @@ class DetokenizeRequest(Body):
             return {"prompt": await client.detokenize(self.tokens, model=self.model or "")}
         except InvalidRequest as error:
             raise renamed(error, "token_ids", "tokens") from error
+
+
+class CountRequest(ResponseRequest):
+    """POST /v1/responses/input_tokens: how many tokens a response's input would be."""
+
+    async def answer(self, client: AsyncClient) -> dict[str, Any]:
+        """Raises what `client` raises."""
+        [messages], sampling = self.prompts(), self.sampling()
+        try:
+            told = await client.tokenize(
+                cast(Messages, messages),
+                model=self.model or "",
+                tools=sampling.get("tools"),
+                chat_template_kwargs=sampling.get("chat_template_kwargs"),
+            )
+        except InvalidRequest as error:
+            raise self.in_its_words(error) from error
+        return {"object": "response.input_tokens", "input_tokens": len(told.token_ids)}

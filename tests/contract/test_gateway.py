@@ -253,7 +253,14 @@ async def test_models_health_version_page_and_metrics() -> None:
         assert (await http.get("/v1/models")).headers["x-request-id"]
         described = (await http.get("/openapi.json")).json()
         posted = [path for path, of in described["paths"].items() if "post" in of]
-        assert posted == ["/v1/completions", "/v1/chat/completions", "/v1/responses", "/tokenize", "/detokenize"]
+        assert posted == [
+            "/v1/completions",
+            "/v1/chat/completions",
+            "/v1/responses",
+            "/v1/responses/input_tokens",
+            "/tokenize",
+            "/detokenize",
+        ]
         named = set(re.findall(r'"#/components/schemas/(\w+)"', json.dumps(described)))
         assert {"ChatRequest", "Message", "ResponseRequest", "CallItem"} <= named
         assert named <= described["components"]["schemas"].keys()

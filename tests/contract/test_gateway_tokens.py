@@ -58,6 +58,21 @@ async def test_messages(texts: Texts, of_transformers: Any, further: dict[str, A
     assert back == {"prompt": text}
 
 
+@pytest.mark.parametrize("further", [{}, {"tools": True}, {"chat_template_kwargs": {"date_string": "today"}}])
+async def test_a_responses_input(texts: Texts, further: dict[str, Any]) -> None:
+    """As many as the same messages are."""
+    of_chat, of_response = dict(further), dict(further)
+    if "tools" in further:
+        of_chat["tools"], of_response["tools"] = TOOLS, [{"type": "function", **LOOK_UP}]
+    async with gateway(texts) as (_, http):
+        chat = (await http.post("/tokenize", json={"messages": MESSAGES, **of_chat})).json()
+        body = {"input": MESSAGES[1]["content"], "instructions": MESSAGES[0]["content"], **of_response}
+        told = (await http.post("/v1/responses/input_tokens", json=body)).json()
+        wrong = (await http.post("/v1/responses/input_tokens", json={"input": "a", "model": "other"})).json()
+    assert told == {"object": "response.input_tokens", "input_tokens": chat["count"]}
+    assert wrong["error"]["param"] == "model"
+
+
 @pytest.mark.parametrize(
     ("route", "body", "param", "words"),
     [

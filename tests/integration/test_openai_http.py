@@ -152,6 +152,9 @@ async def test_tokens_are_those_that_an_answer_counts(cluster: RunningCluster, c
         "count": len(chat.token_ids), "max_model_len": 2048, "tokens": list(chat.token_ids), "token_strs": None,
     }  # fmt: skip
     assert MESSAGES[0]["content"] in back["prompt"]
+    of_response = [{"type": "function", **tool["function"]} for tool in TOOLS]
+    counted = client.responses.input_tokens.count(input=MESSAGES, tools=of_response)  # type: ignore[arg-type]
+    assert counted.input_tokens == len(chat.token_ids)
     with pytest.raises(openai.BadRequestError, match="must be at most 2047 tokens"):
         client.completions.create(model="smollm2-135m-instruct", prompt=[5] * 2048)
 

@@ -228,11 +228,10 @@ async def test_from_the_client_to_the_engine(checker: GrammarChecker) -> None:
         ({}, "must be exactly one of json, json_object, regex, choice, grammar, is none"),
         ({"regex": "a", "choice": ["a"]}, "is regex and choice"),
         ({"choice": "abc"}, "choice: must be a list of texts, is a text"),
-        ({"choice": ["a", 1]}, "choice: must be a list of texts, is ['a', 1]"),
+        ({"choice": ["a", 3]}, r"choice: must be a list of texts, is \['a', 3\]"),
         ({"regex": 1}, "regex: must be a text, is 1"),
-        ({"choice": [3]}, "choice: "),
         ({"json": {"a": {1, 2}}}, "json: "),
-        ({"grammar": 5}, "grammar: "),
+        ({"grammar": 5}, "grammar: must be a text, is 5"),
     ],
 )
 def test_what_a_caller_gets_wrong(fields: dict[str, Any], complaint: str) -> None:
