@@ -266,6 +266,10 @@ class Message(BaseModel):
         return {"role": self.role, "content": "".join(part.text for part in parts), **said}
 
 
+def _tool_choice(value: Any) -> Any:
+    return tool_choice_of(value, ChosenTool, '{"type": "function", "function": {"name": …}}')
+
+
 class ChatRequest(AskedForChoices):
     """POST /v1/chat/completions."""
 
@@ -274,7 +278,7 @@ class ChatRequest(AskedForChoices):
     logprobs: bool | None = None
     top_logprobs: NumAlternatives | None = None
     tools: Listed[ToolParam] | None = None
-    tool_choice: Annotated[Any, BeforeValidator(tool_choice_of)] = None
+    tool_choice: Annotated[Any, BeforeValidator(_tool_choice)] = None
     parallel_tool_calls: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     reasoning_effort: only(instead=IN_TEMPLATE) = None  # type: ignore[valid-type]

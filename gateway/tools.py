@@ -60,12 +60,13 @@ class ChosenTool(BaseModel):
     function: ChosenFunction
 
 
-def tool_choice_of(value: Any) -> Any:
-    """Said here, where it is known which of the two was meant. Raises `ValueError`."""
-    wanted = 'must be "none", "auto", "required" or {"type": "function", "function": {"name": …}}'
+def tool_choice_of(value: Any, chosen: type[BaseModel], shape: str) -> Any:
+    """A word, or which tool is `chosen`, as a body of `shape` says it. Refused here, where it is known which of the two
+    was meant: raises `ValueError`."""
+    wanted = f'must be "none", "auto", "required" or {shape}'
     if isinstance(value, dict):
         try:
-            return ChosenTool.model_validate(value)
+            return chosen.model_validate(value)
         except ValidationError as error:
             raise ValueError(wanted) from error
     if value not in (None, "none", "auto", "required"):

@@ -12,7 +12,6 @@ from pydantic import (
     BeforeValidator,
     ConfigDict,
     Field,
-    ValidationError,
     ValidationInfo,
     field_validator,
     model_validator,
@@ -21,6 +20,7 @@ from pydantic import (
 from gateway.asked import AT_START, IN_TEMPLATE, Asked, Listed, NumAlternatives, only
 from gateway.names import name_in_body, named, renamed
 from gateway.responses.input import Input, PlacedMessage, WithoutNulls, messages_of
+from gateway.tools import tool_choice_of
 from rpc.errors import InvalidRequest
 from tandem.messages import Prompt, Sampling
 from tandem.structured_outputs import StructuredOutputsParams
@@ -67,16 +67,7 @@ class ChosenTool(BaseModel):
 
 
 def _tool_choice(value: Any) -> Any:
-    """Said here, where it is known which of the two was meant."""
-    wanted = 'must be "none", "auto", "required" or {"type": "function", "name": …}'
-    if isinstance(value, dict):
-        try:
-            return ChosenTool.model_validate(value)
-        except ValidationError as error:
-            raise ValueError(wanted) from error
-    if value not in (None, "none", "auto", "required"):
-        raise ValueError(wanted)
-    return value
+    return tool_choice_of(value, ChosenTool, '{"type": "function", "name": …}')
 
 
 class TextFormat(WithoutNulls):
