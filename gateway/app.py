@@ -27,7 +27,7 @@ from gateway.answers import models_of
 from gateway.asked import Asked, Body
 from gateway.choices import Choices
 from gateway.errors import NO_KEY, NO_ROUTE, TOO_LARGE, Kind, Refusal, refusal_of, refusal_of_any
-from gateway.headers import REQUEST_ID_HEADER, request_id_of
+from gateway.headers import REQUEST_ID_HEADER, request_id_of, timeout_of
 from gateway.metrics import Metrics
 from gateway.requests import ChatRequest, CompletionRequest
 from gateway.responses.rendering import ResponseRendering
@@ -36,7 +36,7 @@ from gateway.run import Run
 from gateway.streams import ClientGone, EventStream, to_json, while_connected, with_first
 from gateway.tokens import CountRequest, DetokenizeRequest, TokenizeRequest
 from protos.tandem_inference_pb2 import GenerateResponse
-from rpc.errors import InvalidRequest, TandemError
+from rpc.errors import DeadlinePassed, InvalidRequest, TandemError
 from tandem import __version__
 from tandem.client import AsyncClient
 
@@ -194,7 +194,11 @@ class Gateway:
         self, request: Request, body_type: type[TokenizeRequest] | type[DetokenizeRequest] | type[CountRequest]
     ) -> Any:
         body = body_type.read(await self._read(request))
-        answer = await while_connected(request.receive, body.answer(self._client))
+        try:
+            async with asyncio.timeout(timeout_of(request)):
+                answer = await while_connected(request.receive, body.answer(self._client))
+        except TimeoutError:
+            raise DeadlinePassed("the request's deadline passed before its tokens were known") from None
         content = await asyncio.to_thread(to_json, answer)  # a million numbers, maybe
         return Response(content, headers={REQUEST_ID_HEADER: request_id_of(request)}, media_type="application/json")
 

@@ -130,6 +130,17 @@ async def test_more_text_than_can_be_told(texts: Texts, monkeypatch: pytest.Monk
     assert (error["param"], error["message"]) == ("tokens", "tokens: must be at most 26 bytes of text, are 39")
 
 
+async def test_a_deadline_is_heeded(texts: Texts) -> None:
+    body = {"prompt": "word " * 15_000}
+    async with gateway(texts) as (_, http):
+        late, wrong, fine = [
+            await http.post("/tokenize", json=body, headers={"X-Request-Timeout-Ms": ms}) for ms in ("1", "-1", "9000")
+        ]
+    assert (late.status_code, late.json()["error"]["code"]) == (504, "deadline_exceeded")
+    assert (wrong.status_code, wrong.json()["error"]["param"]) == (400, "x-request-timeout-ms")
+    assert fine.json()["count"] == 15_001
+
+
 async def test_no_tokens_are_no_text(texts: Texts) -> None:
     async with gateway(texts) as (_, http):
         assert (await http.post("/detokenize", json={"tokens": []})).json() == {"prompt": ""}
