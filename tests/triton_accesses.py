@@ -2,7 +2,8 @@
 
     launch ──> arguments are moved apart, rubbish around each (small ones) ──> programs run, one after another
                                                                                    │ each load and store is
-           <── what they stored is copied back, if nothing raced               <───┘ checked, and written down
+           <── what they stored is copied back, if nothing raced               <───┘ checked, and written down,
+                                                                                     for whoever asks (`told_of`)
 
 `InvalidAccess` says which kernel did what:
 - an address outside the tensors it was given (of each no more than the view);
@@ -15,7 +16,7 @@ anything on a GPU: here NaN, or the largest integer.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -46,6 +47,20 @@ def known_by_address(*tensors: torch.Tensor) -> Iterator[None]:
         yield
     finally:
         del _by_address[len(_by_address) - len(tensors) :]
+
+
+Listener = Callable[[str, NDArray[np.uint64], bool], None]
+"""Told of a launch that has ended: its kernel, addresses in its arguments, and whether it stored or loaded there."""
+_listeners: list[Listener] = []
+
+
+@contextmanager
+def told_of(listener: Listener) -> Iterator[None]:
+    _listeners.append(listener)
+    try:
+        yield
+    finally:
+        _listeners.remove(listener)
 
 
 _looks_for_races = True
@@ -105,6 +120,12 @@ class Launch:
                 f"argument's end, which has {near[1] - near[0]}"
             )
 
+    def tell(self, moved: _Moved) -> None:
+        for accesses, is_stored in ((self._loads, False), (self._stores, True)):
+            for listener in _listeners if accesses else ():
+                addresses, _, _ = _joined(accesses)
+                listener(self._name, moved.before(addresses), is_stored)
+
     def end(self) -> None:
         """All programs have run. Raises `InvalidAccess` where their order mattered."""
         if not self._stores or not _looks_for_races:
@@ -159,6 +180,16 @@ class _Moved:
         offset = PAD_BYTES // tensor.element_size() + tensor.storage_offset()
         return tensor.new_empty(0).set_(padded.untyped_storage(), offset, tensor.size(), tensor.stride())
 
+    def before(self, addresses: NDArray[np.uint64]) -> NDArray[np.uint64]:
+        """Where they were before they were moved."""
+        addresses = np.unique(addresses)
+        before = addresses.copy()
+        for storage, padded in self._storages.values():
+            first = padded.data_ptr() + PAD_BYTES
+            begin, end = np.searchsorted(addresses, np.array([first, first + storage.nbytes()], dtype=np.uint64))
+            before[begin:end] = addresses[begin:end] - np.uint64(first) + np.uint64(storage.data_ptr())
+        return before
+
     def restore(self) -> None:
         for storage, padded in self._storages.values():
             _bytes_of(storage).copy_(padded[PAD_BYTES : PAD_BYTES + storage.nbytes()])
@@ -194,6 +225,7 @@ def watch_launches() -> None:
         launch, moved = launches[-1]
         launch.end()
         moved.restore()
+        launch.tell(moved)
 
     def watched_call(self: Any, *args: Any, **kwargs: Any) -> None:
         launches.append((Launch(self.fn.__name__), _Moved()))

@@ -12,12 +12,13 @@ can be compared. What a GPU would refuse, or would get wrong now and then, is an
     memory.py        tensors, and who holds how much memory
     operations.py    an operation across devices; what makes the host wait; copies between host and device
     streams.py       streams, events, graphs: copies arrive as late as they may, a recording has no values
+    races.py         what one stream uses while another may still write it, or the other way round
     triton.py        launches of Triton kernels: interpreted, or compiled as a launch would compile them
     nccl.py, ipc.py  what processes do together, and open of each other, where there are several
     nixl.py          what NIXL is told of their memory
     __main__.py      a worker process with such a GPU
 
-Not seen here: what one stream reads while another still writes it, what a real device computes, and how fast.
+Not seen here: what a real device computes, and how fast.
 """
 
 from pretend_gpu.device import PretendGpu, pretend_gpu

@@ -40,7 +40,8 @@ class PretendGpu:
         self.memory = self._operations.memory
 
     def launch(self, action: Callable[[], object], touched: list[torch.Tensor]) -> None:
-        """Something that is no operation of torch, on memory of the device (a tensor of the host each)."""
+        """Something that is no operation of torch, on memory of the device (a tensor of the host each), which tells
+        `memory.accesses` of it."""
         devices.used()
         action()
         if graph := current_graph():
@@ -142,6 +143,7 @@ def pretend_gpu(
             _connect(gpu, patch)
         with gpu.entered():
             yield gpu
+        gpu.memory.accesses.check()
 
 
 def _connect(gpu: PretendGpu, patch: pytest.MonkeyPatch) -> None:
@@ -154,7 +156,7 @@ def _connect(gpu: PretendGpu, patch: pytest.MonkeyPatch) -> None:
     patch.setattr("engine.kv_cache.allocate_kv_pool", driver.allocate_kv_pool)
     patch.setattr("worker_service.pool_memory.cuda_peers", driver.peers)
     patch.setattr("engine.tensor_parallel.group._nccl", partial(PretendNccl, gpu))
-    patch.setattr("kv_transfer.nixl_agent._import_nixl", import_nixl)
+    patch.setattr("kv_transfer.nixl_agent._import_nixl", partial(import_nixl, gpu.memory.accesses, driver.pools))
 
 
 class _HostGenerator(torch.Generator):

@@ -11,18 +11,25 @@ from engine.kv_cache import KVMemory
 from engine.llm_engine import LLMEngine
 from engine.model_loader import create_engine_config
 from engine.sampling.sampled_tokens import SampledTokens
-from engine.scheduling.sequence import SchedulerOutput
+from engine.scheduling.sequence import OnLayerWritten, SchedulerOutput
 from pretend_gpu.streams import without_waiting
 
 
-def make_engine(folder: Path, config: dict[str, Any], memory: KVMemory | None = None, **settings: Any) -> LLMEngine:
+def make_engine(
+    folder: Path,
+    config: dict[str, Any],
+    memory: KVMemory | None = None,
+    on_layer_written: OnLayerWritten | None = None,
+    **settings: Any,
+) -> LLMEngine:
     """Of random weights. On the GPU (`device`) it is an error if a launch waits for it."""
     (folder / "config.json").write_text(json.dumps(config))
     defaults: dict[str, Any] = {
         "load_format": "dummy", "dtype": "float32", "block_size": 4, "num_kv_blocks": 256, "num_threads": 1,
         "device": "cuda", "attention_backend": "torch",
     }  # fmt: skip
-    engine = LLMEngine(create_engine_config(EngineArgs(model=str(folder), **defaults | settings)), memory=memory)
+    engine_config = create_engine_config(EngineArgs(model=str(folder), **defaults | settings))
+    engine = LLMEngine(engine_config, on_layer_written, memory)
     launch = engine.executor.launch
 
     def launch_without_waiting(output: SchedulerOutput) -> SampledTokens:

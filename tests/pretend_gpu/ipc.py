@@ -1,5 +1,5 @@
 """CUDA's interprocess handles, of pools in the memory of pretended GPUs: it is shared memory, which processes open for
-real, and the process itself, too, which CUDA does not. The copies between them are the host's."""
+real, and the process itself, too, which CUDA does not. The copies between them are the host's, as late as may be."""
 
 from __future__ import annotations
 
@@ -15,8 +15,9 @@ from kv_transfer.pool import Rows
 from kv_transfer.shared_memory import open_peers_memory
 from pretend_gpu.device import PretendGpu
 from pretend_gpu.devices import current, used
-from pretend_gpu.memory import DeviceTensor
-from pretend_gpu.streams import Event, Stream, stream_context
+from pretend_gpu.memory import DeviceTensor, on_host
+from pretend_gpu.races import places_of_rows
+from pretend_gpu.streams import Event, Stream, current_stream, stream_context
 from protos import tandem_kv_transfer_pb2 as pb
 from worker_service.cuda_ipc import DevicePeers
 
@@ -30,6 +31,8 @@ class PretendDriver:
         self._gpu = gpu
         self._allocate_on_host = kv_cache.allocate_kv_pool
         self._allocations: dict[int, SharedMemory] = {}
+        self.pools: dict[int, torch.Tensor] = {}
+        """What it allocated, on the host, by address."""
         self._opened: dict[int, memoryview] = {}
 
     def allocate_kv_pool(self, shape: KVCacheShape, device: str) -> torch.Tensor:
@@ -37,9 +40,10 @@ class PretendDriver:
         if device == "cpu":
             return self._allocate_on_host(shape, device)
         shared = SharedMemory(shape.pool_bytes)
-        pool = DeviceTensor(kv_pool_in(shared.buffer, shape), self._gpu.memory)
-        self._allocations[pool.data_ptr()] = shared
-        return pool
+        memory = kv_pool_in(shared.buffer, shape)
+        self._allocations[memory.data_ptr()] = shared
+        self.pools[memory.data_ptr()] = memory
+        return DeviceTensor(memory, self._gpu.memory)
 
     def export(self, address: int) -> tuple[bytes, int, int]:
         used()  # in the calling thread's context
@@ -66,7 +70,11 @@ class PretendDriver:
 
         def copy_rows(source: torch.Tensor, address: int, src_rows: Rows, dst_rows: Rows) -> None:
             with current(used()):  # a launch goes to the current device
-                copy_rows_of_host(source, address, src_rows, dst_rows)
+                memory, src, dst = on_host(source), src_rows.copy(), dst_rows.copy()  # what a launch takes with it
+                self._gpu.memory.accesses.touch(
+                    memory, places_of_rows(memory, src), "a copy to a peer", is_written=False
+                )
+                current_stream().later(lambda: copy_rows_of_host(memory, address, src, dst))
 
         def record() -> Event:
             event = Event(blocking=True)

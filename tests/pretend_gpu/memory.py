@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from pretend_gpu.devices import of_process
+from pretend_gpu.races import Accesses
 
 Dispatch = Callable[[Any, Any, Any], Any]
 
@@ -97,9 +98,10 @@ class DeviceTensor(torch.Tensor):
 class DeviceMemory:
     """What the program has allocated, by the storages that its tensors keep."""
 
-    def __init__(self, total_bytes: int, dispatch: Dispatch) -> None:
+    def __init__(self, total_bytes: int, dispatch: Dispatch, accesses: Accesses) -> None:
         self.total_bytes = total_bytes
         self.dispatch = dispatch
+        self.accesses = accesses
         self.rubbish = 0xFF
         """Each byte of what nobody wrote: NaN, -1."""
         self.allocated_bytes = 0
@@ -116,6 +118,7 @@ class DeviceMemory:
                     raise torch.OutOfMemoryError(f"CUDA out of memory. Tried to allocate {num_bytes} bytes")
                 self.allocated_bytes += num_bytes
                 self.peak_bytes = max(self.peak_bytes, self.allocated_bytes)
+                self.accesses.allocated(key, num_bytes)
             self._num_holders[key] = self._num_holders.get(key, 0) + 1
         weakref.finalize(tensor, self._let_go, key, num_bytes).atexit = False
 
@@ -143,6 +146,7 @@ class DeviceMemory:
             if not self._num_holders[key]:
                 del self._num_holders[key]
                 self.allocated_bytes -= num_bytes
+                self.accesses.let_go(key)
 
 
 def storage_of(memory: torch.Tensor) -> int:

@@ -15,6 +15,7 @@ from engine.tensor_parallel.group import Store, _gloo
 from pretend_gpu.device import PretendGpu
 from pretend_gpu.devices import used
 from pretend_gpu.memory import DeviceTensor
+from pretend_gpu.streams import current_stream, host
 
 
 class PretendNccl:
@@ -22,6 +23,7 @@ class PretendNccl:
 
     def __init__(self, gpu: PretendGpu, store: Store, rank: int, num_ranks: int) -> None:
         self._gpu = gpu
+        self._rank = rank
         self._is_aborted = threading.Event()
         with _disable_current_modes():
             self._gloo = _gloo(store, rank, num_ranks)
@@ -62,10 +64,16 @@ class PretendNccl:
 
     def _launch(self, call: Any, *touched: torch.Tensor) -> None:
         def do() -> None:
+            for memory in touched:
+                self._gpu.memory.accesses.touch(memory, None, "NCCL", is_written=True)
             with _disable_current_modes(), torch.inference_mode(False):
                 try:
                     call().wait()
                 except RuntimeError:  # a rank has gone, and NCCL does not hear of it: the device waits, and who asks it
                     self._is_aborted.wait()
+            if self._rank:
+                # Rank 0 asks of the others' memory what it has waited for, and so for what they exchanged before; how
+                # far it had waited is not seen here.
+                host.follow(current_stream().timeline.mark())
 
         self._gpu.launch(do, list(touched))

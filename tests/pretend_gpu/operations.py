@@ -2,12 +2,15 @@
 
 operation ─ only the host's tensors ──────────────────────────> as ever
           ├ to, copy_, pin_memory ── between the two ──────────> a copy, now or late (streams.py)
-          └ of the device ── check: all there? a wait? ── compute ── of a graph that is recorded, kept to be done again
+          └ of the device ── check: all there? a wait? a race? ── compute ── of a graph that is recorded, kept to be
+                                                                             done again
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -15,7 +18,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from pretend_gpu.devices import used
 from pretend_gpu.memory import DeviceMemory, DeviceTensor, device_tensors_in, on_host, storage_of, tensors_in
-from pretend_gpu.streams import current_graph, current_stream, wait
+from pretend_gpu.races import Accesses, Places, Timeline, places_of_elements
+from pretend_gpu.streams import current_graph, current_stream, host, wait
 
 aten = torch.ops.aten
 
@@ -30,11 +34,14 @@ READ_BACK = (
 """Whose outcome, or its size, the host has to know."""
 TAKES_HOST_SCALARS = (aten.where, aten.masked_fill_, *INDEXED[1:])
 """A tensor of the host without axes, though these are not pointwise."""
+PICKING = (*INDEXED, aten.index_select, aten.index_copy_, aten.index_fill_, aten.index_add_)
+"""Parts of their first tensor, by indices in the others."""
 
 
 class Operations:
     def __init__(self, total_bytes: int) -> None:
-        self.memory = DeviceMemory(total_bytes, self.dispatch)
+        self.accesses = Accesses(host, _launching)
+        self.memory = DeviceMemory(total_bytes, self.dispatch, self.accesses)
         self.mode = _Mode(self.dispatch)
         """Entered by every thread that uses the device."""
         self._pinned: dict[int, torch.UntypedStorage] = {}
@@ -94,11 +101,14 @@ class Operations:
             wait("a histogram between bounds that have to be found first")
 
     def _computed(self, func: Any, args: Any, kwargs: Any, tensors: list[DeviceTensor]) -> Any:
+        uses = _uses(func, args, kwargs)
         args, kwargs = on_host((args, kwargs))
         if "device" in kwargs:
             kwargs["device"] = "cpu"
         kwargs.pop("pin_memory", None)
         compute = _histogram if func.overloadpacket is aten.histc else func
+        for use in uses:
+            use.touch(self.accesses)
         result = compute(*args, **kwargs)
         is_new = [not any(storage_of(m) == storage_of(t.memory) for t in tensors) for m in tensors_in(result)]
         allocated = [memory for memory, new in zip(tensors_in(result), is_new, strict=True) if new]
@@ -109,18 +119,27 @@ class Operations:
             memory = tensor.memory
             if (tensor.shape, tensor.stride()) != (memory.shape, memory.stride()):
                 raise NotImplementedError(f"{func} gives a tensor another shape")
+        on_device = self.memory.wrap(result, tensors)
+        if _computes(func):
+            written = [_Use(memory, str(func), is_written=True) for memory in allocated]
+            for use in written:
+                use.touch(self.accesses)
+            uses += written
         if graph := current_graph():
-            graph.launch(self._again(func, compute, args, kwargs, result), [t.memory for t in tensors], allocated)
-        return self.memory.wrap(result, tensors)
+            again = self._again(func, compute, args, kwargs, result, uses)
+            graph.launch(again, [t.memory for t in tensors], allocated)
+        return on_device
 
-    def _again(self, func: Any, compute: Callable[..., Any], args: Any, kwargs: Any, result: Any) -> Callable[[], None]:
+    def _again(
+        self, func: Any, compute: Callable[..., Any], args: Any, kwargs: Any, result: Any, uses: list[_Use]
+    ) -> Callable[[], None]:
         """The same operation, with its results where they were."""
-        if func.is_view:
+        if not _computes(func):
             return lambda: None
 
         def again() -> None:
-            if func.overloadpacket in UNWRITTEN:
-                return
+            for use in uses:
+                use.touch(self.accesses)
             for memory, value in zip(tensors_in(result), tensors_in(compute(*args, **kwargs)), strict=True):
                 if memory is not value:
                     memory.copy_(value)
@@ -164,11 +183,15 @@ class Operations:
             wait(f"a copy between host and device ({'not pinned' if non_blocking else 'not non_blocking'})")
             current_stream().finish()
         if isinstance(target, DeviceTensor):
+            _Use(target.memory, "a copy from the host", is_written=True).touch(self.accesses)
             target.memory.copy_(source)
             if is_late:
                 current_stream().later(_unchanged(source))
         else:
             copied = source.memory.clone()  # type: ignore[attr-defined]
+            _Use(source.memory, "a copy to the host", is_written=False).touch(self.accesses)  # type: ignore[attr-defined]
+            if not is_late:
+                current_stream().wait_for_all()
             if is_late:
                 target.view(torch.uint8).fill_(0xFF) if target.dim() else target.fill_(-1)
                 current_stream().later(lambda: target.copy_(copied))
@@ -180,6 +203,63 @@ class Operations:
         used()  # pinned in the context of the current device
         self._pinned[storage_of(memory)] = memory.untyped_storage()
         return memory
+
+
+@dataclass(frozen=True, slots=True)
+class _Use:
+    """Of memory, by an operation."""
+
+    memory: torch.Tensor
+    what: str
+    is_written: bool
+    picked: Callable[[torch.Tensor], torch.Tensor] | None = None
+    """Of the elements there are those that are used; None: all."""
+
+    def touch(self, accesses: Accesses) -> None:
+        accesses.touch(self.memory, self._places(), self.what, is_written=self.is_written)
+
+    def _places(self) -> Places | None:
+        if self.picked is None:
+            return None
+        num_elements = self.memory.untyped_storage().nbytes() // self.memory.itemsize
+        shape = self.memory.size(), self.memory.stride(), self.memory.storage_offset()
+        elements = self.picked(_numbers(num_elements).as_strided(*shape))
+        return places_of_elements(elements.numpy().reshape(-1), self.memory.itemsize)
+
+
+@lru_cache(maxsize=8)
+def _numbers(num_elements: int) -> torch.Tensor:
+    return torch.arange(num_elements)
+
+
+def _launching() -> Timeline | None:
+    return None if current_graph() else current_stream().launching()
+
+
+def _computes(func: Any) -> bool:
+    return not func.is_view and func.overloadpacket not in UNWRITTEN
+
+
+def _uses(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[_Use]:
+    """Of the memory that it is given."""
+    if not _computes(func):
+        return []
+    uses = []
+    for position, argument in enumerate(func._schema.arguments):
+        value = args[position] if position < len(args) else kwargs.get(argument.name)
+        is_written = argument.alias_info is not None and argument.alias_info.is_write
+        picked = _picked(func, *on_host(args)) if position == 0 and func.overloadpacket in PICKING else None
+        uses += [_Use(tensor.memory, str(func), is_written, picked) for tensor in device_tensors_in(value)]
+    return uses
+
+
+def _picked(func: Any, x: torch.Tensor, *names: Any) -> Callable[[torch.Tensor], torch.Tensor]:
+    """Asked of the places of `x`, what it asks of `x`."""
+    del x
+    if func.overloadpacket in INDEXED:
+        return lambda places: aten.index(places, names[0])  # type: ignore[no-any-return]
+    dim, index = names[:2]
+    return lambda places: places.index_select(dim, index)
 
 
 def _is_of_shapes_alone(values: tuple[Any, ...]) -> bool:

@@ -4,6 +4,8 @@ What is launched is computed at once. What the host may see of it is as late as 
 arrives when the host waits for it or for something launched after it on its stream, and is rubbish until then; an event
 is done when the host has waited for it, or for a later one. Host memory that is copied from must not change before.
 
+Who comes after whom is kept for `races.py`, which finds out what comes in no order.
+
 A graph is the list of what was launched while it was recorded. It has no values before its first replay; what it
 allocated is shared with all other graphs of its pool, and rubbish after any replay of theirs.
 """
@@ -20,6 +22,7 @@ import torch
 
 from pretend_gpu.devices import current, of_process, used
 from pretend_gpu.memory import DeviceMemory, storage_of
+from pretend_gpu.races import Seen, Timeline
 
 Action = Callable[[], object]
 _ANY = object()
@@ -35,6 +38,8 @@ class _Here(threading.local):
 
 
 _here = _Here()
+host = Timeline("the host")
+"""All of its threads."""
 
 
 def wait(what: str) -> None:
@@ -62,7 +67,9 @@ class Stream:
         self._num_done = 0
         self._late: deque[tuple[int, Action]] = deque()
         self._lock = threading.RLock()
+        self.timeline = Timeline("the default stream" if device is _ANY else "")
         _streams.add(self)
+        _timelines.append(self.timeline)
 
     @property
     def device(self) -> torch.device:
@@ -88,17 +95,31 @@ class Stream:
 
     def synchronize(self) -> None:
         wait("Stream.synchronize")
+        self.wait_for_all()
+
+    def wait_for_all(self) -> None:
+        """The host does."""
         self.finish()
+        host.follow(self.timeline.mark())
 
     def wait_event(self, event: Event) -> None:
         self.later(event.finish)
+        self.timeline.follow(event.seen)
 
     def wait_stream(self, other: Stream) -> None:
         number = other.later(_nothing)
         self.later(lambda: other.finish(number))
+        self.timeline.follow(other.timeline.mark())
+
+    def launching(self) -> Timeline:
+        """Something that is to come next."""
+        self.timeline.follow(host.seen)
+        return self.timeline
 
 
 _streams: weakref.WeakSet[Stream] = weakref.WeakSet()
+_timelines: list[Timeline] = []
+"""Also of those that nobody has any more: what was launched there goes on."""
 _default_stream = Stream(_ANY)
 
 
@@ -123,16 +144,21 @@ def synchronize(device: object = None) -> None:
     wait("torch.cuda.synchronize")
     for stream in list(_streams):
         stream.finish()
+    for timeline in _timelines:
+        host.follow(timeline.mark())
 
 
 class Event:
     def __init__(self, enable_timing: bool = False, blocking: bool = False, interprocess: bool = False) -> None:
         del enable_timing, blocking, interprocess
         self._at: tuple[Stream, int] | None = None
+        self.seen: Seen = {}
+        """What is done when it is."""
 
     def record(self, stream: Stream | None = None) -> None:
         stream = stream or current_stream()
         self._at = stream, stream.later(_nothing)
+        self.seen = stream.launching().mark()
 
     def finish(self) -> None:
         if self._at is not None:
@@ -145,6 +171,7 @@ class Event:
     def synchronize(self) -> None:
         wait("Event.synchronize")
         self.finish()
+        host.follow(self.seen)
 
     def elapsed_time(self, other: Event) -> float:
         """Nothing is timed here: some time, so that whoever measures does not go on and on."""

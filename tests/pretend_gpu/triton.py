@@ -13,13 +13,16 @@ from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from numpy.typing import NDArray
 from torch.utils._python_dispatch import _disable_current_modes
-from triton_accesses import races_allowed
+from triton_accesses import races_allowed, told_of
 
 from pretend_gpu.device import PretendGpu
-from pretend_gpu.memory import device_tensors_in, on_host, tensors_in
+from pretend_gpu.memory import device_tensors_in, on_host, storage_of, tensors_in
+from pretend_gpu.races import GRANULE_BYTES
 
 
 @contextmanager
@@ -30,12 +33,20 @@ def triton_interprets(gpu: PretendGpu) -> Iterator[None]:
 
     def run_on_gpu(kernel: Any, *args: Any, **kwargs: Any) -> None:
         args, kwargs = _arguments(args, kwargs)
+        given = tensors_in((args, kwargs))
+
+        def touch(name: str, addresses: NDArray[np.uint64], is_stored: bool) -> None:
+            for memory in {storage_of(each): each for each in given}.values():
+                storage = memory.untyped_storage()
+                offsets = addresses - np.uint64(storage.data_ptr())  # what comes before is far behind, then
+                places = np.unique(offsets[offsets < storage.nbytes()].astype(np.int64) // GRANULE_BYTES)
+                gpu.memory.accesses.touch(memory, places, name, is_written=is_stored)
 
         def launch() -> None:
-            with _disable_current_modes(), torch.inference_mode(False):
+            with _disable_current_modes(), torch.inference_mode(False), told_of(touch):
                 run(kernel, *args, **kwargs)
 
-        gpu.launch(launch, tensors_in((args, kwargs)))
+        gpu.launch(launch, given)
 
     with pytest.MonkeyPatch.context() as patch, races_allowed():
         patch.setattr(InterpretedFunction, "run", run_on_gpu)

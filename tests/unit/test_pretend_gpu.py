@@ -9,6 +9,7 @@ import pytest
 import torch
 from pretend_gpu import PretendGpu, pretend_gpu, without_waiting
 from pretend_gpu.memory import on_host, tensors_in
+from pretend_gpu.races import Race
 from torch.utils._device import _device_constructors
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
@@ -204,6 +205,136 @@ def test_pinned_memory_must_not_change_while_it_is_copied(gpu: PretendGpu) -> No
     host += 1
     with pytest.raises(AssertionError, match="pinned memory while it was being copied"):
         torch.cuda.synchronize()
+
+
+# -- races ----------------------------------------------------------------------------------------------------------
+
+
+def wait_for_event(first: torch.cuda.Stream, second: torch.cuda.Stream) -> None:
+    event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+    event.record(first)
+    second.wait_event(event)
+
+
+def wait_on_the_host(first: torch.cuda.Stream, second: torch.cuda.Stream) -> None:
+    event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+    event.record(first)
+    with torch.cuda.stream(first):
+        on_gpu(1).add_(1)  # not waited for, and not used by the other one
+    event.synchronize()
+
+
+def wait_in_a_circle(first: torch.cuda.Stream, second: torch.cuda.Stream) -> None:
+    third = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+    third.wait_stream(first)
+    wait_for_event(third, second)
+
+
+WAYS_TO_WAIT: dict[str, Callable[[torch.cuda.Stream, torch.cuda.Stream], None]] = {
+    "event": wait_for_event,
+    "stream": lambda first, second: second.wait_stream(first),
+    "a third stream": wait_in_a_circle,
+    "the host, an event": wait_on_the_host,
+    "the host, a stream": lambda first, _: first.synchronize(),
+    "the host, the device": lambda *_: torch.cuda.synchronize(),
+}
+NO_WAYS: dict[str, Callable[[torch.cuda.Stream, torch.cuda.Stream], None]] = {
+    "none": lambda *_: None,
+    "the other way round": lambda first, second: wait_for_event(second, first),
+    "the host, the other one": lambda _, second: second.synchronize(),
+    "an event that is asked": lambda first, _: torch.cuda.Event().query(),  # type: ignore[no-untyped-call]
+}
+POOL = torch.zeros(4, 3, 8)
+USES: dict[str, tuple[Callable[[torch.Tensor], object], Callable[[torch.Tensor], object]]] = {
+    "read after write": (lambda x: x.add_(1), lambda x: x + 1),
+    "write after read": (lambda x: x + 1, lambda x: x.mul_(2)),
+    "write after write": (lambda x: x.zero_(), lambda x: x.mul_(2)),
+    "to the host": (lambda x: x.zero_(), lambda x: x.cpu()),
+    "from the host": (lambda x: x + 1, lambda x: x.copy_(POOL)),
+    "a part": (lambda x: x[1].zero_(), lambda x: x[:, 2] + 1),
+    "the same block": (
+        lambda x: x.index_copy_(0, on_gpu(0, 2, dtype=torch.int64), x[:2] + 1),
+        lambda x: x.index_select(0, on_gpu(3, 2, dtype=torch.int64)),
+    ),
+    "a block of all": (lambda x: x.sum(), lambda x: x.__setitem__(on_gpu(1, dtype=torch.int64), 0)),
+}
+NO_CONFLICTS: dict[str, tuple[Callable[[torch.Tensor], object], Callable[[torch.Tensor], object]]] = {
+    "read after read": (lambda x: x + 1, lambda x: x + 2),
+    "other parts": (lambda x: x[1].zero_(), lambda x: x[0] + 1),
+    "other columns": (lambda x: x[:, 1].zero_(), lambda x: x[:, 2] + 1),
+    "other blocks": (
+        lambda x: x.index_fill_(0, on_gpu(0, 2, dtype=torch.int64), 1),
+        lambda x: x.index_select(0, on_gpu(3, 1, dtype=torch.int64)),
+    ),
+    "views": (lambda x: x.add_(1), lambda x: x.view(-1)[3:].unsqueeze(0)),
+}
+
+
+def use_in_turn(
+    uses: tuple[Callable[[torch.Tensor], object], Callable[[torch.Tensor], object]],
+    waits: Callable[[torch.cuda.Stream, torch.cuda.Stream], None],
+    x: torch.Tensor,
+) -> None:
+    first, second = (torch.cuda.Stream() for _ in range(2))  # type: ignore[no-untyped-call]
+    torch.cuda.synchronize()
+    with torch.cuda.stream(first):
+        uses[0](x)
+    waits(first, second)
+    with torch.cuda.stream(second):
+        uses[1](x)
+    torch.cuda.synchronize()
+
+
+@pytest.mark.parametrize("uses", list(USES))
+@pytest.mark.parametrize("waits", list(WAYS_TO_WAIT))
+def test_who_waits_may_use_what_another_used(gpu: PretendGpu, uses: str, waits: str) -> None:
+    x = POOL.to("cuda")
+    use_in_turn(USES[uses], WAYS_TO_WAIT[waits], x)
+
+
+@pytest.mark.parametrize("uses", list(USES))
+@pytest.mark.parametrize("waits", list(NO_WAYS))
+def test_who_does_not_wait_must_not(gpu: PretendGpu, uses: str, waits: str) -> None:
+    x = POOL.to("cuda")
+    with pytest.raises(Race, match=r"stream \d+ (reads|writes) .* stream \d+ may still be using"):
+        use_in_turn(USES[uses], NO_WAYS[waits], x)
+    torch.cuda.synchronize()
+
+
+@pytest.mark.parametrize("uses", list(NO_CONFLICTS))
+def test_who_uses_something_else_need_not_wait(gpu: PretendGpu, uses: str) -> None:
+    x = POOL.to("cuda")
+    use_in_turn(NO_CONFLICTS[uses], NO_WAYS["none"], x)
+
+
+def test_what_is_replayed_is_used_then(gpu: PretendGpu) -> None:
+    x, y = POOL.to("cuda"), POOL.to("cuda")
+    graph, _ = recorded(lambda: y.copy_(x))
+    beside = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+    with torch.cuda.stream(beside):
+        y.zero_()  # what was recorded wrote nothing
+    wait_for_event(beside, torch.cuda.current_stream())
+    graph.replay()
+    with torch.cuda.stream(torch.cuda.Stream()), pytest.raises(Race, match="reads"):  # type: ignore[no-untyped-call]
+        y.sum()
+    torch.cuda.synchronize()
+
+
+@pytest.mark.parametrize("is_waited_for", [True, False])
+def test_memory_must_not_be_let_go_while_another_stream_uses_it(gpu: PretendGpu, is_waited_for: bool) -> None:
+    """Torch would give it to the next operation of the stream that it was allocated on."""
+    x, beside = POOL.to("cuda"), torch.cuda.Stream()  # type: ignore[no-untyped-call]
+    torch.cuda.synchronize()
+    with torch.cuda.stream(beside):
+        x.sum()
+    if is_waited_for:
+        wait_for_event(beside, torch.cuda.current_stream())
+    del x
+    if is_waited_for:
+        on_gpu(1)
+        return
+    with pytest.raises(Race, match=r"memory of the default stream was let go while stream \d+ may still be using it"):
+        on_gpu(1)
 
 
 # -- graphs ---------------------------------------------------------------------------------------------------------
