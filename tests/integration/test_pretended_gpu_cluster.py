@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import shutil
@@ -25,7 +26,7 @@ from engine.sampling_params import SamplingParams
 from protos import tandem_inference_pb2 as pb
 from protos import tandem_worker_pb2 as worker_pb
 from tandem.answer import Answer
-from tandem.client import Client
+from tandem.client import AsyncClient, Client
 
 NUM_TOKENS = 12
 LENGTHS = (1, 15, 16, 33, 340, 401)
@@ -97,6 +98,44 @@ def test_the_answers_of_a_cpu(tiny_model: Path, tmp_path: Path, num_ranks: int, 
     assert answers[LENGTHS[-1]].timings.mode == pb.MODE_DISAGGREGATED
     assert answers[LENGTHS[-1]].timings.kv_transfer.num_bytes == 26 * 2 * (2 * 16 * 2 * 8 * 4), "of all ranks"
     assert {length: answer.token_ids for length, answer in answers.items()} == answers_of_a_cpu(tiny_model)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+@pytest.mark.parametrize("transport", ["grpc", "ipc", pytest.param("nixl", marks=needs_nixl)])
+def test_who_leaves_leaves_no_copy_under_way(tiny_model: Path, tmp_path: Path, transport: str) -> None:
+    """At whatever moment: the blocks of those that leave are soon somebody else's, whose answers are as ever."""
+    flags = (
+        "--model", str(tiny_model), "--load-format", "dummy", "--dtype", "float32", "--device", "cuda",
+        "--attention-backend", "torch", "--num-kv-blocks", "96", "--prefill-chunk-tokens", "64",
+        "--tensor-parallel-size", "2", "--transport", transport, "--no-enable-prefix-caching",
+    )  # fmt: skip
+    num_kept = 0
+
+    async def ask(client: AsyncClient, number: int) -> None:
+        nonlocal num_kept
+        request = asyncio.create_task(client.generate(prompt_of(401), **sampling_of(401)))
+        # Every other one stays. Of those that leave some do while they compute, some while KV moves, some later.
+        if number % 2:
+            await asyncio.wait([request], timeout=0.05 * number)
+            request.cancel()
+            await asyncio.wait([request])
+            return
+        assert (await request).token_ids == expected
+        num_kept += 1
+
+    async def ask_all(address: str) -> None:
+        async with AsyncClient(address) as client, asyncio.timeout(120.0):
+            for first in range(0, 24, 4):
+                await asyncio.gather(*(ask(client, number) for number in range(first, first + 4)))
+
+    expected = answers_of_a_cpu(tiny_model)[401]
+    with run_cluster(tmp_path / "log", *flags, python=write_python(tmp_path / "python", 2)) as cluster:
+        asyncio.run(ask_all(cluster.address))
+        assert num_kept == 12
+        assert not any(worker.num_repairs for worker in cluster.workers())
+        cluster.wait_until_at_rest()
+    assert f"{Race.__name__}:" not in (tmp_path / "log").read_text()
 
 
 @pytest.mark.slow
