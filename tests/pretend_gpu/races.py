@@ -217,8 +217,8 @@ def places_of_rows(memory: torch.Tensor, rows: NDArray[np.int64]) -> Places:
 
 def places_of_elements(elements: NDArray[np.int64], itemsize: int) -> Places:
     """`elements`: of a storage, counted in its items from its beginning."""
-    first = elements * itemsize // GRANULE_BYTES
-    return np.unique(np.concatenate([first, (elements * itemsize + itemsize - 1) // GRANULE_BYTES]))
+    places = elements * itemsize // GRANULE_BYTES  # which a type's items never straddle
+    return places[np.concatenate([places[:1] >= 0, places[1:] != places[:-1]])]  # once for neighbours
 
 
 @lru_cache(maxsize=512)
