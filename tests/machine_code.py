@@ -4,6 +4,10 @@ On Hopper tensor cores multiply beside the program: an HGMMA reads its first ope
 until the program has waited for the group of products that it belongs to. Who writes to these registers before has it
 multiply with something else, now and then. Neither Triton nor its assembler prevents that in every loop
 (triton-lang/triton issue 9433).
+
+And they read shared memory by a way of their own, on which what copies have brought there need not be seen before a
+fence. Triton sets one from 3.7.1 on (triton-lang/triton pull requests 9610, 10537; what was read without, on a B200:
+pytorch/pytorch issue 181248).
 """
 
 from __future__ import annotations
@@ -21,6 +25,9 @@ LABEL = re.compile(r"^(\.L_x_\w+):")
 TARGET = re.compile(r"`\((\.L_x_\w+)\)")
 WRITTEN = re.compile(r"^\S+\s+(?:U?P\w+,\s*)?R(\d+)\b")
 MULTIPLIED = re.compile(r"^\wGMMA\S*\s+R\d+,\s*R(\d+)\b")
+COPIED = "DEPBAR.LE SB0"
+"""A wait for copies to shared memory (cp.async)."""
+FENCE = "FENCE.VIEW.ASYNC"
 WAIT = re.compile(r"^WARPGROUP\.DEPBAR\.LE gsb0, (0x[0-9a-f]+)")
 
 
@@ -90,6 +97,25 @@ def early_writes(text: str) -> list[str]:
         if written_by(instruction) & reading.registers():
             found[index] = instruction
         after = reading.after(instruction)
+        for place in code.following(index):
+            if (place, after) not in seen:
+                seen.add((place, after))
+                left.append((place, after))
+    return [found[index] for index in sorted(found)]
+
+
+def unfenced_products(text: str) -> list[str]:
+    """Products to which, on any way through the program, what was copied to shared memory last is not fenced."""
+    code = Code.of(text)
+    found = {}
+    seen = {(0, False)}
+    left = list(seen)
+    while left:
+        index, is_unfenced = left.pop()
+        instruction = code.instructions[index][1]
+        if is_unfenced and re.match(r"\wGMMA", instruction):
+            found[index] = instruction
+        after = instruction.startswith(COPIED) or (is_unfenced and not instruction.startswith(FENCE))
         for place in code.following(index):
             if (place, after) not in seen:
                 seen.add((place, after))

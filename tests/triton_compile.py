@@ -6,8 +6,8 @@ A process of its own: where Triton interprets, it does not compile.
 
 Prints a JSON object: per kind, kernel and case, what a program takes: registers of a thread, bytes of stack (registers
 that did not fit), bytes of shared memory; how it stores to the device's; by what it multiplies, but for the number of
-columns; and of Hopper's tensor cores, products whose first operand lies in registers, and instructions that write to
-such registers too early (`machine_code.py`).
+columns; and of Hopper's tensor cores, products whose first operand lies in registers, instructions that write to such
+registers too early, and products that no fence keeps from reading too early (`machine_code.py`).
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ import numpy as np
 import torch
 import triton
 from gpu_kinds import GPU_KINDS
-from machine_code import early_writes, num_from_registers
+from machine_code import early_writes, num_from_registers, unfenced_products
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction
@@ -103,6 +103,7 @@ def compile_instead(kernel: Any, *args: Any, grid: Any, warmup: bool, **kwargs: 
     if "wgmma" in compiled.asm["ptx"]:
         code = output_of("nvdisasm", "-c", compiled.asm["cubin"])
         usage |= {"operands": num_from_registers(code), "early_writes": len(early_writes(code))}
+        usage["unfenced"] = len(unfenced_products(code))
     found[f"{kernel.__name__.strip('_')} {case}"] = usage
 
 

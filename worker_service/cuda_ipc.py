@@ -10,6 +10,7 @@ useless, when the process that owns the memory dies.
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
@@ -56,11 +57,13 @@ class CudaDriver:
     def export(self, address: int) -> tuple[bytes, int, int]:
         base, num_bytes = self._call("cuMemGetAddressRange", address)
         (handle,) = self._call("cuIpcGetMemHandle", int(base))
-        return bytes(handle.reserved), address - int(base), int(num_bytes)
+        # By its address: cuda-bindings have a name for its field up to 12.9.7 and 13.3 only.
+        return ctypes.string_at(handle.getPtr(), HANDLE_BYTES), address - int(base), int(num_bytes)
 
     def open(self, handle: bytes) -> int:
+        assert len(handle) == HANDLE_BYTES, "who opens it has seen to it"
         exported = self._driver.CUipcMemHandle()
-        exported.reserved = handle
+        ctypes.memmove(exported.getPtr(), handle, HANDLE_BYTES)
         flags = self._driver.CUipcMem_flags.CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS
         # CUDA does not say that it knows the size of what is opened so: whoever exports it says it.
         (address,) = self._call("cuIpcOpenMemHandle", exported, int(flags))

@@ -11,17 +11,21 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from engine.attention.cpu_backend import CpuAttention
-from engine.attention.flash_calls import FlashCalls, FlashUnavailable, load_flash_calls
+from engine.attention.flash_calls import FlashCalls, FlashUnavailable, load_flash_calls, version_numbers
 from engine.cache_dir import report
 from engine.kernels.build import KernelsUnavailable, load_cpu_kernels
 from engine.kernels.gpu import why_no_triton
-from engine.kernels.gpu.gpu_kind import MIN_CAPABILITY
+from engine.kernels.gpu.gpu_kind import MIN_CAPABILITY, WITH_THEIR_OWN
 from engine.models.model_shape import ModelShape
 from engine.models.stored_weights import AS_STORED
 
 GROUPED_MAJORS = (9, 10)
 """Compute capabilities of GPUs for which torch has one kernel for all experts: elsewhere it loops over them, and reads
 their sizes back."""
+TRITON_THAT_FENCES = (3, 7, 1)
+"""From this version on tensor cores that read shared memory by themselves see what copies have brought there
+(triton-lang/triton pull request 9610). With 3.7.0 a B200 read too early now and then (pytorch/pytorch issue 181248);
+3.6.0, which torch 2.11 brings, sets no fence either, and nobody has reported the like of it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,7 +55,10 @@ def choose_attention_backend(name: str, needs: Needs) -> str:
     if name == "torch":
         return name
     if name in ("triton", "flash_attn") or (name == "auto" and needs.device != "cpu"):
-        return _for_a_gpu(name, needs)
+        backend = _for_a_gpu(name, needs)
+        if backend == "triton" or (needs.quantization != "none" and uses_triton_kernels(backend, needs)):
+            _report_missing_fences(needs)
+        return backend
     return _for_a_cpu(name, needs)
 
 
@@ -135,6 +142,18 @@ def _for_a_gpu(name: str, needs: Needs) -> str:
         )
         return "torch"
     raise ValueError(f"attention_backend {name} cannot work here: {why_not[name]}; give auto or torch")
+
+
+def _report_missing_fences(needs: Needs) -> None:
+    if needs.capability is None or needs.capability[0] not in WITH_THEIR_OWN or needs.dtype == "float32":
+        return
+    import triton
+
+    if version_numbers(triton.__version__) < TRITON_THAT_FENCES:
+        report(
+            f"Triton {triton.__version__} sets no fence between copies to shared memory and the tensor cores that read "
+            f"it, so that numbers may be wrong now and then: {'.'.join(map(str, TRITON_THAT_FENCES))} does"
+        )
 
 
 def why_no_triton_kernels(needs: Needs) -> str:

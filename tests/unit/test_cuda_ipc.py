@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import math
 import sys
 from enum import Enum
@@ -97,15 +98,26 @@ class Result(Enum):
     CUDA_ERROR_INVALID_VALUE = 1
 
 
+class Handle:
+    """As all versions of the bindings have it: memory, whose field the newer ones do not name."""
+
+    def __init__(self, content: bytes = bytes(64)) -> None:
+        self._memory = ctypes.create_string_buffer(content, 64)
+
+    def getPtr(self) -> int:  # noqa: N802
+        return ctypes.addressof(self._memory)
+
+    def content(self) -> bytes:
+        return self._memory.raw
+
+
 class Bindings(ModuleType):
     """CUDA's, of one allocation at 0x10000, which is seen at 0x90000 where it is opened. It knows the size of its own
     memory alone: nothing that is documented promises more."""
 
     CUresult = Result
     CUipcMem_flags = SimpleNamespace(CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS=1)
-
-    class CUipcMemHandle:
-        reserved = bytes(64)
+    CUipcMemHandle = Handle
 
     def __init__(self) -> None:
         super().__init__("cuda.bindings.driver")
@@ -117,13 +129,11 @@ class Bindings(ModuleType):
 
     def cuIpcGetMemHandle(self, base: int) -> tuple[Any, ...]:  # noqa: N802
         assert base == 0x10000
-        handle = self.CUipcMemHandle()
-        handle.reserved = bytes(range(64))
-        return Result.CUDA_SUCCESS, handle
+        return Result.CUDA_SUCCESS, Handle(bytes(range(64)))
 
-    def cuIpcOpenMemHandle(self, handle: Any, flags: int) -> tuple[Any, ...]:  # noqa: N802
+    def cuIpcOpenMemHandle(self, handle: Handle, flags: int) -> tuple[Any, ...]:  # noqa: N802
         assert flags == 1
-        self.opened.append(handle.reserved)
+        self.opened.append(handle.content())
         return Result.CUDA_SUCCESS, 0x90000
 
     def cuIpcCloseMemHandle(self, address: int) -> tuple[Any, ...]:  # noqa: N802

@@ -105,6 +105,26 @@ def test_tensor_cores_that_triton_does_not_use_are_left_to_plain_torch(capsys: p
         choose("triton", "cuda", capability=(7, 5))
 
 
+@pytest.mark.parametrize(
+    ("version", "capability", "dtype", "is_told"),
+    [
+        ("3.6.0", (9, 0), "bfloat16", True),
+        ("3.7.0", (10, 0), "float16", True),
+        ("3.7.1+git", (9, 0), "bfloat16", False),
+        ("3.6.0", (12, 0), "bfloat16", False),
+        ("3.6.0", (9, 0), "float32", False),
+    ],
+)
+def test_a_triton_that_sets_no_fences_is_told_of(
+    version: str, capability: tuple[int, int], dtype: str, is_told: bool, monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    monkeypatch.setattr(pytest.importorskip("triton"), "__version__", version)
+    needs = Needs(model=shape_of(), device="cuda", capability=capability, dtype=dtype, kv_dtype=dtype, block_size=16)
+    assert choose_attention_backend("auto", needs) == "triton"
+    assert (f"Triton {version} sets no fence" in capsys.readouterr().err) == is_told
+
+
 def test_8_bit_floats_need_a_gpu_that_has_them(capsys: pytest.CaptureFixture[str]) -> None:
     assert choose("triton", "cuda", kv_dtype="float8_e4m3fn", capability=(8, 9)) == "triton"
     assert choose("triton", "cuda", capability=(8, 0)) == "triton"

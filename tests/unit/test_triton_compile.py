@@ -11,8 +11,10 @@ from typing import Any
 
 import pytest
 from gpu_kinds import GPU_KINDS
-from machine_code import early_writes
+from machine_code import early_writes, unfenced_products
 
+from engine.attention.choice import TRITON_THAT_FENCES
+from engine.attention.flash_calls import version_numbers
 from engine.float8 import why_no_float8
 from engine.kernels.gpu.gpu_kind import H200
 
@@ -76,6 +78,8 @@ def test_kernels_compile_for_an_h200_and_spill_no_registers(cases: list[str], tm
     assert [name for name, used in usage.items() if used["stack"]] == []
     assert [name for name, used in usage.items() if used["shared"] > H200.shared_bytes] == []
     assert [name for name, used in usage.items() if used.get("early_writes")] == []
+    if version_numbers(triton.__version__) >= TRITON_THAT_FENCES:
+        assert [name for name, used in usage.items() if used.get("unfenced")] == []
     assert usage["prefill_kernel 128 bfloat16"]["operands"] > 0  # products are recognised
     for name, used in usage.items():
         if "rows, batch invariant" in name:
@@ -164,3 +168,35 @@ PRODUCTS = """
 )
 def test_a_write_to_what_tensor_cores_still_read_is_found(groups: str, target: str, expected: list[str]) -> None:
     assert early_writes(PRODUCTS.format(groups=groups, target=target)) == expected
+
+
+COPIES = """
+        /*0000*/                   LDGDEPBAR ;
+.L_x_0:
+        /*0010*/                   {wait} ;
+        /*0020*/                   BAR.SYNC.DEFER_BLOCKING 0x0 ;
+        /*0030*/              @!P1 BRA `(.L_x_1) ;
+        /*0040*/                   {fence} ;
+.L_x_1:
+        /*0050*/                   WARPGROUP.ARRIVE ;
+        /*0060*/                   HGMMA.64x64x16.F32.BF16 R24, gdesc[UR8], R24, gsb0 ;
+        /*0070*/              @!P0 BRA `(.L_x_0) ;
+        /*0080*/                   EXIT ;
+"""
+PRODUCT = "HGMMA.64x64x16.F32.BF16 R24, gdesc[UR8], R24, gsb0"
+
+
+@pytest.mark.parametrize(
+    ("wait", "fence", "is_skipped", "expected"),
+    [
+        ("DEPBAR.LE SB0, 0x3", "NOP", False, [PRODUCT]),
+        ("DEPBAR.LE SB0, 0x3", "FENCE.VIEW.ASYNC.S", False, []),
+        ("DEPBAR.LE SB0, 0x3", "FENCE.VIEW.ASYNC.S", True, [PRODUCT]),
+        ("NOP", "NOP", False, []),
+    ],
+)
+def test_a_product_without_a_fence_after_copies_is_found(
+    wait: str, fence: str, is_skipped: bool, expected: list[str]
+) -> None:
+    text = COPIES.format(wait=wait, fence=fence)
+    assert unfenced_products(text if is_skipped else text.replace("@!P1 BRA `(.L_x_1)", "NOP")) == expected
