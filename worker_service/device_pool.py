@@ -137,8 +137,8 @@ class DeviceWatch:
                 if not self._has_failed:
                     event.synchronize()
                     tell()
-            except RuntimeError:  # of the device: the engine's own thread meets it, too, and its process ends
-                _log.exception("the device failed")
+            except Exception:  # of the device: the engine's own thread meets it, too, and its process ends
+                _log.exception("the device failed, or who was told")
                 self._has_failed = True
             with self._changed:
                 self._untold.popleft()

@@ -202,3 +202,19 @@ def test_a_device_that_fails_is_heard_of_no_more(caplog: pytest.LogCaptureFixtur
     watch.catch_up()
     assert heard == []
     assert "the device failed" in caplog.text
+
+
+def test_nobody_waits_for_one_who_could_not_be_told(caplog: pytest.LogCaptureFixture) -> None:
+    def tell() -> None:
+        raise AttributeError("there is no such listener")
+
+    device = LaggingDevice()
+    watch = DeviceWatch(device.record)
+    watch.when_done(tell)
+    device.go_on(1)
+    reporting = threading.Thread(target=watch.catch_up, daemon=True)
+    reporting.start()
+    reporting.join(PATIENCE_S)
+    assert not reporting.is_alive()
+    watch.close()
+    assert "there is no such listener" in caplog.text
