@@ -180,15 +180,6 @@ def as_movable(pool: torch.Tensor) -> torch.Tensor:
     return pool.view(torch.uint8) if pool.dtype == torch.float8_e4m3fn else pool
 
 
-def copy_blocks(pool: torch.Tensor, pairs: npt.ArrayLike) -> None:
-    """Copy, in all layers, each pair's first block over its second. All are read before any is written.
-    `pairs`: [pairs, 2] integers."""
-    sources, destinations = np.array(pairs, dtype=np.int64).T.copy()
-    pool = as_movable(pool)
-    copied = pool.index_select(1, to_device(sources, pool.device))
-    pool.index_copy_(1, to_device(destinations, pool.device), copied)
-
-
 def clear_blocks(pool: torch.Tensor, block_ids: npt.ArrayLike) -> None:
     """Zero these blocks in all layers."""
     num_layers, num_blocks = pool.shape[:2]

@@ -149,15 +149,6 @@ class Scheduler:
         """Free what a held sequence kept."""
         self._end(self.held.pop(request_id), SequenceStatus.FINISHED_STOPPED)
 
-    def fork(self, parent: Sequence, child: Sequence) -> None:
-        """Start `child`, equal to the running `parent`, on shared blocks."""
-        assert parent.status is SequenceStatus.RUNNING
-        assert not parent.num_steps_in_flight
-        self.block_manager.fork(parent, child)
-        child.num_computed_tokens = parent.num_computed_tokens
-        child.status = SequenceStatus.RUNNING
-        self.running.append(child)
-
     def abort(self, request_id: str) -> bool:
         """End a request in any state and free its blocks. False if there is none."""
         found = [seq for seq in (*self.waiting, *self.running) if seq.request_id == request_id]
@@ -180,9 +171,8 @@ class Scheduler:
         budget = self._config.max_num_batched_tokens
         growing = [seq for seq in self.running if seq.num_uncomputed_tokens == 1 and not self._waits(seq)][:budget]
         if self._num_steps_in_flight and not self.block_manager.can_append(*growing):
-            return SchedulerOutput([], [], [])
-        copies: list[tuple[int, int]] = []
-        decoding = self._grow(growing, copies)
+            return SchedulerOutput([], [])
+        decoding = self._grow(growing)
         budget -= len(decoding)
         if max_prefill_tokens is not None and (decoding or (self.granted and max_prefill_tokens)):
             budget = min(budget, max_prefill_tokens)
@@ -196,8 +186,8 @@ class Scheduler:
             num_wanted_tokens -= num_new_tokens
         num_rows = len(decoding) + sum(each.num_new_tokens for each in prefilling)
         budget = self._config.max_num_batched_tokens - num_rows
-        scheduled = self._with_drafts(decoding, budget, copies) + prefilling
-        return SchedulerOutput(scheduled, copies, [e for s in scheduled if (e := self._export(s)) is not None])
+        scheduled = self._with_drafts(decoding, budget) + prefilling
+        return SchedulerOutput(scheduled, [e for s in scheduled if (e := self._export(s)) is not None])
 
     def _waits(self, seq: Sequence) -> bool:
         """For the token that a launched step samples: because it is the last one, whatever it is; or because a grammar
@@ -207,7 +197,7 @@ class Scheduler:
         needs_token = seq.grammar is not None or self._config.speculation is not None
         return needs_token or seq.is_prefill_only or self._num_left(seq, len(seq)) <= 0
 
-    def _grow(self, growing: list[Sequence], copies: list[tuple[int, int]]) -> list[ScheduledSequence]:
+    def _grow(self, growing: list[Sequence]) -> list[ScheduledSequence]:
         """Room for one more token of each of these, oldest first, preempting the youngest where needed. Not one whose
         blocks go to another engine: they are being read."""
         decoding: list[ScheduledSequence] = []
@@ -220,13 +210,11 @@ class Scheduler:
                 if victim is seq:
                     break
             if seq.status is SequenceStatus.RUNNING:
-                copies += self.block_manager.append(seq)
+                self.block_manager.append(seq)
                 decoding.append(ScheduledSequence(seq, 1))
         return decoding
 
-    def _with_drafts(
-        self, decoding: list[ScheduledSequence], budget: int, copies: list[tuple[int, int]]
-    ) -> list[ScheduledSequence]:
+    def _with_drafts(self, decoding: list[ScheduledSequence], budget: int) -> list[ScheduledSequence]:
         """With drafts behind those for which something is found, and there is room; these come last. No drafts where a
         prompt ends with one token, if only that is to be computed here."""
         config = self._config.speculation
@@ -239,7 +227,7 @@ class Scheduler:
             most = min(config.num_speculative_tokens, budget, self._num_left(seq, len(seq)) - 1)
             drafts = [] if seq.is_prefill_only else _propose(seq, config, most)
             if drafts and self.block_manager.can_append(seq, num_drafts=len(drafts)):
-                copies += self.block_manager.append(seq, len(drafts))
+                self.block_manager.append(seq, len(drafts))
                 guessed.append(ScheduledSequence(seq, 1 + len(drafts), drafts))
                 budget -= len(drafts)
             else:

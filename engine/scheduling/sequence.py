@@ -190,8 +190,6 @@ class SchedulerOutput:
     """
 
     scheduled: list[ScheduledSequence]
-    blocks_to_copy: list[tuple[int, int]]
-    """(source, destination) pairs to be copied, all layers, before the step: copy on write."""
     exports: list[BlockExport]
 
     @property

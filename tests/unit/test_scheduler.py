@@ -379,18 +379,3 @@ def test_a_computed_prompt_is_held_until_released() -> None:
     scheduler.release("r")
     ledger = scheduler.block_manager.ledger()
     assert (ledger.num_held, ledger.num_cached) == (0, 2)
-
-
-def test_a_forked_sequence_copies_the_block_it_writes() -> None:
-    scheduler = make()
-    parent = sequence("parent", 6)
-    scheduler.add(parent)
-    step(scheduler)
-    child = sequence("child", 0)
-    child.token_ids = list(parent.token_ids)
-    scheduler.fork(parent, child)
-    assert child.block_table == parent.block_table
-    output = step(scheduler)
-    assert len(output.blocks_to_copy) == 1
-    assert child.block_table[0] == parent.block_table[0]
-    assert child.block_table[1] != parent.block_table[1]
