@@ -32,6 +32,7 @@ from types import MappingProxyType
 from engine.config import SchedulerConfig
 from engine.outputs import FinishReason, RequestOutput, TokenLogprobs
 from engine.scheduling.block_manager import BlockManager, BlockOwner
+from engine.scheduling.drafting import Drafting
 from engine.scheduling.sequence import (
     INVALID_TOKEN,
     PENDING_TOKEN,
@@ -41,8 +42,8 @@ from engine.scheduling.sequence import (
     Sequence,
     SequenceStatus,
 )
-from engine.scheduling.speculation import SpeculativeConfig, propose
 from engine.scheduling.stats import SchedulerStats
+from engine.scheduling.stop_rule import StopRule
 
 _STATUS_OF = {
     FinishReason.STOP: SequenceStatus.FINISHED_STOPPED,
@@ -57,14 +58,14 @@ class Scheduler:
         self, config: SchedulerConfig, block_manager: BlockManager, *, max_model_len: int, eos_token_ids: frozenset[int]
     ) -> None:
         self._config = config
-        self._max_model_len = max_model_len
-        self._eos_token_ids = eos_token_ids
         self.block_manager = block_manager
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []
         self.granted: dict[str, Sequence] = {}
         self.held: dict[str, Sequence] = {}
         self.stats = SchedulerStats()
+        self._stop_rule = StopRule(max_model_len=max_model_len, eos_token_ids=eos_token_ids)
+        self._drafting = Drafting(config, block_manager, self._stop_rule, self.stats)
         self._num_steps_in_flight = 0
         # Growth of what runs comes before admission: this much of the pool is not given to newcomers.
         self._num_spare_blocks = max(1, block_manager.num_blocks // 100)
@@ -186,7 +187,7 @@ class Scheduler:
             num_wanted_tokens -= num_new_tokens
         num_rows = len(decoding) + sum(each.num_new_tokens for each in prefilling)
         budget = self._config.max_num_batched_tokens - num_rows
-        scheduled = self._with_drafts(decoding, budget) + prefilling
+        scheduled = self._drafting.add(decoding, budget) + prefilling
         return SchedulerOutput(scheduled, [e for s in scheduled if (e := self._export(s)) is not None])
 
     def _waits(self, seq: Sequence) -> bool:
@@ -195,7 +196,7 @@ class Scheduler:
         if seq.token_ids[-1] != PENDING_TOKEN:
             return False
         needs_token = seq.grammar is not None or self._config.speculation is not None
-        return needs_token or seq.is_prefill_only or self._num_left(seq, len(seq)) <= 0
+        return needs_token or seq.is_prefill_only or self._stop_rule.num_left(seq, len(seq)) <= 0
 
     def _grow(self, growing: list[Sequence]) -> list[ScheduledSequence]:
         """Room for one more token of each of these, oldest first, preempting the youngest where needed. Not one whose
@@ -213,26 +214,6 @@ class Scheduler:
                 self.block_manager.append(seq)
                 decoding.append(ScheduledSequence(seq, 1))
         return decoding
-
-    def _with_drafts(self, decoding: list[ScheduledSequence], budget: int) -> list[ScheduledSequence]:
-        """With drafts behind those for which something is found, and there is room; these come last. No drafts where a
-        prompt ends with one token, if only that is to be computed here."""
-        config = self._config.speculation
-        if config is None:
-            return decoding
-        budget = min(budget, self._config.draft_batch_tokens - len(decoding))
-        plain, guessed = [], []
-        for scheduled in decoding:
-            seq = scheduled.seq
-            most = min(config.num_speculative_tokens, budget, self._num_left(seq, len(seq)) - 1)
-            drafts = [] if seq.is_prefill_only else _propose(seq, config, most)
-            if drafts and self.block_manager.can_append(seq, num_drafts=len(drafts)):
-                self.block_manager.append(seq, len(drafts))
-                guessed.append(ScheduledSequence(seq, 1 + len(drafts), drafts))
-                budget -= len(drafts)
-            else:
-                plain.append(scheduled)
-        return plain + guessed
 
     def _prefill_candidates(self) -> Iterator[Sequence]:
         """Running sequences that still prefill, then newly admitted ones: each is admitted as it is taken."""
@@ -310,32 +291,12 @@ class Scheduler:
                 continue
             if seq.prompt_logprobs is not None:
                 seq.prompt_logprobs += prompt_logprobs.get(seq.seq_id, ())
-            num_wrong = self._drop_wrong_drafts(scheduled, sampled_ids) if scheduled.draft_token_ids else 0
+            num_wrong = self._drafting.drop_wrong(scheduled, sampled_ids) if scheduled.draft_token_ids else 0
             end, token_ids = scheduled.end - num_wrong, sampled_ids[: len(sampled_ids) - num_wrong]
             self.block_manager.register_computed(seq, end)
             if token_ids:
                 outputs.append(self._put_tokens(seq, end, token_ids, logprobs.get(seq.seq_id)))
         return outputs
-
-    def _drop_wrong_drafts(self, scheduled: ScheduledSequence, sampled: list[int]) -> int:
-        """As if they had not been computed: all from the first that was not sampled in its place, or comes after the
-        answer's end, or has no token after it. Returns how many."""
-        seq, drafts = scheduled.seq, scheduled.draft_token_ids
-        num_right, length = 0, scheduled.end - len(drafts)
-        for draft, token_id, following in zip(drafts, sampled[:-1], sampled[1:], strict=True):
-            length += 1
-            if token_id != draft or following == INVALID_TOKEN or self._finish_reason(seq, length) is not None:
-                break
-            num_right += 1
-        num_wrong = len(drafts) - num_right
-        seq.num_computed_tokens -= num_wrong
-        del seq.token_ids[len(seq) - num_wrong :]
-        self.block_manager.give_back(seq)
-        seq.drafts.note(len(drafts), num_right, len(seq))
-        self.stats.num_drafts += 1
-        self.stats.num_draft_tokens += len(drafts)
-        self.stats.num_accepted_tokens += num_right
-        return num_wrong
 
     def _put_tokens(
         self, seq: Sequence, position: int, token_ids: list[int], logprobs: list[TokenLogprobs] | None
@@ -346,7 +307,7 @@ class Scheduler:
             return self._fail(seq, offset)
         seq.token_ids[position] = token_ids[-1]
         prompt_logprobs, seq.prompt_logprobs = seq.prompt_logprobs, None
-        finish_reason = self._finish_reason(seq, position + 1)
+        finish_reason = self._stop_rule.finish_reason(seq, position + 1)
         if seq.is_prefill_only:
             self._remove_active(seq)
             self._hold(seq)
@@ -380,19 +341,6 @@ class Scheduler:
             waited_s=0.0,
             grammar_error="" if seq.grammar is None else seq.grammar.error,
         )
-
-    def _finish_reason(self, seq: Sequence, length: int) -> FinishReason | None:
-        """Whether the sequence ends with the last of its first `length` tokens."""
-        params, token_id = seq.sampling_params, seq.token_ids[length - 1]
-        if length - seq.num_prompt_tokens >= params.min_tokens:
-            is_eos = token_id in self._eos_token_ids and not params.ignore_eos
-            if is_eos or token_id in params.stop_token_ids:
-                return FinishReason.STOP
-        return FinishReason.LENGTH if self._num_left(seq, length) <= 0 else None
-
-    def _num_left(self, seq: Sequence, length: int) -> int:
-        """Tokens that may come after its first `length` ones."""
-        return min(seq.num_prompt_tokens + seq.sampling_params.max_tokens, self._max_model_len) - length
 
     # -- ends ---------------------------------------------------------------------------------------------------
 
@@ -430,18 +378,3 @@ class Scheduler:
     def _free_ended(self, seq: Sequence) -> None:
         if seq.status.is_finished and not seq.num_steps_in_flight and seq.block_table:
             self.block_manager.free(seq)
-
-
-def _propose(seq: Sequence, config: SpeculativeConfig, most: int) -> list[int]:
-    """At most so many guesses at what comes next: looked up if that went well, and of those that a grammar lets come,
-    behind what it says has to."""
-    if most < 1:
-        return []
-    num_wanted = min(most, seq.drafts.num_wanted(len(seq)))
-    if seq.grammar is None:
-        return propose(seq.token_ids, config, num_wanted)
-
-    def look_up(forced: list[int]) -> list[int]:
-        return propose(seq.followed_by(forced).token_ids, config, num_wanted - len(forced))
-
-    return seq.grammar.propose(seq.token_ids[seq.num_prompt_tokens :], look_up, most)
