@@ -3,7 +3,7 @@
 Owns every sequence of the engine, by where it is in its life (see `engine.scheduling.sequence`):
 
     waiting ──admit──> running ──finish──> gone
-       ^──preempt────────┘  └─first token of a prefill-only sequence─> held ──release──> gone
+       ^──preempt────────┘  └─first token of a prefill-only sequence─> held ──abort──> gone
     granted ──commit──> running
 
 One step: `schedule` picks tokens up to the budget, decoding sequences first, so that a long prompt never makes the
@@ -141,24 +141,20 @@ class Scheduler:
         self.running.append(seq)
 
     def hold(self, request_id: str) -> None:
-        """Stop a prefill-only sequence wherever it is, keeping its blocks until `release`."""
+        """Stop a prefill-only sequence wherever it is, keeping its blocks until `abort`."""
         seq = self._pop_active(request_id)
         if seq is not None:
             self._hold(seq)
 
-    def release(self, request_id: str) -> None:
-        """Free what a held sequence kept."""
-        self._end(self.held.pop(request_id), SequenceStatus.FINISHED_STOPPED)
-
     def abort(self, request_id: str) -> bool:
         """End a request in any state and free its blocks. False if there is none."""
-        found = [seq for seq in (*self.waiting, *self.running) if seq.request_id == request_id]
-        for seq in found:
-            self._remove_active(seq)
-        found += [place.pop(request_id) for place in (self.granted, self.held) if request_id in place]
-        for seq in found:
+        seq = self._pop_active(request_id)
+        if seq is None:
+            place = self.granted if request_id in self.granted else self.held
+            seq = place.pop(request_id, None)
+        if seq is not None:
             self._end(seq, SequenceStatus.FINISHED_ABORTED)
-        return bool(found)
+        return seq is not None
 
     # -- one step -----------------------------------------------------------------------------------------------
 

@@ -2,7 +2,7 @@
 
     WAITING ──schedule──> RUNNING ──stop token, length──> FINISHED_STOPPED, FINISHED_LENGTH
        ^                   │  │
-       └─────preempt───────┘  └──first token of a prefill-only sequence──> HELD ──released──> (gone)
+       └─────preempt───────┘  └──first token of a prefill-only sequence──> HELD
     GRANTED ──commit──> RUNNING            abort: from any state ──> FINISHED_ABORTED
 
 GRANTED: a decode engine reserved the blocks, another engine fills them. HELD: a prefill engine has computed them and

@@ -126,7 +126,7 @@ def test_disaggregated(folder: Path, expected: Answers, runs_ahead: bool) -> Non
             first = reservation.num_cached_blocks
             destination[:, reservation.block_ids[first:]] = source[:, list(output.held_block_ids)[first:]]
             decode.commit(name, output.token_ids[0], len(prompt))
-        prefill.release(name)
+        prefill.abort(name)
     while decode.has_unfinished_requests():
         for output in decode.step():
             check_told(output)

@@ -150,11 +150,6 @@ class SchedulerMachine(RuleBasedStateMachine):
         if self.seqs[request_id].is_prefill_only:
             self.scheduler.hold(request_id)
 
-    @rule(request_id=consumes(requests))
-    def release(self, request_id: str) -> None:
-        if self.seqs[request_id].status is SequenceStatus.HELD:
-            self.scheduler.release(request_id)
-
     @rule()
     def launch(self) -> None:
         if len(self.in_flight) < 2:
@@ -214,7 +209,7 @@ class SchedulerMachine(RuleBasedStateMachine):
                 assert self.in_flight, "work is left and nothing is scheduled"
                 self.finish(self.in_flight.popleft(), 2)
             for request_id in list(self.scheduler.held):
-                self.scheduler.release(request_id)
+                self.scheduler.abort(request_id)
             num_steps += 1
             assert num_steps < 5000, "work never ends"
         ledger = self.manager.ledger()
