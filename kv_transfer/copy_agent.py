@@ -24,8 +24,8 @@ import numpy as np
 
 from kv_transfer.base import MAX_BYTES_IN_FLIGHT
 from kv_transfer.errors import PeerUnreachable, TransferError
-from kv_transfer.one_sided import Transfer
 from kv_transfer.pool import Copying, KVPool, PeerPool, Rows
+from kv_transfer.transfer import Transfer
 
 logger = logging.getLogger(__name__)
 

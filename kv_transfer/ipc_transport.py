@@ -11,10 +11,10 @@ from functools import partial
 from pathlib import Path
 
 from kv_transfer.base import Link
+from kv_transfer.control_link import OpenChannel
 from kv_transfer.copy_agent import CopyAgent
 from kv_transfer.copy_link import CopyLink
 from kv_transfer.errors import IncompatiblePeer, InvalidTransfer, TransportMissing
-from kv_transfer.grpc_transport import OpenChannel
 from kv_transfer.layout import KVLayout
 from kv_transfer.pool import KVPool
 from protos import tandem_kv_transfer_pb2 as pb

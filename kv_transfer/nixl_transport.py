@@ -11,8 +11,8 @@ import asyncio
 import grpc
 
 from kv_transfer.base import MAX_AGENT_METADATA_BYTES, BlockWriter, Identity, Link
+from kv_transfer.control_link import ControlLink, OpenChannel
 from kv_transfer.errors import InvalidTransfer
-from kv_transfer.grpc_transport import ControlLink, OpenChannel
 from kv_transfer.layout import KVLayout
 from kv_transfer.nixl_agent import NixlAgent, RemotePool
 from kv_transfer.one_sided import OneSidedWriter
