@@ -148,26 +148,24 @@ class NixlAgent:
     # -- on the agent's thread --
 
     def _run(self) -> None:
-        while True:
-            try:
-                call = self._calls.get(timeout=self._patience_s())
-            except queue.Empty:
-                pass
-            else:
-                if call is None:
-                    return
-                call()
-                while not self._calls.empty():
-                    call = self._calls.get()
-                    if call is None:
-                        return
-                    call()
+        while self._run_calls():
             try:
                 self._progress()
             except Exception as error:
                 # Nobody waits for this thread; those who wait for transfers get the error.
                 logger.exception("NIXL made no progress")
                 self._fail_all(PeerUnreachable(f"NIXL made no progress: {error}"))
+
+    def _run_calls(self) -> bool:
+        """Run all that are queued; wait for one if nothing else is to be done. False: the last one has come."""
+        try:
+            call = self._calls.get(timeout=self._patience_s())
+            while call is not None:
+                call()
+                call = self._calls.get_nowait()
+        except queue.Empty:
+            return True
+        return False
 
     def _patience_s(self) -> float | None:
         if self._in_flight or self._waiting:
