@@ -38,8 +38,8 @@ from protos.tandem_worker_pb2_grpc import add_WorkerServicer_to_server
 from registry.prefix_index import PrefixReporter
 from registry.workers import WorkerRegistration
 from rpc.channel import KV_PING_TIMEOUT_MS
-from rpc.entrypoint import METRICS_FLAG, announce
-from rpc.http import HttpServer, metrics_app
+from rpc.entrypoint import announce
+from rpc.http import HttpServer, show_metrics
 from rpc.server import CannotListen, Server
 from rpc.session import PROTOCOL_VERSION
 from worker_service.args import WorkerArgs
@@ -220,10 +220,7 @@ class WorkerProcess:
             counters=lambda: self.role.counters,
             num_sessions=lambda: self.host.num_sessions,
         )
-        if self._args.metrics_listen:
-            self._metrics_server = HttpServer(metrics_app(self._metrics.registry))
-            address = self._metrics_server.start(self._args.metrics_listen, flag=METRICS_FLAG)
-            _log.info("metrics", extra={"url": f"http://{address}/metrics"})
+        self._metrics_server = show_metrics(self._metrics.registry, self._args.metrics_listen)
 
     def _register(self) -> None:
         self._reporter = PrefixReporter(
