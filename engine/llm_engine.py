@@ -190,8 +190,8 @@ class LLMEngine:
     # -- one step -----------------------------------------------------------------------------------------------
 
     def step(self) -> list[RequestOutput]:
-        """Launch a batch, and take in the tokens of the one launched before it; or of this very one, where nothing runs
-        ahead. Returns new tokens: none where nothing could be launched, or only the first of a row has been."""
+        """Launch a step, then wait for one and return its new tokens: with `async_scheduling` for the step launched
+        before, so that the first of a row returns none; else for this one."""
         earlier, self._in_flight = self._in_flight, self._launch()
         if earlier is None and not self.config.scheduler.async_scheduling:
             earlier, self._in_flight = self._in_flight, None

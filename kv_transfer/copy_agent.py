@@ -79,8 +79,8 @@ class CopyAgent:
         self._calls.put(lambda: self._release(opening))
 
     def post(self, transfer: Transfer) -> None:
-        """Its `remote` is an `OpenedPool`. Never blocks. What was begun is not given up here: a copy takes
-        microseconds, of a device that hangs the engine's own process hears, and NIXL's agents give up what is late."""
+        """Its `remote` is an `OpenedPool`. Never blocks. What has begun is not given up here: a host's copy takes
+        microseconds, a device that hangs ends the engine's process, and NIXL's agents give up what is late."""
         self._calls.put(lambda: self._take(transfer))
 
     def close(self) -> None:

@@ -9,7 +9,7 @@ attached, stops when its stream breaks, and says that it is done only when nothi
 
 A process that stands still (stopped, swapped out) hears of nothing, and finds its writes where it left them when it
 goes on, while the receiver frees the blocks one lease after the stream broke. So a push beats on the event loop, and
-whose last beat is three quarters of a lease ago writes no more, whatever it knows of its stream: by its own clock.
+writes no more once its last beat is three quarters of a lease ago by its own clock, whatever it knows of its stream.
 """
 
 from __future__ import annotations

@@ -18,7 +18,7 @@ class AskedAnswer:
     sequence: int = 0
     """Its number among the answers to the request."""
     num_answers: int = 1
-    """That begin with this one, which is the first of them."""
+    """How many answers begin with this one: all that are asked for where it is the first of them, else 1."""
     prompt_token_ids: list[int]
     sampling_params: pb.SamplingParams
     """Every field set; `n` is 1."""

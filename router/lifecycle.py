@@ -120,7 +120,7 @@ class Lifecycle:
         self.room: TakenRoom | None = None
         """Of the running attempt."""
         self._num_failures = 0
-        """That have been counted."""
+        """Those of the state's that are logged and counted."""
         self._deadline = Deadline(
             asked.deadline_s,
             cluster.forecast,
@@ -164,8 +164,8 @@ class Lifecycle:
             self._leave()
 
     def shared_prefix(self) -> SharedPrefix | None:
-        """What the decode worker has in use of the prompt: for others with the same one, who would hear of it from the
-        prefix index a moment later, or not at all. None where it has ended, or the worker keeps no prefixes."""
+        """The part of the prompt that the decode worker has in use, for other answers to it: the prefix index would
+        tell them a moment later, or not at all. None where this one has ended, or the worker keeps no prefixes."""
         handle = None if self._last_plan is None else self._cluster.pool.get(self._last_plan.decode)
         if handle is None or handle.record.keeps_no_prefixes or self._state.phase is Phase.DONE:
             return None
@@ -206,7 +206,7 @@ class Lifecycle:
         return responses
 
     def _wind_up(self, actions: list[Action]) -> None:
-        """What there is to do for an attempt that is over, though the request may be, too."""
+        """Those of `actions` that an attempt leaves to be done, even where the request has ended with it."""
         for action in actions:
             match action:
                 case SendCancel(worker, attempt):
@@ -285,12 +285,12 @@ class Lifecycle:
         return event
 
     def _is_better_off_without(self, worker: WorkerKey) -> bool:
-        """Whether the worker still stands still, and somebody else can compute the request. Where nobody can, it waits:
-        the worker may go on. It is told of the stall again with each beat."""
+        """Whether the worker still stands still, and somebody else can compute the request. Where nobody can, the
+        request waits for the worker to go on; it hears of the stall again with each beat."""
         return self._cluster.pool.is_stalled(worker) and self._cluster.pool.is_anybody_usable_for(self._needs())
 
     def _note(self, said: WorkerSaid) -> None:
-        """What workers' room and the account have to know: nothing here decides what happens to the request."""
+        """Pass it on to the room taken on workers and to the account: here nothing is decided of the request."""
         plan, room = self._state.plan, self.room
         if plan is None or room is None or said.event.attempt != self._state.attempt:
             return  # of an attempt that is over

@@ -73,7 +73,7 @@ class QueuedRequest:
 
     @property
     def num_own_tokens(self) -> int:
-        """What the queue counts."""
+        """Of those to be prefilled, without what another answer to the prompt has in use: what the queue counts."""
         return self.num_tokens - (self.shared.num_tokens if self.shared is not None else 0)
 
     def num_shared_blocks(self, worker: WorkerKey) -> int:

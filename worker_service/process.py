@@ -270,7 +270,8 @@ class WorkerProcess:
             self._watchdog.cancel()
 
     async def _close_engine(self) -> None:
-        """For a running step that never ends the watchdog is still there; without all ranks nobody waits so long."""
+        """Wait for the running step. If it never ends, the watchdog ends the process; without all ranks this does so,
+        and sooner."""
         try:
             async with asyncio.timeout(STEP_END_S if self._has_lost_rank else None):
                 await self.engine.close()
@@ -279,7 +280,7 @@ class WorkerProcess:
             os._exit(1)  # the stepping thread cannot be ended
 
     def _watch_rank(self, pid: int) -> None:
-        """It ends before its engine: a step would fail for it, and requests that wait for none need not come first."""
+        """Notice its end at once, and not by the step that fails for it: while nothing is asked, there is none."""
         fd = os.pidfd_open(pid)
         self._rank_fds.append(fd)
         self._loop.add_reader(fd, self._on_rank_end, fd)

@@ -162,8 +162,8 @@ class Scheduler:
         """What the next step computes. Nothing, if there is no work or no memory for any; or while steps are in flight
         whose outcome has to be known first.
 
-        `max_prefill_tokens`: of prompts, if something decodes beside them, or may begin to at any moment: what another
-        engine prefills for this one has its first token already, and must not wait for a long step here.
+        `max_prefill_tokens` bounds the prompts' part of a step in which something decodes. It also holds where a
+        granted sequence may begin to at any moment: its client has the first token, and must not wait for a long step.
         """
         budget = self._config.max_num_batched_tokens
         growing = [seq for seq in self.running if seq.num_uncomputed_tokens == 1 and not self._waits(seq)][:budget]
@@ -187,16 +187,16 @@ class Scheduler:
         return SchedulerOutput(scheduled, [e for s in scheduled if (e := self._export(s)) is not None])
 
     def _waits(self, seq: Sequence) -> bool:
-        """For the token that a launched step samples: because it is the last one, whatever it is; or because a grammar
-        says by it what may come next, and that is asked on the host; or drafts are looked up by it."""
+        """Whether `seq` must wait for the token that a launched step samples. Either nothing comes after it, whatever
+        it is, or the host has to know it first, to ask a grammar or to look drafts up."""
         if seq.token_ids[-1] != PENDING_TOKEN:
             return False
         needs_token = seq.grammar is not None or self._config.speculation is not None
         return needs_token or seq.is_prefill_only or self._stop_rule.num_left(seq, len(seq)) <= 0
 
     def _grow(self, growing: list[Sequence]) -> list[ScheduledSequence]:
-        """Room for one more token of each of these, oldest first, preempting the youngest where needed. Not one whose
-        blocks go to another engine: they are being read."""
+        """Make room for one more token of each of these, oldest first. Where there is none, the youngest running
+        sequence is preempted, but none that is prefilled for another engine: its blocks are being read."""
         decoding: list[ScheduledSequence] = []
         for seq in growing:
             if seq.status is not SequenceStatus.RUNNING:
@@ -297,7 +297,8 @@ class Scheduler:
     def _put_tokens(
         self, seq: Sequence, position: int, token_ids: list[int], logprobs: list[TokenLogprobs] | None
     ) -> RequestOutput:
-        """The last of them where a token was pending, at `position`; the others stand before it as drafts."""
+        """Take in what was sampled for `seq`: the last token in the place of the pending one, at `position`. Those
+        before it stand there already, as drafts that were right."""
         offset = position + 1 - len(token_ids) - seq.num_prompt_tokens
         if token_ids == [INVALID_TOKEN]:
             return self._fail(seq, offset)

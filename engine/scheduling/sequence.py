@@ -80,7 +80,7 @@ class Sequence:
     """Blocks already offered to `on_layer_written`, or that the receiver needs no more (prefill-only sequences)."""
     num_preemptions: int = 0
     num_drafts: int = 0
-    """Of its last tokens, in what a sampler looks at: they may be wrong."""
+    """How many of its last tokens are drafts, and may be wrong. 0 but in what `followed_by` makes for a sampler."""
     drafts: DraftHistory = field(default_factory=DraftHistory)
     """How guessing what comes next went so far."""
     grammar: GrammarState | None = None
@@ -111,8 +111,8 @@ class Sequence:
 
     @property
     def num_reusable_tokens(self) -> int:
-        """So many leading tokens need not be computed where a cache has their KV. The last one is in any case, since
-        its logits give the next one; and each one's of a prompt that give what is asked for."""
+        """How many leading tokens need not be computed where a cache has their KV. The last one always is, since its
+        logits give the next token; and so are those whose logits give the `prompt_logprobs` that are still due."""
         if self.prompt_logprobs is None:
             return len(self.token_ids) - 1
         return min(len(self.token_ids) - 1, len(self.prompt_logprobs))
