@@ -22,7 +22,6 @@ import numpy as np
 from kv_transfer.base import MAX_LEASE_MS, PROTOCOL_VERSION, Endpoint, Identity
 from kv_transfer.errors import GrantGone, IncompatiblePeer, InvalidTransfer
 from kv_transfer.grants import CommitResult, CommitStart, Grant, GrantCounters, GrantTable, Verdict
-from kv_transfer.layout import KVLayout
 from kv_transfer.pool import Digests, KVPool
 from prefix_hash.compat import compat_difference
 from protos import tandem_kv_transfer_pb2 as pb
@@ -268,10 +267,7 @@ class KVReceiver:
             problems.append(f"protocol_version: {PROTOCOL_VERSION} != {request.protocol_version}")
         if difference := compat_difference(self.identity.compat_digest, request.compat_digest):
             problems.append(difference)
-        try:
-            problems += self.pool.layout.differences(KVLayout.from_proto(request.layout))
-        except ValueError as error:
-            problems.append(f"layout: {error}")
+        problems += self.pool.layout.differences_from_peer(request.layout)
         if request.transport not in self._endpoints:
             problems.append(f"transport: {', '.join(self._endpoints)} is served, not {request.transport[:40]!r}")
         return problems
