@@ -45,11 +45,6 @@ from engine.scheduling.sequence import (
 from engine.scheduling.stats import SchedulerStats
 from engine.scheduling.stop_rule import StopRule
 
-_STATUS_OF = {
-    FinishReason.STOP: SequenceStatus.FINISHED_STOPPED,
-    FinishReason.LENGTH: SequenceStatus.FINISHED_LENGTH,
-}
-
 
 class Scheduler:
     """Continuous batching with chunked prefill over one block pool."""
@@ -153,7 +148,7 @@ class Scheduler:
             place = self.granted if request_id in self.granted else self.held
             seq = place.pop(request_id, None)
         if seq is not None:
-            self._end(seq, SequenceStatus.FINISHED_ABORTED)
+            self._end(seq)
         return seq is not None
 
     # -- one step -----------------------------------------------------------------------------------------------
@@ -310,7 +305,7 @@ class Scheduler:
             self._hold(seq)
         elif finish_reason is not None:
             self._remove_active(seq)
-            self._end(seq, _STATUS_OF[finish_reason])
+            self._end(seq)
         return RequestOutput(
             request_id=seq.request_id,
             offset=offset,
@@ -328,7 +323,7 @@ class Scheduler:
         if seq.is_prefill_only:
             self._hold(seq)  # a transfer may be reading what was computed before
         else:
-            self._end(seq, SequenceStatus.FINISHED_ABORTED)
+            self._end(seq)
         return RequestOutput(
             request_id=seq.request_id,
             offset=offset,
@@ -367,11 +362,11 @@ class Scheduler:
         seq.status = SequenceStatus.HELD
         self.held[seq.request_id] = seq
 
-    def _end(self, seq: Sequence, status: SequenceStatus) -> None:
+    def _end(self, seq: Sequence) -> None:
         """The one way out: every sequence that ends frees its blocks here, or when the steps in flight are done."""
-        seq.status = status
+        seq.status = SequenceStatus.FINISHED
         self._free_ended(seq)
 
     def _free_ended(self, seq: Sequence) -> None:
-        if seq.status.is_finished and not seq.num_steps_in_flight and seq.block_table:
+        if seq.status is SequenceStatus.FINISHED and not seq.num_steps_in_flight and seq.block_table:
             self.block_manager.free(seq)

@@ -1,9 +1,9 @@
 """A sequence: one request's tokens and how far they are computed. Integers only, no torch.
 
-    WAITING ──schedule──> RUNNING ──stop token, length──> FINISHED_STOPPED, FINISHED_LENGTH
+    WAITING ──schedule──> RUNNING ──stop token, length──> FINISHED
        ^                   │  │
        └─────preempt───────┘  └──first token of a prefill-only sequence──> HELD
-    GRANTED ──commit──> RUNNING            abort: from any state ──> FINISHED_ABORTED
+    GRANTED ──commit──> RUNNING            abort: from any state ──> FINISHED
 
 GRANTED: a decode engine reserved the blocks, another engine fills them. HELD: a prefill engine has computed them and
 keeps them until another engine has them. Progress is one integer, `num_computed_tokens`: chunked prefill, prefix
@@ -36,17 +36,7 @@ class SequenceStatus(Enum):
     RUNNING = auto()
     GRANTED = auto()
     HELD = auto()
-    FINISHED_STOPPED = auto()
-    FINISHED_LENGTH = auto()
-    FINISHED_ABORTED = auto()
-
-    @property
-    def is_finished(self) -> bool:
-        return self in (
-            SequenceStatus.FINISHED_STOPPED,
-            SequenceStatus.FINISHED_LENGTH,
-            SequenceStatus.FINISHED_ABORTED,
-        )
+    FINISHED = auto()
 
 
 @dataclass(slots=True, eq=False)

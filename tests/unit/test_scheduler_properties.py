@@ -142,7 +142,7 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     @rule(request_id=consumes(requests))
     def abort(self, request_id: str) -> None:
-        was_there = not self.seqs[request_id].status.is_finished
+        was_there = self.seqs[request_id].status is not SequenceStatus.FINISHED
         assert self.scheduler.abort(request_id) == was_there
 
     @rule(request_id=requests)
