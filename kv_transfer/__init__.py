@@ -85,7 +85,7 @@ def create_sender(
 
 
 def create_endpoint(transport: str, *, pool: KVPool, identity: Identity) -> Endpoint:
-    """The receiving side of the named transport, for a `KVReceiver`, which starts and closes it.
+    """The receiving side of the named transport, for a `KVReceiver`, which closes it.
 
     Raises `ValueError` for an unknown name, `TransportMissing` where NIXL is not installed, or where nobody else can
     open the pool's memory ("ipc")."""

@@ -40,9 +40,6 @@ class GrpcEndpoint:
             )
         self._max_chunk_bytes = max(MAX_CHUNK_BYTES, pool.layout.block_bytes)
 
-    async def start(self) -> None:
-        pass
-
     def describe(self, response: pb.ConnectResponse) -> None:
         response.grpc.max_chunk_bytes = self._max_chunk_bytes
 

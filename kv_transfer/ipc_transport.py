@@ -32,9 +32,6 @@ class IpcEndpoint:
         self._endpoint = pool.describe_memory()
         self._endpoint.machine = machine()
 
-    async def start(self) -> None:
-        pass
-
     def describe(self, response: pb.ConnectResponse) -> None:
         response.ipc.CopyFrom(self._endpoint)
 

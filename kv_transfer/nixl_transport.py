@@ -33,9 +33,6 @@ class NixlEndpoint:
         self._agent = pool.start_agent(receiver_name(identity.worker_id, identity.incarnation))
         self._endpoint = self._agent.describe()
 
-    async def start(self) -> None:
-        pass
-
     def describe(self, response: pb.ConnectResponse) -> None:
         response.nixl.CopyFrom(self._endpoint)
 

@@ -78,8 +78,6 @@ class KVReceiver:
         """Begin: leases now expire. kv_address: "host:port" where senders reach this receiver, put into grants."""
         assert self._timer is None, "started twice"
         self._kv_address = kv_address
-        for endpoint in self._endpoints.values():
-            await endpoint.start()
         self._timer = asyncio.create_task(self._expire_leases(), name="kv-lease-expiry")
         self._timer.add_done_callback(_report_death)
 
