@@ -71,7 +71,7 @@ def open_channel(
     return grpc.aio.secure_channel(address, tls.credentials(), options=options)
 
 
-def open_blocking_channel(address: str, *, tls: ClientTLS | None = None) -> grpc.Channel:
+def open_blocking_channel(address: str, *, tls: ClientTLS | None) -> grpc.Channel:
     """As `open_channel`, for code without an event loop."""
     if tls is None:
         return grpc.insecure_channel(address, options=channel_options())
