@@ -137,11 +137,6 @@ class KVReceiver:
         """By id, the blocks of each grant that promises memory now, or did and may still be written to."""
         return self._table.open_grants()
 
-    @property
-    def reserved_block_ids(self) -> list[int]:
-        """Blocks of grants that are neither committed nor freed: the ledger's `num_grant`, block by block."""
-        return self._table.reserved_block_ids()
-
     # -- senders, through a servicer or a local transport --
 
     def connect(self, request: pb.ConnectRequest) -> pb.ConnectResponse:

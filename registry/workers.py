@@ -208,9 +208,6 @@ class WorkerDirectory:
         """All workers' latest records, by worker id. Not to be written to."""
         return [self._records[worker_id] for worker_id in sorted(self._records)]
 
-    def get(self, worker_id: str) -> pb.WorkerRecord | None:
-        return self._records.get(worker_id)
-
     @property
     def is_reachable(self) -> bool:
         """Whether Redis answered the last refresh. While false, `records` are what was last known."""
