@@ -57,7 +57,7 @@ def _check(ok: bool, message: str) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig:
-    """The model's shape and place. Made by `engine.model_loader.load_model_config`."""
+    """The model's shape and place. Made by `engine.model_loader.create_engine_config`."""
 
     model: str
     """As the user named it."""
