@@ -150,7 +150,7 @@ class DeviceConfig:
     uses_graphs: bool
     """Decoding steps are recorded and replayed (engine/running/decode_graphs.py)."""
     max_seq_len_to_capture: int
-    """Those over no longer contexts."""
+    """A step over a longer context is not recorded."""
 
 
 @dataclass(frozen=True, kw_only=True)

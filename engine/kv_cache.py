@@ -141,7 +141,7 @@ class RankProgram:
 
     module: str = "engine.tensor_parallel"
     connection: Connection[bytes, bytes] | None = None
-    """Its to have, beside the engine's: who starts it hands it over, and closes it here."""
+    """For that process, beside the engine's own. Whoever starts it hands this one over, and closes it here."""
 
 
 class KVMemory:

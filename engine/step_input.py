@@ -39,7 +39,7 @@ class StepInput:
     pending_rows: Integers
     """Rows of T whose tokens are pending."""
     rows_before: Integers
-    """As many: where each of these stands among what the step before sampled."""
+    """For each of them, where its token stands among those that the step before samples."""
     told_rows: Integers
     """[prompts that ask, 2] the first of a prompt's rows whose logits are looked at, and how many these are."""
     begun_blocks: Integers

@@ -130,7 +130,7 @@ class KVReceiver:
 
     @property
     def num_grants(self) -> int:
-        """That are neither committed nor freed."""
+        """How many are neither committed nor freed."""
         return self._table.num_grants
 
     def open_grants(self) -> dict[int, tuple[int, ...]]:

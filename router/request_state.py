@@ -114,7 +114,7 @@ class RequestState:
     """Of them those since a token last reached the client."""
     plan: Plan | None = None
     token_ids: list[int] = field(default_factory=list)
-    """That the client has: emitted so far, or at another router."""
+    """Those that the client has: emitted here, or by another router before."""
     num_resumed: int = 0
     """Of them those that came before this request."""
     num_cached_tokens: int = 0
@@ -312,7 +312,7 @@ class RequestState:
         return self._end(FinishReason.FINISH_REASON_ERROR, error)
 
     def _pair_of(self, worker: WorkerKey) -> Plan | None:
-        """Those between whom a transfer failed that `worker` began."""
+        """Both workers of the plan, where `worker` is the one that sends: between them a transfer has failed."""
         return self.plan if self.plan is not None and worker == self.plan.prefill else None
 
     def _on_nonsense(self, worker: WorkerKey, what: str) -> list[Action]:

@@ -57,7 +57,7 @@ class InferenceServicer(InferenceServicerBase):  # type: ignore[misc]
         self._running: dict[str, Sequences | None] = {}
         """By request id; None while the prompt is being tokenised."""
         self._names: set[str] = set()
-        """What workers call what runs."""
+        """By which workers know the answers that are being made."""
         self._to_abort: set[str] = set()
         """Of those being tokenised: aborted already."""
         self._numbers = AttemptNumbers()

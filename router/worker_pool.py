@@ -151,8 +151,8 @@ class WorkerPool:
         return self._kind
 
     def num_tokens_ahead_of(self, num_tokens: int) -> float:
-        """What a prompt of so many tokens would find before it where it would be computed soonest; beside streams it
-        is computed more slowly, which counts, too."""
+        """How many tokens a prompt of `num_tokens` would wait for where it would be computed soonest. That streams slow
+        it down there counts as tokens, too."""
         ahead = [float(h.num_queued_tokens) for h in self.usable(pb.Role.ROLE_PREFILL)]
         ahead += [
             h.num_queued_tokens + STALL_WEIGHT * h.load.num_running * num_tokens

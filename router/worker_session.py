@@ -62,7 +62,7 @@ class WorkerSession:
         self.is_lost = False
         self.lost_why = ""
         self.num_requests_lost = 0
-        """That used this session when it was lost."""
+        """How many requests used this session when it was lost."""
         self.is_our_fault = False
         """The worker ended it since it had not heard of this router for a lease."""
         self._task = asyncio.create_task(self._run(), name=f"session {record.worker_id}")

@@ -28,8 +28,8 @@ class Drafting:
         self._stats = stats
 
     def add(self, decoding: list[ScheduledSequence], budget: int) -> list[ScheduledSequence]:
-        """With at most `budget` drafts behind those for which something is found, and there is room; these come last.
-        No drafts where a prompt ends with one token, if only that is to be computed here."""
+        """`decoding`, some of them with drafts, at most `budget` in all, where some are found and there is room; these
+        come last. None behind a prompt's last token, if no more than the prompt is to be computed here."""
         if self._config is None:
             return decoding
         budget = min(budget, self._max_rows - len(decoding))
