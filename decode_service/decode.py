@@ -11,19 +11,15 @@ after it, the blocks are the engine's own.
 
 from __future__ import annotations
 
-import logging
-
 from engine.async_llm_engine import AsyncLLMEngine, EngineDeadError
 from engine.llm_engine import LLMEngine, Reservation
 from kv_transfer import Grant, InvalidTransfer, KVReceiver
 from protos import tandem_worker_pb2 as pb
-from rpc.errors import Draining, InvalidRequest, LeaseGone, RequestExists, TandemError
+from rpc.errors import Draining, InvalidRequest, LeaseGone
 from rpc.failpoints import reach
 from worker_service.generation import generate
 from worker_service.messages import sampling_params_of
 from worker_service.sessions import RouterSession, SessionHost, Stream
-
-_log = logging.getLogger(__name__)
 
 
 class DecodeRole:
@@ -48,15 +44,9 @@ class DecodeRole:
                 request, serve = command.generate, self._generate
             case _:
                 raise InvalidRequest([("command", "must be one of reserve, generate, cancel, beat")])
-        try:
-            stream = self._host.open(session, request)
-        except RequestExists as error:
-            Stream(session, request.request_id, request.attempt, "").post_failure(error, can_retry=False)
-            return
-        if self._is_draining:
-            self._refuse(stream, Draining("this decode worker is leaving"), can_retry=True)
-            return
-        self._host.spawn(self, stream, lambda: serve(stream, request))
+        refusal = Draining("this decode worker is leaving") if self._is_draining else None
+        if (stream := self._host.admit(session, request, refusal=refusal)) is not None:
+            self._host.spawn(self, stream, lambda: serve(stream, request))
 
     def on_beat(self, session: RouterSession) -> None:
         self.receiver.renew(session)
@@ -80,7 +70,7 @@ class DecodeRole:
     async def _generate(self, stream: Stream, request: pb.EngineRequest) -> None:
         await reach("decode.generate")
         if not await generate(self._engine, stream, request):
-            self._answer_busy(stream)
+            self._host.answer_busy(stream)
 
     async def _reserve(self, stream: Stream, request: pb.EngineRequest) -> None:
         def reserve(engine: LLMEngine) -> Reservation | None:
@@ -98,20 +88,12 @@ class DecodeRole:
         if not stream.is_open:
             return  # cancelled meanwhile: `cancel` has freed the reservation, as the command after ours
         if reservation is None:
-            self._answer_busy(stream)
+            self._host.answer_busy(stream)
             return
         grant = self.receiver.issue(stream.session, reservation.block_ids, reservation.num_cached_blocks)
         stream.grant_id = grant.grant_id
         self._engine_ids[grant.grant_id] = stream.engine_id
         stream.post(granted=grant)
-
-    def _answer_busy(self, stream: Stream) -> None:
-        stream.post(busy=pb.Busy())
-        self._host.close(stream)
-
-    def _refuse(self, stream: Stream, error: TandemError, *, can_retry: bool) -> None:
-        stream.post_failure(error, can_retry=can_retry)
-        self._host.close(stream)
 
     # -- what the receiver says ---------------------------------------------------------------------------------
 
@@ -131,7 +113,8 @@ class DecodeRole:
         except ValueError as error:
             self._free(engine_id)
             if stream.is_open:
-                self._refuse(stream, InvalidRequest((), f"the prefill worker's commit: {error}"), can_retry=True)
+                refusal = InvalidRequest((), f"the prefill worker's commit: {error}")
+                self._host.refuse(stream, refusal, can_retry=True)
             raise InvalidTransfer(str(error)) from error
         except (KeyError, EngineDeadError):
             return False
@@ -145,7 +128,7 @@ class DecodeRole:
             self._free(engine_id)
             stream = self._host.find(engine_id)
             if stream is not None:
-                self._refuse(stream, LeaseGone("the grant's lease has ended"), can_retry=True)
+                self._host.refuse(stream, LeaseGone("the grant's lease has ended"), can_retry=True)
 
     def _free(self, engine_id: str) -> None:
         self._engine.post(lambda engine: engine.abort(engine_id))

@@ -21,6 +21,15 @@ MODEL_IMPLS = ("auto", "tandem", "transformers")
 """Who computes a model: our decoder, transformers' code over our attention, or the first of them that can."""
 QUANTIZATIONS = ("auto", "none", "fp8", "int8")
 KV_CACHE_DTYPES = ("auto", "fp8", "fp8_e4m3")
+CHOICES = {
+    "dtype": DTYPES, "quantization": QUANTIZATIONS, "kv_cache_dtype": KV_CACHE_DTYPES, "load_format": LOAD_FORMATS,
+    "model_impl": MODEL_IMPLS, "attention_backend": ATTENTION_BACKENDS,
+}  # fmt: skip
+"""By field of `EngineArgs`."""
+LEAST = {
+    "num_kv_blocks": 0, "max_num_seqs": 1, "max_num_batched_tokens": 1, "prefill_chunk_tokens": 0,
+    "prefill_batch_tokens": 0,
+}  # fmt: skip
 MAX_RANKS = 64
 MAX_THREADS = 1024
 """What keeps threads together has a word for each on a stack, and a system has few enough for all its processes."""
@@ -48,7 +57,7 @@ def _check(ok: bool, message: str) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig:
-    """The model's shape and place. Made by `engine.model_loader.load_model_config`."""
+    """The model's shape and place. Made by `engine.model_loader.create_engine_config`."""
 
     model: str
     """As the user named it."""
@@ -141,7 +150,7 @@ class DeviceConfig:
     uses_graphs: bool
     """Decoding steps are recorded and replayed (engine/running/decode_graphs.py)."""
     max_seq_len_to_capture: int
-    """Those over no longer contexts."""
+    """A step over a longer context is not recorded."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -310,23 +319,12 @@ class EngineArgs:
         for each in fields(self):
             _check_type(each.name, str(each.type), getattr(self, each.name))
         _check(bool(self.model), "model must not be empty")
-        _check(self.dtype in DTYPES, f"dtype must be one of {', '.join(DTYPES)}, is {self.dtype!r}")
-        _check(
-            self.quantization in QUANTIZATIONS,
-            f"quantization must be one of {', '.join(QUANTIZATIONS)}, is {self.quantization!r}",
-        )
-        _check(
-            self.kv_cache_dtype in KV_CACHE_DTYPES,
-            f"kv_cache_dtype must be one of {', '.join(KV_CACHE_DTYPES)}, is {self.kv_cache_dtype!r}",
-        )
-        _check(
-            self.load_format in LOAD_FORMATS,
-            f"load_format must be one of {', '.join(LOAD_FORMATS)}, is {self.load_format!r}",
-        )
-        _check(
-            self.model_impl in MODEL_IMPLS,
-            f"model_impl must be one of {', '.join(MODEL_IMPLS)}, is {self.model_impl!r}",
-        )
+        for name, choices in CHOICES.items():
+            chosen = getattr(self, name)
+            _check(chosen in choices, f"{name} must be one of {', '.join(choices)}, is {chosen!r}")
+        for name, least in LEAST.items():
+            number = getattr(self, name)
+            _check(number >= least, f"{name} must be at least {least}, is {number}")
         _check(
             self.max_model_len == 0 or self.max_model_len >= 2,
             f"max_model_len must be at least 2 (a prompt and an answer of one token), or 0, is {self.max_model_len}",
@@ -344,8 +342,9 @@ class EngineArgs:
             1 <= self.tensor_parallel_size <= MAX_RANKS,
             f"tensor_parallel_size must be in [1, {MAX_RANKS}], is {self.tensor_parallel_size}",
         )
-        parse_lora_modules(self.lora_modules)
-        _check(self.num_kv_blocks >= 0, f"num_kv_blocks must be at least 0, is {self.num_kv_blocks}")
+        _check(
+            0 <= self.num_threads <= MAX_THREADS, f"num_threads must be in [0, {MAX_THREADS}], is {self.num_threads}"
+        )
         _check(
             0 <= self.kv_cache_gib < float("inf"),
             f"kv_cache_gib must be at least 0 and finite, is {self.kv_cache_gib}",
@@ -354,21 +353,10 @@ class EngineArgs:
             0 < self.gpu_memory_utilization <= 1,
             f"gpu_memory_utilization must be in (0, 1], is {self.gpu_memory_utilization}",
         )
-        _check(self.max_num_seqs >= 1, f"max_num_seqs must be at least 1, is {self.max_num_seqs}")
-        _check(
-            self.max_num_batched_tokens >= 1,
-            f"max_num_batched_tokens must be at least 1, is {self.max_num_batched_tokens}",
-        )
         _check(
             self.max_num_batched_tokens >= self.max_num_seqs,
             f"max_num_batched_tokens must be at least max_num_seqs={self.max_num_seqs}, so that every running sequence "
             f"gets its token in every step, is {self.max_num_batched_tokens}",
-        )
-        _check(
-            self.prefill_chunk_tokens >= 0, f"prefill_chunk_tokens must be at least 0, is {self.prefill_chunk_tokens}"
-        )
-        _check(
-            self.prefill_batch_tokens >= 0, f"prefill_batch_tokens must be at least 0, is {self.prefill_batch_tokens}"
         )
         _check(0 <= self.max_itl_ms <= 3.6e6, f"max_itl_ms must be in [0, 3600000], is {self.max_itl_ms}")
         _check(
@@ -376,11 +364,5 @@ class EngineArgs:
             f"max_seq_len_to_capture must be at least 1, is {self.max_seq_len_to_capture}; for no CUDA graphs at all "
             "there is enforce_eager",
         )
+        parse_lora_modules(self.lora_modules)
         SpeculativeConfig.parse(self.speculative_config)
-        _check(
-            0 <= self.num_threads <= MAX_THREADS, f"num_threads must be in [0, {MAX_THREADS}], is {self.num_threads}"
-        )
-        _check(
-            self.attention_backend in ATTENTION_BACKENDS,
-            f"attention_backend must be one of {', '.join(ATTENTION_BACKENDS)}, is {self.attention_backend!r}",
-        )

@@ -141,7 +141,7 @@ class RankProgram:
 
     module: str = "engine.tensor_parallel"
     connection: Connection[bytes, bytes] | None = None
-    """Its to have, beside the engine's: who starts it hands it over, and closes it here."""
+    """For that process, beside the engine's own. Whoever starts it hands this one over, and closes it here."""
 
 
 class KVMemory:
@@ -178,15 +178,6 @@ def rounded_for_pool(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 def as_movable(pool: torch.Tensor) -> torch.Tensor:
     """The same memory in a type that torch can copy, fill and index everywhere: bytes, where it holds 8-bit floats."""
     return pool.view(torch.uint8) if pool.dtype == torch.float8_e4m3fn else pool
-
-
-def copy_blocks(pool: torch.Tensor, pairs: npt.ArrayLike) -> None:
-    """Copy, in all layers, each pair's first block over its second. All are read before any is written.
-    `pairs`: [pairs, 2] integers."""
-    sources, destinations = np.array(pairs, dtype=np.int64).T.copy()
-    pool = as_movable(pool)
-    copied = pool.index_select(1, to_device(sources, pool.device))
-    pool.index_copy_(1, to_device(destinations, pool.device), copied)
 
 
 def clear_blocks(pool: torch.Tensor, block_ids: npt.ArrayLike) -> None:

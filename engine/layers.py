@@ -83,12 +83,12 @@ class HeadProducts:
         """Write them to `out_TNO`. Either may be a part of a larger tensor."""
         torch.bmm(x_TNK.transpose(0, 1), self._weight_NKO, out=out_TNO.transpose(0, 1))
 
-    def of_shared(self, x_TK: torch.Tensor, out_NTO: torch.Tensor, heads: slice = slice(None)) -> None:
+    def of_shared(self, x_TK: torch.Tensor, out_NTO: torch.Tensor, heads: slice) -> None:
         """Of inputs that all `heads` share. What comes out lies head by head."""
         weight = self._weight_NKO[heads]
         torch.bmm(x_TK.expand(len(weight), -1, -1), weight, out=out_NTO)
 
-    def back_of_shared(self, x_TO: torch.Tensor, out_NTK: torch.Tensor, heads: slice = slice(None)) -> None:
+    def back_of_shared(self, x_TO: torch.Tensor, out_NTK: torch.Tensor, heads: slice) -> None:
         """The same with `weight[n].T`."""
         weight = self._weight_NKO[heads]
         torch.bmm(x_TO.expand(len(weight), -1, -1), weight.mT, out=out_NTK)

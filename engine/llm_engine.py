@@ -9,8 +9,8 @@ Owns the scheduler, the block manager and the executor. Does not own a thread: w
 everything else from that same thread (see `engine.async_llm_engine`).
 
 Three ways in: `add_request` (prefill and decode here), `add_prefill` (compute the prompt and one token, then hold the
-KV for another engine), `reserve` + `commit` (decode what another engine prefilled). Three ways out: a finished
-output, `release` of what was held, `abort` from anywhere.
+KV for another engine), `reserve` + `commit` (decode what another engine prefilled). Two ways out: a finished output,
+and `abort` from anywhere, which also frees what was held.
 """
 
 from __future__ import annotations
@@ -138,7 +138,7 @@ class LLMEngine:
         lora_name: str = "",
         num_receiver_blocks: int = 0,
     ) -> None:
-        """Queue a request to be prefilled here; after its first token its blocks are held until `release`.
+        """Queue a request to be prefilled here; after its first token its blocks are held until `abort`.
 
         `num_receiver_blocks` leading blocks are not offered to `on_layer_written`: the receiver has them.
         """
@@ -179,13 +179,8 @@ class LLMEngine:
     # -- ways out -----------------------------------------------------------------------------------------------
 
     def hold(self, request_id: str) -> None:
-        """Stop computing a prefill-only request, but keep its blocks until `release`: a transfer may read them."""
+        """Stop computing a prefill-only request, but keep its blocks until `abort`: a transfer may read them."""
         self._scheduler.hold(request_id)
-
-    def release(self, request_id: str) -> None:
-        """Free the blocks of a held request. Raises `KeyError` if it is not held."""
-        self._scheduler.release(request_id)
-        self._live.discard(request_id)
 
     def abort(self, request_id: str) -> bool:
         """End a request in whatever state and free its blocks. False if it is unknown or ended before."""
@@ -195,8 +190,8 @@ class LLMEngine:
     # -- one step -----------------------------------------------------------------------------------------------
 
     def step(self) -> list[RequestOutput]:
-        """Launch a batch, and take in the tokens of the one launched before it; or of this very one, where nothing runs
-        ahead. Returns new tokens: none where nothing could be launched, or only the first of a row has been."""
+        """Launch a step, then wait for one and return its new tokens: with `async_scheduling` for the step launched
+        before, so that the first of a row returns none; else for this one."""
         earlier, self._in_flight = self._in_flight, self._launch()
         if earlier is None and not self.config.scheduler.async_scheduling:
             earlier, self._in_flight = self._in_flight, None

@@ -56,7 +56,7 @@ class RequestOutput:
     grammar_error: str = ""
     """Why it could not, with `FinishReason.ERROR`. Empty: it was not that."""
     held_block_ids: tuple[int, ...] = ()
-    """Of a prefill-only request: the blocks of its tokens, kept until released."""
+    """Of a prefill-only request: the blocks of its tokens, kept until it is aborted."""
 
     @property
     def is_finished(self) -> bool:

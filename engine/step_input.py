@@ -23,14 +23,12 @@ from engine.attention import StepLayout
 from engine.scheduling.sequence import PENDING_TOKEN, SchedulerOutput
 
 Integers = NDArray[np.int64]
-_NUM_ARRAYS = 13
+_NUM_ARRAYS = 12
 _HAS_ONE_AXIS = -1
 
 
 @dataclass(frozen=True, slots=True)
 class StepInput:
-    """Where T is 0, blocks are copied and nothing is computed."""
-
     token_ids: Integers
     """[T] PENDING_TOKEN where the step before samples it, and only the device knows."""
     positions: Integers
@@ -41,13 +39,11 @@ class StepInput:
     pending_rows: Integers
     """Rows of T whose tokens are pending."""
     rows_before: Integers
-    """As many: where each of these stands among what the step before sampled."""
+    """For each of them, where its token stands among those that the step before samples."""
     told_rows: Integers
     """[prompts that ask, 2] the first of a prompt's rows whose logits are looked at, and how many these are."""
     begun_blocks: Integers
     """Blocks that this step begins to fill and leaves partly empty."""
-    blocks_to_copy: Integers
-    """[pairs, 2] see `SchedulerOutput`"""
     adapter_ids: Integers
     """[T] the adapter that computes each, 0 where none does; [0] where none computes any."""
     has_exports: bool
@@ -89,7 +85,6 @@ class StepInput:
             rows_before=_integers(rows_before),
             told_rows=_integers(told_rows).reshape(-1, 2),
             begun_blocks=_integers(begun_blocks),
-            blocks_to_copy=_integers(output.blocks_to_copy).reshape(-1, 2),
             adapter_ids=np.repeat(lora_ids, query_lens) if lora_ids.any() else lora_ids[:0],
             has_exports=bool(output.exports),
         )
@@ -115,9 +110,9 @@ class StepInput:
             start = end
         query_lens, context_lens, tables, slots, token_ids, positions, *lists = arrays
         layout = StepLayout(query_lens, context_lens, tables, slots, num_decodes)
-        sampled, pending, before, told, begun, copied, adapters = lists
+        sampled, pending, before, told, begun, adapters = lists
         return StepInput(
-            token_ids, positions, layout, sampled, pending, before, told, begun, copied, adapters, bool(has_exports)
+            token_ids, positions, layout, sampled, pending, before, told, begun, adapters, bool(has_exports)
         )
 
     def _arrays(self) -> tuple[Integers, ...]:
@@ -126,7 +121,7 @@ class StepInput:
         return (
             layout.query_lens, layout.context_lens, layout.block_tables, layout.slot_mapping,
             self.token_ids, self.positions, self.sample_rows, self.pending_rows, self.rows_before, self.told_rows,
-            self.begun_blocks, self.blocks_to_copy, self.adapter_ids,
+            self.begun_blocks, self.adapter_ids,
         )  # fmt: skip
 
 

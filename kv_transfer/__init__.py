@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from kv_transfer.base import PROTOCOL_VERSION, Endpoint, Identity, Transport
+from kv_transfer.control_link import OpenChannel, open_plain_channel
 from kv_transfer.errors import (
     STATUS_OF,
     CorruptTransfer,
@@ -20,7 +21,7 @@ from kv_transfer.errors import (
     TransportMissing,
 )
 from kv_transfer.grants import Grant, GrantCounters, GrantTable
-from kv_transfer.grpc_transport import GrpcEndpoint, GrpcTransport, OpenChannel, open_plain_channel
+from kv_transfer.grpc_transport import GrpcEndpoint, GrpcTransport
 from kv_transfer.host_pool import HostPool
 from kv_transfer.ipc_transport import IpcEndpoint, IpcTransport
 from kv_transfer.layout import KVLayout
@@ -84,7 +85,7 @@ def create_sender(
 
 
 def create_endpoint(transport: str, *, pool: KVPool, identity: Identity) -> Endpoint:
-    """The receiving side of the named transport, for a `KVReceiver`, which starts and closes it.
+    """The receiving side of the named transport, for a `KVReceiver`, which closes it.
 
     Raises `ValueError` for an unknown name, `TransportMissing` where NIXL is not installed, or where nobody else can
     open the pool's memory ("ipc")."""

@@ -13,7 +13,7 @@
 
     decode service                 KVReceiver (receiver.py)          Endpoint (one per transport served)
     --------------                 ------------------------          -----------------------------------
-    start(kv_address), close() ->  expiry timer                      Endpoint.start, close
+    start(kv_address), close() ->  expiry timer                      Endpoint.close
     issue, renew, revoke,      ->  GrantTable (grants.py)            Endpoint.describe at every Connect
       drop_owner                                                     Endpoint.enter_push, leave_push (one-sided)
 
@@ -119,8 +119,6 @@ class Endpoint(Protocol):
 
     name: str
     is_one_sided: bool
-
-    async def start(self) -> None: ...
 
     def describe(self, response: pb.ConnectResponse) -> None:
         """Fill in `response.endpoint`."""

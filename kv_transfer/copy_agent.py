@@ -24,8 +24,8 @@ import numpy as np
 
 from kv_transfer.base import MAX_BYTES_IN_FLIGHT
 from kv_transfer.errors import PeerUnreachable, TransferError
-from kv_transfer.one_sided import Transfer
 from kv_transfer.pool import Copying, KVPool, PeerPool, Rows
+from kv_transfer.transfer import Transfer
 
 logger = logging.getLogger(__name__)
 
@@ -79,8 +79,8 @@ class CopyAgent:
         self._calls.put(lambda: self._release(opening))
 
     def post(self, transfer: Transfer) -> None:
-        """Its `remote` is an `OpenedPool`. Never blocks. What was begun is not given up here: a copy takes
-        microseconds, of a device that hangs the engine's own process hears, and NIXL's agents give up what is late."""
+        """Its `remote` is an `OpenedPool`. Never blocks. What has begun is not given up here: a host's copy takes
+        microseconds, a device that hangs ends the engine's process, and NIXL's agents give up what is late."""
         self._calls.put(lambda: self._take(transfer))
 
     def close(self) -> None:

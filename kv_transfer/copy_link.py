@@ -12,9 +12,9 @@ from concurrent.futures import Future
 import grpc
 
 from kv_transfer.base import BlockWriter
+from kv_transfer.control_link import ControlLink
 from kv_transfer.copy_agent import CopyAgent, OpenedPool
 from kv_transfer.errors import PeerUnreachable
-from kv_transfer.grpc_transport import ControlLink
 from kv_transfer.one_sided import OneSidedWriter
 from kv_transfer.pool import KVPool, PeerPool
 from protos import tandem_kv_transfer_pb2 as pb

@@ -160,7 +160,7 @@ class GrantTable:
 
     @property
     def num_grants(self) -> int:
-        """That are neither committed nor freed."""
+        """How many are neither committed nor freed."""
         return len(self._entries)
 
     def renew(self, owner: Hashable, now_s: float) -> None:

@@ -14,32 +14,16 @@ import grpc
 from grpc.aio import Metadata
 
 from kv_transfer.base import GONE, MAX_CHUNK_BYTES, BlockWriter, Link
-from kv_transfer.errors import GrantGone, InvalidTransfer, PeerUnreachable, errors_of_peer, readable
+from kv_transfer.control_link import ControlLink, OpenChannel
+from kv_transfer.errors import GrantGone, InvalidTransfer, errors_of_peer, readable
 from kv_transfer.pool import KVPool
 from protos import tandem_kv_transfer_pb2 as pb
-from protos import tandem_kv_transfer_pb2_grpc as pb_grpc
 
-OpenChannel = Callable[[str], grpc.aio.Channel]
-"""address -> a channel, which the link closes. Its keepalive is what notices a dead peer."""
 OpenPush = Callable[[], "grpc.aio.StreamUnaryCall[bytes, pb.PushSummary]"]
 """Opens a Push stream that takes serialised messages."""
 _DATA_TAG = bytes([pb.PushChunk.DATA_FIELD_NUMBER << 3 | 2])
 MAX_BLOCK_MESSAGE_BYTES = 12 << 20
 """A block of one layer must fit one message."""
-
-
-def open_plain_channel(address: str) -> grpc.aio.Channel:
-    """A channel without TLS, with keepalive, for whoever brings none of their own."""
-    options = [
-        ("grpc.max_send_message_length", 16 << 20),
-        ("grpc.keepalive_time_ms", 10_000),
-        ("grpc.keepalive_timeout_ms", 5_000),
-        ("grpc.http2.max_pings_without_data", 0),
-        ("grpc.enable_http_proxy", 0),
-        ("grpc.enable_retries", 0),
-        ("grpc.use_local_subchannel_pool", 1),
-    ]
-    return grpc.aio.insecure_channel(address, options=options)
 
 
 class GrpcEndpoint:
@@ -55,9 +39,6 @@ class GrpcEndpoint:
                 f"not {pool.layout.block_bytes}"
             )
         self._max_chunk_bytes = max(MAX_CHUNK_BYTES, pool.layout.block_bytes)
-
-    async def start(self) -> None:
-        pass
 
     def describe(self, response: pb.ConnectResponse) -> None:
         response.grpc.max_chunk_bytes = self._max_chunk_bytes
@@ -77,7 +58,7 @@ class GrpcTransport:
 
     name = "grpc"
 
-    def __init__(self, pool: KVPool, open_channel: OpenChannel = open_plain_channel) -> None:
+    def __init__(self, pool: KVPool, open_channel: OpenChannel) -> None:
         self._pool = pool
         self._open_channel = open_channel
 
@@ -86,47 +67,6 @@ class GrpcTransport:
 
     async def close(self) -> None:
         pass
-
-
-class ControlLink:
-    """Connect, Commit and Abandon over a channel: what links of several transports have in common."""
-
-    is_broken = False
-    num_blocks = 0
-
-    def __init__(self, channel: grpc.aio.Channel) -> None:
-        self._channel = channel
-        self.stub = pb_grpc.KVTransferStub(channel)
-
-    async def connect(self, request: pb.ConnectRequest, timeout_s: float) -> pb.ConnectResponse:
-        with errors_of_peer():
-            # Fails at once where nobody listens: the caller has other receivers.
-            response: pb.ConnectResponse | None = await self.stub.Connect(request, timeout=timeout_s)
-        return readable(response)
-
-    async def commit(self, request: pb.CommitRequest) -> pb.CommitResponse:
-        with errors_of_peer():
-            response: pb.CommitResponse | None = await self.stub.Commit(request)
-        return readable(response)
-
-    async def wait_connected(self, timeout_s: float) -> None:
-        try:
-            async with asyncio.timeout(timeout_s):
-                with errors_of_peer():
-                    await self._channel.channel_ready()
-        except TimeoutError:
-            raise PeerUnreachable(f"no connection for {timeout_s:g} s") from None
-
-    async def lost(self) -> None:
-        while (state := self._channel.get_state()) is grpc.ChannelConnectivity.READY:
-            await self._channel.wait_for_state_change(state)
-
-    async def abandon(self, request: pb.AbandonRequest, timeout_s: float) -> None:
-        with errors_of_peer():
-            await self.stub.Abandon(request, timeout=timeout_s, wait_for_ready=True)
-
-    async def close(self) -> None:
-        await self._channel.close()
 
 
 class GrpcLink(ControlLink):

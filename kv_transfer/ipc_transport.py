@@ -11,10 +11,10 @@ from functools import partial
 from pathlib import Path
 
 from kv_transfer.base import Link
+from kv_transfer.control_link import OpenChannel
 from kv_transfer.copy_agent import CopyAgent
 from kv_transfer.copy_link import CopyLink
 from kv_transfer.errors import IncompatiblePeer, InvalidTransfer, TransportMissing
-from kv_transfer.grpc_transport import OpenChannel
 from kv_transfer.layout import KVLayout
 from kv_transfer.pool import KVPool
 from protos import tandem_kv_transfer_pb2 as pb
@@ -31,9 +31,6 @@ class IpcEndpoint:
     def __init__(self, pool: KVPool) -> None:
         self._endpoint = pool.describe_memory()
         self._endpoint.machine = machine()
-
-    async def start(self) -> None:
-        pass
 
     def describe(self, response: pb.ConnectResponse) -> None:
         response.ipc.CopyFrom(self._endpoint)

@@ -76,6 +76,13 @@ class KVLayout:
         pairs = [(name, getattr(self, name), getattr(other, name)) for name in names]
         return [f"{name}: {ours!r} != {theirs!r}" for name, ours, theirs in pairs if ours != theirs]
 
+    def differences_from_peer(self, message: pb.KVLayout) -> list[str]:
+        """The same of the layout that a peer has sent, which may be none."""
+        try:
+            return self.differences(KVLayout.from_proto(message))
+        except ValueError as error:
+            return [f"layout: {error}"]
+
     def to_proto(self) -> pb.KVLayout:
         return pb.KVLayout(**{f.name: getattr(self, f.name) for f in fields(self)})
 

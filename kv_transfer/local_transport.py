@@ -22,9 +22,6 @@ class LocalEndpoint:
     name = "local"
     is_one_sided = False
 
-    async def start(self) -> None:
-        pass
-
     def describe(self, response: pb.ConnectResponse) -> None:
         response.grpc.max_chunk_bytes = 0
 

@@ -31,8 +31,8 @@ import numpy as np
 
 from kv_transfer.base import MAX_BYTES_IN_FLIGHT
 from kv_transfer.errors import PeerUnreachable, TransferError, TransportMissing
-from kv_transfer.one_sided import Transfer
 from kv_transfer.pool import Copying, KVPool, PeerPool, Rows
+from kv_transfer.transfer import Transfer
 from protos import tandem_kv_transfer_pb2 as pb
 
 logger = logging.getLogger(__name__)
@@ -148,26 +148,24 @@ class NixlAgent:
     # -- on the agent's thread --
 
     def _run(self) -> None:
-        while True:
-            try:
-                call = self._calls.get(timeout=self._patience_s())
-            except queue.Empty:
-                pass
-            else:
-                if call is None:
-                    return
-                call()
-                while not self._calls.empty():
-                    call = self._calls.get()
-                    if call is None:
-                        return
-                    call()
+        while self._run_calls():
             try:
                 self._progress()
             except Exception as error:
                 # Nobody waits for this thread; those who wait for transfers get the error.
                 logger.exception("NIXL made no progress")
                 self._fail_all(PeerUnreachable(f"NIXL made no progress: {error}"))
+
+    def _run_calls(self) -> bool:
+        """Run all that are queued; wait for one if nothing else is to be done. False: the last one has come."""
+        try:
+            call = self._calls.get(timeout=self._patience_s())
+            while call is not None:
+                call()
+                call = self._calls.get_nowait()
+        except queue.Empty:
+            return True
+        return False
 
     def _patience_s(self) -> float | None:
         if self._in_flight or self._waiting:

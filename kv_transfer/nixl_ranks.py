@@ -16,10 +16,10 @@ from functools import partial
 import grpc
 
 from kv_transfer.base import Identity, Link
+from kv_transfer.control_link import OpenChannel
 from kv_transfer.copy_agent import CopyAgent
 from kv_transfer.copy_link import CopyLink
 from kv_transfer.errors import InvalidTransfer
-from kv_transfer.grpc_transport import OpenChannel
 from kv_transfer.layout import KVLayout
 from kv_transfer.nixl_transport import check_memory, receiver_name, sender_name
 from kv_transfer.pool import KVPool, PoolAgent

@@ -11,8 +11,8 @@ import asyncio
 import grpc
 
 from kv_transfer.base import MAX_AGENT_METADATA_BYTES, BlockWriter, Identity, Link
+from kv_transfer.control_link import ControlLink, OpenChannel
 from kv_transfer.errors import InvalidTransfer
-from kv_transfer.grpc_transport import ControlLink, OpenChannel
 from kv_transfer.layout import KVLayout
 from kv_transfer.nixl_agent import NixlAgent, RemotePool
 from kv_transfer.one_sided import OneSidedWriter
@@ -32,9 +32,6 @@ class NixlEndpoint:
     def __init__(self, pool: KVPool, identity: Identity) -> None:
         self._agent = pool.start_agent(receiver_name(identity.worker_id, identity.incarnation))
         self._endpoint = self._agent.describe()
-
-    async def start(self) -> None:
-        pass
 
     def describe(self, response: pb.ConnectResponse) -> None:
         response.nixl.CopyFrom(self._endpoint)

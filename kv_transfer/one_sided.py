@@ -9,7 +9,7 @@ attached, stops when its stream breaks, and says that it is done only when nothi
 
 A process that stands still (stopped, swapped out) hears of nothing, and finds its writes where it left them when it
 goes on, while the receiver frees the blocks one lease after the stream broke. So a push beats on the event loop, and
-whose last beat is three quarters of a lease ago writes no more, whatever it knows of its stream: by its own clock.
+writes no more once its last beat is three quarters of a lease ago by its own clock, whatever it knows of its stream.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ import asyncio
 import math
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from typing import Any, Protocol
 
 import grpc
 
 from kv_transfer.base import ATTACHED
+from kv_transfer.control_link import ControlLink
 from kv_transfer.errors import InvalidTransfer, PeerUnreachable, TransferError, errors_of_peer
-from kv_transfer.grpc_transport import ControlLink
 from kv_transfer.pool import KVPool
+from kv_transfer.transfer import Transfer
 from protos import tandem_kv_transfer_pb2 as pb
 
 MAX_TRANSFER_BYTES = {"DRAM": 4 << 20, "VRAM": 64 << 20}
@@ -35,29 +35,6 @@ MAX_TRANSFER_BYTES = {"DRAM": 4 << 20, "VRAM": 64 << 20}
 STANDSTILL = 0.75
 """Part of a lease without a beat after which a push is over. The rest is for writes that were begun just before."""
 BEATS_PER_LEASE = 8
-
-
-@dataclass(slots=True, eq=False)
-class Transfer:
-    """Writes of blocks of one layer."""
-
-    remote: Any
-    """A peer's pool, as the transport knows it."""
-    layer: int
-    src_block_ids: Sequence[int]
-    dst_block_ids: Sequence[int]
-    is_cancelled: Callable[[], bool]
-    """Asked before the writes begin; true: nobody wants them any more, and they must not be made."""
-    late_at_s: Callable[[], float]
-    """Asked while the writes are made: from when on, by `time.monotonic`, the blocks may be somebody else's, so that no
-    more may be written. Asked again it may be later, but only as long as it has not passed."""
-    on_end: Callable[[TransferError | None], None]
-    """To be called once, on any thread, when all is written, or nothing will be any more."""
-    patience_s: float
-    """How long it may be under way before it is given up, by a transport that can."""
-
-    def is_late(self) -> bool:
-        return time.monotonic() > self.late_at_s()
 
 
 class Writer(Protocol):

@@ -76,11 +76,6 @@ class KVPool(ABC):
         self.layout = layout
         self.base_address = base_address
 
-    def address(self, layer: int, block_id: int) -> int:
-        """Where block `block_id` of `layer` begins, in a pool with a `base_address`."""
-        assert self.base_address is not None
-        return self.base_address + (layer * self.layout.num_blocks + block_id) * self.layout.block_bytes
-
     @abstractmethod
     def describe_memory(self) -> pb.IpcEndpoint:
         """How another process of this machine opens this memory; its `machine` is left to the caller.

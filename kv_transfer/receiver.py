@@ -22,7 +22,6 @@ import numpy as np
 from kv_transfer.base import MAX_LEASE_MS, PROTOCOL_VERSION, Endpoint, Identity
 from kv_transfer.errors import GrantGone, IncompatiblePeer, InvalidTransfer
 from kv_transfer.grants import CommitResult, CommitStart, Grant, GrantCounters, GrantTable, Verdict
-from kv_transfer.layout import KVLayout
 from kv_transfer.pool import Digests, KVPool
 from prefix_hash.compat import compat_difference
 from protos import tandem_kv_transfer_pb2 as pb
@@ -79,8 +78,6 @@ class KVReceiver:
         """Begin: leases now expire. kv_address: "host:port" where senders reach this receiver, put into grants."""
         assert self._timer is None, "started twice"
         self._kv_address = kv_address
-        for endpoint in self._endpoints.values():
-            await endpoint.start()
         self._timer = asyncio.create_task(self._expire_leases(), name="kv-lease-expiry")
         self._timer.add_done_callback(_report_death)
 
@@ -133,17 +130,12 @@ class KVReceiver:
 
     @property
     def num_grants(self) -> int:
-        """That are neither committed nor freed."""
+        """How many are neither committed nor freed."""
         return self._table.num_grants
 
     def open_grants(self) -> dict[int, tuple[int, ...]]:
         """By id, the blocks of each grant that promises memory now, or did and may still be written to."""
         return self._table.open_grants()
-
-    @property
-    def reserved_block_ids(self) -> list[int]:
-        """Blocks of grants that are neither committed nor freed: the ledger's `num_grant`, block by block."""
-        return self._table.reserved_block_ids()
 
     # -- senders, through a servicer or a local transport --
 
@@ -268,10 +260,7 @@ class KVReceiver:
             problems.append(f"protocol_version: {PROTOCOL_VERSION} != {request.protocol_version}")
         if difference := compat_difference(self.identity.compat_digest, request.compat_digest):
             problems.append(difference)
-        try:
-            problems += self.pool.layout.differences(KVLayout.from_proto(request.layout))
-        except ValueError as error:
-            problems.append(f"layout: {error}")
+        problems += self.pool.layout.differences_from_peer(request.layout)
         if request.transport not in self._endpoints:
             problems.append(f"transport: {', '.join(self._endpoints)} is served, not {request.transport[:40]!r}")
         return problems

@@ -27,7 +27,6 @@ from kv_transfer.errors import (
     PeerUnreachable,
     TransferError,
 )
-from kv_transfer.layout import KVLayout
 from kv_transfer.links import KeptLink, Links
 from kv_transfer.pool import Digests, KVPool
 from prefix_hash.compat import compat_difference
@@ -125,10 +124,7 @@ class KVSender:
         problems = []
         if difference := compat_difference(self.identity.compat_digest, response.compat_digest):
             problems.append(difference)
-        try:
-            problems += self.pool.layout.differences(KVLayout.from_proto(response.layout))
-        except ValueError as error:
-            problems.append(f"layout: {error}")
+        problems += self.pool.layout.differences_from_peer(response.layout)
         if problems:
             raise IncompatiblePeer(f"worker {grant.worker_id} at {grant.kv_address}: {'; '.join(problems)}")
 

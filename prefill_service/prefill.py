@@ -16,7 +16,6 @@ released in one place, `_let_go`.
 from __future__ import annotations
 
 import asyncio
-import logging
 
 from engine.async_llm_engine import AsyncLLMEngine
 from engine.scheduling.sequence import BlockExport
@@ -24,13 +23,11 @@ from kv_transfer import STATUS_OF, KVSender, Push, TransferError
 from protos import tandem_worker_pb2 as pb
 from protos.tandem_inference_pb2 import KVTransferStats
 from protos.tandem_kv_transfer_pb2 import Grant
-from rpc.errors import Draining, InvalidRequest, RequestExists, error_of_code
+from rpc.errors import Draining, InvalidRequest, error_of_code
 from rpc.failpoints import reach
 from worker_service.generation import generate
 from worker_service.messages import sampling_params_of
 from worker_service.sessions import RouterSession, SessionHost, Stream
-
-_log = logging.getLogger(__name__)
 
 
 class PrefillRole:
@@ -61,14 +58,8 @@ class PrefillRole:
         if kind not in ("prefill", "generate"):
             raise InvalidRequest([("command", "must be one of prefill, generate, cancel, beat")])
         request = command.prefill.request if kind == "prefill" else command.generate
-        try:
-            stream = self._host.open(session, request)
-        except RequestExists as error:
-            Stream(session, request.request_id, request.attempt, "").post_failure(error, can_retry=False)
-            return
-        if self._is_draining:
-            stream.post_failure(Draining("this prefill worker is leaving"), can_retry=True)
-            self._host.close(stream)
+        refusal = Draining("this prefill worker is leaving") if self._is_draining else None
+        if (stream := self._host.admit(session, request, refusal=refusal)) is None:
             return
         if kind == "generate":
             self._host.spawn(self, stream, lambda: self._generate(stream, request))
@@ -100,8 +91,7 @@ class PrefillRole:
     async def _generate(self, stream: Stream, request: pb.EngineRequest) -> None:
         await reach("prefill.generate")
         if not self._take(stream, request) or not await generate(self._engine, stream, request):
-            stream.post(busy=pb.Busy())
-            self._host.close(stream)
+            self._host.answer_busy(stream)
 
     def _take(self, stream: Stream, request: pb.EngineRequest) -> bool:
         """Whether there is room for one more answer up to its end, beside the prompts of others. One always may."""

@@ -14,8 +14,18 @@ from redis.exceptions import RedisError
 REDIS_FAILURES = (RedisError, OSError, TimeoutError)
 """What a call raises while Redis is away, slow or not itself. All of it heals by trying again."""
 
+REDIS_TIMEOUT_S = 1.0
+DEFAULT_TTL_MS = 6_000
+"""What a worker has written expires so long after its last beat."""
+DEFAULT_BEAT_MS = 2_000
 MIN_RETRY_S = 0.1
 MAX_RETRY_S = 2.0
+
+
+def check_beat(ttl_ms: int, beat_ms: int) -> None:
+    """Raises `ValueError` where one lost beat would let expire what is written."""
+    if beat_ms < 1 or ttl_ms < 2 * beat_ms:
+        raise ValueError(f"ttl_ms must be at least twice beat_ms, are {ttl_ms} and {beat_ms}")
 
 
 def open_redis(url: str, *, timeout_s: float, max_connections: int = 4) -> Redis:

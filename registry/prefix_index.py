@@ -25,19 +25,26 @@ from collections.abc import Awaitable, Callable, Iterable, Sequence
 from itertools import islice
 from typing import Protocol
 
-from registry.connection import REDIS_FAILURES, Outage, open_redis, wait_for, watch_task
+from registry.connection import (
+    DEFAULT_BEAT_MS,
+    DEFAULT_TTL_MS,
+    REDIS_FAILURES,
+    REDIS_TIMEOUT_S,
+    Outage,
+    check_beat,
+    open_redis,
+    wait_for,
+    watch_task,
+)
 from registry.keys import Keys
 
 logger = logging.getLogger(__name__)
 
 HASH_BYTES = 16
-DEFAULT_TTL_MS = 6_000
-DEFAULT_BEAT_MS = 2_000
 DEFAULT_FLUSH_MS = 20
 MAX_PENDING = 65_536
 MAX_BATCH = 2_048
 """Hashes in one command: keeps a command short for the others that share the server."""
-REDIS_TIMEOUT_S = 1.0
 MAX_CONCURRENT_LOOKUPS = 16
 LOOKUP_TIMEOUT_S = 0.05
 LOOKUP_RETRY_S = 0.5
@@ -109,8 +116,7 @@ class PrefixReporter:
         sends events and snapshots over the same ordered path. At most one batch is sent per `flush_ms`.
         Raises `ValueError` for a bad URL or name.
         """
-        if beat_ms < 1 or ttl_ms < 2 * beat_ms:
-            raise ValueError(f"ttl_ms must be at least twice beat_ms, are {ttl_ms} and {beat_ms}")
+        check_beat(ttl_ms, beat_ms)
         keys = Keys(namespace)
         self._set_key = keys.prefix(worker_id, incarnation)
         self._seq_key = keys.prefix_seq(worker_id, incarnation)

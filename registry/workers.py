@@ -25,15 +25,22 @@ from google.protobuf.message import DecodeError
 from redis.exceptions import WatchError
 
 from protos import tandem_worker_pb2 as pb
-from registry.connection import REDIS_FAILURES, Outage, open_redis, wait_for, watch_task
+from registry.connection import (
+    DEFAULT_BEAT_MS,
+    DEFAULT_TTL_MS,
+    REDIS_FAILURES,
+    REDIS_TIMEOUT_S,
+    Outage,
+    check_beat,
+    open_redis,
+    wait_for,
+    watch_task,
+)
 from registry.keys import Keys, check_name
 
 logger = logging.getLogger(__name__)
 
-DEFAULT_TTL_MS = 6_000
-DEFAULT_BEAT_MS = 2_000
 DEFAULT_REFRESH_MS = 500
-REDIS_TIMEOUT_S = 1.0
 MAX_RECORD_BYTES = 64 * 1024
 
 # The ids of all workers, with their records (or the length of one that is too long to be one). Ids whose record has
@@ -76,8 +83,7 @@ class WorkerRegistration:
 
         Raises `ValueError` for a bad URL or name, or a ttl that one lost beat would outlive.
         """
-        if beat_ms < 1 or ttl_ms < 2 * beat_ms:
-            raise ValueError(f"ttl_ms must be at least twice beat_ms, are {ttl_ms} and {beat_ms}")
+        check_beat(ttl_ms, beat_ms)
         self._keys = Keys(namespace)
         self._key = self._keys.worker(worker_id)
         self._worker_id = worker_id
@@ -201,9 +207,6 @@ class WorkerDirectory:
     def records(self) -> list[pb.WorkerRecord]:
         """All workers' latest records, by worker id. Not to be written to."""
         return [self._records[worker_id] for worker_id in sorted(self._records)]
-
-    def get(self, worker_id: str) -> pb.WorkerRecord | None:
-        return self._records.get(worker_id)
 
     @property
     def is_reachable(self) -> bool:

@@ -49,7 +49,7 @@ class FadingLine:
     _last_s: float = 0.0
 
     def add(self, num_tokens: float, seconds: float, now_s: float, *, expected_s: float | None = None) -> None:
-        """`expected_s`: as long as nothing else is known. None: nothing is."""
+        """`expected_s`: what was expected, for as long as the line knows too little to say so itself. None: nothing."""
         if self._num >= MIN_KNOWN:
             expected_s = self.at(num_tokens)
         if expected_s is not None:

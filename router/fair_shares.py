@@ -63,7 +63,7 @@ class Share(Generic[Item]):
 
     @property
     def key(self) -> tuple[int, int]:
-        """By what it is compared with others, while it waits. Never becomes less."""
+        """While it waits: of all shares the one with the smallest key goes first. A key only grows."""
         turn, _ = next(iter(self.waiting.values()))
         return self.counter, turn
 

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from protos import tandem_inference_pb2 as inference_pb
 from router.account import Account
 from router.answer_messages import AnswerMessages
+from router.asked_answer import AskedAnswer
 from router.deadline import Deadline
 from router.forecast import Forecast
 from router.metrics import RouterMetrics
@@ -44,10 +45,8 @@ from router.request_events import (
 )
 from router.request_state import AttemptNumbers, Phase, RequestState
 from router.retry_budget import RetryBudget
-from router.text.detokenizer import IncrementalDetokenizer
-from router.text.reasoning import AnswerReader
 from router.timings import timings_of
-from router.validation.resumption import NOTHING, Resumption, kind_name
+from router.validation.resumption import kind_name
 from router.worker_commands import WorkerCommands
 from router.worker_handle import TakenRoom
 from router.worker_pool import WorkerPool
@@ -80,88 +79,60 @@ class Lifecycle:
     def __init__(
         self,
         cluster: Cluster,
+        asked: AskedAnswer,
         *,
-        request_id: str,
-        prompt_token_ids: list[int],
-        sampling_params: inference_pb.SamplingParams,
-        grammar: str = "",
-        cache_salt: str = "",
-        lora_name: str = "",
-        fairness_id: str = "",
-        detokenizer: IncrementalDetokenizer,
-        reader: AnswerReader | None = None,
-        arrived_s: float,
-        deadline_s: float | None = None,
         numbers: AttemptNumbers | None = None,
-        name: str = "",
-        sequence: int = 0,
-        num_answers: int = 1,
         after: Lifecycle | None = None,
-        resumption: Resumption = NOTHING,
     ) -> None:
-        """`grammar`: what came of structured_outputs. `fairness_id`: its client. `deadline_s`: when the client's time
-        is up, on this process' monotonic clock. `numbers`: those that all requests of the router share, where ids come
-        from clients and may come again. `name`: what workers call it, where that is not the request's id.
-        `num_answers`: that begin with this one. `after`: the first of the answers to this prompt, where this is answer
-        `sequence`, not to be run before that one is prefilled. `resumption`: where it begins, and `detokenizer` and
-        `reader` are."""
-        self.name = name or request_id
+        """`numbers`: those that all requests of the router share, where ids come from clients and may come again.
+        `after`: the first answer to the same prompt, where this one is to run once that one is prefilled."""
+        self.name = asked.name
         """To workers."""
+        self._asked = asked
         self._after = after
         self._cluster = cluster
-        self._prompt_token_ids = prompt_token_ids
-        self._sampling_params = sampling_params
-        self._cache_salt = cache_salt
-        self._lora_name = lora_name
-        self._fairness_id = fairness_id
         self._share: ClientShare | None = None
         """Of its client, while it runs."""
         self._messages = AnswerMessages(
-            request_id=request_id,
-            sequence=sequence,
-            prompt_token_ids=prompt_token_ids,
-            detokenizer=detokenizer,
-            reader=reader,
-            num_tokens=len(resumption.token_ids),
-            tells_prompt=sampling_params.HasField("prompt_logprobs"),
+            request_id=asked.request_id,
+            sequence=asked.sequence,
+            prompt_token_ids=asked.prompt_token_ids,
+            detokenizer=asked.detokenizer,
+            reader=asked.reader,
+            num_tokens=len(asked.resumption.token_ids),
+            tells_prompt=asked.sampling_params.HasField("prompt_logprobs"),
         )
-        self._resumption = resumption
         self._state = RequestState(
             MAX_ATTEMPTS,
             cluster.budget,
             numbers or AttemptNumbers(),
-            wants_logprobs=sampling_params.HasField("logprobs"),
-            num_prompt_logprobs=len(prompt_token_ids) - 1 if sampling_params.HasField("prompt_logprobs") else 0,
-            token_ids=list(resumption.token_ids),
-            num_resumed=len(resumption.token_ids),
+            wants_logprobs=asked.sampling_params.HasField("logprobs"),
+            num_prompt_logprobs=asked.num_prompt_logprobs,
+            token_ids=list(asked.resumption.token_ids),
+            num_resumed=len(asked.resumption.token_ids),
         )
         self._events: asyncio.Queue[Event] = asyncio.Queue()
-        self._commands = WorkerCommands(
-            cluster.pool,
-            self._events.put_nowait,
-            name=self.name,
-            prompt_token_ids=prompt_token_ids,
-            sampling_params=sampling_params,
-            grammar=grammar,
-            cache_salt=cache_salt,
-            lora_name=lora_name,
-        )
+        self._commands = WorkerCommands(cluster.pool, self._events.put_nowait, asked)
         self._waiting: asyncio.Task[None] | None = None
         self._last_plan: Plan | None = None
-        self._compat_digest = resumption.compat_digest
+        self._compat_digest = asked.resumption.compat_digest
         """Of the decode worker of the last plan."""
         self.room: TakenRoom | None = None
         """Of the running attempt."""
         self._num_failures = 0
-        """That have been counted."""
+        """Those of the state's that are logged and counted."""
         self._deadline = Deadline(
-            deadline_s, cluster.forecast, sampling_params, len(prompt_token_ids), num_answers=num_answers
+            asked.deadline_s,
+            cluster.forecast,
+            asked.sampling_params,
+            len(asked.prompt_token_ids),
+            num_answers=asked.num_answers,
         )
         self._cached: dict[WorkerKey, int] = {}
         """Leading blocks of the prompt that workers have, as the index said."""
-        self._begun_s = arrived_s
+        self._begun_s = asked.arrived_s
         """Since when it waits for workers."""
-        self._account = Account(cluster.forecast, cluster.pool.costs, cluster.metrics, arrived_s)
+        self._account = Account(cluster.forecast, cluster.pool.costs, cluster.metrics, asked.arrived_s)
 
     def stop(self, stopped: Stopped) -> None:
         """End the request from outside: Abort."""
@@ -169,17 +140,17 @@ class Lifecycle:
 
     async def run(self) -> AsyncGenerator[inference_pb.GenerateResponse, None]:
         """The messages of the answer, the last with usage and timings. Raises the error that ended it."""
-        if self._resumption.finish_reason:
-            yield self._last_response(self._resumption.finish_reason)
+        if self._asked.resumption.finish_reason:
+            yield self._last_response(self._asked.resumption.finish_reason)
             return
         if self._after is None:
             self._deadline.refuse_if_late(
-                self._cluster.queue.num_tokens_before(self._sampling_params.priority, self._fairness_id),
-                self._cluster.pool.num_tokens_ahead_of(len(self._prompt_token_ids)),
+                self._cluster.queue.num_tokens_before(self._asked.sampling_params.priority, self._asked.fairness_id),
+                self._cluster.pool.num_tokens_ahead_of(len(self._asked.prompt_token_ids)),
             )
         self._begun_s = time.monotonic()
         self._cluster.forecast.num_running += 1
-        self._share = self._cluster.queue.enter(self._sampling_params.priority, self._fairness_id)
+        self._share = self._cluster.queue.enter(self._asked.sampling_params.priority, self._asked.fairness_id)
         try:
             actions = self._state.start()
             while True:
@@ -193,12 +164,12 @@ class Lifecycle:
             self._leave()
 
     def shared_prefix(self) -> SharedPrefix | None:
-        """What the decode worker has in use of the prompt: for others with the same one, who would hear of it from the
-        prefix index a moment later, or not at all. None where it has ended, or the worker keeps no prefixes."""
+        """The part of the prompt that the decode worker has in use, for other answers to it: the prefix index would
+        tell them a moment later, or not at all. None where this one has ended, or the worker keeps no prefixes."""
         handle = None if self._last_plan is None else self._cluster.pool.get(self._last_plan.decode)
         if handle is None or handle.record.keeps_no_prefixes or self._state.phase is Phase.DONE:
             return None
-        num_blocks = (len(self._prompt_token_ids) - 1) // handle.record.model.block_size
+        num_blocks = (len(self._asked.prompt_token_ids) - 1) // handle.record.model.block_size
         return SharedPrefix(handle.key, num_blocks, num_blocks * handle.record.model.block_size)
 
     # -- doing what the state decides ---------------------------------------------------------------------------
@@ -235,7 +206,7 @@ class Lifecycle:
         return responses
 
     def _wind_up(self, actions: list[Action]) -> None:
-        """What there is to do for an attempt that is over, though the request may be, too."""
+        """Those of `actions` that an attempt leaves to be done, even where the request has ended with it."""
         for action in actions:
             match action:
                 case SendCancel(worker, attempt):
@@ -256,14 +227,16 @@ class Lifecycle:
         self._waiting = asyncio.create_task(self._wait_for_plan(action))
 
     async def _wait_for_plan(self, action: EnterQueue) -> None:
-        token_ids = self._prompt_token_ids + self._state.token_ids
+        token_ids = self._asked.prompt_token_ids + self._state.token_ids
         forecast, queue = self._cluster.forecast, self._cluster.queue
         try:
             shared = None
             if self._state.num_prompt_logprobs and not self._state.token_ids:
                 self._cached = {}  # all of it will be computed
             elif self._after is None:
-                self._cached = await self._cluster.prefixes.longest_match(token_ids, self._cache_salt, self._lora_name)
+                self._cached = await self._cluster.prefixes.longest_match(
+                    token_ids, self._asked.cache_salt, self._asked.lora_name
+                )
             elif (shared := self._after.shared_prefix()) is not None:
                 self._cached = self._after._cached | {shared.worker: shared.num_blocks}
             else:
@@ -281,8 +254,8 @@ class Lifecycle:
             )
             self.room = await queue.wait_for_plan(
                 request,
-                priority=self._sampling_params.priority,
-                fairness_id=self._fairness_id,
+                priority=self._asked.sampling_params.priority,
+                fairness_id=self._asked.fairness_id,
                 is_admitted=self._after is not None,
                 give_up_s=None if self._state.token_ids else self._deadline.give_up_s(),
             )
@@ -312,12 +285,12 @@ class Lifecycle:
         return event
 
     def _is_better_off_without(self, worker: WorkerKey) -> bool:
-        """Whether the worker still stands still, and somebody else can compute the request. Where nobody can, it waits:
-        the worker may go on. It is told of the stall again with each beat."""
+        """Whether the worker still stands still, and somebody else can compute the request. Where nobody can, the
+        request waits for the worker to go on; it hears of the stall again with each beat."""
         return self._cluster.pool.is_stalled(worker) and self._cluster.pool.is_anybody_usable_for(self._needs())
 
     def _note(self, said: WorkerSaid) -> None:
-        """What workers' room and the account have to know: nothing here decides what happens to the request."""
+        """Pass it on to the room taken on workers and to the account: here nothing is decided of the request."""
         plan, room = self._state.plan, self.room
         if plan is None or room is None or said.event.attempt != self._state.attempt:
             return  # of an attempt that is over
@@ -372,7 +345,7 @@ class Lifecycle:
             transfer=self._state.transfer,
         )
         # Where it began in the middle, more than the prompt may have been.
-        num_cached_tokens = min(self._state.num_cached_tokens, len(self._prompt_token_ids))
+        num_cached_tokens = min(self._state.num_cached_tokens, len(self._asked.prompt_token_ids))
         return self._messages.last(finish_reason, num_cached_tokens=num_cached_tokens, timings=timings)
 
 

@@ -162,7 +162,7 @@ def _stay(
 ) -> Plan | None:
     """The prefill worker that keeps the request, and decodes, too: one that has nothing to do just now.
 
-    Half of its pool is for what it is there for; so it sees to by itself, as answers grow, and is busy beyond.
+    Half of its pool is kept for prompts. It says Busy beyond that itself, since it knows what answers may grow to.
     """
     if not decode:
         return None

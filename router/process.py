@@ -36,8 +36,8 @@ from router.text.tokenizer import Tokenizer
 from router.text.tool_formats import AUTO
 from router.tokenizer_servicer import TokenizerServicer
 from router.worker_pool import WorkerPool
-from rpc.entrypoint import METRICS_FLAG, announce
-from rpc.http import HttpServer, metrics_app
+from rpc.entrypoint import announce
+from rpc.http import HttpServer, show_metrics
 from rpc.server import Server
 
 _log = logging.getLogger(__name__)
@@ -149,10 +149,7 @@ class Router:
 
     async def start(self) -> None:
         await self._directory.start()
-        if self._metrics_listen:
-            self._metrics_server = HttpServer(metrics_app(self._metrics.registry))
-            metrics_address = self._metrics_server.start(self._metrics_listen, flag=METRICS_FLAG)
-            _log.info("metrics", extra={"url": f"http://{metrics_address}/metrics"})
+        self._metrics_server = show_metrics(self._metrics.registry, self._metrics_listen)
         address = await self._server.start()
         self._server.set_serving(TOKENIZER_SERVICE, True)
         self._server.set_serving(CLUSTER_SERVICE, True)

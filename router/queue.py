@@ -73,7 +73,7 @@ class QueuedRequest:
 
     @property
     def num_own_tokens(self) -> int:
-        """What the queue counts."""
+        """Of those to be prefilled, without what another answer to the prompt has in use: what the queue counts."""
         return self.num_tokens - (self.shared.num_tokens if self.shared is not None else 0)
 
     def num_shared_blocks(self, worker: WorkerKey) -> int:
@@ -101,9 +101,9 @@ class RequestQueue:
         self._choose = choose
         self._has_workers = has_workers
         self._shares: dict[int, FairShares[QueuedRequest]] = {}
-        """By priority, of those of which something has entered."""
+        """By priority, for each at which a request has entered and not left."""
         self._priorities: list[int] = []
-        """At which somebody waits, in order."""
+        """Those at which somebody waits, in order."""
         self._num_waiting = 0
         self.num_tokens = 0
 
@@ -112,7 +112,7 @@ class RequestQueue:
 
     @property
     def num_clients(self) -> int:
-        """Whose counters are kept because something of theirs has entered, once for each priority."""
+        """How many have requests that entered and have not left, each client once for every priority."""
         return sum(shares.num_open_clients for shares in self._shares.values())
 
     def num_tokens_before(self, priority: int, fairness_id: str = "") -> int:

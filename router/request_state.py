@@ -100,9 +100,9 @@ class RequestState:
     numbers: AttemptNumbers = field(default_factory=AttemptNumbers)
     """Those of the router."""
     wants_logprobs: bool = False
-    """Whether each token comes with its own."""
+    """Whether each token must come with its own."""
     num_prompt_logprobs: int = 0
-    """That come with the answer's first token."""
+    """How many must come with the answer's first token."""
     phase: Phase = Phase.QUEUED
     attempt: int = 0
     """Number of the running attempt; 0 before the first."""
@@ -111,10 +111,10 @@ class RequestState:
     last_failure: str = ""
     """Why the last of them failed."""
     num_futile: int = 0
-    """Of them the last ones in a row that brought the client no token."""
+    """Of them those since a token last reached the client."""
     plan: Plan | None = None
     token_ids: list[int] = field(default_factory=list)
-    """That the client has: emitted so far, or at another router."""
+    """Those that the client has: emitted here, or by another router before."""
     num_resumed: int = 0
     """Of them those that came before this request."""
     num_cached_tokens: int = 0
@@ -128,7 +128,7 @@ class RequestState:
     """While SETTLING."""
     _avoid: frozenset[WorkerKey] = frozenset()
     _has_left_stalled: bool = False
-    """A worker that stood still, and has brought the client nothing since."""
+    """Whether it has left a worker that stood still, and no token has reached the client since."""
 
     def start(self) -> list[Action]:
         return [EnterQueue(is_return=False)]
@@ -312,7 +312,7 @@ class RequestState:
         return self._end(FinishReason.FINISH_REASON_ERROR, error)
 
     def _pair_of(self, worker: WorkerKey) -> Plan | None:
-        """Those between whom a transfer failed that `worker` began."""
+        """Both workers of the plan, where `worker` is the one that sends: between them a transfer has failed."""
         return self.plan if self.plan is not None and worker == self.plan.prefill else None
 
     def _on_nonsense(self, worker: WorkerKey, what: str) -> list[Action]:

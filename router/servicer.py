@@ -17,6 +17,7 @@ import grpc
 
 from protos import tandem_inference_pb2 as pb
 from protos.tandem_inference_pb2_grpc import InferenceServicer as InferenceServicerBase
+from router.asked_answer import AskedAnswer
 from router.lifecycle import Cluster, Lifecycle, require_worker
 from router.metrics import RouterMetrics
 from router.model_info import ModelInfo
@@ -26,7 +27,7 @@ from router.sequences import Sequences, names_at_workers, params_of_sequence
 from router.served_model import ServedModel, Texts
 from router.text.detokenizer import IncrementalDetokenizer, StopStrings
 from router.text.harmony import Harmony
-from router.text.reasoning import NO_REASONING, AnswerReader, Reasoning, reasoning_of
+from router.text.reasoning import AnswerReader, Reasoning, reasoning_of
 from router.text.tool_calls import call_id
 from router.validation.grammar_checker import GrammarChecker
 from router.validation.request import (
@@ -56,7 +57,7 @@ class InferenceServicer(InferenceServicerBase):  # type: ignore[misc]
         self._running: dict[str, Sequences | None] = {}
         """By request id; None while the prompt is being tokenised."""
         self._names: set[str] = set()
-        """What workers call what runs."""
+        """By which workers know the answers that are being made."""
         self._to_abort: set[str] = set()
         """Of those being tokenised: aborted already."""
         self._numbers = AttemptNumbers()
@@ -174,13 +175,11 @@ class InferenceServicer(InferenceServicerBase):  # type: ignore[misc]
             ids = partial(call_id, own.seed, prompt_token_ids, is_short=asked.has_short_ids)
             calls = asked.reader(ids, has_form=bool(grammar))
             reader = reasoning.reader(calls)
-            lifecycle = Lifecycle(
-                self._cluster,
+            asked_answer = AskedAnswer(
                 request_id=validated.request_id,
                 name=names[index],
                 sequence=index,
                 num_answers=1 if lifecycles else len(validated.open_sequences),
-                after=lifecycles[0] if lifecycles else None,
                 prompt_token_ids=prompt_token_ids,
                 sampling_params=own,
                 grammar=grammar,
@@ -194,9 +193,9 @@ class InferenceServicer(InferenceServicerBase):  # type: ignore[misc]
                 ),
                 arrived_s=arrived_s,
                 deadline_s=deadline_s,
-                numbers=self._numbers,
             )
-            lifecycles.append(lifecycle)
+            after = lifecycles[0] if lifecycles else None
+            lifecycles.append(Lifecycle(self._cluster, asked_answer, numbers=self._numbers, after=after))
         sequences = Sequences(lifecycles, is_streaming=validated.is_streaming)
         self._running[validated.request_id] = sequences
         if validated.request_id in self._to_abort:
@@ -220,7 +219,7 @@ class InferenceServicer(InferenceServicerBase):  # type: ignore[misc]
         model: ModelInfo,
         stops: StopStrings,
         asked: AskedTools,
-        reasoning: Reasoning | Harmony = NO_REASONING,
+        reasoning: Reasoning | Harmony,
     ) -> IncrementalDetokenizer:
         return IncrementalDetokenizer(
             self._texts.tokenizer,

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from protos import tandem_inference_pb2 as inference_pb
 from protos import tandem_worker_pb2 as pb
 from protos.tandem_kv_transfer_pb2 import Grant
+from router.asked_answer import AskedAnswer
 from router.needs import Needs
 from router.request_events import WorkerKey, WorkerLost
 from router.worker_pool import WorkerPool
@@ -23,29 +23,17 @@ _ROUTERS_OWN = ("stop", "n", "structured_outputs", "priority")
 class WorkerCommands:
     """Of one request. Attempts follow one another, each with a number and the tokens that exist before it."""
 
-    def __init__(
-        self,
-        pool: WorkerPool,
-        inbox: Inbox,
-        *,
-        name: str,
-        prompt_token_ids: list[int],
-        sampling_params: inference_pb.SamplingParams,
-        grammar: str,
-        cache_salt: str,
-        lora_name: str,
-    ) -> None:
-        """`name`: what workers call the request. `grammar`: what came of structured_outputs."""
-        self.name = name
+    def __init__(self, pool: WorkerPool, inbox: Inbox, asked: AskedAnswer) -> None:
+        self.name = asked.name
         self._pool = pool
         self._inbox = inbox
         self._request = pb.EngineRequest(
-            request_id=name,
-            prompt_token_ids=prompt_token_ids,
-            sampling_params=sampling_params,
-            grammar=grammar,
-            cache_salt=cache_salt,
-            lora_name=lora_name,
+            request_id=asked.name,
+            prompt_token_ids=asked.prompt_token_ids,
+            sampling_params=asked.sampling_params,
+            grammar=asked.grammar,
+            cache_salt=asked.cache_salt,
+            lora_name=asked.lora_name,
         )
         for field in _ROUTERS_OWN:
             self._request.sampling_params.ClearField(field)

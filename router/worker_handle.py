@@ -117,7 +117,8 @@ class TakenRoom:
         on_end: Callable[[TakenRoom], None] = lambda _: None,
     ) -> None:
         """`num_tokens`: of the prompt, of which whoever computes it has `num_cached_tokens` already. `num_blocks_held`:
-        of the prompt's, that the decode worker has; `num_blocks_shared`: of these, in use by others all along."""
+        how many blocks of it the decode worker has. `num_blocks_shared`: those of them that another answer keeps in
+        use, so that they take no room."""
         is_stay = decode.record.role == pb.Role.ROLE_PREFILL
         self.plan = Plan(decode.key, prefill.key if prefill else None, is_stay=is_stay)
         self.num_tokens = num_tokens

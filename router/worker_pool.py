@@ -29,7 +29,8 @@ import asyncio
 import logging
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Coroutine, Iterable
+from typing import Any
 
 from prefix_hash.compat import compat_difference
 from protos import tandem_worker_pb2 as pb
@@ -150,8 +151,8 @@ class WorkerPool:
         return self._kind
 
     def num_tokens_ahead_of(self, num_tokens: int) -> float:
-        """What a prompt of so many tokens would find before it where it would be computed soonest; beside streams it
-        is computed more slowly, which counts, too."""
+        """How many tokens a prompt of `num_tokens` would wait for where it would be computed soonest. That streams slow
+        it down there counts as tokens, too."""
         ahead = [float(h.num_queued_tokens) for h in self.usable(pb.Role.ROLE_PREFILL)]
         ahead += [
             h.num_queued_tokens + STALL_WEIGHT * h.load.num_running * num_tokens
@@ -184,9 +185,7 @@ class WorkerPool:
         for task in self._tasks:
             task.cancel()
         for handle in self._handles.values():
-            if handle.session is not None:
-                await handle.session.close()
-            await handle.channel.close()
+            await self._close_handle(handle)
 
     # -- planning -----------------------------------------------------------------------------------------------
 
@@ -270,12 +269,17 @@ class WorkerPool:
                 _log.info("worker readmitted" if isinstance(who, WorkerKey) else "pair readmitted", extra=_extra(who))
 
     def note_fault(self, who: WorkerKey | Plan, room: TakenRoom) -> None:
-        """The attempt that `room` was taken for failed, by the own fault of the worker, or of the pair. From one that
-        is going: no news."""
+        """The attempt that `room` was taken for failed, and that is the fault of the worker, or of the pair. A worker
+        that is leaving may fail: that is not counted."""
         handles = [self._handles.get(key) for key in _keys_of(who)]
         if all(handle is not None and not handle.is_going for handle in handles):
             for trial in _trials_on(who, room):
                 self._log_ejection(who, trial.fail(self._now_s()))
+
+    def _count_failure(self, handle: WorkerHandle) -> None:
+        """Of the worker itself, whatever it was doing."""
+        pause_s = self._ejections.count_failure(handle.record.worker_id, self._now_s())
+        self._log_ejection(handle.key, pause_s)
 
     def _log_ejection(self, who: WorkerKey | Plan, pause_s: float | None) -> None:
         if pause_s is not None:
@@ -311,8 +315,7 @@ class WorkerPool:
         assert handle.session is not None
         if is_news and handle.session.num_requests and not handle.is_going:
             _log.warning("worker stands still", extra={"worker": handle.record.worker_id})
-            pause_s = self._ejections.count_failure(handle.record.worker_id, self._now_s())
-            self._log_ejection(handle.key, pause_s)
+            self._count_failure(handle)
         handle.session.tell_stalled()
 
     def _on_session_lost(self, handle: WorkerHandle) -> None:
@@ -323,12 +326,9 @@ class WorkerPool:
             _log.warning("session lost", extra={"worker": handle.record.worker_id, "why": handle.session.lost_why})
         handle.num_lost += 1
         if handle.session.num_requests_lost and not handle.session.is_our_fault and not handle.is_going:
-            pause_s = self._ejections.count_failure(handle.record.worker_id, self._now_s())
-            self._log_ejection(handle.key, pause_s)
+            self._count_failure(handle)
         if self._handles.get(handle.key) is handle:
-            task = asyncio.create_task(self._reconnect(handle))
-            self._tasks.add(task)
-            task.add_done_callback(self._tasks.discard)
+            self._spawn(self._reconnect(handle))
         self._on_change()
 
     async def _reconnect(self, handle: WorkerHandle) -> None:
@@ -345,9 +345,12 @@ class WorkerPool:
         if handle.is_leaving and is_idle and self._handles.get(handle.key) is handle:
             del self._handles[handle.key]
             self.costs.forget(handle.key)
-            task = asyncio.create_task(self._close_handle(handle))
-            self._tasks.add(task)
-            task.add_done_callback(self._tasks.discard)
+            self._spawn(self._close_handle(handle))
+
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
 
     async def _close_handle(self, handle: WorkerHandle) -> None:
         if handle.session is not None:

@@ -14,7 +14,6 @@ itself, and finds a lease gone and the worker's messages still unread, does not 
 from __future__ import annotations
 
 import asyncio
-import logging
 from collections.abc import AsyncIterator, Callable
 from typing import Any, TypeAlias
 
@@ -25,8 +24,6 @@ from protos.tandem_inference_pb2 import FinishReason
 from protos.tandem_worker_pb2_grpc import DecodeStub, PrefillStub
 from router.request_events import Event, WorkerKey, WorkerLost, WorkerSaid, WorkerStalled
 from rpc.session import BEATS_PER_LEASE, PROTOCOL_VERSION
-
-_log = logging.getLogger(__name__)
 
 _FINISH_REASONS = frozenset(FinishReason.values())
 
@@ -65,7 +62,7 @@ class WorkerSession:
         self.is_lost = False
         self.lost_why = ""
         self.num_requests_lost = 0
-        """That used this session when it was lost."""
+        """How many requests used this session when it was lost."""
         self.is_our_fault = False
         """The worker ended it since it had not heard of this router for a lease."""
         self._task = asyncio.create_task(self._run(), name=f"session {record.worker_id}")

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
-
 import grpc
 
 from rpc.tls import ClientTLS
@@ -73,14 +71,8 @@ def open_channel(
     return grpc.aio.secure_channel(address, tls.credentials(), options=options)
 
 
-def open_blocking_channel(address: str, *, tls: ClientTLS | None = None) -> grpc.Channel:
+def open_blocking_channel(address: str, *, tls: ClientTLS | None) -> grpc.Channel:
     """As `open_channel`, for code without an event loop."""
     if tls is None:
         return grpc.insecure_channel(address, options=channel_options())
     return grpc.secure_channel(address, tls.credentials(), options=channel_options(connect_ms=TLS_CONNECT_MS))
-
-
-async def wait_ready(channel: grpc.aio.Channel, timeout_s: float) -> None:
-    """Until `channel` is connected. Raises `TimeoutError` after `timeout_s` seconds."""
-    async with asyncio.timeout(timeout_s):
-        await channel.channel_ready()

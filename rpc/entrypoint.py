@@ -32,8 +32,6 @@ from rpc.tls import SslArgs
 T = TypeVar("T")
 Function = TypeVar("Function", bound=Callable[..., Any])
 
-METRICS_FLAG = "--metrics-listen (tandem up: --metrics-port)"
-"""In messages: where `ServiceArgs.metrics_listen` comes from."""
 LOG_LEVELS = ("debug", "info", "warning", "error")
 logger = logging.getLogger(__name__)
 

@@ -21,6 +21,10 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 from rpc.server import CannotListen, split_address
 from rpc.tls import ServerTLS
 
+_log = logging.getLogger(__name__)
+
+METRICS_FLAG = "--metrics-listen (tandem up: --metrics-port)"
+"""In messages: where `ServiceArgs.metrics_listen` comes from."""
 MAX_HEAD_BYTES = 64 * 1024
 """Of a request's line and headers: whoever sends more is refused, before anybody looks at it."""
 READ_BYTES = 256 * 1024
@@ -128,6 +132,16 @@ class HttpServer:
         self._config.timeout_graceful_shutdown = max(1, round(grace_s))
         self._server.end()
         await self.wait_ended()
+
+
+def show_metrics(registry: CollectorRegistry, listen: str) -> HttpServer | None:
+    """Serve `registry` at `listen`, unless that is empty. The caller closes the server. Raises `CannotListen`."""
+    if not listen:
+        return None
+    server = HttpServer(metrics_app(registry))
+    address = server.start(listen, flag=METRICS_FLAG)
+    _log.info("metrics", extra={"url": f"http://{address}/metrics"})
+    return server
 
 
 def metrics_app(registry: CollectorRegistry) -> Any:

@@ -52,11 +52,6 @@ class Server:
         )
         self._health = health.HealthServicer()
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
-        self._is_draining = False
-
-    @property
-    def is_draining(self) -> bool:
-        return self._is_draining
 
     def add(self, add_servicer: Callable[[Any, Any], None], servicer: object, service_name: str) -> None:
         """Serve `servicer` (`add_servicer`: the generated add_XServicer_to_server), not ready until `set_serving`.
@@ -92,17 +87,12 @@ class Server:
 
     def enter_drain(self) -> None:
         """Readiness NOT_SERVING for good; RPCs are still accepted. Repeating it is harmless."""
-        self._is_draining = True
         self._health.enter_drain()
 
     async def drain(self, grace_s: float) -> None:
         """Refuse new RPCs, wait for the running ones, cancel what still runs after `grace_s` seconds."""
         self.enter_drain()
         await self._server.stop(grace_s)
-
-    async def wait_closed(self) -> None:
-        """Until `drain` has ended, whoever called it."""
-        await self._server.wait_for_termination()
 
 
 def _options(max_message_bytes: int, ping_timeout_ms: int | None) -> list[tuple[str, int]]:

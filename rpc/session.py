@@ -36,75 +36,56 @@ BEATS_PER_LEASE = 4
 MAX_NAME_LENGTH = 256
 """Characters in the name of a router or a request: names are kept, logged and sent back."""
 
+MAX_EVENTS_PER_MESSAGE = 1024
+
 Command = TypeVar("Command", pb.PrefillCommand, pb.DecodeCommand)
 
 
 class EventOutbox:
     """Events of one session on their way to its router. Loop-thread only; one reader.
 
-    Unbounded, since an event may not be lost and its number is bounded by the tokens of the session's requests; what is
-    waiting is counted in `num_pending`. A slow reader gets fewer, larger messages.
+    Unbounded, since an event may not be lost and there are only as many as the session's requests have tokens. A slow
+    reader gets fewer, larger messages.
     """
 
-    def __init__(self, load: Callable[[], pb.WorkerLoad] | None = None, *, max_events_per_message: int = 1024) -> None:
+    def __init__(self, load: Callable[[], pb.WorkerLoad]) -> None:
         """`load` gives the newest load, which goes into every message."""
-        if max_events_per_message < 1:
-            raise ValueError(f"max_events_per_message must be at least 1, is {max_events_per_message}")
         self._load = load
-        self._max_events_per_message = max_events_per_message
         self._pending: deque[pb.WorkerEvent] = deque()
         self._news = asyncio.Event()
         """Set while a message is due: events are pending, a load was asked for, or the outbox is closed."""
-        self._is_closed = False
-        self.num_posted = 0
-        """Events, ever."""
-        self.num_messages = 0
-        """Messages taken by the reader, ever."""
-
-    @property
-    def num_pending(self) -> int:
-        """Events not yet taken by the reader."""
-        return len(self._pending)
-
-    @property
-    def is_closed(self) -> bool:
-        return self._is_closed
+        self.is_closed = False
 
     def post(self, events: Iterable[pb.WorkerEvent] = ()) -> None:
         """Send the events of one engine step, after all that were posted before. None at all: send the load alone.
 
         After `close` they are dropped: the session they belong to has ended.
         """
-        if self._is_closed:
+        if self.is_closed:
             return
-        num_before = len(self._pending)
         self._pending.extend(events)
-        self.num_posted += len(self._pending) - num_before
         self._news.set()
 
     def close(self) -> None:
         """Take no more events; `messages` ends when those pending are sent. Repeating it is harmless."""
-        self._is_closed = True
+        self.is_closed = True
         self._news.set()
 
     async def messages(self) -> AsyncIterator[pb.WorkerEvents]:
-        """Messages of everything pending, each of at most `max_events_per_message`, until closed and empty."""
+        """Messages of everything pending, each of at most `MAX_EVENTS_PER_MESSAGE`, until closed and empty."""
         while True:
             await self._news.wait()
-            if self._is_closed and not self._pending:
+            if self.is_closed and not self._pending:
                 return
             yield self._take()
 
     def _take(self) -> pb.WorkerEvents:
-        num_events = min(len(self._pending), self._max_events_per_message)
-        message = pb.WorkerEvents(events=islice(self._pending, num_events))
+        num_events = min(len(self._pending), MAX_EVENTS_PER_MESSAGE)
+        message = pb.WorkerEvents(events=islice(self._pending, num_events), load=self._load())
         for _ in range(num_events):
             self._pending.popleft()
-        if self._load is not None:
-            message.load.CopyFrom(self._load())
-        if not self._pending and not self._is_closed:
+        if not self._pending and not self.is_closed:
             self._news.clear()
-        self.num_messages += 1
         return message
 
 

@@ -17,7 +17,8 @@ if TYPE_CHECKING:
     from engine.sampling_params import SamplingParams
     from rpc.tls import ClientTLS
     from tandem.answer import Answer, StreamBroken
-    from tandem.client import AsyncClient, Client, ClientClosed
+    from tandem.client import AsyncClient, Client
+    from tandem.client_base import ClientClosed
     from tandem.cluster import Cluster, ClusterError
     from tandem.cluster_args import ClusterArgs
     from tandem.llm import LLM, CompletionOutput, Logprob, LoRARequest, RequestOutput
@@ -34,7 +35,7 @@ _HOME = {
     "AsyncClient": "tandem.client",
     "ClientTLS": "rpc.tls",
     "Client": "tandem.client",
-    "ClientClosed": "tandem.client",
+    "ClientClosed": "tandem.client_base",
     "Cluster": "tandem.cluster",
     "ClusterArgs": "tandem.cluster_args",
     "ClusterError": "tandem.cluster",

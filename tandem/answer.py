@@ -40,7 +40,7 @@ class Answer:
     prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
     """One for each token of the prompt, the first of them without a number (rank 0), where they were asked for."""
     tool_calls: list[ToolCall] = field(default_factory=list)
-    """That it makes of the tools that it was given; `text` is the rest."""
+    """Its calls of tools that it was given; `text` is what it says beside them."""
     reasoning: str = ""
     """What a model that thinks thought, in a chat, before it said `text`."""
 

@@ -13,25 +13,22 @@ stream (break, cancel, an exception) cancels its request on every worker.
 from __future__ import annotations
 
 import asyncio
-import re
-import threading
 import time
 from collections.abc import AsyncGenerator, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from types import TracebackType
 from typing import Self, Unpack
 
-import grpc
-from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_health.v1 import health_pb2
 
 from protos import tandem_inference_pb2 as pb
-from protos import tandem_inference_pb2_grpc, tandem_worker_pb2, tandem_worker_pb2_grpc
+from protos import tandem_worker_pb2
 from rpc.channel import open_blocking_channel, open_channel
-from rpc.errors import TandemError, from_rpc_error, is_being_cancelled
-from rpc.server import split_address
+from rpc.errors import TandemError
 from rpc.tls import ClientTLS
 from tandem.answer import Answer
-from tandem.checks import check_text, is_number
+from tandem.checks import check_text
+from tandem.client_base import ClientBase, ClientClosed
 from tandem.messages import (
     Messages,
     Prompt,
@@ -52,32 +49,8 @@ PROFILE_READ_S = 70.0
 
 RESUME_S = 20.0
 """For how long a broken stream waits by default: longer than a router takes to start, or to notice a cut."""
-MAX_TIMEOUT_S = 1e8
-"""Three years: gRPC takes much longer ones for none at all."""
 
 _READINESS = health_pb2.HealthCheckRequest(service="tandem.v1.Inference")
-
-
-class ClientClosed(Exception):  # noqa: N818 - named as the errors of `rpc.errors` are
-    """The client was closed before the call, or while it ran. What the router did of it is not known."""
-
-    def __init__(self) -> None:
-        super().__init__("the client is closed")
-
-
-def _timeout(timeout_s: float | None) -> float | None:
-    """As gRPC takes it: None is for ever. Raises `ValueError` for what is no time."""
-    if timeout_s is None or timeout_s == float("inf"):
-        return None
-    if not is_number(timeout_s) or not timeout_s > 0:  # NaN, too
-        raise ValueError(f"timeout_s: must be more than 0 (seconds), is {timeout_s!r:.80}")
-    return float(min(timeout_s, MAX_TIMEOUT_S))
-
-
-def _resume(resume_s: float) -> float:
-    if not is_number(resume_s) or not resume_s >= 0:
-        raise ValueError(f"resume_s: must be at least 0, is {resume_s!r:.80}")
-    return resume_s
 
 
 def _abort_request(request_id: str) -> pb.AbortRequest:
@@ -90,46 +63,7 @@ def _check_one_answer(sampling: Mapping[str, object]) -> None:
         raise ValueError("n: generate has one answer; generate_n(prompt, n) has several")
 
 
-def checked_address(address: str) -> str:
-    """Raises `ValueError` for what is no address: gRPC takes a port beyond 65535 for another one. Names with a scheme
-    are gRPC's own."""
-    if not isinstance(address, str):
-        raise TypeError(f"address: must be a text, is {address!r}")
-    if not re.match(r"(?:dns|unix|ipv4|ipv6|xds)[:-]", address):
-        try:
-            split_address(address)
-        except ValueError as error:
-            raise ValueError(f"address: {error}") from error
-    return address
-
-
-class _Closable:
-    """What both clients raise where a call fails."""
-
-    def __init__(self) -> None:
-        self._closed = threading.Event()
-
-    @contextmanager
-    def _errors_of_ours(self) -> Generator[None]:
-        if self._closed.is_set():
-            raise ClientClosed
-        try:
-            yield
-        except grpc.RpcError as error:
-            if self._closed.is_set() and error.code() is grpc.StatusCode.CANCELLED:
-                raise ClientClosed from error
-            raise from_rpc_error(error) from error
-        except (ValueError, grpc.aio.UsageError) as error:  # gRPC's of a channel that is closed
-            if self._closed.is_set():
-                raise ClientClosed from error
-            raise
-        except asyncio.CancelledError as error:  # closing a channel cancels what awaits its calls
-            if self._closed.is_set() and not is_being_cancelled():
-                raise ClientClosed from error
-            raise
-
-
-class Client(_Closable):
+class Client(ClientBase):
     """Blocking client of the router at `address`. Threads may share one."""
 
     def __init__(
@@ -137,13 +71,8 @@ class Client(_Closable):
     ) -> None:
         """`tls`: for a router that is served over TLS. `resume_s`: for how long a stream that broke after its first
         token waits for a router that goes on with it; 0: not at all."""
-        super().__init__()
-        self._resume_s = _resume(resume_s)
-        self._channel = open_blocking_channel(checked_address(address), tls=tls)
-        self._inference = tandem_inference_pb2_grpc.InferenceStub(self._channel)
-        self._tokenizer = tandem_inference_pb2_grpc.TokenizerStub(self._channel)
-        self._cluster = tandem_worker_pb2_grpc.ClusterStub(self._channel)
-        self._health = health_pb2_grpc.HealthStub(self._channel)
+        super().__init__(address, resume_s=resume_s)
+        self._use(open_blocking_channel(self._address, tls=tls))
 
     def generate(
         self,
@@ -172,7 +101,7 @@ class Client(_Closable):
         """`n` whole answers to one prompt, which is prefilled once. To a seed, answer i is the one to seed + i."""
         # As a stream, which can be taken up again.
         request = generate_request(prompt, request_id=request_id, model=model, n=n, **sampling)
-        stream = ResumableStream(request, timeout_s=_timeout(timeout_s), resume_s=self._resume_s)
+        stream = self._stream_of(request, timeout_s)
         for _ in self._read(stream):
             pass
         return stream.answers().answers()
@@ -189,7 +118,7 @@ class Client(_Closable):
     ) -> Generator[pb.GenerateResponse]:
         """The messages of the `n` answers as they come. Closing the generator cancels the request."""
         request = generate_request(prompt, request_id=request_id, model=model, n=n, **sampling)
-        return self._read(ResumableStream(request, timeout_s=_timeout(timeout_s), resume_s=self._resume_s))
+        return self._read(self._stream_of(request, timeout_s))
 
     def _read(self, stream: ResumableStream) -> Generator[pb.GenerateResponse]:
         while True:
@@ -286,7 +215,7 @@ class Client(_Closable):
         self.close()
 
 
-class AsyncClient(_Closable):
+class AsyncClient(ClientBase):
     """asyncio client of the router at `address`. May be made anywhere, and belongs to the event loop of its first use:
     in another one, `RuntimeError`."""
 
@@ -294,9 +223,7 @@ class AsyncClient(_Closable):
         self, address: str = DEFAULT_ADDRESS, *, tls: ClientTLS | None = None, resume_s: float = RESUME_S
     ) -> None:
         """As `Client`'s."""
-        super().__init__()
-        self._resume_s = _resume(resume_s)
-        self._address = checked_address(address)
+        super().__init__(address, resume_s=resume_s)
         self._tls = tls
         self._loop: asyncio.AbstractEventLoop | None = None
 
@@ -304,11 +231,7 @@ class AsyncClient(_Closable):
         """gRPC's channels belong to the loop that they are opened on."""
         loop = asyncio.get_running_loop()
         if self._loop is None:
-            self._channel = open_channel(self._address, tls=self._tls)
-            self._inference = tandem_inference_pb2_grpc.InferenceStub(self._channel)
-            self._tokenizer = tandem_inference_pb2_grpc.TokenizerStub(self._channel)
-            self._cluster = tandem_worker_pb2_grpc.ClusterStub(self._channel)
-            self._health = health_pb2_grpc.HealthStub(self._channel)
+            self._use(open_channel(self._address, tls=self._tls))
             self._loop = loop
         if self._loop is not loop:
             raise RuntimeError("this AsyncClient was first used on another event loop: make one for each loop")
@@ -347,7 +270,7 @@ class AsyncClient(_Closable):
     ) -> list[Answer]:
         """As `Client.generate_n`."""
         request = generate_request(prompt, request_id=request_id, model=model, n=n, **sampling)
-        stream = ResumableStream(request, timeout_s=_timeout(timeout_s), resume_s=self._resume_s)
+        stream = self._stream_of(request, timeout_s)
         async for _ in self._read(stream):
             pass
         return stream.answers().answers()
@@ -364,7 +287,7 @@ class AsyncClient(_Closable):
     ) -> AsyncGenerator[pb.GenerateResponse]:
         """As `Client.stream`. Use `contextlib.aclosing` where the loop may be left early."""
         request = generate_request(prompt, request_id=request_id, model=model, n=n, **sampling)
-        return self._read(ResumableStream(request, timeout_s=_timeout(timeout_s), resume_s=self._resume_s))
+        return self._read(self._stream_of(request, timeout_s))
 
     async def _read(self, stream: ResumableStream) -> AsyncGenerator[pb.GenerateResponse]:
         while True:

@@ -62,7 +62,7 @@ class ClusterArgs:
     drain_grace_s: float = 30.0
     """How long running streams may go on after `stop`."""
     api_key: str = ""
-    """That HTTP requests need. Empty: none."""
+    """The key that HTTP requests must bring. Empty: none."""
     allowed_origins: str = "[]"
     """Whose pages may call over HTTP from a browser: a JSON list."""
     chat_template: str = ""

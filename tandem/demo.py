@@ -45,8 +45,8 @@ class Turn:
     answer: Answer
 
 
-async def run_demo(*, prompt: str = "", transport: str = "grpc", is_verbose: bool = False) -> int:
-    """The exit code: 0 if all went well, and everything is stopped."""
+async def run_demo(*, prompt: str, transport: str, is_verbose: bool) -> int:
+    """The exit code: 0 if all went well, and everything is stopped. `prompt`: empty for our own question."""
     demo = _Demo(prompt or QUESTION, transport, is_verbose)
     work = asyncio.create_task(demo.run())
     loop = asyncio.get_running_loop()

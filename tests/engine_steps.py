@@ -44,7 +44,7 @@ def logits_of(runner: ModelRunner) -> list[torch.Tensor]:
     results = []
     for counts in [[8, 2, 0], [1, 1, 13], [0, 0, 7], [0, 0, 1], [1, 1, 1], [1, 0, 1], [1, 1, 1]]:
         chunks = [ScheduledSequence(seq, count) for seq, count in zip(seqs, counts, strict=True) if count]
-        logits = runner.forward(SchedulerOutput(chunks, [], [])).logits
+        logits = runner.forward(SchedulerOutput(chunks, [])).logits
         for chunk in chunks:
             chunk.seq.num_computed_tokens += chunk.num_new_tokens
             if chunk.seq.num_uncomputed_tokens == 0:

@@ -89,7 +89,7 @@ def handed_over(
     asyncio.run(transfer(source, destination, sent, received, len(prompt), transport))
     np.testing.assert_array_equal(source.digests(sent), destination.digests(received))
     decode.commit("r", first_token_id, len(prompt))
-    prefill.release("r")
+    prefill.abort("r")
     return [first_token_id, *finish(decode)]
 
 

@@ -73,7 +73,7 @@ class Bench:
         seq = self.sequence(prompt)
         while len(seq) < num_tokens:
             num_new_tokens = seq.num_uncomputed_tokens
-            step = SchedulerOutput([ScheduledSequence(seq, num_new_tokens)], [], [])
+            step = SchedulerOutput([ScheduledSequence(seq, num_new_tokens)], [])
             [[token_id]] = self.executor.launch(step).wait()
             seq.num_computed_tokens += num_new_tokens
             seq.token_ids.append(token_id)
@@ -81,7 +81,7 @@ class Bench:
 
     def logits(self, *chunks: tuple[Sequence, int]) -> torch.Tensor | None:
         """One step; returns the logits of the sequences whose end it reached."""
-        logits = self.runner.forward(SchedulerOutput([ScheduledSequence(*c) for c in chunks], [], [])).logits
+        logits = self.runner.forward(SchedulerOutput([ScheduledSequence(*c) for c in chunks], [])).logits
         for seq, num_new_tokens in chunks:
             seq.num_computed_tokens += num_new_tokens
         return logits
@@ -116,9 +116,9 @@ def check_layers_are_announced(config: EngineConfig) -> None:
     bench = Bench(config, on_layer_written)
     seq = bench.sequence(random_tokens(8, seed=1))
     export = BlockExport("r", 0, 2, tuple(seq.block_table[:2]), True)
-    bench.executor.launch(SchedulerOutput([ScheduledSequence(seq, 8)], [], [export])).wait()
+    bench.executor.launch(SchedulerOutput([ScheduledSequence(seq, 8)], [export])).wait()
     assert seen == [0, 1, 2]
     seq.num_computed_tokens = 8
     seq.token_ids.append(3)
-    bench.executor.launch(SchedulerOutput([ScheduledSequence(seq, 1)], [], [])).wait()
+    bench.executor.launch(SchedulerOutput([ScheduledSequence(seq, 1)], [])).wait()
     assert seen == [0, 1, 2]  # nothing exported, nothing announced

@@ -38,8 +38,8 @@ from protos.tandem_worker_pb2_grpc import add_WorkerServicer_to_server
 from registry.prefix_index import PrefixReporter
 from registry.workers import WorkerRegistration
 from rpc.channel import KV_PING_TIMEOUT_MS
-from rpc.entrypoint import METRICS_FLAG, announce
-from rpc.http import HttpServer, metrics_app
+from rpc.entrypoint import announce
+from rpc.http import HttpServer, show_metrics
 from rpc.server import CannotListen, Server
 from rpc.session import PROTOCOL_VERSION
 from worker_service.args import WorkerArgs
@@ -220,10 +220,7 @@ class WorkerProcess:
             counters=lambda: self.role.counters,
             num_sessions=lambda: self.host.num_sessions,
         )
-        if self._args.metrics_listen:
-            self._metrics_server = HttpServer(metrics_app(self._metrics.registry))
-            address = self._metrics_server.start(self._args.metrics_listen, flag=METRICS_FLAG)
-            _log.info("metrics", extra={"url": f"http://{address}/metrics"})
+        self._metrics_server = show_metrics(self._metrics.registry, self._args.metrics_listen)
 
     def _register(self) -> None:
         self._reporter = PrefixReporter(
@@ -273,7 +270,8 @@ class WorkerProcess:
             self._watchdog.cancel()
 
     async def _close_engine(self) -> None:
-        """For a running step that never ends the watchdog is still there; without all ranks nobody waits so long."""
+        """Wait for the running step. If it never ends, the watchdog ends the process; without all ranks this does so,
+        and sooner."""
         try:
             async with asyncio.timeout(STEP_END_S if self._has_lost_rank else None):
                 await self.engine.close()
@@ -282,7 +280,7 @@ class WorkerProcess:
             os._exit(1)  # the stepping thread cannot be ended
 
     def _watch_rank(self, pid: int) -> None:
-        """It ends before its engine: a step would fail for it, and requests that wait for none need not come first."""
+        """Notice its end at once, and not by the step that fails for it: while nothing is asked, there is none."""
         fd = os.pidfd_open(pid)
         self._rank_fds.append(fd)
         self._loop.add_reader(fd, self._on_rank_end, fd)

@@ -227,6 +227,19 @@ class SessionHost:
             task.cancel()
         await self.wait_for_tasks()
 
+    def admit(self, session: RouterSession, request: pb.EngineRequest, *, refusal: TandemError | None) -> Stream | None:
+        """`open`, or None where the router has been told why not: the attempt is open already, or `refusal`, with which
+        a worker that is leaving answers whatever is new."""
+        try:
+            stream = self.open(session, request)
+        except RequestExists as error:  # told under the same name; the stream that is open goes on
+            Stream(session, request.request_id, request.attempt, "").post_failure(error, can_retry=False)
+            return None
+        if refusal is not None:
+            self.refuse(stream, refusal, can_retry=True)
+            return None
+        return stream
+
     def open(self, session: RouterSession, request: pb.EngineRequest) -> Stream:
         """A new stream for an attempt. Raises `RequestExists` for one that is open already, and `InvalidRequest`, which
         ends the session, for one that cannot be named."""
@@ -252,6 +265,16 @@ class SessionHost:
         self._streams.pop(stream.engine_id, None)
         if not self._streams:
             self._has_no_streams.set()
+
+    def refuse(self, stream: Stream, error: TandemError, *, can_retry: bool) -> None:
+        """End an attempt with its error. Whoever calls frees what it owns in the engine."""
+        stream.post_failure(error, can_retry=can_retry)
+        self.close(stream)
+
+    def answer_busy(self, stream: Stream) -> None:
+        """End an attempt for which there is no room now: nothing was begun, and nothing has failed."""
+        stream.post(busy=pb.Busy())
+        self.close(stream)
 
     def find(self, engine_id: str) -> Stream | None:
         return self._streams.get(engine_id)
@@ -283,8 +306,7 @@ class SessionHost:
 
     def _fail_for_good(self, stream: Stream, error: TandemError) -> None:
         """What the engine could not do, another could not either: the router must not try it there."""
-        stream.post_failure(error, can_retry=False)
-        self.close(stream)
+        self.refuse(stream, error, can_retry=False)
         if stream.first_token is not None:
             stream.first_token.cancel()  # its task then cleans up
 

@@ -237,7 +237,7 @@ class Driver:
 
     def _step(self, chunks: list[tuple[EngineSequence, int]], found: list[list[torch.Tensor]]) -> None:
         chunks.sort(key=lambda item: item[1] > 1)  # as the scheduler does: those of one token first
-        output = SchedulerOutput([ScheduledSequence(*item) for item in chunks], [], [])
+        output = SchedulerOutput([ScheduledSequence(*item) for item in chunks], [])
         logits = self._executor._worker._runner.forward(output).logits
         for seq, num_new_tokens in chunks:
             seq.num_computed_tokens += num_new_tokens

@@ -27,7 +27,7 @@ from engine.models.parts import Parts
 from engine.weight_cut import CutOf, uncut
 
 
-def with_adapters(parts: Parts, modules: Sequence[LoRAModule], cut_of: CutOf = uncut) -> Parts:
+def with_adapters(parts: Parts, modules: Sequence[LoRAModule], cut_of: CutOf) -> Parts:
     """`parts`: the kernels'. `cut_of`: see `Adapters`."""
     adapters = PanelAdapters(modules, cut_of)
     return replace(parts, stack=partial(fastest_stack, adapter_ids=lambda: adapters.ids_T), adapters=adapters)

@@ -7,10 +7,8 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -93,11 +91,7 @@ def make_engine_config(args: EngineArgs, folder: Path) -> EngineConfig:
     backend = choose_attention_backend(args.attention_backend, needs)
     if args.batch_invariant and (why_not := why_not_invariant(args.attention_backend, backend, needs)):
         raise ValueError(f"batch_invariant cannot be kept here: {why_not}")
-    no_graphs = why_no_graphs(backend, needs)
-    if no_graphs and device == "cuda" and backend in ("flash_attn", "triton") and not args.enforce_eager:
-        report(f"decoding steps are not recorded as CUDA graphs: {no_graphs}")
     kv_order = kv_order_of(backend, shape)
-    speculation = SpeculativeConfig.parse(args.speculative_config)
     arithmetic = _arithmetic(backend, needs)
     digest = compat_digest(
         shape, stored, model, args.block_size, kv_dtype, kv_order, num_ranks, lora_modules, arithmetic
@@ -113,31 +107,45 @@ def make_engine_config(args: EngineArgs, folder: Path) -> EngineConfig:
             kv_order=kv_order,
         ),
         parallel=ParallelConfig(tensor_parallel_size=num_ranks),
-        scheduler=SchedulerConfig(
-            max_num_seqs=args.max_num_seqs,
-            max_num_batched_tokens=args.max_num_batched_tokens,
-            prefill_chunk_tokens=args.prefill_chunk_tokens or args.max_num_batched_tokens,
-            prefill_batch_tokens=args.prefill_batch_tokens
-            or (CPU_PREFILL_BATCH_TOKENS if device == "cpu" else args.max_num_batched_tokens),
-            max_itl_ms=args.max_itl_ms,
-            # What follows a token can be guessed once it is known.
-            async_scheduling=args.async_scheduling and device != "cpu" and speculation is None,
-            speculation=speculation,
-            draft_batch_tokens=CPU_DRAFT_BATCH_TOKENS if device == "cpu" else GPU_DRAFT_BATCH_TOKENS,
-        ),
+        scheduler=_scheduler_config(args, device),
         device=DeviceConfig(
             device=device,
             num_threads=args.num_threads or _num_threads(num_ranks),
             attention_backend=backend,
             uses_triton=uses_triton_kernels(backend, needs),
             batch_invariant=args.batch_invariant,
-            uses_graphs=not no_graphs and not args.enforce_eager,
+            uses_graphs=not args.enforce_eager and _can_record(backend, needs),
             max_seq_len_to_capture=args.max_seq_len_to_capture,
         ),
         load=LoadConfig(load_format="dummy" if args.load_format == "dummy" else "safetensors", seed=args.seed),
         lora_modules=lora_modules,
         compat_digest=digest,
     )
+
+
+def _scheduler_config(args: EngineArgs, device: str) -> SchedulerConfig:
+    is_cpu = device == "cpu"
+    batch_tokens = CPU_PREFILL_BATCH_TOKENS if is_cpu else args.max_num_batched_tokens
+    speculation = SpeculativeConfig.parse(args.speculative_config)
+    return SchedulerConfig(
+        max_num_seqs=args.max_num_seqs,
+        max_num_batched_tokens=args.max_num_batched_tokens,
+        prefill_chunk_tokens=args.prefill_chunk_tokens or args.max_num_batched_tokens,
+        prefill_batch_tokens=args.prefill_batch_tokens or batch_tokens,
+        max_itl_ms=args.max_itl_ms,
+        # What follows a token can be guessed once it is known.
+        async_scheduling=args.async_scheduling and not is_cpu and speculation is None,
+        speculation=speculation,
+        draft_batch_tokens=CPU_DRAFT_BATCH_TOKENS if is_cpu else GPU_DRAFT_BATCH_TOKENS,
+    )
+
+
+def _can_record(backend: str, needs: Needs) -> bool:
+    """Whether decoding steps can be CUDA graphs. Reports why not where one would expect them."""
+    why_not = why_no_graphs(backend, needs)
+    if why_not and needs.device == "cuda" and backend in ("flash_attn", "triton"):
+        report(f"decoding steps are not recorded as CUDA graphs: {why_not}")
+    return not why_not
 
 
 def _arithmetic(backend: str, needs: Needs) -> dict[str, str]:
@@ -160,8 +168,8 @@ def compat_digest(
     kv_dtype: str,
     kv_order: str,
     num_ranks: int,
-    lora_modules: tuple[LoRAModule, ...] = (),
-    arithmetic: Mapping[str, str] = MappingProxyType({}),
+    lora_modules: tuple[LoRAModule, ...],
+    arithmetic: dict[str, str],
 ) -> str:
     """Of architecture, weights, dtypes, the bytes' order and the ends. Not of the pool's size or the length limit.
 
@@ -176,7 +184,7 @@ def compat_digest(
     return join_parts(
         ranks
         | adapters
-        | dict(arithmetic)
+        | arithmetic
         | {
             "kv_format_version": KV_FORMAT_VERSION,
             "dtype": model.dtype,

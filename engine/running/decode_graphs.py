@@ -101,10 +101,10 @@ def batch_ladder(max_num_seqs: int) -> list[int]:
     return [*rungs, *range(8, max_num_seqs, 8), max_num_seqs]
 
 
-def context_ladder(max_context_len: int, shortest: int = 1024) -> list[int]:
-    """`shortest`, doubled until it is enough: a context's length says how far a row of block ids goes, and into how
+def context_ladder(max_context_len: int) -> list[int]:
+    """1,024, doubled until it is enough: a context's length says how far a row of block ids goes, and into how
     many pieces attention may cut."""
-    rungs = [min(shortest, max_context_len)]
+    rungs = [min(1024, max_context_len)]
     while rungs[-1] < max_context_len:
         rungs.append(min(2 * rungs[-1], max_context_len))
     return rungs

@@ -35,9 +35,8 @@ class InputBatch:
         return self.token_ids if self.sample_rows is None else self.token_ids[self.sample_rows]
 
 
-def build_input_batch(step: StepInput, device: str, sampled_before: torch.Tensor | None = None) -> InputBatch:
-    """Of a step with tokens. `sampled_before`: what the step launched last samples, on the device; there where tokens
-    are pending."""
+def build_input_batch(step: StepInput, device: str, sampled_before: torch.Tensor | None) -> InputBatch:
+    """`sampled_before`: what the step launched last samples, on the device. Must be there where tokens are pending."""
     # As one array: each copy to a device takes its time there.
     parts = [step.token_ids, step.positions, step.sample_rows, step.pending_rows, step.rows_before]
     on_device = torch.split(to_device(np.concatenate(parts), device), [len(part) for part in parts])

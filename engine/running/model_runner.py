@@ -1,4 +1,4 @@
-"""One step on one device: copy and clear blocks, build arrays, run the model, sample.
+"""One step on one device: clear blocks, build arrays, run the model, sample.
 
 Owns nothing but references: the pool is the worker's, sequences are the scheduler's and only read.
 """
@@ -13,7 +13,7 @@ import torch
 from engine.attention import PagedBackend
 from engine.config import EngineConfig
 from engine.kernels.sampling import choose_largest, draw_unfiltered
-from engine.kv_cache import clear_blocks, copy_blocks
+from engine.kv_cache import clear_blocks
 from engine.models.layer import OnLayer
 from engine.models.model import Model
 from engine.running.decode_graphs import RECORDING_BYTES, CudaRecorder, DecodeGraphs
@@ -32,8 +32,7 @@ if TYPE_CHECKING:
 class Forward(NamedTuple):
     """What the model makes of a step."""
 
-    batch: InputBatch | None
-    """None: nothing was scheduled."""
+    batch: InputBatch
     logits: torch.Tensor | None
     """[sampled rows, vocabulary] in the model's dtype or wider. None: nothing is sampled."""
     prompt_logprobs: list[PromptLogprobs]
@@ -43,7 +42,7 @@ class Forward(NamedTuple):
 class Computed(NamedTuple):
     """The same, of a step without its sequences."""
 
-    batch: InputBatch | None
+    batch: InputBatch
     logits: torch.Tensor | None
     told_logits: Iterator[torch.Tensor]
     """Of prompts that ask: some rows at a time, computed as they are taken. To be taken before the next step."""
@@ -91,7 +90,7 @@ class ModelRunner:
         `step`: what `prepare` made of `output`."""
         batch, logits, told = self._forward(output, step)
         token_ids = logprobs = None
-        if batch is not None and logits is not None:
+        if logits is not None:
             seqs = output.sampled_seqs
             raw_logits = RawLogits.of(logits, seqs)
             token_ids = self._sampler.sample(logits, seqs, batch.last_token_ids)
@@ -104,11 +103,9 @@ class ModelRunner:
     @torch.inference_mode()
     def follow(self, step: StepInput) -> None:
         """What `launch` does, on a rank that does not sample."""
-        batch, _, told = self.compute(step)
-        for _ in told:  # computed as they are taken
+        for _ in self.compute(step).told_logits:  # computed as they are taken
             pass
-        num_sampled = 0 if batch is None else len(step.sample_rows)
-        self._sampled = self._shared(torch.empty(num_sampled, dtype=torch.int64, device=self._device))
+        self._sampled = self._shared(torch.empty(len(step.sample_rows), dtype=torch.int64, device=self._device))
 
     @torch.inference_mode()
     def forward(self, output: SchedulerOutput) -> Forward:
@@ -117,11 +114,7 @@ class ModelRunner:
 
     @torch.inference_mode()
     def compute(self, step: StepInput, on_layer: OnLayer | None = None) -> Computed:
-        """Blocks copied and cleared, and the model."""
-        if len(step.blocks_to_copy):
-            copy_blocks(self._kv_pool, step.blocks_to_copy)
-        if not len(step.token_ids):
-            return Computed(None, None, iter(()))
+        """Blocks cleared, and the model."""
         batch = build_input_batch(step, self._device, self._sampled)
         if len(step.begun_blocks):
             clear_blocks(self._kv_pool, step.begun_blocks)

@@ -50,7 +50,7 @@ def largest_step(config: EngineConfig) -> tuple[int, SchedulerOutput]:
         seq.block_table = list(range(number * blocks_each, (number + 1) * blocks_each))
         seq.lora_id = _largest_adapter(config)
         scheduled.append(ScheduledSequence(seq, length))
-    return num_seqs * blocks_each, SchedulerOutput(scheduled, [], [])
+    return num_seqs * blocks_each, SchedulerOutput(scheduled, [])
 
 
 def longest_step(config: EngineConfig) -> SchedulerOutput:
@@ -58,7 +58,7 @@ def longest_step(config: EngineConfig) -> SchedulerOutput:
     are the first one: nobody looks at what it computes."""
     scheduler, longest = config.scheduler, config.model.max_model_len
     num_new = max(1, min(scheduler.prefill_chunk_tokens, scheduler.max_num_batched_tokens, longest - 1))
-    return SchedulerOutput([_at_the_longest_end(config, 0, num_new)], [], [])
+    return SchedulerOutput([_at_the_longest_end(config, 0, num_new)], [])
 
 
 def unfolding_step(config: EngineConfig) -> SchedulerOutput | None:
@@ -72,7 +72,7 @@ def unfolding_step(config: EngineConfig) -> SchedulerOutput | None:
     most = scheduler.max_num_batched_tokens
     num_seqs = max(1, min(scheduler.max_num_seqs, most // unfolding.from_tokens))
     num_new = max(1, min(most // num_seqs, scheduler.prefill_chunk_tokens, model.max_model_len - 1))
-    return SchedulerOutput([_at_the_longest_end(config, number, num_new) for number in range(num_seqs)], [], [])
+    return SchedulerOutput([_at_the_longest_end(config, number, num_new) for number in range(num_seqs)], [])
 
 
 def _at_the_longest_end(config: EngineConfig, number: int, num_new: int) -> ScheduledSequence:

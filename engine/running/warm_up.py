@@ -77,11 +77,11 @@ def warm_up_steps(config: EngineConfig, first_block: int, second_block: int) -> 
         whole, rest = divmod(num_tokens, longest)
         lengths = ([longest] * whole + [rest] * (rest > 0))[:max_num_seqs]
         prompts = [scheduled(number, n, n, first_block, _GREEDY) for number, n in enumerate(lengths)]
-        yield SchedulerOutput(prompts, [], [])
+        yield SchedulerOutput(prompts, [])
     length = max(1, min(most - 1, longest, block_size))
     for context_len in (longest, 1):
         decoding = scheduled(0, context_len, 1, first_block, _GREEDY)
-        yield SchedulerOutput([decoding, scheduled(1, length, length, second_block, ASKS_FOR_ALL)], [], [])
+        yield SchedulerOutput([decoding, scheduled(1, length, length, second_block, ASKS_FOR_ALL)], [])
 
 
 def prompt_lengths(most: int) -> list[int]:

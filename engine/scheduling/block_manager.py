@@ -147,43 +147,23 @@ class BlockManager:
 
     def can_append(self, *seqs: Sequence, num_drafts: int = 0) -> bool:
         """Whether `append` would succeed for all of these, with so many drafts each."""
-        needed = (self._num_blocks_to_append(self._tables[seq.seq_id], seq, num_drafts) for seq in seqs)
-        return sum(needed) <= self.num_available
+        num_missing = (self.num_blocks_for(len(seq) + num_drafts) - len(seq.block_table) for seq in seqs)
+        return sum(max(0, num) for num in num_missing) <= self.num_available
 
-    def append(self, seq: Sequence, num_drafts: int = 0) -> list[tuple[int, int]]:
-        """Make room for every token of `seq` and `num_drafts` behind them, in blocks that it alone may write from
-        `num_computed_tokens` on.
+    def append(self, seq: Sequence, num_drafts: int = 0) -> None:
+        """Make room for every token of `seq` and `num_drafts` behind them.
 
-        Returns (source, destination) blocks to be copied before the next write: copy on write after a fork.
-        """
+        The blocks that it writes from `num_computed_tokens` on are its own: what tables share is full and computed."""
+        assert self.can_append(seq, num_drafts=num_drafts), "ask can_append first"
         table = self._tables[seq.seq_id]
-        assert self._num_blocks_to_append(table, seq, num_drafts) <= self.num_available, "ask can_append first"
-        copies = []
-        for index in self._shared_writable(table, seq):
-            source, destination = table.block_ids[index], self._take()
-            self._pin(destination, table.owner)
-            table.block_ids[index] = destination
-            self._unpin(source, table.owner)
-            copies.append((source, destination))
         while len(table.block_ids) < self.num_blocks_for(len(seq) + num_drafts):
             self._add(table, self._take())
-        return copies
 
     def give_back(self, seq: Sequence) -> None:
         """The blocks behind the last token of `seq`, which were for drafts."""
         table = self._tables[seq.seq_id]
         while len(table.block_ids) > self.num_blocks_for(len(seq)):
             self._unpin(table.block_ids.pop(), table.owner)
-
-    def fork(self, parent: Sequence, child: Sequence) -> None:
-        """Let `child` share all blocks of `parent`. Whoever writes first gets a copy (see `append`)."""
-        source = self._tables[parent.seq_id]
-        assert child.seq_id not in self._tables, f"sequence {child.seq_id} has blocks already"
-        table = _Table(source.owner, [], list(source.hashes), source.num_registered)
-        self._tables[child.seq_id] = table
-        for block_id in source.block_ids:
-            self._add(table, block_id)
-        child.block_table = table.block_ids
 
     def register_computed(self, seq: Sequence, num_tokens: int) -> None:
         """Make the full blocks of the first `num_tokens` tokens findable by prefix: they are known and computed."""
@@ -234,19 +214,6 @@ class BlockManager:
         return blocks
 
     # -- blocks -------------------------------------------------------------------------------------------------
-
-    def _shared_writable(self, table: _Table, seq: Sequence) -> list[int]:
-        """Indices of blocks that the next step of `seq` writes and that another table holds too."""
-        first = seq.num_computed_tokens // self.block_size
-        last = min(len(table.block_ids), self.num_blocks_for(len(seq)))
-        return [i for i in range(first, last) if self._num_refs(table.block_ids[i]) > 1]
-
-    def _num_blocks_to_append(self, table: _Table, seq: Sequence, num_drafts: int) -> int:
-        num_missing = max(0, self.num_blocks_for(len(seq) + num_drafts) - len(table.block_ids))
-        return num_missing + len(self._shared_writable(table, seq))
-
-    def _num_refs(self, block_id: int) -> int:
-        return sum(refs[block_id] for refs in self._refs)
 
     def _owner_of(self, block_id: int) -> BlockOwner | None:
         return next((owner for owner in BlockOwner if self._refs[owner][block_id]), None)

@@ -94,7 +94,7 @@ class GrammarState:
         self._num_known = 0
         """Tokens of the answer that the matcher has taken, and that are no drafts."""
         self._drafts: list[int] = []
-        """What it has taken behind them."""
+        """Drafts that it has taken behind them."""
         self._spent_s = 0.0
         self._spent_on_drafts_s = 0.0
         self.error = ""
@@ -178,8 +178,8 @@ class GrammarState:
         return matcher
 
     def _forget_drafts(self) -> None:
-        """What came to an error over them is of no use any more. The answer is read anew, and nothing is guessed in it
-        any more."""
+        """Begin anew where the matcher has taken drafts that it cannot give back: the grammar is compiled again, the
+        answer read again, and nothing is guessed in it any more."""
         self._compiled = self._compile_anew()
         self._num_known = 0
         self._drafts = []

@@ -3,7 +3,7 @@
 Owns every sequence of the engine, by where it is in its life (see `engine.scheduling.sequence`):
 
     waiting ──admit──> running ──finish──> gone
-       ^──preempt────────┘  └─first token of a prefill-only sequence─> held ──release──> gone
+       ^──preempt────────┘  └─first token of a prefill-only sequence─> held ──abort──> gone
     granted ──commit──> running
 
 One step: `schedule` picks tokens up to the budget, decoding sequences first, so that a long prompt never makes the
@@ -32,6 +32,7 @@ from types import MappingProxyType
 from engine.config import SchedulerConfig
 from engine.outputs import FinishReason, RequestOutput, TokenLogprobs
 from engine.scheduling.block_manager import BlockManager, BlockOwner
+from engine.scheduling.drafting import Drafting
 from engine.scheduling.sequence import (
     INVALID_TOKEN,
     PENDING_TOKEN,
@@ -41,13 +42,8 @@ from engine.scheduling.sequence import (
     Sequence,
     SequenceStatus,
 )
-from engine.scheduling.speculation import SpeculativeConfig, propose
 from engine.scheduling.stats import SchedulerStats
-
-_STATUS_OF = {
-    FinishReason.STOP: SequenceStatus.FINISHED_STOPPED,
-    FinishReason.LENGTH: SequenceStatus.FINISHED_LENGTH,
-}
+from engine.scheduling.stop_rule import StopRule
 
 
 class Scheduler:
@@ -57,14 +53,14 @@ class Scheduler:
         self, config: SchedulerConfig, block_manager: BlockManager, *, max_model_len: int, eos_token_ids: frozenset[int]
     ) -> None:
         self._config = config
-        self._max_model_len = max_model_len
-        self._eos_token_ids = eos_token_ids
         self.block_manager = block_manager
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []
         self.granted: dict[str, Sequence] = {}
         self.held: dict[str, Sequence] = {}
         self.stats = SchedulerStats()
+        self._stop_rule = StopRule(max_model_len=max_model_len, eos_token_ids=eos_token_ids)
+        self._drafting = Drafting(config, block_manager, self._stop_rule, self.stats)
         self._num_steps_in_flight = 0
         # Growth of what runs comes before admission: this much of the pool is not given to newcomers.
         self._num_spare_blocks = max(1, block_manager.num_blocks // 100)
@@ -140,33 +136,20 @@ class Scheduler:
         self.running.append(seq)
 
     def hold(self, request_id: str) -> None:
-        """Stop a prefill-only sequence wherever it is, keeping its blocks until `release`."""
+        """Stop a prefill-only sequence wherever it is, keeping its blocks until `abort`."""
         seq = self._pop_active(request_id)
         if seq is not None:
             self._hold(seq)
 
-    def release(self, request_id: str) -> None:
-        """Free what a held sequence kept."""
-        self._end(self.held.pop(request_id), SequenceStatus.FINISHED_STOPPED)
-
-    def fork(self, parent: Sequence, child: Sequence) -> None:
-        """Start `child`, equal to the running `parent`, on shared blocks."""
-        assert parent.status is SequenceStatus.RUNNING
-        assert not parent.num_steps_in_flight
-        self.block_manager.fork(parent, child)
-        child.num_computed_tokens = parent.num_computed_tokens
-        child.status = SequenceStatus.RUNNING
-        self.running.append(child)
-
     def abort(self, request_id: str) -> bool:
         """End a request in any state and free its blocks. False if there is none."""
-        found = [seq for seq in (*self.waiting, *self.running) if seq.request_id == request_id]
-        for seq in found:
-            self._remove_active(seq)
-        found += [place.pop(request_id) for place in (self.granted, self.held) if request_id in place]
-        for seq in found:
-            self._end(seq, SequenceStatus.FINISHED_ABORTED)
-        return bool(found)
+        seq = self._pop_active(request_id)
+        if seq is None:
+            place = self.granted if request_id in self.granted else self.held
+            seq = place.pop(request_id, None)
+        if seq is not None:
+            self._end(seq)
+        return seq is not None
 
     # -- one step -----------------------------------------------------------------------------------------------
 
@@ -174,15 +157,14 @@ class Scheduler:
         """What the next step computes. Nothing, if there is no work or no memory for any; or while steps are in flight
         whose outcome has to be known first.
 
-        `max_prefill_tokens`: of prompts, if something decodes beside them, or may begin to at any moment: what another
-        engine prefills for this one has its first token already, and must not wait for a long step here.
+        `max_prefill_tokens` bounds the prompts' part of a step in which something decodes. It also holds where a
+        granted sequence may begin to at any moment: its client has the first token, and must not wait for a long step.
         """
         budget = self._config.max_num_batched_tokens
         growing = [seq for seq in self.running if seq.num_uncomputed_tokens == 1 and not self._waits(seq)][:budget]
         if self._num_steps_in_flight and not self.block_manager.can_append(*growing):
-            return SchedulerOutput([], [], [])
-        copies: list[tuple[int, int]] = []
-        decoding = self._grow(growing, copies)
+            return SchedulerOutput([], [])
+        decoding = self._grow(growing)
         budget -= len(decoding)
         if max_prefill_tokens is not None and (decoding or (self.granted and max_prefill_tokens)):
             budget = min(budget, max_prefill_tokens)
@@ -196,20 +178,20 @@ class Scheduler:
             num_wanted_tokens -= num_new_tokens
         num_rows = len(decoding) + sum(each.num_new_tokens for each in prefilling)
         budget = self._config.max_num_batched_tokens - num_rows
-        scheduled = self._with_drafts(decoding, budget, copies) + prefilling
-        return SchedulerOutput(scheduled, copies, [e for s in scheduled if (e := self._export(s)) is not None])
+        scheduled = self._drafting.add(decoding, budget) + prefilling
+        return SchedulerOutput(scheduled, [e for s in scheduled if (e := self._export(s)) is not None])
 
     def _waits(self, seq: Sequence) -> bool:
-        """For the token that a launched step samples: because it is the last one, whatever it is; or because a grammar
-        says by it what may come next, and that is asked on the host; or drafts are looked up by it."""
+        """Whether `seq` must wait for the token that a launched step samples. Either nothing comes after it, whatever
+        it is, or the host has to know it first, to ask a grammar or to look drafts up."""
         if seq.token_ids[-1] != PENDING_TOKEN:
             return False
         needs_token = seq.grammar is not None or self._config.speculation is not None
-        return needs_token or seq.is_prefill_only or self._num_left(seq, len(seq)) <= 0
+        return needs_token or seq.is_prefill_only or self._stop_rule.num_left(seq, len(seq)) <= 0
 
-    def _grow(self, growing: list[Sequence], copies: list[tuple[int, int]]) -> list[ScheduledSequence]:
-        """Room for one more token of each of these, oldest first, preempting the youngest where needed. Not one whose
-        blocks go to another engine: they are being read."""
+    def _grow(self, growing: list[Sequence]) -> list[ScheduledSequence]:
+        """Make room for one more token of each of these, oldest first. Where there is none, the youngest running
+        sequence is preempted, but none that is prefilled for another engine: its blocks are being read."""
         decoding: list[ScheduledSequence] = []
         for seq in growing:
             if seq.status is not SequenceStatus.RUNNING:
@@ -220,31 +202,9 @@ class Scheduler:
                 if victim is seq:
                     break
             if seq.status is SequenceStatus.RUNNING:
-                copies += self.block_manager.append(seq)
+                self.block_manager.append(seq)
                 decoding.append(ScheduledSequence(seq, 1))
         return decoding
-
-    def _with_drafts(
-        self, decoding: list[ScheduledSequence], budget: int, copies: list[tuple[int, int]]
-    ) -> list[ScheduledSequence]:
-        """With drafts behind those for which something is found, and there is room; these come last. No drafts where a
-        prompt ends with one token, if only that is to be computed here."""
-        config = self._config.speculation
-        if config is None:
-            return decoding
-        budget = min(budget, self._config.draft_batch_tokens - len(decoding))
-        plain, guessed = [], []
-        for scheduled in decoding:
-            seq = scheduled.seq
-            most = min(config.num_speculative_tokens, budget, self._num_left(seq, len(seq)) - 1)
-            drafts = [] if seq.is_prefill_only else _propose(seq, config, most)
-            if drafts and self.block_manager.can_append(seq, num_drafts=len(drafts)):
-                copies += self.block_manager.append(seq, len(drafts))
-                guessed.append(ScheduledSequence(seq, 1 + len(drafts), drafts))
-                budget -= len(drafts)
-            else:
-                plain.append(scheduled)
-        return plain + guessed
 
     def _prefill_candidates(self) -> Iterator[Sequence]:
         """Running sequences that still prefill, then newly admitted ones: each is admitted as it is taken."""
@@ -322,49 +282,30 @@ class Scheduler:
                 continue
             if seq.prompt_logprobs is not None:
                 seq.prompt_logprobs += prompt_logprobs.get(seq.seq_id, ())
-            num_wrong = self._drop_wrong_drafts(scheduled, sampled_ids) if scheduled.draft_token_ids else 0
+            num_wrong = self._drafting.drop_wrong(scheduled, sampled_ids) if scheduled.draft_token_ids else 0
             end, token_ids = scheduled.end - num_wrong, sampled_ids[: len(sampled_ids) - num_wrong]
             self.block_manager.register_computed(seq, end)
             if token_ids:
                 outputs.append(self._put_tokens(seq, end, token_ids, logprobs.get(seq.seq_id)))
         return outputs
 
-    def _drop_wrong_drafts(self, scheduled: ScheduledSequence, sampled: list[int]) -> int:
-        """As if they had not been computed: all from the first that was not sampled in its place, or comes after the
-        answer's end, or has no token after it. Returns how many."""
-        seq, drafts = scheduled.seq, scheduled.draft_token_ids
-        num_right, length = 0, scheduled.end - len(drafts)
-        for draft, token_id, following in zip(drafts, sampled[:-1], sampled[1:], strict=True):
-            length += 1
-            if token_id != draft or following == INVALID_TOKEN or self._finish_reason(seq, length) is not None:
-                break
-            num_right += 1
-        num_wrong = len(drafts) - num_right
-        seq.num_computed_tokens -= num_wrong
-        del seq.token_ids[len(seq) - num_wrong :]
-        self.block_manager.give_back(seq)
-        seq.drafts.note(len(drafts), num_right, len(seq))
-        self.stats.num_drafts += 1
-        self.stats.num_draft_tokens += len(drafts)
-        self.stats.num_accepted_tokens += num_right
-        return num_wrong
-
     def _put_tokens(
         self, seq: Sequence, position: int, token_ids: list[int], logprobs: list[TokenLogprobs] | None
     ) -> RequestOutput:
-        """The last of them where a token was pending, at `position`; the others stand before it as drafts."""
+        """Take in what was sampled for `seq`: the last token in the place of the pending one, at `position`. Those
+        before it stand there already, as drafts that were right."""
         offset = position + 1 - len(token_ids) - seq.num_prompt_tokens
         if token_ids == [INVALID_TOKEN]:
             return self._fail(seq, offset)
         seq.token_ids[position] = token_ids[-1]
         prompt_logprobs, seq.prompt_logprobs = seq.prompt_logprobs, None
-        finish_reason = self._finish_reason(seq, position + 1)
+        finish_reason = self._stop_rule.finish_reason(seq, position + 1)
         if seq.is_prefill_only:
             self._remove_active(seq)
             self._hold(seq)
         elif finish_reason is not None:
             self._remove_active(seq)
-            self._end(seq, _STATUS_OF[finish_reason])
+            self._end(seq)
         return RequestOutput(
             request_id=seq.request_id,
             offset=offset,
@@ -382,7 +323,7 @@ class Scheduler:
         if seq.is_prefill_only:
             self._hold(seq)  # a transfer may be reading what was computed before
         else:
-            self._end(seq, SequenceStatus.FINISHED_ABORTED)
+            self._end(seq)
         return RequestOutput(
             request_id=seq.request_id,
             offset=offset,
@@ -392,19 +333,6 @@ class Scheduler:
             waited_s=0.0,
             grammar_error="" if seq.grammar is None else seq.grammar.error,
         )
-
-    def _finish_reason(self, seq: Sequence, length: int) -> FinishReason | None:
-        """Whether the sequence ends with the last of its first `length` tokens."""
-        params, token_id = seq.sampling_params, seq.token_ids[length - 1]
-        if length - seq.num_prompt_tokens >= params.min_tokens:
-            is_eos = token_id in self._eos_token_ids and not params.ignore_eos
-            if is_eos or token_id in params.stop_token_ids:
-                return FinishReason.STOP
-        return FinishReason.LENGTH if self._num_left(seq, length) <= 0 else None
-
-    def _num_left(self, seq: Sequence, length: int) -> int:
-        """Tokens that may come after its first `length` ones."""
-        return min(seq.num_prompt_tokens + seq.sampling_params.max_tokens, self._max_model_len) - length
 
     # -- ends ---------------------------------------------------------------------------------------------------
 
@@ -434,26 +362,11 @@ class Scheduler:
         seq.status = SequenceStatus.HELD
         self.held[seq.request_id] = seq
 
-    def _end(self, seq: Sequence, status: SequenceStatus) -> None:
+    def _end(self, seq: Sequence) -> None:
         """The one way out: every sequence that ends frees its blocks here, or when the steps in flight are done."""
-        seq.status = status
+        seq.status = SequenceStatus.FINISHED
         self._free_ended(seq)
 
     def _free_ended(self, seq: Sequence) -> None:
-        if seq.status.is_finished and not seq.num_steps_in_flight and seq.block_table:
+        if seq.status is SequenceStatus.FINISHED and not seq.num_steps_in_flight and seq.block_table:
             self.block_manager.free(seq)
-
-
-def _propose(seq: Sequence, config: SpeculativeConfig, most: int) -> list[int]:
-    """At most so many guesses at what comes next: looked up if that went well, and of those that a grammar lets come,
-    behind what it says has to."""
-    if most < 1:
-        return []
-    num_wanted = min(most, seq.drafts.num_wanted(len(seq)))
-    if seq.grammar is None:
-        return propose(seq.token_ids, config, num_wanted)
-
-    def look_up(forced: list[int]) -> list[int]:
-        return propose(seq.followed_by(forced).token_ids, config, num_wanted - len(forced))
-
-    return seq.grammar.propose(seq.token_ids[seq.num_prompt_tokens :], look_up, most)

@@ -1,9 +1,9 @@
 """A sequence: one request's tokens and how far they are computed. Integers only, no torch.
 
-    WAITING ──schedule──> RUNNING ──stop token, length──> FINISHED_STOPPED, FINISHED_LENGTH
+    WAITING ──schedule──> RUNNING ──stop token, length──> FINISHED
        ^                   │  │
-       └─────preempt───────┘  └──first token of a prefill-only sequence──> HELD ──released──> (gone)
-    GRANTED ──commit──> RUNNING            abort: from any state ──> FINISHED_ABORTED
+       └─────preempt───────┘  └──first token of a prefill-only sequence──> HELD
+    GRANTED ──commit──> RUNNING            abort: from any state ──> FINISHED
 
 GRANTED: a decode engine reserved the blocks, another engine fills them. HELD: a prefill engine has computed them and
 keeps them until another engine has them. Progress is one integer, `num_computed_tokens`: chunked prefill, prefix
@@ -36,17 +36,7 @@ class SequenceStatus(Enum):
     RUNNING = auto()
     GRANTED = auto()
     HELD = auto()
-    FINISHED_STOPPED = auto()
-    FINISHED_LENGTH = auto()
-    FINISHED_ABORTED = auto()
-
-    @property
-    def is_finished(self) -> bool:
-        return self in (
-            SequenceStatus.FINISHED_STOPPED,
-            SequenceStatus.FINISHED_LENGTH,
-            SequenceStatus.FINISHED_ABORTED,
-        )
+    FINISHED = auto()
 
 
 @dataclass(slots=True, eq=False)
@@ -80,7 +70,7 @@ class Sequence:
     """Blocks already offered to `on_layer_written`, or that the receiver needs no more (prefill-only sequences)."""
     num_preemptions: int = 0
     num_drafts: int = 0
-    """Of its last tokens, in what a sampler looks at: they may be wrong."""
+    """How many of its last tokens are drafts, and may be wrong. 0 but in what `followed_by` makes for a sampler."""
     drafts: DraftHistory = field(default_factory=DraftHistory)
     """How guessing what comes next went so far."""
     grammar: GrammarState | None = None
@@ -111,8 +101,8 @@ class Sequence:
 
     @property
     def num_reusable_tokens(self) -> int:
-        """So many leading tokens need not be computed where a cache has their KV. The last one is in any case, since
-        its logits give the next one; and each one's of a prompt that give what is asked for."""
+        """How many leading tokens need not be computed where a cache has their KV. The last one always is, since its
+        logits give the next token; and so are those whose logits give the `prompt_logprobs` that are still due."""
         if self.prompt_logprobs is None:
             return len(self.token_ids) - 1
         return min(len(self.token_ids) - 1, len(self.prompt_logprobs))
@@ -190,8 +180,6 @@ class SchedulerOutput:
     """
 
     scheduled: list[ScheduledSequence]
-    blocks_to_copy: list[tuple[int, int]]
-    """(source, destination) pairs to be copied, all layers, before the step: copy on write."""
     exports: list[BlockExport]
 
     @property

@@ -11,7 +11,8 @@ from typing import Any
 from tandem.bench.backends import BACKENDS, HttpServer, Sending
 from tandem.bench.summary import METRICS, parse_goodput
 from tandem.bench.workload import RandomShape, TokenSource
-from tandem.client import DEFAULT_ADDRESS, checked_address
+from tandem.client import DEFAULT_ADDRESS
+from tandem.client_base import checked_address
 
 DATASETS = ("random", "trace")
 

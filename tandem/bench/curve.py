@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from contextlib import AbstractAsyncContextManager, nullcontext
+from contextlib import AbstractAsyncContextManager
 from dataclasses import replace
 from pathlib import Path
 
@@ -22,10 +22,6 @@ from tandem.bench.workload import TokenSource, Workload, random_workload, warm_u
 
 Watch = Callable[[str, Progress], AbstractAsyncContextManager[object]]
 """(what runs, its progress) -> what shows it as long as it runs."""
-
-
-def _unwatched(what: str, progress: Progress) -> AbstractAsyncContextManager[object]:
-    return nullcontext()
 
 
 def workloads_of(args: BenchArgs) -> list[Workload]:
@@ -59,9 +55,7 @@ def _workload(args: BenchArgs, records: list[Record], source: TokenSource, rate:
     return random_workload(args.shape, source, rate=rate, count=args.num_prompts, burstiness=args.burstiness)
 
 
-async def run_bench(
-    args: BenchArgs, *, watch: Watch = _unwatched, on_interrupt: Callable[[Report], None] = lambda _: None
-) -> Report:
+async def run_bench(args: BenchArgs, *, watch: Watch, on_interrupt: Callable[[Report], None]) -> Report:
     """Raises `ServerGone`, and what `workloads_of` does. `on_interrupt` hears what there is where it is cancelled."""
     workloads = workloads_of(args)
     if args.backend == "grpc":

@@ -116,13 +116,14 @@ def random_workload(
     return Workload(requests=requests, request_rate=rate, about=about)
 
 
-def warm_up_workload(workload: Workload, source: TokenSource, count: int, max_output_tokens: int = 8) -> Workload:
-    """`count` requests as long as the first of `workload`, all at once, with tokens that none of it shares."""
+def warm_up_workload(workload: Workload, source: TokenSource, count: int) -> Workload:
+    """`count` requests at once, whose prompts are as long as the first ones of `workload` and share no tokens with it;
+    their answers are short."""
     requests = [
         Request(
             at_s=0.0,
             prompt=source.tokens("warm-up", number, len(request.prompt)),
-            output_tokens=min(max_output_tokens, request.output_tokens),
+            output_tokens=min(8, request.output_tokens),
         )
         for number, request in enumerate(workload.requests[:count])
     ]

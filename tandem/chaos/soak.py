@@ -92,9 +92,7 @@ class Report:
         }
 
 
-async def run_soak(
-    args: SoakArgs, *, say: Callable[[str], None], on_line: Callable[[str, str], None] = lambda name, line: None
-) -> Report:
+async def run_soak(args: SoakArgs, *, say: Callable[[str], None], on_line: Callable[[str, str], None]) -> Report:
     """Do all of it. `say` gets a line for a person whenever something happens, `on_line` the processes' log lines.
 
     Raises `ClusterError` where the cluster cannot be started or a process dies again and again.

@@ -7,7 +7,8 @@ import math
 import click
 
 from rpc.tls import ClientTLS
-from tandem.client import DEFAULT_ADDRESS, checked_address
+from tandem.client import DEFAULT_ADDRESS
+from tandem.client_base import checked_address
 
 
 def _router_of(context: click.Context, parameter: click.Parameter, value: str) -> str:

@@ -41,7 +41,7 @@ async def test_blocks_arrive(cluster: Cluster, receiving: Receiving, src: list[i
         grant.grant_id, tuple(dst), (42, 4 * len(src) - 1),
     )  # fmt: skip
     assert receiving.freed == []
-    assert receiving.receiver.reserved_block_ids == []
+    assert receiving.receiver.num_grants == 0
     layout = cluster.source.layout
     assert stats.transport == cluster.transport
     assert stats.num_bytes == len(src) * layout.block_bytes * layout.num_layers

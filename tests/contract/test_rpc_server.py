@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import asyncio
-import datetime
 import logging
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -23,7 +22,7 @@ from protos import tandem_kv_transfer_pb2 as kv_pb
 from protos import tandem_kv_transfer_pb2_grpc as kv_grpc
 from protos import tandem_worker_pb2 as pb
 from protos import tandem_worker_pb2_grpc as worker_grpc
-from rpc.channel import open_channel, wait_ready
+from rpc.channel import open_channel
 from rpc.errors import (
     Draining,
     InternalError,
@@ -363,7 +362,6 @@ async def test_drain_lets_running_rpcs_end_and_refuses_new_ones() -> None:
         handlers.may_end.set()
         assert len(await running) == 2
         await asyncio.wait_for(drain, TIMEOUT_S)
-        await asyncio.wait_for(server.wait_closed(), TIMEOUT_S)
 
 
 async def test_drain_cuts_what_outlives_the_grace() -> None:
@@ -402,7 +400,7 @@ async def test_tls(tmp_path: Path) -> None:
     server.add(inference_grpc.add_InferenceServicer_to_server, Handlers(), INFERENCE)
     address = await server.start()
     trusted = open_channel(address, tls=ours.client)
-    await wait_ready(trusted, TIMEOUT_S)
+    await asyncio.wait_for(trusted.channel_ready(), TIMEOUT_S)
     assert await call("unary_unary", trusted)
     await trusted.close()
     for stranger in (None, ours.trusting, another.client):
@@ -432,12 +430,3 @@ async def test_what_is_wrong_with_a_connection_over_tls_is_said(tmp_path: Path) 
             await call("unary_unary", channel)
         await channel.close()
         await server.drain(0)
-
-
-async def test_wait_ready_gives_up() -> None:
-    channel = open_channel("127.0.0.1:1")
-    started = datetime.datetime.now()
-    with pytest.raises(TimeoutError):
-        await wait_ready(channel, 0.2)
-    assert datetime.datetime.now() - started < datetime.timedelta(seconds=5)
-    await channel.close()

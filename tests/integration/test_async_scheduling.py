@@ -126,7 +126,7 @@ def test_disaggregated(folder: Path, expected: Answers, runs_ahead: bool) -> Non
             first = reservation.num_cached_blocks
             destination[:, reservation.block_ids[first:]] = source[:, list(output.held_block_ids)[first:]]
             decode.commit(name, output.token_ids[0], len(prompt))
-        prefill.release(name)
+        prefill.abort(name)
     while decode.has_unfinished_requests():
         for output in decode.step():
             check_told(output)
@@ -148,11 +148,11 @@ def test_a_step_reads_pending_tokens_where_the_step_before_left_them() -> None:
 
     seqs = [sequence(0, [11], 0), sequence(1, [12, 13], 0), sequence(2, [14], 0)]
     launched = SchedulerOutput([ScheduledSequence(seqs[0], 1), ScheduledSequence(seqs[1], 1),
-                                ScheduledSequence(seqs[2], 1)], [], [])  # fmt: skip
+                                ScheduledSequence(seqs[2], 1)], [])  # fmt: skip
     before = SampledTokens(launched, torch.tensor([31, INVALID_TOKEN]), None, [], "cpu")  # the second one samples none
     assert before.wait() == [[31], [], [INVALID_TOKEN]]
     following = [sequence(2, [14, PENDING_TOKEN], 1), sequence(0, [11, PENDING_TOKEN], 1), sequence(1, [12, 13], 1)]
-    output = SchedulerOutput([ScheduledSequence(seq, 1) for seq in following], [], [])
+    output = SchedulerOutput([ScheduledSequence(seq, 1) for seq in following], [])
     batch = build_input_batch(StepInput.of(output, 4, before.row_of), "cpu", before.on_device)
     # A sequence whose token is none fails when the host hears of it; until then it must not be looked up as one.
     assert batch.token_ids.tolist() == [0, 31, 13]

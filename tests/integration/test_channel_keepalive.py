@@ -83,7 +83,7 @@ async def test_idle_connection_may_ping(server: tuple[subprocess.Popen[str], str
     """By default a server answers the third ping without a call with GOAWAY too_many_pings."""
     _, address = server
     channel = rpc.channel.open_channel(address)
-    await rpc.channel.wait_ready(channel, TIMEOUT_S)
+    await asyncio.wait_for(channel.channel_ready(), TIMEOUT_S)
     watch = health_pb2_grpc.HealthStub(channel).Watch(health_pb2.HealthCheckRequest())
     await watch.read()
     with pytest.raises(TimeoutError):

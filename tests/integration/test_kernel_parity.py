@@ -31,7 +31,7 @@ def log_probabilities(folder: Path, references: Seq[Reference], **settings: obje
         while seq.num_computed_tokens < len(tokens):
             num_left = len(tokens) - seq.num_computed_tokens
             num_new_tokens = min(100, num_left - 1) or 1
-            logits = runner.forward(SchedulerOutput([ScheduledSequence(seq, num_new_tokens)], [], [])).logits
+            logits = runner.forward(SchedulerOutput([ScheduledSequence(seq, num_new_tokens)], [])).logits
             seq.num_computed_tokens += num_new_tokens
         assert logits is not None
         rows.append(logits[0].float().log_softmax(-1))

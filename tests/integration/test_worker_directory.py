@@ -101,7 +101,7 @@ async def test_record_arrives_whole_and_leaves_on_close(redis_url: str) -> None:
     async with watching(redis_url) as watcher:
         async with registered(redis_url, made):
             assert await watcher.until(bool) == [made]
-            assert watcher.directory.get("w1") == made
+            assert watcher.directory.records == [made]
         assert await watcher.until(lambda records: not records) == []
     with redis.Redis.from_url(redis_url) as client:
         assert client.exists("test:worker:w1", "test:workers") == 0

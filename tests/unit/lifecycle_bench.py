@@ -8,6 +8,7 @@ from typing import Any, cast
 
 from protos import tandem_inference_pb2 as inference_pb
 from protos import tandem_worker_pb2 as pb
+from router.asked_answer import AskedAnswer
 from router.forecast import Forecast
 from router.lifecycle import Cluster, Lifecycle
 from router.metrics import RouterMetrics
@@ -172,23 +173,24 @@ class Bench:
         deadline_s: float | None = None,
         numbers: AttemptNumbers | None = None,
         grammar: str = "",
-        **of_several: Any,
+        after: Lifecycle | None = None,
+        **asked: Any,
     ) -> Lifecycle:
         params = inference_pb.SamplingParams(max_tokens=8)
         if grammar:
             params.structured_outputs.regex = grammar
-        return Lifecycle(
-            self.cluster,
+        answer = AskedAnswer(
             request_id=request_id,
+            name=asked.pop("name", request_id),
             prompt_token_ids=PROMPT,
             sampling_params=params,
             grammar=grammar,
             detokenizer=cast(IncrementalDetokenizer, NoText()),
             arrived_s=asyncio.get_running_loop().time(),
             deadline_s=deadline_s,
-            numbers=numbers,
-            **of_several,
+            **asked,
         )
+        return Lifecycle(self.cluster, answer, numbers=numbers, after=after)
 
 
 class Asked:

@@ -15,8 +15,8 @@ import pytest
 from kv_transfer import HostPool, KVLayout, PeerUnreachable, TransferError
 from kv_transfer import copy_agent as module
 from kv_transfer.copy_agent import CopyAgent, OpenedPool
-from kv_transfer.one_sided import Transfer
 from kv_transfer.pool import PeerPool, Rows
+from kv_transfer.transfer import Transfer
 from protos import tandem_kv_transfer_pb2 as pb
 
 LAYOUT = KVLayout(num_layers=3, num_blocks=10, block_size=4, num_kv_heads=1, head_dim=8, dtype="bfloat16")

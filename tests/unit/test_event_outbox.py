@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-
-import pytest
+from itertools import chain
 
 from protos import tandem_worker_pb2 as pb
-from rpc.session import EventOutbox
+from rpc.session import MAX_EVENTS_PER_MESSAGE, EventOutbox
 
 
 def tokens(*ids: int) -> list[pb.WorkerEvent]:
@@ -19,7 +18,7 @@ def indices(message: pb.WorkerEvents) -> list[int]:
 
 
 async def test_one_message_carries_one_step() -> None:
-    outbox = EventOutbox()
+    outbox = EventOutbox(pb.WorkerLoad)
     messages = outbox.messages()
     for step in ([0, 1, 2], [3]):
         outbox.post(tokens(*step))
@@ -27,16 +26,14 @@ async def test_one_message_carries_one_step() -> None:
 
 
 async def test_steps_merge_while_the_reader_is_busy() -> None:
-    outbox = EventOutbox()
+    outbox = EventOutbox(pb.WorkerLoad)
     for i in range(5):
         outbox.post(tokens(i))
-    assert outbox.num_pending == 5
     assert indices(await anext(outbox.messages())) == [0, 1, 2, 3, 4]
-    assert (outbox.num_pending, outbox.num_posted, outbox.num_messages) == (0, 5, 1)
 
 
 async def test_waits_without_events_and_wakes_on_post() -> None:
-    outbox = EventOutbox()
+    outbox = EventOutbox(pb.WorkerLoad)
     waiting = asyncio.ensure_future(anext(outbox.messages()))
     for _ in range(3):
         await asyncio.sleep(0)
@@ -46,10 +43,12 @@ async def test_waits_without_events_and_wakes_on_post() -> None:
 
 
 async def test_a_message_is_bounded_and_the_rest_follows() -> None:
-    outbox = EventOutbox(max_events_per_message=2)
-    outbox.post(tokens(*range(5)))
+    outbox = EventOutbox(pb.WorkerLoad)
+    outbox.post(tokens(*range(2 * MAX_EVENTS_PER_MESSAGE + 1)))
     outbox.close()
-    assert [indices(message) async for message in outbox.messages()] == [[0, 1], [2, 3], [4]]
+    messages = [indices(message) async for message in outbox.messages()]
+    assert [len(message) for message in messages] == [MAX_EVENTS_PER_MESSAGE, MAX_EVENTS_PER_MESSAGE, 1]
+    assert list(chain.from_iterable(messages)) == list(range(2 * MAX_EVENTS_PER_MESSAGE + 1))
 
 
 async def test_every_message_has_the_newest_load() -> None:
@@ -64,23 +63,16 @@ async def test_every_message_has_the_newest_load() -> None:
 
 
 async def test_close_sends_what_is_pending_then_ends() -> None:
-    outbox = EventOutbox()
+    outbox = EventOutbox(pb.WorkerLoad)
     outbox.post(tokens(0))
     outbox.close()
     outbox.post(tokens(1))  # after the end: dropped
     assert [indices(message) async for message in outbox.messages()] == [[0]]
-    assert outbox.num_posted == 1
-    assert outbox.is_closed
 
 
 async def test_close_ends_a_waiting_reader() -> None:
-    outbox = EventOutbox()
+    outbox = EventOutbox(pb.WorkerLoad)
     reader = asyncio.ensure_future(anext(outbox.messages(), None))
     await asyncio.sleep(0)
     outbox.close()
     assert await asyncio.wait_for(reader, 5) is None
-
-
-def test_bound_must_be_positive() -> None:
-    with pytest.raises(ValueError, match="max_events_per_message"):
-        EventOutbox(max_events_per_message=0)

@@ -84,7 +84,7 @@ def test_no_layer_is_told_of_before_all_ranks_have_written_it(tmp_path: Path, mo
         pool = allocate_kv_pool(shape, "cpu")
         runner = ModelRunner(config, model, backend, pool, None, group)
         seq = Sequence(1, "r", list(range(5, 12)), 7, SamplingParams(), block_table=[2, 5])
-        step = StepInput.of(SchedulerOutput([ScheduledSequence(seq, 7)], [], []), 4, {})
+        step = StepInput.of(SchedulerOutput([ScheduledSequence(seq, 7)], []), 4, {})
         runner.compute(step, (lambda layer: story.add(f"told of layer {layer}")) if rank == 0 else None)
         return pool
 

@@ -99,7 +99,7 @@ async def test_the_priority_that_a_request_gives_is_its_place_in_the_queue() -> 
     asked = []
     for name, priority in (("later", 0), ("last", 2), ("first", -2)):
         lifecycle = bench.lifecycle(name)
-        lifecycle._sampling_params.priority = priority
+        lifecycle._asked.sampling_params.priority = priority
         asked.append(Asked(lifecycle.run()))
         await settle()
     assert bench.queue._priorities == [-2, 0, 2]

@@ -82,7 +82,7 @@ def greedy(config: EngineConfig, num_tokens: int = 6) -> list[int]:
     seq = Sequence(0, "r", [5, 6, 7], 3, SamplingParams(temperature=0), block_table=[3, 1, 2])
     for _ in range(num_tokens):
         num_new_tokens = seq.num_uncomputed_tokens
-        [[token_id]] = executor.launch(SchedulerOutput([ScheduledSequence(seq, num_new_tokens)], [], [])).wait()
+        [[token_id]] = executor.launch(SchedulerOutput([ScheduledSequence(seq, num_new_tokens)], [])).wait()
         seq.num_computed_tokens += num_new_tokens
         seq.token_ids.append(token_id)
     return list(seq.token_ids)

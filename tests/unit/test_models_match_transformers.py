@@ -23,7 +23,6 @@ from model_bench import save_model as save
 from engine.config import EngineArgs, EngineConfig
 from engine.model_loader import create_engine_config
 from engine.quantization import quantize_int8
-from engine.scheduling.sequence import ScheduledSequence, SchedulerOutput
 
 LLAMA3_ROPE = {
     "rope_type": "llama3",
@@ -165,21 +164,6 @@ def test_a_head_of_its_own_beside_tied_embeddings_is_used(tmp_path: Path) -> Non
     logits = bench.logits((bench.sequence(tokens), 9))
     assert_close(logits, reference(told, tokens).unsqueeze(0))
     assert_close(logits, reference(model, tokens).unsqueeze(0))
-
-
-def test_blocks_are_copied_before_the_step(tmp_path: Path) -> None:
-    model = save_model("llama", tmp_path)
-    bench, tokens = Bench(engine_config(tmp_path)), random_tokens(14, seed=2)
-    original = bench.sequence(tokens)
-    bench.logits((original, 14))
-    fork = bench.sequence([*tokens, 5])
-    own_block = fork.block_table[3]
-    fork.block_table[:3], fork.num_computed_tokens = original.block_table[:3], 14
-    output = SchedulerOutput([ScheduledSequence(fork, 1)], [(original.block_table[3], own_block)], [])
-    logits = bench.runner.forward(output).logits
-    assert_close(logits, reference(model, [*tokens, 5]).unsqueeze(0))
-    original.token_ids.append(9)  # untouched by what the fork wrote
-    assert_close(bench.logits((original, 1)), reference(model, [*tokens, 9]).unsqueeze(0))
 
 
 def test_layers_are_announced_in_order_with_their_kv_in_the_pool(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ import pytest
 
 from kv_transfer import HostPool, KVLayout, PeerUnreachable, nixl_agent
 from kv_transfer.nixl_agent import NixlAgent, NixlCopying, NixlPeerPool, RemotePool
-from kv_transfer.one_sided import Transfer
+from kv_transfer.transfer import Transfer
 
 LAYOUT = KVLayout(num_layers=1, num_blocks=2, block_size=4, num_kv_heads=1, head_dim=8, dtype="bfloat16")
 

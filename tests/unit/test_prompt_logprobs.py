@@ -110,7 +110,7 @@ def test_the_numbers_are_those_of_the_logits(rows_at_a_time: int, monkeypatch: p
     seqs[1].prompt_logprobs = [TokenLogprobs(Logprob(0, 0.0, 1), [])] * 6  # one more than computed: it was preempted
     scheduled = [ScheduledSequence(seq, num_new) for seq, num_new in zip(seqs, (20, 7, 20), strict=True)]
     logits_TV = torch.randn(47, VOCAB_SIZE, generator=torch.Generator().manual_seed(1)) * 3
-    output = SchedulerOutput(scheduled, [], [])
+    output = SchedulerOutput(scheduled, [])
     for seq in seqs:
         seq.block_table = [0]
     step = StepInput.of(output, 64, {})

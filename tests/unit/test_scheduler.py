@@ -250,18 +250,16 @@ def launch_of_nothing(scheduler: Scheduler) -> list[str]:
     return [s.seq.request_id for s in scheduler.schedule().scheduled]
 
 
-@pytest.mark.parametrize("end", ["abort", "release"])
-def test_blocks_of_what_ends_from_outside_wait_for_the_steps_that_write_them(end: str) -> None:
+@pytest.mark.parametrize("is_held", [False, True])
+def test_blocks_of_what_ends_from_outside_wait_for_the_steps_that_write_them(is_held: bool) -> None:
     scheduler = make()
     seq = sequence("r", 12)
-    seq.is_prefill_only = end == "release"
+    seq.is_prefill_only = is_held
     scheduler.add(seq)
     output = launch(scheduler)
-    if end == "abort":
-        assert scheduler.abort("r")
-    else:
+    if is_held:
         scheduler.hold("r")
-        scheduler.release("r")
+    assert scheduler.abort("r")
     ledger = scheduler.block_manager.ledger()
     assert ledger.num_sequence + ledger.num_held == len(seq.block_table) > 0
     assert apply(scheduler, output, [None]) == []
@@ -365,7 +363,7 @@ def test_no_more_sequences_than_max_num_seqs() -> None:
     assert not scheduler.reserve(sequence("granted", 2))
 
 
-def test_a_computed_prompt_is_held_until_released() -> None:
+def test_a_computed_prompt_is_held_until_it_is_aborted() -> None:
     scheduler = make()
     seq = sequence("r", 10)
     seq.is_prefill_only = True
@@ -376,21 +374,6 @@ def test_a_computed_prompt_is_held_until_released() -> None:
     assert [(e.first_block, e.last_block, e.is_last) for e in second.exports] == [(2, 3, True)]
     assert seq.status is SequenceStatus.HELD
     assert scheduler.block_manager.ledger().num_held == 3
-    scheduler.release("r")
+    assert scheduler.abort("r")
     ledger = scheduler.block_manager.ledger()
     assert (ledger.num_held, ledger.num_cached) == (0, 2)
-
-
-def test_a_forked_sequence_copies_the_block_it_writes() -> None:
-    scheduler = make()
-    parent = sequence("parent", 6)
-    scheduler.add(parent)
-    step(scheduler)
-    child = sequence("child", 0)
-    child.token_ids = list(parent.token_ids)
-    scheduler.fork(parent, child)
-    assert child.block_table == parent.block_table
-    output = step(scheduler)
-    assert len(output.blocks_to_copy) == 1
-    assert child.block_table[0] == parent.block_table[0]
-    assert child.block_table[1] != parent.block_table[1]

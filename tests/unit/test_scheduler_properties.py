@@ -1,7 +1,7 @@
 """Block manager and scheduler under random histories: the books balance, no block is in two hands, nothing starves.
 
 A model plays the executor: it remembers which (sequence, position) each slot was last written for, and checks that what
-a sequence would read is what was written for the very same tokens. So sharing, copy on write, preemption, prefix reuse
+a sequence would read is what was written for the very same tokens. So sharing, preemption, prefix reuse
 and granted blocks that are filled from outside are all checked by content, not only by count.
 
 Up to two steps are in flight, in which anything may happen to their sequences; the model writes as late as a device
@@ -55,9 +55,6 @@ class Pool:
             block = block_table[position // self.block_size]
             content = self.slots[block][position % self.block_size]
             assert content == tuple(token_ids[: position + 1]), f"foreign KV is read at {position} of {token_ids}"
-
-    def copy(self, source: int, destination: int) -> None:
-        self.slots[destination] = list(self.slots[source])
 
 
 @dataclass
@@ -145,30 +142,13 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     @rule(request_id=consumes(requests))
     def abort(self, request_id: str) -> None:
-        was_there = not self.seqs[request_id].status.is_finished
+        was_there = self.seqs[request_id].status is not SequenceStatus.FINISHED
         assert self.scheduler.abort(request_id) == was_there
 
     @rule(request_id=requests)
     def hold(self, request_id: str) -> None:
         if self.seqs[request_id].is_prefill_only:
             self.scheduler.hold(request_id)
-
-    @rule(request_id=consumes(requests))
-    def release(self, request_id: str) -> None:
-        if self.seqs[request_id].status is SequenceStatus.HELD:
-            self.scheduler.release(request_id)
-
-    @rule(target=requests, request_id=requests, token=st.integers(2, 9))
-    def fork(self, request_id: str, token: int) -> object:
-        parent = self.seqs[request_id]
-        is_decoding = parent.status is SequenceStatus.RUNNING and parent.num_uncomputed_tokens == 1
-        if not is_decoding or parent.is_prefill_only or self.in_flight or len(self.scheduler.running) >= 8:
-            return multiple()
-        child = self.new_sequence(list(parent.token_ids), 12)
-        child.num_prompt_tokens = parent.num_prompt_tokens
-        child.token_ids[-1] = token
-        self.scheduler.fork(parent, child)
-        return child.request_id
 
     @rule()
     def launch(self) -> None:
@@ -183,7 +163,6 @@ class SchedulerMachine(RuleBasedStateMachine):
     def launch_next(self) -> bool:
         output = self.scheduler.schedule()
         if not output.scheduled:
-            assert not output.blocks_to_copy, "copies that nobody makes"
             return False
         assert all(scheduled.num_new_tokens >= 1 for scheduled in output.scheduled), "nothing computed, nothing sampled"
         for export in output.exports:
@@ -194,8 +173,6 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     def finish(self, launched: Launched, token: int) -> None:
         scheduled = launched.output.scheduled
-        for source, destination in launched.output.blocks_to_copy:
-            self.pool.copy(source, destination)
         for item, table in zip(scheduled, launched.tables, strict=True):
             # What is computed for a sequence that ended with the token before is of no use, but it is written.
             known = [*item.seq.token_ids] + [PENDING_TOKEN] * (item.end - len(item.seq))
@@ -232,7 +209,7 @@ class SchedulerMachine(RuleBasedStateMachine):
                 assert self.in_flight, "work is left and nothing is scheduled"
                 self.finish(self.in_flight.popleft(), 2)
             for request_id in list(self.scheduler.held):
-                self.scheduler.release(request_id)
+                self.scheduler.abort(request_id)
             num_steps += 1
             assert num_steps < 5000, "work never ends"
         ledger = self.manager.ledger()

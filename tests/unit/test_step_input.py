@@ -32,8 +32,7 @@ def random_output(rng: random.Random) -> tuple[SchedulerOutput, dict[int, int]]:
         drafts = [1, 2] if num_new == length - seq.num_computed_tokens and rng.random() < 0.3 else []
         scheduled.append(ScheduledSequence(seq, num_new + len(drafts), drafts))
     exports = [BlockExport("0", 0, 1, (3,), False)] if rng.random() < 0.5 else []
-    copied = [(rng.randrange(50), rng.randrange(50)) for _ in range(rng.randrange(3))]
-    return SchedulerOutput(scheduled, copied, exports), {number: 7 - number for number in range(5)}
+    return SchedulerOutput(scheduled, exports), {number: 7 - number for number in range(5)}
 
 
 def numbers_of(step: StepInput | StepLayout) -> dict[str, object]:

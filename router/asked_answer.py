@@ -1,0 +1,43 @@
+"""One answer, as it is asked for: what the front door makes of a request, and a life cycle runs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from protos import tandem_inference_pb2 as pb
+from router.text.detokenizer import IncrementalDetokenizer
+from router.text.reasoning import AnswerReader
+from router.validation.resumption import NOTHING, Resumption
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AskedAnswer:
+    request_id: str
+    name: str
+    """What workers call it. The request's id, where one answer is asked for."""
+    sequence: int = 0
+    """Its number among the answers to the request."""
+    num_answers: int = 1
+    """How many answers begin with this one: all that are asked for where it is the first of them, else 1."""
+    prompt_token_ids: list[int]
+    sampling_params: pb.SamplingParams
+    """Every field set; `n` is 1."""
+    grammar: str = ""
+    """What it is held to, in llguidance's words; empty: nothing."""
+    cache_salt: str = ""
+    lora_name: str = ""
+    fairness_id: str = ""
+    """Whose request it is."""
+    detokenizer: IncrementalDetokenizer
+    reader: AnswerReader | None = None
+    """Who finds thoughts and calls of tools in its text."""
+    resumption: Resumption = NOTHING
+    """What the client has of it already; `detokenizer` and `reader` have taken that in."""
+    arrived_s: float
+    deadline_s: float | None = None
+    """When the client's time is up. Both by this process' monotonic clock."""
+
+    @property
+    def num_prompt_logprobs(self) -> int:
+        """That the client is told with the answer's first token: of each token of the prompt but the first."""
+        return len(self.prompt_token_ids) - 1 if self.sampling_params.HasField("prompt_logprobs") else 0

@@ -1,0 +1,93 @@
+"""What both clients of `tandem.client` share: checks of their arguments, their stubs, and the errors of their calls."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import threading
+from collections.abc import Generator
+from contextlib import contextmanager
+from typing import Any
+
+import grpc
+from grpc_health.v1 import health_pb2_grpc
+
+from protos import tandem_inference_pb2 as pb
+from protos import tandem_inference_pb2_grpc, tandem_worker_pb2_grpc
+from rpc.errors import from_rpc_error, is_being_cancelled
+from rpc.server import split_address
+from tandem.checks import is_number
+from tandem.resume import ResumableStream
+
+MAX_TIMEOUT_S = 1e8
+"""Three years: gRPC takes much longer ones for none at all."""
+
+
+class ClientClosed(Exception):  # noqa: N818 - named as the errors of `rpc.errors` are
+    """The client was closed before the call, or while it ran. What the router did of it is not known."""
+
+    def __init__(self) -> None:
+        super().__init__("the client is closed")
+
+
+def checked_address(address: str) -> str:
+    """`address`. Raises for one that gRPC would misread, as it does ports beyond 65535. What begins with a scheme is
+    left to gRPC."""
+    if not isinstance(address, str):
+        raise TypeError(f"address: must be a text, is {address!r}")
+    if not re.match(r"(?:dns|unix|ipv4|ipv6|xds)[:-]", address):
+        try:
+            split_address(address)
+        except ValueError as error:
+            raise ValueError(f"address: {error}") from error
+    return address
+
+
+class ClientBase:
+    """Owns no channel: whoever opens one hands it to `_use`."""
+
+    def __init__(self, address: str, *, resume_s: float) -> None:
+        if not is_number(resume_s) or not resume_s >= 0:
+            raise ValueError(f"resume_s: must be at least 0, is {resume_s!r:.80}")
+        self._resume_s = resume_s
+        self._address = checked_address(address)
+        self._closed = threading.Event()
+
+    def _use(self, channel: Any) -> None:
+        self._channel = channel
+        self._inference = tandem_inference_pb2_grpc.InferenceStub(channel)
+        self._tokenizer = tandem_inference_pb2_grpc.TokenizerStub(channel)
+        self._cluster = tandem_worker_pb2_grpc.ClusterStub(channel)
+        self._health = health_pb2_grpc.HealthStub(channel)
+
+    def _stream_of(self, request: pb.GenerateRequest, timeout_s: float | None) -> ResumableStream:
+        return ResumableStream(request, timeout_s=_timeout(timeout_s), resume_s=self._resume_s)
+
+    @contextmanager
+    def _errors_of_ours(self) -> Generator[None]:
+        """Around a call: gRPC's errors become those of `rpc.errors`, or `ClientClosed` once the client is closed."""
+        if self._closed.is_set():
+            raise ClientClosed
+        try:
+            yield
+        except grpc.RpcError as error:
+            if self._closed.is_set() and error.code() is grpc.StatusCode.CANCELLED:
+                raise ClientClosed from error
+            raise from_rpc_error(error) from error
+        except (ValueError, grpc.aio.UsageError) as error:  # gRPC's of a channel that is closed
+            if self._closed.is_set():
+                raise ClientClosed from error
+            raise
+        except asyncio.CancelledError as error:  # closing a channel cancels what awaits its calls
+            if self._closed.is_set() and not is_being_cancelled():
+                raise ClientClosed from error
+            raise
+
+
+def _timeout(timeout_s: float | None) -> float | None:
+    """As gRPC takes it: None is for ever. Raises `ValueError` for what is no number above 0."""
+    if timeout_s is None or timeout_s == float("inf"):
+        return None
+    if not is_number(timeout_s) or not timeout_s > 0:  # NaN, too
+        raise ValueError(f"timeout_s: must be more than 0 (seconds), is {timeout_s!r:.80}")
+    return float(min(timeout_s, MAX_TIMEOUT_S))
