@@ -190,13 +190,6 @@ class Cluster:
             if failure := wait.result():
                 raise ClusterError(failure)
 
-    async def wait_restarted(self, name: str, old_pid: int) -> int:
-        """Until process `name` is up again in another run than `old_pid`. Returns the new pid."""
-        try:
-            return await self._processes[name].wait_running(unlike_pid=old_pid)
-        except ProcessError as error:
-            raise ClusterError(str(error)) from error
-
     # -- the processes ------------------------------------------------------------------------------------------
 
     def _of_name(self, name: str) -> list[SupervisedProcess]:

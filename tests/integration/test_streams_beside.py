@@ -24,7 +24,7 @@ from pretend_gpu.races import Race
 from engine.llm_engine import LLMEngine
 from engine.sampling_params import SamplingParams
 from engine.scheduling.scheduler import Scheduler
-from engine.scheduling.sequence import BlockExport, Sequence
+from engine.scheduling.sequence import BlockExport, Sequence, SequenceStatus
 from kv_transfer import KVPool
 from worker_service.device_pool import DeviceWatch
 
@@ -136,7 +136,7 @@ def test_kv_that_comes_into_blocks_of_a_step_under_way_is_a_race(
     """If blocks were free as soon as it is known that their sequence has ended."""
 
     def free_at_once(self: Scheduler, seq: Sequence) -> None:
-        if seq.status.is_finished and seq.block_table:
+        if seq.status is SequenceStatus.FINISHED and seq.block_table:
             self.block_manager.free(seq)
 
     monkeypatch.setattr(Scheduler, "_free_ended", free_at_once)
