@@ -218,8 +218,9 @@ class PlacedMessage:
 
 
 def messages_of(instructions: str | None, said: str | Sequence[Item]) -> list[PlacedMessage]:
-    """The chat that they are. Empty where `said` has nothing but thoughts that are not told."""
-    messages = [] if instructions is None else [PlacedMessage("instructions", "system", [instructions])]
+    """The chat that they are; empty `instructions` say nothing. Empty where `said` has nothing but thoughts that are not
+    told."""
+    messages = [PlacedMessage("instructions", "system", [instructions])] if instructions else []
     if isinstance(said, str):
         return [*messages, PlacedMessage("input", "user", [said])]
     for number, item in enumerate(said):
