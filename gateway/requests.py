@@ -70,7 +70,11 @@ def _response_format(value: Any) -> StructuredOutputsParams | None:
 
 
 NumAlternativesOrNo = Annotated[
-    NumAlternatives | None, BeforeValidator(lambda value: None if value is False else value)
+    NumAlternatives | None,
+    BeforeValidator(
+        lambda value: None if value is False else value,
+        json_schema_input_type=NumAlternatives | Literal[False] | None,
+    ),
 ]
 
 

@@ -218,7 +218,7 @@ class PlacedMessage:
 
 
 def messages_of(instructions: str | None, said: str | Sequence[Item]) -> list[PlacedMessage]:
-    """The chat that they are; empty `instructions` say nothing. Empty where `said` has nothing but thoughts that are not
+    """The chat that they are. Empty `instructions` are none. Empty where `said` has nothing but thoughts that are not
     told."""
     messages = [PlacedMessage("instructions", "system", [instructions])] if instructions else []
     if isinstance(said, str):

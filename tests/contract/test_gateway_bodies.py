@@ -283,3 +283,13 @@ async def test_headers_name_the_request_and_its_deadline() -> None:
         assert (bad.status_code, bad.json()["error"]["param"]) == (400, "x-request-timeout-ms")
     assert sorted(request.request_id for request in router.requests) == ["mine-0", "mine-1"]
     assert all(deadline_s is not None and 0 < deadline_s < 5.2 for deadline_s in router.deadlines_s)
+
+
+async def test_no_logprobs_may_be_asked_for_as_it_is_described() -> None:
+    async with gateway() as (_, http):
+        described = (await http.get("/openapi.json")).json()
+        answer = await http.post("/v1/completions", json={"prompt": "a", "logprobs": False})
+    assert answer.status_code == 200, answer.text
+    may_be = described["components"]["schemas"]["CompletionRequest"]["properties"]["logprobs"]["anyOf"]
+    number = {"type": "integer", "minimum": 0, "maximum": 20}
+    assert may_be == [number, {"type": "boolean", "const": False}, {"type": "null"}]
