@@ -20,7 +20,7 @@ from pydantic import (
     field_validator,
 )
 
-from gateway.asked import AT_START, IN_TEMPLATE, Asked, Listed, NumAlternatives, only
+from gateway.asked import AT_START, IN_TEMPLATE, Asked, Known, Listed, NumAlternatives, only
 from gateway.names import name_in_body, named, renamed
 from gateway.tools import Call, ChosenTool, ToolParam, tool_choice_of
 from rpc.errors import InvalidRequest
@@ -78,8 +78,8 @@ NumAlternativesOrNo = Annotated[
 ]
 
 
-class StreamOptions(BaseModel):
-    model_config = ConfigDict(extra="forbid")
+class StreamOptions(Known):
+    model_config = ConfigDict(strict=False)
 
     include_obfuscation: bool | None = None
     """OpenAI's padding against those who watch lengths: there is none."""
@@ -89,18 +89,14 @@ class StreamOptions(BaseModel):
     """The usage so far in every event."""
 
 
-class JsonSchema(BaseModel):
-    model_config = ConfigDict(extra="forbid", strict=True)
-
+class JsonSchema(Known):
     name: str | None = None
     description: str | None = None
     strict: bool | None = None
     schema_: Annotated[dict[str, Any] | bool, Field(alias="schema")]
 
 
-class ResponseFormat(BaseModel):
-    model_config = ConfigDict(extra="forbid", strict=True)
-
+class ResponseFormat(Known):
     type: Literal["text", "json_object", "json_schema"]
     json_schema: JsonSchema | None = None
 
@@ -229,8 +225,8 @@ def _role(value: str) -> str:
     return value
 
 
-class Message(BaseModel):
-    model_config = ConfigDict(extra="forbid")
+class Message(Known):
+    model_config = ConfigDict(strict=False)
 
     role: Annotated[str, AfterValidator(_role)]
     content: Annotated[Content | None, BeforeValidator(_content), Field(validate_default=True)] = None

@@ -27,16 +27,14 @@ from pydantic import (
     model_validator,
 )
 
-from gateway.asked import Listed, only
+from gateway.asked import Known, Listed, only
 
 ROLES = ("system", "developer", "user", "assistant")
 _NOT_READ = "it cannot be read here; what was thought is in content"
 
 
-class WithoutNulls(BaseModel):
+class WithoutNulls(Known):
     """An object whose fields of value null are absent."""
-
-    model_config = ConfigDict(extra="forbid", strict=True)
 
     @model_validator(mode="before")
     @classmethod

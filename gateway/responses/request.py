@@ -8,16 +8,14 @@ from typing import Annotated, Any, Literal
 
 from pydantic import (
     AfterValidator,
-    BaseModel,
     BeforeValidator,
-    ConfigDict,
     Field,
     ValidationInfo,
     field_validator,
     model_validator,
 )
 
-from gateway.asked import AT_START, IN_TEMPLATE, Asked, Listed, NumAlternatives, only
+from gateway.asked import AT_START, IN_TEMPLATE, Asked, Known, Listed, Mapped, NumAlternatives, only
 from gateway.names import name_in_body, named, renamed
 from gateway.responses.input import Input, PlacedMessage, WithoutNulls, messages_of
 from gateway.tools import tool_choice_of
@@ -59,9 +57,7 @@ class FunctionTool(WithoutNulls):
         return self.model_dump(include={"type", "name", "description", "parameters", "strict"})
 
 
-class ChosenTool(BaseModel):
-    model_config = ConfigDict(extra="forbid", strict=True)
-
+class ChosenTool(Known):
     type: Literal["function"]
     name: str
 
@@ -131,7 +127,7 @@ class ResponseRequest(Asked):
     parallel_tool_calls: bool | None = None
     include: Annotated[Listed[str], AfterValidator(_include)] | None = None
     top_logprobs: NumAlternatives | None = None
-    metadata: dict[str, str] | None = None
+    metadata: Mapped[str, str] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
 
     # known, and refused unless they ask for what is done anyway
