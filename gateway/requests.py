@@ -125,11 +125,12 @@ class AskedForChoices(Asked):
         return sampling
 
     def in_its_words(self, error: InvalidRequest) -> InvalidRequest:
-        """Who gave a response_format has not heard of structured_outputs."""
-        error = named(error, name_in_body)
-        if self.response_format is not None:
-            error = renamed(error, "structured_outputs", "response_format")
-        return error
+        return renamed(named(error, name_in_body), self._words)
+
+    @property
+    def _words(self) -> dict[str, str]:
+        """Of the wire, for which it has others. Who gave a response_format has not heard of structured_outputs."""
+        return {} if self.response_format is None else {"structured_outputs": "response_format"}
 
     @property
     def num_answers(self) -> int:
@@ -184,9 +185,9 @@ class CompletionRequest(AskedForChoices):
             sampling |= {"max_tokens": 1, "min_tokens": 0}
         return sampling
 
-    def in_its_words(self, error: InvalidRequest) -> InvalidRequest:
-        error = super().in_its_words(error)
-        return error if self.prompt_logprobs is not None else renamed(error, "prompt_logprobs", "logprobs")
+    @property
+    def _words(self) -> dict[str, str]:
+        return super()._words | ({} if self.prompt_logprobs is not None else {"prompt_logprobs": "logprobs"})
 
     @property
     def is_echo_alone(self) -> bool:
@@ -317,9 +318,9 @@ class ChatRequest(AskedForChoices):
             sampling["chat_template_kwargs"] = self.chat_template_kwargs
         return sampling
 
-    def in_its_words(self, error: InvalidRequest) -> InvalidRequest:
-        error = super().in_its_words(error)
-        return error if self.max_completion_tokens is None else renamed(error, "max_tokens", "max_completion_tokens")
+    @property
+    def _words(self) -> dict[str, str]:
+        return super()._words | ({} if self.max_completion_tokens is None else {"max_tokens": "max_completion_tokens"})
 
     @property
     def names_tool(self) -> bool:

@@ -184,8 +184,10 @@ class ResponseRequest(Asked):
         return sampling
 
     def in_its_words(self, error: InvalidRequest) -> InvalidRequest:
-        error = renamed(named(error, self._name_of), "max_tokens", "max_output_tokens")
-        return error if self._held_to is None else renamed(error, "structured_outputs", "text.format")
+        words = {"max_tokens": "max_output_tokens"}
+        if self._held_to is not None:
+            words["structured_outputs"] = "text.format"
+        return renamed(named(error, self._name_of), words)
 
     def _name_of(self, field: str) -> str:
         """Here, of a field of the wire: of a message, the item that it comes from."""

@@ -218,6 +218,36 @@ async def test_a_bound_of_tokens_has_the_name_that_was_given() -> None:
     ]
 
 
+@pytest.mark.parametrize(
+    ("field", "said"),
+    [
+        ("chat.tools", "must have names of their own, 'max_tokens' is there twice"),
+        ("chat.tool_name", "must be one of the tools, is 'set_max_tokens'"),
+        ("chat.tools[0].parameters", "cannot be held to: properties.max_tokens: nothing fits it, and it is required"),
+        (
+            "chat.tools[0].parameters",
+            """cannot be held to: properties: "it's max_tokens" cannot be an argument's name""",
+        ),
+        ("chat.tools[0].name", "must be 1 to 64 letters, is 'max_tokens of \\'a\\' model'"),
+        ("sampling_params.structured_outputs", "regex: cannot parse max_tokens( for the structured_outputs"),
+    ],
+)
+async def test_words_of_the_client_are_said_as_they_are(field: str, said: str) -> None:
+    """Also where they are those of our fields, which have other names in its body."""
+    body = {"messages": [HI], "max_completion_tokens": 5, "response_format": {"type": "json_object"}}
+    asked = {"input": "a", "max_output_tokens": 5, "text": {"format": {"type": "json_object"}}}
+    async with gateway() as (router, http):
+        router.script = failing(InvalidRequest([(field, said)]))
+        chat = (await http.post("/v1/chat/completions", json=body)).json()["error"]
+        response = (await http.post("/v1/responses", json=asked)).json()["error"]
+        router.script = failing(InvalidRequest([("sampling_params.min_tokens", "at most max_tokens=5, is 9")]))
+        of_ours = (await http.post("/v1/chat/completions", json=body)).json()["error"]
+    assert [error["message"] for error in (chat, response)] == [
+        f"{error['param']}: {said}" for error in (chat, response)
+    ]
+    assert of_ours["message"] == "min_tokens: at most max_completion_tokens=5, is 9"
+
+
 async def test_how_long_to_think_is_the_templates() -> None:
     async with gateway() as (_, http):
         body = {"messages": [{"role": "user", "content": "a"}], "reasoning_effort": "low"}
