@@ -64,7 +64,9 @@ def _response_format(value: Any) -> StructuredOutputsParams | None:
     asked = ResponseFormat.model_validate(value)
     if asked.json_schema is not None and asked.type == "json_schema":
         return StructuredOutputsParams(json=asked.json_schema.schema_)
-    if asked.type == "json_schema" or asked.json_schema is not None:
+    if asked.type == "json_schema":
+        raise ValueError("json_schema must be given with type 'json_schema'")
+    if asked.json_schema is not None:
         raise ValueError("json_schema goes with type 'json_schema', and with no other")
     return StructuredOutputsParams(json_object=True) if asked.type == "json_object" else None
 
@@ -206,7 +208,7 @@ def _content(value: Any) -> Any:
     """Said here, where it is known which of the two was meant."""
     if isinstance(value, list) and all(isinstance(part, dict) for part in value):
         if others := [part.get("type") for part in value if part.get("type") != "text"]:
-            raise ValueError(f"may have parts of type 'text' alone, has one of type {others[0]!r}")
+            raise ValueError(f"may have parts of type 'text' alone, has one of type {others[0]!r:.60}")
     elif value is not None and not isinstance(value, str):
         raise ValueError("must be a text, or a list of parts of type 'text'")
     return value

@@ -248,6 +248,30 @@ async def test_words_of_the_client_are_said_as_they_are(field: str, said: str) -
     assert of_ours["message"] == "min_tokens: at most max_completion_tokens=5, is 9"
 
 
+LONG = "u" * 100_000
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("v1/completions", {"prompt": "a", LONG: 1}),
+        ("v1/completions", {"prompt": "a", "logit_bias": {LONG: 1}}),
+        ("v1/completions", {"prompt": "a", "stream_options": {LONG: 1}}),
+        ("v1/completions", {"prompt": "a", "structured_outputs": {LONG: 1}}),
+        ("v1/chat/completions", {"messages": [{"role": "user", "content": [{"type": LONG}]}]}),
+        ("v1/responses", {"input": "a", "metadata": {LONG: 1}}),
+        (f"v1/models/{LONG[:50_000]}", {}),
+    ],
+)
+async def test_a_complaint_is_short_whatever_is_wrong(path: str, body: dict[str, Any]) -> None:
+    """It was as long as the body, twice."""
+    async with gateway() as (_, http):
+        refused = await http.post(f"/{path}", json=body)
+    assert refused.status_code in (400, 405)
+    assert len(refused.content) < 1000
+    assert "uuuuu" in refused.json()["error"]["message"]
+
+
 async def test_how_long_to_think_is_the_templates() -> None:
     async with gateway() as (_, http):
         body = {"messages": [{"role": "user", "content": "a"}], "reasoning_effort": "low"}
