@@ -42,7 +42,8 @@ class OfContent:
         told: list[TokenLogprobs] = []
         self._is_apart |= bool(message.reasoning or message.tool_calls)
         if message.text and self._waiting:
-            begin, end = _place(self._waiting, message.text, is_apart=self._is_apart)
+            is_apart = self._is_apart or not self._has_begun
+            begin, end = _place(self._waiting, message.text, is_apart=is_apart)
             told, self._waiting = self._waiting[begin:end], self._waiting[end:]
         if message.text:
             self._has_begun = True

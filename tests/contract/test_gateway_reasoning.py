@@ -78,6 +78,8 @@ SAID = [
       told(9, "f", tool_calls=calling(1)), told(10, "</call>")], ["Now", "!"]),
     ([told(0, "Two", "<call>", "f", text="Two", tool_calls=calling(0)), told(3, "</call>")], ["Two"]),
     ([told(0, "So", reasoning="So"), told(1, "</think>"), told(2, "<end>")], []),
+    ([told(0, "<think>"), told(1, "\n\n"), told(2, "</think>"), told(3, "\n\n"), told(4, "<", text="<"),
+      told(5, "b>", text="b>")], ["<", "b>"]),
     ([told(0, "Two", text="Two"), told(1, "<|end|>"), told(2, "<|start|>", "analysis"), told(4, "Hm", reasoning="Hm"),
       told(5, "<|message|>", "Three", text="\n\nThree")], ["Two", "Three"]),
 ]  # fmt: skip
