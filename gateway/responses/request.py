@@ -17,7 +17,7 @@ from pydantic import (
 
 from gateway.asked import AT_START, IN_TEMPLATE, Asked, Known, Listed, Mapped, NumAlternatives, only
 from gateway.names import name_in_body, named, renamed
-from gateway.responses.input import Input, PlacedMessage, WithoutNulls, messages_of
+from gateway.responses.input import Input, PlacedMessage, WithoutNulls, messages_of, says_something
 from gateway.tools import tool_choice_of
 from rpc.errors import InvalidRequest
 from tandem.messages import Prompt, Sampling
@@ -217,7 +217,7 @@ class ResponseRequest(Asked):
     @field_validator("input")
     @classmethod
     def _check_input(cls, value: Any) -> Any:
-        if not messages_of(None, value):
+        if not says_something(value):
             raise ValueError("must have an item that says something")
         return value
 
