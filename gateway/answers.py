@@ -45,11 +45,16 @@ class Style:
 
     # -- a whole answer -----------------------------------------------------------------------------------------
 
-    def whole(self, answers: list[Answer], n: int, num_prompt_top: int | None = None) -> dict[str, Any]:
-        """All choices at once, `n` to each prompt. `num_prompt_top`: how likely the prompt's tokens were, too, with so
-        many alternatives, as vLLM says it."""
+    def whole(
+        self, answers: list[Answer], logprobs: list[list[TokenLogprobs]], n: int, num_prompt_top: int | None = None
+    ) -> dict[str, Any]:
+        """All choices at once, `n` to each prompt. `logprobs`: what is told of each one's. `num_prompt_top`: how likely
+        the prompt's tokens were, too, with so many alternatives, as vLLM says it."""
         name = "chat.completion" if self.is_chat else "text_completion"
-        choices = [self._whole_choice(index, answer) for index, answer in enumerate(answers)]
+        choices = [
+            self._whole_choice(index, answer, told)
+            for index, (answer, told) in enumerate(zip(answers, logprobs, strict=True))
+        ]
         whole = {
             **self._head,
             "object": name,
@@ -66,8 +71,8 @@ class Style:
                     choice["prompt_logprobs"] = of_prompts[index // n]
         return whole
 
-    def _whole_choice(self, index: int, answer: Answer) -> dict[str, Any]:
-        said, told = self._said(index, answer.text, answer.logprobs, answer.prompt_logprobs)
+    def _whole_choice(self, index: int, answer: Answer, logprobs: list[TokenLogprobs]) -> dict[str, Any]:
+        said, told = self._said(index, answer.text, logprobs, answer.prompt_logprobs)
         text: dict[str, Any] = {"text": said}
         if self.is_chat:
             message: dict[str, Any] = {"role": "assistant", "content": said, "refusal": None}
@@ -78,7 +83,8 @@ class Style:
                 message["reasoning"] = answer.reasoning
             text = {"message": message}
         finish_reason = self._finish_reason(answer.finish_reason, bool(answer.tool_calls))
-        return {"index": index, **text, "logprobs": self._logprobs(told), "finish_reason": finish_reason}
+        shown = of_chat(told) if self.is_chat and answer.logprobs else self._logprobs(told)
+        return {"index": index, **text, "logprobs": shown, "finish_reason": finish_reason}
 
     # -- a stream's events --------------------------------------------------------------------------------------
 
@@ -86,15 +92,15 @@ class Style:
         """Of a chat: who speaks."""
         return self._event([self._piece(index, {"role": "assistant", "content": ""}, None, None)])
 
-    def piece(self, index: int, message: GenerateResponse) -> dict[str, Any]:
-        """New text, or the end of one choice."""
+    def piece(self, index: int, message: GenerateResponse, logprobs: Sequence[TokenLogprobs]) -> dict[str, Any]:
+        """New text, or the end of one choice. `logprobs`: what is told of them with it."""
         if message.tool_calls:
             self._calling.add(index)
         finish_reason = None
         if message.finish_reason != FinishReason.FINISH_REASON_UNSPECIFIED:
             reason = short_name(FinishReason.DESCRIPTOR, message.finish_reason)
             finish_reason = self._finish_reason(reason, index in self._calling)
-        text, told = self._said(index, message.text, message.logprobs, message.prompt_logprobs)
+        text, told = self._said(index, message.text, logprobs, message.prompt_logprobs)
         is_other_news = finish_reason or message.tool_calls or message.reasoning
         delta: dict[str, Any] = {"reasoning": message.reasoning} if message.reasoning else {}
         if text or not is_other_news:
@@ -130,6 +136,9 @@ class Style:
         return "tool_calls" if reason == "stop" and has_calls and not self._names_tool else reason
 
     def _logprobs(self, logprobs: Sequence[TokenLogprobs]) -> dict[str, Any] | None:
+        """None where there are none."""
+        if not logprobs:
+            return None
         return of_chat(logprobs) if self.is_chat else of_completion(logprobs)
 
     def _event(self, choices: list[dict[str, Any]]) -> dict[str, Any]:

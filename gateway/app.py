@@ -125,7 +125,9 @@ def _describe(app: FastAPI, bodies: Sequence[type[Body]]) -> None:
 async def _on_http_exception(request: Request, error: HTTPException) -> Response:
     """No such route, or not with this method."""
     kind = Kind(error.status_code, NO_ROUTE.type, NO_ROUTE.code)
-    return _refuse(Refusal(kind, f"{error.detail}: {request.method} {request.url.path}"), dict(error.headers or {}))
+    return _refuse(
+        Refusal(kind, f"{error.detail}: {request.method} {request.url.path:.200}"), dict(error.headers or {})
+    )
 
 
 class Gateway:

@@ -9,9 +9,12 @@ from __future__ import annotations
 
 import json
 from abc import ABC, abstractmethod
+from collections.abc import Callable
+from itertools import islice
 from typing import Annotated, Any, ClassVar, Self, TypeVar, cast
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, WrapValidator, model_validator
+from pydantic_core import InitErrorDetails
 
 from rpc.errors import InvalidRequest
 from tandem.messages import Prompt, Sampling
@@ -52,29 +55,58 @@ def check_fairness_id(value: str) -> str:
 
 FairnessId = Annotated[str, AfterValidator(check_fairness_id)]
 _T = TypeVar("_T")
+_K = TypeVar("_K")
 Listed = Annotated[list[_T], Field(fail_fast=True)]
 """Read until something in it is wrong, which is what is said: of a million wrong things, all would take minutes."""
+NUM_AT_ONCE = 100
+"""Of an object's values: as many wrong ones are looked at."""
+
+
+def _by_pieces(value: Any, read: Callable[[Any], dict[Any, Any]]) -> dict[Any, Any]:
+    if not isinstance(value, dict) or len(value) <= NUM_AT_ONCE:
+        return read(value)
+    items = iter(value.items())
+    whole: dict[Any, Any] = {}
+    while piece := dict(islice(items, NUM_AT_ONCE)):
+        whole |= read(piece)
+    return whole
+
+
+Mapped = Annotated[dict[_K, _T], WrapValidator(_by_pieces)]
+"""An object of any names. Read as `Listed` is, until a piece of it has something wrong."""
 TokenId = Annotated[int, Field(strict=True, ge=0, lt=1 << 32)]
+TokenIdAsName = Annotated[int, Field(strict=False, ge=0, lt=1 << 32)]
+"""In an object: a text, as all names are."""
 NumAlternatives = Annotated[int, Field(strict=True, ge=0, le=20)]
 """How many of the likeliest tokens come with each one of the answer."""
 
 
-class Body(BaseModel):
+class Known(BaseModel):
+    """An object without fields that nobody knows. Of these the first is said, whatever their number: as of `Listed`."""
+
+    model_config = ConfigDict(extra="allow", strict=True, json_schema_extra={"additionalProperties": False})
+    MAY_BE_NULL: ClassVar[bool] = False
+    """A field that nobody knows: then it asks for nothing."""
+
+    @model_validator(mode="after")
+    def _check_known(self) -> Self:
+        for name, value in (self.model_extra or {}).items():
+            if value is not None or not self.MAY_BE_NULL:
+                unknown = InitErrorDetails(type="extra_forbidden", loc=(name,), input=value)
+                raise ValidationError.from_exception_data("unknown", [unknown])
+        return self
+
+
+class Body(Known):
     """Of a request, in JSON."""
 
-    model_config = ConfigDict(extra="forbid", strict=True, protected_namespaces=())
+    model_config = ConfigDict(protected_namespaces=())
+    MAY_BE_NULL = True
 
     @classmethod
     def read(cls, body: bytes) -> Self:
-        """Raises `ValidationError`. A field that nobody knows and that is null asks for nothing."""
-        try:
-            return cls.model_validate_json(body)
-        except ValidationError as error:
-            unknown = [each for each in error.errors() if each["type"] == "extra_forbidden" and each["input"] is None]
-            absent = {each["loc"][0] for each in unknown if len(each["loc"]) == 1}
-            if not absent:
-                raise
-        return cls.model_validate_json(json.dumps({k: v for k, v in json.loads(body).items() if k not in absent}))
+        """Raises `ValidationError`."""
+        return cls.model_validate_json(body)
 
 
 class Asked(Body, ABC):
@@ -86,7 +118,7 @@ class Asked(Body, ABC):
     top_p: float | None = None
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
-    logit_bias: dict[TokenId, float] | None = None
+    logit_bias: Mapped[TokenIdAsName, float] | None = None
     seed: Annotated[int, Field(ge=-(1 << 63), lt=1 << 63)] | None = None
     stop: str | Listed[str] | None = None
 

@@ -7,17 +7,18 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from functools import partial
 
 from gateway.answers import Style, usage_of
 from gateway.echo import Echo
 from gateway.errors import refusal_of_any
+from gateway.logprobs import OfContent
 from gateway.requests import AskedForChoices, ChatRequest, CompletionRequest
 from gateway.run import Run
 from gateway.streams import DONE, event, to_json
-from protos.tandem_inference_pb2 import GenerateResponse, Usage
+from protos.tandem_inference_pb2 import GenerateResponse, TokenLogprobs, Usage
 from tandem.answer import AnswersStream
 
 
@@ -29,6 +30,8 @@ class Choices:
         self._run = run
         self._body = body
         self._is_chat = isinstance(body, ChatRequest)
+        self._contents: dict[int, OfContent] = {}
+        """Of a chat's choices."""
         self._style = Style(
             is_chat=self._is_chat,
             answer_id=f"{'chatcmpl' if self._is_chat else 'cmpl'}-{run.request_id}",
@@ -41,13 +44,15 @@ class Choices:
     async def whole(self) -> bytes:
         """All answers as one object, in JSON."""
         streams = [AnswersStream(self._run.n) for _ in self._run.prompts]
+        logprobs: list[list[TokenLogprobs]] = [[] for _ in range(len(streams) * self._run.n)]
         async with aclosing(self._run.messages()) as messages:
             async for choice, message in messages:
                 streams[choice // self._run.n].accept(message)
+                logprobs[choice] += self._logprobs_of(choice, message)
         answers = [answer for stream in streams for answer in stream.answers()]
 
         def render() -> bytes:
-            return to_json(self._style.whole(answers, self._run.n, self._body.prompt_logprobs))
+            return to_json(self._style.whole(answers, logprobs, self._run.n, self._body.prompt_logprobs))
 
         # Logprobs take milliseconds for every hundred tokens: others go on meanwhile.
         if any(answer.logprobs or answer.prompt_logprobs for answer in answers):
@@ -68,16 +73,17 @@ class Choices:
                 usage.completion_tokens += len(message.token_ids)
                 if message.HasField("usage"):
                     usage.CopyFrom(message.usage)
+                logprobs = self._logprobs_of(index, message)
                 is_news = (
                     message.text
                     or message.reasoning
                     or message.finish_reason
                     or message.tool_calls
-                    or message.logprobs
+                    or logprobs
                     or message.prompt_logprobs
                 )
                 if is_news or self._body.includes_usage_always:
-                    render = partial(self._event, index, message, usage)
+                    render = partial(self._event, index, message, logprobs, usage)
                     # A prompt's numbers, in front of each choice, may take long.
                     yield (
                         await asyncio.to_thread(render)
@@ -93,8 +99,14 @@ class Choices:
             yield event(self._style.usage(usages, self._run.n))
         yield DONE
 
-    def _event(self, choice: int, message: GenerateResponse, usage: Usage) -> bytes:
-        piece = self._style.piece(choice, message)
+    def _logprobs_of(self, choice: int, message: GenerateResponse) -> Sequence[TokenLogprobs]:
+        """Of its tokens, those that are told with `message`."""
+        if not self._is_chat:
+            return message.logprobs
+        return self._contents.setdefault(choice, OfContent()).accept(message)
+
+    def _event(self, choice: int, message: GenerateResponse, logprobs: Sequence[TokenLogprobs], usage: Usage) -> bytes:
+        piece = self._style.piece(choice, message, logprobs)
         if self._body.includes_usage_always:
             piece["usage"] = usage_of([usage])
         return event(piece)

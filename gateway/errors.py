@@ -42,6 +42,8 @@ class Kind(NamedTuple):
 
 _GUIDED = ("guided_json", "guided_regex", "guided_choice", "guided_grammar")
 """vLLM's earlier words."""
+MAX_NAME_CHARS = 80
+"""Of a name that the client has chosen, where it is told what is wrong with it."""
 RETRY_AFTER_S = 1.0
 """Where nobody is there to say when: as for a router that is being restarted."""
 UNAVAILABLE = Kind(503, "server_error", "unavailable")
@@ -136,7 +138,8 @@ def refusal_of_body(error: ValidationError) -> Refusal:
     # Of a field that may be of several types: where in the body, not which of the types was tried.
     place = [part for part in known if not (isinstance(part, str) and (part == "str" or "[" in part))]
     place += unknown
-    param = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in place).removeprefix(".")
+    names = [part if isinstance(part, int) else part[:MAX_NAME_CHARS] for part in place]
+    param = "".join(f"[{name}]" if isinstance(name, int) else f".{name}" for name in names).removeprefix(".")
     message = first["msg"].removeprefix("Value error, ")
     if unknown:
         message = "is not a parameter that this server knows"

@@ -6,19 +6,74 @@ a part of a character it is U+FFFD in chats, whose `bytes` have it exactly, and 
 
 from __future__ import annotations
 
+from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
+from itertools import accumulate
 from typing import Any
 
-from protos.tandem_inference_pb2 import Logprob, TokenLogprobs
+from protos.tandem_inference_pb2 import FinishReason, GenerateResponse, Logprob, TokenLogprobs
 
 LEAST = -9999.0
 """In place of minus infinity, which JSON has no word for: OpenAI's."""
+PARAGRAPH = b"\n\n"
+"""That a router tells between messages of gpt-oss, and no token says."""
 
 
-def of_chat(logprobs: Sequence[TokenLogprobs]) -> dict[str, Any] | None:
-    """`choices[].logprobs` of a chat. None where nothing was asked for."""
-    if not logprobs:
-        return None
+class OfContent:
+    """Of one answer: which tokens its content is made of. Others are left out: those of a thought or of a call, and of
+    the words that tell it apart.
+
+        token ──> waits ── content is told ──> from where that begins on, they are its
+                     └─ a thought or a call is told ──> left out
+
+    Those that follow content and tell nothing, as one that ends the answer, are the content's as well.
+    """
+
+    def __init__(self) -> None:
+        self._waiting: list[TokenLogprobs] = []
+        self._is_apart = False
+        """What was told last is no content."""
+        self._has_begun = False
+
+    def accept(self, message: GenerateResponse) -> list[TokenLogprobs]:
+        """Those that are told with `message`, the answer's next one. Of what one has at once, the call that is open
+        comes first, then the thought, the text, and new calls."""
+        self._waiting += message.logprobs
+        told: list[TokenLogprobs] = []
+        self._is_apart |= bool(message.reasoning or message.tool_calls)
+        if message.text and self._waiting:
+            is_apart = self._is_apart or not self._has_begun
+            begin, end = _place(self._waiting, message.text, is_apart=is_apart)
+            told, self._waiting = self._waiting[begin:end], self._waiting[end:]
+        if message.text:
+            self._has_begun = True
+            self._is_apart = any(call.id for call in message.tool_calls)
+        if self._is_apart:
+            self._waiting = []
+        # Of an answer that was cut off before there was content, they are none of it.
+        if message.finish_reason and (self._has_begun or message.finish_reason == FinishReason.FINISH_REASON_STOP):
+            told += self._waiting
+        return told
+
+
+def _place(logprobs: Sequence[TokenLogprobs], text: str, *, is_apart: bool) -> tuple[int, int]:
+    """Of the tokens that say `text`: the first, and the one behind them. They are the first of all, unless others are
+    before them, as where `text` stands apart from the text before it; then the last that do."""
+    said, data = b"".join(each.sampled.token for each in logprobs), text.encode()
+    begin = 0
+    if is_apart or not said.startswith(data):
+        begin = said.rfind(data)
+        if begin < 0 and data.startswith(PARAGRAPH) and data != PARAGRAPH:
+            data = data.removeprefix(PARAGRAPH)
+            begin = said.rfind(data)
+        if begin < 0:  # bytes that are no characters are others in a text, and fewer
+            begin = max(0, len(said) - len(data))
+    ends = list(accumulate(len(each.sampled.token) for each in logprobs))
+    return bisect_right(ends, begin), min(len(ends), bisect_left(ends, begin + len(data)) + 1)
+
+
+def of_chat(logprobs: Sequence[TokenLogprobs]) -> dict[str, Any]:
+    """`choices[].logprobs` of a chat."""
     return {"content": entries_of(logprobs), "refusal": None}
 
 
@@ -27,10 +82,8 @@ def entries_of(logprobs: Sequence[TokenLogprobs]) -> list[dict[str, Any]]:
     return [{**_entry(each.sampled), "top_logprobs": [_entry(top) for top in each.top]} for each in logprobs]
 
 
-def of_completion(logprobs: Sequence[TokenLogprobs]) -> dict[str, Any] | None:
+def of_completion(logprobs: Sequence[TokenLogprobs]) -> dict[str, Any]:
     """`choices[].logprobs` of a completion. A prompt's first token, where it is echoed, has no numbers."""
-    if not logprobs:
-        return None
     return {
         "tokens": [_text_or_bytes(each.sampled) for each in logprobs],
         "token_logprobs": [_number(each.sampled) if each.sampled.rank else None for each in logprobs],

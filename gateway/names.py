@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 from rpc.errors import InvalidRequest
 
 _IN_BODY = {"tool_name": "tool_choice", "template_kwargs": "chat_template_kwargs"}
+_QUOTED = r"""(?<!\w)(["'])(?:\\.|(?!\1)[^\\])*\1"""
+"""As Python and JSON write a text. An apostrophe does not begin one."""
 
 
 def name_in_body(field: str) -> str:
@@ -29,9 +31,20 @@ def named(error: InvalidRequest, name_of: Callable[[str], str]) -> InvalidReques
     return InvalidRequest([(name_of(wrong.field), wrong.description) for wrong in error.violations])
 
 
-def renamed(error: InvalidRequest, ours: str, theirs: str) -> InvalidRequest:
-    """One word by another, in what is said of the fields, too."""
-    if not error.violations:
+def renamed(error: InvalidRequest, theirs: Mapping[str, str]) -> InvalidRequest:
+    """Words by others, in what is said of the fields, too, but for what the client has written there itself."""
+    if not error.violations or not theirs:
         return error
-    wrongs = [(wrong.field.replace(ours, theirs), wrong.description) for wrong in error.violations]
-    return InvalidRequest([(name, description.replace(ours, theirs)) for name, description in wrongs])
+    words = "|".join(map(re.escape, theirs))
+    field, said = re.compile(words), re.compile(rf"{_QUOTED}|(?<![\w.-])(?:{words})(?![\w-])")
+
+    def other(found: re.Match[str]) -> str:
+        return theirs.get(found[0], found[0])
+
+    return InvalidRequest(
+        [
+            # Why a form cannot be had is said in the words of the form.
+            (field.sub(other, name), why if "structured_outputs" in name else said.sub(other, why))
+            for name, why in error.violations
+        ]
+    )

@@ -20,7 +20,7 @@ from pydantic import (
     field_validator,
 )
 
-from gateway.asked import AT_START, IN_TEMPLATE, Asked, Listed, NumAlternatives, only
+from gateway.asked import AT_START, IN_TEMPLATE, Asked, Known, Listed, NumAlternatives, only
 from gateway.names import name_in_body, named, renamed
 from gateway.tools import Call, ChosenTool, ToolParam, tool_choice_of
 from rpc.errors import InvalidRequest
@@ -64,18 +64,24 @@ def _response_format(value: Any) -> StructuredOutputsParams | None:
     asked = ResponseFormat.model_validate(value)
     if asked.json_schema is not None and asked.type == "json_schema":
         return StructuredOutputsParams(json=asked.json_schema.schema_)
-    if asked.type == "json_schema" or asked.json_schema is not None:
+    if asked.type == "json_schema":
+        raise ValueError("json_schema must be given with type 'json_schema'")
+    if asked.json_schema is not None:
         raise ValueError("json_schema goes with type 'json_schema', and with no other")
     return StructuredOutputsParams(json_object=True) if asked.type == "json_object" else None
 
 
 NumAlternativesOrNo = Annotated[
-    NumAlternatives | None, BeforeValidator(lambda value: None if value is False else value)
+    NumAlternatives | None,
+    BeforeValidator(
+        lambda value: None if value is False else value,
+        json_schema_input_type=NumAlternatives | Literal[False] | None,
+    ),
 ]
 
 
-class StreamOptions(BaseModel):
-    model_config = ConfigDict(extra="forbid")
+class StreamOptions(Known):
+    model_config = ConfigDict(strict=False)
 
     include_obfuscation: bool | None = None
     """OpenAI's padding against those who watch lengths: there is none."""
@@ -85,18 +91,14 @@ class StreamOptions(BaseModel):
     """The usage so far in every event."""
 
 
-class JsonSchema(BaseModel):
-    model_config = ConfigDict(extra="forbid", strict=True)
-
+class JsonSchema(Known):
     name: str | None = None
     description: str | None = None
     strict: bool | None = None
     schema_: Annotated[dict[str, Any] | bool, Field(alias="schema")]
 
 
-class ResponseFormat(BaseModel):
-    model_config = ConfigDict(extra="forbid", strict=True)
-
+class ResponseFormat(Known):
     type: Literal["text", "json_object", "json_schema"]
     json_schema: JsonSchema | None = None
 
@@ -125,11 +127,12 @@ class AskedForChoices(Asked):
         return sampling
 
     def in_its_words(self, error: InvalidRequest) -> InvalidRequest:
-        """Who gave a response_format has not heard of structured_outputs."""
-        error = named(error, name_in_body)
-        if self.response_format is not None:
-            error = renamed(error, "structured_outputs", "response_format")
-        return error
+        return renamed(named(error, name_in_body), self._words)
+
+    @property
+    def _words(self) -> dict[str, str]:
+        """Of the wire, for which it has others. Who gave a response_format has not heard of structured_outputs."""
+        return {} if self.response_format is None else {"structured_outputs": "response_format"}
 
     @property
     def num_answers(self) -> int:
@@ -184,9 +187,9 @@ class CompletionRequest(AskedForChoices):
             sampling |= {"max_tokens": 1, "min_tokens": 0}
         return sampling
 
-    def in_its_words(self, error: InvalidRequest) -> InvalidRequest:
-        error = super().in_its_words(error)
-        return error if self.prompt_logprobs is not None else renamed(error, "prompt_logprobs", "logprobs")
+    @property
+    def _words(self) -> dict[str, str]:
+        return super()._words | ({} if self.prompt_logprobs is not None else {"prompt_logprobs": "logprobs"})
 
     @property
     def is_echo_alone(self) -> bool:
@@ -205,7 +208,7 @@ def _content(value: Any) -> Any:
     """Said here, where it is known which of the two was meant."""
     if isinstance(value, list) and all(isinstance(part, dict) for part in value):
         if others := [part.get("type") for part in value if part.get("type") != "text"]:
-            raise ValueError(f"may have parts of type 'text' alone, has one of type {others[0]!r}")
+            raise ValueError(f"may have parts of type 'text' alone, has one of type {others[0]!r:.60}")
     elif value is not None and not isinstance(value, str):
         raise ValueError("must be a text, or a list of parts of type 'text'")
     return value
@@ -225,8 +228,8 @@ def _role(value: str) -> str:
     return value
 
 
-class Message(BaseModel):
-    model_config = ConfigDict(extra="forbid")
+class Message(Known):
+    model_config = ConfigDict(strict=False)
 
     role: Annotated[str, AfterValidator(_role)]
     content: Annotated[Content | None, BeforeValidator(_content), Field(validate_default=True)] = None
@@ -317,9 +320,9 @@ class ChatRequest(AskedForChoices):
             sampling["chat_template_kwargs"] = self.chat_template_kwargs
         return sampling
 
-    def in_its_words(self, error: InvalidRequest) -> InvalidRequest:
-        error = super().in_its_words(error)
-        return error if self.max_completion_tokens is None else renamed(error, "max_tokens", "max_completion_tokens")
+    @property
+    def _words(self) -> dict[str, str]:
+        return super()._words | ({} if self.max_completion_tokens is None else {"max_tokens": "max_completion_tokens"})
 
     @property
     def names_tool(self) -> bool:

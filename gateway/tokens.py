@@ -52,7 +52,7 @@ class TokenizeRequest(Body):
                 chat_template_kwargs=self.chat_template_kwargs,
             )
         except InvalidRequest as error:
-            raise renamed(named(error, name_in_body), "with_tokens", "return_token_strs") from error
+            raise renamed(named(error, name_in_body), {"with_tokens": "return_token_strs"}) from error
         return {
             "count": len(told.token_ids),
             "max_model_len": told.max_model_len or None,
@@ -72,7 +72,7 @@ class DetokenizeRequest(Body):
         try:
             return {"prompt": await client.detokenize(self.tokens, model=self.model or "")}
         except InvalidRequest as error:
-            raise renamed(error, "token_ids", "tokens") from error
+            raise renamed(error, {"token_ids": "tokens"}) from error
 
 
 class CountRequest(ResponseRequest):

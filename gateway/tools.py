@@ -9,6 +9,8 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
+from gateway.asked import Known
+
 
 class CalledFunction(BaseModel):
     """With what clients have beside, and send back: what they made of the arguments."""
@@ -30,9 +32,7 @@ class Call(BaseModel):
     function: CalledFunction
 
 
-class Function(BaseModel):
-    model_config = ConfigDict(extra="forbid", strict=True)
-
+class Function(Known):
     name: str
     description: str | None = None
     parameters: dict[str, Any] | None = None
@@ -40,22 +40,16 @@ class Function(BaseModel):
     """Arguments of calls that must be made are held to their schema, strict or not."""
 
 
-class ToolParam(BaseModel):
-    model_config = ConfigDict(extra="forbid", strict=True)
-
+class ToolParam(Known):
     type: Literal["function"]
     function: Function
 
 
-class ChosenFunction(BaseModel):
-    model_config = ConfigDict(extra="forbid", strict=True)
-
+class ChosenFunction(Known):
     name: str
 
 
-class ChosenTool(BaseModel):
-    model_config = ConfigDict(extra="forbid", strict=True)
-
+class ChosenTool(Known):
     type: Literal["function"] | None = None
     function: ChosenFunction
 

@@ -10,9 +10,13 @@ Names are imported when first used: a client needs no torch, and the command can
 from __future__ import annotations
 
 from importlib import import_module
-from typing import TYPE_CHECKING, Any
 
+TYPE_CHECKING = False
+"""True to a type checker. typing has it, too, and takes longer to import than all that the command needs before it can
+take Ctrl-C."""
 if TYPE_CHECKING:
+    from typing import Any
+
     from engine.config import EngineArgs
     from engine.sampling_params import SamplingParams
     from rpc.tls import ClientTLS

@@ -8,7 +8,10 @@ from __future__ import annotations
 
 import os
 import signal
-from types import FrameType
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from types import FrameType
 
 INTERRUPTED = 130
 """Exit code of what Ctrl-C has ended."""

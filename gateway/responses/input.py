@@ -27,16 +27,14 @@ from pydantic import (
     model_validator,
 )
 
-from gateway.asked import Listed, only
+from gateway.asked import Known, Listed, only
 
 ROLES = ("system", "developer", "user", "assistant")
 _NOT_READ = "it cannot be read here; what was thought is in content"
 
 
-class WithoutNulls(BaseModel):
+class WithoutNulls(Known):
     """An object whose fields of value null are absent."""
-
-    model_config = ConfigDict(extra="forbid", strict=True)
 
     @model_validator(mode="before")
     @classmethod
@@ -218,8 +216,8 @@ class PlacedMessage:
 
 
 def messages_of(instructions: str | None, said: str | Sequence[Item]) -> list[PlacedMessage]:
-    """The chat that they are. Empty where `said` has nothing but thoughts that are not told."""
-    messages = [] if instructions is None else [PlacedMessage("instructions", "system", [instructions])]
+    """The chat that they are. Empty `instructions` are none; what is not told of `said` is left out."""
+    messages = [PlacedMessage("instructions", "system", [instructions])] if instructions else []
     if isinstance(said, str):
         return [*messages, PlacedMessage("input", "user", [said])]
     for number, item in enumerate(said):
@@ -229,11 +227,21 @@ def messages_of(instructions: str | None, said: str | Sequence[Item]) -> list[Pl
             messages.append(PlacedMessage(place, "tool", [output], tool_call_id=item.call_id, name=item.name))
         elif isinstance(item, MessageItem) and item.role != "assistant":
             messages.append(PlacedMessage(place, item.role, [_text_of(item.content)]))
-        elif not (isinstance(item, ReasoningItem) and not item.content):  # nothing is known of it
+        elif _is_told(item):
             if not messages or not messages[-1].takes(item):
                 messages.append(PlacedMessage(place, "assistant"))
             messages[-1].take(item, place)
     return messages
+
+
+def says_something(said: str | Sequence[Item]) -> bool:
+    """Whether it has more than thoughts that are not told."""
+    return isinstance(said, str) or any(map(_is_told, said))
+
+
+def _is_told(item: Item) -> bool:
+    """Of a thought that others have kept nothing is known."""
+    return not isinstance(item, ReasoningItem) or bool(item.content)
 
 
 def _is_answer(item: Item) -> bool:

@@ -13,7 +13,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Any, Literal
 
-from gateway.logprobs import entries_of
+from gateway.logprobs import OfContent, entries_of
 from protos.tandem_inference_pb2 import GenerateResponse, ToolCallDelta
 from tandem.answer import StreamBroken
 
@@ -153,8 +153,9 @@ class Output:
         self._items: list[_Item] = []
         self._open: _Item | None = None
         """The last one."""
-        self._logprobs: list[dict[str, Any]] = []
-        """Of tokens of which nothing has been told: a part of a character, a stop token."""
+        self._content = OfContent()
+        self._last_logprobs: list[dict[str, Any]] = []
+        """Of what ends the answer."""
         self._num_untold = 0
         """Of such tokens."""
         self.num_thought_tokens = 0
@@ -165,12 +166,15 @@ class Output:
         events: list[Event] = []
         calls = list(message.tool_calls)
         self._count(message)
+        logprobs = entries_of(self._content.accept(message))
         while calls and not calls[0].id:
             events += self._go_on(calls.pop(0))
         if message.reasoning:
             events += self._think(message.reasoning)
         if message.text:
-            events += self._speak(message.text)
+            events += self._speak(message.text, logprobs)
+        else:
+            self._last_logprobs = logprobs
         for call in calls:
             events += self._call(call) if call.id else self._go_on(call)
         return events
@@ -180,8 +184,8 @@ class Output:
         events: list[Event] = []
         if self._open is None:
             events += self._begin(_Message(self._request_id, 0))
-        if isinstance(self._open, _Message) and self._logprobs:
-            events.append(self._open.say("", self._logprobs))
+        if isinstance(self._open, _Message) and self._last_logprobs:
+            events.append(self._open.say("", self._last_logprobs))
         assert self._open is not None
         return [*events, *self._open.end(status)]
 
@@ -196,14 +200,10 @@ class Output:
 
     def _count(self, message: GenerateResponse) -> None:
         self._num_untold += len(message.token_ids)
-        if message.logprobs:
-            self._logprobs += entries_of(message.logprobs)
         if message.reasoning:
             self.num_thought_tokens += self._num_untold
         if message.reasoning or message.text or message.tool_calls:
             self._num_untold = 0
-        if (message.reasoning or message.tool_calls) and not message.text:
-            self._logprobs = []
 
     def _think(self, text: str) -> list[Event]:
         events: list[Event] = []
@@ -212,12 +212,11 @@ class Output:
         assert isinstance(self._open, _Thought)
         return [*events, self._open.say(text)]
 
-    def _speak(self, text: str) -> list[Event]:
+    def _speak(self, text: str, logprobs: list[dict[str, Any]]) -> list[Event]:
         events: list[Event] = []
         if not isinstance(self._open, _Message):
             events += self._begin(_Message(self._request_id, len(self._items)))
         assert isinstance(self._open, _Message)
-        logprobs, self._logprobs = self._logprobs, []
         return [*events, self._open.say(text, logprobs)]
 
     def _call(self, call: ToolCallDelta) -> list[Event]:

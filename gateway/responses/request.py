@@ -8,18 +8,16 @@ from typing import Annotated, Any, Literal
 
 from pydantic import (
     AfterValidator,
-    BaseModel,
     BeforeValidator,
-    ConfigDict,
     Field,
     ValidationInfo,
     field_validator,
     model_validator,
 )
 
-from gateway.asked import AT_START, IN_TEMPLATE, Asked, Listed, NumAlternatives, only
+from gateway.asked import AT_START, IN_TEMPLATE, Asked, Known, Listed, Mapped, NumAlternatives, only
 from gateway.names import name_in_body, named, renamed
-from gateway.responses.input import Input, PlacedMessage, WithoutNulls, messages_of
+from gateway.responses.input import Input, PlacedMessage, WithoutNulls, messages_of, says_something
 from gateway.tools import tool_choice_of
 from rpc.errors import InvalidRequest
 from tandem.messages import Prompt, Sampling
@@ -59,9 +57,7 @@ class FunctionTool(WithoutNulls):
         return self.model_dump(include={"type", "name", "description", "parameters", "strict"})
 
 
-class ChosenTool(BaseModel):
-    model_config = ConfigDict(extra="forbid", strict=True)
-
+class ChosenTool(Known):
     type: Literal["function"]
     name: str
 
@@ -131,7 +127,7 @@ class ResponseRequest(Asked):
     parallel_tool_calls: bool | None = None
     include: Annotated[Listed[str], AfterValidator(_include)] | None = None
     top_logprobs: NumAlternatives | None = None
-    metadata: dict[str, str] | None = None
+    metadata: Mapped[str, str] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
 
     # known, and refused unless they ask for what is done anyway
@@ -188,8 +184,10 @@ class ResponseRequest(Asked):
         return sampling
 
     def in_its_words(self, error: InvalidRequest) -> InvalidRequest:
-        error = renamed(named(error, self._name_of), "max_tokens", "max_output_tokens")
-        return error if self._held_to is None else renamed(error, "structured_outputs", "text.format")
+        words = {"max_tokens": "max_output_tokens"}
+        if self._held_to is not None:
+            words["structured_outputs"] = "text.format"
+        return renamed(named(error, self._name_of), words)
 
     def _name_of(self, field: str) -> str:
         """Here, of a field of the wire: of a message, the item that it comes from."""
@@ -219,7 +217,7 @@ class ResponseRequest(Asked):
     @field_validator("input")
     @classmethod
     def _check_input(cls, value: Any) -> Any:
-        if not messages_of(None, value):
+        if not says_something(value):
             raise ValueError("must have an item that says something")
         return value
 

@@ -56,6 +56,62 @@ async def test_an_answer_that_ends_within_its_thought_has_no_content() -> None:
     ]  # fmt: skip
 
 
+def told(offset: int, *said: str, **fields: Any) -> pb.GenerateResponse:
+    """A token for each text, with its logprob."""
+    message = pb.GenerateResponse(request_id="r", offset=offset, token_ids=range(offset, offset + len(said)), **fields)
+    for number, text in enumerate(said, offset):
+        message.logprobs.add(sampled=pb.Logprob(token_id=number, logprob=-0.5, rank=1, token=text.encode()))
+    return message
+
+
+def calling(index: int) -> list[pb.ToolCallDelta]:
+    return [pb.ToolCallDelta(index=index, id=f"c{index}", name="f", arguments="{}")]
+
+
+SAID = [
+    ([told(0, "<think>"), told(1, "So", reasoning="So"), told(2, "</", "think"), told(4, ">\n"), told(5, "\n"),
+      told(6, "Tw", text="Tw"), told(7, "o", text="o"), told(8, "<end>")], ["Tw", "o", "<end>"]),
+    ([told(0, "So", " th"), told(2, "en", "</think>", "\n", "Two", ".", reasoning="So then", text="Two."),
+      told(7, "<", "b"), told(9, ">", text="<b>")], ["Two", ".", "<", "b", ">"]),
+    ([told(0, "So", reasoning="So"), told(1, "</think>"), told(2, "<call>"), told(3, "f", tool_calls=calling(0)),
+      told(4, "</call>"), told(5, "\n", "Now", text="Now"), told(7, "!", "<call>", text="!"),
+      told(9, "f", tool_calls=calling(1)), told(10, "</call>")], ["Now", "!"]),
+    ([told(0, "Two", "<call>", "f", text="Two", tool_calls=calling(0)), told(3, "</call>")], ["Two"]),
+    ([told(0, "So", reasoning="So"), told(1, "</think>"), told(2, "<end>")], []),
+    ([told(0, "<think>"), told(1, "\n\n"), told(2, "</think>"), told(3, "\n\n"), told(4, "<", text="<"),
+      told(5, "b>", text="b>")], ["<", "b>"]),
+    ([told(0, "Two", text="Two"), told(1, "<|end|>"), told(2, "<|start|>", "analysis"), told(4, "Hm", reasoning="Hm"),
+      told(5, "<|message|>", "Three", text="\n\nThree")], ["Two", "Three"]),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("messages", "of_content"), SAID)
+async def test_logprobs_are_of_the_tokens_of_the_content(
+    messages: list[pb.GenerateResponse], of_content: list[str]
+) -> None:
+    """Streamed and whole, not of what was thought or called, nor of the words around it; and so in a response."""
+
+    async def say(request: pb.GenerateRequest) -> AsyncIterator[pb.GenerateResponse]:
+        for message in messages:
+            yield message
+        yield last(sum(len(message.token_ids) for message in messages))
+
+    async with gateway() as (router, http):
+        router.script = say
+        body = {**ASKED, "logprobs": True}
+        (choice,) = (await http.post(CHAT, json=body)).json()["choices"]
+        events = events_of((await http.post(CHAT, json={**body, "stream": True})).text)[:-1]
+        include = ["message.output_text.logprobs"]
+        response = (await http.post("/v1/responses", json={"input": "1+1?", "include": include})).json()
+    assert [each["token"] for each in choice["logprobs"]["content"]] == of_content
+    streamed = [event["choices"][0] for event in events if event["choices"][0]["logprobs"]]
+    assert [each["token"] for piece in streamed for each in piece["logprobs"]["content"]] == of_content
+    for piece in streamed:
+        assert piece["delta"].get("content", "").strip() in "".join(e["token"] for e in piece["logprobs"]["content"])
+    texts = [part for item in response["output"] if item["type"] == "message" for part in item["content"]]
+    assert [each["token"] for part in texts for each in part["logprobs"]] == of_content
+
+
 async def test_one_who_does_not_think_has_no_such_field() -> None:
     async with gateway() as (_, http):
         (choice,) = (await http.post(CHAT, json=ASKED)).json()["choices"]

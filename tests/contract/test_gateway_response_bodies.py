@@ -89,6 +89,7 @@ async def test_items_are_messages() -> None:
             assert await messages_sent(http, router, input=items) == messages
             instructed = await messages_sent(http, router, input=items, instructions="First.")
             assert instructed == [pb.ChatMessage(role="system", content="First."), *messages]
+            assert await messages_sent(http, router, input=items, instructions="") == messages, "they say nothing"
 
 
 def test_thousands_of_items_that_are_one_message_are_added_up_in_a_moment() -> None:

@@ -58,6 +58,14 @@ def test_where_it_is_ignored_it_stays_ignored() -> None:
     assert "no router answers at 127.0.0.1:1" in done.stderr
 
 
+def test_little_is_imported_before_it_can_take_ctrl_c() -> None:
+    """What Ctrl-C interrupts until then has Python's traceback: so long as typing takes, most of the time it did."""
+    code = "import sys, tandem.interrupts; print({'typing', 're', 'click'} & sys.modules.keys())"
+    root = Path(__file__).parents[2]
+    done = subprocess.run([sys.executable, "-S", "-c", code], capture_output=True, text=True, cwd=root, check=True)
+    assert done.stdout == "set()\n"
+
+
 def test_the_command_that_is_installed_begins_there() -> None:
     project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]
     script = EntryPoint("tandem", project["scripts"]["tandem"], "console_scripts")

@@ -1,0 +1,60 @@
+"""Which tokens an answer's content is made of, told while it comes, whatever a model thinks and calls before it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from gateway.logprobs import OfContent
+from protos import tandem_inference_pb2 as pb
+from router.text.harmony import Harmony
+from router.text.reasoning import THINK, Reasoning
+
+THOUGHTS = st.lists(st.sampled_from(["So", " then", ".", "\n", "<", "</", "\u00e9", "Two"]), max_size=6)
+ANSWERS = st.lists(st.sampled_from(["Two", " then", "\n", "<b", ">", "So", "\u00e9"]), max_size=6)
+BEGINS = st.sampled_from([[], ["<think>"], ["<", "think", ">\n"], ["\n", "<think>", "\n"]])
+ENDS = st.sampled_from([["</think>"], ["</think>", "\n\n"], ["</", "think", ">"]])
+
+
+def told_of(tokens: list[str], reader: Any) -> tuple[str, list[str]]:
+    """The content, and the tokens that are told to be its."""
+    content, told, of_content = "", [], OfContent()
+    messages = []
+    for token in tokens:
+        message = pb.GenerateResponse()
+        message.logprobs.add(sampled=pb.Logprob(token=token.encode()))
+        messages.append((message, reader.push(token)))
+    end = pb.GenerateResponse(finish_reason=pb.FINISH_REASON_LENGTH, usage=pb.Usage())
+    messages.append((end, reader.finish()))
+    for message, said in messages:
+        message.text, message.reasoning = said.content, said.reasoning
+        content += said.content
+        told += [each.sampled.token.decode() for each in of_content.accept(message)]
+    return content, told
+
+
+@given(BEGINS, THOUGHTS, ENDS, ANSWERS)
+def test_an_answer_behind_a_thought(begin: list[str], thought: list[str], end: list[str], answer: list[str]) -> None:
+    tokens = begin + (thought + end if begin else []) + answer
+    content, told = told_of(tokens, Reasoning(marks=THINK).reader(None))
+    assert "".join(told).lstrip() == content.lstrip()
+    assert told == tokens[len(tokens) - len(told) :], "no hole"
+
+
+@given(THOUGHTS, ENDS, ANSWERS)
+def test_a_thought_that_the_prompt_has_begun(thought: list[str], end: list[str], answer: list[str]) -> None:
+    content, told = told_of(thought + end + answer, Reasoning(marks=THINK, is_open=True).reader(None))
+    assert "".join(told).lstrip() == content.lstrip()
+
+
+@given(st.lists(st.tuples(st.sampled_from(["analysis", "final"]), ANSWERS), max_size=3))
+def test_messages_of_channels(said: list[tuple[str, list[str]]]) -> None:
+    tokens: list[str] = []
+    for channel, texts in [*said, ("final", ["Two"])]:
+        start = ["<|start|>", "assistant"] if tokens else []
+        tokens += [*start, "<|channel|>", channel, "<|message|>", *texts, "<|end|>"]
+    content, told = told_of(tokens, Harmony().reader(None))
+    assert told.pop() == "<|end|>"
+    assert "".join(told).replace("\n", "") == content.replace("\n", "")
