@@ -5,7 +5,6 @@ A `DeviceTensor` has no numbers of its own: they lie in `memory`, a tensor on th
 
 from __future__ import annotations
 
-import threading
 import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -108,7 +107,7 @@ class DeviceMemory:
         self.peak_bytes = 0
         self._num_holders: dict[int, int] = {}
         """Tensors, by storage."""
-        self._lock = threading.RLock()  # a thread that holds it may let go of others by collecting garbage
+        self._lock = accesses.lock
 
     def hold(self, tensor: DeviceTensor) -> None:
         key, num_bytes = storage_of(tensor.memory), tensor.memory.untyped_storage().nbytes()

@@ -78,11 +78,12 @@ class Accesses:
         self._histories: dict[int, _History] = {}
         """By storage."""
         self._timelines: dict[int, Timeline] = {}
-        self._lock = threading.RLock()  # a thread that holds it may let go of memory by collecting garbage
+        self.lock = threading.RLock()
+        """Also of the memory's own books: a thread that holds it may let go of memory by collecting garbage."""
         self._late: list[str] = []
 
     def allocated(self, storage: int, num_bytes: int) -> None:
-        with self._lock:
+        with self.lock:
             self._histories[storage] = _History(num_bytes, self._timeline())
 
     def touch(
@@ -100,7 +101,7 @@ class Accesses:
         if timeline is None:
             return
         storage = memory.untyped_storage()
-        with self._lock:
+        with self.lock:
             self.check()
             self._timelines[timeline.number] = timeline
             history = self._histories.setdefault(storage._cdata, _History(storage.nbytes(), None))
@@ -115,7 +116,7 @@ class Accesses:
 
     def let_go(self, storage: int) -> None:
         """By the host. Raises nothing, as nobody would hear of it."""
-        with self._lock:
+        with self.lock:
             history = self._histories.pop(storage, None)
             if history is None or history.owner is None:
                 return
@@ -129,7 +130,7 @@ class Accesses:
 
     def check(self) -> None:
         """Raises `Race` if something was let go too early."""
-        with self._lock:
+        with self.lock:
             if late := "; ".join(self._late):
                 self._late.clear()
                 raise _said(late)
