@@ -49,6 +49,10 @@ def known_by_address(*tensors: torch.Tensor) -> Iterator[None]:
         del _by_address[len(_by_address) - len(tensors) :]
 
 
+def known_tensors() -> list[torch.Tensor]:
+    return list(_by_address)
+
+
 Listener = Callable[[str, NDArray[np.uint64], bool], None]
 """Told of a launch that has ended: its kernel, addresses in its arguments, and whether it stored or loaded there."""
 _listeners: list[Listener] = []

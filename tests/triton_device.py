@@ -1,4 +1,5 @@
-"""Where the tests of the Triton kernels run: on the GPU, if there is one, otherwise interpreted on the CPU.
+"""Where the tests of the Triton kernels run: on the GPU, if there is one, otherwise interpreted on the CPU; or, asked
+for by `TRITON_ON_CPU=ptx`, compiled, and their PTX run on the CPU (`tests/ptx`).
 
 To be imported before the kernels: Triton decides when a kernel is defined. Without Triton the importing test file is
 skipped.
@@ -25,14 +26,17 @@ import numpy as np
 import pytest
 import torch
 from numpy.typing import NDArray
+import engine.kernels.gpu
+from ptx.triton import run_ptx
 from triton_accesses import watch_launches
 
 LARGEST_ROUNDED = 464.0
 """What is nearer to the largest 8-bit float than to the next one, if there was one."""
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+RUNS_PTX = DEVICE == "cpu" and os.environ.get("TRITON_ON_CPU") == "ptx"
 
-if DEVICE == "cpu":
+if DEVICE == "cpu" and not RUNS_PTX:
     os.environ["TRITON_INTERPRET"] = "1"
 
 pytest.importorskip("triton", reason="Triton is not installed")
@@ -127,7 +131,10 @@ def _numpy_type(scalar: Any) -> Any:
     return _get_np_dtype(scalar)
 
 
-if DEVICE == "cpu":
+if RUNS_PTX:
+    engine.kernels.gpu.why_no_triton = lambda device: ""
+    run_ptx()
+elif DEVICE == "cpu":
     _teach_bfloat16()
     _teach_float8()
     _patch_language_once()

@@ -1,0 +1,146 @@
+"""What instructions make of numbers: arrays, one number for each thread. Bits in registers are unsigned integers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+Numbers = NDArray[Any]
+
+DTYPES: dict[str, Any] = {
+    "pred": np.bool_, "b8": np.uint8, "b16": np.uint16, "b32": np.uint32, "b64": np.uint64, "u8": np.uint8,
+    "u16": np.uint16, "u32": np.uint32, "u64": np.uint64, "s8": np.int8, "s16": np.int16, "s32": np.int32,
+    "s64": np.int64, "f16": np.float16, "f32": np.float32, "f64": np.float64, "bf16": np.uint16, "f16x2": np.uint32,
+    "bf16x2": np.uint32, "e4m3x2": np.uint16,
+}  # fmt: skip
+UNSIGNED = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
+LARGEST_FLOAT8 = 448.0
+
+
+def widened(bits: Numbers) -> Numbers:
+    """bfloat16 to float32"""
+    return (bits.astype(np.uint32) << 16).view(np.float32)
+
+
+def to_bfloat16(x: Numbers) -> Numbers:
+    """Rounded to nearest, to even."""
+    return torch.from_numpy(np.ascontiguousarray(x, dtype=np.float32)).bfloat16().view(torch.int16).numpy().view(np.uint16)
+
+
+def to_float8(x: Numbers) -> Numbers:
+    """e4m3, saturating."""
+    clipped = torch.from_numpy(np.ascontiguousarray(np.clip(x, -LARGEST_FLOAT8, LARGEST_FLOAT8), dtype=np.float32))
+    return clipped.to(torch.float8_e4m3fn).view(torch.uint8).numpy()
+
+
+def from_float8(bits: Numbers) -> Numbers:
+    return torch.from_numpy(np.ascontiguousarray(bits)).view(torch.float8_e4m3fn).float().numpy()
+
+
+def halves(x: Numbers) -> tuple[Numbers, Numbers]:
+    """Of 32 bits: the lower, the upper."""
+    return (x & 0xFFFF).astype(np.uint16), (x >> 16).astype(np.uint16)
+
+
+def joined(low: Numbers, high: Numbers) -> Numbers:
+    return low.astype(np.uint32) | (high.astype(np.uint32) << 16)
+
+
+def flushed(x: Numbers) -> Numbers:
+    """Numbers too small for an exponent are zero."""
+    return np.where(np.abs(x) < np.finfo(np.float32).tiny, np.copysign(np.float32(0), x), x).astype(np.float32)
+
+
+def fused(a: Numbers, b: Numbers, c: Numbers) -> Numbers:
+    """a * b + c, rounded once, but for the last bit now and then."""
+    wide = np.float64 if a.dtype == np.float32 else np.longdouble
+    return (a.astype(wide) * b.astype(wide) + c.astype(wide)).astype(a.dtype)
+
+
+def shifted(x: Numbers, by: Numbers, *, left: bool) -> Numbers:
+    """By as many bits as there are, or more: nothing is left but the sign."""
+    num_bits = 8 * x.dtype.itemsize
+    within = np.minimum(by, num_bits - 1).astype(x.dtype)
+    if left:
+        return np.where(by < num_bits, x << within, 0).astype(x.dtype)
+    if x.dtype.kind == "i":
+        return x >> within
+    return np.where(by < num_bits, x >> within, 0).astype(x.dtype)
+
+
+def high_half(a: Numbers, b: Numbers) -> Numbers:
+    if a.dtype.itemsize < 8:
+        wide = np.int64 if a.dtype.kind == "i" else np.uint64
+        return ((a.astype(wide) * b.astype(wide)) >> wide(8 * a.dtype.itemsize)).astype(a.dtype)
+    return np.array([int(x) * int(y) >> 64 for x, y in zip(a, b, strict=True)], dtype=a.dtype)
+
+
+def bits_from(x: Numbers, position: Numbers, length: Numbers) -> Numbers:
+    """`length` bits of `x`, signed as it is."""
+    wide = x.astype(np.int64) >> np.minimum(position, 63).astype(np.int64)
+    num_bits = np.minimum(length, 32).astype(np.int64)
+    taken = wide & ((np.int64(1) << num_bits) - 1)
+    if x.dtype.kind == "i":
+        sign = (taken >> np.maximum(num_bits - 1, 0)) & 1
+        taken = np.where((num_bits > 0) & (sign == 1), taken - (np.int64(1) << num_bits), taken)
+    return taken.astype(x.dtype)
+
+
+def permuted(a: Numbers, b: Numbers, selector: Numbers) -> Numbers:
+    """Four bytes of eight, each chosen by four bits, the highest of which asks for its sign."""
+    eight = a.astype(np.uint64) | (b.astype(np.uint64) << np.uint64(32))
+    result = np.zeros(len(eight), dtype=np.uint32)
+    for place in range(4):
+        chosen = (selector >> (4 * place)) & 0xF
+        byte = ((eight >> (8 * (chosen & 7)).astype(np.uint64)) & np.uint64(0xFF)).astype(np.uint32)
+        sign = np.where(byte & 0x80, 0xFF, 0).astype(np.uint32)
+        result |= np.where(chosen & 8, sign, byte).astype(np.uint32) << np.uint32(8 * place)
+    return result
+
+
+def quotient(a: Numbers, b: Numbers) -> Numbers:
+    """Of integers: cut off."""
+    safe = np.where(b == 0, 1, b).astype(a.dtype)
+    return (np.sign(a) * np.sign(safe) * (np.abs(a) // np.abs(safe))).astype(a.dtype) if a.dtype.kind == "i" else a // safe
+
+
+BINARY: dict[str, Callable[[Numbers, Numbers], Numbers]] = {
+    "add": np.add, "sub": np.subtract, "and": np.bitwise_and, "or": np.bitwise_or, "xor": np.bitwise_xor,
+    "rem": lambda a, b: a - quotient(a, b) * b,
+}  # fmt: skip
+COMPARE: dict[str, Callable[[Numbers, Numbers], Numbers]] = {
+    "eq": lambda a, b: a == b, "ne": lambda a, b: (a != b) & ~_unordered(a, b), "lt": lambda a, b: a < b,
+    "le": lambda a, b: a <= b, "gt": lambda a, b: a > b, "ge": lambda a, b: a >= b,
+    "equ": lambda a, b: (a == b) | _unordered(a, b), "neu": lambda a, b: a != b,
+    "ltu": lambda a, b: ~(a >= b), "leu": lambda a, b: ~(a > b), "gtu": lambda a, b: ~(a <= b),
+    "geu": lambda a, b: ~(a < b), "num": lambda a, b: ~_unordered(a, b), "nan": lambda a, b: _unordered(a, b),
+}  # fmt: skip
+
+
+def _unordered(a: Numbers, b: Numbers) -> Numbers:
+    if a.dtype.kind != "f":
+        return np.zeros(np.broadcast(a, b).shape, dtype=bool)
+    return np.isnan(a) | np.isnan(b)
+
+
+def product_of_tiles(a: list[Numbers], b: list[Numbers], c: list[Numbers], widen: Callable[[Numbers], Numbers]) -> list[Numbers]:
+    """mma.m16n8k16 of one warp or more: registers of each lane, a: 4 of two numbers, b: 2 of two, c: 4 of one."""
+    num_warps = len(c[0]) // 32
+    lane = np.arange(32)
+    row, column = lane // 4, 2 * (lane % 4)
+    tile_a, tile_b = np.zeros((num_warps, 16, 16)), np.zeros((num_warps, 16, 8))
+    tile_c = np.zeros((num_warps, 16, 8))
+    for index, register in enumerate(a):
+        for half, numbers in enumerate(halves(register)):
+            tile_a[:, row + 8 * (index % 2), column + 8 * (index // 2) + half] = widen(numbers).reshape(num_warps, 32)
+    for index, register in enumerate(b):
+        for half, numbers in enumerate(halves(register)):
+            tile_b[:, column + 8 * index + half, row] = widen(numbers).reshape(num_warps, 32)
+    for index, register in enumerate(c):
+        tile_c[:, row + 8 * (index // 2), column + index % 2] = register.reshape(num_warps, 32)
+    product = (tile_a @ tile_b + tile_c).astype(np.float32)
+    return [product[:, row + 8 * (index // 2), column + index % 2].reshape(-1) for index in range(4)]

@@ -1,0 +1,103 @@
+"""The text of a compiled kernel, in NVIDIA's PTX, as instructions.
+
+Of what PTX has, what Triton's compiler writes. Source: NVIDIA's "Parallel Thread Execution ISA", version 8.7.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from functools import lru_cache
+
+DIRECTIVES = (".reg", ".loc", ".pragma", ".file", ".section", ".shared", ".global", ".extern")
+LABEL = re.compile(r"^(\$[\w.$]+):")
+GUARD = re.compile(r"^@(!?)(%\w+)\s+")
+OPERAND = re.compile(r"\{[^}]*\}|\[[^\]]*\]|[^,\s][^,]*")
+
+
+@dataclass(frozen=True, slots=True)
+class Instruction:
+    name: str
+    """Of what it does: `add`, `ld`, …"""
+    modifiers: tuple[str, ...]
+    """The rest of its name, a type last."""
+    operands: tuple[str, ...]
+    """What it writes to first, if it does."""
+    guard: str
+    """The predicate under which a thread does it; empty: any."""
+    is_negated: bool
+    text: str
+
+    @property
+    def type(self) -> str:
+        return self.modifiers[-1]
+
+    @property
+    def num_in_vector(self) -> int:
+        return next((int(each[1:]) for each in self.modifiers if re.fullmatch(r"v[248]", each)), 1)
+
+
+@dataclass(frozen=True, slots=True)
+class Program:
+    name: str
+    num_threads: int
+    instructions: tuple[Instruction, ...]
+    places: dict[str, int]
+    """Of labels."""
+    widths: dict[str, int]
+    """Of registers, in bits, by their names without the number."""
+
+
+@lru_cache(maxsize=64)
+def parse(text: str) -> Program:
+    text = re.sub(r"//[^\n]*|/\*.*?\*/", "", text, flags=re.S)
+    found = re.search(r"\.visible \.entry (\w+)\((.*?)\)(.*?)\n\{(.*?)\$L__func_end0:", text, re.S)
+    assert found is not None
+    name, _, directives, body = found.groups()
+    threads = re.search(r"\.(?:reqntid|maxntid) (\d+)", directives)
+    assert threads is not None
+    widths = {"%p": 1}
+    instructions: list[Instruction] = []
+    places: dict[str, int] = {}
+    for line in _statements(body):
+        rest = line
+        while label := LABEL.match(rest):
+            places[label[1]] = len(instructions)
+            rest = rest[label.end() :].strip()
+        if rest.startswith(".reg"):
+            _, kind, *names = re.split(r"[\s,]+", rest)
+            for each in names:
+                widths[each.partition("<")[0]] = 1 if kind == ".pred" else int(re.sub(r"\D", "", kind))
+        elif rest and not rest.startswith(DIRECTIVES):
+            instructions.append(_instruction(rest))
+    return Program(name, int(threads[1]), tuple(instructions), places, widths)
+
+
+def _statements(body: str) -> list[str]:
+    """Directives that end with their line, labels, and what ends with a semicolon; without the braces around some."""
+    body = re.sub(r"^\s*\.(?:loc|file|section)\b[^\n]*$", "", body, flags=re.M)
+    statements = []
+    for each in body.split(";"):
+        statement = " ".join(each.split())
+        while True:
+            if statement.startswith("}"):
+                statement = statement[1:].strip()
+            elif statement.startswith("{"):
+                statement = statement[1:].strip()
+            elif (label := LABEL.match(statement)) and statement[label.end() :].strip()[:1] in ("{", "}"):
+                statement = statement[: label.end()] + statement[label.end() :].strip()[1:]
+            else:
+                break
+        statements.append(statement)
+    return statements
+
+
+def _instruction(text: str) -> Instruction:
+    guard = GUARD.match(text)
+    rest = text[guard.end() :] if guard else text
+    name, _, operands = rest.partition(" ")
+    name, *modifiers = name.split(".")
+    return Instruction(
+        name, tuple(modifiers), tuple(each.strip() for each in OPERAND.findall(operands)), guard[2] if guard else "",
+        bool(guard and guard[1]), text,
+    )  # fmt: skip

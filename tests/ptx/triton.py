@@ -1,0 +1,96 @@
+"""Triton's launches, compiled for a GPU and run by `machine.py`.
+
+    kernel[grid](tensors, …) ── Triton: specialise, compile ── PTX ── Launch: on the memory of the tensors
+
+Compiled for 8.9: of the kinds whose tensor cores are given what they multiply in registers (`mma.sync`), the one with
+8-bit floats.
+"""
+
+from __future__ import annotations
+
+import struct
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from triton_accesses import known_tensors
+
+from ptx.machine import Launch
+from ptx.memory import Memory, Region
+from ptx.program import parse
+
+CAPABILITY = 89
+FORMATS = {
+    "i1": "?", "i8": "b", "i16": "h", "i32": "i", "i64": "q", "u8": "B", "u16": "H", "u32": "I", "u64": "Q",
+    "fp32": "f", "f32": "f", "fp64": "d",
+}  # fmt: skip
+NO_SCRATCH = struct.pack("Q", 0)
+
+
+@dataclass
+class Settings:
+    """Of the process."""
+
+    warps_together: bool = True
+    num_launches: int = 0
+
+
+settings = Settings()
+
+
+class Launcher:
+    """In the place of what puts a kernel and its arguments on a device."""
+
+    def __init__(self, source: Any, metadata: Any) -> None:
+        self._types = list(source.signature.values())
+        self._shared_bytes = metadata.shared
+
+    def __call__(self, x: int, y: int, z: int, stream: int, text: bytes, *rest: Any) -> None:
+        del stream
+        program = parse(text.decode())
+        arguments = rest[4:]  # behind hooks, and what they are told
+        given = [each for each in zip(self._types, arguments, strict=True) if each[0] != "constexpr"]
+        packed = [*(_packed(*each) for each in given), NO_SCRATCH, NO_SCRATCH]  # of either kind
+        parameters = {f"{program.name}_param_{index}": value for index, value in enumerate(packed)}
+        tensors = [value for _, value in given if isinstance(value, torch.Tensor)] + known_tensors()
+        memory = Memory("global", [Region.of(tensor) for tensor in tensors])
+        settings.num_launches += 1
+        launch = Launch(program, parameters, memory, self._shared_bytes, (x, y, z), settings.warps_together)
+        launch.run(seed=settings.num_launches)
+
+
+def run_ptx() -> None:
+    """In this process, of all kernels that are compiled from now on."""
+    from triton import knobs
+    from triton.backends.compiler import GPUTarget
+    from triton.runtime.driver import driver
+
+    knobs.runtime.add_stages_inspection_hook = _without_machine_code
+    pretended = SimpleNamespace(
+        get_current_target=lambda: GPUTarget("cuda", CAPABILITY, 32),
+        get_current_device=lambda: 0,
+        get_current_stream=lambda device: 0,
+        launcher_cls=Launcher,
+        utils=SimpleNamespace(
+            get_device_properties=lambda device: {"max_shared_mem": 1 << 20},
+            load_binary=lambda name, text, shared, device: (None, text, 0, 0, 1024),
+        ),
+    )
+    driver.set_active(pretended)  # type: ignore[arg-type]
+
+
+def _packed(kind: str, value: Any) -> bytes:
+    if isinstance(value, torch.Tensor):
+        return struct.pack("Q", value.data_ptr())
+    return struct.pack("Q" if kind.startswith("*") else FORMATS[kind], value)
+
+
+def _without_machine_code(*compilation: Any) -> tuple[str, str] | None:
+    """Of a compilation's stages, the last makes machine code of PTX: that is kept instead. Asked without any, what
+    else than the source tells these kernels from others in Triton's cache."""
+    if not compilation:
+        return "PTX alone", "PTX alone"
+    _, stages, *_ = compilation
+    stages["cubin"] = lambda text, metadata: text.encode()
+    return None
