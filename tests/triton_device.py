@@ -35,6 +35,11 @@ LARGEST_ROUNDED = 464.0
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 RUNS_PTX = DEVICE == "cpu" and os.environ.get("TRITON_ON_CPU") == "ptx"
+ROUNDS_AS_A_GPU = DEVICE == "cuda" or RUNS_PTX
+"""Sums in float32, and powers and quotients in what a GPU has for them: the interpreter's are closer."""
+ROUNDS_TWICE = RUNS_PTX or (DEVICE == "cuda" and torch.cuda.get_device_capability() == (8, 9))
+"""To 8-bit floats: for 8.9 Triton cuts float32 off to float16 first, so that what lies barely above the middle of two
+is rounded as the middle is."""
 
 if DEVICE == "cpu" and not RUNS_PTX:
     os.environ["TRITON_INTERPRET"] = "1"

@@ -31,6 +31,12 @@ def to_bfloat16(x: Numbers) -> Numbers:
     return torch.from_numpy(np.ascontiguousarray(x, dtype=np.float32)).bfloat16().view(torch.int16).numpy().view(np.uint16)
 
 
+def cut_to_half(x: Numbers) -> Numbers:
+    """Towards zero."""
+    nearest = x.astype(np.float16)
+    return np.where(np.abs(nearest) > np.abs(x), np.nextafter(nearest, np.float16(0)), nearest)
+
+
 def to_float8(x: Numbers) -> Numbers:
     """e4m3, saturating."""
     clipped = torch.from_numpy(np.ascontiguousarray(np.clip(x, -LARGEST_FLOAT8, LARGEST_FLOAT8), dtype=np.float32))

@@ -26,7 +26,6 @@ WARP = 32
 NUMBER = re.compile(r"-?(?:0x[0-9a-fA-F]+|\d+)U?$")
 EXACT = re.compile(r"0([fd])([0-9a-fA-F]+)$")
 ADDRESS = re.compile(r"\[\s*([%\w$.]+)\s*(?:\+\s*(-?\d+))?\s*\]$")
-NAME = re.compile(r"%?[A-Za-z_]+")
 Mask = NDArray[np.bool_]
 
 
@@ -178,8 +177,8 @@ class Warp:
         return self._registers[name]
 
     def _dtype_of(self, name: str) -> Any:
-        found = NAME.match(name)
-        width = self._program.widths[name if name in self._program.widths or found is None else found[0]]
+        numbered = f"{name.rstrip('0123456789')}<"
+        width = self._program.widths[name if name in self._program.widths else numbered]
         return np.bool_ if width == 1 else UNSIGNED[width // 8]
 
     def _special(self, operand: str) -> Numbers | None:
@@ -358,7 +357,10 @@ class Warp:
         if source == "bf16":
             first = numbers.widened(first)
         if source == "e4m3x2":
-            low, high = (numbers.from_float8(part).astype(np.float16).view(np.uint16) for part in (first & 0xFF, first >> 8))
+            low, high = (
+                numbers.from_float8(part.astype(np.uint8)).astype(np.float16).view(np.uint16)
+                for part in (first & 0xFF, first >> 8)
+            )
             self._write(instruction.operands[0], numbers.joined(low, high), mask)
             return
         if source == "f16x2":
@@ -375,6 +377,8 @@ class Warp:
             return
         if to == "bf16":
             values = numbers.to_bfloat16(first)
+        elif to == "f16" and "rz" in instruction.modifiers:
+            values = numbers.cut_to_half(first)
         elif DTYPES[to] in (np.float16, np.float32, np.float64):
             values = first.astype(DTYPES[to])
         elif first.dtype.kind == "f":

@@ -45,7 +45,7 @@ class Program:
     places: dict[str, int]
     """Of labels."""
     widths: dict[str, int]
-    """Of registers, in bits, by their names without the number."""
+    """Of registers, in bits, by their names; of numbered ones `%r<`."""
 
 
 @lru_cache(maxsize=64)
@@ -56,7 +56,7 @@ def parse(text: str) -> Program:
     name, _, directives, body = found.groups()
     threads = re.search(r"\.(?:reqntid|maxntid) (\d+)", directives)
     assert threads is not None
-    widths = {"%p": 1}
+    widths: dict[str, int] = {}
     instructions: list[Instruction] = []
     places: dict[str, int] = {}
     for line in _statements(body):
@@ -67,7 +67,7 @@ def parse(text: str) -> Program:
         if rest.startswith(".reg"):
             _, kind, *names = re.split(r"[\s,]+", rest)
             for each in names:
-                widths[each.partition("<")[0]] = 1 if kind == ".pred" else int(re.sub(r"\D", "", kind))
+                widths[re.sub(r"\d+>$", "", each)] = 1 if kind == ".pred" else int(re.sub(r"\D", "", kind))
         elif rest and not rest.startswith(DIRECTIVES):
             instructions.append(_instruction(rest))
     return Program(name, int(threads[1]), tuple(instructions), places, widths)

@@ -32,7 +32,7 @@ NO_SCRATCH = struct.pack("Q", 0)
 class Settings:
     """Of the process."""
 
-    warps_together: bool = True
+    warps_together: bool = False
     num_launches: int = 0
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from triton_device import DEVICE
+from triton_device import DEVICE, ROUNDS_TWICE
 
 from engine.float8 import why_no_float8
 from engine.kernels.gpu import parts
@@ -127,6 +127,12 @@ def test_rows_are_quantised_as_plain_torch_does(num_rows: int, size: int) -> Non
     float8, scale = quantize_rows(x, SMALLEST_AMAX)
     expected, expected_scale = quantize_float8(x)
     torch.testing.assert_close(scale, expected_scale, rtol=0, atol=0)
+    if ROUNDS_TWICE:
+        differs = float8.float() != expected.float()
+        assert differs.float().mean() < 0.03
+        step = 2 / 15  # at most, of what has three bits behind its first
+        torch.testing.assert_close(float8.float()[differs], expected.float()[differs], rtol=step, atol=0)
+        return
     torch.testing.assert_close(float8.float(), expected.float(), rtol=0, atol=0)
 
 
@@ -142,8 +148,8 @@ def test_8_bit_float_products_against_float64(num_rows: int, has_bias: bool) -> 
     y = linear(x[None])
     assert (y.dtype, y.shape) == (BFLOAT16, (1, num_rows, 48))
     # Tensor cores keep some 14 bits of a sum of products of 8-bit floats.
-    size = x.abs().double() @ weight.abs().double().T
-    assert ((y[0].double() - expected - (0 if bias is None else bias.double())).abs() <= 2**-8 * size).all()
+    size, tolerance = x.abs().double() @ weight.abs().double().T, 2**-6 if ROUNDS_TWICE else 2**-8
+    assert ((y[0].double() - expected - (0 if bias is None else bias.double())).abs() <= tolerance * size).all()
 
 
 def test_a_row_of_zeros_stays_zeros_and_one_with_nan_does_not_hide_it() -> None:
