@@ -40,20 +40,29 @@ class OfContent:
         comes first, then the thought, the text, and new calls."""
         self._waiting += message.logprobs
         told: list[TokenLogprobs] = []
-        self._is_apart |= bool(message.reasoning or message.tool_calls)
+        is_other = bool(message.reasoning or message.tool_calls)
+        self._is_apart |= is_other
         if message.text and self._waiting:
-            is_apart = self._is_apart or not self._has_begun
+            is_apart = self._is_apart or not (self._has_begun or _repeats(self._waiting, message.text))
             begin, end = _place(self._waiting, message.text, is_apart=is_apart)
             told, self._waiting = self._waiting[begin:end], self._waiting[end:]
         if message.text:
             self._has_begun = True
-            self._is_apart = any(call.id for call in message.tool_calls)
-        if self._is_apart:
+            self._is_apart = is_other = any(call.id for call in message.tool_calls)
+        if is_other:  # what tells nothing may be content that waits, as the beginning of a stop string does
             self._waiting = []
         # Of an answer that was cut off before there was content, they are none of it.
-        if message.finish_reason and (self._has_begun or message.finish_reason == FinishReason.FINISH_REASON_STOP):
+        may_end = self._has_begun or message.finish_reason == FinishReason.FINISH_REASON_STOP
+        if message.finish_reason and may_end and not self._is_apart:
             told += self._waiting
         return told
+
+
+def _repeats(logprobs: Sequence[TokenLogprobs], text: str) -> bool:
+    """Whether the tokens say `text` again and again, and nothing else: what a stop string begins with is kept back of
+    such an answer, and the first of them are what was told of it."""
+    said, data = b"".join(each.sampled.token for each in logprobs), text.encode()
+    return said == (data * (len(said) // len(data) + 1))[: len(said)]
 
 
 def _place(logprobs: Sequence[TokenLogprobs], text: str, *, is_apart: bool) -> tuple[int, int]:

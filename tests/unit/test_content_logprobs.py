@@ -58,3 +58,31 @@ def test_messages_of_channels(said: list[tuple[str, list[str]]]) -> None:
     content, told = told_of(tokens, Harmony().reader(None))
     assert told.pop() == "<|end|>"
     assert "".join(told).replace("\n", "") == content.replace("\n", "")
+
+
+def accepted(messages: list[tuple[str, str, str]]) -> list[str]:
+    """Of messages of one token, text and thought each: the tokens that are told to be the content's."""
+    told, of_content = [], OfContent()
+    for token, text, thought in messages:
+        message = pb.GenerateResponse(text=text, reasoning=thought)
+        message.logprobs.add(sampled=pb.Logprob(token=token.encode()))
+        told += [each.sampled.token.decode() for each in of_content.accept(message)]
+    return told
+
+
+def test_what_a_stop_string_keeps_back_may_be_what_is_told() -> None:
+    # Answers that begin with "!!", where "!!!?" would end them.
+    assert accepted([("!", "", ""), ("!", "", ""), ("!!", "!", ""), ("a", "!!!a", "")]) == ["!", "!", "!!", "a"]
+
+
+def test_what_a_stop_string_keeps_back_behind_a_thought_is_content() -> None:
+    told = accepted([("So", "", "So"), ("</think>", "", ""), ("Hu", "", ""), ("mm", "Humm", "")])
+    assert told == ["Hu", "mm"]
+
+
+def test_an_answer_of_a_thought_alone_has_no_content() -> None:
+    of_content = OfContent()
+    for fields in ({"reasoning": "So"}, {}, {"finish_reason": pb.FINISH_REASON_STOP}):
+        message = pb.GenerateResponse(**fields)
+        message.logprobs.add(sampled=pb.Logprob(token=b"</think>"))
+        assert of_content.accept(message) == []
