@@ -43,8 +43,7 @@ class OfContent:
         is_other = bool(message.reasoning or message.tool_calls)
         self._is_apart |= is_other
         if message.text and self._waiting:
-            is_apart = self._is_apart or not (self._has_begun or _repeats(self._waiting, message.text))
-            begin, end = _place(self._waiting, message.text, is_apart=is_apart)
+            begin, end = _place(self._waiting, message.text, is_apart=self._is_apart, is_first=not self._has_begun)
             told, self._waiting = self._waiting[begin:end], self._waiting[end:]
         if message.text:
             self._has_begun = True
@@ -58,27 +57,29 @@ class OfContent:
         return told
 
 
-def _repeats(logprobs: Sequence[TokenLogprobs], text: str) -> bool:
-    """Whether the tokens say `text` again and again, and nothing else: what a stop string begins with is kept back of
-    such an answer, and the first of them are what was told of it."""
+def _place(logprobs: Sequence[TokenLogprobs], text: str, *, is_apart: bool, is_first: bool) -> tuple[int, int]:
+    """Of the tokens that say `text`: the first, and the one behind them. They are the first of all, unless others may
+    be before them: where something else was told last, or nothing yet, or `text` is a message of its own. Then they are
+    the last that say it, unless it is said again and again, and nothing else: of that, the last ones are kept back."""
     said, data = b"".join(each.sampled.token for each in logprobs), text.encode()
-    return said == (data * (len(said) // len(data) + 1))[: len(said)]
-
-
-def _place(logprobs: Sequence[TokenLogprobs], text: str, *, is_apart: bool) -> tuple[int, int]:
-    """Of the tokens that say `text`: the first, and the one behind them. They are the first of all, unless others are
-    before them, as where `text` stands apart from the text before it; then the last that do."""
-    said, data = b"".join(each.sampled.token for each in logprobs), text.encode()
+    is_message = data.startswith(PARAGRAPH) and not said.startswith(data)
+    may_follow = is_apart or is_message or (is_first and not _repeats(said, data))
     begin = 0
-    if is_apart or not said.startswith(data):
+    if may_follow or not said.startswith(data):
         begin = said.rfind(data)
-        if begin < 0 and data.startswith(PARAGRAPH) and data != PARAGRAPH:
+        if begin < 0 and is_message and data != PARAGRAPH:
             data = data.removeprefix(PARAGRAPH)
             begin = said.rfind(data)
         if begin < 0:  # bytes that are no characters are others in a text, and fewer
             begin = max(0, len(said) - len(data))
     ends = list(accumulate(len(each.sampled.token) for each in logprobs))
-    return bisect_right(ends, begin), min(len(ends), bisect_left(ends, begin + len(data)) + 1)
+    # What is before it in an answer that goes on says nothing, as special tokens and parts of characters do.
+    first = bisect_right(ends, begin) if may_follow else 0
+    return first, min(len(ends), bisect_left(ends, begin + len(data)) + 1)
+
+
+def _repeats(said: bytes, data: bytes) -> bool:
+    return said == (data * (len(said) // len(data) + 1))[: len(said)]
 
 
 def of_chat(logprobs: Sequence[TokenLogprobs]) -> dict[str, Any]:

@@ -80,6 +80,11 @@ def test_what_a_stop_string_keeps_back_behind_a_thought_is_content() -> None:
     assert told == ["Hu", "mm"]
 
 
+def test_tokens_that_say_nothing_are_told_with_what_comes_after_them() -> None:
+    told = accepted([("So", "So", ""), ("<|im_end|>", "", ""), (" it", " it", ""), ("!", "!", "")])
+    assert told == ["So", "<|im_end|>", " it", "!"]
+
+
 def test_an_answer_of_a_thought_alone_has_no_content() -> None:
     of_content = OfContent()
     for fields in ({"reasoning": "So"}, {}, {"finish_reason": pb.FINISH_REASON_STOP}):
