@@ -5,6 +5,8 @@ from __future__ import annotations
 import ctypes
 import math
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from enum import Enum
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -12,11 +14,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from device_peers import OFFSET, OneProcess, peers_in_one_process
+from device_peers import OFFSET, Done, OneProcess, peers_in_one_process
 
 from kv_transfer import InvalidTransfer, PeerUnreachable, TransportMissing
 from protos import tandem_kv_transfer_pb2 as pb
-from worker_service.cuda_ipc import CudaDriver
+from worker_service.cuda_ipc import CudaDriver, DevicePeers
 
 ROW_BYTES = 32
 
@@ -40,6 +42,26 @@ def test_rows_are_copied_where_the_peer_says_its_pool_is() -> None:
     assert driver.opened == [theirs.data_ptr() - OFFSET]
     opened.close()
     assert driver.opened == []
+
+
+def test_what_is_waited_for_is_recorded_on_the_stream_of_the_copies() -> None:
+    said: list[str] = []
+
+    @contextmanager
+    def copying() -> Iterator[None]:
+        said.append("enter")
+        yield
+        said.append("leave")
+
+    def record() -> Done:
+        said.append("record")
+        return Done()
+
+    peers = DevicePeers(OneProcess(), lambda *_: said.append("copy"), copying, record)
+    theirs = rows(9, seed=2)
+    opened = peers.open(peers.export(theirs.data_ptr()), rows(6, seed=1), 9)
+    opened.copy(np.array([5]), np.array([2]), lambda: math.inf)
+    assert said == ["enter", "copy", "record", "leave"]
 
 
 @pytest.mark.parametrize(
