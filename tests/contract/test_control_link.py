@@ -1,0 +1,53 @@
+"""What beside the data is said to a peer: who waits for it waits until it is there, and no longer than they said."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+
+import grpc
+import pytest
+from ports import lasting_port
+
+from kv_transfer import PeerUnreachable
+from kv_transfer.control_link import ControlLink, open_plain_channel
+
+
+async def test_a_peer_that_comes_back_is_waited_for() -> None:
+    address = f"127.0.0.1:{lasting_port()}"
+    link = ControlLink(open_plain_channel(address))
+    waiting = asyncio.create_task(link.wait_connected(30))
+    done, _ = await asyncio.wait([waiting], timeout=0.2)
+    assert not done
+    server = grpc.aio.server()
+    server.add_insecure_port(address)
+    await server.start()
+    try:
+        await waiting
+    finally:
+        await link.close()
+        await server.stop(0)
+
+
+async def test_a_peer_that_does_not_come_back_is_given_up() -> None:
+    link = ControlLink(open_plain_channel(f"127.0.0.1:{lasting_port()}"))
+    begun_s = time.monotonic()
+    with pytest.raises(PeerUnreachable, match=r"no connection for 0\.3 s"):
+        await link.wait_connected(0.3)
+    assert time.monotonic() - begun_s >= 0.3
+    await link.close()
+
+
+async def test_who_waits_for_the_loss_of_a_connection_hears_of_it() -> None:
+    server = grpc.aio.server()
+    port = server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+    link = ControlLink(open_plain_channel(f"127.0.0.1:{port}"))
+    await link.wait_connected(30)
+    losing = asyncio.create_task(link.lost())
+    done, _ = await asyncio.wait([losing], timeout=0.2)
+    assert not done
+    await server.stop(0)
+    async with asyncio.timeout(30):
+        await losing
+    await link.close()
