@@ -149,7 +149,7 @@ class _History:
         self._writer: NDArray[np.int32]
         self._written: NDArray[np.int32]
         self._read: dict[int, NDArray[np.int32]] = {}
-        """When, by who did. 0: never, or before somebody wrote there."""
+        """When, last of all, by who did. 0: never."""
 
     def add(self, timeline: Timeline, places: Places, is_written: bool, what: str) -> None:
         self.users.add(timeline.number)

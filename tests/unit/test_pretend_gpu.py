@@ -256,6 +256,10 @@ USES: dict[str, tuple[Callable[[torch.Tensor], object], Callable[[torch.Tensor],
         lambda x: x.index_copy_(0, on_gpu(0, 2, dtype=torch.int64), x[:2] + 1),
         lambda x: x.index_select(0, on_gpu(3, 2, dtype=torch.int64)),
     ),
+    "the smallest block": (
+        lambda x: x.view(24, 4).index_fill_(0, on_gpu(5, dtype=torch.int64), 1),
+        lambda x: x.view(24, 4).index_select(0, on_gpu(5, dtype=torch.int64)),
+    ),
     "a block of all": (lambda x: x.sum(), lambda x: x.__setitem__(on_gpu(1, dtype=torch.int64), 0)),
 }
 NO_CONFLICTS: dict[str, tuple[Callable[[torch.Tensor], object], Callable[[torch.Tensor], object]]] = {
@@ -335,6 +339,19 @@ def test_memory_must_not_be_let_go_while_another_stream_uses_it(gpu: PretendGpu,
         return
     with pytest.raises(Race, match=r"memory of the default stream was let go while stream \d+ may still be using it"):
         on_gpu(1)
+
+
+def test_memory_that_is_let_go_last_of_all_is_looked_at_too() -> None:
+    def let_go_too_early() -> None:
+        with pretend_gpu(total_bytes=1 << 20), torch.cuda.stream(torch.cuda.Stream()):  # type: ignore[no-untyped-call]
+            x = POOL.to("cuda")
+            with torch.cuda.stream(torch.cuda.Stream()):  # type: ignore[no-untyped-call]
+                torch.cuda.synchronize()
+                x.sum()
+            del x
+
+    with pytest.raises(Race, match="was let go while"):
+        let_go_too_early()
 
 
 # -- graphs ---------------------------------------------------------------------------------------------------------
