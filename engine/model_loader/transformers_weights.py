@@ -50,7 +50,7 @@ def load_causal_lm(config: EngineConfig) -> Any:
                 config=hf_config,
                 state_dict=tensors,
                 output_loading_info=True,
-                device_map=device,
+                device_map=device,  # by accelerate: transformers refuses without it
                 ignore_mismatched_sizes=True,  # found out below, and said in our words
                 **arguments,
             )

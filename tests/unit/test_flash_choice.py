@@ -88,7 +88,7 @@ def test_auto_prefers_triton_then_flash_attention_then_plain_torch(
     monkeypatch.setattr(choice, "why_no_triton_kernels", lambda _: "")
     assert choose("auto") == "triton"
     assert choose("flash_attn") == "flash_attn"
-    assert capsys.readouterr().err == ""
+    assert "no Triton kernels" not in capsys.readouterr().err
     monkeypatch.setattr(choice, "why_no_triton_kernels", lambda _: "there are none")
     assert choose("auto") == "flash_attn"
     assert "no Triton kernels, so that FlashAttention-2 does attention" in capsys.readouterr().err

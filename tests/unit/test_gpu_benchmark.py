@@ -95,7 +95,7 @@ def run_bare(site: Path, *arguments: str, path: str = str(ROOT)) -> subprocess.C
 @pytest.mark.parametrize(
     ("num_lines", "modules"),
     [
-        (1, ("benchmarks.gpu", "benchmarks.gpu_parts.products", "engine.llm_engine")),
+        (1, ("benchmarks.gpu", "benchmarks.gpu_parts.products", "engine.llm_engine", "accelerate")),
         (2, ("benchmarks.transfer", "worker_service.device_pool", "worker_service.cuda_ipc")),
         (None, (
             "benchmarks.gpu_parts.servers", "tandem.bench.backends", "tandem.bench.run", "tandem.bench.summary",
