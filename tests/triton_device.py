@@ -26,9 +26,10 @@ import numpy as np
 import pytest
 import torch
 from numpy.typing import NDArray
-import engine.kernels.gpu
 from ptx.triton import run_ptx
 from triton_accesses import watch_launches
+
+import engine.attention.choice
 
 LARGEST_ROUNDED = 464.0
 """What is nearer to the largest 8-bit float than to the next one, if there was one."""
@@ -137,7 +138,7 @@ def _numpy_type(scalar: Any) -> Any:
 
 
 if RUNS_PTX:
-    engine.kernels.gpu.why_no_triton = lambda device: ""
+    engine.attention.choice.why_no_triton = lambda device: ""
     run_ptx()
 elif DEVICE == "cpu":
     _teach_bfloat16()

@@ -28,7 +28,9 @@ def widened(bits: Numbers) -> Numbers:
 
 def to_bfloat16(x: Numbers) -> Numbers:
     """Rounded to nearest, to even."""
-    return torch.from_numpy(np.ascontiguousarray(x, dtype=np.float32)).bfloat16().view(torch.int16).numpy().view(np.uint16)
+    return (
+        torch.from_numpy(np.ascontiguousarray(x, dtype=np.float32)).bfloat16().view(torch.int16).numpy().view(np.uint16)
+    )
 
 
 def cut_to_half(x: Numbers) -> Numbers:
@@ -59,6 +61,43 @@ def joined(low: Numbers, high: Numbers) -> Numbers:
 def flushed(x: Numbers) -> Numbers:
     """Numbers too small for an exponent are zero."""
     return np.where(np.abs(x) < np.finfo(np.float32).tiny, np.copysign(np.float32(0), x), x).astype(np.float32)
+
+
+def packed(low: Numbers, high: Numbers, kind: str) -> Numbers:
+    """Two numbers in one register."""
+    if kind == "e4m3x2":
+        return to_float8(low).astype(np.uint16) | (to_float8(high).astype(np.uint16) << 8)
+    narrow = {"bf16x2": to_bfloat16, "f16x2": lambda x: x.astype(np.float16).view(np.uint16)}[kind]
+    return joined(narrow(low), narrow(high))
+
+
+def unpacked(bits: Numbers, kind: str) -> tuple[Numbers, Numbers]:
+    """The lower, the upper."""
+    if kind == "e4m3x2":
+        return from_float8((bits & 0xFF).astype(np.uint8)), from_float8((bits >> 8).astype(np.uint8))
+    low, high = halves(bits)
+    if kind == "bf16x2":
+        return widened(low), widened(high)
+    return low.view(np.float16).astype(np.float32), high.view(np.float16).astype(np.float32)
+
+
+ROUNDINGS = {"rzi": np.trunc, "rni": np.rint, "rmi": np.floor, "rpi": np.ceil}
+
+
+def converted(x: Numbers, kind: str, modifiers: tuple[str, ...]) -> Numbers:
+    """To another type, of one number in a register. Integers too large for it are cut, numbers limited."""
+    dtype = DTYPES[kind]
+    if kind == "bf16":
+        return to_bfloat16(x)
+    if kind == "f16" and "rz" in modifiers:
+        return cut_to_half(x)
+    if x.dtype.kind != "f" or np.dtype(dtype).kind == "f":
+        return x.astype(dtype)
+    [rounding] = [ROUNDINGS[each] for each in modifiers if each in ROUNDINGS]
+    limits = np.iinfo(dtype)
+    whole = np.where(np.isnan(x), 0, rounding(x.astype(np.float64)))
+    within = np.clip(whole, limits.min, limits.max).astype(dtype)
+    return np.where(whole >= limits.max, limits.max, within).astype(dtype)
 
 
 def fused(a: Numbers, b: Numbers, c: Numbers) -> Numbers:
@@ -111,7 +150,15 @@ def permuted(a: Numbers, b: Numbers, selector: Numbers) -> Numbers:
 def quotient(a: Numbers, b: Numbers) -> Numbers:
     """Of integers: cut off."""
     safe = np.where(b == 0, 1, b).astype(a.dtype)
-    return (np.sign(a) * np.sign(safe) * (np.abs(a) // np.abs(safe))).astype(a.dtype) if a.dtype.kind == "i" else a // safe
+    return (
+        (np.sign(a) * np.sign(safe) * (np.abs(a) // np.abs(safe))).astype(a.dtype) if a.dtype.kind == "i" else a // safe
+    )
+
+
+def _unordered(a: Numbers, b: Numbers) -> Numbers:
+    if a.dtype.kind != "f":
+        return np.zeros(np.broadcast(a, b).shape, dtype=bool)
+    return np.isnan(a) | np.isnan(b)
 
 
 BINARY: dict[str, Callable[[Numbers, Numbers], Numbers]] = {
@@ -123,17 +170,13 @@ COMPARE: dict[str, Callable[[Numbers, Numbers], Numbers]] = {
     "le": lambda a, b: a <= b, "gt": lambda a, b: a > b, "ge": lambda a, b: a >= b,
     "equ": lambda a, b: (a == b) | _unordered(a, b), "neu": lambda a, b: a != b,
     "ltu": lambda a, b: ~(a >= b), "leu": lambda a, b: ~(a > b), "gtu": lambda a, b: ~(a <= b),
-    "geu": lambda a, b: ~(a < b), "num": lambda a, b: ~_unordered(a, b), "nan": lambda a, b: _unordered(a, b),
+    "geu": lambda a, b: ~(a < b), "num": lambda a, b: ~_unordered(a, b), "nan": _unordered,
 }  # fmt: skip
 
 
-def _unordered(a: Numbers, b: Numbers) -> Numbers:
-    if a.dtype.kind != "f":
-        return np.zeros(np.broadcast(a, b).shape, dtype=bool)
-    return np.isnan(a) | np.isnan(b)
-
-
-def product_of_tiles(a: list[Numbers], b: list[Numbers], c: list[Numbers], widen: Callable[[Numbers], Numbers]) -> list[Numbers]:
+def product_of_tiles(
+    a: list[Numbers], b: list[Numbers], c: list[Numbers], widen: Callable[[Numbers], Numbers]
+) -> list[Numbers]:
     """mma.m16n8k16 of one warp or more: registers of each lane, a: 4 of two numbers, b: 2 of two, c: 4 of one."""
     num_warps = len(c[0]) // 32
     lane = np.arange(32)

@@ -27,6 +27,8 @@ NUMBER = re.compile(r"-?(?:0x[0-9a-fA-F]+|\d+)U?$")
 EXACT = re.compile(r"0([fd])([0-9a-fA-F]+)$")
 ADDRESS = re.compile(r"\[\s*([%\w$.]+)\s*(?:\+\s*(-?\d+))?\s*\]$")
 Mask = NDArray[np.bool_]
+_Copy = tuple[NDArray[np.int64], NDArray[np.int64], int, NDArray[np.int64]]
+"""To where, from where, how many bytes, and how many of them are read."""
 
 
 class WrongProgram(Exception):  # noqa: N818
@@ -84,8 +86,8 @@ class Warp:
         self._place = 0
         self._places: NDArray[np.int64] | None = None
         """Of each thread, where they are not all at one."""
-        self._copies: deque[list[tuple[NDArray[np.int64], NDArray[np.int64], int, NDArray[np.int64]]]] = deque([[]])
-        """cp.async, by groups, the last one open: to where, from where, how many bytes, and how many of them are read."""
+        self._copies: deque[list[_Copy]] = deque([[]])
+        """cp.async, by groups, the last one open."""
         self.has_ended = False
 
     # -- ways through the program -------------------------------------------------------------------------------
@@ -266,7 +268,7 @@ class Warp:
                     )
                 )
 
-    def _copy(self, group: list[tuple[NDArray[np.int64], NDArray[np.int64], int, NDArray[np.int64]]]) -> None:
+    def _copy(self, group: list[_Copy]) -> None:
         for to, source, num_bytes, num_read in group:
             if ((num_read != 0) & (num_read != num_bytes)).any():
                 raise NotImplementedError("a copy of a part")
@@ -335,7 +337,8 @@ class Warp:
         if to.startswith("{"):
             parts = _parts(to)
             bits = self._read(source, instruction.type)
-            for name, column in zip(parts, bits.view(UNSIGNED[bits.itemsize // len(parts)]).reshape(-1, len(parts)).T):
+            columns = bits.view(UNSIGNED[bits.itemsize // len(parts)]).reshape(-1, len(parts)).T
+            for name, column in zip(parts, columns, strict=True):
                 self._write(name, column, mask)
         elif source.startswith("{"):
             parts = _parts(source)
@@ -353,43 +356,15 @@ class Warp:
 
     def _do_cvt(self, instruction: Instruction, mask: Mask | None) -> None:
         to, source = instruction.modifiers[-2:]
-        first, *others = (self._read(operand, source) for operand in instruction.operands[1:])
-        if source == "bf16":
-            first = numbers.widened(first)
-        if source == "e4m3x2":
-            low, high = (
-                numbers.from_float8(part.astype(np.uint8)).astype(np.float16).view(np.uint16)
-                for part in (first & 0xFF, first >> 8)
-            )
-            self._write(instruction.operands[0], numbers.joined(low, high), mask)
-            return
-        if source == "f16x2":
-            low, high = (half.view(np.float16) for half in numbers.halves(first))
-            first, others = high.astype(np.float32), [low.astype(np.float32)]
-        if to.endswith("x2"):
-            narrow = {
-                "bf16x2": numbers.to_bfloat16, "f16x2": lambda x: x.astype(np.float16).view(np.uint16),
-                "e4m3x2": numbers.to_float8,
-            }[to]  # fmt: skip
-            high, low = narrow(first), narrow(others[0])
-            both = low.astype(np.uint16) | (high.astype(np.uint16) << 8) if to == "e4m3x2" else numbers.joined(low, high)
-            self._write(instruction.operands[0], both, mask)
-            return
-        if to == "bf16":
-            values = numbers.to_bfloat16(first)
-        elif to == "f16" and "rz" in instruction.modifiers:
-            values = numbers.cut_to_half(first)
-        elif DTYPES[to] in (np.float16, np.float32, np.float64):
-            values = first.astype(DTYPES[to])
-        elif first.dtype.kind == "f":
-            round_to = {"rzi": np.trunc, "rni": np.rint, "rmi": np.floor, "rpi": np.ceil}
-            [how] = [round_to[each] for each in instruction.modifiers if each in round_to]
-            limits = np.iinfo(DTYPES[to])
-            whole = np.where(np.isnan(first), 0, how(first.astype(np.float64)))
-            values = np.where(whole >= limits.max, limits.max, np.clip(whole, limits.min, limits.max).astype(DTYPES[to]))
-            values = values.astype(DTYPES[to])
+        given = [self._read(operand, source) for operand in instruction.operands[1:]]
+        if source.endswith("x2"):
+            values = numbers.packed(*numbers.unpacked(given[0], source), to)
+        elif to.endswith("x2"):
+            high, low = given
+            values = numbers.packed(low, high, to)
         else:
-            values = first.astype(DTYPES[to])
+            [x] = given
+            values = numbers.converted(numbers.widened(x) if source == "bf16" else x, to, instruction.modifiers)
         self._write(instruction.operands[0], values, mask)
 
     def _do_setp(self, instruction: Instruction, mask: Mask | None) -> None:

@@ -80,9 +80,7 @@ def _statements(body: str) -> list[str]:
     for each in body.split(";"):
         statement = " ".join(each.split())
         while True:
-            if statement.startswith("}"):
-                statement = statement[1:].strip()
-            elif statement.startswith("{"):
+            if statement.startswith("}") or statement.startswith("{"):
                 statement = statement[1:].strip()
             elif (label := LABEL.match(statement)) and statement[label.end() :].strip()[:1] in ("{", "}"):
                 statement = statement[: label.end()] + statement[label.end() :].strip()[1:]

