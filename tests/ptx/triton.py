@@ -60,12 +60,13 @@ class Launcher:
         launch.run(seed=settings.num_launches)
 
 
-def run_ptx() -> None:
-    """In this process, of all kernels that are compiled from now on."""
+def run_ptx(*, warps_together: bool) -> None:
+    """In this process, of all kernels that are compiled from now on. `warps_together`: see `machine.Launch`."""
     from triton import knobs
     from triton.backends.compiler import GPUTarget
     from triton.runtime.driver import driver
 
+    settings.warps_together = warps_together
     knobs.runtime.add_stages_inspection_hook = _without_machine_code
     pretended = SimpleNamespace(
         get_current_target=lambda: GPUTarget("cuda", CAPABILITY, 32),

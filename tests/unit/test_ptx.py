@@ -156,8 +156,8 @@ def test_a_product_of_tensor_cores() -> None:
 SOME = {
     "test_triton_digest.py": "digests",
     "test_triton_copy_rows.py": "",
-    "test_triton_fused.py": "too_large or (norms and 64-dtype) or (rotation and 80) or silu",
-    "test_triton_attention.py": "all_head_shapes and (8-3 or 64-4 or 128-8) or 8_bit_floats and 9 or sinks and 9",
+    "test_triton_fused.py": "too_large or (norms and 64-dtype) or (rotation and 80-dtype1) or silu",
+    "test_triton_attention.py": "all_head_shapes and (8-3 or 64-4) or 8_bit_floats and 9-dtype1",
 }
 """Whose tests are run so, and which of them."""
 ALL = (
@@ -169,22 +169,22 @@ ALL = (
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 @pytest.mark.parametrize("name", list(SOME))
 def test_compiled_kernels_pass_their_tests(name: str) -> None:
-    assert num_passed(name, SOME[name]) > 2
+    assert num_passed(name, SOME[name], "ptx") > 2
 
 
 @pytest.mark.slow
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 @pytest.mark.parametrize("name", ALL)
 def test_all_compiled_kernels_pass_their_tests(name: str) -> None:
-    assert num_passed(f"test_triton_{name}.py", "") > 2
+    assert num_passed(f"test_triton_{name}.py", "", "ptx, warps together") > 2
 
 
-def num_passed(name: str, chosen: str) -> int:
+def num_passed(name: str, chosen: str, how: str) -> int:
     """Of tests of kernels, in a process that does not interpret them."""
     pytest.importorskip("triton")
     environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", f"tests/unit/{name}", "-k", chosen]
-    environment |= {"TRITON_ON_CPU": "ptx"}
+    environment |= {"TRITON_ON_CPU": how}
     ended = subprocess.run(
         command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=1500, check=False
     )
