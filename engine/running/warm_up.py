@@ -47,7 +47,6 @@ def warm_up(config: EngineConfig, runner: ModelRunner, kv_pool: torch.Tensor) ->
         for launched in [runner.launch(step, runner.prepare(step)) for _ in range(num_ahead)]:
             launched.wait()
     clear_blocks(kv_pool, sorted(set(block_ids)))
-    torch.cuda.synchronize(kv_pool.device)  # other streams, and other processes, use the pool from here on
     recorded = f"; decoding steps of {num_recordings} sizes are recorded" if num_recordings else ""
     report(f"warmed up in {time.monotonic() - start_s:.1f} s{recorded}")
 

@@ -87,6 +87,7 @@ class Worker:
             self._runner = ModelRunner(config, model, backend, self.kv_pool, on_layer_written, group)
             if config.device.device != "cpu":
                 warm_up(config, self._runner, self.kv_pool)
+                torch.cuda.synchronize()  # other streams, and other processes, use the pool from here on
         # What is there now stays: the garbage collector need not look at it again and again, 1.5 % of a decode step.
         gc.collect()
         gc.freeze()

@@ -196,7 +196,12 @@ def test_one_prefills_and_another_decodes(
 
 
 @pytest.mark.parametrize(
-    "form", ["float channel", pytest.param("int channel", marks=pytest.mark.slow), "fp8 blocks, powers of two"]
+    "form",
+    [
+        "float channel",
+        pytest.param("int channel", marks=pytest.mark.slow),
+        pytest.param("fp8 blocks, powers of two", marks=pytest.mark.slow),
+    ],
 )
 def test_a_checkpoint_in_8_bits_stays_as_it_is(gpu: PretendGpu, tmp_path: Path, form: str) -> None:
     """On a GPU, where plain torch has a product for it."""

@@ -68,7 +68,10 @@ def two_gpus(folder: Path) -> Iterator[None]:
         yield
 
 
-@pytest.fixture(scope="module", params=CONFIGS)
+@pytest.fixture(
+    scope="module",
+    params=["heads", pytest.param("latents and experts", marks=pytest.mark.slow)],  # on one: test_pretended_gpu.py
+)
 def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
     folder, config = tmp_path_factory.mktemp("model"), CONFIGS[request.param]
     with two_gpus(folder):
@@ -97,7 +100,9 @@ def test_two_prefill_and_two_others_decode(pair: Pair, tmp_path: Path, transport
         assert each.engine.audit()[1] == []
 
 
-@pytest.mark.parametrize("form", ["plain", "float channel", "fp8 blocks, powers of two"])
+@pytest.mark.parametrize(
+    "form", ["plain", "float channel", pytest.param("fp8 blocks, powers of two", marks=pytest.mark.slow)]
+)
 def test_each_rank_reads_weights_and_adapters_to_its_own_gpu(tmp_path: Path, form: str) -> None:
     """And to no other: that is an error here. Kept in 8 bits as stored, or widened."""
     config = LORA_CONFIG | {"attention_bias": False, "eos_token_id": 1}

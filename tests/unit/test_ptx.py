@@ -156,7 +156,6 @@ def test_a_product_of_tensor_cores() -> None:
 SOME = {
     "test_triton_digest.py": "digests",
     "test_triton_copy_rows.py": "",
-    "test_triton_fused.py": "too_large or (norms and 64-dtype) or (rotation and 80-dtype1) or silu",
     "test_triton_attention.py": "all_head_shapes and (8-3 or 64-4) or 8_bit_floats and 9-dtype1",
 }
 """Whose tests are run so, and which of them."""

@@ -18,6 +18,7 @@ from router.served_model import Texts
 from router.servicer import InferenceServicer
 from router.text.chat_template import ChatMessage, ChatTemplate
 from router.text.detokenizer import StopStrings
+from router.text.reasoning import reasoning_of
 from router.text.tokenizer import Tokenizer
 from router.text.tool_formats import FORMATS
 from router.validation.request import ChatPrompt, validate
@@ -362,7 +363,8 @@ def test_words_that_tell_calls_are_not_hidden_for_being_special(parser: str, is_
     with_tools = validate(generate_request(HI, tools=[NOW]), model).asked_tools
     said = "".join(words)
     for asked, text in ((with_tools, said), (NO_TOOLS, "" if is_special else said)):
-        detokenizer = servicer._detokenizer([0], params, model, StopStrings([]), asked)
+        reasoning = reasoning_of("", "", has_form=False)
+        detokenizer = servicer._detokenizer([0], params, model, StopStrings([]), asked, reasoning)
         ids = [vocabulary[word] for word in (*words, "<end>")]
         assert (detokenizer.push(ids).text + detokenizer.finish()).replace(" ", "") == text
 

@@ -109,7 +109,7 @@ FEW_BYTES = 16
 @pytest.mark.parametrize(
     "cases",
     [
-        pytest.param(TELLING, id="telling"),
+        pytest.param(TELLING, id="telling", marks=pytest.mark.slow),
         *(pytest.param(each, marks=pytest.mark.slow, id=next(iter(each))) for each in ALL_OTHERS),
     ],
 )
