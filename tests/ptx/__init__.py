@@ -2,8 +2,8 @@
 
     program.py     the text as instructions
     memory.py      global and shared memory: bounds, alignment, copies that arrive as late as they may
-    machine.py     a block of threads: registers, ways through the program, barriers
-    arithmetic.py  what instructions make of numbers
+    machine.py     a block of threads: ways through the program, barriers, what they load, store and give each other
+    registers.py, computing.py, arithmetic.py  what each of them has, and makes of it
     triton.py      launches of Triton kernels, compiled and run so
 
 What Triton's interpreter cannot show is seen here: what the compiler makes of a kernel, of what is said to be aligned,

@@ -8,25 +8,19 @@ Threads that go different ways go one after the other, the one furthest behind f
 
 from __future__ import annotations
 
-import re
 from collections import deque
 from dataclasses import dataclass
-from functools import cache
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from ptx import arithmetic as numbers
-from ptx.arithmetic import DTYPES, UNSIGNED, Numbers
+from ptx.arithmetic import DTYPES
+from ptx.computing import Computing
 from ptx.memory import Memory
 from ptx.program import Instruction, Program
+from ptx.registers import ADDRESS, WARP, Mask, Place, parts_of
 
-WARP = 32
-NUMBER = re.compile(r"-?(?:0x[0-9a-fA-F]+|\d+)U?$")
-EXACT = re.compile(r"0([fd])([0-9a-fA-F]+)$")
-ADDRESS = re.compile(r"\[\s*([%\w$.]+)\s*(?:\+\s*(-?\d+))?\s*\]$")
-Mask = NDArray[np.bool_]
 _Copy = tuple[NDArray[np.int64], NDArray[np.int64], int, NDArray[np.int64]]
 """To where, from where, how many bytes, and how many of them are read."""
 
@@ -43,7 +37,7 @@ class Launch:
     parameters: dict[str, bytes]
     memory: Memory
     shared_bytes: int
-    grid: tuple[int, int, int]
+    grid: Place
     warps_together: bool
     """All warps of a block do an instruction at the same time: faster, and shows nothing of their order."""
 
@@ -56,7 +50,7 @@ class Launch:
 
 
 class Block:
-    def __init__(self, launch: Launch, place: tuple[int, int, int]) -> None:
+    def __init__(self, launch: Launch, place: Place) -> None:
         num_threads = launch.program.num_threads
         self.launch = launch
         self.place = place
@@ -75,14 +69,11 @@ class Block:
             left = [warp for warp in left if not warp.has_ended]
 
 
-class Warp:
+class Warp(Computing):
     def __init__(self, block: Block, first: int, size: int) -> None:
+        super().__init__(block.launch.program, first, size, block.place, block.launch.grid)
         self._block = block
         self._launch = block.launch
-        self._program = block.launch.program
-        self._size = size
-        self._threads = np.arange(first, first + size, dtype=np.uint32)
-        self._registers: dict[str, Numbers] = {}
         self._place = 0
         self._places: NDArray[np.int64] | None = None
         """Of each thread, where they are not all at one."""
@@ -157,71 +148,13 @@ class Warp:
         if mask is not None and (mask.reshape(-1, WARP).any(1) != mask.reshape(-1, WARP).all(1)).any():
             raise WrongProgram(f"{what}, by some threads of a warp")
 
-    # -- registers ----------------------------------------------------------------------------------------------
-
-    def _read(self, operand: str, kind: str) -> Numbers:
-        dtype = DTYPES[kind]
-        if (constant := _constant(operand, kind)) is not None:
-            return np.full(self._size, constant, dtype=dtype)
-        if operand.startswith("!"):
-            return ~self._read(operand[1:], kind)
-        if (special := self._special(operand)) is not None:
-            return special.astype(dtype)
-        bits = self._bits(operand)
-        size = np.dtype(dtype).itemsize
-        if bits.dtype == np.bool_ or dtype == np.bool_:
-            return bits.astype(dtype)
-        return bits.astype(UNSIGNED[size]).view(dtype)
-
-    def _bits(self, name: str) -> Numbers:
-        if name not in self._registers:
-            self._registers[name] = np.full(self._size, -1).astype(self._dtype_of(name))
-        return self._registers[name]
-
-    def _dtype_of(self, name: str) -> Any:
-        numbered = f"{name.rstrip('0123456789')}<"
-        width = self._program.widths[name if name in self._program.widths else numbered]
-        return np.bool_ if width == 1 else UNSIGNED[width // 8]
-
-    def _special(self, operand: str) -> Numbers | None:
-        if not operand.startswith("%") or "." not in operand:
-            return self._threads % WARP if operand == "%laneid" else None
-        name, _, axis = operand.partition(".")
-        index = "xyz".index(axis)
-        if name == "%tid":
-            return self._threads if axis == "x" else np.zeros(self._size, dtype=np.uint32)
-        of_block = {
-            "%ctaid": self._block.place, "%nctaid": self._launch.grid, "%ntid": (self._program.num_threads, 1, 1),
-        }  # fmt: skip
-        return np.full(self._size, of_block[name][index], dtype=np.uint32)
-
-    def _write(self, operand: str, values: Numbers, mask: Mask | None) -> None:
-        if operand == "_":
-            return
-        dtype = self._dtype_of(operand)
-        if dtype != np.bool_:
-            width = np.dtype(dtype).itemsize
-            if values.dtype.kind == "i" and values.dtype.itemsize < width:
-                values = values.astype(f"i{width}")
-            values = np.ascontiguousarray(values).view(UNSIGNED[values.dtype.itemsize]).astype(dtype)
-        if mask is None:
-            self._registers[operand] = values
-        else:
-            self._registers[operand] = np.where(mask, values, self._bits(operand))
-
-    def _addresses(self, operand: str) -> NDArray[np.int64]:
-        found = ADDRESS.match(operand)
-        assert found is not None, operand
-        base = np.int64(0) if found[1] == "global_smem" else self._bits(found[1]).astype(np.int64)
-        return np.broadcast_to(base + int(found[2] or 0), self._size)
-
     # -- memory -------------------------------------------------------------------------------------------------
 
     def _memory(self, instruction: Instruction) -> Memory:
         return self._launch.memory if "global" in instruction.modifiers else self._block.shared
 
     def _do_ld(self, instruction: Instruction, mask: Mask | None) -> None:
-        dtype, to = DTYPES[instruction.type], _parts(instruction.operands[0])
+        dtype, to = DTYPES[instruction.type], parts_of(instruction.operands[0])
         if instruction.modifiers[0] == "param":
             found = ADDRESS.match(instruction.operands[1])
             assert found is not None
@@ -237,7 +170,7 @@ class Warp:
             self._write(name, column, mask)
 
     def _do_st(self, instruction: Instruction, mask: Mask | None) -> None:
-        columns = [self._read(name, instruction.type) for name in _parts(instruction.operands[1])]
+        columns = [self._read(name, instruction.type) for name in parts_of(instruction.operands[1])]
         values = np.stack(columns, axis=1).view(np.uint8)
         chosen = self._all(mask)
         self._memory(instruction).store(self._addresses(instruction.operands[0])[chosen], values[chosen])
@@ -279,7 +212,7 @@ class Warp:
 
     def _do_ldmatrix(self, instruction: Instruction, mask: Mask | None) -> None:
         self._whole_warps(mask, "ldmatrix")
-        to = _parts(instruction.operands[0])
+        to = parts_of(instruction.operands[0])
         addresses = self._addresses(instruction.operands[1]).reshape(-1, WARP)
         lane = np.arange(WARP)
         for matrix, name in enumerate(to):
@@ -322,202 +255,10 @@ class Warp:
         if shape != "m16n8k16" or kinds[0] != "f32" or kinds[1] != kinds[2]:
             raise NotImplementedError(instruction.text)
         widen = {"bf16": numbers.widened, "f16": lambda bits: bits.view(np.float16).astype(np.float32)}[kinds[1]]
-        to, a, b, c = (_parts(operand) for operand in instruction.operands)
+        to, a, b, c = (parts_of(operand) for operand in instruction.operands)
         product = numbers.product_of_tiles(
             [self._read(name, "b32") for name in a], [self._read(name, "b32") for name in b],
             [self._read(name, "f32") for name in c], widen,
         )  # fmt: skip
         for name, values in zip(to, product, strict=True):
             self._write(name, values, mask)
-
-    # -- numbers ------------------------------------------------------------------------------------------------
-
-    def _do_mov(self, instruction: Instruction, mask: Mask | None) -> None:
-        to, source = instruction.operands
-        if to.startswith("{"):
-            parts = _parts(to)
-            bits = self._read(source, instruction.type)
-            columns = bits.view(UNSIGNED[bits.itemsize // len(parts)]).reshape(-1, len(parts)).T
-            for name, column in zip(parts, columns, strict=True):
-                self._write(name, column, mask)
-        elif source.startswith("{"):
-            parts = _parts(source)
-            kind = f"b{8 * np.dtype(DTYPES[instruction.type]).itemsize // len(parts)}"
-            columns = np.stack([self._read(name, kind) for name in parts], axis=1)
-            self._write(to, columns.view(DTYPES[instruction.type]).reshape(-1), mask)
-        elif source.startswith("global_smem"):
-            offset = int(source.partition("+")[2] or 0)
-            self._write(to, np.full(self._size, offset, dtype=DTYPES[instruction.type]), mask)
-        else:
-            self._write(to, self._read(source, instruction.type), mask)
-
-    def _do_cvta(self, instruction: Instruction, mask: Mask | None) -> None:
-        self._write(instruction.operands[0], self._read(instruction.operands[1], instruction.type), mask)
-
-    def _do_cvt(self, instruction: Instruction, mask: Mask | None) -> None:
-        to, source = instruction.modifiers[-2:]
-        given = [self._read(operand, source) for operand in instruction.operands[1:]]
-        if source.endswith("x2"):
-            values = numbers.packed(*numbers.unpacked(given[0], source), to)
-        elif to.endswith("x2"):
-            high, low = given
-            values = numbers.packed(low, high, to)
-        else:
-            [x] = given
-            values = numbers.converted(numbers.widened(x) if source == "bf16" else x, to, instruction.modifiers)
-        self._write(instruction.operands[0], values, mask)
-
-    def _do_setp(self, instruction: Instruction, mask: Mask | None) -> None:
-        compare, *rest = instruction.modifiers
-        to, *operands = instruction.operands
-        a, b = (self._read(operand, instruction.type) for operand in operands[:2])
-        values = numbers.COMPARE[compare](a, b)
-        if len(operands) == 3:
-            other = self._read(operands[2], "pred")
-            values = {"and": np.logical_and, "or": np.logical_or, "xor": np.logical_xor}[rest[0]](values, other)
-        self._write(to, values, mask)
-
-    def _do_selp(self, instruction: Instruction, mask: Mask | None) -> None:
-        to, a, b, predicate = instruction.operands
-        kind = instruction.type
-        values = np.where(self._read(predicate, "pred"), self._read(a, kind), self._read(b, kind))
-        self._write(to, values, mask)
-
-    def _compute(self, instruction: Instruction, mask: Mask | None, operation: Any) -> None:
-        """Of numbers of one type, two of 16 bits in one register included."""
-        to, *operands = instruction.operands
-        kind = instruction.type
-        given = [self._read(operand, kind) for operand in operands]
-        if kind in ("bf16x2", "f16x2"):
-            halves = zip(*(numbers.halves(each) for each in given), strict=True)
-            low, high = (self._in_16_bits(operation, half, kind[:-2]) for half in halves)
-            values = numbers.joined(low, high)
-        elif kind == "bf16":
-            values = self._in_16_bits(operation, given, kind)
-        else:
-            if "ftz" in instruction.modifiers and kind == "f32":
-                given = [numbers.flushed(each) for each in given]
-            values = operation(*given).astype(given[0].dtype)
-            if "ftz" in instruction.modifiers and kind == "f32":
-                values = numbers.flushed(values)
-            if "sat" in instruction.modifiers:
-                values = np.clip(np.nan_to_num(values, nan=0.0), 0, 1).astype(values.dtype)
-        self._write(to, values, mask)
-
-    def _in_16_bits(self, operation: Any, given: Any, kind: str) -> Numbers:
-        if kind == "bf16":
-            return numbers.to_bfloat16(operation(*(numbers.widened(each) for each in given)))
-        wide = (each.view(np.float16).astype(np.float32) for each in given)
-        return operation(*wide).astype(np.float16).view(np.uint16)  # type: ignore[no-any-return]
-
-    def _binary(self, instruction: Instruction, mask: Mask | None) -> None:
-        self._compute(instruction, mask, numbers.BINARY[instruction.name])
-
-    _do_add = _do_sub = _do_and = _do_or = _do_xor = _do_rem = _binary
-
-    def _do_not(self, instruction: Instruction, mask: Mask | None) -> None:
-        self._compute(instruction, mask, np.invert)
-
-    def _do_neg(self, instruction: Instruction, mask: Mask | None) -> None:
-        self._compute(instruction, mask, np.negative)
-
-    def _do_abs(self, instruction: Instruction, mask: Mask | None) -> None:
-        self._compute(instruction, mask, np.abs)
-
-    def _do_div(self, instruction: Instruction, mask: Mask | None) -> None:
-        is_float = instruction.type.startswith("f")
-        self._compute(instruction, mask, np.divide if is_float else numbers.quotient)
-
-    def _do_min(self, instruction: Instruction, mask: Mask | None) -> None:
-        keeps_nan = "NaN" in instruction.modifiers or "f" not in instruction.type
-        self._compute(instruction, mask, np.minimum if keeps_nan else np.fmin)
-
-    def _do_max(self, instruction: Instruction, mask: Mask | None) -> None:
-        keeps_nan = "NaN" in instruction.modifiers or "f" not in instruction.type
-        self._compute(instruction, mask, np.maximum if keeps_nan else np.fmax)
-
-    def _do_fma(self, instruction: Instruction, mask: Mask | None) -> None:
-        self._compute(instruction, mask, numbers.fused)
-
-    def _do_ex2(self, instruction: Instruction, mask: Mask | None) -> None:
-        self._compute(instruction, mask, np.exp2)
-
-    def _do_lg2(self, instruction: Instruction, mask: Mask | None) -> None:
-        self._compute(instruction, mask, np.log2)
-
-    def _do_rcp(self, instruction: Instruction, mask: Mask | None) -> None:
-        self._compute(instruction, mask, lambda x: 1 / x)
-
-    def _do_sqrt(self, instruction: Instruction, mask: Mask | None) -> None:
-        self._compute(instruction, mask, np.sqrt)
-
-    def _do_rsqrt(self, instruction: Instruction, mask: Mask | None) -> None:
-        self._compute(instruction, mask, lambda x: 1 / np.sqrt(x))
-
-    def _do_tanh(self, instruction: Instruction, mask: Mask | None) -> None:
-        self._compute(instruction, mask, np.tanh)
-
-    def _do_shl(self, instruction: Instruction, mask: Mask | None) -> None:
-        self._shift(instruction, mask, left=True)
-
-    def _do_shr(self, instruction: Instruction, mask: Mask | None) -> None:
-        self._shift(instruction, mask, left=False)
-
-    def _shift(self, instruction: Instruction, mask: Mask | None, *, left: bool) -> None:
-        to, x, by = instruction.operands
-        shifted = numbers.shifted(self._read(x, instruction.type), self._read(by, "u32"), left=left)
-        self._write(to, shifted, mask)
-
-    def _do_mul(self, instruction: Instruction, mask: Mask | None) -> None:
-        to, a, b = instruction.operands
-        if "wide" in instruction.modifiers:
-            self._write(to, self._wide_product(instruction, a, b), mask)
-        elif "hi" in instruction.modifiers:
-            self._compute(instruction, mask, numbers.high_half)
-        else:
-            self._compute(instruction, mask, np.multiply)
-
-    def _do_mad(self, instruction: Instruction, mask: Mask | None) -> None:
-        to, a, b, c = instruction.operands
-        if "wide" in instruction.modifiers:
-            product = self._wide_product(instruction, a, b)
-        else:
-            product = self._read(a, instruction.type) * self._read(b, instruction.type)
-        kind = f"{instruction.type[0]}{8 * product.itemsize}"
-        self._write(to, product + self._read(c, kind), mask)
-
-    def _wide_product(self, instruction: Instruction, a: str, b: str) -> Numbers:
-        wide = f"{'i' if instruction.type[0] == 's' else 'u'}{2 * np.dtype(DTYPES[instruction.type]).itemsize}"
-        first, second = (self._read(operand, instruction.type).astype(wide) for operand in (a, b))
-        return first * second  # type: ignore[no-any-return]
-
-    def _do_bfe(self, instruction: Instruction, mask: Mask | None) -> None:
-        to, x, position, length = instruction.operands
-        taken = numbers.bits_from(
-            self._read(x, instruction.type), self._read(position, "u32"), self._read(length, "u32")
-        )
-        self._write(to, taken, mask)
-
-    def _do_prmt(self, instruction: Instruction, mask: Mask | None) -> None:
-        to, *operands = instruction.operands
-        self._write(to, numbers.permuted(*(self._read(operand, "b32") for operand in operands)), mask)
-
-
-@cache
-def _parts(operand: str) -> tuple[str, ...]:
-    return tuple(each.strip() for each in operand.strip("{} ").split(","))
-
-
-@cache
-def _constant(operand: str, kind: str) -> Any:
-    """None: it is none."""
-    dtype = np.dtype(DTYPES[kind])
-    if exact := EXACT.match(operand):
-        bits = int(exact[2], 16)
-        return np.array(bits, dtype=UNSIGNED[4 if exact[1] == "f" else 8]).view(dtype)[()]
-    if not NUMBER.match(operand):
-        return None
-    value = int(operand.rstrip("U"), 0)
-    if dtype.kind in "fb":
-        return dtype.type(value)
-    return np.array(value % (1 << 8 * dtype.itemsize), dtype=UNSIGNED[dtype.itemsize]).view(dtype)[()]
