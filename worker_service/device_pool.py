@@ -126,6 +126,14 @@ class DeviceWatch:
         """A failed device does nothing more; its event may raise, or not."""
         return self._has_failed or event.query()
 
+    def _wait_for(self, event: DeviceEvent) -> None:
+        try:
+            if not self._has_failed:
+                event.synchronize()
+        except RuntimeError:  # of the device: the engine's own thread meets it, too, and its process ends
+            _log.exception("the device failed")
+            self._has_failed = True
+
     def _run(self) -> None:
         while True:
             with self._changed:
@@ -133,13 +141,12 @@ class DeviceWatch:
                 if not self._untold:
                     return
                 event, tell = self._untold[0]
-            try:
-                if not self._has_failed:
-                    event.synchronize()
+            self._wait_for(event)
+            if not self._has_failed:
+                try:
                     tell()
-            except Exception:  # of the device: the engine's own thread meets it, too, and its process ends
-                _log.exception("the device failed, or who was told")
-                self._has_failed = True
+                except Exception:  # a commit finds out what has not been pushed, and pushes it then
+                    _log.exception("a layer that is written could not be told of")
             with self._changed:
                 self._untold.popleft()
                 self._changed.notify_all()

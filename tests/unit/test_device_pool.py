@@ -208,13 +208,15 @@ def test_nobody_waits_for_one_who_could_not_be_told(caplog: pytest.LogCaptureFix
     def tell() -> None:
         raise AttributeError("there is no such listener")
 
-    device = LaggingDevice()
+    device, heard = LaggingDevice(), list[str]()
     watch = DeviceWatch(device.record)
     watch.when_done(tell)
-    device.go_on(1)
+    watch.when_done(lambda: heard.append("the next one"))
+    device.go_on(2)
     reporting = threading.Thread(target=watch.catch_up, daemon=True)
     reporting.start()
     reporting.join(PATIENCE_S)
     assert not reporting.is_alive()
     watch.close()
+    assert heard == ["the next one"]
     assert "there is no such listener" in caplog.text
