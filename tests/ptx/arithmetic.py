@@ -161,10 +161,19 @@ def _unordered(a: Numbers, b: Numbers) -> Numbers:
     return np.isnan(a) | np.isnan(b)
 
 
-BINARY: dict[str, Callable[[Numbers, Numbers], Numbers]] = {
+def divided(a: Numbers, b: Numbers) -> Numbers:
+    return a / b if a.dtype.kind == "f" else quotient(a, b)
+
+
+OPERATIONS: dict[str, Callable[..., Numbers]] = {
     "add": np.add, "sub": np.subtract, "and": np.bitwise_and, "or": np.bitwise_or, "xor": np.bitwise_xor,
-    "rem": lambda a, b: a - quotient(a, b) * b,
+    "not": np.invert, "neg": np.negative, "abs": np.abs, "fma": fused, "div": divided,
+    "rem": lambda a, b: a - quotient(a, b) * b, "min": np.fmin, "max": np.fmax, "ex2": np.exp2, "lg2": np.log2,
+    "rcp": lambda x: 1 / x, "sqrt": np.sqrt, "rsqrt": lambda x: 1 / np.sqrt(x), "tanh": np.tanh,
 }  # fmt: skip
+"""By an instruction's name; of numbers of one type. The smaller of a number and NaN is the number."""
+OF_NAN = {"min": np.minimum, "max": np.maximum}
+"""The same where it is to be NaN."""
 COMPARE: dict[str, Callable[[Numbers, Numbers], Numbers]] = {
     "eq": lambda a, b: a == b, "ne": lambda a, b: (a != b) & ~_unordered(a, b), "lt": lambda a, b: a < b,
     "le": lambda a, b: a <= b, "gt": lambda a, b: a > b, "ge": lambda a, b: a >= b,

@@ -13,7 +13,7 @@ from ptx.registers import Mask, Registers, parts_of
 
 
 class Computing(Registers):
-    """`_do_NAME` does instructions of that name."""
+    """`_do_NAME` does instructions of that name, `_compute` those that are one operation on numbers of one type."""
 
     def _do_mov(self, instruction: Instruction, mask: Mask | None) -> None:
         to, source = instruction.operands
@@ -92,53 +92,6 @@ class Computing(Registers):
             return numbers.to_bfloat16(operation(*(numbers.widened(each) for each in given)))
         wide = (each.view(np.float16).astype(np.float32) for each in given)
         return operation(*wide).astype(np.float16).view(np.uint16)  # type: ignore[no-any-return]
-
-    def _binary(self, instruction: Instruction, mask: Mask | None) -> None:
-        self._compute(instruction, mask, numbers.BINARY[instruction.name])
-
-    _do_add = _do_sub = _do_and = _do_or = _do_xor = _do_rem = _binary
-
-    def _do_not(self, instruction: Instruction, mask: Mask | None) -> None:
-        self._compute(instruction, mask, np.invert)
-
-    def _do_neg(self, instruction: Instruction, mask: Mask | None) -> None:
-        self._compute(instruction, mask, np.negative)
-
-    def _do_abs(self, instruction: Instruction, mask: Mask | None) -> None:
-        self._compute(instruction, mask, np.abs)
-
-    def _do_div(self, instruction: Instruction, mask: Mask | None) -> None:
-        is_float = instruction.type.startswith("f")
-        self._compute(instruction, mask, np.divide if is_float else numbers.quotient)
-
-    def _do_min(self, instruction: Instruction, mask: Mask | None) -> None:
-        keeps_nan = "NaN" in instruction.modifiers or "f" not in instruction.type
-        self._compute(instruction, mask, np.minimum if keeps_nan else np.fmin)
-
-    def _do_max(self, instruction: Instruction, mask: Mask | None) -> None:
-        keeps_nan = "NaN" in instruction.modifiers or "f" not in instruction.type
-        self._compute(instruction, mask, np.maximum if keeps_nan else np.fmax)
-
-    def _do_fma(self, instruction: Instruction, mask: Mask | None) -> None:
-        self._compute(instruction, mask, numbers.fused)
-
-    def _do_ex2(self, instruction: Instruction, mask: Mask | None) -> None:
-        self._compute(instruction, mask, np.exp2)
-
-    def _do_lg2(self, instruction: Instruction, mask: Mask | None) -> None:
-        self._compute(instruction, mask, np.log2)
-
-    def _do_rcp(self, instruction: Instruction, mask: Mask | None) -> None:
-        self._compute(instruction, mask, lambda x: 1 / x)
-
-    def _do_sqrt(self, instruction: Instruction, mask: Mask | None) -> None:
-        self._compute(instruction, mask, np.sqrt)
-
-    def _do_rsqrt(self, instruction: Instruction, mask: Mask | None) -> None:
-        self._compute(instruction, mask, lambda x: 1 / np.sqrt(x))
-
-    def _do_tanh(self, instruction: Instruction, mask: Mask | None) -> None:
-        self._compute(instruction, mask, np.tanh)
 
     def _do_shl(self, instruction: Instruction, mask: Mask | None) -> None:
         self._shift(instruction, mask, left=True)

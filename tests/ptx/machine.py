@@ -118,13 +118,21 @@ class Warp(Computing):
             return
         if mask is None or mask.any():
             try:
-                getattr(self, f"_do_{instruction.name}")(instruction, mask)
+                self._do_it(instruction, mask)
             except (AttributeError, KeyError, IndexError) as error:
                 raise NotImplementedError(f"{instruction.text} ({error!r})") from error
         if self._places is None:
             self._place += 1
         else:
             self._places[self._all(active)] = here + 1
+
+    def _do_it(self, instruction: Instruction, mask: Mask | None) -> None:
+        name = instruction.name
+        if do := getattr(self, f"_do_{name}", None):
+            do(instruction, mask)
+            return
+        operations = numbers.OF_NAN if "NaN" in instruction.modifiers else numbers.OPERATIONS
+        self._compute(instruction, mask, operations[name])
 
     def _jump(self, instruction: Instruction, here: int, active: Mask | None, mask: Mask | None) -> None:
         end = len(self._program.instructions)
