@@ -251,10 +251,9 @@ async def started(
 
 def engine_args(folder: Path, load: Load, setting: Setting) -> EngineArgs:
     """The same for every worker, whether it is alone on the card or not."""
-    on_gpu: dict[str, Any] = {"gpu_memory_utilization": 0.4}
+    pool: dict[str, Any] = {"kv_cache_gib": 0.05} if setting.is_tiny else {"gpu_memory_utilization": 0.4}
     return EngineArgs(
         model=str(folder), load_format="dummy", dtype="bfloat16", device=setting.device,
         max_model_len=load.max_model_len, max_num_seqs=64,
-        max_num_batched_tokens=2 * load.max_model_len, max_itl_ms=0,
-        **(on_gpu if setting.device == "cuda" else {"kv_cache_gib": 0.05}),
+        max_num_batched_tokens=2 * load.max_model_len, max_itl_ms=0, **pool,
     )  # fmt: skip

@@ -2,28 +2,28 @@
 how much of a decoding step the device has nothing to do. In bfloat16, and in 8 bits beside the floor of these bytes.
 
 The idle share is 1 - busy / step. `step` is the median time of steps as they are. `busy` is the time per step covered
-by kernels and copies, of some further steps under the profiler: it makes the gaps between kernels longer, not the
-kernels, so that it is asked for these alone. It comes last, as it may leave a process slower than it found it.
+by kernels and copies, of some further steps under the profiler (`profiling.py`). Which kernels these are, and what each
+takes, goes into a log among the results.
 """
 
 from __future__ import annotations
 
 import statistics
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from collections.abc import Sequence as Seq
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
+from functools import partial
 from itertools import chain, count
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
-from torch.autograd import DeviceType
-from torch.profiler import ProfilerActivity, profile, schedule
 
 from benchmarks.engine import new_prompt, timed_step
 from benchmarks.gpu_parts import floors
+from benchmarks.gpu_parts.profiling import profiled, write_table
 from benchmarks.gpu_parts.rows import Row
 from benchmarks.gpu_parts.runner import NotRun, Setting
 from benchmarks.gpu_parts.shapes import Sizes, write_model
@@ -40,6 +40,7 @@ NUM_WARM_UP_STEPS = 4
 NUM_STEPS = 40
 NUM_PROFILED_STEPS = 8
 NUM_PREFILLS = 3
+LOG = "gpu-steps.log"
 
 _ids = count()
 
@@ -78,8 +79,11 @@ def measure_with(setting: Setting, sizes: Sizes, **settings: Any) -> Iterator[Ro
         rows = chain(decode_rows(engine, setting, sizes, steps_ms), prefill_rows(engine, setting))
         for row in chain(rows, () if settings else sampling_rows(engine, setting)):
             yield replace(row, what=label + row.what)
+        with (setting.results / LOG).open("a") as log:
+            print(f"\n{label or 'bfloat16: '}what steps are made of", file=log)
         for row in idle_rows(engine, setting, sizes, steps_ms):
             yield replace(row, what=label + row.what)
+        log_prefills(engine, setting)
 
 
 def open_engine(folder: Path, setting: Setting, **settings: Any) -> LLMEngine:
@@ -212,49 +216,26 @@ def idle_rows(engine: LLMEngine, setting: Setting, sizes: Sizes, steps_ms: Seq[f
     """`steps_ms`: what a step of each kind takes without the profiler."""
     for (batch, context, _), step_ms in zip(sizes.decode_steps, steps_ms, strict=True):
         with decoding(engine, batch, context):
-            row = idle_row(f"device idle, {batch} x {context}", step_ms, engine, setting.device)
+            row = idle_row(f"device idle, {batch} x {context}", step_ms, engine, setting)
         yield row
 
 
-def idle_row(what: str, step_ms: float, engine: LLMEngine, device: str) -> Row:
+def idle_row(what: str, step_ms: float, engine: LLMEngine, setting: Setting) -> Row:
     """Where a machine's profiler sees nothing, the row says so, and what comes after it is measured all the same."""
     unit = "% of a step"
     try:
-        busy_ms = device_busy_ms(engine, device)
+        work = profiled(engine.step, NUM_PROFILED_STEPS, setting.device, num_warm_up_calls=NUM_WARM_UP_STEPS)
     except RuntimeError as error:
         return Row(what=what, value=None, unit=unit, note=f"not known: {error}")
-    note = f"busy for {busy_ms:.3f} ms" + ("" if device == "cuda" else " (a CPU's operations)")
-    return Row(what=what, value=100 * idle_share(step_ms, busy_ms), unit=unit, note=note)
+    write_table(setting.results / LOG, what.removeprefix("device idle, "), work)
+    note = f"busy for {work.busy_ms:.3f} ms" + ("" if setting.device == "cuda" else " (a CPU's operations)")
+    return Row(what=what, value=100 * idle_share(step_ms, work.busy_ms), unit=unit, note=note)
 
 
-def device_busy_ms(engine: LLMEngine, device: str) -> float:
-    """Per step. Raises `RuntimeError` where the profiler saw nothing."""
-    activity, kind = (
-        (ProfilerActivity.CUDA, DeviceType.CUDA) if device == "cuda" else (ProfilerActivity.CPU, DeviceType.CPU)
-    )
-    # What the profiler sees of the first steps may have holes, and is thrown away.
-    phases = schedule(wait=0, warmup=NUM_WARM_UP_STEPS, active=NUM_PROFILED_STEPS, repeat=1)
-    with profile(activities=[activity], schedule=phases) as profiled:
-        for number in range(NUM_WARM_UP_STEPS + NUM_PROFILED_STEPS):
-            engine.step()
-            if number + 1 in (NUM_WARM_UP_STEPS, NUM_WARM_UP_STEPS + NUM_PROFILED_STEPS):
-                synchronize(device)  # a step belongs to one phase alone
-            profiled.step()
-    spans = [span_of(event) for event in profiled.events() if event.device_type == kind]
-    if not spans:
-        raise RuntimeError("the profiler saw no work on the device")
-    return covered(spans) / 1e3 / NUM_PROFILED_STEPS
-
-
-def span_of(event: Any) -> tuple[float, float]:
-    """Microseconds."""
-    return event.time_range.start, event.time_range.end
-
-
-def covered(spans: Iterable[tuple[float, float]]) -> float:
-    """Length of the union of intervals: kernels on several streams run at once."""
-    total, reached = 0.0, float("-inf")
-    for start, end in sorted(spans):
-        total += max(0.0, end - max(start, reached))
-        reached = max(reached, end)
-    return total
+def log_prefills(engine: LLMEngine, setting: Setting) -> None:
+    """Into the log alone: what prompts' steps are made of."""
+    for num_prompts, length, _ in setting.sizes.prefill_steps:
+        prefill = partial(prefill_seconds, engine, num_prompts, length, setting.device)
+        with suppress(RuntimeError):  # the rows of decoding say that the profiler sees nothing
+            work = profiled(prefill, 1, setting.device, num_warm_up_calls=1)
+            write_table(setting.results / LOG, f"{num_prompts} x {length}", work)

@@ -24,6 +24,7 @@ import torch
 from lora_folders import products_of, write_adapter
 
 from benchmarks.gpu_parts import attention, digests, floors, invariant, products, steps
+from benchmarks.gpu_parts.profiling import DeviceWork
 from benchmarks.gpu_parts.runner import Setting
 from engine.kernels.gpu.gpu_kind import GpuKind
 from engine.llm_engine import LLMEngine
@@ -110,7 +111,7 @@ def main(capability: str, shared_bytes: str) -> None:
     major, minor = capability.split(".")
     kind = GpuKind((int(major), int(minor)), int(shared_bytes))
     torch.set_num_threads(1)
-    steps.device_busy_ms = lambda engine, device: 1.0  # CUDA's profiler is not pretended
+    steps.profiled = lambda *args, **kwargs: DeviceWork(1.0, [])  # CUDA's profiler is not pretended
     programs: dict[str, Callable[[Variants], Variants]] = {}
     for name, (config, settings) in ENGINES.items():
         programs[name] = partial(serve, config, settings)

@@ -25,7 +25,7 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 from benchmarks import gpu
-from benchmarks.gpu_parts import kernels, runner, servers, steps, timing
+from benchmarks.gpu_parts import kernels, profiling, runner, servers, steps, timing
 from benchmarks.gpu_parts.rows import Row, table
 from benchmarks.gpu_parts.runner import OUT_OF_TIME, NotRun, OutOfTime, Part, Setting, in_process, run_parts
 from benchmarks.gpu_parts.shapes import FULL, ModelShape, attention_bytes, attention_flop
@@ -170,11 +170,25 @@ def test_inputs_that_rotate_do_not_fit_the_cache(bytes_each: int, cache: int, ex
 
 
 def test_time_covered_by_kernels_that_overlap() -> None:
-    assert steps.covered([(10.0, 12.0), (0.0, 4.0), (3.0, 5.0), (3.5, 4.5), (12.0, 13.0)]) == 8.0
-    assert steps.covered([]) == 0.0
+    assert profiling.covered([(10.0, 12.0), (0.0, 4.0), (3.0, 5.0), (3.5, 4.5), (12.0, 13.0)]) == 8.0
+    assert profiling.covered([]) == 0.0
     assert steps.idle_share(10.0, 8.0) == pytest.approx(0.2)
     event = SimpleNamespace(time_range=SimpleNamespace(start=3.0, end=4.5))
-    assert steps.span_of(event) == (3.0, 4.5)
+    assert profiling.span_of(event) == (3.0, 4.5)
+
+
+def test_kernels_of_a_step_by_what_they_take(tmp_path: Path) -> None:
+    def event(name: str, start: float, end: float) -> SimpleNamespace:
+        return SimpleNamespace(name=name, time_range=SimpleNamespace(start=start, end=end))
+
+    spans = [("norm", 0, 1000), ("product", 1000, 4000), ("norm", 4000, 7000), ("norm", 7000, 7500)]
+    times = profiling.by_kernel([event(*span) for span in spans], num_calls=2)
+    assert times == [profiling.KernelTime("norm", 1.5, 2.25), profiling.KernelTime("product", 0.5, 1.5)]
+    profiling.write_table(tmp_path / "log", "1 x 8", profiling.DeviceWork(3.75, times))
+    title, head, first, _ = (tmp_path / "log").read_text().splitlines()
+    assert title == "1 x 8: busy for 3.750 ms"
+    assert head.split() == ["ms", "share", "launches", "us", "each", "kernel"]
+    assert first.split() == ["2.250", "60.0%", "1.5", "1500.00", "norm"]
 
 
 @pytest.mark.parametrize(
