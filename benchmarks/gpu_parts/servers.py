@@ -1,7 +1,8 @@
 """One prefill and one decode worker on one card, against one worker that does both: whole servers, as `tandem up`
 starts them, with Llama-3.1-8B's shapes and dummy weights.
 
-    quiet    prompts of 2k tokens, few: the time to the first token should hardly differ (the way through two workers)
+    quiet    prompts of 2k tokens, one at a time: the time to the first token should hardly differ (the way through two
+             workers)
     busy     streams that decode, and long prompts beside them: the gaps between the streams' tokens are what
              disaggregation is for. Neither side cuts prompts: the aggregated one computes each in one step
 
@@ -182,10 +183,16 @@ def prefilled_share(num_tokens: Mapping[str, int]) -> float:
 
 
 def quiet_load(load: Load, source: TokenSource) -> Workload:
-    from tandem.bench.workload import RandomShape, random_workload
+    """One after the other, evenly: two at once would share the card, and say nothing of the way through two workers."""
+    from tandem.bench.workload import Request, Workload
 
-    shape = RandomShape(input_len=load.quiet_tokens, output_len=8)
-    return random_workload(shape, source, rate=load.quiet_rate, count=load.num_quiet)
+    requests = [
+        Request(
+            at_s=number / load.quiet_rate, prompt=source.tokens("quiet", number, load.quiet_tokens), output_tokens=8
+        )
+        for number in range(load.num_quiet)
+    ]
+    return Workload(requests=requests, request_rate=load.quiet_rate)
 
 
 def busy_load(load: Load, source: TokenSource) -> Workload:

@@ -3,7 +3,7 @@ how much of a decoding step the device has nothing to do. In bfloat16, and in 8 
 
 The idle share is 1 - busy / step. `step` is the median time of steps as they are. `busy` is the time per step covered
 by kernels and copies, of some further steps under the profiler (`profiling.py`). Which kernels these are, and what each
-takes, goes into a log among the results.
+takes, goes into a file among the results.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ NUM_WARM_UP_STEPS = 4
 NUM_STEPS = 40
 NUM_PROFILED_STEPS = 8
 NUM_PREFILLS = 3
-LOG = "gpu-steps.log"
+KERNELS = "gpu-steps-kernels.txt"
 
 _ids = count()
 
@@ -79,11 +79,12 @@ def measure_with(setting: Setting, sizes: Sizes, **settings: Any) -> Iterator[Ro
         rows = chain(decode_rows(engine, setting, sizes, steps_ms), prefill_rows(engine, setting))
         for row in chain(rows, () if settings else sampling_rows(engine, setting)):
             yield replace(row, what=label + row.what)
-        with (setting.results / LOG).open("a") as log:
+        with (setting.results / KERNELS).open("a") as log:
             print(f"\n{label or 'bfloat16: '}what steps are made of", file=log)
         for row in idle_rows(engine, setting, sizes, steps_ms):
             yield replace(row, what=label + row.what)
-        log_prefills(engine, setting)
+        if not settings:
+            log_prefills(engine, setting)
 
 
 def open_engine(folder: Path, setting: Setting, **settings: Any) -> LLMEngine:
@@ -227,15 +228,15 @@ def idle_row(what: str, step_ms: float, engine: LLMEngine, setting: Setting) -> 
         work = profiled(engine.step, NUM_PROFILED_STEPS, setting.device, num_warm_up_calls=NUM_WARM_UP_STEPS)
     except RuntimeError as error:
         return Row(what=what, value=None, unit=unit, note=f"not known: {error}")
-    write_table(setting.results / LOG, what.removeprefix("device idle, "), work)
+    write_table(setting.results / KERNELS, what.removeprefix("device idle, "), work)
     note = f"busy for {work.busy_ms:.3f} ms" + ("" if setting.device == "cuda" else " (a CPU's operations)")
     return Row(what=what, value=100 * idle_share(step_ms, work.busy_ms), unit=unit, note=note)
 
 
 def log_prefills(engine: LLMEngine, setting: Setting) -> None:
-    """Into the log alone: what prompts' steps are made of."""
+    """Into that file alone: what prompts' steps are made of."""
     for num_prompts, length, _ in setting.sizes.prefill_steps:
         prefill = partial(prefill_seconds, engine, num_prompts, length, setting.device)
         with suppress(RuntimeError):  # the rows of decoding say that the profiler sees nothing
             work = profiled(prefill, 1, setting.device, num_warm_up_calls=1)
-            write_table(setting.results / LOG, f"{num_prompts} x {length}", work)
+            write_table(setting.results / KERNELS, f"{num_prompts} x {length}", work)
