@@ -25,6 +25,7 @@ from benchmarks.gpu_parts import (
     invariant,
     model,
     products,
+    profiling,
     push,
     servers,
     steps,
@@ -66,7 +67,7 @@ def test_a_profiler_that_sees_nothing_costs_its_own_row_alone(
 ) -> None:
     monkeypatch.setattr(steps, "NUM_STEPS", 2)
     seen = SimpleNamespace(events=list, step=lambda: None)
-    monkeypatch.setattr(steps, "profile", lambda **_: nullcontext(seen))
+    monkeypatch.setattr(profiling, "profile", lambda **_: nullcontext(seen))
     rows = {row.what: row for row in steps.measure(setting)}
     assert rows["device idle, 1 x 8"].value is None
     assert rows["device idle, 1 x 8"].note == "not known: the profiler saw no work on the device"
