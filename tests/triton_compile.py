@@ -48,6 +48,7 @@ from engine.kernels.gpu.eight_bits import quantize_rows, scaled_product, widen
 from engine.kernels.gpu.experts import expert_config, expert_product, sum_of_experts, tiles_of
 from engine.kernels.gpu.gpu_kind import H200
 from engine.kernels.gpu.lora import StackedAdapters, add_adapters
+from engine.kernels.gpu.one_row import one_row_product
 from engine.kernels.gpu.pointwise import add_rms_norm, silu_multiply
 from engine.kernels.gpu.product import (
     expert_row_product,
@@ -223,6 +224,12 @@ def compile_int8_products(num_rows: int) -> None:
     scaled_product(x, torch.zeros(6144, 4096, dtype=torch.int8), scale, None)
 
 
+def compile_one_row(dtype: torch.dtype, num_inputs: int) -> None:
+    one_row_product(
+        torch.zeros(1, num_inputs, dtype=dtype), torch.zeros(40, num_inputs, dtype=dtype), torch.zeros(40, dtype=dtype)
+    )
+
+
 def compile_products_of_groups(num_rows: int) -> None:
     """The same in 8-bit floats, blocks of 128 inputs."""
     x, scale = torch.zeros(num_rows, 4096, dtype=torch.bfloat16), torch.ones(6144, 32)
@@ -375,6 +382,10 @@ def other_cases() -> dict[str, Callable[[], None]]:
     for num_rows in (16, 32, 64, 256):
         cases[f"{num_rows} rows"] = partial(compile_int8_products, num_rows)
         cases[f"{num_rows} rows, groups"] = partial(compile_products_of_groups, num_rows)
+    for dtype, num_inputs in ((torch.bfloat16, 4096), (torch.float16, 4096), (torch.bfloat16, 14336 // 4)):
+        cases[f"1 row {name_of(dtype)}" + (f" {num_inputs}" if num_inputs != 4096 else "")] = partial(
+            compile_one_row, dtype, num_inputs
+        )
     for num_rows in (16, 32, 64, 256, 2048):
         cases[f"{num_rows} rows, batch invariant"] = partial(compile_row_products, num_rows)
     cases["float32, batch invariant"] = partial(compile_row_products, 16, torch.float32)

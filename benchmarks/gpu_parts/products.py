@@ -2,8 +2,8 @@
 
 torch's (cuBLAS) in bfloat16, as engines use it, and with cuBLASLt; our kernel over the same weight, to see whether it
 would be better; our kernel over int8, as engines with int8 weights use it, and the launch configurations to choose
-among; the same over fp8 with a scale for each group of inputs; torch's in fp8; and of one row by a kernel that is not
-in use (`one_row.py`).
+among; the same over fp8 with a scale for each group of inputs; torch's in fp8; and of one row by the kernel that
+engines use for it, with the launch configurations to choose among.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from engine.quantization import Float8Linear, quantize_int8
 
 if TYPE_CHECKING:
     from engine.kernels.gpu.eight_bits import ProductConfig
+    from engine.kernels.gpu.one_row import OneRowConfig
 
 GROUP_SIZE = 128
 """Inputs that share a scale in checkpoints of DeepSeek-V3 and Qwen3. Each is a float32: 3 % more bytes than counted."""
@@ -37,6 +38,11 @@ INT8_VARIANTS: tuple[dict[str, int], ...] = (
     {"block_n": 32}, {"block_n": 128, "num_warps": 8},
 )  # fmt: skip
 """What differs from the configuration in use: that of some rows is here for those of others."""
+ONE_ROW_VARIANTS: tuple[dict[str, int], ...] = (
+    {"block_n": 2}, {"block_n": 8}, {"block_k": 512}, {"block_k": 2048}, {"num_warps": 4},
+    {"block_k": 2048, "num_warps": 4},
+)  # fmt: skip
+"""The same of a product of one row."""
 
 
 def measure(setting: Setting) -> Iterator[Row]:
@@ -53,9 +59,8 @@ def measure(setting: Setting) -> Iterator[Row]:
     why_not = why_no_triton(setting.device)
     if why_not:
         raise NotRun(f"the rest is not: {why_not}")
-    from benchmarks.gpu_parts.one_row import VARIANTS as ONE_ROW_VARIANTS
-    from benchmarks.gpu_parts.one_row import OneRowConfig, one_row_job
     from engine.kernels.gpu.eight_bits import ProductConfig
+    from engine.kernels.gpu.one_row import CONFIG as ONE_ROW_CONFIG
 
     # Triton's interpreter does not compute bfloat16.
     dtype = torch.bfloat16 if setting.device == "cuda" else torch.float32
@@ -79,10 +84,10 @@ def measure(setting: Setting) -> Iterator[Row]:
         for name, n, k in sizes.model.products
     ]
     for job in one_row_jobs:
-        yield timed_row(job, OneRowConfig(), setting)[0]
+        yield timed_row(job, ONE_ROW_CONFIG, setting)[0]
     # Last: each of these compiles a kernel of its own, a minute for all.
     for job in one_row_jobs:
-        yield from variant_rows(job, OneRowConfig(), ONE_ROW_VARIANTS[: sizes.num_variants], setting)
+        yield from variant_rows(job, ONE_ROW_CONFIG, ONE_ROW_VARIANTS[: sizes.num_variants], setting)
     for job, config in jobs:
         yield from variant_rows(job, config, INT8_VARIANTS[: sizes.num_variants], setting)
 
@@ -132,6 +137,29 @@ def kernel_job(
         what=what, amount=num_bytes / 1e9, unit="GB/s", limit=setting.known.get(floors.COPY), target=TARGET,
         launches=launches,
     )  # fmt: skip
+
+
+def one_row_job(
+    what: str, num_outputs: int, num_inputs: int, dtype: torch.dtype, limit: float | None, setting: Setting
+) -> Job:
+    from engine.kernels.gpu.one_row import one_row_product
+
+    num_bytes = num_outputs * num_inputs * dtype.itemsize
+
+    def launches(config: OneRowConfig) -> tuple[list[Callable[[], object]], torch.Tensor]:
+        torch.manual_seed(1)
+        x_1K = torch.randn(1, num_inputs, device=setting.device).to(dtype)
+        weights = [
+            torch.randn(num_outputs, num_inputs, device=setting.device).to(dtype)
+            for _ in range(num_sets(num_bytes, cache_bytes(setting.device)))
+        ]
+        works: list[Callable[[], object]] = [
+            lambda weight=weight: one_row_product(x_1K, weight, None, config)  # type: ignore[misc]
+            for weight in weights
+        ]
+        return works, one_row_product(x_1K, weights[0], None, config)
+
+    return Job(what=what, amount=num_bytes / 1e9, unit="GB/s", limit=limit, target=TARGET, launches=launches)
 
 
 def random_weight(

@@ -144,17 +144,6 @@ def test_a_size_that_a_library_refuses_costs_its_own_row_alone(
     assert row.note == "failed: RuntimeError: CUBLAS_STATUS_NOT_SUPPORTED when calling cublasLtMatmul"
 
 
-@pytest.mark.skipif(bool(why_no_triton("cpu")), reason="Triton is not installed, or not interpreted")
-@pytest.mark.parametrize(("num_outputs", "num_inputs"), [(7, 1024), (64, 2100), (5, 96)])
-def test_a_product_of_one_row(num_outputs: int, num_inputs: int) -> None:
-    from benchmarks.gpu_parts.one_row import VARIANTS, OneRowConfig, one_row_product
-
-    x, weight = torch.randn(1, num_inputs), torch.randn(num_outputs, num_inputs)
-    for changes in ({}, *VARIANTS):
-        ours = one_row_product(x, weight, replace(OneRowConfig(), **changes))
-        torch.testing.assert_close(ours, (x.double() @ weight.double().T).float(), rtol=1e-4, atol=1e-4)
-
-
 def test_steps_in_8_bits_stand_beside_the_bytes_of_8_bits(setting: Setting, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(steps, "NUM_STEPS", 2)
     known = replace(setting, known={floors.COPY: 100.0, floors.PRODUCTS: 1.0})

@@ -23,17 +23,18 @@ triton = pytest.importorskip("triton", reason="Triton is not installed")
 ROOT = Path(__file__).parents[2]
 KERNELS = {
     "split_kernel", "reduce_kernel", "prefill_kernel", "rotate_kernel", "norm_kernel", "silu_kernel", "digest_kernel",
-    "product_kernel", "widen_kernel", "quantize_kernel", "latent_decode_kernel", "latent_prefill_kernel",
-    "latent_project_kernel", "unfolded_kernel", "bounds_kernel", "race_kernel", "copy_kernel",
-    "shrink_kernel", "expand_kernel", "tiles_kernel", "expert_kernel", "row_product_kernel",
-    "expert_row_product_kernel", "sum_kernel", "choose_kernel", "pieces_kernel", "reduce_pieces_kernel",
+    "product_kernel", "one_row_kernel", "widen_kernel", "quantize_kernel",
+    "latent_decode_kernel", "latent_prefill_kernel", "latent_project_kernel", "unfolded_kernel", "bounds_kernel",
+    "race_kernel", "copy_kernel", "shrink_kernel", "expand_kernel", "tiles_kernel", "expert_kernel",
+    "row_product_kernel", "expert_row_product_kernel", "sum_kernel", "choose_kernel", "pieces_kernel",
+    "reduce_pieces_kernel",
 }  # fmt: skip
 FLOAT8_KERNELS = {"widen_kernel", "quantize_kernel"}
 
 
 ONE_OF_EACH = [
     "128 bfloat16", "128 bfloat16, 8-bit pool", "16 heads bfloat16, pool of bfloat16", "normed", "16 rows",
-    "16 rows, groups", "64 rows", "bfloat16", "at 8", "draws bfloat16", "rank 16 bfloat16",
+    "16 rows, groups", "64 rows", "1 row bfloat16", "bfloat16", "at 8", "draws bfloat16", "rank 16 bfloat16",
     "DeepSeek-V3, 1 token", "16 rows, batch invariant", "2048 rows, batch invariant",
     "128 bfloat16, pool of bfloat16, batch invariant", "bfloat16, unfolded",
 ]  # fmt: skip

@@ -1,6 +1,10 @@
-"""A decoder's parts, by the Triton kernels: `Decoder(…, TRITON_PARTS)`. Products of 16-bit weights are torch's."""
+"""A decoder's parts, by the Triton kernels: `Decoder(…, TRITON_PARTS)`. Products of 16-bit weights are torch's, but for
+those of one row.
+"""
 
 from __future__ import annotations
+
+from functools import partial
 
 import torch
 import torch.nn.functional as F  # noqa: N812
@@ -9,11 +13,13 @@ from engine.kernels.gpu.choose import choose_experts
 from engine.kernels.gpu.eight_bits import MAX_ROWS, quantize_rows, scaled_product, widen
 from engine.kernels.gpu.experts import expert_config, expert_product, sum_of_experts, tiles_of
 from engine.kernels.gpu.gpu_kind import gpu_kind
+from engine.kernels.gpu.one_row import one_row_product
 from engine.kernels.gpu.pointwise import add_rms_norm, silu_multiply
-from engine.layers import GatedLinear, RMSNorm
+from engine.layers import GatedLinear, Linear, RMSNorm
 from engine.models.expert_products import ScaledExperts, ScaledStack
 from engine.models.parts import Parts
 from engine.quantization import SMALLEST_AMAX, Float8Linear, GroupScaledLinear, Int8Linear, QuantizedLinears
+from engine.scaled_weight import Weight
 
 
 class TritonRMSNorm(RMSNorm):
@@ -23,6 +29,20 @@ class TritonRMSNorm(RMSNorm):
     def add(self, x: torch.Tensor, delta: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
         x = x.contiguous()
         return x, add_rms_norm(x, delta, self.weight, self.eps)
+
+
+class TritonLinear(Linear):
+    """Of one row by a kernel of ours, where numbers have 16 bits."""
+
+    def __init__(self, weight: Weight, bias: torch.Tensor | None = None) -> None:
+        assert isinstance(weight, torch.Tensor), "weights in 8 bits are for products in 8 bits"
+        self._weight_NK, self._bias = weight.contiguous(), bias
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        num_outputs, num_inputs = self._weight_NK.shape
+        if x.numel() != num_inputs or x.itemsize != 2:
+            return F.linear(x, self._weight_NK, self._bias)
+        return one_row_product(x.contiguous(), self._weight_NK, self._bias).view(*x.shape[:-1], num_outputs)
 
 
 class TritonGatedLinear(GatedLinear):
@@ -68,7 +88,9 @@ class TritonScaledExperts(ScaledExperts):
 
 
 TRITON_PARTS = Parts(
-    gated_linear=TritonGatedLinear,
+    linear=TritonLinear,
+    gated_linear=partial(TritonGatedLinear, linear=TritonLinear),
+    lm_head=TritonLinear,
     rms_norm=TritonRMSNorm,
     scaled_experts=TritonScaledExperts,
     choose_experts=choose_experts,
