@@ -19,6 +19,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
+from itertools import groupby
 
 import numpy as np
 
@@ -54,7 +55,6 @@ class CopyAgent:
         self._waiting: deque[Transfer] = deque()
         self._under_way: deque[tuple[list[Transfer], Copying]] = deque()
         self._num_bytes_under_way = 0
-        self._src_ids, self._dst_ids = _BlockIds(), _BlockIds()
         self._is_closing = False
         self._thread = threading.Thread(target=self._run, name="kv-copy", daemon=True)
         self._thread.start()
@@ -130,9 +130,7 @@ class CopyAgent:
     def _begin(self, transfers: list[Transfer]) -> Copying:
         """All to one pool."""
         opened: OpenedPool = transfers[0].remote
-        ours, theirs = self._pool.layout.num_blocks, opened.num_blocks
-        src_rows = np.concatenate([self._src_ids.array(t.src_block_ids) + t.layer * ours for t in transfers])
-        dst_rows = np.concatenate([self._dst_ids.array(t.dst_block_ids) + t.layer * theirs for t in transfers])
+        src_rows, dst_rows = rows_of(transfers, self._pool.layout.num_blocks, opened.num_blocks)
         given_up_s = time.monotonic() + min(transfer.patience_s for transfer in transfers)
         return opened.pool.copy(
             src_rows, dst_rows, lambda: min(given_up_s, *(transfer.late_at_s() for transfer in transfers))
@@ -204,15 +202,13 @@ class CopyAgent:
         return sum(len(transfer.dst_block_ids) for transfer in transfers) * self._pool.layout.block_bytes
 
 
-class _BlockIds:
-    """As arrays. The layers of a prompt have the same ones: to make 64 arrays of 512 numbers takes a millisecond."""
-
-    def __init__(self) -> None:
-        self._last: Sequence[int] = ()
-        self._array: Rows = np.array([], dtype=np.int64)
-
-    def array(self, block_ids: Sequence[int]) -> Rows:
-        if block_ids != self._last:
-            self._last = block_ids
-            self._array = np.asarray(block_ids, dtype=np.int64)
-        return self._array
+def rows_of(transfers: Sequence[Transfer], num_src_blocks: int, num_dst_blocks: int) -> tuple[Rows, Rows]:
+    """Of pools [layer, block]. The layers of a prompt have the same blocks: to make 64 arrays of 512 numbers takes a
+    millisecond."""
+    parts = []
+    for (src, dst), alike in groupby(transfers, lambda transfer: (transfer.src_block_ids, transfer.dst_block_ids)):
+        layers_L1 = np.array([[transfer.layer] for transfer in alike], dtype=np.int64)
+        src_LB = layers_L1 * num_src_blocks + np.asarray(src, dtype=np.int64)
+        parts.append((src_LB.ravel(), (layers_L1 * num_dst_blocks + np.asarray(dst, dtype=np.int64)).ravel()))
+    src_rows, dst_rows = (np.concatenate(each) for each in zip(*parts, strict=True))
+    return src_rows, dst_rows
