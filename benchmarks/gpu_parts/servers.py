@@ -63,7 +63,7 @@ class Load:
 
 STREAM_PROMPT_TOKENS = 128
 FULL = Load(
-    num_quiet=16, quiet_tokens=2048, quiet_rate=2.0, num_streams=16, stream_tokens=600, num_long=12, long_tokens=8192,
+    num_quiet=12, quiet_tokens=2048, quiet_rate=3.0, num_streams=16, stream_tokens=600, num_long=12, long_tokens=8192,
     long_rate=1.6,
 )  # fmt: skip
 """Long prompts hold up one gap of fifty, where they do: more than a p99 leaves out. They come about as quickly as one
