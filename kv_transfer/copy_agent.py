@@ -30,10 +30,9 @@ from kv_transfer.transfer import Transfer
 
 logger = logging.getLogger(__name__)
 
-MAX_BYTES_AT_ONCE = {"DRAM": 0, "VRAM": 1 << 30}
-"""Of several transfers in one copy, by the sender's memory. A device takes less than a millisecond for the larger
-number, and a launch, with the wait for its end, costs the host half of one: an H100 pushed a gigabyte in parts of an
-eighth at 219 GB/s. A host copies one after the other: one that is late ends alone."""
+MAX_BYTES_AT_ONCE = {"DRAM": 0, "VRAM": 128 << 20}
+"""Of several transfers in one copy, by the sender's memory, unless the transport says otherwise. A host copies one
+after the other: one that is late ends alone. A network is given up with all of a copy."""
 
 
 @dataclass(slots=True, eq=False)
@@ -49,8 +48,10 @@ class OpenedPool:
 class CopyAgent:
     """`close` must be called."""
 
-    def __init__(self, pool: KVPool) -> None:
+    def __init__(self, pool: KVPool, max_bytes_at_once: int | None = None) -> None:
+        """`max_bytes_at_once`: of several transfers in one copy. None: as `MAX_BYTES_AT_ONCE` has it."""
         self._pool = pool
+        self._max_bytes_at_once = MAX_BYTES_AT_ONCE[pool.memory] if max_bytes_at_once is None else max_bytes_at_once
         self._calls: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._waiting: deque[Transfer] = deque()
         self._under_way: deque[tuple[list[Transfer], Copying]] = deque()
@@ -147,7 +148,7 @@ class CopyAgent:
                 self._end([self._waiting.popleft()], None)
                 continue
             num_bytes += self._num_bytes([transfer])
-            if wanted and (transfer.remote is not wanted[0].remote or num_bytes > MAX_BYTES_AT_ONCE[self._pool.memory]):
+            if wanted and (transfer.remote is not wanted[0].remote or num_bytes > self._max_bytes_at_once):
                 break
             wanted.append(self._waiting.popleft())
         return wanted

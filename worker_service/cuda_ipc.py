@@ -11,6 +11,7 @@ useless, when the process that owns the memory dies.
 from __future__ import annotations
 
 import ctypes
+import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
@@ -148,7 +149,10 @@ class DevicePeerPool:
         self._offset = offset
 
     def copy(self, src_rows: Rows, dst_rows: Rows, late_at_s: Callable[[], float]) -> Copying:
-        """Once launched it is done within microseconds, whether this process stands still or not."""
+        """Once launched it goes on, whether this process stands still or not: a gigabyte takes a millisecond on one
+        GPU, and tens between two."""
+        if time.monotonic() > late_at_s():
+            raise RuntimeError("this process stood still: the blocks may be somebody else's")
         return self._peers.copy(self._source, self._base + self._offset, src_rows, dst_rows)
 
     def close(self) -> None:

@@ -32,7 +32,7 @@ FEW_BYTES = 16 << 20
 """Take so few microseconds that launches are most of them: no share of the copy is aimed at."""
 
 DECODE_VARIANTS: tuple[dict[str, int], ...] = (
-    {"num_stages": 3}, {"num_stages": 7}, {"block_n": 32}, {"min_piece": 128}, {"min_piece": 512},
+    {"num_stages": 3}, {"num_stages": 7}, {"num_warps": 2}, {"block_n": 32}, {"min_piece": 128}, {"min_piece": 512},
 )  # fmt: skip
 PREFILL_VARIANTS: tuple[dict[str, int], ...] = (
     {"num_stages": 3}, {"num_stages": 7}, {"block_n": 128, "num_stages": 2}, {"block_n": 128},

@@ -1,6 +1,6 @@
 """What a device does during some work, as CUDA's profiler tells it: for how long it is busy, and with which kernels.
 
-The profiler makes the gaps between kernels longer, not the kernels: what a step takes is timed without it. It comes
+The profiler makes the gaps between kernels longer, not the kernels: what a step takes is timed without it. It is asked
 last, as it may leave a process slower than it found it.
 """
 

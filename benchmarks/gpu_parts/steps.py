@@ -79,6 +79,8 @@ def measure_with(setting: Setting, sizes: Sizes, **settings: Any) -> Iterator[Ro
         rows = chain(decode_rows(engine, setting, sizes, steps_ms), prefill_rows(engine, setting))
         for row in chain(rows, () if settings else sampling_rows(engine, setting)):
             yield replace(row, what=label + row.what)
+        if not settings:
+            (setting.results / KERNELS).unlink(missing_ok=True)
         with (setting.results / KERNELS).open("a") as log:
             print(f"\n{label or 'bfloat16: '}what steps are made of", file=log)
         for row in idle_rows(engine, setting, sizes, steps_ms):

@@ -215,7 +215,8 @@ class _Product(nn.Module):
         self._linear = linear
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self._linear(x.reshape(-1, x.shape[-1]).contiguous()).view(*x.shape[:-1], -1)
+        y: torch.Tensor = self._linear(x.reshape(-1, x.shape[-1]).contiguous())
+        return y.view(*x.shape[:-1], y.shape[-1])
 
 
 def replace_products(causal_lm: Any, parts: Parts) -> None:

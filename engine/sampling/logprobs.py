@@ -29,9 +29,9 @@ from engine.scheduling.sequence import SchedulerOutput, Sequence
 from engine.step_input import StepInput
 from engine.to_device import integers
 
-ROWS_AT_A_TIME = {"cpu": 16, "cuda": 64}
-"""By device. A row takes some 20 bytes of scratch for each token of the vocabulary: 160 MB for 64 rows of 128 thousand.
-A GPU takes as long to look for the likeliest of 64 rows as of 16 (H100: 1.2 ms for 64 at once, 4.3 in four parts)."""
+ROWS_AT_A_TIME, ROWS_ON_DEVICE = 16, 64
+"""On a host, and on a device. A row takes some 20 bytes of scratch for each token of the vocabulary: 160 MB for 64 rows
+of 128 thousand. An H100 takes 1.2 ms for 64 rows at once, and 4.3 in four parts."""
 PROMPT_ROWS_AT_A_TIME = 256
 """Have logits at once: 64 MB in bfloat16, 128 in float32, for a vocabulary of 128 thousand, whose weights are read once
 for so many."""
@@ -164,9 +164,8 @@ def prompt_logprobs(output: SchedulerOutput, told: Iterator[torch.Tensor]) -> li
 def _look_up(logits_RV: torch.Tensor, token_ids_R: torch.Tensor, num_top: int) -> LogprobTensors:
     """How likely each row's token was, and its `num_top` likeliest ones, where the logits are."""
     num_top = min(logits_RV.shape[1], num_top)
-    device_type = logits_RV.device.type
-    num_rows = ROWS_AT_A_TIME[device_type]
-    numbers = _numbers_on_host if device_type == "cpu" else _numbers_on_device
+    is_on_host = logits_RV.device.type == "cpu"
+    numbers, num_rows = (_numbers_on_host, ROWS_AT_A_TIME) if is_on_host else (_numbers_on_device, ROWS_ON_DEVICE)
     pieces = zip(torch.split(logits_RV, num_rows), torch.split(token_ids_R, num_rows), strict=True)
     return _joined([LogprobTensors(ids_R, *numbers(piece_RV, ids_R, num_top)) for piece_RV, ids_R in pieces])
 

@@ -161,6 +161,9 @@ class Warp(Computing):
     def _memory(self, instruction: Instruction) -> Memory:
         return self._launch.memory if "global" in instruction.modifiers else self._block.shared
 
+    def _do_createpolicy(self, instruction: Instruction, mask: Mask | None) -> None:
+        """How long a cache keeps what is loaded changes no number."""
+
     def _do_ld(self, instruction: Instruction, mask: Mask | None) -> None:
         dtype, to = DTYPES[instruction.type], parts_of(instruction.operands[0])
         if instruction.modifiers[0] == "param":

@@ -170,7 +170,7 @@ def test_what_waits_for_one_pool_is_one_copy(stage: Stage) -> None:
 
 def test_a_copy_has_a_largest_size_and_the_device_a_most_to_do(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
     block = LAYOUT.block_bytes
-    monkeypatch.setitem(module.MAX_BYTES_AT_ONCE, "VRAM", 2 * block)
+    monkeypatch.setattr(stage.agent, "_max_bytes_at_once", 2 * block)
     monkeypatch.setitem(module.MAX_BYTES_IN_FLIGHT, "VRAM", 4 * block)
     peer, opened = stage.open()
     may_go_on = stage.hold_thread()

@@ -44,6 +44,18 @@ def test_rows_are_copied_where_the_peer_says_its_pool_is() -> None:
     assert driver.opened == []
 
 
+def test_nothing_is_copied_by_a_process_that_stood_still() -> None:
+    driver = OneProcess()
+    peers = peers_in_one_process(driver)
+    ours, theirs = rows(6, seed=1), rows(9, seed=2)
+    before = theirs.clone()
+    opened = peers.open(peers.export(theirs.data_ptr()), ours, 9)
+    with pytest.raises(RuntimeError, match="stood still: the blocks may be somebody else's"):
+        opened.copy(np.array([5]), np.array([2]), lambda: -math.inf)
+    assert theirs.equal(before)
+    opened.close()
+
+
 def test_what_is_waited_for_is_recorded_on_the_stream_of_the_copies() -> None:
     said: list[str] = []
 

@@ -84,7 +84,7 @@ def test_the_lower_id_comes_first_among_equals() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_the_same_bits_in_any_batch(dtype: torch.dtype) -> None:
-    num_rows = 2 * ROWS_AT_A_TIME["cpu"] + 5
+    num_rows = 2 * ROWS_AT_A_TIME + 5
     values = logits(num_rows, dtype)
     token_ids = [int(row) for row in values.argmax(dim=-1)]
     together = logprobs(values.clone(), sequences(*[5] * num_rows), token_ids)

@@ -161,7 +161,7 @@ SOME = {
 """Whose tests are run so, and which of them."""
 ALL = (
     "digest", "copy_rows", "fused", "attention", "product", "quantized", "lora", "draw", "experts", "latents",
-    "unfolded",
+    "unfolded", "one_row",
 )  # fmt: skip
 
 

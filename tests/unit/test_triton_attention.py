@@ -203,13 +203,9 @@ def decode(
 
 @pytest.mark.parametrize("window", [0, 17, 40, 1000])
 def test_split_contexts_are_put_together(window: int) -> None:
-    case = case_of(
-        [(150, 1), (15, 1), (16, 1), (0, 1), (1199, 1), (512, 1), (127, 1), (128, 1)],
-        dtype=torch.float32,
-        num_kv_heads=1,
-    )
-    assert num_pieces(1200, 0, SMALL_PIECES) == MAX_PIECES  # the longest is cut into fewer, larger ones
-    actual = decode(case, window, 1200, SMALL_PIECES)
+    case = case_of([(150, 1), (15, 1), (16, 1), (0, 1), (599, 1), (512, 1)], dtype=torch.float32, num_kv_heads=1)
+    assert num_pieces(600, 0, SMALL_PIECES) == MAX_PIECES  # the longest is cut into fewer, larger ones
+    actual = decode(case, window, 600, SMALL_PIECES)
     torch.testing.assert_close(actual.double(), case.expected(window), rtol=1e-5, atol=1e-5)
 
 
@@ -242,11 +238,8 @@ def test_an_empty_row_of_a_graph_attends_to_nothing() -> None:
 
 @pytest.mark.parametrize(
     ("max_context_len", "window", "expected"),
-    [
-        (0, 0, 1), (1, 0, 1), (256, 0, 1), (257, 0, 2), (2048, 0, 8), (2049, 0, 8), (4097, 0, 9), (8192, 0, 16),
-        (131_072, 0, 32), (131_072, 512, 2), (100, 512, 1),
-    ],
-)  # fmt: skip
+    [(0, 0, 1), (1, 0, 1), (256, 0, 1), (257, 0, 2), (8192, 0, 32), (131_072, 0, 32), (131_072, 512, 2), (100, 512, 1)],
+)
 def test_how_many_pieces(max_context_len: int, window: int, expected: int) -> None:
     assert num_pieces(max_context_len, window, DecodeConfig.of(H200, 128, 2)) == expected
 

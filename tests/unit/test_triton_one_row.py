@@ -69,6 +69,9 @@ def test_other_rows_and_numbers_are_the_librarys(calls: list[tuple[int, ...]]) -
     weight = numbers(24, 96)
     for x, of in ((numbers(2, 96), weight), (numbers(1, 96).float(), weight.float()), (numbers(0, 96), weight)):
         assert TritonLinear(of)(x).shape == (len(x), 24)
+    for x in (numbers(1, 96, dtype=torch.float16), numbers(2, 48)):  # as torch has it
+        with pytest.raises(RuntimeError):
+            TritonLinear(weight)(x)
     assert calls == []
 
 

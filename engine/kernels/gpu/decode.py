@@ -28,9 +28,6 @@ from engine.models.scores import Scores
 
 MAX_PIECES = 32
 """A power of two: the reduction holds a row of each in registers."""
-FINE_PIECES = 8
-"""So many of the smallest, and a longer context is cut into larger ones: there are programs enough, and fewer sums to
-put together. An H100 reads 64 contexts of 2,100 1 % faster so, of 4,096 2 %, and one of 8,192 no slower."""
 MOST_NUMBERS, MOST_KEYS = 8192, 64
 """Of the keys of a tile; of its values there are as many."""
 MOST_BYTES = 74 << 10
@@ -44,7 +41,7 @@ class DecodeConfig:
     block_n: int
     """Keys of a tile."""
     min_piece: int
-    """Keys of a piece of a short context. A multiple of `block_n`."""
+    """Keys of a piece are a multiple of it: of `block_n`, too."""
     num_warps: int
     num_stages: int
     """Of the pipeline. A tile takes two loads, block ids and then what they point to, so that the compiler keeps about
@@ -67,8 +64,7 @@ class DecodeConfig:
 def num_pieces(max_context_len: int, window: int, config: DecodeConfig) -> int:
     """How many pieces the longest context may have: at least 1, at most MAX_PIECES."""
     span = min(max_context_len, window) if window else max_context_len
-    num_fine, num_coarse = -(-span // config.min_piece), -(-span // (2 * config.min_piece))
-    return min(max(min(num_fine, FINE_PIECES), num_coarse, 1), MAX_PIECES)
+    return min(max(-(-span // config.min_piece), 1), MAX_PIECES)
 
 
 def partial_size(num_seqs: int, num_heads: int, head_dim: int, max_context_len: int, config: DecodeConfig) -> int:
@@ -109,7 +105,6 @@ def paged_decode(
         "WINDOW": scores.sliding_window,
         "BLOCK_H": padded_head_dim(head_dim),
         "MIN_PIECE": config.min_piece,
-        "FINE_PIECES": FINE_PIECES,
         "MAX_PIECES": MAX_PIECES,
     }
     # Pieces side by side: those beyond a context's end, which end at once, then lie among others instead of last.
@@ -127,17 +122,12 @@ def paged_decode(
 
 
 @triton.jit
-def piece_of(
-    context_len, WINDOW: tl.constexpr, MIN_PIECE: tl.constexpr, FINE_PIECES: tl.constexpr, MAX_PIECES: tl.constexpr
-):
-    """(first position seen, positions per piece): MIN_PIECE while FINE_PIECES are enough, then as few multiples of
-    twice that as MAX_PIECES pieces allow."""
+def piece_of(context_len, WINDOW: tl.constexpr, MIN_PIECE: tl.constexpr, MAX_PIECES: tl.constexpr):
+    """(first position seen, positions per piece): as few multiples of MIN_PIECE as MAX_PIECES pieces allow."""
     span = context_len
     if WINDOW > 0:
         span = tl.minimum(context_len, WINDOW)
-    coarse: tl.constexpr = 2 * MIN_PIECE
-    piece_len = tl.maximum(tl.cdiv(span, coarse * MAX_PIECES), 1) * coarse
-    return context_len - span, tl.where(span <= FINE_PIECES * MIN_PIECE, MIN_PIECE, piece_len)
+    return context_len - span, tl.maximum(tl.cdiv(span, MIN_PIECE * MAX_PIECES), 1) * MIN_PIECE
 
 
 @triton.jit(do_not_specialize=["table_stride", "num_pieces"])
@@ -161,7 +151,6 @@ def _split_kernel(
     WINDOW: tl.constexpr,
     HAS_SOFT_CAP: tl.constexpr,
     MIN_PIECE: tl.constexpr,
-    FINE_PIECES: tl.constexpr,
     MAX_PIECES: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -183,7 +172,7 @@ def _split_kernel(
     # Before it is known whether there is anything to do: both loads are then under way at once.
     q_MH = tl.load(q_ptr + rows_M[:, None] * HEAD_DIM + dims_H[None, :], mask=is_real_MH, other=0.0)
     context_len = tl.load(context_lens_ptr + seq)
-    first, piece_len = piece_of(context_len, WINDOW, MIN_PIECE, FINE_PIECES, MAX_PIECES)
+    first, piece_len = piece_of(context_len, WINDOW, MIN_PIECE, MAX_PIECES)
     begin = first + piece * piece_len
     end = tl.minimum(begin + piece_len, context_len)
     if IS_SPLIT:  # noqa: SIM102, one is known when this is compiled, the other is not
@@ -229,7 +218,6 @@ def reduce_kernel(
     HEAD_DIM: tl.constexpr,
     WINDOW: tl.constexpr,
     MIN_PIECE: tl.constexpr,
-    FINE_PIECES: tl.constexpr,
     MAX_PIECES: tl.constexpr,
     BLOCK_H: tl.constexpr,
 ):
@@ -240,7 +228,7 @@ def reduce_kernel(
     seq = tl.program_id(0).to(tl.int64)
     row = seq * NUM_HEADS + tl.program_id(1)
     context_len = tl.load(context_lens_ptr + seq)
-    first, piece_len = piece_of(context_len, WINDOW, MIN_PIECE, FINE_PIECES, MAX_PIECES)
+    first, piece_len = piece_of(context_len, WINDOW, MIN_PIECE, MAX_PIECES)
     pieces_P = tl.arange(0, MAX_PIECES)
     dims_H = tl.arange(0, BLOCK_H)
     is_piece_P = pieces_P < tl.cdiv(context_len - first, piece_len)

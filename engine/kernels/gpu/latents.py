@@ -21,7 +21,7 @@ import torch
 import triton
 import triton.language as tl
 
-from engine.kernels.gpu.decode import FINE_PIECES, MAX_PIECES, DecodeConfig, num_pieces, piece_of, reduce_kernel
+from engine.kernels.gpu.decode import MAX_PIECES, DecodeConfig, num_pieces, piece_of, reduce_kernel
 from engine.kernels.gpu.gpu_kind import GpuKind, TensorCores
 from engine.kernels.gpu.tile import MIN_SIDE
 
@@ -105,7 +105,7 @@ def decode_latents(
     num_partials = num_seqs * num_heads * pieces
     partial, weight = scratch[: num_partials * latent_dim], scratch[num_partials * latent_dim :]
     block_c = max(triton.next_power_of_2(latent_dim), MIN_SIDE)
-    cut = {"MIN_PIECE": config.min_piece, "FINE_PIECES": FINE_PIECES, "MAX_PIECES": MAX_PIECES}
+    cut = {"MIN_PIECE": config.min_piece, "MAX_PIECES": MAX_PIECES}
     _latent_decode_kernel[(pieces, triton.cdiv(num_heads, config.block_m), num_seqs)](
         q_SNR, kv, block_tables, context_lens, out_SNC, partial, weight, block_tables.stride(0), pieces,
         scale / math.log(2),
@@ -234,7 +234,6 @@ def _latent_decode_kernel(
     ROTATED: tl.constexpr,
     SLOTS: tl.constexpr,
     MIN_PIECE: tl.constexpr,
-    FINE_PIECES: tl.constexpr,
     MAX_PIECES: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_K: tl.constexpr,
@@ -249,7 +248,7 @@ def _latent_decode_kernel(
     seq = tl.program_id(2).to(tl.int64)
     piece = tl.program_id(0)
     context_len = tl.load(context_lens_ptr + seq)
-    _, piece_len = piece_of(context_len, 0, MIN_PIECE, FINE_PIECES, MAX_PIECES)
+    _, piece_len = piece_of(context_len, 0, MIN_PIECE, MAX_PIECES)
     begin = piece * piece_len
     end = tl.minimum(begin + piece_len, context_len)
     if IS_SPLIT:  # noqa: SIM102, one is known when this is compiled, the other is not

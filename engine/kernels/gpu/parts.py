@@ -36,11 +36,12 @@ class TritonLinear(Linear):
 
     def __init__(self, weight: Weight, bias: torch.Tensor | None = None) -> None:
         assert isinstance(weight, torch.Tensor), "weights in 8 bits are for products in 8 bits"
-        self._weight, self._bias = weight.contiguous(), bias
+        self._weight, self._bias = weight.contiguous(), None if bias is None else bias.contiguous()
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         num_outputs, num_inputs = self._weight.shape
-        if x.numel() != num_inputs or x.itemsize != 2:
+        is_row = x.shape[-1] == x.numel() == num_inputs
+        if not is_row or x.itemsize != 2 or x.dtype != self._weight.dtype:
             return F.linear(x, self._weight, self._bias)
         return one_row_product(x.contiguous(), self._weight, self._bias).view(*x.shape[:-1], num_outputs)
 
