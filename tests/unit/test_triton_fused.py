@@ -159,7 +159,7 @@ CONFIG = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("records", [False, True], ids=["launched", "replayed"])
+@pytest.mark.parametrize("records", [pytest.param(False, marks=pytest.mark.slow), True], ids=["launched", "replayed"])
 def test_an_engine_computes_what_it_does_with_plain_torch(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, records: bool
 ) -> None:

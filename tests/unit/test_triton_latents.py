@@ -187,7 +187,7 @@ def test_a_sequence_gets_the_same_bits_in_any_batch_and_from_any_graph() -> None
         assert torch.equal(decode(among, max_context_len)[-1:], expected)
 
 
-@pytest.mark.parametrize("num_heads", [5, 70])
+@pytest.mark.parametrize("num_heads", [5, pytest.param(70, marks=pytest.mark.slow)])
 def test_batch_invariant_a_token_gets_the_same_bits_in_a_prompt_and_while_its_sequence_decodes(num_heads: int) -> None:
     shape = {"num_heads": num_heads, "latent_dim": 32, "rotated_dim": 8}
     whole = LatentCase([(0, 300)], **shape)
@@ -331,7 +331,9 @@ def test_tiles_of_prefill_have_whole_tokens_or_a_part_of_one() -> None:
 # -- an engine with them --------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("sizes", [{}, UNFOLDS_EARLY], ids=["absorbed", "unfolded"])
+@pytest.mark.parametrize(
+    "sizes", [pytest.param({}, marks=pytest.mark.slow), UNFOLDS_EARLY], ids=["absorbed", "unfolded"]
+)
 def test_an_engine_computes_what_it_does_with_plain_torch(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sizes: dict[str, int]
 ) -> None:
