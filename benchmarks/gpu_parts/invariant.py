@@ -10,6 +10,7 @@ in the part `attention`). Whole steps are the part `steps-invariant`.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
@@ -24,7 +25,7 @@ from benchmarks.gpu_parts.rows import Row
 from benchmarks.gpu_parts.runner import NotRun, Setting
 from benchmarks.gpu_parts.shapes import attention_bytes, attention_flop, write_model
 from benchmarks.gpu_parts.timing import cache_bytes, num_sets
-from benchmarks.gpu_parts.variants import Job, timed_row, variant_rows
+from benchmarks.gpu_parts.variants import Job, launches_over_weights, timed_row, variant_rows
 from engine.config import EngineArgs
 from engine.kernels.gpu import why_no_triton
 from engine.kernels.gpu.gpu_kind import gpu_kind
@@ -153,17 +154,8 @@ def product_job(
     num_bytes = num_outputs * num_inputs * dtype.itemsize
 
     def launches(config: ProductConfig) -> tuple[list[Callable[[], object]], torch.Tensor]:
-        torch.manual_seed(1)
-        x = torch.randn(num_rows, num_inputs, device=setting.device).to(dtype)
-        weights = [
-            torch.randn(num_outputs, num_inputs, device=setting.device).to(dtype)
-            for _ in range(num_sets(num_bytes, cache_bytes(setting.device)))
-        ]
-        works: list[Callable[[], object]] = [
-            lambda weight=weight: row_product(x, weight, None, config)  # type: ignore[misc]
-            for weight in weights
-        ]
-        return works, row_product(x, weights[0], None, config)
+        product = partial(row_product, bias_N=None, config=config)
+        return launches_over_weights(product, (num_rows, num_outputs, num_inputs), dtype, setting)
 
     if num_rows < setting.sizes.prompt_rows:
         amount, unit, limit, target = num_bytes / 1e9, "GB/s", floors.COPY, 0.8

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -19,7 +20,7 @@ from benchmarks.gpu_parts import floors
 from benchmarks.gpu_parts.rows import Row
 from benchmarks.gpu_parts.runner import NotRun, Setting
 from benchmarks.gpu_parts.timing import cache_bytes, num_sets, seconds_of
-from benchmarks.gpu_parts.variants import Job, short, timed_row, variant_rows
+from benchmarks.gpu_parts.variants import Job, launches_over_weights, short, timed_row, variant_rows
 from engine.float8 import why_no_float8
 from engine.kernels.gpu import why_no_triton
 from engine.quantization import Float8Linear, quantize_int8
@@ -147,17 +148,8 @@ def one_row_job(
     num_bytes = num_outputs * num_inputs * dtype.itemsize
 
     def launches(config: OneRowConfig) -> tuple[list[Callable[[], object]], torch.Tensor]:
-        torch.manual_seed(1)
-        x_1K = torch.randn(1, num_inputs, device=setting.device).to(dtype)
-        weights = [
-            torch.randn(num_outputs, num_inputs, device=setting.device).to(dtype)
-            for _ in range(num_sets(num_bytes, cache_bytes(setting.device)))
-        ]
-        works: list[Callable[[], object]] = [
-            lambda weight=weight: one_row_product(x_1K, weight, None, config)  # type: ignore[misc]
-            for weight in weights
-        ]
-        return works, one_row_product(x_1K, weights[0], None, config)
+        product = partial(one_row_product, bias_N=None, config=config)
+        return launches_over_weights(product, (1, num_outputs, num_inputs), dtype, setting)
 
     return Job(what=what, amount=num_bytes / 1e9, unit="GB/s", limit=limit, target=TARGET, launches=launches)
 

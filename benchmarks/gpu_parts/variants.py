@@ -5,13 +5,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
 
 from benchmarks.gpu_parts.rows import Row
 from benchmarks.gpu_parts.runner import Setting
-from benchmarks.gpu_parts.timing import seconds_of
+from benchmarks.gpu_parts.timing import cache_bytes, num_sets, seconds_of
 
 MAX_DIFFERENCE = 0.02
 """Of a configuration's result to that of the one in use, relative: bfloat16 rounds to 0.004."""
@@ -29,6 +30,21 @@ class Job:
     target: float | None
     launches: Callable[[Any], tuple[list[Callable[[], object]], torch.Tensor]]
     """A configuration -> a launch for each set of inputs, and the first one's result."""
+
+
+def launches_over_weights(
+    product: Callable[[torch.Tensor, torch.Tensor], torch.Tensor], size: tuple[int, int, int], dtype: torch.dtype,
+    setting: Setting,
+) -> tuple[list[Callable[[], object]], torch.Tensor]:  # fmt: skip
+    """What `Job.launches` returns: of x with one random weight after the other. `size`: rows, outputs, inputs."""
+    num_rows, num_outputs, num_inputs = size
+    torch.manual_seed(1)
+    x = torch.randn(num_rows, num_inputs, device=setting.device).to(dtype)
+    weights = [
+        torch.randn(num_outputs, num_inputs, device=setting.device).to(dtype)
+        for _ in range(num_sets(num_outputs * num_inputs * dtype.itemsize, cache_bytes(setting.device)))
+    ]
+    return [partial(product, x, weight) for weight in weights], product(x, weights[0])
 
 
 def timed_row(job: Job, config: Any, setting: Setting) -> tuple[Row, torch.Tensor]:
