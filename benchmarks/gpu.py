@@ -4,8 +4,8 @@
     python benchmarks/gpu.py --only kernels,model         some parts; floors are measured with any
     python benchmarks/gpu.py --tiny                       the same script on any machine, over a toy: that it runs
 
-    floors ─> kernels ─> model ─> attention ─> digests ─> steps ─> push ─> servers ─> products ─> deepseek
-    ─> steps in 8 bits ─> batch_invariant (each a module of gpu_parts/)
+    floors ─> kernels, model ─> attention ─> digests ─> steps ─> push ─> servers ─> products ─> deepseek
+    ─> steps in 8 bits ─> batch_invariant (each a module of gpu_parts/); by name: other launch configurations
 
 Each part is a process of its own with a time of its own: what goes wrong in one is written into the table, and the
 others go on. Every number stands beside the limit that the same run measured, or beside its aim. Results are one JSON
@@ -44,22 +44,22 @@ from benchmarks.gpu_parts import (
     steps,
 )
 from benchmarks.gpu_parts.rows import Row, table
-from benchmarks.gpu_parts.runner import Part, PartResult, Setting, run_parts
+from benchmarks.gpu_parts.runner import Part, PartResult, Setting, import_before, run_parts
 from benchmarks.machine import compilers, machine
 from benchmarks.report import RESULTS, keep, path_of, plot
 
 PARTS = (
     Part(name="floors", about="what the device can do", measure=floors.measure, limit_s=60),
-    Part(name="kernels", about="their tests against float64", measure=kernels.measure, limit_s=150),
-    Part(name="model", about="against transformers in float64", measure=model.measure, limit_s=120),
-    Part(name="attention", about="alone, and its launch configurations", measure=attention.measure, limit_s=120),
+    Part(name="kernels", about="their tests against float64", measure=kernels.measure, limit_s=150, is_timed=False),
+    Part(name="model", about="against transformers in float64", measure=model.measure, limit_s=150, is_timed=False),
+    Part(name="attention", about="alone", measure=attention.measure, limit_s=60),
     Part(name="digests", about="of blocks, alone", measure=digests.measure, limit_s=40),
     Part(name="steps", about="of an engine", measure=steps.measure, limit_s=120),
     Part(name="push-ipc", about="KV between two processes", measure=push.measure_ipc, limit_s=60),
     Part(name="push-nixl", about="KV between two processes", measure=push.measure_nixl, limit_s=60),
     Part(name="push-grpc", about="KV between two processes", measure=push.measure_grpc, limit_s=60),
     Part(name="servers", about="1P+1D on one card against one that does both", measure=servers.measure, limit_s=240),
-    Part(name="products", about="of a decoding step, alone", measure=products.measure, limit_s=150),
+    Part(name="products", about="of a decoding step, alone", measure=products.measure, limit_s=90),
     Part(name="deepseek", about="attention to latents and experts, alone", measure=deepseek.measure, limit_s=90),
     Part(name="steps-int8", about="the same engine with int8 weights", measure=steps.measure_int8, limit_s=90),
     Part(name="steps-fp8", about="the same engine with weights and KV in fp8", measure=steps.measure_fp8, limit_s=90),
@@ -69,6 +69,16 @@ PARTS = (
         about="the same engine with batch_invariant",
         measure=steps.measure_invariant,
         limit_s=90,
+    ),
+    *(
+        Part(
+            name=f"{of.__name__.rpartition('.')[2]}-variants",
+            about="its launch configurations",
+            measure=of.measure_variants,
+            limit_s=120,
+            is_default=False,
+        )
+        for of in (attention, products, invariant)
     ),
 )
 KNOWN = (floors.COPY, floors.PRODUCTS, floors.TO_HOST, floors.TO_DEVICE, push.IPC_PUSH, push.NIXL_PUSH)
@@ -86,12 +96,17 @@ def chosen_parts(only: str) -> list[Part]:
     if unknown:
         known = ", ".join(part.name for part in PARTS)
         raise click.UsageError(f"--only: no part is called {', '.join(sorted(unknown))}; there are {known}")
-    return [part for part in PARTS if not names or part.name in names or part.name == "floors"]
+    names = names or {part.name for part in PARTS if part.is_default}
+    return [part for part in PARTS if part.name in names or part.name == "floors"]
 
 
 @click.command(context_settings={"help_option_names": ["-h", "--help"]})
 @click.option("--tiny", is_flag=True, help="A toy, on a CPU where there is no GPU: only to see the script run.")
-@click.option("--only", default="", help=f"Parts, with commas, of: {', '.join(part.name for part in PARTS)}.")
+@click.option(
+    "--only",
+    default="",
+    help=f"Parts, with commas, of: {', '.join(part.name for part in PARTS)}. Default: all but variants.",
+)
 @click.option("--budget-s", default=480.0, show_default=True, type=click.FloatRange(min=0, min_open=True),
               help="None runs beyond it, and none begins with less than a third of its time left.")  # fmt: skip
 @click.option("--results-dir", default=None, type=click.Path(file_okay=False, path_type=Path),
@@ -129,6 +144,8 @@ def run(parts: list[Part], setting: Setting, budget_s: float, *, is_kept: bool) 
         if is_kept:
             keep(path, summary_of(found, about))
 
+    if setting.device == "cuda":
+        import_before("torch", "triton")
     run_parts(parts, setting, budget_s=budget_s, say=say, on_result=on_result, known_of=known_of)
     click.echo("\n" + "\n".join(table_of(found)) + "\n")
     if setting.device == "cuda":  # not earlier: this process keeps out of the card's way

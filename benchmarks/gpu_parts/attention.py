@@ -1,8 +1,8 @@
-"""Attention alone, one layer of Llama-3.1-8B's shape, and the launch configurations to choose among.
+"""Attention alone, one layer of Llama-3.1-8B's shape; and, as a part of its own, the launch configurations to choose
+among.
 
 Decoding is bound by bytes: keys and values, read once. Prefill is bound by operations: two products for each pair of a
-token and one before it. The configuration in use comes first; each other one that runs is compared with it, and the
-best is marked.
+token and one before it.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from benchmarks.gpu_parts.rows import Row
 from benchmarks.gpu_parts.runner import NotRun, Setting
 from benchmarks.gpu_parts.shapes import attention_bytes, attention_flop
 from benchmarks.gpu_parts.timing import cache_bytes, num_sets, seconds_of
-from benchmarks.gpu_parts.variants import Job, timed_row, variant_rows
+from benchmarks.gpu_parts.variants import Choice, Job, rows_in_use, rows_of_variants
 from engine.kernels.gpu import why_no_triton
 from engine.kernels.gpu.gpu_kind import gpu_kind
 from engine.models.scores import Scores
@@ -41,6 +41,17 @@ PREFILL_VARIANTS: tuple[dict[str, int], ...] = (
 
 
 def measure(setting: Setting) -> Iterator[Row]:
+    yield from rows_in_use(choices(setting), setting)
+    if setting.device == "cuda":
+        yield from (plain_prefill(setting, *size) for size in setting.sizes.prefill_attention)
+
+
+def measure_variants(setting: Setting) -> Iterator[Row]:
+    yield from rows_of_variants(choices(setting), setting)
+
+
+def choices(setting: Setting) -> Iterator[Choice]:
+    """Raises `NotRun` without Triton."""
     why_not = why_no_triton(setting.device)
     if why_not:
         raise NotRun(why_not)
@@ -51,23 +62,12 @@ def measure(setting: Setting) -> Iterator[Row]:
     dtype = torch.bfloat16 if setting.device == "cuda" else torch.float32
     num_heads, num_kv_heads, head_dim = setting.sizes.attention_heads
     kind = gpu_kind(setting.device)
-    in_use = (
-        DecodeConfig.of(kind, head_dim, dtype.itemsize),
-        PrefillConfig.of(kind, head_dim, dtype.itemsize, num_heads // num_kv_heads),
-    )
-    jobs = (
-        [decode_job(setting, dtype, *size) for size in setting.sizes.decode_attention],
-        [prefill_job(setting, dtype, *size) for size in setting.sizes.prefill_attention],
-    )
-    for config, group in zip(in_use, jobs, strict=True):
-        for job in group:
-            yield timed_row(job, config, setting)[0]
-    if setting.device == "cuda":
-        yield from (plain_prefill(setting, *size) for size in setting.sizes.prefill_attention)
-    # Last: one of these may take the device down with it, and all others their time.
-    for config, group, variants in zip(in_use, jobs, (DECODE_VARIANTS, PREFILL_VARIANTS), strict=True):
-        for job in group:
-            yield from variant_rows(job, config, variants[: setting.sizes.num_variants], setting)
+    decode = DecodeConfig.of(kind, head_dim, dtype.itemsize)
+    for size in setting.sizes.decode_attention:
+        yield Choice(decode_job(setting, dtype, *size), decode, DECODE_VARIANTS)
+    prefill = PrefillConfig.of(kind, head_dim, dtype.itemsize, num_heads // num_kv_heads)
+    for prompts in setting.sizes.prefill_attention:
+        yield Choice(prefill_job(setting, dtype, *prompts), prefill, PREFILL_VARIANTS)
 
 
 def random_pool(num_seqs: int, length: int, setting: Setting, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:

@@ -25,7 +25,7 @@ from benchmarks.gpu_parts.rows import Row
 from benchmarks.gpu_parts.runner import NotRun, Setting
 from benchmarks.gpu_parts.shapes import attention_bytes, attention_flop, write_model
 from benchmarks.gpu_parts.timing import cache_bytes, num_sets
-from benchmarks.gpu_parts.variants import Job, launches_over_weights, timed_row, variant_rows
+from benchmarks.gpu_parts.variants import Choice, Job, launches_over_weights, rows_in_use, rows_of_variants
 from engine.config import EngineArgs
 from engine.kernels.gpu import why_no_triton
 from engine.kernels.gpu.gpu_kind import gpu_kind
@@ -52,33 +52,43 @@ Told = dict[str, list[tuple[int, float]]]
 
 
 def measure(setting: Setting) -> Iterator[Row]:
+    check_triton(setting)
+    yield from bits_rows(setting)
+    yield from rows_in_use(choices(setting), setting)
+
+
+def measure_variants(setting: Setting) -> Iterator[Row]:
+    check_triton(setting)
+    yield from rows_of_variants(choices(setting), setting)
+
+
+def check_triton(setting: Setting) -> None:
+    """Raises `NotRun` without it."""
     why_not = why_no_triton(setting.device)
     if why_not:
         raise NotRun(why_not)
+
+
+def choices(setting: Setting) -> Iterator[Choice]:
     from engine.kernels.gpu.pieces import PiecesConfig
     from engine.kernels.gpu.product import row_config
 
-    yield from bits_rows(setting)
     # Triton's interpreter does not compute bfloat16.
     dtype = torch.bfloat16 if setting.device == "cuda" else torch.float32
     kind = gpu_kind(setting.device)
-    jobs: list[tuple[Job, ProductConfig]] = []
     for name, num_outputs, num_inputs in setting.sizes.model.products:
         # Logits of a prompt are those of its last token.
         many = () if name == "logits" else (setting.sizes.prompt_rows,)
         for num_rows in (*setting.sizes.product_rows, *many):
             what = f"invariant, {name} {num_outputs} x {num_inputs}, {num_rows} rows"
             job = product_job(what, num_rows, num_outputs, num_inputs, dtype, setting)
-            jobs.append((job, row_config(kind, num_rows, dtype.itemsize)))
-            yield timed_row(job, jobs[-1][1], setting)[0]
+            yield Choice(job, row_config(kind, num_rows, dtype.itemsize), PRODUCT_VARIANTS)
     num_heads, num_kv_heads, head_dim = setting.sizes.attention_heads
     config = PiecesConfig.of(kind, head_dim, dtype.itemsize, num_heads // num_kv_heads)
     for num_seqs, context, _ in setting.sizes.decode_attention:
-        yield timed_row(decode_job(setting, dtype, num_seqs, context), config, setting)[0]
+        yield Choice(decode_job(setting, dtype, num_seqs, context), config)
     for num_prompts, length in setting.sizes.prefill_attention:
-        yield timed_row(prefill_job(setting, dtype, num_prompts, length), config, setting)[0]
-    for job, in_use in jobs:
-        yield from variant_rows(job, in_use, PRODUCT_VARIANTS[: setting.sizes.num_variants], setting)
+        yield Choice(prefill_job(setting, dtype, num_prompts, length), config)
 
 
 # -- bits -----------------------------------------------------------------------------------------------------------

@@ -16,8 +16,8 @@ from benchmarks.gpu_parts.rows import Row
 from benchmarks.gpu_parts.runner import NotRun, OutOfTime, Setting, require
 
 ROOT = Path(__file__).resolve().parents[2]
-NUM_PROCESSES = 12
-"""Most of the time goes into compiling."""
+NUM_PROCESSES = 15
+"""Most of the time goes into compiling. Each holds half a gigabyte of the device."""
 SHOWN_LINES = 40
 LOG = "gpu-kernel-tests.log"
 SUMMARY_S = 20.0

@@ -20,7 +20,7 @@ from benchmarks.gpu_parts import floors
 from benchmarks.gpu_parts.rows import Row
 from benchmarks.gpu_parts.runner import NotRun, Setting
 from benchmarks.gpu_parts.timing import cache_bytes, num_sets, seconds_of
-from benchmarks.gpu_parts.variants import Job, launches_over_weights, short, timed_row, variant_rows
+from benchmarks.gpu_parts.variants import Choice, Job, launches_over_weights, rows_in_use, rows_of_variants, short
 from engine.float8 import why_no_float8
 from engine.kernels.gpu import why_no_triton
 from engine.quantization import Float8Linear, quantize_int8
@@ -57,40 +57,38 @@ def measure(setting: Setting) -> Iterator[Row]:
                 yield other_library_row(f"{what}, torch, cuBLASLt", num_rows, num_outputs, num_inputs, setting)
             if setting.device == "cuda" and name != "logits":
                 yield float8_row(f"{what}, torch, fp8", num_rows, num_outputs, num_inputs, setting)
+    yield from rows_in_use(choices(setting), setting)
+
+
+def measure_variants(setting: Setting) -> Iterator[Row]:
+    yield from rows_of_variants(choices(setting), setting)
+
+
+def choices(setting: Setting) -> Iterator[Choice]:
+    """Of products by our kernels. Raises `NotRun` without Triton."""
     why_not = why_no_triton(setting.device)
     if why_not:
-        raise NotRun(f"the rest is not: {why_not}")
+        raise NotRun(f"our kernels are not: {why_not}")
     from engine.kernels.gpu.eight_bits import ProductConfig
     from engine.kernels.gpu.one_row import CONFIG as ONE_ROW_CONFIG
 
     # Triton's interpreter does not compute bfloat16.
     dtype = torch.bfloat16 if setting.device == "cuda" else torch.float32
-    jobs: list[tuple[Job, ProductConfig]] = []
-    for name, num_outputs, num_inputs in sizes.model.products:
-        for num_rows in sizes.product_rows:
+    for name, num_outputs, num_inputs in setting.sizes.model.products:
+        for num_rows in setting.sizes.product_rows:
             config = ProductConfig.of(num_rows, dtype.itemsize)
             size = num_rows, num_outputs, num_inputs
             what = f"{name} {num_outputs} x {num_inputs}, {num_rows} rows"
-            yield timed_row(kernel_job(f"{what}, our kernel", size, dtype, dtype, setting), config, setting)[0]
+            yield Choice(kernel_job(f"{what}, our kernel", size, dtype, dtype, setting), config)
             if name == "logits":  # whose weight is never in 8 bits
                 continue
-            job = kernel_job(f"{what}, int8", size, torch.int8, dtype, setting)
-            yield timed_row(job, config, setting)[0]
-            jobs.append((job, config))
+            yield Choice(kernel_job(f"{what}, int8", size, torch.int8, dtype, setting), config, INT8_VARIANTS)
             if num_inputs % GROUP_SIZE == 0 and not _why_no_float8(setting):
-                job = kernel_job(f"{what}, fp8, groups", size, torch.float8_e4m3fn, dtype, setting)
-                yield timed_row(job, config, setting)[0]
-    one_row_jobs = [
-        one_row_job(f"{name} {n} x {k}, 1 rows, row by row", n, k, dtype, setting.known.get(floors.COPY), setting)
-        for name, n, k in sizes.model.products
-    ]
-    for job in one_row_jobs:
-        yield timed_row(job, ONE_ROW_CONFIG, setting)[0]
-    # Last: each of these compiles a kernel of its own, a minute for all.
-    for job in one_row_jobs:
-        yield from variant_rows(job, ONE_ROW_CONFIG, ONE_ROW_VARIANTS[: sizes.num_variants], setting)
-    for job, config in jobs:
-        yield from variant_rows(job, config, INT8_VARIANTS[: sizes.num_variants], setting)
+                yield Choice(kernel_job(f"{what}, fp8, groups", size, torch.float8_e4m3fn, dtype, setting), config)
+    for name, n, k in setting.sizes.model.products:
+        what = f"{name} {n} x {k}, 1 rows, row by row"
+        job = one_row_job(what, n, k, dtype, setting.known.get(floors.COPY), setting)
+        yield Choice(job, ONE_ROW_CONFIG, ONE_ROW_VARIANTS)
 
 
 def _why_no_float8(setting: Setting) -> str:

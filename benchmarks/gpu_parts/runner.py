@@ -6,7 +6,9 @@
                   a process (own session) ──rows, as they are measured──> kept
                        ended, raised, died, took too long ──> "", "failed: why", "not run: why"; its session is killed
 
-An illegal access of one kernel takes down all of a process' work on a GPU, and a hang never ends by itself.
+An illegal access of one kernel takes down all of a process' work on a GPU, and a hang never ends by itself. Parts that
+follow one another and time nothing run side by side. Processes are forked off one that has imported torch, where
+`import_before` was asked for it: an import takes as long as some parts do.
 """
 
 from __future__ import annotations
@@ -20,7 +22,8 @@ import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from importlib.util import find_spec
-from multiprocessing.connection import Connection
+from itertools import groupby
+from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
@@ -87,6 +90,10 @@ class Part:
     goes wrong."""
     limit_s: float
     """It is ended after so long."""
+    is_timed: bool = True
+    """False: it finds no times, and runs beside such others next to it."""
+    is_default: bool = True
+    """False: it runs where it is asked for by its name."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -108,34 +115,78 @@ class PartResult:
         return {"part": self.name, "seconds": round(self.seconds, 1), "problem": self.problem, "rows": rows}
 
 
-RunPart = Callable[[Part, Setting, float, Callable[[Row], None]], str]
-"""(part, setting, seconds it may take, what is told of each row) -> its problem"""
+class _Running:
+    """A part in a process of its own. `end` must be called."""
+
+    def __init__(self, part: Part, setting: Setting) -> None:
+        context = multiprocessing.get_context("forkserver")
+        self.part = part
+        self.pipe, theirs = context.Pipe(duplex=False)
+        self._limit_s = setting.limit_s
+        self._process = context.Process(target=_serve, args=(theirs, part, setting), name=part.name)
+        self._process.start()
+        theirs.close()
+        self.deadline_s = time.monotonic() + setting.limit_s
+        self.problem: str | None = None
+        """None while it runs."""
+
+    def hear(self, on_row: OnRow) -> None:
+        """What has come of it: a row, its problem, or its death."""
+        try:
+            message = self.pipe.recv()
+        except EOFError:
+            self._process.join(EXIT_S)
+            self.problem = f"failed: its process ended with {self._process.exitcode}"
+            return
+        if isinstance(message, Row):
+            on_row(self.part, message)
+        else:
+            self._process.join(EXIT_S)
+            self.problem = str(message)
+
+    def give_up(self) -> None:
+        self.problem = _too_long(self.part, self._limit_s)
+
+    def end(self) -> None:
+        _kill_session(self._process)
+        self.pipe.close()
 
 
-def in_process(part: Part, setting: Setting, limit_s: float, on_row: Callable[[Row], None]) -> str:
-    """Run a part in a process of its own. Returns its problem, "" if there is none."""
-    context = multiprocessing.get_context("spawn")
-    ours, theirs = context.Pipe(duplex=False)
-    setting = replace(setting, limit_s=limit_s)
-    process = context.Process(target=_serve, args=(theirs, part, setting), name=part.name)
-    process.start()
-    theirs.close()
-    deadline_s = time.monotonic() + limit_s
+OnRow = Callable[[Part, Row], None]
+OnEnd = Callable[[Part, str], None]
+"""(part, its problem: "" if there is none)"""
+RunGroup = Callable[[Sequence[Part], Setting, Sequence[float], OnRow, OnEnd], None]
+"""(parts, setting, seconds that each may take, what is told of each row, and of each part's end)"""
+
+
+def import_before(*modules: str) -> None:
+    """In the process that parts are forked off. To be called before the first of them."""
+    multiprocessing.set_forkserver_preload(list(modules))
+
+
+def side_by_side(
+    parts: Sequence[Part], setting: Setting, limits_s: Sequence[float], on_row: OnRow, on_end: OnEnd
+) -> None:
+    """Run parts at once, each in a process of its own."""
+    running: list[_Running] = []
     try:
-        while ours.poll(max(0.0, deadline_s - time.monotonic())):
-            try:
-                message = ours.recv()
-            except EOFError:
-                process.join(EXIT_S)
-                return f"failed: its process ended with {process.exitcode}"
-            if not isinstance(message, Row):
-                process.join(EXIT_S)
-                return str(message)
-            on_row(message)
-        return _too_long(part, limit_s)
+        for part, limit_s in zip(parts, limits_s, strict=True):
+            running.append(_Running(part, replace(setting, limit_s=limit_s)))
+        while running:
+            left_s = min(one.deadline_s for one in running) - time.monotonic()
+            ready = wait([one.pipe for one in running], max(0.0, left_s))
+            for one in list(running):
+                if one.pipe in ready:
+                    one.hear(on_row)
+                elif time.monotonic() >= one.deadline_s:
+                    one.give_up()
+                if one.problem is not None:
+                    running.remove(one)
+                    one.end()
+                    on_end(one.part, one.problem)
     finally:
-        _kill_session(process)
-        ours.close()
+        for one in running:
+            one.end()
 
 
 def _too_long(part: Part, limit_s: float) -> str:
@@ -178,30 +229,45 @@ def run_parts(
     budget_s: float,
     say: Callable[[str], None],
     on_result: Callable[[PartResult], None],
-    run_part: RunPart = in_process,
+    run_group: RunGroup = side_by_side,
     known_of: Callable[[Sequence[Row]], Mapping[str, float]] = lambda _: {},
     clock: Callable[[], float] = time.monotonic,
 ) -> list[PartResult]:
-    """One result for each part, in order. `on_result` hears of each at once; `known_of` finds in a part's rows what
+    """One result for each part, as they end. `on_result` hears of each at once; `known_of` finds in parts' rows what
     later ones need."""
     begun_s = clock()
-    results = []
-    for part in parts:
+    results: list[PartResult] = []
+    for group in groups_of(parts):
         start_s = clock()
         left_s = budget_s - (start_s - begun_s)
-        rows: list[Row] = []
-        if left_s < MIN_SHARE * part.limit_s:
-            problem = OUT_OF_TIME
-        else:
-            say(f"{part.name}: {part.about}")
-            problem = run_part(part, setting, min(part.limit_s, left_s), rows.append)
-        result = PartResult(name=part.name, rows=rows, seconds=clock() - start_s, problem=problem)
-        say(f"{part.name}: {_said_of(result)}")
-        results.append(result)
-        on_result(result)
-        known = {**setting.known, **known_of(rows)}
-        setting = replace(setting, known=known, parts_before=(*setting.parts_before, part.name))
+        rows: dict[str, list[Row]] = {part.name: [] for part in group}
+
+        def on_end(part: Part, problem: str, rows: Any = rows, start_s: float = start_s) -> None:
+            result = PartResult(name=part.name, rows=rows[part.name], seconds=clock() - start_s, problem=problem)
+            say(f"{part.name}: {_said_of(result)}")
+            results.append(result)
+            on_result(result)
+
+        begun = [part for part in group if left_s >= MIN_SHARE * part.limit_s]
+        for part in group:
+            if part in begun:
+                say(f"{part.name}: {part.about}")
+            else:
+                on_end(part, OUT_OF_TIME)
+        limits_s = [min(part.limit_s, left_s) for part in begun]
+        run_group(begun, setting, limits_s, lambda part, row, rows=rows: rows[part.name].append(row), on_end)
+        known = {**setting.known, **known_of([row for each in rows.values() for row in each])}
+        setting = replace(setting, known=known, parts_before=(*setting.parts_before, *rows))
     return results
+
+
+def groups_of(parts: Sequence[Part]) -> Iterator[list[Part]]:
+    """What runs side by side: neighbours that time nothing. Any other part runs alone."""
+    for is_timed, neighbours in groupby(parts, lambda part: part.is_timed):
+        if is_timed:
+            yield from ([part] for part in neighbours)
+        else:
+            yield list(neighbours)
 
 
 def _said_of(result: PartResult) -> str:

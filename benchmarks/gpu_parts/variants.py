@@ -1,9 +1,9 @@
-"""A kernel of one size under several launch configurations: the one in use first, each other one that runs and computes
-the same beside it."""
+"""A kernel of one size, timed; and under several launch configurations: the one in use first, each other one that runs
+and computes the same beside it."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -32,6 +32,16 @@ class Job:
     """A configuration -> a launch for each set of inputs, and the first one's result."""
 
 
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """Among the launch configurations of a job."""
+
+    job: Job
+    in_use: Any
+    variants: tuple[dict[str, int], ...] = ()
+    """What others change of it."""
+
+
 def launches_over_weights(
     product: Callable[[torch.Tensor, torch.Tensor], torch.Tensor], size: tuple[int, int, int], dtype: torch.dtype,
     setting: Setting,
@@ -47,6 +57,18 @@ def launches_over_weights(
     return [partial(product, x, weight) for weight in weights], product(x, weights[0])
 
 
+def rows_in_use(choices: Iterable[Choice], setting: Setting) -> Iterator[Row]:
+    for choice in choices:
+        yield timed_row(choice.job, choice.in_use, setting)[0]
+
+
+def rows_of_variants(choices: Iterable[Choice], setting: Setting) -> Iterator[Row]:
+    """Each configuration compiles a kernel of its own, and one that does not work may take the device down with it."""
+    for choice in choices:
+        if choice.variants:
+            yield from variant_rows(choice.job, choice.in_use, choice.variants, setting)
+
+
 def timed_row(job: Job, config: Any, setting: Setting) -> tuple[Row, torch.Tensor]:
     works, result = job.launches(config)
     rate = job.amount / seconds_of(works, setting.device, num_rounds=3 if setting.is_tiny else 30)
@@ -55,10 +77,9 @@ def timed_row(job: Job, config: Any, setting: Setting) -> tuple[Row, torch.Tenso
 
 
 def variant_rows(job: Job, in_use: Any, variants: tuple[dict[str, int], ...], setting: Setting) -> Iterator[Row]:
-    works, result = job.launches(in_use)
-    works[0]()
-    expected = result.float()
-    for changes in variants:
+    row, expected = timed_row(job, in_use, setting)
+    yield row
+    for changes in variants[: setting.sizes.num_variants]:
         what = f"{job.what}, " + ", ".join(f"{name}={value}" for name, value in changes.items())
         try:
             row, ours = timed_row(job, replace(in_use, **changes), setting)

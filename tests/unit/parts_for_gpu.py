@@ -12,6 +12,8 @@ from collections.abc import Iterator
 from benchmarks.gpu_parts.rows import Row
 from benchmarks.gpu_parts.runner import NotRun, OutOfTime, Setting
 
+WORD = "word"
+
 
 def row(value: float = 1.0) -> Row:
     return Row(what="first", value=value, unit="x")
@@ -20,6 +22,18 @@ def row(value: float = 1.0) -> Row:
 def well(setting: Setting) -> Iterator[Row]:
     yield row(setting.known.get("first", 0.5))
     yield Row(what="second", value=2.0, unit="x")
+
+
+def waiting(setting: Setting) -> Iterator[Row]:
+    """Until `telling` runs, too."""
+    yield row()
+    while not (setting.results / WORD).exists():
+        time.sleep(0.01)
+
+
+def telling(setting: Setting) -> Iterator[Row]:
+    (setting.results / WORD).touch()
+    yield row()
 
 
 def wrong(setting: Setting) -> Iterator[Row]:

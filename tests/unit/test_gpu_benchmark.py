@@ -27,7 +27,7 @@ from packaging.utils import canonicalize_name
 from benchmarks import gpu
 from benchmarks.gpu_parts import kernels, profiling, runner, servers, steps, timing
 from benchmarks.gpu_parts.rows import Row, table
-from benchmarks.gpu_parts.runner import OUT_OF_TIME, NotRun, OutOfTime, Part, Setting, in_process, run_parts
+from benchmarks.gpu_parts.runner import OUT_OF_TIME, NotRun, OutOfTime, Part, Setting, run_parts, side_by_side
 from benchmarks.gpu_parts.shapes import FULL, ModelShape, attention_bytes, attention_flop
 from benchmarks.machine import compilers
 
@@ -333,6 +333,14 @@ def part(name: str, measure: Callable[[Setting], Iterator[Row]], limit_s: float 
     return Part(name=name, about="for a test", measure=measure, limit_s=limit_s)
 
 
+def in_process(part: Part, setting: Setting, limit_s: float, on_row: Callable[[Row], None]) -> str:
+    """Returns its problem."""
+    problems: list[str] = []
+    side_by_side([part], setting, [limit_s], lambda _, row: on_row(row), lambda _, problem: problems.append(problem))
+    (problem,) = problems
+    return problem
+
+
 class Clock:
     now_s = 100.0
 
@@ -343,18 +351,19 @@ class Clock:
 def test_no_part_begins_after_the_budget_or_runs_beyond_it(setting: Setting) -> None:
     clock, allowed = Clock(), []
 
-    def run_part(part: Part, setting: Setting, limit_s: float, on_row: Callable[[Row], None]) -> str:
-        allowed.append((part.name, limit_s, dict(setting.known)))
-        on_row(parts.row(limit_s))
-        clock.now_s += 40
-        return ""
+    def run_group(group: Any, setting: Setting, limits_s: Any, on_row: Any, on_end: Any) -> None:
+        for part, limit_s in zip(group, limits_s, strict=True):
+            allowed.append((part.name, limit_s, dict(setting.known)))
+            on_row(part, parts.row(limit_s))
+            clock.now_s += 40
+            on_end(part, "")
 
     # "d" has 10 of its 60 seconds left, which is too little to begin.
 
     said: list[str] = []
     results = run_parts(
         [part(name, parts.well, 60) for name in "abcd"], setting, budget_s=130, say=said.append,
-        on_result=lambda _: None, run_part=run_part, clock=clock,
+        on_result=lambda _: None, run_group=run_group, clock=clock,
         known_of=lambda rows: {f"seen {len(allowed)}": row.value or 0.0 for row in rows},
     )  # fmt: skip
     assert allowed == [
@@ -363,6 +372,26 @@ def test_no_part_begins_after_the_budget_or_runs_beyond_it(setting: Setting) -> 
     assert [result.problem for result in results] == ["", "", "", OUT_OF_TIME]
     assert [result.is_bad for result in results] == [False, False, False, True]
     assert said[-1].startswith(f"d: {OUT_OF_TIME}")
+
+
+def test_neighbours_that_time_nothing_run_side_by_side(setting: Setting, tmp_path: Path) -> None:
+    """The first of them waits for the second's word, a process is gone, and a timed part runs alone."""
+    waiting, telling = (
+        replace(part(measure.__name__, measure), is_timed=False) for measure in (parts.waiting, parts.telling)
+    )
+    alone = part("alone", parts.well)
+    assert [[one.name for one in group] for group in runner.groups_of([waiting, telling, alone, alone, waiting])] == [
+        ["waiting", "telling"], ["alone"], ["alone"], ["waiting"],
+    ]  # fmt: skip
+    dying = replace(part("dying", parts.dying), is_timed=False)
+    results = run_parts(
+        [waiting, dying, telling, alone], setting, budget_s=LIMIT_S, say=lambda _: None, on_result=lambda _: None
+    )
+    found = {result.name: (result.problem, len(result.rows)) for result in results}
+    assert found == {
+        "waiting": ("", 1), "dying": ("failed: its process ended with -9", 1), "telling": ("", 1), "alone": ("", 2),
+    }  # fmt: skip
+    assert [result.name for result in results][-1] == "alone"
 
 
 @pytest.mark.parametrize(
@@ -462,7 +491,11 @@ def test_results_say_what_made_the_code(monkeypatch: pytest.MonkeyPatch, tmp_pat
 
 def test_parts_are_chosen_by_name_in_their_order_and_floors_go_along() -> None:
     assert [part.name for part in gpu.chosen_parts("steps, kernels")] == ["floors", "kernels", "steps"]
-    assert gpu.chosen_parts("") == list(gpu.PARTS)
+    default = [part.name for part in gpu.chosen_parts("")]
+    assert [part.name for part in gpu.PARTS if part.name not in default] == [
+        "attention-variants", "products-variants", "invariant-variants",
+    ]  # fmt: skip
+    assert [part.name for part in gpu.chosen_parts("products-variants")] == ["floors", "products-variants"]
     result = CliRunner().invoke(gpu.main, ["--tiny", "--only", "steps,speed"])
     assert result.exit_code == 2
     assert "no part is called speed; there are floors, kernels, model" in result.output

@@ -35,7 +35,6 @@ from benchmarks.gpu_parts.rows import Row
 from benchmarks.gpu_parts.runner import NotRun, Setting
 from benchmarks.gpu_parts.shapes import FULL, expert_numbers, write_model
 from engine.kernels.gpu import why_no_triton
-from engine.kernels.gpu.gpu_kind import H200
 from tandem.bench.outcome import Outcome
 from tandem.bench.workload import TokenSource
 
@@ -265,7 +264,10 @@ def test_a_push_as_rows(setting: Setting, monkeypatch: pytest.MonkeyPatch) -> No
 @pytest.mark.skipif(bool(why_no_triton("cpu")), reason="Triton is not installed, or not interpreted")
 def test_attention_and_digests_interpreted(setting: Setting) -> None:
     rows = list(attention.measure(setting))
-    assert [row.group for row in rows] == ["decode attention 2 x 40", "prefill attention 2 x 24"] * 2
+    groups = ["decode attention 2 x 40", "prefill attention 2 x 24"]
+    assert [row.group for row in rows] == groups
+    rows += attention.measure_variants(setting)
+    assert [row.group for row in rows[2:]] == [groups[0], groups[0], groups[1], groups[1]]
     assert all(row.value is not None and row.value > 0 for row in rows)
     assert not any(row.is_wrong for row in digests.measure(setting))
 
@@ -277,20 +279,6 @@ def test_a_share_of_the_copy_is_aimed_at_where_there_is_enough_to_read(setting: 
         "decode attention 64 x 4096": 0.8, "decode attention 1 x 8192": 0.8, "decode attention 64 x 2100": 0.8,
         "decode attention 1 x 1100": None,
     }  # fmt: skip
-
-
-@pytest.mark.skipif(bool(why_no_triton("cpu")), reason="Triton is not installed, or not interpreted")
-def test_what_attention_is_compared_with_comes_before_configurations_that_may_not_run(
-    setting: Setting, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(attention, "why_no_triton", lambda _: "")
-    monkeypatch.setattr(attention, "gpu_kind", lambda _: H200)
-    monkeypatch.setattr(attention, "timed_row", lambda *_: (Row(what="in use", value=1.0, unit=""), None))
-    monkeypatch.setattr(attention, "plain_prefill", lambda *_: Row(what="torch's", value=1.0, unit=""))
-    monkeypatch.setattr(attention, "variant_rows", lambda *_: iter([Row(what="another", value=1.0, unit="")]))
-    found = [row.what for row in attention.measure(replace(setting, device="cuda"))]
-    assert list(dict.fromkeys(found)) == ["in use", "torch's", "another"]
-    assert found == sorted(found, key=["in use", "torch's", "another"].index)
 
 
 @dataclass(frozen=True)
@@ -307,10 +295,14 @@ def test_a_configuration_that_does_not_run_or_computes_something_else_is_no_choi
 
     job = variants.Job(what="job", amount=1.0, unit="GB/s", limit=None, target=0.8, launches=launches)
     sizes = ({"size": 2}, {"size": 3}, {"size": 4})
-    rows = list(variants.variant_rows(job, Config(1), sizes, setting))
-    assert [row.value is None for row in rows] == [False, True, True]
-    assert "out of resource" in rows[1].note
-    assert rows[2].note == "wrong: differs by 1"
+    setting = replace(setting, is_tiny=False)
+    rows = list(
+        variants.rows_of_variants([variants.Choice(job, Config(1), sizes), variants.Choice(job, None)], setting)
+    )
+    assert [row.what for row in rows] == ["job", "job, size=2", "job, size=3", "job, size=4"]
+    assert [row.value is None for row in rows] == [False, False, True, True]
+    assert "out of resource" in rows[2].note
+    assert rows[3].note == "wrong: differs by 1"
 
 
 # -- whole servers: what is sent, and what is made of it ------------------------------------------------------------
