@@ -87,20 +87,20 @@ class HostPeerPool:
         self._target: npt.NDArray[np.uint8] | None = target
         self._max_rows = max(1, MAX_PIECE_BYTES // source.shape[1])
 
-    def copy(self, src_rows: Rows, dst_rows: Rows, late_at_s: Callable[[], float]) -> Copying:
-        for first in range(0, len(src_rows), self._max_rows):
+    def copy(self, rows_2R: Rows, late_at_s: Callable[[], float]) -> Copying:
+        for first in range(0, rows_2R.shape[1], self._max_rows):
             if time.monotonic() > late_at_s():
                 break
-            self._copy_piece(src_rows[first : first + self._max_rows], dst_rows[first : first + self._max_rows])
+            self._copy_piece(rows_2R[:, first : first + self._max_rows])
         return _Copied()
 
-    def _copy_piece(self, src_rows: Rows, dst_rows: Rows) -> None:
+    def _copy_piece(self, rows_2R: Rows) -> None:
         source, target = self._source, self._target
         assert target is not None
         # Neighbours on both sides are one copy. Plain numbers: with numpy's own a slice takes as long as its copy.
-        starts = np.flatnonzero((np.diff(src_rows, prepend=-2) != 1) | (np.diff(dst_rows, prepend=-2) != 1))
-        counts = np.diff(starts, append=len(src_rows)).tolist()
-        for src, dst, count in zip(src_rows[starts].tolist(), dst_rows[starts].tolist(), counts, strict=True):
+        starts = np.flatnonzero((np.diff(rows_2R, prepend=-2) != 1).any(axis=0))
+        counts = np.diff(starts, append=rows_2R.shape[1]).tolist()
+        for src, dst, count in zip(*rows_2R[:, starts].tolist(), counts, strict=True):
             target[dst : dst + count] = source[src : src + count]
 
     def close(self) -> None:

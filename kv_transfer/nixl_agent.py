@@ -298,15 +298,16 @@ class NixlPeerPool:
         self._agent = agent
         self._remote = remote
 
-    def copy(self, src_rows: Rows, dst_rows: Rows, late_at_s: Callable[[], float]) -> Copying:
+    def copy(self, rows_2R: Rows, late_at_s: Callable[[], float]) -> Copying:
         """Unlike a host's or a device's it takes its time: what has not ended when it is late is given up."""
         copying = NixlCopying(self._remote.agent_name, late_at_s)
+        src_rows, dst_rows = rows_2R.tolist()
         self._agent.post(
             Transfer(
                 remote=self._remote,
                 layer=0,  # rows are counted from its first block on
-                src_block_ids=src_rows.tolist(),
-                dst_block_ids=dst_rows.tolist(),
+                src_block_ids=src_rows,
+                dst_block_ids=dst_rows,
                 is_cancelled=copying.is_late,
                 late_at_s=copying.late_at_s,
                 on_end=copying.end,

@@ -18,7 +18,7 @@ import asyncio
 import math
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, Protocol
 
 import grpc
@@ -101,21 +101,31 @@ class OneSidedWriter:
         self._note_standstill()
         if self._error is not None or self._is_stopped:
             return
-        for start in range(0, len(src_block_ids), self._max_blocks):
+        for src_ids, dst_ids in self._pieces(src_block_ids, dst_block_ids):
             self._num_outstanding += 1
             self._has_none_outstanding.clear()
             self._writer.post(
                 Transfer(
                     remote=self._remote,
                     layer=layer,
-                    src_block_ids=src_block_ids[start : start + self._max_blocks],
-                    dst_block_ids=dst_block_ids[start : start + self._max_blocks],
+                    src_block_ids=src_ids,
+                    dst_block_ids=dst_ids,
                     is_cancelled=self._must_not_write,
                     late_at_s=self._late_at_s,
                     on_end=self._report_end,
                     patience_s=self._lease_s,
                 )
             )
+
+    def _pieces(
+        self, src_block_ids: Sequence[int], dst_block_ids: Sequence[int]
+    ) -> Iterator[tuple[Sequence[int], Sequence[int]]]:
+        if len(src_block_ids) <= self._max_blocks:
+            yield src_block_ids, dst_block_ids  # as they are: those of other layers are the same lists
+            return
+        for start in range(0, len(src_block_ids), self._max_blocks):
+            end = start + self._max_blocks
+            yield src_block_ids[start:end], dst_block_ids[start:end]
 
     async def drain(self) -> None:
         await self._has_none_outstanding.wait()

@@ -22,7 +22,8 @@ from protos import tandem_kv_transfer_pb2 as pb
 
 Digests = npt.NDArray[np.uint64]
 Rows = npt.NDArray[np.int64]
-"""Blocks of layers of one pool: `layer * num_blocks + block`."""
+"""[2, rows]: what of our pool is copied, and over what of a peer's. A row is a block of a layer of one pool: `layer *
+num_blocks + block`. One array: a launch sends it to the device as it is."""
 
 
 class Copying(Protocol):
@@ -35,8 +36,8 @@ class Copying(Protocol):
 class PeerPool(Protocol):
     """A peer's pool, opened by this process. Whoever opened it closes it, when nothing is copied any more."""
 
-    def copy(self, src_rows: Rows, dst_rows: Rows, late_at_s: Callable[[], float]) -> Copying:
-        """Begin to copy rows of our pool over as many of theirs, in the order of earlier calls. Called by one thread.
+    def copy(self, rows_2R: Rows, late_at_s: Callable[[], float]) -> Copying:
+        """Begin to copy rows of our pool over theirs, in the order of earlier calls. Called by one thread.
         Where the host copies, it stops when `late_at_s` has passed. Raises `RuntimeError` where the device failed."""
 
     def close(self) -> None: ...

@@ -158,6 +158,8 @@ class Push:
         self._uses_link = True
         self._owes_word = True
         """The receiver is still to be told how this ends."""
+        self._last_blocks: tuple[Sequence[int], Sequence[int]] = ((), ())
+        """Ours and theirs, written last. Layers of a prompt have the same: as the same lists they compare at once."""
         self._num_posted = 0
         """Blocks of a layer posted."""
         self._started_s: float | None = None
@@ -175,8 +177,10 @@ class Push:
             raise ValueError(f"layer {layer} is not below {self._sender.pool.layout.num_layers}")
         num_skipped = min(max(self.grant.num_cached_blocks - first_block, 0), len(src_block_ids))
         if self._is_open and num_skipped < len(src_block_ids):
-            dst_block_ids = self._dst_block_ids[first_block + num_skipped : last_block]
-            self._post(layer, src_block_ids[num_skipped:], dst_block_ids)
+            blocks = src_block_ids[num_skipped:], self._dst_block_ids[first_block + num_skipped : last_block]
+            if blocks != self._last_blocks:
+                self._last_blocks = blocks
+            self._post(layer, *self._last_blocks)
 
     async def commit(
         self, num_prompt_tokens: int, first_token_id: int, src_block_ids: Sequence[int]

@@ -46,10 +46,10 @@ class Done:
         return
 
 
-def copy_rows_of_host(source: torch.Tensor, address: int, src_rows: Rows, dst_rows: Rows) -> None:
+def copy_rows_of_host(source: torch.Tensor, address: int, rows_2R: Rows) -> None:
     row_bytes = source.shape[1] * source.itemsize
-    for src, dst in zip(src_rows, dst_rows, strict=True):
-        ctypes.memmove(address + int(dst) * row_bytes, source.data_ptr() + int(src) * row_bytes, row_bytes)
+    for src, dst in rows_2R.T.tolist():
+        ctypes.memmove(address + dst * row_bytes, source.data_ptr() + src * row_bytes, row_bytes)
 
 
 def peers_in_one_process(driver: OneProcess | None = None) -> DevicePeers:

@@ -215,7 +215,7 @@ def compile_rest(dtype: torch.dtype) -> None:
 
 
 def compile_copy(target_address: int) -> None:
-    copy_rows(torch.zeros(1, 8192, dtype=torch.int64), target_address, np.array([0]), np.array([0]))
+    copy_rows(torch.zeros(1, 8192, dtype=torch.int64), target_address, np.array([[0], [0]]))
 
 
 def compile_int8_products(num_rows: int) -> None:

@@ -16,9 +16,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from engine.kernels.gpu import why_no_triton
 from kv_transfer import InvalidTransfer, PeerUnreachable, TransportMissing
@@ -27,7 +25,7 @@ from protos import tandem_kv_transfer_pb2 as pb
 
 HANDLE_BYTES = 64
 """CU_IPC_HANDLE_SIZE"""
-CopyRows = Callable[[torch.Tensor, int, NDArray[np.int64], NDArray[np.int64]], None]
+CopyRows = Callable[[torch.Tensor, int, Rows], None]
 """`engine.kernels.gpu.copy_rows.copy_rows`"""
 
 
@@ -130,9 +128,9 @@ class DevicePeers:
             ) from error
         return DevicePeerPool(self, source, base, memory.offset)
 
-    def copy(self, source: torch.Tensor, address: int, src_rows: Rows, dst_rows: Rows) -> Copying:
+    def copy(self, source: torch.Tensor, address: int, rows_2R: Rows) -> Copying:
         with self._copying():
-            self._copy_rows(source, address, src_rows, dst_rows)
+            self._copy_rows(source, address, rows_2R)
             return self._record()
 
     def close(self, base: int) -> None:
@@ -148,12 +146,12 @@ class DevicePeerPool:
         self._base = base
         self._offset = offset
 
-    def copy(self, src_rows: Rows, dst_rows: Rows, late_at_s: Callable[[], float]) -> Copying:
+    def copy(self, rows_2R: Rows, late_at_s: Callable[[], float]) -> Copying:
         """Once launched it goes on, whether this process stands still or not: a gigabyte takes a millisecond on one
         GPU, and tens between two."""
         if time.monotonic() > late_at_s():
             raise RuntimeError("this process stood still: the blocks may be somebody else's")
-        return self._peers.copy(self._source, self._base + self._offset, src_rows, dst_rows)
+        return self._peers.copy(self._source, self._base + self._offset, rows_2R)
 
     def close(self) -> None:
         self._peers.close(self._base)

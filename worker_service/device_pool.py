@@ -228,8 +228,7 @@ class DevicePool(KVPool):
         if self._made_peers is None:
             self._made_peers = self._make_peers()
             # A row onto itself: what this compiles, the first transfer need not wait for.
-            first = np.zeros(1, dtype=np.int64)
-            self._made_peers.copy(self._rows(), self._address, first, first).synchronize()
+            self._made_peers.copy(self._rows(), self._address, np.zeros((2, 1), dtype=np.int64)).synchronize()
         return self._made_peers
 
     def _rows(self) -> torch.Tensor:

@@ -118,15 +118,13 @@ class PeerOfRanks:
         self._num_peer_rows = num_layers * num_peer_blocks
         self._at_once = at_once
 
-    def copy(self, src_rows: Rows, dst_rows: Rows, late_at_s: Callable[[], float]) -> Copying:
-        ranks = src_rows // self._num_rows
+    def copy(self, rows_2R: Rows, late_at_s: Callable[[], float]) -> Copying:
+        ranks = rows_2R[0] // self._num_rows
+        rows_of_ranks_21 = np.array([[self._num_rows], [self._num_peer_rows]])
         begun: list[Copying] = []
 
         def begin(rank: int) -> None:
-            is_its_own = ranks == rank
-            src = src_rows[is_its_own] - rank * self._num_rows
-            dst = dst_rows[is_its_own] - rank * self._num_peer_rows
-            begun.append(self._peers[rank].copy(src, dst, late_at_s))
+            begun.append(self._peers[rank].copy(rows_2R[:, ranks == rank] - rank * rows_of_ranks_21, late_at_s))
 
         copying = CopyingOfRanks(begun)
         try:

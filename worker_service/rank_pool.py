@@ -91,9 +91,9 @@ class RankPool(KVPool):
         _, data = self._ask("digests", block_ids=list(block_ids))
         return np.frombuffer(data, dtype=np.uint64).reshape(self.layout.num_layers, len(block_ids))
 
-    def copy(self, peer: int, src_rows: Rows, dst_rows: Rows, late_at_s: float) -> int:
+    def copy(self, peer: int, rows_2R: Rows, late_at_s: float) -> int:
         """Returns what `finish` is told. Raises `PeerUnreachable` where it would begin too late."""
-        return int(self._ask("copy", np.stack([src_rows, dst_rows]).tobytes(), until_s=late_at_s, peer=peer)[0])
+        return int(self._ask("copy", rows_2R.tobytes(), until_s=late_at_s, peer=peer)[0])
 
     def finish(self, copy: int) -> None:
         self._ask("finish", copy=copy)
@@ -147,8 +147,8 @@ class _Peer:
         self._pool = pool
         self._peer = peer
 
-    def copy(self, src_rows: Rows, dst_rows: Rows, late_at_s: Callable[[], float]) -> Copying:
-        return _Copying(self._pool, self._pool.copy(self._peer, src_rows, dst_rows, late_at_s()))
+    def copy(self, rows_2R: Rows, late_at_s: Callable[[], float]) -> Copying:
+        return _Copying(self._pool, self._pool.copy(self._peer, rows_2R, late_at_s()))
 
     def close(self) -> None:
         self._pool.close_peer(self._peer)
@@ -252,9 +252,9 @@ class PoolServer:
         return number, b""
 
     def _copy(self, data: memoryview, peer: int) -> tuple[int, bytes]:
-        src_rows, dst_rows = np.frombuffer(data, dtype=np.int64).reshape(2, -1)
+        rows_2R = np.frombuffer(data, dtype=np.int64).reshape(2, -1)
         until_s = self._until_s  # before rank 0 gives this rank up, too
-        copying = self._peers[peer].copy(src_rows, dst_rows, lambda: until_s)
+        copying = self._peers[peer].copy(rows_2R, lambda: until_s)
         self._copies[number := next(self._numbers)] = copying
         return number, b""
 

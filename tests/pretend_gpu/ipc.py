@@ -68,13 +68,13 @@ class PretendDriver:
         """In the place of `worker_service.cuda_ipc.cuda_peers`."""
         stream = Stream(device, priority=-1)
 
-        def copy_rows(source: torch.Tensor, address: int, src_rows: Rows, dst_rows: Rows) -> None:
+        def copy_rows(source: torch.Tensor, address: int, rows_2R: Rows) -> None:
             with current(used()):  # a launch goes to the current device
-                memory, src, dst = on_host(source), src_rows.copy(), dst_rows.copy()  # what a launch takes with it
+                memory, rows_2R = on_host(source), rows_2R.copy()  # what a launch takes with it
                 self._gpu.memory.accesses.touch(
-                    memory, places_of_rows(memory, src), "a copy to a peer", is_written=False
+                    memory, places_of_rows(memory, rows_2R[0]), "a copy to a peer", is_written=False
                 )
-                current_stream().later(lambda: copy_rows_of_host(memory, address, src, dst))
+                current_stream().later(lambda: copy_rows_of_host(memory, address, rows_2R))
 
         def record() -> Event:
             event = Event(blocking=True)

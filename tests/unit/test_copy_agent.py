@@ -49,10 +49,11 @@ class Peer:
     fails: Exception | None = None
     is_closed: threading.Event = field(default_factory=threading.Event)
 
-    def copy(self, src_rows: Rows, dst_rows: Rows, late_at_s: Callable[[], float]) -> Copy:
+    def copy(self, rows_2R: Rows, late_at_s: Callable[[], float]) -> Copy:
         if self.refuses is not None:
             raise self.refuses
-        self.copies.append((src_rows.tolist(), dst_rows.tolist()))
+        src_rows, dst_rows = rows_2R.tolist()
+        self.copies.append((src_rows, dst_rows))
         self.late_at_s.append(late_at_s)
         self.begun.append(Copy(self.fails))
         self.has_begun.release()

@@ -36,7 +36,7 @@ def test_rows_are_copied_where_the_peer_says_its_pool_is() -> None:
     memory = peers.export(theirs.data_ptr())
     assert memory.offset == OFFSET
     opened = peers.open(memory, ours, 9)
-    opened.copy(np.array([5, 0, 1]), np.array([2, 8, 4]), lambda: math.inf).synchronize()
+    opened.copy(np.array([[5, 0, 1], [2, 8, 4]]), lambda: math.inf).synchronize()
     assert theirs[[2, 8, 4]].equal(ours[[5, 0, 1]])
     assert theirs[[0, 1, 3, 5, 6, 7]].equal(before[[0, 1, 3, 5, 6, 7]])
     assert driver.opened == [theirs.data_ptr() - OFFSET]
@@ -51,7 +51,7 @@ def test_nothing_is_copied_by_a_process_that_stood_still() -> None:
     before = theirs.clone()
     opened = peers.open(peers.export(theirs.data_ptr()), ours, 9)
     with pytest.raises(RuntimeError, match="stood still: the blocks may be somebody else's"):
-        opened.copy(np.array([5]), np.array([2]), lambda: -math.inf)
+        opened.copy(np.array([[5], [2]]), lambda: -math.inf)
     assert theirs.equal(before)
     opened.close()
 
@@ -72,7 +72,7 @@ def test_what_is_waited_for_is_recorded_on_the_stream_of_the_copies() -> None:
     peers = DevicePeers(OneProcess(), lambda *_: said.append("copy"), copying, record)
     theirs = rows(9, seed=2)
     opened = peers.open(peers.export(theirs.data_ptr()), rows(6, seed=1), 9)
-    opened.copy(np.array([5]), np.array([2]), lambda: math.inf)
+    opened.copy(np.array([[5], [2]]), lambda: math.inf)
     assert said == ["enter", "copy", "record", "leave"]
 
 

@@ -92,12 +92,12 @@ def test_what_copies_to_peers_is_made_once_and_tried_on_a_row_of_our_own() -> No
     """Before the first transfer, which would else wait until the kernel is compiled."""
     host, _, _ = make_pools()
     before = host.array.copy()
-    copied: list[tuple[int, list[int], list[int]]] = []
+    copied: list[tuple[int, list[list[int]]]] = []
     made: list[DevicePeers] = []
 
-    def copy_rows(source: torch.Tensor, address: int, src_rows: Rows, dst_rows: Rows) -> None:
-        copied.append((address, src_rows.tolist(), dst_rows.tolist()))
-        copy_rows_of_host(source, address, src_rows, dst_rows)
+    def copy_rows(source: torch.Tensor, address: int, rows_2R: Rows) -> None:
+        copied.append((address, rows_2R.tolist()))
+        copy_rows_of_host(source, address, rows_2R)
 
     def make_peers() -> DevicePeers:
         made.append(DevicePeers(OneProcess(), copy_rows, nullcontext, Done))
@@ -109,7 +109,7 @@ def test_what_copies_to_peers_is_made_once_and_tried_on_a_row_of_our_own() -> No
     assert endpoint.pool_bytes == LAYOUT.pool_bytes
     pool.open_peer(endpoint, LAYOUT.num_blocks)
     assert len(made) == 1
-    assert copied == [(pool.base_address, [0], [0])]
+    assert copied == [(pool.base_address, [[0], [0]])]
     np.testing.assert_array_equal(host.array, before)
 
 

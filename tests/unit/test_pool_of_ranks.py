@@ -191,9 +191,9 @@ def test_blocks_are_copied_to_the_peers_rank_of_the_same_number() -> None:
     for copies in ([(0, 3, 8), (2, 1, 0), (3, 3, 8), (5, 6, 1)], [(5, 0, 0)], [(4, 2, 3), (1, 2, 3)]):
         for layer, src, dst in copies:
             wanted[layer, dst] = ours.array[layer, src]
-        src_rows = np.array([layer * LAYOUT.num_blocks + src for layer, src, _ in copies])
-        dst_rows = np.array([layer * NUM_PEER_BLOCKS + dst for layer, _, dst in copies])
-        opened.copy(src_rows, dst_rows, lambda: math.inf).synchronize()
+        src_rows = [layer * LAYOUT.num_blocks + src for layer, src, _ in copies]
+        dst_rows = [layer * NUM_PEER_BLOCKS + dst for layer, _, dst in copies]
+        opened.copy(np.array([src_rows, dst_rows]), lambda: math.inf).synchronize()
         np.testing.assert_array_equal(theirs.array, wanted)
     opened.close()
     assert driver.opened == []
@@ -269,7 +269,7 @@ class Peer:
         self.num_begun = self.num_done = 0
         self.is_closed = False
 
-    def copy(self, src_rows: Rows, dst_rows: Rows, late_at_s: Callable[[], float]) -> Copying:
+    def copy(self, rows_2R: Rows, late_at_s: Callable[[], float]) -> Copying:
         if self.error is not None:
             raise self.error
         self.num_begun += 1
@@ -384,7 +384,7 @@ def test_copies_that_come_too_late_are_not_begun() -> None:
     ours, theirs = host_pool(), host_pool(NUM_PEER_BLOCKS, seed=2)
     before = theirs.array.copy()
     opened = on_devices(ours).open_peer(on_devices(theirs).describe_memory(), NUM_PEER_BLOCKS)
-    rows = np.array([2 * LAYOUT.num_blocks + 3])
+    rows = np.full((2, 1), 2 * LAYOUT.num_blocks + 3)
     with pytest.raises(PeerUnreachable, match="rank 1: this rank stood still"):
-        opened.copy(rows, rows, lambda: time.monotonic() - 1e-6)
+        opened.copy(rows, lambda: time.monotonic() - 1e-6)
     np.testing.assert_array_equal(theirs.array, before)

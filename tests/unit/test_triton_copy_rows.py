@@ -19,12 +19,11 @@ def test_rows_lie_where_they_were_sent(num_words: int) -> None:
     before = target.clone()
     src, dst = [6, 0, 3, 3], [8, 2, 0, 5]
     with known_by_address(target[1:-1]):  # the pool
-        copy_rows(source, target[1].data_ptr(), np.array(src), np.array(dst))
+        copy_rows(source, target[1].data_ptr(), np.array([src, dst]))
     assert target[1:-1][dst].equal(source[src])
     rest = [row for row in range(11) if row - 1 not in dst]
     assert target[rest].equal(before[rest])
 
 
 def test_no_rows_are_no_launch() -> None:
-    none = np.array([], dtype=np.int64)
-    copy_rows(torch.zeros(1, 1, dtype=torch.int64, device=DEVICE), 0, none, none)
+    copy_rows(torch.zeros(1, 1, dtype=torch.int64, device=DEVICE), 0, np.empty((2, 0), dtype=np.int64))

@@ -170,6 +170,6 @@ def test_rows_are_copied_from_far_to_far() -> None:
     rows[-3:] = torch.tensor([0, -1, 0])[:, None]
     rows[-1] = torch.arange(4096)
     with known_by_address(rows):
-        copy_rows(rows, rows.data_ptr(), np.array([num_rows - 1]), np.array([num_rows - 2]))
+        copy_rows(rows, rows.data_ptr(), np.array([[num_rows - 1], [num_rows - 2]]))
     assert_same(rows[-2], rows[-1])
     assert not rows[-3].any()

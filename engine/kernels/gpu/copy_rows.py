@@ -19,21 +19,20 @@ ACCESS_BYTES = 16
 """The most that a thread stores at a time."""
 
 
-def copy_rows(
-    source: torch.Tensor, target_address: int, src_rows: NDArray[np.int64], dst_rows: NDArray[np.int64]
-) -> None:
-    """Row `dst_rows[i]` at `target_address` becomes row `src_rows[i]` of `source`, in stream order.
+def copy_rows(source: torch.Tensor, target_address: int, rows_2R: NDArray[np.int64]) -> None:
+    """Row `rows_2R[1, i]` at `target_address` becomes row `rows_2R[0, i]` of `source`, in stream order.
 
     `source`: int64 `[row, words]`, contiguous; rows at the target are as long. The caller has checked the row numbers.
     """
-    if not len(src_rows):
+    num_rows = rows_2R.shape[1]
+    if not num_rows:
         return
     num_words = source.shape[1]
-    _copy_kernel[(len(src_rows), triton.cdiv(num_words, TILE_WORDS))](
+    _copy_kernel[(num_rows, triton.cdiv(num_words, TILE_WORDS))](
         source,
         target_address,
-        to_device(np.stack([src_rows, dst_rows]), source.device),
-        len(src_rows),
+        to_device(rows_2R, source.device),
+        num_rows,
         num_words,
         IS_ALIGNED=target_address % ACCESS_BYTES == 0,
         TILE_WORDS=TILE_WORDS,
