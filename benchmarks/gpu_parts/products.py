@@ -20,7 +20,7 @@ from benchmarks.gpu_parts import floors
 from benchmarks.gpu_parts.rows import Row
 from benchmarks.gpu_parts.runner import NotRun, Setting
 from benchmarks.gpu_parts.timing import cache_bytes, num_sets, seconds_of
-from benchmarks.gpu_parts.variants import Choice, Job, launches_over_weights, rows_in_use, rows_of_variants, short
+from benchmarks.gpu_parts.variants import Choice, Job, rows_in_use, rows_of_variants, short
 from engine.float8 import why_no_float8
 from engine.kernels.gpu import why_no_triton
 from engine.quantization import Float8Linear, quantize_int8
@@ -34,9 +34,9 @@ GROUP_SIZE = 128
 TARGET = 0.85
 """Share of the copy: what the whole step aims at."""
 INT8_VARIANTS: tuple[dict[str, int], ...] = (
-    {"num_stages": 3}, {"num_stages": 6}, {"num_warps": 2}, {"num_warps": 8}, {"block_n": 16}, {"block_n": 64},
-    {"block_k": 64}, {"block_k": 128}, {"block_k": 512, "num_stages": 3},
-    {"block_n": 32}, {"block_n": 128, "num_warps": 8},
+    {"num_programs": 0}, {"num_programs": 1}, {"num_programs": 2}, {"num_programs": 3}, {"num_stages": 3},
+    {"num_stages": 6}, {"num_warps": 4}, {"num_warps": 8}, {"block_n": 64, "num_warps": 4, "num_programs": 2},
+    {"block_n": 128, "num_warps": 8, "num_programs": 1}, {"block_k": 64}, {"block_k": 256, "num_stages": 3},
 )  # fmt: skip
 """What differs from the configuration in use: that of some rows is here for those of others."""
 ONE_ROW_VARIANTS: tuple[dict[str, int], ...] = (
@@ -70,7 +70,7 @@ def choices(setting: Setting) -> Iterator[Choice]:
     if why_not:
         raise NotRun(f"our kernels are not: {why_not}")
     from engine.kernels.gpu.eight_bits import ProductConfig
-    from engine.kernels.gpu.one_row import CONFIG as ONE_ROW_CONFIG
+    from engine.kernels.gpu.one_row import OneRowConfig
 
     # Triton's interpreter does not compute bfloat16.
     dtype = torch.bfloat16 if setting.device == "cuda" else torch.float32
@@ -83,12 +83,19 @@ def choices(setting: Setting) -> Iterator[Choice]:
             if name == "logits":  # whose weight is never in 8 bits
                 continue
             yield Choice(kernel_job(f"{what}, int8", size, torch.int8, dtype, setting), config, INT8_VARIANTS)
+            if not _why_no_float8(setting):
+                yield Choice(kernel_job(f"{what}, fp8", size, torch.float8_e4m3fn, dtype, setting), config)
             if num_inputs % GROUP_SIZE == 0 and not _why_no_float8(setting):
-                yield Choice(kernel_job(f"{what}, fp8, groups", size, torch.float8_e4m3fn, dtype, setting), config)
+                job = kernel_job(f"{what}, fp8, groups", size, torch.float8_e4m3fn, dtype, setting, GROUP_SIZE)
+                yield Choice(job, config)
     for name, n, k in setting.sizes.model.products:
         what = f"{name} {n} x {k}, 1 rows, row by row"
-        job = one_row_job(what, n, k, dtype, setting.known.get(floors.COPY), setting)
-        yield Choice(job, ONE_ROW_CONFIG, ONE_ROW_VARIANTS)
+        kinds = {what: dtype, f"{what}, int8": torch.int8, f"{what}, fp8": torch.float8_e4m3fn}
+        for label, weight_dtype in kinds.items():
+            is_plain = weight_dtype == dtype
+            if is_plain or (name != "logits" and (weight_dtype == torch.int8 or not _why_no_float8(setting))):
+                job = one_row_job(label, n, k, weight_dtype, dtype, setting)
+                yield Choice(job, OneRowConfig.of(weight_dtype.itemsize), ONE_ROW_VARIANTS)
 
 
 def _why_no_float8(setting: Setting) -> str:
@@ -109,14 +116,14 @@ def other_library_row(what: str, num_rows: int, num_outputs: int, num_inputs: in
 
 
 def kernel_job(
-    what: str, size: tuple[int, int, int], weight_dtype: torch.dtype, dtype: torch.dtype, setting: Setting
-) -> Job:
+    what: str, size: tuple[int, int, int], weight_dtype: torch.dtype, dtype: torch.dtype, setting: Setting,
+    group_size: int | None = None,
+) -> Job:  # fmt: skip
     """`size`: rows, outputs, inputs. The kernel widens whatever a weight is in: bfloat16 becomes itself."""
     from engine.kernels.gpu.eight_bits import scaled_product
 
     num_rows, num_outputs, num_inputs = size
     num_bytes = num_outputs * num_inputs * weight_dtype.itemsize
-    group_size = GROUP_SIZE if weight_dtype == torch.float8_e4m3fn else None
 
     def launches(config: ProductConfig) -> tuple[list[Callable[[], object]], torch.Tensor]:
         torch.manual_seed(1)
@@ -124,7 +131,7 @@ def kernel_job(
         works: list[Callable[[], object]] = []
         result = torch.empty(0)
         for _ in range(num_sets(num_bytes, cache_bytes(setting.device))):
-            weight, scale = random_weight(num_outputs, num_inputs, weight_dtype, dtype, setting)
+            weight, scale = random_weight(num_outputs, num_inputs, weight_dtype, dtype, setting, group_size)
             if not works:
                 result = scaled_product(x, weight, scale, None, group_size, config)
             works.append(
@@ -139,28 +146,38 @@ def kernel_job(
 
 
 def one_row_job(
-    what: str, num_outputs: int, num_inputs: int, dtype: torch.dtype, limit: float | None, setting: Setting
+    what: str, num_outputs: int, num_inputs: int, weight_dtype: torch.dtype, dtype: torch.dtype, setting: Setting
 ) -> Job:
+    """Of plain weights, or of 8 bits with a scale an output."""
     from engine.kernels.gpu.one_row import one_row_product
 
-    num_bytes = num_outputs * num_inputs * dtype.itemsize
+    num_bytes = num_outputs * num_inputs * weight_dtype.itemsize
 
     def launches(config: OneRowConfig) -> tuple[list[Callable[[], object]], torch.Tensor]:
-        product = partial(one_row_product, bias_N=None, config=config)
-        return launches_over_weights(product, (1, num_outputs, num_inputs), dtype, setting)
+        torch.manual_seed(1)
+        x = torch.randn(1, num_inputs, device=setting.device).to(dtype)
+        works: list[Callable[[], torch.Tensor]] = []
+        for _ in range(num_sets(num_bytes, cache_bytes(setting.device))):
+            weight, scale = random_weight(num_outputs, num_inputs, weight_dtype, dtype, setting)
+            scale_or_none = None if weight_dtype == dtype else scale
+            works.append(partial(one_row_product, x, weight, None, scale_or_none, config))
+        return list(works), works[0]()
 
+    limit = setting.known.get(floors.COPY)
     return Job(what=what, amount=num_bytes / 1e9, unit="GB/s", limit=limit, target=TARGET, launches=launches)
 
 
 def random_weight(
-    num_outputs: int, num_inputs: int, weight_dtype: torch.dtype, dtype: torch.dtype, setting: Setting
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """And its scales."""
+    num_outputs: int, num_inputs: int, weight_dtype: torch.dtype, dtype: torch.dtype, setting: Setting,
+    group_size: int | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+    """And its scales: of outputs, or of groups of their inputs."""
     weight = torch.randn(num_outputs, num_inputs, device=setting.device).to(dtype)
     if weight_dtype == torch.int8:
         return quantize_int8(weight)
     if weight_dtype == torch.float8_e4m3fn:
-        return weight.to(weight_dtype), torch.rand(num_outputs, num_inputs // GROUP_SIZE, device=setting.device)
+        scales = (num_outputs,) if group_size is None else (num_outputs, num_inputs // group_size)
+        return weight.to(weight_dtype), torch.rand(scales, device=setting.device)
     return weight, torch.ones(num_outputs, device=setting.device, dtype=dtype)
 
 

@@ -10,7 +10,7 @@ from triton_device import DEVICE  # before the kernels
 
 from benchmarks.gpu_parts.products import ONE_ROW_VARIANTS
 from engine.kernels.gpu import parts
-from engine.kernels.gpu.one_row import CONFIG, OneRowConfig, one_row_product
+from engine.kernels.gpu.one_row import OneRowConfig, one_row_product
 from engine.kernels.gpu.parts import TRITON_PARTS, TritonLinear
 
 SHAPES = [(7, 1024), (64, 2100), (5, 96), (130, 4096)]
@@ -38,9 +38,22 @@ def test_a_product_is_rounded_once(num_outputs: int, num_inputs: int, has_bias: 
 @pytest.mark.parametrize("changes", ONE_ROW_VARIANTS, ids=str)
 def test_sizes_of_launches(changes: dict[str, int]) -> None:
     x, weight = numbers(1, 2100), numbers(13, 2100)
-    config = OneRowConfig(**{"block_n": CONFIG.block_n, "block_k": CONFIG.block_k} | changes)
-    ours = one_row_product(x, weight, None, config)
+    ours = one_row_product(x, weight, None, None, OneRowConfig(**changes))
     torch.testing.assert_close(ours.double(), expected_of(x, weight, None), rtol=0.01, atol=1e-3)
+
+
+@pytest.mark.parametrize("form", [torch.int8, torch.float8_e4m3fn])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(("num_outputs", "num_inputs"), SHAPES)
+def test_a_product_with_a_weight_of_8_bits(
+    num_outputs: int, num_inputs: int, dtype: torch.dtype, form: torch.dtype
+) -> None:
+    x, bias = numbers(1, num_inputs, dtype=dtype), numbers(num_outputs, dtype=dtype)
+    weight = (numbers(num_outputs, num_inputs, dtype=torch.float32) * 40).clamp(-127, 127).to(form)
+    scale = torch.rand(num_outputs).to(DEVICE) * 0.01
+    ours = one_row_product(x, weight, bias, scale)
+    exact = x.double() @ (weight.double() * scale.double()[:, None]).T + bias.double()
+    torch.testing.assert_close(ours.double(), exact, rtol=torch.finfo(dtype).eps, atol=1e-3)
 
 
 @pytest.fixture

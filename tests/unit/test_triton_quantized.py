@@ -2,13 +2,23 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from typing import Any
+
 import pytest
 import torch
 from triton_device import DEVICE, ROUNDS_TWICE
 
 from engine.float8 import why_no_float8
-from engine.kernels.gpu import parts
-from engine.kernels.gpu.eight_bits import MAX_ROWS, ProductConfig, quantize_rows, widen
+from engine.kernels.gpu import eight_bits, parts
+from engine.kernels.gpu.eight_bits import (
+    MAX_ROWS,
+    ProductConfig,
+    num_pieces,
+    quantize_rows,
+    scaled_product,
+    widen,
+)
 from engine.kernels.gpu.parts import (
     TRITON_PARTS,
     TRITON_QUANTIZED_LINEARS,
@@ -61,8 +71,47 @@ def test_configurations_grow_with_the_rows() -> None:
     tiles = [ProductConfig.of(num_rows, 2).block_t for num_rows in (1, 16, 17, 32, 33, 64, 65, MAX_ROWS)]
     assert tiles == [16, 16, 32, 32, 64, 64, 128, 128]
     few = ProductConfig.of(1, 2)
-    assert [few.within(size).block_k for size in (128, 64, 48, 16, 256, 4096)] == [128, 64, 16, 16, 256, 256]
-    assert [few.within(size).num_stages for size in (256, 128, 16)] == [few.num_stages, 7, 7]
+    assert [few.within(size).block_k for size in (128, 64, 48, 16, 256, 4096)] == [128, 64, 16, 16, 128, 128]
+    assert [few.within(size).num_stages for size in (256, 128, 16)] == [few.num_stages, few.num_stages, 7]
+
+
+def test_inputs_are_cut_where_outputs_are_too_few_for_a_device() -> None:
+    few, many = ProductConfig.of(64, 2), ProductConfig.of(65, 2)
+
+    def pieces(config: ProductConfig, size_n: int, size_k: int) -> int:
+        return num_pieces(config, 64, size_n, size_k, 132)
+
+    assert [pieces(few, *size) for size in ((4096, 4096), (4096, 14336), (28672, 4096), (128, 400))] == [4, 4, 1, 1]
+    assert pieces(many, 4096, 14336) == 1
+
+
+@pytest.mark.parametrize("has_bias", [False, True])
+@pytest.mark.parametrize(("num_rows", "num_inputs", "group_size"), [(3, 2100, None), (40, 1600, 16), (16, 4096, 128)])
+def test_pieces_of_inputs_are_added_up(
+    num_rows: int, num_inputs: int, group_size: int | None, has_bias: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The last may have fewer inputs."""
+    weight = in_groups(70, num_inputs, group_size or num_inputs, torch.int8, BFLOAT16)
+    scale = weight.scale if group_size else weight.scale[:, 0].contiguous()
+    x, bias = randn(num_rows, num_inputs, dtype=BFLOAT16), randn(70, dtype=BFLOAT16, seed=1) if has_bias else None
+    args = x, weight.weight, scale, bias, group_size
+    whole = scaled_product(*args, config=replace(ProductConfig.of(num_rows, 2), num_programs=0)).double()
+    launched: list[int] = []
+    monkeypatch.setattr(eight_bits, "_sum_kernel", Noting(eight_bits._sum_kernel, launched))
+    y = scaled_product(*args).double()
+    assert launched == [num_rows]
+    assert ((y - whole).abs() <= 2**-7 * whole.abs() + 1e-3 * whole.abs().max()).all()
+
+
+class Noting:
+    """A kernel, and the first number of the grids that it is launched with."""
+
+    def __init__(self, kernel: Any, launched: list[int]) -> None:
+        self._kernel, self._launched = kernel, launched
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Any:
+        self._launched.append(grid[0])
+        return self._kernel[grid]
 
 
 def in_groups(num_outputs: int, num_inputs: int, size: int, form: torch.dtype, dtype: torch.dtype) -> ScaledWeight:
@@ -139,12 +188,13 @@ def test_rows_are_quantised_as_plain_torch_does(num_rows: int, size: int) -> Non
 @pytest.mark.skipif(CAPABILITY is not None and why_no_float8(CAPABILITY) != "", reason="a GPU without 8-bit floats")
 @pytest.mark.parametrize(("num_rows", "has_bias"), [(1, False), (9, True), (130, True)])
 def test_8_bit_float_products_against_float64(num_rows: int, has_bias: bool) -> None:
-    """By torch: a GPU's tensor cores, or what a CPU does in their place."""
+    """Of one row by our kernel, the row as it is; of more by torch: a GPU's tensor cores, or what a CPU does in their
+    place."""
     weight, x = randn(48, 64, dtype=BFLOAT16), randn(num_rows, 64, dtype=BFLOAT16, seed=1)
     bias = randn(48, dtype=BFLOAT16, seed=2) if has_bias else None
     linear = TritonFloat8Linear(weight, bias)
-    x8, scale = quantize_float8(x)
-    expected = (x8.double() * scale.double()) @ (linear.weight_NK.double() * linear.scale_1N.double().T).T
+    x8, scale = (x, torch.ones(1)) if num_rows == 1 else quantize_float8(x)
+    expected = (x8.double() * scale.double().to(DEVICE)) @ (linear.weight_NK.double() * linear.scale_1N.double().T).T
     y = linear(x[None])
     assert (y.dtype, y.shape) == (BFLOAT16, (1, num_rows, 48))
     # Tensor cores keep some 14 bits of a sum of products of 8-bit floats.

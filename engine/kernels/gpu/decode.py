@@ -23,7 +23,14 @@ import triton
 import triton.language as tl
 
 from engine.kernels.gpu.gpu_kind import GpuKind
-from engine.kernels.gpu.tile import LOG2_E, MIN_SIDE, attend_tile, padded_head_dim, score_scales, with_sinks
+from engine.kernels.gpu.tile import (
+    LOG2_E,
+    MIN_SIDE,
+    attend_tile,
+    padded_head_dim,
+    score_scales,
+    with_sinks,
+)
 from engine.models.scores import Scores
 
 MAX_PIECES = 32
@@ -122,6 +129,21 @@ def paged_decode(
 
 
 @triton.jit
+def beside_pool(q_MH, kv_ptr):
+    """Queries in the type that keys and values are multiplied in: their own.
+
+    Beside 8-bit floats float16 in bfloat16's place, which holds those as exactly, and queries as far as it reaches: a
+    GPU makes two float16 of two 8-bit floats in one instruction, and bfloat16 in three slow ones, with which an H100
+    took as long as over a pool of 16 bits. Prompts, of which a tile's keys serve many rows, stay in bfloat16: tiles in
+    registers would not find room beside 256 numbers a head.
+    """
+    MAX_FLOAT16: tl.constexpr = 65504.0
+    if kv_ptr.dtype.element_ty.primitive_bitwidth == 8 and q_MH.dtype == tl.bfloat16:
+        q_MH = tl.minimum(tl.maximum(q_MH.to(tl.float32), -MAX_FLOAT16), MAX_FLOAT16).to(tl.float16)
+    return q_MH
+
+
+@triton.jit
 def piece_of(context_len, WINDOW: tl.constexpr, MIN_PIECE: tl.constexpr, MAX_PIECES: tl.constexpr):
     """(first position seen, positions per piece): as few multiples of MIN_PIECE as MAX_PIECES pieces allow."""
     span = context_len
@@ -171,6 +193,7 @@ def _split_kernel(
     is_real_MH = is_row_M[:, None] & (dims_H < HEAD_DIM)[None, :]
     # Before it is known whether there is anything to do: both loads are then under way at once.
     q_MH = tl.load(q_ptr + rows_M[:, None] * HEAD_DIM + dims_H[None, :], mask=is_real_MH, other=0.0)
+    q_MH = beside_pool(q_MH, kv_ptr)
     context_len = tl.load(context_lens_ptr + seq)
     first, piece_len = piece_of(context_len, WINDOW, MIN_PIECE, MAX_PIECES)
     begin = first + piece * piece_len

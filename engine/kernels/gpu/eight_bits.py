@@ -5,7 +5,8 @@ widened after they are loaded, in registers, and multiplied on the tensor cores 
 float8_e4m3fn is one exactly). The scale of an output, or of a group of its inputs, is applied to the sum over each tile
 of inputs. The product is computed transposed, since tensor cores take their first operand from registers.
 
-Each output's sum runs over all inputs in one program, in tiles at fixed places.
+Each output's sum runs over its inputs in tiles at fixed places: all of them in one program, or, where outputs are too
+few for all multiprocessors, pieces of them in several, whose sums are then added up in order (split-K).
 
 Shapes: T rows (tokens), N outputs, K inputs, G groups of inputs.
 """
@@ -14,6 +15,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
+from functools import cache
 
 import torch
 import triton
@@ -27,6 +29,11 @@ it makes more, and not by the 4 bytes more that each weight then costs. A guess:
 
 
 MAX_STAGES = 7
+MAX_PIECES = 8
+MIN_PIECE = 512
+"""Inputs: of fewer there is little to read ahead."""
+SUMMED_AT_ONCE = 1024
+"""Outputs of a row, by a program that adds up pieces."""
 WIDENED_AT_ONCE = 2048
 """Inputs of an output, by a program of `widen`: 16 for each thread."""
 
@@ -40,19 +47,22 @@ class ProductConfig:
     block_k: int
     num_warps: int
     num_stages: int
+    num_programs: int = 0
+    """At once on a multiprocessor, where inputs may be cut into pieces for as many; 0: they are not cut."""
 
     @staticmethod
     def of(num_rows: int, itemsize: int) -> ProductConfig:
-        """By what fits: few rows in many small programs, since a weight of 4096 outputs is to keep 132 multiprocessors
-        reading; many rows in large tiles."""
+        """By what fits: few rows in small programs, whose inputs are cut, since a weight of 4096 outputs is to keep 132
+        multiprocessors reading; many rows in large tiles. A tile of rows is read for each tile of outputs: with 64
+        rows, of 64 outputs, as many bytes from the cache as the weight has."""
         if itemsize == 4:  # no tensor cores: right, not fast
             return ProductConfig(block_t=16, block_n=32, block_k=32, num_warps=4, num_stages=2)
         if num_rows <= 16:
-            return ProductConfig(block_t=16, block_n=32, block_k=256, num_warps=4, num_stages=4)
+            return ProductConfig(block_t=16, block_n=64, block_k=128, num_warps=4, num_stages=5, num_programs=2)
         if num_rows <= 32:
-            return ProductConfig(block_t=32, block_n=32, block_k=128, num_warps=4, num_stages=5)
+            return ProductConfig(block_t=32, block_n=64, block_k=128, num_warps=4, num_stages=5, num_programs=2)
         if num_rows <= 64:
-            return ProductConfig(block_t=64, block_n=64, block_k=128, num_warps=4, num_stages=4)
+            return ProductConfig(block_t=64, block_n=128, block_k=128, num_warps=8, num_stages=4, num_programs=1)
         return ProductConfig(block_t=128, block_n=128, block_k=64, num_warps=8, num_stages=4)
 
     def within(self, group_size: int) -> ProductConfig:
@@ -60,6 +70,22 @@ class ProductConfig:
         block_k = math.gcd(self.block_k, group_size)
         num_in_flight = (self.num_stages - 1) * (self.block_k // block_k)
         return replace(self, block_k=block_k, num_stages=min(num_in_flight + 1, MAX_STAGES))
+
+
+def num_pieces(config: ProductConfig, num_rows: int, size_n: int, size_k: int, num_multiprocessors: int) -> int:
+    """Of the inputs: as many as take the fewest bytes' time. A launch takes as long as one that fills the device to the
+    last wave of programs; a piece's sums are written and read, from the cache, twice as fast."""
+    num_tiles = -(-num_rows // config.block_t) * -(-size_n // config.block_n)
+    at_once = config.num_programs * num_multiprocessors
+    if not at_once:
+        return 1
+
+    def cost(pieces: int) -> float:
+        num_programs = num_tiles * pieces
+        waves = -(-num_programs // at_once) * at_once / num_programs
+        return waves * size_n * size_k + (4 * pieces * num_rows * size_n if pieces > 1 else 0)
+
+    return min(range(1, 1 + max(1, min(MAX_PIECES, size_k // MIN_PIECE))), key=cost)
 
 
 def scaled_product(
@@ -80,16 +106,42 @@ def scaled_product(
     config = config or ProductConfig.of(num_rows, x_TK.itemsize)
     if group_size is not None:
         config = config.within(group_size)
+    pieces = num_pieces(config, num_rows, size_n, size_k, num_multiprocessors(x_TK.device))
+    piece_k = triton.cdiv(triton.cdiv(size_k, pieces), config.block_k) * config.block_k
+    pieces = triton.cdiv(size_k, piece_k)
     out_TN = x_TK.new_empty(num_rows, size_n)
+    sums = out_TN if pieces == 1 else x_TK.new_empty(pieces, num_rows, size_n, dtype=torch.float32)
     # Programs that share a tile of the weight are neighbours.
-    _product_kernel[(triton.cdiv(num_rows, config.block_t), triton.cdiv(size_n, config.block_n))](
-        x_TK, weight_NK, scale, scale if bias_N is None else bias_N, out_TN, num_rows,
-        SIZE_N=size_n, SIZE_K=size_k, GROUP_SIZE=group_size or 0, ZERO=zero_of(weight_NK),
-        HAS_BIAS=bias_N is not None,
+    _product_kernel[(triton.cdiv(num_rows, config.block_t), triton.cdiv(size_n, config.block_n), pieces)](
+        x_TK, weight_NK, scale, bias_N if pieces == 1 else None, sums, num_rows,
+        SIZE_N=size_n, SIZE_K=size_k, PIECE_K=piece_k, GROUP_SIZE=group_size or 0, ZERO=zero_of(weight_NK),
         BLOCK_T=config.block_t, BLOCK_N=config.block_n, BLOCK_K=config.block_k,
         num_warps=config.num_warps, num_stages=config.num_stages,
     )  # fmt: skip
+    if pieces > 1:
+        _sum_kernel[(num_rows, triton.cdiv(size_n, SUMMED_AT_ONCE))](
+            sums, bias_N, out_TN, num_rows, SIZE_N=size_n, PIECES=pieces, BLOCK=SUMMED_AT_ONCE, num_warps=4
+        )
     return out_TN
+
+
+@cache
+def num_multiprocessors(device: torch.device) -> int:
+    """On a CPU, where kernels are interpreted, an H200's."""
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 132
+
+
+@triton.jit
+def widened(weight, like):
+    """In the type of `like`, exactly. bfloat16 by ways that a GPU goes fast: an int8 becomes the last byte of a float32
+    whose unit is 1, an 8-bit float a float16 first; the instructions that make bfloat16 of them are few a cycle."""
+    if like.dtype == tl.bfloat16:
+        if weight.dtype == tl.int8:
+            bits = (weight.to(tl.uint8, bitcast=True) ^ 0x80).to(tl.uint32) | 0x4B000000  # 2**23 + 128 + weight
+            weight = bits.to(tl.float32, bitcast=True) - 8388736.0
+        elif weight.dtype.primitive_bitwidth == 8:
+            weight = weight.to(tl.float16).to(tl.float32)
+    return weight.to(like.dtype)
 
 
 @triton.jit
@@ -105,8 +157,12 @@ def product_tile(
     GROUP_SIZE: tl.constexpr,  # 0: a scale for all inputs
     ZERO: tl.constexpr,  # of the weight's kind
     BLOCK_K: tl.constexpr,
+    begin=0,
+    PIECE_K: tl.constexpr = None,
 ):
-    """[N, T] float32: these outputs of these rows. Beyond the last output there is anything."""
+    """[N, T] float32: these outputs of these rows. Beyond the last output there is anything.
+
+    `PIECE_K`: of so many inputs from `begin` on, both multiples of BLOCK_K; None: of all."""
     ins_K = tl.arange(0, BLOCK_K)
     # Outputs beyond the last are computed from the last one: weights need no mask. Rows have one, or a single row would
     # be read again in place of the others: as many bytes as the weights have.
@@ -116,7 +172,10 @@ def product_tile(
     if not GROUP_SIZE:
         scale_N = tl.load(scale_ptrs).to(tl.float32)
     acc_NT = tl.zeros([outs_N.shape[0], rows_T.shape[0]], dtype=tl.float32)
-    for start in range(0, SIZE_K, BLOCK_K):
+    end = SIZE_K
+    if PIECE_K is not None:
+        end = tl.minimum(begin + PIECE_K, SIZE_K)
+    for start in range(begin, end, BLOCK_K):
         if SIZE_K % BLOCK_K == 0:
             weight_NK = tl.load(weight_ptrs + start)
             x_KT = tl.load(x_ptrs + start, mask=is_row_T[None, :], other=0.0)
@@ -130,7 +189,7 @@ def product_tile(
         # the next weight is widened. Hopper's tensor cores add up beside the program, and Triton lets one product run
         # on while the loop goes round: into the registers that it still reads comes the next weight (triton issue
         # 9433; tests/machine_code.py looks for it in what this compiles to).
-        acc_NT += tl.dot(weight_NK.to(x_KT.dtype), x_KT, input_precision="ieee") * scale_N[:, None]
+        acc_NT += tl.dot(widened(weight_NK, x_KT), x_KT, input_precision="ieee") * scale_N[:, None]
     return acc_NT
 
 
@@ -144,25 +203,46 @@ def _product_kernel(
     num_rows,
     SIZE_N: tl.constexpr,
     SIZE_K: tl.constexpr,
+    PIECE_K: tl.constexpr,
     GROUP_SIZE: tl.constexpr,  # 0: a scale for all inputs
     ZERO: tl.constexpr,  # of the weight's kind
-    HAS_BIAS: tl.constexpr,
     BLOCK_T: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
-    """Program (tile of rows, tile of outputs)."""
+    """Program (tile of rows, tile of outputs, piece of inputs): into its piece of `out` [pieces, T, N]."""
+    piece = tl.program_id(2)
     rows_T = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
     outs_N = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
     is_row_T = rows_T < num_rows
-    y_NT = product_tile(
-        x_ptr, rows_T, is_row_T, weight_ptr, scale_ptr, outs_N, SIZE_N, SIZE_K, GROUP_SIZE, ZERO, BLOCK_K
-    )
+    if PIECE_K >= SIZE_K:
+        y_NT = product_tile(
+            x_ptr, rows_T, is_row_T, weight_ptr, scale_ptr, outs_N, SIZE_N, SIZE_K, GROUP_SIZE, ZERO, BLOCK_K
+        )
+    else:
+        y_NT = product_tile(
+            x_ptr, rows_T, is_row_T, weight_ptr, scale_ptr, outs_N, SIZE_N, SIZE_K, GROUP_SIZE, ZERO, BLOCK_K,
+            piece * PIECE_K, PIECE_K,
+        )  # fmt: skip
     is_out_N = outs_N < SIZE_N
-    if HAS_BIAS:
+    if bias_ptr is not None:
         y_NT += tl.load(bias_ptr + outs_N, mask=is_out_N, other=0.0).to(tl.float32)[:, None]
-    out_ptrs = out_ptr + rows_T[None, :].to(tl.int64) * SIZE_N + outs_N[:, None]
+    out_ptrs = out_ptr + (piece * num_rows + rows_T[None, :]).to(tl.int64) * SIZE_N + outs_N[:, None]
     tl.store(out_ptrs, y_NT.to(out_ptr.dtype.element_ty), mask=is_out_N[:, None] & is_row_T[None, :])
+
+
+@triton.jit(do_not_specialize=["num_rows"])
+def _sum_kernel(sums_ptr, bias_ptr, out_ptr, num_rows, SIZE_N: tl.constexpr, PIECES: tl.constexpr, BLOCK: tl.constexpr):
+    """Program (row, some outputs): their pieces, one after the other."""
+    row = tl.program_id(0).to(tl.int64)
+    outs = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    is_out = outs < SIZE_N
+    y = tl.zeros([BLOCK], dtype=tl.float32)
+    for piece in tl.static_range(PIECES):
+        y += tl.load(sums_ptr + (piece * num_rows + row) * SIZE_N + outs, mask=is_out, other=0.0)
+    if bias_ptr is not None:
+        y += tl.load(bias_ptr + outs, mask=is_out, other=0.0).to(tl.float32)
+    tl.store(out_ptr + row * SIZE_N + outs, y.to(out_ptr.dtype.element_ty), mask=is_out)
 
 
 def widen(weight_NK: torch.Tensor, scale_NG: torch.Tensor, group_size: int, dtype: torch.dtype) -> torch.Tensor:

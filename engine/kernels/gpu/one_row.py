@@ -1,4 +1,4 @@
-"""A product of one row with a weight of 16 bits, row by row of the weight and without tensor cores.
+"""A product of one row with a weight of 16 or 8 bits, row by row of the weight and without tensor cores.
 
 With one row there is nothing to share: a product is bound by the bytes of its weight. A program multiplies a few rows
 of the weight with all of x, 16 bytes a load; the sums of a row's pieces stay apart until the end, so that loads wait
@@ -16,27 +16,37 @@ import torch
 import triton
 import triton.language as tl
 
+from engine.kernels.gpu.eight_bits import zero_of
+
 
 @dataclass(frozen=True, slots=True)
 class OneRowConfig:
-    """Sizes of a launch, the best of those tried on an H100 (`products` of benchmarks/gpu.py tries others)."""
+    """Sizes of a launch, the best of those tried on an H100 (`products-variants` of benchmarks/gpu.py tries others)."""
 
     block_n: int = 4
     block_k: int = 1024
     num_warps: int = 8
 
-
-CONFIG = OneRowConfig()
+    @staticmethod
+    def of(itemsize: int) -> OneRowConfig:
+        """Of the weight. As many bytes for each thread and turn, whatever a number takes."""
+        return OneRowConfig(block_k=2048 // itemsize)
 
 
 def one_row_product(
-    x_1K: torch.Tensor, weight_NK: torch.Tensor, bias_N: torch.Tensor | None = None, config: OneRowConfig = CONFIG
+    x_1K: torch.Tensor,
+    weight_NK: torch.Tensor,
+    bias_N: torch.Tensor | None = None,
+    scale_N: torch.Tensor | None = None,
+    config: OneRowConfig | None = None,
 ) -> torch.Tensor:
-    """x times the weight, plus the bias: [1, N]. All contiguous, of one dtype. Added up in float32, rounded once."""
+    """x times the weight, each output times its scale, plus the bias: [1, N]. All contiguous, the bias of x's dtype,
+    the weight of that or of 8 bits. Added up in float32, rounded once."""
     num_outputs, num_inputs = weight_NK.shape
+    config = config or OneRowConfig.of(weight_NK.itemsize)
     out_1N = x_1K.new_empty(1, num_outputs)
     _one_row_kernel[(triton.cdiv(num_outputs, config.block_n),)](
-        x_1K, weight_NK, bias_N, out_1N, SIZE_N=num_outputs, SIZE_K=num_inputs,
+        x_1K, weight_NK, bias_N, scale_N, out_1N, SIZE_N=num_outputs, SIZE_K=num_inputs, ZERO=zero_of(weight_NK),
         BLOCK_N=config.block_n, BLOCK_K=config.block_k, num_warps=config.num_warps,
     )  # fmt: skip
     return out_1N
@@ -47,9 +57,11 @@ def _one_row_kernel(
     x_ptr,
     weight_ptr,
     bias_ptr,
+    scale_ptr,
     out_ptr,
     SIZE_N: tl.constexpr,
     SIZE_K: tl.constexpr,
+    ZERO: tl.constexpr,  # of the weight's kind
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
@@ -66,10 +78,12 @@ def _one_row_kernel(
             x_K = tl.load(x_ptr + start + ins_K)
         else:
             is_in_K = start + ins_K < SIZE_K
-            weight_NK = tl.load(weight_ptrs + start, mask=is_in_K[None, :], other=0.0, eviction_policy="evict_first")
+            weight_NK = tl.load(weight_ptrs + start, mask=is_in_K[None, :], other=ZERO, eviction_policy="evict_first")
             x_K = tl.load(x_ptr + start + ins_K, mask=is_in_K, other=0.0)
         acc_NK += weight_NK.to(tl.float32) * x_K.to(tl.float32)[None, :]
     sum_N = tl.sum(acc_NK, 1)
+    if scale_ptr is not None:
+        sum_N *= tl.load(scale_ptr + outs_N, mask=is_out_N, other=0.0).to(tl.float32)
     if bias_ptr is not None:
         sum_N += tl.load(bias_ptr + outs_N, mask=is_out_N, other=0.0).to(tl.float32)
     tl.store(out_ptr + outs_N, sum_N.to(out_ptr.dtype.element_ty), mask=is_out_N)

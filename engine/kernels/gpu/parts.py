@@ -56,10 +56,23 @@ class TritonInt8Linear(Int8Linear):
         x_TK = x.reshape(-1, x.shape[-1]).contiguous()
         if len(x_TK) > MAX_ROWS:
             return F.linear(x, self.dequantized(), self.bias)
-        return scaled_product(x_TK, self.weight_NK, self.scale_N, self.bias).view(*x.shape[:-1], -1)
+        if len(x_TK) == 1 and x.itemsize == 2:
+            y_TN = one_row_product(x_TK, self.weight_NK, self.bias, self.scale_N)
+        else:
+            y_TN = scaled_product(x_TK, self.weight_NK, self.scale_N, self.bias)
+        return y_TN.view(*x.shape[:-1], -1)
 
 
 class TritonFloat8Linear(Float8Linear):
+    """Of one row the weight alone is in 8 bits: to narrow the row, too, would take longer than it saves."""
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        x_TK = x.reshape(-1, x.shape[-1])
+        if len(x_TK) != 1:
+            return super().__call__(x)
+        y_TN = one_row_product(x_TK.contiguous(), self.weight_NK, self.bias, self.scale_1N)
+        return y_TN.view(*x.shape[:-1], -1)
+
     def _quantize_rows(self, x_TK: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         return quantize_rows(x_TK.contiguous(), SMALLEST_AMAX)
 
