@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 
 from engine.kernels.gpu.choose import choose_experts
-from engine.kernels.gpu.eight_bits import MAX_ROWS, quantize_rows, scaled_product, widen
+from engine.kernels.gpu.eight_bits import FEW_ROWS, MAX_ROWS, quantize_rows, scaled_product, widen
 from engine.kernels.gpu.experts import expert_config, expert_product, sum_of_experts, tiles_of
 from engine.kernels.gpu.gpu_kind import gpu_kind
 from engine.kernels.gpu.one_row import one_row_product
@@ -64,14 +64,17 @@ class TritonInt8Linear(Int8Linear):
 
 
 class TritonFloat8Linear(Float8Linear):
-    """Of one row the weight alone is in 8 bits: to narrow the row, too, would take longer than it saves."""
+    """Of few rows the weight alone is in 8 bits."""
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        x_TK = x.reshape(-1, x.shape[-1])
-        if len(x_TK) != 1:
+        x_TK = x.reshape(-1, x.shape[-1]).contiguous()
+        if len(x_TK) > FEW_ROWS:
             return super().__call__(x)
-        y_TN = one_row_product(x_TK.contiguous(), self.weight_NK, self.bias, self.scale_1N)
-        return y_TN.view(*x.shape[:-1], -1)
+        if len(x_TK) == 1:
+            y_TN = one_row_product(x_TK, self.weight_NK, self.bias, self.scale_1N)
+        else:
+            y_TN = scaled_product(x_TK, self.weight_NK, self.scale_1N, self.bias)
+        return y_TN.view(*x.shape[:-1], y_TN.shape[1])
 
     def _quantize_rows(self, x_TK: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         return quantize_rows(x_TK.contiguous(), SMALLEST_AMAX)
