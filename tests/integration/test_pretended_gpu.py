@@ -173,7 +173,7 @@ def test_too_large_a_model_is_said_to_be(tmp_path: Path) -> None:
     ("config", "settings"),
     [
         pytest.param(CONFIG, {}, id="llama"),
-        pytest.param(CONFIG, {"kv_cache_dtype": "fp8", "quantization": "int8"}, id="8 bits"),
+        pytest.param(CONFIG, {"kv_cache_dtype": "fp8", "quantization": "int8"}, id="8 bits", marks=pytest.mark.slow),
         pytest.param(V3, {}, id="deepseek", marks=pytest.mark.slow),
         pytest.param(GEMMA2, {}, id="by transformers' code", marks=pytest.mark.slow),  # blocks as llama's
     ],
