@@ -242,7 +242,8 @@ def test_no_rank_outlives_its_engine(tmp_path: Path, monkeypatch: pytest.MonkeyP
         from engine.model_loader import create_engine_config
         from engine.sampling_params import SamplingParams
 
-        args = EngineArgs(model={str(tmp_path)!r}, load_format="dummy", device="cpu", tensor_parallel_size=2)
+        args = EngineArgs(model={str(tmp_path)!r}, load_format="dummy", device="cpu", tensor_parallel_size=2,
+                          num_kv_blocks=40, num_threads=1)
         engine = LLMEngine(create_engine_config(args))
         print(*engine.executor.rank_pids, flush=True)
         engine.add_request("r", [1, 2, 3], SamplingParams(max_tokens=200, ignore_eos=True))
