@@ -12,6 +12,7 @@ import asyncio
 import hmac
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
@@ -110,16 +111,24 @@ def _takes(body: type[Body]) -> dict[str, Any]:
 
 def _describe(app: FastAPI, bodies: Sequence[type[Body]]) -> None:
     """What /openapi.json says of `bodies`, which handlers read by themselves."""
-    _, schemas = models_json_schema([(body, "validation") for body in bodies], ref_template=_REF)
+    schemas = _schemas_of(tuple(bodies))
 
     def openapi() -> dict[str, Any]:
         if app.openapi_schema is None:
             described = get_openapi(title=app.title, version=app.version, routes=app.routes)
-            described.setdefault("components", {}).setdefault("schemas", {}).update(schemas["$defs"])
+            described.setdefault("components", {}).setdefault("schemas", {}).update(schemas)
             app.openapi_schema = described
         return app.openapi_schema
 
     app.openapi = openapi  # type: ignore[method-assign]
+
+
+@cache  # a tenth of a second
+def _schemas_of(bodies: tuple[type[Body], ...]) -> dict[str, Any]:
+    """Of `bodies` and all that they consist of, by name."""
+    _, schemas = models_json_schema([(body, "validation") for body in bodies], ref_template=_REF)
+    named: dict[str, Any] = schemas["$defs"]
+    return named
 
 
 async def _on_http_exception(request: Request, error: HTTPException) -> Response:

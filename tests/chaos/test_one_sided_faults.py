@@ -104,6 +104,7 @@ def stop_until_found_silent(cluster: FragileCluster, name: str) -> None:
         cluster.services[name].signal(signal.SIGCONT)
 
 
+@pytest.mark.slow  # it is written to, and writes nothing
 def test_a_decode_worker_hangs_and_comes_back(cluster: FragileCluster) -> None:
     check(cluster, *strike(cluster, lambda name: stop_until_found_silent(cluster, name)))
 
@@ -113,7 +114,7 @@ def test_a_prefill_worker_hangs_and_comes_back(cluster: FragileCluster) -> None:
     check(cluster, *strike(cluster, lambda _: stop_until_found_silent(cluster, "prefill-1")))
 
 
-@pytest.mark.parametrize("role", ["prefill", "decode"])
+@pytest.mark.parametrize("role", [pytest.param("prefill", marks=pytest.mark.slow), "decode"])
 def test_a_worker_dies(cluster: FragileCluster, role: str) -> None:
     prompts, answers = strike(cluster, lambda name: kill(cluster, "prefill-1" if role == "prefill" else name))
     check(cluster, prompts, answers)

@@ -5,10 +5,12 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from pathlib import Path
 
 
-def test_ten_seconds_of_chaos() -> None:
-    command = [sys.executable, "-m", "tandem", "chaos", "--seconds", "10", "--seed", "98", "--json"]
+def test_ten_seconds_of_chaos(few_layers: Path) -> None:
+    flags = ("--seconds", "10", "--seed", "98", "--model", str(few_layers), "--json")
+    command = [sys.executable, "-m", "tandem", "chaos", *flags]
     result = subprocess.run(command, check=False, capture_output=True, text=True, timeout=300)
     assert result.returncode == 0, f"{result.stdout}\n{result.stderr[-6000:]}"
     report = json.loads(result.stdout)

@@ -77,7 +77,7 @@ def test_kv_that_is_always_damaged_is_computed_where_it_is_needed(cluster: Fragi
     check(cluster, prompts, [answer.token_ids for answer in finished])
 
 
-@pytest.mark.parametrize("num_bytes", [1, 500_000])
+@pytest.mark.parametrize("num_bytes", [pytest.param(1, marks=pytest.mark.slow), 500_000])
 def test_connections_cut_in_the_middle(cluster: FragileCluster, num_bytes: int) -> None:
     """Early: at the commands. Later: in the middle of the KV."""
     prompts = fresh_prompts(num_tokens=LONG)
@@ -234,7 +234,8 @@ def lost(proxy: FaultyProxy, server: Any) -> None:
         client.flushall()
 
 
-@pytest.mark.parametrize("fault", [slow, cut_off, lost])
+# One that does not answer, before a client: test_cli.py.
+@pytest.mark.parametrize("fault", [*(pytest.param(fault, marks=pytest.mark.slow) for fault in (slow, cut_off)), lost])
 def test_redis_fails_while_requests_run(
     cluster: FragileCluster, redis_proxy: FaultyProxy, redis_server: Any, fault: Fault
 ) -> None:

@@ -1,10 +1,8 @@
-"""A rank's process, without its engine: a pool in this process' memory, with which it does what rank 0 asks over FD.
-
-`python kv_rank_process.py FD NUM_LAYERS NUM_BLOCKS SEED`; the pool holds random bytes, zeros without a seed ("-")."""
+"""What a rank's process does, without its engine: a pool in its memory, with which it does what rank 0 asks."""
 
 from __future__ import annotations
 
-import sys
+import os
 from multiprocessing.connection import Connection
 
 from kv_harness import make_pool
@@ -12,9 +10,11 @@ from kv_harness import make_pool
 from worker_service.rank_pool import PoolServer
 
 
-def main(fd: int, num_layers: int, num_blocks: int, seed: int | None) -> None:
-    connection: Connection[bytes, bytes] = Connection(fd)
+def main(
+    connection: Connection[bytes, bytes], num_layers: int, num_blocks: int, seed: int | None, ucx_tls: str | None
+) -> None:
+    """The pool holds random bytes, zeros without a `seed`. `ucx_tls`: of the environment as it is now, which is not
+    that in which the process was forked."""
+    if ucx_tls is not None:
+        os.environ["UCX_TLS"] = ucx_tls
     PoolServer(make_pool(num_blocks, seed=seed, num_layers=num_layers), connection).run()
-
-
-main(*(int(argument) for argument in sys.argv[1:4]), None if sys.argv[4] == "-" else int(sys.argv[4]))

@@ -77,7 +77,7 @@ def manifests(overlay: str, folders: dict[str, Path]) -> list[Manifest]:
 # -- Kubernetes' own rules ---------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("version", VERSIONS)
+@pytest.mark.parametrize("version", [*(pytest.param(v, marks=pytest.mark.slow) for v in VERSIONS[:-1]), VERSIONS[-1]])
 def test_manifests_are_valid(version: str, folders: dict[str, Path]) -> None:
     everything = [one for folder in folders.values() for one in rendered(folder) if one["kind"] not in FOREIGN]
     distinct = {json.dumps(one | {"metadata": {}}, sort_keys=True): one for one in everything}

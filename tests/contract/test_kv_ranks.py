@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import multiprocessing
 import os
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import AsyncIterator, Callable
 from multiprocessing.connection import Pipe
-from pathlib import Path
 
+import kv_rank_process
 import numpy as np
 import pytest
 from device_peers import on_a_device, on_devices
@@ -25,7 +24,9 @@ from worker_service.pool_of_ranks import PoolOfRanks
 from worker_service.rank_pool import RankPool
 
 pytestmark = needs_nixl
-HERE = Path(__file__).parent
+FORKS = multiprocessing.get_context("forkserver")
+"""Ranks' processes come from one that has imported what takes them seconds."""
+FORKS.set_forkserver_preload([rank_pool.__name__])
 NUM_LAYERS = 2
 """Of each rank."""
 LEASE_S = 4.0
@@ -38,12 +39,9 @@ class Ranks:
 
     def __init__(self, num_blocks: int, seed: int | None) -> None:
         ours, theirs = Pipe()
-        self.process = subprocess.Popen(
-            [sys.executable, str(HERE / "kv_rank_process.py"), str(theirs.fileno()), str(NUM_LAYERS), str(num_blocks),
-             "-" if seed is None else str(seed + 1)],
-            env={**os.environ, "PYTHONPATH": os.pathsep.join([str(HERE.parents[1]), *sys.path])},
-            pass_fds=[theirs.fileno()],
-        )  # fmt: skip
+        arguments = (theirs, NUM_LAYERS, num_blocks, None if seed is None else seed + 1, os.environ.get("UCX_TLS"))
+        self.process = FORKS.Process(target=kv_rank_process.main, args=arguments)
+        self.process.start()
         theirs.close()
         self.lost: list[RankLost] = []
         self.own = make_pool(num_blocks, seed=seed, num_layers=NUM_LAYERS)
@@ -63,14 +61,18 @@ class Ranks:
             time.sleep(0.01)
 
     def stop(self) -> None:
-        self.process.send_signal(signal.SIGSTOP)
+        self._signal(signal.SIGSTOP)
 
     def go_on(self) -> None:
-        self.process.send_signal(signal.SIGCONT)
+        self._signal(signal.SIGCONT)
 
     def end(self) -> None:
         self.process.kill()
-        self.process.wait()
+        self.process.join()
+
+    def _signal(self, number: signal.Signals) -> None:
+        assert self.process.pid is not None
+        os.kill(self.process.pid, number)
 
 
 class Stage:
@@ -88,7 +90,7 @@ class Stage:
             np.testing.assert_array_equal(self.target.blocks(rank), wanted)
 
 
-@pytest.fixture(params=["any", "tcp"])
+@pytest.fixture
 async def stage(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Stage]:
     """Over TCP a receiver has to take part, each of its ranks."""
     if request.param == "tcp":
@@ -103,6 +105,7 @@ async def stage(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch)
         target.end()
 
 
+@pytest.mark.parametrize("stage", ["any", pytest.param("tcp", marks=pytest.mark.slow)], indirect=True)
 async def test_blocks_of_each_rank_arrive_at_the_same_one_of_the_peer_and_nowhere_else(stage: Stage) -> None:
     push = await stage.sender.open(stage.receiving.receiver.issue("router", DST, 0))
     for layer in range(2 * NUM_LAYERS):

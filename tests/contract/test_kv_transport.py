@@ -86,6 +86,7 @@ async def test_cached_prefix_stays_untouched(cluster: Cluster, receiving: Receiv
     assert (stats.num_blocks, stats.num_cached_blocks) == (2, 2)
 
 
+@over("grpc", NIXL, *(pytest.param(each, marks=pytest.mark.slow) for each in ("ipc", "local")))
 async def test_a_receiver_with_much_to_do_is_late_and_not_dead(cluster: Cluster) -> None:
     """It takes over after three leases: the sender waits as long as the connection lives."""
     receiving = await cluster.add_receiving(lease_s=1.0)
@@ -454,7 +455,7 @@ async def test_a_receiver_that_is_gone_is_forgotten_though_nobody_pushes(
     assert not cluster.sender.links._kept
 
 
-@over("ipc", NIXL)
+@over(pytest.param("ipc", marks=pytest.mark.slow), NIXL)
 async def test_a_push_may_last_longer_than_a_lease(cluster: Cluster) -> None:
     """A lease long enough that a busy machine does not stand still for three quarters of it."""
     receiving = await cluster.add_receiving(lease_s=1.6)

@@ -70,7 +70,9 @@ def test_flags_named_in_prose_are_those_of_up() -> None:
     assert named <= known
 
 
-@pytest.mark.parametrize("module", ["router", "prefill_service", "decode_service"])
+@pytest.mark.parametrize(
+    "module", ["router", pytest.param("prefill_service", marks=pytest.mark.slow), "decode_service"]
+)
 def test_service_commands_take_their_flags(module: str) -> None:
     (line,) = [line for line in shell_lines() if line.startswith(f"python -m {module} ")]
     help_text = subprocess.run(

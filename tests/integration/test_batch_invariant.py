@@ -51,7 +51,7 @@ def gpu() -> Iterator[PretendGpu]:
 def told_by(engine: LLMEngine, names: list[str]) -> Told:
     """All at once."""
     for name in names:
-        params = SamplingParams(temperature=0.8, seed=int(name), max_tokens=8, ignore_eos=True, logprobs=0)
+        params = SamplingParams(temperature=0.8, seed=int(name), max_tokens=5, ignore_eos=True, logprobs=0)
         engine.add_request(name, PROMPTS[name], params)
     told: Told = {}
     while engine.has_unfinished_requests():

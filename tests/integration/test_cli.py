@@ -342,7 +342,8 @@ def test_a_busy_port_ends_up_at_once_with_a_way_out(cluster: RunningCluster, sma
     assert f"cannot listen on {cluster.address}: Address already in use" in stderr.decode()
 
 
-@pytest.mark.parametrize(("offset", "name"), [pytest.param(0, "router", marks=pytest.mark.slow), (1, "prefill-1")])
+@pytest.mark.slow  # as of HTTP, below
+@pytest.mark.parametrize(("offset", "name"), [(0, "router"), (1, "prefill-1")])
 def test_a_busy_port_of_metrics_ends_up_at_once(offset: int, name: str, small: tuple[str, ...]) -> None:
     with socket.create_server(("127.0.0.1", 0)) as busy:
         port = busy.getsockname()[1]

@@ -26,9 +26,9 @@ TRANSPORTS = {"chunked": "nixl", "preempted": "ipc"}
 """Of arrangements whose KV travels otherwise than by grpc."""
 
 
-SLOW = ("chunked", "preempted")
+SLOW = ("aggregated", "chunked", "preempted")
 """Chunks and preemptions are tested with engines (test_engine_parity.py, test_exact_bfloat16.py), KV by NIXL and ipc
-through faults (test_one_sided_faults.py)."""
+through faults (test_one_sided_faults.py); a cluster without prefill workers is an engine behind a router."""
 KINDS = [pytest.param(name, marks=pytest.mark.slow if name in SLOW else ()) for name in ARRANGEMENTS]
 
 
@@ -95,6 +95,7 @@ _drawn: dict[str, list[list[int]]] = {}
 """By arrangement: the answers of the same seeded requests."""
 
 
+@pytest.mark.slow  # of one arrangement, with all that an engine draws: test_exact_bfloat16.py
 def test_same_draws_everywhere(
     cluster: RunningCluster, references: list[Reference], request: pytest.FixtureRequest
 ) -> None:

@@ -213,7 +213,7 @@ def test_a_client_that_goes_away_from_several_answers(cluster: RunningCluster, s
 @pytest.mark.parametrize(
     "sampling",
     [
-        {"temperature": 0.0},
+        pytest.param({"temperature": 0.0}, marks=pytest.mark.slow),
         {"temperature": 0.9, "seed": 4, "repetition_penalty": 1.2, "presence_penalty": 0.5, "min_tokens": 12},
     ],
     ids=["greedy", "seeded"],

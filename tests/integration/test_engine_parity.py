@@ -66,6 +66,7 @@ def with_engine(model_folder: Path, **changes: object) -> LLMEngine:
     return LLMEngine(create_engine_config(replace(args, **changes)))  # type: ignore[arg-type]
 
 
+@pytest.mark.slow  # what it says alone, it says in chunks: test_exact_bfloat16.py
 def test_chunked_prefill(model_folder: Path, references: list[Reference]) -> None:
     engine = with_engine(model_folder, prefill_chunk_tokens=64, enable_prefix_caching=False)
     add_all(engine, references[1::2])
@@ -79,6 +80,7 @@ def test_block_size_of_one(model_folder: Path, references: list[Reference]) -> N
     check(run(engine), short)
 
 
+@pytest.mark.slow  # and when preempted
 def test_after_forced_preemption(model_folder: Path, references: list[Reference]) -> None:
     engine = with_engine(model_folder, max_model_len=512, num_kv_blocks=33)
     # Prompts a token short of a block's end, so that all need a new block at once.

@@ -121,6 +121,7 @@ def test_same_tokens_after_preemption(model_folder: Path, references: list[Refer
     assert engine.stats.num_preemptions > 0
 
 
+@pytest.mark.slow  # of products in any batch: tests/unit/test_cpu_int8.py
 def test_same_tokens_with_weights_in_int8(model_folder: Path, references: list[Reference], alone: Answers) -> None:
     """Which are other tokens than with those in bfloat16, and the same in whatever batch."""
     short = [reference for reference in references if len(reference.prompt_token_ids) <= 64]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 
 from clusters import RunningCluster
 
@@ -11,9 +12,11 @@ from tandem.client import Client
 
 
 def test_short_prompts_are_moved_until_it_is_known_what_that_takes(
-    start_cluster: Callable[..., RunningCluster],
+    start_cluster: Callable[..., RunningCluster], few_layers: Path
 ) -> None:
-    cluster = start_cluster("--learn-costs", "--max-model-len", "512", "--kv-cache-gib", "0.05")
+    cluster = start_cluster(
+        "--model", str(few_layers), "--learn-costs", "--max-model-len", "512", "--kv-cache-gib", "0.05"
+    )
     prompts = [[(number * 131 + 7 * i) % 30_000 + 70 for i in range(24)] for number in range(10)]
     with Client(cluster.address) as client:
         modes = [client.generate(prompt, max_tokens=4, ignore_eos=True).timings.mode for prompt in prompts]

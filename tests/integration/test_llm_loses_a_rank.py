@@ -45,7 +45,12 @@ def gpus(folder: Path) -> Iterator[None]:
         yield
 
 
-@pytest.fixture(params=["cpu", "cuda"])
+ON_A_GPU = pytest.mark.parametrize("llm", ["cuda", pytest.param("cpu", marks=pytest.mark.slow)], indirect=True)
+ON_A_CPU = pytest.mark.parametrize("llm", ["cpu", pytest.param("cuda", marks=pytest.mark.slow)], indirect=True)
+"""Each fault in one place, in both by hand."""
+
+
+@pytest.fixture
 def llm(
     request: pytest.FixtureRequest, model_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[LLM]:
@@ -71,6 +76,7 @@ def kill(pid: int) -> None:
     wait_until(lambda: not os.path.exists(f"/proc/{pid}/exe"), SOON_S, "the rank ends")
 
 
+@ON_A_GPU
 @pytest.mark.parametrize(
     "num_steps_before",
     [
@@ -101,6 +107,7 @@ def test_in_the_middle_of_a_step(
     check_that_nothing_is_left(llm, pids, tmp_path)
 
 
+@ON_A_CPU
 def test_between_two_calls(llm: LLM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Recorded steps go, too: NCCL's abort waits for them, and torch takes a long wait for a hang."""
     closed: list[ModelRunner] = []

@@ -37,8 +37,8 @@ SMALL = (
 )  # fmt: skip
 
 
-# Greedy is the simplest of them: whoever draws rightly at a position chooses rightly there.
-KINDS = [pytest.param(name, marks=pytest.mark.slow if name == "greedy" else ()) for name in SAMPLINGS]
+# Greedy is the simplest of them: whoever draws rightly at a position chooses rightly there. Seeded are several, too.
+KINDS = [pytest.param(name, marks=() if name == "held to a grammar" else pytest.mark.slow) for name in SAMPLINGS]
 
 
 @pytest.fixture(scope="module")
@@ -104,7 +104,8 @@ def test_a_router_that_is_held_up_for_longer_than_a_lease_loses_no_stream(cluste
     cluster.wait_until_at_rest(60)
 
 
-@pytest.mark.parametrize("name", KINDS)
+@pytest.mark.slow  # of several at once: below
+@pytest.mark.parametrize("name", SAMPLINGS)
 def test_a_killed_router_is_no_end_of_a_stream(cluster: RunningCluster, name: str) -> None:
     """The next one at its address goes on; the client that reads sees nothing of it."""
     sampling = {"max_tokens": 120, "ignore_eos": True, "logprobs": 2, **SAMPLINGS[name]}

@@ -65,8 +65,8 @@ def test_text_token_ids_and_lists_of_either(llm: LLM) -> None:
 
 
 def test_prompts_in_vllms_dicts_and_in_arrays(llm: LLM) -> None:
-    text = "The capital of France is"
-    (expected,) = llm.generate(text, GREEDY)
+    text, greedy = "The capital of France is", SamplingParams(temperature=0, max_tokens=3)
+    (expected,) = llm.generate(text, greedy)
     ids = expected.prompt_token_ids
     one_prompt: list[Any] = [
         {"prompt": text}, {"prompt_token_ids": ids}, {"prompt_token_ids": ids, "prompt": "As it was written"},
@@ -74,15 +74,15 @@ def test_prompts_in_vllms_dicts_and_in_arrays(llm: LLM) -> None:
         TokensPrompt(prompt_token_ids=tuple(ids)), np.array(ids), torch.tensor(ids), list(torch.tensor(ids)),
         {"prompt_token_ids": np.array(ids, dtype=np.uint16)}, text, ids, array("i", ids),
     ]  # fmt: skip
-    alone = [output for prompt in one_prompt for output in llm.generate(prompt, GREEDY)]
-    together = llm.generate(one_prompt, GREEDY)
+    alone = [output for prompt in one_prompt for output in llm.generate(prompt, greedy)]
+    together = llm.generate(one_prompt, greedy)
     for output, other in zip(alone, together, strict=True):
         assert output.outputs == other.outputs == expected.outputs
         assert output.prompt_token_ids == other.prompt_token_ids == ids
         assert {type(token_id) for token_id in output.prompt_token_ids} == {int}
         assert output.prompt == other.prompt
     assert [output.prompt for output in alone[:5]] == [text, None, "As it was written", text, text]
-    assert [output.prompt_token_ids for output in llm.generate(np.array([ids, ids]), GREEDY)] == [ids, ids]  # type: ignore[arg-type]
+    assert [output.prompt_token_ids for output in llm.generate(np.array([ids, ids]), greedy)] == [ids, ids]  # type: ignore[arg-type]
 
 
 CHAT = [{"role": "user", "content": "Hi"}]

@@ -270,10 +270,10 @@ async def test_a_client_that_leaves_frees_every_worker(cluster: RunningCluster, 
     await asyncio.to_thread(cluster.wait_until_at_rest)
 
 
+@pytest.mark.slow  # of a call: below; of several answers: test_migration.py
 def test_a_killed_router_is_no_end_of_several_answers(
     cluster: RunningCluster, client: openai.OpenAI, model: str
 ) -> None:
-    """Of one that is held to a form, and calls a tool: below."""
     asked: dict[str, Any] = {
         "model": model, "messages": MESSAGES, "max_tokens": 60, "temperature": 0.8, "seed": 9, "n": 3,
         "extra_body": {"ignore_eos": True},

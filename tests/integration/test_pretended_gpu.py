@@ -28,7 +28,7 @@ from engine.running.pool_size import longest_step, measured_steps
 from engine.running.worker import _saying_what_cannot_be_recorded, _saying_what_does_not_fit, _saying_what_is_too_large
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-NUMBERS = range(8)
+NUMBERS = range(5)
 TOTAL_BYTES = 64 << 20
 UTILIZATION = 0.5
 
@@ -173,7 +173,7 @@ def test_too_large_a_model_is_said_to_be(tmp_path: Path) -> None:
     ("config", "settings"),
     [
         pytest.param(CONFIG, {}, id="llama"),
-        pytest.param(CONFIG, {"kv_cache_dtype": "fp8", "quantization": "int8"}, id="8 bits"),
+        pytest.param(CONFIG, {"kv_cache_dtype": "fp8", "quantization": "int8"}, id="8 bits", marks=pytest.mark.slow),
         pytest.param(V3, {}, id="deepseek", marks=pytest.mark.slow),
         pytest.param(GEMMA2, {}, id="by transformers' code", marks=pytest.mark.slow),  # blocks as llama's
     ],
@@ -198,7 +198,7 @@ def test_one_prefills_and_another_decodes(
 @pytest.mark.parametrize(
     "form",
     [
-        "float channel",
+        pytest.param("float channel", marks=pytest.mark.slow),  # on a CPU: tests/unit/test_stored_weights.py
         pytest.param("int channel", marks=pytest.mark.slow),
         pytest.param("fp8 blocks, powers of two", marks=pytest.mark.slow),
     ],

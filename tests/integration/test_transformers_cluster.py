@@ -26,6 +26,7 @@ from tandem.client import Client
 NUM_TOKENS = 10
 
 
+@pytest.mark.slow  # of an engine: tests/unit/test_transformers_models.py
 def test_tokens_of_a_cluster(model_folder: Path, tmp_path: Path, start_cluster: Callable[..., RunningCluster]) -> None:
     """Prefilled here and decoded there: sliding windows, and scores with a cap and a scale of their own."""
     vocab_size = transformers.AutoTokenizer.from_pretrained(model_folder).vocab_size
@@ -55,7 +56,7 @@ def test_tokens_of_a_cluster(model_folder: Path, tmp_path: Path, start_cluster: 
     running.wait_until_at_rest()
 
 
-def test_the_same_bits_alone_together_and_in_chunks(model_folder: Path) -> None:
+def test_the_same_bits_alone_together_and_in_chunks(few_layers: Path) -> None:
     generator = torch.Generator().manual_seed(1)
     prompts = [torch.randint(10, 300, (n,), generator=generator).tolist() for n in (5, 40, 130)]
     params = [SamplingParams(temperature=t, seed=7, max_tokens=8, ignore_eos=True, logprobs=1) for t in (0.0, 1.0, 0.7)]
@@ -63,7 +64,7 @@ def test_the_same_bits_alone_together_and_in_chunks(model_folder: Path) -> None:
 
     def answers(requests: list[tuple[list[int], SamplingParams]], **settings: int) -> list[list[object]]:
         args = EngineArgs(
-            model=str(model_folder), dtype="bfloat16", model_impl="transformers", num_kv_blocks=64, max_model_len=512,
+            model=str(few_layers), dtype="bfloat16", model_impl="transformers", num_kv_blocks=64, max_model_len=512,
             num_threads=2, max_num_batched_tokens=128, **{"max_num_seqs": 8} | settings,
         )  # fmt: skip
         engine = LLMEngine(create_engine_config(args))

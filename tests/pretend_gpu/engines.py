@@ -26,7 +26,7 @@ def make_engine(
     (folder / "config.json").write_text(json.dumps(config))
     defaults: dict[str, Any] = {
         "load_format": "dummy", "dtype": "float32", "block_size": 4, "num_kv_blocks": 256, "num_threads": 1,
-        "device": "cuda", "attention_backend": "torch",
+        "device": "cuda", "attention_backend": "torch", "max_num_seqs": 16,
     }  # fmt: skip
     engine_config = create_engine_config(EngineArgs(model=str(folder), **defaults | settings))
     engine = LLMEngine(engine_config, on_layer_written, memory)

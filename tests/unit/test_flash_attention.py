@@ -20,7 +20,6 @@ import torch
 from attention_cases import LENS, Case
 from engine_steps import arguments, logits_of_steps
 from recorder import RelaunchingRecorder
-from torch.nn.attention.varlen import varlen_attn
 
 from engine import attention
 from engine.attention import choice
@@ -71,6 +70,8 @@ def calls_of(kind: str) -> FlashCalls:
         return flash_attn_2_calls(reference.flash_attn_varlen_func, reference.flash_attn_with_kvcache, (2, 8, 3))
     if version_numbers(torch.__version__) < TORCH_WITH_PAGES:
         pytest.skip(f"varlen_attn of torch {torch.__version__} takes no pages")
+    from torch.nn.attention.varlen import varlen_attn  # all of torch's compiler with it
+
     return torch_calls(varlen_attn)
 
 

@@ -92,6 +92,7 @@ def run_bare(site: Path, *arguments: str, path: str = str(ROOT)) -> subprocess.C
     )  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("num_lines", "modules"),
     [

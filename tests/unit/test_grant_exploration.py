@@ -302,17 +302,20 @@ FINISH_COMMIT = GrantTable.finish_commit
 
 
 @pytest.mark.parametrize(
-    ("mechanism", "without", "what"),
+    ("mechanism", "without", "num_faults", "what"),
     [
-        ("check_write", accept_everything, "and holds"),
-        ("_writable_entry", write_while_verifying, "and holds"),
-        ("_free_if_unreachable", free_at_once, "and holds"),
-        ("finish_commit", believe_the_sender, "and holds"),
-        ("expire", never_expire, "leaked"),
-        ("sender_gone", lambda *_: None, "leaked"),
+        ("check_write", accept_everything, 1, "and holds"),
+        ("_writable_entry", write_while_verifying, 2, "and holds"),
+        ("_free_if_unreachable", free_at_once, 1, "and holds"),
+        ("finish_commit", believe_the_sender, 1, "and holds"),
+        ("expire", never_expire, 1, "leaked"),
+        ("sender_gone", lambda *_: None, 1, "leaked"),
     ],
 )
-def test_each_mechanism_is_missed(mechanism: str, without: object, what: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_mechanism_is_missed(
+    mechanism: str, without: object, num_faults: int, what: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By as many faults as it takes."""
     monkeypatch.setattr(GrantTable, mechanism, without)
     with pytest.raises(AssertionError, match=what):
-        explore(2)
+        explore(num_faults)

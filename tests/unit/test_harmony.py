@@ -146,7 +146,7 @@ PARTS = [
     has_tools=st.booleans(),
     data=st.data(),
 )
-@settings(max_examples=500, deadline=None)
+@settings(max_examples=200, deadline=None)
 def test_what_is_told_depends_on_the_text_so_far_alone(
     parts: list[str], opened: str, has_tools: bool, data: st.DataObject
 ) -> None:
@@ -181,7 +181,7 @@ def test_one_call_and_no_other() -> None:
     assert outcome([told, reader.finish()]) == ("", [OSLO])
 
 
-@pytest.mark.parametrize("opened", ["", A])
+@pytest.mark.parametrize("opened", [pytest.param("", marks=pytest.mark.slow), A])
 @pytest.mark.parametrize("piece", [" " * 80, "<" * 80, "to=", *WORDS, f"{TO}now{JSON}", "<|channel|>" + "x" * 600])
 def test_no_text_takes_long(opened: str, piece: str) -> None:
     reader = parser(opened=opened)

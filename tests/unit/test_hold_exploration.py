@@ -37,7 +37,10 @@ from worker_service.sessions import Role, SessionHost, Stream
 
 
 @pytest.mark.parametrize("is_one_sided", [False, True])
-@pytest.mark.parametrize(("num_faults", "max_hurries", "num_states"), [(0, 0, 15), (2, 0, 1500), (1, 1, 200)])
+@pytest.mark.parametrize(
+    ("num_faults", "max_hurries", "num_states"),
+    [(0, 0, 15), pytest.param(2, 0, 1500, marks=pytest.mark.slow), (1, 1, 200)],
+)
 def test_every_order(is_one_sided: bool, num_faults: int, max_hurries: int, num_states: int) -> None:
     explorer = explore(is_one_sided, num_faults, max_hurries)
     assert len(explorer.seen) >= num_states

@@ -269,7 +269,7 @@ def explore(num_faults: int, max_attempts: int, budget: int = 0) -> tuple[int, i
     return len(seen), num_ends
 
 
-@pytest.mark.parametrize(("num_faults", "budget"), [(0, 1), (1, 1), (2, 0), (2, 1)])
+@pytest.mark.parametrize(("num_faults", "budget"), [(0, 1), (1, 1), (2, 0), pytest.param(2, 1, marks=pytest.mark.slow)])
 def test_every_interleaving(num_faults: int, budget: int) -> None:
     num_worlds, num_ends = explore(num_faults, max_attempts=3, budget=budget)
     assert num_worlds > 20

@@ -89,7 +89,7 @@ def assert_close(case: Case, window: int = 0, soft_cap: float = 0.0, scale: floa
 # -- against float64 ------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("window", [0, 1, 5, 16, 1000])
+@pytest.mark.parametrize("window", [0, 5, 16, *(pytest.param(window, marks=pytest.mark.slow) for window in (1, 1000))])
 @pytest.mark.parametrize("lens", LENS.values(), ids=LENS.keys())
 def test_against_float64(lens: list[tuple[int, int]], window: int) -> None:
     assert_close(case_of(lens, num_kv_heads=1), window)
@@ -296,7 +296,7 @@ def test_pieces_with_sinks_and_a_soft_cap(window: int) -> None:
 
 @pytest.mark.usefixtures("short_pieces")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("window", [0, 50, 130])
+@pytest.mark.parametrize("window", [0, *(pytest.param(window, marks=pytest.mark.slow) for window in (50, 130))])
 def test_a_token_gets_the_same_bits_in_a_prompt_and_while_its_sequence_decodes(window: int, dtype: torch.dtype) -> None:
     whole = case_of([(0, 300)], dtype=dtype, num_kv_heads=1)
     tokens, expected = (whole.q, whole.k, whole.v), attend(whole, window, make=InvariantTritonAttention)

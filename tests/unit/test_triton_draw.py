@@ -76,9 +76,9 @@ def test_which_tokens_can_be_drawn(params: dict[str, Any]) -> None:
 def test_neighbouring_numbers_of_16_bits_are_told_apart() -> None:
     values = torch.cat([sign * (1 + torch.arange(20) / 128) for sign in (1, -1)]).bfloat16()[None]
     assert len(values.unique()) == 40
-    for top_k in (1, 3, 21, 38):
-        seqs = [sequence(temperature=50.0, seed=seed, top_k=top_k) for seed in range(8)]
-        assert drawn(values.expand(8, -1), seqs) == sampler.draw(values.expand(8, -1), seqs).tolist()
+    for top_k in (1, 21):
+        seqs = [sequence(temperature=50.0, seed=seed, top_k=top_k) for seed in range(6)]
+        assert drawn(values.expand(6, -1), seqs) == sampler.draw(values.expand(6, -1), seqs).tolist()
 
 
 @pytest.mark.parametrize("params", FILTERS[::3])
@@ -90,7 +90,9 @@ def test_a_row_without_numbers_has_no_next_token_and_its_neighbours_have(params:
     assert drawn(values, seqs) == [alone[0], *[INVALID_TOKEN] * 3, alone[1]]
 
 
-@pytest.mark.parametrize("temperature", [5e-324, 1e-45, 1e-20, 1e20])
+@pytest.mark.parametrize(
+    "temperature", [5e-324, *(pytest.param(t, marks=pytest.mark.slow) for t in (1e-45, 1e-20)), 1e20]
+)
 def test_any_temperature(temperature: float) -> None:
     seqs = [sequence(temperature=temperature, seed=4, **params) for params in FILTERS[2:7]]
     values = logits(len(seqs), seed=2)

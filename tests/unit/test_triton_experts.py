@@ -20,6 +20,7 @@ from engine.models.expert_products import ScaledExperts
 from engine.models.experts_config import ExpertsConfig
 
 BFLOAT16 = torch.bfloat16
+DTYPES = [pytest.param(x, marks=pytest.mark.slow if x == torch.float16 else ()) for x in UNIT]
 CAPABILITY = torch.cuda.get_device_capability() if DEVICE == "cuda" else None
 NO_FLOAT8 = CAPABILITY is not None and why_no_float8(CAPABILITY) != ""
 
@@ -81,7 +82,7 @@ CASES = {
 
 
 @pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("dtype", UNIT)
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("case", CASES)
 def test_products_against_float64(case: str, dtype: torch.dtype, form: torch.dtype) -> None:
     counts, num_outputs, num_inputs, size = CASES[case]
@@ -110,7 +111,7 @@ def experts_of(num_experts: int, form: torch.dtype, dtype: torch.dtype, kind: ty
 
 
 @pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("dtype", UNIT)
+@pytest.mark.parametrize("dtype", DTYPES)
 def test_a_feed_forward_is_that_of_plain_torch(dtype: torch.dtype, form: torch.dtype) -> None:
     assert TRITON_PARTS.scaled_experts is TritonScaledExperts
     counts = [3, 0, 18, 1, 0]
@@ -121,7 +122,7 @@ def test_a_feed_forward_is_that_of_plain_torch(dtype: torch.dtype, form: torch.d
     assert (y.double() - expected).norm() <= 2 * UNIT[dtype] * expected.norm()
 
 
-@pytest.mark.parametrize("dtype", UNIT)
+@pytest.mark.parametrize("dtype", DTYPES)
 def test_a_row_has_the_same_bits_beside_any_others(dtype: torch.dtype) -> None:
     """In tiles of any size, and wherever in one."""
     if DEVICE == "cuda" and dtype != torch.float32:
@@ -196,7 +197,7 @@ def test_of_equals_the_first_is_chosen_and_of_nan_some_that_there_is() -> None:
 # -- sums -----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("dtype", UNIT)
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("num_tokens", "num_chosen", "size"), [(1, 1, 16), (5, 3, 100), (40, 8, 1500)])
 def test_sums_of_a_tokens_experts(num_tokens: int, num_chosen: int, size: int, dtype: torch.dtype) -> None:
     y = randn(num_tokens * num_chosen, size, dtype=dtype, device=DEVICE)

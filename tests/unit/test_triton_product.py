@@ -28,6 +28,7 @@ from engine.models.expert_products import PlainExperts
 from engine.scaled_weight import ScaledWeight
 
 BFLOAT16 = torch.bfloat16
+DTYPES = [pytest.param(x, marks=pytest.mark.slow if x == torch.float16 else ()) for x in UNIT]
 KIND = gpu_kind(DEVICE)
 CAPABILITY = torch.cuda.get_device_capability() if DEVICE == "cuda" else None
 HAS_FLOAT8 = CAPABILITY is None or not why_no_float8(CAPABILITY)
@@ -45,7 +46,7 @@ def assert_close(y: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, unit: f
     assert ((y.double() - expected).abs() <= unit * size).all()
 
 
-@pytest.mark.parametrize("dtype", UNIT)
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(
     ("num_rows", "num_outputs", "num_inputs"),
     [(1, 96, 512), (16, 33, 576), (17, 64, 48), (33, 100, 256), (65, 130, 200), (513, 16, 64), (2200, 140, 32)],
@@ -112,7 +113,7 @@ def assert_rows_alike(multiply: object, x_TK: torch.Tensor) -> None:
     assert torch.equal(multiply(x_TK)[-1:], last)
 
 
-@pytest.mark.parametrize("dtype", UNIT)
+@pytest.mark.parametrize("dtype", DTYPES)
 def test_a_row_has_the_same_bits_in_any_batch(dtype: torch.dtype) -> None:
     weight, x = numbers(70, 300, dtype=dtype), numbers(ROWS[-1], 300, dtype=dtype, seed=1)
     assert_rows_alike(InvariantFloatLinear(weight), x)
@@ -183,6 +184,6 @@ def test_a_device_is_asked_whether_it_adds_up_so(name: str, num_rows: int, monke
 
 
 @pytest.mark.skipif(DEVICE == "cpu", reason="there is none")
-@pytest.mark.parametrize("dtype", UNIT)
+@pytest.mark.parametrize("dtype", DTYPES)
 def test_this_gpu_adds_up_so(dtype: torch.dtype) -> None:
     check_rows_agree(DEVICE, dtype)
