@@ -23,6 +23,7 @@ from benchmarks.gpu_parts.timing import cache_bytes, num_sets, seconds_of
 from benchmarks.gpu_parts.variants import Choice, Job, rows_in_use, rows_of_variants, short
 from engine.float8 import why_no_float8
 from engine.kernels.gpu import why_no_triton
+from engine.kernels.gpu.gpu_kind import gpu_kind
 from engine.quantization import Float8Linear, quantize_int8
 
 if TYPE_CHECKING:
@@ -76,7 +77,7 @@ def choices(setting: Setting) -> Iterator[Choice]:
     dtype = torch.bfloat16 if setting.device == "cuda" else torch.float32
     for name, num_outputs, num_inputs in setting.sizes.model.products:
         for num_rows in setting.sizes.product_rows:
-            config = ProductConfig.of(num_rows, dtype.itemsize)
+            config = ProductConfig.of(gpu_kind(setting.device), num_rows, dtype.itemsize)
             size = num_rows, num_outputs, num_inputs
             what = f"{name} {num_outputs} x {num_inputs}, {num_rows} rows"
             yield Choice(kernel_job(f"{what}, our kernel", size, dtype, dtype, setting), config)

@@ -96,7 +96,7 @@ def test_a_write_under_way_that_is_late_is_released_before_nixl_can_go_on_with_i
     assert heard == ["released", "ended"]
 
 
-ROWS = np.array([1, 0]), np.array([3, 2])
+ROWS = np.array([[1, 0], [3, 2]])
 
 
 def test_a_copy_that_is_late_under_way_is_given_up_and_never_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -118,7 +118,7 @@ def test_a_copy_that_is_late_under_way_is_given_up_and_never_goes_on(monkeypatch
 
     replace_nixl(monkeypatch, BusyAgent)
     agent = NixlAgent("sender", WatchedPool([]))
-    copying = NixlPeerPool(agent, RemotePool("receiver", None, 4)).copy(*ROWS, lambda: until_s[0])
+    copying = NixlPeerPool(agent, RemotePool("receiver", None, 4)).copy(ROWS, lambda: until_s[0])
     with pytest.raises(PeerUnreachable, match="receiver: a write did not end in its time"):
         copying.synchronize()
     agent.close()
@@ -148,7 +148,7 @@ def test_a_copy_that_is_late_before_it_begins_is_none(monkeypatch: pytest.Monkey
 
     replace_nixl(monkeypatch, HeardAgent)
     agent = NixlAgent("sender", WatchedPool([]))
-    copying = NixlPeerPool(agent, RemotePool("receiver", None, 4)).copy(*ROWS, lambda: -math.inf)
+    copying = NixlPeerPool(agent, RemotePool("receiver", None, 4)).copy(ROWS, lambda: -math.inf)
     with pytest.raises(PeerUnreachable, match="did not end in its time"):
         copying.synchronize()
     agent.close()

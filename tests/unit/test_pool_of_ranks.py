@@ -288,12 +288,12 @@ def peers_of_ranks(peers: Sequence[PeerPool]) -> PeerOfRanks:
     return PeerOfRanks(peers, 2, 10, 10, on_devices(host_pool()).at_once)
 
 
-ALL_RANKS = np.array([0, 20, 40])
+ALL_RANKS = np.array([[0, 20, 40], [0, 20, 40]])
 
 
 def test_copies_are_done_when_each_rank_has_done_its_own() -> None:
     peers = [Peer(), Peer(), Peer()]
-    copying = peers_of_ranks(peers).copy(ALL_RANKS, ALL_RANKS, lambda: math.inf)
+    copying = peers_of_ranks(peers).copy(ALL_RANKS, lambda: math.inf)
     assert [(peer.num_begun, peer.num_done) for peer in peers] == [(1, 0)] * 3
     copying.synchronize()
     assert [peer.num_done for peer in peers] == [1] * 3
@@ -305,7 +305,7 @@ def test_where_one_rank_fails_the_others_have_ended_before_anybody_hears_of_it(f
     peers = [Peer(RuntimeError("CUDA error") if rank == failing else None) for rank in range(3)]
     opened = peers_of_ranks(peers)
     with pytest.raises(RuntimeError, match="CUDA error"):
-        opened.copy(ALL_RANKS, ALL_RANKS, lambda: math.inf)
+        opened.copy(ALL_RANKS, lambda: math.inf)
     assert [(peer.num_begun, peer.num_done) for peer in peers] == [
         (0, 0) if rank == failing else (1, 1) for rank in range(3)
     ]

@@ -22,6 +22,7 @@ import triton
 import triton.language as tl
 
 from engine.float8 import MAX_FLOAT8
+from engine.kernels.gpu.gpu_kind import GpuKind, gpu_kind
 
 MAX_ROWS = 256
 """Beyond, the whole weight is widened first, and the library multiplies: so many rows are bound by arithmetic, of which
@@ -32,6 +33,8 @@ FEW_ROWS = 64
 """Up to so many, weights in 8-bit floats are multiplied here, and beyond by `torch._scaled_mm`, with rows in 8 bits,
 too: on an H100 that reads weights at 0.4 to 1.7 TB/s whatever the rows are, and this at 1.2 to 2.5."""
 MAX_STAGES = 7
+MOST_BYTES = 112 << 10
+"""That a program with 64 rows takes of shared memory, with as many stages as hide the memory's latency."""
 MAX_PIECES = 8
 MIN_PIECE = 512
 """Inputs: of fewer there is little to read ahead."""
@@ -54,7 +57,7 @@ class ProductConfig:
     """At once on a multiprocessor, where inputs may be cut into pieces for as many; 0: they are not cut."""
 
     @staticmethod
-    def of(num_rows: int, itemsize: int) -> ProductConfig:
+    def of(kind: GpuKind, num_rows: int, itemsize: int) -> ProductConfig:
         """By what fits: few rows in small programs, whose inputs are cut, since a weight of 4096 outputs is to keep 132
         multiprocessors reading; many rows in large tiles. A tile of rows is read for each tile of outputs: with 64
         rows, of 64 outputs, as many bytes from the cache as the weight has."""
@@ -65,7 +68,10 @@ class ProductConfig:
         if num_rows <= 32:
             return ProductConfig(block_t=32, block_n=32, block_k=128, num_warps=4, num_stages=5, num_programs=3)
         if num_rows <= 64:
-            return ProductConfig(block_t=64, block_n=128, block_k=128, num_warps=8, num_stages=4, num_programs=1)
+            num_stages = 4 if kind.shared_bytes >= MOST_BYTES else 3
+            return ProductConfig(
+                block_t=64, block_n=128, block_k=128, num_warps=8, num_stages=num_stages, num_programs=1
+            )
         return ProductConfig(block_t=128, block_n=128, block_k=64, num_warps=8, num_stages=4)
 
     def within(self, group_size: int) -> ProductConfig:
@@ -106,10 +112,11 @@ def scaled_product(
     """
     num_rows, size_k = x_TK.shape
     size_n = len(weight_NK)
-    config = config or ProductConfig.of(num_rows, x_TK.itemsize)
+    kind, num_multiprocessors = _device(x_TK.device)
+    config = config or ProductConfig.of(kind, num_rows, x_TK.itemsize)
     if group_size is not None:
         config = config.within(group_size)
-    pieces = num_pieces(config, num_rows, size_n, size_k, num_multiprocessors(x_TK.device))
+    pieces = num_pieces(config, num_rows, size_n, size_k, num_multiprocessors)
     piece_k = triton.cdiv(triton.cdiv(size_k, pieces), config.block_k) * config.block_k
     pieces = triton.cdiv(size_k, piece_k)
     out_TN = x_TK.new_empty(num_rows, size_n)
@@ -129,9 +136,10 @@ def scaled_product(
 
 
 @cache
-def num_multiprocessors(device: torch.device) -> int:
-    """On a CPU, where kernels are interpreted, an H200's."""
-    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 132
+def _device(device: torch.device) -> tuple[GpuKind, int]:
+    """Its kind, and how many multiprocessors it has. On a CPU, where kernels are interpreted, an H200's."""
+    is_gpu = device.type == "cuda"
+    return gpu_kind(device), torch.cuda.get_device_properties(device).multi_processor_count if is_gpu else 132
 
 
 @triton.jit
