@@ -82,6 +82,7 @@ def check(cluster: FragileCluster, prompts: list[list[int]], answers: list[list[
     assert answers == ask(cluster, prompts)  # now without faults
 
 
+@pytest.mark.slow
 def test_clients_that_leave(cluster: FragileCluster) -> None:
     with grpc.insecure_channel(cluster.services["router-1"].address) as channel:
         stub = InferenceStub(channel)

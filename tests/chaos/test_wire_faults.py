@@ -128,6 +128,7 @@ class Reader:
         return self._timings.result(60)
 
 
+@pytest.mark.slow
 def test_kv_that_drips(cluster: FragileCluster) -> None:
     """Slow is not dead, though pings, too, take longer than a peer that hangs is given: the push goes on for seconds,
     and the first token has come long before."""

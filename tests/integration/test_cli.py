@@ -211,7 +211,7 @@ def test_audit_balances(cluster: RunningCluster) -> None:
 # -- up: processes that die --------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["decode-1", "prefill-1"])
+@pytest.mark.parametrize("name", ["decode-1", pytest.param("prefill-1", marks=pytest.mark.slow)])
 def test_a_killed_worker_is_noticed_said_and_started_again(cluster: RunningCluster, name: str) -> None:
     child = children_of(cluster.pid)[name]
     child.kill()

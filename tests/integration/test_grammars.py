@@ -185,6 +185,7 @@ def test_a_step_ahead_leaves_out_whose_token_is_not_known_and_nobody_else(folder
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+@pytest.mark.slow
 def test_on_a_pretended_gpu(folder: Path, expected: Answers) -> None:
     """Masks go to the device without waiting for it."""
     with pretend_gpu(total_bytes=64 << 20):

@@ -114,6 +114,7 @@ def test_ranks_have_parts_of_adapters(folder: Path, expected: dict[Asked, list[i
     assert {key: tokens_of(answer) for key, answer in zip(ASKED, answers, strict=True)} == expected
 
 
+@pytest.mark.slow
 def test_the_same_bits_alone_and_together_on_ranks(folder: Path) -> None:
     config = config_of(folder, dtype="bfloat16", tensor_parallel_size=2)
     if config.device.attention_backend != "cpu":

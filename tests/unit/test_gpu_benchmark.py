@@ -113,6 +113,7 @@ def test_what_is_carried_to_a_bare_machine_is_all_that_is_imported(
     assert done.returncode == 0, done.stderr[-2000:]
 
 
+@pytest.mark.slow
 def test_the_kernels_tests_find_all_that_they_ask_for_on_a_bare_machine(carry: Callable[[int | None], Path]) -> None:
     """Their fixtures are looked up, and no test is run."""
     _, *arguments = kernels.command()
