@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 
 def to_device(array: NDArray[Any], device: str | torch.device) -> torch.Tensor:
-    """On a CPU the same memory; on another device a copy, in stream order."""
+    """On a CPU the same memory; on another device a copy, in stream order. Strides stay what they are."""
     tensor = torch.from_numpy(array)
     if torch.device(device).type == "cpu":
         return tensor

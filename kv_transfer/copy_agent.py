@@ -208,6 +208,7 @@ def rows_of(transfers: Sequence[Transfer], num_src_blocks: int, num_dst_blocks: 
     end = 0
     for blocks, alike in groupby(transfers, lambda transfer: (transfer.src_block_ids, transfer.dst_block_ids)):
         layers_L1 = np.array([[transfer.layer] for transfer in alike], dtype=np.int64)
+        assert len(blocks[0]) == len(blocks[1])
         begin, end = end, end + len(layers_L1) * len(blocks[0])
         for rows_R, num_blocks, ids in zip(rows_2R, (num_src_blocks, num_dst_blocks), blocks, strict=True):
             rows_LB = rows_R[begin:end].reshape(len(layers_L1), -1)

@@ -23,7 +23,7 @@ from protos import tandem_kv_transfer_pb2 as pb
 Digests = npt.NDArray[np.uint64]
 Rows = npt.NDArray[np.int64]
 """[2, rows]: what of our pool is copied, and over what of a peer's. A row is a block of a layer of one pool: `layer *
-num_blocks + block`. One array: a launch sends it to the device as it is."""
+num_blocks + block`. One array, in C's order: a launch sends it to the device as it is."""
 
 
 class Copying(Protocol):

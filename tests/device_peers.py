@@ -47,6 +47,7 @@ class Done:
 
 
 def copy_rows_of_host(source: torch.Tensor, address: int, rows_2R: Rows) -> None:
+    assert rows_2R.flags.c_contiguous  # as the kernel does
     row_bytes = source.shape[1] * source.itemsize
     for src, dst in rows_2R.T.tolist():
         ctypes.memmove(address + dst * row_bytes, source.data_ptr() + src * row_bytes, row_bytes)

@@ -44,7 +44,7 @@ from engine.kernels.gpu.choose import choose_experts
 from engine.kernels.gpu.copy_rows import copy_rows
 from engine.kernels.gpu.digest import block_digests
 from engine.kernels.gpu.draw import draw
-from engine.kernels.gpu.eight_bits import ProductConfig, quantize_rows, scaled_product, widen
+from engine.kernels.gpu.eight_bits import quantize_rows, scaled_product, widen
 from engine.kernels.gpu.experts import expert_config, expert_product, sum_of_experts, tiles_of
 from engine.kernels.gpu.gpu_kind import H200
 from engine.kernels.gpu.lora import StackedAdapters, add_adapters
@@ -221,8 +221,7 @@ def compile_copy(target_address: int) -> None:
 def compile_int8_products(num_rows: int) -> None:
     """Of a decoding step of Llama-3.1-8B: q, k and v."""
     x, scale = torch.zeros(num_rows, 4096, dtype=torch.bfloat16), torch.ones(6144, dtype=torch.bfloat16)
-    config = ProductConfig.of(kind, num_rows, x.itemsize)
-    scaled_product(x, torch.zeros(6144, 4096, dtype=torch.int8), scale, None, config=config)
+    scaled_product(x, torch.zeros(6144, 4096, dtype=torch.int8), scale, None)
 
 
 def compile_one_row(dtype: torch.dtype, num_inputs: int, weight_dtype: torch.dtype | None = None) -> None:
@@ -238,8 +237,14 @@ def compile_products_of_groups(num_rows: int) -> None:
     """The same in 8-bit floats, blocks of 128 inputs."""
     x, scale = torch.zeros(num_rows, 4096, dtype=torch.bfloat16), torch.ones(6144, 32)
     weight = torch.zeros(6144, 4096, dtype=torch.float8_e4m3fn)
-    scaled_product(x, weight, scale, None, 128, ProductConfig.of(kind, num_rows, x.itemsize))
+    scaled_product(x, weight, scale, None, 128)
     widen(weight, scale, 128, torch.bfloat16)
+
+
+def compile_float8_products(num_rows: int) -> None:
+    """The same with a scale for each output."""
+    x, weight = torch.zeros(num_rows, 4096, dtype=torch.bfloat16), torch.zeros(6144, 4096, dtype=torch.float8_e4m3fn)
+    scaled_product(x, weight, torch.ones(6144), None)
 
 
 def compile_row_products(num_rows: int, dtype: torch.dtype = torch.bfloat16) -> None:
@@ -386,6 +391,7 @@ def other_cases() -> dict[str, Callable[[], None]]:
     for num_rows in (16, 32, 64, 256):
         cases[f"{num_rows} rows"] = partial(compile_int8_products, num_rows)
         cases[f"{num_rows} rows, groups"] = partial(compile_products_of_groups, num_rows)
+        cases[f"{num_rows} rows, 8-bit floats"] = partial(compile_float8_products, num_rows)
     for dtype, num_inputs in ((torch.bfloat16, 4096), (torch.float16, 4096), (torch.bfloat16, 14336 // 4)):
         cases[f"1 row {name_of(dtype)}" + (f" {num_inputs}" if num_inputs != 4096 else "")] = partial(
             compile_one_row, dtype, num_inputs

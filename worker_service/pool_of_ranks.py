@@ -124,7 +124,8 @@ class PeerOfRanks:
         begun: list[Copying] = []
 
         def begin(rank: int) -> None:
-            begun.append(self._peers[rank].copy(rows_2R[:, ranks == rank] - rank * rows_of_ranks_21, late_at_s))
+            own_2R = np.compress(ranks == rank, rows_2R, axis=1) - rank * rows_of_ranks_21
+            begun.append(self._peers[rank].copy(own_2R, late_at_s))
 
         copying = CopyingOfRanks(begun)
         try:

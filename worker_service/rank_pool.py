@@ -252,7 +252,7 @@ class PoolServer:
         return number, b""
 
     def _copy(self, data: memoryview, peer: int) -> tuple[int, bytes]:
-        rows_2R = np.frombuffer(data, dtype=np.int64).reshape(2, -1)
+        rows_2R = np.frombuffer(data, dtype=np.int64).reshape(2, -1).copy()  # which torch may write to
         until_s = self._until_s  # before rank 0 gives this rank up, too
         copying = self._peers[peer].copy(rows_2R, lambda: until_s)
         self._copies[number := next(self._numbers)] = copying

@@ -23,7 +23,6 @@ from benchmarks.gpu_parts.timing import cache_bytes, num_sets, seconds_of
 from benchmarks.gpu_parts.variants import Choice, Job, rows_in_use, rows_of_variants, short
 from engine.float8 import why_no_float8
 from engine.kernels.gpu import why_no_triton
-from engine.kernels.gpu.gpu_kind import gpu_kind
 from engine.quantization import Float8Linear, quantize_int8
 
 if TYPE_CHECKING:
@@ -77,7 +76,7 @@ def choices(setting: Setting) -> Iterator[Choice]:
     dtype = torch.bfloat16 if setting.device == "cuda" else torch.float32
     for name, num_outputs, num_inputs in setting.sizes.model.products:
         for num_rows in setting.sizes.product_rows:
-            config = ProductConfig.of(gpu_kind(setting.device), num_rows, dtype.itemsize)
+            config = ProductConfig.of(num_rows, dtype.itemsize)
             size = num_rows, num_outputs, num_inputs
             what = f"{name} {num_outputs} x {num_inputs}, {num_rows} rows"
             yield Choice(kernel_job(f"{what}, our kernel", size, dtype, dtype, setting), config)
@@ -193,17 +192,27 @@ def library_row(what: str, num_rows: int, num_outputs: int, num_inputs: int, set
 
 
 def float8_row(what: str, num_rows: int, num_outputs: int, num_inputs: int, setting: Setting) -> Row:
-    """With the rows' own way into 8 bits."""
+    """With the rows' own way into 8 bits, as an engine takes it for many rows."""
     num_bytes = num_outputs * num_inputs
     x = torch.randn(num_rows, num_inputs, device=setting.device).bfloat16()
+    make = library_float8(setting)
     try:
-        linears = [
-            Float8Linear(torch.randn(num_outputs, num_inputs, device=setting.device).bfloat16())
+        products = [
+            make(torch.randn(num_outputs, num_inputs, device=setting.device).bfloat16())
             for _ in range(num_sets(num_bytes, cache_bytes(setting.device)))
         ]
-        return rate_row(what, num_bytes, [lambda linear=linear: linear(x) for linear in linears], setting)  # type: ignore[misc]
+        return rate_row(what, num_bytes, [partial(product, x) for product in products], setting)
     except Exception as error:  # of a library that does not take this size: all other rows are none of its
         return Row(what=what, value=None, unit="GB/s", note=f"failed: {short(error)}")
+
+
+def library_float8(setting: Setting) -> Callable[[torch.Tensor], Callable[[torch.Tensor], torch.Tensor]]:
+    """Of a weight, what multiplies with it: by our kernel that narrows rows, where there is one, and the library's."""
+    if setting.device != "cuda" or why_no_triton(setting.device):
+        return Float8Linear
+    from engine.kernels.gpu.parts import TritonFloat8Linear
+
+    return lambda weight: partial(Float8Linear.__call__, TritonFloat8Linear(weight))
 
 
 def rate_row(what: str, num_bytes: int, works: list[Callable[[], Any]], setting: Setting) -> Row:

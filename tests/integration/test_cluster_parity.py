@@ -26,9 +26,9 @@ TRANSPORTS = {"chunked": "nixl", "preempted": "ipc"}
 """Of arrangements whose KV travels otherwise than by grpc."""
 
 
-SLOW = ("aggregated", "chunked", "preempted")
+SLOW = ("chunked", "preempted")
 """Chunks and preemptions are tested with engines (test_engine_parity.py, test_exact_bfloat16.py), KV by NIXL and ipc
-through faults (test_one_sided_faults.py); a cluster without prefill workers is an engine behind a router."""
+through faults (test_one_sided_faults.py)."""
 KINDS = [pytest.param(name, marks=pytest.mark.slow if name in SLOW else ()) for name in ARRANGEMENTS]
 
 

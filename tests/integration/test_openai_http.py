@@ -434,7 +434,6 @@ def test_a_schema_that_cannot_be_kept_to_is_a_bad_request(client: openai.OpenAI,
     assert caught.value.param == "tools[1].function.parameters"
 
 
-@pytest.mark.slow
 def test_a_killed_router_is_no_end_of_a_call(cluster: RunningCluster, client: openai.OpenAI, model: str) -> None:
     asked: dict[str, Any] = {
         "model": model, "messages": ASKING, "tools": TOOLS, "tool_choice": "required", "temperature": 0.8, "seed": 9,

@@ -198,7 +198,7 @@ def test_one_prefills_and_another_decodes(
 @pytest.mark.parametrize(
     "form",
     [
-        pytest.param("float channel", marks=pytest.mark.slow),  # on a CPU: tests/unit/test_stored_weights.py
+        "float channel",
         pytest.param("int channel", marks=pytest.mark.slow),
         pytest.param("fp8 blocks, powers of two", marks=pytest.mark.slow),
     ],

@@ -69,6 +69,7 @@ class PretendDriver:
         stream = Stream(device, priority=-1)
 
         def copy_rows(source: torch.Tensor, address: int, rows_2R: Rows) -> None:
+            assert rows_2R.flags.c_contiguous  # as the kernel does
             with current(used()):  # a launch goes to the current device
                 memory, rows_2R = on_host(source), rows_2R.copy()  # what a launch takes with it
                 self._gpu.memory.accesses.touch(

@@ -20,7 +20,6 @@ from engine.kernels.gpu.eight_bits import (
     scaled_product,
     widen,
 )
-from engine.kernels.gpu.gpu_kind import H200
 from engine.kernels.gpu.parts import (
     TRITON_PARTS,
     TRITON_QUANTIZED_LINEARS,
@@ -70,15 +69,15 @@ def test_more_rows_than_the_kernel_takes_go_with_a_widened_weight(monkeypatch: p
 
 
 def test_configurations_grow_with_the_rows() -> None:
-    tiles = [ProductConfig.of(H200, num_rows, 2).block_t for num_rows in (1, 16, 17, 32, 33, 64, 65, MAX_ROWS)]
+    tiles = [ProductConfig.of(num_rows, 2).block_t for num_rows in (1, 16, 17, 32, 33, 64, 65, MAX_ROWS)]
     assert tiles == [16, 16, 32, 32, 64, 64, 128, 128]
-    few = ProductConfig.of(H200, 1, 2)
+    few = ProductConfig.of(1, 2)
     assert [few.within(size).block_k for size in (128, 64, 48, 16, 256, 4096)] == [128, 64, 16, 16, 256, 256]
     assert [few.within(size).num_stages for size in (256, 128, 16)] == [few.num_stages, 7, 7]
 
 
 def test_inputs_are_cut_where_outputs_are_too_few_for_a_device() -> None:
-    few, many = ProductConfig.of(H200, 64, 2), ProductConfig.of(H200, 65, 2)
+    few, many = ProductConfig.of(64, 2), ProductConfig.of(65, 2)
 
     def pieces(config: ProductConfig, size_n: int, size_k: int) -> int:
         return num_pieces(config, 64, size_n, size_k, 132)
@@ -97,9 +96,9 @@ def test_pieces_of_inputs_are_added_up(
     scale = weight.scale if group_size else weight.scale[:, 0].contiguous()
     x, bias = randn(num_rows, num_inputs, dtype=BFLOAT16), randn(70, dtype=BFLOAT16, seed=1) if has_bias else None
     args = x, weight.weight, scale, bias, group_size
-    whole = scaled_product(*args, config=replace(ProductConfig.of(H200, num_rows, 2), num_programs=0)).double()
+    whole = scaled_product(*args, config=replace(ProductConfig.of(num_rows, 2), num_programs=0)).double()
     launched: list[int] = []
-    monkeypatch.setattr(eight_bits, "_sum_kernel", Noting(eight_bits._sum_kernel, launched))
+    monkeypatch.setattr(eight_bits, "_sum_pieces_kernel", Noting(eight_bits._sum_pieces_kernel, launched))
     y = scaled_product(*args).double()
     assert launched == [num_rows]
     assert ((y - whole).abs() <= 2**-7 * whole.abs() + 1e-3 * whole.abs().max()).all()

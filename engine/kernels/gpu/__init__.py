@@ -12,7 +12,7 @@
     experts.py              products of a mixture's experts with such weights, all experts at once
     choose.py               which experts a token gets
     lora.py                 what adapters add to products, rows of all adapters at once; adapters.py: an engine's
-    one_row.py              products of one row with weights of 16 bits
+    one_row.py              products of one row with weights of 16 or 8 bits
     digest.py               xxh3_64 of blocks in the pool
     parts.py                a decoder's parts by these kernels
 

@@ -24,6 +24,7 @@ def copy_rows(source: torch.Tensor, target_address: int, rows_2R: NDArray[np.int
 
     `source`: int64 `[row, words]`, contiguous; rows at the target are as long. The caller has checked the row numbers.
     """
+    assert rows_2R.flags.c_contiguous, "the kernel would take rows of the one for the other's"
     num_rows = rows_2R.shape[1]
     if not num_rows:
         return

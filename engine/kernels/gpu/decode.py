@@ -139,7 +139,10 @@ def beside_pool(q_MH, kv_ptr):
     """
     MAX_FLOAT16: tl.constexpr = 65504.0
     if kv_ptr.dtype.element_ty.primitive_bitwidth == 8 and q_MH.dtype == tl.bfloat16:
-        q_MH = tl.minimum(tl.maximum(q_MH.to(tl.float32), -MAX_FLOAT16), MAX_FLOAT16).to(tl.float16)
+        q_MH = q_MH.to(tl.float32)
+        # A comparison with NaN is false: NaN stays what it is.
+        q_MH = tl.where(q_MH > MAX_FLOAT16, MAX_FLOAT16, tl.where(q_MH < -MAX_FLOAT16, -MAX_FLOAT16, q_MH))
+        q_MH = q_MH.to(tl.float16)
     return q_MH
 
 

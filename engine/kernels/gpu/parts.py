@@ -60,7 +60,7 @@ class TritonInt8Linear(Int8Linear):
             y_TN = one_row_product(x_TK, self.weight_NK, self.bias, self.scale_N)
         else:
             y_TN = scaled_product(x_TK, self.weight_NK, self.scale_N, self.bias)
-        return y_TN.view(*x.shape[:-1], -1)
+        return y_TN.view(*x.shape[:-1], y_TN.shape[1])
 
 
 class TritonFloat8Linear(Float8Linear):
@@ -88,7 +88,7 @@ class TritonGroupScaledLinear(GroupScaledLinear):
             wide_NK = widen(weight.weight, weight.scale, weight.group_size, weight.dtype)
             return F.linear(x, wide_NK, self.bias)
         y_TN = scaled_product(x_TK, weight.weight, weight.scale, self.bias, weight.group_size)
-        return y_TN.view(*x.shape[:-1], -1)
+        return y_TN.view(*x.shape[:-1], y_TN.shape[1])
 
 
 class TritonScaledExperts(ScaledExperts):
