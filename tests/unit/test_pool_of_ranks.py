@@ -188,7 +188,7 @@ def test_blocks_are_copied_to_the_peers_rank_of_the_same_number() -> None:
     wanted = theirs.array.copy()
     opened = on_devices(ours, driver=driver).open_peer(on_devices(theirs).describe_memory(), NUM_PEER_BLOCKS)
     assert len(driver.opened) == 3
-    for copies in ([(0, 3, 8), (2, 1, 0), (3, 3, 8), (5, 6, 1)], [(5, 0, 0)], [(4, 2, 3), (1, 2, 3)]):
+    for copies in ([(0, 3, 8), (1, 4, 2), (2, 1, 0), (3, 3, 8), (5, 6, 1)], [(5, 0, 0)], [(4, 2, 3), (1, 2, 3)]):
         for layer, src, dst in copies:
             wanted[layer, dst] = ours.array[layer, src]
         src_rows = [layer * LAYOUT.num_blocks + src for layer, src, _ in copies]
