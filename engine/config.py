@@ -198,8 +198,9 @@ class EngineArgs:
         default="auto",
         metadata={
             "help": "Weights of the layers' products: auto (each as the checkpoint has it; on a CPU int8 alone), none "
-            "(those in 8 bits are widened when loaded), int8 (weights alone, anywhere) or fp8 (activations too; GPUs "
-            "of compute capability 8.9 or later). What is not so in the checkpoint is quantised when loaded."
+            "(those in 8 bits are widened when loaded), int8 (weights alone, anywhere) or fp8 (activations of many "
+            "rows too; GPUs of compute capability 8.9 or later). What is not so in the checkpoint is quantised when "
+            "loaded."
         },
     )
     kv_cache_dtype: str = field(

@@ -5,7 +5,8 @@ Products of layers alone: embeddings, norms and the logits' product keep the mod
 `Parts.with_products` puts them into a decoder.
 
     int8     weights alone, on any device: activations keep their dtype
-    fp8      weights, and activations, per token, as they come: float8_e4m3fn (engine/float8.py) on tensor cores
+    fp8      weights, and activations, per token, as they come: float8_e4m3fn (engine/float8.py) on tensor cores. Our
+             GPU kernels multiply few rows by weights alone in 8 bits
     stored   each weight as it is in the checkpoint: one of these, or 8 bits with a scale for each group of inputs
              (weights alone), or plain where the checkpoint has left it so; a mixture's experts, in whatever 8 bits,
              weights alone (engine/models/expert_products.py)

@@ -270,7 +270,7 @@ async def test_a_client_that_leaves_frees_every_worker(cluster: RunningCluster, 
     await asyncio.to_thread(cluster.wait_until_at_rest)
 
 
-@pytest.mark.slow  # of a call: below; of several answers: test_migration.py
+@pytest.mark.slow  # over HTTP of a call, below; of several answers, over gRPC: test_migration.py
 def test_a_killed_router_is_no_end_of_several_answers(
     cluster: RunningCluster, client: openai.OpenAI, model: str
 ) -> None:
