@@ -26,8 +26,6 @@ from engine.float8 import MAX_FLOAT8
 MAX_ROWS = 256
 """Beyond, the whole weight is widened first, and the library multiplies: so many rows are bound by arithmetic, of which
 it makes more, and not by the 4 bytes more that each weight then costs. A guess: no GPU has measured it."""
-
-
 FEW_ROWS = 64
 """Up to so many, weights in 8-bit floats are multiplied here, and beyond by `torch._scaled_mm`, with rows in 8 bits,
 too. With those it took an H100 131 to 140 µs for a layer of Llama-3.1-8B, whatever the rows are, and so 123 with 64 and
