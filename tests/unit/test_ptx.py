@@ -167,7 +167,7 @@ ALL = (
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=pytest.mark.slow if "attention" in name else ()) for name in SOME]
+    "name", [pytest.param(name, marks=() if "copy_rows" in name else pytest.mark.slow) for name in SOME]
 )
 def test_compiled_kernels_pass_their_tests(name: str) -> None:
     assert num_passed(name, SOME[name], "ptx") > 2
