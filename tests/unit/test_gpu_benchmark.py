@@ -1,4 +1,5 @@
-"""benchmarks/gpu.py: what it counts, and how its parts are run. The parts: test_gpu_parts.py."""
+"""benchmarks/gpu.py: what it counts, and how its parts are run. The parts: test_gpu_parts.py; what is carried to a bare
+machine for them: test_bare_machine.py."""
 
 from __future__ import annotations
 
@@ -7,12 +8,10 @@ import json
 import math
 import os
 import re
-import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
-from importlib.metadata import PackageNotFoundError, distribution, files, requires
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -21,107 +20,20 @@ import parts_for_gpu as parts
 import pytest
 import torch
 from click.testing import CliRunner
-from packaging.requirements import Requirement
-from packaging.utils import canonicalize_name
 
 from benchmarks import gpu
-from benchmarks.gpu_parts import kernels, profiling, runner, servers, steps, timing
+from benchmarks.gpu_parts import kernels, profiling, runner, steps, timing
 from benchmarks.gpu_parts.rows import Row, table
 from benchmarks.gpu_parts.runner import OUT_OF_TIME, NotRun, OutOfTime, Part, Setting, run_parts, side_by_side
 from benchmarks.gpu_parts.shapes import FULL, ModelShape, attention_bytes, attention_flop
 from benchmarks.machine import compilers
 
 LIMIT_S = 20.0
-ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.fixture
 def setting(tmp_path: Path) -> Setting:
     return Setting(device="cpu", is_tiny=True, results=tmp_path)
-
-
-# -- what a bare machine has, and what is carried to it --------------------------------------------------------------
-
-
-@pytest.fixture(scope="module")
-def carry(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int | None], Path]:
-    """A folder of packages as a bare machine has them: torch, Triton and transformers, what they need, and so many
-    lines, or all, of what docs/gpu.md carries there."""
-    text = (ROOT / "docs/gpu.md").read_text()
-    (listed,) = re.findall(r"-d wheels \\\n(.*?)\nzip", text, re.DOTALL)
-    lines = [line.split() for line in listed.replace("\\", "").splitlines()]
-
-    def make(num_lines: int | None) -> Path:
-        folder = tmp_path_factory.mktemp("site")
-        carried = {canonicalize_name(name) for line in lines[:num_lines] for name in line}
-        for name in with_needs(["torch", "triton", "transformers"]) | carried:
-            for top in tops_of(name):
-                if not (folder / top).exists():  # several packages share one: google
-                    (folder / top).symlink_to(str(distribution(name).locate_file(top)))
-        return folder
-
-    return make
-
-
-def tops_of(name: str) -> set[str]:
-    """What a package has in the folder of packages; nothing where it is not installed here, as `nixl-cu13`."""
-    try:
-        return {path.parts[0] for path in files(name) or []} - {".."}
-    except PackageNotFoundError:
-        return set()
-
-
-def with_needs(names: Iterable[str]) -> set[str]:
-    found: set[str] = set()
-    todo = list(names)
-    while todo:
-        name = canonicalize_name(todo.pop())
-        if name in found or not tops_of(name):
-            continue
-        found.add(name)
-        needed = [Requirement(text) for text in requires(name) or []]
-        todo += [one.name for one in needed if one.marker is None or one.marker.evaluate({"extra": ""})]
-    return found
-
-
-def run_bare(site: Path, *arguments: str, path: str = str(ROOT)) -> subprocess.CompletedProcess[str]:
-    """Python with these packages and no others."""
-    return subprocess.run(
-        [sys.executable, "-S", *arguments], env=os.environ | {"PYTHONPATH": f"{path}{os.pathsep}{site}"}, cwd=ROOT,
-        capture_output=True, text=True, timeout=120, check=False,
-    )  # fmt: skip
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("num_lines", "modules"),
-    [
-        (1, ("benchmarks.gpu", "benchmarks.gpu_parts.products", "engine.llm_engine", "accelerate")),
-        (2, ("benchmarks.transfer", "worker_service.device_pool", "worker_service.cuda_ipc")),
-        (None, (
-            "benchmarks.gpu_parts.servers", "tandem.bench.backends", "tandem.bench.run", "tandem.bench.summary",
-            "tandem.bench.workload", "tandem.cluster", "tandem.__main__", "router.__main__",
-            "prefill_service.__main__", "decode_service.__main__", *servers.NEEDED,
-        )),
-    ],
-    ids=["engines", "pushes", "servers"],
-)  # fmt: skip
-def test_what_is_carried_to_a_bare_machine_is_all_that_is_imported(
-    carry: Callable[[int | None], Path], num_lines: int | None, modules: tuple[str, ...]
-) -> None:
-    done = run_bare(carry(num_lines), "-c", f"import {', '.join(modules)}")
-    assert done.returncode == 0, done.stderr[-2000:]
-
-
-@pytest.mark.slow
-def test_the_kernels_tests_find_all_that_they_ask_for_on_a_bare_machine(carry: Callable[[int | None], Path]) -> None:
-    """Their fixtures are looked up, and no test is run."""
-    _, *arguments = kernels.command()
-    path = os.pathsep.join([str(ROOT), str(ROOT / "tests")])
-    done = run_bare(carry(2), *arguments, "-n", "0", "--setup-plan", path=path)
-    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-2000:]
-    assert "SETUP    F one_thread" in done.stdout
-    assert re.search(r"\d+ deselected", done.stdout), "what takes minutes was not left out"
 
 
 # -- what is counted ------------------------------------------------------------------------------------------------

@@ -86,6 +86,22 @@ def test_inputs_are_cut_where_outputs_are_too_few_for_a_device() -> None:
     assert pieces(many, 4096, 14336) == 1
 
 
+@pytest.mark.parametrize("num_multiprocessors", [108, 132])
+@pytest.mark.parametrize(("size_n", "size_k"), [(6144, 4096), (4096, 4096), (28672, 4096), (4096, 14336)])
+def test_other_rows_in_a_tile_are_cut_as_a_full_one(size_n: int, size_k: int, num_multiprocessors: int) -> None:
+    """Pieces are constants of a kernel: another number of them is compiled while requests wait."""
+    for first, last in ((2, 16), (17, 32), (33, 64)):
+        config = ProductConfig.of(last, 2)
+        found = {num_pieces(config, rows, size_n, size_k, num_multiprocessors) for rows in range(first, last + 1)}
+        assert len(found) == 1
+
+
+@pytest.mark.parametrize("linear", [TritonInt8Linear, TritonFloat8Linear])
+def test_no_rows_are_none(linear: type[TritonInt8Linear] | type[TritonFloat8Linear]) -> None:
+    weight = randn(48, 64, dtype=BFLOAT16)
+    assert linear(weight)(weight[:0]).shape == (0, 48)
+
+
 @pytest.mark.parametrize("has_bias", [False, True])
 @pytest.mark.parametrize(("num_rows", "num_inputs", "group_size"), [(3, 2100, None), (40, 1600, 16), (16, 4096, 128)])
 def test_pieces_of_inputs_are_added_up(
