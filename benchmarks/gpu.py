@@ -4,7 +4,7 @@
     python benchmarks/gpu.py --only kernels,model         some parts; floors are measured with any
     python benchmarks/gpu.py --tiny                       the same script on any machine, over a toy: that it runs
 
-    floors ─> kernels, model ─> attention ─> digests ─> steps ─> push ─> servers ─> products ─> deepseek
+    floors ─> kernels, model ─> attention ─> flash ─> digests ─> steps ─> push ─> servers ─> products ─> deepseek
     ─> steps in 8 bits ─> batch_invariant (each a module of gpu_parts/); by name: other launch configurations
 
 Each part is a process of its own with a time of its own: what goes wrong in one is written into the table, and the
@@ -34,6 +34,7 @@ from benchmarks.gpu_parts import (
     attention,
     deepseek,
     digests,
+    flash,
     floors,
     invariant,
     kernels,
@@ -53,6 +54,7 @@ PARTS = (
     Part(name="kernels", about="their tests against float64", measure=kernels.measure, limit_s=150, is_timed=False),
     Part(name="model", about="against transformers in float64", measure=model.measure, limit_s=150, is_timed=False),
     Part(name="attention", about="alone", measure=attention.measure, limit_s=60),
+    Part(name="flash", about="the FlashAttention that is there, alone", measure=flash.measure, limit_s=90),
     Part(name="digests", about="of blocks, alone", measure=digests.measure, limit_s=40),
     Part(name="steps", about="of an engine", measure=steps.measure, limit_s=120),
     Part(name="push-ipc", about="KV between two processes", measure=push.measure_ipc, limit_s=60),

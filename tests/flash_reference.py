@@ -3,7 +3,7 @@
 What the real ones refuse is refused here (types, strides, page sizes, shapes), and so is what would make a sequence's
 bits depend on the batch; what they silently leave out comes out as NaN: queries beyond the longest that they were told
 of, keys beyond the longest context. Read in flash-attn 2.8.3 (csrc/flash_attn/flash_api.cpp), in the `hopper` folder
-beside it, and in torch 2.13 (ATen/native/transformers/cuda).
+beside it, in flash-attn-4 4.0.0b36 (flash_attn/cute/interface.py), and in torch 2.13 (ATen/native/transformers/cuda).
 
 Torch's real `varlen_attn` needs no stand-in: only the operator beneath it, `aten::_flash_attention_forward`, has none
 for a CPU (`aten_on_cpu`).
@@ -157,6 +157,40 @@ def flash_attn_3_with_kvcache(
         max_query_len=max_seqlen_q, max_context_len=page_table.shape[1] * k_cache.shape[1], causal=causal,
         window=window_size, scale=softmax_scale,
     )  # fmt: skip
+
+
+# -- FlashAttention-4 -----------------------------------------------------------------------------------------------
+
+
+def flash_attn_4_varlen_func(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, qv: Any = None, cu_seqlens_q: torch.Tensor | None = None,
+    cu_seqlens_k: Any = None, max_seqlen_q: int | None = None, max_seqlen_k: int | None = None,
+    min_seqlen_k: int | None = None, seqused_q: Any = None, seqused_k: torch.Tensor | None = None,
+    gather_kv_indices: Any = None, page_table: torch.Tensor | None = None, softmax_scale: float | None = None,
+    causal: bool = False, window_size: tuple[int | None, int | None] = (None, None), learnable_sink: Any = None,
+    softcap: float = 0.0, num_splits: int = 1, pack_gqa: bool | None = None, deterministic: bool = False,
+    score_mod: Any = None, score_mod_bwd: Any = None, mask_mod: Any = None, block_sparse_tensors: Any = None,
+    aux_tensors: Any = None, aux_scalars: Any = None, return_lse: bool = False, scheduler_metadata: Any = None,
+    seqlen_k_per_split: int | None = None, disable_scheduler_metadata: bool = False,
+    gather_bwd_recompute_p: bool = False, gather_bwd_token_chunk: int | None = None,
+) -> tuple[torch.Tensor, torch.Tensor | None]:  # fmt: skip
+    assert page_table is not None
+    assert seqused_k is not None
+    assert num_splits == 1, "would depend on the batch"
+    _check_inputs(q, k, v, page_table, seqused_k)
+    assert q.shape[-1] % 16 == 0, "Paged KV does not support irregular head dim"
+    for tensor in (q, k, v):
+        assert all(stride % 8 == 0 for stride in tensor.stride()[:-1]), "would be copied"
+    window = tuple(-1 if size is None else size for size in window_size)
+    if cu_seqlens_q is None:
+        return _attend_batch(q, k, v, seqused_k, page_table, causal, window, softmax_scale), None
+    _check_inputs(q, k, v, page_table, cu_seqlens_q)
+    return _attend(
+        q, k, v, query_starts=cu_seqlens_q.tolist(), context_lens=seqused_k.tolist(), table=page_table,
+        max_query_len=len(q) if max_seqlen_q is None else max_seqlen_q,
+        max_context_len=max_seqlen_k or page_table.shape[1] * k.shape[1], causal=causal, window=window,
+        scale=softmax_scale,
+    ), None  # fmt: skip
 
 
 # -- torch's own ----------------------------------------------------------------------------------------------------

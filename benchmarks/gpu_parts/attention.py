@@ -70,12 +70,14 @@ def choices(setting: Setting) -> Iterator[Choice]:
         yield Choice(prefill_job(setting, dtype, *prompts), prefill, PREFILL_VARIANTS)
 
 
-def random_pool(num_seqs: int, length: int, setting: Setting, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+def random_pool(
+    num_seqs: int, length: int, setting: Setting, dtype: torch.dtype, block_size: int = BLOCK_SIZE
+) -> tuple[torch.Tensor, torch.Tensor]:
     """A layer of a pool, and block tables of sequences whose blocks lie scattered in it."""
     _, num_kv_heads, head_dim = setting.sizes.attention_heads
-    blocks_each = -(-length // BLOCK_SIZE)
+    blocks_each = -(-length // block_size)
     num_blocks = num_seqs * blocks_each
-    kv = torch.randn(num_blocks, 2, num_kv_heads, BLOCK_SIZE, head_dim, device=setting.device).to(dtype)
+    kv = torch.randn(num_blocks, 2, num_kv_heads, block_size, head_dim, device=setting.device).to(dtype)
     tables = torch.randperm(num_blocks, device=setting.device).int().view(num_seqs, blocks_each)
     return kv, tables
 

@@ -1,14 +1,17 @@
-"""FlashAttention over a paged pool (T. Dao, "FlashAttention-2", 2023; J. Shah et al., "FlashAttention-3", 2024), by
-whichever library is there: which one, what it demands, and its calls behind one pair of signatures.
+"""FlashAttention over a paged pool (T. Dao, "FlashAttention-2", 2023; J. Shah et al., "FlashAttention-3", 2024; and
+T. Zadouri et al., "FlashAttention-4", 2026), by whichever library is there: which one, what it demands, and its calls
+behind one pair of signatures.
 
 Owns no tensor. Each library reads pages where they lie, through a table of page ids:
 
     FlashAttention-3    `flash_attn_interface`           compute capability 9, pages of any size
-    FlashAttention-2    `flash_attn` from 2.6            compute capability 8.0 and up, pages of multiples of 256 tokens
+    FlashAttention-4    `flash_attn.cute`                9, 10 and 11, pages of any size, compiled when first called
+    FlashAttention-2    `flash_attn` from 2.6            8.0 and up, pages of multiples of 256 tokens
     torch's own         `torch.nn.attention.varlen`      FlashAttention-2 within torch from 2.13, the same demands
 
-All three ask that a page's last axis be contiguous, and take the strides of the others as they are, so that a permuted
-view of the pool will do and nothing is copied. Read in their sources: flash-attn 2.6.0 to 2.8.4, torch 2.13.
+All of them ask that a page's last axis be contiguous, and take the strides of the others as they are, so that a
+permuted view of the pool will do and nothing is copied (FlashAttention-4, where they are multiples of 16 bytes). Read
+in their sources: flash-attn 2.6.0 to 2.8.4, flash-attn-4 4.0.0b36, torch 2.13.
 
 No call splits a context: `num_splits` is 1. Otherwise a library chooses by the number of sequences and the longest of
 them, and a sequence's bits would depend on its neighbours; and FlashAttention-2's split and paged calls over queries of
@@ -19,21 +22,28 @@ Shapes: T tokens, S sequences, N query heads, K key/value heads, H head dim.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable
 from dataclasses import dataclass
-from importlib import import_module
+from importlib import import_module, metadata
 from importlib.util import find_spec
 from typing import Any
 
 import torch
+from packaging.version import Version
 
 from engine.models.scores import Scores
 
 MAX_HEAD_DIM = 256
 HEAD_DIM_MULTIPLE = 8
 """16 bytes. FlashAttention-2 would copy, padded, a pool whose head size is no multiple of it."""
+HEAD_DIMS = tuple(range(HEAD_DIM_MULTIPLE, MAX_HEAD_DIM + 1, HEAD_DIM_MULTIPLE))
 DTYPES = ("float16", "bfloat16")
+FLASH_ATTN_4_FIRST = "4.0.0b36"
+"""The first version whose demands are known. In earlier ones pages of other sizes than a tile of keys are missing, or
+fail for heads of 256 (sgl-project/sglang pull request 35757)."""
+_BLACKWELL = (*range(16, 129, 16), 256)
+FLASH_ATTN_4_HEAD_DIMS = {9: tuple(range(16, 257, 16)), 10: _BLACKWELL, 11: _BLACKWELL}
+"""By the major compute capability, in pages. Its kernels for 8.x and 12.x know none."""
 FLASH_ATTN_2_PAGE_MULTIPLE = 256
 FLASH_ATTN_2_THAT_WAITS = (2, 8, 4)
 """From this version on `flash_attn_with_kvcache` reads the longest context back from the device."""
@@ -70,8 +80,9 @@ end: a sequence's last query sees its whole context. A sequence without a contex
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FlashCalls:
     name: str
-    page_multiple: int
+    page_multiple: int = 1
     """A page's slots must be a multiple of it."""
+    head_dims: tuple[int, ...] = HEAD_DIMS
     is_capturable: bool
     """Whether `decode` can be captured in a CUDA graph."""
     decode: Attend
@@ -81,7 +92,7 @@ class FlashCalls:
 
 
 def load_flash_calls(*, device: str, dtype: str, kv_dtype: str, head_dim: int, block_size: int) -> FlashCalls:
-    """The newest library that can serve here. Raises `FlashUnavailable`."""
+    """The first of these libraries that can serve here. Raises `FlashUnavailable`."""
     why_not = why_no_flash(device=device, dtype=dtype, kv_dtype=kv_dtype, head_dim=head_dim)
     if why_not:
         raise FlashUnavailable(why_not)
@@ -89,10 +100,12 @@ def load_flash_calls(*, device: str, dtype: str, kv_dtype: str, head_dim: int, b
     if capability < (8, 0):
         raise FlashUnavailable(f"it needs a GPU of compute capability 8.0, and this one has {_dotted(capability)}")
     reasons = []
-    for load in (load_flash_attn_3, load_flash_attn_2, load_torch):
+    for load in (load_flash_attn_3, load_flash_attn_4, load_flash_attn_2, load_torch):
         calls = load(capability)
         if isinstance(calls, str):
             reasons.append(calls)
+        elif head_dim not in calls.head_dims:
+            reasons.append(f"{calls.name} has heads of {_listed(calls.head_dims)} here, and the model's are {head_dim}")
         elif block_size % calls.page_multiple:
             reasons.append(f"{calls.name} needs block_size {calls.page_multiple}, is {block_size}")
         else:
@@ -151,7 +164,51 @@ def flash_attn_3_calls(with_kvcache: Callable[..., Any]) -> FlashCalls:
         )  # fmt: skip
         return o_TNH
 
-    return FlashCalls(name="FlashAttention-3", page_multiple=1, is_capturable=True, decode=decode, prefill=prefill)
+    return FlashCalls(name="FlashAttention-3", is_capturable=True, decode=decode, prefill=prefill)
+
+
+# -- FlashAttention-4 -----------------------------------------------------------------------------------------------
+
+
+def load_flash_attn_4(capability: tuple[int, int]) -> FlashCalls | str:
+    try:
+        installed = metadata.version("flash-attn-4")
+    except metadata.PackageNotFoundError:
+        return "FlashAttention-4 (flash-attn-4) is not installed"
+    if Version(installed) < Version(FLASH_ATTN_4_FIRST):
+        return f"flash-attn-4 must be {FLASH_ATTN_4_FIRST} or later, is {installed}"
+    head_dims = FLASH_ATTN_4_HEAD_DIMS.get(capability[0])
+    if head_dims is None:
+        return f"FlashAttention-4 has pages for 9.x to 11.x, and this GPU has {_dotted(capability)}"
+    return flash_attn_4_calls(_import("flash_attn.cute").flash_attn_varlen_func, head_dims)
+
+
+def flash_attn_4_calls(varlen_func: Callable[..., Any], head_dims: tuple[int, ...]) -> FlashCalls:
+    """What differs in heads, window, decoding or not, many tokens or few is compiled apart, for seconds, when it is first
+    called: by the warm-up, but for the first step that has more than 256 prompts."""
+
+    def decode(
+        q_SNH: torch.Tensor, k_pages: torch.Tensor, v_pages: torch.Tensor, batch: PagedBatch, scores: Scores
+    ) -> torch.Tensor:
+        o_S1NH: torch.Tensor
+        o_S1NH, _ = varlen_func(
+            q_SNH.unsqueeze(1), k_pages, v_pages, seqused_k=batch.context_lens, page_table=batch.block_tables,
+            causal=True, softmax_scale=scores.scale, window_size=_window(scores), num_splits=1,
+        )  # fmt: skip
+        return o_S1NH.squeeze(1)
+
+    def prefill(
+        q_TNH: torch.Tensor, k_pages: torch.Tensor, v_pages: torch.Tensor, batch: PagedBatch, scores: Scores
+    ) -> torch.Tensor:
+        o_TNH: torch.Tensor
+        o_TNH, _ = varlen_func(
+            q_TNH, k_pages, v_pages, cu_seqlens_q=batch.query_starts, max_seqlen_q=batch.max_query_len,
+            seqused_k=batch.context_lens, page_table=batch.block_tables, causal=True, softmax_scale=scores.scale,
+            window_size=_window(scores), num_splits=1,
+        )  # fmt: skip
+        return o_TNH
+
+    return FlashCalls(name="FlashAttention-4", head_dims=head_dims, is_capturable=True, decode=decode, prefill=prefill)
 
 
 # -- FlashAttention-2 -----------------------------------------------------------------------------------------------
@@ -162,16 +219,16 @@ def load_flash_attn_2(capability: tuple[int, int]) -> FlashCalls | str:
     if find_spec("flash_attn_2_cuda") is None:
         return "FlashAttention-2 (flash_attn) is not installed"
     module = _import("flash_attn")
-    version = version_numbers(module.__version__)
-    if version < (2, 6):
+    release = Version(module.__version__).release
+    if release < (2, 6):
         return f"flash_attn must be 2.6 or later, is {module.__version__}"
-    if capability[0] > 9 and version < (2, 7, 3):
+    if capability[0] > 9 and release < (2, 7, 3):
         return f"flash_attn must be 2.7.3 or later for a GPU of {_dotted(capability)}, is {module.__version__}"
-    return flash_attn_2_calls(module.flash_attn_varlen_func, module.flash_attn_with_kvcache, version)
+    return flash_attn_2_calls(module.flash_attn_varlen_func, module.flash_attn_with_kvcache, release)
 
 
 def flash_attn_2_calls(
-    varlen_func: Callable[..., Any], with_kvcache: Callable[..., Any], version: tuple[int, ...]
+    varlen_func: Callable[..., Any], with_kvcache: Callable[..., Any], release: tuple[int, ...]
 ) -> FlashCalls:
     def decode(
         q_SNH: torch.Tensor, k_pages: torch.Tensor, v_pages: torch.Tensor, batch: PagedBatch, scores: Scores
@@ -196,7 +253,7 @@ def flash_attn_2_calls(
     return FlashCalls(
         name="FlashAttention-2",
         page_multiple=FLASH_ATTN_2_PAGE_MULTIPLE,
-        is_capturable=version < FLASH_ATTN_2_THAT_WAITS,
+        is_capturable=release < FLASH_ATTN_2_THAT_WAITS,
         decode=decode,
         prefill=prefill,
     )
@@ -206,7 +263,7 @@ def flash_attn_2_calls(
 
 
 def load_torch(capability: tuple[int, int]) -> FlashCalls | str:
-    if version_numbers(torch.__version__) < TORCH_WITH_PAGES:
+    if Version(torch.__version__).release < TORCH_WITH_PAGES:
         return f"torch's own takes pages from {_dotted(TORCH_WITH_PAGES)} on, and torch is {torch.__version__}"
     if not torch.backends.cuda.is_flash_attention_available():
         return "this build of torch has no FlashAttention"
@@ -255,9 +312,8 @@ def _window(scores: Scores) -> tuple[int, int]:
     return (scores.sliding_window - 1, 0) if scores.sliding_window else (-1, -1)
 
 
-def version_numbers(version: str) -> tuple[int, ...]:
-    """The first three: "2.8.3.post1" is (2, 8, 3)."""
-    return tuple(int(number) for number in re.findall(r"\d+", version)[:3])
+def _listed(numbers: tuple[int, ...]) -> str:
+    return ", ".join(map(str, numbers))
 
 
 def _dotted(numbers: tuple[int, ...]) -> str:

@@ -19,21 +19,24 @@ import pytest
 import torch
 from attention_cases import LENS, Case
 from engine_steps import arguments, logits_of_steps
+from packaging.version import Version
 from recorder import RelaunchingRecorder
 
 from engine import attention
 from engine.attention import choice
 from engine.attention.flash_backend import FlashAttention, FlashPlan
 from engine.attention.flash_calls import (
+    FLASH_ATTN_4_HEAD_DIMS,
     TORCH_WITH_PAGES,
     FlashCalls,
     flash_attn_2_calls,
     flash_attn_3_calls,
+    flash_attn_4_calls,
     load_flash_attn_2,
     load_flash_attn_3,
+    load_flash_attn_4,
     load_torch,
     torch_calls,
-    version_numbers,
 )
 from engine.attention.torch_backend import TorchAttention
 from engine.config import EngineArgs
@@ -49,7 +52,7 @@ if HAS_TRITON:
     import triton_device  # noqa: F401 - before the kernels: it chooses the interpreter where there is no GPU
 HAS_GPU = torch.cuda.is_available()
 
-KINDS = ["FlashAttention-3", "FlashAttention-2", "torch's"]
+KINDS = ["FlashAttention-3", "FlashAttention-4", "FlashAttention-2", "torch's"]
 TOLERANCES = {torch.float16: 2e-3, torch.bfloat16: 1e-2}
 LONG = [(300, 1), (511, 1), (512, 1), (0, 1), (255, 3), (0, 300), (520, 9)]
 """Several pages of 256, ending before, at and after their ends."""
@@ -65,10 +68,12 @@ def calls_of(kind: str) -> FlashCalls:
     """From here on as they are with the real functions."""
     if kind == "FlashAttention-3":
         return flash_attn_3_calls(flash_reference.flash_attn_3_with_kvcache)
+    if kind == "FlashAttention-4":
+        return flash_attn_4_calls(flash_reference.flash_attn_4_varlen_func, FLASH_ATTN_4_HEAD_DIMS[9])
     if kind == "FlashAttention-2":
         reference = flash_reference
         return flash_attn_2_calls(reference.flash_attn_varlen_func, reference.flash_attn_with_kvcache, (2, 8, 3))
-    if version_numbers(torch.__version__) < TORCH_WITH_PAGES:
+    if Version(torch.__version__).release < TORCH_WITH_PAGES:
         pytest.skip(f"varlen_attn of torch {torch.__version__} takes no pages")
     from torch.nn.attention.varlen import varlen_attn  # all of torch's compiler with it
 
@@ -145,19 +150,25 @@ def test_another_scale(kind: str) -> None:
 @pytest.mark.parametrize("window", [0, 260])
 @pytest.mark.parametrize("kind", KINDS)
 def test_several_pages(kind: str, window: int) -> None:
-    assert_close(case_of(LONG, 1, 8, torch.bfloat16), calls_of(kind), window)
+    assert_close(case_of(LONG, 1, 16, torch.bfloat16), calls_of(kind), window)
 
 
 @pytest.mark.parametrize("num_groups", [1, 3, 8])
 @pytest.mark.parametrize("head_dim", [8, 80, 256])
 @pytest.mark.parametrize("kind", KINDS)
 def test_head_shapes(kind: str, head_dim: int, num_groups: int) -> None:
-    assert_close(case_of([(20, 1), (0, 1), (0, 9), (10, 7)], num_groups, head_dim), calls_of(kind))
+    calls = calls_of(kind)
+    if head_dim not in calls.head_dims:
+        pytest.skip("it has no such heads")
+    assert_close(case_of([(20, 1), (0, 1), (0, 9), (10, 7)], num_groups, head_dim), calls)
 
 
 @pytest.mark.parametrize("block_size", [1, 16])
-def test_flash_attention_3_takes_pages_of_any_size(block_size: int) -> None:
-    assert_close(case_of([(40, 1), (0, 1), (20, 5), (0, 17)], block_size=block_size), calls_of("FlashAttention-3"), 30)
+@pytest.mark.parametrize("kind", ["FlashAttention-3", "FlashAttention-4"])
+def test_some_take_pages_of_any_size(kind: str, block_size: int) -> None:
+    calls = calls_of(kind)
+    assert calls.page_multiple == 1
+    assert_close(case_of([(40, 1), (0, 1), (20, 5), (0, 17)], block_size=block_size), calls, 30)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -287,7 +298,7 @@ def without_triton(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def flash_arguments(folder: Path, kind: str, backend: str, device: str = "cpu") -> EngineArgs:
     """Pages as the library wants them."""
-    block_size = 4 if kind == "FlashAttention-3" else 256
+    block_size = 4 if calls_of(kind).page_multiple == 1 else 256
     return arguments(
         folder, backend, device, num_kv_blocks=64, max_model_len=60, block_size=block_size, max_num_batched_tokens=16
     )
@@ -339,7 +350,10 @@ def test_an_engine_gives_the_tokens_of_plain_torch(folder: Path, kind: str, monk
 
 # -- the real libraries, where there is a GPU -----------------------------------------------------------------------
 
-LOADERS = {"FlashAttention-3": load_flash_attn_3, "FlashAttention-2": load_flash_attn_2, "torch's": load_torch}
+LOADERS = {
+    "FlashAttention-3": load_flash_attn_3, "FlashAttention-4": load_flash_attn_4,
+    "FlashAttention-2": load_flash_attn_2, "torch's": load_torch,
+}  # fmt: skip
 
 
 @pytest.fixture(params=KINDS)
@@ -359,9 +373,20 @@ def test_installed_against_float64(installed: FlashCalls, window: int, dtype: to
         assert_close(case_of(lens, 4, 64, dtype), installed, window, "cuda")
 
 
+@pytest.mark.parametrize("block_size", [1, 16, 128])
+def test_installed_page_sizes(installed: FlashCalls, block_size: int) -> None:
+    """128: as many keys as FlashAttention-4 has in a tile of such heads, which it loads in another way then."""
+    if block_size % installed.page_multiple:
+        pytest.skip("its pages are larger")
+    for window in (0, 200):
+        assert_close(case_of(LONG, 4, 128, torch.bfloat16, block_size), installed, window, "cuda")
+
+
 @pytest.mark.parametrize("num_groups", [1, 3, 8])
 @pytest.mark.parametrize("head_dim", [8, 80, 128, 256])
 def test_installed_head_shapes(installed: FlashCalls, head_dim: int, num_groups: int) -> None:
+    if head_dim not in installed.head_dims:
+        pytest.skip("it has no such heads")
     assert_close(case_of(LONG, num_groups, head_dim), installed, 0, "cuda")
 
 
@@ -405,6 +430,7 @@ def test_installed_in_an_engine(installed: FlashCalls, folder: Path, monkeypatch
 @pytest.mark.parametrize(
     ("module", "name", "reference"),
     [
+        ("flash_attn.cute", "flash_attn.cute.flash_attn_varlen_func", flash_reference.flash_attn_4_varlen_func),
         ("flash_attn_2_cuda", "flash_attn.flash_attn_varlen_func", flash_reference.flash_attn_varlen_func),
         ("flash_attn_2_cuda", "flash_attn.flash_attn_with_kvcache", flash_reference.flash_attn_with_kvcache),
         (

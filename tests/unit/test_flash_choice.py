@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from importlib.metadata import PackageNotFoundError
 from types import ModuleType
 from typing import Any
 
@@ -14,7 +15,7 @@ import torch
 from model_shapes import shape_of
 
 from engine.attention import Needs, choice, choose_attention_backend, flash_calls, why_no_graphs
-from engine.attention.flash_calls import FlashUnavailable, load_flash_calls, version_numbers
+from engine.attention.flash_calls import FlashUnavailable, load_flash_calls
 
 
 def needs(
@@ -38,13 +39,22 @@ def choose(name: str, **change: Any) -> str:
 def gpu(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
     """Makes believe that there is one, and libraries."""
 
-    def make(capability: tuple[int, int], *modules: str, version: str = "2.8.3", torch_version: str = "2.13.0") -> None:
+    def make(
+        capability: tuple[int, int], *modules: str, version: str = "2.8.3", torch_version: str = "2.13.0",
+        version_of_4: str = "4.0.0b36",
+    ) -> None:  # fmt: skip
+        def installed(distribution: str) -> str:
+            if distribution not in modules:
+                raise PackageNotFoundError(distribution)
+            return version_of_4
+
         monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
         monkeypatch.setattr(torch, "__version__", torch_version)
         monkeypatch.setattr(torch.backends.cuda, "is_flash_attention_available", lambda: "torch" in modules)
         monkeypatch.setattr(flash_calls, "find_spec", lambda name: name if name in modules else None)
-        for name in ("flash_attn", "flash_attn_interface"):
+        monkeypatch.setattr(flash_calls.metadata, "version", installed)
+        for name in ("flash_attn", "flash_attn_interface", "flash_attn.cute"):
             module = ModuleType(name)
             module.__dict__.update(
                 __version__=version, flash_attn_varlen_func=flash_reference.flash_attn_varlen_func,
@@ -58,21 +68,32 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
 GpuMaker = Callable[..., None]
 
 
-def loaded(block_size: int = 256) -> str:
+def loaded(block_size: int = 256, head_dim: int = 128) -> str:
     return load_flash_calls(
-        device="cuda", dtype="bfloat16", kv_dtype="bfloat16", head_dim=128, block_size=block_size
+        device="cuda", dtype="bfloat16", kv_dtype="bfloat16", head_dim=head_dim, block_size=block_size
     ).name
 
 
-def test_the_newest_library_that_fits_is_taken(gpu: GpuMaker) -> None:
-    libraries = ("flash_attn_interface", "flash_attn_2_cuda", "torch")
+def test_the_first_library_that_fits_is_taken(gpu: GpuMaker) -> None:
+    libraries = ("flash_attn_interface", "flash-attn-4", "flash_attn_2_cuda", "torch")
     for capability, expected in [
         ((9, 0), "FlashAttention-3"),
         ((8, 0), "FlashAttention-2"),
-        ((10, 0), "FlashAttention-2"),
+        ((10, 0), "FlashAttention-4"),
+        ((12, 0), "FlashAttention-2"),
     ]:
         gpu(capability, *libraries)
         assert loaded() == expected
+    for capability, head_dim, expected in [
+        ((9, 0), 192, "FlashAttention-4"),
+        ((9, 0), 72, "FlashAttention-2"),
+        ((10, 0), 192, "FlashAttention-2"),
+        ((10, 0), 256, "FlashAttention-4"),
+    ]:
+        gpu(capability, *libraries[1:])
+        assert loaded(head_dim=head_dim) == expected
+    gpu((9, 0), *libraries[1:])
+    assert loaded(block_size=16) == "FlashAttention-4"
     gpu((9, 0), "flash_attn_2_cuda", "torch")
     assert loaded() == "FlashAttention-2"
     gpu((9, 0), "torch")
@@ -124,6 +145,8 @@ def test_what_it_cannot_do_is_said(gpu: GpuMaker, change: dict[str, int], why: s
     [
         ((7, 5), ["flash_attn_2_cuda"], {}, "needs a GPU of compute capability 8.0, and this one has 7.5"),
         ((10, 0), ["flash_attn_interface"], {}, "FlashAttention-3 is for compute capability 9, and this GPU has 10.0"),
+        ((12, 0), ["flash-attn-4"], {}, "FlashAttention-4 has pages for 9.x to 11.x, and this GPU has 12.0"),
+        ((9, 0), ["flash-attn-4"], {"version_of_4": "4.0.0b9"}, "flash-attn-4 must be 4.0.0b36 or later, is 4.0.0b9"),
         ((8, 0), ["flash_attn_2_cuda"], {"version": "2.5.9.post1"}, "flash_attn must be 2.6 or later, is 2.5.9.post1"),
         ((10, 0), ["flash_attn_2_cuda"], {"version": "2.7.2"}, "must be 2.7.3 or later for a GPU of 10.0, is 2.7.2"),
         ((8, 0), [], {}, r"2 \(flash_attn\) is not installed; this build of torch has no FlashAttention"),
@@ -136,6 +159,18 @@ def test_why_there_is_none(
     gpu(capability, *modules, **versions)
     with pytest.raises(FlashUnavailable, match=why):
         loaded()
+
+
+@pytest.mark.parametrize("version", ["4.0.0b40", "4.0.0", "4.1.0rc1"])
+def test_later_versions_are_taken(gpu: GpuMaker, version: str) -> None:
+    gpu((9, 0), "flash-attn-4", version_of_4=version)
+    assert loaded() == "FlashAttention-4"
+
+
+def test_heads_that_one_library_lacks_are_named(gpu: GpuMaker) -> None:
+    gpu((10, 0), "flash-attn-4")
+    with pytest.raises(FlashUnavailable, match=r"FlashAttention-4 has heads of 16, .*, 128, 256 here, and the model's"):
+        loaded(head_dim=192)
 
 
 def test_another_implementation_beneath_torch_is_not_ours(gpu: GpuMaker, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -167,8 +202,3 @@ def test_which_decoding_steps_can_be_recorded(gpu: GpuMaker, monkeypatch: pytest
     assert why("flash_attn") == "this version of FlashAttention-2 waits for the device in every call"
     monkeypatch.setattr(choice, "why_no_triton_kernels", lambda _: "there are none")
     assert "without Triton kernels" in why("flash_attn")
-
-
-def test_versions() -> None:
-    assert version_numbers("2.8.3.post1") == (2, 8, 3)
-    assert version_numbers("2.13.0+cu130") == (2, 13, 0)

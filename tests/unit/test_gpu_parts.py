@@ -11,6 +11,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import flash_reference
 import numpy as np
 import pytest
 import receivers_for_gpu as receivers
@@ -21,6 +22,7 @@ from benchmarks.gpu_parts import (
     attention,
     deepseek,
     digests,
+    flash,
     floors,
     invariant,
     model,
@@ -33,7 +35,8 @@ from benchmarks.gpu_parts import (
 )
 from benchmarks.gpu_parts.rows import Row
 from benchmarks.gpu_parts.runner import NotRun, Setting
-from benchmarks.gpu_parts.shapes import FULL, expert_numbers, write_model
+from benchmarks.gpu_parts.shapes import FULL, attention_bytes, expert_numbers, write_model
+from engine.attention.flash_calls import FlashUnavailable, flash_attn_4_calls
 from engine.kernels.gpu import why_no_triton
 from tandem.bench.outcome import Outcome
 from tandem.bench.workload import TokenSource
@@ -44,6 +47,38 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 @pytest.fixture
 def setting(tmp_path: Path) -> Setting:
     return Setting(device="cpu", is_tiny=True, results=tmp_path)
+
+
+def test_flash_attention_over_pages_of_each_size_that_it_takes(
+    setting: Setting, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls = flash_attn_4_calls(flash_reference.flash_attn_4_varlen_func, (16,))
+
+    def load(*, block_size: int, **_: object) -> Any:
+        if block_size == 128:
+            raise FlashUnavailable("no such pages")
+        return calls
+
+    def two_seconds(works: list[Callable[[], torch.Tensor]], device: str) -> float:
+        for work in works:
+            assert work().isfinite().all(), "queries, or keys, are more than it was told"
+        return 2.0
+
+    monkeypatch.setattr(flash, "load_flash_calls", load)
+    monkeypatch.setattr(flash, "seconds_of", two_seconds)
+    rows = list(flash.measure(setting))
+    assert [row.what for row in rows] == [
+        f"{what}, FlashAttention-4, blocks of {block_size}"
+        for what in ("decode attention 2 x 40", "prefill attention 2 x 24")
+        for block_size in (16, 256)
+    ]
+    _, num_kv_heads, head_dim = setting.sizes.attention_heads
+    assert rows[0].value == attention_bytes(num_kv_heads, head_dim, 2 * 40) / 2 / 1e9
+
+
+def test_why_there_is_no_flash_attention_is_said(setting: Setting) -> None:
+    with pytest.raises(NotRun, match="the device is cpu"):
+        list(flash.measure(setting))
 
 
 def test_floors_and_steps(setting: Setting) -> None:
