@@ -5,7 +5,7 @@
     python benchmarks/gpu.py --tiny                       the same script on any machine, over a toy: that it runs
 
     floors ─> kernels, model ─> attention ─> flash ─> digests ─> steps ─> push ─> servers ─> products ─> deepseek
-    ─> steps in 8 bits ─> batch_invariant (each a module of gpu_parts/); by name: other launch configurations
+    ─> steps in 8 bits ─> batch_invariant (each a module of gpu_parts/); by name: vllm, other launch configurations
 
 Each part is a process of its own with a time of its own: what goes wrong in one is written into the table, and the
 others go on. Every number stands beside the limit that the same run measured, or beside its aim. Results are one JSON
@@ -31,6 +31,7 @@ if __name__ == "__main__":
     sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
 from benchmarks.gpu_parts import (
+    against_vllm,
     attention,
     deepseek,
     digests,
@@ -72,6 +73,7 @@ PARTS = (
         measure=steps.measure_invariant,
         limit_s=90,
     ),
+    Part(name="vllm", about="beside Tandem", measure=against_vllm.measure, limit_s=400, is_default=False),
     *(
         Part(
             name=f"{of.__name__.rpartition('.')[2]}-variants",
@@ -107,7 +109,7 @@ def chosen_parts(only: str) -> list[Part]:
 @click.option(
     "--only",
     default="",
-    help=f"Parts, with commas, of: {', '.join(part.name for part in PARTS)}. Default: all but variants.",
+    help=f"Parts, with commas, of: {', '.join(part.name for part in PARTS)}. Default: all but vllm and variants.",
 )
 @click.option("--budget-s", default=480.0, show_default=True, type=click.FloatRange(min=0, min_open=True),
               help="None runs beyond it, and none begins with less than a third of its time left.")  # fmt: skip

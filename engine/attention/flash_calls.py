@@ -184,8 +184,8 @@ def load_flash_attn_4(capability: tuple[int, int]) -> FlashCalls | str:
 
 
 def flash_attn_4_calls(varlen_func: Callable[..., Any], head_dims: tuple[int, ...]) -> FlashCalls:
-    """What differs in heads, window, decoding or not, many tokens or few is compiled apart, for seconds, when it is first
-    called: by the warm-up, but for the first step that has more than 256 prompts."""
+    """What differs in heads, window, decoding or not, many tokens or few is compiled apart, for seconds, when it is
+    first called: by the warm-up, but for the first step that has more than 256 prompts."""
 
     def decode(
         q_SNH: torch.Tensor, k_pages: torch.Tensor, v_pages: torch.Tensor, batch: PagedBatch, scores: Scores

@@ -19,6 +19,7 @@ import torch
 
 from benchmarks import gpu, transfer
 from benchmarks.gpu_parts import (
+    against_vllm,
     attention,
     deepseek,
     digests,
@@ -35,7 +36,7 @@ from benchmarks.gpu_parts import (
 )
 from benchmarks.gpu_parts.rows import Row
 from benchmarks.gpu_parts.runner import NotRun, Setting
-from benchmarks.gpu_parts.shapes import FULL, attention_bytes, expert_numbers, write_model
+from benchmarks.gpu_parts.shapes import FULL, TOY, attention_bytes, expert_numbers, write_model
 from engine.attention.flash_calls import FlashUnavailable, flash_attn_4_calls
 from engine.kernels.gpu import why_no_triton
 from tandem.bench.outcome import Outcome
@@ -47,6 +48,33 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 @pytest.fixture
 def setting(tmp_path: Path) -> Setting:
     return Setting(device="cpu", is_tiny=True, results=tmp_path)
+
+
+def test_beside_vllm_where_it_is_installed(setting: Setting, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(NotRun, match="not installed: vllm"):
+        list(against_vllm.measure(setting))
+    monkeypatch.setattr(against_vllm, "require", lambda *_: None)
+    monkeypatch.setattr(
+        against_vllm, "times",
+        lambda _, engine, folder: [against_vllm.Time(engine, "prefill 2 x 64", 2.0 if engine == "tandem" else 6.0)],
+    )  # fmt: skip
+    ours, theirs = against_vllm.measure(setting)
+    assert (ours.what, ours.note) == ("prefill 2 x 64, tandem", "")
+    assert (theirs.what, theirs.note) == ("prefill 2 x 64, vllm", "3.00 times Tandem's")
+    assert ours.group == theirs.group
+
+
+@pytest.mark.slow
+def test_an_engine_alone(setting: Setting) -> None:
+    found = list(against_vllm.times(setting, "tandem", write_model(setting.results / "toy", TOY)))
+    assert [(time.what, time.engine.split()[0]) for time in found] == [
+        ("prefill 2 x 64", "Tandem"), ("decode step 1 x 8", "Tandem"), ("decode step 4 x 16", "Tandem"),
+    ]  # fmt: skip
+
+
+def test_an_engine_that_fails_is_an_error_with_its_words(setting: Setting) -> None:
+    with pytest.raises(RuntimeError, match=r"vllm ended with 1: .*No module named 'vllm'"):
+        list(against_vllm.times(setting, "vllm", setting.results))
 
 
 def test_flash_attention_over_pages_of_each_size_that_it_takes(
