@@ -141,7 +141,7 @@ def load_flash_attn_3(capability: tuple[int, int]) -> FlashCalls | str:
     # Its kernels for 8.x are built on demand only, and there are none for what came after 9.
     if capability[0] != 9:
         return f"FlashAttention-3 is for compute capability 9, and this GPU has {_dotted(capability)}"
-    return flash_attn_3_calls(_import("flash_attn_interface").flash_attn_with_kvcache)
+    return flash_attn_3_calls(_function("flash_attn_interface", "flash_attn_with_kvcache"))
 
 
 def flash_attn_3_calls(with_kvcache: Callable[..., Any]) -> FlashCalls:
@@ -180,7 +180,7 @@ def load_flash_attn_4(capability: tuple[int, int]) -> FlashCalls | str:
     head_dims = FLASH_ATTN_4_HEAD_DIMS.get(capability[0])
     if head_dims is None:
         return f"FlashAttention-4 has pages for 9.x to 11.x, and this GPU has {_dotted(capability)}"
-    return flash_attn_4_calls(_import("flash_attn.cute").flash_attn_varlen_func, head_dims)
+    return flash_attn_4_calls(_function("flash_attn.cute", "flash_attn_varlen_func"), head_dims)
 
 
 def flash_attn_4_calls(varlen_func: Callable[..., Any], head_dims: tuple[int, ...]) -> FlashCalls:
@@ -318,6 +318,14 @@ def _listed(numbers: tuple[int, ...]) -> str:
 
 def _dotted(numbers: tuple[int, ...]) -> str:
     return ".".join(map(str, numbers))
+
+
+def _function(module: str, name: str) -> Callable[..., Any]:
+    """Raises `FlashUnavailable`. On PyPI a package of FlashAttention-3's name has nothing in it."""
+    found = getattr(_import(module), name, None)
+    if found is None:
+        raise FlashUnavailable(f"{module} is installed and has no {name}: it is another package of this name")
+    return found  # type: ignore[no-any-return]
 
 
 def _import(name: str) -> Any:

@@ -189,6 +189,15 @@ def test_a_library_that_does_not_load_is_an_error_and_none_is_taken_instead(
         loaded()
 
 
+def test_a_package_that_has_the_name_and_nothing_else_is_an_error(
+    gpu: GpuMaker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gpu((9, 0), "flash_attn_interface", "torch")
+    monkeypatch.setitem(sys.modules, "flash_attn_interface", ModuleType("flash_attn_interface"))
+    with pytest.raises(FlashUnavailable, match="flash_attn_interface is installed and has no flash_attn_with_kvcache"):
+        loaded()
+
+
 def test_which_decoding_steps_can_be_recorded(gpu: GpuMaker, monkeypatch: pytest.MonkeyPatch) -> None:
     def why(backend: str, device: str = "cuda") -> str:
         return why_no_graphs(backend, needs(device=device, dtype="float16"))
