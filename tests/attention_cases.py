@@ -90,22 +90,20 @@ class Case:
         self, window: int, soft_cap: float = 0.0, scale: float | None = None, sinks_N: torch.Tensor | None = None
     ) -> torch.Tensor:
         scale = 1 / math.sqrt(self.head_dim) if scale is None else scale
-        rows, row = [], 0
+        rows: list[torch.Tensor] = []
         for (k, v), (before, new) in zip(self.history, self.lens, strict=True):
+            k_TNH, v_TNH = (x.double().repeat_interleave(self.num_heads // self.num_kv_heads, dim=1) for x in (k, v))
             for position in range(before, before + new):
-                first = max(0, position + 1 - window) if window else 0
-                for head in range(self.num_heads):
-                    kv_head = head * self.num_kv_heads // self.num_heads
-                    scores = k[first : position + 1, kv_head].double() @ self.q[row, head].double()
-                    scores *= scale
-                    if soft_cap:
-                        scores = soft_cap * torch.tanh(scores / soft_cap)
-                    if sinks_N is not None:
-                        scores = torch.cat((scores, sinks_N[head : head + 1].double()))
-                    weights = torch.softmax(scores, dim=0)[: position + 1 - first]
-                    rows.append(weights @ v[first : position + 1, kv_head].double())
-                row += 1
-        return torch.stack(rows).view(row, -1)
+                seen = slice(max(0, position + 1 - window) if window else 0, position + 1)
+                q_NH = self.q[len(rows)].double()
+                scores_TN = (k_TNH[seen] * q_NH).sum(dim=2) * scale
+                if soft_cap:
+                    scores_TN = soft_cap * torch.tanh(scores_TN / soft_cap)
+                if sinks_N is not None:
+                    scores_TN = torch.cat((scores_TN, sinks_N[None].double()))
+                weights_TN = torch.softmax(scores_TN, dim=0)[: seen.stop - seen.start]
+                rows.append((weights_TN[:, :, None] * v_TNH[seen]).sum(dim=0))
+        return torch.stack(rows).view(len(rows), -1)
 
 
 LENS = {

@@ -27,6 +27,7 @@ from numpy.typing import NDArray
 PAD_BYTES = 64 * 1024
 MAX_MOVED_BYTES = 16 << 20
 """A larger allocation is a mapping of its own: nothing lies right behind it as it is."""
+MAX_SPARES = 8
 RUBBISH = 0xFF
 """In each byte: a NaN, or the largest integer, or -1."""
 
@@ -166,6 +167,11 @@ def _joined(accesses: list[_Access]) -> tuple[NDArray[np.uint64], NDArray[np.int
     )
 
 
+_spares: dict[int, torch.Tensor] = {}
+"""Memory of launches that have ended, by how much may lie in it, the longest unused first: to have some anew costs more
+than what is copied there."""
+
+
 class _Moved:
     """The storages of a launch's arguments, each with rubbish around it."""
 
@@ -177,8 +183,11 @@ class _Moved:
         if storage.nbytes() > MAX_MOVED_BYTES:
             return tensor
         if storage.data_ptr() not in self._storages:
-            padded = torch.full((storage.nbytes() + 2 * PAD_BYTES,), RUBBISH, dtype=torch.uint8)
-            padded[PAD_BYTES : PAD_BYTES + storage.nbytes()] = _bytes_of(storage)
+            padded = _spares.pop(storage.nbytes(), None)
+            if padded is None:
+                with torch.inference_mode(mode=False):  # or the next launch may not write to it
+                    padded = torch.full((storage.nbytes() + 2 * PAD_BYTES,), RUBBISH, dtype=torch.uint8)
+            padded[PAD_BYTES:-PAD_BYTES] = _bytes_of(storage)
             self._storages[storage.data_ptr()] = storage, padded
         _, padded = self._storages[storage.data_ptr()]
         offset = PAD_BYTES // tensor.element_size() + tensor.storage_offset()
@@ -197,6 +206,9 @@ class _Moved:
     def restore(self) -> None:
         for storage, padded in self._storages.values():
             _bytes_of(storage).copy_(padded[PAD_BYTES : PAD_BYTES + storage.nbytes()])
+            _spares[storage.nbytes()] = padded  # around it all is as it was: else the launch had raised
+        while len(_spares) > MAX_SPARES:
+            del _spares[next(iter(_spares))]
 
 
 def _bytes_of(storage: torch.UntypedStorage) -> torch.Tensor:

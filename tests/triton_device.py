@@ -11,7 +11,9 @@ nearest. `_teach_bfloat16` mends these two, and int8 to bfloat16, which are all 
 added up in one way, whatever their shape.
 
 It puts its own operations into Triton's language anew at each call of a function by a kernel, though they are there
-since the launch: half of the time. `_patch_language_once` leaves that out.
+since the launch: half of the time. `_patch_language_once` leaves that out. It makes, checks and writes out the shape of
+each result anew: `_share_shapes` keeps one of each. It computes sums and products of integers again, in 64 bits, and
+says nothing where they differ: with `_watch_overflows` that is quicker, and an `OverflowError`.
 
 Its rounding to 8-bit floats loses the carry from the fraction into the exponent. `_teach_float8` leaves it to torch,
 but makes NaN of what is too large, where a GPU saturates: a kernel that relies on that is found out.
@@ -19,6 +21,7 @@ but makes NaN of what is too large, where a GPU saturates: a kernel that relies 
 
 from __future__ import annotations
 
+import math
 import os
 from functools import cache
 from typing import Any
@@ -132,6 +135,61 @@ def _patch_language_once() -> None:
     interpreter._get_np_dtype = lambda of: _get_np_dtype(of.element_ty if type(of) is tl.block_type else of)
 
 
+def _share_shapes() -> None:
+    import triton.language as tl
+    from triton.runtime.interpreter import interpreter_semantic
+
+    make_block_type, broadcast = tl.block_type.__init__, interpreter_semantic.broadcast_impl_value
+    of_types: dict[tuple[int, ...], tuple[tl.tuple, int, str]] = {}
+    of_tensors: dict[tuple[int, ...], tuple[tl.tuple, tl.constexpr]] = {}
+
+    def init_block_type(self: Any, element_ty: Any, shape: Any) -> None:
+        sizes = tuple(size.value if type(size) is tl.constexpr else size for size in shape)
+        shared = of_types.get(sizes) if all(type(size) is int for size in sizes) else None
+        if shared is None:
+            make_block_type(self, element_ty, shape)
+            of_types[sizes] = self.shape, self.numel, str(self.shape)
+            return
+        self.element_ty = element_ty
+        self.shape, self.numel, name = shared
+        self.name = f"<{name}, {element_ty}>"
+
+    def init_tensor(self: Any, handle: Any, type: Any) -> None:
+        self.handle, self.type, self.dtype = handle, type, type.scalar
+        sizes = tuple(type.shape.values) if type.is_block() else ()
+        shared = of_tensors.get(sizes)
+        if shared is None:
+            shape = tl.tuple([tl.constexpr(size) for size in sizes])
+            of_tensors[sizes] = shared = shape, tl.constexpr(math.prod(sizes))
+        self.shape, self.numel = shared
+
+    def broadcast_impl_value(lhs: Any, rhs: Any) -> Any:
+        are_alike = lhs.type.is_block() and rhs.type.is_block() and lhs.type.shape is rhs.type.shape
+        return (lhs, rhs) if are_alike else broadcast(lhs, rhs)
+
+    is_equal, cast = tl.dtype.__eq__, interpreter_semantic.cast
+    tl.block_type.__init__, tl.tensor.__init__ = init_block_type, init_tensor
+    tl.dtype.__eq__ = lambda self, other: self is other or is_equal(self, other)
+    interpreter_semantic.cast = lambda x, to, *rest: x if x.dtype is to.scalar else cast(x, to, *rest)
+    interpreter_semantic.broadcast_impl_value = broadcast_impl_value
+
+
+def _watch_overflows() -> None:
+    from triton.runtime.interpreter import interpreter_semantic
+
+    operations = {"add": np.add, "sub": np.subtract, "mul": np.multiply}
+
+    def binary_op_sanitize_overflow_impl(lhs: Any, rhs: Any, binary_op: Any) -> None:
+        dtype, name = lhs.dtype, binary_op.__name__
+        if dtype.is_int_signed() and dtype.int_bitwidth < 64:
+            wide = operations[name](lhs.handle.data, rhs.handle.data, dtype=np.int64)
+            limit = 1 << (dtype.int_bitwidth - 1)
+            if wide.min() < -limit or wide.max() >= limit:
+                raise OverflowError(f"{name} of {dtype}: {wide.min()} to {wide.max()}")
+
+    interpreter_semantic.binary_op_sanitize_overflow_impl = binary_op_sanitize_overflow_impl
+
+
 def _numpy_type(scalar: Any) -> Any:
     """What the interpreter keeps numbers of a type as."""
     from triton.runtime.interpreter import _get_np_dtype
@@ -146,4 +204,6 @@ elif DEVICE == "cpu":
     _teach_bfloat16()
     _teach_float8()
     _patch_language_once()
+    _share_shapes()
+    _watch_overflows()
     watch_launches()

@@ -42,6 +42,12 @@ def _to_address_kernel(address):
     tl.store(address.to(tl.pointer_type(tl.int64)), 7)
 
 
+@triton.jit
+def _integers_kernel(x_ptr, to_ptr, IS_PRODUCT: tl.constexpr):
+    x = tl.load(x_ptr)
+    tl.store(to_ptr, x * x if IS_PRODUCT else x + x)
+
+
 def test_what_is_right_passes() -> None:
     source, target = torch.arange(12.0), torch.zeros(12)
     _copy_kernel[(3,)](source, target, 4, 4, MASK=4, SIZE=4)
@@ -101,3 +107,22 @@ def test_memory_known_by_address() -> None:
     assert memory.item() == 7
     with pytest.raises(InterpreterError, match="would store 8 bytes"):
         _to_address_kernel[(1,)](memory.data_ptr())
+
+
+@pytest.mark.parametrize("is_product", [True, False])
+def test_integers_of_32_bits_have_no_more(is_product: bool) -> None:
+    result = torch.zeros(1, dtype=torch.int64)
+    largest = 46340 if is_product else 2**30 - 1
+    _integers_kernel[(1,)](torch.tensor([largest], dtype=torch.int32), result, IS_PRODUCT=is_product)
+    assert result.item() == (largest**2 if is_product else 2 * largest)
+    with pytest.raises(InterpreterError, match="OverflowError"):
+        _integers_kernel[(1,)](torch.tensor([largest + 1], dtype=torch.int32), result, IS_PRODUCT=is_product)
+
+
+def test_what_a_launch_leaves_to_the_next_one_can_be_written_to() -> None:
+    size = 4321  # of no other launch here
+    with torch.inference_mode():
+        _in_place_kernel[(8,)](torch.zeros(size), READ_AGAIN=False)
+    x = torch.arange(float(size))
+    _in_place_kernel[(8,)](x, READ_AGAIN=False)
+    assert x[:10].tolist() == [1, 2, 3, 4, 5, 6, 7, 8, 8, 9]
