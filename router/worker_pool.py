@@ -50,6 +50,8 @@ _log = logging.getLogger(__name__)
 
 _RECONNECT_MIN_S = 0.1
 _RECONNECT_MAX_S = 1.0
+_MAX_DOUBLINGS = 16
+"""Of the pause between tries: far beyond its bound, and no number grows for ever."""
 
 
 class WorkerPool:
@@ -333,7 +335,8 @@ class WorkerPool:
 
     async def _reconnect(self, handle: WorkerHandle) -> None:
         """Try again while the registry knows the worker, with a pause that doubles: the peer may be restarting."""
-        await asyncio.sleep(min(_RECONNECT_MIN_S * 2 ** (handle.num_lost - 1), _RECONNECT_MAX_S))
+        num_doublings = min(handle.num_lost - 1, _MAX_DOUBLINGS)
+        await asyncio.sleep(min(_RECONNECT_MIN_S * 2**num_doublings, _RECONNECT_MAX_S))
         if handle.is_leaving:
             self._forget_if_done(handle)
         elif self._handles.get(handle.key) is handle:

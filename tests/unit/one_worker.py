@@ -1,0 +1,102 @@
+"""A router's pool with real sessions to one worker, whose streams end how and when a test says. No network."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+
+import grpc
+import pytest
+from lifecycle_bench import load
+
+from protos import tandem_inference_pb2 as inference_pb
+from protos import tandem_worker_pb2 as pb
+from router.policy import PolicyConfig
+from router.worker_handle import WorkerHandle
+from router.worker_pool import WorkerPool
+
+
+class Channel:
+    """One whose streams open at once, and end how and when the test says."""
+
+    def __init__(self) -> None:
+        self.ends: list[asyncio.Future[grpc.StatusCode | None]] = []
+        """One for each stream; set to None for one that ends well."""
+
+    def stream_stream(self, *_: object, **__: object) -> Callable[[object], AsyncIterator[pb.WorkerEvents]]:
+        return self._stream
+
+    async def _stream(self, _: object) -> AsyncIterator[pb.WorkerEvents]:
+        end: asyncio.Future[grpc.StatusCode | None] = asyncio.get_running_loop().create_future()
+        self.ends.append(end)
+        yield pb.WorkerEvents(load=load(100))
+        if (code := await end) is not None:
+            raise grpc.aio.AioRpcError(code, grpc.aio.Metadata(), grpc.aio.Metadata(), "broken")
+
+    def unary_unary(self, *_: object, **__: object) -> None:
+        """Stubs make all their calls at once."""
+
+    async def close(self) -> None:
+        """As a channel's."""
+
+
+class OneWorker:
+    """A pool with real sessions to one decode worker, in one process after the other."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.channels: list[Channel] = []
+        """One for each process."""
+        monkeypatch.setattr("router.worker_pool.open_channel", self._open_channel)
+        monkeypatch.setattr("router.worker_pool._RECONNECT_MIN_S", 0.0)
+        self.pool = WorkerPool(
+            router_id="r",
+            policy=PolicyConfig(),
+            serves=lambda _: True,
+            on_change=self._on_change,
+            now_s=lambda: 1000.0,
+        )
+        self.is_open = asyncio.Event()
+        model = inference_pb.GetModelInfoResponse(block_size=16, max_model_len=2048)
+        self.record = pb.WorkerRecord(
+            worker_id="d", incarnation="1", role=pb.Role.ROLE_DECODE, model=model, load=load(100), lease_ms=10_000
+        )
+        self.restart("1")
+
+    def _open_channel(self, _: str, tls: object) -> Channel:
+        del tls
+        self.channels.append(Channel())
+        return self.channels[-1]
+
+    def _on_change(self) -> None:
+        if any(handle.channel is self.channels[-1] for handle in self.pool.usable(pb.Role.ROLE_DECODE)):
+            self.is_open.set()
+        else:
+            self.is_open.clear()
+
+    def restart(self, incarnation: str) -> None:
+        record = pb.WorkerRecord()
+        record.CopyFrom(self.record)
+        record.incarnation = incarnation
+        self.pool.set_records([record])
+
+    async def lose_session(
+        self,
+        *,
+        num_requests: int,
+        code: grpc.StatusCode | None = grpc.StatusCode.UNAVAILABLE,
+        is_leaving: bool = False,
+    ) -> None:
+        """Waits until it is open, has some requests use it, and ends it."""
+        handle = await self.open_handle()
+        handle.load = load(100, is_draining=is_leaving)
+        session = handle.session
+        assert session is not None
+        for index in range(num_requests):
+            session.attach(f"r{index}", lambda _: None)
+        self.channels[-1].ends[-1].set_result(code)
+        await asyncio.wait([session._task])
+
+    async def open_handle(self) -> WorkerHandle:
+        async with asyncio.timeout(5):
+            await self.is_open.wait()
+        return next(h for h in self.pool.usable(pb.Role.ROLE_DECODE) if h.channel is self.channels[-1])
