@@ -321,16 +321,15 @@ class WorkerPool:
         handle.session.tell_stalled()
 
     def _on_session_lost(self, handle: WorkerHandle) -> None:
-        if self._is_closed:
-            return
+        if self._is_closed or self._handles.get(handle.key) is not handle:
+            return  # it was closed here
         assert handle.session is not None
         if handle.num_lost == 0:
             _log.warning("session lost", extra={"worker": handle.record.worker_id, "why": handle.session.lost_why})
         handle.num_lost += 1
         if handle.session.num_requests_lost and not handle.session.is_our_fault and not handle.is_going:
             self._count_failure(handle)
-        if self._handles.get(handle.key) is handle:
-            self._spawn(self._reconnect(handle))
+        self._spawn(self._reconnect(handle))
         self._on_change()
 
     async def _reconnect(self, handle: WorkerHandle) -> None:
