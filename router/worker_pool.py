@@ -186,7 +186,7 @@ class WorkerPool:
         self._is_closed = True
         for task in self._tasks:
             task.cancel()
-        for handle in self._handles.values():
+        for handle in list(self._handles.values()):  # one that leaves meanwhile is dropped from them
             await self._close_handle(handle)
 
     # -- planning -----------------------------------------------------------------------------------------------

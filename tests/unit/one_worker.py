@@ -22,6 +22,7 @@ class Channel:
     def __init__(self) -> None:
         self.ends: list[asyncio.Future[grpc.StatusCode | None]] = []
         """One for each stream; set to None for one that ends well."""
+        self.is_closed = False
 
     def stream_stream(self, *_: object, **__: object) -> Callable[[object], AsyncIterator[pb.WorkerEvents]]:
         return self._stream
@@ -37,7 +38,7 @@ class Channel:
         """Stubs make all their calls at once."""
 
     async def close(self) -> None:
-        """As a channel's."""
+        self.is_closed = True
 
 
 class OneWorker:
@@ -73,11 +74,14 @@ class OneWorker:
         else:
             self.is_open.clear()
 
-    def restart(self, incarnation: str) -> None:
+    def record_of(self, incarnation: str) -> pb.WorkerRecord:
         record = pb.WorkerRecord()
         record.CopyFrom(self.record)
         record.incarnation = incarnation
-        self.pool.set_records([record])
+        return record
+
+    def restart(self, incarnation: str) -> None:
+        self.pool.set_records([self.record_of(incarnation)])
 
     async def lose_session(
         self,

@@ -29,3 +29,22 @@ async def test_a_worker_that_leaves_in_order_has_not_lost_its_session(
         await asyncio.wait([session._task])
     assert caplog.messages == []
     await worker.pool.close()
+
+
+async def test_a_pool_that_closes_closes_all_though_one_leaves_meanwhile(monkeypatch: pytest.MonkeyPatch) -> None:
+    worker = OneWorker(monkeypatch)
+    stays, leaves = worker.record_of("1"), worker.record_of("2")
+    worker.pool.set_records([stays, leaves])
+    leaving = await worker.open_handle()
+    assert leaving.session is not None
+    leaving.session.attach("r", lambda _: None)
+    worker.pool.set_records([stays])  # the other one finishes what it has
+
+    async def finish() -> None:
+        assert leaving.session is not None
+        leaving.session.detach("r")
+        worker.pool._on_load(leaving, leaving.load)
+
+    monkeypatch.setattr(worker.channels[0], "close", finish)
+    await worker.pool.close()
+    assert worker.channels[1].is_closed
