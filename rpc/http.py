@@ -26,7 +26,8 @@ _log = logging.getLogger(__name__)
 METRICS_FLAG = "--metrics-listen (tandem up: --metrics-port)"
 """In messages: where `ServiceArgs.metrics_listen` comes from."""
 MAX_HEAD_BYTES = 64 * 1024
-"""Of a request's line and headers: whoever sends more is refused, before anybody looks at it."""
+"""Of a request's line and headers: whoever sends more is refused, before anybody looks at it. So is more than that at
+once of anything else that is no body."""
 READ_BYTES = 256 * 1024
 """What one read of a socket may bring: a short head may come with so much of its body."""
 GOODBYE_S = 1.0
@@ -38,15 +39,15 @@ KEEP_ALIVE_S = 75
 
 
 class _BoundedHttp(HttpToolsProtocol):
-    """httptools, several times as fast as uvicorn's other parser, but with a bound for heads, which it lacks."""
+    """httptools, several times as fast as uvicorn's other parser, but with a bound for what is no body, which it
+    lacks: heads, trailers, extensions of chunks."""
 
-    _num_head_bytes = 0
-    _is_in_head = True
+    _num_bytes_apart = 0
+    """Received since the request began, or since the last of its body."""
 
     def data_received(self, data: bytes) -> None:
-        if self._is_in_head:
-            self._num_head_bytes += len(data)
-        if self._is_in_head and self._num_head_bytes > MAX_HEAD_BYTES + READ_BYTES:
+        self._num_bytes_apart += len(data)
+        if self._num_bytes_apart > MAX_HEAD_BYTES + READ_BYTES:
             self.send_400_response(f"A request's headers may have {MAX_HEAD_BYTES} bytes.")
         elif not self.transport.is_closing():
             super().data_received(data)
@@ -66,12 +67,12 @@ class _BoundedHttp(HttpToolsProtocol):
             self.loop.call_later(GOODBYE_S, self.transport.abort)
 
     def on_message_begin(self) -> None:
-        self._num_head_bytes, self._is_in_head = 0, True
+        self._num_bytes_apart = 0
         super().on_message_begin()
 
-    def on_headers_complete(self) -> None:
-        self._is_in_head = False
-        super().on_headers_complete()
+    def on_body(self, body: bytes) -> None:
+        self._num_bytes_apart = 0
+        super().on_body(body)
 
 
 class _Uvicorn(uvicorn.Server):

@@ -1,0 +1,82 @@
+"""HTTP at its edges, over real connections: clients that send without end, that say nothing, that leave."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import pytest
+
+from rpc.http import MAX_HEAD_BYTES, READ_BYTES, HttpServer
+
+TIMEOUT_S = 20.0
+HEAD = b"POST / HTTP/1.1\r\nhost: h\r\n"
+
+
+class Application:
+    """Reads each request's body, and answers when it may; says who has left before."""
+
+    def __init__(self) -> None:
+        self.may_answer = asyncio.Event()
+        self.may_answer.set()
+        self.is_asked = asyncio.Event()
+        self.has_left = asyncio.Event()
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        while (message := await receive()).get("more_body"):
+            pass
+        self.is_asked.set()
+        leaving = asyncio.create_task(self._wait_left(message, receive))
+        await self.may_answer.wait()
+        leaving.cancel()
+        await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"2")]})
+        await send({"type": "http.response.body", "body": b"ok"})
+
+    async def _wait_left(self, message: Any, receive: Any) -> None:
+        while message["type"] != "http.disconnect":
+            message = await receive()
+        self.has_left.set()
+
+
+@asynccontextmanager
+async def serving() -> AsyncIterator[tuple[Application, str, int]]:
+    application = Application()
+    server = HttpServer(application)
+    host, _, port = server.start("127.0.0.1:0", flag="--listen").rpartition(":")
+    async with asyncio.timeout(TIMEOUT_S):
+        yield application, host, int(port)
+    application.may_answer.set()
+    await server.close()
+
+
+@pytest.mark.parametrize(
+    ("begin", "line"),
+    [
+        (HEAD, b"x: " + b"y" * 1000 + b"\r\n"),
+        (HEAD + b"x: ", b"y" * 1000),
+        (HEAD + b"transfer-encoding: chunked\r\n\r\n1\r\nx\r\n0\r\n", b"x: " + b"y" * 1000 + b"\r\n"),
+        (HEAD + b"transfer-encoding: chunked\r\n\r\n1;", b"y" * 1000),
+    ],
+    ids=["headers", "a header", "trailers", "an extension of a chunk"],
+)
+async def test_what_is_no_body_has_a_bound(begin: bytes, line: bytes) -> None:
+    async with serving() as (_, host, port):
+        reader, writer = await asyncio.open_connection(host, port)
+        writer.write(begin)
+        for _ in range(2 * (MAX_HEAD_BYTES + READ_BYTES) // len(line)):
+            writer.write(line)
+        assert (await reader.readline()).startswith(b"HTTP/1.1 400")
+        writer.close()
+
+
+async def test_bodies_are_as_long_as_they_like_in_chunks_of_any_size() -> None:
+    async with serving() as (_, host, port):
+        reader, writer = await asyncio.open_connection(host, port)
+        writer.write(HEAD + b"transfer-encoding: chunked\r\n\r\n")
+        for _ in range(2 * (MAX_HEAD_BYTES + READ_BYTES) // 6):
+            writer.write(b"1\r\nx\r\n")
+        writer.write(b"0\r\n\r\n")
+        assert (await reader.readline()).startswith(b"HTTP/1.1 200")
+        writer.close()
