@@ -35,12 +35,13 @@ GOODBYE_S = 1.0
 CLOCK_S = 1.0
 """How old the date of an answer may be."""
 KEEP_ALIVE_S = 75
-"""For which an idle connection of a client stays open: longer than load balancers keep theirs."""
+"""For which a connection stays open whose client is silent, between requests or within one: longer than load balancers
+keep theirs."""
 
 
 class _BoundedHttp(HttpToolsProtocol):
-    """httptools, several times as fast as uvicorn's other parser, but with a bound for what is no body, which it
-    lacks: heads, trailers, extensions of chunks."""
+    """httptools, several times as fast as uvicorn's other parser, but with bounds that it lacks: for what is no body
+    (heads, trailers, extensions of chunks), and for how long a client may be silent within a request, or before it."""
 
     _num_bytes_apart = 0
     """Received since the request began, or since the last of its body."""
@@ -51,6 +52,19 @@ class _BoundedHttp(HttpToolsProtocol):
             self.send_400_response(f"A request's headers may have {MAX_HEAD_BYTES} bytes.")
         elif not self.transport.is_closing():
             super().data_received(data)
+            self._wait_for_client()
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        self._wait_for_client()
+
+    def _wait_for_client(self) -> None:
+        """Not for ever: uvicorn's own bound begins with an answer's end."""
+        is_its_turn = self.cycle is None or self.cycle.response_complete or self.cycle.more_body
+        if is_its_turn and not self.pipeline and self.timeout_keep_alive_task is None:
+            self.timeout_keep_alive_task = self.loop.call_later(
+                self.timeout_keep_alive, self.timeout_keep_alive_handler
+            )
 
     def shutdown(self) -> None:
         """Of an idle connection, when the server ends."""

@@ -80,3 +80,33 @@ async def test_bodies_are_as_long_as_they_like_in_chunks_of_any_size() -> None:
         writer.write(b"0\r\n\r\n")
         assert (await reader.readline()).startswith(b"HTTP/1.1 200")
         writer.close()
+
+
+@pytest.mark.parametrize(
+    "begin",
+    [b"", b"POST / HT", HEAD + b"content-length: 9\r\n\r\nhalf"],
+    ids=["nothing", "half a head", "half a body"],
+)
+async def test_a_client_that_says_no_more_is_not_waited_for(begin: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("rpc.http.KEEP_ALIVE_S", 0.1)
+    async with serving() as (_, host, port):
+        reader, writer = await asyncio.open_connection(host, port)
+        writer.write(begin)
+        assert b"200" not in await reader.read()
+        writer.close()
+
+
+@pytest.mark.parametrize("beside", [b"", b"POST / HT"], ids=["alone", "half a request after it"])
+async def test_an_answer_may_take_longer_than_a_client_may(beside: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("rpc.http.KEEP_ALIVE_S", 0.1)
+    async with serving() as (application, host, port):
+        application.may_answer.clear()
+        reader, writer = await asyncio.open_connection(host, port)
+        writer.write(HEAD + b"content-length: 4\r\n\r\nbody" + beside)
+        await application.is_asked.wait()
+        silent, silent_writer = await asyncio.open_connection(host, port)
+        assert await silent.read() == b""  # it came later, and its time is over
+        application.may_answer.set()
+        assert (await reader.readline()).startswith(b"HTTP/1.1 200")
+        writer.close()
+        silent_writer.close()
