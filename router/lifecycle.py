@@ -259,10 +259,13 @@ class Lifecycle:
                 is_admitted=self._after is not None,
                 give_up_s=None if self._state.token_ids else self._deadline.give_up_s(),
             )
+            forecast.planned(len(token_ids), time.monotonic(), is_last=not len(queue))
         except Exception as error:  # whatever it is, it is the request's end: nobody else would hear of it
             self._events.put_nowait(Stopped(inference_pb.FINISH_REASON_ERROR, error))
             return
-        forecast.planned(len(token_ids), time.monotonic(), is_last=not len(queue))
+        finally:
+            if not len(queue):
+                forecast.nobody_waits()
         self._last_plan = self.room.plan
         self._compat_digest = self.room.compat_digest
         self._events.put_nowait(Planned(self.room.plan))
@@ -314,8 +317,6 @@ class Lifecycle:
             self._cluster.queue.leave(self._share)
         if self._waiting is not None:
             self._waiting.cancel()
-        if not len(self._cluster.queue):
-            forecast.nobody_waits()
         if self.room is not None:
             was_settled = self.room.is_settled
             self.room.end()
