@@ -106,10 +106,12 @@ class InferenceServicer(InferenceServicerBase):  # type: ignore[misc]
             await context.send_initial_metadata(((ACCEPTED_KEY, "1"),))
             remaining_s = context.time_remaining()
             deadline_s = None if remaining_s is None else arrived_s + remaining_s
-            responses = self._answer(validated, names, arrived_s, deadline_s)
-            async for response in _until_deadline(responses, remaining_s):
-                outcome.note(response)
-                yield response
+            answer = self._answer(validated, names, arrived_s, deadline_s)
+            # Closed here, before its id is free again.
+            async with aclosing(_until_deadline(answer, remaining_s)) as responses:
+                async for response in responses:
+                    outcome.note(response)
+                    yield response
         except Exception as error:
             outcome.error = error
             raise
@@ -333,14 +335,19 @@ def reason_of(error: Exception) -> str:
 async def _until_deadline(
     responses: AsyncGenerator[pb.GenerateResponse, None], remaining_s: float | None
 ) -> AsyncGenerator[pb.GenerateResponse, None]:
-    """`responses`, or `DeadlinePassed` when the client's time is up. Closes them either way."""
-    try:
-        async with asyncio.timeout(remaining_s) as deadline:
-            async for response in responses:
-                yield response
-    except TimeoutError:
-        if not deadline.expired():
-            raise
-        raise DeadlinePassed("the request's deadline passed before its answer was complete") from None
-    finally:
-        await responses.aclose()
+    """`responses`, or `DeadlinePassed` when the client's time is up. Closes them either way. A message that is on its
+    way to the client then is gRPC's to give up."""
+    loop = asyncio.get_running_loop()
+    ends_s = None if remaining_s is None else loop.time() + remaining_s
+    async with aclosing(responses):
+        while True:
+            try:
+                async with asyncio.timeout_at(ends_s) as deadline:
+                    response = await anext(responses, None)
+            except TimeoutError:
+                if not deadline.expired():
+                    raise
+                raise DeadlinePassed("the request's deadline passed before its answer was complete") from None
+            if response is None:
+                return
+            yield response

@@ -2,9 +2,20 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
+from collections.abc import AsyncGenerator
+from typing import Any, cast
 
+import grammar_cases
 from lifecycle_bench import Bench, load, settle
+
+from protos import tandem_inference_pb2 as inference_pb
+from protos import tandem_worker_pb2 as pb
+from router.model_info import GenerationDefaults, ModelInfo
+from router.served_model import Texts
+from router.servicer import InferenceServicer
+from router.text.tokenizer import Tokenizer
 
 
 async def test_who_leaves_while_it_waits_is_not_taken_for_hours_of_waiting() -> None:
@@ -21,3 +32,38 @@ async def test_who_leaves_while_it_waits_is_not_taken_for_hours_of_waiting() -> 
     forecast.planned(10, later_s + 0.01, is_last=True)
     forecast.num_running = 1
     assert forecast.needed_s(10, 0, 0, 0, 0) < 1, "what later ones are refused by"
+
+
+class Context:
+    """Of an RPC whose client never gives up."""
+
+    async def send_initial_metadata(self, _: object) -> None: ...
+
+    def time_remaining(self) -> None: ...
+
+
+async def test_a_stream_that_is_closed_has_freed_what_it_owns() -> None:
+    """When it is closed, and not when its generators are found by the garbage collector: until then others of its id
+    are refused, and a router that drains waits."""
+    bench = Bench()
+    tokenizer = Tokenizer(grammar_cases.tokenizer())
+    model = ModelInfo(
+        served_model_name="m",
+        max_model_len=2048,
+        vocab_size=100,
+        eos_token_ids=frozenset(),
+        has_chat_template=False,
+        defaults=GenerationDefaults(),
+    )
+    bench.decode.record.model.vocab_size = 100
+    servicer = InferenceServicer(texts=Texts(model, tokenizer, None), cluster=bench.cluster, max_request_bytes=10_000)
+    request = inference_pb.GenerateRequest(request_id="r", token_ids=inference_pb.TokenIds(ids=[1, 2, 3]))
+    answer = cast(AsyncGenerator[inference_pb.GenerateResponse, None], servicer.Generate(request, cast(Any, Context())))
+    first = asyncio.ensure_future(anext(answer))
+    await settle()
+    bench.d.say("r", 1, tokens=pb.Tokens(index=0, token_ids=[5]))
+    await first
+    await answer.aclose()
+    assert bench.d.sent[-1].WhichOneof("command") == "cancel"
+    assert (bench.d.names, bench.pool.rooms, servicer.num_running) == (set(), set(), 0)
+    await servicer.close()
