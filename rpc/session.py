@@ -37,6 +37,8 @@ MAX_NAME_LENGTH = 256
 """Characters in the name of a router or a request: names are kept, logged and sent back."""
 
 MAX_EVENTS_PER_MESSAGE = 1024
+MAX_BYTES_PER_MESSAGE = 4 << 20
+"""Of events, unless one alone has more: how likely the tokens of a long prompt were takes 2 MB."""
 
 Command = TypeVar("Command", pb.PrefillCommand, pb.DecodeCommand)
 
@@ -72,7 +74,7 @@ class EventOutbox:
         self._news.set()
 
     async def messages(self) -> AsyncIterator[pb.WorkerEvents]:
-        """Messages of everything pending, each of at most `MAX_EVENTS_PER_MESSAGE`, until closed and empty."""
+        """Messages of everything pending, each of bounded size, until closed and empty."""
         while True:
             await self._news.wait()
             if self.is_closed and not self._pending:
@@ -82,6 +84,9 @@ class EventOutbox:
     def _take(self) -> pb.WorkerEvents:
         num_events = min(len(self._pending), MAX_EVENTS_PER_MESSAGE)
         message = pb.WorkerEvents(events=islice(self._pending, num_events), load=self._load())
+        while num_events > 1 and message.ByteSize() > MAX_BYTES_PER_MESSAGE:
+            num_events //= 2
+            del message.events[num_events:]
         for _ in range(num_events):
             self._pending.popleft()
         if not self._pending and not self.is_closed:

@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 from itertools import chain
 
+from protos import tandem_inference_pb2 as inference_pb
 from protos import tandem_worker_pb2 as pb
+from rpc.channel import DEFAULT_MAX_MESSAGE_BYTES
 from rpc.session import MAX_EVENTS_PER_MESSAGE, EventOutbox
 
 
@@ -49,6 +51,18 @@ async def test_a_message_is_bounded_and_the_rest_follows() -> None:
     messages = [indices(message) async for message in outbox.messages()]
     assert [len(message) for message in messages] == [MAX_EVENTS_PER_MESSAGE, MAX_EVENTS_PER_MESSAGE, 1]
     assert list(chain.from_iterable(messages)) == list(range(2 * MAX_EVENTS_PER_MESSAGE + 1))
+
+
+async def test_events_that_are_large_do_not_make_a_message_that_grpc_refuses() -> None:
+    """What a router that was held up has not taken yet: how likely the tokens of long prompts were."""
+    outbox = EventOutbox(pb.WorkerLoad)
+    large = inference_pb.TokenLogprobs(sampled=inference_pb.Logprob(token=bytes(2_000_000)))
+    for index in range(10):
+        outbox.post([pb.WorkerEvent(request_id="r", tokens=pb.Tokens(index=index, prompt_logprobs=[large]))])
+    outbox.close()
+    messages = [message async for message in outbox.messages()]
+    assert max(message.ByteSize() for message in messages) < DEFAULT_MAX_MESSAGE_BYTES
+    assert list(chain.from_iterable(map(indices, messages))) == list(range(10))
 
 
 async def test_every_message_has_the_newest_load() -> None:
