@@ -14,6 +14,7 @@ import socket
 from collections.abc import Generator
 from typing import Any
 
+import httptools
 import uvicorn
 from prometheus_client import CollectorRegistry, make_asgi_app
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
@@ -39,9 +40,14 @@ KEEP_ALIVE_S = 75
 keep theirs."""
 
 
-class _BoundedHttp(HttpToolsProtocol):
-    """httptools, several times as fast as uvicorn's other parser, but with bounds that it lacks: for what is no body
-    (heads, trailers, extensions of chunks), and for how long a client may be silent within a request, or before it."""
+class _Http(HttpToolsProtocol):
+    """httptools, several times as fast as uvicorn's other parser, but with what it lacks.
+
+    - Bounds: for what is no body (heads, trailers, extensions of chunks), and for how long a client may be silent
+      within a request, or before it.
+    - Who offers to go on in another protocol is answered in this one, as RFC 9110 has it. httptools takes what follows
+      such a head for the other protocol's: it is given the head anew, without the offer.
+    """
 
     _num_bytes_apart = 0
     """Received since the request began, or since the last of its body."""
@@ -51,8 +57,32 @@ class _BoundedHttp(HttpToolsProtocol):
         if self._num_bytes_apart > MAX_HEAD_BYTES + READ_BYTES:
             self.send_400_response(f"A request's headers may have {MAX_HEAD_BYTES} bytes.")
         elif not self.transport.is_closing():
-            super().data_received(data)
+            self._parse(data)
             self._wait_for_client()
+
+    def _parse(self, data: bytes) -> None:
+        self._unset_keepalive_if_required()
+        while True:
+            try:
+                self.parser.feed_data(data)
+                return
+            except httptools.HttpParserUpgrade as upgrade:
+                if not self._is_offer:
+                    break
+                data = self._head_anew() + data[upgrade.args[0] :]
+            except httptools.HttpParserError:
+                break
+        message = "Invalid HTTP request received."
+        self.logger.warning(message)
+        self.send_400_response(message)
+
+    def _head_anew(self) -> bytes:
+        """That of the request which makes an offer, without it, and a parser to read it."""
+        lines = [b"%s %s HTTP/%s" % (self.parser.get_method(), self.url, self.parser.get_http_version().encode())]
+        lines += [b"%s: %s" % header for header in self.headers if header[0] != b"upgrade"]
+        self.parser = httptools.HttpRequestParser(self)
+        self.parser.set_dangerous_leniencies(lenient_data_after_close=True)  # as uvicorn does
+        return b"\r\n".join([*lines, b"", b""])
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -83,6 +113,19 @@ class _BoundedHttp(HttpToolsProtocol):
     def on_message_begin(self) -> None:
         self._num_bytes_apart = 0
         super().on_message_begin()
+
+    def on_headers_complete(self) -> None:
+        if not self._is_offer:
+            super().on_headers_complete()
+
+    def on_message_complete(self) -> None:
+        if not self._is_offer:
+            super().on_message_complete()
+
+    @property
+    def _is_offer(self) -> bool:
+        """Whoever asks for CONNECT demands another protocol, and gets nothing."""
+        return bool(self.parser.should_upgrade()) and self.parser.get_method() != b"CONNECT"
 
     def on_body(self, body: bytes) -> None:
         self._num_bytes_apart = 0
@@ -119,7 +162,7 @@ class HttpServer:
         logging.getLogger("uvicorn").setLevel(logging.WARNING)
         config = uvicorn.Config(
             app, log_config=None, access_log=False, lifespan="off", timeout_keep_alive=KEEP_ALIVE_S,
-            server_header=False, http=_BoundedHttp,
+            server_header=False, http=_Http, ws="none",
             ssl_certfile=tls.files[0] if tls else None, ssl_keyfile=tls.files[1] if tls else None,
         )  # fmt: skip
         self._config = config

@@ -16,28 +16,23 @@ HEAD = b"POST / HTTP/1.1\r\nhost: h\r\n"
 
 
 class Application:
-    """Reads each request's body, and answers when it may; says who has left before."""
+    """Reads each request's body, and answers when it may."""
 
     def __init__(self) -> None:
         self.may_answer = asyncio.Event()
         self.may_answer.set()
         self.is_asked = asyncio.Event()
-        self.has_left = asyncio.Event()
+        self.bodies: list[bytes] = []
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        body = b""
         while (message := await receive()).get("more_body"):
-            pass
+            body += message["body"]
+        self.bodies.append(body + message.get("body", b""))
         self.is_asked.set()
-        leaving = asyncio.create_task(self._wait_left(message, receive))
         await self.may_answer.wait()
-        leaving.cancel()
         await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"2")]})
         await send({"type": "http.response.body", "body": b"ok"})
-
-    async def _wait_left(self, message: Any, receive: Any) -> None:
-        while message["type"] != "http.disconnect":
-            message = await receive()
-        self.has_left.set()
 
 
 @asynccontextmanager
@@ -80,6 +75,29 @@ async def test_bodies_are_as_long_as_they_like_in_chunks_of_any_size() -> None:
         writer.write(b"0\r\n\r\n")
         assert (await reader.readline()).startswith(b"HTTP/1.1 200")
         writer.close()
+
+
+BODIES = [b"content-length: 4\r\n\r\nbody", b"transfer-encoding: chunked\r\n\r\n4\r\nbody\r\n0\r\n\r\n"]
+
+
+@pytest.mark.parametrize("body", BODIES, ids=["with a length", "in chunks"])
+@pytest.mark.parametrize("protocol", [b"h2c", b"websocket"])
+async def test_who_would_rather_speak_another_protocol_is_answered_in_this_one(protocol: bytes, body: bytes) -> None:
+    """As Java's HttpClient would: it offers HTTP/2 with each first request, body and all."""
+    async with serving() as (application, host, port):
+        head = (
+            HEAD + b"connection: Upgrade, HTTP2-Settings\r\nupgrade: " + protocol + b"\r\nhttp2-settings: AAMAAABk\r\n"
+        )
+        for pieces in ([head + body], [head, body], [bytes([byte]) for byte in head + body]):
+            reader, writer = await asyncio.open_connection(host, port)
+            for num_asked in (1, 2):
+                for piece in pieces:
+                    writer.write(piece)
+                    await writer.drain()
+                assert (await reader.readuntil(b"ok")).startswith(b"HTTP/1.1 200")
+                assert application.bodies == num_asked * [b"body"]
+            application.bodies.clear()
+            writer.close()
 
 
 @pytest.mark.parametrize(
