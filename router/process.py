@@ -111,6 +111,7 @@ class Router:
             max_tokens=args.max_queue_tokens,
             choose=self._pool.choose,
             has_workers=self._pool.has_decode_worker_for,
+            is_apart=self._pool.is_apart,
         )
         self._index = PrefixIndex(args.redis, namespace=args.namespace)
         self._directory = WorkerDirectory(args.redis, namespace=args.namespace, on_change=self._on_records)

@@ -3,8 +3,9 @@ served; bounded in tokens.
 
 Owns the waiting requests, not the workers. `dispatch` is called whenever something changed (a request came, a worker
 freed memory, joined or left); it plans from the head on, and stops at the first request that no worker has room for,
-so that a long prompt is not overtaken for ever. No timer of ours ends the waiting: the client's deadline does, early
-enough to say so.
+so that a long prompt is not overtaken for ever. One that only workers can serve which new requests do not go to steps
+aside: it would keep others from workers that it cannot use. No timer of ours ends the waiting: the client's deadline
+does, early enough to say so.
 
 Shares (`fair_shares`) are of one priority each: what a client was served at another one is not counted. Its counter is
 kept from when its first request enters until its last one has left.
@@ -12,7 +13,7 @@ kept from when its first request enters until its last one has left.
 What is bounded is what goes before a request: others of a lower priority (a higher number) do not keep it out, and of
 another client's line no more than is served before it. All together may be twice as much.
 
-    wait_for_plan ──> waiting ──dispatch──> TakenRoom
+    wait_for_plan ──> waiting, in line or aside ──dispatch──> TakenRoom
        └─ full: Overloaded └── no worker left: NoWorker; too late to begin: Overloaded; the caller cancelled: gone
 """
 
@@ -94,16 +95,21 @@ class RequestQueue:
         max_tokens: int,
         choose: Callable[[QueuedRequest], TakenRoom | None],
         has_workers: Callable[[QueuedRequest], bool],
+        is_apart: Callable[[QueuedRequest], bool] = lambda _: False,
     ) -> None:
         """`choose` plans one request with the workers as they are now, and takes the room for it. `has_workers`:
-        whether waiting makes sense for it."""
+        whether waiting makes sense for it. `is_apart`: whether it is for none of the workers that new requests go
+        to."""
         self._max_tokens = max_tokens
         self._choose = choose
         self._has_workers = has_workers
+        self._is_apart = is_apart
         self._shares: dict[int, FairShares[QueuedRequest]] = {}
         """By priority, for each at which a request has entered and not left."""
         self._priorities: list[int] = []
-        """Those at which somebody waits, in order."""
+        """Those at which somebody waits in line, in order."""
+        self._aside: dict[QueuedRequest, None] = {}
+        """In the order in which they stepped there."""
         self._num_waiting = 0
         self.num_tokens = 0
 
@@ -180,14 +186,31 @@ class RequestQueue:
 
     def dispatch(self) -> None:
         """Plan as many requests as workers have room for."""
+        full_kinds: set[str] = set()
+        for aside in list(self._aside):
+            kind = aside.needs.compat_digest
+            if kind in full_kinds or self._settle(aside):
+                continue
+            if not self._is_apart(aside):
+                return  # any more: it goes before all that are in line
+            full_kinds.add(kind)
         while (request := self._first()) is not None:
-            if not request.planned.done():
-                try:
-                    if not self._plan(request):
-                        return
-                except Exception as error:  # its own end, and not that of whoever happens to call
-                    request.planned.set_exception(error)
-            self._wait_no_more(request)
+            if self._settle(request):
+                continue
+            if not self._is_apart(request):
+                return
+            self._leave_line(request)
+            self._aside[request] = None
+
+    def _settle(self, request: QueuedRequest) -> bool:
+        """Plan it, unless it is over. Whether it waits no more."""
+        try:
+            if not request.planned.done() and not self._plan(request):
+                return False
+        except Exception as error:  # its own end, and not that of whoever happens to call
+            request.planned.set_exception(error)
+        self._wait_no_more(request)
+        return True
 
     def _first(self) -> QueuedRequest | None:
         return self._shares[self._priorities[0]].first() if self._priorities else None
@@ -225,10 +248,16 @@ class RequestQueue:
         self.num_tokens += request.num_own_tokens
 
     def _wait_no_more(self, request: QueuedRequest) -> None:
+        if request in self._aside:
+            del self._aside[request]
+        else:
+            self._leave_line(request)
+        request.is_waiting = False
+        self._num_waiting -= 1
+        self.num_tokens -= request.num_own_tokens
+
+    def _leave_line(self, request: QueuedRequest) -> None:
         shares = request.share.owner
         shares.remove(request.share, request)
         if not shares.num_waiting:
             self._priorities.remove(shares.priority)
-        request.is_waiting = False
-        self._num_waiting -= 1
-        self.num_tokens -= request.num_own_tokens

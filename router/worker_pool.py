@@ -116,6 +116,10 @@ class WorkerPool:
             for record in self._expected_decode_records()
         )
 
+    def is_apart(self, request: QueuedRequest) -> bool:
+        """Whether `request` has begun on workers of another kind than new requests go to."""
+        return request.needs.compat_digest not in ("", self._choose_kind())
+
     def is_anybody_usable_for(self, needs: Needs) -> bool:
         """Whether somebody takes such a request now, full or not."""
         return bool(self._usable_decode_workers(needs))

@@ -104,6 +104,7 @@ class Bench:
             max_tokens=10**6,
             choose=self.pool.choose,
             has_workers=self.pool.has_decode_worker_for,
+            is_apart=self.pool.is_apart,
         )
         prefixes = cast(PrefixLookup, NothingCached())
         self.cluster = Cluster(self.pool, self.queue, prefixes, RetryBudget(), Forecast(), METRICS)

@@ -1,0 +1,94 @@
+"""Requests that have begun on workers of another kind than new ones go to, as in an upgrade. No network."""
+
+from __future__ import annotations
+
+from typing import cast
+
+from lifecycle_bench import Asked, Bench, ScriptedSession, load, settle
+
+from protos import tandem_worker_pb2 as pb
+from router.validation.resumption import Resumption
+
+
+class Upgrade(Bench):
+    """One decode worker of the old kind, which is full, and two of the new one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.decode.record.compat_digest = "old"
+        self.new = [self.add(name, pb.Role.ROLE_DECODE, 2048) for name in ("new-1", "new-2")]
+        for handle in self.new:
+            handle.record.compat_digest = "new"
+        self.decode.set_load(load(0))
+
+    def moved(self, name: str) -> Asked:
+        """A stream that began on a worker of the old kind, which it has lost."""
+        resumption = Resumption(token_ids=[1, 2, 3], compat_digest="old")
+        return Asked(self.lifecycle(name, resumption=resumption).run())
+
+    def free_old(self, num_blocks: int) -> None:
+        self.decode.set_load(load(num_blocks))
+        self.dispatch()
+
+    @property
+    def sent_to_new(self) -> list[str]:
+        sessions = [cast(ScriptedSession, handle.session) for handle in self.new]
+        return [command.generate.request_id for session in sessions for command in session.sent]
+
+    @property
+    def sent_to_old(self) -> list[str]:
+        return [command.generate.request_id for command in self.d.sent]
+
+
+async def test_who_waits_for_a_worker_of_another_kind_keeps_nobody_from_those_of_this_one() -> None:
+    bench = Upgrade()
+    moved = bench.moved("moved")
+    await settle()
+    new = bench.request("new")
+    await settle()
+    assert (bench.sent_to_new, len(bench.queue)) == (["new"], 1)
+    bench.free_old(100)
+    await settle()
+    assert (bench.sent_to_old, len(bench.queue), bench.queue.num_tokens) == (["moved"], 0, 0)
+    await moved.leave()
+    await new.leave()
+
+
+async def test_among_themselves_they_go_first_come_first_served() -> None:
+    bench = Upgrade()
+    first, second = bench.moved("first"), bench.moved("second")
+    await settle()
+    bench.free_old(70)  # for one of them
+    await settle()
+    assert (bench.sent_to_old, len(bench.queue)) == (["first"], 1)
+    await first.leave()
+    await settle()
+    assert bench.sent_to_old[-1] == "second"
+    await second.leave()
+
+
+async def test_who_gives_up_aside_leaves_nothing() -> None:
+    bench = Upgrade()
+    moved = bench.moved("moved")
+    await settle()
+    assert len(bench.queue) == 1
+    await moved.leave()
+    await settle()
+    assert (len(bench.queue), bench.queue.num_tokens, bench.queue.num_clients) == (0, 0, 0)
+    assert not bench.queue._aside
+
+
+async def test_where_their_kind_is_the_one_that_is_left_they_go_before_new_ones() -> None:
+    bench = Upgrade()
+    moved = bench.moved("moved")
+    await settle()
+    for handle in bench.new:
+        handle.is_leaving = True
+    new = bench.request("new")
+    await settle()
+    assert len(bench.queue) == 2
+    bench.free_old(70)
+    await settle()
+    assert bench.sent_to_old == ["moved"]
+    await moved.leave()
+    await new.leave()
