@@ -202,6 +202,8 @@ class RouterGauges(Collector):
             f"What a prompt of {COST_TOKENS} tokens is expected to take at an idle worker.",
             labels=["model_name", "worker"],
         )
-        for handle in self._pool.handles:
-            prompts.add_metric([self._model, handle.record.worker_id], costs.prompt_s(handle.key, COST_TOKENS, now_s))
+        # Of one that was started again the newer: a process may still finish what it has.
+        keys = {handle.record.worker_id: handle.key for handle in self._pool.handles}
+        for worker_id, key in keys.items():
+            prompts.add_metric([self._model, worker_id], costs.prompt_s(key, COST_TOKENS, now_s))
         yield from (handover, prompts)

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import re
+import time
 from pathlib import Path
 
 import httpx2 as httpx
 import pytest
+from lifecycle_bench import Bench
 from prometheus_client import CollectorRegistry
 
 from engine.scheduling.stats import SchedulerStats
 from protos import tandem_worker_pb2 as pb
-from router.metrics import RouterMetrics
+from router.metrics import COST_TOKENS, RouterGauges, RouterMetrics
 from rpc.http import HttpServer, metrics_app
 from rpc.server import CannotListen
 from worker_service.metrics import WorkerMetrics
@@ -60,6 +62,26 @@ async def test_names_keep_their_colons_whatever_is_accepted(
     assert response.headers["content-type"] == "text/plain; version=0.0.4; charset=utf-8"
     assert f"\n{name}{{" in response.text
     assert "tandem_" not in response.text
+
+
+async def test_a_worker_that_is_started_again_is_shown_once_while_the_first_process_finishes() -> None:
+    bench = Bench()
+    old, new = bench.decode, bench.add("d", pb.Role.ROLE_DECODE, 2048, incarnation="2")
+    old.is_leaving = True
+    for handle, seconds in ((old, 10.0), (new, 1.0)):
+        bench.pool.costs.computed(handle.key, 1000, seconds, time.monotonic())
+    gauges = RouterGauges(
+        "m",
+        queue=bench.queue,
+        pool=bench.pool,
+        budget=bench.cluster.budget,
+        num_running=lambda: 0,
+        is_registry_reachable=lambda: True,
+    )
+    (prompts,) = (family for family in gauges.collect() if family.name == "tandem:expected_prompt_seconds")
+    (shown,) = prompts.samples
+    assert shown.labels["worker"] == "d"
+    assert shown.value < bench.pool.costs.prompt_s(old.key, COST_TOKENS, time.monotonic())
 
 
 async def test_a_busy_port_is_said_with_the_flag_that_asked_for_it() -> None:
