@@ -96,41 +96,23 @@ async def _without_index(streams: Sequence[Responses]) -> Responses:
 
 async def _as_one(responses: Responses) -> Responses:
     """All messages of an answer as one."""
-    token_ids: list[int] = []
+    whole = pb.GenerateResponse()
     texts: list[str] = []
     thoughts: list[str] = []
-    logprobs: list[pb.TokenLogprobs] = []
-    prompt_logprobs: list[pb.TokenLogprobs] = []
-    tool_calls: dict[int, pb.ToolCallDelta] = {}
+    calls: dict[int, pb.ToolCallDelta] = {}
     arguments: dict[int, list[str]] = {}
-    worker_kind = ""
-    try:
+    async with aclosing(responses):
         async for response in responses:
-            token_ids += response.token_ids
             texts.append(response.text)
             thoughts.append(response.reasoning)
-            logprobs += response.logprobs
-            prompt_logprobs += response.prompt_logprobs
             for piece in response.tool_calls:
-                tool_calls.setdefault(piece.index, piece)
+                calls.setdefault(piece.index, piece)
                 arguments.setdefault(piece.index, []).append(piece.arguments)
-            worker_kind = worker_kind or response.worker_kind
-            last = response
-    finally:
-        await responses.aclose()
-    whole = pb.GenerateResponse()
-    whole.CopyFrom(last)
-    whole.offset -= len(token_ids)
-    whole.worker_kind = worker_kind
+            whole.MergeFrom(response)  # appends lists; of other fields, the last that was set counts
+    whole.offset -= len(whole.token_ids)
     whole.text = "".join(texts)
     whole.reasoning = "".join(thoughts)
-    del whole.token_ids[:]
-    whole.token_ids.extend(token_ids)
-    del whole.logprobs[:]
-    whole.logprobs.extend(logprobs)
-    del whole.prompt_logprobs[:]
-    whole.prompt_logprobs.extend(prompt_logprobs)
     del whole.tool_calls[:]
-    for index, first in tool_calls.items():
+    for index, first in calls.items():
         whole.tool_calls.add(index=index, id=first.id, name=first.name, arguments="".join(arguments[index]))
     yield whole
