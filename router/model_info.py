@@ -6,7 +6,7 @@ depends on how it was started: context length, block size, dtype.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,16 @@ from router.text.chat_template import ChatTemplate
 from router.text.reasoning import HARMONY, NONE, parser_of_template
 from router.text.tokenizer import read_json
 from router.text.tool_formats import AUTO, FORMATS, format_of_template
+
+# Each is written so that NaN fails it.
+_BOUNDS: dict[str, tuple[Callable[[float], bool], str]] = {
+    "temperature": (lambda value: 0 <= value < float("inf"), "at least 0"),
+    "top_p": (lambda value: 0 < value <= 1, "in (0, 1]"),
+    "top_k": (lambda value: value >= -1, "-1 or more"),
+    "min_p": (lambda value: 0 <= value <= 1, "in [0, 1]"),
+    "repetition_penalty": (lambda value: 0 < value <= 2, "in (0, 2]"),
+    "max_new_tokens": (lambda value: value >= 1, "1 or more"),
+}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -44,37 +54,14 @@ class GenerationDefaults:
         for name, value in given.items():
             if isinstance(value, bool) or not isinstance(value, int | float):
                 raise ValueError(f"generation_config.json: {name} must be a number, is {value!r}")
-        for name in ("top_k", "max_new_tokens"):
-            if name in given:
-                if given[name] != int(given[name]):
-                    raise ValueError(f"generation_config.json: {name} must be a whole number, is {given[name]!r}")
-                given[name] = int(given[name])
-        defaults = cls(**given)
-        defaults._check()
-        return defaults
-
-    def _check(self) -> None:
-        bounds: list[tuple[str, float | None, bool, str]] = [
-            ("temperature", self.temperature, 0 <= (self.temperature or 0) < float("inf"), "at least 0"),
-            ("top_p", self.top_p, self.top_p is None or 0 < self.top_p <= 1, "in (0, 1]"),
-            ("top_k", self.top_k, (self.top_k or 0) >= -1, "-1 or more"),
-            ("min_p", self.min_p, 0 <= (self.min_p or 0) <= 1, "in [0, 1]"),
-            (
-                "repetition_penalty",
-                self.repetition_penalty,
-                self.repetition_penalty is None or 0 < self.repetition_penalty <= 2,
-                "in (0, 2]",
-            ),
-            (
-                "max_new_tokens",
-                self.max_new_tokens,
-                self.max_new_tokens is None or self.max_new_tokens >= 1,
-                "1 or more",
-            ),
-        ]
-        for name, value, is_ok, bound in bounds:
-            if not is_ok:
-                raise ValueError(f"generation_config.json: {name} must be {bound}, is {value}")
+            if name in ("top_k", "max_new_tokens"):
+                if value % 1:  # infinite, too
+                    raise ValueError(f"generation_config.json: {name} must be a whole number, is {value!r}")
+                given[name] = int(value)
+            is_within, bound = _BOUNDS[name]
+            if not is_within(value):
+                raise ValueError(f"generation_config.json: {name} must be {bound}, is {given[name]}")
+        return cls(**given)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -463,6 +463,7 @@ def test_greedy_models_give_no_sampling_defaults() -> None:
         ({"top_p": 0}, r"top_p must be in \(0, 1\], is 0"),
         ({"top_k": -2}, "top_k must be -1 or more, is -2"),
         ({"top_k": 1.5}, "top_k must be a whole number, is 1.5"),
+        ({"top_k": float("inf")}, "top_k must be a whole number, is inf"),
         ({"min_p": 1.5}, r"min_p must be in \[0, 1\], is 1.5"),
         ({"repetition_penalty": 0}, r"repetition_penalty must be in \(0, 2\], is 0"),
         ({"max_new_tokens": 0}, "max_new_tokens must be 1 or more, is 0"),
