@@ -9,19 +9,17 @@ from typing import Annotated, Any, Literal
 
 from pydantic import (
     AfterValidator,
-    BaseModel,
     BeforeValidator,
     ConfigDict,
-    Discriminator,
     Field,
     PlainValidator,
-    Tag,
     ValidationInfo,
     field_validator,
 )
 
 from gateway.asked import AT_START, IN_TEMPLATE, Asked, Known, Listed, NumAlternatives, only
 from gateway.names import name_in_body, named, renamed
+from gateway.texts import role_of, text_of, text_or_parts
 from gateway.tools import Call, ChosenTool, ToolParam, tool_choice_of
 from rpc.errors import InvalidRequest
 from tandem.messages import Prompt, Sampling
@@ -34,9 +32,6 @@ MAX_CHOICES = 256
 """In one request: of all prompts together."""
 DEFAULT_COMPLETION_TOKENS = 16
 """OpenAI's, for /v1/completions. A chat's answer may fill the context."""
-
-
-ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 
 
 def _prompts(value: Any) -> list[Prompt]:
@@ -197,42 +192,11 @@ class CompletionRequest(AskedForChoices):
         return bool(self.echo) and self.max_tokens == 0
 
 
-class TextPart(BaseModel):
-    model_config = ConfigDict(extra="ignore")
-
-    type: Literal["text"]
-    text: str
-
-
-def _content(value: Any) -> Any:
-    """Said here, where it is known which of the two was meant."""
-    if isinstance(value, list) and all(isinstance(part, dict) for part in value):
-        if others := [part.get("type") for part in value if part.get("type") != "text"]:
-            raise ValueError(f"may have parts of type 'text' alone, has one of type {others[0]!r:.60}")
-    elif value is not None and not isinstance(value, str):
-        raise ValueError("must be a text, or a list of parts of type 'text'")
-    return value
-
-
-_PARTS = "list[TextPart]"
-Content = Annotated[
-    Annotated[str, Tag("str")] | Annotated[Listed[TextPart], Tag(_PARTS)],
-    Discriminator(lambda value: "str" if isinstance(value, str) else _PARTS),
-]
-"""One of the two, so that what is wrong with a part is said of that part."""
-
-
-def _role(value: str) -> str:
-    if value not in ROLES:
-        raise ValueError(f"must be one of {', '.join(ROLES)}, is {value[:40]!r}")
-    return value
-
-
 class Message(Known):
     model_config = ConfigDict(strict=False)
 
-    role: Annotated[str, AfterValidator(_role)]
-    content: Annotated[Content | None, BeforeValidator(_content), Field(validate_default=True)] = None
+    role: role_of("system", "developer", "user", "assistant", "tool", "function")  # type: ignore[valid-type]
+    content: Annotated[text_or_parts(Literal["text"]) | None, Field(validate_default=True)] = None  # type: ignore[valid-type]
     name: str | None = None
     tool_calls: Listed[Call] | None = None
     tool_call_id: str | None = None
@@ -262,11 +226,10 @@ class Message(Known):
         return value
 
     def to_prompt(self) -> Mapping[str, Any]:
-        parts = self.content if isinstance(self.content, list) else [TextPart(type="text", text=self.content or "")]
         calls = [call.model_dump(exclude_none=True) for call in self.tool_calls or ()]
         said = {"name": self.name, "tool_calls": calls, "tool_call_id": self.tool_call_id}
         said |= {"reasoning": self.reasoning, "reasoning_content": self.reasoning_content}
-        return {"role": self.role, "content": "".join(part.text for part in parts), **said}
+        return {"role": self.role, "content": text_of(self.content or ""), **said}
 
 
 def _tool_choice(value: Any) -> Any:

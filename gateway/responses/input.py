@@ -16,10 +16,7 @@ from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
 
 from pydantic import (
-    AfterValidator,
-    BaseModel,
     BeforeValidator,
-    ConfigDict,
     Discriminator,
     Field,
     Tag,
@@ -28,8 +25,8 @@ from pydantic import (
 )
 
 from gateway.asked import Known, Listed, only
+from gateway.texts import role_of, text_of, text_or_parts
 
-ROLES = ("system", "developer", "user", "assistant")
 _NOT_READ = "it cannot be read here; what was thought is in content"
 
 
@@ -42,48 +39,7 @@ class WithoutNulls(Known):
         return {name: each for name, each in value.items() if each is not None} if isinstance(value, dict) else value
 
 
-# -- texts ----------------------------------------------------------------------------------------------------------
-
-
-class Part(BaseModel):
-    """Of a text, with what answers have beside it."""
-
-    model_config = ConfigDict(extra="ignore", strict=True)
-
-    type: Literal["input_text", "output_text", "reasoning_text"]
-    text: str
-
-
-def _text_or_parts(*types: str) -> Any:
-    """The type of a text, or of a list of parts of these types."""
-    names = " or ".join(f"'{each}'" for each in types)
-
-    def check(value: Any) -> Any:
-        if isinstance(value, list) and all(isinstance(part, dict) for part in value):
-            if others := [part.get("type") for part in value if part.get("type") not in types]:
-                raise ValueError(f"may have parts of type {names} alone, has one of type {others[0]!r:.60}")
-        elif not isinstance(value, str):
-            raise ValueError(f"must be a text, or a list of parts of type {names}")
-        return value
-
-    return Annotated[
-        Annotated[str, Tag("str")] | Annotated[Listed[Part], Tag("[parts]")],
-        Discriminator(lambda value: "str" if isinstance(value, str) else "[parts]"),
-        BeforeValidator(check),
-    ]
-
-
-def _text_of(content: str | Sequence[Part]) -> str:
-    return content if isinstance(content, str) else "".join(part.text for part in content)
-
-
 # -- items ----------------------------------------------------------------------------------------------------------
-
-
-def _role(value: str) -> str:
-    if value not in ROLES:
-        raise ValueError(f"must be one of {', '.join(ROLES)}, is {value[:40]!r}")
-    return value
 
 
 class Item(WithoutNulls):
@@ -95,14 +51,14 @@ class Item(WithoutNulls):
 
 class MessageItem(Item):
     type: Literal["message"] = "message"
-    role: Annotated[str, AfterValidator(_role)]
-    content: _text_or_parts("input_text", "output_text")  # type: ignore[valid-type]
+    role: role_of("system", "developer", "user", "assistant")  # type: ignore[valid-type]
+    content: text_or_parts(Literal["input_text", "output_text"])  # type: ignore[valid-type]
     phase: Any = None
 
 
 class ReasoningItem(Item):
     type: Literal["reasoning"]
-    content: _text_or_parts("reasoning_text") = ""  # type: ignore[valid-type]
+    content: text_or_parts(Literal["reasoning_text"]) = ""  # type: ignore[valid-type]
     summary: Any = None
     """Is not what was thought."""
     encrypted_content: only(instead=_NOT_READ) = None  # type: ignore[valid-type]
@@ -120,7 +76,7 @@ class CallItem(Item):
 class CallOutputItem(Item):
     type: Literal["function_call_output"]
     call_id: str
-    output: _text_or_parts("input_text")  # type: ignore[valid-type]
+    output: text_or_parts(Literal["input_text"])  # type: ignore[valid-type]
     name: str | None = None
 
 
@@ -205,10 +161,10 @@ class PlacedMessage:
     def take(self, item: Item, place: str) -> None:
         match item:
             case MessageItem():
-                self.contents.append(_text_of(item.content))
+                self.contents.append(text_of(item.content))
                 self.is_spoken = True
             case ReasoningItem():
-                self.thoughts.append(_text_of(item.content))
+                self.thoughts.append(text_of(item.content))
             case CallItem():
                 function = {"name": item.name, "arguments": item.arguments}
                 self.tool_calls.append({"id": item.call_id, "type": "function", "function": function})
@@ -223,10 +179,10 @@ def messages_of(instructions: str | None, said: str | Sequence[Item]) -> list[Pl
     for number, item in enumerate(said):
         place = f"input[{number}]"
         if isinstance(item, CallOutputItem):
-            output = _text_of(item.output)
+            output = text_of(item.output)
             messages.append(PlacedMessage(place, "tool", [output], tool_call_id=item.call_id, name=item.name))
         elif isinstance(item, MessageItem) and item.role != "assistant":
-            messages.append(PlacedMessage(place, item.role, [_text_of(item.content)]))
+            messages.append(PlacedMessage(place, item.role, [text_of(item.content)]))
         elif _is_told(item):
             if not messages or not messages[-1].takes(item):
                 messages.append(PlacedMessage(place, "assistant"))
