@@ -230,17 +230,8 @@ class Lifecycle:
         token_ids = self._asked.prompt_token_ids + self._state.token_ids
         forecast, queue = self._cluster.forecast, self._cluster.queue
         try:
-            shared = None
-            if self._state.num_prompt_logprobs and not self._state.token_ids:
-                self._cached = {}  # all of it will be computed
-            elif self._after is None:
-                self._cached = await self._cluster.prefixes.longest_match(
-                    token_ids, self._asked.cache_salt, self._asked.lora_name
-                )
-            elif (shared := self._after.shared_prefix()) is not None:
-                self._cached = self._after._cached | {shared.worker: shared.num_blocks}
-            else:
-                self._cached = self._after._cached
+            shared = None if self._after is None else self._after.shared_prefix()
+            self._cached = await self._cached_blocks(token_ids, shared)
             forecast.queued(time.monotonic())
             request = QueuedRequest(
                 num_tokens=len(token_ids),
@@ -269,6 +260,14 @@ class Lifecycle:
         self._last_plan = self.room.plan
         self._compat_digest = self.room.compat_digest
         self._events.put_nowait(Planned(self.room.plan))
+
+    async def _cached_blocks(self, token_ids: list[int], shared: SharedPrefix | None) -> dict[WorkerKey, int]:
+        """Leading blocks of `token_ids` that workers have, for all that is known. `shared`: with another answer."""
+        if self._state.num_prompt_logprobs and not self._state.token_ids:
+            return {}  # all of it will be computed
+        if self._after is None:
+            return await self._cluster.prefixes.longest_match(token_ids, self._asked.cache_salt, self._asked.lora_name)
+        return self._after._cached | ({} if shared is None else {shared.worker: shared.num_blocks})
 
     def _needs(self) -> Needs:
         return self._commands.needs(self._compat_digest if self._state.token_ids else "")
