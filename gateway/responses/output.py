@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 from gateway.logprobs import OfContent, entries_of
 from protos.tandem_inference_pb2 import GenerateResponse, ToolCallDelta
@@ -145,6 +145,9 @@ class _Call(_Item):
         return [self._event("function_call_arguments.done", arguments=self._text)]
 
 
+_Spoken = TypeVar("_Spoken", _Thought, _Message)
+
+
 class Output:
     """Of one answer. `accept` each message, then `end`."""
 
@@ -170,9 +173,11 @@ class Output:
         while calls and not calls[0].id:
             events += self._go_on(calls.pop(0))
         if message.reasoning:
-            events += self._think(message.reasoning)
+            thought, begun = self._opened(_Thought)
+            events += [*begun, thought.say(message.reasoning)]
         if message.text:
-            events += self._speak(message.text, logprobs)
+            spoken, begun = self._opened(_Message)
+            events += [*begun, spoken.say(message.text, logprobs)]
         else:
             self._last_logprobs = logprobs
         for call in calls:
@@ -183,7 +188,7 @@ class Output:
         """There is no more. `status`: of the item that is open; an answer without any is an empty message."""
         events: list[Event] = []
         if self._open is None:
-            events += self._begin(_Message(self._request_id, 0))
+            _, events = self._opened(_Message)
         if isinstance(self._open, _Message) and self._last_logprobs:
             events.append(self._open.say("", self._last_logprobs))
         assert self._open is not None
@@ -205,19 +210,12 @@ class Output:
         if message.reasoning or message.text or message.tool_calls:
             self._num_untold = 0
 
-    def _think(self, text: str) -> list[Event]:
-        events: list[Event] = []
-        if not isinstance(self._open, _Thought):
-            events += self._begin(_Thought(self._request_id, len(self._items)))
-        assert isinstance(self._open, _Thought)
-        return [*events, self._open.say(text)]
-
-    def _speak(self, text: str, logprobs: list[dict[str, Any]]) -> list[Event]:
-        events: list[Event] = []
-        if not isinstance(self._open, _Message):
-            events += self._begin(_Message(self._request_id, len(self._items)))
-        assert isinstance(self._open, _Message)
-        return [*events, self._open.say(text, logprobs)]
+    def _opened(self, kind: type[_Spoken]) -> tuple[_Spoken, list[Event]]:
+        """The item of that kind which is open: it is begun unless it is."""
+        if isinstance(self._open, kind):
+            return self._open, []
+        item = kind(self._request_id, len(self._items))
+        return item, self._begin(item)
 
     def _call(self, call: ToolCallDelta) -> list[Event]:
         events = self._begin(_Call(self._request_id, len(self._items), call))
