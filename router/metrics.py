@@ -107,9 +107,12 @@ class RouterMetrics:
     def answered(self, last: pb.GenerateResponse) -> None:
         """A request has ended well, or one answer of several; `last` is its last message."""
         usage, timings = last.usage, last.timings
-        if timings.mode == pb.MODE_UNSPECIFIED:
-            return  # it was complete, and has been counted where its tokens were sent
-        self._successes.labels(self._model, pb.FinishReason.Name(last.finish_reason)[14:].lower()).inc()
+        is_served = timings.mode != pb.MODE_UNSPECIFIED
+        # One that nobody served was complete, and has been counted where its tokens were sent; or it was aborted.
+        if is_served or last.finish_reason == pb.FINISH_REASON_ABORT:
+            self._successes.labels(self._model, pb.FinishReason.Name(last.finish_reason)[14:].lower()).inc()
+        if not is_served:
+            return
         self._modes.labels(self._model, pb.Mode.Name(timings.mode)[5:].lower()).inc()
         self._prompt_tokens.inc(usage.prompt_tokens)
         self._cached_tokens.inc(usage.cached_tokens)

@@ -13,6 +13,7 @@ from lifecycle_bench import Bench
 from prometheus_client import CollectorRegistry
 
 from engine.scheduling.stats import SchedulerStats
+from protos import tandem_inference_pb2 as inference_pb
 from protos import tandem_worker_pb2 as pb
 from router.metrics import COST_TOKENS, RouterGauges, RouterMetrics
 from rpc.http import HttpServer, metrics_app
@@ -62,6 +63,21 @@ async def test_names_keep_their_colons_whatever_is_accepted(
     assert response.headers["content-type"] == "text/plain; version=0.0.4; charset=utf-8"
     assert f"\n{name}{{" in response.text
     assert "tandem_" not in response.text
+
+
+def test_a_request_that_is_aborted_while_it_waits_is_counted() -> None:
+    metrics = RouterMetrics("m", 2048, good_ttft_ms=1000, good_tpot_ms=50)
+    timings = inference_pb.Timings(queue_ms=5, total_ms=5)  # nobody has served it
+    for reason in (inference_pb.FINISH_REASON_ABORT, inference_pb.FINISH_REASON_STOP):
+        metrics.answered(inference_pb.GenerateResponse(finish_reason=reason, timings=timings))
+    shown = {
+        sample.labels["finished_reason"]: sample.value
+        for family in metrics.registry.collect()
+        for sample in family.samples
+        if sample.name == "tandem:request_success_total"
+    }
+    assert shown == {"abort": 1, "stop": 0, "length": 0}, "one that was complete is counted where it was computed"
+    assert metrics.registry.get_sample_value("tandem:e2e_request_latency_seconds_count", {"model_name": "m"}) == 0
 
 
 async def test_a_worker_that_is_started_again_is_shown_once_while_the_first_process_finishes() -> None:
