@@ -179,6 +179,8 @@ FOREIGN_CODES: dict[grpc.StatusCode, type[TandemError]] = {
     grpc.StatusCode.UNAUTHENTICATED: Incompatible,
 }
 """Statuses that gRPC itself or a proxy made (they carry no ErrorInfo of ours) -> error class."""
+_CLASS_OF_CODE = {status.value[0]: error_class for status, error_class in FOREIGN_CODES.items()}
+_CLASS_OF_CODE[grpc.StatusCode.CANCELLED.value[0]] = RequestCancelled  # said by a service, not by a server that stops
 
 
 def reason_of(error_class: type[TandemError]) -> str:
@@ -318,7 +320,5 @@ def code_of(error: TandemError) -> int:
 
 def error_of_code(code: int, message: str) -> TandemError:
     """The error behind a google.rpc.Code that a peer sent in a message; `InternalError` for one that is none."""
-    classes = {status.value[0]: error_class for status, error_class in FOREIGN_CODES.items()}
-    classes[grpc.StatusCode.CANCELLED.value[0]] = RequestCancelled  # said by a service, not by a server that stops
-    error_class = classes.get(code, InternalError)
+    error_class = _CLASS_OF_CODE.get(code, InternalError)
     return InvalidRequest((), message) if error_class is InvalidRequest else error_class(message)
