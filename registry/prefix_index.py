@@ -112,8 +112,8 @@ class PrefixReporter:
     ) -> None:
         """`snapshot` gives the hashes of all blocks in the cache at one moment.
 
-        Whatever happened before that moment must have been passed to `report` before the snapshot returns: the engine
-        sends events and snapshots over the same ordered path. At most one batch is sent per `flush_ms`.
+        What happens before and after that moment is passed to `report`, in its order, whenever the snapshot returns. At
+        most one batch is sent per `flush_ms`.
         Raises `ValueError` for a bad URL or name.
         """
         check_beat(ttl_ms, beat_ms)
@@ -222,8 +222,8 @@ class PrefixReporter:
                 return
 
     async def _take_snapshot(self) -> set[bytes]:
-        # Events from here on stay pending. Those older than the snapshot only repeat what it says, since of a hash's
-        # events the last one counts.
+        # Events from here on stay pending. Those older than the snapshot only repeat what it says, or are followed by
+        # newer ones: of a hash's events the last one counts.
         self._pending.clear()
         self._needs_resync = False
         return set(await self._snapshot())

@@ -363,9 +363,8 @@ class WorkerProcess:
             listener(layer, exports)
 
     async def _prefix_snapshot(self) -> Iterable[bytes]:
-        events, hashes = await self.engine.call(lambda engine: (engine.take_cache_events(), engine.cached_hashes()))
-        self._reporter.report(events)
-        return hashes
+        # Events come with steps alone, in their order: taken here, too, they could overtake some, or be overtaken.
+        return await self.engine.call(lambda engine: engine.cached_hashes())
 
     def _record(self) -> pb.WorkerRecord:
         return pb.WorkerRecord(

@@ -17,6 +17,7 @@ from engine.llm_engine import LLMEngine
 from engine.model_loader import create_engine_config
 from engine.sampling_params import SamplingParams
 from protos import tandem_worker_pb2 as pb
+from registry.prefix_index import PrefixReporter
 from worker_service import process
 from worker_service.args import WorkerArgs
 
@@ -27,10 +28,13 @@ CONFIG = {
 }  # fmt: skip
 
 
-def make_engine(folder: Path) -> LLMEngine:
+def args_of(folder: Path) -> EngineArgs:
     (folder / "config.json").write_text(json.dumps(CONFIG))
-    args = EngineArgs(model=str(folder), load_format="dummy", device="cpu", num_kv_blocks=20, block_size=4)
-    return LLMEngine(create_engine_config(args))
+    return EngineArgs(model=str(folder), load_format="dummy", device="cpu", num_kv_blocks=20, block_size=4)
+
+
+def make_engine(folder: Path) -> LLMEngine:
+    return LLMEngine(create_engine_config(args_of(folder)))
 
 
 async def test_an_engine_is_made_where_it_is_stepped(tmp_path: Path) -> None:
@@ -200,3 +204,49 @@ def test_prompts_are_cut_larger_the_more_of_them_wait(tmp_path: Path) -> None:
     engine.add_request("second", list(range(40, 65)), params)
     answered = {output.request_id for output in engine.step()}
     assert answered == {"decoding", "first", "second"}
+
+
+async def test_events_are_reported_in_their_order_whatever_snapshots_come_between(tmp_path: Path) -> None:
+    """A prefix is stored, a snapshot taken and the prefix evicted before the event loop, which is held up, hears of any
+    of it: nobody may believe from then on that the prefix is there."""
+    may_go_on, is_done, is_reported = threading.Event(), threading.Event(), threading.Event()
+    worker = process.WorkerProcess(pb.Role.ROLE_DECODE, WorkerArgs(), create_engine_config(args_of(tmp_path)))
+    worker._reporter = PrefixReporter(
+        WorkerArgs().redis, namespace="test", worker_id="w", incarnation="i", snapshot=worker._prefix_snapshot
+    )
+
+    def before_report() -> None:
+        if not is_done.is_set():
+            is_done.set()
+            engine.post(lambda _: is_reported.set())
+
+    engine = worker.engine = await AsyncLLMEngine.start(
+        lambda: make_engine(tmp_path),
+        on_step=worker._on_step,
+        on_failure=lambda error: pytest.fail(str(error)),
+        before_report=before_report,
+    )
+    params = SamplingParams(temperature=0, max_tokens=2)
+
+    def store(inner: LLMEngine) -> None:
+        inner.reserve("stored", list(range(8)), params)
+        inner.commit("stored", 1, 8)
+        inner.abort("stored")
+
+    def evict(inner: LLMEngine) -> None:
+        for first in (20, 60):
+            assert inner.reserve(f"from {first}", list(range(first, first + 37)), params) is not None
+
+    engine.post(lambda _: may_go_on.wait(20))
+    engine.post(store)
+    snapshot = asyncio.create_task(worker._prefix_snapshot())
+    await asyncio.sleep(0)  # it has asked
+    engine.post(evict)
+    may_go_on.set()
+    assert is_reported.wait(20)
+    assert len(list(await snapshot)) == 2
+    await engine.call(lambda _: None)
+    await asyncio.sleep(0)
+    assert list(worker._reporter._pending.values()) == [False, False]
+    await engine.close()
+    await worker._reporter.close()
