@@ -65,17 +65,14 @@ class Links:
             making = asyncio.create_task(self._connect(grant), name=f"kv-connect-{key[0]}")
             kept = self._kept[key] = KeptLink(making)
             self._open.add(kept)
+            self._watches[kept] = asyncio.create_task(self._retire_when_lost(key, kept), name=f"kv-watch-{key[0]}")
         kept.num_users += 1
         try:
             # Shielded: others may be waiting for the same connection.
             await asyncio.shield(kept.making)
         except BaseException:
             self.give_back(kept)
-            if kept.is_useless and self._kept.get(key) is kept:
-                self._retire(key)
             raise
-        if kept not in self._watches and not kept.is_retired:
-            self._watches[kept] = asyncio.create_task(self._retire_when_lost(key, kept), name=f"kv-watch-{key[0]}")
         for other in [other for other in self._kept if other[0] == key[0] and other != key]:
             # The peer has proven its incarnation: whoever was at this address before is no more.
             self._retire(other)
@@ -113,7 +110,10 @@ class Links:
         closing.add_done_callback(self._closing.discard)
 
     async def _retire_when_lost(self, key: Key, kept: KeptLink) -> None:
-        await kept.link.lost()
+        """Whoever asked for it may wait for it no more."""
+        await asyncio.wait([kept.making])
+        if kept.is_made:
+            await kept.link.lost()
         if self._kept.get(key) is kept:
             self._retire(key)
 

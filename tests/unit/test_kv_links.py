@@ -168,3 +168,17 @@ async def test_closing_ends_what_is_retired_and_still_used(network: Network) -> 
     await settle()
     await asyncio.wait_for(network.links.close(), DEADLINE_S)
     assert network.made[0].has_closed.is_set()
+
+
+async def test_one_that_nobody_waited_for_to_its_end_is_closed_when_it_is_lost(network: Network) -> None:
+    """Its first push was cancelled while it was being made, and no other has come."""
+    network.may_connect.clear()
+    gone = asyncio.create_task(network.links.get(grant_of()))
+    await settle()
+    gone.cancel()
+    await settle()
+    network.may_connect.set()
+    await settle()
+    (connection,) = network.made
+    connection.is_lost.set()
+    await until(connection.has_closed)
