@@ -58,12 +58,16 @@ ARCHITECTURES = {
         has_attention_bias_field=True, has_qk_norm=True, head_dim=128, sliding="late", max_positions=32768
     ),
     "Qwen3MoeForCausalLM": Architecture(
-        has_attention_bias_field=True, has_qk_norm=True, sliding="if used", max_positions=32768, experts=qwen_experts,
+        has_attention_bias_field=True, has_qk_norm=True, num_kv_heads=4, sliding="if used", max_positions=32768,
+        experts=qwen_experts,
         defaults={"moe_intermediate_size": 768, "num_experts_per_tok": 8, "norm_topk_prob": False},
     ),
     "MixtralForCausalLM": Architecture(
         num_kv_heads=8, sliding="all", max_positions=131072, experts=mixtral_experts,
-        defaults={"num_local_experts": 8, "num_experts_per_tok": 2, "sliding_window": None},
+        defaults={
+            "num_local_experts": 8, "num_experts_per_tok": 2, "sliding_window": None, "rope_theta": 1e6,
+            "rms_norm_eps": 1e-5,
+        },
     ),
     "DeepseekV2ForCausalLM": Architecture(
         has_attention_bias_field=True, has_mlp_bias_field=True, has_latents=True,
