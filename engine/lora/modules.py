@@ -34,6 +34,8 @@ _UNSUPPORTED: dict[str, tuple[object, ...]] = {
     "use_bdlora": (None, False),
     "use_qalora": (None, False),
     "velora_config": (None,),
+    # All others (pissa, olora, corda, loftq, ...) are trained beside a base that they have changed.
+    "init_lora_weights": (None, True, False, "gaussian", "eva", "orthogonal"),
 }
 """Fields that change what an adapter means, with the values that leave it as it is."""
 

@@ -54,6 +54,7 @@ def test_what_is_no_list_of_adapters(text: str, message: str) -> None:
         ({"bias": "all"}, "adapter 'a': bias is not supported, is 'all'"),
         ({"modules_to_save": ["lm_head"]}, "adapter 'a': modules_to_save is not supported"),
         ({"rank_pattern": {"q_proj": 2}}, "adapter 'a': rank_pattern is not supported"),
+        ({"init_lora_weights": "pissa_niter_4"}, "adapter 'a': init_lora_weights is not supported, is 'pissa_niter_4'"),
         ({"r": 0}, r"adapter 'a': r must be a whole number in \[1, 512\], is 0"),
         ({"r": True}, r"adapter 'a': r must be a whole number"),
         ({"lora_alpha": "8"}, r"adapter 'a': lora_alpha must be a number in \[-1000000, 1000000\], is '8'"),
@@ -73,6 +74,12 @@ def test_scales(tmp_path: Path) -> None:
     assert read_lora_module("a", tmp_path, "x").scale == 1.5
     write_adapter(tmp_path, rank=4, config={"lora_alpha": 6, "use_rslora": True})
     assert read_lora_module("a", tmp_path, "x").scale == 3.0
+
+
+@pytest.mark.parametrize("how", [True, False, "gaussian", "eva", "orthogonal"])
+def test_how_training_began_says_nothing_where_the_base_stayed_what_it_is(how: bool | str, tmp_path: Path) -> None:
+    write_adapter(tmp_path, config={"init_lora_weights": how})
+    assert read_lora_module("a", tmp_path, "x").rank == 4
 
 
 @pytest.mark.parametrize(
