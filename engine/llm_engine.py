@@ -122,7 +122,7 @@ class LLMEngine:
         """
         seq = self._new_sequence(request_id, prompt_token_ids, sampling_params, output_token_ids, cache_salt, lora_name)
         if not may_wait and not self._scheduler.has_room(seq):
-            self._live.discard(request_id)
+            self._refuse(seq)
             return False
         self._scheduler.add(seq)
         return True
@@ -161,7 +161,7 @@ class LLMEngine:
         seq = self._new_sequence(request_id, prompt_token_ids, sampling_params, output_token_ids, cache_salt, lora_name)
         seq.prompt_logprobs = None  # that one tells them
         if not self._scheduler.reserve(seq):
-            self._live.discard(request_id)
+            self._refuse(seq)
             return None
         return Reservation(list(seq.block_table), seq.num_computed_tokens // self.block_manager.block_size)
 
@@ -199,7 +199,9 @@ class LLMEngine:
         return [] if earlier is None else self._finish(earlier)
 
     def _launch(self) -> _StepInFlight | None:
-        scheduled = self._scheduler.schedule(self._pace.num_prefill_tokens(self._scheduler.num_waiting_prompts))
+        scheduled = self._schedule()
+        while not scheduled.scheduled and self._in_flight is None and self._scheduler.wait_for_grammar():
+            scheduled = self._schedule()
         if not scheduled.scheduled:
             return None
         start_s = time.monotonic()
@@ -208,6 +210,9 @@ class LLMEngine:
         tokens = self.executor.launch(scheduled)
         self._scheduler.begin(scheduled)
         return _StepInFlight(scheduled, tokens, start_s)
+
+    def _schedule(self) -> SchedulerOutput:
+        return self._scheduler.schedule(self._pace.num_prefill_tokens(self._scheduler.num_waiting_prompts))
 
     def _finish(self, step: _StepInFlight) -> list[RequestOutput]:
         """Wait for its tokens, and take them in."""
@@ -277,6 +282,12 @@ class LLMEngine:
         )
         stats.num_generation_tokens += sum(len(o.token_ids) for o in outputs)
         stats.seconds_in_steps += seconds
+
+    def _refuse(self, seq: Sequence) -> None:
+        """It was never the scheduler's."""
+        self._live.discard(seq.request_id)
+        if seq.grammar is not None:
+            seq.grammar.close()
 
     def _is_held(self, request_id: str) -> bool:
         return request_id in self._scheduler.held

@@ -13,8 +13,9 @@ ways. What a grammar has been asked about tokens that turn out to be wrong is ta
 
 Each sequence compiles its grammar for itself, also one that was compiled before: copies share what they have learned of
 the text so far, which grows with all their answers up to a limit, and then all would end. It takes a millisecond, or
-a second for the worst that a router lets in (router/validation/grammar_checker.py); begins when the request comes, in a
-thread of its own; and is waited for when the first token is drawn: the prompt is computed meanwhile.
+a second for the worst that a router lets in (router/validation/grammar_checker.py), and for the first one of all; and
+begins when the request comes, in a thread of its own, one after the other. Meanwhile the scheduler goes on with the
+prompt but for its last token, and with others.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ import threading
 import time
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from itertools import takewhile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -43,6 +44,8 @@ MAX_S_PER_TOKEN = 0.002
 """That finding out what may come next may take in one sequence: twenty times as long as a rule, and half a second."""
 MAX_SPENT_ON_DRAFTS_S = 0.05
 """That guesses may take, and MAX_S_PER_TOKEN beside it. Past it nothing is guessed, and nothing ends for it."""
+MOST_COMPILE_S = 0.005
+"""Take no longer to be compiled."""
 STACK_BYTES = 16 << 20
 """Of the thread that compiles: more than what a router tries a grammar on, which nests as deeply as its text says."""
 
@@ -89,6 +92,7 @@ class GrammarState:
     ) -> None:
         self._compile_anew = compile_anew
         self._compiled = compile_anew()
+        self._patience_s = MOST_COMPILE_S
         self._vocab_size = vocab_size
         self._eos_token_ids = eos_token_ids
         self._num_known = 0
@@ -100,11 +104,24 @@ class GrammarState:
         self.error = ""
         """Why `allowed` found nothing."""
 
+    def is_compiled(self) -> bool:
+        """Until then `allowed` waits for it. Most are in a millisecond or two, and who asks first waits for as long:
+        else each would take a step more."""
+        patience_s, self._patience_s = self._patience_s, 0.0
+        return self._compiled.done() or bool(wait([self._compiled], patience_s).done)
+
+    def wait_until_compiled(self) -> None:
+        wait([self._compiled])
+
+    def close(self) -> None:
+        """Its sequence has ended: what has not begun to be compiled need not be, for those behind it."""
+        self._compiled.cancel()
+
     def propose(self, answer: Seq[int], look_up: Callable[[list[int]], list[int]], most: int) -> list[int]:
         """Guesses at what follows `answer`, at most so many: what alone may come, as the tokenizer cuts its text, and
         behind it what `look_up` knows to follow it, up to what may not come (not all that may not: that would take
-        masks). No ends. None while the grammar is being compiled, nor where guessing has taken its time."""
-        if not self._compiled.done() or not self._may_guess(len(answer)):
+        masks). No ends. None where guessing has taken its time."""
+        if not self._may_guess(len(answer)):
             return []
         before_s = time.thread_time()
         matcher = self._at(answer, 0)

@@ -19,8 +19,10 @@ The next step may be scheduled before the tokens of the one before are known (`e
 
 A sequence that step k samples goes on in step k+1 from a token that only the device knows yet (`PENDING_TOKEN`). If it
 turns out to be the last one, what k+1 computes for it is thrown away. One with a grammar goes on in step k+2 instead:
-what may come next hangs on the token itself. Blocks of a sequence that ends, however it does,
-are freed when no launched step can write to them any more; and nothing is preempted before the launched steps are done.
+what may come next hangs on the token itself. While its grammar is still being compiled it is not sampled at all, unless
+there is nothing else to do: a step would wait for that, and all others in it. Blocks of a sequence that ends, however
+it does, are freed when no launched step can write to them any more; and nothing is preempted before the launched steps
+are done.
 """
 
 from __future__ import annotations
@@ -172,7 +174,11 @@ class Scheduler:
         prefilling: list[ScheduledSequence] = []
         candidates = self._prefill_candidates()
         while num_wanted_tokens > 0 and (seq := next(candidates, None)) is not None:
-            num_new_tokens = min(seq.num_uncomputed_tokens, self._config.prefill_chunk_tokens, budget)
+            # Who samples behind the last token may have to wait for a grammar, and all of the step with it.
+            num_ready = seq.num_uncomputed_tokens - seq.awaits_grammar()
+            num_new_tokens = min(num_ready, self._config.prefill_chunk_tokens, budget)
+            if not num_new_tokens:
+                continue
             prefilling.append(ScheduledSequence(seq, num_new_tokens))
             budget -= num_new_tokens
             num_wanted_tokens -= num_new_tokens
@@ -181,11 +187,19 @@ class Scheduler:
         scheduled = self._drafting.add(decoding, budget) + prefilling
         return SchedulerOutput(scheduled, [e for s in scheduled if (e := self._export(s)) is not None])
 
+    def wait_for_grammar(self) -> bool:
+        """For when there is nothing else to do: wait for the first grammar that a running sequence awaits. False: none
+        does."""
+        seq = next((seq for seq in self.running if seq.awaits_grammar()), None)
+        if seq is not None and seq.grammar is not None:
+            seq.grammar.wait_until_compiled()
+        return seq is not None
+
     def _waits(self, seq: Sequence) -> bool:
-        """Whether `seq` must wait for the token that a launched step samples. Either nothing comes after it, whatever
-        it is, or the host has to know it first, to ask a grammar or to look drafts up."""
+        """Whether `seq` must wait for its grammar, or for the token that a launched step samples. Either nothing comes
+        after that, whatever it is, or the host has to know it first, to ask a grammar or to look drafts up."""
         if seq.token_ids[-1] != PENDING_TOKEN:
-            return False
+            return seq.awaits_grammar()
         needs_token = seq.grammar is not None or self._config.speculation is not None
         return needs_token or seq.is_prefill_only or self._stop_rule.num_left(seq, len(seq)) <= 0
 
@@ -365,6 +379,8 @@ class Scheduler:
     def _end(self, seq: Sequence) -> None:
         """The one way out: every sequence that ends frees its blocks here, or when the steps in flight are done."""
         seq.status = SequenceStatus.FINISHED
+        if seq.grammar is not None:
+            seq.grammar.close()
         self._free_ended(seq)
 
     def _free_ended(self, seq: Sequence) -> None:

@@ -95,6 +95,10 @@ class Sequence:
         """1 is what a decoding sequence has: the token sampled last. More are still to be prefilled."""
         return len(self.token_ids) - self.num_computed_tokens
 
+    def awaits_grammar(self) -> bool:
+        """Its next token cannot be sampled yet, as what may come next is still being compiled."""
+        return self.grammar is not None and not self.grammar.is_compiled()
+
     def followed_by(self, token_ids: Seq[int]) -> Sequence:
         """What it would be with these drafts at its end, for a sampler to look at."""
         return replace(self, token_ids=[*self.token_ids, *token_ids], num_drafts=len(token_ids)) if token_ids else self

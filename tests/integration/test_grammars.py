@@ -4,12 +4,26 @@ from __future__ import annotations
 
 import json
 import re
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
-from grammar_cases import EOS, KINDS, SCHEMA, Answers, answers_of, params_of, text_of, unconstrained, write_model
+from grammar_cases import (
+    EOS,
+    KINDS,
+    SCHEMA,
+    Answers,
+    answers_of,
+    grammar_text,
+    params_of,
+    text_of,
+    unconstrained,
+    write_model,
+)
 from handover import handed_over
 from many_endings import prompt_of
 from pretend_gpu import pretend_gpu
@@ -18,7 +32,7 @@ from pretend_gpu.streams import without_waiting
 from engine.config import EngineArgs
 from engine.llm_engine import LLMEngine
 from engine.model_loader import create_engine_config
-from engine.outputs import FinishReason
+from engine.outputs import FinishReason, RequestOutput
 from engine.sampling_params import SamplingParams
 from router.text.structured_outputs import grammar_of
 from tandem.structured_outputs import StructuredOutputsParams
@@ -128,6 +142,7 @@ def test_what_alone_may_come_takes_no_steps_of_its_own(folder: Path) -> None:
     def run(**settings: object) -> tuple[list[int], int]:
         engine = make(folder, **settings)
         engine.add_request("r", [5, 6, 7], params)
+        engine._scheduler.waiting[0].grammar.wait_until_compiled()
         steps = []
         while engine.has_unfinished_requests():
             steps.append([token_id for output in engine.step() for token_id in output.token_ids])
@@ -177,11 +192,72 @@ def test_neighbours_without_a_grammar_get_what_they_would_get_without(folder: Pa
 def test_a_step_ahead_leaves_out_whose_token_is_not_known_and_nobody_else(folder: Path) -> None:
     engine = make(folder, True)
     engine.add_request("held", prompt_of(2), replace(params_of(2), temperature=0.0, max_tokens=4))
+    engine._scheduler.waiting[0].grammar.wait_until_compiled()
     engine.add_request("free", prompt_of(3), replace(unconstrained(3), ignore_eos=True, max_tokens=4))
     steps = []
     while engine.has_unfinished_requests():
         steps.append(sorted(output.request_id for output in engine.step()))
     assert steps == [[], ["free", "held"], ["free"], ["free", "held"], ["free"], ["held"], [], ["held"]]
+
+
+@contextmanager
+def held_up(engine: LLMEngine) -> Iterator[tuple[list[str], threading.Event]]:
+    """Nothing is compiled before the event is set, at the end at the latest. Then: what was, in order."""
+    compiled: list[str] = []
+    may_go_on = threading.Event()
+    compile_it = engine._grammars._compile
+
+    def wait_and_compile(grammar: str) -> object:
+        assert may_go_on.wait(20)
+        compiled.append(grammar)
+        return compile_it(grammar)
+
+    engine._grammars._compile = wait_and_compile  # type: ignore[assignment, method-assign]
+    try:
+        yield compiled, may_go_on
+    finally:
+        may_go_on.set()
+
+
+@EITHER
+@pytest.mark.parametrize("num_prompt_tokens", [1, 30])
+def test_others_go_on_while_a_grammar_is_compiled(folder: Path, runs_ahead: bool, num_prompt_tokens: int) -> None:
+    def ask(engine: LLMEngine) -> None:
+        engine.add_request("held", (prompt_of(2) * 30)[:num_prompt_tokens], replace(params_of(2), logprobs=None))
+
+    alone, engine = make(folder), make(folder, runs_ahead)
+    ask(alone)
+    answer = [token_id for output in steps_of(alone) for token_id in output.token_ids]
+    with held_up(engine) as (_, may_go_on):
+        engine.add_request("free", prompt_of(3), replace(unconstrained(3), ignore_eos=True, max_tokens=40))
+        ask(engine)
+        of_free = [output for _ in range(20) for output in engine.step()]
+        assert {output.request_id for output in of_free} == {"free"}
+        assert len(of_free) > 10
+        may_go_on.set()
+        assert [t for o in steps_of(engine) if o.request_id == "held" for t in o.token_ids] == answer
+    assert engine.audit()[1] == []
+
+
+def steps_of(engine: LLMEngine) -> list[RequestOutput]:
+    outputs = []
+    while engine.has_unfinished_requests():
+        outputs += engine.step()
+    return outputs
+
+
+def test_what_nobody_waits_for_any_more_is_not_compiled(folder: Path) -> None:
+    engine = make(folder, num_kv_blocks=64)
+    params = [replace(params_of(0), grammar=grammar_text(kind), max_tokens=40) for kind in KINDS]
+    with held_up(engine) as (compiled, may_go_on):
+        for name, each in zip(("first", "aborted", "last"), params, strict=False):
+            assert engine.add_request(name, [5] * 20, each)
+        assert not engine.add_request("refused", [6] * 210, params[3], may_wait=False)
+        assert engine.reserve("refused", [6] * 210, params[4]) is None
+        engine.abort("aborted")
+        may_go_on.set()
+        steps_of(engine)
+    assert compiled == [params[0].grammar, params[2].grammar]
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")

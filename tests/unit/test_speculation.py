@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from llguidance import LLMatcher
 
 from engine.config import EngineArgs, SchedulerConfig
 from engine.llm_engine import LLMEngine
@@ -278,10 +279,15 @@ def test_nothing_is_preempted_for_drafts() -> None:
 
 
 def test_nothing_waits_for_a_grammar_that_is_being_compiled() -> None:
-    scheduler, seq = make(), repeating()
-    begin(scheduler, seq)
-    seq.grammar = GrammarState(Future, 100, frozenset({EOS}))
-    assert [s.num_new_tokens for s in scheduler.schedule().scheduled] == [1]
+    scheduler = make()
+    held, other = repeating(0), repeating(1)
+    begin(scheduler, held, other)
+    compiling: Future[LLMatcher] = Future()
+    held.grammar = GrammarState(lambda: compiling, 100, frozenset({EOS}))
+    assert [s.seq for s in scheduler.schedule().scheduled] == [other]
+    compiling.cancel()
+    assert {s.seq.request_id for s in scheduler.schedule().scheduled} == {"r0", "r1"}
+    assert not scheduler.wait_for_grammar()
 
 
 def test_blocks_of_wrong_drafts_are_given_back() -> None:
