@@ -182,6 +182,12 @@ class BlockManager:
                 self._events.append(CacheEvent(True, block_hash))
         table.num_registered = num_full
 
+    def forget(self, seq: Sequence) -> None:
+        """Whatever the blocks of `seq` hold, no prefix finds them any more."""
+        for block_id in self._tables[seq.seq_id].block_ids:
+            if block_id in self._hash_of:
+                self._drop_hash(block_id)
+
     def hand_over(self, seq: Sequence, owner: BlockOwner) -> None:
         """Change the kind of owner of the blocks of `seq`."""
         table = self._tables[seq.seq_id]
@@ -223,10 +229,13 @@ class BlockManager:
         if self._free:
             return self._free.popleft()
         block_id = self._evictor.evict()
+        self._drop_hash(block_id)
+        return block_id
+
+    def _drop_hash(self, block_id: int) -> None:
         block_hash = self._hash_of.pop(block_id)
         del self._block_of[block_hash]
         self._events.append(CacheEvent(False, block_hash))
-        return block_id
 
     def _add(self, table: _Table, block_id: int) -> None:
         if block_id in self._evictor:

@@ -334,6 +334,9 @@ class Scheduler:
 
     def _fail(self, seq: Sequence, offset: int) -> RequestOutput:
         self._remove_active(seq)
+        grammar_error = "" if seq.grammar is None else seq.grammar.error
+        if not grammar_error:  # it may be a block that holds no numbers: the next one with that prefix would fail, too
+            self.block_manager.forget(seq)
         if seq.is_prefill_only:
             self._hold(seq)  # a transfer may be reading what was computed before
         else:
@@ -345,7 +348,7 @@ class Scheduler:
             finish_reason=FinishReason.ERROR,
             num_cached_tokens=seq.num_cached_tokens,
             waited_s=0.0,
-            grammar_error="" if seq.grammar is None else seq.grammar.error,
+            grammar_error=grammar_error,
         )
 
     # -- ends ---------------------------------------------------------------------------------------------------

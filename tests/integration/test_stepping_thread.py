@@ -250,3 +250,24 @@ async def test_events_are_reported_in_their_order_whatever_snapshots_come_betwee
     assert list(worker._reporter._pending.values()) == [False, False]
     await engine.close()
     await worker._reporter.close()
+
+
+def test_blocks_that_a_device_spoilt_are_found_by_nobody_again(tmp_path: Path) -> None:
+    """The request that meets them fails; the next one with that prefix computes it anew."""
+    engine = make_engine(tmp_path)
+    params = SamplingParams(temperature=0, max_tokens=2, ignore_eos=True)
+
+    def ask(name: str) -> tuple[list[int], int]:
+        engine.add_request(name, list(range(17)), params)
+        outputs = [output for _ in range(2) for output in engine.step()]
+        return [token_id for output in outputs for token_id in output.token_ids], outputs[0].num_cached_tokens
+
+    answer, _ = ask("first")
+    assert ask("again") == (answer, 16)
+    engine.executor.kv_pool.fill_(float("nan"))
+    assert ask("spoilt") == ([], 16)
+    assert ask("healed") == (answer, 0)
+    assert ask("cached") == (answer, 16)
+    told: dict[bytes, bool] = {event.block_hash: event.is_stored for event in engine.take_cache_events()}
+    assert {block_hash for block_hash, is_stored in told.items() if is_stored} == set(engine.cached_hashes())
+    assert engine.audit()[1] == []
