@@ -14,6 +14,7 @@ DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "float8_e4m3fn": 1, "f
 """Bytes of one element, by name."""
 DIGEST = "xxh3_64"
 """The one block digest that this version computes."""
+DIGEST_BYTES = 8
 MAX_BLOCK_BYTES = 1 << 30
 MAX_POOL_BYTES = 1 << 50
 
@@ -69,6 +70,10 @@ class KVLayout:
     def pool_bytes(self) -> int:
         """Bytes of all blocks of all layers."""
         return self.num_layers * self.num_blocks * self.block_bytes
+
+    def digest_bytes(self, num_tokens: int) -> int:
+        """Of all that a prompt of so many tokens has in all layers: most of its Commit."""
+        return DIGEST_BYTES * self.num_layers * -(-num_tokens // self.block_size)
 
     def differences(self, other: KVLayout) -> list[str]:
         """What keeps two pools from exchanging blocks, as "field: ours != theirs". `num_blocks` may differ."""

@@ -248,10 +248,9 @@ class KVReceiver:
         if not 1 <= num_tokens <= num_blocks * layout.block_size:
             raise InvalidTransfer(f"{num_tokens} prompt tokens do not fit {num_blocks} blocks of {layout.block_size}")
         shape = (layout.num_layers, len(grant.writable_block_ids))
-        if len(request.digests) != 8 * shape[0] * shape[1]:
-            raise InvalidTransfer(
-                f"digests of {shape} blocks are {8 * shape[0] * shape[1]} bytes, not {len(request.digests)}"
-            )
+        num_bytes = layout.digest_bytes(shape[1] * layout.block_size)
+        if len(request.digests) != num_bytes:
+            raise InvalidTransfer(f"digests of {shape} blocks are {num_bytes} bytes, not {len(request.digests)}")
         return np.frombuffer(request.digests, dtype="<u8").reshape(shape)
 
     def _differences(self, request: pb.ConnectRequest) -> list[str]:

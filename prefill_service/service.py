@@ -42,7 +42,12 @@ class PrefillService:
             parts.args.transport,
             pool=parts.pool,
             identity=parts.identity,
-            open_channel=partial(open_channel, tls=parts.args.client_tls, ping_timeout_ms=KV_PING_TIMEOUT_MS),
+            open_channel=partial(
+                open_channel,
+                max_message_bytes=parts.max_message_bytes,
+                tls=parts.args.client_tls,
+                ping_timeout_ms=KV_PING_TIMEOUT_MS,
+            ),
         )
         self._role = PrefillRole(
             host=parts.host, engine=parts.engine, sender=self._sender, num_blocks=parts.pool.layout.num_blocks

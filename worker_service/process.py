@@ -37,7 +37,7 @@ from protos import tandem_worker_pb2 as pb
 from protos.tandem_worker_pb2_grpc import add_WorkerServicer_to_server
 from registry.prefix_index import PrefixReporter
 from registry.workers import WorkerRegistration
-from rpc.channel import KV_PING_TIMEOUT_MS
+from rpc.channel import DEFAULT_MAX_MESSAGE_BYTES, KV_PING_TIMEOUT_MS
 from rpc.entrypoint import announce
 from rpc.http import HttpServer, show_metrics
 from rpc.server import CannotListen, Server
@@ -94,6 +94,8 @@ class WorkerParts:
     pool: KVPool
     host: SessionHost
     server: Server
+    max_message_bytes: int
+    """Of the connections that carry KV."""
     layer_listeners: list[OnLayerWritten] = field(default_factory=list)
     """Called on the event loop with what the engine's `on_layer_written` says."""
 
@@ -183,8 +185,15 @@ class WorkerProcess:
             self._watch_rank(pid)
         self._load = load_message(self.engine.first_load)
         pool = memory.as_pool(self.engine.kv_pool, self.engine.kv_shape, config.cache.kv_order)
-        self.server = Server(args.listen, tls=args.server_tls(asks_callers=True), ping_timeout_ms=KV_PING_TIMEOUT_MS)
-        parts = WorkerParts(args, self.identity, self.engine, pool, self.host, self.server, self._listeners)
+        # With many layers and ranks the digests of a long prompt are more than others may send in one message.
+        max_bytes = min(DEFAULT_MAX_MESSAGE_BYTES + pool.layout.digest_bytes(config.model.max_model_len), 2**31 - 1)
+        self.server = Server(
+            args.listen,
+            max_message_bytes=max_bytes,
+            tls=args.server_tls(asks_callers=True),
+            ping_timeout_ms=KV_PING_TIMEOUT_MS,
+        )
+        parts = WorkerParts(args, self.identity, self.engine, pool, self.host, self.server, max_bytes, self._listeners)
         self.role = add_role(parts)
         servicer = WorkerServicer(
             record=self._record,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -57,9 +57,10 @@ class Receiving:
         num_blocks: int = 40,
         compat_digest: str = "same",
         wrap: Callable[[HostPool], KVPool] = lambda pool: pool,
+        options: Sequence[tuple[str, Any]] = (),
         **shape: Any,
     ) -> None:
-        """`wrap`: what the receiver is given for the pool."""
+        """`wrap`: what the receiver is given for the pool. `options`: the server's."""
         self.pool = make_pool(num_blocks, seed=None, **shape)
         pool = wrap(self.pool)
         self.identity = Identity(worker_id="decode", incarnation=incarnation, compat_digest=compat_digest)
@@ -77,7 +78,7 @@ class Receiving:
             on_commit=self._on_commit,
             on_freed=self._on_freed,
         )
-        self.server = grpc.aio.server()
+        self.server = grpc.aio.server(options=options)
         self.address = ""
 
     async def _on_commit(self, grant: Grant, first_token_id: int, num_prompt_tokens: int) -> bool:
