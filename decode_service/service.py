@@ -2,35 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
-
-import grpc
-
 from decode_service.decode import DecodeRole
 from kv_transfer import KVReceiver, KVTransferServicer, create_endpoint
-from protos import tandem_worker_pb2 as pb
 from protos.tandem_kv_transfer_pb2_grpc import add_KVTransferServicer_to_server
 from protos.tandem_worker_pb2_grpc import DecodeServicer as DecodeServicerBase
 from protos.tandem_worker_pb2_grpc import add_DecodeServicer_to_server
 from worker_service.process import WorkerParts
 from worker_service.servicer import TransferCounters
-from worker_service.sessions import SessionHost
+from worker_service.sessions import SessionServicer
 
 SERVICE_NAME = "tandem.v1.Decode"
 KV_SERVICE_NAME = "tandem.v1.KVTransfer"
 
 
-class DecodeServicer(DecodeServicerBase):  # type: ignore[misc]
-    """`tandem.v1.Decode`: one Session per router."""
-
-    def __init__(self, host: SessionHost, role: DecodeRole) -> None:
-        self._host = host
-        self._role = role
-
-    async def Session(  # noqa: N802
-        self, request_iterator: AsyncIterator[pb.DecodeCommand], context: grpc.aio.ServicerContext
-    ) -> None:
-        await self._host.serve(self._role, request_iterator, context)
+class DecodeServicer(SessionServicer, DecodeServicerBase):  # type: ignore[misc]
+    """`tandem.v1.Decode`."""
 
 
 class DecodeService:

@@ -173,10 +173,8 @@ class KVReceiver:
         """A one-sided sender is about to write: returns its attachment id. Raises `GrantGone`, `InvalidTransfer`."""
         endpoint = self._one_sided_endpoint()
         check, attachment_id = self._table.attach(chunk.grant_id, chunk.epoch, chunk.incarnation)
-        if check.verdict is Verdict.LATE:
+        if check.verdict is not Verdict.ACCEPTED:
             raise GrantGone(check.reason)
-        if check.verdict is Verdict.MALFORMED:
-            raise InvalidTransfer(check.reason)
         endpoint.enter_push()
         return attachment_id
 

@@ -2,35 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
 from functools import partial
-
-import grpc
 
 from kv_transfer import create_sender
 from prefill_service.prefill import PrefillRole
-from protos import tandem_worker_pb2 as pb
 from protos.tandem_worker_pb2_grpc import PrefillServicer as PrefillServicerBase
 from protos.tandem_worker_pb2_grpc import add_PrefillServicer_to_server
 from rpc.channel import KV_PING_TIMEOUT_MS, open_channel
 from worker_service.process import WorkerParts
 from worker_service.servicer import TransferCounters
-from worker_service.sessions import SessionHost
+from worker_service.sessions import SessionServicer
 
 SERVICE_NAME = "tandem.v1.Prefill"
 
 
-class PrefillServicer(PrefillServicerBase):  # type: ignore[misc]
-    """`tandem.v1.Prefill`: one Session per router."""
-
-    def __init__(self, host: SessionHost, role: PrefillRole) -> None:
-        self._host = host
-        self._role = role
-
-    async def Session(  # noqa: N802
-        self, request_iterator: AsyncIterator[pb.PrefillCommand], context: grpc.aio.ServicerContext
-    ) -> None:
-        await self._host.serve(self._role, request_iterator, context)
+class PrefillServicer(SessionServicer, PrefillServicerBase):  # type: ignore[misc]
+    """`tandem.v1.Prefill`."""
 
 
 class PrefillService:

@@ -85,6 +85,19 @@ class Role(Protocol):
         """The session has ended, and all its streams are cancelled."""
 
 
+class SessionServicer:
+    """`Session` of a worker's role: one for each router."""
+
+    def __init__(self, host: SessionHost, role: Role) -> None:
+        self._host = host
+        self._role = role
+
+    async def Session(  # noqa: N802
+        self, request_iterator: AsyncIterator[Command], context: grpc.aio.ServicerContext
+    ) -> None:
+        await self._host.serve(self._role, request_iterator, context)
+
+
 class SessionHost:
     """Serves sessions, and routes what the engine says to the streams it is for."""
 
