@@ -11,6 +11,7 @@ from typing import Any
 
 from engine.lora.modules import EXAMPLE as LORA_EXAMPLE
 from engine.lora.modules import LoRAModule, parse_lora_modules
+from engine.models.deepseek_config import LatentConfig
 from engine.scheduling.speculation import EXAMPLE, SpeculativeConfig
 from prefix_hash import prefix_key
 
@@ -81,12 +82,8 @@ class ModelConfig:
     num_kv_heads: int
     head_dim: int
     """Of a key in the pool."""
-    kv_lora_rank: int
-    """With latent attention: numbers of a latent, the first of a key. 0: the pool holds keys and values of heads."""
-    qk_nope_head_dim: int
-    """With latent attention: numbers of a head's key without positions, when it is unfolded from a latent."""
-    v_head_dim: int
-    """With latent attention: the same of its value."""
+    mla: LatentConfig | None
+    """None: the pool holds keys and values of heads, not latents."""
     hidden_size: int
     eos_token_ids: frozenset[int]
     weights_digest: str
@@ -95,7 +92,7 @@ class ModelConfig:
     @property
     def num_kv_parts(self) -> int:
         """What a token has in a layer of the pool: keys and values, or latents."""
-        return 1 if self.kv_lora_rank else 2
+        return 2 if self.mla is None else 1
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -23,6 +23,7 @@ from engine.config import EngineConfig
 from engine.kernels.build import load_cpu_kernels
 from engine.kernels.gpu.gpu_kind import gpu_kind
 from engine.kv_cache import KV_ORDER, LATENT_KV_ORDER, PAIRED_KV_ORDER
+from engine.models.deepseek_config import LatentConfig
 from engine.models.model_shape import ModelShape
 
 __all__ = [
@@ -49,8 +50,8 @@ def kv_order_of(backend: str, model: ModelShape) -> str:
 
 def create_attention_backend(config: EngineConfig) -> PagedBackend[Any]:
     """The backend that `config.device.attention_backend` names. Raises `KernelsUnavailable`, `FlashUnavailable`."""
-    if config.model.kv_lora_rank:
-        return _create_latent_backend(config)
+    if config.model.mla is not None:
+        return _create_latent_backend(config, config.model.mla)
     if config.device.attention_backend == "cpu":
         load_cpu_kernels()
         return CpuAttention()
@@ -95,16 +96,16 @@ def create_attention_backend(config: EngineConfig) -> PagedBackend[Any]:
     )
 
 
-def _create_latent_backend(config: EngineConfig) -> LatentBackend[Any]:
+def _create_latent_backend(config: EngineConfig, mla: LatentConfig) -> LatentBackend[Any]:
     model = config.model
-    unfolding = Unfolding.of(model.kv_lora_rank, model.qk_nope_head_dim, model.v_head_dim)
+    unfolding = Unfolding.of(mla)
     if config.device.attention_backend == "triton":
         from engine.attention.triton_latents import TritonLatentAttention
 
         return TritonLatentAttention(
             kind=gpu_kind(config.device.device),
             num_heads=model.num_heads,
-            kv_lora_rank=model.kv_lora_rank,
+            kv_lora_rank=mla.kv_lora_rank,
             block_size=config.cache.block_size,
             dtype=model.dtype,
             kv_dtype=config.cache.kv_dtype,
@@ -113,7 +114,7 @@ def _create_latent_backend(config: EngineConfig) -> LatentBackend[Any]:
             unfolding=unfolding,
         )
     return TorchLatentAttention(
-        kv_lora_rank=model.kv_lora_rank,
+        kv_lora_rank=mla.kv_lora_rank,
         latent_dim=model.head_dim,
         block_size=config.cache.block_size,
         device=config.device.device,

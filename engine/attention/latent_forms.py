@@ -19,6 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from engine.attention.base import StepLayout
+from engine.models.deepseek_config import LatentConfig
 
 UNFOLDED_BYTES = 256 << 20
 """Of keys and values of heads that are there at once, unless a piece of them as small as can be has more."""
@@ -37,15 +38,16 @@ class Unfolding:
     max_bytes: int = UNFOLDED_BYTES
 
     @staticmethod
-    def of(kv_lora_rank: int, query_dim: int, value_dim: int) -> Unfolding | None:
+    def of(mla: LatentConfig) -> Unfolding | None:
         """From as many tokens on as save more arithmetic than unfolding takes what they all see; None: never.
 
         A prompt without context would gain from its first token on, as its queries need not be absorbed then, nor its
         outputs taken out of the space of latents; but with few tokens hardly anything."""
-        saved = 2 * kv_lora_rank - query_dim - value_dim
+        query_dim, value_dim = mla.qk_nope_head_dim, mla.v_head_dim
+        saved = 2 * mla.kv_lora_rank - query_dim - value_dim
         if saved <= 0:
             return None
-        return Unfolding(-(-kv_lora_rank * (query_dim + value_dim) // saved), query_dim, value_dim)
+        return Unfolding(-(-mla.kv_lora_rank * (query_dim + value_dim) // saved), query_dim, value_dim)
 
 
 @dataclass(frozen=True, slots=True)

@@ -66,7 +66,7 @@ def unfolding_step(config: EngineConfig) -> SchedulerOutput | None:
     context as there can be: slices are as full as they can be, and go on in others (engine/attention/latent_forms.py).
     None where nothing is unfolded."""
     scheduler, model = config.scheduler, config.model
-    unfolding = Unfolding.of(model.kv_lora_rank, model.qk_nope_head_dim, model.v_head_dim)
+    unfolding = None if model.mla is None else Unfolding.of(model.mla)
     if unfolding is None or config.device.batch_invariant:
         return None
     most = scheduler.max_num_batched_tokens
@@ -95,7 +95,7 @@ def measured_steps(config: EngineConfig) -> tuple[int, list[SchedulerOutput]]:
     num_blocks, step = largest_step(config)
     if config.device.attention_backend == "torch":  # gathers what a step attends to, and keeps the room for it
         return num_blocks, [longest_step(config), step]
-    unfolding = unfolding_step(config) if config.model.kv_lora_rank else None
+    unfolding = unfolding_step(config)
     return num_blocks, [step] if unfolding is None else [unfolding, step]
 
 

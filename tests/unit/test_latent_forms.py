@@ -8,6 +8,7 @@ from attention_cases import Case
 
 from engine.attention.base import StepLayout
 from engine.attention.latent_forms import Unfolding, part_of, unfolded_seqs
+from engine.models.deepseek_config import LatentConfig
 
 
 def layout_of(lens: list[tuple[int, int]]) -> StepLayout:
@@ -19,10 +20,14 @@ def layout_of(lens: list[tuple[int, int]]) -> StepLayout:
     [((512, 128, 128), 171), ((24, 12, 10), 21), ((32, 12, 10), 17), ((8, 8, 8), None), ((8, 9, 8), None)],
 )
 def test_how_many_tokens_pay_for_what_they_all_see(sizes: tuple[int, int, int], expected: int | None) -> None:
-    unfolding = Unfolding.of(*sizes)
+    latent, query, value = sizes
+    mla = LatentConfig(
+        q_lora_rank=0, kv_lora_rank=latent, qk_nope_head_dim=query, qk_rope_head_dim=2, v_head_dim=value,
+        interleaves_rope=False, softmax_scale=1.0,
+    )  # fmt: skip
+    unfolding = Unfolding.of(mla)
     assert (unfolding.from_tokens if unfolding else None) == expected
     if expected is not None:
-        latent, query, value = sizes
         for num_new, pays in ((expected - 1, False), (expected, True)):
             # Of a head, for one token of a long context: absorbed and unfolded, without the rotated key's numbers.
             assert (latent * (query + value) + num_new * (query + value) <= num_new * 2 * latent) == pays
