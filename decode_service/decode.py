@@ -18,7 +18,7 @@ from protos import tandem_worker_pb2 as pb
 from rpc.errors import Draining, InvalidRequest, LeaseGone
 from rpc.failpoints import reach
 from worker_service.generation import generate
-from worker_service.messages import sampling_params_of
+from worker_service.messages import engine_arguments
 from worker_service.sessions import RouterSession, SessionHost, Stream
 
 
@@ -74,14 +74,7 @@ class DecodeRole:
 
     async def _reserve(self, stream: Stream, request: pb.EngineRequest) -> None:
         def reserve(engine: LLMEngine) -> Reservation | None:
-            return engine.reserve(
-                stream.engine_id,
-                request.prompt_token_ids,
-                sampling_params_of(request),
-                output_token_ids=request.output_token_ids,
-                cache_salt=request.cache_salt,
-                lora_name=request.lora_name,
-            )
+            return engine.reserve(stream.engine_id, **engine_arguments(request))
 
         reservation = await self._engine.call(reserve)
         await reach("decode.reserved")

@@ -26,7 +26,7 @@ from protos.tandem_kv_transfer_pb2 import Grant
 from rpc.errors import Draining, InvalidRequest, error_of_code
 from rpc.failpoints import reach
 from worker_service.generation import generate
-from worker_service.messages import sampling_params_of
+from worker_service.messages import engine_arguments
 from worker_service.sessions import RouterSession, SessionHost, Stream
 
 
@@ -118,7 +118,7 @@ class PrefillRole:
         self._host.close(stream)
 
     async def _serve(self, stream: Stream, command: pb.PrefillRequest) -> None:
-        params = sampling_params_of(command.request)
+        arguments = engine_arguments(command.request)
         num_tokens = len(command.request.prompt_token_ids) + len(command.request.output_token_ids)
         check_grant_fits(command.grant, num_tokens, self._engine.config.cache.block_size)
         push = await self._sender.open(command.grant)
@@ -129,13 +129,7 @@ class PrefillRole:
             await reach("prefill.opened")
             await self._engine.call(
                 lambda engine: engine.add_prefill(
-                    stream.engine_id,
-                    command.request.prompt_token_ids,
-                    params,
-                    output_token_ids=command.request.output_token_ids,
-                    cache_salt=command.request.cache_salt,
-                    lora_name=command.request.lora_name,
-                    num_receiver_blocks=command.grant.num_cached_blocks,
+                    stream.engine_id, **arguments, num_receiver_blocks=command.grant.num_cached_blocks
                 )
             )
             output = await stream.first_token

@@ -11,7 +11,7 @@ from __future__ import annotations
 from engine.async_llm_engine import AsyncLLMEngine
 from engine.llm_engine import LLMEngine
 from protos import tandem_worker_pb2 as pb
-from worker_service.messages import sampling_params_of
+from worker_service.messages import engine_arguments
 from worker_service.sessions import Stream
 
 
@@ -19,15 +19,7 @@ async def generate(engine: AsyncLLMEngine, stream: Stream, request: pb.EngineReq
     """Begin `request` if there is room for it at once. Raises `ValueError` for what the engine does not take."""
 
     def add(engine: LLMEngine) -> bool:
-        return engine.add_request(
-            stream.engine_id,
-            request.prompt_token_ids,
-            sampling_params_of(request),
-            output_token_ids=request.output_token_ids,
-            cache_salt=request.cache_salt,
-            lora_name=request.lora_name,
-            may_wait=False,
-        )
+        return engine.add_request(stream.engine_id, **engine_arguments(request), may_wait=False)
 
     has_room = await engine.call(add)
     if not stream.is_open:  # cancelled meanwhile, perhaps before the engine had heard of it

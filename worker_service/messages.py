@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from types import MappingProxyType
+from typing import TypedDict
 
 from engine.config import EngineConfig
 from engine.llm_engine import EngineLoad
@@ -19,6 +21,27 @@ _FINISH_REASONS = {
     FinishReason.ABORT: inference_pb.FINISH_REASON_ABORT,
     FinishReason.ERROR: inference_pb.FINISH_REASON_ERROR,
 }
+
+
+class EngineArguments(TypedDict):
+    """What all ways into an engine ask for, after the request's id."""
+
+    prompt_token_ids: Sequence[int]
+    sampling_params: SamplingParams
+    output_token_ids: Sequence[int]
+    cache_salt: str
+    lora_name: str
+
+
+def engine_arguments(request: pb.EngineRequest) -> EngineArguments:
+    """Raises `ValueError` naming the field and its bound."""
+    return {
+        "prompt_token_ids": request.prompt_token_ids,
+        "sampling_params": sampling_params_of(request),
+        "output_token_ids": request.output_token_ids,
+        "cache_salt": request.cache_salt,
+        "lora_name": request.lora_name,
+    }
 
 
 def sampling_params_of(request: pb.EngineRequest) -> SamplingParams:

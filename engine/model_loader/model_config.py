@@ -91,21 +91,17 @@ def make_engine_config(args: EngineArgs, folder: Path) -> EngineConfig:
     backend = choose_attention_backend(args.attention_backend, needs)
     if args.batch_invariant and (why_not := why_not_invariant(args.attention_backend, backend, needs)):
         raise ValueError(f"batch_invariant cannot be kept here: {why_not}")
-    kv_order = kv_order_of(backend, shape)
-    arithmetic = _arithmetic(backend, needs)
-    digest = compat_digest(
-        shape, stored, model, args.block_size, kv_dtype, kv_order, num_ranks, lora_modules, arithmetic
+    cache = CacheConfig(
+        block_size=args.block_size,
+        kv_dtype=kv_dtype,
+        num_blocks=num_blocks,
+        gpu_memory_utilization=args.gpu_memory_utilization,
+        enable_prefix_caching=args.enable_prefix_caching,
+        kv_order=kv_order_of(backend, shape),
     )
     return EngineConfig(
         model=model,
-        cache=CacheConfig(
-            block_size=args.block_size,
-            kv_dtype=kv_dtype,
-            num_blocks=num_blocks,
-            gpu_memory_utilization=args.gpu_memory_utilization,
-            enable_prefix_caching=args.enable_prefix_caching,
-            kv_order=kv_order,
-        ),
+        cache=cache,
         parallel=ParallelConfig(tensor_parallel_size=num_ranks),
         scheduler=_scheduler_config(args, device),
         device=DeviceConfig(
@@ -119,7 +115,7 @@ def make_engine_config(args: EngineArgs, folder: Path) -> EngineConfig:
         ),
         load=LoadConfig(load_format="dummy" if args.load_format == "dummy" else "safetensors", seed=args.seed),
         lora_modules=lora_modules,
-        compat_digest=digest,
+        compat_digest=compat_digest(shape, stored, model, cache, num_ranks, lora_modules, _arithmetic(backend, needs)),
     )
 
 
@@ -164,9 +160,7 @@ def compat_digest(
     shape: ModelShape,
     stored: StoredWeights,
     model: ModelConfig,
-    block_size: int,
-    kv_dtype: str,
-    kv_order: str,
+    cache: CacheConfig,
     num_ranks: int,
     lora_modules: tuple[LoRAModule, ...],
     arithmetic: dict[str, str],
@@ -189,9 +183,9 @@ def compat_digest(
             "kv_format_version": KV_FORMAT_VERSION,
             "dtype": model.dtype,
             "quantization": model.quantization,
-            "kv_dtype": kv_dtype,
-            "block_size": block_size,
-            "kv_order": kv_order,
+            "kv_dtype": cache.kv_dtype,
+            "block_size": cache.block_size,
+            "kv_order": cache.kv_order,
             "model": _digest_of(architecture),
             # What the bytes of the weights stand for.
             "stored_weights": stored.name,

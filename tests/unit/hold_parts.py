@@ -219,7 +219,7 @@ class Engine:
         self,
         engine_id: str,
         prompt_token_ids: Sequence[int],
-        params: SamplingParams,
+        sampling_params: SamplingParams,
         *,
         output_token_ids: Sequence[int],
         cache_salt: str,
@@ -229,7 +229,7 @@ class Engine:
         if self.is_refusing:
             raise ValueError("refused")
         number = prompt_token_ids[0]
-        seq = EngineSequence(number, engine_id, list(prompt_token_ids), len(prompt_token_ids), params)
+        seq = EngineSequence(number, engine_id, list(prompt_token_ids), len(prompt_token_ids), sampling_params)
         seq.is_prefill_only = True
         self.seqs[number] = seq
         self.scheduler.add(seq)
