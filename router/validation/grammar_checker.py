@@ -32,7 +32,7 @@ COMMAND = (sys.executable, "-P", "-m", "router.validation.grammar_checker")
 START_S = 30.0
 
 MAX_CPU_S = 0.25
-"""For one grammar: schemas as people write them take milliseconds. A worker's step may wait for a few times as long."""
+"""For one grammar: schemas as people write them take milliseconds. A worker compiles them one after the other."""
 MAX_CPU_S_OF_ALL = 2.0
 """For one request: each of its answers compiles the grammar again, at its worker."""
 MAX_WALL_S = 10.0
