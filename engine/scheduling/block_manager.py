@@ -16,8 +16,7 @@ counts always sum up to the pool; `check_integrity` recounts them from the table
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence as Seq
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import IntEnum
 
 from engine.scheduling.evictor import LRUEvictor
@@ -64,7 +63,6 @@ class _Table:
 
     owner: BlockOwner
     block_ids: list[int]
-    hashes: list[bytes] = field(default_factory=list)
     num_registered: int = 0
     """Leading blocks whose hashes were offered to the prefix cache."""
 
@@ -101,10 +99,8 @@ class BlockManager:
 
     def num_shared_blocks(self, seq: Sequence) -> int:
         """How many blocks of a prefix of `seq`, which has none yet, others have: it would take no new ones for them."""
-        table = _Table(BlockOwner.SEQUENCE, [])
-        self._extend_hashes(table, seq.token_ids, seq)
-        reusable = table.hashes[: seq.num_reusable_tokens // self.block_size]
-        return sum(block_id not in self._evictor for block_id in self._match(reusable))
+        matched = self._match(self._hashes_of(seq, seq.num_reusable_tokens))
+        return sum(block_id not in self._evictor for block_id in matched)
 
     def ledger(self) -> BlockLedger:
         return BlockLedger(self.num_blocks, len(self._free), len(self._evictor), *self._num_owned)
@@ -129,8 +125,7 @@ class BlockManager:
         """
         assert seq.seq_id not in self._tables, f"sequence {seq.seq_id} has blocks already"
         table = _Table(owner, [])
-        self._extend_hashes(table, seq.token_ids, seq)
-        cached = self._match(table.hashes[: num_reusable_tokens // self.block_size])
+        cached = self._match(self._hashes_of(seq, num_reusable_tokens))
         num_new = self.num_blocks_for(len(seq)) - len(cached)
         num_pinned_evictable = sum(block_id in self._evictor for block_id in cached)
         if self.num_available - num_pinned_evictable < num_new + num_spare_blocks:
@@ -173,9 +168,9 @@ class BlockManager:
         num_full = num_tokens // self.block_size
         if num_full <= table.num_registered:
             return
-        self._extend_hashes(table, seq.token_ids[: num_full * self.block_size], seq)
+        hashes = self._hashes_of(seq, num_tokens)
         for index in range(table.num_registered, num_full):
-            block_id, block_hash = table.block_ids[index], table.hashes[index]
+            block_id, block_hash = table.block_ids[index], hashes[index]
             if block_hash not in self._block_of and block_id not in self._hash_of:
                 self._block_of[block_hash] = block_id
                 self._hash_of[block_id] = block_hash
@@ -205,10 +200,17 @@ class BlockManager:
 
     # -- the prefix cache ---------------------------------------------------------------------------------------
 
-    def _extend_hashes(self, table: _Table, token_ids: Seq[int], seq: Sequence) -> None:
-        if self._enable_prefix_caching:
+    def _hashes_of(self, seq: Sequence, num_tokens: int) -> list[bytes]:
+        """Of the full blocks of its first `num_tokens` tokens, which are known; none where prefixes are not kept.
+
+        The sequence has them from then on: one that waits for memory is asked for them in each step."""
+        if not self._enable_prefix_caching:
+            return []
+        num_full = num_tokens // self.block_size
+        if len(seq.block_hashes) < num_full:
             key = salted_key(self._prefix_key, seq.cache_salt, seq.lora_name)
-            extend_block_hashes(table.hashes, token_ids, self.block_size, key)
+            extend_block_hashes(seq.block_hashes, seq.token_ids[: num_full * self.block_size], self.block_size, key)
+        return seq.block_hashes[:num_full]
 
     def _match(self, hashes: list[bytes]) -> list[int]:
         blocks = []

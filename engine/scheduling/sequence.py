@@ -66,6 +66,8 @@ class Sequence:
     """Of the prompt, found in the prefix cache when the sequence was first scheduled."""
     block_table: list[int] = field(default_factory=list)
     """Block ids, in order. The block manager's list; everybody else only reads it."""
+    block_hashes: list[bytes] = field(default_factory=list)
+    """Of its full blocks, as far as somebody has asked. They hang on its tokens alone, and stay when its blocks go."""
     num_exported_blocks: int = 0
     """Blocks already offered to `on_layer_written`, or that the receiver needs no more (prefill-only sequences)."""
     num_preemptions: int = 0

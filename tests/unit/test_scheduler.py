@@ -7,10 +7,12 @@ import pytest
 from engine.config import SchedulerConfig
 from engine.outputs import FinishReason, RequestOutput
 from engine.sampling_params import SamplingParams
+from engine.scheduling import block_manager
 from engine.scheduling.block_manager import BlockManager
 from engine.scheduling.scheduler import Scheduler
 from engine.scheduling.sequence import INVALID_TOKEN, SchedulerOutput, Sequence, SequenceStatus
 from engine.scheduling.speculation import SpeculativeConfig
+from prefix_hash import extend_block_hashes
 
 EOS = 1
 
@@ -377,3 +379,23 @@ def test_a_computed_prompt_is_held_until_it_is_aborted() -> None:
     assert scheduler.abort("r")
     ledger = scheduler.block_manager.ledger()
     assert (ledger.num_held, ledger.num_cached) == (0, 2)
+
+
+def test_what_waits_for_memory_is_hashed_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And not in each step that finds no room for it: of a long prompt that takes as long as a step."""
+    hashed: list[int] = []
+
+    def count(hashes: list[bytes], token_ids: list[int], block_size: int, key: bytes) -> None:
+        num_before = len(hashes)
+        extend_block_hashes(hashes, token_ids, block_size, key)
+        hashed.append(len(hashes) - num_before)
+
+    monkeypatch.setattr(block_manager, "extend_block_hashes", count)
+    scheduler = make(num_blocks=12)
+    scheduler.add(sequence("runs", 16))
+    scheduler.add(sequence("waits", 40))
+    for _ in range(8):
+        step(scheduler)
+    assert [seq.request_id for seq in scheduler.waiting] == ["waits"]
+    assert not scheduler.has_room(sequence("other", 4))
+    assert sum(hashed) <= 6 + 10 + 1
