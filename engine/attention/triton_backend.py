@@ -22,10 +22,8 @@ from engine.kernels.gpu.decode import DecodeConfig, paged_decode, partial_size
 from engine.kernels.gpu.gpu_kind import GpuKind
 from engine.kernels.gpu.pointwise import MAX_HIDDEN_SIZE
 from engine.kernels.gpu.prefill import MAX_GROUPS, PrefillConfig, paged_prefill
-from engine.kernels.gpu.rotate import project_heads
 from engine.kernels.gpu.tile import MAX_HEAD_DIM
 from engine.kv_cache import KV_DTYPES, TORCH_DTYPES
-from engine.layers import HeadProjection
 from engine.models.scores import Scores
 
 
@@ -73,16 +71,6 @@ class TritonAttention(WithTritonPlans, AttentionBackend[TritonPlan]):
         if hidden_size > MAX_HIDDEN_SIZE:
             return f"the model's hidden size must be at most {MAX_HIDDEN_SIZE}, is {hidden_size}"
         return ""
-
-    def project(
-        self,
-        qkv_TX: torch.Tensor,
-        kv: torch.Tensor,
-        plan: TritonPlan,
-        heads: HeadProjection,
-        cos_sin: tuple[torch.Tensor, torch.Tensor],
-    ) -> torch.Tensor:
-        return project_heads(qkv_TX, kv, plan.slot_mapping, heads, cos_sin)
 
     def attend(
         self,

@@ -18,9 +18,7 @@ from engine.attention.base import AttentionBackend
 from engine.attention.triton_plans import TritonPlan, TritonPlans, WithTritonPlans
 from engine.kernels.gpu.gpu_kind import GpuKind
 from engine.kernels.gpu.pieces import PiecesCall, PiecesConfig, partial_size
-from engine.kernels.gpu.rotate import project_heads
 from engine.kv_cache import KV_DTYPES, TORCH_DTYPES
-from engine.layers import HeadProjection
 from engine.models.scores import Scores
 
 
@@ -48,16 +46,6 @@ class InvariantTritonAttention(WithTritonPlans, AttentionBackend[TritonPlan]):
             device=device,
             scratch_size=self._scratch_size,
         )
-
-    def project(
-        self,
-        qkv_TX: torch.Tensor,
-        kv: torch.Tensor,
-        plan: TritonPlan,
-        heads: HeadProjection,
-        cos_sin: tuple[torch.Tensor, torch.Tensor],
-    ) -> torch.Tensor:
-        return project_heads(qkv_TX, kv, plan.slot_mapping, heads, cos_sin)
 
     def attend(
         self,

@@ -19,6 +19,8 @@ import torch
 from engine.attention.base import StepLayout
 from engine.attention.step_arrays import IntArray, empty_decodes, fill_up_decodes, pack, unpack
 from engine.kernels.gpu.prefill import list_tiles
+from engine.kernels.gpu.rotate import project_heads
+from engine.layers import HeadProjection
 from engine.to_device import fill, to_device
 
 
@@ -143,7 +145,17 @@ class WithReservedPlans:
 
 
 class WithTritonPlans(WithReservedPlans):
-    """The same of all plans."""
+    """The same of all plans, and what those for keys and values of heads do with them alike."""
 
     def prepare(self, layout: StepLayout) -> TritonPlan:
         return self._plans.prepare(layout)
+
+    def project(
+        self,
+        qkv_TX: torch.Tensor,
+        kv: torch.Tensor,
+        plan: TritonPlan,
+        heads: HeadProjection,
+        cos_sin: tuple[torch.Tensor, torch.Tensor],
+    ) -> torch.Tensor:
+        return project_heads(qkv_TX, kv, plan.slot_mapping, heads, cos_sin)
