@@ -41,6 +41,7 @@ from tandem.cluster_args import (
     worker_spec,
 )
 from tandem.local_redis import LocalRedis
+from tandem.stderr import tell
 from tandem.supervision import ProcessError, ProcessEvent, ProcessSpec, RestartPolicy, SupervisedProcess
 
 T = TypeVar("T")
@@ -63,13 +64,13 @@ class ClusterError(Exception):
 
 def print_log_line(name: str, line: str) -> None:
     """A child's line on stderr, behind its name."""
-    print(f"{name:<10} | {line}", file=sys.stderr, flush=True)
+    tell(f"{name:<10} | {line}")
 
 
 def print_progress(event: ProcessEvent) -> None:
     """What happened to a child on stderr, with its last lines where it died."""
     lines = [f"tandem: {event.name} {event.what}", *(f"tandem:     {line}" for line in event.tail)]
-    print("\n".join(lines), file=sys.stderr, flush=True)
+    tell("\n".join(lines))
 
 
 class Cluster:

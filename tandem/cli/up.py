@@ -20,6 +20,7 @@ from rpc.entrypoint import LOG_LEVELS, build, options_of
 from tandem.cli.options import examples
 from tandem.cluster import Cluster, ClusterError
 from tandem.cluster_args import ClusterArgs
+from tandem.stderr import tell
 
 Command = TypeVar("Command", bound=Callable[..., Any])
 
@@ -108,7 +109,7 @@ def up(context: click.Context, /, **options: Any) -> None:
     except ClusterError as error:
         raise click.ClickException(str(error)) from error
     for problem in problems:
-        click.echo(f"Error: {problem}", err=True)
+        tell(f"Error: {problem}")
     sys.exit(1 if problems else 0)
 
 
@@ -123,8 +124,8 @@ async def _serve(args: ClusterArgs) -> list[str]:
 
     def on_signal(number: int) -> None:
         if not stop.is_set():
-            click.echo("tandem: stopping; streams may finish, Ctrl-C (again) ends them", err=True)
             stop.set()
+            tell("tandem: stopping; streams may finish, Ctrl-C (again) ends them")
         elif number == signal.SIGINT:  # whoever repeats SIGTERM means the same thing twice
             cluster.hurry()
 

@@ -290,6 +290,20 @@ def test_sigterm_lets_a_stream_finish(tmp_path: Path, small: tuple[str, ...]) ->
             process.terminate()  # too late to change anything: `run_cluster` sees how it ended
 
 
+def test_ctrl_c_ends_up_though_nobody_reads_its_lines_any_more(small: tuple[str, ...]) -> None:
+    """As in `tandem up 2>&1 | tee log`, where it ends tee, too, and sooner."""
+    with running("up", *small, "--aggregated", "--listen", "127.0.0.1:0", "--no-http") as process:
+        assert process.stdout is not None
+        assert process.stderr is not None
+        assert select.select([process.stdout], [], [], 60)[0], "no ready line"
+        address = process.stdout.readline().decode().strip().removeprefix("ready grpc=")
+        process.stderr.close()
+        with Client(address) as client:
+            assert len(client.generate("hello", max_tokens=2, ignore_eos=True).token_ids) == 2, "it goes on serving"
+        process.send_signal(signal.SIGINT)
+        assert process.wait(30) == 0
+
+
 @pytest.mark.skipif(sys.platform != "linux", reason="PR_SET_PDEATHSIG is Linux's")
 def test_a_sigkill_leaves_no_orphan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, small: tuple[str, ...]) -> None:
     monkeypatch.setenv("TMPDIR", str(tmp_path))  # the socket's folder, which nobody is left to remove
