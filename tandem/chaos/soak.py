@@ -24,6 +24,7 @@ from typing import Any
 
 from engine.config import EngineArgs
 from router.policy import PolicyConfig
+from rpc.errors import TandemError
 from tandem.chaos.faults import Fault, FaultKind, plan_faults
 from tandem.chaos.load import DEADLINE_S, Asked, Load
 from tandem.chaos.proxy import FaultyProxy
@@ -262,7 +263,10 @@ assert DEADLINE_S > REST_TIMEOUT_S, "a request that hangs is seen before its blo
 
 
 async def _what_is_not_at_rest(client: AsyncClient, num_workers: int) -> list[str]:
-    audit = await client.audit()
+    try:
+        audit = await client.audit()
+    except TandemError as error:  # the last fault may have been the router's end
+        return [f"the router does not answer: {error!r}"]
     problems = not_at_rest(audit)
     if len(audit.workers) < num_workers:
         problems.append(f"{len(audit.workers)} of {num_workers} workers are there")

@@ -15,6 +15,7 @@ from engine.config import EngineArgs
 from kv_transfer import TRANSPORTS
 from tandem.cli.options import examples, json_option
 from tandem.cluster_args import ClusterArgs
+from tandem.stderr import tell
 
 
 @click.command(
@@ -37,6 +38,8 @@ def chaos(is_json: bool, is_verbose: bool, **options: Any) -> None:
     Then see whether every request ended once and as it may, every answer has the tokens of a run without faults, and
     every KV block came back. Exit code 0 if so, else 1 with what was found, and where the log lines are.
     """
+    from rpc.errors import TandemError
+    from tandem.answer import StreamBroken
     from tandem.chaos.soak import SoakArgs, run_soak
     from tandem.cluster import ClusterError
 
@@ -45,25 +48,29 @@ def chaos(is_json: bool, is_verbose: bool, **options: Any) -> None:
     except ValueError as error:
         raise click.UsageError(str(error)) from error
     with NamedTemporaryFile("w", prefix=f"tandem-chaos-{args.seed}-", suffix=".log", delete=False) as log:
+        where = f"the log of all processes is in {log.name}"
 
         def say(line: str) -> None:
             on_line("chaos", line)
             if not is_verbose:
-                click.echo(line, err=True)
+                tell(line)
 
         def on_line(name: str, line: str) -> None:
             print(f"{name:<10} | {line}", file=log)
             if is_verbose:
-                click.echo(f"{name:<10} | {line}", err=True)
+                tell(f"{name:<10} | {line}")
 
         try:
             report = asyncio.run(run_soak(args, say=say, on_line=on_line))
-        except ClusterError as error:
-            raise click.ClickException(f"{error}. The log is in {log.name}") from error
+        except BaseException as error:  # Ctrl-C is one
+            tell(where)
+            if isinstance(error, ClusterError | TandemError | StreamBroken):
+                raise click.ClickException(str(error)) from error
+            raise
     if report.has_passed:
         Path(log.name).unlink()
     else:
-        click.echo(f"the log of all processes is in {log.name}", err=True)
+        tell(where)
     click.echo(json.dumps(report.to_dict()) if is_json else describe(report.to_dict()))
     sys.exit(0 if report.has_passed else 1)
 

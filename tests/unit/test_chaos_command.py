@@ -1,0 +1,53 @@
+"""`tandem chaos` that does not come to its verdict: the log of its processes is named, and nothing is a traceback."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner, Result
+
+from rpc.errors import NoWorker, Unreachable
+from tandem.chaos import soak
+from tandem.chaos.soak import _what_is_not_at_rest
+from tandem.cli import main
+from tandem.cluster import ClusterError
+
+
+def chaos_that(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, raises: BaseException) -> tuple[Result, str]:
+    """What the command says, and the log that it names."""
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+
+    async def run_soak(_: Any, *, say: Any, on_line: Any) -> None:
+        on_line("router", "a line")
+        raise raises
+
+    monkeypatch.setattr(soak, "run_soak", run_soak)
+    result = CliRunner().invoke(main, ["chaos"])
+    named = re.search(r"^the log of all processes is in (\S+)$", result.stderr, re.MULTILINE)
+    assert named, result.stderr
+    return result, Path(named[1]).read_text()
+
+
+def test_ctrl_c_names_the_log(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    result, log = chaos_that(monkeypatch, tmp_path, KeyboardInterrupt())
+    assert (result.exit_code, result.stderr.splitlines()[-1]) == (130, "cancelled")
+    assert log == "router     | a line\n"
+
+
+@pytest.mark.parametrize("error", [ClusterError("redis is away"), NoWorker("nobody is left")])
+def test_what_ends_it_is_a_line(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, error: Exception) -> None:
+    result, _ = chaos_that(monkeypatch, tmp_path, error)
+    assert (result.exit_code, result.stderr.splitlines()[-1]) == (1, f"Error: {error}")
+
+
+async def test_a_router_that_is_not_back_yet_is_waited_for() -> None:
+    class Away:
+        async def audit(self) -> None:
+            raise Unreachable("connection refused")
+
+    assert await _what_is_not_at_rest(Away(), 4) == [  # type: ignore[arg-type]
+        "the router does not answer: Unreachable('connection refused')"
+    ]
