@@ -1,17 +1,16 @@
 """`make demo`: a prefill and a decode worker, two questions, and what happened to them.
 
 Owns what is printed. The second question continues the conversation of the first, so that its prompt is mostly in the
-prefix caches already: only the rest is computed and moved.
+decode worker's prefix cache already: only the rest is computed, and there.
 """
 
 from __future__ import annotations
 
 import asyncio
 import signal
-import sys
 import time
 from collections import deque
-from contextlib import aclosing
+from contextlib import aclosing, suppress
 from dataclasses import dataclass
 
 from rich.console import Console
@@ -27,6 +26,7 @@ from tandem.client import AsyncClient
 from tandem.cluster import Cluster, ClusterError
 from tandem.cluster_args import ClusterArgs
 from tandem.interrupts import INTERRUPTED
+from tandem.stderr import tell
 from tandem.supervision import ProcessEvent
 from tandem.tables import audit_problems, audit_table, format_table
 
@@ -62,6 +62,13 @@ async def run_demo(*, prompt: str, transport: str, is_verbose: bool) -> int:
         return FAILED
 
 
+class _Console(Console):
+    def on_broken_pipe(self) -> None:
+        """Nobody reads it any more, as behind `| head`. rich would end whichever task it is that prints."""
+        with suppress(SystemExit):
+            super().on_broken_pipe()
+
+
 class _Demo:
     def __init__(self, question: str, transport: str, is_verbose: bool) -> None:
         # Small pools: a demo should not need the memory of a service.
@@ -74,7 +81,7 @@ class _Demo:
         )
         self._question = question
         self._is_verbose = is_verbose
-        self._console = Console(highlight=False, soft_wrap=True)
+        self._console = _Console(highlight=False, soft_wrap=True)
         self._log: deque[str] = deque(maxlen=KEPT_LOG_LINES)
         self._started_at_s = time.monotonic()
 
@@ -139,7 +146,7 @@ class _Demo:
         text = f"{name:<10} | {line}"
         self._log.append(text)
         if self._is_verbose:
-            print(text, file=sys.stderr)
+            tell(text)
         elif line.startswith(PROGRESS):  # of long work, or what is missing here
             self.say(f"  {name:<10} {line.removeprefix(PROGRESS)}")
 
@@ -150,8 +157,8 @@ class _Demo:
         """The error, behind the last lines of all processes."""
         if not self._is_verbose:
             for line in self._log:
-                print(line, file=sys.stderr)
-        print(f"Error: {error}", file=sys.stderr)
+                tell(line)
+        tell(f"Error: {error}")
 
 
 def describe(answer: Answer) -> list[tuple[str, str]]:

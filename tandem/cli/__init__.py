@@ -19,6 +19,7 @@ import click
 
 import tandem
 from tandem import interrupts
+from tandem.stderr import tell
 
 COMMANDS = {
     "demo": "tandem.cli.demo",
@@ -63,7 +64,7 @@ class _Commands(click.Group):
         try:
             return super().invoke(ctx)
         except KeyboardInterrupt:
-            click.echo("cancelled", err=True)
+            tell("cancelled")
             sys.exit(interrupts.INTERRUPTED)
 
 

@@ -17,6 +17,7 @@ from tandem.bench.args import BenchArgs
 from tandem.bench.outcome import Progress
 from tandem.cli.options import examples, json_option
 from tandem.interrupts import INTERRUPTED
+from tandem.stderr import tell
 
 if TYPE_CHECKING:
     from tandem.bench.report import Report
@@ -60,10 +61,10 @@ def bench(is_json: bool, **flags: Any) -> None:
     except (ServerGone, TraceError, OSError) as error:
         raise click.ClickException(str(error)) from error
     except KeyboardInterrupt:
-        click.echo("cancelled", err=True)
+        tell("cancelled")
         if args.save_result and interrupted and any(run.outcomes for run in interrupted[0].runs):
             _keep(interrupted[0])
-            click.echo(interrupted[0].problem, err=True)
+            tell(interrupted[0].problem)
         sys.exit(INTERRUPTED)
     if is_json:
         click.echo(json.dumps(to_dict(report)))
@@ -83,9 +84,9 @@ def _keep(report: Report) -> None:
         paths = save(report)
     except OSError as error:
         raise click.ClickException(f"--result-dir: {error}") from error
-    click.echo(f"kept in {paths[0].parent}: {', '.join(path.name for path in paths)}", err=True)
+    tell(f"kept in {paths[0].parent}: {', '.join(path.name for path in paths)}")
     if not any(path.suffix == ".svg" for path in paths):
-        click.echo(NO_PLOTS, err=True)
+        tell(NO_PLOTS)
 
 
 def progress_line(what: str, progress: Progress, now_s: float) -> str:
@@ -117,7 +118,7 @@ async def watch(what: str, progress: Progress) -> AsyncIterator[None]:
         try:
             yield
         finally:
-            click.echo(line(), err=True)
+            tell(line())
         return
     from rich.console import Console
     from rich.live import Live

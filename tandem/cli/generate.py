@@ -16,6 +16,7 @@ from tandem.cli.options import examples, json_option, no_nan, router_option, tls
 from tandem.client import Client
 from tandem.interrupts import INTERRUPTED
 from tandem.messages import Prompt, Sampling, generate_request
+from tandem.stderr import tell
 from tandem.tables import logprobs_table, print_table
 from tandem.tools import CHOICES, CallsStream
 
@@ -139,7 +140,7 @@ def generate(
             else:
                 _stream(client, asked, model, timeout_s, sampling)
     except KeyboardInterrupt:
-        click.echo("cancelled", err=True)
+        tell("cancelled")
         sys.exit(INTERRUPTED)
 
 

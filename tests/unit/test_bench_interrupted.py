@@ -101,3 +101,24 @@ def test_ctrl_c_keeps_what_there_is(server: tuple[str, Scripted], tmp_path: Path
     results = json.loads((tmp_path / "r.json").read_text())["results"]
     assert [(result["completed"], result["unfinished"]) for result in results] == [(3, 0), (0, 3)]
     assert said[-1] in (tmp_path / "r.html").read_text()
+
+
+def test_ctrl_c_keeps_what_there_is_though_nobody_reads_what_it_says(
+    server: tuple[str, Scripted], tmp_path: Path
+) -> None:
+    """As in `tandem bench 2>&1 | tee log`, where it ends tee, too, and sooner."""
+    address, scripted = server
+    scripted.script = stuck = Stuck(scripted, num_answered=3)
+    command = [
+        sys.executable, "-m", "tandem", "bench", "--address", address, "--request-rate", "inf,50", "--num-prompts", "3",
+        "--num-warmups", "0", "--random-output-len", "3", "--save-result", "--result-dir", str(tmp_path),
+        "--result-filename", "r.json",
+    ]  # fmt: skip
+    with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE) as process:
+        assert process.stderr is not None
+        assert stuck.is_stuck.wait(60)
+        process.stderr.close()
+        process.send_signal(signal.SIGINT)
+        assert process.wait(60) == 130
+    results = json.loads((tmp_path / "r.json").read_text())["results"]
+    assert [(result["completed"], result["unfinished"]) for result in results] == [(3, 0), (0, 3)]
