@@ -23,6 +23,7 @@ import time
 from collections.abc import Awaitable, Callable, Mapping
 from types import FrameType
 from typing import Any, TypeVar, get_type_hints
+from urllib.parse import urlsplit
 
 import click
 
@@ -67,6 +68,10 @@ class ServiceArgs(SslArgs):
                 raise ValueError(f"{name}: {error}") from error
         if not re.match(r"(redis|rediss|unix)://.", self.redis):
             raise ValueError(f"redis must be a redis://, rediss:// or unix:// URL, is {self.redis!r}")
+        try:
+            urlsplit(self.redis).port  # noqa: B018 - looks at it only when asked
+        except ValueError as error:
+            raise ValueError(f"redis: {error}") from error
         if not re.fullmatch(r"[A-Za-z0-9_.-]{1,64}", self.namespace):
             raise ValueError(
                 f"namespace must be 1 to 64 letters, digits, dots, dashes or underscores, is {self.namespace!r}"

@@ -40,7 +40,7 @@ from tandem.cluster_args import (
     router_spec,
     worker_spec,
 )
-from tandem.local_redis import LocalRedis
+from tandem.local_redis import LocalRedis, LocalRedisError
 from tandem.stderr import tell
 from tandem.supervision import ProcessError, ProcessEvent, ProcessSpec, RestartPolicy, SupervisedProcess
 
@@ -151,7 +151,10 @@ class Cluster:
             await _check_redis(self.args.redis_url)
         folder = await self._resolve_model()
         if not self.args.redis_url:
-            self._redis = LocalRedis()
+            try:
+                self._redis = LocalRedis()
+            except LocalRedisError as error:
+                raise ClusterError(str(error)) from error
             await self._or_failure(self._supervise(self._redis.spec(REDIS)).wait_running())
         self._supervise(router_spec(self.args, folder, self.redis_url))
         for name in self.args.worker_names:

@@ -177,6 +177,9 @@ class SupervisedProcess:
     async def _keep_running(self) -> None:
         try:
             await self._run_again_and_again()
+        except OSError as error:  # of starting it: no memory, or no open files left
+            self._failure = f"{self.spec.name} cannot be started: {error}"
+            await self._set(ProcessState.FAILED)
         except Exception as error:
             self._failure = f"{self.spec.name} cannot be supervised: {error!r}"
             await self._set(ProcessState.FAILED)

@@ -85,8 +85,10 @@ class BenchArgs:
         ):
             if value not in known:
                 raise ValueError(f"{name} must be one of {', '.join(known)}, is {value!r}")
-        if (self.dataset_name == "trace") != bool(self.dataset_path):
-            raise ValueError("dataset_path names the file of --dataset-name trace, and goes with nothing else")
+        if self.dataset_name == "trace" and not self.dataset_path:
+            raise ValueError("dataset_path must name the file of --dataset-name trace")
+        if self.dataset_name != "trace" and self.dataset_path:
+            raise ValueError("dataset_path goes with --dataset-name trace alone")
         if self.backend == "grpc":
             checked_address(self.address)
         if not re.match(r"https?://", self.base_url):
@@ -102,7 +104,8 @@ class BenchArgs:
         ):  # fmt: skip
             value = getattr(self, name)
             if not low <= value < math.inf:
-                raise ValueError(f"{name} must be at least {low} and finite, is {value}")
+                bound = f"at least {low} and finite" if value == math.inf else f"at least {low}"
+                raise ValueError(f"{name} must be {bound}, is {value}")
         for name in ("burstiness", "trace_length_factor"):
             if not 0 < getattr(self, name) < math.inf:
                 raise ValueError(f"{name} must be more than 0 and finite, is {getattr(self, name)}")

@@ -96,6 +96,8 @@ def up(context: click.Context, /, **options: Any) -> None:
     engine, policy = build(EngineArgs, options), build(PolicyConfig, options)
     if options["is_aggregated"] and _is_given(context, "num_prefill"):
         raise click.UsageError("--aggregated starts no prefill workers: leave --prefill out, or --aggregated")
+    if not options["api_key"] and _is_given(context, "api_key"):  # a variable that is not set, in some script
+        raise click.UsageError("--api-key must not be empty: anybody could ask; leave it out if all may")
     own = {name: value for name, value in options.items() if name not in vars(engine) | vars(policy)}
     if own.pop("has_no_http"):
         own["http_port"] = None
