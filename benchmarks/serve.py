@@ -7,9 +7,9 @@
 
 Poisson arrivals, random prompts (a new seed for every rate: no prefix cache answers), greedy answers of one length; or
 a trace, stretched to each rate, with the prefixes that its prompts share. Every server gets the same requests at the
-same moments. One client for all (`tandem/bench/`), on the
-same cores as the server. A server's goodput is the highest rate of those tried at which 99 % of the requests were good:
-by default, first token within a second, the others at most 50 ms apart on average.
+same moments. One client for all (`tandem/bench/`), on the same cores as the server. A server's goodput is the highest
+rate of those tried at which 99 % of the requests were good: by default, first token within a second, the others at most
+50 ms apart on average.
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ if __name__ == "__main__":
 from benchmarks import targets
 from benchmarks.machine import machine
 from benchmarks.report import save
+from kv_transfer import TRANSPORTS
 from tandem.bench.plots import plain_numbers
 from tandem.bench.run import run_load
 from tandem.bench.summary import GOOD_SHARE, Summary, max_good_rate, parse_goodput, summarise
@@ -53,12 +54,12 @@ COLUMNS = {
 
 
 def target_of(name: str) -> targets.Target:
-    """ "vllm", or an arrangement of Tandem: "1p1d", "2d", "1p1d-nixl"."""
+    """ "vllm", or an arrangement of Tandem: "1p1d", "2d", "1p1d-ipc"."""
     if name == "vllm":
         return targets.vllm
-    match = re.fullmatch(r"(?:(\d+)p)?(\d+)d(?:-(grpc|nixl))?", name)
+    match = re.fullmatch(rf"(?:(\d+)p)?(\d+)d(?:-({'|'.join(TRANSPORTS)}))?", name)
     if match is None:
-        raise click.UsageError(f"no such server: {name!r}; there are vllm, and 1p1d, 1p1d-nixl, 2d …")
+        raise click.UsageError(f"no such server: {name!r}; there are vllm, and 1p1d, 1p1d-ipc, 2d …")
     return targets.tandem(num_prefill=int(match[1] or 0), num_decode=int(match[2]), transport=match[3] or "grpc")
 
 
@@ -112,7 +113,7 @@ def row_of(name: str, summary: Summary) -> str:
 
 
 @click.command(context_settings={"help_option_names": ["-h", "--help"]})
-@click.option("--arrangements", default="1p1d", show_default=True, help="Of Tandem, with commas: 1p1d, 1p1d-nixl, 2d …")
+@click.option("--arrangements", default="1p1d", show_default=True, help="Of Tandem, with commas: 1p1d, 1p1d-ipc, 2d …")
 @click.option("--against", default="", help="vllm: measured in turn (see peers.py).")
 @click.option("--rates", default="2,4,inf", show_default=True, help="Requests per second, with commas.")
 @click.option("--requests", "num_requests", default=64, show_default=True, help="Per rate.")

@@ -86,7 +86,7 @@ class Row:
 
 def prompts(llm: LLM) -> dict[str, list[list[int]]]:
     """By kind of text, as token ids: conversations of one question each, and a file that is to be written again."""
-    file = (ROOT / "engine" / "pace.py").read_text()[:1500]
+    file = (ROOT / "engine" / "scheduling" / "pace.py").read_text()[:1500]
     readme = (ROOT / "README.md").read_text()[:1200]
     questions = {
         "code edited": [f"Write this file again, with `StepPace` renamed to `Pace`:\n\n{file}"],

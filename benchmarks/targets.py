@@ -12,6 +12,7 @@ import subprocess
 import tempfile
 from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from typing import IO
 
 import httpx2
 
@@ -70,7 +71,7 @@ async def vllm() -> AsyncIterator[Backend]:
         try:
             url = f"http://127.0.0.1:{port}"
             async with httpx2.AsyncClient(base_url=url) as client:
-                await _wait_healthy(client, process)
+                await _wait_healthy(client, process, log)
             async with open_http(HttpServer(base_url=url, model="smollm2"), Sending()) as (backend, _):
                 yield backend
         finally:
@@ -82,11 +83,13 @@ async def vllm() -> AsyncIterator[Backend]:
                 process.wait()
 
 
-async def _wait_healthy(client: httpx2.AsyncClient, process: subprocess.Popen[bytes]) -> None:
+async def _wait_healthy(client: httpx2.AsyncClient, process: subprocess.Popen[bytes], log: IO[bytes]) -> None:
     async with asyncio.timeout(VLLM_START_TIMEOUT_S):
         while True:
             if process.poll() is not None:
-                raise RuntimeError(f"vllm serve ended with {process.returncode} before it was ready")
+                log.seek(0)
+                last = log.read().decode(errors="replace")[-2000:]
+                raise RuntimeError(f"vllm serve ended with {process.returncode} before it was ready: {last}")
             try:
                 if (await client.get("/health")).status_code == 200:
                     return

@@ -1,8 +1,8 @@
 """How fast KV blocks travel: GB/s per transport and size, what digests cost, and how long a small push takes.
 
-    python -m benchmarks.transfer                       # all transports that are installed
-    python -m benchmarks.transfer --transport nixl --max-mib 1024 --repeats 9
-    python -m benchmarks.transfer --device cuda --layers 32 --block-kib 64      # pools in the memory of one GPU
+    python benchmarks/transfer.py                       # all transports that are installed
+    python benchmarks/transfer.py --transport nixl --max-mib 1024 --repeats 9
+    python benchmarks/transfer.py --device cuda --layers 32 --block-kib 64      # pools in the memory of one GPU
 
 Sender and receiver are two processes, as in reality, and one for "local". A measured transfer is open + write of every
 layer + commit, so both sides' digests are in it; "data" is from the first write until all is there. After the last
@@ -24,12 +24,17 @@ import traceback
 from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any
 
 import click
 import grpc
 import numpy as np
 import torch
+
+if __name__ == "__main__":
+    # Run as a file, this folder comes first on the path, and in it `engine.py` would pass for the package `engine`.
+    sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
 import kv_transfer
 from engine.kv_cache import KV_ORDER, KVCacheShape
@@ -261,7 +266,7 @@ def print_tables(rows: list[dict[str, Any]], digests: dict[str, Any]) -> None:
         raise click.ClickException(f"blocks arrived otherwise than they were: {wrong}")
 
 
-@click.command(help=__doc__, context_settings={"max_content_width": 100})
+@click.command(context_settings={"help_option_names": ["-h", "--help"]})
 @click.option("--transport", "transports", multiple=True, type=click.Choice(TRANSPORTS),
               help="Which to measure; may be repeated. Default: all that are installed.")  # fmt: skip
 @click.option("--min-mib", default=1, show_default=True, type=click.IntRange(1), help="Smallest transfer, in MiB.")
@@ -274,6 +279,7 @@ def print_tables(rows: list[dict[str, Any]], digests: dict[str, Any]) -> None:
 @click.option("--device", default="cpu", show_default=True, type=click.Choice(["cpu", "cuda"]),
               help="Whose memory the pools are in.")  # fmt: skip
 def main(transports: tuple[str, ...], device: str, **options: int) -> None:
+    """Measure how fast KV blocks travel, what digests cost, and how long a small push takes."""
     if options["min_mib"] > options["max_mib"]:
         raise click.UsageError("--min-mib must not be above --max-mib")
     if device == "cuda" and not torch.cuda.is_available():
