@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from contextlib import nullcontext
 
 import click
 from rich.console import Console
@@ -20,7 +21,12 @@ from tandem.top import Look, view
     epilog=examples("tandem top", "tandem top --interval-s 5", "tandem top --count 2 > snapshot.txt"),
 )
 @click.option("--interval-s", type=click.FloatRange(0.1, 3600), default=1.0, show_default=True, help="Between looks.")
-@click.option("--count", type=click.IntRange(1), default=None, help="End after so many looks. Default: until Ctrl-C.")
+@click.option(
+    "--count",
+    type=click.IntRange(1),
+    default=None,
+    help="End after so many looks; where stdout is no terminal, it gets the last one alone. Default: until Ctrl-C.",
+)
 @router_option
 @tls_option
 def top(interval_s: float, count: int | None, address: str, tls: ClientTLS | None) -> None:
@@ -29,16 +35,20 @@ def top(interval_s: float, count: int | None, address: str, tls: ClientTLS | Non
     Rates are of the time since the look before; hits are prompt tokens found in the worker's prefix cache.
     """
     console = Console()
+    is_drawn = console.is_terminal or count is not None  # by rich, which writes the last look alone into a file
     before: Look | None = None
     with (
         readable_errors(address),
         Client(address, tls=tls) as client,
-        Live(console=console, auto_refresh=False) as live,
+        Live(console=console, auto_refresh=False) if is_drawn else nullcontext() as live,
     ):
         num_looks = 0
         while True:
             now = Look(client.status(), time.monotonic())
-            live.update(view(before, now, address), refresh=True)
+            if live is None:
+                console.print(view(before, now, address))
+            else:
+                live.update(view(before, now, address), refresh=True)
             before, num_looks = now, num_looks + 1
             if count is not None and num_looks >= count:
                 return

@@ -196,6 +196,17 @@ def test_top_looks_as_often_as_it_is_told(cluster: RunningCluster) -> None:
     assert "decode-1" in done.stdout
 
 
+def test_top_without_a_terminal_says_each_look_as_it_comes(cluster: RunningCluster) -> None:
+    num_looks = 0
+    with running("top", "--interval-s", "0.1", router=cluster.address) as process:
+        assert process.stdout is not None
+        while num_looks < 2:
+            assert select.select([process.stdout], [], [], 20)[0], f"{num_looks} looks, and no further one"
+            num_looks += process.stdout.readline().startswith(b"decode-1 ")
+        process.stdout.close()
+        assert process.wait(20) == 1, "nobody reads it any more"
+
+
 def test_audit_balances(cluster: RunningCluster) -> None:
     cluster.wait_until_at_rest()
     done = tandem("audit", router=cluster.address)
