@@ -27,7 +27,7 @@ help:
 	  'make test      lint, type check and run all tests' \
 	  'make lint      ruff and mypy alone' \
 	  'make docs      make docs/configuration.md anew, from the flags' \
-  'make protos    generate protos/*_pb2* anew' \
+	  'make protos    generate protos/*_pb2* anew' \
 	  'make install   .venv with Tandem in it; then: .venv/bin/tandem --help' \
 	  'make clean     remove .venv and caches of this folder (models stay in ~/.cache/tandem)'
 

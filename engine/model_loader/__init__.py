@@ -84,8 +84,9 @@ def _fetch_from_hub(model: str) -> Path:
     try:
         return Path(snapshot_download(model, allow_patterns=list(_HUB_FILES)))
     except (LocalEntryNotFoundError, HfHubHTTPError, HFValidationError, OSError) as error:
+        why = " ".join(str(error).split()).rstrip(".")
         raise ValueError(
-            f"model {model!r} is no folder here and could not be fetched from the hub: {error}. Give --model FOLDER"
+            f"model {model!r} is no folder here and could not be fetched from the hub: {why}. Give a folder"
         ) from error
 
 

@@ -8,6 +8,7 @@ import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
+from textwrap import shorten
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -99,7 +100,7 @@ def progress_line(what: str, progress: Progress, now_s: float) -> str:
     if progress.num_refused:
         parts.append(f"{progress.num_refused} refused")
     if progress.num_failed:
-        parts.append(f"{progress.num_failed} failed ({progress.last_error[:60]})")
+        parts.append(f"{progress.num_failed} failed ({shorten(progress.last_error, 60, placeholder='…')})")
     if now_s > 0:
         parts.append(f"{progress.num_tokens / now_s:.0f} tokens/s")
     return f"{what}  {now_s:.0f} s  " + ", ".join(parts)

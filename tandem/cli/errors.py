@@ -11,6 +11,8 @@ from rpc.errors import DeadlinePassed, Draining, InvalidRequest, NoWorker, Overl
 from tandem.answer import StreamBroken
 
 SAMPLING_PREFIX = "sampling_params."
+FLAGS = {"model": "--model", "cache_salt": "--cache-salt", "chat.template_kwargs": "--chat-template-kwargs"}
+"""Of other fields."""
 
 
 def explain(error: TandemError, address: str) -> str:
@@ -34,12 +36,14 @@ def explain(error: TandemError, address: str) -> str:
 
 def _flag(field: str) -> str:
     """A field of the wire as the flag that sets it."""
+    if field in FLAGS:
+        return FLAGS[field]
     if field.startswith(SAMPLING_PREFIX):
         name = field.removeprefix(SAMPLING_PREFIX).split("[")[0]
         return "--json-schema" if name == "structured_outputs" else "--" + name.replace("_", "-")
     if field.startswith("chat.tool"):
         return "--tools" + field.removeprefix("chat.tools") if field.startswith("chat.tools") else "--tool-choice"
-    return {"text": "PROMPT", "chat": "PROMPT", "prompt": "PROMPT"}.get(field.split(".")[0], field)
+    return "PROMPT" if field.split(".")[0] in ("text", "chat", "prompt") else field
 
 
 @contextmanager

@@ -223,7 +223,9 @@ def test_progress_is_one_line() -> None:
         progress.count(outcome)
     line = progress_line("4/s", progress, 2.0)
     assert line == "4/s  2 s  9/20 sent, 4 running, 3 answered, 1 refused, 1 failed (500: gone), 15 tokens/s"
-    assert "\n" not in line
+    progress.last_error = "400: token_ids: must be at most 8191 tokens\n(a context of 8192, 1 for the answer), has 9000"
+    line = progress_line("4/s", progress, 2.0)
+    assert "1 failed (400: token_ids: must be at most 8191 tokens (a context of…), 15" in line
 
 
 # -- what is kept -----------------------------------------------------------------------------------------------

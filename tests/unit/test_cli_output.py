@@ -182,6 +182,9 @@ def test_wrong_fields_are_named_as_the_flags_that_set_them() -> None:
     of_tools = [("chat.tools[1].name", "is wrong"), ("chat.tool_name", "is none"), ("chat.tool_choice", "is 9")]
     said = "--tools[1].name: is wrong; --tool-choice: is none; --tool-choice: is 9"
     assert explain(InvalidRequest(of_tools), ADDRESS) == said
+    others = [("model", "is none"), ("cache_salt", "is long"), ("chat.template_kwargs", "is wrong"), ("chat", "is it")]
+    said = "--model: is none; --cache-salt: is long; --chat-template-kwargs: is wrong; PROMPT: is it"
+    assert explain(InvalidRequest(others), ADDRESS) == said
 
 
 def test_errors_say_what_to_do() -> None:
