@@ -227,11 +227,13 @@ async def _first_model(client: Any, server: HttpServer) -> str:
     headers = {"authorization": f"Bearer {server.api_key}"} if server.api_key else {}
     try:
         response = await client.get("/v1/models", headers=headers, timeout=CONNECT_TIMEOUT_S)
-        response.raise_for_status()
-        return str(response.json()["data"][0]["id"])
+        if response.status_code == 200:
+            return str(response.json()["data"][0]["id"])
+        no = await _not_answered(response)
+        why = f"{no.code}: {no.message}"
     except (httpx2.HTTPError, ValueError, LookupError, TypeError) as error:
         why = str(error) or type(error).__name__
-        raise ServerGone(
-            f"{server.base_url} does not say what it serves ({why}). Is it an OpenAI-compatible server? Name it with "
-            "--base-url http://HOST:PORT, and its model with --model"
-        ) from error
+    raise ServerGone(
+        f"{server.base_url} does not say what it serves ({why}). Is it an OpenAI-compatible server? Name it with "
+        "--base-url http://HOST:PORT, its model with --model, a key that it asks for with --api-key or OPENAI_API_KEY"
+    )

@@ -6,6 +6,7 @@ open the server ──> warm up ──> rate 1 ──> rate 2 ──> … ──
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Callable
 from contextlib import AbstractAsyncContextManager
 from dataclasses import replace
@@ -14,7 +15,7 @@ from pathlib import Path
 from tandem.bench.args import BenchArgs
 from tandem.bench.backends import ServerGone, open_grpc, open_http
 from tandem.bench.outcome import Outcome, Progress
-from tandem.bench.report import Report, Run
+from tandem.bench.report import Report, Run, rate_text
 from tandem.bench.run import Backend, run_load
 from tandem.bench.summary import summarise
 from tandem.bench.traces import Record, TraceError, read_trace, trace_workload
@@ -68,13 +69,19 @@ async def run_bench(args: BenchArgs, *, watch: Watch, on_interrupt: Callable[[Re
         for workload in workloads:
             progress = Progress(len(workload.requests))
             try:
-                outcomes = await _watched(f"{workload.request_rate:.4g}/s", workload, backend, watch, progress)
+                outcomes = await _watched(_name_of(workload), workload, backend, watch, progress)
             except asyncio.CancelledError:
                 runs.append(_run_of(args, workload, sorted(progress.ended, key=lambda outcome: outcome.due_s)))
                 on_interrupt(Report(args=args, model=model, runs=runs))
                 raise
             runs.append(_run_of(args, workload, outcomes))
     return Report(args=args, model=model, runs=runs)
+
+
+def _name_of(workload: Workload) -> str:
+    """What its progress is called."""
+    rate = rate_text(workload.request_rate)
+    return rate if math.isinf(workload.request_rate) else f"{rate}/s"
 
 
 async def _warm_up(args: BenchArgs, workload: Workload, backend: Backend, watch: Watch) -> None:

@@ -14,6 +14,7 @@ from collections.abc import AsyncGenerator
 from dataclasses import replace
 from pathlib import Path
 
+import httpx2
 import numpy as np
 import pytest
 from click.testing import CliRunner
@@ -21,6 +22,8 @@ from click.testing import CliRunner
 from benchmarks import serve
 from tandem.answer import StreamBroken
 from tandem.bench.args import BenchArgs
+from tandem.bench.backends import HttpServer, ServerGone, _first_model
+from tandem.bench.curve import _name_of
 from tandem.bench.outcome import BROKEN_STREAM, Outcome, Progress, Usage
 from tandem.bench.page import page
 from tandem.bench.plots import draw
@@ -362,6 +365,21 @@ def test_a_server_that_is_not_there_is_one_line(flags: list[str], said: str) -> 
     assert result.exit_code == 1
     assert said in result.stderr
     assert result.stderr.count("\n") == 1
+
+
+async def test_a_server_that_asks_for_a_key_is_one_line() -> None:
+    said = {"error": {"message": "the API key is missing", "code": "invalid_api_key"}}
+    keyed = httpx2.MockTransport(lambda _: httpx2.Response(401, json=said))
+    async with httpx2.AsyncClient(transport=keyed, base_url="http://server") as client:
+        with pytest.raises(ServerGone) as gone:
+            await _first_model(client, HttpServer(base_url="http://server"))
+    assert "does not say what it serves (401: the API key is missing)." in str(gone.value)
+    assert "with --api-key or OPENAI_API_KEY" in str(gone.value)
+
+
+@pytest.mark.parametrize(("rate", "name"), [(2.5, "2.5/s"), (float("inf"), "all at once")])
+def test_a_run_has_a_name(rate: float, name: str) -> None:
+    assert _name_of(Workload(requests=[], request_rate=rate)) == name
 
 
 def test_one_answer_that_is_not_exact_is_exit_code_1(report: Report, monkeypatch: pytest.MonkeyPatch) -> None:
