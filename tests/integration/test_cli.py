@@ -159,7 +159,8 @@ def test_ctrl_c_cancels_the_request_on_the_workers(cluster: RunningCluster) -> N
     with running("generate", LONG_PROMPT, "--max-tokens", "900", "--ignore-eos", router=cluster.address) as process:
         assert process.stdout is not None
         assert process.stdout.read(1)
-        assert any(worker.record.load.num_running for worker in cluster.workers())
+        # The first token is the prefill worker's, and may be here before the decode worker has begun.
+        wait_until(lambda: any(w.record.load.num_running for w in cluster.workers()), 20, "a worker runs it")
         process.send_signal(signal.SIGINT)
         _, stderr = process.communicate(timeout=20)
         assert process.returncode == 128 + signal.SIGINT
