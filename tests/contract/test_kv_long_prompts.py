@@ -31,7 +31,8 @@ NUM_BLOCKS = 520
 async def commit(max_message_bytes: int) -> int:
     """Between two whose connections take so much; returns how many prompts have arrived."""
     options = channel_options(max_message_bytes)
-    receiving = Receiving("ipc", num_blocks=NUM_BLOCKS, options=options, **SMALLEST)
+    # Two million digests take seconds of the event loop, whose heartbeats are late then.
+    receiving = Receiving("ipc", num_blocks=NUM_BLOCKS, options=options, lease_s=60.0, **SMALLEST)
     await receiving.start()
     source = make_pool(NUM_BLOCKS, seed=3, **SMALLEST)
     sender = kv_transfer.create_sender(
