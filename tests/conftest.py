@@ -61,15 +61,16 @@ class RedisServer:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> object:
-    """Where tests run in several processes, those of a file share one, for what they share; and so do all that break
-    things under load, one after the other: two of them at once would measure each other."""
+    """Where tests run in several processes, those of a file share one, for what they share; and so do those of a
+    folder that share a cluster, and all that break things under load, one after the other: two of them at once would
+    measure each other."""
     from xdist.scheduler import LoadScopeScheduling
 
     class Grouped(LoadScopeScheduling):
         def _split_scope(self, nodeid: str) -> str:
             file = nodeid.partition("::")[0]
             folder = Path(file).parent.name
-            return folder if folder in ("chaos", "wrong_messages") else file
+            return folder if folder in ("chaos", "clients", "wrong_messages") else file
 
     return Grouped(config, log) if config.getvalue("dist") == "loadfile" else None
 

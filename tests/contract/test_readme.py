@@ -11,7 +11,6 @@ from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
-from clusters import run_cluster
 
 from protos import tandem_inference_pb2 as pb
 from protos import tandem_worker_pb2 as worker_pb
@@ -107,17 +106,6 @@ def test_the_picture_names_the_roles() -> None:
     picture = next(block for block in blocks("") if "┌" in block)
     for role in worker_pb.Role.keys()[1:]:
         assert f"{role.removeprefix('ROLE_').lower()} worker" in picture
-
-
-def test_the_first_client_is_short_and_runs(tmp_path: Path) -> None:
-    source = next(block for block in blocks("python") if "Client(" in block)
-    assert len(source.strip().splitlines()) <= 10
-    with run_cluster(tmp_path / "log", "--max-model-len", "512", "--kv-cache-gib", "0.03") as cluster:
-        source = source.replace("127.0.0.1:50051", cluster.address)
-        done = subprocess.run([sys.executable, "-c", source], capture_output=True, text=True, timeout=60, check=False)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.startswith("The capital of France is Paris.")
-    assert "completion_tokens: " in done.stdout
 
 
 def test_the_offline_example_runs() -> None:

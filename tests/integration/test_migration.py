@@ -1,20 +1,23 @@
-"""A decode worker dies, or leaves, in the middle of an answer: the stream goes on elsewhere, with the tokens it would
-have had. In the dtype that is served, bfloat16."""
+"""A decode worker or a router dies, or leaves, in the middle of an answer: the stream goes on elsewhere, with the
+tokens it would have had, over gRPC and over HTTP. In the dtype that is served, bfloat16."""
 
 from __future__ import annotations
 
 import os
 import re
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import grpc
+import openai
 import psutil
 import pytest
 from clusters import RunningCluster, wait_until
+from openai_cases import ASKING, MESSAGES, TEMPLATE, TOOLS, added_up
 
 from protos import tandem_inference_pb2 as inference_pb
 from protos import tandem_worker_pb2 as worker_pb
@@ -34,6 +37,7 @@ SAMPLINGS: dict[str, dict[str, Any]] = {
 
 SMALL = (
     "--decode", "2", "--max-model-len", "8192", "--kv-cache-gib", "0.2", "--lease-ms", "2000", "--drain-grace-s", "0.2",
+    "--http-port", "0", "--chat-template", str(TEMPLATE),
 )  # fmt: skip
 
 
@@ -44,6 +48,17 @@ KINDS = [pytest.param(name, marks=() if name == "held to a grammar" else pytest.
 @pytest.fixture(scope="module")
 def cluster(start_cluster: Callable[..., RunningCluster], few_layers: Path) -> RunningCluster:
     return start_cluster("--model", str(few_layers), *SMALL)
+
+
+@pytest.fixture
+def openai_client(cluster: RunningCluster) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=f"http://{cluster.http_address}/v1", api_key="none", max_retries=0) as client:
+        yield client
+
+
+@pytest.fixture
+def model(openai_client: openai.OpenAI) -> str:
+    return openai_client.models.list().data[0].id
 
 
 @pytest.mark.parametrize("name", KINDS)
@@ -135,6 +150,59 @@ def test_a_killed_router_is_no_end_of_several_answers(cluster: RunningCluster) -
             (a.token_ids, a.text, a.logprobs) for a in expected
         ]
     cluster.wait_until_at_rest(60)
+
+
+@pytest.mark.slow  # over HTTP of a call, below; of several answers, over gRPC, above
+def test_a_killed_router_is_no_end_of_several_answers_over_http(
+    cluster: RunningCluster, openai_client: openai.OpenAI, model: str
+) -> None:
+    asked: dict[str, Any] = {
+        "model": model, "messages": MESSAGES, "max_tokens": 120, "temperature": 0.8, "seed": 9, "n": 3,
+        "extra_body": {"ignore_eos": True},
+    }  # fmt: skip
+    expected = [choice.message.content for choice in openai_client.chat.completions.create(**asked).choices]
+    texts = [""] * 3
+    for number, event in enumerate(openai_client.chat.completions.create(**asked, stream=True)):
+        texts[event.choices[0].index] += event.choices[0].delta.content or ""
+        if number == 40:
+            router_process(cluster).kill()
+    assert texts == expected
+    cluster.wait_until_at_rest(60)
+
+
+def test_a_killed_router_is_no_end_of_a_call(cluster: RunningCluster, openai_client: openai.OpenAI, model: str) -> None:
+    asked: dict[str, Any] = {
+        "model": model, "messages": ASKING, "tools": TOOLS, "tool_choice": "required", "temperature": 0.8, "seed": 9,
+        "max_tokens": 300,
+    }  # fmt: skip
+    expected = added_up(openai_client.chat.completions.create(**asked, stream=True))
+    assert sum(len(call["arguments"]) for call in expected[0]) > 200, "several calls, or one that goes on and on"
+
+    def killing() -> Iterator[Any]:
+        for number, event in enumerate(openai_client.chat.completions.create(**asked, stream=True)):
+            yield event
+            if number == 8:
+                router_process(cluster).kill()
+
+    assert added_up(killing()) == expected
+    cluster.wait_until_at_rest(60)
+
+
+def test_the_gateway_comes_back_where_it_was(cluster: RunningCluster, openai_client: openai.OpenAI, model: str) -> None:
+    def gateway() -> psutil.Process | None:
+        children = psutil.Process(cluster.pid).children()
+        return next((child for child in children if "gateway" in child.cmdline()), None)
+
+    first = gateway()
+    assert first is not None
+    first.kill()
+
+    def is_back() -> bool:
+        with suppress(openai.APIConnectionError):
+            return openai_client.models.list().data[0].id == model
+        return False
+
+    wait_until(is_back, 20, "another gateway at the same port")
 
 
 def test_what_a_killed_router_had_not_begun_to_answer_is_asked_of_the_next(cluster: RunningCluster) -> None:

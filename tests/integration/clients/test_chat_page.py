@@ -20,12 +20,11 @@ from typing import Any
 import httpx2 as httpx
 import pytest
 import websockets
-from clusters import RunningCluster, run_cluster
+from clusters import RunningCluster
 
 CHROMIUM = next(
     (path for name in ("chromium", "chromium-browser", "google-chrome") if (path := shutil.which(name))), ""
 )
-FLAGS = ("--num-threads", "1", "--kv-cache-gib", "0.2", "--max-model-len", "2048", "--http-port", "0")
 BROWSER_FLAGS = (
     "--headless", "--no-sandbox", "--disable-gpu", "--no-first-run", "--disable-background-networking",
     "--disable-component-update", "--disable-sync", "--disable-quic", "--remote-debugging-port=0",
@@ -99,10 +98,9 @@ async def browser(profile: Path, url: str) -> AsyncIterator[Page]:
         await process.communicate()
 
 
-@pytest.fixture(scope="module")
-def cluster(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    with run_cluster(tmp_path_factory.mktemp("page") / "log", *FLAGS) as running:
-        yield running
+@pytest.fixture
+def cluster(real_cluster: RunningCluster) -> RunningCluster:
+    return real_cluster
 
 
 async def test_a_conversation(cluster: RunningCluster, tmp_path: Path) -> None:

@@ -1,24 +1,24 @@
-"""The examples run as they are, against a real cluster. The one in Go is not compiled here."""
+"""The examples, and the first of README.md, run as they are, against a real cluster. The one in Go is not compiled."""
 
 from __future__ import annotations
 
+import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from clusters import RunningCluster, run_cluster
+from clusters import RunningCluster
 
-EXAMPLES = Path(__file__).parents[2] / "examples"
-FLAGS = ("--num-threads", "1", "--kv-cache-gib", "0.1", "--max-model-len", "1024", "--http-port", "0")
+ROOT = Path(__file__).parents[3]
+EXAMPLES = ROOT / "examples"
+README = (ROOT / "README.md").read_text()
 
 
-@pytest.fixture(scope="module")
-def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningCluster]:
-    with run_cluster(tmp_path_factory.mktemp("examples") / "log", *FLAGS) as running:
-        yield running
+@pytest.fixture
+def cluster(real_cluster: RunningCluster) -> RunningCluster:
+    return real_cluster
 
 
 def run(*command: str, cwd: Path = EXAMPLES) -> str:
@@ -50,3 +50,12 @@ def test_node_over_grpc(cluster: RunningCluster, tmp_path: Path) -> None:
     out = run("node", "generate.js", cluster.address, cwd=folder)
     assert out.startswith(" Paris.")
     assert out.endswith("FINISH_REASON_LENGTH: 16 tokens\n")
+
+
+def test_the_first_client_of_the_readme_is_short_and_runs(cluster: RunningCluster) -> None:
+    blocks = re.findall(r"^```python\n(.*?)^```$", README, flags=re.MULTILINE | re.DOTALL)
+    source = next(block for block in blocks if "Client(" in block)
+    assert len(source.strip().splitlines()) <= 10
+    out = run(sys.executable, "-c", source.replace("127.0.0.1:50051", cluster.address))
+    assert out.startswith("The capital of France is Paris.")
+    assert "completion_tokens: " in out

@@ -15,16 +15,13 @@ from pathlib import Path
 
 import pytest
 import yaml
-from clusters import RunningCluster, run_cluster, wait_until
+from clusters import RunningCluster, wait_until
 from prometheus_client.parser import text_string_to_metric_families
 
 from rpc.errors import InvalidRequest, NotFound
 from tandem.client import Client
 
-DEPLOY = Path(__file__).parents[2] / "deploy"
-FLAGS = (
-    "--num-threads", "1", "--kv-cache-gib", "0.2", "--max-model-len", "2048", "--http-port", "0", "--metrics-port", "0",
-)  # fmt: skip
+DEPLOY = Path(__file__).parents[3] / "deploy"
 ACCEPT = (
     "application/openmetrics-text;version=1.0.0,application/openmetrics-text;version=0.0.1;q=0.75,"
     "text/plain;version=0.0.4;q=0.5,*/*;q=0.1"
@@ -34,12 +31,6 @@ NUM_REQUESTS, NUM_TOKENS, PROMPT_TOKENS = 5, 12, 100
 
 Samples = dict[str, list[tuple[dict[str, str], float]]]
 """By name: labels and value."""
-
-
-@pytest.fixture(scope="module")
-def cluster(tmp_path_factory: pytest.TempPathFactory, few_layers: Path) -> Iterator[RunningCluster]:
-    with run_cluster(tmp_path_factory.mktemp("metrics") / "log", "--model", str(few_layers), *FLAGS) as running:
-        yield running
 
 
 def scrape(url: str) -> Samples:
@@ -62,9 +53,27 @@ def total(samples: Samples, name: str, **labels: str) -> float:
     return sum(value for given, value in samples[name] if labels.items() <= given.items())
 
 
+def counted_since(before: dict[str, Samples], after: dict[str, Samples]) -> dict[str, Samples]:
+    """What was counted between the two; of gauges, which count nothing, what they are after."""
+
+    def since(samples: Samples, name: str, labels: dict[str, str], value: float) -> float:
+        is_counter = name.endswith(("_total", "_count", "_sum", "_bucket"))
+        return value - sum(was for given, was in samples.get(name, ()) if given == labels) if is_counter else value
+
+    return {
+        process: {
+            name: [(labels, since(before[process], name, labels, value)) for labels, value in rows]
+            for name, rows in samples.items()
+        }
+        for process, samples in after.items()
+    }
+
+
 @pytest.fixture(scope="module")
 def scraped(cluster: RunningCluster) -> dict[str, Samples]:
-    """After some requests, of which one was refused."""
+    """Of some requests, of which one was refused. Other tests have asked the cluster before."""
+    cluster.wait_until_at_rest()
+    before = scrape_all(cluster)
     with Client(cluster.address) as client:
         for number in range(NUM_REQUESTS):
             prompt = list(range(1000 + 200 * number, 1000 + 200 * number + PROMPT_TOKENS))
@@ -77,7 +86,7 @@ def scraped(cluster: RunningCluster) -> dict[str, Samples]:
     wait_until(
         lambda: total(scrape_all(cluster)["decode-1"], "tandem:num_requests_running") == 0, 10, "a load that is news"
     )
-    return scrape_all(cluster)
+    return counted_since(before, scrape_all(cluster))
 
 
 def test_the_router_counts_what_clients_got(scraped: dict[str, Samples]) -> None:

@@ -7,23 +7,11 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from clusters import RunningCluster, run_cluster
-
-SMALL = (
-    "--num-threads", "1", "--num-kv-blocks", "145", "--max-model-len", "1024", "--http-port", "0",
-    "--max-queue-tokens", "1600",
-)  # fmt: skip
-
-
-@pytest.fixture(scope="module")
-def cluster(tmp_path_factory: pytest.TempPathFactory, few_layers: Path) -> Iterator[RunningCluster]:
-    with run_cluster(tmp_path_factory.mktemp("bench") / "log", "--model", str(few_layers), *SMALL) as running:
-        yield running
+from clusters import RunningCluster
 
 
 def bench(cluster: RunningCluster, backend: str, seed: int, *flags: str) -> dict[str, Any]:

@@ -1,0 +1,50 @@
+"""What clients see of a cluster that is well. Two clusters, each for all files of this folder: nothing here kills or
+stops one of their processes, which is for test_migration.py and test_cli.py."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import openai
+import pytest
+from clusters import RunningCluster, run_cluster
+from openai_cases import TEMPLATE
+
+THINKING = "{{ {true: '<think>\n', false: '<think>\n\n</think>\n\n'}[enable_thinking] if enable_thinking is defined }}"
+FLAGS = ("--num-threads", "1", "--max-model-len", "2048", "--http-port", "0", "--reasoning-parser", "deepseek_r1")
+LITTLE_ROOM = ("--num-kv-blocks", "145", "--max-queue-tokens", "1600")
+"""For one prompt of that length, and little beside: what asks for more is refused (test_bench.py)."""
+
+
+@pytest.fixture(scope="package")
+def cluster(tmp_path_factory: pytest.TempPathFactory, few_layers: Path) -> Iterator[RunningCluster]:
+    """For forms, counts and errors, and for what is said twice: whatever the tokens are."""
+    folder = tmp_path_factory.mktemp("few-layers-cluster")
+    (folder / "template").write_text(TEMPLATE.read_text().rstrip("\n") + THINKING)
+    flags = (*LITTLE_ROOM, "--chat-template", str(folder / "template"), "--metrics-port", "0")
+    with run_cluster(folder / "log", "--model", str(few_layers), *FLAGS, *flags) as running:
+        yield running
+
+
+@pytest.fixture(scope="package")
+def real_cluster(tmp_path_factory: pytest.TempPathFactory, model_folder: Path) -> Iterator[RunningCluster]:
+    """The default model, for what it is known to say, and for answers that take a while. Its template is its own, where
+    no tools are offered. A file whose `cluster` is to be this one says so."""
+    folder = tmp_path_factory.mktemp("real-cluster")
+    own = (model_folder / "chat_template.jinja").read_text()
+    (folder / "template").write_text(f"{{% if tools %}}{TEMPLATE.read_text()}{{% else %}}{own}{{% endif %}}{THINKING}")
+    flags = ("--kv-cache-gib", "0.2", "--chat-template", str(folder / "template"))
+    with run_cluster(folder / "log", *FLAGS, *flags) as running:
+        yield running
+
+
+@pytest.fixture
+def client(cluster: RunningCluster) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=f"http://{cluster.http_address}/v1", api_key="none", max_retries=0) as client:
+        yield client
+
+
+@pytest.fixture
+def model(client: openai.OpenAI) -> str:
+    return client.models.list().data[0].id

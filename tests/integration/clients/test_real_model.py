@@ -1,0 +1,205 @@
+"""What takes the real model: what it is known to say, what one with few layers would seldom choose, as the end of a
+thought, and an answer that takes a while, for whoever does not wait for it."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import openai
+import pydantic
+import pytest
+from clusters import RunningCluster, wait_until
+from openai_cases import ASKING, MESSAGES, TOOLS
+
+from router.text.tokenizer import Tokenizer
+from tandem.client import Client
+
+
+@pytest.fixture
+def cluster(real_cluster: RunningCluster) -> RunningCluster:
+    return real_cluster
+
+
+def test_a_chat_is_the_same_as_over_grpc(cluster: RunningCluster, client: openai.OpenAI, model: str) -> None:
+    answer = client.chat.completions.create(model=model, messages=MESSAGES, max_tokens=24, temperature=0)
+    with Client(cluster.address) as grpc_client:
+        expected = grpc_client.generate(MESSAGES, max_tokens=24, temperature=0)
+    assert answer.choices[0].message.content == expected.text
+    assert "Paris" in expected.text
+    assert answer.choices[0].finish_reason == expected.finish_reason
+    assert answer.usage is not None
+    assert answer.usage.prompt_tokens == expected.usage.prompt_tokens
+    assert answer.usage.completion_tokens == expected.usage.completion_tokens
+
+
+def test_texts_are_scored_as_evaluations_do(client: openai.OpenAI, model: str) -> None:
+    """Of each continuation of a context: its probability, and whether it is what the model itself would have said. By
+    `echo`, as lm-evaluation-harness asks; what is cached of the context is computed again."""
+    context, texts = "The capital of France is", [" Paris", " Rome", " the city of lights"]
+    asked: dict[str, Any] = {"model": model, "logprobs": 1, "echo": True, "temperature": 0}
+    whole = client.completions.create(prompt=[context + text for text in texts], max_tokens=1, **asked)
+    sums, is_greedy = [], []
+    for choice, text in zip(whole.choices, texts, strict=True):
+        told = choice.logprobs
+        assert told is not None
+        assert told.tokens is not None
+        assert told.token_logprobs is not None
+        assert told.top_logprobs is not None
+        assert told.text_offset is not None
+        begin = told.text_offset.index(len(context))
+        assert "".join(told.tokens[begin:-1]) == text
+        assert choice.text.startswith(context + text)
+        assert told.token_logprobs[0] is None
+        sums.append(sum(told.token_logprobs[begin:-1]))
+        tops = zip(told.tokens[begin:-1], told.top_logprobs[begin:-1], strict=True)
+        is_greedy.append(all(top[token] == max(top.values()) for token, top in tops))
+    assert is_greedy == [True, False, False]
+    assert sums[0] == max(sums)
+    said = client.completions.create(model=model, prompt=context, max_tokens=1, logprobs=1, temperature=0)
+    assert said.choices[0].logprobs is not None
+    assert said.choices[0].logprobs.token_logprobs == [pytest.approx(sums[0], abs=0)], "to the bit"
+    alone = client.completions.create(prompt=context + texts[0], max_tokens=0, **asked)
+    assert alone.choices[0].text == context + texts[0]
+    assert alone.choices[0].logprobs is not None
+    [first, *_] = whole.choices
+    assert first.logprobs is not None
+    assert alone.choices[0].logprobs.token_logprobs == (first.logprobs.token_logprobs or [])[:-1]
+    streamed = list(client.completions.create(prompt=context, max_tokens=4, stream=True, **asked))
+    assert streamed[0].choices[0].text.startswith(context)
+
+
+@pytest.mark.parametrize("is_stream", [False, True])
+async def test_a_client_that_leaves_frees_every_worker(cluster: RunningCluster, model: str, is_stream: bool) -> None:
+    async with openai.AsyncOpenAI(base_url=f"http://{cluster.http_address}/v1", api_key="none") as client:
+        body: Any = {
+            "model": model,
+            "prompt": "Once upon a time",
+            "max_tokens": 1900,
+            "extra_body": {"ignore_eos": True},
+        }
+        if is_stream:
+            stream = await client.completions.create(**body, stream=True)
+            await anext(aiter(stream))
+            await stream.close()
+        else:
+            with suppress(TimeoutError):
+                async with asyncio.timeout(1.5):
+                    await client.completions.create(**body)
+    # Long before the 1,900 tokens would be there.
+    await asyncio.to_thread(
+        wait_until, lambda: all(w.record.load.num_running == 0 for w in cluster.workers()), 5, "nothing runs"
+    )
+    await asyncio.to_thread(cluster.wait_until_at_rest)
+
+
+def test_a_model_thinks_before_it_answers_in_a_form(
+    cluster: RunningCluster, client: openai.OpenAI, model: str, model_folder: Path
+) -> None:
+    """One that was never taught to: it is pushed to say some words, and then the one that ends a thought."""
+    tokenizer = Tokenizer.from_folder(model_folder)
+    bias = dict.fromkeys(tokenizer.encode("Well so let us see"), 34) | dict.fromkeys(tokenizer.encode("</think>"), 30)
+    asked: dict[str, Any] = {
+        "model": model, "messages": ASKING, "seed": 3, "temperature": 1, "max_tokens": 500,
+        "frequency_penalty": 2, "logit_bias": {str(token_id): by for token_id, by in bias.items()},
+    }  # fmt: skip
+    form = {"regex": "(yes|no), [a-z]{3,20}"}
+    thinks = {"chat_template_kwargs": {"enable_thinking": True}}
+
+    def streamed(**body: Any) -> tuple[str, str, Any]:
+        thought, content, calls = "", "", []
+        for event in client.chat.completions.create(**asked, **body, stream=True):
+            delta = event.choices[0].delta
+            thought += getattr(delta, "reasoning", None) or ""
+            content += delta.content or ""
+            calls += delta.tool_calls or []
+        return thought, content, "".join(piece.function.arguments for piece in calls)
+
+    held = {"extra_body": {**thinks, "structured_outputs": form}}
+    message = client.chat.completions.create(**asked, **held).choices[0].message
+    assert re.fullmatch(form["regex"], message.content or "")
+    assert message.model_extra is not None
+    assert message.model_extra["reasoning"]
+    assert streamed(**held) == (message.model_extra["reasoning"], message.content, "")
+    thought, content, arguments = streamed(tools=TOOLS, tool_choice="required", parallel_tool_calls=False, **{
+        "extra_body": thinks})  # fmt: skip
+    assert (bool(thought), content) == (True, "")
+    assert set(json.loads(arguments)) == {"city", "unit"}
+    for body in ({"structured_outputs": form, "chat_template_kwargs": {"enable_thinking": False}},
+                 {"structured_outputs": form}):  # fmt: skip
+        told = streamed(extra_body=body)
+        assert not told[0]
+        assert re.fullmatch(form["regex"], told[1])
+    with Client(cluster.address) as grpc_client:
+        assert grpc_client.model_info().reasoning_parser == "deepseek_r1"
+        answer = grpc_client.generate(
+            ASKING,
+            seed=3,
+            temperature=1,
+            max_tokens=500,
+            frequency_penalty=2,
+            logit_bias=bias,
+            structured_outputs=form,
+            **thinks,
+        )
+        assert (answer.reasoning, answer.text) == (message.model_extra["reasoning"], message.content)
+        assert answer.to_dict()["reasoning"] == answer.reasoning
+        # What was thought is no part of a completion, which is as it is.
+        assert not grpc_client.generate("<think>", max_tokens=3, temperature=0).reasoning
+
+
+def test_a_response_has_what_was_thought_apart(client: openai.OpenAI, model: str, model_folder: Path) -> None:
+    """And is told of it, where it is sent back."""
+    tokenizer = Tokenizer.from_folder(model_folder)
+    bias = dict.fromkeys(tokenizer.encode("Well so let us see"), 34) | dict.fromkeys(tokenizer.encode("</think>"), 30)
+    further = {
+        "seed": 3, "frequency_penalty": 2, "logit_bias": {str(token_id): by for token_id, by in bias.items()},
+        "chat_template_kwargs": {"enable_thinking": True}, "structured_outputs": {"regex": "(yes|no), [a-z]{3,20}"},
+    }  # fmt: skip
+    asked: dict[str, Any] = {"model": model, "temperature": 1, "extra_body": further}
+    chat = client.chat.completions.create(**asked, messages=ASKING, max_tokens=500).choices[0].message
+    whole = client.responses.create(**asked, input=ASKING, max_output_tokens=500)
+    with client.responses.stream(**asked, input=ASKING, max_output_tokens=500) as stream:
+        streamed = stream.get_final_response()
+    assert chat.model_extra is not None
+    assert chat.model_extra["reasoning"]
+    for response in (whole, streamed):
+        thought, message = response.output
+        assert thought.type == "reasoning"
+        assert thought.content is not None
+        assert (thought.content[0].text, response.output_text) == (chat.model_extra["reasoning"], chat.content)
+        assert message.type == "message"
+        assert response.usage is not None
+        num_thought = len(tokenizer.encode(thought.content[0].text))
+        assert response.usage.output_tokens_details.reasoning_tokens == num_thought
+    again: Any = [*ASKING, *[item.model_dump() for item in whole.output], *ASKING]
+    assert client.responses.create(**asked, input=again, max_output_tokens=4).output
+
+
+def test_calls_or_an_object(client: openai.OpenAI, model: str) -> None:
+    """As OpenAI's own helper asks, and what it makes of the answer is sent back."""
+
+    class Done(pydantic.BaseModel):
+        is_right: bool
+
+    tools = [openai.pydantic_function_tool(Done, name="done")]
+    asked: dict[str, Any] = {"model": model, "tools": tools, "temperature": 1.5, "parallel_tool_calls": False}
+    ends: set[str | None] = set()
+    for seed in range(12):
+        parsed = client.chat.completions.parse(**asked, messages=ASKING, response_format=Done, seed=seed).choices[0]
+        ends.add(parsed.finish_reason)
+        if parsed.finish_reason == "tool_calls":
+            assert parsed.message.tool_calls is not None
+            assert isinstance(parsed.message.tool_calls[0].function.parsed_arguments, Done)
+            again: Any = [*ASKING, parsed.message, {"role": "tool", "content": "ok",
+                                                    "tool_call_id": parsed.message.tool_calls[0].id}]  # fmt: skip
+            assert client.chat.completions.create(**asked, messages=again, max_tokens=2).choices
+        else:
+            assert isinstance(parsed.message.parsed, Done)
+        if len(ends) == 2:
+            break
+    assert ends == {"tool_calls", "stop"}
