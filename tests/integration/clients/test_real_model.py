@@ -6,6 +6,8 @@ from __future__ import annotations
 import asyncio
 import json
 import re
+import subprocess
+import sys
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -35,6 +37,38 @@ def test_a_chat_is_the_same_as_over_grpc(cluster: RunningCluster, client: openai
     assert answer.usage is not None
     assert answer.usage.prompt_tokens == expected.usage.prompt_tokens
     assert answer.usage.completion_tokens == expected.usage.completion_tokens
+
+
+def generate(cluster: RunningCluster, *arguments: str, stdin: str | None = None) -> subprocess.CompletedProcess[str]:
+    """`tandem generate`."""
+    command = [sys.executable, "-m", "tandem", "generate", *arguments, "--router", cluster.address]
+    return subprocess.run(command, input=stdin, capture_output=True, text=True, timeout=60, check=False)
+
+
+def test_generate_prints_the_answer_and_nothing_else(cluster: RunningCluster) -> None:
+    done = generate(cluster, "The capital of France is", "--max-tokens", "3", "--temperature", "0")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout == " Paris.\n" + "\n", "three tokens' text and the end of the line"
+
+
+def test_generate_json_holds_the_whole_answer(cluster: RunningCluster) -> None:
+    done = generate(
+        cluster, "-", "--chat", "--json", "--temperature", "0",
+        stdin="What is the capital of France?",
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    answer = json.loads(done.stdout)
+    assert answer["text"] == "The capital of France is Paris."
+    assert answer["finish_reason"] == "stop"
+    assert answer["usage"]["completion_tokens"] == len(answer["token_ids"])
+    timings = answer["timings"]
+    assert (timings["mode"], timings["prefill_worker"], timings["decode_worker"]) == (
+        "disaggregated",
+        "prefill-1",
+        "decode-1",
+    )
+    parts = sum(timings[f"{part}_ms"] for part in ("queue", "prefill", "transfer", "decode"))
+    assert parts == pytest.approx(timings["total_ms"], abs=0.01)
 
 
 def test_texts_are_scored_as_evaluations_do(client: openai.OpenAI, model: str) -> None:
