@@ -173,10 +173,10 @@ def test_a_killed_router_is_no_end_of_several_answers_over_http(
 def test_a_killed_router_is_no_end_of_a_call(cluster: RunningCluster, openai_client: openai.OpenAI, model: str) -> None:
     asked: dict[str, Any] = {
         "model": model, "messages": ASKING, "tools": TOOLS, "tool_choice": "required", "temperature": 0.8, "seed": 9,
-        "max_tokens": 300,
+        "max_tokens": 200,
     }  # fmt: skip
     expected = added_up(openai_client.chat.completions.create(**asked, stream=True))
-    assert sum(len(call["arguments"]) for call in expected[0]) > 200, "several calls, or one that goes on and on"
+    assert sum(len(call["arguments"]) for call in expected[0]) > 120, "several calls, or one that goes on and on"
 
     def killing() -> Iterator[Any]:
         for number, event in enumerate(openai_client.chat.completions.create(**asked, stream=True)):
