@@ -59,6 +59,8 @@ class Grammars:
         self._eos_token_ids = eos_token_ids
         self._thread = ThreadPoolExecutor(1, "grammars")  # which is begun with the first grammar
         self._tokenizer: LLTokenizer | None = None
+        self.on_compiled: Callable[[], None] | None = None
+        """Called, on any thread, where a grammar has come, or is not going to."""
 
     def state(self, grammar: str) -> GrammarState:
         """For a new sequence. Raises `ValueError` where the model cannot be held to a grammar."""
@@ -71,9 +73,12 @@ class Grammars:
     def _begin_to_compile(self, grammar: str) -> Future[LLMatcher]:
         before = threading.stack_size(STACK_BYTES)  # of threads that are begun now
         try:
-            return self._thread.submit(self._compile, grammar)
+            compiled = self._thread.submit(self._compile, grammar)
         finally:
             threading.stack_size(before)
+        if (on_compiled := self.on_compiled) is not None:
+            compiled.add_done_callback(lambda _: on_compiled())
+        return compiled
 
     def _compile(self, grammar: str) -> LLMatcher:
         from llguidance import LLMatcher, LLParserLimits, LLTokenizer
@@ -92,7 +97,7 @@ class GrammarState:
     ) -> None:
         self._compile_anew = compile_anew
         self._compiled = compile_anew()
-        self._patience_s = MOST_COMPILE_S
+        self._patient_until_s = time.monotonic() + MOST_COMPILE_S
         self._vocab_size = vocab_size
         self._eos_token_ids = eos_token_ids
         self._num_known = 0
@@ -105,9 +110,10 @@ class GrammarState:
         """Why `allowed` found nothing."""
 
     def is_compiled(self) -> bool:
-        """Until then `allowed` waits for it. Most are in a millisecond or two, and who asks first waits for as long:
-        else each would take a step more."""
-        patience_s, self._patience_s = self._patience_s, 0.0
+        """Until then `allowed` waits for it. Most are in a millisecond or two from when a request came, and who asks
+        within that time waits: else each would take a step more. No longer than that, however many have come behind one
+        that takes long: streams wait for who asks."""
+        patience_s = max(0.0, self._patient_until_s - time.monotonic())
         return self._compiled.done() or bool(wait([self._compiled], patience_s).done)
 
     def wait_until_compiled(self) -> None:

@@ -35,6 +35,7 @@ from engine.config import SchedulerConfig
 from engine.outputs import FinishReason, RequestOutput, TokenLogprobs
 from engine.scheduling.block_manager import BlockManager, BlockOwner
 from engine.scheduling.drafting import Drafting
+from engine.scheduling.grammar import GrammarState
 from engine.scheduling.sequence import (
     INVALID_TOKEN,
     PENDING_TOKEN,
@@ -64,6 +65,8 @@ class Scheduler:
         self._stop_rule = StopRule(max_model_len=max_model_len, eos_token_ids=eos_token_ids)
         self._drafting = Drafting(config, block_manager, self._stop_rule, self.stats)
         self._num_steps_in_flight = 0
+        self._awaited: GrammarState | None = None
+        """The first grammar for which the last `schedule` left a token out."""
         # Growth of what runs comes before admission: this much of the pool is not given to newcomers.
         self._num_spare_blocks = max(1, block_manager.num_blocks // 100)
 
@@ -162,6 +165,7 @@ class Scheduler:
         `max_prefill_tokens` bounds the prompts' part of a step in which something decodes. It also holds where a
         granted sequence may begin to at any moment: its client has the first token, and must not wait for a long step.
         """
+        self._awaited = None
         budget = self._config.max_num_batched_tokens
         growing = [seq for seq in self.running if seq.num_uncomputed_tokens == 1 and not self._waits(seq)][:budget]
         if self._num_steps_in_flight and not self.block_manager.can_append(*growing):
@@ -174,9 +178,9 @@ class Scheduler:
         prefilling: list[ScheduledSequence] = []
         candidates = self._prefill_candidates()
         while num_wanted_tokens > 0 and (seq := next(candidates, None)) is not None:
-            # Who samples behind the last token may have to wait for a grammar, and all of the step with it.
-            num_ready = seq.num_uncomputed_tokens - seq.awaits_grammar()
-            num_new_tokens = min(num_ready, self._config.prefill_chunk_tokens, budget)
+            num_new_tokens = min(seq.num_uncomputed_tokens, self._config.prefill_chunk_tokens, budget)
+            if num_new_tokens == seq.num_uncomputed_tokens and self._awaits_grammar(seq):
+                num_new_tokens -= 1  # what is sampled behind the last one may have to wait, and all of the step with it
             if not num_new_tokens:
                 continue
             prefilling.append(ScheduledSequence(seq, num_new_tokens))
@@ -188,18 +192,22 @@ class Scheduler:
         return SchedulerOutput(scheduled, [e for s in scheduled if (e := self._export(s)) is not None])
 
     def wait_for_grammar(self) -> bool:
-        """For when there is nothing else to do: wait for the first grammar that a running sequence awaits. False: none
-        does."""
-        seq = next((seq for seq in self.running if seq.awaits_grammar()), None)
-        if seq is not None and seq.grammar is not None:
-            seq.grammar.wait_until_compiled()
-        return seq is not None
+        """Where there is nothing else to do: wait for the first grammar that `schedule` just missed. False: none."""
+        if self._awaited is not None:
+            self._awaited.wait_until_compiled()
+        return self._awaited is not None
+
+    def _awaits_grammar(self, seq: Sequence) -> bool:
+        awaits = seq.awaits_grammar()
+        if awaits and self._awaited is None:
+            self._awaited = seq.grammar
+        return awaits
 
     def _waits(self, seq: Sequence) -> bool:
         """Whether `seq` must wait for its grammar, or for the token that a launched step samples. Either nothing comes
         after that, whatever it is, or the host has to know it first, to ask a grammar or to look drafts up."""
         if seq.token_ids[-1] != PENDING_TOKEN:
-            return seq.awaits_grammar()
+            return self._awaits_grammar(seq)
         needs_token = seq.grammar is not None or self._config.speculation is not None
         return needs_token or seq.is_prefill_only or self._stop_rule.num_left(seq, len(seq)) <= 0
 

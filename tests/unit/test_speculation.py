@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from array import array
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from pathlib import Path
 
 import pytest
@@ -17,6 +17,7 @@ from engine.llm_engine import LLMEngine
 from engine.model_loader import create_engine_config
 from engine.outputs import FinishReason, RequestOutput
 from engine.sampling_params import SamplingParams
+from engine.scheduling import grammar
 from engine.scheduling.block_manager import BlockManager
 from engine.scheduling.grammar import GrammarState
 from engine.scheduling.scheduler import Scheduler
@@ -288,6 +289,35 @@ def test_nothing_waits_for_a_grammar_that_is_being_compiled() -> None:
     compiling.cancel()
     assert {s.seq.request_id for s in scheduler.schedule().scheduled} == {"r0", "r1"}
     assert not scheduler.wait_for_grammar()
+
+
+def test_a_grammar_that_is_compiled_between_two_looks_leaves_nobody_behind() -> None:
+    """Who finds nothing to compute asks for what was waited for. It is there by then: that is no reason to rest."""
+    scheduler, seq = make(), repeating()
+    begin(scheduler, seq)
+    compiling: Future[LLMatcher] = Future()
+    seq.grammar = GrammarState(lambda: compiling, 100, frozenset({EOS}))
+    assert not scheduler.schedule().scheduled
+    compiling.set_exception(ValueError("no tokenizer"))
+    assert scheduler.wait_for_grammar()
+    assert [s.seq for s in scheduler.schedule().scheduled] == [seq]
+
+
+def test_of_many_grammars_that_take_long_none_is_waited_for_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    scheduler, seqs = make(), [repeating(number) for number in range(8)]
+    begin(scheduler, *seqs)
+    for seq in seqs[1:]:
+        seq.grammar = GrammarState(Future, 100, frozenset({EOS}))
+    waited_s: list[float] = []
+
+    def note_and_wait(futures: list[Future[LLMatcher]], timeout_s: float) -> object:
+        waited_s.append(timeout_s)
+        return wait(futures, timeout_s)
+
+    monkeypatch.setattr(grammar, "wait", note_and_wait)
+    assert [s.seq for s in scheduler.schedule().scheduled] == seqs[:1]
+    assert len(waited_s) == 7
+    assert sum(waited_s) <= 1.5 * grammar.MOST_COMPILE_S
 
 
 def test_blocks_of_wrong_drafts_are_given_back() -> None:
