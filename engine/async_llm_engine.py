@@ -12,7 +12,8 @@ on the event loop, once per step.
                                             step(), watched while somebody profiles
     on_step(news)  <─call_soon_threadsafe─  outputs, cache events, load
 
-With nothing to compute the thread blocks on its queue; nothing polls. If a step raises, the engine is lost:
+With nothing to compute the thread blocks on its queue; nothing polls. While a grammar is compiled that is nothing, too:
+commands run, and one wakes it when the grammar is there. If a step raises, the engine is lost:
 `on_failure` is told, and every call from then on raises `EngineDeadError`. A step that never ends raises nothing:
 whoever owns the process watches `progress`.
 """
@@ -210,6 +211,7 @@ class AsyncLLMEngine:
     def _run(self) -> None:
         try:
             self._engine = self._make_engine()
+            self._engine.wake_by(lambda: self.post(lambda _: None))
             self.first_load = self._engine.load()
         except BaseException as error:
             self._is_dead = True
@@ -224,7 +226,7 @@ class AsyncLLMEngine:
                 outputs = self._engine.step() if profiler is None or profiler.is_done else profiler.step(self._engine)
                 self._before_report()
                 self._report(outputs)
-                # Work that gets no memory waits for a command that frees some.
+                # Work that gets no memory waits for a command that frees some; what waits for a grammar is woken.
                 is_blocked = self._engine.is_idle
         except BaseException as error:
             _log.exception("the engine failed")

@@ -16,6 +16,7 @@ and `abort` from anywhere, which also frees what was held.
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from itertools import count
@@ -99,7 +100,7 @@ class LLMEngine:
         self._in_flight: _StepInFlight | None = None
         self._last_done_s = 0.0
         self.is_idle = True
-        """The last step found nothing to compute: no work, or no memory for any."""
+        """The last step found nothing to compute: no work, no memory for any, or a grammar is missing (`wake_by`)."""
 
     # -- ways in ------------------------------------------------------------------------------------------------
 
@@ -200,7 +201,8 @@ class LLMEngine:
 
     def _launch(self) -> _StepInFlight | None:
         scheduled = self._schedule()
-        while not scheduled.scheduled and self._in_flight is None and self._scheduler.wait_for_grammar():
+        may_wait = self._in_flight is None and self._grammars.on_compiled is None
+        while not scheduled.scheduled and may_wait and self._scheduler.wait_for_grammar():
             scheduled = self._schedule()
         if not scheduled.scheduled:
             return None
@@ -228,6 +230,11 @@ class LLMEngine:
     def has_unfinished_requests(self) -> bool:
         """Whether some request waits or runs, or a step is in flight. Granted and held ones wait for others."""
         return self._scheduler.has_work or self._in_flight is not None
+
+    def wake_by(self, wake: Callable[[], None]) -> None:
+        """No step waits for a grammar from now on: where there is nothing else to do it finds nothing, and `wake` is
+        called, on any thread, when one has come."""
+        self._grammars.on_compiled = wake
 
     def close(self) -> None:
         """Let go of processes that compute with this one. No other call comes after it."""

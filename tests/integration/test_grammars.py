@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import re
 import threading
@@ -29,6 +30,7 @@ from many_endings import prompt_of
 from pretend_gpu import pretend_gpu
 from pretend_gpu.streams import without_waiting
 
+from engine.async_llm_engine import AsyncLLMEngine, StepNews
 from engine.config import EngineArgs
 from engine.llm_engine import LLMEngine
 from engine.model_loader import create_engine_config
@@ -237,6 +239,37 @@ def test_others_go_on_while_a_grammar_is_compiled(folder: Path, runs_ahead: bool
         may_go_on.set()
         assert [t for o in steps_of(engine) if o.request_id == "held" for t in o.token_ids] == answer
     assert engine.audit()[1] == []
+
+
+async def test_who_comes_while_a_grammar_is_compiled_is_served(folder: Path) -> None:
+    """With nothing else to do, too, the stepping thread waits for its commands alone."""
+    told: list[RequestOutput] = []
+    is_over = {name: asyncio.Event() for name in ("held", "free")}
+
+    def on_step(news: StepNews) -> None:
+        told.extend(news.outputs)
+        for output in news.outputs:
+            if output.is_finished:
+                is_over[output.request_id].set()
+
+    held = replace(params_of(2), logprobs=None)
+    alone = make(folder)
+    alone.add_request("held", prompt_of(2), held)
+    answer = [token_id for output in steps_of(alone) for token_id in output.token_ids]
+    engine = await AsyncLLMEngine.start(
+        lambda: make(folder), on_step=on_step, on_failure=lambda error: pytest.fail(str(error))
+    )
+    with held_up(engine._engine) as (_, may_go_on):
+        await engine.call(lambda inner: inner.add_request("held", prompt_of(2), held))
+        for _ in range(4):  # between two of these it has nothing to do
+            await asyncio.wait_for(engine.call(lambda inner: None), 10)
+        await engine.call(lambda inner: inner.add_request("free", prompt_of(3), unconstrained(3)))
+        await asyncio.wait_for(is_over["free"].wait(), 10)
+        assert {output.request_id for output in told} == {"free"}
+        may_go_on.set()
+        await asyncio.wait_for(is_over["held"].wait(), 10)
+    assert [t for o in told if o.request_id == "held" for t in o.token_ids] == answer
+    await engine.close()
 
 
 def steps_of(engine: LLMEngine) -> list[RequestOutput]:
