@@ -232,6 +232,8 @@ class Lifecycle:
         try:
             shared = None if self._after is None else self._after.shared_prefix()
             self._cached = await self._cached_blocks(token_ids, shared)
+            if not queue.has_line:
+                forecast.nobody_waits()
             forecast.queued(time.monotonic())
             request = QueuedRequest(
                 num_tokens=len(token_ids),
@@ -250,12 +252,12 @@ class Lifecycle:
                 is_admitted=self._after is not None,
                 give_up_s=None if self._state.token_ids else self._deadline.give_up_s(),
             )
-            forecast.planned(len(token_ids), time.monotonic(), is_last=not len(queue))
+            forecast.planned(len(token_ids), time.monotonic(), is_last=not queue.has_line)
         except Exception as error:  # whatever it is, it is the request's end: nobody else would hear of it
             self._events.put_nowait(Stopped(inference_pb.FINISH_REASON_ERROR, error))
             return
         finally:
-            if not len(queue):
+            if not queue.has_line:
                 forecast.nobody_waits()
         self._last_plan = self.room.plan
         self._compat_digest = self.room.compat_digest

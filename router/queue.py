@@ -117,6 +117,11 @@ class RequestQueue:
         return self._num_waiting
 
     @property
+    def has_line(self) -> bool:
+        """Whether a request that comes now may find others before it. Those aside are in nobody's way."""
+        return bool(self._priorities)
+
+    @property
     def num_clients(self) -> int:
         """How many have requests that entered and have not left, each client once for every priority."""
         return sum(shares.num_open_clients for shares in self._shares.values())
@@ -195,10 +200,12 @@ class RequestQueue:
                 return  # any more: it goes before all that are in line
             full_kinds.add(kind)
         while (request := self._first()) is not None:
-            if self._settle(request):
+            kind = request.needs.compat_digest
+            if kind not in full_kinds and self._settle(request):
                 continue
             if not self._is_apart(request):
                 return
+            full_kinds.add(kind)
             self._leave_line(request)
             self._aside[request] = None
 

@@ -183,7 +183,7 @@ class Bench:
         answer = AskedAnswer(
             request_id=request_id,
             name=asked.pop("name", request_id),
-            prompt_token_ids=PROMPT,
+            prompt_token_ids=asked.pop("prompt_token_ids", PROMPT),
             sampling_params=params,
             grammar=grammar,
             detokenizer=cast(IncrementalDetokenizer, NoText()),

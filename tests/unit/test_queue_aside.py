@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import cast
+from typing import Any, cast
 
-from lifecycle_bench import Asked, Bench, ScriptedSession, load, settle
+from lifecycle_bench import BLOCK, PROMPT, Asked, Bench, ScriptedSession, load, settle
 
 from protos import tandem_worker_pb2 as pb
 from router.validation.resumption import Resumption
@@ -21,10 +21,10 @@ class Upgrade(Bench):
             handle.record.compat_digest = "new"
         self.decode.set_load(load(0))
 
-    def moved(self, name: str) -> Asked:
+    def moved(self, name: str, **asked: Any) -> Asked:
         """A stream that began on a worker of the old kind, which it has lost."""
         resumption = Resumption(token_ids=[1, 2, 3], compat_digest="old")
-        return Asked(self.lifecycle(name, resumption=resumption).run())
+        return Asked(self.lifecycle(name, resumption=resumption, **asked).run())
 
     def free_old(self, num_blocks: int) -> None:
         self.decode.set_load(load(num_blocks))
@@ -65,6 +65,35 @@ async def test_among_themselves_they_go_first_come_first_served() -> None:
     await settle()
     assert bench.sent_to_old[-1] == "second"
     await second.leave()
+
+
+async def test_who_comes_later_overtakes_nobody_of_its_kind_that_is_aside() -> None:
+    """Else a long one would wait for as long as short ones come."""
+    bench = Upgrade()
+    long = bench.moved("long")
+    await settle()
+    bench.decode.set_load(load(30))  # too little for it
+    short = bench.moved("short", prompt_token_ids=PROMPT[: 4 * BLOCK])
+    await settle()
+    assert (bench.sent_to_old, len(bench.queue)) == ([], 2)
+    bench.free_old(100)
+    await settle()
+    assert (bench.sent_to_old, len(bench.queue)) == (["long", "short"], 0)
+    await long.leave()
+    await short.leave()
+
+
+async def test_the_time_that_they_wait_is_no_measure_of_the_line() -> None:
+    """Between two of those in line, who had room at once, it may be minutes."""
+    bench = Upgrade()
+    moved = bench.moved("moved")
+    await settle()
+    new = [bench.request(name) for name in ("new", "newer")]
+    await settle()
+    assert (len(bench.sent_to_new), len(bench.queue)) == (2, 1)
+    assert bench.cluster.forecast._moved_s is None
+    for each in (moved, *new):
+        await each.leave()
 
 
 async def test_who_gives_up_aside_leaves_nothing() -> None:
