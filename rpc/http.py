@@ -96,6 +96,10 @@ class _Http(HttpToolsProtocol):
                 self.timeout_keep_alive, self.timeout_keep_alive_handler
             )
 
+    def on_response_complete(self) -> None:
+        super().on_response_complete()
+        self._wait_for_client()  # it may have begun the next request meanwhile
+
     def shutdown(self) -> None:
         """Of an idle connection, when the server ends."""
         super().shutdown()

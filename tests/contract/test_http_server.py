@@ -114,6 +114,18 @@ async def test_a_client_that_says_no_more_is_not_waited_for(begin: bytes, monkey
         writer.close()
 
 
+async def test_nor_is_one_that_began_its_next_request_before_the_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("rpc.http.KEEP_ALIVE_S", 0.1)
+    async with serving() as (application, host, port):
+        application.may_answer.clear()
+        reader, writer = await asyncio.open_connection(host, port)
+        writer.write(HEAD + b"content-length: 4\r\n\r\nbody" + HEAD + b"content-length: 9\r\n\r\nhalf")
+        await application.is_asked.wait()
+        application.may_answer.set()
+        assert (await reader.read()).count(b"HTTP/1.1 200") == 1
+        writer.close()
+
+
 @pytest.mark.parametrize("beside", [b"", b"POST / HT"], ids=["alone", "half a request after it"])
 async def test_an_answer_may_take_longer_than_a_client_may(beside: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("rpc.http.KEEP_ALIVE_S", 0.1)
