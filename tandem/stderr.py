@@ -13,6 +13,8 @@ import sys
 
 def tell(line: str) -> None:
     """`line`, which is lost where it cannot be written; nothing else is."""
+    if not sys.stderr:  # closed before the program began; print would take stdout instead
+        return
     try:
         print(line, file=sys.stderr, flush=True)
     except BrokenPipeError:
