@@ -10,10 +10,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from packaging.version import Version
-
 from engine.attention.cpu_backend import CpuAttention
-from engine.attention.flash_calls import FlashCalls, FlashUnavailable, load_flash_calls
+from engine.attention.flash_calls import FlashCalls, FlashUnavailable, load_flash_calls, release_of
 from engine.cache_dir import report
 from engine.kernels.build import KernelsUnavailable, load_cpu_kernels
 from engine.kernels.gpu import why_no_triton
@@ -151,7 +149,7 @@ def _report_missing_fences(needs: Needs) -> None:
         return
     import triton
 
-    if Version(triton.__version__).release < TRITON_THAT_FENCES:
+    if release_of(triton.__version__) < TRITON_THAT_FENCES:
         report(
             f"Triton {triton.__version__} sets no fence between copies to shared memory and the tensor cores that read "
             "it: on a B200 numbers were wrong now and then, on Hopper nobody has seen it; "

@@ -22,6 +22,7 @@ Shapes: T tokens, S sequences, N query heads, K key/value heads, H head dim.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from importlib import import_module, metadata
@@ -219,7 +220,7 @@ def load_flash_attn_2(capability: tuple[int, int]) -> FlashCalls | str:
     if find_spec("flash_attn_2_cuda") is None:
         return "FlashAttention-2 (flash_attn) is not installed"
     module = _import("flash_attn")
-    release = Version(module.__version__).release
+    release = release_of(module.__version__)
     if release < (2, 6):
         return f"flash_attn must be 2.6 or later, is {module.__version__}"
     if capability[0] > 9 and release < (2, 7, 3):
@@ -263,7 +264,7 @@ def flash_attn_2_calls(
 
 
 def load_torch(capability: tuple[int, int]) -> FlashCalls | str:
-    if Version(torch.__version__).release < TORCH_WITH_PAGES:
+    if release_of(torch.__version__) < TORCH_WITH_PAGES:
         return f"torch's own takes pages from {_dotted(TORCH_WITH_PAGES)} on, and torch is {torch.__version__}"
     if not torch.backends.cuda.is_flash_attention_available():
         return "this build of torch has no FlashAttention"
@@ -310,6 +311,11 @@ def torch_calls(varlen_attn: Callable[..., Any]) -> FlashCalls:
 def _window(scores: Scores) -> tuple[int, int]:
     """How many tokens before and after its own a query sees; -1: no bound. A window of ours counts the token itself."""
     return (scores.sliding_window - 1, 0) if scores.sliding_window else (-1, -1)
+
+
+def release_of(version: str) -> tuple[int, ...]:
+    """The first three numbers, also of one that follows no standard: "2.8.3.post1" is (2, 8, 3)."""
+    return tuple(int(number) for number in re.findall(r"\d+", version)[:3])
 
 
 def _listed(numbers: tuple[int, ...]) -> str:

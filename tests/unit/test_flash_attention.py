@@ -19,7 +19,6 @@ import pytest
 import torch
 from attention_cases import LENS, Case
 from engine_steps import arguments, logits_of_steps
-from packaging.version import Version
 from recorder import RelaunchingRecorder
 
 from engine import attention
@@ -36,6 +35,7 @@ from engine.attention.flash_calls import (
     load_flash_attn_3,
     load_flash_attn_4,
     load_torch,
+    release_of,
     torch_calls,
 )
 from engine.attention.torch_backend import TorchAttention
@@ -73,7 +73,7 @@ def calls_of(kind: str) -> FlashCalls:
     if kind == "FlashAttention-2":
         reference = flash_reference
         return flash_attn_2_calls(reference.flash_attn_varlen_func, reference.flash_attn_with_kvcache, (2, 8, 3))
-    if Version(torch.__version__).release < TORCH_WITH_PAGES:
+    if release_of(torch.__version__) < TORCH_WITH_PAGES:
         pytest.skip(f"varlen_attn of torch {torch.__version__} takes no pages")
     from torch.nn.attention.varlen import varlen_attn  # all of torch's compiler with it
 

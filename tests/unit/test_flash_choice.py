@@ -15,7 +15,7 @@ import torch
 from model_shapes import shape_of
 
 from engine.attention import Needs, choice, choose_attention_backend, flash_calls, why_no_graphs
-from engine.attention.flash_calls import FlashUnavailable, load_flash_calls
+from engine.attention.flash_calls import FlashUnavailable, load_flash_calls, release_of
 
 
 def needs(
@@ -211,3 +211,9 @@ def test_which_decoding_steps_can_be_recorded(gpu: GpuMaker, monkeypatch: pytest
     assert why("flash_attn") == "this version of FlashAttention-2 waits for the device in every call"
     monkeypatch.setattr(choice, "why_no_triton_kernels", lambda _: "there are none")
     assert "without Triton kernels" in why("flash_attn")
+
+
+def test_versions() -> None:
+    assert release_of("2.8.3.post1") == (2, 8, 3)
+    assert release_of("2.13.0+cu130") == (2, 13, 0)
+    assert release_of("2.8.4-ours") == (2, 8, 4)

@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 from gpu_kinds import GPU_KINDS
 from machine_code import early_writes, unfenced_products
-from packaging.version import Version
 
 from engine.attention.choice import TRITON_THAT_FENCES
+from engine.attention.flash_calls import release_of
 from engine.float8 import why_no_float8
 from engine.kernels.gpu.gpu_kind import H200
 
@@ -78,7 +78,7 @@ def test_kernels_compile_for_an_h200_and_spill_no_registers(cases: list[str], tm
     assert [name for name, used in usage.items() if used["stack"]] == []
     assert [name for name, used in usage.items() if used["shared"] > H200.shared_bytes] == []
     assert [name for name, used in usage.items() if used.get("early_writes")] == []
-    if Version(triton.__version__).release >= TRITON_THAT_FENCES:
+    if release_of(triton.__version__) >= TRITON_THAT_FENCES:
         assert [name for name, used in usage.items() if used.get("unfenced")] == []
     assert usage["prefill_kernel 128 bfloat16"]["operands"] > 0  # products are recognised
     for name, used in usage.items():
