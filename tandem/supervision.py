@@ -188,7 +188,8 @@ class SupervisedProcess:
     async def _run_again_and_again(self) -> None:
         num_quick_deaths = 0
         while not self._stop_requested.is_set():
-            run = await self._start_run()
+            run = await _Run.start(self.spec, self.announced, self._on_line)
+            await self._set(ProcessState.STARTING, pid=run.pid)
             await self._follow(run)
             await self._set(ProcessState.WAITING)
             if self._stop_requested.is_set():
@@ -206,11 +207,6 @@ class SupervisedProcess:
                 async with asyncio.timeout(delay_s):
                     await self._stop_requested.wait()
         await self._set(ProcessState.STOPPED)
-
-    async def _start_run(self) -> _Run:
-        run = await _Run.start(self.spec, self.announced, self._on_line)
-        await self._set(ProcessState.STARTING, pid=run.pid)
-        return run
 
     async def _follow(self, run: _Run) -> None:
         """From the start of a run to its exit."""

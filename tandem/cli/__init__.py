@@ -34,6 +34,12 @@ COMMANDS = {
     "chaos": "tandem.cli.chaos",
 }
 """Name of each sub-command, and of its function -> the module that it is in."""
+ELSEWHERE = {
+    "serve": "tandem up --model MODEL",
+    "chat": "tandem generate --chat TEXT",
+    "complete": "tandem generate TEXT",
+}
+"""vLLM's commands -> what does that here."""
 
 
 def command(name: str) -> click.Command:
@@ -53,6 +59,8 @@ class _Commands(click.Group):
 
     def resolve_command(self, ctx: click.Context, args: list[str]) -> Any:
         """click looks for words like a wrong one in `commands`."""
+        if args and args[0] in ELSEWHERE:
+            ctx.fail(f"No such command {args[0]!r}. Here it is: {ELSEWHERE[args[0]]}")
         if args and args[0] not in COMMANDS:
             self.commands = {name: command(name) for name in COMMANDS}
         found = super().resolve_command(ctx, args)

@@ -387,3 +387,11 @@ def test_the_demo_accounts_for_every_prompt_token_and_millisecond() -> None:
         describe(Answer(request_id="r", text="", token_ids=[], finish_reason="stop", usage=usage, timings=local))
     )
     assert (lines["mode"], lines["KV moved"]) == ("local: decode-1 alone", "none")
+
+
+@pytest.mark.parametrize(("name", "here"), [("serve", "tandem up --model MODEL"), ("upp", "Did you mean 'up'?")])
+def test_a_command_of_vllms_and_a_misspelt_one(name: str, here: str) -> None:
+    result = CliRunner().invoke(main, [name, "some-model"])
+    assert result.exit_code == 2
+    assert f"No such command '{name}'" in result.output
+    assert here in result.output
