@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import os
 import select
 import signal
@@ -258,11 +259,12 @@ async def test_a_process_whose_child_holds_its_pipes_is_started_again_all_the_sa
     try:
         pid = await within(10, process.wait_running())
         children.append(int(process.announced))
+        gc.collect()  # what others have left behind is closed before it is counted
         num_open = len(os.listdir("/dev/fd"))
         os.kill(pid, signal.SIGKILL)
         await within(10, process.wait_running(unlike_pid=pid))
         children.append(int(process.announced))
-        assert len(os.listdir("/dev/fd")) == num_open
+        assert len(os.listdir("/dev/fd")) <= num_open
     finally:
         for child in children:
             os.kill(child, signal.SIGKILL)
