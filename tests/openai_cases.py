@@ -5,6 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import openai
+from clusters import RunningCluster
+
 TEMPLATE = Path(__file__).parents[1] / "examples" / "templates" / "chatml_tools.jinja"
 MESSAGES: list[Any] = [{"role": "user", "content": "What is the capital of France? Answer in one sentence."}]
 TOOLS: list[Any] = [
@@ -14,6 +17,11 @@ TOOLS: list[Any] = [
     for name, units in (("weather", ["celsius", "fahrenheit"]), ("population", ["people", "thousands"]))
 ]  # fmt: skip
 ASKING: list[Any] = [{"role": "user", "content": "How many people live in Oslo?"}]
+
+
+def client_of(cluster: RunningCluster) -> openai.OpenAI:
+    """The caller closes it. It asks nothing twice by itself."""
+    return openai.OpenAI(base_url=f"http://{cluster.http_address}/v1", api_key="none", max_retries=0)
 
 
 def added_up(events: Any) -> tuple[list[dict[str, str]], str, str | None]:

@@ -17,7 +17,7 @@ import openai
 import psutil
 import pytest
 from clusters import RunningCluster, wait_until
-from openai_cases import ASKING, MESSAGES, TEMPLATE, TOOLS, added_up
+from openai_cases import ASKING, MESSAGES, TEMPLATE, TOOLS, added_up, client_of
 
 from protos import tandem_inference_pb2 as inference_pb
 from protos import tandem_worker_pb2 as worker_pb
@@ -52,7 +52,7 @@ def cluster(start_cluster: Callable[..., RunningCluster], few_layers: Path) -> R
 
 @pytest.fixture
 def openai_client(cluster: RunningCluster) -> Iterator[openai.OpenAI]:
-    with openai.OpenAI(base_url=f"http://{cluster.http_address}/v1", api_key="none", max_retries=0) as client:
+    with client_of(cluster) as client:
         yield client
 
 

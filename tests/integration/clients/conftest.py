@@ -9,7 +9,7 @@ from pathlib import Path
 import openai
 import pytest
 from clusters import RunningCluster, run_cluster
-from openai_cases import TEMPLATE
+from openai_cases import TEMPLATE, client_of
 
 THINKING = "{{ {true: '<think>\n', false: '<think>\n\n</think>\n\n'}[enable_thinking] if enable_thinking is defined }}"
 FLAGS = ("--num-threads", "1", "--max-model-len", "2048", "--http-port", "0", "--reasoning-parser", "deepseek_r1")
@@ -41,7 +41,7 @@ def real_cluster(tmp_path_factory: pytest.TempPathFactory, model_folder: Path) -
 
 @pytest.fixture
 def client(cluster: RunningCluster) -> Iterator[openai.OpenAI]:
-    with openai.OpenAI(base_url=f"http://{cluster.http_address}/v1", api_key="none", max_retries=0) as client:
+    with client_of(cluster) as client:
         yield client
 
 
