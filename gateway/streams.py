@@ -21,6 +21,8 @@ from starlette.types import Receive, Scope, Send
 T = TypeVar("T")
 
 DONE = b"data: [DONE]\n\n"
+_encode = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode
+"""`json.dumps` with these makes an encoder each time."""
 
 
 class Leaving(Exception):  # noqa: N818 - nothing is wrong
@@ -66,7 +68,7 @@ def named_event(value: dict[str, Any]) -> bytes:
 
 
 def to_json(value: dict[str, Any]) -> bytes:
-    return json.dumps(value, ensure_ascii=False, separators=(",", ":")).encode()
+    return _encode(value).encode()
 
 
 class EventStream(Response):
@@ -95,24 +97,32 @@ class EventStream(Response):
 
 async def until_leaving(items: AsyncGenerator[T, None], leaving: asyncio.Event) -> AsyncGenerator[T, None]:
     """`items`, which it closes. Raises `Leaving` as soon as `leaving` is set, whatever they wait for."""
-    asked_to_leave = asyncio.create_task(leaving.wait())
-    coming: asyncio.Task[T] | None = None
+    waiting: asyncio.Timeout | None = None
+
+    async def give_up() -> None:
+        await leaving.wait()
+        if waiting is not None:
+            waiting.reschedule(0.0)
+
+    # One task for all items: another for each would be a third of what a token costs here.
+    watch = asyncio.create_task(give_up())
     try:
-        while True:
-            coming = asyncio.create_task(anext(items))
-            await asyncio.wait({coming, asked_to_leave}, return_when=asyncio.FIRST_COMPLETED)
-            if not coming.done():
-                raise Leaving
+        while not leaving.is_set():
             try:
-                item = coming.result()
+                async with asyncio.timeout(None) as waiting:
+                    item = await anext(items)
             except StopAsyncIteration:
                 return
+            except TimeoutError:
+                if leaving.is_set():
+                    break
+                raise
+            finally:
+                waiting = None
             yield item
+        raise Leaving
     finally:
-        asked_to_leave.cancel()
-        if coming is not None:
-            coming.cancel()
-            await asyncio.wait({coming})
+        watch.cancel()
         await items.aclose()
 
 

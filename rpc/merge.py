@@ -14,8 +14,13 @@ async def merged(streams: Sequence[AsyncGenerator[T, None]]) -> AsyncGenerator[t
     """The items of all `streams` as they come, each with its stream's index.
 
     The first error of any of them ends it, and with it the others; so does closing it. Who reads slowly is waited for:
-    each stream is at most one item ahead.
+    each stream is at most one item ahead. One alone needs no task and no queue, and is read where it is waited for.
     """
+    if len(streams) == 1:
+        async with aclosing(streams[0]) as alone:
+            async for its in alone:
+                yield 0, its
+        return
     items: asyncio.Queue[tuple[int, T] | Exception | None] = asyncio.Queue(maxsize=1)
     """None: one stream has ended."""
 

@@ -1,0 +1,94 @@
+"""What the gateway reads while it may have to leave, and several streams as one."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator
+
+import pytest
+
+from gateway.streams import Leaving, until_leaving
+from rpc.merge import merged
+
+
+class Source:
+    """Of items that a test gives."""
+
+    def __init__(self) -> None:
+        self.items: asyncio.Queue[int | Exception | None] = asyncio.Queue()
+        """None: the end."""
+        self.is_closed = False
+
+    async def read(self) -> AsyncGenerator[int, None]:
+        try:
+            while (item := await self.items.get()) is not None:
+                if isinstance(item, Exception):
+                    raise item
+                yield item
+        finally:
+            self.is_closed = True
+
+
+async def test_all_items_come_and_then_the_end() -> None:
+    source = Source()
+    for item in (1, 2, None):
+        source.items.put_nowait(item)
+    assert [item async for item in until_leaving(source.read(), asyncio.Event())] == [1, 2]
+
+
+async def test_leaving_ends_what_waits() -> None:
+    source, leaving = Source(), asyncio.Event()
+    source.items.put_nowait(1)
+    items = until_leaving(source.read(), leaving)
+    assert await anext(items) == 1
+    waiting = asyncio.ensure_future(anext(items))
+    await asyncio.sleep(0.01)
+    assert not waiting.done()
+    leaving.set()
+    with pytest.raises(Leaving):
+        await waiting
+    assert source.is_closed
+
+
+async def test_leaving_while_nobody_waits_is_told_to_whoever_waits_next() -> None:
+    source, leaving = Source(), asyncio.Event()
+    source.items.put_nowait(1)
+    items = until_leaving(source.read(), leaving)
+    assert await anext(items) == 1
+    leaving.set()
+    await asyncio.sleep(0.01)
+    source.items.put_nowait(2)
+    with pytest.raises(Leaving):
+        await anext(items)
+    assert source.is_closed
+
+
+@pytest.mark.parametrize("error", [TimeoutError("its own"), ValueError("no")], ids=lambda error: type(error).__name__)
+async def test_an_error_of_the_items_is_told_as_it_is(error: Exception) -> None:
+    source = Source()
+    source.items.put_nowait(error)
+    with pytest.raises(type(error), match=str(error)):
+        await anext(until_leaving(source.read(), asyncio.Event()))
+
+
+async def test_who_is_cancelled_while_it_waits_closes_them() -> None:
+    source, leaving = Source(), asyncio.Event()
+    items = until_leaving(source.read(), leaving)
+    waiting = asyncio.ensure_future(anext(items))
+    await asyncio.sleep(0.01)
+    waiting.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await waiting
+    assert source.is_closed
+    assert asyncio.all_tasks() == {asyncio.current_task()}, "nobody watches any more"
+
+
+@pytest.mark.parametrize("num", [1, 3])
+async def test_streams_are_merged_with_their_numbers_and_closed(num: int) -> None:
+    sources = [Source() for _ in range(num)]
+    for index, source in enumerate(sources):
+        source.items.put_nowait(10 * index)
+    streams = merged([source.read() for source in sources])
+    assert sorted([await anext(streams) for _ in range(num)]) == [(index, 10 * index) for index in range(num)]
+    await streams.aclose()
+    assert all(source.is_closed for source in sources)
