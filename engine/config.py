@@ -33,6 +33,7 @@ LEAST = {
 }  # fmt: skip
 MAX_RANKS = 64
 MAX_THREADS = 1024
+MAX_STREAM_INTERVAL = 1024
 """What keeps threads together has a word for each on a stack, and a system has few enough for all its processes."""
 GIB = 1024**3
 
@@ -125,6 +126,8 @@ class SchedulerConfig:
     """A step takes in no further prompt once it has this many tokens of prompts."""
     max_itl_ms: float
     """Aim for a step that decodes and prefills (engine/scheduling/pace.py); 0: none."""
+    stream_interval: int
+    """So many tokens of an answer are told at a time (engine/scheduling/stream_interval.py)."""
     async_scheduling: bool
     """A step is scheduled and launched while the one before is computed (engine/llm_engine.py)."""
     speculation: SpeculativeConfig | None
@@ -271,6 +274,13 @@ class EngineArgs:
             "waits, up to four times as long. 0: pieces as large as the token budget."
         },
     )
+    stream_interval: int = field(
+        default=1,
+        metadata={
+            "help": "Tell so many tokens of an answer at a time, its first and last at once. 1: each as it comes. More "
+            "spares worker, router and gateway most of what a token costs them, where many stream at once."
+        },
+    )
     async_scheduling: bool = field(
         default=True,
         metadata={
@@ -357,6 +367,10 @@ class EngineArgs:
             f"gets its token in every step, is {self.max_num_batched_tokens}",
         )
         _check(0 <= self.max_itl_ms <= 3.6e6, f"max_itl_ms must be in [0, 3600000], is {self.max_itl_ms}")
+        _check(
+            1 <= self.stream_interval <= MAX_STREAM_INTERVAL,
+            f"stream_interval must be in [1, {MAX_STREAM_INTERVAL}], is {self.stream_interval}",
+        )
         _check(
             self.max_seq_len_to_capture >= 1,
             f"max_seq_len_to_capture must be at least 1, is {self.max_seq_len_to_capture}; for no CUDA graphs at all "

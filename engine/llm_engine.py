@@ -33,6 +33,7 @@ from engine.scheduling.pace import StepPace
 from engine.scheduling.scheduler import Scheduler
 from engine.scheduling.sequence import OnLayerWritten, SchedulerOutput, Sequence
 from engine.scheduling.stats import SchedulerStats
+from engine.scheduling.stream_interval import StreamInterval
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,6 +93,7 @@ class LLMEngine:
             eos_token_ids=config.model.eos_token_ids,
         )
         self._pace = StepPace(config.scheduler.max_itl_ms / 1000)
+        self._interval = StreamInterval(config.scheduler.stream_interval)
         self._grammars = Grammars(
             config.model.path, vocab_size=config.model.vocab_size, eos_token_ids=config.model.eos_token_ids
         )
@@ -186,6 +188,7 @@ class LLMEngine:
     def abort(self, request_id: str) -> bool:
         """End a request in whatever state and free its blocks. False if it is unknown or ended before."""
         self._live.discard(request_id)
+        self._interval.forget(request_id)
         return self._scheduler.abort(request_id)
 
     # -- one step -----------------------------------------------------------------------------------------------
@@ -224,6 +227,7 @@ class LLMEngine:
         told = step.tokens.logprobs(), step.tokens.prompt_logprobs()
         outputs = self._scheduler.apply(step.scheduled, sampled, *told)
         self._note(step.scheduled, outputs, self._last_done_s - began_s)
+        outputs = self._interval.take_in(outputs)
         self._live.difference_update(o.request_id for o in outputs if o.is_finished and not self._is_held(o.request_id))
         return outputs
 

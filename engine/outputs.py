@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 
 
@@ -57,6 +57,16 @@ class RequestOutput:
     """Why it could not, with `FinishReason.ERROR`. Empty: it was not that."""
     held_block_ids: tuple[int, ...] = ()
     """Of a prefill-only request: the blocks of its tokens, kept until it is aborted."""
+
+    def joined(self, later: RequestOutput) -> RequestOutput:
+        """This and what a later step added, as one."""
+        return replace(
+            later,
+            offset=self.offset,
+            token_ids=[*self.token_ids, *later.token_ids],
+            logprobs=None if self.logprobs is None else [*self.logprobs, *(later.logprobs or ())],
+            prompt_logprobs=self.prompt_logprobs,
+        )
 
     @property
     def is_finished(self) -> bool:

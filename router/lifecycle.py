@@ -119,6 +119,8 @@ class Lifecycle:
         """Of the decode worker of the last plan."""
         self.room: TakenRoom | None = None
         """Of the running attempt."""
+        self._error: Exception | None = None
+        """Which ended it."""
         self._num_failures = 0
         """Those of the state's that are logged and counted."""
         self._deadline = Deadline(
@@ -156,9 +158,11 @@ class Lifecycle:
             while True:
                 for response in self._perform(actions):
                     yield response
+                if self._error is not None:
+                    raise self._error
                 if self._state.phase is Phase.DONE:
                     return
-                actions = self._state.on(await self._next_event())
+                actions = await self._next_actions()
         finally:
             self._wind_up(self._state.on(Stopped()))
             self._leave()
@@ -175,7 +179,7 @@ class Lifecycle:
     # -- doing what the state decides ---------------------------------------------------------------------------
 
     def _perform(self, actions: list[Action]) -> list[inference_pb.GenerateResponse]:
-        """Do `actions` in order. Returns the messages for the client. Raises the error that ends the request."""
+        """Do `actions` in order. Returns the messages for the client, which come before an error that ends it."""
         responses: list[inference_pb.GenerateResponse] = []
         for index, action in enumerate(actions):
             match action:
@@ -199,10 +203,10 @@ class Lifecycle:
                         stopped = Stopped(inference_pb.FINISH_REASON_STOP)
                         self._wind_up([*actions[index + 1 :], *self._state.on(stopped)])
                         return [*responses, self._last_response(inference_pb.FINISH_REASON_STOP)]
-                case End(finish_reason, error):
-                    if error is not None:
-                        raise error
+                case End(finish_reason, None):
                     responses.append(self._last_response(finish_reason))
+                case End(_, error):
+                    self._error = error
         return responses
 
     def _wind_up(self, actions: list[Action]) -> None:
@@ -276,17 +280,43 @@ class Lifecycle:
 
     # -- taking in what happens ---------------------------------------------------------------------------------
 
+    async def _next_actions(self) -> list[Action]:
+        """What the next event asks for. Tokens go with those that wait behind them: where the client reads slowly, or
+        this router has much to do, those of several steps are one message."""
+        actions = self._state.on(await self._next_event())
+        while (
+            len(actions) == 1 and isinstance(emit := actions[0], Emit) and (event := self._waiting_event()) is not None
+        ):
+            actions = emit.joined(self._state.on(event))
+        return actions
+
     async def _next_event(self) -> Event:
+        if (event := self._waiting_event()) is not None:
+            return event
+        if self._state.phase is not Phase.SETTLING:
+            return await self._event_to_come()
         try:
-            async with asyncio.timeout(ACCOUNT_S if self._state.phase is Phase.SETTLING else None):
-                event = await self._events.get()
-                while isinstance(event, WorkerStalled) and not self._is_better_off_without(event.worker):
-                    event = await self._events.get()
+            async with asyncio.timeout(ACCOUNT_S):
+                return await self._event_to_come()
         except TimeoutError:
             return AccountOverdue()
+
+    async def _event_to_come(self) -> Event:
+        while not self._is_news(event := await self._events.get()):
+            pass
+        return event
+
+    def _waiting_event(self) -> Event | None:
+        while not self._events.empty():
+            if self._is_news(event := self._events.get_nowait()):
+                return event
+        return None
+
+    def _is_news(self, event: Event) -> bool:
+        """Whether it is one to act on. What workers say is noted."""
         if isinstance(event, WorkerSaid):
             self._note(event)
-        return event
+        return not isinstance(event, WorkerStalled) or self._is_better_off_without(event.worker)
 
     def _is_better_off_without(self, worker: WorkerKey) -> bool:
         """Whether the worker still stands still, and somebody else can compute the request. Where nobody can, the

@@ -5,7 +5,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TypeAlias
 
 from protos.tandem_inference_pb2 import FinishReason, TokenLogprobs
@@ -138,6 +138,14 @@ class Emit:
     """One for each token, where the request asks."""
     prompt_logprobs: Sequence[TokenLogprobs] = ()
     """One for each token of the prompt but the first, where the request asks: with the answer's first."""
+
+    def joined(self, actions: list[Action]) -> list[Action]:
+        """This and then `actions`; tokens that they begin with become part of this."""
+        match actions:
+            case [Emit(_, token_ids, logprobs), *rest]:
+                both = replace(self, token_ids=self.token_ids + token_ids, logprobs=[*self.logprobs, *logprobs])
+                return [both, *rest]
+        return [self, *actions]
 
 
 @dataclass(frozen=True, slots=True)

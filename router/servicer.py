@@ -108,7 +108,7 @@ class InferenceServicer(InferenceServicerBase):  # type: ignore[misc]
             deadline_s = None if remaining_s is None else arrived_s + remaining_s
             answer = self._answer(validated, names, arrived_s, deadline_s)
             # Closed here, before its id is free again.
-            async with aclosing(_until_deadline(answer, remaining_s)) as responses:
+            async with aclosing(answer if remaining_s is None else _until_deadline(answer, remaining_s)) as responses:
                 async for response in responses:
                     outcome.note(response)
                     yield response
@@ -333,12 +333,11 @@ def reason_of(error: Exception) -> str:
 
 
 async def _until_deadline(
-    responses: AsyncGenerator[pb.GenerateResponse, None], remaining_s: float | None
+    responses: AsyncGenerator[pb.GenerateResponse, None], remaining_s: float
 ) -> AsyncGenerator[pb.GenerateResponse, None]:
     """`responses`, or `DeadlinePassed` when the client's time is up. Closes them either way. A message that is on its
     way to the client then is gRPC's to give up."""
-    loop = asyncio.get_running_loop()
-    ends_s = None if remaining_s is None else loop.time() + remaining_s
+    ends_s = asyncio.get_running_loop().time() + remaining_s
     async with aclosing(responses):
         while True:
             try:

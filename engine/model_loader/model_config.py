@@ -129,6 +129,7 @@ def _scheduler_config(args: EngineArgs, device: str) -> SchedulerConfig:
         prefill_chunk_tokens=args.prefill_chunk_tokens or args.max_num_batched_tokens,
         prefill_batch_tokens=args.prefill_batch_tokens or batch_tokens,
         max_itl_ms=args.max_itl_ms,
+        stream_interval=args.stream_interval,
         # What follows a token can be guessed once it is known.
         async_scheduling=args.async_scheduling and not is_cpu and speculation is None,
         speculation=speculation,

@@ -168,6 +168,7 @@ class Engine:
             prefill_chunk_tokens=BLOCK_SIZE,
             prefill_batch_tokens=64,
             max_itl_ms=0,
+            stream_interval=1,
             async_scheduling=False,
             speculation=None,
             draft_batch_tokens=0,

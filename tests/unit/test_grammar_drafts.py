@@ -203,8 +203,9 @@ def one_sequence(
     """Its answer has begun: {" """
     manager = BlockManager(num_blocks=64, block_size=4, prefix_key=b"k" * 32, enable_prefix_caching=True)
     config = SchedulerConfig(
-        max_num_seqs=8, max_num_batched_tokens=64, prefill_chunk_tokens=64, prefill_batch_tokens=64, max_itl_ms=0,
-        async_scheduling=False, draft_batch_tokens=draft_batch, speculation=SpeculativeConfig(num_speculative_tokens=8),
+        max_num_seqs=8, max_num_batched_tokens=64, prefill_chunk_tokens=64, prefill_batch_tokens=64,
+        max_itl_ms=0, stream_interval=1, async_scheduling=False, draft_batch_tokens=draft_batch,
+        speculation=SpeculativeConfig(num_speculative_tokens=8),
     )  # fmt: skip
     scheduler = Scheduler(config, manager, max_model_len=60, eos_token_ids=frozenset({EOS}))
     value = {"type": "object", "properties": {"abc": {"enum": ["red", "green"]}}, "required": ["abc"]}

@@ -28,7 +28,7 @@ def make(*, num_blocks: int = 64, chunk: int = 8) -> Scheduler:
     manager = BlockManager(num_blocks=num_blocks, block_size=4, prefix_key=b"k" * 32, enable_prefix_caching=True)
     config = SchedulerConfig(
         max_num_seqs=8, max_num_batched_tokens=16, prefill_chunk_tokens=chunk, prefill_batch_tokens=chunk,
-        max_itl_ms=0, async_scheduling=False, speculation=None, draft_batch_tokens=0,
+        max_itl_ms=0, stream_interval=1, async_scheduling=False, speculation=None, draft_batch_tokens=0,
     )  # fmt: skip
     return Scheduler(config, manager, max_model_len=100, eos_token_ids=frozenset())
 

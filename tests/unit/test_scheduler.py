@@ -29,7 +29,7 @@ def make(
     manager = BlockManager(num_blocks=num_blocks, block_size=4, prefix_key=b"k" * 32, enable_prefix_caching=True)
     config = SchedulerConfig(
         max_num_seqs=max_num_seqs, max_num_batched_tokens=budget, prefill_chunk_tokens=chunk,
-        prefill_batch_tokens=batch, max_itl_ms=0, async_scheduling=False,
+        prefill_batch_tokens=batch, max_itl_ms=0, stream_interval=1, async_scheduling=False,
         speculation=speculation, draft_batch_tokens=12,
     )  # fmt: skip
     return Scheduler(config, manager, max_model_len=100, eos_token_ids=frozenset({EOS}))

@@ -88,6 +88,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             prefill_chunk_tokens=max(1, budget // 2),
             prefill_batch_tokens=64,
             max_itl_ms=0,
+            stream_interval=1,
             async_scheduling=False,
             speculation=speculation if num_drafts else None,
             draft_batch_tokens=12,

@@ -159,7 +159,7 @@ def make(*, num_blocks: int = 64, budget: int = 64, draft_batch: int = 16, num_d
     manager = BlockManager(num_blocks=num_blocks, block_size=4, prefix_key=b"k" * 32, enable_prefix_caching=True)
     config = SchedulerConfig(
         max_num_seqs=8, max_num_batched_tokens=budget, prefill_chunk_tokens=budget, prefill_batch_tokens=64,
-        max_itl_ms=0, async_scheduling=False, draft_batch_tokens=draft_batch,
+        max_itl_ms=0, stream_interval=1, async_scheduling=False, draft_batch_tokens=draft_batch,
         speculation=SpeculativeConfig(num_speculative_tokens=num_drafts),
     )  # fmt: skip
     return Scheduler(config, manager, max_model_len=30, eos_token_ids=frozenset({EOS}))
