@@ -14,7 +14,7 @@ def prefill_candidate(handle: WorkerHandle, request: QueuedRequest) -> PrefillCa
         compat_digest=handle.record.compat_digest,
         num_queued_tokens=handle.num_queued_tokens,
         num_cached_tokens=num_cached_tokens(handle, request),
-        num_blocks=handle.load.blocks.num_blocks,
+        num_blocks=handle.load.num_blocks,
         num_available_blocks=handle.num_available_blocks,
         is_full=handle.is_full or not handle.record.can_generate,
         transport=handle.record.transport,
@@ -22,13 +22,12 @@ def prefill_candidate(handle: WorkerHandle, request: QueuedRequest) -> PrefillCa
 
 
 def decode_candidate(handle: WorkerHandle, request: QueuedRequest) -> DecodeCandidate:
-    blocks = handle.load.blocks
     return DecodeCandidate(
         key=handle.key,
         compat_digest=handle.record.compat_digest,
         block_size=handle.record.model.block_size,
         num_available_blocks=handle.num_available_blocks + request.num_shared_blocks(handle.key),
-        num_used_blocks=blocks.num_sequence + blocks.num_grant + handle.num_planned_blocks,
+        num_used_blocks=handle.load.num_used_blocks + handle.num_planned_blocks,
         num_cached_blocks=request.num_cached_blocks.get(handle.key, 0),
         is_full=handle.is_full or not handle.has_free_seqs,
         num_queued_tokens=handle.num_queued_tokens,

@@ -42,6 +42,7 @@ from router.request_events import (
     WorkerKey,
     WorkerSaid,
     WorkerStalled,
+    joined,
 )
 from router.request_state import AttemptNumbers, Phase, RequestState
 from router.retry_budget import RetryBudget
@@ -284,10 +285,8 @@ class Lifecycle:
         """What the next event asks for. Tokens go with those that wait behind them: where the client reads slowly, or
         this router has much to do, those of several steps are one message."""
         actions = self._state.on(await self._next_event())
-        while (
-            len(actions) == 1 and isinstance(emit := actions[0], Emit) and (event := self._waiting_event()) is not None
-        ):
-            actions = emit.joined(self._state.on(event))
+        while actions and isinstance(actions[-1], Emit) and (event := self._waiting_event()) is not None:
+            actions = joined(actions, self._state.on(event))
         return actions
 
     async def _next_event(self) -> Event:

@@ -23,6 +23,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from router.costs import Costs
 from router.request_events import Plan, WorkerKey
@@ -63,8 +64,7 @@ class PolicyConfig:
             raise ValueError(f"max_prefill_backlog_tokens must be at least 1, is {self.max_prefill_backlog_tokens}")
 
 
-@dataclass(frozen=True, slots=True)
-class PrefillCandidate:
+class PrefillCandidate(NamedTuple):
     key: WorkerKey
     compat_digest: str
     num_queued_tokens: int
@@ -78,8 +78,7 @@ class PrefillCandidate:
     transport: str = ""
 
 
-@dataclass(frozen=True, slots=True)
-class DecodeCandidate:
+class DecodeCandidate(NamedTuple):
     key: WorkerKey
     compat_digest: str
     block_size: int

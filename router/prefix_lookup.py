@@ -23,10 +23,9 @@ class PrefixLookup:
         bounded time. Empty where Redis does not answer.
         """
         keys_by_hash: dict[tuple[bytes, int], list[WorkerKey]] = {}
-        for handle in self._pool.handles:
-            if handle.is_usable:
-                group = (handle.record.prefix_key, handle.record.model.block_size)
-                keys_by_hash.setdefault(group, []).append(handle.key)
+        for handle in self._pool.all_usable():
+            group = (handle.record.prefix_key, handle.record.model.block_size)
+            keys_by_hash.setdefault(group, []).append(handle.key)
         found: dict[WorkerKey, int] = {}
         for (prefix_key, block_size), keys in keys_by_hash.items():
             hashes = block_hashes(token_ids, block_size, salted_key(prefix_key, cache_salt, lora_name))

@@ -6,15 +6,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
 from protos.tandem_inference_pb2 import FinishReason, TokenLogprobs
 from protos.tandem_kv_transfer_pb2 import Grant
 from protos.tandem_worker_pb2 import WorkerEvent
 
 
-@dataclass(frozen=True, slots=True)
-class WorkerKey:
+class WorkerKey(NamedTuple):
     """One process of a worker: a restarted one is another."""
 
     worker_id: str
@@ -139,14 +138,6 @@ class Emit:
     prompt_logprobs: Sequence[TokenLogprobs] = ()
     """One for each token of the prompt but the first, where the request asks: with the answer's first."""
 
-    def joined(self, actions: list[Action]) -> list[Action]:
-        """This and then `actions`; tokens that they begin with become part of this."""
-        match actions:
-            case [Emit(_, token_ids, logprobs), *rest]:
-                both = replace(self, token_ids=self.token_ids + token_ids, logprobs=[*self.logprobs, *logprobs])
-                return [both, *rest]
-        return [self, *actions]
-
 
 @dataclass(frozen=True, slots=True)
 class End:
@@ -159,3 +150,12 @@ class End:
 Action: TypeAlias = (
     EnterQueue | SendReserve | SendGenerate | SendPrefill | SendCancel | NoteSuccess | NoteFault | Emit | End
 )
+
+
+def joined(actions: list[Action], more: list[Action]) -> list[Action]:
+    """`actions` and then `more`; tokens with which one ends and the other begins are emitted together."""
+    match actions, more:
+        case [*before, Emit() as emit], [Emit() as after, *rest]:
+            token_ids, logprobs = emit.token_ids + after.token_ids, [*emit.logprobs, *after.logprobs]
+            return [*before, replace(emit, token_ids=token_ids, logprobs=logprobs), *rest]
+    return [*actions, *more]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import grpc
 
@@ -16,6 +17,52 @@ NUM_QUICK_RECONNECTS = 4
 """Requests wait for a worker whose session was lost until this many tries to open another have failed."""
 
 
+class Load(NamedTuple):
+    """What a worker says of how busy it is. It is asked for far more often than it changes, for each request of each
+    worker: hence no message, whose fields take as long to read as all the rest that is done with them."""
+
+    num_running: int
+    num_active: int
+    """Running, or waiting there."""
+    num_waiting_tokens: int
+    num_free_seqs: int | None
+    """How many more it takes. None: it does not say."""
+    num_blocks: int
+    num_available_blocks: int
+    """Free, or cached."""
+    num_used_blocks: int
+    """Of sequences, and granted."""
+    is_draining: bool
+    is_stalled: bool
+
+    @classmethod
+    def of(cls, load: pb.WorkerLoad) -> Load:
+        blocks = load.blocks
+        return cls(
+            num_running=load.num_running,
+            num_active=load.num_running + load.num_waiting,
+            num_waiting_tokens=load.num_waiting_tokens,
+            num_free_seqs=load.num_free_seqs if load.HasField("num_free_seqs") else None,
+            num_blocks=blocks.num_blocks,
+            num_available_blocks=blocks.num_free + blocks.num_cached,
+            num_used_blocks=blocks.num_sequence + blocks.num_grant,
+            is_draining=load.is_draining,
+            is_stalled=load.is_stalled,
+        )
+
+    def has_freed_since(self, before: Load) -> bool:
+        """Whether it tells of memory, or of a place, that was not free before."""
+        return self.num_available_blocks > before.num_available_blocks or self.num_active < before.num_active
+
+    def may_help_since(self, before: Load) -> bool:
+        """Whether somebody who found no room then may find some now, or may not wait for this worker any more."""
+        return (
+            self.has_freed_since(before)
+            or self.num_waiting_tokens < before.num_waiting_tokens
+            or self[-2:] != before[-2:]
+        )
+
+
 @dataclass(slots=True, eq=False)
 class WorkerHandle:
     """One worker process."""
@@ -23,7 +70,8 @@ class WorkerHandle:
     record: pb.WorkerRecord
     channel: grpc.aio.Channel
     session: WorkerSession | None = None
-    load: pb.WorkerLoad = field(default_factory=pb.WorkerLoad)
+    key: WorkerKey = field(init=False)
+    load: Load = field(init=False)
     num_planned_blocks: int = 0
     """Of requests planned here whose Granted or Busy has not come yet."""
     num_planned_seqs: int = 0
@@ -39,9 +87,9 @@ class WorkerHandle:
     num_lost: int = 0
     """Sessions lost in a row."""
 
-    @property
-    def key(self) -> WorkerKey:
-        return WorkerKey(self.record.worker_id, self.record.incarnation)
+    def __post_init__(self) -> None:
+        self.key = WorkerKey(self.record.worker_id, self.record.incarnation)
+        self.load = Load.of(self.record.load)
 
     @property
     def is_usable(self) -> bool:
@@ -65,19 +113,21 @@ class WorkerHandle:
 
     @property
     def num_available_blocks(self) -> int:
-        return _num_available(self.load) - self.num_planned_blocks
+        return self.load.num_available_blocks - self.num_planned_blocks
 
     @property
     def has_free_seqs(self) -> bool:
         """Whether it takes another sequence, as far as their number goes. One that is asked for more says Busy, and who
         was planned there comes back to go before all that wait: nobody's share would be asked any more."""
-        return not self.load.HasField("num_free_seqs") or self.load.num_free_seqs > self.num_planned_seqs
+        return self.load.num_free_seqs is None or self.load.num_free_seqs > self.num_planned_seqs
 
-    def set_load(self, load: pb.WorkerLoad) -> None:
-        before, self.load = self.load, load
-        if _num_available(load) > _num_available(before) or _num_active(load) < _num_active(before):
+    def set_load(self, load: pb.WorkerLoad) -> bool:
+        """Returns whether that is news to those who wait."""
+        before, self.load = self.load, Load.of(load)
+        if self.load.has_freed_since(before):
             self.num_frees += 1
             self.is_full = False
+        return self.load.may_help_since(before)
 
     def note_busy(self, num_frees_when_asked: int) -> None:
         """It refused a request that was sent when `num_frees` was `num_frees_when_asked`.
@@ -87,14 +137,6 @@ class WorkerHandle:
         """
         if self.num_frees == num_frees_when_asked:
             self.is_full = True
-
-
-def _num_available(load: pb.WorkerLoad) -> int:
-    return load.blocks.num_free + load.blocks.num_cached
-
-
-def _num_active(load: pb.WorkerLoad) -> int:
-    return load.num_running + load.num_waiting
 
 
 class TakenRoom:

@@ -34,6 +34,7 @@ from typing import Any
 
 from prefix_hash.compat import compat_difference
 from protos import tandem_worker_pb2 as pb
+from protos.tandem_worker_pb2 import ROLE_DECODE, ROLE_PREFILL
 from router.candidates import decode_candidate, num_cached_tokens, prefill_candidate
 from router.costs import Costs
 from router.ejection import Ejections, Trial
@@ -50,6 +51,9 @@ _log = logging.getLogger(__name__)
 
 _RECONNECT_MIN_S = 0.1
 _RECONNECT_MAX_S = 1.0
+LOOK_S = 0.05
+"""A load that is no news is an occasion to look at those who wait once in so long: some wait for time to pass, or for
+what is learned of costs."""
 _MAX_DOUBLINGS = 16
 """Of the pause between tries: far beyond its bound, and no number grows for ever."""
 
@@ -78,6 +82,8 @@ class WorkerPool:
         self._now_s = now_s
         self._tls = tls
         self._ejections = Ejections()
+        self._looked_s = -LOOK_S
+        """When those who wait were last looked at for a load."""
         self._kind: str | None = None
         """The compat digest of those that new requests went to last."""
         self._handles: dict[WorkerKey, WorkerHandle] = {}
@@ -96,12 +102,17 @@ class WorkerPool:
         return sorted(self._handles.values(), key=lambda h: (h.record.role, h.record.worker_id))
 
     def usable(self, role: pb.Role) -> list[WorkerHandle]:
-        return [h for h in self._handles.values() if h.record.role == role and h.is_usable]
+        return [h for h in self._handles.values() if h.is_usable and h.record.role == role]
+
+    def all_usable(self) -> list[WorkerHandle]:
+        """Of both roles."""
+        return [h for h in self._handles.values() if h.is_usable]
 
     @property
     def has_decode_worker(self) -> bool:
         """Whether waiting makes sense: one is usable, or expected to be in a moment."""
-        return bool(self.decode_records())
+        kind = self._choose_kind()
+        return any(record.compat_digest == kind for record in self._expected_decode_records())
 
     def decode_records(self) -> list[pb.WorkerRecord]:
         """Of the decode workers that new requests may wait for."""
@@ -142,7 +153,7 @@ class WorkerPool:
         return sorted(h.record.worker_id for h in self._handles.values() if h.record.compat_digest != kind)
 
     def _expected_decode_records(self) -> list[pb.WorkerRecord]:
-        return [h.record for h in self._handles.values() if h.record.role == pb.Role.ROLE_DECODE and h.is_expected]
+        return [h.record for h in self._handles.values() if h.is_expected and h.record.role == ROLE_DECODE]
 
     def _choose_kind(self) -> str | None:
         """The kind of most decode workers; of as many, that which it was before."""
@@ -159,10 +170,9 @@ class WorkerPool:
     def num_tokens_ahead_of(self, num_tokens: int) -> float:
         """How many tokens a prompt of `num_tokens` would wait for where it would be computed soonest. That streams slow
         it down there counts as tokens, too."""
-        ahead = [float(h.num_queued_tokens) for h in self.usable(pb.Role.ROLE_PREFILL)]
+        ahead = [float(h.num_queued_tokens) for h in self.usable(ROLE_PREFILL)]
         ahead += [
-            h.num_queued_tokens + STALL_WEIGHT * h.load.num_running * num_tokens
-            for h in self.usable(pb.Role.ROLE_DECODE)
+            h.num_queued_tokens + STALL_WEIGHT * h.load.num_running * num_tokens for h in self.usable(ROLE_DECODE)
         ]
         return min(ahead, default=0.0)
 
@@ -172,9 +182,7 @@ class WorkerPool:
         for key, record in by_key.items():
             handle = self._handles.get(key)
             if handle is None:
-                self._handles[key] = handle = WorkerHandle(
-                    record, open_channel(record.address, tls=self._tls), load=record.load
-                )
+                self._handles[key] = handle = WorkerHandle(record, open_channel(record.address, tls=self._tls))
                 self._connect(handle)
             else:
                 handle.record = record
@@ -206,7 +214,7 @@ class WorkerPool:
         decode = [h for h in decode if not self._is_set_aside(h, now_s)] or decode
         prefill = [
             h
-            for h in self.usable(pb.Role.ROLE_PREFILL)
+            for h in self.usable(ROLE_PREFILL)
             if h.record.model.max_model_len >= max_model_len
             and not self._is_set_aside(h, now_s)
             and request.needs.are_met_by(h.record)
@@ -219,7 +227,9 @@ class WorkerPool:
             prefill=[prefill_candidate(h, request) for h in prefill],
             decode=[decode_candidate(h, request) for h in decode],
             avoid=request.avoid,
-            are_apart=lambda plan: self._ejections.is_set_aside(_name_of(plan), now_s),
+            are_apart=lambda plan: (
+                bool(self._ejections.troubles) and self._ejections.is_set_aside(_name_of(plan), now_s)
+            ),
             may_stay=request.waited_s >= STAY_SHARE * (request.answer_s or UNKNOWN_ANSWER_S),
         )
         return None if plan is None else self._take_room(plan, request, now_s)
@@ -246,7 +256,7 @@ class WorkerPool:
 
     def _usable_decode_workers(self, needs: Needs) -> list[WorkerHandle]:
         kind = needs.compat_digest or self._choose_kind()
-        decode = self.usable(pb.Role.ROLE_DECODE)
+        decode = self.usable(ROLE_DECODE)
         return [h for h in decode if h.record.compat_digest == kind and needs.are_met_by(h.record)]
 
     def _is_set_aside(self, handle: WorkerHandle, now_s: float) -> bool:
@@ -263,8 +273,8 @@ class WorkerPool:
     @property
     def apart(self) -> list[Plan]:
         """Pairs of workers here that are not used together, or only to try, because transfers between them failed."""
-        prefill = [h.key for h in self.handles if h.record.role == pb.Role.ROLE_PREFILL]
-        decode = [h.key for h in self.handles if h.record.role == pb.Role.ROLE_DECODE]
+        prefill = [h.key for h in self.handles if h.record.role == ROLE_PREFILL]
+        decode = [h.key for h in self.handles if h.record.role == ROLE_DECODE]
         pairs = [Plan(d, p) for p in prefill for d in decode]
         return [pair for pair in pairs if self._ejections.is_ejected(_name_of(pair))]
 
@@ -298,6 +308,7 @@ class WorkerPool:
         def on_open() -> None:
             handle.num_lost = 0
             _log.info("worker joined", extra={"worker": handle.record.worker_id, "address": handle.record.address})
+            self._on_change()
 
         handle.session = WorkerSession(
             record=handle.record,
@@ -310,12 +321,16 @@ class WorkerPool:
         handle.is_full = False
 
     def _on_load(self, handle: WorkerHandle, load: pb.WorkerLoad) -> None:
+        """With each step of each worker: what follows looks at all of them, and must not."""
         was_stalled = handle.load.is_stalled
-        handle.set_load(load)
-        if load.is_stalled:
+        is_news = handle.set_load(load)
+        if handle.load.is_stalled:
             self._on_stalled(handle, is_news=not was_stalled)
         self._forget_if_done(handle)
-        self._on_change()
+        now_s = self._now_s()
+        if is_news or now_s - self._looked_s >= LOOK_S:
+            self._looked_s = now_s
+            self._on_change()
 
     def _on_stalled(self, handle: WorkerHandle, *, is_news: bool) -> None:
         assert handle.session is not None

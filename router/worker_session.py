@@ -112,10 +112,10 @@ class WorkerSession:
                     stream.cancel()
                     return
                 assert message is not None
-                if not self.is_open:
-                    self.is_open = True
-                    self._on_open()
+                was_open, self.is_open = self.is_open, True
                 self._take_in(message)
+                if not was_open:
+                    self._on_open()
             self.lost_why = "the worker ended the session"
         except grpc.aio.AioRpcError as error:
             self.lost_why = f"{error.code().name}: {error.details()}"

@@ -120,7 +120,7 @@ class Bench:
     def add(self, name: str, role: pb.Role, max_model_len: int, *, incarnation: str = "1") -> WorkerHandle:
         model = inference_pb.GetModelInfoResponse(block_size=BLOCK, max_model_len=max_model_len)
         record = pb.WorkerRecord(worker_id=name, incarnation=incarnation, role=role, model=model, load=load(100))
-        handle = WorkerHandle(record, channel=None, load=record.load)
+        handle = WorkerHandle(record, channel=None)
         handle.session = cast(Any, ScriptedSession(handle.key))
         self.pool._handles[handle.key] = handle
         return handle

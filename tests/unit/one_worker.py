@@ -92,7 +92,7 @@ class OneWorker:
     ) -> None:
         """Waits until it is open, has some requests use it, and ends it."""
         handle = await self.open_handle()
-        handle.load = load(100, is_draining=is_leaving)
+        handle.set_load(load(100, is_draining=is_leaving))
         session = handle.session
         assert session is not None
         for index in range(num_requests):

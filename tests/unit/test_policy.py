@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 
 from router.costs import Costs
@@ -40,8 +38,8 @@ def decode(
 
 
 def test_workers_of_different_transports_are_not_paired() -> None:
-    sends_nixl, sends_grpc = (replace(prefill(name), transport=name) for name in ("nixl", "grpc"))
-    takes_grpc = replace(decode("d"), transport="grpc")
+    sends_nixl, sends_grpc = (prefill(name)._replace(transport=name) for name in ("nixl", "grpc"))
+    takes_grpc = decode("d")._replace(transport="grpc")
     assert choose(3000, [sends_nixl], [takes_grpc]) == Plan(key("d"), None)
     assert choose(3000, [sends_nixl, sends_grpc], [takes_grpc]) == Plan(key("d"), key("grpc"))
 

@@ -22,7 +22,7 @@ class Two(Bench):
 
     def add_other(self) -> None:
         self.other_handle = self.add("other", pb.Role.ROLE_DECODE, 2048)
-        self.other_handle.load = load(90)  # the second choice
+        self.other_handle.set_load(load(90))  # the second choice
         self.other = cast(ScriptedSession, self.other_handle.session)
 
     def stall(self) -> None:

@@ -16,7 +16,7 @@ from protos import tandem_worker_pb2 as pb
 from protos.tandem_kv_transfer_pb2 import Grant
 from router.ejection import FAILURES_TO_EJECT, PROBE_S, pause_of
 from router.queue import QueuedRequest
-from router.request_events import Plan
+from router.request_events import Plan, WorkerKey
 from router.retry_budget import CAPACITY
 from router.text.detokenizer import TextDelta
 from rpc.errors import NoWorker
@@ -345,6 +345,7 @@ async def test_a_pair_of_which_one_was_restarted_is_another() -> None:
     assert bench.pool.apart
     del bench.pool._handles[bench.decode.key]
     bench.decode.record.incarnation = "2"
+    bench.decode.key = WorkerKey("d", "2")
     session = ScriptedSession(bench.decode.key)
     bench.decode.session = cast(Any, session)
     bench.pool._handles[bench.decode.key] = bench.decode

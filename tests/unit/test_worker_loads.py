@@ -1,0 +1,62 @@
+"""Which loads that workers tell, with each of their steps, are looked at by those who wait. No network."""
+
+from __future__ import annotations
+
+import pytest
+from lifecycle_bench import Bench, load
+
+from protos import tandem_worker_pb2 as pb
+from router.worker_pool import LOOK_S
+
+
+class Looks(Bench):
+    """Counts them."""
+
+    num_looks = 0
+
+    def dispatch(self) -> None:
+        self.num_looks += 1
+        super().dispatch()
+
+    def num_looks_at(self, *loads: pb.WorkerLoad) -> int:
+        """At the last of them, told one after the other at one moment."""
+        for each in loads:
+            before = self.num_looks
+            self.hear_load(self.decode, each)
+        return self.num_looks - before
+
+
+def waiting(num_tokens: int) -> pb.WorkerLoad:
+    told = load(50)
+    told.num_waiting_tokens = num_tokens
+    return told
+
+
+async def test_a_step_that_frees_nothing_is_no_news() -> None:
+    """As most are: with hundreds of workers, a router would do little else than look at all of them for each."""
+    bench = Looks()
+    assert bench.num_looks_at(load(50), load(49, num_running=1), load(48, num_running=2)) == 0
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        pytest.param(load(50), load(51), id="memory"),
+        pytest.param(load(50, num_running=2), load(40, num_running=1), id="a place"),
+        pytest.param(waiting(90), waiting(60), id="prompts that wait are fewer"),
+        pytest.param(load(50), load(50, is_draining=True), id="it leaves"),
+        pytest.param(load(50, is_stalled=True), load(50), id="it goes on"),
+    ],
+)
+async def test_what_may_let_somebody_through_is_looked_at(before: pb.WorkerLoad, after: pb.WorkerLoad) -> None:
+    assert Looks().num_looks_at(before, after) == 1
+
+
+async def test_what_hangs_on_time_is_looked_at_now_and_then() -> None:
+    bench = Looks()
+    bench.num_looks_at(load(50))
+    bench.now_s += 0.9 * LOOK_S
+    assert bench.num_looks_at(load(50)) == 0
+    bench.now_s += 0.2 * LOOK_S
+    assert bench.num_looks_at(load(50)) == 1
+    assert bench.num_looks_at(load(50)) == 0
