@@ -4,8 +4,9 @@ served; bounded in tokens.
 Owns the waiting requests, not the workers. `dispatch` is called whenever something changed (a request came, a worker
 freed memory, joined or left); it plans from the head on, and stops at the first request that no worker has room for,
 so that a long prompt is not overtaken for ever. One that only workers can serve which new requests do not go to steps
-aside: it would keep others from workers that it cannot use. No timer of ours ends the waiting: the client's deadline
-does, early enough to say so.
+aside: it would keep others from workers that it cannot use. Aside the order is the line's, but for shares. When new
+requests go to its workers after all, it is in line again, in front. No timer of ours ends the waiting: the client's
+deadline does, early enough to say so.
 
 Shares (`fair_shares`) are of one priority each: what a client was served at another one is not counted. Its counter is
 kept from when its first request enters until its last one has left.
@@ -191,14 +192,12 @@ class RequestQueue:
 
     def dispatch(self) -> None:
         """Plan as many requests as workers have room for."""
+        self._step_back()
         full_kinds: set[str] = set()
-        for aside in list(self._aside):
+        for aside in self._aside_in_turn():
             kind = aside.needs.compat_digest
-            if kind in full_kinds or self._settle(aside):
-                continue
-            if not self._is_apart(aside):
-                return  # any more: it goes before all that are in line
-            full_kinds.add(kind)
+            if kind not in full_kinds and not self._settle(aside):
+                full_kinds.add(kind)
         while (request := self._first()) is not None:
             kind = request.needs.compat_digest
             if kind not in full_kinds and self._settle(request):
@@ -208,6 +207,22 @@ class RequestQueue:
             full_kinds.add(kind)
             self._leave_line(request)
             self._aside[request] = None
+
+    def _aside_in_turn(self) -> list[QueuedRequest]:
+        """As in line: by priority, and of each those that return first, the last of them before the others."""
+        returned = [request for request in reversed(self._aside) if request.is_return]
+        others = [request for request in self._aside if not request.is_return]
+        return sorted(returned + others, key=lambda request: request.share.owner.priority)
+
+    def _step_back(self) -> None:
+        """Into line, in front of its priority: whoever is aside, and apart no more."""
+        one_of_each = {request.needs.compat_digest: request for request in self._aside}
+        kinds = {kind for kind, request in one_of_each.items() if not self._is_apart(request)}
+        if kinds:
+            for request in reversed(self._aside_in_turn()):
+                if request.needs.compat_digest in kinds:
+                    del self._aside[request]
+                    self._join_line(request, in_front=True)
 
     def _settle(self, request: QueuedRequest) -> bool:
         """Plan it, unless it is over. Whether it waits no more."""
@@ -246,10 +261,7 @@ class RequestQueue:
             )
 
     def _wait(self, request: QueuedRequest) -> None:
-        shares = request.share.owner
-        if not shares.num_waiting:
-            insort(self._priorities, shares.priority)
-        shares.push(request.share, request, request.num_own_tokens, is_return=request.is_return)
+        self._join_line(request, in_front=request.is_return)
         request.is_waiting = True
         self._num_waiting += 1
         self.num_tokens += request.num_own_tokens
@@ -262,6 +274,12 @@ class RequestQueue:
         request.is_waiting = False
         self._num_waiting -= 1
         self.num_tokens -= request.num_own_tokens
+
+    def _join_line(self, request: QueuedRequest, *, in_front: bool) -> None:
+        shares = request.share.owner
+        if not shares.num_waiting:
+            insort(self._priorities, shares.priority)
+        shares.push(request.share, request, request.num_own_tokens, is_return=in_front)
 
     def _leave_line(self, request: QueuedRequest) -> None:
         shares = request.share.owner

@@ -175,9 +175,10 @@ class Bench:
         numbers: AttemptNumbers | None = None,
         grammar: str = "",
         after: Lifecycle | None = None,
+        priority: int = 0,
         **asked: Any,
     ) -> Lifecycle:
-        params = inference_pb.SamplingParams(max_tokens=8)
+        params = inference_pb.SamplingParams(max_tokens=8, priority=priority)
         if grammar:
             params.structured_outputs.regex = grammar
         answer = AskedAnswer(

@@ -37,7 +37,7 @@ class Upgrade(Bench):
 
     @property
     def sent_to_old(self) -> list[str]:
-        return [command.generate.request_id for command in self.d.sent]
+        return [command.generate.request_id for command in self.d.sent if command.HasField("generate")]
 
 
 async def test_who_waits_for_a_worker_of_another_kind_keeps_nobody_from_those_of_this_one() -> None:
@@ -64,6 +64,37 @@ async def test_among_themselves_they_go_first_come_first_served() -> None:
     await first.leave()
     await settle()
     assert bench.sent_to_old[-1] == "second"
+    await second.leave()
+
+
+async def test_among_themselves_the_lower_number_goes_first() -> None:
+    bench = Upgrade()
+    batch, urgent = bench.moved("batch", priority=5), bench.moved("urgent")
+    await settle()
+    bench.free_old(70)  # for one of them
+    await settle()
+    assert (bench.sent_to_old, len(bench.queue)) == (["urgent"], 1)
+    await urgent.leave()
+    await settle()
+    assert bench.sent_to_old[-1] == "batch"
+    await batch.leave()
+
+
+async def test_who_finds_its_worker_busy_is_the_next_one_there_all_the_same() -> None:
+    bench = Upgrade()
+    first, second = bench.moved("first"), bench.moved("second")
+    await settle()
+    bench.free_old(70)
+    await settle()
+    assert bench.sent_to_old == ["first"]
+    bench.d.say("first", bench.d.sent[-1].generate.attempt, busy=pb.Busy())
+    await settle()
+    assert len(bench.queue) == 2
+    bench.decode.set_load(load(0))
+    bench.free_old(70)
+    await settle()
+    assert (bench.sent_to_old, len(bench.queue)) == (["first", "first"], 1)
+    await first.leave()
     await second.leave()
 
 
@@ -107,17 +138,19 @@ async def test_who_gives_up_aside_leaves_nothing() -> None:
     assert not bench.queue._aside
 
 
-async def test_where_their_kind_is_the_one_that_is_left_they_go_before_new_ones() -> None:
+async def test_where_their_kind_is_the_one_that_is_left_they_go_before_new_ones_of_their_priority() -> None:
     bench = Upgrade()
-    moved = bench.moved("moved")
+    moved = [bench.moved("batch", priority=5), *(bench.moved(name) for name in ("moved", "moved too"))]
     await settle()
     for handle in bench.new:
         handle.is_leaving = True
     new = bench.request("new")
     await settle()
-    assert len(bench.queue) == 2
-    bench.free_old(70)
-    await settle()
-    assert bench.sent_to_old == ["moved"]
-    await moved.leave()
-    await new.leave()
+    assert len(bench.queue) == 4
+    for request in (moved[1], moved[2], new, moved[0]):
+        bench.decode.set_load(load(0))
+        bench.free_old(70)
+        await settle()
+        await request.leave()
+    assert bench.sent_to_old == ["moved", "moved too", "new", "batch"]
+    assert (len(bench.queue), bench.queue.num_tokens, bench.queue.num_clients) == (0, 0, 0)
