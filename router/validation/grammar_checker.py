@@ -7,7 +7,8 @@ a token, but not what reading a grammar may take, and one that nests deeply enou
           <──────length, {"grammar" | "error", "cpu_s"}──┘  └─ too long, too large, too deep: ended, and begun anew
 
 Owns the child, which is started with the first grammar and ends with the router: its input ends then, and while it
-computes, its own limit of processor time ends it. One grammar at a time, so many may wait; the next is refused.
+computes, its own limit of processor time ends it. One grammar at a time, so many may wait; the next is refused. What
+has been asked is heard to its end though its client has left: the next one would have to wait for another child.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from typing import Any
 
 from protos import tandem_inference_pb2 as pb
 from router.text.structured_outputs import grammar_of
-from rpc.errors import InternalError, Overloaded
+from rpc.errors import Draining, InternalError, Overloaded
 
 _log = logging.getLogger(__name__)
 
@@ -49,19 +50,28 @@ class GrammarChecker:
     def __init__(self) -> None:
         self._child: asyncio.subprocess.Process | None = None
         self._turn = asyncio.Lock()
+        self._asking: asyncio.Task[dict[str, Any]] | None = None
+        """The last grammar's, of whose answer half may have come: its own, and nobody cancels it but `close`."""
         self._num_waiting = 0
+        self._is_closed = False
 
     async def check(self, asked: pb.StructuredOutputs, n: int) -> str:
-        """The grammar that workers go by, for `n` answers. Raises `ValueError` saying why there is none, and
-        `Overloaded` where too many wait."""
+        """The grammar that workers go by, for `n` answers. Raises `ValueError` saying why there is none, `Overloaded`
+        where too many wait, and `Draining` once closed."""
         if self._num_waiting >= MAX_WAITING:
             raise Overloaded(f"{MAX_WAITING} grammars wait to be compiled; retry later", retry_after_s=1.0)
         self._num_waiting += 1
         try:
             async with self._turn:
-                answer = await self._ask(asked.SerializeToString())
+                if self._asking is not None:
+                    await asyncio.wait([self._asking])
+                self._refuse_if_closed()
+                self._asking = asking = asyncio.create_task(self._ask(asked.SerializeToString()))
+                await asyncio.wait([asking])
         finally:
             self._num_waiting -= 1
+        self._refuse_if_closed()
+        answer = asking.result()
         if "error" in answer:
             raise ValueError(answer["error"])
         cpu_s = float(answer["cpu_s"])
@@ -71,6 +81,17 @@ class GrammarChecker:
 
     async def close(self) -> None:
         """End the child, whatever it does."""
+        self._is_closed = True
+        if self._asking is not None:
+            self._asking.cancel()
+            await asyncio.wait([self._asking])
+        await self._end_child()
+
+    def _refuse_if_closed(self) -> None:
+        if self._is_closed:
+            raise Draining("this router is leaving; ask another", retry_after_s=1.0)
+
+    async def _end_child(self) -> None:
         child, self._child = self._child, None
         if child is not None:
             if child.returncode is None:
@@ -87,12 +108,9 @@ class GrammarChecker:
                 answer: dict[str, Any] = json.loads(await _read_frame(child))
                 return answer
         except (TimeoutError, asyncio.IncompleteReadError, ConnectionError):
-            await self.close()
+            await self._end_child()
             _log.warning("a grammar was given up", extra={"exit_code": child.returncode})
             return {"error": TOO_MUCH}
-        except asyncio.CancelledError:  # half an answer may be under way, which is not the next one's
-            await self.close()
-            raise
 
     async def _running_child(self) -> asyncio.subprocess.Process:
         """Raises `InternalError` where there can be none: that is no grammar's fault."""
@@ -105,11 +123,8 @@ class GrammarChecker:
             async with asyncio.timeout(START_S):
                 await _read_frame(child)
         except (TimeoutError, asyncio.IncompleteReadError) as error:
-            await self.close()
+            await self._end_child()
             raise InternalError("the process that compiles grammars did not start") from error
-        except asyncio.CancelledError:
-            await self.close()
-            raise
         return child
 
 

@@ -13,7 +13,7 @@ import pytest
 from protos import tandem_inference_pb2 as pb
 from router.validation import grammar_checker
 from router.validation.grammar_checker import TOO_MUCH, GrammarChecker
-from rpc.errors import InternalError, Overloaded
+from rpc.errors import Draining, InternalError, Overloaded
 
 FINE = {"json": '{"type": "object", "properties": {"a": {"type": "integer"}}}'}
 MULTIPLES = [{"multipleOf": number} for number in (101, 103, 107, 109)]
@@ -25,6 +25,11 @@ async def checker() -> AsyncIterator[GrammarChecker]:
     checker = GrammarChecker()
     yield checker
     await checker.close()
+
+
+async def settle() -> None:
+    for _ in range(5):
+        await asyncio.sleep(0)
 
 
 async def check(checker: GrammarChecker, n: int = 1, **asked: Any) -> str:
@@ -91,12 +96,37 @@ async def test_whoever_leaves_while_its_grammar_is_compiled_leaves_no_answer_for
     checker: GrammarChecker,
 ) -> None:
     first = await check(checker, **FINE)
+    child = checker._child
     leaving = asyncio.create_task(check(checker, regex="(ab){500}"))
-    await asyncio.sleep(0)
-    await asyncio.sleep(0)
+    waiting = asyncio.create_task(check(checker, regex="(abc){500}"))
+    await settle()
+    for task in (leaving, waiting):
+        task.cancel()
+        await asyncio.wait([task])
+    assert await check(checker, **FINE) == first
+    assert checker._child is child, "the next one need not wait for another process"
+
+
+async def test_nor_does_whoever_leaves_while_the_process_starts(checker: GrammarChecker) -> None:
+    leaving = asyncio.create_task(check(checker, **FINE))
+    while checker._child is None:  # noqa: ASYNC110 - it tells nobody
+        await asyncio.sleep(0)
+    child = checker._child
     leaving.cancel()
     await asyncio.wait([leaving])
-    assert await check(checker, **FINE) == first
+    assert await check(checker, **FINE)
+    assert checker._child is child
+
+
+async def test_closing_leaves_no_process_where_one_was_just_started() -> None:
+    checker = GrammarChecker()
+    waiting = asyncio.create_task(check(checker, **FINE))
+    await settle()
+    async with asyncio.timeout(5):
+        await checker.close()
+        with pytest.raises(Draining):
+            await waiting
+    assert checker._child is None
 
 
 async def test_closing_does_not_wait_for_what_is_compiled() -> None:
@@ -105,10 +135,13 @@ async def test_closing_does_not_wait_for_what_is_compiled() -> None:
     hostile = asyncio.create_task(check(checker, json=json.dumps({"type": "integer", "allOf": MULTIPLES})))
     while not checker._turn.locked():  # noqa: ASYNC110 - it tells nobody
         await asyncio.sleep(0)
+    child = checker._child
+    assert child is not None
     async with asyncio.timeout(5):
         await checker.close()
-        with pytest.raises(ValueError, match=TOO_MUCH):
+        with pytest.raises(Draining):
             await hostile
+    assert child.returncode is not None
 
 
 @pytest.mark.parametrize(
