@@ -38,6 +38,8 @@ CLOCK_S = 1.0
 KEEP_ALIVE_S = 75
 """For which a connection stays open whose client is silent, between requests or within one: longer than load balancers
 keep theirs."""
+LAST_SILENCE_S = 2
+"""The same within a request, once the server ends: who sends it still is waited for, who has stopped is not."""
 
 
 class _Http(HttpToolsProtocol):
@@ -101,8 +103,16 @@ class _Http(HttpToolsProtocol):
         self._wait_for_client()  # it may have begun the next request meanwhile
 
     def shutdown(self) -> None:
-        """Of an idle connection, when the server ends."""
+        """When the server ends: an idle connection does, too."""
         super().shutdown()
+        self._abort_soon()
+        self.timeout_keep_alive = min(self.timeout_keep_alive, LAST_SILENCE_S)
+        if self.timeout_keep_alive_task is not None:
+            self._unset_keepalive_if_required()
+            self._wait_for_client()
+
+    def timeout_keep_alive_handler(self) -> None:
+        super().timeout_keep_alive_handler()
         self._abort_soon()
 
     def send_400_response(self, msg: str) -> None:

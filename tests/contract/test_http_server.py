@@ -19,12 +19,14 @@ class Application:
     """Reads each request's body, and answers when it may."""
 
     def __init__(self) -> None:
+        self.has_head = asyncio.Event()
         self.may_answer = asyncio.Event()
         self.may_answer.set()
         self.is_asked = asyncio.Event()
         self.bodies: list[bytes] = []
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        self.has_head.set()
         body = b""
         while (message := await receive()).get("more_body"):
             body += message["body"]
@@ -140,3 +142,31 @@ async def test_an_answer_may_take_longer_than_a_client_may(beside: bytes, monkey
         assert (await reader.readline()).startswith(b"HTTP/1.1 200")
         writer.close()
         silent_writer.close()
+
+
+async def test_a_server_that_ends_waits_for_the_rest_of_a_request_only_while_it_comes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("rpc.http.LAST_SILENCE_S", 0.5)
+    application = Application()
+    server = HttpServer(application)
+    host, _, port = server.start("127.0.0.1:0", flag="--listen").rpartition(":")
+    clients = []
+    for _ in range(2):
+        application.has_head.clear()
+        clients.append(await asyncio.open_connection(host, int(port)))
+        clients[-1][1].write(HEAD + b"transfer-encoding: chunked\r\n\r\n1\r\nx\r\n")
+        await application.has_head.wait()
+    (silent, silent_writer), (slow, slow_writer) = clients
+    closing, silenced = asyncio.create_task(server.close(2 * TIMEOUT_S)), asyncio.create_task(silent.read())
+    async with asyncio.timeout(TIMEOUT_S):
+        while not silenced.done():
+            slow_writer.write(b"1\r\nx\r\n")
+            await asyncio.sleep(0.02)
+        assert silenced.result() == b""
+        slow_writer.write(b"0\r\n\r\n")
+        assert (await slow.readline()).startswith(b"HTTP/1.1 200")
+        await closing
+    assert len(application.bodies[-1]) > 1
+    silent_writer.close()
+    slow_writer.close()
