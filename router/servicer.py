@@ -159,7 +159,12 @@ class InferenceServicer(InferenceServicerBase):  # type: ignore[misc]
         self, validated: ValidatedRequest, names: list[str], arrived_s: float, deadline_s: float | None
     ) -> AsyncGenerator[pb.GenerateResponse, None]:
         model = self._model.now(self._cluster.pool.decode_records())
-        prompt = await tokenize_prompt(validated.prompt, self._texts.tokenizer, self._texts.chat_template)
+        prompt = await tokenize_prompt(
+            validated.prompt,
+            self._texts.tokenizer,
+            self._texts.chat_template,
+            max_model_len=model.max_model_len,
+        )
         prompt_token_ids = prompt.token_ids
         check_prompt_length(validated, len(prompt_token_ids), model)
         require_worker(self._cluster.pool)

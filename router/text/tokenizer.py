@@ -20,8 +20,18 @@ from router.text.token_bytes import TokenBytes
 ASYNC_ENCODE_CHARS = 2048
 """Texts longer than this are encoded in a thread: at about 0.5 µs a character that is 1 ms of the event loop."""
 
+USUAL_CHARS = 8
+"""Of a token, at most: no language's texts and hardly any code have so many on average. A token may have a hundred."""
+CUT_TOKENS = 1024
+"""What a text cut short may have beyond what it has of the whole: whatever is cut in two falls apart, be it a word or a
+token of its own."""
+
 SPECIAL_TOKEN_NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 """The named special tokens of tokenizer_config.json, all of which chat templates may use as variables."""
+
+
+class TooManyTokens(ValueError):  # noqa: N818 - said of the text
+    """A text has more of them than are taken."""
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -102,11 +112,31 @@ class Tokenizer:
         ids: list[int] = encoding.ids
         return ids
 
-    async def encode_async(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """`encode`, off the event loop where the text is long (the library lets go of the GIL while it works)."""
+    def encode_up_to(self, text: str, max_tokens: int, add_special_tokens: bool = True) -> list[int]:
+        """`encode`, for whoever takes at most `max_tokens`. Raises `TooManyTokens` where the text has far more: its
+        beginning shows that, and nobody reads a text of megabytes for seconds to refuse it.
+
+        Nothing is guessed from characters: how many a token may stand for has no bound where normalisation drops some.
+        """
+        most = max_tokens + CUT_TOKENS
+        num_chars = USUAL_CHARS * most
+        while num_chars < len(text):
+            num_tokens = len(self.encode(text[:num_chars], add_special_tokens))
+            if num_tokens > most:
+                raise TooManyTokens(f"has {num_tokens} in its first {num_chars} characters")
+            num_chars *= 2
+        return self.encode(text, add_special_tokens)
+
+    async def encode_async(
+        self, text: str, add_special_tokens: bool = True, *, max_tokens: int | None = None
+    ) -> list[int]:
+        """`encode`, off the event loop where the text is long (the library lets go of the GIL while it works).
+        `max_tokens`: as `encode_up_to`; None: however long it is."""
         if len(text) <= ASYNC_ENCODE_CHARS:
             return self.encode(text, add_special_tokens)
-        return await asyncio.to_thread(self.encode, text, add_special_tokens)
+        if max_tokens is None:
+            return await asyncio.to_thread(self.encode, text, add_special_tokens)
+        return await asyncio.to_thread(self.encode_up_to, text, max_tokens, add_special_tokens)
 
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """Text of `token_ids`. Bytes that are no UTF-8 become U+FFFD; ids that the vocabulary lacks become nothing."""

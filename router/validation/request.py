@@ -23,7 +23,7 @@ from router.text.calls.call_format import CannotBeHeld
 from router.text.chat_template import GIVEN_NAMES, ChatMessage, ChatTemplate
 from router.text.reasoning import opened_by
 from router.text.structured_outputs import problem_of
-from router.text.tokenizer import Tokenizer
+from router.text.tokenizer import Tokenizer, TooManyTokens
 from router.validation.grammar_checker import GrammarChecker
 from router.validation.resumption import BegunAnswer, begun_answers
 from router.validation.sampling import Violations, check_in_vocabulary, check_sampling
@@ -173,29 +173,43 @@ def validate(request: pb.GenerateRequest, model: ModelInfo) -> ValidatedRequest:
     )
 
 
-async def tokenize_prompt(prompt: Prompt, tokenizer: Tokenizer, chat_template: ChatTemplate | None) -> TokenizedPrompt:
+async def tokenize_prompt(
+    prompt: Prompt, tokenizer: Tokenizer, chat_template: ChatTemplate | None, *, max_model_len: int | None = None
+) -> TokenizedPrompt:
     """Token ids of `prompt`. Text gets the model's special tokens (bos); chats get those of the template alone.
 
-    Raises `InvalidRequest` naming `chat` where the template refuses the messages. Long prompts leave the event loop.
+    Raises `InvalidRequest` naming `chat` where the template refuses the messages; and naming the prompt where it is far
+    longer than `max_model_len` (None: it may be), without reading all of it. Long prompts leave the event loop.
     """
     match prompt:
-        case TokenIdsPrompt(token_ids):
-            return TokenizedPrompt(list(token_ids))
+        case TokenIdsPrompt(given):
+            return TokenizedPrompt(list(given))
         case TextPrompt(text, add_special_tokens):
-            return TokenizedPrompt(await tokenizer.encode_async(text, add_special_tokens=add_special_tokens))
-        case ChatPrompt(messages, asked, variables):
+            thought_opened_by = ""
+        case ChatPrompt():
             assert chat_template is not None  # ModelInfo.has_chat_template
-            tools = [tool.to_template() for tool in asked.tools]
-            try:
-                num_chars = sum(map(_num_chars, messages))
-                has_objects = bool(tools or variables) or any(message.tool_calls for message in messages)
-                if has_objects or num_chars > INLINE_RENDER_CHARS:
-                    text = await asyncio.to_thread(chat_template.render, messages, tools, variables)
-                else:
-                    text = chat_template.render(messages)
-            except ValueError as error:
-                raise InvalidRequest([("chat", str(error).removeprefix("chat: "))]) from error
-            return TokenizedPrompt(await tokenizer.encode_async(text, add_special_tokens=False), opened_by(text))
+            text, add_special_tokens = await _rendered(prompt, chat_template), False
+            thought_opened_by = opened_by(text)
+    max_tokens = None if max_model_len is None else max_model_len - 1
+    try:
+        token_ids = await tokenizer.encode_async(text, add_special_tokens, max_tokens=max_tokens)
+    except TooManyTokens as error:
+        assert max_model_len is not None
+        raise InvalidRequest([(_FIELD_OF_PROMPT[type(prompt)], _too_long(str(error), max_model_len))]) from error
+    return TokenizedPrompt(token_ids, thought_opened_by)
+
+
+async def _rendered(prompt: ChatPrompt, chat_template: ChatTemplate) -> str:
+    messages, variables = prompt.messages, prompt.variables
+    tools = [tool.to_template() for tool in prompt.asked.tools]
+    num_chars = sum(map(_num_chars, messages))
+    has_objects = bool(tools or variables) or any(message.tool_calls for message in messages)
+    try:
+        if has_objects or num_chars > INLINE_RENDER_CHARS:
+            return await asyncio.to_thread(chat_template.render, messages, tools, variables)
+        return chat_template.render(messages)
+    except ValueError as error:
+        raise InvalidRequest([("chat", str(error).removeprefix("chat: "))]) from error
 
 
 def _num_chars(message: ChatMessage) -> int:
@@ -229,7 +243,7 @@ def check_prompt_length(validated: ValidatedRequest, num_prompt_tokens: int, mod
     if num_prompt_tokens < 1:
         violations.append((validated.prompt_field, "must give at least 1 token, gives 0"))
     elif num_left < 1:
-        violations.append((validated.prompt_field, _too_long(num_prompt_tokens, model)))
+        violations.append((validated.prompt_field, _too_long(f"has {num_prompt_tokens}", model.max_model_len)))
     else:
         for begun in validated.begun.values():
             if len(begun.token_ids) > num_left:
@@ -255,9 +269,8 @@ def check_prompt_length(validated: ValidatedRequest, num_prompt_tokens: int, mod
         raise InvalidRequest(violations)
 
 
-def _too_long(num_tokens: int, model: ModelInfo) -> str:
-    longest = model.max_model_len - 1
-    return f"must be at most {longest} tokens (a context of {model.max_model_len}, 1 for the answer), has {num_tokens}"
+def _too_long(how_long: str, max_model_len: int) -> str:
+    return f"must be at most {max_model_len - 1} tokens (a context of {max_model_len}, 1 for the answer), {how_long}"
 
 
 def _check_request_id(request_id: str, violations: Violations) -> None:
@@ -306,7 +319,7 @@ def _check_prompt_ids(token_ids: tuple[int, ...], model: ModelInfo, violations: 
     if not token_ids:
         violations.append(("token_ids", "must not be empty"))
     elif len(token_ids) >= model.max_model_len:
-        violations.append(("token_ids", _too_long(len(token_ids), model)))
+        violations.append(("token_ids", _too_long(f"has {len(token_ids)}", model.max_model_len)))
     check_in_vocabulary("token_ids", token_ids, model, violations)
 
 

@@ -16,7 +16,7 @@ from transformers import AutoTokenizer
 
 from engine.model_loader import resolve_model
 from router.text import tokenizer as tokenizer_module
-from router.text.tokenizer import ASYNC_ENCODE_CHARS, Tokenizer, read_special_tokens
+from router.text.tokenizer import ASYNC_ENCODE_CHARS, Tokenizer, TooManyTokens, read_special_tokens
 
 TEXTS = [
     "",
@@ -135,6 +135,31 @@ async def test_long_texts_leave_the_event_loop_free(default_model: Path) -> None
     watcher.cancel()
     assert ids == tokenizer.encode(text)
     assert longest_s < took_s / 3, f"the loop stood still for {longest_s:.3f} s of {took_s:.3f} s"
+
+
+class Counting(Tokenizer):
+    """Of how many characters it has made tokens."""
+
+    num_chars = 0
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        self.num_chars += len(text)
+        return super().encode(text, add_special_tokens)
+
+
+async def test_of_a_text_far_too_long_so_much_is_read_as_shows_that(default_model: Path) -> None:
+    most = 2000
+    for unit, num_chars_most in (("The lazy dog. ", 30_000), ("x", 800_000)):  # the second has 64 in a token
+        tokenizer = Counting.from_folder(default_model)
+        with pytest.raises(TooManyTokens, match=r"^has \d+ in its first \d+ characters$"):
+            await tokenizer.encode_async(unit * (3_000_000 // len(unit)), max_tokens=most)
+        assert tokenizer.num_chars <= num_chars_most
+
+
+async def test_what_is_long_in_few_tokens_or_a_little_too_long_is_read_to_its_end(default_model: Path) -> None:
+    tokenizer = Tokenizer.from_folder(default_model)
+    for text, most in ((" " * 100_000, 1_600), ("The lazy dog. " * 1000, 3_000)):
+        assert await tokenizer.encode_async(text, max_tokens=most) == tokenizer.encode(text)
 
 
 async def test_short_texts_do_not_pay_for_a_thread(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

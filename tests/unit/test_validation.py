@@ -281,6 +281,22 @@ async def test_a_chat_that_the_template_refuses_names_the_chat() -> None:
     assert (field, description) == ("chat", "the model's template refuses these messages: unknown role judge")
 
 
+async def test_prompts_far_too_long_name_their_field_whatever_they_are_of() -> None:
+    tokenizer, template = byte_tokenizer(), ChatTemplate("{% for m in messages %}{{ m.content }}{% endfor %}")
+    text = "x" * 100_000
+    for request in (
+        pb.GenerateRequest(text=text),
+        pb.GenerateRequest(chat=pb.Chat(messages=[{"role": "u", "content": text}])),
+    ):
+        prompt = validate(request, MODEL).prompt
+        with pytest.raises(InvalidRequest) as caught:
+            await tokenize_prompt(prompt, tokenizer, template, max_model_len=100)
+        [(field, description)] = caught.value.violations
+        assert field == request.WhichOneof("prompt")
+        assert description.startswith("must be at most 99 tokens (a context of 100, 1 for the answer), has ")
+        assert len((await tokenize_prompt(prompt, tokenizer, template)).token_ids) >= 100_000, "as long as it may be"
+
+
 @pytest.mark.parametrize(
     ("params", "num_prompt_tokens", "expected"),
     [

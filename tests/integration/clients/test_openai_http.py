@@ -168,6 +168,14 @@ def test_errors_are_those_that_the_client_knows(client: openai.OpenAI, model: st
     assert too_many.value.param == "n"
 
 
+def test_a_prompt_of_megabytes_is_refused_by_its_beginning(client: openai.OpenAI, model: str) -> None:
+    """All of it would take seconds to be cut into tokens."""
+    with pytest.raises(openai.BadRequestError) as caught:
+        client.completions.create(model=model, prompt="The quick brown fox. " * 180_000)
+    assert caught.value.param == "prompt"
+    assert re.search(r"must be at most 2047 tokens .*, has \d+ in its first \d{5} characters$", caught.value.message)
+
+
 def test_answers_in_the_form_that_was_asked_for(cluster: RunningCluster, client: openai.OpenAI, model: str) -> None:
     """OpenAI's response_format, vLLM's structured_outputs; prefilled by one worker and decoded by another, or not."""
     schema = {
