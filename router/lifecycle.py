@@ -227,8 +227,6 @@ class Lifecycle:
             facts = {"request_id": self.name, "num_failures": self._num_failures, "why": self._state.last_failure}
             _log.warning("attempt failed, another is made", extra=facts)
             self._cluster.metrics.retried(has_begun=bool(self._state.token_ids))
-        if self.room is not None:
-            self.room.end()
         self._waiting = asyncio.create_task(self._wait_for_plan(action))
 
     async def _wait_for_plan(self, action: EnterQueue) -> None:
@@ -237,6 +235,8 @@ class Lifecycle:
         try:
             shared = None if self._after is None else self._after.shared_prefix()
             self._cached = await self._cached_blocks(token_ids, shared)
+            if self.room is not None:
+                self.room.end()  # not before: others would have it who are behind this one
             if not queue.has_line:
                 forecast.nobody_waits()
             forecast.queued(time.monotonic())

@@ -8,11 +8,13 @@ from collections.abc import AsyncGenerator
 from typing import Any, cast
 
 import grammar_cases
+import grpc
 from lifecycle_bench import Bench, load, settle
 
 from protos import tandem_inference_pb2 as inference_pb
 from protos import tandem_worker_pb2 as pb
 from router.model_info import GenerationDefaults, ModelInfo
+from router.request_events import WorkerKey
 from router.served_model import Texts
 from router.servicer import InferenceServicer
 from router.text.tokenizer import Tokenizer
@@ -32,6 +34,30 @@ async def test_who_leaves_while_it_waits_is_not_taken_for_hours_of_waiting() -> 
     forecast.planned(10, later_s + 0.01, is_last=True)
     forecast.num_running = 1
     assert forecast.needed_s(10, 0, 0, 0, 0) < 1, "what later ones are refused by"
+
+
+async def test_the_room_of_a_failed_attempt_is_its_requests_until_that_is_in_the_queue_again() -> None:
+    """Who waits behind it has its room if it leaves, at once, and not before."""
+    bench = Bench()
+    first, behind = bench.request("first"), bench.request("behind")
+    await settle()
+    assert (len(bench.d.sent), len(bench.queue)) == (1, 1), "there is room for one of them"
+    is_looked_up = asyncio.Event()
+
+    async def look_up(*_: Any) -> dict[WorkerKey, int]:
+        await is_looked_up.wait()
+        return {}
+
+    bench.cluster.prefixes.longest_match = look_up  # type: ignore[method-assign]
+    bench.d.say("first", 1, failed=pb.Failed(code=grpc.StatusCode.UNAVAILABLE.value[0], message="x", can_retry=True))
+    await settle()
+    bench.dispatch()
+    assert len(bench.queue) == 1
+    await first.leave()
+    await settle()
+    assert len(bench.queue) == 0
+    await behind.leave()
+    assert bench.pool.rooms == set()
 
 
 class Context:
