@@ -168,12 +168,15 @@ class WorkerPool:
         return self._kind
 
     def num_tokens_ahead_of(self, num_tokens: int) -> float:
-        """How many tokens a prompt of `num_tokens` would wait for where it would be computed soonest. That streams slow
-        it down there counts as tokens, too."""
-        ahead = [float(h.num_queued_tokens) for h in self.usable(ROLE_PREFILL)]
-        ahead += [
-            h.num_queued_tokens + STALL_WEIGHT * h.load.num_running * num_tokens for h in self.usable(ROLE_DECODE)
-        ]
+        """How many tokens a new prompt of `num_tokens` would wait for where it would be computed soonest. That streams
+        slow it down there counts as tokens, too."""
+        kind = self._choose_kind()
+        prefill, decode = (
+            [h for h in self.usable(role) if h.record.compat_digest == kind]
+            for role in (ROLE_PREFILL, ROLE_DECODE)
+        )
+        ahead = [float(h.num_queued_tokens) for h in prefill]
+        ahead += [h.num_queued_tokens + STALL_WEIGHT * h.load.num_running * num_tokens for h in decode]
         return min(ahead, default=0.0)
 
     def set_records(self, records: Iterable[pb.WorkerRecord]) -> None:

@@ -154,3 +154,12 @@ async def test_where_their_kind_is_the_one_that_is_left_they_go_before_new_ones_
         await request.leave()
     assert bench.sent_to_old == ["moved", "moved too", "new", "batch"]
     assert (len(bench.queue), bench.queue.num_tokens, bench.queue.num_clients) == (0, 0, 0)
+
+
+async def test_what_is_ahead_of_a_new_request_is_ahead_of_it_at_workers_that_it_goes_to() -> None:
+    """Else it is let in, and misses its deadline, as one of the old kind has nothing to do."""
+    bench = Upgrade()
+    bench.decode.set_load(load(100))
+    for handle in bench.new:
+        handle.set_load(pb.WorkerLoad(num_waiting_tokens=5000))
+    assert bench.pool.num_tokens_ahead_of(100) == 5000
