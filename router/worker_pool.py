@@ -172,8 +172,7 @@ class WorkerPool:
         slow it down there counts as tokens, too."""
         kind = self._choose_kind()
         prefill, decode = (
-            [h for h in self.usable(role) if h.record.compat_digest == kind]
-            for role in (ROLE_PREFILL, ROLE_DECODE)
+            [h for h in self.usable(role) if h.record.compat_digest == kind] for role in (ROLE_PREFILL, ROLE_DECODE)
         )
         ahead = [float(h.num_queued_tokens) for h in prefill]
         ahead += [h.num_queued_tokens + STALL_WEIGHT * h.load.num_running * num_tokens for h in decode]
