@@ -50,7 +50,7 @@ def expected(tmp_path_factory: pytest.TempPathFactory) -> Answers:
     [
         {"prefill_chunk_tokens": 8},
         pytest.param(
-            {"num_kv_blocks": 24, "max_model_len": 64, "enable_prefix_caching": False}, marks=pytest.mark.slow
+            {"num_kv_blocks": 10, "max_model_len": 40, "enable_prefix_caching": False}, marks=pytest.mark.slow
         ),
     ],
     ids=["chunked", "preempted"],
