@@ -45,21 +45,19 @@ def expected(tmp_path_factory: pytest.TempPathFactory) -> Answers:
     return answers_alone(make_engine(tmp_path_factory.mktemp("model"), CONFIG, device="cpu"), NUMBERS)
 
 
-@pytest.mark.parametrize(
-    "settings",
-    [
-        {"prefill_chunk_tokens": 8},
-        pytest.param(
-            {"num_kv_blocks": 10, "max_model_len": 40, "enable_prefix_caching": False}, marks=pytest.mark.slow
-        ),
-    ],
-    ids=["chunked", "preempted"],
-)
-def test_the_answers_of_a_cpu(gpu: PretendGpu, tmp_path: Path, expected: Answers, settings: dict[str, Any]) -> None:
-    engine = make_engine(tmp_path, CONFIG, **settings)
+def test_the_answers_of_a_cpu(gpu: PretendGpu, tmp_path: Path, expected: Answers) -> None:
+    engine = make_engine(tmp_path, CONFIG, prefill_chunk_tokens=8)
     assert engine.config.scheduler.async_scheduling
     assert answers_of(engine, NUMBERS) == expected
-    assert (engine.stats.num_preemptions > 0) == ("num_kv_blocks" in settings)
+
+
+@pytest.mark.slow
+def test_the_answers_of_a_cpu_when_memory_is_short(gpu: PretendGpu, tmp_path: Path) -> None:
+    numbers = range(12)
+    expected = answers_alone(make_engine(tmp_path, CONFIG, device="cpu"), numbers)
+    engine = make_engine(tmp_path, CONFIG, num_kv_blocks=24, max_model_len=64, enable_prefix_caching=False)
+    assert answers_of(engine, numbers) == expected
+    assert engine.stats.num_preemptions > 0
 
 
 def test_the_pool_is_what_the_largest_step_leaves(gpu: PretendGpu, tmp_path: Path, expected: Answers) -> None:
