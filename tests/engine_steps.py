@@ -27,7 +27,7 @@ def logits_of_steps(args: EngineArgs, *, records: bool) -> list[torch.Tensor]:
     config = create_engine_config(args)
     assert config.device.attention_backend == args.attention_backend
     config = replace(config, device=replace(config.device, uses_graphs=records))
-    runner = Executor(config)._worker._runner
+    runner = Executor(config)._worker.runner
     if records and args.device == "cpu":  # others have done so at their start
         runner.record_decode_steps(lambda *_: None)
     results = logits_of(runner)
@@ -44,7 +44,7 @@ def logits_of(runner: ModelRunner) -> list[torch.Tensor]:
     results = []
     for counts in [[8, 2, 0], [1, 1, 13], [0, 0, 7], [0, 0, 1], [1, 1, 1], [1, 0, 1], [1, 1, 1]]:
         chunks = [ScheduledSequence(seq, count) for seq, count in zip(seqs, counts, strict=True) if count]
-        logits = runner.forward(SchedulerOutput(chunks, [])).logits
+        logits = runner.compute(runner.prepare(SchedulerOutput(chunks, []))).logits
         for chunk in chunks:
             chunk.seq.num_computed_tokens += chunk.num_new_tokens
             if chunk.seq.num_uncomputed_tokens == 0:

@@ -59,7 +59,7 @@ class Bench:
     def __init__(self, config: EngineConfig, on_layer_written: Any = None) -> None:
         self.executor = Executor(config, on_layer_written)
         self.executor.kv_pool.fill_(float("nan"))  # nothing that was not written may be read
-        self.runner = self.executor._worker._runner
+        self.runner = self.executor._worker.runner
         order = torch.randperm(config.cache.num_blocks, generator=torch.Generator().manual_seed(3))
         self.free: list[int] = order.tolist()
 
@@ -81,7 +81,8 @@ class Bench:
 
     def logits(self, *chunks: tuple[Sequence, int]) -> torch.Tensor | None:
         """One step; returns the logits of the sequences whose end it reached."""
-        logits = self.runner.forward(SchedulerOutput([ScheduledSequence(*c) for c in chunks], [])).logits
+        step = self.runner.prepare(SchedulerOutput([ScheduledSequence(*c) for c in chunks], []))
+        logits = self.runner.compute(step).logits
         for seq, num_new_tokens in chunks:
             seq.num_computed_tokens += num_new_tokens
         return logits

@@ -33,7 +33,7 @@ def check_checkpoint(folder: Path, form: str, *, is_kept: bool, **settings: Any)
     settings |= {"load_format": "auto", "dtype": "bfloat16"}
     one, prefill, decode = (make_engine(folder, config, **settings) for _ in range(3))
     assert one.config.model.quantization == ("stored" if is_kept else "none")
-    attention = [layer.attention for layer in one.executor._worker._runner._model._layers._layers]  # type: ignore[attr-defined]
+    attention = [layer.attention for layer in one.executor._worker.runner._model._layers._layers]  # type: ignore[attr-defined]
     qkv: Any = attention[1].qkv
     held = qkv.weight_NK if hasattr(qkv, "weight_NK") else qkv.weight.weight if is_kept else qkv._weight
     tensors = stored if is_kept else plain
@@ -72,4 +72,4 @@ def check_experts(folder: Path, config: dict[str, Any], form: str, dtype: str, *
 
 
 def runner_of(engine: LLMEngine) -> ModelRunner:
-    return engine.executor._worker._runner
+    return engine.executor._worker.runner

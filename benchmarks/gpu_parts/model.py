@@ -244,7 +244,8 @@ class Driver:
     def _step(self, chunks: list[tuple[EngineSequence, int]], found: list[list[torch.Tensor]]) -> None:
         chunks.sort(key=lambda item: item[1] > 1)  # as the scheduler does: those of one token first
         output = SchedulerOutput([ScheduledSequence(*item) for item in chunks], [])
-        logits = self._executor._worker._runner.forward(output).logits
+        runner = self._executor._worker.runner
+        logits = runner.compute(runner.prepare(output)).logits
         for seq, num_new_tokens in chunks:
             seq.num_computed_tokens += num_new_tokens
         if logits is not None:

@@ -43,7 +43,8 @@ class Executor:
 
     def launch(self, output: SchedulerOutput) -> SampledTokens:
         """Begin to compute one step, before `Scheduler.begin` counts it; after it at most one other is in flight."""
-        return self._worker.launch(output, self._worker.prepare(output))
+        runner = self._worker.runner
+        return runner.launch(output, runner.prepare(output))
 
     def wait(self, tokens: SampledTokens) -> list[list[int]]:
         """For the tokens of a step that was launched: see `SampledTokens.wait`."""

@@ -19,7 +19,7 @@ from engine.models.model import Model
 from engine.running.decode_graphs import RECORDING_BYTES, CudaRecorder, DecodeGraphs
 from engine.running.input_batch import InputBatch, build_input_batch
 from engine.sampling import device_draw
-from engine.sampling.logprobs import PromptLogprobs, RawLogits, prompt_logprobs, told_logits
+from engine.sampling.logprobs import RawLogits, prompt_logprobs, told_logits
 from engine.sampling.sampled_tokens import SampledTokens
 from engine.sampling.sampler import ChooseRows, Sampler
 from engine.scheduling.sequence import OnLayerWritten, SchedulerOutput
@@ -29,21 +29,12 @@ if TYPE_CHECKING:
     from engine.tensor_parallel.group import RankGroup
 
 
-class Forward(NamedTuple):
+class Computed(NamedTuple):
     """What the model makes of a step."""
 
     batch: InputBatch
     logits: torch.Tensor | None
     """[sampled rows, vocabulary] in the model's dtype or wider. None: nothing is sampled."""
-    prompt_logprobs: list[PromptLogprobs]
-    """Of prompts that ask."""
-
-
-class Computed(NamedTuple):
-    """The same, of a step without its sequences."""
-
-    batch: InputBatch
-    logits: torch.Tensor | None
     told_logits: Iterator[torch.Tensor]
     """Of prompts that ask: some rows at a time, computed as they are taken. To be taken before the next step."""
 
@@ -88,7 +79,8 @@ class ModelRunner:
     def launch(self, output: SchedulerOutput, step: StepInput) -> SampledTokens:
         """Begin to compute a step. The one before may still be under way, and this one go on from its tokens.
         `step`: what `prepare` made of `output`."""
-        batch, logits, told = self._forward(output, step)
+        batch, logits, told = self.compute(step, self._layer_callback(output))
+        of_prompts = prompt_logprobs(output, told)
         token_ids = logprobs = None
         if logits is not None:
             seqs = output.sampled_seqs
@@ -96,7 +88,7 @@ class ModelRunner:
             token_ids = self._sampler.sample(logits, seqs, batch.last_token_ids)
             logprobs = None if raw_logits is None else raw_logits.logprobs(token_ids)
         self._sampled = self._shared(token_ids)
-        sampled = SampledTokens(output, token_ids, logprobs, told, self._device)
+        sampled = SampledTokens(output, token_ids, logprobs, of_prompts, self._device)
         self._row_of = sampled.row_of
         return sampled
 
@@ -108,13 +100,8 @@ class ModelRunner:
         self._sampled = self._shared(torch.empty(len(step.sample_rows), dtype=torch.int64, device=self._device))
 
     @torch.inference_mode()
-    def forward(self, output: SchedulerOutput) -> Forward:
-        """A step without sampling."""
-        return self._forward(output, self.prepare(output))
-
-    @torch.inference_mode()
     def compute(self, step: StepInput, on_layer: OnLayer | None = None) -> Computed:
-        """Blocks cleared, and the model."""
+        """A step without sampling: blocks cleared, and the model."""
         batch = build_input_batch(step, self._device, self._sampled)
         if len(step.begun_blocks):
             clear_blocks(self._kv_pool, step.begun_blocks)
@@ -129,10 +116,6 @@ class ModelRunner:
             return Computed(batch, None, told)
         x_RD = x_TD if batch.sample_rows is None else x_TD[batch.sample_rows]
         return Computed(batch, self._model.compute_logits(x_RD), told)
-
-    def _forward(self, output: SchedulerOutput, step: StepInput) -> Forward:
-        batch, logits, told = self.compute(step, self._layer_callback(output))
-        return Forward(batch, logits, prompt_logprobs(output, told))
 
     def close(self) -> None:
         """Let go of recorded steps. Nothing is launched any more."""

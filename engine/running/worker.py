@@ -1,7 +1,7 @@
 """One device's share of an engine: threads, KV pool, model.
 
     made: threads set -> model loaded -> pool measured (GPU) and allocated -> warmed up (GPU)
-    then `launch` per step; freed with it
+    then `runner` launches step after step; freed with it
 
 Owns the pool and the runner. Loading is reported on stderr, since a large model takes minutes.
 """
@@ -26,9 +26,7 @@ from engine.model_loader import load_model
 from engine.running.model_runner import ModelRunner
 from engine.running.pool_size import measure_num_blocks
 from engine.running.warm_up import warm_up
-from engine.sampling.sampled_tokens import SampledTokens
 from engine.scheduling.sequence import OnLayerWritten, SchedulerOutput
-from engine.step_input import StepInput
 
 if TYPE_CHECKING:
     from engine.tensor_parallel.group import RankGroup
@@ -84,29 +82,13 @@ class Worker:
                 shape = replace(shape, num_blocks=num_blocks if group is None else group.smallest(num_blocks))
             self.kv_shape = shape
             self.kv_pool = allocate_pool(shape, config.device.device)
-            self._runner = ModelRunner(config, model, backend, self.kv_pool, on_layer_written, group)
+            self.runner = ModelRunner(config, model, backend, self.kv_pool, on_layer_written, group)
             if config.device.device != "cpu":
-                warm_up(config, self._runner, self.kv_pool)
+                warm_up(config, self.runner, self.kv_pool)
                 torch.cuda.synchronize()  # other streams, and other processes, use the pool from here on
         # What is there now stays: the garbage collector need not look at it again and again, 1.5 % of a decode step.
         gc.collect()
         gc.freeze()
-
-    def prepare(self, output: SchedulerOutput) -> StepInput:
-        """See `ModelRunner.prepare`."""
-        return self._runner.prepare(output)
-
-    def launch(self, output: SchedulerOutput, step: StepInput) -> SampledTokens:
-        """See `ModelRunner.launch`."""
-        return self._runner.launch(output, step)
-
-    def follow(self, step: StepInput) -> None:
-        """See `ModelRunner.follow`."""
-        self._runner.follow(step)
-
-    def close(self) -> None:
-        """See `ModelRunner.close`."""
-        self._runner.close()
 
 
 @contextmanager

@@ -66,9 +66,9 @@ class TensorParallelExecutor(Executor):
         """Raises `RankLost` where a rank has ended."""
         assert self._watch is not None
         with self._watch.launching():
-            step = self._worker.prepare(output)
+            step = self._worker.runner.prepare(output)
             self._ranks.tell(step)
-            return self._worker.launch(output, step)
+            return self._worker.runner.launch(output, step)
 
     def wait(self, tokens: SampledTokens) -> list[list[int]]:
         """Raises `RankLost` where a rank has ended."""
@@ -80,7 +80,7 @@ class TensorParallelExecutor(Executor):
         self._ranks.close()
         # NCCL's abort waits for recorded steps, and torch would take that for a hang and end the process. Where all is
         # well nothing is aborted: who closes must not depend on when NCCL returns.
-        self._worker.close()
+        self._worker.runner.close()
 
     def _allocate(self, shape: KVCacheShape, device: str) -> torch.Tensor:
         if device != "cpu":

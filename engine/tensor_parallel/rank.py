@@ -64,7 +64,7 @@ def run_rank(
             message = connection.recv_bytes()
         except EOFError:
             return 0
-        worker.follow(StepInput.from_bytes(message))
+        worker.runner.follow(StepInput.from_bytes(message))
 
 
 def _map_pool(

@@ -22,7 +22,7 @@ GREEDY = SamplingParams(temperature=0, max_tokens=1)
 def log_probabilities(folder: Path, references: Seq[Reference], **settings: object) -> torch.Tensor:
     """After each reference's prompt: [prompts, V]. All but the last token in chunks of 100, the last alone."""
     args = EngineArgs(model=str(folder), max_model_len=2048, num_kv_blocks=160, num_threads=2, **settings)  # type: ignore[arg-type]
-    runner = Executor(create_engine_config(args))._worker._runner
+    runner = Executor(create_engine_config(args))._worker.runner
     rows = []
     for reference in references:
         tokens = list(reference.prompt_token_ids)
@@ -31,7 +31,8 @@ def log_probabilities(folder: Path, references: Seq[Reference], **settings: obje
         while seq.num_computed_tokens < len(tokens):
             num_left = len(tokens) - seq.num_computed_tokens
             num_new_tokens = min(100, num_left - 1) or 1
-            logits = runner.forward(SchedulerOutput([ScheduledSequence(seq, num_new_tokens)], [])).logits
+            step = runner.prepare(SchedulerOutput([ScheduledSequence(seq, num_new_tokens)], []))
+            logits = runner.compute(step).logits
             seq.num_computed_tokens += num_new_tokens
         assert logits is not None
         rows.append(logits[0].float().log_softmax(-1))

@@ -106,7 +106,7 @@ def test_weights_that_do_not_fit(
 def test_the_bias_of_the_choice_keeps_float32(saved: tuple[Path, list[int]]) -> None:
     """In a model of 16 bits: its steps are smaller than what bfloat16 keeps beside 1."""
     executor = Executor(config_of(saved[0], None, dtype="bfloat16"))
-    layer = executor._worker._runner._model._layers._layers[1]
+    layer = executor._worker.runner._model._layers._layers[1]
     assert layer.feed_forward._router._bias_E.dtype == torch.float32
 
 

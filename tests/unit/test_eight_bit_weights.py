@@ -224,7 +224,8 @@ def test_engines_compute_as_transformers_does_with_the_same_checkpoint(
     config = create_engine_config(EngineArgs(model=str(folder), dtype="float32", num_kv_blocks=40, device="cpu"))
     tokens = [7 * i % 97 + 3 for i in range(23)]
     seq = Sequence(0, "r", tokens, len(tokens), SamplingParams(), block_table=[0, 1])
-    logits = Executor(config)._worker._runner.forward(SchedulerOutput([ScheduledSequence(seq, 23)], [])).logits
+    runner = Executor(config)._worker.runner
+    logits = runner.compute(runner.prepare(SchedulerOutput([ScheduledSequence(seq, 23)], []))).logits
     assert logits is not None
     with torch.no_grad():
         expected = model(torch.tensor([tokens])).logits[:, -1]

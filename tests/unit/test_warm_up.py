@@ -43,12 +43,12 @@ def test_prompts_and_decoding_steps_are_computed_and_the_pool_is_as_before(
 
     def launch(output: SchedulerOutput, step: StepInput) -> Any:
         launched.append([(item.first, item.num_new_tokens) for item in output.scheduled])
-        tokens = worker.launch(output, step)
+        tokens = worker.runner.launch(output, step)
         nonzero.append(int(worker.kv_pool.count_nonzero()))
         return tokens
 
     runner: Any = SimpleNamespace(
-        prepare=worker.prepare, launch=launch, record_decode_steps=worker._runner.record_decode_steps
+        prepare=worker.runner.prepare, launch=launch, record_decode_steps=worker.runner.record_decode_steps
     )
     warm_up(config, runner, worker.kv_pool)
     *prompts, [decoding, prompt], shortest = launched
