@@ -15,7 +15,7 @@ from engine.async_llm_engine import AsyncLLMEngine, EngineDeadError
 from engine.llm_engine import LLMEngine, Reservation
 from kv_transfer import Grant, InvalidTransfer, KVReceiver
 from protos import tandem_worker_pb2 as pb
-from rpc.errors import Draining, InvalidRequest, LeaseGone
+from rpc.errors import InvalidRequest, LeaseGone
 from rpc.failpoints import reach
 from worker_service.generation import generate
 from worker_service.messages import engine_arguments
@@ -31,7 +31,6 @@ class DecodeRole:
         self._engine_ids: dict[int, str] = {}
         """By grant id, until the grant's blocks are committed or free."""
         self.receiver: KVReceiver
-        self._is_draining = False
 
     # -- commands -----------------------------------------------------------------------------------------------
 
@@ -44,8 +43,7 @@ class DecodeRole:
                 request, serve = command.generate, self._generate
             case _:
                 raise InvalidRequest([("command", "must be one of reserve, generate, cancel, beat")])
-        refusal = Draining("this decode worker is leaving") if self._is_draining else None
-        if (stream := self._host.admit(session, request, refusal=refusal)) is not None:
+        if (stream := self._host.admit(session, request)) is not None:
             self._host.spawn(self, stream, lambda: serve(stream, request))
 
     def on_beat(self, session: RouterSession) -> None:
@@ -59,11 +57,6 @@ class DecodeRole:
 
     def drop(self, session: RouterSession) -> None:
         self.receiver.drop_owner(session)
-
-    async def drain(self) -> None:
-        """Refuse new requests; return when the last stream has ended."""
-        self._is_draining = True
-        await self._host.wait_until_idle()
 
     # -- one request --------------------------------------------------------------------------------------------
 

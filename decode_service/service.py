@@ -56,8 +56,5 @@ class DecodeService:
         self._server.set_serving(SERVICE_NAME, True)
         self._server.set_serving(KV_SERVICE_NAME, True)
 
-    async def drain(self) -> None:
-        await self._role.drain()
-
     async def close(self) -> None:
         await self._receiver.close()

@@ -23,7 +23,7 @@ from kv_transfer import STATUS_OF, KVSender, Push, TransferError
 from protos import tandem_worker_pb2 as pb
 from protos.tandem_inference_pb2 import KVTransferStats
 from protos.tandem_kv_transfer_pb2 import Grant
-from rpc.errors import Draining, InvalidRequest, error_of_code
+from rpc.errors import InvalidRequest, error_of_code
 from rpc.failpoints import reach
 from worker_service.generation import generate
 from worker_service.messages import engine_arguments
@@ -44,7 +44,6 @@ class PrefillRole:
         self._num_blocks = num_blocks
         self._staying: dict[Stream, int] = {}
         """Those answered here, with the blocks that each may come to need."""
-        self._is_draining = False
         self.num_transfers = 0
         """Prompts that another worker has taken over."""
         self.num_transferred_bytes = 0
@@ -58,8 +57,7 @@ class PrefillRole:
         if kind not in ("prefill", "generate"):
             raise InvalidRequest([("command", "must be one of prefill, generate, cancel, beat")])
         request = command.prefill.request if kind == "prefill" else command.generate
-        refusal = Draining("this prefill worker is leaving") if self._is_draining else None
-        if (stream := self._host.admit(session, request, refusal=refusal)) is None:
+        if (stream := self._host.admit(session, request)) is None:
             return
         if kind == "generate":
             self._host.spawn(self, stream, lambda: self._generate(stream, request))
@@ -80,16 +78,9 @@ class PrefillRole:
     def drop(self, session: RouterSession) -> None:
         """Its streams are cancelled already."""
 
-    async def drain(self) -> None:
-        """Refuse new prompts; return when the last one has been handed over."""
-        self._is_draining = True
-        await self._host.wait_until_idle()
-        await self._host.wait_for_tasks()
-
     # -- one request --------------------------------------------------------------------------------------------
 
     async def _generate(self, stream: Stream, request: pb.EngineRequest) -> None:
-        await reach("prefill.generate")
         if not self._take(stream, request) or not await generate(self._engine, stream, request):
             self._host.answer_busy(stream)
 

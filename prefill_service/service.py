@@ -57,8 +57,5 @@ class PrefillService:
     async def start(self, address: str) -> None:
         self._server.set_serving(SERVICE_NAME, True)
 
-    async def drain(self) -> None:
-        await self._role.drain()
-
     async def close(self) -> None:
         await self._sender.close()

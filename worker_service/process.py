@@ -71,9 +71,6 @@ class RunningRole(Protocol):
     async def start(self, address: str) -> None:
         """The server listens; `address` is where others reach it."""
 
-    async def drain(self) -> None:
-        """Refuse new work; return when what runs has finished."""
-
     async def close(self) -> None:
         """Let go of peers and memory."""
 
@@ -257,7 +254,7 @@ class WorkerProcess:
         self._tell_all(is_draining=True)
         try:
             async with asyncio.timeout(grace_s):
-                await self.role.drain()
+                await self.host.drain()
         except TimeoutError:
             _log.warning("requests still ran when the grace period ended", extra={"grace_s": grace_s})
 

@@ -107,6 +107,7 @@ class SessionHost:
         self._load = load
         self._sessions: dict[RouterSession, asyncio.Task[Any]] = {}
         """Each with the task that serves it."""
+        self._is_draining = False
         self._is_ended = False
         self._streams: dict[str, Stream] = {}
         self._tasks: set[asyncio.Task[None]] = set()
@@ -132,7 +133,7 @@ class SessionHost:
         except TimeoutError as error:
             raise LeaseGone(f"no hello for {self._lease_ms} ms") from error
         if self._is_ended:
-            raise Draining("this worker is leaving")
+            raise _leaving()
         if first is None:
             raise Incompatible("the session ended before its hello")
         hello = check_hello(first, incarnation=self._incarnation)
@@ -229,6 +230,12 @@ class SessionHost:
             assert isinstance(error, Exception)
             log_bug(error, "clean-up")
 
+    async def drain(self) -> None:
+        """Refuse new attempts; return when no stream is open and all that was done for them has ended."""
+        self._is_draining = True
+        await self._has_no_streams.wait()
+        await self.wait_for_tasks()
+
     async def wait_for_tasks(self) -> None:
         """Until all that streams do here has ended, clean-up included."""
         while tasks := [*self._tasks, *self._kept]:
@@ -240,16 +247,16 @@ class SessionHost:
             task.cancel()
         await self.wait_for_tasks()
 
-    def admit(self, session: RouterSession, request: pb.EngineRequest, *, refusal: TandemError | None) -> Stream | None:
-        """`open`, or None where the router has been told why not: the attempt is open already, or `refusal`, with which
-        a worker that is leaving answers whatever is new."""
+    def admit(self, session: RouterSession, request: pb.EngineRequest) -> Stream | None:
+        """`open`, or None where the router has been told why not: the attempt is open already, or this worker is
+        leaving."""
         try:
             stream = self.open(session, request)
         except RequestExists as error:  # told under the same name; the stream that is open goes on
             Stream(session, request.request_id, request.attempt, "").post_failure(error, can_retry=False)
             return None
-        if refusal is not None:
-            self.refuse(stream, refusal, can_retry=True)
+        if self._is_draining:
+            self.refuse(stream, _leaving(), can_retry=True)
             return None
         return stream
 
@@ -292,10 +299,6 @@ class SessionHost:
     def find(self, engine_id: str) -> Stream | None:
         return self._streams.get(engine_id)
 
-    async def wait_until_idle(self) -> None:
-        """Until no stream is open."""
-        await self._has_no_streams.wait()
-
     # -- what the engine says -----------------------------------------------------------------------------------
 
     def deliver(self, outputs: Iterable[RequestOutput]) -> None:
@@ -327,6 +330,10 @@ class SessionHost:
         """Tell every router the load, though nothing else happened: memory was freed."""
         for session in self._sessions:
             session.outbox.post()
+
+
+def _leaving() -> Draining:
+    return Draining("this worker is leaving")
 
 
 def _error_of(output: RequestOutput) -> TandemError:

@@ -195,7 +195,7 @@ class World:
             case "dies":
                 self.session.cancel()
             case "begins":
-                self.drain = self.loop.create_task(self.role.drain())
+                self.drain = self.loop.create_task(self.host.drain())
 
     # -- what must hold -----------------------------------------------------------------------------------------
 

@@ -84,9 +84,9 @@ def cancel_and_close_later(self: SessionHost, role: Role, stream: Stream) -> Non
     role.cancel(stream)
 
 
-async def drain_without_clean_up(self: Any) -> None:
+async def drain_without_clean_up(self: SessionHost) -> None:
     self._is_draining = True
-    await self._host.wait_until_idle()
+    await self._has_no_streams.wait()
 
 
 async def say_whatever_happened(self: Any, stream: Stream, command: pb.PrefillRequest) -> None:
@@ -165,7 +165,7 @@ CANCELS = "router: cancels!"
         (PrefillRole, "_let_go", let_go_twice, [], "released twice"),
         (PrefillRole, "_let_go", let_go_and_keep_the_push, [], "a push is left"),
         (PrefillRole, "cancel", lambda *_: None, [CANCELS], "closed or cancelled|never freed|computed for nobody"),
-        (PrefillRole, "drain", drain_without_clean_up, ["drain", CANCELS], "drained before"),
+        (SessionHost, "drain", drain_without_clean_up, ["drain", CANCELS], "drained before"),
         (PrefillRole, "_run", say_whatever_happened, ["drain 1: broken!", CANCELS], "closed or cancelled"),
         (SessionHost, "_cancel", cancel_and_close_later, [CANCELS], "closed or cancelled"),
         (SessionHost, "_fail", lambda *_, **__: None, ["engine: refuses!"], "a stream is left"),
