@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from decode_service.decode import DecodeRole
+from engine.scheduling.sequence import BlockExport
 from kv_transfer import KVReceiver, KVTransferServicer, create_endpoint
 from protos.tandem_kv_transfer_pb2_grpc import add_KVTransferServicer_to_server
 from protos.tandem_worker_pb2_grpc import DecodeServicer as DecodeServicerBase
@@ -20,7 +21,7 @@ class DecodeServicer(SessionServicer, DecodeServicerBase):  # type: ignore[misc]
 
 
 class DecodeService:
-    """The `RunningRole` of a decode worker. Owns the receiver."""
+    """The `RoleService` of a decode worker. Owns the receiver."""
 
     def __init__(self, parts: WorkerParts) -> None:
         self._server = parts.server
@@ -50,6 +51,9 @@ class DecodeService:
 
     def open_grants(self) -> dict[int, tuple[int, ...]]:
         return self._receiver.open_grants()
+
+    def on_layer_written(self, layer: int, exports: list[BlockExport]) -> None:
+        raise AssertionError("nothing is prefilled here for another worker")
 
     async def start(self, address: str) -> None:
         await self._receiver.start(address)

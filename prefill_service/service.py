@@ -21,7 +21,7 @@ class PrefillServicer(SessionServicer, PrefillServicerBase):  # type: ignore[mis
 
 
 class PrefillService:
-    """The `RunningRole` of a prefill worker. Owns the sender."""
+    """The `RoleService` of a prefill worker. Owns the sender."""
 
     def __init__(self, parts: WorkerParts) -> None:
         self._server = parts.server
@@ -39,7 +39,7 @@ class PrefillService:
         self._role = PrefillRole(
             host=parts.host, engine=parts.engine, sender=self._sender, num_blocks=parts.pool.layout.num_blocks
         )
-        parts.layer_listeners.append(self._role.on_layer_written)
+        self.on_layer_written = self._role.on_layer_written
         parts.server.add(add_PrefillServicer_to_server, PrefillServicer(parts.host, self._role), SERVICE_NAME)
 
     @property

@@ -14,10 +14,10 @@ from protos import tandem_worker_pb2 as pb
 from rpc import failpoints
 from rpc.entrypoint import build, options_of, run_until_signal, setup_logging
 from worker_service.args import WorkerArgs
-from worker_service.process import AddRole, run_worker
+from worker_service.process import MakeService, run_worker
 
 
-def worker_command(role: pb.Role, name: str, add_role: AddRole) -> click.Command:
+def worker_command(role: pb.Role, name: str, make_service: MakeService) -> click.Command:
     """The command that runs one worker called `name` ("prefill", "decode") until SIGTERM, which drains it."""
 
     @click.command(
@@ -35,7 +35,7 @@ def worker_command(role: pb.Role, name: str, add_role: AddRole) -> click.Command
         failpoints.arm(args.failpoints)
 
         async def serve(stop: asyncio.Event) -> int:
-            return await run_worker(role, args, engine_args, add_role, stop)
+            return await run_worker(role, args, engine_args, make_service, stop)
 
         sys.exit(run_until_signal(serve))
 

@@ -1,7 +1,7 @@
 """One worker process, from its flags to its exit code.
 
 Owns the engine's thread, the gRPC server, the registration in Redis and the prefix report. The role (prefill or
-decode) is handed in as a function that adds its services.
+decode) is handed in as what makes its service.
 
     flags ──> model loaded ──> serving, registered ──SIGTERM or Drain──> draining: NOT_SERVING, is_draining in the
                   │                    │                                 registry, running requests finish (bounded)
@@ -20,7 +20,7 @@ import logging
 import os
 import secrets
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Protocol
 
@@ -31,7 +31,7 @@ from engine.config import EngineArgs, EngineConfig
 from engine.llm_engine import LLMEngine
 from engine.model_loader import create_engine_config
 from engine.running.executor import RankLost
-from engine.scheduling.sequence import BlockExport, OnLayerWritten
+from engine.scheduling.sequence import BlockExport
 from kv_transfer import Identity, KVPool, TransportMissing
 from protos import tandem_worker_pb2 as pb
 from protos.tandem_worker_pb2_grpc import add_WorkerServicer_to_server
@@ -65,11 +65,14 @@ class CannotLoad(Exception):  # noqa: N818 - named for what happened
     """The weights do not fit the model's config, or the device is too small. One line that says what to do."""
 
 
-class RunningRole(Protocol):
-    """A prefill or decode service within the process."""
+class RoleService(Protocol):
+    """What a prefill or a decode worker has beside its engine and its sessions."""
 
     async def start(self, address: str) -> None:
         """The server listens; `address` is where others reach it."""
+
+    def on_layer_written(self, layer: int, exports: list[BlockExport]) -> None:
+        """What the engine's `on_layer_written` says, on the event loop."""
 
     async def close(self) -> None:
         """Let go of peers and memory."""
@@ -81,7 +84,7 @@ class RunningRole(Protocol):
         """The blocks that peers have been promised and may write to, by grant id."""
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class WorkerParts:
     """What a role is built from."""
 
@@ -93,11 +96,9 @@ class WorkerParts:
     server: Server
     max_message_bytes: int
     """Of the connections that carry KV."""
-    layer_listeners: list[OnLayerWritten] = field(default_factory=list)
-    """Called on the event loop with what the engine's `on_layer_written` says."""
 
 
-AddRole = Callable[[WorkerParts], RunningRole]
+MakeService = Callable[[WorkerParts], RoleService]
 
 
 def random_worker_id(role: pb.Role) -> str:
@@ -105,7 +106,7 @@ def random_worker_id(role: pb.Role) -> str:
 
 
 async def run_worker(
-    role: pb.Role, args: WorkerArgs, engine_args: EngineArgs, add_role: AddRole, stop: asyncio.Event
+    role: pb.Role, args: WorkerArgs, engine_args: EngineArgs, make_service: MakeService, stop: asyncio.Event
 ) -> int:
     """Serve until `stop` is set or the engine fails. Returns the exit code."""
     if role == pb.Role.ROLE_PREFILL:  # little decodes there: recorded steps would cost a start and memory
@@ -116,7 +117,7 @@ async def run_worker(
         click.echo(f"Error: {error}", err=True)
         return 2
     try:
-        process = await WorkerProcess.start(role, args, config, add_role)
+        process = await WorkerProcess.start(role, args, config, make_service)
     except (CannotLoad, CannotListen, TransportMissing) as error:
         click.echo(f"Error: {error}", err=True)
         return 2
@@ -136,7 +137,7 @@ class WorkerProcess:
     """See the module. `start` makes it, `close` ends it."""
 
     def __init__(self, role: pb.Role, args: WorkerArgs, config: EngineConfig) -> None:
-        self._role_number = role
+        self._role = role
         self._args = args
         self._config = config
         self._loop = asyncio.get_running_loop()
@@ -145,14 +146,13 @@ class WorkerProcess:
         self._is_draining = False
         self._address = ""
         self._load = pb.WorkerLoad()
-        self._listeners: list[OnLayerWritten] = []
         self.identity = Identity(
             worker_id=args.worker_id or random_worker_id(role),
             incarnation=secrets.token_hex(8),
             compat_digest=config.compat_digest,
         )
         self.host = SessionHost(incarnation=self.identity.incarnation, lease_ms=args.lease_ms, load=lambda: self._load)
-        self.role: RunningRole
+        self.service: RoleService
         self.engine: AsyncLLMEngine
         self._device_watch = DeviceWatch() if config.device.device != "cpu" else None
         self.server: Server
@@ -165,7 +165,9 @@ class WorkerProcess:
         self._metrics_server: HttpServer | None = None
 
     @classmethod
-    async def start(cls, role: pb.Role, args: WorkerArgs, config: EngineConfig, add_role: AddRole) -> WorkerProcess:
+    async def start(
+        cls, role: pb.Role, args: WorkerArgs, config: EngineConfig, make_service: MakeService
+    ) -> WorkerProcess:
         """Load the model, listen, register. Raises `CannotLoad`, `CannotListen`, `TransportMissing`."""
         self = cls(role, args, config)
         memory = PoolMemory(args.transport, is_received=role == pb.Role.ROLE_DECODE, on_rank_lost=self._on_rank_lost)
@@ -190,21 +192,21 @@ class WorkerProcess:
             tls=args.server_tls(asks_callers=True),
             ping_timeout_ms=KV_PING_TIMEOUT_MS,
         )
-        parts = WorkerParts(args, self.identity, self.engine, pool, self.host, self.server, max_bytes, self._listeners)
-        self.role = add_role(parts)
+        parts = WorkerParts(args, self.identity, self.engine, pool, self.host, self.server, max_bytes)
+        self.service = make_service(parts)
         servicer = WorkerServicer(
             record=self._record,
             engine=self.engine,
             host=self.host,
-            counters=lambda: self.role.counters,
-            open_grants=self.role.open_grants,
+            counters=lambda: self.service.counters,
+            open_grants=self.service.open_grants,
             begin_drain=self.drain_asked.set,
         )
         self.server.add(add_WorkerServicer_to_server, servicer, SERVICE_NAME)
         self._show_metrics()  # before others hear of this worker: its port may be taken
         listening = await self.server.start()
         self._address = args.advertise or listening
-        await self.role.start(self._address)
+        await self.service.start(self._address)
         self._register()
         self.server.set_serving(SERVICE_NAME, True)
         self._watchdog = asyncio.create_task(self._end_when_stuck())
@@ -219,11 +221,11 @@ class WorkerProcess:
             labels=(
                 self._config.model.served_model_name,
                 self.identity.worker_id,
-                pb.Role.Name(self._role_number).removeprefix("ROLE_").lower(),
+                pb.Role.Name(self._role).removeprefix("ROLE_").lower(),
             ),
             load=lambda: self._load,
             stats=self.engine.stats,
-            counters=lambda: self.role.counters,
+            counters=lambda: self.service.counters,
             num_sessions=lambda: self.host.num_sessions,
         )
         self._metrics_server = show_metrics(self._metrics.registry, self._args.metrics_listen)
@@ -265,7 +267,7 @@ class WorkerProcess:
         await self._reporter.close()
         await self.server.drain(0)
         await self.host.finish_tasks()
-        await self.role.close()
+        await self.service.close()
         if self._metrics_server is not None:
             await self._metrics_server.close()
         self._forget_ranks()
@@ -354,7 +356,7 @@ class WorkerProcess:
 
     def _on_layer_written(self, layer: int, exports: list[BlockExport]) -> None:
         """On the stepping thread: hand over to the event loop and go on computing."""
-        tell = partial(self._loop.call_soon_threadsafe, self._tell_listeners, layer, exports)
+        tell = partial(self._loop.call_soon_threadsafe, self.service.on_layer_written, layer, exports)
         if self._device_watch is None:
             tell()
         else:
@@ -364,10 +366,6 @@ class WorkerProcess:
         if self._device_watch is not None:
             self._device_watch.catch_up()
 
-    def _tell_listeners(self, layer: int, exports: list[BlockExport]) -> None:
-        for listener in self._listeners:
-            listener(layer, exports)
-
     async def _prefix_snapshot(self) -> Iterable[bytes]:
         # Events come with steps alone, in their order: taken here, too, they could overtake some, or be overtaken.
         return await self.engine.call(lambda engine: engine.cached_hashes())
@@ -376,7 +374,7 @@ class WorkerProcess:
         return pb.WorkerRecord(
             worker_id=self.identity.worker_id,
             incarnation=self.identity.incarnation,
-            role=self._role_number,
+            role=self._role,
             address=self._address,
             pid=os.getpid(),
             compat_digest=self.identity.compat_digest,

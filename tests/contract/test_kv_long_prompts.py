@@ -84,8 +84,8 @@ async def test_workers_take_as_much_as_their_longest_prompt_needs(
     config = create_engine_config(
         EngineArgs(model=str(tmp_path), load_format="dummy", device="cpu", block_size=16, num_kv_blocks=1024)
     )
-    add_role: Any = None
+    make_service: Any = None
     with pytest.raises(CannotListen):
-        await process.WorkerProcess.start(role, WorkerArgs(), config, add_role)
+        await process.WorkerProcess.start(role, WorkerArgs(), config, make_service)
     await engines[0].close()
     assert asked == [DEFAULT_MAX_MESSAGE_BYTES + 8 * 3 * 1024]

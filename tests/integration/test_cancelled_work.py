@@ -35,7 +35,7 @@ from rpc import failpoints
 from tandem.chaos.proxy import FaultyProxy
 from tandem.client import AsyncClient
 from worker_service.args import WorkerArgs
-from worker_service.process import AddRole, WorkerProcess
+from worker_service.process import MakeService, WorkerProcess
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -99,7 +99,7 @@ class Worker:
         ledger, problems = await self.process.engine.call(lambda engine: engine.audit())
         assert not problems
         is_free = ledger.num_free + ledger.num_cached == ledger.num_blocks
-        return is_free and not self.process.role.open_grants()
+        return is_free and not self.process.service.open_grants()
 
 
 @dataclass
@@ -151,8 +151,8 @@ async def start_cluster(redis: str, model: Path, stack: AsyncExitStack) -> Clust
     )  # fmt: skip
     shared: dict[str, Any] = {"redis": redis, "listen": "127.0.0.1:0"}
 
-    async def start_worker(role: pb.Role, add_role: AddRole, **flags: str) -> Worker:
-        process = await WorkerProcess.start(role, WorkerArgs(**shared, **flags), config, add_role)
+    async def start_worker(role: pb.Role, make_service: MakeService, **flags: str) -> Worker:
+        process = await WorkerProcess.start(role, WorkerArgs(**shared, **flags), config, make_service)
         stack.push_async_callback(process.close)
         return Worker(process)
 

@@ -120,8 +120,8 @@ async def test_only_who_decodes_records_decoding_steps(
         raise ValueError("that is all we want to see")
 
     monkeypatch.setattr(process, "create_engine_config", refuse)
-    add_role: Any = None
-    code = await process.run_worker(role, WorkerArgs(), EngineArgs(), add_role, asyncio.Event())
+    make_service: Any = None
+    code = await process.run_worker(role, WorkerArgs(), EngineArgs(), make_service, asyncio.Event())
     assert (code, asked) == (2, [is_eager])
 
 
