@@ -19,10 +19,10 @@ import faulthandler
 import logging
 import os
 import secrets
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Coroutine, Iterable
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Protocol
+from typing import Any, Protocol
 
 import click
 
@@ -121,16 +121,20 @@ async def run_worker(
     except (CannotLoad, CannotListen, TransportMissing) as error:
         click.echo(f"Error: {error}", err=True)
         return 2
-    is_failed = asyncio.create_task(process.failed.wait())
-    is_stopped = asyncio.create_task(stop.wait())
-    is_drained = asyncio.create_task(process.drain_asked.wait())
-    await asyncio.wait([is_failed, is_stopped, is_drained], return_when=asyncio.FIRST_COMPLETED)
-    for task in (is_failed, is_stopped, is_drained):
-        task.cancel()
+    await _first_of(process.failed.wait(), stop.wait(), process.drain_asked.wait())
     if not process.failed.is_set():
         await process.drain(args.drain_grace_s)
     await process.close()
     return 1 if process.failed.is_set() else 0
+
+
+async def _first_of(*waits: Coroutine[Any, Any, object], timeout_s: float | None = None) -> bool:
+    """Return when the first of them does; the others are cancelled. False: none did in time."""
+    tasks = [asyncio.create_task(wait) for wait in waits]
+    done, others = await asyncio.wait(tasks, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
+    for task in others:
+        task.cancel()
+    return bool(done)
 
 
 class WorkerProcess:
@@ -249,15 +253,12 @@ class WorkerProcess:
         self._registration.start()
 
     async def drain(self, grace_s: float) -> None:
-        """Take no new work; wait, at most `grace_s` seconds, until what runs has finished."""
+        """Take no new work; wait, at most `grace_s` seconds, until what runs has finished. Not without an engine."""
         _log.info("draining", extra={"grace_s": grace_s})
         self._is_draining = True
         self.server.enter_drain()
         self._tell_all(is_draining=True)
-        try:
-            async with asyncio.timeout(grace_s):
-                await self.host.drain()
-        except TimeoutError:
+        if not await _first_of(self.host.drain(), self.failed.wait(), timeout_s=grace_s):
             _log.warning("requests still ran when the grace period ended", extra={"grace_s": grace_s})
 
     async def close(self) -> None:

@@ -11,13 +11,18 @@ from typing import Any
 
 import pytest
 
+from decode_service.service import DecodeService
 from engine.async_llm_engine import AsyncLLMEngine, EngineDeadError, ProfilingError, StepNews
 from engine.config import EngineArgs
 from engine.llm_engine import LLMEngine
 from engine.model_loader import create_engine_config
 from engine.sampling_params import SamplingParams
+from protos import tandem_inference_pb2 as inference_pb
 from protos import tandem_worker_pb2 as pb
+from protos.tandem_worker_pb2_grpc import DecodeStub
 from registry.prefix_index import PrefixReporter
+from rpc.channel import open_channel
+from rpc.session import PROTOCOL_VERSION
 from worker_service import process
 from worker_service.args import WorkerArgs
 
@@ -123,6 +128,38 @@ async def test_only_who_decodes_records_decoding_steps(
     make_service: Any = None
     code = await process.run_worker(role, WorkerArgs(), EngineArgs(), make_service, asyncio.Event())
     assert (code, asked) == (2, [is_eager])
+
+
+async def test_a_worker_whose_engine_fails_while_it_drains_waits_for_nobody(
+    tmp_path: Path, redis_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    workers: asyncio.Queue[process.WorkerProcess] = asyncio.Queue()
+    start = process.WorkerProcess.start
+
+    async def start_and_tell(*arguments: Any) -> process.WorkerProcess:
+        worker = await start(*arguments)
+        workers.put_nowait(worker)
+        return worker
+
+    monkeypatch.setattr(process.WorkerProcess, "start", start_and_tell)
+    stop = asyncio.Event()
+    args = WorkerArgs(redis=redis_url, drain_grace_s=60, lease_ms=60_000)
+    running = asyncio.create_task(process.run_worker(pb.Role.ROLE_DECODE, args, args_of(tmp_path), DecodeService, stop))
+    worker = await asyncio.wait_for(workers.get(), 20)
+    async with asyncio.timeout(20), open_channel(worker._address) as channel:
+        session = DecodeStub(channel).Session()
+        hello = pb.Hello(protocol_version=PROTOCOL_VERSION, router_id="r", incarnation=worker.identity.incarnation)
+        await session.write(pb.DecodeCommand(hello=hello))
+        params = inference_pb.SamplingParams(max_tokens=3, temperature=0, top_p=1, repetition_penalty=1, seed=1)
+        request = pb.EngineRequest(request_id="a", attempt=1, prompt_token_ids=[1, 2, 3], sampling_params=params)
+        await session.write(pb.DecodeCommand(reserve=request))
+        while not any(event.HasField("granted") for event in (await session.read()).events):
+            pass
+        stop.set()
+        while not (await session.read()).load.is_draining:
+            pass
+        worker.engine.post(lambda _: 1 // 0)
+        assert await running == 1
 
 
 async def started(tmp_path: Path) -> AsyncLLMEngine:
