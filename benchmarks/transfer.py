@@ -87,7 +87,7 @@ class BenchReceiver:
             pool=pool,
             identity=identity,
             lease_s=LEASE_S,
-            endpoints=[kv_transfer.create_endpoint(transport, pool=pool, identity=identity)],
+            endpoint=kv_transfer.create_endpoint(transport, pool=pool, identity=identity),
             on_commit=self._on_commit,
             on_freed=lambda _: None,
         )

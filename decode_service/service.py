@@ -30,7 +30,7 @@ class DecodeService:
             pool=parts.pool,
             identity=parts.identity,
             lease_s=parts.args.lease_ms / 1000,
-            endpoints=[create_endpoint(parts.args.transport, pool=parts.pool, identity=parts.identity)],
+            endpoint=create_endpoint(parts.args.transport, pool=parts.pool, identity=parts.identity),
             on_commit=self._role.on_commit,
             on_freed=self._role.on_freed,
         )

@@ -11,8 +11,8 @@
       or abandon() any time    ->  nothing can be written any more   BlockWriter.stop, Link.abandon
     close() at shutdown        ->                                    Link.close, Transport.close
 
-    decode service                 KVReceiver (receiver.py)          Endpoint (one per transport served)
-    --------------                 ------------------------          -----------------------------------
+    decode service                 KVReceiver (receiver.py)          Endpoint (of the transport served)
+    --------------                 ------------------------          ----------------------------------
     start(kv_address), close() ->  expiry timer                      Endpoint.close
     issue, renew, revoke,      ->  GrantTable (grants.py)            Endpoint.describe at every Connect
       drop_owner                                                     Endpoint.enter_push, leave_push (one-sided)

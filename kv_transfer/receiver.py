@@ -38,7 +38,7 @@ OnFreed: TypeAlias = Callable[[list[Grant]], None]
 class KVReceiver:
     """Grants writes into `pool` and hands over what arrived.
 
-    endpoints: the transports served, by name. lease_s: how long grants outlive their owner's last sign of life.
+    endpoint: of the transport served. lease_s: how long grants outlive their owner's last sign of life.
     `on_commit` is awaited on the event loop, `on_freed` called there, also from inside `revoke` and `drop_owner`.
     Raises `ValueError` for a lease out of bounds.
     """
@@ -49,7 +49,7 @@ class KVReceiver:
         pool: KVPool,
         identity: Identity,
         lease_s: float,
-        endpoints: Sequence[Endpoint],
+        endpoint: Endpoint,
         on_commit: OnCommit,
         on_freed: OnFreed,
     ) -> None:
@@ -58,7 +58,7 @@ class KVReceiver:
         self.pool = pool
         self.identity = identity
         self.lease_s = lease_s
-        self._endpoints = {endpoint.name: endpoint for endpoint in endpoints}
+        self._endpoint = endpoint
         self._on_commit = on_commit
         self._on_freed = on_freed
         self._table = GrantTable(
@@ -82,15 +82,14 @@ class KVReceiver:
         self._timer.add_done_callback(_report_death)
 
     async def close(self) -> None:
-        """End timer, commits and endpoints. Calls no callback any more: what is still granted dies with the pool."""
+        """End timer, commits and endpoint. Calls no callback any more: what is still granted dies with the pool."""
         tasks: list[asyncio.Task[Any]] = [task for _, task in self._commits.values()]
         if self._timer is not None:
             tasks.append(self._timer)
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-        for endpoint in self._endpoints.values():
-            await endpoint.close()
+        await self._endpoint.close()
         self._verifier.shutdown()
 
     # -- the decode service --
@@ -150,7 +149,7 @@ class KVReceiver:
             compat_digest=self.identity.compat_digest,
             layout=self.pool.layout.to_proto(),
         )
-        self._endpoints[request.transport].describe(response)
+        self._endpoint.describe(response)
         return response
 
     def write(self, chunk: pb.PushChunk) -> int:
@@ -171,21 +170,22 @@ class KVReceiver:
 
     def attach(self, chunk: pb.PushChunk) -> int:
         """A one-sided sender is about to write: returns its attachment id. Raises `GrantGone`, `InvalidTransfer`."""
-        endpoint = self._one_sided_endpoint()
+        if not self._endpoint.is_one_sided:
+            raise InvalidTransfer("no one-sided transport is served here")
         check, attachment_id = self._table.attach(chunk.grant_id, chunk.epoch, chunk.incarnation)
         if check.verdict is not Verdict.ACCEPTED:
             raise GrantGone(check.reason)
-        endpoint.enter_push()
+        self._endpoint.enter_push()
         return attachment_id
 
     def detach(self, grant_id: int, attachment_id: int) -> None:
         """That sender has said that it will write no more."""
-        self._one_sided_endpoint().leave_push()
+        self._endpoint.leave_push()
         self._free(self._table.detach(grant_id, attachment_id))
 
     def sender_gone(self, grant_id: int, attachment_id: int) -> None:
         """That sender's stream broke before it said so."""
-        self._one_sided_endpoint().leave_push()
+        self._endpoint.leave_push()
         self._table.sender_gone(grant_id, attachment_id, self._now_s())
         self._has_deadline.set()
 
@@ -258,15 +258,9 @@ class KVReceiver:
         if difference := compat_difference(self.identity.compat_digest, request.compat_digest):
             problems.append(difference)
         problems += self.pool.layout.differences_from_peer(request.layout)
-        if request.transport not in self._endpoints:
-            problems.append(f"transport: {', '.join(self._endpoints)} is served, not {request.transport[:40]!r}")
+        if request.transport != self._endpoint.name:
+            problems.append(f"transport: {self._endpoint.name} is served, not {request.transport[:40]!r}")
         return problems
-
-    def _one_sided_endpoint(self) -> Endpoint:
-        for endpoint in self._endpoints.values():
-            if endpoint.is_one_sided:
-                return endpoint
-        raise InvalidTransfer("no one-sided transport is served here")
 
     def _free(self, grants: list[Grant]) -> None:
         if grants:

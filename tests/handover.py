@@ -38,7 +38,7 @@ async def transfer(
     identity = Identity(worker_id="decode", incarnation="d", compat_digest="same")
     endpoint = kv_transfer.create_endpoint(transport, pool=destination, identity=identity)
     receiver = KVReceiver(
-        pool=destination, identity=identity, lease_s=5.0, endpoints=[endpoint], on_commit=on_commit,
+        pool=destination, identity=identity, lease_s=5.0, endpoint=endpoint, on_commit=on_commit,
         on_freed=lambda grants: None,
     )  # fmt: skip
     server = grpc.aio.server()

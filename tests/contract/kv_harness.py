@@ -74,7 +74,7 @@ class Receiving:
             pool=pool,
             identity=self.identity,
             lease_s=lease_s,
-            endpoints=[kv_transfer.create_endpoint(transport, pool=pool, identity=self.identity)],
+            endpoint=kv_transfer.create_endpoint(transport, pool=pool, identity=self.identity),
             on_commit=self._on_commit,
             on_freed=self._on_freed,
         )

@@ -275,8 +275,6 @@ async def test_what_an_ipc_endpoint_says_is_checked(
             setattr(endpoint, field, value)
         elif value is not None:
             getattr(endpoint, field).CopyFrom(value)
-    monkeypatch.setattr(
-        receiving.receiver._endpoints["ipc"], "describe", lambda response: response.ipc.CopyFrom(endpoint)
-    )
+    monkeypatch.setattr(receiving.receiver._endpoint, "describe", lambda response: response.ipc.CopyFrom(endpoint))
     with pytest.raises(error, match=named):
         await cluster.sender.open(receiving.receiver.issue("router", [6], 0))

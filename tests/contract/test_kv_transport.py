@@ -310,7 +310,7 @@ async def test_abandon_reaches_a_receiver_that_lost_the_stream(cluster: Cluster,
 async def test_nothing_polls_once_pushes_have_ended(cluster: Cluster, receiving: Receiving) -> None:
     for _ in range(3):
         await cluster.push_and_commit(receiving.receiver.issue("router", [6], 0), [3])
-    for owner in (cluster.sender._transport, receiving.receiver._endpoints["nixl"]):
+    for owner in (cluster.sender._transport, receiving.receiver._endpoint):
         agent = owner._agent  # type: ignore[attr-defined]
         assert await asyncio.wrap_future(agent.call(agent._patience_s)) is None
 
