@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from kv_transfer.base import PROTOCOL_VERSION, Endpoint, Identity, Transport
-from kv_transfer.control_link import OpenChannel, open_plain_channel
+from kv_transfer.control_link import OpenChannel
 from kv_transfer.errors import (
     STATUS_OF,
     CorruptTransfer,
@@ -70,7 +70,7 @@ def create_sender(
     *,
     pool: KVPool,
     identity: Identity,
-    open_channel: OpenChannel = open_plain_channel,
+    open_channel: OpenChannel,
     receivers: Mapping[str, KVReceiver] | None = None,
 ) -> KVSender:
     """A sender of `pool`'s blocks by the named transport; the caller closes it.

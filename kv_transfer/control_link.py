@@ -17,20 +17,6 @@ OpenChannel = Callable[[str], grpc.aio.Channel]
 """address -> a channel, which the link closes. Its keepalive is what notices a dead peer."""
 
 
-def open_plain_channel(address: str) -> grpc.aio.Channel:
-    """A channel without TLS, with keepalive, for whoever brings none of their own."""
-    options = [
-        ("grpc.max_send_message_length", 16 << 20),
-        ("grpc.keepalive_time_ms", 10_000),
-        ("grpc.keepalive_timeout_ms", 5_000),
-        ("grpc.http2.max_pings_without_data", 0),
-        ("grpc.enable_http_proxy", 0),
-        ("grpc.enable_retries", 0),
-        ("grpc.use_local_subchannel_pool", 1),
-    ]
-    return grpc.aio.insecure_channel(address, options=options)
-
-
 class ControlLink:
     """What those links have in common. Closes its channel."""
 

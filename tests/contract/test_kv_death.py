@@ -16,6 +16,7 @@ from nixl_marks import NIXL
 import kv_transfer
 from kv_transfer import Identity, TransferError
 from protos import tandem_kv_transfer_pb2 as pb
+from rpc.channel import open_channel
 
 HERE = Path(__file__).parent
 NUM_BLOCKS = 400
@@ -50,7 +51,7 @@ async def test_receiver_dies(transport: str, process: asyncio.subprocess.Process
     grant.lease_ms = 1000
     pool = make_pool(NUM_BLOCKS, seed=3, num_kv_heads=8, head_dim=64, block_size=16)
     identity = Identity(worker_id="prefill", incarnation="p-1", compat_digest="same")
-    sender = kv_transfer.create_sender(transport, pool=pool, identity=identity)
+    sender = kv_transfer.create_sender(transport, pool=pool, identity=identity, open_channel=open_channel)
     push = await sender.open(grant)
     push.write(0, 0, range(NUM_BLOCKS))
     await push._writer.drain()
@@ -68,7 +69,7 @@ async def test_sender_goes_without_a_word(transport: str) -> None:
     await receiving.start()
     pool = make_pool(40, seed=3)
     identity = Identity(worker_id="prefill", incarnation="p-1", compat_digest="same")
-    sender = kv_transfer.create_sender(transport, pool=pool, identity=identity)
+    sender = kv_transfer.create_sender(transport, pool=pool, identity=identity, open_channel=open_channel)
     push = await sender.open(receiving.receiver.issue("router", [1, 2], 0))
     push.write(0, 0, [3, 4])
     await asyncio.sleep(0)
