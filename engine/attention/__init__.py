@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from engine.attention.base import AttentionBackend, LatentBackend, PagedBackend, StepLayout
+from engine.attention.base import AttentionBackend, LatentBackend, Needs, PagedBackend, StepLayout
 from engine.attention.choice import (
-    Needs,
     choose_attention_backend,
     uses_triton_kernels,
     why_no_graphs,

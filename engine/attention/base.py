@@ -23,9 +23,31 @@ import torch
 from numpy.typing import NDArray
 
 from engine.layers import HeadProjection, LatentProjection
+from engine.models.model_shape import ModelShape
 from engine.models.scores import Scores
 
 Plan = TypeVar("Plan")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Needs:
+    """What a backend has to serve."""
+
+    model: ModelShape
+    device: str
+    capability: tuple[int, int] | None
+    """The GPU's, None without one."""
+    dtype: str
+    kv_dtype: str
+    """Of the pool."""
+    block_size: int
+    quantization: str = "none"
+    batch_invariant: bool = False
+
+    @property
+    def num_groups(self) -> int:
+        """Query heads per key head."""
+        return self.model.num_heads // self.model.num_kv_heads
 
 
 @dataclass(frozen=True, slots=True)

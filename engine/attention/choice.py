@@ -8,15 +8,13 @@ name works, or is refused with the reason.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
+from engine.attention.base import Needs
 from engine.attention.cpu_backend import CpuAttention
 from engine.attention.flash_calls import FlashCalls, FlashUnavailable, load_flash_calls, release_of
 from engine.cache_dir import report
 from engine.kernels.build import KernelsUnavailable, load_cpu_kernels
 from engine.kernels.gpu import why_no_triton
 from engine.kernels.gpu.gpu_kind import MIN_CAPABILITY, WITH_THEIR_OWN
-from engine.models.model_shape import ModelShape
 from engine.models.stored_weights import AS_STORED
 
 GROUPED_MAJORS = (9, 10)
@@ -26,27 +24,6 @@ TRITON_THAT_FENCES = (3, 7, 1)
 """From this version on tensor cores that read shared memory by themselves see what copies have brought there
 (triton-lang/triton pull request 9610). With 3.7.0 a B200 read too early now and then (pytorch/pytorch issue 181248);
 3.6.0, which torch 2.11 brings, sets no fence either, and nobody has reported the like of it."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Needs:
-    """What a backend has to serve."""
-
-    model: ModelShape
-    device: str
-    capability: tuple[int, int] | None
-    """The GPU's, None without one."""
-    dtype: str
-    kv_dtype: str
-    """Of the pool."""
-    block_size: int
-    quantization: str = "none"
-    batch_invariant: bool = False
-
-    @property
-    def num_groups(self) -> int:
-        """Query heads per key head."""
-        return self.model.num_heads // self.model.num_kv_heads
 
 
 def choose_attention_backend(name: str, needs: Needs) -> str:
@@ -62,30 +39,16 @@ def choose_attention_backend(name: str, needs: Needs) -> str:
     return _for_a_cpu(name, needs)
 
 
-def _why_not_on_a_cpu(needs: Needs) -> str:
-    return CpuAttention.why_not(
-        device=needs.device,
-        dtype=needs.dtype,
-        block_size=needs.block_size,
-        head_dim=needs.model.head_dim,
-        num_groups=needs.num_groups,
-        product_inputs=needs.model.product_inputs,
-        quantization=needs.quantization,
-        kv_dtype=needs.kv_dtype,
-        has_latents=needs.model.mla is not None,
-        has_soft_cap=needs.model.has_soft_cap,
-    )
-
-
 def why_no_kernels(name: str, needs: Needs) -> str:
     """What keeps our kernels for the device from serving, as a clause; empty if nothing does. `name`: the backend that
     is asked for. May compile those for CPUs."""
     if name == "torch":
         return "attention_backend is torch"
-    if needs.device != "cpu":
-        return why_no_triton_kernels(needs)
-    why_not = _why_not_on_a_cpu(needs)
-    if why_not:
+    return _why_no_cpu_kernels(needs) if needs.device == "cpu" else why_no_triton_kernels(needs)
+
+
+def _why_no_cpu_kernels(needs: Needs) -> str:
+    if why_not := CpuAttention.why_not(needs):
         return why_not
     try:
         load_cpu_kernels()
@@ -95,26 +58,17 @@ def why_no_kernels(name: str, needs: Needs) -> str:
 
 
 def _for_a_cpu(name: str, needs: Needs) -> str:
-    why_not = _why_not_on_a_cpu(needs)
+    why_not = _why_no_cpu_kernels(needs)
     if not why_not:
-        try:
-            load_cpu_kernels()
-            return "cpu"
-        except KernelsUnavailable as error:
-            why_not = str(error)
-            if name == "auto":
-                report(
-                    "no CPU kernels, so that plain torch computes, several times slower, and where two tokens are "
-                    f"nearly as likely an answer may depend on the batch: {error}"
-                )
-    elif name == "auto" and (needs.dtype, needs.kv_dtype, needs.quantization) != ("float32", "float32", "none"):
+        return "cpu"
+    if name != "auto":
+        raise ValueError(f"attention_backend cpu cannot work here: {why_not}; give auto or torch")
+    if (needs.dtype, needs.kv_dtype, needs.quantization) != ("float32", "float32", "none"):
         report(
             "plain torch computes, several times slower than the CPU kernels, and where two tokens are nearly as "
             f"likely an answer may depend on the batch: {why_not}"
         )
-    if name == "auto":
-        return "torch"
-    raise ValueError(f"attention_backend cpu cannot work here: {why_not}; give auto or torch")
+    return "torch"
 
 
 def _for_a_gpu(name: str, needs: Needs) -> str:
@@ -170,22 +124,10 @@ def why_no_triton_kernels(needs: Needs) -> str:
     if needs.model.mla is not None:
         from engine.attention.triton_latents import TritonLatentAttention
 
-        return TritonLatentAttention.why_not(
-            kv_lora_rank=needs.model.mla.kv_lora_rank,
-            rotated_dim=needs.model.mla.qk_rope_head_dim,
-            hidden_size=needs.model.hidden_size,
-            kv_dtype=needs.kv_dtype,
-            capability=needs.capability,
-        )
+        return TritonLatentAttention.why_not(needs, needs.model.mla)
     from engine.attention.triton_backend import TritonAttention
 
-    return TritonAttention.why_not(
-        head_dim=needs.model.head_dim,
-        num_groups=needs.num_groups,
-        hidden_size=needs.model.hidden_size,
-        kv_dtype=needs.kv_dtype,
-        capability=needs.capability,
-    )
+    return TritonAttention.why_not(needs)
 
 
 def uses_triton_kernels(backend: str, needs: Needs) -> bool:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import torch
 
-from engine.attention.base import AttentionBackend, StepLayout
+from engine.attention.base import AttentionBackend, Needs, StepLayout
 from engine.layers import HeadProjection
 from engine.models.scores import Scores
 from engine.models.stored_weights import AS_STORED
@@ -38,40 +38,29 @@ class CpuAttention(AttentionBackend[CpuPlan]):
     """`why_not` says whether it can serve a model. `load_cpu_kernels` comes before the first step."""
 
     @staticmethod
-    def why_not(
-        *,
-        device: str,
-        dtype: str,
-        head_dim: int,
-        num_groups: int,
-        product_inputs: tuple[int, ...],
-        block_size: int,
-        quantization: str,
-        kv_dtype: str,
-        has_latents: bool,
-        has_soft_cap: bool,
-    ) -> str:
-        """What is in the way, as a clause; empty if nothing is. `num_groups`: query heads per key head."""
-        if device != "cpu":
-            return f"the device is {device}"
-        if has_latents:
+    def why_not(needs: Needs) -> str:
+        """What is in the way, as a clause; empty if nothing is."""
+        model = needs.model
+        if needs.device != "cpu":
+            return f"the device is {needs.device}"
+        if model.mla is not None:
             return "it knows keys and values of heads, and the model's attention is latent"
-        if has_soft_cap:
+        if model.has_soft_cap:
             return "the model caps its scores"
-        if dtype != "bfloat16":
-            return f"it computes bfloat16, and dtype is {dtype}"
-        if quantization not in ("none", "int8", AS_STORED):  # which are int8, too, where a CPU takes them so
-            return f"it multiplies with weights in bfloat16 or int8, and quantization is {quantization}"
-        if kv_dtype != dtype:
-            return f"its pool holds bfloat16, and kv_cache_dtype makes it {kv_dtype}"
-        if block_size % GRAIN:
-            return f"block_size must be a multiple of {GRAIN}, is {block_size}"
-        if head_dim % GRAIN or head_dim > MAX_HEAD_DIM:
-            return f"the model's head size must be a multiple of {GRAIN} up to {MAX_HEAD_DIM}, is {head_dim}"
-        if num_groups > MAX_GROUPS:
-            return f"at most {MAX_GROUPS} query heads may share a key head, and {num_groups} do"
-        if any(size % 2 for size in product_inputs):
-            sizes = " and ".join(map(str, product_inputs))
+        if needs.dtype != "bfloat16":
+            return f"it computes bfloat16, and dtype is {needs.dtype}"
+        if needs.quantization not in ("none", "int8", AS_STORED):  # which are int8, too, where a CPU takes them so
+            return f"it multiplies with weights in bfloat16 or int8, and quantization is {needs.quantization}"
+        if needs.kv_dtype != needs.dtype:
+            return f"its pool holds bfloat16, and kv_cache_dtype makes it {needs.kv_dtype}"
+        if needs.block_size % GRAIN:
+            return f"block_size must be a multiple of {GRAIN}, is {needs.block_size}"
+        if model.head_dim % GRAIN or model.head_dim > MAX_HEAD_DIM:
+            return f"the model's head size must be a multiple of {GRAIN} up to {MAX_HEAD_DIM}, is {model.head_dim}"
+        if needs.num_groups > MAX_GROUPS:
+            return f"at most {MAX_GROUPS} query heads may share a key head, and {needs.num_groups} do"
+        if any(size % 2 for size in model.product_inputs):
+            sizes = " and ".join(map(str, model.product_inputs))
             return f"the model's hidden and intermediate size must be even, are {sizes}"
         return ""
 

@@ -15,12 +15,10 @@ from __future__ import annotations
 
 import torch
 
-from engine.attention.base import AttentionBackend
-from engine.attention.triton_plans import TritonPlan, TritonPlans, WithTritonPlans
-from engine.float8 import FLOAT8, why_no_float8
+from engine.attention.base import AttentionBackend, Needs
+from engine.attention.triton_plans import TritonPlan, TritonPlans, WithTritonPlans, why_not_either
 from engine.kernels.gpu.decode import DecodeConfig, paged_decode, partial_size
 from engine.kernels.gpu.gpu_kind import GpuKind
-from engine.kernels.gpu.pointwise import MAX_HIDDEN_SIZE
 from engine.kernels.gpu.prefill import MAX_GROUPS, PrefillConfig, paged_prefill
 from engine.kernels.gpu.tile import MAX_HEAD_DIM
 from engine.kv_cache import KV_DTYPES, TORCH_DTYPES
@@ -57,19 +55,15 @@ class TritonAttention(WithTritonPlans, AttentionBackend[TritonPlan]):
         )
 
     @staticmethod
-    def why_not(
-        *, head_dim: int, num_groups: int, hidden_size: int, kv_dtype: str, capability: tuple[int, int] | None
-    ) -> str:
-        """What is in the way, as a clause; empty if nothing is. `num_groups`: query heads per key head. `capability`:
-        the GPU's, None without one."""
-        if kv_dtype == FLOAT8 and capability is not None and (why_not := why_no_float8(capability)):
-            return f"kv_cache_dtype is fp8, and {why_not}"
+    def why_not(needs: Needs) -> str:
+        """What is in the way, as a clause; empty if nothing is."""
+        if why_not := why_not_either(needs):
+            return why_not
+        head_dim = needs.model.head_dim
         if head_dim > MAX_HEAD_DIM or head_dim % 2:
             return f"the model's head size must be even and at most {MAX_HEAD_DIM}, is {head_dim}"
-        if num_groups > MAX_GROUPS:
-            return f"at most {MAX_GROUPS} query heads may share a key head, and {num_groups} do"
-        if hidden_size > MAX_HIDDEN_SIZE:
-            return f"the model's hidden size must be at most {MAX_HIDDEN_SIZE}, is {hidden_size}"
+        if needs.num_groups > MAX_GROUPS:
+            return f"at most {MAX_GROUPS} query heads may share a key head, and {needs.num_groups} do"
         return ""
 
     def attend(

@@ -23,11 +23,10 @@ from dataclasses import dataclass
 
 import torch
 
-from engine.attention.base import LatentBackend, StepLayout
+from engine.attention.base import LatentBackend, Needs, StepLayout
 from engine.attention.latent_forms import Part, Unfolding, part_of, unfolded_seqs
-from engine.attention.triton_plans import TritonPlan, TritonPlans, WithReservedPlans
+from engine.attention.triton_plans import TritonPlan, TritonPlans, WithReservedPlans, why_not_either
 from engine.attention.triton_unfolded import UnfoldedAttention, UnfoldedPlan
-from engine.float8 import FLOAT8, why_no_float8
 from engine.kernels.gpu.decode import partial_size
 from engine.kernels.gpu.gpu_kind import GpuKind
 from engine.kernels.gpu.latent_project import rotate_and_store_latents
@@ -38,10 +37,10 @@ from engine.kernels.gpu.latents import (
     decode_latents,
     prefill_latents,
 )
-from engine.kernels.gpu.pointwise import MAX_HIDDEN_SIZE
 from engine.kernels.gpu.unfolded import MAX_QUERY, MAX_VALUE
 from engine.kv_cache import KV_DTYPES, TORCH_DTYPES
 from engine.layers import LatentProjection
+from engine.models.deepseek_config import LatentConfig
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,19 +89,15 @@ class TritonLatentAttention(WithReservedPlans, LatentBackend[TritonPlan | MixedT
             )  # fmt: skip
 
     @staticmethod
-    def why_not(
-        *, kv_lora_rank: int, rotated_dim: int, hidden_size: int, kv_dtype: str, capability: tuple[int, int] | None
-    ) -> str:
-        """What is in the way, as a clause; empty if nothing is. `capability`: the GPU's, None without one."""
-        if kv_dtype == FLOAT8 and capability is not None and (why_not := why_no_float8(capability)):
-            return f"kv_cache_dtype is fp8, and {why_not}"
-        if kv_lora_rank > MAX_LATENT or rotated_dim > MAX_ROTATED:
+    def why_not(needs: Needs, mla: LatentConfig) -> str:
+        """What is in the way, as a clause; empty if nothing is."""
+        if why_not := why_not_either(needs):
+            return why_not
+        if mla.kv_lora_rank > MAX_LATENT or mla.qk_rope_head_dim > MAX_ROTATED:
             return (
                 f"the model's kv_lora_rank must be at most {MAX_LATENT} and its qk_rope_head_dim at most "
-                f"{MAX_ROTATED}, are {kv_lora_rank} and {rotated_dim}"
+                f"{MAX_ROTATED}, are {mla.kv_lora_rank} and {mla.qk_rope_head_dim}"
             )
-        if hidden_size > MAX_HIDDEN_SIZE:
-            return f"the model's hidden size must be at most {MAX_HIDDEN_SIZE}, is {hidden_size}"
         return ""
 
     def prepare(self, layout: StepLayout) -> TritonPlan | MixedTritonPlan:

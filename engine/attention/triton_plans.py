@@ -16,12 +16,23 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from engine.attention.base import StepLayout
+from engine.attention.base import Needs, StepLayout
 from engine.attention.step_arrays import IntArray, empty_decodes, fill_up_decodes, pack, unpack
+from engine.float8 import FLOAT8, why_no_float8
+from engine.kernels.gpu.pointwise import MAX_HIDDEN_SIZE
 from engine.kernels.gpu.prefill import list_tiles
 from engine.kernels.gpu.rotate import project_heads
 from engine.layers import HeadProjection
 from engine.to_device import fill, to_device
+
+
+def why_not_either(needs: Needs) -> str:
+    """What is in the way of both Triton backends, as a clause; empty if nothing is."""
+    if needs.kv_dtype == FLOAT8 and needs.capability is not None and (why_not := why_no_float8(needs.capability)):
+        return f"kv_cache_dtype is fp8, and {why_not}"
+    if needs.model.hidden_size > MAX_HIDDEN_SIZE:
+        return f"the model's hidden size must be at most {MAX_HIDDEN_SIZE}, is {needs.model.hidden_size}"
+    return ""
 
 
 @dataclass(frozen=True, slots=True)
