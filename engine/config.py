@@ -21,10 +21,11 @@ ATTENTION_BACKENDS = ("auto", "cpu", "triton", "flash_attn", "torch")
 MODEL_IMPLS = ("auto", "tandem", "transformers")
 """Who computes a model: our decoder, transformers' code over our attention, or the first of them that can."""
 QUANTIZATIONS = ("auto", "none", "fp8", "int8")
+DEVICES = ("auto", "cpu", "cuda")
 KV_CACHE_DTYPES = ("auto", "fp8", "fp8_e4m3")
 CHOICES = {
     "dtype": DTYPES, "quantization": QUANTIZATIONS, "kv_cache_dtype": KV_CACHE_DTYPES, "load_format": LOAD_FORMATS,
-    "model_impl": MODEL_IMPLS, "attention_backend": ATTENTION_BACKENDS,
+    "model_impl": MODEL_IMPLS, "device": DEVICES, "attention_backend": ATTENTION_BACKENDS,
 }  # fmt: skip
 """By field of `EngineArgs`."""
 LEAST = {

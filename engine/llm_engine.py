@@ -308,7 +308,7 @@ class LLMEngine:
             return 0
         names = [module.name for module in self.config.lora_modules]
         if lora_name not in names:
-            there = f"are {', '.join(names)}" if names else "there are none"
+            there = ", ".join(names) or "none"
             raise ValueError(f"lora_name must be an adapter's of lora_modules ({there}), is {lora_name[:128]!r}")
         return names.index(lora_name) + 1
 

@@ -388,7 +388,7 @@ def test_pickled_weights_are_to_be_converted(tmp_path: Path, name: str) -> None:
         ({"num_kv_blocks": 10**12}, r"num_kv_blocks must be at most \d+, all the memory .* is 10000"),
         ({"load_format": "gguf"}, "load_format gguf needs a .gguf file"),
         ({"load_format": "safetensors"}, "has neither model.safetensors nor"),
-        ({"device": "tpu"}, "device must be auto, cpu or cuda, is 'tpu'"),
+        ({"device": "tpu"}, "device must be one of auto, cpu, cuda, is 'tpu'"),
         ({"quantization": "int4"}, "quantization must be one of auto, none, fp8, int8, is 'int4'"),
         ({"kv_cache_dtype": "fp8_e5m2"}, "kv_cache_dtype must be one of auto, fp8, fp8_e4m3, is 'fp8_e5m2'"),
         ({"device": "cpu", "quantization": "fp8"}, "quantization fp8 .*: it needs a GPU .* 8.9 or later; give int8 or"),
