@@ -65,7 +65,6 @@ class ClusterServicer(ClusterServicerBase):  # type: ignore[misc]
             apart=[
                 pb.WorkerPair(prefill_worker=pair.prefill.worker_id, decode_worker=pair.decode.worker_id)
                 for pair in self._cluster.pool.apart
-                if pair.prefill is not None
             ],
         )
 

@@ -26,7 +26,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from router.costs import Costs
-from router.request_events import Plan, WorkerKey
+from router.request_events import Plan, WorkerKey, WorkerPair
 
 STALL_WEIGHT = 0.1
 """What a second of delay within a stream costs, of what it costs before the first token. It is hardly felt: a decode
@@ -107,13 +107,13 @@ def choose_plan(
     prefill: Sequence[PrefillCandidate],
     decode: Sequence[DecodeCandidate],
     avoid: frozenset[WorkerKey] = frozenset(),
-    are_apart: Callable[[Plan], bool] = lambda _: False,
+    are_apart: Callable[[WorkerPair], bool] = lambda _: False,
     may_stay: bool = False,
 ) -> Plan | None:
     """The best plan now for a prompt of `num_tokens` tokens, or None: wait until something changes.
 
     Those in `avoid` decode only where nobody else can, and do not prefill: the decode worker can do without.
-    `are_apart`: whether transfers between the two workers of a plan fail, so that they are not to be paired.
+    `are_apart`: whether transfers between two workers fail, so that they are not to be paired.
     `may_stay`: whether it has waited long enough for a decode worker's room (`STAY_SHARE`).
     """
     costs = learned if config.learn_costs else Costs()
@@ -130,7 +130,7 @@ def choose_plan(
         for p in prefill
         if (p.compat_digest, p.transport) == (best.compat_digest, best.transport)
         and p.key not in avoid
-        and not are_apart(Plan(best.key, p.key))
+        and not are_apart(WorkerPair(p.key, best.key))
     ]
     if num_uncached_tokens <= config.local_max_uncached_tokens or not compatible:
         return Plan(best.key, None)

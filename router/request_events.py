@@ -21,6 +21,14 @@ class WorkerKey(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
+class WorkerPair:
+    """Two workers, and the transfers from one to the other."""
+
+    prefill: WorkerKey
+    decode: WorkerKey
+
+
+@dataclass(frozen=True, slots=True)
 class Plan:
     """Who serves an attempt. Without a prefill worker the decode worker does it all."""
 
@@ -28,6 +36,11 @@ class Plan:
     prefill: WorkerKey | None
     is_stay: bool = False
     """`decode` is a prefill worker, which does it all: no decode worker had room."""
+
+    @property
+    def pair(self) -> WorkerPair | None:
+        """Between whom KV moves; None: none does."""
+        return None if self.prefill is None else WorkerPair(self.prefill, self.decode)
 
 
 # -- events ---------------------------------------------------------------------------------------------------------
@@ -114,17 +127,17 @@ class SendCancel:
 @dataclass(frozen=True, slots=True)
 class NoteSuccess:
     """The worker did its part of the running attempt: the prompt is computed and handed over, the answer complete. Or
-    both workers of a plan did: the transfer between them."""
+    the pair did: the transfer."""
 
-    who: WorkerKey | Plan
+    who: WorkerKey | WorkerPair
 
 
 @dataclass(frozen=True, slots=True)
 class NoteFault:
-    """The running attempt failed, and that is the worker's own fault, or that of the two workers of a plan together.
-    Of lost sessions and stalled engines the pool knows by itself."""
+    """The running attempt failed, and that is the worker's own fault, or the pair's. Of lost sessions and stalled
+    engines the pool knows by itself."""
 
-    who: WorkerKey | Plan
+    who: WorkerKey | WorkerPair
 
 
 @dataclass(frozen=True, slots=True)

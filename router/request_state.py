@@ -40,6 +40,7 @@ from router.request_events import (
     Stopped,
     WorkerKey,
     WorkerLost,
+    WorkerPair,
     WorkerSaid,
     WorkerStalled,
 )
@@ -165,7 +166,7 @@ class RequestState:
         self.phase = Phase.RESERVING
         return [SendReserve(plan.decode)]
 
-    def _retry(self, error: TandemError, avoid: WorkerKey, *, at_fault: WorkerKey | Plan | None) -> list[Action]:
+    def _retry(self, error: TandemError, avoid: WorkerKey, *, at_fault: WorkerKey | WorkerPair | None) -> list[Action]:
         """Give up this attempt, and start another if there may be one."""
         self.num_failures += 1
         self.num_futile = 1 if len(self.token_ids) > self._first_index else self.num_futile + 1
@@ -297,10 +298,11 @@ class RequestState:
         return [*notes, *self._end(finish_reason)]
 
     def _note_transfer(self, worker: WorkerKey, said: WorkerEvent) -> list[Action]:
-        if not said.HasField("handed_over") or self.plan is None or worker != self.plan.prefill:
+        pair = self._pair_of(worker)
+        if pair is None or not said.HasField("handed_over"):
             return []
         self.transfer = said.handed_over.stats
-        return [NoteSuccess(worker), NoteSuccess(self.plan)]
+        return [NoteSuccess(worker), NoteSuccess(pair)]
 
     def _on_failed(self, worker: WorkerKey, failed: Failed) -> list[Action]:
         error = error_of_code(failed.code, f"worker {worker.worker_id}: {failed.message}")
@@ -311,9 +313,10 @@ class RequestState:
             return self._retry(error, avoid=worker, at_fault=at_fault)
         return self._end(FinishReason.FINISH_REASON_ERROR, error)
 
-    def _pair_of(self, worker: WorkerKey) -> Plan | None:
-        """Both workers of the plan, where `worker` is the one that sends: between them a transfer has failed."""
-        return self.plan if self.plan is not None and worker == self.plan.prefill else None
+    def _pair_of(self, sender: WorkerKey) -> WorkerPair | None:
+        """That of the plan, where `sender` is the one that sends in it: it alone knows how a transfer went."""
+        pair = None if self.plan is None else self.plan.pair
+        return pair if pair is not None and pair.prefill == sender else None
 
     def _on_nonsense(self, worker: WorkerKey, what: str) -> list[Action]:
         """A worker that breaks the protocol is not believed: the attempt is given up."""

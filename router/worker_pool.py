@@ -41,7 +41,7 @@ from router.ejection import Ejections, Trial
 from router.needs import Needs
 from router.policy import STALL_WEIGHT, STAY_SHARE, UNKNOWN_ANSWER_S, PolicyConfig, choose_plan
 from router.queue import QueuedRequest
-from router.request_events import Plan, WorkerKey
+from router.request_events import Plan, WorkerKey, WorkerPair
 from router.worker_handle import TakenRoom, WorkerHandle
 from router.worker_session import WorkerSession
 from rpc.channel import open_channel
@@ -229,8 +229,8 @@ class WorkerPool:
             prefill=[prefill_candidate(h, request) for h in prefill],
             decode=[decode_candidate(h, request) for h in decode],
             avoid=request.avoid,
-            are_apart=lambda plan: (
-                bool(self._ejections.troubles) and self._ejections.is_set_aside(_name_of(plan), now_s)
+            are_apart=lambda pair: (
+                bool(self._ejections.troubles) and self._ejections.is_set_aside(_name_of(pair), now_s)
             ),
             may_stay=request.waited_s >= STAY_SHARE * (request.answer_s or UNKNOWN_ANSWER_S),
         )
@@ -238,10 +238,8 @@ class WorkerPool:
 
     def _take_room(self, plan: Plan, request: QueuedRequest, now_s: float) -> TakenRoom:
         prefill = self._handles[plan.prefill] if plan.prefill is not None else None
-        names = [plan.decode.worker_id]
-        if plan.prefill is not None:
-            names += [plan.prefill.worker_id, _name_of(plan)]
-        trials = [self._ejections.begin(name, now_s) for name in names]
+        on_trial = [who for who in (plan.decode, plan.prefill, plan.pair) if who is not None]
+        trials = [self._ejections.begin(_name_of(who), now_s) for who in on_trial]
         decode_handle = self._handles[plan.decode]
         room = TakenRoom(
             decode_handle,
@@ -273,20 +271,20 @@ class WorkerPool:
         return sorted(worker_id for worker_id in worker_ids if self._ejections.is_ejected(worker_id))
 
     @property
-    def apart(self) -> list[Plan]:
+    def apart(self) -> list[WorkerPair]:
         """Pairs of workers here that are not used together, or only to try, because transfers between them failed."""
         prefill = [h.key for h in self.handles if h.record.role == ROLE_PREFILL]
         decode = [h.key for h in self.handles if h.record.role == ROLE_DECODE]
-        pairs = [Plan(d, p) for p in prefill for d in decode]
+        pairs = [WorkerPair(p, d) for p in prefill for d in decode]
         return [pair for pair in pairs if self._ejections.is_ejected(_name_of(pair))]
 
-    def note_success(self, who: WorkerKey | Plan, room: TakenRoom) -> None:
+    def note_success(self, who: WorkerKey | WorkerPair, room: TakenRoom) -> None:
         """The worker, or the pair, did its part of the attempt that `room` was taken for."""
         for trial in _trials_on(who, room):
             if trial.succeed():
                 _log.info("worker readmitted" if isinstance(who, WorkerKey) else "pair readmitted", extra=_extra(who))
 
-    def note_fault(self, who: WorkerKey | Plan, room: TakenRoom) -> None:
+    def note_fault(self, who: WorkerKey | WorkerPair, room: TakenRoom) -> None:
         """The attempt that `room` was taken for failed, and that is the fault of the worker, or of the pair. A worker
         that is leaving may fail: that is not counted."""
         handles = [self._handles.get(key) for key in _keys_of(who)]
@@ -299,7 +297,7 @@ class WorkerPool:
         pause_s = self._ejections.count_failure(handle.record.worker_id, self._now_s())
         self._log_ejection(handle.key, pause_s)
 
-    def _log_ejection(self, who: WorkerKey | Plan, pause_s: float | None) -> None:
+    def _log_ejection(self, who: WorkerKey | WorkerPair, pause_s: float | None) -> None:
         if pause_s is not None:
             message = "worker ejected" if isinstance(who, WorkerKey) else "pair kept apart, transfers fail"
             _log.warning(message, extra={**_extra(who), "pause_s": pause_s})
@@ -381,23 +379,22 @@ class WorkerPool:
         await handle.channel.close()
 
 
-def _keys_of(who: WorkerKey | Plan) -> list[WorkerKey]:
-    keys = [who] if isinstance(who, WorkerKey) else [who.prefill, who.decode]
-    return [key for key in keys if key is not None]
+def _keys_of(who: WorkerKey | WorkerPair) -> list[WorkerKey]:
+    return [who] if isinstance(who, WorkerKey) else [who.prefill, who.decode]
 
 
-def _name_of(who: WorkerKey | Plan) -> str:
+def _name_of(who: WorkerKey | WorkerPair) -> str:
     """To `Ejections`. A worker that is restarted is the same, a pair is another: it may be what the restart was for."""
     if isinstance(who, WorkerKey):
         return who.worker_id
     return " to ".join(f"{key.worker_id}/{key.incarnation}" for key in _keys_of(who))
 
 
-def _trials_on(who: WorkerKey | Plan, room: TakenRoom) -> list[Trial]:
+def _trials_on(who: WorkerKey | WorkerPair, room: TakenRoom) -> list[Trial]:
     return [trial for trial in room.trials if trial.name == _name_of(who)]
 
 
-def _extra(who: WorkerKey | Plan) -> dict[str, str]:
+def _extra(who: WorkerKey | WorkerPair) -> dict[str, str]:
     """For the log."""
     names = [key.worker_id for key in _keys_of(who)]
     return {"worker": names[0]} if isinstance(who, WorkerKey) else {"prefill": names[0], "decode": names[1]}

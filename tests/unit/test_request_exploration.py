@@ -39,6 +39,7 @@ from router.request_events import (
     Stopped,
     WorkerKey,
     WorkerLost,
+    WorkerPair,
     WorkerSaid,
     WorkerStalled,
 )
@@ -46,11 +47,11 @@ from router.request_state import Phase, RequestState
 from router.retry_budget import RetryBudget
 
 P, D = WorkerKey("p", "1"), WorkerKey("d", "1")
-PAIR = Plan(D, P)
+PAIR = WorkerPair(P, D)
 NUM_TOKENS = 3
 LENGTH = inference_pb.FINISH_REASON_LENGTH
 
-Deed: TypeAlias = tuple[WorkerKey | Plan, int]
+Deed: TypeAlias = tuple[WorkerKey | WorkerPair, int]
 """What a worker, or a pair of them, did in an attempt."""
 
 
@@ -134,7 +135,7 @@ def do(world: World, actions: list[Action]) -> None:
     assert (world.state.phase is Phase.DONE) == bool(world.ends)
 
 
-def note(world: World, who: WorkerKey | Plan, deserved: set[Deed]) -> None:
+def note(world: World, who: WorkerKey | WorkerPair, deserved: set[Deed]) -> None:
     deed = (who, world.state.attempt)
     assert deed in deserved, f"{deed} is said to have done what it did not"
     assert deed not in world.noted, "noted twice"

@@ -28,6 +28,7 @@ from router.request_events import (
     Stopped,
     WorkerKey,
     WorkerLost,
+    WorkerPair,
     WorkerSaid,
     WorkerStalled,
 )
@@ -122,7 +123,7 @@ def test_logprobs_of_the_prompt_come_with_the_first_token_alone() -> None:
 def test_disaggregated_from_queue_to_end() -> None:
     state = prefilling()
     assert emitted(state.on(tokens(P, 1, 0, 5))) == [(0, [5])]
-    assert state.on(said(P, 1, handed_over=pb.HandedOver())) == [NoteSuccess(P), NoteSuccess(Plan(D, P))]
+    assert state.on(said(P, 1, handed_over=pb.HandedOver())) == [NoteSuccess(P), NoteSuccess(WorkerPair(P, D))]
     assert state.phase is Phase.DECODING
     assert emitted(state.on(tokens(D, 1, 1, 6))) == [(1, [6])]
     actions = state.on(tokens(D, 1, 2, 7, finish=LENGTH))
@@ -353,7 +354,7 @@ def test_only_a_failure_of_its_own_is_held_against_a_worker(
 ) -> None:
     """And against the two together what may be either's: a transfer, which the prefill worker reports."""
     actions = prefilling().on(failed(worker, 1, code=code.value[0], can_retry=can_retry))
-    blamed = worker if is_fault else Plan(D, P) if can_retry and worker == P else None
+    blamed = worker if is_fault else WorkerPair(P, D) if can_retry and worker == P else None
     assert notes(actions) == ([NoteFault(blamed)] if blamed else [])
 
 
@@ -381,7 +382,7 @@ def test_a_lost_session_a_client_that_leaves_and_a_full_worker_are_nobodys_fault
 def test_success_is_a_prompt_handed_over_or_an_answer_completed() -> None:
     assert notes(settling().on(said(P, 1, handed_over=pb.HandedOver()))) == [
         NoteSuccess(P),
-        NoteSuccess(Plan(D, P)),
+        NoteSuccess(WorkerPair(P, D)),
         NoteSuccess(D),
     ]
     assert notes(settling().on(AccountOverdue())) == [NoteSuccess(D)]

@@ -16,7 +16,7 @@ from protos import tandem_worker_pb2 as pb
 from protos.tandem_kv_transfer_pb2 import Grant
 from router.ejection import FAILURES_TO_EJECT, PROBE_S, pause_of
 from router.queue import QueuedRequest
-from router.request_events import Plan, WorkerKey
+from router.request_events import WorkerKey, WorkerPair
 from router.retry_budget import CAPACITY
 from router.text.detokenizer import TextDelta
 from rpc.errors import NoWorker
@@ -200,7 +200,7 @@ async def test_a_prefill_worker_that_fails_or_cannot_hand_over_is_not_needed(cod
     """What is its own fault ejects it. If its transfers fail, it is kept apart from this decode worker alone."""
     bench = Bench(with_prefill=True)
 
-    def set_aside() -> tuple[list[str], list[Plan]]:
+    def set_aside() -> tuple[list[str], list[WorkerPair]]:
         return bench.pool.ejected, bench.pool.apart
 
     async def reserve(request_id: str) -> Asked:
@@ -215,7 +215,7 @@ async def test_a_prefill_worker_that_fails_or_cannot_hand_over_is_not_needed(cod
         bench.p.say(f"r{index}", 1, failed=pb.Failed(code=code, message="broken", can_retry=True))
         await settle()
         await asked.leave()
-    expected = (["p"], []) if code == INTERNAL else ([], [Plan(bench.decode.key, bench.p.key)])
+    expected = (["p"], []) if code == INTERNAL else ([], [WorkerPair(bench.p.key, bench.decode.key)])
     assert set_aside() == expected
     asked = bench.request("r")
     await settle()
