@@ -74,7 +74,7 @@ class ModelInfo:
     vocab_size: int
     """Of the model's embedding; the tokenizer may know fewer tokens."""
     eos_token_ids: frozenset[int]
-    has_chat_template: bool
+    has_chat_template: bool = False
     tool_call_parser: str = ""
     """How the model writes calls of tools (`router.text.tool_formats`). Empty: it is given none, `no_tools_because`."""
     no_tools_because: str = "it is not known how this model calls tools"
@@ -91,7 +91,8 @@ class ModelInfo:
 
     @classmethod
     def from_folder(cls, folder: str | Path, *, served_model_name: str = "") -> ModelInfo:
-        """Read `folder`'s config.json and generation_config.json. The name is the folder's where none is given.
+        """Read `folder`'s config.json and generation_config.json. The name is the folder's where none is given. Of
+        chats nothing is known yet (`with_chat`).
 
         Raises `ValueError` where config.json is missing or lacks what is needed, or a default is out of bounds.
         """
@@ -109,7 +110,6 @@ class ModelInfo:
             max_model_len=int(config.get("max_position_embeddings") or 0),
             vocab_size=vocab_size,
             eos_token_ids=_token_ids(config.get("eos_token_id")) | _token_ids(generation.get("eos_token_id")),
-            has_chat_template=ChatTemplate.from_folder(folder) is not None,
             defaults=GenerationDefaults.from_generation_config(generation),
         )
 

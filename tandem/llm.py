@@ -16,6 +16,7 @@ import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, fields
+from functools import cached_property
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -78,7 +79,6 @@ class LLM:
         """What computes; `stats` and `audit` may be asked of it."""
         folder = self.config.model.path
         self._tokenizer = Tokenizer.from_folder(folder)
-        self._chat_template = ChatTemplate.from_folder(folder)
         self._info = ModelInfo.from_folder(folder)
         self._defaults = self._info.defaults
         self._request_ids = count()
@@ -134,10 +134,7 @@ class LLM:
         """As `generate`, for one conversation or several, put through the model's chat template, or the one given as
         text. `tools`: what it tells the model of, in OpenAI's shape; calls of them are in the answers' text, and so is
         what the model thinks. `chat_template_kwargs`: variables for the template."""
-        template = self._chat_template
-        if chat_template is not None:
-            check_text("chat_template", chat_template)
-            template = ChatTemplate(chat_template, variables=self._tokenizer.special_tokens)
+        template = self._own_chat_template if chat_template is None else self._given_chat_template(chat_template)
         if template is None:
             raise ValueError(f"model {self.config.model.served_model_name!r} has no chat template: use generate")
         shown = self._tools(tools or (), template)
@@ -154,6 +151,15 @@ class LLM:
         return self._generate(prompts, sampling_params, use_tqdm, lora_request)
 
     # -- inside -------------------------------------------------------------------------------------------------
+
+    @cached_property
+    def _own_chat_template(self) -> ChatTemplate | None:
+        """The model's. Read for the first chat: it may be broken, and nobody chat."""
+        return ChatTemplate.from_folder(self.config.model.path)
+
+    def _given_chat_template(self, source: str) -> ChatTemplate:
+        check_text("chat_template", source)
+        return ChatTemplate(source, variables=self._tokenizer.special_tokens)
 
     def _tools(self, tools: Any, template: ChatTemplate) -> list[dict[str, Any]]:
         """As the template shows them, to the same model the same as a router's."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -68,3 +69,21 @@ def test_what_is_no_salt_is_named(llm: LLM, prompts: Any, complaint: str) -> Non
     with pytest.raises(ValueError) as raised:
         llm.generate(prompts, GREEDY)
     assert str(raised.value).startswith(complaint)
+
+
+def test_who_asks_for_no_chat_needs_no_template(model_folder: Path, tmp_path: Path) -> None:
+    """Or brings one of his own."""
+    for path in model_folder.glob("token*.json"):
+        (tmp_path / path.name).symlink_to(path)
+    shape = {
+        "architectures": ["LlamaForCausalLM"], "vocab_size": 49_152, "hidden_size": 48, "intermediate_size": 80,
+        "num_hidden_layers": 1, "num_attention_heads": 6, "max_position_embeddings": 64,
+    }  # fmt: skip
+    (tmp_path / "config.json").write_text(json.dumps(shape))
+    (tmp_path / "chat_template.jinja").write_text("{% if")
+    llm = LLM(tmp_path, load_format="dummy", num_kv_blocks=20, block_size=4, device="cpu")
+    one, messages = SamplingParams(max_tokens=1), [{"role": "user", "content": "Hi"}]
+    assert llm.generate("Hi", one)
+    assert llm.chat(messages, one, chat_template="{{ messages[0].content }}")
+    with pytest.raises(ValueError, match="chat template is broken"):
+        llm.chat(messages, one)

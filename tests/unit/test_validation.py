@@ -422,14 +422,12 @@ def write_model(folder: Path, config: dict[str, Any], generation: dict[str, Any]
 def test_model_info_is_read_from_the_folder_and_completed_by_a_worker(tmp_path: Path) -> None:
     config = {"max_position_embeddings": 8192, "vocab_size": 1000, "eos_token_id": 2}
     write_model(tmp_path, config, {"eos_token_id": [2, 7], "temperature": 0.6, "top_k": 50, "max_new_tokens": 64})
-    (tmp_path / "chat_template.jinja").write_text("x")
     info = ModelInfo.from_folder(tmp_path, served_model_name="smol")
     assert info == ModelInfo(
         served_model_name="smol",
         max_model_len=8192,
         vocab_size=1000,
         eos_token_ids=frozenset({2, 7}),
-        has_chat_template=True,
         defaults=GenerationDefaults(temperature=0.6, top_k=50, max_new_tokens=64),
     )
     assert ModelInfo.from_folder(tmp_path).served_model_name == tmp_path.name
@@ -438,7 +436,6 @@ def test_model_info_is_read_from_the_folder_and_completed_by_a_worker(tmp_path: 
     )
     served = info.with_worker(worker)
     assert (served.max_model_len, served.block_size, served.dtype) == (512, 16, "bfloat16")
-    worker.has_chat_template = True
     worker.default_sampling_params.CopyFrom(pb.SamplingParams(temperature=0.6, top_k=50, max_tokens=64))
     assert served.to_proto() == worker
     worker.lora_names.extend(["poet", "smol", "sql"])
