@@ -24,6 +24,7 @@ memory, so they attach to the grant first and the receiver quarantines what they
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -114,19 +115,21 @@ class Transport(Protocol):
     async def close(self) -> None: ...
 
 
-class Endpoint(Protocol):
+class Endpoint(ABC):
     """The receiving side of one way to move blocks, beside the RPCs."""
 
     name: str
     is_one_sided: bool
 
+    @abstractmethod
     def describe(self, response: pb.ConnectResponse) -> None:
         """Fill in `response.endpoint`."""
 
-    def enter_push(self) -> None:
+    def enter_push(self) -> None:  # noqa: B027 - most have nothing to do
         """A one-sided sender begins to write."""
 
-    def leave_push(self) -> None:
+    def leave_push(self) -> None:  # noqa: B027
         """It has ended, or is gone. Once for each `enter_push`."""
 
-    async def close(self) -> None: ...
+    async def close(self) -> None:  # noqa: B027
+        """Let go of what the endpoint has beside the pool."""

@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 import grpc
 from grpc.aio import Metadata
 
-from kv_transfer.base import GONE, MAX_CHUNK_BYTES, BlockWriter, Link
+from kv_transfer.base import GONE, MAX_CHUNK_BYTES, BlockWriter, Endpoint, Link
 from kv_transfer.control_link import ControlLink, OpenChannel
 from kv_transfer.errors import GrantGone, InvalidTransfer, errors_of_peer, readable
 from kv_transfer.pool import KVPool
@@ -26,7 +26,7 @@ MAX_BLOCK_MESSAGE_BYTES = 12 << 20
 """A block of one layer must fit one message."""
 
 
-class GrpcEndpoint:
+class GrpcEndpoint(Endpoint):
     """The receiving side: nothing but the RPCs. Raises `ValueError` where a block does not fit one message."""
 
     name = "grpc"
@@ -42,15 +42,6 @@ class GrpcEndpoint:
 
     def describe(self, response: pb.ConnectResponse) -> None:
         response.grpc.max_chunk_bytes = self._max_chunk_bytes
-
-    def enter_push(self) -> None:
-        raise AssertionError("two-sided")
-
-    def leave_push(self) -> None:
-        raise AssertionError("two-sided")
-
-    async def close(self) -> None:
-        pass
 
 
 class GrpcTransport:

@@ -10,7 +10,7 @@ import asyncio
 from functools import partial
 from pathlib import Path
 
-from kv_transfer.base import Link
+from kv_transfer.base import Endpoint, Link
 from kv_transfer.control_link import OpenChannel
 from kv_transfer.copy_agent import CopyAgent
 from kv_transfer.copy_link import CopyLink
@@ -25,8 +25,9 @@ nearly half of one: in eight launches an H100 pushed a gigabyte at 219 GB/s, in 
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 
-class IpcEndpoint:
-    """The receiving side: tells how its memory is opened. Raises `TransportMissing` where it cannot be."""
+class IpcEndpoint(Endpoint):
+    """The receiving side: tells how its memory is opened; writes need no more of it. Raises `TransportMissing` where it
+    cannot be."""
 
     name = "ipc"
     is_one_sided = True
@@ -37,15 +38,6 @@ class IpcEndpoint:
 
     def describe(self, response: pb.ConnectResponse) -> None:
         response.ipc.CopyFrom(self._endpoint)
-
-    def enter_push(self) -> None:
-        pass  # writes need no help of ours
-
-    def leave_push(self) -> None:
-        pass
-
-    async def close(self) -> None:
-        pass
 
 
 class IpcTransport:

@@ -9,14 +9,14 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Mapping, Sequence
 
-from kv_transfer.base import BlockWriter, Link
+from kv_transfer.base import BlockWriter, Endpoint, Link
 from kv_transfer.errors import GrantGone, PeerUnreachable
 from kv_transfer.pool import KVPool
 from kv_transfer.receiver import KVReceiver
 from protos import tandem_kv_transfer_pb2 as pb
 
 
-class LocalEndpoint:
+class LocalEndpoint(Endpoint):
     """The receiving side."""
 
     name = "local"
@@ -24,15 +24,6 @@ class LocalEndpoint:
 
     def describe(self, response: pb.ConnectResponse) -> None:
         response.grpc.max_chunk_bytes = 0
-
-    def enter_push(self) -> None:
-        raise AssertionError("two-sided")
-
-    def leave_push(self) -> None:
-        raise AssertionError("two-sided")
-
-    async def close(self) -> None:
-        pass
 
 
 class LocalTransport:

@@ -10,7 +10,7 @@ import asyncio
 
 import grpc
 
-from kv_transfer.base import MAX_AGENT_METADATA_BYTES, BlockWriter, Identity, Link
+from kv_transfer.base import MAX_AGENT_METADATA_BYTES, BlockWriter, Endpoint, Identity, Link
 from kv_transfer.control_link import ControlLink, OpenChannel
 from kv_transfer.errors import InvalidTransfer
 from kv_transfer.layout import KVLayout
@@ -22,7 +22,7 @@ from protos import tandem_kv_transfer_pb2 as pb
 MAX_DEVICES = 1 << 10
 
 
-class NixlEndpoint:
+class NixlEndpoint(Endpoint):
     """The receiving side: an agent that knows the pool, or one of each rank, and makes progress while somebody
     writes."""
 
