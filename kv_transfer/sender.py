@@ -155,9 +155,8 @@ class Push:
         self._dst_block_ids = list(grant.block_ids)
         self._lease_s = grant.lease_ms / 1000
         self._is_open = True
-        self._uses_link = True
         self._owes_word = True
-        """The receiver is still to be told how this ends."""
+        """The receiver is still to be told how this ends. Whoever has told it, or need not, gives the link back."""
         self._last_blocks: tuple[Sequence[int], Sequence[int]] = ((), ())
         """Ours and theirs, written last. Layers of a prompt have the same: as the same lists they compare at once."""
         self._num_posted = 0
@@ -208,7 +207,7 @@ class Push:
         try:
             await self._writer.stop()
         finally:
-            self._give_back()
+            self._sender.links.give_back(self._kept)
         num_cached = self.grant.num_cached_blocks
         return inference_pb.KVTransferStats(
             transport=self._sender.transport,
@@ -276,7 +275,7 @@ class Push:
 
     async def _send_abandon(self) -> None:
         if not self._link.is_one_sided:
-            self._give_back()
+            self._sender.links.give_back(self._kept)
             return  # the receiver checks every write, it waits for no word
         request = pb.AbandonRequest(
             grant_id=self.grant.grant_id, epoch=self.grant.epoch, incarnation=self.grant.incarnation
@@ -292,12 +291,6 @@ class Push:
                 error,
             )
         finally:
-            self._give_back()
-
-    def _give_back(self) -> None:
-        """The link: nothing is said over it any more. Once for each push, whichever way it ends."""
-        if self._uses_link:
-            self._uses_link = False
             self._sender.links.give_back(self._kept)
 
     def _post(self, layer: int, src_block_ids: Sequence[int], dst_block_ids: Sequence[int]) -> None:
