@@ -147,16 +147,12 @@ class Tokenizer:
         """Each as the vocabulary writes it; empty for an id that it lacks."""
         return [self._backend.id_to_token(token_id) or "" for token_id in token_ids]
 
-    def hides(self, text: str) -> bool:
-        """Whether `text` is a token that `skip_special_tokens` leaves out."""
-        return self._backend.token_to_id(text) in self.special_token_ids
-
     def added_ids(self, texts: Iterable[str]) -> dict[str, int]:
         """Ids of those of `texts` that are one token, added to those that other texts are cut into, special or not."""
         return {text: self._added[text] for text in texts if text in self._added}
 
     def hidden_ids(self, texts: Iterable[str]) -> frozenset[int]:
-        """Of those of `texts` that are such tokens."""
+        """Of those of `texts` that are tokens which `skip_special_tokens` leaves out."""
         return self.special_token_ids.intersection(map(self._backend.token_to_id, texts))
 
     def token_bytes(self, token_id: int) -> bytes:
