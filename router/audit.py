@@ -7,7 +7,7 @@ twice, with a wait between.
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Hashable, Sequence
 
 from router.lifecycle import Lifecycle
@@ -46,14 +46,19 @@ def _names(pool: WorkerPool, running: Sequence[Lifecycle]) -> dict[Hashable, str
 
 def _miscounted(pool: WorkerPool) -> dict[Hashable, str]:
     """Workers at which more or less is counted as planned than all rooms together have."""
-    planned: defaultdict[WorkerHandle, list[int]] = defaultdict(lambda: [0, 0])
+    planned: defaultdict[WorkerHandle, Counter[str]] = defaultdict(Counter)
     for room in pool.rooms:
-        for handle, num_blocks, num_tokens in room.taken():
-            planned[handle][0] += num_blocks
-            planned[handle][1] += num_tokens
-    return {
-        handle.key: f"{handle.record.worker_id} is counted as having {handle.num_planned_blocks} blocks and "
-        f"{handle.num_prefill_tokens} tokens planned, its requests have {planned[handle][0]} and {planned[handle][1]}"
+        for handle, what, num in room.taken():
+            planned[handle][what] += num
+    counted = {
+        handle: {"blocks": handle.num_planned_blocks, "sequences": handle.num_planned_seqs,
+                 "tokens": handle.num_prefill_tokens}
         for handle in pool.handles
-        if [handle.num_planned_blocks, handle.num_prefill_tokens] != planned[handle]
+    }  # fmt: skip
+    return {
+        (handle.key, what): f"{handle.record.worker_id} is counted as having {num} {what} planned, its requests have "
+        f"{planned[handle][what]}"
+        for handle, nums in counted.items()
+        for what, num in nums.items()
+        if num != planned[handle][what]
     }

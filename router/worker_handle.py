@@ -181,13 +181,13 @@ class TakenRoom:
         self.num_tokens_to_compute = self._prefiller.num_queued_tokens
         """At the worker that computes the prompt, with what is before it there."""
 
-    def taken(self) -> list[tuple[WorkerHandle, int, int]]:
-        """What this plan still counts as taken: worker, blocks, and tokens to be prefilled."""
+    def taken(self) -> list[tuple[WorkerHandle, str, int]]:
+        """What this plan still counts as taken: where, what of, and how many."""
         taken = []
         if self._decode is not None:
-            taken.append((self._decode, self._num_blocks, 0))
+            taken += [(self._decode, "blocks", self._num_blocks), (self._decode, "sequences", 1)]
         if self._prefiller is not None:
-            taken.append((self._prefiller, 0, self.num_tokens_to_prefill))
+            taken.append((self._prefiller, "tokens", self.num_tokens_to_prefill))
         return taken
 
     @property

@@ -102,7 +102,7 @@ async def test_room_that_is_taken_for_a_client_that_has_left_is_found() -> None:
     assert ownerless(bench) == [f"room on d for a prompt of {len(PROMPT)} tokens is nobody's"]
 
 
-@pytest.mark.parametrize("slip", ["num_planned_blocks", "num_prefill_tokens"])
+@pytest.mark.parametrize("slip", ["num_planned_blocks", "num_planned_seqs", "num_prefill_tokens"])
 async def test_counts_that_do_not_add_up_are_found(slip: str) -> None:
     bench = Bench()
     setattr(bench.decode, slip, 3)
