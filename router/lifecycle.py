@@ -115,11 +115,8 @@ class Lifecycle:
         self._events: asyncio.Queue[Event] = asyncio.Queue()
         self._commands = WorkerCommands(cluster.pool, self._events.put_nowait, asked)
         self._waiting: asyncio.Task[None] | None = None
-        self._last_plan: Plan | None = None
-        self._compat_digest = asked.resumption.compat_digest
-        """Of the decode worker of the last plan."""
         self.room: TakenRoom | None = None
-        """Of the running attempt."""
+        """Of the last attempt."""
         self._error: Exception | None = None
         """Which ended it."""
         self._num_failures = 0
@@ -176,6 +173,15 @@ class Lifecycle:
             return None
         num_blocks = (len(self._asked.prompt_token_ids) - 1) // handle.record.model.block_size
         return SharedPrefix(handle.key, num_blocks, num_blocks * handle.record.model.block_size)
+
+    @property
+    def _last_plan(self) -> Plan | None:
+        return None if self.room is None else self.room.plan
+
+    @property
+    def _compat_digest(self) -> str:
+        """Of the decode worker of the last plan, or of the one that began the answer before."""
+        return self._asked.resumption.compat_digest if self.room is None else self.room.compat_digest
 
     # -- doing what the state decides ---------------------------------------------------------------------------
 
@@ -264,8 +270,6 @@ class Lifecycle:
         finally:
             if not queue.has_line:
                 forecast.nobody_waits()
-        self._last_plan = self.room.plan
-        self._compat_digest = self.room.compat_digest
         self._events.put_nowait(Planned(self.room.plan))
 
     async def _cached_blocks(self, token_ids: list[int], shared: SharedPrefix | None) -> dict[WorkerKey, int]:
