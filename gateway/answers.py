@@ -97,7 +97,7 @@ class Style:
         if message.tool_calls:
             self._calling.add(index)
         finish_reason = None
-        if message.finish_reason != FinishReason.FINISH_REASON_UNSPECIFIED:
+        if message.finish_reason:
             reason = short_name(FinishReason.DESCRIPTOR, message.finish_reason)
             finish_reason = self._finish_reason(reason, index in self._calling)
         text, told = self._said(index, message.text, logprobs, message.prompt_logprobs)

@@ -80,7 +80,10 @@ class AnswersStream:
         """Returns `message`. Raises `StreamBroken`."""
         if message.sequence >= self._n:
             raise StreamBroken(f"request {message.request_id}: sequence {message.sequence} was not asked for")
-        return self._streams.setdefault(message.sequence, AnswerStream(message.sequence)).accept(message)
+        stream = self._streams.get(message.sequence)
+        if stream is None:
+            stream = self._streams[message.sequence] = AnswerStream(message.sequence)
+        return stream.accept(message)
 
     @property
     def has_ended(self) -> bool:
@@ -132,7 +135,7 @@ class AnswerStream:
             raise StreamBroken(f"request {message.request_id}: {wrong}")
         if message.HasField("usage"):
             self._end(message)
-        elif message.finish_reason != FinishReason.FINISH_REASON_UNSPECIFIED:
+        elif message.finish_reason:
             raise StreamBroken(f"request {message.request_id}: its end carries no usage")
         return message
 
@@ -145,7 +148,7 @@ class AnswerStream:
             raise StreamBroken(f"request {message.request_id}: logprobs came of other tokens than those of the answer")
 
     def _end(self, message: GenerateResponse) -> None:
-        if message.finish_reason == FinishReason.FINISH_REASON_UNSPECIFIED:
+        if not message.finish_reason:
             raise StreamBroken(f"request {message.request_id}: its end has no reason")
         if message.usage.completion_tokens != len(self._token_ids):
             raise StreamBroken(
