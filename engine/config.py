@@ -33,8 +33,8 @@ LEAST = {
     "prefill_batch_tokens": 0,
 }  # fmt: skip
 MAX_RANKS = 64
-MAX_THREADS = 1024
 MAX_STREAM_INTERVAL = 1024
+MAX_THREADS = 1024
 """What keeps threads together has a word for each on a stack, and a system has few enough for all its processes."""
 GIB = 1024**3
 
