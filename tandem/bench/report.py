@@ -170,6 +170,10 @@ def table(runs: Sequence[Run]) -> Table:
             (f"  {code}", *(str(s.errors.get(code, 0)) for s in summaries))
             for code in dict.fromkeys(code for s in summaries for code in s.errors)
         ),
+    ]
+    if any(run.num_unfinished for run in runs):
+        rows.append(("unfinished", *(str(run.num_unfinished) for run in runs)))
+    rows += [
         ("answers/s", *(f"{s.request_throughput:.2f}" for s in summaries)),
         ("output tokens/s", *(f"{s.output_throughput:.1f}" for s in summaries)),
         ("all tokens/s", *(f"{s.total_token_throughput:.1f}" for s in summaries)),

@@ -6,7 +6,7 @@ import asyncio
 import json
 import sys
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from textwrap import shorten
 from typing import TYPE_CHECKING, Any
@@ -42,14 +42,12 @@ def bench(is_json: bool, **flags: Any) -> None:
 
     Every answer's stream is checked. Latencies count from the moment a request was due. Refusals (429, 503,
     RESOURCE_EXHAUSTED) are counted apart from failures. Exit code 1 if nothing was answered, or an answer was not
-    exact.
+    exact. Ctrl-C ends it with what had ended, and exit code 130.
     """
     args = build(BenchArgs, flags)
     from tandem.bench.backends import ServerGone
     from tandem.bench.curve import run_bench
-    from tandem.bench.report import table, to_dict
     from tandem.bench.traces import TraceError
-    from tandem.tables import print_table
 
     if args.save_result:  # before a curve of an hour
         try:
@@ -63,18 +61,27 @@ def bench(is_json: bool, **flags: Any) -> None:
         raise click.ClickException(str(error)) from error
     except KeyboardInterrupt:
         tell("cancelled")
-        if args.save_result and interrupted and any(run.outcomes for run in interrupted[0].runs):
-            _keep(interrupted[0])
+        if interrupted and any(run.outcomes for run in interrupted[0].runs):
+            with suppress(BrokenPipeError):  # what reads it has had the same Ctrl-C
+                _hand_over(interrupted[0], is_json)
             tell(interrupted[0].problem)
         sys.exit(INTERRUPTED)
+    _hand_over(report, is_json)
+    if report.problem:
+        raise click.ClickException(report.problem)
+
+
+def _hand_over(report: Report, is_json: bool) -> None:
+    """Into files, if they are wanted, and then to stdout, which may have no reader any more."""
+    from tandem.bench.report import table, to_dict
+    from tandem.tables import print_table
+
+    if report.args.save_result:
+        _keep(report)
     if is_json:
         click.echo(json.dumps(to_dict(report)))
     else:
         print_table(table(report.runs))
-    if args.save_result:
-        _keep(report)
-    if report.problem:
-        raise click.ClickException(report.problem)
 
 
 def _keep(report: Report) -> None:

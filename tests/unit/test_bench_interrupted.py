@@ -76,25 +76,36 @@ async def test_what_had_ended_is_reported_and_the_rest_is_counted(server: tuple[
     assert report.good_rate == 90, "of the rates that were tried to the end"
 
 
+def bench(address: str, *more: str) -> list[str]:
+    """Three requests at once, and then as many again."""
+    return [
+        sys.executable, "-m", "tandem", "bench", "--address", address, "--request-rate", "inf,50", "--num-prompts", "3",
+        "--num-warmups", "0", "--random-output-len", "3", *more,
+    ]  # fmt: skip
+
+
+def kept_in(folder: Path) -> tuple[str, ...]:
+    return "--save-result", "--result-dir", str(folder), "--result-filename", "r.json"
+
+
 @pytest.mark.parametrize("num_answered", [0, 3])
-def test_ctrl_c_keeps_what_there_is(server: tuple[str, Scripted], tmp_path: Path, num_answered: int) -> None:
+def test_ctrl_c_shows_and_keeps_what_there_is(server: tuple[str, Scripted], tmp_path: Path, num_answered: int) -> None:
     address, scripted = server
     scripted.script = stuck = Stuck(scripted, num_answered)
-    command = [
-        sys.executable, "-m", "tandem", "bench", "--address", address, "--request-rate", "inf,50", "--num-prompts", "3",
-        "--num-warmups", "0", "--random-output-len", "3", "--save-result", "--result-dir", str(tmp_path),
-        "--result-filename", "r.json",
-    ]  # fmt: skip
+    command = bench(address, *kept_in(tmp_path))
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         assert stuck.is_stuck.wait(60)
         process.send_signal(signal.SIGINT)
         out, err = process.communicate(timeout=60)
-    assert (process.returncode, out) == (130, ""), err
+    assert process.returncode == 130, err
     said = err.splitlines()
     if not num_answered:
-        assert said[-1] == "cancelled"
+        assert (out, said[-1]) == ("", "cancelled")
         assert list(tmp_path.iterdir()) == []
         return
+    shown = [line.split() for line in out.splitlines()]
+    assert shown[0][-4:] == ["all", "at", "once", "50"]
+    assert [shown[1], shown[4]] == [["answered", "3", "0"], ["unfinished", "0", "3"]]
     assert said[-3] == "cancelled"
     assert said[-2].startswith(f"kept in {tmp_path}: r.json, r.csv, ")
     assert said[-1] == "interrupted (requests/s: 50): 0 of 3 had ended, only these count"
@@ -109,14 +120,12 @@ def test_ctrl_c_keeps_what_there_is_though_nobody_reads_what_it_says(
     """As in `tandem bench 2>&1 | tee log`, where it ends tee, too, and sooner."""
     address, scripted = server
     scripted.script = stuck = Stuck(scripted, num_answered=3)
-    command = [
-        sys.executable, "-m", "tandem", "bench", "--address", address, "--request-rate", "inf,50", "--num-prompts", "3",
-        "--num-warmups", "0", "--random-output-len", "3", "--save-result", "--result-dir", str(tmp_path),
-        "--result-filename", "r.json",
-    ]  # fmt: skip
-    with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE) as process:
+    command = bench(address, "--json", *kept_in(tmp_path))
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        assert process.stdout is not None
         assert process.stderr is not None
         assert stuck.is_stuck.wait(60)
+        process.stdout.close()
         process.stderr.close()
         process.send_signal(signal.SIGINT)
         assert process.wait(60) == 130
