@@ -5,8 +5,8 @@ Owns the reading of the environment and of the command line: nothing below an en
     click options <- options_of(dataclass)          defaults, help and environment variables shown in --help
     dataclass     <- build(dataclass, click's kwargs)   a ValueError becomes one sentence and exit code 2
 
-    run_until_signal(main): main(stop) runs ── SIGTERM or SIGINT ──> stop is set: main drains and returns ──> exit code
-                                            └─ second signal ──────> the process exits at once with 130
+    run_until_signal(main): main(stop) runs ── SIGTERM, SIGINT, SIGHUP ──> stop: main drains and returns ──> exit code
+                                            └─ second of the first two ──> the process exits at once with 130
 """
 
 from __future__ import annotations
@@ -194,11 +194,18 @@ def announce(address: str) -> None:
     sys.stdout.flush()
 
 
+def stop_signals() -> list[int]:
+    """What tells a process to leave: SIGHUP, too, which a closed terminal sends, but where nohup has it ignored."""
+    has_nohup = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+    return [signal.SIGINT, signal.SIGTERM, *([] if has_nohup else [signal.SIGHUP])]
+
+
 def run_until_signal(main: Callable[[asyncio.Event], Awaitable[int | None]]) -> int:
-    """Run `main(stop)` on a new event loop; SIGTERM and SIGINT set `stop`. Returns the process' exit code.
+    """Run `main(stop)` on a new event loop; `stop_signals` set `stop`. Returns the process' exit code.
 
     `main` returns it (None: 0). An address that cannot be bound ends with its sentence and 1, a bug with a logged
-    traceback and 1. A second signal ends the process at once with 130, even while the loop is busy.
+    traceback and 1. A second signal ends the process at once with 130, even while the loop is busy. SIGHUP is no first
+    and no second: a terminal that is closed sends it twice, and who ends a login sends SIGTERM as well.
     """
     return asyncio.run(_run(main))
 
@@ -212,12 +219,13 @@ async def _run(main: Callable[[asyncio.Event], Awaitable[int | None]]) -> int:
     # signal is sent.
     def on_signal(signum: int, frame: FrameType | None) -> None:
         nonlocal was_signalled
-        if was_signalled:
-            os._exit(130)
-        was_signalled = True
+        if signum != signal.SIGHUP:
+            if was_signalled:
+                os._exit(130)
+            was_signalled = True
         loop.call_soon_threadsafe(stop.set)
 
-    previous = {signum: signal.signal(signum, on_signal) for signum in (signal.SIGTERM, signal.SIGINT)}
+    previous = {signum: signal.signal(signum, on_signal) for signum in stop_signals()}
     try:
         return await main(stop) or 0
     except CannotListen as error:

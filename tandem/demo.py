@@ -7,7 +7,6 @@ decode worker's prefix cache already: only the rest is computed, and there.
 from __future__ import annotations
 
 import asyncio
-import signal
 import time
 from collections import deque
 from contextlib import aclosing, suppress
@@ -20,6 +19,7 @@ from engine.config import EngineArgs
 from protos.tandem_inference_pb2 import Mode, Timings
 from protos.tandem_worker_pb2 import ClusterAudit
 from router.policy import PolicyConfig
+from rpc.entrypoint import stop_signals
 from rpc.errors import TandemError
 from tandem.answer import Answer, AnswerStream, StreamBroken
 from tandem.client import AsyncClient
@@ -50,7 +50,7 @@ async def run_demo(*, prompt: str, transport: str, is_verbose: bool) -> int:
     demo = _Demo(prompt or QUESTION, transport, is_verbose)
     work = asyncio.create_task(demo.run())
     loop = asyncio.get_running_loop()
-    for number in (signal.SIGINT, signal.SIGTERM):
+    for number in stop_signals():
         loop.add_signal_handler(number, work.cancel)
     try:
         return await work

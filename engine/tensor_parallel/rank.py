@@ -40,7 +40,7 @@ def run_rank(
 ) -> int:
     """Until its engine ends. Returns the exit code. `on_loaded`: called before the first step."""
     _be_killed_with_engine()
-    for number in (signal.SIGINT, signal.SIGTERM):
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)  # meant for the engine's process, which lets running answers finish
     connection: Connection[bytes, bytes] = Connection(fd)
     threading.Thread(target=_end_with, args=(fd,), name="engine-watch", daemon=True).start()

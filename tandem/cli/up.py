@@ -16,7 +16,7 @@ from kv_transfer import TRANSPORTS
 from router.policy import PolicyConfig
 from router.text.reasoning import NONE, PARSERS
 from router.text.tool_formats import AUTO, FORMATS
-from rpc.entrypoint import LOG_LEVELS, build, options_of
+from rpc.entrypoint import LOG_LEVELS, build, options_of, stop_signals
 from tandem.cli.options import examples
 from tandem.cluster import Cluster, ClusterError
 from tandem.cluster_args import ClusterArgs
@@ -90,8 +90,9 @@ def up(context: click.Context, /, **options: Any) -> None:
 
     Prints one line, `ready grpc=HOST:PORT http=HOST:PORT`, to stdout once requests can be served; everything else goes
     to stderr. OpenAI's clients take http://HOST:PORT/v1 as their base URL; a browser finds a chat page at /.
-    A process that dies is started again. Ctrl-C or SIGTERM lets running streams finish and exits 0, or 1
-    where a process had to be killed; a second Ctrl-C does not wait. With --num-threads 0 the workers share the cores.
+    A process that dies is started again. Ctrl-C, SIGTERM or a closed terminal lets running streams finish and exits 0,
+    or 1 where a process had to be killed; a second Ctrl-C does not wait. With --num-threads 0 the workers share the
+    cores.
     """
     engine, policy = build(EngineArgs, options), build(PolicyConfig, options)
     if options["is_aggregated"] and _is_given(context, "num_prefill"):
@@ -134,14 +135,15 @@ async def _serve(args: ClusterArgs) -> list[str]:
     def on_any(number: int, _: FrameType | None) -> None:
         loop.call_soon_threadsafe(on_signal, number)
 
-    for number in (signal.SIGINT, signal.SIGTERM):
+    numbers = stop_signals()
+    for number in numbers:
         signal.signal(number, on_any)
     try:
         return await _run(cluster, stop)
     finally:
         # What comes now finds nothing left to stop, and this process has ended well. (A loop's own handlers would have
         # it killed.)
-        for number in (signal.SIGINT, signal.SIGTERM):
+        for number in numbers:
             signal.signal(number, signal.SIG_IGN)
 
 

@@ -146,7 +146,7 @@ def test_log_line() -> None:
 
 
 SERVICE = """
-import asyncio, sys, time
+import asyncio, os, signal, sys, time
 from rpc.entrypoint import announce, run_until_signal
 from rpc.server import Server
 
@@ -155,12 +155,19 @@ async def main(stop):
     announce(await server.start())
     if sys.argv[1] == "busy":
         while True: time.sleep(0.01)
+    if sys.argv[1] == "nohup":
+        os.kill(os.getpid(), signal.SIGHUP)
+        await asyncio.sleep(0)
+        return 4 if stop.is_set() else 3
     await stop.wait()
+    if sys.argv[1] == "hung up":
+        os.kill(os.getpid(), signal.SIGHUP)
+        os.kill(os.getpid(), signal.SIGTERM)
     if sys.argv[1] == "stuck":
         print("stopping", flush=True)
         await asyncio.Event().wait()
     await server.drain(1)
-    return 3 if sys.argv[1] == "three" else None
+    return 3 if sys.argv[1] in ("three", "hung up") else None
 
 sys.exit(run_until_signal(main))
 """
@@ -172,13 +179,27 @@ def start(kind: str, listen: str = "127.0.0.1:0") -> subprocess.Popen[str]:
     return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=env, cwd=ROOT)
 
 
-@pytest.mark.parametrize(("kind", "signum", "code"), [("zero", signal.SIGTERM, 0), ("three", signal.SIGINT, 3)])
+@pytest.mark.parametrize(
+    ("kind", "signum", "code"),
+    [("zero", signal.SIGTERM, 0), ("three", signal.SIGINT, 3), ("hung up", signal.SIGHUP, 3)],
+)
 def test_a_signal_lets_main_end(kind: str, signum: int, code: int) -> None:
     with start(kind) as process:
         assert process.stdout is not None
         assert process.stdout.readline().startswith("listening grpc=127.0.0.1:")
         process.send_signal(signum)
         assert process.wait(20) == code
+
+
+def test_a_hangup_is_nothing_to_what_is_told_not_to_mind_it() -> None:
+    """As nohup does."""
+    previous = signal.signal(signal.SIGHUP, signal.SIG_IGN)  # which children inherit
+    try:
+        process = start("nohup")
+    finally:
+        signal.signal(signal.SIGHUP, previous)
+    with process:
+        assert process.wait(20) == 3
 
 
 @pytest.mark.parametrize("kind", ["stuck", "busy"])
