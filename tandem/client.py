@@ -39,7 +39,7 @@ from tandem.messages import (
     profile_request,
     tokenize_request,
 )
-from tandem.resume import ResumableStream
+from tandem.resume import OnBroken, ResumableStream
 
 DEFAULT_ADDRESS = "127.0.0.1:50051"
 CONTROL_TIMEOUT_S = 10.0
@@ -67,11 +67,16 @@ class Client(ClientBase):
     """Blocking client of the router at `address`. Threads may share one."""
 
     def __init__(
-        self, address: str = DEFAULT_ADDRESS, *, tls: ClientTLS | None = None, resume_s: float = RESUME_S
+        self,
+        address: str = DEFAULT_ADDRESS,
+        *,
+        tls: ClientTLS | None = None,
+        resume_s: float = RESUME_S,
+        on_broken: OnBroken = lambda error, left_s: None,
     ) -> None:
         """`tls`: for a router that is served over TLS. `resume_s`: for how long a stream that broke after its first
-        token waits for a router that goes on with it; 0: not at all."""
-        super().__init__(address, resume_s=resume_s)
+        token waits for a router that goes on with it; 0: not at all. `on_broken` hears of each that begins to."""
+        super().__init__(address, resume_s=resume_s, on_broken=on_broken)
         self._use(open_blocking_channel(self._address, tls=tls))
 
     def generate(
@@ -220,10 +225,15 @@ class AsyncClient(ClientBase):
     in another one, `RuntimeError`."""
 
     def __init__(
-        self, address: str = DEFAULT_ADDRESS, *, tls: ClientTLS | None = None, resume_s: float = RESUME_S
+        self,
+        address: str = DEFAULT_ADDRESS,
+        *,
+        tls: ClientTLS | None = None,
+        resume_s: float = RESUME_S,
+        on_broken: OnBroken = lambda error, left_s: None,
     ) -> None:
         """As `Client`'s."""
-        super().__init__(address, resume_s=resume_s)
+        super().__init__(address, resume_s=resume_s, on_broken=on_broken)
         self._tls = tls
         self._loop: asyncio.AbstractEventLoop | None = None
 

@@ -17,7 +17,7 @@ from protos import tandem_inference_pb2_grpc, tandem_worker_pb2_grpc
 from rpc.errors import from_rpc_error, is_being_cancelled
 from rpc.server import split_address
 from tandem.checks import is_number
-from tandem.resume import ResumableStream
+from tandem.resume import OnBroken, ResumableStream
 
 MAX_TIMEOUT_S = 1e8
 """Three years: gRPC takes much longer ones for none at all."""
@@ -46,10 +46,11 @@ def checked_address(address: str) -> str:
 class ClientBase:
     """Owns no channel: whoever opens one hands it to `_use`."""
 
-    def __init__(self, address: str, *, resume_s: float) -> None:
+    def __init__(self, address: str, *, resume_s: float, on_broken: OnBroken) -> None:
         if not is_number(resume_s) or not resume_s >= 0:
             raise ValueError(f"resume_s: must be at least 0, is {resume_s!r:.80}")
         self._resume_s = resume_s
+        self._on_broken = on_broken
         self._address = checked_address(address)
         self._closed = threading.Event()
 
@@ -61,7 +62,9 @@ class ClientBase:
         self._health = health_pb2_grpc.HealthStub(channel)
 
     def _stream_of(self, request: pb.GenerateRequest, timeout_s: float | None) -> ResumableStream:
-        return ResumableStream(request, timeout_s=_timeout(timeout_s), resume_s=self._resume_s)
+        return ResumableStream(
+            request, timeout_s=_timeout(timeout_s), resume_s=self._resume_s, on_broken=self._on_broken
+        )
 
     @contextmanager
     def _errors_of_ours(self) -> Generator[None]:

@@ -33,6 +33,10 @@ NOT_YET = (*LOST, NoWorker, Overloaded, RequestExists)
 has not noticed yet that the stream broke."""
 
 
+OnBroken = Callable[[TandemError, float], None]
+"""(why a stream broke, for how many seconds at most it waits for a router now)."""
+
+
 class ResumableStream:
     """One request, through as many calls as it takes. `n` answers to it are checked as they come."""
 
@@ -42,6 +46,7 @@ class ResumableStream:
         *,
         timeout_s: float | None,
         resume_s: float,
+        on_broken: OnBroken = lambda error, left_s: None,
         now_s: Callable[[], float] = time.monotonic,
         jitter: Callable[[], float] = lambda: random.uniform(0.5, 1.0),
     ) -> None:
@@ -58,6 +63,7 @@ class ResumableStream:
         self._now_s = now_s
         self._jitter = jitter
         self._resume_s = resume_s
+        self._on_broken = on_broken
         self._deadline_s = None if timeout_s is None else now_s() + timeout_s
         self._broken_s: float | None = None
         """Since when nothing has come."""
@@ -112,17 +118,20 @@ class ResumableStream:
 
     def wait_s(self, error: TandemError) -> float:
         """How long to wait before the next call, after one ended with `error`. Raises it where there is none."""
+        now_s, has_just_broken = self._now_s(), self._broken_s is None
         if self._broken_s is None:
             if not self._may_go_on(error):
                 raise error
-            self._broken_s = self._now_s()
-        left_s = self._broken_s + self._resume_s - self._now_s()
+            self._broken_s = now_s
+        left_s = self._broken_s + self._resume_s - now_s
         if not isinstance(error, NOT_YET) or left_s <= 0:
             raise error
+        if self._deadline_s is not None:
+            left_s = min(left_s, max(0.0, self._deadline_s - now_s))
+        if has_just_broken:
+            self._on_broken(error, left_s)
         wait_s = max(self._wait_s, error.retry_after_s or 0.0) * self._jitter()
         self._wait_s = min(2 * self._wait_s, LAST_WAIT_S)
-        if self._deadline_s is not None:
-            left_s = min(left_s, max(0.0, self._deadline_s - self._now_s()))
         return min(wait_s, left_s)
 
     def _may_go_on(self, error: TandemError) -> bool:

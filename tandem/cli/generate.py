@@ -10,12 +10,14 @@ from typing import Any
 import click
 
 from protos.tandem_inference_pb2 import TokenLogprobs
+from rpc.errors import TandemError
 from rpc.tls import ClientTLS
 from tandem.cli.errors import readable_errors
 from tandem.cli.options import examples, json_option, no_nan, router_option, tls_option
 from tandem.client import Client
 from tandem.interrupts import INTERRUPTED
 from tandem.messages import Prompt, Sampling, generate_request
+from tandem.resume import OnBroken
 from tandem.stderr import tell
 from tandem.tables import logprobs_table, print_table
 from tandem.tools import CHOICES, CallsStream
@@ -133,7 +135,7 @@ def generate(
     except ValueError as error:
         raise click.UsageError(str(error)) from error
     try:
-        with readable_errors(address), Client(address, tls=tls) as client:
+        with readable_errors(address), Client(address, tls=tls, on_broken=_said(address, is_json)) as client:
             if is_json:
                 answer = client.generate(asked, model=model, timeout_s=timeout_s, **sampling)
                 click.echo(json.dumps(answer.to_dict(), ensure_ascii=False, indent=2))
@@ -142,6 +144,18 @@ def generate(
     except KeyboardInterrupt:
         tell("cancelled")
         sys.exit(INTERRUPTED)
+
+
+def _said(address: str, is_json: bool) -> OnBroken:
+    """For whoever watches an answer that stands still."""
+
+    def on_broken(error: TandemError, left_s: float) -> None:
+        if not is_json and sys.stdout and sys.stdout.isatty():  # in the middle of a line
+            tell("")
+        what = f"waiting up to {left_s:.0f} s for one that goes on with the answer"
+        tell(f"the router at {address} went away ({error.message}): {what}")
+
+    return on_broken
 
 
 def _read_schema(path: str) -> str:

@@ -33,6 +33,18 @@ def last(offset: int, num_tokens: int, text: str = "", finish_reason: pb.FinishR
 EXACT = [tokens(0, 10, text="a"), tokens(1, 11, 12, text="bc"), last(3, 3, text="d")]
 
 
+def breaking(request: pb.GenerateRequest, context: grpc.ServicerContext) -> Iterator[pb.GenerateResponse]:
+    """A script: the next message of EXACT, and then the router is gone."""
+    message = pb.GenerateResponse()
+    message.CopyFrom(EXACT[min(len(request.output_token_ids), 2)])
+    if message.HasField("usage"):
+        yield message
+        return
+    message.worker_kind = "k"
+    yield message
+    context.abort(grpc.StatusCode.UNAVAILABLE, "gone")
+
+
 class Scripted(tandem_inference_pb2_grpc.InferenceServicer):
     """Plays `script` for each request."""
 

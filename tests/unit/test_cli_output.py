@@ -14,6 +14,7 @@ import click
 import pytest
 from click.testing import CliRunner
 from prometheus_client import make_asgi_app
+from scripted_router import breaking, scripted_router
 
 from protos import tandem_inference_pb2 as pb
 from protos import tandem_worker_pb2 as worker_pb
@@ -208,6 +209,15 @@ def test_without_a_router_there_is_one_readable_line(command: list[str]) -> None
     assert result.stdout == ""
     assert len(result.stderr.splitlines()) == 1
     assert f"no router answers at {address}" in result.stderr
+
+
+def test_a_stream_that_breaks_says_what_it_waits_for() -> None:
+    with scripted_router() as (address, scripted):
+        scripted.script = breaking
+        result = CliRunner().invoke(main, ["generate", "hi", "--router", address, "--timeout-s", "9"])
+    assert (result.exit_code, result.stdout) == (0, "abcd\n")
+    line = f"the router at {address} went away (gone): waiting up to 9 s for one that goes on with the answer"
+    assert result.stderr.splitlines() == [line, line]
 
 
 @pytest.mark.parametrize("command", [["generate", "hello"], ["status"], ["bench", "--num-prompts", "1"]])

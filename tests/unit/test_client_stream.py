@@ -13,7 +13,7 @@ from typing import Any
 import grpc
 import numpy as np
 import pytest
-from scripted_router import EXACT, STOP, Scripted, last, scripted_router, tokens
+from scripted_router import EXACT, STOP, Scripted, breaking, last, scripted_router, tokens
 
 from protos import tandem_inference_pb2 as pb
 from rpc.errors import DETAILS_KEY, STATUS_CODES, InvalidRequest, Overloaded, Unreachable, to_status
@@ -284,13 +284,7 @@ async def test_both_clients_go_on_where_a_stream_broke(server: tuple[str, Script
 
     def script(request: pb.GenerateRequest, context: grpc.ServicerContext) -> Iterator[pb.GenerateResponse]:
         asked.append(request)
-        message = EXACT[min(len(request.output_token_ids), 2)]
-        if not message.HasField("usage"):
-            message = pb.GenerateResponse(offset=message.offset, token_ids=message.token_ids, text=message.text)
-            message.worker_kind = "k"
-        yield message
-        if not message.HasField("usage"):
-            context.abort(grpc.StatusCode.UNAVAILABLE, "gone")
+        return breaking(request, context)
 
     scripted.script = script
     with Client(address) as client:
