@@ -104,7 +104,8 @@ def describe_exit(returncode: int) -> str:
 class SupervisedProcess:
     """Keeps one process running from `start` to `stop`.
 
-    `on_line(name, line)` gets every line of its output, `on_event` what happens to it; both on the event loop.
+    `on_line(name, line)` gets every line of its output, `on_event` what happens to it; both on the event loop, which
+    tells what they raise.
     """
 
     def __init__(
@@ -122,8 +123,8 @@ class SupervisedProcess:
         self.pid = 0
         """Of the current run; 0 between runs."""
         self._policy = policy or RestartPolicy()
-        self._on_line = on_line
-        self._on_event = on_event
+        self._on_line = _told_by_loop(on_line, f"on_line of {spec.name}")
+        self._on_event = _told_by_loop(on_event, f"on_event of {spec.name}")
         self._changed = asyncio.Condition()
         self._stop_requested = asyncio.Event()
         self._kill_requested = asyncio.Event()
@@ -294,6 +295,18 @@ class SupervisedProcess:
             self.state = state
             self.pid = pid
             self._changed.notify_all()
+
+
+def _told_by_loop(listener: Callable[..., None], name: str) -> Callable[..., None]:
+    """`listener`, whose errors end nothing: a pipe that nobody reads any more stops the process that writes into it."""
+
+    def listen(*args: object) -> None:
+        try:
+            listener(*args)
+        except Exception as error:
+            asyncio.get_running_loop().call_exception_handler({"message": f"{name} failed", "exception": error})
+
+    return listen
 
 
 class _Streams(asyncio.subprocess.SubprocessStreamProtocol):

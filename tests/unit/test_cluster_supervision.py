@@ -236,6 +236,23 @@ async def test_a_chatty_process_is_heard_only_when_it_dies(supervise: Make, hear
     assert "chatter" in heard.deaths[0].tail
 
 
+async def test_whoever_hears_of_it_and_fails_ends_nothing(supervise: Make, heard: Heard) -> None:
+    """A pipe that nobody reads any more stops whoever writes into it."""
+    failures: list[str] = []
+    asyncio.get_running_loop().set_exception_handler(lambda _, context: failures.append(context["message"]))
+
+    def fail(*_: object) -> None:
+        raise OSError("no space left")
+
+    heard.on_line = heard.on_event = fail  # type: ignore[method-assign]
+    process = supervise(f"print('x' * {16 * MAX_LINE_BYTES}); {SERVE_AND_EXIT_CLEANLY}")
+    pid = await within(10, process.wait_running())
+    os.kill(pid, signal.SIGKILL)
+    await within(10, process.wait_running(unlike_pid=pid))
+    assert await within(10, process.stop(9)) == ""
+    assert set(failures) == {"on_line of worker failed", "on_event of worker failed"}
+
+
 def test_delays_grow_to_a_bound_and_start_at_none() -> None:
     policy = RestartPolicy(first_delay_s=0.5, max_delay_s=3)
     assert [policy.delay_s(n) for n in range(6)] == [0, 0.5, 1, 2, 3, 3]
