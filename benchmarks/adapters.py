@@ -27,12 +27,14 @@ if __name__ == "__main__":
     # Run as a file, this folder comes first on the path, and in it `engine.py` would pass for the package `engine`.
     sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
-from benchmarks.engine import new_prompt, timed_step
+from benchmarks.engine import check_batch, new_prompt, timed_step
+from benchmarks.flags import COUNT, Numbers, wrong_usage
 from benchmarks.machine import machine
 from engine.config import EngineArgs
 from engine.llm_engine import LLMEngine
 from engine.model_loader import create_engine_config, resolve_model
 from engine.sampling_params import SamplingParams
+from rpc.entrypoint import build
 
 _ids = count()
 CASES = ("without", "none asked for", "all ask for one", "spread")
@@ -65,13 +67,19 @@ def write_adapter(folder: Path, model: dict[str, Any], rank: int, seed: int) -> 
 @click.option("--model", default=EngineArgs.model, show_default=True, help="Model folder, GGUF file or name.")
 @click.option("--dtype", default="bfloat16", show_default=True)
 @click.option("--num-threads", default=0, show_default=True, help="Compute threads. 0: torch's default.")
-@click.option("--num-adapters", default=4, show_default=True)
-@click.option("--rank", default=16, show_default=True)
-@click.option("--batch-sizes", default="1,8,32", show_default=True, help="Of decode, with commas.")
-@click.option("--prompt-tokens", default="32,512", show_default=True, help="Of prefill, with commas.")
-@click.option("--context-tokens", default=32, show_default=True, help="Prompt length before decoding.")
-@click.option("--num-steps", default=120, show_default=True, help="Decode steps of each case and batch size.")
-@click.option("--num-prompts", default=15, show_default=True, help="Prompts of each case and length.")
+@click.option("--num-adapters", default=4, type=COUNT, show_default=True)
+@click.option("--rank", default=16, type=COUNT, show_default=True)
+@click.option("--batch-sizes", default="1,8,32", type=Numbers(), show_default=True, help="Of decode, with commas.")
+@click.option("--prompt-tokens", default="32,512", type=Numbers(), show_default=True, help="Of prefill, with commas.")
+@click.option("--context-tokens", default=32, type=COUNT, show_default=True, help="Prompt length before decoding.")
+@click.option(
+    "--num-steps",
+    default=120,
+    type=COUNT,
+    show_default=True,
+    help="Decode steps of each case and batch size.",
+)
+@click.option("--num-prompts", default=15, type=COUNT, show_default=True, help="Prompts of each case and length.")
 @click.option("--kv-cache-gib", default=0.25, show_default=True, help="Of each engine.")
 def main(
     model: str,
@@ -79,8 +87,8 @@ def main(
     num_threads: int,
     num_adapters: int,
     rank: int,
-    batch_sizes: str,
-    prompt_tokens: str,
+    batch_sizes: tuple[int, ...],
+    prompt_tokens: tuple[int, ...],
     context_tokens: int,
     num_steps: int,
     num_prompts: int,
@@ -90,13 +98,11 @@ def main(
     names = [f"a{number}" for number in range(num_adapters)]
 
     def engine_with(modules: str) -> LLMEngine:
-        args = EngineArgs(
-            model=model, dtype=dtype, num_threads=num_threads, kv_cache_gib=kv_cache_gib, lora_modules=modules,
-            max_itl_ms=0,
-        )  # fmt: skip
+        flags = {"model": model, "dtype": dtype, "num_threads": num_threads, "kv_cache_gib": kv_cache_gib}
+        args = build(EngineArgs, flags | {"lora_modules": modules, "max_itl_ms": 0})
         return LLMEngine(create_engine_config(args))
 
-    with tempfile.TemporaryDirectory() as scratch:
+    with tempfile.TemporaryDirectory() as scratch, wrong_usage():
         hf_config = json.loads((resolve_model(model) / "config.json").read_text())
         for seed, name in enumerate(names):
             write_adapter(Path(scratch) / name, hf_config, rank, seed)
@@ -111,9 +117,9 @@ def main(
         cells = (f"{row['tokens_per_s'][case]:>17.0f} ({row['ratio'][case]:.2f})" for case in CASES)
         click.echo(f"{phase:<8}{number:>4}" + "".join(cells))
 
-    for length in map(int, prompt_tokens.split(",")):
+    for length in prompt_tokens:
         note("prefill", length, time_prompts(engines, asked, length, num_prompts))
-    for batch_size in map(int, batch_sizes.split(",")):
+    for batch_size in batch_sizes:
         note("decode", batch_size, time_decoding(engines, asked, batch_size, context_tokens, num_steps))
     served = engines["without"].config.model.served_model_name
     summary = {"benchmark": "adapters", "model": served, "dtype": dtype, "rank": rank, "num_adapters": num_adapters}
@@ -153,7 +159,7 @@ def time_decoding(
         for case, engine in engines.items():
             seconds[case].append(timed_step(engine))
     for engine in engines.values():
-        assert engine.load().num_running == batch_size, "the pool is too small for the batch: raise --kv-cache-gib"
+        check_batch(engine, batch_size)
         while engine.has_unfinished_requests():
             engine.step()
     return seconds
@@ -162,7 +168,8 @@ def time_decoding(
 def ask(engine: LLMEngine, prompt_tokens: int, max_tokens: int, lora_name: str) -> None:
     prompt = new_prompt(prompt_tokens, engine.config.model.vocab_size)
     params = SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True)
-    engine.add_request(f"r{next(_ids)}", prompt, params, lora_name=lora_name)
+    with wrong_usage():  # longer than the model's context
+        engine.add_request(f"r{next(_ids)}", prompt, params, lora_name=lora_name)
 
 
 def _row(phase: str, number: int, seconds: Seconds) -> dict[str, Any]:

@@ -30,13 +30,15 @@ if __name__ == "__main__":
     # Run as a file, this folder comes first on the path, and in it this very file would pass for the package `engine`.
     sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
+from benchmarks.flags import COUNT, Numbers, wrong_usage
 from benchmarks.machine import machine
-from benchmarks.peers import PEERS, Case, PeerMissing, Rates
+from benchmarks.peers import PEERS, Case, Rates
 from benchmarks.report import save
 from engine.config import EngineArgs
 from engine.llm_engine import LLMEngine
 from engine.model_loader import create_engine_config
 from engine.sampling_params import SamplingParams
+from rpc.entrypoint import build
 
 _ids = count()
 
@@ -64,7 +66,8 @@ def new_prompt(num_tokens: int, vocab_size: int) -> list[int]:
 def add_request(engine: LLMEngine, prompt_tokens: int, max_tokens: int) -> None:
     prompt = new_prompt(prompt_tokens, engine.config.model.vocab_size)
     params = SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True)
-    engine.add_request(f"r{next(_ids)}", prompt, params)
+    with wrong_usage():  # longer than the model's context
+        engine.add_request(f"r{next(_ids)}", prompt, params)
 
 
 def timed_step(engine: LLMEngine) -> float:
@@ -91,10 +94,19 @@ def measure_decode(engine: LLMEngine, batch_size: int, prompt_tokens: int, num_s
         engine.step()
     engine.step()
     seconds = [timed_step(engine) for _ in range(num_steps)]
-    assert engine.load().num_running == batch_size, "the pool is too small for the batch: raise --kv-cache-gib"
+    check_batch(engine, batch_size)
     while engine.has_unfinished_requests():
         engine.step()
     return _result("decode", batch_size, prompt_tokens, seconds, batch_size)
+
+
+def check_batch(engine: LLMEngine, batch_size: int) -> None:
+    """Raises `click.UsageError` unless so many run together."""
+    most = engine.config.scheduler.max_num_seqs
+    if batch_size > most:
+        raise click.UsageError(f"--batch-sizes must be at most {most}, is {batch_size}")
+    if engine.load().num_running != batch_size:
+        raise click.UsageError(f"--batch-sizes: {batch_size} have no room in the pool: raise --kv-cache-gib")
 
 
 def _result(phase: str, batch_size: int, prompt_tokens: int, seconds: list[float], num_tokens: int) -> Result:
@@ -119,14 +131,14 @@ def _result(phase: str, batch_size: int, prompt_tokens: int, seconds: list[float
 @click.option("--model-impl", default=EngineArgs.model_impl, show_default=True, help="auto, tandem or transformers.")
 @click.option("--attention-backend", default=EngineArgs.attention_backend, show_default=True)
 @click.option("--num-threads", default=0, show_default=True, help="Compute threads. 0: torch's default.")
-@click.option("--batch-sizes", default="1,8,32,64", show_default=True, help="Of decode, with commas.")
-@click.option("--prompt-tokens", default="128,1024", show_default=True, help="Of prefill, with commas.")
-@click.option("--context-tokens", default=160, show_default=True, help="Prompt length before decoding.")
-@click.option("--num-steps", default=32, show_default=True, help="Decode steps measured per batch size.")
-@click.option("--num-prompts", default=5, show_default=True, help="Prompts measured per length.")
+@click.option("--batch-sizes", default="1,8,32,64", type=Numbers(), show_default=True, help="Of decode, with commas.")
+@click.option("--prompt-tokens", default="128,1024", type=Numbers(), show_default=True, help="Of prefill, with commas.")
+@click.option("--context-tokens", default=160, type=COUNT, show_default=True, help="Prompt length before decoding.")
+@click.option("--num-steps", default=32, type=COUNT, show_default=True, help="Decode steps measured per batch size.")
+@click.option("--num-prompts", default=5, type=COUNT, show_default=True, help="Prompts measured per length.")
 @click.option("--kv-cache-gib", default=2.0, show_default=True)
 @click.option("--against", default="", help="Peers to measure in turn, with commas: vllm, llama (see peers.py).")
-@click.option("--rounds", default=2, show_default=True, help="How often each is measured, with --against.")
+@click.option("--rounds", default=2, type=COUNT, show_default=True, help="How often each is measured, with --against.")
 @click.option("--json", "only_json", is_flag=True, help="Print the JSON line alone.")
 def main(
     model: str,
@@ -136,8 +148,8 @@ def main(
     model_impl: str,
     attention_backend: str,
     num_threads: int,
-    batch_sizes: str,
-    prompt_tokens: str,
+    batch_sizes: tuple[int, ...],
+    prompt_tokens: tuple[int, ...],
     context_tokens: int,
     num_steps: int,
     num_prompts: int,
@@ -149,8 +161,8 @@ def main(
     """Measure prefill and decode tokens per second of one engine."""
     if against:
         case = Case(
-            prompt_tokens=_numbers(prompt_tokens),
-            batch_sizes=_numbers(batch_sizes),
+            prompt_tokens=prompt_tokens,
+            batch_sizes=batch_sizes,
             context_tokens=context_tokens,
             num_steps=num_steps,
             num_prompts=num_prompts,
@@ -160,15 +172,17 @@ def main(
         flags = ["--model", model, "--dtype", dtype, "--quantization", quantization]
         compare(case, [name.strip() for name in against.split(",")], rounds, flags)
         return
-    try:
-        args = EngineArgs(
-            model=model, dtype=dtype, quantization=quantization, load_format=load_format, model_impl=model_impl,
-            attention_backend=attention_backend, num_threads=num_threads, kv_cache_gib=kv_cache_gib,
-            max_itl_ms=0,  # prefill or decode, never both
-        )  # fmt: skip
+    args = build(
+        EngineArgs,
+        {
+            "model": model, "dtype": dtype, "quantization": quantization, "load_format": load_format,
+            "model_impl": model_impl, "attention_backend": attention_backend, "num_threads": num_threads,
+            "kv_cache_gib": kv_cache_gib,
+            "max_itl_ms": 0,  # prefill or decode, never both
+        },
+    )  # fmt: skip
+    with wrong_usage():
         engine = LLMEngine(create_engine_config(args))
-    except ValueError as error:
-        raise click.ClickException(str(error)) from error
     results = []
 
     def note(result: Result) -> None:
@@ -182,17 +196,13 @@ def main(
 
     if not only_json:
         click.echo(f"{'phase':<8} {'batch':>5} {'prompt':>8} {'median ms':>11} {'tokens/s':>10} {'best':>10}")
-    for length in _numbers(prompt_tokens):
+    for length in prompt_tokens:
         note(measure_prefill(engine, length, num_prompts))
-    for batch_size in _numbers(batch_sizes):
+    for batch_size in batch_sizes:
         note(measure_decode(engine, batch_size, context_tokens, num_steps))
     summary = {"benchmark": "engine", "model": engine.config.model.served_model_name, "dtype": dtype}
     summary["quantization"] = quantization
     click.echo(json.dumps(summary | machine() | {"results": [asdict(result) for result in results]}))
-
-
-def _numbers(text: str) -> tuple[int, ...]:
-    return tuple(int(part) for part in text.split(","))
 
 
 # -- against others -------------------------------------------------------------------------------------------------
@@ -203,15 +213,18 @@ def compare(case: Case, names: list[str], rounds: int, flags: list[str]) -> None
     unknown = [name for name in names if name not in PEERS]
     if unknown:
         raise click.UsageError(f"--against: no such peer {', '.join(unknown)}; there are {', '.join(PEERS)}")
+    for name in names:
+        with wrong_usage(f"--against {name}"):
+            PEERS[name].files(case)  # before minutes of others
     measure: dict[str, Callable[[Case], Rates]] = {"tandem": lambda case: measure_tandem(case, flags)}
-    measure |= {name: PEERS[name] for name in names}
+    measure |= {name: PEERS[name].measure for name in names}
     rates: dict[str, list[Rates]] = {name: [] for name in measure}
     for number in range(rounds):
         for name, measure_one in measure.items():
             click.echo(f"round {number + 1} of {rounds}: {name}", err=True)
             try:
                 rates[name].append(measure_one(case))
-            except (PeerMissing, RuntimeError) as error:
+            except RuntimeError as error:
                 raise click.ClickException(f"{name}: {error}") from error
     rows = [_row(key, rates, names) for key in rates["tandem"][0]]
     click.echo(

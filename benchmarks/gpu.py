@@ -30,6 +30,7 @@ import torch
 if __name__ == "__main__":
     sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
+from benchmarks.flags import Positive, wrong_usage
 from benchmarks.gpu_parts import (
     against_vllm,
     attention,
@@ -111,7 +112,7 @@ def chosen_parts(only: str) -> list[Part]:
     default="",
     help=f"Parts, with commas, of: {', '.join(part.name for part in PARTS)}. Default: all but vllm and variants.",
 )
-@click.option("--budget-s", default=480.0, show_default=True, type=click.FloatRange(min=0, min_open=True),
+@click.option("--budget-s", default=480.0, show_default=True, type=Positive(),
               help="None runs beyond it, and none begins with less than a third of its time left.")  # fmt: skip
 @click.option("--results-dir", default=None, type=click.Path(file_okay=False, path_type=Path),
               help="Where results and logs are kept. Default: benchmarks/results; a toy's are not kept.")  # fmt: skip
@@ -123,7 +124,8 @@ def main(tiny: bool, only: str, budget_s: float, results_dir: Path | None) -> No
         raise click.ClickException("torch sees no GPU here; --tiny runs the script over a toy on the CPU")
     with TemporaryDirectory() as name:
         results = (results_dir or (Path(name) if tiny else RESULTS)).resolve()
-        results.mkdir(parents=True, exist_ok=True)
+        with wrong_usage("--results-dir"):
+            results.mkdir(parents=True, exist_ok=True)
         setting = Setting(device="cuda" if has_gpu else "cpu", is_tiny=tiny, results=results)
         found = run(parts, setting, budget_s, is_kept=not tiny or results_dir is not None)
     sys.exit(1 if any(result.is_bad for result in found) else 0)

@@ -25,17 +25,19 @@ import click
 if __name__ == "__main__":
     sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
+from benchmarks.flags import COUNT, Positive, wrong_usage
 from benchmarks.machine import machine
 from engine.config import EngineArgs
 from rpc.errors import DeadlinePassed, Overloaded, TandemError
 from tandem.bench.summary import percentile
 from tandem.client import AsyncClient
-from tandem.cluster import Cluster
+from tandem.cluster import Cluster, ClusterError
 from tandem.cluster_args import ClusterArgs
 from tandem.tables import Table, print_table
 
 ANSWERED, REFUSED, TIMED_OUT = "answered", "refused", "timed out"
 NUM_CLIENTS = 8
+MAX_MODEL_LEN = 4096
 RECOVERY_S = 3.0
 """After the overload, until clients are asked how it is again: what was let in is still being answered."""
 
@@ -162,14 +164,14 @@ async def measure(
 
 
 @click.command(context_settings={"help_option_names": ["-h", "--help"]})
-@click.option("--seconds", default=30.0, show_default=True, help="Of overload.")
-@click.option("--baseline-seconds", default=12.0, show_default=True, help="Before, and again after.")
-@click.option("--factor", default=10.0, show_default=True, help="Times the rate that can be served.")
-@click.option("--prompt-tokens", default=512, show_default=True)
-@click.option("--output-tokens", default=32, show_default=True)
-@click.option("--deadline-s", default=6.0, show_default=True)
-@click.option("--prefill", default=1, show_default=True, help="Prefill workers; 0: aggregated.")
-@click.option("--decode", default=1, show_default=True, help="Decode workers.")
+@click.option("--seconds", default=30.0, type=Positive(), show_default=True, help="Of overload.")
+@click.option("--baseline-seconds", default=12.0, type=Positive(), show_default=True, help="Before, and again after.")
+@click.option("--factor", default=10.0, type=Positive(), show_default=True, help="Times the rate that can be served.")
+@click.option("--prompt-tokens", default=512, type=COUNT, show_default=True)
+@click.option("--output-tokens", default=32, type=COUNT, show_default=True)
+@click.option("--deadline-s", default=6.0, type=Positive(), show_default=True)
+@click.option("--prefill", default=1, type=click.IntRange(0), show_default=True, help="Prefill workers; 0: aggregated.")
+@click.option("--decode", default=1, type=COUNT, show_default=True, help="Decode workers.")
 @click.option("--json", "only_json", is_flag=True, help="Print the JSON line alone.")
 def main(
     seconds: float,
@@ -183,16 +185,22 @@ def main(
     only_json: bool,
 ) -> None:
     """Measure goodput under many times the load that can be served."""
-    args = ClusterArgs(
-        engine=EngineArgs(max_model_len=4096, kv_cache_gib=0.5),
-        num_prefill=prefill or 1,
-        num_decode=decode,
-        is_aggregated=prefill == 0,
-        listen="127.0.0.1:0",
-        log_level="warning",
-    )
+    if prompt_tokens + output_tokens > MAX_MODEL_LEN:
+        raise click.UsageError(f"--prompt-tokens and --output-tokens must be at most {MAX_MODEL_LEN} together")
+    with wrong_usage():
+        args = ClusterArgs(
+            engine=EngineArgs(max_model_len=MAX_MODEL_LEN, kv_cache_gib=0.5),
+            num_prefill=prefill or 1,
+            num_decode=decode,
+            is_aggregated=prefill == 0,
+            listen="127.0.0.1:0",
+            log_level="warning",
+        )
     shape = Shape(prompt_tokens=prompt_tokens, output_tokens=output_tokens, deadline_s=deadline_s)
-    summary = asyncio.run(measure(args, shape, factor=factor, seconds=seconds, baseline_s=baseline_seconds))
+    try:
+        summary = asyncio.run(measure(args, shape, factor=factor, seconds=seconds, baseline_s=baseline_seconds))
+    except ClusterError as error:
+        raise click.ClickException(str(error)) from error
     if not only_json:
         columns = ("requests", ANSWERED, REFUSED, TIMED_OUT, "goodput_per_s", "p50_refusal_ms", "p99_refusal_ms")
         rows = [

@@ -59,12 +59,17 @@ def existing(name: str) -> Path:
     return path
 
 
-def measure_vllm(case: Case) -> Rates:
-    """Raises `PeerMissing`, `RuntimeError`."""
+def vllm_files(case: Case) -> tuple[Path, Path]:
+    """Python and model. Raises `PeerMissing`, `ValueError`."""
     if case.quantization != "none":
-        raise RuntimeError("vLLM takes weights in 8 bits on a CPU from checkpoints that have them; leave it out")
-    python = existing("vllm/bin/python")
-    arguments = asdict(case) | {"model": str(existing("smollm2"))}
+        raise ValueError("vLLM takes weights in 8 bits on a CPU from checkpoints that have them; leave it out")
+    return existing("vllm/bin/python"), existing("smollm2")
+
+
+def measure_vllm(case: Case) -> Rates:
+    """Raises `RuntimeError`, and what `vllm_files` does."""
+    python, model = vllm_files(case)
+    arguments = asdict(case) | {"model": str(model)}
     script = Path(__file__).with_name("vllm_engine.py")
     # -I: this repository's folders are not on vLLM's path.
     output = _run([str(python), "-I", str(script), json.dumps(arguments)], {"VLLM_CPU_KVCACHE_SPACE": "2"})
@@ -73,10 +78,17 @@ def measure_vllm(case: Case) -> Rates:
     return {(row["phase"], row["batch_size"], row["prompt_tokens"]): row["tokens_per_s"] for row in rows}
 
 
+def llama_files(case: Case) -> tuple[Path, Path]:
+    """Program and model. Raises `PeerMissing`, `ValueError`."""
+    if case.quantization not in GGUF_OF:
+        raise ValueError(f"llama.cpp has no weights for --quantization {case.quantization} here")
+    return existing("llama/vendor/llama.cpp/build/bin/llama-batched-bench"), existing(GGUF_OF[case.quantization])
+
+
 def measure_llama(case: Case) -> Rates:
-    """llama.cpp's own batched bench. Raises `PeerMissing`, `RuntimeError`."""
-    bench = str(existing("llama/vendor/llama.cpp/build/bin/llama-batched-bench"))
-    model, threads = str(existing(GGUF_OF[case.quantization])), str(case.num_threads)
+    """llama.cpp's own batched bench. Raises `RuntimeError`, and what `llama_files` does."""
+    bench, model = map(str, llama_files(case))
+    threads = str(case.num_threads)
 
     def run(prompts: tuple[int, ...], num_new: int, batches: tuple[int, ...]) -> list[dict[str, float]]:
         context = max(batches) * (max(prompts) + num_new)
@@ -96,7 +108,15 @@ def measure_llama(case: Case) -> Rates:
     return rates
 
 
-PEERS: dict[str, Callable[[Case], Rates]] = {"vllm": measure_vllm, "llama": measure_llama}
+@dataclass(frozen=True)
+class Peer:
+    files: Callable[[Case], tuple[Path, ...]]
+    """What it is made of. Raises `PeerMissing`, `ValueError`."""
+    measure: Callable[[Case], Rates]
+    """Raises `RuntimeError`, too."""
+
+
+PEERS = {"vllm": Peer(vllm_files, measure_vllm), "llama": Peer(llama_files, measure_llama)}
 
 
 def _run(command: list[str], env: dict[str, str]) -> str:

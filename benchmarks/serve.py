@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
 import re
 import sys
 from collections.abc import Callable
@@ -30,14 +31,16 @@ if __name__ == "__main__":
     sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
 from benchmarks import targets
+from benchmarks.flags import COUNT, Numbers, Positive, wrong_usage
 from benchmarks.machine import machine
 from benchmarks.report import save
 from kv_transfer import TRANSPORTS
 from tandem.bench.plots import plain_numbers
 from tandem.bench.run import run_load
 from tandem.bench.summary import GOOD_SHARE, Summary, max_good_rate, parse_goodput, summarise
-from tandem.bench.traces import Record, TraceError, read_trace, trace_workload
+from tandem.bench.traces import Record, read_trace, trace_workload
 from tandem.bench.workload import RandomShape, TokenSource, Workload, random_workload, warm_up_workload
+from tandem.cluster import ClusterError
 
 PERCENTILES = (50, 99)
 COLUMNS = {
@@ -54,13 +57,14 @@ COLUMNS = {
 
 
 def target_of(name: str) -> targets.Target:
-    """ "vllm", or an arrangement of Tandem: "1p1d", "2d", "1p1d-ipc"."""
+    """ "vllm", or an arrangement of Tandem: "1p1d", "2d", "1p1d-ipc". Raises `click.UsageError`."""
     if name == "vllm":
         return targets.vllm
     match = re.fullmatch(rf"(?:(\d+)p)?(\d+)d(?:-({'|'.join(TRANSPORTS)}))?", name)
     if match is None:
         raise click.UsageError(f"no such server: {name!r}; there are vllm, and 1p1d, 1p1d-ipc, 2d …")
-    return targets.tandem(num_prefill=int(match[1] or 0), num_decode=int(match[2]), transport=match[3] or "grpc")
+    with wrong_usage(name):
+        return targets.tandem(num_prefill=int(match[1] or 0), num_decode=int(match[2]), transport=match[3] or "grpc")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,12 +81,10 @@ class Traffic:
     def workload(self, rate: float, source: TokenSource) -> Workload:
         if not self.records:
             return random_workload(self.shape, source, rate=rate, count=self.num_requests)
-        try:
+        with wrong_usage("--trace"):
             workload = trace_workload(
                 self.records, source, length_factor=self.length_factor, rate=rate, max_total_len=self.max_total_len
             )
-        except TraceError as error:
-            raise click.ClickException(f"--trace: {error}") from error
         return replace(workload, request_rate=rate)
 
 
@@ -115,20 +117,36 @@ def row_of(name: str, summary: Summary) -> str:
 @click.command(context_settings={"help_option_names": ["-h", "--help"]})
 @click.option("--arrangements", default="1p1d", show_default=True, help="Of Tandem, with commas: 1p1d, 1p1d-ipc, 2d …")
 @click.option("--against", default="", help="vllm: measured in turn (see peers.py).")
-@click.option("--rates", default="2,4,inf", show_default=True, help="Requests per second, with commas.")
-@click.option("--requests", "num_requests", default=64, show_default=True, help="Per rate.")
-@click.option("--input-tokens", default=256, show_default=True)
-@click.option("--output-tokens", default=64, show_default=True)
+@click.option(
+    "--rates", default="2,4,inf", type=Numbers(float), show_default=True, help="Requests per second, with commas."
+)
+@click.option("--requests", "num_requests", default=64, type=COUNT, show_default=True, help="Per rate.")
+@click.option("--input-tokens", default=256, type=COUNT, show_default=True)
+@click.option("--output-tokens", default=64, type=COUNT, show_default=True)
 @click.option("--trace", "trace_path", default="", help="File of real traffic, instead of random prompts.")
-@click.option("--trace-length-factor", default=1.0, show_default=True, help="Multiplies all lengths of the trace.")
-@click.option("--trace-max-total-len", default=4000, show_default=True, help="Leave out what is longer, scaled.")
+@click.option(
+    "--trace-length-factor",
+    default=1.0,
+    type=Positive(),
+    show_default=True,
+    help="Multiplies all lengths of the trace.",
+)
+@click.option(
+    "--trace-max-total-len",
+    default=4000,
+    type=COUNT,
+    show_default=True,
+    help="Leave out what is longer, scaled.",
+)
 @click.option("--goodput", default="ttft:1000 tpot:50", show_default=True, help="What a good answer is, in ms.")
-@click.option("--rounds", default=1, show_default=True, help="How often each server is measured, in turn.")
-@click.option("--seed", default=1, show_default=True, help="Of the first rate; each has its own.")
+@click.option("--rounds", default=1, type=COUNT, show_default=True, help="How often each server is measured, in turn.")
+@click.option(
+    "--seed", default=1, type=click.IntRange(0), show_default=True, help="Of the first rate; each has its own."
+)
 def main(
     arrangements: str,
     against: str,
-    rates: str,
+    rates: tuple[float, ...],
     num_requests: int,
     input_tokens: int,
     output_tokens: int,
@@ -143,18 +161,24 @@ def main(
     names = [*arrangements.split(","), *(name for name in against.split(",") if name)]
     for name in names:
         target_of(name)
-    objectives = parse_goodput(goodput)
+    if "vllm" in names:
+        with wrong_usage("--against"):
+            targets.vllm_files()  # before an hour of others
+    with wrong_usage("--goodput"):
+        objectives = parse_goodput(goodput)
+    records: list[Record] = []
+    if trace_path:
+        with wrong_usage("--trace"):
+            records = read_trace(
+                Path(trace_path),
+                limit=num_requests,
+                length_factor=trace_length_factor,
+                max_total_len=trace_max_total_len,
+            )
     traffic = Traffic(
         num_requests=num_requests,
         shape=RandomShape(input_len=input_tokens, output_len=output_tokens),
-        records=read_trace(
-            Path(trace_path),
-            limit=num_requests,
-            length_factor=trace_length_factor,
-            max_total_len=trace_max_total_len,
-        )
-        if trace_path
-        else [],
+        records=records,
         length_factor=trace_length_factor,
         max_total_len=trace_max_total_len,
     )
@@ -162,12 +186,13 @@ def main(
     results: dict[str, list[Summary]] = {name: [] for name in names}
     seeds = count(seed * 1000)
     for _ in range(rounds):
-        sources = [TokenSource(seed=next(seeds)) for _ in rates.split(",")]
-        workloads = [
-            traffic.workload(float(rate), source) for source, rate in zip(sources, rates.split(","), strict=True)
-        ]
+        sources = [TokenSource(seed=next(seeds)) for _ in rates]
+        workloads = [traffic.workload(rate, source) for source, rate in zip(sources, rates, strict=True)]
         for name in names:
-            results[name] += asyncio.run(measure(name, workloads, sources[0], objectives))
+            try:
+                results[name] += asyncio.run(measure(name, workloads, sources[0], objectives))
+            except (ClusterError, RuntimeError) as error:
+                raise click.ClickException(f"{name}: {error}") from error
     what = f"{input_tokens} in, {output_tokens} out"
     if trace_path:
         what = f"{Path(trace_path).stem}, lengths x {trace_length_factor:g}"
@@ -189,7 +214,8 @@ def draw(figure: Any, what: str, results: dict[str, list[Summary]], objectives: 
     """Over the rate: p99 of the first token and of the gaps, and how many answers were good."""
 
     def p99(metric: str, summary: Summary) -> float:
-        return summary.spreads[metric].percentiles[99]
+        spread = summary.spreads.get(metric)
+        return spread.percentiles[99] if spread else math.nan  # answers of one token have no gaps
 
     panels: list[tuple[str, Callable[[Summary], float], float | None]] = [
         ("p99 TTFT, ms", lambda s: p99("ttft", s), objectives.get("ttft")),

@@ -22,6 +22,7 @@ if __name__ == "__main__":
     # Run as a file, this folder comes first on the path, and in it `engine.py` would pass for the package `engine`.
     sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
+from benchmarks.flags import COUNT, wrong_usage
 from benchmarks.machine import machine
 from benchmarks.report import keep, path_of
 from tandem import LLM, SamplingParams
@@ -156,12 +157,13 @@ def measure(plain: LLM, guessing: LLM, case: Case, num_rounds: int) -> Row:
 @click.command(context_settings={"help_option_names": ["-h", "--help"]})
 @click.option("--model", default="smollm2-135m-instruct", show_default=True)
 @click.option("--speculative-config", default='{"num_speculative_tokens": 4}', show_default=True)
-@click.option("--num-rounds", default=3, show_default=True, help="Of both in turn.")
+@click.option("--num-rounds", default=3, type=COUNT, show_default=True, help="Of both in turn.")
 @click.option("--json", "as_json", is_flag=True, help="The last line alone.")
 def main(model: str, speculative_config: str, num_rounds: int, as_json: bool) -> None:
     """What guessing ahead gains: the same requests with and without it, in turn."""
-    plain = LLM(model=model, enable_prefix_caching=False)
-    guessing = LLM(model=model, enable_prefix_caching=False, speculative_config=speculative_config)
+    with wrong_usage():
+        plain = LLM(model=model, enable_prefix_caching=False)
+        guessing = LLM(model=model, enable_prefix_caching=False, speculative_config=speculative_config)
     rows = []
     if not as_json:
         print(f"{'texts':26}{'temperature':>12}{'requests':>10}{'plain':>9}{'guessing':>10}{'ratio':>7}", end="")

@@ -12,6 +12,7 @@ import subprocess
 import tempfile
 from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from pathlib import Path
 from typing import IO
 
 import httpx2
@@ -29,19 +30,19 @@ Target = Callable[[], AbstractAsyncContextManager[Backend]]
 
 
 def tandem(*, num_prefill: int, num_decode: int, transport: str = "grpc", dtype: str = "bfloat16") -> Target:
-    """`num_prefill` = 0: aggregated."""
+    """`num_prefill` = 0: aggregated. Raises `ValueError`."""
+    args = ClusterArgs(
+        engine=EngineArgs(dtype=dtype, max_model_len=4096, max_num_seqs=64),
+        num_prefill=num_prefill or 1,
+        num_decode=num_decode,
+        is_aggregated=num_prefill == 0,
+        transport=transport,
+        listen="127.0.0.1:0",
+        log_level="warning",
+    )
 
     @asynccontextmanager
     async def target() -> AsyncIterator[Backend]:
-        args = ClusterArgs(
-            engine=EngineArgs(dtype=dtype, max_model_len=4096, max_num_seqs=64),
-            num_prefill=num_prefill or 1,
-            num_decode=num_decode,
-            is_aggregated=num_prefill == 0,
-            transport=transport,
-            listen="127.0.0.1:0",
-            log_level="warning",
-        )
         async with (
             Cluster(args, on_line=lambda *_: None, on_event=lambda _: None) as cluster,
             AsyncClient(cluster.router_address) as client,
@@ -51,14 +52,20 @@ def tandem(*, num_prefill: int, num_decode: int, transport: str = "grpc", dtype:
     return target
 
 
+def vllm_files() -> tuple[Path, Path]:
+    """Its program, and the model that it is given. Raises `PeerMissing`."""
+    return existing("vllm/bin/vllm"), existing("smollm2")
+
+
 @asynccontextmanager
 async def vllm() -> AsyncIterator[Backend]:
     """`vllm serve` with the settings that its CPU build is documented with, over OpenAI's HTTP API."""
+    program, model = vllm_files()
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     command = [
-        str(existing("vllm/bin/vllm")), "serve", str(existing("smollm2")),
+        str(program), "serve", str(model),
         "--dtype", "bfloat16", "--max-model-len", "4096", "--max-num-seqs", "64",
         "--host", "127.0.0.1", "--port", str(port), "--served-model-name", "smollm2",
     ]  # fmt: skip

@@ -415,7 +415,7 @@ def test_servers_side_by_side_play_no_trace_of_one_moment_at_a_rate(tmp_path: Pa
     path = tmp_path / "m.jsonl"
     path.write_text('{"timestamp": 5, "input_length": 9, "output_length": 3}\n' * 4)
     result = CliRunner().invoke(serve.main, ["--trace", str(path), "--rates", "1,inf"])
-    assert result.exit_code == 1
+    assert result.exit_code == 2
     assert "Error: --trace: all records chosen (4) come at one moment" in result.stderr
 
 

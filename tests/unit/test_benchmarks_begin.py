@@ -1,13 +1,16 @@
-"""Programs of benchmarks/ begin: what they import and read is there, and the servers that they are asked for."""
+"""Programs of benchmarks/ begin: what they import and read is there, and the servers that they are asked for. What they
+cannot do they say in a sentence."""
 
 from __future__ import annotations
 
+import importlib
 import subprocess
 import sys
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from click.testing import CliRunner
 
 from benchmarks import serve, speculation, transfer
 
@@ -31,3 +34,43 @@ def test_what_is_to_be_written_again_is_there_to_be_read() -> None:
 @pytest.mark.parametrize("name", ["1p1d", "1p1d-ipc", "2d", "vllm"])
 def test_servers_have_names(name: str) -> None:
     assert callable(serve.target_of(name))
+
+
+@pytest.mark.parametrize(
+    ("command", "sentence"),
+    [
+        ("serve --rates 1,x", "'--rates': must be numbers with commas between them, is '1,x'"),
+        ("serve --rates 2,0", "'--rates': must be more than 0, is '2,0'"),
+        ("serve --rates nan", "'--rates': must be more than 0, is 'nan'"),
+        ("serve --requests 0", "'--requests': 0 is not in the range x>=1."),
+        ("serve --output-tokens -5", "'--output-tokens': -5 is not in the range x>=1."),
+        ("serve --rounds 0", "'--rounds': 0 is not in the range x>=1."),
+        ("serve --seed -1", "'--seed': -1 is not in the range x>=0."),
+        ("serve --goodput fast", "--goodput: 'fast' is no objective: ttft:MS"),
+        ("serve --trace /nowhere", "--trace: [Errno 2] No such file or directory: '/nowhere'"),
+        ("serve --arrangements 1p1d,0d", "0d: --decode must be in [1, 64], is 0"),
+        ("serve --against vllm", "--against: nowhere/vllm/bin/vllm is not there: install the peer, or set PEERS_DIR"),
+        ("engine --model /nowhere", "model '/nowhere' is neither a folder, a .gguf file, a hub id"),
+        ("engine --dtype int3", "--dtype must be one of auto, float32,"),
+        ("engine --batch-sizes 1,1.5", "'--batch-sizes': must be numbers with commas between them, is '1,1.5'"),
+        ("engine --prompt-tokens 0", "'--prompt-tokens': must be more than 0, is '0'"),
+        ("engine --num-prompts -1", "'--num-prompts': -1 is not in the range x>=1."),
+        ("engine --against vllm", "--against vllm: nowhere/vllm/bin/python is not there"),
+        ("adapters --model /nowhere", "model '/nowhere' is neither"),
+        ("adapters --rank 0", "'--rank': 0 is not in the range x>=1."),
+        ("speculation --model /nowhere", "model '/nowhere' is neither"),
+        ("transfer --max-mib 0", "'--max-mib': 0 is not in the range x>=1."),
+        ("overload --seconds nan", "'--seconds': nan is no number"),
+        ("overload --factor 0", "'--factor': 0.0 is not in the range x>0"),
+        ("overload --decode 99", "--decode must be in [1, 64], is 99"),
+        ("overload --prompt-tokens 5000", "--prompt-tokens and --output-tokens must be at most 4096 together"),
+        ("gpu --only x", "--only: no part is called x"),
+        ("gpu --tiny --results-dir /proc/x", "--results-dir: [Errno 2] No such file or directory: '/proc/x'"),
+    ],
+)
+def test_wrong_usage_is_one_sentence(command: str, sentence: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PEERS_DIR", "nowhere")
+    name, *flags = command.split()
+    result = CliRunner().invoke(importlib.import_module(f"benchmarks.{name}").main, flags)
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert sentence in result.stderr.splitlines()[-1]
