@@ -215,8 +215,8 @@ def profile_table(profile: WorkerProfile, num_rows: int) -> Table:
 
 def print_table(table: Table) -> None:
     """To stdout: drawn on a terminal, plain otherwise."""
-    if not sys.stdout.isatty():
-        print(format_table(table))
+    if not (sys.stdout and sys.stdout.isatty()):  # or closed before the program began
+        print(format_table(table), flush=True)
         return
     from rich import box
     from rich.console import Console

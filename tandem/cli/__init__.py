@@ -11,6 +11,7 @@ import os
 # gRPC's core says on stderr, at INFO, what its connections do; it reads this when it is first imported.
 os.environ.setdefault("GRPC_VERBOSITY", "ERROR")
 
+import errno
 import importlib
 import sys
 from typing import Any
@@ -19,6 +20,7 @@ import click
 
 import tandem
 from tandem import interrupts
+from tandem.cli.stdout import give_up_stdout
 from tandem.stderr import tell
 
 COMMANDS = {
@@ -68,12 +70,20 @@ class _Commands(click.Group):
         return found
 
     def invoke(self, ctx: click.Context) -> Any:
-        """Of a command that does not do so itself; click's own exit code is 1."""
+        """Of a command that does not do so itself; click's own exit code of Ctrl-C is 1."""
         try:
-            return super().invoke(ctx)
+            result = super().invoke(ctx)
+            if sys.stdout:
+                sys.stdout.flush()  # here it can be said why that does not go
+            return result
         except KeyboardInterrupt:
             tell("cancelled")
             sys.exit(interrupts.INTERRUPTED)
+        except OSError as error:
+            if error.errno == errno.EPIPE:
+                raise  # nobody reads it any more, and click says nothing
+            give_up_stdout()
+            raise click.ClickException(str(error)) from error
 
 
 @click.group(

@@ -6,7 +6,7 @@ import asyncio
 import json
 import sys
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager, suppress
+from contextlib import asynccontextmanager
 from pathlib import Path
 from textwrap import shorten
 from typing import TYPE_CHECKING, Any
@@ -17,6 +17,7 @@ from rpc.entrypoint import build, options_of
 from tandem.bench.args import BenchArgs
 from tandem.bench.outcome import Progress
 from tandem.cli.options import examples, json_option
+from tandem.cli.stdout import give_up_stdout
 from tandem.interrupts import INTERRUPTED
 from tandem.stderr import tell
 
@@ -62,8 +63,10 @@ def bench(is_json: bool, **flags: Any) -> None:
     except KeyboardInterrupt:
         tell("cancelled")
         if interrupted and any(run.outcomes for run in interrupted[0].runs):
-            with suppress(BrokenPipeError):  # what reads it has had the same Ctrl-C
+            try:
                 _hand_over(interrupted[0], is_json)
+            except BrokenPipeError:  # what reads it has had the same Ctrl-C
+                give_up_stdout()
             tell(interrupted[0].problem)
         sys.exit(INTERRUPTED)
     _hand_over(report, is_json)

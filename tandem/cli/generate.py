@@ -111,7 +111,7 @@ def generate(
 
     Ctrl-C cancels the request on every worker.
     """
-    text = _text_of(sys.stdin.buffer.read(), "PROMPT: what stdin gives") if prompt == "-" else prompt
+    text = _text_of(_stdin(), "PROMPT: what stdin gives") if prompt == "-" else prompt
     sampling = Sampling(**{name: value for name, value in options.items() if value is not None})  # type: ignore[typeddict-item]
     if ignore_eos:
         sampling["ignore_eos"] = True
@@ -158,8 +158,12 @@ def _said(address: str, is_json: bool) -> OnBroken:
     return on_broken
 
 
+def _stdin() -> bytes:
+    return sys.stdin.buffer.read() if sys.stdin else b""  # closed before the program began
+
+
 def _read_schema(path: str) -> str:
-    data = sys.stdin.buffer.read() if path == "-" else Path(path).read_bytes()
+    data = _stdin() if path == "-" else Path(path).read_bytes()
     return _text_of(data, f"--json-schema: {path}").removeprefix("\ufeff")  # which editors of Windows put first
 
 

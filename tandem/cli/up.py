@@ -152,9 +152,8 @@ async def _run(cluster: Cluster, stop: asyncio.Event) -> list[str]:
     if not await _before(stop, cluster.start()):
         return []
     http = f" http={cluster.http_address}" if cluster.http_address else ""
-    click.echo(f"ready grpc={cluster.router_address}{http}")
-    sys.stdout.flush()
     try:
+        click.echo(f"ready grpc={cluster.router_address}{http}")
         await _before(stop, cluster.wait_failed())
     finally:
         problems = await cluster.stop()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -121,7 +122,8 @@ def test_ctrl_c_keeps_what_there_is_though_nobody_reads_what_it_says(
     address, scripted = server
     scripted.script = stuck = Stuck(scripted, num_answered=3)
     command = bench(address, "--json", *kept_in(tmp_path))
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=environment) as process:
         assert process.stdout is not None
         assert process.stderr is not None
         assert stuck.is_stuck.wait(60)

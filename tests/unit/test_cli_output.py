@@ -5,8 +5,11 @@ from __future__ import annotations
 import asyncio
 import importlib
 import json
+import os
 import re
 import socket
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +17,7 @@ import click
 import pytest
 from click.testing import CliRunner
 from prometheus_client import make_asgi_app
-from scripted_router import breaking, scripted_router
+from scripted_router import EXACT, breaking, scripted_router
 
 from protos import tandem_inference_pb2 as pb
 from protos import tandem_worker_pb2 as worker_pb
@@ -32,6 +35,7 @@ from tandem.tables import (
     format_table,
     hit_rate_text,
     logprobs_table,
+    print_table,
     router_line,
     status_table,
 )
@@ -280,6 +284,27 @@ def test_wrong_usage_exits_with_2_and_names_the_flag(command: list[str], message
     result = CliRunner().invoke(main, command)
     assert result.exit_code == 2
     assert message in result.stderr
+
+
+def test_stdin_and_stdout_that_are_closed_are_empty(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in `tandem … <&- >&-`, where Python has none."""
+    monkeypatch.setattr(sys, "stdin", None)
+    with pytest.raises(click.UsageError, match="PROMPT: must not be empty"):
+        main(["generate", "-"], standalone_mode=False)
+    monkeypatch.setattr(sys, "stdout", None)
+    print_table(Table(headers=("a",), rows=[("b",)]))
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="a disk that is full")
+def test_what_cannot_be_written_is_one_line() -> None:
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
+    with scripted_router() as (address, scripted), open("/dev/full", "w") as full:
+        scripted.script = lambda request, context: iter(EXACT)
+        command = [sys.executable, "-m", "tandem", "generate", "hi", "--router", address]
+        done = subprocess.run(
+            command, stdout=full, stderr=subprocess.PIPE, text=True, env=environment, timeout=60, check=False
+        )
+    assert (done.returncode, done.stderr) == (1, "Error: [Errno 28] No space left on device\n")
 
 
 def test_stdin_that_is_no_text_is_refused_with_the_place() -> None:
