@@ -22,7 +22,13 @@ GGUF_NAME = "SmolLM2-135M-Instruct.Q4_1.gguf"
 
 def fetch_default_model(download_dir: Path) -> Path:
     """Its folder, fetched and converted if it is not there. Raises `ValueError` that says what to do instead."""
-    return build_once(download_dir, DEFAULT_MODEL, _build)
+    try:
+        return build_once(download_dir, DEFAULT_MODEL, _build)
+    except OSError as error:
+        raise ValueError(
+            f"{DEFAULT_MODEL} cannot be kept: {download_dir} cannot be written: {error}. Set HOME to a folder that "
+            "can, or give --model FOLDER"
+        ) from error
 
 
 def _build(folder: Path) -> None:

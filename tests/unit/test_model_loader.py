@@ -439,6 +439,8 @@ def test_resolve(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(ValueError, match="file/cache cannot be written"):
         resolve_model(str(tmp_path / "broken.gguf"), download_dir=tmp_path / "file" / "cache")
+    with pytest.raises(ValueError, match=r"file/cache cannot be written: .*Set HOME to a folder that can, or give"):
+        fetch_default_model(tmp_path / "file" / "cache")
     assert not [path for path in (tmp_path / "cache").iterdir() if path.is_dir()]
 
 
