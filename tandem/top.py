@@ -82,7 +82,7 @@ def _workers(status: ClusterStatus, rates: dict[str, Rates]) -> Table:
         ("worker", "left"), ("role", "left"), ("runs", "right"), ("waits", "right"), ("prompt t/s", "right"),
         ("gen t/s", "right"), ("hits", "right"), ("KV in use", "left"), ("", "left"),
     ):  # fmt: skip
-        table.add_column(header, justify=justify)  # type: ignore[arg-type]
+        table.add_column(header, justify=justify, no_wrap=header == "worker")  # type: ignore[arg-type]
     for worker in sorted(status.workers, key=lambda worker: (worker.record.role, worker.record.worker_id)):
         record, load = worker.record, worker.record.load
         rate = rates.get(record.worker_id, Rates())

@@ -11,7 +11,7 @@ from rich.live import Live
 
 from rpc.tls import ClientTLS
 from tandem.cli.errors import readable_errors
-from tandem.cli.options import examples, router_option, tls_option
+from tandem.cli.options import examples, no_nan, router_option, tls_option
 from tandem.client import Client
 from tandem.top import Look, view
 
@@ -20,7 +20,14 @@ from tandem.top import Look, view
     short_help="Watch queue, workers, pools and rates live.",
     epilog=examples("tandem top", "tandem top --interval-s 5", "tandem top --count 2 > snapshot.txt"),
 )
-@click.option("--interval-s", type=click.FloatRange(0.1, 3600), default=1.0, show_default=True, help="Between looks.")
+@click.option(
+    "--interval-s",
+    type=click.FloatRange(0.1, 3600),
+    callback=no_nan,
+    default=1.0,
+    show_default=True,
+    help="Between looks.",
+)
 @click.option(
     "--count",
     type=click.IntRange(1),
@@ -35,21 +42,20 @@ def top(interval_s: float, count: int | None, address: str, tls: ClientTLS | Non
     Rates are of the time since the look before; hits are prompt tokens found in the worker's prefix cache.
     """
     console = Console()
-    is_drawn = console.is_terminal or count is not None  # by rich, which writes the last look alone into a file
     before: Look | None = None
     with (
         readable_errors(address),
         Client(address, tls=tls) as client,
-        Live(console=console, auto_refresh=False) if is_drawn else nullcontext() as live,
+        Live(console=console, auto_refresh=False) if console.is_terminal else nullcontext() as live,
     ):
         num_looks = 0
         while True:
-            now = Look(client.status(), time.monotonic())
-            if live is None:
-                console.print(view(before, now, address))
-            else:
+            now, num_looks = Look(client.status(), time.monotonic()), num_looks + 1
+            if live is not None:
                 live.update(view(before, now, address), refresh=True)
-            before, num_looks = now, num_looks + 1
-            if count is not None and num_looks >= count:
+            elif count is None or num_looks == count:
+                console.print(view(before, now, address))
+            if num_looks == count:
                 return
+            before = now
             time.sleep(interval_s)

@@ -274,6 +274,7 @@ async def test_a_port_of_http_is_told_from_a_router(command: list[str]) -> None:
         (["bench", "--dataset-name", "trace"], "--dataset-path must name the file of --dataset-name trace"),
         (["bench", "--dataset-path", "t.csv"], "--dataset-path goes with --dataset-name trace alone"),
         (["bench", "--num-prompts", "0"], "--num-prompts must be at least 1, is 0"),
+        (["top", "--interval-s", "nan"], "'--interval-s': nan is no number"),
         (["status", "--wrong"], "No such option"),
         (["status", "--router", "127.0.0.1:99999"], "with a port from 0 to 65535, not '127.0.0.1:99999'"),
         (["status", "--router", "http://127.0.0.1:80"], "HOST:PORT, without a scheme such as http://, not 'http://127"),

@@ -57,3 +57,11 @@ def test_the_screen_shows_queue_rates_pools_and_remarks() -> None:
     for part in ("here:1", "4 queued (900 tokens)", "generated 1,500 tokens/s", "1 (77 t)", "50 %", "ejected",
                  "2 blocks repaired", "unreachable: decode-2"):  # fmt: skip
         assert part in text, part
+
+
+def test_a_narrow_screen_still_tells_workers_apart() -> None:
+    console = Console(width=40, record=True, force_terminal=False)
+    console.print(view(None, look(0, worker("decode-1"), worker("decode-2")), "here:1"))
+    text = console.export_text()
+    assert "decode-1" in text
+    assert "decode-2" in text
