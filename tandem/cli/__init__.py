@@ -14,6 +14,7 @@ os.environ.setdefault("GRPC_VERBOSITY", "ERROR")
 import errno
 import importlib
 import sys
+from io import TextIOWrapper
 from typing import Any
 
 import click
@@ -97,3 +98,5 @@ class _Commands(click.Group):
 @click.version_option(tandem.__version__, prog_name="tandem")
 def main() -> None:
     """Serve large language models with prefill and decode on different machines."""
+    if isinstance(sys.stdout, TextIOWrapper) and sys.stdout.errors == "strict":
+        sys.stdout.reconfigure(errors="replace")  # a terminal that is not UTF-8 has no letters for all that is said

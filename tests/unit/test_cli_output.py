@@ -17,7 +17,7 @@ import click
 import pytest
 from click.testing import CliRunner
 from prometheus_client import make_asgi_app
-from scripted_router import EXACT, breaking, scripted_router
+from scripted_router import EXACT, breaking, last, scripted_router, tokens
 
 from protos import tandem_inference_pb2 as pb
 from protos import tandem_worker_pb2 as worker_pb
@@ -306,6 +306,13 @@ def test_what_cannot_be_written_is_one_line() -> None:
             command, stdout=full, stderr=subprocess.PIPE, text=True, env=environment, timeout=60, check=False
         )
     assert (done.returncode, done.stderr) == (1, "Error: [Errno 28] No space left on device\n")
+
+
+def test_what_a_terminal_has_no_letters_for_is_no_error() -> None:
+    with scripted_router() as (address, scripted):
+        scripted.script = lambda request, context: iter([tokens(0, 1, text="caf\xe9 \u2615"), last(1, 1)])
+        result = CliRunner(charset="latin-1").invoke(main, ["generate", "hi", "--router", address])
+    assert (result.exit_code, result.stdout) == (0, "caf\xe9 ?\n"), result.exception
 
 
 def test_stdin_that_is_no_text_is_refused_with_the_place() -> None:
