@@ -26,6 +26,7 @@ import httpx2
 if __name__ == "__main__":
     sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
+from benchmarks.flags import COUNT, wrong_usage
 from benchmarks.machine import machine
 from engine.config import EngineArgs
 from engine.model_loader import resolve_model
@@ -126,13 +127,14 @@ async def measure(num_streams: int, num_tokens: int, stream_interval: int) -> li
 
 
 @click.command(context_settings={"help_option_names": ["-h", "--help"]})
-@click.option("--streams", type=click.IntRange(min=1), default=64, show_default=True, help="At once.")
-@click.option("--tokens", type=click.IntRange(min=2), default=400, show_default=True, help="Of each answer.")
-@click.option("--stream-interval", type=int, default=1, show_default=True, help="Tokens told at a time.")
+@click.option("--streams", type=COUNT, default=64, show_default=True, help="At once.")
+@click.option("--tokens", type=click.IntRange(2), default=400, show_default=True, help="Of each answer.")
+@click.option("--stream-interval", type=COUNT, default=1, show_default=True, help="Tokens told at a time.")
 @click.option("--json", "only_json", is_flag=True, help="Print the JSON line alone.")
 def main(streams: int, tokens: int, stream_interval: int, only_json: bool) -> None:
     """Measure what a token costs the processes that it passes through."""
-    found = asyncio.run(measure(streams, tokens, stream_interval))
+    with wrong_usage():
+        found = asyncio.run(measure(streams, tokens, stream_interval))
     if not only_json:
         names = tuple(found[0]["us_per_token"])
         headers = ("way", ">tokens/s", ">tokens/message", *(f">{name}, us/token" for name in names))

@@ -398,7 +398,7 @@ def test_every_engine_setting_reaches_the_worker(monkeypatch: pytest.MonkeyPatch
         tensor_parallel_size=2,
         lora_modules="sql=/adapters/sql",
         num_kv_blocks=5, kv_cache_gib=0.5, gpu_memory_utilization=0.5, enable_prefix_caching=False, max_num_seqs=6,
-        max_num_batched_tokens=7, prefill_chunk_tokens=8, prefill_batch_tokens=6, max_itl_ms=3.0,
+        max_num_batched_tokens=7, prefill_chunk_tokens=8, prefill_batch_tokens=6, max_itl_ms=3.0, stream_interval=2,
         async_scheduling=False, device="cpu", num_threads=9, attention_backend="torch", enforce_eager=True,
         max_seq_len_to_capture=77, batch_invariant=True,
         quantization="int8", kv_cache_dtype="fp8", model_impl="tandem",
