@@ -44,7 +44,7 @@ from router.queue import QueuedRequest
 from router.request_events import Plan, WorkerKey, WorkerPair
 from router.worker_handle import TakenRoom, WorkerHandle
 from router.worker_session import WorkerSession
-from rpc.channel import open_channel
+from rpc.channel import SESSION_READ_AHEAD_BYTES, open_channel
 from rpc.tls import ClientTLS
 
 _log = logging.getLogger(__name__)
@@ -184,7 +184,9 @@ class WorkerPool:
         for key, record in by_key.items():
             handle = self._handles.get(key)
             if handle is None:
-                self._handles[key] = handle = WorkerHandle(record, open_channel(record.address, tls=self._tls))
+                self._handles[key] = handle = WorkerHandle(
+                    record, open_channel(record.address, tls=self._tls, read_ahead_bytes=SESSION_READ_AHEAD_BYTES)
+                )
                 self._connect(handle)
             else:
                 handle.record = record

@@ -13,7 +13,7 @@ import pytest
 
 from protos import tandem_worker_pb2 as pb
 from protos import tandem_worker_pb2_grpc as worker_grpc
-from rpc.channel import open_channel
+from rpc.channel import SESSION_READ_AHEAD_BYTES, open_channel
 from rpc.errors import Incompatible, InvalidRequest, LeaseGone, rpc_errors_as_tandem_errors
 from rpc.server import Server
 from rpc.session import PROTOCOL_VERSION, EventOutbox, check_hello, run_session
@@ -49,7 +49,7 @@ class Worker:
 async def session(lease_ms: int = 60_000) -> AsyncIterator[tuple[Worker, Any]]:
     worker, server = Worker(lease_ms), Server("127.0.0.1:0")
     server.add(worker_grpc.add_DecodeServicer_to_server, worker, "tandem.v1.Decode")
-    channel = open_channel(await server.start())
+    channel = open_channel(await server.start(), read_ahead_bytes=SESSION_READ_AHEAD_BYTES)
     try:
         async with asyncio.timeout(TIMEOUT_S):
             yield worker, worker_grpc.DecodeStub(channel).Session()
@@ -66,6 +66,28 @@ def hello(incarnation: str = "i1", version: int = PROTOCOL_VERSION) -> pb.Decode
 
 def reserve(request_id: str) -> pb.DecodeCommand:
     return pb.DecodeCommand(reserve=pb.EngineRequest(request_id=request_id))
+
+
+async def test_a_router_that_reads_slowly_is_not_far_behind() -> None:
+    """What it has not read waits where it goes into fewer messages. In gRPC's buffers, which grow to megabytes if they
+    may, it would stay a message for each step, and a router that is behind would fall further behind for seconds."""
+    num_steps, num_seqs = 500, 64
+    async with session() as (worker, stream):
+        await stream.write(hello())
+        num_read = 0
+        for step in range(num_steps):
+            worker.outbox.post(
+                pb.WorkerEvent(request_id=f"{seq:040}", tokens=pb.Tokens(index=step, token_ids=[7]))
+                for seq in range(num_seqs)
+            )
+            await asyncio.sleep(0.002)  # a step's time
+            if step % 4 == 3:
+                num_read += len((await stream.read()).events)
+        assert num_steps - num_read / num_seqs < 20
+        while num_read < num_steps * num_seqs:
+            num_read += len((await stream.read()).events)
+        await stream.done_writing()
+        assert await stream.read() is grpc.aio.EOF
 
 
 async def test_events_come_while_commands_go() -> None:

@@ -63,8 +63,8 @@ class OneWorker:
         )
         self.restart("1")
 
-    def _open_channel(self, _: str, tls: object) -> Channel:
-        del tls
+    def _open_channel(self, _: str, **options: object) -> Channel:
+        del options
         self.channels.append(Channel())
         return self.channels[-1]
 
