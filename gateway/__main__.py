@@ -18,8 +18,8 @@ from rpc.entrypoint import build, options_of, run_until_signal, setup_logging
 def main(**flags: Any) -> None:
     """Serve OpenAI's HTTP API until SIGTERM, which lets running requests finish.
 
-    /v1/completions, /v1/chat/completions, /v1/responses, /v1/models, a chat page at /, /health, /metrics. Once it
-    listens it prints one line, "listening http=HOST:PORT". Any number of gateways may stand before a router.
+    /v1/completions, /v1/chat/completions, /v1/responses, /v1/models, a chat page at /, /health, /load, /metrics. Once
+    it listens it prints one line, "listening http=HOST:PORT". Any number of gateways may stand before a router.
 
     Example: python -m gateway --router 127.0.0.1:50051 --listen 0.0.0.0:8000
     """

@@ -84,6 +84,8 @@ def create_app(
         ("/v1/models", gateway.models),
         ("/v1/models/{model:path}", gateway.model),
         ("/health", gateway.health),
+        ("/ping", gateway.health),
+        ("/load", gateway.load),
         ("/version", gateway.version),
         ("/metrics", gateway.scrape),
         ("/", gateway.page),
@@ -149,6 +151,8 @@ class Gateway:
         self._max_body_bytes = max_body_bytes
         self._started_s = int(time.time())
         self._metrics = Metrics()
+        self._running: set[Run] = set()
+        """That wait for their answers, or whose streams have not ended."""
 
     # -- generating ---------------------------------------------------------------------------------------------
 
@@ -169,7 +173,7 @@ class Gateway:
         """`rendering_of` a run, its body and the model's name: how the answer looks."""
         body = body_type.read(await self._read(request))
         model = body.model or (await self._client.model_info()).model
-        run = Run(self._client, body, request, self._leaving)
+        run = Run(self._client, body, request, self._leaving, self._running)
         rendering = rendering_of(run, body, model)
         if not body.stream:
             content = await while_connected(request.receive, rendering.whole())
@@ -240,6 +244,10 @@ class Gateway:
         except TandemError as error:
             return _refuse(refusal_of(error), {})
         return Response(status_code=200 if is_serving else 503)
+
+    async def load(self) -> Response:
+        """vLLM's: how many requests are being answered here."""
+        return JSONResponse({"server_load": len(self._running)})
 
     async def version(self) -> Response:
         return JSONResponse({"version": __version__})

@@ -28,10 +28,14 @@ MAX_PROMPT_NUMBERS = 262_144
 class Run:
     """One HTTP request's prompts at the router. Raises what the client raises."""
 
-    def __init__(self, client: AsyncClient, body: Asked, request: Request, leaving: asyncio.Event) -> None:
-        """Raises `InvalidRequest` for a useless header, and for too many choices."""
+    def __init__(
+        self, client: AsyncClient, body: Asked, request: Request, leaving: asyncio.Event, running: set[Run]
+    ) -> None:
+        """`running`: it is among them while its messages are read. Raises `InvalidRequest` for a useless header, and
+        for too many choices."""
         self._client = client
         self._leaving = leaving
+        self._running = running
         self._body = body
         self.prompts = body.prompts()
         self.n = body.num_answers
@@ -70,6 +74,7 @@ class Run:
         self, streams: list[AsyncGenerator[GenerateResponse, None]]
     ) -> AsyncGenerator[tuple[int, GenerateResponse], None]:
         """Of one stream for each prompt."""
+        self._running.add(self)
         try:
             async with aclosing(merged(streams)) as messages:
                 async for prompt, message in messages:
@@ -78,6 +83,8 @@ class Run:
                     yield choice, without_answer(message) if self._is_echo_alone else message
         except InvalidRequest as error:
             raise self._body.in_its_words(error) from error
+        finally:
+            self._running.discard(self)
 
     def _count(self, prompt_logprobs: Sequence[TokenLogprobs]) -> None:
         """Raises `InvalidRequest` where an object, or its events, would be larger than anybody wants to wait for."""

@@ -6,6 +6,7 @@ import asyncio
 import json
 import re
 from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack
 from typing import Any
 
 import httpx2 as httpx
@@ -249,7 +250,8 @@ async def test_models_health_version_page_and_metrics() -> None:
         assert (nowhere.status_code, nowhere.json()["error"]["code"]) == (404, "unknown_url")
         no_method = await http.get("/v1/completions")
         assert (no_method.status_code, no_method.headers["allow"]) == (405, "POST")
-        assert [(await http.head(path)).status_code for path in ("/", "/health", "/metrics", "/v1/models")] == [200] * 4
+        paths = ("/", "/health", "/ping", "/load", "/metrics", "/v1/models")
+        assert [(await http.head(path)).status_code for path in paths] == [200] * 6
         assert (await http.get("/v1/models")).headers["x-request-id"]
         described = (await http.get("/openapi.json")).json()
         posted = [path for path, of in described["paths"].items() if "post" in of]
@@ -266,6 +268,22 @@ async def test_models_health_version_page_and_metrics() -> None:
         assert named <= described["components"]["schemas"].keys()
 
 
+async def test_the_load_is_what_is_being_answered() -> None:
+    """A stream until it has ended, however it does."""
+    async with gateway() as (router, http):
+        router.script = router.endless
+        assert (await http.get("/load")).json() == {"server_load": 0}
+        async with AsyncExitStack() as streams:
+            all_lines = []  # an iterator that is let go of closes its stream
+            for number in (1, 2):
+                begun = http.stream("POST", "/v1/completions", json={"prompt": "a", "stream": True})
+                all_lines.append((await streams.enter_async_context(begun)).aiter_lines())
+                assert (await anext(all_lines[-1])).startswith("data: ")
+                assert (await http.get("/load")).json() == {"server_load": number}
+        await router.all_closed.wait()
+        assert (await http.get("/load")).json() == {"server_load": 0}
+
+
 async def test_without_a_router_it_says_so() -> None:
     async with gateway() as (_, http), httpx.AsyncClient(timeout=TIMEOUT_S, trust_env=False) as other:
         assert (await http.get("/health")).status_code == 200
@@ -274,6 +292,7 @@ async def test_without_a_router_it_says_so() -> None:
         running = asyncio.create_task(run_gateway(args, stop, announce=announced.set_result))
         url = f"http://{await announced}"
         assert (await other.get(f"{url}/health")).status_code == 503
+        assert (await other.get(f"{url}/ping")).status_code == 503
         refused = await other.post(f"{url}/v1/completions", json={"prompt": "a"})
         assert (refused.status_code, refused.json()["error"]["code"]) == (503, "unavailable")
         assert refused.headers["retry-after"] == "1"
