@@ -34,9 +34,12 @@ class Style:
         model: str,
         echo: Echo | None = None,
         names_tool: bool = False,
+        role: str = "assistant",
     ) -> None:
-        """`echo`: of a completion that begins with its prompt. `names_tool`: of a chat that said which tool to call."""
+        """`echo`: of a completion that begins with its prompt. Of a chat, `names_tool`: it said which tool to call,
+        `role`: who answers."""
         self.is_chat = is_chat
+        self._role = role
         self._echo = echo
         self._names_tool = names_tool
         self._calling: set[int] = set()
@@ -75,7 +78,7 @@ class Style:
         said, told = self._said(index, answer.text, logprobs, answer.prompt_logprobs)
         text: dict[str, Any] = {"text": said}
         if self.is_chat:
-            message: dict[str, Any] = {"role": "assistant", "content": said, "refusal": None}
+            message: dict[str, Any] = {"role": self._role, "content": said, "refusal": None}
             if answer.tool_calls:
                 message["content"] = said or None
                 message["tool_calls"] = [call.to_dict() for call in answer.tool_calls]
@@ -90,7 +93,7 @@ class Style:
 
     def opening(self, index: int) -> dict[str, Any]:
         """Of a chat: who speaks."""
-        return self._event([self._piece(index, {"role": "assistant", "content": ""}, None, None)])
+        return self._event([self._piece(index, {"role": self._role, "content": ""}, None, None)])
 
     def piece(self, index: int, message: GenerateResponse, logprobs: Sequence[TokenLogprobs]) -> dict[str, Any]:
         """New text, or the end of one choice. `logprobs`: what is told of them with it."""

@@ -39,6 +39,7 @@ class Choices:
             model=model,
             echo=_echo_of(run, body),
             names_tool=isinstance(body, ChatRequest) and body.names_tool,
+            role=body.role if isinstance(body, ChatRequest) else "",
         )
 
     async def whole(self) -> bytes:

@@ -247,6 +247,8 @@ class ChatRequest(AskedForChoices):
     tool_choice: Annotated[Any, BeforeValidator(_tool_choice)] = None
     parallel_tool_calls: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
     reasoning_effort: only(instead=IN_TEMPLATE) = None  # type: ignore[valid-type]
     functions: only([]) = None  # type: ignore[valid-type]
     function_call: only("none", "auto") = None  # type: ignore[valid-type]
@@ -256,10 +258,8 @@ class ChatRequest(AskedForChoices):
     web_search_options: only() = None  # type: ignore[valid-type]
     verbosity: only() = None  # type: ignore[valid-type]
     # vLLM's: the template writes all that is special
-    add_generation_prompt: only(True) = None  # type: ignore[valid-type]
     add_special_tokens: only(False) = None  # type: ignore[valid-type]
     chat_template: only(instead=AT_START) = None  # type: ignore[valid-type]
-    continue_final_message: only(False) = None  # type: ignore[valid-type]
     documents: only([]) = None  # type: ignore[valid-type]
     echo: only(False) = None  # type: ignore[valid-type]
     include_reasoning: only(True) = None  # type: ignore[valid-type]
@@ -281,7 +281,15 @@ class ChatRequest(AskedForChoices):
             sampling["parallel_tool_calls"] = self.parallel_tool_calls
         if self.chat_template_kwargs:
             sampling["chat_template_kwargs"] = self.chat_template_kwargs
+        sampling["add_generation_prompt"] = self.add_generation_prompt
+        sampling["continue_final_message"] = self.continue_final_message
         return sampling
+
+    @property
+    def role(self) -> str:
+        """Whose the answer is: where no message is begun for it, who spoke last."""
+        begins = not self.continue_final_message if self.add_generation_prompt is None else self.add_generation_prompt
+        return "assistant" if begins else str(self.messages[-1].role)
 
     @property
     def _words(self) -> dict[str, str]:

@@ -28,9 +28,9 @@ class TokenizeRequest(Body):
     """Each token as the vocabulary writes it, too."""
     tools: Listed[ToolParam] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
-    add_generation_prompt: only(True) = None  # type: ignore[valid-type]
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
     chat_template: only(instead=AT_START) = None  # type: ignore[valid-type]
-    continue_final_message: only(False) = None  # type: ignore[valid-type]
     media_io_kwargs: only() = None  # type: ignore[valid-type]
     mm_processor_kwargs: only() = None  # type: ignore[valid-type]
 
@@ -50,6 +50,8 @@ class TokenizeRequest(Body):
                 with_tokens=bool(self.return_token_strs),
                 tools=[tool.model_dump(exclude_none=True) for tool in self.tools or ()],
                 chat_template_kwargs=self.chat_template_kwargs,
+                add_generation_prompt=self.add_generation_prompt,
+                continue_final_message=self.continue_final_message,
             )
         except InvalidRequest as error:
             raise renamed(named(error, name_in_body), {"with_tokens": "return_token_strs"}) from error

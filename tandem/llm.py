@@ -31,12 +31,14 @@ from engine.outputs import RequestOutput as StepOutput
 from engine.running.executor import RankLost
 from protos import tandem_inference_pb2 as pb
 from router.model_info import ModelInfo
-from router.text.chat_template import GIVEN_NAMES, ChatMessage, ChatTemplate
+from router.text.chat_template import GIVEN_NAMES, ChatTemplate
 from router.text.tokenizer import Tokenizer
 from router.text.tool_formats import AUTO
+from router.validation.request import check_end
 from router.validation.sampling import Violations
 from router.validation.tools import check_messages, tools_of
 from tandem.checks import check_names, check_text, is_list
+from tandem.messages import set_end
 from tandem.offline_answer import CompletionOutput, Logprob, OfflineAnswer, OfflineRequest, RequestOutput
 from tandem.prompts import Prompt, ReadPrompt, TextPrompt, TokensPrompt, read_prompts
 from tandem.sampling_params import SamplingParams
@@ -129,11 +131,15 @@ class LLM:
         chat_template: str | None = None,
         tools: Sequence[Mapping[str, Any]] | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
+        add_generation_prompt: bool | None = None,
+        continue_final_message: bool = False,
         lora_request: LoRARequest | Sequence[LoRARequest | None] | None = None,
     ) -> list[RequestOutput]:
         """As `generate`, for one conversation or several, put through the model's chat template, or the one given as
         text. `tools`: what it tells the model of, in OpenAI's shape; calls of them are in the answers' text, and so is
-        what the model thinks. `chat_template_kwargs`: variables for the template."""
+        what the model thinks. `chat_template_kwargs`: variables for the template. `continue_final_message`: answers go
+        on with the last message's content; otherwise they begin, with `add_generation_prompt` None or True, as the
+        template has a message begin."""
         template = self._own_chat_template if chat_template is None else self._given_chat_template(chat_template)
         if template is None:
             raise ValueError(f"model {self.config.model.served_model_name!r} has no chat template: use generate")
@@ -145,7 +151,9 @@ class LLM:
             raise ValueError(f"chat_template_kwargs: may not say what {', '.join(sorted(given))} is")
         prompts: list[ReadPrompt] = []
         for name, conversation in _conversations(messages):
-            text = template.render(self._messages(conversation, template), shown, variables)
+            chat = pb.Chat(messages=map(chat_message, conversation))
+            set_end(chat, add_generation_prompt, continue_final_message)
+            text = self._rendered(chat, template, shown, variables)
             token_ids = self._tokenizer.encode(text, add_special_tokens=False)
             prompts.append(ReadPrompt(name=name, text=text, token_ids=token_ids))
         return self._generate(prompts, sampling_params, use_tqdm, lora_request)
@@ -171,12 +179,14 @@ class LLM:
         _raise(violations)
         return [tool.to_template() for tool in checked]
 
-    def _messages(self, conversation: Sequence[Message], template: ChatTemplate) -> tuple[ChatMessage, ...]:
+    def _rendered(
+        self, chat: pb.Chat, template: ChatTemplate, tools: Sequence[Mapping[str, Any]], variables: Mapping[str, Any]
+    ) -> str:
         violations = Violations()
-        info = self._info.with_chat(template, AUTO)
-        messages = check_messages([chat_message(message) for message in conversation], info, violations)
+        messages = check_messages(chat.messages, self._info.with_chat(template, AUTO), violations)
+        adds, continues = check_end(chat, violations)
         _raise(violations)
-        return messages
+        return template.render(messages, tools, variables, add_generation_prompt=adds, continue_final_message=continues)
 
     def _generate(
         self,

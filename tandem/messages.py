@@ -67,6 +67,16 @@ class Sampling(TypedDict, total=False):
     """False: at most one call in an answer."""
     chat_template_kwargs: Mapping[str, Any] | None
     """Variables for the model's chat template, such as {"enable_thinking": False}. With messages."""
+    add_generation_prompt: bool | None
+    """False: nothing is added behind the last of the messages, which an answer would begin with."""
+    continue_final_message: bool | None
+    """The answer goes on with the content of the last of the messages, which is left open."""
+
+
+_OF_CHATS = (
+    "tools", "tool_choice", "parallel_tool_calls", "chat_template_kwargs", "add_generation_prompt",
+    "continue_final_message",
+)  # fmt: skip
 
 
 def generate_request(
@@ -86,9 +96,7 @@ def generate_request(
     fairness_id = sampling.pop("fairness_id", None)
     if fairness_id is not None:
         check_text("fairness_id", fairness_id)
-    tools, tool_choice = sampling.pop("tools", None), sampling.pop("tool_choice", None)
-    parallel_tool_calls = sampling.pop("parallel_tool_calls", None)
-    template_kwargs = _template_kwargs(sampling.pop("chat_template_kwargs", None))
+    of_chat = {name: sampling.pop(name, None) for name in _OF_CHATS}  # type: ignore[misc]
     request = pb.GenerateRequest(
         request_id=request_id,
         model=model,
@@ -100,14 +108,11 @@ def generate_request(
         check_text("prompt", prompt)
         request.text = prompt
     elif _is_chat(prompt):
-        _set_chat(request.chat, prompt, template_kwargs)
-        add_tools(request.chat, tools or (), tool_choice, parallel_tool_calls)
+        _set_chat(request.chat, prompt, of_chat)
     else:
         _set_token_ids(request, prompt)
-    if tools and request.WhichOneof("prompt") != "chat":
-        raise ValueError("tools: go with messages, which the model's chat template shows with them")
-    if template_kwargs and request.WhichOneof("prompt") != "chat":
-        raise ValueError("chat_template_kwargs: go with messages, which the model's chat template is for")
+    if request.WhichOneof("prompt") != "chat":
+        _check_no_chat(of_chat)
     return request
 
 
@@ -121,7 +126,9 @@ class Tokenizing(TypedDict, total=False):
     """Each token as the vocabulary writes it, too."""
     tools: Sequence[Mapping[str, Any]] | None
     chat_template_kwargs: Mapping[str, Any] | None
-    """Both as in `Sampling`."""
+    add_generation_prompt: bool | None
+    continue_final_message: bool | None
+    """All as in `Sampling`."""
 
 
 def tokenize_request(prompt: str | Messages, **asked: Unpack[Tokenizing]) -> pb.TokenizeRequest:
@@ -129,7 +136,7 @@ def tokenize_request(prompt: str | Messages, **asked: Unpack[Tokenizing]) -> pb.
     if unknown := [name for name in asked if name not in Tokenizing.__annotations__]:
         known = ", ".join(Tokenizing.__annotations__)
         raise ValueError(f"{unknown[0]}: there is no such thing to ask for; there are {known}")
-    tools, template_kwargs = asked.get("tools") or (), _template_kwargs(asked.get("chat_template_kwargs"))
+    of_chat = {name: asked.get(name) for name in _OF_CHATS}
     check_text("model", asked.get("model", ""))
     request = pb.TokenizeRequest(
         model=asked.get("model", ""), with_tokens=_truth("with_tokens", asked.get("with_tokens", False))
@@ -139,11 +146,9 @@ def tokenize_request(prompt: str | Messages, **asked: Unpack[Tokenizing]) -> pb.
     if isinstance(prompt, str):
         check_text("prompt", prompt)
         request.text = prompt
-        if tools or template_kwargs:
-            raise ValueError(f"{'tools' if tools else 'chat_template_kwargs'}: go with messages")
+        _check_no_chat(of_chat)
     elif _is_chat(prompt):
-        _set_chat(request.chat, prompt, template_kwargs)
-        add_tools(request.chat, tools, None, None)
+        _set_chat(request.chat, prompt, of_chat)
     else:
         raise ValueError(f"prompt: must be a text or messages, is {prompt!r:.80}")
     return request
@@ -158,10 +163,26 @@ def detokenize_request(token_ids: Sequence[int], model: str, skip_special_tokens
     return request
 
 
-def _set_chat(chat: pb.Chat, messages: Messages, template_kwargs: str) -> None:
+def _set_chat(chat: pb.Chat, messages: Messages, asked: Mapping[str, Any]) -> None:
     for message in messages:
         chat.messages.append(chat_message(message))
-    chat.template_kwargs = template_kwargs
+    chat.template_kwargs = _template_kwargs(asked["chat_template_kwargs"])
+    set_end(chat, asked["add_generation_prompt"], asked["continue_final_message"])
+    add_tools(chat, asked["tools"] or (), asked["tool_choice"], asked["parallel_tool_calls"])
+
+
+def set_end(chat: pb.Chat, add_generation_prompt: bool | None, continue_final_message: bool | None) -> None:
+    """How its prompt is to end. Raises `ValueError` naming what is neither True nor False."""
+    if add_generation_prompt is not None:
+        chat.add_generation_prompt = _truth("add_generation_prompt", add_generation_prompt)
+    if continue_final_message is not None:
+        chat.continue_final_message = _truth("continue_final_message", continue_final_message)
+
+
+def _check_no_chat(asked: Mapping[str, Any]) -> None:
+    for name in ("tools", "chat_template_kwargs", "add_generation_prompt", "continue_final_message"):
+        if asked[name]:
+            raise ValueError(f"{name}: only with messages, which the model's chat template is for")
 
 
 def _is_chat(prompt: Any) -> TypeGuard[Messages]:

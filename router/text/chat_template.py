@@ -9,6 +9,7 @@ tokenising: a template writes bos and role markers itself, so its text is encode
 from __future__ import annotations
 
 import json
+import secrets
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
@@ -28,9 +29,12 @@ from router.text.tokenizer import SPECIAL_TOKEN_NAMES, read_json, read_special_t
 MAX_OUTPUT_CHARS = 16 * 1024 * 1024
 """A template that writes more is stopped: some repeat what they are given, some loop."""
 GIVEN_NAMES = frozenset(
-    {"messages", "tools", "documents", "add_generation_prompt", "raise_exception", "strftime_now", *SPECIAL_TOKEN_NAMES}
-)
-"""Variables that every template is given, or that a model's folder gives it."""
+    {
+        "messages", "tools", "documents", "add_generation_prompt", "continue_final_message", "raise_exception",
+        "strftime_now", *SPECIAL_TOKEN_NAMES,
+    }
+)  # fmt: skip
+"""Variables that every template is given, or that a model's folder gives it; and what is a field of its own."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -130,18 +134,43 @@ class ChatTemplate:
         messages: Iterable[ChatMessage],
         tools: Sequence[Mapping[str, Any]] = (),
         variables: Mapping[str, Any] = MappingProxyType({}),
+        *,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
     ) -> str:
-        """The prompt of `messages`, ending where the assistant's answer begins. `tools` in OpenAI's shape. `variables`:
-        further ones for the template, none of `GIVEN_NAMES`.
+        """The prompt of `messages`. `tools` in OpenAI's shape. `variables`: further ones for the template, none of
+        `GIVEN_NAMES`. It ends where an assistant's answer begins, unless `add_generation_prompt` is False; or, with
+        `continue_final_message`, where the last message's content does, whatever the other says.
 
         Raises `ValueError` naming `chat` where the template refuses the messages (roles in an order that the model
-        does not know, say), fails on them, or writes more than `max_output_chars`.
+        does not know, say), fails on them, does not show a content that is to be continued as it is, or writes more
+        than `max_output_chars`.
         """
         template = self._tool_template if tools else self._template
         shown = [message.to_template() for message in messages]
         if any("tool_calls" in message for message in shown) and self._takes_text(template):
             shown = [_with_text_arguments(message) for message in shown]
-        return self._rendered(template, shown, tools, variables)
+        if continue_final_message:
+            return self._left_open(template, shown, tools, variables)
+        return self._rendered(template, shown, tools, variables, add_generation_prompt=add_generation_prompt)
+
+    def _left_open(
+        self,
+        template: jinja2.Template,
+        messages: list[dict[str, Any]],
+        tools: Sequence[Mapping[str, Any]],
+        variables: Mapping[str, Any],
+    ) -> str:
+        """The prompt up to the end of the last message's content, which is found by a mark behind it."""
+        *before, final = messages
+        content, mark = final["content"], f"END-OF-{secrets.token_hex(8)} "
+        marked = [*before, {**final, "content": content + mark}]
+        prompt = self._rendered(template, marked, tools, variables, add_generation_prompt=False)
+        end = prompt.rfind(mark.rstrip())
+        if end < 0 or content.strip() not in prompt:
+            raise ValueError("chat: continue_final_message: the model's template does not show this content as it is")
+        # A template that strips contents would have stripped this one, too.
+        return prompt[:end] if prompt.startswith(mark, end) else prompt[:end].rstrip()
 
     def _takes_text(self, template: jinja2.Template) -> bool:
         """Whether it takes the arguments of calls that were made as JSON, in a text, and not as objects: it fails on
@@ -166,6 +195,8 @@ class ChatTemplate:
         messages: list[dict[str, Any]],
         tools: Sequence[Mapping[str, Any]] = (),
         variables: Mapping[str, Any] = MappingProxyType({}),
+        *,
+        add_generation_prompt: bool = True,
     ) -> str:
         pieces: list[str] = []
         num_chars = 0
@@ -176,7 +207,7 @@ class ChatTemplate:
                 "messages": messages,
                 "tools": list(tools) or None,
                 "documents": None,
-                "add_generation_prompt": True,
+                "add_generation_prompt": add_generation_prompt,
             }
         )
         try:

@@ -62,12 +62,18 @@ def parser_of_template(source: str) -> str:
     return next((name for name, words in known if any(word in plain for word in words)), "")
 
 
-def opened_by(prompt: str) -> str:
+def opened_by(prompt: str, continued: str = "") -> str:
     """The word at the prompt's end with which it has begun what the model thinks; of messages, with what it has begun
-    one. Empty: it has not."""
-    said = prompt.rstrip()
-    word = next((word for marks in MARKS.values() for word in marks.begins if said.endswith(word)), "")
-    return word or header_at_end_of(prompt)
+    one. Empty: it has not. `continued`: the content that the prompt ends with, which the answer goes on with: it may
+    have begun, or ended, a thought itself."""
+    begin = prompt.rfind(continued.strip())
+    said, before = prompt[begin:], prompt[:begin].rstrip()
+    begun = max((said.rfind(word), word) for marks in MARKS.values() for word in marks.begins)
+    ended = max(said.rfind(word) for marks in MARKS.values() for word in marks.ends)
+    if max(begun[0], ended) >= 0:
+        return begun[1] if begun[0] > ended else ""
+    word = next((word for marks in MARKS.values() for word in marks.begins if before.endswith(word)), "")
+    return word or header_at_end_of(prompt[:begin])
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

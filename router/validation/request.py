@@ -13,6 +13,7 @@ import asyncio
 import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, TypeAlias
 
 from google.protobuf.message import Message
@@ -61,6 +62,13 @@ class ChatPrompt:
     asked: AskedTools = NO_TOOLS
     variables: Mapping[str, Any] = field(default_factory=dict)
     """For the template."""
+    add_generation_prompt: bool = True
+    continue_final_message: bool = False
+
+    @property
+    def continued(self) -> str:
+        """The content that the answer goes on with. Empty: it begins."""
+        return self.messages[-1].content if self.continue_final_message else ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -189,7 +197,7 @@ async def tokenize_prompt(
         case ChatPrompt():
             assert chat_template is not None  # ModelInfo.has_chat_template
             text, add_special_tokens = await _rendered(prompt, chat_template), False
-            thought_opened_by = opened_by(text)
+            thought_opened_by = opened_by(text, prompt.continued)
     max_tokens = None if max_model_len is None else max_model_len - 1
     try:
         token_ids = await tokenizer.encode_async(text, add_special_tokens, max_tokens=max_tokens)
@@ -200,14 +208,19 @@ async def tokenize_prompt(
 
 
 async def _rendered(prompt: ChatPrompt, chat_template: ChatTemplate) -> str:
-    messages, variables = prompt.messages, prompt.variables
-    tools = [tool.to_template() for tool in prompt.asked.tools]
-    num_chars = sum(map(_num_chars, messages))
-    has_objects = bool(tools or variables) or any(message.tool_calls for message in messages)
+    messages, tools = prompt.messages, [tool.to_template() for tool in prompt.asked.tools]
+    render = partial(
+        chat_template.render,
+        messages,
+        tools,
+        prompt.variables,
+        add_generation_prompt=prompt.add_generation_prompt,
+        continue_final_message=prompt.continue_final_message,
+    )
+    has_objects = bool(tools or prompt.variables) or any(message.tool_calls for message in messages)
+    is_long = has_objects or sum(map(_num_chars, messages)) > INLINE_RENDER_CHARS
     try:
-        if has_objects or num_chars > INLINE_RENDER_CHARS:
-            return await asyncio.to_thread(chat_template.render, messages, tools, variables)
-        return chat_template.render(messages)
+        return await asyncio.to_thread(render) if is_long else render()
     except ValueError as error:
         raise InvalidRequest([("chat", str(error).removeprefix("chat: "))]) from error
 
@@ -309,7 +322,8 @@ def check_prompt(request: pb.GenerateRequest | pb.TokenizeRequest, model: ModelI
             messages = check_messages(request.chat.messages, model, violations)
             _check_chat(messages, model, violations)
             variables = _check_template_kwargs(request.chat.template_kwargs, violations)
-            return ChatPrompt(messages, check_tools(request.chat, model, violations), variables)
+            adds, continues = check_end(request.chat, violations)
+            return ChatPrompt(messages, check_tools(request.chat, model, violations), variables, adds, continues)
     *others, last = (kind.name for kind in request.DESCRIPTOR.oneofs_by_name["prompt"].fields)
     violations.append(("prompt", f"must be given: one of {', '.join(others)} and {last}"))
     return TextPrompt("")
@@ -331,6 +345,17 @@ def _check_chat(messages: tuple[ChatMessage, ...], model: ModelInfo, violations:
     position = next((i for i, message in enumerate(messages) if not message.role), None)
     if position is not None:
         violations.append((f"chat.messages[{position}].role", "must not be empty"))
+
+
+def check_end(chat: pb.Chat, violations: Violations) -> tuple[bool, bool]:
+    """How its prompt ends: add_generation_prompt, continue_final_message."""
+    field, continues = "chat.continue_final_message", chat.continue_final_message
+    if continues and chat.add_generation_prompt:
+        cannot = "cannot be had with add_generation_prompt: the answer goes on with the last message, or begins one"
+        violations.append((field, cannot))
+    if continues and chat.messages and chat.messages[-1].tool_calls:
+        violations.append((field, "cannot be had: the last message has tool_calls, which end its content"))
+    return (chat.add_generation_prompt if chat.HasField("add_generation_prompt") else not continues), continues
 
 
 def _check_template_kwargs(text: str, violations: Violations) -> dict[str, Any]:

@@ -16,6 +16,8 @@ TEMPLATE = Path(__file__).parents[2] / "examples" / "templates" / "chatml_tools.
 TEXT = "The capital of France is Paris. 北京 🍕 <|im_end|>"
 MESSAGES: list[dict[str, Any]] = [{"role": "system", "content": "Be short."}, {"role": "user", "content": "Why?"}]
 LOOK_UP = {"name": "look_up", "description": "Finds.", "parameters": {"type": "object"}}
+CALL = {"id": "c", "type": "function", "function": {"name": "look_up", "arguments": "{}"}}
+CALLING = {"role": "assistant", "content": "a", "tool_calls": [CALL]}
 TOOLS = [{"type": "function", "function": LOOK_UP}]
 
 
@@ -58,6 +60,21 @@ async def test_messages(texts: Texts, of_transformers: Any, further: dict[str, A
     assert back == {"prompt": text}
 
 
+CONTINUED = {"continue_final_message": True}
+
+
+@pytest.mark.parametrize("further", [{"add_generation_prompt": False}, CONTINUED, {**CONTINUED, "tools": TOOLS}])
+async def test_how_a_chats_prompt_ends(texts: Texts, of_transformers: Any, further: dict[str, Any]) -> None:
+    messages = [*MESSAGES, {"role": "assistant", "content": "Because of "}]
+    asked = {"add_generation_prompt": False, **further}
+    text = of_transformers.apply_chat_template(messages, tokenize=False, **asked)
+    async with gateway(texts) as (_, http):
+        told = (await http.post("/tokenize", json={"messages": messages, **further})).json()
+        back = (await http.post("/detokenize", json={"tokens": told["tokens"]})).json()
+    assert back == {"prompt": text}
+    assert text.endswith("Because of " if "continue_final_message" in further else "<|im_end|>\n")
+
+
 @pytest.mark.parametrize("further", [{}, {"tools": True}, {"chat_template_kwargs": {"date_string": "today"}}])
 async def test_a_responses_input(texts: Texts, further: dict[str, Any]) -> None:
     """As many as the same messages are."""
@@ -80,13 +97,21 @@ async def test_a_responses_input(texts: Texts, further: dict[str, Any]) -> None:
         ("tokenize", {"prompt": "a", "messages": MESSAGES}, None, "and not both"),
         ("tokenize", {"prompt": ""}, "prompt", "must not be empty"),
         ("tokenize", {"prompt": [1, 2]}, "prompt", "valid string"),
-        ("tokenize", {"prompt": "a", "tools": TOOLS}, "tools", "go with messages"),
-        ("tokenize", {"prompt": "a", "chat_template_kwargs": {"a": 1}}, "chat_template_kwargs", "go with messages"),
+        ("tokenize", {"prompt": "a", "tools": TOOLS}, "tools", "only with messages"),
+        ("tokenize", {"prompt": "a", "chat_template_kwargs": {"a": 1}}, "chat_template_kwargs", "only with messages"),
         ("tokenize", {"prompt": "a", "wrong": 1}, "wrong", "is not a parameter that this server knows"),
         ("tokenize", {"prompt": "a", "model": "other"}, "model", "must be 'small' or empty, is 'other'"),
         ("tokenize", {"prompt": "a" * 200_000}, "prompt", "at most 100000 are taken"),
         ("tokenize", {"messages": MESSAGES, "add_special_tokens": True}, "add_special_tokens", "is of a text"),
-        ("tokenize", {"messages": MESSAGES, "add_generation_prompt": False}, "add_generation_prompt", "may be true"),
+        ("tokenize", {"prompt": "a", **CONTINUED}, "continue_final_message", "only with messages"),
+        (
+            "tokenize",
+            {"messages": MESSAGES, **CONTINUED, "add_generation_prompt": True},
+            "continue_final_message",
+            "cannot be had with add_generation_prompt",
+        ),
+        ("tokenize", {"messages": [CALLING], **CONTINUED}, "continue_final_message", "the last message has tool_calls"),
+        ("tokenize", {"messages": MESSAGES, "add_generation_prompt": 0}, "add_generation_prompt", "valid boolean"),
         ("tokenize", {"messages": MESSAGES, "chat_template": "{{ 1 }}"}, "chat_template", "--chat-template"),
         ("tokenize", {"messages": [{"role": "robot", "content": "a"}]}, "messages[0].role", "must be one of"),
         ("detokenize", {}, "tokens", "required"),

@@ -74,6 +74,26 @@ def test_templates_render_as_in_transformers(name: str, chat: list[tuple[str, st
     assert ours == theirs[0]
 
 
+@pytest.mark.parametrize("name", ["chatml", "generation"])
+@pytest.mark.parametrize("content", ["The answer is", " The answer is \n", "", "END-OF- CONTINUE_FINAL_MESSAGE_TAG"])
+def test_a_last_message_is_left_open_as_in_transformers(name: str, content: str) -> None:
+    chat = [*CHATS[2], ("user", content), ("assistant", content)]
+    template = ChatTemplate(TEMPLATES[name], variables=SPECIAL)
+    ours = template.render(messages_of(chat), continue_final_message=True)
+    theirs, _ = render_jinja_template(
+        [dicts_of(chat)], chat_template=TEMPLATES[name], continue_final_message=True, **SPECIAL
+    )
+    assert ours == theirs[0]
+    plain, _ = render_jinja_template([dicts_of(chat)], chat_template=TEMPLATES[name], **SPECIAL)
+    assert template.render(messages_of(chat), add_generation_prompt=False) == plain[0]
+
+
+@pytest.mark.parametrize("source", ["{{ messages[0].content }}", "{{ messages[-1].content | upper }}", "nothing"])
+def test_a_content_that_the_template_does_not_show_is_not_continued(source: str) -> None:
+    with pytest.raises(ValueError, match=r"^chat: continue_final_message: .* does not show this content as it is"):
+        ChatTemplate(source).render(messages_of([("user", "a"), ("assistant", "b")]), continue_final_message=True)
+
+
 def test_the_folders_template_is_found_where_transformers_looks(tmp_path: Path) -> None:
     assert ChatTemplate.from_folder(tmp_path) is None
 

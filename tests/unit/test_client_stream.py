@@ -152,7 +152,10 @@ def test_only_what_is_given_travels() -> None:
 
 
 CHAT = [{"role": "user", "content": "hi"}]
-OF_CHATS = {"tools", "tool_choice", "parallel_tool_calls", "chat_template_kwargs"}
+OF_CHATS = {
+    "tools", "tool_choice", "parallel_tool_calls", "chat_template_kwargs", "add_generation_prompt",
+    "continue_final_message",
+}  # fmt: skip
 
 
 def test_a_request_says_whose_it_is() -> None:
@@ -209,7 +212,7 @@ def test_every_parameter_of_the_wire_can_be_given() -> None:
         ([{"role": "user", "content": 3}], {}, "prompt: role and content"),
         ([{"role": "user", "content": "hi", "sound": "a"}], {}, "prompt: a message has a role and a content"),
         ([{"role": "assistant", "tool_calls": [{"name": "f"}]}], {}, "prompt: a message's call is not"),
-        ("hi", {"tools": [{"function": {"name": "f"}}]}, "tools: go with messages"),
+        ("hi", {"tools": [{"function": {"name": "f"}}]}, "tools: only with messages"),
         ([{"role": "user", "content": [{"type": "image_url"}]}], {}, r"prompt: content\[0\] of a message must be"),
         (CHAT, {"tools": [{"name": "f"}]}, "tools: number 0 is not"),
         ([{"role": "assistant", "tool_calls": 5}], {}, "prompt: role and content"),
@@ -219,6 +222,9 @@ def test_every_parameter_of_the_wire_can_be_given() -> None:
         (CHAT, {"tools": [], "tool_choice": "f"}, "tool_choice: must be 'auto', "),
         (CHAT, {"tool_choice": {"function": {"name": ""}}}, "tool_choice: names no tool"),
         (CHAT, {"parallel_tool_calls": "no"}, "parallel_tool_calls: must be true or false"),
+        (CHAT, {"add_generation_prompt": "no"}, "add_generation_prompt: must be True or False, is 'no'$"),
+        (CHAT, {"continue_final_message": 1}, "continue_final_message: must be True or False, is 1$"),
+        ("hi", {"continue_final_message": True}, "continue_final_message: only with messages"),
     ],
 )
 def test_what_the_wire_cannot_carry_is_named(prompt: object, sampling: dict[str, object], complaint: str) -> None:
@@ -237,7 +243,7 @@ def test_what_the_wire_cannot_carry_is_named(prompt: object, sampling: dict[str,
         ("hi", {"add_special_tokens": "no"}, "add_special_tokens: must be True or False, is 'no'$"),
         ("hi", {"add_special_tokens": 0}, "add_special_tokens: must be True or False, is 0$"),
         ("hi", {"with_tokens": "yes"}, "with_tokens: must be True or False, is 'yes'$"),
-        ("hi", {"chat_template_kwargs": {"a": 1}}, "chat_template_kwargs: go with messages$"),
+        ("hi", {"chat_template_kwargs": {"a": 1}}, "chat_template_kwargs: only with messages"),
         (CHAT, {"tools": 5}, "tools: must be a list"),
     ],
 )

@@ -212,6 +212,7 @@ def test_a_template_may_choose_the_first_channel() -> None:
     prompt = f"<|start|>user{M}Hi<|end|><|start|>assistant"
     assert opened_by(prompt) == ""
     assert opened_by(f"{prompt}{F}") == F
+    assert opened_by(f"{prompt}{F}Yes, and", "Yes, and") == F
     assert reasoning_of("openai_gptoss", F, has_form=True) == Harmony(opened=F)
     assert reasoning_of("openai_gptoss", "<think>", has_form=False) == Harmony()
     assert parse(["So.", f"{NEXT}{F}Yes"], opened=A) == ("So.", "Yes", [])

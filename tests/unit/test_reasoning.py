@@ -267,6 +267,23 @@ async def test_a_prompt_tells_whether_an_answer_begins_with_a_thought() -> None:
     assert not text.is_chat
 
 
+@pytest.mark.parametrize(
+    ("said", "is_open"),
+    [
+        ("Well, I", False), ("<think>", True), ("<think>\nWell, I ", True), ("<think>Well.</think> I", False),
+        ("<think>Well.</think>", False), ("I <think>?</think><think>a", True), ("", False),
+    ],
+)  # fmt: skip
+async def test_a_message_that_goes_on_may_be_in_a_thought(said: str, is_open: bool) -> None:
+    messages = [{"role": "assistant", "content": said}]
+    source = "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}<end>{% endfor %}"
+    request = generate_request(messages, continue_final_message=True)
+    tokenizer = Tokenizer(grammar_cases.tokenizer())
+    prompt = await tokenize_prompt(validate(request, MODEL).prompt, tokenizer, ChatTemplate(source))
+    assert tokenizer.decode(prompt.token_ids, False) == f"<|assistant|>{said}"
+    assert bool(prompt.thought_opened_by) is is_open
+
+
 def test_what_was_thought_before_is_told_to_the_template() -> None:
     told: list[Any] = [
         {"role": "user", "content": "1+1?", "reasoning": "not a user's"},
@@ -381,7 +398,7 @@ def test_variables_that_are_no_json_are_refused_by_the_client(given: Any) -> Non
 
 
 def test_variables_go_with_messages() -> None:
-    with pytest.raises(ValueError, match="chat_template_kwargs: go with messages"):
+    with pytest.raises(ValueError, match="chat_template_kwargs: only with messages"):
         generate_request("Hi", chat_template_kwargs={"a": 1})
     assert generate_request("Hi", chat_template_kwargs={}).text == "Hi"
     assert generate_request(HI, chat_template_kwargs=None).chat.template_kwargs == ""
