@@ -35,11 +35,15 @@ class Style:
         echo: Echo | None = None,
         names_tool: bool = False,
         role: str = "assistant",
+        tells_token_ids: bool = False,
+        names_by_id: bool = False,
     ) -> None:
         """`echo`: of a completion that begins with its prompt. Of a chat, `names_tool`: it said which tool to call,
-        `role`: who answers."""
+        `role`: who answers. `tells_token_ids`: beside the text. `names_by_id`: tokens of logprobs."""
         self.is_chat = is_chat
         self._role = role
+        self._tells_token_ids = tells_token_ids
+        self._names_by_id = names_by_id
         self._echo = echo
         self._names_tool = names_tool
         self._calling: set[int] = set()
@@ -65,6 +69,11 @@ class Style:
             "usage": usage_of([answer.usage for answer in answers], n),
             "timings": timings_of([answer.timings for answer in answers]),
         }
+        if self._tells_token_ids and self.is_chat:
+            whole["prompt_token_ids"] = answers[0].prompt_token_ids
+        elif self._tells_token_ids:
+            for index, choice in enumerate(choices):
+                choice["prompt_token_ids"] = answers[index - index % n].prompt_token_ids
         if num_prompt_top is not None:
             of_prompts = [of_prompt(answer.prompt_logprobs, num_prompt_top) for answer in answers[::n]]
             if self.is_chat:
@@ -86,17 +95,26 @@ class Style:
                 message["reasoning"] = answer.reasoning
             text = {"message": message}
         finish_reason = self._finish_reason(answer.finish_reason, bool(answer.tool_calls))
-        shown = of_chat(told) if self.is_chat and answer.logprobs else self._logprobs(told)
-        return {"index": index, **text, "logprobs": shown, "finish_reason": finish_reason}
+        shown = self._logprobs(told, has_any=self.is_chat and bool(answer.logprobs))
+        ids = {"token_ids": answer.token_ids} if self._tells_token_ids else {}
+        return {"index": index, **text, "logprobs": shown, "finish_reason": finish_reason, **ids}
 
     # -- a stream's events --------------------------------------------------------------------------------------
 
-    def opening(self, index: int) -> dict[str, Any]:
-        """Of a chat: who speaks."""
-        return self._event([self._piece(index, {"role": self._role, "content": ""}, None, None)])
+    def opening(self, index: int, prompt_token_ids: Sequence[int] | None = None) -> dict[str, Any]:
+        """Of a chat: who speaks, and the prompt that is answered."""
+        event = self._event([self._piece(index, {"role": self._role, "content": ""}, None, None)])
+        return event if prompt_token_ids is None else {**event, "prompt_token_ids": prompt_token_ids}
 
-    def piece(self, index: int, message: GenerateResponse, logprobs: Sequence[TokenLogprobs]) -> dict[str, Any]:
-        """New text, or the end of one choice. `logprobs`: what is told of them with it."""
+    def piece(
+        self,
+        index: int,
+        message: GenerateResponse,
+        logprobs: Sequence[TokenLogprobs],
+        prompt_token_ids: Sequence[int] | None = None,
+    ) -> dict[str, Any]:
+        """New text, or the end of one choice. `logprobs`: what is told of them with it. `prompt_token_ids`: with the
+        first piece of a completion."""
         if message.tool_calls:
             self._calling.add(index)
         finish_reason = None
@@ -110,7 +128,12 @@ class Style:
             delta["content"] = text
         if message.tool_calls:
             delta["tool_calls"] = [_piece_of_call(piece) for piece in message.tool_calls]
-        event = self._event([self._piece(index, delta, finish_reason, self._logprobs(told))])
+        piece = self._piece(index, delta, finish_reason, self._logprobs(told))
+        if prompt_token_ids is not None:
+            piece["prompt_token_ids"] = prompt_token_ids
+        if self._tells_token_ids:
+            piece["token_ids"] = list(message.token_ids)
+        event = self._event([piece])
         if message.HasField("timings"):
             event["timings"] = message_to_dict(message.timings)
         return event
@@ -138,11 +161,11 @@ class Style:
         """An answer that stops at its calls was no answer yet; one that had to be that call is one: as OpenAI says."""
         return "tool_calls" if reason == "stop" and has_calls and not self._names_tool else reason
 
-    def _logprobs(self, logprobs: Sequence[TokenLogprobs]) -> dict[str, Any] | None:
-        """None where there are none."""
-        if not logprobs:
+    def _logprobs(self, logprobs: Sequence[TokenLogprobs], *, has_any: bool = False) -> dict[str, Any] | None:
+        """None where there are none. `has_any`: of other tokens there are."""
+        if not logprobs and not has_any:
             return None
-        return of_chat(logprobs) if self.is_chat else of_completion(logprobs)
+        return (of_chat if self.is_chat else of_completion)(logprobs, by_id=self._names_by_id)
 
     def _event(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
         name = "chat.completion.chunk" if self.is_chat else "text_completion"

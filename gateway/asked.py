@@ -146,10 +146,7 @@ class Asked(Body, ABC):
     detokenize: only(True) = None  # type: ignore[valid-type]
     length_penalty: only(1.0, 1) = None  # type: ignore[valid-type]
     logits_processors: only([]) = None  # type: ignore[valid-type]
-    return_token_ids: only(False) = None  # type: ignore[valid-type]
-    return_tokens_as_token_ids: only(False) = None  # type: ignore[valid-type]
     spaces_between_special_tokens: only(True) = None  # type: ignore[valid-type]
-    truncate_prompt_tokens: only() = None  # type: ignore[valid-type]
     use_beam_search: only(False) = None  # type: ignore[valid-type]
 
     # of no effect here, whatever they say

@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
 from functools import partial
+from typing import Any
 
 from gateway.answers import Style, usage_of
 from gateway.echo import Echo
@@ -32,6 +33,8 @@ class Choices:
         self._is_chat = isinstance(body, ChatRequest)
         self._contents: dict[int, OfContent] = {}
         """Of a chat's choices."""
+        self._prompt_token_ids: dict[int, Sequence[int]] = {}
+        """By prompt, where they are asked for."""
         self._style = Style(
             is_chat=self._is_chat,
             answer_id=f"{'chatcmpl' if self._is_chat else 'cmpl'}-{run.request_id}",
@@ -40,6 +43,8 @@ class Choices:
             echo=_echo_of(run, body),
             names_tool=isinstance(body, ChatRequest) and body.names_tool,
             role=body.role if isinstance(body, ChatRequest) else "",
+            tells_token_ids=bool(body.return_token_ids),
+            names_by_id=bool(body.return_tokens_as_token_ids),
         )
 
     async def whole(self) -> bytes:
@@ -56,7 +61,7 @@ class Choices:
             return to_json(self._style.whole(answers, logprobs, self._run.n, self._body.prompt_logprobs))
 
         # Logprobs take milliseconds for every hundred tokens: others go on meanwhile.
-        if any(answer.logprobs or answer.prompt_logprobs for answer in answers):
+        if any(answer.logprobs or answer.prompt_logprobs or answer.prompt_token_ids for answer in answers):
             return await asyncio.to_thread(render)
         return render()
 
@@ -68,9 +73,12 @@ class Choices:
             async for index, message in messages:
                 is_first = index not in opened
                 opened.add(index)
-                if self._is_chat and is_first:
-                    yield event(self._style.opening(index))
                 usage = usages[index]
+                usage.prompt_tokens = message.prompt_tokens or usage.prompt_tokens
+                if message.prompt_token_ids:
+                    self._prompt_token_ids[index // self._run.n] = list(message.prompt_token_ids)
+                if self._is_chat and is_first:
+                    yield await self._rendered(partial(self._opening, index, usage), is_first=True)
                 usage.completion_tokens += len(message.token_ids)
                 if message.HasField("usage"):
                     usage.CopyFrom(message.usage)
@@ -82,15 +90,11 @@ class Choices:
                     or message.tool_calls
                     or logprobs
                     or message.prompt_logprobs
+                    or (self._body.return_token_ids and message.token_ids)
                 )
                 if is_news or self._body.includes_usage_always:
-                    render = partial(self._event, index, message, logprobs, usage)
-                    # A prompt's numbers, in front of each choice, may take long.
-                    yield (
-                        await asyncio.to_thread(render)
-                        if is_first and "prompt_logprobs" in self._run.sampling
-                        else render()
-                    )
+                    render = partial(self._event, index, message, logprobs, usage, is_first=is_first)
+                    yield await self._rendered(render, is_first=is_first)
         except Exception as error:
             yield event(refusal_of_any(error, self._run.request_id).body)
             return
@@ -106,8 +110,27 @@ class Choices:
             return message.logprobs
         return self._contents.setdefault(choice, OfContent()).accept(message)
 
-    def _event(self, choice: int, message: GenerateResponse, logprobs: Sequence[TokenLogprobs], usage: Usage) -> bytes:
-        piece = self._style.piece(choice, message, logprobs)
+    async def _rendered(self, render: Callable[[], bytes], *, is_first: bool) -> bytes:
+        """A prompt's numbers, in front of each choice, may take long."""
+        tells_prompt = "prompt_logprobs" in self._run.sampling or self._body.return_token_ids
+        return await asyncio.to_thread(render) if is_first and tells_prompt else render()
+
+    def _opening(self, choice: int, usage: Usage) -> bytes:
+        return self._with_usage(self._style.opening(choice, self._prompt_token_ids.get(0)), usage)
+
+    def _event(
+        self,
+        choice: int,
+        message: GenerateResponse,
+        logprobs: Sequence[TokenLogprobs],
+        usage: Usage,
+        *,
+        is_first: bool,
+    ) -> bytes:
+        of_prompt = self._prompt_token_ids.get(choice // self._run.n) if is_first and not self._is_chat else None
+        return self._with_usage(self._style.piece(choice, message, logprobs, of_prompt), usage)
+
+    def _with_usage(self, piece: dict[str, Any], usage: Usage) -> bytes:
         if self._body.includes_usage_always:
             piece["usage"] = usage_of([usage])
         return event(piece)
@@ -115,5 +138,5 @@ class Choices:
 
 def _echo_of(run: Run, body: AskedForChoices) -> Echo | None:
     if isinstance(body, CompletionRequest) and body.echo:
-        return Echo(run.prompts, run.n, body.logprobs)
+        return Echo(run.prompts, run.n, body.logprobs, is_known=body.knows_its_texts)
     return None

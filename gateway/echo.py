@@ -28,13 +28,15 @@ class _Echoed:
 class Echo:
     """Of one HTTP request. `n` choices to each prompt; those to the first come first."""
 
-    def __init__(self, prompts: Sequence[Prompt], n: int, num_top: int | None) -> None:
-        """`num_top`: alternatives to each token. None: no logprobs are asked for, only text."""
+    def __init__(self, prompts: Sequence[Prompt], n: int, num_top: int | None, *, is_known: bool) -> None:
+        """`num_top`: alternatives to each token. None: no logprobs are asked for, only text. `is_known`: all prompts
+        are texts, used as they are."""
         self._prompts = prompts
         self._n = n
         self._num_top = num_top
         self._echoed: dict[int, _Echoed] = {}
-        if num_top is None:
+        self._is_known = is_known
+        if num_top is None and is_known:
             self._echoed = {i: _Echoed(prompt, []) for i, prompt in enumerate(prompts) if isinstance(prompt, str)}
         self._begun: set[int] = set()
 
@@ -64,7 +66,7 @@ class Echo:
         data = b"".join(each.sampled.token for each in prompt_logprobs)
         text = codecs.getincrementaldecoder("utf-8")("replace").decode(data)
         num_hidden = 0
-        if isinstance(prompt, str):
+        if self._is_known and isinstance(prompt, str):
             # Before it may be what no text says: a token for its beginning, a space of the tokenizer's own.
             num_hidden = max(0, len(text) - len(prompt)) if text.endswith(prompt) else 0
             text = prompt

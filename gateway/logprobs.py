@@ -1,13 +1,14 @@
 """How likely tokens were, in OpenAI's two ways of saying it, and in vLLM's for a prompt's. Pure.
 
 A token's text is what it stands for by itself, also where the answer leaves it out (special tokens, a stop string). Of
-a part of a character it is U+FFFD in chats, whose `bytes` have it exactly, and "bytes:\\xe4\\xbd" in completions.
+a part of a character it is U+FFFD in chats, whose `bytes` have it exactly, and "bytes:\\xe4\\xbd" in completions. Named
+`by_id` it is "token_id:504".
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import accumulate
 from typing import Any
 
@@ -82,22 +83,25 @@ def _repeats(said: bytes, data: bytes) -> bool:
     return said == (data * (len(said) // len(data) + 1))[: len(said)]
 
 
-def of_chat(logprobs: Sequence[TokenLogprobs]) -> dict[str, Any]:
+def of_chat(logprobs: Sequence[TokenLogprobs], *, by_id: bool = False) -> dict[str, Any]:
     """`choices[].logprobs` of a chat."""
-    return {"content": entries_of(logprobs), "refusal": None}
+    return {"content": entries_of(logprobs, by_id=by_id), "refusal": None}
 
 
-def entries_of(logprobs: Sequence[TokenLogprobs]) -> list[dict[str, Any]]:
+def entries_of(logprobs: Sequence[TokenLogprobs], *, by_id: bool = False) -> list[dict[str, Any]]:
     """One for each token, as chats and responses have them."""
-    return [{**_entry(each.sampled), "top_logprobs": [_entry(top) for top in each.top]} for each in logprobs]
+    return [
+        {**_entry(each.sampled, by_id), "top_logprobs": [_entry(top, by_id) for top in each.top]} for each in logprobs
+    ]
 
 
-def of_completion(logprobs: Sequence[TokenLogprobs]) -> dict[str, Any]:
+def of_completion(logprobs: Sequence[TokenLogprobs], *, by_id: bool = False) -> dict[str, Any]:
     """`choices[].logprobs` of a completion. A prompt's first token, where it is echoed, has no numbers."""
+    name = _id_as_text if by_id else _text_or_bytes
     return {
-        "tokens": [_text_or_bytes(each.sampled) for each in logprobs],
+        "tokens": [name(each.sampled) for each in logprobs],
         "token_logprobs": [_number(each.sampled) if each.sampled.rank else None for each in logprobs],
-        "top_logprobs": [_alternatives(each) if each.sampled.rank else None for each in logprobs],
+        "top_logprobs": [_alternatives(each, name) if each.sampled.rank else None for each in logprobs],
         "text_offset": [each.text_offset for each in logprobs],
     }
 
@@ -118,12 +122,12 @@ def _with_rank(logprob: Logprob) -> dict[str, Any]:
     return {"logprob": _number(logprob), "rank": logprob.rank, "decoded_token": decoded}
 
 
-def _alternatives(logprobs: TokenLogprobs) -> dict[str, float]:
+def _alternatives(logprobs: TokenLogprobs, name: Callable[[Logprob], str]) -> dict[str, float]:
     """By text, the likeliest first. The sampled token is among them; of others that read the same, the likeliest is."""
     numbers: dict[str, float] = {}
     for each in (*logprobs.top, logprobs.sampled):
-        numbers.setdefault(_text_or_bytes(each), _number(each))
-    numbers[_text_or_bytes(logprobs.sampled)] = _number(logprobs.sampled)
+        numbers.setdefault(name(each), _number(each))
+    numbers[name(logprobs.sampled)] = _number(logprobs.sampled)
     return numbers
 
 
@@ -134,8 +138,13 @@ def _text_or_bytes(logprob: Logprob) -> str:
         return "bytes:" + "".join(f"\\x{byte:02x}" for byte in logprob.token)
 
 
-def _entry(logprob: Logprob) -> dict[str, Any]:
-    return {"token": logprob.token.decode(errors="replace"), "logprob": _number(logprob), "bytes": list(logprob.token)}
+def _id_as_text(logprob: Logprob) -> str:
+    return f"token_id:{logprob.token_id}"
+
+
+def _entry(logprob: Logprob, by_id: bool) -> dict[str, Any]:
+    token = _id_as_text(logprob) if by_id else logprob.token.decode(errors="replace")
+    return {"token": token, "logprob": _number(logprob), "bytes": list(logprob.token)}
 
 
 def _number(logprob: Logprob) -> float:

@@ -106,10 +106,27 @@ class AskedForChoices(Asked):
     n: Annotated[int, Field(ge=1, le=MAX_N)] | None = None
     """Choices to each prompt."""
     prompt_logprobs: NumAlternatives | None = None
+    truncate_prompt_tokens: Annotated[int, Field(ge=-(1 << 31), lt=1 << 31)] | None = None
+    return_token_ids: bool | None = None
+    return_tokens_as_token_ids: bool | None = None
+    """Those of logprobs, as token_id:NUMBER."""
     # After structured_outputs: the form of the answer in OpenAI's words, of which there is no second one.
     response_format: Annotated[Any, AfterValidator(_response_format)] = None
-    # known, and refused unless it asks for nothing
+    # known, and refused unless they ask for nothing
     best_of: only(1) = None  # type: ignore[valid-type]
+    ec_transfer_params: only() = None  # type: ignore[valid-type]
+    kv_transfer_params: only() = None  # type: ignore[valid-type]
+    logprob_token_ids: only([]) = None  # type: ignore[valid-type]
+    repetition_detection: only() = None  # type: ignore[valid-type]
+    return_token_offsets: only(False) = None  # type: ignore[valid-type]
+    routed_experts_prompt_start: only(0) = None  # type: ignore[valid-type]
+    stream_interval: only(1) = None  # type: ignore[valid-type]
+    thinking_token_budget: only(-1) = None  # type: ignore[valid-type]
+    truncation_side: only("left") = None  # type: ignore[valid-type]
+    vllm_xargs: only({}) = None  # type: ignore[valid-type]
+    watermarking: only(False) = None  # type: ignore[valid-type]
+    # of no effect here: prefixes are found by what they say
+    session_id: Any = None
 
     def sampling(self) -> Sampling:
         sampling = super().sampling()
@@ -119,6 +136,8 @@ class AskedForChoices(Asked):
             sampling["structured_outputs"] = self.response_format
         if self.prompt_logprobs is not None:
             sampling["prompt_logprobs"] = self.prompt_logprobs
+        sampling["truncate_prompt_tokens"] = self.truncate_prompt_tokens
+        sampling["with_prompt_token_ids"] = bool(self.return_token_ids)
         return sampling
 
     def in_its_words(self, error: InvalidRequest) -> InvalidRequest:
@@ -165,7 +184,7 @@ class CompletionRequest(AskedForChoices):
     echo: bool | None = None
     """The prompt stands before each choice, in its text and in its logprobs."""
     suffix: only("") = None  # type: ignore[valid-type]
-    add_special_tokens: only(True) = None  # type: ignore[valid-type]
+    add_special_tokens: bool | None = None
     prompt_embeds: only() = None  # type: ignore[valid-type]
 
     def prompts(self) -> list[Prompt]:
@@ -175,8 +194,9 @@ class CompletionRequest(AskedForChoices):
         sampling: Sampling = {"max_tokens": max(DEFAULT_COMPLETION_TOKENS, self.min_tokens or 0), **super().sampling()}
         if self.logprobs is not None:
             sampling["logprobs"] = self.logprobs
+        sampling["add_special_tokens"] = self.add_special_tokens
         # What token ids stand for comes with their numbers; a text is known.
-        if self.echo and (self.logprobs is not None or not all(isinstance(prompt, str) for prompt in self.prompt)):
+        if self.echo and (self.logprobs is not None or not self.knows_its_texts):
             sampling["prompt_logprobs"] = max(self.prompt_logprobs or 0, self.logprobs or 0)
         if self.is_echo_alone:
             sampling |= {"max_tokens": 1, "min_tokens": 0}
@@ -185,6 +205,11 @@ class CompletionRequest(AskedForChoices):
     @property
     def _words(self) -> dict[str, str]:
         return super()._words | ({} if self.prompt_logprobs is not None else {"prompt_logprobs": "logprobs"})
+
+    @property
+    def knows_its_texts(self) -> bool:
+        """What prompts are in text: without the router, which cuts some."""
+        return self.truncate_prompt_tokens is None and all(isinstance(prompt, str) for prompt in self.prompt)
 
     @property
     def is_echo_alone(self) -> bool:
@@ -263,7 +288,9 @@ class ChatRequest(AskedForChoices):
     documents: only([]) = None  # type: ignore[valid-type]
     echo: only(False) = None  # type: ignore[valid-type]
     include_reasoning: only(True) = None  # type: ignore[valid-type]
+    media_io_kwargs: only() = None  # type: ignore[valid-type]
     mm_processor_kwargs: only() = None  # type: ignore[valid-type]
+    return_prompt_text: only(False) = None  # type: ignore[valid-type]
 
     def prompts(self) -> list[Prompt]:
         return [[message.to_prompt() for message in self.messages]]

@@ -23,6 +23,8 @@ from tandem.client import AsyncClient
 
 MAX_PROMPT_NUMBERS = 262_144
 """How likely tokens of prompts were, in all choices of a request: as JSON 16 MB, half a second of a thread."""
+MAX_PROMPT_TOKEN_IDS = 2_097_152
+"""The same of their ids: as JSON 14 MB."""
 
 
 class Run:
@@ -44,6 +46,7 @@ class Run:
         self.sampling["fairness_id"] = fairness_id_of(request) or body.fairness_id
         self._num_told = 0
         """Numbers of prompts' tokens, in all choices."""
+        self._num_ids_told = 0
         self._is_echo_alone = isinstance(body, CompletionRequest) and body.is_echo_alone
         if len(self.prompts) * self.n > MAX_CHOICES:
             bound = f"may be {MAX_CHOICES} choices in all, is {self.n} to each of {len(self.prompts)} prompts"
@@ -80,6 +83,7 @@ class Run:
                 async for prompt, message in messages:
                     choice = prompt * self.n + message.sequence
                     self._count(message.prompt_logprobs)
+                    self._count_ids(len(message.prompt_token_ids))
                     yield choice, without_answer(message) if self._is_echo_alone else message
         except InvalidRequest as error:
             raise self._body.in_its_words(error) from error
@@ -92,3 +96,9 @@ class Run:
         if self._num_told > MAX_PROMPT_NUMBERS:
             bound = f"may be {MAX_PROMPT_NUMBERS} numbers of prompts' tokens in all choices, is more: ask for fewer"
             raise InvalidRequest([("prompt_logprobs", bound)])
+
+    def _count_ids(self, num_ids: int) -> None:
+        self._num_ids_told += self.n * num_ids
+        if self._num_ids_told > MAX_PROMPT_TOKEN_IDS:
+            bound = f"may be had of {MAX_PROMPT_TOKEN_IDS} prompts' tokens in all choices, is asked of more"
+            raise InvalidRequest([("return_token_ids", bound)])

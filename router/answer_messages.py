@@ -28,15 +28,18 @@ class AnswerMessages:
         reader: AnswerReader | None = None,
         num_tokens: int = 0,
         tells_prompt: bool = False,
+        with_prompt_token_ids: bool = False,
     ) -> None:
-        """`num_tokens` of the answer the client has, and `detokenizer` and `reader` have taken in. `tells_prompt`: with
-        the answer's first token, how likely the prompt's were."""
+        """`num_tokens` of the answer the client has, and `detokenizer` and `reader` have taken in. With the answer's
+        first token comes, `tells_prompt`, how likely the prompt's were, and, `with_prompt_token_ids`, which."""
         self._request_id = request_id
         self._sequence = sequence
         self._prompt_token_ids = prompt_token_ids
         self._detokenizer = detokenizer
         self._reader = reader
         self._tells_prompt = tells_prompt
+        self._with_prompt_token_ids = with_prompt_token_ids
+        self._has_begun = False
         self.num_tokens = num_tokens
         """Of the answer, up to the last message."""
 
@@ -60,6 +63,11 @@ class AnswerMessages:
             for logprobs, offset in zip(response.logprobs, delta.offsets, strict=False):
                 logprobs.text_offset = offset
                 self._name_tokens(logprobs)
+        if not self._has_begun:
+            self._has_begun = True
+            response.prompt_tokens = len(self._prompt_token_ids)
+        if self._with_prompt_token_ids and not emit.offset:
+            response.prompt_token_ids.extend(self._prompt_token_ids)
         if self._tells_prompt and not emit.offset:
             first = pb.TokenLogprobs(sampled=pb.Logprob(token_id=self._prompt_token_ids[0]))
             response.prompt_logprobs.extend((first, *emit.prompt_logprobs))

@@ -28,6 +28,8 @@ class AskedAnswer:
     lora_name: str = ""
     fairness_id: str = ""
     """Whose request it is."""
+    with_prompt_token_ids: bool = False
+    """The client is told them with the answer's first token."""
     detokenizer: IncrementalDetokenizer
     reader: AnswerReader | None = None
     """Who finds thoughts and calls of tools in its text."""

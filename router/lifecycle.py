@@ -102,6 +102,7 @@ class Lifecycle:
             reader=asked.reader,
             num_tokens=len(asked.resumption.token_ids),
             tells_prompt=asked.sampling_params.HasField("prompt_logprobs"),
+            with_prompt_token_ids=asked.with_prompt_token_ids,
         )
         self._state = RequestState(
             MAX_ATTEMPTS,

@@ -30,12 +30,12 @@ from router.text.harmony import Harmony
 from router.text.reasoning import AnswerReader, Reasoning, reasoning_of
 from router.text.tool_calls import call_id
 from router.validation.grammar_checker import GrammarChecker
+from router.validation.prompt import tokenize_prompt
 from router.validation.request import (
     ValidatedRequest,
     check_prompt_length,
     check_size,
     compile_grammar,
-    tokenize_prompt,
     validate,
 )
 from router.validation.resumption import NOTHING, BegunAnswer, Resumption, kind_name, resumption_of
@@ -164,6 +164,7 @@ class InferenceServicer(InferenceServicerBase):  # type: ignore[misc]
             self._texts.tokenizer,
             self._texts.chat_template,
             max_model_len=model.max_model_len,
+            num_kept=validated.num_kept_tokens(model),
         )
         prompt_token_ids = prompt.token_ids
         check_prompt_length(validated, len(prompt_token_ids), model)
@@ -193,6 +194,7 @@ class InferenceServicer(InferenceServicerBase):  # type: ignore[misc]
                 cache_salt=validated.cache_salt,
                 lora_name=validated.lora_name,
                 fairness_id=validated.fairness_id,
+                with_prompt_token_ids=validated.with_prompt_token_ids and index == 0,
                 detokenizer=detokenizer,
                 reader=reader,
                 resumption=await self._resumption(

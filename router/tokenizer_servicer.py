@@ -11,7 +11,8 @@ from protos import tandem_inference_pb2 as pb
 from protos.tandem_inference_pb2_grpc import TokenizerServicer as TokenizerServicerBase
 from router.model_info import ModelInfo
 from router.served_model import ServedModel, Texts
-from router.validation.request import check_size, tokenize_prompt
+from router.validation.prompt import tokenize_prompt
+from router.validation.request import check_size
 from router.validation.tokens import check_num_bytes, check_num_tokens, prompt_to_tokenize, token_ids_to_read
 from router.worker_pool import WorkerPool
 

@@ -39,6 +39,8 @@ class Answer:
     """One for each token, where they were asked for."""
     prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
     """One for each token of the prompt, the first of them without a number (rank 0), where they were asked for."""
+    prompt_token_ids: list[int] = field(default_factory=list)
+    """Where they were asked for; of several answers, with the first."""
     tool_calls: list[ToolCall] = field(default_factory=list)
     """Its calls of tools that it was given; `text` is what it says beside them."""
     reasoning: str = ""
@@ -56,6 +58,7 @@ class Answer:
             "timings": message_to_dict(self.timings),
             "logprobs": [_readable(each) for each in self.logprobs] or None,
             "prompt_logprobs": [_readable(each) for each in self.prompt_logprobs] or None,
+            "prompt_token_ids": self.prompt_token_ids or None,
             "tool_calls": [call.to_dict() for call in self.tool_calls] or None,
         }
 
@@ -109,6 +112,7 @@ class AnswerStream:
         self._token_ids: list[int] = []
         self._logprobs: list[TokenLogprobs] = []
         self._prompt_logprobs: list[TokenLogprobs] = []
+        self._prompt_token_ids: list[int] = []
         self._tool_calls = CallsStream()
         self._last: GenerateResponse | None = None
 
@@ -124,13 +128,15 @@ class AnswerStream:
                 f"{len(self._token_ids)} was to come"
             )
         self._check_logprobs(message)
-        if message.prompt_logprobs and self._token_ids:
-            raise StreamBroken(f"request {message.request_id}: logprobs of the prompt came after the first token")
+        if self._token_ids and (message.prompt_logprobs or message.prompt_token_ids):
+            what = "logprobs" if message.prompt_logprobs else "tokens"
+            raise StreamBroken(f"request {message.request_id}: {what} of the prompt came after the first token")
         self._token_ids += message.token_ids
         self._texts.append(message.text)
         self._thoughts.append(message.reasoning)
         self._logprobs += message.logprobs
         self._prompt_logprobs += message.prompt_logprobs
+        self._prompt_token_ids += message.prompt_token_ids
         if (wrong := self._tool_calls.accept(message.tool_calls)) is not None:
             raise StreamBroken(f"request {message.request_id}: {wrong}")
         if message.HasField("usage"):
@@ -181,6 +187,7 @@ class AnswerStream:
             timings=self._last.timings,
             logprobs=list(self._logprobs),
             prompt_logprobs=list(self._prompt_logprobs),
+            prompt_token_ids=list(self._prompt_token_ids),
             tool_calls=self._tool_calls.calls(),
             reasoning="".join(self._thoughts),
         )

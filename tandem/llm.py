@@ -34,7 +34,7 @@ from router.model_info import ModelInfo
 from router.text.chat_template import GIVEN_NAMES, ChatTemplate
 from router.text.tokenizer import Tokenizer
 from router.text.tool_formats import AUTO
-from router.validation.request import check_end
+from router.validation.prompt import check_end
 from router.validation.sampling import Violations
 from router.validation.tools import check_messages, tools_of
 from tandem.checks import check_names, check_text, is_list

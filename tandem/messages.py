@@ -17,9 +17,10 @@ from tandem.tools import add_tools, chat_message
 
 MAX_PROFILE_S = 600.0
 _TOKEN_IDS = range(2**32)
+_INT32 = range(-(2**31), 2**31)
 _RANGES = {
     FieldDescriptor.CPPTYPE_UINT32: range(2**32),
-    FieldDescriptor.CPPTYPE_INT32: range(-(2**31), 2**31),
+    FieldDescriptor.CPPTYPE_INT32: _INT32,
     FieldDescriptor.CPPTYPE_INT64: range(-(2**63), 2**63),
 }
 """What whole numbers the wire can carry, by the field's kind. What a parameter may be is the router's to say."""
@@ -58,6 +59,12 @@ class Sampling(TypedDict, total=False):
     """Cached prefixes are shared with requests of the same one alone."""
     fairness_id: str | None
     """Whose request it is: clients of equal priority that wait are served equally many tokens."""
+    truncate_prompt_tokens: int | None
+    """Of a longer prompt its last so many tokens are used; -1: as many as the context has room for."""
+    add_special_tokens: bool | None
+    """Of a text; None: True."""
+    with_prompt_token_ids: bool
+    """The prompt's tokens come with the answer."""
     tools: Sequence[Mapping[str, Any]] | None
     """What the model may call, in OpenAI's words: {"type": "function", "function": {"name", "description",
     "parameters"}}. With messages."""
@@ -97,11 +104,16 @@ def generate_request(
     if fairness_id is not None:
         check_text("fairness_id", fairness_id)
     of_chat = {name: sampling.pop(name, None) for name in _OF_CHATS}  # type: ignore[misc]
+    num_kept, adds = sampling.pop("truncate_prompt_tokens", None), sampling.pop("add_special_tokens", None)
+    with_prompt_token_ids = _truth("with_prompt_token_ids", sampling.pop("with_prompt_token_ids", False))
     request = pb.GenerateRequest(
         request_id=request_id,
         model=model,
         cache_salt=cache_salt or "",
         fairness_id=fairness_id or "",
+        truncate_prompt_tokens=None if num_kept is None else _whole("truncate_prompt_tokens", num_kept, _INT32),
+        add_special_tokens=None if adds is None else _truth("add_special_tokens", adds),
+        with_prompt_token_ids=with_prompt_token_ids,
         sampling_params=_sampling_params({**sampling, **({} if _plain("n", n) == 1 else {"n": n})}),
     )
     if isinstance(prompt, str):

@@ -22,6 +22,8 @@ from rpc.errors import DeadlinePassed, Draining, NoWorker, Overloaded, RequestEx
 from rpc.metadata import ACCEPTED_KEY
 from tandem.answer import AnswersStream
 
+ROOM = -1
+"""For truncate_prompt_tokens: as many as the context has room for."""
 FIRST_WAIT_S = 0.05
 LAST_WAIT_S = 1.0
 """Between two tries, without a word of the router's about it."""
@@ -102,7 +104,9 @@ class ResumableStream:
         return message
 
     def _take_down(self, message: pb.GenerateResponse) -> None:
-        """What the next call begins with."""
+        """What the next call begins with: the prompt as it was cut, too, whatever the next router has room for."""
+        if self._request.truncate_prompt_tokens == ROOM and message.prompt_tokens:
+            self._request.truncate_prompt_tokens = message.prompt_tokens
         if self._n == 1:
             self._request.output_token_ids.extend(message.token_ids)
             self._request.worker_kind = self._request.worker_kind or message.worker_kind

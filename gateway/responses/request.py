@@ -156,6 +156,9 @@ class ResponseRequest(Asked):
     response_format: only(instead="it is text.format") = None  # type: ignore[valid-type]
     reasoning_effort: only(instead=IN_TEMPLATE) = None  # type: ignore[valid-type]
     prompt_logprobs: only() = None  # type: ignore[valid-type]
+    return_token_ids: only(False) = None  # type: ignore[valid-type]
+    return_tokens_as_token_ids: only(False) = None  # type: ignore[valid-type]
+    truncate_prompt_tokens: only() = None  # type: ignore[valid-type]
 
     @cached_property
     def _messages(self) -> list[PlacedMessage]:

@@ -105,12 +105,33 @@ class Tokenizer:
         backend.add_special_tokens([t for t in special_tokens.values() if backend.token_to_id(t) is not None])
         return cls(backend, special_tokens=special_tokens)
 
-    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """Token ids of `text`. `add_special_tokens`: let the post-processor add bos (and what else the model wants)."""
-        # encode_batch_fast leaves out character offsets, which nobody here reads, and so takes half the time of encode.
-        encoding = self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0]
-        ids: list[int] = encoding.ids
+    def encode(self, text: str, add_special_tokens: bool = True, num_kept: int | None = None) -> list[int]:
+        """Token ids of `text`. `add_special_tokens`: let the post-processor add bos (and what else the model wants).
+        `num_kept`: of more tokens the last ones, among them those that were added."""
+        if num_kept is not None:
+            return self._encode_end(text, add_special_tokens, num_kept)
+        ids: list[int] = self._encoding(text, add_special_tokens).ids
         return ids
+
+    def _encoding(self, text: str, add_special_tokens: bool) -> tokenizers.Encoding:
+        # encode_batch_fast leaves out character offsets, which nobody here reads, and so takes half the time of encode.
+        return self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0]
+
+    def _encode_end(self, text: str, add_special_tokens: bool, num_kept: int) -> list[int]:
+        """As `encode`. Of a text of megabytes no more is read than has these tokens, however it is cut."""
+        most = num_kept + CUT_TOKENS
+        num_chars = USUAL_CHARS * most
+        while num_chars < len(text) and len(self._encoding(text[-num_chars:], False).ids) <= most:
+            num_chars *= 2
+        if num_chars >= len(text) and len(ids := self.encode(text, add_special_tokens)) <= num_kept:
+            return ids
+        encoding = self._encoding(text[-num_chars:], False)
+        num_added = self._backend.num_special_tokens_to_add(False) if add_special_tokens else 0
+        if 0 < num_added < num_kept:
+            encoding.truncate(num_kept - num_added, direction="left")
+            encoding = self._backend.post_process(encoding, None, True)
+        kept: list[int] = encoding.ids[-num_kept:]
+        return kept
 
     def encode_up_to(self, text: str, max_tokens: int, add_special_tokens: bool = True) -> list[int]:
         """`encode`, for whoever takes at most `max_tokens`. Raises `TooManyTokens` where the text has far more: its
@@ -128,14 +149,19 @@ class Tokenizer:
         return self.encode(text, add_special_tokens)
 
     async def encode_async(
-        self, text: str, add_special_tokens: bool = True, *, max_tokens: int | None = None
+        self,
+        text: str,
+        add_special_tokens: bool = True,
+        *,
+        max_tokens: int | None = None,
+        num_kept: int | None = None,
     ) -> list[int]:
         """`encode`, off the event loop where the text is long (the library lets go of the GIL while it works).
-        `max_tokens`: as `encode_up_to`; None: however long it is."""
+        `max_tokens`: as `encode_up_to`, where nothing is cut; None: however long it is."""
         if len(text) <= ASYNC_ENCODE_CHARS:
-            return self.encode(text, add_special_tokens)
-        if max_tokens is None:
-            return await asyncio.to_thread(self.encode, text, add_special_tokens)
+            return self.encode(text, add_special_tokens, num_kept)
+        if max_tokens is None or num_kept is not None:
+            return await asyncio.to_thread(self.encode, text, add_special_tokens, num_kept)
         return await asyncio.to_thread(self.encode_up_to, text, max_tokens, add_special_tokens)
 
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:

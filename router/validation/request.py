@@ -1,34 +1,31 @@
 """Checks a request before anything is queued.
 
-    validate -> ValidatedRequest -> tokenize_prompt -> check_prompt_length -> compile_grammar -> (sampling.py) resolve
+    validate -> ValidatedRequest -> (prompt.py) tokenize_prompt -> check_prompt_length -> compile_grammar
+             -> (sampling.py) resolve
 
 Every check runs: the client learns of all wrong fields at once. Each description states the bound and what was given;
-prompts are never quoted. Bounds are those of protos/tandem_inference.proto; those of sampling parameters are in
-router/validation/sampling.py.
+prompts are never quoted. Bounds are those of protos/tandem_inference.proto; those of prompts and of sampling parameters
+are in files of their own.
 """
 
 from __future__ import annotations
 
-import asyncio
 import uuid
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from functools import partial
-from typing import Any, TypeAlias
+from dataclasses import dataclass, replace
+from typing import Any
 
 from google.protobuf.message import Message
 
 from protos import tandem_inference_pb2 as pb
 from router.model_info import ModelInfo
 from router.text.calls.call_format import CannotBeHeld
-from router.text.chat_template import GIVEN_NAMES, ChatMessage, ChatTemplate
-from router.text.reasoning import opened_by
 from router.text.structured_outputs import problem_of
-from router.text.tokenizer import Tokenizer, TooManyTokens
 from router.validation.grammar_checker import GrammarChecker
+from router.validation.prompt import FIELD_OF_PROMPT, ChatPrompt, Prompt, check_prompt, too_long
 from router.validation.resumption import BegunAnswer, begun_answers
-from router.validation.sampling import Violations, check_in_vocabulary, check_sampling
-from router.validation.tools import NO_TOOLS, AskedTools, check_messages, check_tools, object_of
+from router.validation.sampling import Violations, check_sampling
+from router.validation.tools import NO_TOOLS, AskedTools
 from rpc.errors import InvalidRequest
 
 MAX_REQUEST_ID_CHARS = 128
@@ -38,48 +35,8 @@ MAX_CACHE_SALT_CHARS = 128
 MAX_NAMES_TOLD = 8
 """Of adapters, in an error."""
 MAX_FAIRNESS_ID_BYTES = 256
-MAX_CHAT_MESSAGES = 8192
-MAX_TEMPLATE_KWARGS_BYTES = 65_536
-INLINE_RENDER_CHARS = 65_536
-"""Chats longer than this (32 characters counted for what the template adds to a message), and those with tools or
-variables for the template, are rendered in a thread."""
-
-
-@dataclass(frozen=True, slots=True)
-class TextPrompt:
-    text: str
-    add_special_tokens: bool = True
-
-
-@dataclass(frozen=True, slots=True)
-class TokenIdsPrompt:
-    token_ids: tuple[int, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class ChatPrompt:
-    messages: tuple[ChatMessage, ...]
-    asked: AskedTools = NO_TOOLS
-    variables: Mapping[str, Any] = field(default_factory=dict)
-    """For the template."""
-    add_generation_prompt: bool = True
-    continue_final_message: bool = False
-
-    @property
-    def continued(self) -> str:
-        """The content that the answer goes on with. Empty: it begins."""
-        return self.messages[-1].content if self.continue_final_message else ""
-
-
-@dataclass(frozen=True, slots=True)
-class TokenizedPrompt:
-    token_ids: list[int]
-    thought_opened_by: str = ""
-    """The word with which a chat's template has begun what the model thinks, if it has."""
-
-
-Prompt: TypeAlias = TextPrompt | TokenIdsPrompt | ChatPrompt
-_FIELD_OF_PROMPT: dict[type, str] = {TextPrompt: "text", TokenIdsPrompt: "token_ids", ChatPrompt: "chat"}
+ROOM = -1
+"""For truncate_prompt_tokens: what the context has room for."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -98,6 +55,8 @@ class ValidatedRequest:
     """The adapter that is asked for. Empty: the model by itself."""
     fairness_id: str
     is_streaming: bool
+    truncate_prompt_tokens: int | None
+    with_prompt_token_ids: bool
 
     @property
     def num_sequences(self) -> int:
@@ -117,10 +76,16 @@ class ValidatedRequest:
     def is_chat(self) -> bool:
         return isinstance(self.prompt, ChatPrompt)
 
+    def num_kept_tokens(self, model: ModelInfo) -> int | None:
+        """Of the prompt, at most. None: it is not cut. With -1 it leaves the answer what that may, or must, have."""
+        if self.truncate_prompt_tokens != ROOM:
+            return self.truncate_prompt_tokens
+        return model.max_model_len - max(1, self.sampling_params.max_tokens, self.sampling_params.min_tokens)
+
     @property
     def prompt_field(self) -> str:
         """Name of the prompt's field in the request, for violations."""
-        return _FIELD_OF_PROMPT[type(self.prompt)]
+        return FIELD_OF_PROMPT[type(self.prompt)]
 
 
 def _some(names: Sequence[str]) -> str:
@@ -157,6 +122,7 @@ def validate(request: pb.GenerateRequest, model: ModelInfo) -> ValidatedRequest:
     if (num_bytes := len(request.fairness_id.encode())) > MAX_FAIRNESS_ID_BYTES:
         violations.append(("fairness_id", f"must have at most {MAX_FAIRNESS_ID_BYTES} bytes, has {num_bytes}"))
     prompt = check_prompt(request, model, violations)
+    _check_truncation(request, model, violations)
     params = request.sampling_params
     formed = None
     if isinstance(prompt, ChatPrompt):
@@ -178,55 +144,16 @@ def validate(request: pb.GenerateRequest, model: ModelInfo) -> ValidatedRequest:
         lora_name=request.model if request.model in model.lora_names else "",
         fairness_id=request.fairness_id,
         is_streaming=request.stream if request.HasField("stream") else True,
+        truncate_prompt_tokens=request.truncate_prompt_tokens if request.HasField("truncate_prompt_tokens") else None,
+        with_prompt_token_ids=request.with_prompt_token_ids,
     )
 
 
-async def tokenize_prompt(
-    prompt: Prompt, tokenizer: Tokenizer, chat_template: ChatTemplate | None, *, max_model_len: int | None = None
-) -> TokenizedPrompt:
-    """Token ids of `prompt`. Text gets the model's special tokens (bos); chats get those of the template alone.
-
-    Raises `InvalidRequest` naming `chat` where the template refuses the messages; and naming the prompt where it is far
-    longer than `max_model_len` (None: it may be), without reading all of it. Long prompts leave the event loop.
-    """
-    match prompt:
-        case TokenIdsPrompt(given):
-            return TokenizedPrompt(list(given))
-        case TextPrompt(text, add_special_tokens):
-            thought_opened_by = ""
-        case ChatPrompt():
-            assert chat_template is not None  # ModelInfo.has_chat_template
-            text, add_special_tokens = await _rendered(prompt, chat_template), False
-            thought_opened_by = opened_by(text, prompt.continued)
-    max_tokens = None if max_model_len is None else max_model_len - 1
-    try:
-        token_ids = await tokenizer.encode_async(text, add_special_tokens, max_tokens=max_tokens)
-    except TooManyTokens as error:
-        assert max_model_len is not None
-        raise InvalidRequest([(_FIELD_OF_PROMPT[type(prompt)], _too_long(str(error), max_model_len))]) from error
-    return TokenizedPrompt(token_ids, thought_opened_by)
-
-
-async def _rendered(prompt: ChatPrompt, chat_template: ChatTemplate) -> str:
-    messages, tools = prompt.messages, [tool.to_template() for tool in prompt.asked.tools]
-    render = partial(
-        chat_template.render,
-        messages,
-        tools,
-        prompt.variables,
-        add_generation_prompt=prompt.add_generation_prompt,
-        continue_final_message=prompt.continue_final_message,
-    )
-    has_objects = bool(tools or prompt.variables) or any(message.tool_calls for message in messages)
-    is_long = has_objects or sum(map(_num_chars, messages)) > INLINE_RENDER_CHARS
-    try:
-        return await asyncio.to_thread(render) if is_long else render()
-    except ValueError as error:
-        raise InvalidRequest([("chat", str(error).removeprefix("chat: "))]) from error
-
-
-def _num_chars(message: ChatMessage) -> int:
-    return len(message.role) + len(message.content) + len(message.reasoning) + 32
+def _check_truncation(request: pb.GenerateRequest, model: ModelInfo, violations: Violations) -> None:
+    num_kept = request.truncate_prompt_tokens
+    if request.HasField("truncate_prompt_tokens") and num_kept != ROOM and not 1 <= num_kept <= model.max_model_len:
+        bound = f"must be in [1, {model.max_model_len}] (the context), or -1 for what it has room for, is {num_kept}"
+        violations.append(("truncate_prompt_tokens", bound))
 
 
 async def compile_grammar(params: pb.SamplingParams, checker: GrammarChecker, asked: AskedTools = NO_TOOLS) -> str:
@@ -256,7 +183,7 @@ def check_prompt_length(validated: ValidatedRequest, num_prompt_tokens: int, mod
     if num_prompt_tokens < 1:
         violations.append((validated.prompt_field, "must give at least 1 token, gives 0"))
     elif num_left < 1:
-        violations.append((validated.prompt_field, _too_long(f"has {num_prompt_tokens}", model.max_model_len)))
+        violations.append((validated.prompt_field, too_long(f"has {num_prompt_tokens}", model.max_model_len)))
     else:
         for begun in validated.begun.values():
             if len(begun.token_ids) > num_left:
@@ -282,10 +209,6 @@ def check_prompt_length(validated: ValidatedRequest, num_prompt_tokens: int, mod
         raise InvalidRequest(violations)
 
 
-def _too_long(how_long: str, max_model_len: int) -> str:
-    return f"must be at most {max_model_len - 1} tokens (a context of {max_model_len}, 1 for the answer), {how_long}"
-
-
 def _check_request_id(request_id: str, violations: Violations) -> None:
     if len(request_id) > MAX_REQUEST_ID_CHARS:
         violations.append(("request_id", f"must be at most {MAX_REQUEST_ID_CHARS} characters, has {len(request_id)}"))
@@ -302,72 +225,6 @@ def check_model(name: str, model: ModelInfo, violations: Violations) -> None:
         adapters = f", an adapter of it ({_some(model.lora_names)})" if model.lora_names else ""
         known = f"{model.served_model_name!r}{adapters}"
         violations.append(("model", f"must be {known} or empty, is {name[:128]!r}"))
-
-
-def check_prompt(request: pb.GenerateRequest | pb.TokenizeRequest, model: ModelInfo, violations: Violations) -> Prompt:
-    match request.WhichOneof("prompt"):
-        case "text":
-            if not request.text:
-                violations.append(("text", "must not be empty"))
-            return TextPrompt(request.text)
-        case "token_ids" if isinstance(request, pb.GenerateRequest):
-            token_ids = tuple(request.token_ids.ids)
-            _check_prompt_ids(token_ids, model, violations)
-            return TokenIdsPrompt(token_ids)
-        case "chat":
-            num_messages = len(request.chat.messages)
-            if num_messages > MAX_CHAT_MESSAGES:
-                violations.append(("chat.messages", f"may hold {MAX_CHAT_MESSAGES} messages, has {num_messages}"))
-                return ChatPrompt(())
-            messages = check_messages(request.chat.messages, model, violations)
-            _check_chat(messages, model, violations)
-            variables = _check_template_kwargs(request.chat.template_kwargs, violations)
-            adds, continues = check_end(request.chat, violations)
-            return ChatPrompt(messages, check_tools(request.chat, model, violations), variables, adds, continues)
-    *others, last = (kind.name for kind in request.DESCRIPTOR.oneofs_by_name["prompt"].fields)
-    violations.append(("prompt", f"must be given: one of {', '.join(others)} and {last}"))
-    return TextPrompt("")
-
-
-def _check_prompt_ids(token_ids: tuple[int, ...], model: ModelInfo, violations: Violations) -> None:
-    if not token_ids:
-        violations.append(("token_ids", "must not be empty"))
-    elif len(token_ids) >= model.max_model_len:
-        violations.append(("token_ids", _too_long(f"has {len(token_ids)}", model.max_model_len)))
-    check_in_vocabulary("token_ids", token_ids, model, violations)
-
-
-def _check_chat(messages: tuple[ChatMessage, ...], model: ModelInfo, violations: Violations) -> None:
-    if not model.has_chat_template:
-        violations.append(("chat", f"model {model.served_model_name!r} has no chat template: give text or token_ids"))
-    if not messages:
-        violations.append(("chat.messages", "must not be empty"))
-    position = next((i for i, message in enumerate(messages) if not message.role), None)
-    if position is not None:
-        violations.append((f"chat.messages[{position}].role", "must not be empty"))
-
-
-def check_end(chat: pb.Chat, violations: Violations) -> tuple[bool, bool]:
-    """How its prompt ends: add_generation_prompt, continue_final_message."""
-    field, continues = "chat.continue_final_message", chat.continue_final_message
-    if continues and chat.add_generation_prompt:
-        cannot = "cannot be had with add_generation_prompt: the answer goes on with the last message, or begins one"
-        violations.append((field, cannot))
-    if continues and chat.messages and chat.messages[-1].tool_calls:
-        violations.append((field, "cannot be had: the last message has tool_calls, which end its content"))
-    return (chat.add_generation_prompt if chat.HasField("add_generation_prompt") else not continues), continues
-
-
-def _check_template_kwargs(text: str, violations: Violations) -> dict[str, Any]:
-    name = "chat.template_kwargs"
-    num_bytes = len(text.encode())
-    if num_bytes > MAX_TEMPLATE_KWARGS_BYTES:
-        violations.append((name, f"must have at most {MAX_TEMPLATE_KWARGS_BYTES} bytes, has {num_bytes}"))
-        return {}
-    variables = (object_of(text, name, violations) if text else None) or {}
-    if given := GIVEN_NAMES & variables.keys():
-        violations.append((name, f"may not say what {', '.join(sorted(given))} is: the template is given that"))
-    return variables
 
 
 def _with_form(

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from protos import tandem_inference_pb2 as pb
 from router.model_info import ModelInfo
-from router.validation.request import Prompt, TextPrompt, check_model, check_prompt
+from router.validation.prompt import Prompt, check_prompt
+from router.validation.request import check_model
 from router.validation.sampling import Violations, check_in_vocabulary
 from rpc.errors import InvalidRequest
 
@@ -23,11 +22,6 @@ def prompt_to_tokenize(request: pb.TokenizeRequest, model: ModelInfo) -> Prompt:
     violations: Violations = []
     check_model(request.model, model, violations)
     prompt = check_prompt(request, model, violations)
-    if request.HasField("add_special_tokens"):
-        if isinstance(prompt, TextPrompt):
-            prompt = replace(prompt, add_special_tokens=request.add_special_tokens)
-        elif request.add_special_tokens:
-            violations.append(("add_special_tokens", "is of a text: a chat has those that its template writes"))
     if violations:
         raise InvalidRequest(violations)
     return prompt

@@ -33,15 +33,17 @@ from rpc.errors import InvalidRequest
         ({"prompt": "a", "n": 129}, "n", "less than or equal to 128"),
         ({"prompt": ["a", "b", "c"], "n": 100}, "n", "may be 256 choices in all, is 100 to each of 3 prompts"),
         ({"prompt": "a", "best_of": 2}, "best_of", "is not supported; it may be 1"),
-        ({"prompt": "a", "return_token_ids": True}, "return_token_ids", "is not supported; it may be false"),
-        ({"prompt": "a", "add_special_tokens": False}, "add_special_tokens", "is not supported; it may be true"),
+        ({"prompt": "a", "return_token_ids": 1}, "return_token_ids", "valid boolean"),
+        ({"prompt": "a", "truncation_side": "right"}, "truncation_side", 'is not supported; it may be "left"'),
+        ({"prompt": "a", "truncate_prompt_tokens": 0.5}, "truncate_prompt_tokens", "integer"),
         ({"prompt": "a", "use_beam_search": 0}, "use_beam_search", "is not supported; it may be false"),
         ({"prompt": "a", "logprobs": True}, "logprobs", "valid integer"),
         ({"prompt": "a", "max_tokens": "many"}, "max_tokens", "valid integer"),
         ({"prompt": "a", "seed": 1 << 63}, "seed", "less than"),
         ({"prompt": "a", "logit_bias": {"x": 1}}, "logit_bias", "integer"),
         ({"prompt": "a", "stream_options": {"include": 1}}, "stream_options.include", "knows"),
-        ({"prompt": "a", "kv_transfer_params": {}}, "kv_transfer_params", "knows"),
+        ({"prompt": "a", "kv_transfer_params": {}}, "kv_transfer_params", "is not supported"),
+        ({"prompt": "a", "mm_payload": "none"}, "mm_payload", "knows"),
         ({"prompt": "a", "stop[]": "b"}, "stop[]", "stop[]: is not a parameter that this server knows"),
         ({"prompt": "a", "temperature": "NaN is none"}, "temperature", "number"),
         ({"prompt": "a", "logprobs": -1}, "logprobs", "greater than or equal to 0"),
@@ -295,7 +297,11 @@ async def test_neutral_values_and_what_has_no_effect_are_let_through() -> None:
     }  # fmt: skip
     async with gateway() as (_, http):
         assert (await http.post("/v1/chat/completions", json=body)).status_code == 200
-        body = {"prompt": "a", "add_special_tokens": True, "spaces_between_special_tokens": True, "bad_words": []}
+        body = {
+            "prompt": "a", "add_special_tokens": True, "spaces_between_special_tokens": True, "bad_words": [],
+            "truncation_side": "left", "thinking_token_budget": -1, "watermarking": False, "vllm_xargs": {},
+            "logprob_token_ids": [], "stream_interval": 1, "session_id": "s", "routed_experts_prompt_start": 0,
+        }  # fmt: skip
         assert (await http.post("/v1/completions", json=body)).status_code == 200
 
 

@@ -48,6 +48,22 @@ async def test_logprobs_of_chats() -> None:
     assert streamed[-1] is None, "the end has no token"
 
 
+async def test_tokens_of_logprobs_may_be_named_by_their_ids() -> None:
+    chat = {"messages": [{"role": "user", "content": "hi"}], "logprobs": True, "top_logprobs": 1}
+    by_id = {"return_tokens_as_token_ids": True}
+    async with gateway() as (router, http):
+        router.script = tell
+        [of_chat] = (await http.post("/v1/chat/completions", json=chat | by_id)).json()["choices"]
+        body = {"prompt": "a", "logprobs": 1, **by_id}
+        [of_completion] = (await http.post("/v1/completions", json=body)).json()["choices"]
+    content = of_chat["logprobs"]["content"]
+    assert [entry["token"] for entry in content] == ["token_id:0", "token_id:1", "token_id:2"]
+    assert [entry["bytes"] for entry in content] == [[32, 104], [0xC3], [0xA9]]
+    assert content[0]["top_logprobs"] == [{"token": "token_id:99", "logprob": -0.25, "bytes": [120]}]
+    assert of_completion["logprobs"]["tokens"] == ["token_id:0", "token_id:1", "token_id:2"]
+    assert of_completion["logprobs"]["top_logprobs"][0] == {"token_id:99": -0.25, "token_id:0": -1.5}
+
+
 async def test_logprobs_of_completions() -> None:
     body = {"prompt": "a", "logprobs": 1}
     expected = {
@@ -244,6 +260,15 @@ async def test_all_that_is_told_of_prompts_is_bounded(monkeypatch: pytest.Monkey
     for answer in refused:
         assert (answer.status_code, answer.json()["error"]["param"]) == (400, "logprobs")
         assert "may be 19 numbers of prompts' tokens in all choices" in answer.json()["error"]["message"]
+
+
+async def test_a_text_that_is_cut_is_echoed_as_it_was_used() -> None:
+    body = {"prompt": "ab" + PROMPT, "echo": True, "truncate_prompt_tokens": 4}
+    async with gateway() as (router, http):
+        router.script = tell_prompt_too
+        [choice] = (await http.post("/v1/completions", json=body)).json()["choices"]
+        [uncut] = (await http.post("/v1/completions", json={"prompt": PROMPT, "echo": True})).json()["choices"]
+    assert choice["text"] == uncut["text"]
 
 
 async def test_a_prompts_last_half_of_a_character_is_the_answers() -> None:

@@ -166,7 +166,8 @@ def test_a_request_says_whose_it_is() -> None:
 
 def test_every_parameter_of_the_wire_can_be_given() -> None:
     of_sampling = {field.name for field in pb.SamplingParams.DESCRIPTOR.fields}
-    assert {*Sampling.__annotations__, "n"} == of_sampling | {"cache_salt", "fairness_id"} | OF_CHATS
+    of_request = {"cache_salt", "fairness_id", "truncate_prompt_tokens", "add_special_tokens", "with_prompt_token_ids"}
+    assert {*Sampling.__annotations__, "n"} == of_sampling | of_request | OF_CHATS
 
 
 @pytest.mark.parametrize(
@@ -197,6 +198,9 @@ def test_every_parameter_of_the_wire_can_be_given() -> None:
         ("hi", {"cache_salt": 5}, "cache_salt: must be a text, is 5"),
         ("hi", {"cache_salt": ""}, "cache_salt: must not be empty"),
         ("hi", {"cache_salt": "a\ud800"}, "cache_salt: has what is no character at 1"),
+        ("hi", {"truncate_prompt_tokens": 2**31}, r"truncate_prompt_tokens: must be in \[-2147483648, 2147483647\]"),
+        ("hi", {"truncate_prompt_tokens": True}, "truncate_prompt_tokens: must be a whole number, is True"),
+        ("hi", {"with_prompt_token_ids": 1}, "with_prompt_token_ids: must be True or False, is 1"),
         ("hi", {"fairness_id": 0}, "fairness_id: must be a text, is 0"),
         ("hi", {"fairness_id": "ab\ud800"}, "fairness_id: has what is no character at 2"),
         ([-1], {}, r"prompt: token ids must be in \[0, 4294967295\], is -1 at 0$"),

@@ -29,7 +29,8 @@ from router.text.reasoning import NO_REASONING, PARSERS, THINK, Reasoning, Reaso
 from router.text.tokenizer import Tokenizer
 from router.text.tool_calls import ToolCallParser
 from router.text.tool_formats import FORMATS
-from router.validation.request import MAX_TEMPLATE_KWARGS_BYTES, ChatPrompt, tokenize_prompt, validate
+from router.validation.prompt import MAX_TEMPLATE_KWARGS_BYTES, ChatPrompt, tokenize_prompt
+from router.validation.request import validate
 from router.validation.resumption import BegunAnswer, resumption_of
 from tandem.cluster_args import ClusterArgs
 from tandem.messages import generate_request

@@ -67,6 +67,17 @@ def test_the_next_call_asks_for_what_is_missing(error: TandemError) -> None:
     assert list(stream.request().output_token_ids) == [5, 6, 7, 8]
 
 
+@pytest.mark.parametrize(("asked", "again"), [(-1, 60), (70, 70), (None, None)])
+def test_a_prompt_that_was_cut_to_the_room_there_was_is_cut_there_again(asked: int | None, again: int | None) -> None:
+    """The next router may have more room, or less."""
+    request = pb.GenerateRequest(text="hi", truncate_prompt_tokens=asked)
+    stream = ResumableStream(request, timeout_s=None, resume_s=10.0)
+    stream.accept(pb.GenerateResponse(token_ids=[5], worker_kind="k", prompt_tokens=60))
+    stream.accept(tokens(1, 6))
+    sent = stream.request()
+    assert (sent.truncate_prompt_tokens if sent.HasField("truncate_prompt_tokens") else None) == again
+
+
 def test_of_several_answers_each_goes_on_where_it_was() -> None:
     stream = stream_of(n=4)
     seed = stream.request().sampling_params.seed

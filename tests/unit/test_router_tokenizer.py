@@ -89,6 +89,40 @@ def test_bos_and_eos_are_those_of_transformers(tmp_path: Path, config: dict[str,
     assert tokenizer.decode(ids) == reference.decode(ids, skip_special_tokens=True) == "a<tool>b"
 
 
+@pytest.mark.parametrize("post_processor", [True, False])
+@pytest.mark.parametrize("num_kept", [1, 2, 3, 7, 8, 9])
+def test_a_text_that_is_cut_is_that_of_transformers(tmp_path: Path, num_kept: int, post_processor: bool) -> None:
+    """It keeps its beginning-of-sequence."""
+    folder = write_folder(tmp_path, {}, post_processor=post_processor)
+    reference = AutoTokenizer.from_pretrained(folder, truncation_side="left")
+    tokenizer = Tokenizer.from_folder(folder)
+    for special in (True, False):
+        ids = tokenizer.encode("abcdefg", special, num_kept)
+        if num_kept > 1:  # a beginning and nothing else
+            cut = {"truncation": True, "max_length": num_kept}
+            assert ids == reference.encode("abcdefg", add_special_tokens=special, **cut)
+        assert len(ids) == min(num_kept, 7 + (special and post_processor))
+
+
+def test_of_a_text_that_is_cut_no_more_is_read_than_its_end(
+    default_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tokenizer = Tokenizer.from_folder(default_model)
+    text = "The quick brown fox jumps over the lazy dog, 北京 🍕. " * 2_000
+    whole = tokenizer.encode(text)
+    nums_read: list[int] = []
+    encoding = tokenizer._encoding
+
+    def counted(text: str, add_special_tokens: bool) -> tokenizers.Encoding:
+        nums_read.append(len(text))
+        return encoding(text, add_special_tokens)
+
+    monkeypatch.setattr(tokenizer, "_encoding", counted)
+    for num_kept in (1, 10, 1000, 5000):
+        assert tokenizer.encode(text, True, num_kept) == whole[-num_kept:]
+        assert max(nums_read) <= 8 * (num_kept + 1024) < len(text)
+
+
 def test_truncation_and_padding_of_training_are_off(tmp_path: Path) -> None:
     tokenizer = Tokenizer.from_folder(write_folder(tmp_path, {}, truncation=8))
     assert len(tokenizer.encode("x" * 50)) == 51

@@ -21,7 +21,8 @@ from router.text.detokenizer import StopStrings
 from router.text.reasoning import reasoning_of
 from router.text.tokenizer import Tokenizer
 from router.text.tool_formats import FORMATS
-from router.validation.request import ChatPrompt, validate
+from router.validation.prompt import ChatPrompt
+from router.validation.request import validate
 from router.validation.tools import MAX_TOOL_BYTES, NO_TOOLS, AskedTools
 from rpc.errors import InvalidRequest
 from tandem.messages import generate_request

@@ -20,15 +20,15 @@ from router.text.chat_template import ChatMessage, ChatTemplate
 from router.text.tokenizer import Tokenizer
 from router.validation import request as validation_of_requests
 from router.validation import sampling
-from router.validation.request import (
+from router.validation.prompt import (
+    INLINE_RENDER_CHARS,
+    MAX_CHAT_MESSAGES,
     ChatPrompt,
     TextPrompt,
     TokenIdsPrompt,
-    check_prompt_length,
-    check_size,
     tokenize_prompt,
-    validate,
 )
+from router.validation.request import check_prompt_length, check_size, validate
 from router.validation.sampling import resolve_sampling
 from router.validation.tokens import prompt_to_tokenize
 from rpc.errors import InvalidRequest
@@ -255,11 +255,55 @@ async def test_text_gets_bos_and_chats_get_what_the_template_writes() -> None:
     assert (await tokenize_prompt(ids.prompt, tokenizer, None)).token_ids == [7, 8]
     chat = validate(pb.GenerateRequest(chat=pb.Chat(messages=[pb.ChatMessage(role="u", content="x")])), MODEL)
     assert (await tokenize_prompt(chat.prompt, tokenizer, template)).token_ids == [256, *tokenizer.encode("u:x", False)]
-    long = pb.Chat(messages=[pb.ChatMessage(role="u", content="x" * (validation_of_requests.INLINE_RENDER_CHARS + 1))])
+    long = pb.Chat(messages=[pb.ChatMessage(role="u", content="x" * (INLINE_RENDER_CHARS + 1))])
     num_tokens = len(
         (await tokenize_prompt(validate(pb.GenerateRequest(chat=long), MODEL).prompt, tokenizer, template)).token_ids
     )
-    assert num_tokens == validation_of_requests.INLINE_RENDER_CHARS + 1 + len("u:") + 1
+    assert num_tokens == INLINE_RENDER_CHARS + 1 + len("u:") + 1
+
+
+@pytest.mark.parametrize(
+    ("num_kept", "params", "num_tokens"),
+    [(60, {}, 60), (-1, {}, 99), (-1, {"max_tokens": 30}, 70), (-1, {"min_tokens": 40}, 60), (None, {}, 120)],
+)
+async def test_of_a_long_prompt_the_end_is_used(num_kept: int | None, params: dict[str, int], num_tokens: int) -> None:
+    """-1: what the answer leaves of the context."""
+    ids = pb.TokenIds(ids=range(120))
+    sampling = pb.SamplingParams(**params)
+    request = pb.GenerateRequest(token_ids=ids, truncate_prompt_tokens=num_kept, sampling_params=sampling)
+    if num_kept is None:
+        assert "must be at most 99 tokens" in violations_of(request)["token_ids"]
+        return
+    validated = validate(request, MODEL)
+    prompt = await tokenize_prompt(validated.prompt, byte_tokenizer(), None, num_kept=validated.num_kept_tokens(MODEL))
+    assert prompt.token_ids == [*range(120)][-num_tokens:]
+    check_prompt_length(validated, len(prompt.token_ids), MODEL)
+    short = await tokenize_prompt(
+        TokenIdsPrompt((7, 8)), byte_tokenizer(), None, num_kept=validated.num_kept_tokens(MODEL)
+    )
+    assert short.token_ids == [7, 8]
+    text = await tokenize_prompt(
+        TextPrompt("x" * 200), byte_tokenizer(), None, num_kept=validated.num_kept_tokens(MODEL)
+    )
+    assert text.token_ids == [256, *byte_tokenizer().encode("x" * (num_tokens - 1), False)]
+
+
+@pytest.mark.parametrize("num_kept", [0, -2, 101])
+def test_how_much_of_a_prompt_is_used_has_bounds(num_kept: int) -> None:
+    said = violations_of(pb.GenerateRequest(text="hi", truncate_prompt_tokens=num_kept))
+    bound = f"must be in [1, 100] (the context), or -1 for what it has room for, is {num_kept}"
+    assert said == {"truncate_prompt_tokens": bound}
+
+
+def test_how_a_chat_ends_is_said_once() -> None:
+    message = pb.ChatMessage(role="assistant", content="a")
+    both = pb.Chat(messages=[message], add_generation_prompt=True, continue_final_message=True)
+    assert (
+        "cannot be had with add_generation_prompt"
+        in violations_of(pb.GenerateRequest(chat=both))["chat.continue_final_message"]
+    )
+    special = pb.GenerateRequest(chat=pb.Chat(messages=[message]), add_special_tokens=True)
+    assert violations_of(special) == {"add_special_tokens": "is of a text: a chat has those that its template writes"}
 
 
 @pytest.mark.parametrize("add_special_tokens", [None, True, False])
@@ -268,7 +312,9 @@ async def test_a_text_that_is_only_tokenised_gets_bos_unless_it_is_asked_for_wit
 ) -> None:
     tokenizer = byte_tokenizer()
     request = pb.TokenizeRequest(text="hi", add_special_tokens=add_special_tokens)
-    token_ids = (await tokenize_prompt(prompt_to_tokenize(request, MODEL), tokenizer, None)).token_ids
+    to_answer = validate(pb.GenerateRequest(text="hi", add_special_tokens=add_special_tokens), MODEL).prompt
+    assert to_answer == prompt_to_tokenize(request, MODEL)
+    token_ids = (await tokenize_prompt(to_answer, tokenizer, None)).token_ids
     assert token_ids == [*([] if add_special_tokens is False else [256]), *tokenizer.encode("hi", False)]
 
 
@@ -507,7 +553,7 @@ def test_a_message_that_is_too_large_is_named_by_what_takes_most(request_: pb.Ge
 
 def test_too_many_chat_messages_are_refused_unread() -> None:
     message = pb.ChatMessage(role="user", content="x")
-    request = pb.GenerateRequest(chat=pb.Chat(messages=[message] * (validation_of_requests.MAX_CHAT_MESSAGES + 1)))
+    request = pb.GenerateRequest(chat=pb.Chat(messages=[message] * (MAX_CHAT_MESSAGES + 1)))
     assert violations_of(request) == {"chat.messages": "may hold 8192 messages, has 8193"}
 
 

@@ -38,3 +38,28 @@ def test_an_answer_goes_on_with_the_last_message(cluster: RunningCluster, http: 
         "/v1/chat/completions", json={**asked, **GREEDY, "continue_final_message": False, "messages": MESSAGES}
     )
     assert as_it_is.json()["choices"][0]["message"]["role"] == "user", "whose message was the last"
+
+
+def test_a_prompt_and_its_tokens(cluster: RunningCluster, http: httpx.Client) -> None:
+    """The prompt cut to its end, told by its tokens; the answer is the one to these."""
+    text = "Once upon a time there was a fox, who " * 9
+    asked = {"prompt": text, "return_token_ids": True, **GREEDY}
+    with Client(cluster.address) as client:
+        token_ids = list(client.tokenize(text).token_ids)
+        expected = client.generate(token_ids[-20:], **GREEDY)
+        answer = client.generate(text, **GREEDY, truncate_prompt_tokens=20, with_prompt_token_ids=True)
+        several = client.generate_n(text, 2, **GREEDY, with_prompt_token_ids=True)
+    assert (answer.token_ids, answer.prompt_token_ids) == (expected.token_ids, token_ids[-20:])
+    assert answer.usage.prompt_tokens == 20
+    assert [each.prompt_token_ids for each in several] == [token_ids, []]
+    [choice] = http.post("/v1/completions", json={**asked, "truncate_prompt_tokens": 20}).json()["choices"]
+    assert (choice["token_ids"], choice["prompt_token_ids"]) == (expected.token_ids, token_ids[-20:])
+    too_long = {**asked, "prompt": token_ids * 30, "max_tokens": 40, "max_completion_tokens": None}
+    assert http.post("/v1/completions", json=too_long).status_code == 400
+    [cut] = http.post("/v1/completions", json={**too_long, "truncate_prompt_tokens": -1}).json()["choices"]
+    assert cut["prompt_token_ids"] == (token_ids * 30)[-(2048 - 40) :]
+    chat = {"messages": [{"role": "user", "content": text}], "truncate_prompt_tokens": 20, "return_token_ids": True}
+    of_chat = http.post("/v1/chat/completions", json={**chat, **GREEDY}).json()
+    assert len(of_chat["prompt_token_ids"]) == of_chat["usage"]["prompt_tokens"] == 20
+    refused = http.post("/v1/completions", json={**asked, "truncate_prompt_tokens": 2049})
+    assert refused.json()["error"]["message"].startswith("truncate_prompt_tokens: must be in [1, 2048] (the context)")
