@@ -141,17 +141,22 @@ def test_a_killed_router_is_no_end_of_a_stream(cluster: RunningCluster, name: st
 
 
 def test_a_killed_router_is_no_end_of_several_answers(cluster: RunningCluster) -> None:
+    """Which go on with the end of a message whose chat is cut; the prompt is told once."""
+    messages = [*MESSAGES, {"role": "assistant", "content": "The capital"}]
     sampling = {**SAMPLINGS["seeded"], "max_tokens": 120, "ignore_eos": True, "logprobs": 1}
+    of_prompt = {"continue_final_message": True, "truncate_prompt_tokens": 20, "with_prompt_token_ids": True}
+    sampling |= of_prompt
     with Client(cluster.address) as client:
-        expected = client.generate_n(PROMPT, 3, **sampling)  # type: ignore[arg-type]
+        expected = client.generate_n(messages, 3, **sampling)  # type: ignore[arg-type]
         answers = AnswersStream(3)
-        for number, message in enumerate(client.stream(PROMPT, n=3, **sampling)):  # type: ignore[arg-type]
+        for number, message in enumerate(client.stream(messages, n=3, **sampling)):  # type: ignore[arg-type]
             answers.accept(message)
             if number == 40:
                 router_process(cluster).kill()
-        assert [(a.token_ids, a.text, a.logprobs) for a in answers.answers()] == [
-            (a.token_ids, a.text, a.logprobs) for a in expected
+        assert [(a.token_ids, a.text, a.logprobs, a.prompt_token_ids) for a in answers.answers()] == [
+            (a.token_ids, a.text, a.logprobs, a.prompt_token_ids) for a in expected
         ]
+        assert [len(answer.prompt_token_ids) for answer in expected] == [20, 0, 0]
     cluster.wait_until_at_rest(60)
 
 
