@@ -198,6 +198,15 @@ def test_chat_goes_through_the_template(llm: LLM) -> None:
     answer = one.outputs[0]
     assert (answer.text, answer.finish_reason) == ("The capital of France is Paris.", "stop")
     assert len(llm.chat([messages, messages], GREEDY)) == 2
+    begun = [*messages, {"role": "assistant", "content": "The capital of"}]
+    (on,) = llm.chat(begun, GREEDY, continue_final_message=True)
+    assert (on.prompt, on.outputs[0].text) == (f"{one.prompt}The capital of", " France is Paris.")
+    (as_it_is,) = llm.chat(messages, GREEDY, add_generation_prompt=False)
+    assert f"{as_it_is.prompt}<|im_start|>assistant\n" == one.prompt
+    with pytest.raises(ValueError, match="continue_final_message: cannot be had with add_generation_prompt"):
+        llm.chat(begun, GREEDY, continue_final_message=True, add_generation_prompt=True)
+    with pytest.raises(ValueError, match="continue_final_message: must be True or False, is 'no'"):
+        llm.chat(begun, GREEDY, continue_final_message="no")  # type: ignore[arg-type]
 
 
 def test_a_chat_tells_of_tools_and_of_calls(llm: LLM) -> None:
