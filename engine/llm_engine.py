@@ -334,9 +334,13 @@ class LLMEngine:
         if min(token_ids) < 0 or max(token_ids) >= model.vocab_size:
             field = "prompt_token_ids" if not _are_within(prompt_token_ids, model.vocab_size) else "output_token_ids"
             raise ValueError(f"{field} must be in [0, {model.vocab_size})")
-        for name, ids in (("stop_token_ids", params.stop_token_ids), ("logit_bias", params.logit_bias)):
+        for name in ("stop_token_ids", "allowed_token_ids", "logit_bias"):
+            ids = getattr(params, name)
             if ids and (min(ids) < 0 or max(ids) >= model.vocab_size):
                 raise ValueError(f"{name} must be in [0, {model.vocab_size})")
+        ends = model.eos_token_ids | params.stop_token_ids
+        if params.min_tokens and params.allowed_token_ids and params.allowed_token_ids <= ends:
+            raise ValueError("allowed_token_ids must have one that does not end the answer: min_tokens asks for that")
         if len(output_token_ids) >= params.max_tokens:
             raise ValueError(f"output_token_ids has {len(output_token_ids)} tokens, max_tokens is {params.max_tokens}")
         lora_id = self._lora_id(lora_name)

@@ -8,6 +8,7 @@ from types import MappingProxyType
 
 MAX_STOP_TOKEN_IDS = 64
 MAX_LOGIT_BIAS = 1024
+MAX_ALLOWED_TOKEN_IDS = 4096
 MAX_LOGPROBS = 20
 """vLLM's `--max-logprobs`."""
 
@@ -40,6 +41,8 @@ class SamplingParams:
     seed: int = 0
     """Draws depend on (seed, position) alone: any worker continues the same stream."""
     logit_bias: Mapping[int, float] = field(default_factory=lambda: MappingProxyType({}))
+    allowed_token_ids: frozenset[int] = frozenset()
+    """No other token is ever sampled. Empty: any may be."""
     logprobs: int | None = None
     """How likely each token of the answer was, and so many of the likeliest ones. None: nothing of it."""
     prompt_logprobs: int | None = None
@@ -76,6 +79,14 @@ class SamplingParams:
         )
         for token_id, bias in self.logit_bias.items():
             check(-100 <= bias <= 100, f"logit_bias must be in [-100, 100], is {bias} for token {token_id}")
+        check(
+            len(self.allowed_token_ids) <= MAX_ALLOWED_TOKEN_IDS,
+            f"allowed_token_ids may hold {MAX_ALLOWED_TOKEN_IDS} ids, has {len(self.allowed_token_ids)}",
+        )
+        check(
+            self.grammar is None or not self.allowed_token_ids,
+            "allowed_token_ids cannot be had with structured outputs: no token might be left that may come next",
+        )
         for name in ("logprobs", "prompt_logprobs"):
             value = getattr(self, name)
             check(

@@ -17,6 +17,8 @@ class Needs:
     """Only workers that know what a grammar is may have it."""
     has_cache_salt: bool = False
     """Only workers that keep its prefixes apart may have it."""
+    has_allowed_token_ids: bool = False
+    """Only workers that sample no others may have it."""
     lora_name: str = ""
     """Only workers that have this adapter may have it. Empty: it asks for none."""
 
@@ -26,12 +28,17 @@ class Needs:
         return (
             (record.takes_grammars or not self.has_grammar)
             and (record.takes_cache_salts or not self.has_cache_salt)
+            and (record.takes_allowed_token_ids or not self.has_allowed_token_ids)
             and (not self.lora_name or self.lora_name in record.model.lora_names)
         )
 
     def __str__(self) -> str:
         """For an error that says whom there is none of: "no decode worker{needs} is available"."""
-        fields = [("structured_outputs", self.has_grammar), ("cache_salt", self.has_cache_salt)]
+        fields = [
+            ("structured_outputs", self.has_grammar),
+            ("cache_salt", self.has_cache_salt),
+            ("allowed_token_ids", self.has_allowed_token_ids),
+        ]
         asked = " and ".join(field for field, is_asked in fields if is_asked)
         which = f" with the adapter {self.lora_name!r}" if self.lora_name else ""
         return which + (f" that takes {asked}" if asked else "")

@@ -46,6 +46,7 @@ class WorkerCommands:
             compat_digest=compat_digest,
             has_grammar=bool(self._request.grammar),
             has_cache_salt=bool(self._request.cache_salt),
+            has_allowed_token_ids=bool(self._request.sampling_params.allowed_token_ids),
             lora_name=self._request.lora_name,
         )
 

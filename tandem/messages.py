@@ -50,6 +50,8 @@ class Sampling(TypedDict, total=False):
     ignore_eos: bool
     seed: int
     skip_special_tokens: bool
+    allowed_token_ids: Sequence[int]
+    """No other is sampled."""
     logit_bias: Mapping[int, float]
     logprobs: int
     prompt_logprobs: int
@@ -247,8 +249,10 @@ def _sampling_params(sampling: Mapping[str, Any]) -> pb.SamplingParams:
             continue
         if name == "stop":
             params.stop.extend(_texts(name, value))
-        elif name == "stop_token_ids":
-            _add_ids(name, params.stop_token_ids, value)
+        elif name in ("stop_token_ids", "allowed_token_ids"):
+            _add_ids(name, getattr(params, name), value)
+            if name == "allowed_token_ids" and not params.allowed_token_ids:
+                raise ValueError("allowed_token_ids: must not be empty; for any token, leave it out")
         elif name == "logit_bias":
             params.logit_bias.update(_biases(name, value))
         elif name == "structured_outputs":

@@ -31,7 +31,7 @@ _KINDS: dict[str, tuple[str, Any, Any]] = {
 
 _DONE_ANYWAY: dict[str, tuple[Any, ...]] = {
     "detokenize": (True,), "spaces_between_special_tokens": (True,), "bad_words": (None, []),
-    "allowed_token_ids": (None,), "logits_processors": (None, []), "truncate_prompt_tokens": (None,),
+    "logits_processors": (None, []), "truncate_prompt_tokens": (None,),
 }  # fmt: skip
 """vLLM's fields of which only these values can be had, in the order of the class."""
 
@@ -66,6 +66,8 @@ class SamplingParams:
     seed: int | None = None
     """None draws one for each request."""
     skip_special_tokens: bool = True
+    allowed_token_ids: Sequence[int] | None = None
+    """No other token is ever sampled. None: any may be."""
     logit_bias: Mapping[int, float] | None = field(default_factory=dict)
     logprobs: int | None = None
     """How likely each token was, and so many of the likeliest ones. None: nothing of it."""
@@ -78,7 +80,6 @@ class SamplingParams:
     detokenize: InitVar[bool] = True
     spaces_between_special_tokens: InitVar[bool] = True
     bad_words: InitVar[Sequence[str] | None] = None
-    allowed_token_ids: InitVar[Sequence[int] | None] = None
     logits_processors: InitVar[Sequence[Any] | None] = None
     truncate_prompt_tokens: InitVar[int | None] = None
 
@@ -97,7 +98,9 @@ class SamplingParams:
         if self.seed is not None and not -(2**63) <= self.seed < 2**63:
             raise ValueError(f"seed must fit 64 bits, is {self.seed!r:.80}")
         _check_stop(self.stop)
-        self.for_engine(0)  # checks the bounds
+        allowed = self.for_engine(0).allowed_token_ids  # checks the bounds
+        if self.allowed_token_ids is not None and not allowed:
+            raise ValueError("allowed_token_ids must not be empty: for any token, leave it out")
 
     def clone(self) -> SamplingParams:
         """A copy that shares nothing with this one."""
@@ -118,7 +121,8 @@ class SamplingParams:
             values["max_tokens"] = UNLIMITED_TOKENS
         return engine_params.SamplingParams(
             **values,
-            stop_token_ids=_token_ids(self.stop_token_ids),
+            stop_token_ids=_token_ids("stop_token_ids", self.stop_token_ids),
+            allowed_token_ids=_token_ids("allowed_token_ids", self.allowed_token_ids),
             logit_bias=_biases(self.logit_bias),
             seed=seed_of_sequence(drawn_seed if self.seed is None else int(self.seed), sequence),
             grammar=self._grammar(),
@@ -144,7 +148,7 @@ def _grammar_of(message: bytes) -> str:
 
 
 _AS_THEY_ARE = {entry.name for entry in fields(engine_params.SamplingParams)} - {
-    "seed", "stop_token_ids", "logit_bias", "grammar",
+    "seed", "stop_token_ids", "allowed_token_ids", "logit_bias", "grammar",
 }  # fmt: skip
 
 
@@ -181,10 +185,10 @@ def _check_stop(stop: Any) -> None:
         raise ValueError("stop must not hold empty strings")
 
 
-def _token_ids(given: Any) -> frozenset[int]:
+def _token_ids(name: str, given: Any) -> frozenset[int]:
     ids = () if given is None else without_array(given)
     if not (is_list(ids) or isinstance(ids, Set)) or not all(map(is_whole, ids)):
-        raise ValueError(f"stop_token_ids must be a list of whole numbers or None, is {given!r:.80}")
+        raise ValueError(f"{name} must be a list of whole numbers or None, is {given!r:.80}")
     return frozenset(map(int, ids))
 
 

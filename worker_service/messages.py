@@ -61,6 +61,7 @@ def sampling_params_of(request: pb.EngineRequest) -> SamplingParams:
         frequency_penalty=params.frequency_penalty,
         repetition_penalty=params.repetition_penalty,
         stop_token_ids=frozenset(params.stop_token_ids),
+        allowed_token_ids=frozenset(params.allowed_token_ids),
         ignore_eos=params.ignore_eos,
         seed=params.seed,
         logit_bias=MappingProxyType(dict(params.logit_bias)),

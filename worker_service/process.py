@@ -389,5 +389,6 @@ class WorkerProcess:
             keeps_no_prefixes=not self._config.cache.enable_prefix_caching,
             takes_grammars=True,
             takes_cache_salts=True,
+            takes_allowed_token_ids=True,
             transport=self._args.transport,
         )

@@ -11,7 +11,8 @@ Per row, in this order:
  3. `frequency_penalty` f: minus f times the token's count in the answer. `presence_penalty` p: minus p if it occurs
     there.
  4. `min_tokens`: until the answer has so many, end-of-sequence (also under `ignore_eos`) and stop tokens get -inf.
- 5. A grammar: tokens that cannot come next get -inf (`engine.scheduling.grammar`).
+ 5. `allowed_token_ids`: all others get -inf. A grammar: so do tokens that cannot come next
+    (`engine.scheduling.grammar`).
  6. Greedy (temperature 0): the largest logit, the lowest id among equals. Otherwise the logits are divided by the
     temperature, and of the tokens
  7. `min_p` keeps those at least `min_p` times as probable as the most probable one,
@@ -83,6 +84,8 @@ class Sampler:
         for row, seq in enumerate(seqs):
             if seq.num_output_tokens < seq.sampling_params.min_tokens:
                 self._forbid_ends(logits_SV[row], seq)
+            if seq.sampling_params.allowed_token_ids:
+                _forbid_others(logits_SV[row], seq)
             if seq.grammar is not None:
                 _forbid_ungrammatical(logits_SV[row], seq, seq.grammar)
         rows_of: dict[ChooseRows, list[int]] = {}
@@ -112,6 +115,13 @@ def _add_bias(logits_V: torch.Tensor, seq: Sequence) -> None:
     bias, device = seq.sampling_params.logit_bias, logits_V.device
     values = to_device(np.array(list(bias.values()), dtype=np.float32), device)
     logits_V.index_add_(0, integers(list(bias), device), values.to(logits_V.dtype))
+
+
+def _forbid_others(logits_V: torch.Tensor, seq: Sequence) -> None:
+    allowed = integers([*seq.sampling_params.allowed_token_ids], logits_V.device)
+    forbidden_V = ~logits_V.isnan()  # a NaN stays one
+    forbidden_V.index_fill_(0, allowed, False)
+    logits_V.masked_fill_(forbidden_V, float("-inf"))
 
 
 def _forbid_ungrammatical(logits_V: torch.Tensor, seq: Sequence, grammar: GrammarState) -> None:

@@ -17,6 +17,7 @@ MAX_STOP_STRINGS = 16
 MAX_STOP_CHARS = 256
 MAX_STOP_TOKEN_IDS = 64
 MAX_LOGIT_BIAS = 1024
+MAX_ALLOWED_TOKEN_IDS = 4096
 MAX_LOGPROBS = 20
 MAX_N = 128
 """OpenAI's."""
@@ -31,6 +32,7 @@ def check_sampling(params: pb.SamplingParams, model: ModelInfo, violations: Viol
     _check_lengths(params, model, violations)
     _check_stops(params, model, violations)
     _check_logit_bias(params, model, violations)
+    _check_allowed(params, model, violations)
     _check_structured_outputs(params, model, violations)
 
 
@@ -136,6 +138,19 @@ def _check_logit_bias(params: pb.SamplingParams, model: ModelInfo, violations: V
     if wrong is not None:
         bound = f"must be in [-100, 100], is {bias_of[wrong]:g}"
         violations.append((f"sampling_params.logit_bias[{wrong}]", bound))
+
+
+def _check_allowed(params: pb.SamplingParams, model: ModelInfo, violations: Violations) -> None:
+    field, allowed = "sampling_params.allowed_token_ids", params.allowed_token_ids
+    if len(allowed) > MAX_ALLOWED_TOKEN_IDS:
+        violations.append((field, f"may hold {MAX_ALLOWED_TOKEN_IDS} ids, has {len(allowed)}"))
+        return
+    check_in_vocabulary(field, allowed, model, violations)
+    if allowed and params.min_tokens and model.eos_token_ids.union(params.stop_token_ids).issuperset(allowed):
+        bound = f"must hold an id that does not end the answer, which min_tokens={params.min_tokens} asks for"
+        violations.append((field, bound))
+    if allowed and params.HasField("structured_outputs"):
+        violations.append((field, "cannot be had with structured_outputs: nothing might be left that may come next"))
 
 
 def _check_structured_outputs(params: pb.SamplingParams, model: ModelInfo, violations: Violations) -> None:

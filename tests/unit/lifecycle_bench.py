@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Iterable
 from typing import Any, cast
 
 from protos import tandem_inference_pb2 as inference_pb
@@ -174,11 +174,12 @@ class Bench:
         deadline_s: float | None = None,
         numbers: AttemptNumbers | None = None,
         grammar: str = "",
+        allowed_token_ids: Iterable[int] = (),
         after: Lifecycle | None = None,
         priority: int = 0,
         **asked: Any,
     ) -> Lifecycle:
-        params = inference_pb.SamplingParams(max_tokens=8, priority=priority)
+        params = inference_pb.SamplingParams(max_tokens=8, priority=priority, allowed_token_ids=allowed_token_ids)
         if grammar:
             params.structured_outputs.regex = grammar
         answer = AskedAnswer(

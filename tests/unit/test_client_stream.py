@@ -200,6 +200,7 @@ def test_every_parameter_of_the_wire_can_be_given() -> None:
         ("hi", {"cache_salt": "a\ud800"}, "cache_salt: has what is no character at 1"),
         ("hi", {"truncate_prompt_tokens": 2**31}, r"truncate_prompt_tokens: must be in \[-2147483648, 2147483647\]"),
         ("hi", {"truncate_prompt_tokens": True}, "truncate_prompt_tokens: must be a whole number, is True"),
+        ("hi", {"allowed_token_ids": []}, "allowed_token_ids: must not be empty; for any token, leave it out"),
         ("hi", {"with_prompt_token_ids": 1}, "with_prompt_token_ids: must be True or False, is 1"),
         ("hi", {"fairness_id": 0}, "fairness_id: must be a text, is 0"),
         ("hi", {"fairness_id": "ab\ud800"}, "fairness_id: has what is no character at 2"),

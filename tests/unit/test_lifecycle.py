@@ -579,6 +579,17 @@ async def test_workers_that_would_share_prefixes_with_everybody_get_no_salted_re
     await asked.leave()
 
 
+async def test_workers_that_would_sample_any_token_get_no_requests_for_some() -> None:
+    bench = Bench()
+    with pytest.raises(NoWorker, match="no decode worker that takes allowed_token_ids is available"):
+        await Asked(bench.lifecycle("a", allowed_token_ids=[5]).run()).task
+    bench.decode.record.takes_allowed_token_ids = True
+    asked = Asked(bench.lifecycle("b", allowed_token_ids=[5]).run())
+    await settle()
+    assert bench.d.sent[-1].generate.sampling_params.allowed_token_ids == [5]
+    await asked.leave()
+
+
 async def test_workers_without_an_adapter_get_none_of_its_requests() -> None:
     bench = Bench(with_prefill=True)
     looked_up: list[str] = []

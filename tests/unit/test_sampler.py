@@ -284,7 +284,24 @@ def test_one_rows_filters_leave_other_rows_alone() -> None:
     assert torch.equal(together[1:2], filtered_weights(values[1:2], [filtered]))
 
 
-# --- bias, penalties, min_tokens
+# --- bias, penalties, min_tokens, allowed_token_ids
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_what_is_not_allowed_is_never_sampled(temperature: float) -> None:
+    values = logits()[0]
+    likeliest = int(values.argmax())
+    allowed = frozenset({3, 4, EOS}) - {likeliest}
+    seqs = [sequence(allowed_token_ids=allowed, temperature=temperature, seed=seed) for seed in range(40)]
+    seqs.append(sequence(temperature=0.0))
+    *chosen, other = sample(values.repeat(len(seqs), 1), seqs, Sampler(frozenset({EOS})))
+    assert set(chosen) <= allowed
+    assert other == likeliest, "its neighbours are not concerned"
+    assert chosen[0] == max(allowed, key=lambda token_id: values[token_id]) or temperature
+    mask = adjusted(values, seqs[0]).isinf()
+    assert set(mask.logical_not().nonzero().flatten().tolist()) == set(allowed)
+    values[likeliest] = float("nan")
+    assert sample_one(values, seqs[0]) == INVALID_TOKEN, "numbers that are none are no tokens, wherever they are"
 
 
 def test_logit_bias() -> None:

@@ -48,7 +48,13 @@ from tandem import LLM, SamplingParams, StructuredOutputsParams
         ({"detokenize": 1}, "detokenize must be True, nothing else is served; is 1"),
         ({"spaces_between_special_tokens": False}, "spaces_between_special_tokens must be True, nothing else"),
         ({"bad_words": ["a"]}, "bad_words must be None or [], nothing else is served; is ['a']"),
-        ({"allowed_token_ids": []}, "allowed_token_ids must be None, nothing else is served; is []"),
+        ({"allowed_token_ids": []}, "allowed_token_ids must not be empty: for any token, leave it out"),
+        ({"allowed_token_ids": 5}, "allowed_token_ids must be a list of whole numbers or None, is 5"),
+        ({"allowed_token_ids": range(4097)}, "allowed_token_ids may hold 4096 ids, has 4097"),
+        (
+            {"allowed_token_ids": [5], "structured_outputs": StructuredOutputsParams(regex="a")},
+            "allowed_token_ids cannot be had with structured outputs",
+        ),
         ({"logits_processors": [print]}, "logits_processors must be None or [], nothing else is served; is [<built"),
         ({"truncate_prompt_tokens": -1}, "truncate_prompt_tokens must be None, nothing else is served; is -1"),
         (
@@ -66,8 +72,8 @@ def test_what_is_wrong_is_named(given: dict[str, Any], complaint: str) -> None:
 def test_none_is_what_it_is_for_vllm() -> None:
     may_be_none = [entry.name for entry in dataclasses.fields(SamplingParams) if "None" in str(entry.type)]
     assert may_be_none == [
-        "max_tokens", "stop", "stop_token_ids", "seed", "logit_bias", "logprobs", "prompt_logprobs",
-        "structured_outputs",
+        "max_tokens", "stop", "stop_token_ids", "seed", "allowed_token_ids", "logit_bias", "logprobs",
+        "prompt_logprobs", "structured_outputs",
     ]  # fmt: skip
     params = SamplingParams(**dict.fromkeys(may_be_none))
     assert params.stop_strings == ()
@@ -112,7 +118,7 @@ def test_a_clone_shares_nothing() -> None:
 def test_what_asks_for_what_is_done_anyway_is_taken_and_is_no_field() -> None:
     params = SamplingParams(
         detokenize=True, skip_special_tokens=True, spaces_between_special_tokens=True, bad_words=[],
-        include_stop_str_in_output=False, allowed_token_ids=None, logits_processors=[], truncate_prompt_tokens=None,
+        include_stop_str_in_output=False, logits_processors=[], truncate_prompt_tokens=None,
     )  # fmt: skip
     plain = SamplingParams()
     assert (params, repr(params)) == (plain, repr(plain))

@@ -86,6 +86,22 @@ def text_request(**params: Any) -> pb.GenerateRequest:
         ({"stop_token_ids": [1] * 65}, "stop_token_ids", "may hold 64 ids, has 65"),
         ({"stop_token_ids": [1, 1000]}, "stop_token_ids", "ids must be below the vocabulary's size 1000, is 1000 at 1"),
         ({"logit_bias": dict.fromkeys(range(1025), 1.0)}, "logit_bias", "may hold 1024 entries, has 1025"),
+        (
+            {"allowed_token_ids": [5, 1000]},
+            "allowed_token_ids",
+            "ids must be below the vocabulary's size 1000, is 1000 at 1",
+        ),
+        ({"allowed_token_ids": [5] * 4097}, "allowed_token_ids", "may hold 4096 ids, has 4097"),
+        (
+            {"allowed_token_ids": [2, 7], "stop_token_ids": [7], "min_tokens": 3},
+            "allowed_token_ids",
+            "must hold an id that does not end the answer, which min_tokens=3 asks for",
+        ),
+        (
+            {"allowed_token_ids": [5], "structured_outputs": pb.StructuredOutputs(regex="a")},
+            "allowed_token_ids",
+            "cannot be had with structured_outputs: nothing might be left that may come next",
+        ),
         ({"logit_bias": {5: 100.5}}, "logit_bias[5]", "must be in [-100, 100], is 100.5"),
         ({"logit_bias": {5: NAN}}, "logit_bias[5]", "must be in [-100, 100], is nan"),
         ({"logit_bias": {1000: 1.0}}, "logit_bias", "ids must be below the vocabulary's size 1000, is 1000 at 0"),
@@ -104,6 +120,8 @@ def test_sampling_parameters_out_of_bounds(params: dict[str, Any], field: str, d
         {"temperature": 0, "top_p": 1, "top_k": -1, "min_p": 0, "seed": -(2**63)},
         {"temperature": 100, "top_p": 1e-6, "top_k": 2**31 - 1, "min_p": 1, "repetition_penalty": 2},
         {"presence_penalty": -2, "frequency_penalty": 2, "max_tokens": 99, "min_tokens": 99, "logprobs": 20},
+        {"allowed_token_ids": [2, 999], "min_tokens": 1},
+        {"allowed_token_ids": [2]},
         {"stop": ["x" * 256] * 16, "stop_token_ids": [999] * 64, "logit_bias": {999: -100, 0: 100}},
     ],
 )
@@ -220,12 +238,14 @@ def test_a_valid_request_is_taken_over() -> None:
 def test_limits_are_those_of_the_engine_and_of_the_proto() -> None:
     assert sampling.MAX_STOP_TOKEN_IDS == engine_sampling.MAX_STOP_TOKEN_IDS
     assert sampling.MAX_LOGIT_BIAS == engine_sampling.MAX_LOGIT_BIAS
+    assert sampling.MAX_ALLOWED_TOKEN_IDS == engine_sampling.MAX_ALLOWED_TOKEN_IDS
     proto = (Path(pb.__file__).parent / "tandem_inference.proto").read_text()
     for phrase in (
         f"At most {validation_of_requests.MAX_REQUEST_ID_CHARS} characters",
         f"at most {sampling.MAX_STOP_STRINGS}, each of at most {sampling.MAX_STOP_CHARS} characters",
         f"at most {sampling.MAX_STOP_TOKEN_IDS}\n",
         f"at most {sampling.MAX_LOGIT_BIAS} entries",
+        f"at most {sampling.MAX_ALLOWED_TOKEN_IDS},",
     ):
         assert phrase in proto
 

@@ -10,6 +10,7 @@ import pytest
 from clusters import RunningCluster
 from openai_cases import MESSAGES
 
+from protos import tandem_inference_pb2 as inference_pb
 from tandem.client import Client
 
 GREEDY: dict[str, Any] = {"max_tokens": 8, "temperature": 0}
@@ -38,6 +39,25 @@ def test_an_answer_goes_on_with_the_last_message(cluster: RunningCluster, http: 
         "/v1/chat/completions", json={**asked, **GREEDY, "continue_final_message": False, "messages": MESSAGES}
     )
     assert as_it_is.json()["choices"][0]["message"]["role"] == "user", "whose message was the last"
+
+
+def test_no_token_but_those_allowed(cluster: RunningCluster, http: httpx.Client) -> None:
+    """Over HTTP with a list of classes, as classifiers ask; prefilled by one worker and decoded by another, too."""
+    allowed = [504, 3575, 282]
+    sampling: dict[str, Any] = {"max_tokens": 12, "temperature": 1.0, "seed": 4, "allowed_token_ids": allowed}
+    with Client(cluster.address) as client:
+        answer = client.generate("Once upon a time " * 40, **sampling)
+        short = client.generate("Once", **sampling)
+    assert answer.timings.mode == inference_pb.MODE_DISAGGREGATED
+    assert len(answer.token_ids) == 12, "what ends an answer is not among them"
+    assert {*answer.token_ids, *short.token_ids} <= {*allowed}
+    body = {"prompt": "Once", "return_token_ids": True, **sampling}
+    [choice] = http.post("/v1/completions", json=body).json()["choices"]
+    assert choice["token_ids"] == short.token_ids
+    for wrong, said in (([49_152], "below the vocabulary's size"), ([], "at least 1 item")):
+        refused = http.post("/v1/completions", json={"prompt": "Once", "allowed_token_ids": wrong}).json()["error"]
+        assert refused["param"] == "allowed_token_ids"
+        assert said in refused["message"]
 
 
 def test_a_prompt_and_its_tokens(cluster: RunningCluster, http: httpx.Client) -> None:

@@ -63,6 +63,7 @@ WORK: dict[str, dict[str, Any]] = {
             "repetition_penalty": (None, 0, -1, 2.5, NAN),
             "seed": (None,),
             "stop_token_ids": (range(65), [49_152], [HUGE]),
+            "allowed_token_ids": (range(4097), [49_152], [HUGE]),
             "logit_bias": ({5: NAN}, {5: 101}, {49_152: 1}, {HUGE: 1}, dict.fromkeys(range(1025), 1)),
             "logprobs": (21, HUGE),
             "prompt_logprobs": (21, HUGE),
