@@ -172,7 +172,9 @@ class InferenceServicer(InferenceServicerBase):  # type: ignore[misc]
         asked = validated.asked_tools
         grammar = await compile_grammar(validated.sampling_params, self._grammars, asked)
         thinks = model.reasoning_parser if validated.is_chat else ""
-        reasoning = reasoning_of(thinks, prompt.thought_opened_by, has_form=bool(grammar))
+        reasoning = reasoning_of(
+            thinks, prompt.thought_opened_by, has_form=bool(grammar), is_within=prompt.is_within_thought
+        )
         grammar = self._grammar(grammar, asked, reasoning)
         params = resolve_sampling(validated.sampling_params, model, len(prompt_token_ids))
         stops = StopStrings(params.stop)  # thousands of states: one for all answers

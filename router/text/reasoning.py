@@ -84,6 +84,8 @@ class Reasoning:
     """What is thought is told apart by these. None: all is content."""
     is_open: bool = False
     """The prompt has begun it."""
+    is_within: bool = False
+    """And has some of it: white space at its beginning is the thought's."""
 
     def grammar(self, form: str, *, tokens: Mapping[str, int] = MappingProxyType({}), is_calls: bool = False) -> str:
         """Of answers whose content `form` holds to one (as workers go by it), and which may think before, where the
@@ -110,23 +112,25 @@ class Reasoning:
 
     def reader(self, calls: ToolCallParser | None) -> AnswerReader | None:
         """Of one answer, which `calls` are read in. None: there is nothing to be read in it."""
-        return calls if self.marks is None else ReasoningParser(self.marks, is_open=self.is_open, calls=calls)
+        if self.marks is None:
+            return calls
+        return ReasoningParser(self.marks, is_open=self.is_open, is_within=self.is_within, calls=calls)
 
 
 NO_REASONING = Reasoning()
 
 
-def reasoning_of(parser: str, opened: str, *, has_form: bool) -> Reasoning | Harmony:
-    """Of a model's `parser`, empty for none, and the word with which the prompt has begun a thought, if it has.
-    `has_form`: the answers are held to one, which is all that they say, unless the prompt has begun a thought, or
-    answers are messages."""
+def reasoning_of(parser: str, opened: str, *, has_form: bool, is_within: bool = False) -> Reasoning | Harmony:
+    """Of a model's `parser`, empty for none, and the word with which the prompt has begun a thought, if it has, with
+    some of that, if `is_within`. `has_form`: the answers are held to one, which is all that they say, unless the prompt
+    has begun a thought, or answers are messages."""
     if parser == HARMONY:
         return Harmony(opened=opened if opened.startswith(CHANNEL) else "")
     marks = MARKS.get(parser)
     is_open = marks is not None and opened in marks.begins
     if marks is None or (has_form and not is_open):
         return NO_REASONING
-    return Reasoning(marks=marks, is_open=is_open)
+    return Reasoning(marks=marks, is_open=is_open, is_within=is_open and is_within)
 
 
 class _State(enum.Enum):
@@ -137,16 +141,19 @@ class _State(enum.Enum):
 
 
 class ReasoningParser:
-    """Of one answer. `is_open`: it begins with what is thought. `calls`: reads what follows."""
+    """Of one answer. `is_open`: it begins with what is thought, `is_within`: in its middle. `calls`: reads what
+    follows."""
 
-    def __init__(self, marks: Marks, *, is_open: bool, calls: ToolCallParser | None = None) -> None:
+    def __init__(
+        self, marks: Marks, *, is_open: bool, is_within: bool = False, calls: ToolCallParser | None = None
+    ) -> None:
         self._marks = marks
         self._state = _State.THOUGHT if is_open else _State.START
         self._space: list[str] = []
         """White space before `_text`: told, if text follows that is of the same kind."""
         self._text = ""
         """Not told yet."""
-        self._has_thought = False
+        self._has_thought = is_within
         self._said = Said(calls)
 
     def push(self, text: str) -> Told:

@@ -60,6 +60,8 @@ class TokenizedPrompt:
     token_ids: list[int]
     thought_opened_by: str = ""
     """The word with which a chat's template has begun what the model thinks, if it has."""
+    is_within_thought: bool = False
+    """More of the thought than that word is in the prompt."""
 
 
 Prompt: TypeAlias = TextPrompt | TokenIdsPrompt | ChatPrompt
@@ -169,7 +171,8 @@ async def tokenize_prompt(
     except TooManyTokens as error:
         assert max_model_len is not None
         raise InvalidRequest([(FIELD_OF_PROMPT[type(prompt)], too_long(str(error), max_model_len))]) from error
-    return TokenizedPrompt(token_ids, thought_opened_by)
+    is_within_thought = not text.rstrip().endswith(thought_opened_by)
+    return TokenizedPrompt(token_ids, thought_opened_by, is_within_thought)
 
 
 async def _rendered(prompt: ChatPrompt, chat_template: ChatTemplate) -> str:

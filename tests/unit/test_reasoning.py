@@ -283,6 +283,15 @@ async def test_a_message_that_goes_on_may_be_in_a_thought(said: str, is_open: bo
     prompt = await tokenize_prompt(validate(request, MODEL).prompt, tokenizer, ChatTemplate(source))
     assert tokenizer.decode(prompt.token_ids, False) == f"<|assistant|>{said}"
     assert bool(prompt.thought_opened_by) is is_open
+    within = prompt.is_within_thought
+    reader = reasoning_of("qwen3", prompt.thought_opened_by, has_form=False, is_within=within).reader(None)
+    assert reader is not None
+    told = reader.push(" know.</think> Yes.")
+    if is_open:
+        begins_it = said.rstrip().endswith("<think>")
+        assert (told.reasoning, told.content) == ("know." if begins_it else " know.", "Yes.")
+    else:
+        assert told.content == " know.</think> Yes."
 
 
 def test_what_was_thought_before_is_told_to_the_template() -> None:
