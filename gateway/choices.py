@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from functools import partial
 from typing import Any
@@ -69,16 +69,19 @@ class Choices:
         """Of the run's `messages`, which it closes."""
         usages = [Usage() for _ in range(len(self._run.prompts) * self._run.n)]
         opened: set[int] = set()
+        tells_prompt = self._body.return_token_ids or "prompt_logprobs" in self._run.sampling
         try:
             async for index, message in messages:
                 is_first = index not in opened
                 opened.add(index)
+                is_long = is_first and tells_prompt  # a prompt's numbers, in front of each choice: they may take long
                 usage = usages[index]
-                usage.prompt_tokens = message.prompt_tokens or usage.prompt_tokens
+                usage.prompt_tokens = message.prompt_tokens or message.usage.prompt_tokens or usage.prompt_tokens
                 if message.prompt_token_ids:
                     self._prompt_token_ids[index // self._run.n] = list(message.prompt_token_ids)
                 if self._is_chat and is_first:
-                    yield await self._rendered(partial(self._opening, index, usage), is_first=True)
+                    opening = partial(self._opening, index, usage)
+                    yield await asyncio.to_thread(opening) if is_long else opening()
                 usage.completion_tokens += len(message.token_ids)
                 if message.HasField("usage"):
                     usage.CopyFrom(message.usage)
@@ -94,7 +97,7 @@ class Choices:
                 )
                 if is_news or self._body.includes_usage_always:
                     render = partial(self._event, index, message, logprobs, usage, is_first=is_first)
-                    yield await self._rendered(render, is_first=is_first)
+                    yield await asyncio.to_thread(render) if is_long else render()
         except Exception as error:
             yield event(refusal_of_any(error, self._run.request_id).body)
             return
@@ -109,11 +112,6 @@ class Choices:
         if not self._is_chat:
             return message.logprobs
         return self._contents.setdefault(choice, OfContent()).accept(message)
-
-    async def _rendered(self, render: Callable[[], bytes], *, is_first: bool) -> bytes:
-        """A prompt's numbers, in front of each choice, may take long."""
-        tells_prompt = "prompt_logprobs" in self._run.sampling or self._body.return_token_ids
-        return await asyncio.to_thread(render) if is_first and tells_prompt else render()
 
     def _opening(self, choice: int, usage: Usage) -> bytes:
         return self._with_usage(self._style.opening(choice, self._prompt_token_ids.get(0)), usage)

@@ -120,7 +120,7 @@ class AskedForChoices(Asked):
     repetition_detection: only() = None  # type: ignore[valid-type]
     return_token_offsets: only(False) = None  # type: ignore[valid-type]
     routed_experts_prompt_start: only(0) = None  # type: ignore[valid-type]
-    stream_interval: only(1) = None  # type: ignore[valid-type]
+    stream_interval: only(1, instead="workers have a flag --stream-interval") = None  # type: ignore[valid-type]
     thinking_token_budget: only(-1) = None  # type: ignore[valid-type]
     truncation_side: only("left") = None  # type: ignore[valid-type]
     vllm_xargs: only({}) = None  # type: ignore[valid-type]

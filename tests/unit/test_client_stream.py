@@ -110,6 +110,16 @@ def test_logprobs_of_the_prompt_come_with_the_first_token() -> None:
         add_up([first, second, last(2, 2)])
 
 
+def test_the_prompts_tokens_come_with_the_first_token() -> None:
+    first, second = tokens(0, 1), tokens(1, 2)
+    first.prompt_token_ids.extend([9, 8])
+    answer = add_up([first, second, last(2, 2)])
+    assert (answer.prompt_token_ids, answer.to_dict()["prompt_token_ids"]) == ([9, 8], [9, 8])
+    second.prompt_token_ids.append(9)
+    with pytest.raises(StreamBroken, match="tokens of the prompt came after the first token"):
+        add_up([first, second, last(2, 2)])
+
+
 @pytest.mark.parametrize(
     "messages",
     [
