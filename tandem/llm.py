@@ -40,7 +40,7 @@ from router.validation.tools import check_messages, tools_of
 from tandem.checks import check_names, check_text, is_list
 from tandem.messages import set_end
 from tandem.offline_answer import CompletionOutput, Logprob, OfflineAnswer, OfflineRequest, RequestOutput
-from tandem.prompts import Prompt, ReadPrompt, TextPrompt, TokensPrompt, read_prompts
+from tandem.prompts import Prompt, ReadPrompt, TextPrompt, Tokenization, TokensPrompt, named_prompts, read_prompt
 from tandem.sampling_params import SamplingParams
 from tandem.structured_outputs import StructuredOutputsParams
 from tandem.tools import add_tools, chat_message
@@ -111,16 +111,28 @@ class LLM:
         *,
         use_tqdm: bool = True,
         lora_request: LoRARequest | Sequence[LoRARequest | None] | None = None,
+        tokenization_kwargs: Mapping[str, Any] | None = None,
     ) -> list[RequestOutput]:
         """Answers in the order of `prompts`: one text, one list of token ids, one dict of either, or several of these.
 
         `sampling_params`: one for all, one for each, or None for the model's. `use_tqdm` shows progress on stderr.
-        `lora_request`: the adapter for all, or one or none for each.
+        `lora_request`: the adapter for all, or one or none for each. `tokenization_kwargs`: how texts become tokens,
+        and how many (`tandem.prompts.Tokenization`).
         Raises `ValueError` for a prompt or parameter that cannot be served; nothing is generated then. Raises
         `RankLost`, now and ever after, where another process of `tensor_parallel_size` has ended.
         """
-        read = read_prompts(prompts, self._tokenizer, self.config.model.vocab_size)
-        return self._generate(read, sampling_params, use_tqdm, lora_request)
+        asked = Tokenization.of(tokenization_kwargs, self.config.model.max_model_len)
+        adds = asked.add_special_tokens is not False
+        named = named_prompts(prompts)
+        params = self._params_of_each(sampling_params, len(named))
+        read = [
+            read_prompt(
+                name, prompt, self._tokenizer, self.config.model.vocab_size, add_special_tokens=adds,
+                num_kept=asked.num_kept(each, self.config.model.max_model_len),
+            )
+            for (name, prompt), each in zip(named, params, strict=True)
+        ]  # fmt: skip
+        return self._generate(read, params, use_tqdm, lora_request)
 
     def chat(
         self,
@@ -134,6 +146,7 @@ class LLM:
         add_generation_prompt: bool | None = None,
         continue_final_message: bool = False,
         lora_request: LoRARequest | Sequence[LoRARequest | None] | None = None,
+        tokenization_kwargs: Mapping[str, Any] | None = None,
     ) -> list[RequestOutput]:
         """As `generate`, for one conversation or several, put through the model's chat template, or the one given as
         text. `tools`: what it tells the model of, in OpenAI's shape; calls of them are in the answers' text, and so is
@@ -149,14 +162,18 @@ class LLM:
         variables = dict(chat_template_kwargs or {})
         if given := GIVEN_NAMES & variables.keys():
             raise ValueError(f"chat_template_kwargs: may not say what {', '.join(sorted(given))} is")
+        asked = Tokenization.of(tokenization_kwargs, self.config.model.max_model_len)
         prompts: list[ReadPrompt] = []
-        for name, conversation in _conversations(messages):
+        conversations = _conversations(messages)
+        params = self._params_of_each(sampling_params, len(conversations))
+        for (name, conversation), each in zip(conversations, params, strict=True):
             chat = pb.Chat(messages=map(chat_message, conversation))
             set_end(chat, add_generation_prompt, continue_final_message)
             text = self._rendered(chat, template, shown, variables)
-            token_ids = self._tokenizer.encode(text, add_special_tokens=False)
+            num_kept = asked.num_kept(each, self.config.model.max_model_len)
+            token_ids = self._tokenizer.encode(text, bool(asked.add_special_tokens), num_kept)
             prompts.append(ReadPrompt(name=name, text=text, token_ids=token_ids))
-        return self._generate(prompts, sampling_params, use_tqdm, lora_request)
+        return self._generate(prompts, params, use_tqdm, lora_request)
 
     # -- inside -------------------------------------------------------------------------------------------------
 
@@ -191,11 +208,10 @@ class LLM:
     def _generate(
         self,
         prompts: list[ReadPrompt],
-        sampling_params: SamplingParams | Sequence[SamplingParams] | None,
+        params: Sequence[SamplingParams],
         use_tqdm: bool,
         lora_request: LoRARequest | Sequence[LoRARequest | None] | None,
     ) -> list[RequestOutput]:
-        params = self._params_of_each(sampling_params, len(prompts))
         lora_names = self._lora_names_of_each(lora_request, len(prompts))
         requests: list[OfflineRequest] = []
         answers: dict[str, OfflineAnswer] = {}

@@ -9,12 +9,13 @@ A dict may also have a "cache_salt": cached prefixes are shared with prompts of 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any, NotRequired, TypeAlias, TypedDict
 
 from router.text.tokenizer import Tokenizer
-from router.validation.request import MAX_CACHE_SALT_CHARS
+from router.validation.request import MAX_CACHE_SALT_CHARS, ROOM
 from tandem.checks import check_salt, check_text, is_list, is_number, is_whole, without_array
+from tandem.sampling_params import SamplingParams
 
 
 class TextPrompt(TypedDict):
@@ -52,17 +53,47 @@ class ReadPrompt:
     """Empty: none, the cache is everybody's."""
 
 
-def read_prompts(prompts: Any, tokenizer: Tokenizer, vocab_size: int) -> list[ReadPrompt]:
-    """One prompt or several. Arrays and tensors of integers are lists of token ids, too.
+@dataclass(frozen=True, kw_only=True)
+class Tokenization:
+    """How prompts become tokens: what vLLM calls `tokenization_kwargs`."""
 
-    Raises `ValueError` naming the prompt, and what it must be.
-    """
+    truncate_prompt_tokens: int | None = None
+    """Of longer prompts, the last so many are used. -1: as many as the context has room for beside the answer."""
+    add_special_tokens: bool | None = None
+    """To a text. None: True; to what a chat template has written: False."""
+
+    @staticmethod
+    def of(given: object, max_model_len: int) -> Tokenization:
+        """Raises `ValueError` naming what is wrong."""
+        if not isinstance(given, Mapping | None):
+            raise ValueError(f"tokenization_kwargs: must be a dict, is {given!r:.80}")
+        known = [entry.name for entry in fields(Tokenization)]
+        if unknown := [name for name in given or () if name not in known]:
+            raise ValueError(f"tokenization_kwargs: may have {' and '.join(known)}, has {unknown[0]!r:.80}")
+        asked = Tokenization(**dict(given or {}))
+        num_kept, adds = asked.truncate_prompt_tokens, asked.add_special_tokens
+        if num_kept is not None and not (is_whole(num_kept) and (num_kept == ROOM or 1 <= num_kept <= max_model_len)):
+            bound = f"must be in [1, {max_model_len}] (the context), or -1 for what it has room for"
+            raise ValueError(f"tokenization_kwargs: truncate_prompt_tokens {bound}, is {num_kept!r:.80}")
+        if not isinstance(adds, bool | None):
+            raise ValueError(f"tokenization_kwargs: add_special_tokens must be True or False, is {adds!r:.80}")
+        return asked
+
+    def num_kept(self, params: SamplingParams, max_model_len: int) -> int | None:
+        """Of a prompt that is answered by `params`, at most. None: it is not cut."""
+        if self.truncate_prompt_tokens != ROOM:
+            return self.truncate_prompt_tokens
+        return max_model_len - max(1, params.max_tokens or 0, params.min_tokens)
+
+
+def named_prompts(prompts: Any) -> list[tuple[str, Any]]:
+    """One prompt or several, each with what errors call it. Raises `ValueError`."""
     prompts = without_array(prompts)
     if isinstance(prompts, str | Mapping) or (is_list(prompts) and prompts and _is_numeric(prompts[0])):
-        return [_read("prompt", prompts, tokenizer, vocab_size)]
+        return [("prompt", prompts)]
     if not is_list(prompts):
         raise ValueError(f"prompts must be {_SHAPES}, or a list of these, is {prompts!r:.80}")
-    return [_read(f"prompts[{i}]", prompt, tokenizer, vocab_size) for i, prompt in enumerate(prompts)]
+    return [(f"prompts[{i}]", prompt) for i, prompt in enumerate(prompts)]
 
 
 def _is_numeric(first: Any) -> bool:
@@ -71,10 +102,22 @@ def _is_numeric(first: Any) -> bool:
     return is_number(first) or isinstance(first, bool)
 
 
-def _read(name: str, prompt: Any, tokenizer: Tokenizer, vocab_size: int) -> ReadPrompt:
+def read_prompt(
+    name: str,
+    prompt: Any,
+    tokenizer: Tokenizer,
+    vocab_size: int,
+    *,
+    add_special_tokens: bool = True,
+    num_kept: int | None = None,
+) -> ReadPrompt:
+    """Arrays and tensors of integers are lists of token ids, too. Of more than `num_kept` the last ones are used.
+
+    Raises `ValueError` naming the prompt, and what it must be.
+    """
     prompt = without_array(prompt)
     if is_list(prompt):
-        return ReadPrompt(name=name, text=None, token_ids=_token_ids(name, prompt, vocab_size))
+        return ReadPrompt(name=name, text=None, token_ids=_last(_token_ids(name, prompt, vocab_size), num_kept))
     parts = {"prompt": prompt} if isinstance(prompt, str) else prompt
     if not isinstance(parts, Mapping):
         raise ValueError(f"{name} must be {_SHAPES}, is {prompt!r:.80}")
@@ -90,9 +133,14 @@ def _read(name: str, prompt: Any, tokenizer: Tokenizer, vocab_size: int) -> Read
     if text is not None:
         check_text(name, text)
     if "prompt_token_ids" not in given:
-        return ReadPrompt(name=name, text=text, token_ids=tokenizer.encode(given["prompt"]), cache_salt=salt or "")
-    token_ids = _token_ids(name, given["prompt_token_ids"], vocab_size)
+        encoded = tokenizer.encode(given["prompt"], add_special_tokens, num_kept)
+        return ReadPrompt(name=name, text=text, token_ids=encoded, cache_salt=salt or "")
+    token_ids = _last(_token_ids(name, given["prompt_token_ids"], vocab_size), num_kept)
     return ReadPrompt(name=name, text=text, token_ids=token_ids, cache_salt=salt or "")
+
+
+def _last(token_ids: list[int], num_kept: int | None) -> list[int]:
+    return token_ids if num_kept is None else token_ids[-num_kept:]
 
 
 def _check_salt(name: str, salt: Any) -> None:

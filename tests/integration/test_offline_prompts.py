@@ -48,6 +48,26 @@ def test_a_text_may_have_a_salt_too_and_none_is_none(llm: LLM) -> None:
     assert num_cached(llm, text)[0] > 0
 
 
+def test_of_a_long_prompt_the_end_is_used(llm: LLM) -> None:
+    ids, text = list(range(1000, 2100)), "One prompt, and no end. " * 8
+    of_text = llm.get_tokenizer().encode(text)
+    for kept, expected in (({"truncate_prompt_tokens": 20}, 20), ({"truncate_prompt_tokens": -1}, 1020)):
+        cut, short = llm.generate([{"prompt_token_ids": ids}, text], GREEDY, tokenization_kwargs=kept)
+        assert cut.prompt_token_ids == ids[-expected:]
+        assert short.prompt_token_ids == of_text[-expected:]
+    [chat] = llm.chat([{"role": "user", "content": text}], GREEDY, tokenization_kwargs={"truncate_prompt_tokens": 9})
+    assert len(chat.prompt_token_ids) == 9
+    for wrong, said in (
+        ({"truncate_prompt_tokens": 0}, r"truncate_prompt_tokens must be in \[1, 1024\] .* is 0"),
+        ({"truncate_prompt_tokens": 5.0}, r"truncate_prompt_tokens must be in \[1, 1024\] .* is 5.0"),
+        ({"add_special_tokens": 1}, "add_special_tokens must be True or False, is 1"),
+        ({"max_length": 9}, "may have truncate_prompt_tokens and add_special_tokens, has 'max_length'"),
+        ("no", "must be a dict, is 'no'"),
+    ):
+        with pytest.raises(ValueError, match=f"tokenization_kwargs: {said}"):
+            llm.generate(text, GREEDY, tokenization_kwargs=wrong)  # type: ignore[arg-type]
+
+
 def test_several_answers_share_their_prompt_within_its_salt(llm: LLM) -> None:
     stats = llm.llm_engine.stats
     computed_before = stats.num_prompt_tokens
