@@ -23,12 +23,13 @@ def prompt_of(number: int) -> list[int]:
 
 
 def params_of(number: int) -> SamplingParams:
-    """Greedy and drawn, with and without penalties, ending by length and by tokens."""
+    """Greedy and drawn, with and without penalties, of all tokens or some, ending by length and by tokens."""
     penalties = {"repetition_penalty": 1.3, "frequency_penalty": 0.4, "presence_penalty": -0.3}
     return SamplingParams(
         temperature=0.0 if number % 4 == 0 else 1.0, seed=number, top_p=0.9 if number % 3 == 0 else 1.0,
         max_tokens=1 + number * 5 % 40, min_tokens=number % 2, ignore_eos=number % 5 == 0,
         stop_token_ids=frozenset({5, 17}) if number % 2 else frozenset(), logprobs=(None, 0, 3)[number % 3],
+        allowed_token_ids=frozenset(range(1, 60, 2) if number % 8 in (3, 4) else ()),
         prompt_logprobs=(2, None, None, None, 0, None, None)[number % 7], **(penalties if number % 3 else {}),
     )  # fmt: skip
 
