@@ -97,6 +97,15 @@ class Known(BaseModel):
         return self
 
 
+class WithoutNulls(Known):
+    """An object whose fields of value null are absent."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _drop_nulls(cls, value: Any) -> Any:
+        return {name: each for name, each in value.items() if each is not None} if isinstance(value, dict) else value
+
+
 class Body(Known):
     """Of a request, in JSON."""
 

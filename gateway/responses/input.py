@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
 
 from pydantic import (
@@ -21,23 +20,13 @@ from pydantic import (
     Field,
     Tag,
     WithJsonSchema,
-    model_validator,
 )
 
-from gateway.asked import Known, Listed, only
+from gateway.asked import Listed, WithoutNulls, only
+from gateway.placed import PlacedMessage
 from gateway.texts import role_of, text_of, text_or_parts
 
 _NOT_READ = "it cannot be read here; what was thought is in content"
-
-
-class WithoutNulls(Known):
-    """An object whose fields of value null are absent."""
-
-    @model_validator(mode="before")
-    @classmethod
-    def _drop_nulls(cls, value: Any) -> Any:
-        return {name: each for name, each in value.items() if each is not None} if isinstance(value, dict) else value
-
 
 # -- items ----------------------------------------------------------------------------------------------------------
 
@@ -130,45 +119,23 @@ Input = Annotated[
 # -- messages -------------------------------------------------------------------------------------------------------
 
 
-@dataclass(slots=True)
-class PlacedMessage:
-    """A message as a chat has it, and where in the body it comes from."""
+def _takes(message: PlacedMessage, item: Item) -> bool:
+    """Whether `item` is of the answer that the message is made of: an answer that calls goes on until it hears what
+    came of it."""
+    return message.role == "assistant" and (
+        isinstance(item, CallItem) or bool(message.tool_calls) or (_is_answer(item) and not message.is_spoken)
+    )
 
-    place: str
-    """The first of its items."""
-    role: str
-    contents: list[str] = field(default_factory=list)
-    """Its text, in pieces: there may be thousands."""
-    thoughts: list[str] = field(default_factory=list)
-    tool_call_id: str | None = None
-    name: str | None = None
-    tool_calls: list[dict[str, Any]] = field(default_factory=list)
-    places_of_calls: list[str] = field(default_factory=list)
-    is_spoken: bool = False
-    """It has content, be it empty."""
 
-    def to_prompt(self) -> dict[str, Any]:
-        said = {"role": self.role, "content": "".join(self.contents), "reasoning": "".join(self.thoughts) or None}
-        return {**said, "tool_calls": self.tool_calls, "tool_call_id": self.tool_call_id, "name": self.name}
-
-    def takes(self, item: Item) -> bool:
-        """Whether `item` is of the answer that the message is made of: an answer that calls goes on until it hears what
-        came of it."""
-        return self.role == "assistant" and (
-            isinstance(item, CallItem) or bool(self.tool_calls) or (_is_answer(item) and not self.is_spoken)
-        )
-
-    def take(self, item: Item, place: str) -> None:
-        match item:
-            case MessageItem():
-                self.contents.append(text_of(item.content))
-                self.is_spoken = True
-            case ReasoningItem():
-                self.thoughts.append(text_of(item.content))
-            case CallItem():
-                function = {"name": item.name, "arguments": item.arguments}
-                self.tool_calls.append({"id": item.call_id, "type": "function", "function": function})
-                self.places_of_calls.append(place)
+def _take(message: PlacedMessage, item: Item, place: str) -> None:
+    match item:
+        case MessageItem():
+            message.contents.append(text_of(item.content))
+            message.is_spoken = True
+        case ReasoningItem():
+            message.thoughts.append(text_of(item.content))
+        case CallItem():
+            message.call(item.call_id, item.name, item.arguments, place)
 
 
 def messages_of(instructions: str | None, said: str | Sequence[Item]) -> list[PlacedMessage]:
@@ -184,9 +151,9 @@ def messages_of(instructions: str | None, said: str | Sequence[Item]) -> list[Pl
         elif isinstance(item, MessageItem) and item.role != "assistant":
             messages.append(PlacedMessage(place, item.role, [text_of(item.content)]))
         elif _is_told(item):
-            if not messages or not messages[-1].takes(item):
+            if not messages or not _takes(messages[-1], item):
                 messages.append(PlacedMessage(place, "assistant"))
-            messages[-1].take(item, place)
+            _take(messages[-1], item, place)
     return messages
 
 

@@ -3,19 +3,18 @@
     ── added ──> OPEN ── delta ── delta ── … ── something else is said, or the end ──> done
 
 Items stand in the order in which they were said, one open at a time: thought, message, call, and again where a model
-thinks or speaks after a call. Of what one message of the router has at once, the call that is open comes first, then
-the thought, the text, and new calls.
+thinks or speaks after a call (`gateway.spoken`).
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal
 
 from gateway.logprobs import OfContent, entries_of
+from gateway.spoken import Piece, Spoken
 from protos.tandem_inference_pb2 import GenerateResponse, ToolCallDelta
-from tandem.answer import StreamBroken
 
 Event = dict[str, Any]
 Status = Literal["in_progress", "completed", "incomplete"]
@@ -36,6 +35,10 @@ class _Item(ABC):
     @abstractmethod
     def told(self) -> dict[str, Any]:
         """As it is now."""
+
+    @abstractmethod
+    def say(self, text: str, logprobs: list[dict[str, Any]]) -> Event:
+        """More of it. `logprobs`: of a message's tokens."""
 
     def begin(self) -> list[Event]:
         """That it is there."""
@@ -90,7 +93,7 @@ class _Thought(_OfOnePart):
     prefix = "rs"
     kind = "reasoning_text"
 
-    def say(self, text: str) -> Event:
+    def say(self, text: str, logprobs: list[dict[str, Any]]) -> Event:
         self._pieces.append(text)
         return self._event("reasoning_text.delta", content_index=0, delta=text)
 
@@ -130,12 +133,10 @@ class _Call(_Item):
         super().__init__(request_id, index)
         self._call_id = call.id
         self._name = call.name
-        self.number = call.index
-        """Among the answer's calls."""
 
-    def say(self, arguments: str) -> Event:
-        self._pieces.append(arguments)
-        return self._event("function_call_arguments.delta", delta=arguments)
+    def say(self, text: str, logprobs: list[dict[str, Any]]) -> Event:
+        self._pieces.append(text)
+        return self._event("function_call_arguments.delta", delta=text)
 
     def told(self) -> dict[str, Any]:
         said = {"call_id": self._call_id, "name": self._name, "arguments": self._text, "status": self.status}
@@ -145,90 +146,59 @@ class _Call(_Item):
         return [self._event("function_call_arguments.done", arguments=self._text)]
 
 
-_Spoken = TypeVar("_Spoken", _Thought, _Message)
-
-
 class Output:
     """Of one answer. `accept` each message, then `end`."""
 
     def __init__(self, request_id: str) -> None:
         self._request_id = request_id
+        self._spoken = Spoken(request_id)
         self._items: list[_Item] = []
-        self._open: _Item | None = None
-        """The last one."""
+        """Of which the last one is open."""
         self._content = OfContent()
         self._last_logprobs: list[dict[str, Any]] = []
         """Of what ends the answer."""
-        self._num_untold = 0
-        """Of such tokens."""
-        self.num_thought_tokens = 0
-        """Of messages that told a thought, and of those before them that told nothing."""
+
+    @property
+    def num_thought_tokens(self) -> int:
+        return self._spoken.num_thought_tokens
 
     def accept(self, message: GenerateResponse) -> list[Event]:
         """What is new with `message`. Raises `StreamBroken` where it tells more of a call that is over."""
         events: list[Event] = []
-        calls = list(message.tool_calls)
-        self._count(message)
         logprobs = entries_of(self._content.accept(message))
-        while calls and not calls[0].id:
-            events += self._go_on(calls.pop(0))
-        if message.reasoning:
-            thought, begun = self._opened(_Thought)
-            events += [*begun, thought.say(message.reasoning)]
-        if message.text:
-            spoken, begun = self._opened(_Message)
-            events += [*begun, spoken.say(message.text, logprobs)]
-        else:
+        if not message.text:
             self._last_logprobs = logprobs
-        for call in calls:
-            events += self._call(call) if call.id else self._go_on(call)
+        for piece in self._spoken.accept(message):
+            if piece.is_first:
+                events += self._begin(piece)
+            if piece.text:
+                events.append(self._items[-1].say(piece.text, logprobs))
         return events
 
     def end(self, status: Status) -> list[Event]:
         """There is no more. `status`: of the item that is open; an answer without any is an empty message."""
-        events: list[Event] = []
-        if self._open is None:
-            _, events = self._opened(_Message)
-        if isinstance(self._open, _Message) and self._last_logprobs:
-            events.append(self._open.say("", self._last_logprobs))
-        assert self._open is not None
-        return [*events, *self._open.end(status)]
+        events = [] if self._items else self._begin(Piece("text", "", True))
+        item = self._items[-1]
+        if isinstance(item, _Message) and self._last_logprobs:
+            events.append(item.say("", self._last_logprobs))
+        return [*events, *item.end(status)]
 
     def cut(self) -> None:
         """There is no more, and no end."""
-        if self._open is not None:
-            self._open.status = "incomplete"
+        if self._items:
+            self._items[-1].status = "incomplete"
 
     def items(self) -> list[dict[str, Any]]:
         """As they are now."""
         return [item.told() for item in self._items]
 
-    def _count(self, message: GenerateResponse) -> None:
-        self._num_untold += len(message.token_ids)
-        if message.reasoning:
-            self.num_thought_tokens += self._num_untold
-        if message.reasoning or message.text or message.tool_calls:
-            self._num_untold = 0
-
-    def _opened(self, kind: type[_Spoken]) -> tuple[_Spoken, list[Event]]:
-        """The item of that kind which is open: it is begun unless it is."""
-        if isinstance(self._open, kind):
-            return self._open, []
-        item = kind(self._request_id, len(self._items))
-        return item, self._begin(item)
-
-    def _call(self, call: ToolCallDelta) -> list[Event]:
-        events = self._begin(_Call(self._request_id, len(self._items), call))
-        return [*events, *self._go_on(call)]
-
-    def _go_on(self, call: ToolCallDelta) -> list[Event]:
-        if not isinstance(self._open, _Call) or self._open.number != call.index:
-            raise StreamBroken(f"request {self._request_id}: a piece of call {call.index} came after its end")
-        return [self._open.say(call.arguments)] if call.arguments else []
-
-    def _begin(self, item: _Item) -> list[Event]:
+    def _begin(self, piece: Piece) -> list[Event]:
         """Whatever was open is whole."""
-        before: Sequence[Event] = () if self._open is None else self._open.end("completed")
-        self._items.append(item)
-        self._open = item
-        return [*before, *item.begin()]
+        before: Sequence[Event] = self._items[-1].end("completed") if self._items else ()
+        index = len(self._items)
+        if piece.call is not None:
+            self._items.append(_Call(self._request_id, index, piece.call))
+        else:
+            kind = _Thought if piece.kind == "thought" else _Message
+            self._items.append(kind(self._request_id, index))
+        return [*before, *self._items[-1].begin()]

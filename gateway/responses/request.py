@@ -15,9 +15,20 @@ from pydantic import (
     model_validator,
 )
 
-from gateway.asked import AT_START, IN_TEMPLATE, Asked, Known, Listed, Mapped, NumAlternatives, only
-from gateway.names import name_in_body, named, renamed
-from gateway.responses.input import Input, PlacedMessage, WithoutNulls, messages_of, says_something
+from gateway.asked import (
+    AT_START,
+    IN_TEMPLATE,
+    Asked,
+    Known,
+    Listed,
+    Mapped,
+    NumAlternatives,
+    WithoutNulls,
+    only,
+)
+from gateway.names import named, renamed
+from gateway.placed import PlacedMessage, place_of
+from gateway.responses.input import Input, messages_of, says_something
 from gateway.tools import tool_choice_of
 from rpc.errors import InvalidRequest
 from tandem.messages import Prompt, Sampling
@@ -109,7 +120,6 @@ def _reasoning(value: Any) -> Any:
     return {k: v for k, v in value.items() if v is not None} if isinstance(value, dict) else value
 
 
-_MESSAGE = re.compile(r"chat\.messages\[(\d+)\](\.tool_calls(?:\[(\d+)\])?)?")
 _TOOL = re.compile(r"chat\.(tools\[\d+\].*)")
 
 
@@ -200,13 +210,7 @@ class ResponseRequest(Asked):
             return "top_logprobs"
         if (tool := _TOOL.fullmatch(field)) is not None:
             return tool[1]
-        if (found := _MESSAGE.match(field)) is None or int(found[1]) >= len(self._messages):
-            return name_in_body(field)
-        message = self._messages[int(found[1])]
-        if found[2] is None:
-            return message.place + field[found.end() :]
-        number = int(found[3] or 0)
-        return message.places_of_calls[number] + field[found.end() :]
+        return place_of(field, self._messages)
 
     @property
     def wants_logprobs(self) -> bool:

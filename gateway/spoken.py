@@ -1,0 +1,68 @@
+"""What an answer says, in the order in which it says it: thoughts, texts and calls, one of them open at a time. Pure.
+
+Of what one message of the router has at once, the call that is open comes first, then the thought, the text, and new
+calls.
+"""
+
+from __future__ import annotations
+
+from typing import Literal, NamedTuple
+
+from protos.tandem_inference_pb2 import GenerateResponse, ToolCallDelta
+from tandem.answer import StreamBroken
+
+Kind = Literal["thought", "text", "call"]
+
+
+class Piece(NamedTuple):
+    """More of what is open, or the beginning of something else."""
+
+    kind: Kind
+    text: str
+    """Of a call, of its arguments."""
+    is_first: bool
+    """Whatever was open is whole."""
+    call: ToolCallDelta | None = None
+    """With the first piece of one: which it is."""
+
+
+class Spoken:
+    """Of one answer."""
+
+    def __init__(self, request_id: str) -> None:
+        self._request_id = request_id
+        self._open: tuple[Kind, int] | None = None
+        """Of a call, which one."""
+        self._num_untold = 0
+        """Of tokens that told nothing yet."""
+        self.num_thought_tokens = 0
+        """Of messages that told a thought, and of those before them that told nothing."""
+
+    def accept(self, message: GenerateResponse) -> list[Piece]:
+        """What is new with `message`. Raises `StreamBroken` where it tells more of a call that is over."""
+        self._count(message)
+        calls = list(message.tool_calls)
+        pieces: list[Piece] = []
+        while calls and not calls[0].id:
+            pieces.append(self._call(calls.pop(0)))
+        if message.reasoning:
+            pieces.append(Piece("thought", message.reasoning, self._opens("thought")))
+        if message.text:
+            pieces.append(Piece("text", message.text, self._opens("text")))
+        return [*pieces, *map(self._call, calls)]
+
+    def _count(self, message: GenerateResponse) -> None:
+        self._num_untold += len(message.token_ids)
+        if message.reasoning:
+            self.num_thought_tokens += self._num_untold
+        if message.reasoning or message.text or message.tool_calls:
+            self._num_untold = 0
+
+    def _opens(self, kind: Kind, number: int = 0) -> bool:
+        before, self._open = self._open, (kind, number)
+        return before != self._open
+
+    def _call(self, call: ToolCallDelta) -> Piece:
+        if self._opens("call", call.index) != bool(call.id):
+            raise StreamBroken(f"request {self._request_id}: a piece of call {call.index} came after its end")
+        return Piece("call", call.arguments, bool(call.id), call if call.id else None)
