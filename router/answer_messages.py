@@ -109,6 +109,7 @@ class AnswerMessages:
             finish_reason=finish_reason,
             usage=usage,
             timings=timings,
+            stop_reason=self._detokenizer.stop,
         )
 
     def _told(self, text: str) -> Told:

@@ -92,11 +92,12 @@ class IncrementalDetokenizer:
         """Where `_stops` stands."""
         self._held = ""
         """Text that may be the beginning of a stop string."""
-        self._is_stopped = False
+        self.stop: str | None = None
+        """The stop string that ended the answer, if one did."""
 
     def push(self, token_ids: Sequence[int]) -> TextDelta:
         """The new text of `token_ids`. Must not be called again after a stop string was found."""
-        assert not self._is_stopped, "push after a stop string"
+        assert self.stop is None, "push after a stop string"
         texts: list[str] = []
         offsets: list[int] = []
         for num_pushed, token_id in enumerate(token_ids, 1):
@@ -107,7 +108,7 @@ class IncrementalDetokenizer:
             if text and self._stops is not None:
                 text, stop = self._cut(text, self._stops)
                 if stop is not None:
-                    self._is_stopped = True
+                    self.stop = stop
                     return TextDelta("".join([*texts, text]), stop, num_pushed, offsets)
             texts.append(text)
         return TextDelta("".join(texts), None, len(token_ids), offsets)
@@ -116,7 +117,7 @@ class IncrementalDetokenizer:
         """The rest of the text: what looked like the beginning of a stop string, and bytes that are no characters, as
         U+FFFD each. The last of those is dropped: it may be a character that is cut off."""
         rest, self._held = self._held, ""
-        return rest if self._is_stopped else rest + self._window.finish()
+        return rest if self.stop is not None else rest + self._window.finish()
 
     def _cut(self, text: str, stops: StopStrings) -> tuple[str, str | None]:
         """What may be said after `text` came, and the stop string that is complete in it."""

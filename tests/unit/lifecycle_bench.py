@@ -70,6 +70,8 @@ METRICS = RouterMetrics("m", 2048, good_ttft_ms=1000, good_tpot_ms=50)
 
 
 class NoText:
+    stop: str | None = None
+
     def push(self, token_ids: list[int]) -> TextDelta:
         return TextDelta("", None, len(token_ids), [])
 

@@ -417,3 +417,21 @@ def test_variables_go_with_messages() -> None:
 def test_a_model_that_does_not_think_has_variables_too() -> None:
     assert validate(chat_with('{"a": 1}'), replace(MODEL, reasoning_parser="")).prompt.variables  # type: ignore[union-attr]
     assert ChatMessage(role="assistant", content="x").to_template() == {"role": "assistant", "content": "x"}
+
+
+@pytest.mark.parametrize("is_taken_up", [False, True])
+def test_the_last_message_names_the_stop_string(is_taken_up: bool) -> None:
+    """Also to a client that lacks nothing else of the answer."""
+    tokenizer = Tokenizer(grammar_cases.tokenizer())
+    token_ids = tokenizer.encode("a b", False)
+    for stop, named in (("b", "b"), ("c", "")):
+        detokenizer = IncrementalDetokenizer(tokenizer, stop=["x", stop])
+        if is_taken_up:
+            begun = BegunAnswer(token_ids=tuple(token_ids))
+            resumption_of(begun, "", detokenizer, max_tokens=10**6, stop_token_ids=())
+            messages = message_of(parser(False), detokenizer, len(token_ids))
+        else:
+            messages = message_of(parser(False), detokenizer, 0)
+            messages.delta(Emit(0, token_ids, (), ()))
+        last = messages.last(pb.FINISH_REASON_STOP, num_cached_tokens=0, timings=pb.Timings())
+        assert last.stop_reason == named
