@@ -1,4 +1,4 @@
-"""`python -m gateway`: OpenAI's HTTP API in front of a router."""
+"""`python -m gateway`: OpenAI's HTTP API, and Anthropic's, in front of a router."""
 
 from __future__ import annotations
 
@@ -16,10 +16,11 @@ from rpc.entrypoint import build, options_of, run_until_signal, setup_logging
 @click.command(context_settings={"help_option_names": ["-h", "--help"]})
 @options_of(GatewayArgs)
 def main(**flags: Any) -> None:
-    """Serve OpenAI's HTTP API until SIGTERM, which lets running requests finish.
+    """Serve OpenAI's HTTP API, and Anthropic's, until SIGTERM, which lets running requests finish.
 
-    /v1/completions, /v1/chat/completions, /v1/responses, /v1/models, a chat page at /, /health, /load, /metrics. Once
-    it listens it prints one line, "listening http=HOST:PORT". Any number of gateways may stand before a router.
+    /v1/completions, /v1/chat/completions, /v1/responses, /v1/messages, /v1/models, a chat page at /, /health, /load,
+    /metrics. Once it listens it prints one line, "listening http=HOST:PORT". Any number of gateways may stand before a
+    router.
 
     Example: python -m gateway --router 127.0.0.1:50051 --listen 0.0.0.0:8000
     """

@@ -1,4 +1,4 @@
-"""The HTTP routes. Each reads its body (bounded), asks the router, and answers in OpenAI's words.
+"""The HTTP routes. Each reads its body (bounded), asks the router, and answers in OpenAI's words, or in Anthropic's.
 
     body ──requests──> prompts, sampling ──Run──> one stream for each prompt ──Rendering──> JSON, or server-sent events
 
@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import hmac
 import time
-from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
@@ -28,14 +28,17 @@ from gateway.answers import models_of
 from gateway.asked import Asked, Body
 from gateway.choices import Choices
 from gateway.errors import NO_KEY, NO_ROUTE, TOO_LARGE, Kind, Refusal, refusal_of, refusal_of_any
-from gateway.headers import REQUEST_ID_HEADER, request_id_of, timeout_of
+from gateway.headers import ANSWERED_ID_HEADER, REQUEST_ID_HEADER, headers_of, request_id_of, timeout_of
+from gateway.messages.errors import error_of, is_of_messages
+from gateway.messages.rendering import MessageRendering
+from gateway.messages.request import MessageRequest
 from gateway.metrics import Metrics
 from gateway.requests import ChatRequest, CompletionRequest
 from gateway.responses.rendering import ResponseRendering
 from gateway.responses.request import ResponseRequest
 from gateway.run import Run
 from gateway.streams import ClientGone, EventStream, to_json, while_connected, with_first
-from gateway.tokens import CountRequest, DetokenizeRequest, TokenizeRequest
+from gateway.tokens import CountMessagesRequest, CountRequest, DetokenizeRequest, TokenizeRequest
 from protos.tandem_inference_pb2 import GenerateResponse
 from rpc.errors import DeadlinePassed, InvalidRequest, TandemError
 from tandem import __version__
@@ -74,6 +77,8 @@ def create_app(
         ("/v1/chat/completions", gateway.chat, ChatRequest),
         ("/v1/responses", gateway.responses, ResponseRequest),
         ("/v1/responses/input_tokens", gateway.input_tokens, CountRequest),
+        ("/v1/messages", gateway.messages, MessageRequest),
+        ("/v1/messages/count_tokens", gateway.count_tokens, CountMessagesRequest),
         ("/tokenize", gateway.tokenize, TokenizeRequest),
         ("/detokenize", gateway.detokenize, DetokenizeRequest),
     ]
@@ -100,7 +105,7 @@ def create_app(
             allow_origins=allowed_origins,
             allow_methods=["GET", "POST"],
             allow_headers=["*"],
-            expose_headers=[REQUEST_ID_HEADER, "retry-after"],
+            expose_headers=[REQUEST_ID_HEADER, ANSWERED_ID_HEADER, "retry-after"],
         )
     return app
 
@@ -136,9 +141,8 @@ def _schemas_of(bodies: tuple[type[Body], ...]) -> dict[str, Any]:
 async def _on_http_exception(request: Request, error: HTTPException) -> Response:
     """No such route, or not with this method."""
     kind = Kind(error.status_code, NO_ROUTE.type, NO_ROUTE.code)
-    return _refuse(
-        Refusal(kind, f"{error.detail}: {request.method} {request.url.path:.200}"), dict(error.headers or {})
-    )
+    refusal = Refusal(kind, f"{error.detail}: {request.method} {request.url.path:.200}")
+    return _refuse(request, refusal, error.headers)
 
 
 class Gateway:
@@ -165,6 +169,11 @@ class Gateway:
     async def responses(self, request: Request) -> Any:
         return await self._answer(
             request, "responses", lambda: self._generate(request, ResponseRequest, ResponseRendering)
+        )
+
+    async def messages(self, request: Request) -> Any:
+        return await self._answer(
+            request, "messages", lambda: self._generate(request, MessageRequest, MessageRendering)
         )
 
     async def _generate(
@@ -205,8 +214,13 @@ class Gateway:
     async def input_tokens(self, request: Request) -> Any:
         return await self._answer(request, "input_tokens", lambda: self._tokens(request, CountRequest))
 
+    async def count_tokens(self, request: Request) -> Any:
+        return await self._answer(request, "count_tokens", lambda: self._tokens(request, CountMessagesRequest))
+
     async def _tokens(
-        self, request: Request, body_type: type[TokenizeRequest] | type[DetokenizeRequest] | type[CountRequest]
+        self,
+        request: Request,
+        body_type: type[TokenizeRequest] | type[DetokenizeRequest] | type[CountRequest] | type[CountMessagesRequest],
     ) -> Any:
         body = body_type.read(await self._read(request))
         try:
@@ -215,14 +229,14 @@ class Gateway:
         except TimeoutError:
             raise DeadlinePassed("the request's deadline passed before its tokens were known") from None
         content = await asyncio.to_thread(to_json, answer)  # a million numbers, maybe
-        return Response(content, headers={REQUEST_ID_HEADER: request_id_of(request)}, media_type="application/json")
+        return Response(content, headers=headers_of(request_id_of(request)), media_type="application/json")
 
     # -- asking -------------------------------------------------------------------------------------------------
 
     async def models(self, request: Request) -> Any:
         async def answer() -> Response:
             models = models_of(await self._client.model_info(), self._started_s)
-            return JSONResponse(models, headers={REQUEST_ID_HEADER: request_id_of(request)})
+            return JSONResponse(models, headers=headers_of(request_id_of(request)))
 
         return await self._answer(request, "models", answer)
 
@@ -233,16 +247,16 @@ class Gateway:
             if described is None:
                 names = ", ".join(repr(each["id"]) for each in known)
                 raise InvalidRequest([("model", f"there is no model {model[:128]!r}; there is {names}")])
-            return JSONResponse(described, headers={REQUEST_ID_HEADER: request_id_of(request)})
+            return JSONResponse(described, headers=headers_of(request_id_of(request)))
 
         return await self._answer(request, "models", answer)
 
-    async def health(self) -> Response:
+    async def health(self, request: Request) -> Response:
         """200 while requests can be served: the router is there, and a decode worker with it."""
         try:
             is_serving = await self._client.is_serving()
         except TandemError as error:
-            return _refuse(refusal_of(error), {})
+            return _refuse(request, refusal_of(error))
         return Response(status_code=200 if is_serving else 503)
 
     async def load(self) -> Response:
@@ -263,7 +277,6 @@ class Gateway:
     async def _answer(self, request: Request, route: str, answer: Callable[[], Awaitable[Any]]) -> Any:
         """What `answer` returns, or its error as a response."""
         request_id = request_id_of(request)
-        headers = {REQUEST_ID_HEADER: request_id}
         with self._metrics.counted(route) as outcome:
             try:
                 self._check_key(request)
@@ -274,16 +287,22 @@ class Gateway:
             except Exception as error:
                 refusal = refusal_of_any(error, request_id)
                 outcome.status = refusal.kind.status
-                return _refuse(refusal, headers)
+                return _refuse(request, refusal)
             outcome.status = 200
             return response
 
     def _check_key(self, request: Request) -> None:
-        scheme, _, given = request.headers.get("authorization", "").partition(" ")
-        is_right = scheme.lower() == "bearer" and hmac.compare_digest(given.strip().encode(), self._api_key)
-        if self._api_key and not is_right:
-            raise Refusal(NO_KEY, "the API key is missing or wrong: give it as Authorization: Bearer KEY")
+        scheme, _, bearer = request.headers.get("authorization", "").partition(" ")
+        given = (bearer.strip() if scheme.lower() == "bearer" else "", request.headers.get("x-api-key", ""))
+        if self._api_key and not any(hmac.compare_digest(each.encode(), self._api_key) for each in given):
+            raise Refusal(
+                NO_KEY, "the API key is missing or wrong: give it as Authorization: Bearer KEY, or as x-api-key: KEY"
+            )
 
 
-def _refuse(refusal: Refusal, headers: dict[str, str]) -> JSONResponse:
-    return JSONResponse(refusal.body, status_code=refusal.kind.status, headers={**headers, **refusal.headers})
+def _refuse(request: Request, refusal: Refusal, headers: Mapping[str, str] | None = None) -> JSONResponse:
+    """In the words of its route."""
+    request_id = request_id_of(request)
+    body = error_of(refusal, request_id) if is_of_messages(request.url.path) else refusal.body
+    told = {**headers_of(request_id), **refusal.headers, **(headers or {})}
+    return JSONResponse(body, status_code=refusal.kind.status, headers=told)

@@ -22,7 +22,7 @@ class GatewayArgs(SslArgs):
     router: str = field(default=DEFAULT_ADDRESS, metadata={"help": "HOST:PORT of the router, or any gRPC target."})
     api_key: str = field(
         default="",
-        metadata={"help": "If given, /v1 needs it: Authorization: Bearer KEY."},
+        metadata={"help": "If given, /v1 needs it: Authorization: Bearer KEY, or x-api-key."},
     )
     allowed_origins: str = field(
         default="[]",

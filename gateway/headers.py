@@ -11,6 +11,8 @@ from gateway.asked import check_fairness_id
 from rpc.errors import InvalidRequest
 
 REQUEST_ID_HEADER = "x-request-id"
+ANSWERED_ID_HEADER = "request-id"
+"""The same in an answer, as Anthropic's clients read it."""
 TIMEOUT_HEADER = "x-request-timeout-ms"
 """The request's deadline, which OpenAI's API has no word for."""
 FAIRNESS_HEADER = "x-gateway-inference-fairness-id"
@@ -24,6 +26,11 @@ def request_id_of(request: Request) -> str:
         given = request.headers.get(REQUEST_ID_HEADER, "")
         request.state.request_id = given if re.fullmatch(r"[\x21-\x7e]{1,100}", given) else secrets.token_hex(12)
     return str(request.state.request_id)
+
+
+def headers_of(request_id: str) -> dict[str, str]:
+    """Of an answer."""
+    return {REQUEST_ID_HEADER: request_id, ANSWERED_ID_HEADER: request_id}
 
 
 def timeout_of(request: Request) -> float | None:

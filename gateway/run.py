@@ -13,7 +13,7 @@ from starlette.requests import Request
 
 from gateway.asked import Asked
 from gateway.echo import without_answer
-from gateway.headers import REQUEST_ID_HEADER, fairness_id_of, request_id_of, timeout_of
+from gateway.headers import fairness_id_of, headers_of, request_id_of, timeout_of
 from gateway.requests import MAX_CHOICES, CompletionRequest
 from gateway.streams import until_leaving
 from protos.tandem_inference_pb2 import GenerateResponse, TokenLogprobs
@@ -53,7 +53,7 @@ class Run:
             raise InvalidRequest([("n", bound)])
         self.request_id = body.request_id or request_id_of(request)
         self._timeout_s = timeout_of(request)
-        self.headers = {REQUEST_ID_HEADER: self.request_id}
+        self.headers = headers_of(self.request_id)
 
     def messages(self) -> AsyncGenerator[tuple[int, GenerateResponse], None]:
         """Of all choices, by number, as they come. Checked by the client: contiguous, and ended once."""

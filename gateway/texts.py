@@ -1,4 +1,4 @@
-"""Texts in bodies, and whose they are: what chats and responses share. Pure."""
+"""Texts in bodies, and whose they are: what all routes share. Pure."""
 
 from __future__ import annotations
 

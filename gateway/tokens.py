@@ -1,5 +1,5 @@
-"""What prompts are in tokens, and tokens in text, as the router says: vLLM's POST /tokenize and /detokenize, and
-OpenAI's /v1/responses/input_tokens."""
+"""What prompts are in tokens, and tokens in text, as the router says: vLLM's POST /tokenize and /detokenize, OpenAI's
+/v1/responses/input_tokens, and Anthropic's /v1/messages/count_tokens."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ from typing import Annotated, Any, Self, cast
 
 from pydantic import Field, model_validator
 
-from gateway.asked import AT_START, Body, Listed, TokenId, only
+from gateway.asked import AT_START, Asked, Body, Listed, TokenId, only
+from gateway.messages.request import AskedOfMessages
 from gateway.names import name_in_body, named, renamed
 from gateway.requests import Message
 from gateway.responses.request import ResponseRequest
@@ -82,14 +83,27 @@ class CountRequest(ResponseRequest):
 
     async def answer(self, client: AsyncClient) -> dict[str, Any]:
         """Raises what `client` raises."""
-        [messages], sampling = self.prompts(), self.sampling()
-        try:
-            told = await client.tokenize(
-                cast(Messages, messages),
-                model=self.model or "",
-                tools=sampling.get("tools"),
-                chat_template_kwargs=sampling.get("chat_template_kwargs"),
-            )
-        except InvalidRequest as error:
-            raise self.in_its_words(error) from error
-        return {"object": "response.input_tokens", "input_tokens": len(told.token_ids)}
+        return {"object": "response.input_tokens", "input_tokens": await _num_tokens(client, self)}
+
+
+class CountMessagesRequest(AskedOfMessages):
+    """POST /v1/messages/count_tokens: how many tokens they would be."""
+
+    async def answer(self, client: AsyncClient) -> dict[str, Any]:
+        """Raises what `client` raises."""
+        return {"input_tokens": await _num_tokens(client, self)}
+
+
+async def _num_tokens(client: AsyncClient, body: Asked) -> int:
+    """Of its one prompt, a chat."""
+    [messages], sampling = body.prompts(), body.sampling()
+    try:
+        told = await client.tokenize(
+            cast(Messages, messages),
+            model=body.model or "",
+            tools=sampling.get("tools"),
+            chat_template_kwargs=sampling.get("chat_template_kwargs"),
+        )
+    except InvalidRequest as error:
+        raise body.in_its_words(error) from error
+    return len(told.token_ids)

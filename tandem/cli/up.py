@@ -51,7 +51,7 @@ def _option(flag: str, *names: str, **settings: Any) -> Callable[[Command], Comm
 @_option("--http-port", type=int, default=8000,
          help="Port of OpenAI's HTTP API and the chat page, on the host of --listen. 0 takes a free one.")  # fmt: skip
 @_option("--no-http", "has_no_http", is_flag=True, help="No HTTP: gRPC alone.")
-@_option("--api-key", default="", help="If given, HTTP requests need it: Authorization: Bearer KEY.")
+@_option("--api-key", default="", help="If given, HTTP requests need it: Authorization: Bearer KEY, or x-api-key.")
 @_option("--allowed-origins", default="[]", metavar="LIST",
          help="JSON list of the origins whose pages may call over HTTP from a browser: "
          '["https://chat.example"], or ["*"].')  # fmt: skip

@@ -260,6 +260,8 @@ async def test_models_health_version_page_and_metrics() -> None:
             "/v1/chat/completions",
             "/v1/responses",
             "/v1/responses/input_tokens",
+            "/v1/messages",
+            "/v1/messages/count_tokens",
             "/tokenize",
             "/detokenize",
         ]

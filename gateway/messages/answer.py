@@ -1,0 +1,140 @@
+"""The answer of /v1/messages in Anthropic's words: the object, whole, and a stream's events. Pure.
+
+    message_start ── of each block: start ── delta ── … ── stop ──> message_delta (why, how many tokens) ── message_stop
+
+Both are made of the same messages, in the order in which `gateway.spoken` has what they say. The last object carries
+`timings`, as those of other routes do.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from pydantic_core import from_json
+
+from gateway.answers import timings_of
+from gateway.spoken import Piece, Spoken
+from protos.tandem_inference_pb2 import FinishReason, GenerateResponse, Usage
+
+Event = dict[str, Any]
+_DELTAS = {
+    "thought": ("thinking_delta", "thinking"),
+    "text": ("text_delta", "text"),
+    "call": ("input_json_delta", "partial_json"),
+}
+
+
+class MessageAnswer:
+    """To one request."""
+
+    def __init__(self, *, request_id: str, model: str) -> None:
+        self._spoken = Spoken(request_id)
+        self._told = {"id": f"msg_{request_id}", "type": "message", "role": "assistant", "model": model}
+        self._blocks: list[dict[str, Any]] = []
+        """Of which the last one is open. What one says is in `_texts`."""
+        self._texts: list[list[str]] = []
+        self._end: dict[str, Any] = {}
+
+    def opening(self) -> list[Event]:
+        """That there will be one. How many tokens it was asked with is said at its end."""
+        message: Event = {
+            **self._told,
+            "content": [],
+            "stop_reason": None,
+            "stop_sequence": None,
+            "usage": _usage(Usage(), 0),
+        }
+        return [{"type": "message_start", "message": message}]
+
+    def accept(self, message: GenerateResponse) -> list[Event]:
+        """What is new with `message`; with the last one, the end. Raises `StreamBroken`."""
+        events: list[Event] = []
+        for piece in self._spoken.accept(message):
+            if piece.is_first:
+                events += [*self._close(), self._begin(piece)]
+            if piece.text:
+                self._texts[-1].append(piece.text)
+                kind, name = _DELTAS[piece.kind]
+                events.append(self._event("delta", delta={"type": kind, name: piece.text}))
+        if message.HasField("usage"):
+            events += [*self._close(), *self._ends(message)]
+        return events
+
+    def whole(self) -> dict[str, Any]:
+        """After the last message."""
+        content = [_with_text(*each) for each in zip(self._blocks, map("".join, self._texts), strict=True)]
+        return {**self._told, "content": content, **self._end}
+
+    def _begin(self, piece: Piece) -> Event:
+        if piece.call is not None:
+            block = {"type": "tool_use", "id": piece.call.id, "name": piece.call.name, "input": {}}
+        elif piece.kind == "thought":
+            block = {"type": "thinking", "thinking": "", "signature": ""}
+        else:
+            block = {"type": "text", "text": ""}
+        self._blocks.append(block)
+        self._texts.append([])
+        return self._event("start", content_block=dict(block))
+
+    def _close(self) -> list[Event]:
+        """Of the block that is open, if one is. Of a thought it is said whose it is: it signs nothing, but some clients
+        send no thought back that is not signed."""
+        if not self._blocks:
+            return []
+        events = [self._event("stop")]
+        if self._blocks[-1]["type"] == "thinking":
+            self._blocks[-1]["signature"] = self._told["id"]
+            signed = {"type": "signature_delta", "signature": self._told["id"]}
+            events.insert(0, self._event("delta", delta=signed))
+        return events
+
+    def _event(self, name: str, **fields: Any) -> Event:
+        return {"type": f"content_block_{name}", "index": len(self._blocks) - 1, **fields}
+
+    def _ends(self, message: GenerateResponse) -> list[Event]:
+        calls = any(block["type"] == "tool_use" for block in self._blocks)
+        why = {"stop_reason": _why(message, calls), "stop_sequence": message.stop_reason or None}
+        usage = _usage(message.usage, self._spoken.num_thought_tokens)
+        timings = timings_of([message.timings])
+        self._end = {**why, "usage": usage, "timings": timings}
+        return [
+            {"type": "message_delta", "delta": why, "usage": usage, "timings": timings},
+            {"type": "message_stop"},
+        ]
+
+
+def _with_text(block: dict[str, Any], text: str) -> dict[str, Any]:
+    """A call that was cut off has what there is of its input, as Anthropic's clients read one that is streamed; what is
+    no JSON has none."""
+    if block["type"] != "tool_use":
+        return {**block, block["type"]: text}
+    try:
+        value = from_json(text, allow_partial=True, allow_inf_nan=False)
+        json.dumps(value, allow_nan=False)  # 1e999 is read, and cannot be written
+    except ValueError:
+        value = None
+    return {**block, "input": value if isinstance(value, dict) else {}}
+
+
+def _why(message: GenerateResponse, has_calls: bool) -> str | None:
+    """Anthropic has no word for an answer that somebody has aborted."""
+    if message.finish_reason == FinishReason.FINISH_REASON_LENGTH:
+        return "max_tokens"
+    if message.finish_reason != FinishReason.FINISH_REASON_STOP:
+        return None
+    if message.stop_reason:
+        return "stop_sequence"
+    return "tool_use" if has_calls else "end_turn"
+
+
+def _usage(usage: Usage, num_thought_tokens: int) -> dict[str, Any]:
+    """Tokens that were found in a cache are counted apart. `cache_creation_input_tokens`: what is paid for to be kept,
+    which nothing is."""
+    return {
+        "input_tokens": usage.prompt_tokens - usage.cached_tokens,
+        "cache_read_input_tokens": usage.cached_tokens,
+        "cache_creation_input_tokens": 0,
+        "output_tokens": usage.completion_tokens,
+        "output_tokens_details": {"thinking_tokens": num_thought_tokens},
+    }

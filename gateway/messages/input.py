@@ -1,0 +1,148 @@
+"""What a request to /v1/messages says as `system` and `messages`, and the messages of a chat that they are. Pure.
+
+    system ────────────────────────────────────> the first message
+    text of a user ────────────────────────────> a message
+    tool_result of a user ─────────────────────> a message of a tool
+    thinking, text, tool_use of an assistant ──> one message
+
+Blocks may be those that answers have in their `content`. `cache_control` has no effect: prefixes are cached anyway.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import BeforeValidator, Discriminator, Tag, WithJsonSchema, model_validator
+
+from gateway.asked import Known, Listed, WithoutNulls, only
+from gateway.placed import PlacedMessage
+from gateway.texts import role_of, text_of, text_or_parts
+
+_Texts = text_or_parts(Literal["text"])
+
+
+class Block(WithoutNulls):
+    type: str
+    cache_control: Any = None
+
+
+class TextBlock(Block):
+    type: Literal["text"]
+    text: str
+    citations: only([]) = None  # type: ignore[valid-type]
+
+
+class ThinkingBlock(Block):
+    type: Literal["thinking"]
+    thinking: str
+    signature: Any = None
+    """Nobody checks it."""
+
+
+class ToolUseBlock(Block):
+    type: Literal["tool_use"]
+    id: str
+    name: str
+    input: dict[str, Any]
+    caller: only({"type": "direct"}) = None  # type: ignore[valid-type]
+
+
+class ToolResultBlock(Block):
+    type: Literal["tool_result"]
+    tool_use_id: str
+    content: _Texts = ""  # type: ignore[valid-type]
+    is_error: bool | None = None
+    """Chat templates have no place for it: the content says what went wrong."""
+
+
+_OF_ROLE = {
+    "user": ("text", "tool_result"),
+    "assistant": ("text", "thinking", "tool_use"),
+    "system": ("text",),
+}
+_TAGS = {kind: f"[{kind}]" for kind in ("text", "thinking", "tool_use", "tool_result")}
+_OTHER = "[other]"
+
+
+def _tag_of(value: Any) -> str:
+    kind = value.get("type") if isinstance(value, dict) else None
+    return _TAGS.get(kind, _OTHER) if isinstance(kind, str) else _OTHER
+
+
+def _refuse_block(value: Any) -> Any:
+    is_one = f"of type {json.dumps(value.get('type')):.60}" if isinstance(value, dict) else f"{json.dumps(value):.60}"
+    raise ValueError(f"must be a block of one of the types {', '.join(_TAGS)}, is {is_one}")
+
+
+AnyBlock = Annotated[
+    Annotated[TextBlock, Tag("[text]")]
+    | Annotated[ThinkingBlock, Tag("[thinking]")]
+    | Annotated[ToolUseBlock, Tag("[tool_use]")]
+    | Annotated[ToolResultBlock, Tag("[tool_result]")]
+    | Annotated[Any, BeforeValidator(_refuse_block), WithJsonSchema({"not": {}}), Tag(_OTHER)],
+    Discriminator(_tag_of),
+]
+
+
+def _check_content(value: Any) -> Any:
+    if not isinstance(value, str | list):
+        raise ValueError(f"must be a text, or a list of blocks, is {json.dumps(value):.40}")
+    return value
+
+
+Content = Annotated[
+    Annotated[str, Tag("str")] | Annotated[Listed[AnyBlock], Tag("[blocks]")],
+    Discriminator(lambda value: "str" if isinstance(value, str) else "[blocks]"),
+    BeforeValidator(_check_content),
+]
+System = _Texts
+
+
+class MessageParam(Known):
+    role: role_of(*_OF_ROLE)  # type: ignore[valid-type]
+    content: Content
+
+    @model_validator(mode="after")
+    def _check_blocks(self) -> Self:
+        kinds = _OF_ROLE[self.role]
+        for number, block in enumerate(() if isinstance(self.content, str) else self.content):
+            if block.type not in kinds:
+                a = f"of role {self.role} may have blocks of type {', '.join(kinds)} alone"
+                raise ValueError(f"{a}, content[{number}] is of type {block.type}")
+        return self
+
+
+def messages_of(system: Any, said: Sequence[MessageParam]) -> list[PlacedMessage]:
+    """The chat that they are. An empty `system` is none."""
+    text = text_of(system or "")
+    messages = [PlacedMessage("system", "system", [text])] if text else []
+    for number, message in enumerate(said):
+        place = f"messages[{number}]"
+        if isinstance(message.content, str):
+            messages.append(PlacedMessage(place, message.role, [message.content]))
+        else:
+            messages += _of_blocks(place, message.role, message.content)
+    return messages
+
+
+def _of_blocks(place: str, role: str, blocks: Sequence[Block]) -> list[PlacedMessage]:
+    """One message, but for a user's, in which tools speak, too."""
+    messages: list[PlacedMessage] = []
+    for number, block in enumerate(blocks):
+        place_of_block = f"{place}.content[{number}]"
+        if isinstance(block, ToolResultBlock):
+            result = text_of(block.content)
+            messages.append(PlacedMessage(place_of_block, "tool", [result], tool_call_id=block.tool_use_id))
+            continue
+        if not messages or messages[-1].role != role:
+            messages.append(PlacedMessage(place, role))
+        match block:
+            case TextBlock():
+                messages[-1].contents.append(block.text)
+            case ThinkingBlock():
+                messages[-1].thoughts.append(block.thinking)
+            case ToolUseBlock():
+                messages[-1].call(block.id, block.name, block.input, place_of_block)
+    return messages or [PlacedMessage(place, role)]

@@ -1,0 +1,202 @@
+"""What clients may ask of /v1/messages, in Anthropic's words and vLLM's further ones. Pure: as `gateway.requests`."""
+
+from __future__ import annotations
+
+import re
+from functools import cached_property
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import Field, ValidationInfo, field_validator, model_validator
+
+from gateway.asked import AT_START, IN_TEMPLATE, Asked, FairnessId, Listed, WithoutNulls, only
+from gateway.messages.input import MessageParam, System, messages_of
+from gateway.names import named, renamed
+from gateway.placed import PlacedMessage, place_of
+from rpc.errors import InvalidRequest
+from tandem.messages import Prompt, Sampling
+from tandem.structured_outputs import StructuredOutputsParams
+
+
+class Tool(WithoutNulls):
+    type: str | None = None
+    name: str
+    description: str | None = None
+    input_schema: dict[str, Any]
+    strict: bool | None = None
+    """Arguments of calls that must be made are held to their schema, strict or not."""
+    cache_control: Any = None
+    eager_input_streaming: Any = None
+    """Arguments are told as they come."""
+    defer_loading: only(False) = None  # type: ignore[valid-type]
+    input_examples: only([]) = None  # type: ignore[valid-type]
+    allowed_callers: only(["direct"]) = None  # type: ignore[valid-type]
+
+    @field_validator("type")
+    @classmethod
+    def _check_type(cls, value: str | None) -> str | None:
+        if value not in (None, "custom"):
+            raise ValueError(f"may be 'custom' alone, is {value[:60]!r}: no tools are called on this side")
+        return value
+
+    def to_chat(self) -> dict[str, Any]:
+        """As a chat has it."""
+        function = self.model_dump(include={"name", "description", "strict"}, exclude_none=True)
+        return {"type": "function", "function": {**function, "parameters": self.input_schema}}
+
+
+class ToolChoice(WithoutNulls):
+    type: Literal["auto", "any", "tool", "none"]
+    name: str | None = None
+    disable_parallel_tool_use: bool | None = None
+
+    @model_validator(mode="after")
+    def _check_name(self) -> Self:
+        if (self.type == "tool") != (self.name is not None):
+            raise ValueError("a name goes with type 'tool', and with no other")
+        return self
+
+    def to_chat(self) -> Any:
+        """As a chat has it."""
+        if self.name is not None:
+            return {"type": "function", "function": {"name": self.name}}
+        return "required" if self.type == "any" else self.type
+
+
+class Thinking(WithoutNulls):
+    type: Literal["enabled", "disabled", "adaptive"]
+    budget_tokens: Annotated[int, Field(ge=1)] | None = None
+    """Anthropic's clients must say it, and it is a target of theirs. Here max_tokens alone bounds a thought."""
+    display: only("summarized") = None  # type: ignore[valid-type]
+    """Thoughts are told as they are."""
+
+    def template_kwargs(self) -> dict[str, bool]:
+        """By either of the names that chat templates have for it. Adaptive: as the model's own does it."""
+        return {} if self.type == "adaptive" else dict.fromkeys(("enable_thinking", "thinking"), self.type == "enabled")
+
+
+class JsonFormat(WithoutNulls):
+    type: Literal["json_schema"]
+    schema_: Annotated[dict[str, Any], Field(alias="schema")]
+
+
+class OutputConfig(WithoutNulls):
+    format: JsonFormat | None = None
+    effort: only(instead=IN_TEMPLATE) = None  # type: ignore[valid-type]
+
+
+class Metadata(WithoutNulls):
+    user_id: FairnessId | None = None
+
+
+_STOP = re.compile(r"sampling_params\.stop((?:\[\d+\])?)")
+_TOOL = re.compile(r"chat\.(tools\[\d+\])(?:\.(.*))?")
+
+
+class AskedOfMessages(Asked):
+    """What an answer, and how many tokens it would be asked with, have in common."""
+
+    messages: Annotated[Listed[MessageParam], Field(min_length=1)]
+    system: System | None = None
+    stop_sequences: Listed[str] | None = None
+    tools: Listed[Tool] | None = None
+    tool_choice: ToolChoice | None = None
+    thinking: Thinking | None = None
+    output_config: OutputConfig | None = None
+    """After structured_outputs, which says the same in vLLM's words."""
+    metadata: Metadata | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    cache_control: Any = None
+
+    # known, and refused unless they ask for what is done anyway
+    service_tier: only("auto", "standard_only") = None  # type: ignore[valid-type]
+    speed: only("standard") = None  # type: ignore[valid-type]
+    container: only() = None  # type: ignore[valid-type]
+    context_management: only({}) = None  # type: ignore[valid-type]
+    diagnostics: only() = None  # type: ignore[valid-type]
+    inference_geo: only() = None  # type: ignore[valid-type]
+    mcp_servers: only([]) = None  # type: ignore[valid-type]
+    user_profile_id: only() = None  # type: ignore[valid-type]
+    chat_template: only(instead=AT_START) = None  # type: ignore[valid-type]
+    # other routes' words
+    n: only(1) = None  # type: ignore[valid-type]
+    stop: only(instead="they are stop_sequences") = None  # type: ignore[valid-type]
+    response_format: only(instead="it is output_config.format") = None  # type: ignore[valid-type]
+    reasoning_effort: only(instead=IN_TEMPLATE) = None  # type: ignore[valid-type]
+
+    @cached_property
+    def _placed(self) -> list[PlacedMessage]:
+        return messages_of(self.system, self.messages)
+
+    def prompts(self) -> list[Prompt]:
+        return [[message.to_prompt() for message in self._placed]]
+
+    def sampling(self) -> Sampling:
+        sampling = super().sampling()
+        if self.stop_sequences is not None:
+            sampling["stop"] = self.stop_sequences
+        if self._format is not None:
+            sampling["structured_outputs"] = StructuredOutputsParams(json=self._format.schema_)
+        if self.tools:
+            sampling["tools"] = [tool.to_chat() for tool in self.tools]
+            if (chosen := self.tool_choice) is not None:
+                sampling["tool_choice"] = chosen.to_chat()
+                sampling["parallel_tool_calls"] = not chosen.disable_parallel_tool_use
+        variables = self.thinking.template_kwargs() if self.thinking is not None else {}
+        if variables := variables | (self.chat_template_kwargs or {}):
+            sampling["chat_template_kwargs"] = variables
+        return sampling
+
+    @property
+    def fairness_id(self) -> str:
+        return (self.metadata.user_id if self.metadata is not None else None) or super().fairness_id
+
+    def in_its_words(self, error: InvalidRequest) -> InvalidRequest:
+        words = {} if self._format is None else {"structured_outputs": "output_config.format"}
+        return renamed(named(error, self._name_of), words)
+
+    def _name_of(self, field: str) -> str:
+        """Here, of a field of the wire."""
+        if field in ("chat", "chat.messages"):
+            return "messages"
+        if field == "chat.tool_name":
+            return "tool_choice.name"
+        if (stop := _STOP.fullmatch(field)) is not None:
+            return f"stop_sequences{stop[1]}"
+        if (tool := _TOOL.fullmatch(field)) is not None:
+            name = re.sub("^parameters", "input_schema", tool[2] or "")
+            return f"{tool[1]}.{name}" if name else tool[1]
+        return place_of(field, self._placed)
+
+    @property
+    def _format(self) -> JsonFormat | None:
+        return self.output_config.format if self.output_config is not None else None
+
+    @field_validator("messages")
+    @classmethod
+    def _check_messages(cls, value: list[MessageParam]) -> list[MessageParam]:
+        if value[-1].role == "assistant":
+            raise ValueError("must end with another role than assistant: an answer that is begun is not gone on with")
+        return value
+
+    @field_validator("tool_choice")
+    @classmethod
+    def _check_tool_choice(cls, value: ToolChoice | None, info: ValidationInfo) -> ToolChoice | None:
+        if value is not None and value.type in ("any", "tool") and not info.data.get("tools"):
+            raise ValueError("is of no use without tools")
+        return value
+
+    @field_validator("output_config")
+    @classmethod
+    def _check_output_config(cls, value: OutputConfig | None, info: ValidationInfo) -> OutputConfig | None:
+        if value is not None and value.format is not None and info.data.get("structured_outputs") is not None:
+            raise ValueError("format cannot be had with structured_outputs, which says the same in other words")
+        return value
+
+
+class MessageRequest(AskedOfMessages):
+    """POST /v1/messages."""
+
+    max_tokens: Annotated[int, Field(ge=0, lt=1 << 31)]
+
+    def sampling(self) -> Sampling:
+        return {**super().sampling(), "max_tokens": self.max_tokens}
