@@ -1,4 +1,5 @@
-"""Items of a response, whatever the router says in one message and in which order: they add up to the answer."""
+"""Items of a response, and blocks of a message, whatever the router says at once and in which order: they add up to the
+answer."""
 
 from __future__ import annotations
 
@@ -7,6 +8,7 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
+from gateway.messages.answer import MessageAnswer
 from gateway.responses.output import Output
 from protos import tandem_inference_pb2 as pb
 from tandem.answer import AnswerStream
@@ -64,3 +66,29 @@ def test_items_add_up_to_the_answer(said: list[tuple[str, str]], cuts: list[int]
     assert [(each["output_index"], each["item"]) for each in done] == list(enumerate(items))
     assert len({item["id"] for item in items}) == len(items)
     assert 0 <= output.num_thought_tokens <= len(answer.token_ids)
+
+
+@given(SAID, CUTS)
+def test_blocks_add_up_to_the_answer(said: list[tuple[str, str]], cuts: list[int]) -> None:
+    stream, message, events = AnswerStream(), MessageAnswer(request_id="r", model="m"), []
+    for each in messages_of(said, cuts):
+        events += message.accept(stream.accept(each))
+    answer, blocks = stream.answer(), message.whole()["content"]
+    kinds = ("text", "thinking", "partial_json")
+    sums = [dict.fromkeys(kinds, "") for _ in blocks]
+    for event in events:
+        for kind in kinds if event["type"] == "content_block_delta" else ():
+            sums[event["index"]][kind] += event["delta"].get(kind, "")
+    for block, told in zip(blocks, sums, strict=True):
+        assert block.get("text", "") == told["text"]
+        assert block.get("thinking", "") == told["thinking"]
+    assert "".join(each["text"] for each in sums) == answer.text
+    assert "".join(each["thinking"] for each in sums) == answer.reasoning
+    calls = [
+        (block["id"], told["partial_json"])
+        for block, told in zip(blocks, sums, strict=True)
+        if block["type"] == "tool_use"
+    ]
+    assert calls == [(call.id, call.arguments) for call in answer.tool_calls]
+    opened = [(event["type"], event["index"]) for event in events if event["type"].startswith("content_block_st")]
+    assert opened == [(f"content_block_{end}", index) for index in range(len(blocks)) for end in ("start", "stop")]
