@@ -103,6 +103,7 @@ async def _num_tokens(client: AsyncClient, body: Asked) -> int:
             model=body.model or "",
             tools=sampling.get("tools"),
             chat_template_kwargs=sampling.get("chat_template_kwargs"),
+            continue_final_message=sampling.get("continue_final_message"),
         )
     except InvalidRequest as error:
         raise body.in_its_words(error) from error

@@ -35,21 +35,12 @@ class MessageAnswer:
         """Of which the last one is open. What one says is in `_texts`."""
         self._texts: list[list[str]] = []
         self._end: dict[str, Any] = {}
-
-    def opening(self) -> list[Event]:
-        """That there will be one. How many tokens it was asked with is said at its end."""
-        message: Event = {
-            **self._told,
-            "content": [],
-            "stop_reason": None,
-            "stop_sequence": None,
-            "usage": _usage(Usage(), 0),
-        }
-        return [{"type": "message_start", "message": message}]
+        self._has_begun = False
 
     def accept(self, message: GenerateResponse) -> list[Event]:
         """What is new with `message`; with the last one, the end. Raises `StreamBroken`."""
-        events: list[Event] = []
+        events: list[Event] = [] if self._has_begun else [self._opening(message)]
+        self._has_begun = True
         for piece in self._spoken.accept(message):
             if piece.is_first:
                 events += [*self._close(), self._begin(piece)]
@@ -65,6 +56,12 @@ class MessageAnswer:
         """After the last message."""
         content = [_with_text(*each) for each in zip(self._blocks, map("".join, self._texts), strict=True)]
         return {**self._told, "content": content, **self._end}
+
+    def _opening(self, first: GenerateResponse) -> Event:
+        """That there will be one. How many tokens of the prompt were found in a cache is said at its end."""
+        usage = _usage(Usage(prompt_tokens=first.prompt_tokens), 0)
+        why = {"stop_reason": None, "stop_sequence": None}
+        return {"type": "message_start", "message": {**self._told, "content": [], **why, "usage": usage}}
 
     def _begin(self, piece: Piece) -> Event:
         if piece.call is not None:

@@ -35,7 +35,6 @@ class MessageRendering:
     async def events(self, messages: AsyncGenerator[tuple[int, GenerateResponse], None]) -> AsyncGenerator[bytes, None]:
         """Of the run's `messages`, which it closes."""
         try:
-            yield _sent(self._answer.opening())
             async for _, message in messages:
                 if events := self._answer.accept(message):
                     yield _sent(events)

@@ -141,6 +141,8 @@ class AskedOfMessages(Asked):
             if (chosen := self.tool_choice) is not None:
                 sampling["tool_choice"] = chosen.to_chat()
                 sampling["parallel_tool_calls"] = not chosen.disable_parallel_tool_use
+        if self.messages[-1].role == "assistant":
+            sampling["continue_final_message"] = True
         variables = self.thinking.template_kwargs() if self.thinking is not None else {}
         if variables := variables | (self.chat_template_kwargs or {}):
             sampling["chat_template_kwargs"] = variables
@@ -160,6 +162,8 @@ class AskedOfMessages(Asked):
             return "messages"
         if field == "chat.tool_name":
             return "tool_choice.name"
+        if field == "chat.continue_final_message":
+            return f"messages[{len(self.messages) - 1}]"
         if (stop := _STOP.fullmatch(field)) is not None:
             return f"stop_sequences{stop[1]}"
         if (tool := _TOOL.fullmatch(field)) is not None:
@@ -170,13 +174,6 @@ class AskedOfMessages(Asked):
     @property
     def _format(self) -> JsonFormat | None:
         return self.output_config.format if self.output_config is not None else None
-
-    @field_validator("messages")
-    @classmethod
-    def _check_messages(cls, value: list[MessageParam]) -> list[MessageParam]:
-        if value[-1].role == "assistant":
-            raise ValueError("must end with another role than assistant: an answer that is begun is not gone on with")
-        return value
 
     @field_validator("tool_choice")
     @classmethod

@@ -105,6 +105,20 @@ def test_a_message_in_the_form_that_was_asked_for(messages: Any, model: str) -> 
     assert messages.create(**{**asked, "messages": said, "max_tokens": 2}).content
 
 
+def test_an_answer_that_is_begun_is_gone_on_with(messages: Any, client: openai.OpenAI, model: str) -> None:
+    said: Any = [*MESSAGES, {"role": "assistant", "content": "The answer is ("}]
+    asked: dict[str, Any] = {"model": model, "messages": said, "max_tokens": 8}
+    chat = client.chat.completions.create(**asked, temperature=0, extra_body={"continue_final_message": True})
+    whole = messages.create(**asked, extra_body={"temperature": 0})
+    with messages.stream(**asked, extra_body={"temperature": 0}) as stream:
+        first = next(iter(stream))
+        final = stream.get_final_message()
+    assert whole.content[0].text == final.content[0].text == chat.choices[0].message.content
+    assert chat.usage is not None
+    assert first.message.usage.input_tokens == chat.usage.prompt_tokens, "known when it begins"
+    assert messages.count_tokens(model=model, messages=said).input_tokens == chat.usage.prompt_tokens
+
+
 def test_thinking_is_the_templates_switch(messages: Any, model: str) -> None:
     """An answer that ends in its thought is all thought; it is sent back as it came."""
     asked: dict[str, Any] = {"model": model, "messages": ASKING, "max_tokens": 4, "extra_body": {"temperature": 0}}
