@@ -41,8 +41,9 @@ from tandem.cluster_args import (
     worker_spec,
 )
 from tandem.local_redis import LocalRedis, LocalRedisError
+from tandem.process_run import ProcessSpec
 from tandem.stderr import tell
-from tandem.supervision import ProcessError, ProcessEvent, ProcessSpec, RestartPolicy, SupervisedProcess
+from tandem.supervision import ProcessError, ProcessEvent, RestartPolicy, SupervisedProcess
 
 T = TypeVar("T")
 

@@ -20,7 +20,7 @@ from router.args import RouterArgs
 from router.policy import PolicyConfig
 from rpc.entrypoint import ServiceArgs
 from rpc.tls import SSL_FIELDS
-from tandem.supervision import ProcessSpec
+from tandem.process_run import ProcessSpec
 from worker_service.args import WorkerArgs
 
 ROUTER = "router"

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from engine.owned_folder import OwnedFolder
 from registry.connection import open_redis
-from tandem.supervision import ProcessSpec
+from tandem.process_run import ProcessSpec
 
 PREFIX = "tandem-redis-"
 MAX_SOCKET_PATH_BYTES = 100

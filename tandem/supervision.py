@@ -1,7 +1,7 @@
 """One child process kept running: started, watched, started again when it dies, stopped in the end.
 
-Owns the process, its pipes and the decision when to start it again. Does not own what the process is (`ProcessSpec`),
-nor what its output is for (`on_line`, `on_event`).
+Owns the process and the decision when to start it again. Does not own what the process is (`ProcessSpec`), a run's
+pipes (`tandem.process_run`), nor what its output is for (`on_line`, `on_event`).
 
     STARTING ──ready──> RUNNING ──dies──> WAITING ──delay──> STARTING
        │                   │                 ^ │
@@ -14,42 +14,16 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import os
-import re
 import signal
-import sys
 import time
-from collections import deque
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from enum import Enum, auto
-from pathlib import Path
+
+from tandem.process_run import ProcessRun, ProcessSpec
 
 USAGE_EXIT_CODE = 2
 """What our commands exit with for a wrong flag or setting: starting them again cannot help."""
-TAIL_LINES = 8
-MAX_LINE_BYTES = 64 * 1024
-
-_DIE_WITH_PARENT = str(Path(__file__).with_name("die_with_parent.py"))
-
-
-@dataclass(frozen=True, kw_only=True)
-class ProcessSpec:
-    """What is run."""
-
-    name: str
-    command: Callable[[str], Sequence[str]]
-    """Program and arguments of the next run, given what the last one announced ("" at first)."""
-    ready_pattern: str
-    """A line of its output that matches says it is ready; group 1 is what it announces: its address."""
-    env: Mapping[str, str] = field(default_factory=dict)
-    """Added to our own environment."""
-    confirm: Callable[[], Awaitable[None]] | None = None
-    """Awaited after the ready line: proof that it answers."""
-    must_start: bool = False
-    """Dying before it was ever ready ends it for good: it depends on nothing that could get better."""
-    is_chatty: bool = False
-    """Its lines are kept to explain its death, and not handed to `on_line`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -189,7 +163,7 @@ class SupervisedProcess:
     async def _run_again_and_again(self) -> None:
         num_quick_deaths = 0
         while not self._stop_requested.is_set():
-            run = await _Run.start(self.spec, self.announced, self._on_line)
+            run = await ProcessRun.start(self.spec, self.announced, self._on_line)
             await self._set(ProcessState.STARTING, pid=run.pid)
             await self._follow(run)
             await self._set(ProcessState.WAITING)
@@ -209,7 +183,7 @@ class SupervisedProcess:
                     await self._stop_requested.wait()
         await self._set(ProcessState.STOPPED)
 
-    async def _follow(self, run: _Run) -> None:
+    async def _follow(self, run: ProcessRun) -> None:
         """From the start of a run to its exit."""
         exited = asyncio.create_task(run.wait_exited())
         ready = asyncio.create_task(self._wait_ready(run))
@@ -229,12 +203,12 @@ class SupervisedProcess:
                 run.send(signal.SIGKILL)
             await asyncio.gather(exited, ready, stop, return_exceptions=True)
 
-    async def _wait_ready(self, run: _Run) -> None:
+    async def _wait_ready(self, run: ProcessRun) -> None:
         run.announced = await run.ready_line
         if self.spec.confirm is not None:
             await self.spec.confirm()
 
-    async def _set_ready(self, run: _Run, error: BaseException | None) -> None:
+    async def _set_ready(self, run: ProcessRun, error: BaseException | None) -> None:
         if error is not None:
             self._tell(f"says that it is ready, but does not answer: {error}", is_bad=True)
             run.send(signal.SIGKILL)  # a death like any other
@@ -245,7 +219,7 @@ class SupervisedProcess:
         self._was_ready = True
         await self._set(ProcessState.RUNNING, pid=run.pid)
 
-    async def _end(self, run: _Run, exited: asyncio.Task[None]) -> None:
+    async def _end(self, run: ProcessRun, exited: asyncio.Task[None]) -> None:
         """SIGTERM, the grace, SIGKILL."""
         run.send(signal.SIGTERM)
         kill = asyncio.create_task(self._kill_requested.wait())
@@ -265,10 +239,10 @@ class SupervisedProcess:
 
     # -- decisions ----------------------------------------------------------------------------------------------
 
-    def _was_quick(self, run: _Run) -> bool:
+    def _was_quick(self, run: ProcessRun) -> bool:
         return run.ready_at_s is None or time.monotonic() - run.ready_at_s < self._policy.quick_death_s
 
-    def _why_give_up(self, run: _Run, num_quick_deaths: int) -> str:
+    def _why_give_up(self, run: ProcessRun, num_quick_deaths: int) -> str:
         if run.returncode == USAGE_EXIT_CODE and not self._was_ready:
             return f"{self.spec.name} does not accept its settings"
         if self.spec.must_start and not self._was_ready:
@@ -280,7 +254,7 @@ class SupervisedProcess:
             )
         return ""
 
-    async def _fail(self, run: _Run, reason: str) -> None:
+    async def _fail(self, run: ProcessRun, reason: str) -> None:
         tail = "".join(f"\n    {line}" for line in run.tail if line)
         self._failure = f"{reason}. Its last lines:{tail}" if tail else reason
         await self._set(ProcessState.FAILED)
@@ -307,105 +281,3 @@ def _told_by_loop(listener: Callable[..., None], name: str) -> Callable[..., Non
             asyncio.get_running_loop().call_exception_handler({"message": f"{name} failed", "exception": error})
 
     return listen
-
-
-class _Streams(asyncio.subprocess.SubprocessStreamProtocol):
-    """A process' pipes. `Process.wait` ends when they are closed, too, and something else may hold them open."""
-
-    def __init__(self) -> None:
-        super().__init__(limit=MAX_LINE_BYTES, loop=asyncio.get_running_loop())
-        self.has_exited = asyncio.Event()
-
-    def process_exited(self) -> None:
-        super().process_exited()
-        self.has_exited.set()
-
-
-class _Run:
-    """One run of the process."""
-
-    def __init__(
-        self,
-        transport: asyncio.SubprocessTransport,
-        streams: _Streams,
-        spec: ProcessSpec,
-        on_line: Callable[[str, str], None],
-    ) -> None:
-        process = asyncio.subprocess.Process(transport, streams, asyncio.get_running_loop())
-        self.pid = process.pid
-        self.started_at_s = time.monotonic()
-        self.ready_at_s: float | None = None
-        self.ready_line: asyncio.Future[str] = asyncio.get_running_loop().create_future()
-        self.announced = ""
-        self.tail: deque[str] = deque(maxlen=TAIL_LINES)
-        self._process = process
-        self._transport = transport
-        self._streams = streams
-        self._spec = spec
-        self._on_line = on_line
-        assert process.stdout is not None
-        assert process.stderr is not None
-        self._readers = [
-            asyncio.create_task(self._read(process.stdout)),
-            asyncio.create_task(self._read(process.stderr)),
-        ]
-
-    @classmethod
-    async def start(cls, spec: ProcessSpec, announced: str, on_line: Callable[[str, str], None]) -> _Run:
-        loop = asyncio.get_running_loop()
-        transport, streams = await loop.subprocess_exec(
-            _Streams,
-            sys.executable,
-            "-I",
-            "-S",
-            _DIE_WITH_PARENT,
-            str(os.getpid()),
-            *spec.command(announced),
-            stdin=asyncio.subprocess.DEVNULL,
-            stdout=asyncio.subprocess.PIPE,
-            stderr=asyncio.subprocess.PIPE,
-            env={**os.environ, **spec.env},
-            start_new_session=True,  # Ctrl-C reaches only us: we decide who ends when
-        )
-        return cls(transport, streams, spec, on_line)
-
-    @property
-    def returncode(self) -> int:
-        assert self._process.returncode is not None
-        return self._process.returncode
-
-    def send(self, signal_number: int) -> None:
-        with contextlib.suppress(ProcessLookupError):  # it has just ended by itself
-            self._process.send_signal(signal_number)
-
-    async def wait_exited(self) -> None:
-        """Until it has exited and its last lines are read."""
-        await self._streams.has_exited.wait()
-        # A process that it left behind may hold the pipes open: no reason to wait for ever, nor to keep our ends.
-        _, pending = await asyncio.wait(self._readers, timeout=1.0)
-        for reader in pending:
-            reader.cancel()
-        self._transport.close()
-
-    async def _read(self, stream: asyncio.StreamReader) -> None:
-        async for line in _lines(stream):
-            match = re.search(self._spec.ready_pattern, line)
-            if match and not self.ready_line.done():
-                self.ready_line.set_result(match.group(1) if match.re.groups else "")
-            self.tail.append(line)
-            if not self._spec.is_chatty:
-                self._on_line(self._spec.name, line)
-
-
-async def _lines(stream: asyncio.StreamReader) -> AsyncIterator[str]:
-    """The lines of `stream` without their ends; a longer one than MAX_LINE_BYTES comes in pieces."""
-    rest = b""
-    while data := await stream.read(MAX_LINE_BYTES):
-        *lines, rest = (rest + data).split(b"\n")
-        for line in lines:
-            yield line.decode(errors="replace").rstrip("\r")
-        if len(rest) >= MAX_LINE_BYTES:
-            yield rest.decode(errors="replace")
-            rest = b""
-    if rest:
-        yield rest.decode(errors="replace")

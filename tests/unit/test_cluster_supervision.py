@@ -30,11 +30,10 @@ from rpc.entrypoint import build, options_of
 from tandem.cluster import _connected_workers, connect_address
 from tandem.cluster_args import ClusterArgs, flags_of, gateway_spec, router_spec, worker_spec
 from tandem.local_redis import MAX_SOCKET_PATH_BYTES, LocalRedis
+from tandem.process_run import MAX_LINE_BYTES, ProcessSpec
 from tandem.supervision import (
-    MAX_LINE_BYTES,
     ProcessError,
     ProcessEvent,
-    ProcessSpec,
     ProcessState,
     RestartPolicy,
     SupervisedProcess,
@@ -291,7 +290,8 @@ async def test_a_process_whose_child_holds_its_pipes_is_started_again_all_the_sa
 def test_no_orphan_survives_a_sigkill_of_its_supervisor() -> None:
     source = textwrap.dedent("""
         import asyncio, sys
-        from tandem.supervision import ProcessSpec, SupervisedProcess
+        from tandem.process_run import ProcessSpec
+        from tandem.supervision import SupervisedProcess
 
         async def main():
             spec = ProcessSpec(
