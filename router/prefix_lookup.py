@@ -23,7 +23,7 @@ class PrefixLookup:
         bounded time. Empty where Redis does not answer.
         """
         keys_by_hash: dict[tuple[bytes, int], list[WorkerKey]] = {}
-        for handle in self._pool.all_usable():
+        for handle in self._pool.usable():
             group = (handle.record.prefix_key, handle.record.model.block_size)
             keys_by_hash.setdefault(group, []).append(handle.key)
         found: dict[WorkerKey, int] = {}

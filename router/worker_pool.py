@@ -101,12 +101,9 @@ class WorkerPool:
     def handles(self) -> list[WorkerHandle]:
         return sorted(self._handles.values(), key=lambda h: (h.record.role, h.record.worker_id))
 
-    def usable(self, role: pb.Role) -> list[WorkerHandle]:
-        return [h for h in self._handles.values() if h.is_usable and h.record.role == role]
-
-    def all_usable(self) -> list[WorkerHandle]:
-        """Of both roles."""
-        return [h for h in self._handles.values() if h.is_usable]
+    def usable(self, role: pb.Role | None = None) -> list[WorkerHandle]:
+        """None: of both."""
+        return [h for h in self._handles.values() if h.is_usable and role in (None, h.record.role)]
 
     @property
     def has_decode_worker(self) -> bool:
