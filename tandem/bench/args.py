@@ -35,7 +35,7 @@ class BenchArgs:
     api_key: str = _flag("", "Of an HTTP server that needs one.", env="OPENAI_API_KEY")
     extra_body: str = _flag(
         "", 'JSON object of further fields of HTTP bodies, such as {"top_k": 20}. With {"return_token_ids": true}, '
-        "which vLLM takes and Tandem does not, lost tokens of a stream show."
+        "which Tandem and vLLM take, lost tokens of a stream show."
     )  # fmt: skip
 
     dataset_name: str = _flag("random", "random: prompts of no meaning at random moments. trace: real traffic again.")

@@ -5,7 +5,8 @@
 
 OpenAI's events carry no index. What can be held against a server is what it says itself: the tokens so far
 (`continuous_usage_stats`: Tandem, vLLM, SGLang) must grow with every piece of text and come to the usage at the end;
-where events bring `token_ids` (vLLM, asked with `return_token_ids`) a gap and a repetition within the stream show, too.
+where events bring `token_ids` (Tandem and vLLM, asked with `return_token_ids`) a gap and a repetition within the stream
+show, too.
 """
 
 from __future__ import annotations
