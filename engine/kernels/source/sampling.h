@@ -40,15 +40,56 @@ inline F16 log_of(F16 x) {
   return exponent * 0.693147181f + t * series;
 }
 
+constexpr int64_t AT_ONCE = 4 * LANES;  // what one is compared with waits for the one before: several beside each other
+
+inline bool any(Ints x) {
+  int32_t bits = 0;
+  for (int i = 0; i < REGISTER; i++) bits |= x[i];
+  return bits != 0;
+}
+
+// The largest of n numbers; -infinity of none. Written out: compilers leave a loop over `std::max` as it is.
+inline float largest_of(const float* x, int64_t n, bool& has_nan) {
+  constexpr int N = AT_ONCE / REGISTER;
+  Sums most[N];
+  Ints nans{};
+  for (Sums& each : most) each = broadcast(-INFINITY);
+  int64_t i = 0;
+  for (; i + AT_ONCE <= n; i += AT_ONCE) {
+    for (int j = 0; j < N; j++) {
+      Sums v = load<Sums>(x + i + j * REGISTER);
+      most[j] = v > most[j] ? v : most[j];
+      nans |= v != v;
+    }
+  }
+  has_nan = any(nans);
+  float largest = -INFINITY;
+  for (const Sums& each : most) {
+    for (int lane = 0; lane < REGISTER; lane++) largest = std::max(largest, each[lane]);
+  }
+  for (; i < n; i++) {
+    has_nan |= x[i] != x[i];
+    largest = std::max(largest, x[i]);
+  }
+  return largest;
+}
+
+// Where `value`, which is there, comes first.
+inline int64_t first_of(const float* x, int64_t n, float value) {
+  int64_t i = 0;
+  for (; i + AT_ONCE <= n; i += AT_ONCE) {
+    Ints hits{};
+    for (int j = 0; j < AT_ONCE; j += REGISTER) hits |= load<Sums>(x + i + j) == value;
+    if (any(hits)) break;
+  }
+  return std::find(x + i, x + n, value) - x;
+}
+
 // One token of a row at random: engine/sampling/sampler.py, step 9, without filters. Scores of all in float32, of those that come
 // near the best in float64. -1 where a logit is a NaN.
 int64_t race(const float* logits, int64_t V, double temperature, uint64_t seed, uint32_t position, std::vector<float>& scores) {
-  float largest = -INFINITY;
-  bool has_nan = false;
-  for (int64_t i = 0; i < V; i++) {
-    has_nan |= logits[i] != logits[i];
-    largest = std::max(largest, logits[i]);
-  }
+  bool has_nan;
+  float largest = largest_of(logits, V, has_nan);
   if (has_nan || largest == -INFINITY) return -1;
   const U16 lane = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
   const float inverse = float(std::min(1.0 / temperature, 1e30));  // finite: the largest logit's distance is 0
@@ -98,14 +139,9 @@ at::Tensor largest(const at::Tensor& logits) {
   int64_t* token_ids = out.data_ptr<int64_t>();
   for_each_item(R, [&](int64_t r) {
     const float* row = in + r * V;
-    float most = -INFINITY;
-    int32_t has_nan = 0;
-#pragma omp simd reduction(max : most) reduction(| : has_nan)
-    for (int64_t i = 0; i < V; i++) {
-      most = std::max(most, row[i]);
-      has_nan |= row[i] != row[i];
-    }
-    token_ids[r] = has_nan ? -1 : std::find(row, row + V, most) - row;
+    bool has_nan;
+    float most = largest_of(row, V, has_nan);
+    token_ids[r] = has_nan ? -1 : first_of(row, V, most);
   });
   return out;
 }
