@@ -11,17 +11,32 @@ namespace tandem {
 
 typedef uint64_t W16 __attribute__((vector_size(128)));
 
+// 16 products of 64 bits, their lower and upper halves. (Of vectors that are converted the compiler multiplies all 64 bits.)
+inline void multiply(U16 x, uint32_t factor, U16& low, U16& high) {
+#if defined(__AVX512F__)
+  const __m512i factors = _mm512_set1_epi32(int(factor));
+  __m512i even = _mm512_mul_epu32((__m512i)x, factors), odd = _mm512_mul_epu32(_mm512_srli_epi64((__m512i)x, 32), factors);
+  low = (U16)_mm512_mask_blend_epi32(0xAAAA, even, _mm512_slli_epi64(odd, 32));
+  high = (U16)_mm512_mask_blend_epi32(0xAAAA, _mm512_srli_epi64(even, 32), odd);
+#else
+  W16 product = __builtin_convertvector(x, W16) * uint64_t(factor);
+  low = __builtin_convertvector(product, U16);
+  high = __builtin_convertvector(product >> 32, U16);
+#endif
+}
+
 // Philox4x32-10 (engine/sampling/random.py) of 16 counters (block.., 0, position, 0): word j of lane i is of token
 // 4 * (block + i) + j.
 inline void philox(U16 c[4], uint64_t seed) {
   uint32_t k0 = uint32_t(seed), k1 = uint32_t(seed >> 32);
   for (int round = 0; round < 10; round++) {
-    W16 p0 = __builtin_convertvector(c[0], W16) * uint64_t(0xD2511F53), p1 = __builtin_convertvector(c[2], W16) * uint64_t(0xCD9E8D57);
-    U16 high0 = __builtin_convertvector(p0 >> 32, U16), high1 = __builtin_convertvector(p1 >> 32, U16);
+    U16 low0, high0, low1, high1;
+    multiply(c[0], 0xD2511F53, low0, high0);
+    multiply(c[2], 0xCD9E8D57, low1, high1);
     c[0] = high1 ^ c[1] ^ k0;
-    c[1] = __builtin_convertvector(p1, U16);
+    c[1] = low1;
     c[2] = high0 ^ c[3] ^ k1;
-    c[3] = __builtin_convertvector(p0, U16);
+    c[3] = low0;
     k0 += 0x9E3779B9, k1 += 0xBB67AE85;
   }
 }
@@ -63,10 +78,9 @@ inline float largest_of(const float* x, int64_t n, bool& has_nan) {
     }
   }
   has_nan = any(nans);
+  for (int j = 1; j < N; j++) most[0] = most[j] > most[0] ? most[j] : most[0];
   float largest = -INFINITY;
-  for (const Sums& each : most) {
-    for (int lane = 0; lane < REGISTER; lane++) largest = std::max(largest, each[lane]);
-  }
+  for (int lane = 0; lane < REGISTER; lane++) largest = std::max(largest, most[0][lane]);
   for (; i < n; i++) {
     has_nan |= x[i] != x[i];
     largest = std::max(largest, x[i]);
@@ -85,47 +99,79 @@ inline int64_t first_of(const float* x, int64_t n, float value) {
   return std::find(x + i, x + n, value) - x;
 }
 
-// One token of a row at random: engine/sampling/sampler.py, step 9, without filters. Scores of all in float32, of those that come
-// near the best in float64. -1 where a logit is a NaN.
-int64_t race(const float* logits, int64_t V, double temperature, uint64_t seed, uint32_t position, std::vector<float>& scores) {
+constexpr float LONGEST = 24.0f;  // above -log(clock) of any clock: u is at most 1 - 2^-33
+constexpr float SLACK = 0.01f;  // above what scores in float32 are wrong by, and what candidates may be below the best
+
+// -log(clock) of 64 tokens, from their words: clock = -log(u) with u = (word + 0.5) / 2^32.
+inline void minus_log_clocks(const U16 words[4], float* out) {
+  const float scale = float(1.0 / 4294967296.0);
+  for (int j = 0; j < 4; j++) {
+    // Where u is near 1, by what is missing: log1p(-v) = log(1 - v) * v / (1 - (1 - v)).
+    F16 u = (__builtin_convertvector(words[j], F16) + 0.5f) * scale;
+    F16 v = (__builtin_convertvector(~words[j], F16) + 0.5f) * scale;
+    F16 t = 1.0f - v, missing = 1.0f - t;
+    F16 near_one = missing > 0.0f ? -log_of(t) * v / missing : v;
+    F16 clock = v > 0.5f ? -log_of(u) : near_one;
+    F16 minus_log = -log_of(clock);
+    for (int i = 0; i < LANES; i++) out[4 * i + j] = minus_log[i];
+  }
+}
+
+// Whether -log(clock) of one of these tokens may be `needed`, which is above 0. Then 1 - u is below exp(-needed).
+inline bool any_reaches(const U16 words[4], float needed) {
+  const uint32_t bound = uint32_t(std::exp(-double(needed)) * 4294967296.0) + 1;
+  U16 hits{};
+  for (int j = 0; j < 4; j++) hits |= (U16)(~words[j] < bound);
+  uint32_t bits = 0;
+  for (int i = 0; i < LANES; i++) bits |= hits[i];
+  return bits != 0;
+}
+
+// One token of a row at random: engine/sampling/sampler.py, step 9, without filters. Scores in float32 of those 64 together of
+// which one may win; in float64, of those that come near the best. First where the largest logit is: what is far below needs
+// a word that hardly any has, and no logarithm is taken of the others. -1 where a logit is a NaN.
+int64_t race(const float* logits, int64_t V, double temperature, uint64_t seed, uint32_t position) {
   bool has_nan;
-  float largest = largest_of(logits, V, has_nan);
+  const float largest = largest_of(logits, V, has_nan);
   if (has_nan || largest == -INFINITY) return -1;
   const U16 lane = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
   const float inverse = float(std::min(1.0 / temperature, 1e30));  // finite: the largest logit's distance is 0
-  const double scale = 1.0 / 4294967296.0;
-  scores.resize(V + 4 * LANES);
+  struct Candidate {
+    int64_t token;
+    float score;
+  };
+  std::vector<Candidate> candidates;
   float best = -INFINITY;
-  for (int64_t first = 0; first < V; first += 4 * LANES) {
+  auto look_at = [&](int64_t first) {
+    const int64_t n = std::min<int64_t>(AT_ONCE, V - first);
+    bool is_nan;
+    const float needed = best - (largest_of(logits + first, n, is_nan) - largest) * inverse - SLACK;
+    if (needed > LONGEST) return;
     U16 words[4] = {lane + uint32_t(first / 4), U16{}, U16{} + position, U16{}};
     philox(words, seed);
-    float* score = scores.data() + first;
-    for (int j = 0; j < 4; j++) {
-      // -log(u) with u = (word + 0.5) / 2^32; where u is near 1, by what is missing: log1p(-v) = log(1 - v) * v / (1 - (1 - v)).
-      F16 u = (__builtin_convertvector(words[j], F16) + 0.5f) * float(scale);
-      F16 v = (__builtin_convertvector(~words[j], F16) + 0.5f) * float(scale);
-      F16 t = 1.0f - v, missing = 1.0f - t;
-      F16 near_one = missing > 0.0f ? -log_of(t) * v / missing : v;
-      F16 clock = v > 0.5f ? -log_of(u) : near_one;
-      F16 minus_log = -log_of(clock);
-      for (int i = 0; i < LANES; i++) score[4 * i + j] = minus_log[i];
-    }
-    int64_t n = std::min<int64_t>(4 * LANES, V - first);
-#pragma omp simd reduction(max : best)
+    if (needed > 0.0f && !any_reaches(words, needed)) return;
+    alignas(64) float scores[AT_ONCE];
+    minus_log_clocks(words, scores);
     for (int64_t i = 0; i < n; i++) {
-      score[i] += (logits[first + i] - largest) * inverse;
-      best = std::max(best, score[i]);
+      const float score = scores[i] + (logits[first + i] - largest) * inverse;
+      best = std::max(best, score);
+      if (score > best - SLACK) candidates.push_back({first + i, score});
     }
+  };
+  const int64_t start = first_of(logits, V, largest) / AT_ONCE * AT_ONCE;
+  look_at(start);
+  for (int64_t first = 0; first < V; first += AT_ONCE) {
+    if (first != start) look_at(first);
   }
   int64_t winner = -1;
   double best_exact = -INFINITY;
-  for (int64_t i = 0; i < V; i++) {
-    if (!(scores[i] > best - 1e-3f)) continue;
-    U16 words[4] = {U16{} + uint32_t(i / 4), U16{}, U16{} + position, U16{}};
+  for (const Candidate& each : candidates) {
+    if (!(each.score > best - 1e-3f)) continue;
+    U16 words[4] = {U16{} + uint32_t(each.token / 4), U16{}, U16{} + position, U16{}};
     philox(words, seed);
-    double clock = -std::log((double(words[i & 3][0]) + 0.5) * scale);
-    double exact = (double(logits[i]) - double(largest)) / temperature - std::log(clock);
-    if (exact > best_exact) best_exact = exact, winner = i;
+    double clock = -std::log((double(words[each.token & 3][0]) + 0.5) / 4294967296.0);
+    double exact = (double(logits[each.token]) - double(largest)) / temperature - std::log(clock);
+    if (exact > best_exact || (exact == best_exact && each.token < winner)) best_exact = exact, winner = each.token;
   }
   return winner;
 }
@@ -155,10 +201,9 @@ at::Tensor sample(
   const float* in = logits.data_ptr<float>();
   int64_t* token_ids = out.data_ptr<int64_t>();
   for_each_item(R, [&](int64_t r) {
-    std::vector<float> scores;
     token_ids[r] = race(
         in + r * V, V, temperatures.data_ptr<double>()[r], uint64_t(seeds.data_ptr<int64_t>()[r]),
-        uint32_t(positions.data_ptr<int64_t>()[r]), scores);
+        uint32_t(positions.data_ptr<int64_t>()[r]));
   });
   return out;
 }
