@@ -43,6 +43,7 @@ from router.request_events import (
     WorkerSaid,
     WorkerStalled,
     joined,
+    may_grow,
 )
 from router.request_state import AttemptNumbers, Phase, RequestState
 from router.retry_budget import RetryBudget
@@ -290,7 +291,7 @@ class Lifecycle:
         """What the next event asks for. Tokens go with those that wait behind them: where the client reads slowly, or
         this router has much to do, those of several steps are one message."""
         actions = self._state.on(await self._next_event())
-        while actions and isinstance(actions[-1], Emit) and (event := self._waiting_event()) is not None:
+        while may_grow(actions) and (event := self._waiting_event()) is not None:
             actions = joined(actions, self._state.on(event))
         return actions
 

@@ -12,6 +12,10 @@ from protos.tandem_inference_pb2 import FinishReason, TokenLogprobs
 from protos.tandem_kv_transfer_pb2 import Grant
 from protos.tandem_worker_pb2 import WorkerEvent
 
+MAX_JOINED_TOKENS = 256
+"""A message grows no more once it has so many tokens: a client that reads nothing for minutes must not stop this router
+for seconds then, nor get a message larger than it takes, with the logprobs of each token (gRPC's clients: 4 MB)."""
+
 
 class WorkerKey(NamedTuple):
     """One process of a worker: a restarted one is another."""
@@ -163,6 +167,14 @@ class End:
 Action: TypeAlias = (
     EnterQueue | SendReserve | SendGenerate | SendPrefill | SendCancel | NoteSuccess | NoteFault | Emit | End
 )
+
+
+def may_grow(actions: list[Action]) -> bool:
+    """Whether they end with tokens that others may go with."""
+    match actions:
+        case [*_, Emit(token_ids=token_ids)]:
+            return len(token_ids) < MAX_JOINED_TOKENS
+    return False
 
 
 def joined(actions: list[Action], more: list[Action]) -> list[Action]:

@@ -7,6 +7,7 @@ from lifecycle_bench import LENGTH, Bench, settle
 
 from protos import tandem_inference_pb2 as inference_pb
 from protos import tandem_worker_pb2 as pb
+from router.request_events import MAX_JOINED_TOKENS
 from rpc.errors import InvalidRequest, code_of
 
 
@@ -27,6 +28,18 @@ async def test_tokens_that_wait_are_one_message() -> None:
     assert told(asked.received) == [(0, [5]), (1, [6, 7, 8, 9, 10])]
     last = asked.received[-1]
     assert (last.finish_reason, last.offset, last.usage.completion_tokens) == (LENGTH, 6, 6)
+
+
+async def test_no_message_grows_without_bound() -> None:
+    bench = Bench()
+    asked = bench.request("r")
+    await settle()
+    for index in range(3 * MAX_JOINED_TOKENS):
+        bench.d.say("r", 1, tokens=pb.Tokens(index=index, token_ids=[5]))
+    bench.d.say("r", 1, tokens=pb.Tokens(index=3 * MAX_JOINED_TOKENS, token_ids=[6], finish_reason=LENGTH))
+    await asked.task
+    sizes = [(offset, len(token_ids)) for offset, token_ids in told(asked.received)]
+    assert sizes == [*((i * MAX_JOINED_TOKENS, MAX_JOINED_TOKENS) for i in range(3)), (3 * MAX_JOINED_TOKENS, 1)]
 
 
 async def test_tokens_come_before_the_error_that_waits_behind_them() -> None:
