@@ -167,6 +167,11 @@ class Lifecycle:
             self._wind_up(self._state.on(Stopped()))
             self._leave()
 
+    @property
+    def has_one_worker(self) -> bool:
+        """Which prefills it and answers: as of the first token it has the KV of the whole prompt."""
+        return self._last_plan is not None and self._last_plan.prefill is None
+
     def shared_prefix(self) -> SharedPrefix | None:
         """The part of the prompt that the decode worker has in use, for other answers to it: the prefix index would
         tell them a moment later, or not at all. None where this one has ended, or the worker keeps no prefixes."""

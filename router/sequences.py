@@ -77,7 +77,7 @@ class Sequences:
             async for response in responses:
                 num_tokens += len(response.token_ids)
                 # The second token comes from who has the KV of the whole prompt, wherever the first came from.
-                if num_tokens > 1 or response.finish_reason:
+                if num_tokens > 1 or response.finish_reason or lifecycle.has_one_worker:
                     self._is_prefilled.set()
                 yield response
 

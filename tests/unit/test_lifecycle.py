@@ -93,6 +93,18 @@ async def test_further_answers_wait_their_turn_and_take_no_memory_where_the_prom
     assert (bench.decode.num_planned_blocks, bench.prefill.num_prefill_tokens, len(bench.queue)) == (0, 0, 0)
 
 
+async def test_further_answers_begin_with_the_first_token_of_who_prefills_and_answers() -> None:
+    """The second one may be told much later (`--stream-interval`)."""
+    bench = Bench()
+    asked = bench.requests("r", 2)
+    await settle()
+    bench.decode.set_load(load(30, num_running=1))
+    bench.d.say("0_r", 1, tokens=pb.Tokens(index=0, token_ids=[5]))
+    await settle()
+    assert [command.generate.request_id for command in bench.d.sent] == ["0_r", "1_r"]
+    await asked.leave()
+
+
 async def test_the_priority_that_a_request_gives_is_its_place_in_the_queue() -> None:
     bench = Bench()
     bench.decode.set_load(load(0))

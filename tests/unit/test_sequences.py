@@ -56,7 +56,7 @@ async def test_the_others_wait_for_the_second_token_that_comes_now(num_before: i
         begun.append("other")
         yield pb.GenerateResponse(sequence=1, finish_reason=pb.FINISH_REASON_LENGTH)
 
-    lifecycles: Any = [SimpleNamespace(run=first), SimpleNamespace(run=other)]
+    lifecycles: Any = [SimpleNamespace(run=first, has_one_worker=False), SimpleNamespace(run=other)]
     messages = Sequences(lifecycles, is_streaming=True).run()
     assert (await anext(messages)).token_ids == [7]
     for _ in range(5):  # whoever may run has run
