@@ -309,6 +309,7 @@ class SessionHost:
             if stream is None:
                 continue  # cancelled while the step ran
             if output.finish_reason is FinishReason.ERROR:
+                stream.session.outbox.post(events.pop(stream.session, ()))  # its own tokens that were kept, too
                 self._fail_for_good(stream, _error_of(output))
                 continue
             events.setdefault(stream.session, []).append(stream.event(tokens=tokens_message(output)))

@@ -142,6 +142,21 @@ async def test_what_the_engine_could_not_compute_is_not_tried_elsewhere(
     await asyncio.wait([router.task])
 
 
+async def test_tokens_that_were_kept_are_told_before_what_went_wrong_after_them() -> None:
+    bench = Bench()
+    router = await bench.router()
+    router.send(generate=pb.EngineRequest(request_id="a", attempt=1))
+    await settle()
+    engine_id = bench.role.streams[0].engine_id
+    kept = RequestOutput(engine_id, 1, [5, 6], None, num_cached_tokens=0, waited_s=0)
+    bench.host.deliver([kept, RequestOutput(engine_id, 3, [], FinishReason.ERROR, num_cached_tokens=0, waited_s=0)])
+    await settle()
+    tokens, failed = router.messages[-1].events
+    assert (list(tokens.tokens.token_ids), failed.WhichOneof("event")) == ([5, 6], "failed")
+    router.task.cancel()
+    await asyncio.wait([router.task])
+
+
 async def test_work_that_is_cancelled_from_within_is_told_to_the_router() -> None:
     """Else the request would wait for ever: nobody but the worker knows that it has stopped."""
     bench = Bench()
