@@ -137,6 +137,8 @@ class OfflineAnswer:
 
     def take(self, output: StepOutput) -> None:
         """A step's new tokens."""
+        if self.is_finished:
+            return  # by a stop string, in what came before in this step
         assert output.offset == len(self.token_ids), "the engine's tokens are contiguous"
         if not self.token_ids:
             self.num_cached_tokens = output.num_cached_tokens

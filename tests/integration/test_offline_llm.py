@@ -18,7 +18,11 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from engine import sampling_params as engine_params
+from engine.outputs import FinishReason
+from engine.outputs import RequestOutput as StepOutput
 from tandem import LLM, LoRARequest, SamplingParams, StructuredOutputsParams, TextPrompt, TokensPrompt
+from tandem.offline_answer import OfflineRequest
+from tandem.prompts import ReadPrompt
 
 GREEDY = SamplingParams(temperature=0, max_tokens=12)
 
@@ -188,6 +192,17 @@ def test_a_second_thread_is_refused_and_corrupts_nothing(llm: LLM, monkeypatch: 
         (later,) = other.submit(llm.generate, "Once upon a time", GREEDY).result(60)
     assert later.outputs == expected.outputs
     assert at_rest(llm)
+
+
+def test_what_goes_wrong_behind_a_stop_string_is_no_part_of_the_answer(llm: LLM) -> None:
+    """Though both may be told of one step, by `stream_interval`."""
+    prompt, ids = ReadPrompt(name="prompt", text="x", token_ids=[1]), llm.get_tokenizer().encode("One. Two.")
+    request = OfflineRequest("r", prompt, SamplingParams(stop=["."]), "", llm.get_tokenizer())
+    kept = StepOutput("r", 0, ids, None, num_cached_tokens=0, waited_s=0)
+    failed = StepOutput("r", len(ids), [], FinishReason.ERROR, num_cached_tokens=0, waited_s=0)
+    llm._take([kept, failed], {"r": request.answers[0]})
+    [answer] = request.output().outputs
+    assert (answer.text, answer.finish_reason, answer.stop_reason) == ("One", "stop", ".")
 
 
 def test_chat_goes_through_the_template(llm: LLM) -> None:
