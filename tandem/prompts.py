@@ -80,10 +80,16 @@ class Tokenization:
         return asked
 
     def num_kept(self, params: SamplingParams, max_model_len: int) -> int | None:
-        """Of a prompt that is answered by `params`, at most. None: it is not cut."""
+        """Of a prompt that is answered by `params`, at most. None: it is not cut. Raises `ValueError` where the answer
+        leaves none any room."""
         if self.truncate_prompt_tokens != ROOM:
             return self.truncate_prompt_tokens
-        return max_model_len - max(1, params.max_tokens or 0, params.min_tokens)
+        num_kept = max_model_len - max(1, params.max_tokens or 0, params.min_tokens)
+        if num_kept < 1:
+            bound = f"max_tokens and min_tokens must be less than the context, {max_model_len}"
+            given = f"are {params.max_tokens} and {params.min_tokens}"
+            raise ValueError(f"tokenization_kwargs: truncate_prompt_tokens=-1: {bound}, {given}")
+        return num_kept
 
 
 def named_prompts(prompts: Any) -> list[tuple[str, Any]]:

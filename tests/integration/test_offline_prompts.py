@@ -66,6 +66,9 @@ def test_of_a_long_prompt_the_end_is_used(llm: LLM) -> None:
     ):
         with pytest.raises(ValueError, match=f"tokenization_kwargs: {said}"):
             llm.generate(text, GREEDY, tokenization_kwargs=wrong)  # type: ignore[arg-type]
+    all_of_it = SamplingParams(max_tokens=1500)  # which offline means as far as the context goes
+    with pytest.raises(ValueError, match="max_tokens and min_tokens must be less than the context, 1024, are 1500 and"):
+        llm.generate([[5] * 600], all_of_it, tokenization_kwargs={"truncate_prompt_tokens": -1})
 
 
 def test_several_answers_share_their_prompt_within_its_salt(llm: LLM) -> None:
