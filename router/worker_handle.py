@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -15,6 +16,9 @@ from router.worker_session import WorkerSession
 
 NUM_QUICK_RECONNECTS = 4
 """Requests wait for a worker whose session was lost until this many tries to open another have failed."""
+ASK_AGAIN_S = 1.0
+"""A worker that said Busy is asked again after so long though nothing was seen to be freed: what another router's
+request takes and gives back within a step is in no load, and the worker would be full for ever."""
 
 
 class Load(NamedTuple):
@@ -79,7 +83,9 @@ class WorkerHandle:
     num_prefill_tokens: int = 0
     """Of this router's requests that are being prefilled here."""
     is_full: bool = False
-    """It said Busy, and has freed nothing since."""
+    """It said Busy, and has freed nothing since, for all that its loads show."""
+    refused_s: float = 0.0
+    """When it did."""
     num_frees: int = 0
     """How often its load has shown that it freed something."""
     is_leaving: bool = False
@@ -124,10 +130,12 @@ class WorkerHandle:
     def set_load(self, load: pb.WorkerLoad) -> bool:
         """Returns whether that is news to those who wait."""
         before, self.load = self.load, Load.of(load)
-        if self.load.has_freed_since(before):
-            self.num_frees += 1
+        has_freed = self.load.has_freed_since(before)
+        is_to_be_asked = self.is_full and time.monotonic() - self.refused_s >= ASK_AGAIN_S
+        self.num_frees += has_freed
+        if has_freed or is_to_be_asked:
             self.is_full = False
-        return self.load.may_help_since(before)
+        return is_to_be_asked or self.load.may_help_since(before)
 
     def note_busy(self, num_frees_when_asked: int) -> None:
         """It refused a request that was sent when `num_frees` was `num_frees_when_asked`.
@@ -136,7 +144,7 @@ class WorkerHandle:
         for if that was the last thing it had to free, no load would ever come to say that it is full no more.
         """
         if self.num_frees == num_frees_when_asked:
-            self.is_full = True
+            self.is_full, self.refused_s = True, time.monotonic()
 
 
 class TakenRoom:

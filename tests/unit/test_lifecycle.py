@@ -239,6 +239,25 @@ async def test_a_refusal_is_not_asked_again_before_something_was_freed() -> None
     await asked.leave()
 
 
+async def test_a_refusal_is_asked_again_after_a_while_though_nothing_was_seen_to_be_freed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """What another router's request took and gave back within a step never shows in a load."""
+    monkeypatch.setattr("router.worker_handle.ASK_AGAIN_S", 0.02)
+    bench = Bench()
+    asked = bench.request("r")
+    await settle()
+    bench.d.say("r", 1, busy=pb.Busy())
+    await settle()
+    bench.hear_load(bench.decode, load(100))
+    assert len(bench.d.sent) == 1
+    await asyncio.sleep(0.03)
+    bench.hear_load(bench.decode, load(100))
+    await settle()
+    assert len(bench.d.sent) == 2
+    await asked.leave()
+
+
 async def test_the_time_after_a_refusal_is_waiting_and_no_attempt_has_failed() -> None:
     bench = Bench()
     asked = bench.request("r")
