@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import json
 import sys
 from pathlib import Path
@@ -138,7 +139,8 @@ def generate(
         with readable_errors(address), Client(address, tls=tls, on_broken=_said(address, is_json)) as client:
             if is_json:
                 answer = client.generate(asked, model=model, timeout_s=timeout_s, **sampling)
-                click.echo(json.dumps(answer.to_dict(), ensure_ascii=False, indent=2))
+                has_all_letters = not sys.stdout or codecs.lookup(sys.stdout.encoding).name == "utf-8"
+                click.echo(json.dumps(answer.to_dict(), ensure_ascii=not has_all_letters, indent=2))
             else:
                 _stream(client, asked, model, timeout_s, sampling)
     except KeyboardInterrupt:

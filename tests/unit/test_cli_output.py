@@ -312,7 +312,9 @@ def test_what_a_terminal_has_no_letters_for_is_no_error() -> None:
     with scripted_router() as (address, scripted):
         scripted.script = lambda request, context: iter([tokens(0, 1, text="caf\xe9 \u2615"), last(1, 1)])
         result = CliRunner(charset="latin-1").invoke(main, ["generate", "hi", "--router", address])
+        as_json = CliRunner(charset="latin-1").invoke(main, ["generate", "hi", "--json", "--router", address])
     assert (result.exit_code, result.stdout) == (0, "caf\xe9 ?\n"), result.exception
+    assert json.loads(as_json.stdout)["text"] == "caf\xe9 \u2615", "a program is told it whole"
 
 
 def test_stdin_that_is_no_text_is_refused_with_the_place() -> None:
