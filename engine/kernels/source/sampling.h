@@ -117,7 +117,8 @@ inline void minus_log_clocks(const U16 words[4], float* out) {
   }
 }
 
-// Whether -log(clock) of one of these tokens may be `needed`, which is above 0. Then 1 - u is below exp(-needed).
+// Whether -log(clock) of one of these tokens may be `needed`, which is above SLACK: the bound is a word. Then 1 - u, which is
+// at most -log(u), is at most exp(-needed).
 inline bool any_reaches(const U16 words[4], float needed) {
   const uint32_t bound = uint32_t(std::exp(-double(needed)) * 4294967296.0) + 1;
   U16 hits{};
@@ -149,7 +150,7 @@ int64_t race(const float* logits, int64_t V, double temperature, uint64_t seed, 
     if (needed > LONGEST) return;
     U16 words[4] = {lane + uint32_t(first / 4), U16{}, U16{} + position, U16{}};
     philox(words, seed);
-    if (needed > 0.0f && !any_reaches(words, needed)) return;
+    if (needed > SLACK && !any_reaches(words, needed)) return;
     alignas(64) float scores[AT_ONCE];
     minus_log_clocks(words, scores);
     for (int64_t i = 0; i < n; i++) {
