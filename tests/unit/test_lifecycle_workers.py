@@ -1,0 +1,186 @@
+"""Which workers a request may go to: who has what it needs, is of its kind, and takes new work. No network."""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+import pytest
+from lifecycle_bench import Asked, Bench, ScriptedSession, load, settle
+
+from protos import tandem_worker_pb2 as pb
+from router.request_events import WorkerKey
+from rpc.errors import NoWorker
+
+
+async def test_a_worker_that_says_it_drains_gets_nothing_more_though_the_registry_is_silent() -> None:
+    bench = Bench()
+    bench.add("other", pb.Role.ROLE_DECODE, 2048)
+    bench.decode.set_load(load(100, is_draining=True))
+    asked = bench.request("r")
+    await settle()
+    assert bench.d.sent == []
+    await asked.leave()
+
+
+async def test_a_prefill_worker_with_a_shorter_context_is_not_used() -> None:
+    bench = Bench(with_prefill=True, prefill_max_model_len=1024)
+    asked = bench.request("r")
+    await settle()
+    assert bench.p.sent == []
+    assert bench.d.sent[-1].WhichOneof("command") == "generate"
+    await asked.leave()
+
+
+@pytest.mark.parametrize("other", ["the same", "another"])
+async def test_an_answer_that_has_begun_goes_on_with_the_same_model_or_not_at_all(other: str) -> None:
+    bench = Bench()
+    bench.decode.record.compat_digest = "the same"
+    asked = bench.request("first")
+    await settle()
+    bench.d.say("first", 1, tokens=pb.Tokens(index=0, token_ids=[5]))
+    await settle()
+    second = bench.add("d2", pb.Role.ROLE_DECODE, 2048)
+    second.record.compat_digest = other
+    bench.lose_decode_session(num_lost=99)
+    await settle()
+    sent = cast(ScriptedSession, second.session).sent
+    if other == "the same":
+        assert [list(command.generate.output_token_ids) for command in sent] == [[5]]
+        await asked.leave()
+    else:
+        assert not sent
+        assert isinstance(asked.task.exception(), NoWorker)
+
+
+async def test_a_request_that_has_not_begun_may_go_to_any_model() -> None:
+    bench = Bench()
+    bench.decode.record.compat_digest = "the same"
+    asked = bench.request("first")
+    await settle()
+    second = bench.add("d2", pb.Role.ROLE_DECODE, 2048)
+    second.record.compat_digest = "another"
+    bench.lose_decode_session(num_lost=99)
+    await settle()
+    assert len(cast(ScriptedSession, second.session).sent) == 1
+    await asked.leave()
+
+
+async def test_a_worker_is_not_connected_before_its_session_is_open() -> None:
+    """`tandem up` waits for that: the first request would be planned without it."""
+    bench = Bench()
+    found = bench.add("found", pb.Role.ROLE_PREFILL, 2048)
+    assert bench.pool.not_connected == []
+    cast(Any, found.session).is_open = False
+    assert bench.pool.not_connected == ["found"]
+    found.session = None
+    assert bench.pool.not_connected == ["found"]
+    bench.lose_decode_session(num_lost=1)
+    assert bench.pool.not_connected == ["d", "found"]
+
+
+async def test_of_a_worker_that_was_started_again_the_newer_is_connected_or_not() -> None:
+    bench = Bench()
+    newer = bench.add("d", pb.Role.ROLE_DECODE, 2048, incarnation="2")
+    newer.session = None
+    bench.decode.is_leaving = True  # gone from the registry; its session is open, and what runs there goes on
+    assert bench.pool.not_connected == ["d"]
+
+
+async def test_new_requests_go_to_workers_of_one_kind() -> None:
+    """Other weights would give other answers. The kind is that of most decode workers, also when they change."""
+    bench = Bench()
+    bench.decode.record.compat_digest = "a"
+    other, third = bench.add("other", pb.Role.ROLE_DECODE, 512), bench.add("third", pb.Role.ROLE_DECODE, 2048)
+    other.record.compat_digest, third.record.compat_digest = "b", "a"
+    for handle, num_free in ((bench.decode, 5000), (third, 5000), (other, 9000)):  # `other` would be first choice
+        handle.set_load(load(num_free))
+    sessions = [cast(ScriptedSession, handle.session) for handle in (bench.decode, other, third)]
+    asked = [bench.request(f"r{number}") for number in range(4)]
+    await settle()
+    assert [len(session.sent) > 0 for session in sessions] == [True, False, True]
+    assert bench.pool.of_another_kind == ["other"]
+    assert {record.model.max_model_len for record in bench.pool.decode_records()} == {2048}
+    third.is_leaving = True
+    asked.append(bench.request("one of each kind: as before"))
+    await settle()
+    assert not sessions[1].sent
+    bench.decode.is_leaving = True
+    asked.append(bench.request("only the other kind is left"))
+    await settle()
+    assert len(sessions[1].sent) == 1
+    assert bench.pool.of_another_kind == ["d", "third"]
+    for each in asked:
+        await each.leave()
+
+
+async def test_workers_that_would_leave_out_a_grammar_do_not_get_it() -> None:
+    """Older ones do not know the field, and would answer as if it were not there."""
+    bench = Bench(with_prefill=True)
+    with pytest.raises(NoWorker, match="no decode worker that takes structured_outputs is available"):
+        await bench.request("a", grammar="g").task
+    bench.decode.record.takes_grammars = True
+    asked = bench.request("b", grammar="g")
+    await settle()
+    [command] = bench.d.sent
+    assert command.generate.grammar == "g", "prompt and answer: the prefill worker does not know"
+    assert not command.generate.sampling_params.HasField("structured_outputs")
+    await asked.leave()
+    bench.prefill.record.takes_grammars = True
+    asked = bench.request("c", grammar="g")
+    await settle()
+    assert bench.d.sent[-1].reserve.grammar == "g"
+    await asked.leave()
+
+
+async def test_workers_that_would_share_prefixes_with_everybody_get_no_salted_requests() -> None:
+    bench = Bench(with_prefill=True)
+    with pytest.raises(NoWorker, match="no decode worker that takes cache_salt is available"):
+        await bench.request("a", cache_salt="s").task
+    bench.decode.record.takes_cache_salts = True
+    asked = bench.request("b", cache_salt="s")
+    await settle()
+    [command] = bench.d.sent
+    assert command.generate.cache_salt == "s", "prompt and answer: the prefill worker would share its prefix"
+    await asked.leave()
+    bench.prefill.record.takes_cache_salts = True
+    asked = bench.request("c", cache_salt="s")
+    await settle()
+    assert bench.d.sent[-1].reserve.cache_salt == "s"
+    await asked.leave()
+
+
+async def test_workers_that_would_sample_any_token_get_no_requests_for_some() -> None:
+    bench = Bench()
+    with pytest.raises(NoWorker, match="no decode worker that takes allowed_token_ids is available"):
+        await Asked(bench.lifecycle("a", allowed_token_ids=[5]).run()).task
+    bench.decode.record.takes_allowed_token_ids = True
+    asked = Asked(bench.lifecycle("b", allowed_token_ids=[5]).run())
+    await settle()
+    assert bench.d.sent[-1].generate.sampling_params.allowed_token_ids == [5]
+    await asked.leave()
+
+
+async def test_workers_without_an_adapter_get_none_of_its_requests() -> None:
+    bench = Bench(with_prefill=True)
+    looked_up: list[str] = []
+
+    async def longest_match(token_ids: list[int], cache_salt: str, lora_name: str = "") -> dict[WorkerKey, int]:
+        looked_up.append(lora_name)
+        return {}
+
+    bench.cluster.prefixes.longest_match = longest_match  # type: ignore[method-assign]
+    bench.prefill.record.model.lora_names.append("sql")
+    bench.decode.record.model.lora_names.append("poet")
+    with pytest.raises(NoWorker, match="no decode worker with the adapter 'sql' is available"):
+        await Asked(bench.lifecycle("a", lora_name="sql").run()).task
+    asked = Asked(bench.lifecycle("b", lora_name="poet").run())
+    await settle()
+    [command] = bench.d.sent
+    assert command.generate.lora_name == "poet", "prompt and answer: the prefill worker has another"
+    await asked.leave()
+    bench.prefill.record.model.lora_names.append("poet")
+    asked = Asked(bench.lifecycle("c", lora_name="poet").run())
+    await settle()
+    assert bench.d.sent[-1].reserve.lora_name == "poet"
+    await asked.leave()
+    assert looked_up == ["sql", "poet", "poet"]
