@@ -106,6 +106,8 @@ class CacheConfig:
     """0: what a GPU has room for, measured when the model is there (engine/running/pool_size.py)."""
     gpu_memory_utilization: float
     enable_prefix_caching: bool
+    kv_offloading_bytes: int
+    """Of host memory, for blocks that the pool has no room for (engine/scheduling/offloading.py); 0: none."""
     kv_order: str
     """What the bytes of a block mean: the attention backend's choice (engine/kv_cache.py)."""
 
@@ -255,6 +257,13 @@ class EngineArgs:
     enable_prefix_caching: bool = field(
         default=True, metadata={"help": "Keep blocks of finished requests and reuse them for equal prefixes."}
     )
+    kv_offloading_size: float = field(
+        default=0.0,
+        metadata={
+            "help": "GiB of host memory beside the pool: cached blocks are copied there before others take their "
+            "place, and back when a prompt begins with them. For GPUs; on a CPU a larger pool does the same. 0: none."
+        },
+    )
     max_num_seqs: int = field(default=256, metadata={"help": "Most sequences in one step."})
     max_num_batched_tokens: int = field(default=2048, metadata={"help": "Token budget of one step."})
     prefill_chunk_tokens: int = field(
@@ -357,6 +366,14 @@ class EngineArgs:
         _check(
             0 <= self.kv_cache_gib < float("inf"),
             f"kv_cache_gib must be at least 0 and finite, is {self.kv_cache_gib}",
+        )
+        _check(
+            0 <= self.kv_offloading_size < float("inf"),
+            f"kv_offloading_size must be at least 0 and finite, is {self.kv_offloading_size}",
+        )
+        _check(
+            not self.kv_offloading_size or self.enable_prefix_caching,
+            "kv_offloading_size must be 0 without enable_prefix_caching: what is not looked for need not be kept",
         )
         _check(
             0 < self.gpu_memory_utilization <= 1,

@@ -85,6 +85,7 @@ class LLMEngine:
             block_size=config.cache.block_size,
             prefix_key=config.prefix_key,
             enable_prefix_caching=config.cache.enable_prefix_caching,
+            num_host_blocks=self.executor.num_host_blocks,
         )
         self._scheduler = Scheduler(
             config.scheduler,
@@ -101,8 +102,10 @@ class LLMEngine:
         self._live: set[str] = set()
         self._in_flight: _StepInFlight | None = None
         self._last_done_s = 0.0
+        self._is_woken = False
+        """See `wake_by`."""
         self.is_idle = True
-        """The last step found nothing to compute: no work, no memory for any, or a grammar is missing (`wake_by`)."""
+        """The last step found nothing to compute: no work, no memory for any, or something is to come (`wake_by`)."""
 
     # -- ways in ------------------------------------------------------------------------------------------------
 
@@ -204,8 +207,8 @@ class LLMEngine:
 
     def _launch(self) -> _StepInFlight | None:
         scheduled = self._schedule()
-        may_wait = self._in_flight is None and self._grammars.on_compiled is None
-        while not scheduled.scheduled and may_wait and self._scheduler.wait_for_grammar():
+        may_wait = self._in_flight is None and not self._is_woken
+        while not scheduled.scheduled and may_wait and self._wait():
             scheduled = self._schedule()
         if not scheduled.scheduled:
             return None
@@ -217,7 +220,14 @@ class LLMEngine:
         return _StepInFlight(scheduled, tokens, start_s)
 
     def _schedule(self) -> SchedulerOutput:
-        return self._scheduler.schedule(self._pace.num_prefill_tokens(self._scheduler.num_waiting_prompts))
+        self._scheduler.take_copied(self.executor.take_copied())
+        scheduled = self._scheduler.schedule(self._pace.num_prefill_tokens(self._scheduler.num_waiting_prompts))
+        self.executor.copy_blocks(self.block_manager.take_copies())
+        return scheduled
+
+    def _wait(self) -> bool:
+        """For what must come before anything can be computed. False: nothing is to come."""
+        return self._scheduler.wait_for_grammar() or (self._scheduler.has_work and self.executor.wait_for_copies())
 
     def _finish(self, step: _StepInFlight) -> list[RequestOutput]:
         """Wait for its tokens, and take them in."""
@@ -236,9 +246,11 @@ class LLMEngine:
         return self._scheduler.has_work or self._in_flight is not None
 
     def wake_by(self, wake: Callable[[], None]) -> None:
-        """No step waits for a grammar from now on: where there is nothing else to do it finds nothing, and `wake` is
-        called, on any thread, when one has come."""
+        """No step waits for a grammar, or for blocks from host memory, from now on: where there is nothing else to do
+        it finds nothing, and `wake` is called, on any thread, when one has come."""
+        self._is_woken = True
         self._grammars.on_compiled = wake
+        self.executor.on_copied(wake)
 
     def close(self) -> None:
         """Let go of processes that compute with this one. No other call comes after it."""

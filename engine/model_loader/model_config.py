@@ -97,6 +97,7 @@ def make_engine_config(args: EngineArgs, folder: Path) -> EngineConfig:
         num_blocks=num_blocks,
         gpu_memory_utilization=args.gpu_memory_utilization,
         enable_prefix_caching=args.enable_prefix_caching,
+        kv_offloading_bytes=_offloading_bytes(args, device),
         kv_order=kv_order_of(backend, shape),
     )
     return EngineConfig(
@@ -319,6 +320,21 @@ def _num_blocks(args: EngineArgs, model: ModelConfig, device: str, kv_dtype: str
     if num_blocks > most:
         raise ValueError(f"{bounds[1]}, all the memory there is for this process, {setting}")
     return num_blocks
+
+
+def _offloading_bytes(args: EngineArgs, device: str) -> int:
+    if args.kv_offloading_size and device == "cuda" and args.tensor_parallel_size > 1:
+        raise ValueError(
+            f"kv_offloading_size must be 0 with several GPUs (tensor_parallel_size={args.tensor_parallel_size}): only "
+            "rank 0's KV could be copied"
+        )
+    most = memory_bytes("cpu") / GIB
+    if args.kv_offloading_size > most:
+        raise ValueError(
+            f"kv_offloading_size must be at most {most:.1f}, all the memory there is for this process, is "
+            f"{args.kv_offloading_size:g}"
+        )
+    return int(args.kv_offloading_size * GIB)
 
 
 def _eos_token_ids(folder: Path, hf_config: dict[str, Any], vocab_size: int) -> frozenset[int]:

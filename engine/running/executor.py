@@ -1,17 +1,21 @@
 """Runs steps on the devices of one engine: one worker in this process, or more in others (engine/tensor_parallel).
 
-Owns the worker. The engine decides, this does: `launch` returns when the step is in the device's queue (a CPU has done
-it by then), and its tokens can be waited for.
+Owns the worker, and what copies blocks between its pool and host memory. The engine decides, this does: `launch`
+returns when the step is in the device's queue (a CPU has done it by then), and its tokens can be waited for.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 
-from engine.config import EngineConfig
+from engine.config import GIB, EngineConfig
 from engine.kv_cache import KVCacheShape, KVMemory
+from engine.running.host_copies import HostCopies
 from engine.running.worker import Worker
 from engine.sampling.sampled_tokens import SampledTokens
+from engine.scheduling.offloading import BlockCopy
 from engine.scheduling.sequence import OnLayerWritten, SchedulerOutput
 
 
@@ -26,6 +30,7 @@ class Executor:
         self, config: EngineConfig, on_layer_written: OnLayerWritten | None = None, memory: KVMemory | None = None
     ) -> None:
         self._worker = Worker(config, on_layer_written, (memory or KVMemory()).allocate)
+        self._host_copies = self._make_host_copies(config)
 
     @property
     def kv_pool(self) -> torch.Tensor:
@@ -50,5 +55,51 @@ class Executor:
         """For the tokens of a step that was launched: see `SampledTokens.wait`."""
         return tokens.wait()
 
+    @property
+    def num_host_blocks(self) -> int:
+        """Blocks that host memory has room for beside the pool."""
+        return 0 if self._host_copies is None else self._host_copies.num_blocks
+
+    def copy_blocks(self, copies: list[BlockCopy]) -> None:
+        """Begin to copy these between the pool and host memory."""
+        if copies:
+            assert self._host_copies is not None
+            self._host_copies.begin(copies)
+
+    def take_copied(self) -> list[BlockCopy]:
+        """Those that were done since the last call. Raises what a copy raised."""
+        return [] if self._host_copies is None else self._host_copies.take_done()
+
+    def wait_for_copies(self) -> bool:
+        """Until there is one to be taken. False: none is under way."""
+        return self._host_copies is not None and self._host_copies.wait()
+
+    def on_copied(self, wake: Callable[[], object]) -> None:
+        """`wake` is called, on any thread, when there are some to be taken."""
+        if self._host_copies is not None:
+            self._host_copies.on_done = wake
+
     def close(self) -> None:
         """Nothing is launched any more. To be called by an engine that is to end before its process does."""
+        if self._host_copies is not None:
+            self._host_copies.close()
+
+    def _make_host_copies(self, config: EngineConfig) -> HostCopies | None:
+        """Of as many blocks as there is to be room for. Raises `ValueError` where that is none, or too many."""
+        offloading_bytes = config.cache.kv_offloading_bytes
+        if not offloading_bytes:
+            return None
+        block_bytes = self.kv_shape.pool_bytes // self.kv_shape.num_blocks
+        num_host_blocks = offloading_bytes // block_bytes
+        if not num_host_blocks:
+            raise ValueError(
+                f"kv_offloading_size must be at least {block_bytes / GIB:.3g}, one block of all layers, is "
+                f"{offloading_bytes / GIB:.3g}"
+            )
+        try:
+            return HostCopies(self.kv_pool, num_host_blocks)
+        except RuntimeError as error:
+            raise ValueError(
+                f"kv_offloading_size is {offloading_bytes / GIB:g}, and the host has not so much memory for it: lower "
+                f"it ({str(error).splitlines()[0]})"
+            ) from error

@@ -6,7 +6,13 @@ Owns the block ids of one pool and the prefix cache (hash -> block). Does not ow
      ^  ^                                   │ last reference dropped
      │  └──────────no hash──────────────────┤
      └──evict── CACHED <──has a hash────────┘
-                   └──prefix match──> in a block table again
+                 │ └──prefix match──> in a block table again
+                 └──oldest, and few are free──> CACHED, being saved: not evicted before that is done
+
+With host memory beside the pool (`engine.scheduling.offloading`) the oldest cached blocks are copied there before
+anybody wants their place, so that evicting them costs nothing; a prefix is looked for in both. A block that is being
+loaded from there is in a table, and findable; whoever has it (`Sequence.num_loading_blocks`) must neither be computed
+nor let go before it is there. `take_copies` says what is to be copied, `end_copy` hears that it was.
 
 A table has one owner kind; `hand_over` changes it (a grant that was committed becomes a sequence, a computed prompt
 becomes held). A block in several tables counts for the strongest kind: SEQUENCE, then GRANT, then HELD. The five
@@ -20,6 +26,7 @@ from dataclasses import dataclass
 from enum import IntEnum
 
 from engine.scheduling.evictor import LRUEvictor
+from engine.scheduling.offloading import BlockCopy, Offloading
 from engine.scheduling.sequence import Sequence
 from prefix_hash import extend_block_hashes, salted_key
 
@@ -67,13 +74,27 @@ class _Table:
     """Leading blocks whose hashes were offered to the prefix cache."""
 
 
+READY_SHARE = 4
+"""One block in so many is kept free, or cached and saved: so many may be taken at once, and nothing is lost."""
+MAX_SAVING = 64
+"""Blocks that are saved at a time, and so long not to be had."""
+
+
 class BlockManager:
     """Hands out the blocks of one pool, keeps prefixes, and is the one place that frees.
 
     Every sequence's blocks are freed by `free`, and by nothing else.
     """
 
-    def __init__(self, *, num_blocks: int, block_size: int, prefix_key: bytes, enable_prefix_caching: bool) -> None:
+    def __init__(
+        self,
+        *,
+        num_blocks: int,
+        block_size: int,
+        prefix_key: bytes,
+        enable_prefix_caching: bool,
+        num_host_blocks: int = 0,
+    ) -> None:
         self.num_blocks = num_blocks
         self.block_size = block_size
         self._prefix_key = prefix_key
@@ -81,11 +102,18 @@ class BlockManager:
         self._tables: dict[int, _Table] = {}
         self._free: deque[int] = deque(range(num_blocks))
         self._evictor = LRUEvictor()
+        self.offloading = Offloading(num_host_blocks, self._note_evicted_on_host)
         self._block_of: dict[bytes, int] = {}
         self._hash_of: dict[int, bytes] = {}
         self._refs = [[0] * num_blocks for _ in BlockOwner]
         self._num_owned = [0 for _ in BlockOwner]
         self._events: list[CacheEvent] = []
+        self._num_to_be_ready = max(1, num_blocks // READY_SHARE) if num_host_blocks else 0
+        self._saving: set[int] = set()
+        self._loading: dict[int, list[Sequence]] = {}
+        """And who waits for it."""
+        self._copies: list[BlockCopy] = []
+        """Not taken yet."""
 
     # -- questions ----------------------------------------------------------------------------------------------
 
@@ -100,14 +128,15 @@ class BlockManager:
     def num_shared_blocks(self, seq: Sequence) -> int:
         """How many blocks of a prefix of `seq`, which has none yet, others have: it would take no new ones for them."""
         matched = self._match(self._hashes_of(seq, seq.num_reusable_tokens))
-        return sum(block_id not in self._evictor for block_id in matched)
+        return sum(block_id is not None and block_id not in self._evictor for block_id in matched)
 
     def ledger(self) -> BlockLedger:
-        return BlockLedger(self.num_blocks, len(self._free), len(self._evictor), *self._num_owned)
+        num_cached = len(self._evictor) + sum(self._owner_of(block_id) is None for block_id in self._saving)
+        return BlockLedger(self.num_blocks, len(self._free), num_cached, *self._num_owned)
 
     def cached_hashes(self) -> list[bytes]:
-        """The hashes of all blocks that a prefix match could find."""
-        return list(self._block_of)
+        """The hashes of all blocks that a prefix match could find, here or on the host."""
+        return list({**self._block_of, **dict.fromkeys(self.offloading.hashes())})
 
     def take_cache_events(self) -> list[CacheEvent]:
         """What was stored and evicted since the last call, in order."""
@@ -120,24 +149,28 @@ class BlockManager:
         """Give `seq` blocks for all its tokens, those of a cached prefix first.
 
         At most `num_reusable_tokens` tokens are taken from the prefix cache; `num_spare_blocks` must stay available.
-        Sets `seq.block_table` and `seq.num_computed_tokens`. Returns False, with nothing changed, if there are too
-        few blocks.
+        Sets `seq.block_table`, `seq.num_computed_tokens` and `seq.num_loading_blocks`. Returns False, with nothing
+        changed, if there are too few blocks.
         """
         assert seq.seq_id not in self._tables, f"sequence {seq.seq_id} has blocks already"
-        table = _Table(owner, [])
-        cached = self._match(self._hashes_of(seq, num_reusable_tokens))
+        hashes = self._hashes_of(seq, num_reusable_tokens)
+        matched = self._match(hashes)
+        cached = [block_id for block_id in matched if block_id is not None]
         num_new = self.num_blocks_for(len(seq)) - len(cached)
         num_pinned_evictable = sum(block_id in self._evictor for block_id in cached)
         if self.num_available - num_pinned_evictable < num_new + num_spare_blocks:
             return False
-        self._tables[seq.seq_id] = table
-        for block_id in cached:
-            self._add(table, block_id)
-        for _ in range(num_new):
-            self._add(table, self._take())
-        table.num_registered = len(cached)
-        seq.block_table = table.block_ids
-        seq.num_computed_tokens = len(cached) * self.block_size
+        for block_id in cached:  # before any is taken: that may evict
+            self._hold(block_id, owner)
+        loaded = {i: self._taken(owner) for i, block_id in enumerate(matched) if block_id is None}
+        for i, block_id in loaded.items():
+            self._load(block_id, hashes[i])
+        prefix = [loaded[i] if block_id is None else block_id for i, block_id in enumerate(matched)]
+        rest = [self._taken(owner) for _ in range(num_new - len(loaded))]
+        seq.block_table = prefix + rest
+        self._tables[seq.seq_id] = _Table(owner, seq.block_table, num_registered=len(prefix))
+        seq.num_computed_tokens = len(prefix) * self.block_size
+        self._wait_for_loads(seq, prefix)
         return True
 
     def can_append(self, *seqs: Sequence, num_drafts: int = 0) -> bool:
@@ -152,7 +185,7 @@ class BlockManager:
         assert self.can_append(seq, num_drafts=num_drafts), "ask can_append first"
         table = self._tables[seq.seq_id]
         while len(table.block_ids) < self.num_blocks_for(len(seq) + num_drafts):
-            self._add(table, self._take())
+            table.block_ids.append(self._taken(table.owner))
 
     def give_back(self, seq: Sequence) -> None:
         """The blocks behind the last token of `seq`, which were for drafts."""
@@ -174,13 +207,14 @@ class BlockManager:
             if block_hash not in self._block_of and block_id not in self._hash_of:
                 self._block_of[block_hash] = block_id
                 self._hash_of[block_id] = block_hash
-                self._events.append(CacheEvent(True, block_hash))
+                self._note(block_hash, is_stored=True)
         table.num_registered = num_full
 
     def forget(self, seq: Sequence) -> None:
         """Whatever the blocks of `seq` hold, no prefix finds them any more."""
         for block_id in self._tables[seq.seq_id].block_ids:
             if block_id in self._hash_of:
+                self.offloading.forget(self._hash_of[block_id])
                 self._drop_hash(block_id)
 
     def hand_over(self, seq: Sequence, owner: BlockOwner) -> None:
@@ -193,6 +227,7 @@ class BlockManager:
 
     def free(self, seq: Sequence) -> None:
         """Drop every block of `seq`. Its last blocks become the first to be evicted."""
+        assert not seq.num_loading_blocks, f"blocks of sequence {seq.seq_id} are being written"
         table = self._tables.pop(seq.seq_id)
         for block_id in reversed(table.block_ids):
             self._unpin(block_id, table.owner)
@@ -212,14 +247,81 @@ class BlockManager:
             extend_block_hashes(seq.block_hashes, seq.token_ids[: num_full * self.block_size], self.block_size, key)
         return seq.block_hashes[:num_full]
 
-    def _match(self, hashes: list[bytes]) -> list[int]:
+    def _match(self, hashes: list[bytes]) -> list[int | None]:
+        """The blocks of a prefix; None for one that has to be loaded."""
         blocks = []
         for block_hash in hashes:
             block_id = self._block_of.get(block_hash)
-            if block_id is None:
+            if block_id is None and block_hash not in self.offloading:
                 break
             blocks.append(block_id)
         return blocks
+
+    def _note(self, block_hash: bytes, *, is_stored: bool) -> None:
+        """It is in the pool from now on, or there no more. What the host has as well is findable anyway."""
+        if block_hash not in self.offloading:
+            self._events.append(CacheEvent(is_stored, block_hash))
+
+    def _note_evicted_on_host(self, block_hash: bytes) -> None:
+        if block_hash not in self._block_of:
+            self._events.append(CacheEvent(False, block_hash))
+
+    # -- copies -------------------------------------------------------------------------------------------------
+
+    def take_copies(self) -> list[BlockCopy]:
+        """What is to be copied from now on, in any order. Each ends by `end_copy`."""
+        self._save_ahead()
+        copies, self._copies = self._copies, []
+        return copies
+
+    def end_copy(self, copy: BlockCopy) -> list[Sequence]:
+        """It is copied. Returns whose blocks are all there from now on."""
+        if copy.is_load:
+            self.offloading.end_load(copy.host_block_id)
+            waiting = self._loading.pop(copy.block_id)
+            for seq in waiting:
+                seq.num_loading_blocks -= 1
+            return [seq for seq in waiting if not seq.num_loading_blocks]
+        self._saving.remove(copy.block_id)
+        is_findable = copy.block_id in self._hash_of
+        self.offloading.end_save(copy.host_block_id, is_wanted=is_findable)
+        if self._owner_of(copy.block_id) is None:
+            if is_findable:
+                self._evictor.add_ready(copy.block_id)
+            else:
+                self._free.append(copy.block_id)
+        return []
+
+    def _save_ahead(self) -> None:
+        """The oldest blocks, until enough are ready or on their way to be."""
+        while len(self._free) + self._evictor.num_ready + len(self._saving) < self._num_to_be_ready:
+            block_id = self._evictor.next_waiting
+            if block_id is None or len(self._saving) == MAX_SAVING:
+                return
+            block_hash = self._hash_of[block_id]
+            if block_hash in self.offloading:
+                self._evictor.remove(block_id)
+                self._evictor.add_ready(block_id)
+                continue
+            copy = self.offloading.begin_save(block_id, block_hash)
+            if copy is None:
+                return
+            self._evictor.remove(block_id)
+            self._saving.add(block_id)
+            self._copies.append(copy)
+
+    def _load(self, block_id: int, block_hash: bytes) -> None:
+        self._copies.append(self.offloading.begin_load(block_id, block_hash))
+        self._block_of[block_hash] = block_id
+        self._hash_of[block_id] = block_hash
+        self._loading[block_id] = []
+
+    def _wait_for_loads(self, seq: Sequence, block_ids: list[int]) -> None:
+        """Its own, and those that others began."""
+        loading = [block_id for block_id in block_ids if block_id in self._loading]
+        seq.num_loading_blocks = len(loading)
+        for block_id in loading:
+            self._loading[block_id].append(seq)
 
     # -- blocks -------------------------------------------------------------------------------------------------
 
@@ -237,13 +339,17 @@ class BlockManager:
     def _drop_hash(self, block_id: int) -> None:
         block_hash = self._hash_of.pop(block_id)
         del self._block_of[block_hash]
-        self._events.append(CacheEvent(False, block_hash))
+        self._note(block_hash, is_stored=False)
 
-    def _add(self, table: _Table, block_id: int) -> None:
+    def _taken(self, owner: BlockOwner) -> int:
+        block_id = self._take()
+        self._pin(block_id, owner)
+        return block_id
+
+    def _hold(self, block_id: int, owner: BlockOwner) -> None:
         if block_id in self._evictor:
             self._evictor.remove(block_id)
-        self._pin(block_id, table.owner)
-        table.block_ids.append(block_id)
+        self._pin(block_id, owner)
 
     def _pin(self, block_id: int, owner: BlockOwner) -> None:
         before = self._owner_of(block_id)
@@ -255,7 +361,7 @@ class BlockManager:
         self._refs[owner][block_id] -= 1
         after = self._owner_of(block_id)
         self._move(before, after)
-        if after is None:
+        if after is None and block_id not in self._saving:
             if block_id in self._hash_of:
                 self._evictor.add(block_id)
             else:
@@ -285,15 +391,18 @@ class BlockManager:
             problems.append("a block is free twice")
         for block_id in range(self.num_blocks):
             is_used = any(refs[owner][block_id] for owner in BlockOwner)
-            places = is_used + (block_id in free) + (block_id in self._evictor)
+            is_saved = block_id in self._saving and not is_used
+            places = is_used + (block_id in free) + (block_id in self._evictor) + is_saved
             if places != 1:
                 problems.append(f"block {block_id} is in {places} places")
             if block_id in free and block_id in self._hash_of:
                 problems.append(f"free block {block_id} has a hash")
             if block_id in self._evictor and block_id not in self._hash_of:
                 problems.append(f"cached block {block_id} has no hash")
+            if block_id in self._loading and not is_used:
+                problems.append(f"block {block_id} is loaded for nobody")
         if {block_id: block_hash for block_hash, block_id in self._block_of.items()} != self._hash_of:
             problems.append("the prefix cache and the blocks' hashes differ")
         if not self.ledger().is_balanced:
             problems.append(f"the ledger does not sum up to the pool: {self.ledger()}")
-        return problems
+        return problems + self.offloading.check_integrity()

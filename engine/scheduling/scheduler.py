@@ -5,6 +5,7 @@ Owns every sequence of the engine, by where it is in its life (see `engine.sched
     waiting ──admit──> running ──finish──> gone
        ^──preempt────────┘  └─first token of a prefill-only sequence─> held ──abort──> gone
     granted ──commit──> running
+    admitted or committed, and a part of its prefix lies in host memory: ──> loading ──take_copied──> running
 
 One step: `schedule` picks tokens up to the budget, decoding sequences first, so that a long prompt never makes the
 others wait for more than one chunk, and prompts one after the other once they are enough to keep the device busy, so
@@ -21,14 +22,15 @@ A sequence that step k samples goes on in step k+1 from a token that only the de
 turns out to be the last one, what k+1 computes for it is thrown away. One with a grammar goes on in step k+2 instead:
 what may come next hangs on the token itself. While its grammar is still being compiled it is not sampled at all, unless
 there is nothing else to do: a step would wait for that, and all others in it. Blocks of a sequence that ends, however
-it does, are freed when no launched step can write to them any more; and nothing is preempted before the launched steps
-are done.
+it does, are freed when no launched step, and no load, can write to them any more; and nothing is preempted before the
+launched steps are done.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from itertools import chain
 from types import MappingProxyType
 
 from engine.config import SchedulerConfig
@@ -36,6 +38,7 @@ from engine.outputs import FinishReason, RequestOutput, TokenLogprobs
 from engine.scheduling.block_manager import BlockManager, BlockOwner
 from engine.scheduling.drafting import Drafting
 from engine.scheduling.grammar import GrammarState
+from engine.scheduling.offloading import BlockCopy
 from engine.scheduling.sequence import (
     INVALID_TOKEN,
     PENDING_TOKEN,
@@ -58,6 +61,7 @@ class Scheduler:
         self._config = config
         self.block_manager = block_manager
         self.waiting: deque[Sequence] = deque()
+        self.loading: dict[str, Sequence] = {}
         self.running: list[Sequence] = []
         self.granted: dict[str, Sequence] = {}
         self.held: dict[str, Sequence] = {}
@@ -74,24 +78,24 @@ class Scheduler:
 
     @property
     def has_work(self) -> bool:
-        return bool(self.waiting or self.running)
+        return bool(self.waiting or self.loading or self.running)
 
     @property
     def num_waiting_tokens(self) -> int:
         """Tokens that are still to be prefilled."""
         return sum(len(seq) for seq in self.waiting) + sum(
-            seq.num_uncomputed_tokens for seq in self.running if seq.num_uncomputed_tokens > 1
+            seq.num_uncomputed_tokens for seq in self._admitted() if seq.num_uncomputed_tokens > 1
         )
 
     @property
     def num_waiting_prompts(self) -> int:
         """Sequences that wait for their first token, or, preempted, for the next."""
-        return len(self.waiting) + sum(seq.num_uncomputed_tokens > 1 for seq in self.running)
+        return len(self.waiting) + sum(seq.num_uncomputed_tokens > 1 for seq in self._admitted())
 
     @property
     def num_free_seqs(self) -> int:
         """How many more there may be, whatever their blocks."""
-        return max(0, self._config.max_num_seqs - len(self.running) - len(self.waiting) - len(self.granted))
+        return max(0, self._config.max_num_seqs - self._num_admitted - len(self.waiting) - len(self.granted))
 
     def has_room(self, newcomer: Sequence) -> bool:
         """Whether it would get its blocks at once, after all that wait already. What it shares with others that have
@@ -102,6 +106,13 @@ class Scheduler:
         num_needed = sum(self.block_manager.num_blocks_for(len(seq)) for seq in seqs) + self._num_spare()
         num_missing = num_needed - self.block_manager.num_available
         return num_missing <= 0 or num_missing <= sum(map(self.block_manager.num_shared_blocks, seqs))
+
+    @property
+    def _num_admitted(self) -> int:
+        return len(self.loading) + len(self.running)
+
+    def _admitted(self) -> Iterator[Sequence]:
+        return chain(self.loading.values(), self.running)
 
     def _num_spare(self) -> int:
         return self._num_spare_blocks if self.running else 0
@@ -137,8 +148,7 @@ class Scheduler:
         self.block_manager.hand_over(seq, BlockOwner.SEQUENCE)
         self.block_manager.register_computed(seq, num_tokens)
         seq.token_ids.append(token_id)
-        seq.status = SequenceStatus.RUNNING
-        self.running.append(seq)
+        self._run(seq)
 
     def hold(self, request_id: str) -> None:
         """Stop a prefill-only sequence wherever it is, keeping its blocks until `abort`."""
@@ -155,6 +165,16 @@ class Scheduler:
         if seq is not None:
             self._end(seq)
         return seq is not None
+
+    def take_copied(self, copies: Iterable[BlockCopy]) -> None:
+        """These blocks are copied. Who waited for the last of its own goes on."""
+        for copy in copies:
+            for seq in self.block_manager.end_copy(copy):
+                if seq.status is SequenceStatus.LOADING:
+                    self._remove_active(seq)
+                    self._run(seq)
+                else:
+                    self._free_ended(seq)
 
     # -- one step -----------------------------------------------------------------------------------------------
 
@@ -231,7 +251,7 @@ class Scheduler:
     def _prefill_candidates(self) -> Iterator[Sequence]:
         """Running sequences that still prefill, then newly admitted ones: each is admitted as it is taken."""
         yield from [seq for seq in self.running if seq.num_uncomputed_tokens > 1]
-        while self.waiting and len(self.running) < self._config.max_num_seqs:
+        while self.waiting and self._num_admitted < self._config.max_num_seqs:
             seq = self.waiting[0]
             is_allocated = self.block_manager.allocate(
                 seq,
@@ -243,9 +263,18 @@ class Scheduler:
                 return
             self.waiting.popleft()
             self._count_prefix(seq)
+            self._run(seq)
+            if seq.status is SequenceStatus.RUNNING:
+                yield seq
+
+    def _run(self, seq: Sequence) -> None:
+        """From the next step on, or when all of its prefix is there."""
+        if seq.num_loading_blocks:
+            seq.status = SequenceStatus.LOADING
+            self.loading[seq.request_id] = seq
+        else:
             seq.status = SequenceStatus.RUNNING
             self.running.append(seq)
-            yield seq
 
     def _preempt(self, seq: Sequence) -> None:
         assert not seq.num_steps_in_flight
@@ -369,7 +398,7 @@ class Scheduler:
             self.stats.num_prefix_hits_tokens += seq.num_cached_tokens
 
     def _pop_active(self, request_id: str) -> Sequence | None:
-        for seq in (*self.waiting, *self.running):
+        for seq in (*self.waiting, *self.loading.values(), *self.running):
             if seq.request_id == request_id:
                 self._remove_active(seq)
                 return seq
@@ -378,6 +407,8 @@ class Scheduler:
     def _remove_active(self, seq: Sequence) -> None:
         if seq.status is SequenceStatus.WAITING:
             self.waiting.remove(seq)
+        elif seq.status is SequenceStatus.LOADING:
+            del self.loading[seq.request_id]
         else:
             self.running.remove(seq)
 
@@ -388,12 +419,13 @@ class Scheduler:
         self.held[seq.request_id] = seq
 
     def _end(self, seq: Sequence) -> None:
-        """The one way out: every sequence that ends frees its blocks here, or when the steps in flight are done."""
+        """The one way out: every sequence that ends frees its blocks here, or when nothing in flight writes to them."""
         seq.status = SequenceStatus.FINISHED
         if seq.grammar is not None:
             seq.grammar.close()
         self._free_ended(seq)
 
     def _free_ended(self, seq: Sequence) -> None:
-        if seq.status is SequenceStatus.FINISHED and not seq.num_steps_in_flight and seq.block_table:
+        is_written = seq.num_steps_in_flight or seq.num_loading_blocks
+        if seq.status is SequenceStatus.FINISHED and not is_written and seq.block_table:
             self.block_manager.free(seq)

@@ -4,6 +4,7 @@
        ^                   │  │
        └─────preempt───────┘  └──first token of a prefill-only sequence──> HELD
     GRANTED ──commit──> RUNNING            abort: from any state ──> FINISHED
+    WAITING, GRANTED ──> LOADING ──a prefix is back from host memory──> RUNNING
 
 GRANTED: a decode engine reserved the blocks, another engine fills them. HELD: a prefill engine has computed them and
 keeps them until another engine has them. Progress is one integer, `num_computed_tokens`: chunked prefill, prefix
@@ -33,6 +34,7 @@ PENDING_TOKEN = -2
 
 class SequenceStatus(Enum):
     WAITING = auto()
+    LOADING = auto()
     RUNNING = auto()
     GRANTED = auto()
     HELD = auto()
@@ -62,6 +64,8 @@ class Sequence:
     """Tokens whose KV is in this engine's pool, or will be when the launched steps are done."""
     num_steps_in_flight: int = 0
     """Launched steps that compute it. While there are some, its blocks are not given to anybody else."""
+    num_loading_blocks: int = 0
+    """Of its blocks, on their way from host memory. While there are some, it is not computed, and keeps its blocks."""
     num_cached_tokens: int = 0
     """Of the prompt, found in the prefix cache when the sequence was first scheduled."""
     block_table: list[int] = field(default_factory=list)

@@ -41,6 +41,7 @@ class TensorParallelExecutor(Executor):
             with nullcontext() if device == "cpu" else self._ranks.ending_with_them():
                 group = RankGroup(0, self._num_ranks, device, self._ranks.meeting_file)
                 self._worker = Worker(config, told, self._allocate, group)
+            self._host_copies = self._make_host_copies(config)
             self._watch = self._ranks.watch(group.abort)
         except BaseException as error:
             if not isinstance(error, ValueError):
@@ -77,6 +78,7 @@ class TensorParallelExecutor(Executor):
             return tokens.wait()
 
     def close(self) -> None:
+        super().close()
         self._ranks.close()
         # NCCL's abort waits for recorded steps, and torch would take that for a hang and end the process. Where all is
         # well nothing is aborted: who closes must not depend on when NCCL returns.

@@ -6,6 +6,9 @@ and granted blocks that are filled from outside are all checked by content, not 
 
 Up to two steps are in flight, in which anything may happen to their sequences; the model writes as late as a device
 may, just before tokens are known. So a block that was given away too early is found with another's content in it.
+
+Copies to host memory and back end in any order, or not for long; what they read, they read as late as that, and what
+they write to is rubbish until then.
 """
 
 from __future__ import annotations
@@ -22,17 +25,19 @@ from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, initial
 from engine.config import SchedulerConfig
 from engine.sampling_params import SamplingParams
 from engine.scheduling.block_manager import BlockManager
+from engine.scheduling.offloading import BlockCopy
 from engine.scheduling.scheduler import Scheduler
-from engine.scheduling.sequence import PENDING_TOKEN, SchedulerOutput, Sequence, SequenceStatus
+from engine.scheduling.sequence import INVALID_TOKEN, PENDING_TOKEN, SchedulerOutput, Sequence, SequenceStatus
 from engine.scheduling.speculation import SpeculativeConfig
 
 EOS = 1
 MAX_MODEL_LEN = 40
 
+TEXTS = [list(range(2, 26)), [2, 3] * 12, list(range(26, 50)), [4, 5, 6] * 8]
 # Prefixes of few texts, so that they are often shared; sometimes with an ending of their own.
 prompts = st.builds(
     lambda text, length, end: [*text[:length], *end],
-    st.sampled_from([list(range(2, 26)), [2, 3] * 12]),
+    st.sampled_from(TEXTS[:2]),
     st.integers(1, 24),
     st.lists(st.integers(2, 3), max_size=3),
 )
@@ -44,6 +49,9 @@ class Pool:
     def __init__(self, num_blocks: int, block_size: int) -> None:
         self.block_size = block_size
         self.slots: list[list[tuple[int, ...] | None]] = [[None] * block_size for _ in range(num_blocks)]
+
+    def take(self, block_id: int, content: list[tuple[int, ...] | None]) -> None:
+        self.slots[block_id] = list(content)
 
     def write(self, block_table: list[int], token_ids: list[int], start: int, end: int) -> None:
         for position in range(start, end):
@@ -76,10 +84,19 @@ class SchedulerMachine(RuleBasedStateMachine):
         num_drafts=st.integers(0, 6),
     )
     def make(self, num_blocks: int, block_size: int, budget: int, caching: bool, num_drafts: int) -> None:
+        self.begin(num_blocks, block_size, budget, caching, num_drafts, num_host_blocks=0)
+
+    def begin(
+        self, num_blocks: int, block_size: int, budget: int, caching: bool, num_drafts: int, num_host_blocks: int
+    ) -> None:
         # One sequence of full length must fit, as the engine's configuration demands.
         num_blocks = max(num_blocks, -(-MAX_MODEL_LEN // block_size) + 1)
         self.manager = BlockManager(
-            num_blocks=num_blocks, block_size=block_size, prefix_key=b"k" * 32, enable_prefix_caching=caching
+            num_blocks=num_blocks,
+            block_size=block_size,
+            prefix_key=b"k" * 32,
+            enable_prefix_caching=caching,
+            num_host_blocks=num_host_blocks,
         )
         speculation = SpeculativeConfig(num_speculative_tokens=max(1, num_drafts), prompt_lookup_min=1)
         config = SchedulerConfig(
@@ -95,6 +112,10 @@ class SchedulerMachine(RuleBasedStateMachine):
         )
         self.scheduler = Scheduler(config, self.manager, max_model_len=MAX_MODEL_LEN, eos_token_ids=frozenset({EOS}))
         self.pool = Pool(num_blocks, block_size)
+        self.host = Pool(num_host_blocks, block_size)
+        self.copies: list[BlockCopy] = []
+        self.findable: set[bytes] = set()
+        """By the cache events."""
         self.in_flight: deque[Launched] = deque()
         self.ids = count()
         self.seqs: dict[str, Sequence] = {}
@@ -129,7 +150,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         seq = self.new_sequence(prompt, 5)
         if not self.scheduler.reserve(seq):
             return multiple()
-        self.pool.check(seq.block_table, seq.token_ids, seq.num_computed_tokens)  # what it need not receive
+        if not seq.num_loading_blocks:
+            self.pool.check(seq.block_table, seq.token_ids, seq.num_computed_tokens)  # what it need not receive
         return seq.request_id
 
     @rule(request_id=consumes(requests), token=st.integers(2, 9))
@@ -161,8 +183,29 @@ class SchedulerMachine(RuleBasedStateMachine):
         if self.in_flight:
             self.finish(self.in_flight.popleft(), token)
 
+    @rule(number=st.integers(0, 5))
+    def copy(self, number: int) -> None:
+        if self.copies:
+            self.end_copy(self.copies.pop(number % len(self.copies)))
+
+    def begin_copies(self) -> None:
+        for copy in self.manager.take_copies():
+            assert copy.block_id not in {other.block_id for other in self.copies}, "a block is copied twice at once"
+            (self.pool if copy.is_load else self.host).take(
+                copy.block_id if copy.is_load else copy.host_block_id, [(-1,)] * self.pool.block_size
+            )
+            self.copies.append(copy)
+
+    def end_copy(self, copy: BlockCopy) -> None:
+        if copy.is_load:
+            self.pool.take(copy.block_id, self.host.slots[copy.host_block_id])
+        else:
+            self.host.take(copy.host_block_id, self.pool.slots[copy.block_id])
+        self.scheduler.take_copied([copy])
+
     def launch_next(self) -> bool:
         output = self.scheduler.schedule()
+        self.begin_copies()
         if not output.scheduled:
             return False
         assert all(scheduled.num_new_tokens >= 1 for scheduled in output.scheduled), "nothing computed, nothing sampled"
@@ -196,6 +239,10 @@ class SchedulerMachine(RuleBasedStateMachine):
     def books_balance(self) -> None:
         if hasattr(self, "manager"):
             assert self.manager.check_integrity() == []
+            for event in self.manager.take_cache_events():
+                assert event.is_stored != (event.block_hash in self.findable), "told twice"
+                (self.findable.add if event.is_stored else self.findable.remove)(event.block_hash)
+            assert self.findable == set(self.manager.cached_hashes())
 
     def teardown(self) -> None:
         """Nothing starves: with no newcomers everything ends, and every block comes back."""
@@ -206,19 +253,70 @@ class SchedulerMachine(RuleBasedStateMachine):
         num_steps = 0
         while self.scheduler.has_work or self.in_flight:
             has_launched = len(self.in_flight) < 2 and self.launch_next()
-            if not has_launched:
-                assert self.in_flight, "work is left and nothing is scheduled"
+            if not has_launched and self.in_flight:
                 self.finish(self.in_flight.popleft(), 2)
+            elif not has_launched:
+                assert self.copies, "work is left and nothing is scheduled"
+                self.end_copy(self.copies.pop())
             for request_id in list(self.scheduler.held):
                 self.scheduler.abort(request_id)
             num_steps += 1
             assert num_steps < 5000, "work never ends"
+        self.begin_copies()
+        while self.copies:
+            self.end_copy(self.copies.pop())
+            self.begin_copies()
         ledger = self.manager.ledger()
         assert ledger.num_free + ledger.num_cached == ledger.num_blocks
         assert self.manager.check_integrity() == []
+        host = self.manager.offloading.ledger()
+        assert host.num_free + host.num_kept == host.num_blocks
+
+
+class OffloadingMachine(SchedulerMachine):
+    """The same with host memory, and a pool that has room for two requests or three."""
+
+    @initialize(num_host_blocks=st.sampled_from([2, 6, 12, 40]))
+    def make(self, num_host_blocks: int) -> None:
+        self.begin(12, 4, 20, True, 0, num_host_blocks)
+
+    @rule(
+        target=SchedulerMachine.requests,
+        text=st.sampled_from(TEXTS),
+        length=st.sampled_from([12, 24]),
+        copies_wait=st.booleans(),
+    )
+    def serve(self, text: list[int], length: int, copies_wait: bool) -> str:
+        """A request and steps enough to end it, and to take the place of others that ended."""
+        seq = self.new_sequence(text[:length], 2)
+        self.scheduler.add(seq)
+        for _ in range(8):
+            if self.in_flight:
+                self.finish(self.in_flight.popleft(), 2)
+            while self.copies and not copies_wait:
+                self.end_copy(self.copies.pop())
+            self.launch_next()
+        return seq.request_id
+
+    @rule()
+    def fail(self) -> None:
+        """What a step samples is no token: some block holds no numbers, and nobody must find it."""
+        if not self.in_flight:
+            return
+        launched = self.in_flight.popleft()
+        all_fail = all(item.samples for item in launched.output.scheduled)  # else one may store what another's was
+        suspects = {
+            self.manager._hash_of.get(block_id)
+            for item in launched.output.scheduled
+            if item.seq.status is SequenceStatus.RUNNING
+            for block_id in item.seq.block_table
+        }
+        self.finish(launched, INVALID_TOKEN)
+        assert not all_fail or suspects.isdisjoint(self.manager.cached_hashes())
 
 
 TestSchedulerMachine = SchedulerMachine.TestCase
-TestSchedulerMachine.settings = settings(
+TestOffloadingMachine = OffloadingMachine.TestCase
+TestSchedulerMachine.settings = TestOffloadingMachine.settings = settings(
     max_examples=150, stateful_step_count=40, deadline=None, suppress_health_check=list(HealthCheck)
 )
