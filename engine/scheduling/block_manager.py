@@ -75,9 +75,8 @@ class _Table:
 
 
 READY_SHARE = 4
-"""One block in so many is kept free, or cached and saved: so many may be taken at once, and nothing is lost."""
-MAX_SAVING = 64
-"""Blocks that are saved at a time, and so long not to be had."""
+"""One block in so many is free, or cached and saved, or being saved: so many may be taken at once, and nothing is lost.
+A prompt that takes more evicts what has no copy: it does not wait for others' sake."""
 
 
 class BlockManager:
@@ -296,7 +295,7 @@ class BlockManager:
         """The oldest blocks, until enough are ready or on their way to be."""
         while len(self._free) + self._evictor.num_ready + len(self._saving) < self._num_to_be_ready:
             block_id = self._evictor.next_waiting
-            if block_id is None or len(self._saving) == MAX_SAVING:
+            if block_id is None:
                 return
             block_hash = self._hash_of[block_id]
             if block_hash in self.offloading:

@@ -169,6 +169,8 @@ class Scheduler:
     def take_copied(self, copies: Iterable[BlockCopy]) -> None:
         """These blocks are copied. Who waited for the last of its own goes on."""
         for copy in copies:
+            self.stats.num_loaded_blocks += copy.is_load
+            self.stats.num_saved_blocks += not copy.is_load
             for seq in self.block_manager.end_copy(copy):
                 if seq.status is SequenceStatus.LOADING:
                     self._remove_active(seq)
@@ -396,6 +398,7 @@ class Scheduler:
             seq.num_cached_tokens = min(seq.num_computed_tokens, seq.num_prompt_tokens)
             self.stats.num_prefix_queries_tokens += len(seq)
             self.stats.num_prefix_hits_tokens += seq.num_cached_tokens
+            self.stats.num_loaded_tokens += seq.num_loading_blocks * self.block_manager.block_size
 
     def _pop_active(self, request_id: str) -> Sequence | None:
         for seq in (*self.waiting, *self.loading.values(), *self.running):

@@ -11,6 +11,11 @@ class SchedulerStats:
 
     num_prefix_queries_tokens: int = 0
     num_prefix_hits_tokens: int = 0
+    num_loaded_tokens: int = 0
+    """Of those: from host memory."""
+    num_loaded_blocks: int = 0
+    num_saved_blocks: int = 0
+    """Copied to host memory."""
     num_preemptions: int = 0
     num_steps: int = 0
     num_prompt_tokens: int = 0

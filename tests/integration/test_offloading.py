@@ -1,0 +1,74 @@
+"""With host memory beside a pool that is too small: the same answers, and prompts that were known are not computed
+again."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from many_endings import CONFIG, answers_alone, answers_of, prompt_of
+from pretend_gpu import pretend_gpu
+from pretend_gpu.engines import make_engine
+
+from engine.config import GIB
+from engine.llm_engine import LLMEngine
+from engine.sampling_params import SamplingParams
+
+NUMBERS = range(2, 14)
+BLOCK_BYTES = 2 * 2 * 2 * 4 * 8 * 4
+"""layers, parts, heads, slots, dim, bytes"""
+PLENTY = {"kv_offloading_size": 400 * BLOCK_BYTES / GIB}
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_the_same_answers_and_less_to_compute(num_ranks: int, tmp_path: Path) -> None:
+    expected = answers_alone(make_engine(tmp_path, CONFIG, device="cpu"), NUMBERS)
+    settings = {"num_kv_blocks": 24, "max_model_len": 96, "device": "cpu", "tensor_parallel_size": num_ranks}
+    engine = make_engine(tmp_path, CONFIG, **settings, **PLENTY)
+    assert engine.block_manager.offloading.num_host_blocks == 400
+    num_prompt_tokens = sum(len(prompt_of(number)) for number in NUMBERS)
+    assert answers_alone(engine, NUMBERS) == expected
+    assert engine.stats.num_prompt_tokens == num_prompt_tokens
+    assert answers_alone(engine, NUMBERS) == expected
+    assert engine.stats.num_prompt_tokens < 1.5 * num_prompt_tokens
+    assert engine.stats.num_loaded_tokens == engine.stats.num_prefix_hits_tokens > num_prompt_tokens / 2
+    assert answers_of(engine, NUMBERS) == expected  # all at once: some are preempted, or wait for blocks
+    engine.close()
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_copies_beside_a_gpus_steps(tmp_path: Path) -> None:
+    """None of them waits for a step, no step for any, and no block is used before it is there."""
+    expected = [answers(make_engine(tmp_path, CONFIG, device="cpu"), number) for number in range(6)]
+    with pretend_gpu():
+        engine = make_engine(tmp_path, CONFIG, num_kv_blocks=16, max_model_len=60, **PLENTY)
+        for _ in range(2):
+            assert [answers(engine, number) for number in range(6)] == expected
+        assert engine.stats.num_prefix_hits_tokens == 6 * 12
+        assert engine.stats.num_loaded_tokens > 4 * 12
+        engine.close()
+
+
+def answers(engine: LLMEngine, number: int) -> list[int]:
+    """Two tokens, after four blocks of which the last is not full."""
+    prompt = [5 + (number + 7 * i) % 50 for i in range(14)]
+    engine.add_request("r", prompt, SamplingParams(max_tokens=2, temperature=0, ignore_eos=True))
+    token_ids: list[int] = []
+    while engine.has_unfinished_requests():
+        token_ids += [token_id for output in engine.step() for token_id in output.token_ids]
+    return token_ids
+
+
+def test_what_is_too_large_or_too_small_is_said(tmp_path: Path) -> None:
+    for size, why in (
+        (1e6, "kv_offloading_size must be at most .* all the memory there is for this process, is 1e"),
+        (1e-9, "kv_offloading_size must be at least .* one block of all layers"),
+        (-1.0, "kv_offloading_size must be at least 0 and finite, is -1"),
+    ):
+        settings: dict[str, Any] = {"kv_offloading_size": size, "device": "cpu"}
+        with pytest.raises(ValueError, match=why):
+            make_engine(tmp_path, CONFIG, **settings)
+    with pytest.raises(ValueError, match="kv_offloading_size must be 0 without enable_prefix_caching"):
+        make_engine(tmp_path, CONFIG, device="cpu", enable_prefix_caching=False, **PLENTY)

@@ -1,0 +1,103 @@
+"""Blocks go to host memory and come back as they were, some at a time, and what goes wrong is heard of."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+
+import pytest
+import torch
+from pretend_gpu import pretend_gpu
+
+from engine.running import host_copies
+from engine.running.host_copies import COPIES_AT_ONCE, HostCopies
+from engine.scheduling.offloading import BlockCopy
+
+SHAPE = (3, 40, 2, 2, 4, 8)
+"""[layer, block, part, head, slot, dim]"""
+
+
+def save(block_id: int, host_block_id: int) -> BlockCopy:
+    return BlockCopy(False, block_id, host_block_id)
+
+
+def load(block_id: int, host_block_id: int) -> BlockCopy:
+    return BlockCopy(True, block_id, host_block_id)
+
+
+@pytest.fixture(params=["cpu", "pretended gpu"])
+def device(request: pytest.FixtureRequest) -> Iterator[str]:
+    if request.param == "cpu":
+        yield "cpu"
+        return
+    if torch.cuda.is_available():
+        pytest.skip("there is a GPU")
+    with pretend_gpu():
+        yield "cuda"
+
+
+def pool_of(device: str, dtype: torch.dtype) -> torch.Tensor:
+    numbers = torch.randint(0, 100, SHAPE, generator=torch.Generator().manual_seed(1)).float().to(dtype)
+    return numbers.to(device)
+
+
+def done(copies: HostCopies, number: int) -> list[BlockCopy]:
+    taken: list[BlockCopy] = []
+    while len(taken) < number:
+        assert copies.wait()
+        taken += copies.take_done()
+    assert not copies.wait()
+    return taken
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float8_e4m3fn])
+def test_what_comes_back_is_what_was_saved(device: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    pool = pool_of(device, dtype)
+    before = pool.cpu().view(torch.uint8).clone()
+    monkeypatch.setattr(host_copies, "PIECE_BYTES", 5 * before[:, 0].numel())  # a host block's place is in one of some
+    copies = HostCopies(pool, 13)
+    saves = [save(block_id, 12 - i) for i, block_id in enumerate(range(0, 26, 2))]
+    copies.begin(saves)
+    assert sorted(done(copies, 13)) == sorted(saves)
+    loads = [load(block_id + 1, 12 - i) for i, block_id in enumerate(range(0, 26, 2))]
+    copies.begin(loads)
+    assert sorted(done(copies, 13)) == sorted(loads)
+    after = pool.cpu().view(torch.uint8)
+    assert torch.equal(after[:, 1:26:2], before[:, 0:26:2])
+    assert torch.equal(after[:, 0:26:2], before[:, 0:26:2])
+    assert torch.equal(after[:, 26:], before[:, 26:])
+    copies.close()
+
+
+def test_who_waits_for_a_load_does_not_wait_for_all_saves() -> None:
+    copies = HostCopies(pool_of("cpu", torch.float32), 40)
+    begun = [save(block_id, block_id) for block_id in range(39)]
+    with copies._changed:  # before the thread sees any
+        copies.begin(begun)
+        copies.begin([load(39, 0)])
+    taken = done(copies, 40)
+    assert taken.index(load(39, 0)) <= COPIES_AT_ONCE
+    copies.close()
+
+
+def test_each_end_is_told() -> None:
+    copies = HostCopies(pool_of("cpu", torch.float32), 4)
+    told = threading.Event()
+    copies.on_done = told.set
+    copies.begin([save(0, 0)])
+    assert told.wait(5)
+    assert copies.take_done() == [save(0, 0)]
+    assert copies.take_done() == []
+    copies.close()
+
+
+def test_a_copy_that_fails_is_heard_of(monkeypatch: pytest.MonkeyPatch) -> None:
+    copies = HostCopies(pool_of("cpu", torch.float32), 4)
+    told = threading.Event()
+    copies.on_done = told.set
+    copies.begin([save(0, 4)])  # there is no such host block
+    assert told.wait(5)
+    assert copies.wait()
+    with pytest.raises(IndexError):
+        copies.take_done()
+    copies.close()
