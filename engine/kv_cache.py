@@ -83,8 +83,13 @@ class KVCacheShape:
         return self.num_parts * self.num_kv_heads * self.block_size * self.head_dim * KV_DTYPES[self.dtype].itemsize
 
     @property
+    def all_layers_bytes(self) -> int:
+        """Of one block."""
+        return self.num_layers * self.block_bytes
+
+    @property
     def pool_bytes(self) -> int:
-        return self.num_layers * self.num_blocks * self.block_bytes
+        return self.num_blocks * self.all_layers_bytes
 
 
 def kv_cache_shape(model: ModelConfig, *, num_blocks: int, block_size: int, kv_dtype: str) -> KVCacheShape:

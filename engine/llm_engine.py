@@ -18,7 +18,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import count
 
 from engine.config import EngineConfig
@@ -29,6 +29,7 @@ from engine.sampling.sampled_tokens import SampledTokens
 from engine.sampling_params import SamplingParams
 from engine.scheduling.block_manager import BlockLedger, BlockManager, CacheEvent
 from engine.scheduling.grammar import Grammars
+from engine.scheduling.offloading import HostLedger
 from engine.scheduling.pace import StepPace
 from engine.scheduling.scheduler import Scheduler
 from engine.scheduling.sequence import OnLayerWritten, SchedulerOutput, Sequence
@@ -54,6 +55,7 @@ class EngineLoad:
     num_waiting_tokens: int
     num_free_seqs: int
     blocks: BlockLedger
+    host_blocks: HostLedger = field(default_factory=HostLedger)
 
 
 @dataclass(frozen=True, slots=True)
@@ -270,6 +272,7 @@ class LLMEngine:
             num_waiting_tokens=scheduler.num_waiting_tokens,
             num_free_seqs=scheduler.num_free_seqs,
             blocks=self.block_manager.ledger(),
+            host_blocks=self.block_manager.offloading.ledger(),
         )
 
     def take_cache_events(self) -> list[CacheEvent]:

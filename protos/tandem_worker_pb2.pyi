@@ -161,7 +161,7 @@ class Failed(_message.Message):
     def __init__(self, code: _Optional[int] = ..., message: _Optional[str] = ..., can_retry: _Optional[bool] = ...) -> None: ...
 
 class WorkerLoad(_message.Message):
-    __slots__ = ("num_running", "num_waiting", "num_waiting_tokens", "blocks", "is_draining", "num_free_seqs", "is_stalled")
+    __slots__ = ("num_running", "num_waiting", "num_waiting_tokens", "blocks", "is_draining", "num_free_seqs", "is_stalled", "host_blocks")
     NUM_RUNNING_FIELD_NUMBER: _ClassVar[int]
     NUM_WAITING_FIELD_NUMBER: _ClassVar[int]
     NUM_WAITING_TOKENS_FIELD_NUMBER: _ClassVar[int]
@@ -169,6 +169,7 @@ class WorkerLoad(_message.Message):
     IS_DRAINING_FIELD_NUMBER: _ClassVar[int]
     NUM_FREE_SEQS_FIELD_NUMBER: _ClassVar[int]
     IS_STALLED_FIELD_NUMBER: _ClassVar[int]
+    HOST_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     num_running: int
     num_waiting: int
     num_waiting_tokens: int
@@ -176,7 +177,8 @@ class WorkerLoad(_message.Message):
     is_draining: bool
     num_free_seqs: int
     is_stalled: bool
-    def __init__(self, num_running: _Optional[int] = ..., num_waiting: _Optional[int] = ..., num_waiting_tokens: _Optional[int] = ..., blocks: _Optional[_Union[BlockLedger, _Mapping]] = ..., is_draining: _Optional[bool] = ..., num_free_seqs: _Optional[int] = ..., is_stalled: _Optional[bool] = ...) -> None: ...
+    host_blocks: HostLedger
+    def __init__(self, num_running: _Optional[int] = ..., num_waiting: _Optional[int] = ..., num_waiting_tokens: _Optional[int] = ..., blocks: _Optional[_Union[BlockLedger, _Mapping]] = ..., is_draining: _Optional[bool] = ..., num_free_seqs: _Optional[int] = ..., is_stalled: _Optional[bool] = ..., host_blocks: _Optional[_Union[HostLedger, _Mapping]] = ...) -> None: ...
 
 class BlockLedger(_message.Message):
     __slots__ = ("num_blocks", "num_free", "num_cached", "num_sequence", "num_grant", "num_held")
@@ -193,6 +195,16 @@ class BlockLedger(_message.Message):
     num_grant: int
     num_held: int
     def __init__(self, num_blocks: _Optional[int] = ..., num_free: _Optional[int] = ..., num_cached: _Optional[int] = ..., num_sequence: _Optional[int] = ..., num_grant: _Optional[int] = ..., num_held: _Optional[int] = ...) -> None: ...
+
+class HostLedger(_message.Message):
+    __slots__ = ("num_blocks", "num_free", "num_kept")
+    NUM_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    NUM_FREE_FIELD_NUMBER: _ClassVar[int]
+    NUM_KEPT_FIELD_NUMBER: _ClassVar[int]
+    num_blocks: int
+    num_free: int
+    num_kept: int
+    def __init__(self, num_blocks: _Optional[int] = ..., num_free: _Optional[int] = ..., num_kept: _Optional[int] = ...) -> None: ...
 
 class WorkerRecord(_message.Message):
     __slots__ = ("worker_id", "incarnation", "role", "address", "pid", "compat_digest", "prefix_key", "is_draining", "load", "model", "protocol_version", "lease_ms", "can_generate", "keeps_no_prefixes", "takes_grammars", "takes_cache_salts", "takes_allowed_token_ids", "transport")
@@ -239,7 +251,7 @@ class GetWorkerStatusRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class WorkerStatus(_message.Message):
-    __slots__ = ("record", "uptime_s", "num_prefix_queries_tokens", "num_prefix_hits_tokens", "num_preemptions", "num_late_writes", "num_repairs", "num_expired_leases", "num_sessions", "num_prompt_tokens", "num_generation_tokens")
+    __slots__ = ("record", "uptime_s", "num_prefix_queries_tokens", "num_prefix_hits_tokens", "num_preemptions", "num_late_writes", "num_repairs", "num_expired_leases", "num_sessions", "num_prompt_tokens", "num_generation_tokens", "num_loaded_tokens")
     RECORD_FIELD_NUMBER: _ClassVar[int]
     UPTIME_S_FIELD_NUMBER: _ClassVar[int]
     NUM_PREFIX_QUERIES_TOKENS_FIELD_NUMBER: _ClassVar[int]
@@ -251,6 +263,7 @@ class WorkerStatus(_message.Message):
     NUM_SESSIONS_FIELD_NUMBER: _ClassVar[int]
     NUM_PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
     NUM_GENERATION_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    NUM_LOADED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     record: WorkerRecord
     uptime_s: float
     num_prefix_queries_tokens: int
@@ -262,7 +275,8 @@ class WorkerStatus(_message.Message):
     num_sessions: int
     num_prompt_tokens: int
     num_generation_tokens: int
-    def __init__(self, record: _Optional[_Union[WorkerRecord, _Mapping]] = ..., uptime_s: _Optional[float] = ..., num_prefix_queries_tokens: _Optional[int] = ..., num_prefix_hits_tokens: _Optional[int] = ..., num_preemptions: _Optional[int] = ..., num_late_writes: _Optional[int] = ..., num_repairs: _Optional[int] = ..., num_expired_leases: _Optional[int] = ..., num_sessions: _Optional[int] = ..., num_prompt_tokens: _Optional[int] = ..., num_generation_tokens: _Optional[int] = ...) -> None: ...
+    num_loaded_tokens: int
+    def __init__(self, record: _Optional[_Union[WorkerRecord, _Mapping]] = ..., uptime_s: _Optional[float] = ..., num_prefix_queries_tokens: _Optional[int] = ..., num_prefix_hits_tokens: _Optional[int] = ..., num_preemptions: _Optional[int] = ..., num_late_writes: _Optional[int] = ..., num_repairs: _Optional[int] = ..., num_expired_leases: _Optional[int] = ..., num_sessions: _Optional[int] = ..., num_prompt_tokens: _Optional[int] = ..., num_generation_tokens: _Optional[int] = ..., num_loaded_tokens: _Optional[int] = ...) -> None: ...
 
 class DrainRequest(_message.Message):
     __slots__ = ()

@@ -39,6 +39,8 @@ def router_line(status: ClusterStatus, address: str) -> str:
 
 def status_table(status: ClusterStatus) -> Table:
     """One row per worker, prefill workers first."""
+    workers = sorted(status.workers, key=lambda w: (w.record.role, w.record.worker_id))
+    is_offloading = any(worker.record.load.HasField("host_blocks") for worker in workers)
     headers = (
         "id",
         "role",
@@ -47,15 +49,17 @@ def status_table(status: ClusterStatus) -> Table:
         ">running",
         ">waiting",
         ">free/cached/used of blocks",
+        *((">kept on the host",) if is_offloading else ()),
         ">prefix hits",
         "",
     )
-    workers = sorted(status.workers, key=lambda w: (w.record.role, w.record.worker_id))
-    return Table(headers=headers, rows=[_status_row(worker, status) for worker in workers])
+    rows = [_status_row(worker, status, is_offloading=is_offloading) for worker in workers]
+    return Table(headers=headers, rows=rows)
 
 
-def _status_row(worker: WorkerStatus, status: ClusterStatus) -> tuple[str, ...]:
+def _status_row(worker: WorkerStatus, status: ClusterStatus, *, is_offloading: bool) -> tuple[str, ...]:
     record, load = worker.record, worker.record.load
+    host = f"{load.host_blocks.num_kept} of {load.host_blocks.num_blocks}" if load.HasField("host_blocks") else "-"
     return (
         record.worker_id,
         short_name(Role.DESCRIPTOR, record.role),
@@ -64,6 +68,7 @@ def _status_row(worker: WorkerStatus, status: ClusterStatus) -> tuple[str, ...]:
         str(load.num_running),
         str(load.num_waiting),
         pool_text(load.blocks),
+        *((host,) if is_offloading else ()),
         hit_rate_text(worker.num_prefix_hits_tokens, worker.num_prefix_queries_tokens),
         ", ".join(why_set_back(record, status)),
     )

@@ -11,6 +11,7 @@ from engine.llm_engine import EngineLoad
 from engine.outputs import FinishReason, Logprob, RequestOutput, TokenLogprobs
 from engine.sampling_params import SamplingParams
 from engine.scheduling.block_manager import BlockLedger
+from engine.scheduling.offloading import HostLedger
 from protos import tandem_inference_pb2 as inference_pb
 from protos import tandem_worker_pb2 as pb
 
@@ -82,6 +83,13 @@ def ledger_message(ledger: BlockLedger) -> pb.BlockLedger:
     )
 
 
+def host_ledger_message(ledger: HostLedger) -> pb.HostLedger | None:
+    """None where nothing is offloaded."""
+    if not ledger.num_blocks:
+        return None
+    return pb.HostLedger(num_blocks=ledger.num_blocks, num_free=ledger.num_free, num_kept=ledger.num_kept)
+
+
 def load_message(load: EngineLoad, *, is_draining: bool = False) -> pb.WorkerLoad:
     """After a step or before any: an engine that has something to say is not stalled."""
     return pb.WorkerLoad(
@@ -90,6 +98,7 @@ def load_message(load: EngineLoad, *, is_draining: bool = False) -> pb.WorkerLoa
         num_waiting_tokens=load.num_waiting_tokens,
         num_free_seqs=load.num_free_seqs,
         blocks=ledger_message(load.blocks),
+        host_blocks=host_ledger_message(load.host_blocks),
         is_draining=is_draining,
     )
 

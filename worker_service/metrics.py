@@ -30,13 +30,15 @@ class WorkerMetrics(Collector):
         labels: tuple[str, str, str],
         load: Callable[[], pb.WorkerLoad],
         stats: SchedulerStats,
+        block_bytes: int,
         counters: Callable[[], TransferCounters],
         num_sessions: Callable[[], int],
     ) -> None:
-        """`stats` are the stepping thread's own: whole numbers, read as they are."""
+        """`stats` are the stepping thread's own: whole numbers, read as they are. block_bytes: of all layers."""
         self._labels = labels
         self._load = load
         self._stats = stats
+        self._block_bytes = block_bytes
         self._counters = counters
         self._num_sessions = num_sessions
         self.registry = CollectorRegistry()
@@ -66,6 +68,8 @@ class WorkerMetrics(Collector):
         for owner in ("free", "cached", "sequence", "grant", "held"):
             owned.add_metric([*self._labels, owner], getattr(blocks, f"num_{owner}"))
         yield owned
+        if load.HasField("host_blocks"):
+            yield from self._of_offloading(load.host_blocks)
         yield self._gauge("num_sessions", "Routers that are connected.", self._num_sessions())
         yield self._gauge("num_grants", "Promises of memory that are open.", counters.num_grants)
         yield self._gauge("is_draining", "1 while it leaves.", load.is_draining)
@@ -92,6 +96,24 @@ class WorkerMetrics(Collector):
             counter = CounterMetricFamily(f"tandem:{name}", help_text, labels=LABELS)
             counter.add_metric(self._labels, value)
             yield counter
+
+    def _of_offloading(self, host_blocks: pb.HostLedger) -> Iterable[Metric]:
+        usage = host_blocks.num_kept / host_blocks.num_blocks
+        yield self._gauge("kv_offload_cpu_cache_usage_perc", "Blocks kept in the host's memory; 1 is all.", usage)
+        moved = CounterMetricFamily(
+            "tandem:kv_offload_total_bytes", "KV copied between pool and host.", labels=[*LABELS, "transfer_type"]
+        )
+        for transfer_type, num_blocks in (
+            ("GPU_to_CPU", self._stats.num_saved_blocks),
+            ("CPU_to_GPU", self._stats.num_loaded_blocks),
+        ):
+            moved.add_metric([*self._labels, transfer_type], num_blocks * self._block_bytes)
+        yield moved
+        hits = CounterMetricFamily(
+            "tandem:external_prefix_cache_hits", "Prompt tokens found in the host's memory.", labels=LABELS
+        )
+        hits.add_metric(self._labels, self._stats.num_loaded_tokens)
+        yield hits
 
     def _gauge(self, name: str, help_text: str, value: float) -> GaugeMetricFamily:
         gauge = GaugeMetricFamily(f"tandem:{name}", help_text, labels=LABELS)

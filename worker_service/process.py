@@ -229,6 +229,7 @@ class WorkerProcess:
             ),
             load=lambda: self._load,
             stats=self.engine.stats,
+            block_bytes=self.engine.kv_shape.all_layers_bytes,
             counters=lambda: self.service.counters,
             num_sessions=lambda: self.host.num_sessions,
         )

@@ -77,6 +77,7 @@ class WorkerServicer(WorkerServicerBase):  # type: ignore[misc]
             num_sessions=self._host.num_sessions,
             num_prompt_tokens=stats.num_prompt_tokens,
             num_generation_tokens=stats.num_generation_tokens,
+            num_loaded_tokens=stats.num_loaded_tokens,
         )
 
     async def Drain(self, request: pb.DrainRequest, context: grpc.aio.ServicerContext) -> pb.DrainResponse:  # noqa: N802

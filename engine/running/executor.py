@@ -89,7 +89,7 @@ class Executor:
         offloading_bytes = config.cache.kv_offloading_bytes
         if not offloading_bytes:
             return None
-        block_bytes = self.kv_shape.pool_bytes // self.kv_shape.num_blocks
+        block_bytes = self.kv_shape.all_layers_bytes
         num_host_blocks = offloading_bytes // block_bytes
         if not num_host_blocks:
             raise ValueError(

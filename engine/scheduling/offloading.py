@@ -32,9 +32,9 @@ class BlockCopy(NamedTuple):
 class HostLedger:
     """The host's blocks. What is neither free nor kept is being saved, or was forgotten while it was loaded."""
 
-    num_blocks: int
-    num_free: int
-    num_kept: int
+    num_blocks: int = 0
+    num_free: int = 0
+    num_kept: int = 0
 
 
 class Offloading:

@@ -18,7 +18,7 @@ from tandem.client import Client
 
 @pytest.fixture(scope="module")
 def cluster(start_cluster: Callable[..., RunningCluster], few_layers: Path) -> RunningCluster:
-    sizes = ("--max-model-len", "2048", "--num-kv-blocks", "400")
+    sizes = ("--max-model-len", "2048", "--num-kv-blocks", "400", "--kv-offloading-size", "0.1")
     return start_cluster("--model", str(few_layers), "--prefill", "2", "--decode", "1", *sizes)
 
 
@@ -127,4 +127,26 @@ def test_a_prompt_whose_logprobs_are_asked_for_is_moved_though_it_is_cached(clus
     assert (told.usage.cached_tokens, len(told.prompt_logprobs)) == (0, 320)
     assert told.timings.kv_transfer.num_cached_blocks > 0
     assert told.token_ids == cached.token_ids
+    cluster.wait_until_at_rest()
+
+
+def test_what_gave_way_to_others_is_found_in_host_memory(cluster: RunningCluster) -> None:
+    """By both workers: the prefill worker need not compute it, and the decode worker need not be sent it."""
+    prompt = tokens(88, 320)
+    first = ask(cluster, prompt)
+    assert first.timings.mode == pb.MODE_DISAGGREGATED
+
+    def num_loaded() -> dict[str, int]:
+        return {worker.record.worker_id: worker.num_loaded_tokens for worker in cluster.workers()}
+
+    before, prefill_worker, decode_worker = num_loaded(), first.timings.prefill_worker, first.timings.decode_worker
+    with ThreadPoolExecutor(8) as threads:  # more than all pools have room for
+        list(threads.map(partial(ask, cluster), [tokens(100 + number, 320) for number in range(60)]))
+    again = ask(cluster, continued(prompt, 1))
+    assert again.timings.mode == pb.MODE_DISAGGREGATED
+    assert again.usage.cached_tokens == 320
+    assert again.timings.kv_transfer.num_cached_blocks == 20
+    after = num_loaded()
+    assert {name for name in after if after[name] >= before[name] + 320} == {prefill_worker, decode_worker}
+    assert ask(cluster, prompt).token_ids == first.token_ids
     cluster.wait_until_at_rest()

@@ -89,6 +89,15 @@ def test_status_lists_prefill_workers_first_with_their_pools() -> None:
     assert rows[1] == ("decode-1", "decode", "10.0.0.2:1", "7", "3", "2", "60/20/20 of 100", "25 %", "draining")
 
 
+def test_status_tells_of_the_hosts_memory_where_some_is_used() -> None:
+    load = worker_pb.WorkerLoad(host_blocks=worker_pb.HostLedger(num_blocks=50, num_free=30, num_kept=20))
+    workers = [worker_pb.WorkerStatus(record=worker_pb.WorkerRecord(worker_id=name)) for name in ("a", "b")]
+    assert ">kept on the host" not in status_table(worker_pb.ClusterStatus(workers=workers)).headers
+    workers[1].record.load.CopyFrom(load)
+    table = status_table(worker_pb.ClusterStatus(workers=workers))
+    assert [row[table.headers.index(">kept on the host")] for row in table.rows] == ["-", "20 of 50"]
+
+
 def test_how_likely_tokens_were() -> None:
     def logprob(token: bytes, value: float, rank: int) -> pb.Logprob:
         return pb.Logprob(token=token, logprob=value, rank=rank)

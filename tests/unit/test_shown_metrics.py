@@ -37,11 +37,12 @@ def router_registry() -> CollectorRegistry:
     return RouterMetrics("m", 2048, good_ttft_ms=1000, good_tpot_ms=50).registry
 
 
-def worker_registry() -> CollectorRegistry:
+def worker_registry(load: pb.WorkerLoad | None = None, stats: SchedulerStats | None = None) -> CollectorRegistry:
     return WorkerMetrics(
         labels=("m", "decode-1", "decode"),
-        load=pb.WorkerLoad,
-        stats=SchedulerStats(),
+        load=lambda: load or pb.WorkerLoad(),
+        stats=stats or SchedulerStats(),
+        block_bytes=1000,
         counters=TransferCounters,
         num_sessions=lambda: 0,
     ).registry
@@ -63,6 +64,23 @@ async def test_names_keep_their_colons_whatever_is_accepted(
     assert response.headers["content-type"] == "text/plain; version=0.0.4; charset=utf-8"
     assert f"\n{name}{{" in response.text
     assert "tandem_" not in response.text
+
+
+def test_what_is_offloaded_is_shown_where_something_is() -> None:
+    labels = {"model_name": "m", "worker_id": "decode-1", "role": "decode"}
+    name = "tandem:kv_offload_cpu_cache_usage_perc"
+    assert worker_registry().get_sample_value(name, labels) is None
+    load = pb.WorkerLoad(host_blocks=pb.HostLedger(num_blocks=8, num_free=6, num_kept=2))
+    registry = worker_registry(load, SchedulerStats(num_saved_blocks=3, num_loaded_blocks=2, num_loaded_tokens=32))
+    assert registry.get_sample_value(name, labels) == 0.25
+    assert registry.get_sample_value("tandem:external_prefix_cache_hits_total", labels) == 32
+    moved = {
+        transfer_type: registry.get_sample_value(
+            "tandem:kv_offload_total_bytes_total", labels | {"transfer_type": transfer_type}
+        )
+        for transfer_type in ("GPU_to_CPU", "CPU_to_GPU")
+    }
+    assert moved == {"GPU_to_CPU": 3000, "CPU_to_GPU": 2000}
 
 
 def test_a_request_that_is_aborted_while_it_waits_is_counted() -> None:
