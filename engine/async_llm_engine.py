@@ -35,7 +35,7 @@ from engine.config import EngineConfig
 from engine.kv_cache import KVCacheShape
 from engine.llm_engine import EngineLoad, LLMEngine
 from engine.outputs import RequestOutput
-from engine.scheduling.block_manager import CacheEvent
+from engine.scheduling.block_ledger import CacheEvent
 from engine.scheduling.stats import SchedulerStats
 from engine.step_profiler import StepProfile, StepProfiler
 

@@ -27,9 +27,9 @@ from engine.outputs import RequestOutput
 from engine.running.executor import Executor
 from engine.sampling.sampled_tokens import SampledTokens
 from engine.sampling_params import SamplingParams
-from engine.scheduling.block_manager import BlockLedger, BlockManager, CacheEvent
+from engine.scheduling.block_ledger import BlockLedger, CacheEvent, HostLedger
+from engine.scheduling.block_manager import BlockManager
 from engine.scheduling.grammar import Grammars
-from engine.scheduling.offloading import HostLedger
 from engine.scheduling.pace import StepPace
 from engine.scheduling.scheduler import Scheduler
 from engine.scheduling.sequence import OnLayerWritten, SchedulerOutput, Sequence
@@ -272,7 +272,7 @@ class LLMEngine:
             num_waiting_tokens=scheduler.num_waiting_tokens,
             num_free_seqs=scheduler.num_free_seqs,
             blocks=self.block_manager.ledger(),
-            host_blocks=self.block_manager.offloading.ledger(),
+            host_blocks=self.block_manager.host_ledger(),
         )
 
     def take_cache_events(self) -> list[CacheEvent]:

@@ -197,14 +197,16 @@ class BlockLedger(_message.Message):
     def __init__(self, num_blocks: _Optional[int] = ..., num_free: _Optional[int] = ..., num_cached: _Optional[int] = ..., num_sequence: _Optional[int] = ..., num_grant: _Optional[int] = ..., num_held: _Optional[int] = ...) -> None: ...
 
 class HostLedger(_message.Message):
-    __slots__ = ("num_blocks", "num_free", "num_kept")
+    __slots__ = ("num_blocks", "num_free", "num_kept", "num_saving")
     NUM_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     NUM_FREE_FIELD_NUMBER: _ClassVar[int]
     NUM_KEPT_FIELD_NUMBER: _ClassVar[int]
+    NUM_SAVING_FIELD_NUMBER: _ClassVar[int]
     num_blocks: int
     num_free: int
     num_kept: int
-    def __init__(self, num_blocks: _Optional[int] = ..., num_free: _Optional[int] = ..., num_kept: _Optional[int] = ...) -> None: ...
+    num_saving: int
+    def __init__(self, num_blocks: _Optional[int] = ..., num_free: _Optional[int] = ..., num_kept: _Optional[int] = ..., num_saving: _Optional[int] = ...) -> None: ...
 
 class WorkerRecord(_message.Message):
     __slots__ = ("worker_id", "incarnation", "role", "address", "pid", "compat_digest", "prefix_key", "is_draining", "load", "model", "protocol_version", "lease_ms", "can_generate", "keeps_no_prefixes", "takes_grammars", "takes_cache_salts", "takes_allowed_token_ids", "transport")

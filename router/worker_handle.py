@@ -33,7 +33,7 @@ class Load(NamedTuple):
     """How many more it takes. None: it does not say."""
     num_blocks: int
     num_available_blocks: int
-    """Free, or cached."""
+    """Free, or cached and not just being copied to the host."""
     num_used_blocks: int
     """Of sequences, and granted."""
     is_draining: bool
@@ -48,7 +48,7 @@ class Load(NamedTuple):
             num_waiting_tokens=load.num_waiting_tokens,
             num_free_seqs=load.num_free_seqs if load.HasField("num_free_seqs") else None,
             num_blocks=blocks.num_blocks,
-            num_available_blocks=blocks.num_free + blocks.num_cached,
+            num_available_blocks=blocks.num_free + blocks.num_cached - load.host_blocks.num_saving,
             num_used_blocks=blocks.num_sequence + blocks.num_grant,
             is_draining=load.is_draining,
             is_stalled=load.is_stalled,

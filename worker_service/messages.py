@@ -10,8 +10,7 @@ from engine.config import EngineConfig
 from engine.llm_engine import EngineLoad
 from engine.outputs import FinishReason, Logprob, RequestOutput, TokenLogprobs
 from engine.sampling_params import SamplingParams
-from engine.scheduling.block_manager import BlockLedger
-from engine.scheduling.offloading import HostLedger
+from engine.scheduling.block_ledger import BlockLedger, HostLedger
 from protos import tandem_inference_pb2 as inference_pb
 from protos import tandem_worker_pb2 as pb
 
@@ -87,7 +86,12 @@ def host_ledger_message(ledger: HostLedger) -> pb.HostLedger | None:
     """None where nothing is offloaded."""
     if not ledger.num_blocks:
         return None
-    return pb.HostLedger(num_blocks=ledger.num_blocks, num_free=ledger.num_free, num_kept=ledger.num_kept)
+    return pb.HostLedger(
+        num_blocks=ledger.num_blocks,
+        num_free=ledger.num_free,
+        num_kept=ledger.num_kept,
+        num_saving=ledger.num_saving,
+    )
 
 
 def load_message(load: EngineLoad, *, is_draining: bool = False) -> pb.WorkerLoad:

@@ -23,45 +23,12 @@ from __future__ import annotations
 
 from collections import deque
 from dataclasses import dataclass
-from enum import IntEnum
 
+from engine.scheduling.block_ledger import BlockLedger, BlockOwner, CacheEvent, HostLedger
 from engine.scheduling.evictor import LRUEvictor
 from engine.scheduling.offloading import BlockCopy, Offloading
 from engine.scheduling.sequence import Sequence
 from prefix_hash import extend_block_hashes, salted_key
-
-
-class BlockOwner(IntEnum):
-    """Kinds of block tables, strongest first."""
-
-    SEQUENCE = 0
-    GRANT = 1
-    HELD = 2
-
-
-@dataclass(frozen=True, slots=True)
-class BlockLedger:
-    """Every block of a pool, counted by owner."""
-
-    num_blocks: int
-    num_free: int
-    num_cached: int
-    num_sequence: int
-    num_grant: int
-    num_held: int
-
-    @property
-    def is_balanced(self) -> bool:
-        owned = self.num_free + self.num_cached + self.num_sequence + self.num_grant + self.num_held
-        return owned == self.num_blocks
-
-
-@dataclass(frozen=True, slots=True)
-class CacheEvent:
-    """A prefix block became findable (`is_stored`) or was evicted."""
-
-    is_stored: bool
-    block_hash: bytes
 
 
 @dataclass(slots=True)
@@ -77,6 +44,8 @@ class _Table:
 READY_SHARE = 4
 """One block in so many is free, or cached and saved, or being saved: so many may be taken at once, and nothing is lost.
 A prompt that takes more evicts what has no copy: it does not wait for others' sake."""
+SAVING_SHARE, MIN_SAVING = 16, 8
+"""One block in so many, or so many in a small pool, are saved at a time, and meanwhile not to be had."""
 
 
 class BlockManager:
@@ -108,6 +77,7 @@ class BlockManager:
         self._num_owned = [0 for _ in BlockOwner]
         self._events: list[CacheEvent] = []
         self._num_to_be_ready = max(1, num_blocks // READY_SHARE) if num_host_blocks else 0
+        self._max_saving = max(MIN_SAVING, num_blocks // SAVING_SHARE)
         self._saving: set[int] = set()
         self._loading: dict[int, list[Sequence]] = {}
         """And who waits for it."""
@@ -130,8 +100,14 @@ class BlockManager:
         return sum(block_id is not None and block_id not in self._evictor for block_id in matched)
 
     def ledger(self) -> BlockLedger:
-        num_cached = len(self._evictor) + sum(self._owner_of(block_id) is None for block_id in self._saving)
+        num_cached = len(self._evictor) + self._num_saving_unused()
         return BlockLedger(self.num_blocks, len(self._free), num_cached, *self._num_owned)
+
+    def host_ledger(self) -> HostLedger:
+        return self.offloading.ledger(self._num_saving_unused())
+
+    def _num_saving_unused(self) -> int:
+        return sum(self._owner_of(block_id) is None for block_id in self._saving)
 
     def cached_hashes(self) -> list[bytes]:
         """The hashes of all blocks that a prefix match could find, here or on the host."""
@@ -295,7 +271,7 @@ class BlockManager:
         """The oldest blocks, until enough are ready or on their way to be."""
         while len(self._free) + self._evictor.num_ready + len(self._saving) < self._num_to_be_ready:
             block_id = self._evictor.next_waiting
-            if block_id is None:
+            if block_id is None or len(self._saving) == self._max_saving:
                 return
             block_hash = self._hash_of[block_id]
             if block_hash in self.offloading:

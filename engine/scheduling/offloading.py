@@ -15,8 +15,9 @@ from __future__ import annotations
 
 from collections import Counter, OrderedDict, deque
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import NamedTuple
+
+from engine.scheduling.block_ledger import HostLedger
 
 
 class BlockCopy(NamedTuple):
@@ -26,15 +27,6 @@ class BlockCopy(NamedTuple):
     """From the host's."""
     block_id: int
     host_block_id: int
-
-
-@dataclass(frozen=True, slots=True)
-class HostLedger:
-    """The host's blocks. What is neither free nor kept is being saved, or was forgotten while it was loaded."""
-
-    num_blocks: int = 0
-    num_free: int = 0
-    num_kept: int = 0
 
 
 class Offloading:
@@ -57,15 +49,11 @@ class Offloading:
     def __contains__(self, block_hash: bytes) -> bool:
         return block_hash in self._kept
 
-    @property
-    def num_saving(self) -> int:
-        return len(self._saving)
-
     def hashes(self) -> list[bytes]:
         return list(self._kept)
 
-    def ledger(self) -> HostLedger:
-        return HostLedger(self.num_host_blocks, len(self._free), len(self._kept))
+    def ledger(self, num_saving: int) -> HostLedger:
+        return HostLedger(self.num_host_blocks, len(self._free), len(self._kept), num_saving)
 
     def begin_save(self, block_id: int, block_hash: bytes) -> BlockCopy | None:
         """None where all that is kept is being read."""

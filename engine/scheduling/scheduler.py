@@ -35,7 +35,8 @@ from types import MappingProxyType
 
 from engine.config import SchedulerConfig
 from engine.outputs import FinishReason, RequestOutput, TokenLogprobs
-from engine.scheduling.block_manager import BlockManager, BlockOwner
+from engine.scheduling.block_ledger import BlockOwner
+from engine.scheduling.block_manager import BlockManager
 from engine.scheduling.drafting import Drafting
 from engine.scheduling.grammar import GrammarState
 from engine.scheduling.offloading import BlockCopy
@@ -211,7 +212,8 @@ class Scheduler:
         num_rows = len(decoding) + sum(each.num_new_tokens for each in prefilling)
         budget = self._config.max_num_batched_tokens - num_rows
         scheduled = self._drafting.add(decoding, budget) + prefilling
-        return SchedulerOutput(scheduled, [e for s in scheduled if (e := self._export(s)) is not None])
+        exports = (BlockExport.of(each, self.block_manager.block_size) for each in scheduled)
+        return SchedulerOutput(scheduled, [each for each in exports if each is not None])
 
     def wait_for_grammar(self) -> bool:
         """Where there is nothing else to do: wait for the first grammar that `schedule` just missed. False: none."""
@@ -287,20 +289,6 @@ class Scheduler:
         seq.status = SequenceStatus.WAITING
         self.waiting.appendleft(seq)
         self.stats.num_preemptions += 1
-
-    def _export(self, scheduled: ScheduledSequence) -> BlockExport | None:
-        """The blocks of a prefill-only sequence that this step completes and the receiver still lacks."""
-        seq = scheduled.seq
-        if not seq.is_prefill_only:
-            return None
-        first = seq.num_exported_blocks
-        last = scheduled.end // self.block_manager.block_size
-        if scheduled.samples:
-            last = len(seq.block_table)
-        if last <= first:
-            return None
-        seq.num_exported_blocks = last
-        return BlockExport(seq.request_id, first, last, tuple(seq.block_table[first:last]), scheduled.samples)
 
     def begin(self, output: SchedulerOutput) -> None:
         """`output` is launched: its tokens count as computed, and who samples has one token more."""

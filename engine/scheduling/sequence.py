@@ -177,6 +177,16 @@ class BlockExport:
     is_last: bool
     """The prompt's last block is among them."""
 
+    @classmethod
+    def of(cls, scheduled: ScheduledSequence, block_size: int) -> BlockExport | None:
+        """What a step with `scheduled` completes of a prefill-only sequence, and the receiver still lacks."""
+        seq, first = scheduled.seq, scheduled.seq.num_exported_blocks
+        last = len(seq.block_table) if scheduled.samples else scheduled.end // block_size
+        if not seq.is_prefill_only or last <= first:
+            return None
+        seq.num_exported_blocks = last
+        return cls(seq.request_id, first, last, tuple(seq.block_table[first:last]), scheduled.samples)
+
 
 OnLayerWritten: TypeAlias = Callable[[int, list[BlockExport]], None]
 """(layer, exports): that layer's KV of the step is in the pool. Called on the stepping thread, which waits for it."""

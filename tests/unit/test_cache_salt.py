@@ -5,7 +5,8 @@ from __future__ import annotations
 from itertools import count
 
 from engine.sampling_params import SamplingParams
-from engine.scheduling.block_manager import BlockManager, BlockOwner
+from engine.scheduling.block_ledger import BlockOwner
+from engine.scheduling.block_manager import BlockManager
 from engine.scheduling.sequence import Sequence
 from prefix_hash import block_hashes, prefix_key, salted_key
 

@@ -269,7 +269,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         ledger = self.manager.ledger()
         assert ledger.num_free + ledger.num_cached == ledger.num_blocks
         assert self.manager.check_integrity() == []
-        host = self.manager.offloading.ledger()
+        host = self.manager.host_ledger()
         assert host.num_free + host.num_kept == host.num_blocks
 
 

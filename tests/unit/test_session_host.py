@@ -10,7 +10,7 @@ import pytest
 
 from engine.llm_engine import EngineLoad
 from engine.outputs import FinishReason, RequestOutput
-from engine.scheduling.block_manager import BlockLedger
+from engine.scheduling.block_ledger import BlockLedger
 from protos import tandem_worker_pb2 as pb
 from rpc.errors import Draining, LeaseGone
 from rpc.session import PROTOCOL_VERSION

@@ -38,11 +38,18 @@ async def test_a_step_that_frees_nothing_is_no_news() -> None:
     assert bench.num_looks_at(load(50), load(49, num_running=1), load(48, num_running=2)) == 0
 
 
+def saving(num_blocks: int) -> pb.WorkerLoad:
+    told = load(50)
+    told.host_blocks.num_saving = num_blocks
+    return told
+
+
 @pytest.mark.parametrize(
     ("before", "after"),
     [
         pytest.param(load(50), load(51), id="memory"),
         pytest.param(load(50, num_running=2), load(40, num_running=1), id="a place"),
+        pytest.param(saving(3), saving(0), id="memory that was being copied"),
         pytest.param(waiting(90), waiting(60), id="prompts that wait are fewer"),
         pytest.param(load(50), load(50, is_draining=True), id="it leaves"),
         pytest.param(load(50, is_stalled=True), load(50), id="it goes on"),
