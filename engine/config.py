@@ -372,10 +372,6 @@ class EngineArgs:
             f"kv_offloading_size must be at least 0 and finite, is {self.kv_offloading_size}",
         )
         _check(
-            not self.kv_offloading_size or self.enable_prefix_caching,
-            "kv_offloading_size must be 0 without enable_prefix_caching: what is not looked for need not be kept",
-        )
-        _check(
             0 < self.gpu_memory_utilization <= 1,
             f"gpu_memory_utilization must be in (0, 1], is {self.gpu_memory_utilization}",
         )

@@ -323,6 +323,8 @@ def _num_blocks(args: EngineArgs, model: ModelConfig, device: str, kv_dtype: str
 
 
 def _offloading_bytes(args: EngineArgs, device: str) -> int:
+    if args.kv_offloading_size and not args.enable_prefix_caching:
+        raise ValueError("kv_offloading_size must be 0 without enable_prefix_caching: nothing is looked for there")
     if args.kv_offloading_size and device == "cuda" and args.tensor_parallel_size > 1:
         raise ValueError(
             f"kv_offloading_size must be 0 with several GPUs (tensor_parallel_size={args.tensor_parallel_size}): only "
