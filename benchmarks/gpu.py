@@ -4,8 +4,9 @@
     python benchmarks/gpu.py --only kernels,model         some parts; floors are measured with any
     python benchmarks/gpu.py --tiny                       the same script on any machine, over a toy: that it runs
 
-    floors ─> kernels, model ─> attention ─> flash ─> digests ─> steps ─> push ─> servers ─> products ─> deepseek
-    ─> steps in 8 bits ─> batch_invariant (each a module of gpu_parts/); by name: vllm, other launch configurations
+    floors ─> kernels, model ─> attention ─> flash ─> digests ─> steps ─> offload ─> push ─> servers ─> products
+    ─> deepseek ─> steps in 8 bits ─> batch_invariant (each a module of gpu_parts/); by name: vllm, other launch
+    configurations
 
 Each part is a process of its own with a time of its own: what goes wrong in one is written into the table, and the
 others go on. Every number stands beside the limit that the same run measured, or beside its aim. Results are one JSON
@@ -41,6 +42,7 @@ from benchmarks.gpu_parts import (
     invariant,
     kernels,
     model,
+    offload,
     products,
     push,
     servers,
@@ -59,6 +61,7 @@ PARTS = (
     Part(name="flash", about="the FlashAttention that is there, alone", measure=flash.measure, limit_s=90),
     Part(name="digests", about="of blocks, alone", measure=digests.measure, limit_s=40),
     Part(name="steps", about="of an engine", measure=steps.measure, limit_s=120),
+    Part(name="offload", about="KV to the host's memory and back", measure=offload.measure, limit_s=90),
     Part(name="push-ipc", about="KV between two processes", measure=push.measure_ipc, limit_s=60),
     Part(name="push-nixl", about="KV between two processes", measure=push.measure_nixl, limit_s=60),
     Part(name="push-grpc", about="KV between two processes", measure=push.measure_grpc, limit_s=60),

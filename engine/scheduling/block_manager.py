@@ -44,8 +44,6 @@ class _Table:
 READY_SHARE = 4
 """One block in so many is free, or cached and saved, or being saved: so many may be taken at once, and nothing is lost.
 A prompt that takes more evicts what has no copy: it does not wait for others' sake."""
-SAVING_SHARE, MIN_SAVING = 16, 8
-"""One block in so many, or so many in a small pool, are saved at a time, and meanwhile not to be had."""
 
 
 class BlockManager:
@@ -77,7 +75,6 @@ class BlockManager:
         self._num_owned = [0 for _ in BlockOwner]
         self._events: list[CacheEvent] = []
         self._num_to_be_ready = max(1, num_blocks // READY_SHARE) if num_host_blocks else 0
-        self._max_saving = max(MIN_SAVING, num_blocks // SAVING_SHARE)
         self._saving: set[int] = set()
         self._loading: dict[int, list[Sequence]] = {}
         """And who waits for it."""
@@ -271,7 +268,7 @@ class BlockManager:
         """The oldest blocks, until enough are ready or on their way to be."""
         while len(self._free) + self._evictor.num_ready + len(self._saving) < self._num_to_be_ready:
             block_id = self._evictor.next_waiting
-            if block_id is None or len(self._saving) == self._max_saving:
+            if block_id is None:
                 return
             block_hash = self._hash_of[block_id]
             if block_hash in self.offloading:

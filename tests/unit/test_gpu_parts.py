@@ -27,6 +27,7 @@ from benchmarks.gpu_parts import (
     floors,
     invariant,
     model,
+    offload,
     products,
     profiling,
     push,
@@ -333,6 +334,14 @@ def test_attention_and_digests_interpreted(setting: Setting) -> None:
     assert [row.group for row in rows[2:]] == [groups[0], groups[0], groups[1], groups[1]]
     assert all(row.value is not None and row.value > 0 for row in rows)
     assert not any(row.is_wrong for row in digests.measure(setting))
+
+
+def test_blocks_to_the_host_and_back(setting: Setting) -> None:
+    rows = {row.what: row for row in offload.measure(setting)}
+    assert not any(row.is_wrong for row in rows.values())
+    assert rows["blocks unlike what was saved"].value == 0
+    assert rows["first token of 64, computed"].value > 0
+    assert rows["decode step, 1 x 8, beside copies"].share > 0
 
 
 def test_a_share_of_the_copy_is_aimed_at_where_there_is_enough_to_read(setting: Setting) -> None:
