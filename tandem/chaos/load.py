@@ -28,6 +28,8 @@ RESUME_S = 30.0
 LEAVING_SHARE = 0.1
 SEVERAL_SHARE = 0.15
 """Of the requests: those for several answers."""
+RETURNING_SHARE = 0.2
+"""Of the requests: those that begin as an earlier one, which may have given way to others since, to host memory."""
 
 
 class Ending(Enum):
@@ -118,9 +120,11 @@ class Load:
                 await asyncio.sleep(PAUSE_S)
 
     def _invent(self, *, max_prompt_tokens: int) -> Asked:
-        """A prompt that no cache has seen, so that KV travels; greedy or seeded, plain or with penalties."""
+        """Mostly a prompt that no cache has seen, so that KV travels; greedy or seeded, plain or with penalties."""
         dice = self._dice
         prompt = [dice.choice(self._token_ids) for _ in range(dice.randint(20, max_prompt_tokens))]
+        if self.history and dice.random() < RETURNING_SHARE:
+            prompt[:0] = dice.choice(self.history).prompt[:max_prompt_tokens]
         sampling: dict[str, Any] = {"max_tokens": dice.randint(4, 32), "ignore_eos": True, "temperature": 0.0}
         if dice.random() < 0.7:
             sampling |= {"temperature": 0.8, "top_p": 0.95, "seed": dice.randrange(1 << 40)}

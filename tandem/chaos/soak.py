@@ -39,6 +39,8 @@ LEASE_MS = 2000
 MAX_QUEUE_TOKENS = 2000
 BURST_REQUESTS = 16
 NUM_CLIENTS = 4
+NUM_KV_BLOCKS = 256
+"""Few enough that some of what was computed has to go to host memory, and comes back."""
 DAMAGED_PIECES = 3
 SLOW_S = 0.05
 REST_TIMEOUT_S = LEASE_MS / 1000 + 10.0
@@ -73,6 +75,8 @@ class Report:
     verdict: Verdict
     rest_s: float
     """From the end of the last request until every block was free or cached."""
+    num_loaded_tokens: int = 0
+    """Of prompts, found in host memory by workers that were there at the end."""
     leaks: list[str] = field(default_factory=list)
     """What an audit found after `REST_TIMEOUT_S`."""
 
@@ -89,6 +93,7 @@ class Report:
             **self.verdict.to_dict(),
             "leaks": self.leaks,
             "rest_s": round(self.rest_s, 2),
+            "num_loaded_tokens": self.num_loaded_tokens,
             "passed": self.has_passed,
         }
 
@@ -99,7 +104,7 @@ async def run_soak(args: SoakArgs, *, say: Callable[[str], None], on_line: Calla
     Raises `ClusterError` where the cluster cannot be started or a process dies again and again.
     """
     cluster_args = ClusterArgs(
-        engine=EngineArgs(model=args.model, kv_cache_gib=0.2, max_model_len=2048),
+        engine=EngineArgs(model=args.model, num_kv_blocks=NUM_KV_BLOCKS, kv_offloading_size=0.2, max_model_len=2048),
         policy=PolicyConfig(learn_costs=False),  # what is to be broken is KV on its way
         num_prefill=args.num_prefill,
         num_decode=args.num_decode,
@@ -163,6 +168,8 @@ class _Soak:
             rested_s, leaks = await self._wait_until_at_rest()
             self._say(f"{len(self._load.history)} requests have ended; now each of them again, without faults")
             expected = await self._run_again()
+            async with AsyncClient(self._cluster.router_address) as client:
+                num_loaded_tokens = sum(worker.num_loaded_tokens for worker in (await client.status()).workers)
         finally:
             await self._load.close()
         return Report(
@@ -170,6 +177,7 @@ class _Soak:
             num_faults=self._num_faults,
             verdict=judge(self._load.history, expected, self._router_deaths_s),
             rest_s=rested_s,
+            num_loaded_tokens=num_loaded_tokens,
             leaks=leaks,
         )
 

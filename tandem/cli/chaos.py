@@ -89,7 +89,7 @@ def describe(report: dict[str, Any]) -> str:
         f"tokens    {report['tokens_checked']:,} compared with a run without faults; requests lost {report['lost']}, "
         f"with repeated tokens {report['repeated']}, with wrong ones {report['wrong']}",
         f"memory    {len(report['leaks'])} leaks; every block free or cached {report['rest_s']:.1f} s after the last "
-        "request",
+        f"request; {report['num_loaded_tokens']:,} tokens came back from host memory",
         *(f"FOUND     {finding}" for finding in [*report["findings"], *report["leaks"]]),
         "passed" if report["passed"] else "FAILED",
     ]

@@ -18,4 +18,5 @@ def test_ten_seconds_of_chaos(few_layers: Path) -> None:
     assert sum(report["faults"].values()) > 6
     assert report["requests"]["answered"] > 10
     assert report["tokens_checked"] > 200
+    assert report["num_loaded_tokens"] > 0, "pools are so small that KV goes to host memory, and comes back"
     assert report["resumed"] > 0, "the router was killed under streams that went on"
