@@ -109,11 +109,15 @@ class WorkerMetrics(Collector):
         ):
             moved.add_metric([*self._labels, transfer_type], num_blocks * self._block_bytes)
         yield moved
-        hits = CounterMetricFamily(
-            "tandem:external_prefix_cache_hits", "Prompt tokens found in the host's memory.", labels=LABELS
-        )
-        hits.add_metric(self._labels, self._stats.num_loaded_tokens)
-        yield hits
+        stats = self._stats
+        num_not_in_pool = stats.num_prefix_queries_tokens - stats.num_prefix_hits_tokens + stats.num_loaded_tokens
+        for name, help_text, value in (
+            ("external_prefix_cache_queries", "Prompt tokens looked up in the host's memory.", num_not_in_pool),
+            ("external_prefix_cache_hits", "Prompt tokens found there.", stats.num_loaded_tokens),
+        ):
+            counter = CounterMetricFamily(f"tandem:{name}", help_text, labels=LABELS)
+            counter.add_metric(self._labels, value)
+            yield counter
 
     def _gauge(self, name: str, help_text: str, value: float) -> GaugeMetricFamily:
         gauge = GaugeMetricFamily(f"tandem:{name}", help_text, labels=LABELS)

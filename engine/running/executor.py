@@ -10,6 +10,7 @@ from collections.abc import Callable
 
 import torch
 
+from engine.cache_dir import report
 from engine.config import GIB, EngineConfig
 from engine.kv_cache import KVCacheShape, KVMemory
 from engine.running.host_copies import HostCopies
@@ -96,6 +97,8 @@ class Executor:
                 f"kv_offloading_size must be at least {block_bytes / GIB:.3g}, one block of all layers, is "
                 f"{offloading_bytes / GIB:.3g}"
             )
+        if config.device.device != "cpu":
+            report(f"pinning {offloading_bytes / GIB:g} GiB of host memory")
         try:
             return HostCopies(self.kv_pool, num_host_blocks)
         except RuntimeError as error:

@@ -118,9 +118,8 @@ class HostCopies:
             yield lambda: None
             return
         torch.cuda.set_device(self._device)
-        stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
-        with torch.cuda.stream(stream):
-            yield stream.synchronize
+        with torch.cuda.stream(torch.cuda.Stream(self._device)):  # type: ignore[no-untyped-call]
+            yield _wait_asleep
 
     def _next(self) -> list[BlockCopy]:
         """Empty: the end."""
@@ -150,6 +149,13 @@ class HostCopies:
 
 def _as_array(tensor: torch.Tensor) -> npt.NDArray[np.uint8]:
     return tensor.view(torch.uint8).numpy()
+
+
+def _wait_asleep() -> None:
+    """For what this thread has launched. A thread that spins would take a core, and the stepping thread's time."""
+    event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
+    event.record()
+    event.synchronize()
 
 
 def _copy_late(target: torch.Tensor, source: torch.Tensor) -> None:

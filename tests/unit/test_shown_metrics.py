@@ -71,9 +71,13 @@ def test_what_is_offloaded_is_shown_where_something_is() -> None:
     name = "tandem:kv_offload_cpu_cache_usage_perc"
     assert worker_registry().get_sample_value(name, labels) is None
     load = pb.WorkerLoad(host_blocks=pb.HostLedger(num_blocks=8, num_free=6, num_kept=2))
-    registry = worker_registry(load, SchedulerStats(num_saved_blocks=3, num_loaded_blocks=2, num_loaded_tokens=32))
+    registry = worker_registry(load, SchedulerStats(
+        num_prefix_queries_tokens=100, num_prefix_hits_tokens=48, num_saved_blocks=3, num_loaded_blocks=2,
+        num_loaded_tokens=32,
+    ))  # fmt: skip
     assert registry.get_sample_value(name, labels) == 0.25
     assert registry.get_sample_value("tandem:external_prefix_cache_hits_total", labels) == 32
+    assert registry.get_sample_value("tandem:external_prefix_cache_queries_total", labels) == 84, "16 were in the pool"
     moved = {
         transfer_type: registry.get_sample_value(
             "tandem:kv_offload_total_bytes_total", labels | {"transfer_type": transfer_type}
