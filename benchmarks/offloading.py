@@ -120,13 +120,13 @@ def measure(settings: Mapping[str, Any], prompt_tokens: int, num_prompts: int, n
 @click.option("--json", "as_json", is_flag=True, help="The last line alone.")
 def main(model: str, prompt_tokens: tuple[int, ...], num_prompts: int, num_rounds: int, as_json: bool) -> None:
     """What host memory beside the pool gains: prompts that come again when others have taken their place."""
-    rows = []
-    if not as_json:
-        print(f"{'prompt':>7}{'computed':>10}{'loaded':>9}{'in the pool':>13}{'ratio':>7}{'found':>8}", end="")
-        print("     (ms to the first token)")
+    rows: list[Row] = []
     for num_tokens in prompt_tokens:
         with wrong_usage():
             row = measure({"model": model}, num_tokens, num_prompts, num_rounds)
+        if not as_json and not rows:
+            print(f"{'prompt':>7}{'computed':>10}{'loaded':>9}{'in the pool':>13}{'ratio':>7}{'found':>8}", end="")
+            print("     (ms to the first token)")
         rows.append(row)
         if not as_json:
             print(

@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 
-from benchmarks import serve, speculation, transfer
+from benchmarks import prefix_hits, serve, speculation, transfer
+from tandem.bench.traces import Record
 
 
 def test_a_program_may_be_run_as_a_file() -> None:
@@ -29,6 +30,17 @@ def test_what_is_to_be_written_again_is_there_to_be_read() -> None:
     ((edited,), (summed_up,)) = prompts["code edited"], prompts["text summed up"]
     assert "class StepPace" in edited
     assert "Tandem" in summed_up
+
+
+def test_prompts_that_come_again_are_found_in_the_memory_that_has_room() -> None:
+    """Ten prompts of four blocks that begin alike, twice; of the last block of a prompt nothing is reused."""
+    records = [Record(0.0, 2048, 1, (0, 10 * number + 1, 10 * number + 2, 10 * number + 3)) for number in range(10)] * 2
+    first_blocks = (20 - 1) / 80
+    others = 10 * 2 / 80
+    assert prefix_hits.hits(records, 100, 0) == (first_blocks + others, 0)
+    assert prefix_hits.hits(records, 16, 0) == (first_blocks, 0)
+    assert prefix_hits.hits(records, 16, 100) == (first_blocks + others, others)
+    assert prefix_hits.hits(records, 3, 100) == (0, 0), "none fits"
 
 
 @pytest.mark.parametrize("name", ["1p1d", "1p1d-ipc", "2d", "vllm"])
@@ -56,6 +68,9 @@ def test_servers_have_names(name: str) -> None:
         ("engine --prompt-tokens 0", "'--prompt-tokens': must be more than 0, is '0'"),
         ("engine --num-prompts -1", "'--num-prompts': -1 is not in the range x>=1."),
         ("engine --against vllm", "--against vllm: nowhere/vllm/bin/python is not there"),
+        ("offloading --model /nowhere", "model '/nowhere' is neither"),
+        ("offloading --prompt-tokens 9000", "max_model_len must be at most 8192, the model's context"),
+        ("prefix_hits --trace /nowhere", "--trace: [Errno 2] No such file or directory: '/nowhere'"),
         ("adapters --model /nowhere", "model '/nowhere' is neither"),
         ("adapters --rank 0", "'--rank': 0 is not in the range x>=1."),
         ("speculation --model /nowhere", "model '/nowhere' is neither"),
