@@ -25,7 +25,7 @@ if __name__ == "__main__":
     sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
 from benchmarks.flags import Numbers, Positive, wrong_usage
-from benchmarks.machine import commit
+from benchmarks.machine import machine
 from benchmarks.report import save
 from engine.sampling_params import SamplingParams
 from engine.scheduling.block_ledger import BlockOwner
@@ -107,13 +107,9 @@ def main(
             rows.append(Row(pool, host, found, loaded))
             if not as_json:
                 print(f"{pool:10g}{host:11g}{found:9.1%}{loaded:13.1%}", flush=True)
-    about: dict[str, Any] = {
-        "commit": commit(),
-        "trace": trace_path.name,
-        "num_requests": len(records),
-        "token_kib": token_kib,
-    }
-    save("prefix-hits", about | {"rows": [asdict(row) for row in rows]}, lambda figure: draw(figure.subplots(), rows))
+    summary = machine() | {"trace": trace_path.name, "num_requests": len(records), "token_kib": token_kib}
+    summary["rows"] = [asdict(row) for row in rows]
+    save("prefix-hits", summary, lambda figure: draw(figure.subplots(), rows))
 
 
 def draw(axes: Any, rows: list[Row]) -> None:

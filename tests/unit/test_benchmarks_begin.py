@@ -69,7 +69,10 @@ def test_servers_have_names(name: str) -> None:
         ("engine --num-prompts -1", "'--num-prompts': -1 is not in the range x>=1."),
         ("engine --against vllm", "--against vllm: nowhere/vllm/bin/python is not there"),
         ("offloading --model /nowhere", "model '/nowhere' is neither"),
-        ("offloading --prompt-tokens 9000", "max_model_len must be at most the model's max_position_embeddings=8192, is 9025"),
+        (
+            "offloading --prompt-tokens 9000",
+            "max_model_len must be at most the model's max_position_embeddings=8192, is 9025",
+        ),
         ("prefix_hits --trace /nowhere", "--trace: [Errno 2] No such file or directory: '/nowhere'"),
         ("adapters --model /nowhere", "model '/nowhere' is neither"),
         ("adapters --rank 0", "'--rank': 0 is not in the range x>=1."),
