@@ -71,7 +71,7 @@ def test_servers_have_names(name: str) -> None:
         ("offloading --model /nowhere", "model '/nowhere' is neither"),
         (
             "offloading --prompt-tokens 9000",
-            "max_model_len must be at most the model's max_position_embeddings=8192, is 9025",
+            "must be at most the model's max_position_embeddings=8192, is 9025",
         ),
         ("prefix_hits --trace /nowhere", "--trace: [Errno 2] No such file or directory: '/nowhere'"),
         ("adapters --model /nowhere", "model '/nowhere' is neither"),
