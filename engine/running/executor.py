@@ -13,7 +13,7 @@ import torch
 from engine.cache_dir import report
 from engine.config import GIB, EngineConfig
 from engine.kv_cache import KVCacheShape, KVMemory
-from engine.running.host_copies import HostCopies
+from engine.running.host_copies import HostCopies, num_host_blocks
 from engine.running.worker import Worker
 from engine.sampling.sampled_tokens import SampledTokens
 from engine.scheduling.offloading import BlockCopy
@@ -68,11 +68,11 @@ class Executor:
             self._host_copies.begin(copies)
 
     def take_copied(self) -> list[BlockCopy]:
-        """Those that were done since the last call. Raises what a copy raised."""
+        """Those that were done since the last call, on every rank. Raises what a copy raised."""
         return [] if self._host_copies is None else self._host_copies.take_done()
 
     def wait_for_copies(self) -> bool:
-        """Until there is one to be taken. False: none is under way."""
+        """Until there is one to be taken. False: none is under way. Raises as `take_copied`."""
         return self._host_copies is not None and self._host_copies.wait()
 
     def on_copied(self, wake: Callable[[], object]) -> None:
@@ -87,22 +87,10 @@ class Executor:
 
     def _make_host_copies(self, config: EngineConfig) -> HostCopies | None:
         """Of as many blocks as there is to be room for. Raises `ValueError` where that is none, or too many."""
-        offloading_bytes = config.cache.kv_offloading_bytes
-        if not offloading_bytes:
-            return None
-        block_bytes = self.kv_shape.all_layers_bytes
-        num_host_blocks = offloading_bytes // block_bytes
-        if not num_host_blocks:
-            raise ValueError(
-                f"kv_offloading_size must be at least {block_bytes / GIB:.3g}, one block of all layers, is "
-                f"{offloading_bytes / GIB:.3g}"
-            )
-        if config.device.device != "cpu":
-            report(f"pinning {offloading_bytes / GIB:g} GiB of host memory")
-        try:
-            return HostCopies(self.kv_pool, num_host_blocks)
-        except RuntimeError as error:
-            raise ValueError(
-                f"kv_offloading_size is {offloading_bytes / GIB:g}, and the host has not so much memory for it: lower "
-                f"it ({str(error).splitlines()[0]})"
-            ) from error
+        num_blocks = num_host_blocks(config, self._worker.kv_shape)
+        if num_blocks and config.device.device != "cpu":
+            report(f"pinning {config.cache.kv_offloading_bytes / GIB:g} GiB of host memory")
+        return self._host_copies_of(num_blocks) if num_blocks else None
+
+    def _host_copies_of(self, num_blocks: int) -> HostCopies:
+        return HostCopies(self.kv_pool, num_blocks)

@@ -23,7 +23,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from engine.kv_cache import as_movable
+from engine.config import GIB, EngineConfig
+from engine.kv_cache import KVCacheShape, as_movable
 from engine.scheduling.offloading import BlockCopy
 
 COPIES_AT_ONCE = 16
@@ -32,11 +33,24 @@ PIECE_BYTES = 256 << 20
 """Of the host's memory, allocated at once: torch rounds what it pins up to a power of two."""
 
 
+def num_host_blocks(config: EngineConfig, shape: KVCacheShape) -> int:
+    """For how many host memory has room: for equally many on every rank, whose pool's shape this is. 0: nothing is
+    offloaded. Raises `ValueError` where there is no room for one."""
+    offloading_bytes = config.cache.kv_offloading_bytes
+    block_bytes = config.parallel.tensor_parallel_size * shape.all_layers_bytes
+    if 0 < offloading_bytes < block_bytes:
+        raise ValueError(
+            f"kv_offloading_size must be at least {block_bytes / GIB:.3g}, one block of all layers, is "
+            f"{offloading_bytes / GIB:.3g}"
+        )
+    return offloading_bytes // block_bytes
+
+
 class HostCopies:
-    """`begin`, `take_done` and `wait` are the stepping thread's."""
+    """`begin`, `take_done` and `wait` are the stepping thread's where there is one, and may be any thread's."""
 
     def __init__(self, pool: torch.Tensor, num_host_blocks: int) -> None:
-        """`pool`: [layer, block, …], contiguous, as long as this object lives. Raises `RuntimeError` where there is not
+        """`pool`: [layer, block, …], contiguous, as long as this object lives. Raises `ValueError` where there is not
         so much memory."""
         self.num_blocks = num_host_blocks
         self._device = pool.device
@@ -44,12 +58,7 @@ class HostCopies:
         pool_LNE = as_movable(pool).flatten(2)
         num_layers, _, size = pool_LNE.shape
         self._num_in_piece = max(1, PIECE_BYTES // (num_layers * size * pool.itemsize))
-        nums_blocks = [
-            min(self._num_in_piece, num_host_blocks - first) for first in range(0, num_host_blocks, self._num_in_piece)
-        ]
-        pieces_HLE = [
-            torch.empty((n, num_layers, size), dtype=pool_LNE.dtype, pin_memory=is_pinned) for n in nums_blocks
-        ]
+        pieces_HLE = self._allocate(pool_LNE, is_pinned=is_pinned)
         # On a CPU numpy's: torch would share a copy out among threads of its own, beside those of the steps.
         self._pool_LNE: Any = pool_LNE if is_pinned else _as_array(pool_LNE)
         self._pieces_HLE: list[Any] = pieces_HLE if is_pinned else [_as_array(piece) for piece in pieces_HLE]
@@ -76,7 +85,7 @@ class HostCopies:
 
     def take_done(self) -> list[BlockCopy]:
         """Those that were done since the last call. Raises what a copy raised: the pool may be anything then."""
-        if not self._num_open:
+        if not (self._num_open or self._error):
             return []
         with self._changed:
             if self._error is not None:
@@ -86,9 +95,11 @@ class HostCopies:
         return done
 
     def wait(self) -> bool:
-        """Until there is something to be taken. False: nothing is under way."""
+        """Until there is something to be taken. False: nothing is under way. Raises as `take_done`."""
         with self._changed:
             self._changed.wait_for(lambda: self._done or self._error or not self._num_open)
+            if self._error is not None:
+                raise self._error
             return bool(self._num_open)
 
     def close(self) -> None:
@@ -97,6 +108,19 @@ class HostCopies:
             self._is_closing = True
             self._changed.notify_all()
         self._thread.join()
+
+    def _allocate(self, pool_LNE: torch.Tensor, *, is_pinned: bool) -> list[torch.Tensor]:
+        num_layers, _, size = pool_LNE.shape
+        firsts = range(0, self.num_blocks, self._num_in_piece)
+        nums_blocks = [min(self._num_in_piece, self.num_blocks - first) for first in firsts]
+        try:
+            return [torch.empty((n, num_layers, size), dtype=pool_LNE.dtype, pin_memory=is_pinned) for n in nums_blocks]
+        except RuntimeError as error:
+            size_gib = self.num_blocks * num_layers * size * pool_LNE.itemsize / GIB
+            raise ValueError(
+                f"kv_offloading_size: the host has no {size_gib:.1f} GiB for what one process is to keep there: lower "
+                f"it ({str(error).splitlines()[0]})"
+            ) from error
 
     # -- this object's thread -----------------------------------------------------------------------------------
 
@@ -142,7 +166,7 @@ class HostCopies:
     def _tell(self, copies: list[BlockCopy], error: BaseException | None) -> None:
         with self._changed:
             self._done += copies
-            self._error = error
+            self._error = self._error or error
             self._changed.notify_all()
         self.on_done()
 
