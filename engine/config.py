@@ -260,8 +260,9 @@ class EngineArgs:
     kv_offloading_size: float = field(
         default=0.0,
         metadata={
-            "help": "GiB of host memory beside the pool: cached blocks are copied there before others take their "
-            "place, and back when a prompt begins with them. For GPUs; on a CPU a larger pool does the same. 0: none."
+            "help": "GiB of host memory beside the pool, of all ranks together: cached blocks are copied there before "
+            "others take their place, and back when a prompt begins with them. For GPUs; on a CPU a larger pool does "
+            "the same. 0: none."
         },
     )
     max_num_seqs: int = field(default=256, metadata={"help": "Most sequences in one step."})

@@ -1,5 +1,6 @@
-"""`python -m worker_service.rank FD RANK MEETING_FILE POOL_FD`: another rank of a worker on several GPUs. Computes as
-`engine.tensor_parallel` does, and does with the blocks of its pool what rank 0 asks over POOL_FD (rank_pool.py)."""
+"""`python -m worker_service.rank FD COPIES_FD RANK MEETING_FILE POOL_FD`: another rank of a worker on several GPUs.
+Computes as `engine.tensor_parallel` does, and does with the blocks of its pool what rank 0 asks over POOL_FD
+(rank_pool.py)."""
 
 from __future__ import annotations
 
@@ -14,14 +15,14 @@ from worker_service.pool_memory import transfer_pool
 from worker_service.rank_pool import PoolServer
 
 
-def main(fd: int, rank: int, meeting_file: Path, pool_fd: int) -> int:
+def main(fd: int, copies_fd: int, rank: int, meeting_file: Path, pool_fd: int) -> int:
     connection: Connection[bytes, bytes] = Connection(pool_fd)
 
     def serve_pool(config: EngineConfig, worker: Worker) -> None:
         PoolServer(transfer_pool(worker.kv_pool, worker.kv_shape, config.cache.kv_order), connection).start()
 
-    return run_rank(fd, rank, meeting_file, serve_pool)
+    return run_rank(fd, copies_fd, rank, meeting_file, serve_pool)
 
 
 if __name__ == "__main__":
-    sys.exit(main(int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3]), int(sys.argv[4])))
+    sys.exit(main(int(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), Path(sys.argv[4]), int(sys.argv[5])))

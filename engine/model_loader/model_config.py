@@ -97,7 +97,7 @@ def make_engine_config(args: EngineArgs, folder: Path) -> EngineConfig:
         num_blocks=num_blocks,
         gpu_memory_utilization=args.gpu_memory_utilization,
         enable_prefix_caching=args.enable_prefix_caching,
-        kv_offloading_bytes=_offloading_bytes(args, device),
+        kv_offloading_bytes=_offloading_bytes(args),
         kv_order=kv_order_of(backend, shape),
     )
     return EngineConfig(
@@ -322,14 +322,9 @@ def _num_blocks(args: EngineArgs, model: ModelConfig, device: str, kv_dtype: str
     return num_blocks
 
 
-def _offloading_bytes(args: EngineArgs, device: str) -> int:
+def _offloading_bytes(args: EngineArgs) -> int:
     if args.kv_offloading_size and not args.enable_prefix_caching:
         raise ValueError("kv_offloading_size must be 0 without enable_prefix_caching: nothing is looked for there")
-    if args.kv_offloading_size and device == "cuda" and args.tensor_parallel_size > 1:
-        raise ValueError(
-            f"kv_offloading_size must be 0 with several GPUs (tensor_parallel_size={args.tensor_parallel_size}): only "
-            "rank 0's KV could be copied"
-        )
     most = memory_bytes("cpu") / GIB
     if args.kv_offloading_size > most:
         raise ValueError(

@@ -1,4 +1,4 @@
-"""`python -m engine.tensor_parallel FD RANK MEETING_FILE`: one rank other than 0 (rank.py)."""
+"""`python -m engine.tensor_parallel FD COPIES_FD RANK MEETING_FILE`: one rank other than 0 (rank.py)."""
 
 from __future__ import annotations
 
@@ -8,4 +8,4 @@ from pathlib import Path
 from engine.tensor_parallel.rank import run_rank
 
 if __name__ == "__main__":
-    sys.exit(run_rank(int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3])))
+    sys.exit(run_rank(int(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), Path(sys.argv[4])))

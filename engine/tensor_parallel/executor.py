@@ -14,10 +14,13 @@ import torch
 from engine.config import EngineConfig
 from engine.kv_cache import KVCacheShape, KVMemory
 from engine.running.executor import Executor
+from engine.running.host_copies import HostCopies
 from engine.running.worker import Worker
 from engine.sampling.sampled_tokens import SampledTokens
+from engine.scheduling.offloading import BlockCopy
 from engine.scheduling.sequence import BlockExport, OnLayerWritten, SchedulerOutput
 from engine.tensor_parallel.group import RankGroup
+from engine.tensor_parallel.rank_copies import RankCopies
 from engine.tensor_parallel.rank_processes import RankProcesses
 from engine.tensor_parallel.rank_watch import RankWatch
 
@@ -77,6 +80,24 @@ class TensorParallelExecutor(Executor):
         with self._watch.taking():
             return tokens.wait()
 
+    def copy_blocks(self, copies: list[BlockCopy]) -> None:
+        """Raises `RankLost` where a rank has ended."""
+        assert self._watch is not None
+        with self._watch.taking():
+            super().copy_blocks(copies)
+
+    def take_copied(self) -> list[BlockCopy]:
+        """Raises `RankLost` where a rank has ended."""
+        assert self._watch is not None
+        with self._watch.taking():
+            return super().take_copied()
+
+    def wait_for_copies(self) -> bool:
+        """Raises `RankLost` where a rank has ended."""
+        assert self._watch is not None
+        with self._watch.taking():
+            return super().wait_for_copies()
+
     def close(self) -> None:
         super().close()
         self._ranks.close()
@@ -90,6 +111,11 @@ class TensorParallelExecutor(Executor):
         self._pool, fd = self._memory.allocate_shared(self._shape_of_all(shape))
         self._ranks.tell_pool(fd, shape.num_blocks)
         return self._pool[: shape.num_layers]
+
+    def _host_copies_of(self, num_blocks: int) -> HostCopies:
+        if self._pool is not None:  # this process has all
+            return super()._host_copies_of(num_blocks)
+        return RankCopies(self.kv_pool, num_blocks, self._ranks.copy_connections)
 
     def _shape_of_all(self, shape: KVCacheShape) -> KVCacheShape:
         return replace(shape, num_layers=self._num_ranks * shape.num_layers)

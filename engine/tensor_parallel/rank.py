@@ -2,6 +2,8 @@
 
 run_rank ──"here"──> all meet ──> loaded ──on_loaded──> computes what it is told, step by step, until its connection
                                                         ends: then its engine has, and so does this process at once
+
+Beside the steps, on threads of their own, it copies blocks to host memory and back (rank_copies.py).
 """
 
 from __future__ import annotations
@@ -23,9 +25,11 @@ import torch
 
 from engine.config import EngineConfig
 from engine.kv_cache import KV_DTYPES, KVCacheShape, KVMemory
+from engine.running.host_copies import HostCopies, num_host_blocks
 from engine.running.worker import Worker
 from engine.step_input import StepInput
 from engine.tensor_parallel.group import RankGroup
+from engine.tensor_parallel.rank_copies import follow_copies
 from engine.tensor_parallel.rank_processes import CONFIG, HERE
 
 PR_SET_PDEATHSIG = 1
@@ -34,11 +38,13 @@ PR_SET_PDEATHSIG = 1
 
 def run_rank(
     fd: int,
+    copies_fd: int,
     rank: int,
     meeting_file: Path,
     on_loaded: Callable[[EngineConfig, Worker], None] = lambda config, worker: None,
 ) -> int:
-    """Until its engine ends. Returns the exit code. `on_loaded`: called before the first step."""
+    """Until its engine ends. Returns the exit code. `fd` and `copies_fd`: what it is told by, of steps and of copies
+    (rank_copies.py). `on_loaded`: called before the first step."""
     _be_killed_with_engine()
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)  # meant for the engine's process, which lets running answers finish
@@ -55,6 +61,9 @@ def run_rank(
     group = RankGroup(rank, config.parallel.tensor_parallel_size, config.device.device, meeting_file)
     try:
         worker = Worker(config, None, allocate, group)
+        num_blocks = 0 if config.device.device == "cpu" else num_host_blocks(config, worker.kv_shape)
+        if num_blocks:
+            follow_copies(HostCopies(worker.kv_pool, num_blocks), Connection(copies_fd))
     except ValueError as error:
         print(f"tandem: rank {rank}: {error}", file=sys.stderr, flush=True)  # noqa: T201
         return 2

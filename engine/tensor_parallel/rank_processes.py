@@ -3,7 +3,7 @@
     RankProcesses(config, …) ──start, configuration──> "here" ──> all meet (group.py), and load
            └── tell_pool, then tell once a step ──> … ── close, or this process' end, whatever it is ──> they end
 
-Owns the processes and a connection to each, which carries bytes, never pickles.
+Owns the processes and two connections to each, for steps and for copies, which carry bytes, never pickles.
 
 Where a rank ends, exchanges of the others fail over gloo. NCCL's do not: on the device they wait for it, and whoever
 waits for the device does. Once all have loaded, `RankWatch` ends that wait (rank_watch.py). Before, there may be no
@@ -21,6 +21,7 @@ import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from itertools import chain
 from multiprocessing.connection import Connection, Pipe
 
 from pydantic import TypeAdapter
@@ -52,8 +53,11 @@ class RankProcesses:
         self.meeting_file = self._folder.path / "meeting"
         self._processes: list[subprocess.Popen[bytes]] = []
         self._connections: list[Connection[bytes, bytes]] = []
+        self.copy_connections: list[Connection[bytes, bytes]] = []
+        """See rank_copies.py. Whoever looks at them ends that before `close`."""
         self._watches: list[RankWatch] = []
-        self._close = weakref.finalize(self, _close, self._watches, self._processes, self._connections, self._folder)
+        connections = self._connections, self.copy_connections
+        self._close = weakref.finalize(self, _close, self._watches, self._processes, connections, self._folder)
         for rank in range(1, config.parallel.tensor_parallel_size):
             self._start(rank, memory.rank_program(config.device.device))
         self._send(CONFIG.dump_json(config))
@@ -102,10 +106,12 @@ class RankProcesses:
 
     def _start(self, rank: int, program: RankProgram) -> None:
         ours, theirs = Pipe()
+        our_copies, their_copies = Pipe()
         self._connections.append(ours)
-        with theirs, program.connection or nullcontext():
-            fds = [each.fileno() for each in (theirs, program.connection) if each is not None]
-            arguments = [str(fds[0]), str(rank), str(self.meeting_file), *map(str, fds[1:])]
+        self.copy_connections.append(our_copies)
+        with theirs, their_copies, program.connection or nullcontext():
+            fds = [each.fileno() for each in (theirs, their_copies, program.connection) if each is not None]
+            arguments = [*map(str, fds[:2]), str(rank), str(self.meeting_file), *map(str, fds[2:])]
             command = [sys.executable, "-m", program.module, *arguments]
             self._processes.append(subprocess.Popen(command, pass_fds=fds, stdin=subprocess.DEVNULL))
 
@@ -140,13 +146,13 @@ def _watch(processes: Sequence[subprocess.Popen[bytes]], is_left: threading.Even
 def _close(
     watches: Sequence[RankWatch],
     processes: Sequence[subprocess.Popen[bytes]],
-    connections: Sequence[Connection[bytes, bytes]],
+    connections: tuple[Sequence[Connection[bytes, bytes]], Sequence[Connection[bytes, bytes]]],
     folder: OwnedFolder,
 ) -> None:
     # First: a connection that somebody still looks at stays open when it is closed, and its rank would not hear of it.
     for watch in watches:
         watch.close()
-    for connection in connections:
+    for connection in chain(*connections):
         connection.close()
     for process in processes:
         try:

@@ -58,7 +58,8 @@ class RankWatch:
 
     @contextmanager
     def taking(self) -> Iterator[None]:
-        """A step's tokens from the device, waiting for them. Raises `RankLost`: what was taken is not to be used."""
+        """A step's tokens from the device, or what else all ranks do, waiting for it. Raises `RankLost`: what was taken
+        is not to be used."""
         with self._state.within():
             yield
 

@@ -8,11 +8,14 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 import textwrap
+import threading
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -29,7 +32,9 @@ from pretend_gpu.__main__ import write_python
 from pretend_gpu.engines import make_engine
 from quantized_checkpoints import FORMS, llama_tensors, quantized, save_checkpoint
 
+from engine.config import GIB
 from engine.llm_engine import LLMEngine
+from engine.running.executor import RankLost
 from kv_transfer import KVPool
 from worker_service.pool_memory import PoolMemory
 
@@ -98,6 +103,35 @@ def test_two_prefill_and_two_others_decode(pair: Pair, tmp_path: Path, transport
     assert tokens == alone(make_engine(tmp_path, config, device="cpu"), prompt, GREEDY)
     for each in (prefill, decode):
         assert each.engine.audit()[1] == []
+
+
+def test_blocks_go_to_host_memory_and_back_on_each_rank(tmp_path: Path) -> None:
+    """The same answers as without; and a rank that ends leaves nobody waiting for what it was to copy."""
+    params = replace(GREEDY, max_tokens=2)
+    prompts = [[5 + (number + 7 * i) % 50 for i in range(14)] for number in (*range(5), 0, 1)]
+    one = make_engine(tmp_path, CONFIG, device="cpu")
+    settings: dict[str, Any] = {"num_kv_blocks": 12, "max_model_len": 40, "max_num_seqs": 1}
+    settings |= {"max_num_batched_tokens": 16, "tensor_parallel_size": 2, "kv_offloading_size": 2**18 / GIB}
+    with two_gpus(tmp_path), closing(make_engine(tmp_path, CONFIG, **settings)) as engine:
+        assert engine.executor.num_host_blocks == 2**18 / (2 * engine.executor.kv_shape.all_layers_bytes)
+        for prompt in prompts:
+            assert alone(engine, prompt, params) == alone(one, prompt, params)
+            while engine.executor.wait_for_copies():
+                engine.step()
+        assert engine.stats.num_loaded_tokens == engine.stats.num_prefix_hits_tokens == 2 * 12
+
+        woken = threading.Event()
+        engine.wake_by(woken.set)
+        [pid] = engine.executor.rank_pids
+        os.kill(pid, signal.SIGSTOP)
+        engine.add_request("r", prompts[2], params)
+        engine.step()
+        assert engine.is_idle
+        os.kill(pid, signal.SIGKILL)
+        assert woken.wait(60.0)
+        for wait in (engine.executor.wait_for_copies, engine.step):
+            with pytest.raises(RankLost, match=r"^rank 1 of the engine has ended with SIGKILL"):
+                wait()
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,121 @@
+"""Copies blocks between pools and host memory on several GPUs: each rank its own part of a block, in its own process.
+
+    rank 0's RankCopies: begin ──copies──> follow_copies: begin          (and HostCopies on both, of its own pool)
+              take_done <── done on all ──┬── done here
+                                          └──────copies───── done there
+
+Owns the threads that read. A connection of their own, beside that of the steps, carries them: a rank that is launching
+a step hears of a copy, and tells of one. On both ends somebody reads who never writes: no two wait for each other.
+
+A copy needs no more order than on one GPU. What is saved: rank 0 has the tokens of the steps that computed it, and no
+sum of theirs ended on its device before every rank's had come to it, behind all that it wrote and read until then. What
+is loaded is on every rank's device when rank 0 hears of it, and the steps that read it are told of afterwards.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import traceback
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
+from multiprocessing.connection import Connection, Pipe, wait
+
+import numpy as np
+import torch
+
+from engine.running.executor import RankLost
+from engine.running.host_copies import HostCopies
+from engine.scheduling.offloading import BlockCopy
+
+LEFT = b"left"
+LOST = "a rank of the engine has ended; what it said stands above"
+
+
+class RankCopies(HostCopies):
+    """Rank 0's, and by it all ranks': a copy is done when each has done it. Raises `RankLost` where one ends."""
+
+    def __init__(
+        self, pool: torch.Tensor, num_host_blocks: int, connections: Sequence[Connection[bytes, bytes]]
+    ) -> None:
+        """`connections`: to `follow_copies` of all others."""
+        self._connections = connections
+        self._nums_missing: dict[BlockCopy, int] = {}
+        """Ranks that have not done it, by what is under way."""
+        self._wakes, self._woken = Pipe()
+        super().__init__(pool, num_host_blocks)
+        self._reader = threading.Thread(target=self._read, name="rank-copies", daemon=True)
+        self._reader.start()
+
+    def begin(self, copies: Iterable[BlockCopy]) -> None:
+        copies = list(copies)
+        with self._changed:
+            self._nums_missing |= dict.fromkeys(copies, 1 + len(self._connections))
+        super().begin(copies)
+        try:
+            for connection in self._connections:
+                connection.send_bytes(_to_bytes(copies))
+        except OSError as error:
+            raise RankLost(LOST) from error
+
+    def close(self) -> None:
+        # Said, not closed: a process that was forked off meanwhile has this end, too.
+        self._wakes.send_bytes(LEFT)
+        self._reader.join()
+        super().close()
+
+    def _tell(self, copies: list[BlockCopy], error: BaseException | None) -> None:
+        """By one rank, on any thread."""
+        with self._changed:
+            done = [copy for copy in copies if self._is_last(copy)]
+        if done or error:
+            super()._tell(done, error)
+
+    def _is_last(self, copy: BlockCopy) -> bool:
+        self._nums_missing[copy] -= 1
+        if self._nums_missing[copy]:
+            return False
+        del self._nums_missing[copy]
+        return True
+
+    def _read(self) -> None:
+        try:
+            while self._woken not in (ready := wait([self._woken, *self._connections])):
+                for connection in ready:
+                    assert isinstance(connection, Connection)
+                    self._tell(_from_bytes(connection.recv_bytes()), None)
+        except (EOFError, OSError):
+            self._tell([], RankLost(LOST))
+        except BaseException as error:
+            self._tell([], error)
+
+
+def follow_copies(copies: HostCopies, connection: Connection[bytes, bytes]) -> None:
+    """On another rank, from now on: what rank 0 begins is begun here, too. Where a copy fails, this process ends."""
+
+    def tell() -> None:
+        try:
+            done = copies.take_done()
+        except BaseException:
+            traceback.print_exc()
+            os._exit(1)  # rank 0 hears of that
+        with suppress(OSError):  # it has ended, and so does this process
+            connection.send_bytes(_to_bytes(done))
+
+    def follow() -> None:
+        with suppress(EOFError, OSError):
+            while True:
+                copies.begin(_from_bytes(connection.recv_bytes()))
+
+    copies.on_done = tell
+    tell()  # of what went wrong before
+    threading.Thread(target=follow, name="rank-copies", daemon=True).start()
+
+
+def _to_bytes(copies: list[BlockCopy]) -> bytes:
+    return np.array(copies, dtype=np.int64).tobytes()
+
+
+def _from_bytes(message: bytes) -> list[BlockCopy]:
+    numbers = np.frombuffer(message, dtype=np.int64).reshape(-1, len(BlockCopy._fields)).tolist()
+    return [BlockCopy(bool(is_load), block_id, host_block_id) for is_load, block_id, host_block_id in numbers]
