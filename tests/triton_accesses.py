@@ -114,6 +114,11 @@ class Launch:
         return addresses, self.program, self._num_accesses
 
     def _check_bounds(self, verb: str, addresses: NDArray[np.uint64], num_bytes: int) -> None:
+        if not addresses.size:
+            return
+        first, last = addresses.min(), addresses.max() + num_bytes
+        if any(begin <= first and last <= end for begin, end in self._ranges):
+            return
         is_inside = np.zeros(addresses.shape, dtype=bool)
         for begin, end in self._ranges:
             is_inside |= (addresses >= np.uint64(begin)) & (addresses <= np.uint64(max(end - num_bytes, 0)))

@@ -12,8 +12,10 @@ added up in one way, whatever their shape.
 
 It puts its own operations into Triton's language anew at each call of a function by a kernel, though they are there
 since the launch: half of the time. `_patch_language_once` leaves that out. It makes, checks and writes out the shape of
-each result anew: `_share_shapes` keeps one of each. It computes sums and products of integers again, in 64 bits, and
-says nothing where they differ: with `_watch_overflows` that is quicker, and an `OverflowError`.
+each result anew: `_share_shapes` keeps one of each. It asks of which type the sum of two numbers is, makes constants
+and looks whether data fit their types, at each operation: `_spare_checks` leaves out what is known. It computes sums
+and products of integers again, in 64 bits, and says nothing where they differ: with `_watch_overflows` that is quicker,
+and an `OverflowError`.
 
 Its rounding to 8-bit floats loses the carry from the fraction into the exponent. `_teach_float8` leaves it to torch,
 but makes NaN of what is too large, where a GPU saturates: a kernel that relies on that is found out.
@@ -23,7 +25,7 @@ from __future__ import annotations
 
 import math
 import os
-from functools import cache
+from functools import cache, cached_property
 from typing import Any
 
 import numpy as np
@@ -37,6 +39,9 @@ import engine.attention.choice
 
 LARGEST_ROUNDED = 464.0
 """What is nearer to the largest 8-bit float than to the next one, if there was one."""
+
+UNCHANGED = ("int32", "int64", "fp32")
+"""What a sum or product of two such numbers is again."""
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 ON_CPU = os.environ.get("TRITON_ON_CPU", "interpreted")
@@ -131,7 +136,15 @@ def _patch_language_once() -> None:
     def _get_np_dtype(of: Any) -> Any:
         return of_scalar(of) if type(of) is tl.dtype else kept_as(of)
 
-    interpreter._patch_lang = _patch_lang
+    def _patch_attr(namespace: Any, name: str, member: Any, builder: Any, scope: Any) -> None:
+        function = getattr(member, "__wrapped__", member)  # what it is wrapped in asks whether it has semantics
+
+        def interpreted(*args: Any, _semantic: Any = None, **kwargs: Any) -> Any:
+            return function(*args, **kwargs, _semantic=interpreter.interpreter_semantic)
+
+        scope.set_attr(namespace, name, interpreted)
+
+    interpreter._patch_lang, interpreter._patch_attr = _patch_lang, _patch_attr
     interpreter._get_np_dtype = lambda of: _get_np_dtype(of.element_ty if type(of) is tl.block_type else of)
 
 
@@ -140,38 +153,86 @@ def _share_shapes() -> None:
     from triton.runtime.interpreter import interpreter_semantic
 
     make_block_type, broadcast = tl.block_type.__init__, interpreter_semantic.broadcast_impl_value
-    of_types: dict[tuple[int, ...], tuple[tl.tuple, int, str]] = {}
-    of_tensors: dict[tuple[int, ...], tuple[tl.tuple, tl.constexpr]] = {}
+    by_sizes: dict[tuple[int, ...], tuple[Any, ...]] = {}
+    by_id: dict[int, tuple[Any, ...]] = {}  # of shapes that are shared, which live on
 
     def init_block_type(self: Any, element_ty: Any, shape: Any) -> None:
-        sizes = tuple(size.value if type(size) is tl.constexpr else size for size in shape)
-        shared = of_types.get(sizes) if all(type(size) is int for size in sizes) else None
+        shared = by_id.get(id(shape))
+        if shared is None:
+            sizes = tuple(size.value if type(size) is tl.constexpr else size for size in shape)
+            shared = by_sizes.get(sizes)
         if shared is None:
             make_block_type(self, element_ty, shape)
-            of_types[sizes] = self.shape, self.numel, str(self.shape)
-            return
+            of_tensors = tl.tuple([tl.constexpr(size) for size in sizes]), tl.constexpr(math.prod(sizes))
+            by_sizes[sizes] = by_id[id(self.shape)] = shared = self.shape, self.numel, *of_tensors
         self.element_ty = element_ty
-        self.shape, self.numel, name = shared
-        self.name = f"<{name}, {element_ty}>"
+        self.shape, self.numel, self.shape_of_tensors, self.numel_of_tensors = shared
+
+    no_shape, one = tl.tuple([]), tl.constexpr(1)
 
     def init_tensor(self: Any, handle: Any, type: Any) -> None:
         self.handle, self.type, self.dtype = handle, type, type.scalar
-        sizes = tuple(type.shape.values) if type.is_block() else ()
-        shared = of_tensors.get(sizes)
-        if shared is None:
-            shape = tl.tuple([tl.constexpr(size) for size in sizes])
-            of_tensors[sizes] = shared = shape, tl.constexpr(math.prod(sizes))
-        self.shape, self.numel = shared
+        is_block = type.is_block()
+        self.shape, self.numel = (type.shape_of_tensors, type.numel_of_tensors) if is_block else (no_shape, one)
 
-    def broadcast_impl_value(lhs: Any, rhs: Any) -> Any:
-        are_alike = lhs.type.is_block() and rhs.type.is_block() and lhs.type.shape is rhs.type.shape
-        return (lhs, rhs) if are_alike else broadcast(lhs, rhs)
+    broadcasts: dict[tuple[int, int], tuple[tuple[int, ...], Any]] = {}
+
+    def broadcast_impl_value(lhs: Any, rhs: Any) -> tuple[Any, Any]:
+        shapes = [x.type.shape if type(x.type) is tl.block_type else None for x in (lhs, rhs)]
+        if shapes[0] is shapes[1]:
+            return lhs, rhs
+        key = id(shapes[0]), id(shapes[1])
+        if key not in broadcasts:
+            shape = broadcast(lhs, rhs)[0].type.shape
+            broadcasts[key] = tuple(shape), shape
+        sizes, shape = broadcasts[key]
+        first, second = (
+            x if of_x is shape else tl.tensor(_spread(x.handle, sizes), tl.block_type(x.dtype, shape))
+            for x, of_x in zip((lhs, rhs), shapes, strict=True)
+        )
+        return first, second
 
     is_equal, cast = tl.dtype.__eq__, interpreter_semantic.cast
     tl.block_type.__init__, tl.tensor.__init__ = init_block_type, init_tensor
+    tl.block_type.name = cached_property(lambda self: f"<{self.shape}, {self.element_ty}>")
+    tl.block_type.name.__set_name__(tl.block_type, "name")
     tl.dtype.__eq__ = lambda self, other: self is other or is_equal(self, other)
     interpreter_semantic.cast = lambda x, to, *rest: x if x.dtype is to.scalar else cast(x, to, *rest)
     interpreter_semantic.broadcast_impl_value = broadcast_impl_value
+
+
+def _spread(handle: Any, sizes: tuple[int, ...]) -> Any:
+    data = np.empty(sizes, handle.data.dtype)  # a view of the same number everywhere takes longer to make
+    data[...] = handle.data
+    return type(handle)(data, handle.dtype.scalar)
+
+
+def _spare_checks() -> None:
+    import triton.language as tl
+    from triton.runtime import interpreter
+
+    semantic, handle_type = interpreter.interpreter_semantic, interpreter.TensorHandle
+    check_types, constant_of = semantic.binary_op_type_checking_impl, semantic.scalar_constant
+    constants: dict[tuple[type, Any, str], Any] = {}
+
+    def binary_op_type_checking_impl(lhs: Any, rhs: Any, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
+        if type(lhs) is type(rhs) is tl.tensor and lhs.dtype is rhs.dtype and lhs.dtype.name in UNCHANGED:
+            return semantic.broadcast_impl_value(lhs, rhs)
+        return check_types(lhs, rhs, *args, **kwargs)
+
+    def scalar_constant(value: Any, dtype: Any) -> Any:
+        key = type(value), value, dtype
+        if key not in constants:
+            constants[key] = constant_of(value, dtype)
+        return constants[key]
+
+    def init_handle(self: Any, data: Any, dtype: Any) -> None:
+        self.data, self.dtype, self.attr = data, dtype, {}
+        assert type(dtype) is tl.pointer_type or 8 * data.itemsize <= max(dtype.primitive_bitwidth, 8)
+
+    semantic.binary_op_type_checking_impl, semantic.scalar_constant = binary_op_type_checking_impl, scalar_constant
+    handle_type.__init__ = init_handle
+    interpreter.interpreter_builder.create_splat = lambda to, x: _spread(x, tuple(to.shape))
 
 
 def _watch_overflows() -> None:
@@ -205,5 +266,6 @@ elif DEVICE == "cpu":
     _teach_float8()
     _patch_language_once()
     _share_shapes()
+    _spare_checks()
     _watch_overflows()
     watch_launches()
