@@ -20,4 +20,7 @@ def num_held(text: str, words: Iterable[str]) -> int:
 
 
 def _num_held(text: str, word: str) -> int:
-    return next((n for n in range(min(len(text), len(word) - 1), 0, -1) if word.startswith(text[-n:])), 0)
+    at = text.find(word[:1], max(len(text) - len(word) + 1, 0))
+    while at >= 0 and not word.startswith(text[at:]):
+        at = text.find(word[:1], at + 1)
+    return len(text) - at if at >= 0 else 0
