@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
 from itertools import chain
 from typing import Any
 
@@ -30,6 +30,14 @@ def outcome(told: Iterable[Told]) -> Outcome:
         assert piece.index == len(calls) - 1
         calls[-1] = (calls[-1][0], calls[-1][1] + piece.arguments)
     return "".join(each.content for each in told), calls
+
+
+def told_before_each_character(push: Callable[[str], Told], text: str) -> Iterator[list[Told]]:
+    """All that a reader has told of a text whose characters come one by one."""
+    told: list[Told] = []
+    for character in text:
+        yield told
+        told.append(push(character))
 
 
 def said(parser: str, *calls: Call) -> str:

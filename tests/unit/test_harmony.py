@@ -8,13 +8,13 @@ import time
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tool_call_cases import outcome
+from tool_call_cases import outcome, told_before_each_character
 
 from router.text.calls.harmony import WORDS, Header, header_of
 from router.text.calls.heads import MAX_HEAD_CHARS
 from router.text.harmony import HarmonyParser, header_at_end_of
 from router.text.reasoning import Harmony, opened_by, reasoning_of
-from router.text.tool_calls import ToolCallParser
+from router.text.tool_calls import Told, ToolCallParser
 from router.text.tool_formats import FORMATS
 
 Outcome = tuple[str, str, list[tuple[str, str]]]
@@ -43,6 +43,10 @@ def parse(pieces: list[str], *, is_whole: bool = True, has_tools: bool = True, o
     told = [reader.push(piece) for piece in pieces]
     if is_whole:
         told.append(reader.finish())
+    return joined(told)
+
+
+def joined(told: list[Told]) -> Outcome:
     return "".join(each.reasoning for each in told), *outcome(told)
 
 
@@ -112,9 +116,9 @@ def test_what_is_thought_said_and_called(text: str, thought: str, said: str, cal
 def test_what_is_told_is_the_same_wherever_it_is_cut(text: str) -> None:
     """At each position: up to there, and then the rest at once."""
     whole = parse([text])
-    for position in range(len(text)):
+    for position, told in enumerate(told_before_each_character(parser().push, text)):
         begun = text[:position]
-        assert parse(list(begun), is_whole=False) == parse([begun], is_whole=False)
+        assert joined(told) == parse([begun], is_whole=False)
         assert parse([begun, text[position:]]) == whole
 
 

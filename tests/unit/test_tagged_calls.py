@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tool_call_cases import Outcome, held, is_in, outcome, said, text_of
+from tool_call_cases import Outcome, held, is_in, outcome, said, text_of, told_before_each_character
 
 from router.text.calls.call_format import CannotBeHeld, Tool
 from router.text.calls.free_text import text_without
@@ -169,9 +169,9 @@ CASES = [
 def test_calls_and_what_is_none(parser: str, text: str, expected: Outcome) -> None:
     whole = parse(parser, [text])
     assert whole == expected
-    for position in range(len(text)):
+    for position, told in enumerate(told_before_each_character(reader_of(parser).push, text)):
         begun = text[:position]
-        assert parse(parser, list(begun), is_whole=False) == parse(parser, [begun], is_whole=False)
+        assert outcome(told) == parse(parser, [begun], is_whole=False)
         assert parse(parser, [begun, text[position:]]) == whole
 
 

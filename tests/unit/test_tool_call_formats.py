@@ -7,7 +7,7 @@ from functools import partial
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tool_call_cases import Outcome, held, is_in, mistral_list, outcome, said
+from tool_call_cases import Outcome, held, is_in, mistral_list, outcome, said, told_before_each_character
 
 from router.text.calls.call_format import Tool
 from router.text.calls.heads import MAX_HEAD_CHARS
@@ -23,8 +23,12 @@ D = "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>"
 SEP, END, ENDS = "<｜tool▁sep｜>", "<｜tool▁call▁end｜>", "<｜tool▁call▁end｜><｜tool▁calls▁end｜>"
 
 
+def reader_of(parser: str) -> ToolCallParser:
+    return ToolCallParser(FORMATS[parser], NAMES, lambda index: f"id-{index}")
+
+
 def parse(parser: str, pieces: list[str], *, is_whole: bool = True) -> Outcome:
-    reader = ToolCallParser(FORMATS[parser], NAMES, lambda index: f"id-{index}")
+    reader = reader_of(parser)
     told = [reader.push(piece) for piece in pieces]
     return outcome([*told, reader.finish()] if is_whole else told)
 
@@ -136,9 +140,9 @@ def test_calls_and_what_is_none(parser: str, text: str, expected: Outcome) -> No
 def test_what_is_told_is_the_same_wherever_it_is_cut(parser: str, text: str) -> None:
     """At each position: up to there, and then the rest at once."""
     whole = parse(parser, [text])
-    for position in range(len(text)):
+    for position, told in enumerate(told_before_each_character(reader_of(parser).push, text)):
         begun = text[:position]
-        assert parse(parser, list(begun), is_whole=False) == parse(parser, [begun], is_whole=False)
+        assert outcome(told) == parse(parser, [begun], is_whole=False)
         assert parse(parser, [begun, text[position:]]) == whole
 
 
