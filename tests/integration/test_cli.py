@@ -292,12 +292,12 @@ def test_ctrl_c_ends_up_though_nobody_reads_its_lines_any_more(small: tuple[str,
 @pytest.mark.skipif(sys.platform != "linux", reason="PR_SET_PDEATHSIG is Linux's")
 def test_a_sigkill_leaves_no_orphan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, small: tuple[str, ...]) -> None:
     monkeypatch.setenv("TMPDIR", str(tmp_path))  # the socket's folder, which nobody is left to remove
-    with running("up", *small, "--listen", "127.0.0.1:0", "--http-port", "0") as process:
+    with running("up", *small, "--aggregated", "--listen", "127.0.0.1:0", "--http-port", "0") as process:
         assert process.stdout is not None
         assert select.select([process.stdout], [], [], 60)[0], "no ready line"
         assert process.stdout.readline().startswith(b"ready grpc=127.0.0.1:")
-        children = list(children_of(process.pid).values())
-        assert len(children) == 4
+        children = psutil.Process(process.pid).children()
+        assert len(children) == 4, "Redis, the router, a worker and the gateway"
         process.kill()
         _, alive = psutil.wait_procs(children, timeout=10)
         assert alive == []
@@ -311,7 +311,7 @@ def test_a_sigkill_leaves_no_orphan(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     ],
 )
 def test_a_setting_that_cannot_work_ends_up_at_once_with_the_reason(flag: str, value: str, words: str) -> None:
-    with running("up", flag, value, "--listen", "127.0.0.1:0", "--no-http") as process:
+    with running("up", flag, value, "--aggregated", "--listen", "127.0.0.1:0", "--no-http") as process:
         stdout, stderr = process.communicate(timeout=60)
     assert process.returncode == 1
     assert stdout == b""
@@ -334,7 +334,7 @@ def test_a_worker_whose_weights_do_not_fit_says_so_in_a_line(tmp_path: Path) -> 
 
 
 def test_a_busy_port_ends_up_at_once_with_a_way_out(cluster: RunningCluster, small: tuple[str, ...]) -> None:
-    with running("up", *small, "--listen", cluster.address, "--no-http") as process:
+    with running("up", *small, "--aggregated", "--listen", cluster.address, "--no-http") as process:
         stdout, stderr = process.communicate(timeout=60)
     assert process.returncode == 1
     assert stdout == b""
@@ -359,7 +359,8 @@ def test_a_busy_port_of_metrics_ends_up_at_once(offset: int, name: str, small: t
 def test_a_busy_http_port_names_its_flag(small: tuple[str, ...]) -> None:
     with socket.create_server(("127.0.0.1", 0)) as busy:
         port = busy.getsockname()[1]
-        with running("up", *small, "--listen", "127.0.0.1:0", "--http-port", str(port)) as process:
+        flags = ("--aggregated", "--listen", "127.0.0.1:0", "--http-port", str(port))
+        with running("up", *small, *flags) as process:
             _, stderr = process.communicate(timeout=60)
     assert process.returncode == 1
     assert f"cannot listen on 127.0.0.1:{port}: Address already in use" in stderr.decode()
