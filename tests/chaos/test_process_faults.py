@@ -6,7 +6,6 @@ from __future__ import annotations
 import asyncio
 import random
 import signal
-import subprocess
 import threading
 import time
 from collections.abc import Iterator
@@ -18,7 +17,7 @@ from typing import Any
 
 import pytest
 from clusters import wait_until
-from fragile_cluster import LEASE_MS, SAMPLING, FragileCluster, ask, fresh_prompts, slowed_by
+from fragile_cluster import LEASE_MS, SAMPLING, FragileCluster, Service, ask, fresh_prompts
 
 from protos import tandem_worker_pb2 as pb
 from rpc.errors import Draining, TandemError, Unreachable
@@ -31,10 +30,18 @@ TIMEOUT_S = 4.0
 
 
 @pytest.fixture(scope="module")
-def cluster(tmp_path_factory: pytest.TempPathFactory, redis_server: Any, few_layers: Path) -> Iterator[FragileCluster]:
+def hangs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """While this file exists, the engine of decode-1 hangs within a step, in a process that beats on."""
+    return tmp_path_factory.mktemp("slowed") / "hangs"
+
+
+@pytest.fixture(scope="module")
+def cluster(
+    tmp_path_factory: pytest.TempPathFactory, redis_server: Any, few_layers: Path, hangs: Path
+) -> Iterator[FragileCluster]:
     running = FragileCluster.start(
         tmp_path_factory.mktemp("chaos"), redis_url=redis_server.url, model=few_layers, num_routers=2, num_prefill=2,
-        num_decode=2,
+        num_decode=2, slowed={"decode-1": hangs},
     )  # fmt: skip
     yield running
     running.close()
@@ -83,86 +90,69 @@ def test_a_router_is_killed_beside_another(cluster: FragileCluster) -> None:
     check(cluster, prompts, answers)
 
 
-class Hanging:
-    """A decode worker whose engine hangs within a step while a file exists, in a process that beats on."""
-
-    def __init__(self, cluster: FragileCluster, file: Path, *flags: str) -> None:
-        self.cluster = cluster
-        self.file = file
-        self.service = cluster.services["decode-1"]
-        self.service.signal(signal.SIGKILL)
-        command = self.service.command
-        self.service.command = slowed_by(file, command)
-        self.service.start(*flags)
-        self.service.command = command
-        self._wait_for_routers()
-
-    @property
-    def process(self) -> subprocess.Popen[str]:
-        assert self.service.process is not None
-        return self.service.process
-
-    def ask_until_it_hangs(self, thread: Executor) -> tuple[list[list[int]], Future[list[list[int]]]]:
-        """Prompts of which some are decoded there, in the middle of their answers."""
-        while True:
-            prompts = fresh_prompts()
-            asked = thread.submit(ask, self.cluster, prompts)
-            while not asked.done():
-                if with_load(self.cluster, "decode-1"):
-                    self.file.touch()
-                    return prompts, asked
-            asked.result()
-
-    def load(self) -> pb.WorkerLoad:
-        return self.cluster.workers()["decode-1"].record.load
-
-    def replace(self) -> None:
-        """By one that does not hang."""
-        if self.process.poll() is None:
-            self.service.signal(signal.SIGKILL)
-        self.service.start()
-        self._wait_for_routers()
-
-    def _wait_for_routers(self) -> None:
-        for router in (1, 2):
-            self.cluster.wait_for_workers(router)
+def ask_until_it_hangs(
+    cluster: FragileCluster, hangs: Path, thread: Executor
+) -> tuple[list[list[int]], Future[list[list[int]]]]:
+    """Prompts of which some are decoded by decode-1, which hangs in the middle of their answers."""
+    while True:
+        prompts = fresh_prompts()
+        asked = thread.submit(ask, cluster, prompts)
+        while not asked.done():
+            if with_load(cluster, "decode-1"):
+                hangs.touch()
+                return prompts, asked
+        asked.result()
 
 
-def test_streams_leave_an_engine_that_hangs_until_it_goes_on(cluster: FragileCluster, tmp_path: Path) -> None:
-    hanging, others = Hanging(cluster, tmp_path / "hangs"), fresh_prompts()
+def test_streams_leave_an_engine_that_hangs_until_it_goes_on(cluster: FragileCluster, hangs: Path) -> None:
+    def load() -> pb.WorkerLoad:
+        return cluster.workers()["decode-1"].record.load
+
+    others, process = fresh_prompts(), cluster.services["decode-1"].process
     with ThreadPoolExecutor(1) as thread:
-        prompts, asked = hanging.ask_until_it_hangs(thread)
+        prompts, asked = ask_until_it_hangs(cluster, hangs, thread)
         before_s = time.monotonic()
         try:
             answers = asked.result(60)
             assert time.monotonic() - before_s > 0.8 * LEASE_MS / 1000
-            assert hanging.load().is_stalled
+            assert load().is_stalled
             answers += ask(cluster, others)  # which do not wait for it
             assert any("decode-1" in problem and "stands still" in problem for problem in cluster.problems())
-            assert hanging.load().is_stalled
+            assert load().is_stalled
         finally:
-            hanging.file.unlink()  # or those who ask would wait on
-    wait_until(lambda: not hanging.load().is_stalled, 10, "decode-1 goes on")
-    assert hanging.process.poll() is None
+            hangs.unlink()  # or those who ask would wait on
+    wait_until(lambda: not load().is_stalled, 10, "decode-1 goes on")
+    assert process is not None
+    assert process.poll() is None
     check(cluster, prompts + others, answers)
 
 
-def test_an_engine_that_hangs_for_too_long_ends_and_says_where(cluster: FragileCluster, tmp_path: Path) -> None:
-    hanging = Hanging(cluster, tmp_path / "hangs", "--engine-iteration-timeout-s", str(TIMEOUT_S))
+def test_an_engine_that_hangs_for_too_long_ends_and_says_where(cluster: FragileCluster, hangs: Path) -> None:
+    service = cluster.services["decode-1"]
+    restart(cluster, service, "--engine-iteration-timeout-s", str(TIMEOUT_S))
     with ThreadPoolExecutor(1) as thread:
-        prompts, asked = hanging.ask_until_it_hangs(thread)
+        prompts, asked = ask_until_it_hangs(cluster, hangs, thread)
         before_s = time.monotonic()
         try:
-            assert hanging.process.wait(10 * TIMEOUT_S) == 1
+            assert service.process is not None
+            assert service.process.wait(10 * TIMEOUT_S) == 1
         finally:
-            hanging.file.unlink()  # or those who ask would wait on
+            hangs.unlink()  # or those who ask would wait on
         assert time.monotonic() - before_s > 0.8 * TIMEOUT_S
         answers = asked.result(100)
-    log = hanging.service.log.read_text()
+    log = service.log.read_text()
     assert "the engine stands still" in log
     assert "slowed_step" in log, "no word of where it hangs"
-    hanging.replace()
+    restart(cluster, service)
     check(cluster, prompts, answers)
+
+
+def restart(cluster: FragileCluster, service: Service, *flags: str) -> None:
+    """Kill it, if it lives, and wait until all routers have another in its place."""
+    service.signal(signal.SIGKILL)
+    service.start(*flags)
+    for router in (1, 2):
+        cluster.wait_for_workers(router)
 
 
 def test_clients_that_leave_at_any_moment(cluster: FragileCluster) -> None:
