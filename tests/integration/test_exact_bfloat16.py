@@ -151,8 +151,10 @@ def test_same_tokens_of_a_cluster(
             assert len(answer.logprobs) == len(answer.token_ids)
             return [told(each) for each in (*answer.prompt_logprobs[1:], *answer.logprobs)]
 
-        answers = list(threads.map(ask_cluster, range(len(references))))
-    assert differing(dict(zip((r.name for r in references), answers, strict=True)), alone) == []
+        # Of each kind: of all, engines are asked above.
+        some = [index for index in range(len(references)) if index % 4 == 1 or index % 12 in (0, 2)]
+        answers = dict(zip((references[index].name for index in some), threads.map(ask_cluster, some), strict=True))
+    assert differing(answers, alone) == []
 
 
 @pytest.mark.slow  # of this test itself: it is red where sums are others
