@@ -21,25 +21,29 @@ from tandem.client import Client
 from tandem.messages import generate_request
 
 SOON_S = 3.0
+SLOW_S = 0.1
+"""What a chunk of a prompt takes longer, however fast the machine is."""
 
 
 @pytest.fixture(scope="module", params=["ipc", pytest.param("nixl", marks=[needs_nixl, pytest.mark.slow])])
 def cluster(
-    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, redis_server: Any, model_folder: Path
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, redis_server: Any, few_layers: Path
 ) -> Iterator[FragileCluster]:
+    slow = tmp_path_factory.mktemp("slowed") / "seconds"
     running = FragileCluster.start(
-        tmp_path_factory.mktemp("chaos"), redis_url=redis_server.url, model=model_folder, num_decode=2,
-        worker_flags=["--transport", request.param, "--prefill-chunk-tokens", "32"],
+        tmp_path_factory.mktemp("chaos"), redis_url=redis_server.url, model=few_layers, num_decode=2,
+        worker_flags=["--transport", request.param, "--prefill-chunk-tokens", "32"], slowed={"prefill-1": slow},
     )  # fmt: skip
     with running.client() as client:
         answer = client.generate(*fresh_prompts(1), **SAMPLING)
     assert answer.timings.kv_transfer.transport == request.param
+    slow.write_text(str(SLOW_S))
     yield running
     running.close()
 
 
 def long_prompts() -> list[list[int]]:
-    """Each takes most of a second, in chunks that are written while the next ones are computed."""
+    """Each takes a second and a half, in chunks that are written while the next ones are computed."""
     return [[token for part in fresh_prompts(3) for token in part] for _ in range(2)]
 
 
