@@ -6,7 +6,6 @@ import asyncio
 from itertools import product
 from typing import Any
 
-import anthropic
 import httpx2 as httpx
 import pytest
 from gateway_harness import TIMEOUT_S, failing, gateway
@@ -21,6 +20,13 @@ WEATHER: Any = {
     "name": "weather", "description": "Now.",
     "input_schema": {"type": "object", "properties": {"city": {"type": "string"}}},
 }  # fmt: skip
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _import() -> None:
+    """Now: it takes seconds, which who only collects tests need not wait for."""
+    global anthropic
+    import anthropic
 
 
 def client_of(http: httpx.AsyncClient, **further: Any) -> anthropic.AsyncAnthropic:

@@ -10,13 +10,18 @@ import torch
 import transformers
 from model_bench import SMALL, Bench, assert_close, engine_config, random_tokens, reference, save_model
 from safetensors.torch import load_file, save_file
-from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from engine.model_loader.mxfp4 import widen
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 EXPERTS = ("gate_up_proj", "down_proj")
+
+
+def converted(blocks: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    from transformers.integrations.mxfp4 import convert_moe_packed_tensors  # seconds, which others need not wait for
+
+    return convert_moe_packed_tensors(blocks, scales, dtype=dtype)
 
 
 def random_bytes(*shape: int, low: int = 0, high: int = 256) -> torch.Tensor:
@@ -28,7 +33,7 @@ def test_numbers_are_those_of_transformers(dtype: torch.dtype) -> None:
     blocks, scales = random_bytes(3, 5, 4, 16), random_bytes(3, 5, 4, low=100, high=150)
     ours = widen(blocks, scales, dtype)
     assert (ours.shape, ours.dtype, ours.is_contiguous()) == ((3, 128, 5), dtype, True)
-    assert torch.equal(ours, convert_moe_packed_tensors(blocks, scales, dtype=dtype))
+    assert torch.equal(ours, converted(blocks, scales, dtype))
 
 
 def test_a_scale_is_a_power_of_two_and_the_lower_half_comes_first() -> None:
@@ -54,7 +59,7 @@ def checkpoint(tmp_path: Path) -> tuple[Path, transformers.PreTrainedModel]:
             blocks = random_bytes(num_experts, num_outputs, num_inputs // 32, 16)
             scales = random_bytes(num_experts, num_outputs, num_inputs // 32, low=120, high=125)
             tensors |= {f"{name}_blocks": blocks, f"{name}_scales": scales}
-            model.get_parameter(name).data.copy_(convert_moe_packed_tensors(blocks, scales, dtype=torch.float32))
+            model.get_parameter(name).data.copy_(converted(blocks, scales, torch.float32))
     save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
     fields = json.loads((tmp_path / "config.json").read_text())
     fields["quantization_config"] = {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]}

@@ -5,13 +5,19 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-import anthropic
 import httpx2 as httpx
 import openai
 import pydantic
 import pytest
 from clusters import RunningCluster, wait_until
 from openai_cases import ASKING, MESSAGES, TOOLS
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _import() -> None:
+    """Now: it takes seconds, which who only collects tests need not wait for."""
+    global anthropic
+    import anthropic
 
 
 @pytest.fixture
