@@ -1,4 +1,4 @@
-"""Ten seconds of everything at once: `tandem chaos`."""
+"""Eight seconds of everything at once: `tandem chaos`."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ import sys
 from pathlib import Path
 
 
-def test_ten_seconds_of_chaos(few_layers: Path) -> None:
-    flags = ("--seconds", "10", "--seed", "98", "--model", str(few_layers), "--json")
+def test_eight_seconds_of_chaos(few_layers: Path) -> None:
+    flags = ("--seconds", "8", "--seed", "98", "--model", str(few_layers), "--json")
     command = [sys.executable, "-m", "tandem", "chaos", *flags]
     result = subprocess.run(command, check=False, capture_output=True, text=True, timeout=300)
     assert result.returncode == 0, f"{result.stdout}\n{result.stderr[-6000:]}"
