@@ -268,7 +268,7 @@ class LLMEngine:
         scheduler = self._scheduler
         return EngineLoad(
             num_running=len(scheduler.running),
-            num_waiting=len(scheduler.waiting),
+            num_waiting=len(scheduler.waiting) + len(scheduler.loading),
             num_waiting_tokens=scheduler.num_waiting_tokens,
             num_free_seqs=scheduler.num_free_seqs,
             blocks=self.block_manager.ledger(),

@@ -6,6 +6,7 @@ returns when the step is in the device's queue (a CPU has done it by then), and 
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 
 import torch
@@ -88,9 +89,14 @@ class Executor:
     def _make_host_copies(self, config: EngineConfig) -> HostCopies | None:
         """Of as many blocks as there is to be room for. Raises `ValueError` where that is none, or too many."""
         num_blocks = num_host_blocks(config, self._worker.kv_shape)
-        if num_blocks and config.device.device != "cpu":
+        if not num_blocks:
+            return None
+        if config.device.device != "cpu":
             report(f"pinning {config.cache.kv_offloading_bytes / GIB:g} GiB of host memory")
-        return self._host_copies_of(num_blocks) if num_blocks else None
+        copies = self._host_copies_of(num_blocks)
+        # Who lets go of an engine need not close it, and the thread has the pool. A process' end waits for neither.
+        weakref.finalize(self, copies.close).atexit = False
+        return copies
 
     def _host_copies_of(self, num_blocks: int) -> HostCopies:
         return HostCopies(self.kv_pool, num_blocks)

@@ -72,7 +72,7 @@ class HostCopies:
         """Begun, and not taken."""
         self._error: BaseException | None = None
         self._is_closing = False
-        self._changed = threading.Condition()
+        self._changed = threading.Condition()  # a lock that its holder may take again: garbage is collected anywhere
         self._thread = threading.Thread(target=self._run, name="host-copies", daemon=True)
         self._thread.start()
 
@@ -107,7 +107,8 @@ class HostCopies:
         with self._changed:
             self._is_closing = True
             self._changed.notify_all()
-        self._thread.join()
+        if threading.current_thread() is not self._thread:  # garbage is collected on any
+            self._thread.join()
 
     def _allocate(self, pool_LNE: torch.Tensor, *, is_pinned: bool) -> list[torch.Tensor]:
         num_layers, _, size = pool_LNE.shape

@@ -44,6 +44,8 @@ class _Table:
 READY_SHARE = 4
 """One block in so many is free, or cached and saved, or being saved: so many may be taken at once, and nothing is lost.
 A prompt that takes more evicts what has no copy: it does not wait for others' sake."""
+SAVES_AT_ONCE = 1024
+"""Being saved, blocks are not to be had: of a large pool few are. More than a step computes, so that copies keep up."""
 
 
 class BlockManager:
@@ -76,12 +78,19 @@ class BlockManager:
         self._events: list[CacheEvent] = []
         self._num_to_be_ready = max(1, num_blocks // READY_SHARE) if num_host_blocks else 0
         self._saving: set[int] = set()
+        self._num_saving_unused = 0
+        """Of those, which are nobody's."""
         self._loading: dict[int, list[Sequence]] = {}
         """And who waits for it."""
         self._copies: list[BlockCopy] = []
         """Not taken yet."""
 
     # -- questions ----------------------------------------------------------------------------------------------
+
+    @property
+    def is_copying(self) -> bool:
+        """Whether blocks are on their way, and may be had, or given up, when they are there."""
+        return bool(self._saving or self._loading)
 
     @property
     def num_available(self) -> int:
@@ -97,14 +106,11 @@ class BlockManager:
         return sum(block_id is not None and block_id not in self._evictor for block_id in matched)
 
     def ledger(self) -> BlockLedger:
-        num_cached = len(self._evictor) + self._num_saving_unused()
+        num_cached = len(self._evictor) + self._num_saving_unused
         return BlockLedger(self.num_blocks, len(self._free), num_cached, *self._num_owned)
 
     def host_ledger(self) -> HostLedger:
-        return self.offloading.ledger(self._num_saving_unused())
-
-    def _num_saving_unused(self) -> int:
-        return sum(self._owner_of(block_id) is None for block_id in self._saving)
+        return self.offloading.ledger(self._num_saving_unused)
 
     def cached_hashes(self) -> list[bytes]:
         """The hashes of all blocks that a prefix match could find, here or on the host."""
@@ -258,6 +264,7 @@ class BlockManager:
         is_findable = copy.block_id in self._hash_of
         self.offloading.end_save(copy.host_block_id, is_wanted=is_findable)
         if self._owner_of(copy.block_id) is None:
+            self._num_saving_unused -= 1
             if is_findable:
                 self._evictor.add_ready(copy.block_id)
             else:
@@ -265,8 +272,11 @@ class BlockManager:
         return []
 
     def _save_ahead(self) -> None:
-        """The oldest blocks, until enough are ready or on their way to be."""
-        while len(self._free) + self._evictor.num_ready + len(self._saving) < self._num_to_be_ready:
+        """The oldest blocks, until enough are ready or on their way to be, or as many as is good are on their way."""
+        while (
+            len(self._saving) < SAVES_AT_ONCE
+            and len(self._free) + self._evictor.num_ready + len(self._saving) < self._num_to_be_ready
+        ):
             block_id = self._evictor.next_waiting
             if block_id is None:
                 return
@@ -280,6 +290,7 @@ class BlockManager:
                 return
             self._evictor.remove(block_id)
             self._saving.add(block_id)
+            self._num_saving_unused += 1
             self._copies.append(copy)
 
     def _load(self, block_id: int, block_hash: bytes) -> None:
@@ -326,24 +337,26 @@ class BlockManager:
     def _pin(self, block_id: int, owner: BlockOwner) -> None:
         before = self._owner_of(block_id)
         self._refs[owner][block_id] += 1
-        self._move(before, self._owner_of(block_id))
+        self._move(block_id, before, self._owner_of(block_id))
 
     def _unpin(self, block_id: int, owner: BlockOwner) -> None:
         before = self._owner_of(block_id)
         self._refs[owner][block_id] -= 1
         after = self._owner_of(block_id)
-        self._move(before, after)
+        self._move(block_id, before, after)
         if after is None and block_id not in self._saving:
             if block_id in self._hash_of:
                 self._evictor.add(block_id)
             else:
                 self._free.append(block_id)
 
-    def _move(self, before: BlockOwner | None, after: BlockOwner | None) -> None:
+    def _move(self, block_id: int, before: BlockOwner | None, after: BlockOwner | None) -> None:
         if before is not None:
             self._num_owned[before] -= 1
         if after is not None:
             self._num_owned[after] += 1
+        if block_id in self._saving:
+            self._num_saving_unused += (after is None) - (before is None)
 
     # -- the audit ----------------------------------------------------------------------------------------------
 

@@ -237,17 +237,17 @@ class Scheduler:
 
     def _grow(self, growing: list[Sequence]) -> list[ScheduledSequence]:
         """Make room for one more token of each of these, oldest first. Where there is none, the youngest running
-        sequence is preempted, but none that is prefilled for another engine: its blocks are being read."""
+        sequence is preempted, but none that is prefilled for another engine: its blocks are being read. While blocks
+        are being copied nothing is: who has no room sits this step out, and soon there is some, or somebody younger."""
         decoding: list[ScheduledSequence] = []
         for seq in growing:
-            if seq.status is not SequenceStatus.RUNNING:
-                continue  # preempted just now
-            while not self.block_manager.can_append(seq):
-                victim = next(other for other in reversed(self.running) if other is seq or not other.is_prefill_only)
-                self._preempt(victim)
-                if victim is seq:
-                    break
-            if seq.status is SequenceStatus.RUNNING:
+            has_room = self.block_manager.can_append(seq)
+            while not has_room and seq.status is SequenceStatus.RUNNING and not self.block_manager.is_copying:
+                self._preempt(
+                    next(other for other in reversed(self.running) if other is seq or not other.is_prefill_only)
+                )
+                has_room = self.block_manager.can_append(seq)
+            if has_room and seq.status is SequenceStatus.RUNNING:
                 self.block_manager.append(seq)
                 decoding.append(ScheduledSequence(seq, 1))
         return decoding

@@ -3,6 +3,8 @@ again."""
 
 from __future__ import annotations
 
+import gc
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -72,3 +74,28 @@ def test_what_is_too_large_or_too_small_is_said(tmp_path: Path) -> None:
             make_engine(tmp_path, CONFIG, **settings)
     with pytest.raises(ValueError, match="kv_offloading_size must be 0 without enable_prefix_caching"):
         make_engine(tmp_path, CONFIG, device="cpu", enable_prefix_caching=False, **PLENTY)
+
+
+def test_what_waits_for_the_host_is_counted_among_those_that_wait(tmp_path: Path) -> None:
+    engine = make_engine(tmp_path, CONFIG, num_kv_blocks=16, max_model_len=60, device="cpu", **PLENTY)
+    for number in range(6):
+        answers(engine, number)
+        while engine.executor.wait_for_copies():
+            engine.step()
+    engine.wake_by(lambda: None)  # a step does not wait
+    prompt = [5 + 7 * i % 50 for i in range(14)]
+    engine.add_request("again", prompt, SamplingParams(max_tokens=2, temperature=0))
+    assert engine.step() == []
+    load = engine.load()
+    assert (load.num_running, load.num_waiting, load.num_waiting_tokens) == (0, 1, 2)
+    engine.close()
+
+
+def test_who_lets_go_of_an_engine_has_its_memory_back(tmp_path: Path) -> None:
+    """The thread that copies has the pool, as long as there is one."""
+    engine = make_engine(tmp_path, CONFIG, num_kv_blocks=16, max_model_len=60, device="cpu", **PLENTY)
+    answers(engine, 1)
+    before = threading.active_count()
+    del engine
+    gc.collect()
+    assert threading.active_count() == before - 1

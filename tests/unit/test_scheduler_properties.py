@@ -44,25 +44,28 @@ prompts = st.builds(
 
 
 class Pool:
-    """What each slot of each block was written for: the tokens up to and including its own."""
+    """What each slot of each block was written for: the salt, and the tokens up to and including its own."""
 
     def __init__(self, num_blocks: int, block_size: int) -> None:
         self.block_size = block_size
-        self.slots: list[list[tuple[int, ...] | None]] = [[None] * block_size for _ in range(num_blocks)]
+        self.slots: list[list[tuple[str | int, ...] | None]] = [[None] * block_size for _ in range(num_blocks)]
 
-    def take(self, block_id: int, content: list[tuple[int, ...] | None]) -> None:
+    def take(self, block_id: int, content: list[tuple[str | int, ...] | None]) -> None:
         self.slots[block_id] = list(content)
 
-    def write(self, block_table: list[int], token_ids: list[int], start: int, end: int) -> None:
+    def write(self, block_table: list[int], seq: Sequence, start: int, end: int) -> None:
+        # What is computed for a sequence that ended with the token before is of no use, but it is written.
+        token_ids = [*seq.token_ids] + [PENDING_TOKEN] * (end - len(seq))
         for position in range(start, end):
             block = block_table[position // self.block_size]
-            self.slots[block][position % self.block_size] = tuple(token_ids[: position + 1])
+            self.slots[block][position % self.block_size] = (seq.cache_salt, *token_ids[: position + 1])
 
-    def check(self, block_table: list[int], token_ids: list[int], end: int) -> None:
+    def check(self, block_table: list[int], seq: Sequence, end: int) -> None:
         for position in range(end):
             block = block_table[position // self.block_size]
             content = self.slots[block][position % self.block_size]
-            assert content == tuple(token_ids[: position + 1]), f"foreign KV is read at {position} of {token_ids}"
+            expected = (seq.cache_salt, *seq.token_ids[: position + 1])
+            assert content == expected, f"foreign KV is read at {position} of {seq.token_ids}"
 
 
 @dataclass
@@ -147,11 +150,13 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     @rule(target=requests, prompt=prompts)
     def reserve(self, prompt: list[int]) -> object:
-        seq = self.new_sequence(prompt, 5)
+        return self.reserve_of(self.new_sequence(prompt, 5))
+
+    def reserve_of(self, seq: Sequence) -> object:
         if not self.scheduler.reserve(seq):
             return multiple()
         if not seq.num_loading_blocks:
-            self.pool.check(seq.block_table, seq.token_ids, seq.num_computed_tokens)  # what it need not receive
+            self.pool.check(seq.block_table, seq, seq.num_computed_tokens)  # what it need not receive
         return seq.request_id
 
     @rule(request_id=consumes(requests), token=st.integers(2, 9))
@@ -160,12 +165,19 @@ class SchedulerMachine(RuleBasedStateMachine):
         if seq.status is SequenceStatus.GRANTED:
             with pytest.raises(ValueError, match="num_tokens must be"):
                 self.scheduler.commit(request_id, token, len(seq) + 1)
-            self.pool.write(seq.block_table, seq.token_ids, seq.num_computed_tokens, len(seq))
+            self.pool.write(seq.block_table, seq, seq.num_computed_tokens, len(seq))
             self.scheduler.commit(request_id, token, len(seq))
 
     @rule(request_id=consumes(requests))
     def abort(self, request_id: str) -> None:
-        was_there = self.seqs[request_id].status is not SequenceStatus.FINISHED
+        seq = self.seqs[request_id]
+        if (
+            seq.status is SequenceStatus.HELD
+            and seq.block_table
+            and not seq.num_loading_blocks + seq.num_steps_in_flight
+        ):
+            self.pool.check(seq.block_table, seq, seq.num_computed_tokens)  # up to now it could be read
+        was_there = seq.status is not SequenceStatus.FINISHED
         assert self.scheduler.abort(request_id) == was_there
 
     @rule(request_id=requests)
@@ -218,12 +230,10 @@ class SchedulerMachine(RuleBasedStateMachine):
     def finish(self, launched: Launched, token: int) -> None:
         scheduled = launched.output.scheduled
         for item, table in zip(scheduled, launched.tables, strict=True):
-            # What is computed for a sequence that ended with the token before is of no use, but it is written.
-            known = [*item.seq.token_ids] + [PENDING_TOKEN] * (item.end - len(item.seq))
-            self.pool.write(table, known, item.first, item.end)
+            self.pool.write(table, item.seq, item.first, item.end)
         for item, table in zip(scheduled, launched.tables, strict=True):
             if item.seq.status is SequenceStatus.RUNNING:
-                self.pool.check(table, item.seq.token_ids, item.end)
+                self.pool.check(table, item.seq, item.end)
         drafts = {item.seq.request_id: item.draft_token_ids for item in scheduled}
         outputs = self.scheduler.apply(launched.output, [[token] * item.num_sampled for item in scheduled])
         for output in outputs:
@@ -231,7 +241,8 @@ class SchedulerMachine(RuleBasedStateMachine):
             position = seq.num_prompt_tokens + output.offset
             end = position + len(output.token_ids)
             assert list(seq.token_ids[position:end]) == output.token_ids == [token] * len(output.token_ids)
-            assert list(drafts[output.request_id][: len(output.token_ids) - 1]) == output.token_ids[:-1]
+            if output.token_ids:
+                assert list(drafts[output.request_id][: len(output.token_ids) - 1]) == output.token_ids[:-1]
             assert PENDING_TOKEN not in seq.token_ids[:end]
             assert output.offset + len(output.token_ids) <= seq.sampling_params.max_tokens
 
@@ -276,27 +287,50 @@ class SchedulerMachine(RuleBasedStateMachine):
 class OffloadingMachine(SchedulerMachine):
     """The same with host memory, and a pool that has room for two requests or three."""
 
-    @initialize(num_host_blocks=st.sampled_from([2, 6, 12, 40]))
-    def make(self, num_host_blocks: int) -> None:
-        self.begin(12, 4, 20, True, 0, num_host_blocks)
+    @initialize(num_host_blocks=st.sampled_from([1, 2, 6, 12, 40]), num_drafts=st.sampled_from([0, 0, 4]))
+    def make(self, num_host_blocks: int, num_drafts: int) -> None:
+        self.begin(12, 4, 20, True, num_drafts, num_host_blocks)
 
     @rule(
         target=SchedulerMachine.requests,
         text=st.sampled_from(TEXTS),
         length=st.sampled_from([12, 24]),
+        salt=st.sampled_from(["", "", "salt"]),
+        is_prefill_only=st.booleans(),
         copies_wait=st.booleans(),
+        steps=st.sampled_from([1, 8, 8]),
     )
-    def serve(self, text: list[int], length: int, copies_wait: bool) -> str:
-        """A request and steps enough to end it, and to take the place of others that ended."""
-        seq = self.new_sequence(text[:length], 2)
+    def serve(
+        self, text: list[int], length: int, salt: str, is_prefill_only: bool, copies_wait: bool, steps: int
+    ) -> str:
+        """A request and steps enough to end it, and to take the place of others that ended; or just to admit it."""
+        seq = self.new_sequence(text[:length], 2, cache_salt=salt, is_prefill_only=is_prefill_only)
         self.scheduler.add(seq)
-        for _ in range(8):
+        for _ in range(steps):
             if self.in_flight:
                 self.finish(self.in_flight.popleft(), 2)
             while self.copies and not copies_wait:
                 self.end_copy(self.copies.pop())
             self.launch_next()
+        if is_prefill_only and seq.status is SequenceStatus.LOADING:
+            self.hold(seq.request_id)
         return seq.request_id
+
+    @rule(
+        target=SchedulerMachine.requests,
+        text=st.sampled_from(TEXTS),
+        length=st.sampled_from([12, 24]),
+        then=st.sampled_from(["", "commit", "abort", "both"]),
+    )
+    def reserve_again(self, text: list[int], length: int, then: str) -> object:
+        """What is granted may be on its way from the host, and its commit, or its end, come before it is there."""
+        seq = self.new_sequence(text[:length], 5)
+        self.reserve_of(seq)
+        if then in ("commit", "both"):
+            self.commit(seq.request_id, 3)
+        if then in ("abort", "both") and seq.status is not SequenceStatus.WAITING:
+            self.abort(seq.request_id)
+        return seq.request_id if seq.status in (SequenceStatus.GRANTED, SequenceStatus.LOADING) else multiple()
 
     @rule()
     def fail(self) -> None:

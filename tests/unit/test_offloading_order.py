@@ -1,0 +1,93 @@
+"""Who waits for blocks that are being copied to host memory or back, case by case: nobody is worse off for them."""
+
+from __future__ import annotations
+
+from test_scheduler import make, plan, sequence, step
+
+from engine.config import SchedulerConfig
+from engine.scheduling import block_manager
+from engine.scheduling.block_manager import BlockManager, BlockOwner
+from engine.scheduling.offloading import BlockCopy
+from engine.scheduling.scheduler import Scheduler
+from engine.scheduling.sequence import Sequence
+
+
+def offloading(num_blocks: int, num_host_blocks: int = 100) -> Scheduler:
+    config: SchedulerConfig = make(budget=64, chunk=64)._config
+    manager = BlockManager(
+        num_blocks=num_blocks, block_size=4, prefix_key=b"k" * 32, enable_prefix_caching=True,
+        num_host_blocks=num_host_blocks,
+    )  # fmt: skip
+    return Scheduler(config, manager, max_model_len=400, eos_token_ids=frozenset({1}))
+
+
+def end_copies(scheduler: Scheduler) -> list[BlockCopy]:
+    copies = scheduler.block_manager.take_copies()
+    scheduler.take_copied(copies)
+    return copies
+
+
+def again(seq: Sequence, name: str) -> Sequence:
+    """With the same prompt."""
+    other = sequence(name, seq.num_prompt_tokens)
+    other.token_ids = seq.token_ids[: seq.num_prompt_tokens]
+    return other
+
+
+def test_nothing_is_preempted_for_want_of_blocks_that_are_being_saved() -> None:
+    scheduler = offloading(12)
+    manager = scheduler.block_manager
+    scheduler.add(sequence("goes on", 36))
+    scheduler.add(sequence("ends", 8, max_tokens=1))
+    step(scheduler)
+    copies = manager.take_copies()
+    assert len(copies) == manager.host_ledger().num_saving == 2
+    assert [plan(step(scheduler)) for _ in range(5)] == [[("goes on", 1)]] * 4 + [[]]
+    assert scheduler.stats.num_preemptions == 0
+    scheduler.take_copied(copies)
+    assert plan(step(scheduler)) == [("goes on", 1)]
+
+
+def test_the_older_is_not_preempted_for_the_younger_that_loads() -> None:
+    scheduler = offloading(12)
+    first = sequence("first", 25, max_tokens=1)
+    scheduler.add(first)
+    step(scheduler)
+    for number in range(2):
+        scheduler.add(sequence(f"{number}", 44, max_tokens=1))
+        end_copies(scheduler)
+        step(scheduler)
+        end_copies(scheduler)
+    scheduler.add(sequence("older", 15))
+    step(scheduler)
+    scheduler.add(again(first, "younger"))
+    assert plan(step(scheduler)) == [("older", 1)]
+    assert "younger" in scheduler.loading
+    loads = scheduler.block_manager.take_copies()
+    while scheduler.block_manager.num_available:
+        assert plan(step(scheduler)) == [("older", 1)]
+    while plan(step(scheduler)):
+        pass
+    assert scheduler.stats.num_preemptions == 0
+    scheduler.take_copied(loads)
+    while scheduler.stats.num_preemptions == 0:
+        step(scheduler)
+        end_copies(scheduler)
+    assert [seq.request_id for seq in scheduler.running] == ["older"]
+
+
+def test_of_a_large_pool_few_blocks_are_not_to_be_had_while_they_are_saved() -> None:
+    num_blocks = 8 * block_manager.SAVES_AT_ONCE
+    manager = BlockManager(
+        num_blocks=num_blocks, block_size=4, prefix_key=b"k" * 32, enable_prefix_caching=True,
+        num_host_blocks=num_blocks,
+    )  # fmt: skip
+    ended = sequence("ended", num_blocks * 4)
+    assert manager.allocate(ended, BlockOwner.SEQUENCE, num_reusable_tokens=0, num_spare_blocks=0)
+    manager.register_computed(ended, len(ended))
+    manager.free(ended)
+    copies = manager.take_copies()
+    assert manager.num_available == num_blocks - len(copies) == 7 / 8 * num_blocks
+    for copy in copies:
+        manager.end_copy(copy)
+    assert len(manager.take_copies()) == block_manager.SAVES_AT_ONCE  # until a quarter is ready
