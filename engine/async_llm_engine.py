@@ -13,9 +13,9 @@ on the event loop, once per step.
     on_step(news)  <─call_soon_threadsafe─  outputs, cache events, load
 
 With nothing to compute the thread blocks on its queue; nothing polls. While a grammar is compiled that is nothing, too:
-commands run, and one wakes it when the grammar is there. If a step raises, the engine is lost:
-`on_failure` is told, and every call from then on raises `EngineDeadError`. A step that never ends raises nothing:
-whoever owns the process watches `progress`.
+commands run, and one wakes it when the grammar is there, as one does when blocks came from host memory or went there.
+If a step raises, the engine is lost: `on_failure` is told, and every call from then on raises `EngineDeadError`. A step
+that never ends raises nothing, nor does such a copy: whoever owns the process watches `progress`.
 """
 
 from __future__ import annotations
@@ -148,7 +148,8 @@ class AsyncLLMEngine:
 
     @property
     def progress(self) -> int | None:
-        """A number that is another with each step and command. None while there is nothing to do."""
+        """A number that is another with each step and command, and when blocks were copied. None while there is nothing
+        to do."""
         return None if self._is_waiting else self._num_begun
 
     async def call(self, function: Callable[[LLMEngine], _T]) -> _T:
@@ -240,7 +241,7 @@ class AsyncLLMEngine:
     def _run_commands(self, is_blocked: bool) -> bool:
         """Run what is queued, waiting for something if there is nothing else to do. False: the end."""
         while True:
-            self._is_waiting = is_blocked
+            self._is_waiting = is_blocked and not self._engine.is_copying
             try:
                 command = self._commands.get(block=is_blocked)
             except queue.Empty:

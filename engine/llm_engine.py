@@ -261,6 +261,11 @@ class LLMEngine:
     # -- questions ----------------------------------------------------------------------------------------------
 
     @property
+    def is_copying(self) -> bool:
+        """Blocks are on their way between pool and host memory: there is something to come, whatever is asked for."""
+        return self.block_manager.is_copying
+
+    @property
     def stats(self) -> SchedulerStats:
         return self._scheduler.stats
 

@@ -6,6 +6,7 @@ import asyncio
 import gzip
 import json
 import threading
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from engine.async_llm_engine import AsyncLLMEngine, EngineDeadError, ProfilingEr
 from engine.config import EngineArgs
 from engine.llm_engine import LLMEngine
 from engine.model_loader import create_engine_config
+from engine.running.host_copies import HostCopies
 from engine.sampling_params import SamplingParams
 from protos import tandem_inference_pb2 as inference_pb
 from protos import tandem_worker_pb2 as pb
@@ -25,6 +27,7 @@ from rpc.channel import open_channel
 from rpc.session import PROTOCOL_VERSION
 from worker_service import process
 from worker_service.args import WorkerArgs
+from worker_service.watchdog import wait_until_stuck
 
 CONFIG = {
     "architectures": ["LlamaForCausalLM"], "vocab_size": 97, "hidden_size": 48, "intermediate_size": 80,
@@ -103,6 +106,28 @@ async def test_who_gives_up_while_it_is_made_is_not_held_up(tmp_path: Path) -> N
     may_go_on.set()
     await asyncio.to_thread(thread.join, 20)
     assert not thread.is_alive()
+
+
+async def test_a_copy_that_never_ends_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a step that never ends is. Beside it nothing may be left to compute."""
+    may_go_on, copy = threading.Event(), HostCopies._copy
+    monkeypatch.setattr(HostCopies, "_copy", lambda *args: may_go_on.wait(20) and copy(*args))
+    settings = replace(args_of(tmp_path), kv_offloading_size=0.01)
+    engine = await AsyncLLMEngine.start(
+        lambda: LLMEngine(create_engine_config(settings)),
+        on_step=lambda _: None,
+        on_failure=lambda error: pytest.fail(str(error)),
+    )
+    params = SamplingParams(temperature=0, max_tokens=1)
+    for number in range(3):
+        prompt = [number + 1] * 24
+        await engine.call(lambda inner, n=number, p=prompt: inner.add_request(str(n), p, params))  # type: ignore[misc]
+    try:
+        async with asyncio.timeout(5):
+            await wait_until_stuck(engine, stall_s=0.1, timeout_s=0.3, on_stall=lambda _: None)
+    finally:
+        may_go_on.set()
+    await engine.close()
 
 
 async def test_an_ended_thread_refuses_calls(tmp_path: Path) -> None:
