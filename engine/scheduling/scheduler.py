@@ -386,7 +386,8 @@ class Scheduler:
             seq.num_cached_tokens = min(seq.num_computed_tokens, seq.num_prompt_tokens)
             self.stats.num_prefix_queries_tokens += len(seq)
             self.stats.num_prefix_hits_tokens += seq.num_cached_tokens
-            self.stats.num_loaded_tokens += seq.num_loading_blocks * self.block_manager.block_size
+            num_loading_tokens = seq.num_loading_blocks * self.block_manager.block_size
+            self.stats.num_loaded_tokens += min(num_loading_tokens, seq.num_cached_tokens)
 
     def _pop_active(self, request_id: str) -> Sequence | None:
         for seq in (*self.waiting, *self.loading.values(), *self.running):

@@ -91,3 +91,17 @@ def test_of_a_large_pool_few_blocks_are_not_to_be_had_while_they_are_saved() -> 
     for copy in copies:
         manager.end_copy(copy)
     assert len(manager.take_copies()) == block_manager.SAVES_AT_ONCE  # until a quarter is ready
+
+
+def test_of_a_stream_that_goes_on_here_only_the_prompt_counts_as_found() -> None:
+    scheduler = offloading(12)
+    earlier = sequence("earlier", 25, max_tokens=1)
+    for seq in (earlier, sequence("other", 40, max_tokens=1), sequence("another", 40, max_tokens=1)):
+        scheduler.add(seq)
+        step(scheduler)
+        end_copies(scheduler)
+    resumed = again(earlier, "resumed")
+    resumed.num_prompt_tokens = 3  # the rest was its answer
+    assert scheduler.reserve(resumed)
+    assert resumed.num_loading_blocks > 1
+    assert scheduler.stats.num_loaded_tokens == scheduler.stats.num_prefix_hits_tokens == 3

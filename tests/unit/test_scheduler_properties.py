@@ -250,6 +250,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     def books_balance(self) -> None:
         if hasattr(self, "manager"):
             assert self.manager.check_integrity() == []
+            assert self.scheduler.stats.num_loaded_tokens <= self.scheduler.stats.num_prefix_hits_tokens
             for event in self.manager.take_cache_events():
                 assert event.is_stored != (event.block_hash in self.findable), "told twice"
                 (self.findable.add if event.is_stored else self.findable.remove)(event.block_hash)
