@@ -234,9 +234,9 @@ class AsyncLLMEngine:
             self._loop.call_soon_threadsafe(self._on_failure, error)
         finally:
             self._is_dead = True
-            self._is_waiting = True
             self._refuse_commands()
-            self._engine.close()
+            self._engine.close()  # may wait for a copy that never ends: that is no idleness
+            self._is_waiting = True
 
     def _run_commands(self, is_blocked: bool) -> bool:
         """Run what is queued, waiting for something if there is nothing else to do. False: the end."""
