@@ -77,10 +77,7 @@ class HostCopies:
         self._thread.start()
 
     def begin(self, copies: Iterable[BlockCopy]) -> None:
-        """Raises what went wrong before: nobody is left to copy anything."""
         with self._changed:
-            if self._error is not None:
-                raise self._error
             for copy in copies:
                 (self._loads if copy.is_load else self._saves).append(copy)
                 self._num_open += 1

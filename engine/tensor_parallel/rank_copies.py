@@ -61,7 +61,8 @@ class RankCopies(HostCopies):
     def close(self) -> None:
         # Said, not closed: a process that was forked off meanwhile has this end, too.
         self._wakes.send_bytes(LEFT)
-        self._reader.join()
+        if threading.current_thread() is not self._reader:
+            self._reader.join()
         super().close()
 
     def _tell(self, copies: list[BlockCopy], error: BaseException | None) -> None:

@@ -109,7 +109,7 @@ async def test_who_gives_up_while_it_is_made_is_not_held_up(tmp_path: Path) -> N
 
 
 async def test_a_copy_that_never_ends_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As a step that never ends is. Beside it nothing may be left to compute; and who closes the engine waits for it."""
+    """As a step is. Beside it nothing may be left to compute; and who closes the engine waits for it."""
     may_go_on, copy = threading.Event(), HostCopies._copy
     monkeypatch.setattr(HostCopies, "_copy", lambda *args: may_go_on.wait(20) and copy(*args))
     settings = replace(args_of(tmp_path), kv_offloading_size=0.01)

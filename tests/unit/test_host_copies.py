@@ -101,17 +101,3 @@ def test_a_copy_that_fails_is_heard_of(monkeypatch: pytest.MonkeyPatch) -> None:
         with pytest.raises(IndexError):
             ask()
     copies.close()
-
-
-def test_a_thread_that_cannot_copy_is_heard_of(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Not only by who asks what is done: nobody would be woken for that."""
-
-    def fail(self: HostCopies) -> None:
-        raise RuntimeError("no stream")
-
-    monkeypatch.setattr(HostCopies, "_beside_steps", fail)
-    copies = HostCopies(pool_of("cpu", torch.float32), 4)
-    copies._thread.join(5)
-    with pytest.raises(RuntimeError, match="no stream"):
-        copies.begin([save(0, 0)])
-    copies.close()
