@@ -116,7 +116,7 @@ class Scheduler:
         return chain(self.loading.values(), self.running)
 
     def _num_spare(self) -> int:
-        return self._num_spare_blocks if self.running else 0
+        return self._num_spare_blocks if self._num_admitted else 0
 
     # -- a sequence's life --------------------------------------------------------------------------------------
 

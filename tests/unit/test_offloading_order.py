@@ -105,3 +105,17 @@ def test_of_a_stream_that_goes_on_here_only_the_prompt_counts_as_found() -> None
     assert scheduler.reserve(resumed)
     assert resumed.num_loading_blocks > 1
     assert scheduler.stats.num_loaded_tokens == scheduler.stats.num_prefix_hits_tokens == 3
+
+
+def test_newcomers_leave_room_for_what_loads_to_grow() -> None:
+    scheduler = offloading(12)
+    earlier = sequence("earlier", 25, max_tokens=1)
+    for seq in (earlier, sequence("other", 40, max_tokens=1), sequence("another", 40, max_tokens=1)):
+        scheduler.add(seq)
+        step(scheduler)
+        end_copies(scheduler)
+    scheduler.add(again(earlier, "loads"))
+    assert plan(step(scheduler)) == []
+    assert "loads" in scheduler.loading
+    assert not scheduler.has_room(sequence("as large as what is left", 20))
+    assert scheduler.has_room(sequence("smaller", 16))
