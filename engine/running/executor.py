@@ -94,8 +94,8 @@ class Executor:
         if config.device.device != "cpu":
             report(f"pinning {config.cache.kv_offloading_bytes / GIB:g} GiB of host memory")
         copies = self._host_copies_of(num_blocks)
-        # Who lets go of an engine need not close it, and the thread has the pool. A process' end waits for neither.
-        weakref.finalize(self, copies.close).atexit = False
+        # Who lets go of an engine need not close it, and the thread has the pool.
+        weakref.finalize(self, copies.leave).atexit = False
         return copies
 
     def _host_copies_of(self, num_blocks: int) -> HostCopies:

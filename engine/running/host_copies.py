@@ -102,13 +102,16 @@ class HostCopies:
                 raise self._error
             return bool(self._num_open)
 
-    def close(self) -> None:
-        """The thread ends after what it copies now."""
+    def leave(self) -> None:
+        """The thread is to end after what it copies now; nobody waits for that, and it has the memory until then."""
         with self._changed:
             self._is_closing = True
             self._changed.notify_all()
-        if threading.current_thread() is not self._thread:  # garbage is collected on any
-            self._thread.join()
+
+    def close(self) -> None:
+        """The thread ends after what it copies now."""
+        self.leave()
+        self._thread.join()
 
     def _allocate(self, pool_LNE: torch.Tensor, *, is_pinned: bool) -> list[torch.Tensor]:
         num_layers, _, size = pool_LNE.shape

@@ -58,12 +58,14 @@ class RankCopies(HostCopies):
         except OSError as error:
             raise RankLost(LOST) from error
 
-    def close(self) -> None:
+    def leave(self) -> None:
         # Said, not closed: a process that was forked off meanwhile has this end, too.
         self._wakes.send_bytes(LEFT)
-        if threading.current_thread() is not self._reader:
-            self._reader.join()
+        super().leave()
+
+    def close(self) -> None:
         super().close()
+        self._reader.join()
 
     def _tell(self, copies: list[BlockCopy], error: BaseException | None) -> None:
         """By one rank, on any thread."""
