@@ -321,6 +321,7 @@ class LLM:
             task = progress.add_task("answers", total=len(answers), num_tokens=0) if progress else None
             while self.llm_engine.has_unfinished_requests():
                 outputs = self.llm_engine.step()
+                self.llm_engine.take_cache_events()  # for routers: here nobody keeps an index of prefixes
                 assert not self.llm_engine.is_idle, "requests wait and none can run: the pool holds any single one"
                 self._take(outputs, answers)
                 if progress is not None and task is not None:

@@ -448,3 +448,10 @@ def test_each_of_several_answers_has_the_form_and_the_tokens_of_its_seed(llm: LL
         (alone,) = llm.generate("The winner is", dataclasses.replace(params, n=1, seed=5 + index))
         assert alone.outputs[0].text == text
     assert at_rest(llm)
+
+
+def test_nothing_is_kept_of_what_was_cached_and_evicted(llm: LLM) -> None:
+    """A worker tells routers; an offline engine would gather it for as long as it lives."""
+    llm.generate([list(range(100, 140))], SamplingParams(max_tokens=2, temperature=0), use_tqdm=False)
+    assert llm.llm_engine.cached_hashes()
+    assert llm.llm_engine.take_cache_events() == []
