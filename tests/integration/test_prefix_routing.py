@@ -131,7 +131,7 @@ def test_a_prompt_whose_logprobs_are_asked_for_is_moved_though_it_is_cached(clus
 
 
 def test_what_gave_way_to_others_is_found_in_host_memory(cluster: RunningCluster) -> None:
-    """By both workers: the prefill worker need not compute it, and the decode worker need not be sent it."""
+    """The decode worker need not be sent it, nor the prefill worker compute it, wherever that one has it by then."""
     prompt = tokens(88, 320)
     first = ask(cluster, prompt)
     assert first.timings.mode == pb.MODE_DISAGGREGATED
@@ -139,14 +139,13 @@ def test_what_gave_way_to_others_is_found_in_host_memory(cluster: RunningCluster
     def num_loaded() -> dict[str, int]:
         return {worker.record.worker_id: worker.num_loaded_tokens for worker in cluster.workers()}
 
-    before, prefill_worker, decode_worker = num_loaded(), first.timings.prefill_worker, first.timings.decode_worker
-    with ThreadPoolExecutor(8) as threads:  # more than all pools have room for
+    before, decode_worker = num_loaded(), first.timings.decode_worker
+    with ThreadPoolExecutor(8) as threads:  # more than the one decode worker's pool has room for
         list(threads.map(partial(ask, cluster), [tokens(100 + number, 320) for number in range(60)]))
     again = ask(cluster, continued(prompt, 1))
     assert again.timings.mode == pb.MODE_DISAGGREGATED
     assert again.usage.cached_tokens == 320
     assert again.timings.kv_transfer.num_cached_blocks == 20
-    after = num_loaded()
-    assert {name for name in after if after[name] >= before[name] + 320} == {prefill_worker, decode_worker}
+    assert num_loaded()[decode_worker] >= before[decode_worker] + 320
     assert ask(cluster, prompt).token_ids == first.token_ids
     cluster.wait_until_at_rest()
