@@ -34,6 +34,16 @@ def again(seq: Sequence, name: str) -> Sequence:
     return other
 
 
+def gave_way(scheduler: Scheduler) -> Sequence:
+    """To two others in a pool of 12 blocks: it has ended, and its blocks are on the host."""
+    earlier = sequence("earlier", 25, max_tokens=1)
+    for seq in (earlier, sequence("other", 40, max_tokens=1), sequence("another", 40, max_tokens=1)):
+        scheduler.add(seq)
+        step(scheduler)
+        end_copies(scheduler)
+    return earlier
+
+
 def test_nothing_is_preempted_for_want_of_blocks_that_are_being_saved() -> None:
     scheduler = offloading(12)
     manager = scheduler.block_manager
@@ -95,11 +105,7 @@ def test_of_a_large_pool_few_blocks_are_not_to_be_had_while_they_are_saved() -> 
 
 def test_of_a_stream_that_goes_on_here_only_the_prompt_counts_as_found() -> None:
     scheduler = offloading(12)
-    earlier = sequence("earlier", 25, max_tokens=1)
-    for seq in (earlier, sequence("other", 40, max_tokens=1), sequence("another", 40, max_tokens=1)):
-        scheduler.add(seq)
-        step(scheduler)
-        end_copies(scheduler)
+    earlier = gave_way(scheduler)
     resumed = again(earlier, "resumed")
     resumed.num_prompt_tokens = 3  # the rest was its answer
     assert scheduler.reserve(resumed)
@@ -109,11 +115,7 @@ def test_of_a_stream_that_goes_on_here_only_the_prompt_counts_as_found() -> None
 
 def test_newcomers_leave_room_for_what_loads_to_grow() -> None:
     scheduler = offloading(12)
-    earlier = sequence("earlier", 25, max_tokens=1)
-    for seq in (earlier, sequence("other", 40, max_tokens=1), sequence("another", 40, max_tokens=1)):
-        scheduler.add(seq)
-        step(scheduler)
-        end_copies(scheduler)
+    earlier = gave_way(scheduler)
     scheduler.add(again(earlier, "loads"))
     assert plan(step(scheduler)) == []
     assert "loads" in scheduler.loading
