@@ -42,7 +42,7 @@ from kv_transfer import Identity, KVPool, KVReceiver, KVSender, KVTransferServic
 from kv_transfer.pool import Digests
 from protos import tandem_kv_transfer_pb2 as pb
 from protos import tandem_kv_transfer_pb2_grpc as pb_grpc
-from rpc.channel import open_channel
+from rpc.channel import open_kv_channel
 from worker_service.pool_memory import PoolMemory
 
 MIB = 1 << 20
@@ -140,7 +140,7 @@ async def running(transport: str, pool_arguments: PoolArguments) -> AsyncIterato
         address = "127.0.0.1:1"  # a name only: nobody listens there
         await bench.receiver.start(address)
         sender = kv_transfer.create_sender(
-            transport, pool=pool, identity=identity, open_channel=open_channel, receivers={address: bench.receiver}
+            transport, pool=pool, identity=identity, open_channel=open_kv_channel, receivers={address: bench.receiver}
         )
         yield sender, FarSide(bench.grant, far_pool.digests)
         await sender.close()
@@ -171,7 +171,7 @@ async def running(transport: str, pool_arguments: PoolArguments) -> AsyncIterato
         return np.frombuffer(answer(), dtype=np.uint64).reshape(-1, len(block_ids))
 
     assert answer() == b"ready"
-    sender = kv_transfer.create_sender(transport, pool=pool, identity=identity, open_channel=open_channel)
+    sender = kv_transfer.create_sender(transport, pool=pool, identity=identity, open_channel=open_kv_channel)
     yield sender, FarSide(grant, digests)
     await sender.close()
     ours.send(None)

@@ -8,7 +8,7 @@ from kv_transfer import create_sender
 from prefill_service.prefill import PrefillRole
 from protos.tandem_worker_pb2_grpc import PrefillServicer as PrefillServicerBase
 from protos.tandem_worker_pb2_grpc import add_PrefillServicer_to_server
-from rpc.channel import KV_PING_TIMEOUT_MS, open_channel
+from rpc.channel import open_kv_channel
 from worker_service.process import WorkerParts
 from worker_service.servicer import TransferCounters
 from worker_service.sessions import SessionServicer
@@ -29,12 +29,7 @@ class PrefillService:
             parts.args.transport,
             pool=parts.pool,
             identity=parts.identity,
-            open_channel=partial(
-                open_channel,
-                max_message_bytes=parts.max_message_bytes,
-                tls=parts.args.client_tls,
-                ping_timeout_ms=KV_PING_TIMEOUT_MS,
-            ),
+            open_channel=partial(open_kv_channel, max_message_bytes=parts.max_message_bytes, tls=parts.args.client_tls),
         )
         self._role = PrefillRole(
             host=parts.host, engine=parts.engine, sender=self._sender, num_blocks=parts.pool.layout.num_blocks

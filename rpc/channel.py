@@ -20,6 +20,10 @@ KV_PING_TIMEOUT_MS = 20_000
 seconds where the link is slow, and slow is not dead (above 0.2 MB/s). A machine that is gone is noticed as soon as
 elsewhere (TCP_USER_TIMEOUT, which gRPC sets to the keepalive's), and a process that hangs by leases; later is noticed
 a connection that both ends keep and understand no more, as after a damaged frame."""
+KV_CONNECT_MS = 5_000
+"""For them, too: who connects has computed a prompt for this one receiver, and nobody else can take its KV. A router
+has other workers, and goes on to one of them. A second is too short where the first packet is lost (Linux sends it
+again after one), or a machine stands still for that long."""
 
 
 SESSION_READ_AHEAD_BYTES = 16 * 1024
@@ -66,20 +70,30 @@ def open_channel(
     *,
     max_message_bytes: int = DEFAULT_MAX_MESSAGE_BYTES,
     tls: ClientTLS | None = None,
-    ping_timeout_ms: int | None = None,
     read_ahead_bytes: int = 0,
 ) -> grpc.aio.Channel:
     """A channel to `address` ("host:port"). Connects at the first call; the caller closes it.
 
-    `ping_timeout_ms`: how long a ping may stay unanswered; `KV_PING_TIMEOUT_MS` where KV travels,
-    `KEEPALIVE_TIMEOUT_MS` unless given. `read_ahead_bytes`: see `channel_options`.
+    `read_ahead_bytes`: see `channel_options`.
     """
-    options = channel_options(
-        max_message_bytes,
-        connect_ms=CONNECT_MS if tls is None else TLS_CONNECT_MS,
-        ping_timeout_ms=ping_timeout_ms,
-        read_ahead_bytes=read_ahead_bytes,
+    connect_ms = CONNECT_MS if tls is None else TLS_CONNECT_MS
+    return _open(
+        address, tls, channel_options(max_message_bytes, connect_ms=connect_ms, read_ahead_bytes=read_ahead_bytes)
     )
+
+
+def open_kv_channel(
+    address: str, *, max_message_bytes: int = DEFAULT_MAX_MESSAGE_BYTES, tls: ClientTLS | None = None
+) -> grpc.aio.Channel:
+    """As `open_channel`, for a connection that carries KV: patient at connecting, and with pings."""
+    return _open(
+        address,
+        tls,
+        channel_options(max_message_bytes, connect_ms=KV_CONNECT_MS, ping_timeout_ms=KV_PING_TIMEOUT_MS),
+    )
+
+
+def _open(address: str, tls: ClientTLS | None, options: list[tuple[str, int]]) -> grpc.aio.Channel:
     if tls is None:
         return grpc.aio.insecure_channel(address, options=options)
     return grpc.aio.secure_channel(address, tls.credentials(), options=options)

@@ -42,7 +42,7 @@ class Server:
         tls: ServerTLS | None = None,
         ping_timeout_ms: int | None = None,
     ) -> None:
-        """`listen` is "host:port". `ping_timeout_ms` as `rpc.channel.open_channel` has it. Raises `ValueError`."""
+        """`listen` is "host:port". `ping_timeout_ms` as `rpc.channel.channel_options` has it. Raises `ValueError`."""
         self._listen = listen
         self._host, self._port = split_address(listen)
         self._tls = tls

@@ -13,7 +13,7 @@ from engine.outputs import RequestOutput
 from engine.sampling_params import SamplingParams
 from kv_transfer import Identity, KVPool, KVReceiver, KVTransferServicer
 from protos import tandem_kv_transfer_pb2_grpc as pb_grpc
-from rpc.channel import open_channel
+from rpc.channel import open_kv_channel
 from worker_service.pool_memory import transfer_pool
 
 
@@ -49,7 +49,7 @@ async def transfer(
         transport,
         pool=source,
         identity=Identity(worker_id="prefill", incarnation="p", compat_digest="same"),
-        open_channel=open_channel,
+        open_channel=open_kv_channel,
     )
     await server.start()
     await receiver.start(address)

@@ -25,7 +25,7 @@ from kv_transfer import (
 )
 from protos import tandem_kv_transfer_pb2 as pb
 from protos import tandem_kv_transfer_pb2_grpc as pb_grpc
-from rpc.channel import open_channel
+from rpc.channel import open_kv_channel
 
 SHAPE: dict[str, Any] = {
     "num_layers": 3, "block_size": 4, "num_kv_heads": 2, "head_dim": 8, "dtype": "bfloat16",
@@ -116,7 +116,7 @@ class Cluster:
     def make_sender(self, pool: KVPool, compat_digest: str = "same") -> KVSender:
         identity = Identity(worker_id="prefill", incarnation=f"p-{len(self.senders)}", compat_digest=compat_digest)
         sender = kv_transfer.create_sender(
-            self.transport, pool=pool, identity=identity, open_channel=open_channel, receivers=self.local_receivers
+            self.transport, pool=pool, identity=identity, open_channel=open_kv_channel, receivers=self.local_receivers
         )
         self.senders.append(sender)
         return sender

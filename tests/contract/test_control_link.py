@@ -11,12 +11,12 @@ from ports import lasting_port
 
 from kv_transfer import PeerUnreachable
 from kv_transfer.control_link import ControlLink
-from rpc.channel import open_channel
+from rpc.channel import open_kv_channel
 
 
 async def test_a_peer_that_comes_back_is_waited_for() -> None:
     address = f"127.0.0.1:{lasting_port()}"
-    link = ControlLink(open_channel(address))
+    link = ControlLink(open_kv_channel(address))
     waiting = asyncio.create_task(link.wait_connected(30))
     done, _ = await asyncio.wait([waiting], timeout=0.2)
     assert not done
@@ -31,7 +31,7 @@ async def test_a_peer_that_comes_back_is_waited_for() -> None:
 
 
 async def test_a_peer_that_does_not_come_back_is_given_up() -> None:
-    link = ControlLink(open_channel(f"127.0.0.1:{lasting_port()}"))
+    link = ControlLink(open_kv_channel(f"127.0.0.1:{lasting_port()}"))
     begun_s = time.monotonic()
     with pytest.raises(PeerUnreachable, match=r"no connection for 0\.3 s"):
         await link.wait_connected(0.3)
@@ -43,7 +43,7 @@ async def test_who_waits_for_the_loss_of_a_connection_hears_of_it() -> None:
     server = grpc.aio.server()
     port = server.add_insecure_port("127.0.0.1:0")
     await server.start()
-    link = ControlLink(open_channel(f"127.0.0.1:{port}"))
+    link = ControlLink(open_kv_channel(f"127.0.0.1:{port}"))
     await link.wait_connected(30)
     losing = asyncio.create_task(link.lost())
     done, _ = await asyncio.wait([losing], timeout=0.2)

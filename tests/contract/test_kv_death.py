@@ -16,7 +16,7 @@ from nixl_marks import NIXL
 import kv_transfer
 from kv_transfer import Identity, TransferError
 from protos import tandem_kv_transfer_pb2 as pb
-from rpc.channel import open_channel
+from rpc.channel import open_kv_channel
 
 HERE = Path(__file__).parent
 NUM_BLOCKS = 400
@@ -44,14 +44,18 @@ async def process(transport: str) -> AsyncIterator[asyncio.subprocess.Process]:
     await process.wait()
 
 
-async def test_receiver_dies(transport: str, process: asyncio.subprocess.Process) -> None:
+async def grant_of(process: asyncio.subprocess.Process) -> pb.Grant:
     assert process.stdout is not None
     line = await asyncio.wait_for(process.stdout.readline(), 30)
-    grant = pb.Grant.FromString(bytes.fromhex(line.decode()))
+    return pb.Grant.FromString(bytes.fromhex(line.decode()))
+
+
+async def test_receiver_dies(transport: str, process: asyncio.subprocess.Process) -> None:
+    grant = await grant_of(process)
     grant.lease_ms = 1000
     pool = make_pool(NUM_BLOCKS, seed=3, num_kv_heads=8, head_dim=64, block_size=16)
     identity = Identity(worker_id="prefill", incarnation="p-1", compat_digest="same")
-    sender = kv_transfer.create_sender(transport, pool=pool, identity=identity, open_channel=open_channel)
+    sender = kv_transfer.create_sender(transport, pool=pool, identity=identity, open_channel=open_kv_channel)
     push = await sender.open(grant)
     push.write(0, 0, range(NUM_BLOCKS))
     await push._writer.drain()
@@ -64,12 +68,28 @@ async def test_receiver_dies(transport: str, process: asyncio.subprocess.Process
     await asyncio.wait_for(sender.close(), 10)
 
 
+@pytest.mark.parametrize("transport", ["grpc"])
+async def test_receiver_that_stands_still_is_not_dead(transport: str, process: asyncio.subprocess.Process) -> None:
+    """As its machine may, for longer than others are given to connect: a second. A prompt was computed for it."""
+    grant = await grant_of(process)
+    pool = make_pool(NUM_BLOCKS, seed=3, num_kv_heads=8, head_dim=64, block_size=16)
+    identity = Identity(worker_id="prefill", incarnation="p-1", compat_digest="same")
+    sender = kv_transfer.create_sender(transport, pool=pool, identity=identity, open_channel=open_kv_channel)
+    process.send_signal(signal.SIGSTOP)
+    opening = asyncio.create_task(sender.open(grant))
+    done, _ = await asyncio.wait([opening], timeout=1.5)
+    assert not done
+    process.send_signal(signal.SIGCONT)
+    await (await opening).abandon()
+    await asyncio.wait_for(sender.close(), 10)
+
+
 async def test_sender_goes_without_a_word(transport: str) -> None:
     receiving = Receiving(transport, lease_s=0.5)
     await receiving.start()
     pool = make_pool(40, seed=3)
     identity = Identity(worker_id="prefill", incarnation="p-1", compat_digest="same")
-    sender = kv_transfer.create_sender(transport, pool=pool, identity=identity, open_channel=open_channel)
+    sender = kv_transfer.create_sender(transport, pool=pool, identity=identity, open_channel=open_kv_channel)
     push = await sender.open(receiving.receiver.issue("router", [1, 2], 0))
     push.write(0, 0, [3, 4])
     await asyncio.sleep(0)

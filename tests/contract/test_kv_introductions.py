@@ -25,7 +25,7 @@ from kv_transfer import (
 )
 from kv_transfer import base as kv_base
 from protos import tandem_kv_transfer_pb2 as pb
-from rpc.channel import open_channel
+from rpc.channel import open_kv_channel
 
 
 async def test_restarted_receiver_is_not_the_one_that_granted(cluster: Cluster) -> None:
@@ -159,7 +159,7 @@ async def test_grant_beyond_the_pool_is_refused(cluster: Cluster, receiving: Rec
 def test_missing_nixl_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "nixl", None)
     identity = kv_base.Identity(worker_id="a", incarnation="b", compat_digest="c")
-    for create in (partial(create_sender, open_channel=open_channel), create_endpoint):
+    for create in (partial(create_sender, open_channel=open_kv_channel), create_endpoint):
         with pytest.raises(TransportMissing, match="extra `nixl`"):
             create("nixl", pool=make_pool(2, seed=None), identity=identity)
         with pytest.raises(ValueError, match="transport must be one of grpc, ipc, nixl"):
