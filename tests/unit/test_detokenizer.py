@@ -138,7 +138,7 @@ def token_sequences(tokenizer: Tokenizer) -> st.SearchStrategy[list[int]]:
 CUTS = st.lists(st.integers(0, 200), max_size=6)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(ids=token_sequences(BYTE_LEVEL), prompt=st.sampled_from(["", *SAMPLES]), cuts=CUTS, skip=st.booleans())
 def test_byte_level_text_equals_decoding_at_once(ids: list[int], prompt: str, cuts: list[int], skip: bool) -> None:
     prompt_ids = BYTE_LEVEL.encode(prompt)
@@ -148,7 +148,7 @@ def test_byte_level_text_equals_decoding_at_once(ids: list[int], prompt: str, cu
     assert (stop, num_tokens) == (None, len(ids))
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(data=st.binary(max_size=150), repeat=st.integers(1, 4), cuts=CUTS)
 def test_any_bytes_give_what_decoding_at_once_gives(data: bytes, repeat: int, cuts: list[int]) -> None:
     """Long runs of bytes that are no UTF-8, longer than the window, between characters."""
@@ -157,7 +157,7 @@ def test_any_bytes_give_what_decoding_at_once_gives(data: bytes, repeat: int, cu
     assert text == (data * repeat).decode("utf-8", "replace").removesuffix(REPLACEMENT)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     lead=st.sampled_from([b"", b"\xe4", b"\xf0\x9f\x8e", b"\x80"]),
     num_invalid=st.integers(KEPT_TOKENS, 3 * MAX_PENDING_TOKENS),
@@ -210,7 +210,7 @@ def sentencepiece_ids(draw: st.DrawFn) -> list[int]:
     return ids
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(ids=sentencepiece_ids(), prompt=st.sampled_from(["", "Hello", "ab 你 the", "ß"]), cuts=CUTS)
 def test_sentencepiece_text_equals_decoding_at_once(ids: list[int], prompt: str, cuts: list[int]) -> None:
     prompt_ids = SENTENCEPIECE.encode(prompt)
@@ -218,7 +218,7 @@ def test_sentencepiece_text_equals_decoding_at_once(ids: list[int], prompt: str,
     assert run(detokenizer, split(ids, cuts))[0] == answer_text(SENTENCEPIECE, prompt_ids, ids)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(
     ids=st.lists(st.one_of(st.integers(1 + 0x80, SENTENCEPIECE.vocab_size - 1), st.sampled_from(range(1 + 0xE4, 260)))),
     cuts=CUTS,
@@ -232,7 +232,7 @@ def test_sentencepiece_never_loses_or_repeats_a_word(ids: list[int], cuts: list[
         assert text.count(letter) == sum(word.count(letter) for word in words)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(ids=st.lists(st.integers(0, METASPACE.vocab_size - 1), max_size=30), cuts=CUTS)
 def test_metaspace_text_equals_decoding_at_once(ids: list[int], cuts: list[int]) -> None:
     assert run(IncrementalDetokenizer(METASPACE), split(ids, cuts))[0] == answer_text(METASPACE, [], ids)
@@ -248,7 +248,7 @@ STOPS = st.lists(
 )
 
 
-@settings(max_examples=250, deadline=None)
+@settings(max_examples=250)
 @given(
     ids=token_sequences(BYTE_LEVEL),
     stop=STOPS,

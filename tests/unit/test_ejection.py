@@ -163,7 +163,7 @@ OPERATIONS = st.lists(
 )
 
 
-@settings(max_examples=400, deadline=None, derandomize=True)
+@settings(max_examples=400, derandomize=True)
 @given(OPERATIONS)
 def test_whatever_happens(operations: list[object]) -> None:
     """Never ejected before three failures nor let through during a pause; probed one at a time; never lost for good."""

@@ -133,7 +133,7 @@ deeds = st.one_of(
 )
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(st.lists(deeds, min_size=20, max_size=80))
 def test_under_any_history_the_least_served_goes_first_and_nobody_goes_short(history: list[tuple]) -> None:  # type: ignore[type-arg]
     world = World()

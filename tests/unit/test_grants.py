@@ -326,5 +326,5 @@ class GrantMachine(RuleBasedStateMachine):
         assert self.table.next_expiry_s() is None
 
 
-GrantMachine.TestCase.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)
+GrantMachine.TestCase.settings = settings(max_examples=150, stateful_step_count=40)
 TestGrantMachine = GrantMachine.TestCase

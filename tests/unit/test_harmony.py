@@ -150,7 +150,7 @@ PARTS = [
     has_tools=st.booleans(),
     data=st.data(),
 )
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 def test_what_is_told_depends_on_the_text_so_far_alone(
     parts: list[str], opened: str, has_tools: bool, data: st.DataObject
 ) -> None:

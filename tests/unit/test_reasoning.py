@@ -100,7 +100,7 @@ def test_what_is_thought_and_what_is_said(is_open: bool, text: str, thought: str
     text=st.lists(st.sampled_from(["<think>", "</think>", "</", "<", "a", " ", "\n", CALL]), max_size=12).map("".join),
     data=st.data(),
 )
-@settings(max_examples=500, deadline=None)
+@settings(max_examples=500)
 def test_what_is_told_depends_on_the_text_so_far_alone(is_open: bool, text: str, data: st.DataObject) -> None:
     """So an answer goes on at a router that was given its beginning at once. With calls, too, which are read in what
     is said, and nowhere else."""

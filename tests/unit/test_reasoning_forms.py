@@ -99,7 +99,7 @@ def test_what_is_read_as_content_has_the_form(model: tuple[Grammars, bool]) -> N
         assert content in KINDS["choice"]["choice"]
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(kind=st.sampled_from(list(KINDS)), seed=st.integers(0, 2**32))
 def test_guesses_are_taken_back_within_a_thought_and_over_its_end(
     model: tuple[Grammars, bool], kind: str, seed: int

@@ -353,5 +353,5 @@ class OffloadingMachine(SchedulerMachine):
 TestSchedulerMachine = SchedulerMachine.TestCase
 TestOffloadingMachine = OffloadingMachine.TestCase
 TestSchedulerMachine.settings = TestOffloadingMachine.settings = settings(
-    max_examples=150, stateful_step_count=40, deadline=None, suppress_health_check=list(HealthCheck)
+    max_examples=150, stateful_step_count=40, suppress_health_check=list(HealthCheck)
 )

@@ -177,7 +177,7 @@ def test_calls_and_what_is_none(parser: str, text: str, expected: Outcome) -> No
 
 @pytest.mark.parametrize("parser", PARSERS)
 @given(data=st.data())
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 def test_what_is_told_depends_on_the_text_so_far_alone(parser: str, data: st.DataObject) -> None:
     """Whatever a model says within a call."""
     parts = [*FORMATS[parser].words, "f", "text", "number", ">", "\n", " ", "a", "12", '"', "<", "</", "{", "\\"]
@@ -193,7 +193,7 @@ def test_what_is_told_depends_on_the_text_so_far_alone(parser: str, data: st.Dat
 
 @pytest.mark.parametrize("parser", PARSERS)
 @given(arguments=st.fixed_dictionaries({"text": st.text(), "number": st.integers(), "list": st.lists(st.text())}))
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 def test_what_was_said_comes_back(parser: str, arguments: dict[str, Any]) -> None:
     if any(end in text_of(value) for value in arguments.values() for end in FORMATS[parser].words):
         return

@@ -148,7 +148,7 @@ def test_what_is_told_is_the_same_wherever_it_is_cut(parser: str, text: str) -> 
 
 @pytest.mark.parametrize("parser", sorted(FORMATS))
 @given(data=st.data())
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 def test_what_is_told_depends_on_the_text_so_far_alone(parser: str, data: st.DataObject) -> None:
     """Whatever a model says. And where it calls nothing, all of it is content."""
     words = [*WORDS, *FORMATS[parser].words]

@@ -106,7 +106,7 @@ def test_calls_and_what_is_none(parser: str, text: str, expected: Outcome) -> No
 
 
 @given(case=st.sampled_from(CASES), data=st.data())
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 def test_what_is_told_depends_on_the_text_so_far_alone(case: tuple[str, str, Outcome], data: st.DataObject) -> None:
     """So an answer goes on at a router that was given its beginning at once."""
     parser, text, _ = case
@@ -117,7 +117,7 @@ def test_what_is_told_depends_on_the_text_so_far_alone(case: tuple[str, str, Out
 
 
 @given(st.text(alphabet='<tool_ca>{}"name:rgus, \\\n', max_size=60), st.sampled_from(sorted(FORMATS)))
-@settings(max_examples=500, deadline=None)
+@settings(max_examples=500)
 def test_nothing_is_lost_of_a_text_without_calls(text: str, parser: str) -> None:
     content, calls = parse(parser, list(text))
     assert calls or content == text
