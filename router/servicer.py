@@ -6,11 +6,9 @@ Owns the running requests by id, for Abort and for draining. Does not decide any
 from __future__ import annotations
 
 import asyncio
-import logging
 import time
 from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import aclosing
-from dataclasses import dataclass, field
 from functools import partial
 
 import grpc
@@ -19,8 +17,8 @@ from protos import tandem_inference_pb2 as pb
 from protos.tandem_inference_pb2_grpc import InferenceServicer as InferenceServicerBase
 from router.asked_answer import AskedAnswer
 from router.lifecycle import Cluster, Lifecycle, require_worker
-from router.metrics import RouterMetrics
 from router.model_info import ModelInfo
+from router.outcome import Outcome, reason_of
 from router.request_events import Stopped
 from router.request_state import AttemptNumbers
 from router.sequences import Sequences, names_at_workers, params_of_sequence
@@ -41,10 +39,8 @@ from router.validation.request import (
 from router.validation.resumption import NOTHING, BegunAnswer, Resumption, kind_name, resumption_of
 from router.validation.sampling import resolve_sampling
 from router.validation.tools import AskedTools
-from rpc.errors import STATUS_CODES, DeadlinePassed, Draining, NoWorker, RequestExists, TandemError, code_of
+from rpc.errors import DeadlinePassed, Draining, NoWorker, RequestExists, TandemError
 from rpc.metadata import ACCEPTED_KEY
-
-_log = logging.getLogger(__name__)
 
 
 class InferenceServicer(InferenceServicerBase):  # type: ignore[misc]
@@ -101,7 +97,7 @@ class InferenceServicer(InferenceServicerBase):  # type: ignore[misc]
         self._running[request_id] = None
         self._names.update(names)
         self._is_idle.clear()
-        outcome = _Outcome(request_id, arrived_s, len(validated.open_sequences), validated.lora_name)
+        outcome = Outcome(request_id, arrived_s, len(validated.open_sequences), validated.lora_name)
         try:
             await context.send_initial_metadata(((ACCEPTED_KEY, "1"),))
             remaining_s = context.time_remaining()
@@ -276,69 +272,6 @@ class InferenceServicer(InferenceServicerBase):  # type: ignore[misc]
 
 def _stop_token_ids(params: pb.SamplingParams, model: ModelInfo) -> set[int]:
     return {*params.stop_token_ids, *(() if params.ignore_eos else model.eos_token_ids)}
-
-
-@dataclass(slots=True)
-class _Outcome:
-    """What the one log line of a request says."""
-
-    request_id: str
-    arrived_s: float
-    num_sequences: int
-    lora_name: str
-    error: Exception | None = None
-    lasts: list[pb.GenerateResponse] = field(default_factory=list)
-    """The last message of each answer that has ended."""
-
-    @property
-    def is_complete(self) -> bool:
-        return len(self.lasts) == self.num_sequences
-
-    def note(self, response: pb.GenerateResponse) -> None:
-        if response.finish_reason:
-            self.lasts.append(response)
-
-    def log(self) -> None:
-        facts: dict[str, object] = {"request_id": self.request_id}
-        if self.lora_name:
-            facts["lora_name"] = self.lora_name
-        if self.error is not None:
-            code = code_of(self.error) if isinstance(self.error, TandemError) else "bug"
-            facts |= {"code": code, "error": str(self.error)}
-        elif self.is_complete:
-            first = min(self.lasts, key=lambda last: last.sequence)
-            reasons = sorted({pb.FinishReason.Name(last.finish_reason) for last in self.lasts})
-            facts |= {
-                "finish_reason": ",".join(reasons),
-                "prompt_tokens": first.usage.prompt_tokens,
-                "cached_tokens": first.usage.cached_tokens,
-                "completion_tokens": sum(last.usage.completion_tokens for last in self.lasts),
-                "mode": pb.Mode.Name(first.timings.mode),
-                "prefill_worker": first.timings.prefill_worker or "-",
-                "decode_worker": first.timings.decode_worker,
-                "ttft_ms": first.timings.time_to_first_token_ms,
-                "attempts": sum(last.timings.attempts for last in self.lasts),
-            }
-            if self.num_sequences > 1:
-                facts["n"] = self.num_sequences
-        facts["total_ms"] = 1e3 * (time.monotonic() - self.arrived_s)
-        _log.info("failed" if self.error else "done" if self.is_complete else "cancelled", extra=facts)
-
-    def count(self, metrics: RouterMetrics) -> None:
-        """Each answer for itself, as vLLM does."""
-        if self.error is not None:
-            metrics.failed(reason_of(self.error))
-        elif self.is_complete:
-            for last in self.lasts:
-                metrics.answered(last)
-        else:
-            metrics.failed("cancelled")
-
-
-def reason_of(error: Exception) -> str:
-    """In metrics: the name of the error's status."""
-    status = STATUS_CODES[type(error)] if isinstance(error, TandemError) else grpc.StatusCode.INTERNAL
-    return str(status.name).lower()
 
 
 async def _until_deadline(
