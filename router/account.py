@@ -1,7 +1,8 @@
 """What is measured of one request, and what the router learns from it. Decides nothing about the request.
 
-sent ──> placed ──> first token ──> second token ──> ... ──> left
-         (Stamps: where its time went)      └─ forecast, costs, metrics: what later requests may expect
+queued ──> planned ──> sent ──> placed ──> first token ──> second token ──> ... ──> left
+  ^           └─ the attempt failed ──┐             │        └─ forecast, costs, metrics: what later requests may expect
+  └───────────────────────────────────┘             └─ Stamps: where its time went; AttemptStamps: that of each attempt
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from router.costs import Costs
 from router.forecast import Forecast
 from router.metrics import RouterMetrics
 from router.request_events import Plan, WorkerSaid
-from router.timings import Stamps
+from router.timings import AttemptStamps, Stamps
 from router.worker_handle import TakenRoom
 
 
@@ -21,51 +22,68 @@ class Account:
 
     def __init__(self, forecast: Forecast, costs: Costs, metrics: RouterMetrics, arrived_s: float) -> None:
         self.stamps = Stamps(arrived_s)
+        self.attempts: list[AttemptStamps] = []
+        """The last one is running."""
         self._forecast = forecast
         self._costs = costs
         self._metrics = metrics
-        self._sent_s = 0.0
-        """When the running attempt's prompt was sent."""
-        self._asked_s = 0.0
-        """When room was asked for last."""
-        self._granted_s = 0.0
-        """How long that took."""
         self._first_attempt = 0
         """The attempt that gave the first token."""
         self._has_second = False
         self._emitted_s: float | None = None
 
+    def queued(self, why: str = "") -> None:
+        """Another attempt begins. `why` the one before, if any, failed."""
+        now_s = time.monotonic()
+        self._end_attempt(now_s, why)
+        self.attempts.append(AttemptStamps(now_s))
+
+    def planned(self, plan: Plan) -> None:
+        """There are workers for it."""
+        self.attempts[-1].planned_s, self.attempts[-1].plan = time.monotonic(), plan
+
     def room_asked(self) -> None:
         """A decode worker was asked for room."""
-        self._asked_s = time.monotonic()
+        self.attempts[-1].asked_s = time.monotonic()
 
     def prompt_sent(self) -> None:
         """The worker that computes the prompt was told."""
-        self._sent_s = time.monotonic()
-        self.stamps.sent_s = self.stamps.sent_s or self._sent_s
+        sent_s = self.attempts[-1].sent_s = time.monotonic()
+        self.stamps.sent_s = self.stamps.sent_s or sent_s
 
     def note(self, said: WorkerSaid, plan: Plan, room: TakenRoom) -> None:
         """What a worker of the running attempt says."""
-        now_s = time.monotonic()
+        now_s, attempt = time.monotonic(), self.attempts[-1]
         match said.event.WhichOneof("event"):
             case "granted":
-                self._granted_s = now_s - self._asked_s
+                attempt.granted_s = now_s
             case "busy":
                 self.stamps.sent_s = None  # nobody has begun: the request waits on
             case "tokens" if said.worker == (plan.prefill or plan.decode):
+                if attempt.first_token_s is None:
+                    self._note_first_of_attempt(said, attempt, now_s)
                 if self.stamps.first_token_s is None:
-                    self._note_first(said, room, now_s)
+                    self._note_first(said, room, attempt)
             case "tokens" if not self._has_second:
                 self._has_second = True
                 if said.event.attempt == self._first_attempt:  # else it overtook the first, or is of another attempt
-                    self._note_second(room, now_s)
+                    self._note_second(room, attempt, now_s)
             case "handed_over":
                 self.stamps.handed_over_s = self.stamps.handed_over_s or now_s
+                attempt.handed_over_s, attempt.transfer = now_s, said.event.handed_over.stats
 
-    def _note_first(self, said: WorkerSaid, room: TakenRoom, now_s: float) -> None:
+    def _note_first_of_attempt(self, said: WorkerSaid, attempt: AttemptStamps, now_s: float) -> None:
+        assert attempt.sent_s is not None
+        attempt.begun_s = min(now_s, attempt.sent_s + said.event.tokens.waited_ms / 1000)
+        attempt.first_token_s = now_s
+
+    def _note_first(self, said: WorkerSaid, room: TakenRoom, attempt: AttemptStamps) -> None:
         assert self.stamps.sent_s is not None
+        assert attempt.sent_s is not None
+        assert attempt.first_token_s is not None
         self._first_attempt = said.event.attempt
-        seconds = now_s - self._sent_s  # what a worker took that failed before is not held against this one
+        now_s = attempt.first_token_s
+        seconds = now_s - attempt.sent_s  # what a worker took that failed before is not held against this one
         # What was thought to be cached there, and was not, has been computed, too.
         num_tokens = room.num_tokens_to_compute + max(0, room.num_cached_tokens - said.event.tokens.num_cached_tokens)
         self._forecast.computed(num_tokens, seconds)
@@ -74,11 +92,14 @@ class Account:
         self.stamps.placed_s = min(now_s, self.stamps.sent_s + said.event.tokens.waited_ms / 1000)
         self.stamps.first_token_s = now_s
 
-    def _note_second(self, room: TakenRoom, now_s: float) -> None:
+    def _note_second(self, room: TakenRoom, attempt: AttemptStamps, now_s: float) -> None:
         """The decode worker goes on. A gap as there is between any two tokens is not the handover's."""
         assert self.stamps.first_token_s is not None
         gap_s = now_s - self.stamps.first_token_s - self._forecast.seconds_per_answer_token
-        self._costs.handed_over(room.num_tokens_to_move, self._granted_s + max(0.0, gap_s), now_s)
+        granting_s = 0.0
+        if attempt.asked_s is not None and attempt.granted_s is not None:
+            granting_s = attempt.granted_s - attempt.asked_s
+        self._costs.handed_over(room.num_tokens_to_move, granting_s + max(0.0, gap_s), now_s)
 
     def emitted(self, num_tokens: int, *, is_resumed: bool = False) -> None:
         """Tokens are on their way to the client. `is_resumed`: the first that follow those of another router."""
@@ -89,8 +110,13 @@ class Account:
             self._metrics.first_token(now_s - self.stamps.arrived_s)
         self._metrics.tokens(num_tokens, None if before_s is None else now_s - before_s)
 
-    def left(self, num_answer_tokens: int) -> None:
-        """The request is over, well or not."""
+    def left(self, num_answer_tokens: int, why: str = "") -> None:
+        """The request is over, well or not: `why` it failed."""
+        self._end_attempt(time.monotonic(), why)
         if self.stamps.first_token_s is not None:
             is_complete = self.stamps.ended_s is not None
             self._forecast.ended(num_answer_tokens, time.monotonic(), is_complete=is_complete)
+
+    def _end_attempt(self, now_s: float, why: str) -> None:
+        if self.attempts:
+            self.attempts[-1].ended_s, self.attempts[-1].why = now_s, why

@@ -134,7 +134,7 @@ class Lifecycle:
         """Leading blocks of the prompt that workers have, as the index said."""
         self._begun_s = asked.arrived_s
         """Since when it waits for workers."""
-        self._account = Account(cluster.forecast, cluster.pool.costs, cluster.metrics, asked.arrived_s)
+        self.account = Account(cluster.forecast, cluster.pool.costs, cluster.metrics, asked.arrived_s)
 
     def stop(self, stopped: Stopped) -> None:
         """End the request from outside: Abort."""
@@ -200,13 +200,13 @@ class Lifecycle:
                 case EnterQueue():
                     self._enter_queue(action)
                 case SendReserve(worker):
-                    self._account.room_asked()
+                    self.account.room_asked()
                     self._commands.reserve(worker, self._state.attempt, self._state.token_ids)
                 case SendGenerate(worker):
-                    self._account.prompt_sent()
+                    self.account.prompt_sent()
                     self._commands.generate(worker, self._state.attempt, self._state.token_ids)
                 case SendPrefill(worker, grant):
-                    self._account.prompt_sent()
+                    self.account.prompt_sent()
                     self._commands.prefill(worker, grant)
                 case SendCancel() | NoteSuccess() | NoteFault():
                     self._wind_up([action])
@@ -235,11 +235,13 @@ class Lifecycle:
                     self._cluster.pool.note_fault(who, self.room)
 
     def _enter_queue(self, action: EnterQueue) -> None:
+        why = ""
         if self._state.num_failures > self._num_failures:
-            self._num_failures = self._state.num_failures
-            facts = {"request_id": self.name, "num_failures": self._num_failures, "why": self._state.last_failure}
+            self._num_failures, why = self._state.num_failures, self._state.last_failure
+            facts = {"request_id": self.name, "num_failures": self._num_failures, "why": why}
             _log.warning("attempt failed, another is made", extra=facts)
             self._cluster.metrics.retried(has_begun=bool(self._state.token_ids))
+        self.account.queued(why)
         self._waiting = asyncio.create_task(self._wait_for_plan(action))
 
     async def _wait_for_plan(self, action: EnterQueue) -> None:
@@ -271,6 +273,7 @@ class Lifecycle:
                 give_up_s=None if self._state.token_ids else self._deadline.give_up_s(),
             )
             forecast.planned(len(token_ids), time.monotonic(), is_last=not queue.has_line)
+            self.account.planned(self.room.plan)
         except Exception as error:  # whatever it is, it is the request's end: nobody else would hear of it
             self._events.put_nowait(Stopped(inference_pb.FINISH_REASON_ERROR, error))
             return
@@ -347,13 +350,13 @@ class Lifecycle:
             case "tokens" if said.worker == (plan.prefill or plan.decode) and not room.is_settled:
                 room.settle()
                 self._cluster.queue.dispatch()
-        self._account.note(said, plan, room)
+        self.account.note(said, plan, room)
 
     def _leave(self) -> None:
         """The request is over: nobody waits, counts or listens for it any more."""
         forecast = self._cluster.forecast
         forecast.num_running -= 1
-        self._account.left(self._messages.num_tokens)
+        self.account.left(self._messages.num_tokens, "" if self._error is None else str(self._error))
         if self._share is not None:
             self._cluster.queue.leave(self._share)
         if self._waiting is not None:
@@ -371,16 +374,16 @@ class Lifecycle:
         is_first = emit.offset == self._state.num_resumed
         if self._share is not None:
             self._share.charge_answer(len(emit.token_ids))
-        self._account.emitted(len(emit.token_ids), is_resumed=is_first and emit.offset > 0)
+        self.account.emitted(len(emit.token_ids), is_resumed=is_first and emit.offset > 0)
         response, is_stopped = self._messages.delta(emit)
         if is_first:
             response.worker_kind = kind_name(self._compat_digest)
         return response, is_stopped
 
     def _last_response(self, finish_reason: inference_pb.FinishReason) -> inference_pb.GenerateResponse:
-        self._account.stamps.ended_s = time.monotonic()
+        self.account.stamps.ended_s = time.monotonic()
         timings = timings_of(
-            self._account.stamps,
+            self.account.stamps,
             num_tokens=self._messages.num_tokens - self._state.num_resumed,
             num_attempts=self._state.num_failures + 1,
             plan=self._last_plan,

@@ -22,6 +22,29 @@ class Stamps:
     ended_s: float | None = None
 
 
+@dataclass(slots=True)
+class AttemptStamps:
+    """When what happened in one attempt at a request, on the same clock. None: it has not happened."""
+
+    queued_s: float
+    """It began to wait for workers."""
+    planned_s: float | None = None
+    plan: Plan | None = None
+    asked_s: float | None = None
+    """The decode worker was asked for room."""
+    granted_s: float | None = None
+    sent_s: float | None = None
+    """The worker that computes the prompt was told."""
+    begun_s: float | None = None
+    """That worker began."""
+    first_token_s: float | None = None
+    handed_over_s: float | None = None
+    transfer: inference_pb.KVTransferStats | None = None
+    ended_s: float | None = None
+    why: str = ""
+    """Why it failed; empty: it did not, or the worker had no room."""
+
+
 def timings_of(
     stamps: Stamps,
     *,
