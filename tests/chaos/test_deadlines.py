@@ -21,8 +21,9 @@ POINTS = ("decode.reserved", "prefill.opened", "prefill.before_commit")
 """Each holds the first request that comes by, which comes no further: the next one gets to the next point."""
 HELD_S = 8
 DEADLINE_S = 1.5
-LATE_S = 1.0
-"""So much later than its deadline a client may hear of it."""
+LATE_S = 4.0
+"""So much later than its deadline a client may hear of it where the machine stands still meanwhile, and long before
+anything else would end its request."""
 SOON_S = 2.0
 """So much later all is free."""
 SLOW_S = 0.2
