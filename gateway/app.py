@@ -39,8 +39,10 @@ from gateway.responses.request import ResponseRequest
 from gateway.run import Run
 from gateway.streams import ClientGone, EventStream, to_json, while_connected, with_first
 from gateway.tokens import CountMessagesRequest, CountRequest, DetokenizeRequest, TokenizeRequest
+from gateway.traced import Traced
 from protos.tandem_inference_pb2 import GenerateResponse
 from rpc.errors import DeadlinePassed, InvalidRequest, TandemError
+from rpc.tracing import Tracing
 from tandem import __version__
 from tandem.client import AsyncClient
 
@@ -67,9 +69,10 @@ def create_app(
     allowed_origins: Sequence[str] = (),
     max_body_bytes: int = 4 * 1024 * 1024,
     leaving: asyncio.Event | None = None,
+    tracing: Tracing | None = None,
 ) -> FastAPI:
-    """The gateway's ASGI application over `client`, which its caller closes. `allowed_origins`: whose pages may read
-    the answers in a browser. `leaving`: set when answers that still run are to end, and say why."""
+    """The gateway's ASGI application over `client`, which its caller closes, as `tracing`. `allowed_origins`: whose
+    pages may read the answers in a browser. `leaving`: set when answers that still run are to end, and say why."""
     gateway = Gateway(client, api_key=api_key, max_body_bytes=max_body_bytes, leaving=leaving or asyncio.Event())
     app = FastAPI(title="Tandem", version=__version__, docs_url=None, redoc_url=None)
     posting: list[tuple[str, Any, type[Body]]] = [
@@ -107,6 +110,8 @@ def create_app(
             allow_headers=["*"],
             expose_headers=[REQUEST_ID_HEADER, ANSWERED_ID_HEADER, "retry-after"],
         )
+    if tracing is not None:
+        app.add_middleware(Traced, tracing=tracing)
     return app
 
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from rpc.entrypoint import LOG_LEVELS
 from rpc.server import split_address
 from rpc.tls import SslArgs
+from rpc.tracing import ENDPOINT_HELP, check_endpoint
 from tandem.client import DEFAULT_ADDRESS
 
 
@@ -40,6 +41,7 @@ class GatewayArgs(SslArgs):
     drain_grace_s: float = field(
         default=30.0, metadata={"help": "On SIGTERM, how long running requests may take to finish."}
     )
+    otlp_traces_endpoint: str = field(default="", metadata={"help": ENDPOINT_HELP})
     log_level: str = field(default="info", metadata={"help": f"{', '.join(LOG_LEVELS)}."})
 
     def __post_init__(self) -> None:
@@ -48,6 +50,7 @@ class GatewayArgs(SslArgs):
             split_address(self.listen)
         except ValueError as error:
             raise ValueError(f"listen: {error}") from error
+        check_endpoint(self.otlp_traces_endpoint)
         if not self.router:
             raise ValueError("router must be the address of a router, is empty")
         if not re.fullmatch(r"[\x21-\x7e]*", self.api_key):

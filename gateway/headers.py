@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import re
 import secrets
+from collections.abc import Mapping
 
 from starlette.requests import Request
 
 from gateway.asked import check_fairness_id
 from rpc.errors import InvalidRequest
+from rpc.tracing import trace_headers_of
 
 REQUEST_ID_HEADER = "x-request-id"
 ANSWERED_ID_HEADER = "request-id"
@@ -53,3 +55,9 @@ def fairness_id_of(request: Request) -> str:
         raise InvalidRequest([(FAIRNESS_HEADER, "must be UTF-8")]) from error
     except ValueError as error:
         raise InvalidRequest([(FAIRNESS_HEADER, str(error))]) from error
+
+
+def trace_headers_of_request(request: Request) -> Mapping[str, str]:
+    """The trace that it is a part of: that of this gateway's span of it, where there is one (`gateway.traced`)."""
+    given: Mapping[str, str] | None = getattr(request.state, "trace_headers", None)
+    return trace_headers_of(request.headers.items()) if given is None else given

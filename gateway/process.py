@@ -10,9 +10,12 @@ import logging
 import sys
 from collections.abc import Callable
 
+import click
+
 from gateway.app import create_app
 from gateway.args import GatewayArgs
 from rpc.http import HttpServer
+from rpc.tracing import create_tracing
 from tandem.client import AsyncClient
 
 _log = logging.getLogger(__name__)
@@ -29,6 +32,11 @@ def announce(address: str) -> None:
 
 async def run_gateway(args: GatewayArgs, stop: asyncio.Event, *, announce: Callable[[str], object] = announce) -> int:
     """Serve until `stop` is set. `announce` is told where it listens. Returns the exit code. Raises `CannotListen`."""
+    try:
+        tracing = create_tracing(args.otlp_traces_endpoint, "tandem-gateway")
+    except ValueError as error:
+        click.echo(f"Error: {error}", err=True)
+        return 2
     async with AsyncClient(args.router, tls=args.client_tls, resume_s=args.resume_s) as client:
         leaving = asyncio.Event()
         app = create_app(
@@ -37,6 +45,7 @@ async def run_gateway(args: GatewayArgs, stop: asyncio.Event, *, announce: Calla
             allowed_origins=args.origins,
             max_body_bytes=args.max_body_bytes,
             leaving=leaving,
+            tracing=tracing,
         )
         server = HttpServer(app, tls=args.server_tls())
         address = server.start(args.listen, flag="--listen (tandem up: --http-port)")
@@ -49,4 +58,5 @@ async def run_gateway(args: GatewayArgs, stop: asyncio.Event, *, announce: Calla
         await server.close(args.drain_grace_s + LAST_WORDS_S)
         giving_up.cancel()
         await ending
+    await asyncio.to_thread(tracing.close)
     return 0

@@ -13,7 +13,7 @@ from starlette.requests import Request
 
 from gateway.asked import Asked
 from gateway.echo import without_answer
-from gateway.headers import fairness_id_of, headers_of, request_id_of, timeout_of
+from gateway.headers import fairness_id_of, headers_of, request_id_of, timeout_of, trace_headers_of_request
 from gateway.requests import MAX_CHOICES, CompletionRequest
 from gateway.streams import until_leaving
 from protos.tandem_inference_pb2 import GenerateResponse, TokenLogprobs
@@ -53,6 +53,7 @@ class Run:
             raise InvalidRequest([("n", bound)])
         self.request_id = body.request_id or request_id_of(request)
         self._timeout_s = timeout_of(request)
+        self._trace_headers = trace_headers_of_request(request)
         self.headers = headers_of(self.request_id)
 
     def messages(self) -> AsyncGenerator[tuple[int, GenerateResponse], None]:
@@ -67,6 +68,7 @@ class Run:
                 model=self._body.model or "",
                 timeout_s=self._timeout_s,
                 n=self.n,
+                trace_headers=self._trace_headers,
                 **self.sampling,
             )
             for prompt, request_id in zip(self.prompts, ids, strict=True)

@@ -59,6 +59,7 @@ class Account:
                 attempt.granted_s = now_s
             case "busy":
                 self.stamps.sent_s = None  # nobody has begun: the request waits on
+                attempt.is_busy = True
             case "tokens" if said.worker == (plan.prefill or plan.decode):
                 if attempt.first_token_s is None:
                     self._note_first_of_attempt(said, attempt, now_s)

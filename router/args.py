@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from router.text.reasoning import NONE, PARSERS
 from router.text.tool_formats import AUTO, FORMATS
 from rpc.entrypoint import ServiceArgs
+from rpc.tracing import ENDPOINT_HELP, check_endpoint
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,7 +47,7 @@ class RouterArgs(ServiceArgs):
     drain_grace_s: float = field(
         default=30.0, metadata={"help": "On SIGTERM, how long running requests may take to finish."}
     )
-
+    otlp_traces_endpoint: str = field(default="", metadata={"help": ENDPOINT_HELP})
     good_ttft_ms: float = field(
         default=1000.0, metadata={"help": "Metrics: an answer counts as good if its first token came within this."}
     )
@@ -56,6 +57,7 @@ class RouterArgs(ServiceArgs):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        check_endpoint(self.otlp_traces_endpoint)
         if not self.model:
             raise ValueError("model must name a folder; `tandem fetch` prepares one and prints its path")
         if self.tool_call_parser not in (AUTO, *FORMATS):

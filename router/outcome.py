@@ -1,4 +1,4 @@
-"""How a request ended, and what is said of it then: one line in the log, and what metrics count."""
+"""How a request ended, and what is said of it then: one line in the log, what metrics count, what traces tell."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import grpc
 from protos import tandem_inference_pb2 as pb
 from router.metrics import RouterMetrics
 from rpc.errors import STATUS_CODES, TandemError, code_of
+from rpc.tracing import Value
 
 _log = logging.getLogger(__name__)
 
@@ -23,6 +24,8 @@ class Outcome:
     arrived_s: float
     num_sequences: int
     lora_name: str
+    params: pb.SamplingParams
+    """As they were asked for."""
     error: Exception | None = None
     lasts: list[pb.GenerateResponse] = field(default_factory=list)
     """The last message of each answer that has ended."""
@@ -30,6 +33,10 @@ class Outcome:
     @property
     def is_complete(self) -> bool:
         return len(self.lasts) == self.num_sequences
+
+    @property
+    def word(self) -> str:
+        return "failed" if self.error else "done" if self.is_complete else "cancelled"
 
     def note(self, response: pb.GenerateResponse) -> None:
         if response.finish_reason:
@@ -59,7 +66,24 @@ class Outcome:
             if self.num_sequences > 1:
                 facts["n"] = self.num_sequences
         facts["total_ms"] = 1e3 * (time.monotonic() - self.arrived_s)
-        _log.info("failed" if self.error else "done" if self.is_complete else "cancelled", extra=facts)
+        _log.info(self.word, extra=facts)
+
+    def trace_attributes(self, model: str) -> dict[str, Value]:
+        """Of the request's span: vLLM's names, where it has them. Seconds."""
+        attributes: dict[str, Value] = {
+            "gen_ai.request.id": self.request_id,
+            "gen_ai.response.model": self.lora_name or model,
+            "gen_ai.request.n": self.num_sequences,
+            "tandem.outcome": self.word,
+        }
+        for name in ("max_tokens", "temperature", "top_p"):
+            if self.params.HasField(name):
+                attributes[f"gen_ai.request.{name}"] = getattr(self.params, name)
+        if self.error is not None:
+            attributes["error.type"] = reason_of(self.error)
+        if self.is_complete:
+            attributes |= _answer_attributes(self.lasts)
+        return attributes
 
     def count(self, metrics: RouterMetrics) -> None:
         """Each answer for itself, as vLLM does."""
@@ -76,3 +100,22 @@ def reason_of(error: Exception) -> str:
     """In metrics: the name of the error's status."""
     status = STATUS_CODES[type(error)] if isinstance(error, TandemError) else grpc.StatusCode.INTERNAL
     return str(status.name).lower()
+
+
+def _answer_attributes(lasts: list[pb.GenerateResponse]) -> dict[str, Value]:
+    first = min(lasts, key=lambda last: last.sequence)
+    timings = first.timings
+    prefill_s, decode_s = timings.prefill_ms / 1e3, (timings.transfer_ms + timings.decode_ms) / 1e3
+    return {
+        "gen_ai.usage.prompt_tokens": first.usage.prompt_tokens,
+        "gen_ai.usage.completion_tokens": sum(last.usage.completion_tokens for last in lasts),
+        "tandem.cached_tokens": first.usage.cached_tokens,
+        "tandem.finish_reason": ",".join(sorted({pb.FinishReason.Name(last.finish_reason) for last in lasts})),
+        "tandem.attempts": sum(last.timings.attempts for last in lasts),
+        "gen_ai.latency.time_in_queue": timings.queue_ms / 1e3,
+        "gen_ai.latency.time_to_first_token": timings.time_to_first_token_ms / 1e3,
+        "gen_ai.latency.time_in_model_prefill": prefill_s,
+        "gen_ai.latency.time_in_model_decode": decode_s,
+        "gen_ai.latency.time_in_model_inference": prefill_s + decode_s,
+        "gen_ai.latency.e2e": timings.total_ms / 1e3,
+    }

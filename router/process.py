@@ -39,6 +39,7 @@ from router.worker_pool import WorkerPool
 from rpc.entrypoint import announce
 from rpc.http import HttpServer, show_metrics
 from rpc.server import Server
+from rpc.tracing import Tracing, create_tracing
 
 _log = logging.getLogger(__name__)
 
@@ -54,6 +55,7 @@ TRANSPORT_MARGIN = 4
 async def run_router(args: RouterArgs, policy: PolicyConfig, stop: asyncio.Event) -> int:
     """Serve until `stop` is set. Returns the exit code."""
     try:
+        tracing = create_tracing(args.otlp_traces_endpoint, "tandem-router")
         texts = await asyncio.to_thread(
             load_texts,
             args.model,
@@ -65,11 +67,12 @@ async def run_router(args: RouterArgs, policy: PolicyConfig, stop: asyncio.Event
     except ValueError as error:
         click.echo(f"Error: {error}", err=True)
         return 2
-    router = Router(args, policy, texts)
+    router = Router(args, policy, texts, tracing)
     await router.start()
     await stop.wait()
     await router.drain(args.drain_grace_s)
     await router.close()
+    await asyncio.to_thread(tracing.close)
     return 0
 
 
@@ -94,7 +97,7 @@ def load_texts(
 class Router:
     """See the module. Made on the event loop."""
 
-    def __init__(self, args: RouterArgs, policy: PolicyConfig, texts: Texts) -> None:
+    def __init__(self, args: RouterArgs, policy: PolicyConfig, texts: Texts, tracing: Tracing) -> None:
         router_id = f"router-{secrets.token_hex(3)}"
         self._server = Server(
             args.listen, max_message_bytes=TRANSPORT_MARGIN * args.max_message_bytes, tls=args.server_tls()
@@ -124,7 +127,9 @@ class Router:
         )
         prefixes = PrefixLookup(self._index, self._pool)
         cluster = Cluster(self._pool, self._queue, prefixes, budget, Forecast(), self._metrics)
-        self._inference = InferenceServicer(texts=texts, cluster=cluster, max_request_bytes=args.max_message_bytes)
+        self._inference = InferenceServicer(
+            texts=texts, cluster=cluster, max_request_bytes=args.max_message_bytes, tracing=tracing
+        )
         self._server.add(add_InferenceServicer_to_server, self._inference, INFERENCE_SERVICE)
         tokenizer = TokenizerServicer(texts=texts, pool=self._pool, max_request_bytes=args.max_message_bytes)
         self._server.add(add_TokenizerServicer_to_server, tokenizer, TOKENIZER_SERVICE)

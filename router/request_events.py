@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple, TypeAlias
 
-from protos.tandem_inference_pb2 import FinishReason, TokenLogprobs
+from protos.tandem_inference_pb2 import FinishReason, Mode, TokenLogprobs
 from protos.tandem_kv_transfer_pb2 import Grant
 from protos.tandem_worker_pb2 import WorkerEvent
 
@@ -40,6 +40,13 @@ class Plan:
     prefill: WorkerKey | None
     is_stay: bool = False
     """`decode` is a prefill worker, which does it all: no decode worker had room."""
+
+    @property
+    def mode(self) -> Mode:
+        """What clients call it."""
+        if self.prefill is not None:
+            return Mode.MODE_DISAGGREGATED
+        return Mode.MODE_STAY if self.is_stay else Mode.MODE_LOCAL
 
     @property
     def pair(self) -> WorkerPair | None:

@@ -18,6 +18,7 @@ from contextlib import aclosing
 from protos import tandem_inference_pb2 as pb
 from router.lifecycle import Lifecycle
 from router.request_events import Stopped
+from router.timings import AttemptStamps
 from rpc.merge import merged
 
 Responses = AsyncGenerator[pb.GenerateResponse, None]
@@ -59,6 +60,11 @@ class Sequences:
         """End them from outside: Abort."""
         for lifecycle in self.lifecycles:
             lifecycle.stop(stopped)
+
+    @property
+    def attempts(self) -> dict[int, list[AttemptStamps]]:
+        """At each, by its number."""
+        return {lifecycle.sequence: lifecycle.account.attempts for lifecycle in self.lifecycles}
 
     def run(self) -> Responses:
         """The messages of all, as they come. Raises the first error that ends one of them."""

@@ -20,6 +20,7 @@ from router.lifecycle import Cluster, Lifecycle, require_worker
 from router.model_info import ModelInfo
 from router.outcome import Outcome, reason_of
 from router.request_events import Stopped
+from router.request_spans import request_spans
 from router.request_state import AttemptNumbers
 from router.sequences import Sequences, names_at_workers, params_of_sequence
 from router.served_model import ServedModel, Texts
@@ -41,15 +42,19 @@ from router.validation.sampling import resolve_sampling
 from router.validation.tools import AskedTools
 from rpc.errors import DeadlinePassed, Draining, NoWorker, RequestExists, TandemError
 from rpc.metadata import ACCEPTED_KEY
+from rpc.tracing import Tracing, Untraced, trace_headers_of
 
 
 class InferenceServicer(InferenceServicerBase):  # type: ignore[misc]
     """One per router process."""
 
-    def __init__(self, *, texts: Texts, cluster: Cluster, max_request_bytes: int) -> None:
+    def __init__(
+        self, *, texts: Texts, cluster: Cluster, max_request_bytes: int, tracing: Tracing | None = None
+    ) -> None:
         self._texts = texts
         self._cluster = cluster
         self._max_request_bytes = max_request_bytes
+        self._tracing = tracing or Untraced()
         self._running: dict[str, Sequences | None] = {}
         """By request id; None while the prompt is being tokenised."""
         self._names: set[str] = set()
@@ -86,18 +91,22 @@ class InferenceServicer(InferenceServicerBase):  # type: ignore[misc]
     async def Generate(  # noqa: N802
         self, request: pb.GenerateRequest, context: grpc.aio.ServicerContext
     ) -> AsyncIterator[pb.GenerateResponse]:
+        span = self._tracing.begin("llm_request", trace_headers_of(context.invocation_metadata() or ()))
         arrived_s = time.monotonic()
         try:
             validated = self._admit(request)
         except TandemError as error:
             self._cluster.metrics.failed(reason_of(error))
+            span.end({"error.type": reason_of(error)}, error=str(error))
             raise
         request_id = validated.request_id
         names = names_at_workers(request_id, validated.num_sequences)
         self._running[request_id] = None
         self._names.update(names)
         self._is_idle.clear()
-        outcome = Outcome(request_id, arrived_s, len(validated.open_sequences), validated.lora_name)
+        outcome = Outcome(
+            request_id, arrived_s, len(validated.open_sequences), validated.lora_name, validated.sampling_params
+        )
         try:
             await context.send_initial_metadata(((ACCEPTED_KEY, "1"),))
             remaining_s = context.time_remaining()
@@ -112,13 +121,20 @@ class InferenceServicer(InferenceServicerBase):  # type: ignore[misc]
             outcome.error = error
             raise
         finally:
-            del self._running[request_id]
+            sequences = self._running.pop(request_id)
             self._names.difference_update(names)
             self._to_abort.discard(request_id)
             if not self._running:
                 self._is_idle.set()
             outcome.log()
             outcome.count(self._cluster.metrics)
+            if span.is_recorded:
+                attempts = {} if sequences is None else sequences.attempts
+                span.end(
+                    outcome.trace_attributes(self._texts.model.served_model_name),
+                    error="" if outcome.error is None else str(outcome.error),
+                    children=request_spans(arrived_s, attempts),
+                )
 
     async def Abort(self, request: pb.AbortRequest, context: grpc.aio.ServicerContext) -> pb.AbortResponse:  # noqa: N802
         if request.request_id not in self._running:

@@ -42,7 +42,9 @@ class AttemptStamps:
     transfer: inference_pb.KVTransferStats | None = None
     ended_s: float | None = None
     why: str = ""
-    """Why it failed; empty: it did not, or the worker had no room."""
+    """Why it failed, if it did."""
+    is_busy: bool = False
+    """A worker had no room, which is no failure."""
 
 
 def timings_of(
@@ -72,9 +74,8 @@ def timings_of(
         timings.time_per_output_token_ms = 1e3 * (stamps.ended_s - first_token_s) / (num_tokens - 1)
     if plan is not None:
         timings.decode_worker = plan.decode.worker_id
-        timings.mode = inference_pb.MODE_STAY if plan.is_stay else inference_pb.MODE_LOCAL
+        timings.mode = plan.mode
         if plan.prefill is not None:
-            timings.mode = inference_pb.MODE_DISAGGREGATED
             timings.prefill_worker = plan.prefill.worker_id
         if transfer is not None:
             timings.kv_transfer.CopyFrom(transfer)

@@ -28,7 +28,7 @@ from rpc.errors import TandemError
 from rpc.tls import ClientTLS
 from tandem.answer import Answer
 from tandem.checks import check_text
-from tandem.client_base import ClientBase, ClientClosed
+from tandem.client_base import NO_HEADERS, ClientBase, ClientClosed
 from tandem.messages import (
     Messages,
     Prompt,
@@ -46,10 +46,8 @@ CONTROL_TIMEOUT_S = 10.0
 """Of calls that ask and do not generate."""
 PROFILE_READ_S = 70.0
 """What a router and a worker may take, once steps are profiled, to say what was seen."""
-
 RESUME_S = 20.0
 """For how long a broken stream waits by default: longer than a router takes to start, or to notice a cut."""
-
 _READINESS = health_pb2.HealthCheckRequest(service="tandem.v1.Inference")
 
 
@@ -119,17 +117,20 @@ class Client(ClientBase):
         model: str = "",
         timeout_s: float | None = None,
         n: int = 1,
+        trace_headers: Mapping[str, str] = NO_HEADERS,
         **sampling: Unpack[Sampling],
     ) -> Generator[pb.GenerateResponse]:
-        """The messages of the `n` answers as they come. Closing the generator cancels the request."""
+        """The messages of the `n` answers as they come. Closing the generator cancels the request. `trace_headers`:
+        W3C's traceparent and tracestate, where the request is a part of a trace."""
         request = generate_request(prompt, request_id=request_id, model=model, n=n, **sampling)
-        return self._read(self._stream_of(request, timeout_s))
+        return self._read(self._stream_of(request, timeout_s, trace_headers))
 
     def _read(self, stream: ResumableStream) -> Generator[pb.GenerateResponse]:
         while True:
             try:
                 with self._errors_of_ours():
-                    call = self._inference.Generate(stream.request(), timeout=stream.timeout_s())
+                    left_s = stream.timeout_s()
+                    call = self._inference.Generate(stream.request(), timeout=left_s, metadata=stream.metadata)
                     try:
                         stream.note_metadata(call.initial_metadata())
                         for message in call:
@@ -293,17 +294,19 @@ class AsyncClient(ClientBase):
         model: str = "",
         timeout_s: float | None = None,
         n: int = 1,
+        trace_headers: Mapping[str, str] = NO_HEADERS,
         **sampling: Unpack[Sampling],
     ) -> AsyncGenerator[pb.GenerateResponse]:
         """As `Client.stream`. Use `contextlib.aclosing` where the loop may be left early."""
         request = generate_request(prompt, request_id=request_id, model=model, n=n, **sampling)
-        return self._read(self._stream_of(request, timeout_s))
+        return self._read(self._stream_of(request, timeout_s, trace_headers))
 
     async def _read(self, stream: ResumableStream) -> AsyncGenerator[pb.GenerateResponse]:
         while True:
             try:
                 with self._errors_of_ours():
-                    call = self._inference.Generate(stream.request(), timeout=stream.timeout_s())
+                    left_s = stream.timeout_s()
+                    call = self._inference.Generate(stream.request(), timeout=left_s, metadata=stream.metadata)
                     try:
                         stream.note_metadata(await call.initial_metadata())
                         async for message in call:

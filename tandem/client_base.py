@@ -5,8 +5,9 @@ from __future__ import annotations
 import asyncio
 import re
 import threading
-from collections.abc import Generator
+from collections.abc import Generator, Mapping
 from contextlib import contextmanager
+from types import MappingProxyType
 from typing import Any
 
 import grpc
@@ -16,9 +17,11 @@ from protos import tandem_inference_pb2 as pb
 from protos import tandem_inference_pb2_grpc, tandem_worker_pb2_grpc
 from rpc.errors import from_rpc_error, is_being_cancelled
 from rpc.server import split_address
+from rpc.tracing import TRACE_HEADERS, trace_headers_of
 from tandem.checks import is_number
 from tandem.resume import OnBroken, ResumableStream
 
+NO_HEADERS: Mapping[str, str] = MappingProxyType({})
 MAX_TIMEOUT_S = 1e8
 """Three years: gRPC takes much longer ones for none at all."""
 
@@ -61,9 +64,17 @@ class ClientBase:
         self._cluster = tandem_worker_pb2_grpc.ClusterStub(channel)
         self._health = health_pb2_grpc.HealthStub(channel)
 
-    def _stream_of(self, request: pb.GenerateRequest, timeout_s: float | None) -> ResumableStream:
+    def _stream_of(
+        self, request: pb.GenerateRequest, timeout_s: float | None, trace_headers: Mapping[str, str] = NO_HEADERS
+    ) -> ResumableStream:
+        if trace_headers != trace_headers_of(trace_headers.items()):
+            raise ValueError(f"trace_headers: must be {' and '.join(TRACE_HEADERS)}, is {trace_headers!r:.200}")
         return ResumableStream(
-            request, timeout_s=_timeout(timeout_s), resume_s=self._resume_s, on_broken=self._on_broken
+            request,
+            timeout_s=_timeout(timeout_s),
+            resume_s=self._resume_s,
+            metadata=tuple(trace_headers.items()),
+            on_broken=self._on_broken,
         )
 
     @contextmanager

@@ -72,6 +72,8 @@ class ClusterArgs:
     metrics_port: int | None = None
     """Where the router shows its metrics, on its host; workers take the ports after it. 0: each a free one. None:
     nobody does. The gateway's are on its own port."""
+    otlp_traces_endpoint: str = ""
+    """Where router and gateway tell of requests. Empty: nowhere."""
     max_queue_tokens: int = RouterArgs.max_queue_tokens
     lease_ms: int = WorkerArgs.lease_ms
     engine_iteration_timeout_s: float = WorkerArgs.engine_iteration_timeout_s
@@ -101,6 +103,7 @@ class ClusterArgs:
                 "max_queue_tokens": self.max_queue_tokens,
                 "tool_call_parser": self.tool_call_parser,
                 "reasoning_parser": self.reasoning_parser,
+                "otlp_traces_endpoint": self.otlp_traces_endpoint,
             }
             RouterArgs(model=self.engine.model, **router, **shared)
             WorkerArgs(
@@ -175,6 +178,7 @@ def router_spec(args: ClusterArgs, folder: Path, redis_url: str) -> ProcessSpec:
             "--tool-call-parser", args.tool_call_parser,
             "--reasoning-parser", args.reasoning_parser,
             "--metrics-listen", args.metrics_listen(ROUTER),
+            "--otlp-traces-endpoint", args.otlp_traces_endpoint,
             *flags_of(args.policy),
             *NO_TLS,
         ]  # fmt: skip
@@ -193,6 +197,7 @@ def gateway_spec(args: ClusterArgs, router_address: str) -> ProcessSpec:
             "--router", router_address,
             "--allowed-origins", args.allowed_origins,
             "--max-body-bytes", str(MAX_BODY_BYTES),
+            "--otlp-traces-endpoint", args.otlp_traces_endpoint,
             "--drain-grace-s", str(args.drain_grace_s),
             "--log-level", args.log_level,
             *NO_TLS,

@@ -48,16 +48,18 @@ class ResumableStream:
         *,
         timeout_s: float | None,
         resume_s: float,
+        metadata: tuple[tuple[str, str], ...] = (),
         on_broken: OnBroken = lambda error, left_s: None,
         now_s: Callable[[], float] = time.monotonic,
         jitter: Callable[[], float] = lambda: random.uniform(0.5, 1.0),
     ) -> None:
-        """`request` gets a seed, if it has none. `timeout_s`: for all calls together. `resume_s`: how long a broken
-        stream may stay so; 0: its error is raised at once. `jitter`: what a wait is multiplied with, so that not all
-        clients of a router come back at once."""
+        """`request` gets a seed, if it has none. `metadata`: of every call. `timeout_s`: for all calls together.
+        `resume_s`: how long a broken stream may stay so; 0: its error is raised at once. `jitter`: what a wait is
+        multiplied with, so that not all clients of a router come back at once."""
         if not request.sampling_params.HasField("seed"):
             request.sampling_params.seed = secrets.randbits(63)
         self._request = request
+        self.metadata = metadata
         self._n = max(1, request.sampling_params.n)
         self._answers = AnswersStream(self._n)
         self._begun: dict[int, pb.AnswerSoFar] = {}

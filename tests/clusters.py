@@ -8,10 +8,11 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 
 from protos import tandem_worker_pb2 as pb
 from tandem.client import Client
@@ -45,9 +46,12 @@ class RunningCluster:
 
 
 @contextmanager
-def run_cluster(log: Path, *flags: str, python: str = sys.executable) -> Iterator[RunningCluster]:
-    """`tandem up` with `flags`; fails unless it is ready in time and exits 0 after SIGTERM."""
-    environment = {name: value for name, value in os.environ.items() if not name.startswith(("TANDEM_", "REDIS_"))}
+def run_cluster(
+    log: Path, *flags: str, python: str = sys.executable, env: Mapping[str, str] = MappingProxyType({})
+) -> Iterator[RunningCluster]:
+    """`tandem up` with `flags`; fails unless it is ready in time and exits 0 after SIGTERM. `env`: beside our own."""
+    ours = {name: value for name, value in os.environ.items() if not name.startswith(("TANDEM_", "REDIS_"))}
+    environment = {**ours, **env}
     # Small models compute a prompt sooner than its KV moves; what is moved is for the tests to say.
     command = [python, "-m", "tandem", "up", "--listen", "127.0.0.1:0", "--no-learn-costs", *flags]
     if "--http-port" not in flags:

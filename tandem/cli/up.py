@@ -17,6 +17,7 @@ from router.policy import PolicyConfig
 from router.text.reasoning import NONE, PARSERS
 from router.text.tool_formats import AUTO, FORMATS
 from rpc.entrypoint import LOG_LEVELS, build, options_of, stop_signals
+from rpc.tracing import ENDPOINT_HELP
 from tandem.cli.options import examples
 from tandem.cluster import Cluster, ClusterError
 from tandem.cluster_args import ClusterArgs
@@ -65,6 +66,7 @@ def _option(flag: str, *names: str, **settings: Any) -> Callable[[Command], Comm
 @_option("--metrics-port", type=int, default=None,
          help="Where the router shows its Prometheus metrics; workers take the ports after it, in the order of their "
          "names. 0: free ports, which the logs name. Default: nowhere. The gateway has its own /metrics.")  # fmt: skip
+@_option("--otlp-traces-endpoint", default="", metavar="URL", help=ENDPOINT_HELP)
 @_option("--transport", type=click.Choice(TRANSPORTS), default=ClusterArgs.transport,
          help="How KV moves: grpc runs anywhere, ipc and nixl write straight into the peer's memory (ipc on one "
          "machine, nixl by shared memory, TCP, RDMA, NVLink).")  # fmt: skip

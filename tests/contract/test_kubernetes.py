@@ -48,18 +48,18 @@ FOREIGN = {"PodMonitor", "PrometheusRule"}
 FROM_OUTSIDE = {"production": {"tandem-redis": {"url"}}}
 """Secrets that whoever deploys makes before, with their keys (the overlay's first lines say how)."""
 HTTP_PATHS = {"/health", "/version", "/metrics"}
-COMPONENTS = ["monitoring", "autoscaling", "rdma", "redis"]
+COMPONENTS = ["monitoring", "autoscaling", "rdma", "redis", "tracing"]
 
 pytestmark = pytest.mark.skipif(kustomize is None, reason="neither kubectl nor kustomize is here")
 
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """Of the overlays, and of "with-everything": production with RDMA, which its own file only mentions."""
+    """Of the overlays, and of "with-everything": production with what its own file only mentions."""
     folder = tmp_path_factory.mktemp("k8s") / "with-everything"
     shutil.copytree(K8S / "overlays" / "production", folder)
     path = folder / "kustomization.yaml"
-    text = path.read_text().replace("# - ../../components/rdma", "- ../../components/rdma")
+    text = path.read_text().replace("# - ../../components/", "- ../../components/")
     path.write_text(text.replace("../../", f"{os.path.relpath(K8S, folder.resolve())}/"))
     return {name: K8S / "overlays" / name for name in OVERLAYS} | {"with-everything": folder}
 
@@ -364,7 +364,21 @@ def test_only_the_front_doors_are_open_to_others(overlay: str, manifests: list[M
     assert into == doors | ({"metrics": [ports["router"]["metrics"]]} if is_production else {})
     outside = {"default": [53, 53], "model": [443]}
     redis = {name: [6379] for name in ("router", "prefill", "decode")}
-    assert out_of == outside | (redis if is_production else {})
+    traces = {"traces": [4317]} if overlay == "with-everything" else {}
+    assert out_of == outside | (redis if is_production else {}) | traces
+
+
+def test_who_tells_of_requests_reaches_the_collector(folders: dict[str, Path]) -> None:
+    manifests = rendered(folders["with-everything"])
+    policy = named(manifests, "NetworkPolicy", "tandem-traces")["spec"]
+    (rule,) = policy["egress"]
+    namespace = rule["to"][0]["namespaceSelector"]["matchLabels"]["kubernetes.io/metadata.name"]
+    tellers = {component_of(one) for one in selected(policy["podSelector"], manifests)}
+    assert tellers == {"router", "gateway"}
+    for workload, container in ours(manifests):
+        if component_of(workload) in tellers:
+            endpoint = flags_of(container, manifests)["otlp_traces_endpoint"]
+            assert endpoint.endswith(f".{namespace}:{rule['ports'][0]['port']}")
 
 
 # -- numbers -----------------------------------------------------------------------------------------------------------

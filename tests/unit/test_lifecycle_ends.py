@@ -67,6 +67,8 @@ class Context:
 
     def time_remaining(self) -> None: ...
 
+    def invocation_metadata(self) -> None: ...
+
 
 async def test_a_stream_that_is_closed_has_freed_what_it_owns() -> None:
     """When it is closed, and not when its generators are found by the garbage collector: until then others of its id

@@ -9,6 +9,7 @@ from pathlib import Path
 import openai
 import pytest
 from clusters import RunningCluster, run_cluster
+from collector import Collector, running_collector
 from openai_cases import TEMPLATE, client_of
 
 THINKING = "{{ {true: '<think>\n', false: '<think>\n\n</think>\n\n'}[enable_thinking] if enable_thinking is defined }}"
@@ -18,12 +19,23 @@ LITTLE_ROOM = ("--num-kv-blocks", "145", "--max-queue-tokens", "1600")
 
 
 @pytest.fixture(scope="package")
-def cluster(tmp_path_factory: pytest.TempPathFactory, few_layers: Path) -> Iterator[RunningCluster]:
+def collector() -> Iterator[Collector]:
+    """Of the traces of `cluster`, with what happened before the last tenth of a second."""
+    with running_collector() as collector:
+        yield collector
+
+
+@pytest.fixture(scope="package")
+def cluster(
+    tmp_path_factory: pytest.TempPathFactory, few_layers: Path, collector: Collector
+) -> Iterator[RunningCluster]:
     """For forms, counts and errors, and for what is said twice: whatever the tokens are."""
     folder = tmp_path_factory.mktemp("few-layers-cluster")
     (folder / "template").write_text(TEMPLATE.read_text().rstrip("\n") + THINKING)
     flags = (*LITTLE_ROOM, "--chat-template", str(folder / "template"), "--metrics-port", "0")
-    with run_cluster(folder / "log", "--model", str(few_layers), *FLAGS, *flags) as running:
+    traced = ("--otlp-traces-endpoint", collector.endpoint)
+    env = {"OTEL_BSP_SCHEDULE_DELAY": "100"}
+    with run_cluster(folder / "log", "--model", str(few_layers), *FLAGS, *flags, *traced, env=env) as running:
         yield running
 
 
