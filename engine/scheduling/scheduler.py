@@ -43,7 +43,6 @@ from engine.scheduling.offloading import BlockCopy
 from engine.scheduling.sequence import (
     INVALID_TOKEN,
     PENDING_TOKEN,
-    BlockExport,
     ScheduledSequence,
     SchedulerOutput,
     Sequence,
@@ -128,11 +127,8 @@ class Scheduler:
         """Grant blocks for all tokens of `seq`, to be filled from outside. False if there are too few."""
         if not self.has_room(seq):
             return False
-        is_allocated = self.block_manager.allocate(
-            seq, BlockOwner.GRANT, num_reusable_tokens=len(seq), num_spare_blocks=self._num_spare()
-        )
+        is_allocated = self._allocate(seq, BlockOwner.GRANT, len(seq))
         if is_allocated:
-            self._count_prefix(seq)
             seq.status = SequenceStatus.GRANTED
             self.granted[seq.request_id] = seq
         return is_allocated
@@ -170,8 +166,7 @@ class Scheduler:
     def take_copied(self, copies: Iterable[BlockCopy]) -> None:
         """These blocks are copied. Who waited for the last of its own goes on."""
         for copy in copies:
-            self.stats.num_loaded_blocks += copy.is_load
-            self.stats.num_saved_blocks += not copy.is_load
+            self.stats.count_copy(copy)
             for seq in self.block_manager.end_copy(copy):
                 if seq.status is SequenceStatus.LOADING:
                     self._remove_active(seq)
@@ -212,8 +207,7 @@ class Scheduler:
         num_rows = len(decoding) + sum(each.num_new_tokens for each in prefilling)
         budget = self._config.max_num_batched_tokens - num_rows
         scheduled = self._drafting.add(decoding, budget) + prefilling
-        exports = (BlockExport.of(each, self.block_manager.block_size) for each in scheduled)
-        return SchedulerOutput(scheduled, [each for each in exports if each is not None])
+        return SchedulerOutput.of(scheduled, self.block_manager.block_size)
 
     def wait_for_grammar(self) -> bool:
         """Where there is nothing else to do: wait for the first grammar that `schedule` just missed. False: none."""
@@ -257,19 +251,23 @@ class Scheduler:
         yield from [seq for seq in self.running if seq.num_uncomputed_tokens > 1]
         while self.waiting and self._num_admitted < self._config.max_num_seqs:
             seq = self.waiting[0]
-            is_allocated = self.block_manager.allocate(
-                seq,
-                BlockOwner.SEQUENCE,
-                num_reusable_tokens=seq.num_reusable_tokens,
-                num_spare_blocks=self._num_spare(),
-            )
-            if not is_allocated:
+            if not self._allocate(seq, BlockOwner.SEQUENCE, seq.num_reusable_tokens):
                 return
             self.waiting.popleft()
-            self._count_prefix(seq)
             self._run(seq)
             if seq.status is SequenceStatus.RUNNING:
                 yield seq
+
+    def _allocate(self, seq: Sequence, owner: BlockOwner, num_reusable_tokens: int) -> bool:
+        """Blocks for all that a newcomer has. False if there are too few."""
+        is_allocated = self.block_manager.allocate(
+            seq, owner, num_reusable_tokens=num_reusable_tokens, num_spare_blocks=self._num_spare()
+        )
+        if is_allocated:
+            if seq.num_preemptions == 0:
+                seq.num_cached_tokens = min(seq.num_computed_tokens, seq.num_prompt_tokens)
+            self.stats.count_prefix(seq, self.block_manager.block_size)
+        return is_allocated
 
     def _run(self, seq: Sequence) -> None:
         """From the next step on, or when all of its prefix is there."""
@@ -347,16 +345,12 @@ class Scheduler:
         elif finish_reason is not None:
             self._remove_active(seq)
             self._end(seq)
-        return RequestOutput(
-            request_id=seq.request_id,
-            offset=offset,
-            token_ids=token_ids,
-            finish_reason=finish_reason,
-            num_cached_tokens=seq.num_cached_tokens,
-            waited_s=max(0.0, seq.first_scheduled_s - seq.arrived_s),
+        return seq.output(
+            offset,
+            token_ids,
+            finish_reason,
             logprobs=None if logprobs is None else logprobs[: len(token_ids)],
             prompt_logprobs=prompt_logprobs,
-            held_block_ids=tuple(seq.block_table) if seq.is_prefill_only else (),
         )
 
     def _fail(self, seq: Sequence, offset: int) -> RequestOutput:
@@ -368,26 +362,9 @@ class Scheduler:
             self._hold(seq)  # a transfer may be reading what was computed before
         else:
             self._end(seq)
-        return RequestOutput(
-            request_id=seq.request_id,
-            offset=offset,
-            token_ids=[],
-            finish_reason=FinishReason.ERROR,
-            num_cached_tokens=seq.num_cached_tokens,
-            waited_s=0.0,
-            grammar_error=grammar_error,
-        )
+        return seq.output(offset, [], FinishReason.ERROR, grammar_error=grammar_error)
 
     # -- ends ---------------------------------------------------------------------------------------------------
-
-    def _count_prefix(self, seq: Sequence) -> None:
-        """Note what the prefix cache gave a newcomer. A preempted sequence finds its own blocks: that is no hit."""
-        if seq.num_preemptions == 0:
-            seq.num_cached_tokens = min(seq.num_computed_tokens, seq.num_prompt_tokens)
-            self.stats.num_prefix_queries_tokens += len(seq)
-            self.stats.num_prefix_hits_tokens += seq.num_cached_tokens
-            num_loading_tokens = seq.num_loading_blocks * self.block_manager.block_size
-            self.stats.num_loaded_tokens += min(num_loading_tokens, seq.num_cached_tokens)
 
     def _pop_active(self, request_id: str) -> Sequence | None:
         for seq in (*self.waiting, *self.loading.values(), *self.running):

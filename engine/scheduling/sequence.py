@@ -20,7 +20,7 @@ from dataclasses import dataclass, field, replace
 from enum import Enum, auto
 from typing import TypeAlias
 
-from engine.outputs import TokenLogprobs
+from engine.outputs import FinishReason, RequestOutput, TokenLogprobs
 from engine.sampling_params import SamplingParams
 from engine.scheduling.grammar import GrammarState
 from engine.scheduling.speculation import DraftHistory
@@ -104,6 +104,30 @@ class Sequence:
     def awaits_grammar(self) -> bool:
         """Its next token cannot be sampled yet, as what may come next is still being compiled."""
         return self.grammar is not None and not self.grammar.is_compiled()
+
+    def output(
+        self,
+        offset: int,
+        token_ids: list[int],
+        finish_reason: FinishReason | None,
+        *,
+        logprobs: list[TokenLogprobs] | None = None,
+        prompt_logprobs: list[TokenLogprobs] | None = None,
+        grammar_error: str = "",
+    ) -> RequestOutput:
+        """What a step added to it."""
+        return RequestOutput(
+            request_id=self.request_id,
+            offset=offset,
+            token_ids=token_ids,
+            finish_reason=finish_reason,
+            num_cached_tokens=self.num_cached_tokens,
+            waited_s=max(0.0, self.first_scheduled_s - self.arrived_s),
+            logprobs=logprobs,
+            prompt_logprobs=prompt_logprobs,
+            grammar_error=grammar_error,
+            held_block_ids=tuple(self.block_table) if self.is_prefill_only else (),
+        )
 
     def followed_by(self, token_ids: Seq[int]) -> Sequence:
         """What it would be with these drafts at its end, for a sampler to look at."""
@@ -201,6 +225,11 @@ class SchedulerOutput:
 
     scheduled: list[ScheduledSequence]
     exports: list[BlockExport]
+
+    @classmethod
+    def of(cls, scheduled: list[ScheduledSequence], block_size: int) -> SchedulerOutput:
+        exports = (BlockExport.of(each, block_size) for each in scheduled)
+        return cls(scheduled, [each for each in exports if each is not None])
 
     @property
     def num_tokens(self) -> int:

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from engine.scheduling.offloading import BlockCopy
+from engine.scheduling.sequence import Sequence
+
 
 @dataclass(slots=True)
 class SchedulerStats:
@@ -27,3 +30,16 @@ class SchedulerStats:
     num_accepted_tokens: int = 0
     """Drafts that were right."""
     seconds_in_steps: float = 0.0
+
+    def count_prefix(self, seq: Sequence, block_size: int) -> None:
+        """What the prefix cache gave a newcomer. A preempted sequence finds its own blocks: that is no hit."""
+        if seq.num_preemptions:
+            return
+        self.num_prefix_queries_tokens += len(seq)
+        self.num_prefix_hits_tokens += seq.num_cached_tokens
+        self.num_loaded_tokens += min(seq.num_loading_blocks * block_size, seq.num_cached_tokens)
+
+    def count_copy(self, copy: BlockCopy) -> None:
+        """Between the pool and host memory."""
+        self.num_loaded_blocks += copy.is_load
+        self.num_saved_blocks += not copy.is_load
