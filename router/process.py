@@ -33,7 +33,6 @@ from router.served_model import Texts
 from router.servicer import InferenceServicer
 from router.text.chat_template import ChatTemplate
 from router.text.tokenizer import Tokenizer
-from router.text.tool_formats import AUTO
 from router.tokenizer_servicer import TokenizerServicer
 from router.worker_pool import WorkerPool
 from rpc.entrypoint import announce
@@ -56,14 +55,7 @@ async def run_router(args: RouterArgs, policy: PolicyConfig, stop: asyncio.Event
     """Serve until `stop` is set. Returns the exit code."""
     try:
         tracing = create_tracing(args.otlp_traces_endpoint, "tandem-router")
-        texts = await asyncio.to_thread(
-            load_texts,
-            args.model,
-            args.served_model_name,
-            args.chat_template,
-            args.tool_call_parser,
-            args.reasoning_parser,
-        )
+        texts = await asyncio.to_thread(load_texts, args)
     except ValueError as error:
         click.echo(f"Error: {error}", err=True)
         return 2
@@ -76,20 +68,14 @@ async def run_router(args: RouterArgs, policy: PolicyConfig, stop: asyncio.Event
     return 0
 
 
-def load_texts(
-    folder: str,
-    served_model_name: str,
-    chat_template: str = "",
-    tool_call_parser: str = AUTO,
-    reasoning_parser: str = AUTO,
-) -> Texts:
-    """Tokenizer, chat template and defaults of a model folder. `chat_template`: a file instead of the folder's. Raises
-    `ValueError` saying what it lacks."""
-    info = ModelInfo.from_folder(folder, served_model_name=served_model_name)
-    template = ChatTemplate.from_file(chat_template, folder) if chat_template else ChatTemplate.from_folder(folder)
+def load_texts(args: RouterArgs) -> Texts:
+    """Tokenizer, chat template and defaults of the model's folder. Raises `ValueError` saying what it lacks."""
+    given = args.chat_template
+    template = ChatTemplate.from_file(given, args.model) if given else ChatTemplate.from_folder(args.model)
+    info = ModelInfo.from_folder(args.model, served_model_name=args.served_model_name)
     return Texts(
-        model=info.with_chat(template, tool_call_parser, reasoning_parser),
-        tokenizer=Tokenizer.from_folder(folder),
+        model=info.with_chat(template, args.tool_call_parser, args.reasoning_parser),
+        tokenizer=Tokenizer.from_folder(args.model),
         chat_template=template,
     )
 

@@ -9,6 +9,7 @@ import pytest
 from gateway_harness import gateway
 from transformers import AutoTokenizer
 
+from router.args import RouterArgs
 from router.process import load_texts
 from router.served_model import Texts
 
@@ -23,7 +24,7 @@ TOOLS = [{"type": "function", "function": LOOK_UP}]
 
 @pytest.fixture(scope="module")
 def texts(model_folder: Path) -> Texts:
-    return load_texts(str(model_folder), "small", str(TEMPLATE))
+    return load_texts(RouterArgs(model=str(model_folder), served_model_name="small", chat_template=str(TEMPLATE)))
 
 
 @pytest.fixture(scope="module")

@@ -32,6 +32,7 @@ from router.args import RouterArgs
 from router.policy import PolicyConfig
 from router.process import Router, load_texts
 from rpc import failpoints
+from rpc.tracing import Untraced
 from tandem.chaos.proxy import FaultyProxy
 from tandem.client import AsyncClient
 from worker_service.args import WorkerArgs
@@ -158,7 +159,8 @@ async def start_cluster(redis: str, model: Path, stack: AsyncExitStack) -> Clust
 
     decode = await start_worker(pb.Role.ROLE_DECODE, DecodeService, advertise=proxy.address)
     prefill = await start_worker(pb.Role.ROLE_PREFILL, PrefillService)
-    front = Router(RouterArgs(**shared, model=str(model)), PolicyConfig(learn_costs=False), load_texts(str(model), ""))
+    router_args = RouterArgs(**shared, model=str(model))
+    front = Router(router_args, PolicyConfig(learn_costs=False), load_texts(router_args), Untraced())
     await front.start()
     stack.push_async_callback(front.close)
     client = await stack.enter_async_context(AsyncClient(addresses[-1]))

@@ -11,6 +11,7 @@ from transformers import AutoTokenizer
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from engine.model_loader import resolve_model
+from router.args import RouterArgs
 from router.process import load_texts
 from router.text.chat_template import ChatMessage, ChatTemplate
 from router.text.tokenizer import Tokenizer
@@ -124,9 +125,9 @@ def test_a_template_that_is_given_stands_in_for_one_that_cannot_be_read(tmp_path
     (tmp_path / "chat_template.jinja").write_text("{% if")
     given = tmp_path / "given.jinja"
     given.write_text(TEMPLATES["chatml"])
-    assert load_texts(str(tmp_path), "", str(given)).model.has_chat_template
+    assert load_texts(RouterArgs(model=str(tmp_path), chat_template=str(given))).model.has_chat_template
     with pytest.raises(ValueError, match="chat template is broken"):
-        load_texts(str(tmp_path), "")
+        load_texts(RouterArgs(model=str(tmp_path)))
 
 
 @pytest.mark.parametrize(

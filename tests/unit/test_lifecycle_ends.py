@@ -13,7 +13,8 @@ from lifecycle_bench import Bench, load, settle
 
 from protos import tandem_inference_pb2 as inference_pb
 from protos import tandem_worker_pb2 as pb
-from router.model_info import GenerationDefaults, ModelInfo
+from router.generation_defaults import GenerationDefaults
+from router.model_info import ModelInfo
 from router.request_events import WorkerKey
 from router.served_model import Texts
 from router.servicer import InferenceServicer

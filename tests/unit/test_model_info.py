@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from protos import tandem_inference_pb2 as pb
-from router.model_info import GenerationDefaults, ModelInfo
+from router.generation_defaults import GenerationDefaults
+from router.model_info import ModelInfo
 
 
 def write_model(folder: Path, config: dict[str, Any], generation: dict[str, Any] | None = None) -> Path:

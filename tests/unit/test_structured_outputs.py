@@ -22,7 +22,8 @@ from engine.scheduling.grammar import Grammars
 from engine.scheduling.sequence import INVALID_TOKEN, Sequence
 from protos import tandem_inference_pb2 as pb
 from protos import tandem_worker_pb2 as worker_pb
-from router.model_info import GenerationDefaults, ModelInfo
+from router.generation_defaults import GenerationDefaults
+from router.model_info import ModelInfo
 from router.text import structured_outputs
 from router.text.structured_outputs import MAX_BYTES, grammar_of
 from router.validation.grammar_checker import GrammarChecker

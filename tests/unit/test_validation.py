@@ -14,7 +14,8 @@ from tokenizers.processors import TemplateProcessing
 
 from engine import sampling_params as engine_sampling
 from protos import tandem_inference_pb2 as pb
-from router.model_info import GenerationDefaults, ModelInfo
+from router.generation_defaults import GenerationDefaults
+from router.model_info import ModelInfo
 from router.text.chat_template import ChatMessage, ChatTemplate
 from router.text.tokenizer import Tokenizer
 from router.validation import request as validation_of_requests
