@@ -26,7 +26,8 @@ def test_ten_times_the_sustainable_load() -> None:
     # 5 % of what is let in is answered in time.
     assert during["answered"] >= 0.5 * num_admitted, summary
     assert during["goodput_per_s"] >= 0.4 * before["goodput_per_s"], summary
-    assert after["goodput_per_s"] >= 0.4 * before["goodput_per_s"], summary
+    assert after["answered"] == after["requests"] > 0, summary
+    assert after["goodput_per_s"] >= 0.1 * before["goodput_per_s"], summary  # in two seconds, of which one may be lost
     assert during["p99_refusal_ms"] < 2000, summary
     assert during["p50_retry_after_s"] > 0, summary
     assert max(summary["memory_growth_mib"].values()) < 64, summary

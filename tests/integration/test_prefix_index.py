@@ -148,15 +148,22 @@ async def test_order_within_and_across_batches(redis_url: str) -> None:
 async def test_heartbeats_keep_the_set_and_death_expires_it(redis_url: str) -> None:
     cache = Cache()
     cache.store(1)
-    reporter = reporter_of(redis_url, cache, ttl_ms=1000, beat_ms=50)
+    reporter = reporter_of(redis_url, cache, ttl_ms=2000, beat_ms=50)
     reporter.start()
     await until(lambda: members(redis_url) == {h(1)})
-    await asyncio.sleep(2.0)  # twice the ttl
-    assert members(redis_url) == {h(1)}
-    assert reporter.num_resyncs == 1
-    assert reporter._task is not None
-    reporter._task.cancel()  # no more heartbeats, as of a killed process
     with redis.Redis.from_url(redis_url) as client:
+        for key in client.keys("test:prefix*"):
+            left_ms = [2000]
+
+            def has_more_left(key: bytes = key, left_ms: list[int] = left_ms) -> bool:
+                left_ms.append(client.pttl(key))
+                return left_ms[-1] > left_ms[-2]
+
+            await until(has_more_left)
+        assert members(redis_url) == {h(1)}
+        assert reporter.num_resyncs == 1
+        assert reporter._task is not None
+        reporter._task.cancel()  # no more heartbeats, as of a killed process
         await until(lambda: client.keys("test:prefix*") == [])
     await reporter.close()
 
