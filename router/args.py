@@ -4,10 +4,20 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from router import generation_defaults
+from router.generation_defaults import check_override
 from router.text.reasoning import NONE, PARSERS
 from router.text.tool_formats import AUTO, FORMATS
 from rpc.entrypoint import ServiceArgs
 from rpc.tracing import ENDPOINT_HELP, check_endpoint
+
+GENERATION_HELP = (
+    "Where what is sampled by comes from, if a request does not say: auto, the model's generation_config.json; vllm, "
+    "nowhere; or another folder with such a file."
+)
+OVERRIDE_HELP = (
+    'JSON object of what is sampled by instead, if a request does not say: {"temperature": 0.6, "max_new_tokens": 512}.'
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,6 +49,8 @@ class RouterArgs(ServiceArgs):
             "auto: as its chat template knows it."
         },
     )
+    generation_config: str = field(default=generation_defaults.AUTO, metadata={"help": GENERATION_HELP})
+    override_generation_config: str = field(default="{}", metadata={"help": OVERRIDE_HELP})
     max_queue_tokens: int = field(
         default=1_000_000,
         metadata={"help": "Prompt tokens that may wait before a request; beyond, it gets RESOURCE_EXHAUSTED."},
@@ -57,6 +69,7 @@ class RouterArgs(ServiceArgs):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        check_override(self.override_generation_config)
         check_endpoint(self.otlp_traces_endpoint)
         if not self.model:
             raise ValueError("model must name a folder; `tandem fetch` prepares one and prints its path")

@@ -1,10 +1,19 @@
-"""What is sampled by where a request does not say: the model's generation_config.json, as vLLM reads it."""
+"""What is sampled by where a request does not say: the model's generation_config.json, as vLLM reads it, another one or
+none, and what whoever starts the router says instead.
+"""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
 from typing import Any
+
+from router.text.tokenizer import read_json
+
+AUTO, VLLM = "auto", "vllm"
+"""The model's own; none, so that the wire's defaults hold."""
 
 # Each is written so that NaN fails it.
 _BOUNDS: dict[str, tuple[Callable[[float], bool], str]] = {
@@ -19,7 +28,7 @@ _BOUNDS: dict[str, tuple[Callable[[float], bool], str]] = {
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GenerationDefaults:
-    """Sampling defaults of generation_config.json; None where it has none. The fields that vLLM takes from there."""
+    """None where nobody says. The fields that vLLM takes from generation_config.json."""
 
     temperature: float | None = None
     top_p: float | None = None
@@ -38,15 +47,47 @@ class GenerationDefaults:
         names = ["repetition_penalty", "max_new_tokens"]
         if config.get("do_sample") is not False:
             names += ["temperature", "top_p", "top_k", "min_p"]
-        given = {name: config[name] for name in names if config.get(name) is not None}
-        for name, value in given.items():
-            if isinstance(value, bool) or not isinstance(value, int | float):
-                raise ValueError(f"generation_config.json: {name} must be a number, is {value!r}")
-            if name in ("top_k", "max_new_tokens"):
-                if value % 1:  # infinite, too
-                    raise ValueError(f"generation_config.json: {name} must be a whole number, is {value!r}")
-                given[name] = int(value)
-            is_within, bound = _BOUNDS[name]
-            if not is_within(value):
-                raise ValueError(f"generation_config.json: {name} must be {bound}, is {given[name]}")
-        return cls(**given)
+        return cls(**_checked({name: config.get(name) for name in names}, "generation_config.json: "))
+
+    @classmethod
+    def of(cls, folder: Path, source: str = AUTO, override: str = "{}") -> GenerationDefaults:
+        """For the model in `folder`. `source`: `AUTO`, `VLLM`, or another folder. `override`: JSON, as `check_override`
+        has it. Raises `ValueError`."""
+        path = (folder if source == AUTO else Path(source)) / "generation_config.json"
+        if source not in (AUTO, VLLM) and not path.is_file():
+            raise ValueError(
+                f"generation_config must be {AUTO}, {VLLM} or a folder with {path.name}: there is no {path}"
+            )
+        defaults = cls() if source == VLLM else cls.from_generation_config(read_json(path))
+        return replace(defaults, **check_override(override))
+
+
+def check_override(override: str) -> dict[str, Any]:
+    """What it says. Raises `ValueError` naming the field."""
+    names = [field.name for field in fields(GenerationDefaults)]
+    try:
+        given = json.loads(override)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"override_generation_config must be a JSON object, is {override!r:.200}: {error}") from None
+    if not isinstance(given, dict) or given.keys() - set(names):
+        known = ", ".join(names)
+        raise ValueError(f"override_generation_config must be a JSON object of {known}, is {override!r:.200}")
+    return _checked(given, "override_generation_config: ")
+
+
+def _checked(given: Mapping[str, Any], prefix: str) -> dict[str, Any]:
+    """Of `given` what is not null, as numbers of the right kind."""
+    checked: dict[str, Any] = {}
+    for name, value in given.items():
+        if value is None:
+            continue
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            raise ValueError(f"{prefix}{name} must be a number, is {value!r:.80}")
+        is_whole = name in ("top_k", "max_new_tokens")
+        if is_whole and value % 1:  # infinite, too
+            raise ValueError(f"{prefix}{name} must be a whole number, is {value!r}")
+        is_within, bound = _BOUNDS[name]
+        if not is_within(value):
+            raise ValueError(f"{prefix}{name} must be {bound}, is {value}")
+        checked[name] = int(value) if is_whole else value
+    return checked

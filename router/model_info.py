@@ -46,9 +46,11 @@ class ModelInfo:
     """Adapters that workers have, which a request may ask for as its model."""
 
     @classmethod
-    def from_folder(cls, folder: str | Path, *, served_model_name: str = "") -> ModelInfo:
-        """Read `folder`'s config.json and generation_config.json. The name is the folder's where none is given. Of
-        chats nothing is known yet (`with_chat`).
+    def from_folder(
+        cls, folder: str | Path, *, served_model_name: str = "", defaults: GenerationDefaults | None = None
+    ) -> ModelInfo:
+        """Read `folder`'s config.json and generation_config.json. The name is the folder's where none is given, and the
+        defaults are those of that file. Of chats nothing is known yet (`with_chat`).
 
         Raises `ValueError` where config.json is missing or lacks what is needed, or a default is out of bounds.
         """
@@ -66,7 +68,7 @@ class ModelInfo:
             max_model_len=int(config.get("max_position_embeddings") or 0),
             vocab_size=vocab_size,
             eos_token_ids=_token_ids(config.get("eos_token_id")) | _token_ids(generation.get("eos_token_id")),
-            defaults=GenerationDefaults.from_generation_config(generation),
+            defaults=GenerationDefaults.of(folder) if defaults is None else defaults,
         )
 
     def with_chat(self, template: ChatTemplate | None, parser: str, reasoning_parser: str = AUTO) -> ModelInfo:

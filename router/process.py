@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import secrets
+from pathlib import Path
 
 import click
 
@@ -21,6 +22,7 @@ from registry.workers import WorkerDirectory
 from router.args import RouterArgs
 from router.cluster_servicer import ClusterServicer
 from router.forecast import Forecast
+from router.generation_defaults import GenerationDefaults
 from router.lifecycle import Cluster
 from router.metrics import RouterGauges, RouterMetrics
 from router.model_info import ModelInfo
@@ -72,7 +74,8 @@ def load_texts(args: RouterArgs) -> Texts:
     """Tokenizer, chat template and defaults of the model's folder. Raises `ValueError` saying what it lacks."""
     given = args.chat_template
     template = ChatTemplate.from_file(given, args.model) if given else ChatTemplate.from_folder(args.model)
-    info = ModelInfo.from_folder(args.model, served_model_name=args.served_model_name)
+    defaults = GenerationDefaults.of(Path(args.model), args.generation_config, args.override_generation_config)
+    info = ModelInfo.from_folder(args.model, served_model_name=args.served_model_name, defaults=defaults)
     return Texts(
         model=info.with_chat(template, args.tool_call_parser, args.reasoning_parser),
         tokenizer=Tokenizer.from_folder(args.model),

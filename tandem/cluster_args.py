@@ -69,6 +69,8 @@ class ClusterArgs:
     """A file. Empty: the model's own."""
     tool_call_parser: str = RouterArgs.tool_call_parser
     reasoning_parser: str = RouterArgs.reasoning_parser
+    generation_config: str = RouterArgs.generation_config
+    override_generation_config: str = RouterArgs.override_generation_config
     metrics_port: int | None = None
     """Where the router shows its metrics, on its host; workers take the ports after it. 0: each a free one. None:
     nobody does. The gateway's are on its own port."""
@@ -103,6 +105,7 @@ class ClusterArgs:
                 "max_queue_tokens": self.max_queue_tokens,
                 "tool_call_parser": self.tool_call_parser,
                 "reasoning_parser": self.reasoning_parser,
+                "override_generation_config": self.override_generation_config,
                 "otlp_traces_endpoint": self.otlp_traces_endpoint,
             }
             RouterArgs(model=self.engine.model, **router, **shared)
@@ -177,6 +180,8 @@ def router_spec(args: ClusterArgs, folder: Path, redis_url: str) -> ProcessSpec:
             "--chat-template", args.chat_template,
             "--tool-call-parser", args.tool_call_parser,
             "--reasoning-parser", args.reasoning_parser,
+            "--generation-config", args.generation_config,
+            "--override-generation-config", args.override_generation_config,
             "--metrics-listen", args.metrics_listen(ROUTER),
             "--otlp-traces-endpoint", args.otlp_traces_endpoint,
             *flags_of(args.policy),

@@ -13,6 +13,7 @@ import click
 
 from engine.config import EngineArgs
 from kv_transfer import TRANSPORTS
+from router.args import GENERATION_HELP, OVERRIDE_HELP
 from router.policy import PolicyConfig
 from router.text.reasoning import NONE, PARSERS
 from router.text.tool_formats import AUTO, FORMATS
@@ -63,6 +64,9 @@ def _option(flag: str, *names: str, **settings: Any) -> Callable[[Command], Comm
 @_option("--reasoning-parser", type=click.Choice([AUTO, *PARSERS, NONE]), default=AUTO,
          help="How the model tells what it thinks from what it answers; none: not at all. auto: as its chat template "
          "knows it.")  # fmt: skip
+@_option("--generation-config", default=ClusterArgs.generation_config, metavar="SOURCE", help=GENERATION_HELP)
+@_option("--override-generation-config", default=ClusterArgs.override_generation_config, metavar="JSON",
+         help=OVERRIDE_HELP)  # fmt: skip
 @_option("--metrics-port", type=int, default=None,
          help="Where the router shows its Prometheus metrics; workers take the ports after it, in the order of their "
          "names. 0: free ports, which the logs name. Default: nowhere. The gateway has its own /metrics.")  # fmt: skip

@@ -37,7 +37,7 @@ def small(few_layers: Path) -> tuple[str, ...]:
 
 @pytest.fixture(scope="module")
 def cluster(start_cluster: Callable[..., RunningCluster], small: tuple[str, ...]) -> RunningCluster:
-    return start_cluster(*small)
+    return start_cluster(*small, "--override-generation-config", '{"min_p": 0.0}')
 
 
 def tandem(*arguments: str, router: str, stdin: str | None = None) -> subprocess.CompletedProcess[str]:
@@ -117,6 +117,12 @@ def test_flags_reach_the_sampler(cluster: RunningCluster) -> None:
     ).stdout
     plain = tandem("generate", "Hello", "--json", "--max-tokens", "1", router=cluster.address).stdout
     assert json.loads(system)["usage"]["prompt_tokens"] > json.loads(plain)["usage"]["prompt_tokens"] + 10
+
+
+def test_flags_reach_what_is_sampled_by_without_a_word(cluster: RunningCluster) -> None:
+    with Client(cluster.address) as client:
+        defaults = client.model_info().default_sampling_params
+    assert (defaults.HasField("min_p"), defaults.HasField("top_p")) == (True, False)
 
 
 def test_generate_says_what_is_wrong_in_one_line(cluster: RunningCluster) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from protos import tandem_inference_pb2 as pb
+from router.args import RouterArgs
 from router.generation_defaults import GenerationDefaults
 from router.model_info import ModelInfo
 
@@ -87,3 +88,35 @@ def test_greedy_models_give_no_sampling_defaults() -> None:
 def test_generation_defaults_out_of_bounds_are_named(config: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         GenerationDefaults.from_generation_config(config)
+
+
+def test_defaults_come_from_where_they_are_to(tmp_path: Path) -> None:
+    own, other = tmp_path / "own", tmp_path / "other"
+    for folder, temperature in ((own, 0.6), (other, 0.2)):
+        folder.mkdir()
+        write_model(folder, {}, {"temperature": temperature, "top_k": 50, "max_new_tokens": 64})
+    of = GenerationDefaults.of
+    assert of(own) == GenerationDefaults(temperature=0.6, top_k=50, max_new_tokens=64)
+    assert of(own, "vllm") == GenerationDefaults()
+    assert of(own, str(other)).temperature == 0.2
+    override = '{"temperature": 1, "max_new_tokens": 8, "top_k": null}'
+    assert of(own, override=override) == GenerationDefaults(temperature=1, top_k=50, max_new_tokens=8)
+    assert of(own, "vllm", override) == GenerationDefaults(temperature=1, max_new_tokens=8)
+    with pytest.raises(ValueError, match=r"generation_config must be auto, vllm or a folder .*: there is no .*/x/"):
+        of(own, str(tmp_path / "x"))
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("{", "override_generation_config must be a JSON object, is '{'"),
+        ("[]", r"must be a JSON object of temperature, .*, is '\[\]'"),
+        ('{"top": 1}', "must be a JSON object of temperature, "),
+        ('{"top_p": 2}', r"override_generation_config: top_p must be in \(0, 1\], is 2"),
+        ('{"top_k": true}', "override_generation_config: top_k must be a number, is True"),
+        ("[" * 100_000, "must be a JSON object"),
+    ],
+)
+def test_an_override_that_is_none(override: str, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        RouterArgs(model="m", override_generation_config=override)
