@@ -194,7 +194,8 @@ class EngineArgs:
         metadata={"help": "Model folder, GGUF file, hub id, or the default model's name."},
     )
     served_model_name: str = field(
-        default="", metadata={"help": "Name that requests may give as `model`. Default: the model's."}
+        default="",
+        metadata={"help": "Name that requests may give as `model`, or several: NAME,NAME. Default: the model's."},
     )
     dtype: str = field(default="auto", metadata={"help": "auto (the weights' own), float32, bfloat16 or float16."})
     quantization: str = field(

@@ -199,17 +199,17 @@ def timings_of(timings: list[Timings]) -> dict[str, Any] | list[dict[str, Any]]:
 
 
 def models_of(info: GetModelInfoResponse, created_s: int) -> dict[str, Any]:
-    """The one model that the router serves, and its adapters."""
+    """The one model that the router serves, by all its names, and its adapters."""
     data = [
         {
             "id": name,
             "object": "model",
             "created": created_s,
             "owned_by": "tandem",
-            "root": name,
-            "parent": None if name == info.model else info.model,
+            "root": info.model if name in info.aliases else name,
+            "parent": info.model if name in info.lora_names else None,
             "max_model_len": info.max_model_len,
         }
-        for name in (info.model, *info.lora_names)
+        for name in (info.model, *info.aliases, *info.lora_names)
     ]
     return {"object": "list", "data": data}

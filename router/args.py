@@ -31,7 +31,11 @@ class RouterArgs(ServiceArgs):
         default="",
     )
     served_model_name: str = field(
-        default="", metadata={"help": "Name that requests may give as `model`. Default: the folder's."}
+        default="",
+        metadata={
+            "help": "Name that requests may give as `model`, or several: NAME,NAME. Metrics have the first. Default: "
+            "the folder's."
+        },
     )
     chat_template: str = field(
         default="", metadata={"help": "File with a chat template (Jinja), to be used instead of the model's own."}
@@ -73,6 +77,8 @@ class RouterArgs(ServiceArgs):
         check_endpoint(self.otlp_traces_endpoint)
         if not self.model:
             raise ValueError("model must name a folder; `tandem fetch` prepares one and prints its path")
+        if self.served_model_name and not all(self.served_model_name.split(",")):
+            raise ValueError(f"served_model_name must be NAME or NAME,NAME, is {self.served_model_name!r:.200}")
         if self.tool_call_parser not in (AUTO, *FORMATS):
             known = ", ".join((AUTO, *FORMATS))
             raise ValueError(f"tool_call_parser must be one of {known}, is {self.tool_call_parser!r}")

@@ -42,6 +42,8 @@ class ModelInfo:
     block_size: int = 0
     """Tokens in one KV block. 0 until a worker has said it, like `dtype`."""
     dtype: str = ""
+    aliases: tuple[str, ...] = ()
+    """Further names that requests may call it by."""
     lora_names: tuple[str, ...] = ()
     """Adapters that workers have, which a request may ask for as its model."""
 
@@ -49,8 +51,9 @@ class ModelInfo:
     def from_folder(
         cls, folder: str | Path, *, served_model_name: str = "", defaults: GenerationDefaults | None = None
     ) -> ModelInfo:
-        """Read `folder`'s config.json and generation_config.json. The name is the folder's where none is given, and the
-        defaults are those of that file. Of chats nothing is known yet (`with_chat`).
+        """Read `folder`'s config.json and generation_config.json. `served_model_name`: one, or several with commas;
+        empty: the folder's. The defaults are those of that file, unless given. Of chats nothing is known yet
+        (`with_chat`).
 
         Raises `ValueError` where config.json is missing or lacks what is needed, or a default is out of bounds.
         """
@@ -63,8 +66,10 @@ class ModelInfo:
         vocab_size = config.get("vocab_size")
         if not isinstance(vocab_size, int) or vocab_size < 1:
             raise ValueError(f"{folder}/config.json: vocab_size must be 1 or more, is {vocab_size!r}")
+        name, *aliases = (served_model_name or folder.resolve().name).split(",")
         return cls(
-            served_model_name=served_model_name or folder.resolve().name,
+            served_model_name=name,
+            aliases=tuple(dict.fromkeys(alias for alias in aliases if alias != name)),
             max_model_len=int(config.get("max_position_embeddings") or 0),
             vocab_size=vocab_size,
             eos_token_ids=_token_ids(config.get("eos_token_id")) | _token_ids(generation.get("eos_token_id")),
@@ -115,7 +120,7 @@ class ModelInfo:
             max_model_len=model.max_model_len,
             block_size=model.block_size,
             dtype=model.dtype,
-            lora_names=tuple(sorted(set(lora_names) - {self.served_model_name})),
+            lora_names=tuple(sorted(set(lora_names) - {self.served_model_name, *self.aliases})),
             eos_token_ids=frozenset(model.eos_token_ids),
         )
 
@@ -130,6 +135,7 @@ class ModelInfo:
             dtype=self.dtype,
             eos_token_ids=sorted(self.eos_token_ids),
             lora_names=self.lora_names,
+            aliases=self.aliases,
             has_chat_template=self.has_chat_template,
             tool_call_parser=self.tool_call_parser,
             reasoning_parser=self.reasoning_parser,

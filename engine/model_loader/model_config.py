@@ -242,7 +242,8 @@ def _model_config(
 
 
 def _served_model_name(args: EngineArgs) -> str:
-    return args.served_model_name or Path(args.model).name
+    """The first, if there are several: the others are the router's."""
+    return args.served_model_name.partition(",")[0] or Path(args.model).name
 
 
 def _lora_modules(args: EngineArgs, shape: ModelShape) -> tuple[LoRAModule, ...]:

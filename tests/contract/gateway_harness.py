@@ -76,7 +76,7 @@ class Router(tandem_inference_pb2_grpc.InferenceServicer):  # type: ignore[misc]
                 self.all_closed.set()
 
     async def GetModelInfo(self, request: Any, context: Any) -> pb.GetModelInfoResponse:
-        return pb.GetModelInfoResponse(model="the-model", max_model_len=64)
+        return pb.GetModelInfoResponse(model="the-model", aliases=["also"], max_model_len=64)
 
     async def echo(self, request: pb.GenerateRequest) -> AsyncIterator[pb.GenerateResponse]:
         """The prompt, a word at a time, the tokens being numbers."""

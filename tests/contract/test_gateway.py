@@ -239,8 +239,9 @@ def test_a_key_that_no_header_can_carry_is_refused_at_the_start() -> None:
 async def test_models_health_version_page_and_metrics() -> None:
     async with gateway() as (_, http):
         models = (await http.get("/v1/models")).json()
-        assert [(model["id"], model["max_model_len"]) for model in models["data"]] == [("the-model", 64)]
-        assert (await http.get("/v1/models/the-model")).json()["id"] == "the-model"
+        told = [(model["id"], model["root"], model["parent"], model["max_model_len"]) for model in models["data"]]
+        assert told == [("the-model", "the-model", None, 64), ("also", "the-model", None, 64)]
+        assert (await http.get("/v1/models/also")).json()["id"] == "also"
         assert (await http.get("/v1/models/other")).json()["error"]["code"] == "model_not_found"
         assert (await http.get("/health")).status_code == 200
         assert "version" in (await http.get("/version")).json()

@@ -21,10 +21,11 @@ import torch
 from clusters import RunningCluster, run_cluster, wait_until
 from safetensors.torch import save_file
 
+from rpc.errors import InvalidRequest
 from tandem.client import Client
 
 SMALL = (
-    "--served-model-name", "small", "--max-model-len", "4096", "--kv-cache-gib", "0.05", "--no-learn-costs",
+    "--served-model-name", "small,also", "--max-model-len", "4096", "--kv-cache-gib", "0.05", "--no-learn-costs",
 )  # fmt: skip
 LONG_PROMPT = "Count from one to a thousand: one, two, three, four, five, six, seven, eight, nine, ten, eleven,"
 
@@ -82,8 +83,11 @@ def children_of(pid: int) -> dict[str, psutil.Process]:
 def test_the_model_has_the_name_it_was_given(cluster: RunningCluster) -> None:
     with Client(cluster.address) as client:
         info = client.model_info()
-        assert (info.model, info.max_model_len) == ("small", 4096)
-        assert client.generate("hello", model="small", max_tokens=1).usage.completion_tokens == 1
+        assert (info.model, list(info.aliases), info.max_model_len) == ("small", ["also"], 4096)
+        for name in ("small", "also"):
+            assert client.generate("hello", model=name, max_tokens=1).usage.completion_tokens == 1
+        with pytest.raises(InvalidRequest, match=r"must be 'small', its other name \('also'\) or empty, is 'other'"):
+            client.generate("hello", model="other")
 
 
 # -- generate: what the real model says, clients/test_real_model.py ----------------------------------------------

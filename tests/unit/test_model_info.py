@@ -44,6 +44,10 @@ def test_model_info_is_read_from_the_folder_and_completed_by_a_worker(tmp_path: 
     served = info.with_worker(worker, ["sql", "smol", "poet", "sql"])
     assert served.lora_names == ("poet", "sql"), "nobody takes the model's own name from it"
     assert list(served.to_proto().lora_names) == ["poet", "sql"]
+    named = ModelInfo.from_folder(tmp_path, served_model_name="smol,sql,gpt,sql,smol")
+    assert (named.served_model_name, named.aliases) == ("smol", ("sql", "gpt"))
+    assert list(named.to_proto().aliases) == ["sql", "gpt"]
+    assert named.with_worker(worker, ["sql", "poet"]).lora_names == ("poet",), "nor any other of its names"
     worker.vocab_size = 999
     with pytest.raises(ValueError, match="vocabulary of 999 tokens"):
         info.with_worker(worker)
@@ -120,3 +124,9 @@ def test_defaults_come_from_where_they_are_to(tmp_path: Path) -> None:
 def test_an_override_that_is_none(override: str, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         RouterArgs(model="m", override_generation_config=override)
+
+
+@pytest.mark.parametrize("names", [",", "a,", ",a", "a,,b"])
+def test_names_that_are_none(names: str) -> None:
+    with pytest.raises(ValueError, match="served_model_name must be NAME or NAME,NAME, is"):
+        RouterArgs(model="m", served_model_name=names)
