@@ -358,6 +358,10 @@ class LLMEngine:
             ids = getattr(params, name)
             if ids and (min(ids) < 0 or max(ids) >= model.vocab_size):
                 raise ValueError(f"{name} must be in [0, {model.vocab_size})")
+        if not all(_are_within(word, model.vocab_size) for word in params.bad_words_token_ids):
+            raise ValueError(f"bad_words_token_ids must be in [0, {model.vocab_size})")
+        if len({word[0] for word in params.bad_words_token_ids if len(word) == 1}) >= model.vocab_size:
+            raise ValueError("bad_words_token_ids must leave a token that may be sampled")
         ends = model.eos_token_ids | params.stop_token_ids
         if params.min_tokens and params.allowed_token_ids and params.allowed_token_ids <= ends:
             raise ValueError("allowed_token_ids must have one that does not end the answer: min_tokens asks for that")

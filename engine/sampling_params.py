@@ -9,6 +9,8 @@ from types import MappingProxyType
 MAX_STOP_TOKEN_IDS = 64
 MAX_LOGIT_BIAS = 1024
 MAX_ALLOWED_TOKEN_IDS = 4096
+MAX_BAD_WORDS = 512
+"""As tokens: twice as many as words, since one within a text and one at its beginning are written differently."""
 MAX_LOGPROBS = 20
 """vLLM's `--max-logprobs`."""
 
@@ -43,6 +45,8 @@ class SamplingParams:
     logit_bias: Mapping[int, float] = field(default_factory=lambda: MappingProxyType({}))
     allowed_token_ids: frozenset[int] = frozenset()
     """No other token is ever sampled. Empty: any may be."""
+    bad_words_token_ids: tuple[tuple[int, ...], ...] = ()
+    """The last token of each is not sampled where the others stand before it, in the answer. vLLM's name."""
     logprobs: int | None = None
     """How likely each token of the answer was, and so many of the likeliest ones. None: nothing of it."""
     prompt_logprobs: int | None = None
@@ -87,6 +91,15 @@ class SamplingParams:
             self.grammar is None or not self.allowed_token_ids,
             "allowed_token_ids cannot be had with structured outputs: no token might be left that may come next",
         )
+        check(
+            len(self.bad_words_token_ids) <= MAX_BAD_WORDS,
+            f"bad_words_token_ids may hold {MAX_BAD_WORDS} words, has {len(self.bad_words_token_ids)}",
+        )
+        check(all(self.bad_words_token_ids), "bad_words_token_ids must hold no empty word")
+        check(
+            not self.bad_words_token_ids or (self.grammar is None and not self.allowed_token_ids),
+            "bad_words cannot be had with structured outputs or allowed_token_ids: no token might be left",
+        )
         for name in ("logprobs", "prompt_logprobs"):
             value = getattr(self, name)
             check(
@@ -103,6 +116,11 @@ class SamplingParams:
     @property
     def is_greedy(self) -> bool:
         return self.temperature == 0
+
+    @property
+    def has_phrases(self) -> bool:
+        """Whether what may be sampled hangs on the tokens before."""
+        return any(len(word) > 1 for word in self.bad_words_token_ids)
 
     @property
     def has_filters(self) -> bool:

@@ -138,6 +138,7 @@ class Asked(Body, ABC):
     repetition_penalty: float | None = None
     stop_token_ids: Listed[TokenId] | None = None
     allowed_token_ids: Annotated[Listed[TokenId], Field(min_length=1)] | None = None
+    bad_words: Listed[str] | None = None
     ignore_eos: bool | None = None
     include_stop_str_in_output: bool | None = None
     skip_special_tokens: bool | None = None
@@ -151,7 +152,6 @@ class Asked(Body, ABC):
     user: FairnessId | None = None
 
     # vLLM's that are known, and refused unless they ask for what is done anyway
-    bad_words: only([]) = None  # type: ignore[valid-type]
     detokenize: only(True) = None  # type: ignore[valid-type]
     length_penalty: only(1.0, 1) = None  # type: ignore[valid-type]
     logits_processors: only([]) = None  # type: ignore[valid-type]
@@ -167,7 +167,8 @@ class Asked(Body, ABC):
     DIRECT: ClassVar[tuple[str, ...]] = (
         "min_tokens", "temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty",
         "repetition_penalty", "stop", "stop_token_ids", "include_stop_str_in_output", "ignore_eos", "seed",
-        "allowed_token_ids", "skip_special_tokens", "logit_bias", "priority", "cache_salt", "structured_outputs",
+        "allowed_token_ids", "bad_words", "skip_special_tokens", "logit_bias", "priority", "cache_salt",
+        "structured_outputs",
     )  # fmt: skip
 
     def sampling(self) -> Sampling:

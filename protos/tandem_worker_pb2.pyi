@@ -61,7 +61,7 @@ class Beat(_message.Message):
     def __init__(self) -> None: ...
 
 class EngineRequest(_message.Message):
-    __slots__ = ("request_id", "attempt", "prompt_token_ids", "output_token_ids", "sampling_params", "grammar", "cache_salt", "lora_name")
+    __slots__ = ("request_id", "attempt", "prompt_token_ids", "output_token_ids", "sampling_params", "grammar", "cache_salt", "lora_name", "bad_words")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     ATTEMPT_FIELD_NUMBER: _ClassVar[int]
     PROMPT_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
@@ -70,6 +70,7 @@ class EngineRequest(_message.Message):
     GRAMMAR_FIELD_NUMBER: _ClassVar[int]
     CACHE_SALT_FIELD_NUMBER: _ClassVar[int]
     LORA_NAME_FIELD_NUMBER: _ClassVar[int]
+    BAD_WORDS_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     attempt: int
     prompt_token_ids: _containers.RepeatedScalarFieldContainer[int]
@@ -78,7 +79,14 @@ class EngineRequest(_message.Message):
     grammar: str
     cache_salt: str
     lora_name: str
-    def __init__(self, request_id: _Optional[str] = ..., attempt: _Optional[int] = ..., prompt_token_ids: _Optional[_Iterable[int]] = ..., output_token_ids: _Optional[_Iterable[int]] = ..., sampling_params: _Optional[_Union[_tandem_inference_pb2.SamplingParams, _Mapping]] = ..., grammar: _Optional[str] = ..., cache_salt: _Optional[str] = ..., lora_name: _Optional[str] = ...) -> None: ...
+    bad_words: _containers.RepeatedCompositeFieldContainer[BadWord]
+    def __init__(self, request_id: _Optional[str] = ..., attempt: _Optional[int] = ..., prompt_token_ids: _Optional[_Iterable[int]] = ..., output_token_ids: _Optional[_Iterable[int]] = ..., sampling_params: _Optional[_Union[_tandem_inference_pb2.SamplingParams, _Mapping]] = ..., grammar: _Optional[str] = ..., cache_salt: _Optional[str] = ..., lora_name: _Optional[str] = ..., bad_words: _Optional[_Iterable[_Union[BadWord, _Mapping]]] = ...) -> None: ...
+
+class BadWord(_message.Message):
+    __slots__ = ("token_ids",)
+    TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    token_ids: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, token_ids: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class PrefillRequest(_message.Message):
     __slots__ = ("request", "grant")
@@ -209,7 +217,7 @@ class HostLedger(_message.Message):
     def __init__(self, num_blocks: _Optional[int] = ..., num_free: _Optional[int] = ..., num_kept: _Optional[int] = ..., num_saving: _Optional[int] = ...) -> None: ...
 
 class WorkerRecord(_message.Message):
-    __slots__ = ("worker_id", "incarnation", "role", "address", "pid", "compat_digest", "prefix_key", "is_draining", "load", "model", "protocol_version", "lease_ms", "can_generate", "keeps_no_prefixes", "takes_grammars", "takes_cache_salts", "takes_allowed_token_ids", "transport")
+    __slots__ = ("worker_id", "incarnation", "role", "address", "pid", "compat_digest", "prefix_key", "is_draining", "load", "model", "protocol_version", "lease_ms", "can_generate", "keeps_no_prefixes", "takes_grammars", "takes_cache_salts", "takes_allowed_token_ids", "takes_bad_words", "transport")
     WORKER_ID_FIELD_NUMBER: _ClassVar[int]
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
     ROLE_FIELD_NUMBER: _ClassVar[int]
@@ -227,6 +235,7 @@ class WorkerRecord(_message.Message):
     TAKES_GRAMMARS_FIELD_NUMBER: _ClassVar[int]
     TAKES_CACHE_SALTS_FIELD_NUMBER: _ClassVar[int]
     TAKES_ALLOWED_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    TAKES_BAD_WORDS_FIELD_NUMBER: _ClassVar[int]
     TRANSPORT_FIELD_NUMBER: _ClassVar[int]
     worker_id: str
     incarnation: str
@@ -245,8 +254,9 @@ class WorkerRecord(_message.Message):
     takes_grammars: bool
     takes_cache_salts: bool
     takes_allowed_token_ids: bool
+    takes_bad_words: bool
     transport: str
-    def __init__(self, worker_id: _Optional[str] = ..., incarnation: _Optional[str] = ..., role: _Optional[_Union[Role, str]] = ..., address: _Optional[str] = ..., pid: _Optional[int] = ..., compat_digest: _Optional[str] = ..., prefix_key: _Optional[bytes] = ..., is_draining: _Optional[bool] = ..., load: _Optional[_Union[WorkerLoad, _Mapping]] = ..., model: _Optional[_Union[_tandem_inference_pb2.GetModelInfoResponse, _Mapping]] = ..., protocol_version: _Optional[int] = ..., lease_ms: _Optional[int] = ..., can_generate: _Optional[bool] = ..., keeps_no_prefixes: _Optional[bool] = ..., takes_grammars: _Optional[bool] = ..., takes_cache_salts: _Optional[bool] = ..., takes_allowed_token_ids: _Optional[bool] = ..., transport: _Optional[str] = ...) -> None: ...
+    def __init__(self, worker_id: _Optional[str] = ..., incarnation: _Optional[str] = ..., role: _Optional[_Union[Role, str]] = ..., address: _Optional[str] = ..., pid: _Optional[int] = ..., compat_digest: _Optional[str] = ..., prefix_key: _Optional[bytes] = ..., is_draining: _Optional[bool] = ..., load: _Optional[_Union[WorkerLoad, _Mapping]] = ..., model: _Optional[_Union[_tandem_inference_pb2.GetModelInfoResponse, _Mapping]] = ..., protocol_version: _Optional[int] = ..., lease_ms: _Optional[int] = ..., can_generate: _Optional[bool] = ..., keeps_no_prefixes: _Optional[bool] = ..., takes_grammars: _Optional[bool] = ..., takes_cache_salts: _Optional[bool] = ..., takes_allowed_token_ids: _Optional[bool] = ..., takes_bad_words: _Optional[bool] = ..., transport: _Optional[str] = ...) -> None: ...
 
 class GetWorkerStatusRequest(_message.Message):
     __slots__ = ()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from protos import tandem_inference_pb2 as pb
@@ -24,6 +25,8 @@ class AskedAnswer:
     """Every field set; `n` is 1."""
     grammar: str = ""
     """What it is held to, in llguidance's words; empty: nothing."""
+    bad_words: Sequence[Sequence[int]] = ()
+    """What it does not have, in tokens."""
     cache_salt: str = ""
     lora_name: str = ""
     fairness_id: str = ""

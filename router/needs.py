@@ -19,6 +19,8 @@ class Needs:
     """Only workers that keep its prefixes apart may have it."""
     has_allowed_token_ids: bool = False
     """Only workers that sample no others may have it."""
+    has_bad_words: bool = False
+    """Only workers that sample none of them may have it."""
     lora_name: str = ""
     """Only workers that have this adapter may have it. Empty: it asks for none."""
 
@@ -29,6 +31,7 @@ class Needs:
             (record.takes_grammars or not self.has_grammar)
             and (record.takes_cache_salts or not self.has_cache_salt)
             and (record.takes_allowed_token_ids or not self.has_allowed_token_ids)
+            and (record.takes_bad_words or not self.has_bad_words)
             and (not self.lora_name or self.lora_name in record.model.lora_names)
         )
 
@@ -38,6 +41,7 @@ class Needs:
             ("structured_outputs", self.has_grammar),
             ("cache_salt", self.has_cache_salt),
             ("allowed_token_ids", self.has_allowed_token_ids),
+            ("bad_words", self.has_bad_words),
         ]
         asked = " and ".join(field for field, is_asked in fields if is_asked)
         which = f" with the adapter {self.lora_name!r}" if self.lora_name else ""

@@ -24,6 +24,7 @@ from router.request_spans import request_spans
 from router.request_state import AttemptNumbers
 from router.sequences import Sequences, names_at_workers, params_of_sequence
 from router.served_model import ServedModel, Texts
+from router.text.bad_words import bad_words_token_ids
 from router.text.detokenizer import IncrementalDetokenizer, StopStrings
 from router.text.harmony import Harmony
 from router.text.reasoning import AnswerReader, Reasoning, reasoning_of
@@ -190,6 +191,7 @@ class InferenceServicer(InferenceServicerBase):  # type: ignore[misc]
         grammar = self._grammar(grammar, asked, reasoning)
         params = resolve_sampling(validated.sampling_params, model, len(prompt_token_ids))
         stops = StopStrings(params.stop)  # thousands of states: one for all answers
+        bad_words = bad_words_token_ids(params.bad_words, self._texts.tokenizer.encode_plain)
         lifecycles: list[Lifecycle] = []
         for index in validated.open_sequences:
             detokenizer = self._detokenizer(prompt_token_ids, params, model, stops, asked, reasoning)
@@ -205,6 +207,7 @@ class InferenceServicer(InferenceServicerBase):  # type: ignore[misc]
                 prompt_token_ids=prompt_token_ids,
                 sampling_params=own,
                 grammar=grammar,
+                bad_words=bad_words,
                 cache_salt=validated.cache_salt,
                 lora_name=validated.lora_name,
                 fairness_id=validated.fairness_id,

@@ -16,7 +16,7 @@ from router.request_events import WorkerKey, WorkerLost
 from router.worker_pool import WorkerPool
 from router.worker_session import Inbox
 
-_ROUTERS_OWN = ("stop", "n", "structured_outputs", "priority")
+_ROUTERS_OWN = ("stop", "n", "structured_outputs", "priority", "bad_words")
 """Sampling parameters that are no business of workers: texts and turns."""
 
 
@@ -34,6 +34,7 @@ class WorkerCommands:
             grammar=asked.grammar,
             cache_salt=asked.cache_salt,
             lora_name=asked.lora_name,
+            bad_words=[pb.BadWord(token_ids=word) for word in asked.bad_words],
         )
         for field in _ROUTERS_OWN:
             self._request.sampling_params.ClearField(field)
@@ -47,6 +48,7 @@ class WorkerCommands:
             has_grammar=bool(self._request.grammar),
             has_cache_salt=bool(self._request.cache_salt),
             has_allowed_token_ids=bool(self._request.sampling_params.allowed_token_ids),
+            has_bad_words=bool(self._request.bad_words),
             lora_name=self._request.lora_name,
         )
 

@@ -52,6 +52,8 @@ class Sampling(TypedDict, total=False):
     skip_special_tokens: bool
     allowed_token_ids: Sequence[int]
     """No other is sampled."""
+    bad_words: Sequence[str]
+    """Texts that the answer does not have."""
     logit_bias: Mapping[int, float]
     logprobs: int
     prompt_logprobs: int
@@ -247,8 +249,8 @@ def _sampling_params(sampling: Mapping[str, Any]) -> pb.SamplingParams:
             raise ValueError(f"{name}: no such sampling parameter; there are {known}")
         if value is None:
             continue
-        if name == "stop":
-            params.stop.extend(_texts(name, value))
+        if name in ("stop", "bad_words"):
+            getattr(params, name).extend(_texts(name, value))
         elif name in ("stop_token_ids", "allowed_token_ids"):
             _add_ids(name, getattr(params, name), value)
             if name == "allowed_token_ids" and not params.allowed_token_ids:

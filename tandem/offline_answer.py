@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from engine.outputs import FinishReason, TokenLogprobs
 from engine.outputs import RequestOutput as StepOutput
 from router.sequences import names_at_workers
+from router.text.bad_words import bad_words_token_ids
 from router.text.detokenizer import IncrementalDetokenizer
 from router.text.tokenizer import Tokenizer
 from tandem.prompts import ReadPrompt
@@ -110,7 +111,8 @@ class OfflineAnswer:
         self.lora_name = lora_name
         self.name = name
         self.prompt = prompt
-        self.engine_params = params.for_engine(drawn_seed, index)
+        words = bad_words_token_ids(params.bad_words or (), tokenizer.encode_plain)
+        self.engine_params = params.for_engine(drawn_seed, index, bad_words_token_ids=words)
         if index:  # the first one tells them
             self.engine_params = replace(self.engine_params, prompt_logprobs=None)
         self.others: list[OfflineAnswer] = []

@@ -17,7 +17,7 @@ from engine import sampling_params as engine_params
 from protos import tandem_inference_pb2 as pb
 from router.sequences import seed_of_sequence
 from router.text.structured_outputs import grammar_of
-from router.validation.sampling import MAX_N
+from router.validation.sampling import MAX_BAD_WORD_CHARS, MAX_BAD_WORDS, MAX_N
 from tandem.checks import check_names, check_text, is_list, is_number, is_whole, without_array
 from tandem.structured_outputs import StructuredOutputsParams
 
@@ -30,8 +30,8 @@ _KINDS: dict[str, tuple[str, Any, Any]] = {
 """A field's type: what it is called, what may be given for it, and what that is made to be."""
 
 _DONE_ANYWAY: dict[str, tuple[Any, ...]] = {
-    "detokenize": (True,), "spaces_between_special_tokens": (True,), "bad_words": (None, []),
-    "logits_processors": (None, []), "truncate_prompt_tokens": (None,),
+    "detokenize": (True,), "spaces_between_special_tokens": (True,), "logits_processors": (None, []),
+    "truncate_prompt_tokens": (None,),
 }  # fmt: skip
 """vLLM's fields of which only these values can be had, in the order of the class."""
 
@@ -68,6 +68,8 @@ class SamplingParams:
     skip_special_tokens: bool = True
     allowed_token_ids: Sequence[int] | None = None
     """No other token is ever sampled. None: any may be."""
+    bad_words: Sequence[str] | None = None
+    """Texts that the answer does not have: see protos/tandem_inference.proto."""
     logit_bias: Mapping[int, float] | None = field(default_factory=dict)
     logprobs: int | None = None
     """How likely each token was, and so many of the likeliest ones. None: nothing of it."""
@@ -79,7 +81,6 @@ class SamplingParams:
     # vLLM's that may be given, and ask for what is done anyway: no fields, nobody reads them.
     detokenize: InitVar[bool] = True
     spaces_between_special_tokens: InitVar[bool] = True
-    bad_words: InitVar[Sequence[str] | None] = None
     logits_processors: InitVar[Sequence[Any] | None] = None
     truncate_prompt_tokens: InitVar[int | None] = None
 
@@ -98,7 +99,9 @@ class SamplingParams:
         if self.seed is not None and not -(2**63) <= self.seed < 2**63:
             raise ValueError(f"seed must fit 64 bits, is {self.seed!r:.80}")
         _check_stop(self.stop)
-        allowed = self.for_engine(0).allowed_token_ids  # checks the bounds
+        _check_bad_words(self.bad_words)
+        some_word = ((0,),) if self.bad_words else ()
+        allowed = self.for_engine(0, bad_words_token_ids=some_word).allowed_token_ids  # checks the bounds
         if self.allowed_token_ids is not None and not allowed:
             raise ValueError("allowed_token_ids must not be empty: for any token, leave it out")
 
@@ -110,8 +113,11 @@ class SamplingParams:
     def stop_strings(self) -> tuple[str, ...]:
         return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
 
-    def for_engine(self, drawn_seed: int, sequence: int = 0) -> engine_params.SamplingParams:
-        """What the engine needs for answer `sequence`; `drawn_seed` stands in where there is no seed."""
+    def for_engine(
+        self, drawn_seed: int, sequence: int = 0, *, bad_words_token_ids: Sequence[tuple[int, ...]] = ()
+    ) -> engine_params.SamplingParams:
+        """What the engine needs for answer `sequence`; `drawn_seed` stands in where there is no seed.
+        `bad_words_token_ids`: of `bad_words` (`router.text.bad_words`)."""
         values = {
             entry.name: _plain(entry.name, str(entry.type), getattr(self, entry.name))
             for entry in fields(self)
@@ -123,6 +129,7 @@ class SamplingParams:
             **values,
             stop_token_ids=_token_ids("stop_token_ids", self.stop_token_ids),
             allowed_token_ids=_token_ids("allowed_token_ids", self.allowed_token_ids),
+            bad_words_token_ids=tuple(bad_words_token_ids),
             logit_bias=_biases(self.logit_bias),
             seed=seed_of_sequence(drawn_seed if self.seed is None else int(self.seed), sequence),
             grammar=self._grammar(),
@@ -148,7 +155,7 @@ def _grammar_of(message: bytes) -> str:
 
 
 _AS_THEY_ARE = {entry.name for entry in fields(engine_params.SamplingParams)} - {
-    "seed", "stop_token_ids", "allowed_token_ids", "logit_bias", "grammar",
+    "seed", "stop_token_ids", "allowed_token_ids", "bad_words_token_ids", "logit_bias", "grammar",
 }  # fmt: skip
 
 
@@ -183,6 +190,20 @@ def _check_stop(stop: Any) -> None:
         check_text("stop", text)
     if not all(texts):
         raise ValueError("stop must not hold empty strings")
+
+
+def _check_bad_words(words: Any) -> None:
+    if words is None:
+        return
+    if not is_list(words) or not all(isinstance(word, str) for word in words):
+        raise ValueError(f"bad_words must be a list of texts or None, is {words!r:.80}")
+    if len(words) > MAX_BAD_WORDS:
+        raise ValueError(f"bad_words may hold {MAX_BAD_WORDS} words, has {len(words)}")
+    for word in words:
+        check_text("bad_words", word)
+        if not word.strip() or len(word) > MAX_BAD_WORD_CHARS:
+            bound = f"1 to {MAX_BAD_WORD_CHARS} characters long, not all of them spaces"
+            raise ValueError(f"bad_words must be {bound}, has {word!r:.80}")
 
 
 def _token_ids(name: str, given: Any) -> frozenset[int]:

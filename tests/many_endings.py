@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 from engine.llm_engine import LLMEngine
@@ -16,6 +17,8 @@ CONFIG: dict[str, Any] = {
     "eos_token_id": 1, "torch_dtype": "float32",
 }  # fmt: skip
 """So few tokens that every answer soon meets its end-of-sequence token, or a stop token."""
+BAD_WORDS = ((9,), *((token_id, token_id) for token_id in range(CONFIG["vocab_size"])))
+"""One token never, and none twice in a row."""
 
 
 def prompt_of(number: int) -> list[int]:
@@ -30,6 +33,7 @@ def params_of(number: int) -> SamplingParams:
         max_tokens=1 + number * 5 % 40, min_tokens=number % 2, ignore_eos=number % 5 == 0,
         stop_token_ids=frozenset({5, 17}) if number % 2 else frozenset(), logprobs=(None, 0, 3)[number % 3],
         allowed_token_ids=frozenset(range(1, 60, 2) if number % 8 in (3, 4) else ()),
+        bad_words_token_ids=BAD_WORDS if number % 8 in (0, 1) else (),
         prompt_logprobs=(2, None, None, None, 0, None, None)[number % 7], **(penalties if number % 3 else {}),
     )  # fmt: skip
 
@@ -51,9 +55,17 @@ def answers_of(engine: LLMEngine, numbers: range) -> Answers:
             check_told(output)
             answers[output.request_id] = tokens + output.token_ids, output.finish_reason
         assert engine.audit()[1] == []
+    check_bad_words(answers)
     ledger, _ = engine.audit()
     assert ledger.num_free + ledger.num_cached == ledger.num_blocks
     return answers
+
+
+def check_bad_words(answers: Answers) -> None:
+    for number, (tokens, _) in answers.items():
+        if params_of(int(number)).bad_words_token_ids:
+            assert 9 not in tokens
+            assert all(before != after for before, after in itertools.pairwise(tokens)), tokens
 
 
 def check_told(output: RequestOutput) -> None:

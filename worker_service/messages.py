@@ -62,6 +62,7 @@ def sampling_params_of(request: pb.EngineRequest) -> SamplingParams:
         repetition_penalty=params.repetition_penalty,
         stop_token_ids=frozenset(params.stop_token_ids),
         allowed_token_ids=frozenset(params.allowed_token_ids),
+        bad_words_token_ids=tuple(tuple(word.token_ids) for word in request.bad_words),
         ignore_eos=params.ignore_eos,
         seed=params.seed,
         logit_bias=MappingProxyType(dict(params.logit_bias)),

@@ -391,5 +391,6 @@ class WorkerProcess:
             takes_grammars=True,
             takes_cache_salts=True,
             takes_allowed_token_ids=True,
+            takes_bad_words=True,
             transport=self._args.transport,
         )

@@ -23,8 +23,7 @@ from engine.scheduling.sequence import ScheduledSequence, SchedulerOutput, Seque
 ASKS_FOR_ALL = SamplingParams(
     temperature=1, top_p=0.9, top_k=50, min_p=0.01, repetition_penalty=1.1, frequency_penalty=0.1,
     presence_penalty=0.1, min_tokens=1, stop_token_ids=frozenset({0}), logit_bias={0: 1.0}, logprobs=20,
-    allowed_token_ids=frozenset({1}),
-    prompt_logprobs=20,
+    allowed_token_ids=frozenset({1}), prompt_logprobs=20,
 )  # fmt: skip
 """What a sampler takes most memory and most launches for."""
 

@@ -12,7 +12,7 @@ Per row, in this order:
     there.
  4. `min_tokens`: until the answer has so many, end-of-sequence (also under `ignore_eos`) and stop tokens get -inf.
  5. `allowed_token_ids`: all others get -inf. A grammar: so do tokens that cannot come next
-    (`engine.scheduling.grammar`).
+    (`engine.scheduling.grammar`). `bad_words_token_ids`: so do tokens that would end one of them.
  6. Greedy (temperature 0): the largest logit, the lowest id among equals. Otherwise the logits are divided by the
     temperature, and of the tokens
  7. `min_p` keeps those at least `min_p` times as probable as the most probable one,
@@ -86,6 +86,8 @@ class Sampler:
                 self._forbid_ends(logits_SV[row], seq)
             if seq.sampling_params.allowed_token_ids:
                 _forbid_others(logits_SV[row], seq)
+            if seq.sampling_params.bad_words_token_ids:
+                _forbid_bad_words(logits_SV[row], seq)
             if seq.grammar is not None:
                 _forbid_ungrammatical(logits_SV[row], seq, seq.grammar)
         rows_of: dict[ChooseRows, list[int]] = {}
@@ -122,6 +124,16 @@ def _forbid_others(logits_V: torch.Tensor, seq: Sequence) -> None:
     forbidden_V = ~logits_V.isnan()  # a NaN stays one
     forbidden_V.index_fill_(0, allowed, False)
     logits_V.masked_fill_(forbidden_V, float("-inf"))
+
+
+def _forbid_bad_words(logits_V: torch.Tensor, seq: Sequence) -> None:
+    words = seq.sampling_params.bad_words_token_ids
+    longest = max(map(len, words)) - 1
+    before = tuple(seq.token_ids[max(seq.num_prompt_tokens, len(seq) - longest) :])
+    # Of a word longer than what there is, the slice is shorter than the word.
+    ending = [word[-1] for word in words if word[:-1] == before[len(before) - len(word) + 1 :]]
+    if ending:
+        logits_V.index_fill_(0, integers(ending, logits_V.device), float("-inf"))
 
 
 def _forbid_ungrammatical(logits_V: torch.Tensor, seq: Sequence, grammar: GrammarState) -> None:

@@ -19,11 +19,11 @@ The next step may be scheduled before the tokens of the one before are known (`e
     schedule(k) begin(k) ── schedule(k+1) begin(k+1) ── apply(k) ── schedule(k+2) begin(k+2) ── apply(k+1) ── …
 
 A sequence that step k samples goes on in step k+1 from a token that only the device knows yet (`PENDING_TOKEN`). If it
-turns out to be the last one, what k+1 computes for it is thrown away. One with a grammar goes on in step k+2 instead:
-what may come next hangs on the token itself. While its grammar is still being compiled it is not sampled at all, unless
-there is nothing else to do: a step would wait for that, and all others in it. Blocks of a sequence that ends, however
-it does, are freed when no launched step, and no load, can write to them any more; and nothing is preempted before the
-launched steps are done.
+turns out to be the last one, what k+1 computes for it is thrown away. One with a grammar, or bad words of several
+tokens, goes on in step k+2 instead: what may come next hangs on the token itself. While its grammar is still being
+compiled it is not sampled at all, unless there is nothing else to do: a step would wait for that, and all others in it.
+Blocks of a sequence that ends, however it does, are freed when no launched step, and no load, can write to them any
+more; and nothing is preempted before the launched steps are done.
 """
 
 from __future__ import annotations
@@ -226,7 +226,7 @@ class Scheduler:
         after that, whatever it is, or the host has to know it first, to ask a grammar or to look drafts up."""
         if seq.token_ids[-1] != PENDING_TOKEN:
             return self._awaits_grammar(seq)
-        needs_token = seq.grammar is not None or self._config.speculation is not None
+        needs_token = seq.needs_known_tokens or self._config.speculation is not None
         return needs_token or seq.is_prefill_only or self._stop_rule.num_left(seq, len(seq)) <= 0
 
     def _grow(self, growing: list[Sequence]) -> list[ScheduledSequence]:

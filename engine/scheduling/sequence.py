@@ -101,6 +101,11 @@ class Sequence:
         """1 is what a decoding sequence has: the token sampled last. More are still to be prefilled."""
         return len(self.token_ids) - self.num_computed_tokens
 
+    @property
+    def needs_known_tokens(self) -> bool:
+        """Its next token cannot be sampled before the host knows the one before."""
+        return self.grammar is not None or self.sampling_params.has_phrases
+
     def awaits_grammar(self) -> bool:
         """Its next token cannot be sampled yet, as what may come next is still being compiled."""
         return self.grammar is not None and not self.grammar.is_compiled()

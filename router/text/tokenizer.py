@@ -113,6 +113,10 @@ class Tokenizer:
         ids: list[int] = self._encoding(text, add_special_tokens).ids
         return ids
 
+    def encode_plain(self, text: str) -> list[int]:
+        """Token ids of `text`, and nothing added."""
+        return self.encode(text, add_special_tokens=False)
+
     def _encoding(self, text: str, add_special_tokens: bool) -> tokenizers.Encoding:
         # encode_batch_fast leaves out character offsets, which nobody here reads, and so takes half the time of encode.
         return self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0]

@@ -18,6 +18,8 @@ MAX_STOP_CHARS = 256
 MAX_STOP_TOKEN_IDS = 64
 MAX_LOGIT_BIAS = 1024
 MAX_ALLOWED_TOKEN_IDS = 4096
+MAX_BAD_WORDS = 256
+MAX_BAD_WORD_CHARS = 256
 MAX_LOGPROBS = 20
 MAX_N = 128
 """OpenAI's."""
@@ -33,6 +35,7 @@ def check_sampling(params: pb.SamplingParams, model: ModelInfo, violations: Viol
     _check_stops(params, model, violations)
     _check_logit_bias(params, model, violations)
     _check_allowed(params, model, violations)
+    _check_bad_words(params, violations)
     _check_structured_outputs(params, model, violations)
 
 
@@ -151,6 +154,20 @@ def _check_allowed(params: pb.SamplingParams, model: ModelInfo, violations: Viol
         violations.append((field, bound))
     if allowed and params.HasField("structured_outputs"):
         violations.append((field, "cannot be had with structured_outputs: nothing might be left that may come next"))
+
+
+def _check_bad_words(params: pb.SamplingParams, violations: Violations) -> None:
+    field, words = "sampling_params.bad_words", params.bad_words
+    if len(words) > MAX_BAD_WORDS:
+        violations.append((field, f"may hold {MAX_BAD_WORDS} words, has {len(words)}"))
+        return
+    wrong = next((i for i, word in enumerate(words) if not word.strip() or len(word) > MAX_BAD_WORD_CHARS), None)
+    if wrong is not None:
+        bound = f"must be 1 to {MAX_BAD_WORD_CHARS} characters long, not all of them spaces, has {len(words[wrong])}"
+        violations.append((f"{field}[{wrong}]", bound))
+    for name in ("structured_outputs", "allowed_token_ids"):
+        if words and (params.HasField(name) if name == "structured_outputs" else params.allowed_token_ids):
+            violations.append((field, f"cannot be had with {name}: nothing might be left that may come next"))
 
 
 def _check_structured_outputs(params: pb.SamplingParams, model: ModelInfo, violations: Violations) -> None:

@@ -422,7 +422,8 @@ def test_no_prompts_give_no_answers(llm: LLM) -> None:
 def test_defaults_and_bounds_are_the_engines() -> None:
     ours = {field.name: field for field in dataclasses.fields(SamplingParams)}
     theirs = dataclasses.fields(engine_params.SamplingParams)
-    assert {field.name for field in theirs} - {"grammar"} <= set(ours), "which is made of structured_outputs"
+    made_of_others = {"grammar", "bad_words_token_ids"}  # of structured_outputs and bad_words
+    assert {field.name for field in theirs} - made_of_others <= set(ours)
     assert SamplingParams().for_engine(0) == engine_params.SamplingParams()
     with pytest.raises(ValueError, match="top_p must be in"):
         SamplingParams(top_p=0)
@@ -455,3 +456,13 @@ def test_nothing_is_kept_of_what_was_cached_and_evicted(llm: LLM) -> None:
     llm.generate([list(range(100, 140))], SamplingParams(max_tokens=2, temperature=0), use_tqdm=False)
     assert llm.llm_engine.cached_hashes()
     assert llm.llm_engine.take_cache_events() == []
+
+
+def test_no_bad_word(llm: LLM) -> None:
+    prompt = "The capital of France is"
+    [[said]] = [each.outputs for each in llm.generate([prompt], SamplingParams(temperature=0, max_tokens=8))]
+    assert "Paris" in said.text
+    params = SamplingParams(temperature=0, max_tokens=8, bad_words=["Paris"])
+    [[other]] = [each.outputs for each in llm.generate([prompt], params)]
+    assert "Paris" not in other.text
+    assert len(other.token_ids) == 8

@@ -160,6 +160,17 @@ async def test_workers_that_would_sample_any_token_get_no_requests_for_some() ->
     await asked.leave()
 
 
+async def test_workers_that_would_say_bad_words_get_no_requests_without() -> None:
+    bench = Bench()
+    with pytest.raises(NoWorker, match="no decode worker that takes bad_words is available"):
+        await Asked(bench.lifecycle("a", bad_words=[(5, 6)]).run()).task
+    bench.decode.record.takes_bad_words = True
+    asked = Asked(bench.lifecycle("b", bad_words=[(5, 6)]).run())
+    await settle()
+    assert [list(word.token_ids) for word in bench.d.sent[-1].generate.bad_words] == [[5, 6]]
+    await asked.leave()
+
+
 async def test_workers_without_an_adapter_get_none_of_its_requests() -> None:
     bench = Bench(with_prefill=True)
     looked_up: list[str] = []

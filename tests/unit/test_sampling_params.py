@@ -47,7 +47,12 @@ from tandem import LLM, SamplingParams, StructuredOutputsParams
         ({"detokenize": False}, "detokenize must be True, nothing else is served; is False"),
         ({"detokenize": 1}, "detokenize must be True, nothing else is served; is 1"),
         ({"spaces_between_special_tokens": False}, "spaces_between_special_tokens must be True, nothing else"),
-        ({"bad_words": ["a"]}, "bad_words must be None or [], nothing else is served; is ['a']"),
+        ({"bad_words": "a"}, "bad_words must be a list of texts or None, is 'a'"),
+        ({"bad_words": [5]}, "bad_words must be a list of texts or None, is [5]"),
+        ({"bad_words": ["a"] * 257}, "bad_words may hold 256 words, has 257"),
+        ({"bad_words": ["a", " "]}, "bad_words must be 1 to 256 characters long, not all of them spaces, has ' '"),
+        ({"bad_words": ["a" * 257]}, "bad_words must be 1 to 256 characters long"),
+        ({"bad_words": ["a"], "allowed_token_ids": [5]}, "bad_words cannot be had with structured outputs or allowed"),
         ({"allowed_token_ids": []}, "allowed_token_ids must not be empty: for any token, leave it out"),
         ({"allowed_token_ids": 5}, "allowed_token_ids must be a list of whole numbers or None, is 5"),
         ({"allowed_token_ids": range(4097)}, "allowed_token_ids may hold 4096 ids, has 4097"),
@@ -72,7 +77,7 @@ def test_what_is_wrong_is_named(given: dict[str, Any], complaint: str) -> None:
 def test_none_is_what_it_is_for_vllm() -> None:
     may_be_none = [entry.name for entry in dataclasses.fields(SamplingParams) if "None" in str(entry.type)]
     assert may_be_none == [
-        "max_tokens", "stop", "stop_token_ids", "seed", "allowed_token_ids", "logit_bias", "logprobs",
+        "max_tokens", "stop", "stop_token_ids", "seed", "allowed_token_ids", "bad_words", "logit_bias", "logprobs",
         "prompt_logprobs", "structured_outputs",
     ]  # fmt: skip
     params = SamplingParams(**dict.fromkeys(may_be_none))
@@ -117,15 +122,15 @@ def test_a_clone_shares_nothing() -> None:
 
 def test_what_asks_for_what_is_done_anyway_is_taken_and_is_no_field() -> None:
     params = SamplingParams(
-        detokenize=True, skip_special_tokens=True, spaces_between_special_tokens=True, bad_words=[],
+        detokenize=True, skip_special_tokens=True, spaces_between_special_tokens=True,
         include_stop_str_in_output=False, logits_processors=[], truncate_prompt_tokens=None,
     )  # fmt: skip
     plain = SamplingParams()
     assert (params, repr(params)) == (plain, repr(plain))
     assert params.for_engine(1) == plain.for_engine(1)
-    assert SamplingParams(bad_words=None, logits_processors=None) == plain
+    assert SamplingParams(logits_processors=None) == plain
     names = {entry.name for entry in dataclasses.fields(params)}
-    assert not names & {"detokenize", "bad_words"}
+    assert not names & {"detokenize", "logits_processors"}
     assert dataclasses.replace(params, n=2) == SamplingParams(n=2)
 
 

@@ -102,6 +102,23 @@ def text_request(**params: Any) -> pb.GenerateRequest:
             "allowed_token_ids",
             "cannot be had with structured_outputs: nothing might be left that may come next",
         ),
+        ({"bad_words": ["a"] * 257}, "bad_words", "may hold 256 words, has 257"),
+        ({"bad_words": ["a", " "]}, "bad_words[1]", "must be 1 to 256 characters long, not all of them spaces, has 1"),
+        (
+            {"bad_words": ["a" * 257]},
+            "bad_words[0]",
+            "must be 1 to 256 characters long, not all of them spaces, has 257",
+        ),
+        (
+            {"bad_words": ["a"], "allowed_token_ids": [5]},
+            "bad_words",
+            "cannot be had with allowed_token_ids: nothing might be left that may come next",
+        ),
+        (
+            {"bad_words": ["a"], "structured_outputs": pb.StructuredOutputs(regex="a")},
+            "bad_words",
+            "cannot be had with structured_outputs: nothing might be left that may come next",
+        ),
         ({"logit_bias": {5: 100.5}}, "logit_bias[5]", "must be in [-100, 100], is 100.5"),
         ({"logit_bias": {5: NAN}}, "logit_bias[5]", "must be in [-100, 100], is nan"),
         ({"logit_bias": {1000: 1.0}}, "logit_bias", "ids must be below the vocabulary's size 1000, is 1000 at 0"),
@@ -239,6 +256,7 @@ def test_limits_are_those_of_the_engine_and_of_the_proto() -> None:
     assert sampling.MAX_STOP_TOKEN_IDS == engine_sampling.MAX_STOP_TOKEN_IDS
     assert sampling.MAX_LOGIT_BIAS == engine_sampling.MAX_LOGIT_BIAS
     assert sampling.MAX_ALLOWED_TOKEN_IDS == engine_sampling.MAX_ALLOWED_TOKEN_IDS
+    assert 2 * sampling.MAX_BAD_WORDS == engine_sampling.MAX_BAD_WORDS
     proto = (Path(pb.__file__).parent / "tandem_inference.proto").read_text()
     for phrase in (
         f"At most {validation_of_requests.MAX_REQUEST_ID_CHARS} characters",
@@ -246,6 +264,7 @@ def test_limits_are_those_of_the_engine_and_of_the_proto() -> None:
         f"at most {sampling.MAX_STOP_TOKEN_IDS}\n",
         f"at most {sampling.MAX_LOGIT_BIAS} entries",
         f"at most {sampling.MAX_ALLOWED_TOKEN_IDS},",
+        f"At most {sampling.MAX_BAD_WORDS}, each of 1 to {sampling.MAX_BAD_WORD_CHARS} characters",
     ):
         assert phrase in proto
 

@@ -60,6 +60,26 @@ def test_no_token_but_those_allowed(cluster: RunningCluster, http: httpx.Client)
         assert said in refused["message"]
 
 
+@pytest.mark.parametrize("beginning", ["Once", "Once upon a time " * 40], ids=["one worker", "two"])
+def test_no_bad_word(cluster: RunningCluster, http: httpx.Client, beginning: str) -> None:
+    """Words of the answer that would have been, one after the other, until it has none of them."""
+    sampling: dict[str, Any] = {"max_tokens": 24, "temperature": 0, "ignore_eos": True}
+    bad_words: list[str] = []
+    with Client(cluster.address) as client:
+        text = client.generate(beginning, **sampling).text
+        for number in range(3):
+            bad_words += [max(text.split(), key=len)]
+            # Each with a prefix of its own: else the worker that has it would do all of it.
+            answer = client.generate(beginning, bad_words=bad_words, cache_salt=f"bad {number}", **sampling)
+            assert not any(word in answer.text for word in bad_words), (bad_words, answer.text)
+            text = answer.text
+    assert (answer.timings.mode == inference_pb.MODE_DISAGGREGATED) == (len(beginning) > 100)
+    body = {"prompt": beginning, "bad_words": bad_words, **sampling}
+    assert http.post("/v1/completions", json=body).json()["choices"][0]["text"] == text
+    refused = http.post("/v1/completions", json={**body, "bad_words": [" "]}).json()["error"]
+    assert refused["param"] == "bad_words[0]"
+
+
 def test_a_prompt_and_its_tokens(cluster: RunningCluster, http: httpx.Client) -> None:
     """The prompt cut to its end, told by its tokens; the answer is the one to these."""
     text = "Once upon a time there was a fox, who " * 9

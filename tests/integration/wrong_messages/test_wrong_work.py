@@ -46,6 +46,13 @@ WORK: dict[str, dict[str, Any]] = {
         "sampling_params": sampling(max_tokens=9),
     },
     "output_token_ids: as many as there may be": {"output_token_ids": [5] * 4},
+    "bad_words: an empty one": {"bad_words": [pb.BadWord()]},
+    "bad_words: too many": {"bad_words": [pb.BadWord(token_ids=[5])] * 513},
+    "bad_words: one beyond the vocabulary": {"bad_words": [pb.BadWord(token_ids=[5, 49_152])]},
+    "bad_words: beside what is allowed": {
+        "bad_words": [pb.BadWord(token_ids=[5])],
+        "sampling_params": sampling(allowed_token_ids=[6]),
+    },
     "lora_name: none that is there": {"lora_name": "poet"},
     "lora_name: a megabyte": {"lora_name": "x" * 1_000_000},
     "max_tokens: no parameters": {"sampling_params": None},
