@@ -27,9 +27,10 @@ if __name__ == "__main__":
     # Run as a file, this folder comes first on the path, and in it `engine.py` would pass for the package `engine`.
     sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
-from benchmarks.engine import check_batch, new_prompt, timed_step
+from benchmarks.engine import check_batch
 from benchmarks.flags import COUNT, Numbers, wrong_usage
 from benchmarks.machine import machine
+from benchmarks.stepping import new_prompt, timed_step
 from engine.config import EngineArgs
 from engine.llm_engine import LLMEngine
 from engine.model_loader import create_engine_config, resolve_model

@@ -16,7 +16,6 @@ import json
 import statistics
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from itertools import count
@@ -34,6 +33,7 @@ from benchmarks.flags import COUNT, Numbers, wrong_usage
 from benchmarks.machine import machine
 from benchmarks.peers import PEERS, Case, Rates
 from benchmarks.report import save
+from benchmarks.stepping import new_prompt, timed_step
 from engine.config import EngineArgs
 from engine.llm_engine import LLMEngine
 from engine.model_loader import create_engine_config
@@ -57,23 +57,11 @@ class Result:
     num_samples: int
 
 
-def new_prompt(num_tokens: int, vocab_size: int) -> list[int]:
-    """Tokens that begin like no prompt before, so that nothing of them is cached."""
-    seed = next(_ids)
-    return [(7919 * seed + 31 * i + seed * i) % (vocab_size - 100) + 50 for i in range(num_tokens)]
-
-
 def add_request(engine: LLMEngine, prompt_tokens: int, max_tokens: int) -> None:
     prompt = new_prompt(prompt_tokens, engine.config.model.vocab_size)
     params = SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True)
     with wrong_usage():  # longer than the model's context
         engine.add_request(f"r{next(_ids)}", prompt, params)
-
-
-def timed_step(engine: LLMEngine) -> float:
-    start = time.perf_counter()
-    engine.step()
-    return time.perf_counter() - start
 
 
 def measure_prefill(engine: LLMEngine, prompt_tokens: int, num_samples: int) -> Result:

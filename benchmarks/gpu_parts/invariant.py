@@ -18,7 +18,6 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from benchmarks.engine import new_prompt
 from benchmarks.gpu_parts import floors
 from benchmarks.gpu_parts.attention import random_pool
 from benchmarks.gpu_parts.rows import Row
@@ -26,6 +25,7 @@ from benchmarks.gpu_parts.runner import NotRun, Setting
 from benchmarks.gpu_parts.shapes import attention_bytes, attention_flop, write_model
 from benchmarks.gpu_parts.timing import cache_bytes, num_sets
 from benchmarks.gpu_parts.variants import Choice, Job, launches_over_weights, rows_in_use, rows_of_variants
+from benchmarks.stepping import new_prompt
 from engine.config import EngineArgs
 from engine.kernels.gpu import why_no_triton
 from engine.kernels.gpu.gpu_kind import gpu_kind

@@ -12,7 +12,6 @@ from tempfile import TemporaryDirectory
 
 import torch
 
-from benchmarks.engine import new_prompt, timed_step
 from benchmarks.gpu_parts import floors
 from benchmarks.gpu_parts.rows import Row
 from benchmarks.gpu_parts.runner import Setting
@@ -20,6 +19,7 @@ from benchmarks.gpu_parts.shapes import Sizes, write_model
 from benchmarks.gpu_parts.steps import NUM_STEPS, decoding
 from benchmarks.gpu_parts.timing import synchronize
 from benchmarks.offloading import first_token
+from benchmarks.stepping import new_prompt, timed_step
 from engine.config import GIB, EngineArgs
 from engine.llm_engine import LLMEngine
 from engine.model_loader import create_engine_config

@@ -21,13 +21,13 @@ from typing import Any
 
 import torch
 
-from benchmarks.engine import new_prompt, timed_step
 from benchmarks.gpu_parts import floors
 from benchmarks.gpu_parts.profiling import profiled, write_table
 from benchmarks.gpu_parts.rows import Row
 from benchmarks.gpu_parts.runner import NotRun, Setting
 from benchmarks.gpu_parts.shapes import Sizes, write_model
 from benchmarks.gpu_parts.timing import synchronize, waiting_seconds_of
+from benchmarks.stepping import new_prompt, timed_step
 from engine.config import EngineArgs
 from engine.llm_engine import LLMEngine
 from engine.model_loader import create_engine_config
