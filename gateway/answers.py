@@ -5,7 +5,7 @@ Beside what OpenAI defines, the last object of an answer carries `timings`: who 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 from gateway.echo import Echo
@@ -37,15 +37,20 @@ class Style:
         role: str = "assistant",
         tells_token_ids: bool = False,
         names_by_id: bool = False,
+        stop_token_ids: Collection[int] = (),
     ) -> None:
         """`echo`: of a completion that begins with its prompt. Of a chat, `names_tool`: it said which tool to call,
-        `role`: who answers. `tells_token_ids`: beside the text. `names_by_id`: tokens of logprobs."""
+        `role`: who answers. `tells_token_ids`: beside the text. `names_by_id`: tokens of logprobs. `stop_token_ids`:
+        that were asked for."""
         self.is_chat = is_chat
         self._role = role
         self._tells_token_ids = tells_token_ids
         self._names_by_id = names_by_id
         self._echo = echo
         self._names_tool = names_tool
+        self._stop_token_ids = frozenset(stop_token_ids)
+        self._last_token_ids: dict[int, int] = {}
+        """Of each choice whose stream has begun."""
         self._calling: set[int] = set()
         """Choices whose streams have called tools."""
         self._head = {"id": answer_id, "created": created_s, "model": model}
@@ -97,7 +102,10 @@ class Style:
         finish_reason = self._finish_reason(answer.finish_reason, bool(answer.tool_calls))
         shown = self._logprobs(told, has_any=self.is_chat and bool(answer.logprobs))
         ids = {"token_ids": answer.token_ids} if self._tells_token_ids else {}
-        return {"index": index, **text, "logprobs": shown, "finish_reason": finish_reason, **ids}
+        why = self._stop_reason(answer.finish_reason, answer.stop_reason, answer.token_ids[-1:])
+        return {
+            "index": index, **text, "logprobs": shown, "finish_reason": finish_reason, "stop_reason": why, **ids,
+        }  # fmt: skip
 
     # -- a stream's events --------------------------------------------------------------------------------------
 
@@ -117,10 +125,14 @@ class Style:
         first piece of a completion."""
         if message.tool_calls:
             self._calling.add(index)
-        finish_reason = None
+        if message.token_ids:
+            self._last_token_ids[index] = message.token_ids[-1]
+        finish_reason = why = None
         if message.finish_reason:
             reason = short_name(FinishReason.DESCRIPTOR, message.finish_reason)
             finish_reason = self._finish_reason(reason, index in self._calling)
+            last = [self._last_token_ids[index]] if index in self._last_token_ids else []
+            why = self._stop_reason(reason, message.stop_reason, last)
         text, told = self._said(index, message.text, logprobs, message.prompt_logprobs)
         is_other_news = finish_reason or message.tool_calls or message.reasoning
         delta: dict[str, Any] = {"reasoning": message.reasoning} if message.reasoning else {}
@@ -128,7 +140,7 @@ class Style:
             delta["content"] = text
         if message.tool_calls:
             delta["tool_calls"] = [_piece_of_call(piece) for piece in message.tool_calls]
-        piece = self._piece(index, delta, finish_reason, self._logprobs(told))
+        piece = {**self._piece(index, delta, finish_reason, self._logprobs(told)), "stop_reason": why}
         if prompt_token_ids is not None:
             piece["prompt_token_ids"] = prompt_token_ids
         if self._tells_token_ids:
@@ -160,6 +172,12 @@ class Style:
     def _finish_reason(self, reason: str, has_calls: bool) -> str:
         """An answer that stops at its calls was no answer yet; one that had to be that call is one: as OpenAI says."""
         return "tool_calls" if reason == "stop" and has_calls and not self._names_tool else reason
+
+    def _stop_reason(self, finish_reason: str, stop: str, last: Sequence[int]) -> str | int | None:
+        """vLLM's: the stop string, or the stop token, that ended an answer. `last`: its last token, if it has one."""
+        if finish_reason != "stop":
+            return None
+        return stop or next((token_id for token_id in last if token_id in self._stop_token_ids), None)
 
     def _logprobs(self, logprobs: Sequence[TokenLogprobs], *, has_any: bool = False) -> dict[str, Any] | None:
         """None where there are none. `has_any`: of other tokens there are."""

@@ -22,7 +22,6 @@ from tandem.structured_outputs import StructuredOutputsParams
 
 MAX_FAIRNESS_ID_BYTES = 256
 """Of the name of whoever asks."""
-IN_TEMPLATE = 'give it to the model\'s chat template, as chat_template_kwargs: {"reasoning_effort": ...}'
 AT_START = "the router is given one by its flag --chat-template"
 """What to do instead of saying it in a body."""
 

@@ -45,6 +45,7 @@ class Choices:
             role=body.role if isinstance(body, ChatRequest) else "",
             tells_token_ids=bool(body.return_token_ids),
             names_by_id=bool(body.return_tokens_as_token_ids),
+            stop_token_ids=body.stop_token_ids or (),
         )
 
     async def whole(self) -> bytes:

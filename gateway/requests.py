@@ -17,7 +17,8 @@ from pydantic import (
     field_validator,
 )
 
-from gateway.asked import AT_START, IN_TEMPLATE, Asked, Known, Listed, NumAlternatives, only
+from gateway.asked import AT_START, Asked, Known, Listed, NumAlternatives, only
+from gateway.effort import Effort, effort_variables
 from gateway.names import name_in_body, named, renamed
 from gateway.texts import role_of, text_of, text_or_parts
 from gateway.tools import Call, ChosenTool, ToolParam, tool_choice_of
@@ -274,7 +275,7 @@ class ChatRequest(AskedForChoices):
     chat_template_kwargs: dict[str, Any] | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
-    reasoning_effort: only(instead=IN_TEMPLATE) = None  # type: ignore[valid-type]
+    reasoning_effort: Effort | None = None
     functions: only([]) = None  # type: ignore[valid-type]
     function_call: only("none", "auto") = None  # type: ignore[valid-type]
     modalities: only(["text"]) = None  # type: ignore[valid-type]
@@ -306,8 +307,8 @@ class ChatRequest(AskedForChoices):
             sampling["tools"] = [tool.model_dump(exclude_none=True) for tool in self.tools]
             sampling["tool_choice"] = chosen.model_dump() if isinstance(chosen, ChosenTool) else chosen
             sampling["parallel_tool_calls"] = self.parallel_tool_calls
-        if self.chat_template_kwargs:
-            sampling["chat_template_kwargs"] = self.chat_template_kwargs
+        if variables := effort_variables(self.reasoning_effort) | (self.chat_template_kwargs or {}):
+            sampling["chat_template_kwargs"] = variables
         sampling["add_generation_prompt"] = self.add_generation_prompt
         sampling["continue_final_message"] = self.continue_final_message
         return sampling

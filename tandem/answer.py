@@ -45,6 +45,8 @@ class Answer:
     """Its calls of tools that it was given; `text` is what it says beside them."""
     reasoning: str = ""
     """What a model that thinks thought, in a chat, before it said `text`."""
+    stop_reason: str = ""
+    """The stop string that ended it, if one did."""
 
     def to_dict(self) -> dict[str, Any]:
         """For JSON: plain values, with the names of the wire."""
@@ -54,6 +56,7 @@ class Answer:
             "reasoning": self.reasoning or None,
             "token_ids": self.token_ids,
             "finish_reason": self.finish_reason,
+            "stop_reason": self.stop_reason or None,
             "usage": message_to_dict(self.usage),
             "timings": message_to_dict(self.timings),
             "logprobs": [_readable(each) for each in self.logprobs] or None,
@@ -190,6 +193,7 @@ class AnswerStream:
             prompt_token_ids=list(self._prompt_token_ids),
             tool_calls=self._tool_calls.calls(),
             reasoning="".join(self._thoughts),
+            stop_reason=self._last.stop_reason,
         )
 
 

@@ -8,7 +8,8 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, ValidationInfo, field_validator, model_validator
 
-from gateway.asked import AT_START, IN_TEMPLATE, Asked, FairnessId, Listed, WithoutNulls, only
+from gateway.asked import AT_START, Asked, FairnessId, Listed, WithoutNulls, only
+from gateway.effort import Effort, thinking_variables
 from gateway.messages.input import MessageParam, System, messages_of
 from gateway.names import named, renamed
 from gateway.placed import PlacedMessage, place_of
@@ -69,9 +70,9 @@ class Thinking(WithoutNulls):
     display: only("summarized") = None  # type: ignore[valid-type]
     """Thoughts are told as they are."""
 
-    def template_kwargs(self) -> dict[str, bool]:
-        """By either of the names that chat templates have for it. Adaptive: as the model's own does it."""
-        return {} if self.type == "adaptive" else dict.fromkeys(("enable_thinking", "thinking"), self.type == "enabled")
+    def template_kwargs(self) -> dict[str, Any]:
+        """For the chat template. Adaptive: as the model's own does it."""
+        return {} if self.type == "adaptive" else thinking_variables(self.type == "enabled")
 
 
 class JsonFormat(WithoutNulls):
@@ -81,7 +82,19 @@ class JsonFormat(WithoutNulls):
 
 class OutputConfig(WithoutNulls):
     format: JsonFormat | None = None
-    effort: only(instead=IN_TEMPLATE) = None  # type: ignore[valid-type]
+    effort: Effort | None = None
+    """Whether it thinks at all `thinking` says."""
+
+
+class ContextEdit(WithoutNulls):
+    """Every thought is kept, if nobody says otherwise: the model's template decides which ones it shows."""
+
+    type: Literal["clear_thinking_20251015"]
+    keep: only("all")  # type: ignore[valid-type]
+
+
+class ContextManagement(WithoutNulls):
+    edits: Listed[ContextEdit] | None = None
 
 
 class Metadata(WithoutNulls):
@@ -104,6 +117,7 @@ class AskedOfMessages(Asked):
     output_config: OutputConfig | None = None
     """After structured_outputs, which says the same in vLLM's words."""
     metadata: Metadata | None = None
+    context_management: ContextManagement | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     cache_control: Any = None
 
@@ -111,7 +125,6 @@ class AskedOfMessages(Asked):
     service_tier: only("auto", "standard_only") = None  # type: ignore[valid-type]
     speed: only("standard") = None  # type: ignore[valid-type]
     container: only() = None  # type: ignore[valid-type]
-    context_management: only({}) = None  # type: ignore[valid-type]
     diagnostics: only() = None  # type: ignore[valid-type]
     inference_geo: only() = None  # type: ignore[valid-type]
     mcp_servers: only([]) = None  # type: ignore[valid-type]
@@ -121,7 +134,7 @@ class AskedOfMessages(Asked):
     n: only(1) = None  # type: ignore[valid-type]
     stop: only(instead="they are stop_sequences") = None  # type: ignore[valid-type]
     response_format: only(instead="it is output_config.format") = None  # type: ignore[valid-type]
-    reasoning_effort: only(instead=IN_TEMPLATE) = None  # type: ignore[valid-type]
+    reasoning_effort: only(instead="it is output_config.effort") = None  # type: ignore[valid-type]
 
     @cached_property
     def _placed(self) -> list[PlacedMessage]:
@@ -144,6 +157,8 @@ class AskedOfMessages(Asked):
         if self.messages[-1].role == "assistant":
             sampling["continue_final_message"] = True
         variables = self.thinking.template_kwargs() if self.thinking is not None else {}
+        if self.output_config is not None and self.output_config.effort is not None:
+            variables["reasoning_effort"] = self.output_config.effort
         if variables := variables | (self.chat_template_kwargs or {}):
             sampling["chat_template_kwargs"] = variables
         return sampling

@@ -101,7 +101,7 @@ def _asked_of(body: ResponseRequest) -> dict[str, Any]:
         "parallel_tool_calls": body.parallel_tool_calls is not False,
         "text": {"format": {"type": "text"} if form is None else form.model_dump(by_alias=True, exclude_none=True)},
         "metadata": body.metadata or {},
-        "reasoning": None,
+        "reasoning": None if body.reasoning is None else {"effort": body.reasoning.effort, "summary": None},
         "previous_response_id": None,
         "truncation": "disabled",
         "background": False,

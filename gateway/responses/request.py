@@ -17,7 +17,6 @@ from pydantic import (
 
 from gateway.asked import (
     AT_START,
-    IN_TEMPLATE,
     Asked,
     Known,
     Listed,
@@ -26,6 +25,7 @@ from gateway.asked import (
     WithoutNulls,
     only,
 )
+from gateway.effort import Effort, effort_variables
 from gateway.names import named, renamed
 from gateway.placed import PlacedMessage, place_of
 from gateway.responses.input import Input, messages_of, says_something
@@ -109,15 +109,17 @@ class StreamOptions(WithoutNulls):
     """OpenAI's padding against those who watch lengths: there is none."""
 
 
+class Reasoning(WithoutNulls):
+    effort: Effort | None = None
+    summary: only("auto") = None  # type: ignore[valid-type]
+    """The most that there is: none. Thoughts are told as they are."""
+    generate_summary: only("auto") = None  # type: ignore[valid-type]
+
+
 def _include(values: list[str]) -> list[str]:
     if unknown := [each for each in values if each not in INCLUDABLE]:
         raise ValueError(f"may have {' and '.join(INCLUDABLE)} alone, has {unknown[0][:80]!r}")
     return values
-
-
-def _reasoning(value: Any) -> Any:
-    """An object of nulls says nothing."""
-    return {k: v for k, v in value.items() if v is not None} if isinstance(value, dict) else value
 
 
 _TOOL = re.compile(r"chat\.(tools\[\d+\].*)")
@@ -138,10 +140,10 @@ class ResponseRequest(Asked):
     include: Annotated[Listed[str], AfterValidator(_include)] | None = None
     top_logprobs: NumAlternatives | None = None
     metadata: Mapped[str, str] | None = None
+    reasoning: Reasoning | None = None
     chat_template_kwargs: dict[str, Any] | None = None
 
     # known, and refused unless they ask for what is done anyway
-    reasoning: Annotated[only({}, instead=IN_TEMPLATE), BeforeValidator(_reasoning)] = None  # type: ignore[valid-type]
     store: only(False, instead=_NOTHING_KEPT) = None  # type: ignore[valid-type]
     previous_response_id: only(instead=_SAY_AGAIN) = None  # type: ignore[valid-type]
     conversation: only(instead=_SAY_AGAIN) = None  # type: ignore[valid-type]
@@ -164,7 +166,7 @@ class ResponseRequest(Asked):
     max_tokens: only(instead="the bound is max_output_tokens") = None  # type: ignore[valid-type]
     max_completion_tokens: only(instead="the bound is max_output_tokens") = None  # type: ignore[valid-type]
     response_format: only(instead="it is text.format") = None  # type: ignore[valid-type]
-    reasoning_effort: only(instead=IN_TEMPLATE) = None  # type: ignore[valid-type]
+    reasoning_effort: only(instead="it is reasoning.effort") = None  # type: ignore[valid-type]
     prompt_logprobs: only() = None  # type: ignore[valid-type]
     return_token_ids: only(False) = None  # type: ignore[valid-type]
     return_tokens_as_token_ids: only(False) = None  # type: ignore[valid-type]
@@ -192,8 +194,9 @@ class ResponseRequest(Asked):
                 chosen = {"type": "function", "function": {"name": chosen.name}}
             sampling["tool_choice"] = chosen
             sampling["parallel_tool_calls"] = self.parallel_tool_calls
-        if self.chat_template_kwargs:
-            sampling["chat_template_kwargs"] = self.chat_template_kwargs
+        effort = None if self.reasoning is None else self.reasoning.effort
+        if variables := effort_variables(effort) | (self.chat_template_kwargs or {}):
+            sampling["chat_template_kwargs"] = variables
         return sampling
 
     def in_its_words(self, error: InvalidRequest) -> InvalidRequest:

@@ -11,7 +11,7 @@ from typing import Any
 
 import httpx2 as httpx
 import pytest
-from gateway_harness import TIMEOUT_S, events_of, failing, gateway, tokens
+from gateway_harness import TIMEOUT_S, events_of, failing, gateway, last, tokens
 
 from gateway.args import GatewayArgs
 from gateway.errors import KINDS
@@ -234,6 +234,39 @@ async def test_answers_that_outlast_the_grace_end_with_the_reason(
 def test_a_key_that_no_header_can_carry_is_refused_at_the_start() -> None:
     with pytest.raises(ValueError, match="api_key must be of visible ASCII characters"):
         GatewayArgs(api_key="s\u00e9cret")
+
+
+STOP, LENGTH = pb.FINISH_REASON_STOP, pb.FINISH_REASON_LENGTH
+
+
+@pytest.mark.parametrize(
+    ("finish_reason", "stop", "token_ids", "expected"),
+    [
+        (STOP, "END", [5, 7], "END"),
+        (STOP, "", [5, 7], 7),
+        (STOP, "", [7, 5], None),  # the model's own end
+        (LENGTH, "", [5, 7], None),
+        (STOP, "", [], None),
+    ],
+)
+async def test_what_ended_an_answer(
+    finish_reason: pb.FinishReason, stop: str, token_ids: list[int], expected: str | int | None
+) -> None:
+    async def script(request: pb.GenerateRequest) -> AsyncIterator[pb.GenerateResponse]:
+        for offset, token_id in enumerate(token_ids):
+            yield tokens(offset, token_id, text="a")
+        end = last(len(token_ids), finish_reason=finish_reason)
+        end.stop_reason = stop
+        yield end
+
+    body = {"stop_token_ids": [7], "messages": [{"role": "user", "content": "a"}], "max_tokens": 4}
+    async with gateway() as (router, http):
+        router.script = script
+        whole = (await http.post("/v1/chat/completions", json=body)).json()["choices"]
+        streamed = await http.post("/v1/completions", json={"prompt": "a", "stop_token_ids": [7], "stream": True})
+    events = [json.loads(line[6:]) for line in streamed.text.splitlines() if line.startswith("data: {")]
+    assert [choice["stop_reason"] for choice in whole] == [expected]
+    assert [event["choices"][0]["stop_reason"] for event in events] == [None] * len(token_ids) + [expected]
 
 
 async def test_models_health_version_page_and_metrics() -> None:

@@ -19,6 +19,8 @@ from gateway.responses.request import ResponseRequest
 from gateway.tokens import DetokenizeRequest, TokenizeRequest
 from rpc.errors import InvalidRequest
 
+THINKS, DOES_NOT_THINK = ({"enable_thinking": thinks, "thinking": thinks} for thinks in (True, False))
+
 
 @pytest.mark.parametrize(
     ("body", "param", "complaint"),
@@ -274,12 +276,54 @@ async def test_a_complaint_is_short_whatever_is_wrong(path: str, body: dict[str,
     assert "uuuuu" in refused.json()["error"]["message"]
 
 
-async def test_how_long_to_think_is_the_templates() -> None:
+EFFORTS: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
+    ("chat/completions", {"reasoning_effort": "low"}, {"reasoning_effort": "low", **THINKS}),
+    ("chat/completions", {"reasoning_effort": "none"}, {"reasoning_effort": "none", **DOES_NOT_THINK}),
+    (
+        "chat/completions",
+        {"reasoning_effort": "high", "chat_template_kwargs": {"enable_thinking": False, "x": 1}},
+        {"reasoning_effort": "high", **THINKS, "enable_thinking": False, "x": 1},
+    ),
+    ("responses", {"reasoning": {"effort": "xhigh", "summary": "auto"}}, {"reasoning_effort": "xhigh", **THINKS}),
+    ("messages", {"output_config": {"effort": "max"}}, {"reasoning_effort": "max"}),
+    (
+        "messages",
+        {"output_config": {"effort": "low"}, "thinking": {"type": "disabled"}},
+        {"reasoning_effort": "low", **DOES_NOT_THINK},
+    ),
+]
+
+
+@pytest.mark.parametrize(("route", "body", "variables"), EFFORTS)
+async def test_how_much_to_think_is_said_to_the_template(
+    route: str, body: dict[str, Any], variables: dict[str, Any]
+) -> None:
+    hi = [{"role": "user", "content": "a"}]
+    said = {"input": hi} if route == "responses" else {"messages": hi, "max_tokens": 4}
+    async with gateway() as (router, http):
+        answer = await http.post(f"/v1/{route}", json={**said, **body})
+    assert answer.status_code == 200, answer.text
+    assert json.loads(router.requests[-1].chat.template_kwargs) == variables
+
+
+@pytest.mark.parametrize(
+    ("route", "body", "field"),
+    [
+        ("chat/completions", {"reasoning_effort": "much"}, "reasoning_effort"),
+        ("responses", {"reasoning": {"effort": 3}}, "reasoning.effort"),
+        ("responses", {"reasoning": {"summary": "detailed"}}, "reasoning.summary"),
+        ("messages", {"output_config": {"effort": "much"}}, "output_config.effort"),
+    ],
+)
+async def test_no_such_effort(route: str, body: dict[str, Any], field: str) -> None:
+    hi = [{"role": "user", "content": "a"}]
+    said = {"input": hi} if route == "responses" else {"messages": hi, "max_tokens": 4}
     async with gateway() as (_, http):
-        body = {"messages": [{"role": "user", "content": "a"}], "reasoning_effort": "low"}
-        error = (await http.post("/v1/chat/completions", json=body)).json()["error"]
-    assert error["param"] == "reasoning_effort"
-    assert 'chat_template_kwargs: {"reasoning_effort": ...}' in error["message"]
+        answer = await http.post(f"/v1/{route}", json={**said, **body})
+    assert answer.status_code == 400
+    message = answer.json()["error"]["message"]
+    assert message.startswith(f"{field}: ")
+    assert "'none', 'minimal', 'low'" in message or "it may be" in message
 
 
 @pytest.mark.parametrize(("data", "status"), [(b'{"prompt": "a', 400), (b"", 400), (b"x" * 5000, 413), (b"\xff", 400)])
