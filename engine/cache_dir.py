@@ -1,7 +1,7 @@
 """The folder where fetched models and compiled kernels lie: each is made once, by one process, and appears whole.
 
 absent ──lock──> <name>.part-* being filled ──rename──> <name>
-                      │ failure: removed, and the next one starts anew
+                      │ failure: removed, and the next one starts anew; killed: the next one removes it
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from glob import escape
 from pathlib import Path
 
 
@@ -43,6 +44,9 @@ def build_once(directory: Path, name: str, build: Callable[[Path], None]) -> Pat
     with _locked(directory / f".{name}.lock"):
         if target.is_dir():
             return target
+        for left in directory.glob(f"{escape(name)}.part-*"):  # by one that was killed: who fills it holds the lock
+            shutil.rmtree(left, ignore_errors=True)
+        # Under a name of its own: a compiler of the one that was killed may still be at work.
         part = Path(tempfile.mkdtemp(prefix=f"{name}.part-", dir=directory))
         try:
             build(part)

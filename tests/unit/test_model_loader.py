@@ -519,3 +519,17 @@ def test_a_failed_build_leaves_nothing_and_can_be_repeated(tmp_path: Path) -> No
         build_once(tmp_path, "m", fail)
     assert [path for path in tmp_path.iterdir() if path.is_dir()] == []
     assert build_once(tmp_path, "m", lambda folder: None) == tmp_path / "m"
+
+
+def test_what_a_killed_build_left_goes_with_the_next_one(tmp_path: Path) -> None:
+    program = (
+        "import os, signal, sys; from pathlib import Path; from engine.cache_dir import build_once\n"
+        "def build(folder: Path) -> None:\n"
+        "    (folder / 'half').write_text('x')\n"
+        "    os.kill(os.getpid(), signal.SIGKILL)\n"
+        "build_once(Path(sys.argv[1]), 'm', build)"
+    )
+    subprocess.run([sys.executable, "-c", program, str(tmp_path)], check=False)
+    assert [path.name for path in tmp_path.glob("*/*")] == ["half"]
+    assert list(build_once(tmp_path, "m", lambda folder: None).iterdir()) == []
+    assert [path.name for path in tmp_path.iterdir() if path.is_dir()] == ["m"]
