@@ -41,7 +41,7 @@ from tandem.cluster_args import (
     worker_spec,
 )
 from tandem.local_redis import LocalRedis, LocalRedisError
-from tandem.process_run import ProcessSpec
+from tandem.process_run import ProcessSpec, dying_with_us
 from tandem.stderr import tell
 from tandem.supervision import ProcessError, ProcessEvent, RestartPolicy, SupervisedProcess
 
@@ -247,7 +247,7 @@ class Cluster:
             return folder
         started_at_s = time.monotonic()
         process = await asyncio.create_subprocess_exec(
-            sys.executable, "-P", "-m", "tandem", "fetch", model,
+            *dying_with_us(sys.executable, "-P", "-m", "tandem", "fetch", model),
             stdin=asyncio.subprocess.DEVNULL,
             stdout=asyncio.subprocess.PIPE,
             env={**os.environ, **python_env()},

@@ -22,6 +22,11 @@ MAX_LINE_BYTES = 64 * 1024
 _DIE_WITH_PARENT = str(Path(__file__).with_name("die_with_parent.py"))
 
 
+def dying_with_us(*command: str) -> list[str]:
+    """`command` as one that ends when this process ends, however that ended."""
+    return [sys.executable, "-I", "-S", _DIE_WITH_PARENT, str(os.getpid()), *command]
+
+
 @dataclass(frozen=True, kw_only=True)
 class ProcessSpec:
     """What is run."""
@@ -87,12 +92,7 @@ class ProcessRun:
         loop = asyncio.get_running_loop()
         transport, streams = await loop.subprocess_exec(
             _Streams,
-            sys.executable,
-            "-I",
-            "-S",
-            _DIE_WITH_PARENT,
-            str(os.getpid()),
-            *spec.command(announced),
+            *dying_with_us(*spec.command(announced)),
             stdin=asyncio.subprocess.DEVNULL,
             stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.PIPE,

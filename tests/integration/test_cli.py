@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import re
@@ -21,6 +22,8 @@ import torch
 from clusters import RunningCluster, run_cluster, wait_until
 from safetensors.torch import save_file
 
+from engine.cache_dir import default_download_dir
+from engine.model_loader.default_model import DEFAULT_MODEL
 from rpc.errors import InvalidRequest
 from tandem.client import Client
 
@@ -311,6 +314,25 @@ def test_a_sigkill_leaves_no_orphan(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         process.kill()
         _, alive = psutil.wait_procs(children, timeout=10)
         assert alive == []
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="PR_SET_PDEATHSIG is Linux's")
+def test_nor_does_one_while_the_model_is_prepared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    folder = default_download_dir()
+    folder.mkdir(parents=True)
+    with (folder / f".{DEFAULT_MODEL}.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        with running("up", "--listen", "127.0.0.1:0", "--no-http") as process:
+            assert process.stderr is not None
+            assert b"waiting for it" in process.stderr.readline()
+            children = psutil.Process(process.pid).children()
+            assert len(children) == 1
+            process.kill()
+            _, alive = psutil.wait_procs(children, timeout=10)
+            for child in alive:
+                child.kill()
+            assert alive == []
 
 
 @pytest.mark.parametrize(
