@@ -11,7 +11,6 @@ import os
 # gRPC's core says on stderr, at INFO, what its connections do; it reads this when it is first imported.
 os.environ.setdefault("GRPC_VERBOSITY", "ERROR")
 
-import errno
 import importlib
 import sys
 from io import TextIOWrapper
@@ -70,6 +69,15 @@ class _Commands(click.Group):
         interrupts.raise_again()
         return found
 
+    def main(self, *args: Any, **extra: Any) -> Any:
+        """Help and version are said by click before there is anything to invoke."""
+        try:
+            return super().main(*args, **extra)
+        except OSError as error:  # but that nobody reads it any more: of that click says nothing
+            give_up_stdout()
+            tell(f"Error: {error}")
+            sys.exit(1)
+
     def invoke(self, ctx: click.Context) -> Any:
         """Of a command that does not do so itself; click's own exit code of Ctrl-C is 1."""
         try:
@@ -80,11 +88,6 @@ class _Commands(click.Group):
         except KeyboardInterrupt:
             tell("cancelled")
             sys.exit(interrupts.INTERRUPTED)
-        except OSError as error:
-            if error.errno == errno.EPIPE:
-                raise  # nobody reads it any more, and click says nothing
-            give_up_stdout()
-            raise click.ClickException(str(error)) from error
 
 
 @click.group(

@@ -306,14 +306,16 @@ def test_stdin_and_stdout_that_are_closed_are_empty(monkeypatch: pytest.MonkeyPa
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="a disk that is full")
-def test_what_cannot_be_written_is_one_line() -> None:
+@pytest.mark.parametrize("command", [["generate", "hi"], ["--version"]], ids=["an answer", "what click itself says"])
+def test_what_cannot_be_written_is_one_line(command: list[str]) -> None:
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
     with scripted_router() as (address, scripted), open("/dev/full", "w") as full:
         scripted.script = lambda request, context: iter(EXACT)
-        command = [sys.executable, "-m", "tandem", "generate", "hi", "--router", address]
+        environment["TANDEM_ROUTER"] = address
         done = subprocess.run(
-            command, stdout=full, stderr=subprocess.PIPE, text=True, env=environment, timeout=60, check=False
-        )
+            [sys.executable, "-m", "tandem", *command],
+            stdout=full, stderr=subprocess.PIPE, text=True, env=environment, timeout=60, check=False,
+        )  # fmt: skip
     assert (done.returncode, done.stderr) == (1, "Error: [Errno 28] No space left on device\n")
 
 
