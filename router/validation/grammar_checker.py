@@ -67,6 +67,7 @@ class GrammarChecker:
                     await asyncio.wait([self._asking])
                 self._refuse_if_closed()
                 self._asking = asking = asyncio.create_task(self._ask(asked.SerializeToString()))
+                asking.add_done_callback(_note_end)
                 await asyncio.wait([asking])
         finally:
             self._num_waiting -= 1
@@ -126,6 +127,11 @@ class GrammarChecker:
             await self._end_child()
             raise InternalError("the process that compiles grammars did not start") from error
         return child
+
+
+def _note_end(asking: asyncio.Task[dict[str, Any]]) -> None:
+    """Else asyncio tells of an error that nobody asks for: whoever would have may have left."""
+    asking.cancelled() or asking.exception()
 
 
 async def _read_frame(child: asyncio.subprocess.Process) -> bytes:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
 import sys
 from collections.abc import AsyncIterator
@@ -60,11 +61,17 @@ async def test_what_would_end_or_hold_up_a_router_is_refused_and_the_next_one_se
 
 
 async def test_a_process_that_does_not_start_is_no_grammars_fault(
-    checker: GrammarChecker, monkeypatch: pytest.MonkeyPatch
+    checker: GrammarChecker, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(grammar_checker, "COMMAND", (sys.executable, "-c", "raise SystemExit(3)"))
+    leaving = asyncio.create_task(check(checker, **FINE))
+    await settle()
+    leaving.cancel()
     with pytest.raises(InternalError, match="did not start"):
         await check(checker, **FINE)
+    del leaving
+    gc.collect()
+    assert not caplog.records, "nobody is left to hear of what became of the first one's"
     monkeypatch.undo()
     assert await check(checker, **FINE)
 
