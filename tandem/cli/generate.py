@@ -11,6 +11,7 @@ from typing import Any
 import click
 
 from protos.tandem_inference_pb2 import TokenLogprobs
+from rpc.channel import DEFAULT_MAX_MESSAGE_BYTES
 from rpc.errors import TandemError
 from rpc.tls import ClientTLS
 from tandem.cli.errors import readable_errors
@@ -132,9 +133,12 @@ def generate(
         raise click.UsageError("PROMPT: must not be empty")
     asked = _as_chat(text, system) if is_chat else text
     try:
-        generate_request(asked, **sampling)
+        num_bytes = generate_request(asked, **sampling).ByteSize()
     except ValueError as error:
         raise click.UsageError(str(error)) from error
+    if num_bytes > (most := DEFAULT_MAX_MESSAGE_BYTES):
+        too_long = f"is too long: the request has {num_bytes} bytes, and at most {most} can be sent"
+        raise click.UsageError(f"PROMPT: {too_long}")
     try:
         with readable_errors(address), Client(address, tls=tls, on_broken=_said(address, is_json)) as client:
             if is_json:

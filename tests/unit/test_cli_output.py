@@ -334,6 +334,12 @@ def test_stdin_that_is_no_text_is_refused_with_the_place() -> None:
     assert "PROMPT: what stdin gives is not UTF-8 text: byte 0xff at position 5" in result.stderr
 
 
+def test_a_prompt_that_cannot_be_sent_is_named() -> None:
+    result = CliRunner().invoke(main, ["generate", "-", "--router", "127.0.0.1:1"], input="x" * (17 << 20))
+    assert result.exit_code == 2
+    assert re.search(r"PROMPT: is too long: the request has \d+ bytes, and at most 16777216 can be sent", result.stderr)
+
+
 def test_a_schema_may_begin_with_a_mark_of_its_bytes_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As editors of Windows write it."""
     asked: list[Any] = []
