@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+import os
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import grpc
 
@@ -16,6 +19,9 @@ from router.validation.request import check_size
 from router.validation.tokens import check_num_bytes, check_num_tokens, prompt_to_tokenize, token_ids_to_read
 from router.worker_pool import WorkerPool
 
+NUM_THREADS = max(1, (os.cpu_count() or 1) // 2)
+"""For long texts: the longest take seconds, and prompts that are to be answered wait for no thread of theirs."""
+
 
 class TokenizerServicer(TokenizerServicerBase):  # type: ignore[misc]
     """One per router process."""
@@ -25,6 +31,7 @@ class TokenizerServicer(TokenizerServicerBase):  # type: ignore[misc]
         self._pool = pool
         self._max_request_bytes = max_request_bytes
         self._model = ServedModel(texts.model)
+        self._threads = ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="tokenizer")
 
     async def Tokenize(  # noqa: N802
         self, request: pb.TokenizeRequest, context: grpc.aio.ServicerContext
@@ -32,11 +39,12 @@ class TokenizerServicer(TokenizerServicerBase):  # type: ignore[misc]
         check_size(request, self._max_request_bytes)
         model = self._model_now()
         prompt = prompt_to_tokenize(request, model)
-        token_ids = (await tokenize_prompt(prompt, self._texts.tokenizer, self._texts.chat_template)).token_ids
+        tokenizer, template = self._texts.tokenizer, self._texts.chat_template
+        token_ids = (await tokenize_prompt(prompt, tokenizer, template, threads=self._threads)).token_ids
         check_num_tokens(request, len(token_ids))
         tokens: Sequence[str] = ()
         if request.with_tokens:  # long lists take as long as their texts did
-            tokens = await asyncio.to_thread(self._texts.tokenizer.tokens, token_ids)
+            tokens = await self._in_thread(tokenizer.tokens, token_ids)
         return pb.TokenizeResponse(token_ids=token_ids, max_model_len=model.max_model_len, tokens=tokens)
 
     async def Detokenize(  # noqa: N802
@@ -44,9 +52,12 @@ class TokenizerServicer(TokenizerServicerBase):  # type: ignore[misc]
     ) -> pb.DetokenizeResponse:
         check_size(request, self._max_request_bytes)
         token_ids = token_ids_to_read(request, self._model_now())
-        text = await asyncio.to_thread(self._texts.tokenizer.decode, token_ids, request.skip_special_tokens)
+        text = await self._in_thread(self._texts.tokenizer.decode, token_ids, request.skip_special_tokens)
         check_num_bytes(text)
         return pb.DetokenizeResponse(text=text)
+
+    async def _in_thread(self, function: Callable[..., Any], *arguments: Any) -> Any:
+        return await asyncio.get_running_loop().run_in_executor(self._threads, function, *arguments)
 
     def _model_now(self) -> ModelInfo:
         return self._model.now(self._pool.decode_records())

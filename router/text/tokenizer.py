@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import Executor
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -159,14 +160,16 @@ class Tokenizer:
         *,
         max_tokens: int | None = None,
         num_kept: int | None = None,
+        threads: Executor | None = None,
     ) -> list[int]:
-        """`encode`, off the event loop where the text is long (the library lets go of the GIL while it works).
-        `max_tokens`: as `encode_up_to`, where nothing is cut; None: however long it is."""
+        """`encode`, in one of `threads` (None: of the event loop's own) where the text is long (the library lets go of
+        the GIL while it works). `max_tokens`: as `encode_up_to`, where nothing is cut; None: however long it is."""
         if len(text) <= ASYNC_ENCODE_CHARS:
             return self.encode(text, add_special_tokens, num_kept)
+        loop = asyncio.get_running_loop()
         if max_tokens is None or num_kept is not None:
-            return await asyncio.to_thread(self.encode, text, add_special_tokens, num_kept)
-        return await asyncio.to_thread(self.encode_up_to, text, max_tokens, add_special_tokens)
+            return await loop.run_in_executor(threads, self.encode, text, add_special_tokens, num_kept)
+        return await loop.run_in_executor(threads, self.encode_up_to, text, max_tokens, add_special_tokens)
 
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """Text of `token_ids`. Bytes that are no UTF-8 become U+FFFD; ids that the vocabulary lacks become nothing."""

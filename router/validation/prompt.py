@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping
+from concurrent.futures import Executor
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, TypeAlias
@@ -149,12 +150,14 @@ async def tokenize_prompt(
     *,
     max_model_len: int | None = None,
     num_kept: int | None = None,
+    threads: Executor | None = None,
 ) -> TokenizedPrompt:
     """Token ids of `prompt`, of more than `num_kept` the last ones. Text gets the model's special tokens (bos), also
     where it is cut; chats get those of the template alone.
 
     Raises `InvalidRequest` naming `chat` where the template refuses the messages; and naming the prompt where it is far
-    longer than `max_model_len` (None: it may be), without reading all of it. Long prompts leave the event loop.
+    longer than `max_model_len` (None: it may be), without reading all of it. Long prompts leave the event loop, for one
+    of `threads` (None: of its own).
     """
     match prompt:
         case TokenIdsPrompt(given):
@@ -163,11 +166,13 @@ async def tokenize_prompt(
             thought_opened_by = ""
         case ChatPrompt():
             assert chat_template is not None  # ModelInfo.has_chat_template
-            text, add_special_tokens = await _rendered(prompt, chat_template), False
+            text, add_special_tokens = await _rendered(prompt, chat_template, threads), False
             thought_opened_by = opened_by(text, prompt.continued)
     max_tokens = None if max_model_len is None else max_model_len - 1
     try:
-        token_ids = await tokenizer.encode_async(text, add_special_tokens, max_tokens=max_tokens, num_kept=num_kept)
+        token_ids = await tokenizer.encode_async(
+            text, add_special_tokens, max_tokens=max_tokens, num_kept=num_kept, threads=threads
+        )
     except TooManyTokens as error:
         assert max_model_len is not None
         raise InvalidRequest([(FIELD_OF_PROMPT[type(prompt)], too_long(str(error), max_model_len))]) from error
@@ -175,7 +180,7 @@ async def tokenize_prompt(
     return TokenizedPrompt(token_ids, thought_opened_by, is_within_thought)
 
 
-async def _rendered(prompt: ChatPrompt, chat_template: ChatTemplate) -> str:
+async def _rendered(prompt: ChatPrompt, chat_template: ChatTemplate, threads: Executor | None) -> str:
     messages, tools = prompt.messages, [tool.to_template() for tool in prompt.asked.tools]
     render = partial(
         chat_template.render,
@@ -188,7 +193,7 @@ async def _rendered(prompt: ChatPrompt, chat_template: ChatTemplate) -> str:
     has_objects = bool(tools or prompt.variables) or any(message.tool_calls for message in messages)
     is_long = has_objects or sum(map(_num_chars, messages)) > INLINE_RENDER_CHARS
     try:
-        return await asyncio.to_thread(render) if is_long else render()
+        return await asyncio.get_running_loop().run_in_executor(threads, render) if is_long else render()
     except ValueError as error:
         raise InvalidRequest([("chat", str(error).removeprefix("chat: "))]) from error
 

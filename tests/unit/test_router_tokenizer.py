@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,6 @@ from tokenizers.processors import TemplateProcessing
 from transformers import AutoTokenizer
 
 from engine.model_loader import resolve_model
-from router.text import tokenizer as tokenizer_module
 from router.text.tokenizer import ASYNC_ENCODE_CHARS, Tokenizer, TooManyTokens, read_special_tokens
 
 TEXTS = [
@@ -196,16 +196,18 @@ async def test_what_is_long_in_few_tokens_or_a_little_too_long_is_read_to_its_en
         assert await tokenizer.encode_async(text, max_tokens=most) == tokenizer.encode(text)
 
 
-async def test_short_texts_do_not_pay_for_a_thread(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    tokenizer = Tokenizer.from_folder(write_folder(tmp_path, {}))
-    threads: list[int] = []
+class Threads(ThreadPoolExecutor):
+    num_used = 0
 
-    async def to_thread(function: Any, *arguments: Any) -> Any:
-        threads.append(1)
-        return function(*arguments)
+    def submit(self, *arguments: Any, **more: Any) -> Any:
+        self.num_used += 1
+        return super().submit(*arguments, **more)
 
-    monkeypatch.setattr(tokenizer_module.asyncio, "to_thread", to_thread)
-    assert len(await tokenizer.encode_async("x" * ASYNC_ENCODE_CHARS, add_special_tokens=False)) == ASYNC_ENCODE_CHARS
-    assert not threads
-    assert len(await tokenizer.encode_async("x" * (ASYNC_ENCODE_CHARS + 1))) == ASYNC_ENCODE_CHARS + 2
-    assert threads
+
+async def test_short_texts_do_not_pay_for_a_thread(tmp_path: Path) -> None:
+    tokenizer, short = Tokenizer.from_folder(write_folder(tmp_path, {})), "x" * ASYNC_ENCODE_CHARS
+    with Threads(1) as threads:
+        assert len(await tokenizer.encode_async(short, add_special_tokens=False, threads=threads)) == len(short)
+        assert threads.num_used == 0
+        assert len(await tokenizer.encode_async(short + "x", threads=threads)) == len(short) + 2
+        assert threads.num_used == 1
