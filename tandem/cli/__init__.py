@@ -1,7 +1,8 @@
 """The `tandem` command. Each sub-command lives in a module of its own; `main` only lists them.
 
 Everything meant for a program goes to stdout, everything meant for a person while waiting to stderr.
-Exit codes: 0 done, 1 failed (one line on stderr says why and what to do), 2 wrong usage, 130 ended by Ctrl-C.
+Exit codes: 0 done, 1 failed (one line on stderr says why and what to do), 2 wrong usage, 130 ended by Ctrl-C or
+SIGTERM.
 """
 
 from __future__ import annotations

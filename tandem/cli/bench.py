@@ -43,7 +43,7 @@ def bench(is_json: bool, **flags: Any) -> None:
 
     Every answer's stream is checked. Latencies count from the moment a request was due. Refusals (429, 503,
     RESOURCE_EXHAUSTED) are counted apart from failures. Exit code 1 if nothing was answered, or an answer was not
-    exact. Ctrl-C ends it with what had ended, and exit code 130.
+    exact. Ctrl-C or SIGTERM ends it with what had ended, and exit code 130.
     """
     args = build(BenchArgs, flags)
     from tandem.bench.backends import ServerGone

@@ -1,4 +1,4 @@
-"""`tandem bench`, ended by Ctrl-C: what it keeps, and what it says."""
+"""`tandem bench`, ended by Ctrl-C or SIGTERM: what it keeps, and what it says."""
 
 from __future__ import annotations
 
@@ -89,14 +89,19 @@ def kept_in(folder: Path) -> tuple[str, ...]:
     return "--save-result", "--result-dir", str(folder), "--result-filename", "r.json"
 
 
-@pytest.mark.parametrize("num_answered", [0, 3])
-def test_ctrl_c_shows_and_keeps_what_there_is(server: tuple[str, Scripted], tmp_path: Path, num_answered: int) -> None:
+@pytest.mark.parametrize(
+    ("num_answered", "signals"), [(0, [signal.SIGINT]), (3, [signal.SIGTERM] * 2)], ids=["Ctrl-C", "timeout(1)"]
+)
+def test_what_ends_it_shows_and_keeps_what_there_is(
+    server: tuple[str, Scripted], tmp_path: Path, num_answered: int, signals: list[int]
+) -> None:
     address, scripted = server
     scripted.script = stuck = Stuck(scripted, num_answered)
     command = bench(address, *kept_in(tmp_path))
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         assert stuck.is_stuck.wait(60)
-        process.send_signal(signal.SIGINT)
+        for number in signals:
+            process.send_signal(number)
         out, err = process.communicate(timeout=60)
     assert process.returncode == 130, err
     said = err.splitlines()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import subprocess
 import sys
 import tomllib
@@ -73,3 +74,5 @@ def test_the_command_that_is_installed_begins_there() -> None:
         assert (script.module, script.load()) == ("tandem.__main__", main)
     finally:
         interrupts.raise_again()
+        for number in (signal.SIGTERM, signal.SIGHUP):
+            signal.signal(number, signal.SIG_DFL)
