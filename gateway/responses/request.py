@@ -141,6 +141,8 @@ class ResponseRequest(Asked):
     top_logprobs: NumAlternatives | None = None
     metadata: Mapped[str, str] | None = None
     reasoning: Reasoning | None = None
+    client_metadata: Any = None
+    """What Codex tells OpenAI of itself: of no effect here."""
     chat_template_kwargs: dict[str, Any] | None = None
 
     # known, and refused unless they ask for what is done anyway

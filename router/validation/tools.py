@@ -21,8 +21,8 @@ from router.text.tool_formats import FORMATS, calls_grammar
 from router.validation.sampling import Violations
 
 MAX_TOOLS = 128
-MAX_TOOL_BYTES = 65_536
-"""Of all tools: names, descriptions and schemas."""
+MAX_TOOL_BYTES = 262_144
+"""Of all tools: names, descriptions and schemas. Coding agents bring 80 KB, and more with what is plugged in."""
 NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
 AUTO, NONE, REQUIRED = pb.TOOL_CHOICE_AUTO, pb.TOOL_CHOICE_NONE, pb.TOOL_CHOICE_REQUIRED
 _KINDS = {list: "a list", str: "a text", int: "a number", float: "a number", bool: "a truth value", type(None): "null"}
