@@ -170,8 +170,8 @@ async def test_the_form_of_an_answer_and_what_it_is_drawn_by() -> None:
 async def test_null_is_absent_and_what_asks_for_nothing_is_let_through() -> None:
     nulls = {name: None for name, field in ResponseRequest.model_fields.items() if not field.is_required()}
     neutral = {
-        "n": 1, "store": False, "background": False, "truncation": "disabled", "reasoning": {"effort": None, "summary": "auto"},
-        "client_metadata": {"session_id": "x"},
+        "n": 1, "store": False, "background": False, "truncation": "disabled", "client_metadata": {"session_id": "x"},
+        "reasoning": {"effort": None, "summary": "auto"},
         "text": {}, "include": ["reasoning.encrypted_content"], "stream_options": {"include_obfuscation": False},
         "tools": [], "tool_choice": "auto", "parallel_tool_calls": True, "metadata": {"a": "b"}, "service_tier": "auto",
         "prompt_cache_key": "k", "safety_identifier": "s", "user": "u", "context_management": [], "top_logprobs": 0,
