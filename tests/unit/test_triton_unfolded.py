@@ -72,14 +72,14 @@ def test_keys_and_values_of_all_sizes(query_dim: int, rotated_dim: int, value_di
     assert_unfolded(heads_case([(9, 1), (140, 33), (0, 17), (20, 5)], **sizes), max_bytes=ONE_BLOCK)
 
 
-@pytest.mark.parametrize(("block_size", "num_slices"), [(16, 4), pytest.param(24, 2, marks=pytest.mark.slow)])
-def test_what_is_longer_than_a_slice_goes_on_in_the_next(block_size: int, num_slices: int) -> None:
+@pytest.mark.parametrize("block_size", [16, pytest.param(24, marks=pytest.mark.slow)])
+def test_what_is_longer_than_a_slice_goes_on_in_the_next(block_size: int) -> None:
     """Queries that see nothing of a slice, some of it and all; tiles that begin in one and end in another."""
-    far = 1 if block_size == 16 else 2
+    far = 1 if block_size == 16 else 3  # a slice is of whole blocks and of whole tiles of 128: 384
     lens = [(9, 1), (0, 150 * far), (40, 3), (170 * far, 40), (0, 30), (200 * far, 8)]
     plan = assert_unfolded(heads_case(lens, num_heads=2, block_size=block_size), max_bytes=ONE_BLOCK)
     assert plan.unfolded.is_cut
-    assert len(plan.unfolded.slices) == num_slices
+    assert len(plan.unfolded.slices) == 4
 
 
 def test_where_a_context_is_cut_changes_no_bit() -> None:
