@@ -23,6 +23,7 @@ from rpc.tracing import NOTHING, OpenSpan, Span, Tracing, Value
 
 CLOSE_S = 3.0
 """What is left to tell has so long when the process leaves."""
+OTLP_PORT = 4317
 _CONTEXT = TraceContextTextMapPropagator()
 
 
@@ -92,4 +93,10 @@ def _exporter(endpoint: str) -> SpanExporter:
     parts = urlsplit(endpoint)
     if parts.path.strip("/"):
         return OverHttp(endpoint=endpoint)
-    return OverGrpc(endpoint=parts.netloc, insecure=parts.scheme != "https")
+    return OverGrpc(endpoint=grpc_target(endpoint), insecure=parts.scheme != "https")
+
+
+def grpc_target(endpoint: str) -> str:
+    """HOST:PORT; without a port, OTLP's, where gRPC would take HTTPS'."""
+    parts = urlsplit(endpoint)
+    return parts.netloc if parts.port else f"{parts.netloc.rstrip(':')}:{OTLP_PORT}"

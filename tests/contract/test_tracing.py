@@ -12,7 +12,7 @@ from collector import Collector, running_collector
 from opentelemetry.proto.collector.trace.v1 import trace_service_pb2 as service_pb
 from ports import lasting_port
 
-from rpc.otlp import CLOSE_S
+from rpc.otlp import CLOSE_S, grpc_target
 from rpc.tracing import Span, check_endpoint, create_tracing, trace_headers_of
 
 TRACE_ID = "ab" * 16
@@ -100,6 +100,20 @@ def test_what_is_no_context_is_left_out() -> None:
 def test_no_endpoint(endpoint: str) -> None:
     with pytest.raises(ValueError, match="otlp_traces_endpoint must be a URL such as http://localhost:4317, is"):
         check_endpoint(endpoint)
+
+
+@pytest.mark.parametrize(
+    ("endpoint", "target"),
+    [
+        ("http://localhost:9", "localhost:9"),
+        ("https://collector.example/", "collector.example:4317"),
+        ("grpc://[::1]", "[::1]:4317"),
+        ("http://[::1]:7", "[::1]:7"),
+    ],
+)
+def test_where_an_endpoint_is(endpoint: str, target: str) -> None:
+    check_endpoint(endpoint)
+    assert grpc_target(endpoint) == target
 
 
 def test_packages_that_are_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
