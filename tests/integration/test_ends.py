@@ -239,9 +239,10 @@ def test_an_answer_goes_on_from_any_of_its_tokens(
         assert [token_id for message in later for token_id in message.token_ids] == token_ids[cut:]
         assert later[0].offset == cut
         assert later[0].worker_kind == (request.worker_kind if cut < len(token_ids) else "")
-        assert "".join(message.text for message in messages if message.offset >= cut) == "".join(
-            message.text for message in later
-        )
+        # Tokens of several steps may have come as one message: what of its text is whose nobody can tell.
+        if not any(message.offset < cut < message.offset + len(message.token_ids) for message in messages):
+            expected = "".join(message.text for message in messages if message.offset >= cut)
+            assert "".join(message.text for message in later) == expected
         assert [each for message in later for each in message.logprobs] == logprobs[cut:]
         assert later[-1].usage.completion_tokens == len(token_ids)
         assert later[-1].finish_reason == messages[-1].finish_reason
