@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import hmac
+import logging
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
 from functools import cache
@@ -46,6 +47,7 @@ from rpc.tracing import Tracing
 from tandem import __version__
 from tandem.client import AsyncClient
 
+_log = logging.getLogger(__name__)
 _Body = TypeVar("_Body", bound=Asked)
 
 PAGE = Path(__file__).with_name("chat.html")
@@ -292,6 +294,8 @@ class Gateway:
             except Exception as error:
                 refusal = refusal_of_any(error, request_id)
                 outcome.status = refusal.kind.status
+                facts = {"route": route, "status": outcome.status, "request_id": request_id, "why": refusal.message}
+                _log.info("refused", extra=facts)
                 return _refuse(request, refusal)
             outcome.status = 200
             return response

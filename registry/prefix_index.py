@@ -264,7 +264,7 @@ class PrefixIndex:
         """A lookup takes at most `timeout_s` and looks at the first `max_hashes` blocks. Raises `ValueError`."""
         self._keys = Keys(namespace)
         self._timeout_s = timeout_s
-        self._max_hashes = max_hashes
+        self.max_hashes = max_hashes
         self._redis = open_redis(redis_url, timeout_s=REDIS_TIMEOUT_S, max_connections=MAX_CONCURRENT_LOOKUPS)
         self._match_script = self._redis.register_script(_LONGEST_MATCH)
         self._outage = Outage(logger, "prefix index")
@@ -286,7 +286,7 @@ class PrefixIndex:
             async with asyncio.timeout(self._timeout_s):
                 matches = await self._match_script(
                     keys=[self._keys.prefix(worker_id, incarnation) for worker_id, incarnation in workers],
-                    args=hashes[: self._max_hashes],
+                    args=hashes[: self.max_hashes],
                 )
         except REDIS_FAILURES as error:
             self._outage.failed(error)

@@ -85,8 +85,9 @@ class Account:
         self._first_attempt = said.event.attempt
         now_s = attempt.first_token_s
         seconds = now_s - attempt.sent_s  # what a worker took that failed before is not held against this one
-        # What was thought to be cached there, and was not, has been computed, too.
-        num_tokens = room.num_tokens_to_compute + max(0, room.num_cached_tokens - said.event.tokens.num_cached_tokens)
+        # What was thought to be cached there, and was not, has been computed, too; what was, and nobody knew, has not.
+        num_unknown = room.num_cached_tokens - said.event.tokens.num_cached_tokens
+        num_tokens = max(1, room.num_tokens_to_compute + num_unknown)
         self._forecast.computed(num_tokens, seconds)
         self._costs.computed(said.worker, num_tokens, seconds, now_s)
         self._forecast.answering(now_s)

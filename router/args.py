@@ -77,7 +77,7 @@ class RouterArgs(ServiceArgs):
         check_endpoint(self.otlp_traces_endpoint)
         if not self.model:
             raise ValueError("model must name a folder; `tandem fetch` prepares one and prints its path")
-        if self.served_model_name and not all(self.served_model_name.split(",")):
+        if self.served_model_name and not all(map(str.strip, self.served_model_name.split(","))):
             raise ValueError(f"served_model_name must be NAME or NAME,NAME, is {self.served_model_name!r:.200}")
         if self.tool_call_parser not in (AUTO, *FORMATS):
             known = ", ".join((AUTO, *FORMATS))

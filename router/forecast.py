@@ -124,6 +124,10 @@ class Forecast:
         crowd = (self.num_running + num_answers + FREE_BATCH) / (self._answers_at_once.value + FREE_BATCH)
         return num_tokens * self._seconds_per_answer_token.value * max(1.0, crowd)
 
+    def queued_s(self, num_tokens: int) -> float:
+        """Until so many tokens that wait for room have got it."""
+        return num_tokens * self._seconds_per_queued_token.value
+
     def needed_s(
         self,
         num_queued_tokens: int,
@@ -141,7 +145,7 @@ class Forecast:
             return 0.0
         num_tokens = num_tokens_ahead + num_prompt_tokens + PROMPT_OVERHEAD_TOKENS
         return (
-            num_queued_tokens * self._seconds_per_queued_token.value
+            self.queued_s(num_queued_tokens)
             + num_tokens * self._seconds_per_prompt_token.value
             + self.answer_s(min_tokens, max_tokens, num_answers)
         )

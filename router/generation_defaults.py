@@ -5,6 +5,8 @@ none, and what whoever starts the router says instead.
 from __future__ import annotations
 
 import json
+import math
+import struct
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
@@ -19,10 +21,10 @@ AUTO, VLLM = "auto", "vllm"
 _BOUNDS: dict[str, tuple[Callable[[float], bool], str]] = {
     "temperature": (lambda value: 0 <= value < float("inf"), "at least 0"),
     "top_p": (lambda value: 0 < value <= 1, "in (0, 1]"),
-    "top_k": (lambda value: value >= -1, "-1 or more"),
+    "top_k": (lambda value: -1 <= value < 1 << 31, "-1 or more, and below 2147483648"),
     "min_p": (lambda value: 0 <= value <= 1, "in [0, 1]"),
     "repetition_penalty": (lambda value: 0 < value <= 2, "in (0, 2]"),
-    "max_new_tokens": (lambda value: value >= 1, "1 or more"),
+    "max_new_tokens": (lambda value: 1 <= value < 1 << 31, "1 or more, and below 2147483648"),
 }
 
 
@@ -87,7 +89,17 @@ def _checked(given: Mapping[str, Any], prefix: str) -> dict[str, Any]:
         if is_whole and value % 1:  # infinite, too
             raise ValueError(f"{prefix}{name} must be a whole number, is {value!r}")
         is_within, bound = _BOUNDS[name]
-        if not is_within(value):
-            raise ValueError(f"{prefix}{name} must be {bound}, is {value}")
-        checked[name] = int(value) if is_whole else value
+        number = int(value) if is_whole else _on_the_wire(value)
+        if not is_within(number):
+            raise ValueError(f"{prefix}{name} must be {bound}, is {value!s:.80}")
+        checked[name] = number if is_whole else value
     return checked
+
+
+def _on_the_wire(value: float) -> float:
+    """As requests carry it, in 32 bits, where the smallest are 0."""
+    try:
+        number: float = struct.unpack("f", struct.pack("f", float(value)))[0]
+    except OverflowError:
+        return math.inf
+    return number

@@ -66,7 +66,7 @@ class ModelInfo:
         vocab_size = config.get("vocab_size")
         if not isinstance(vocab_size, int) or vocab_size < 1:
             raise ValueError(f"{folder}/config.json: vocab_size must be 1 or more, is {vocab_size!r}")
-        name, *aliases = (served_model_name or folder.resolve().name).split(",")
+        name, *aliases = map(str.strip, (served_model_name or folder.resolve().name).split(","))
         return cls(
             served_model_name=name,
             aliases=tuple(dict.fromkeys(alias for alias in aliases if alias != name)),

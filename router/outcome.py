@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import grpc
 
 from protos import tandem_inference_pb2 as pb
 from router.metrics import RouterMetrics
+from router.timings import AttemptStamps
 from rpc.errors import STATUS_CODES, TandemError, code_of
 from rpc.tracing import Value
 
@@ -29,6 +31,11 @@ class Outcome:
     error: Exception | None = None
     lasts: list[pb.GenerateResponse] = field(default_factory=list)
     """The last message of each answer that has ended."""
+    num_resumed_tokens: int = 0
+    """That the client had before, of another router's."""
+    num_prompt_tokens: int = 0
+    num_tokens: int = 0
+    """Of all answers, that the client was sent."""
 
     @property
     def is_complete(self) -> bool:
@@ -39,10 +46,13 @@ class Outcome:
         return "failed" if self.error else "done" if self.is_complete else "cancelled"
 
     def note(self, response: pb.GenerateResponse) -> None:
+        self.num_prompt_tokens = response.prompt_tokens or self.num_prompt_tokens
+        self.num_tokens += len(response.token_ids)
         if response.finish_reason:
             self.lasts.append(response)
 
-    def log(self) -> None:
+    def log(self, attempts: Mapping[int, Sequence[AttemptStamps]]) -> None:
+        """`attempts`: at each answer, by its number."""
         facts: dict[str, object] = {"request_id": self.request_id}
         if self.lora_name:
             facts["lora_name"] = self.lora_name
@@ -65,8 +75,23 @@ class Outcome:
             }
             if self.num_sequences > 1:
                 facts["n"] = self.num_sequences
+        if not self.is_complete or self.error is not None:
+            facts |= self._as_far_as_it_came(attempts)
         facts["total_ms"] = 1e3 * (time.monotonic() - self.arrived_s)
         _log.info(self.word, extra=facts)
+
+    def _as_far_as_it_came(self, attempts: Mapping[int, Sequence[AttemptStamps]]) -> dict[str, object]:
+        plans = [each.plan for of_one in attempts.values() for each in of_one if each.plan is not None]
+        if not plans:
+            return {"attempts": 0}
+        return {
+            "prompt_tokens": self.num_prompt_tokens,
+            "completion_tokens": self.num_tokens,
+            "mode": pb.Mode.Name(plans[-1].mode),
+            "prefill_worker": plans[-1].prefill.worker_id if plans[-1].prefill is not None else "-",
+            "decode_worker": plans[-1].decode.worker_id,
+            "attempts": len(plans),
+        }
 
     def trace_attributes(self, model: str) -> dict[str, Value]:
         """Of the request's span: vLLM's names, where it has them. Seconds."""
@@ -79,6 +104,8 @@ class Outcome:
         for name in ("max_tokens", "temperature", "top_p"):
             if self.params.HasField(name):
                 attributes[f"gen_ai.request.{name}"] = getattr(self.params, name)
+        if self.num_resumed_tokens:
+            attributes["tandem.resumed_tokens"] = self.num_resumed_tokens
         if self.error is not None:
             attributes["error.type"] = reason_of(self.error)
         if self.is_complete:

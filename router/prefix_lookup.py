@@ -28,7 +28,8 @@ class PrefixLookup:
             keys_by_hash.setdefault(group, []).append(handle.key)
         found: dict[WorkerKey, int] = {}
         for (prefix_key, block_size), keys in keys_by_hash.items():
-            hashes = block_hashes(token_ids, block_size, salted_key(prefix_key, cache_salt, lora_name))
+            known = token_ids[: self._index.max_hashes * block_size]  # of a long prompt the rest is not looked up
+            hashes = block_hashes(known, block_size, salted_key(prefix_key, cache_salt, lora_name))
             if hashes:
                 match = await self._index.longest_match(hashes, [(k.worker_id, k.incarnation) for k in keys])
                 found |= {k: match[k.worker_id] for k in keys if match.get(k.worker_id)}

@@ -33,7 +33,7 @@ from router.request_events import WorkerKey
 from router.worker_handle import TakenRoom
 from rpc.errors import NoWorker, Overloaded
 
-RETRY_AFTER_S = 1.0
+MIN_RETRY_AFTER_S, MAX_RETRY_AFTER_S = 1.0, 60.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,14 +97,16 @@ class RequestQueue:
         choose: Callable[[QueuedRequest], TakenRoom | None],
         has_workers: Callable[[QueuedRequest], bool],
         is_apart: Callable[[QueuedRequest], bool] = lambda _: False,
+        queued_s: Callable[[int], float] = lambda num_tokens: 0.0,
     ) -> None:
         """`choose` plans one request with the workers as they are now, and takes the room for it. `has_workers`:
         whether waiting makes sense for it. `is_apart`: whether it is for none of the workers that new requests go
-        to."""
+        to. `queued_s`: until so many tokens that wait have got room, for those who are told to come again."""
         self._max_tokens = max_tokens
         self._choose = choose
         self._has_workers = has_workers
         self._is_apart = is_apart
+        self._queued_s = queued_s
         self._shares: dict[int, FairShares[QueuedRequest]] = {}
         """By priority, for each at which a request has entered and not left."""
         self._priorities: list[int] = []
@@ -177,7 +179,7 @@ class RequestQueue:
             if future.done() and not future.cancelled():
                 return future.result()  # planned at the last moment
             raise Overloaded(
-                "no worker had room in time: too little is left until the deadline", retry_after_s=RETRY_AFTER_S
+                "no worker had room in time: too little is left until the deadline", retry_after_s=MIN_RETRY_AFTER_S
             ) from None
         except asyncio.CancelledError:
             if future.done() and not future.cancelled() and future.exception() is None:
@@ -256,8 +258,10 @@ class RequestQueue:
         if is_full or (self._num_waiting and self.num_tokens + num_tokens > 2 * self._max_tokens):
             held = num_before if is_full else self.num_tokens
             bound = self._max_tokens if is_full else 2 * self._max_tokens
+            room_s = self._queued_s(held + num_tokens - bound)
             raise Overloaded(
-                f"the queue holds {held} tokens of at most {bound}; retry later", retry_after_s=RETRY_AFTER_S
+                f"the queue holds {held} tokens of at most {bound}; retry later",
+                retry_after_s=min(max(room_s, MIN_RETRY_AFTER_S), MAX_RETRY_AFTER_S),
             )
 
     def _wait(self, request: QueuedRequest) -> None:

@@ -32,6 +32,7 @@ from router.text.tool_calls import call_id
 from router.validation.grammar_checker import GrammarChecker
 from router.validation.prompt import tokenize_prompt
 from router.validation.request import (
+    MAX_REQUEST_ID_CHARS,
     ValidatedRequest,
     check_prompt_length,
     check_size,
@@ -98,7 +99,8 @@ class InferenceServicer(InferenceServicerBase):  # type: ignore[misc]
             validated = self._admit(request)
         except TandemError as error:
             self._cluster.metrics.failed(reason_of(error))
-            span.end({"error.type": reason_of(error)}, error=str(error))
+            refused = {"error.type": reason_of(error), "tandem.outcome": "failed"}
+            span.end({**refused, "gen_ai.request.id": request.request_id[:MAX_REQUEST_ID_CHARS]}, error=str(error))
             raise
         request_id = validated.request_id
         names = names_at_workers(request_id, validated.num_sequences)
@@ -108,6 +110,7 @@ class InferenceServicer(InferenceServicerBase):  # type: ignore[misc]
         outcome = Outcome(
             request_id, arrived_s, len(validated.open_sequences), validated.lora_name, validated.sampling_params
         )
+        outcome.num_resumed_tokens = sum(len(begun.token_ids) for begun in validated.begun.values())
         try:
             await context.send_initial_metadata(((ACCEPTED_KEY, "1"),))
             remaining_s = context.time_remaining()
@@ -127,10 +130,10 @@ class InferenceServicer(InferenceServicerBase):  # type: ignore[misc]
             self._to_abort.discard(request_id)
             if not self._running:
                 self._is_idle.set()
-            outcome.log()
+            attempts = {} if sequences is None else sequences.attempts
+            outcome.log(attempts)
             outcome.count(self._cluster.metrics)
             if span.is_recorded:
-                attempts = {} if sequences is None else sequences.attempts
                 span.end(
                     outcome.trace_attributes(self._texts.model.served_model_name),
                     error="" if outcome.error is None else str(outcome.error),

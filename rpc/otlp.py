@@ -6,6 +6,7 @@ queue, OTEL_EXPORTER_OTLP_HEADERS, _CERTIFICATE and _TIMEOUT.
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from collections.abc import Iterable, Mapping
@@ -31,6 +32,8 @@ class OtlpTracing(Tracing):
     """Owns the SDK's queue and thread."""
 
     def __init__(self, endpoint: str, service: str) -> None:
+        # Each request with a tracestate that is none would have a line.
+        logging.getLogger("opentelemetry.trace.span").setLevel(logging.ERROR)
         resource = Resource({"service.name": service}).merge(OTELResourceDetector().detect())
         provider = TracerProvider(resource=resource, shutdown_on_exit=False)
         self._exporter = _exporter(endpoint)

@@ -18,6 +18,7 @@ from types import MappingProxyType
 from typing import TypeAlias
 from urllib.parse import urlsplit
 
+NEEDED = "pip install opentelemetry-sdk opentelemetry-exporter-otlp"
 TRACE_HEADERS = ("traceparent", "tracestate")
 """W3C Trace Context's, in HTTP and in gRPC's metadata."""
 _VALUE = re.compile(r"[\x20-\x7e]{1,1024}")
@@ -80,17 +81,20 @@ def create_tracing(endpoint: str, service: str) -> Tracing:
     try:
         from rpc.otlp import OtlpTracing
     except ModuleNotFoundError as error:
-        raise ValueError(
-            f"otlp_traces_endpoint: {error}; install what it needs: pip install 'tandem[tracing]'"
-        ) from error
-    return OtlpTracing(endpoint, service)
+        raise ValueError(f"otlp_traces_endpoint: {error}; install what it needs: {NEEDED}") from error
+    try:
+        return OtlpTracing(endpoint, service)
+    except Exception as error:  # of many kinds: the SDK reads its variables in many places
+        raise ValueError(f"otlp_traces_endpoint: OpenTelemetry refuses its settings (OTEL_…): {error}") from error
 
 
 def check_endpoint(endpoint: str) -> None:
     """Raises `ValueError` naming the field."""
-    parts = urlsplit(endpoint)
     try:
+        parts = urlsplit(endpoint)
         is_url = parts.scheme in ("http", "https", "grpc") and bool(parts.hostname) and parts.port != 0
+        is_url = is_url and not (parts.query or parts.fragment or "@" in parts.netloc or " " in endpoint)
+        is_url = is_url and not (parts.scheme == "grpc" and parts.path.strip("/"))
     except ValueError:
         is_url = False
     if endpoint and not is_url:

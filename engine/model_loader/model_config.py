@@ -243,7 +243,7 @@ def _model_config(
 
 def _served_model_name(args: EngineArgs) -> str:
     """The first, if there are several: the others are the router's."""
-    return args.served_model_name.partition(",")[0] or Path(args.model).name
+    return args.served_model_name.partition(",")[0].strip() or Path(args.model).name
 
 
 def _lora_modules(args: EngineArgs, shape: ModelShape) -> tuple[LoRAModule, ...]:
@@ -251,8 +251,9 @@ def _lora_modules(args: EngineArgs, shape: ModelShape) -> tuple[LoRAModule, ...]
     folders = parse_lora_modules(args.lora_modules)
     if folders and not isinstance(shape, DecoderConfig):
         raise ValueError("lora_modules must be empty for models that transformers' code computes")
-    if served_model_name in folders:
-        raise ValueError(f"lora_modules: {served_model_name!r} is the model's own name; give the adapter another")
+    own_names = [served_model_name, *map(str.strip, args.served_model_name.split(","))]
+    if taken := [name for name in own_names if name in folders]:
+        raise ValueError(f"lora_modules: {taken[0]!r} is the model's own name; give the adapter another")
     modules = []
     for name, path in sorted(folders.items()):
         check_lora_folder(name, path)

@@ -222,7 +222,7 @@ def _check_request_id(request_id: str, violations: Violations) -> None:
 def check_model(name: str, model: ModelInfo, violations: Violations) -> None:
     """Whether a request may ask for `name`."""
     if name not in ("", model.served_model_name, *model.aliases, *model.lora_names):
-        aliases = f", its other name ({_some(model.aliases)})" if model.aliases else ""
+        aliases = f", by another name {_some(model.aliases)}" if model.aliases else ""
         adapters = f", an adapter of it ({_some(model.lora_names)})" if model.lora_names else ""
         known = f"{model.served_model_name!r}{aliases}{adapters}"
         violations.append(("model", f"must be {known} or empty, is {name[:128]!r}"))

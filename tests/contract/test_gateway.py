@@ -269,6 +269,15 @@ async def test_what_ended_an_answer(
     assert [event["choices"][0]["stop_reason"] for event in events] == [None] * len(token_ids) + [expected]
 
 
+async def test_what_is_refused_has_a_line_in_the_log(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO")
+    async with gateway(api_key="k") as (_, http):
+        await http.post("/v1/completions", json={"prompt": "a"}, headers={"x-request-id": "mine"})
+    (line,) = [vars(record) for record in caplog.records if record.getMessage() == "refused"]
+    assert (line["route"], line["status"], line["request_id"]) == ("completions", 401, "mine")
+    assert "the API key is missing or wrong" in line["why"]
+
+
 async def test_models_health_version_page_and_metrics() -> None:
     async with gateway() as (_, http):
         models = (await http.get("/v1/models")).json()

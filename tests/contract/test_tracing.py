@@ -96,7 +96,21 @@ def test_what_is_no_context_is_left_out() -> None:
     assert trace_headers_of([("tracestate", "x" * 2000)]) == {}
 
 
-@pytest.mark.parametrize("endpoint", ["localhost:4317", "http://", "ftp://h:1", "http://h:99999", "x"])
+@pytest.mark.parametrize(
+    "endpoint",
+    [
+        "localhost:4317",
+        "http://",
+        "ftp://h:1",
+        "http://h:99999",
+        "x",
+        "http://[::1:4317",
+        "http://u:p@h:4317",
+        "http://h o:4317",
+        "http://h:4317?x=1",
+        "grpc://h:4318/v1/traces",
+    ],
+)
 def test_no_endpoint(endpoint: str) -> None:
     with pytest.raises(ValueError, match="otlp_traces_endpoint must be a URL such as http://localhost:4317, is"):
         check_endpoint(endpoint)
@@ -114,6 +128,12 @@ def test_no_endpoint(endpoint: str) -> None:
 def test_where_an_endpoint_is(endpoint: str, target: str) -> None:
     check_endpoint(endpoint)
     assert grpc_target(endpoint) == target
+
+
+def test_settings_of_the_library_that_it_refuses(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_TIMEOUT", "abc")
+    with pytest.raises(ValueError, match=r"otlp_traces_endpoint: OpenTelemetry refuses its settings \(OTEL_…\): "):
+        create_tracing("http://localhost:4317", "tested")
 
 
 def test_packages_that_are_not_there(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -333,6 +333,17 @@ async def test_what_was_not_in_the_cache_after_all_has_been_computed(num_cached:
     assert (expected_s < 0.5) == (num_cached == 0)
 
 
+async def test_what_was_in_the_cache_and_nobody_knew_has_not_been_computed() -> None:
+    """Without Redis nobody knows: the time of a few tokens is not that of a whole prompt."""
+    bench = Bench()
+    asked = bench.request("r")
+    await settle()
+    await asyncio.sleep(0.05)
+    bench.d.say("r", 1, tokens=pb.Tokens(index=0, token_ids=[5], finish_reason=LENGTH, num_cached_tokens=59 * BLOCK))
+    await asked.task
+    assert bench.pool.costs.prompt_s(bench.decode.key, len(PROMPT), bench.now_s) > 0.5
+
+
 def all_cached(bench: Bench) -> Any:
     async def longest_match(token_ids: list[int], cache_salt: str, lora_name: str = "") -> dict[WorkerKey, int]:
         return {bench.decode.key: 59}

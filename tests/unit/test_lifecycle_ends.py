@@ -9,6 +9,7 @@ from typing import Any, cast
 
 import grammar_cases
 import grpc
+import pytest
 from lifecycle_bench import Bench, load, settle
 
 from protos import tandem_inference_pb2 as inference_pb
@@ -71,9 +72,10 @@ class Context:
     def invocation_metadata(self) -> None: ...
 
 
-async def test_a_stream_that_is_closed_has_freed_what_it_owns() -> None:
+async def test_a_stream_that_is_closed_has_freed_what_it_owns(caplog: pytest.LogCaptureFixture) -> None:
     """When it is closed, and not when its generators are found by the garbage collector: until then others of its id
     are refused, and a router that drains waits."""
+    caplog.set_level("INFO")
     bench = Bench()
     tokenizer = Tokenizer(grammar_cases.tokenizer())
     model = ModelInfo(
@@ -95,4 +97,8 @@ async def test_a_stream_that_is_closed_has_freed_what_it_owns() -> None:
     await answer.aclose()
     assert bench.d.sent[-1].WhichOneof("command") == "cancel"
     assert (bench.d.names, bench.pool.rooms, servicer.num_running) == (set(), set(), 0)
+    facts = vars(caplog.records[-1])
+    assert facts["message"] == "cancelled"
+    assert (facts["prompt_tokens"], facts["completion_tokens"], facts["decode_worker"]) == (3, 1, "d")
+    assert (facts["attempts"], facts["mode"]) == (1, "MODE_LOCAL")
     await servicer.close()

@@ -132,6 +132,8 @@ def test_an_engine_takes_them_where_its_model_can(tmp_path: Path) -> None:
         config_with(tmp_path / "model", f"a={tmp_path / 'a'}", model_impl="transformers")
     with pytest.raises(ValueError, match="lora_modules: 'model' is the model's own name; give the adapter another"):
         config_with(tmp_path / "model", f"model={tmp_path / 'a'}")
+    with pytest.raises(ValueError, match="lora_modules: 'also' is the model's own name"):
+        config_with(tmp_path / "model", f"also={tmp_path / 'a'}", served_model_name="model, also")
     with pytest.raises(ValueError, match=r"adapter 'b': .* it has no file adapter_config.json"):
         config_with(tmp_path / "model", f"b={tmp_path}")
     modules = config_with(tmp_path / "model", f"b={tmp_path / 'a'},a={tmp_path / 'a'}").lora_modules

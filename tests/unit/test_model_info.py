@@ -44,7 +44,7 @@ def test_model_info_is_read_from_the_folder_and_completed_by_a_worker(tmp_path: 
     served = info.with_worker(worker, ["sql", "smol", "poet", "sql"])
     assert served.lora_names == ("poet", "sql"), "nobody takes the model's own name from it"
     assert list(served.to_proto().lora_names) == ["poet", "sql"]
-    named = ModelInfo.from_folder(tmp_path, served_model_name="smol,sql,gpt,sql,smol")
+    named = ModelInfo.from_folder(tmp_path, served_model_name="smol, sql,gpt ,sql,smol")
     assert (named.served_model_name, named.aliases) == ("smol", ("sql", "gpt"))
     assert list(named.to_proto().aliases) == ["sql", "gpt"]
     assert named.with_worker(worker, ["sql", "poet"]).lora_names == ("poet",), "nor any other of its names"
@@ -80,12 +80,17 @@ def test_greedy_models_give_no_sampling_defaults() -> None:
         ({"temperature": -1}, "temperature must be at least 0, is -1"),
         ({"temperature": float("nan")}, "temperature must be at least 0, is nan"),
         ({"top_p": 0}, r"top_p must be in \(0, 1\], is 0"),
-        ({"top_k": -2}, "top_k must be -1 or more, is -2"),
+        ({"top_k": -2}, "top_k must be -1 or more, and below 2147483648, is -2"),
+        ({"top_k": 1e30}, "top_k must be -1 or more, and below 2147483648, is 1e"),
+        ({"max_new_tokens": 1 << 31}, "max_new_tokens must be 1 or more, and below 2147483648, is 2147483648"),
+        ({"temperature": 1e308}, "temperature must be at least 0, is 1e"),
+        ({"temperature": 10**400}, "temperature must be at least 0, is 1000"),
+        ({"repetition_penalty": 1e-300}, r"repetition_penalty must be in \(0, 2\], is 1e-300"),
         ({"top_k": 1.5}, "top_k must be a whole number, is 1.5"),
         ({"top_k": float("inf")}, "top_k must be a whole number, is inf"),
         ({"min_p": 1.5}, r"min_p must be in \[0, 1\], is 1.5"),
         ({"repetition_penalty": 0}, r"repetition_penalty must be in \(0, 2\], is 0"),
-        ({"max_new_tokens": 0}, "max_new_tokens must be 1 or more, is 0"),
+        ({"max_new_tokens": 0}, "max_new_tokens must be 1 or more, and below 2147483648, is 0"),
         ({"top_p": "0.9"}, "top_p must be a number, is '0.9'"),
     ],
 )
@@ -126,7 +131,7 @@ def test_an_override_that_is_none(override: str, message: str) -> None:
         RouterArgs(model="m", override_generation_config=override)
 
 
-@pytest.mark.parametrize("names", [",", "a,", ",a", "a,,b"])
+@pytest.mark.parametrize("names", [",", "a,", ",a", "a,,b", "a, "])
 def test_names_that_are_none(names: str) -> None:
     with pytest.raises(ValueError, match="served_model_name must be NAME or NAME,NAME, is"):
         RouterArgs(model="m", served_model_name=names)

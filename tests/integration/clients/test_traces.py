@@ -107,10 +107,12 @@ def test_several_answers_and_a_refusal_over_grpc(cluster: RunningCluster, collec
         assert top.attributes["gen_ai.usage.completion_tokens"] == 6
         trace_id, _, headers = new_parent()
         with pytest.raises(InvalidRequest):
-            list(client.stream("x", temperature=-1, trace_headers=headers))
+            list(client.stream("x", request_id="named", temperature=-1, trace_headers=headers))
         (refused,) = collector.trace(trace_id, "llm_request")
         assert "temperature" in refused.error
-        assert refused.attributes == {"error.type": "invalid_argument"}
+        assert refused.attributes == {
+            "error.type": "invalid_argument", "tandem.outcome": "failed", "gen_ai.request.id": "named",
+        }  # fmt: skip
         with pytest.raises(ValueError, match="trace_headers: must be traceparent and tracestate"):
             client.stream("x", trace_headers={"Traceparent": "x"})
 
