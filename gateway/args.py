@@ -23,7 +23,7 @@ class GatewayArgs(SslArgs):
     router: str = field(default=DEFAULT_ADDRESS, metadata={"help": "HOST:PORT of the router, or any gRPC target."})
     api_key: str = field(
         default="",
-        metadata={"help": "If given, whatever is asked of the model needs it: Authorization: Bearer KEY, or x-api-key."},
+        metadata={"help": "If given, what is asked of the model needs it: Authorization: Bearer KEY, or x-api-key."},
     )
     allowed_origins: str = field(
         default="[]",
