@@ -7,9 +7,9 @@ import re
 from dataclasses import dataclass, field
 
 from rpc.entrypoint import LOG_LEVELS
+from rpc.otlp_endpoint import ENDPOINT_HELP, check_endpoint
 from rpc.server import split_address
 from rpc.tls import SslArgs
-from rpc.tracing import ENDPOINT_HELP, check_endpoint
 from tandem.client import DEFAULT_ADDRESS
 
 

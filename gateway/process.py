@@ -15,7 +15,7 @@ import click
 from gateway.app import create_app
 from gateway.args import GatewayArgs
 from rpc.http import HttpServer
-from rpc.tracing import create_tracing
+from rpc.otlp_endpoint import create_tracing
 from tandem.client import AsyncClient
 
 _log = logging.getLogger(__name__)

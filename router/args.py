@@ -9,7 +9,7 @@ from router.generation_defaults import check_override
 from router.text.reasoning import NONE, PARSERS
 from router.text.tool_formats import AUTO, FORMATS
 from rpc.entrypoint import ServiceArgs
-from rpc.tracing import ENDPOINT_HELP, check_endpoint
+from rpc.otlp_endpoint import ENDPOINT_HELP, check_endpoint
 
 GENERATION_HELP = (
     "Where what is sampled by comes from, if a request does not say: auto, the model's generation_config.json; vllm, "

@@ -39,8 +39,9 @@ from router.tokenizer_servicer import TokenizerServicer
 from router.worker_pool import WorkerPool
 from rpc.entrypoint import announce
 from rpc.http import HttpServer, show_metrics
+from rpc.otlp_endpoint import create_tracing
 from rpc.server import Server
-from rpc.tracing import Tracing, create_tracing
+from rpc.tracing import Tracing
 
 _log = logging.getLogger(__name__)
 

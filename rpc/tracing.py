@@ -4,8 +4,8 @@
                                └─ end(children) ──> a queue ──> a thread of its own ──OTLP──> collector
 
 Nobody waits for the collector: while it cannot be reached spans are kept, two thousand of them, and then left out. Owns
-that thread (`rpc.otlp`, which alone imports OpenTelemetry). Without an endpoint nothing is made, and the caller's
-context goes on as it came.
+that thread (`rpc.otlp`, which alone imports OpenTelemetry). Without an endpoint (`rpc.otlp_endpoint`) nothing is made,
+and the caller's context goes on as it came.
 """
 
 from __future__ import annotations
@@ -16,17 +16,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import TypeAlias
-from urllib.parse import urlsplit
 
-NEEDED = "pip install opentelemetry-sdk opentelemetry-exporter-otlp"
 TRACE_HEADERS = ("traceparent", "tracestate")
 """W3C Trace Context's, in HTTP and in gRPC's metadata."""
 _VALUE = re.compile(r"[\x20-\x7e]{1,1024}")
 """Longer ones are no context: a tracestate must be passed on up to 512 bytes."""
-ENDPOINT_HELP = (
-    "Where traces of requests go: an OTLP collector, http://HOST:4317 over gRPC, http://HOST:4318/v1/traces over HTTP. "
-    "Default: nowhere."
-)
 
 Value: TypeAlias = str | int | float | bool
 NOTHING: Mapping[str, Value] = MappingProxyType({})
@@ -72,33 +66,6 @@ class Tracing(ABC):
     @abstractmethod
     def close(self) -> None:
         """Tell what is left, for some seconds at most. Blocks."""
-
-
-def create_tracing(endpoint: str, service: str) -> Tracing:
-    """`endpoint` as `check_endpoint` has it; empty: nobody is told. Raises `ValueError` without the packages."""
-    if not endpoint:
-        return Untraced()
-    try:
-        from rpc.otlp import OtlpTracing
-    except ModuleNotFoundError as error:
-        raise ValueError(f"otlp_traces_endpoint: {error}; install what it needs: {NEEDED}") from error
-    try:
-        return OtlpTracing(endpoint, service)
-    except Exception as error:  # of many kinds: the SDK reads its variables in many places
-        raise ValueError(f"otlp_traces_endpoint: OpenTelemetry refuses its settings (OTEL_…): {error}") from error
-
-
-def check_endpoint(endpoint: str) -> None:
-    """Raises `ValueError` naming the field."""
-    try:
-        parts = urlsplit(endpoint)
-        is_url = parts.scheme in ("http", "https", "grpc") and bool(parts.hostname) and parts.port != 0
-        is_url = is_url and not (parts.query or parts.fragment or "@" in parts.netloc or " " in endpoint)
-        is_url = is_url and not (parts.scheme == "grpc" and parts.path.strip("/"))
-    except ValueError:
-        is_url = False
-    if endpoint and not is_url:
-        raise ValueError(f"otlp_traces_endpoint must be a URL such as http://localhost:4317, is {endpoint!r:.200}")
 
 
 def trace_headers_of(items: Iterable[tuple[str, str | bytes]]) -> dict[str, str]:

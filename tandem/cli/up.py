@@ -18,7 +18,7 @@ from router.policy import PolicyConfig
 from router.text.reasoning import NONE, PARSERS
 from router.text.tool_formats import AUTO, FORMATS
 from rpc.entrypoint import LOG_LEVELS, build, options_of, stop_signals
-from rpc.tracing import ENDPOINT_HELP
+from rpc.otlp_endpoint import ENDPOINT_HELP
 from tandem.cli.options import examples
 from tandem.cluster import Cluster, ClusterError
 from tandem.cluster_args import ClusterArgs

@@ -13,7 +13,8 @@ from opentelemetry.proto.collector.trace.v1 import trace_service_pb2 as service_
 from ports import lasting_port
 
 from rpc.otlp import CLOSE_S, grpc_target
-from rpc.tracing import Span, check_endpoint, create_tracing, trace_headers_of
+from rpc.otlp_endpoint import check_endpoint, create_tracing
+from rpc.tracing import Span, trace_headers_of
 
 TRACE_ID = "ab" * 16
 HEADERS = {"traceparent": f"00-{TRACE_ID}-{'cd' * 8}-01", "tracestate": "vendor=1"}
