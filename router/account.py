@@ -60,6 +60,8 @@ class Account:
             case "busy":
                 self.stamps.sent_s = None  # nobody has begun: the request waits on
                 attempt.is_busy = True
+            case "tokens" if attempt.sent_s is None:
+                pass  # of a prompt that nobody was sent: the request will say so
             case "tokens" if said.worker == (plan.prefill or plan.decode):
                 if attempt.first_token_s is None:
                     self._note_first_of_attempt(said, attempt, now_s)

@@ -482,3 +482,14 @@ async def test_a_deadline_that_passes_ends_the_answer_and_closes_it() -> None:
     with pytest.raises(DeadlinePassed):
         await anext(responses)
     assert is_closed.is_set()
+
+
+async def test_tokens_of_a_prompt_that_was_not_sent_cost_an_attempt_and_no_more() -> None:
+    bench = Bench(with_prefill=True)
+    asked = bench.request("r")
+    await settle()
+    bench.p.attach("r", bench.d.inboxes["r"])
+    bench.p.say("r", 1, tokens=pb.Tokens(index=0, token_ids=[5]))
+    await settle()
+    assert not asked.task.done(), asked.task.exception()
+    await asked.leave()
