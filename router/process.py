@@ -123,8 +123,8 @@ class Router:
             texts=texts, cluster=cluster, max_request_bytes=args.max_message_bytes, tracing=tracing
         )
         self._server.add(add_InferenceServicer_to_server, self._inference, INFERENCE_SERVICE)
-        tokenizer = TokenizerServicer(texts=texts, pool=self._pool, max_request_bytes=args.max_message_bytes)
-        self._server.add(add_TokenizerServicer_to_server, tokenizer, TOKENIZER_SERVICE)
+        self._tokenizer = TokenizerServicer(texts=texts, pool=self._pool, max_request_bytes=args.max_message_bytes)
+        self._server.add(add_TokenizerServicer_to_server, self._tokenizer, TOKENIZER_SERVICE)
         cluster_servicer = ClusterServicer(
             router_id=router_id,
             cluster=cluster,
@@ -167,6 +167,7 @@ class Router:
     async def close(self) -> None:
         await self._server.drain(0)
         await self._inference.close()
+        self._tokenizer.close()
         if self._metrics_server is not None:
             await self._metrics_server.close()
         await self._directory.close()

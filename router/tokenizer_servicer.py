@@ -24,7 +24,7 @@ NUM_THREADS = max(1, (os.cpu_count() or 1) // 2)
 
 
 class TokenizerServicer(TokenizerServicerBase):  # type: ignore[misc]
-    """One per router process."""
+    """One per router process, which closes it."""
 
     def __init__(self, *, texts: Texts, pool: WorkerPool, max_request_bytes: int) -> None:
         self._texts = texts
@@ -55,6 +55,10 @@ class TokenizerServicer(TokenizerServicerBase):  # type: ignore[misc]
         text = await self._in_thread(self._texts.tokenizer.decode, token_ids, request.skip_special_tokens)
         check_num_bytes(text)
         return pb.DetokenizeResponse(text=text)
+
+    def close(self) -> None:
+        """What still waits for a thread is not read any more."""
+        self._threads.shutdown(wait=False, cancel_futures=True)
 
     async def _in_thread(self, function: Callable[..., Any], *arguments: Any) -> Any:
         return await asyncio.get_running_loop().run_in_executor(self._threads, function, *arguments)
