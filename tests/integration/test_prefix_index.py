@@ -109,23 +109,47 @@ async def test_two_workers_longest_match(redis_url: str) -> None:
     one, two = Cache(), Cache()
     one.store(1, 2, 3)
     async with reporting(redis_url, one, "w1"), reporting(redis_url, two, "w2") as second, index_of(redis_url) as index:
-        second.report(two.store(1, 3, 4))  # a hole at 2
+        second.report(two.store(1, 9, 4))
         await until(lambda: members(redis_url, "w1") == one.hashes and members(redis_url, "w2") == two.hashes)
         workers = [("w1", "i1"), ("w2", "i1"), ("w1-of-yore", "i0")]
         matches = await index.longest_match([h(1), h(2), h(3), h(4)], workers)
         assert matches == {"w1": 3, "w2": 1, "w1-of-yore": 0}
-        assert await index.longest_match([h(9)], workers) == {"w1": 0, "w2": 0, "w1-of-yore": 0}
+        assert await index.longest_match([h(8)], workers) == {"w1": 0, "w2": 0, "w1-of-yore": 0}
         assert await index.longest_match([h(1)], [("w1", "another")]) == {"w1": 0}
 
 
-@pytest.mark.parametrize("num_hits", [0, 1, 15, 16, 17, 47, 48, 49, 1000, 2999, 3000])
-async def test_leading_hits_are_counted_exactly(redis_url: str, num_hits: int) -> None:
-    hashes = [h(i) for i in range(3000)]
-    cache = Cache()
-    cache.store(*(i for i in range(3000) if i != num_hits))
-    async with reporting(redis_url, cache), index_of(redis_url) as index:
-        await until(lambda: members(redis_url) == cache.hashes)
-        assert await index.longest_match(hashes, W1) == {"w1": num_hits}
+def hold(url: str, num_hits: dict[str, int]) -> list[tuple[str, str]]:
+    """Workers that have so many leading blocks, as their reporters would have written it; and a last one with none."""
+    with redis.Redis.from_url(url) as client, client.pipeline(transaction=False) as pipe:
+        for worker_id, number in num_hits.items():
+            if number:
+                pipe.sadd(f"test:prefix:{worker_id}:i1", *(h(i) for i in range(number)))
+        pipe.execute()
+    return [(worker_id, "i1") for worker_id in num_hits]
+
+
+async def test_leading_hits_are_counted_exactly(redis_url: str) -> None:
+    ends = [0, 1, 2, 3, 8, 9, 10, 80, 81, 82, 1000, 2998, 2999, 3000]
+    chosen = random.Random(1)
+    numbers = [*ends, *ends[::-1], *(end for end in ends for _ in range(3)), *chosen.choices(range(3001), k=50)]
+    num_hits = {f"w{i}": number for i, number in enumerate(numbers)}
+    workers = hold(redis_url, num_hits)
+    async with index_of(redis_url) as index:
+        assert await index.longest_match([h(i) for i in range(3000)], workers) == num_hits
+        for asked in (1, 2, 9, 10, 1000):
+            expected = {worker_id: min(number, asked) for worker_id, number in num_hits.items()}
+            assert await index.longest_match([h(i) for i in range(asked)], workers) == expected
+
+
+async def test_a_beginning_that_a_fleet_shares_is_looked_up_once_a_worker(redis_url: str) -> None:
+    """One server has all routers' lookups to do: it must not count a thousand blocks of each of a hundred workers."""
+    num_hits = {f"w{i}": 1000 for i in range(100)}
+    workers = hold(redis_url, num_hits)
+    with redis.Redis.from_url(redis_url) as client:
+        client.config_resetstat()
+        async with index_of(redis_url) as index:
+            assert await index.longest_match([h(i) for i in range(2000)], workers) == num_hits
+        assert client.info("commandstats")["cmdstat_smismember"]["calls"] < 110
 
 
 async def test_order_within_and_across_batches(redis_url: str) -> None:
